@@ -1,6 +1,8 @@
 "Packaging: the metadata is settings.ini, and the top-level kernels/ folder travels in the wheel as atlas/kernels."
-import os,shlex,shutil,subprocess
+import os,shlex,shutil,subprocess,sys
+from concurrent.futures import ThreadPoolExecutor
 from configparser import ConfigParser
+from itertools import product
 from pathlib import Path
 from setuptools import find_namespace_packages,find_packages,setup
 from setuptools.command.build_py import build_py
@@ -10,20 +12,34 @@ here = Path(__file__).parent
 ini = ConfigParser(delimiters=['='])
 ini.read(here/'settings.ini', encoding='utf-8')
 cfg = ini['DEFAULT']
-archs = os.environ.get('ATLAS_CUDA_ARCHS', '').split()  # "80 90": ship fatbins too; empty: ship sources only
 kpkgs = ['atlas.kernels'] + [f'atlas.kernels.{o}' for o in find_namespace_packages('kernels')]
+archs = [o if o.startswith('sm_') else f'sm_{o}' for o in os.environ.get('ATLAS_CUDA_ARCHS', 'sm_90a sm_121a').split()]  # empty: sources only
+
+def find_nvcc():
+    "nvcc on PATH or in the usual places, else None"
+    usual = [Path(o)/'bin'/'nvcc' for o in (os.environ.get('CUDA_HOME'), '/usr/local/cuda') if o]
+    return shutil.which('nvcc') or next((o for o in usual if o.exists()), None)
+
+def compile_cubin(nvcc, inc, cu, arch):
+    "Compile one kernel beside its source. A failure is told and leaves nothing: the kernel is then compiled when it is first loaded"
+    out = cu.with_suffix(f'.{arch}.cubin')
+    try: r = subprocess.run([nvcc, '-cubin', '-std=c++17', f'-arch={arch}', f'-I{inc}', cu, '-o', out], capture_output=True, text=True, timeout=600)
+    except (OSError, subprocess.TimeoutExpired) as e: why = str(e)
+    else: why = (r.stderr or r.stdout).strip() if r.returncode else ''
+    if why:
+        out.unlink(missing_ok=True)
+        print(f'warning: {cu.name} was not compiled for {arch}: {why}', file=sys.stderr)
 
 class BuildPy(build_py):
-    "Copy the package, then compile each kernel to a fatbin beside its source when `ATLAS_CUDA_ARCHS` names architectures"
+    "Copy the package, then, where there is an nvcc, compile each kernel beside its source. Editable installs compile nothing"
     def run(self):
         out = Path(self.build_lib)/'atlas'
         if not self.editable_mode: shutil.rmtree(out, ignore_errors=True)  # else a deleted kernel lives on in build/ and in the next wheel
         super().run()
-        if not archs or self.editable_mode: return
-        if not shutil.which('nvcc'): raise SystemExit('ATLAS_CUDA_ARCHS is set but nvcc is not on PATH')
-        inc,gen = out/'kernels',[f'-gencode=arch=compute_{a},code=sm_{a}' for a in archs]
-        for cu in sorted(inc.rglob('*.cu')):
-            subprocess.run(['nvcc', '-fatbin', '-O3', '-std=c++17', f'-I{inc}', *gen, cu, '-o', cu.with_suffix('.fatbin')], check=True)
+        if self.editable_mode or not archs: return
+        if not (nvcc := find_nvcc()): return print('no nvcc: kernels are shipped as source and compiled when they are first loaded', file=sys.stderr)
+        inc = (out/'kernels').resolve()
+        with ThreadPoolExecutor(os.cpu_count()) as ex: list(ex.map(lambda o: compile_cubin(nvcc, inc, *o), product(sorted(inc.glob('*.cu')), archs)))
 
 class Sdist(sdist):
     "Add settings.ini, without which the source archive could not be built"

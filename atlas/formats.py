@@ -28,12 +28,11 @@ def minifloat(
     x = np.where(E>0, np.ldexp(1+M/2**m, E-bias), np.ldexp(M/2**m, 1-bias))
     return np.where(s, -x, x).astype(np.float32)
 
-# %% ../nbs/02_formats.ipynb #12f85bb0
+# %% ../nbs/02_formats.ipynb #76e50de2
 E2M1 = minifloat(np.arange(16), e=2, m=1, bias=1)
 E4M3 = minifloat(np.arange(256), e=4, m=3, bias=7)
 E4M3[[0x7F,0xFF]] = np.nan
-E8M0 = np.ldexp(np.float32(1), np.arange(256)-127)
-E8M0[255] = np.nan
+E8M0 = np.append(np.ldexp(np.float32(1), np.arange(255)-127), np.float32(np.nan))
 
 # %% ../nbs/02_formats.ipynb #ae2e0984
 def thresholds(mags:np.ndarray)->np.ndarray:

@@ -203,15 +203,19 @@ def kth(
     "Threshold of top-k"
     return np.partition(w, len(w)-k)[len(w)-k] if k<len(w) else w.dtype.type(0)
 
-# %% ../../nbs/17_ops.sample.ipynb #63073a37
+# %% ../../nbs/17_ops.sample.ipynb #eb198da3
 def nucleus(
-    w:np.ndarray, # f32 [V] weights
-    p:float, # Share of the total to reach, in (0, 1]
+    w:np.ndarray, # f32 [V] weights, none above one
+    p:float, # Share of the total to reach, in (0, 1)
 )->float: # The lightest weight that stays
     "Threshold of top-p"
-    total = w.sum(dtype=np.float64)
-    s = np.sort(w[w >= (1-p)*total/len(w)])[::-1]
-    i = np.searchsorted(s.cumsum(dtype=np.float64), p*total)
+    key = 0x3f80 - (w.view(np.int32)>>16)  # 0x3f80 is 1.0: heavy weights have low keys
+    mass = np.bincount(key, w)
+    above = mass.cumsum()
+    goal = p*above[-1]
+    b = np.searchsorted(above, goal)
+    s = np.sort(w[key==b])[::-1]
+    i = np.searchsorted(above[b]-mass[b] + s.cumsum(dtype=np.float64), goal)
     return s[min(i,len(s)-1)]
 
 # %% ../../nbs/17_ops.sample.ipynb #142e6826

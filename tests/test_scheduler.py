@@ -1,0 +1,252 @@
+"""The scheduler held to its promises by a fuzzer.
+
+The stand-in for the model keeps a hash where a real one keeps keys and values, in the same slots, and its next token is a hash of all that it
+finds there by way of the block table. So a block with two owners, a row that is skipped or computed in another way, a tile that is cut elsewhere
+or a token that is sampled twice changes what some request is answered, and `alone` knows what it should be."""
+import sys
+from collections import deque
+import pytest
+from hypothesis import settings,strategies as st
+from hypothesis.stateful import RuleBasedStateMachine,initialize,invariant,precondition,rule
+from atlas.cache import BlockPool
+from atlas.core import ContextLengthError,QueueFullError,RequestError
+from atlas.ops.linear import MAX_ROWS,TILE
+from atlas.ops.sample import SamplingParams
+from atlas.scheduler import Request,Scheduler
+
+VOCAB,EOS,STOP = 40,0,1
+ROW = (-1,-1) # How a row of decode or replay was computed; a row of prefill says which rows were in its tile
+
+def key(prev, token, how): return hash((prev, token, how))
+def pick(keys, seed): return hash((tuple(keys), seed))%VOCAB
+def tile(p, lo, hi): t = p//TILE*TILE; return max(t, lo),min(t+TILE, hi)
+
+def alone(request, seed, max_seq_len):
+    "What `request` is answered when nothing else exists: its tokens, and why they end"
+    r,p,P = request,request.params,len(request.prompt)
+    most = min(p.max_tokens or max_seq_len, max_seq_len-P)
+    ends = set(p.stop_token_ids)|set(() if p.ignore_eos else r.eos_ids)
+    keys,out = [],[]
+    for i,t in enumerate(r.prompt): keys.append(key(keys[-1] if i else 0, t, tile(i, 0, P)))
+    while True:
+        out.append(pick(keys, seed))
+        if out[-1] in ends and len(out)>p.min_tokens: return out,'stop'
+        if len(out)==most: return out,'length'
+        keys.append(key(keys[-1], out[-1], ROW))
+
+class Toy:
+    "Computes the rows of a plan, on memory that is never cleared"
+    def __init__(self, pool): self.kv,self.newest = [-1]*(pool.num_blocks*pool.block_size),{}
+
+    def rows(self, seq, start, n, prefill):
+        slots = seq.table.slots(0, start+n).tolist()
+        fed = seq.span(start, n) or [self.newest[seq]] # the token is sampled, but has not been accepted yet
+        assert len(fed)==n
+        for p,t in zip(range(start, start+n), fed):
+            self.kv[slots[p]] = key(self.kv[slots[p-1]] if p else 0, t, tile(p, start, start+n) if prefill else ROW)
+        return [self.kv[s] for s in slots]
+
+    def run(self, plan):
+        "A token for each of `plan.sampled`"
+        keys = {s:self.rows(s, start, n, True) for s,start,n in plan.prefill}
+        for s,start,n in plan.replay: self.rows(s, start, n, False)
+        keys |= {s:self.rows(s, s.num_computed, 1, False) for s in plan.decode}
+        toks = [pick(keys[s], s.seed) for s in plan.sampled]
+        self.newest.update(zip(plan.sampled, toks))
+        return toks
+
+class Driver:
+    "The engine's loop; with `behind`, tokens are accepted while the next step is already computed"
+    def __init__(self, sc, behind=0): self.sc,self.toy,self.behind,self.flight,self.got,self.why = sc,Toy(sc.pool),behind,deque(),{},{}
+
+    def note(self, seq, token, reason):
+        assert seq not in self.why, 'an event after the end'
+        if token is not None: self.got.setdefault(seq, []).append(token)
+        if reason: self.why[seq] = reason
+
+    def step(self):
+        "One step; its plan"
+        if plan := self.sc.schedule():
+            toks = self.toy.run(plan)
+            self.sc.advance(plan)
+            self.flight.append((plan,toks))
+        while len(self.flight)>(self.behind if plan else 0):
+            for e in self.sc.accept(*self.flight.popleft()): self.note(*e)
+        return plan
+
+    def drain(self, most=20_000):
+        for _ in range(most):
+            if not self.sc.has_work: return
+            self.step()
+        raise AssertionError(f'no end: {self.sc}')
+
+    def check(self, seq):
+        "Everything that `seq` was sent is what it is sent alone"
+        toks,why = alone(seq.request, seq.seed, self.sc.max_seq_len)
+        got,reason = self.got.get(seq, []),self.why.get(seq)
+        if reason in ('stop','length'): assert (got,reason)==(toks,why)
+        else: assert got==toks[:len(got)]
+
+def request(id, n, max_tokens=None, priority=0, flavour=0, **kw):
+    return Request(str(id), tuple((flavour*31+i*7)%VOCAB for i in range(n)), SamplingParams(max_tokens=max_tokens, **kw), priority, (EOS,))
+
+class Machine(RuleBasedStateMachine):
+    "Requests come, go and step at will"
+    @initialize(block=st.sampled_from([1,4,16,64]), length=st.integers(2, 260), spare=st.integers(0, 30), seqs=st.integers(1, 5), chunk=st.sampled_from([64,128,320]),
+        over=st.sampled_from([1,1,1.3,2,4]), queue=st.integers(1, 8), behind=st.integers(0, 1))
+    def start(self, block, length, spare, seqs, chunk, over, queue, behind):
+        pool = BlockPool(-(-length//block)+spare, block)
+        self.sc = Scheduler(pool, seqs, length, chunk=chunk, overcommit=over, max_queue=queue)
+        self.over,self.d,self.all,self.n = over,Driver(self.sc, behind),[],0
+
+    def live(self): return list(self.sc.seqs.values())
+
+    @rule(size=st.one_of(st.integers(1, 20), st.integers(1, 259)), out=st.one_of(st.none(), st.integers(1, 60)), priority=st.sampled_from([0,0,0,-1,1]),
+        flavour=st.integers(0, 3), least=st.integers(0, 3), eos=st.booleans(), stop=st.booleans(), seed=st.integers(0, 9))
+    def add(self, size, out, priority, flavour, least, eos, stop, seed):
+        r = request(self.n, size, out, priority, flavour, min_tokens=min(least, out or least), ignore_eos=eos, stop_token_ids=(STOP,) if stop else (), seed=seed)
+        full,long = len(self.sc.waiting)>=self.sc.max_queue,size>=self.sc.max_seq_len
+        if long or full:
+            with pytest.raises(ContextLengthError if long else QueueFullError): self.sc.add(r)
+            return
+        self.all.append(self.sc.add(r)); self.n += 1
+        with pytest.raises(RequestError, match='still being served'): self.sc.add(r)
+
+    @precondition(lambda self: self.sc.has_work)
+    @rule(data=st.data())
+    def abort(self, data):
+        s = data.draw(st.sampled_from(self.live()))
+        assert self.sc.abort(s.id) is s
+        self.d.note(s, None, s.finish_reason)
+        assert self.sc.abort(s.id) is None
+
+    @precondition(lambda self: self.sc.running)
+    @rule(data=st.data())
+    def fail(self, data): self.d.note(*self.sc.fail(data.draw(st.sampled_from(self.sc.running))))
+
+    @rule(n=st.integers(1, 12))
+    def step(self, n):
+        for _ in range(n): self.one_step()
+
+    def one_step(self):
+        before,preemptions,work = list(self.sc.running),self.sc.totals['preemptions'],self.sc.has_work
+        fit = {s:s.state for s in before}
+        real,plan = self.sc.schedule,None
+        def spy():
+            nonlocal plan
+            plan = real()
+            self.check_plan(plan, fit)
+            self.check_queue(before, self.sc.totals['preemptions']>preemptions)
+            return plan
+        self.sc.schedule = spy
+        try: self.d.step()
+        finally: del self.sc.schedule
+        assert plan or not work or self.d.behind
+        self.books()
+
+    def check_plan(self, plan, before):
+        if plan is None: return
+        assert len(set(plan.seqs))==len(plan.seqs)
+        assert sum(n for _,_,n in plan.prefill+plan.replay)<=self.sc.chunk
+        for s,start,n in plan.prefill: assert n>0 and start%TILE==0 and ((start+n)%TILE==0 or start+n==s.prompt_len)
+        for s,start,n in plan.replay: assert 0<n<=MAX_ROWS and s.prompt_len<=start and start+n<len(s)
+        for s,state in before.items(): # who decodes is in every step, unless preempted, or its last row is under way
+            if state=='decode' and s.running: assert s in plan.decode or s.num_computed==s.depth
+
+    def check_queue(self, before, preempted):
+        sc = self.sc
+        for s in sc.running:
+            for w in sc.waiting:
+                assert s.order<w.order or s.request.priority>w.request.priority, 'somebody was overtaken'
+                if s not in before: assert s.order<w.order, 'somebody was overtaken'
+        if (w := sc.waiting.head()) and not preempted: # nobody waits who fits
+            assert len(sc.running)==sc.max_num_seqs or sc.promised+sc.pool.blocks_for(w.depth)>sc.limit or w.table.missing(len(w))>sc.pool.free
+        if self.over==1 and all(s.request.priority==0 for s in self.all): assert not sc.totals['preemptions']
+
+    @invariant()
+    def books(self):
+        if not hasattr(self, 'sc'): return
+        sc = self.sc
+        owned = [b for s in sc.running for b in s.table.blocks]
+        assert len(set(owned))==len(owned)==sc.pool.used and all(sc.pool.refs[b]==1 for b in owned)
+        assert sc.promised==sum(sc.pool.blocks_for(s.depth) for s in sc.running)<=sc.limit<=sc.pool.num_blocks*self.over
+        assert len(sc.running)<=sc.max_num_seqs and sc.running==sorted(sc.running, key=lambda s: s.order)
+        for s in sc.running: assert len(s.table.blocks)<=sc.pool.blocks_for(s.depth) and s.table.missing(s.num_computed)==0
+        assert not any(s.table.blocks or s.running for s in sc.waiting)
+        assert set(sc.running)|set(sc.waiting)==set(sc.seqs.values()) and len(sc.running)+len(sc.waiting)==len(sc.seqs)
+
+    def teardown(self):
+        if not hasattr(self, 'sc'): return
+        self.d.drain()
+        self.books()
+        assert self.sc.pool.free==self.sc.pool.num_blocks and sorted(self.sc.pool._free)==list(range(self.sc.pool.num_blocks))
+        assert sum(self.sc.finished.values())==len(self.all) and set(self.d.why)==set(self.all)
+        for s in self.all: self.d.check(s)
+
+Machine.TestCase.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
+TestMachine = Machine.TestCase
+
+@pytest.mark.parametrize('n', (1, 63, 64, 65, 200))
+@pytest.mark.parametrize('behind', (0, 1))
+def test_alone(n, behind):
+    d = Driver(Scheduler(BlockPool(20), 1, 300, chunk=64), behind)
+    s = d.sc.add(request('a', n, 40, ignore_eos=True))
+    d.drain(); d.check(s)
+    assert d.why[s]=='length' and len(d.got[s])==40
+
+@pytest.mark.parametrize('at', range(2, 26, 3))
+@pytest.mark.parametrize('behind', (0, 1))
+def test_preempted_and_resumed(at, behind):
+    d = Driver(Scheduler(BlockPool(20), 1, 300, chunk=64), behind)
+    s = d.sc.add(request('a', 130, 30, ignore_eos=True))
+    for _ in range(at): d.step()
+    u = d.sc.add(request('u', 70, 5, priority=-1, flavour=1, ignore_eos=True))
+    seen = list(s.outputs)
+    d.drain(); d.check(s); d.check(u)
+    assert d.sc.totals['preemptions']==1 and d.got[s][:len(seen)]==seen
+    assert (d.sc.totals['replay_tokens']>0)==(len(seen)+behind>1)
+
+def test_no_victims_in_vain():
+    "A better request that would not fit even then takes nobody's place"
+    sc = Scheduler(BlockPool(16), 4, 256)
+    for r in (request('a', 100, 60), request('b', 50, 10, priority=1), request('c', 100, 100, priority=0)): sc.add(r)
+    sc.schedule() # a and, behind c, nobody: c needs 13 of 16 blocks
+    assert [s.id for s in sc.running]==['a'] and not sc.totals['preemptions']
+    sc.abort('c'); sc.schedule()
+    assert [s.id for s in sc.running]==['a','b']
+    sc.add(request('d', 100, 100)); sc.schedule()
+    assert [s.id for s in sc.running]==['a','b'] and not sc.totals['preemptions']
+    sc.add(request('e', 60, 20)); sc.abort('d'); sc.schedule() # 5 blocks, and b's place makes room
+    assert [s.id for s in sc.running]==['a','e'] and sc.totals['preemptions']==1
+
+def test_overcommit_ends():
+    "Everybody asks for the whole cache, ten at a time"
+    d = Driver(Scheduler(BlockPool(16, 4), 10, 64, overcommit=10))
+    for i in range(20): d.sc.add(request(i, 5+i%3, flavour=i%4, ignore_eos=True))
+    seqs = list(d.sc.seqs.values())
+    d.drain()
+    for s in seqs: d.check(s)
+    assert d.sc.finished==dict(length=20) and d.sc.totals['preemptions']>5
+
+def calls(f):
+    "How many calls `f` makes, Python's and C's"
+    n = 0
+    def count(frame, event, arg):
+        nonlocal n
+        n += event in ('call','c_call')
+    sys.setprofile(count)
+    try: f()
+    finally: sys.setprofile(None)
+    return n
+
+def test_a_step_does_not_read_the_queue():
+    "As many calls with 10,000 waiting as with 10, for a step of either kind"
+    def work(waiting):
+        sc = Scheduler(BlockPool(64), 4, 200, max_queue=20_000)
+        for i in range(waiting): sc.add(request(i, 20, 20, priority=i%3, flavour=i, ignore_eos=True))
+        ns = []
+        for _ in range(30):
+            ns.append(calls(lambda: sc.commit(p := sc.schedule(), [5]*len(p.sampled))))
+        ns.append(calls(lambda: sc.abort('9')))
+        return ns
+    assert work(30)==work(10_000)
