@@ -22,10 +22,11 @@ def find_nvcc():
 
 def compile_cubin(nvcc, inc, cu, arch):
     "Compile one kernel beside its source. A failure is told and leaves nothing: the kernel is then compiled when it is first loaded"
-    out = cu.with_suffix(f'.{arch}.cubin')
-    try: r = subprocess.run([nvcc, '-cubin', '-std=c++17', f'-arch={arch}', f'-I{inc}', cu, '-o', out], capture_output=True, text=True, timeout=600)
+    out,gen = cu.with_suffix(f'.{arch}.cubin'),f'-gencode=arch={arch.replace("sm", "compute")},code={arch}'
+    try: r = subprocess.run([nvcc, '-cubin', '-std=c++17', gen, f'-I{inc}', cu, '-o', out], capture_output=True, text=True, timeout=600)
     except (OSError, subprocess.TimeoutExpired) as e: why = str(e)
-    else: why = (r.stderr or r.stdout).strip() if r.returncode else ''
+    else: why = r.returncode and ((r.stderr or r.stdout).strip() or f'nvcc ended with {r.returncode}')
+    if not why and not (out.exists() and out.read_bytes()[:4]==b'\x7fELF'): why = 'nvcc wrote no cubin'
     if why:
         out.unlink(missing_ok=True)
         print(f'warning: {cu.name} was not compiled for {arch}: {why}', file=sys.stderr)

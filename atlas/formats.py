@@ -237,10 +237,11 @@ def encode(cls:QTensor, w:np.ndarray, fmt:str)->QTensor:
     if fmt not in ('F32','F16','BF16') and not np.isfinite(w).all(): raise ConfigError(f'NaN or infinity cannot be stored in {fmt}')
     return cls(fmt, w.shape, FORMATS[fmt].encode(w))
 
-# %% ../nbs/02_formats.ipynb #7a9d2452
+# %% ../nbs/02_formats.ipynb #26be6525
 @patch
 def rows(self:QTensor, idx:np.ndarray)->QTensor:
     "The tensor made of rows `idx` of this one"
+    if len(self.shape)<2 and FORMATS[self.fmt].block>1: raise ConfigError(f'{self} has blocks, and no rows to take')
     n,idx = self.shape[0],np.asarray(idx)
     def take(p):
         if not p.ndim: return p

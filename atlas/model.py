@@ -123,11 +123,11 @@ class Block:
     def __call__(self, x, b, angles, kv):
         return self.mlp(self.self_attn(x, self.input_layernorm, b, angles, kv), self.post_attention_layernorm)
 
-# %% ../nbs/20_model.ipynb #ff4bb49e
+# %% ../nbs/20_model.ipynb #0ba87a8d
 class Decoder:
     "A whole model: `forward(batch, cache)` turns rows into logits"
     def __init__(self, c:ModelConfig, layers:list): self.c,self.layers = c,layers
-    def __repr__(self): return f'Decoder({self.c.name or self.c.family}: {len(self.layers)} layers, {self.c.num_params/1e6:,.1f} M weights)'
+    def __repr__(self): return f'Decoder({self.c.name or self.c.family}: {len(self.layers)} layers, {self.c.num_params:,} weights)'
 
     def wants(self)->list[Want]:
         "Everything to be read from a checkpoint"

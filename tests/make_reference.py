@@ -28,9 +28,9 @@ MISTRAL = BASE|dict(model_type='mistral', architectures=['MistralForCausalLM'], 
 
 # name -> config.json as its publisher would have written it, tokens of prompt, bytes a shard (None: one file)
 CASES = {
-    # as Llama 3.1 is published; the prompt crosses two 64-token boundaries and four times the original context; sharded, with an index
-    'llama3-rope-sharded': (BASE|dict(hidden_size=64, num_hidden_layers=3, intermediate_size=96, rope_theta=500000.0, eos_token_id=[2,3],
-        rope_scaling=dict(rope_type='llama3', factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)), 140, 100_000),
+    # as Llama 3.1 is published, with pairs on all three parts of its curve; the prompt crosses two 64-token boundaries; sharded, with an index
+    'llama3-rope-sharded': (BASE|dict(hidden_size=64, num_hidden_layers=3, intermediate_size=96, eos_token_id=[2,3],
+        rope_scaling=dict(rope_type='llama3', factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)), 140, 100_000),
     # as Mistral Small: heads that together are wider than the model
     'mistral-wide-heads': (MISTRAL|dict(head_dim=20), 70, None),
     # as Mistral 7B v0.1: a query sees itself and the 22 tokens before it
@@ -40,7 +40,7 @@ CASES = {
         num_hidden_layers=3, tie_word_embeddings=True, rope_parameters=dict(rope_type='default', rope_theta=100000.0), dtype='bfloat16'), 70, None),
     # the two scalings that came before llama3's, each in one generation of config.json
     'yarn-rope': ({k:v for k,v in BASE.items() if k!='rope_theta'}|dict(num_attention_heads=2, num_key_value_heads=1,
-        rope_parameters=dict(rope_type='yarn', rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64, beta_fast=8.0, beta_slow=1.0)), 72, None),
+        rope_parameters=dict(rope_type='yarn', rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64, beta_fast=4.0, beta_slow=1.0)), 72, None),
     'linear-rope': (BASE|dict(rope_scaling=dict(type='linear', factor=4.0)), 70, None),
     # a bias on every projection
     'biases': (BASE|dict(attention_bias=True, mlp_bias=True), 70, None)}

