@@ -7,14 +7,14 @@ Docs: https://atlas-inference.github.io/atlas/llm.html.md"""
 # %% auto #0
 __all__ = ['Token', 'Delta', 'Generation', 'Output', 'LLM']
 
-# %% ../nbs/45_llm.ipynb #fb5e472a
+# %% ../nbs/45_llm.ipynb #f71718f2
 import itertools
 import numpy as np
 from dataclasses import dataclass,field,replace
 from time import perf_counter
 from fastcore.basics import patch
 from .cache import KVCache,fit_blocks
-from .core import AtlasError,ContextLengthError,RequestError
+from .core import AtlasError,ContextLengthError,RequestError,SourceError
 from .device import get_device
 from .engine import Engine,Event
 from .hub import resolve
@@ -43,11 +43,11 @@ class Delta:
     error:str|None=None
     def __str__(self): return self.text
 
-# %% ../nbs/45_llm.ipynb #c34df1bb
+# %% ../nbs/45_llm.ipynb #6fe788c6
 class Generation:
-    "One answer in the making: `feed` events, take text"
+    "One answer in the making: `feed` events, take text. Without a tokenizer there is no text, only ids"
     def __init__(self, tokenizer, params:SamplingParams):
-        self._detok,self._stop = tokenizer.detokenizer(),StopStrings(params.stop) if params.stop else None
+        self._detok,self._stop = tokenizer and tokenizer.detokenizer(),StopStrings(params.stop) if params.stop else None
         self.text,self.tokens,self.finish_reason,self.error = '',[],None,None
     @property
     def token_ids(self)->list[int]: return [t.id for t in self.tokens]
@@ -57,8 +57,8 @@ class Generation:
         if self.finish_reason: return Delta()
         toks = () if e.token is None else (Token(e.token, e.logprob, tuple(e.top or ())),)
         self.tokens += toks
-        new = self._detok.put(e.token) if toks and e.finish!='stop' else ''
-        if e.finish: new += self._detok.finish()
+        new = self._detok.put(e.token) if self._detok and toks and e.finish!='stop' else ''
+        if self._detok and e.finish: new += self._detok.finish()
         stopped = False
         if self._stop: new,stopped = self._stop.feed(new)
         if self._stop and e.finish and not stopped: new += self._stop.finish()
@@ -81,7 +81,7 @@ class Output:
     def __str__(self): return self.text
     def __repr__(self): return f'{self.text!r}  ({self.usage["completion_tokens"]} tokens, {self.finish_reason})'
 
-# %% ../nbs/45_llm.ipynb #872ee1f8
+# %% ../nbs/45_llm.ipynb #6b2d66e5
 class LLM:
     "A model, ready to answer"
     def __init__(self,
@@ -99,7 +99,7 @@ class LLM:
         with open_checkpoint(resolve(str(model))) as ck:
             self.name,self.config,self.path = str(model),ck.config,ck.path
             self.max_seq_len = _context(ck.config, max_seq_len)
-            self.tokenizer,self.template = load_tokenizer(ck),load_template(ck)
+            self._tokenizer,self.template = _try_tokenizer(ck),load_template(ck)
             self.model = load_model(ck, self.device, self.max_seq_len, show)
         budget = kv_cache_memory or int(self.device.memory()[1]*.4)
         self.cache = KVCache(self.config, self.device, fit_blocks(self.config, budget, max_num_seqs, self.max_seq_len))
@@ -107,13 +107,24 @@ class LLM:
         self._ids,self.load_seconds = itertools.count(),perf_counter()-t
     def __repr__(self): return f'LLM({self.name}: {self.model!r} on {self.device.name}, context {self.max_seq_len:,})'
 
+    @property
+    def tokenizer(self):
+        "Text to ids and back; `SourceError` when the checkpoint has none: then ids go in and ids come out"
+        if isinstance(self._tokenizer, SourceError): raise self._tokenizer
+        return self._tokenizer
+
+def _try_tokenizer(ck):
+    "The checkpoint's tokenizer, or the error that says it has none, for whoever asks"
+    try: return load_tokenizer(ck)
+    except SourceError as e: return e
+
 def _context(c, asked):
     "The context to serve; more than the model was made for is refused"
     if asked is None: return c.max_seq_len
     if not 2<=asked<=c.max_seq_len: raise RequestError(f'max_seq_len is {asked:,}; the model was made for up to {c.max_seq_len:,}', param='max_seq_len')
     return asked
 
-# %% ../nbs/45_llm.ipynb #2e9a39fb
+# %% ../nbs/45_llm.ipynb #fcea350e
 @patch
 def _encode(self:LLM, prompt, answer:int=1)->tuple[list[int],str|None]:
     "Ids of a prompt that leaves room for `answer` tokens, and its text where there is one"
@@ -125,10 +136,21 @@ def _encode(self:LLM, prompt, answer:int=1)->tuple[list[int],str|None]:
         hint='Shorten the prompt, or load with a larger max_seq_len', param='prompt')
     return ids,prompt if isinstance(prompt, str) else None
 
+@patch(as_prop=True)
+def eos_ids(self:LLM)->tuple[int,...]:
+    "Tokens that end an answer, from the description and the tokenizer"
+    more = () if isinstance(self._tokenizer, SourceError) else self._tokenizer.eos_ids
+    return tuple(dict.fromkeys((*self.config.eos_ids, *more)))
+
+@patch
+def generation(self:LLM, params:SamplingParams)->Generation:
+    "A new answer's text; stop strings need a tokenizer"
+    return Generation(self.tokenizer if params.stop else None if isinstance(self._tokenizer, SourceError) else self._tokenizer, params)
+
 @patch
 def request(self:LLM, ids, params:SamplingParams, rid:str|None=None, **kw)->Request:
     "An engine request for `ids`"
-    return Request(rid or f'llm-{next(self._ids)}', tuple(ids), params, eos_ids=tuple(self.tokenizer.eos_ids), **kw)
+    return Request(rid or f'llm-{next(self._ids)}', tuple(ids), params, eos_ids=self.eos_ids, **kw)
 
 # %% ../nbs/45_llm.ipynb #9f53ceac
 @patch
@@ -150,7 +172,7 @@ def _fan(self:LLM, ids, p:SamplingParams)->list[Request]:
     "`p.n` requests for one prompt"
     return [self.request(ids, replace(p, n=1, seed=None if p.seed is None else p.seed+i)) for i in range(p.n)]
 
-# %% ../nbs/45_llm.ipynb #b65e029c
+# %% ../nbs/45_llm.ipynb #0e34f776
 @patch
 def generate(self:LLM,
     prompts, # Text, a list of ids, or a list of either
@@ -164,7 +186,7 @@ def generate(self:LLM,
     enc = [self._encode(p) for p in prompts]
     owner,reqs = [],[]
     for i,((ids,_),p) in enumerate(zip(enc, params)): fan = self._fan(ids, p); reqs += fan; owner += [i]*len(fan)
-    gens = [Generation(self.tokenizer, r.params) for r in reqs]
+    gens = [self.generation(r.params) for r in reqs]
     for i,e in self._run(reqs):
         if gens[i].feed(e).stopped: self.engine.abort(e.id)
     outs = [[] for _ in prompts]
@@ -179,14 +201,14 @@ def _output(g:Generation, p:SamplingParams, ids, text)->Output:
     usage = dict(prompt_tokens=len(ids), completion_tokens=n, total_tokens=len(ids)+n)
     return Output(g.text, g.token_ids, g.finish_reason, usage, None if p.logprobs is None else g.tokens, text, ids)
 
-# %% ../nbs/45_llm.ipynb #d26811d7
+# %% ../nbs/45_llm.ipynb #731104a4
 @patch
 def stream(self:LLM, prompt, params:SamplingParams|None=None):
     "Yield the answer to one prompt as it is made: `Delta`s whose `.text` add up to the whole"
     p = params or SamplingParams()
     if p.n!=1: raise RequestError('Only one answer can be streamed here', hint='Use generate for n > 1', param='n')
     ids,_ = self._encode(prompt)
-    g,events = Generation(self.tokenizer, p),self._run(self._fan(ids, p))
+    g,events = self.generation(p),self._run(self._fan(ids, p))
     try:
         for _,e in events:
             d = g.feed(e)

@@ -344,7 +344,7 @@ def _head_rows(rows:int, heads:int)->np.ndarray:
     "Where each row of a q or k matrix lies in a GGUF file that interleaves the halves of `heads` heads"
     return np.arange(rows).reshape(heads, -1, 2).swapaxes(1,2).ravel()
 
-# %% ../nbs/05_weights.ipynb #74d12750
+# %% ../nbs/05_weights.ipynb #48bf612a
 def _rope_freqs(s:Span|None)->list[float]|None:
     "Divisors of the rotary frequencies, where a GGUF file has them"
     if s is None: return None
@@ -352,6 +352,11 @@ def _rope_freqs(s:Span|None)->list[float]|None:
     a = s.file.read_into(np.empty(s.shape, np.float32), s.offset)
     if not (np.isfinite(a)&(a>0)).all(): raise s.file.bad('rope_freqs.weight holds a number that is not above zero')
     return a.tolist()
+
+def _config(name:str, make)->ModelConfig:
+    "The config that `make()` gives; its errors learn which file they are about"
+    try: return make()
+    except CheckpointError as e: raise type(e)(f'{name}: {e.msg}', e.hint, e.param) from e
 
 def _gguf_open(path:Path, es:ExitStack):
     "Metadata, config and tensors of a GGUF file"
@@ -361,7 +366,7 @@ def _gguf_open(path:Path, es:ExitStack):
     names = GGUF_NAMES.get(arch) if isinstance(arch, str) else None
     if not names: raise UnsupportedError(f'{f.name}: GGUF architecture {arch!r} is not supported', hint=f'Supported: {", ".join(GGUF_NAMES)}', param='general.architecture')
     freqs = _rope_freqs(spans.pop('rope_freqs.weight', None))
-    cfg = ModelConfig.from_gguf(meta, tie_embeddings='output.weight' not in spans, freq_factors=freqs)
+    cfg = _config(f.name, lambda: ModelConfig.from_gguf(meta, tie_embeddings='output.weight' not in spans, freq_factors=freqs))
     if freqs and len(freqs)!=cfg.rope.dim//2: raise f.bad(f'rope_freqs.weight has {len(freqs)} numbers for {cfg.rope.dim//2} pairs')
     infos = [_gguf_info(names, cfg, k, s) for k,s in spans.items()]
     twice = first(n for n,c in Counter(t.name for t in infos).items() if c>1)
@@ -411,12 +416,13 @@ def read(self:Checkpoint, name:str)->QTensor:
     if name not in self.tensors: raise CheckpointError(f'{self.path.name} has no tensor {name!r}', param=name)
     return _read(self.tensors[name])
 
-# %% ../nbs/05_weights.ipynb #244f8d2f
+# %% ../nbs/05_weights.ipynb #6883e0f5
 def _st_open(folder:Path, es:ExitStack, file:Path|None=None):
     "Config and tensors of `file`, or of the safetensors files in `folder`"
     if not (folder/'config.json').is_file(): raise CheckpointError(f'{folder.name} has safetensors and no config.json', hint='Put the config.json of the model beside them')
     meta = _json_file(folder/'config.json'); gen = folder/'generation_config.json'
-    cfg = ModelConfig.from_hf(meta, _json_file(gen) if gen.is_file() else None)
+    gen = _json_file(gen) if gen.is_file() else None
+    cfg = _config('config.json', lambda: ModelConfig.from_hf(meta, gen))
     method = (cfg.quantization or {}).get('quant_method')
     if method not in (None,'fp8','modelopt','compressed-tensors','mxfp4'):
         raise UnsupportedError(f'Weights quantised with {method!r} are not supported', hint='Use a BF16, FP8, NVFP4 or GGUF release of the model', param='quant_method')

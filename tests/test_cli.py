@@ -1,0 +1,325 @@
+"The command: exit codes, pipes and terminals, and that every flag reaches something."
+import ast,inspect,json,os,pty,re,select,signal,socket,subprocess,sys,urllib.request,pytest
+from pathlib import Path
+from types import SimpleNamespace
+from typer.testing import CliRunner
+from unittest import mock
+import atlas.cli as cli
+from atlas import hub
+from atlas.core import AtlasError,ContextLengthError
+from atlas.hub import Entry
+
+root = Path(__file__).parents[1]
+
+def run(*args, input=None):
+    "Run a command; a fault of ours is raised, not hidden in the result"
+    r = CliRunner().invoke(cli.app, list(args), input=input, prog_name='atlas')
+    if r.exception and not isinstance(r.exception, SystemExit): raise r.exception
+    return r
+
+class Fake:
+    "Stands for `LLM`: remembers what it was given, and says `answer`"
+    answer,error = ['Hel','lo ','you'],None
+    def __init__(self, model, *a, **kw):
+        Fake.made = dict(model=model, args=a, **kw)
+        self.name,self.max_seq_len,self.load_seconds,self.device = model,512,1.5,SimpleNamespace(name='cpu')
+        self.config,self.engine,self.tokenizer,self.template = SimpleNamespace(vocab_size=99),'engine','tokenizer','template'
+    def stream(self, prompt, params):
+        Fake.asked = dict(prompt=prompt, params=params)
+        for w in self.answer: yield SimpleNamespace(text=w, tokens=(1,))
+        if self.error: raise self.error
+    def generate(self, prompt, params): return SimpleNamespace(text=''.join(d.text for d in self.stream(prompt, params)), finish_reason='stop', usage=dict(total_tokens=5))
+    def chat(self, messages, params, stream=False): return self.stream(list(messages), params) if stream else self.generate(list(messages), params)
+
+@pytest.fixture
+def fake(monkeypatch):
+    class F(Fake): pass
+    monkeypatch.setitem(sys.modules, 'atlas.llm', SimpleNamespace(LLM=F))
+    return F
+
+# Flags
+
+def commands():
+    return {c.name or c.callback.__name__: c.callback for c in cli.app.registered_commands}
+
+def test_the_commands(): assert {'serve','run','chat','pull','list','rm','inspect','version'} <= set(commands())
+
+def test_every_flag_is_read():
+    for name,f in commands().items():
+        body = ast.parse(inspect.getsource(f)).body[0]
+        read = {n.id for s in body.body for n in ast.walk(s) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+        assert not set(inspect.signature(f).parameters)-read, f'{name} has a parameter that nothing reads'
+
+@pytest.mark.parametrize('name', sorted(commands()))
+def test_help(name):
+    r = run(name, '--help')
+    assert r.exit_code==0 and 'Examples:' in r.output
+    for l in r.output.split('Examples:')[0].splitlines(): assert len(l)<=100
+    for p in inspect.signature(commands()[name]).parameters.values():
+        o = p.annotation.__metadata__[0]
+        assert o.help and o.help.endswith((']','.')), f'{name}: {p.name} has no help'
+
+def test_usage_errors():
+    for args in (['fly'], ['run'], ['run','m','p','--temperature','hot'], ['run','m','p','-t','-1'], ['run','m','p','-t','nan'], ['serve','m','--port','70000'],
+                 ['serve','m','--kv-cache-memory','lots'], ['run','m','--raw','--system','x','p'], ['run','m','-n','0','p'], ['list','extra']):
+        r = run(*args)
+        assert (r.exit_code,r.stdout)==(2,''), args
+        assert 'Usage' in r.stderr or 'Error' in r.stderr
+
+def test_help_is_light():
+    "`atlas --help` in a fresh process brings in nothing heavy, `import atlas` even less"
+    heavy = "{'numpy','fastapi','pydantic','tokenizers','huggingface_hub','jinja2','cupy','rich','asyncio'} & set(sys.modules)"
+    for code in (f"import sys,atlas; print({heavy})", f"import sys,io\nfrom atlas.cli import app\nout,sys.stdout=sys.stdout,io.StringIO()\napp(['--help'], standalone_mode=False)\nsys.stdout=out; print({heavy})"):
+        assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout=='set()\n'
+
+def test_completion():
+    def complete(words):
+        env = os.environ|dict(_ATLAS_COMPLETE='complete_bash', COMP_WORDS='atlas '+words, COMP_CWORD=str(len(words.split())))
+        return subprocess.run([sys.executable, '-c', 'from atlas.cli import main; main()'], text=True, capture_output=True, env=env).stdout.split()
+    assert complete('insp')==['inspect']
+    assert 'demo' in complete('run dem')
+    assert '--temperature' in complete('run --te')
+
+# Errors and exit codes
+
+def test_refusals_are_two_lines(monkeypatch):
+    def no(name, show=None): raise AtlasError('It is gone', hint='Look elsewhere')
+    monkeypatch.setattr(hub, 'pull', no)
+    r = run('pull', 'x')
+    assert (r.exit_code,r.stdout,r.stderr)==(1, '', 'atlas: It is gone\n       Look elsewhere\n')
+
+def test_faults_keep_their_traceback(monkeypatch):
+    monkeypatch.setattr(hub, 'pull', lambda name: 1/0)
+    with pytest.raises(ZeroDivisionError): run('pull', 'x')
+
+def test_ctrl_c(fake, monkeypatch):
+    fake.error = KeyboardInterrupt()
+    r = run('run', 'm', 'hi')
+    assert r.exit_code==130 and r.stdout.startswith('Hello you') and 'Traceback' not in r.stderr
+
+# Models on this machine
+
+@pytest.fixture
+def two(monkeypatch):
+    es,gone = [Entry('demo', Path('/c/demo.gguf'), 98_362_432, 'gguf'), Entry('org/m', Path('/h/m'), 5_000, 'safetensors')],[]
+    monkeypatch.setattr(hub, 'cached', lambda: [e for e in es if e.name not in gone])
+    monkeypatch.setattr(hub, 'remove', lambda n: gone.append(n) or 5_000)
+    return gone
+
+def test_list(two):
+    out = run('list').stdout.splitlines()
+    assert out[0].split()==['NAME','SIZE','KIND','PATH'] and out[1].split()==['demo','98.4','MB','gguf','/c/demo.gguf']
+    assert json.loads(run('list', '--json').stdout)[1]==dict(name='org/m', bytes=5000, kind='safetensors', path='/h/m')
+    two += ['demo','org/m']
+    assert 'atlas pull demo' in run('list').stdout and json.loads(run('list', '--json').stdout)==[]
+
+def test_rm_asks(two):
+    assert run('rm', 'org/m', input='n\n').exit_code==1 and two==[]
+    assert run('rm', 'org/m', input='').exit_code==1 and two==[]      # nobody there to ask
+    r = run('rm', 'org/m', input='y\n')
+    assert r.exit_code==0 and two==['org/m'] and '5 kB' in r.output
+    r = run('rm', 'demo', '--yes', '--json')
+    assert json.loads(r.stdout)==dict(removed='demo', bytes=5000) and two==['org/m','demo']
+
+def test_pull(monkeypatch, tmp_path):
+    (tmp_path/'a').write_bytes(b'123'); (tmp_path/'b').write_bytes(b'4567')
+    assert run('pull', str(tmp_path)).stdout.strip()==str(tmp_path)
+    assert json.loads(run('pull', '--json', str(tmp_path)).stdout)==dict(name=str(tmp_path), path=str(tmp_path), bytes=7)
+
+def test_version():
+    import atlas
+    assert run('version').stdout.startswith(f'atlas {atlas.__version__}\n')
+    assert json.loads(run('version', '--json').stdout)['packages']['numpy']
+
+@pytest.mark.parametrize('d', sorted(p for p in (root/'tests'/'data').glob('*/') if (p/'config.json').exists()), ids=lambda p: p.name)
+def test_inspect_folder(d):
+    x = json.loads(run('inspect', '--json', str(d)).stdout)
+    c,files = json.loads((d/'config.json').read_text()),sum(f.stat().st_size for f in d.glob('*.safetensors'))
+    assert (x['layers'],x['vocab_size'],x['kind'])==(c['num_hidden_layers'], c['vocab_size'], 'safetensors')
+    assert x['bytes']<=files<x['bytes']+20_000
+    assert x['bytes']==2*x['parameters'] if set(x['formats'])=={'BF16'} else True
+    assert x['kv_bytes_per_token']==x['layers']*2*x['kv_heads']*x['head_dim']*4
+    assert (x['tokenizer'],x['chat_template'])==((d/'tokenizer.json').exists(), False)
+    text = run('inspect', str(d)).stdout
+    assert f'{x["parameters"]:,}' in text and 'tokenizer' in text
+
+def test_inspect_demo(demo):
+    x = json.loads(run('inspect', '--json', 'demo').stdout)
+    assert (x['family'],x['parameters'],x['tokenizer'],x['chat_template'],x['kv_bytes_per_token'])==('llama', 134_515_008, True, True, 30*2*3*64*4)
+    assert set(x['formats'])=={'Q4_1','Q8_0','F32'} and x['bytes']<demo.stat().st_size
+
+def test_inspect_damaged(tmp_path):
+    (tmp_path/'x.gguf').write_bytes(b'GGUF'+b'\xff'*40)
+    r = run('inspect', str(tmp_path/'x.gguf'))
+    assert r.exit_code==1 and r.stderr.startswith('atlas: ') and 'x.gguf' in r.stderr and r.stdout==''
+
+# One prompt
+
+def test_run(fake):
+    r = run('run', 'm', 'hi', '-t', '0', '-n', '7', '--seed', '3', '--system', 'Be brief', '--device', 'cpu', '--max-seq-len', '99')
+    assert (r.exit_code,r.stdout,r.stderr)==(0, 'Hello you\n', '')
+    p = Fake.asked['params']
+    assert (p.temperature,p.max_tokens,p.seed)==(0,7,3)
+    assert Fake.asked['prompt']==[dict(role='system', content='Be brief'), dict(role='user', content='hi')]
+    assert Fake.made==dict(model='m', args=(), max_num_seqs=1, device='cpu', max_seq_len=99)
+
+def test_run_raw_and_stdin(fake):
+    run('run', 'm', '--raw', 'once'); assert Fake.asked['prompt']=='once'
+    run('run', 'm', '--raw', '-', input='from\na pipe\n'); assert Fake.asked['prompt']=='from\na pipe'
+    run('run', 'm', input='piped'); assert Fake.asked['prompt']==[dict(role='user', content='piped')]
+    assert run('run', 'm', input='').exit_code==2
+    assert run('run', 'm', '-', input='\n').exit_code==2
+
+def test_run_json(fake):
+    for args in ['--raw'],[]:
+        assert json.loads(run('run', 'm', 'hi', '--json', *args).stdout)==dict(text='Hello you', finish_reason='stop', usage=dict(total_tokens=5))
+
+def test_run_prints_as_it_comes(fake, monkeypatch):
+    "Each piece is written before the next one is asked for"
+    seen,out = [],[]
+    monkeypatch.setattr(cli.typer, 'echo', lambda s='', nl=True, **kw: out.append(s))
+    class Watch(fake):
+        def stream(self, *a):
+            for d in super().stream(*a): yield d; seen.append(''.join(out))
+    monkeypatch.setattr(sys.modules['atlas.llm'], 'LLM', Watch)
+    cli.run('m', 'hi')
+    assert seen==['Hel', 'Hello ', 'Hello you']
+
+def test_run_refused_midway(fake):
+    fake.error = ContextLengthError('Too long', hint='Shorten it')
+    r = run('run', 'm', 'hi')
+    assert (r.exit_code,r.stderr)==(1, 'atlas: Too long\n       Shorten it\n')
+
+# Chat
+
+def test_chat(fake, monkeypatch):
+    r = run('chat', 'm', '--system', 'S', input='one\n\ntwo\n/reset\n/system\nthree\n/nope\n/quit\nfour\n')
+    assert r.exit_code==0 and r.stdout.count('Hello you')==3 and '/nope' in r.stderr
+    assert Fake.asked['prompt']==[dict(role='user', content='three')]
+    run('chat', 'm', '--system', 'S', input='one\n/unix/path?\n')     # a path is no command
+    assert Fake.asked['prompt']==[dict(role=r, content=c) for r,c in (('system','S'),('user','one'),('assistant','Hello you'),('user','/unix/path?'))]
+
+def test_chat_goes_on_after_a_refusal(fake):
+    fake.answer,fake.error = [],ContextLengthError('Too long', hint='Use /reset')
+    r = run('chat', 'm', input='one\ntwo\n')
+    assert r.exit_code==0 and r.stderr.count('atlas: Too long. Use /reset')==2
+    assert Fake.asked['prompt']==[dict(role='user', content='two')]    # the refused question is not in the history
+
+def test_first_ctrl_c_is_a_flag():
+    with cli._ctrl_c() as stop:
+        assert not stop()
+        signal.raise_signal(signal.SIGINT); assert stop()
+        with pytest.raises(KeyboardInterrupt): signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+class Terminal:
+    "A process in a terminal of its own"
+    def __init__(self, code):
+        self.pid,self.fd = pty.fork()
+        if not self.pid: os.execve(sys.executable, [sys.executable, '-c', code], os.environ|dict(TERM='dumb', INPUTRC='/dev/null'))
+        self.seen = ''
+    def type(self, s): os.write(self.fd, s.encode())
+    def expect(self, what, again=''):
+        "Read until `what` comes. `again` is typed now, and once more after a second of silence: CPython's readline may sleep through a Ctrl-C that comes between two keys"
+        for _ in range(60):
+            self.type(again)
+            while what not in self.seen and select.select([self.fd], [], [], 1 if again else 60)[0]: self.seen += os.read(self.fd, 4096).decode()
+            if what in self.seen or not again: break
+        assert what in self.seen, f'{what!r} did not come after {self.seen!r}'
+        before,_,self.seen = self.seen.partition(what)
+        return before
+    def status(self):
+        pid,self.pid = self.pid,0
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    def end(self):
+        if self.pid: os.kill(self.pid, signal.SIGKILL); os.waitpid(self.pid, 0)
+        os.close(self.fd)
+
+@pytest.fixture
+def terminal():
+    made = []
+    def new(code): made.append(Terminal(code)); return made[-1]
+    yield new
+    for t in made: t.end()
+
+def test_chat_in_a_terminal(terminal):
+    "Ctrl-C ends an answer that would never end, then a half-typed line, and the program goes on; Ctrl-D leaves it"
+    t = terminal(f'''import sys,time
+sys.path.insert(0, {str(root/'tests')!r})
+from test_cli import Fake,SimpleNamespace
+class Endless(Fake):
+    def stream(self, prompt, params):
+        yield SimpleNamespace(text=f'<<{{len(prompt)}}>>', tokens=(1,))
+        while prompt[-1]['content']=='endless': time.sleep(.001); yield SimpleNamespace(text='.', tokens=(1,))
+sys.modules['atlas.llm'] = SimpleNamespace(LLM=Endless)
+sys.argv = ['atlas','chat','m']
+from atlas.cli import main
+main()''')
+    t.expect('/help lists the commands'); t.expect('> ')
+    t.type('endless\r'); t.expect('<<1>>'); t.expect('...')
+    t.type('\x03'); t.expect('tokens/s'); t.expect('> ')
+    t.type('half a li'); t.expect('half a li'); t.expect('Ctrl-D', again='\x03'); t.expect('> ')
+    t.type('again\r'); t.expect('<<3>>'); t.expect('> ')      # the cut answer is in the history
+    t.type('\x04')
+    assert t.status()==0
+
+def test_run_in_a_terminal(terminal):
+    "The rate is told, a prompt is asked for when there is none, and Ctrl-C leaves with 130"
+    start = f'''import sys,time
+sys.path.insert(0, {str(root/'tests')!r})
+from test_cli import Fake,SimpleNamespace
+sys.modules['atlas.llm'] = SimpleNamespace(LLM=Fake)
+from atlas.cli import main
+'''
+    t = terminal(start+"sys.argv = ['atlas','run','m','hi']; main()")
+    t.expect('Hello you'); t.expect('(3 tokens, '); assert t.status()==0
+    t = terminal(start+"sys.argv = ['atlas','run','m']; main()")
+    t.expect('give a prompt, or pipe one in'); assert t.status()==2
+    t = terminal(start+"Fake.stream = lambda *a: iter(lambda: time.sleep(.001) or SimpleNamespace(text='.', tokens=(1,)), 0)\nsys.argv = ['atlas','run','m','hi']; main()")
+    t.expect('...'); t.type('\x03')
+    try: assert 'Traceback' not in t.expect('\0')
+    except OSError: assert 'Traceback' not in t.seen      # the terminal is closed: the process has gone
+    assert t.status()==130
+
+# Serving
+
+def test_serve_hands_everything_over(monkeypatch):
+    "Every option arrives, under a name that the server or `LLM` knows"
+    import atlas.llm,atlas.server
+    real = [set(inspect.signature(f).parameters) for f in (atlas.server.serve, atlas.llm.LLM)]
+    serve = mock.create_autospec(atlas.server.serve)
+    monkeypatch.setattr(atlas.server, 'serve', serve)
+    assert run('serve', 'm', '--host', '127.0.0.2', '--port', '9000', '--served-model-name', 'a', '--device', 'cpu', '--max-seq-len', '300',
+               '--max-num-seqs', '3', '--kv-cache-memory', '1.5GiB', '--max-queue', '17').exit_code==0
+    kw = serve.call_args.kwargs
+    assert kw==dict(host='127.0.0.2', port=9000, served_model_name='a', device='cpu', max_seq_len=300, max_num_seqs=3, kv_cache_memory=3<<29, max_queue=17)
+    assert set(kw)<=real[0]|real[1]
+    run('serve', 'm')
+    assert serve.call_args.args==('m',) and (serve.call_args.kwargs['host'],serve.call_args.kwargs['port'])==('127.0.0.1',8888)
+
+def test_port_in_use_is_told_before_loading(monkeypatch):
+    import atlas.server
+    monkeypatch.setattr(atlas.server, 'LLM', None)
+    with socket.create_server(('127.0.0.1', 0)) as s:
+        port = str(s.getsockname()[1])
+        r = run('serve', 'm', '--port', port)
+    assert r.exit_code==1 and port in r.stderr and '--port' in r.stderr
+
+def test_serve_refuses_an_unknown_model():
+    r = run('serve', 'no-such-model', '--port', '0')
+    assert r.exit_code==1 and 'no-such-model' in r.stderr and 'demo' in r.stderr
+
+def test_serve_answers_and_stops(demo):
+    "The command, as a user runs it: it says where it is, answers, and leaves on Ctrl-C"
+    p = subprocess.Popen([sys.executable, '-c', 'from atlas.cli import main; main()', 'serve', 'demo', '--port', '0', '--max-seq-len', '256', '--served-model-name', 'mine'],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        url = re.search(r'http://[\d.:]+', p.stdout.readline())[0]
+        models = json.load(urllib.request.urlopen(url+'/v1/models', timeout=60))
+        body = json.dumps(dict(model='mine', prompt='The capital of France is', max_tokens=2, temperature=0)).encode()
+        answer = json.load(urllib.request.urlopen(urllib.request.Request(url+'/v1/completions', body, {'Content-Type': 'application/json'}), timeout=60))
+        p.send_signal(signal.SIGINT)
+        out,err = p.communicate(timeout=60)
+    finally: p.kill()
+    assert models['data'][0]['id']=='mine' and 'Paris' in answer['choices'][0]['text']
+    assert p.returncode==0 and 'Traceback' not in err

@@ -1,0 +1,428 @@
+"The server from outside: real sockets, OpenAI's own client, clients that misbehave, and a scripted runner behind it."
+import asyncio,json,re,signal,socket,struct,subprocess,sys,tempfile,threading
+from contextlib import closing,contextmanager
+from pathlib import Path
+import atlas,openai,pytest,uvicorn
+from hypothesis import HealthCheck,given,settings,strategies as st
+from starlette.testclient import TestClient
+from tokenizers import Tokenizer as HFTokenizer,decoders,models,pre_tokenizers
+from atlas.chat import ChatTemplate
+from atlas.core import ContextLengthError,QueueFullError
+from atlas.engine import Event
+from atlas.runner import Runner
+from atlas.server import PortError,create_app,listen,page,run
+from atlas.tokenizer import Tokenizer
+
+END,WAIT = 256,20  # the end-of-sequence token; seconds after which a test has failed
+
+def byte_tokenizer():
+    "One token a byte, and an end-of-sequence token"
+    chars = sorted(pre_tokenizers.ByteLevel.alphabet())
+    t = HFTokenizer(models.BPE(vocab={c:i for i,c in enumerate(chars)}, merges=[]))
+    t.pre_tokenizer,t.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),decoders.ByteLevel()
+    t.add_special_tokens(['<end>'])
+    with tempfile.TemporaryDirectory() as d:
+        t.save(f'{d}/tokenizer.json')
+        return Tokenizer.from_file(f'{d}/tokenizer.json')
+
+tok = byte_tokenizer()
+A = tok.encode('A')[0]
+template = ChatTemplate('{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: ')
+HELLO = [dict(role='user', content='Say something')]
+
+class FakeRunner:
+    "Says `text` to everyone; `hold` tokens only and then nothing, `endless` always, or `fail` after some tokens"
+    def __init__(self, text='Hello there, reader.', hold=None, endless=False, fail=None, room=10**9, max_seq_len=1000):
+        self.ids,self.hold,self.endless,self.fail,self.room = [*tok.encode(text), END],hold,endless,fail,room
+        self.info,self.healthy,self.closed = dict(name='fake', max_seq_len=max_seq_len, vocab_size=257),True,False
+        self.seen,self.arrived,self.aborted = [],threading.Semaphore(0),threading.Semaphore(0)
+    def submit(self, r):
+        if len(r.prompt)>=self.info['max_seq_len']: raise ContextLengthError(f'The prompt has {len(r.prompt):,} tokens and the context holds {self.info["max_seq_len"]:,}')
+        if len(self.seen)>=self.room: raise QueueFullError('Too many')
+        self.seen.append(r)
+        self.arrived.release()
+        return FakeStream(self, r)
+    def stats(self): return dict(num_requests_running=len(self.seen), kv_cache_usage_perc=.5, num_preemptions_total=3, blocks_used=1)
+    def close(self, drain=0.): self.closed = True
+
+class FakeStream:
+    def __init__(self, runner, r): self.runner,self.r,self.n,self.over = runner,r,0,False
+    def __aiter__(self): return self
+    async def __anext__(self):
+        await asyncio.sleep(0)
+        f,n = self.runner,self.n
+        if self.over: raise StopAsyncIteration
+        if n==f.hold: await asyncio.Event().wait()
+        if n==f.fail: self.over = True; return Event(self.r.id, finish='error', error='The engine failed')
+        self.n += 1
+        if f.endless: return Event(self.r.id, A)
+        last = 'stop' if n+1==len(f.ids) else 'length' if n+1==self.r.params.max_tokens else None
+        self.over = last is not None
+        return Event(self.r.id, f.ids[n], -.25, [(f.ids[n],-.25),(A,-2.)][:self.r.params.logprobs or 0], finish=last)
+    def abort(self):
+        if not self.over: self.over = True; self.runner.aborted.release()
+
+@contextmanager
+def live(runner, **kw):
+    "A real server on a free port"
+    up,sock = threading.Event(),listen(port=0)
+    app = create_app(runner, tok, template, on_ready=up.set, **kw)
+    server = uvicorn.Server(uvicorn.Config(app, log_level='critical', timeout_graceful_shutdown=1))
+    t = threading.Thread(target=server.run, kwargs=dict(sockets=[sock]), daemon=True)
+    t.start()
+    assert up.wait(WAIT)
+    try: yield sock.getsockname()[1]
+    finally:
+        server.should_exit = True
+        t.join(WAIT)
+        assert not t.is_alive()
+
+def client_of(port): return openai.OpenAI(base_url=f'http://127.0.0.1:{port}/v1', api_key='none', max_retries=0, timeout=WAIT)
+def local(runner, **kw): return TestClient(create_app(runner, tok, template, **kw), raise_server_exceptions=False)
+def chat(c, **kw): return c.post('/v1/chat/completions', json=dict(messages=HELLO)|kw)
+def events(text): return [json.loads(l[6:]) for l in text.splitlines() if l.startswith('data: ') and l!='data: [DONE]']
+
+# ---- OpenAI's own client ----
+
+@pytest.fixture(scope='module')
+def served():
+    r = FakeRunner()
+    with live(r, names=['fake','org/alias']) as port: yield r,client_of(port),port
+
+def test_openai_chat(served):
+    r,c,_ = served
+    a = c.chat.completions.create(model='fake', messages=HELLO, n=2, seed=5, logprobs=True, top_logprobs=2)
+    assert [x.message.content for x in a.choices]==['Hello there, reader.']*2 and [x.index for x in a.choices]==[0,1]
+    assert a.choices[0].finish_reason=='stop' and a.usage.completion_tokens==42 and a.usage.total_tokens==42+a.usage.prompt_tokens
+    e = a.choices[0].logprobs.content[0]
+    assert (e.token,e.logprob,e.bytes,[t.token for t in e.top_logprobs])==('H',-.25,[72],['H','A'])
+    assert [x.params.seed for x in r.seen[-2:]]==[5,6] and len({x.id for x in r.seen})==len(r.seen)
+    assert tok.decode(r.seen[-1].prompt)=='user: Say something\nassistant: ' and r.seen[-1].params.n==1
+
+def test_openai_chat_stream(served):
+    _,c,_ = served
+    chunks = list(c.chat.completions.create(model='fake', messages=HELLO, n=2, stream=True, max_completion_tokens=5, stream_options=dict(include_usage=True)))
+    assert chunks[-1].usage.completion_tokens==10 and chunks[-1].choices==[]
+    for i in 0,1:
+        mine = [x.choices[0] for x in chunks if x.choices and x.choices[0].index==i]
+        assert mine[0].delta.role=='assistant' and ''.join(x.delta.content or '' for x in mine)=='Hello'
+        assert [x.finish_reason for x in mine if x.finish_reason]==['length']
+    with c.chat.completions.stream(model='fake', messages=HELLO) as s: assert s.get_final_completion().choices[0].message.content=='Hello there, reader.'
+
+def test_openai_completions(served):
+    _,c,_ = served
+    a = c.completions.create(model='org/alias', prompt=['a','b'], n=2, logprobs=1, stop=', r')
+    assert a.model=='org/alias' and [x.text for x in a.choices]==['Hello there']*4
+    assert a.choices[0].logprobs.tokens[:2]==['H','e'] and a.choices[0].logprobs.text_offset[:3]==[0,1,2] and a.choices[0].logprobs.top_logprobs[1]=={'e':-.25}
+    s = list(c.completions.create(model='fake', prompt=[1,2,3], logprobs=0, stream=True))
+    assert ''.join(x.choices[0].text for x in s)=='Hello there, reader.' and s[-1].choices[0].finish_reason=='stop'
+    assert [o for x in s for o in x.choices[0].logprobs.text_offset][:5]==[0,1,2,3,4]
+
+def test_openai_models_and_errors(served):
+    _,c,_ = served
+    assert [m.id for m in c.models.list()]==['fake','org/alias'] and c.models.retrieve('org/alias').owned_by=='atlas'
+    with pytest.raises(openai.NotFoundError) as e: c.models.retrieve('gpt-5')
+    assert e.value.code=='model_not_found'
+    with pytest.raises(openai.BadRequestError) as e: c.completions.create(model='fake', prompt='x'*1234)
+    assert e.value.code=='context_length_exceeded' and '1,234' in e.value.message and '1,000' in e.value.message
+    with pytest.raises(openai.BadRequestError) as e: c.chat.completions.create(model='fake', messages=HELLO, temperature=-1)
+    assert e.value.param=='temperature'
+    a = c.with_options(default_headers={'x-request-id':'mine'}).models.with_raw_response.list()
+    assert a.headers['x-request-id']=='mine'
+    assert c.completions.create(model='fake', prompt='x', max_tokens=10**6).choices[0].text=='Hello there, reader.'  # a bound, not an error
+
+def test_many_streams(served):
+    _,_,port = served
+    async def go():
+        async with openai.AsyncOpenAI(base_url=f'http://127.0.0.1:{port}/v1', api_key='x', max_retries=0) as c:
+            async def one(k): return ''.join([x.choices[0].text async for x in await c.completions.create(model='fake', prompt='a', stream=True, max_tokens=k)])
+            return await asyncio.gather(*(one(1+i%20) for i in range(48)))
+    assert asyncio.run(go())==['Hello there, reader.'[:1+i%20] for i in range(48)]
+
+# ---- A stream says what the whole answer says ----
+
+@given(text=st.text(max_size=60), stop=st.lists(st.text('ab ,', min_size=1, max_size=3), max_size=3), n=st.integers(1,3), limit=st.none()|st.integers(1,30))
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+def test_stream_equals_whole(text, stop, n, limit):
+    c,kw = local(FakeRunner(text)),dict(stop=stop, n=n, max_tokens=limit)
+    whole,out = chat(c, **kw).json(),{}
+    for e in events(chat(c, stream=True, stream_options=dict(include_usage=True), **kw).text):
+        for x in e['choices']:
+            t = out.setdefault(x['index'], ['', None])
+            t[0] += x['delta'].get('content') or ''
+            t[1] = x['finish_reason']
+    assert out=={x['index']:[x['message']['content'],x['finish_reason']] for x in whole['choices']} and e['usage']==whole['usage']
+    if not stop and limit is None: assert out[0]==[text,'stop']
+
+# ---- Bodies that nobody should send ----
+
+values = st.recursive(st.none()|st.booleans()|st.integers(-10**40,10**40)|st.floats()|st.text(max_size=8), lambda s: st.lists(s, max_size=4)|st.dictionaries(st.text(max_size=6), s, max_size=3), max_leaves=8)
+fields = st.sampled_from(['messages','prompt','model','temperature','top_p','top_k','min_p','n','stop','seed','max_tokens','min_tokens','logit_bias','logprobs','top_logprobs','stream',
+    'stream_options','tools','tool_choice','response_format','stop_token_ids','ignore_eos','presence_penalty','repetition_penalty','max_completion_tokens','priority','echo','made_up'])
+
+@given(path=st.sampled_from(['/v1/chat/completions','/v1/completions']), wrong=st.dictionaries(fields, values, min_size=1, max_size=3), inside=st.booleans())
+@settings(deadline=None, max_examples=250, suppress_health_check=[HealthCheck.too_slow])
+def test_any_body(path, wrong, inside):
+    body = dict(messages=[HELLO[0]|wrong] if inside else HELLO, prompt='x') | ({} if inside else wrong)
+    r = fuzzed.post(path, content=json.dumps(body).encode(), headers={'content-type':'application/json'})
+    if r.status_code!=200: assert r.status_code in (400,404,501) and set(r.json()['error'])=={'message','type','param','code'} and len(r.text)<2000, r.text
+fuzzed = local(FakeRunner('ok'))
+
+@given(raw=st.binary(max_size=200))
+@settings(deadline=None, max_examples=100)
+def test_any_bytes(raw): assert fuzzed.post('/v1/completions', content=raw, headers={'content-type':'application/json'}).status_code==400
+
+@pytest.mark.parametrize('raw', [b'', b'[]', b'null', b'['*10**6, b'{"a":'*10**5, b'{"prompt": NaN}', b'{"prompt": "a", "temperature": 1e999}', b'{"prompt": "a", "top_p": -Infinity}',
+    b'{"prompt": "a", "x": NaN}', b'{"prompt": "\xff"}', b'{"prompt": "a", "seed": 1'+b'0'*4000+b'}', b'{"prompt": "a", "logit_bias": {"-1": 1}}', b'{"prompt": "a", "logit_bias": {"257": 1}}',
+    b'{"prompt": [257]}', b'{"prompt": []}', b'{"prompt": ""}', b'{"prompt": [[]]}', b'{"prompt": ["a", 1]}', b'{"prompt": "a", "stop": ["", "b"]}', b'{"prompt": "a", "n": 129}'])
+def test_refused(raw):
+    r = fuzzed.post('/v1/completions', content=raw, headers={'content-type':'application/json'})
+    assert r.status_code==400 and r.json()['error']['type']=='invalid_request_error', r.text
+    assert fuzzed.post('/v1/completions', json=dict(prompt='a')).status_code==200
+
+@pytest.mark.parametrize('kind', [None, 'text/plain', 'application/x-www-form-urlencoded', 'application/jsonp'])
+def test_content_type(kind):
+    r = fuzzed.post('/v1/completions', content=b'{"prompt": "a"}', headers={'content-type':kind} if kind else {})
+    assert r.status_code==400 and 'application/json' in r.json()['error']['message']
+    assert fuzzed.post('/v1/completions', content=b'{"prompt": "a"}', headers={'content-type':'application/json; charset=utf-8'}).status_code==200
+
+def test_routes():
+    for r,code in (fuzzed.get('/nowhere'),404),(fuzzed.post('/v1/embeddings', json={}),404),(fuzzed.get('/v1/completions'),405),(fuzzed.delete('/v1/models'),405),(fuzzed.get('/v1/models/'),404):
+        assert r.status_code==code and r.json()['error']['type']=='invalid_request_error' and r.headers['x-request-id']
+    r = fuzzed.options('/v1/models', headers={'origin':'http://evil.example', 'access-control-request-method':'POST'})
+    assert not [h for h in r.headers if h.startswith('access-control')]
+    schema = fuzzed.get('/openapi.json').json()['paths']['/v1/chat/completions']['post']['requestBody']['content']['application/json']['schema']
+    assert 'messages' in schema['properties']
+
+# ---- The runner says no, or breaks ----
+
+def test_queue_full():
+    r = FakeRunner(room=1, hold=3)
+    a = chat(local(r), n=2)
+    assert a.status_code==503 and a.headers['retry-after'] and a.json()['error']['code']=='queue_full'
+    assert r.aborted.acquire(timeout=WAIT)  # the choice that was admitted does not run on
+
+def test_engine_error():
+    c = local(FakeRunner(fail=4))
+    a = chat(c)
+    assert a.status_code==500 and a.json()['error']['message']=='The engine failed'
+    text = chat(c, stream=True).text
+    assert events(text)[-1]['error']['type']=='server_error' and text.endswith('data: [DONE]\n\n')
+    r = FakeRunner(fail=4)
+    with live(r) as port, pytest.raises(openai.APIError, match='engine failed'): list(client_of(port).completions.create(model='fake', prompt='a', stream=True))
+
+def test_unhealthy():
+    r = FakeRunner(); r.healthy = False
+    c = local(r)
+    assert c.get('/health').status_code==503 and chat(c).status_code==503
+    r.healthy = True
+    assert c.get('/health').json()['status']=='ok' and chat(c).status_code==200
+
+def test_nothing_leaks_from_a_crash():
+    r = FakeRunner(); ids,r.ids = r.ids,['/etc/secret']
+    c = local(r)
+    assert chat(c).status_code==500 and 'secret' not in chat(c).text
+    assert 'secret' not in chat(c, stream=True).text
+    r.submit = None
+    a = chat(c)
+    assert a.status_code==500 and a.json()['error']['code']=='internal_error' and a.headers['x-request-id']
+    del r.submit; r.ids = ids
+    assert chat(c).status_code==200
+
+def test_no_template():
+    c = TestClient(create_app(FakeRunner(), tok))
+    assert chat(c).status_code==400 and c.post('/v1/completions', json=dict(prompt='a')).status_code==200
+
+def test_metrics():
+    c = local(FakeRunner())
+    for kw in {},dict(stream=True),dict(max_tokens=3),dict(temperature=-1): chat(c, **kw)
+    m = dict(re.findall(r'^([^#\s]+(?:\{[^}]*\})?) (\S+)$', c.get('/metrics').text, re.M))
+    def of(name, **labels): return float(m[f'atlas:{name}{{'+','.join(f'{k}="{v}"' for k,v in sorted((dict(model_name='fake')|labels).items()))+'}'])
+    assert of('request_success_total', finished_reason='stop')==2 and of('request_success_total', finished_reason='length')==1
+    assert of('generation_tokens_total')==45 and of('time_to_first_token_seconds_count')==3 and of('inter_token_latency_seconds_count')==42
+    assert of('num_preemptions_total')==3 and of('kv_cache_usage_perc')==.5
+    assert m['atlas:http_requests_total{handler="/v1/chat/completions",method="POST",status="400"}']=='1.0'
+
+# ---- Raw sockets: clients that leave, freeze, or never stop sending ----
+
+def dial(port, rcvbuf=None):
+    s = socket.socket()
+    if rcvbuf: s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, rcvbuf)
+    s.settimeout(WAIT)
+    s.connect(('127.0.0.1', port))
+    return s
+
+def head(n, path='/v1/completions'): return f'POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {n}\r\n\r\n'.encode()
+def ask(s, **body):
+    raw = json.dumps(dict(prompt='a')|body).encode()
+    s.sendall(head(len(raw))+raw)
+
+def read_until(s, mark):
+    got = b''
+    while mark not in got:
+        part = s.recv(65536)
+        assert part, got
+        got += part
+    return got
+
+def alive(port): assert client_of(port).models.list().data[0].id=='fake'
+
+@pytest.mark.parametrize('reset', [False,True], ids=['close','reset'])
+@pytest.mark.parametrize('n', [1,3])
+def test_gone_while_streaming(n, reset):
+    r = FakeRunner(endless=True)
+    with live(r) as port:
+        with dial(port) as s:
+            ask(s, stream=True, n=n)
+            read_until(s, b'data: ')
+            if reset: s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 0))
+        for _ in range(n): assert r.aborted.acquire(timeout=WAIT)
+        alive(port)
+
+@pytest.mark.parametrize('body', [dict(), dict(n=3), dict(stream=True)], ids=['whole','whole-n3','stream'])
+def test_gone_while_waiting(body):
+    "Nothing is ever written to this client, so only `receive` can tell that it left"
+    r = FakeRunner(hold=0)
+    with live(r) as port:
+        with dial(port) as s:
+            ask(s, **body)
+            for _ in range(body.get('n', 1)): assert r.arrived.acquire(timeout=WAIT)
+        for _ in range(body.get('n', 1)): assert r.aborted.acquire(timeout=WAIT)
+        alive(port)
+        m = TestClient(create_app(r, tok)).get('/metrics')  # a second registry in one process is no trouble
+        assert m.status_code==200
+
+def test_gone_in_its_own_body():
+    r = FakeRunner()
+    with live(r) as port:
+        with dial(port) as s: s.sendall(head(1000)+b'{"prompt"')
+        alive(port)
+        assert not r.seen
+
+def test_openai_timeout_stops_the_work():
+    r = FakeRunner(hold=2)
+    with live(r) as port:
+        with pytest.raises(openai.APITimeoutError): client_of(port).with_options(timeout=.2).completions.create(model='fake', prompt='a')
+        assert r.aborted.acquire(timeout=WAIT)
+
+class Counting:
+    "An engine that counts its steps, for a real `Runner`"
+    def __init__(self): self.todo,self.after,self.gone = set(),{},threading.Event()
+    def add(self, r): self.todo.add(r.id)
+    def abort(self, rid):
+        if rid not in self.todo: return []
+        self.todo.remove(rid); self.after[rid] = 0; self.gone.set()
+        return [Event(rid, finish='abort')]
+    @property
+    def has_work(self): return bool(self.todo)
+    def stats(self): return {}
+    def step(self):
+        for rid in self.after.keys()&self.todo: self.after[rid] += 1
+        self.gone.wait(.0005)  # a step takes a moment
+        return [Event(rid, A) for rid in self.todo]
+
+@pytest.mark.parametrize('stream', [False,True])
+def test_gone_with_a_real_runner(stream):
+    e = Counting()
+    r = Runner(e, dict(name='fake', max_seq_len=1000, vocab_size=257))
+    try:
+        with live(r) as port:
+            with dial(port) as s:
+                ask(s, stream=stream)
+                if stream: read_until(s, b'data: ')
+                else:  # until the request has reached the engine
+                    while not e.todo: pass
+            assert e.gone.wait(WAIT) and not e.todo and set(e.after.values())=={0}
+            alive(port)
+    finally: r.close()
+
+def test_frozen_reader():
+    r = FakeRunner(endless=True)
+    with live(r, patience=.3) as port, dial(port, rcvbuf=4096) as s:
+        ask(s, stream=True)
+        assert r.aborted.acquire(timeout=WAIT)
+        alive(port)
+
+def test_quiet_stream_is_kept_alive():
+    with live(FakeRunner(hold=2), ping=.05) as port, dial(port) as s:
+        ask(s, stream=True)
+        assert read_until(s, b': still here\n\n').count(b'data: ')==2
+
+def test_body_too_large_is_refused_before_it_is_sent():
+    with live(FakeRunner()) as port, dial(port) as s:
+        s.sendall(head(50_000_000))
+        assert read_until(s, b'body_too_large').startswith(b'HTTP/1.1 413')
+        alive(port)
+
+def test_endless_chunked_body():
+    with live(FakeRunner(), max_body=100_000) as port, dial(port) as s:
+        s.sendall(head(0).replace(b'Content-Length: 0', b'Transfer-Encoding: chunked'))
+        for _ in range(4): s.sendall(b'c350\r\n'+b' '*50_000+b'\r\n')  # 200 kB, and no end in sight
+        assert read_until(s, b'body_too_large').startswith(b'HTTP/1.1 413')
+        alive(port)
+
+def test_fifty_megabytes_from_a_client():
+    with live(FakeRunner()) as port:
+        with pytest.raises(openai.APIStatusError) as e: client_of(port).completions.create(model='fake', prompt='x'*50_000_000)
+        assert e.value.status_code==413 and e.value.code=='body_too_large'
+        alive(port)
+
+@pytest.mark.parametrize('raw', [b'\x16\x03\x01 not http\r\n\r\n', b'GET\r\n\r\n', b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n', b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: abc\r\n\r\n'])
+def test_not_http(raw):
+    with live(FakeRunner()) as port:
+        with dial(port) as s:
+            s.sendall(raw)
+            assert s.recv(1000).startswith(b'HTTP/1.1 400')
+        alive(port)
+
+def test_a_connection_serves_again_after_an_error():
+    with live(FakeRunner()) as port, dial(port) as s:
+        ask(s, temperature=-1)
+        read_until(s, b'"temperature"')
+        ask(s)
+        assert b'Hello there' in read_until(s, b'total_tokens')
+
+# ---- A process: its port, its end ----
+
+def test_port_in_use():
+    with closing(listen(port=0)) as s:
+        port = s.getsockname()[1]
+        with pytest.raises(PortError, match=rf'Port {port} on 127.0.0.1 is already in use.*--port'): listen(port=port)
+
+_child = '''import sys; sys.path.insert(0, %r)
+from test_server import FakeRunner,listen,run,template,tok
+r = FakeRunner(**%r)
+run(r, tok, template, sock=listen(port=0), drain=1, ready=lambda url: print(url, flush=True))
+'''
+@contextmanager
+def child(**kw):
+    p = subprocess.Popen([sys.executable, '-c', _child % (str(Path(__file__).parent), kw)], stdout=subprocess.PIPE, text=True)
+    try: yield p,int(p.stdout.readline().rsplit(':', 1)[1])
+    finally: p.kill(); p.wait(WAIT); p.stdout.close()
+
+@pytest.mark.parametrize('sig', [signal.SIGTERM,signal.SIGINT])
+def test_shutdown_does_not_wait_for_ever(sig):
+    with child(endless=True) as (p,port), dial(port) as s:
+        ask(s, stream=True)
+        read_until(s, b'data: ')
+        p.send_signal(sig)
+        while s.recv(1<<20): pass  # the stream is cut
+        assert p.wait(WAIT) in (0,-sig)
+
+def test_shutdown_lets_answers_finish():
+    with child(text='a'*20_000, max_seq_len=30_000) as (p,port), dial(port) as s:
+        ask(s, stream=True)
+        got = read_until(s, b'data: ')
+        p.send_signal(signal.SIGTERM)
+        while part := s.recv(1<<20): got += part
+        assert b'[DONE]' in got
+
+# ---- The page ----
+
+def test_page():
+    html,policy = page()
+    assert not re.search(r'innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function|\son\w+=', html)
+    assert set(re.findall(r'https?://[^\s"\'>]+', html))<={'http://www.w3.org/2000/svg'} and not re.search(r'<(link|script|img|iframe)[^>]*(src|href)="(?!data:)', html)
+    assert html.count('<script')==1 and "script-src 'sha256-" in policy and len(html)<40_000
+    r = fuzzed.get('/')
+    assert r.status_code==200 and r.text==html and r.headers['content-security-policy']==policy
