@@ -16,9 +16,9 @@ kpkgs = ['atlas.kernels'] + [f'atlas.kernels.{o}' for o in find_namespace_packag
 archs = [o if o.startswith('sm_') else f'sm_{o}' for o in os.environ.get('ATLAS_CUDA_ARCHS', 'sm_90a sm_121a').split()]  # empty: sources only
 
 def find_nvcc():
-    "nvcc on PATH or in the usual places, else None"
-    usual = [Path(o)/'bin'/'nvcc' for o in (os.environ.get('CUDA_HOME'), '/usr/local/cuda') if o]
-    return shutil.which('nvcc') or next((o for o in usual if o.exists()), None)
+    "nvcc on PATH, else in `CUDA_HOME` or the toolkit's usual place, else None"
+    usual = Path(os.environ.get('CUDA_HOME') or '/usr/local/cuda')/'bin'/'nvcc'
+    return shutil.which('nvcc') or (usual if usual.exists() else None)
 
 def compile_cubin(nvcc, inc, cu, arch):
     "Compile one kernel beside its source. A failure is told and leaves nothing: the kernel is then compiled when it is first loaded"

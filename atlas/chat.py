@@ -98,7 +98,7 @@ def _environment():
     env.globals.update(raise_exception=_refuse, strftime_now=lambda f: datetime.now().strftime(f))
     return env
 
-# %% ../nbs/41_chat.ipynb #8f4d36a5
+# %% ../nbs/41_chat.ipynb #63ac8631
 class ChatTemplate:
     "A model's chat template: messages in, prompt out"
     def __init__(self,
@@ -111,7 +111,7 @@ class ChatTemplate:
         self.source,self.bos,self.eos,self.limits = source,bos,eos,limits
         self.plain = self._compile(source)
         self.tooled = self._compile(tool_source) if tool_source else self.plain
-        self.parts = not self._shows('text') and self._shows([{'type':'text','text':'text'}])
+        self.parts = not self._shows(_WORD) and self._shows([{'type':'text','text':_WORD}])
     def _compile(self, source):
         env = _environment()
         try: return env.from_string(_Meter().visit(env.parse(source)).set_environment(env))
@@ -132,13 +132,15 @@ def _run(self:ChatTemplate, template, variables):
     finally: _budget.reset(token)
     return ''.join(out)
 
-# %% ../nbs/41_chat.ipynb #f4e68a18
+# %% ../nbs/41_chat.ipynb #1f4c575f
+_WORD = 'zqxj'
+
 @patch
-def _shows(self:ChatTemplate, content, word='zqxj'):
-    "Does `word`, in this content, get into the prompt without the wrapping of a printed list?"
+def _shows(self:ChatTemplate, content):
+    "Does the word in this content get into the prompt without the wrapping of a printed list?"
     try: out = self._run(self.plain, self._variables([{'role':'user','content':content}], None, True))
     except TemplateError: return False
-    return word in out and not re.search(f'["\']{word}', out)
+    return _WORD in out and not re.search(f'["\']{_WORD}', out)
 
 @patch
 def _variables(self:ChatTemplate, messages, tools, add_generation_prompt):

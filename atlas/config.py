@@ -38,7 +38,7 @@ def _num(d, key, default=_missing, lo=0., hi=1e12):
         raise ConfigError(f'{key} is {v!r}, expected a number above {lo:g}', param=key)
     return float(v)
 
-# %% ../nbs/01_config.ipynb #4ac2ed92
+# %% ../nbs/01_config.ipynb #fe9f06d5
 @dataclass(frozen=True)
 class RopeConfig:
     "How positions turn into angles"
@@ -61,15 +61,18 @@ class RopeConfig:
             raise UnsupportedError(f'Rope type {self.kind!r} is not supported', hint=f'Supported: {", ".join(ROPE_KINDS)}', param='rope_type')
         if self.kind in ('llama3','yarn') and self.original_max<1:
             raise ConfigError(f'Rope type {self.kind!r} needs original_max_position_embeddings', param='rope_scaling')
+        if self.kind=='llama3' and self.high_freq_factor<=self.low_freq_factor:
+            raise ConfigError(f'high_freq_factor is {self.high_freq_factor}, expected more than low_freq_factor, {self.low_freq_factor}', param='rope_scaling')
 
 ROPE_KINDS = ('default','linear','llama3','yarn','factors')
 
-# %% ../nbs/01_config.ipynb #7891d6c9
+# %% ../nbs/01_config.ipynb #7950a9bb
 def _rope_from_hf(d:dict, head_dim:int)->RopeConfig:
     "Rope settings of a config.json of either generation"
     r = _get(d, 'rope_parameters', None) or _get(d, 'rope_scaling', None) or {}
     if not isinstance(r, dict): raise ConfigError(f'rope settings are {r!r}, expected an object', param='rope_scaling')
     if 'rope_theta' not in r and 'rope_theta' in d: r = r|dict(rope_theta=d['rope_theta'])
+    for k in {'mscale','mscale_all_dim'}&r.keys(): raise UnsupportedError(f'The rope setting {k!r} is not supported', param=k)
     part = _num(r, 'partial_rotary_factor', None) or _num(d, 'partial_rotary_factor', 1., hi=1.)
     top = _int(d, 'original_max_position_embeddings', None) or _int(d, 'max_position_embeddings', 0, lo=0)
     return RopeConfig(theta=_num(r, 'rope_theta', 10000.), dim=int(head_dim*part), kind=str(r.get('rope_type') or r.get('type') or 'default'),
@@ -151,13 +154,14 @@ def _from_hf(cls, d:dict, generation:dict|None=None):
 _DTYPES = dict(float32='F32', float16='F16', bfloat16='BF16')
 ModelConfig.from_hf = classmethod(_from_hf)
 
-# %% ../nbs/01_config.ipynb #842e98a9
+# %% ../nbs/01_config.ipynb #8474716a
 def _rope_from_gguf(m:dict, a:str, dim:int, freq_factors=None)->RopeConfig:
     "Rope settings of GGUF metadata `m` under architecture `a`"
     kind,k = str(m.get(f'{a}.rope.scaling.type') or 'none'),f'{a}.rope.'
     kind = 'factors' if freq_factors is not None else dict(none='default').get(kind, kind)
-    return RopeConfig(theta=_num(m, k+'freq_base', 10000.), dim=_int(m, k+'dimension_count', dim), kind=kind, factor=_num(m, k+'scaling.factor', 1.),
-        original_max=_int(m, k+'scaling.original_context_length', 0, lo=0), attention_factor=_num(m, k+'scaling.attn_factor', None),
+    factor,attn = _num(m, k+'scaling.factor', 1.),_num(m, k+'scaling.attn_factor', None)
+    return RopeConfig(theta=_num(m, k+'freq_base', 10000.), dim=_int(m, k+'dimension_count', dim), kind=kind, factor=factor,
+        original_max=_int(m, k+'scaling.original_context_length', 0, lo=0), attention_factor=attn and attn*(.1*math.log(factor)+1),
         freq_factors=None if freq_factors is None else tuple(float(f) for f in freq_factors))
 
 GGUF_FAMILIES = dict(llama='llama') # general.architecture -> family

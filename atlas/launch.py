@@ -59,15 +59,19 @@ def kernel_names(root:Path|None=None)->list[str]:
     "Names of all kernels"
     return sorted(p.stem for p in Path(ifnone(root, kernel_dir())).glob('*.cu'))
 
-# %% ../nbs/04_launch.ipynb #8aa43e0f
+# %% ../nbs/04_launch.ipynb #f4cf5da2
 DTYPES = dict(f64='float64', f32='float32', f16='float16', bf16='uint16', i64='int64', i32='int32', u32='uint32', i8='int8', u8='uint8') # bf16 travels as its bits
+
+@functools.cache
+def _contract(text):
+    head = re.match(r'(?://.*\n)*', text)[0]
+    lines = re.findall(r'^//\s+(\w+(?:,\s*\w+)*)\s*:\s*\[([^\]]*)\]\s*(\w+)', head, re.M)
+    return {name: (re.split(r',\s*', dims), dtype) for names,dims,dtype in lines for name in re.split(r',\s*', names)}
 
 @patch(as_prop=True)
 def contract(self:Source)->dict[str,tuple[list[str],str]]:
     "Shape and type of every array, as the comment at the top of the file states them"
-    head = re.match(r'(?://.*\n)*', self.text)[0]
-    lines = re.findall(r'^//\s+(\w+(?:,\s*\w+)*)\s*:\s*\[([^\]]*)\]\s*(\w+)', head, re.M)
-    return {name: (re.split(r',\s*', dims), dtype) for names,dims,dtype in lines for name in re.split(r',\s*', names)}
+    return _contract(self.text)
 
 # %% ../nbs/04_launch.ipynb #09224903
 def _agrees(word, n, dims):
@@ -102,13 +106,13 @@ def check(self:Source,
                 f'{arrays[name].shape}' + (f', where {", ".join(f"{k}={v}" for k,v in dims.items())}' if dims else ''), param=name)
     return dims
 
-# %% ../nbs/04_launch.ipynb #bf2d75c2
+# %% ../nbs/04_launch.ipynb #ec136115
 OPTIONS = ('-std=c++17',) # setup.py compiles with the same
 
 def find_nvcc()->str|None:
-    "`nvcc` on the path, in `$CUDA_HOME` or in its usual place"
-    usual = [Path(o)/'bin'/'nvcc' for o in (os.environ.get('CUDA_HOME'), '/usr/local/cuda') if o]
-    return shutil.which('nvcc') or next((str(o) for o in usual if o.exists()), None)
+    "`nvcc` on the path, else in `$CUDA_HOME` or the toolkit's usual place"
+    usual = Path(os.environ.get('CUDA_HOME') or '/usr/local/cuda')/'bin'/'nvcc'
+    return shutil.which('nvcc') or (str(usual) if usual.exists() else None)
 
 def _refused(src, arch, compiler, log):
     first = next((l.strip() for l in log.splitlines() if 'error' in l.lower()), log.strip()[:200] or 'no reason given')
@@ -171,21 +175,24 @@ def key(self:Source,
     "Digest of everything that the machine code depends on"
     return _sha(json.dumps([sorted(self.files.items()), arch, list(OPTIONS), list(options), compiler]).encode())[:24]
 
-# %% ../nbs/04_launch.ipynb #52770c5b
+# %% ../nbs/04_launch.ipynb #6332e982
 class CubinStore:
     "Compiled kernels on disk, each under its key and its checksum"
     def __init__(self, path:Path|None=None): self.path = Path(ifnone(path, home()/'kernels'))
     def get(self, name, key)->bytes|None:
         "The cubin kept under `key`, if it is there and whole"
         for p in sorted(self.path.glob(f'{name}.{key}.*.cubin')):
-            if _sha(b := p.read_bytes())[:16]==p.name.split('.')[2]: return b
-            p.unlink(missing_ok=True)
+            try:
+                if _sha(b := p.read_bytes())[:16]==p.name.split('.')[2]: return b
+                p.unlink()
+            except OSError: continue # gone meanwhile, or not ours to touch
     def put(self, name, key, b):
         "Keep `b`; where the folder cannot be written, say so and go on"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self.path, suffix='.part', delete=False) as f: f.write(b)
-            os.replace(f.name, self.path/f'{name}.{key}.{_sha(b)[:16]}.cubin')
+            with tempfile.NamedTemporaryFile(dir=self.path, suffix='.part', delete=False) as f:
+                try: f.write(b); f.flush(); os.replace(f.name, self.path/f'{name}.{key}.{_sha(b)[:16]}.cubin')
+                finally: Path(f.name).unlink(missing_ok=True)
         except OSError as e: warnings.warn(f'Compiled kernels cannot be kept in {self.path} ({e}): they will be compiled at every start')
 
 # %% ../nbs/04_launch.ipynb #ee8c4216

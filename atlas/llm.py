@@ -81,7 +81,7 @@ class Output:
     def __str__(self): return self.text
     def __repr__(self): return f'{self.text!r}  ({self.usage["completion_tokens"]} tokens, {self.finish_reason})'
 
-# %% ../nbs/45_llm.ipynb #6b2d66e5
+# %% ../nbs/45_llm.ipynb #8fd5446e
 class LLM:
     "A model, ready to answer"
     def __init__(self,
@@ -113,6 +113,7 @@ class LLM:
         if isinstance(self._tokenizer, SourceError): raise self._tokenizer
         return self._tokenizer
 
+# %% ../nbs/45_llm.ipynb #b926647d
 def _try_tokenizer(ck):
     "The checkpoint's tokenizer, or the error that says it has none, for whoever asks"
     try: return load_tokenizer(ck)

@@ -137,7 +137,7 @@ def __repr__(self:Plan):
     parts = dict(prefill=runs(self.prefill), replay=runs(self.replay), decode=' '.join(s.id for s in self.decode))
     return f'Plan({", ".join(f"{k} {v}" for k,v in parts.items() if v)})'
 
-# %% ../nbs/32_scheduler.ipynb #5838b57e
+# %% ../nbs/32_scheduler.ipynb #784cd5cb
 class Scheduler:
     "Decides, step by step, which rows of which sequences are computed"
     def __init__(self,
@@ -152,8 +152,7 @@ class Scheduler:
         self._check(overcommit)
         self.limit,self.promised = int(pool.num_blocks*overcommit),0
         self.waiting,self.running,self.seqs = Queue(),[],{}
-        self._arrivals,self._evicted = 0,set()
-        self.totals,self.finished = Counter(),Counter()
+        self._arrivals,self.totals,self.finished = 0,Counter(),Counter()
 
 # %% ../nbs/32_scheduler.ipynb #43aa5486
 @patch
@@ -202,12 +201,11 @@ def _victims(self:Scheduler, seq)->list[Seq]|None:
 @patch
 def _need(self:Scheduler, seq): return self.pool.blocks_for(seq.depth)
 
-# %% ../nbs/32_scheduler.ipynb #804739d2
+# %% ../nbs/32_scheduler.ipynb #97387282
 @patch
 def _admit(self:Scheduler):
     "Start waiting sequences, best first, until one does not fit"
-    self._evicted.clear()
-    while (seq := self.waiting.head()) and seq not in self._evicted and (victims := self._victims(seq)) is not None:
+    while (seq := self.waiting.head()) and (victims := self._victims(seq)) is not None:
         for v in victims: self._preempt(v)
         self.waiting.pop()
         seq.table.ensure(len(seq))
@@ -215,7 +213,7 @@ def _admit(self:Scheduler):
         self.promised += self._need(seq)
         insort(self.running, seq, key=lambda s: s.order)
 
-# %% ../nbs/32_scheduler.ipynb #7ec0f851
+# %% ../nbs/32_scheduler.ipynb #2311a36e
 @patch
 def _stop(self:Scheduler, seq):
     "Take `seq` off the running list, and its blocks back"
@@ -229,7 +227,6 @@ def _preempt(self:Scheduler, seq):
     "Make room: `seq` will wait, and be computed again"
     self._stop(seq)
     seq.num_computed = 0
-    self._evicted.add(seq)
     self.waiting.push(seq)
     self.totals['preemptions'] += 1
 

@@ -476,8 +476,18 @@ async def left(request, e:ClientDisconnect)->Response:
     "The client hung up in the middle of its own body"
     return Response(status_code=499)
 
-# %% ../nbs/53_server.ipynb #9878af7b
-def _schema(kind): return dict(requestBody=dict(required=True, content={'application/json':dict(schema=kind.model_json_schema())}))
+# %% ../nbs/53_server.ipynb #16a38b85
+def _flat(s, defs):
+    "A JSON schema with its references replaced by what they refer to"
+    if isinstance(s, list): return [_flat(x, defs) for x in s]
+    if not isinstance(s, dict): return s
+    if '$ref' in s: return _flat(defs[s['$ref'].rsplit('/', 1)[1]], defs)
+    return {k:_flat(v, defs) for k,v in s.items() if k!='$defs'}
+
+def _schema(kind):
+    "What `/openapi.json` says about a body that we read ourselves"
+    s = kind.model_json_schema()
+    return dict(requestBody=dict(required=True, content={'application/json':dict(schema=_flat(s, s.get('$defs', {})))}))
 
 def _routes(s:Service):
     "Path, method, endpoint and the schema of its body"
@@ -485,6 +495,7 @@ def _routes(s:Service):
         ('/v1/models', 'GET', s.list_models, None), ('/v1/models/{name:path}', 'GET', s.get_model, None),
         ('/health', 'GET', s.health, None), ('/metrics', 'GET', s.scrape, None), ('/', 'GET', s.index, None)]
 
+# %% ../nbs/53_server.ipynb #086c601b
 def create_app(
     runner, # Whatever has `submit`, `stats`, `healthy` and `info`
     tokenizer,
@@ -501,7 +512,9 @@ def create_app(
         yield
         if on_close: await asyncio.to_thread(on_close)
     app = FastAPI(title='Atlas', version=atlas.__version__, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=life)
-    for path,method,f,extra in _routes(service): app.add_api_route(path, f, methods=[method] + ['HEAD']*(method=='GET'), openapi_extra=extra, response_model=None)
+    for path,method,f,extra in _routes(service):
+        app.add_api_route(path, f, methods=[method], openapi_extra=extra, response_model=None)
+        if method=='GET': app.add_api_route(path, f, methods=['HEAD'], include_in_schema=False, response_model=None)
     for kind,f in ((AtlasError, refused), (HTTPException, no_route), (ClientDisconnect, left)): app.add_exception_handler(kind, f)
     app.add_middleware(Door, metrics=service.metrics)
     return app

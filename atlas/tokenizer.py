@@ -232,14 +232,15 @@ PRES = {'gpt-2':Pre((_GPT2,)), 'smollm':Pre((r'\p{N}',_GPT2)), 'llama-bpe':_llam
 PRES |= {a:PRES[b] for a,b in {'starcoder':'smollm', 'refact':'smollm', 'command-r':'smollm', 'codeshell':'smollm', 'phi-2':'gpt-2', 'olmo':'gpt-2',
     'llama3':'llama-bpe', 'llama-v3':'llama-bpe', 'deepseek-r1-qwen':'qwen2', 'stablelm2':'qwen2', 'minimax-m2':'gpt-4o'}.items()}
 
-# %% ../nbs/40_tokenizer.ipynb #27fc5518
+# %% ../nbs/40_tokenizer.ipynb #d5e1856f
 _T = 'tokenizer.ggml.'
 
 def _meta(meta, key, kind, default=...):
     "Value of a metadata key, checked to be a `kind`"
-    v = meta.get(_T+key, default)
-    if v is ...: raise CheckpointError(f'The file has no {_T+key}', hint='Convert the model again with its tokenizer')
-    if v is not None and (not isinstance(v,kind) or isinstance(v,bool) and kind is int): raise CheckpointError(f'{_T+key} is a {type(v).__name__}, expected {kind.__name__}')
+    v = meta.get(_T+key)
+    if v is None and default is ...: raise CheckpointError(f'The file has no {_T+key}', hint='Convert the model again with its tokenizer')
+    if v is None: return default
+    if not isinstance(v,kind) or isinstance(v,bool) and kind is not bool: raise CheckpointError(f'{_T+key} is a {type(v).__name__}, expected {kind.__name__}')
     return v
 
 def _table(meta, key, n, kind, default=...):
@@ -266,7 +267,7 @@ def _id(meta, key, n):
     if i is not None and not 0<=i<n: raise CheckpointError(f'{_T+key} is {i}, and there are {n} tokens')
     return i
 
-# %% ../nbs/40_tokenizer.ipynb #d5c9b9ab
+# %% ../nbs/40_tokenizer.ipynb #a55fb49e
 def _bpe(vocab, merges, **kw):
     "The library's BPE model, or a `CheckpointError`"
     try: return models.BPE(vocab=vocab, merges=merges, **kw)
@@ -277,7 +278,8 @@ def _gpt2(meta, ids, types):
     name = _meta(meta,'pre',str,'default')
     if name not in PRES: raise UnsupportedError(f'{_T}pre is {name!r}', hint=f'Known are {", ".join(sorted(PRES))}')
     pre,merges = PRES[name],_meta(meta,'merges',list)
-    if bad := next((m for m in merges if not isinstance(m,str) or m.find(' ',1)<0), None): raise CheckpointError(f'{_T}merges has {bad!r}, expected two tokens with a space between')
+    bad = [m for m in merges if not isinstance(m,str) or m.find(' ',1)<0]
+    if bad: raise CheckpointError(f'{_T}merges has {bad[0]!r}, expected two tokens with a space between')
     t = hf.Tokenizer(_bpe(ids, [(m[:i],m[i+1:]) for m in merges for i in [m.find(' ',1)]], ignore_merges=pre.whole))
     if pre.nfc: t.normalizer = normalizers.NFC()
     words = [pre_tokenizers.Split(hf.Regex(r),'isolated') for r in pre.split]
@@ -285,7 +287,7 @@ def _gpt2(meta, ids, types):
     t.decoder = decoders.ByteLevel()
     return t,pre.bos
 
-# %% ../nbs/40_tokenizer.ipynb #fb1dc7d4
+# %% ../nbs/40_tokenizer.ipynb #647d9f28
 def _score_merges(ids, types, scores):
     "Merges that follow from scores, best first"
     plain = {t for t,i in ids.items() if types[i]==1}
@@ -298,12 +300,12 @@ def _llama(meta, ids, types):
     unk = _id(meta,'unknown_token_id',len(ids))
     unk = next(t for t,i in ids.items() if i==unk) if unk is not None else None
     t = hf.Tokenizer(_bpe(ids, _score_merges(ids,types,scores), byte_fallback=True, fuse_unk=True, unk_token=unk))
-    lead = bool(meta.get(_T+'add_space_prefix',True))
+    lead = _meta(meta,'add_space_prefix',bool,True)
     t.normalizer = normalizers.Sequence([normalizers.Prepend('▁')]*lead + [normalizers.Replace(' ','▁')])
     t.decoder = decoders.Sequence([decoders.Replace('▁',' '), decoders.ByteFallback(), decoders.Fuse()] + [decoders.Strip(content=' ',left=1)]*lead)
     return t,True
 
-# %% ../nbs/40_tokenizer.ipynb #6d26c678
+# %% ../nbs/40_tokenizer.ipynb #3e5492e1
 @patch(cls_method=True)
 def from_gguf(cls:Tokenizer,
     meta:dict, # The file's metadata, plain Python values
@@ -318,7 +320,7 @@ def from_gguf(cls:Tokenizer,
     t.add_tokens([hf.AddedToken(s,normalized=False) for s,k in zip(tokens,types) if k==4])
     bos,*ends = (_id(meta,f'{k}_token_id',len(tokens)) for k in ('bos','eos','eot','eom'))
     ends = tuple(dict.fromkeys(e for e in ends if e is not None))
-    around = [[i]*bool(meta.get(_T+f'add_{k}_token',d)) if i is not None else [] for k,i,d in (('bos',bos,bos_too), ('eos',ends[0] if ends else None,False))]
+    around = [[i]*_meta(meta,f'add_{k}_token',bool,d) if i is not None else [] for k,i,d in (('bos',bos,bos_too), ('eos',ends[0] if ends else None,False))]
     _surround(t, *([tokens[i] for i in a] for a in around))
     return cls(t, bos, ends)
 

@@ -98,6 +98,12 @@ def test_greedy_through_the_engine(folder):
     mates = [r['ids'][:5],r['ids'],r['ids'][::-1][:67]]
     assert greedy(m, mates, n, chunk=64)[1]==want
 
+@each
+def test_greedy_through_the_door(folder):
+    r = reference(folder)
+    out = LLM(str(folder), device='cpu', max_seq_len=256).generate(r['ids'].tolist(), SamplingParams(temperature=0, max_tokens=len(r['greedy']), ignore_eos=True))
+    assert out.token_ids==r['greedy'].tolist()
+
 # What a reference does not notice it does not test. Each of these would be a plausible mistake; each must be far outside the tolerance.
 def rope(**kw): return lambda c: dict(rope=replace(c.rope, **kw))
 MISTAKES = {

@@ -139,6 +139,12 @@ def test_many_streams(served):
             return await asyncio.gather(*(one(1+i%20) for i in range(48)))
     assert asyncio.run(go())==['Hello there, reader.'[:1+i%20] for i in range(48)]
 
+@pytest.mark.parametrize('stream', [False,True])
+def test_stop_string_stops_the_engine(stream):
+    r = FakeRunner()
+    a = chat(local(r), stop='there', stream=stream)
+    assert a.status_code==200 and 'there' not in a.text and r.aborted.acquire(timeout=0)
+
 # ---- A stream says what the whole answer says ----
 
 @given(text=st.text(max_size=60), stop=st.lists(st.text('ab ,', min_size=1, max_size=3), max_size=3), n=st.integers(1,3), limit=st.none()|st.integers(1,30))
@@ -192,7 +198,8 @@ def test_routes():
     r = fuzzed.options('/v1/models', headers={'origin':'http://evil.example', 'access-control-request-method':'POST'})
     assert not [h for h in r.headers if h.startswith('access-control')]
     schema = fuzzed.get('/openapi.json').json()['paths']['/v1/chat/completions']['post']['requestBody']['content']['application/json']['schema']
-    assert 'messages' in schema['properties']
+    assert 'messages' in schema['properties'] and '$ref' not in json.dumps(schema)
+    assert fuzzed.head('/health').status_code==200
 
 # ---- The runner says no, or breaks ----
 
@@ -218,8 +225,11 @@ def test_unhealthy():
     r.healthy = True
     assert c.get('/health').json()['status']=='ok' and chat(c).status_code==200
 
+class Bomb(list):
+    def __getitem__(self, i): raise KeyError('/etc/secret')
+
 def test_nothing_leaks_from_a_crash():
-    r = FakeRunner(); ids,r.ids = r.ids,['/etc/secret']
+    r = FakeRunner(); ids,r.ids = r.ids,Bomb(r.ids)
     c = local(r)
     assert chat(c).status_code==500 and 'secret' not in chat(c).text
     assert 'secret' not in chat(c, stream=True).text
@@ -392,17 +402,17 @@ def test_port_in_use():
 _child = '''import sys; sys.path.insert(0, %r)
 from test_server import FakeRunner,listen,run,template,tok
 r = FakeRunner(**%r)
-run(r, tok, template, sock=listen(port=0), drain=1, ready=lambda url: print(url, flush=True))
+run(r, tok, template, sock=listen(port=0), drain=%r, ready=lambda url: print(url, flush=True))
 '''
 @contextmanager
-def child(**kw):
-    p = subprocess.Popen([sys.executable, '-c', _child % (str(Path(__file__).parent), kw)], stdout=subprocess.PIPE, text=True)
+def child(drain, **kw):
+    p = subprocess.Popen([sys.executable, '-c', _child % (str(Path(__file__).parent), kw, drain)], stdout=subprocess.PIPE, text=True)
     try: yield p,int(p.stdout.readline().rsplit(':', 1)[1])
     finally: p.kill(); p.wait(WAIT); p.stdout.close()
 
 @pytest.mark.parametrize('sig', [signal.SIGTERM,signal.SIGINT])
 def test_shutdown_does_not_wait_for_ever(sig):
-    with child(endless=True) as (p,port), dial(port) as s:
+    with child(1, endless=True) as (p,port), dial(port) as s:
         ask(s, stream=True)
         read_until(s, b'data: ')
         p.send_signal(sig)
@@ -410,7 +420,7 @@ def test_shutdown_does_not_wait_for_ever(sig):
         assert p.wait(WAIT) in (0,-sig)
 
 def test_shutdown_lets_answers_finish():
-    with child(text='a'*20_000, max_seq_len=30_000) as (p,port), dial(port) as s:
+    with child(30, text='a'*20_000, max_seq_len=30_000) as (p,port), dial(port) as s:
         ask(s, stream=True)
         got = read_until(s, b'data: ')
         p.send_signal(signal.SIGTERM)

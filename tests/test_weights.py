@@ -163,7 +163,7 @@ NORM,EMB = 'model.norm.weight','model.embed_tokens.weight'
     (dict(data_offsets=[4224,4096]), ['cannot take']), (dict(data_offsets=[4096]), ['data_offsets']), (dict(data_offsets=[4096.,4224.]), ['data_offsets']),
     (dict(data_offsets=[-128,0]), ['data_offsets']), (dict(data_offsets=None), ['data_offsets']), (dict(data_offsets=[2**70,2**70+128]), ['data_offsets']),
     (dict(shape=[33]), ['cannot take']), (dict(shape=[2**32,2**32]), ['cannot take']), (dict(shape='32'), ['shape']), (dict(shape=[-1]), ['shape']),
-    (dict(shape=[True]*32), ['shape']), (dict(shape=[1]*40), ['shape']), (dict(shape=[4,8]), ['[4, 8]','asks for [32]']),
+    (dict(shape=[32,True]), ['shape']), (dict(shape=[1]*40), ['shape']), (dict(shape=[4,8]), ['[4, 8]','asks for [32]']),
     (dict(dtype='F99'), ['F99']), (dict(dtype=None), ['None']), (dict(dtype=[]), ['[]']), (dict(dtype='I32'), ['I32','does not decode'])])
 def test_entries_that_lie(tmp_path, change, words):
     h = st_entries(weights()); h[NORM].update(change)
@@ -219,6 +219,29 @@ def test_file_that_shrinks_while_it_is_read(tmp_path):
     (dict(CONF, num_attention_heads=0), ['num_attention_heads']), (dict(CONF, hidden_size='32'), ['hidden_size']), (dict(CONF, hidden_size=64), ['asks for']),
     (dict(CONF, num_hidden_layers=2), ['lacks','layers.1.']), (dict(CONF, quantization_config={'quant_method':'gptq'}), ['gptq'])])
 def test_configs_that_do_not_fit(tmp_path, conf, words): fails(hf_folder(tmp_path/'m', conf=conf), *words)
+
+ODD = (None, True, 0, -1, 1.5, 10**30, float('nan'), float('inf'), 'x', '', [], [1], {}, {'rope_type':[]}, [[]])
+@pytest.mark.parametrize('key', [*CONF,'head_dim','rope_scaling','rope_parameters','original_max_position_embeddings','sliding_window','bos_token_id','hidden_act',
+    'torch_dtype','quantization_config','attention_bias','partial_rotary_factor'])
+def test_odd_config_values(tmp_path, key):
+    d = hf_folder(tmp_path/'m')
+    for v in ODD:
+        (d/'config.json').write_text(json.dumps(CONF|{key:v}))
+        try: everything(d)
+        except CheckpointError as e: assert str(e)
+
+@pytest.mark.parametrize('key', [*GGUF_META,'general.name','general.alignment','llama.attention.key_length','llama.rope.scaling.type','llama.rope.scaling.factor',
+    'llama.rope.dimension_count','llama.expert_count','split.count','tokenizer.ggml.tokens','tokenizer.ggml.eos_token_id','tokenizer.ggml.bos_token_id'])
+def test_odd_gguf_values(tmp_path, key):
+    for v in (None, 0, 1, 7, 2**32-1, float('nan'), 1.5, 'x', [1,2], ['a']):
+        p = gguf_file(tmp_path/'m.gguf', meta={k:w for k,w in (GGUF_META|{key:v}).items() if w is not None})
+        try: everything(p)
+        except CheckpointError as e: assert str(e)
+
+def test_gguf_architecture_that_is_no_name(tmp_path):
+    b = gguf_file(tmp_path/'g.gguf').read_bytes(); name = struct.pack('<IQ', 8, 5)+b'llama'
+    (tmp_path/'bad.gguf').write_bytes(b.replace(name, struct.pack('<IIQB', 9, 0, 1, 7), 1))     # a string becomes an array of one byte, as long as it was
+    fails(tmp_path/'bad.gguf', 'architecture [7]', exc=UnsupportedError)
 
 def test_config_files(tmp_path):
     d = hf_folder(tmp_path/'m')
@@ -292,7 +315,7 @@ def _zero_align(tmp_path):
     b = gguf_bytes(tmp_path, meta=GGUF_META|{'general.alignment':32}); i = b.index(b'general.alignment')+len('general.alignment')+4
     (tmp_path/'z.gguf').write_bytes(splice(b, i, struct.pack('<I', 0))); return tmp_path/'z.gguf'
 
-def test_gguf_strings_and_arrays(tmp_path):
+def test_gguf_strings_and_arrays(tmp_path, monkeypatch):
     meta = GGUF_META|{'words':['alpha','beta'], 'tokenizer.ggml.scores':[1.,2.]}
     b = gguf_bytes(tmp_path, meta=meta); p = tmp_path/'bad.gguf'; w = b.index(b'words')+5
     assert struct.unpack_from('<IIQ', b, w)==(9,8,2)
@@ -300,6 +323,7 @@ def test_gguf_strings_and_arrays(tmp_path):
     p.write_bytes(splice(b, w+4, struct.pack('<I', 9))); fails(p, 'unknown type 9')       # an array of arrays
     p.write_bytes(splice(b, w+16, struct.pack('<Q', 2**62))); fails(p, 'words would take')
     p.write_bytes(splice(b, w+24, b'\xff')); fails(p, 'UTF-8')
+    p.write_bytes(b); everything(p); monkeypatch.setattr('atlas.weights.MAX_ARRAY', 1); fails(p, 'claims 2 elements')
 
 def test_gguf_rope_factors(tmp_path):
     with open_checkpoint(gguf_file(tmp_path/'a.gguf', extra={'rope_freqs.weight':np.arange(1,9,dtype=np.float32)})) as c: assert c.config.rope.freq_factors==tuple(range(1,9))

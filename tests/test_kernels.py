@@ -1,0 +1,183 @@
+"Kernels as files: each compiles for both machines, states its contract, and travels in the wheel with or without an nvcc."
+import os,re,shutil,subprocess,sys,threading
+import numpy as np,pytest
+from hypothesis import given,settings,strategies as st
+from pathlib import Path
+from atlas.core import AtlasError,cp
+from atlas.launch import CubinStore,Nvrtc,OPTIONS,Source,ahead,compilations,compiled,find_nvcc,kernel_names,simulate
+
+root = Path(__file__).parents[1]
+archs = ['sm_90a','sm_121a']
+needs_nvcc = pytest.mark.skipif(not find_nvcc(), reason='no nvcc')
+each = pytest.mark.parametrize('name', kernel_names())
+
+@needs_nvcc
+@each
+@pytest.mark.parametrize('arch', archs)
+def test_compiles_and_spills_nothing(name, arch, tmp_path):
+    src,out = Source(name),tmp_path/'k'
+    r = subprocess.run([find_nvcc(), '-cubin', *OPTIONS, f'-gencode=arch={arch.replace("sm", "compute")},code={arch}', '-Xptxas', '-v', f'-I{src.root}',
+        src.root/f'{name}.cu', '-o', out], capture_output=True, text=True)
+    assert r.returncode==0 and out.read_bytes()[:4]==b'\x7fELF', r.stderr
+    assert re.findall(r'(\d+) bytes stack frame, (\d+) bytes spill stores', r.stderr)==[('0','0')], r.stderr
+
+@each
+@pytest.mark.parametrize('arch', archs)
+def test_nvrtc_compiles(name, arch):
+    if cp is None: pytest.skip('no CuPy')
+    assert Nvrtc()(Source(name), arch)[:4]==b'\x7fELF'
+
+def signature(src):
+    "Parameters of the kernel's C++ function: name -> is it a pointer?"
+    text = re.search(r'extern "C" __global__ void (?:__launch_bounds__\(\w+\) )?(\w+)\(([^)]*)\)', src.text)
+    assert text[1]==src.name, 'the function has the name of its file'
+    return {p.split()[-1].lstrip('*'): '*' in p for p in text[2].split(',')}
+
+@each
+def test_contract_covers_the_signature(name):
+    src = Source(name); sig = signature(src)
+    assert set(src.contract)=={k for k,pointer in sig.items() if pointer}
+    dims = {w for words,_ in src.contract.values() for o in words for w in re.findall(r'[a-z]\w*', o)}
+    assert not sig.keys()&set(src.contract)&dims and '//   launch:' in src.text
+
+def test_every_header_is_used():
+    used = {f for n in kernel_names() for f in Source(n).files}
+    folder = Source(kernel_names()[0]).root
+    assert {str(p.relative_to(folder)) for p in folder.rglob('*.cuh')}==used-{f'{n}.cu' for n in kernel_names()}
+
+def test_checkout_holds_no_machine_code(): assert not [*(root/'kernels').rglob('*.cubin'), *(root/'kernels').rglob('*.fatbin')]
+
+# The wheel
+
+def build(tmp, **env):
+    "Run the wheel's build step on a copy of the tree; returns the kernels folder it makes and what it said"
+    pytest.importorskip('setuptools')
+    tree = tmp/'tree'
+    for f in ('setup.py','settings.ini','pyproject.toml'): tree.mkdir(exist_ok=True); shutil.copy(root/f, tree)
+    for d in ('atlas','kernels'): shutil.copytree(root/d, tree/d, ignore=shutil.ignore_patterns('__pycache__'), dirs_exist_ok=True)
+    env = {k: v for k,v in (os.environ|env).items() if v is not None}
+    r = subprocess.run([sys.executable, 'setup.py', '-q', 'build_py', '--build-lib', tmp/'out'], cwd=tree, env=env, capture_output=True, text=True)
+    assert r.returncode==0, r.stderr
+    return tmp/'out'/'atlas'/'kernels',r.stderr
+
+def files(d): return {str(p.relative_to(d)) for p in d.rglob('*') if p.is_file()}
+sources = files(root/'kernels')
+
+def fake_nvcc(tmp, script):
+    d = tmp/'bin'; d.mkdir()
+    (d/'nvcc').write_text(script); (d/'nvcc').chmod(0o755)
+    return f'{d}:{os.defpath}'
+
+def test_wheel_without_nvcc(tmp_path):
+    (tmp_path/'empty').mkdir()
+    out,said = build(tmp_path, PATH=str(tmp_path/'empty'), CUDA_HOME=str(tmp_path/'empty'), ATLAS_CUDA_ARCHS=None)
+    assert files(out)==sources and 'no nvcc' in said
+
+def test_wheel_of_sources_only(tmp_path): assert files(build(tmp_path, ATLAS_CUDA_ARCHS='')[0])==sources
+
+@pytest.mark.parametrize('script', ['#!/bin/sh\nexit 1\n', '#!/bin/sh\necho boom >&2; exit 2\n', '#!/bin/sh\nexit 0\n', 'this is no program', '#!/no/such/shell\n',
+    '#!/bin/sh\nwhile [ $# -gt 0 ]; do [ "$1" = -o ] && echo half > "$2"; shift; done\n'], ids=['silent','complains','writes-nothing','garbage','no-shell','half-written'])
+def test_wheel_with_broken_nvcc(script, tmp_path):
+    out,said = build(tmp_path, PATH=fake_nvcc(tmp_path, script), ATLAS_CUDA_ARCHS=None)
+    assert files(out)==sources and 'rmsnorm.cu was not compiled for sm_121a' in said
+
+def test_wheel_compiles_as_launch_does(tmp_path):
+    out,_ = build(tmp_path, PATH=fake_nvcc(tmp_path, '#!/bin/sh\necho "$@" >> "$0.log"\nwhile [ $# -gt 0 ]; do [ "$1" = -o ] && printf "\\177ELF" > "$2"; shift; done\n'), ATLAS_CUDA_ARCHS='90a sm_121a')
+    calls = (tmp_path/'bin'/'nvcc.log').read_text().splitlines()
+    assert files(out)==sources|{f'{n}.{a}.cubin' for n in kernel_names() for a in archs}
+    assert len(calls)==2*len(kernel_names()) and all(set(OPTIONS)<=set(c.split()) and f'-I{out}' in c for c in calls)
+    assert sum('-gencode=arch=compute_121a,code=sm_121a' in c for c in calls)==len(kernel_names())
+
+@needs_nvcc
+def test_wheel_ships_cubins(tmp_path):
+    out,_ = build(tmp_path, ATLAS_CUDA_ARCHS=None)
+    assert all(ahead(Source(n, out), a)[:4]==b'\x7fELF' for n in kernel_names() for a in archs)
+    assert ahead(Source('rmsnorm', out), 'sm_100a') is None
+
+# Keys and the store
+
+def kernel_tree(d, **change):
+    "A made-up kernel with a header in a header, and one header that nobody includes"
+    text = {'a.cu': '// a\n#include "lib/b.cuh"\n', 'lib/b.cuh': '#include "lib/c.cuh"\n', 'lib/c.cuh': '// c\n', 'lib/other.cuh': '// other\n'} | change
+    for k,v in text.items(): (d/k).parent.mkdir(parents=True, exist_ok=True); (d/k).write_text(v)
+    return Source('a', d)
+
+def test_key_is_of_all_that_matters_and_nothing_else(tmp_path):
+    plain = kernel_tree(tmp_path).key('sm_90a', (), 'nvrtc 13.0')
+    changed = [kernel_tree(tmp_path, **{f: f'{t}// edited\n'}).key('sm_90a', (), 'nvrtc 13.0')
+               for f,t in {'a.cu': '#include "lib/b.cuh"\n', 'lib/b.cuh': '#include "lib/c.cuh"\n', 'lib/c.cuh': ''}.items()]
+    src = kernel_tree(tmp_path)
+    changed += [src.key('sm_121a', (), 'nvrtc 13.0'), src.key('sm_90a', ('-DX',), 'nvrtc 13.0'), src.key('sm_90a', (), 'nvrtc 13.1'), src.key('sm_90a', ('-DX','-DY'), '')]
+    assert len({plain,*changed})==1+len(changed)
+    assert kernel_tree(tmp_path, **{'lib/other.cuh': 'edited'}).key('sm_90a', (), 'nvrtc 13.0')==plain
+
+def test_include_cycle_ends(tmp_path): assert set(kernel_tree(tmp_path, **{'lib/c.cuh': '#include "lib/b.cuh"\n'}).files)=={'a.cu','lib/b.cuh','lib/c.cuh'}
+
+class Stub:
+    name,version = 'stub','1'
+    def __init__(self): self.calls = []
+    def __call__(self, src, arch, options=()): self.calls.append(arch); return f'{src.text}|{arch}|{options}'.encode()*1000
+
+def test_many_threads_share_a_store(tmp_path):
+    src,stub,store,got = kernel_tree(tmp_path/'k'),Stub(),CubinStore(tmp_path/'s'),[]
+    ts = [threading.Thread(target=lambda: got.append(compiled(src, 'sm_90a', compiler=stub, store=store))) for _ in range(8)]
+    for t in ts: t.start()
+    for t in ts: t.join()
+    assert len(got)==8 and len(set(got))==1 and 1<=len(stub.calls)<=8
+    assert [p.suffix for p in store.path.iterdir()]==['.cubin']
+
+@settings(max_examples=30, deadline=None)
+@given(cut=st.integers(0, 10_000), flip=st.integers(0, 10_000))
+def test_damaged_cubin_is_never_returned(tmp_path_factory, cut, flip):
+    d = tmp_path_factory.mktemp('s'); src,stub,store = kernel_tree(d/'k'),Stub(),CubinStore(d/'s')
+    want = compiled(src, 'sm_90a', compiler=stub, store=store)
+    file, = store.path.iterdir()
+    bad = bytearray(want[:cut%len(want)] if cut%2 else want)
+    if not cut%2: bad[flip%len(bad)] ^= 1
+    file.write_bytes(bad)
+    assert compiled(src, 'sm_90a', compiler=stub, store=store)==want and len(stub.calls)==2
+
+def test_failed_compile_keeps_nothing(tmp_path):
+    class Fails(Stub):
+        def __call__(self, *a): raise AtlasError('no')
+    with pytest.raises(AtlasError): compiled(kernel_tree(tmp_path/'k'), 'sm_90a', compiler=Fails(), store=CubinStore(tmp_path/'s'))
+    assert not (tmp_path/'s').exists()
+
+def test_unwritable_store_warns_and_serves(tmp_path):
+    (tmp_path/'s').write_text('a file where the folder should be')
+    before = compilations.total
+    with pytest.warns(UserWarning, match='cannot be kept'): assert compiled(kernel_tree(tmp_path/'k'), 'sm_90a', compiler=Stub(), store=CubinStore(tmp_path/'s'))
+    assert compilations.total==before+1
+
+# The contract
+
+dim = st.integers(1, 5)
+@settings(max_examples=100, deadline=None)
+@given(rows=dim, heads=dim, half=dim, rest=st.integers(0, 3), before=st.integers(0, 2), after=st.integers(0, 2))
+def test_check_accepts_what_the_contract_says(rows, heads, half, rest, before, after):
+    d = 2*half+rest
+    x = np.zeros((rows, before+heads+after, d), 'float32')[:,before:before+heads]
+    cs = np.zeros((rows,half), 'float32')
+    dims = Source('rope').check(x=x, y=x.copy(), cos=cs, sin=cs)
+    assert dims==dict(rows=rows, heads=heads, dim=d, half=half, ys=heads*d, xs=(before+heads+after)*d if rows>1 else heads*d)
+
+@settings(max_examples=100, deadline=None)
+@given(rows=st.integers(2, 5), heads=st.integers(2, 5), half=st.integers(2, 5), which=st.sampled_from(['x','y','cos','sin']), data=st.data())
+def test_check_refuses_every_departure(rows, heads, half, which, data):
+    arrays = {k: np.zeros(s, 'float32') for k,s in dict(x=(rows,heads,2*half), y=(rows,heads,2*half), cos=(rows,half), sin=(rows,half)).items()}
+    a = arrays[which]
+    spoil = [lambda: a.astype('float16'), lambda: a[None], lambda: a[0], lambda: np.asfortranarray(a), lambda: a[1:], lambda: a[...,1:], lambda: a[...,::2], lambda: a[...,::-1],
+             lambda: np.concatenate([a,a]), lambda: a.view('int32')]
+    arrays[which] = data.draw(st.sampled_from(spoil))()
+    with pytest.raises(AtlasError) as e: Source('rope').check(**arrays)
+    assert 'breaks its contract' in str(e.value)
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(0, 4), n=st.integers(1, 40), threads=st.integers(1, 33))
+def test_simulated_grid_adds_up(rows, n, threads):
+    def total(b, t, T, x, y):
+        part = yield sum(x[b,t::T])
+        if t==0: y[b] = sum(part)
+    x,y = np.random.default_rng(n).integers(0, 9, (rows,n)),np.full(rows, -1)
+    simulate(total, rows, threads, x, y)
+    assert (y==x.sum(-1)).all()
