@@ -131,12 +131,12 @@ def _ids(*vs)->tuple[int,...]:
         if isinstance(i, bool) or not isinstance(i, int): raise ConfigError(f'eos_token_id holds {i!r}, expected token ids', param='eos_token_id')
     return tuple(dict.fromkeys(flat))
 
-# %% ../nbs/01_config.ipynb #eadcc25c
+# %% ../nbs/01_config.ipynb #c0afc654
 def _from_hf(cls, d:dict, generation:dict|None=None):
     "Translate a parsed `config.json`, and `generation_config.json` where there is one"
     if not isinstance(d, dict): raise ConfigError(f'config.json holds a {type(d).__name__}, expected an object')
     kind = _get(d, 'model_type')
-    if kind not in HF_FAMILIES:
+    if not isinstance(kind, str) or kind not in HF_FAMILIES:
         raise UnsupportedError(f'Architecture {kind!r} is not supported', hint=f'Supported model types: {", ".join(HF_FAMILIES)}', param='model_type')
     family,defaults = HF_FAMILIES[kind]
     d = defaults|{k:v for k,v in d.items() if v is not None}
@@ -166,17 +166,18 @@ def _rope_from_gguf(m:dict, a:str, dim:int, freq_factors=None)->RopeConfig:
 
 GGUF_FAMILIES = dict(llama='llama') # general.architecture -> family
 
-# %% ../nbs/01_config.ipynb #19515d2e
+# %% ../nbs/01_config.ipynb #052ea4b8
 def _from_gguf(cls, m:dict, tie_embeddings:bool=False, freq_factors=None):
     "Translate the metadata of a GGUF file"
     a = _get(m, 'general.architecture')
-    if a not in GGUF_FAMILIES:
+    if not isinstance(a, str) or a not in GGUF_FAMILIES:
         raise UnsupportedError(f'GGUF architecture {a!r} is not supported', hint=f'Supported: {", ".join(GGUF_FAMILIES)}', param='general.architecture')
     if m.get(f'{a}.expert_count'): raise UnsupportedError(f'GGUF architecture {a!r} with experts is not supported', param=f'{a}.expert_count')
     n = lambda k,*default,**kw: _int(m, f'{a}.{k}', *default, **kw)
     hidden,heads = n('embedding_length'),n('attention.head_count')
     head_dim = n('attention.key_length', hidden//heads)
-    vocab = n('vocab_size', len(m.get('tokenizer.ggml.tokens') or ()))
+    tokens = m.get('tokenizer.ggml.tokens')
+    vocab = n('vocab_size', len(tokens) if isinstance(tokens, list) else 0)
     ids = _ids(m.get('tokenizer.ggml.eos_token_id'), m.get('tokenizer.ggml.eot_token_id'))
     return cls(family=GGUF_FAMILIES[a], vocab_size=vocab, hidden_size=hidden, num_layers=n('block_count', hi=1024), num_heads=heads,
         num_kv_heads=n('attention.head_count_kv', heads), head_dim=head_dim, intermediate_size=n('feed_forward_length'),

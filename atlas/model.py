@@ -7,13 +7,13 @@ Docs: https://atlas-inference.github.io/atlas/model.html.md"""
 # %% auto #0
 __all__ = ['Batch', 'Piece', 'make_batch', 'bind', 'Attention', 'SwiGLU', 'Block', 'Decoder', 'build', 'load_model']
 
-# %% ../nbs/20_model.ipynb #085acbff
+# %% ../nbs/20_model.ipynb #208c2508
 import numpy as np
 from dataclasses import dataclass
 from importlib import import_module
 from types import SimpleNamespace
 from .config import ModelConfig
-from .core import DeviceError,UnsupportedError
+from .core import DeviceError
 from .weights import Want,load
 from .ops.linear import TILE,embed,linear,norm_linear,norm_swiglu
 from .ops.rope import rope,rope_table
@@ -71,12 +71,12 @@ def bind(root, name:str, value):
     for p in path: root = root[int(p)] if p.isdigit() else root.__dict__.setdefault(p, SimpleNamespace(bias=None))
     setattr(root, leaf, value)
 
-# %% ../nbs/20_model.ipynb #8b198803
+# %% ../nbs/20_model.ipynb #dee755d1
 def _stack(dst:str, src:str, names:tuple, sizes:tuple, width:int, bias:bool=False)->list[Want]:
     "Wants for `names` below `src`, stacked as `dst`, [sum(sizes), width], and their biases"
     total = sum(sizes)
-    w = [Want(f'{dst}.weight', tuple(f'{src}{n}.weight' for n in names), (total, width))]
-    return w+[Want(f'{dst}.bias', tuple(f'{src}{n}.bias' for n in names), (total,))] if bias else w
+    w = [Want(f'{dst}.weight', tuple(f'{src}{n}.weight' for n in names), (total, width), sizes)]
+    return w+[Want(f'{dst}.bias', tuple(f'{src}{n}.bias' for n in names), (total,), sizes)] if bias else w
 
 # %% ../nbs/20_model.ipynb #ea24b2ba
 class Attention:
@@ -159,7 +159,7 @@ def _forward(self, b:Batch, cache, tap=None):
 
 Decoder.forward = _forward
 
-# %% ../nbs/20_model.ipynb #8e4c3eec
+# %% ../nbs/20_model.ipynb #f7674807
 def build(c:ModelConfig)->Decoder:
     "The empty model that a config describes"
     return import_module(f'atlas.families.{c.family}').build(c)
@@ -168,6 +168,5 @@ def load_model(ckpt, device, max_seq_len:int|None=None, show=None)->Decoder:
     "Build the model of an open `Checkpoint` and load its weights onto `device`"
     if device.kind!='cpu':
         raise DeviceError(f'The {ckpt.config.family} family has no kernels for {device.name} yet', hint="Use device='cpu'")
-    if ckpt.config.quantization: raise UnsupportedError(f'{ckpt.path} is quantised ({ckpt.config.quantization.get("quant_method")})', hint='Use an unquantised checkpoint or a GGUF file')
     m = build(ckpt.config)
     return m.bind(load(ckpt, m.wants(), device, show=show), device, max_seq_len or ckpt.config.max_seq_len)

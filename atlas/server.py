@@ -9,11 +9,11 @@ __all__ = ['MAX_CHOICES', 'BodyTooLargeError', 'read_body', 'EngineStats', 'Metr
            'UnavailableError', 'Turn', 'merge', 'gone', 'race', 'EventStream', 'Service', 'Job', 'page', 'request_id',
            'Door', 'refused', 'NoRouteError', 'no_route', 'left', 'create_app', 'PortError', 'listen', 'run', 'serve']
 
-# %% ../nbs/53_server.ipynb #1eca1e14
+# %% ../nbs/53_server.ipynb #e0570612
 import asyncio,base64,errno,hashlib,logging,re,socket,uuid
 from contextlib import asynccontextmanager,suppress
 from dataclasses import dataclass,field,replace
-from functools import cached_property,partial
+from functools import partial
 from pathlib import Path
 from time import monotonic,perf_counter
 from fastcore.basics import patch
@@ -52,7 +52,7 @@ async def read_body(
         if len(got)>cap: raise BodyTooLargeError(cap)
     return bytes(got)
 
-# %% ../nbs/53_server.ipynb #401d668c
+# %% ../nbs/53_server.ipynb #300e88e7
 _buckets = [round(b*10.**e, 3) for e in range(-3, 3) for b in (1,2,5)]
 _times = dict(
     time_to_first_token_seconds='From the arrival of a request to its first token',
@@ -63,7 +63,8 @@ _times = dict(
 _gauges = dict(
     num_requests_running='Requests that the engine is working on', num_requests_waiting='Requests that wait for the engine',
     kv_cache_usage_perc='Share of the KV cache in use, from 0 to 1',
-    num_preemptions_total='Requests that had to give their place to another', corrupted_requests_total='Requests failed because logits were not finite')
+    num_preemptions_total='Requests that had to give their place to another',
+    corrupted_requests_total='Requests failed because logits were not finite')
 
 # %% ../nbs/53_server.ipynb #bd10f017
 class EngineStats:
@@ -78,7 +79,7 @@ class EngineStats:
             m.add_metric([self.model], v)
             yield m
 
-# %% ../nbs/53_server.ipynb #ec5c9925
+# %% ../nbs/53_server.ipynb #c39488c6
 class Metrics:
     "What the service counts, in a registry of its own"
     def __init__(self, runner, model:str):
@@ -86,7 +87,7 @@ class Metrics:
         def counter(name, doc, *labels): return Counter(f'atlas:{name}', doc, ['model_name',*labels], registry=self.registry)
         def here(c): return c.labels(model)
         for k,doc in _times.items(): setattr(self, k, here(Histogram(f'atlas:{k}', doc, ['model_name'], buckets=_buckets, registry=self.registry)))
-        self.prompt_tokens,self.generation_tokens = (here(counter(f'{w}_tokens', f'Tokens of {what}')) for w,what in (('prompt','prompts'),('generation','answers')))
+        self.prompt_tokens,self.generation_tokens = here(counter('prompt_tokens', 'Tokens of prompts')),here(counter('generation_tokens', 'Tokens of answers'))
         self.finished = partial(counter('request_success', 'Requests that ended, by reason', 'finished_reason').labels, model)
         self.aborted = partial(counter('aborted_requests', 'Requests that were stopped early, by cause', 'why').labels, model)
         self.http = Counter('atlas:http_requests', 'HTTP requests', ['method','handler','status'], registry=self.registry)
@@ -109,7 +110,7 @@ class Stopwatch:
         if self.n: self.m.request_decode_time_seconds.observe(self.last-self.first)
         if self.n>1: self.m.request_time_per_output_token_seconds.observe((self.last-self.first)/(self.n-1))
 
-# %% ../nbs/53_server.ipynb #4dc8cfb8
+# %% ../nbs/53_server.ipynb #e8bf1b08
 class EngineError(AtlasError):
     "The engine could not finish a request"
     code = 'engine_error'
@@ -117,6 +118,7 @@ class UnavailableError(AtlasError):
     "The engine is not there, or on its way out"
     status,code = 503,'unavailable'
 
+# %% ../nbs/53_server.ipynb #607162ab
 class Turn:
     "One client's request: its choices, their text so far, and the road out"
     def __init__(self,
@@ -197,7 +199,7 @@ async def race(*works):
         for t in tasks: t.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-# %% ../nbs/53_server.ipynb #dba2e6e4
+# %% ../nbs/53_server.ipynb #31192dd0
 class EventStream(StreamingResponse):
     "Server-sent events until they end, or the client leaves or freezes; then `turn` is closed"
     def __init__(self,
@@ -215,16 +217,17 @@ class EventStream(StreamingResponse):
             await send(m)
             self.since,self.busy = monotonic(),False
         try: await race(self.stream_response(timed), gone(receive), self.watch(timed))
+        except asyncio.CancelledError: self.turn.close('shutdown'); raise
         finally: self.turn.close()
 
-# %% ../nbs/53_server.ipynb #4d65796f
+# %% ../nbs/53_server.ipynb #93f40613
 @patch
 async def watch(self:EventStream, send):
     "Comfort a quiet client; return if it is frozen"
     while not self.busy or monotonic()-self.since<self.patience:
         await asyncio.sleep(min(self.ping, self.patience, 1.))
         if not self.busy and monotonic()-self.since>=self.ping:
-            asyncio.ensure_future(send(dict(type='http.response.body', body=b': still here\n\n', more_body=True)))
+            self.pinging = asyncio.ensure_future(send(dict(type='http.response.body', body=b': still here\n\n', more_body=True)))
 
 # %% ../nbs/53_server.ipynb #5b3c3600
 class Service:
@@ -343,7 +346,9 @@ async def whole(self:Service, job:Job, turn:Turn)->dict:
     choices = [job.reply.choice(i, g.text, self.lps(job, i, g.tokens), g.finish_reason) for i,g in enumerate(turn.gens)]
     return job.reply.whole(choices, self.count(job, turn))
 
-# %% ../nbs/53_server.ipynb #a68c406d
+# %% ../nbs/53_server.ipynb #06eabac7
+_log = logging.getLogger('atlas')
+
 @patch
 async def events(self:Service, job:Job, turn:Turn):
     "The answer as server-sent events"
@@ -363,9 +368,7 @@ async def events(self:Service, job:Job, turn:Turn):
         yield sse(error_body(e))
     yield DONE
 
-# %% ../nbs/53_server.ipynb #82cc1778
-_log = logging.getLogger('atlas')
-
+# %% ../nbs/53_server.ipynb #b54835db
 @patch
 async def complete(self:Service, kind:type, request:Request)->Response:
     "Run a completion of either kind"
@@ -375,6 +378,7 @@ async def complete(self:Service, kind:type, request:Request)->Response:
     self.metrics.prompt_tokens.inc(job.prompt_tokens)
     if job.stream: return EventStream(self.events(job, turn), turn, self.ping, self.patience)
     try: done = await race(self.whole(job, turn), gone(request.receive))
+    except asyncio.CancelledError: turn.close('shutdown'); raise
     except Exception: turn.close('error'); raise
     finally: turn.close()
     return JSONResponse(done) if done else Response(status_code=499)
@@ -414,19 +418,21 @@ async def scrape(self:Service)->Response:
     "Prometheus's text format"
     return Response(generate_latest(self.metrics.registry), media_type='text/plain; version=0.0.4; charset=utf-8')
 
-# %% ../nbs/53_server.ipynb #61aaf7e4
+# %% ../nbs/53_server.ipynb #c869aedd
 def page()->tuple[str,str]:
     "The chat page and its content security policy"
     html = (Path(atlas.__file__).parent/'static'/'chat.html').read_text(encoding='utf-8')
     js = re.search('<script>(.*?)</script>', html, re.S)[1]
     sha = base64.b64encode(hashlib.sha256(js.encode()).digest()).decode()
-    return html,f"default-src 'none'; script-src 'sha256-{sha}'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    rules = dict(default="'none'", script=f"'sha256-{sha}'", style="'unsafe-inline'", img='data:', connect="'self'")
+    return html,'; '.join(f'{k}-src {v}' for k,v in rules.items()) + "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 @patch
 async def index(self:Service)->Response:
     "The chat page"
     html,policy = page()
-    return HTMLResponse(html, headers={'content-security-policy':policy, 'x-content-type-options':'nosniff', 'referrer-policy':'no-referrer', 'cache-control':'no-cache'})
+    return HTMLResponse(html, headers={'content-security-policy':policy, 'x-content-type-options':'nosniff',
+        'referrer-policy':'no-referrer', 'cache-control':'no-cache'})
 
 # %% ../nbs/53_server.ipynb #e972f956
 def request_id(scope)->bytes:
@@ -476,7 +482,7 @@ async def left(request, e:ClientDisconnect)->Response:
     "The client hung up in the middle of its own body"
     return Response(status_code=499)
 
-# %% ../nbs/53_server.ipynb #16a38b85
+# %% ../nbs/53_server.ipynb #9fe2a925
 def _flat(s, defs):
     "A JSON schema with its references replaced by what they refer to"
     if isinstance(s, list): return [_flat(x, defs) for x in s]
@@ -491,7 +497,8 @@ def _schema(kind):
 
 def _routes(s:Service):
     "Path, method, endpoint and the schema of its body"
-    return [('/v1/chat/completions', 'POST', s.chat_completions, _schema(ChatBody)), ('/v1/completions', 'POST', s.completions, _schema(CompletionBody)),
+    return [('/v1/chat/completions', 'POST', s.chat_completions, _schema(ChatBody)),
+        ('/v1/completions', 'POST', s.completions, _schema(CompletionBody)),
         ('/v1/models', 'GET', s.list_models, None), ('/v1/models/{name:path}', 'GET', s.get_model, None),
         ('/health', 'GET', s.health, None), ('/metrics', 'GET', s.scrape, None), ('/', 'GET', s.index, None)]
 

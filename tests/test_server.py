@@ -3,7 +3,7 @@ import asyncio,json,re,signal,socket,struct,subprocess,sys,tempfile,threading
 from contextlib import closing,contextmanager
 from pathlib import Path
 import atlas,openai,pytest,uvicorn
-from hypothesis import HealthCheck,given,settings,strategies as st
+from hypothesis import HealthCheck,example,given,settings,strategies as st
 from starlette.testclient import TestClient
 from tokenizers import Tokenizer as HFTokenizer,decoders,models,pre_tokenizers
 from atlas.chat import ChatTemplate
@@ -149,6 +149,7 @@ def test_stop_string_stops_the_engine(stream):
 
 @given(text=st.text(max_size=60), stop=st.lists(st.text('ab ,', min_size=1, max_size=3), max_size=3), n=st.integers(1,3), limit=st.none()|st.integers(1,30))
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@example(text='a\x85b\u2028c\u2029d\x1ce', stop=[], n=1, limit=None)  # what str.splitlines, and so many a client, takes for line ends
 def test_stream_equals_whole(text, stop, n, limit):
     c,kw = local(FakeRunner(text)),dict(stop=stop, n=n, max_tokens=limit)
     whole,out = chat(c, **kw).json(),{}

@@ -9,13 +9,13 @@ __all__ = ['Int', 'Ids', 'DONE', 'read_json', 'found', 'StreamOptions', 'Body', 
            'blame', 'parse', 'NotOfferedError', 'check_offered', 'error_body', 'usage', 'chat_logprobs',
            'text_logprobs', 'Reply', 'TextReply', 'ChatReply', 'sse']
 
-# %% ../../nbs/50_protocol.openai.ipynb #8ae5b52b
-import json,time,uuid
+# %% ../../nbs/50_protocol.openai.ipynb #ccdaa2e2
+import time,uuid
 from typing import Annotated,Any,Literal
 from fastcore.basics import patch
 from pydantic import BaseModel,ConfigDict,Field,ValidationError
 from pydantic_core import from_json,to_json
-from ..core import AtlasError,ContextLengthError,NumericError,RequestError
+from ..core import AtlasError,RequestError
 from ..ops.sample import SamplingParams
 
 # %% ../../nbs/50_protocol.openai.ipynb #9f8e0317
@@ -298,9 +298,14 @@ class ChatReply(Reply):
         "A little more of choice `i`"
         return self._delta(i, dict(content=text) if text or logprobs else {}, logprobs, finish)
 
-# %% ../../nbs/50_protocol.openai.ipynb #73c649ca
+# %% ../../nbs/50_protocol.openai.ipynb #11478eb0
 DONE = b'data: [DONE]\n\n'
+
+_ends = {'\u0085'.encode():rb'\u0085', '\u2028'.encode():rb'\u2028', '\u2029'.encode():rb'\u2029'}
 
 def sse(d:dict)->bytes:
     "One server-sent event"
-    return b'data: ' + to_json(d) + b'\n\n'
+    raw = to_json(d)
+    if not raw.isascii():
+        for k,v in _ends.items(): raw = raw.replace(k, v)
+    return b'data: ' + raw + b'\n\n'
