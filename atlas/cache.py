@@ -31,13 +31,14 @@ class BlockPool:
     def blocks_for(self, tokens:int)->int: return -(-tokens//self.block_size)
     def __repr__(self): return f'BlockPool({self.used} of {self.num_blocks} blocks of {self.block_size} tokens used)'
 
-# %% ../nbs/30_cache.ipynb #1b3e8c99
+# %% ../nbs/30_cache.ipynb #c9415645
 @patch
 def take(self:BlockPool,
     n:int # Blocks wanted
 )->list[int]: # Their numbers; the caller owns one reference to each
     "Take `n` free blocks; `OutOfMemoryError` if there are fewer, and then none is taken"
-    if n>self.free: raise OutOfMemoryError(f'{n} cache blocks were asked for, and {self.free} of {self.num_blocks} are free', hint='Let a sequence finish first')
+    if n>self.free:
+        raise OutOfMemoryError(f'{n} cache blocks were asked for, and {self.free} of {self.num_blocks} are free', hint='Let a sequence finish first')
     ids = [self._free.pop() for _ in range(n)]
     for i in ids: self.refs[i] = 1
     return ids

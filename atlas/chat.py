@@ -7,7 +7,7 @@ Docs: https://atlas-inference.github.io/atlas/chat.html.md"""
 # %% auto #0
 __all__ = ['RESERVED', 'Budget', 'ChatTemplate', 'check_variables', 'load_template']
 
-# %% ../nbs/41_chat.ipynb #7ff19cfb
+# %% ../nbs/41_chat.ipynb #b6819d8a
 import json,re
 from contextvars import ContextVar
 from datetime import datetime
@@ -18,7 +18,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
-from .core import AtlasError,CheckpointError,RequestError,TemplateError
+from .core import CheckpointError,RequestError,TemplateError
 from .tokenizer import _T,_json,token_text
 
 # %% ../nbs/41_chat.ipynb #65f04e35
@@ -197,7 +197,7 @@ def render(self:ChatTemplate,
     messages = [_message(m,i,self.parts) for i,m in enumerate(messages)]
     return self._run(self.tooled if tools else self.plain, kwargs | self._variables(messages, tools, add_generation_prompt))
 
-# %% ../nbs/41_chat.ipynb #11a21c11
+# %% ../nbs/41_chat.ipynb #125ec1d7
 def _named(v, where):
     "A template, or a list of named ones, as (default, for tools)"
     if isinstance(v,list):
@@ -207,14 +207,16 @@ def _named(v, where):
     if not isinstance(v,str) or not isinstance(tool,str|None): raise CheckpointError(f'{where} has a chat template that is not text')
     return v,tool
 
-def _find(folder, meta):
+def _find(folder):
     "(where, default, for tools) of the first template found, or None"
-    if (f := folder/'chat_template.jinja').is_file(): return f, f.read_text(encoding='utf-8'), None
+    if (f := folder/'chat_template.jinja').is_file():
+        try: return f, f.read_text(encoding='utf-8'), None
+        except UnicodeDecodeError as e: raise CheckpointError(f'{f} is not UTF-8 text: {e}') from e
     for f in (folder/'chat_template.json', folder/'tokenizer_config.json'):
         if f.is_file() and (v := _json(f).get('chat_template')) is not None: return f, *_named(v,f)
     return None
 
-# %% ../nbs/41_chat.ipynb #8efd718e
+# %% ../nbs/41_chat.ipynb #8624216a
 def _marks(folder, meta):
     "Text of the begin and end tokens, empty where there is none"
     tokens = meta.get(_T+'tokens') or []
@@ -230,7 +232,7 @@ def load_template(
     "The chat template of a checkpoint, or None"
     path = Path(ckpt.path)
     folder,k = path if path.is_dir() else path.parent, _T.split('.')[0]+'.chat_template'
-    found = (path,*_named(ckpt.meta[k],path)[:1],ckpt.meta.get(k+'.tool_use')) if k in ckpt.meta else _find(folder, ckpt.meta)
+    found = (path,*_named(ckpt.meta[k],path)[:1],ckpt.meta.get(k+'.tool_use')) if k in ckpt.meta else _find(folder)
     if not found: return None
     where,source,tool = found
     try: return ChatTemplate(source, *_marks(folder,ckpt.meta), tool_source=tool)

@@ -6,8 +6,9 @@ Docs: https://atlas-inference.github.io/atlas/core.html.md"""
 
 # %% auto #0
 __all__ = ['AtlasError', 'RequestError', 'ContextLengthError', 'TemplateError', 'QueueFullError', 'SourceError',
-           'CheckpointError', 'ConfigError', 'UnsupportedError', 'DeviceError', 'OutOfMemoryError', 'NumericError',
-           'human', 'kernel_dir', 'kernel_src', 'home', 'in_notebook', 'interactive', 'progress']
+           'CheckpointError', 'ConfigError', 'UnsupportedError', 'DeviceError', 'OutOfMemoryError', 'EngineError',
+           'NumericError', 'typed_error', 'human', 'kernel_dir', 'kernel_src', 'home', 'in_notebook', 'interactive',
+           'progress']
 
 # %% ../nbs/00_core.ipynb #b20fcb03
 import os,sys
@@ -55,16 +56,25 @@ class UnsupportedError(CheckpointError):
     "A model that is sound, but uses a part that Atlas does not have"
     status,code = 501,'unsupported'
 
-# %% ../nbs/00_core.ipynb #c1b23659
+# %% ../nbs/00_core.ipynb #e9e00579
 class DeviceError(AtlasError):
     "A device that is missing, too old, or failing"
     status,code = 503,'device_error'
 class OutOfMemoryError(DeviceError):
     "Something that does not fit the memory budget"
     status,code = 507,'out_of_memory'
-class NumericError(AtlasError):
+class EngineError(AtlasError):
+    "The engine could not finish a request"
+    code = 'engine_error'
+class NumericError(EngineError):
     "Logits that are not finite: the row is failed, never sampled"
     code = 'corrupted_output'
+
+# %% ../nbs/00_core.ipynb #bdafad8e
+def typed_error(code:str|None, msg:str)->AtlasError:
+    "The error of the catalogue that has `code`, or an `EngineError`"
+    def find(c): return c if c.code==code else first(filter(None, map(find, c.__subclasses__())))
+    return (find(AtlasError) or EngineError)(msg)
 
 # %% ../nbs/00_core.ipynb #6d674526
 def human(

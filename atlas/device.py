@@ -117,6 +117,27 @@ class Host(Device):
     def download(self, a): return np.asarray(a)
     def synchronize(self): "Wait until all work is done: on the host it always is"
 
+# %% ../nbs/03_device.ipynb #a8431227
+@patch
+def carve(self:Device,
+    shapes, # Of the arrays
+    line:int=64, # Bytes that each start is a multiple of
+)->list: # float32 arrays, not initialised
+    "Arrays of `shapes`, side by side in one allocation"
+    per = line//4
+    sizes = [-(-math.prod(s)//per)*per for s in shapes]
+    flat,at,out = self.empty((sum(sizes)+per,)),0,[]
+    at = -self.address(flat)%line//4
+    for s,n in zip(shapes, sizes): out.append(flat[at:at+math.prod(s)].reshape(s)); at += n
+    return out
+
+@patch
+def address(self:Host, a)->int: return a.ctypes.data
+@patch
+def write(self:Host, dst, a):
+    "Copy host array `a` into `dst`, an array of this device"
+    dst[...] = a
+
 # %% ../nbs/03_device.ipynb #6241b224
 @patch
 def _lap(self:Host, f, n):
@@ -145,11 +166,12 @@ def copy_rate(self:Device,
     for o in (src,dst): o.fill(1) # pages that were never written cost nothing to read
     return 2*nbytes/self.time(lambda: self.xp.copyto(dst, src))
 
-# %% ../nbs/03_device.ipynb #7bac3734
+# %% ../nbs/03_device.ipynb #5bcac922
 def _ver(n): return f'{n//1000}.{n%1000//10}'
 
 def _no_cuda(rt, e):
-    if e.status==100: return 'The NVIDIA driver works, but it sees no GPU','Check that the container was given one (docker run --gpus all), and CUDA_VISIBLE_DEVICES'
+    if e.status==100: return ('The NVIDIA driver works, but it sees no GPU',
+        'Check that the container was given one (docker run --gpus all), and CUDA_VISIBLE_DEVICES')
     if e.status!=35: return f'CUDA does not start: {e}','Check that nvidia-smi works'
     if not rt.driverGetVersion(): return 'There is no NVIDIA driver on this machine','Install one, or use --device cpu'
     return (f'The NVIDIA driver is too old: it supports CUDA {_ver(rt.driverGetVersion())}, and CuPy needs {_ver(rt.runtimeGetVersion())}',
@@ -174,7 +196,7 @@ def arch_name(
     "Name under which the compilers know an architecture, e.g. `'sm_90a'`"
     return f'sm_{major}{minor}' + ('a' if major>=9 else '')
 
-# %% ../nbs/03_device.ipynb #01da47b0
+# %% ../nbs/03_device.ipynb #dfb9d970
 MIN_CAPABILITY = (8,0) # Ampere: the first with bfloat16 and asynchronous copies
 
 class Cuda(Device):
@@ -185,13 +207,15 @@ class Cuda(Device):
         xp=cp, # The CuPy module
     ):
         n = cuda_count(xp)
-        if index>=n: raise DeviceError(f'There is no cuda:{index}: this machine has {n} CUDA device{"s"[:n>1]}', hint=f'Use cuda:0{f" to cuda:{n-1}" if n>1 else ""}')
+        if index>=n: raise DeviceError(f'There is no cuda:{index}: this machine has {n} CUDA device{"s"[:n>1]}',
+            hint=f'Use cuda:0{f" to cuda:{n-1}" if n>1 else ""}')
         self.xp,self.index,self.name = xp,index,f'cuda:{index}'
         p = xp.cuda.runtime.getDeviceProperties(index)
         self.card,self.integrated,self.multiprocessors = p['name'].decode(),bool(p['integrated']),p['multiProcessorCount']
         self.capability = p['major'],p['minor']
         self.arch = arch_name(*self.capability)
-        if self.capability<MIN_CAPABILITY: raise DeviceError(f'{self.card} has compute capability {p["major"]}.{p["minor"]}, and Atlas needs 8.0 or newer', hint='Use --device cpu')
+        if self.capability<MIN_CAPABILITY: raise DeviceError(
+            f'{self.card} has compute capability {p["major"]}.{p["minor"]}, and Atlas needs 8.0 or newer', hint='Use --device cpu')
     def use(self): return self.xp.cuda.Device(self.index)
 
 # %% ../nbs/03_device.ipynb #048b0b22
@@ -209,11 +233,19 @@ def describe(self:Cuda)->str:
     kind = 'shared memory' if self.integrated else 'memory'
     return f'{self.name}: {self.card}, {self.arch}, {self.multiprocessors} multiprocessors, {kind}: {self.memory()}'
 
-# %% ../nbs/03_device.ipynb #5e3886db
+# %% ../nbs/03_device.ipynb #3195da22
 @patch
 def upload(self:Cuda, a):
     "Copy a host array to the card"
     with self.use(): return self.xp.ascontiguousarray(self.xp.asarray(a))
+
+@patch
+def address(self:Cuda, a)->int: return a.data.ptr
+
+@patch
+def write(self:Cuda, dst, a):
+    "Copy host array `a` into `dst`, an array of this device"
+    with self.use(): dst.set(np.ascontiguousarray(a, dst.dtype))
 
 @patch
 def download(self:Cuda, a):

@@ -7,16 +7,17 @@ Docs: https://atlas-inference.github.io/atlas/engine.html.md"""
 # %% auto #0
 __all__ = ['Event', 'Engine']
 
-# %% ../nbs/33_engine.ipynb #286c1a11
+# %% ../nbs/33_engine.ipynb #907f3894
 import numpy as np
 from dataclasses import dataclass
 from fastcore.basics import patch
 from .cache import KVCache
+from .core import NumericError
 from .model import Decoder,Piece,make_batch
 from .ops.sample import SampleState,sample
 from .scheduler import Request,Scheduler
 
-# %% ../nbs/33_engine.ipynb #ecaa11ee
+# %% ../nbs/33_engine.ipynb #38f6c457
 @dataclass(frozen=True)
 class Event:
     "Something that happened to a request"
@@ -26,8 +27,9 @@ class Event:
     top:list[tuple[int,float]]|None=None # The likeliest tokens and theirs, when asked for
     finish:str|None=None # 'stop', 'length', 'abort' or 'error': no event follows
     error:str|None=None # What went wrong
+    code:str|None=None # Which of the typed errors that is
 
-# %% ../nbs/33_engine.ipynb #d6463af2
+# %% ../nbs/33_engine.ipynb #31ea3196
 class Engine:
     "Runs a model for many requests at once"
     def __init__(self,
@@ -35,10 +37,10 @@ class Engine:
         cache:KVCache, # Blocks for keys and values; `scheduler` deals them out
         scheduler:Scheduler, # Over the pool of `cache`
     ):
-        self.model,self.cache,self.scheduler,self._samplers,self.steps = model,cache,scheduler,{},0
+        self.model,self.cache,self.scheduler,self._samplers,self.steps,self.corrupted = model,cache,scheduler,{},0,0
     @property
     def has_work(self)->bool: return self.scheduler.has_work
-    def stats(self)->dict: return self.scheduler.stats()|dict(steps_total=self.steps)
+    def stats(self)->dict: return self.scheduler.stats()|dict(steps_total=self.steps, corrupted_requests_total=self.corrupted)
     def __repr__(self): return f'Engine({self.model!r}, {self.scheduler!r})'
 
 # %% ../nbs/33_engine.ipynb #05432bbe
@@ -67,7 +69,7 @@ def _forward(self:Engine, plan):
     parts = [model.forward(make_batch(p, tiled, block, model.device), self.cache) for p,tiled in ((tiles,True), (rows,False)) if p]
     return parts[0] if len(parts)==1 else model.device.xp.concatenate(parts)
 
-# %% ../nbs/33_engine.ipynb #0375a3e6
+# %% ../nbs/33_engine.ipynb #f29d9b1e
 @patch
 def step(self:Engine)->list[Event]:
     "Do one step's work and say what came of it"
@@ -87,7 +89,8 @@ def _fail(self:Engine, seq)->Event:
     "End `seq`, whose logits are not finite"
     self.scheduler.fail(seq)
     del self._samplers[seq.id]
-    return Event(seq.id, finish='error', error='The model produced logits that are not finite numbers')
+    self.corrupted += 1
+    return Event(seq.id, finish='error', error='The model produced logits that are not finite numbers', code=NumericError.code)
 
 # %% ../nbs/33_engine.ipynb #44dbab44
 @patch

@@ -59,8 +59,9 @@ def kernel_names(root:Path|None=None)->list[str]:
     "Names of all kernels"
     return sorted(p.stem for p in Path(ifnone(root, kernel_dir())).glob('*.cu'))
 
-# %% ../nbs/04_launch.ipynb #f4cf5da2
-DTYPES = dict(f64='float64', f32='float32', f16='float16', bf16='uint16', i64='int64', i32='int32', u32='uint32', i8='int8', u8='uint8') # bf16 travels as its bits
+# %% ../nbs/04_launch.ipynb #5b97ccc0
+DTYPES = dict(f64='float64', f32='float32', f16='float16', bf16='uint16', # NumPy has no bfloat16: it travels as its bits
+              i64='int64', i32='int32', u32='uint32', i8='int8', u8='uint8')
 
 @functools.cache
 def _contract(text):
@@ -73,7 +74,7 @@ def contract(self:Source)->dict[str,tuple[list[str],str]]:
     "Shape and type of every array, as the comment at the top of the file states them"
     return _contract(self.text)
 
-# %% ../nbs/04_launch.ipynb #09224903
+# %% ../nbs/04_launch.ipynb #789d826e
 def _agrees(word, n, dims):
     "Does an axis of `n` fit `word`, given the sizes known so far? New ones are added to them"
     k,_,s = word.rpartition('*')
@@ -89,7 +90,8 @@ def _mismatch(a, words, dtype, dims):
         word,_,ld = word.partition(':')
         if not _agrees(word, n, dims): return f'axis {word} has size {n}'
         if n<2: stride = step # the step of an axis with one element is never taken
-        if ld and not (stride%a.itemsize==0 and _agrees(ld, stride//a.itemsize, dims)) or not ld and stride!=step: return f'axis {word} has a step of {stride} bytes'
+        good = stride%a.itemsize==0 and _agrees(ld, stride//a.itemsize, dims) if ld else stride==step
+        if not good: return f'axis {word} has a step of {stride} bytes'
         step = stride*n
 
 # %% ../nbs/04_launch.ipynb #13536011
@@ -208,7 +210,7 @@ class Compilations:
 
 compilations = Compilations()
 
-# %% ../nbs/04_launch.ipynb #e540f441
+# %% ../nbs/04_launch.ipynb #87986b35
 def ahead(
     src:Source,
     arch:str,
@@ -218,6 +220,7 @@ def ahead(
     p = src.root/f'{src.name}.{arch}.cubin'
     return p.read_bytes() if not options and p.exists() else None
 
+# %% ../nbs/04_launch.ipynb #a83da48a
 def compiled(
     src:Source,
     arch:str,
@@ -244,7 +247,7 @@ def compile_all(
     compiler = compiler or Nvcc()
     return {n: compiler(Source(n, root), arch) for n in kernel_names(root)}
 
-# %% ../nbs/04_launch.ipynb #0f9ed059
+# %% ../nbs/04_launch.ipynb #84d8f731
 def _dims(n): return n if isinstance(n, tuple) else (n,)
 
 def _arg(name, i, a):
@@ -254,6 +257,7 @@ def _arg(name, i, a):
     if not -1<<31<=a<1<<31: raise AtlasError(f'Argument {i} of {name} is {a}, which does not fit the 32 bits of an int')
     return np.int32(a)
 
+# %% ../nbs/04_launch.ipynb #d53323f1
 class Kernel:
     "A kernel loaded on a card, ready to launch"
     def __init__(self,
@@ -274,7 +278,8 @@ class Kernel:
         if not all(grid): return
         args = tuple(_arg(self.src.name, i, a) for i,a in enumerate(args))
         try: self.fn(grid, block, args, shared_mem=shared, stream=stream)
-        except self.errors as e: raise DeviceError(f'{self.src.name} cannot be launched with grid {grid}, block {block} and {shared} bytes of shared memory: {e}') from e
+        except self.errors as e:
+            raise DeviceError(f'{self.src.name} cannot be launched with grid {grid}, block {block} and {shared} bytes of shared memory: {e}') from e
 
 # %% ../nbs/04_launch.ipynb #d76c738c
 def _load(xp, b, name):

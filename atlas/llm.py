@@ -7,14 +7,14 @@ Docs: https://atlas-inference.github.io/atlas/llm.html.md"""
 # %% auto #0
 __all__ = ['Token', 'Delta', 'Generation', 'Output', 'LLM']
 
-# %% ../nbs/45_llm.ipynb #f71718f2
+# %% ../nbs/45_llm.ipynb #9520a05d
 import itertools
 import numpy as np
 from dataclasses import dataclass,field,replace
 from time import perf_counter
 from fastcore.basics import patch
 from .cache import KVCache,fit_blocks
-from .core import AtlasError,ContextLengthError,RequestError,SourceError
+from .core import AtlasError,ContextLengthError,RequestError,SourceError,typed_error
 from .device import get_device
 from .engine import Engine,Event
 from .hub import resolve
@@ -25,7 +25,7 @@ from .tokenizer import StopStrings,load_tokenizer
 from .chat import load_template
 from .weights import open_checkpoint
 
-# %% ../nbs/45_llm.ipynb #e9c820d4
+# %% ../nbs/45_llm.ipynb #c404792c
 @dataclass(frozen=True)
 class Token:
     "One generated token, and how likely it was"
@@ -40,10 +40,10 @@ class Delta:
     tokens:tuple[Token,...]=()
     finish_reason:str|None=None
     stopped:bool=False # Did a stop string end it? Then the engine must be told
-    error:str|None=None
+    error:AtlasError|None=None
     def __str__(self): return self.text
 
-# %% ../nbs/45_llm.ipynb #6fe788c6
+# %% ../nbs/45_llm.ipynb #d73d8e1f
 class Generation:
     "One answer in the making: `feed` events, take text. Without a tokenizer there is no text, only ids"
     def __init__(self, tokenizer, params:SamplingParams):
@@ -63,8 +63,8 @@ class Generation:
         if self._stop: new,stopped = self._stop.feed(new)
         if self._stop and e.finish and not stopped: new += self._stop.finish()
         self.text += new
-        self.finish_reason,self.error = 'stop' if stopped else e.finish,e.error
-        return Delta(new, toks, self.finish_reason, stopped and e.finish is None, e.error)
+        self.finish_reason,self.error = 'stop' if stopped else e.finish,e.error and typed_error(e.code, e.error)
+        return Delta(new, toks, self.finish_reason, stopped and e.finish is None, self.error)
 
 # %% ../nbs/45_llm.ipynb #18db282c
 @dataclass
@@ -153,27 +153,29 @@ def request(self:LLM, ids, params:SamplingParams, rid:str|None=None, **kw)->Requ
     "An engine request for `ids`"
     return Request(rid or f'llm-{next(self._ids)}', tuple(ids), params, eos_ids=self.eos_ids, **kw)
 
-# %% ../nbs/45_llm.ipynb #9f53ceac
+# %% ../nbs/45_llm.ipynb #5d537d75
 @patch
 def _run(self:LLM, reqs:list[Request]):
-    "Step the engine for `reqs`; yields (index, event)"
-    at = {r.id:i for i,r in enumerate(reqs)}
+    "Step the engine until all of `reqs` have ended; yields (index, `Generation`, `Delta`)"
+    live = {r.id:(i, self.generation(r.params)) for i,r in enumerate(reqs)}
     try:
         for r in reqs: self.engine.add(r)
-        while at:
+        while live:
             for e in self.engine.step():
-                if (i := at.get(e.id)) is None: continue
-                if e.finish: del at[e.id]
-                yield i,e
+                if e.id not in live: continue
+                (i,g),d = live[e.id],live[e.id][1].feed(e)
+                if d.stopped: self.engine.abort(e.id)
+                if d.finish_reason: del live[e.id]
+                yield i,g,d
     finally:
-        for rid in at: self.engine.abort(rid)
+        for rid in live: self.engine.abort(rid)
 
 @patch
 def _fan(self:LLM, ids, p:SamplingParams)->list[Request]:
     "`p.n` requests for one prompt"
     return [self.request(ids, replace(p, n=1, seed=None if p.seed is None else p.seed+i)) for i in range(p.n)]
 
-# %% ../nbs/45_llm.ipynb #0e34f776
+# %% ../nbs/45_llm.ipynb #f20d0baf
 @patch
 def generate(self:LLM,
     prompts, # Text, a list of ids, or a list of either
@@ -187,35 +189,31 @@ def generate(self:LLM,
     enc = [self._encode(p) for p in prompts]
     owner,reqs = [],[]
     for i,((ids,_),p) in enumerate(zip(enc, params)): fan = self._fan(ids, p); reqs += fan; owner += [i]*len(fan)
-    gens = [self.generation(r.params) for r in reqs]
-    for i,e in self._run(reqs):
-        if gens[i].feed(e).stopped: self.engine.abort(e.id)
+    done = {i:g for i,g,d in self._run(reqs) if d.finish_reason}
     outs = [[] for _ in prompts]
-    for i,g in zip(owner, gens): outs[i].append(_output(g, params[i], *enc[i]))
+    for k,i in enumerate(owner): outs[i].append(_output(done[k], params[i], *enc[i]))
     for o in outs: o[0].choices = o if len(o)>1 else []
     return outs[0][0] if one else [o[0] for o in outs]
 
 def _output(g:Generation, p:SamplingParams, ids, text)->Output:
     "The finished form of `g`"
-    if g.error: raise AtlasError(g.error)
+    if g.error: raise g.error
     n = len(g.tokens)
     usage = dict(prompt_tokens=len(ids), completion_tokens=n, total_tokens=len(ids)+n)
     return Output(g.text, g.token_ids, g.finish_reason, usage, None if p.logprobs is None else g.tokens, text, ids)
 
-# %% ../nbs/45_llm.ipynb #731104a4
+# %% ../nbs/45_llm.ipynb #80e60aff
 @patch
 def stream(self:LLM, prompt, params:SamplingParams|None=None):
     "Yield the answer to one prompt as it is made: `Delta`s whose `.text` add up to the whole"
     p = params or SamplingParams()
     if p.n!=1: raise RequestError('Only one answer can be streamed here', hint='Use generate for n > 1', param='n')
     ids,_ = self._encode(prompt)
-    g,events = self.generation(p),self._run(self._fan(ids, p))
+    events = self._run(self._fan(ids, p))
     try:
-        for _,e in events:
-            d = g.feed(e)
-            if d.error: raise AtlasError(d.error)
-            if d.text or d.finish_reason or d.tokens: yield d
-            if d.finish_reason: return
+        for _,_,d in events:
+            if d.error: raise d.error
+            yield d
     finally: events.close()
 
 # %% ../nbs/45_llm.ipynb #da970a24

@@ -7,11 +7,11 @@ Docs: https://atlas-inference.github.io/atlas/runner.html.md"""
 # %% auto #0
 __all__ = ['Stream', 'Runner']
 
-# %% ../nbs/34_runner.ipynb #6d56ee7f
+# %% ../nbs/34_runner.ipynb #a3c31330
 import asyncio,logging,threading
 from collections import deque
 from fastcore.basics import patch
-from .core import AtlasError,ContextLengthError,QueueFullError
+from .core import AtlasError,ContextLengthError,EngineError,QueueFullError
 from .engine import Event
 
 # %% ../nbs/34_runner.ipynb #fd2df216
@@ -49,12 +49,12 @@ class Runner:
         "Numbers of the last step: running, waiting, cache usage, tokens, preemptions"
         return self._stats
 
-# %% ../nbs/34_runner.ipynb #cfb57f95
+# %% ../nbs/34_runner.ipynb #31cc8380
 @patch
 def submit(self:Runner, request)->Stream:
     "Queue `request`; its events arrive on the stream"
     n,limit,room = len(request.prompt),self.info['max_seq_len'],self.info.get('max_queue')
-    if not self.healthy: raise AtlasError('The engine is not running', hint='See the log of the server for the cause')
+    if not self.healthy: raise EngineError('The engine is not running', hint='See the log of the server for the cause')
     if n>=limit: raise ContextLengthError(f'The prompt has {n:,} tokens and the context holds {limit:,}',
         hint='Shorten the prompt, or serve with a larger --max-seq-len', param='prompt')
     if room is not None and len(self._streams)>=room: raise QueueFullError(f'{len(self._streams)} requests are waiting or running already', hint='Try again in a moment')
@@ -97,7 +97,7 @@ def _wait(self:Runner)->bool:
         while not (self._inbox or self._engine.has_work or self._closing): self._wake.wait()
         return not self._closing
 
-# %% ../nbs/34_runner.ipynb #35212fde
+# %% ../nbs/34_runner.ipynb #0e1cae86
 @patch
 def _drain_inbox(self:Runner)->list[Event]:
     "Carry out what was asked for since the last step"
@@ -107,7 +107,7 @@ def _drain_inbox(self:Runner)->list[Event]:
         if what=='abort': out += self._engine.abort(arg)
         else:
             try: self._engine.add(arg)
-            except AtlasError as e: out.append(Event(arg.id, finish='error', error=str(e)))
+            except AtlasError as e: out.append(Event(arg.id, finish='error', error=str(e), code=e.code))
     return out
 
 @patch

@@ -32,8 +32,8 @@ class Request:
     def __post_init__(self):
         if not self.prompt: raise RequestError('The prompt is empty', hint='Send at least one token', param='prompt')
 
-# %% ../nbs/32_scheduler.ipynb #622918ed
-@dataclass(eq=False)
+# %% ../nbs/32_scheduler.ipynb #10c48586
+@dataclass(eq=False, repr=False)
 class Seq:
     "A request on its way through the engine"
     request:Request
@@ -68,7 +68,7 @@ def state(self:Seq)->str:
     if self.num_computed<self.prompt_len: return 'prefill'
     return 'replay' if self.num_computed<len(self)-1 else 'decode'
 
-# %% ../nbs/32_scheduler.ipynb #c5bebc28
+# %% ../nbs/32_scheduler.ipynb #e19cf18a
 @patch
 def span(self:Seq,
     start:int, # First position
@@ -77,6 +77,11 @@ def span(self:Seq,
     "The tokens that feed rows `start..start+n-1`"
     P = self.prompt_len
     return [*self.request.prompt[start:start+n], *self.outputs[max(0, start-P):max(0, start+n-P)]]
+
+@patch
+def __repr__(self:Seq):
+    P,m,c,b = self.prompt_len,len(self.outputs),self.num_computed,len(self.table.blocks)
+    return f'Seq({self.id}: {self.finish_reason or self.state}, {P}+{m} tokens, {c} computed, {b} blocks)'
 
 # %% ../nbs/32_scheduler.ipynb #2335c5b1
 class Queue:
@@ -168,12 +173,13 @@ def _check(self:Scheduler, overcommit):
     if have<n: raise OutOfMemoryError(f'A sequence of {self.max_seq_len:,} tokens takes {n} cache blocks, and there are {have}',
         hint='Lower --max-seq-len, or give the cache more memory', param='max_seq_len')
 
-# %% ../nbs/32_scheduler.ipynb #ea1d27ae
+# %% ../nbs/32_scheduler.ipynb #98cab42e
 @patch
 def add(self:Scheduler, request:Request)->Seq:
     "Queue `request`; `ContextLengthError` if its prompt fills the context, `QueueFullError` if too many wait"
     P,p = len(request.prompt),request.params
-    if request.id in self.seqs: raise RequestError(f'A request with id {request.id!r} is still being served', hint='Give each request its own id', param='id')
+    if request.id in self.seqs:
+        raise RequestError(f'A request with id {request.id!r} is still being served', hint='Give each request its own id', param='id')
     if P>=self.max_seq_len:
         raise ContextLengthError(f'The prompt has {P:,} tokens, and the context holds {self.max_seq_len:,} with the answer',
             hint='Shorten the prompt, or start with a larger --max-seq-len', param='prompt')
@@ -325,7 +331,7 @@ def fail(self:Scheduler, seq:Seq)->tuple[Seq,None,str]:
     if not seq.finish_reason: self._finish(seq, 'error')
     return seq,None,seq.finish_reason
 
-# %% ../nbs/32_scheduler.ipynb #64679716
+# %% ../nbs/32_scheduler.ipynb #b2df9bd8
 @patch(as_prop=True)
 def has_work(self:Scheduler)->bool: return bool(self.seqs)
 
@@ -340,4 +346,5 @@ def stats(self:Scheduler)->dict:
 
 @patch
 def __repr__(self:Scheduler):
-    return f'Scheduler({len(self.running)} running, {len(self.waiting)} waiting, {self.promised} of {self.limit} blocks promised, {self.pool.used} used)'
+    blocks = f'{self.promised} of {self.limit} blocks promised, {self.pool.used} used'
+    return f'Scheduler({len(self.running)} running, {len(self.waiting)} waiting, {blocks})'

@@ -330,11 +330,11 @@ def _surround(t, before, after):
     pairs = [(s,t.token_to_id(s)) for s in dict.fromkeys(before+after)]
     t.post_processor = processors.TemplateProcessing(single=[*before,'$A',*after], pair=[*before,'$A','$B',*after], special_tokens=pairs)
 
-# %% ../nbs/40_tokenizer.ipynb #e3f8fc05
+# %% ../nbs/40_tokenizer.ipynb #33687854
 def _json(path):
     "A JSON object from a file, or a `CheckpointError` that names it"
     try: d = json.loads(Path(path).read_bytes())
-    except ValueError as e: raise CheckpointError(f'{path} is not valid JSON: {e}') from e
+    except (ValueError,RecursionError) as e: raise CheckpointError(f'{path} is not valid JSON: {e}') from e
     if not isinstance(d,dict): raise CheckpointError(f'{path} holds a {type(d).__name__}, expected a JSON object')
     return d
 

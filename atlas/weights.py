@@ -514,26 +514,24 @@ def check_plan(
         raise CheckpointError(f'{ckpt.path.name} has {len(extra)} tensor(s) that a {ckpt.config.family} model has no use for: {_some(extra)}',
             hint='The model has parts that Atlas does not know, and would answer wrongly without them', param=min(extra))
 
-# %% ../nbs/05_weights.ipynb #2ccd374b
-def _fetch(ckpt:Checkpoint, w:Want, device):
-    "The array that `w` asks for, on the device"
-    qs = (ckpt.read(s) for s in w.sources)
-    if len(w.sources)==1: return device.upload(np.require(next(qs).decode(), np.float32, 'C'))
-    out,r = np.empty(w.shape, np.float32),0
-    for q in qs: out[r:r+q.shape[0]] = q.decode(); r += q.shape[0]
-    return device.upload(out)
+# %% ../nbs/05_weights.ipynb #413d31b2
+def _fetch(ckpt:Checkpoint, w:Want, device, dst):
+    "Write what `w` asks for into `dst`"
+    r = 0
+    for q in map(ckpt.read, w.sources): device.write(dst[r:r+q.shape[0]], q.decode()); r += q.shape[0]
 
 def load(
     ckpt:Checkpoint,
-    wants:Iterable[Want], # The plan
-    device, # Has `upload`
+    wants:list[Want], # The plan
+    device, # Where to
     show:bool|None=None, # Progress bar? None: when somebody is watching
     ignore:Iterable[str]=IGNORE, # Patterns of tensors that may be left over
 )->dict: # name -> float32 array on the device
-    "Check the whole plan, then read, decode and upload it"
+    "Check the whole plan, then allocate all of it, then read, decode and write"
     check_plan(ckpt, wants, ignore)
+    out = dict(zip((w.name for w in wants), device.carve([w.shape for w in wants])))
     size = {w.name:sum(ckpt.tensors[s].nbytes for s in w.sources) for w in wants}
-    order = sorted(wants, key=lambda w: (ckpt.tensors[w.sources[0]].file, ckpt.tensors[w.sources[0]].offset)); out = {}
+    order = sorted(wants, key=lambda w: (ckpt.tensors[w.sources[0]].file, ckpt.tensors[w.sources[0]].offset))
     with progress(sum(size.values()), 'loading', show) as bar, ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        for w,a in zip(order, pool.map(lambda w: _fetch(ckpt, w, device), order)): out[w.name] = a; bar.update(size[w.name])
-    return {w.name:out[w.name] for w in wants}
+        for w,_ in zip(order, pool.map(lambda w: _fetch(ckpt, w, device, out[w.name]), order)): bar.update(size[w.name])
+    return out

@@ -36,7 +36,8 @@ def spm_meta(**kw):
 
 TOKS = {'bytes':Tokenizer.from_gguf(bpe_meta()), 'pieces':Tokenizer.from_gguf(spm_meta()), 'pieces, no lead':Tokenizer.from_gguf(spm_meta(add_space_prefix=False))}
 kinds = pytest.mark.parametrize('kind', TOKS)
-text = st.one_of(st.text(max_size=40), st.text(alphabet='the rain aé♜\n <s>', max_size=40))
+# SentencePiece writes a space as ▁ and cannot tell the two apart afterwards, so ▁ itself is left out
+text = st.one_of(st.text(max_size=40), st.text(alphabet='the rain aé♜\n <s>', max_size=40)).map(lambda s: s.replace('▁',''))
 
 def pieces(tok, ids, **kw): d = tok.detokenizer(**kw); return [d.put(i) for i in ids]+[d.finish()]
 
@@ -134,9 +135,9 @@ META = {bpe_meta:bpe_meta(), spm_meta:spm_meta()}
 
 # ---- stop strings
 
-stops = st.lists(st.text(alphabet='ab', min_size=1, max_size=5), max_size=4)
-@few
-@given(stops, st.text(alphabet='abc', max_size=40), st.data())
+stops = st.lists(st.text(alphabet='ab', min_size=2, max_size=6), max_size=4)
+@settings(max_examples=400, deadline=None)
+@given(stops, st.text(alphabet='ab', max_size=12), st.data())
 def test_stop_strings(stop, s, data):
     "Any chunking gives the plain answer, and no character is held back without need"
     ends = [i for i in range(len(s)+1) if any(s[:i].endswith(x) for x in stop)]
@@ -162,7 +163,7 @@ def plain_candidates(x, p):
     return keep & (w>=p.min_p), w
 
 @settings(max_examples=150, deadline=None)
-@given(st.integers(0,2**32), st.integers(1,60), st.sampled_from([.01,1,4,30]), st.booleans(), st.sampled_from([.1,.7,1,2.5]), st.integers(0,70), st.floats(.001,1), st.floats(0,1))
+@given(st.integers(0,2**32), st.sampled_from([1,2,9,60,800]), st.sampled_from([.01,1,4,30]), st.booleans(), st.sampled_from([.1,.7,1,2.5]), st.sampled_from([0,0,1,5,50]), st.sampled_from([.01,.3,.7,.95,1]), st.sampled_from([0,0,.02,.4]))
 def test_filters_are_their_definitions(seed, n, scale, ties, t, k, p, m):
     "Ties included; tokens within rounding of a threshold may go either way"
     x = np.random.default_rng(seed).normal(0,scale,n).astype('f4')
@@ -170,10 +171,11 @@ def test_filters_are_their_definitions(seed, n, scale, ties, t, k, p, m):
     prm = SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m)
     ids,w = candidates(x, prm); got = np.zeros(n,bool); got[ids] = True
     want,ref = plain_candidates(x, prm)
+    some = ref>1e-30; got,want = got&some,want&some  # a weight that float32 rounds to nothing is never drawn, kept or not
     if (got!=want).any():  # decided by less than float32 resolves: the same under a hair's change of p and m
         lo,_ = plain_candidates(x, SamplingParams(temperature=t, top_k=k, top_p=max(p*(1-1e-5),1e-9), min_p=min(m*(1+1e-5),1)))
         hi,_ = plain_candidates(x, SamplingParams(temperature=t, top_k=k, top_p=min(p*(1+1e-5),1), min_p=m*(1-1e-5)))
-        assert (lo<=got).all() and (got<=hi).all()
+        assert ((lo&some)<=got).all() and (got<=hi).all()
     assert np.allclose(w, ref[ids], rtol=1e-4, atol=1e-30) and got[x.argmax()]
 
 params = st.builds(SamplingParams, temperature=st.sampled_from([0,.3,1,5]), top_p=st.sampled_from([.2,.9,1]), top_k=st.sampled_from([0,1,7]), min_p=st.sampled_from([0,.1]),
@@ -234,8 +236,9 @@ messages = st.lists(st.fixed_dictionaries({'role':st.sampled_from(['system','use
 @given(ms=messages, gen=st.booleans())
 def test_metering_changes_nothing(name, ms, gen):
     "A metered template prints what plain Jinja prints"
-    t,ref = RENDER[name]
+    t,ref = RENDER[name]; before = copy.deepcopy(ms)
     assert t.render(ms,add_generation_prompt=gen) == ref.render(messages=ms, bos_token='<s>', eos_token='</s>', add_generation_prompt=gen)
+    assert t.render([m|{'content':[{'type':'text','text':m['content']}]} for m in ms])==t.render(ms) and ms==before
 RENDER = {n:(ChatTemplate(s,bos='<s>',eos='</s>'),reference(s)) for n,s in TEMPLATES.items()}
 
 @few
@@ -256,6 +259,11 @@ def test_any_messages(ms):
     except AtlasError as e: assert e.status==400
     else: assert isinstance(out,str)
     assert repr(ms)==before
+
+def test_nothing_of_the_callers_changes():
+    "A message without content is rendered as if empty, and stays without"
+    ms = [{'role':'assistant','content':None,'tool_calls':[{'function':{'name':'f','arguments':'{"a":1}'}}]}]; before = copy.deepcopy(ms)
+    assert RENDER['plain'][0].render(ms)=='<s>[assistant] </s>\n[assistant]' and ms==before
 
 params_like = st.dictionaries(st.sampled_from([*SamplingParams.__dataclass_fields__]), st.one_of(st.none(),st.booleans(),st.floats(),st.integers(),st.text(max_size=4),st.lists(st.integers(),max_size=3),st.dictionaries(st.text(max_size=3),st.floats(),max_size=2)), max_size=4)
 @settings(max_examples=200, deadline=None)

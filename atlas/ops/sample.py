@@ -234,15 +234,14 @@ def candidates(
     if params.min_p>0: cut(np.float32(params.min_p))
     return (np.arange(len(w)) if ids is None else ids), w
 
-# %% ../../nbs/17_ops.sample.ipynb #4143ea3f
+# %% ../../nbs/17_ops.sample.ipynb #978669d7
 def draw(
     w:np.ndarray, # f32 [n] weights
     u:float, # In [0, 1)
 )->int: # Index into `w`
     "Inverse of the cumulative distribution"
     c = w.cumsum(dtype=np.float64)
-    last = np.searchsorted(c, c[-1])  # rounding must not lead past the last token that has any weight
-    return int(min(np.searchsorted(c, u*c[-1], side='right'), last))
+    return int(np.searchsorted(c, u*c[-1], side='right'))
 
 # %% ../../nbs/17_ops.sample.ipynb #d04711e7
 def logsumexp(x): # f32 [V]
