@@ -74,7 +74,7 @@ def contract(self:Source)->dict[str,tuple[list[str],str]]:
     "Shape and type of every array, as the comment at the top of the file states them"
     return _contract(self.text)
 
-# %% ../nbs/04_launch.ipynb #789d826e
+# %% ../nbs/04_launch.ipynb #2ca4e8f8
 def _agrees(word, n, dims):
     "Does an axis of `n` fit `word`, given the sizes known so far? New ones are added to them"
     k,_,s = word.rpartition('*')
@@ -89,7 +89,7 @@ def _mismatch(a, words, dtype, dims):
     for word,n,stride in reversed(list(zip(words, a.shape, a.strides))):
         word,_,ld = word.partition(':')
         if not _agrees(word, n, dims): return f'axis {word} has size {n}'
-        if n<2: stride = step # the step of an axis with one element is never taken
+        if n<2 or not a.size: stride = step # a step that is never taken may be anything, and CuPy's empty arrays step by 0
         good = stride%a.itemsize==0 and _agrees(ld, stride//a.itemsize, dims) if ld else stride==step
         if not good: return f'axis {word} has a step of {stride} bytes'
         step = stride*n
