@@ -306,11 +306,11 @@ def _named_entry(name):
     "Entry of the named model, or `None`"
     if p := have(name): return Entry(name, p, p.stat().st_size, p.suffix[1:])
 
-# %% ../nbs/06_hub.ipynb #04b87db1
+# %% ../nbs/06_hub.ipynb #1bc82260
 def _scan():
     "The repositories of the Hugging Face cache; none when there is no cache"
-    from huggingface_hub import CacheNotFound,scan_cache_dir
-    try: return scan_cache_dir()
+    from huggingface_hub import CacheNotFound,constants,scan_cache_dir
+    try: return scan_cache_dir(constants.HF_HUB_CACHE)
     except CacheNotFound: return None
 
 def _repo_entry(r):

@@ -156,21 +156,14 @@ def check_offered(b:Body):
     if (f := getattr(b, 'response_format', None)) and f.get('type')!='text': no('response_format', found(f.get('type')))
     if (c := getattr(b, 'tool_choice', None)) not in (None, 'auto', 'none'): no('tool_choice', found(c))
 
-# %% ../../nbs/50_protocol.openai.ipynb #b5f091f4
-_same = ('temperature','top_p','top_k','min_p','presence_penalty','frequency_penalty','repetition_penalty','seed','max_tokens','min_tokens',
+# %% ../../nbs/50_protocol.openai.ipynb #3ac4a3ce
+_same = ('temperature','logit_bias','top_p','top_k','min_p','presence_penalty','frequency_penalty','repetition_penalty','seed','max_tokens','min_tokens',
     'ignore_eos','n','logprobs')
 
-def _bias(d):
-    "`logit_bias` with token ids for keys"
-    if k := next((k for k in d if not (k.isascii() and k.isdigit() and len(k)<10)), None):
-        raise RequestError(f'logit_bias has {found(k)} for a key', hint='Use token ids', param='logit_bias')
-    return {int(k):v for k,v in d.items()}
-
-# %% ../../nbs/50_protocol.openai.ipynb #9c4408ba
+# %% ../../nbs/50_protocol.openai.ipynb #c422c8dc
 def _given(b, **renamed):
     "The sampling parameters that a body gives"
     kw = {k:getattr(b, k) for k in _same} | renamed
-    if b.logit_bias: kw['logit_bias'] = _bias(b.logit_bias)
     if b.stop: kw['stop'] = (b.stop,) if isinstance(b.stop, str) else tuple(b.stop)
     if b.stop_token_ids: kw['stop_token_ids'] = tuple(b.stop_token_ids)
     return SamplingParams(**{k:v for k,v in kw.items() if v is not None})
