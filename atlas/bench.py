@@ -31,53 +31,55 @@ def dot_rate(
     w,x = np.ones((nbytes//(4*2048), 2048), np.float32),np.ones(2048, np.float32)
     return w.nbytes/median(lambda: np.dot(w, x))
 
-# %% ../nbs/61_bench.ipynb #f90b31b3
+# %% ../nbs/61_bench.ipynb #fd03e6f3
 @dataclass
 class Report:
     "Rates of one model on one machine"
-    model:str
-    machine:str
+    model:str # Its name
+    machine:str # Processor and memory, or the graphics card
     weights:int # Bytes read for each token
     dot:float # Bytes/s of np.dot over as many
     prefill:float # Tokens/s
     prompt:int # Tokens of that prompt
     decode:dict # Sequences side by side -> tokens/s, all together
-    load_seconds:float
+    load_seconds:float # From opening the files to being ready
 
     @property
     def ceiling(self)->float: return self.dot/self.weights
     @property
-    def fraction(self)->float: return self.decode[1]/self.ceiling
+    def fraction(self)->float|None: return self.decode[1]/self.ceiling if 1 in self.decode else None
     def to_dict(self): return asdict(self)|dict(ceiling=self.ceiling, fraction=self.fraction)
 
-# %% ../nbs/61_bench.ipynb #21aaf3dd
+# %% ../nbs/61_bench.ipynb #66aa353d
 @patch
 def __str__(self:Report):
+    "The rates, a line each"
     rows = [f'{self.model} on {self.machine}; weights {human(self.weights, 1000)} a token',
         f'np.dot over as many bytes   {human(self.dot, 1000)}/s, {self.ceiling:6.1f} tokens/s at most',
         f'prefill of {self.prompt} tokens   {self.prefill:8.0f} tokens/s']
     rows += [f'decode, {n} side by side    {r:8.1f} tokens/s'+(f', {self.fraction:.0%} of the ceiling' if n==1 else '') for n,r in self.decode.items()]
     return '\n'.join(rows+[f'loaded in                   {self.load_seconds:8.2f} s'])
 
-# %% ../nbs/61_bench.ipynb #f0ceede9
-def _timed(llm, n, prompt, tokens, params):
-    "Seconds for the last `tokens` steps of `n` sequences, once all are decoding"
+# %% ../nbs/61_bench.ipynb #d0910c89
+def _timed(llm, n, prompt, params):
+    "Seconds a step while `n` sequences decode together"
     for i in range(n): llm.engine.add(Request(f'bench-{i}', tuple(prompt), params))
-    done,start,steps = 0,None,0
+    start,steps = None,0
     while llm.engine.has_work:
         events = llm.engine.step()
-        if start is None and len(events)==n: start,steps = perf_counter(),0
+        if start is None and len(events)==n: start = perf_counter()
         elif start is not None and len(events)==n: steps += 1; end = perf_counter()
     return (end-start)/steps
 
-# %% ../nbs/61_bench.ipynb #4ddd1b65
+# %% ../nbs/61_bench.ipynb #a22379a2
 def bench(llm, batches=(1,2,4,8), prompt:int=512, tokens:int=48, seed:int=0)->Report:
-    "Measure `llm` on this machine"
+    "Measure `llm` on this machine. It must hold `max(batches)` sequences at once"
     rng,c = np.random.default_rng(seed),llm.config
+    prompt = min(prompt, llm.max_seq_len-tokens-1)
     nbytes = 4*(c.num_params-(0 if c.tie_embeddings else c.vocab_size*c.hidden_size))
     dot,ids = dot_rate(nbytes),rng.integers(0, c.vocab_size, prompt).tolist()
     one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     prefill = median(lambda: llm.generate(ids, one), 3)
     many = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-    decode = {n: n/_timed(llm, n, ids[:32], tokens, many) for n in batches}
+    decode = {n: n/_timed(llm, n, ids[:32], many) for n in batches}
     return Report(llm.name, f'{platform.machine()}, {llm.device.describe()}', nbytes, dot, prompt/prefill, prompt, decode, llm.load_seconds)

@@ -13,7 +13,7 @@ from fastcore.basics import patch
 from .config import ModelConfig
 from .core import AtlasError,OutOfMemoryError,human
 
-# %% ../nbs/30_cache.ipynb #34d00ec9
+# %% ../nbs/30_cache.ipynb #8f1ad048
 class BlockPool:
     "Numbered blocks of `block_size` tokens: taken, shared, and given back"
     def __init__(self,
@@ -28,7 +28,9 @@ class BlockPool:
     def free(self)->int: return len(self._free)
     @property
     def used(self)->int: return self.num_blocks-self.free
-    def blocks_for(self, tokens:int)->int: return -(-tokens//self.block_size)
+    def blocks_for(self, tokens:int)->int:
+        "Blocks that `tokens` tokens take"
+        return -(-tokens//self.block_size)
     def __repr__(self): return f'BlockPool({self.used} of {self.num_blocks} blocks of {self.block_size} tokens used)'
 
 # %% ../nbs/30_cache.ipynb #c9415645
@@ -67,11 +69,13 @@ def freed_by(self:BlockPool, ids:list[int])->int:
     "How many of `ids` have no other owner"
     return sum(self.refs[i]==1 for i in ids)
 
-# %% ../nbs/30_cache.ipynb #fe14faa8
+# %% ../nbs/30_cache.ipynb #dbe82cc4
 class BlockTable:
     "The blocks of one sequence, in order"
     def __init__(self, pool:BlockPool): self.pool,self.blocks = pool,[]
-    def missing(self, tokens:int)->int: return max(0, self.pool.blocks_for(tokens)-len(self.blocks))
+    def missing(self, tokens:int)->int:
+        "Blocks to add until `tokens` tokens fit"
+        return max(0, self.pool.blocks_for(tokens)-len(self.blocks))
     def __repr__(self): return f'BlockTable({self.blocks})'
 
     def ensure(self, tokens:int):
@@ -111,9 +115,11 @@ def token_bytes(cfg:ModelConfig, dtype=np.float32)->int:
     "Bytes of cache that one token takes"
     return cfg.kv_elements_per_token*np.dtype(dtype).itemsize
 
-# %% ../nbs/30_cache.ipynb #6f65d46e
+# %% ../nbs/30_cache.ipynb #6ab91cd1
 @patch(as_prop=True)
-def nbytes(self:KVCache)->int: return self.pool.num_blocks*self.pool.block_size*self.bytes_per_token
+def nbytes(self:KVCache)->int:
+    "Bytes of all blocks, in all layers"
+    return self.pool.num_blocks*self.pool.block_size*self.bytes_per_token
 
 @patch
 def blocks_for(self:KVCache, tokens:int)->int:
@@ -127,6 +133,7 @@ def table(self:KVCache)->BlockTable:
 
 @patch
 def __repr__(self:KVCache):
+    "Its size and how full it is"
     p = self.pool
     return f'KVCache({len(self.k)} layers, {p.num_blocks*p.block_size:,} tokens, {human(self.nbytes)}; {p.used} of {p.num_blocks} blocks used)'
 

@@ -7,7 +7,7 @@ Docs: https://atlas-inference.github.io/atlas/cli.html.md"""
 # %% auto #0
 __all__ = ['ORDER', 'app', 'Model', 'Json', 'Device', 'SeqLen', 'Temperature', 'MaxTokens', 'Seed', 'System', 'COMMANDS',
            'KVBytes', 'pull', 'list_', 'rm', 'inspect', 'Meter', 'run', 'Conversation', 'chat', 'serve', 'version',
-           'main']
+           'bench', 'main']
 
 # %% ../nbs/60_cli.ipynb #6761034a
 import json,signal,sys,threading
@@ -16,8 +16,8 @@ from time import perf_counter
 from typing import Annotated
 import typer
 
-# %% ../nbs/60_cli.ipynb #7eeafef5
-ORDER = 'serve run chat pull list rm inspect version'.split()
+# %% ../nbs/60_cli.ipynb #c3430a32
+ORDER = 'serve run chat pull list rm inspect bench version'.split()
 
 class _Group(typer.core.TyperGroup):
     "Commands in the order of their use, whose refusals are messages and exit codes"
@@ -31,14 +31,14 @@ class _Group(typer.core.TyperGroup):
             typer.echo(f'atlas: {e.msg}' + (f'\n       {e.hint}' if e.hint else ''), err=True)
             raise typer.Exit(1)
 
-# %% ../nbs/60_cli.ipynb #aba631f5
+# %% ../nbs/60_cli.ipynb #44c3cc71
 def _examples(*lines):
     "Examples for the end of a help page, kept line by line"
     return '\b\nExamples:\n' + '\n'.join(f'  {l}' for l in lines)
 
 app = typer.Typer(name='atlas', cls=_Group, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
     context_settings=dict(help_option_names=['-h','--help'], max_content_width=100),
-    help='Run language models on this machine. "demo" is a small model to begin with: 93 MB, fetched once.',
+    help='Run language models on this machine. "demo" is a small model to begin with: 98 MB, fetched once.',
     epilog=_examples('atlas serve demo                    a chat page and an OpenAI-compatible server',
                      'atlas run demo "Why is the sky blue?"', 'atlas chat demo', 'atlas COMMAND --help                what else a command can do'))
 
@@ -324,6 +324,27 @@ def version(as_json:Json=False):
     d = dict(atlas=__version__, python=platform.python_version(), platform=f'{platform.system()} {platform.machine()}', packages=_versions())
     parts = ', '.join(f'{k} {v}' for k,v in d['packages'].items() if v)
     _print(d, as_json, f'atlas {d["atlas"]}\nPython {d["python"]} on {d["platform"]}\n{parts}')
+
+# %% ../nbs/60_cli.ipynb #b015a189
+def _counts(text:str)->list[int]:
+    "Whole numbers from 1 up, written with commas between them"
+    try: out = [int(t) for t in text.split(',')]
+    except ValueError: out = [0]
+    if min(out)<1: raise typer.BadParameter(f'{text!r} is not a list of whole numbers such as 1,2,4')
+    return out
+
+@app.command(epilog=_examples('atlas bench demo', 'atlas bench demo --batch 1 --json'))
+def bench(model:Model,
+    batch:Annotated[str, _opt('How many sequences to decode side by side: a list.')]='1,2,4,8',
+    prompt:Annotated[int, _opt('Tokens of the prompt to prefill.', min=1)]=512,
+    tokens:Annotated[int, _opt('Tokens to decode in each run.', min=8)]=48,
+    device:Device='auto', as_json:Json=False):
+    "Measure how fast a model prefills and decodes. The most that this machine could do stands beside it."
+    from atlas.bench import bench as measure
+    from atlas.llm import LLM
+    batches = _counts(batch)
+    report = measure(LLM(model, device, max_num_seqs=max(batches)), batches, prompt, tokens)
+    _print(report.to_dict(), as_json, str(report))
 
 # %% ../nbs/60_cli.ipynb #17073a7e
 def main(): app(prog_name='atlas')

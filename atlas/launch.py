@@ -37,9 +37,9 @@ def simulate(
             if ended: raise AtlasError(f'Block {b}: {ended} of {block} threads have ended, and the others wait for them at a barrier')
             everyone = said
 
-# %% ../nbs/04_launch.ipynb #b75fabb6
+# %% ../nbs/04_launch.ipynb #202a48d3
 class Source:
-    "A kernel's text: its file, and the headers of ours that it includes"
+    "A kernel's text: its file, and the headers of ours that it includes; an `AtlasError` lists the kernels there are"
     def __init__(self,
         name:str, # Stem of the file, e.g. `'rmsnorm'`
         root:Path|None=None, # Folder of the kernels, Atlas's own by default
@@ -52,7 +52,7 @@ class Source:
             self.files[f] = (self.root/f).read_text()
             todo += re.findall(r'^\s*#include\s+"([^"]+)"', self.files[f], re.M)
     @property
-    def text(self): return self.files[f'{self.name}.cu']
+    def text(self): "The C++ of its own file"; return self.files[f'{self.name}.cu']
     def __repr__(self): return f'Source({", ".join(self.files)})'
 
 def kernel_names(root:Path|None=None)->list[str]:
@@ -123,9 +123,9 @@ def _refused(src, arch, compiler, log):
     e.add_note(log)
     return e
 
-# %% ../nbs/04_launch.ipynb #bd28a620
+# %% ../nbs/04_launch.ipynb #afbb146f
 class Nvcc:
-    "The toolkit's compiler, which needs no GPU"
+    "The toolkit's compiler, which needs no GPU; a `DeviceError` where it is missing or refuses the source"
     name = 'nvcc'
     def __init__(self,
         path:str|None=None # The program, searched for by default
@@ -143,9 +143,9 @@ class Nvcc:
             if r.returncode: raise _refused(src, arch, self, r.stderr or r.stdout)
             return Path(d, 'k').read_bytes()
 
-# %% ../nbs/04_launch.ipynb #f6e8f561
+# %% ../nbs/04_launch.ipynb #8f23d1c2
 class Nvrtc:
-    "The compiler that comes with CuPy"
+    "The compiler that comes with CuPy; a `DeviceError` where it is missing or refuses the source"
     name = 'nvrtc'
     def __init__(self,
         xp=cp # The CuPy module
@@ -197,11 +197,11 @@ class CubinStore:
                 finally: Path(f.name).unlink(missing_ok=True)
         except OSError as e: warnings.warn(f'Compiled kernels cannot be kept in {self.path} ({e}): they will be compiled at every start')
 
-# %% ../nbs/04_launch.ipynb #ee8c4216
+# %% ../nbs/04_launch.ipynb #3deb678d
 class Compilations:
     "Counts compilations, and those that came after the engine was ready"
     def __init__(self): self.names,self._mark = [],None
-    def add(self, name:str): self.names.append(name)
+    def add(self, name:str): "Count one"; self.names.append(name)
     def ready(self): "From here on, compiling is a fault"; self._mark = len(self.names)
     total = property(lambda self: len(self.names))
     late = property(lambda self: [] if self._mark is None else self.names[self._mark:])
@@ -281,7 +281,7 @@ class Kernel:
         except self.errors as e:
             raise DeviceError(f'{self.src.name} cannot be launched with grid {grid}, block {block} and {shared} bytes of shared memory: {e}') from e
 
-# %% ../nbs/04_launch.ipynb #d76c738c
+# %% ../nbs/04_launch.ipynb #17299994
 def _load(xp, b, name):
     mod = xp.cuda.Module()
     mod.load(b)
@@ -293,7 +293,7 @@ def kernel(
     options:tuple=(), # Compile-time arguments, e.g. `('-DHEAD=64',)`
     index:int=0, # Which card
 )->Kernel:
-    "The kernel `name`, loaded on a card; to be called while a model is loaded, never on a request"
+    "The kernel `name`, loaded on a card; to be called while a model is loaded, never on a request. `DeviceError` where there is no card or compiler"
     dev,src = Cuda(index),Source(name)
     errors = dev.xp.cuda.driver.CUDADriverError
     with dev.use():

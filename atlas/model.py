@@ -7,11 +7,12 @@ Docs: https://atlas-inference.github.io/atlas/model.html.md"""
 # %% auto #0
 __all__ = ['Batch', 'Piece', 'make_batch', 'bind', 'Attention', 'SwiGLU', 'Block', 'Decoder', 'build', 'load_model']
 
-# %% ../nbs/20_model.ipynb #208c2508
+# %% ../nbs/20_model.ipynb #32d805af
 import numpy as np
 from dataclasses import dataclass
 from importlib import import_module
 from types import SimpleNamespace
+from fastcore.basics import patch
 from .config import ModelConfig
 from .core import DeviceError
 from .weights import Want,load
@@ -98,12 +99,13 @@ class Attention:
         o = attention(qk[:,:nq], *kv, b.tables, b.starts, b.counts, b.tiled, self._scale, c.sliding_window)
         return linear(o.reshape(*x.shape[:-1], -1), self.o_proj.weight, self.o_proj.bias, add=x)
 
-# %% ../nbs/20_model.ipynb #0c44c023
+# %% ../nbs/20_model.ipynb #9655790d
 class SwiGLU:
     "The gated MLP"
     def __init__(self, c:ModelConfig): self._c = c
 
     def wants(self, dst, src):
+        "As `Attention.wants`"
         H,I,bias = self._c.hidden_size,self._c.intermediate_size,self._c.mlp_bias
         return _stack(dst+'gate_up_proj', src, ('gate_proj','up_proj'), (I,I), H, bias)+_stack(dst+'down_proj', src, ('down_proj',), (H,), I, bias)
 
@@ -111,12 +113,13 @@ class SwiGLU:
         h = norm_swiglu(x, norm.weight, self._c.norm_eps, self.gate_up_proj.weight, self.gate_up_proj.bias)
         return linear(h, self.down_proj.weight, self.down_proj.bias, add=x)
 
-# %% ../nbs/20_model.ipynb #9a4548cf
+# %% ../nbs/20_model.ipynb #b7dac08a
 class Block:
     "A layer: a mixer over the sequence, then an MLP over each row"
     def __init__(self, c:ModelConfig, mixer, mlp): self._c,self.self_attn,self.mlp = c,mixer,mlp
 
     def wants(self, dst, src):
+        "The wants of its norms, mixer and MLP"
         norms = [Want(f'{dst}{n}.weight', (f'{src}{n}.weight',), (self._c.hidden_size,)) for n in ('input_layernorm','post_attention_layernorm')]
         return norms+self.self_attn.wants(dst+'self_attn.', src+'self_attn.')+self.mlp.wants(dst+'mlp.', src+'mlp.')
 
@@ -145,9 +148,14 @@ class Decoder:
         self._angles = [device.upload(t) for t in rope_table(self.c.rope, max_seq_len)]
         return self
 
-# %% ../nbs/20_model.ipynb #7642af28
-def _forward(self, b:Batch, cache, tap=None):
-    "Logits [n, vocab] of the rows `b.out`, float32. `cache.k[i]`, `cache.v[i]` are layer i's pools; `tap(i, x)` sees each layer's output"
+# %% ../nbs/20_model.ipynb #b3b6e55a
+@patch
+def forward(self:Decoder,
+    b:Batch, # The step
+    cache, # `cache.k[i]`, `cache.v[i]` are layer i's pools, written in place
+    tap=None, # `tap(i, x)` sees each layer's output
+): # [n, vocab] float32
+    "Logits of the rows `b.out`"
     angles = [t[b.pos][:,None] for t in self._angles]  # (R,1,d/2)
     x = embed(b.ids, self.embed_tokens.weight)  # (R,H)
     if b.tiled: x = x.reshape(-1, TILE, x.shape[-1])  # (tiles,TILE,H)
@@ -157,15 +165,13 @@ def _forward(self, b:Batch, cache, tap=None):
     x = x.reshape(-1, x.shape[-1])[b.out]  # (n,H)
     return norm_linear(x, self.norm.weight, self.c.norm_eps, self.lm_head.weight)
 
-Decoder.forward = _forward
-
-# %% ../nbs/20_model.ipynb #f7674807
+# %% ../nbs/20_model.ipynb #82563e0f
 def build(c:ModelConfig)->Decoder:
     "The empty model that a config describes"
     return import_module(f'atlas.families.{c.family}').build(c)
 
 def load_model(ckpt, device, max_seq_len:int|None=None, show=None)->Decoder:
-    "Build the model of an open `Checkpoint` and load its weights onto `device`"
+    "Build the model of an open `Checkpoint` and load its weights onto `device`; errors as for `load`, and a `DeviceError` where kernels are missing"
     if device.kind!='cpu':
         raise DeviceError(f'The {ckpt.config.family} family has no kernels for {device.name} yet', hint="Use device='cpu'")
     m = build(ckpt.config)

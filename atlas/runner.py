@@ -7,12 +7,13 @@ Docs: https://atlas-inference.github.io/atlas/runner.html.md"""
 # %% auto #0
 __all__ = ['Stream', 'Runner']
 
-# %% ../nbs/34_runner.ipynb #a3c31330
+# %% ../nbs/34_runner.ipynb #2fb3182d
 import asyncio,logging,threading
 from collections import deque
 from fastcore.basics import patch
-from .core import AtlasError,ContextLengthError,EngineError,QueueFullError
+from .core import AtlasError,EngineError,QueueFullError
 from .engine import Event
+from .scheduler import check_prompt
 
 # %% ../nbs/34_runner.ipynb #fd2df216
 class Stream:
@@ -49,14 +50,13 @@ class Runner:
         "Numbers of the last step: running, waiting, cache usage, tokens, preemptions"
         return self._stats
 
-# %% ../nbs/34_runner.ipynb #31cc8380
+# %% ../nbs/34_runner.ipynb #79ef7557
 @patch
 def submit(self:Runner, request)->Stream:
     "Queue `request`; its events arrive on the stream"
-    n,limit,room = len(request.prompt),self.info['max_seq_len'],self.info.get('max_queue')
+    room = self.info.get('max_queue')
     if not self.healthy: raise EngineError('The engine is not running', hint='See the log of the server for the cause')
-    if n>=limit: raise ContextLengthError(f'The prompt has {n:,} tokens and the context holds {limit:,}',
-        hint='Shorten the prompt, or serve with a larger --max-seq-len', param='prompt')
+    check_prompt(len(request.prompt), self.info['max_seq_len'])
     if room is not None and len(self._streams)>=room: raise QueueFullError(f'{len(self._streams)} requests are waiting or running already', hint='Try again in a moment')
     if request.id in self._streams: raise AtlasError(f'A request called {request.id!r} is already running')
     s = self._streams[request.id] = Stream(self, request.id)

@@ -9,10 +9,10 @@ __all__ = ['MAX_CHOICES', 'BodyTooLargeError', 'read_body', 'EngineStats', 'Metr
            'merge', 'gone', 'race', 'EventStream', 'Service', 'Job', 'page', 'request_id', 'Door', 'refused',
            'NoRouteError', 'no_route', 'left', 'create_app', 'PortError', 'listen', 'run', 'serve']
 
-# %% ../nbs/53_server.ipynb #e0570612
+# %% ../nbs/53_server.ipynb #7824a937
 import asyncio,base64,errno,hashlib,logging,re,socket,uuid
 from contextlib import asynccontextmanager,suppress
-from dataclasses import dataclass,field,replace
+from dataclasses import dataclass,field
 from functools import partial
 from pathlib import Path
 from time import monotonic,perf_counter
@@ -26,7 +26,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 import atlas
 from .core import AtlasError,ContextLengthError,QueueFullError,RequestError,SourceError
-from .llm import LLM,Generation
+from .llm import LLM,Generation,fan_out
 from .protocol.openai import DONE,ChatBody,ChatReply,CompletionBody,TextReply,check_offered,error_body,parse,sse,usage
 from .runner import Runner
 from .scheduler import Request as EngineRequest
@@ -299,14 +299,13 @@ class Job:
     logprobs:bool
     offsets:list[int]=field(default_factory=list) # Characters so far of each choice, for logprobs
 
-# %% ../nbs/53_server.ipynb #3ec5a5ee
+# %% ../nbs/53_server.ipynb #96cad07e
 @patch
 def fan(self:Service, rid, prompts, p, priority)->list[EngineRequest]:
     "`p.n` engine requests for each prompt"
     if p.n*len(prompts)>MAX_CHOICES: raise RequestError(f'n is {p.n} for {len(prompts)} prompts, which is more than {MAX_CHOICES} choices', param='n')
-    each = [replace(p, n=1, seed=None if p.seed is None else p.seed+i) for i in range(p.n)]
     return [EngineRequest(f'{rid}-{k*p.n+i}', tuple(ids), q, priority=priority, eos_ids=tuple(self.runner.info.get('eos_ids', self.tokenizer.eos_ids)))
-        for k,ids in enumerate(prompts) for i,q in enumerate(each)]
+        for k,ids in enumerate(prompts) for i,q in enumerate(fan_out(p))]
 
 @patch
 def prepare(self:Service, kind:type, raw:bytes)->Job:

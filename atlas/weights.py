@@ -55,7 +55,7 @@ def read(self:_File, n:int, offset:int)->bytes:
     "`n` bytes from `offset`"
     return self.read_into(np.empty(n, np.uint8), offset).tobytes()
 
-# %% ../nbs/05_weights.ipynb #8b144af2
+# %% ../nbs/05_weights.ipynb #b9317eea
 @dataclass(frozen=True)
 class Span:
     "A run of bytes in a file, and what they are"
@@ -76,11 +76,11 @@ class TensorInfo:
     heads:int=0 # Heads whose rows are interleaved in the file, see below; 0 for none
 
     @property
-    def nbytes(self)->int: return sum(s.nbytes for s in self.spans.values())
+    def nbytes(self)->int: "Bytes of all parts in the file"; return sum(s.nbytes for s in self.spans.values())
     @property
-    def file(self)->str: return self.spans['data'].file.name
+    def file(self)->str: "Name of the file with the payload"; return self.spans['data'].file.name
     @property
-    def offset(self)->int: return self.spans['data'].offset
+    def offset(self)->int: "Byte of that file where the payload begins"; return self.spans['data'].offset
     def __repr__(self): return f'{self.name} {self.fmt} {list(self.shape)} · {human(self.nbytes)} in {self.file}'
 
 # %% ../nbs/05_weights.ipynb #1a3bba01
@@ -396,7 +396,7 @@ def _gguf_open(path:Path, es:ExitStack):
     if twice: raise f.bad(f'two tensors mean {twice!r}', param=twice)
     return meta,cfg,{t.name:t for t in infos}
 
-# %% ../nbs/05_weights.ipynb #565fb87a
+# %% ../nbs/05_weights.ipynb #6f94d8be
 class Checkpoint:
     "An opened model: `config`, `meta`, and `tensors` that can be read"
     def __init__(self,
@@ -409,15 +409,15 @@ class Checkpoint:
     ): self.path,self.kind,self.meta,self.config,self.tensors,self._es = path,kind,meta,config,tensors,es
 
     @property
-    def folder(self)->Path: return self.path if self.path.is_dir() else self.path.parent
+    def folder(self)->Path: "Where the files beside it are: tokenizer, chat template"; return self.path if self.path.is_dir() else self.path.parent
     @property
-    def nbytes(self)->int: return sum(t.nbytes for t in self.tensors.values())
-    def close(self): self._es.close()
+    def nbytes(self)->int: "Bytes of all tensors"; return sum(t.nbytes for t in self.tensors.values())
+    def close(self): "Close the files; nothing can be read any more"; self._es.close()
     def __enter__(self): return self
     def __exit__(self, *_): self.close()
     def __getitem__(self, name): return self.tensors[name]
 
-# %% ../nbs/05_weights.ipynb #4f395292
+# %% ../nbs/05_weights.ipynb #dee2573b
 @patch
 def __repr__(self:Checkpoint):
     ts = self.tensors.values(); size = lambda ts: human(sum(t.nbytes for t in ts), base=1000)
@@ -426,7 +426,7 @@ def __repr__(self:Checkpoint):
 
 @patch
 def read(self:Checkpoint, name:str)->QTensor:
-    "The tensor `name` as it is stored, in our row order"
+    "The tensor `name` as it is stored, in our row order; a `CheckpointError` if it is not there or cannot be read"
     if name not in self.tensors: raise CheckpointError(f'{self.path.name} has no tensor {name!r}', param=name)
     return _read(self.tensors[name])
 
@@ -446,11 +446,11 @@ def _st_open(folder:Path, es:ExitStack, file:Path|None=None):
     spans = _st_spans([one] if index is None else [folder/n for n in sorted(set(index.values()))], es, index)
     return meta,cfg,_st_infos(spans)
 
-# %% ../nbs/05_weights.ipynb #4cd1b59e
+# %% ../nbs/05_weights.ipynb #3ad413cc
 def open_checkpoint(
     path:str|Path, # A .safetensors or .gguf file, or a directory with a model
 )->Checkpoint:
-    "Open a model; its header is checked whole, its tensors are not read yet"
+    "Open a model, its header checked whole, its tensors not read yet; `SourceError` if nothing is there, else `CheckpointError` or its kin"
     path = Path(path)
     if not path.exists(): raise SourceError(f'There is no {str(path)!r}')
     with ExitStack() as es:
@@ -514,7 +514,7 @@ def check_plan(
         raise CheckpointError(f'{ckpt.path.name} has {len(extra)} tensor(s) that a {ckpt.config.family} model has no use for: {_some(extra)}',
             hint='The model has parts that Atlas does not know, and would answer wrongly without them', param=min(extra))
 
-# %% ../nbs/05_weights.ipynb #413d31b2
+# %% ../nbs/05_weights.ipynb #35460a7c
 def _fetch(ckpt:Checkpoint, w:Want, device, dst):
     "Write what `w` asks for into `dst`"
     r = 0
@@ -527,7 +527,7 @@ def load(
     show:bool|None=None, # Progress bar? None: when somebody is watching
     ignore:Iterable[str]=IGNORE, # Patterns of tensors that may be left over
 )->dict: # name -> float32 array on the device
-    "Check the whole plan, then allocate all of it, then read, decode and write"
+    "Check the whole plan (`check_plan`'s errors), then allocate all of it (`OutOfMemoryError`), then read, decode and write"
     check_plan(ckpt, wants, ignore)
     out = dict(zip((w.name for w in wants), device.carve([w.shape for w in wants])))
     size = {w.name:sum(ckpt.tensors[s].nbytes for s in w.sources) for w in wants}

@@ -66,7 +66,7 @@ def _prefill_tile(q, k, v, t, scale, window):
     o = _attend(q, k[:n], v[:n], scale, mask).reshape(kv,-1,TILE,d)
     return o.transpose(2,0,1,3).reshape(TILE,-1,d)
 
-# %% ../../nbs/13_ops.attention.ipynb #cd38c82d
+# %% ../../nbs/13_ops.attention.ipynb #c47b5542
 def attention(
     q, # [R, heads, head_dim], or [tiles*TILE, heads, head_dim] when tiled; rotated
     k_pool, v_pool, # [blocks, block_size, kv_heads, head_dim]; this step's rows already written
@@ -78,7 +78,7 @@ def attention(
     window:int|None=None, # Sliding window in tokens
     out=None, # As q
 ): # As q
-    "Attention of a step's rows over the paged cache"
+    "Softmax attention (Vaswani et al. 2017) of a step's rows over the paged cache, with grouped heads; float32"
     if out is None: out = np.empty_like(q)
     one = _prefill_seq if tiled else _decode_seq
     r = 0

@@ -40,7 +40,7 @@ def linear(
     if add is not None: out += add
     return out
 
-# %% ../../nbs/12_ops.linear.ipynb #4c06008d
+# %% ../../nbs/12_ops.linear.ipynb #681c8901
 def norm_linear(x, g, eps, w, bias=None, out=None):
     "`linear(rmsnorm(x, g, eps), w, bias)`; shapes as `linear`, `g` is [in]"
     return linear(rmsnorm(x, g, eps), w, bias, out=out)
@@ -49,7 +49,7 @@ def silu_mul(
     gu, # [..., 2*I]: gate, then up
     out=None, # [..., I]
 ): # [..., I]
-    "`silu(gate) * up`"
+    "`silu(gate) * up`, float32 (Shazeer 2020)"
     I = gu.shape[-1]//2
     gate,up = gu[...,:I],gu[...,I:]
     with np.errstate(over='ignore'): d = np.exp(-gate)  # exp overflows to inf for gate < -88, and the quotient is then 0, as it should be
@@ -61,7 +61,7 @@ def norm_swiglu(x, g, eps, w, bias=None, out=None):
     "`silu_mul` of `norm_linear(x, g, eps, w, bias)`, with gate rows stacked on up rows in `w` [2*I, in]"
     return silu_mul(norm_linear(x, g, eps, w, bias), out=out)
 
-# %% ../../nbs/12_ops.linear.ipynb #fccc2a4a
+# %% ../../nbs/12_ops.linear.ipynb #d12e6dfc
 def embed(ids, w, out=None):
-    "Rows `ids` of the embedding `w` [vocab, hidden]"
+    "Rows `ids` [R] of the embedding `w` [vocab, hidden]: [R, hidden]"
     return np.take(w, ids, axis=0, out=out)

@@ -56,13 +56,13 @@ def _factors(f, c):
         raise ConfigError(f'{len(c.freq_factors or ())} rope factors for {len(f)} pairs', hint='The checkpoint contradicts itself: download it again', param='rope_freqs.weight')
     return f/np.array(c.freq_factors)
 
-# %% ../../nbs/11_ops.rope.ipynb #dd39128b
+# %% ../../nbs/11_ops.rope.ipynb #4b5663eb
 SCALINGS = dict(default=lambda f,c: f, linear=_linear, llama3=_llama3, yarn=_yarn, factors=_factors)
 
 def inv_freq(
     c:RopeConfig
 )->tuple[np.ndarray,float]: # Angle per token of each pair, float64 `[dim/2]`; what cos and sin are multiplied by
-    "Speeds of the pairs, scaled as the model was trained to have them"
+    "Speeds of the pairs, scaled as the model was trained to have them; a `ConfigError` where `freq_factors` are too few or too many"
     return SCALINGS[c.kind](base_freq(c), c),attention_factor(c)
 
 # %% ../../nbs/11_ops.rope.ipynb #eeb03984

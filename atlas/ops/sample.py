@@ -55,10 +55,10 @@ def _number(name, v, lo, hi, whole=False):
     what = 'a whole number' if whole else 'a number'
     raise RequestError(f'{name} is {str(v)[:40]!r}, expected {what} {"above" if name in _NOT_ZERO else "from"} {lo} {"up " if name in _NOT_ZERO else ""}to {hi}', param=name)
 
-# %% ../../nbs/17_ops.sample.ipynb #2cf79b3a
+# %% ../../nbs/17_ops.sample.ipynb #e58ebdc2
 @dataclass(frozen=True)
 class SamplingParams:
-    "How to choose tokens and when to stop; refused at birth if anything is out of range"
+    "How to choose tokens and when to stop; a `RequestError` at birth names the field that is out of range"
     temperature:float=1.0 # 0 is greedy: the first of the most likely tokens
     top_p:float=1.0 # Keep the most likely tokens that together reach this probability
     top_k:int=0 # Keep this many of the most likely tokens; 0 or -1 keeps all
@@ -123,7 +123,7 @@ class RowParams:
     counts:np.ndarray|None=None # int32 [V]: how often the output has each token
     forbid:tuple[int,...]=() # Ids that must not be chosen now
 
-# %% ../../nbs/17_ops.sample.ipynb #3eabfff4
+# %% ../../nbs/17_ops.sample.ipynb #414ad4dc
 class SampleState:
     "What one sequence's sampler remembers between steps"
     def __init__(self,
@@ -140,7 +140,8 @@ class SampleState:
         seed = params.seed if seed is None else seed
         self.seed = (int.from_bytes(os.urandom(8),'little') if seed is None else seed) & (2**64-1)
         self.params,self.stream,self.position,self.in_prompt,self.counts = params,stream,0,None,None
-        self.ends = tuple(sorted({*(() if params.ignore_eos else eos_ids), *params.stop_token_ids}))
+        self.ends = tuple(sorted({*(i for i in eos_ids if i<vocab_size and not params.ignore_eos), *params.stop_token_ids}))
+        if params.min_tokens and len(self.ends)>=vocab_size: raise RequestError('min_tokens bars every token of the vocabulary', param='min_tokens')
         if params.repetition_penalty!=1:
             self.in_prompt = np.zeros(vocab_size, bool)
             self.in_prompt[list(prompt)] = True
@@ -159,7 +160,7 @@ def row(self:SampleState)->RowParams:
     forbid = self.ends if self.position<self.params.min_tokens else ()
     return RowParams(self.params, self.seed, self.position, self.stream, self.in_prompt, self.counts, forbid)
 
-# %% ../../nbs/17_ops.sample.ipynb #2ff75e2e
+# %% ../../nbs/17_ops.sample.ipynb #9569f426
 def adjust(
     x:np.ndarray, # f32 [V] raw logits
     r:RowParams, # What to change
@@ -179,7 +180,7 @@ def _penalise(x, r):
     p = r.params
     if p.repetition_penalty!=1:
         ids = np.flatnonzero(r.in_prompt | (r.counts>0))
-        v,t = x[ids],np.float32(p.repetition_penalty)
+        v,t = x[ids],np.float32(max(p.repetition_penalty,1e-6))  # less would leave the range of float32
         x[ids] = np.where(v>0, v/t, v*t)
     ids = np.flatnonzero(r.counts)
     x[ids] -= np.float32(p.frequency_penalty)*r.counts[ids] + np.float32(p.presence_penalty)
@@ -243,14 +244,14 @@ def draw(
     c = w.cumsum(dtype=np.float64)
     return int(np.searchsorted(c, u*c[-1], side='right'))
 
-# %% ../../nbs/17_ops.sample.ipynb #d04711e7
+# %% ../../nbs/17_ops.sample.ipynb #174d760b
 def logsumexp(x): # f32 [V]
     "log Σ exp(x), safe for any size of x"
     m = x.max()
     return m + np.log(np.exp(x-m).sum(dtype=np.float64))
 
 def top(x, k):
-    "Ids of the `k` largest of `x`, largest first, ties by id"
+    "Ids of the `k` largest of `x` [V], largest first, ties by id"
     ids = np.flatnonzero(x>=kth(x,k)) if k<len(x) else np.arange(len(x))
     return ids[np.argsort(-x[ids], kind='stable')][:k]
 
@@ -279,12 +280,12 @@ def _report(x, id, k, out, i):
     out.logprobs[i] = x[id]-z
     if k: ids = top(x,k); out.top_ids[i,:len(ids)],out.top_logprobs[i,:len(ids)] = ids,x[ids]-z
 
-# %% ../../nbs/17_ops.sample.ipynb #0e2b92c8
+# %% ../../nbs/17_ops.sample.ipynb #b0ede8e9
 def sample(
     logits:np.ndarray, # f32 [R,V]
     rows:list[RowParams], # One for each row
 )->Sampled:
-    "Choose a token for each row; no row sees another"
+    "Choose a token for each row; no row sees another, and one that cannot be sampled gets the id -1"
     R,K = len(rows),max((r.params.logprobs or 0 for r in rows), default=0)
     out = Sampled(np.full(R,-1,np.int32), np.full(R,np.nan,np.float32), np.full((R,K),-1,np.int32), np.full((R,K),np.nan,np.float32))
     for i,(x,r) in enumerate(zip(logits,rows,strict=True)):
