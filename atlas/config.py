@@ -120,10 +120,10 @@ class ModelConfig:
 def _require(ok, param, msg):
     if not ok: raise ConfigError(f'The model description contradicts itself: {msg}', param=param)
 
-# %% ../nbs/01_config.ipynb #ebf5d4b4
+# %% ../nbs/01_config.ipynb #7c853a59
 HF_FAMILIES = dict( # model_type -> family, defaults of absent keys
     llama=('llama', dict(rms_norm_eps=1e-6, max_position_embeddings=2048)),
-    mistral=('llama', dict(rms_norm_eps=1e-6, max_position_embeddings=131072)))
+    mistral=('llama', dict(rms_norm_eps=1e-6, max_position_embeddings=131072, sliding_window=4096)))
 
 def _ids(*vs)->tuple[int,...]:
     "Token ids from values that are an id, a list of ids, or absent; in order, each once"
@@ -132,7 +132,7 @@ def _ids(*vs)->tuple[int,...]:
         if isinstance(i, bool) or not isinstance(i, int): raise ConfigError(f'eos_token_id holds {i!r}, expected token ids', param='eos_token_id')
     return tuple(dict.fromkeys(flat))
 
-# %% ../nbs/01_config.ipynb #5d66cfae
+# %% ../nbs/01_config.ipynb #69a1f04f
 @patch(cls_method=True)
 def from_hf(cls:ModelConfig,
     d:dict, # The parsed `config.json`
@@ -144,7 +144,7 @@ def from_hf(cls:ModelConfig,
     if not isinstance(kind, str) or kind not in HF_FAMILIES:
         raise UnsupportedError(f'Architecture {kind!r} is not supported', hint=f'Supported model types: {", ".join(HF_FAMILIES)}', param='model_type')
     family,defaults = HF_FAMILIES[kind]
-    d = defaults|{k:v for k,v in d.items() if v is not None}
+    d = defaults|{k:v for k,v in d.items() if v is not None or k=='sliding_window'}  # here null means none
     hidden,heads = _int(d, 'hidden_size'),_int(d, 'num_attention_heads')
     _require('head_dim' in d or hidden%heads==0, 'head_dim', f'{heads} heads in a width of {hidden}')
     head_dim = _int(d, 'head_dim', hidden//heads)

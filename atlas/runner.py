@@ -7,8 +7,8 @@ Docs: https://atlas-inference.github.io/atlas/runner.html.md"""
 # %% auto #0
 __all__ = ['Stream', 'Runner']
 
-# %% ../nbs/34_runner.ipynb #2fb3182d
-import asyncio,logging,threading
+# %% ../nbs/34_runner.ipynb #f0d861a1
+import asyncio,logging,threading,time
 from collections import deque
 from fastcore.basics import patch
 from .core import AtlasError,EngineError,QueueFullError
@@ -123,11 +123,10 @@ def _send(self:Runner, events):
 def _deliver(pairs):
     for s,e in pairs: s._q.put_nowait(e)
 
-# %% ../nbs/34_runner.ipynb #521d1214
+# %% ../nbs/34_runner.ipynb #1c6e9de6
 @patch
 def close(self:Runner, drain:float=0.):
     "Let running requests finish for at most `drain` seconds, then end the thread"
-    import time
     end = time.monotonic()+drain
     while self._streams and self.healthy and time.monotonic()<end: time.sleep(.02)
     with self._wake:
