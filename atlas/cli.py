@@ -105,12 +105,12 @@ def rm(
     n = remove(name)
     _print(dict(removed=name, bytes=n), as_json, f'Removed {name}: {human(n, 1000)} free')
 
-# %% ../nbs/60_cli.ipynb #b4b8b74f
+# %% ../nbs/60_cli.ipynb #ff9c569f
 def _facts(ck):
     "What the headers of an open checkpoint tell"
     from pathlib import Path
     from atlas.chat import load_template
-    c,folder,formats = ck.config,Path(ck.path) if Path(ck.path).is_dir() else Path(ck.path).parent,{}
+    c,folder,formats = ck.config,ck.folder,{}
     for t in ck.tensors.values():
         f = formats.setdefault(t.fmt, dict(tensors=0, bytes=0)); f['tensors'] += 1; f['bytes'] += t.nbytes
     return dict(kind=ck.kind, family=c.family, parameters=c.num_params, bytes=sum(f['bytes'] for f in formats.values()), formats=formats,
@@ -325,12 +325,12 @@ def version(as_json:Json=False):
     parts = ', '.join(f'{k} {v}' for k,v in d['packages'].items() if v)
     _print(d, as_json, f'atlas {d["atlas"]}\nPython {d["python"]} on {d["platform"]}\n{parts}')
 
-# %% ../nbs/60_cli.ipynb #b015a189
+# %% ../nbs/60_cli.ipynb #328f2e64
 def _counts(text:str)->list[int]:
     "Whole numbers from 1 up, written with commas between them"
     try: out = [int(t) for t in text.split(',')]
     except ValueError: out = [0]
-    if min(out)<1: raise typer.BadParameter(f'{text!r} is not a list of whole numbers such as 1,2,4')
+    if min(out)<1: raise typer.BadParameter(f'{text!r} is not a list of whole numbers such as 1,2,4', param_hint="'--batch'")
     return out
 
 @app.command(epilog=_examples('atlas bench demo', 'atlas bench demo --batch 1 --json'))

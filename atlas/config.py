@@ -158,14 +158,18 @@ def from_hf(cls:ModelConfig,
 
 _DTYPES = dict(float32='F32', float16='F16', bfloat16='BF16')
 
-# %% ../nbs/01_config.ipynb #8474716a
+# %% ../nbs/01_config.ipynb #09067063
 def _rope_from_gguf(m:dict, a:str, dim:int, freq_factors=None)->RopeConfig:
     "Rope settings of GGUF metadata `m` under architecture `a`"
     kind,k = str(m.get(f'{a}.rope.scaling.type') or 'none'),f'{a}.rope.'
     kind = 'factors' if freq_factors is not None else dict(none='default').get(kind, kind)
-    factor,attn = _num(m, k+'scaling.factor', 1.),_num(m, k+'scaling.attn_factor', None)
+    y = k+'scaling.yarn_'
+    factor,attn = _num(m, k+'scaling.factor', 1.),_num(m, k+'scaling.attn_factor', 1.)*_num(m, y+'attn_factor', 1.)
+    for key in (y+'ext_factor', y+'log_multiplier'):
+        if kind=='yarn' and key in m: raise UnsupportedError(f'The rope setting {key!r} is not supported', param=key)
     return RopeConfig(theta=_num(m, k+'freq_base', 10000.), dim=_int(m, k+'dimension_count', dim), kind=kind, factor=factor,
-        original_max=_int(m, k+'scaling.original_context_length', 0, lo=0), attention_factor=attn and attn*(.1*math.log(factor)+1),
+        original_max=_int(m, k+'scaling.original_context_length', 0, lo=0), attention_factor=None if attn==1 else attn*(.1*math.log(factor)+1),
+        beta_fast=_num(m, y+'beta_fast', 32.), beta_slow=_num(m, y+'beta_slow', 1.),
         freq_factors=None if freq_factors is None else tuple(float(f) for f in freq_factors))
 
 GGUF_FAMILIES = dict(llama='llama') # general.architecture -> family

@@ -7,16 +7,18 @@ Docs: https://atlas-inference.github.io/atlas/llm.html.md"""
 # %% auto #0
 __all__ = ['Token', 'Delta', 'Generation', 'Output', 'LLM', 'fan_out']
 
-# %% ../nbs/45_llm.ipynb #4098b60b
-import itertools
+# %% ../nbs/45_llm.ipynb #cb5e1592
+import itertools,threading
 import numpy as np
+from collections import deque
 from dataclasses import dataclass,field,replace
+from operator import index
 from time import perf_counter
-from fastcore.basics import patch
+from fastcore.basics import ifnone,patch
 from .cache import KVCache,fit_blocks
 from .core import AtlasError,RequestError,SourceError,typed_error
 from .device import get_device
-from .engine import Engine,Event
+from .engine import Engine,Event,check_ids
 from .hub import resolve
 from .model import Piece,load_model,make_batch
 from .ops.sample import SamplingParams
@@ -81,7 +83,7 @@ class Output:
     def __str__(self): return self.text
     def __repr__(self): return f'{self.text!r}  ({self.usage["completion_tokens"]} tokens, {self.finish_reason})'
 
-# %% ../nbs/45_llm.ipynb #8fd5446e
+# %% ../nbs/45_llm.ipynb #9e3bea42
 class LLM:
     "A model, ready to answer"
     def __init__(self,
@@ -95,16 +97,17 @@ class LLM:
         max_queue:int=256, # Requests that may wait
         show:bool|None=None, # Progress bar; None: when somebody watches
     ):
+        _whole(max_num_seqs=max_num_seqs, chunk=chunk, max_queue=max_queue, max_seq_len=ifnone(max_seq_len,1), kv_cache_memory=ifnone(kv_cache_memory,1))
         self.device,t = get_device(device),perf_counter()
         with open_checkpoint(resolve(str(model))) as ck:
             self.name,self.config,self.path = str(model),ck.config,ck.path
             self.max_seq_len = _context(ck.config, max_seq_len)
             self._tokenizer,self.template = _try_tokenizer(ck),load_template(ck)
             self.model = load_model(ck, self.device, self.max_seq_len, show)
-        budget = kv_cache_memory or int(self.device.memory()[1]*.4)
+        budget = ifnone(kv_cache_memory, int(self.device.memory()[1]*.4))
         self.cache = KVCache(self.config, self.device, fit_blocks(self.config, budget, max_num_seqs, self.max_seq_len))
         self.engine = Engine(self.model, self.cache, Scheduler(self.cache.pool, max_num_seqs, self.max_seq_len, chunk, overcommit, max_queue))
-        self._ids,self.load_seconds = itertools.count(),perf_counter()-t
+        self._ids,self._boxes,self._lock,self.load_seconds = itertools.count(),{},threading.RLock(),perf_counter()-t
     def __repr__(self): return f'LLM({self.name}: {self.model!r} on {self.device.name}, context {self.max_seq_len:,})'
 
     @property
@@ -113,11 +116,17 @@ class LLM:
         if isinstance(self._tokenizer, SourceError): raise self._tokenizer
         return self._tokenizer
 
-# %% ../nbs/45_llm.ipynb #b926647d
+# %% ../nbs/45_llm.ipynb #0f9e6b50
 def _try_tokenizer(ck):
     "The checkpoint's tokenizer, or the error that says it has none, for whoever asks"
     try: return load_tokenizer(ck)
     except SourceError as e: return e
+
+def _whole(**options):
+    "Refuse options that are no whole numbers above zero, before anything is loaded"
+    for k,v in options.items():
+        if isinstance(v, bool) or not isinstance(v, (int,np.integer)) or v<1:
+            raise RequestError(f'{k} is {v!r}, expected a whole number above 0', param=k)
 
 def _context(c, asked):
     "The context to serve; more than the model was made for is refused"
@@ -125,16 +134,20 @@ def _context(c, asked):
     if not 2<=asked<=c.max_seq_len: raise RequestError(f'max_seq_len is {asked:,}; the model was made for up to {c.max_seq_len:,}', param='max_seq_len')
     return asked
 
-# %% ../nbs/45_llm.ipynb #a4f2a0bc
+# %% ../nbs/45_llm.ipynb #499bec01
 @patch
 def _encode(self:LLM, prompt, answer:int=1)->tuple[list[int],str|None]:
     "Ids of a prompt that leaves room for `answer` tokens, and its text where there is one"
-    ids,V = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(i) for i in prompt],self.config.vocab_size
+    ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _plain(prompt)
     if not ids: raise RequestError('The prompt is empty', param='prompt')
-    bad = [i for i in ids if not 0<=i<V]
-    if bad: raise RequestError(f'Token {bad[0]} is outside the vocabulary of {V:,}', param='prompt')
+    check_ids(ids, self.config.vocab_size)
     check_prompt(len(ids), self.max_seq_len, answer)
     return ids,prompt if isinstance(prompt, str) else None
+
+def _plain(prompt)->list[int]:
+    "`prompt` as a list of ints"
+    try: return [index(i) for i in prompt]
+    except TypeError as e: raise RequestError(f'A prompt is text or a list of token ids, not {str(prompt)[:40]!r}', param='prompt') from e
 
 @patch(as_prop=True)
 def eos_ids(self:LLM)->tuple[int,...]:
@@ -157,24 +170,41 @@ def fan_out(p:SamplingParams)->list[SamplingParams]:
     "The parameters of each of the `p.n` answers"
     return [replace(p, n=1, seed=None if p.seed is None else (p.seed+i)%2**64) for i in range(p.n)]
 
-# %% ../nbs/45_llm.ipynb #cef5f4fd
+# %% ../nbs/45_llm.ipynb #4203c231
+@patch
+def _step(self:LLM, todo:deque, box:deque):
+    "Queue what there is room for of `todo`, whose events go to `box`; if that is empty, make a step for everybody"
+    s = self.engine.scheduler
+    with self._lock:
+        while todo and len(s.waiting)<s.max_queue: self.engine.add(todo[0]); self._boxes[todo.popleft().id] = box
+        if box: return
+        for e in self.engine.step():
+            if e.id in self._boxes: self._boxes[e.id].append(e)
+        if not box: box += [Event(rid, finish='abort') for rid,b in self._boxes.items() if b is box and rid not in s.seqs]
+
+@patch
+def _drop(self:LLM, rid:str):
+    "Request `rid` has ended, or is to end now"
+    with self._lock: self._boxes.pop(rid, None); self.engine.abort(rid)
+
+# %% ../nbs/45_llm.ipynb #cba44f3c
 @patch
 def _run(self:LLM, reqs:list[Request]):
-    "Step the engine until all of `reqs` have ended; yields (index, `Generation`, `Delta`)"
-    live = {r.id:(i, self.generation(r.params)) for i,r in enumerate(reqs)}
+    "Yields (index, `Generation`, `Delta`) until all of `reqs` have ended"
+    live,todo,box = {r.id:(i, self.generation(r.params)) for i,r in enumerate(reqs)},deque(reqs),deque()
     try:
-        for r in reqs: self.engine.add(r)
         while live:
-            for e in self.engine.step():
-                if e.id not in live: continue
-                (i,g),d = live[e.id],live[e.id][1].feed(e)
-                if d.stopped: self.engine.abort(e.id)
-                if d.finish_reason: del live[e.id]
+            self._step(todo, box)
+            while box:
+                e = box.popleft()
+                i,g = live[e.id]
+                d = g.feed(e)
+                if d.finish_reason: del live[e.id]; self._drop(e.id)
                 yield i,g,d
     finally:
-        for rid in live: self.engine.abort(rid)
+        for rid in live: self._drop(rid)
 
-# %% ../nbs/45_llm.ipynb #8442cf29
+# %% ../nbs/45_llm.ipynb #0580c45c
 @patch
 def generate(self:LLM,
     prompts, # Text, a list of ids, or a list of either
@@ -183,7 +213,7 @@ def generate(self:LLM,
     "Answers to one prompt or many, computed together"
     one = isinstance(prompts, str) or (len(prompts)>0 and isinstance(prompts[0], (int,np.integer)))
     prompts = [prompts] if one else list(prompts)
-    params = list(params) if isinstance(params, (list,tuple)) else [params or SamplingParams()]*len(prompts)
+    params = [p or SamplingParams() for p in (params if isinstance(params, (list,tuple)) else [params]*len(prompts))]
     if len(params)!=len(prompts): raise RequestError(f'{len(prompts)} prompts and {len(params)} SamplingParams', param='params')
     enc = [self._encode(p) for p in prompts]
     owner,reqs = [],[]

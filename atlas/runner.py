@@ -29,7 +29,7 @@ class Stream:
         "Stop generating, within a step. Safe at any time and more than once"
         if not self._done: self._runner.abort(self.id)
 
-# %% ../nbs/34_runner.ipynb #e112fdcc
+# %% ../nbs/34_runner.ipynb #027eafa0
 class Runner:
     "An engine in a thread of its own"
     def __init__(self,
@@ -37,7 +37,7 @@ class Runner:
         info:dict, # What clients may know: name, max_seq_len, vocab_size, max_queue…
     ):
         self.info,self._engine,self._fault = info,engine,None
-        self._inbox,self._streams,self._wake,self._closing = deque(),{},threading.Condition(),False
+        self._inbox,self._streams,self._wake,self._open,self._closing = deque(),{},threading.Condition(),True,False
         self._stats = engine.stats()
         self._thread = threading.Thread(target=self._loop, name='engine', daemon=True)
         self._thread.start()
@@ -45,23 +45,28 @@ class Runner:
     @property
     def healthy(self)->bool:
         "Can a request be served?"
-        return self._fault is None and self._thread.is_alive() and not self._closing
+        return self._open and self._fault is None and self._thread.is_alive()
     def stats(self)->dict:
         "Numbers of the last step: running, waiting, cache usage, tokens, preemptions"
         return self._stats
 
-# %% ../nbs/34_runner.ipynb #79ef7557
+# %% ../nbs/34_runner.ipynb #47cd674f
 @patch
 def submit(self:Runner, request)->Stream:
     "Queue `request`; its events arrive on the stream"
-    room = self.info.get('max_queue')
+    with self._wake:
+        self._check(request)
+        s = self._streams[request.id] = Stream(self, request.id)
+        self._post('add', request)
+    return s
+
+@patch
+def _check(self:Runner, request):
     if not self.healthy: raise EngineError('The engine is not running', hint='See the log of the server for the cause')
     check_prompt(len(request.prompt), self.info['max_seq_len'])
-    if room is not None and len(self._streams)>=room: raise QueueFullError(f'{len(self._streams)} requests are waiting or running already', hint='Try again in a moment')
+    n,room = len(self._streams),self.info.get('max_queue')
+    if room is not None and n>=room: raise QueueFullError(f'{n} requests are waiting or running already', hint='Try again in a moment')
     if request.id in self._streams: raise AtlasError(f'A request called {request.id!r} is already running')
-    s = self._streams[request.id] = Stream(self, request.id)
-    self._post('add', request)
-    return s
 
 @patch
 def abort(self:Runner, rid:str):
@@ -74,7 +79,7 @@ def _post(self:Runner, what, arg):
         self._inbox.append((what, arg))
         self._wake.notify()
 
-# %% ../nbs/34_runner.ipynb #40165487
+# %% ../nbs/34_runner.ipynb #09fa99a0
 @patch
 def _loop(self:Runner):
     try:
@@ -87,7 +92,7 @@ def _loop(self:Runner):
         self._fault = e
     finally:
         why = 'The engine failed' if self._fault else 'The server is shutting down'
-        with self._wake: left = list(self._streams)
+        with self._wake: self._open,left = False,list(self._streams)
         self._send([Event(rid, finish='error', error=why) for rid in left])
 
 @patch
@@ -97,7 +102,7 @@ def _wait(self:Runner)->bool:
         while not (self._inbox or self._engine.has_work or self._closing): self._wake.wait()
         return not self._closing
 
-# %% ../nbs/34_runner.ipynb #0e1cae86
+# %% ../nbs/34_runner.ipynb #4766261a
 @patch
 def _drain_inbox(self:Runner)->list[Event]:
     "Carry out what was asked for since the last step"
@@ -118,17 +123,19 @@ def _send(self:Runner, events):
         s = self._streams.pop(e.id, None) if e.finish else self._streams.get(e.id)
         if s: loops.setdefault(s._loop, []).append((s, e))
     for loop,pairs in loops.items():
-        if not loop.is_closed(): loop.call_soon_threadsafe(_deliver, pairs)
+        try: loop.call_soon_threadsafe(_deliver, pairs)
+        except RuntimeError:  # the loop is closed
+            for s,_ in pairs: self.abort(s.id)
 
 def _deliver(pairs):
     for s,e in pairs: s._q.put_nowait(e)
 
-# %% ../nbs/34_runner.ipynb #1c6e9de6
+# %% ../nbs/34_runner.ipynb #17398b26
 @patch
 def close(self:Runner, drain:float=0.):
     "Let running requests finish for at most `drain` seconds, then end the thread"
-    end = time.monotonic()+drain
-    while self._streams and self.healthy and time.monotonic()<end: time.sleep(.02)
+    self._open,end = False,time.monotonic()+drain
+    while self._streams and self._thread.is_alive() and time.monotonic()<end: time.sleep(.02)
     with self._wake:
         self._closing = True
         self._wake.notify()

@@ -1,7 +1,7 @@
 "Atlas against another implementation: the checkpoints of tests/data, made by make_reference.py, and what the transformers library makes of them."
 from dataclasses import replace
 from pathlib import Path
-import numpy as np, pytest
+import gguf, json, numpy as np, pytest
 from atlas import LLM,SamplingParams
 from atlas.cache import KVCache
 from atlas.device import get_device
@@ -103,6 +103,46 @@ def test_greedy_through_the_door(folder):
     r = reference(folder)
     out = LLM(str(folder), device='cpu', max_seq_len=256).generate(r['ids'].tolist(), SamplingParams(temperature=0, max_tokens=len(r['greedy']), ignore_eos=True))
     assert out.token_ids==r['greedy'].tolist()
+
+# The same checkpoints as GGUF files, written as llama.cpp's convert_hf_to_gguf.py does it
+def permute(w, heads): return w.reshape(heads, 2, len(w)//heads//2, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
+
+def rope_freqs(r, theta, dim):
+    "What llama.cpp divides the frequencies by, for llama3 scaling"
+    n,low,high = r['original_max_position_embeddings'],r['low_freq_factor'],r['high_freq_factor']
+    def one(f):
+        turns = n*f/2/np.pi; smooth = (turns-low)/(high-low)
+        return 1. if turns>high else r['factor'] if turns<low else 1/((1-smooth)/r['factor']+smooth)
+    return np.array([one(theta**-(i/dim)) for i in range(0, dim, 2)], np.float32)
+
+def to_gguf(folder, path):
+    d,w = json.loads((folder/'config.json').read_text()),gguf.GGUFWriter(path, 'llama')
+    r = d.get('rope_parameters') or d.get('rope_scaling') or {}
+    theta,heads,kv = r.get('rope_theta') or d['rope_theta'],d['num_attention_heads'],d['num_key_value_heads']
+    dim,kind = d.get('head_dim') or d['hidden_size']//heads,r.get('rope_type') or r.get('type')
+    w.add_context_length(d['max_position_embeddings']); w.add_embedding_length(d['hidden_size']); w.add_block_count(d['num_hidden_layers'])
+    w.add_feed_forward_length(d['intermediate_size']); w.add_head_count(heads); w.add_head_count_kv(kv); w.add_layer_norm_rms_eps(d['rms_norm_eps'])
+    w.add_vocab_size(d['vocab_size']); w.add_rope_freq_base(theta); w.add_rope_dimension_count(dim); w.add_key_length(dim); w.add_value_length(dim)
+    if kind in ('linear','yarn'): w.add_rope_scaling_type(gguf.RopeScalingType(kind)); w.add_rope_scaling_factor(r['factor'])
+    if kind=='yarn': w.add_rope_scaling_orig_ctx_len(r['original_max_position_embeddings']); w.add_rope_scaling_yarn_beta_fast(r['beta_fast']); w.add_rope_scaling_yarn_beta_slow(r['beta_slow'])
+    if kind=='llama3': w.add_tensor('rope_freqs.weight', rope_freqs(r, theta, dim))
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, d['num_hidden_layers'])
+    with open_checkpoint(folder) as ck:
+        for name in ck.tensors:
+            a = ck.read(name).decode()
+            if '.q_proj.' in name or '.k_proj.' in name: a = permute(a, heads if 'q_proj' in name else kv)
+            w.add_tensor(names.get_name(name, ('.weight',)), np.ascontiguousarray(a))
+    w.write_header_to_file(); w.write_kv_data_to_file(); w.write_tensors_to_file(); w.close()
+    return path
+
+@pytest.mark.parametrize('name', ('linear-rope','llama3-rope-sharded','mistral-wide-heads','smollm2-tied','yarn-rope'))
+def test_gguf(tmp_path, name):
+    "The logits of the safetensors file, whose rows of queries and keys stand in another order, and the reference's greedy tokens"
+    folder = next(f for f in folders if f.name==name); r = reference(folder)
+    m = LLM(str(to_gguf(folder, tmp_path/'m.gguf')), device='cpu', max_seq_len=256)
+    assert np.abs(m.logits(r['ids'])-LLM(str(folder), device='cpu').logits(r['ids'])).max()<1e-5*np.abs(r['logits']).max()
+    assert error(m.logits(r['ids']), r['logits'])<TOL
+    assert m.generate(r['ids'].tolist(), SamplingParams(temperature=0, max_tokens=len(r['greedy']), ignore_eos=True)).token_ids==r['greedy'].tolist()
 
 # What a reference does not notice it does not test. Each of these would be a plausible mistake; each must be far outside the tolerance.
 def rope(**kw): return lambda c: dict(rope=replace(c.rope, **kw))

@@ -31,14 +31,13 @@ def philox(
         k0,k1 = k0+0x9E3779B9&_M32, k1+0xBB67AE85&_M32
     return a,b,c,d
 
-# %% ../../nbs/17_ops.sample.ipynb #69ffae87
+# %% ../../nbs/17_ops.sample.ipynb #4607cd98
 def uniform(
     seed:int, # Of the request
     position:int, # Of the token in the output
-    stream:int=0, # Which of the request's `n` choices
 )->float: # In [0, 1)
     "The random number that belongs to one token of one request"
-    a,b,*_ = philox(seed, stream<<64|position)
+    a,b,*_ = philox(seed, position)
     return ((a<<32|b)>>11)*2.0**-53
 
 # %% ../../nbs/17_ops.sample.ipynb #fb12dbae
@@ -111,19 +110,18 @@ def _bias(v):
     def key(k): return int(k) if isinstance(k,str) and k.isdecimal() and len(k)<11 else k
     return {_number('logit_bias',key(k),0,2**31-1,whole=True): _number('logit_bias',b,-100,100) for k,b in v.items()} if v else None
 
-# %% ../../nbs/17_ops.sample.ipynb #dc126611
+# %% ../../nbs/17_ops.sample.ipynb #092d26c0
 @dataclass
 class RowParams:
     "All that choosing one token needs beside its logits"
     params:SamplingParams # What the caller asked for
     seed:int # Key of the random numbers, 64 bits
     position:int=0 # Of this token in the output
-    stream:int=0 # Which of the request's `n` choices
     in_prompt:np.ndarray|None=None # bool [V]: tokens of the prompt
     counts:np.ndarray|None=None # int32 [V]: how often the output has each token
     forbid:tuple[int,...]=() # Ids that must not be chosen now
 
-# %% ../../nbs/17_ops.sample.ipynb #414ad4dc
+# %% ../../nbs/17_ops.sample.ipynb #56ddcd68
 class SampleState:
     "What one sequence's sampler remembers between steps"
     def __init__(self,
@@ -131,15 +129,14 @@ class SampleState:
         prompt, # Token ids of the prompt
         vocab_size:int, # V, the length of a row of logits
         seed:int|None=None, # Overrides `params.seed`; without either, one is drawn from the system
-        stream:int=0, # Which of the request's `n` choices
-        eos_ids=(), # Ids that end the output, barred until `min_tokens`
+            eos_ids=(), # Ids that end the output, barred until `min_tokens`
     ):
         for name in ('logit_bias','stop_token_ids'):
             if bad := [i for i in getattr(params,name) or () if i>=vocab_size]:
                 raise RequestError(f'{name} names token {bad[0]}, and the vocabulary has {vocab_size}', param=name)
         seed = params.seed if seed is None else seed
         self.seed = (int.from_bytes(os.urandom(8),'little') if seed is None else seed) & (2**64-1)
-        self.params,self.stream,self.position,self.in_prompt,self.counts = params,stream,0,None,None
+        self.params,self.position,self.in_prompt,self.counts = params,0,None,None
         self.ends = tuple(sorted({*(i for i in eos_ids if i<vocab_size and not params.ignore_eos), *params.stop_token_ids}))
         if params.min_tokens and len(self.ends)>=vocab_size: raise RequestError('min_tokens bars every token of the vocabulary', param='min_tokens')
         if params.repetition_penalty!=1:
@@ -147,7 +144,7 @@ class SampleState:
             self.in_prompt[list(prompt)] = True
         if params.repetition_penalty!=1 or params.presence_penalty or params.frequency_penalty: self.counts = np.zeros(vocab_size, np.int32)
 
-# %% ../../nbs/17_ops.sample.ipynb #4af053d7
+# %% ../../nbs/17_ops.sample.ipynb #c86a8d89
 @patch
 def add(self:SampleState, id:int):
     "Note that `id` was committed to the output"
@@ -158,7 +155,7 @@ def add(self:SampleState, id:int):
 def row(self:SampleState)->RowParams:
     "What the next token's row needs"
     forbid = self.ends if self.position<self.params.min_tokens else ()
-    return RowParams(self.params, self.seed, self.position, self.stream, self.in_prompt, self.counts, forbid)
+    return RowParams(self.params, self.seed, self.position, self.in_prompt, self.counts, forbid)
 
 # %% ../../nbs/17_ops.sample.ipynb #9569f426
 def adjust(
@@ -264,7 +261,7 @@ class Sampled:
     top_ids:np.ndarray # int32 [R,K]; -1 beyond what a row asked for
     top_logprobs:np.ndarray # f32 [R,K]
 
-# %% ../../nbs/17_ops.sample.ipynb #3046574e
+# %% ../../nbs/17_ops.sample.ipynb #09d35dca
 def _pick(x, r):
     "One token for logits `x`, or -1"
     x = adjust(x, r)
@@ -272,7 +269,7 @@ def _pick(x, r):
     if not np.isfinite(x[best]): return -1
     if r.params.temperature==0: return best
     ids,w = candidates(x, r.params)
-    return int(ids[draw(w, uniform(r.seed, r.position, r.stream))])
+    return int(ids[draw(w, uniform(r.seed, r.position))])
 
 def _report(x, id, k, out, i):
     "Log probabilities of `id` and of the `k` best, into line `i` of `out`"
