@@ -105,10 +105,9 @@ def rm(
     n = remove(name)
     _print(dict(removed=name, bytes=n), as_json, f'Removed {name}: {human(n, 1000)} free')
 
-# %% ../nbs/60_cli.ipynb #ff9c569f
+# %% ../nbs/60_cli.ipynb #0979184f
 def _facts(ck):
     "What the headers of an open checkpoint tell"
-    from pathlib import Path
     from atlas.chat import load_template
     c,folder,formats = ck.config,ck.folder,{}
     for t in ck.tensors.values():

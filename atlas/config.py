@@ -39,7 +39,7 @@ def _num(d, key, default=_missing, lo=0., hi=1e12):
         raise ConfigError(f'{key} is {v!r}, expected a number above {lo:g} and up to {hi:g}', param=key)
     return float(v)
 
-# %% ../nbs/01_config.ipynb #d8d21a6d
+# %% ../nbs/01_config.ipynb #cd2175f9
 @dataclass(frozen=True)
 class RopeConfig:
     "How positions turn into angles; a `ConfigError` or `UnsupportedError` where they cannot"
@@ -62,6 +62,7 @@ class RopeConfig:
             raise UnsupportedError(f'Rope type {self.kind!r} is not supported', hint=f'Supported: {", ".join(ROPE_KINDS)}', param='rope_type')
         if self.kind in ('llama3','yarn') and self.original_max<1:
             raise ConfigError(f'Rope type {self.kind!r} needs original_max_position_embeddings', param='rope_scaling')
+        if self.kind=='yarn' and self.theta<=1: raise ConfigError(f"rope_theta is {self.theta}, expected more than 1 for rope type 'yarn'", param='rope_theta')
         if self.kind=='llama3' and self.high_freq_factor<=self.low_freq_factor:
             raise ConfigError(f'high_freq_factor is {self.high_freq_factor}, expected more than low_freq_factor, {self.low_freq_factor}', param='rope_scaling')
 

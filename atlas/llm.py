@@ -83,7 +83,7 @@ class Output:
     def __str__(self): return self.text
     def __repr__(self): return f'{self.text!r}  ({self.usage["completion_tokens"]} tokens, {self.finish_reason})'
 
-# %% ../nbs/45_llm.ipynb #9e3bea42
+# %% ../nbs/45_llm.ipynb #a9e93772
 class LLM:
     "A model, ready to answer"
     def __init__(self,
@@ -102,10 +102,11 @@ class LLM:
         with open_checkpoint(resolve(str(model))) as ck:
             self.name,self.config,self.path = str(model),ck.config,ck.path
             self.max_seq_len = _context(ck.config, max_seq_len)
+            fit = lambda: fit_blocks(ck.config, ifnone(kv_cache_memory, int(self.device.memory()[1]*.4)), max_num_seqs, self.max_seq_len)
+            fit()  # what cannot fit now will not fit beside the weights
             self._tokenizer,self.template = _try_tokenizer(ck),load_template(ck)
             self.model = load_model(ck, self.device, self.max_seq_len, show)
-        budget = ifnone(kv_cache_memory, int(self.device.memory()[1]*.4))
-        self.cache = KVCache(self.config, self.device, fit_blocks(self.config, budget, max_num_seqs, self.max_seq_len))
+        self.cache = KVCache(self.config, self.device, fit())
         self.engine = Engine(self.model, self.cache, Scheduler(self.cache.pool, max_num_seqs, self.max_seq_len, chunk, overcommit, max_queue))
         self._ids,self._boxes,self._lock,self.load_seconds = itertools.count(),{},threading.RLock(),perf_counter()-t
     def __repr__(self): return f'LLM({self.name}: {self.model!r} on {self.device.name}, context {self.max_seq_len:,})'

@@ -113,6 +113,11 @@ def test_bad_options(name, value):
     with pytest.raises(AtlasError) as e: load(**{name:value})
     assert isinstance(e.value, OutOfMemoryError) or e.value.param==name
 
+def test_a_cache_that_cannot_fit_is_refused_before_the_weights_are_read(monkeypatch):
+    import atlas.llm
+    monkeypatch.setattr(atlas.llm, 'load_model', lambda *_: pytest.fail('loaded'))
+    with pytest.raises(OutOfMemoryError): load(kv_cache_memory=1000)
+
 def test_extreme_sampling(llm):
     V,first = llm.config.vocab_size,llm.generate(A, greedy(4)).token_ids
     def same(**kw): return llm.generate(A, SamplingParams(max_tokens=4, ignore_eos=True, seed=3, **kw)).token_ids
