@@ -78,16 +78,17 @@ def _forward(self:Engine, plan):
     parts = [model.forward(make_batch(p, tiled, block, model.device), self.cache) for p,tiled in ((tiles,True), (rows,False)) if p]
     return parts[0] if len(parts)==1 else model.device.xp.concatenate(parts)
 
-# %% ../nbs/33_engine.ipynb #017a593e
+# %% ../nbs/33_engine.ipynb #f5a83d19
 @patch
 def step(self:Engine)->list[Event]:
     "Do one step's work and say what came of it"
     plan = self.scheduler.schedule()
     if plan is None: return []
     self.steps += 1
-    out = sample(self._forward(plan), [self._samplers[s.id].row() for s in plan.sampled])
+    how = [self._samplers[s.id].row() for s in plan.sampled]  # before the model runs: a request may be aborted meanwhile
+    out = sample(self._forward(plan), how)
     self.scheduler.advance(plan)
-    bad = [self._fail(s) for s,t in zip(plan.sampled, out.ids) if t<0]
+    bad = [self._fail(s) for s,t in zip(plan.sampled, out.ids) if t<0 and not s.finish_reason]
     rows = {s.id:i for i,s in enumerate(plan.sampled)}
     return bad+[self._event(s, t, why, out, rows[s.id]) for s,t,why in self.scheduler.accept(plan, out.ids.tolist())]
 

@@ -79,6 +79,16 @@ def test_an_exception_in_a_step(llm, monkeypatch, where):
         with pytest.raises(MemoryError): llm.generate(B, greedy(3))
     assert ids(got+list(s))==want
 
+def test_aborted_while_the_model_runs(llm, monkeypatch):
+    "As when a forgotten stream is collected in the middle of a step: its mates do not notice"
+    want,forward = llm.generate([A,B], greedy(6)),llm.model.forward
+    llm.engine.add(Request('left', tuple(A), greedy(50)))
+    def collected(*a): llm.engine.abort('left'); return forward(*a)
+    with monkeypatch.context() as m:
+        m.setattr(llm.model, 'forward', collected)
+        got = llm.generate([A,B], greedy(6))
+    assert [o.token_ids for o in got]==[o.token_ids for o in want]
+
 # what must be refused, and what must not
 
 BAD = {'a float': [1.5], 'text among ids': ['a'], 'beyond the vocabulary': [1,10**6], 'below it': [-1], 'far below it': [-2**40], 'nothing': []}
