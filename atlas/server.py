@@ -563,22 +563,26 @@ def run(
         timeout_keep_alive=30, timeout_graceful_shutdown=max(1, round(drain)))
     with suppress(KeyboardInterrupt): uvicorn.Server(config).run(sockets=[sock])
 
-# %% ../nbs/53_server.ipynb #8215ba3b
+# %% ../nbs/53_server.ipynb #4442fc42
 def _say(name, llm, url):
     "The line that people wait for"
     print(f'{name} is ready ({llm.load_seconds:.1f} s): chat at {url}, API at {url}/v1. Ctrl+C stops it.', flush=True)
+
+def _names(model)->list[str]:
+    "What clients may call a model that was given as `model`: a path also goes by its last part"
+    return list(dict.fromkeys([Path(model).resolve().name if Path(model).exists() else model, model]))
 
 def serve(
     model:str, # Directory, file, Hugging Face id, or 'demo'
     host:str='127.0.0.1', # Address to listen on
     port:int=8888, # 0: any free one
-    served_model_name:str|None=None, # The model's name for clients; None: the model as it was given, without folders
+    served_model_name:str|None=None, # The model's name for clients; None: the model as it was given, and without its folders
     max_queue:int=256, # Requests that may be waiting or running
     **kw, # For `LLM`
 ):
     "Load a model and serve it until SIGINT or SIGTERM"
     with listen(host, port) as sock:
         llm = LLM(model, max_queue=max_queue, **kw)
-        name = served_model_name or (Path(model).resolve().name if Path(model).exists() else str(model))
-        runner = Runner(llm.engine, dict(name=name, max_seq_len=llm.max_seq_len, vocab_size=llm.config.vocab_size, max_queue=max_queue, eos_ids=list(llm.eos_ids)))
-        run(runner, llm.tokenizer, llm.template, sock, ready=partial(_say, name, llm))
+        names = [served_model_name] if served_model_name else _names(str(model))
+        runner = Runner(llm.engine, dict(name=names[0], max_seq_len=llm.max_seq_len, vocab_size=llm.config.vocab_size, max_queue=max_queue, eos_ids=list(llm.eos_ids)))
+        run(runner, llm.tokenizer, llm.template, sock, names=names, ready=partial(_say, names[0], llm))
