@@ -27,9 +27,9 @@ class AtlasError(Exception):
         store_attr()
         super().__init__(f'{msg}. {hint}' if hint else msg)
 
-# %% ../nbs/00_core.ipynb #652afe9e
-class RequestError(AtlasError):
-    "A request whose values cannot be served"
+# %% ../nbs/00_core.ipynb #33fb67cc
+class RequestError(AtlasError, ValueError):
+    "A request whose values cannot be served; Python's `ValueError` too"
     status,code = 400,'invalid_request'
 class ContextLengthError(RequestError):
     "A prompt longer than the model's context"
