@@ -284,13 +284,13 @@ def pull(
     raise SourceError(f'{name!r} is not a file or folder here, and not a model that Atlas knows',
                       hint=f'Give a path, a Hugging Face id such as org/name, or one of: {", ".join(NAMED)}')
 
-# %% ../nbs/06_hub.ipynb #8d9f76ed
+# %% ../nbs/06_hub.ipynb #5ea4f6a3
 def resolve(
     name:str, # A path, a key of `NAMED`, or a Hugging Face id
     show:bool|None=None, # Draw bars? None: when somebody watches
 )->Path: # The model's file or folder
-    "Where the model that `name` means lies, fetching it only if it is not here; errors as for `pull`"
-    if name in NAMED and not Path(name).exists() and (p := have(name)): return p
+    "Where the model that `name` means lies, fetching it only if it is not here, or damaged; errors as for `pull`"
+    if name in NAMED and not Path(name).exists() and matches(p := _model_path(name), NAMED[name].model): return p
     return pull(name, show)
 
 # %% ../nbs/06_hub.ipynb #e63e7baa

@@ -514,11 +514,15 @@ def check_plan(
         raise CheckpointError(f'{ckpt.path.name} has {len(extra)} tensor(s) that a {ckpt.config.family} model has no use for: {_some(extra)}',
             hint='The model has parts that Atlas does not know, and would answer wrongly without them', param=min(extra))
 
-# %% ../nbs/05_weights.ipynb #35460a7c
+# %% ../nbs/05_weights.ipynb #afb9d162
 def _fetch(ckpt:Checkpoint, w:Want, device, dst):
     "Write what `w` asks for into `dst`"
     r = 0
-    for q in map(ckpt.read, w.sources): device.write(dst[r:r+q.shape[0]], q.decode()); r += q.shape[0]
+    for s in w.sources:
+        a = ckpt.read(s).decode()
+        with np.errstate(all='ignore'): total = a.sum()
+        if not np.isfinite(total): raise CheckpointError(f'{ckpt.path.name}: tensor {s} holds numbers that are not finite', hint='The file is damaged: download it again', param=s)
+        device.write(dst[r:r+len(a)], a); r += len(a)
 
 def load(
     ckpt:Checkpoint,

@@ -318,6 +318,12 @@ def test_hub_bars_are_quiet_unless_asked(tmp_path):
 
 # The pins, where the index is reached
 
+def test_flipped_bit_is_mended(stepped):
+    "A damaged model in the cache is not served: whoever asks for it gets it anew"
+    p = resolve('tiny')
+    p.write_bytes(noise[:-1]+bytes([noise[-1]^1]))
+    assert resolve('tiny').read_bytes()==noise
+
 def test_pins(demo):
     assert matches(demo, hub.NAMED['demo'].model)
     assert resolve('demo')==demo

@@ -329,3 +329,11 @@ def test_gguf_rope_factors(tmp_path):
     with open_checkpoint(gguf_file(tmp_path/'a.gguf', extra={'rope_freqs.weight':np.arange(1,9,dtype=np.float32)})) as c: assert c.config.rope.freq_factors==tuple(range(1,9))
     for bad in (np.arange(8), np.arange(1,8), np.ones((2,4)), np.full(8,np.nan), -np.ones(8)):
         fails(gguf_file(tmp_path/'b.gguf', extra={'rope_freqs.weight':bad.astype(np.float32)}), 'rope_freqs.weight')
+
+@pytest.mark.parametrize('bad', (np.nan, np.inf, -np.inf))
+def test_weights_that_are_no_numbers(tmp_path, bad):
+    "No checksum tells of a bit that flipped inside a tensor, but one in an exponent makes itself known"
+    ws = weights()
+    ws['model.layers.0.mlp.down_proj.weight'][3,5] = bad
+    with open_checkpoint(hf_folder(tmp_path, ws)) as c, pytest.raises(CheckpointError, match='model.layers.0.mlp.down_proj.weight holds numbers that are not finite'):
+        load(c, build(c.config).wants(), get_device('cpu'))
