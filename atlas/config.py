@@ -7,11 +7,11 @@ Docs: https://atlas-inference.github.io/atlas/config.html.md"""
 # %% auto #0
 __all__ = ['ROPE_KINDS', 'HF_FAMILIES', 'GGUF_FAMILIES', 'PRESETS', 'RopeConfig', 'ModelConfig']
 
-# %% ../nbs/01_config.ipynb #29054ea9
+# %% ../nbs/01_config.ipynb #52dfe5e5
 import json,math
 from dataclasses import dataclass,replace
 from fastcore.basics import patch
-from .core import ConfigError,UnsupportedError,human
+from .core import ConfigError,UnsupportedError
 
 # %% ../nbs/01_config.ipynb #88afc2ca
 _missing = object()

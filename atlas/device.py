@@ -8,7 +8,7 @@ Docs: https://atlas-inference.github.io/atlas/device.html.md"""
 __all__ = ['MIN_CAPABILITY', 'ENGINE_KINDS', 'Memory', 'meminfo', 'cgroup_dirs', 'cgroup_memory', 'host_memory', 'Device',
            'cores', 'Host', 'cuda_count', 'arch_name', 'Cuda', 'get_device', 'Budget']
 
-# %% ../nbs/03_device.ipynb #504de8a9
+# %% ../nbs/03_device.ipynb #2dea4842
 import math,os,re
 from contextlib import nullcontext
 from importlib.util import find_spec
@@ -18,7 +18,7 @@ from time import perf_counter
 from typing import NamedTuple
 import numpy as np
 from fastcore.basics import ifnone,patch,store_attr
-from .core import AtlasError,ConfigError,DeviceError,OutOfMemoryError,human
+from .core import ConfigError,DeviceError,OutOfMemoryError,human
 from .core import cp
 
 # %% ../nbs/03_device.ipynb #9eb9d310

@@ -7,8 +7,7 @@ Docs: https://atlas-inference.github.io/atlas/engine.html.md"""
 # %% auto #0
 __all__ = ['Event', 'Engine', 'check_ids']
 
-# %% ../nbs/33_engine.ipynb #8f601b4d
-import numpy as np
+# %% ../nbs/33_engine.ipynb #e8471ad3
 from dataclasses import dataclass
 from fastcore.basics import patch
 from .cache import KVCache
