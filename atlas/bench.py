@@ -71,12 +71,12 @@ def _timed(llm, n, prompt, params):
         elif start is not None and len(events)==n: steps += 1; end = perf_counter()
     return (end-start)/steps
 
-# %% ../nbs/59_bench.ipynb #a22379a2
+# %% ../nbs/59_bench.ipynb #4b98deb4
 def bench(llm, batches=(1,2,4,8), prompt:int=512, tokens:int=48, seed:int=0)->Report:
     "Measure `llm` on this machine. It must hold `max(batches)` sequences at once"
     rng,c = np.random.default_rng(seed),llm.config
     prompt = min(prompt, llm.max_seq_len-tokens-1)
-    nbytes = 4*(c.num_params-(0 if c.tie_embeddings else c.vocab_size*c.hidden_size))
+    nbytes = 4*c.active_params
     dot,ids = dot_rate(nbytes),rng.integers(0, c.vocab_size, prompt).tolist()
     one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     prefill = median(lambda: llm.generate(ids, one), 3)

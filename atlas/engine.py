@@ -28,7 +28,7 @@ class Event:
     error:str|None=None # What went wrong
     code:str|None=None # Which of the typed errors that is
 
-# %% ../nbs/33_engine.ipynb #31ea3196
+# %% ../nbs/33_engine.ipynb #a40217de
 class Engine:
     "Runs a model for many requests at once"
     def __init__(self,
@@ -36,13 +36,13 @@ class Engine:
         cache:KVCache, # Blocks for keys and values; `scheduler` deals them out
         scheduler:Scheduler, # Over the pool of `cache`
     ):
-        self.model,self.cache,self.scheduler,self._samplers,self.steps,self.corrupted = model,cache,scheduler,{},0,0
+        self.model,self.cache,self.scheduler,self._samplers,self._seen,self.steps,self.corrupted = model,cache,scheduler,{},(None,None),0,0
     @property
     def has_work(self)->bool: return self.scheduler.has_work
     def stats(self)->dict: return self.scheduler.stats()|dict(steps_total=self.steps, corrupted_requests_total=self.corrupted)
     def __repr__(self): return f'Engine({self.model!r}, {self.scheduler!r})'
 
-# %% ../nbs/33_engine.ipynb #a19c0fa4
+# %% ../nbs/33_engine.ipynb #f278868f
 def check_ids(
     ids, # Of a prompt
     V:int, # Size of the vocabulary
@@ -56,9 +56,17 @@ def add(self:Engine, request:Request):
     "Queue `request`; refuses what can never be served"
     check_ids(request.prompt, self.model.c.vocab_size)
     state = SampleState(request.params, request.prompt, self.model.c.vocab_size, eos_ids=request.eos_ids)  # may refuse, so it comes first
+    media = self._look(request)
     seq = self.scheduler.add(request)
-    state.seed = seq.seed
+    state.seed,seq.media = seq.seed,media
     self._samplers[request.id] = state
+
+@patch
+def _look(self:Engine, request):
+    "What the request's images are to the model; several answers to one prompt look once"
+    if not request.images: return None
+    if self._seen[0] is not request.images: self._seen = request.images,self.model.media(request.prompt, request.images)
+    return self._seen[1]
 
 @patch
 def abort(self:Engine, rid:str)->list[Event]:
@@ -66,14 +74,14 @@ def abort(self:Engine, rid:str)->list[Event]:
     self._samplers.pop(rid, None)
     return [Event(rid, finish='abort')] if self.scheduler.abort(rid) else []
 
-# %% ../nbs/33_engine.ipynb #693e98bc
+# %% ../nbs/33_engine.ipynb #36aba930
 @patch
 def _forward(self:Engine, plan):
     "Logits of `plan.sampled`, in that order"
     first,block,model = set(map(id, plan.sampled)),self.cache.pool.block_size,self.model
-    tiles = [Piece(s.span(start, n), start, s.table.blocks, int(id(s) in first and start+n==s.prompt_len)) for s,start,n in plan.prefill]
-    rows = [Piece(s.span(start, n), start, s.table.blocks) for s,start,n in plan.replay]
-    rows += [Piece(s.span(s.num_computed, 1), s.num_computed, s.table.blocks, 1) for s in plan.decode]
+    piece = lambda s,start,n,want: Piece(s.span(start, n), start, s.table.blocks, want, *s.states, s.media)
+    tiles = [piece(s, start, n, int(id(s) in first and start+n==s.prompt_len)) for s,start,n in plan.prefill]
+    rows = [piece(s, start, n, 0) for s,start,n in plan.replay]+[piece(s, s.num_computed, 1, 1) for s in plan.decode]
     parts = [model.forward(make_batch(p, tiled, block, model.device), self.cache) for p,tiled in ((tiles,True), (rows,False)) if p]
     return parts[0] if len(parts)==1 else model.device.xp.concatenate(parts)
 

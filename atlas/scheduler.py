@@ -19,7 +19,7 @@ from .core import AtlasError,ContextLengthError,OutOfMemoryError,QueueFullError,
 from .ops.linear import MAX_ROWS,TILE
 from .ops.sample import SamplingParams
 
-# %% ../nbs/32_scheduler.ipynb #d42a5ac7
+# %% ../nbs/32_scheduler.ipynb #1e1ac87c
 @dataclass(frozen=True)
 class Request:
     "What somebody asked for"
@@ -28,11 +28,12 @@ class Request:
     params:SamplingParams
     priority:int=0 # Lower goes first
     eos_ids:tuple[int,...]=() # Each ends the answer, unless `params.ignore_eos`
+    images:tuple=field(default=(), compare=False, repr=False) # (pixels, grid) of each image whose tokens are in the prompt
 
     def __post_init__(self):
         if not self.prompt: raise RequestError('The prompt is empty', hint='Send at least one token', param='prompt')
 
-# %% ../nbs/32_scheduler.ipynb #10c48586
+# %% ../nbs/32_scheduler.ipynb #ff8ecb5e
 @dataclass(eq=False, repr=False)
 class Seq:
     "A request on its way through the engine"
@@ -43,6 +44,8 @@ class Seq:
     seed:int # Of its random numbers: the request's, or drawn once and kept
     outputs:list[int]=field(default_factory=list) # Tokens produced
     num_computed:int=0 # Tokens whose keys and values are in the cache
+    media:object=None # What its images put into the prompt, a `Media`
+    states:tuple[int,int]=(0,0) # Slots of its recurrent state while it runs: the one to read, and the one that the next step writes
     running:bool=False # Admitted, and not preempted since
     finish_reason:str|None=None # 'stop', 'length', 'abort' or 'error'
 
@@ -144,7 +147,7 @@ def __repr__(self:Plan):
     parts = dict(prefill=runs(self.prefill), replay=runs(self.replay), decode=' '.join(s.id for s in self.decode))
     return f'Plan({", ".join(f"{k} {v}" for k,v in parts.items() if v)})'
 
-# %% ../nbs/32_scheduler.ipynb #784cd5cb
+# %% ../nbs/32_scheduler.ipynb #7fafffdd
 class Scheduler:
     "Decides, step by step, which rows of which sequences are computed"
     def __init__(self,
@@ -158,7 +161,7 @@ class Scheduler:
         self.pool,self.max_num_seqs,self.max_seq_len,self.chunk,self.max_queue = pool,max_num_seqs,max_seq_len,chunk,max_queue
         self._check(overcommit)
         self.limit,self.promised = int(pool.num_blocks*overcommit),0
-        self.waiting,self.running,self.seqs = Queue(),[],{}
+        self.waiting,self.running,self.seqs,self.states = Queue(),[],{},[(2*i,2*i+1) for i in range(max_num_seqs)][::-1]
         self._arrivals,self.totals,self.finished = 0,Counter(),Counter()
 
 # %% ../nbs/32_scheduler.ipynb #43aa5486
@@ -218,7 +221,7 @@ def _victims(self:Scheduler, seq)->list[Seq]|None:
 @patch
 def _need(self:Scheduler, seq): return self.pool.blocks_for(seq.depth)
 
-# %% ../nbs/32_scheduler.ipynb #97387282
+# %% ../nbs/32_scheduler.ipynb #9397546a
 @patch
 def _admit(self:Scheduler):
     "Start waiting sequences, best first, until one does not fit"
@@ -226,18 +229,19 @@ def _admit(self:Scheduler):
         for v in victims: self._preempt(v)
         self.waiting.pop()
         seq.table.ensure(len(seq))
-        seq.running = True
+        seq.running,seq.states = True,self.states.pop()
         self.promised += self._need(seq)
         insort(self.running, seq, key=lambda s: s.order)
 
-# %% ../nbs/32_scheduler.ipynb #2311a36e
+# %% ../nbs/32_scheduler.ipynb #5f31e53e
 @patch
 def _stop(self:Scheduler, seq):
     "Take `seq` off the running list, and its blocks back"
     self.running.remove(seq)
     self.promised -= self._need(seq)
     seq.table.release()
-    seq.running = False
+    self.states.append(seq.states)
+    seq.running,seq.states = False,(0,0)
 
 @patch
 def _preempt(self:Scheduler, seq):
@@ -283,13 +287,15 @@ def schedule(self:Scheduler)->Plan|None:
             left -= n
     return Plan(prefill, replay, decode) or None
 
-# %% ../nbs/32_scheduler.ipynb #2003136d
+# %% ../nbs/32_scheduler.ipynb #54434ee2
 @patch
 def advance(self:Scheduler, plan:Plan):
     "The rows of `plan` are in the cache, or will be before any later step"
     for seq,start,n in plan.prefill: seq.num_computed = start+n; self.totals['prefill_tokens'] += n
     for seq,start,n in plan.replay: seq.num_computed = start+n; self.totals['replay_tokens'] += n
     for seq in plan.decode: seq.num_computed += 1
+    for seq in plan.seqs:
+        if seq.running: seq.states = seq.states[::-1]
 
 @patch
 def accept(self:Scheduler,

@@ -9,7 +9,7 @@ __all__ = ['MAX_CHOICES', 'BodyTooLargeError', 'read_body', 'EngineStats', 'Metr
            'merge', 'gone', 'race', 'EventStream', 'Service', 'Job', 'page', 'request_id', 'Door', 'refused',
            'NoRouteError', 'no_route', 'left', 'create_app', 'PortError', 'listen', 'run', 'serve']
 
-# %% ../nbs/53_server.ipynb #7824a937
+# %% ../nbs/53_server.ipynb #2bdfffa9
 import asyncio,base64,errno,hashlib,logging,re,socket,uuid
 from contextlib import asynccontextmanager,suppress
 from dataclasses import dataclass,field
@@ -26,6 +26,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 import atlas
 from .core import AtlasError,ContextLengthError,QueueFullError,RequestError,SourceError
+from .images import ImageSpec,place_images,prepare_images
 from .llm import LLM,Generation,fan_out
 from .protocol.openai import DONE,ChatBody,ChatReply,CompletionBody,TextReply,check_offered,error_body,parse,sse,usage
 from .runner import Runner
@@ -226,19 +227,21 @@ async def watch(self:EventStream, send):
         if not self.busy and monotonic()-self.since>=self.ping:
             self.pinging = asyncio.ensure_future(send(dict(type='http.response.body', body=b': still here\n\n', more_body=True)))
 
-# %% ../nbs/53_server.ipynb #5b3c3600
+# %% ../nbs/53_server.ipynb #9e282b57
 class Service:
     "A runner, its text side, and the endpoints in front of them"
     def __init__(self,
         runner, # Whatever has `submit`, `stats`, `healthy` and `info`
         tokenizer,
         template=None, # None: no chat
+        spec:ImageSpec|None=None, # How the model wants images; None: it reads only text
         names=(), # Names that clients may use; the runner's own if empty
         max_body:int=32<<20, # Bytes
         ping:float=15., # Seconds between comments on a quiet stream
         patience:float=30., # Seconds until a frozen client is given up
     ):
-        self.runner,self.tokenizer,self.template,self.max_body,self.ping,self.patience = runner,tokenizer,template,max_body,ping,patience
+        self.runner,self.tokenizer,self.template,self.spec = runner,tokenizer,template,spec
+        self.max_body,self.ping,self.patience = max_body,ping,patience
         self.names = list(names) or [runner.info['name']]
         self.metrics = Metrics(runner, self.names[0])
 
@@ -265,12 +268,14 @@ def encode(self:Service, text:str, **kw)->list[int]:
             hint='Shorten the prompt')
     return self.tokenizer.encode(text, **kw)
 
-# %% ../nbs/53_server.ipynb #d65951b4
+# %% ../nbs/53_server.ipynb #77b79d92
 @patch
-def chat_prompt(self:Service, b:ChatBody)->list[int]:
-    "Token ids of a conversation"
+def chat_prompt(self:Service, b:ChatBody)->tuple[list[int],tuple]:
+    "Token ids of a conversation, and what its images become"
     if self.template is None: raise RequestError(f'{self.names[0]} has no chat template', hint='Use /v1/completions', param='messages')
-    return self.encode(self.template.render(b.turns(), tools=b.shown_tools(), add_generation_prompt=True), add_special=False)
+    messages,images = prepare_images(b.turns(), sees=self.spec is not None)
+    ids = self.encode(self.template.render(messages, tools=b.shown_tools(), add_generation_prompt=True), add_special=False)
+    return place_images(ids, images, self.spec)
 
 @patch
 def in_vocab(self:Service, ids, param:str):
@@ -279,11 +284,10 @@ def in_vocab(self:Service, ids, param:str):
         raise RequestError(f'{param} has token {top}, and the vocabulary ends at {self.runner.info["vocab_size"]-1}', param=param)
 
 @patch
-def text_prompt(self:Service, p)->list[int]:
-    "Token ids of one prompt of a completion"
-    if isinstance(p, str): return self.encode(p)
-    self.in_vocab(p, 'prompt')
-    return p
+def text_prompt(self:Service, p)->tuple[list[int],tuple]:
+    "Token ids of one prompt of a completion, which has no images"
+    if not isinstance(p, str): self.in_vocab(p, 'prompt')
+    return place_images(self.encode(p) if isinstance(p, str) else p, (), self.spec)
 
 # %% ../nbs/53_server.ipynb #68476f71
 MAX_CHOICES = 128
@@ -299,13 +303,13 @@ class Job:
     logprobs:bool
     offsets:list[int]=field(default_factory=list) # Characters so far of each choice, for logprobs
 
-# %% ../nbs/53_server.ipynb #96cad07e
+# %% ../nbs/53_server.ipynb #21d2c2b6
 @patch
 def fan(self:Service, rid, prompts, p, priority)->list[EngineRequest]:
-    "`p.n` engine requests for each prompt"
+    "`p.n` engine requests for each of `prompts`, which are (ids, images)"
     if p.n*len(prompts)>MAX_CHOICES: raise RequestError(f'n is {p.n} for {len(prompts)} prompts, which is more than {MAX_CHOICES} choices', param='n')
-    return [EngineRequest(f'{rid}-{k*p.n+i}', tuple(ids), q, priority=priority, eos_ids=tuple(self.runner.info.get('eos_ids', self.tokenizer.eos_ids)))
-        for k,ids in enumerate(prompts) for i,q in enumerate(fan_out(p))]
+    eos = tuple(self.runner.info.get('eos_ids', self.tokenizer.eos_ids))
+    return [EngineRequest(f'{rid}-{k*p.n+i}', tuple(ids), q, priority=priority, eos_ids=eos, images=images) for k,(ids,images) in enumerate(prompts) for i,q in enumerate(fan_out(p))]
 
 @patch
 def prepare(self:Service, kind:type, raw:bytes)->Job:
@@ -317,7 +321,7 @@ def prepare(self:Service, kind:type, raw:bytes)->Job:
     self.in_vocab(p.logit_bias or (), 'logit_bias')
     prompts = [self.chat_prompt(b)] if kind is ChatBody else [self.text_prompt(t) for t in b.prompts]
     reqs = self.fan(reply.id, prompts, p, b.priority or 0)
-    return Job(reply, reqs, sum(map(len, prompts)), bool(b.stream), bool(b.stream_options and b.stream_options.include_usage),
+    return Job(reply, reqs, sum(len(ids) for ids,_ in prompts), bool(b.stream), bool(b.stream_options and b.stream_options.include_usage),
         p.logprobs is not None, [0]*len(reqs))
 
 # %% ../nbs/53_server.ipynb #ccc7e905
@@ -563,7 +567,7 @@ def run(
         timeout_keep_alive=30, timeout_graceful_shutdown=max(1, round(drain)))
     with suppress(KeyboardInterrupt): uvicorn.Server(config).run(sockets=[sock])
 
-# %% ../nbs/53_server.ipynb #4442fc42
+# %% ../nbs/53_server.ipynb #4fc69c1e
 def _say(name, llm, url):
     "The line that people wait for"
     print(f'{name} is ready ({llm.load_seconds:.1f} s): chat at {url}, API at {url}/v1. Ctrl+C stops it.', flush=True)
@@ -585,4 +589,5 @@ def serve(
         llm = LLM(model, max_queue=max_queue, **kw)
         names = [served_model_name] if served_model_name else _names(str(model))
         runner = Runner(llm.engine, dict(name=names[0], max_seq_len=llm.max_seq_len, vocab_size=llm.config.vocab_size, max_queue=max_queue, eos_ids=list(llm.eos_ids)))
-        run(runner, llm.tokenizer, llm.template, sock, names=names, ready=partial(_say, names[0], llm))
+        spec = llm.image_spec if llm.model.vision else None
+        run(runner, llm.tokenizer, llm.template, sock, spec=spec, names=names, ready=partial(_say, names[0], llm))

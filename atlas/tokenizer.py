@@ -217,7 +217,7 @@ _QWEN35 = _SHORT+r'|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]
 _TEKKEN = _CASED+r'|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*'+_SPACES
 _GPT4O = _CASED+_SHORT+r'?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*'+_SPACES
 
-# %% ../nbs/40_tokenizer.ipynb #18188a02
+# %% ../nbs/40_tokenizer.ipynb #5dd419e6
 @dataclass(frozen=True)
 class Pre:
     "How a family of byte-level tokenizers cuts text into words"
@@ -228,9 +228,9 @@ class Pre:
 
 _llama3,_qwen2 = Pre((_LLAMA3,), whole=True, bos=True),Pre((_LLAMA3.replace('{1,3}',''),), nfc=True)
 PRES = {'gpt-2':Pre((_GPT2,)), 'smollm':Pre((r'\p{N}',_GPT2)), 'llama-bpe':_llama3, 'qwen2':_qwen2, 'qwen35':Pre((_QWEN35,),nfc=True),
-    'default':Pre((r'[\p{P}\$\+<=>\^~\|]+',_GPT2,r'\p{N}+','[0-9][0-9][0-9]')), 'tekken':Pre((_TEKKEN,),whole=True), 'gpt-4o':Pre((_GPT4O,))}
+    'default':Pre((r'[\p{P}\$\+<=>\^~\|]+',_GPT2,r'\p{N}+','[0-9][0-9][0-9]')), 'tekken':Pre((_TEKKEN,),whole=True,bos=True), 'gpt-4o':Pre((_GPT4O,))}
 PRES |= {a:PRES[b] for a,b in {'starcoder':'smollm', 'refact':'smollm', 'command-r':'smollm', 'codeshell':'smollm', 'phi-2':'gpt-2', 'olmo':'gpt-2',
-    'llama3':'llama-bpe', 'llama-v3':'llama-bpe', 'deepseek-r1-qwen':'qwen2', 'stablelm2':'qwen2', 'minimax-m2':'gpt-4o'}.items()}
+    'llama3':'llama-bpe', 'llama-v3':'llama-bpe', 'pixtral':'llama-bpe', 'deepseek-r1-qwen':'qwen2', 'stablelm2':'qwen2', 'minimax-m2':'gpt-4o'}.items()}
 
 # %% ../nbs/40_tokenizer.ipynb #d5e1856f
 _T = 'tokenizer.ggml.'
@@ -267,20 +267,25 @@ def _id(meta, key, n):
     if i is not None and not 0<=i<n: raise CheckpointError(f'{_T+key} is {i}, and there are {n} tokens')
     return i
 
-# %% ../nbs/40_tokenizer.ipynb #a55fb49e
+# %% ../nbs/40_tokenizer.ipynb #fc328c09
 def _bpe(vocab, merges, **kw):
     "The library's BPE model, or a `CheckpointError`"
     try: return models.BPE(vocab=vocab, merges=merges, **kw)
     except Exception as e: raise CheckpointError(f'{_T}merges does not fit the tokens: {e}') from e
 
+def _merges(meta):
+    "Pairs of tokens, in the order in which they are joined"
+    merges = _meta(meta,'merges',list)
+    bad = [m for m in merges if not isinstance(m,str) or m.find(' ',1)<0]
+    if bad: raise CheckpointError(f'{_T}merges has {bad[0]!r}, expected two tokens with a space between')
+    return [(m[:i],m[i+1:]) for m in merges for i in [m.find(' ',1)]]
+
 def _gpt2(meta, ids, types):
     "Byte-level BPE, words cut as `tokenizer.ggml.pre` says"
     name = _meta(meta,'pre',str,'default')
     if name not in PRES: raise UnsupportedError(f'{_T}pre is {name!r}', hint=f'Known are {", ".join(sorted(PRES))}')
-    pre,merges = PRES[name],_meta(meta,'merges',list)
-    bad = [m for m in merges if not isinstance(m,str) or m.find(' ',1)<0]
-    if bad: raise CheckpointError(f'{_T}merges has {bad[0]!r}, expected two tokens with a space between')
-    t = hf.Tokenizer(_bpe(ids, [(m[:i],m[i+1:]) for m in merges for i in [m.find(' ',1)]], ignore_merges=pre.whole))
+    pre = PRES[name]
+    t = hf.Tokenizer(_bpe(ids, _merges(meta), ignore_merges=pre.whole))
     if pre.nfc: t.normalizer = normalizers.NFC()
     words = [pre_tokenizers.Split(hf.Regex(r),'isolated') for r in pre.split]
     t.pre_tokenizer = pre_tokenizers.Sequence([*words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
@@ -305,15 +310,25 @@ def _llama(meta, ids, types):
     t.decoder = decoders.Sequence([decoders.Replace('▁',' '), decoders.ByteFallback(), decoders.Fuse()] + [decoders.Strip(content=' ',left=1)]*lead)
     return t,True
 
-# %% ../nbs/40_tokenizer.ipynb #3e5492e1
+# %% ../nbs/40_tokenizer.ipynb #03acfd3a
+def _gemma4(meta, ids, types):
+    "BPE over characters with byte fallback; spaces are `▁`"
+    unk = _id(meta,'unknown_token_id',len(ids))
+    unk = next(t for t,i in ids.items() if i==unk) if unk is not None else None
+    t = hf.Tokenizer(_bpe(ids, _merges(meta), byte_fallback=True, fuse_unk=True, unk_token=unk))
+    t.normalizer = normalizers.Replace(' ','▁')
+    t.decoder = decoders.Sequence([decoders.Replace('▁',' '), decoders.ByteFallback(), decoders.Fuse()])
+    return t,True
+
+# %% ../nbs/40_tokenizer.ipynb #4965433f
 @patch(cls_method=True)
 def from_gguf(cls:Tokenizer,
     meta:dict, # The file's metadata, plain Python values
 )->Tokenizer:
     "Build a tokenizer from `tokenizer.ggml.*`"
     kind = _meta(meta,'model',str)
-    make = {'gpt2':_gpt2, 'llama':_llama}.get(kind)
-    if not make: raise UnsupportedError(f'{_T}model is {kind!r}', hint="Known are 'gpt2' (byte-level BPE) and 'llama' (SentencePiece)")
+    make = {'gpt2':_gpt2, 'llama':_llama, 'gemma4':_gemma4}.get(kind)
+    if not make: raise UnsupportedError(f'{_T}model is {kind!r}', hint="Known are 'gpt2' (byte-level BPE), 'llama' (SentencePiece) and 'gemma4'")
     tokens,ids,types = _vocab(meta)
     t,bos_too = make(meta, ids, types)
     t.add_special_tokens([hf.AddedToken(s,special=True,normalized=False) for s,k in zip(tokens,types) if k in (2,3)])

@@ -134,19 +134,29 @@ def test_version():
 @pytest.mark.parametrize('d', sorted(p for p in (root/'tests'/'data').glob('*/') if (p/'config.json').exists()), ids=lambda p: p.name)
 def test_inspect_folder(d):
     x = json.loads(run('inspect', '--json', str(d)).stdout)
-    c,files = json.loads((d/'config.json').read_text()),sum(f.stat().st_size for f in d.glob('*.safetensors'))
-    assert (x['layers'],x['vocab_size'],x['kind'])==(c['num_hidden_layers'], c['vocab_size'], 'safetensors')
-    assert x['bytes']<=files<x['bytes']+20_000
-    assert x['bytes']==2*x['parameters'] if set(x['formats'])=={'BF16'} else True
-    assert x['kv_bytes_per_token']==x['layers']*2*x['kv_heads']*x['head_dim']*4
+    c = json.loads((d/'config.json').read_text()); c,files = c.get('text_config', c),sum(f.stat().st_size for f in d.glob('*.safetensors'))
+    assert (x['layers'],x['vocab_size'],x['kind'],x['name'])==(c['num_hidden_layers'], c['vocab_size'], 'safetensors', str(d))
+    assert x['bytes']<=files<x['bytes']+200_000          # the rest is the header
+    assert sum(p['bytes'] for p in x['parts'].values())==sum(f['bytes'] for f in x['formats'].values())==x['bytes']
+    used = sum(p['weights'] for k,p in x['parts'].items() if k!='unused')           # not used: scales of activations, other towers
+    assert used-x['total_parameters'] in (0, x['vocab_size'] if x['parts'].get('drafter') else 0)     # an ordered drafter's table is no weight
+    assert 0<x['bytes_per_token']<=x['bytes'] and x['kv_bytes_per_token']%4==0 and len(x['mixers'])==len(x['ffns'])==x['layers']
     assert (x['tokenizer'],x['chat_template'])==((d/'tokenizer.json').exists(), False)
     text = run('inspect', str(d)).stdout
-    assert f'{x["parameters"]:,}' in text and 'tokenizer' in text
+    assert f'{x["parameters"]:,}' in text and 'tokenizer' in text and 'a token reads' in text
 
 def test_inspect_demo(demo):
     x = json.loads(run('inspect', '--json', 'demo').stdout)
     assert (x['family'],x['parameters'],x['tokenizer'],x['chat_template'],x['kv_bytes_per_token'])==('llama', 134_515_008, True, True, 30*2*3*64*4)
     assert set(x['formats'])=={'Q4_1','Q8_0','F32'} and x['bytes']<demo.stat().st_size
+
+def test_inspect_shape():
+    x = json.loads(run('inspect', '--json', 'qwen3.6-27b', '--weights', 'nvfp4').stdout)
+    assert (x['kind'],x['path'],x['mixers'][:4])==('dummy', None, ['delta']*3+['attention']) and set(x['parts']['mlp']['formats'])=={'NVFP4'}
+    assert 'D gated delta net' in run('inspect', 'qwen3.6-27b').stdout
+    r = run('inspect', 'qwen3.6-27b', '--weights', 'int3')
+    assert r.exit_code==1 and 'int3' in r.stderr
+    assert run('inspect', 'qwen3.6-28b').exit_code==1
 
 def test_inspect_damaged(tmp_path):
     (tmp_path/'x.gguf').write_bytes(b'GGUF'+b'\xff'*40)
@@ -161,7 +171,12 @@ def test_run(fake):
     p = Fake.asked['params']
     assert (p.temperature,p.max_tokens,p.seed)==(0,7,3)
     assert Fake.asked['prompt']==[dict(role='system', content='Be brief'), dict(role='user', content='hi')]
-    assert Fake.made==dict(model='m', args=(), max_num_seqs=1, device='cpu', max_seq_len=99)
+    assert Fake.made==dict(model='m', args=(), max_num_seqs=1, device='cpu', max_seq_len=99, load_format='auto', weights=None)
+
+def test_run_with_pictures(fake):
+    assert run('run', 'm', '--image', 'a.png', '--image', 'b.jpg', 'what?').exit_code==0
+    assert Fake.asked['prompt']==[dict(role='user', content=[dict(type='image', path='a.png'), dict(type='image', path='b.jpg'), dict(type='text', text='what?')])]
+    assert run('run', 'm', '--raw', '--image', 'a.png', 'what?').exit_code==2
 
 def test_run_raw_and_stdin(fake):
     run('run', 'm', '--raw', 'once'); assert Fake.asked['prompt']=='once'
@@ -295,9 +310,10 @@ def test_serve_hands_everything_over(monkeypatch):
     serve = mock.create_autospec(atlas.server.serve)
     monkeypatch.setattr(atlas.server, 'serve', serve)
     assert run('serve', 'm', '--host', '127.0.0.2', '--port', '9000', '--served-model-name', 'a', '--device', 'cpu', '--max-seq-len', '300',
-               '--max-num-seqs', '3', '--kv-cache-memory', '1.5GiB', '--max-queue', '17').exit_code==0
+               '--max-num-seqs', '3', '--kv-cache-memory', '1.5GiB', '--max-queue', '17', '--load-format', 'dummy', '--weights', 'fp8').exit_code==0
     kw = serve.call_args.kwargs
-    assert kw==dict(host='127.0.0.2', port=9000, served_model_name='a', device='cpu', max_seq_len=300, max_num_seqs=3, kv_cache_memory=3<<29, max_queue=17)
+    assert kw==dict(host='127.0.0.2', port=9000, served_model_name='a', device='cpu', max_seq_len=300, max_num_seqs=3, kv_cache_memory=3<<29, max_queue=17,
+        load_format='dummy', weights='fp8')
     assert set(kw)<=real[0]|real[1]
     run('serve', 'm')
     assert serve.call_args.args==('m',) and (serve.call_args.kwargs['host'],serve.call_args.kwargs['port'])==('127.0.0.1',8888)

@@ -7,11 +7,14 @@ Docs: https://atlas-inference.github.io/atlas/families.llama.html.md"""
 # %% auto #0
 __all__ = ['build']
 
-# %% ../../nbs/21_families.llama.ipynb #b3cbabfc
+# %% ../../nbs/21_families.llama.ipynb #e3de2da0
 from ..config import ModelConfig
-from ..model import Attention,Block,Decoder,SwiGLU
+from ..layers import Attention,Block,Half,MLP
+from ..model import Decoder
 
-# %% ../../nbs/21_families.llama.ipynb #2b6c0efe
+# %% ../../nbs/21_families.llama.ipynb #55331d54
 def build(c:ModelConfig)->Decoder:
     "The llama family: `model.layers.N.{self_attn,mlp}` with pre-norms"
-    return Decoder(c, [Block(c, Attention(c), SwiGLU(c)) for _ in c.layers])
+    m = Decoder(c, [Block(c, Half(Attention(c, i), 'mixer', 'self_attn', 'input_layernorm'), Half(MLP(c), 'mlp', 'mlp', 'post_attention_layernorm')) for i in range(c.num_layers)])
+    m.ignore = ('*vision_tower.*','*multi_modal_projector.*') # of Mistral Small, which is read as a model of text
+    return m
