@@ -8,6 +8,26 @@ __device__ __forceinline__ float warp_sum(float v) {
     return v;
 }
 
+// Sums of four values over the lanes of a warp, in six exchanges instead of twenty: lanes 8i..8i+7 get the sum of the i-th.
+__device__ __forceinline__ float warp_sum4(float a, float b, float c, float d) {
+    const int  lane = threadIdx.x % 32;
+    const bool hi = lane & 16, odd = lane & 8;
+    const float p = (hi ? c : a) + __shfl_xor_sync(~0u, hi ? a : c, 16), q = (hi ? d : b) + __shfl_xor_sync(~0u, hi ? b : d, 16);
+    float v = (odd ? q : p) + __shfl_xor_sync(~0u, odd ? p : q, 8);
+    for (int m = 4; m; m >>= 1) v += __shfl_xor_sync(~0u, v, m);
+    return v;
+}
+
+// The same over each half of a warp: lanes 4i..4i+3 of a half get the sum of the i-th.
+__device__ __forceinline__ float half_sum4(float a, float b, float c, float d) {
+    const int  lane = threadIdx.x % 32;
+    const bool hi = lane & 8, odd = lane & 4;
+    const float p = (hi ? c : a) + __shfl_xor_sync(~0u, hi ? a : c, 8), q = (hi ? d : b) + __shfl_xor_sync(~0u, hi ? b : d, 8);
+    float v = (odd ? q : p) + __shfl_xor_sync(~0u, odd ? p : q, 4);
+    v += __shfl_xor_sync(~0u, v, 2);
+    return v + __shfl_xor_sync(~0u, v, 1);
+}
+
 // Sum of `v` over a block of whole warps; every thread gets the answer. The second barrier lets the block call it again.
 __device__ __forceinline__ float block_sum(float v) {
     __shared__ float part[32];
