@@ -571,13 +571,15 @@ def _quantization(d, quant):
     for q in both: _word(q, 'quant_method', _METHODS)(q)
     return both[0] if both else None
 
-# %% ../nbs/01_config.ipynb #87edc2d6
+# %% ../nbs/01_config.ipynb #910e6e2a
 def _ids(*vs)->tuple[int,...]:
     "Token ids from values that are an id, a list of ids, or absent; in order, each once"
     flat = [i for v in vs if v is not None for i in (v if isinstance(v, list) else [v])]
     for i in flat:
         if isinstance(i, bool) or not isinstance(i, int): raise ConfigError(f'eos_token_id holds {i!r}, expected token ids', param='eos_token_id')
     return tuple(dict.fromkeys(flat))
+
+def _ends(V, *vs)->tuple[int,...]: "Ids that end a sequence, as `_ids`, of a vocabulary of `V`"; return tuple(i for i in _ids(*vs) if i<V)
 
 _DTYPES = dict(float32='F32', float16='F16', bfloat16='BF16')
 
@@ -592,9 +594,10 @@ def from_hf(cls:ModelConfig,
     kind,family,reader,f = _unwrap(d)
     if not family.startswith('gemma'): _only(f, per_layer_config={})
     eps = _named(f, 'layer_norm_epsilon', 'norm_eps') if family=='nemotron' else 'rms_norm_eps'
-    return cls(**dict(vocab_size=_int(f, 'vocab_size'), hidden_size=_int(f, 'hidden_size'), max_seq_len=_int(f, 'max_position_embeddings'),
+    V = _int(f, 'vocab_size')
+    return cls(**dict(vocab_size=V, hidden_size=_int(f, 'hidden_size'), max_seq_len=_int(f, 'max_position_embeddings'),
         norm_eps=_num(f, _named(f, eps, 'rms_norm_eps'), hi=1.), tie_embeddings=_flag(f, 'tie_word_embeddings'), bos_id=_int(f, 'bos_token_id', None, lo=0),
-        eos_ids=_ids((generation or {}).get('eos_token_id'), f.get('eos_token_id'), d.get('eos_token_id')), vision=_vision(f),
+        eos_ids=_ends(V, (generation or {}).get('eos_token_id'), f.get('eos_token_id'), d.get('eos_token_id')), vision=_vision(f),
         dtype=_DTYPES.get(_is(_get(f, k := _named(f, 'dtype', 'torch_dtype'), 'bfloat16'), str, k, 'a word'), 'BF16'),
         name=_is(_get(d, '_name_or_path', ''), str, '_name_or_path', 'a word'), quantization=_quantization(f, quant))|reader(f), family=family, drafter=_drafter(d) if kind=='gemma4_assistant' else None)
 
