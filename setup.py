@@ -1,5 +1,5 @@
 "Packaging: the metadata is settings.ini, and the top-level kernels/ folder travels in the wheel as atlas/kernels."
-import os,shlex,shutil,subprocess,sys
+import hashlib,json,os,shlex,shutil,subprocess,sys
 from concurrent.futures import ThreadPoolExecutor
 from configparser import ConfigParser
 from itertools import product
@@ -20,10 +20,21 @@ def find_nvcc():
     usual = Path(os.environ.get('CUDA_HOME') or '/usr/local/cuda')/'bin'/'nvcc'
     return shutil.which('nvcc') or (usual if usual.exists() else None)
 
-def compile_cubin(nvcc, inc, cu, arch):
-    "Compile one kernel beside its source. A failure is told and leaves nothing: the kernel is then compiled when it is first loaded"
-    out,gen = cu.with_suffix(f'.{arch}.cubin'),f'-gencode=arch={arch.replace("sm", "compute")},code={arch}'
-    try: r = subprocess.run([nvcc, '-cubin', '-std=c++17', gen, f'-I{inc}', cu, '-o', out], capture_output=True, text=True, timeout=600)
+limit = 64<<20  # bytes of machine code that a wheel may hold: what is beyond is compiled when it is first loaded
+
+def variants(inc):
+    "Every kernel as it stands, then with the options that the models of variants.json ask for"
+    listed = json.loads((inc/'variants.json').read_text(encoding='utf-8')) if (inc/'variants.json').exists() else {}
+    more = {(v[0], tuple(v[1:])) for vs in listed.values() for v in vs if v[1:]}
+    return [(cu, ()) for cu in sorted(inc.glob('*.cu'))] + [(inc/f'{n}.cu', o) for n,o in sorted(more) if (inc/f'{n}.cu').exists()]
+
+def compile_cubin(nvcc, inc, variant, arch):
+    "Compile one variant beside its source. A failure is told and leaves nothing: the kernel is then compiled when it is first loaded"
+    cu,options = variant
+    digest = '.'+hashlib.sha256(' '.join(options).encode()).hexdigest()[:12] if options else ''  # as atlas.launch.cubin_name has it
+    out,gen = cu.with_suffix(f'{digest}.{arch}.cubin'),f'-gencode=arch={arch.replace("sm", "compute")},code={arch}'
+    if sum(p.stat().st_size for p in inc.glob('*.cubin'))>limit: return print(f'warning: {out.name} is left out: over {limit>>20} MiB of machine code', file=sys.stderr)
+    try: r = subprocess.run([nvcc, '-cubin', '-std=c++17', *options, gen, f'-I{inc}', cu, '-o', out], capture_output=True, text=True, timeout=600)
     except (OSError, subprocess.TimeoutExpired) as e: why = str(e)
     else: why = r.returncode and ((r.stderr or r.stdout).strip() or f'nvcc ended with {r.returncode}')
     if not why and not (out.exists() and out.read_bytes()[:4]==b'\x7fELF'): why = 'nvcc wrote no cubin'
@@ -40,7 +51,7 @@ class BuildPy(build_py):
         if self.editable_mode or not archs: return
         if not (nvcc := find_nvcc()): return print('no nvcc: kernels are shipped as source and compiled when they are first loaded', file=sys.stderr)
         inc = (out/'kernels').resolve()
-        with ThreadPoolExecutor(os.cpu_count()) as ex: list(ex.map(lambda o: compile_cubin(nvcc, inc, *o), product(sorted(inc.glob('*.cu')), archs)))
+        with ThreadPoolExecutor(os.cpu_count()) as ex: list(ex.map(lambda o: compile_cubin(nvcc, inc, *o), product(variants(inc), archs)))
 
 class Sdist(sdist):
     "Add settings.ini, without which the source archive could not be built"
@@ -59,6 +70,6 @@ setup(
     extras_require=dict(dev=shlex.split(cfg.get('dev_requirements', '')), cuda=shlex.split(cfg.get('cuda_requirements', ''))),
     packages=find_packages(include=['atlas', 'atlas.*']) + ['atlas.static'] + kpkgs,
     package_dir={'atlas.kernels': 'kernels'},
-    package_data={**{o: ['*.cu', '*.cuh', '*.md'] for o in kpkgs}, 'atlas.static': ['*']},
+    package_data={**{o: ['*.cu', '*.cuh', '*.h', '*.json', '*.md'] for o in kpkgs}, 'atlas.static': ['*']},
     entry_points=dict(console_scripts=shlex.split(cfg.get('console_scripts', '')), nbdev=['atlas=atlas._modidx:d']),
     cmdclass=dict(build_py=BuildPy, sdist=Sdist), zip_safe=False)

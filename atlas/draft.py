@@ -14,7 +14,7 @@ from .core import UnsupportedError
 from .model import Decoder,Piece,make_batch
 from .ops.linear import MAX_ROWS
 
-# %% ../nbs/31_draft.ipynb #5c298880
+# %% ../nbs/31_draft.ipynb #ce250510
 class MTPDrafter:
     "Drafts of a model's own head, for one sequence; an `UnsupportedError` where the model has none"
     def __init__(self,
@@ -30,7 +30,7 @@ class MTPDrafter:
         tiled = len(ids)>MAX_ROWS
         b = make_batch([Piece(list(ids), start, self.table, len(ids))], tiled, c.pool.block_size, m.device)
         if not tiled: return m.mtp(m, b, h, c)
-        rows = np.zeros((len(b.ids), h.shape[1]), np.float32); rows[b.out] = h
+        rows = m.device.zeros((len(b.ids), h.shape[1])); rows[b.out] = h
         return m.mtp(m, b, rows, c)[b.out]
 
     def extend(self,
@@ -48,7 +48,7 @@ class MTPDrafter:
         ids,rows,h = [],[],self.last
         for j in range(k):
             if j: h = self._run([ids[-1]], h, self.n+j-1)
-            rows.append(self.model.head(h)[0]); ids.append(int(rows[-1].argmax()))
+            rows.append(self.model.device.download(self.model.head(h))[0]); ids.append(int(rows[-1].argmax()))
         return ids,np.stack(rows)
 
 # %% ../nbs/31_draft.ipynb #a5a918de

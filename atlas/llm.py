@@ -8,7 +8,7 @@ Docs: https://atlas-inference.github.io/atlas/llm.html.md"""
 __all__ = ['DUMMY_TEMPLATE', 'Token', 'Delta', 'Generation', 'Output', 'LLM', 'open_model', 'byte_tokenizer', 'fan_out', 'Trace',
            'load_assistant']
 
-# %% ../nbs/45_llm.ipynb #67169c02
+# %% ../nbs/45_llm.ipynb #24e05807
 import itertools,threading
 import tokenizers as hf
 import numpy as np
@@ -22,6 +22,7 @@ from .cache import KVCache,fit_blocks
 from .core import AtlasError,RequestError,SourceError,typed_error
 from .device import get_device
 from .engine import Engine,Event,check_ids
+from .cuda.engine import CardEngine
 from .config import PRESETS
 from .hub import resolve
 from .model import Decoder,Piece,imagine,load_model,make_batch
@@ -89,7 +90,7 @@ class Output:
     def __str__(self): return self.text
     def __repr__(self): return f'{self.text!r}  ({self.usage["completion_tokens"]} tokens, {self.finish_reason})'
 
-# %% ../nbs/45_llm.ipynb #3320ab30
+# %% ../nbs/45_llm.ipynb #2817220d
 class LLM:
     "A model, ready to answer"
     def __init__(self,
@@ -97,28 +98,35 @@ class LLM:
         device:str='auto', # 'auto', 'cpu' or 'cuda'
         max_seq_len:int|None=None, # Context in tokens, prompt and answer; None: the model's own
         max_num_seqs:int=8, # Sequences that run together
-        kv_cache_memory:int|None=None, # Bytes for the KV cache; None: 40 % of what is free
-        chunk:int=256, # Prompt tokens in a step, beside decoding
+        kv_cache_memory:int|None=None, # Bytes for the KV cache; None: 40 % of what is free on the host, 90 % of what a card has left
+        chunk:int|None=None, # Prompt tokens in a step, beside decoding; None: 256 on the host, 2,048 on a card
         overcommit:float=1., # Promise this multiple of the cache; above 1, sequences may be preempted
         max_queue:int=256, # Requests that may wait
         show:bool|None=None, # Progress bar; None: when somebody watches
         load_format:str='auto', # 'auto', or 'dummy': random weights of the right shapes and formats; `model` may then be a preset
         weights:str|None=None, # Format of dummy weights: 'bf16', 'fp8', 'nvfp4' or 'mxfp4'; None: as the model is shipped
-        packed:bool|None=None, # Keep quantised weights as stored and decode them at each use? None: where they would not fit otherwise
+        packed:bool|None=None, # Host: keep quantised weights as stored and decode them at each use? None: where they would not fit otherwise
         drafting:bool=False, # Load the model's own drafting head too
+        quantization:str|None=None, # Card: store projections anew in 'nvfp4' or 'fp8'; None: as shipped
+        lm_head_dtype:str|None=None, # Card: the same for the output matrix
+        kv_cache_dtype:str='bf16', # Card: keys and values in 'bf16', 'fp8' or 'nvfp4'
+        kv_high_precision_layers:int=0, # Card: so many attention layers at both ends keep theirs in bf16
     ):
-        _whole(max_num_seqs=max_num_seqs, chunk=chunk, max_queue=max_queue, max_seq_len=ifnone(max_seq_len,1), kv_cache_memory=ifnone(kv_cache_memory,1))
         self.device,t = get_device(device),perf_counter()
+        card = self.device.kind!='cpu'; chunk = ifnone(chunk, 2048 if card else 256)
+        _whole(max_num_seqs=max_num_seqs, chunk=chunk, max_queue=max_queue, max_seq_len=ifnone(max_seq_len,1), kv_cache_memory=ifnone(kv_cache_memory,1))
         with open_model(str(model), load_format, weights) as ck:
             self.name,self.config,self.path = str(model),ck.config,ck.path
             self.max_seq_len = _context(ck.config, max_seq_len)
-            fit = lambda: fit_blocks(ck.config, ifnone(kv_cache_memory, int(self.device.memory()[1]*.4)), max_num_seqs, self.max_seq_len)
-            fit()  # what cannot fit now will not fit beside the weights
+            kv = dict(block_size=64 if card else 16, dtype=kv_cache_dtype if card else np.float32, high_precision=kv_high_precision_layers*card)
+            fit = lambda weights=0: fit_blocks(ck.config, ifnone(kv_cache_memory, _room(self.device, weights)), max_num_seqs, self.max_seq_len, **kv)
+            fit(ck.nbytes*card)  # what cannot fit now will not fit beside the weights
             self._tokenizer,self.template = _try_tokenizer(ck),load_template(ck)
-            self.model = load_model(ck, self.device, self.max_seq_len, show, ('','vision')+('mtp',)*drafting, ifnone(packed, _tight(ck, self.device)))
+            self.model = load_model(ck, self.device, self.max_seq_len, show, ('','vision')+('mtp',)*drafting, ifnone(packed, _tight(ck, self.device)), quantization, lm_head_dtype)
             self.image_spec = image_spec(ck.folder, ck.config.vision) if self.model.vision else None
-        self.cache = KVCache(self.config, self.device, fit(), num_states=2*max_num_seqs)
-        self.engine = Engine(self.model, self.cache, Scheduler(self.cache.pool, max_num_seqs, self.max_seq_len, chunk, overcommit, max_queue))
+        self.cache = KVCache(self.config, self.device, fit(), num_states=2*max_num_seqs, **kv)
+        self.engine = (CardEngine if card else Engine)(self.model, self.cache, Scheduler(self.cache.pool, max_num_seqs, self.max_seq_len, chunk, overcommit, max_queue))
+        if self.device.kind=='cuda': self.engine.warm()
         self._ids,self._boxes,self._lock,self.load_seconds = itertools.count(),{},threading.RLock(),perf_counter()-t
     def __repr__(self): return f'LLM({self.name}: {self.model!r} on {self.device.name}, context {self.max_seq_len:,})'
 
@@ -128,7 +136,7 @@ class LLM:
         if isinstance(self._tokenizer, SourceError): raise self._tokenizer
         return self._tokenizer
 
-# %% ../nbs/45_llm.ipynb #8d4f81ac
+# %% ../nbs/45_llm.ipynb #42e9fe44
 DUMMY_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:" # For shapes, which have no template of their own
 
 def open_model(name:str, load_format:str='auto', weights:str|None=None):
@@ -141,6 +149,11 @@ def open_model(name:str, load_format:str='auto', weights:str|None=None):
     if name in PRESETS and not Path(name).exists():
         raise SourceError(f'{name!r} is a shape that Atlas knows, not a model that is here', hint=f'"atlas inspect {name}" describes it; --load-format dummy runs it with random weights')
     return open_checkpoint(resolve(name))
+
+def _room(device, weights:int=0)->int:
+    "Bytes that the cache may take, when weights of so many bytes are still to come"
+    free = device.memory().available-weights
+    return int(free*.4) if device.kind!='cuda' else max(0, int(free*.9)-(1<<30))
 
 def _tight(ck, device)->bool:
     "Would the weights of `ck`, as float32, take more than half of what is free?"
@@ -305,7 +318,7 @@ def render(self:LLM, messages, tools=None, **kwargs)->str:
     if self.template is None: raise RequestError(f'{self.name} has no chat template', hint='Use generate, or a model made for chat')
     return self.template.render(messages, tools=tools, **kwargs)
 
-# %% ../nbs/45_llm.ipynb #afc70654
+# %% ../nbs/45_llm.ipynb #3ff95d55
 @dataclass
 class Trace:
     "One prompt's way through a model; T tokens"
@@ -320,18 +333,19 @@ class Trace:
 def trace(self:LLM, ids, images=())->Trace:
     "Follow `ids` through the model"
     b,cache = self._alone(ids, images)
-    out,layers,routes = b.out,[],[]
-    x = self.model.trunk(b, cache, lambda i,x: layers.append(x.reshape(-1, x.shape[-1])[out].copy()), routes)
+    out,layers,routes,host = b.out,[],[],self.device.download
+    x = self.model.trunk(b, cache, lambda i,x: layers.append(host(x.reshape(-1, x.shape[-1])[out])), routes)
     h = self.model.final(x[out]); moe = [i for i,f in enumerate(self.config.ffns) if 'moe' in f]
-    return Trace(self.model.head(h), h, np.stack(layers), {i:tuple(a.reshape(-1, a.shape[-1])[out] for a in r) for i,r in zip(moe, routes)},
-        {i:dict(conv=cache.conv[i][0], rec=cache.rec[i][0]) for i in cache.rec})
+    return Trace(host(self.model.head(h)), host(h), np.stack(layers), {i:tuple(host(a.reshape(-1, a.shape[-1])[out]) for a in r) for i,r in zip(moe, routes)},
+        {i:dict(conv=host(cache.conv[i][1]), rec=host(cache.rec[i][1])) for i in cache.rec})
 
 @patch
 def _alone(self:LLM, ids, images=(), more=0, **kw):
     "A batch of `ids` that wants all logits, and a cache for it and `more` tokens"
     ids,_,pics = self._encode(ids, 0, images)
-    cache = KVCache(self.config, self.device, self.cache.blocks_for(len(ids)+more), self.cache.pool.block_size, **kw)
-    piece = Piece(ids, 0, cache.pool.take(cache.pool.num_blocks), want=len(ids), media=self.model.media(ids, pics))
+    dtype = 'bf16' if self.device.kind!='cpu' else np.float32
+    cache = KVCache(self.config, self.device, self.cache.blocks_for(len(ids)+more), self.cache.pool.block_size, dtype, **kw)
+    piece = Piece(ids, 0, cache.pool.take(cache.pool.num_blocks), want=len(ids), keep=1, media=self.model.media(ids, pics))
     return make_batch([piece], True, cache.pool.block_size, self.device),cache
 
 @patch

@@ -7,7 +7,7 @@ Docs: https://atlas-inference.github.io/atlas/model.html.md"""
 # %% auto #0
 __all__ = ['Batch', 'Piece', 'Media', 'make_batch', 'Decoder', 'build', 'plan', 'load_model', 'imagine']
 
-# %% ../nbs/20_model.ipynb #ccaaec44
+# %% ../nbs/20_model.ipynb #ce7a451b
 import math
 import numpy as np
 from dataclasses import dataclass
@@ -15,17 +15,20 @@ from importlib import import_module
 from pathlib import Path
 from fastcore.basics import patch
 from .config import ModelConfig,PRESETS
-from .core import DeviceError,RequestError
+from .core import RequestError
+from .device import Host
 from .files import same_bytes
 from .hub import resolve
 from .weights import IGNORE,Want,dummy_checkpoint,load,open_checkpoint
-from .layers import Step,bind,norm
+from .layers import Angles,Step,bind,norm
 from .families.vision import mrope_positions
 from .ops.linear import TILE,embed,linear
 from .ops.norm import rmsnorm
-from .ops.rope import rope_angles,rope_table
+from .ops.rope import mrope_axes,rope_angles,rope_table
+from .cuda.gemv import embed as embed_rows,gemv,rmsnorm as norm_rows
+from .cuda.layers import packer
 
-# %% ../nbs/20_model.ipynb #f6b219c7
+# %% ../nbs/20_model.ipynb #3a1d063f
 @dataclass(frozen=True)
 class Batch:
     "The rows of one step. R rows, S sequences"
@@ -37,10 +40,21 @@ class Batch:
     counts:object # [S] int32: rows of each sequence
     state_in:object # [S] int32: slot with each sequence's recurrent state; unread where it starts at 0
     state_out:object # [R] int32: slot for the state after a row; -1 for none
-    out:object # [n] int32: rows whose logits are wanted
+    out:object # [n] int32: rows whose logits are wanted; on a card None for all of them
     tiled:bool # Prefill, in tiles of TILE rows; else decode or verify
     pos3:object=None # [3,R] int32: time, height and width for rotary embeddings, where images make them differ from `pos`
     patches:object=None # (rows [n], values [n, H], deepstack list of [n, H]): embeddings that are not from the table
+    seq:object=None # This and what follows is for kernels. [R] int32: sequence of each row; -1 for padding
+    first:object=None # [S+1] int32: first row of each sequence in the layout
+    longest:int=0 # Tokens of the longest sequence after the step, or a bound: attention's grids are made for it
+    tile_seq:object=None # [tiles] int32: sequence of each tile
+    tile_start:object=None # [tiles] int32: position of its first row
+    tile_lo:object=None # [tiles] int32: its real rows are lo..
+    tile_hi:object=None # [tiles] int32: ..hi-1
+    @property
+    def num_rows(self)->int: "R"; return len(self.ids)
+    @property
+    def num_seqs(self)->int: "S"; return len(self.starts)
 
 # %% ../nbs/20_model.ipynb #15896f1d
 @dataclass(frozen=True)
@@ -75,7 +89,7 @@ def _place(p:Piece, tiled:bool)->tuple[int,int]:
     first,last = p.start//TILE,-(-(p.start+len(p.ids))//TILE)
     return (last-first)*TILE,p.start-first*TILE
 
-# %% ../nbs/20_model.ipynb #82bec0d2
+# %% ../nbs/20_model.ipynb #bfd5a5e1
 def make_batch(pieces:list[Piece], tiled:bool, block_size:int, device)->Batch:
     "Lay out `pieces` as one step and upload it"
     place = [_place(p, tiled) for p in pieces]
@@ -92,7 +106,16 @@ def make_batch(pieces:list[Piece], tiled:bool, block_size:int, device)->Batch:
         at.append(rows.start); r += n
     up,i32 = device.upload,lambda x: np.array(x, np.int32)
     return Batch(up(ids), up(pos), up(slots), up(tables), up(i32([p.start for p in pieces])), up(i32([len(p.ids) for p in pieces])),
-        up(i32([p.state for p in pieces])), up(keep), up(i32(out)), tiled, *_media(pieces, at, pos, up))
+        up(i32([p.state for p in pieces])), up(keep), up(i32(out)), tiled, *_media(pieces, at, pos, up), *(() if device.kind=='cpu' else _for_kernels(pieces, place, tiled, up)))
+
+def _for_kernels(pieces, place, tiled, up):
+    "The fields of a `Batch` from `seq` on"
+    i32,total = lambda x: up(np.array(x, np.int32)),sum(n for n,_ in place)
+    seq,first,tiles = np.full(total, -1),np.cumsum([0,*(n for n,_ in place)]),[]
+    for i,(p,(n,lead)) in enumerate(zip(pieces, place)):
+        seq[first[i]+lead:first[i]+lead+len(p.ids)] = i
+        for t in range(n//TILE if tiled else 0): tiles.append((i, p.start-lead+t*TILE, max(0, lead-t*TILE), min(TILE, lead+len(p.ids)-t*TILE)))
+    return i32(seq),i32(first),max(p.start+len(p.ids) for p in pieces),*(map(i32, zip(*tiles)) if tiles else ())
 
 def _media(pieces, at, pos, up):
     "`pos3` and `patches` of a step, both None where no piece has images"
@@ -107,7 +130,7 @@ def _media(pieces, at, pos, up):
     rows,values,deep = zip(*found)
     return up(pos3),(up(np.concatenate(rows)), up(np.concatenate(values)), [up(np.concatenate(d)) for d in zip(*deep)])
 
-# %% ../nbs/20_model.ipynb #c23f94bf
+# %% ../nbs/20_model.ipynb #2af44fcb
 class Decoder:
     "A whole model: `forward(batch, cache)` turns rows into logits"
     ignore = () # Patterns of tensors of the checkpoint that are left unread, beside `IGNORE`
@@ -137,23 +160,32 @@ class Decoder:
             if n not in visual: bind(self, n, w)
         if 'lm_head.weight' not in weights: self.lm_head = self.embed_tokens
         self.device,self.max_seq_len = device,max_seq_len
+        if device.kind!='cpu': self.prepare()
         ropes = {k:a.rope for k,a in (('attention',self.c.attention), ('sliding',self.c.sliding)) if a}
         self._angles = {k: r and [device.upload(t) for t in rope_table(r, max_seq_len)] for k,r in ropes.items()}
         self._mrope = {k: r.mrope if r else () for k,r in ropes.items()}
+        self._axes = {k: device.upload(mrope_axes(m, ropes[k].dim//2).astype(np.int32)) if m and device.kind!='cpu' else None for k,m in self._mrope.items()}
         return self
 
-# %% ../nbs/20_model.ipynb #ecf58074
+    def prepare(self):
+        "Bring the layers' weights together as the kernels want them"
+        for l in [*self.layers, *(self.mtp.layers if self.mtp else ())]: l.prepare()
+
+# %% ../nbs/20_model.ipynb #4ce64bc0
 @patch
 def step(self:Decoder, b:Batch, cache, routes:list|None=None)->Step:
     "What the layers share during one step"
-    ang = lambda k,t: t and rope_angles(*t, b.pos if b.pos3 is None else b.pos3, self._mrope[k])
-    return Step(b, cache, {k:ang(k, t) for k,t in self._angles.items()}, routes)
+    pos = b.pos if b.pos3 is None else b.pos3
+    if self.device.kind!='cpu': ang = lambda k,t: t and Angles(*t, pos, self._axes[k])
+    else: ang = lambda k,t: t and rope_angles(*t, pos, self._mrope[k])
+    return Step(b, cache, {k:ang(k, t) for k,t in self._angles.items()}, routes, self.device)
 
 @patch
 def embed(self:Decoder, b:Batch):
     "Embeddings of the rows, [R, H]"
-    x = embed(b.ids, self.embed_tokens.weight)
-    if self.c.embed_scale!=1: x = x*np.float32(self.c.embed_scale)
+    if self.device.kind!='cpu': x = embed_rows(b.ids, self.embed_tokens.weight, self.c.embed_scale)
+    else: x = embed(b.ids, self.embed_tokens.weight)
+    if self.c.embed_scale!=1 and self.device.kind=='cpu': x = x*np.float32(self.c.embed_scale)
     if b.patches: x[b.patches[0]] = b.patches[1]
     return x
 
@@ -166,7 +198,7 @@ def trunk(self:Decoder,
 ): # [R, H] float32
     "The residual stream after the last layer"
     s,x = self.step(b, cache, routes),self.embed(b)  # (R,H)
-    if b.tiled: x = x.reshape(-1, TILE, x.shape[-1])  # (tiles,TILE,H)
+    if b.tiled and self.device.kind=='cpu': x = x.reshape(-1, TILE, x.shape[-1])  # (tiles,TILE,H)
     with np.errstate(over='ignore', invalid='ignore'):  # small matrix products raise these for lanes past a row's end; the sampler looks for NaN
         for i,l in enumerate(self.layers):
             x = l(x, s)
@@ -190,24 +222,27 @@ def media(self:Decoder,
     pos3,delta = mrope_positions(ids, v.image_token_id, grids, v.merge_size)
     return Media(rows, *self.vision.forward(np.concatenate([p for p,_ in images]), grids), pos3, delta)
 
-# %% ../nbs/20_model.ipynb #a59ee16c
+# %% ../nbs/20_model.ipynb #31676aed
 @patch
 def final(self:Decoder, x):
     "The last norm on rows x [n, H]: what the head sees, and drafting too"
-    return rmsnorm(x, self.norm.weight, self.c.norm_eps)
+    return (rmsnorm if self.device.kind=='cpu' else norm_rows)(x, self.norm.weight, self.c.norm_eps)
 
 @patch
 def head(self:Decoder, h):
     "Logits [n, vocab] of rows h [n, H] after the last norm"
+    if self.device.kind!='cpu': return gemv(h, self.lm_head.weight, cap=self.c.logit_softcap)
     y,cap = linear(h, self.lm_head.weight),self.c.logit_softcap
     return y if cap is None else np.float32(cap)*np.tanh(y/np.float32(cap))
 
 @patch
 def forward(self:Decoder, b:Batch, cache, tap=None): # [n, vocab] float32
     "Logits of the rows `b.out`; arguments as for `trunk`"
-    return self.head(self.final(self.trunk(b, cache, tap)[b.out]))
+    x = self.trunk(b, cache, tap)
+    if self.device.kind=='cpu': return self.head(self.final(x[b.out]))
+    return gemv(x if b.out is None else x[b.out], self.lm_head.weight, self.norm.weight, self.c.norm_eps, cap=self.c.logit_softcap)
 
-# %% ../nbs/20_model.ipynb #0912356f
+# %% ../nbs/20_model.ipynb #af0ca0fe
 def build(c:ModelConfig)->Decoder:
     "The empty model that a config describes"
     return import_module(f'atlas.families.{c.family.split("_")[0]}').build(c)
@@ -224,12 +259,13 @@ def plan(ckpt)->tuple[Decoder,list[Want]]:
     has = lambda p: any(k.startswith(p) for k in ckpt.tensors)
     return m,[w for w in wants if not w.part or has({'mtp':'mtp.','vision':'visual.'}[w.part])]
 
-def load_model(ckpt, device, max_seq_len:int|None=None, show=None, parts=('','vision'), packed=False)->Decoder:
-    "Build the model of an open `Checkpoint` and load its `parts` onto `device`; errors as for `load`, and a `DeviceError` where kernels are missing"
-    if device.kind!='cpu':
-        raise DeviceError(f'The {ckpt.config.family} family has no kernels for {device.name} yet', hint="Use device='cpu'")
+def load_model(ckpt, device, max_seq_len:int|None=None, show=None, parts=('','vision'), packed=False, quantization=None, head=None)->Decoder:
+    "Build the model of an open `Checkpoint` and load its `parts` onto `device`, on a card requantised as `packer` says; errors as for `load`"
     m,wants = plan(ckpt)
-    return m.bind(load(ckpt, wants, device, show=show, ignore=(*IGNORE, *m.ignore), parts=parts, packed=packed), device, max_seq_len or ckpt.config.max_seq_len)
+    fetch = lambda parts,device,**kw: load(ckpt, wants, device, show=show, ignore=(*IGNORE, *m.ignore), parts=parts, packed=packed, **kw)
+    if device.kind=='cpu': ws = fetch(parts, device)
+    else: ws = fetch([p for p in parts if p!='vision'], device, put=packer(device, quantization, head))|(fetch(['vision'], Host()) if 'vision' in parts else {})
+    return m.bind(ws, device, max_seq_len or ckpt.config.max_seq_len)
 
 # %% ../nbs/20_model.ipynb #e1c2f977
 def imagine(

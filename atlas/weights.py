@@ -8,7 +8,7 @@ Docs: https://atlas-inference.github.io/atlas/weights.html.md"""
 __all__ = ['IGNORE', 'WEIGHTS', 'Checkpoint', 'open_checkpoint', 'Want', 'check_plan', 'load', 'quantizable', 'Dummy',
            'dummy_checkpoint']
 
-# %% ../nbs/05b_weights.ipynb #54217cb9
+# %% ../nbs/05b_weights.ipynb #ac2fbd47
 import math,os,re
 import numpy as np
 from collections import Counter
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from fnmatch import translate
 from functools import lru_cache
 from pathlib import Path
+from threading import Lock
 from types import SimpleNamespace
 from zlib import crc32
 from fastcore.basics import first,patch
@@ -95,7 +96,7 @@ def _only_gguf(folder:Path)->Path:
     if ps: raise SourceError(f'{folder.name} has {len(ps)} GGUF files', hint=f'Name one of them: {", ".join(p.name for p in ps[:8])}')
     raise SourceError(f'{folder.name} has no model', hint=f'Looked for model.safetensors, {INDEX} and *.gguf')
 
-# %% ../nbs/05b_weights.ipynb #d615ca3c
+# %% ../nbs/05b_weights.ipynb #6a44943a
 @dataclass(frozen=True, eq=False)
 class Want:
     "One array of the model, and what it is made of. Dimensions of 1 that a source has besides are dropped"
@@ -112,6 +113,8 @@ class Want:
     exact:bool=False # Always float32, never kept packed
     optional:bool=False # May be absent: then None
     integers:bool=False # Are the sources whole numbers, stored as such?
+    array:bool=False # Numbers by themselves, no matrix for `linear`: float32 on every device
+    pair:bool=False # Gate rows on top of up rows, which kernels read in turns
 
     @property
     def part(self)->str: "'mtp', 'vision', or '' for the model itself"; return dict(mtp='mtp', visual='vision').get(self.name.split('.')[0], '')
@@ -262,7 +265,29 @@ def _upload(device, q):
     if isinstance(q, QStack): return QStack([_upload(device, p) for p in q.parts], q.order, q.experts)
     return QTensor(q.fmt, q.shape, {k:device.upload(p) for k,p in q.parts.items()})
 
-# %% ../nbs/05b_weights.ipynb #434b0f28
+# %% ../nbs/05b_weights.ipynb #4e5349b4
+def _load_with(ckpt, plan, device, show, put):
+    "`load`, with what `put` makes of each tensor"
+    out,todo,lock = {w.name:None for w,_,_ in plan},[t for t in plan if t[1]],Lock()
+    size = {w.name:sum(ckpt.tensors[s].nbytes for s in o.sources) for w,o,_ in todo}
+    if (need := sum(size.values()))>(free := device.memory().available):
+        raise OutOfMemoryError(f'The weights of {ckpt.path.name} need {human(need)} on {device.name}, where {human(free)} are available',
+            hint='Free some memory, choose a smaller model, or store it in fewer bits: --quantization nvfp4')
+    def fetch(work):
+        w,o,seen = work
+        if ckpt.kind=='dummy' and not (w.array or o.fn or len(w.shape)<2):  # random numbers need not travel
+            with lock: out[w.name] = put.invent(w, ckpt.tensors[o.sources[0]].fmt)
+            return size[w.name]
+        q = _assemble(ckpt, o, seen, True)
+        if o.fn: q = QTensor('F32', w.shape, dict(data=np.ascontiguousarray(o.fn(q.decode()), np.float32)))
+        with lock: out[w.name] = put(w, q)
+        return size[w.name]
+    order = sorted(todo, key=lambda t: (ckpt.tensors[t[1].sources[0]].file, ckpt.tensors[t[1].sources[0]].offset))
+    with progress(sum(size.values()), 'loading', show) as bar, ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        for n in pool.map(fetch, order): bar.update(n)
+    return out
+
+# %% ../nbs/05b_weights.ipynb #3d1ff893
 def load(
     ckpt:Checkpoint,
     wants:Iterable[Want], # The plan
@@ -271,9 +296,11 @@ def load(
     ignore:Iterable[str]=IGNORE, # Patterns of tensors that may be left over
     parts:Iterable[str]|None=None, # Load only wants of these `part`s; None: all. All are checked
     packed:bool=False, # Keep matrices that are not `exact` as they are stored?
+    put:Callable|None=None, # `put(want, tensor as stored)` makes what goes under the want's name, `put.invent(want, format)` does without a tensor; None: float32 arrays, or tensors as stored
 )->dict: # name -> float32 array on the device, or packed tensor; None where an optional one is absent
     "Check the whole plan (`check_plan`'s errors), then allocate all of it (`OutOfMemoryError`), then read, decode and write"
     plan = [(w,o,seen) for w,o,seen in _plan(ckpt, wants, ignore) if parts is None or w.part in parts]
+    if put: return _load_with(ckpt, plan, device, show, put)
     keep = {w.name for w,o,_ in plan if o and packed and not (w.exact or o.exact or o.fn) and len(w.shape)>1}
     todo = [(w,o,seen) for w,o,seen in plan if o]; plain = [w for w,_,_ in todo if w.name not in keep]
     need = sum(ckpt.tensors[s].nbytes for w,o,_ in todo if w.name in keep for s in o.sources)+4*sum(math.prod(w.shape) for w in plain)

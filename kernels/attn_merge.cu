@@ -1,53 +1,71 @@
-// The pieces of attn_decode.cu made one: y = sigmoid(gate) * sum_i e_i o_i / (sum_i e_i l_i + e_sink), e_i = exp(m_i - largest m).
-// A block takes 32 values of a head, one to a lane; its warp w adds pieces w, w+8, ..., then the eight are added in order.
-//   o     : [rows, pieces, heads, d]  f32
-//   ml    : [rows, pieces, heads, 2]  f32
-//   qkv   : [rows, width]             f32   begins with the gates, one for each element, if GATE
-//   sinks : [heads]                   f32   one more logit for each head, or null
-//   pos   : [rows]                    i32
-//   y     : [rows, heads, d]          f32
-//   -D D= (32 to 256)  -D GATE=
-//   launch: <<<(D/32, heads, rows), 256>>>; window as for attn_decode
-#include "lib/reduce.cuh"
+// The pieces of attn_decode.cu made one, for rows that see several: y = gate * sum_i e_i o_i / (sum_i e_i l_i + e_sink), e_i = 2^(m_i - largest m).
+// A block takes 32 values of a head, one to a lane; its warp w adds pieces w, w+8, ..., then the eight are added in order. What a row's sum
+// looks like depends on its position alone.
+//   o      : [rows, pieces, heads, d]  f32
+//   ml     : [rows, pieces, heads, 2]  f32
+//   qkv    : [rows, width]             f32   begins with the gates, one for each element, if GATE
+//   seq    : [rows]                    i32   sequence of each row; -1: padding
+//   first  : [seqs1]                   i32   first row of each sequence
+//   starts : [starts]                  i32   position of each sequence's first row
+//   sinks  : [heads]                   f32   one more logit for each head, or null
+//   y      : [rows, heads, d]          f32
+//   -D D=  -D GATE=
+//   launch: <<<(ceil(D/32), heads, rows), 256>>>; window and many as for attn_decode
 #include "lib/pdl.cuh"
-#define NONE __int_as_float(0xFF800000)  // minus infinity; NVRTC knows no INFINITY
+#include "lib/pieces.cuh"
 #ifndef D
 #define D 256
 #endif
 #ifndef GATE
 #define GATE 1
 #endif
-constexpr int N = 32;
+constexpr int N = 8;  // pieces that a warp has under way
 
-extern "C" __global__ void __launch_bounds__(256) attn_merge(const float* o, const float* ml, const float* qkv, const float* __restrict__ sinks,
-        const int* __restrict__ pos, float* y, int window, int pieces, int width) {
-    __shared__ float part[8][32], sums[8];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, d = blockIdx.x * 32 + lane, h = blockIdx.y, heads = gridDim.y, t = blockIdx.z;
-    const int p = pos[t], low = window ? max(0, p - window + 1) : 0, first = low / N, last = p / N;
-    const float sink = sinks ? sinks[h] : NONE;
+extern "C" __global__ void __launch_bounds__(256) attn_merge(const float* o, const float* ml, const float* qkv, const int* __restrict__ seq, const int* __restrict__ first,
+        const int* __restrict__ starts, const float* __restrict__ sinks, float* y, int window, int many, int max_pieces, int width) {
+    __shared__ float part[8][32], tops[8], sums[8];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, d = blockIdx.x * 32 + lane, h = blockIdx.y, heads = gridDim.y, t = blockIdx.z, s = seq[t];
+    const Pieces pieces{many};
+    const int  p = s < 0 ? 0 : starts[s] + t - first[s], a = pieces.of(window ? max(0, p - window + 1) : 0), count = pieces.of(p) - a + 1;
+    const bool mine = D % 32 == 0 || d < D;
+    const float sink = sinks ? __fmul_rn(sinks[h], LOG2E) : NONE;
     pdl_trigger();
     pdl_wait();
-    o  += ((size_t)t * pieces * heads + h) * D + d;
-    ml += ((size_t)t * pieces * heads + h) * 2;
-    const float gate = GATE && warp == 0 ? qkv[(size_t)t * width + h * D + d] : 0.f;
-    float top = sink, sum = 0.f, a = 0.f;
-    for (int i = first + lane; i <= last; i += 32) top = fmaxf(top, ml[(size_t)i * heads * 2]);  // every warp finds the largest for itself
-    for (int m = 16; m; m >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
-    #pragma unroll 8
-    for (int i = first + warp; i <= last; i += 8) {
-        const float2 v = *(const float2*)(ml + (size_t)i * heads * 2);
-        const float  e = expf(v.x - top);
-        sum = fmaf(e, v.y, sum);
-        a = fmaf(e, o[(size_t)i * heads * D], a);
+    if (s < 0 || count == 1) return;
+    const float gate = GATE && !warp && mine ? qkv[(size_t)t * width + h * D + d] : 0.f;
+    o  += ((size_t)t * max_pieces * heads + h) * D + d;
+    ml += ((size_t)t * max_pieces * heads + h) * 2;
+    float top = NONE, sum = 0.f, v = 0.f;
+    #pragma unroll 1
+    for (int i = warp; i < count; i += 8 * N) {
+        float2 w[N];
+        float  x[N], m = top;
+        #pragma unroll
+        for (int k = 0; k < N; k++) {
+            const size_t at = (size_t)(i + 8 * k) * heads;
+            const bool on = i + 8 * k < count;
+            w[k] = on ? *(const float2*)(ml + at * 2) : make_float2(NONE, 0.f);
+            x[k] = on && mine ? o[at * D] : 0.f;
+        }
+        #pragma unroll
+        for (int k = 0; k < N; k++) m = fmaxf(m, w[k].x);
+        const float base = m == NONE ? 0.f : m, f = exp2f(__fsub_rn(top, base));
+        sum = __fmul_rn(sum, f); v = __fmul_rn(v, f); top = m;
+        #pragma unroll
+        for (int k = 0; k < N; k++) { const float e = exp2f(__fsub_rn(w[k].x, base)); sum = fmaf(e, w[k].y, sum); v = fmaf(e, x[k], v); }
     }
-    part[warp][lane] = a;
-    if (!lane) sums[warp] = sum;
+    part[warp][lane] = v;
+    if (!lane) { tops[warp] = top; sums[warp] = sum; }
     __syncthreads();
     if (warp) return;
-    float v = 0.f, l = expf(sink - top);
+    float base = sink, all, r = 0.f;
     #pragma unroll
-    for (int i = 0; i < 8; i++) { v += part[i][lane]; l += sums[i]; }
-    v /= l;
-    if (GATE) v /= 1.f + expf(-gate);
-    y[((size_t)t * heads + h) * D + d] = v;
+    for (int i = 0; i < 8; i++) base = fmaxf(base, tops[i]);
+    if (base == NONE) base = 0.f;  // nothing but NaN
+    all = exp2f(__fsub_rn(sink, base));
+    #pragma unroll
+    for (int i = 0; i < 8; i++) { const float e = exp2f(__fsub_rn(tops[i], base)); all = fmaf(e, sums[i], all); r = fmaf(e, part[i][lane], r); }
+    r /= all;
+    if (GATE) r = gated(r, gate);
+    if (mine) y[((size_t)t * heads + h) * D + d] = r;
 }

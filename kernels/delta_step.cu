@@ -1,133 +1,176 @@
 // A gated delta net between its projections, for the rows of a decode step: causal convolution, silu, unit q and k, the delta rule, and the
 // output gate. The norm over each head is left to whoever reads y: it gets the sums of squares (gemv.cu, IN 2).
-// A block owns 32 of the 128 columns of one head's state, 16 KB in registers: a row costs one pass over them, because
+// A block owns 32 columns of one head's state, in registers: a row costs one pass over them, because
 // o = exp(g) q.S + (q.k) d with d = beta (v - exp(g) k.S) needs only products with the state before the row.
-//   x      : [r, width]            f32   q | k | v | z | b | a, width = 2*kh*128 + 2*vh*128 + 2*vh
-//   conv_w : [c, 4]                f32   c = 2*kh*128 + vh*128
+//   x      : [r, width]            f32   q | k | v | z | b | a, width = 2*kh*dk + 2*vh*dv + 2*vh
+//   conv_w : [c, 4]                f32   c = 2*kh*dk + vh*dv
 //   decay  : [vh]                  f32   A = -exp(A_log)
 //   dt_bias: [vh]                  f32
-//   norm_w : [128]                 f32
-//   conv   : [slots, 4, c]         f32   the input at position p in row p%4: what is written is never what is read
-//   rec    : [slots, vh, 128, 128] f32
-//   first  : [seqs1]               i32   rows of sequence s: first[s] .. first[s+1]-1
+//   norm_w : [dv]                  f32
+//   conv   : [slots, 3, c]         f32   inputs of the three positions before, oldest first
+//   rec    : [slots, vh, dk, dv]   f32
+//   first  : [seqs1]               i32   rows of sequence s: first[s] .. first[s+1]-1; rows after the last sequence's get zeros
 //   starts : [seqs]                i32   position of its first row
 //   state_in : [seqs]              i32   slot to begin from (unread at position 0)
-//   state_out : [r]                i32   slot for the state after a row, or -1. With several rows a sequence none of them is state_in's.
-//   y      : [r, vhd]              f32   vhd = vh*128
-//   parts  : [r, vh, 4]            f32   sums of squares of y before norm_w and gate, by block
-//   launch: <<<(4*vh, seqs), 256>>>
+//   state_out : [r]                i32   slot for the state after a row, or -1; never one that is read in this step
+//   y      : [r, vh, dv]           f32
+//   parts  : [r, vh, p]            f32   sums of squares of y before norm_w and gate, of each 32 columns
+//   launch: <<<(vh/kh*dv/32, kh, seqs), 128>>>; -D DK, DV: 32, 64 or 128
 #include "lib/reduce.cuh"
 #include "lib/pdl.cuh"
+#include "lib/conv.cuh"
+#ifndef DK
+#define DK 128
+#endif
+#ifndef DV
+#define DV 128
+#endif
 #ifndef SIGMOID  // output gate: silu, or sigmoid alone
 #define SIGMOID 0
 #endif
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 1000
+#define RESIDENT 8  // blocks of a multiprocessor: 8 sequences of 32 heads are there at once
+#else
+#define RESIDENT 4
+#endif
 
-__device__ __forceinline__ float conv_silu(const float* p, const float4 w) {
-    const float v = p[0] * w.x + p[1] * w.y + p[2] * w.z + p[3] * w.w;
-    return v / (1.f + expf(-v));
+// N (2, or a multiple of 4) neighbouring floats of shared memory.
+template <int N> __device__ __forceinline__ void load(const float* p, float* v) {
+    #pragma unroll
+    for (int i = 0; i < N / 2; i++) *(float2*)(v + 2 * i) = *(const float2*)(p + 2 * i);
 }
+__device__ __forceinline__ float4 add4(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 
-extern "C" __global__ void __launch_bounds__(256) delta_step(const float* x, const float* __restrict__ conv_w, const float* __restrict__ decay,
+extern "C" __global__ void __launch_bounds__(128, RESIDENT) delta_step(const float* x, const float* __restrict__ conv_w, const float* __restrict__ decay,
         const float* __restrict__ dt_bias, const float* __restrict__ norm_w, float* conv, float* rec, const int* __restrict__ first,
-        const int* __restrict__ starts, const int* __restrict__ state_in, const int* __restrict__ state_out, float* y, float* parts, int kh, int vh, int c) {
-    __shared__ float qk[256], vs[32], square[8], cross[8];
-    __shared__ float4 red[2][8][8];
-    const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
-    const int head = blockIdx.x / 4, quarter = blockIdx.x % 4, key = head / (vh / kh), width = c + vh * 128 + 2 * vh;
-    const int r0 = first[blockIdx.y], r1 = first[blockIdx.y + 1], start = starts[blockIdx.y], from = state_in[blockIdx.y];
-    // Thread t convolves channel t of this head's q | k, and the first warp a column of v besides.
-    const int chan[2] = {(tid < 128 ? 0 : kh * 128) + key * 128 + tid % 128, 2 * kh * 128 + head * 128 + quarter * 32 + lane};
-    float4 cw[2];
-    float past[2][4];  // inputs of three earlier positions, and the one of now
+        const int* __restrict__ starts, const int* __restrict__ state_in, const int* __restrict__ state_out, float* y, float* parts, int rows) {
+    constexpr int N = DK / 16, H = N < 4 ? N : 4, PARTS = DV / 32;
+    constexpr float SCALE = DK == 128 ? 0.08838834764831845f : DK == 64 ? 0.125f : 0.17677669529663687f;  // 1/sqrt(DK)
+    static_assert((DK == 32 || DK == 64 || DK == 128) && DV % 32 == 0, "a head's sizes");
+    __shared__ Conv<3> past;
+    __shared__ __align__(16) float now[4][2 * DK + 68], red[2][4][64], cross[2][4][4], gain[32], own[2];  // now: q | k | v | gate | beta, exp(g)
+    const int tid = threadIdx.x, lane = tid % 32, warp = __shfl_sync(~0u, tid / 32, 0), seq = blockIdx.z;
+    const int r0 = first[seq], r1 = first[seq + 1], start = starts[seq], from = state_in[seq];
+    const unsigned n = r1 - r0;
+    const int kh = gridDim.y, key = blockIdx.y, vh = kh * (gridDim.x / PARTS), head = (key * gridDim.x + blockIdx.x) / PARTS, part = blockIdx.x % PARTS;
+    const int c = 2 * kh * DK + vh * DV, width = c + vh * DV + 2 * vh, own32 = head * DV + part * 32;
+    // A thread's numbers of a row of x: of q, of k, and by warps of v, of z, or b and a.
+    const int col[3] = {key * DK + tid, (kh + key) * DK + tid, warp == 2 ? width - 2 * vh + head + lane % 2 * vh : (warp == 0 ? 2 * kh * DK : c) + own32 + lane};
+    const bool has[3] = {tid < DK, tid < DK, warp == 0};
+    past.fetch_taps(conv_w, col, has);
+    if (warp == 3 && lane < 8) cp_async16(gain + lane * 4, norm_w + part * 32 + lane * 4);
+    if (warp == 2 && lane < 2) cp_async4(own + lane, (lane ? dt_bias : decay) + head);
+    // Four columns of rows row0 .. row0+N-1 of the state.
+    const int row0 = tid / 8 * N, c4 = lane % 8 * 4;
+    const size_t pool = (size_t)vh * DK * DV;
+    float* const state = rec + (size_t)(head * DK + row0) * DV + part * 32 + c4;
+    float4 S[N];
     #pragma unroll
-    for (int j = 0; j < 2; j++) {
-        cw[j] = ((const float4*)conv_w)[chan[j]];
-        #pragma unroll
-        for (int i = 0; i < 3; i++) past[j][i + 1] = start ? conv[((size_t)from * 4 + (start + 1 + i) % 4) * c + chan[j]] : 0.f;
-    }
-    // Columns 4*(lane%8).. of rows 4*warp + lane/8 + 32*i.
-    const int rows0 = warp * 4 + lane / 8;
-    const size_t at = (size_t)head * 16384 + rows0 * 128 + quarter * 32 + lane % 8 * 4;
-    float4 S[4];
-    #pragma unroll
-    for (int i = 0; i < 4; i++) S[i] = start ? __ldcs((const float4*)(rec + (size_t)from * vh * 16384 + at + i * 4096)) : make_float4(0, 0, 0, 0);
-    const float A = decay[head], bias = dt_bias[head], gain = norm_w[quarter * 32 + lane];
+    for (int i = 0; i < N; i++) S[i] = start ? __ldcs((const float4*)(state + from * pool + i * DV)) : make_float4(0, 0, 0, 0);
+    past.fetch_tail(start ? conv + (size_t)from * 3 * c : nullptr, c, col, has);
     pdl_trigger();
+    cp_async_wait<0>();
+    __syncwarp();
     pdl_wait();
+    const auto fetch = [&](unsigned i) {
+        const unsigned at = (r0 + i) * width;
+        if (tid < DK) { past.fetch(i, 0, x + at); past.fetch(i, 1, x + at); }
+        if (warp < 3) past.fetch(i, 2, x + at);
+        cp_async_commit();
+    };
+    const auto convolve = [&](unsigned i) {
+        float* const to = now[i % 4];
+        cp_async_wait<0>();
+        const float in = past.input(i, 2);
+        if (tid < DK) { to[tid] = past.step(i, 0); to[DK + tid] = past.step(i, 1); }
+        if (warp == 0) to[2 * DK + lane] = past.step(i, 2);
+        if (warp == 1) to[2 * DK + 32 + lane] = SIGMOID ? sigmoid(in) : silu(in);
+        if (warp == 2 && lane < 2) to[2 * DK + 64 + lane] = lane ? expf(__fmul_rn(own[0], softplus(in + own[1]))) : sigmoid(in);
+    };
+    if (n) fetch(0);
+    // Round j convolves row j beside the products of the row before it with the state; then, behind the barrier, the state takes that row up.
     #pragma unroll 1
-    for (int r = r0; r < r1; r++) {
-        const float* row = x + (size_t)r * width;
-        const int out = state_out[r], pos = start + r - r0;
-        const float b = row[width - 2 * vh + head], a = row[width - vh + head] + bias, z = row[c + head * 128 + quarter * 32 + lane];
-        #pragma unroll
-        for (int j = 0; j < 2; j++) {
+    for (unsigned j = 0; j <= n; j++) {
+        const unsigned i = j - 1;
+        const float *q = now[i % 4] + row0, *v = now[i % 4] + 2 * DK;
+        if (j) {
+            {
+                const float a = tid < DK ? now[i % 4][tid] : 0.f, e = tid < DK ? now[i % 4][DK + tid] : 0.f;
+                const float qk = warp_sum(__fmul_rn(a, e)), qq = warp_sum(__fmul_rn(a, a)), kk = warp_sum(__fmul_rn(e, e));
+                if (!lane) *(float4*)cross[i % 2][warp] = make_float4(qk, qq, kk, 0.f);
+            }
+            float4 kS = make_float4(0, 0, 0, 0), qS = kS;
             #pragma unroll
-            for (int i = 0; i < 3; i++) past[j][i] = past[j][i + 1];
-            past[j][3] = row[chan[j]];
+            for (int h = 0; h < N; h += H) {
+                float qh[H], kh[H];
+                load<H>(q + h, qh);
+                load<H>(q + DK + h, kh);
+                #pragma unroll
+                for (int m = 0; m < H; m++) {
+                    const float4 s = S[h + m];
+                    kS.x = fmaf(kh[m], s.x, kS.x); kS.y = fmaf(kh[m], s.y, kS.y); kS.z = fmaf(kh[m], s.z, kS.z); kS.w = fmaf(kh[m], s.w, kS.w);
+                    qS.x = fmaf(qh[m], s.x, qS.x); qS.y = fmaf(qh[m], s.y, qS.y); qS.z = fmaf(qh[m], s.z, qS.z); qS.w = fmaf(qh[m], s.w, qS.w);
+                }
+            }
+            // Lanes 8 apart have other rows of the same columns: each keeps half of what it has and sends the rest.
+            const bool hi = lane & 16, odd = lane & 8;
+            float t[4], s[2];
+            #pragma unroll
+            for (int m = 0; m < 4; m++) t[m] = (hi ? (&qS.x)[m] : (&kS.x)[m]) + __shfl_xor_sync(~0u, hi ? (&kS.x)[m] : (&qS.x)[m], 16);
+            #pragma unroll
+            for (int m = 0; m < 2; m++) s[m] = (odd ? t[2 + m] : t[m]) + __shfl_xor_sync(~0u, odd ? t[m] : t[2 + m], 8);
+            *(float2*)&red[i % 2][warp][hi * 32 + c4 + odd * 2] = make_float2(s[0], s[1]);
         }
-        const float u = conv_silu(past[0], cw[0]);
-        if (warp == 0) vs[lane] = conv_silu(past[1], cw[1]);
-        qk[tid] = u;
-        const float sq = warp_sum(u * u);
-        if (!lane) square[warp] = sq;
-        if (out >= 0) {  // one block writes what several have read
-            const bool mine = head % (vh / kh) == 0 && quarter == 0;
+        if (j < n) convolve(j);
+        const int out = j ? state_out[r0 + i] : -1;
+        __syncthreads();
+        if (j) {
+            const auto sum4 = [&](const float (*a)[64], int at) {
+                return add4(add4(*(const float4*)&a[0][at], *(const float4*)&a[1][at]), add4(*(const float4*)&a[2][at], *(const float4*)&a[3][at]));
+            };
+            const float4 dot = add4(add4(*(const float4*)cross[i % 2][0], *(const float4*)cross[i % 2][1]), add4(*(const float4*)cross[i % 2][2], *(const float4*)cross[i % 2][3]));
+            const float beta = v[64], eg = v[65], nk = rsqrtf(dot.z + 1e-6f), old = __fmul_rn(eg, nk), share = __fmul_rn(beta, nk);
+            const float4 kept = sum4(red[i % 2], c4), v4 = *(const float4*)(v + c4);
+            float d[4];
             #pragma unroll
-            for (int i = 1; i < 4; i++) {
-                const size_t o = ((size_t)out * 4 + (pos + 1 + i) % 4) * c;
-                if (i < 3 && start && out == from && r == r0) continue;  // in place: only the newest is new
-                if (mine) conv[o + chan[0]] = past[0][i];
-                if (warp == 0) conv[o + chan[1]] = past[1][i];
+            for (int m = 0; m < 4; m++) d[m] = __fmul_rn(fmaf(-old, (&kept.x)[m], (&v4.x)[m]), share);
+            #pragma unroll
+            for (int h = 0; h < N; h += H) {
+                float kh[H];
+                load<H>(q + DK + h, kh);
+                #pragma unroll
+                for (int m = 0; m < H; m++)
+                    #pragma unroll
+                    for (int k = 0; k < 4; k++) (&S[h + m].x)[k] = fmaf(kh[m], d[k], __fmul_rn((&S[h + m].x)[k], eg));
+            }
+            if (out >= 0) {
+                float* const to = state + out * pool;
+                #pragma unroll
+                for (int m = 0; m < N; m++) __stcs((float4*)(to + m * DV), S[m]);
+                past.keep(i, conv + (size_t)out * 3 * c, c, tid < DK && blockIdx.x == 0, warp == 0);
+            }
+            if (warp == 3) {
+                const float4 read = sum4(red[i % 2], 32 + c4), g4 = *(const float4*)(v + 32 + c4), w4 = *(const float4*)(gain + c4);
+                const float nq = rsqrtf(dot.y + 1e-6f) * SCALE;
+                float o[4], ss = 0.f;
+                #pragma unroll
+                for (int m = 0; m < 4; m++) {
+                    const float e = __fmul_rn(nq, fmaf(dot.x, d[m], __fmul_rn(eg, (&read.x)[m])));
+                    ss = fmaf(e, e, ss);
+                    o[m] = __fmul_rn(__fmul_rn(e, (&w4.x)[m]), (&g4.x)[m]);
+                }
+                #pragma unroll
+                for (int m = 4; m; m /= 2) ss += __shfl_xor_sync(~0u, ss, m);
+                if (lane < 8) __stcg((float4*)(y + (size_t)(r0 + i) * vh * DV + own32 + c4), make_float4(o[0], o[1], o[2], o[3]));
+                if (!lane) parts[((size_t)(r0 + i) * vh + head) * PARTS + part] = ss;
             }
         }
-        __syncthreads();
-        const float nq = rsqrtf(square[0] + square[1] + square[2] + square[3] + 1e-6f) * 0.08838834764831845f;
-        const float nk = rsqrtf(square[4] + square[5] + square[6] + square[7] + 1e-6f);
-        const float beta = 1.f / (1.f + expf(-b)), eg = expf(A * (a > 20.f ? a : log1pf(expf(a))));
-        float4 kS = make_float4(0, 0, 0, 0), qS = kS;
-        float k[4], qdotk = 0.f;
-        #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float q = qk[rows0 + 32 * i] * nq;
-            k[i] = qk[128 + rows0 + 32 * i] * nk;
-            qdotk += q * k[i];
-            kS.x += k[i] * S[i].x; kS.y += k[i] * S[i].y; kS.z += k[i] * S[i].z; kS.w += k[i] * S[i].w;
-            qS.x += q * S[i].x; qS.y += q * S[i].y; qS.z += q * S[i].z; qS.w += q * S[i].w;
-        }
-        #pragma unroll
-        for (int m = 8; m < 32; m *= 2) {
-            #pragma unroll
-            for (int i = 0; i < 4; i++) { (&kS.x)[i] += __shfl_xor_sync(~0u, (&kS.x)[i], m); (&qS.x)[i] += __shfl_xor_sync(~0u, (&qS.x)[i], m); }
-            qdotk += __shfl_xor_sync(~0u, qdotk, m);
-        }
-        if (lane < 8) { red[0][warp][lane] = kS; red[1][warp][lane] = qS; }
-        if (!lane) cross[warp] = qdotk;
-        __syncthreads();
-        float4 d = make_float4(0, 0, 0, 0);
-        const float* col = &red[0][0][lane % 8].x;
-        #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            float v = 0.f;
-            #pragma unroll
-            for (int j = 0; j < 8; j++) v += col[j * 32 + i];
-            (&d.x)[i] = (vs[lane % 8 * 4 + i] - eg * v) * beta;
-        }
-        #pragma unroll
-        for (int i = 0; i < 4; i++)
-            #pragma unroll
-            for (int j = 0; j < 4; j++) (&S[i].x)[j] = (&S[i].x)[j] * eg + k[i] * (&d.x)[j];
-        if (warp == 0) {  // lane = column
-            float q = 0.f, dot = 0.f, v = 0.f;
-            #pragma unroll
-            for (int j = 0; j < 8; j++) { q += (&red[1][j][0].x)[lane]; v += (&red[0][j][0].x)[lane]; dot += cross[j]; }
-            const float o = eg * q + dot * (vs[lane] - eg * v) * beta;
-            const float ss = warp_sum(o * o), g = 1.f / (1.f + expf(-z));
-            y[((size_t)r * vh + head) * 128 + quarter * 32 + lane] = o * gain * (SIGMOID ? g : z * g);
-            if (!lane) parts[((size_t)r * vh + head) * 4 + quarter] = ss;
-        }
-        if (out >= 0)
-            #pragma unroll
-            for (int i = 0; i < 4; i++) __stcs((float4*)(rec + (size_t)out * vh * 16384 + at + i * 4096), S[i]);
-        if (r + 1 < r1) __syncthreads();
+        if (j + 1 < n) fetch(j + 1);
     }
+    if (seq == gridDim.z - 1 && warp == 0)
+        #pragma unroll 1
+        for (int r = r1; r < rows; r++) {
+            y[(size_t)r * vh * DV + own32 + lane] = 0.f;
+            if (!lane) parts[((size_t)r * vh + head) * PARTS + part] = 0.f;
+        }
 }

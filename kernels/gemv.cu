@@ -1,169 +1,256 @@
-// y = W f(x) (+ add): the linear layer of a decode step, W in NVFP4 (lib/nvfp4.cuh), with the norm before it and the residual after it folded in.
-// A warp takes 4 rows of W, and K/KW of their length. Its weights are all on their way before it waits for the kernel that makes x.
-//   w     : [n, 16*chunks]       u8    K = 32*chunks
-//   s     : [n4, 8*chunks]       u8    n = 4*n4
-//   gs    : [n]                  f32   global scale of each row
-//   extra : [m, k]               bf16  further rows that are never quantised (a delta net's b and a), after the others in y; or null
-//   x     : [rows, k]            f32
-//   gain  : [k]                  f32   of the norm; null unless IN is 1
-//   parts : [rows, heads, 4]     f32   IN 2: sums of squares of quarters of each 128 values of x, a norm over each head still to be done
-//   add   : [rows, out]          f32   added to the result, may be y; or null
-//   y     : [rows, out]          f32   out = n + m
-//   -D K=      length of a row, 32 must divide it        -D ROWS=  rows of x, 1 to 8: the bits of a row are the same for any number
-//   -D IN=     0: f(x) = x;  1: f(x) = rmsnorm(x, gain);  2: f(x) = x / rms of its head
-//   -D W= KW=  warps a block, warps that share a row of W  -D EXTRA=  1: there may be such further rows, and 256 divides K
-//   launch: <<<ceil(n/(4*W/KW)) + ceil(m/W), 32*W>>>
-#include "lib/nvfp4.cuh"
-#include "lib/stage.cuh"
+// y = act(W f(x) + bias) + add: the linear layer of a decode step, for W of every format (lib/fragment.cuh), with the norm before it, the bias, the activation and
+// the residual after it folded in. W is read and decoded once for all rows. A warp takes 16 rows of W and every SPLIT-th 128 of their columns; DEEP such
+// pieces are on their way to shared memory before it waits for the kernel that makes x, the next ones while it works. A row's bits do not depend on how many rows there are.
+//   w     : [n4, w_bytes]          u8    rows padded to a multiple of 4 (Packed.raw)
+//   s     : [s_rows, s_bytes]      u8    their scales; or null
+//   gs    : [n4]                   f32   nvfp4: scale of each row; or null
+//   extra : [m4, extra_bytes]      u8    further rows in the format EXTRA, after the others in y; or null
+//   x     : [r, k]                 f32
+//   gain  : [k]                    f32   NORM 1; or null
+//   parts : [r, heads, p]   f32   NORM 2: sums of squares of each GROUP values of x, in PARTS parts; or null
+//   bias  : [biases]               f32   of rows as they are stored, the extra ones too; or null
+//   add   : [r, width]             f32   added to the result, may be y; or null
+//   y     : [r, width]             f32   width = n + m, of gate and up rows n/2
+//   -D FORMAT= fragment of W    -D EXTRA= fragment of the extra rows, if any    -D K= columns    -D ROWS= 1, 2, 4 or 8: `rows` is at most that
+//   -D NORM=   0: f(x) = x;  1: f(x) = rmsnorm(x, gain);  2: f(x) = x / rms of its group, of GROUP= values in PARTS=
+//   -D ACT=    of lib/act.cuh    -D CAP=  1: results are cap * tanh(result / cap)    -D W= SPLIT=  warps of a block, and those that share a row of W
+//   -D STAGED= DEEP=  128s of x held at a time, and places of a warp for weights on their way; ESTAGED= EDEEP= for the extra rows
+//   launch: <<<main + ceil(m/16), 32*W, shared bytes: see atlas.cuda.gemv>>>, `main` blocks for W, any number from 1 to ceil(n/(16*W/SPLIT))
+#include "lib/fragment.cuh"
+#include "lib/act.cuh"
+#include "lib/async.cuh"
 #include "lib/pdl.cuh"
-#include "lib/bf16row.cuh"
+#include "lib/reduce.cuh"
+#ifndef FORMAT
+#define FORMAT fragment_nvfp4
+#endif
 #ifndef K
 #define K 2048
 #endif
 #ifndef ROWS
 #define ROWS 1
 #endif
-#ifndef IN
-#define IN 1
+#ifndef NORM
+#define NORM 1
+#endif
+#ifndef GROUP
+#define GROUP 128
+#endif
+#ifndef PARTS
+#define PARTS 4
+#endif
+#ifndef ACT
+#define ACT 0
+#endif
+#ifndef CAP
+#define CAP 0
 #endif
 #ifndef W
-#define W 8
+#define W 12
 #endif
-#ifndef KW
-#define KW 1
+#ifndef SPLIT
+#define SPLIT 4
 #endif
-#ifndef EXTRA
-#define EXTRA 0
+#ifndef STAGED
+#define STAGED 16
+#endif
+#ifndef ESTAGED
+#define ESTAGED STAGED
+#endif
+#ifndef DEEP
+#define DEEP 8
+#endif
+#ifndef EDEEP
+#define EDEEP 2
+#endif
+#ifndef UNROLL
+#define UNROLL 1
 #endif
 #define THREADS (32 * W)
-constexpr int C = K / 32, P = (C + 32 * KW - 1) / (32 * KW);   // chunks a row, and of one lane
-constexpr int PASS = ROWS < 16384 / K ? ROWS : 16384 / K;      // rows of x that fit the shared memory together
-constexpr int J = (K / 8 + THREADS - 1) / THREADS;             // eights of x that a thread stages
-static_assert(K % 32 == 0 && W % KW == 0 && !(EXTRA && (IN == 2 || K % 256)), "see the contract");
-constexpr int LD = C + 2;                                      // no bank conflicts when staging nor when reading
+#ifndef BLOCKS
+#define BLOCKS 1
+#endif
+#define LIMITS 32 * W, BLOCKS
+constexpr int C = (K + 31) / 32, B = (C + 3) / 4, SEGMENTS = (K + 255) / 256;  // chunks of 32; blocks of 128; of 256, which a warp stages together
+constexpr int SLOTS = SEGMENTS < W ? SEGMENTS : W, TEAMS = W / SLOTS, MINE = (ROWS + TEAMS - 1) / TEAMS;  // warps that stage one row; rows staged at a time; one after another
+constexpr bool PAIR = ACT != ACT_NONE && ACT != ACT_RELU2;
+static_assert(W % SPLIT == 0 && STAGED % 2 == 0 && ESTAGED % 2 == 0, "see the contract");
 
-// Rows of x as fp16 pieces of 8: piece i of chunk c in xs[i*LD + c]. One barrier for all: sums of squares go the same way.
-__device__ __forceinline__ void stage(const float* x, const float g[][8], const float* parts, float eps,
-                                      uint4* xs, float* scale, float* squares) {
-    float sum = 0.f;
-    #pragma unroll
-    for (int j = 0; j < J; j++) {
-        const int v = j * THREADS + threadIdx.x;
-        float a[8] = {};
-        if (v < K / 8) {
-            load8(x + v * 8, a);
-            if (IN == 1) {
+struct Job {  // one matrix
+    const unsigned char *w, *s;
+    const float *gs, *x, *gain, *parts, *bias, *add;
+    float* y;
+    float eps, limit, cap;
+    int rows, n, at, width, group, step;  // `at`: where its outputs begin; `group`, `step`: which tiles this block computes
+};
+
+__device__ __forceinline__ void load_x(const float* p, int v, float* a) {  // eights of a row, zeros beyond its end
+    if (K % 8 == 0) {
+        if (v < K / 8) load8(p + v * 8, a);
+        else for (int i = 0; i < 8; i++) a[i] = 0.f;
+    } else
+        for (int i = 0; i < 8; i++) a[i] = v * 8 + i < K ? p[v * 8 + i] : 0.f;
+}
+
+// x of 128s [first, first + HELD) into shared memory, for fragment F.
+template <class F, int HELD> __device__ __forceinline__ void stage(const Job& o, int first, const float* g0, float* sums, uint4* xs, float* es) {
+    using S = Staged<F, 4 * HELD>;
+    const int lane = threadIdx.x % 32, slot = threadIdx.x / 32 % SLOTS, team = threadIdx.x / 32 / SLOTS, low = first / 2, high = min(SEGMENTS, low + HELD / 2);
+    if (team >= TEAMS) return;
+    for (int seg = low <= slot ? slot : slot + (low - slot + SLOTS - 1) / SLOTS * SLOTS; seg < high; seg += SLOTS) {
+        const int v = seg * 32 + lane, c = v / 4 - 4 * first;
+        float g[8];
+        if (NORM == 1) {
+            if (seg == slot) for (int i = 0; i < 8; i++) g[i] = g0[i];
+            else load_x(o.gain, v, g);
+        }
+        #pragma unroll
+        for (int i = 0; i < MINE; i++) {
+            const int t = team + i * TEAMS, r = min(t, o.rows - 1);  // rows that are not there: the last one again
+            float a[8];
+            load_x(o.x + (size_t)r * K, v, a);
+            if (NORM == 1) {
                 #pragma unroll
-                for (int i = 0; i < 8; i++) { sum = fmaf(a[i], a[i], sum); a[i] *= g[j][i]; }
+                for (int j = 0; j < 8; j++) { sums[i] = fmaf(a[j], a[j], sums[i]); a[j] = __fmul_rn(a[j], g[j]); }
             }
-            if (IN == 2) {
-                const float4 q = ((const float4*)parts)[v / 16];
-                const float inv = rsqrtf((q.x + q.y + q.z + q.w) / 128.f + eps);
+            if (NORM == 2 && v * 8 < K) {
+                const float* q = o.parts + ((size_t)r * (K / GROUP) + v * 8 / GROUP) * PARTS;
+                float z = q[0];
                 #pragma unroll
-                for (int i = 0; i < 8; i++) a[i] *= inv;
+                for (int j = 1; j < PARTS; j++) z += q[j];
+                z = rsqrtf(fmaf(z, 1.f / GROUP, o.eps));
+                #pragma unroll
+                for (int j = 0; j < 8; j++) a[j] = __fmul_rn(a[j], z);
+            }
+            if (t >= ROWS) continue;
+            uint4* to = xs + t * S::LDR + v % 4 * S::LD + c;
+            if (F::TWO) split8(a, to[0], to[ROWS * S::LDR]);
+            else {
+                float top = top8(a);
+                #pragma unroll
+                for (int m = 1; m < 16; m *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
+                const float2 f = chunk_scale(top);
+                *to = to_half8(a, f.x);
+                if (lane % 16 == 0) es[c / 4 * ROWS + t] = f.y;
             }
         }
-        float top = top8(a);
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-        if (v < K / 8) {
-            const float2 f = chunk_scale(top);
-            xs[(v % 4) * LD + v / 4] = to_half8(a, f.x);
-            if (v % 4 == 0) scale[v / 4] = f.y;
-        }
-    }
-    if (IN == 1) {
-        sum = warp_sum(sum);
-        if (threadIdx.x % 32 == 0) squares[threadIdx.x / 32] = sum;
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) gemv(const unsigned char* __restrict__ w, const unsigned char* __restrict__ s,
-        const float* __restrict__ gs, const unsigned short* __restrict__ extra, const float* x, const float* __restrict__ gain,
-        const float* parts, float eps, const float* add, float* y, int n, int m) {
-    __shared__ uint4 xs[PASS][4 * LD];
-    __shared__ float scale[PASS][C], squares[PASS][W], part[KW > 1 ? PASS : 1][W][4];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = W / KW;
-#if EXTRA
-    const int first = (n + 4 * group - 1) / (4 * group);
-    if ((int)blockIdx.x >= first) {  // the rows that are not quantised
-        const int r = (blockIdx.x - first) * W + warp;
-        if (r >= m) return;
-        Bf16Row<K, false> row;
-        row.load(extra + (size_t)r * K, nullptr, lane);
-        pdl_trigger();
-        pdl_wait();
-        #pragma unroll 1
-        for (int t = 0; t < ROWS; t++) {
-            const float v = row.dot(x + (size_t)t * K, IN == 1 ? gain : nullptr, eps, lane);
-            if (!lane) y[(size_t)t * (n + m) + n + r] = v;
+// All tiles of one matrix that this block has: PER of 16 rows at a time, each by HERE warps. `ring`: this warp's PLACES places.
+template <class F, int PER, int HERE, int HELD, int PLACES> __device__ __forceinline__ void matrix(const Job& o, uint4* xs) {
+    using S = Staged<F, 4 * HELD>;
+    constexpr int U = UNROLL, STEPS = (B + HERE - 1) / HERE, OUT = PAIR ? 8 : 16;  // 128s of a warp; outputs of a tile
+    constexpr bool ALL = HELD >= B;
+    static_assert(PER * HERE == W && (ALL || HELD % HERE == 0), "x is staged for whole steps");
+    constexpr int PLANE = ROWS * S::LDR, ITEMS = (PER * OUT * ROWS + THREADS - 1) / THREADS;
+    __shared__ float part[2][PER * HERE][16][ROWS], squares[ROWS][SLOTS];
+    float* es = (float*)(xs + PLANE * S::PLANES);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4, tile = warp / HERE, share = warp % HERE, n4 = (o.n + 3) / 4 * 4;
+    const int groups = (n4 + 16 * PER - 1) / (16 * PER);
+    unsigned char* ring = (unsigned char*)(es + (HELD * ROWS + 3) / 4 * 4) + warp * PLACES * F::At::BYTES;
+    int next = o.group, step = 0, place = 0;  // what is to be fetched next
+    auto fetch = [&](int at) {
+        const int row = (next * PER + tile) * 16 + 2 * g, b = step * HERE + share;
+        if (next < groups) F::fetch(ring + at * F::At::BYTES, o.w, o.s, row, b, t, row < n4 && (B % HERE == 0 || b < B));
+        cp_async_commit();
+        if (++step == STEPS) { step = 0; next += o.step; }
+    };
+    #pragma unroll 1
+    for (int i = 0; i < PLACES; i++) fetch(i);
+    float g0[8], sums[MINE] = {};
+    if (NORM == 1) load_x(o.gain, (warp % SLOTS) * 32 + lane, g0);
+    for (int group = o.group, round = 0; group < groups; group += o.step, round ^= 1) {
+        float unit[ITEMS][2], bias[ITEMS][2], prior[ITEMS], acc[4] = {};
+        #pragma unroll
+        for (int i = 0; i < ITEMS; i++) {  // what the results will need
+            const int item = i * THREADS + threadIdx.x, r = item % (PER * OUT), row = PAIR ? group * PER * 16 + r / 2 * 4 + r % 2 : group * PER * 16 + r;
+            #pragma unroll
+            for (int j = 0; j < 1 + PAIR; j++) {
+                const bool on = item < PER * OUT * ROWS && row + 2 * j < n4;
+                unit[i][j] = on ? F::row_scale(o.s, o.gs, row + 2 * j) : 0.f;
+                bias[i][j] = on && o.bias && (PAIR || row < o.n) ? o.bias[row + 2 * j] : 0.f;
+            }
         }
+        if (group == o.group) { pdl_trigger(); pdl_wait(); }
+        #pragma unroll
+        for (int i = 0; i < ITEMS; i++) {
+            const int item = i * THREADS + threadIdx.x, r = group * PER * OUT + item % (PER * OUT), row = item / (PER * OUT);
+            prior[i] = o.add && row < o.rows && r < (PAIR ? o.n / 2 : o.n) ? o.add[(size_t)row * o.width + o.at + r] : 0.f;
+        }
+        #pragma unroll U
+        for (int i = 0; i < STEPS; i++) {
+            const int first = ALL ? 0 : i * HERE / HELD * HELD, b = i * HERE + share;
+            if (ALL ? group == o.group && i == 0 : i * HERE % HELD == 0) {
+                if (!ALL) __syncthreads();
+                stage<F, HELD>(o, first, g0, sums, xs, es);
+                if (NORM == 1 && group == o.group && first + HELD >= B) {
+                    #pragma unroll
+                    for (int i = 0; i < MINE; i++) {
+                        const float z = warp_sum(sums[i]);
+                        if (!lane && warp / SLOTS < TEAMS && warp / SLOTS + i * TEAMS < ROWS) squares[warp / SLOTS + i * TEAMS][warp % SLOTS] = z;
+                    }
+                }
+                __syncthreads();
+            }
+            F q;
+            cp_async_wait<PLACES - 1>();
+            q.read(ring + place * F::At::BYTES);
+            if (B % HERE == 0 || b < B) {
+                float d[4] = {};
+                q.template dot<S::LD, PLANE>(d, xs + min(g, ROWS - 1) * S::LDR + 4 * (b - first), t);
+                #pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    const float e = F::TWO ? 1.f : 2 * t + j < ROWS ? es[(b - first) * ROWS + 2 * t + j] : 0.f;
+                    acc[j] = fmaf(d[j], __fmul_rn(e, q.scale(0)), acc[j]);
+                    acc[2 + j] = fmaf(d[2 + j], __fmul_rn(e, q.scale(1)), acc[2 + j]);
+                }
+            }
+            fetch(place);
+            place = place + 1 == PLACES ? 0 : place + 1;
+        }
+        #pragma unroll
+        for (int j = 0; j < 4; j++)
+            if (2 * t + j % 2 < ROWS) part[round][warp][2 * g + j / 2][2 * t + j % 2] = acc[j];
+        __syncthreads();
+        #pragma unroll
+        for (int i = 0; i < ITEMS; i++) {
+            const int item = i * THREADS + threadIdx.x, r = item % (PER * OUT), row = item / (PER * OUT), out = group * PER * OUT + r;
+            if (row >= o.rows || out >= (PAIR ? o.n / 2 : o.n)) continue;
+            float inv = 1.f, v[2];
+            if (NORM == 1) {
+                float z = 0.f;
+                #pragma unroll
+                for (int j = 0; j < SLOTS; j++) z += squares[row][j];
+                inv = rsqrtf(fmaf(z, 1.f / K, o.eps));
+            }
+            #pragma unroll
+            for (int j = 0; j < 1 + PAIR; j++) {
+                const int at = r / OUT * HERE, line = PAIR ? r % 8 / 2 * 4 + r % 2 + 2 * j : r % 16;
+                v[j] = 0.f;
+                #pragma unroll
+                for (int m = 0; m < HERE; m++) v[j] += part[round][at + m][line][row];
+                v[j] = fmaf(__fmul_rn(v[j], inv), unit[i][j], bias[i][j]);
+            }
+            if (CAP) v[0] = __fmul_rn(o.cap, tanhf(v[0] / o.cap));
+            if (ACT) v[0] = act_mul<ACT>(v[0], v[PAIR], o.limit);
+            o.y[(size_t)row * o.width + o.at + out] = v[0] + prior[i];
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(LIMITS) gemv(const unsigned char* __restrict__ w, const unsigned char* __restrict__ s,
+        const float* __restrict__ gs, const unsigned char* __restrict__ extra, const float* x, const float* __restrict__ gain, const float* parts,
+        const float* __restrict__ bias, const float* add, float* y, float eps, float limit, float cap, int rows, int n, int m, int width, int main) {
+    DYNAMIC_SHARED(uint4, xs);
+    Job o = {w, s, gs, x, gain, parts, bias, add, y, eps, limit, cap, rows, n, 0, width, (int)blockIdx.x, main};
+#ifdef EXTRA
+    if ((int)blockIdx.x >= main) {
+        o.w = extra; o.s = nullptr; o.n = m; o.at = n; o.group = blockIdx.x - main; o.step = gridDim.x - main;
+        if (bias) o.bias = bias + n;
+        matrix<EXTRA<C>, 1, W, ESTAGED, EDEEP>(o, xs);
         return;
     }
 #endif
-    const int r0 = (blockIdx.x * group + warp / KW) * 4, c0 = (warp % KW) * 32 + lane;
-    const bool real = r0 < n;
-    uint4 q[4][P];
-    uint2 f[P];
-    #pragma unroll
-    for (int p = 0; p < P; p++) {
-        const int  c  = c0 + p * 32 * KW;
-        const bool on = real && (C % (32 * KW) == 0 || c < C);
-        #pragma unroll
-        for (int r = 0; r < 4; r++) q[r][p] = on ? __ldcs((const uint4*)w + (size_t)(r0 + r) * C + c) : make_uint4(0, 0, 0, 0);
-        f[p] = on ? __ldcs((const uint2*)s + (size_t)(r0 / 4) * C + c) : make_uint2(0, 0);
-    }
-    float g[J][8] = {};
-    if (IN == 1)
-        #pragma unroll
-        for (int j = 0; j < J; j++) if (j * THREADS + threadIdx.x < K / 8) load8(gain + (j * THREADS + threadIdx.x) * 8, g[j]);
-    const float unit = real ? gs[r0 + lane / 8] * NVFP4_UNIT : 0.f;
-    pdl_trigger();
-    pdl_wait();
-    #pragma unroll 1
-    for (int t0 = 0; t0 < ROWS; t0 += PASS) {
-        const int nt = ROWS - t0 < PASS ? ROWS - t0 : PASS;
-        for (int t = 0; t < nt; t++) stage(x + (size_t)(t0 + t) * K, g, IN == 2 ? parts + (size_t)(t0 + t) * (K / 32) : nullptr, eps, xs[t], scale[t], squares[t]);
-        __syncthreads();
-        for (int t = 0; t < nt; t++) {
-            float a[4] = {};
-            #pragma unroll
-            for (int p = 0; p < P; p++) {
-                const int c = C % (32 * KW) == 0 ? c0 + p * 32 * KW : min(c0 + p * 32 * KW, C - 1);  // beyond the end: weights are 0
-                uint4 h[4];
-                #pragma unroll
-                for (int i = 0; i < 4; i++) h[i] = xs[t][i * LD + c];
-                const float e = scale[t][c];
-                #pragma unroll
-                for (int r = 0; r < 4; r++) a[r] = fmaf(nvfp4_chunk(q[r][p], nvfp4_scales(f[p], r), (const __half2*)h), e, a[r]);
-            }
-            float v = warp_sum4(a[0], a[1], a[2], a[3]);  // row lane/8
-            if (KW > 1 && lane % 8 == 0) part[t][warp][lane / 8] = v;
-            else if (KW == 1 && real && lane % 8 == 0) {
-                if (IN == 1) {
-                    float z = 0.f;
-                    #pragma unroll
-                    for (int i = 0; i < W; i++) z += squares[t][i];
-                    v *= rsqrtf(z / K + eps);
-                }
-                const size_t o = (size_t)(t0 + t) * (n + m) + r0 + lane / 8;
-                y[o] = fmaf(v, unit, add ? add[o] : 0.f);
-            }
-        }
-        if (KW > 1) {
-            __syncthreads();
-            if (warp % KW == 0 && lane % 8 == 0 && real)
-                for (int t = 0; t < nt; t++) {
-                    float v = 0.f, z = 0.f;
-                    #pragma unroll
-                    for (int i = 0; i < KW; i++) v += part[t][warp + i][lane / 8];
-                    #pragma unroll
-                    for (int i = 0; i < W; i++) z += IN == 1 ? squares[t][i] : 0.f;
-                    if (IN == 1) v *= rsqrtf(z / K + eps);
-                    const size_t o = (size_t)(t0 + t) * (n + m) + r0 + lane / 8;
-                    y[o] = fmaf(v, unit, add ? add[o] : 0.f);
-                }
-        }
-        if (t0 + PASS < ROWS) __syncthreads();
-    }
+    matrix<FORMAT<C>, W / SPLIT, SPLIT, STAGED, DEEP>(o, xs);
 }

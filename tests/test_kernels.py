@@ -1,10 +1,11 @@
 "Kernels as files: each compiles for both machines, states its contract, and travels in the wheel with or without an nvcc."
-import os,re,shutil,subprocess,sys,threading
+import json,os,re,shutil,subprocess,sys,threading
 import numpy as np,pytest
 from hypothesis import given,settings,strategies as st
 from pathlib import Path
 from atlas.core import AtlasError,cp
-from atlas.launch import CubinStore,Nvrtc,OPTIONS,Source,ahead,compilations,compiled,find_nvcc,kernel_names,simulate
+from atlas.launch import (CubinStore,Nvrtc,OPTIONS,Source,ahead,compilations,compiled,cubin_name,cuda_headers,find_nvcc,kernel_names,machine_code,
+    prepare,saved_variants,simulate)
 
 root = Path(__file__).parents[1]
 archs = ['sm_90a','sm_121a']
@@ -29,7 +30,7 @@ def test_nvrtc_compiles(name, arch):
 
 def signature(src):
     "Parameters of the kernel's C++ function: name -> is it a pointer?"
-    text = re.search(r'extern "C" __global__ void (?:__launch_bounds__\(\w+\) )?(\w+)\(([^)]*)\)', src.text)
+    text = re.search(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(([^)]*)\)', src.text)
     assert text[1]==src.name, 'the function has the name of its file'
     return {p.split()[-1].lstrip('*'): '*' in p for p in text[2].split(',')}
 
@@ -49,12 +50,13 @@ def test_checkout_holds_no_machine_code(): assert not [*(root/'kernels').rglob('
 
 # The wheel
 
-def build(tmp, **env):
-    "Run the wheel's build step on a copy of the tree; returns the kernels folder it makes and what it said"
+def build(tmp, listed=None, **env):
+    "Run the wheel's build step on a copy of the tree, with `listed` as its variants; returns the kernels folder it makes and what it said"
     pytest.importorskip('setuptools')
     tree = tmp/'tree'
     for f in ('setup.py','settings.ini','pyproject.toml'): tree.mkdir(exist_ok=True); shutil.copy(root/f, tree)
     for d in ('atlas','kernels'): shutil.copytree(root/d, tree/d, ignore=shutil.ignore_patterns('__pycache__'), dirs_exist_ok=True)
+    if listed is not None: (tree/'kernels'/'variants.json').write_text(json.dumps(listed))
     env = {k: v for k,v in (os.environ|env).items() if v is not None}
     r = subprocess.run([sys.executable, 'setup.py', '-q', 'build_py', '--build-lib', tmp/'out'], cwd=tree, env=env, capture_output=True, text=True)
     assert r.returncode==0, r.stderr
@@ -81,18 +83,37 @@ def test_wheel_with_broken_nvcc(script, tmp_path):
     out,said = build(tmp_path, PATH=fake_nvcc(tmp_path, script), ATLAS_CUDA_ARCHS=None)
     assert files(out)==sources and 'rmsnorm.cu was not compiled for sm_121a' in said
 
+logs = '#!/bin/sh\necho "$@" >> "$0.log"\nwhile [ $# -gt 0 ]; do [ "$1" = -o ] && printf "\\177ELF" > "$2"; shift; done\n'
+listed = dict(one=[['rmsnorm'], ['rmsnorm','-DA=1','-DB=2'], ['no_such_kernel','-DA=1']], two=[['rmsnorm','-DA=1','-DB=2'], ['rope','-DA=1']])
+
 def test_wheel_compiles_as_launch_does(tmp_path):
-    out,_ = build(tmp_path, PATH=fake_nvcc(tmp_path, '#!/bin/sh\necho "$@" >> "$0.log"\nwhile [ $# -gt 0 ]; do [ "$1" = -o ] && printf "\\177ELF" > "$2"; shift; done\n'), ATLAS_CUDA_ARCHS='90a sm_121a')
+    out,_ = build(tmp_path, listed, PATH=fake_nvcc(tmp_path, logs), ATLAS_CUDA_ARCHS='90a sm_121a')
     calls = (tmp_path/'bin'/'nvcc.log').read_text().splitlines()
-    assert files(out)==sources|{f'{n}.{a}.cubin' for n in kernel_names() for a in archs}
-    assert len(calls)==2*len(kernel_names()) and all(set(OPTIONS)<=set(c.split()) and f'-I{out}' in c for c in calls)
-    assert sum('-gencode=arch=compute_121a,code=sm_121a' in c for c in calls)==len(kernel_names())
+    more = [('rmsnorm',('-DA=1','-DB=2')), ('rope',('-DA=1',))]
+    assert files(out)==sources|{'variants.json'}|{cubin_name(n, a, o) for n,o in [(n, ()) for n in kernel_names()]+more for a in archs}
+    assert len(calls)==2*(len(kernel_names())+2) and all(set(OPTIONS)<=set(c.split()) and f'-I{out}' in c for c in calls)
+    assert sum('-gencode=arch=compute_121a,code=sm_121a' in c for c in calls)==len(kernel_names())+2
+    assert sum('-DA=1 -DB=2' in c for c in calls)==2
+    assert ahead(Source('rope', out), 'sm_90a', ('-DA=1',)) and ahead(Source('rope', out), 'sm_90a', ('-DA=2',)) is None
+    assert saved_variants(path=out/'variants.json')==[('no_such_kernel',('-DA=1',)), ('rmsnorm',()), *more]
+
+def test_wheel_has_a_limit(tmp_path):
+    "What is too much is left out and told; the wheel is built all the same"
+    big = '#!/bin/sh\nwhile [ $# -gt 0 ]; do [ "$1" = -o ] && { printf "\\177ELF" > "$2"; truncate -s 40M "$2"; }; shift; done\n'
+    out,said = build(tmp_path, PATH=fake_nvcc(tmp_path, big)+os.pathsep+'/usr/bin', ATLAS_CUDA_ARCHS='90a')
+    made = [p for p in out.glob('*.cubin')]
+    assert 2<=len(made)<=1+os.cpu_count() and said.count('is left out: over 64 MiB')==len(kernel_names())-len(made)
 
 @needs_nvcc
 def test_wheel_ships_cubins(tmp_path):
-    out,_ = build(tmp_path, ATLAS_CUDA_ARCHS=None)
-    assert all(ahead(Source(n, out), a)[:4]==b'\x7fELF' for n in kernel_names() for a in archs)
+    out,_ = build(tmp_path, dict(one=[['argmax','-DTHREADS=256']]), ATLAS_CUDA_ARCHS='sm_90a')
+    assert all(ahead(Source(n, out), 'sm_90a')[:4]==b'\x7fELF' for n in kernel_names())
+    assert ahead(Source('argmax', out), 'sm_90a', ('-DTHREADS=256',))[:4]==b'\x7fELF'
     assert ahead(Source('rmsnorm', out), 'sm_100a') is None
+
+def test_listed_variants_exist():
+    "What wheels are built with are kernels there are, and options that they know"
+    for n,options in saved_variants(): assert all(re.search(rf'\b{o[2:].split("=")[0]}\b', '\n'.join(Source(n).files.values())) for o in options), (n,options)
 
 # Keys and the store
 
@@ -112,6 +133,15 @@ def test_key_is_of_all_that_matters_and_nothing_else(tmp_path):
     assert kernel_tree(tmp_path, **{'lib/other.cuh': 'edited'}).key('sm_90a', (), 'nvrtc 13.0')==plain
 
 def test_include_cycle_ends(tmp_path): assert set(kernel_tree(tmp_path, **{'lib/c.cuh': '#include "lib/b.cuh"\n'}).files)=={'a.cu','lib/b.cuh','lib/c.cuh'}
+
+def test_variants_have_names_of_their_own():
+    names = [cubin_name('gemv', a, o) for a in archs for o in ((), ('-DK=1',), ('-DK=12',), ('-DK=1','-DN=2'), ('-DK=1 -DN=2','')) ]
+    assert len(set(names))==len(names) and names[0]=='gemv.sm_90a.cubin'
+
+def test_headers_are_found():
+    "NVRTC needs the half-precision headers, and what they include"
+    if not find_nvcc() and cp is None: pytest.skip('neither a toolkit nor CuPy')
+    assert any(Path(d, 'cuda_fp16.h').exists() for d in cuda_headers()) and any(Path(d, 'nv/target').exists() for d in cuda_headers())
 
 class Stub:
     name,version = 'stub','1'
@@ -142,6 +172,25 @@ def test_failed_compile_keeps_nothing(tmp_path):
         def __call__(self, *a): raise AtlasError('no')
     with pytest.raises(AtlasError): compiled(kernel_tree(tmp_path/'k'), 'sm_90a', compiler=Fails(), store=CubinStore(tmp_path/'s'))
     assert not (tmp_path/'s').exists()
+
+def test_ready_means_ready(tmp_path, monkeypatch):
+    "After ready(refuse=True) what is known is served, and what is not is an error, not a wait"
+    src,store,stub = kernel_tree(tmp_path/'k'),CubinStore(tmp_path/'s'),Stub()
+    args = dict(compiler=stub, store=store)
+    prepare([('a', ()), ('a', ('-DX',))], 'sm_90a', stub, store, tmp_path/'k')
+    late = type(compilations)(); late.ready(refuse=True)
+    monkeypatch.setattr('atlas.launch.compilations', late)
+    assert machine_code(src, 'sm_90a', ('-DX',), **args) and late.after_ready==0
+    with pytest.raises(AtlasError, match='would make a request wait'): machine_code(src, 'sm_90a', ('-DY',), **args)
+    assert len(stub.calls)==2 and late.late==['a']
+
+@settings(max_examples=20, deadline=None)
+@given(wanted=st.lists(st.tuples(st.just('a'), st.lists(st.sampled_from(['-DX','-DY=1','-DZ=2']), unique=True).map(tuple)), max_size=12), bad=st.booleans())
+def test_prepare_compiles_each_once(tmp_path_factory, wanted, bad):
+    d = tmp_path_factory.mktemp('p'); kernel_tree(d/'k'); stub,store = Stub(),CubinStore(d/'s')
+    got = prepare(wanted, 'sm_90a', stub, store, d/'k')
+    assert set(got)==set(wanted) and len(stub.calls)==len(set(wanted)) and len(set(got.values()))==len(got)
+    assert prepare(wanted, 'sm_90a', stub, store, d/'k')==got and len(stub.calls)==len(set(wanted))
 
 def test_unwritable_store_warns_and_serves(tmp_path):
     (tmp_path/'s').write_text('a file where the folder should be')

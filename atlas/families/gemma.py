@@ -7,15 +7,17 @@ Docs: https://atlas-inference.github.io/atlas/families.gemma.html.md"""
 # %% auto #0
 __all__ = ['NAMES', 'GemmaBlock', 'Assistant', 'build']
 
-# %% ../../nbs/24_families.gemma.ipynb #7490759a
+# %% ../../nbs/24_families.gemma.ipynb #0164c570
 import numpy as np
 from types import SimpleNamespace
 from fastcore.basics import patch
+from ..card import on_card
 from ..config import ModelConfig
 from ..core import CheckpointError
 from ..layers import Attention,MLP,MoE,MoENames,norm,stack,vector
 from ..model import Batch,Decoder
 from ..weights import Want
+from ..cuda.gemv import gemv,rmsnorm as norm_rows
 from ..ops.linear import linear
 from ..ops.norm import rmsnorm
 
@@ -41,7 +43,7 @@ class GemmaBlock:
                   vector(dst+'moe.router.per_expert_scale', src+'router.per_expert_scale', c.moe.num_experts)]
         return ws+self.moe.wants(dst+'moe.', src)+router
 
-# %% ../../nbs/24_families.gemma.ipynb #1c1c1d9e
+# %% ../../nbs/24_families.gemma.ipynb #762e9017
 @patch
 def _ffn(self:GemmaBlock, r, s):
     "MLP and experts on the stream `r`"
@@ -55,11 +57,29 @@ def _ffn(self:GemmaBlock, r, s):
 @patch
 def __call__(self:GemmaBlock, x, s):
     "The stream `x` [..., H] after this layer"
+    if on_card(x): return self.on_card(x, s)
     n = lambda x,g: rmsnorm(x, g.weight, self._c.norm_eps)
     r = x+n(self.mixer(x, self.input_layernorm, s), self.post_attention_layernorm)
     return (r+n(self._ffn(r, s), self.post_feedforward_layernorm))*self.layer_scalar
 
-# %% ../../nbs/24_families.gemma.ipynb #a55c9749
+# %% ../../nbs/24_families.gemma.ipynb #a10aa689
+@patch
+def prepare(self:GemmaBlock):
+    "As `Block.prepare`"
+    if self._moe: self.moe.prepare()
+
+@patch
+def on_card(self:GemmaBlock, x, s):
+    "`GemmaBlock.__call__` for rows [R,H] on a card"
+    n = lambda x,g,**kw: norm_rows(x, g.weight, self._c.norm_eps, **kw)
+    r = n(self.mixer.on_card(x, self.input_layernorm, s), self.post_attention_layernorm, add=x)
+    y = self.mlp.on_card(r, self.pre_feedforward_layernorm, s)
+    if self._moe:
+        m = self.moe.mix(r, self.pre_feedforward_layernorm_2.weight, s, router_gain=self.moe.router.norm)
+        y = n(m, self.post_feedforward_layernorm_2, add=n(y, self.post_feedforward_layernorm_1))
+    return n(y, self.post_feedforward_layernorm, add=r, scale=self.layer_scalar)
+
+# %% ../../nbs/24_families.gemma.ipynb #ea225f74
 def _permutation(w):
     "Every number below len(w), once; a `CheckpointError` otherwise"
     if not (np.sort(w)==np.arange(len(w))).all(): raise CheckpointError('masked_embedding.token_ordering does not list every token once', param='masked_embedding.token_ordering')
@@ -83,21 +103,24 @@ class Assistant(Decoder):
     ): # Logits [R, vocab] and the next h
         "Score the token after the newest one"
         last = {k:max(i for i,m in enumerate(target.c.mixers) if m==k) for k in set(self.c.mixers)}
-        view = SimpleNamespace(**{n:{i:getattr(cache, n)[last[m]] for i,m in enumerate(self.c.mixers)} for n in 'kv'})
-        x,s = linear(np.concatenate([target.embed(b), h], -1), self.pre_projection.weight),self.step(b, view)
+        of,host = lambda pools: {i:pools[last[m]] for i,m in enumerate(self.c.mixers)},target.device.kind=='cpu'
+        view = SimpleNamespace(k=of(cache.k), v=of(cache.v)) if host else SimpleNamespace(kv=of(cache.kv))
+        product = linear if host else gemv
+        x,s = product(target.device.xp.concatenate([target.embed(b), h], -1), self.pre_projection.weight),self.step(b, view)
         for l in self.layers: x = l(x, s)
         n = self.final(x)
-        return self._scores(n),linear(n, self.post_projection.weight)
+        return self._scores(n),product(n, self.post_projection.weight)
 
-# %% ../../nbs/24_families.gemma.ipynb #c7a08a07
+# %% ../../nbs/24_families.gemma.ipynb #9687d61d
 @patch
 def _scores(self:Assistant, n):
     "Logits of rows n [R,H], those outside the best clusters set below all others"
-    y,d = self.head(n),self.c.drafter
+    host,d = self.device.download,self.c.drafter
+    y = host(self.head(n))
     if not d.ordered: return y
     e = self.masked_embedding
-    clusters = e.token_ordering.astype(np.int64).reshape(d.num_centroids, -1)
-    for row,score in zip(y, linear(n, e.centroids.weight)):
+    clusters = host(e.token_ordering).astype(np.int64).reshape(d.num_centroids, -1)
+    for row,score in zip(y, host((gemv if on_card(n) else linear)(n, e.centroids.weight))):
         ids = clusters[np.argsort(-score, kind='stable')[:d.centroid_top_k]].ravel()
         kept = row[ids]; row[:] = kept.min()-1; row[ids] = kept
     return y

@@ -7,12 +7,14 @@ Docs: https://atlas-inference.github.io/atlas/families.qwen.html.md"""
 # %% auto #0
 __all__ = ['block', 'build', 'MTPHead']
 
-# %% ../../nbs/22_families.qwen.ipynb #7ccabe25
+# %% ../../nbs/22_families.qwen.ipynb #77faac8d
 import numpy as np
 from ..config import ModelConfig
 from ..layers import Attention,Block,DeltaNet,Half,MLP,MoE,MoENames,norm,stack
 from ..model import Batch,Decoder
 from .vision import VisionTower
+from ..cuda.gemv import rmsnorm as norm_rows
+from ..cuda.layers import project
 from ..ops.linear import TILE,linear
 from ..ops.norm import rmsnorm
 
@@ -28,7 +30,7 @@ def build(c:ModelConfig)->Decoder:
     layers = [block(c, i, m, f) for i,(m,f) in enumerate(zip(c.mixers, c.ffns))]
     return Decoder(c, layers, MTPHead(c) if c.mtp_layers else None, VisionTower(c) if c.vision else None)
 
-# %% ../../nbs/22_families.qwen.ipynb #18375940
+# %% ../../nbs/22_families.qwen.ipynb #a0246802
 class MTPHead:
     "Qwen's multi-token prediction: one more layer, which drafts"
     def __init__(self, c:ModelConfig):
@@ -48,8 +50,17 @@ class MTPHead:
     ): # [R, H]: what `m.head` makes logits of
         "Drafting states for pairs of a hidden state and the token after it"
         eps = self._c.norm_eps
+        if m.device.kind!='cpu': return self.on_card(m, b, h, cache)
         x = np.concatenate([rmsnorm(m.embed(b), self.pre_fc_norm_embedding.weight, eps), rmsnorm(h, self.pre_fc_norm_hidden.weight, eps)], -1)
         if b.tiled: x = x.reshape(-1, TILE, x.shape[-1])
         x,s = linear(x, self.fc.weight),m.step(b, cache)
         for l in self.layers: x = l(x, s)
         return rmsnorm(x.reshape(len(h), -1), self.norm.weight, eps)
+
+    def on_card(self, m, b, h, cache):
+        "The same on a card"
+        eps,s = self._c.norm_eps,m.step(b, cache)
+        x = m.device.xp.concatenate([norm_rows(m.embed(b), self.pre_fc_norm_embedding.weight, eps), norm_rows(h, self.pre_fc_norm_hidden.weight, eps)], -1)
+        x = project(s, x, self.fc)
+        for l in self.layers: x = l(x, s)
+        return norm_rows(x, self.norm.weight, eps)

@@ -1,0 +1,67 @@
+#pragma once
+// Half precision for emulate.h: values are computed in wider types and rounded to nearest even once.
+inline uint16_t emu_to_half(double d) {
+    const float f = (float)d;
+    unsigned u = emu_bits<unsigned>(f), s = u >> 16 & 0x8000, m = u & 0x7FFFFFFF;
+    if (m > 0x7F800000) return s | 0x7FFF;
+    if (m >= 0x47800000) return s | 0x7C00;                                      // 65536 and more
+    const double a = std::fabs(d);
+    if (a < 6.103515625e-05) return s | (unsigned)std::nearbyint(a * 16777216.);  // subnormal: multiples of 2^-24
+    int e; const double r = std::frexp(a, &e);                                    // a = r * 2^e, r in [.5, 1)
+    unsigned q = (unsigned)std::nearbyint(r * 2048.);                             // 1024 .. 2048
+    if (q == 2048) { q = 1024; e++; }
+    if (e + 14 >= 31) return s | 0x7C00;
+    return s | (e + 14) << 10 | (q - 1024);
+}
+inline float emu_from_half(uint16_t h) {
+    const int e = h >> 10 & 31, m = h & 1023;
+    const float v = e == 31 ? (m ? NAN : INFINITY) : e ? std::ldexp((float)(1024 + m), e - 25) : std::ldexp((float)m, -24);
+    return h & 0x8000 ? -v : v;
+}
+struct alignas(2) __half {
+    uint16_t u;
+    __half() = default;
+    __half(float f) : u(emu_to_half(f)) {}
+    __half(double f) : u(emu_to_half(f)) {}
+    __half(int f) : u(emu_to_half(f)) {}
+    operator float() const { return emu_from_half(u); }
+};
+struct alignas(4) __half2 { __half x, y; __half2() = default; __half2(__half a, __half b) : x(a), y(b) {} };
+typedef __half half;
+typedef __half2 half2;
+inline __half emu_h(double v) { __half h; h.u = emu_to_half(v); return h; }
+inline double emu_d(__half h) { return emu_from_half(h.u); }
+inline __half __float2half(float f) { return emu_h(f); }
+inline __half __float2half_rn(float f) { return emu_h(f); }
+inline float __half2float(__half h) { return emu_from_half(h.u); }
+inline __half __ushort_as_half(unsigned short u) { __half h; h.u = u; return h; }
+inline unsigned short __half_as_ushort(__half h) { return h.u; }
+inline __half __hadd(__half a, __half b) { return emu_h(emu_d(a) + emu_d(b)); }
+inline __half __hsub(__half a, __half b) { return emu_h(emu_d(a) - emu_d(b)); }
+inline __half __hmul(__half a, __half b) { return emu_h(emu_d(a) * emu_d(b)); }
+inline __half __hfma(__half a, __half b, __half c) { return emu_h(emu_d(a) * emu_d(b) + emu_d(c)); }
+inline __half __hmax(__half a, __half b) { return emu_d(a) > emu_d(b) ? a : b; }
+inline __half __hmin(__half a, __half b) { return emu_d(a) < emu_d(b) ? a : b; }
+inline __half __habs(__half a) { a.u &= 0x7FFF; return a; }
+inline __half __hneg(__half a) { a.u ^= 0x8000; return a; }
+inline __half2 __floats2half2_rn(float a, float b) { return {emu_h(a), emu_h(b)}; }
+inline __half2 __float22half2_rn(float2 a) { return {emu_h(a.x), emu_h(a.y)}; }
+inline __half2 __float2half2_rn(float a) { return {emu_h(a), emu_h(a)}; }
+inline __half2 __half2half2(__half a) { return {a, a}; }
+inline __half2 __halves2half2(__half a, __half b) { return {a, b}; }
+inline __half2 make_half2(__half a, __half b) { return {a, b}; }
+inline float2 __half22float2(__half2 h) { return {__half2float(h.x), __half2float(h.y)}; }
+inline float __low2float(__half2 h) { return __half2float(h.x); }
+inline float __high2float(__half2 h) { return __half2float(h.y); }
+inline __half __low2half(__half2 h) { return h.x; }
+inline __half __high2half(__half2 h) { return h.y; }
+inline __half2 __hadd2(__half2 a, __half2 b) { return {__hadd(a.x, b.x), __hadd(a.y, b.y)}; }
+inline __half2 __hsub2(__half2 a, __half2 b) { return {__hsub(a.x, b.x), __hsub(a.y, b.y)}; }
+inline __half2 __hmul2(__half2 a, __half2 b) { return {__hmul(a.x, b.x), __hmul(a.y, b.y)}; }
+inline __half2 __hadd2_rn(__half2 a, __half2 b) { return __hadd2(a, b); }
+inline __half2 __hmul2_rn(__half2 a, __half2 b) { return __hmul2(a, b); }
+inline __half2 __hfma2(__half2 a, __half2 b, __half2 c) { return {__hfma(a.x, b.x, c.x), __hfma(a.y, b.y, c.y)}; }
+inline __half2 __hmax2(__half2 a, __half2 b) { return {__hmax(a.x, b.x), __hmax(a.y, b.y)}; }
+inline __half2 __hmin2(__half2 a, __half2 b) { return {__hmin(a.x, b.x), __hmin(a.y, b.y)}; }
+inline __half2 __habs2(__half2 a) { return {__habs(a.x), __habs(a.y)}; }
+inline __half2 __hneg2(__half2 a) { return {__hneg(a.x), __hneg(a.y)}; }

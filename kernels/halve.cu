@@ -1,0 +1,73 @@
+// Rows of float32 activations to fp16, each times the power of two that brings its largest magnitude into [2^14, 2^15): the input of a matrix product by
+// tensor cores (gemm.cu). With a gain, of rmsnorm(x, gain): what is rounded is x*gain, and 1/rms goes into the row's scale.
+//   x     : [rows, k]         f32
+//   gain  : [k]               f32   of the norm; or null
+//   y     : [rows, ld]        f16   ld = parts * kp; kp: k rounded up to what the product takes at a time, zeros there. Part 0: rounded; part 1: what that left, rounded
+//   scale : [rows]            f32   of a row: x = y * scale
+// Columns are in an order of their own: of 32, column 8t + 4h + 2p + i is number 16h + 8p + 2t + i, so that a lane which multiplies eight weights that follow
+// each other finds its share in the fragments of tensor cores.
+//   -D PARTS=  1 or 2        -D WARPS=  1, 2, 4 or 8: that share a row        32 must divide kp
+//   launch: <<<ceil(rows*WARPS/8), 256>>>
+#include "lib/stage.cuh"
+#include "lib/reduce.cuh"
+#ifndef PARTS
+#define PARTS 1
+#endif
+#ifndef WARPS
+#define WARPS 8
+#endif
+constexpr int STEP = 128 * WARPS;  // numbers that a row's threads take at once
+
+extern "C" __global__ void __launch_bounds__(256) halve(const float* __restrict__ x, const float* __restrict__ gain, float eps, __half* y, float* scale, int rows, int n, int kp) {
+    const int r = blockIdx.x * (8 / WARPS) + threadIdx.x / (32 * WARPS), first = threadIdx.x % (32 * WARPS) * 4;
+    const bool real = r < rows, wide = n % 4 == 0;
+    const float* row = x + (size_t)(real ? r : 0) * n;
+    const auto four = [&](int i, float* v) {  // numbers i to i+3, with the gain; returns the sum of their squares without it
+        float4 q = make_float4(0.f, 0.f, 0.f, 0.f), f = make_float4(1.f, 1.f, 1.f, 1.f);
+        if (wide && i < n) {
+            q = *(const float4*)(row + i);
+            if (gain) f = *(const float4*)(gain + i);
+        } else for (int j = 0; j < 4; j++) if (i + j < n) { (&q.x)[j] = row[i + j]; if (gain) (&f.x)[j] = gain[i + j]; }
+        v[0] = q.x * f.x; v[1] = q.y * f.y; v[2] = q.z * f.z; v[3] = q.w * f.w;
+        return fmaf(q.x, q.x, fmaf(q.y, q.y, fmaf(q.z, q.z, q.w * q.w)));
+    };
+    float sum = 0.f, top = 0.f, v[4];
+    #pragma unroll 2
+    for (int i = first; i < n; i += STEP) {
+        sum += four(i, v);
+        top = fmaxf(fmaxf(top, fmaxf(fabsf(v[0]), fabsf(v[1]))), fmaxf(fabsf(v[2]), fabsf(v[3])));
+    }
+    sum = warp_sum(sum);
+    for (int m = 16; m; m >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
+    if (WARPS > 1) {
+        __shared__ float sums[8], tops[8];
+        const int warp = threadIdx.x / 32, w0 = warp / WARPS * WARPS;
+        if (threadIdx.x % 32 == 0) { sums[warp] = sum; tops[warp] = top; }
+        __syncthreads();
+        sum = top = 0.f;
+        #pragma unroll
+        for (int i = 0; i < WARPS; i++) { sum += sums[w0 + i]; top = fmaxf(top, tops[w0 + i]); }
+    }
+    if (!real) return;
+    const float2 f = chunk_scale(top);
+    if (first == 0) scale[r] = gain ? f.y * rsqrtf(sum / n + eps) : f.y;
+    #pragma unroll 2
+    for (int i = first; i < kp; i += STEP) {
+        unsigned h[2 * PARTS];
+        four(i, v);
+        #pragma unroll
+        for (int j = 0; j < 2; j++) {
+            const float p = v[2 * j] * f.x, q = v[2 * j + 1] * f.x;
+            __half2 a = __floats2half2_rn(p, q);
+            const float2 b = __half22float2(a);
+            h[j] = *(const unsigned*)&a;
+            if (PARTS == 2) { a = __floats2half2_rn(p - b.x, q - b.y); h[(2 + j) % (2 * PARTS)] = *(const unsigned*)&a; }
+        }
+        #pragma unroll
+        for (int p = 0; p < PARTS; p++) {
+            unsigned* to = (unsigned*)(y + ((size_t)r * PARTS + p) * kp + i / 32 * 32) + i % 8 / 4 * 8 + i % 32 / 8;
+            to[0] = h[2 * p];
+            to[4] = h[2 * p + 1];
+        }
+    }
+}

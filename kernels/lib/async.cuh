@@ -1,0 +1,42 @@
+#pragma once
+// Copies from global to shared memory that run beside the thread (PTX cp.async): 16 bytes each, committed in groups, waited for by group.
+__device__ __forceinline__ void cp_async16(void* to, const void* from) {
+#if defined(__CUDA_ARCH__)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from));
+#else
+    *(uint4*)to = *(const uint4*)from;
+#endif
+}
+// Like cp_async16 where `on`, and 16 zero bytes where not; `from` is not read then.
+__device__ __forceinline__ void cp_async16_or_zero(void* to, const void* from, bool on) {
+#if defined(__CUDA_ARCH__)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "r"(on ? 16 : 0) : "memory");
+#else
+    *(uint4*)to = on ? *(const uint4*)from : make_uint4(0, 0, 0, 0);
+#endif
+}
+// Four bytes, likewise.
+__device__ __forceinline__ void cp_async4_or_zero(void* to, const void* from, bool on) {
+#if defined(__CUDA_ARCH__)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "r"(on ? 4 : 0) : "memory");
+#else
+    *(unsigned*)to = on ? *(const unsigned*)from : 0;
+#endif
+}
+__device__ __forceinline__ void cp_async_commit() {
+#if defined(__CUDA_ARCH__)
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+// Wait until at most the N newest groups are still under way.
+template <int N> __device__ __forceinline__ void cp_async_wait() {
+#if defined(__CUDA_ARCH__)
+    asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory");
+#endif
+}
+// Dynamic shared memory as an array of `type` called `name`.
+#ifndef DYNAMIC_SHARED
+#define DYNAMIC_SHARED(type, name) \
+    extern __shared__ __align__(128) unsigned char dynamic_shared[]; \
+    type* name = (type*)dynamic_shared
+#endif

@@ -1,0 +1,158 @@
+#pragma once
+// What delta_prep and mamba_prep share: a tile's rows (64 positions of one sequence) through the convolution, its decays, and operands turned into
+// fragments (lib/limbs.cuh). 256 threads. A row of shared memory holds key limbs (hi KD, lo KD) and, after them, query limbs or values.
+#include "lib/async.cuh"
+#include "lib/limbs.cuh"
+#include "lib/reduce.cuh"
+
+constexpr int TILE = 64;
+
+// The rows of a tile: lo..hi-1 are real. `tail`: the three inputs before the sequence's first row in this step, or null; `rel` is this tile's row 0
+// counted from that first row.
+struct Rows {
+    const float* x;      // row 0 of the tile
+    const float* tail;   // [3, c]
+    float* keep;         // where the last three inputs go, or null
+    int width, c, lo, hi, rel, tile;
+    // Input channel `ch` (at column `at` of x) of row j >= -3
+    __device__ __forceinline__ float in(int j, int ch, int at) const {
+        if (rel + j >= 0) return j < hi ? x[(long long)j * width + at] : 0.f;
+        return tail && rel + j >= -3 ? tail[(size_t)(3 + rel + j) * c + ch] : 0.f;
+    }
+    // silu of the convolution over time of channel `ch` for rows j0..j0+15: f(row, value); zeros where rows are not real
+    template <class F> __device__ __forceinline__ void conv(int ch, int at, int j0, const float* __restrict__ conv_w, const float* __restrict__ bias, F f) const {
+        const float4 w = ((const float4*)conv_w)[ch];
+        const float b = bias ? bias[ch] : 0.f;
+        float v[19];
+        #pragma unroll
+        for (int i = 0; i < 19; i++) v[i] = in(j0 + i - 3, ch, at);
+        #pragma unroll
+        for (int i = 0; i < 16; i++) {
+            const float y = fmaf(v[i + 3], w.w, fmaf(v[i + 2], w.z, fmaf(v[i + 1], w.y, v[i] * w.x))) + b;
+            f(j0 + i, j0 + i >= lo && j0 + i < hi ? y / (1.f + expf(-y)) : 0.f);
+        }
+    }
+    __device__ __forceinline__ void keep_tail(int ch, int at) const {
+        if (keep)
+            for (int i = 0; i < 3; i++) keep[(size_t)i * c + ch] = in(hi - 3 + i, ch, at);
+    }
+};
+
+// Tile `t` of a step; `first_row`: of its sequence, as laid out.
+__device__ __forceinline__ Rows rows_of(int t, const float* x, int width, int c, float* conv, const int* first, const int* starts, const int* state_in,
+        const int* state_out, const int* tile_seq, const int* tile_lo, const int* tile_hi) {
+    Rows r;
+    const int s = tile_seq[t], start = starts[s];
+    r.tile = t; r.width = width; r.c = c; r.lo = tile_lo[t]; r.hi = tile_hi[t];
+    r.x = x + (size_t)t * TILE * width;
+    r.rel = (t - first[s] / TILE) * TILE - start % TILE;
+    r.tail = start ? conv + (size_t)state_in[s] * 3 * c : nullptr;
+    const int keep = state_out[t * TILE + r.hi - 1];
+    r.keep = keep >= 0 ? conv + (size_t)keep * 3 * c : nullptr;
+    return r;
+}
+
+// Sums of the decays' logs g up to each row, as two floats: a segment's sum is the difference of two of them, and stays exact when both are large.
+// One warp; lane l brings rows 2l and 2l+1, and gets them back summed.
+struct Twice { float hi, lo; };
+__device__ __forceinline__ Twice add(Twice a, Twice b) {
+    const float s = a.hi + b.hi, v = s - a.hi;
+    const float e = (a.hi - (s - v)) + (b.hi - v) + (a.lo + b.lo), r = s + e;
+    return {r, e - (r - s)};
+}
+__device__ __forceinline__ void running_sums(float g0, float g1, Twice& a, Twice& b) {
+    const int lane = threadIdx.x % 32;
+    Twice v = add({g0, 0.f}, {g1, 0.f});
+    #pragma unroll
+    for (int m = 1; m < 32; m *= 2) {
+        const Twice o = {__shfl_up_sync(~0u, v.hi, m), __shfl_up_sync(~0u, v.lo, m)};
+        if (lane >= m) v = add(o, v);
+    }
+    const Twice o = {__shfl_up_sync(~0u, v.hi, 1), __shfl_up_sync(~0u, v.lo, 1)};
+    a = lane ? add(o, {g0, 0.f}) : Twice{g0, 0.f};
+    b = v;
+}
+__device__ __forceinline__ float segment(const float* hi, const float* lo, int i, int j) { return expf((hi[i] - hi[j]) + (lo[i] - lo[j])); }
+__device__ __forceinline__ float softplus(float x) { return x > 20.f ? x : log1pf(expf(x)); }
+
+// Limbs of matrices in shared memory, rows (tokens) of `STEP` bytes: `hi` is the address of row 0, `lo` lies `apart` bytes behind.
+template <int STEP> struct Matrix {
+    const unsigned char* hi;
+    int apart;
+    __device__ __forceinline__ const unsigned char* at(int row, int col) const { return hi + row * STEP + col * 2; }
+    // A operand: rows r.., columns c..
+    __device__ __forceinline__ void a(Limbs& f, int r, int c) const {
+        const int l = threadIdx.x % 32;
+        const unsigned char* p = at(r + l % 16, c + l / 16 * 8);
+        f.load(p, p + apart);
+    }
+    // A operand of the transposed: rows are columns c.. of the matrix, columns its rows r..
+    __device__ __forceinline__ void a_turned(Limbs& f, int c, int r) const {
+        const int l = threadIdx.x % 32;
+        const unsigned char* p = at(r + l % 8 + l / 16 * 8, c + l / 8 % 2 * 8);
+        f.load_trans(p, p + apart);
+    }
+    // Two B fragments with the matrix's rows as columns: n = rows r.. and r+8.., k = columns c..
+    __device__ __forceinline__ void b_turned(uint4* f, int r, int c) const {
+        const int l = threadIdx.x % 32;
+        const unsigned char* p = at(r + l % 8 + l / 16 * 8, c + l / 8 % 2 * 8);
+        Limbs m;
+        m.load(p, p + apart);
+        f[0] = make_uint4(m.hi[0], m.hi[1], m.lo[0], m.lo[1]);
+        f[1] = make_uint4(m.hi[2], m.hi[3], m.lo[2], m.lo[3]);
+    }
+    // Two B fragments: k = rows r.., n = columns c.. and c+8..
+    __device__ __forceinline__ void b(uint4* f, int r, int c) const {
+        const int l = threadIdx.x % 32;
+        const unsigned char* p = at(r + l % 16, c + l / 16 * 8);
+        Limbs m;
+        m.load_trans(p, p + apart);
+        f[0] = make_uint4(m.hi[0], m.hi[1], m.lo[0], m.lo[1]);
+        f[1] = make_uint4(m.hi[2], m.hi[3], m.lo[2], m.lo[3]);
+    }
+};
+
+// What the scan reads of a key head: fragments of q and of k. Warps share the work.
+template <int KD, int STEP> __device__ __forceinline__ void write_q(uint4* q, const Matrix<STEP>& Q) {
+    const int lane = threadIdx.x % 32;
+    for (int i = threadIdx.x / 32; i < KD / 4; i += 8) {  // 4 row tiles of 16, KD/16 steps
+        Limbs a;
+        Q.a(a, i % 4 * 16, i / 4 * 16);
+        uint4* to = q + ((i / 4) * 8 + i % 4 * 2) * 32 + lane;
+        to[0] = make_uint4(a.hi[0], a.hi[2], a.lo[0], a.lo[2]);
+        to[32] = make_uint4(a.hi[1], a.hi[3], a.lo[1], a.lo[3]);
+    }
+}
+template <int KD, int STEP> __device__ __forceinline__ void write_k(uint4* k, const Matrix<STEP>& K) {
+    for (int i = threadIdx.x / 32; i < KD / 4; i += 8) {  // 4 steps of 16 rows, KD/16 pairs of columns
+        uint4 f[2];
+        K.b(f, i % 4 * 16, i / 4 * 16);
+        uint4* to = k + (i % 4 * (KD / 8) + i / 4 * 2) * 32 + threadIdx.x % 32;
+        to[0] = f[0];
+        to[32] = f[1];
+    }
+}
+// c = A B' for warp w's part of [64, 64]: rows 16*(w%4).., columns 32*(w/4)..
+template <int KD, int STEP> __device__ __forceinline__ void products(float (*c)[4], const Matrix<STEP>& A, const Matrix<STEP>& B) {
+    const int warp = threadIdx.x / 32;
+    #pragma unroll 2
+    for (int s = 0; s < KD / 16; s++) {
+        Limbs a;
+        uint4 b[4];
+        A.a(a, warp % 4 * 16, s * 16);
+        B.b_turned(b, warp / 4 * 32, s * 16);
+        B.b_turned(b + 2, warp / 4 * 32 + 16, s * 16);
+        mma_limbs<4>(c, a, b);
+    }
+}
+// Sums c of that part, [64 rows i][64 rows j], as fragments with k = j, n = i
+__device__ __forceinline__ void write_p(uint4* p, const float (*c)[4]) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, m = warp % 4;
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float *a = c[2 * i], *b = c[2 * i + 1];
+        uint4* to = p + ((warp / 4 * 2 + i) * 8 + 2 * m) * 32 + lane;
+        to[0] = b_fragment(limbs(a[0], a[1]), limbs(b[0], b[1]));
+        to[32] = b_fragment(limbs(a[2], a[3]), limbs(b[2], b[3]));
+    }
+}

@@ -1,0 +1,130 @@
+#pragma once
+// What the two recurrent layers' prefill shares: the state's way from tile to tile (64 positions) of a sequence. A warp owns 16 columns of a head's state and
+// keeps them, transposed (16 x KD), in the registers that a product leaves its sums in, which are also the registers that the next product takes its
+// left operand from. So warps never talk to each other; what they read (prepared by delta_prep or mamba_prep) comes through a ring in shared memory.
+//   O = G (Q S) + P N,   S = G[63] S + K' (E N),   N = U - W S (delta) or U (Mamba)
+// Fragments (lib/limbs.cuh) of a tile: q, w [KD/16][8]: column tiles of 8 rows of the tile; p [4][8]; k [4][KD/8]: column tiles of 8 of KD. u: [16 columns][8], sums.
+#include "lib/limbs.cuh"
+#include "lib/async.cuh"
+
+constexpr int TILE = 64, RING = 11, STAGE = 16 * 32;  // stages of the ring; 16 fragments a stage, in units of 16 bytes
+
+template <int KD, int NW, bool DELTA> struct Scan {
+    static constexpr int KS = KD / 16, NT = KD / 8, THREADS = 32 * NW;
+    static constexpr int SA = DELTA ? KS : (KS + 1) / 2, SU = (NW * 8 + 15) / 16, SP = 2, SK = (4 * NT + 15) / 16, STAGES = SA + SU + SP + SK;
+    static_assert(SU == 1, "at most two warps");
+    const uint4 *w, *q, *u, *p, *k;  // of this head (or its key head) in tile 0 of the step
+    const float* scal;               // G[64] | E[64]
+    size_t step, key_step, u_step;   // from a tile to the next: heads, key heads in a tile, and u's fragments
+    uint4* ring;
+    float (*factors)[2 * TILE];      // of four tiles
+    int tile, end, at, slot, turn;   // to fetch next: tile and stage; slot of the ring to read next; tiles read
+
+    __device__ __forceinline__ void copy(uint4* to, const uint4* from, int n) {
+        for (int i = threadIdx.x; i < n; i += THREADS) cp_async16(to + i, from + i);
+    }
+    __device__ __forceinline__ void fetch(int into) {
+        if (tile < end) {
+            uint4* to = ring + into * STAGE;
+            const size_t mine = tile * step, key = tile * key_step;
+            const int s = at;
+            if (s == 0 && threadIdx.x < 32) cp_async16(factors[tile % 4] + threadIdx.x * 4, scal + mine * 2 * TILE + threadIdx.x * 4);
+            if (s < SA) {
+                if (DELTA) { copy(to, w + (mine * KS + s) * 256, 256); copy(to + 256, q + (key * KS + s) * 256, 256); }
+                else copy(to, q + (key * KS + 2 * s) * 256, 2 * s + 1 < KS ? 512 : 256);
+            } else if (s < SA + SU) copy(to, u + tile * u_step * 256, NW * 256);
+            else if (s < SA + SU + SP) copy(to, p + mine * 32 * 32 + (s - SA - SU) * STAGE, STAGE);
+            else { const int j = s - SA - SU - SP; copy(to, k + key * 4 * NT * 32 + j * STAGE, min(STAGE, 4 * NT * 32 - j * STAGE)); }
+            if (++at == STAGES) { at = 0; tile++; }
+        }
+        cp_async_commit();
+    }
+    __device__ __forceinline__ void start(int first, int last) {
+        tile = first; end = last; at = slot = turn = 0;
+        #pragma unroll 1
+        for (int i = 0; i < RING - 1; i++) fetch(i);
+    }
+    // The next stage; what was read before may be overwritten from now on.
+    __device__ __forceinline__ const uint4* next() {
+        cp_async_wait<RING - 2>();
+        __syncthreads();
+        fetch(slot ? slot - 1 : RING - 1);
+        const uint4* r = ring + slot * STAGE;
+        slot = slot + 1 == RING ? 0 : slot + 1;
+        return r;
+    }
+    // Products of eight column tiles with the fragments at b
+    static __device__ __forceinline__ void eight(float (*c)[4], const Limbs& a, const uint4* b, int from = 0) {
+        uint4 f[8];
+        #pragma unroll
+        for (int n = 0; n < 8; n++) if (n >= from) f[n] = b[n * 32];
+        mma_limbs<8>(c, a, f, from);
+    }
+    // S through tile `t`; o gets what it answered, [16 columns][64 rows], and `skip` times u is added to it
+    __device__ __forceinline__ void tile_step(int t, float (*S)[4], float (*o)[4], float skip) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c2 = lane % 4 * 2;
+        float n[8][4] = {};
+        const uint4* st;
+        #pragma unroll
+        for (int i = 0; i < 8; i++) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0.f;
+        #pragma unroll
+        for (int s = 0; s < KS; s++) {
+            Limbs a;
+            a.of_sums(S[2 * s], S[2 * s + 1]);
+            if (DELTA || s % 2 == 0) st = next();
+            if (DELTA) eight(n, a, st + lane);
+            eight(o, a, st + (DELTA || s % 2 ? 256 : 0) + lane);
+        }
+        st = next();
+        const float *G = factors[t % 4], *E = G + TILE;
+        #pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const float4 u = *(const float4*)(st + (warp * 8 + i) * 32 + lane);
+            const float g0 = G[8 * i + c2], g1 = G[8 * i + c2 + 1];
+            #pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const float v = (&u.x)[j];
+                n[i][j] = v - n[i][j];
+                o[i][j] = o[i][j] * (j % 2 ? g1 : g0) + (DELTA ? 0.f : skip * v);
+            }
+        }
+        #pragma unroll
+        for (int s = 0; s < 4; s++) {  // rows 16s.. are seen by themselves and later ones
+            Limbs a;
+            a.of_sums(n[2 * s], n[2 * s + 1]);
+            if (s % 2 == 0) st = next();
+            eight(o, a, st + s % 2 * 256 + lane, 2 * s);
+        }
+        const float last = G[TILE - 1];
+        #pragma unroll
+        for (int i = 0; i < NT; i++)
+            #pragma unroll
+            for (int j = 0; j < 4; j++) S[i][j] *= last;
+        #pragma unroll
+        for (int i = 0; i < 8; i++)
+            #pragma unroll
+            for (int j = 0; j < 4; j++) n[i][j] *= E[8 * i + c2 + j % 2];
+        #pragma unroll
+        for (int s = 0; s < 4; s++) {
+            Limbs a;
+            a.of_sums(n[2 * s], n[2 * s + 1]);
+            #pragma unroll
+            for (int b = 0; b < NT; b += NT < 8 ? NT : 8) {
+                const int f = s * NT + b;
+                if (f % 16 == 0) st = next();
+                if constexpr (NT < 8) {
+                    uint4 r[NT];
+                    #pragma unroll
+                    for (int i = 0; i < NT; i++) r[i] = st[(f % 16 + i) * 32 + lane];
+                    mma_limbs<NT>(S, a, r);
+                } else eight(S + b, a, st + f % 16 * 32 + lane);
+            }
+        }
+    }
+};
+
+// Columns of a state [KD][n] (or, TURNED, of [n][KD]), from `s` on, from or to a warp's registers.
+template <int KD, bool TURNED> __device__ __forceinline__ float& state_at(float* s, int n, int i, int j) {
+    const int lane = threadIdx.x % 32, col = lane / 4 + j / 2 * 8, row = i * 8 + lane % 4 * 2 + j % 2;
+    return TURNED ? s[(size_t)col * KD + row] : s[(size_t)row * n + col];
+}

@@ -1,0 +1,103 @@
+// A Mamba-2 layer's prefill, before the state: for each tile of 64 positions and each head, what mamba_many.cu needs of it (Dao & Gu 2024). The convolution
+// over time, steps dt and decays, and p = L (C B') dt, with float32 accuracy (lib/limbs.cuh). A block serves `per` heads of one group.
+//   x        : [r, width]             f32   z | x | B | C | dt, width = 2*nh*DV + 2*groups*DK + nh
+//   conv_w   : [c, 4]                 f32   c = nh*DV + 2*groups*DK
+//   conv_b   : [c]                    f32   or null
+//   decay    : [nh]                   f32   A = -exp(A_log)
+//   dt_bias  : [nh]                   f32
+//   conv     : [slots, 3, c]          f32   inputs before a sequence's first row, oldest first; written at state_out
+//   first    : [seqs1]                i32   a row in the first tile of each sequence
+//   starts   : [seqs]                 i32   position of a sequence's first row
+//   state_in : [seqs]                 i32   slot to begin from (unread at position 0)
+//   state_out : [r]                   i32   slot for the state after a row, or -1; looked at for the last row of each tile
+//   tile_seq, tile_lo, tile_hi : [tiles] i32   sequence of a tile (-1: none), its real rows lo..hi-1
+//   q, k     : [tiles, groups, qf]    u32   written, as are all below: fragments of C and of B (lib/limbs.cuh), qf = 64*DK
+//   u        : [tiles, nh, uf]        f32   x as sums, uf = 64*DV
+//   p        : [tiles, nh, 4096]      u32
+//   scal     : [tiles, nh, 128]       f32   decay from the tile's begin; to its end, times dt
+//   -D DK= (state size) DV= (head size), multiples of 16
+//   launch: <<<(tiles, groups, nh/groups/per), 256, 64*(4*DK + 4*max(DK, DV) + 16) + 1280>>>
+#include "lib/chunk.cuh"
+#ifndef DK
+#define DK 128
+#endif
+#ifndef DV
+#define DV 64
+#endif
+constexpr int STRIDE = 4 * DK + 4 * (DK > DV ? DK : DV) + 16;
+typedef Matrix<STRIDE> Mat;
+
+extern "C" __global__ void __launch_bounds__(256, 2) mamba_prep(const float* __restrict__ x, const float* __restrict__ conv_w, const float* __restrict__ conv_b,
+        const float* __restrict__ decay, const float* __restrict__ dt_bias, float* conv, const int* __restrict__ first, const int* __restrict__ starts,
+        const int* __restrict__ state_in, const int* __restrict__ state_out, const int* __restrict__ tile_seq, const int* __restrict__ tile_lo,
+        const int* __restrict__ tile_hi, unsigned* q, unsigned* k, float* u, unsigned* p, float* scal, int groups, int nh, int per, int c, int width) {
+    DYNAMIC_SHARED(unsigned char, rows);
+    float *hi = (float*)(rows + TILE * STRIDE), *lo = hi + TILE, *dt = lo + TILE;
+    const int t = blockIdx.x, group = blockIdx.y, tid = threadIdx.x, lane = tid % 32, warp = tid / 32, inner = nh * DV;
+    if (tile_seq[t] < 0) return;
+    const Rows r = rows_of(t, x, width, c, conv, first, starts, state_in, state_out, tile_seq, tile_lo, tile_hi);
+    for (int i = tid; i < 2 * DK * 4; i += 256) {  // B, then C, of 16 rows
+        const int e = i % (2 * DK), m = e / DK, ch = inner + (m * groups + group) * DK + e % DK;
+        r.conv(ch, inner + ch, i / (2 * DK) * 16, conv_w, conv_b, [&](int j, float v) {
+            const __nv_bfloat16 b = __float2bfloat16(v);
+            __nv_bfloat16* to = (__nv_bfloat16*)(rows + j * STRIDE + m * 4 * DK) + e % DK;
+            to[0] = b;
+            to[DK] = __float2bfloat16(v - __bfloat162float(b));
+        });
+        if (i < 2 * DK && blockIdx.z == 0) r.keep_tail(ch, inner + ch);
+    }
+    __syncthreads();
+    const Mat K = {rows, 2 * DK}, Q = {rows + 4 * DK, 2 * DK};
+    if (blockIdx.z == 0) {
+        write_q<DK>((uint4*)q + ((size_t)t * groups + group) * DK * 16, Q);
+        write_k<DK>((uint4*)k + ((size_t)t * groups + group) * DK * 16, K);
+    }
+    float qk[4][4] = {};
+    products<DK>(qk, Q, K);
+    const int h0 = group * (nh / groups) + blockIdx.z * per;
+    #pragma unroll 1
+    for (int h = h0; h < h0 + per; h++) {
+        const size_t cell = (size_t)t * nh + h;
+        if (warp == 0) {
+            float g[2], d[2];
+            #pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int j = 2 * lane + i;
+                d[i] = j >= r.lo && j < r.hi ? softplus(r.x[(size_t)j * width + width - nh + h] + dt_bias[h]) : 0.f;
+                g[i] = decay[h] * d[i];
+            }
+            Twice s[2];
+            running_sums(g[0], g[1], s[0], s[1]);
+            const float top = __shfl_sync(~0u, s[1].hi, 31), rest = __shfl_sync(~0u, s[1].lo, 31);
+            #pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int j = 2 * lane + i;
+                hi[j] = s[i].hi; lo[j] = s[i].lo; dt[j] = d[i];
+                scal[cell * 128 + j] = expf(s[i].hi + s[i].lo);
+                scal[cell * 128 + TILE + j] = expf((top - s[i].hi) + (rest - s[i].lo)) * d[i];
+            }
+        }
+        __syncthreads();  // also: nobody reads C or the last head's x any more
+        for (int i = tid; i < DV * 4; i += 256) {
+            const int e = i % DV, ch = h * DV + e;
+            r.conv(ch, inner + ch, i / DV * 16, conv_w, conv_b, [&](int j, float v) { ((float*)(rows + j * STRIDE + 4 * DK))[e] = v; });
+            if (i < DV) r.keep_tail(ch, inner + ch);
+        }
+        float d[4][4];
+        #pragma unroll
+        for (int n = 0; n < 4; n++)
+            #pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int i = warp % 4 * 16 + lane / 4 + e / 2 * 8, j = warp / 4 * 32 + n * 8 + lane % 4 * 2 + e % 2;
+                d[n][e] = i >= j ? segment(hi, lo, i, j) * dt[j] * qk[n][e] : 0.f;
+            }
+        write_p((uint4*)p + cell * 1024, d);
+        __syncthreads();
+        for (int i = warp; i < DV / 2; i += 8) {  // sums of 16 columns and 8 rows
+            const int m = i / 8, row = i % 8 * 8 + lane % 4 * 2, col = m * 16 + lane / 4;
+            const float *a = (const float*)(rows + row * STRIDE + 4 * DK), *b = (const float*)(rows + (row + 1) * STRIDE + 4 * DK);
+            ((float4*)u)[(cell * (DV / 2) + i) * 32 + lane] = make_float4(a[col], b[col], a[col + 8], b[col + 8]);
+        }
+        __syncthreads();
+    }
+}

@@ -1,0 +1,49 @@
+// Second of the launches that sample: the weights of a row with top-k or top-p in bins, and which bins hold the thresholds, as far as bins can tell.
+// CHUNKS: of 1,024 tokens a block (lib/sample.cuh).
+//   logits   : [rows, v]      f32
+//   adjusted : [slots, v]     f32   read instead for rows whose line changes anything; or null
+//   who      : [rows]         i32   line of the tables that a row belongs to, -1 for none; or null: its own number
+//   how      : [slots, 16]    i32   struct How
+//   work     : [slots, 8]     i64   struct Work of each row
+//   bins     : [slots, 1536]  i64   0 before; sample_cut leaves it so
+//   launch: <<<(ceil(v / (CHUNKS*1024)), rows), 256>>>
+#include "lib/pdl.cuh"
+#include "lib/bins.cuh"
+
+extern "C" __global__ void __launch_bounds__(256) sample_bins(const float* logits, const float* adjusted, const int* who, const int* how, long long* work, long long* bins, int v) {
+    __shared__ Bins s;
+    const int row = blockIdx.y, slot = who ? who[row] : row;
+    unsigned *n = s.count, *low = (unsigned*)s.units;
+    pdl_trigger();
+    const How h = ((const How*)how)[max(slot, 0)];
+    for (int i = threadIdx.x; i < BINS; i += 256) n[i] = low[i] = 0;
+    pdl_wait();  // all do, so that the end of this kernel is the end of those before it
+    Work* w = (Work*)work + row;
+    if (slot < 0 || !h.cut(v) || w->id < 0) return;
+    const float* x = (h.adjusted() ? adjusted : logits) + (size_t)row * v;
+    const float top = w->top;
+    u64* mine = (u64*)bins + (size_t)row * BINS;
+    float4 a[CHUNKS];
+    for (int c = 0; c < CHUNKS; c++) a[c] = load4(x, blockIdx.x * SPAN + c * 1024 + threadIdx.x * 4, v);
+    __syncthreads();
+    for (int c = 0; c < CHUNKS; c++) for (int j = 0; j < 4; j++) {  // beyond the end of a row are weights of 0
+        const unsigned b = weight((&a[c].x)[j], top, h.temperature);
+        tally(n, low, bin_of(b), b & ((1u << LOW) - 1));
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < BINS; i += 256) if (n[i]) atomicAdd(mine + i, (u64)n[i] << 40 | low[i]);
+    if (!last_block(&w->arrived)) return;
+    const Before b = read_bins(s, mine);
+    u64 from = b.total, to = b.total;  // the sum of what top-k keeps is between these
+    int k_bin = -1;
+    if (h.top_k > 0 && h.top_k <= b.all_n) {  // more than there are: all stay
+        const Found f = find_bin(s, b, false, h.top_k);
+        k_bin = f.bin; from = f.m; to = f.end;
+    }
+    int p_from = 1, p_to = 0;
+    if (h.top_p < 1.) {
+        p_from = find_bin(s, b, true, goal_of(h.top_p, from)).bin;
+        p_to = from == to ? p_from : find_bin(s, b, true, goal_of(h.top_p, to)).bin;
+    }
+    if (!threadIdx.x) { w->k_bin = k_bin; w->p_from = p_from; w->p_to = p_to; }
+}

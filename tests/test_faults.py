@@ -1,0 +1,267 @@
+"What goes wrong with a card: none, an old one, a full one, one that fails; and memory that is given back and taken again. A made-up driver plays the card."
+import gc,re,threading,weakref
+import numpy as np,pytest
+from collections import deque
+from hypothesis import given,settings,strategies as st
+from hypothesis.stateful import Bundle,RuleBasedStateMachine,consumes,initialize,invariant,precondition,rule
+from pathlib import Path
+from types import SimpleNamespace as NS
+from atlas.arena import Arena,CudaPages,HostPages
+from atlas.core import AtlasError,DeviceError,OutOfMemoryError,typed_error
+from atlas.device import STICKY,Budget,Cuda,CudaFault,Faults,Host,Memory,cuda_count,get_device
+from atlas.graph import Graph,Ring
+from atlas.launch import Kernel,Source,find_nvcc
+from helpers import made_up_driver as made_up
+
+G,M = 1<<30,1<<20
+
+# No card, or the wrong one
+
+def cupy(status=0, driver=13000, count=1, **props):
+    "CuPy's runtime on a machine with `count` cards, or with the trouble that `status` names"
+    def get():
+        if status: raise made_up.CudaError(status)
+        return count
+    props = dict(name=b'A card', major=9, minor=0, multiProcessorCount=132, integrated=0)|props
+    rt = NS(getDeviceCount=get, driverGetVersion=lambda: driver, runtimeGetVersion=lambda: 13020, CUDARuntimeError=made_up.CudaError,
+            getDeviceProperties=lambda i: props, memGetInfo=lambda: (9*G, 140*G))
+    return NS(cuda=NS(runtime=rt))
+
+@pytest.mark.parametrize('xp,says,do', [
+    (None, 'CuPy', 'pip install'),
+    (cupy(35, 0), 'no NVIDIA driver', 'Install one'),
+    (cupy(35, 12040), 'too old: it supports CUDA 12.4, and CuPy needs 13.2', 'Update the driver'),
+    (cupy(100), 'sees no GPU', 'CUDA_VISIBLE_DEVICES'),
+    (cupy(999), 'does not start', 'nvidia-smi'),
+    (cupy(803), 'does not start', 'nvidia-smi'),
+    (cupy(major=6, minor=1), 'compute capability 6.1', '--device cpu')], ids=['no CuPy','no driver','old driver','no GPU','unknown','mismatch','old card'])
+def test_no_card(xp, says, do):
+    with pytest.raises(DeviceError, match=re.escape(says)) as e: Cuda(0, xp)
+    assert do in e.value.hint and e.value.code=='device_error' and e.value.status==503
+
+def test_no_such_card():
+    with pytest.raises(DeviceError, match='There is no cuda:2: this machine has 2 CUDA devices'): Cuda(2, cupy(count=2))
+
+def test_host_works_without(): assert get_device('auto').kind in ('cpu','cuda') and Host().zeros((2,)).sum()==0 and cuda_count(cupy())==1
+
+@pytest.mark.parametrize('integrated,reserve', [(0, 2), (1, 10)])
+def test_budget_of_a_card(integrated, reserve, monkeypatch):
+    "Its own memory is cudaMemGetInfo's; a shared one is the host's, of which a tenth stays the system's"
+    monkeypatch.setattr('atlas.device.host_memory', lambda: Memory(120*G, 100*G))
+    c = Cuda(0, cupy(integrated=integrated)); c.use = made_up.nullcontext
+    m,b = c.memory(),c.budget(.5)
+    assert m==((120*G, 100*G) if integrated else (140*G, 9*G)) and b.total==int((m.available-m.total*reserve//100)*.5)
+
+# Errors that stay
+
+def test_every_sticky_error_of_the_header_is_known():
+    "The header says of each that the process must be terminated"
+    header = next((p for p in [Path(find_nvcc()).resolve().parents[1]/'include'/'cuda.h', Path('/usr/local/cuda/include/cuda.h')] if p.exists()), None) if find_nvcc() else None
+    if not header: pytest.skip('no cuda.h')
+    text = header.read_text(); text = text[text.index('typedef enum cudaError_enum'):text.index('} CUresult;')]
+    said = {int(n): ' '.join(d.replace('*', ' ').split()) for d,n in re.findall(r'/\*\*(.*?)\*/\s*CUDA_\w+\s*=\s*(\d+)', text, re.S)}
+    stay = {n for n,d in said.items() if 'inconsistent state' in d or 'must be terminated' in d}
+    assert len(stay)>8 and stay<=STICKY.keys() and not {1,2,100,200,209,500,600,701,720,900,901}&STICKY.keys()
+
+step = st.one_of(st.tuples(st.just('launch'), st.lists(st.sampled_from('abcdef'), min_size=1, max_size=3)), st.tuples(st.just('settle'), st.integers(0, 9)),
+                 st.tuples(st.just('wait'), st.none()), st.tuples(st.just('error'), st.sampled_from([0,1,2,201,701,700,716,719,999])))
+@settings(max_examples=200, deadline=None)
+@given(steps=st.lists(step, max_size=30))
+def test_latch(steps):
+    "Against a plain model: after the first error that stays everything refuses and names the same kernels; before it, other errors change nothing"
+    f,open_,count,first = Faults(),[],0,None
+    for what,v in steps:
+        try:
+            if what=='launch':
+                f.launching(*v); count += 1; open_ += [(count, n) for n in v]
+            elif what=='settle': f.settled(v); open_ = [o for o in open_ if o[0]>v]
+            elif what=='wait':
+                with f.watch(): f.settled(); open_ = []
+            elif v:
+                with f.watch('a wait'): raise made_up.CudaError(v)
+        except CudaFault as e:
+            if first is None:
+                first = list(dict.fromkeys(n for _,n in open_))
+                assert what=='error' and v in STICKY and all(n in str(e) for n in first)
+            assert list(e.kernels)==first and f.fault
+        except made_up.CudaError as e: assert e.status not in STICKY and first is None
+        else: assert first is None or what in ('settle','error')  # a fault is never passed over in silence
+        if first is None: assert f.names==list(dict.fromkeys(n for _,n in open_)) and f.count==count
+    assert (f.fault is None)==(first is None)
+
+def test_error_types():
+    f = Faults()
+    assert type(f.error(2, 'x')) is OutOfMemoryError and type(f.error(1, 'x')) is DeviceError and type(f.error(700, 'x')) is CudaFault
+    assert type(f.error(716, 'y')) is CudaFault and f.fault.msg.startswith('CUDA error 700')  # the first is what is told
+    e = typed_error('device_fault', 'from a worker'); assert type(e) is CudaFault and e.status==503 and e.kernels==()
+
+def test_one_fault_for_many_threads():
+    f,got = Faults(),[]
+    f.launching('gemv')
+    def go():
+        try:
+            with f.watch('a step'): raise made_up.CudaError(719)
+        except CudaFault as e: got.append(str(e))
+    ts = [threading.Thread(target=go) for _ in range(16)]
+    for t in ts: t.start()
+    for t in ts: t.join()
+    assert len(got)==16 and all('gemv' in o for o in got)
+
+def test_launch_of_a_kernel(monkeypatch):
+    "A launch that fails says which; an error that stays closes the card, and later launches do not even reach it"
+    f,calls,status = Faults(),[],[0]
+    monkeypatch.setattr('atlas.launch.faults', f)
+    def fn(grid, block, args, shared_mem, stream):
+        calls.append(grid)
+        if status[0]: raise made_up.CudaError(status[0])
+    k = Kernel(Source('rmsnorm'), fn, (made_up.CudaError,))
+    k(1, 256, ())
+    status[0] = 1
+    with pytest.raises(DeviceError, match='rmsnorm cannot be launched') as e: k(1, 256, ())
+    assert type(e.value) is DeviceError
+    status[0] = 700
+    with pytest.raises(CudaFault, match='illegal memory access, seen at the launch of rmsnorm; it happened in rmsnorm'): k(1, 256, ())
+    status[0] = 0
+    with pytest.raises(CudaFault, match='nothing runs on it any more'): k(1, 256, ())
+    assert len(calls)==3
+
+def test_card_closes_for_everybody():
+    "One wait that fails, and neither arrays, copies, graphs, rings nor memory of that card can be had"
+    status = []
+    def wait():
+        if status: raise made_up.CudaError(status[0])
+    d = made_up.Driver(64*M); c = made_up.card(d, wait)
+    a = Arena(c, Budget(64*M), pages=CudaPages(c, d)); r = a.region('weights', 64*M)
+    x = r.take((4,))
+    c.faults.launching('delta_step'); c.synchronize()
+    c.faults.launching('gemv'); status.append(714)
+    with pytest.raises(CudaFault, match='it happened in gemv'): c.synchronize()
+    g = Graph.__new__(Graph); g.card,g.name,g.kernels = c,'g',('argmax',)
+    before,ring = len(d.calls),Ring(c, x)
+    for f in (c.synchronize, lambda: c.upload(np.ones(2)), lambda: c.download(x), lambda: c.write(x, np.ones(4)), lambda: c.zeros((2,)), c.memory, g,
+              r.release, lambda: r.take((60*M,), 'uint8'), lambda: ring.put(x)):
+        with pytest.raises(CudaFault, match='nothing runs on it any more'): f()
+    assert len(d.calls)==before and c.faults.names==['gemv']
+
+# The arena
+
+class HostArena(RuleBasedStateMachine):
+    "Regions on the host against plain copies: arrays stay where they are, keep what they hold, and never overlap; the budget is the sum of what is mapped"
+    regions = Bundle('regions')
+    @initialize(budget=st.integers(0, 64))
+    def begin(self, budget): self.page = HostPages.page; self.arena,self.names,self.held = Arena(Host(), Budget(budget*self.page), step=1),0,{}
+    @rule(target=regions, pages=st.integers(0, 40))
+    def region(self, pages):
+        self.names += 1
+        r = self.arena.region(f'r{self.names}', pages*self.page); self.held[r.name] = []
+        return r
+    @rule(r=regions, shape=st.lists(st.integers(0, 60), max_size=3), dtype=st.sampled_from(['float32','uint8','int64','float16']), align=st.sampled_from([1,64,256,4096]), fill=st.integers(1, 100))
+    def take(self, r, shape, dtype, align, fill):
+        used,budget = r.used,self.arena.budget.used
+        try: a = r.take(tuple(shape), dtype, max(align, np.dtype(dtype).itemsize))
+        except OutOfMemoryError: assert (r.used, self.arena.budget.used)==(used, budget) and not r.asleep; return
+        except DeviceError: assert r.asleep; return
+        assert a.shape==tuple(shape) and a.dtype==dtype and a.ctypes.data%align==0 and r.at<=a.ctypes.data and a.ctypes.data+a.nbytes<=r.at+r.mapped
+        a[...] = fill
+        self.held[r.name].append([a, a.copy(), a.ctypes.data])
+    @rule(r=regions, keep=st.booleans())
+    def sleep(self, r, keep):
+        if r.asleep: assert r.release()==0; return
+        mapped = r.mapped
+        assert r.release(keep)==mapped and r.asleep and r.mapped==0 and r.name not in self.arena.budget.parts
+        if not keep:
+            for o in self.held[r.name]: o[1] = np.zeros_like(o[1])
+    @rule(r=regions)
+    def wake(self, r):
+        try: r.restore()
+        except OutOfMemoryError: assert r.asleep and r.mapped==0
+    @rule(r=consumes(regions))
+    def close(self, r): self.held.pop(r.name); r.close()
+    @precondition(lambda self: hasattr(self, 'arena'))
+    @rule(n=st.integers(-20, 20))
+    def others(self, n):
+        "Somebody else takes from the budget, or gives back"
+        b = self.arena.budget
+        if n<0: b.give('others')
+        elif n*self.page<=b.left: b.take('others', n*self.page)
+    @invariant()
+    def sound(self):
+        if not hasattr(self, 'arena'): return
+        a,b = self.arena,self.arena.budget
+        assert b.used-b.parts.get('others', 0)==sum(r.mapped for r in a.regions.values()) and b.left>=0
+        spans = sorted((at, at+x.nbytes) for os in self.held.values() for x,_,at in os if x.nbytes)
+        assert all(e<=s for (_,e),(s,_) in zip(spans, spans[1:]))
+        for name,os in self.held.items():
+            if a[name].asleep: continue
+            for x,want,at in os: assert x.ctypes.data==at and (x==want).all()
+
+TestHostArena = HostArena.TestCase
+TestHostArena.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+statuses = st.lists(st.sampled_from([0,2,1,201]), max_size=3)
+@settings(max_examples=300, deadline=None)
+@given(ops=st.lists(st.tuples(st.sampled_from(['take','sleep','wake','others']), st.integers(0, 1), st.integers(1, 20*M)), min_size=2, max_size=25),
+       fail=st.fixed_dictionaries(dict(cuMemCreate=statuses, cuMemMap=statuses, cuMemSetAccess=statuses)), at=st.integers(0, 4))
+def test_arena_of_a_card_loses_nothing(ops, fail, at):
+    "Whatever fails: memory handed out, mapped and paid for are the same, arrays have memory behind them, and in the end all is given back"
+    d = made_up.Driver(64*M); c = made_up.card(d)
+    arena = Arena(c, Budget(48*M), step=4*M, pages=CudaPages(c, d))
+    rs,arrays = [arena.region('weights', 40*M), arena.region('cache', 80*M)],[]
+    for i,(op,which,n) in enumerate(ops):
+        if i==at: d.failing(**fail)
+        r = rs[which]
+        try:
+            if op=='take': arrays.append((r, r.take((n,), 'uint8')))
+            elif op=='sleep': r.release()
+            elif op=='wake': r.restore()
+            else: d.free,d.total = d.free+(n if d.total<64*M else -min(n, d.free)),64*M if d.total<64*M else 64*M-min(n, d.free)
+        except DeviceError as e: assert type(e) in (OutOfMemoryError, DeviceError) and (op!='wake' or r.asleep)
+        mapped = sum(o[0] for o in d.maps.values())
+        assert mapped==sum(d.handles.values())==sum(r.mapped for r in rs)==arena.budget.used and all(ok for *_,ok in d.maps.values())
+        for r,a in arrays: assert r.asleep or d.usable(a.data.ptr, a.shape[0])
+    d.failing()
+    for r in rs: r.close()
+    assert not d.maps and not d.handles and not d.reserved and arena.budget.used==0 and c.faults.fault is None
+
+@pytest.mark.parametrize('call', ['cuMemCreate','cuMemMap','cuMemSetAccess'])
+def test_no_room_to_wake(call):
+    "It sleeps on, owes nothing, and wakes at the same addresses when there is room"
+    d = made_up.Driver(64*M); c = made_up.card(d)
+    r = Arena(c, Budget(64*M), pages=CudaPages(c, d)).region('weights', 32*M)
+    x = r.take((3*M,), 'uint8'); r.release()
+    d.failing(**{call: [2]})
+    with pytest.raises(OutOfMemoryError): r.restore()
+    assert r.asleep and not d.maps and not d.handles and r.arena.budget.used==0
+    assert r.restore() is False and d.usable(x.data.ptr, 3*M) and r.arena.budget.used==r.mapped==32*M
+
+def test_arrays_keep_their_region():
+    "A region that nobody names any more lives as long as an array over it, and then gives everything back"
+    a = Arena(Host(), Budget(M)); x = a.region('r', M).take((3,)); r = weakref.ref(a['r'])
+    del a; gc.collect(); assert r()
+    del x; gc.collect(); assert not r()
+    d = made_up.Driver(64*M); c = made_up.card(d)
+    x = Arena(c, Budget(64*M), pages=CudaPages(c, d)).region('weights', 32*M).take((3,))
+    gc.collect(); assert d.maps and d.usable(x.data.ptr, 12)
+    del x; gc.collect(); assert not d.maps and not d.reserved and d.free==64*M
+
+def test_a_card_that_cannot_map():
+    old = type('Old', (made_up.Driver,), dict(_cuDeviceGetAttribute=lambda self, out, which, dev: 0))
+    with pytest.raises(DeviceError, match='cannot map memory'): CudaPages(made_up.card(old(64*M)), old(64*M))
+
+# Results
+
+@settings(max_examples=100, deadline=None)
+@given(places=st.integers(1, 5), ops=st.lists(st.booleans(), max_size=40))
+def test_ring_is_a_queue(places, ops):
+    "Nothing is lost, mixed up or written over"
+    ring,want,n,got = Ring(Host(), np.zeros(3, 'int32'), np.zeros((2,2), 'int64'), places=places),deque(),0,[]
+    for put in ops:
+        if put and len(want)==places:
+            with pytest.raises(AtlasError, match='nobody has read'): ring.put(np.zeros(3, 'int32'), np.zeros((2,2), 'int64'))
+        elif put: n += 1; want.append((ring.put(np.full(3, n, 'int32'), np.full((2,2), -n)), n))
+        elif want:
+            t,v = want.popleft(); a,b = ring.get(t)
+            got.append((v, a, b))
+        else:
+            with pytest.raises(AtlasError, match='there is none'): ring.get(0)
+    for v,a,b in got: assert (a==v).all() and (b==-v).all()
