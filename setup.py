@@ -2,7 +2,6 @@
 import hashlib,json,os,shlex,shutil,subprocess,sys
 from concurrent.futures import ThreadPoolExecutor
 from configparser import ConfigParser
-from itertools import product
 from pathlib import Path
 from setuptools import find_namespace_packages,find_packages,setup
 from setuptools.command.build_py import build_py
@@ -23,17 +22,23 @@ def find_nvcc():
 limit = 64<<20  # bytes of machine code that a wheel may hold: what is beyond is compiled when it is first loaded
 
 def variants(inc):
-    "Every kernel as it stands, then with the options that the models of variants.json ask for"
+    "For each architecture every kernel as it stands, then with the options that the models of variants.json ask for on it"
     listed = json.loads((inc/'variants.json').read_text(encoding='utf-8')) if (inc/'variants.json').exists() else {}
-    more = {(v[0], tuple(v[1:])) for vs in listed.values() for v in vs if v[1:]}
-    return [(cu, ()) for cu in sorted(inc.glob('*.cu'))] + [(inc/f'{n}.cu', o) for n,o in sorted(more) if (inc/f'{n}.cu').exists()]
+    more = {(a, v[0], tuple(v[1:])) for by_arch in listed.values() for a in archs for v in by_arch.get(a, []) if v[1:]}
+    return [(cu, (), a) for cu in sorted(inc.glob('*.cu')) for a in archs] + [(inc/f'{n}.cu', o, a) for a,n,o in sorted(more) if (inc/f'{n}.cu').exists()]
 
-def compile_cubin(nvcc, inc, variant, arch):
+def made_in(inc):
+    "Bytes of machine code there so far; a file may go while one looks"
+    def size(p):
+        try: return p.stat().st_size
+        except OSError: return 0
+    return sum(map(size, inc.glob('*.cubin')))
+
+def compile_cubin(nvcc, inc, cu, options, arch):
     "Compile one variant beside its source. A failure is told and leaves nothing: the kernel is then compiled when it is first loaded"
-    cu,options = variant
     digest = '.'+hashlib.sha256(' '.join(options).encode()).hexdigest()[:12] if options else ''  # as atlas.launch.cubin_name has it
     out,gen = cu.with_suffix(f'{digest}.{arch}.cubin'),f'-gencode=arch={arch.replace("sm", "compute")},code={arch}'
-    if sum(p.stat().st_size for p in inc.glob('*.cubin'))>limit: return print(f'warning: {out.name} is left out: over {limit>>20} MiB of machine code', file=sys.stderr)
+    if made_in(inc)>limit: return print(f'warning: {out.name} is left out: over {limit>>20} MiB of machine code', file=sys.stderr)
     try: r = subprocess.run([nvcc, '-cubin', '-std=c++17', *options, gen, f'-I{inc}', cu, '-o', out], capture_output=True, text=True, timeout=600)
     except (OSError, subprocess.TimeoutExpired) as e: why = str(e)
     else: why = r.returncode and ((r.stderr or r.stdout).strip() or f'nvcc ended with {r.returncode}')
@@ -51,7 +56,7 @@ class BuildPy(build_py):
         if self.editable_mode or not archs: return
         if not (nvcc := find_nvcc()): return print('no nvcc: kernels are shipped as source and compiled when they are first loaded', file=sys.stderr)
         inc = (out/'kernels').resolve()
-        with ThreadPoolExecutor(os.cpu_count()) as ex: list(ex.map(lambda o: compile_cubin(nvcc, inc, *o), product(variants(inc), archs)))
+        with ThreadPoolExecutor(os.cpu_count()) as ex: list(ex.map(lambda o: compile_cubin(nvcc, inc, *o), variants(inc)))
 
 class Sdist(sdist):
     "Add settings.ini, without which the source archive could not be built"

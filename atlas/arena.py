@@ -44,7 +44,7 @@ class HostPages:
     def read(self, at, nbytes)->bytes: "Bytes there"; return C.string_at(at, nbytes)
     def write(self, at, b): "Write bytes there"; C.memmove(at, b, len(b))
 
-# %% ../nbs/03a_arena.ipynb #a608d8ef
+# %% ../nbs/03a_arena.ipynb #c7450b21
 class _Location(C.Structure): _fields_ = [('type',C.c_int), ('id',C.c_int)]
 class _Prop(C.Structure):
     "The driver's CUmemAllocationProp"
@@ -70,6 +70,7 @@ class CudaPages:
         self.card.faults.check()
         if code := getattr(self.lib, name)(*args): raise self.card.faults.error(code, name)
 
+# %% ../nbs/03a_arena.ipynb #86a094bc
 @patch
 def reserve(self:CudaPages, nbytes:int)->int:
     "Where `nbytes` of addresses begin"

@@ -8,14 +8,14 @@ Docs: https://atlas-inference.github.io/atlas/bench_decode.html.md"""
 __all__ = ['GB10', 'packed_in', 'distinct', 'step_bytes', 'Point', 'pretend', 'measure', 'graph_time', 'Stage', 'stages',
            'DecodeReport', 'bench_decode']
 
-# %% ../nbs/59a_bench_decode.ipynb #80034945
+# %% ../nbs/59a_bench_decode.ipynb #cbefd783
 import json
 import numpy as np
 from dataclasses import asdict,dataclass,field
 from math import ceil
 from time import perf_counter
 from fastcore.basics import patch
-from .core import DeviceError,human
+from .core import DeviceError,EngineError,human
 from .cuda.pack import Packed
 from .launch import compilations,recording
 from .ops.sample import SamplingParams
@@ -42,7 +42,7 @@ def step_bytes(llm, batch:int=1, context:int=0)->dict:
     return dict(projections=dense, experts=sum(map(bank, banks)), head=m.lm_head.weight.nbytes, states=2*batch*llm.cache.bytes_per_state,
         kv=batch*sum(llm.cache.bytes_per_token/max(1, len(llm.cache.kv))*min(context, (c.attn(i).window or context) if c.mixers[i] in ('attention','sliding') else 0) for i in llm.cache.kv))
 
-# %% ../nbs/59a_bench_decode.ipynb #80b8643d
+# %% ../nbs/59a_bench_decode.ipynb #25fb64aa
 @dataclass
 class Point:
     "One measurement of decoding"
@@ -75,6 +75,7 @@ def measure(llm, batch:int=1, context:int=0, steps:int=64, params=None)->Point:
     for _ in range(8): e.step()
     llm.device.synchronize(); start = perf_counter()
     for _ in range(steps): e.step()
+    if len(e.scheduler.running)!=batch: raise EngineError('A sequence ended while it was timed', hint='Are the logits finite?')
     llm.device.synchronize(); us = (perf_counter()-start)/steps*1e6
     graph = graph_time(e) if llm.device.kind=='cuda' else None
     with e.here(), recording(launch=False) as r: e._body(*e.last)
@@ -138,7 +139,7 @@ def stages(llm, batch:int=1, context:int=0)->list[Stage]:
     e._land()
     return sorted(out, key=lambda s: -s.us*s.launches)
 
-# %% ../nbs/59a_bench_decode.ipynb #6ee3887b
+# %% ../nbs/59a_bench_decode.ipynb #33366ae5
 GB10 = dict(rate=230e9, launch=1.3e-6) # Measured copy rate of a DGX Spark, bytes/s, and seconds a dependent launch takes in a graph
 
 @dataclass
@@ -178,6 +179,9 @@ def bench_decode(llm, batches=(1,), contexts=(0,), steps:int=64, kernels:bool=Fa
     ps = list(packed_in(llm.model))
     by = {}
     for p in ps: by[p.fmt] = by.get(p.fmt, 0)+p.nbytes
+    for p in llm.cache.kv.values():
+        for a in p.arrays:
+            if a is not None: a.fill(0)  # nobody has written what the sequences are told to have behind them
     points = [measure(llm, b, c, steps) for c in contexts for b in batches]
     return DecodeReport(llm.name, llm.device.describe(), ', '.join(f'{k} {human(v, 1000)}' for k,v in by.items()), llm.device.copy_rate(1<<30) if llm.device.kind=='cuda' else float('nan'),
         points, stages(llm, batches[0], contexts[0]) if kernels else [], compilations.after_ready, llm.load_seconds)

@@ -140,7 +140,7 @@ def state_bytes(cfg:ModelConfig)->int:
     "Bytes of recurrent state that one sequence takes"
     return 4*cfg.state_elements
 
-# %% ../nbs/30_cache.ipynb #5accccc9
+# %% ../nbs/30_cache.ipynb #cb4b7828
 @patch(as_prop=True)
 def nbytes(self:KVCache)->int:
     "Bytes of all blocks and states, in all layers"
@@ -160,7 +160,7 @@ def table(self:KVCache)->BlockTable:
 def __repr__(self:KVCache):
     "Its size and how full it is"
     p,st = self.pool,f', {self.num_states} states of {len(self.rec)} layers' if self.rec else ''
-    return f'KVCache({len(self.k)} layers, {p.num_blocks*p.block_size:,} tokens{st}, {human(self.nbytes)}; {p.used} of {p.num_blocks} blocks used)'
+    return f'KVCache({len(self.kv)} layers, {p.num_blocks*p.block_size:,} tokens{st}, {human(self.nbytes)}; {p.used} of {p.num_blocks} blocks used)'
 
 # %% ../nbs/30_cache.ipynb #2f76e436
 def fit_blocks(

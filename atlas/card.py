@@ -7,7 +7,7 @@ Docs: https://atlas-inference.github.io/atlas/card.html.md"""
 # %% auto #0
 __all__ = ['on_card', 'card_of', 'Launch', 'run', 'capturing', 'microseconds']
 
-# %% ../nbs/04b_card.ipynb #5d729cd3
+# %% ../nbs/04b_card.ipynb #efd80d37
 import contextlib,ctypes,functools,re
 import numpy as np
 from fastcore.basics import first,patch
@@ -15,7 +15,7 @@ from .core import AtlasError,DeviceError
 from .core import cp
 from .device import Cuda,faults
 from .emulator import CardArray,Emulator,strips_whole
-from .launch import Source,_mismatch,machine_code,noted,options_of
+from .launch import Source,_mismatch,loaded,noted,options_of
 
 # %% ../nbs/04b_card.ipynb #82c8a7b2
 @functools.cache
@@ -87,13 +87,13 @@ def _ok(code, what):
     "The typed error of a driver's answer, unless it is 0"
     if code: raise faults.error(code, what)
 
-# %% ../nbs/04b_card.ipynb #8f6b5e82
+# %% ../nbs/04b_card.ipynb #426ab72e
 class Launch:
     "A kernel loaded on a card: `k(grid, block, values, shared, pdl)` with values as ctypes"
     def __init__(self, card:Cuda, src:Source, cubin:bytes):
         self.card,self.name,self.module = card,src.name,card.xp.cuda.Module()
         self.module.load(cubin)
-        self.function,self._room = self.module.get_function(src.name),48<<10
+        self.function,self._room = self.module.get_function(src.name),0 # dynamic shared memory that it may have: what is left of 48 KiB beside its own, unless it is raised
     def __call__(self, grid, block, values, shared=0, pdl=True):
         "Put it in the queue of the current stream"
         f = ctypes.c_void_p(self.function.ptr)
@@ -111,7 +111,7 @@ Cuda.plain = True # Is the next launch to be an ordinary one, after all before i
 @patch
 def load(self:Cuda, src:Source, options:tuple=())->Launch:
     "The kernel of `src`, ready to launch; compiled if the wheel and the cache have none. `DeviceError` where it does not compile"
-    with self.use(): return Launch(self, src, machine_code(src, self.arch, options))
+    with self.use(): return loaded(src, self.arch, options, lambda b: Launch(self, src, b))
 
 # %% ../nbs/04b_card.ipynb #faf77a21
 class _Ready:

@@ -9,7 +9,7 @@ __all__ = ['STICKY', 'faults', 'MIN_CAPABILITY', 'ENGINE_KINDS', 'Memory', 'memi
            'host_memory', 'Device', 'cores', 'Host', 'cuda_count', 'CudaFault', 'driver', 'status_text', 'Faults',
            'arch_name', 'Cuda', 'get_device', 'Budget']
 
-# %% ../nbs/03_device.ipynb #1385d0a6
+# %% ../nbs/03_device.ipynb #0e99433d
 import ctypes,functools,math,os,re
 from collections import deque
 from contextlib import contextmanager,nullcontext
@@ -20,7 +20,7 @@ from time import perf_counter
 from typing import NamedTuple
 import numpy as np
 from fastcore.basics import ifnone,patch,store_attr
-from .core import ConfigError,DeviceError,OutOfMemoryError,human
+from .core import AtlasError,ConfigError,DeviceError,OutOfMemoryError,human
 from .core import cp
 
 # %% ../nbs/03_device.ipynb #9eb9d310
@@ -237,7 +237,7 @@ def _fault(msg, kernels):
     e.kernels = tuple(kernels)
     return e
 
-# %% ../nbs/03_device.ipynb #55c51f4d
+# %% ../nbs/03_device.ipynb #3bd0dbcb
 @patch
 def error(self:Faults,
     code:int, # Status of a call to CUDA
@@ -245,7 +245,7 @@ def error(self:Faults,
 )->DeviceError: # To be raised
     "What a status other than 0 means: a `CudaFault` if it stays, and then it is remembered"
     if code==2: return OutOfMemoryError(f'{doing}: {status_text(code)}', hint='Free some memory on the card, or choose a smaller model or context')
-    if code not in STICKY: return DeviceError(f'{doing}: {status_text(code)}')
+    if code not in STICKY: return DeviceError(f'{doing}: {status_text(code)}', hint='The machine code is for another card, or newer than the driver: update the driver, or use --device cpu' if code in (200,209,218,222,223) else '')
     if not self.fault:
         names = self.names
         where = f'in {names[0]}' if len(names)==1 else f'in one of: {", ".join(names)}' if names else 'where no kernel was at work'
@@ -258,11 +258,11 @@ def error(self:Faults,
 def watch(self:Faults,
     doing:str='a call', # What is being done inside
 ):
-    "Errors of CuPy's that stay become `CudaFault`, and nothing is begun after one"
+    "CuPy's errors become typed ones, those that stay a `CudaFault`; nothing is begun after one"
     if self.fault: self.check()
     try: yield
-    except Exception as e:
-        if isinstance(e, DeviceError) or getattr(e, 'status', None) not in STICKY: raise
+    except RuntimeError as e:
+        if not isinstance(getattr(e, 'status', None), int) or isinstance(e, AtlasError): raise
         raise self.error(e.status, doing) from e
 
 faults = Faults() # Of this process

@@ -49,7 +49,7 @@ def _stream(card):
 def _here(self:Graph):
     with self.scratch.allocating() if self.scratch else contextlib.nullcontext(), self.stream or contextlib.nullcontext(): yield
 
-# %% ../nbs/04c_graph.ipynb #803c2158
+# %% ../nbs/04c_graph.ipynb #52223387
 @patch
 def _record(self:Graph, f):
     if self.card.kind!='cuda':
@@ -64,7 +64,7 @@ def _record(self:Graph, f):
 def __call__(self:Graph,
     stream=None, # Another stream than the one it was recorded on
 ):
-    "Start it; returns at once, and a fault of an earlier step comes out as `CudaFault`"
+    "Start it, and return `out`, which is valid when the stream gets there; a fault of an earlier step comes out as `CudaFault`"
     if self.card.kind!='cuda':
         for name,grid,block,args,shared,pdl,defines in self.calls: run(name, grid, block, *args, shared=shared, pdl=pdl, **defines)
         return self.out

@@ -8,9 +8,9 @@ Docs: https://atlas-inference.github.io/atlas/launch.html.md"""
 __all__ = ['DTYPES', 'OPTIONS', 'compilations', 'simulate', 'Source', 'kernel_names', 'find_nvcc', 'Nvcc', 'cuda_headers',
            'Nvrtc', 'CubinStore', 'Compilations', 'options_of', 'cubin_name', 'ahead', 'compiled', 'Recording',
            'recording', 'noted', 'machine_code', 'prepare', 'save_variants', 'saved_variants', 'compile_all', 'Kernel',
-           'kernel']
+           'loaded', 'kernel']
 
-# %% ../nbs/04_launch.ipynb #6aa63fdc
+# %% ../nbs/04_launch.ipynb #9a9329ca
 import functools,hashlib,json,os,re,shutil,subprocess,sys,tempfile,threading,warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ import numpy as np
 from fastcore.basics import ifnone,patch
 from .core import AtlasError,DeviceError,home,kernel_dir
 from .core import cp
-from .device import Cuda,STICKY,cores,faults
+from .device import Cuda,CudaFault,STICKY,cores,faults
 
 # %% ../nbs/04_launch.ipynb #96c51cde
 def simulate(
@@ -353,27 +353,31 @@ def prepare(
         finally:
             for j in jobs: j.cancel()
 
-# %% ../nbs/04_launch.ipynb #ae507332
+# %% ../nbs/04_launch.ipynb #309536bc
+def _listed(path):
+    path = Path(ifnone(path, kernel_dir()/'variants.json'))
+    return path,json.loads(path.read_text()) if path.exists() else {}
+
 def save_variants(
     model:str, # Name of a preset
-    variants, # Pairs of name and options, or a `Recording`'s
+    arch:str, # As `arch_name` gives it
+    variants, # Pairs of name and options: a `Recording`'s
     path:Path|None=None, # `variants.json` beside the kernels by default
 ):
-    "Put what `model` needs into the list of what wheels are built with, in place of what stood there"
-    path = Path(ifnone(path, kernel_dir()/'variants.json'))
-    known = json.loads(path.read_text()) if path.exists() else {}
-    known[model] = sorted([n, *o] for n,o in variants)
-    lines = [f' {json.dumps(m)}: [\n' + ',\n'.join(f'  {json.dumps(v)}' for v in vs) + '\n ]' for m,vs in sorted(known.items())]
-    path.write_text('{\n' + ',\n'.join(lines) + '\n}\n')
+    "Put what `model` needs on a card into the list of what wheels are built with, in place of what stood there"
+    path,known = _listed(path)
+    known.setdefault(model, {})[arch] = sorted([n, *o] for n,o in variants)
+    show = lambda vs: '[\n' + ',\n'.join(f'   {json.dumps(v)}' for v in vs) + ']'
+    show_all = lambda archs: '{\n' + ',\n'.join(f'  {json.dumps(a)}: {show(vs)}' for a,vs in sorted(archs.items())) + '}'
+    path.write_text('{\n' + ',\n'.join(f' {json.dumps(m)}: {show_all(archs)}' for m,archs in sorted(known.items())) + '}\n')
 
 def saved_variants(
-    model:str|None=None, # Name of a preset, all by default
+    arch:str|None=None, # Of one architecture; all by default
+    model:str|None=None, # Of one preset, all by default
     path:Path|None=None, # `variants.json` beside the kernels by default
 )->list[tuple[str,tuple]]:
     "What wheels are built with: name and options of each variant"
-    path = Path(ifnone(path, kernel_dir()/'variants.json'))
-    known = json.loads(path.read_text()) if path.exists() else {}
-    return sorted({(v[0], tuple(v[1:])) for m,vs in known.items() if model in (None, m) for v in vs})
+    return sorted({(v[0], tuple(v[1:])) for m,archs in _listed(path)[1].items() for a,vs in archs.items() if model in (None, m) and arch in (None, a) for v in vs})
 
 # %% ../nbs/04_launch.ipynb #a6077937
 def compile_all(
@@ -422,7 +426,23 @@ class Kernel:
             if getattr(e, 'status', None) in STICKY: raise faults.error(e.status, f'the launch of {self.src.name}') from e
             raise DeviceError(f'{self.src.name} cannot be launched with grid {grid}, block {block} and {shared} bytes of shared memory: {e}') from e
 
-# %% ../nbs/04_launch.ipynb #6ce3debd
+# %% ../nbs/04_launch.ipynb #0fb7e1e3
+def loaded(
+    src:Source,
+    arch:str, # As `arch_name` gives it
+    options:tuple,
+    load, # Makes a kernel of a cubin, or raises
+):
+    "What `load` makes of the wheel's cubin, or, should the driver refuse that, of one compiled here; a `DeviceError` if it refuses both"
+    if (b := ahead(src, arch, options)) is not None:
+        try: return load(b)
+        except (RuntimeError, DeviceError) as e:
+            if isinstance(e, CudaFault): raise
+            warnings.warn(f'The shipped {cubin_name(src.name, arch, options)} is refused ({e}), and compiled anew')
+    b = compiled(src, arch, options)
+    try: return load(b)
+    except RuntimeError as e: raise DeviceError(f'The driver refuses {src.name} for {arch}, compiled here: {e}', hint='The driver is likely older than the compiler: update it') from e
+
 def _load(xp, b, name):
     mod = xp.cuda.Module()
     mod.load(b)
@@ -437,9 +457,4 @@ def kernel(
     "The kernel `name`, loaded on a card; to be called while a model is loaded, never on a request. `DeviceError` where there is no card or compiler"
     dev,src = Cuda(index),Source(name)
     errors = dev.xp.cuda.driver.CUDADriverError
-    with dev.use():
-        if (b := ahead(src, dev.arch, options)) is not None:
-            try: return Kernel(src, _load(dev.xp, b, name), errors)
-            except errors as e: warnings.warn(f'The shipped {name}.{dev.arch}.cubin is refused ({e}), and compiled anew')
-        try: return Kernel(src, _load(dev.xp, compiled(src, dev.arch, options), name), errors)
-        except errors as e: raise DeviceError(f'The driver refuses {name} for {dev.arch}, compiled here: {e}', hint='The driver is likely older than the compiler: update it') from e
+    with dev.use(): return loaded(src, dev.arch, options, lambda b: Kernel(src, _load(dev.xp, b, name), errors))

@@ -171,12 +171,12 @@ class Decoder:
         "Bring the layers' weights together as the kernels want them"
         for l in [*self.layers, *(self.mtp.layers if self.mtp else ())]: l.prepare()
 
-# %% ../nbs/20_model.ipynb #4ce64bc0
+# %% ../nbs/20_model.ipynb #d819f782
 @patch
 def step(self:Decoder, b:Batch, cache, routes:list|None=None)->Step:
     "What the layers share during one step"
     pos = b.pos if b.pos3 is None else b.pos3
-    if self.device.kind!='cpu': ang = lambda k,t: t and Angles(*t, pos, self._axes[k])
+    if self.device.kind!='cpu': ang = lambda k,t: t and Angles(*t, pos, None if b.pos3 is None else self._axes[k])
     else: ang = lambda k,t: t and rope_angles(*t, pos, self._mrope[k])
     return Step(b, cache, {k:ang(k, t) for k,t in self._angles.items()}, routes, self.device)
 

@@ -1,5 +1,5 @@
-// Last of a decode step: each row goes on to its sequence's next position, where sampling has put its token already. One row a sequence.
-// Everything that the next replay reads is step tables to it: its first launch must be a plain one (lib/pdl.cuh).
+// Between decode steps: each row goes on to its sequence's next position, where sampling has put its token already. One row a sequence.
+// What it writes are step tables to the kernels after it, which read them before they wait: the next launch must be a plain one (lib/pdl.cuh).
 //   seq       : [rows]        i32   sequence of a row; -1: padding, stays as it is
 //   active    : [rows]        i32   0: stays as it is; or null: all go on
 //   limit     : [seqs]        i32   positions that a sequence has blocks for: a row that would leave them stays, with slot -1; or null: what `tables` can hold
@@ -15,7 +15,6 @@
 
 extern "C" __global__ void __launch_bounds__(64) advance_rows(const int* seq, const int* active, const int* limit, int* pos, int* pos3, long long* slots, int* starts,
         int* state_in, int* state_out, const int* tables, int rows, int most, int block_size) {
-    pdl_trigger();
     pdl_wait();
     const int r = blockIdx.x * 64 + threadIdx.x;
     if (r >= rows) return;

@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) delta_many(const unsign
     scan.w = (const uint4*)w + (size_t)head * DK * 16; scan.q = (const uint4*)q + (size_t)key * DK * 16; scan.k = (const uint4*)k + (size_t)key * DK * 16;
     scan.u = (const uint4*)u + ((size_t)head * (DV / 16) + blockIdx.x % PARTS * WARPS) * 256; scan.p = (const uint4*)p + (size_t)head * 1024;
     scan.scal = scal + (size_t)head * 2 * TILE;
-    scan.step = vh; scan.key_step = kh; scan.u_step = (size_t)vh * (DV / 16);
+    scan.step = vh; scan.key_step = kh; scan.u_step = vh * (DV / 16);
     scan.ring = room; scan.factors = (float (*)[2 * TILE])(room + RING * STAGE);
     scan.start(f, end);
     float S[NT][4] = {};

@@ -31,7 +31,7 @@ typedef Matrix<STRIDE> Mat;
 // Rows of f32 q and k in `rows` (k first) to unit length, as limbs in the same place; a warp to eight rows.
 __device__ __forceinline__ void unit_limbs(unsigned char* rows) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    #pragma unroll 1
+    #pragma unroll 2
     for (int r = warp * 8; r < warp * 8 + 8; r++) {
         float2 v[2][2] = {};
         float sum[2] = {};
@@ -62,19 +62,22 @@ __device__ __forceinline__ void unit_limbs(unsigned char* rows) {
 // Inverse of I + A in place, A strictly lower triangular with zeros above: blocks of 16 by substitution, then pairs of blocks, [[T, 0], [-T2 A T, T2]].
 template <int N> __device__ __forceinline__ void join(float (*A)[AS]) {
     constexpr int PER = 32 * N / 256;
-    float v[PER];
+    const int c = threadIdx.x % N, r0 = threadIdx.x / N % N;  // of the lower left block; further elements 256/N rows below, or in the next pair
     #pragma unroll
     for (int pass = 0; pass < 2; pass++) {  // A T, then -T2 (A T)
+        float v[PER] = {};
         #pragma unroll
-        for (int e = 0; e < PER; e++) {
-            const int i = threadIdx.x + e * 256, b = i / (N * N) * 2 * N, r = b + N + i / N % N, c = b + i % N;
-            v[e] = 0.f;
+        for (int j = 0; j < N; j += 4)
             #pragma unroll
-            for (int j = 0; j < N; j++) v[e] = pass ? fmaf(-A[r][b + N + j], A[b + N + j][c], v[e]) : fmaf(A[r][b + j], A[b + j][c], v[e]);
-        }
+            for (int e = 0; e < PER; e++) {
+                const int r = r0 + e * (256 / N), b = r / N * 2 * N, k = b + pass * N + j;
+                const float4 l = *(const float4*)&A[b + N + r % N][k];
+                #pragma unroll
+                for (int i = 0; i < 4; i++) v[e] = fmaf((&l.x)[i], A[k + i][b + c], v[e]);
+            }
         __syncthreads();
         #pragma unroll
-        for (int e = 0; e < PER; e++) { const int i = threadIdx.x + e * 256, b = i / (N * N) * 2 * N; A[b + N + i / N % N][b + i % N] = v[e]; }
+        for (int e = 0; e < PER; e++) { const int r = r0 + e * (256 / N), b = r / N * 2 * N; A[b + N + r % N][b + c] = pass ? -v[e] : v[e]; }
         __syncthreads();
     }
 }
@@ -183,6 +186,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) delta_prep(const float* __r
     #pragma unroll 1
     for (int h = key * per; h < (key + 1) * per; h++) {
         const size_t cell = (size_t)t * vh + h;
+        __syncthreads();  // nobody reads Q, or the last head's V and A, any more
         if (warp == 0) {
             float g[2], be[2];
             #pragma unroll
@@ -205,7 +209,6 @@ extern "C" __global__ void __launch_bounds__(256, 2) delta_prep(const float* __r
                 scal[cell * 128 + TILE + j] = expf((top - s[i].hi) + (rest - s[i].lo));
             }
         }
-        __syncthreads();  // also: nobody reads Q or the last head's V any more
         for (int i = tid; i < DV * 4; i += 256) {
             const int e = i % DV, ch = 2 * kh * DK + h * DV + e;
             r.conv(ch, ch, i / DV * 16, conv_w, nullptr, [&](int j, float v) {
@@ -216,6 +219,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) delta_prep(const float* __r
             });
             if (i < DV) r.keep_tail(ch, ch);
         }
+        __syncthreads();
         float d[4][4];
         #pragma unroll
         for (int n = 0; n < 4; n++)
@@ -231,6 +235,5 @@ extern "C" __global__ void __launch_bounds__(256, 2) delta_prep(const float* __r
         invert(A);
         write_w((uint4*)w + cell * DK * 16, A, beta_g, K);
         write_u((float4*)u + cell * DV * 16, A, beta, V);
-        __syncthreads();
     }
 }

@@ -29,7 +29,7 @@
 #define SIGMOID 0
 #endif
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 1000
-#define RESIDENT 8  // blocks of a multiprocessor: 8 sequences of 32 heads are there at once
+#define RESIDENT 5  // blocks of a multiprocessor
 #else
 #define RESIDENT 4
 #endif
@@ -49,6 +49,7 @@ extern "C" __global__ void __launch_bounds__(128, RESIDENT) delta_step(const flo
     static_assert((DK == 32 || DK == 64 || DK == 128) && DV % 32 == 0, "a head's sizes");
     __shared__ Conv<3> past;
     __shared__ __align__(16) float now[4][2 * DK + 68], red[2][4][64], cross[2][4][4], gain[32], own[2];  // now: q | k | v | gate | beta, exp(g)
+    pdl_trigger();
     const int tid = threadIdx.x, lane = tid % 32, warp = __shfl_sync(~0u, tid / 32, 0), seq = blockIdx.z;
     const int r0 = first[seq], r1 = first[seq + 1], start = starts[seq], from = state_in[seq];
     const unsigned n = r1 - r0;
@@ -68,104 +69,110 @@ extern "C" __global__ void __launch_bounds__(128, RESIDENT) delta_step(const flo
     #pragma unroll
     for (int i = 0; i < N; i++) S[i] = start ? __ldcs((const float4*)(state + from * pool + i * DV)) : make_float4(0, 0, 0, 0);
     past.fetch_tail(start ? conv + (size_t)from * 3 * c : nullptr, c, col, has);
-    pdl_trigger();
     cp_async_wait<0>();
-    __syncwarp();
+    // What the first row's convolution takes from rows before it, and where its inputs are: all but the inputs themselves.
+    float older[3], newest[3];
+    #pragma unroll
+    for (int j = 0; j < 3; j++) { older[j] = past.older(0, j); newest[j] = past.taps[j][tid].w; }
+    const float *const row = x + (size_t)r0 * width, *const at[3] = {row + col[0], row + col[1], row + col[2]};
     pdl_wait();
     const auto fetch = [&](unsigned i) {
-        const unsigned at = (r0 + i) * width;
-        if (tid < DK) { past.fetch(i, 0, x + at); past.fetch(i, 1, x + at); }
-        if (warp < 3) past.fetch(i, 2, x + at);
+        const float* const row = x + (size_t)(r0 + i) * width;
+        if (tid < DK) { past.fetch(i, 0, row); past.fetch(i, 1, row); }
+        if (warp < 3) past.fetch(i, 2, row);
         cp_async_commit();
     };
-    const auto convolve = [&](unsigned i) {
+    // q, k and v of row i, convolved, and what its gate, beta and decay are: for the whole block.
+    const auto share = [&](unsigned i, float q, float k, float v, float in) {
         float* const to = now[i % 4];
-        cp_async_wait<0>();
-        const float in = past.input(i, 2);
-        if (tid < DK) { to[tid] = past.step(i, 0); to[DK + tid] = past.step(i, 1); }
-        if (warp == 0) to[2 * DK + lane] = past.step(i, 2);
+        if (tid < DK) { to[tid] = q; to[DK + tid] = k; }
+        if (warp == 0) to[2 * DK + lane] = v;
         if (warp == 1) to[2 * DK + 32 + lane] = SIGMOID ? sigmoid(in) : silu(in);
         if (warp == 2 && lane < 2) to[2 * DK + 64 + lane] = lane ? expf(__fmul_rn(own[0], softplus(in + own[1]))) : sigmoid(in);
     };
-    if (n) fetch(0);
-    // Round j convolves row j beside the products of the row before it with the state; then, behind the barrier, the state takes that row up.
+    if (n) {
+        const float q = tid < DK ? *at[0] : 0.f, k = tid < DK ? *at[1] : 0.f, v = warp < 3 ? *at[2] : 0.f;
+        if (n > 1) fetch(1);
+        past.put(0, 0, q); past.put(0, 1, k); past.put(0, 2, v);
+        share(0, past.silu_of(older[0], newest[0], q), past.silu_of(older[1], newest[1], k), past.silu_of(older[2], newest[2], v), v);
+    }
+    __syncthreads();
+    // Row i's products with the state stand beside the convolution of the row after it; then, behind the barrier, the state takes row i up.
     #pragma unroll 1
-    for (unsigned j = 0; j <= n; j++) {
-        const unsigned i = j - 1;
+    for (unsigned i = 0; i < n; i++) {
         const float *q = now[i % 4] + row0, *v = now[i % 4] + 2 * DK;
-        if (j) {
-            {
-                const float a = tid < DK ? now[i % 4][tid] : 0.f, e = tid < DK ? now[i % 4][DK + tid] : 0.f;
-                const float qk = warp_sum(__fmul_rn(a, e)), qq = warp_sum(__fmul_rn(a, a)), kk = warp_sum(__fmul_rn(e, e));
-                if (!lane) *(float4*)cross[i % 2][warp] = make_float4(qk, qq, kk, 0.f);
-            }
-            float4 kS = make_float4(0, 0, 0, 0), qS = kS;
-            #pragma unroll
-            for (int h = 0; h < N; h += H) {
-                float qh[H], kh[H];
-                load<H>(q + h, qh);
-                load<H>(q + DK + h, kh);
-                #pragma unroll
-                for (int m = 0; m < H; m++) {
-                    const float4 s = S[h + m];
-                    kS.x = fmaf(kh[m], s.x, kS.x); kS.y = fmaf(kh[m], s.y, kS.y); kS.z = fmaf(kh[m], s.z, kS.z); kS.w = fmaf(kh[m], s.w, kS.w);
-                    qS.x = fmaf(qh[m], s.x, qS.x); qS.y = fmaf(qh[m], s.y, qS.y); qS.z = fmaf(qh[m], s.z, qS.z); qS.w = fmaf(qh[m], s.w, qS.w);
-                }
-            }
-            // Lanes 8 apart have other rows of the same columns: each keeps half of what it has and sends the rest.
-            const bool hi = lane & 16, odd = lane & 8;
-            float t[4], s[2];
-            #pragma unroll
-            for (int m = 0; m < 4; m++) t[m] = (hi ? (&qS.x)[m] : (&kS.x)[m]) + __shfl_xor_sync(~0u, hi ? (&kS.x)[m] : (&qS.x)[m], 16);
-            #pragma unroll
-            for (int m = 0; m < 2; m++) s[m] = (odd ? t[2 + m] : t[m]) + __shfl_xor_sync(~0u, odd ? t[m] : t[2 + m], 8);
-            *(float2*)&red[i % 2][warp][hi * 32 + c4 + odd * 2] = make_float2(s[0], s[1]);
+        {
+            const float a = tid < DK ? now[i % 4][tid] : 0.f, b = tid < DK ? now[i % 4][DK + tid] : 0.f;
+            const float dot = warp_sum4(__fmul_rn(a, b), __fmul_rn(a, a), __fmul_rn(b, b), 0.f);  // q.k, q.q, k.k
+            if (lane % 8 == 0) cross[i % 2][warp][lane / 8] = dot;
         }
-        if (j < n) convolve(j);
-        const int out = j ? state_out[r0 + i] : -1;
+        float4 kS = make_float4(0, 0, 0, 0), qS = kS;
+        #pragma unroll
+        for (int h = 0; h < N; h += H) {
+            float qh[H], kh[H];
+            load<H>(q + h, qh);
+            load<H>(q + DK + h, kh);
+            #pragma unroll
+            for (int m = 0; m < H; m++) {
+                const float4 s = S[h + m];
+                kS.x = fmaf(kh[m], s.x, kS.x); kS.y = fmaf(kh[m], s.y, kS.y); kS.z = fmaf(kh[m], s.z, kS.z); kS.w = fmaf(kh[m], s.w, kS.w);
+                qS.x = fmaf(qh[m], s.x, qS.x); qS.y = fmaf(qh[m], s.y, qS.y); qS.z = fmaf(qh[m], s.z, qS.z); qS.w = fmaf(qh[m], s.w, qS.w);
+            }
+        }
+        // Lanes 8 apart have other rows of the same columns: each keeps half of what it has and sends the rest.
+        const bool hi = lane & 16, odd = lane & 8;
+        float t[4], s[2];
+        #pragma unroll
+        for (int m = 0; m < 4; m++) t[m] = (hi ? (&qS.x)[m] : (&kS.x)[m]) + __shfl_xor_sync(~0u, hi ? (&kS.x)[m] : (&qS.x)[m], 16);
+        #pragma unroll
+        for (int m = 0; m < 2; m++) s[m] = (odd ? t[2 + m] : t[m]) + __shfl_xor_sync(~0u, odd ? t[m] : t[2 + m], 8);
+        *(float2*)&red[i % 2][warp][hi * 32 + c4 + odd * 2] = make_float2(s[0], s[1]);
+        if (i + 1 < n) {
+            cp_async_wait<0>();
+            share(i + 1, past.step(i + 1, 0), past.step(i + 1, 1), past.step(i + 1, 2), past.input(i + 1, 2));
+        }
+        const int out = state_out[r0 + i];
         __syncthreads();
-        if (j) {
-            const auto sum4 = [&](const float (*a)[64], int at) {
-                return add4(add4(*(const float4*)&a[0][at], *(const float4*)&a[1][at]), add4(*(const float4*)&a[2][at], *(const float4*)&a[3][at]));
-            };
-            const float4 dot = add4(add4(*(const float4*)cross[i % 2][0], *(const float4*)cross[i % 2][1]), add4(*(const float4*)cross[i % 2][2], *(const float4*)cross[i % 2][3]));
-            const float beta = v[64], eg = v[65], nk = rsqrtf(dot.z + 1e-6f), old = __fmul_rn(eg, nk), share = __fmul_rn(beta, nk);
-            const float4 kept = sum4(red[i % 2], c4), v4 = *(const float4*)(v + c4);
-            float d[4];
+        const auto sum4 = [&](const float (*a)[64], int at) {
+            return add4(add4(*(const float4*)&a[0][at], *(const float4*)&a[1][at]), add4(*(const float4*)&a[2][at], *(const float4*)&a[3][at]));
+        };
+        const float4 dot = add4(add4(*(const float4*)cross[i % 2][0], *(const float4*)cross[i % 2][1]), add4(*(const float4*)cross[i % 2][2], *(const float4*)cross[i % 2][3]));
+        const float beta = v[64], eg = v[65], nk = rsqrtf(dot.z + 1e-6f), old = __fmul_rn(eg, nk), rate = __fmul_rn(beta, nk);
+        const float4 kept = sum4(red[i % 2], c4), v4 = *(const float4*)(v + c4);
+        float d[4];
+        #pragma unroll
+        for (int m = 0; m < 4; m++) d[m] = __fmul_rn(fmaf(-old, (&kept.x)[m], (&v4.x)[m]), rate);
+        #pragma unroll
+        for (int h = 0; h < N; h += H) {
+            float kh[H];
+            load<H>(q + DK + h, kh);
             #pragma unroll
-            for (int m = 0; m < 4; m++) d[m] = __fmul_rn(fmaf(-old, (&kept.x)[m], (&v4.x)[m]), share);
-            #pragma unroll
-            for (int h = 0; h < N; h += H) {
-                float kh[H];
-                load<H>(q + DK + h, kh);
+            for (int m = 0; m < H; m++)
                 #pragma unroll
-                for (int m = 0; m < H; m++)
-                    #pragma unroll
-                    for (int k = 0; k < 4; k++) (&S[h + m].x)[k] = fmaf(kh[m], d[k], __fmul_rn((&S[h + m].x)[k], eg));
-            }
-            if (out >= 0) {
-                float* const to = state + out * pool;
-                #pragma unroll
-                for (int m = 0; m < N; m++) __stcs((float4*)(to + m * DV), S[m]);
-                past.keep(i, conv + (size_t)out * 3 * c, c, tid < DK && blockIdx.x == 0, warp == 0);
-            }
-            if (warp == 3) {
-                const float4 read = sum4(red[i % 2], 32 + c4), g4 = *(const float4*)(v + 32 + c4), w4 = *(const float4*)(gain + c4);
-                const float nq = rsqrtf(dot.y + 1e-6f) * SCALE;
-                float o[4], ss = 0.f;
-                #pragma unroll
-                for (int m = 0; m < 4; m++) {
-                    const float e = __fmul_rn(nq, fmaf(dot.x, d[m], __fmul_rn(eg, (&read.x)[m])));
-                    ss = fmaf(e, e, ss);
-                    o[m] = __fmul_rn(__fmul_rn(e, (&w4.x)[m]), (&g4.x)[m]);
-                }
-                #pragma unroll
-                for (int m = 4; m; m /= 2) ss += __shfl_xor_sync(~0u, ss, m);
-                if (lane < 8) __stcg((float4*)(y + (size_t)(r0 + i) * vh * DV + own32 + c4), make_float4(o[0], o[1], o[2], o[3]));
-                if (!lane) parts[((size_t)(r0 + i) * vh + head) * PARTS + part] = ss;
-            }
+                for (int k = 0; k < 4; k++) (&S[h + m].x)[k] = fmaf(kh[m], d[k], __fmul_rn((&S[h + m].x)[k], eg));
         }
-        if (j + 1 < n) fetch(j + 1);
+        if (warp == 3) {
+            const float4 read = sum4(red[i % 2], 32 + c4), g4 = *(const float4*)(v + 32 + c4), w4 = *(const float4*)(gain + c4);
+            const float nq = rsqrtf(dot.y + 1e-6f) * SCALE;
+            float o[4], ss = 0.f;
+            #pragma unroll
+            for (int m = 0; m < 4; m++) {
+                const float e = __fmul_rn(nq, fmaf(dot.x, d[m], __fmul_rn(eg, (&read.x)[m])));
+                ss = fmaf(e, e, ss);
+                o[m] = __fmul_rn(__fmul_rn(e, (&w4.x)[m]), (&g4.x)[m]);
+            }
+            #pragma unroll
+            for (int m = 4; m; m /= 2) ss += __shfl_xor_sync(~0u, ss, m);
+            if (lane < 8) __stcg((float4*)(y + (size_t)(r0 + i) * vh * DV + own32 + c4), make_float4(o[0], o[1], o[2], o[3]));
+            if (!lane) parts[((size_t)(r0 + i) * vh + head) * PARTS + part] = ss;
+        }
+        if (out >= 0) {
+            float* const to = state + out * pool;
+            #pragma unroll
+            for (int m = 0; m < N; m++) __stcs((float4*)(to + m * DV), S[m]);
+            past.keep(i, conv + (size_t)out * 3 * c, c, tid < DK && blockIdx.x == 0, warp == 0);
+        }
+        if (i + 2 < n) fetch(i + 2);
     }
     if (seq == gridDim.z - 1 && warp == 0)
         #pragma unroll 1

@@ -31,6 +31,7 @@
 #endif
 constexpr int I = (DIM / 4 + 31) / 32;
 
+struct Turn;
 // A head that a warp holds, a lane's elements as for KvRow.
 struct Head {
     float4 v[I];
@@ -55,26 +56,42 @@ struct Head {
             #pragma unroll
             for (int j = 0; j < 4; j++) (&v[i].x)[j] *= f * (g && on(i) ? g[at(i) + j % 2 + j / 2 * 8] : 1.f);
     }
-    // Elements e and e + half for e < half turn by the angle of e; `room`: DIM floats of this warp
-    __device__ __forceinline__ void rotate(const float* __restrict__ cos, const float* __restrict__ sin, const int* __restrict__ pos,
-            const int* __restrict__ axes, int half, int r, int row, float* room) {
-        __syncwarp();
-        #pragma unroll
-        for (int i = 0; i < I; i++)
-            #pragma unroll
-            for (int j = 0; j < 4; j++) if (on(i)) room[at(i) + j % 2 + j / 2 * 8] = (&v[i].x)[j];
-        __syncwarp();
+    __device__ __forceinline__ void turn(const Turn& t, int half, float* room);
+};
+
+// The angles of a row, for a lane's elements: element e turns with e + half, or e - half, and those from 2*half on stay.
+struct Turn {
+    float cos[I][4], sin[I][4];
+    __device__ __forceinline__ Turn(const float* __restrict__ c, const float* __restrict__ s, const int* __restrict__ pos, const int* __restrict__ axes, int half, int r, int row) {
         #pragma unroll
         for (int i = 0; i < I; i++)
             #pragma unroll
             for (int j = 0; j < 4; j++) {
-                const int e = at(i) + j % 2 + j / 2 * 8, h = e % half;
-                if (!on(i) || e >= 2 * half) continue;
-                const size_t a = (size_t)pos[axes ? axes[h] * r + row : row] * half + h;
-                (&v[i].x)[j] = (&v[i].x)[j] * cos[a] + (e < half ? -room[e + half] : room[h]) * sin[a];
+                const int e = Head::at(i) + j % 2 + j / 2 * 8, h = e < half ? e : e - half;
+                const bool on = c && Head::on(i) && e < 2 * half;
+                const size_t a = on ? (size_t)pos[axes ? axes[h] * r + row : row] * half + h : 0;
+                cos[i][j] = on ? c[a] : 1.f;
+                sin[i][j] = on ? (e < half ? -1.f : 1.f) * s[a] : 0.f;
             }
     }
 };
+// `room`: DIM floats of this warp
+__device__ __forceinline__ void Head::turn(const Turn& t, int half, float* room) {
+    __syncwarp();
+    #pragma unroll
+    for (int i = 0; i < I; i++)
+        #pragma unroll
+        for (int j = 0; j < 4; j++) if (on(i)) room[at(i) + j % 2 + j / 2 * 8] = (&v[i].x)[j];
+    __syncwarp();
+    #pragma unroll
+    for (int i = 0; i < I; i++)
+        #pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const int e = at(i) + j % 2 + j / 2 * 8;
+            const float other = on(i) && e < 2 * half ? room[e < half ? e + half : e - half] : 0.f;
+            (&v[i].x)[j] = (&v[i].x)[j] * t.cos[i][j] + other * t.sin[i][j];
+        }
+}
 
 extern "C" __global__ void __launch_bounds__(256) flash_prep(const float* __restrict__ qkv, const float* __restrict__ q_norm, const float* __restrict__ k_norm,
         const float* __restrict__ cos, const float* __restrict__ sin, const int* __restrict__ pos, const int* __restrict__ axes, const long long* __restrict__ slots,
@@ -96,12 +113,17 @@ extern "C" __global__ void __launch_bounds__(256) flash_prep(const float* __rest
         }
         __syncthreads();
     }
+    const Turn turn(cos, sin, pos, axes, half, r, row);
+    const int last = heads + 2 * keys;
+    auto source = [&](int h) { return p + (size_t)(KEQV && h >= heads + keys ? h - keys : h) * DIM; };
+    Head next;
+    if (warp < last) next.load(source(warp));
     #pragma unroll 1
-    for (int h = warp; h < heads + 2 * keys; h += 8) {
+    for (int h = warp; h < last; h += 8) {
         const bool query = h < heads, value = h >= heads + keys;
         const float* norm = query ? q_norm : k_norm;
-        Head x;
-        x.load(p + (size_t)(KEQV && value ? h - keys : h) * DIM);
+        Head x = next;
+        if (h + 8 < last) next.load(source(h + 8));
         if (value) {
             if (VNORM) x.times(rsqrtf(warp_sum(x.squares()) / DIM + eps), nullptr);
         } else {
@@ -109,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(256) flash_prep(const float* __rest
                 const float f = together ? total[!query] : rsqrtf(warp_sum(x.squares()) / DIM + eps);
                 x.times(f, together ? norm + (query ? h : h - heads) * DIM : norm);
             }
-            if (cos) x.rotate(cos, sin, pos, axes, half, r, row, room[warp]);
+            if (cos) x.turn(turn, half, room[warp]);
         }
         if (query) {
             unsigned* to = (unsigned*)(q + ((size_t)row * heads + h) * DIM);

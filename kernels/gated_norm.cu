@@ -10,28 +10,40 @@
 #define GATE 1
 #endif
 
+// Lane's share of a group: four numbers of every 128, the first four shares in registers.
 extern "C" __global__ void __launch_bounds__(256) gated_norm(float* y, const float* __restrict__ gate, const float* __restrict__ norm_w,
         const int* __restrict__ tile_seq, const int* __restrict__ tile_lo, const int* __restrict__ tile_hi, float eps, int r, int width, int xw, int at, int n, int gains) {
+    constexpr int KEPT = 4;
     const int lane = threadIdx.x % 32, cell = blockIdx.x * 8 + threadIdx.x / 32, per = width / n, row = cell / per, from = cell % per * n;
     if (row >= r) return;
     const int t = row / 64;
     const bool real = tile_seq[t] >= 0 && row % 64 >= tile_lo[t] && row % 64 < tile_hi[t];
-    float* to = y + (size_t)row * width + from;
+    float4* to = (float4*)(y + (size_t)row * width + from);
     const float *z = gate + (size_t)row * xw + at + from, *w = norm_w + (gains == n ? 0 : from);
+    auto value = [&](int i) { return real && i < n / 4 ? to[i] : make_float4(0.f, 0.f, 0.f, 0.f); };
+    auto act = [&](int i) {  // gates need not lie at multiples of 16 bytes
+        float4 g = make_float4(0.f, 0.f, 0.f, 0.f);
+        if (real && i < n / 4)
+            #pragma unroll
+            for (int j = 0; j < 4; j++) { const float x = z[4 * i + j], s = 1.f / (1.f + expf(-x)); (&g.x)[j] = GATE == 2 ? s : x * s; }
+        return g;
+    };
+    auto times = [](float4 a, float4 b) { return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w); };
+    auto square = [](float4 a) { return a.x * a.x + a.y * a.y + a.z * a.z + a.w * a.w; };
+    float4 v[KEPT], g[KEPT];
     float sum = 0.f;
-    if (real)
-        for (int i = lane; i < n; i += 32) {
-            float v = to[i];
-            if (GATE == 3) v *= z[i] / (1.f + expf(-z[i]));
-            sum = fmaf(v, v, sum);
-        }
-    const float f = rsqrtf(warp_sum(sum) / n + eps);
-    for (int i = lane; i < n; i += 32) {
-        float v = 0.f;
-        if (real) {
-            const float s = 1.f / (1.f + expf(-z[i]));
-            v = to[i] * f * w[i] * (GATE == 2 ? s : z[i] * s);
-        }
-        to[i] = v;
+    #pragma unroll
+    for (int i = 0; i < KEPT; i++) {
+        v[i] = value(lane + 32 * i);
+        g[i] = act(lane + 32 * i);
+        sum += square(GATE == 3 ? times(v[i], g[i]) : v[i]);
     }
+    for (int i = lane + 32 * KEPT; i < n / 4; i += 32) sum += square(GATE == 3 ? times(value(i), act(i)) : value(i));
+    const float f = rsqrtf(warp_sum(sum) / n + eps);
+    auto finish = [&](int i, float4 a, float4 b) {
+        if (i < n / 4) to[i] = make_float4(a.x * b.x * (f * w[4 * i]), a.y * b.y * (f * w[4 * i + 1]), a.z * b.z * (f * w[4 * i + 2]), a.w * b.w * (f * w[4 * i + 3]));
+    };
+    #pragma unroll
+    for (int i = 0; i < KEPT; i++) finish(lane + 32 * i, v[i], g[i]);
+    for (int i = lane + 32 * KEPT; i < n / 4; i += 32) finish(i, value(i), act(i));
 }

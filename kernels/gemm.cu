@@ -6,14 +6,16 @@
 //   s     : [scales]              u8    scales as packed; or null
 //   unit  : [wrows]               f32   of the rows of W; or null for ones
 //   bias  : [experts, n]          f32   in the order of the rows of W; or null
-//   add   : [yrows, out]          f32   added to the result, may be y; or null
-//   y     : [yrows, out]          f32   out = n, or n/2 after an activation of pairs
-//   order : [picks]               i32   GROUPED: number of the pick at each place, sorted by expert; null else
-//   tiles : [slots, 3]            i32   GROUPED: expert, first place, end of the places of a tile; expert -1: nothing to do. Null else
+//   gate  : [yrows:gs, columns]   f32   the result of a row is multiplied by the sigmoid of one of its columns; or null
+//   add   : [yrows:as, out]       f32   then added, may be y; or null
+//   y     : [yrows:ys, out]       f32   out = n, or n/2 after an activation of pairs
+//   order : [picks]               i32   GROUPED: number of the pick at each place, sorted by expert; or null
+//   tiles : [slots, 3]            i32   GROUPED: expert, first place, end of the places of a tile; expert -1: nothing to do; or null
 //   -D FMT=     of lib/unpack.cuh       -D ACTIVATION=  of lib/act.cuh; all but ACT_NONE and ACT_RELU2 want rows of W in fours: two gates, two ups
 //   -D PARTS=   1; 2: x in two parts; 3: W too (f32)
 //   -D GROUPED= 0; 1: row of x is order[place]/top, row of y the place; 2: row of x is the place, row of y order[place]
 //   -D MT= NT= WM= WN= BK= STAGES=   a warp has 16*MT x 8*NT results, a block WM x WN warps, K goes by BK, 64 or 128
+//   -D BLOCKS=  that a multiprocessor is to hold at least
 //   launch: <<<GROUPED ? (ceil(n/BN), slots) : (ceil(xrows/BM), ceil(n/BN)), 32*WM*WN, STAGES * (A + B + scales)>>>   BM = 16*MT*WM, BN = 8*NT*WN
 #include "lib/async.cuh"
 #include "lib/mma.cuh"
@@ -48,6 +50,9 @@
 #endif
 #ifndef STAGES
 #define STAGES 4
+#endif
+#ifndef BLOCKS
+#define BLOCKS 1
 #endif
 #define THREADS (32 * WM * WN)
 using W = weights::FMT;
@@ -116,32 +121,28 @@ template <int ROWS> struct Feed {
 };
 
 // A stage's part of M*16 x NT*8 results. A lane's weights of a chunk are eight that follow each other, its share of two products; halve.cu has put what they
-// meet where `ldmatrix` finds it. Products that add to the same results are kept apart.
+// meet where `ldmatrix` finds it, and that is fetched a product ahead.
 template <int M> __device__ __forceinline__ void multiply(const unsigned char* stage, const float* unit, float (*d)[NT][4], int m0, int n0, bool low) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const unsigned char* rows = stage + (m0 + lane % 16) * (BK * 2);
+    unsigned a[2][M][4], b[NT][4];
     #pragma unroll
-    for (int c = 0; c < CH; c++) {
-        unsigned a[M][2][4];
-        #pragma unroll
-        for (int m = 0; m < M; m++)
+    for (int m = 0; m < M; m++) ldmatrix_x4(a[0][m], rows + m * 16 * (BK * 2) + ((lane / 16) ^ lane % 8) * 16);
+    #pragma unroll
+    for (int k = 0; k < 2 * CH; k++) {
+        if (k % 2 == 0)
             #pragma unroll
-            for (int h = 0; h < 2; h++) ldmatrix_x4(a[m][h], rows + m * 16 * (BK * 2) + ((c * 4 + h * 2 + lane / 16) ^ lane % 8) * 16);
-        #pragma unroll
-        for (int n = 0; n < NT; n += 2) {
-            unsigned b[2][4];
-            #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const int r = n0 + (n + i) * 8 + g;
-                W::get(stage + A + c * BC + (r * 4 + t) * W::BYTES, stage + A + B + ((W::SCALE < 0 ? 0 : c) * BN + r) * SC, t, unit[r], low, b[i]);
+            for (int n = 0; n < NT; n++) {
+                const int r = n0 + n * 8 + g;
+                W::get(stage + A + k / 2 * BC + (r * 4 + t) * W::BYTES, stage + A + B + ((W::SCALE < 0 ? 0 : k / 2) * BN + r) * SC, t, unit[r], low, b[n]);
             }
+        if (k + 1 < 2 * CH)
             #pragma unroll
-            for (int h = 0; h < 2; h++)
-                #pragma unroll
-                for (int i = 0; i < 2; i++)
-                    #pragma unroll
-                    for (int m = 0; m < M; m++) mma_f16(d[m][n + i], a[m][h], b[i] + 2 * h);
-        }
+            for (int m = 0; m < M; m++) ldmatrix_x4(a[(k + 1) % 2][m], rows + m * 16 * (BK * 2) + (((k + 1) * 2 + lane / 16) ^ lane % 8) * 16);
+        #pragma unroll
+        for (int n = 0; n < NT; n++)
+            #pragma unroll
+            for (int m = 0; m < M; m++) mma_f16(d[m][n], a[k % 2][m], b[n] + k % 2 * 2);
     }
 }
 
@@ -165,11 +166,11 @@ template <int M, class F> __device__ __forceinline__ void tile(const Job& j, uns
         for (int n = 0; n < NT; n++) put(m0 + m * 16, n0 + n * 8, d[m][n]);
 }
 
-#define BOUNDS THREADS
+#define BOUNDS THREADS, BLOCKS
 extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(const __half* __restrict__ x, const float* __restrict__ scale,
         const unsigned char* __restrict__ w, const unsigned char* __restrict__ s, const float* __restrict__ unit, const float* __restrict__ bias,
-        const float* add, float* y, const int* __restrict__ order, const int* __restrict__ tiles,
-        int rows, int ld, int kp, int chunks, int blocks, int n, float limit, int top) {
+        const float* __restrict__ gate, const float* add, float* y, const int* __restrict__ order, const int* __restrict__ tiles,
+        int rows, int ld, int kp, int chunks, int blocks, int n, float limit, int top, int column, int gs, int as, int ys) {
     DYNAMIC_SHARED(unsigned char, stages);
     __shared__ int   from[BM];
     __shared__ float units[BN];
@@ -190,16 +191,19 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(const __half* __restri
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, out = PAIR ? n / 2 : n;
     const float* b = bias ? bias + (size_t)e * n : nullptr;
     const float unity = W::SCALE == 2 ? 128.f : 1.f;
-    const bool even = out % 2 == 0;
+    const bool even = (out | as | ys) % 2 == 0 && (((size_t)add | (size_t)y) & 7) == 0;
     const auto store = [&](int r, int col, float p, float q) {
         if (r >= end || col >= out) return;
-        const size_t at = (size_t)(GROUPED == 2 ? order[r] : r) * out + col;
+        const size_t row = GROUPED == 2 ? order[r] : r;
+        const float* o = add ? add + row * as + col : nullptr;
+        float* to = y + row * ys + col;
+        if (gate) { const float f = 1.f / (1.f + expf(-gate[row * gs + column])); p *= f; q *= f; }
         if (even) {
-            const float2 o = add ? *(const float2*)(add + at) : make_float2(0.f, 0.f);
-            *(float2*)(y + at) = make_float2(p + o.x, q + o.y);
+            const float2 z = o ? *(const float2*)o : make_float2(0.f, 0.f);
+            *(float2*)to = make_float2(p + z.x, q + z.y);
         } else {
-            y[at] = p + (add ? add[at] : 0.f);
-            if (col + 1 < out) y[at + 1] = q + (add ? add[at + 1] : 0.f);
+            to[0] = p + (o ? o[0] : 0.f);
+            if (col + 1 < out) to[1] = q + (o ? o[1] : 0.f);
         }
     };
     // Of 16 x 8 results a lane has [g][2t], [g][2t+1], [g+8][2t], [g+8][2t+1].

@@ -14,7 +14,7 @@
 //   -D FORMAT= fragment of W    -D EXTRA= fragment of the extra rows, if any    -D K= columns    -D ROWS= 1, 2, 4 or 8: `rows` is at most that
 //   -D NORM=   0: f(x) = x;  1: f(x) = rmsnorm(x, gain);  2: f(x) = x / rms of its group, of GROUP= values in PARTS=
 //   -D ACT=    of lib/act.cuh    -D CAP=  1: results are cap * tanh(result / cap)    -D W= SPLIT=  warps of a block, and those that share a row of W
-//   -D STAGED= DEEP=  128s of x held at a time, and places of a warp for weights on their way; ESTAGED= EDEEP= for the extra rows
+//   -D STAGED= DEEP=  128s of x held at a time, and places of a warp for weights on their way; ESTAGED= EDEEP= ESPLIT= for the extra rows, 16 a block
 //   launch: <<<main + ceil(m/16), 32*W, shared bytes: see atlas.cuda.gemv>>>, `main` blocks for W, any number from 1 to ceil(n/(16*W/SPLIT))
 #include "lib/fragment.cuh"
 #include "lib/act.cuh"
@@ -59,6 +59,9 @@
 #endif
 #ifndef DEEP
 #define DEEP 8
+#endif
+#ifndef ESPLIT
+#define ESPLIT W
 #endif
 #ifndef EDEEP
 #define EDEEP 2
@@ -130,7 +133,10 @@ template <class F, int HELD> __device__ __forceinline__ void stage(const Job& o,
                 #pragma unroll
                 for (int m = 1; m < 16; m *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
                 const float2 f = chunk_scale(top);
-                *to = to_half8(a, f.x);
+                if (F::SWAP) {
+                    const float b[8] = {a[0], a[2], a[1], a[3], a[4], a[6], a[5], a[7]};
+                    *to = to_half8(b, f.x);
+                } else *to = to_half8(a, f.x);
                 if (lane % 16 == 0) es[c / 4 * ROWS + t] = f.y;
             }
         }
@@ -142,22 +148,32 @@ template <class F, int PER, int HERE, int HELD, int PLACES> __device__ __forcein
     using S = Staged<F, 4 * HELD>;
     constexpr int U = UNROLL, STEPS = (B + HERE - 1) / HERE, OUT = PAIR ? 8 : 16;  // 128s of a warp; outputs of a tile
     constexpr bool ALL = HELD >= B;
-    static_assert(PER * HERE == W && (ALL || HELD % HERE == 0), "x is staged for whole steps");
+    static_assert(PER * HERE <= W && (ALL || HELD % HERE == 0), "x is staged for whole steps");
     constexpr int PLANE = ROWS * S::LDR, ITEMS = (PER * OUT * ROWS + THREADS - 1) / THREADS;
     __shared__ float part[2][PER * HERE][16][ROWS], squares[ROWS][SLOTS];
     float* es = (float*)(xs + PLANE * S::PLANES);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4, tile = warp / HERE, share = warp % HERE, n4 = (o.n + 3) / 4 * 4;
     const int groups = (n4 + 16 * PER - 1) / (16 * PER);
-    unsigned char* ring = (unsigned char*)(es + (HELD * ROWS + 3) / 4 * 4) + warp * PLACES * F::At::BYTES;
-    int next = o.group, step = 0, place = 0;  // what is to be fetched next
-    auto fetch = [&](int at) {
-        const int row = (next * PER + tile) * 16 + 2 * g, b = step * HERE + share;
-        if (next < groups) F::fetch(ring + at * F::At::BYTES, o.w, o.s, row, b, t, row < n4 && (B % HERE == 0 || b < B));
+    const bool works = PER * HERE == W || tile < PER;
+    unsigned char* const ring = (unsigned char*)(es + (HELD * ROWS + 3) / 4 * 4) + (works ? warp : 0) * PLACES * F::At::BYTES;
+    const unsigned char *w = o.w, *s = o.s;  // what is to be fetched next: weights and scales of step `step` of group `next`
+    int next = o.group, step = 0;
+    F::first(w, s, (next * PER + tile) * 16 + 2 * g, share, t);
+    bool on = works && next < groups && (next * PER + tile) * 16 + 2 * g < n4;
+    const size_t skip = (size_t)o.step * PER * 4;  // fours of rows to the next group
+    auto fetch = [&](unsigned char* at) {
+        F::fetch(at, w, s, step * HERE + share, t, on && (B % HERE == 0 || step * HERE + share < B));
         cp_async_commit();
-        if (++step == STEPS) { step = 0; next += o.step; }
+        w += HERE * F::BLOCK; s += HERE * F::SBLOCK;
+        if (++step == STEPS) {
+            step = 0; next += o.step;
+            w += skip * 4 * F::LINE - STEPS * HERE * F::BLOCK; s += skip * F::SLINE - STEPS * HERE * F::SBLOCK;
+            on = works && next < groups && (next * PER + tile) * 16 + 2 * g < n4;
+        }
     };
     #pragma unroll 1
-    for (int i = 0; i < PLACES; i++) fetch(i);
+    for (int i = 0; i < PLACES; i++) if (works) fetch(ring + i * F::At::BYTES);
+    unsigned char* place = ring;
     float g0[8], sums[MINE] = {};
     if (NORM == 1) load_x(o.gain, (warp % SLOTS) * 32 + lane, g0);
     for (int group = o.group, round = 0; group < groups; group += o.step, round ^= 1) {
@@ -195,23 +211,23 @@ template <class F, int PER, int HERE, int HELD, int PLACES> __device__ __forcein
             }
             F q;
             cp_async_wait<PLACES - 1>();
-            q.read(ring + place * F::At::BYTES);
-            if (B % HERE == 0 || b < B) {
+            q.read(place);
+            if (works && (B % HERE == 0 || b < B)) {
                 float d[4] = {};
                 q.template dot<S::LD, PLANE>(d, xs + min(g, ROWS - 1) * S::LDR + 4 * (b - first), t);
                 #pragma unroll
                 for (int j = 0; j < 2; j++) {
-                    const float e = F::TWO ? 1.f : 2 * t + j < ROWS ? es[(b - first) * ROWS + 2 * t + j] : 0.f;
-                    acc[j] = fmaf(d[j], __fmul_rn(e, q.scale(0)), acc[j]);
-                    acc[2 + j] = fmaf(d[2 + j], __fmul_rn(e, q.scale(1)), acc[2 + j]);
+                    const float e = F::TWO ? 1.f : es[(b - first) * ROWS + min(2 * t + j, ROWS - 1)];
+                    acc[j] = fmaf(d[j], F::SCALED ? __fmul_rn(e, q.scale(0)) : e, acc[j]);
+                    acc[2 + j] = fmaf(d[2 + j], F::SCALED ? __fmul_rn(e, q.scale(1)) : e, acc[2 + j]);
                 }
             }
-            fetch(place);
-            place = place + 1 == PLACES ? 0 : place + 1;
+            if (works) fetch(place);
+            place = place == ring + (PLACES - 1) * F::At::BYTES ? ring : place + F::At::BYTES;
         }
         #pragma unroll
         for (int j = 0; j < 4; j++)
-            if (2 * t + j % 2 < ROWS) part[round][warp][2 * g + j / 2][2 * t + j % 2] = acc[j];
+            if (works && 2 * t + j % 2 < ROWS) part[round][warp][2 * g + j / 2][2 * t + j % 2] = acc[j];
         __syncthreads();
         #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
@@ -248,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(LIMITS) gemv(const unsigned char* _
     if ((int)blockIdx.x >= main) {
         o.w = extra; o.s = nullptr; o.n = m; o.at = n; o.group = blockIdx.x - main; o.step = gridDim.x - main;
         if (bias) o.bias = bias + n;
-        matrix<EXTRA<C>, 1, W, ESTAGED, EDEEP>(o, xs);
+        matrix<EXTRA<C>, 1, ESPLIT, ESTAGED, EDEEP>(o, xs);
         return;
     }
 #endif

@@ -19,15 +19,15 @@
 //   down_gs, down_bias : [drows] f32  likewise
 //   add         : [n, hidden]   f32   residual, or null; may be y
 //   logits      : [2, rows, ld] f32   scratch: two sets that take turns, EMPTY at first; ld = E to a multiple of 128, + 4
-//   mid         : [2, rows, picks, ip] f32   likewise; picks = TOP_K + SHARED, ip = INNER to a multiple of 32
+//   mid         : [2, rows, words] f32   likewise: hidden values of a row's picks as fp16 with a scale for each 32
 //   turn        : [blocks]      i32   whose turn it is; 0 at first
 //   ids         : [n, top_k]    i32   who was picked, best first, or null
 //   weights     : [n, top_k]    f32   their weights, or null
 //   y           : [n, hidden]   f32
 //   -D HIDDEN= (a multiple of 32)  INNER= (even with gates)  EXPERTS=  TOP_K=  SHARED= GATE= (of the shared expert; 0 or 1)
 //   -D SCORE= (softmax, sigmoid, topk_softmax)  RENORM=  NORM= (0 or 1)  ACT=  UP= DOWN= ROUTER= (formats)  KB_UP= KB_DOWN= (fp8: columns of scales)
-//   -D ROWS= (1, 2, 4, 8: at most so many)  BLOCKS=  STEPS=  BYTES= (of shared memory)
-//   launch: <<<BLOCKS, 512, BYTES>>>
+//   -D ROWS= (1, 2, 4, 8: at most so many)  BLOCKS=  WARPS= (8 or 16)  DEEP=  AHEAD= (0 or 1)  STEPS=  BYTES= (of shared memory)
+//   launch: <<<BLOCKS, 32*WARPS, BYTES>>>
 #include "lib/async.cuh"
 #include "lib/exchange.cuh"
 #include "lib/pdl.cuh"
@@ -54,7 +54,10 @@ enum { softmax, sigmoid, topk_softmax };
 #define ROWS 1
 #define BLOCKS 132
 #define STEPS 7
-#define BYTES 49152
+#define WARPS 16
+#define DEEP 1
+#define AHEAD 1
+#define BYTES 160000
 #endif
 
 #define CEIL(a, b) (((a) + (b) - 1) / (b))
@@ -90,32 +93,33 @@ struct f32 { static __device__ __forceinline__ void load(const unsigned char* __
 
 typedef quads::UP Up;
 typedef quads::DOWN Down;
-constexpr int H = HIDDEN, I = INNER, E = EXPERTS, TOP = TOP_K;
+constexpr int H = HIDDEN, I = INNER, E = EXPERTS, TOP = TOP_K, W = WARPS, THREADS = 32 * W, PICKS = TOP + SHARED;
 constexpr bool PAIR = ACT::PAIR, FUSED = STEPS == 7;
-constexpr int W = 16, THREADS = 32 * W, PICKS = TOP + SHARED;
 // Router: a warp to 256 columns of a row
 constexpr int SEGS = CEIL(H, 256), NR = E + GATE, RB = CEIL(NR, BLOCKS), RT = CEIL(RB * SEGS, W);
 constexpr int N = CEIL(CEIL(E, 32), 4) * 4, LD = 32 * N + 4;  // logits a lane picks among; then the gate's
-// Up: a warp to four rows
-constexpr int CU = H / 32, LX = CU + 2, PU = CEIL(CU, 32);
-constexpr int RU = PAIR ? 2 * I : CEIL(I, 4) * 4, QU = RU / 4;
+// Up: a warp to four rows (OQ outputs), a block to UO outputs of a pick, in SUB rounds; BU of a lane's PU chunks at once
+constexpr int CU = H / 32, LX = CU + 2, PU = CEIL(CU, 32), BU = Up::VECTORS == 4 ? LEAST(PU, 2) : 1, NU = CEIL(PU, BU);
+constexpr int RU = PAIR ? 2 * I : CEIL(I, 4) * 4, QU = RU / 4, OQ = PAIR ? 2 : 4, UO = W * OQ < 32 ? 32 : W * OQ, SUB = UO / (W * OQ), UN = CEIL(I, UO);
 // Down: G lanes to four rows, T of those a warp, UB warps' worth of outputs a block
-constexpr int CD = CEIL(I, 32), IP = 32 * CD, G = CD <= 4 ? 4 : CD <= 8 ? 8 : CD <= 16 ? 16 : 32, T = 32 / G, PD = CEIL(CD, G);
-constexpr int SD = CD < 32 ? CD : 32, LH = SD + 2, QD = H / 4, UB = CEIL(CEIL(QD, T), BLOCKS);
-constexpr int OUTS = UB * T * 4;
-// Registers: chunks of `up` and of `down` that a lane fetches at once; whether the first of `down` are fetched beside `up` (AHEAD), the shared expert's too (KEEP)
-constexpr int WU = sizeof(typename Up::Item) / 4, WD = sizeof(typename Down::Item) / 4;
-constexpr int ROOM = 76 - 6 * SHARED, BU = LEAST(PU, WU <= 20 ? 2 : 1), NU = CEIL(PU, BU);
-constexpr int FIT = (ROOM - WU * BU) / WD, BD = FIT < 1 ? 1 : LEAST(PD, FIT), ND = CEIL(PD, BD);
-constexpr bool AHEAD = FIT > 0, KEEP = SHARED && AHEAD && WU * BU + 2 * WD * BD <= 76;
+constexpr int CD = CEIL(I, 32), G = CD <= 4 ? 4 : CD <= 8 ? 8 : CD <= 16 ? 16 : 32, T = 32 / G, PD = CEIL(CD, G), BD = Down::VECTORS == 4 ? LEAST(PD, 2) : 1, ND = CEIL(PD, BD);
+constexpr int QD = H / 4, UB = CEIL(CEIL(QD, T), BLOCKS), OUTS = UB * T * 4, CP = UN * UO / 32, MID = CEIL(PICKS * CP * 17, 4) * 4;
+// Places for weights under way, of each warp: DEEP for `up`, and with AHEAD one for the first of `down`; after `up` all are for `down`
+constexpr int UP_SIZE = BU * Up::SIZE + 32, DOWN_SIZE = BD * Down::SIZE + 32 * T, SU = DEEP;
+constexpr int AREA = AHEAD || SU * UP_SIZE > DOWN_SIZE ? SU * UP_SIZE : DOWN_SIZE, HELD = AHEAD ? DOWN_SIZE : 0, MORE = AREA / DOWN_SIZE;
+constexpr int SD = LEAST(4, MORE + AHEAD), KEEP = SHARED && UB <= 4 && Down::VECTORS == 4;
+static_assert(H % 32 == 0 && (!PAIR || I % 2 == 0) && TOP <= 16 && ROWS <= 8 && UO % 32 == 0 && G * PD >= CD && (G == 32 || PD == 1) && SD > 0, "shapes");
 struct Shared {
-    uint4 xs[ROWS][4 * LX], hs[W][4 * LH];  // activations as fp16, and the inverses of their powers of two
-    float xz[ROWS][CU], hz[W][SD], part[ROWS][PICKS][OUTS], dots[RB][ROWS][SEGS], squares[ROWS][SEGS], share[ROWS][PICKS];
-    int ids[ROWS][TOP];
+    unsigned char area[W][AREA + HELD], kept[KEEP ? UB : 1][KEEP ? DOWN_SIZE : 16];
+    uint4 xs[ROWS][4 * LX];  // activations as fp16, and the inverses of their powers of two
+    float xz[ROWS][CU], part[ROWS][PICKS][OUTS], dots[RB][ROWS][SEGS], squares[ROWS][SEGS], share[ROWS][PICKS], hidden[2 > ROWS ? 2 : ROWS][UO];
+    int ids[ROWS * TOP];
+    unsigned room[ROWS][64];
 };
 static_assert(sizeof(Shared) <= BYTES, "BYTES is too small");
+#define BOUNDS THREADS, (ROWS == 1 && Up::VECTORS == 4 ? 2 : 1)  // with one row, half of the registers are left to the kernels before and after
 
-extern "C" __global__ void __launch_bounds__(THREADS) moe(const unsigned char* __restrict__ router_w, const float* __restrict__ router_bias,
+extern "C" __global__ void __launch_bounds__(BOUNDS) moe(const unsigned char* __restrict__ router_w, const float* __restrict__ router_bias,
         const float* __restrict__ correction, const float* __restrict__ per_expert, const float* __restrict__ gain, const float* __restrict__ router_gain,
         const float* x, const unsigned char* __restrict__ up_w, const unsigned char* __restrict__ up_s, const float* __restrict__ up_gs,
         const float* __restrict__ up_bias, const unsigned char* __restrict__ down_w, const unsigned char* __restrict__ down_s,
@@ -123,36 +127,37 @@ extern "C" __global__ void __launch_bounds__(THREADS) moe(const unsigned char* _
         float* weights, float* y, float eps, float scaling, float limit, int count) {
     DYNAMIC_SHARED(Shared, sm);
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, block = blockIdx.x;
+    unsigned char* const area = sm->area[warp];
 
-    // Four rows of `up`, and four (T times) of `down`: a batch of chunks, and what a row is multiplied by and has added
-    auto fetch_up = [&](typename Up::Item* it, float2& row, int e, int q, int b) {
+    // Batch b of four rows of `up`, or of T times four of `down`, and behind them what the rows are multiplied by and have added
+    auto fetch_up = [&](unsigned char* p, int e, int q, int b) {
+        if (q >= QU) return;
         const size_t r = (size_t)e * RU + 4 * q;
         #pragma unroll
         for (int j = 0; j < BU; j++) {
             const int c = (b * BU + j) * 32 + lane;
-            Up::fetch(it[j], up_w, up_s, r, c, CU, KB_UP, c < CU);
+            Up::fetch(p + j * Up::SIZE, up_w, up_s, r, c < CU ? c : 0, CU, KB_UP, c < CU);
         }
-        if (!b) row = make_float2(up_gs ? __ldg(up_gs + r + lane / 8) : 1.f, up_bias ? __ldg(up_bias + r + lane / 8) : 0.f);
+        if (lane == 0 && up_gs) copy_beside<16>(p + BU * Up::SIZE, up_gs + r, true);
+        if (lane == 1 && up_bias) copy_beside<16>(p + BU * Up::SIZE + 16, up_bias + r, true);
     };
-    auto fetch_down = [&](typename Down::Item* it, float2& row, int e, int u, int b) {
-        const int quad = (block * UB + u) * T + lane / G;
+    auto fetch_down = [&](unsigned char* p, int e, int u, int b) {
+        const int first = (block * UB + u) * T, quad = first + lane / G;
         const bool on = quad < QD;
         const size_t r = (size_t)e * H + (on ? 4 * quad : 0);
         #pragma unroll
         for (int j = 0; j < BD; j++) {
             const int c = (b * BD + j) * G + lane % G;
-            Down::fetch(it[j], down_w, down_s, r, c, CD, KB_DOWN, on && c < CD);
+            Down::fetch(p + j * Down::SIZE, down_w, down_s, r, c < CD ? c : 0, CD, KB_DOWN, on && c < CD);
         }
-        const int i = lane % G / (G / 4);
-        if (!b) row = make_float2(down_gs ? __ldg(down_gs + r + i) : 1.f, down_bias ? __ldg(down_bias + r + i) : 0.f);
+        const bool mine = lane < T && first + lane < QD;
+        const size_t own = (size_t)e * H + 4 * (first + lane);
+        if (mine && down_gs) copy_beside<16>(p + BD * Down::SIZE + 16 * lane, down_gs + own, true);
+        if (mine && down_bias) copy_beside<16>(p + BD * Down::SIZE + 16 * (T + lane), down_bias + own, true);
     };
 
-    // What needs no activation
+    // What needs no activation: router, shared expert
     float w[RT][8], g[8];
-    typename Up::Item su[BU];
-    typename Down::Item sd[BD];
-    float2 su_row, sd_row;
-    const int sq = warp * BLOCKS + block, sw = (warp + W / 2) % W;  // the shared expert's `up` and `down` are spread over different warps
     if (STEPS & 1) {
         #pragma unroll
         for (int i = 0; i < RT; i++) {
@@ -163,22 +168,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) moe(const unsigned char* _
             for (int k = 0; k < 8; k++) w[i][k] = !on ? 0.f : NORM ? w[i][k] * router_gain[at + k] : w[i][k];
         }
     }
-    const int at0 = warp % SEGS * 256 + lane * 8;
+    const int at0 = warp % SEGS * 256 + lane * 8, su0 = BLOCKS - 1 - block, sw = (warp + W / 2) % W;
     if (NORM && (STEPS & 2) && at0 < H) load8(gain + at0, g);
-    if (SHARED && (STEPS & 2) && sq < QU) fetch_up(su, su_row, E, sq, 0);
-    if (KEEP && (STEPS & 4) && sw < UB) fetch_down(sd, sd_row, E, sw, 0);
+    if (SHARED && (STEPS & 2) && su0 < UN) fetch_up(area, E, su0 * SUB * W + warp, 0);
+    if (KEEP && (STEPS & 4) && sw < UB) fetch_down(sm->kept[sw], E, sw, 0);
+    cp_async_commit();
     pdl_wait();
     if (!FUSED) pdl_trigger();
     const int set = FUSED ? turn[block] : 0;
     float* const old_logits = logits + (size_t)(set ^ 1) * ROWS * LD;
-    float* const old_mid = mid + (size_t)(set ^ 1) * ROWS * PICKS * IP;
+    float* const old_mid = mid + (size_t)(set ^ 1) * ROWS * MID;
     logits += (size_t)set * ROWS * LD;
-    mid += (size_t)set * ROWS * PICKS * IP;
-    float residual = 0.f;
-    if (STEPS & 4) {
-        const int t = tid / OUTS, o = block * OUTS + tid % OUTS;
-        if (add && t < count && o < H) residual = add[(size_t)t * H + o];
-    }
+    mid += (size_t)set * ROWS * MID;
 
     if (STEPS & 3) {
         for (int i = warp; i < count * SEGS; i += W) {  // rows to fp16, and their squares
@@ -204,9 +205,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) moe(const unsigned char* _
             for (int i = 0; i < RT; i++) {
                 const int task = i * W + warp, at = task % SEGS * 256 + lane * 8;
                 if (task >= RB * SEGS) break;
-                #pragma unroll
-                for (int t = 0; t < ROWS; t++) {
-                    if (t >= count) break;
+                #pragma unroll 1
+                for (int t = 0; t < count; t++) {
                     float a[8] = {}, sum = 0.f;
                     if (at < H) load8(x + (size_t)t * H + at, a);
                     #pragma unroll
@@ -221,168 +221,208 @@ extern "C" __global__ void __launch_bounds__(THREADS) moe(const unsigned char* _
     auto inverse_rms = [&](int t) {
         if (!NORM) return 1.f;
         float s = 0.f;
+        #pragma unroll
         for (int i = 0; i < SEGS; i++) s += sm->squares[t][i];
         return rsqrtf(fmaf(s, 1.f / H, eps));
     };
     if (STEPS & 1) {
-        const int t = tid / RB, r = block * RB + tid % RB;
-        if (t < count && r < NR) {
+        for (int i = tid; i < count * RB; i += THREADS) {
+            const int t = i / RB, r = block * RB + i % RB;
+            if (r >= NR) continue;
             float s = 0.f;
-            for (int i = 0; i < SEGS; i++) s += sm->dots[tid % RB][t][i];
+            #pragma unroll
+            for (int k = 0; k < SEGS; k++) s += sm->dots[i % RB][t][k];
             s = __fmul_rn(s, inverse_rms(t));
             if (router_bias && r < E) s += router_bias[r];
             give(logits + t * LD + (r < E ? r : 32 * N), s);
         }
     }
 
-    // `up`: hidden values of four rows, two outputs with gates
-    auto dot_up = [&](const typename Up::Item* it, int t, int b, float* v) {
+    // `up`: the product of a batch; the hidden values of four rows, two outputs with gates; and the values of a unit as fp16 for all
+    auto dot_up = [&](unsigned char* p, int t, int b, float* v) {
         #pragma unroll
         for (int j = 0; j < BU; j++) {
-            const int c = min((b * BU + j) * 32 + lane, CU - 1);
+            const int c = LEAST((b * BU + j) * 32 + lane, CU - 1);
             uint4 a[4];
             #pragma unroll
             for (int i = 0; i < 4; i++) a[i] = sm->xs[t][i * LX + c];
-            Up::dot(it[j], a, sm->xz[t][c], v);
+            Up::dot(p + j * Up::SIZE, a, sm->xz[t][c], v);
         }
     };
-    auto give_up = [&](const float* v4, float2 row, int t, int p, int q) {
+    auto end_up = [&](unsigned char* p, const float* v4, int t, int q, float* hidden) {
         float v = warp_sum4(v4[0], v4[1], v4[2], v4[3]);  // lanes 8i..8i+7: row i
-        v = fmaf(v, __fmul_rn(__fmul_rn(inverse_rms(t), Up::UNIT), row.x), row.y);
+        const float* row = (const float*)(p + BU * Up::SIZE);
+        v = fmaf(v, __fmul_rn(__fmul_rn(inverse_rms(t), Up::UNIT), up_gs && q < QU ? row[lane / 8] : 1.f), up_bias && q < QU ? row[4 + lane / 8] : 0.f);
         const float u = PAIR ? __shfl_xor_sync(~0u, v, 16) : 0.f;
-        const int o = PAIR ? 2 * q + lane / 8 : 4 * q + lane / 8;
-        if (lane % 8 == 0 && (PAIR ? lane < 16 : o < I)) give(mid + (t * PICKS + p) * IP + o, ACT::of(v, u, limit));
+        const int o = OQ * q + lane / 8;
+        if (lane % 8 == 0 && (!PAIR || lane < 16)) hidden[o % UO] = o < I ? ACT::of(v, u, limit) : 0.f;
+    };
+    auto give_hidden = [&](const float* hidden, int t, int p, int unit, int k) {
+        const int c = unit * (UO / 32) + k;
+        const float v = hidden[k * 32 + lane];
+        const float2 z = chunk_power<Down::POWER>(__uint_as_float(lanes_max(__float_as_uint(fabsf(v)))));
+        const float next = __shfl_down_sync(~0u, v, 1);
+        const __half2 h = __floats2half2_rn(v * z.x, next * z.x);
+        unsigned word = *(const unsigned*)&h;
+        if (word == EMPTY) word = 0x7FFF7FFFu;
+        if (lane % 2 == 0) give(mid + t * MID + p * CP * 16 + (lane / 8 * CP + c) * 4 + lane % 8 / 2, __uint_as_float(word));  // piece lane/8 of the chunk
+        if (lane == 0) give(mid + t * MID + (PICKS * 16 + p) * CP + c, z.y);
     };
     if (SHARED && (STEPS & 2)) {  // while the logits are on their way
-        for (int q = sq; q < QU; q += W * BLOCKS) {
+        for (int unit = su0; unit < UN; unit += BLOCKS) {
             #pragma unroll 1
-            for (int t = 0; t < count; t++) {
-                float v[4] = {};
+            for (int sub = 0; sub < SUB; sub++) {
+                const int q = (unit * SUB + sub) * W + warp;
                 #pragma unroll 1
-                for (int b = 0; b < NU; b++) {
-                    if (b || (t ? NU > 1 : q != sq)) fetch_up(su, su_row, E, q, b);
-                    dot_up(su, t, b, v);
+                for (int t = 0; t < count; t++) {
+                    float v[4] = {};
+                    #pragma unroll 1
+                    for (int b = 0; b < NU; b++) {
+                        if (b || (t ? NU > 1 : unit != su0 || sub)) { __syncwarp(); fetch_up(area, E, q, b); cp_async_commit(); }
+                        cp_async_wait<0>();
+                        __syncwarp();
+                        if (q < QU) dot_up(area, t, b, v);
+                    }
+                    end_up(area, v, t, q, sm->hidden[t]);
                 }
-                give_up(v, su_row, t, TOP, q);
             }
+            __syncthreads();
+            for (int i = warp; i < count * (UO / 32); i += W) give_hidden(sm->hidden[i / (UO / 32)], i / (UO / 32), TOP, unit, i % (UO / 32));
+            __syncthreads();
         }
     }
 
-    if (STEPS & 6) {  // who is picked: a warp to a row, from the last
-        const int t = W - 1 - warp;
-        if (t < count) {
-            float4 v[N / 4];
-            const float *p = logits + t * LD, *all = (const float*)v;
-            gather4<N / 4, FUSED>(v, p, lane * N, 4, E);
-            pick<E, TOP, SCORE, N>(all, correction, lane, sm->ids[t]);
-            __syncwarp();
-            if (STEPS & 4) {
-                const int id = sm->ids[t][lane < TOP ? lane : 0];
-                float share = pick_weight<E, TOP, SCORE, RENORM, N>(all, __ldcg(p + id), scaling, lane);
-                if (per_expert) share = __fmul_rn(share, per_expert[id]);
-                if (lane < TOP) {
-                    sm->share[t][lane] = share;
-                    if (ids && !block) ids[t * TOP + lane] = id;
-                    if (weights && !block) weights[t * TOP + lane] = share;
-                }
-                if (SHARED && lane == TOP) {
-                    float4 one = make_float4(0.f, 0.f, 0.f, 0.f);
-                    if (GATE) gather4<1, FUSED>(&one, p + 32 * N, 0, 4, 1);
-                    sm->share[t][TOP] = GATE ? logistic(one.x) : 1.f;
-                }
-            }
+    float4 near[N / 4];  // logits: a warp to a row, from the last
+    const int mine = W - 1 - warp;
+    if ((STEPS & 6) && mine < count) {
+        gather4<N / 4, FUSED>(near, logits + mine * LD, lane * N, 4, E);
+        pick<E, TOP, SCORE, N>((const float*)near, correction, lane, sm->ids + mine * TOP, sm->room[mine]);
+    }
+    if (STEPS & 6) __syncthreads();
+
+    // The pipelines: item i is batch i % NU (ND) of a warp's i / NU-th four rows
+    const int ups = (STEPS & 2) ? count * TOP * UN : 0, items = block < ups ? (ups - block + BLOCKS - 1) / BLOCKS * SUB * NU : 0;
+    auto issue_up = [&](int i) {
+        if (i < items) {
+            const int u = block + i / (SUB * NU) * BLOCKS, pick = u % (count * TOP), unit = u / (count * TOP);
+            fetch_up(area + i % SU * UP_SIZE, sm->ids[pick], (unit * SUB + i / NU % SUB) * W + warp, i % NU);
         }
-        __syncthreads();
+        cp_async_commit();
+    };
+    const int downs = (STEPS & 4) && warp < count * TOP * UB ? (count * TOP * UB - warp + W - 1) / W * ND : 0;
+    auto place_down = [&](int i) { i %= SD; return AHEAD ? i ? area + (i - 1) * DOWN_SIZE : area + AREA : area + i * DOWN_SIZE; };
+    auto issue_down = [&](int i) {
+        if (i < downs) {
+            const int d = warp + i / ND * W;
+            fetch_down(place_down(i), sm->ids[d / UB], d % UB, i % ND);
+        }
+        cp_async_commit();
+    };
+    #pragma unroll
+    for (int i = 0; i < SU; i++) issue_up(i);
+    if (AHEAD) issue_down(0);
+    if (FUSED) {
+        pdl_trigger();
+        const float4 e = make_float4(__uint_as_float(EMPTY), __uint_as_float(EMPTY), __uint_as_float(EMPTY), __uint_as_float(EMPTY));
+        for (int i = block * THREADS + tid; i < ROWS * LD / 4; i += BLOCKS * THREADS) ((float4*)old_logits)[i] = e;
+        for (int i = block * THREADS + tid; i < ROWS * MID; i += BLOCKS * THREADS) old_mid[i] = e.x;
+    }
+    float residual = 0.f;
+    if ((STEPS & 4) && add) {
+        const int t = tid / OUTS, o = block * OUTS + tid % OUTS;
+        if (t < count && o < H) residual = add[(size_t)t * H + o];
+    }
+    if ((STEPS & 4) && mine < count) {  // weights of the picked
+        const float* p = logits + mine * LD;
+        const int id = sm->ids[mine * TOP + (lane < TOP ? lane : 0)];
+        float share = pick_weight<E, TOP, SCORE, RENORM, N>((const float*)near, __ldcg(p + id), scaling, lane);
+        if (per_expert) share = __fmul_rn(share, per_expert[id]);
+        if (lane < TOP) {
+            sm->share[mine][lane] = share;
+            if (ids && !block) ids[mine * TOP + lane] = id;
+            if (weights && !block) weights[mine * TOP + lane] = share;
+        }
+        if (SHARED && lane == TOP) {
+            float4 one = make_float4(0.f, 0.f, 0.f, 0.f);
+            if (GATE) gather4<1, FUSED>(&one, p + 32 * N, 0, 4, 1);
+            sm->share[mine][TOP] = GATE ? logistic(one.x) : 1.f;
+        }
     }
 
-    typename Down::Item dn[BD];
-    float2 dn_row;
-    const int downs = count * TOP * UB;
-    auto fetch_first_down = [&] { if (AHEAD && (STEPS & 4) && warp < downs) fetch_down(dn, dn_row, sm->ids[warp / UB / TOP][warp / UB % TOP], warp % UB, 0); };
-    if (!(STEPS & 2)) fetch_first_down();
-    else {
-        const int all = count * TOP * QU;
-        typename Up::Item it[BU];
-        float2 row;
-        int n = warp * BLOCKS + block, t = n % (count * TOP) / TOP, p = n % TOP, q = n / (count * TOP);
-        if (n < all) fetch_up(it, row, sm->ids[t][p], q, 0);
-        fetch_first_down();
-        if (FUSED) {
-            pdl_trigger();
-            const float e = __uint_as_float(EMPTY);
-            for (int i = block * THREADS + tid; i < ROWS * LD / 4; i += BLOCKS * THREADS) ((float4*)old_logits)[i] = make_float4(e, e, e, e);
-            for (int i = block * THREADS + tid; i < ROWS * PICKS * IP / 4; i += BLOCKS * THREADS) ((float4*)old_mid)[i] = make_float4(e, e, e, e);
-        }
+    if (STEPS & 2) {
+        float v[4];
         #pragma unroll 1
-        while (n < all) {
-            float v[4] = {};
-            #pragma unroll 1
-            for (int b = 0; b < NU; b++) {
-                if (b) fetch_up(it, row, sm->ids[t][p], q, b);
-                dot_up(it, t, b, v);
+        for (int i = 0; i < items; i++) {
+            const int k = i / (SUB * NU), u = block + k * BLOCKS, pick = u % (count * TOP), unit = u / (count * TOP), sub = i / NU % SUB, q = (unit * SUB + sub) * W + warp;
+            unsigned char* p = area + i % SU * UP_SIZE;
+            if (AHEAD && i < SU) cp_async_wait<SU>();  // `down` may come later
+            else cp_async_wait<SU - 1>();
+            __syncwarp();
+            if (i % NU == 0) v[0] = v[1] = v[2] = v[3] = 0.f;
+            if (q < QU) dot_up(p, pick / TOP, i % NU, v);
+            if (i % NU == NU - 1) end_up(p, v, pick / TOP, q, sm->hidden[k % 2]);
+            __syncwarp();
+            issue_up(i + SU);
+            if (i % NU == NU - 1 && sub == SUB - 1) {
+                __syncthreads();
+                for (int c = (warp + k) % W; c < UO / 32; c += W) give_hidden(sm->hidden[k % 2], pick / TOP, pick % TOP, unit, c);
             }
-            const float2 now = row;
-            const int t0 = t, p0 = p, q0 = q;
-            n += W * BLOCKS; t = n % (count * TOP) / TOP; p = n % TOP; q = n / (count * TOP);
-            if (n < all) fetch_up(it, row, sm->ids[t][p], q, 0);
-            give_up(v, now, t0, p0, q0);
         }
     }
 
     if (STEPS & 4) {
-        // Hidden values of one pick, to fp16 for one warp, and their product
-        auto dot_down = [&](typename Down::Item* it, float2& row, int e, int t, int p, int u, bool fetched) {
-            const float* from = mid + (t * PICKS + p) * IP;
-            uint4* hs = sm->hs[warp];
-            float* hz = sm->hz[warp];
-            float v[4] = {};
-            constexpr int M = (SD + 3) / 4;
-            #pragma unroll 1
-            for (int b = 0; b < ND; b++) {
-                if (b || !fetched) fetch_down(it, row, e, u, b);
-                #pragma unroll
-                for (int j = 0; j < BD; j++) {
-                    const int piece = b * BD + j;
-                    if (piece >= PD) break;
-                    float4 a[M];
-                    gather4<M, FUSED>(a, from + piece * 1024, lane * 4, 128, I - piece * 1024);
-                    __syncwarp();
-                    #pragma unroll
-                    for (int i = 0; i < M; i++) {  // eight lanes to a chunk
-                        const int c = i * 4 + lane / 8;
-                        float top = fmaxf(fmaxf(fabsf(a[i].x), fabsf(a[i].y)), fmaxf(fabsf(a[i].z), fabsf(a[i].w)));
-                        for (int m = 1; m < 8; m *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
-                        const float2 z = chunk_power<Down::POWER>(top);
-                        const __half2 lo = __floats2half2_rn(a[i].x * z.x, a[i].y * z.x), hi = __floats2half2_rn(a[i].z * z.x, a[i].w * z.x);
-                        if (c < SD) {
-                            ((uint2*)&hs[lane % 8 / 2 * LH + c])[lane % 2] = make_uint2(*(const unsigned*)&lo, *(const unsigned*)&hi);
-                            if (lane % 8 == 0) hz[c] = z.y;
-                        }
-                    }
-                    __syncwarp();
-                    const int c = min(lane % G, SD - 1);
-                    uint4 h[4];
-                    #pragma unroll
-                    for (int i = 0; i < 4; i++) h[i] = hs[i * LH + c];
-                    Down::dot(it[j], h, hz[c], v);
-                }
+        cp_async_wait<0>();
+        __syncwarp();
+        #pragma unroll
+        for (int i = AHEAD; i < SD; i++) issue_down(i);
+        // Batch b of the product with the hidden values of pick p of row t, as soon as they are there; and its end
+        auto dot_down = [&](unsigned char* place, int t, int p, int b, float* v) {
+            const float *at = mid + t * MID + p * CP * 16, *scales = mid + t * MID + (PICKS * 16 + p) * CP;
+            #pragma unroll
+            for (int j = 0; j < BD; j++) {
+                const int c = LEAST((b * BD + j) * G + lane % G, CD - 1);
+                float4 h[4];
+                float z;
+                gather4<4, FUSED>(h, at, c * 4, CP * 4, CP * 16, scales + c, &z);
+                Down::dot(place + j * Down::SIZE, (const uint4*)h, z, v);
             }
+        };
+        auto end_down = [&](unsigned char* place, const float* v, int t, int p, int u) {
             const float sum = group_sum4<G>(v[0], v[1], v[2], v[3]);
+            const int o = lane / (G / 4);
+            const float* row = (const float*)(place + BD * Down::SIZE);
+            const bool on = (block * UB + u) * T * 4 + o < H;
             if (lane % (G / 4) == 0)
-                sm->part[t][p][u * T * 4 + lane / (G / 4)] = __fmul_rn(sm->share[t][p], fmaf(sum, __fmul_rn(Down::UNIT, row.x), row.y));
+                sm->part[t][p][u * T * 4 + o] = fmaf(sum, __fmul_rn(Down::UNIT, down_gs && on ? row[o] : 1.f), down_bias && on ? row[4 * T + o] : 0.f);
         };
         auto shared_down = [&] {
             for (int u = sw; u < UB; u += W)
                 #pragma unroll 1
-                for (int t = 0; t < count; t++) dot_down(sd, sd_row, E, t, TOP, u, ND == 1 ? t || (KEEP && u == sw) : KEEP && u == sw && !t);
+                for (int t = 0; t < count; t++) {
+                    unsigned char* place = KEEP ? sm->kept[u] : place_down(0);
+                    float v[4] = {};
+                    #pragma unroll 1
+                    for (int b = 0; b < ND; b++) {
+                        if (b || (t ? ND > 1 : !KEEP)) { __syncwarp(); fetch_down(place, E, u, b); cp_async_commit(); cp_async_wait<0>(); __syncwarp(); }
+                        dot_down(place, t, TOP, b, v);
+                    }
+                    end_down(place, v, t, TOP, u);
+                }
         };
         if (KEEP) shared_down();  // its hidden values were the first to be given
+        float v[4];
         #pragma unroll 1
-        for (int d = warp; d < downs; d += W) {
-            const int u = d % UB, p = d / UB % TOP, t = d / UB / TOP;
-            dot_down(dn, dn_row, sm->ids[t][p], t, p, u, AHEAD && d == warp);
+        for (int i = 0; i < downs; i++) {
+            const int d = warp + i / ND * W, u = d % UB, p = d / UB % TOP, t = d / UB / TOP;
+            cp_async_wait<SD - 1>();
+            __syncwarp();
+            if (i % ND == 0) v[0] = v[1] = v[2] = v[3] = 0.f;
+            dot_down(place_down(i), t, p, i % ND, v);
+            if (i % ND == ND - 1) end_down(place_down(i), v, t, p, u);
+            __syncwarp();
+            issue_down(i + SD);
         }
-        if (SHARED && !KEEP) shared_down();
+        if (SHARED && !KEEP) { cp_async_wait<0>(); __syncwarp(); shared_down(); }
         __syncthreads();
         for (int i = tid; i < count * OUTS; i += THREADS) {
             const int t = i / OUTS, o = block * OUTS + i % OUTS;
@@ -390,7 +430,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) moe(const unsigned char* _
             if (i != tid) residual = add ? add[(size_t)t * H + o] : 0.f;
             float s = 0.f;
             #pragma unroll
-            for (int p = 0; p < PICKS; p++) s += sm->part[t][p][i % OUTS];
+            for (int p = 0; p < PICKS; p++) s = fmaf(sm->share[t][p], sm->part[t][p][i % OUTS], s);
             y[(size_t)t * H + o] = residual + s;
         }
         if (FUSED && !tid) turn[block] = set ^ 1;

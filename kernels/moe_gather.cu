@@ -1,24 +1,29 @@
 // What the experts of a row have to say, weighted and added up in the order of its picks.
 //   d       : [picks, n]     f32   picks = rows * top
 //   weights : [rows, top]    f32
-//   real    : [rows]         u8    0: the row is padding, and gets nothing from experts; or null
+//   seq     : [rows]         i32   negative: the row is padding, and gets nothing from experts; or null
 //   add     : [rows, n]      f32   added to the result, may be y; or null
 //   y       : [rows, n]      f32
 //   launch: <<<(ceil(n/512), rows), 128>>>
 extern "C" __global__ void __launch_bounds__(128) moe_gather(const float* __restrict__ d, const float* __restrict__ weights,
-        const unsigned char* __restrict__ real, const float* add, float* y, int n, int top) {
+        const int* __restrict__ seq, const float* add, float* y, int n, int top) {
     const int r = blockIdx.y, c = (blockIdx.x * 128 + threadIdx.x) * 4;
     if (c >= n) return;
-    const int picks = !real || real[r] ? top : 0;
+    const int picks = !seq || seq[r] >= 0 ? top : 0;
     const bool wide = n % 4 == 0;
     float v[4] = {};
+    #pragma unroll 4
     for (int j = 0; j < picks; j++) {
         const float w = weights[(size_t)r * top + j];
         const float* p = d + ((size_t)r * top + j) * n + c;
         if (wide) {
             const float4 q = *(const float4*)p;
             v[0] = fmaf(w, q.x, v[0]); v[1] = fmaf(w, q.y, v[1]); v[2] = fmaf(w, q.z, v[2]); v[3] = fmaf(w, q.w, v[3]);
-        } else for (int i = 0; i < 4 && c + i < n; i++) v[i] = fmaf(w, p[i], v[i]);
+        } else {
+            #pragma unroll
+            for (int i = 0; i < 4; i++) if (c + i < n) v[i] = fmaf(w, p[i], v[i]);
+        }
     }
+    #pragma unroll
     for (int i = 0; i < 4; i++) if (wide || c + i < n) { const size_t o = (size_t)r * n + c + i; y[o] = v[i] + (add ? add[o] : 0.f); }
 }

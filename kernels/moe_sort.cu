@@ -1,7 +1,7 @@
 // Picks of experts, sorted by expert, and the tiles of rows that a grouped product is made of. A block is an expert: it counts all picks, so it knows where
 // its own begin, and writes these in their order. Nobody waits for anybody, and the result is the same every time.
 //   ids   : [rows, top]   i32   experts of each row
-//   real  : [rows]        u8    0: the row is padding, and picks nothing; or null
+//   seq   : [rows]        i32   negative: the row is padding, and picks nothing; or null
 //   order : [picks]       i32   picks = rows * top: number of the pick (row * top + j) at each place; what is left over at the end is not written
 //   tiles : [slots, 3]    i32   expert, first place, end of the places of a tile; expert -1 in those left over. slots >= experts + picks / BM
 //   -D E=   experts, up to 1024      -D BM=  places of a tile
@@ -30,7 +30,7 @@ __device__ __forceinline__ int before(int v, int* parts, int& all) {
     return base + sum - v;
 }
 
-extern "C" __global__ void __launch_bounds__(256) moe_sort(const int* __restrict__ ids, const unsigned char* __restrict__ real, int* order, int* tiles,
+extern "C" __global__ void __launch_bounds__(256) moe_sort(const int* __restrict__ ids, const int* __restrict__ seq, int* order, int* tiles,
         int picks, int top, int slots) {
     __shared__ int counts[E], parts[8], mine[2];  // mine: first place and first tile of this block's expert
     const int tid = threadIdx.x, me = blockIdx.x;
@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(256) moe_sort(const int* __restrict
     int found = 0;
     #pragma unroll 4
     for (int p = lo + lane; p < hi; p += 32)
-        if (!real || real[p / top]) {
+        if (!seq || seq[p / top] >= 0) {
             const int e = ids[p];
             atomicAdd(&counts[e], 1);
             found += e == me;
@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(256) moe_sort(const int* __restrict
     if (!__any_sync(~0u, found)) return;
     #pragma unroll 4
     for (int p0 = lo; p0 < hi; p0 += 32) {
-        const int p = p0 + lane, hit = p < hi && ids[p] == me && (!real || real[p / top]);
+        const int p = p0 + lane, hit = p < hi && ids[p] == me && (!seq || seq[p / top] >= 0);
         const unsigned hits = __ballot_sync(~0u, hit);
         if (hit) order[at + __popc(hits & ((1u << lane) - 1))] = p;
         at += __popc(hits);

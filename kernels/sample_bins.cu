@@ -15,7 +15,7 @@ extern "C" __global__ void __launch_bounds__(256) sample_bins(const float* logit
     const int row = blockIdx.y, slot = who ? who[row] : row;
     unsigned *n = s.count, *low = (unsigned*)s.units;
     pdl_trigger();
-    const How h = ((const How*)how)[max(slot, 0)];
+    const How& h = ((const How*)how)[max(slot, 0)];
     for (int i = threadIdx.x; i < BINS; i += 256) n[i] = low[i] = 0;
     pdl_wait();  // all do, so that the end of this kernel is the end of those before it
     Work* w = (Work*)work + row;
@@ -34,16 +34,17 @@ extern "C" __global__ void __launch_bounds__(256) sample_bins(const float* logit
     for (int i = threadIdx.x; i < BINS; i += 256) if (n[i]) atomicAdd(mine + i, (u64)n[i] << 40 | low[i]);
     if (!last_block(&w->arrived)) return;
     const Before b = read_bins(s, mine);
-    u64 from = b.total, to = b.total;  // the sum of what top-k keeps is between these
+    u64 from = b.total, to = b.total, few = 0;  // the sum of what top-k keeps is between the first two; 0: there is no threshold
     int k_bin = -1;
     if (h.top_k > 0 && h.top_k <= b.all_n) {  // more than there are: all stay
         const Found f = find_bin(s, b, false, h.top_k);
-        k_bin = f.bin; from = f.m; to = f.end;
+        k_bin = f.bin; from = f.m; to = f.end; few = f.end_n;
     }
     int p_from = 1, p_to = 0;
     if (h.top_p < 1.) {
-        p_from = find_bin(s, b, true, goal_of(h.top_p, from)).bin;
-        p_to = from == to ? p_from : find_bin(s, b, true, goal_of(h.top_p, to)).bin;
+        const Found f = find_bin(s, b, true, goal_of(h.top_p, to));
+        p_to = f.bin; few = max(few, f.end_n);
+        p_from = from == to ? p_to : find_bin(s, b, true, goal_of(h.top_p, from)).bin;
     }
-    if (!threadIdx.x) { w->k_bin = k_bin; w->p_from = p_from; w->p_to = p_to; }
+    if (!threadIdx.x) { w->k_bin = k_bin; w->p_from = p_from; w->p_to = p_to; w->few = few ? (unsigned)few : ~0u; w->total = b.total; }
 }

@@ -1,9 +1,11 @@
-// Third of the launches that sample: the weights in the bins that hold a threshold are gathered, and the thresholds found among them.
+// Third of the launches that sample: the weights in the bins that hold a threshold are gathered, and the thresholds found among them. Where few
+// weights are left in all, as top-k and top-p are mostly used, these are gathered instead, and the token drawn.
 // CHUNKS: of 1,024 tokens a block (lib/sample.cuh).
 //   logits   : [rows, v]      f32
 //   adjusted : [slots, v]     f32   read instead for rows whose line changes anything; or null
 //   who      : [rows]         i32   line of the tables that a row belongs to, -1 for none; or null: its own number
 //   how      : [slots, 16]    i32   struct How
+//   position : [slots]        i64   tokens that the output has
 //   work     : [slots, 8]     i64   struct Work of each row
 //   bins     : [slots, 1536]  i64   from sample_bins; 0 after
 //   list     : [slots, room]  u32   scratch. Rows where more weights are in doubt (as when all are equal) are read again instead: slow, and right
@@ -12,16 +14,18 @@
 #include "lib/bins.cuh"
 
 #define CACHE 2048
+#define FEW 256
 
 struct Source { const unsigned *cache, *list; int n; const float* x; int v; float top, temperature; };  // the weights in doubt: in shared memory, in a list, or else the row itself
 
 // f(w) for each of them, and f(0) until all threads have had as many.
 template <class F> __device__ __forceinline__ void each(const Source& s, F f) {
-    if (s.list) for (int i = threadIdx.x; i < s.n + (int)threadIdx.x; i += 256) f(i >= s.n ? 0u : s.n <= CACHE ? s.cache[i] : __ldcg(s.list + i));
-    else for (int i = threadIdx.x * 4; i < s.v + (int)threadIdx.x * 4; i += 1024) {
-        const float4 a = load4(s.x, i, s.v);
-        for (int j = 0; j < 4; j++) f(weight((&a.x)[j], s.top, s.temperature));
-    }
+    if (s.list)
+        #pragma unroll 1
+        for (int i = threadIdx.x; i < s.n + (int)threadIdx.x; i += 256) f(i >= s.n ? 0u : s.n <= CACHE ? s.cache[i] : __ldcg(s.list + i));
+    else
+        #pragma unroll 1
+        for (int i = threadIdx.x; i < s.v + (int)threadIdx.x; i += 256) f(i < s.v ? weight(s.x[i], s.top, s.temperature) : 0u);
 }
 
 struct Count { unsigned n[512], low[512]; };
@@ -76,56 +80,101 @@ __device__ __forceinline__ Least threshold(const Source& s, const Found& f, bool
     return r;
 }
 
-extern "C" __global__ void __launch_bounds__(256) sample_cut(const float* logits, const float* adjusted, const int* who, const int* how, long long* work, long long* bins,
-        unsigned* list, int v, int room) {
+// The choice among n weights, which with their ids are all down to the thresholds: every thread compares one with the others.
+__device__ __forceinline__ void choose(const unsigned* list, int n, const How& h, Work* w, u64 random) {
+    __shared__ unsigned weights[FEW], ids[FEW], k_least, p_least;
+    __shared__ u64 share[FEW], kept;
+    const int i = threadIdx.x;
+    const bool top_k = w->k_bin >= 0;
+    unsigned mine = 0, id = 0;
+    if (i < n) {
+        mine = weights[i] = __ldcg(list + 2 * i); id = ids[i] = __ldcg(list + 2 * i + 1);
+        share[i] = units(mantissa(mine), mine >> 23);
+    }
+    if (!i) { kept = w->total; k_least = p_least = 0; }
+    __syncthreads();
+    int above = 0, with = 0;
+    u64 sum = 0;
+    #pragma unroll 4
+    for (int j = 0; j < n; j++) {
+        const unsigned o = weights[j];
+        above += o > mine; with += o >= mine;
+        if (o >= mine) sum += share[j];
+    }
+    if (top_k && i < n && above < h.top_k && h.top_k <= with) { k_least = mine; kept = sum; }
+    __syncthreads();
+    if (h.top_p < 1. && i < n && sum >= goal_of(h.top_p, kept)) atomicMax(&p_least, mine);
+    __syncthreads();
+    const unsigned least = max(max(k_least, p_least), __float_as_uint(h.min_p));
+    u64 before = 0, all = 0;
+    #pragma unroll 4
+    for (int j = 0; j < n; j++) if (weights[j] >= least) { all += share[j]; if (ids[j] < id) before += share[j]; }
+    const u64 at = __umul64hi(random, all);
+    if (i < n && mine >= least && before <= at && at < before + share[i]) { w->id = (int)id; w->least = ~0u; }
+}
+
+extern "C" __global__ void __launch_bounds__(256) sample_cut(const float* logits, const float* adjusted, const int* who, const int* how, const long long* position,
+        long long* work, long long* bins, unsigned* list, int v, int room) {
     __shared__ Bins s;
     __shared__ unsigned base, cache[CACHE];
     const int row = blockIdx.y, slot = who ? who[row] : row;
     pdl_trigger();
-    const How h = ((const How*)how)[max(slot, 0)];
+    const How& h = ((const How*)how)[max(slot, 0)];
+    const float temperature = h.temperature;
     pdl_wait();  // all do, so that the end of this kernel is the end of those before it
     Work* w = (Work*)work + row;
     if (slot < 0 || !h.cut(v) || w->id < 0) return;
     const float* x = (h.adjusted() ? adjusted : logits) + (size_t)row * v;
     const float top = w->top;
-    const int k_bin = w->k_bin, p_from = w->p_from, p_to = w->p_to;
+    const int k_bin = w->k_bin, p_from = w->p_from, p_to = w->p_to, to = max(k_bin, p_to);
+    const bool few = w->few <= FEW && 2 * w->few <= room;
     list += (size_t)row * room;
-    unsigned found[4 * CHUNKS];
-    int n = 0;
+    unsigned mine = 0;  // a bit for each of this thread's weights: is it wanted?
+    #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
         const float4 a = load4(x, blockIdx.x * SPAN + c * 1024 + threadIdx.x * 4, v);
         for (int j = 0; j < 4; j++) {
-            const unsigned b = weight((&a.x)[j], top, h.temperature);
-            const int bin = bin_of(b);
-            const bool doubt = bin > 0 && (bin == k_bin || (bin >= p_from && bin <= p_to));
-            found[c * 4 + j] = doubt ? b : 0;
-            n += doubt;
+            const int bin = bin_of(weight((&a.x)[j], top, temperature));
+            const bool in = few ? bin >= 0 && bin <= to : bin > 0 && (bin == k_bin || (bin >= p_from && bin <= p_to));
+            mine |= (unsigned)in << (c * 4 + j);
         }
     }
-    u64 all;
-    unsigned at = (unsigned)sum_before(n, all);
-    if (all) {
-        if (!threadIdx.x) base = atomicAdd(&w->listed, (unsigned)all);
-        __syncthreads();
-        at += base;
-        for (int i = 0; i < 4 * CHUNKS; i++) if (found[i]) { if (at < room) list[at] = found[i]; at++; }
+    u64 all = 0;
+    unsigned at = 0;
+    if (!few) {
+        at = (unsigned)sum_before(__popc(mine), all);
+        if (all) {
+            if (!threadIdx.x) base = atomicAdd(&w->listed, (unsigned)all);
+            __syncthreads();
+            at += base;
+        }
+    }
+    for (; mine; mine &= mine - 1) {
+        const int i = __ffs(mine) - 1, id = blockIdx.x * SPAN + i / 4 * 1024 + threadIdx.x * 4 + i % 4;
+        const unsigned b = weight(x[id], top, temperature);
+        if (few) { at = atomicAdd(&w->listed, 1u); list[2 * at] = b; list[2 * at + 1] = id; }
+        else { if (at < room) list[at] = b; at++; }
     }
     if (!last_block(&w->arrived)) return;
-    u64* mine = (u64*)bins + (size_t)row * BINS;
-    const Before b = read_bins(s, mine);
-    for (int i = threadIdx.x; i < BINS; i += 256) mine[i] = 0;
+    u64* counted = (u64*)bins + (size_t)row * BINS;
     const int listed = __ldcg(&w->listed);
-    if (listed <= CACHE && listed <= room) for (int i = threadIdx.x; i < listed; i += 256) cache[i] = __ldcg(list + i);
-    const Source from{cache, listed <= room ? list : 0, listed, x, v, top, h.temperature};
-    unsigned least = 0;
-    u64 sum = b.total;  // of the weights that stay
-    #pragma unroll 1
-    for (int by_sum = 0; by_sum < 2; by_sum++) {  // top-k, then top-p of what it keeps
-        if (by_sum ? h.top_p >= 1. : k_bin < 0) continue;
-        const u64 want = by_sum ? goal_of(h.top_p, sum) : h.top_k;
-        const Least r = threshold(from, find_bin(s, b, by_sum, want), by_sum, want);
-        least = max(least, r.w);
-        sum = r.sum;
+    if (few) choose(list, listed, h, w, philox(h.seed, position[slot]));
+    else {
+        const Before b = read_bins(s, counted);
+        if (listed <= CACHE && listed <= room) for (int i = threadIdx.x; i < listed; i += 256) cache[i] = __ldcg(list + i);
+        const Source from{cache, listed <= room ? list : 0, listed, x, v, top, temperature};
+        unsigned least = 0;
+        u64 sum = b.total;  // of the weights that stay
+        #pragma unroll 1
+        for (int by_sum = 0; by_sum < 2; by_sum++) {  // top-k, then top-p of what it keeps
+            if (by_sum ? h.top_p >= 1. : k_bin < 0) continue;
+            const u64 want = by_sum ? goal_of(h.top_p, sum) : h.top_k;
+            const Least r = threshold(from, find_bin(s, b, by_sum, want), by_sum, want);
+            least = max(least, r.w);
+            sum = r.sum;
+        }
+        if (!threadIdx.x) w->least = least;
     }
-    if (!threadIdx.x) { w->least = least; w->listed = 0; }
+    for (int i = threadIdx.x; i < BINS; i += 256) counted[i] = 0;
+    if (!threadIdx.x) w->listed = 0;
 }

@@ -14,28 +14,15 @@
 #include "lib/pdl.cuh"
 #include "lib/sample.cuh"
 
-// The first 64 bits of Philox4x32-10 (Salmon et al. 2011), those that atlas.ops.sample.uniform takes.
-__device__ __forceinline__ u64 philox(u64 key, u64 counter) {
-    unsigned a = (unsigned)counter, b = (unsigned)(counter >> 32), c = 0, d = 0, k = (unsigned)key, l = (unsigned)(key >> 32);
-    for (int i = 0; i < 10; i++) {
-        const u64 p = 0xD2511F53ull * a, q = 0xCD9E8D57ull * c;
-        a = (unsigned)(q >> 32) ^ b ^ k; b = (unsigned)q;
-        c = (unsigned)(p >> 32) ^ d ^ l; d = (unsigned)p;
-        k += 0x9E3779B9u; l += 0xBB67AE85u;
-    }
-    return (u64)a << 32 | b;
-}
 struct Kept { float top, temperature; unsigned least; };
 __device__ __forceinline__ u64 kept(float x, const Kept& k) {
     const unsigned w = weight(x, k.top, k.temperature);
     return w >= k.least ? units(mantissa(w), w >> 23) : 0;
 }
-// The thread in whose share `at` falls: its number, and how far into the share.
-__device__ __forceinline__ int holder(u64 share, u64& at) {
+// The thread in whose share `at` falls, of shares that have `before` before them: its number, and how far into the share.
+__device__ __forceinline__ int holder(u64 before, u64 share, u64& at) {
     __shared__ int found;
     __shared__ u64 rest;
-    u64 all;
-    const u64 before = sum_before(share, all);
     if (before <= at && at < before + share) { found = threadIdx.x; rest = at - before; }
     __syncthreads();
     at = rest;
@@ -47,15 +34,16 @@ __device__ __forceinline__ int draw(const float* x, const How& h, const Kept& k,
     __shared__ int id;
     u64 all;
     const u64 share = threadIdx.x < gridDim.x ? __ldcg(spans + threadIdx.x) : 0;
-    sum_before(share, all);
+    const u64 before = sum_before(share, all);
     u64 at = __umul64hi(random, all);  // below all: the first id with a running sum above it is the one
-    const int lo = holder(share, at) * SPAN + threadIdx.x * 4 * CHUNKS;
+    const int lo = holder(before, share, at) * SPAN + threadIdx.x * 4 * CHUNKS;
     u64 mine[4 * CHUNKS], sum = 0;
     for (int c = 0; c < CHUNKS; c++) {
         const float4 a = load4(x, lo + c * 4, v);
         for (int j = 0; j < 4; j++) sum += mine[c * 4 + j] = kept((&a.x)[j], k);
     }
-    if (holder(sum, at) == threadIdx.x) {
+    const u64 earlier = sum_before(sum, all);
+    if (holder(earlier, sum, at) == threadIdx.x) {
         bool open = true;
         for (int i = 0; i < 4 * CHUNKS; i++) if (open) { if (at < mine[i]) { id = lo + i; open = false; } else at -= mine[i]; }
     }
@@ -67,13 +55,12 @@ extern "C" __global__ void __launch_bounds__(256) sample_draw(const float* logit
         const long long* work, long long* spans, int* ids, float* logprobs, int v) {
     const int row = blockIdx.y, slot = who ? who[row] : row;
     pdl_trigger();
-    const How h = ((const How*)how)[max(slot, 0)];
+    const How& h = ((const How*)how)[max(slot, 0)];
     pdl_wait();
     if (slot < 0) return;
-    const u64 random = philox(h.seed, position[slot]) >> 11 << 11;
     Work* w = (Work*)work + row;
     int id = w->id;
-    if (id < 0 || h.temperature == 0.f) { if (blockIdx.x) return; }
+    if (id < 0 || h.temperature == 0.f || w->least == ~0u) { if (blockIdx.x) return; }
     else {
         const float* x = (h.adjusted() ? adjusted : logits) + (size_t)row * v;
         const Kept k{w->top, h.temperature, max(w->least, __float_as_uint(h.min_p))};
@@ -86,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(256) sample_draw(const float* logit
         sum_before(sum, all);
         if (!threadIdx.x) mine[blockIdx.x] = all;
         if (!last_block(&w->arrived)) return;
-        id = draw(x, h, k, random, mine, v);
+        id = draw(x, h, k, philox(h.seed, position[slot]), mine, v);
     }
     if (threadIdx.x) return;
     ids[row] = id;

@@ -21,21 +21,27 @@
 #include "lib/sample.cuh"
 #define REPORT 20
 
-// The REPORT largest of N different keys a thread (0: none), largest first; 0 where there are fewer. A key below REPORT threads' best ones
-// cannot be among them, so at most REPORT * N are looked at twice.
+// The REPORT largest of N different keys a thread (0: none), largest first; 0 where there are fewer. A key below the best ones of REPORT groups
+// of four threads cannot be among them, so at most REPORT * 4 N are looked at twice.
 template <int N> __device__ __forceinline__ void largest(const u64 (&key)[N], u64* out) {
-    __shared__ u64 best[256], found[REPORT * N];
+    __shared__ u64 best[64], found[REPORT * 4 * N];
     __shared__ u64 least;
     __shared__ unsigned n;
     u64 mine = 0;
     for (int i = 0; i < N; i++) mine = max(mine, key[i]);
-    best[threadIdx.x] = mine;
+    mine = max(mine, __shfl_xor_sync(~0u, mine, 1));
+    mine = max(mine, __shfl_xor_sync(~0u, mine, 2));
+    if (threadIdx.x % 4 == 0) best[threadIdx.x / 4] = mine;
     if (!threadIdx.x) { least = 1; n = 0; }
     if (threadIdx.x < REPORT) out[threadIdx.x] = 0;
     __syncthreads();
-    int above = 0;
-    for (int i = 0; i < 256; i++) above += best[i] > mine;
-    if (mine && above == REPORT - 1) least = mine;
+    if (threadIdx.x < 64) {
+        int above = 0;
+        mine = best[threadIdx.x];
+        #pragma unroll 8
+        for (int i = 0; i < 64; i++) above += best[i] > mine;
+        if (mine && above == REPORT - 1) least = mine;
+    }
     __syncthreads();
     for (int i = 0; i < N; i++) if (key[i] >= least) found[atomicAdd(&n, 1u)] = key[i];
     __syncthreads();
@@ -86,12 +92,20 @@ __device__ __forceinline__ float penalise(float x, const How& h, bool prompted, 
 }
 __device__ __forceinline__ void adjust(float (&x)[CHUNKS][4], const How& h, const Lists& l, int lo, int v, bool barred, float* out) {
     if (h.biases || (barred && h.ends)) apply_lists(x, h, l, lo, barred);
-    for (int c = 0; c < CHUNKS; c++) for (int j = 0; j < 4; j++) {
-        const int i = lo + c * 1024 + threadIdx.x * 4 + j;
+    const bool penal = h.flags & 1, masked = h.flags & 2;
+    for (int c = 0; c < CHUNKS; c++) {
+        const int i = lo + c * 1024 + threadIdx.x * 4;
         if (i >= v) continue;
-        if (h.flags & 1) x[c][j] = penalise(x[c][j], h, l.prompt && l.prompt[i / 32] >> i % 32 & 1, l.counts[i]);
-        if (h.flags & 2 && !(l.mask[i / 32] >> i % 32 & 1)) x[c][j] = __uint_as_float(0xFF800000u);
-        out[i] = x[c][j];
+        const unsigned prompt = penal && l.prompt ? l.prompt[i / 32] >> i % 32 : 0, may = masked ? l.mask[i / 32] >> i % 32 : ~0u;
+        __align__(16) int n[4] = {0, 0, 0, 0};
+        if (penal && !(v & 3)) *(int4*)n = *(const int4*)(l.counts + i);
+        else if (penal) for (int j = 0; j < 4 && i + j < v; j++) n[j] = l.counts[i + j];
+        for (int j = 0; j < 4; j++) {
+            if (penal) x[c][j] = penalise(x[c][j], h, prompt >> j & 1, n[j]);
+            if (!(may >> j & 1)) x[c][j] = __uint_as_float(0xFF800000u);
+        }
+        if (!(v & 3)) *(float4*)(out + i) = make_float4(x[c][0], x[c][1], x[c][2], x[c][3]);
+        else for (int j = 0; j < 4 && i + j < v; j++) out[i + j] = x[c][j];
     }
 }
 
@@ -122,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(256) sample_scan(const float* logit
     __shared__ u64 out[REPORT];
     const int row = blockIdx.y, lo = blockIdx.x * SPAN, slot = who ? who[row] : row;
     pdl_trigger();
-    const How h = ((const How*)how)[max(slot, 0)];
+    const How& h = ((const How*)how)[max(slot, 0)];
     pdl_wait();
     if (slot < 0) return;
     Work* w = (Work*)work + row;

@@ -50,12 +50,14 @@ def test_checkout_holds_no_machine_code(): assert not [*(root/'kernels').rglob('
 
 # The wheel
 
-def build(tmp, listed=None, **env):
-    "Run the wheel's build step on a copy of the tree, with `listed` as its variants; returns the kernels folder it makes and what it said"
+def build(tmp, listed=None, only=None, **env):
+    "Run the wheel's build step on a copy of the tree, with `listed` as its variants and `only` some kernels; returns the kernels folder it makes and what it said"
     pytest.importorskip('setuptools')
     tree = tmp/'tree'
     for f in ('setup.py','settings.ini','pyproject.toml'): tree.mkdir(exist_ok=True); shutil.copy(root/f, tree)
     for d in ('atlas','kernels'): shutil.copytree(root/d, tree/d, ignore=shutil.ignore_patterns('__pycache__'), dirs_exist_ok=True)
+    for p in (tree/'kernels').glob('*.cu'):
+        if only and p.stem not in only: p.unlink()
     if listed is not None: (tree/'kernels'/'variants.json').write_text(json.dumps(listed))
     env = {k: v for k,v in (os.environ|env).items() if v is not None}
     r = subprocess.run([sys.executable, 'setup.py', '-q', 'build_py', '--build-lib', tmp/'out'], cwd=tree, env=env, capture_output=True, text=True)
@@ -84,18 +86,21 @@ def test_wheel_with_broken_nvcc(script, tmp_path):
     assert files(out)==sources and 'rmsnorm.cu was not compiled for sm_121a' in said
 
 logs = '#!/bin/sh\necho "$@" >> "$0.log"\nwhile [ $# -gt 0 ]; do [ "$1" = -o ] && printf "\\177ELF" > "$2"; shift; done\n'
-listed = dict(one=[['rmsnorm'], ['rmsnorm','-DA=1','-DB=2'], ['no_such_kernel','-DA=1']], two=[['rmsnorm','-DA=1','-DB=2'], ['rope','-DA=1']])
+_one,_two = [['rmsnorm'], ['rmsnorm','-DA=1','-DB=2'], ['no_such_kernel','-DA=1']],[['rmsnorm','-DA=1','-DB=2'], ['rope','-DA=1']]
+listed = dict(one=dict(sm_90a=_one, sm_121a=_one), two=dict(sm_90a=_two, sm_75=_two))
 
 def test_wheel_compiles_as_launch_does(tmp_path):
     out,_ = build(tmp_path, listed, PATH=fake_nvcc(tmp_path, logs), ATLAS_CUDA_ARCHS='90a sm_121a')
     calls = (tmp_path/'bin'/'nvcc.log').read_text().splitlines()
     more = [('rmsnorm',('-DA=1','-DB=2')), ('rope',('-DA=1',))]
-    assert files(out)==sources|{'variants.json'}|{cubin_name(n, a, o) for n,o in [(n, ()) for n in kernel_names()]+more for a in archs}
-    assert len(calls)==2*(len(kernel_names())+2) and all(set(OPTIONS)<=set(c.split()) and f'-I{out}' in c for c in calls)
-    assert sum('-gencode=arch=compute_121a,code=sm_121a' in c for c in calls)==len(kernel_names())+2
+    made = [(n, a, ()) for n in kernel_names() for a in archs]+[(n, 'sm_90a', o) for n,o in more]+[('rmsnorm', 'sm_121a', more[0][1])]
+    assert files(out)==sources|{'variants.json'}|{cubin_name(*m) for m in made}
+    assert len(calls)==len(made) and all(set(OPTIONS)<=set(c.split()) and f'-I{out}' in c for c in calls)
+    assert sum('-gencode=arch=compute_121a,code=sm_121a' in c for c in calls)==len(kernel_names())+1
     assert sum('-DA=1 -DB=2' in c for c in calls)==2
     assert ahead(Source('rope', out), 'sm_90a', ('-DA=1',)) and ahead(Source('rope', out), 'sm_90a', ('-DA=2',)) is None
     assert saved_variants(path=out/'variants.json')==[('no_such_kernel',('-DA=1',)), ('rmsnorm',()), *more]
+    assert saved_variants('sm_121a', path=out/'variants.json')==[('no_such_kernel',('-DA=1',)), ('rmsnorm',()), more[0]]
 
 def test_wheel_has_a_limit(tmp_path):
     "What is too much is left out and told; the wheel is built all the same"
@@ -106,9 +111,8 @@ def test_wheel_has_a_limit(tmp_path):
 
 @needs_nvcc
 def test_wheel_ships_cubins(tmp_path):
-    out,_ = build(tmp_path, dict(one=[['argmax','-DTHREADS=256']]), ATLAS_CUDA_ARCHS='sm_90a')
-    assert all(ahead(Source(n, out), 'sm_90a')[:4]==b'\x7fELF' for n in kernel_names())
-    assert ahead(Source('argmax', out), 'sm_90a', ('-DTHREADS=256',))[:4]==b'\x7fELF'
+    out,_ = build(tmp_path, dict(one=dict.fromkeys(archs, [['rope','-DX=1']])), ('rmsnorm','rope'), ATLAS_CUDA_ARCHS=None)
+    assert all(ahead(Source(n, out), a, o)[:4]==b'\x7fELF' for n,o in [('rmsnorm',()), ('rope',()), ('rope',('-DX=1',))] for a in archs)
     assert ahead(Source('rmsnorm', out), 'sm_100a') is None
 
 def test_listed_variants_exist():

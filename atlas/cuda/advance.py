@@ -7,10 +7,10 @@ Docs: https://atlas-inference.github.io/atlas/cuda.advance.html.md"""
 # %% auto #0
 __all__ = ['advance']
 
-# %% ../../nbs/20a_cuda.advance.ipynb #c98a9370
-from ..card import run
+# %% ../../nbs/20a_cuda.advance.ipynb #5f62672c
+from ..card import card_of,run
 
-# %% ../../nbs/20a_cuda.advance.ipynb #a56a2c3c
+# %% ../../nbs/20a_cuda.advance.ipynb #42688580
 def advance(
     b, # `CardBatch` of a decode step, one row a sequence: its pos, slots, starts, state_in, state_out are moved on
     tables, # i32 [S, most]: block tables, `b.tables` or a newer one
@@ -21,3 +21,4 @@ def advance(
     "Make the next step's batch from this one's, on the card"
     R = len(b.pos)
     run('advance_rows', -(-R//64), 64, b.seq, active, limit, b.pos, getattr(b, 'pos3', None), b.slots, b.starts, b.state_in, b.state_out, tables, R, tables.shape[1], block_size)
+    card_of(b.pos).plain = True  # the next launch waits for its end: it, and those after it, read positions and tables early

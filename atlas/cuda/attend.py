@@ -133,21 +133,22 @@ def num_pieces(
     many = max(8, 128//blocks)
     return (n if n<=many else many+-(-(n-many)//2) if n<=3*many else 2*many+-(-(n-3*many)//4)),many
 
-# %% ../../nbs/13a_cuda.attend.ipynb #b427f01a
-def _defines(a, pool, half, share):
+# %% ../../nbs/13a_cuda.attend.ipynb #fc1fd777
+def _defines(a, pool, half, share, stages=None):
     "Compile-time sizes of the kernel for attention `a`, and bytes of shared memory of a block"
     D,T,W = a.head_dim,32 if a.head_dim>256 else 64,8 if a.head_dim>128 else 4
     swap = half>=16 and not half&(half-1)
-    room = (2*T*(D//8+1)+share*(D//16+T//16)*32)*16 + (share*(W*16//T)*8*(T+4)+share*24+2*T+(0 if swap or not half else W*D))*4
+    stages = stages or (1 if D>128 or pool.code or share>2 else 2)
+    room = (stages*2*T*(D//8+1)+share*(D//16+T//16)*32)*16 + (share*(W*16//T)*8*(T+4)+share*24+2*T+(0 if swap or not half else W*D))*4
     return dict(D=D, HEADS=a.num_heads, KV=a.num_kv_heads, HALF=half, BS=pool.block_size, GATE=int(a.gate), VNORM=int(a.v_norm), KEQV=int(a.k_eq_v), QONLY=int(a.q_only),
-        NORM=('none','head','all').index(a.qk_norm), FMT=pool.code, SHARE=share, BYTES=room)
+        NORM=('none','head','all').index(a.qk_norm), FMT=pool.code, SHARE=share, STAGES=stages, BYTES=room)
 
 def _share(a, pool, half, b):
     "Rows of a sequence that one block takes"
     if b.num_rows==b.num_seqs: return 1
     return next(s for s in (4,2,1) if _defines(a, pool, half, s)['BYTES']<=_ROOM and s*a.head_dim<=512)
 
-# %% ../../nbs/13a_cuda.attend.ipynb #6cba8c04
+# %% ../../nbs/13a_cuda.attend.ipynb #35fd9c6a
 def attend(
     qkv, # f32 [R, width]: gate? | q | k | v of each row, before norms and rotation
     b, # Of the step, not tiled
@@ -173,7 +174,7 @@ def attend(
     norms = (q_norm,k_norm,None,None) if a.qk_norm=='head' else (None,None,q_norm,k_norm)
     pools = [x if x is None or x.dtype!=np.uint16 else x.view(np.uint8) for x in pool.arrays]
     y3 = y.reshape(R, h, d)
-    run('attn_decode', (n,_blocks(h, a.num_kv_heads),R), 256 if d>128 else 128, qkv, *norms, *turn, *pools, b.tables, b.seq, b.first, b.starts, b.slots, sinks,
-        o, ml, y3, float(eps), float(scale), window or 0, many, b.tables.shape[1], shared=defines['BYTES'], **defines)
-    if n>1: run('attn_merge', (-(-d//32),h,R), 256, o, ml, qkv, b.seq, b.first, b.starts, sinks, y3, window or 0, many, n, qkv.shape[1], D=d, GATE=int(a.gate))
+    run('attn_decode', (_blocks(h, a.num_kv_heads),n,R), 256 if d>128 else 128, qkv, *norms, *turn, *pools, b.tables, b.seq, b.first, b.starts, b.slots, sinks,
+        o, ml, y3, float(eps), float(scale), window or 0, many, b.tables.shape[1], len(b.tables), shared=defines['BYTES'], **defines)
+    if n>1: run('attn_merge', (-(-d//32),h,R), 512, o, ml, qkv, b.seq, b.first, b.starts, sinks, y3, window or 0, many, n, qkv.shape[1], D=d, GATE=int(a.gate))
     return y

@@ -7,20 +7,21 @@ Docs: https://atlas-inference.github.io/atlas/cuda.engine.html.md"""
 # %% auto #0
 __all__ = ['bucket', 'Rows', 'Flight', 'Landing', 'CardEngine']
 
-# %% ../../nbs/33a_cuda.engine.ipynb #81ee960e
+# %% ../../nbs/33a_cuda.engine.ipynb #b415e9ad
 import numpy as np
 from contextlib import ExitStack,nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from fastcore.basics import patch
-from ..card import capturing
 from .advance import advance
 from .sample import SampleTable,sample_rows
 from ..engine import Engine,Event
+from ..graph import Graph
 from ..launch import compilations
 from ..model import Batch,Piece,make_batch
 from ..ops.sample import Sampled
 from ..scheduler import Plan
+from ..variants import make_ready
 
 # %% ../../nbs/33a_cuda.engine.ipynb #e2737723
 def bucket(n:int, least:int=1)->int:
@@ -43,7 +44,7 @@ class Rows:
         f = lambda *names: [getattr(self, k)[:n] for k in names]
         return Batch(*f('ids','pos','slots','tables','starts','counts','state_in','state_out'), None, False, seq=self.seq[:n], first=self.first[:n+1], longest=longest)
 
-# %% ../../nbs/33a_cuda.engine.ipynb #344e62a6
+# %% ../../nbs/33a_cuda.engine.ipynb #b55052c4
 @patch
 def place(self:Rows,
     seqs, # `Seq`s that decode, in the order of their rows
@@ -51,7 +52,7 @@ def place(self:Rows,
 ):
     "Say anew who is in which row, as if the step before had just ended: the first kernel of a step moves everything on by one"
     n,w = self.most,self.card.write
-    def fill(name, values, rest, dtype=np.int32): w(getattr(self, name), np.array([*values, *[rest]*(n-len(seqs))], dtype))
+    def fill(name, values, rest, dtype=np.int32): w(getattr(self, name), np.array([*values, *[rest]*(n-len(values))], dtype))
     p = [s.num_computed for s in seqs]
     fill('ids', [s.outputs[-1] for s in seqs], 0)
     for k in ('pos','starts'): fill(k, [i-1 for i in p], 0)
@@ -68,13 +69,14 @@ def grow(self:Rows):
         b,k = s.table.blocks,self.known[r]
         if len(b)>k: self.card.write(self.tables[r,k:len(b)], np.array(b[k:], np.int32)); self.known[r] = len(b)
 
-# %% ../../nbs/33a_cuda.engine.ipynb #d37ab2c9
+# %% ../../nbs/33a_cuda.engine.ipynb #2174e560
 @dataclass
 class Flight:
     "A step that is under way"
     plan:object # The scheduler's
     host:tuple # Where its results arrive: ids, and if it samples fully, log probabilities
     event:object # Done when they have; None where they are there
+    count:int=0 # Launches up to here
 
 def _pinned(card, a):
     "Memory of the host for a copy of array `a`"
@@ -115,7 +117,7 @@ class CardEngine(Engine):
         for c in (self.card.use(), self.card.xp.cuda.using_allocator(self.memory.malloc), self.stream): st.enter_context(c)
         return st
 
-# %% ../../nbs/33a_cuda.engine.ipynb #bf76ab45
+# %% ../../nbs/33a_cuda.engine.ipynb #5fd2dd6f
 @patch
 def _body(self:CardEngine, n, longest, how):
     "What a decode step of `n` rows launches"
@@ -126,11 +128,10 @@ def _body(self:CardEngine, n, longest, how):
 @patch
 def _replay(self:CardEngine, n, longest, how):
     "The same, as a graph, which is recorded when it is first asked for"
-    if self.stream is None: return self._body(n, longest, how)
     if (key := (n,longest,how)) not in self._graphs:
-        with capturing(self.stream) as c: self._body(n, longest, how)
-        self._graphs[key] = c.graph
-    self._graphs[key].launch(self.stream)
+        self._graphs = {k:g for k,g in self._graphs.items() if k[2][2]==how[2]}  # those of arrays that are no more
+        self._graphs[key] = Graph(lambda: self._body(n, longest, how), self.card, f'a step of {n} rows', stream=self.stream, warm=False)
+    self._graphs[key]()
 
 @patch
 def _launch(self:CardEngine, plan)->Flight:
@@ -142,7 +143,7 @@ def _launch(self:CardEngine, plan)->Flight:
         how = self._how(plan.decode)
         self.last = n,min(bucket(tokens, 128), self.scheduler.max_seq_len),how
         self._replay(*self.last)
-        return Flight(plan, *self.landing.fetch(4 if how[0] else 1, self.stream))
+        return Flight(plan, *self.landing.fetch(4 if how[0] else 1, self.stream), self.card.faults.count if self.stream else 0)
 
 @patch
 def _how(self:CardEngine, seqs):
@@ -199,7 +200,7 @@ def _first(self:CardEngine, plan):
         self.rows.seqs = []  # whoever was placed is so no more: the next step may have others
         return done,[self.card.download(a) for a in arrays]
 
-# %% ../../nbs/33a_cuda.engine.ipynb #65b90dc8
+# %% ../../nbs/33a_cuda.engine.ipynb #4f942dd4
 @patch
 def _steady(self:CardEngine)->bool:
     "Will the next step have the sequences of the one in the air, and nobody else?"
@@ -213,7 +214,9 @@ def _land(self:CardEngine)->list[Event]:
     "Take in the step in the air"
     f,self._flying = self._flying,None
     if f is None: return []
-    if f.event: f.event.synchronize()
+    if f.event:
+        with self.card.faults.watch('a wait for the results of a step'): f.event.synchronize()
+        self.card.faults.settled(f.count)
     return self._accept(f.plan.decode, f.host)
 
 @patch
@@ -246,15 +249,18 @@ def step(self:CardEngine)->list[Event]:
     self._flying = flight
     return events
 
-# %% ../../nbs/33a_cuda.engine.ipynb #3c2f8b2e
+# %% ../../nbs/33a_cuda.engine.ipynb #ab3d4fb6
 @patch
 def warm(self:CardEngine):
-    "Run every kind of step once, on blocks and slots that nobody has yet"
+    "Compile what any step needs, and run each kind once, on blocks and slots that nobody has yet"
+    B,n = self.cache.pool.block_size,[1<<i for i in range(self.rows.most.bit_length())]
+    def prompt(tokens=1):
+        b = make_batch([Piece([0]*tokens, 0, list(range(self.cache.blocks_for(tokens))), 1)], True, B, self.card)
+        logits = self.model.head(self.model.final(self.model.trunk(b, self.cache)[b.out]))
+        sample_rows(logits, self.table, self.card.empty(1, 'int32'), self.card.upload(np.full(1, -1, np.int32)))
+    def rows(): [self._body(k, 128, (f,f,self.table.stamp)) for k in n for f in (True,False)]
+    long = min(self.scheduler.chunk, self.scheduler.max_seq_len, self.cache.pool.num_blocks*B)
     with self.here():
-        B,c = self.cache.pool.block_size,self.model.c
-        b = make_batch([Piece([0], 0, [0], 1)], True, B, self.card)
-        self.model.head(self.model.final(self.model.trunk(b, self.cache)[b.out]))
-        n = 1
-        while n<=self.rows.most: self._body(n, 128, (True,True,self.table.stamp)); self._body(n, 128, (False,False,self.table.stamp)); n *= 2
-        self.card.synchronize()
+        make_ready(self.card, prompt, lambda: prompt(long), rows)
+        prompt(long); rows(); self.card.synchronize()
     compilations.ready()

@@ -7,38 +7,44 @@ Docs: https://atlas-inference.github.io/atlas/cuda.experts.html.md"""
 # %% auto #0
 __all__ = ['moe', 'row_bias']
 
-# %% ../../nbs/16a_cuda.experts.ipynb #9f7c9f85
-import functools
+# %% ../../nbs/16a_cuda.experts.ipynb #6b484a04
+import functools,itertools
 import numpy as np
 from ..card import card_of,run
 from ..config import MoEConfig
 from ..core import AtlasError
 from .pack import Packed,row_order
 
-# %% ../../nbs/16a_cuda.experts.ipynb #7534a9fc
-_WARPS = 16
+# %% ../../nbs/16a_cuda.experts.ipynb #ceb17615
 _SHARED = 227<<10,99<<10 # Bytes of shared memory that a block may have: sm_90; others
 
-def _up(a, b): return -(-a//b)*b
+def _ceil(a, b): return -(-a//b)
+def _up(a, b): return _ceil(a, b)*b
 
-def _bytes(H, I, E, top, shared, gate, rows, blocks):
-    "Size of `Shared` in moe.cu"
-    CU,CD,segs,picks = H//32,-(-I//32),-(-H//256),top+shared
-    G = next(g for g in (4,8,16,32) if g>=min(CD, 32)); T,SD = 32//G,min(CD, 32)
-    outs,routers = -(-(-(-(H//4)//T))//blocks)*T*4,-(-(E+gate)//blocks)
-    floats = rows*CU+_WARPS*SD+rows*picks*outs+routers*rows*segs+rows*segs+rows*picks+rows*top
-    return _up(16*4*(rows*(CU+2)+_WARPS*(SD+2))+4*floats, 16)
+def _sizes(d, rows, blocks, warps, deep, ahead):
+    "Sizes that moe.cu works out from its options `d`: bytes of `Shared`, words of `mid` a row"
+    H,I,W,picks,pair = d['HIDDEN'],d['INNER'],warps,d['TOP_K']+d['SHARED'],d['ACT']!='relu2'
+    place = dict(nvfp4=(4,8), mxfp4=(4,4), fp8=(8,16), bf16=(16,0), f16=(16,0)) # 16-byte pieces and bytes of scales
+    (uv,us),(dv,ds) = place[d['UP']],place[d['DOWN']]
+    CU,CD,segs,RB = H//32,_ceil(I, 32),_ceil(H, 256),_ceil(d['EXPERTS']+d['GATE'], blocks)
+    G = next(g for g in (4,8,16,32) if g>=min(CD, 32)); T = 32//G; UB = _ceil(_ceil(H//4, T), blocks)
+    UO = max(32, W*(2 if pair else 4)); CP = _ceil(I, UO)*UO//32
+    up = (min(_ceil(CU, 32), 2) if uv==4 else 1)*32*(16*uv+us)+32
+    down = (min(_ceil(CD, G), 2) if dv==4 else 1)*32*(16*dv+ds)+32*T
+    keep,area = d['SHARED'] and UB<=4 and dv==4,deep*up+down if ahead else max(deep*up, down)
+    floats = rows*(CU+picks*UB*T*4+RB*segs+segs+picks+d['TOP_K']+64)+max(2, rows)*UO
+    return _up(W*area+(UB*down if keep else 16)+16*rows*4*(CU+2)+4*floats, 16),_up(picks*CP*17, 4)
 
-# %% ../../nbs/16a_cuda.experts.ipynb #588ebb24
+# %% ../../nbs/16a_cuda.experts.ipynb #446be125
 @functools.cache
-def _scratch(card, rows, ld, picks, ip, blocks):
+def _scratch(card, rows, ld, words, blocks):
     "Words that blocks give each other: empty ones. Launches of one stream share them"
     empty = lambda *shape: card.upload(np.full(shape, -1, np.int32).view(np.float32))
-    return empty(2, rows, ld),empty(2, rows, picks, ip),card.zeros(blocks, 'int32')
+    return empty(2, rows, ld),empty(2, rows, words),card.zeros(blocks, 'int32')
 
 def _raw(a): return None if a is None else a.reshape(-1).view('uint8')
 
-# %% ../../nbs/16a_cuda.experts.ipynb #a0199c8c
+# %% ../../nbs/16a_cuda.experts.ipynb #2d92d86e
 def _defines(H, router, up, down, m, act, norm, shared, gate):
     "Compile-time values of moe.cu that do not depend on rows or card"
     kb,wide,n = lambda p: p.s.shape[1] if p.fmt=='fp8' else 1,1 if act=='relu2' else 2,m.num_experts
@@ -49,14 +55,14 @@ def _defines(H, router, up, down, m, act, norm, shared, gate):
         ACT=act, UP=up.fmt, DOWN=down.fmt, ROUTER=router.fmt, KB_UP=kb(up), KB_DOWN=kb(down))
 
 def _variant(card, d, rows, blocks):
-    "Rows a launch, and `BYTES`, for at most `rows`"
-    room = _SHARED[getattr(card, 'capability', (9,0))!=(9,0)]
-    for n in (8,4,2,1):
-        need = _bytes(d['HIDDEN'], d['INNER'], d['EXPERTS'], d['TOP_K'], d['SHARED'], d['GATE'], n, blocks)
-        if n<2*rows and need<=room: return n,need
+    "Options that depend on card and rows, for at most `rows`; and words of `mid`"
+    small = getattr(card, 'capability', (9,0))!=(9,0); room,warps = _SHARED[small],(16,8)[small]
+    for n,(deep,ahead) in itertools.product((8,4,2,1), ((2,0),(1,1),(1,0))):
+        need,words = _sizes(d, n, blocks, warps, deep, ahead)
+        if n<2*rows and n+deep!=3 and need<=room: return dict(ROWS=n, BLOCKS=blocks, WARPS=warps, DEEP=deep, AHEAD=ahead, BYTES=need),words
     raise AtlasError(f'Experts of {d["INNER"]:,} on {d["HIDDEN"]:,} values need {need:,} bytes of shared memory, and a block has {room:,}')
 
-# %% ../../nbs/16a_cuda.experts.ipynb #b1ed94e8
+# %% ../../nbs/16a_cuda.experts.ipynb #1ca697f3
 def moe(
     x, # [R, H] float32
     gain, # [H] of the norm, or None: `x` is normed
@@ -85,15 +91,15 @@ def moe(
     card,(R,H) = card_of(x),x.shape
     blocks,fused = blocks or card.multiprocessors,card.kind!='emulator' if fused is None else fused
     d = _defines(H, router, up, down, m, act, gain is not None, shared, shared_gate)
-    n,room = _variant(card, d, R, blocks)
-    scratch = _scratch(card, n, _up(m.num_experts, 128)+4, m.top_k+shared, _up(down.k, 32), blocks)
+    v,words = _variant(card, d, R, blocks); n = v['ROWS']
+    scratch = _scratch(card, n, _up(m.num_experts, 128)+4, words, blocks)
     fixed = (_raw(router.w), bias, correction, per_expert, gain, gain if router_gain is None else router_gain)
     banks = (_raw(up.w), _raw(up.s), up.gs, up_bias, _raw(down.w), _raw(down.s), down.gs, down_bias)
     out,of = card.empty((R,H)) if out is None else out,lambda a,i: None if a is None else a[i:i+n]
     for i in range(0, R, n):
         ids,weights = (of(a, i) for a in routes or (None,None))
         args = *fixed,x[i:i+n],*banks,of(add, i),*scratch,ids,weights,out[i:i+n],float(eps),float(m.scaling),3.4e38 if limit is None else float(limit),min(n, R-i)
-        for steps in ((7,) if fused else (1,2,4)): run('moe', blocks, 32*_WARPS, *args, shared=room, **d, ROWS=n, BLOCKS=blocks, STEPS=steps, BYTES=room)
+        for steps in ((7,) if fused else (1,2,4)): run('moe', blocks, 32*v['WARPS'], *args, shared=v['BYTES'], **d, **v, STEPS=steps)
     return out
 
 # %% ../../nbs/16a_cuda.experts.ipynb #2dc3cf7d

@@ -7,11 +7,11 @@ Docs: https://atlas-inference.github.io/atlas/cuda.experts_many.html.md"""
 # %% auto #0
 __all__ = ['route_many', 'sort_picks', 'experts_many']
 
-# %% ../../nbs/16b_cuda.experts_many.ipynb #80042f87
+# %% ../../nbs/16b_cuda.experts_many.ipynb #00af109c
 from ..card import card_of,run
-from .gemm import gemm,halve,kernel_fmt,launch_of,product,tile_of
+from .gemm import gemm,halve,product
 
-# %% ../../nbs/16b_cuda.experts_many.ipynb #3191033b
+# %% ../../nbs/16b_cuda.experts_many.ipynb #da1c0f4d
 _SCORE = dict(softmax=0, sigmoid=1, topk_softmax=2)
 
 def route_many(
@@ -24,23 +24,24 @@ def route_many(
     score:str='softmax', # Of `SCORES`
     renormalise:bool=True, # Do a row's weights sum to one?
     scaling:float=1., # What they are multiplied by, after that
+    shared:int=0, # 1: a last column for expert E, which all rows share, weighted by the sigmoid of the router's row E; 2: weighted by 1
     gain=None, # [H]: the router sees `rmsnorm(x, gain, eps)`
     eps:float=0.,
-): # ids [R, top_k] int32, best first; weights [R, top_k] float32
+): # ids [R, top_k] int32, best first; weights [R, top_k] float32; one column more with `shared`
     "`atlas.ops.moe.route` on the card"
-    R,card = len(x),card_of(x)
-    logits = gemm(x, router, gain, eps, bias, exact=True)
-    ids,weights = card.empty((R, top_k), 'int32'),card.empty((R, top_k))
-    run('route_many', -(-R//4), 128, logits, correction, per_expert, ids, weights, float(scaling), R, pdl=False,
-        E=router.n, TOP=top_k, SCORE=_SCORE[score], RENORM=int(renormalise))
+    R,card,out = len(x),card_of(x),top_k+(shared>0)
+    logits = gemm(x, router, gain, eps, exact=True)
+    ids,weights = card.empty((R, out), 'int32'),card.empty((R, out))
+    run('route_many', -(-R//4), 128, logits, bias, correction, per_expert, ids, weights, float(scaling), R, pdl=False,
+        E=router.n-(shared==1), TOP=top_k, SCORE=_SCORE[score], RENORM=int(renormalise), SHARED=shared)
     return ids,weights
 
-# %% ../../nbs/16b_cuda.experts_many.ipynb #ed449ab7
+# %% ../../nbs/16b_cuda.experts_many.ipynb #04a8fc04
 def sort_picks(
     ids, # [R, k] int32
     experts:int, # How many there are
     places:int, # Of a tile
-    real=None, # [R] uint8: rows that matter; None for all
+    real=None, # [R] int32: rows where it is not negative matter; None for all
 ): # order [R*k] int32: pick of each place; tiles [slots, 3] int32: expert (-1: none), first place, end
     "Picks sorted by expert, and the tiles to compute"
     picks,card = ids.size,card_of(ids)
@@ -49,7 +50,7 @@ def sort_picks(
     run('moe_sort', experts, 256, ids, real, order, tiles, picks, ids.shape[1], slots, pdl=False, E=experts, BM=places)
     return order,tiles
 
-# %% ../../nbs/16b_cuda.experts_many.ipynb #63731ffa
+# %% ../../nbs/16b_cuda.experts_many.ipynb #f756e0ae
 def experts_many(
     x, # [R, H] float32
     ids, # [R, k] int32
@@ -61,12 +62,12 @@ def experts_many(
     up_bias=None, # [E, 2*I] in the order of the bank's rows
     down_bias=None, # [E, H]
     add=None, # [R, H]: added to the result; may be `out`
-    real=None, # [R] uint8 or bool: rows that matter; the others get nothing from experts
+    real=None, # [R] int32, the sequence of each row: negative for padding, which gets nothing from experts; or [R] uint8 or bool
     out=None, # [R, H]
 ): # [R, H] float32
     "`atlas.ops.moe.experts` on the card, for many rows; no row's bits depend on another row"
     (R,k),card = ids.shape,card_of(x)
-    real = None if real is None else real.view('uint8')
+    if real is not None and real.dtype!='int32': real = real.view('int8').astype('int32')-1
     order,tiles = sort_picks(ids, up.experts, 64, real)
     y = card.empty((R*k, down.k))
     grouped = lambda x, w, out, b, g, act=None: product(*halve(x), w, out, R*k, b, act=act, limit=limit, order=order, tiles=tiles, grouped=g, top=k)

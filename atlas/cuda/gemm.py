@@ -46,7 +46,7 @@ def units(
         run('units', len(b), 128, b, _bytes(w.s), w._units, b.shape[1], pdl=False, FMT=fmt)
     return w._units
 
-# %% ../../nbs/12c_cuda.gemm.ipynb #f056ca10
+# %% ../../nbs/12c_cuda.gemm.ipynb #d2b0c404
 _EIGHT = dict(nvfp4=4, mxfp4=4, fp8=8, fp8_block=8, bf16=16, f16=16, f32=32) # Bytes of eight weights
 _ACTS = {None:'ACT_NONE', 'silu':'ACT_SILU', 'gelu_tanh':'ACT_GELU', 'swiglu_oai':'ACT_OAI', 'relu2':'ACT_RELU2'}
 _SCALES = dict(nvfp4=4, mxfp4=2, fp8_block=4) # Bytes of a row's scales in a stage
@@ -58,19 +58,17 @@ def tile_of(
     cores:int, # Multiprocessors of the card
     grouped:bool=False, # Do the rows belong to many experts?
 )->dict: # Compile-time options of gemm.cu
-    "How a block divides its work: the largest tile that keeps the whole card busy. A row's bits are the same for all of them"
-    wide = _EIGHT[fmt]>=16
-    shapes = [(4,4,1,4)] if fmt=='f32' or grouped and wide else [(4,8,2,2),(4,4,1,4)] if wide else [(4,8,1,4),(4,4,1,4)]
-    if not grouped: shapes.append((2,4,1,4))
-    MT,NT,WM,WN = next((s for s in shapes if -(-rows//(16*s[0]*s[2]))*-(-n//(8*s[1]*s[3]))>=cores), shapes[-1])
-    return dict(MT=MT, NT=NT, WM=WM, WN=WN, BK=BK, STAGES=2 if fmt=='f32' else 3 if wide or _EIGHT[fmt]==8 else 4)
+    "How a block divides its work: the largest tile that keeps the whole card busy. A row's bits are the same for all"
+    shapes = ([] if fmt=='f32' or grouped else [(8,4)])+[(4,4)]+([] if grouped else [(2,4)])
+    MT,NT = next((s for s in shapes if -(-rows//(16*s[0]))*-(-n//(32*s[1]))>=cores), shapes[-1])
+    return dict(MT=MT, NT=NT, WM=1, WN=4, BK=BK, STAGES=2 if fmt=='f32' else 3)
 
 def launch_of(fmt:str, d:dict)->tuple:
     "BM, BN, threads and bytes of shared memory of a block"
     bm,bn = 16*d['MT']*d['WM'],8*d['NT']*d['WN']
     return bm,bn,32*d['WM']*d['WN'],d['STAGES']*(2*bm*BK+bn*BK*_EIGHT[fmt]//8+bn*_SCALES.get(fmt,0))
 
-# %% ../../nbs/12c_cuda.gemm.ipynb #47e1d98d
+# %% ../../nbs/12c_cuda.gemm.ipynb #09d7109e
 def gemm(
     x, # [R, k] float32
     w, # `Packed` [n, k]
@@ -78,21 +76,24 @@ def gemm(
     eps:float=0.,
     bias=None, # [n], in the order of the rows of `w`
     add=None, # As the result: added to it; may be `out`
+    gate=None, # (logits [R, m], column): before that, multiplied by the sigmoid of this column
     act:str|None=None, # Of `ACTS`: gate and up are the rows of `w`, in pairs; 'relu2' has no gates
     limit:float|None=None, # Of 'swiglu_oai'
     exact:bool=False, # As exact as float32: activations in two parts (F32 weights always are, and so are their activations)
     tile:dict|None=None, # As `tile_of` gives it
-    out=None, # As the result: where to write
+    out=None, # As the result: where to write; may be columns of a wider array
 ): # [R, n] float32, or [R, n/2] after an activation of pairs
-    "`act(W f(x) + bias) + add` by tensor cores; no row's bits depend on another row"
+    "`act(W f(x) + bias) * sigmoid(gate) + add` by tensor cores; no row's bits depend on another row"
     fmt,R = kernel_fmt(w),len(x)
     parts = 3 if fmt=='f32' else 1+exact
     h,scale = halve(x, gain, eps, min(parts, 2))
     if out is None: out = card_of(x).empty((R, w.n//2 if w.pair else w.n))
-    return product(h, scale, w, out, R, bias, add, act, limit, parts=parts, tile=tile)
+    return product(h, scale, w, out, R, bias, add, act, limit, gate, parts=parts, tile=tile)
 
-# %% ../../nbs/12c_cuda.gemm.ipynb #1a4f64a3
-def product(h, scale, w, out, rows, bias=None, add=None, act=None, limit=None, parts=1, order=None, tiles=None, grouped=0, top=1, tile=None):
+# %% ../../nbs/12c_cuda.gemm.ipynb #06a11b8f
+def _ld(a): "Numbers from one row to the next"; return 0 if a is None else a.strides[0]//a.itemsize
+
+def product(h, scale, w, out, rows, bias=None, add=None, act=None, limit=None, gate=None, parts=1, order=None, tiles=None, grouped=0, top=1, tile=None):
     "`gemm` of rows that are fp16 already; with `tiles` of many experts (see the page on experts) `rows` is how many of them have a place"
     fmt = kernel_fmt(w)
     d = tile or tile_of(fmt, rows, w.n, card_of(h).multiprocessors, bool(grouped))
@@ -101,7 +102,8 @@ def product(h, scale, w, out, rows, bias=None, add=None, act=None, limit=None, p
     grid = (across, len(tiles)) if grouped else (-(-rows//bm), across)
     blocks = w.s.shape[-1] if fmt=='fp8_block' else 0
     if bias is not None: bias = bias.reshape(-1, w.n)
-    run('gemm', grid, threads, h, scale, _rows(w), _bytes(w.s) if fmt in _SCALES else None, units(w), bias, add, out, order, tiles,
-        rows, h.shape[1], h.shape[1]//min(parts, 2), w.chunks, blocks, w.n, float('inf') if limit is None else float(limit), top,
+    logits,column = gate or (None,0)
+    run('gemm', grid, threads, h, scale, _rows(w), _bytes(w.s) if fmt in _SCALES else None, units(w), bias, logits, add, out, order, tiles,
+        rows, h.shape[1], h.shape[1]//min(parts, 2), w.chunks, blocks, w.n, float('inf') if limit is None else float(limit), top, column, _ld(logits), _ld(add), _ld(out),
         shared=shared, pdl=False, FMT=fmt, ACTIVATION=_ACTS[act], PARTS=parts, GROUPED=grouped, **d)
     return out

@@ -16,25 +16,29 @@ from ..core import ConfigError
 from .pack import Packed,row_order
 from ..ops.linear import MAX_ROWS
 
-# %% ../../nbs/12b_cuda.gemv.ipynb #e34fb1f9
+# %% ../../nbs/12b_cuda.gemv.ipynb #cd31bbd9
 _PLACE = dict(nvfp4=1152, mxfp4=1152, fp8=2048, fp8_tiled=2304, bf16=4096, f16=4096, f32=8192) # Bytes of 16 rows x 128 columns, with their scales
 _SKEW = dict(nvfp4=4, mxfp4=4, fp8=2, fp8_tiled=2, bf16=1, f16=1, f32=1) # of lib/fragment.cuh
 _ACT = dict(silu=1, gelu_tanh=2, swiglu_oai=3, relu2=4)
 
-def _room(arch): "Bytes of shared memory for a block, so that those of the next kernel fit beside it"; return 108<<10 if arch[:5] in ('sm_90','sm_10') else 72<<10
+def _room(arch, fmt):
+    "Bytes of shared memory for a block: where there is much of it so that the next kernel's fit beside it, but for wide weights, whose stream is longer than a launch"
+    if arch[:5] not in ('sm_90','sm_10'): return 80<<10
+    return (200 if fmt in ('bf16','f16','f32') else 108)<<10
 
 def _x_bytes(fmt, rows, held):
     "Shared memory for `held` blocks of 128 columns of x"
     lane = 4*(4*held+2)
     return rows*16*(lane+(8+_SKEW[fmt]-lane%8)%8)*(2 if fmt in ('bf16','f32') else 1) + -(-held*rows//4)*16
 
-def _shares(fmt, k, rows, room, W, split, steps):
-    "Blocks of 128 columns of x to hold at a time, and places a warp for weights on their way, of `steps` that it has to do"
-    need = W*_PLACE[fmt]*min(4, max(2, 8192//_PLACE[fmt]))
-    held = first(h for h in [-(-k//256)*2, *range(8*split, 0, -split)] if h%2==0 and (h<=2*split or _x_bytes(fmt, rows, h)+need<=room))
-    return held,max(1, min(steps, (room-_x_bytes(fmt, rows, held))//(W*_PLACE[fmt])))
+def _shares(fmt, k, rows, room, warps, split, steps):
+    "Blocks of 128 columns of x to hold at a time, and places a warp for weights on their way, where each has `steps` to do"
+    place = warps*_PLACE[fmt]
+    held = [-(-k//256)*2, *(h for h in range(8*split, 0, -split) if h%2==0)]
+    held = first(h for h in held if h<=max(2, split) or _x_bytes(fmt, rows, h)+place*min(2, steps)<=room)
+    return held,max(1, min(steps, (room-_x_bytes(fmt, rows, held))//place))
 
-# %% ../../nbs/12b_cuda.gemv.ipynb #64f1e915
+# %% ../../nbs/12b_cuda.gemv.ipynb #563ae0f3
 @functools.cache
 def plan(
     fmt:str, # Format of the weights
@@ -47,10 +51,10 @@ def plan(
     def cost(o):
         W,split = o; groups = -(-tiles//(W//split)); main = min(groups, sms)
         return -(-groups//main)*-(-blocks//split)*W + .1*split
-    W,split = min(((W,s) for W in (8,16) for s in (2,4,8,16) if W%s==0), key=cost)
+    W,split = min(((W,s) for W in dict(bf16=(8,), f16=(8,), f32=(4,)).get(fmt, (8,16)) for s in (2,4,8,16) if W%s==0), key=cost)
     return W,split,min(-(-tiles//(W//split)), sms)
 
-# %% ../../nbs/12b_cuda.gemv.ipynb #ffd2766d
+# %% ../../nbs/12b_cuda.gemv.ipynb #14fa82a7
 def gemv(
     x, # Rows, f32 [R, k]
     w:Packed, # [n, k]
@@ -80,14 +84,15 @@ def _name(w): return w.fmt+('_tiled' if w.fmt=='fp8' and w.s.shape[1]>1 else '')
 
 def _launch(card, x, w, gain, parts, extra, bias, add, out, eps, group, act, limit, cap, width):
     "At most `MAX_ROWS` rows"
-    fmt,k,rows,room,m = _name(w),w.k,1<<(len(x)-1).bit_length(),_room(card.arch),extra.n if extra else 0
+    fmt,k,rows,m = _name(w),w.k,1<<(len(x)-1).bit_length(),extra.n if extra else 0
     W,split,main = plan(fmt, w.rows, k, card.multiprocessors)
-    held,deep = _shares(fmt, k, rows, room, W, split, -(-w.rows//(16*W//split*main))*-(-k//(128*split)))
+    held,deep = _shares(fmt, k, rows, _room(card.arch, fmt), W, split, -(-w.rows//(16*W//split*main))*-(-k//(128*split)))
     shared,opts = _x_bytes(fmt, rows, held)+W*deep*_PLACE[fmt],dict(FORMAT=f'fragment_{fmt}', K=k, ROWS=rows, ACT=_ACT.get(act, 0), CAP=int(bool(cap)), W=W, SPLIT=split, STAGED=held, DEEP=deep)
     opts |= dict(NORM=2, GROUP=group, PARTS=parts.shape[2]) if parts is not None else dict(NORM=int(gain is not None))
     if extra is not None:
-        held,deep = _shares(extra.fmt, k, rows, room, W, W, -(-k//(128*W))); shared = max(shared, _x_bytes(extra.fmt, rows, held)+W*deep*_PLACE[extra.fmt])
-        opts |= dict(EXTRA=f'fragment_{extra.fmt}', ESTAGED=held, EDEEP=deep)
+        all = min(W, 8); held,deep = _shares(extra.fmt, k, rows, _room(card.arch, fmt), all, all, -(-k//(128*all)))
+        shared = max(shared, _x_bytes(extra.fmt, rows, held)+all*deep*_PLACE[extra.fmt])
+        opts |= dict(EXTRA=f'fragment_{extra.fmt}', ESTAGED=held, EDEEP=deep, ESPLIT=all)
     run('gemv', main+-(-m//16), 32*W, *w.raw, w.gs, extra.raw[0] if extra else None, x, gain, parts, bias, add, out, float(eps),
         float(np.inf if limit is None else limit), float(cap or 0), len(x), w.n, m, width, main, shared=shared, **opts)
 
@@ -120,5 +125,5 @@ def rmsnorm(
     "`(rmsnorm(x)*w + add)*scale`"
     if out is None: out = card_of(x).empty(x.shape)
     if x.shape[1]%groups: raise ConfigError(f'{groups} groups do not divide rows of {x.shape[1]}')
-    run('norm', (groups,len(x)), 256, x, w, add, scale, out, float(eps), x.shape[1])
+    run('norm_rows', (groups,len(x)), 256, x, w, add, scale, out, float(eps), x.shape[1])
     return out

@@ -7,11 +7,11 @@ Docs: https://atlas-inference.github.io/atlas/cuda.layers.html.md"""
 # %% auto #0
 __all__ = ['REQUANTIZED', 'packer', 'invented', 'project', 'join']
 
-# %% ../../nbs/19b_cuda.layers.ipynb #91aa11aa
+# %% ../../nbs/19b_cuda.layers.ipynb #aa83f6c5
 import numpy as np
 from fastcore.basics import patch
 from zlib import crc32
-from ..card import card_of
+from ..card import card_of,run
 from ..core import ConfigError
 from ..formats import f32_to_bf16,f32_to_e4m3
 from ..layers import Attention,Block,DeltaNet,MLP,Mamba,MoE,Step
@@ -158,7 +158,7 @@ def on_card(self:MLP, x, g, s:Step, add=None, **kw):
     h = project(s, x, self.gate_up_proj, g and g.weight, c.norm_eps, act=c.act, limit=c.act_limit)
     return project(s, h, self.down_proj, add=add, **kw)
 
-# %% ../../nbs/19b_cuda.layers.ipynb #21a5b47b
+# %% ../../nbs/19b_cuda.layers.ipynb #33b56d17
 def join(card, bank:Packed, one:Packed)->Packed:
     "`bank` with the matrix `one` as one more expert; or, for a matrix, with the rows of `one` below its own"
     def both(a, b):
@@ -177,15 +177,20 @@ def prepare(self:MoE):
     if not self._joined: return
     card = card_of(e.gate_up_proj.w)
     e.gate_up_proj,e.down_proj = join(card, e.gate_up_proj, sh.gate_up_proj.weight),join(card, e.down_proj, sh.down_proj.weight)
-    sh.gate_up_proj.weight = sh.down_proj.weight = None  # their bytes are in the bank now
+    sh.gate_up_proj.weight = sh.down_proj.weight = None  # the bank has their bytes now
     if m.shared_gate: self.router.weight = join(card, self.router.weight, self.shared_gate)
 
 @patch
 def _beside(self:MoE, x, gain, s, add):
     "`add` and the shared expert that is not in the bank, for rows that are not normed yet unless `gain` is None"
     if not self._m.shared_size or self._joined: return add
-    gate = dict(gate=(project(s, x, _Bare(self.shared_gate), gain, self._c.norm_eps),0)) if self._m.shared_gate else {}
-    return self.shared.on_card(x, None if gain is None else _Bare(gain), s, add, **gate)
+    norm = None if gain is None else _Bare(gain)
+    if not self._m.shared_gate: return self.shared.on_card(x, norm, s, add)
+    gate = project(s, x, _Bare(self.shared_gate), gain, self._c.norm_eps)
+    if s.b.tiled: return self.shared.on_card(x, norm, s, add, gate=(gate,0))
+    y = self.shared.on_card(x, norm, s)
+    run('gate_add', (-(-y.shape[1]//256),len(y)), 256, y, gate, add, y, y.shape[1], gate.shape[1])
+    return y
 
 class _Bare:
     "A weight without a bias"
@@ -206,7 +211,7 @@ def mix(self:MoE, x, gain, s:Step, add=None, router_gain=None):
             self._joined, self._joined and m.shared_gate, router_gain, add, routes)
     h = rmsnorm(x, gain, c.norm_eps)
     seen = h if router_gain is None else rmsnorm(x, router_gain, c.norm_eps)
-    ids,wts = route_many(seen, w.weight, bias, cor, per, m.top_k, m.score, m.renormalise, m.scaling, **(dict(shared=1 if m.shared_gate else 2) if self._joined else {}))
+    ids,wts = route_many(seen, w.weight, bias, cor, per, m.top_k, m.score, m.renormalise, m.scaling, shared=(1 if m.shared_gate else 2) if self._joined else 0)
     if s.routes is not None: s.routes.append((ids[:,:m.top_k],wts[:,:m.top_k]))
     return experts_many(h, ids, wts, e.gate_up_proj, e.down_proj, c.act, c.act_limit, ub, db, add, (b.seq>=0).view('uint8'))
 

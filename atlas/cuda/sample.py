@@ -134,7 +134,7 @@ def cuts(self:SampleTable)->bool:
     "Does any line in use ask for top-k or top-p?"
     return any(cut for _,cut in self.lines.values())
 
-# %% ../../nbs/17a_cuda.sample.ipynb #c994f3bf
+# %% ../../nbs/17a_cuda.sample.ipynb #63046637
 def sample_rows(
     logits, # f32 [R, V]
     table:SampleTable, # What each row wants; its `logprobs`, `top_ids` and `top_logprobs` are written, by row
@@ -152,5 +152,5 @@ def sample_rows(
         V, words, bias, ends)
     if cuts:
         go('sample_bins', t.adjusted, rows, t.how, t.work, t.bins, V)
-        go('sample_cut', t.adjusted, rows, t.how, t.work, t.bins, t.list, V, t.room)
+        go('sample_cut', t.adjusted, rows, t.how, t.position, t.work, t.bins, t.list, V, t.room)
     go('sample_draw', t.adjusted, rows, t.how, t.position, t.counts, t.work, t.spans, ids_out, t.logprobs, V)

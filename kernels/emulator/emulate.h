@@ -39,7 +39,7 @@ inline float3 make_float3(float x, float y, float z) { return {x, y, z}; }
 // The fibers of a block.
 namespace emu {
 constexpr int MOST = 1024, STACK = 192 << 10, WORDS = 8;  // threads a block, bytes of a stack, 64-bit words that a lane shows its warp at once
-struct Warp { uint64_t shown[32][WORDS], seen[8][32][WORDS]; int next; unsigned arrived, alive; int given[32]; unsigned long long turn[32]; };
+struct Warp { uint64_t shown[32][WORDS], seen[8][32][WORDS]; unsigned took[8]; int next; unsigned arrived, alive; int given[32]; unsigned long long turn[32]; };
 struct Fiber { void* sp; bool done; };
 inline Fiber fibers[MOST];
 inline Warp warps[MOST / 32];
@@ -94,33 +94,28 @@ inline void barrier() {
     release();
     while (generation == g) yield();
 }
+inline bool complete(unsigned mask) {  // a lane that has ended is no longer waited for
+    Warp& w = warp();
+    const unsigned need = mask & w.alive;
+    if ((w.arrived & need) != need) return false;
+    w.next = (w.next + 1) % 8;
+    w.took[w.next] = need;
+    for (int i = 0; i < 32; i++) if (need >> i & 1) { std::memcpy(w.seen[w.next][i], w.shown[i], WORDS * 8); w.given[i] = w.next; w.turn[i]++; }
+    w.arrived &= ~need; progress++;
+    return true;
+}
 // Every lane of `mask` shows `v`; returns what all have shown.
-template <class T> inline const T* gather(unsigned mask, const T& v, int stride = WORDS * 8) {
+template <class T> inline const T* gather(unsigned mask, const T& v) {
     static_assert(sizeof(T) <= WORDS * 8, "too much for one exchange");
     Warp& w = warp();
     const int l = lane();
     std::memcpy(w.shown[l], &v, sizeof(T));
     w.arrived |= 1u << l; progress++;
     const unsigned long long turn = w.turn[l];
-    const unsigned need = mask & w.alive;
-    if ((w.arrived & need) == need) {
-        w.next = (w.next + 1) % 8;
-        for (int i = 0; i < 32; i++) if (need >> i & 1) { std::memcpy(w.seen[w.next][i], w.shown[i], WORDS * 8); w.given[i] = w.next; w.turn[i]++; }
-        w.arrived &= ~need; progress++;
-    } else while (w.turn[l] == turn) {
-        // a lane that ends instead of coming is no longer waited for
-        const unsigned still = mask & w.alive;
-        if ((w.arrived & still) == still && w.arrived >> l & 1) {
-            w.next = (w.next + 1) % 8;
-            for (int i = 0; i < 32; i++) if (still >> i & 1) { std::memcpy(w.seen[w.next][i], w.shown[i], WORDS * 8); w.given[i] = w.next; w.turn[i]++; }
-            w.arrived &= ~still; progress++;
-            break;
-        }
-        yield();
-    }
+    while (w.turn[l] == turn && !complete(mask)) yield();
     return (const T*)w.seen[w.given[l]][0];
 }
-template <class T> struct Shown { alignas(8) T v; char pad[WORDS * 8 - sizeof(T) % (WORDS * 8)]; };
+inline unsigned took() { return warp().took[warp().given[lane()]]; }  // lanes of the exchange that this lane came from
 template <class T> inline T from(const T* all, int l) { T r; std::memcpy(&r, (const char*)all + (size_t)l * WORDS * 8, sizeof(T)); return r; }
 
 inline bool run_block() {
@@ -199,17 +194,17 @@ template <class T> inline T __shfl_sync(unsigned m, T v, int src, int width = 32
 template <class T> inline T __shfl_xor_sync(unsigned m, T v, int x, int width = 32) { auto* a = emu::gather(m, v); return emu::from(a, emu::lane() ^ x); }
 template <class T> inline T __shfl_down_sync(unsigned m, T v, unsigned d, int width = 32) { auto* a = emu::gather(m, v); const int l = emu::lane(); return emu::from(a, l % width + (int)d < width ? l + d : l); }
 template <class T> inline T __shfl_up_sync(unsigned m, T v, unsigned d, int width = 32) { auto* a = emu::gather(m, v); const int l = emu::lane(); return emu::from(a, l % width >= (int)d ? l - d : l); }
-inline unsigned __ballot_sync(unsigned m, int p) { auto* a = emu::gather(m, (int)(p != 0)); unsigned r = 0; for (int i = 0; i < 32; i++) if (m >> i & 1 && emu::warp().alive >> i & 1 && emu::from(a, i)) r |= 1u << i; return r; }
+inline unsigned __ballot_sync(unsigned m, int p) { auto* a = emu::gather(m, (int)(p != 0)); unsigned r = 0; const unsigned t = emu::took(); for (int i = 0; i < 32; i++) if (t >> i & 1 && emu::from(a, i)) r |= 1u << i; return r; }
 inline int __any_sync(unsigned m, int p) { return __ballot_sync(m, p) != 0; }
 inline int __all_sync(unsigned m, int p) { return __ballot_sync(m, !p) == 0; }
 inline unsigned __activemask() { return emu::warp().alive; }
-template <class T, class F> inline T emu_reduce(unsigned m, T v, F f) { auto* a = emu::gather(m, v); T r = v; for (int i = 0; i < 32; i++) if (m >> i & 1 && i != emu::lane()) r = f(r, emu::from(a, i)); return r; }
+template <class T, class F> inline T emu_reduce(unsigned m, T v, F f) { auto* a = emu::gather(m, v); T r = v; const unsigned t = emu::took(); for (int i = 0; i < 32; i++) if (t >> i & 1 && i != emu::lane()) r = f(r, emu::from(a, i)); return r; }
 template <class T> inline T __reduce_max_sync(unsigned m, T v) { return emu_reduce(m, v, [](T a, T b) { return a > b ? a : b; }); }
 template <class T> inline T __reduce_min_sync(unsigned m, T v) { return emu_reduce(m, v, [](T a, T b) { return a < b ? a : b; }); }
 template <class T> inline T __reduce_add_sync(unsigned m, T v) { return emu_reduce(m, v, [](T a, T b) { return (T)(a + b); }); }
 template <class T> inline T __reduce_or_sync(unsigned m, T v) { return emu_reduce(m, v, [](T a, T b) { return (T)(a | b); }); }
 template <class T> inline T __reduce_and_sync(unsigned m, T v) { return emu_reduce(m, v, [](T a, T b) { return (T)(a & b); }); }
-template <class T> inline unsigned __match_any_sync(unsigned m, T v) { auto* a = emu::gather(m, v); unsigned r = 0; for (int i = 0; i < 32; i++) if (m >> i & 1 && emu::from(a, i) == v) r |= 1u << i; return r; }
+template <class T> inline unsigned __match_any_sync(unsigned m, T v) { auto* a = emu::gather(m, v); unsigned r = 0; const unsigned t = emu::took(); for (int i = 0; i < 32; i++) if (t >> i & 1 && emu::from(a, i) == v) r |= 1u << i; return r; }
 inline int emu_votes;
 inline int __syncthreads_or(int p) { static int votes; if (p) votes = 1; emu::barrier(); const int r = votes; emu::barrier(); votes = 0; emu::barrier(); return r; }
 inline int __syncthreads_and(int p) { return !__syncthreads_or(!p); }

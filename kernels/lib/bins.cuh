@@ -27,7 +27,7 @@ __device__ __forceinline__ Before read_bins(Bins& s, const u64* bins) {
     sums_before(r.n, r.m, r.all_n, r.total);
     return r;
 }
-struct Found { int bin; u64 n, m, end; };  // a bin, what lies in heavier ones (how many, their sum), and that sum with its own
+struct Found { int bin; u64 n, m, end_n, end; };  // a bin, what lies in heavier ones (how many, their sum), and the same with its own
 
 // The heaviest bin with which the number (or the sum) reaches `want`, from 1 to what there is.
 __device__ __forceinline__ Found find_bin(const Bins& s, const Before& b, bool by_sum, u64 want) {
@@ -37,7 +37,7 @@ __device__ __forceinline__ Found find_bin(const Bins& s, const Before& b, bool b
     for (int i = 0; i < BINS / 256; i++) {
         const int bin = threadIdx.x * (BINS / 256) + i;
         const u64 cn = n + s.count[bin], end = m + s.units[bin];
-        if (by_sum ? m < want && want <= end : n < want && want <= cn) f = Found{bin, n, m, end};
+        if (by_sum ? m < want && want <= end : n < want && want <= cn) f = Found{bin, n, m, cn, end};
         n = cn; m = end;
     }
     __syncthreads();

@@ -29,7 +29,7 @@ struct Rows {
         #pragma unroll
         for (int i = 0; i < 16; i++) {
             const float y = fmaf(v[i + 3], w.w, fmaf(v[i + 2], w.z, fmaf(v[i + 1], w.y, v[i] * w.x))) + b;
-            f(j0 + i, j0 + i >= lo && j0 + i < hi ? y / (1.f + expf(-y)) : 0.f);
+            f(j0 + i, j0 + i >= lo && j0 + i < hi ? __fdividef(y, 1.f + __expf(-y)) : 0.f);
         }
     }
     __device__ __forceinline__ void keep_tail(int ch, int at) const {

@@ -40,15 +40,15 @@ template <int SLOTS> struct Conv {
     }
     // The input of row i of the step: from its columns of `row`.
     __device__ __forceinline__ void fetch(unsigned i, int j, const float* row) { cp_async4(&seen[(i + 3) % 4][j][threadIdx.x], row + column[j][threadIdx.x]); }
+    __device__ __forceinline__ void put(unsigned i, int j, float in) { seen[(i + 3) % 4][j][threadIdx.x] = in; }
     __device__ __forceinline__ float input(unsigned i, int j) const { return seen[(i + 3) % 4][j][threadIdx.x]; }
-    // silu of the convolution at row i. Written out: a row's bits must not depend on where the compiler finds it.
-    __device__ __forceinline__ float step(unsigned i, int j, float bias = 0.f) const {
+    // silu of the convolution at row i: the part of earlier rows, and all of it. Written out: a row's bits must not depend on where the compiler finds it.
+    __device__ __forceinline__ float older(unsigned i, int j) const {
         const float4 w = taps[j][threadIdx.x];
-        float v = __fmul_rn(seen[i % 4][j][threadIdx.x], w.x);
-        v = fmaf(seen[(i + 1) % 4][j][threadIdx.x], w.y, v);
-        v = fmaf(seen[(i + 2) % 4][j][threadIdx.x], w.z, v);
-        return silu(__fadd_rn(fmaf(input(i, j), w.w, v), bias));
+        return fmaf(seen[(i + 2) % 4][j][threadIdx.x], w.z, fmaf(seen[(i + 1) % 4][j][threadIdx.x], w.y, __fmul_rn(seen[i % 4][j][threadIdx.x], w.x)));
     }
+    static __device__ __forceinline__ float silu_of(float older, float w, float in, float bias = 0.f) { return silu(__fadd_rn(fmaf(in, w, older), bias)); }
+    __device__ __forceinline__ float step(unsigned i, int j, float bias = 0.f) const { return silu_of(older(i, j), taps[j][threadIdx.x].w, input(i, j), bias); }
     // Leave the three newest inputs at row i in `tail` [3, c]: of the slots before the last where `most`, of the last where `last`.
     __device__ __forceinline__ void keep(unsigned i, float* tail, int c, bool most, bool last) const {
         #pragma unroll

@@ -10,20 +10,24 @@ __device__ __forceinline__ void halves_to_floats(const unsigned* h, float f, flo
         a[2 * i] = __fmul_rn(v.x, f); a[2 * i + 1] = __fmul_rn(v.y, f);
     }
 }
+__device__ __forceinline__ void e2m1_floats(unsigned w, float f, float* a) {
+    unsigned h[4];
+    float v[8];
+    e2m1_pairs(w, __float2half2_rn(16384.f), h);
+    halves_to_floats(h, f, v);
+    #pragma unroll
+    for (int i = 0; i < 8; i++) a[i] = v[i / 4 * 4 + i % 4 / 2 + i % 2 * 2];
+}
 struct decode_nvfp4 {
     static __device__ __forceinline__ void get(const unsigned char* w, const unsigned char* s, const float* gs, size_t row, int C, int v, float* a) {
-        unsigned h[4];
-        e2m1_pairs(((const unsigned*)w)[row * C * 4 + v], __float2half2_rn(16384.f), h);
         const float2 f = __half22float2(half2_from(e4m3_halves(s[((row / 4 * C + v / 4) * 4 + row % 4) * 2 + v % 4 / 2])));
-        halves_to_floats(h, __fmul_rn(f.x, gs[row]), a);
+        e2m1_floats(((const unsigned*)w)[row * C * 4 + v], __fmul_rn(f.x, gs[row]), a);
     }
 };
 struct decode_mxfp4 {
     static __device__ __forceinline__ void get(const unsigned char* w, const unsigned char* s, const float*, size_t row, int C, int v, float* a) {
-        unsigned h[4];
-        e2m1_pairs(((const unsigned*)w)[row * C * 4 + v], __float2half2_rn(16384.f), h);
         const unsigned e = s[(row / 4 * C + v / 4) * 4 + row % 4];
-        halves_to_floats(h, __uint_as_float(e ? e << 23 : 0x00400000u), a);
+        e2m1_floats(((const unsigned*)w)[row * C * 4 + v], __uint_as_float(e ? e << 23 : 0x00400000u), a);
     }
 };
 template <bool TILED> struct decode_e4m3 {

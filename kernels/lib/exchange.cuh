@@ -14,6 +14,15 @@ __device__ __forceinline__ void give(float* p, float v) {
 #endif
 }
 __device__ __forceinline__ bool there(float v) { return __float_as_uint(v) != EMPTY; }
+__device__ __forceinline__ float peek1(const float* p) {
+#if defined(__CUDA_ARCH__)
+    float v;
+    asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
+    return v;
+#else
+    return *p;
+#endif
+}
 __device__ __forceinline__ float4 peek4(const float* p) {
 #if defined(__CUDA_ARCH__)
     float4 v;
@@ -24,8 +33,9 @@ __device__ __forceinline__ float4 peek4(const float* p) {
 #endif
 }
 
-// v[i], i < COUNT: the four words at `first` + i*`step`; from `limit` on there are none, and zeros instead. WAIT: until all are there.
-template <int COUNT, bool WAIT> __device__ __forceinline__ void gather4(float4* v, const float* p, int first, int step, int limit) {
+// v[i], i < COUNT: the four words at `first` + i*`step`; from `limit` on there are none, and zeros instead. And the word at `p1`, if any.
+// WAIT: until all are there.
+template <int COUNT, bool WAIT> __device__ __forceinline__ void gather4(float4* v, const float* p, int first, int step, int limit, const float* p1 = 0, float* v1 = 0) {
     bool all;
     do {
         all = true;
@@ -34,6 +44,7 @@ template <int COUNT, bool WAIT> __device__ __forceinline__ void gather4(float4* 
             const int at = first + i * step;
             v[i] = at < limit ? WAIT ? peek4(p + at) : *(const float4*)(p + at) : make_float4(0.f, 0.f, 0.f, 0.f);
         }
+        if (p1) *v1 = WAIT ? peek1(p1) : *p1;
         #pragma unroll
         for (int i = 0; i < COUNT; i++) {
             const int left = limit - first - i * step;
@@ -42,6 +53,7 @@ template <int COUNT, bool WAIT> __device__ __forceinline__ void gather4(float4* 
             if (left < 2) v[i].y = 0.f;
             if (WAIT) all = all && there(v[i].x) && there(v[i].y) && there(v[i].z) && there(v[i].w);
         }
+        if (WAIT && p1) all = all && there(*v1);
 #if !defined(__CUDA_ARCH__)
         if (WAIT && !all) __nanosleep(0);
 #endif

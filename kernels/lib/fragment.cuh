@@ -2,10 +2,12 @@
 // Sixteen rows of weights, 128 columns of them at a time, times up to eight rows of x by tensor cores: a row's result is the same whatever the other rows are.
 // Lane l, with g = l/4 and t = l%4, holds rows 2g and 2g+1 of the sixteen: rows g and g+8 of the tensor core's A. Which of the 128 columns stand where in A is
 // free as long as B agrees, so each lane fetches sixteen bytes that lie together, and never exchanges any.
-//   fetch(ring, w, s, row, b, t, on)  a copy into the lane's places of a ring of shared memory: columns 128b.. of rows `row`, row+1, where `on`; zeros where not
-//   read(ring)                  what was copied, in registers
+//   first(w, s, row, b, t)      where the weights and scales of rows `row`, row+1 and columns 128b.. begin; 128 columns on is BLOCK and SBLOCK bytes on,
+//                               four rows on 4*LINE and SLINE
+//   fetch(at, w, s, b, t, on)   a copy of them to the lane's place in shared memory, where `on`; zeros where not
+//   read(at)                    what was copied, in registers
 //   dot(d, x, t)                d[0..3] += rows 2g (two of d), 2g+1 times columns 2t, 2t+1 of B; `x`: this block of row g of x (Staged)
-//   scale(i)                    what the sums of row 2g+i of this block are to be multiplied by
+//   scale(i)                    what the sums of row 2g+i of this block are to be multiplied by, if SCALED
 //   row_scale(s, gs, row)       and those of a whole row
 // A NaN among x stays in its own row.
 #include "lib/stage.cuh"
@@ -26,24 +28,25 @@ __device__ __forceinline__ unsigned e4m3_halves(unsigned v) {
     return bits_of_half2(__hmul2(half2_from(h), __float2half2_rn(256.f)));
 #endif
 }
-// The e2m1 numbers of word `w` (layout: nvfp4.cuh) as four pairs of fp16, times 2^-14 and `f`.
+// The e2m1 numbers of word `w` (layout: nvfp4.cuh), times 2^-14 and `f`: numbers 0 and 2, 1 and 3, 4 and 6, 5 and 7 as pairs of fp16. In that order two of the
+// pairs are a mask and the others a shift and a mask.
 __device__ __forceinline__ void e2m1_pairs(unsigned w, __half2 f, unsigned* h) {
-    const unsigned a = w & 0x8E8E8E8Eu, b = ((w << 7) & 0x80808080u) | ((w >> 3) & 0x0E0E0E0Eu);
-    h[0] = bits_of_half2(__hmul2(half2_from(__byte_perm(a, 0, 0x1404)), f));
-    h[1] = bits_of_half2(__hmul2(half2_from(__byte_perm(a, 0, 0x3424)), f));
-    h[2] = bits_of_half2(__hmul2(half2_from(__byte_perm(b, 0, 0x1404)), f));
-    h[3] = bits_of_half2(__hmul2(half2_from(__byte_perm(b, 0, 0x3424)), f));
+    const unsigned b = ((w << 7) & 0x80808080u) | ((w >> 3) & 0x0E0E0E0Eu);
+    h[0] = bits_of_half2(__hmul2(half2_from((w << 8) & 0x8E008E00u), f));
+    h[1] = bits_of_half2(__hmul2(half2_from(w & 0x8E008E00u), f));
+    h[2] = bits_of_half2(__hmul2(half2_from((b << 8) & 0xFF00FF00u), f));
+    h[3] = bits_of_half2(__hmul2(half2_from(b & 0xFF00FF00u), f));
 }
 __device__ __forceinline__ const unsigned& word(const uint4& v, int i) { return (&v.x)[i]; }
 
 // A place of the ring: V times 16 bytes of each lane, then U times 4. Copies run beside the lane that asks for them; only that lane reads them.
 template <int V, int U> struct Place {
     static constexpr int BYTES = V * 512 + U * 128;
-    static __device__ __forceinline__ void copy(unsigned char* at, int i, const void* p, size_t n, bool on) {
-        cp_async16_or_zero((uint4*)at + i * 32 + threadIdx.x % 32, (const uint4*)p + (on ? n : 0), on);
+    static __device__ __forceinline__ void copy(unsigned char* at, int i, const void* p, bool on) {
+        cp_async16_or_zero((uint4*)at + i * 32 + threadIdx.x % 32, p, on);
     }
-    static __device__ __forceinline__ void copy4(unsigned char* at, int i, const void* p, size_t n, bool on) {
-        cp_async4_or_zero((unsigned*)(at + V * 512) + i * 32 + threadIdx.x % 32, (const unsigned*)p + (on ? n : 0), on);
+    static __device__ __forceinline__ void copy4(unsigned char* at, int i, const void* p, bool on) {
+        cp_async4_or_zero((unsigned*)(at + V * 512) + i * 32 + threadIdx.x % 32, p, on);
     }
     static __device__ __forceinline__ uint4 at16(const unsigned char* at, int i) { return ((const uint4*)at)[i * 32 + threadIdx.x % 32]; }
     static __device__ __forceinline__ unsigned at4(const unsigned char* at, int i) { return ((const unsigned*)(at + V * 512))[i * 32 + threadIdx.x % 32]; }
@@ -66,7 +69,8 @@ __device__ __forceinline__ void split8(const float* v, uint4& high, uint4& low) 
 }
 
 // Rows of x in shared memory, for F and CP chunks: eights of 16 bits each, eight i of chunk c of row r in at[r*LDR + i*LD + c]; no bank conflicts, neither when
-// written nor when read. F::TWO: two planes of bf16; else fp16 times a power of two for each 128 that brings the largest magnitude into [2^14, 2^15).
+// written nor when read. SWAP: of eight numbers
+// the second and third, and the sixth and seventh, change places. F::TWO: two planes of bf16; else fp16 times a power of two for each 128 that brings the largest magnitude into [2^14, 2^15).
 template <class F, int CP> struct Staged {
     static_assert(CP % 8 == 0, "a warp stages eight chunks");
     static constexpr int LD = CP + 2, LDR = 4 * LD + (8 + F::SKEW - 4 * LD % 8) % 8, PLANES = F::TWO ? 2 : 1;
@@ -74,16 +78,20 @@ template <class F, int CP> struct Staged {
 
 template <int C> struct fragment_nvfp4 {  // exact in fp16: at most 6 * 448 * 2^-8, a multiple of 2^-18
     static constexpr int SKEW = 4;
-    static constexpr bool TWO = false;
+    static constexpr bool TWO = false, SWAP = true, SCALED = false;
     typedef Place<2, 1> At;
     uint4 w[2];
     unsigned s;
-    static __device__ __forceinline__ void fetch(unsigned char* at, const unsigned char* p, const unsigned char* q, size_t row, int b, int t, bool on) {
-        const int c = 4 * b + t;
-        on = on && (C % 4 == 0 || c < C);
-        At::copy(at, 0, p, row * C + c, on);
-        At::copy(at, 1, p, (row + 1) * C + c, on);
-        At::copy4(at, 0, q, (row / 4 * C + c) * 2 + row % 4 / 2, on);
+    static constexpr size_t BLOCK = 64, LINE = 16 * C, SBLOCK = 32, SLINE = 8 * C;
+    static __device__ __forceinline__ void first(const unsigned char*& p, const unsigned char*& q, size_t row, int b, int t) {
+        p += row * LINE + b * BLOCK + t * 16;
+        q += row / 4 * SLINE + b * SBLOCK + t * 8 + row % 4 / 2 * 4;
+    }
+    static __device__ __forceinline__ void fetch(unsigned char* at, const unsigned char* p, const unsigned char* q, int b, int t, bool on) {
+        on = on && (C % 4 == 0 || 4 * b + t < C);
+        At::copy(at, 0, p, on);
+        At::copy(at, 1, p + LINE, on);
+        At::copy4(at, 0, q, on);
     }
     __device__ __forceinline__ void read(const unsigned char* at) { w[0] = At::at16(at, 0); w[1] = At::at16(at, 1); s = At::at4(at, 0); }
     template <int LD, int PLANE> __device__ __forceinline__ void dot(float* d, const uint4* x, int t) const {
@@ -106,16 +114,20 @@ template <int C> struct fragment_nvfp4 {  // exact in fp16: at most 6 * 448 * 2^
 
 template <int C> struct fragment_mxfp4 {  // each chunk times its power of two over the largest of the four; exact unless that is below 2^-23
     static constexpr int SKEW = 4;
-    static constexpr bool TWO = false;
+    static constexpr bool TWO = false, SWAP = true, SCALED = true;
     typedef Place<2, 1> At;
     uint4 w[2];
     unsigned s, top;
-    static __device__ __forceinline__ void fetch(unsigned char* at, const unsigned char* p, const unsigned char* q, size_t row, int b, int t, bool on) {
-        const int c = 4 * b + t;
-        on = on && (C % 4 == 0 || c < C);
-        At::copy(at, 0, p, row * C + c, on);
-        At::copy(at, 1, p, (row + 1) * C + c, on);
-        At::copy4(at, 0, q, row / 4 * C + c, on);
+    static constexpr size_t BLOCK = 64, LINE = 16 * C, SBLOCK = 16, SLINE = 4 * C;
+    static __device__ __forceinline__ void first(const unsigned char*& p, const unsigned char*& q, size_t row, int b, int t) {
+        p += row * LINE + b * BLOCK + t * 16;
+        q += row / 4 * SLINE + b * SBLOCK + t * 4;
+    }
+    static __device__ __forceinline__ void fetch(unsigned char* at, const unsigned char* p, const unsigned char* q, int b, int t, bool on) {
+        on = on && (C % 4 == 0 || 4 * b + t < C);
+        At::copy(at, 0, p, on);
+        At::copy(at, 1, p + LINE, on);
+        At::copy4(at, 0, q, on);
     }
     __device__ __forceinline__ void read(const unsigned char* at) {  // of four rows' scales, those of this lane's two
         w[0] = At::at16(at, 0); w[1] = At::at16(at, 1);
@@ -152,19 +164,21 @@ template <int C> struct fragment_mxfp4 {  // each chunk times its power of two o
 
 template <int C, int TILED> struct fragment_e4m3 {  // TILED: a scale for each 128 columns, else one for the row
     static constexpr int SKEW = 2, KB = (C + 3) / 4;
-    static constexpr bool TWO = false;
+    static constexpr bool TWO = false, SWAP = false, SCALED = TILED;
     typedef Place<4, 2 * TILED> At;
     uint4 w[2][2];
     float s[2];
-    static __device__ __forceinline__ void fetch(unsigned char* at, const unsigned char* p, const unsigned char* q, size_t row, int b, int t, bool on) {
+    static constexpr size_t BLOCK = 128, LINE = 32 * C, SBLOCK = TILED ? 4 : 0, SLINE = TILED ? 16 * KB : 0;
+    static __device__ __forceinline__ void first(const unsigned char*& p, const unsigned char*& q, size_t row, int b, int t) {
+        p += row * LINE + b * BLOCK + t * 16;
+        if (TILED) q += (row * KB + b) * 4;
+    }
+    static __device__ __forceinline__ void fetch(unsigned char* at, const unsigned char* p, const unsigned char* q, int b, int t, bool on) {
         #pragma unroll
         for (int r = 0; r < 2; r++) {
             #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const int c = 8 * b + 4 * i + t;
-                At::copy(at, 2 * r + i, p, (row + r) * (2 * C) + c, on && (C % 4 == 0 || c < 2 * C));
-            }
-            if (TILED) At::copy4(at, r, q, (row + r) * KB + b, on);
+            for (int i = 0; i < 2; i++) At::copy(at, 2 * r + i, p + r * LINE + i * 64, on && (C % 4 == 0 || 8 * b + 4 * i + t < 2 * C));
+            if (TILED) At::copy4(at, r, q + r * KB * 4, on);
         }
     }
     __device__ __forceinline__ void read(const unsigned char* at) {
@@ -197,12 +211,14 @@ template <int C> using fragment_fp8_tiled = fragment_e4m3<C, 1>;
 
 template <int C, bool BF16> struct fragment_16bit {
     static constexpr int SKEW = 1;
-    static constexpr bool TWO = BF16;
+    static constexpr bool TWO = BF16, SWAP = false, SCALED = false;
     typedef Place<8, 0> At;
     uint4 w[2][4];
-    static __device__ __forceinline__ void fetch(unsigned char* at, const unsigned char* p, const unsigned char*, size_t row, int b, int t, bool on) {
+    static constexpr size_t BLOCK = 256, LINE = 64 * C, SBLOCK = 0, SLINE = 0;
+    static __device__ __forceinline__ void first(const unsigned char*& p, const unsigned char*&, size_t row, int b, int t) { p += row * LINE + b * BLOCK + t * 16; }
+    static __device__ __forceinline__ void fetch(unsigned char* at, const unsigned char* p, const unsigned char*, int b, int t, bool on) {
         #pragma unroll
-        for (int i = 0; i < 8; i++) At::copy(at, i, p, (row + i / 4) * (4 * C) + 16 * b + 4 * (i % 4) + t, on && (C % 4 == 0 || 4 * b + i % 4 < C));
+        for (int i = 0; i < 8; i++) At::copy(at, i, p + i / 4 * LINE + i % 4 * 64, on && (C % 4 == 0 || 4 * b + i % 4 < C));
     }
     __device__ __forceinline__ void read(const unsigned char* at) {
         #pragma unroll
@@ -229,12 +245,14 @@ template <int C> using fragment_f16 = fragment_16bit<C, false>;
 
 template <int C> struct fragment_f32 {  // a weight is three bf16 numbers, x two
     static constexpr int SKEW = 1;
-    static constexpr bool TWO = true;
+    static constexpr bool TWO = true, SWAP = false, SCALED = false;
     typedef Place<16, 0> At;
     uint4 w[2][8];
-    static __device__ __forceinline__ void fetch(unsigned char* at, const unsigned char* p, const unsigned char*, size_t row, int b, int t, bool on) {
+    static constexpr size_t BLOCK = 512, LINE = 128 * C, SBLOCK = 0, SLINE = 0;
+    static __device__ __forceinline__ void first(const unsigned char*& p, const unsigned char*&, size_t row, int b, int t) { p += row * LINE + b * BLOCK + t * 16; }
+    static __device__ __forceinline__ void fetch(unsigned char* at, const unsigned char* p, const unsigned char*, int b, int t, bool on) {
         #pragma unroll
-        for (int i = 0; i < 16; i++) At::copy(at, i, p, (row + i / 8) * (8 * C) + 32 * b + 4 * (i % 8) + t, on && (C % 4 == 0 || 4 * b + i % 8 / 2 < C));
+        for (int i = 0; i < 16; i++) At::copy(at, i, p + i / 8 * LINE + i % 8 * 64, on && (C % 4 == 0 || 4 * b + i % 8 / 2 < C));
     }
     __device__ __forceinline__ void read(const unsigned char* at) {
         #pragma unroll

@@ -17,8 +17,16 @@ __device__ __forceinline__ unsigned lanes_max(unsigned v) {
 }
 __device__ __forceinline__ float logistic(float v) { return 1.f / (1.f + expf(-v)); }
 
-// ids[0..BEST-1]: the best of MANY, best first. KIND 0: softmax over all, 1: sigmoid of each, 2: the logits. `correction` is added to the scores.
-template <int MANY, int BEST, int KIND, int N> __device__ __forceinline__ void pick(const float* logit, const float* __restrict__ correction, int lane, int* ids) {
+// How many lanes have a larger key, or the same and are before this one.
+__device__ __forceinline__ int lane_rank(unsigned key, int lane) {
+    int r = 0;
+    #pragma unroll
+    for (int j = 0; j < 32; j++) r += __shfl_sync(~0u, key, j) >= key + (lane <= j);
+    return r;
+}
+
+// ids[0..BEST-1]: the best of MANY, best first. KIND 0: softmax over all, 1: sigmoid of each, 2: the logits. `correction` is added to the scores; `room`: 64 words.
+template <int MANY, int BEST, int KIND, int N> __device__ __forceinline__ void pick(const float* logit, const float* __restrict__ correction, int lane, int* ids, unsigned* room) {
     float low = 0.f, all = 1.f;
     if (KIND == 0 && correction) {  // without a correction the logits have the order of their softmax
         low = logit[0];
@@ -31,7 +39,7 @@ template <int MANY, int BEST, int KIND, int N> __device__ __forceinline__ void p
         for (int i = 0; i < N; i++) all += lane * N + i < MANY ? expf(logit[i] - low) : 0.f;
         all = warp_sum(all);
     }
-    unsigned key[N];
+    unsigned key[N], best = 0u;
     #pragma unroll
     for (int i = 0; i < N; i++) {
         const int e = lane * N + i;
@@ -40,9 +48,32 @@ template <int MANY, int BEST, int KIND, int N> __device__ __forceinline__ void p
         if (KIND == 0 && correction) v = expf(v - low) / all;
         if (correction && e < MANY) v += correction[e];
         key[i] = e < MANY ? pick_key(v) : 0u;
+        best = max(best, key[i]);
+    }
+    // The lane whose best is the BEST-th of the lanes' bests: nobody below it is picked, and few are above
+    const int last = __ffs(__ballot_sync(~0u, lane_rank(best, lane) == BEST - 1)) - 1;
+    const unsigned floor = __shfl_sync(~0u, best, last);
+    int mine = 0;
+    #pragma unroll
+    for (int i = 0; i < N; i++) mine += key[i] >= floor && key[i];
+    int before = 0, found = 0;  // of the lanes before this one; of all
+    #pragma unroll
+    for (int m = 0; m < 5; m++) {
+        const unsigned votes = __ballot_sync(~0u, mine >> m & 1);
+        before += __popc(votes & ((1u << lane) - 1)) << m;
+        found += __popc(votes) << m;
+    }
+    if (found <= 32) {  // a lane to each of them, in the order of their ids
+        #pragma unroll
+        for (int i = 0; i < N; i++) if (key[i] >= floor && key[i]) { room[2 * before] = key[i]; room[2 * before + 1] = lane * N + i; before++; }
+        __syncwarp();
+        const unsigned k = lane < found ? room[2 * lane] : 0u;
+        const int rank = lane_rank(k, lane);
+        if (lane < found && rank < BEST) ids[rank] = room[2 * lane + 1];
+        return;
     }
     #pragma unroll 1
-    for (int j = 0; j < BEST; j++) {
+    for (int j = 0; j < BEST; j++) {  // many are equal: one after the other
         unsigned best = key[0];
         int at = 0;
         #pragma unroll

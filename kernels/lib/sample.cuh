@@ -25,10 +25,11 @@ struct Work {                 // what the launches of a step tell each other abo
     u64 best;                 // key of the largest adjusted logit, all ones if a logit is not finite
     unsigned arrived, listed; // blocks that are done; weights that stand in doubt
     float top; int id;        // the largest adjusted logit and where it stands, -1 where the row cannot be sampled
-    unsigned least; int k_bin; // bits of the least weight that stays; the bin of the k-th weight, -1 without top-k
+    unsigned least; int k_bin; // bits of the least weight that stays, all ones if `id` is drawn already; the bin of the k-th weight, -1 without top-k
     int p_from, p_to;         // bins where the top-p threshold may be
     double z;                 // logsumexp of the raw logits
-    u64 spare[2];
+    u64 total;                // of all weights
+    unsigned few, spare;      // how many weights there are in bins down to the last in doubt; all ones where none is
 };
 
 // An integer that is larger for a larger float. -0 is 0.
@@ -108,10 +109,25 @@ __device__ __forceinline__ u64 block_max(u64 v) {
 // Is this the last block of its row to get here? It then sees what the others wrote, and the counter is 0 again.
 __device__ __forceinline__ bool last_block(unsigned* arrived) {
     __shared__ int last;
-    __threadfence();
     __syncthreads();
-    if (!threadIdx.x) { last = atomicAdd(arrived, 1u) == gridDim.x - 1; if (last) *arrived = 0; }
+    if (!threadIdx.x) {
+        __threadfence();
+        last = atomicAdd(arrived, 1u) == gridDim.x - 1;
+        if (last) *arrived = 0;
+        __threadfence();
+    }
     __syncthreads();
-    if (last) __threadfence();
     return last;
+}
+// The first 64 bits of Philox4x32-10 (Salmon et al. 2011); the upper 53 of them are what atlas.ops.sample.uniform takes.
+__device__ __forceinline__ u64 philox(u64 key, u64 counter) {
+    unsigned a = (unsigned)counter, b = (unsigned)(counter >> 32), c = 0, d = 0, k = (unsigned)key, l = (unsigned)(key >> 32);
+    #pragma unroll
+    for (int i = 0; i < 10; i++) {
+        const u64 p = 0xD2511F53ull * a, q = 0xCD9E8D57ull * c;
+        a = (unsigned)(q >> 32) ^ b ^ k; b = (unsigned)q;
+        c = (unsigned)(p >> 32) ^ d ^ l; d = (unsigned)p;
+        k += 0x9E3779B9u; l += 0xBB67AE85u;
+    }
+    return ((u64)a << 32 | b) >> 11 << 11;
 }

@@ -15,42 +15,43 @@ template <int KD, int NW, bool DELTA> struct Scan {
     static_assert(SU == 1, "at most two warps");
     const uint4 *w, *q, *u, *p, *k;  // of this head (or its key head) in tile 0 of the step
     const float* scal;               // G[64] | E[64]
-    size_t step, key_step, u_step;   // from a tile to the next: heads, key heads in a tile, and u's fragments
-    uint4* ring;
+    int step, key_step, u_step;      // from a tile to the next: heads, key heads in a tile, and u's fragments
+    uint4 *ring, *slot;              // of the ring: its begin, and what is read next
     float (*factors)[2 * TILE];      // of four tiles
-    int tile, end, at, slot, turn;   // to fetch next: tile and stage; slot of the ring to read next; tiles read
+    int end;                         // tiles
 
-    __device__ __forceinline__ void copy(uint4* to, const uint4* from, int n) {
-        for (int i = threadIdx.x; i < n; i += THREADS) cp_async16(to + i, from + i);
+    template <int N> __device__ __forceinline__ void copy(uint4* to, const uint4* from) {
+        #pragma unroll
+        for (int i = 0; i < N; i += THREADS) cp_async16(to + threadIdx.x + i, from + threadIdx.x + i);
     }
-    __device__ __forceinline__ void fetch(int into) {
-        if (tile < end) {
-            uint4* to = ring + into * STAGE;
-            const size_t mine = tile * step, key = tile * key_step;
-            const int s = at;
-            if (s == 0 && threadIdx.x < 32) cp_async16(factors[tile % 4] + threadIdx.x * 4, scal + mine * 2 * TILE + threadIdx.x * 4);
+    // Stage `s` of tile `t`; where `s` is known to the compiler, little remains of this
+    __device__ __forceinline__ void fetch(uint4* to, int t, int s) {
+        if (t < end) {
+            const unsigned mine = t * step, key = t * key_step;  // fragments of a step are counted in 32 bits
+            if (s == 0 && threadIdx.x < 32) cp_async16(factors[t % 4] + threadIdx.x * 4, scal + mine * 2 * TILE + threadIdx.x * 4);
             if (s < SA) {
-                if (DELTA) { copy(to, w + (mine * KS + s) * 256, 256); copy(to + 256, q + (key * KS + s) * 256, 256); }
-                else copy(to, q + (key * KS + 2 * s) * 256, 2 * s + 1 < KS ? 512 : 256);
-            } else if (s < SA + SU) copy(to, u + tile * u_step * 256, NW * 256);
-            else if (s < SA + SU + SP) copy(to, p + mine * 32 * 32 + (s - SA - SU) * STAGE, STAGE);
-            else { const int j = s - SA - SU - SP; copy(to, k + key * 4 * NT * 32 + j * STAGE, min(STAGE, 4 * NT * 32 - j * STAGE)); }
-            if (++at == STAGES) { at = 0; tile++; }
+                if (DELTA) { copy<256>(to, w + (mine * KS + s) * 256); copy<256>(to + 256, q + (key * KS + s) * 256); }
+                else if (2 * s + 1 < KS) copy<512>(to, q + (key * KS + 2 * s) * 256);
+                else copy<256>(to, q + (key * KS + 2 * s) * 256);
+            } else if (s < SA + SU) copy<NW * 256>(to, u + (unsigned)(t * u_step) * 256);
+            else if (s < SA + SU + SP) copy<STAGE>(to, p + mine * 1024 + (s - SA - SU) * STAGE);
+            else copy<NT < 4 ? 4 * NT * 32 : STAGE>(to, k + key * 4 * NT * 32 + (s - SA - SU - SP) * STAGE);
         }
         cp_async_commit();
     }
     __device__ __forceinline__ void start(int first, int last) {
-        tile = first; end = last; at = slot = turn = 0;
+        static_assert(4 * NT * 32 % STAGE == 0 || NT < 4, "stages of k are full");
+        end = last; slot = ring;
         #pragma unroll 1
-        for (int i = 0; i < RING - 1; i++) fetch(i);
+        for (int i = 0; i < RING - 1; i++) fetch(ring + i * STAGE, first + i / STAGES, i % STAGES);
     }
-    // The next stage; what was read before may be overwritten from now on.
-    __device__ __forceinline__ const uint4* next() {
+    // Stage `s` of tile `t`, which is the next; what was read before may be overwritten from now on.
+    __device__ __forceinline__ const uint4* next(int t, int s) {
         cp_async_wait<RING - 2>();
         __syncthreads();
-        fetch(slot ? slot - 1 : RING - 1);
-        const uint4* r = ring + slot * STAGE;
-        slot = slot + 1 == RING ? 0 : slot + 1;
+        const uint4* r = slot;
+        fetch(slot == ring ? ring + (RING - 1) * STAGE : slot - STAGE, t + (s + RING - 1) / STAGES, (s + RING - 1) % STAGES);
+        slot = slot == ring + (RING - 1) * STAGE ? ring : slot + STAGE;
         return r;
     }
     // Products of eight column tiles with the fragments at b
@@ -71,11 +72,11 @@ template <int KD, int NW, bool DELTA> struct Scan {
         for (int s = 0; s < KS; s++) {
             Limbs a;
             a.of_sums(S[2 * s], S[2 * s + 1]);
-            if (DELTA || s % 2 == 0) st = next();
+            if (DELTA || s % 2 == 0) st = next(t, DELTA ? s : s / 2);
             if (DELTA) eight(n, a, st + lane);
             eight(o, a, st + (DELTA || s % 2 ? 256 : 0) + lane);
         }
-        st = next();
+        st = next(t, SA);
         const float *G = factors[t % 4], *E = G + TILE;
         #pragma unroll
         for (int i = 0; i < 8; i++) {
@@ -92,7 +93,7 @@ template <int KD, int NW, bool DELTA> struct Scan {
         for (int s = 0; s < 4; s++) {  // rows 16s.. are seen by themselves and later ones
             Limbs a;
             a.of_sums(n[2 * s], n[2 * s + 1]);
-            if (s % 2 == 0) st = next();
+            if (s % 2 == 0) st = next(t, SA + SU + s / 2);
             eight(o, a, st + s % 2 * 256 + lane, 2 * s);
         }
         const float last = G[TILE - 1];
@@ -111,7 +112,7 @@ template <int KD, int NW, bool DELTA> struct Scan {
             #pragma unroll
             for (int b = 0; b < NT; b += NT < 8 ? NT : 8) {
                 const int f = s * NT + b;
-                if (f % 16 == 0) st = next();
+                if (f % 16 == 0) st = next(t, SA + SU + SP + f / 16);
                 if constexpr (NT < 8) {
                     uint4 r[NT];
                     #pragma unroll

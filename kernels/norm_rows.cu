@@ -10,7 +10,7 @@
 
 __device__ __forceinline__ float normed(float x, float inv, float w, float add, float scale) { return __fmul_rn(fmaf(__fmul_rn(x, inv), w, add), scale); }
 
-extern "C" __global__ void __launch_bounds__(256) norm(const float* x, const float* __restrict__ w, const float* add, const float* __restrict__ scale, float* y,
+extern "C" __global__ void __launch_bounds__(256) norm_rows(const float* x, const float* __restrict__ w, const float* add, const float* __restrict__ scale, float* y,
                                                           float eps, int n) {
     const int size = n / gridDim.x;
     const size_t at = (size_t)blockIdx.y * n + (size_t)blockIdx.x * size;

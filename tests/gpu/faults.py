@@ -1,0 +1,51 @@
+"""Provoke errors that stay, each in a process of its own, and see that they are recognised once, name the kernel, and that nothing runs afterwards.
+
+    python tests/gpu/faults.py            all of them, on cuda:0
+"""
+import ctypes,subprocess,sys,tempfile
+from pathlib import Path
+from atlas.card import card_of,run
+from atlas.core import DeviceError
+from atlas.device import Cuda,CudaFault,Host,faults
+from atlas.graph import Graph,Ring
+from atlas.launch import Source
+
+BAD = '''// y : [n] f32
+extern "C" __global__ void bad(float* y, long long off, int how) {
+    if (how == 1) *(volatile float*)((char*)y + 1) = 1.f;
+    else if (how == 2) asm("trap;");
+    else y[off + threadIdx.x] = 1.f;
+}
+'''
+CASES = dict(eager=700, exact=700, graph=700, misaligned=716, trap=719)
+
+def fail(how):
+    "Let a kernel fail between two good ones"
+    card = Cuda(); x,w,y = card.zeros((8,256)),card.zeros((256,)),card.zeros((8,256))
+    with tempfile.TemporaryDirectory() as d:
+        Path(d, 'bad.cu').write_text(BAD); k = card_of(x).load(Source('bad', d))
+    def bad(off, how=0): k((1,1,1), (32,1,1), [ctypes.c_void_p(y.data.ptr), ctypes.c_int64(off), ctypes.c_int(how)], pdl=False)
+    def good(): run('rmsnorm', 8, 256, x, w, 1e-5, y, 256, pdl=False)
+    good(); bad(0); card.synchronize(); assert not faults.names
+    for wrong in (lambda: card.zeros((1<<40,)), lambda: k((1,1,1), (4096,1,1), [ctypes.c_void_p(y.data.ptr), ctypes.c_int64(0), ctypes.c_int(0)], pdl=False)):
+        try: wrong(); raise SystemExit('what cannot be was done')
+        except DeviceError as e: assert not isinstance(e, CudaFault)   # errors of one call change nothing
+    good(); card.synchronize(); faults.exact = how=='exact'
+    try:
+        good()
+        if how=='graph':
+            g,ring = Graph(lambda: (good(), bad(1<<42)), card, 'a step', warm=False),Ring(card, y)
+            g(); ring.get(ring.put(y, stream=g.stream))
+        else: bad(1<<42, dict(misaligned=1, trap=2).get(how, 0)); good(); card.download(y)
+        raise SystemExit('no fault')
+    except CudaFault as e: first = e
+    assert f'CUDA error {CASES[how]}' in str(first) and 'bad' in first.kernels and (how!='exact' or first.kernels==('bad',)), first
+    for f in (good, card.synchronize, lambda: card.zeros((2,)), lambda: card.download(y), card.memory):
+        try: f(); raise SystemExit('something ran after the fault')
+        except CudaFault as e: assert e.kernels==first.kernels
+    assert Host().zeros((2,)).sum()==0
+    print(f'{how}: {first.msg}')
+
+if __name__=='__main__':
+    if len(sys.argv)>1: fail(sys.argv[1])
+    else: sys.exit(max(subprocess.run([sys.executable, __file__, how], timeout=300).returncode for how in CASES))
