@@ -139,7 +139,7 @@ def stages(llm, batch:int=1, context:int=0)->list[Stage]:
     e._land()
     return sorted(out, key=lambda s: -s.us*s.launches)
 
-# %% ../nbs/59a_bench_decode.ipynb #33366ae5
+# %% ../nbs/59a_bench_decode.ipynb #ae4dcc29
 GB10 = dict(rate=230e9, launch=1.3e-6) # Measured copy rate of a DGX Spark, bytes/s, and seconds a dependent launch takes in a graph
 
 @dataclass
@@ -182,6 +182,7 @@ def bench_decode(llm, batches=(1,), contexts=(0,), steps:int=64, kernels:bool=Fa
     for p in llm.cache.kv.values():
         for a in p.arrays:
             if a is not None: a.fill(0)  # nobody has written what the sequences are told to have behind them
+    llm.device.synchronize()
     points = [measure(llm, b, c, steps) for c in contexts for b in batches]
     return DecodeReport(llm.name, llm.device.describe(), ', '.join(f'{k} {human(v, 1000)}' for k,v in by.items()), llm.device.copy_rate(1<<30) if llm.device.kind=='cuda' else float('nan'),
         points, stages(llm, batches[0], contexts[0]) if kernels else [], compilations.after_ready, llm.load_seconds)

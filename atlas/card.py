@@ -17,7 +17,7 @@ from .device import Cuda,faults
 from .emulator import CardArray,Emulator,strips_whole
 from .launch import Source,_mismatch,loaded,noted,options_of
 
-# %% ../nbs/04b_card.ipynb #82c8a7b2
+# %% ../nbs/04b_card.ipynb #8af49fb2
 @functools.cache
 def _emulator(): return Emulator()
 
@@ -30,7 +30,7 @@ def on_card(a)->bool:
 
 def card_of(a):
     "The `Cuda` or `Emulator` that array `a` belongs to; an `AtlasError` for an array of the host"
-    if isinstance(a, CardArray): return _emulator()
+    if isinstance(a, CardArray): return getattr(a, 'card', None) or _emulator()
     if cp is not None and isinstance(a, cp.ndarray): return _cuda(a.device.id)
     raise AtlasError(f'A {type(a).__name__} is no array of a card', hint='Upload it first: card.upload(a)')
 

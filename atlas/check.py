@@ -160,11 +160,12 @@ def _norm(card, rng, run, groups):
     g = x.reshape(3, groups, -1).astype(np.float64)
     return [(card.download(y), (g/np.sqrt((g*g).mean(-1, keepdims=True)+1e-6)).reshape(3, -1)*w+add, 1e-5)]
 
-# %% ../nbs/61_check.ipynb #2351e3d1
+# %% ../nbs/61_check.ipynb #2cb617eb
 _MIXTURES = dict(Qwen=dict(fmt='NVFP4', shared=True), gpt_oss=dict(fmt='MXFP4', act='swiglu_oai', score='topk_softmax', bias=True),
     Nemotron=dict(fmt='FP8_CHANNEL', act='relu2', score='sigmoid', scaling=2.5))
 
 @_case('moe', '2 rows', **_MIXTURES)
+@_case('router + experts_up + experts_down', '2 rows', Qwen_wide=dict(fmt='NVFP4', shared=True, H=256, I=512))
 def _moe(card, rng, run, fmt, act='silu', score='softmax', bias=False, shared=False, scaling=1., E=20, H=160, I=64):
     m,wide,n = MoEConfig(E, 4, I, score=score, scaling=scaling),1+(act!='relu2'),E+shared
     up,down = pack(_sized(rng, fmt, n, wide*I, H), card, wide>1),pack(_sized(rng, fmt, n, H, I), card)

@@ -327,7 +327,7 @@ def address(self:Cuda, a)->int: "Where `a` begins on the card, in bytes"; return
 @patch
 def write(self:Cuda, dst, a):
     "Copy host array `a` into `dst`, an array of this device"
-    with self.use(): dst.set(np.ascontiguousarray(a, dst.dtype))
+    with self.use(): dst.set(np.ascontiguousarray(a, dst.dtype), stream=self.xp.cuda.get_current_stream())
 
 @patch
 def download(self:Cuda, a):

@@ -71,11 +71,11 @@ class Emulator(Device):
     def write(self, dst, a): "Copy host array `a` into `dst`"; dst[...] = a
     def address(self, a)->int: "Where `a` begins"; return a.ctypes.data
 
-# %% ../nbs/04a_emulator.ipynb #acf2b300
+# %% ../nbs/04a_emulator.ipynb #cf6c76e8
 _MAIN = '''#include "{name}.cu"
-extern "C" const char* emulate(const unsigned* grid, const unsigned* block, unsigned shared, void** args) {{ return emu::launch({name}, grid, block, shared, args); }}
+extern "C" __attribute__((visibility("default"))) const char* emulate(const unsigned* grid, const unsigned* block, unsigned shared, void** args) {{ return emu::launch({name}, grid, block, shared, args); }}
 '''
-_FLAGS = ('-x','c++','-std=c++17','-O1','-fPIC','-shared','-w','-fpermissive','-ffp-contract=off','-DATLAS_EMULATE','-fsanitize=alignment,bounds','-fno-sanitize-recover=all','-Wl,-Bsymbolic-functions')
+_FLAGS = ('-x','c++','-std=c++17','-O1','-fPIC','-shared','-w','-fpermissive','-ffp-contract=off','-DATLAS_EMULATE','-fsanitize=alignment,bounds','-fno-sanitize-recover=all','-fvisibility=hidden','-fno-gnu-unique')
 
 @functools.cache
 def _cxx_version(): return subprocess.run([find_cxx(), '--version'], capture_output=True, text=True).stdout.splitlines()[0]

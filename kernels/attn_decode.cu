@@ -14,7 +14,7 @@
 //   tables   : [seqs, mb]                i32   block tables
 //   seq      : [rows]                    i32   sequence of each row; -1: padding, which gets zeros
 //   first    : [seqs1]                   i32   first row of each sequence, and the end of the last
-//   starts   : [starts]                  i32   position of each sequence's first row
+//   starts   : [all]                     i32   position of each sequence's first row
 //   slots    : [rows]                    i64   where the rows' keys and values go; -1: nowhere
 //   sinks    : [heads]                   f32   one more logit for each head; or null
 //   o        : [rows, pieces, heads, d]  f32   values weighted within a piece, of rows that see several; null if there are none
@@ -67,7 +67,7 @@
 #define SHARE 1
 #endif
 #ifndef STAGES
-#define STAGES (D > 128 || FMT || SHARE > 2 ? 1 : 2)
+#define STAGES 1
 #endif
 #ifndef MINB
 #define MINB (D > 256 || (D > 128 && FMT) ? 1 : D > 128 || FMT ? 2 : 3)
@@ -175,15 +175,17 @@ struct Tile {
         cp_async_commit();
     }
     // After cp_async_wait. Positions of this step, from `to` on, are somebody else's
-    __device__ __forceinline__ void land(Row* tile, float* scales, const Work& w, int lo) {
+    __device__ __forceinline__ void land(Row* tile, const Work& w, int lo) {
         if (FMT == 0) return;
         #pragma unroll
         for (int k = 0; k < J; k++) {
             const int i = k * THREADS + threadIdx.x, r = i / KS, j = lo + r;
             if (i < T * KS && (j < w.to || j >= w.end)) unit[k].bf16(tile[r][i % KS * 2], tile[r][i % KS * 2 + 1]);
         }
+    }
+    __device__ __forceinline__ void land_scale(float* scales, const Work& w, int lo) {
         const int j = lo + threadIdx.x;
-        if (threadIdx.x < T && (j < w.to || j >= w.end)) scales[threadIdx.x] = scale;
+        if (FMT && threadIdx.x < T && (j < w.to || j >= w.end)) scales[threadIdx.x] = scale;
     }
 };
 
@@ -398,14 +400,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINB) attn_decode(const fl
         Row *ks = m.tiles + stage * 2 * T, *vs = ks + T;
         const int  next = lo + STAGES * T;
         cp_async_wait<2 * STAGES - 1>();
-        kt.land(ks, m.ksc, w, lo);
-        vt.land(vs, m.vsc, w, lo);
+        kt.land(ks, w, lo);
+        kt.land_scale(m.ksc, w, lo);
+        vt.land_scale(m.vsc, w, lo);
         if (has_fresh && lo + T > w.start) fresh(lo, ks);
         __syncthreads();
         scores(m, w, ks, lo, warp, lane);
         __syncthreads();
         if (next < w.hi) kt.fetch(ks, k_pool, k_scales, k_subs, w, next, false);
         else cp_async_commit();
+        vt.land(vs, w, lo);
         #pragma unroll
         for (int r = 0; r < SHARE; r++)
             #pragma unroll
@@ -427,13 +431,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINB) attn_decode(const fl
         for (int k = 0; k < 2; k++) {
             const int g = lane % 4 * 2 + k;
             if (g >= w.gb) continue;
-            const float top = m.top[r * 8 + g], base = fmaxf(top, sink[k]), fall = exp2f(__fsub_rn(top, base)), all = fmaf(m.sum[r * 8 + g], fall, exp2f(__fsub_rn(sink[k], base)));
+            const float top = m.top[r * 8 + g], base = fmaxf(top, sink[k]), fall = exp2f(__fsub_rn(top, base)), rate = fall / fmaf(m.sum[r * 8 + g], fall, exp2f(__fsub_rn(sink[k], base)));
             #pragma unroll
             for (int i = 0; i < VT; i++)
                 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     const int   d = (warp + i * W) * 16 + lane / 4 + e * 8;
-                    const float v = acc[r][i][e * 2 + k], u = __fmul_rn(v, fall) / all;
+                    const float v = acc[r][i][e * 2 + k], u = __fmul_rn(v, rate);
                     if (KS % W && d >= D) continue;
                     if (a != z) o[(cell + g) * D + d] = v;
                     else y[(mine + g) * D + d] = GATE ? gated(u, gate[r][i][e * 2 + k]) : u;

@@ -6,7 +6,7 @@
 //   qkv    : [rows, width]             f32   begins with the gates, one for each element, if GATE
 //   seq    : [rows]                    i32   sequence of each row; -1: padding
 //   first  : [seqs1]                   i32   first row of each sequence
-//   starts : [starts]                  i32   position of each sequence's first row
+//   starts : [all]                     i32   position of each sequence's first row
 //   sinks  : [heads]                   f32   one more logit for each head, or null
 //   y      : [rows, heads, d]          f32
 //   -D D=  -D GATE=  -D W= N= warps, and pieces that each has under way

@@ -15,7 +15,7 @@
 //   state_out : [r]                i32   slot for the state after a row, or -1; never one that is read in this step
 //   y      : [r, vh, dv]           f32
 //   parts  : [r, vh, p]            f32   sums of squares of y before norm_w and gate, of each 32 columns
-//   launch: <<<(vh/kh*dv/32, kh, seqs), 128>>>; -D DK, DV: 32, 64 or 128
+//   launch: <<<(vh/kh*dv/32, kh, seqs), 160>>>; -D DK, DV: 32, 64 or 128
 #include "lib/reduce.cuh"
 #include "lib/pdl.cuh"
 #include "lib/conv.cuh"
@@ -28,11 +28,7 @@
 #ifndef SIGMOID  // output gate: silu, or sigmoid alone
 #define SIGMOID 0
 #endif
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 1000
-#define RESIDENT 5  // blocks of a multiprocessor
-#else
-#define RESIDENT 4
-#endif
+#define RESIDENT 4  // blocks of a multiprocessor: 96 registers a thread
 
 // N (2, or a multiple of 4) neighbouring floats of shared memory.
 template <int N> __device__ __forceinline__ void load(const float* p, float* v) {
@@ -41,13 +37,13 @@ template <int N> __device__ __forceinline__ void load(const float* p, float* v) 
 }
 __device__ __forceinline__ float4 add4(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 
-extern "C" __global__ void __launch_bounds__(128, RESIDENT) delta_step(const float* x, const float* __restrict__ conv_w, const float* __restrict__ decay,
+extern "C" __global__ void __launch_bounds__(160, RESIDENT) delta_step(const float* x, const float* __restrict__ conv_w, const float* __restrict__ decay,
         const float* __restrict__ dt_bias, const float* __restrict__ norm_w, float* conv, float* rec, const int* __restrict__ first,
         const int* __restrict__ starts, const int* __restrict__ state_in, const int* __restrict__ state_out, float* y, float* parts, int rows) {
     constexpr int N = DK / 16, H = N < 4 ? N : 4, PARTS = DV / 32;
     constexpr float SCALE = DK == 128 ? 0.08838834764831845f : DK == 64 ? 0.125f : 0.17677669529663687f;  // 1/sqrt(DK)
     static_assert((DK == 32 || DK == 64 || DK == 128) && DV % 32 == 0, "a head's sizes");
-    __shared__ Conv<3> past;
+    __shared__ Conv<2, 160> past;
     __shared__ __align__(16) float now[4][2 * DK + 68], red[2][4][64], cross[2][4][4], gain[32], own[2];  // now: q | k | v | gate | beta, exp(g)
     pdl_trigger();
     const int tid = threadIdx.x, lane = tid % 32, warp = __shfl_sync(~0u, tid / 32, 0), seq = blockIdx.z;
@@ -55,81 +51,91 @@ extern "C" __global__ void __launch_bounds__(128, RESIDENT) delta_step(const flo
     const unsigned n = r1 - r0;
     const int kh = gridDim.y, key = blockIdx.y, vh = kh * (gridDim.x / PARTS), head = (key * gridDim.x + blockIdx.x) / PARTS, part = blockIdx.x % PARTS;
     const int c = 2 * kh * DK + vh * DV, width = c + vh * DV + 2 * vh, own32 = head * DV + part * 32;
-    // A thread's numbers of a row of x: of q, of k, and by warps of v, of z, or b and a.
-    const int col[3] = {key * DK + tid, (kh + key) * DK + tid, warp == 2 ? width - 2 * vh + head + lane % 2 * vh : (warp == 0 ? 2 * kh * DK : c) + own32 + lane};
-    const bool has[3] = {tid < DK, tid < DK, warp == 0};
-    past.fetch_taps(conv_w, col, has);
-    if (warp == 3 && lane < 8) cp_async16(gain + lane * 4, norm_w + part * 32 + lane * 4);
-    if (warp == 2 && lane < 2) cp_async4(own + lane, (lane ? dt_bias : decay) + head);
+    // Four warps have the state, and a number of q and one of k each thread; the fifth has v, the gate and the scalars, and in the end y.
+    const bool side = warp == 4, mine = !side && tid < DK;
+    const int col[2] = {side ? 2 * kh * DK + own32 + lane : key * DK + tid, side ? c + own32 + lane : (kh + key) * DK + tid};
+    const bool has[2] = {side || mine, mine};  // channels; the fifth warp's second number, z, is not convolved
     // Four columns of rows row0 .. row0+N-1 of the state.
     const int row0 = tid / 8 * N, c4 = lane % 8 * 4;
     const size_t pool = (size_t)vh * DK * DV;
     float* const state = rec + (size_t)(head * DK + row0) * DV + part * 32 + c4;
     float4 S[N];
     #pragma unroll
-    for (int i = 0; i < N; i++) S[i] = start ? __ldcs((const float4*)(state + from * pool + i * DV)) : make_float4(0, 0, 0, 0);
+    for (int i = 0; i < N; i++) S[i] = start && !side ? __ldcs((const float4*)(state + from * pool + i * DV)) : make_float4(0, 0, 0, 0);
+    past.fetch_taps(conv_w, col, has);
+    if (side && lane < 8) cp_async16(gain + lane * 4, norm_w + part * 32 + lane * 4);
+    if (side && lane < 2) cp_async4(own + lane, (lane ? dt_bias : decay) + head);
     past.fetch_tail(start ? conv + (size_t)from * 3 * c : nullptr, c, col, has);
     cp_async_wait<0>();
+    __syncwarp();
     // What the first row's convolution takes from rows before it, and where its inputs are: all but the inputs themselves.
-    float older[3], newest[3];
-    #pragma unroll
-    for (int j = 0; j < 3; j++) { older[j] = past.older(0, j); newest[j] = past.taps[j][tid].w; }
-    const float *const row = x + (size_t)r0 * width, *const at[3] = {row + col[0], row + col[1], row + col[2]};
+    const float older[2] = {past.older(0, 0), past.older(0, 1)}, newest[2] = {past.taps[0][tid].w, past.taps[1][tid].w};
+    const float *const row = x + (size_t)r0 * width, *const at[2] = {row + col[0], row + col[1]}, *const scalar = row + (width - 2 * vh + head + lane % 2 * vh);
     pdl_wait();
     const auto fetch = [&](unsigned i) {
         const float* const row = x + (size_t)(r0 + i) * width;
-        if (tid < DK) { past.fetch(i, 0, row); past.fetch(i, 1, row); }
-        if (warp < 3) past.fetch(i, 2, row);
+        if (side || mine) { past.fetch(i, 0, row); past.fetch(i, 1, row); }
         cp_async_commit();
     };
-    // q, k and v of row i, convolved, and what its gate, beta and decay are: for the whole block.
-    const auto share = [&](unsigned i, float q, float k, float v, float in) {
-        float* const to = now[i % 4];
-        if (tid < DK) { to[tid] = q; to[DK + tid] = k; }
-        if (warp == 0) to[2 * DK + lane] = v;
-        if (warp == 1) to[2 * DK + 32 + lane] = SIGMOID ? sigmoid(in) : silu(in);
-        if (warp == 2 && lane < 2) to[2 * DK + 64 + lane] = lane ? expf(__fmul_rn(own[0], softplus(in + own[1]))) : sigmoid(in);
+    // What the fifth warp makes of its numbers of row i: v, z, and b and a in the first two lanes.
+    const auto aside = [&](unsigned i, float v, float z, float ba) {
+        float* const to = now[i % 4] + 2 * DK;
+        to[lane] = v;
+        to[32 + lane] = SIGMOID ? sigmoid(z) : silu(z);
+        if (lane < 2) to[64 + lane] = lane ? expf(__fmul_rn(own[0], softplus(ba + own[1]))) : sigmoid(ba);
     };
+    float in[2] = {0.f, 0.f}, ba = 0.f;
     if (n) {
-        const float q = tid < DK ? *at[0] : 0.f, k = tid < DK ? *at[1] : 0.f, v = warp < 3 ? *at[2] : 0.f;
+        if (side || mine) { in[0] = *at[0]; in[1] = *at[1]; }
+        if (side && lane < 2) ba = *scalar;
         if (n > 1) fetch(1);
-        past.put(0, 0, q); past.put(0, 1, k); past.put(0, 2, v);
-        share(0, past.silu_of(older[0], newest[0], q), past.silu_of(older[1], newest[1], k), past.silu_of(older[2], newest[2], v), v);
+        past.put(0, 0, in[0]); past.put(0, 1, in[1]);
+        if (mine) { now[0][tid] = past.silu_of(older[0], newest[0], in[0]); now[0][DK + tid] = past.silu_of(older[1], newest[1], in[1]); }
     }
     __syncthreads();
-    // Row i's products with the state stand beside the convolution of the row after it; then, behind the barrier, the state takes row i up.
+    if (n && side) aside(0, past.silu_of(older[0], newest[0], in[0]), in[1], ba);
+    // A row's products with the state stand beside the convolution of the row after it; then, behind the barrier, the state takes the row up.
     #pragma unroll 1
     for (unsigned i = 0; i < n; i++) {
         const float *q = now[i % 4] + row0, *v = now[i % 4] + 2 * DK;
-        {
-            const float a = tid < DK ? now[i % 4][tid] : 0.f, b = tid < DK ? now[i % 4][DK + tid] : 0.f;
-            const float dot = warp_sum4(__fmul_rn(a, b), __fmul_rn(a, a), __fmul_rn(b, b), 0.f);  // q.k, q.q, k.k
-            if (lane % 8 == 0) cross[i % 2][warp][lane / 8] = dot;
-        }
-        float4 kS = make_float4(0, 0, 0, 0), qS = kS;
-        #pragma unroll
-        for (int h = 0; h < N; h += H) {
-            float qh[H], kh[H];
-            load<H>(q + h, qh);
-            load<H>(q + DK + h, kh);
-            #pragma unroll
-            for (int m = 0; m < H; m++) {
-                const float4 s = S[h + m];
-                kS.x = fmaf(kh[m], s.x, kS.x); kS.y = fmaf(kh[m], s.y, kS.y); kS.z = fmaf(kh[m], s.z, kS.z); kS.w = fmaf(kh[m], s.w, kS.w);
-                qS.x = fmaf(qh[m], s.x, qS.x); qS.y = fmaf(qh[m], s.y, qS.y); qS.z = fmaf(qh[m], s.z, qS.z); qS.w = fmaf(qh[m], s.w, qS.w);
+        const bool more = i + 1 < n;
+        if (side) {
+            if (more) {
+                if (lane < 2) ba = x[(size_t)(r0 + i + 1) * width + width - 2 * vh + head + lane * vh];
+                cp_async_wait<0>();
+                aside(i + 1, past.step(i + 1, 0), past.input(i + 1, 1), ba);
             }
-        }
-        // Lanes 8 apart have other rows of the same columns: each keeps half of what it has and sends the rest.
-        const bool hi = lane & 16, odd = lane & 8;
-        float t[4], s[2];
-        #pragma unroll
-        for (int m = 0; m < 4; m++) t[m] = (hi ? (&qS.x)[m] : (&kS.x)[m]) + __shfl_xor_sync(~0u, hi ? (&kS.x)[m] : (&qS.x)[m], 16);
-        #pragma unroll
-        for (int m = 0; m < 2; m++) s[m] = (odd ? t[2 + m] : t[m]) + __shfl_xor_sync(~0u, odd ? t[m] : t[2 + m], 8);
-        *(float2*)&red[i % 2][warp][hi * 32 + c4 + odd * 2] = make_float2(s[0], s[1]);
-        if (i + 1 < n) {
-            cp_async_wait<0>();
-            share(i + 1, past.step(i + 1, 0), past.step(i + 1, 1), past.step(i + 1, 2), past.input(i + 1, 2));
+        } else {
+            {
+                const float a = tid < DK ? now[i % 4][tid] : 0.f, b = tid < DK ? now[i % 4][DK + tid] : 0.f;
+                const float dot = warp_sum4(__fmul_rn(a, b), __fmul_rn(a, a), __fmul_rn(b, b), 0.f);  // q.k, q.q, k.k
+                if (lane % 8 == 0) cross[i % 2][warp][lane / 8] = dot;
+            }
+            float4 kS = make_float4(0, 0, 0, 0), qS = kS;
+            #pragma unroll
+            for (int h = 0; h < N; h += H) {
+                float qh[H], kh[H];
+                load<H>(q + h, qh);
+                load<H>(q + DK + h, kh);
+                #pragma unroll
+                for (int m = 0; m < H; m++) {
+                    const float4 s = S[h + m];
+                    kS.x = fmaf(kh[m], s.x, kS.x); kS.y = fmaf(kh[m], s.y, kS.y); kS.z = fmaf(kh[m], s.z, kS.z); kS.w = fmaf(kh[m], s.w, kS.w);
+                    qS.x = fmaf(qh[m], s.x, qS.x); qS.y = fmaf(qh[m], s.y, qS.y); qS.z = fmaf(qh[m], s.z, qS.z); qS.w = fmaf(qh[m], s.w, qS.w);
+                }
+            }
+            // Lanes 8 apart have other rows of the same columns: each keeps half of what it has and sends the rest.
+            const bool hi = lane & 16, odd = lane & 8;
+            float t[4], s[2];
+            #pragma unroll
+            for (int m = 0; m < 4; m++) t[m] = (hi ? (&qS.x)[m] : (&kS.x)[m]) + __shfl_xor_sync(~0u, hi ? (&kS.x)[m] : (&qS.x)[m], 16);
+            #pragma unroll
+            for (int m = 0; m < 2; m++) s[m] = (odd ? t[2 + m] : t[m]) + __shfl_xor_sync(~0u, odd ? t[m] : t[2 + m], 8);
+            *(float2*)&red[i % 2][warp][hi * 32 + c4 + odd * 2] = make_float2(s[0], s[1]);
+            if (more) {
+                cp_async_wait<0>();
+                if (mine) { now[(i + 1) % 4][tid] = past.step(i + 1, 0); now[(i + 1) % 4][DK + tid] = past.step(i + 1, 1); }
+            }
         }
         const int out = state_out[r0 + i];
         __syncthreads();
@@ -142,16 +148,7 @@ extern "C" __global__ void __launch_bounds__(128, RESIDENT) delta_step(const flo
         float d[4];
         #pragma unroll
         for (int m = 0; m < 4; m++) d[m] = __fmul_rn(fmaf(-old, (&kept.x)[m], (&v4.x)[m]), rate);
-        #pragma unroll
-        for (int h = 0; h < N; h += H) {
-            float kh[H];
-            load<H>(q + DK + h, kh);
-            #pragma unroll
-            for (int m = 0; m < H; m++)
-                #pragma unroll
-                for (int k = 0; k < 4; k++) (&S[h + m].x)[k] = fmaf(kh[m], d[k], __fmul_rn((&S[h + m].x)[k], eg));
-        }
-        if (warp == 3) {
+        if (side) {
             const float4 read = sum4(red[i % 2], 32 + c4), g4 = *(const float4*)(v + 32 + c4), w4 = *(const float4*)(gain + c4);
             const float nq = rsqrtf(dot.y + 1e-6f) * SCALE;
             float o[4], ss = 0.f;
@@ -165,13 +162,23 @@ extern "C" __global__ void __launch_bounds__(128, RESIDENT) delta_step(const flo
             for (int m = 4; m; m /= 2) ss += __shfl_xor_sync(~0u, ss, m);
             if (lane < 8) __stcg((float4*)(y + (size_t)(r0 + i) * vh * DV + own32 + c4), make_float4(o[0], o[1], o[2], o[3]));
             if (!lane) parts[((size_t)(r0 + i) * vh + head) * PARTS + part] = ss;
-        }
-        if (out >= 0) {
-            float* const to = state + out * pool;
+        } else {
             #pragma unroll
-            for (int m = 0; m < N; m++) __stcs((float4*)(to + m * DV), S[m]);
-            past.keep(i, conv + (size_t)out * 3 * c, c, tid < DK && blockIdx.x == 0, warp == 0);
+            for (int h = 0; h < N; h += H) {
+                float kh[H];
+                load<H>(q + DK + h, kh);
+                #pragma unroll
+                for (int m = 0; m < H; m++)
+                    #pragma unroll
+                    for (int k = 0; k < 4; k++) (&S[h + m].x)[k] = fmaf(kh[m], d[k], __fmul_rn((&S[h + m].x)[k], eg));
+            }
+            if (out >= 0) {
+                float* const to = state + out * pool;
+                #pragma unroll
+                for (int m = 0; m < N; m++) __stcs((float4*)(to + m * DV), S[m]);
+            }
         }
+        if (out >= 0) past.keep(i, conv + (size_t)out * 3 * c, c, side || (mine && blockIdx.x == 0), mine && blockIdx.x == 0);
         if (i + 2 < n) fetch(i + 2);
     }
     if (seq == gridDim.z - 1 && warp == 0)

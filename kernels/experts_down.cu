@@ -1,46 +1,40 @@
 // y = add + sum over a row's experts of weight_e * down_e h_e, the shared expert among them. A warp holds one pick of 8*M outputs; the picks
 // of an output are then added in one order. Weights are fetched before h is there: who was picked is known since the router.
-//   w      : [e, n, 16*chunks]     u8   NVFP4 (lib/nvfp4.cuh); I = 32*chunks; the shared expert, if any, is the last of e
-//   s      : [e, n4, 8*chunks]     u8   n = 4*n4
-//   gs     : [e]                   f32  global scales
+//   w      : [dbytes]   u8   NVFP4 [e, n, 16*chunks] (lib/nvfp4.cuh); I = 32*chunks; the shared expert, if any, is the last of e
+//   s      : [dscales]  u8   [e, n/4, 8*chunks]
+//   gs     : [drows]    f32  global scales of the rows, e*n of them
 //   logits : [rows, ld]            f32  of the router; with a shared expert the last one is its gate's
-//   correction : [experts]         f32  added for picking only, or null
 //   h      : [rows, picks, half]   f32  half = I
-//   add    : [rows, n]             f32  residual; may be y
+//   ids    : [rows, top_k]          i32  who was picked, best first, or null
+//   weights : [rows, top_k]         f32  their weights, or null
+//   add    : [rows, n]             f32  residual, or null; may be y
 //   y      : [rows, n]             f32
-//   -D I= (256 or 512) E= TOP= SHARED= SCORE= RENORM=    -D M=  groups of 8 outputs a block
-//   launch: <<<(n/(8*M), rows), 32*picks>>>
+//   -D INNER= (I, 512) EXPERTS= (E) TOP_K= SHARED= (0 or 1)   16 | n
+//   launch: <<<(n/16, rows), 32*picks>>>
 #include "lib/nvfp4.cuh"
 #include "lib/stage.cuh"
 #include "lib/pdl.cuh"
 #include "lib/topk.cuh"
-#ifndef I
-#define I 512
+#ifndef INNER
+#define INNER 512
 #endif
-#ifndef E
-#define E 256
+#ifndef EXPERTS
+#define EXPERTS 256
 #endif
-#ifndef TOP
-#define TOP 8
+#ifndef TOP_K
+#define TOP_K 8
 #endif
 #ifndef SHARED
 #define SHARED 1
 #endif
-#ifndef SCORE
-#define SCORE 0
-#endif
-#ifndef RENORM
-#define RENORM 1
-#endif
-#ifndef M
-#define M 2
-#endif
+constexpr int I = INNER, E = EXPERTS, TOP = TOP_K, M = 2;
 #define THREADS (32 * (TOP + SHARED))
 constexpr int C = I / 32;
 static_assert(C == 16, "half a warp holds a row");
 
 extern "C" __global__ void __launch_bounds__(THREADS) experts_down(const unsigned char* __restrict__ w, const unsigned char* __restrict__ s,
-        const float* __restrict__ gs, const float* logits, const float* __restrict__ correction, const float* h, const float* add, float* y,
+        const float* __restrict__ gs, const float* logits, const float* h, int* ids, float* weights,
+        const float* add, float* y,
         float scaling, int n, int ld) {
     __shared__ float part[TOP + SHARED][8 * M], shares[TOP];
     __shared__ int chosen[TOP];
@@ -50,9 +44,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) experts_down(const unsigne
     logits += (size_t)t * ld;
     if (pick == 0) {
         int id; float logit;
-        topk<E, TOP, SCORE == 1>(logits, correction, lane, id, logit);
-        const float share = route_weight<E, TOP, SCORE>(logits, logit, RENORM, scaling, lane);
-        if (lane < TOP) { chosen[lane] = id; shares[lane] = share; }
+        topk<E, TOP, false>(logits, nullptr, lane, id, logit);
+        const float share = route_weight<E, TOP, 0>(logits, logit, true, scaling, lane);
+        if (lane < TOP) {
+            chosen[lane] = id; shares[lane] = share;
+            if (ids && !blockIdx.x) { ids[t * TOP + lane] = id; weights[t * TOP + lane] = share; }
+        }
     }
     __syncthreads();
     int e = chosen[pick % TOP];
@@ -60,16 +57,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) experts_down(const unsigne
     if (SHARED && pick == TOP) { e = E; weight = ld > E ? 1.f / (1.f + expf(-logits[E])) : 1.f; }
     uint4 q[4][M];
     uint2 f[M];
+    float unit[M];
     #pragma unroll
     for (int m = 0; m < M; m++) {  // half a warp to four outputs
         const size_t row = (size_t)e * n + (blockIdx.x * M + m) * 8 + lane / 16 * 4;
         #pragma unroll
         for (int r = 0; r < 4; r++) q[r][m] = __ldcs((const uint4*)w + (row + r) * C + c);
         f[m] = __ldcs((const uint2*)s + row / 4 * C + c);
+        unit[m] = __ldg(gs + row + c / 4) * NVFP4_UNIT;
     }
-    weight *= gs[e] * NVFP4_UNIT;
     const int out = blockIdx.x * 8 * M + threadIdx.x;
-    float sum = threadIdx.x < 8 * M ? add[(size_t)t * n + out] : 0.f;  // older than the kernel before this one
+    float sum = add && threadIdx.x < 8 * M ? add[(size_t)t * n + out] : 0.f;  // older than the kernel before this one
     pdl_trigger();
     pdl_wait();
     h += ((size_t)t * (TOP + SHARED) + pick) * I;
@@ -95,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) experts_down(const unsigne
         #pragma unroll
         for (int r = 0; r < 4; r++) v[r] = nvfp4_chunk(q[r][m], nvfp4_scales(f[m], r), (const __half2*)x) * weight;
         const float sum4 = half_sum4(v[0], v[1], v[2], v[3]);
-        if (c % 4 == 0) part[pick][m * 8 + lane / 16 * 4 + c / 4] = sum4;
+        if (c % 4 == 0) part[pick][m * 8 + lane / 16 * 4 + c / 4] = __fmul_rn(sum4, unit[m]);
     }
     __syncthreads();
     if (threadIdx.x < 8 * M) {

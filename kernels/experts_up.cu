@@ -1,46 +1,40 @@
 // h = act(gate_e x) * up_e x for the experts picked for each row, and for the shared expert as one more; the norm before them folded in.
 // Output-centric: a block belongs to some outputs of one pick of one row, so there is nothing to sort, gather or scatter.
-//   w      : [e, n2, 16*chunks]  u8    NVFP4 (lib/nvfp4.cuh); rows 4q..4q+3 of an expert: gates of outputs 2q, 2q+1, then their ups. n2 = 2*I, K = 32*chunks.
-//   s      : [e, n4, 8*chunks]   u8    the shared expert, if any, is the last of e
-//   gs     : [e, 2]              f32   global scales of gate and up
+//   w      : [ubytes]            u8    NVFP4 [e, n2, 16*chunks] (lib/nvfp4.cuh); rows 4q..4q+3 of an expert: gates of outputs 2q, 2q+1, then their ups. n2 = 2*I, K = 32*chunks.
+//   s      : [uscales]           u8    [e, n2/4, 8*chunks]; the shared expert, if any, is the last of e
+//   gs     : [urows]             f32   global scales of the rows, e*n2 of them
 //   logits : [rows, ld]          f32   of the router (ld = E, + 1 with a shared gate)
-//   correction : [n]             f32   added for picking only, or null
 //   gain   : [k]                 f32   of the norm
 //   x      : [rows, k]           f32
-//   h      : [rows, picks, half] f32   half = I; picks = TOP (+ 1 with a shared expert)
-//   -D K= I= E= TOP= SHARED= (0 or 1) SCORE= (lib/topk.cuh)   32 | K, 2*W | I    -D W=  warps a block
-//   launch: <<<(I/(2*W), picks, rows), 32*W>>>
+//   h      : [rows, picks, half] f32   half = I; picks = TOP_K (+ 1 with a shared expert)
+//   -D HIDDEN= (K) INNER= (I) EXPERTS= (E) TOP_K= SHARED= (0 or 1)   32 | K, 16 | I
+//   launch: <<<(I/16, picks, rows), 256>>>
 #include "lib/nvfp4.cuh"
 #include "lib/stage.cuh"
 #include "lib/pdl.cuh"
 #include "lib/reduce.cuh"
 #include "lib/topk.cuh"
-#ifndef K
-#define K 2048
+#ifndef HIDDEN
+#define HIDDEN 2048
 #endif
-#ifndef I
-#define I 512
+#ifndef INNER
+#define INNER 512
 #endif
-#ifndef E
-#define E 256
+#ifndef EXPERTS
+#define EXPERTS 256
 #endif
-#ifndef TOP
-#define TOP 8
+#ifndef TOP_K
+#define TOP_K 8
 #endif
 #ifndef SHARED
 #define SHARED 1
 #endif
-#ifndef SCORE
-#define SCORE 0
-#endif
-#ifndef W
-#define W 8
-#endif
+constexpr int K = HIDDEN, I = INNER, E = EXPERTS, TOP = TOP_K, W = 8;
 #define THREADS (32 * W)
 constexpr int C = K / 32, P = (C + 31) / 32, LD = C + 2;
 
 extern "C" __global__ void __launch_bounds__(THREADS) experts_up(const unsigned char* __restrict__ w, const unsigned char* __restrict__ s,
-        const float* __restrict__ gs, const float* logits, const float* __restrict__ correction, const float* __restrict__ gain, const float* x,
+        const float* __restrict__ gs, const float* logits, const float* __restrict__ gain, const float* x,
         float eps, float* h, int ld) {
     __shared__ uint4 xs[4 * LD];
     __shared__ float scale[C], squares[W];
@@ -72,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) experts_up(const unsigned 
     for (int j = 0; j < J; j++) if (j * THREADS + threadIdx.x < K / 8) load8(x + (j * THREADS + threadIdx.x) * 8, a[j]);
     if (!(SHARED && pick == TOP) && warp == W - 1) {
         int id; float v;
-        topk<E, TOP, SCORE == 1>(logits + (size_t)t * ld, correction, lane, id, v, pick + 1);
+        topk<E, TOP, false>(logits + (size_t)t * ld, nullptr, lane, id, v, pick + 1);
         if (lane == pick) chosen = id;
     }
     float sum = 0.f;
@@ -94,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) experts_up(const unsigned 
     __syncthreads();
     const int e = SHARED && pick == TOP ? E : chosen;
     if (!(SHARED && pick == TOP)) fetch(e);
-    const float2 unit = *(const float2*)(gs + 2 * e);
+    const float unit = __ldg(gs + ((size_t)e * (I / 2) + q) * 4 + lane / 8);
     float y[4] = {};
     #pragma unroll
     for (int p = 0; p < P; p++) {
@@ -109,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) experts_up(const unsigned 
     float v = warp_sum4(y[0], y[1], y[2], y[3]), z = 0.f;  // lanes 0-15: gates, 16-31: ups
     #pragma unroll
     for (int i = 0; i < W; i++) z += squares[i];
-    v *= rsqrtf(z / K + eps) * NVFP4_UNIT * (lane < 16 ? unit.x : unit.y);
+    v *= rsqrtf(z / K + eps) * NVFP4_UNIT * unit;
     const float up = __shfl_xor_sync(~0u, v, 16);
     if (lane < 16 && lane % 8 == 0) h[((size_t)t * gridDim.y + pick) * I + 2 * q + lane / 8] = v / (1.f + expf(-v)) * up;
 }

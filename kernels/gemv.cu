@@ -1,4 +1,4 @@
-// y = act(W f(x) + bias) + add: the linear layer of a decode step, for W of every format (lib/fragment.cuh), with the norm before it, the bias, the activation and
+// y = act(W f(x) + bias) * sigmoid(gate) + add: the linear layer of a decode step, for W of every format (lib/fragment.cuh), with the norm before it, the bias, the activation and
 // the residual after it folded in. W is read and decoded once for all rows. A warp takes 16 rows of W and every SPLIT-th 128 of their columns; DEEP such
 // pieces are on their way to shared memory before it waits for the kernel that makes x, the next ones while it works. A row's bits do not depend on how many rows there are.
 //   w     : [n4, w_bytes]          u8    rows padded to a multiple of 4 (Packed.raw)
@@ -9,7 +9,8 @@
 //   gain  : [k]                    f32   NORM 1; or null
 //   parts : [r, heads, p]   f32   NORM 2: sums of squares of each GROUP values of x, in PARTS parts; or null
 //   bias  : [biases]               f32   of rows as they are stored, the extra ones too; or null
-//   add   : [r, width]             f32   added to the result, may be y; or null
+//   gate  : [r, ld]                f32   the result is multiplied by the sigmoid of its column `column`; or null
+//   add   : [r, width]             f32   then added, may be y; or null
 //   y     : [r, width]             f32   width = n + m, of gate and up rows n/2
 //   -D FORMAT= fragment of W    -D EXTRA= fragment of the extra rows, if any    -D K= columns    -D ROWS= 1, 2, 4 or 8: `rows` is at most that
 //   -D NORM=   0: f(x) = x;  1: f(x) = rmsnorm(x, gain);  2: f(x) = x / rms of its group, of GROUP= values in PARTS=
@@ -66,9 +67,6 @@
 #ifndef EDEEP
 #define EDEEP 2
 #endif
-#ifndef UNROLL
-#define UNROLL 1
-#endif
 #define THREADS (32 * W)
 #ifndef BLOCKS
 #define BLOCKS 1
@@ -81,10 +79,10 @@ static_assert(W % SPLIT == 0 && STAGED % 2 == 0 && ESTAGED % 2 == 0, "see the co
 
 struct Job {  // one matrix
     const unsigned char *w, *s;
-    const float *gs, *x, *gain, *parts, *bias, *add;
+    const float *gs, *x, *gain, *parts, *bias, *gate, *add;
     float* y;
     float eps, limit, cap;
-    int rows, n, at, width, group, step;  // `at`: where its outputs begin; `group`, `step`: which tiles this block computes
+    int rows, n, ld, at, width, group, step;  // `at`: where its outputs begin; `group`, `step`: which tiles this block computes
 };
 
 __device__ __forceinline__ void load_x(const float* p, int v, float* a) {  // eights of a row, zeros beyond its end
@@ -133,10 +131,7 @@ template <class F, int HELD> __device__ __forceinline__ void stage(const Job& o,
                 #pragma unroll
                 for (int m = 1; m < 16; m *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
                 const float2 f = chunk_scale(top);
-                if (F::SWAP) {
-                    const float b[8] = {a[0], a[2], a[1], a[3], a[4], a[6], a[5], a[7]};
-                    *to = to_half8(b, f.x);
-                } else *to = to_half8(a, f.x);
+                *to = to_half8(a, f.x);
                 if (lane % 16 == 0) es[c / 4 * ROWS + t] = f.y;
             }
         }
@@ -146,7 +141,7 @@ template <class F, int HELD> __device__ __forceinline__ void stage(const Job& o,
 // All tiles of one matrix that this block has: PER of 16 rows at a time, each by HERE warps. `ring`: this warp's PLACES places.
 template <class F, int PER, int HERE, int HELD, int PLACES> __device__ __forceinline__ void matrix(const Job& o, uint4* xs) {
     using S = Staged<F, 4 * HELD>;
-    constexpr int U = UNROLL, STEPS = (B + HERE - 1) / HERE, OUT = PAIR ? 8 : 16;  // 128s of a warp; outputs of a tile
+    constexpr int STEPS = (B + HERE - 1) / HERE, OUT = PAIR ? 8 : 16;  // 128s of a warp; outputs of a tile
     constexpr bool ALL = HELD >= B;
     static_assert(PER * HERE <= W && (ALL || HELD % HERE == 0), "x is staged for whole steps");
     constexpr int PLANE = ROWS * S::LDR, ITEMS = (PER * OUT * ROWS + THREADS - 1) / THREADS;
@@ -177,7 +172,7 @@ template <class F, int PER, int HERE, int HELD, int PLACES> __device__ __forcein
     float g0[8], sums[MINE] = {};
     if (NORM == 1) load_x(o.gain, (warp % SLOTS) * 32 + lane, g0);
     for (int group = o.group, round = 0; group < groups; group += o.step, round ^= 1) {
-        float unit[ITEMS][2], bias[ITEMS][2], prior[ITEMS], acc[4] = {};
+        float unit[ITEMS][2], bias[ITEMS][2], prior[ITEMS], open[ITEMS], acc[4] = {};
         #pragma unroll
         for (int i = 0; i < ITEMS; i++) {  // what the results will need
             const int item = i * THREADS + threadIdx.x, r = item % (PER * OUT), row = PAIR ? group * PER * 16 + r / 2 * 4 + r % 2 : group * PER * 16 + r;
@@ -193,8 +188,9 @@ template <class F, int PER, int HERE, int HELD, int PLACES> __device__ __forcein
         for (int i = 0; i < ITEMS; i++) {
             const int item = i * THREADS + threadIdx.x, r = group * PER * OUT + item % (PER * OUT), row = item / (PER * OUT);
             prior[i] = o.add && row < o.rows && r < (PAIR ? o.n / 2 : o.n) ? o.add[(size_t)row * o.width + o.at + r] : 0.f;
+            open[i] = o.gate && row < o.rows ? times_sigmoid(1.f, o.gate[(size_t)row * o.ld]) : 1.f;
         }
-        #pragma unroll U
+        #pragma unroll 1
         for (int i = 0; i < STEPS; i++) {
             const int first = ALL ? 0 : i * HERE / HELD * HELD, b = i * HERE + share;
             if (ALL ? group == o.group && i == 0 : i * HERE % HELD == 0) {
@@ -250,16 +246,17 @@ template <class F, int PER, int HERE, int HELD, int PLACES> __device__ __forcein
             }
             if (CAP) v[0] = __fmul_rn(o.cap, tanhf(v[0] / o.cap));
             if (ACT) v[0] = act_mul<ACT>(v[0], v[PAIR], o.limit);
-            o.y[(size_t)row * o.width + o.at + out] = v[0] + prior[i];
+            o.y[(size_t)row * o.width + o.at + out] = fmaf(v[0], open[i], prior[i]);
         }
     }
 }
 
 extern "C" __global__ void __launch_bounds__(LIMITS) gemv(const unsigned char* __restrict__ w, const unsigned char* __restrict__ s,
         const float* __restrict__ gs, const unsigned char* __restrict__ extra, const float* x, const float* __restrict__ gain, const float* parts,
-        const float* __restrict__ bias, const float* add, float* y, float eps, float limit, float cap, int rows, int n, int m, int width, int main) {
+        const float* __restrict__ bias, const float* gate, const float* add, float* y, float eps, float limit, float cap, int rows, int n, int m, int ld,
+        int column, int width, int main) {
     DYNAMIC_SHARED(uint4, xs);
-    Job o = {w, s, gs, x, gain, parts, bias, add, y, eps, limit, cap, rows, n, 0, width, (int)blockIdx.x, main};
+    Job o = {w, s, gs, x, gain, parts, bias, gate ? gate + column : nullptr, add, y, eps, limit, cap, rows, n, ld, 0, width, (int)blockIdx.x, main};
 #ifdef EXTRA
     if ((int)blockIdx.x >= main) {
         o.w = extra; o.s = nullptr; o.n = m; o.at = n; o.group = blockIdx.x - main; o.step = gridDim.x - main;

@@ -109,7 +109,7 @@ def unpack_pool(
     host = [None if a is None else np.array(a.get() if hasattr(a, 'get') else a).view(np.ndarray) for a in p.arrays]
     return tuple(decode_row(*host[i:i+3], p.fmt) for i in (0,3))
 
-# %% ../../nbs/13a_cuda.attend.ipynb #e939720d
+# %% ../../nbs/13a_cuda.attend.ipynb #d39ea1b6
 PIECE,_ROOM = 64,99<<10
 
 @dataclass(frozen=True)
@@ -126,19 +126,20 @@ def num_pieces(
     longest:int, # Positions of the longest sequence, this step's rows included
     window, # As for `attend`
     blocks:int, # That work on one piece of a sequence
+    d:int=256, # Size of a head
 )->tuple[int,int]: # pieces, and how many of them are of the smallest size
     "Pieces that a row may see"
     n = -(-longest//PIECE)
     if window: return min(n, (window+6)//PIECE+2),1<<20
-    many = max(8, 128//blocks)
+    many = max(8, (128 if d>128 else 256)//blocks)
     return (n if n<=many else many+-(-(n-many)//2) if n<=3*many else 2*many+-(-(n-3*many)//4)),many
 
-# %% ../../nbs/13a_cuda.attend.ipynb #fc1fd777
+# %% ../../nbs/13a_cuda.attend.ipynb #d7e7f73a
 def _defines(a, pool, half, share, stages=None):
     "Compile-time sizes of the kernel for attention `a`, and bytes of shared memory of a block"
     D,T,W = a.head_dim,32 if a.head_dim>256 else 64,8 if a.head_dim>128 else 4
     swap = half>=16 and not half&(half-1)
-    stages = stages or (1 if D>128 or pool.code or share>2 else 2)
+    stages = stages or 1
     room = (stages*2*T*(D//8+1)+share*(D//16+T//16)*32)*16 + (share*(W*16//T)*8*(T+4)+share*24+2*T+(0 if swap or not half else W*D))*4
     return dict(D=D, HEADS=a.num_heads, KV=a.num_kv_heads, HALF=half, BS=pool.block_size, GATE=int(a.gate), VNORM=int(a.v_norm), KEQV=int(a.k_eq_v), QONLY=int(a.q_only),
         NORM=('none','head','all').index(a.qk_norm), FMT=pool.code, SHARE=share, STAGES=stages, BYTES=room)
@@ -148,7 +149,7 @@ def _share(a, pool, half, b):
     if b.num_rows==b.num_seqs: return 1
     return next(s for s in (4,2,1) if _defines(a, pool, half, s)['BYTES']<=_ROOM and s*a.head_dim<=512)
 
-# %% ../../nbs/13a_cuda.attend.ipynb #35fd9c6a
+# %% ../../nbs/13a_cuda.attend.ipynb #78917949
 def attend(
     qkv, # f32 [R, width]: gate? | q | k | v of each row, before norms and rotation
     b, # Of the step, not tiled
@@ -168,7 +169,7 @@ def attend(
     half = angles.cos.shape[1] if angles else 0
     defines = _defines(a, pool, half, _share(a, pool, half, b))
     y = card.empty((R, h*d)) if out is None else out
-    n,many = num_pieces(b.longest, window, _blocks(h, a.num_kv_heads))
+    n,many = num_pieces(b.longest, window, _blocks(h, a.num_kv_heads), d)
     o,ml = (card.empty((R,n,h,d)),card.empty((R,n,h,2))) if n>1 else (None,None)
     turn = (angles.cos,angles.sin,angles.pos.reshape(-1, R),angles.axes) if angles else (None,)*4
     norms = (q_norm,k_norm,None,None) if a.qk_norm=='head' else (None,None,q_norm,k_norm)

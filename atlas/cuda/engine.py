@@ -69,7 +69,7 @@ def grow(self:Rows):
         b,k = s.table.blocks,self.known[r]
         if len(b)>k: self.card.write(self.tables[r,k:len(b)], np.array(b[k:], np.int32)); self.known[r] = len(b)
 
-# %% ../../nbs/33a_cuda.engine.ipynb #2174e560
+# %% ../../nbs/33a_cuda.engine.ipynb #401fc304
 @dataclass
 class Flight:
     "A step that is under way"
@@ -80,7 +80,7 @@ class Flight:
 
 def _pinned(card, a):
     "Memory of the host for a copy of array `a`"
-    if card.kind=='emulator': return np.empty(a.shape, a.dtype)
+    if card.kind!='cuda': return np.empty(a.shape, a.dtype)
     n = int(np.prod(a.shape))
     return np.frombuffer(card.xp.cuda.alloc_pinned_memory(max(1, n*a.dtype.itemsize)), a.dtype, n).reshape(a.shape)
 
@@ -97,7 +97,7 @@ class Landing:
         e = self.card.xp.cuda.Event(disable_timing=True); e.record(stream)
         return host,e
 
-# %% ../../nbs/33a_cuda.engine.ipynb #03c89a4b
+# %% ../../nbs/33a_cuda.engine.ipynb #f4301009
 class CardEngine(Engine):
     "`Engine` for a model on a card"
     def __init__(self, model, cache, scheduler):
@@ -105,25 +105,31 @@ class CardEngine(Engine):
         self.card,n = model.device,bucket(scheduler.max_num_seqs)
         self.rows = Rows(self.card, n, cache.blocks_for(scheduler.max_seq_len))
         self.table = SampleTable(self.card, n+1, model.c.vocab_size)
-        self.stream = None if self.card.kind=='emulator' else self.card.xp.cuda.Stream(non_blocking=True)
+        self.card.synchronize()  # the engine's stream waits for no other: weights and cache are to be there
+        self.stream = None if self.card.kind!='cuda' else self.card.xp.cuda.Stream(non_blocking=True)
         self.memory = None if self.stream is None else self.card.xp.cuda.MemoryPool()
         self._lanes,self._free,self._graphs,self._flying = {},list(range(n+1))[::-1],{},None
         self.landing = Landing(self.card, (self.rows.ids, self.table.logprobs, self.table.top_ids, self.table.top_logprobs))
 
     def here(self):
-        "A context in which kernels go to the engine's stream, and temporary arrays come from its own memory"
+        "A context in which kernels go to the engine's stream"
         if self.stream is None: return nullcontext()
         st = ExitStack()
-        for c in (self.card.use(), self.card.xp.cuda.using_allocator(self.memory.malloc), self.stream): st.enter_context(c)
+        for c in (self.card.use(), self.stream): st.enter_context(c)
         return st
 
-# %% ../../nbs/33a_cuda.engine.ipynb #5fd2dd6f
+    def temporaries(self):
+        "A context in which arrays are made that live for a step only: graphs share their memory, and nobody else may have it"
+        return nullcontext() if self.stream is None else self.card.xp.cuda.using_allocator(self.memory.malloc)
+
+# %% ../../nbs/33a_cuda.engine.ipynb #e9a2598b
 @patch
 def _body(self:CardEngine, n, longest, how):
     "What a decode step of `n` rows launches"
     b,(full,cuts,_) = self.rows.batch(n, longest),how
-    advance(b, b.tables, self.cache.pool.block_size)
-    sample_rows(self.model.forward(b, self.cache), self.table, self.rows.ids[:n], self.rows.lanes[:n], greedy=not full, cuts=cuts)
+    with self.temporaries():
+        advance(b, b.tables, self.cache.pool.block_size)
+        sample_rows(self.model.forward(b, self.cache), self.table, self.rows.ids[:n], self.rows.lanes[:n], greedy=not full, cuts=cuts)
 
 @patch
 def _replay(self:CardEngine, n, longest, how):

@@ -7,8 +7,7 @@ Docs: https://atlas-inference.github.io/atlas/cuda.gemm.html.md"""
 # %% auto #0
 __all__ = ['BK', 'halve', 'kernel_fmt', 'units', 'tile_of', 'launch_of', 'gemm', 'product']
 
-# %% ../../nbs/12c_cuda.gemm.ipynb #3570f91d
-import numpy as np
+# %% ../../nbs/12c_cuda.gemm.ipynb #cdef1a43
 from ..card import card_of,run
 
 # %% ../../nbs/12c_cuda.gemm.ipynb #03205b41
@@ -46,21 +45,22 @@ def units(
         run('units', len(b), 128, b, _bytes(w.s), w._units, b.shape[1], pdl=False, FMT=fmt)
     return w._units
 
-# %% ../../nbs/12c_cuda.gemm.ipynb #d2b0c404
+# %% ../../nbs/12c_cuda.gemm.ipynb #9b16eff0
 _EIGHT = dict(nvfp4=4, mxfp4=4, fp8=8, fp8_block=8, bf16=16, f16=16, f32=32) # Bytes of eight weights
 _ACTS = {None:'ACT_NONE', 'silu':'ACT_SILU', 'gelu_tanh':'ACT_GELU', 'swiglu_oai':'ACT_OAI', 'relu2':'ACT_RELU2'}
 _SCALES = dict(nvfp4=4, mxfp4=2, fp8_block=4) # Bytes of a row's scales in a stage
 
 def tile_of(
     fmt:str, # As `kernel_fmt`
-    rows:int, # Of the activations
+    rows:int, # Of the activations; of one expert, on average
     n:int, # Of the weights
     cores:int, # Multiprocessors of the card
     grouped:bool=False, # Do the rows belong to many experts?
 )->dict: # Compile-time options of gemm.cu
     "How a block divides its work: the largest tile that keeps the whole card busy. A row's bits are the same for all"
-    shapes = ([] if fmt=='f32' or grouped else [(8,4)])+[(4,4)]+([] if grouped else [(2,4)])
-    MT,NT = next((s for s in shapes if -(-rows//(16*s[0]))*-(-n//(32*s[1]))>=cores), shapes[-1])
+    shapes = [(4,4),(2,4)] if fmt=='f32' or grouped else [(8,4),(4,4),(2,4)]
+    enough = lambda s: rows>=24 if grouped else -(-rows//(16*s[0]))*-(-n//(32*s[1]))>=cores
+    MT,NT = next(filter(enough, shapes), shapes[-1])
     return dict(MT=MT, NT=NT, WM=1, WN=4, BK=BK, STAGES=2 if fmt=='f32' else 3)
 
 def launch_of(fmt:str, d:dict)->tuple:
@@ -90,13 +90,13 @@ def gemm(
     if out is None: out = card_of(x).empty((R, w.n//2 if w.pair else w.n))
     return product(h, scale, w, out, R, bias, add, act, limit, gate, parts=parts, tile=tile)
 
-# %% ../../nbs/12c_cuda.gemm.ipynb #06a11b8f
+# %% ../../nbs/12c_cuda.gemm.ipynb #42b908bf
 def _ld(a): "Numbers from one row to the next"; return 0 if a is None else a.strides[0]//a.itemsize
 
 def product(h, scale, w, out, rows, bias=None, add=None, act=None, limit=None, gate=None, parts=1, order=None, tiles=None, grouped=0, top=1, tile=None):
     "`gemm` of rows that are fp16 already; with `tiles` of many experts (see the page on experts) `rows` is how many of them have a place"
     fmt = kernel_fmt(w)
-    d = tile or tile_of(fmt, rows, w.n, card_of(h).multiprocessors, bool(grouped))
+    d = tile or tile_of(fmt, rows//max(1, w.experts), w.n, card_of(h).multiprocessors, bool(grouped))
     bm,bn,threads,shared = launch_of(fmt, d)
     across = -(-w.n//bn)
     grid = (across, len(tiles)) if grouped else (-(-rows//bm), across)

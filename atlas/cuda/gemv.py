@@ -16,9 +16,10 @@ from ..core import ConfigError
 from .pack import Packed,row_order
 from ..ops.linear import MAX_ROWS
 
-# %% ../../nbs/12b_cuda.gemv.ipynb #cd31bbd9
+# %% ../../nbs/12b_cuda.gemv.ipynb #b030d6f8
 _PLACE = dict(nvfp4=1152, mxfp4=1152, fp8=2048, fp8_tiled=2304, bf16=4096, f16=4096, f32=8192) # Bytes of 16 rows x 128 columns, with their scales
 _SKEW = dict(nvfp4=4, mxfp4=4, fp8=2, fp8_tiled=2, bf16=1, f16=1, f32=1) # of lib/fragment.cuh
+_DEEP = 3 # Pieces of weights that a warp has on their way; more were not faster
 _ACT = dict(silu=1, gelu_tanh=2, swiglu_oai=3, relu2=4)
 
 def _room(arch, fmt):
@@ -36,9 +37,9 @@ def _shares(fmt, k, rows, room, warps, split, steps):
     place = warps*_PLACE[fmt]
     held = [-(-k//256)*2, *(h for h in range(8*split, 0, -split) if h%2==0)]
     held = first(h for h in held if h<=max(2, split) or _x_bytes(fmt, rows, h)+place*min(2, steps)<=room)
-    return held,max(1, min(steps, (room-_x_bytes(fmt, rows, held))//place))
+    return held,max(1, min(steps, (room-_x_bytes(fmt, rows, held))//place, _DEEP))
 
-# %% ../../nbs/12b_cuda.gemv.ipynb #563ae0f3
+# %% ../../nbs/12b_cuda.gemv.ipynb #7f7b295b
 @functools.cache
 def plan(
     fmt:str, # Format of the weights
@@ -48,13 +49,14 @@ def plan(
 )->tuple: # (warps of a block, warps that share a row, blocks)
     "How a matrix is shared out; the same for any number of rows of x, for their bits depend on it"
     tiles,blocks = -(-n//16),-(-k//128)
-    def cost(o):
-        W,split = o; groups = -(-tiles//(W//split)); main = min(groups, sms)
-        return -(-groups//main)*-(-blocks//split)*W + .1*split
-    W,split = min(((W,s) for W in dict(bf16=(8,), f16=(8,), f32=(4,)).get(fmt, (8,16)) for s in (2,4,8,16) if W%s==0), key=cost)
+    def cycles(o): # of a multiprocessor: a block of 128 columns costs a quarter of it about 200, the less the more warps take turns; warps meet after each tile
+        W,split = o; rounds = -(--(-tiles//(W//split))//sms)
+        return rounds*(-(-blocks//split)*W/4*{4:342, 8:238, 12:212, 16:195}[W] + 900)
+    least = min(2 if tiles>40*sms else 4, blocks) # a few warps side by side read what lies side by side; of a long stream, each may take more
+    W,split = min(((W,s) for W in dict(bf16=(8,), f16=(8,), f32=(4,)).get(fmt, (8,12,16)) for s in (1,2,4,6,8,12,16) if W%s==0 and s>=least), key=cycles)
     return W,split,min(-(-tiles//(W//split)), sms)
 
-# %% ../../nbs/12b_cuda.gemv.ipynb #14fa82a7
+# %% ../../nbs/12b_cuda.gemv.ipynb #ea9db346
 def gemv(
     x, # Rows, f32 [R, k]
     w:Packed, # [n, k]
@@ -68,21 +70,22 @@ def gemv(
     act:str|None=None, # Of `atlas.ops.linear.ACTS`: y = act(gate)*up
     limit:float|None=None, # Of swiglu_oai
     cap:float|None=None, # y = cap*tanh(y/cap)
+    gate=None, # (f32 [R, any], a column of it): the result is multiplied by its sigmoid, before `add`
     out=None, # f32 [R, N]: where to write; may be `add`
 ): # [R, N], N = n (n/2 of a pair) + m
-    "`act(W f(x) + bias) + add`; f is nothing, a norm, or the norm of each group. A row has the same bits for any number of rows"
+    "`act(W f(x) + bias) * sigmoid(gate) + add`; f is nothing, a norm, or the norm of each group. A row has the same bits for any number of rows"
     card,pairs,m = card_of(x),act not in (None,'relu2'),extra.n if extra else 0
     if pairs!=w.pair or w.experts: raise ConfigError(f'{w} with the activation {act}')
     width = (w.n//2 if pairs else w.n)+m
     if out is None: out = card.empty((len(x),width))
     for i in range(0, len(x), MAX_ROWS):
         at = slice(i, i+MAX_ROWS); cut = lambda a: None if a is None else a[at]
-        _launch(card, x[at], w, gain, cut(parts), extra, bias, cut(add), out[at], eps, group, act, limit, cap, width)
+        _launch(card, x[at], w, gain, cut(parts), extra, bias, (cut(gate[0]),gate[1]) if gate else (None,0), cut(add), out[at], eps, group, act, limit, cap, width)
     return out
 
 def _name(w): return w.fmt+('_tiled' if w.fmt=='fp8' and w.s.shape[1]>1 else '')
 
-def _launch(card, x, w, gain, parts, extra, bias, add, out, eps, group, act, limit, cap, width):
+def _launch(card, x, w, gain, parts, extra, bias, gate, add, out, eps, group, act, limit, cap, width):
     "At most `MAX_ROWS` rows"
     fmt,k,rows,m = _name(w),w.k,1<<(len(x)-1).bit_length(),extra.n if extra else 0
     W,split,main = plan(fmt, w.rows, k, card.multiprocessors)
@@ -93,8 +96,8 @@ def _launch(card, x, w, gain, parts, extra, bias, add, out, eps, group, act, lim
         all = min(W, 8); held,deep = _shares(extra.fmt, k, rows, _room(card.arch, fmt), all, all, -(-k//(128*all)))
         shared = max(shared, _x_bytes(extra.fmt, rows, held)+all*deep*_PLACE[extra.fmt])
         opts |= dict(EXTRA=f'fragment_{extra.fmt}', ESTAGED=held, EDEEP=deep, ESPLIT=all)
-    run('gemv', main+-(-m//16), 32*W, *w.raw, w.gs, extra.raw[0] if extra else None, x, gain, parts, bias, add, out, float(eps),
-        float(np.inf if limit is None else limit), float(cap or 0), len(x), w.n, m, width, main, shared=shared, **opts)
+    run('gemv', main+-(-m//16), 32*W, *w.raw, w.gs, extra.raw[0] if extra else None, x, gain, parts, bias, gate[0], add, out, float(eps),
+        float(np.inf if limit is None else limit), float(cap or 0), len(x), w.n, m, 0 if gate[0] is None else gate[0].shape[1], gate[1], width, main, shared=shared, **opts)
 
 def pair_bias(b, w:Packed, card):
     "Bias [n] of the matrix `w`, gate then up, in the order of its rows"

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <type_traits>
 #include <utility>
+#include <vector>
 #if !defined(__x86_64__)
 #include <ucontext.h>
 #endif
@@ -46,7 +47,7 @@ inline Warp warps[MOST / 32];
 inline char* stacks;
 inline void* home;
 inline int current, threads, live, waiting;
-inline unsigned long long generation, progress;
+inline unsigned long long generation, progress, passes;
 inline uint3 thread, block;
 inline dim3 size, grid;
 alignas(128) inline unsigned char dynamic[232 << 10];
@@ -118,6 +119,25 @@ template <class T> inline const T* gather(unsigned mask, const T& v) {
 inline unsigned took() { return warp().took[warp().given[lane()]]; }  // lanes of the exchange that this lane came from
 template <class T> inline T from(const T* all, int l) { T r; std::memcpy(&r, (const char*)all + (size_t)l * WORDS * 8, sizeof(T)); return r; }
 
+// Copies that run beside the threads arrive as late as they may: when somebody waits for their group.
+struct Copy { void* to; const void* from; int bytes; bool on; };
+inline std::vector<Copy> copies[MOST];
+inline std::vector<size_t> groups[MOST];  // where each committed group of a thread ends
+inline void copy(void* to, const void* from, int bytes, bool on) {
+    if ((size_t)to % bytes || (on && (size_t)from % bytes)) { std::fprintf(stderr, "a copy of %d bytes from %p to %p, which are no multiples\n", bytes, from, to); std::abort(); }
+    copies[current].push_back({to, from, bytes, on});
+}
+inline void commit() { groups[current].push_back(copies[current].size()); }
+inline void wait(int newest) {
+    auto &c = copies[current]; auto &g = groups[current];
+    if ((int)g.size() <= newest) return;
+    const size_t keep = g.size() - newest, n = g[keep - 1];
+    for (size_t i = 0; i < n; i++) if (c[i].on) std::memcpy(c[i].to, c[i].from, c[i].bytes); else std::memset(c[i].to, 0, c[i].bytes);
+    c.erase(c.begin(), c.begin() + n);
+    g.erase(g.begin(), g.begin() + keep);
+    for (auto& e : g) e -= n;
+}
+
 inline bool run_block() {
     live = threads; waiting = 0; generation = 0;
     for (int i = 0; i < (threads + 31) / 32; i++) {
@@ -127,6 +147,7 @@ inline bool run_block() {
     }
     for (int i = 0; i < threads; i++) {
         fibers[i].done = false;
+        copies[i].clear(); groups[i].clear();
 #if defined(__x86_64__)
         void** sp = (void**)(stacks + (size_t)(i + 1) * STACK - 64);
         *--sp = nullptr;             // so that the stack is as after a call
@@ -143,7 +164,9 @@ inline bool run_block() {
     }
     while (live) {
         const unsigned long long before = progress;
-        for (current = 0; current < threads; current++) {
+        const bool down = ++passes % 2;  // who goes first changes, so that nobody can rely on it
+        for (int i = 0; i < threads; i++) {
+            current = down ? threads - 1 - i : i;
             if (fibers[current].done) continue;
             thread = {(unsigned)current % size.x, (unsigned)current / size.x % size.y, (unsigned)current / (size.x * size.y)};
 #if defined(__x86_64__)

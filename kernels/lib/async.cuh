@@ -2,9 +2,9 @@
 // Copies from global to shared memory that run beside the thread (PTX cp.async): 16 bytes each, committed in groups, waited for by group.
 __device__ __forceinline__ void cp_async16(void* to, const void* from) {
 #if defined(__CUDA_ARCH__)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from) : "memory");
 #else
-    *(uint4*)to = *(const uint4*)from;
+    emu::copy(to, from, 16, true);
 #endif
 }
 // Like cp_async16 where `on`, and 16 zero bytes where not; `from` is not read then.
@@ -12,7 +12,7 @@ __device__ __forceinline__ void cp_async16_or_zero(void* to, const void* from, b
 #if defined(__CUDA_ARCH__)
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "r"(on ? 16 : 0) : "memory");
 #else
-    *(uint4*)to = on ? *(const uint4*)from : make_uint4(0, 0, 0, 0);
+    emu::copy(to, from, 16, on);
 #endif
 }
 // Four bytes, likewise.
@@ -20,18 +20,22 @@ __device__ __forceinline__ void cp_async4_or_zero(void* to, const void* from, bo
 #if defined(__CUDA_ARCH__)
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "r"(on ? 4 : 0) : "memory");
 #else
-    *(unsigned*)to = on ? *(const unsigned*)from : 0;
+    emu::copy(to, from, 4, on);
 #endif
 }
 __device__ __forceinline__ void cp_async_commit() {
 #if defined(__CUDA_ARCH__)
     asm volatile("cp.async.commit_group;" ::: "memory");
+#else
+    emu::commit();
 #endif
 }
 // Wait until at most the N newest groups are still under way.
 template <int N> __device__ __forceinline__ void cp_async_wait() {
 #if defined(__CUDA_ARCH__)
     asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory");
+#else
+    emu::wait(N);
 #endif
 }
 // Dynamic shared memory as an array of `type` called `name`.

@@ -1,5 +1,5 @@
 #pragma once
-// The short causal convolution in front of a recurrent layer, for the few rows of a decode step, in a block of 128 threads. A thread has up to SLOTS
+// The short causal convolution in front of a recurrent layer, for the few rows of a decode step, in a block of THREADS threads. A thread has up to SLOTS
 // channels of its own, and nobody else reads them here: shared memory only spares it the registers, and no barrier is needed.
 #include "lib/async.cuh"
 
@@ -8,7 +8,7 @@ __device__ __forceinline__ void cp_async4(void* to, const void* from) {
 #if defined(__CUDA_ARCH__)
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from) : "memory");
 #else
-    *(float*)to = *(const float*)from;
+    emu::copy(to, from, 4, true);
 #endif
 }
 // Without branches, within 2 units in the last place; 0 where the exponential is infinite.
@@ -16,10 +16,10 @@ __device__ __forceinline__ float sigmoid(float v) { return __fdividef(1.f, __fad
 __device__ __forceinline__ float silu(float v) { return __fdividef(v, __fadd_rn(1.f, expf(-v))); }
 __device__ __forceinline__ float softplus(float v) { return v > 20.f ? v : log1pf(expf(v)); }
 
-template <int SLOTS> struct Conv {
-    float4 taps[SLOTS][128];    // weights of a channel, the last for the newest input
-    float seen[4][SLOTS][128];  // a ring: inputs of three earlier positions and the newest
-    int column[SLOTS][128];     // of the input
+template <int SLOTS, int THREADS = 128> struct Conv {
+    float4 taps[SLOTS][THREADS];    // weights of a channel, the last for the newest input
+    float seen[4][SLOTS][THREADS];  // a ring: inputs of three earlier positions and the newest
+    int column[SLOTS][THREADS];     // of the input
     // `col`: the layer's channel in each slot, where the thread `has` one. Both are commited by `fetch_tail`, where null is a tail of zeros.
     __device__ __forceinline__ void fetch_taps(const float* __restrict__ w, const int* col, const bool* has) {
         #pragma unroll

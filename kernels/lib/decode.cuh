@@ -12,11 +12,8 @@ __device__ __forceinline__ void halves_to_floats(const unsigned* h, float f, flo
 }
 __device__ __forceinline__ void e2m1_floats(unsigned w, float f, float* a) {
     unsigned h[4];
-    float v[8];
     e2m1_pairs(w, __float2half2_rn(16384.f), h);
-    halves_to_floats(h, f, v);
-    #pragma unroll
-    for (int i = 0; i < 8; i++) a[i] = v[i / 4 * 4 + i % 4 / 2 + i % 2 * 2];
+    halves_to_floats(h, f, a);
 }
 struct decode_nvfp4 {
     static __device__ __forceinline__ void get(const unsigned char* w, const unsigned char* s, const float* gs, size_t row, int C, int v, float* a) {

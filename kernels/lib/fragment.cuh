@@ -28,14 +28,13 @@ __device__ __forceinline__ unsigned e4m3_halves(unsigned v) {
     return bits_of_half2(__hmul2(half2_from(h), __float2half2_rn(256.f)));
 #endif
 }
-// The e2m1 numbers of word `w` (layout: nvfp4.cuh), times 2^-14 and `f`: numbers 0 and 2, 1 and 3, 4 and 6, 5 and 7 as pairs of fp16. In that order two of the
-// pairs are a mask and the others a shift and a mask.
+// The e2m1 numbers of word `w` (layout: nvfp4.cuh) as four pairs of fp16, times 2^-14 and `f`.
 __device__ __forceinline__ void e2m1_pairs(unsigned w, __half2 f, unsigned* h) {
-    const unsigned b = ((w << 7) & 0x80808080u) | ((w >> 3) & 0x0E0E0E0Eu);
-    h[0] = bits_of_half2(__hmul2(half2_from((w << 8) & 0x8E008E00u), f));
-    h[1] = bits_of_half2(__hmul2(half2_from(w & 0x8E008E00u), f));
-    h[2] = bits_of_half2(__hmul2(half2_from((b << 8) & 0xFF00FF00u), f));
-    h[3] = bits_of_half2(__hmul2(half2_from(b & 0xFF00FF00u), f));
+    const unsigned a = w & 0x8E8E8E8Eu, b = ((w << 7) & 0x80808080u) | ((w >> 3) & 0x0E0E0E0Eu);
+    h[0] = bits_of_half2(__hmul2(half2_from(__byte_perm(a, 0, 0x1404)), f));
+    h[1] = bits_of_half2(__hmul2(half2_from(__byte_perm(a, 0, 0x3424)), f));
+    h[2] = bits_of_half2(__hmul2(half2_from(__byte_perm(b, 0, 0x1404)), f));
+    h[3] = bits_of_half2(__hmul2(half2_from(__byte_perm(b, 0, 0x3424)), f));
 }
 __device__ __forceinline__ const unsigned& word(const uint4& v, int i) { return (&v.x)[i]; }
 
@@ -69,8 +68,7 @@ __device__ __forceinline__ void split8(const float* v, uint4& high, uint4& low) 
 }
 
 // Rows of x in shared memory, for F and CP chunks: eights of 16 bits each, eight i of chunk c of row r in at[r*LDR + i*LD + c]; no bank conflicts, neither when
-// written nor when read. SWAP: of eight numbers
-// the second and third, and the sixth and seventh, change places. F::TWO: two planes of bf16; else fp16 times a power of two for each 128 that brings the largest magnitude into [2^14, 2^15).
+// written nor when read. F::TWO: two planes of bf16; else fp16 times a power of two for each 128 that brings the largest magnitude into [2^14, 2^15).
 template <class F, int CP> struct Staged {
     static_assert(CP % 8 == 0, "a warp stages eight chunks");
     static constexpr int LD = CP + 2, LDR = 4 * LD + (8 + F::SKEW - 4 * LD % 8) % 8, PLANES = F::TWO ? 2 : 1;
@@ -78,7 +76,7 @@ template <class F, int CP> struct Staged {
 
 template <int C> struct fragment_nvfp4 {  // exact in fp16: at most 6 * 448 * 2^-8, a multiple of 2^-18
     static constexpr int SKEW = 4;
-    static constexpr bool TWO = false, SWAP = true, SCALED = false;
+    static constexpr bool TWO = false, SCALED = false;
     typedef Place<2, 1> At;
     uint4 w[2];
     unsigned s;
@@ -114,7 +112,7 @@ template <int C> struct fragment_nvfp4 {  // exact in fp16: at most 6 * 448 * 2^
 
 template <int C> struct fragment_mxfp4 {  // each chunk times its power of two over the largest of the four; exact unless that is below 2^-23
     static constexpr int SKEW = 4;
-    static constexpr bool TWO = false, SWAP = true, SCALED = true;
+    static constexpr bool TWO = false, SCALED = true;
     typedef Place<2, 1> At;
     uint4 w[2];
     unsigned s, top;
@@ -164,7 +162,7 @@ template <int C> struct fragment_mxfp4 {  // each chunk times its power of two o
 
 template <int C, int TILED> struct fragment_e4m3 {  // TILED: a scale for each 128 columns, else one for the row
     static constexpr int SKEW = 2, KB = (C + 3) / 4;
-    static constexpr bool TWO = false, SWAP = false, SCALED = TILED;
+    static constexpr bool TWO = false, SCALED = TILED;
     typedef Place<4, 2 * TILED> At;
     uint4 w[2][2];
     float s[2];
@@ -211,7 +209,7 @@ template <int C> using fragment_fp8_tiled = fragment_e4m3<C, 1>;
 
 template <int C, bool BF16> struct fragment_16bit {
     static constexpr int SKEW = 1;
-    static constexpr bool TWO = BF16, SWAP = false, SCALED = false;
+    static constexpr bool TWO = BF16, SCALED = false;
     typedef Place<8, 0> At;
     uint4 w[2][4];
     static constexpr size_t BLOCK = 256, LINE = 64 * C, SBLOCK = 0, SLINE = 0;
@@ -245,7 +243,7 @@ template <int C> using fragment_f16 = fragment_16bit<C, false>;
 
 template <int C> struct fragment_f32 {  // a weight is three bf16 numbers, x two
     static constexpr int SKEW = 1;
-    static constexpr bool TWO = true, SWAP = false, SCALED = false;
+    static constexpr bool TWO = true, SCALED = false;
     typedef Place<16, 0> At;
     uint4 w[2][8];
     static constexpr size_t BLOCK = 512, LINE = 128 * C, SBLOCK = 0, SLINE = 0;

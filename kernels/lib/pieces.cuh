@@ -17,4 +17,4 @@ __device__ __forceinline__ float warp_max(float v) {
     return v;
 }
 // v times the sigmoid of g.
-__device__ __forceinline__ float gated(float v, float g) { return v / __fadd_rn(1.f, exp2f(__fmul_rn(-g, LOG2E))); }
+__device__ __forceinline__ float gated(float v, float g) { return __fdividef(v, __fadd_rn(1.f, exp2f(__fmul_rn(-g, LOG2E)))); }
