@@ -8,16 +8,17 @@ Docs: https://atlas-inference.github.io/atlas/bench_decode.html.md"""
 __all__ = ['GB10', 'packed_in', 'distinct', 'step_bytes', 'Point', 'pretend', 'measure', 'graph_time', 'Stage', 'stages',
            'DecodeReport', 'bench_decode']
 
-# %% ../nbs/59a_bench_decode.ipynb #cbefd783
+# %% ../nbs/59a_bench_decode.ipynb #d2412267
 import json
 import numpy as np
 from dataclasses import asdict,dataclass,field
 from math import ceil
 from time import perf_counter
 from fastcore.basics import patch
+from .card import _params,microseconds,run
 from .core import DeviceError,EngineError,human
 from .cuda.pack import Packed
-from .launch import compilations,recording
+from .launch import Source,compilations,recording
 from .ops.sample import SamplingParams
 from .scheduler import Request
 
@@ -42,7 +43,7 @@ def step_bytes(llm, batch:int=1, context:int=0)->dict:
     return dict(projections=dense, experts=sum(map(bank, banks)), head=m.lm_head.weight.nbytes, states=2*batch*llm.cache.bytes_per_state,
         kv=batch*sum(llm.cache.bytes_per_token/max(1, len(llm.cache.kv))*min(context, (c.attn(i).window or context) if c.mixers[i] in ('attention','sliding') else 0) for i in llm.cache.kv))
 
-# %% ../nbs/59a_bench_decode.ipynb #25fb64aa
+# %% ../nbs/59a_bench_decode.ipynb #ae8e18d3
 @dataclass
 class Point:
     "One measurement of decoding"
@@ -57,6 +58,7 @@ class Point:
     @property
     def idle(self)->float|None: "Part of a step in which the card has nothing to do"; return None if self.graph_us is None else max(0., 1-self.graph_us/self.us)
 
+# %% ../nbs/59a_bench_decode.ipynb #7f05baf7
 def pretend(llm, batch:int, context:int, tokens:int, params=None, seed:int=0):
     "Put `batch` sequences into the engine that have `context` tokens behind them"
     e,rng = llm.engine,np.random.default_rng(seed)
@@ -94,7 +96,7 @@ def graph_time(e, n:int=20)->float:
             times.append(cp.cuda.get_elapsed_time(a, b)*1e3)
     return float(np.median(times[3:]))
 
-# %% ../nbs/59a_bench_decode.ipynb #6279dae5
+# %% ../nbs/59a_bench_decode.ipynb #cf8eee0b
 @dataclass
 class Stage:
     "One kind of launch in a decode step"
@@ -104,6 +106,7 @@ class Stage:
     us:float # Of one
     bytes:float # That one must move
 
+# %% ../nbs/59a_bench_decode.ipynb #4dd9bcea
 def _traffic(name, names, args, llm, batch, context):
     "Bytes that one call moves"
     a,c = dict(zip(names, args)),llm.config
@@ -117,10 +120,9 @@ def _traffic(name, names, args, llm, batch, context):
     if name=='embed': return size(('x','y'))
     return size(a)
 
+# %% ../nbs/59a_bench_decode.ipynb #f00d904f
 def stages(llm, batch:int=1, context:int=0)->list[Stage]:
     "The launches of a decode step by kind, each timed alone"
-    from atlas.card import _params,microseconds,run
-    from atlas.launch import Source
     e = llm.engine
     pretend(llm, batch, context, 64); e.step(); e.step()
     with e.here(), recording(launch=True, args=True) as r: e._body(*e.last)
@@ -139,7 +141,7 @@ def stages(llm, batch:int=1, context:int=0)->list[Stage]:
     e._land()
     return sorted(out, key=lambda s: -s.us*s.launches)
 
-# %% ../nbs/59a_bench_decode.ipynb #ae4dcc29
+# %% ../nbs/59a_bench_decode.ipynb #896d0e1c
 GB10 = dict(rate=230e9, launch=1.3e-6) # Measured copy rate of a DGX Spark, bytes/s, and seconds a dependent launch takes in a graph
 
 @dataclass
@@ -173,6 +175,7 @@ def __str__(self:DecodeReport):
     for s in self.stages: rows.append(f'{s.kernel:14} {s.what:>22} {s.launches:8} {s.us:8.2f} {s.us*s.launches:8.1f} {s.bytes/1e6:8.2f} {s.bytes/self.copy*1e6/s.us:8.0%}')
     return '\n'.join(rows)
 
+# %% ../nbs/59a_bench_decode.ipynb #65379e3c
 def bench_decode(llm, batches=(1,), contexts=(0,), steps:int=64, kernels:bool=False)->DecodeReport:
     "Measure `llm`, which must be on a card and hold `max(batches)` sequences of `max(contexts)` tokens"
     if llm.device.kind=='cpu': raise DeviceError('bench decode measures a graphics card', hint='"atlas bench MODEL" measures the host')

@@ -8,7 +8,7 @@ Docs: https://atlas-inference.github.io/atlas/cli.html.md"""
 __all__ = ['ORDER', 'app', 'Model', 'Json', 'Device', 'LoadFormat', 'DummyWeights', 'Quantization', 'HeadDtype', 'KVDtype',
            'KVHigh', 'SeqLen', 'Shape', 'Weights', 'Temperature', 'MaxTokens', 'Seed', 'System', 'COMMANDS', 'KVBytes',
            'benches', 'Batches', 'pull', 'list_', 'rm', 'inspect', 'Meter', 'run', 'Conversation', 'chat', 'serve',
-           'quantize', 'version', 'bench', 'bench_decode', 'bench_kernels', 'main']
+           'quantize', 'version', 'bench', 'bench_decode', 'bench_kernels', 'check', 'main']
 
 # %% ../nbs/60_cli.ipynb #aa7ee505
 import json,signal,sys,threading
@@ -44,7 +44,7 @@ app = typer.Typer(name='atlas', cls=_Group, no_args_is_help=True, pretty_excepti
     epilog=_examples('atlas serve demo                    a chat page and an OpenAI-compatible server',
                      'atlas run demo "Why is the sky blue?"', 'atlas chat demo', 'atlas COMMAND --help                what else a command can do'))
 
-# %% ../nbs/60_cli.ipynb #6f742dd3
+# %% ../nbs/60_cli.ipynb #a7601db1
 def _complete(incomplete:str):
     "Models for the shell's completion: those here, those known, and paths"
     from glob import glob
@@ -60,7 +60,7 @@ LoadFormat = Annotated[str, _opt('auto, or dummy for random weights; MODEL may t
 DummyWeights = Annotated[str|None, _opt('Format of dummy weights: bf16, fp8, nvfp4 or mxfp4. [default: as the model has them]', show_default=False)]
 Quantization = Annotated[str|None, _opt('On a card: store projections anew in nvfp4 or fp8. [default: as shipped]', show_default=False)]
 HeadDtype = Annotated[str|None, _opt('On a card: the same for the output matrix. [default: as shipped]', show_default=False)]
-KVDtype = Annotated[str, _opt('On a card: keys and values in bf16, fp8 or nvfp4.')]
+KVDtype = Annotated[str|None, _opt('On a card: keys and values in bf16, fp8 or nvfp4. [default: bf16]', show_default=False)]
 KVHigh = Annotated[int, _opt('On a card: so many attention layers at both ends keep theirs in bf16.', min=0)]
 SeqLen = Annotated[int|None, _opt("Context in tokens, prompt and answer together. [default: the model's own]", min=2, show_default=False)]
 
@@ -284,7 +284,7 @@ def _bytes(text:str)->int:
     if not m: raise typer.BadParameter(f'{text!r} is not a size such as 4GiB or 500MB')
     return int(float(m[1]) * ((1024 if m[3] else 1000)**' KMGT'.index(m[2].upper()) if m[2] else 1))
 
-# %% ../nbs/60_cli.ipynb #dc81f738
+# %% ../nbs/60_cli.ipynb #bea472ff
 KVBytes = Annotated[int|None, _opt('Memory for the key-value cache, such as 4GiB. [default: 40 % of what is free]', parser=_bytes, metavar='SIZE', show_default=False)]
 
 @app.command(epilog=_examples('atlas serve demo', 'atlas serve ./my-model --port 9000 --served-model-name mine',
@@ -294,7 +294,7 @@ def serve(model:Model,
     port:Annotated[int, _opt('Port to listen on; 0 takes a free one.', min=0, max=65535)]=8888,
     served_model_name:Annotated[str|None, _opt("The model's name for clients. [default: MODEL]", show_default=False)]=None,
     device:Device='auto', max_seq_len:SeqLen=None, load_format:LoadFormat='auto', weights:DummyWeights=None,
-    quantization:Quantization=None, lm_head_dtype:HeadDtype=None, kv_cache_dtype:KVDtype='bf16', kv_high_precision_layers:KVHigh=0,
+    quantization:Quantization=None, lm_head_dtype:HeadDtype=None, kv_cache_dtype:KVDtype=None, kv_high_precision_layers:KVHigh=0,
     max_num_seqs:Annotated[int, _opt('Sequences that are answered at the same time.', min=1)]=8,
     kv_cache_memory:KVBytes=None,
     max_queue:Annotated[int, _opt('Requests that may run and wait; more are answered with 503.', min=1)]=256,
@@ -344,7 +344,7 @@ def version(as_json:Json=False):
     parts = ', '.join(f'{k} {v}' for k,v in d['packages'].items() if v)
     _print(d, as_json, f'atlas {d["atlas"]}\nPython {d["python"]} on {d["platform"]}\n{parts}')
 
-# %% ../nbs/60_cli.ipynb #55c3c03d
+# %% ../nbs/60_cli.ipynb #f16d4c28
 def _counts(text:str, least:int=1)->list[int]:
     "Whole numbers from `least` up, written with commas between them"
     try: out = [int(t) for t in text.split(',')]
@@ -352,6 +352,7 @@ def _counts(text:str, least:int=1)->list[int]:
     if min(out)<least: raise typer.BadParameter(f'{text!r} is not a list of whole numbers such as 1,2,4', param_hint="'--batch'" if least else "'--context'")
     return out
 
+# %% ../nbs/60_cli.ipynb #496c7d0d
 class _Bench(_Group):
     "`atlas bench MODEL` is `atlas bench all MODEL`"
     def resolve_command(self, ctx, args): return super().resolve_command(ctx, args if args[0] in self.commands else ['all',*args])
@@ -363,6 +364,7 @@ app.add_typer(benches, name='bench')
 
 Batches = Annotated[str, _opt('How many sequences to decode side by side: a list.')]
 
+# %% ../nbs/60_cli.ipynb #f2c4a37f
 @benches.command('all', epilog=_examples('atlas bench demo', 'atlas bench demo --batch 1 --json'))
 def bench(model:Model,
     batch:Batches='1,2,4,8',
@@ -376,13 +378,14 @@ def bench(model:Model,
     report = measure(LLM(model, device, max_seq_len, max(batches), load_format=load_format, weights=weights), batches, prompt, tokens)
     _print(report.to_dict(), as_json, str(report))
 
+# %% ../nbs/60_cli.ipynb #8e58a3b9
 @benches.command('decode', epilog=_examples('atlas bench decode qwen3.6-35b-a3b --load-format dummy --weights nvfp4 --lm-head-dtype nvfp4 --batch 1,8 --context 0,4096'))
 def bench_decode(model:Model, batch:Batches='1',
     context:Annotated[str, _opt('Tokens that the sequences are to have behind them: a list.')]='0',
     steps:Annotated[int, _opt('Steps to time.', min=8)]=64,
     kernels:Annotated[bool, _opt('Time each kind of kernel by itself, too.')]=False,
     device:Device='cuda', load_format:LoadFormat='auto', weights:DummyWeights=None, quantization:Quantization=None, lm_head_dtype:HeadDtype=None,
-    kv_cache_dtype:KVDtype='bf16', kv_high_precision_layers:KVHigh=0,
+    kv_cache_dtype:KVDtype=None, kv_high_precision_layers:KVHigh=0,
     json_file:Annotated[str|None, typer.Option('--json', help='Write all numbers to this file, too.', show_default=False)]=None):
     "Measure how fast a card decodes, beside how fast its memory would let it."
     from atlas.bench_decode import bench_decode
@@ -399,6 +402,7 @@ def _longest(model, load_format, n):
     from atlas.llm import open_model
     with open_model(model, load_format) as ck: return min(n, ck.config.max_seq_len)
 
+# %% ../nbs/60_cli.ipynb #e2242dbb
 @benches.command('kernels', epilog=_examples('atlas bench kernels qwen3.6-35b-a3b --load-format dummy --weights nvfp4'))
 def bench_kernels(model:Model, batch:Batches='1',
     context:Annotated[str, _opt('Tokens that the sequences are to have behind them: a list.')]='0',
@@ -406,6 +410,18 @@ def bench_kernels(model:Model, batch:Batches='1',
     json_file:Annotated[str|None, typer.Option('--json', help='Write all numbers to this file, too.', show_default=False)]=None):
     "Time every kind of kernel of a decode step by itself: bytes, bandwidth, fraction of a plain copy."
     bench_decode(model, batch, context, 32, True, device, load_format, weights, quantization, lm_head_dtype, json_file=json_file)
+
+# %% ../nbs/60_cli.ipynb #2f9ae8ef
+@app.command(epilog=_examples('atlas check', 'atlas check --device emulator --only gemv'))
+def check(device:Annotated[str, _opt('A card: cuda or cuda:N; or emulator, which needs a C++ compiler instead.')]='cuda',
+    only:Annotated[str|None, _opt('Only kernels whose names contain this.', show_default=False)]=None):
+    "Try every kernel on this machine's card."
+    from atlas.check import check
+    from atlas.device import get_device
+    from atlas.emulator import Emulator
+    report = check(Emulator() if device=='emulator' else get_device(device), only)
+    typer.echo(str(report))
+    raise typer.Exit(min(report.failures, 125))
 
 # %% ../nbs/60_cli.ipynb #17073a7e
 def main(): app(prog_name='atlas')

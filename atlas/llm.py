@@ -90,7 +90,7 @@ class Output:
     def __str__(self): return self.text
     def __repr__(self): return f'{self.text!r}  ({self.usage["completion_tokens"]} tokens, {self.finish_reason})'
 
-# %% ../nbs/45_llm.ipynb #2817220d
+# %% ../nbs/45_llm.ipynb #b3e6e414
 class LLM:
     "A model, ready to answer"
     def __init__(self,
@@ -109,32 +109,39 @@ class LLM:
         drafting:bool=False, # Load the model's own drafting head too
         quantization:str|None=None, # Card: store projections anew in 'nvfp4' or 'fp8'; None: as shipped
         lm_head_dtype:str|None=None, # Card: the same for the output matrix
-        kv_cache_dtype:str='bf16', # Card: keys and values in 'bf16', 'fp8' or 'nvfp4'
+        kv_cache_dtype:str|None=None, # Card: keys and values in 'bf16' (None), 'fp8' or 'nvfp4'
         kv_high_precision_layers:int=0, # Card: so many attention layers at both ends keep theirs in bf16
     ):
         self.device,t = get_device(device),perf_counter()
         card = self.device.kind!='cpu'; chunk = ifnone(chunk, 2048 if card else 256)
         _whole(max_num_seqs=max_num_seqs, chunk=chunk, max_queue=max_queue, max_seq_len=ifnone(max_seq_len,1), kv_cache_memory=ifnone(kv_cache_memory,1))
+        if not card and (given := [k for k,v in dict(quantization=quantization, lm_head_dtype=lm_head_dtype, kv_cache_dtype=kv_cache_dtype, kv_high_precision_layers=kv_high_precision_layers or None).items() if v is not None]):
+            raise RequestError(f'{given[0]} is for models on a card, and this one runs on {self.device.name}', hint='Leave it out, or use --device cuda', param=given[0])
         with open_model(str(model), load_format, weights) as ck:
-            self.name,self.config,self.path = str(model),ck.config,ck.path
-            self.max_seq_len = _context(ck.config, max_seq_len)
-            kv = dict(block_size=64 if card else 16, dtype=kv_cache_dtype if card else np.float32, high_precision=kv_high_precision_layers*card)
-            fit = lambda weights=0: fit_blocks(ck.config, ifnone(kv_cache_memory, _room(self.device, weights)), max_num_seqs, self.max_seq_len, **kv)
-            fit(ck.nbytes*card)  # what cannot fit now will not fit beside the weights
-            self._tokenizer,self.template = _try_tokenizer(ck),load_template(ck)
-            self.model = load_model(ck, self.device, self.max_seq_len, show, ('','vision')+('mtp',)*drafting, ifnone(packed, _tight(ck, self.device)), quantization, lm_head_dtype)
-            self.image_spec = image_spec(ck.folder, ck.config.vision) if self.model.vision else None
-        self.cache = KVCache(self.config, self.device, fit(), num_states=2*max_num_seqs, **kv)
+            kv = dict(block_size=64, dtype=kv_cache_dtype or 'bf16', high_precision=kv_high_precision_layers) if card else {}
+            self._load(ck, str(model), max_seq_len, max_num_seqs, kv_cache_memory, kv, show, ('','vision')+('mtp',)*drafting, packed, quantization, lm_head_dtype)
         self.engine = (CardEngine if card else Engine)(self.model, self.cache, Scheduler(self.cache.pool, max_num_seqs, self.max_seq_len, chunk, overcommit, max_queue))
         if self.device.kind=='cuda': self.engine.warm()
         self._ids,self._boxes,self._lock,self.load_seconds = itertools.count(),{},threading.RLock(),perf_counter()-t
     def __repr__(self): return f'LLM({self.name}: {self.model!r} on {self.device.name}, context {self.max_seq_len:,})'
 
-    @property
-    def tokenizer(self):
-        "Text to ids and back; `SourceError` when the checkpoint has none: then ids go in and ids come out"
-        if isinstance(self._tokenizer, SourceError): raise self._tokenizer
-        return self._tokenizer
+# %% ../nbs/45_llm.ipynb #6b84189f
+@patch
+def _load(self:LLM, ck, name, max_seq_len, max_num_seqs, kv_cache_memory, kv, show, parts, packed, quantization, head):
+    "Weights, cache, tokenizer and template of the open checkpoint"
+    self.name,self.config,self.path,self.max_seq_len = name,ck.config,ck.path,_context(ck.config, max_seq_len)
+    fit = lambda weights=0: fit_blocks(ck.config, ifnone(kv_cache_memory, _room(self.device, weights)), max_num_seqs, self.max_seq_len, **kv)
+    fit(ck.nbytes if kv and not quantization else 0)  # what cannot fit now will not fit beside the weights
+    self._tokenizer,self.template = _try_tokenizer(ck),load_template(ck)
+    self.model = load_model(ck, self.device, self.max_seq_len, show, parts, ifnone(packed, _tight(ck, self.device)), quantization, head)
+    self.image_spec = image_spec(ck.folder, ck.config.vision) if self.model.vision else None
+    self.cache = KVCache(self.config, self.device, fit(), num_states=2*max_num_seqs, **kv)
+
+@patch(as_prop=True)
+def tokenizer(self:LLM):
+    "Text to ids and back; `SourceError` when the checkpoint has none: then ids go in and ids come out"
+    if isinstance(self._tokenizer, SourceError): raise self._tokenizer
+    return self._tokenizer
 
 # %% ../nbs/45_llm.ipynb #42e9fe44
 DUMMY_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:" # For shapes, which have no template of their own

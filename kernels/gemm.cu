@@ -121,28 +121,32 @@ template <int ROWS> struct Feed {
 };
 
 // A stage's part of M*16 x NT*8 results. A lane's weights of a chunk are eight that follow each other, its share of two products; halve.cu has put what they
-// meet where `ldmatrix` finds it, and that is fetched a product ahead.
+// meet where `ldmatrix` finds it. Products that add to the same results are kept apart.
 template <int M> __device__ __forceinline__ void multiply(const unsigned char* stage, const float* unit, float (*d)[NT][4], int m0, int n0, bool low) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const unsigned char* rows = stage + (m0 + lane % 16) * (BK * 2);
-    unsigned a[2][M][4], b[NT][4];
     #pragma unroll
-    for (int m = 0; m < M; m++) ldmatrix_x4(a[0][m], rows + m * 16 * (BK * 2) + ((lane / 16) ^ lane % 8) * 16);
-    #pragma unroll
-    for (int k = 0; k < 2 * CH; k++) {
-        if (k % 2 == 0)
-            #pragma unroll
-            for (int n = 0; n < NT; n++) {
-                const int r = n0 + n * 8 + g;
-                W::get(stage + A + k / 2 * BC + (r * 4 + t) * W::BYTES, stage + A + B + ((W::SCALE < 0 ? 0 : k / 2) * BN + r) * SC, t, unit[r], low, b[n]);
-            }
-        if (k + 1 < 2 * CH)
-            #pragma unroll
-            for (int m = 0; m < M; m++) ldmatrix_x4(a[(k + 1) % 2][m], rows + m * 16 * (BK * 2) + (((k + 1) * 2 + lane / 16) ^ lane % 8) * 16);
+    for (int c = 0; c < CH; c++) {
+        unsigned a[M][2][4];
         #pragma unroll
-        for (int n = 0; n < NT; n++)
+        for (int m = 0; m < M; m++)
             #pragma unroll
-            for (int m = 0; m < M; m++) mma_f16(d[m][n], a[k % 2][m], b[n] + k % 2 * 2);
+            for (int h = 0; h < 2; h++) ldmatrix_x4(a[m][h], rows + m * 16 * (BK * 2) + ((c * 4 + h * 2 + lane / 16) ^ lane % 8) * 16);
+        #pragma unroll
+        for (int n = 0; n < NT; n += 2) {
+            unsigned b[2][4];
+            #pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int r = n0 + (n + i) * 8 + g;
+                W::get(stage + A + c * BC + (r * 4 + t) * W::BYTES, stage + A + B + ((W::SCALE < 0 ? 0 : c) * BN + r) * SC, t, unit[r], low, b[i]);
+            }
+            #pragma unroll
+            for (int h = 0; h < 2; h++)
+                #pragma unroll
+                for (int i = 0; i < 2; i++)
+                    #pragma unroll
+                    for (int m = 0; m < M; m++) mma_f16(d[m][n + i], a[m][h], b[i] + 2 * h);
+        }
     }
 }
 

@@ -25,7 +25,7 @@
 //   weights     : [n, top_k]    f32   their weights, or null
 //   y           : [n, hidden]   f32
 //   -D HIDDEN= (a multiple of 32)  INNER= (even with gates)  EXPERTS=  TOP_K=  SHARED= GATE= (of the shared expert; 0 or 1)
-//   -D SCORE= (softmax, sigmoid, topk_softmax)  CORRECTED= (is there a correction?)  RENORM=  NORM= (0 or 1)  ACT=  UP= DOWN= ROUTER= (formats)  KB_UP= KB_DOWN= (fp8: columns of scales)
+//   -D SCORE= (softmax, sigmoid, topk_softmax)  RENORM=  NORM= (0 or 1)  ACT=  UP= DOWN= ROUTER= (formats)  KB_UP= KB_DOWN= (fp8: columns of scales)
 //   -D ROWS= (1, 2, 4, 8: at most so many)  BLOCKS=  WARPS= (8 or 16)  DEEP=  AHEAD= (0 or 1)  STEPS=  BYTES= (of shared memory)
 //   launch: <<<BLOCKS, 32*WARPS, BYTES>>>
 #include "lib/async.cuh"
@@ -42,7 +42,6 @@ enum { softmax, sigmoid, topk_softmax };
 #define TOP_K 8
 #define SHARED 1
 #define GATE 1
-#define CORRECTED 0
 #define SCORE softmax
 #define RENORM 1
 #define NORM 1
@@ -98,7 +97,7 @@ constexpr int H = HIDDEN, I = INNER, E = EXPERTS, TOP = TOP_K, W = WARPS, THREAD
 constexpr bool PAIR = ACT::PAIR, FUSED = STEPS == 7;
 // Router: a warp to 256 columns of a row
 constexpr int SEGS = CEIL(H, 256), NR = E + GATE, RB = CEIL(NR, BLOCKS), RT = CEIL(RB * SEGS, W);
-constexpr int LD = CEIL(E, 128) * 128 + 4, THIRTIES = CEIL(E, 32), CANDIDATES = CEIL(THIRTIES * TOP, 4) * 4;  // logits, then the gate's
+constexpr int N = CEIL(CEIL(E, 32), 4) * 4, LD = 32 * N + 4;  // logits a lane picks among; then the gate's
 // Up: a warp to four rows (OQ outputs), a block to UO outputs of a pick, in SUB rounds; BU of a lane's PU chunks at once
 constexpr int CU = H / 32, LX = CU + 2, PU = CEIL(CU, 32), BU = Up::VECTORS == 4 ? LEAST(PU, 2) : 1, NU = CEIL(PU, BU);
 constexpr int RU = PAIR ? 2 * I : CEIL(I, 4) * 4, QU = RU / 4, OQ = PAIR ? 2 : 4, UO = W * OQ < 32 ? 32 : W * OQ, SUB = UO / (W * OQ), UN = CEIL(I, UO);
@@ -113,9 +112,9 @@ static_assert(H % 32 == 0 && (!PAIR || I % 2 == 0) && TOP <= 16 && ROWS <= 8 && 
 struct Shared {
     unsigned char area[W][AREA + HELD], kept[KEEP ? UB : 1][KEEP ? DOWN_SIZE : 16];
     uint4 xs[ROWS][4 * LX];  // activations as fp16, and the inverses of their powers of two
-    unsigned keys[ROWS][CANDIDATES];  // of 16 bytes at once
     float xz[ROWS][CU], part[ROWS][PICKS][OUTS], dots[RB][ROWS][SEGS], squares[ROWS][SEGS], share[ROWS][PICKS], hidden[2 > ROWS ? 2 : ROWS][UO];
-    int ids[ROWS * TOP], who[ROWS][CANDIDATES];
+    int ids[ROWS * TOP];
+    unsigned room[ROWS][64];
 };
 static_assert(sizeof(Shared) <= BYTES, "BYTES is too small");
 #define BOUNDS THREADS, (ROWS == 1 && Up::VECTORS == 4 ? 2 : 1)  // with one row, half of the registers are left to the kernels before and after
@@ -125,10 +124,9 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) moe(const unsigned char* __
         const float* x, const unsigned char* __restrict__ up_w, const unsigned char* __restrict__ up_s, const float* __restrict__ up_gs,
         const float* __restrict__ up_bias, const unsigned char* __restrict__ down_w, const unsigned char* __restrict__ down_s,
         const float* __restrict__ down_gs, const float* __restrict__ down_bias, const float* add, float* logits, float* mid, int* turn, int* ids,
-        float* weights, float* y, float eps, float scaling, float limit, int rows_now) {
+        float* weights, float* y, float eps, float scaling, float limit, int count) {
     DYNAMIC_SHARED(Shared, sm);
-    const int count = ROWS == 1 ? 1 : rows_now;
-    const int tid = threadIdx.x, lane = tid & 31, warp = __shfl_sync(~0u, tid >> 5, 0), block = blockIdx.x;  // told so, the compiler knows that a warp stays together
+    const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, block = blockIdx.x;
     unsigned char* const area = sm->area[warp];
 
     // Batch b of four rows of `up`, or of T times four of `down`, and behind them what the rows are multiplied by and have added
@@ -170,12 +168,9 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) moe(const unsigned char* __
             for (int k = 0; k < 8; k++) w[i][k] = !on ? 0.f : NORM ? w[i][k] * router_gain[at + k] : w[i][k];
         }
     }
-    // The shared expert: blocks from the last take its units, with one row only those that have nothing else to do, if there are some
-    constexpr int LEFT = (BLOCKS - TOP * UN % BLOCKS) % BLOCKS, TAKERS = ROWS == 1 && LEFT >= 4 ? LEFT : BLOCKS;
-    const int at0 = warp % SEGS * 256 + lane * 8, su0 = BLOCKS - 1 - block < TAKERS ? BLOCKS - 1 - block : UN, sw = (warp + W / 2) % W;
-    const bool idle = block >= count * TOP * UN;
+    const int at0 = warp % SEGS * 256 + lane * 8, su0 = BLOCKS - 1 - block, sw = (warp + W / 2) % W;
     if (NORM && (STEPS & 2) && at0 < H) load8(gain + at0, g);
-    if (SHARED && (STEPS & 2) && idle && su0 < UN) fetch_up(area, E, su0 * SUB * W + warp, 0);
+    if (SHARED && (STEPS & 2) && su0 < UN) fetch_up(area, E, su0 * SUB * W + warp, 0);
     if (KEEP && (STEPS & 4) && sw < UB) fetch_down(sm->kept[sw], E, sw, 0);
     cp_async_commit();
     pdl_wait();
@@ -187,7 +182,6 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) moe(const unsigned char* __
     mid += (size_t)set * ROWS * MID;
 
     if (STEPS & 3) {
-        #pragma unroll 1
         for (int i = warp; i < count * SEGS; i += W) {  // rows to fp16, and their squares
             const int t = i / SEGS, at = i % SEGS * 256 + lane * 8;
             float a[8] = {}, sum = 0.f;
@@ -232,7 +226,6 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) moe(const unsigned char* __
         return rsqrtf(fmaf(s, 1.f / H, eps));
     };
     if (STEPS & 1) {
-        #pragma unroll 1
         for (int i = tid; i < count * RB; i += THREADS) {
             const int t = i / RB, r = block * RB + i % RB;
             if (r >= NR) continue;
@@ -241,13 +234,13 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) moe(const unsigned char* __
             for (int k = 0; k < SEGS; k++) s += sm->dots[i % RB][t][k];
             s = __fmul_rn(s, inverse_rms(t));
             if (router_bias && r < E) s += router_bias[r];
-            give(logits + t * LD + (r < E ? r : LD - 4), s);
+            give(logits + t * LD + (r < E ? r : 32 * N), s);
         }
     }
 
     // `up`: the product of a batch; the hidden values of four rows, two outputs with gates; and the values of a unit as fp16 for all
     auto dot_up = [&](unsigned char* p, int t, int b, float* v) {
-        #pragma unroll 1
+        #pragma unroll
         for (int j = 0; j < BU; j++) {
             const int c = LEAST((b * BU + j) * 32 + lane, CU - 1);
             uint4 a[4];
@@ -275,36 +268,37 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) moe(const unsigned char* __
         if (lane % 2 == 0) give(mid + t * MID + p * CP * 16 + (lane / 8 * CP + c) * 4 + lane % 8 / 2, __uint_as_float(word));  // piece lane/8 of the chunk
         if (lane == 0) give(mid + t * MID + (PICKS * 16 + p) * CP + c, z.y);
     };
-    // Who is picked: a warp to 32 logits of a row, then a thread to each candidate
-    if (STEPS & 6) {
-        #pragma unroll 1
-        for (int i = warp; i < count * THIRTIES; i += W) {
-            const int t = i / THIRTIES, e = i % THIRTIES * 32 + lane;
-            const float* p = logits + t * LD;
-            float v = e < E ? take<FUSED>(p + e) : 0.f;
-            if (SCORE == sigmoid) v = logistic(v);
-            if (SCORE == softmax && CORRECTED) {  // without a correction the logits have the order of their softmax
-                float top = v, sum = 0.f;
+    if (SHARED && (STEPS & 2)) {  // while the logits are on their way
+        for (int unit = su0; unit < UN; unit += BLOCKS) {
+            #pragma unroll 1
+            for (int sub = 0; sub < SUB; sub++) {
+                const int q = (unit * SUB + sub) * W + warp;
                 #pragma unroll 1
-                for (int k = 0; k < E; k++) top = fmaxf(top, take<FUSED>(p + k));
-                #pragma unroll 1
-                for (int k = 0; k < E; k++) sum += expf(take<FUSED>(p + k) - top);
-                v = expf(v - top) / sum;
+                for (int t = 0; t < count; t++) {
+                    float v[4] = {};
+                    #pragma unroll 1
+                    for (int b = 0; b < NU; b++) {
+                        if (b || (t ? NU > 1 : unit != su0 || sub)) { __syncwarp(); fetch_up(area, E, q, b); cp_async_commit(); }
+                        cp_async_wait<0>();
+                        __syncwarp();
+                        if (q < QU) dot_up(area, t, b, v);
+                    }
+                    end_up(area, v, t, q, sm->hidden[t]);
+                }
             }
-            if (CORRECTED && e < E) v += correction[e];
-            const int at = i % THIRTIES * TOP;
-            sort32<TOP>(e < E ? pick_key(v) : 0u, e, lane, sm->keys[t] + at, sm->who[t] + at);
+            __syncthreads();
+            for (int i = warp; i < count * (UO / 32); i += W) give_hidden(sm->hidden[i / (UO / 32)], i / (UO / 32), TOP, unit, i % (UO / 32));
+            __syncthreads();
         }
-        for (int i = THIRTIES * TOP + tid % 4; tid < 4 * count && i < CANDIDATES; i += 4) sm->keys[tid / 4][i] = 0u;
-        __syncthreads();
-        #pragma unroll 1
-        for (int i = tid; i < count * THIRTIES * TOP; i += THREADS) {
-            const int t = i / (THIRTIES * TOP), c = i % (THIRTIES * TOP), rank = candidate_rank<CANDIDATES>(sm->keys[t], c);
-            if (rank < TOP) sm->ids[t * TOP + rank] = sm->who[t][c];
-        }
-        __syncthreads();
     }
-    const int mine = W - 1 - warp;  // weights: a warp to a row, from the last
+
+    float4 near[N / 4];  // logits: a warp to a row, from the last
+    const int mine = W - 1 - warp;
+    if ((STEPS & 6) && mine < count) {
+        gather4<N / 4, FUSED>(near, logits + mine * LD, lane * N, 4, E);
+        pick<E, TOP, SCORE, N>((const float*)near, correction, lane, sm->ids + mine * TOP, sm->room[mine]);
+    }
+    if (STEPS & 6) __syncthreads();
 
     // The pipelines: item i is batch i % NU (ND) of a warp's i / NU-th four rows
     const int ups = (STEPS & 2) ? count * TOP * UN : 0, items = block < ups ? (ups - block + BLOCKS - 1) / BLOCKS * SUB * NU : 0;
@@ -324,15 +318,13 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) moe(const unsigned char* __
         }
         cp_async_commit();
     };
-    #pragma unroll 1
+    #pragma unroll
     for (int i = 0; i < SU; i++) issue_up(i);
     if (AHEAD) issue_down(0);
     if (FUSED) {
         pdl_trigger();
         const float4 e = make_float4(__uint_as_float(EMPTY), __uint_as_float(EMPTY), __uint_as_float(EMPTY), __uint_as_float(EMPTY));
-        #pragma unroll 1
         for (int i = block * THREADS + tid; i < ROWS * LD / 4; i += BLOCKS * THREADS) ((float4*)old_logits)[i] = e;
-        #pragma unroll 1
         for (int i = block * THREADS + tid; i < ROWS * MID; i += BLOCKS * THREADS) old_mid[i] = e.x;
     }
     float residual = 0.f;
@@ -343,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) moe(const unsigned char* __
     if ((STEPS & 4) && mine < count) {  // weights of the picked
         const float* p = logits + mine * LD;
         const int id = sm->ids[mine * TOP + (lane < TOP ? lane : 0)];
-        float share = pick_weight<E, TOP, SCORE, RENORM>(p, __ldcg(p + id), scaling, lane);
+        float share = pick_weight<E, TOP, SCORE, RENORM, N>((const float*)near, __ldcg(p + id), scaling, lane);
         if (per_expert) share = __fmul_rn(share, per_expert[id]);
         if (lane < TOP) {
             sm->share[mine][lane] = share;
@@ -351,7 +343,9 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) moe(const unsigned char* __
             if (weights && !block) weights[mine * TOP + lane] = share;
         }
         if (SHARED && lane == TOP) {
-            sm->share[mine][TOP] = GATE ? logistic(take<FUSED>(p + LD - 4)) : 1.f;
+            float4 one = make_float4(0.f, 0.f, 0.f, 0.f);
+            if (GATE) gather4<1, FUSED>(&one, p + 32 * N, 0, 4, 1);
+            sm->share[mine][TOP] = GATE ? logistic(one.x) : 1.f;
         }
     }
 
@@ -371,48 +365,20 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) moe(const unsigned char* __
             issue_up(i + SU);
             if (i % NU == NU - 1 && sub == SUB - 1) {
                 __syncthreads();
-                #pragma unroll 1
                 for (int c = (warp + k) % W; c < UO / 32; c += W) give_hidden(sm->hidden[k % 2], pick / TOP, pick % TOP, unit, c);
             }
-        }
-    }
-
-    if (SHARED && (STEPS & 2)) {
-        if (items) __syncthreads();  // somebody may still read the last hidden values
-        #pragma unroll 1
-        for (int unit = su0; unit < UN; unit += TAKERS) {
-            #pragma unroll 1
-            for (int sub = 0; sub < SUB; sub++) {
-                const int q = (unit * SUB + sub) * W + warp;
-                #pragma unroll 1
-                for (int t = 0; t < count; t++) {
-                    float v[4] = {};
-                    #pragma unroll 1
-                    for (int b = 0; b < NU; b++) {
-                        if (b || (t ? NU > 1 : !idle || unit != su0 || sub)) { __syncwarp(); fetch_up(area, E, q, b); cp_async_commit(); }
-                        cp_async_wait<0>();
-                        __syncwarp();
-                        if (q < QU) dot_up(area, t, b, v);
-                    }
-                    end_up(area, v, t, q, sm->hidden[t]);
-                }
-            }
-            __syncthreads();
-            #pragma unroll 1
-            for (int i = warp; i < count * (UO / 32); i += W) give_hidden(sm->hidden[i / (UO / 32)], i / (UO / 32), TOP, unit, i % (UO / 32));
-            __syncthreads();
         }
     }
 
     if (STEPS & 4) {
         cp_async_wait<0>();
         __syncwarp();
-        #pragma unroll 1
+        #pragma unroll
         for (int i = AHEAD; i < SD; i++) issue_down(i);
         // Batch b of the product with the hidden values of pick p of row t, as soon as they are there; and its end
         auto dot_down = [&](unsigned char* place, int t, int p, int b, float* v) {
             const float *at = mid + t * MID + p * CP * 16, *scales = mid + t * MID + (PICKS * 16 + p) * CP;
-            #pragma unroll 1
+            #pragma unroll
             for (int j = 0; j < BD; j++) {
                 const int c = LEAST((b * BD + j) * G + lane % G, CD - 1);
                 float4 h[4];
@@ -443,7 +409,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) moe(const unsigned char* __
                     end_down(place, v, t, TOP, u);
                 }
         };
-        if (KEEP) shared_down();
+        if (KEEP) shared_down();  // its hidden values were the first to be given
         float v[4];
         #pragma unroll 1
         for (int i = 0; i < downs; i++) {
@@ -458,7 +424,6 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) moe(const unsigned char* __
         }
         if (SHARED && !KEEP) { cp_async_wait<0>(); __syncwarp(); shared_down(); }
         __syncthreads();
-        #pragma unroll 1
         for (int i = tid; i < count * OUTS; i += THREADS) {
             const int t = i / OUTS, o = block * OUTS + i % OUTS;
             if (o >= H) continue;

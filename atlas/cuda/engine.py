@@ -122,7 +122,7 @@ class CardEngine(Engine):
         "A context in which arrays are made that live for a step only: graphs share their memory, and nobody else may have it"
         return nullcontext() if self.stream is None else self.card.xp.cuda.using_allocator(self.memory.malloc)
 
-# %% ../../nbs/33a_cuda.engine.ipynb #e9a2598b
+# %% ../../nbs/33a_cuda.engine.ipynb #66d431bb
 @patch
 def _body(self:CardEngine, n, longest, how):
     "What a decode step of `n` rows launches"
@@ -139,6 +139,7 @@ def _replay(self:CardEngine, n, longest, how):
         self._graphs[key] = Graph(lambda: self._body(n, longest, how), self.card, f'a step of {n} rows', stream=self.stream, warm=False)
     self._graphs[key]()
 
+# %% ../../nbs/33a_cuda.engine.ipynb #3d67227b
 @patch
 def _launch(self:CardEngine, plan)->Flight:
     "Begin a decode step"
@@ -206,7 +207,7 @@ def _first(self:CardEngine, plan):
         self.rows.seqs = []  # whoever was placed is so no more: the next step may have others
         return done,[self.card.download(a) for a in arrays]
 
-# %% ../../nbs/33a_cuda.engine.ipynb #4f942dd4
+# %% ../../nbs/33a_cuda.engine.ipynb #51b3969d
 @patch
 def _steady(self:CardEngine)->bool:
     "Will the next step have the sequences of the one in the air, and nobody else?"
@@ -237,6 +238,7 @@ def _accept(self:CardEngine, seqs, host)->list[Event]:
         if e.finish: self._leave(e.id)
     return events
 
+# %% ../../nbs/33a_cuda.engine.ipynb #d3a7db4e
 @patch
 def step(self:CardEngine)->list[Event]:
     "Do one step's work and say what came of it, or of the step before it"

@@ -15,7 +15,7 @@ from ..config import MoEConfig
 from ..core import AtlasError
 from .pack import Packed,row_order
 
-# %% ../../nbs/16a_cuda.experts.ipynb #9003d184
+# %% ../../nbs/16a_cuda.experts.ipynb #ceb17615
 _SHARED = 227<<10,99<<10 # Bytes of shared memory that a block may have: sm_90; others
 
 def _ceil(a, b): return -(-a//b)
@@ -32,8 +32,7 @@ def _sizes(d, rows, blocks, warps, deep, ahead):
     up = (min(_ceil(CU, 32), 2) if uv==4 else 1)*32*(16*uv+us)+32
     down = (min(_ceil(CD, G), 2) if dv==4 else 1)*32*(16*dv+ds)+32*T
     keep,area = d['SHARED'] and UB<=4 and dv==4,deep*up+down if ahead else max(deep*up, down)
-    cand = _up(_ceil(d['EXPERTS'], 32)*d['TOP_K'], 4) # Candidates that a block picks among
-    floats = rows*(CU+picks*UB*T*4+RB*segs+segs+picks+d['TOP_K']+2*cand)+max(2, rows)*UO
+    floats = rows*(CU+picks*UB*T*4+RB*segs+segs+picks+d['TOP_K']+64)+max(2, rows)*UO
     return _up(W*area+(UB*down if keep else 16)+16*rows*4*(CU+2)+4*floats, 16),_up(picks*CP*17, 4)
 
 # %% ../../nbs/16a_cuda.experts.ipynb #446be125
@@ -45,14 +44,14 @@ def _scratch(card, rows, ld, words, blocks):
 
 def _raw(a): return None if a is None else a.reshape(-1).view('uint8')
 
-# %% ../../nbs/16a_cuda.experts.ipynb #18e892cc
-def _defines(H, router, up, down, m, act, norm, shared, gate, corrected=False):
+# %% ../../nbs/16a_cuda.experts.ipynb #2d92d86e
+def _defines(H, router, up, down, m, act, norm, shared, gate):
     "Compile-time values of moe.cu that do not depend on rows or card"
     kb,wide,n = lambda p: p.s.shape[1] if p.fmt=='fp8' else 1,1 if act=='relu2' else 2,m.num_experts
     for p,shape,name in ((router,(n+gate,H),'router'), (up,(n+shared,wide*down.k,H),'up'), (down,(n+shared,H,down.k),'down')):
         if p.shape!=shape: raise AtlasError(f'moe: {name} is {list(p.shape)}, and should be {list(shape)}', param=name)
     if up.pair!=(wide>1): raise AtlasError(f'moe: gate and up rows are {"" if up.pair else "not "}interleaved, and the activation is {act}', param='up')
-    return dict(HIDDEN=H, INNER=down.k, EXPERTS=m.num_experts, TOP_K=m.top_k, SHARED=int(shared), GATE=int(gate), SCORE=m.score, CORRECTED=int(corrected), RENORM=int(m.renormalise), NORM=int(norm),
+    return dict(HIDDEN=H, INNER=down.k, EXPERTS=m.num_experts, TOP_K=m.top_k, SHARED=int(shared), GATE=int(gate), SCORE=m.score, RENORM=int(m.renormalise), NORM=int(norm),
         ACT=act, UP=up.fmt, DOWN=down.fmt, ROUTER=router.fmt, KB_UP=kb(up), KB_DOWN=kb(down))
 
 def _variant(card, d, rows, blocks):
@@ -80,7 +79,7 @@ def _small(x, gain, eps, router, up, down, m, shared, add, ids, weights, out):
     run('experts_up', (I//16,picks,R), 256, _raw(up.w), _raw(up.s), up.gs, logits, gain, x, float(eps), mid, n, HIDDEN=H, **d)
     run('experts_down', (H//16,R), 32*picks, _raw(down.w), _raw(down.s), down.gs, logits, mid, ids, weights, add, out, float(m.scaling), H, n, **d)
 
-# %% ../../nbs/16a_cuda.experts.ipynb #8843ab50
+# %% ../../nbs/16a_cuda.experts.ipynb #7409dc6c
 def moe(
     x, # [R, H] float32
     gain, # [H] of the norm, or None: `x` is normed
@@ -109,7 +108,7 @@ def moe(
     card,(R,H) = card_of(x),x.shape
     small = fused is None and gain is not None and _is_small(router, up, down, m, act, H) and not any(a is not None for a in (bias,correction,per_expert,up_bias,down_bias,router_gain))
     blocks,fused = blocks or card.multiprocessors,card.kind!='emulator' if fused is None else fused
-    d = _defines(H, router, up, down, m, act, gain is not None, shared, shared_gate, correction is not None)
+    d = _defines(H, router, up, down, m, act, gain is not None, shared, shared_gate)
     v,words = (dict(ROWS=8),0) if small else _variant(card, d, R, blocks); n = v['ROWS']
     scratch = None if small else _scratch(card, n, _up(m.num_experts, 128)+4, words, blocks)
     fixed = (_raw(router.w), bias, correction, per_expert, gain, gain if router_gain is None else router_gain)

@@ -56,7 +56,7 @@ def plan(
     W,split = min(((W,s) for W in dict(bf16=(8,), f16=(8,), f32=(4,)).get(fmt, (8,12,16)) for s in (1,2,4,6,8,12,16) if W%s==0 and s>=least), key=cycles)
     return W,split,min(-(-tiles//(W//split)), sms)
 
-# %% ../../nbs/12b_cuda.gemv.ipynb #ea9db346
+# %% ../../nbs/12b_cuda.gemv.ipynb #252cf013
 def gemv(
     x, # Rows, f32 [R, k]
     w:Packed, # [n, k]
@@ -85,6 +85,7 @@ def gemv(
 
 def _name(w): return w.fmt+('_tiled' if w.fmt=='fp8' and w.s.shape[1]>1 else '')
 
+# %% ../../nbs/12b_cuda.gemv.ipynb #11ae5760
 def _launch(card, x, w, gain, parts, extra, bias, gate, add, out, eps, group, act, limit, cap, width):
     "At most `MAX_ROWS` rows"
     fmt,k,rows,m = _name(w),w.k,1<<(len(x)-1).bit_length(),extra.n if extra else 0

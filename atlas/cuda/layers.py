@@ -26,7 +26,7 @@ from .mamba import mamba_step
 from .pack import Packed,join,pack,requantize,row_order
 from .scan import delta_many,mamba_many
 
-# %% ../../nbs/19b_cuda.layers.ipynb #4a3a66ed
+# %% ../../nbs/19b_cuda.layers.ipynb #966eb70b
 REQUANTIZED = ('nvfp4','fp8') # Formats in which projections can be stored anew
 
 class packer:
@@ -55,6 +55,7 @@ class packer:
         "Random numbers in place of a tensor in `fmt`"
         with self.card.use(): return invented(self.card, w.shape, self.anew(w) or _PACKED.get(fmt, 'f16'), w.pair, fmt=='FP8_BLOCK', crc32(w.name.encode()))
 
+# %% ../../nbs/19b_cuda.layers.ipynb #b8b0a335
 def _paired(w, a):
     "The numbers `a` in the order of their matrix's rows"
     a = np.ascontiguousarray(a, np.float32)
@@ -157,7 +158,7 @@ def on_card(self:MLP, x, g, s:Step, add=None, **kw):
     h = project(s, x, self.gate_up_proj, g and g.weight, c.norm_eps, act=c.act, limit=c.act_limit)
     return project(s, h, self.down_proj, add=add, **kw)
 
-# %% ../../nbs/19b_cuda.layers.ipynb #7cda8181
+# %% ../../nbs/19b_cuda.layers.ipynb #dc232904
 @patch
 def prepare(self:MoE):
     "Make the shared expert the last of the bank, and its gate the last row of the router, where they fit"
@@ -182,6 +183,7 @@ class _Bare:
     bias = None
     def __init__(self, weight): self.weight = weight
 
+# %% ../../nbs/19b_cuda.layers.ipynb #52cc86b8
 @patch
 def mix(self:MoE, x, gain, s:Step, add=None, router_gain=None):
     "Routed and shared experts on rows `x` [R,H], normed with `gain`; the router sees them normed with `router_gain`, if it has its own"
@@ -198,7 +200,7 @@ def mix(self:MoE, x, gain, s:Step, add=None, router_gain=None):
     seen = h if router_gain is None else rmsnorm(x, router_gain, c.norm_eps)
     ids,wts = route_many(seen, w.weight, bias, cor, per, m.top_k, m.score, m.renormalise, m.scaling, shared=(1 if m.shared_gate else 2) if self._joined else 0)
     if s.routes is not None: s.routes.append((ids[:,:m.top_k],wts[:,:m.top_k]))
-    return experts_many(h, ids, wts, e.gate_up_proj, e.down_proj, c.act, c.act_limit, ub, db, add, (b.seq>=0).view('uint8'))
+    return experts_many(h, ids, wts, e.gate_up_proj, e.down_proj, c.act, c.act_limit, ub, db, add, b.seq)
 
 @patch
 def on_card(self:MoE, x, g, s:Step, add=None):

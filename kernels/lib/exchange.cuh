@@ -33,17 +33,6 @@ __device__ __forceinline__ float4 peek4(const float* p) {
 #endif
 }
 
-template <bool WAIT> __device__ __forceinline__ float take(const float* p) {
-    float v;
-    do {
-        v = WAIT ? peek1(p) : *p;
-#if !defined(__CUDA_ARCH__)
-        if (WAIT && !there(v)) __nanosleep(0);
-#endif
-    } while (WAIT && !there(v));
-    return v;
-}
-
 // v[i], i < COUNT: the four words at `first` + i*`step`; from `limit` on there are none, and zeros instead. And the word at `p1`, if any.
 // WAIT: until all are there.
 template <int COUNT, bool WAIT> __device__ __forceinline__ void gather4(float4* v, const float* p, int first, int step, int limit, const float* p1 = 0, float* v1 = 0) {

@@ -21,13 +21,11 @@ template <int N> __device__ __forceinline__ void copy_beside(void* to, const voi
     if (N == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(at), "l"(from), "r"(on ? 16 : 0) : "memory");
     else asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" :: "r"(at), "l"(from), "n"(N), "r"(on ? N : 0) : "memory");
 #else
-    emu::copy(to, from, N, on);
+    for (int i = 0; i < N; i++) ((unsigned char*)to)[i] = on ? ((const unsigned char*)from)[i] : 0;
 #endif
 }
 
 namespace quads {
-// The first of four sums is done, the next comes first: for a loop over rows that a kernel may or may not unroll.
-__device__ __forceinline__ void turn_on(float* y, float done) { y[0] = y[1]; y[1] = y[2]; y[2] = y[3]; y[3] = done; }
 typedef const unsigned char* Bytes;
 
 // A chunk's place: 16-byte pieces [VECTORS][32 lanes], then scales [32 lanes].
@@ -52,7 +50,7 @@ struct nvfp4 : Place<4, 8> {
     static __device__ __forceinline__ void dot(unsigned char* p, const uint4* x, float z, float* y) {
         const uint2 s = *(const uint2*)scales(p);
         #pragma unroll
-        for (int r = 0; r < 4; r++) turn_on(y, fmaf(nvfp4_chunk(*vector(p, r), nvfp4_scales(s, r), (const __half2*)x), z, y[0]));
+        for (int r = 0; r < 4; r++) y[r] = fmaf(nvfp4_chunk(*vector(p, r), nvfp4_scales(s, r), (const __half2*)x), z, y[r]);
     }
 };
 struct mxfp4 : Place<4, 4> {
@@ -72,7 +70,7 @@ struct mxfp4 : Place<4, 4> {
             const float f = __uint_as_float(e == 0 ? 0x400000u : e == 255 ? 0x7FFFFFFFu : e << 23);
             const float2 u = __half22float2(nvfp4_word(w.y, h + 4, nvfp4_word(w.x, h, zero)));
             const float2 v = __half22float2(nvfp4_word(w.w, h + 12, nvfp4_word(w.z, h + 8, zero)));
-            turn_on(y, fmaf(__fmul_rn(__fadd_rn(u.x + u.y, v.x + v.y), z), f, y[0]));
+            y[r] = fmaf(__fmul_rn(__fadd_rn(u.x + u.y, v.x + v.y), z), f, y[r]);
         }
     }
 };
@@ -95,6 +93,7 @@ struct fp8 : Place<8, 16> {  // products of eight below 8 * 448 * 16 = 57,344
     }
     static __device__ __forceinline__ void dot(unsigned char* p, const uint4* x, float z, float* y) {
         const __half2* h = (const __half2*)x;
+        const float4 s = *(const float4*)scales(p);
         #pragma unroll
         for (int r = 0; r < 4; r++) {
             float sum = 0.f;
@@ -107,7 +106,7 @@ struct fp8 : Place<8, 16> {  // products of eight below 8 * 448 * 16 = 57,344
                 const float2 f = __half22float2(a);
                 sum += f.x + f.y;
             }
-            turn_on(y, fmaf(__fmul_rn(sum, z), ((const float*)scales(p))[r], y[0]));
+            y[r] = fmaf(__fmul_rn(sum, z), (&s.x)[r], y[r]);
         }
     }
 };
@@ -132,7 +131,7 @@ template <bool BF16> struct wide : Place<16, 0> {
                     sum = fmaf(u.y, v.y, fmaf(u.x, v.x, sum));
                 }
             }
-            turn_on(y, fmaf(sum, z, y[0]));
+            y[r] = fmaf(sum, z, y[r]);
         }
     }
 };
