@@ -1,5 +1,5 @@
 // The state of a gated delta net from tile to tile (64 positions) of each sequence of a prefill step, and what every row reads from it, before norm and gate
-// (gated_norm.cu). Parallel over sequences, heads and 16 columns; its operands are prepared by delta_prep.cu. See lib/scan.cuh.
+// (gated_norm.cu). Parallel over sequences, heads and 16 columns a warp; its operands are prepared by delta_prep.cu. See lib/scan.cuh.
 //   q        : [tiles, kh, qf]        u32   fragments of q (lib/limbs.cuh)
 //   k        : [tiles, kh, qf]        u32   of k
 //   w        : [tiles, vh, qf]        u32   of T (beta G k), qf = 64*DK
@@ -14,7 +14,7 @@
 //   tile_seq, tile_lo, tile_hi : [tiles] i32   sequence of a tile (-1: none), its real rows lo..hi-1
 //   y        : [r, vhd]               f32   real rows are written, vhd = vh*DV
 //   -D DK= DV= (multiples of 32) WARPS= (1 or 2: columns/16 of a block)
-//   launch: <<<(vh*DV/16/WARPS, seqs), 64*WARPS (32*WARPS where DK is no multiple of 32), RING*8192 + 2048 + WARPS*(DK + 128)*64>>>
+//   launch: <<<(vh*DV/16/WARPS, seqs), 32*WARPS, RING*8192 + 2048>>>
 #include "lib/scan.cuh"
 #ifndef DK
 #define DK 128
@@ -25,26 +25,23 @@
 #ifndef WARPS
 #define WARPS 2
 #endif
-constexpr int THREADS = 32 * WARPS * (DK % 32 ? 1 : 2);
 
-extern "C" __global__ void __launch_bounds__(THREADS) delta_many(const unsigned* __restrict__ q, const unsigned* __restrict__ k, const unsigned* __restrict__ w,
+extern "C" __global__ void __launch_bounds__(32 * WARPS) delta_many(const unsigned* __restrict__ q, const unsigned* __restrict__ k, const unsigned* __restrict__ w,
         const float* __restrict__ u, const unsigned* __restrict__ p, const float* __restrict__ scal, float* rec, const int* __restrict__ first,
         const int* __restrict__ starts, const int* __restrict__ state_in, const int* __restrict__ state_out, const int* __restrict__ tile_seq,
         const int* __restrict__ tile_lo, const int* __restrict__ tile_hi, float* y, int tiles, int kh, int vh) {
-    typedef Scan<DK, WARPS, true> Pass;
-    constexpr int PARTS = DV / 16 / WARPS, NT = Pass::OWN;
+    constexpr int PARTS = DV / 16 / WARPS, NT = DK / 8;
     DYNAMIC_SHARED(uint4, room);
-    const int lane = threadIdx.x % 32, head = blockIdx.x / PARTS, s = blockIdx.y, col = (blockIdx.x % PARTS * WARPS + threadIdx.x / 32 % WARPS) * 16;
+    const int lane = threadIdx.x % 32, head = blockIdx.x / PARTS, s = blockIdx.y, col = (blockIdx.x % PARTS * WARPS + threadIdx.x / 32) * 16;
     const int key = head / (vh / kh), f = first[s] / TILE;
     int end = f;
     while (end < tiles && tile_seq[end] == s) end++;
-    Pass scan;
+    Scan<DK, WARPS, true> scan;
     scan.w = (const uint4*)w + (size_t)head * DK * 16; scan.q = (const uint4*)q + (size_t)key * DK * 16; scan.k = (const uint4*)k + (size_t)key * DK * 16;
     scan.u = (const uint4*)u + ((size_t)head * (DV / 16) + blockIdx.x % PARTS * WARPS) * 256; scan.p = (const uint4*)p + (size_t)head * 1024;
     scan.scal = scal + (size_t)head * 2 * TILE;
     scan.step = vh; scan.key_step = kh; scan.u_step = vh * (DV / 16);
     scan.ring = room; scan.factors = (float (*)[2 * TILE])(room + RING * STAGE);
-    scan.shown = room + RING * STAGE + 128 + threadIdx.x / 32 % WARPS * (DK / 16 + 8) * 64 + lane; scan.half = threadIdx.x / 32 / WARPS;
     scan.start(f, end);
     float S[NT][4] = {};
     if (starts[s]) {
@@ -52,19 +49,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_many(const unsigned*
         #pragma unroll
         for (int i = 0; i < NT; i++)
             #pragma unroll
-            for (int j = 0; j < 4; j++) S[i][j] = state_at<DK, false>(from, DV, i + scan.half * NT, j);
+            for (int j = 0; j < 4; j++) S[i][j] = state_at<DK, false>(from, DV, i, j);
     }
-    scan.show_state(S);
     #pragma unroll 1
     for (int t = f; t < end; t++) {
-        float o[Pass::ROWS][4];
+        float o[8][4];
         scan.tile_step(t, S, o, 0.f);
         const int lo = tile_lo[t], hi = tile_hi[t], keep = state_out[t * TILE + hi - 1];
         #pragma unroll
-        for (int i = 0; i < Pass::ROWS; i++)
+        for (int i = 0; i < 8; i++)
             #pragma unroll
             for (int j = 0; j < 4; j++) {
-                const int row = 8 * (i + scan.half * Pass::ROWS) + lane % 4 * 2 + j % 2;
+                const int row = 8 * i + lane % 4 * 2 + j % 2;
                 if (row >= lo && row < hi) y[((size_t)t * TILE + row) * vh * DV + head * DV + col + lane / 4 + j / 2 * 8] = o[i][j];
             }
         if (keep >= 0) {
@@ -72,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_many(const unsigned*
             #pragma unroll
             for (int i = 0; i < NT; i++)
                 #pragma unroll
-                for (int j = 0; j < 4; j++) state_at<DK, false>(to, DV, i + scan.half * NT, j) = S[i][j];
+                for (int j = 0; j < 4; j++) state_at<DK, false>(to, DV, i, j) = S[i][j];
         }
     }
 }

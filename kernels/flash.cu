@@ -13,8 +13,8 @@
 //   sinks    : [heads]                f32   or null: one more logit for each head, without a value
 //   out      : [r, qd]                f32   qd = heads*DIM; zeros in rows that are not real
 //   window 0: none
-//   -D DIM= (head size, a multiple of 16) DB= (columns of a warp: DIM, or a part of it) HB= (heads of a block) KEYS= (of a piece) BLOCKS= (on a multiprocessor) FORMAT=
-//   launch: <<<(heads/HB, tiles), 128*HB*DIM/DB, 64*HB*(2*DIM+16) + KEYS*(4*DIM+32) + 56*KEYS>>>
+//   -D DIM= (head size, a multiple of 16) DB= (columns of a warp: DIM, or a part of it) HB= (heads of a block) KEYS= (of a piece) FORMAT=
+//   launch: <<<(heads/HB, tiles), 128*HB*DIM/DB, 64*HB*(2*DIM+16) + KEYS*(4*DIM+32) + 24*KEYS>>>
 #include "lib/async.cuh"
 #include "lib/halves.cuh"
 #include "lib/kvcache.cuh"
@@ -31,24 +31,21 @@
 #ifndef KEYS
 #define KEYS 64
 #endif
-#ifndef BLOCKS
-#define BLOCKS 1
-#endif
 #ifndef FORMAT
 #define FORMAT 0
 #endif
 constexpr int TILE = 64, THREADS = 128 * HB * (DIM / DB), STEP = 2 * DIM + 16;  // bytes of a row: sixteen more than needed, against bank conflicts
 #define NONE __int_as_float(0xFF800000)  // minus infinity; NVRTC knows no INFINITY
 
-// A piece of keys or values on its way to shared memory, as fp16 rows. `from`: where a row begins, null: zeros. Rows of the cache are converted where they
-// arrive, by the thread that has fetched them, so nobody need wait in between; formats that are not 16 bits are fetched only then.
-__device__ __forceinline__ void fetch(unsigned char* to, const unsigned char* const* from, const int* slots) {
-    #pragma unroll
-    for (int j = 0; j < KEYS * (DIM / 8); j += THREADS) {
-        const int i = j + threadIdx.x, r = i / (DIM / 8), c = i % (DIM / 8);
-        if (KEYS * (DIM / 8) % THREADS && r >= KEYS || FORMAT && slots[r] >= 0) continue;
-        const unsigned char* p = from[r];
-        cp_async16_or_zero(to + r * STEP + c * 16, p + c * 16, p);
+// A piece of keys or values on its way to shared memory, as fp16 rows. A slot of the cache, or -1: nobody looks, zeros, or -2-r: row r of this step. A thread
+// converts what it has fetched itself, so nobody need wait in between.
+__device__ __forceinline__ void fetch(unsigned char* to, const unsigned char* pool, const __half* own, const int* slots, int kv, int head) {
+    for (int i = threadIdx.x; i < KEYS * (DIM / 8); i += THREADS) {
+        const int r = i / (DIM / 8), c = i % (DIM / 8), s = slots[r];
+        if (FORMAT && s >= 0) continue;
+        const void* from = pool;
+        if (s != -1) from = s < 0 ? (const void*)(own + ((size_t)(-2 - s) * kv + head) * DIM + c * 8) : (const void*)(pool + (((size_t)s * kv + head) * DIM + c * 8) * 2);
+        cp_async16_or_zero(to + r * STEP + c * 16, from, s != -1);
     }
 }
 __device__ __forceinline__ void finish(unsigned char* to, const unsigned char* pool, const unsigned char* sub, const int* slots, const float* scales, int kv, int head) {
@@ -69,7 +66,7 @@ __device__ __forceinline__ void finish(unsigned char* to, const unsigned char* p
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) flash(const __half* __restrict__ q, const __half* __restrict__ kf, const __half* __restrict__ vf,
+extern "C" __global__ void __launch_bounds__(THREADS) flash(const __half* __restrict__ q, const __half* __restrict__ kf, const __half* __restrict__ vf,
         const float* __restrict__ qkv, const unsigned char* __restrict__ k, const float* __restrict__ k_scale, const unsigned char* __restrict__ k_sub,
         const unsigned char* __restrict__ v, const float* __restrict__ v_scale, const unsigned char* __restrict__ v_sub, const int* __restrict__ tables,
         const int* __restrict__ starts, const int* __restrict__ tile_seq, const int* __restrict__ tile_start, const int* __restrict__ tile_lo,
@@ -78,29 +75,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) flash(const __half
     unsigned char *Q = room, *K = Q + TILE * HB * STEP, *V = K + KEYS * STEP;
     int (*slots)[KEYS] = (int (*)[KEYS])(V + KEYS * STEP);
     float (*scales)[2][KEYS] = (float (*)[2][KEYS])(slots + 2);
-    const unsigned char* (*rows)[2][KEYS] = (const unsigned char* (*)[2][KEYS])(scales + 2);
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, t = gridDim.y - 1 - blockIdx.y;  // the longest first
     const int h0 = blockIdx.x * HB, head = h0 / (heads / kv), seq = tile_seq[t], start = tile_start[t];
     const int lo = seq < 0 ? 0 : tile_lo[t], hi = seq < 0 ? 0 : tile_hi[t], length = start + hi, seen = window ? max(0, start - window + 1) : 0;
     const int begin = seen / TILE * TILE, pieces = hi ? (length - begin + KEYS - 1) / KEYS : 0, fresh = kf && hi ? starts[seq] : 1 << 30;
-    // Where the keys of piece i are: slots of the cache, or -1; their rows; their scales
+    // Slots of piece i, and their scales
     auto locate = [&](int i) {
         if (tid >= KEYS) return;
         const int p = begin + i * KEYS + tid;
         int s = -1;
-        const unsigned char *key = nullptr, *value = nullptr;
-        if (p >= seen && p < length) {
-            if (p >= fresh) {
-                const size_t at = ((size_t)(t * TILE + p - start) * kv + head) * DIM;
-                key = (const unsigned char*)(kf + at); value = (const unsigned char*)(vf + at);
-            } else {
-                s = tables[(size_t)seq * mb + p / bs] * bs + p % bs;
-                const size_t at = (size_t)s * kv + head;
-                key = k + at * KV_BYTES<FORMAT, DIM>; value = v + at * KV_BYTES<FORMAT, DIM>;
-                if (FORMAT) { scales[i % 2][0][tid] = kv_scale<FORMAT>(k_scale, at); scales[i % 2][1][tid] = kv_scale<FORMAT>(v_scale, at); }
-            }
+        if (p >= seen && p < length) s = p >= fresh ? -2 - (t * TILE + p - start) : tables[(size_t)seq * mb + p / bs] * bs + p % bs;
+        slots[i % 2][tid] = s;
+        if (FORMAT && s >= 0) {
+            scales[i % 2][0][tid] = kv_scale<FORMAT>(k_scale, (size_t)s * kv + head);
+            scales[i % 2][1][tid] = kv_scale<FORMAT>(v_scale, (size_t)s * kv + head);
         }
-        slots[i % 2][tid] = s; rows[i % 2][0][tid] = key; rows[i % 2][1][tid] = value;
     };
     if (pieces) {
         locate(0);
@@ -109,16 +98,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) flash(const __half
             cp_async16(Q + r * STEP + c * 16, q + (((size_t)t * TILE + r % TILE) * heads + h0 + r / TILE) * DIM + c * 8);
         }
         __syncthreads();
-        fetch(K, rows[0][0], slots[0]);
+        fetch(K, k, kf, slots[0], kv, head);
         cp_async_commit();
-        fetch(V, rows[0][1], slots[0]);
+        fetch(V, v, vf, slots[0], kv, head);
         cp_async_commit();
     }
     float o[DB / 8][4] = {}, top[2] = {NONE, NONE}, sum[2] = {};
     const int row0 = warp % 4 * 16 + lane / 4, c2 = lane % 4 * 2, from = warp / (4 * HB) * DB;
     const float unit = scale * 1.4426950408889634f;
     const unsigned char* mine = Q + (warp % (4 * HB) * 16 + lane % 16) * STEP + lane / 16 * 16;
-    const unsigned char *keys = K + (lane % 8 + lane / 16 * 8) * STEP + lane / 8 % 2 * 16, *values = V + lane % 16 * STEP + (from + lane / 16 * 8) * 2;
     #pragma unroll 1
     for (int i = 0; i < pieces; i++) {
         const int first = begin + i * KEYS;
@@ -127,21 +115,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) flash(const __half
         if (i + 1 < pieces) locate(i + 1);
         __syncthreads();
         float s[KEYS / 8][4] = {};
-        unsigned a[2][4], b[2][KEYS / 16][4];  // what the next products need is on its way while these are multiplied
-        auto load = [&](int e) {
-            ldmatrix_x4(a[e % 2], mine + e * 32);
-            #pragma unroll
-            for (int n = 0; n < KEYS / 16; n++) ldmatrix_x4(b[e % 2][n], keys + n * 16 * STEP + e * 32);
-        };
-        load(0);
         #pragma unroll
         for (int e = 0; e < DIM / 16; e++) {
-            if (e + 1 < DIM / 16) load(e + 1);
+            unsigned a[4];
+            ldmatrix_x4(a, mine + e * 32);
             #pragma unroll
-            for (int n = 0; n < KEYS / 8; n++) mma_f16(s[n], a[e % 2], b[e % 2][n / 2] + n % 2 * 2);
+            for (int n = 0; n < KEYS / 8; n += 2) {
+                unsigned b[4];
+                ldmatrix_x4(b, K + (n * 8 + lane % 8 + lane / 16 * 8) * STEP + (e * 16 + lane / 8 % 2 * 8) * 2);
+                mma_f16(s[n], a, b);
+                mma_f16(s[n + 1], a, b + 2);
+            }
         }
         __syncthreads();
-        if (i + 1 < pieces) fetch(K, rows[(i + 1) % 2][0], slots[(i + 1) % 2]);
+        if (i + 1 < pieces) fetch(K, k, kf, slots[(i + 1) % 2], kv, head);
         cp_async_commit();
         if (first + KEYS > start + 1 || (window && start + TILE > first + window))  // not all of it is seen by all rows
             #pragma unroll
@@ -175,19 +162,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) flash(const __half
         cp_async_wait<1>();
         if (first < fresh) finish(V, v, v_sub, slots[i % 2], scales[i % 2][1], kv, head);
         __syncthreads();
-        constexpr int N = DB / 16;
-        unsigned w[3][4];
-        auto values_at = [&](int j) { ldmatrix_x4_trans(w[j % 3], values + j / N * 16 * STEP + j % N * 32); };
-        values_at(0);
-        values_at(1);
         #pragma unroll
-        for (int j = 0; j < KEYS / 16 * N; j++) {
-            if (j + 2 < KEYS / 16 * N) values_at(j + 2);
-            mma_f16(o[j % N * 2], p[j / N], w[j % 3]);
-            mma_f16(o[j % N * 2 + 1], p[j / N], w[j % 3] + 2);
-        }
+        for (int e = 0; e < KEYS / 16; e++)
+            #pragma unroll
+            for (int n = 0; n < DB / 8; n += 2) {
+                unsigned b[4];
+                ldmatrix_x4_trans(b, V + (e * 16 + lane % 16) * STEP + (from + n * 8 + lane / 16 * 8) * 2);
+                mma_f16(o[n], p[e], b);
+                mma_f16(o[n + 1], p[e], b + 2);
+            }
         __syncthreads();
-        if (i + 1 < pieces) fetch(V, rows[(i + 1) % 2][1], slots[(i + 1) % 2]);
+        if (i + 1 < pieces) fetch(V, v, vf, slots[(i + 1) % 2], kv, head);
         cp_async_commit();
     }
     const int h = h0 + warp / 4 % HB;

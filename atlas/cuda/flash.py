@@ -12,12 +12,12 @@ from ..card import card_of,run
 from ..core import DeviceError
 from ..ops.linear import TILE
 
-# %% ../../nbs/13b_cuda.flash.ipynb #9ed28b3e
+# %% ../../nbs/13b_cuda.flash.ipynb #c80c3d0e
 def _cut(card, d, share):
     "Heads and warps of a block, columns of a warp, keys of a piece, and shared memory"
     most,db = 227<<10 if card.arch=='sm_90a' else 99<<10,min(d, 256)
     for heads,keys in ((2,64),(2,48),(2,32),(1,64),(1,48),(1,32),(1,16)):
-        room = heads*TILE*(2*d+16)+keys*(4*d+32+56)
+        room = heads*TILE*(2*d+16)+keys*(4*d+32+24)
         if room<=most and (heads==1 or share%2==0 and d<=256): return heads,4*heads*d//db,db,keys,room
     raise DeviceError(f'{card.name} has no shared memory for heads of {d} elements')
 

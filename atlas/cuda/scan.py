@@ -11,7 +11,7 @@ __all__ = ['delta_many', 'mamba_many']
 from ..card import card_of,run
 from ..ops.linear import TILE
 
-# %% ../../nbs/14b_cuda.scan.ipynb #92570733
+# %% ../../nbs/14b_cuda.scan.ipynb #273ecd55
 def _rows(b): return b.first,b.starts,b.state_in,b.state_out,b.tile_seq,b.tile_lo,b.tile_hi
 
 def _room(dk, dv, more):
@@ -20,8 +20,8 @@ def _room(dk, dv, more):
 
 def _pass(name, heads, dv, b, *args, **sizes):
     "The kernel that carries states from tile to tile"
-    n,dk = 2 if dv%32==0 else 1,sizes['DK']  # sixteens of columns a block
-    run(name, (heads*dv//16//n, b.num_seqs), 32*n*(1 if dk%32 else 2), *args, shared=8*8192+2048+64*n*(dk+128), pdl=False, WARPS=n, DV=dv, **sizes)
+    n = 2 if dv%32==0 else 1  # warps a block
+    run(name, (heads*dv//16//n, b.num_seqs), 32*n, *args, shared=11*8192+2048, pdl=False, WARPS=n, DV=dv, **sizes)
 
 def _finish(y, x, at, norm_w, b, n, eps, gate):
     "Norm and gate in place, zeros in padding rows; the gates begin at column `at` of x"

@@ -1,17 +1,16 @@
 #pragma once
-// What the two recurrent layers' prefill shares: the state's way from tile to tile (64 positions) of a sequence. Two warps own 16 columns of a head's state,
-// half of its rows each, and keep them, transposed, in the registers that a product leaves its sums in, which is also the layout that the next product
-// takes its left operand in: they show each other what they have, and a lane reads what the same lane of the other has written. What is read
-// besides (prepared by delta_prep or mamba_prep) comes through a ring in shared memory, whose barriers order the showing as well.
+// What the two recurrent layers' prefill shares: the state's way from tile to tile (64 positions) of a sequence. A warp owns 16 columns of a head's state and
+// keeps them, transposed (16 x KD), in the registers that a product leaves its sums in, which are also the registers that the next product takes its
+// left operand from. So warps never talk to each other; what they read (prepared by delta_prep or mamba_prep) comes through a ring in shared memory.
 //   O = G (Q S) + P N,   S = G[63] S + K' (E N),   N = U - W S (delta) or U (Mamba)
 // Fragments (lib/limbs.cuh) of a tile: q, w [KD/16][8]: column tiles of 8 rows of the tile; p [4][8]; k [4][KD/8]: column tiles of 8 of KD. u: [16 columns][8], sums.
 #include "lib/limbs.cuh"
 #include "lib/async.cuh"
 
-constexpr int TILE = 64, RING = 8, STAGE = 16 * 32;  // stages of the ring; 16 fragments a stage, in units of 16 bytes
+constexpr int TILE = 64, RING = 11, STAGE = 16 * 32;  // stages of the ring; 16 fragments a stage, in units of 16 bytes
 
 template <int KD, int NW, bool DELTA> struct Scan {
-    static constexpr int KS = KD / 16, NT = KD / 8, SPLIT = KD % 32 ? 1 : 2, OWN = NT / SPLIT, ROWS = 8 / SPLIT, THREADS = 32 * NW * SPLIT;
+    static constexpr int KS = KD / 16, NT = KD / 8, THREADS = 32 * NW;
     static constexpr int SA = DELTA ? KS : (KS + 1) / 2, SU = (NW * 8 + 15) / 16, SP = 2, SK = (4 * NT + 15) / 16, STAGES = SA + SU + SP + SK;
     static_assert(SU == 1, "at most two warps");
     const uint4 *w, *q, *u, *p, *k;  // of this head (or its key head) in tile 0 of the step
@@ -19,8 +18,6 @@ template <int KD, int NW, bool DELTA> struct Scan {
     int step, key_step, u_step;      // from a tile to the next: heads, key heads in a tile, and u's fragments
     uint4 *ring, *slot;              // of the ring: its begin, and what is read next
     float (*factors)[2 * TILE];      // of four tiles
-    uint4* shown;                    // what the warps of 16 columns show each other: S, N and E N as left operands, [KS + 8][2][32]
-    int half;
     int end;                         // tiles
 
     template <int N> __device__ __forceinline__ void copy(uint4* to, const uint4* from) {
@@ -57,47 +54,34 @@ template <int KD, int NW, bool DELTA> struct Scan {
         slot = slot == ring + (RING - 1) * STAGE ? ring : slot + STAGE;
         return r;
     }
-    // Products of N column tiles with the fragments at b
-    template <int N> static __device__ __forceinline__ void some(float (*c)[4], const Limbs& a, const uint4* b, int from = 0) {
-        uint4 f[N];
+    // Products of eight column tiles with the fragments at b
+    static __device__ __forceinline__ void eight(float (*c)[4], const Limbs& a, const uint4* b, int from = 0) {
+        uint4 f[8];
         #pragma unroll
-        for (int n = 0; n < N; n++) if (n >= from) f[n] = b[n * 32];
-        mma_limbs<N>(c, a, f, from);
+        for (int n = 0; n < 8; n++) if (n >= from) f[n] = b[n * 32];
+        mma_limbs<8>(c, a, f, from);
     }
-    __device__ __forceinline__ void show(int s, const float (*c)[4]) {
-        Limbs a;
-        a.of_sums(c[0], c[1]);
-        shown[s * 64] = make_uint4(a.hi[0], a.hi[1], a.hi[2], a.hi[3]);
-        shown[s * 64 + 32] = make_uint4(a.lo[0], a.lo[1], a.lo[2], a.lo[3]);
-    }
-    __device__ __forceinline__ Limbs see(int s) const {
-        const uint4 h = shown[s * 64], l = shown[s * 64 + 32];
-        return {{h.x, h.y, h.z, h.w}, {l.x, l.y, l.z, l.w}};
-    }
-    __device__ __forceinline__ void show_state(const float (*S)[4]) {
-        #pragma unroll
-        for (int i = 0; i < OWN / 2; i++) show(half * (OWN / 2) + i, S + 2 * i);
-    }
-    // S through tile `t`; o gets what it answered, [16 columns][ROWS*8 rows], and `skip` times u is added to it
+    // S through tile `t`; o gets what it answered, [16 columns][64 rows], and `skip` times u is added to it
     __device__ __forceinline__ void tile_step(int t, float (*S)[4], float (*o)[4], float skip) {
-        const int lane = threadIdx.x % 32, group = threadIdx.x / 32 % NW, mine = half * ROWS * 8 + lane % 4 * 2;
-        float n[ROWS][4] = {};
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c2 = lane % 4 * 2;
+        float n[8][4] = {};
         const uint4* st;
         #pragma unroll
-        for (int i = 0; i < ROWS; i++) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0.f;
+        for (int i = 0; i < 8; i++) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0.f;
         #pragma unroll
         for (int s = 0; s < KS; s++) {
+            Limbs a;
+            a.of_sums(S[2 * s], S[2 * s + 1]);
             if (DELTA || s % 2 == 0) st = next(t, DELTA ? s : s / 2);
-            const Limbs a = see(s);
-            if (DELTA) some<ROWS>(n, a, st + half * ROWS * 32 + lane);
-            some<ROWS>(o, a, st + (DELTA || s % 2 ? 256 : 0) + half * ROWS * 32 + lane);
+            if (DELTA) eight(n, a, st + lane);
+            eight(o, a, st + (DELTA || s % 2 ? 256 : 0) + lane);
         }
         st = next(t, SA);
         const float *G = factors[t % 4], *E = G + TILE;
         #pragma unroll
-        for (int i = 0; i < ROWS; i++) {
-            const float4 u = *(const float4*)(st + (group * 8 + half * ROWS + i) * 32 + lane);
-            const float g0 = G[8 * i + mine], g1 = G[8 * i + mine + 1];
+        for (int i = 0; i < 8; i++) {
+            const float4 u = *(const float4*)(st + (warp * 8 + i) * 32 + lane);
+            const float g0 = G[8 * i + c2], g1 = G[8 * i + c2 + 1];
             #pragma unroll
             for (int j = 0; j < 4; j++) {
                 const float v = (&u.x)[j];
@@ -106,43 +90,37 @@ template <int KD, int NW, bool DELTA> struct Scan {
             }
         }
         #pragma unroll
-        for (int i = 0; i < ROWS / 2; i++) show(KS + half * (ROWS / 2) + i, n + 2 * i);
-        #pragma unroll
-        for (int i = 0; i < ROWS; i++)
-            #pragma unroll
-            for (int j = 0; j < 4; j++) n[i][j] *= E[8 * i + mine + j % 2];
-        #pragma unroll
-        for (int i = 0; i < ROWS / 2; i++) show(KS + 4 + half * (ROWS / 2) + i, n + 2 * i);
-        #pragma unroll
         for (int s = 0; s < 4; s++) {  // rows 16s.. are seen by themselves and later ones
+            Limbs a;
+            a.of_sums(n[2 * s], n[2 * s + 1]);
             if (s % 2 == 0) st = next(t, SA + SU + s / 2);
-            const uint4* p = st + (s % 2 * 8 + half * ROWS) * 32 + lane;
-            const int from = 2 * s - half * ROWS;
-            if (SPLIT == 1) some<ROWS>(o, see(KS + s), p, 2 * s);
-            else if (from <= 0) some<ROWS>(o, see(KS + s), p);
-            else if (from == 2) some<ROWS>(o, see(KS + s), p, 2);
+            eight(o, a, st + s % 2 * 256 + lane, 2 * s);
         }
         const float last = G[TILE - 1];
         #pragma unroll
-        for (int i = 0; i < OWN; i++)
+        for (int i = 0; i < NT; i++)
             #pragma unroll
             for (int j = 0; j < 4; j++) S[i][j] *= last;
         #pragma unroll
-        for (int s = 0; s < 4; s++) {
-            const Limbs a = see(KS + 4 + s);
+        for (int i = 0; i < 8; i++)
             #pragma unroll
-            for (int b = 0; b < NT; b += NT < 16 ? NT : 16) {
+            for (int j = 0; j < 4; j++) n[i][j] *= E[8 * i + c2 + j % 2];
+        #pragma unroll
+        for (int s = 0; s < 4; s++) {
+            Limbs a;
+            a.of_sums(n[2 * s], n[2 * s + 1]);
+            #pragma unroll
+            for (int b = 0; b < NT; b += NT < 8 ? NT : 8) {
                 const int f = s * NT + b;
                 if (f % 16 == 0) st = next(t, SA + SU + SP + f / 16);
-                // of these tiles, own ones: all of a half, where a half is no more than a stage
-                if (NT <= 16) some<OWN>(S, a, st + (f % 16 + half * OWN) * 32 + lane);
-                else if (b / OWN == half) {
-                    some<8>(S + b % OWN, a, st + lane);
-                    some<8>(S + b % OWN + 8, a, st + 256 + lane);
-                }
+                if constexpr (NT < 8) {
+                    uint4 r[NT];
+                    #pragma unroll
+                    for (int i = 0; i < NT; i++) r[i] = st[(f % 16 + i) * 32 + lane];
+                    mma_limbs<NT>(S, a, r);
+                } else eight(S + b, a, st + f % 16 * 32 + lane);
             }
         }
-        show_state(S);
     }
 };
 
