@@ -7,7 +7,7 @@ Docs: https://atlas-inference.github.io/atlas/model.html.md"""
 # %% auto #0
 __all__ = ['Batch', 'Piece', 'Media', 'make_batch', 'Decoder', 'build', 'plan', 'load_model', 'imagine']
 
-# %% ../nbs/20_model.ipynb #ce7a451b
+# %% ../nbs/20_model.ipynb #15cb6ca6
 import math
 import numpy as np
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from .ops.linear import TILE,embed,linear
 from .ops.norm import rmsnorm
 from .ops.rope import mrope_axes,rope_angles,rope_table
 from .cuda.gemv import embed as embed_rows,gemv,rmsnorm as norm_rows
-from .cuda.layers import packer
+from .cuda.layers import complete,packer
 
 # %% ../nbs/20_model.ipynb #3a1d063f
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def _media(pieces, at, pos, up):
     rows,values,deep = zip(*found)
     return up(pos3),(up(np.concatenate(rows)), up(np.concatenate(values)), [up(np.concatenate(d)) for d in zip(*deep)])
 
-# %% ../nbs/20_model.ipynb #2af44fcb
+# %% ../nbs/20_model.ipynb #7b9daba3
 class Decoder:
     "A whole model: `forward(batch, cache)` turns rows into logits"
     ignore = () # Patterns of tensors of the checkpoint that are left unread, beside `IGNORE`
@@ -170,6 +170,7 @@ class Decoder:
     def prepare(self):
         "Bring the layers' weights together as the kernels want them"
         for l in [*self.layers, *(self.mtp.layers if self.mtp else ())]: l.prepare()
+        complete(self)
 
 # %% ../nbs/20_model.ipynb #d819f782
 @patch

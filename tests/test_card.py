@@ -191,3 +191,14 @@ def test_a_steady_step_is_one_replay():
     e.add(asks(1, max_tokens=20)[0][0]); n = 0
     while e.has_work: n += len(e.step())
     assert n==20 and len(placed)==1 and len(e._graphs)==1
+
+def test_a_warm_engine_says_the_same():
+    "Trying every kind of step first, without launching and then with, leaves no trace in what is said"
+    want = serve(engine(models('qwen3.6-moe', 'nvfp4')[1]), asks(2))
+    kept = _models.pop(('qwen3.6-moe','nvfp4'))
+    try: e = engine(models('qwen3.6-moe', 'nvfp4')[1])
+    finally: _models['qwen3.6-moe','nvfp4'] = kept
+    e.warm()
+    assert all(np.isfinite(np.asarray(a)).all() for a in (*e.cache.rec.values(), *e.cache.conv.values()))
+    got = serve(e, asks(2))
+    assert {i:t.tokens for i,t in got.items()}=={i:t.tokens for i,t in want.items()}
