@@ -125,11 +125,11 @@ class LLM:
         self._ids,self._boxes,self._lock,self.load_seconds = itertools.count(),{},threading.RLock(),perf_counter()-t
     def __repr__(self): return f'LLM({self.name}: {self.model!r} on {self.device.name}, context {self.max_seq_len:,})'
 
-# %% ../nbs/45_llm.ipynb #6b84189f
+# %% ../nbs/45_llm.ipynb #4b45c8d9
 @patch
 def _load(self:LLM, ck, name, max_seq_len, max_num_seqs, kv_cache_memory, kv, show, parts, packed, quantization, head):
     "Weights, cache, tokenizer and template of the open checkpoint"
-    self.name,self.config,self.path,self.max_seq_len = name,ck.config,ck.path,_context(ck.config, max_seq_len)
+    self.name,self.config,self.path,self.max_seq_len,self._kv = name,ck.config,ck.path,_context(ck.config, max_seq_len),kv
     fit = lambda weights=0: fit_blocks(ck.config, ifnone(kv_cache_memory, _room(self.device, weights)), max_num_seqs, self.max_seq_len, **kv)
     fit(ck.nbytes if kv and not quantization else 0)  # what cannot fit now will not fit beside the weights
     self._tokenizer,self.template = _try_tokenizer(ck),load_template(ck)
@@ -325,7 +325,7 @@ def render(self:LLM, messages, tools=None, **kwargs)->str:
     if self.template is None: raise RequestError(f'{self.name} has no chat template', hint='Use generate, or a model made for chat')
     return self.template.render(messages, tools=tools, **kwargs)
 
-# %% ../nbs/45_llm.ipynb #3ff95d55
+# %% ../nbs/45_llm.ipynb #ce9f621f
 @dataclass
 class Trace:
     "One prompt's way through a model; T tokens"
@@ -350,8 +350,7 @@ def trace(self:LLM, ids, images=())->Trace:
 def _alone(self:LLM, ids, images=(), more=0, **kw):
     "A batch of `ids` that wants all logits, and a cache for it and `more` tokens"
     ids,_,pics = self._encode(ids, 0, images)
-    dtype = 'bf16' if self.device.kind!='cpu' else np.float32
-    cache = KVCache(self.config, self.device, self.cache.blocks_for(len(ids)+more), self.cache.pool.block_size, dtype, **kw)
+    cache = KVCache(self.config, self.device, self.cache.blocks_for(len(ids)+more), **dict(block_size=self.cache.pool.block_size)|self._kv|kw)
     piece = Piece(ids, 0, cache.pool.take(cache.pool.num_blocks), want=len(ids), keep=1, media=self.model.media(ids, pics))
     return make_batch([piece], True, cache.pool.block_size, self.device),cache
 

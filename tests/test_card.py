@@ -1,8 +1,10 @@
 "The kernels of whole models, on the emulator: every family and format against the host, rows that do not notice each other, and the engine's step."
 import numpy as np,pytest
+from pathlib import Path
 from types import SimpleNamespace
 from atlas.cache import KVCache
 from atlas.config import PRESETS
+from atlas.core import ConfigError,RequestError
 from atlas.cuda.engine import CardEngine
 from atlas.device import Host
 from atlas.emulator import Emulator,find_cxx
@@ -12,6 +14,7 @@ from atlas.model import Piece,imagine,load_model,make_batch
 from atlas.ops.sample import SamplingParams
 from atlas.scheduler import Request,Scheduler
 
+DATA = Path(__file__).parent/'data'
 pytestmark = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
 
 # Families at a size that a CPU can emulate; what makes each of them what it is, is kept
@@ -202,3 +205,28 @@ def test_a_warm_engine_says_the_same():
     assert all(np.isfinite(np.asarray(a)).all() for a in (*e.cache.rec.values(), *e.cache.conv.values()))
     got = serve(e, asks(2))
     assert {i:t.tokens for i,t in got.items()}=={i:t.tokens for i,t in want.items()}
+
+# Options
+
+def test_options_of_a_card_are_refused_on_the_host():
+    from atlas import LLM
+    for k,v in dict(quantization='nvfp4', lm_head_dtype='fp8', kv_cache_dtype='fp8', kv_high_precision_layers=2).items():
+        with pytest.raises(RequestError, match=k): LLM(str(DATA/'smollm2-tied'), 'cpu', **{k:v})
+
+@pytest.mark.parametrize('how', [dict(quantization='nvfp4'), dict(quantization='fp8', lm_head_dtype='nvfp4'), dict(kv_cache_dtype='fp8'), dict(kv_cache_dtype='nvfp4', kv_high_precision_layers=1)], ids=str)
+def test_fewer_bits(how):
+    "Requantised weights and caches are near what they stand for, and smaller"
+    from atlas import LLM
+    one = lambda **kw: LLM(str(DATA/'smollm2-tied'), Emulator(), max_seq_len=128, max_num_seqs=1, **kw)
+    plain,small = one(),one(**how)
+    ids = [i%150 for i in ids_of(40)]; a,b = plain.logits(ids),small.logits(ids)
+    assert np.isfinite(b).all() and np.linalg.norm(b-a)<.5*np.linalg.norm(a)
+    if 'quantization' in how: assert small.model.layers[0].mixer.qkv_proj.weight.fmt==how['quantization'] and small.model.embed_tokens.weight.fmt not in ('nvfp4','fp8')
+    else: assert small.cache.bytes_per_token<plain.cache.bytes_per_token
+    p = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    assert len(small.generate(ids, p).token_ids)==4
+
+def test_unknown_formats_are_refused():
+    from atlas import LLM
+    for k in ('quantization','lm_head_dtype','kv_cache_dtype'):
+        with pytest.raises(ConfigError, match='int3'): LLM(str(DATA/'smollm2-tied'), Emulator(), max_seq_len=128, max_num_seqs=1, **{k:'int3'})
