@@ -23,7 +23,7 @@ from ..ops.sample import Sampled
 from ..scheduler import Plan
 from ..variants import make_ready
 
-# %% ../../nbs/33a_cuda.engine.ipynb #e2737723
+# %% ../../nbs/33a_cuda.engine.ipynb #f063a8b2
 def bucket(n:int, least:int=1)->int:
     "The smallest power of two from `least` on that `n` fits in"
     return max(least, 1<<max(0, n-1).bit_length())
@@ -38,13 +38,15 @@ class Rows:
         self.seq,self.state_out,self.lanes = (i32(np.full(n, -1)) for _ in range(3))
         self.counts,self.first,self.slots = i32(np.ones(n)),i32(np.arange(n+1)),card.upload(np.full(n, -1, np.int64))
         self.tables,self.known = card.upload(np.zeros((n,max_blocks), np.int32)),[0]*n
+        self.pos3,self.media = i32(np.zeros(3*n)),False
 
     def batch(self, n:int, longest:int)->Batch:
         "The first `n` rows, none beyond `longest` tokens"
         f = lambda *names: [getattr(self, k)[:n] for k in names]
-        return Batch(*f('ids','pos','slots','tables','starts','counts','state_in','state_out'), None, False, seq=self.seq[:n], first=self.first[:n+1], longest=longest)
+        pos3 = self.pos3[:3*n].reshape(3, n) if self.media else None
+        return Batch(*f('ids','pos','slots','tables','starts','counts','state_in','state_out'), None, False, pos3, seq=self.seq[:n], first=self.first[:n+1], longest=longest)
 
-# %% ../../nbs/33a_cuda.engine.ipynb #b55052c4
+# %% ../../nbs/33a_cuda.engine.ipynb #b2f4505e
 @patch
 def place(self:Rows,
     seqs, # `Seq`s that decode, in the order of their rows
@@ -59,7 +61,10 @@ def place(self:Rows,
     fill('seq', range(len(seqs)), -1); fill('lanes', lanes, -1)
     fill('state_in', [s.states[1] for s in seqs], 0); fill('state_out', [s.states[0] for s in seqs], -1)
     fill('slots', [], -1, np.int64)
-    self.seqs,self.known = list(seqs),[0]*n
+    self.seqs,self.known,self.media = list(seqs),[0]*n,any(getattr(s, 'media', None) for s in seqs)
+    if self.media:  # behind images rotary positions are others
+        at = np.zeros(bucket(len(seqs)), np.int32); at[:len(seqs)] = [i-1+(s.media.delta if s.media else 0) for s,i in zip(seqs, p)]
+        w(self.pos3[:3*len(at)], np.tile(at, 3))
     self.grow()
 
 @patch
@@ -122,7 +127,7 @@ class CardEngine(Engine):
         "A context in which arrays are made that live for a step only: graphs share their memory, and nobody else may have it"
         return nullcontext() if self.stream is None else self.card.xp.cuda.using_allocator(self.memory.malloc)
 
-# %% ../../nbs/33a_cuda.engine.ipynb #66d431bb
+# %% ../../nbs/33a_cuda.engine.ipynb #86db83e8
 @patch
 def _body(self:CardEngine, n, longest, how):
     "What a decode step of `n` rows launches"
@@ -134,7 +139,7 @@ def _body(self:CardEngine, n, longest, how):
 @patch
 def _replay(self:CardEngine, n, longest, how):
     "The same, as a graph, which is recorded when it is first asked for"
-    if (key := (n,longest,how)) not in self._graphs:
+    if (key := (n,longest,how,self.rows.media)) not in self._graphs:
         self._graphs = {k:g for k,g in self._graphs.items() if k[2][2]==how[2]}  # those of arrays that are no more
         self._graphs[key] = Graph(lambda: self._body(n, longest, how), self.card, f'a step of {n} rows', stream=self.stream, warm=False)
     self._graphs[key]()
