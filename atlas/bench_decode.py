@@ -8,11 +8,9 @@ Docs: https://atlas-inference.github.io/atlas/bench_decode.html.md"""
 __all__ = ['GB10', 'distinct', 'step_bytes', 'Point', 'pretend', 'measure', 'graph_time', 'Stage', 'stages', 'DecodeReport',
            'bench_decode']
 
-# %% ../nbs/59a_bench_decode.ipynb #e766d096
-import json
+# %% ../nbs/59a_bench_decode.ipynb #c0123c2c
 import numpy as np
 from dataclasses import asdict,dataclass,field
-from math import ceil
 from time import perf_counter
 from fastcore.basics import patch
 from .card import _params,microseconds,run

@@ -7,12 +7,12 @@ Docs: https://atlas-inference.github.io/atlas/emulator.html.md"""
 # %% auto #0
 __all__ = ['PAD', 'MARK', 'CardArray', 'strips_whole', 'find_cxx', 'Emulator', 'Emulated']
 
-# %% ../nbs/04a_emulator.ipynb #aab25eb3
+# %% ../nbs/04a_emulator.ipynb #3b152da6
 import ctypes,functools,hashlib,os,shutil,subprocess,tempfile
 from pathlib import Path
 import numpy as np
 from fastcore.basics import patch
-from .core import AtlasError,DeviceError,home,kernel_dir
+from .core import DeviceError,home
 from .device import Device,Memory,host_memory
 from .launch import Source
 
