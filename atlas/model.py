@@ -89,7 +89,7 @@ def _place(p:Piece, tiled:bool)->tuple[int,int]:
     first,last = p.start//TILE,-(-(p.start+len(p.ids))//TILE)
     return (last-first)*TILE,p.start-first*TILE
 
-# %% ../nbs/20_model.ipynb #bfd5a5e1
+# %% ../nbs/20_model.ipynb #ff04a0cf
 def make_batch(pieces:list[Piece], tiled:bool, block_size:int, device)->Batch:
     "Lay out `pieces` as one step and upload it"
     place = [_place(p, tiled) for p in pieces]
@@ -108,6 +108,7 @@ def make_batch(pieces:list[Piece], tiled:bool, block_size:int, device)->Batch:
     return Batch(up(ids), up(pos), up(slots), up(tables), up(i32([p.start for p in pieces])), up(i32([len(p.ids) for p in pieces])),
         up(i32([p.state for p in pieces])), up(keep), up(i32(out)), tiled, *_media(pieces, at, pos, up), *(() if device.kind=='cpu' else _for_kernels(pieces, place, tiled, up)))
 
+# %% ../nbs/20_model.ipynb #838108dd
 def _for_kernels(pieces, place, tiled, up):
     "The fields of a `Batch` from `seq` on"
     i32,total = lambda x: up(np.array(x, np.int32)),sum(n for n,_ in place)
