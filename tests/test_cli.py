@@ -310,10 +310,11 @@ def test_serve_hands_everything_over(monkeypatch):
     serve = mock.create_autospec(atlas.server.serve)
     monkeypatch.setattr(atlas.server, 'serve', serve)
     assert run('serve', 'm', '--host', '127.0.0.2', '--port', '9000', '--served-model-name', 'a', '--device', 'cpu', '--max-seq-len', '300',
-               '--max-num-seqs', '3', '--kv-cache-memory', '1.5GiB', '--max-queue', '17', '--load-format', 'dummy', '--weights', 'fp8').exit_code==0
+               '--max-num-seqs', '3', '--kv-cache-memory', '1.5GiB', '--max-queue', '17', '--load-format', 'dummy', '--weights', 'fp8',
+               '--quantization', 'nvfp4', '--lm-head-dtype', 'fp8', '--kv-cache-dtype', 'fp8', '--kv-high-precision-layers', '2').exit_code==0
     kw = serve.call_args.kwargs
     assert kw==dict(host='127.0.0.2', port=9000, served_model_name='a', device='cpu', max_seq_len=300, max_num_seqs=3, kv_cache_memory=3<<29, max_queue=17,
-        load_format='dummy', weights='fp8')
+        load_format='dummy', weights='fp8', quantization='nvfp4', lm_head_dtype='fp8', kv_cache_dtype='fp8', kv_high_precision_layers=2)
     assert set(kw)<=real[0]|real[1]
     run('serve', 'm')
     assert serve.call_args.args==('m',) and (serve.call_args.kwargs['host'],serve.call_args.kwargs['port'])==('127.0.0.1',8888)
@@ -344,3 +345,15 @@ def test_serve_answers_and_stops(demo):
     finally: p.kill()
     assert models['data'][0]['id']=='mine' and 'Paris' in answer['choices'][0]['text']
     assert p.returncode==0 and 'Traceback' not in err
+
+# A card's commands
+
+def test_check_runs_kernels_and_counts_what_is_wrong(monkeypatch):
+    from atlas.emulator import find_cxx
+    if not find_cxx(): pytest.skip('no C++ compiler')
+    r = run('check', '--device', 'emulator', '--only', 'argmax')
+    assert r.exit_code==0 and 'argmax' in r.stdout and '0 failed' in r.stdout
+
+def test_commands_for_cards_say_so_on_the_host():
+    r = run('bench', 'decode', str(root/'tests'/'data'/'smollm2-tied'), '--device', 'cpu')
+    assert r.exit_code==1 and 'card' in r.stderr and 'atlas bench MODEL' in r.stderr
