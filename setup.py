@@ -13,6 +13,7 @@ ini.read(here/'settings.ini', encoding='utf-8')
 cfg = ini['DEFAULT']
 kpkgs = ['atlas.kernels'] + [f'atlas.kernels.{o}' for o in find_namespace_packages('kernels')]
 archs = [o if o.startswith('sm_') else f'sm_{o}' for o in os.environ.get('ATLAS_CUDA_ARCHS', 'sm_90a sm_121a').split()]  # empty: sources only
+models = os.environ.get('ATLAS_CUBINS', '').split()  # of kernels/variants.json, or all: compile what they need, too. It takes minutes of nvcc, and saves half a minute at a first start
 
 def find_nvcc():
     "nvcc on PATH, else in `CUDA_HOME` or the toolkit's usual place, else None"
@@ -22,9 +23,10 @@ def find_nvcc():
 limit = 64<<20  # bytes of machine code that a wheel may hold: what is beyond is compiled when it is first loaded
 
 def variants(inc):
-    "For each architecture every kernel as it stands, then with the options that the models of variants.json ask for on it"
+    "For each architecture every kernel as it stands, then with the options that the models in ATLAS_CUBINS need on it"
     listed = json.loads((inc/'variants.json').read_text(encoding='utf-8')) if (inc/'variants.json').exists() else {}
-    more = {(a, v[0], tuple(v[1:])) for by_arch in listed.values() for a in archs for v in by_arch.get(a, []) if v[1:]}
+    if unknown := set(models)-{'all', *listed}: sys.exit(f'ATLAS_CUBINS: kernels/variants.json has no {", ".join(sorted(unknown))}. It has: {", ".join(listed) or "nothing"}; "all" is all of them')
+    more = {(a, v[0], tuple(v[1:])) for m,by_arch in listed.items() if {m,'all'}&set(models) for a in archs for v in by_arch.get(a, []) if v[1:]}
     return [(cu, (), a) for cu in sorted(inc.glob('*.cu')) for a in archs] + [(inc/f'{n}.cu', o, a) for a,n,o in sorted(more) if (inc/f'{n}.cu').exists()]
 
 def made_in(inc):

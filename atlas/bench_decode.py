@@ -6,9 +6,10 @@ Docs: https://atlas-inference.github.io/atlas/bench_decode.html.md"""
 
 # %% auto #0
 __all__ = ['GB10', 'distinct', 'step_bytes', 'Point', 'pretend', 'measure', 'graph_time', 'Stage', 'stages', 'DecodeReport',
-           'bench_decode']
+           'bench_decode', 'roofline']
 
-# %% ../nbs/59a_bench_decode.ipynb #c0123c2c
+# %% ../nbs/59a_bench_decode.ipynb #b3665240
+import re
 import numpy as np
 from dataclasses import asdict,dataclass,field
 from time import perf_counter
@@ -95,21 +96,22 @@ class Stage:
     us:float # Of one
     bytes:float # That one must move
 
-# %% ../nbs/59a_bench_decode.ipynb #4dd9bcea
-def _traffic(name, names, args, llm, batch, context):
+# %% ../nbs/59a_bench_decode.ipynb #1c2fe485
+def _traffic(name, names, args, defines, llm, batch, context):
     "Bytes that one call moves"
     a,c = dict(zip(names, args)),llm.config
     size = lambda ks: sum(a[k].nbytes for k in ks if hasattr(a.get(k), 'nbytes'))
-    if name.startswith('experts'):
-        part = distinct(c.moe.num_experts, c.moe.top_k, batch)+bool(c.moe.shared_size)
-        bank = [k for k in a if k in ('w','s','gs')]
-        return size(bank)*part/(c.moe.num_experts+bool(c.moe.shared_size))+size(k for k in a if k in ('x','h','y'))
+    if name.startswith(('experts','moe')): # one launch of three may do one part only
+        E,steps = c.moe.num_experts,defines.get('STEPS', 7)
+        bank = [k for k in a if (m := re.fullmatch('(up_|down_)?(w|s|gs|bias)', k)) and steps & {'up_':2,'down_':4}.get(m[1], 7)]
+        more = max(p.experts for p in packed_in(llm.model.layers))-E # the shared expert, if it is in the bank
+        return size(bank)*(distinct(E, c.moe.top_k, batch)+more)/(E+more)+size(('router_w',)*(steps&1)+('x',)*(steps!=4)+('h','y')*(steps!=1))
     if name.endswith('_step'): return 2*batch*llm.cache.bytes_per_state/max(1, len(llm.cache.rec))+size(('x','y'))
     if name.startswith('attn'): return batch*llm.cache.bytes_per_token/max(1, len(llm.cache.kv))*context
-    if name=='embed': return size(('x','y'))
+    if name in ('embed','greedy'): return size(('x','y','logits'))
     return size(a)
 
-# %% ../nbs/59a_bench_decode.ipynb #f00d904f
+# %% ../nbs/59a_bench_decode.ipynb #62de514a
 def stages(llm, batch:int=1, context:int=0)->list[Stage]:
     "The launches of a decode step by kind, each timed alone"
     e = llm.engine
@@ -124,7 +126,7 @@ def stages(llm, batch:int=1, context:int=0)->list[Stage]:
             for g,b,args,sh,pdl,d in calls: run(n, g, b, *args, shared=sh, pdl=pdl, **d)
         w = next((a for k,a in zip(names, calls[0][2]) if k=='w'), None)
         us = microseconds(again)/len(calls) if llm.device.kind=='cuda' else float('nan')
-        out.append(Stage(n, '' if w is None else 'x'.join(map(str, w.shape)), len(calls), us, float(np.mean([_traffic(n, names, c[2], llm, batch, context) for c in calls]))))
+        out.append(Stage(n, '' if w is None else 'x'.join(map(str, w.shape)), len(calls), us, float(np.mean([_traffic(n, names, c[2], c[5], llm, batch, context) for c in calls]))))
     for s in list(e.scheduler.seqs): e.abort(s)
     while e.has_work: e.step()
     e._land()
@@ -178,3 +180,23 @@ def bench_decode(llm, batches=(1,), contexts=(0,), steps:int=64, kernels:bool=Fa
     points = [measure(llm, b, c, steps) for c in contexts for b in batches]
     return DecodeReport(llm.name, llm.device.describe(), ', '.join(f'{k} {human(v, 1000)}' for k,v in by.items()), llm.device.copy_rate(1<<30) if llm.device.kind=='cuda' else float('nan'),
         points, stages(llm, batches[0], contexts[0]) if kernels else [], compilations.after_ready, llm.load_seconds)
+
+# %% ../nbs/59a_bench_decode.ipynb #86985c33
+def _label(s):
+    "Name of a kind of launch"
+    w = s['what']
+    return s['kernel']+(f' {w}' if 'x' in w else f' {int(w)/1e6:.0f} MB' if w else '')
+
+def roofline(
+    report:dict, # As `--json` writes it
+    ax, # Matplotlib axes
+    launch:float=2e-6, # Seconds that a launch takes which depends on another, beside its bytes
+):
+    "Bandwidth against bytes of a launch, for each kind of kernel, numbered by what they take of a step"
+    rows = [s for s in report['stages'] if s['bytes']>1e5]
+    x = np.geomspace(3e5, 1e9, 200)
+    ax.plot(x/1e6, x/(launch+x/report['copy'])/1e12, 'k', lw=.8); ax.axhline(report['copy']/1e12, color='k', lw=.8, ls=':')
+    for i,s in enumerate(rows, 1):
+        at = s['bytes']/1e6,s['bytes']/s['us']/1e6
+        ax.scatter(*at, s=10+s['us']*s['launches'], alpha=.6, label=f'{i}  {_label(s)}'); ax.annotate(str(i), at, fontsize=7, ha='center', va='center')
+    ax.set(xscale='log', xlabel='MB of a launch', ylabel='TB/s', ylim=0); ax.legend(fontsize=7, frameon=False, loc='center left', bbox_to_anchor=(1,.5), markerscale=.4)

@@ -44,7 +44,7 @@ app = typer.Typer(name='atlas', cls=_Group, no_args_is_help=True, pretty_excepti
     epilog=_examples('atlas serve demo                    a chat page and an OpenAI-compatible server',
                      'atlas run demo "Why is the sky blue?"', 'atlas chat demo', 'atlas COMMAND --help                what else a command can do'))
 
-# %% ../nbs/60_cli.ipynb #a7601db1
+# %% ../nbs/60_cli.ipynb #812a0722
 def _complete(incomplete:str):
     "Models for the shell's completion: those here, those known, and paths"
     from glob import glob
@@ -57,7 +57,7 @@ Model = Annotated[str, typer.Argument(metavar='MODEL', help='"demo", a folder, a
 Json = Annotated[bool, _opt('Print JSON.', '--json')]
 Device = Annotated[str, _opt('Where to run: auto, cpu, cuda or cuda:N.')]
 LoadFormat = Annotated[str, _opt('auto, or dummy for random weights; MODEL may then be a shape such as qwen3.6-35b-a3b.')]
-DummyWeights = Annotated[str|None, _opt('Format of dummy weights: bf16, fp8, nvfp4 or mxfp4. [default: as the model has them]', show_default=False)]
+DummyWeights = Annotated[str|None, _opt('Format of dummy weights: bf16, fp8, nvfp4, mxfp4, mixed (FP8 attention, NVFP4 elsewhere) or nvfp4-experts (the rest BF16). [default: as the model has them]', show_default=False)]
 Quantization = Annotated[str|None, _opt('On a card: store projections anew in nvfp4 or fp8. [default: as shipped]', show_default=False)]
 HeadDtype = Annotated[str|None, _opt('On a card: the same for the output matrix. [default: as shipped]', show_default=False)]
 KVDtype = Annotated[str|None, _opt('On a card: keys and values in bf16, fp8 or nvfp4. [default: bf16]', show_default=False)]
@@ -113,14 +113,14 @@ def rm(
     n = remove(name)
     _print(dict(removed=name, bytes=n), as_json, f'Removed {name}: {human(n, 1000)} free')
 
-# %% ../nbs/60_cli.ipynb #6bb85288
+# %% ../nbs/60_cli.ipynb #6f2f727f
 def _shapes(incomplete:str):
     "As `_complete`, and the shapes that are known by name"
     from atlas.config import PRESETS
     return sorted({*_complete(incomplete), *(n for n in PRESETS if n.startswith(incomplete))})
 
 Shape = Annotated[str, typer.Argument(metavar='MODEL', help='A model, or a known shape such as qwen3.6-35b-a3b.', autocompletion=_shapes)]
-Weights = Annotated[str|None, _opt('Imagine the weights as bf16, fp8, nvfp4 or mxfp4. [default: as they are, or are published]', show_default=False)]
+Weights = Annotated[str|None, _opt('Imagine the weights as bf16, fp8, nvfp4, mxfp4, mixed or nvfp4-experts. [default: as they are, or are published]', show_default=False)]
 
 @app.command(epilog=_examples('atlas inspect demo', 'atlas inspect ./my-model --json', 'atlas inspect qwen3.6-35b-a3b --weights nvfp4'))
 def inspect(model:Shape, weights:Weights=None, as_json:Json=False):

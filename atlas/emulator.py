@@ -7,14 +7,14 @@ Docs: https://atlas-inference.github.io/atlas/emulator.html.md"""
 # %% auto #0
 __all__ = ['PAD', 'MARK', 'CardArray', 'strips_whole', 'find_cxx', 'Emulator', 'Emulated']
 
-# %% ../nbs/04a_emulator.ipynb #3b152da6
+# %% ../nbs/04a_emulator.ipynb #d40747d0
 import ctypes,functools,hashlib,os,shutil,subprocess,tempfile
 from pathlib import Path
 import numpy as np
 from fastcore.basics import patch
 from .core import DeviceError,home
 from .device import Device,Memory,host_memory
-from .launch import Source
+from .launch import Source,compilations
 
 # %% ../nbs/04a_emulator.ipynb #524097e0
 PAD,MARK = 256,0xA5 # Bytes on both sides of an array, and what they hold
@@ -37,7 +37,7 @@ def strips_whole(
     while isinstance(a.base, np.ndarray): a = a.base
     return not isinstance(a, _Memory) or bool((a[:a.at]==MARK).all() and (a[a.at+a.n:]==MARK).all())
 
-# %% ../nbs/04a_emulator.ipynb #8ad848a5
+# %% ../nbs/04a_emulator.ipynb #c05b2550
 def find_cxx()->str|None:
     "A C++ compiler: `$CXX`, else g++ or clang++ on the path"
     return os.environ.get('CXX') or shutil.which('g++') or shutil.which('clang++')
@@ -56,7 +56,8 @@ class Emulator(Device):
         "A new array of 0xFF bytes"
         shape = tuple(np.atleast_1d(shape).tolist()) if not isinstance(shape, tuple) else shape
         n = int(np.prod(shape, dtype=np.int64))*np.dtype(dtype).itemsize
-        m = _memory(n)
+        held = self.room and self.room.hold(n) # what a card would take for it: see the arena page
+        m = _memory(n); m.held = held
         return m[m.at:m.at+n].view(np.ndarray).view(dtype).reshape(shape).view(CardArray)
 
     def zeros(self, shape, dtype='float32'):
@@ -101,7 +102,7 @@ def _refused(src, log):
     e.add_note(log)
     return e
 
-# %% ../nbs/04a_emulator.ipynb #3d0d6310
+# %% ../nbs/04a_emulator.ipynb #192cd402
 class Emulated:
     "A kernel compiled for the emulator: `k(grid, block, values, shared)` with values as ctypes"
     def __init__(self, src:Source, options:tuple):
@@ -115,5 +116,6 @@ class Emulated:
 
 @patch
 def load(self:Emulator, src:Source, options:tuple=())->Emulated:
-    "The kernel of `src`, ready to launch"
+    "The kernel of `src`, ready to launch; counts as a compilation, kept on disk or not, so that tests see what one would be on a card"
+    compilations.add(src.name)
     return Emulated(src, options)

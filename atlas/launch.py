@@ -234,17 +234,25 @@ class CubinStore:
                 finally: Path(f.name).unlink(missing_ok=True)
         except OSError as e: warnings.warn(f'Compiled kernels cannot be kept in {self.path} ({e}): they will be compiled at every start')
 
-# %% ../nbs/04_launch.ipynb #14891b54
+# %% ../nbs/04_launch.ipynb #0d0e2af0
 class Compilations:
-    "Counts compilations, and those that came after the engine was ready"
-    def __init__(self): self.names,self._mark,self.refuse = [],None,False
+    "Counts compilations, and those that a step of a model had to wait for"
+    def __init__(self): self.names,self.late,self.refuse,self._here = [],[],False,threading.local()
     def add(self, name:str):
-        "Count one; a `DeviceError` if compiling is refused by now"
+        "Count one; a `DeviceError` if a step asked for it and `refuse` is set"
         self.names.append(name)
+        if (steps := getattr(self._here, 'steps', None)) is None: return
+        self.late.append(name); steps.append(name)
         if self.refuse: raise DeviceError(f'{name} is not compiled, and the engine is ready: compiling now would make a request wait', hint='This is a mistake in Atlas; please report it')
-    def ready(self, refuse:bool=False): "From here on, compiling is a fault: counted, or refused"; self._mark,self.refuse = len(self.names),refuse
+    @contextmanager
+    def serving(self,
+        late:list|None, # Gets the names of what is compiled; None: nothing is said
+    ):
+        "A context of a step of a model that is ready: what this thread compiles is late"
+        was,self._here.steps = getattr(self._here, 'steps', None),late
+        try: yield
+        finally: self._here.steps = was
     total = property(lambda self: len(self.names))
-    late = property(lambda self: [] if self._mark is None else self.names[self._mark:])
     after_ready = property(lambda self: len(self.late))
     def __repr__(self): return f'{self.total} kernels compiled, {self.after_ready} of them after ready {self.late or ""}'.strip()
 

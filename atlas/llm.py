@@ -6,10 +6,10 @@ Docs: https://atlas-inference.github.io/atlas/llm.html.md"""
 
 # %% auto #0
 __all__ = ['DUMMY_TEMPLATE', 'Token', 'Delta', 'Generation', 'Output', 'LLM', 'open_model', 'byte_tokenizer', 'fan_out', 'Trace',
-           'load_assistant']
+           'load_assistant', 'list_model']
 
-# %% ../nbs/45_llm.ipynb #24e05807
-import itertools,threading
+# %% ../nbs/45_llm.ipynb #0c43d92a
+import gc,itertools,math,threading
 import tokenizers as hf
 import numpy as np
 from collections import deque
@@ -18,8 +18,9 @@ from operator import index
 from pathlib import Path
 from time import perf_counter
 from fastcore.basics import ifnone,patch
-from .cache import KVCache,fit_blocks
-from .core import AtlasError,RequestError,SourceError,typed_error
+from .arena import Arena
+from .cache import KVCache,fit_blocks,state_bytes,token_bytes
+from .core import AtlasError,EngineError,OutOfMemoryError,RequestError,SourceError,human,typed_error
 from .device import get_device
 from .engine import Engine,Event,check_ids
 from .cuda.engine import CardEngine
@@ -30,9 +31,11 @@ from .ops.sample import SamplingParams
 from .scheduler import Request,Scheduler,check_prompt
 from .tokenizer import StopStrings,Tokenizer,load_tokenizer
 from .chat import load_template
-from .weights import open_checkpoint
+from .variants import list_variants
+from .weights import open_checkpoint,quantizable
 from .draft import AssistantDrafter,MTPDrafter
 from .images import image_spec,place_images,prepare_images
+from contextlib import nullcontext
 
 # %% ../nbs/45_llm.ipynb #c404792c
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ class Output:
     def __str__(self): return self.text
     def __repr__(self): return f'{self.text!r}  ({self.usage["completion_tokens"]} tokens, {self.finish_reason})'
 
-# %% ../nbs/45_llm.ipynb #b3e6e414
+# %% ../nbs/45_llm.ipynb #efe5d2d4
 class LLM:
     "A model, ready to answer"
     def __init__(self,
@@ -98,7 +101,7 @@ class LLM:
         device:str='auto', # 'auto', 'cpu' or 'cuda'
         max_seq_len:int|None=None, # Context in tokens, prompt and answer; None: the model's own
         max_num_seqs:int=8, # Sequences that run together
-        kv_cache_memory:int|None=None, # Bytes for the KV cache; None: 40 % of what is free on the host, 90 % of what a card has left
+        kv_cache_memory:int|None=None, # Bytes for the KV cache; None: as much as can be used: 40 % of what is free on the host, all that weights and steps leave on a card
         chunk:int|None=None, # Prompt tokens in a step, beside decoding; None: 256 on the host, 2,048 on a card
         overcommit:float=1., # Promise this multiple of the cache; above 1, sequences may be preempted
         max_queue:int=256, # Requests that may wait
@@ -115,27 +118,38 @@ class LLM:
         self.device,t = get_device(device),perf_counter()
         card = self.device.kind!='cpu'; chunk = ifnone(chunk, 2048 if card else 256)
         _whole(max_num_seqs=max_num_seqs, chunk=chunk, max_queue=max_queue, max_seq_len=ifnone(max_seq_len,1), kv_cache_memory=ifnone(kv_cache_memory,1))
+        if card and chunk>1<<15: raise RequestError(f'chunk is {chunk:,}, and a card takes at most {1<<15:,}', param='chunk')
         if not card and (given := [k for k,v in dict(quantization=quantization, lm_head_dtype=lm_head_dtype, kv_cache_dtype=kv_cache_dtype, kv_high_precision_layers=kv_high_precision_layers or None).items() if v is not None]):
             raise RequestError(f'{given[0]} is for models on a card, and this one runs on {self.device.name}', hint='Leave it out, or use --device cuda', param=given[0])
         with open_model(str(model), load_format, weights) as ck:
             kv = dict(block_size=64, dtype=kv_cache_dtype or 'bf16', high_precision=kv_high_precision_layers) if card else {}
-            self._load(ck, str(model), max_seq_len, max_num_seqs, kv_cache_memory, kv, show, ('','vision')+('mtp',)*drafting, packed, quantization, lm_head_dtype)
-        self.engine = (CardEngine if card else Engine)(self.model, self.cache, Scheduler(self.cache.pool, max_num_seqs, self.max_seq_len, chunk, overcommit, max_queue))
+            self.arena = _arena(self.device) if card else None
+            self._load(ck, str(model), max_seq_len, max_num_seqs, kv_cache_memory, kv, show, ('','vision')+('mtp',)*drafting, packed, quantization, lm_head_dtype, chunk)
+        scheduler = Scheduler(self.cache.pool, max_num_seqs, self.max_seq_len, chunk, overcommit, max_queue)
+        self.engine = CardEngine(self.model, self.cache, scheduler, self._region('tables')) if card else Engine(self.model, self.cache, scheduler)
         if self.device.kind=='cuda': self.engine.warm()
         self._ids,self._boxes,self._lock,self.load_seconds = itertools.count(),{},threading.RLock(),perf_counter()-t
-    def __repr__(self): return f'LLM({self.name}: {self.model!r} on {self.device.name}, context {self.max_seq_len:,})'
+    def __repr__(self): return f'LLM({self.name}: {self.model!r} on {self.device.name}, context {self.max_seq_len:,})' if self.engine else f'LLM({self.name}: closed)'
 
-# %% ../nbs/45_llm.ipynb #4b45c8d9
+# %% ../nbs/45_llm.ipynb #94c71541
 @patch
-def _load(self:LLM, ck, name, max_seq_len, max_num_seqs, kv_cache_memory, kv, show, parts, packed, quantization, head):
+def _load(self:LLM, ck, name, max_seq_len, max_num_seqs, kv_cache_memory, kv, show, parts, packed, quantization, head, chunk):
     "Weights, cache, tokenizer and template of the open checkpoint"
     self.name,self.config,self.path,self.max_seq_len,self._kv = name,ck.config,ck.path,_context(ck.config, max_seq_len),kv
-    fit = lambda weights=0: fit_blocks(ck.config, ifnone(kv_cache_memory, _room(self.device, weights)), max_num_seqs, self.max_seq_len, **kv)
-    fit(ck.nbytes if kv and not quantization else 0)  # what cannot fit now will not fit beside the weights
+    how = max_num_seqs,self.max_seq_len
+    if not self.arena: blocks = lambda: fit_blocks(ck.config, ifnone(kv_cache_memory, _room(self.device)), *how)
+    else:
+        steps = _step_bytes(ck, chunk, max_num_seqs)
+        blocks = lambda weights=0: _fit(ck.config, self.arena.budget, steps+weights, kv_cache_memory, *how, **kv)
+        _fits(ck, self.arena.budget, need := _weight_bytes(ck, parts, quantization, head), steps); blocks(need)
+    if not self.arena: blocks()  # what cannot fit now will not fit beside the weights
     self._tokenizer,self.template = _try_tokenizer(ck),load_template(ck)
-    self.model = load_model(ck, self.device, self.max_seq_len, show, parts, ifnone(packed, _tight(ck, self.device)), quantization, head)
+    with self._staying('weights', True): self.model = load_model(ck, self.device, self.max_seq_len, show, parts, ifnone(packed, _tight(ck, self.device)), quantization, head)
     self.image_spec = image_spec(ck.folder, ck.config.vision) if self.model.vision else None
-    self.cache = KVCache(self.config, self.device, fit(), num_states=2*max_num_seqs, **kv)
+    if self.arena: self.arena.trim()
+    n = blocks()
+    if self.arena: self.arena.budget.take('steps', steps, '--chunk')
+    with self._staying('cache'): self.cache = KVCache(self.config, self.device, n, num_states=2*max_num_seqs, **kv)
 
 @patch(as_prop=True)
 def tokenizer(self:LLM):
@@ -143,7 +157,7 @@ def tokenizer(self:LLM):
     if isinstance(self._tokenizer, SourceError): raise self._tokenizer
     return self._tokenizer
 
-# %% ../nbs/45_llm.ipynb #42e9fe44
+# %% ../nbs/45_llm.ipynb #f81decf4
 DUMMY_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:" # For shapes, which have no template of their own
 
 def open_model(name:str, load_format:str='auto', weights:str|None=None):
@@ -157,14 +171,53 @@ def open_model(name:str, load_format:str='auto', weights:str|None=None):
         raise SourceError(f'{name!r} is a shape that Atlas knows, not a model that is here', hint=f'"atlas inspect {name}" describes it; --load-format dummy runs it with random weights')
     return open_checkpoint(resolve(name))
 
-def _room(device, weights:int=0)->int:
-    "Bytes that the cache may take, when weights of so many bytes are still to come"
-    free = device.memory().available-weights
-    return int(free*.4) if device.kind!='cuda' else max(0, int(free*.9)-(1<<30))
+def _room(device)->int: "Bytes that the cache may take on the host"; return int(device.memory().available*.4)
 
 def _tight(ck, device)->bool:
     "Would the weights of `ck`, as float32, take more than half of what is free?"
     return 4*ck.config.num_params>device.memory()[1]/2
+
+# %% ../nbs/45_llm.ipynb #2051f474
+def _arena(device)->Arena:
+    "An arena for one model; the emulator leaves most of the host's memory alone"
+    device.tidy()
+    return Arena(device, device.budget(1. if device.kind=='cuda' else .4), step=8<<20) # the smaller a chunk, the less is lost beside holes; 16 GiB of them take 84 ms to map
+
+@patch
+def _region(self:LLM, name): return self.arena.region(name, 2*self.device.memory().total, dict(weights='--quantization', cache='--max-seq-len').get(name, '--max-num-seqs'))
+@patch
+def _staying(self:LLM, name, everywhere=False):
+    "A context in which arrays of the card are made that stay, in a new region of the arena"
+    return self._region(name).allocating(everywhere) if self.arena else nullcontext()
+
+_KEPT = ('NVFP4','MXFP4','FP8_TENSOR','FP8_CHANNEL','FP8_BLOCK','F8_E4M3','BF16','F16') # Formats that a card keeps; it has the others as F16
+
+def _weight_bytes(ck, parts, quantization=None, head=None)->int:
+    "Bytes that weights take on a card, as well as can be told before they are packed"
+    def one(name, t):
+        n,anew = math.prod(t.shape),head if name=='lm_head.weight' else quantization if quantizable(name) else None
+        if len(t.shape)<2: return 4*n
+        return min(own := t.nbytes if t.fmt in _KEPT else 2*n, n*(9 if anew=='nvfp4' else 16)//16 if anew else own)
+    return sum(one(k, t) for k,t in ck.tensors.items() if not k.startswith(('visual.', *('mtp.',)*('mtp' not in parts))))
+
+def _step_bytes(ck, rows, seqs)->int:
+    "Bytes that the arrays of a step of so many rows take, at most: the stream, products and experts of one layer, and logits"
+    c,m = ck.config,ck.config.moe
+    wide = max((t.shape[-2] for t in ck.tensors.values() if len(t.shape)>1 and t.shape[-2]!=c.vocab_size), default=0)
+    return (256<<20)+4*(rows+64)*(6*c.hidden_size+3*wide+(m.top_k*(c.hidden_size+2*m.intermediate_size) if m else 0))+12*seqs*c.vocab_size
+
+def _fits(ck, budget, need, steps):
+    "An `OutOfMemoryError` unless there is room for weights and steps"
+    if need+steps>budget.left: raise OutOfMemoryError(f'The weights of {ck.config.name or ck.path.name} take {human(need)} and a step {human(steps)}; {human(budget.left)} can be used of {human(budget.available)} that are free',
+        hint='Choose a smaller model, store it in fewer bits (--quantization nvfp4), or free memory')
+
+def _fit(cfg, budget, rest, asked, seqs, context, **kv)->int: # Blocks
+    "Blocks of the cache when `rest` bytes are for others; errors as for `fit_blocks`"
+    left = max(0, budget.left-rest-(64<<20)) # chunks of cache and tables that are not full
+    n = fit_blocks(cfg, ifnone(asked, left), seqs, context, **kv)
+    takes = n*kv['block_size']*token_bytes(cfg, kv['dtype'], False, kv['high_precision'])+2*seqs*state_bytes(cfg)
+    if takes>left: raise OutOfMemoryError(f'The cache was to have {human(takes)}, and {human(left)} are left for it beside weights and steps', hint='Lower --kv-cache-memory, or free memory', param='kv_cache_memory')
+    return n
 
 # %% ../nbs/45_llm.ipynb #f6d886f2
 def _try_tokenizer(ck):
@@ -191,10 +244,11 @@ def _context(c, asked):
     if not 2<=asked<=c.max_seq_len: raise RequestError(f'max_seq_len is {asked:,}; the model was made for up to {c.max_seq_len:,}', param='max_seq_len')
     return asked
 
-# %% ../nbs/45_llm.ipynb #47ccb037
+# %% ../nbs/45_llm.ipynb #ce3d4984
 @patch
 def _encode(self:LLM, prompt, answer:int=1, images=())->tuple[list[int],str|None,tuple]:
     "Ids of a prompt that leaves room for `answer` tokens, its text where there is one, and the pixels of its images"
+    self._open()
     ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _plain(prompt)
     if not ids: raise RequestError('The prompt is empty', param='prompt')
     check_ids(ids, self.config.vocab_size)
@@ -228,12 +282,12 @@ def fan_out(p:SamplingParams)->list[SamplingParams]:
     "The parameters of each of the `p.n` answers"
     return [replace(p, n=1, seed=None if p.seed is None else (p.seed+i)%2**64) for i in range(p.n)]
 
-# %% ../nbs/45_llm.ipynb #4203c231
+# %% ../nbs/45_llm.ipynb #b104e58a
 @patch
 def _step(self:LLM, todo:deque, box:deque):
     "Queue what there is room for of `todo`, whose events go to `box`; if that is empty, make a step for everybody"
-    s = self.engine.scheduler
     with self._lock:
+        s = self._open().scheduler
         while todo and len(s.waiting)<s.max_queue: self.engine.add(todo[0]); self._boxes[todo.popleft().id] = box
         if box: return
         for e in self.engine.step():
@@ -243,7 +297,27 @@ def _step(self:LLM, todo:deque, box:deque):
 @patch
 def _drop(self:LLM, rid:str):
     "Request `rid` has ended, or is to end now"
-    with self._lock: self._boxes.pop(rid, None); self.engine.abort(rid)
+    with self._lock:
+        self._boxes.pop(rid, None)
+        if self.engine: self.engine.abort(rid)
+
+@patch
+def _open(self:LLM)->Engine:
+    "The engine, of a model that is not closed"
+    if self.engine is None: raise EngineError(f'{self.name} is closed', hint='Load it again')
+    return self.engine
+
+@patch
+def close(self:LLM)->int: # Bytes of a card's memory that arrays still lie in which somebody keeps
+    "End every answer and give back all that the model took; nothing can be asked of it afterwards"
+    with self._lock:
+        if self.engine is None: return 0
+        if self.arena: self.engine.close()
+        self.engine = self.model = self.cache = None
+    gc.collect(); self.device.tidy()
+    if not self.arena: return 0
+    self.arena.budget.give('steps')
+    return self.arena.close()
 
 # %% ../nbs/45_llm.ipynb #cba44f3c
 @patch
@@ -380,3 +454,12 @@ def drafts(self:LLM,
 def load_assistant(path:str, llm:LLM)->Decoder:
     "The drafter in `path`, to draft for `llm`"
     with open_checkpoint(resolve(str(path))) as ck: return load_model(ck, llm.device, llm.max_seq_len, False)
+
+# %% ../nbs/45_llm.ipynb #f9cde2f6
+def list_model(
+    model:str, # Name of a preset
+    path:Path|None=None, # `variants.json` beside the kernels by default
+    **options, # As it will be loaded: weights, quantization, lm_head_dtype, …
+)->dict[str,int]: # How many variants each architecture has
+    "Put the kernels that `model` needs on the list that wheels are built with"
+    return list_variants(model, lambda card: LLM(model, card, load_format='dummy', show=False, **options).engine.warm(), path)

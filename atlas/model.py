@@ -269,10 +269,10 @@ def load_model(ckpt, device, max_seq_len:int|None=None, show=None, parts=('','vi
     else: ws = fetch([p for p in parts if p!='vision'], device, put=packer(device, quantization, head))|(fetch(['vision'], Host()) if 'vision' in parts else {})
     return m.bind(ws, device, max_seq_len or ckpt.config.max_seq_len)
 
-# %% ../nbs/20_model.ipynb #e1c2f977
+# %% ../nbs/20_model.ipynb #426d937f
 def imagine(
     name:str, # A key of `PRESETS`, or what `resolve` finds
-    weights:str|None=None, # 'bf16', 'fp8', 'nvfp4' or 'mxfp4'; None: as the model is published, or as its files are
+    weights:str|None=None, # 'bf16', 'fp8', 'nvfp4', 'mxfp4', 'mixed' or 'nvfp4-experts'; None: as the model is published, or as its files are
 ):
     "An open checkpoint without files; errors as for `open_checkpoint` and `dummy_checkpoint`"
     how = weights or 'as-shipped'

@@ -370,8 +370,10 @@ def _random(name:str, fmt:str, shape, seed:int)->QTensor:
     data = np.lib.stride_tricks.sliding_window_view(pool, k)[at].view(dtype).reshape(dims)
     return QTensor(fmt, shape, {p:data if p=='data' else _scale(fmt, p, *l, e) for p,l in layout.items()})
 
-# %% ../nbs/05b_weights.ipynb #0ed919d1
-WEIGHTS = dict(bf16='BF16', fp8='FP8_BLOCK', nvfp4='NVFP4', mxfp4='MXFP4')
+# %% ../nbs/05b_weights.ipynb #bb81258f
+def _mixed(name)->str: return 'FP8_TENSOR' if re.search('attn|mixer', name) and 'expert' not in name else 'NVFP4'
+def _experts(name)->str: return 'NVFP4' if re.search('(?<!shared_)experts', name) else 'BF16'
+WEIGHTS = dict(bf16='BF16', fp8='FP8_BLOCK', nvfp4='NVFP4', mxfp4='MXFP4') | {'mixed':_mixed, 'nvfp4-experts':_experts} # A format, or what says it for a tensor's name
 
 class Dummy(Checkpoint):
     "A checkpoint of made-up weights"
@@ -393,10 +395,10 @@ def _shipped(cfg:ModelConfig, name:str)->str:
     q = cfg.quantization or {}; algo = str(q.get('quant_algo') or q.get('format') or q.get('quant_method') or '').lower()
     if 'mxfp4' in algo or cfg.family=='gptoss': return 'MXFP4' if 'experts' in name else 'BF16'
     if not algo and cfg.family=='minimax': return 'FP8_BLOCK'
-    if algo=='mixed_precision': return 'FP8_TENSOR' if re.search('attn|mixer', name) else 'NVFP4'
+    if algo=='mixed_precision': return _mixed(name)
     return 'NVFP4' if 'nvfp4' in algo else 'FP8_BLOCK' if 'fp8' in algo or 'float' in algo else 'BF16'
 
-# %% ../nbs/05b_weights.ipynb #1de0447a
+# %% ../nbs/05b_weights.ipynb #73b244c6
 def _sources(w:Want, like)->list[tuple]:
     "(name, shape) of each tensor that `w` is made of: as `like` has it, else in the way with the fewest tensors"
     o = _pick(like, w)[0] if like else min((w,*w.alts), key=lambda o: (len(o.sources), o.transposed))
@@ -408,7 +410,7 @@ def _sources(w:Want, like)->list[tuple]:
 def dummy_checkpoint(
     cfg:ModelConfig,
     wants:Iterable[Want], # The model's plan
-    weights:str='bf16', # 'bf16', 'fp8' (tiles), 'nvfp4', 'mxfp4' or 'as-shipped'
+    weights:str='bf16', # 'bf16', 'fp8' (tiles), 'nvfp4', 'mxfp4', 'mixed', 'nvfp4-experts' or 'as-shipped'
     seed:int=0,
     like:Checkpoint|None=None, # One whose names, shapes, tokenizer and (as-shipped) formats to take
 )->Checkpoint: # `kind` is 'dummy'
@@ -417,7 +419,7 @@ def dummy_checkpoint(
     wants,file,tensors,at = list(wants),SimpleNamespace(name='made up'),{},0
     for k,shape in (s for w in wants for s in _sources(w, like)):
         if like and weights=='as-shipped': fmt = like.tensors[k].fmt
-        else: fmt = (WEIGHTS.get(weights) or _shipped(cfg, k)) if quantizable(k) and len(shape)>1 else 'BF16'
+        else: fmt = (_shipped(cfg, k) if weights=='as-shipped' else f(k) if callable(f := WEIGHTS[weights]) else f) if quantizable(k) and len(shape)>1 else 'BF16'
         if fmt not in FORMATS or len(shape)<2: fmt = 'F32'
         if FORMATS[fmt].block<128 and shape[-1]%FORMATS[fmt].block: fmt = 'BF16'
         spans = {}

@@ -11,6 +11,7 @@
 //   state_out : [rows]        i32   and to write: what this step read. -1 for none
 //   tables    : [seqs, most]  i32   blocks of a sequence
 //   launch: <<<ceil(rows / 64), 64>>>
+#include "lib/advance.cuh"
 #include "lib/pdl.cuh"
 
 extern "C" __global__ void __launch_bounds__(64) advance_rows(const int* seq, const int* active, const int* limit, int* pos, int* pos3, long long* slots, int* starts,
@@ -18,14 +19,6 @@ extern "C" __global__ void __launch_bounds__(64) advance_rows(const int* seq, co
     pdl_wait();
     const int r = blockIdx.x * 64 + threadIdx.x;
     if (r >= rows) return;
-    const int s = seq[r];
-    if (s < 0 || (active && !active[r])) return;
-    const int p = pos[r] + 1;
-    if (p >= min(limit ? limit[s] : most * block_size, most * block_size)) { slots[r] = -1; return; }
-    pos[r] = p;
-    starts[s]++;
-    slots[r] = (long long)tables[(size_t)s * most + p / block_size] * block_size + p % block_size;
-    if (pos3) for (int i = 0; i < 3; i++) pos3[i * rows + r]++;
-    const int out = state_out[r];
-    if (out >= 0) { state_out[r] = state_in[s]; state_in[s] = out; }
+    const Rows b = {seq, active, limit, tables, pos, pos3, starts, state_in, state_out, slots, rows, most, block_size};
+    go(b, r, look(b, r));
 }

@@ -197,39 +197,24 @@ extern "C" __global__ void __launch_bounds__(256, 2) delta_prep(const float* __r
                 g[i] = real ? decay[h] * softplus(row[vh] + dt_bias[h]) : 0.f;
                 be[i] = real ? 1.f / (1.f + expf(-row[0])) : 0.f;
             }
-            Twice s[2];
-            running_sums(g[0], g[1], s[0], s[1]);
-            const float top = __shfl_sync(~0u, s[1].hi, 31), rest = __shfl_sync(~0u, s[1].lo, 31);
+            const float one[2] = {1.f, 1.f};
+            float G[2];
+            decays(g, one, hi, lo, scal + cell * 128, G);
             #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const int j = 2 * lane + i;
-                const float G = expf(s[i].hi + s[i].lo);
-                hi[j] = s[i].hi; lo[j] = s[i].lo; beta[j] = be[i]; beta_g[j] = be[i] * G;
-                scal[cell * 128 + j] = G;
-                scal[cell * 128 + TILE + j] = expf((top - s[i].hi) + (rest - s[i].lo));
-            }
+            for (int i = 0; i < 2; i++) { beta[2 * lane + i] = be[i]; beta_g[2 * lane + i] = be[i] * G[i]; }
         }
         for (int i = tid; i < DV * 4; i += 256) {
             const int e = i % DV, ch = 2 * kh * DK + h * DV + e;
-            r.conv(ch, ch, i / DV * 16, conv_w, nullptr, [&](int j, float v) {
-                const __nv_bfloat16 b = __float2bfloat16(v);
-                __nv_bfloat16* to = (__nv_bfloat16*)(rows + j * STRIDE + 4 * DK) + e;
-                to[0] = b;
-                to[DV] = __float2bfloat16(v - __bfloat162float(b));
-            });
+            r.conv(ch, ch, i / DV * 16, conv_w, nullptr, [&](int j, float v) { put_limbs(rows + j * STRIDE + 4 * DK, e, DV, v); });
             if (i < DV) r.keep_tail(ch, ch);
         }
         __syncthreads();
         float d[4][4];
-        #pragma unroll
-        for (int n = 0; n < 4; n++)
-            #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const int i = warp % 4 * 16 + lane / 4 + e / 2 * 8, j = warp / 4 * 32 + n * 8 + lane % 4 * 2 + e % 2;
-                const float D = i >= j ? segment(hi, lo, i, j) : 0.f;
-                d[n][e] = D * qk[n][e];
-                A[i][j] = i > j ? beta[i] * D * kk[n][e] : 0.f;
-            }
+        each_sum([&](int n, int e, int i, int j) {
+            const float D = i >= j ? segment(hi, lo, i, j) : 0.f;
+            d[n][e] = D * qk[n][e];
+            A[i][j] = i > j ? beta[i] * D * kk[n][e] : 0.f;
+        });
         write_p((uint4*)p + cell * 1024, d);
         __syncthreads();
         invert(A);

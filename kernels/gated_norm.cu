@@ -21,11 +21,14 @@ extern "C" __global__ void __launch_bounds__(256) gated_norm(float* y, const flo
     float4* to = (float4*)(y + (size_t)row * width + from);
     const float *z = gate + (size_t)row * xw + at + from, *w = norm_w + (gains == n ? 0 : from);
     auto value = [&](int i) { return real && i < n / 4 ? to[i] : make_float4(0.f, 0.f, 0.f, 0.f); };
-    auto act = [&](int i) {  // gates need not lie at multiples of 16 bytes
+    const bool wide = (size_t)gate % 16 == 0 && xw % 4 == 0 && at % 4 == 0;  // gates need not lie at multiples of 16 bytes
+    auto act = [&](int i) {
         float4 g = make_float4(0.f, 0.f, 0.f, 0.f);
-        if (real && i < n / 4)
+        if (real && i < n / 4) {
+            g = wide ? ((const float4*)z)[i] : make_float4(z[4 * i], z[4 * i + 1], z[4 * i + 2], z[4 * i + 3]);
             #pragma unroll
-            for (int j = 0; j < 4; j++) { const float x = z[4 * i + j], s = 1.f / (1.f + expf(-x)); (&g.x)[j] = GATE == 2 ? s : x * s; }
+            for (int j = 0; j < 4; j++) { const float x = (&g.x)[j], s = 1.f / (1.f + expf(-x)); (&g.x)[j] = GATE == 2 ? s : x * s; }
+        }
         return g;
     };
     auto times = [](float4 a, float4 b) { return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w); };

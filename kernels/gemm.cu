@@ -5,7 +5,7 @@
 //   w     : [wrows, bytes]        u8    wrows = experts * n4: rows of one expert after those of another
 //   s     : [scales]              u8    scales as packed; or null
 //   unit  : [wrows]               f32   of the rows of W; or null for ones
-//   bias  : [experts, n]          f32   in the order of the rows of W; or null
+//   bias  : [experts, nb]         f32   in the order of the rows of W; nb = n, of pairs with what pads them to n4; or null
 //   gate  : [yrows:gs, columns]   f32   the result of a row is multiplied by the sigmoid of one of its columns; or null
 //   add   : [yrows:as, out]       f32   then added, may be y; or null
 //   y     : [yrows:ys, out]       f32   out = n, or n/2 after an activation of pairs
@@ -14,7 +14,7 @@
 //   -D FMT=     of lib/unpack.cuh       -D ACTIVATION=  of lib/act.cuh; all but ACT_NONE and ACT_RELU2 want rows of W in fours: two gates, two ups
 //   -D PARTS=   1; 2: x in two parts; 3: W too (f32)
 //   -D GROUPED= 0; 1: row of x is order[place]/top, row of y the place; 2: row of x is the place, row of y order[place]
-//   -D MT= NT= WM= WN= BK= STAGES=   a warp has 16*MT x 8*NT results, a block WM x WN warps, K goes by BK, 64 or 128
+//   -D MT= NT= WM= WN= BK= STAGES=   a warp has 16*MT x 8*NT results, a block WM x WN warps, K goes by BK, 64 or 128; GROUPED: WM 1, MT 1 to 4 or even
 //   -D BLOCKS=  that a multiprocessor is to hold at least
 //   launch: <<<GROUPED ? (ceil(n/BN), slots) : (ceil(xrows/BM), ceil(n/BN)), 32*WM*WN, STAGES * (A + B + scales)>>>   BM = 16*MT*WM, BN = 8*NT*WN
 #include "lib/async.cuh"
@@ -67,18 +67,19 @@ static_assert((BK == 64 || BK == 128) && (GROUPED == 0 || WM == 1), "see the con
 // 4 or 8 bytes beside the thread, as cp_async16.
 template <int N> __device__ __forceinline__ void cp_async_small(void* to, const void* from) {
 #if defined(__CUDA_ARCH__)
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "n"(N));
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "n"(N) : "memory");
 #else
-    for (int i = 0; i < N / 4; i++) ((unsigned*)to)[i] = ((const unsigned*)from)[i];
+    emu::copy(to, from, N, true);
 #endif
 }
 
 struct Job {  // what all threads of a block know
     const unsigned short* x;
-    const unsigned char *w, *s;  // of the first row of the expert
-    const float* unit;           // of the block's columns, in shared memory
+    const unsigned char *w, *s;  // of the first row of W in the tile
+    const float* aids;           // of the block's columns (lib/unpack.cuh), in shared memory
     const int* from;             // row of x of each row of the tile, in shared memory
-    int ld, kp, chunks, blocks, n0, last;  // blocks: scales of a row, fp8_block; last: the last row of W there is
+    int ld, kp, chunks, blocks;  // blocks: scales of a row, fp8_block
+    unsigned last;               // the last row of W there is, counted from the first of the tile
 };
 
 // Brings what a step along K needs into a stage: each thread the same piece of every so manieth row. Beyond the ends of W its last row and last chunk are
@@ -87,42 +88,41 @@ template <int ROWS> struct Feed {
     static constexpr unsigned XP = CH * 4, WP = CH * PER, XS = THREADS / XP, WS = THREADS / WP;  // pieces of a row, rows that all threads bring at once
     static_assert(THREADS % XP == 0 && THREADS % WP == 0 && BN % WS == 0, "whole rows");
     const Job& j;
-    unsigned at[(ROWS + XS - 1) / XS];  // bytes before the rows of x
+    unsigned at[(ROWS + XS - 1) / XS];  // where the pieces of x begin, in sixteens of bytes
     __device__ __forceinline__ Feed(const Job& job) : j(job) {
         #pragma unroll
-        for (int i = 0; i < (ROWS + XS - 1) / XS; i++) at[i] = ((unsigned)j.from[min(threadIdx.x / XP + i * XS, ROWS - 1u)] * j.ld + threadIdx.x % XP * 8) * 2;
+        for (int i = 0; i < (ROWS + XS - 1) / XS; i++) at[i] = (unsigned)j.from[min(threadIdx.x / XP + i * XS, ROWS - 1u)] * (j.ld / 8) + threadIdx.x % XP;
     }
     __device__ __forceinline__ void operator()(unsigned char* stage, int step) const {
-        const unsigned tid = threadIdx.x, xr = tid / XP, wr = tid / WP, piece = tid % WP, row = j.chunks * PER * 16;
+        const unsigned tid = threadIdx.x, xr = tid / XP, wr = tid / WP, piece = tid % WP;
         const int steps = j.kp / BK, part = PARTS == 1 ? 0 : step / steps, c0 = (PARTS == 1 ? step : step % steps) * CH;
         const unsigned char* x = (const unsigned char*)(j.x + (part == 1 ? j.kp : 0) + c0 * 32);
         unsigned char* to = stage + xr * BK * 2 + (tid % XP ^ xr % 8) * 16;  // so that neither writing nor reading meets a bank twice
         #pragma unroll
         for (int i = 0; i < (ROWS + XS - 1) / XS; i++) {
             static_assert(XS % 8 == 0, "the same place for all");
-            if (ROWS % XS == 0 || xr + i * XS < ROWS) cp_async16(to + i * XS * BK * 2, x + at[i]);
+            if (ROWS % XS == 0 || xr + i * XS < ROWS) cp_async16(to + i * XS * BK * 2, x + (size_t)at[i] * 16);
         }
-        const unsigned char* w = j.w + (size_t)j.n0 * row + min(c0 + (int)(piece / PER), j.chunks - 1) * (PER * 16) + piece % PER * 16;
+        const unsigned char* w = j.w + min(c0 + (int)(piece / PER), j.chunks - 1) * (PER * 16) + piece % PER * 16;
         to = stage + A + piece / PER * BC + wr * PER * 16 + piece % PER * 16;
-        const unsigned most = j.last - j.n0;
         #pragma unroll
-        for (int i = 0; i < BN / WS; i++) cp_async16(to + i * WS * PER * 16, w + (size_t)min(wr + i * WS, most) * row);
+        for (int i = 0; i < BN / WS; i++) cp_async16(to + i * WS * PER * 16, w + (size_t)(min(wr + i * WS, j.last) * (j.chunks * PER)) * 16);
         if (W::SCALE > 0)  // those of four rows lie together
             #pragma unroll
             for (unsigned p = tid; p < BN / 4 * CH; p += THREADS) {
                 const unsigned q = p / CH, c = min(c0 + (int)(p % CH), j.chunks - 1);
-                cp_async_small<SC ? SC * 4 : 4>(stage + A + B + (p % CH * BN + q * 4) * SC, j.s + (((size_t)j.n0 / 4 + min(q, most / 4)) * j.chunks + c) * 4 * SC);
+                cp_async_small<SC ? SC * 4 : 4>(stage + A + B + (p % CH * BN + q * 4) * SC, j.s + (size_t)(min(q, j.last / 4) * j.chunks + c) * 4 * SC);
             }
         if (W::SCALE < 0)
             #pragma unroll
             for (unsigned i = tid; i < BN; i += THREADS)
-                cp_async_small<4>(stage + A + B + i * 4, j.s + (((size_t)j.n0 + min(i, most)) * j.blocks + min(c0 / 4, j.blocks - 1)) * 4);
+                cp_async_small<4>(stage + A + B + i * 4, (const float*)j.s + min(i, j.last) * j.blocks + c0 / 4);
     }
 };
 
 // A stage's part of M*16 x NT*8 results. A lane's weights of a chunk are eight that follow each other, its share of two products; halve.cu has put what they
 // meet where `ldmatrix` finds it. Products that add to the same results are kept apart.
-template <int M> __device__ __forceinline__ void multiply(const unsigned char* stage, const float* unit, float (*d)[NT][4], int m0, int n0, bool low) {
+template <int M> __device__ __forceinline__ void multiply(const unsigned char* stage, const float* aids, float (*d)[NT][4], int m0, int n0, bool low) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const unsigned char* rows = stage + (m0 + lane % 16) * (BK * 2);
     #pragma unroll
@@ -138,7 +138,7 @@ template <int M> __device__ __forceinline__ void multiply(const unsigned char* s
             #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const int r = n0 + (n + i) * 8 + g;
-                W::get(stage + A + c * BC + (r * 4 + t) * W::BYTES, stage + A + B + ((W::SCALE < 0 ? 0 : c) * BN + r) * SC, t, unit[r], low, b[i]);
+                W::get(stage + A + c * BC + (r * 4 + t) * W::BYTES, stage + A + B + ((W::SCALE < 0 ? 0 : c) * BN + r) * SC, t, aids[r], low, b[i]);
             }
             #pragma unroll
             for (int h = 0; h < 2; h++)
@@ -162,7 +162,16 @@ template <int M, class F> __device__ __forceinline__ void tile(const Job& j, uns
         __syncthreads();
         if (i + STAGES - 1 < steps) feed(stages + (i + STAGES - 1) % STAGES * STAGE, i + STAGES - 1);
         cp_async_commit();
-        multiply<M>(stages + i % STAGES * STAGE, j.unit, d, m0, n0, PARTS == 3 && i >= steps / 3 * 2);
+        const unsigned char* stage = stages + i % STAGES * STAGE;
+        if (PARTS == 1) multiply<M>(stage, j.aids, d, m0, n0, false);
+        else {  // tensor cores cut off what a sum has no room for, which would add up along a row: each stage is summed by itself
+            float s[M][NT][4] = {};
+            multiply<M>(stage, j.aids, s, m0, n0, PARTS == 3 && i >= steps / 3 * 2);
+            #pragma unroll
+            for (int m = 0; m < M; m++)
+                #pragma unroll
+                for (int n = 0; n < NT * 4; n++) d[m][n / 4][n % 4] += s[m][n / 4][n % 4];
+        }
     }
     #pragma unroll
     for (int m = 0; m < M; m++)
@@ -177,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(const __half* __restri
         int rows, int ld, int kp, int chunks, int blocks, int n, float limit, int top, int column, int gs, int as, int ys) {
     DYNAMIC_SHARED(unsigned char, stages);
     __shared__ int   from[BM];
-    __shared__ float units[BN];
+    __shared__ float units[BN], aids[BN];
     const int n4 = (n + 3) / 4 * 4;
     const int slot = GROUPED ? blockIdx.y : 0, e = GROUPED ? tiles[slot * 3] : 0;
     if (e < 0) return;
@@ -187,13 +196,15 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(const __half* __restri
         const int r = min(r0 + i, end - 1);
         from[i] = GROUPED == 1 ? order[r] / top : r;
     }
-    for (int i = threadIdx.x; i < BN; i += THREADS) units[i] = unit ? unit[(size_t)e * n4 + min(n0 + i, n4 - 1)] : 1.f;
+    for (int i = threadIdx.x; i < BN; i += THREADS) { units[i] = unit ? unit[(size_t)e * n4 + min(n0 + i, n4 - 1)] : 1.f; aids[i] = W::aid(units[i]); }
     __syncthreads();
     const size_t row = (size_t)chunks * PER * 16;
     const size_t srow = W::SCALE < 0 ? (size_t)blocks * 4 : (size_t)chunks * SC;
-    const Job j = {(const unsigned short*)x, w + e * n4 * row, s + e * n4 * srow, units, from, ld, kp, chunks, blocks, n0, n4 - 1};
+    const size_t w0 = (size_t)e * n4 + n0;
+    const Job j = {(const unsigned short*)x, w + w0 * row, s + w0 * srow, aids, from, ld, kp, chunks, blocks, (unsigned)(n4 - 1 - n0)};
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, out = PAIR ? n / 2 : n;
-    const float* b = bias ? bias + (size_t)e * n : nullptr;
+    const int nb = PAIR ? n4 : n;
+    const float* b = bias ? bias + (size_t)e * nb : nullptr;
     const float unity = W::SCALE == 2 ? 128.f : 1.f;
     const bool even = (out | as | ys) % 2 == 0 && (((size_t)add | (size_t)y) & 7) == 0;
     const auto store = [&](int r, int col, float p, float q) {
@@ -216,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(const __half* __restri
         #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int at = c + 2 * t + i % 2;
-            v[i] = d[i] * scale[from[m + g + i / 2 * 8]] * (units[at] * unity) + (b && n0 + at < n ? b[n0 + at] : 0.f);
+            v[i] = d[i] * scale[from[m + g + i / 2 * 8]] * (units[at] * unity) + (b && n0 + at < nb ? b[n0 + at] : 0.f);
         }
         const int r = r0 + m + g, col = n0 + c + 2 * t;
         if (PAIR) {  // even lanes hold two gates of both rows, odd lanes the ups: each takes one row
@@ -231,21 +242,12 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(const __half* __restri
         }
     };
 #if GROUPED
-    switch ((end - r0 + 15) / 16) {
-        case 1: tile<1>(j, stages, put); break;
-#if MT > 1
-        case 2: tile<2>(j, stages, put); break;
-#endif
-#if MT > 2
-        case 3: tile<3>(j, stages, put); break;
-        case 4: tile<4>(j, stages, put); break;
-#endif
-#if MT > 4
-        case 5: tile<5>(j, stages, put); break;
-        case 6: tile<6>(j, stages, put); break;
-        case 7: tile<7>(j, stages, put); break;
-        case 8: tile<8>(j, stages, put); break;
-#endif
+    constexpr int STEP = MT > 4 ? 2 : 1;  // a tile that is not full is cut to one of four lengths
+    switch ((end - r0 + 16 * STEP - 1) / (16 * STEP)) {
+        case 1: tile<STEP>(j, stages, put); break;
+        case 2: if constexpr (MT >= 2 * STEP) tile<2 * STEP>(j, stages, put); break;
+        case 3: if constexpr (MT >= 3 * STEP) tile<3 * STEP>(j, stages, put); break;
+        case 4: if constexpr (MT >= 4 * STEP) tile<4 * STEP>(j, stages, put); break;
     }
 #else
     tile<MT>(j, stages, put);

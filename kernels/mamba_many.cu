@@ -13,7 +13,7 @@
 //   state_out : [r]                   i32   slot for the state after a row, or -1; looked at for the last row of each tile
 //   tile_seq, tile_lo, tile_hi : [tiles] i32   sequence of a tile (-1: none), its real rows lo..hi-1
 //   y        : [r, inner]             f32   real rows are written, inner = nh*DV
-//   -D DK= (state size) DV= (head size), multiples of 16; WARPS= (1 or 2: elements/16 of a block)
+//   -D DK= (state size: 16, 32, 64 or 128) DV= (head size, a multiple of 16) WARPS= (1 or 2: elements/16 of a block)
 //   launch: <<<(nh*DV/16/WARPS, seqs), 32*WARPS, RING*8192 + 2048>>>
 #include "lib/scan.cuh"
 #ifndef DK
@@ -30,46 +30,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) mamba_many(const unsign
         const unsigned* __restrict__ p, const float* __restrict__ scal, const float* __restrict__ skip, float* rec, const int* __restrict__ first,
         const int* __restrict__ starts, const int* __restrict__ state_in, const int* __restrict__ state_out, const int* __restrict__ tile_seq,
         const int* __restrict__ tile_lo, const int* __restrict__ tile_hi, float* y, int tiles, int groups, int nh) {
-    constexpr int PARTS = DV / 16 / WARPS, NT = DK / 8;
     DYNAMIC_SHARED(uint4, room);
-    const int lane = threadIdx.x % 32, head = blockIdx.x / PARTS, s = blockIdx.y, col = (blockIdx.x % PARTS * WARPS + threadIdx.x / 32) * 16;
-    const int key = head / (nh / groups), f = first[s] / TILE;
-    int end = f;
-    while (end < tiles && tile_seq[end] == s) end++;
-    Scan<DK, WARPS, false> scan;
-    scan.q = (const uint4*)q + (size_t)key * DK * 16; scan.k = (const uint4*)k + (size_t)key * DK * 16;
-    scan.u = (const uint4*)u + ((size_t)head * (DV / 16) + blockIdx.x % PARTS * WARPS) * 256; scan.p = (const uint4*)p + (size_t)head * 1024;
-    scan.scal = scal + (size_t)head * 2 * TILE;
-    scan.step = nh; scan.key_step = groups; scan.u_step = nh * (DV / 16);
-    scan.ring = room; scan.factors = (float (*)[2 * TILE])(room + RING * STAGE);
-    scan.start(f, end);
-    float S[NT][4] = {};
-    const float D = skip[head];
-    if (starts[s]) {
-        float* from = rec + (((size_t)state_in[s] * nh + head) * DV + col) * DK;
-        #pragma unroll
-        for (int i = 0; i < NT; i++)
-            #pragma unroll
-            for (int j = 0; j < 4; j++) S[i][j] = state_at<DK, true>(from, DV, i, j);
-    }
-    #pragma unroll 1
-    for (int t = f; t < end; t++) {
-        float o[8][4];
-        scan.tile_step(t, S, o, D);
-        const int lo = tile_lo[t], hi = tile_hi[t], keep = state_out[t * TILE + hi - 1];
-        #pragma unroll
-        for (int i = 0; i < 8; i++)
-            #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                const int row = 8 * i + lane % 4 * 2 + j % 2;
-                if (row >= lo && row < hi) y[((size_t)t * TILE + row) * nh * DV + head * DV + col + lane / 4 + j / 2 * 8] = o[i][j];
-            }
-        if (keep >= 0) {
-            float* to = rec + (((size_t)keep * nh + head) * DV + col) * DK;
-            #pragma unroll
-            for (int i = 0; i < NT; i++)
-                #pragma unroll
-                for (int j = 0; j < 4; j++) state_at<DK, true>(to, DV, i, j) = S[i][j];
-        }
-    }
+    scan_states<DK, DV, WARPS, false>(room, nullptr, q, k, u, p, scal, skip, rec, first, starts, state_in, state_out, tile_seq, tile_lo, tile_hi, y, tiles, groups, nh);
 }

@@ -15,7 +15,7 @@
 //   u        : [tiles, nh, uf]        f32   x as sums, uf = 64*DV
 //   p        : [tiles, nh, 4096]      u32
 //   scal     : [tiles, nh, 128]       f32   decay from the tile's begin; to its end, times dt
-//   -D DK= (state size) DV= (head size), multiples of 16
+//   -D DK= (state size: 16, 32, 64 or 128) DV= (head size, a multiple of 16)
 //   launch: <<<(tiles, groups, nh/groups/per), 256, 64*(4*DK + 4*max(DK, DV) + 16) + 1280>>>
 #include "lib/chunk.cuh"
 #ifndef DK
@@ -38,12 +38,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) mamba_prep(const float* __r
     const Rows r = rows_of(t, x, width, c, conv, first, starts, state_in, state_out, tile_seq, tile_lo, tile_hi);
     for (int i = tid; i < 2 * DK * 4; i += 256) {  // B, then C, of 16 rows
         const int e = i % (2 * DK), m = e / DK, ch = inner + (m * groups + group) * DK + e % DK;
-        r.conv(ch, inner + ch, i / (2 * DK) * 16, conv_w, conv_b, [&](int j, float v) {
-            const __nv_bfloat16 b = __float2bfloat16(v);
-            __nv_bfloat16* to = (__nv_bfloat16*)(rows + j * STRIDE + m * 4 * DK) + e % DK;
-            to[0] = b;
-            to[DK] = __float2bfloat16(v - __bfloat162float(b));
-        });
+        r.conv(ch, inner + ch, i / (2 * DK) * 16, conv_w, conv_b, [&](int j, float v) { put_limbs(rows + j * STRIDE + m * 4 * DK, e % DK, DK, v); });
         if (i < 2 * DK && blockIdx.z == 0) r.keep_tail(ch, inner + ch);
     }
     __syncthreads();
@@ -59,23 +54,15 @@ extern "C" __global__ void __launch_bounds__(256, 2) mamba_prep(const float* __r
     for (int h = h0; h < h0 + per; h++) {
         const size_t cell = (size_t)t * nh + h;
         if (warp == 0) {
-            float g[2], d[2];
+            float g[2], d[2], G[2];
             #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const int j = 2 * lane + i;
                 d[i] = j >= r.lo && j < r.hi ? softplus(r.x[(size_t)j * width + width - nh + h] + dt_bias[h]) : 0.f;
                 g[i] = decay[h] * d[i];
+                dt[j] = d[i];
             }
-            Twice s[2];
-            running_sums(g[0], g[1], s[0], s[1]);
-            const float top = __shfl_sync(~0u, s[1].hi, 31), rest = __shfl_sync(~0u, s[1].lo, 31);
-            #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const int j = 2 * lane + i;
-                hi[j] = s[i].hi; lo[j] = s[i].lo; dt[j] = d[i];
-                scal[cell * 128 + j] = expf(s[i].hi + s[i].lo);
-                scal[cell * 128 + TILE + j] = expf((top - s[i].hi) + (rest - s[i].lo)) * d[i];
-            }
+            decays(g, d, hi, lo, scal + cell * 128, G);
         }
         __syncthreads();  // also: nobody reads C or the last head's x any more
         for (int i = tid; i < DV * 4; i += 256) {
@@ -84,13 +71,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) mamba_prep(const float* __r
             if (i < DV) r.keep_tail(ch, inner + ch);
         }
         float d[4][4];
-        #pragma unroll
-        for (int n = 0; n < 4; n++)
-            #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const int i = warp % 4 * 16 + lane / 4 + e / 2 * 8, j = warp / 4 * 32 + n * 8 + lane % 4 * 2 + e % 2;
-                d[n][e] = i >= j ? segment(hi, lo, i, j) * dt[j] * qk[n][e] : 0.f;
-            }
+        each_sum([&](int n, int e, int i, int j) { d[n][e] = i >= j ? segment(hi, lo, i, j) * dt[j] * qk[n][e] : 0.f; });
         write_p((uint4*)p + cell * 1024, d);
         __syncthreads();
         for (int i = warp; i < DV / 2; i += 8) {  // sums of 16 columns and 8 rows

@@ -4,7 +4,7 @@
 //   dst : [dst_bytes]            u8   of all experts
 //   -D KIND=  0: bytes as they are, 1: e2m1 codes, two a byte, into the words of lib/nvfp4.cuh, 2: float32 to fp16, 3: float32 to bf16,
 //             4: scales of 16, 5: scales of 32, those of four rows side by side
-//   launch: <<<(ceil(units/128), n4, experts), 128>>>; a thread writes one unit of `units` a row: 16 bytes, of scales a chunk's
+//   launch: <<<(n4, ceil(units/128), experts), 128>>>; a thread writes one unit of `units` a row: 16 bytes, of scales a chunk's
 #include <cuda_fp16.h>
 #include <cuda_bf16.h>
 #ifndef KIND
@@ -24,7 +24,7 @@ __device__ __forceinline__ unsigned e2m1_word(unsigned v) {  // nibbles 0-3 and 
 // `dst` is from one expert's rows to the next `n4` rows of `units`, `src` `from` rows.
 extern "C" __global__ void __launch_bounds__(128) pack(const unsigned char* __restrict__ src, const int* __restrict__ idx, unsigned char* __restrict__ dst,
         int src_bytes, int n4, int from, int units) {
-    const int u = blockIdx.x * 128 + threadIdx.x, row = blockIdx.y, at = idx[row];
+    const int u = blockIdx.y * 128 + threadIdx.x, row = blockIdx.x, at = idx[row];
     if (u >= units || at == -2) return;
     const size_t to = (size_t)blockIdx.z * n4 + row;
     const unsigned char* p = src + ((size_t)blockIdx.z * from + (at < 0 ? 0 : at)) * src_bytes;

@@ -15,21 +15,22 @@ extern "C" __global__ void __launch_bounds__(256) sample_bins(const float* logit
     const int row = blockIdx.y, slot = who ? who[row] : row;
     unsigned *n = s.count, *low = (unsigned*)s.units;
     pdl_trigger();
-    const How& h = ((const How*)how)[max(slot, 0)];
+    const How h = ((const How*)how)[max(slot, 0)];
     for (int i = threadIdx.x; i < BINS; i += 256) n[i] = low[i] = 0;
     pdl_wait();  // all do, so that the end of this kernel is the end of those before it
+    if (slot < 0 || !h.cut(v)) return;
     Work* w = (Work*)work + row;
-    if (slot < 0 || !h.cut(v) || w->id < 0) return;
-    const float* x = (h.adjusted() ? adjusted : logits) + (size_t)row * v;
-    const float top = w->top;
-    u64* mine = (u64*)bins + (size_t)row * BINS;
     float4 a[CHUNKS];
-    for (int c = 0; c < CHUNKS; c++) a[c] = load4(x, blockIdx.x * SPAN + c * 1024 + threadIdx.x * 4, v);
+    load_span((h.adjusted() ? adjusted : logits) + (size_t)row * v, v, a);
+    const float top = w->top;
+    if (w->id < 0) return;
+    u64* mine = (u64*)bins + (size_t)row * BINS;
+    unsigned each[CHUNKS * 4], most = 0;
+    weights(a, top, h.temperature, each);
+    for (int i = 0; i < CHUNKS * 4; i++) most = max(most, each[i]);
     __syncthreads();
-    for (int c = 0; c < CHUNKS; c++) for (int j = 0; j < 4; j++) {  // beyond the end of a row are weights of 0
-        const unsigned b = weight((&a[c].x)[j], top, h.temperature);
-        tally(n, low, bin_of(b), b & ((1u << LOW) - 1));
-    }
+    if (__any_sync(~0u, bin_of(most) >= 0))
+        for (int i = 0; i < CHUNKS * 4; i++) tally(n, low, bin_of(each[i]), each[i] & ((1u << LOW) - 1));  // beyond the end of a row are weights of 0
     __syncthreads();
     for (int i = threadIdx.x; i < BINS; i += 256) if (n[i]) atomicAdd(mine + i, (u64)n[i] << 40 | low[i]);
     if (!last_block(&w->arrived)) return;

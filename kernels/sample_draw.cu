@@ -1,24 +1,33 @@
 // Last of the launches that sample: the token that the row's random number points at, among the weights that stay, in the order of ids.
-// Then the sequence has one token more. CHUNKS: of 1,024 tokens a block (lib/sample.cuh).
+// Then the sequence has one token more, and if asked, the row goes on to its next position as in greedy.cu. CHUNKS: of 1,024 tokens a block (lib/sample.cuh).
 //   logits   : [rows, v]      f32
-//   adjusted : [slots, v]     f32   read instead for rows whose line changes anything; or null
+//   adjusted : [lines, v]     f32   read instead for rows whose line changes anything; or null
 //   who      : [rows]         i32   line of the tables that a row belongs to, -1 for none; or null: its own number
-//   how      : [slots, 16]    i32   struct How
-//   position : [slots]        i64   counted up where a token was chosen
-//   counts   : [slots, v]     i32   of that token too, where the line asks for penalties; or null
-//   work     : [slots, 8]     i64   struct Work of each row
-//   spans    : [slots, 64]    i64   scratch
+//   how      : [lines, 16]    i32   struct How
+//   position : [lines]        i64   counted up where a token was chosen
+//   counts   : [lines, v]     i32   of that token too, where the line asks for penalties; or null
+//   work     : [lines, 8]     i64   struct Work of each row
+//   spans    : [lines, 128]   i64   scratch
 //   ids      : [rows]         i32   -1 where the row cannot be sampled; not written where it belongs to no line
-//   logprobs : [slots]        f32   of the id, by row as `work` is; NaN where not asked for
-//   launch: <<<(ceil(v / (CHUNKS*1024)), rows), 256>>>, at most 64 blocks a row
+//   logprobs : [lines]        f32   of the id, by row as `work` is; NaN where not asked for
+//   top_ids   : [lines, 20]   i32   from sample_scan
+//   top_logprobs : [lines, 20] f32
+//   seq       : [rows]        i32   this and what follows as in greedy.cu; or null: nothing moves on
+//   pos       : [rows]        i32   or null
+//   pos3      : [3, rows]     i32   or null
+//   slots     : [rows]        i64   or null
+//   starts    : [seqs]        i32   or null
+//   state_in  : [seqs]        i32   or null
+//   state_out : [rows]        i32   or null
+//   tables    : [seqs, most]  i32   or null
+//   told      : [2, places, words] i32   id, log probability and alternatives for the host, as in greedy.cu; or null
+//   launch: <<<(ceil(v / (CHUNKS*1024)), rows), 256>>>, at most 128 blocks a row
+#include "lib/advance.cuh"
 #include "lib/pdl.cuh"
 #include "lib/sample.cuh"
 
 struct Kept { float top, temperature; unsigned least; };
-__device__ __forceinline__ u64 kept(float x, const Kept& k) {
-    const unsigned w = weight(x, k.top, k.temperature);
-    return w >= k.least ? units(mantissa(w), w >> 23) : 0;
-}
+__device__ __forceinline__ u64 kept(unsigned w, const Kept& k) { return w >= k.least ? units(mantissa(w), w >> 23) : 0; }
 // The thread in whose share `at` falls, of shares that have `before` before them: its number, and how far into the share.
 __device__ __forceinline__ int holder(u64 before, u64 share, u64& at) {
     __shared__ int found;
@@ -40,7 +49,7 @@ __device__ __forceinline__ int draw(const float* x, const How& h, const Kept& k,
     u64 mine[4 * CHUNKS], sum = 0;
     for (int c = 0; c < CHUNKS; c++) {
         const float4 a = load4(x, lo + c * 4, v);
-        for (int j = 0; j < 4; j++) sum += mine[c * 4 + j] = kept((&a.x)[j], k);
+        for (int j = 0; j < 4; j++) sum += mine[c * 4 + j] = kept(weight((&a.x)[j], k.top, k.temperature), k);
     }
     const u64 earlier = sum_before(sum, all);
     if (holder(earlier, sum, at) == threadIdx.x) {
@@ -52,33 +61,50 @@ __device__ __forceinline__ int draw(const float* x, const How& h, const Kept& k,
 }
 
 extern "C" __global__ void __launch_bounds__(256) sample_draw(const float* logits, const float* adjusted, const int* who, const int* how, long long* position, int* counts,
-        const long long* work, long long* spans, int* ids, float* logprobs, int v) {
+        const long long* work, long long* spans, int* ids, float* logprobs, const int* top_ids, const float* top_logprobs, const int* seq, int* pos, int* pos3, long long* slots, int* starts, int* state_in, int* state_out,
+        const int* tables, int* told, int v, int most, int block_size, int places) {
     const int row = blockIdx.y, slot = who ? who[row] : row;
+    const Rows b = {seq, nullptr, nullptr, tables, pos, pos3, starts, state_in, state_out, slots, (int)gridDim.y, most, block_size};
     pdl_trigger();
-    const How& h = ((const How*)how)[max(slot, 0)];
+    const How h = ((const How*)how)[max(slot, 0)];
+    const long long at = position[max(slot, 0)];
+    const u64 random = philox(h.seed, at);
+    if (told) told += ((size_t)(pos[row] & 1) * places + row) * TOLD;
     pdl_wait();
     if (slot < 0) return;
     Work* w = (Work*)work + row;
+    const float* x = (h.adjusted() ? adjusted : logits) + (size_t)row * v;
+    float4 a[CHUNKS];
+    if (!h.cut(v)) load_span(x, v, a);  // otherwise the row has its token already, mostly
     int id = w->id;
-    if (id < 0 || h.temperature == 0.f || w->least == ~0u) { if (blockIdx.x) return; }
+    const unsigned least = w->least;
+    if (id < 0 || h.temperature == 0.f || least == ~0u) { if (blockIdx.x) return; }
     else {
-        const float* x = (h.adjusted() ? adjusted : logits) + (size_t)row * v;
-        const Kept k{w->top, h.temperature, max(w->least, __float_as_uint(h.min_p))};
+        if (h.cut(v)) load_span(x, v, a);
+        const Kept k{w->top, h.temperature, max(least, __float_as_uint(h.min_p))};
         u64* mine = (u64*)spans + (size_t)row * MOST;
         u64 sum = 0, all;
-        for (int c = 0; c < CHUNKS; c++) {
-            const float4 a = load4(x, blockIdx.x * SPAN + c * 1024 + threadIdx.x * 4, v);
-            sum += kept(a.x, k) + kept(a.y, k) + kept(a.z, k) + kept(a.w, k);
-        }
+        unsigned b[CHUNKS * 4];
+        weights(a, k.top, k.temperature, b);
+        #pragma unroll
+        for (int i = 0; i < CHUNKS * 4; i++) sum += kept(b[i], k);
         sum_before(sum, all);
         if (!threadIdx.x) mine[blockIdx.x] = all;
         if (!last_block(&w->arrived)) return;
-        id = draw(x, h, k, philox(h.seed, position[slot]), mine, v);
+        id = draw(x, h, k, random, mine, v);
+    }
+    __syncthreads();  // all know the row's position
+    if (told && threadIdx.x < REPORT) {
+        told[2 + threadIdx.x] = top_ids[row * REPORT + threadIdx.x];
+        told[2 + REPORT + threadIdx.x] = __float_as_int(top_logprobs[row * REPORT + threadIdx.x]);
     }
     if (threadIdx.x) return;
     ids[row] = id;
-    logprobs[row] = h.logprobs >= 0 && id >= 0 ? (float)((double)logits[(size_t)row * v + id] - w->z) : __uint_as_float(0x7FC00000u);
+    const float logprob = h.logprobs >= 0 && id >= 0 ? (float)((double)logits[(size_t)row * v + id] - w->z) : __uint_as_float(0x7FC00000u);
+    logprobs[row] = logprob;
+    if (told) { told[0] = id; told[1] = __float_as_int(logprob); }
+    go(b, row, look(b, row));
     if (id < 0) return;
-    position[slot]++;
+    position[slot] = at + 1;
     if (h.flags & 1) counts[(size_t)slot * v + id]++;
 }

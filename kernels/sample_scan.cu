@@ -12,14 +12,13 @@
 //   ends        : [slots, most_ends] i32   barred until min_tokens; or null
 //   adjusted    : [slots, v]         f32   written for rows whose line changes anything; or null
 //   work        : [slots, 8]         i64   struct Work of each row
-//   sums        : [slots, 64, 2]     f64   scratch
-//   bests       : [slots, 64, 20]    i64   scratch
+//   sums        : [slots, 128, 2]    f64   scratch
+//   bests       : [slots, 128, 20]   i64   scratch
 //   top_ids     : [slots, 20]        i32   the likeliest, as many as asked for, then -1; by row, as `work` is
 //   top_logprobs : [slots, 20]       f32
-//   launch: <<<(ceil(v / (CHUNKS*1024)), rows), 256>>>, at most 64 blocks a row
+//   launch: <<<(ceil(v / (CHUNKS*1024)), rows), 256>>>, at most 128 blocks a row
 #include "lib/pdl.cuh"
 #include "lib/sample.cuh"
-#define REPORT 20
 
 // The REPORT largest of N different keys a thread (0: none), largest first; 0 where there are fewer. A key below the best ones of REPORT groups
 // of four threads cannot be among them, so at most REPORT * 4 N are looked at twice.
@@ -110,11 +109,11 @@ __device__ __forceinline__ void adjust(float (&x)[CHUNKS][4], const How& h, cons
 }
 
 // What is reported of a row: the last block's work.
-__device__ __forceinline__ void report(const How& h, Work* w, const double* sums, const u64* bests, int* ids, float* logprobs) {
+__device__ __forceinline__ void report(int wanted, Work* w, const double* sums, const u64* bests, int* ids, float* logprobs) {
     __shared__ u64 out[REPORT];
-    const int wanted = w->id < 0 ? -1 : h.logprobs;
+    double z = 0.;
     if (wanted >= 0) {
-        const double z = total_exp(sums);
+        z = total_exp(sums);
         if (!threadIdx.x) w->z = z;
     }
     if (wanted > 0) {
@@ -127,16 +126,17 @@ __device__ __forceinline__ void report(const How& h, Work* w, const double* sums
     if (i >= REPORT) return;
     const bool there = i < wanted && out[i];
     ids[i] = there ? (int)~(unsigned)out[i] : -1;
-    logprobs[i] = there ? (float)((double)key_float((unsigned)(out[i] >> 32)) - w->z) : __uint_as_float(0x7FC00000u);
+    logprobs[i] = there ? (float)((double)key_float((unsigned)(out[i] >> 32)) - z) : __uint_as_float(0x7FC00000u);
 }
 
 extern "C" __global__ void __launch_bounds__(256) sample_scan(const float* logits, const int* who, const int* how, const long long* position, const int* counts,
         const unsigned* prompt, const unsigned* mask, const int* bias_ids, const float* bias, const int* ends, float* adjusted, long long* work, double* sums, long long* bests,
         int* top_ids, float* top_logprobs, int v, int words, int most_bias, int most_ends) {
     __shared__ u64 out[REPORT];
+    __shared__ int wanted;
     const int row = blockIdx.y, lo = blockIdx.x * SPAN, slot = who ? who[row] : row;
     pdl_trigger();
-    const How& h = ((const How*)how)[max(slot, 0)];
+    const How h = ((const How*)how)[max(slot, 0)];
     pdl_wait();
     if (slot < 0) return;
     Work* w = (Work*)work + row;
@@ -168,10 +168,11 @@ extern "C" __global__ void __launch_bounds__(256) sample_scan(const float* logit
     if (!last_block(&w->arrived)) return;
     if (!threadIdx.x) {
         key = atomicExch(&w->best, 0ull);
-        w->top = key_float((unsigned)(key >> 32));
-        w->id = key == ~0ull || not_finite(w->top) ? -1 : (int)~(unsigned)key;
-        w->least = 0;
+        const float top = key_float((unsigned)(key >> 32));
+        const int id = key == ~0ull || not_finite(top) ? -1 : (int)~(unsigned)key;
+        w->top = top; w->id = id; w->least = 0;
+        wanted = id < 0 ? -1 : h.logprobs;
     }
     __syncthreads();
-    report(h, w, sums + (size_t)row * MOST * 2, (const u64*)bests + (size_t)row * MOST * REPORT, top_ids + row * REPORT, top_logprobs + row * REPORT);
+    report(wanted, w, sums + (size_t)row * MOST * 2, (const u64*)bests + (size_t)row * MOST * REPORT, top_ids + row * REPORT, top_logprobs + row * REPORT);
 }

@@ -2,7 +2,7 @@
 // Run once, when weights are loaded.
 //   w    : [rows, bytes]   u8    a row's weights as packed
 //   s    : [scales]        u8    all scales as packed; or null
-//   unit : [rows]          f32   bf16, f32: a power of two that brings the largest into [1, 2) times 2^-14; mxfp4: its largest scale; fp8_block: likewise
+//   unit : [rows]          f32   bf16, f32: a power of two that brings the largest into [1, 2) times 2^-14; mxfp4: its largest scale; fp8_block: the power of two below it
 //   -D FMT=  bf16, f32, mxfp4 or fp8_block
 //   launch: <<<rows, 128>>>
 #include "lib/unpack.cuh"
@@ -29,7 +29,7 @@ template <> struct Top<weights::fp8_block> {
 __device__ __forceinline__ float unit_of(weights::bf16, float top) { return chunk_scale(top).y; }
 __device__ __forceinline__ float unit_of(weights::f32, float top) { return chunk_scale(top).y; }
 __device__ __forceinline__ float unit_of(weights::mxfp4, float top) { return __uint_as_float((unsigned)max((int)top, 1) << 23); }
-__device__ __forceinline__ float unit_of(weights::fp8_block, float top) { return top > 0.f ? top : 1.f; }
+__device__ __forceinline__ float unit_of(weights::fp8_block, float top) { return __uint_as_float(max(__float_as_uint(top) & 0x7F800000u, 1u << 23)); }
 
 extern "C" __global__ void __launch_bounds__(128) units(const unsigned char* __restrict__ w, const unsigned char* __restrict__ s, float* unit, int bytes) {
     __shared__ float part[4];

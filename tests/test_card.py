@@ -9,10 +9,12 @@ from atlas.cuda.engine import CardEngine
 from atlas.device import Host
 from atlas.emulator import Emulator,find_cxx
 from atlas.engine import Engine
+from atlas.launch import recording
 from atlas.layers import Step
 from atlas.model import Piece,imagine,load_model,make_batch
 from atlas.ops.sample import SamplingParams
 from atlas.scheduler import Request,Scheduler
+from atlas.variants import wanted
 
 DATA = Path(__file__).parent/'data'
 pytestmark = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
@@ -162,6 +164,45 @@ def test_preemption_changes_nothing():
     e = engine(m, blocks=14, overcommit=3.)
     tight = serve(e, asks(4, max_tokens=30))
     assert e.scheduler.totals['preemptions']>0 and {i:t.tokens for i,t in plain.items()}=={i:t.tokens for i,t in tight.items()}
+
+def test_preempted_sequences_give_up_their_lanes():
+    "More sequences have begun than there are lanes in the sampler's table: who waits again has none, and goes on as if nothing had been"
+    _,m = models('llama', 'bf16')
+    how = dict(temperature=.9, presence_penalty=.5, repetition_penalty=1.2, logprobs=1)
+    ask = lambda i,p,n: Request(f'{p}{i}', tuple(ids_of(10+i, i)), SamplingParams(seed=i, max_tokens=n, ignore_eos=True, **how), priority=p)
+    e = engine(m, seqs=2); late = [ask(i, 0, 3) for i in range(2)]; early = [ask(i, 1, 8) for i in range(2)]
+    out = serve(e, [(r,0) for r in early]+[(r,4) for r in late])
+    assert e.scheduler.totals['preemptions']==2 and not e._lanes
+    for r in (early[0],late[0]):
+        alone = serve(engine(m), [(r,0)])[r.id]
+        assert (alone.tokens,alone.logprobs)==(out[r.id].tokens,out[r.id].logprobs)
+
+def test_who_comes_back_is_placed_anew():
+    "A sequence that was alone before and after it was preempted has other blocks now, and the card must be told"
+    _,m = models('llama', 'bf16')
+    a = Request('a', tuple(ids_of(20)), SamplingParams(temperature=0, max_tokens=24, ignore_eos=True), priority=1)
+    e = engine(m, seqs=1); e.add(a); got = []
+    def go(n): got.extend(v.token for _ in range(n) for v in e.step() if v.id=='a' and v.token is not None)
+    go(8)
+    e.add(Request('b', tuple(ids_of(150, 3)), SamplingParams(max_tokens=4))); go(2)
+    assert e.scheduler.totals['preemptions']==1 and e.scheduler.running[0].state=='prefill'
+    e.abort('b')
+    while e.has_work: go(1)
+    assert got==serve(engine(m), [(a,0)])['a'].tokens
+
+@pytest.mark.parametrize('toy,weights', CASES)
+def test_a_warm_engine_compiles_no_more(toy, weights, monkeypatch):
+    "What prompts of any length and number, replays and steps launch is among what was made ready; nothing is launched here"
+    _,m = models(toy, weights); e,known = engine(m),set()
+    monkeypatch.setattr('atlas.cuda.engine.make_ready', lambda card, *steps: known.update(variants(*steps)))
+    def variants(*steps): return {(n,tuple(sorted(d.items()))) for n,d in wanted(*steps)}
+    def rows(ns, start, tiled):
+        b = make_batch([Piece([0]*n, start, list(range(e.cache.blocks_for(start+n))), int(tiled)) for n in ns], tiled, 16, m.device); x = m.trunk(b, e.cache)
+        if tiled: m.head(m.final(x[b.out]))
+    with recording(launch=False): e.warm()
+    for ns in ((1,),(65,),(1,1),(64,)*3,(3,1,2,1)): assert variants(lambda: rows(ns, 0, True))<=known, ns
+    for ns in ((2,),(3,),(8,),(8,8),(3,8,1)): assert variants(lambda: rows(ns, 70, False))<=known, ns
+    for k in (1,2,4): assert variants(lambda: e._body(k, 200, (True,True,0)), lambda: e._body(k, 128, (True,False,0)))<=known, k
 
 def test_end_tokens_and_aborts():
     _,m = models('llama', 'bf16')

@@ -1,16 +1,16 @@
 "What goes wrong with a card: none, an old one, a full one, one that fails; and memory that is given back and taken again. A made-up driver plays the card."
-import gc,re,subprocess,sys,threading,weakref
+import gc,math,re,subprocess,sys,threading,weakref
 import numpy as np,pytest
 from collections import deque
 from hypothesis import given,settings,strategies as st
-from hypothesis.stateful import Bundle,RuleBasedStateMachine,consumes,initialize,invariant,precondition,rule
 from pathlib import Path
 from types import SimpleNamespace as NS
 from atlas.arena import Arena,CudaPages,HostPages
 from atlas.core import AtlasError,DeviceError,OutOfMemoryError,typed_error
 from atlas.device import STICKY,Budget,Cuda,CudaFault,Faults,Host,Memory,cuda_count,get_device
 from atlas.graph import Graph,Ring
-from atlas.launch import Kernel,Source,find_nvcc
+from atlas.card import _ok
+from atlas.launch import Kernel,Nvrtc,Source,_refused,compiled,find_nvcc
 from helpers import made_up_driver as made_up
 
 G,M = 1<<30,1<<20
@@ -155,62 +155,71 @@ def test_real_faults(how):
 
 # The arena
 
-class HostArena(RuleBasedStateMachine):
-    "Regions on the host against plain copies: arrays stay where they are, keep what they hold, and never overlap; the budget is the sum of what is mapped"
-    regions = Bundle('regions')
-    @initialize(budget=st.integers(0, 64))
-    def begin(self, budget): self.page = HostPages.page; self.arena,self.names,self.held = Arena(Host(), Budget(budget*self.page), step=1),0,{}
-    @rule(target=regions, pages=st.integers(0, 40))
+class HostArena:
+    "Regions on the host against plain copies: arrays stay where they are, keep what they hold, and never overlap, in whatever order they come and go; the budget is the sum of what is mapped"
+    def __init__(self, budget, step):
+        self.page = HostPages.page
+        self.arena,self.names,self.held = Arena(Host(), Budget(budget*self.page), step=step*self.page),0,{}
+        self.rs = [self.region(n) for n in (8,40,200)]
     def region(self, pages):
-        self.names += 1
-        r = self.arena.region(f'r{self.names}', pages*self.page); self.held[r.name] = []
+        self.names += 1; r = self.arena.region(f'r{self.names}', pages*self.page); self.held[r.name] = []
         return r
-    @rule(r=regions, shape=st.lists(st.integers(0, 60), max_size=3), dtype=st.sampled_from(['float32','uint8','int64','float16']), align=st.sampled_from([1,64,256,4096]), fill=st.integers(1, 100))
-    def take(self, r, shape, dtype, align, fill):
-        used,budget = r.used,self.arena.budget.used
-        try: a = r.take(tuple(shape), dtype, max(align, np.dtype(dtype).itemsize))
-        except OutOfMemoryError: assert (r.used, self.arena.budget.used)==(used, budget) and not r.asleep; return
+    def take(self, r, n, k):
+        dtype,align = ('float32','uint8','int64','float16')[k%4],(1,64,256,4096)[k//4%4]
+        shape,fill = (n//100,k) if k%3 else (n,),1+k%100
+        size,used,budget = -(-max(1, math.prod(shape)*np.dtype(dtype).itemsize)//256)*256,r.used,self.arena.budget.used
+        try: a = r.take(shape, dtype, align)
+        except OutOfMemoryError as e: assert (r.used, self.arena.budget.used)==(used, budget) and not r.asleep and e.hint; return
         except DeviceError: assert r.asleep; return
-        assert a.shape==tuple(shape) and a.dtype==dtype and a.ctypes.data%align==0 and r.at<=a.ctypes.data and a.ctypes.data+a.nbytes<=r.at+r.mapped
+        assert r.used==used+size and a.shape==shape and a.dtype==dtype and a.ctypes.data%max(align, 256)==0 and r.at<=a.ctypes.data and a.ctypes.data+a.nbytes<=r.at+r.size
         a[...] = fill
         self.held[r.name].append([a, a.copy(), a.ctypes.data])
-    @rule(r=regions, keep=st.booleans())
-    def sleep(self, r, keep):
+    def drop(self, r, n, k):
+        "Somebody lets go of arrays; a view of another keeps it"
+        for i in (n%7, k%5, n%3)[:1+k%3]:
+            if i<len(os := self.held[r.name]): os.pop(i)
+        if os := self.held[r.name]: os[0][0] = os[0][0][...]
+        r._settle()
+    def trim(self, r, n, k):
+        mapped = r.mapped
+        assert r.trim()==mapped-r.mapped and (r.asleep or r.mapped<=len(r._needed())*r.chunk)
+    def sleep(self, r, n, keep):
         if r.asleep: assert r.release()==0; return
         mapped = r.mapped
-        assert r.release(keep)==mapped and r.asleep and r.mapped==0 and r.name not in self.arena.budget.parts
-        if not keep:
+        assert r.release(keep%2)==mapped and r.asleep and r.mapped==0 and r.name not in self.arena.budget.parts
+        if not keep%2:
             for o in self.held[r.name]: o[1] = np.zeros_like(o[1])
-    @rule(r=regions)
-    def wake(self, r):
+    def wake(self, r, n, k):
         try: r.restore()
         except OutOfMemoryError: assert r.asleep and r.mapped==0
-    @rule(r=consumes(regions))
-    def close(self, r): self.held.pop(r.name); r.close()
-    @precondition(lambda self: hasattr(self, 'arena'))
-    @rule(n=st.integers(-20, 20))
-    def others(self, n):
+    def close(self, r, n, k): self.held.pop(r.name); r.close(); self.rs[self.rs.index(r)] = self.region(1+n%60)
+    def others(self, r, n, k):
         "Somebody else takes from the budget, or gives back"
-        b = self.arena.budget
-        if n<0: b.give('others')
-        elif n*self.page<=b.left: b.take('others', n*self.page)
-    @invariant()
+        b,n = self.arena.budget,k%20*self.page
+        if k%3: b.give('others')
+        elif n<=b.left: b.take('others', n)
     def sound(self):
-        if not hasattr(self, 'arena'): return
         a,b = self.arena,self.arena.budget
         assert b.used-b.parts.get('others', 0)==sum(r.mapped for r in a.regions.values()) and b.left>=0
         spans = sorted((at, at+x.nbytes) for os in self.held.values() for x,_,at in os if x.nbytes)
         assert all(e<=s for (_,e),(s,_) in zip(spans, spans[1:]))
         for name,os in self.held.items():
-            if a[name].asleep: continue
+            r = a[name]; h = r._holes
+            assert all(s<e for s,e in h) and all(e<s for (_,e),(s,_) in zip(h, h[1:])) and (r.asleep or set(r._needed())<=r._handles.keys())
+            assert r.used==sum(-(-max(1, x.nbytes)//256)*256 for x,_,_ in os) and r.used+sum(e-s for s,e in h)==r.size
+            if r.asleep: continue
             for x,want,at in os: assert x.ctypes.data==at and (x==want).all()
 
-TestHostArena = HostArena.TestCase
-TestHostArena.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+_DO = ['take']*6+['drop']*4+['trim','trim','sleep','wake','wake','wake','others','close']
+@settings(max_examples=150, deadline=None)
+@given(budget=st.integers(0, 100), step=st.integers(1, 8), ops=st.lists(st.tuples(st.sampled_from(_DO), st.integers(0, 2), st.integers(0, 20000), st.integers(0, 1000)), min_size=10, max_size=60))
+def test_arena_of_the_host(budget, step, ops):
+    h = HostArena(budget, step)
+    for op,i,n,k in ops: getattr(h, op)(h.rs[i], n, k); h.sound()
 
 statuses = st.lists(st.sampled_from([0,2,1,201]), max_size=3)
 @settings(max_examples=300, deadline=None)
-@given(ops=st.lists(st.tuples(st.sampled_from(['take','sleep','wake','others']), st.integers(0, 1), st.integers(1, 20*M)), min_size=2, max_size=25),
+@given(ops=st.lists(st.tuples(st.sampled_from(['take','take','drop','trim','sleep','wake','others']), st.integers(0, 1), st.integers(1, 20*M)), min_size=2, max_size=25),
        fail=st.fixed_dictionaries(dict(cuMemCreate=statuses, cuMemMap=statuses, cuMemSetAccess=statuses)), at=st.integers(0, 4))
 def test_arena_of_a_card_loses_nothing(ops, fail, at):
     "Whatever fails: memory handed out, mapped and paid for are the same, arrays have memory behind them, and in the end all is given back"
@@ -222,6 +231,8 @@ def test_arena_of_a_card_loses_nothing(ops, fail, at):
         r = rs[which]
         try:
             if op=='take': arrays.append((r, r.take((n,), 'uint8')))
+            elif op=='drop' and arrays: arrays.pop(n%len(arrays))
+            elif op=='trim': r.trim()
             elif op=='sleep': r.release()
             elif op=='wake': r.restore()
             else: d.free,d.total = d.free+(n if d.total<64*M else -min(n, d.free)),64*M if d.total<64*M else 64*M-min(n, d.free)
@@ -239,8 +250,9 @@ def test_no_room_to_wake(call):
     d = made_up.Driver(64*M); c = made_up.card(d)
     r = Arena(c, Budget(64*M), pages=CudaPages(c, d)).region('weights', 32*M)
     x = r.take((3*M,), 'uint8'); r.release()
-    d.failing(**{call: [2]})
+    d.failing(**{call: [2,2]})
     with pytest.raises(OutOfMemoryError): r.restore()
+    d.failing()
     assert r.asleep and not d.maps and not d.handles and r.arena.budget.used==0
     assert r.restore() is False and d.usable(x.data.ptr, 3*M) and r.arena.budget.used==r.mapped==32*M
 
@@ -257,6 +269,38 @@ def test_arrays_keep_their_region():
 def test_a_card_that_cannot_map():
     old = type('Old', (made_up.Driver,), dict(_cuDeviceGetAttribute=lambda self, out, which, dev: 0))
     with pytest.raises(DeviceError, match='cannot map memory'): CudaPages(made_up.card(old(64*M)), old(64*M))
+
+def test_it_counts_all_the_same(monkeypatch):
+    "On such a card arrays lie in CuPy's memory, and the region only counts them"
+    def no(card): raise DeviceError('A made-up card cannot map memory')
+    monkeypatch.setattr('atlas.arena.CudaPages', no)
+    d = made_up.Driver(64*M); c = made_up.card(d); ptrs = iter(range(1, 99))
+    c.xp.get_default_memory_pool = lambda: NS(malloc=lambda n: NS(ptr=next(ptrs), size=n), free_all_blocks=lambda: None)
+    with pytest.warns(UserWarning, match='cannot be put to sleep'): a = Arena(c, Budget(M), step=4096)
+    r = a.region('weights', M); p = r.malloc(5000)
+    assert (p.ptr, r.used, a.budget.parts)==(1, 5120, dict(weights=8192)) and not d.calls
+    with pytest.raises(DeviceError, match='cannot sleep') as e: r.release()
+    with pytest.raises(OutOfMemoryError): r.malloc(2*M)
+    del p; r._settle()
+    assert e.value.hint and r.used==0 and a.close()==0 and not a.budget.parts
+
+class Refuses:
+    name,version = 'nvrtc','13.0'
+    def __call__(self, src, arch, options): raise _refused(src, arch, self, 'rope.cu(3): error: expected a ";"')
+class NoStore:
+    def get(self, name, key): pass
+
+_BUILT = NS(card='A made-up card', arch='sm_90a')
+@pytest.mark.parametrize('what,says', [
+    (lambda: Nvrtc(None), 'CuPy'), (lambda: compiled(Source('rope'), 'sm_75', (), Refuses(), NoStore()), 'rope.cu does not compile for sm_75 with nvrtc 13.0: rope.cu(3): error: expected a ";"'),
+    (lambda: Nvrtc(NS(cuda=NS(nvrtc=NS(getVersion=lambda: (12,8), getSupportedArchs=lambda: [75,90]))))(Source('rope'), 'sm_121a'), 'no machine code of rope for sm_121a, and NVRTC 12.8 makes it for sm_75 to sm_90'),
+    (lambda: _ok(1, 'moe with 230000 bytes of shared memory', _BUILT), 'moe with 230000 bytes'), (lambda: _ok(701, 'moe cannot be launched', _BUILT), 'moe cannot be launched'),
+    (lambda: _ok(2, 'moe', _BUILT), 'moe'), (lambda: _ok(209, 'moe', _BUILT), 'moe'), (lambda: _ok(700, 'moe', _BUILT), 'CUDA error 700')],
+    ids=['no CuPy','does not compile','other architecture','shared memory','threads','memory','machine code','fault'])
+def test_every_trouble_says_what_to_do(what, says, monkeypatch):
+    monkeypatch.setattr('atlas.card.faults', Faults())
+    with pytest.raises(DeviceError) as e: what()
+    assert e.value.hint and e.value.hint in str(e.value) and says in e.value.msg
 
 # Results
 

@@ -7,10 +7,12 @@ Docs: https://atlas-inference.github.io/atlas/cuda.engine.html.md"""
 # %% auto #0
 __all__ = ['bucket', 'Rows', 'Flight', 'Landing', 'CardEngine']
 
-# %% ../../nbs/33a_cuda.engine.ipynb #b415e9ad
+# %% ../../nbs/33a_cuda.engine.ipynb #6881d742
+import weakref
 import numpy as np
 from contextlib import ExitStack,nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from fastcore.basics import patch
 from .advance import advance
@@ -19,6 +21,7 @@ from ..engine import Engine,Event
 from ..graph import Graph
 from ..launch import compilations
 from ..model import Batch,Piece,make_batch
+from ..ops.linear import MAX_ROWS
 from ..ops.sample import Sampled
 from ..scheduler import Plan
 from ..variants import make_ready
@@ -51,8 +54,9 @@ class Rows:
 def place(self:Rows,
     seqs, # `Seq`s that decode, in the order of their rows
     lanes, # Lane of each in the sampler's table
+    size:int, # Positions in a block
 ):
-    "Say anew who is in which row, as if the step before had just ended: the first kernel of a step moves everything on by one"
+    "Say anew who is in which row: as the last step found it, and then on by one, as the end of a step does it"
     n,w = self.most,self.card.write
     def fill(name, values, rest, dtype=np.int32): w(getattr(self, name), np.array([*values, *[rest]*(n-len(values))], dtype))
     p = [s.num_computed for s in seqs]
@@ -65,14 +69,17 @@ def place(self:Rows,
     if self.media:  # behind images rotary positions are others
         at = np.zeros(bucket(len(seqs)), np.int32); at[:len(seqs)] = [i-1+(s.media.delta if s.media else 0) for s,i in zip(seqs, p)]
         w(self.pos3[:3*len(at)], np.tile(at, 3))
-    self.grow()
+    self.grow(size); b = self.batch(bucket(len(seqs)), 0)
+    advance(b, b.tables, size)
 
 @patch
-def grow(self:Rows):
-    "Tell the card of blocks that sequences have got since"
+def grow(self:Rows, size:int):
+    "Tell the card of blocks that sequences have got since, and of the slot in one of them that the end of the last step could not know"
     for r,s in enumerate(self.seqs):
-        b,k = s.table.blocks,self.known[r]
-        if len(b)>k: self.card.write(self.tables[r,k:len(b)], np.array(b[k:], np.int32)); self.known[r] = len(b)
+        b,k,p = s.table.blocks,self.known[r],s.num_computed
+        if len(b)==k: continue
+        self.card.write(self.tables[r,k:len(b)], np.array(b[k:], np.int32)); self.known[r] = len(b)
+        if p//size>=k: self.card.write(self.slots[r:r+1], np.array([b[p//size]*size+p%size], np.int64))
 
 # %% ../../nbs/33a_cuda.engine.ipynb #401fc304
 @dataclass
@@ -102,26 +109,31 @@ class Landing:
         e = self.card.xp.cuda.Event(disable_timing=True); e.record(stream)
         return host,e
 
-# %% ../../nbs/33a_cuda.engine.ipynb #f4301009
+# %% ../../nbs/33a_cuda.engine.ipynb #e9a99600
 class CardEngine(Engine):
     "`Engine` for a model on a card"
-    def __init__(self, model, cache, scheduler):
+    def __init__(self, model, cache, scheduler, room=None):
         super().__init__(model, cache, scheduler)
-        self.card,n = model.device,bucket(scheduler.max_num_seqs)
-        self.rows = Rows(self.card, n, cache.blocks_for(scheduler.max_seq_len))
-        self.table = SampleTable(self.card, n+1, model.c.vocab_size)
+        self.card,self.room,n = model.device,room,bucket(scheduler.max_num_seqs)
+        with self.staying():
+            self.rows = Rows(self.card, n, cache.blocks_for(scheduler.max_seq_len))
+            self.table = SampleTable(self.card, n+1, model.c.vocab_size)
         self.card.synchronize()  # the engine's stream waits for no other: weights and cache are to be there
         self.stream = None if self.card.kind!='cuda' else self.card.xp.cuda.Stream(non_blocking=True)
         self.memory = None if self.stream is None else self.card.xp.cuda.MemoryPool()
-        self._lanes,self._free,self._graphs,self._flying = {},list(range(n+1))[::-1],{},None
+        if self.memory: weakref.finalize(self, self.card.pools.append, self.memory).atexit = False # a pool that is only dropped frees nothing
+        self._lanes,self._free,self._graphs,self._flying,self.late = {},list(range(n+1))[::-1],{},None,None
         self.landing = Landing(self.card, (self.rows.ids, self.table.logprobs, self.table.top_ids, self.table.top_logprobs))
 
     def here(self):
-        "A context in which kernels go to the engine's stream"
-        if self.stream is None: return nullcontext()
-        st = ExitStack()
-        for c in (self.card.use(), self.stream): st.enter_context(c)
+        "A context in which kernels go to the engine's stream, and arrays are none of a model that is being loaded meanwhile"
+        st = ExitStack(); st.enter_context(self.card.making_in(None))
+        for c in (self.card.use(), self.stream) if self.stream else (): st.enter_context(c)
         return st
+
+    def staying(self):
+        "A context in which arrays are made that stay: in `room`, a `Region`, if there is one"
+        return self.room.allocating() if self.room else nullcontext()
 
     def temporaries(self):
         "A context in which arrays are made that live for a step only: graphs share their memory, and nobody else may have it"
@@ -133,8 +145,7 @@ def _body(self:CardEngine, n, longest, how):
     "What a decode step of `n` rows launches"
     b,(full,cuts,_) = self.rows.batch(n, longest),how
     with self.temporaries():
-        advance(b, b.tables, self.cache.pool.block_size)
-        sample_rows(self.model.forward(b, self.cache), self.table, self.rows.ids[:n], self.rows.lanes[:n], greedy=not full, cuts=cuts)
+        sample_rows(self.model.forward(b, self.cache), self.table, self.rows.ids[:n], self.rows.lanes[:n], not full, cuts, (b,self.cache.pool.block_size))
 
 @patch
 def _replay(self:CardEngine, n, longest, how):
@@ -149,8 +160,8 @@ def _replay(self:CardEngine, n, longest, how):
 def _launch(self:CardEngine, plan)->Flight:
     "Begin a decode step"
     with self.here():
-        if self.rows.seqs!=plan.decode: self.rows.place(plan.decode, [self._lane(s) for s in plan.decode])
-        else: self.rows.grow()
+        if self.rows.seqs!=plan.decode: self.rows.place(plan.decode, [self._lane(s) for s in plan.decode], self.cache.pool.block_size)
+        else: self.rows.grow(self.cache.pool.block_size)
         n,tokens = bucket(len(plan.decode)),max(s.num_computed for s in plan.decode)+1
         how = self._how(plan.decode)
         self.last = n,min(bucket(tokens, 128), self.scheduler.max_seq_len),how
@@ -163,13 +174,14 @@ def _how(self:CardEngine, seqs):
     lines = [self.table.lines[self._lanes[s.id]] for s in seqs]
     return any(f for f,_ in lines),any(c for _,c in lines),self.table.stamp
 
-# %% ../../nbs/33a_cuda.engine.ipynb #2c117d6f
+# %% ../../nbs/33a_cuda.engine.ipynb #05706bc2
 @patch
 def _lane(self:CardEngine, seq)->int:
-    "Lane of `seq`, given and filled if it has none"
+    "Lane of `seq`, given and filled if it has none; where all are taken, one that was preempted gives up its own"
     if seq.id not in self._lanes:
+        if not self._free: self._leave(next(i for i in self._lanes if not self.scheduler.seqs[i].running))
         self._lanes[seq.id] = i = self._free.pop()
-        self.table.set(i, self._samplers[seq.id])
+        with self.staying(): self.table.set(i, self._samplers[seq.id])
     return self._lanes[seq.id]
 
 @patch
@@ -183,7 +195,7 @@ def abort(self:CardEngine, rid:str)->list[Event]:
     self._leave(rid)
     return Engine.abort(self, rid)
 
-# %% ../../nbs/33a_cuda.engine.ipynb #b0a26155
+# %% ../../nbs/33a_cuda.engine.ipynb #30abf5bd
 @patch
 def _prefill(self:CardEngine, plan):
     "Run the prompts and replays of `plan`; logits of the prompts that are complete now"
@@ -202,6 +214,7 @@ def _prefill(self:CardEngine, plan):
 def _first(self:CardEngine, plan):
     "Run all of `plan` that is no decode step, and sample the first token of each prompt that is complete: those sequences, and what the host got"
     with self.here():
+        self.rows.seqs = []  # whoever was placed may be so no more: preempted, and computed again in other blocks
         done,logits = self._prefill(plan)
         if not done: return [],[]
         lanes = [self._lane(s) for s in done]; n = len(done)
@@ -209,7 +222,6 @@ def _first(self:CardEngine, plan):
         full,cuts,_ = self._how(done)
         sample_rows(logits, self.table, ids, rows, greedy=not full, cuts=cuts)
         arrays = (ids,self.table.logprobs,self.table.top_ids,self.table.top_logprobs)[:4 if full else 1]
-        self.rows.seqs = []  # whoever was placed is so no more: the next step may have others
         return done,[self.card.download(a) for a in arrays]
 
 # %% ../../nbs/33a_cuda.engine.ipynb #51b3969d
@@ -243,10 +255,14 @@ def _accept(self:CardEngine, seqs, host)->list[Event]:
         if e.finish: self._leave(e.id)
     return events
 
-# %% ../../nbs/33a_cuda.engine.ipynb #d3a7db4e
+# %% ../../nbs/33a_cuda.engine.ipynb #d0f89953
 @patch
 def step(self:CardEngine)->list[Event]:
-    "Do one step's work and say what came of it, or of the step before it"
+    "Do one step's work and say what came of it, or of the step before it; what it has to compile once the engine is warm is `late`"
+    with compilations.serving(self.late): return self._step()
+
+@patch
+def _step(self:CardEngine):
     events = [] if self._flying is None or self._steady() else self._land()
     plan = self.scheduler.schedule()
     if self._flying and (plan is None or plan.prefill or plan.replay or plan.decode!=self.rows.seqs):  # somebody had to leave, or all are done
@@ -262,18 +278,28 @@ def step(self:CardEngine)->list[Event]:
     self._flying = flight
     return events
 
-# %% ../../nbs/33a_cuda.engine.ipynb #ab3d4fb6
+# %% ../../nbs/33a_cuda.engine.ipynb #d30082d4
 @patch
 def warm(self:CardEngine):
     "Compile what any step needs, and run each kind once, on blocks and slots that nobody has yet"
-    B,n = self.cache.pool.block_size,[1<<i for i in range(self.rows.most.bit_length())]
-    def prompt(tokens=1):
-        b = make_batch([Piece([0]*tokens, 0, list(range(self.cache.blocks_for(tokens))), 1)], True, B, self.card)
-        logits = self.model.head(self.model.final(self.model.trunk(b, self.cache)[b.out]))
-        sample_rows(logits, self.table, self.card.empty(1, 'int32'), self.card.upload(np.full(1, -1, np.int32)))
-    def rows(): [self._body(k, 128, (f,f,self.table.stamp)) for k in n for f in (True,False)]
-    long = min(self.scheduler.chunk, self.scheduler.max_seq_len, self.cache.pool.num_blocks*B)
+    B,n,model,s = self.cache.pool.block_size,[1<<i for i in range(self.rows.most.bit_length())],self.model,self.scheduler
+    def batch(tokens, pieces=1, start=0, want=1): return make_batch([Piece([0]*tokens, start, list(range(self.cache.blocks_for(start+tokens))), want)]*pieces, not start, B, self.card)
+    def prompt(tokens=1, pieces=1):
+        b = batch(tokens, pieces); logits = model.head(model.final(model.trunk(b, self.cache)[b.out]))
+        sample_rows(logits, self.table, self.card.empty(pieces, 'int32'), self.card.upload(np.full(pieces, -1, np.int32)))
+    def replay(rows): model.trunk(batch(rows, start=1, want=0), self.cache)
+    def rows(longest): self.rows.place([], [], B); [self._body(k, longest, (f,f,self.table.stamp)) for k in n for f in (True,False)]
+    long,end = min(s.chunk, s.max_seq_len, self.cache.pool.num_blocks*B),s.max_seq_len
+    lengths = {1,long,*(1<<i for i in range(6, long.bit_length()))}  # tiles of products are chosen by rows
+    prompts = [*((t,1) for t in sorted(lengths)), *((1,k) for k in n), (min(long, -(-s.chunk//s.max_num_seqs)),s.max_num_seqs)]  # the last has as many rows as a step can have
     with self.here():
-        make_ready(self.card, prompt, lambda: prompt(long), rows)
-        prompt(long); rows(); self.card.synchronize()
-    compilations.ready()
+        make_ready(self.card, *(partial(prompt, *p) for p in prompts), *(partial(replay, k) for k in (1,2,4,MAX_ROWS)), partial(rows, min(128, end)), partial(rows, end))
+        prompt(long); rows(128); self.card.synchronize()
+    self.late = []
+
+@patch
+def close(self:CardEngine):
+    "Give back the memory of its graphs; it takes no step afterwards"
+    self.card.synchronize()
+    self._graphs,self._flying = {},None
+    if self.memory: self.memory.free_all_blocks()

@@ -50,7 +50,7 @@ def sort_picks(
     run('moe_sort', experts, 256, ids, real, order, tiles, picks, ids.shape[1], slots, pdl=False, E=experts, BM=places)
     return order,tiles
 
-# %% ../../nbs/16b_cuda.experts_many.ipynb #9f3b67a3
+# %% ../../nbs/16b_cuda.experts_many.ipynb #56ba6eaf
 MOST = 4096 # Rows at a time: what their picks give takes `4*top_k*H` bytes a row until it is gathered
 
 def experts_many(
@@ -75,8 +75,11 @@ def experts_many(
         for i in range(0, R, MOST): experts_many(cut(x, i), cut(ids, i), cut(weights, i), up, down, act, limit, up_bias, down_bias, cut(add, i), cut(real, i), cut(out, i))
         return out
     if real is not None and real.dtype!='int32': real = real.view('int8').astype('int32')-1
-    order,tiles = sort_picks(ids, up.experts, 16*tile_of(kernel_fmt(up), R*k//up.experts, up.n, 0, True)['MT'], real)
-    grouped = lambda x, w, out, b, g, act=None: product(*halve(x), w, out, R*k, b, act=act, limit=limit, order=order, tiles=tiles, grouped=g, top=k)
+    places = [16*tile_of(kernel_fmt(w), R*k//w.experts, w.n, w.k, 0, True)['MT'] for w in (up,down)]
+    lists = {n: sort_picks(ids, up.experts, n, real) for n in set(places)}
+    def grouped(x, w, out, bias, g, act=None):
+        order,tiles = lists[places[g-1]]
+        return product(*halve(x), w, out, R*k, bias, act=act, limit=limit, order=order, tiles=tiles, grouped=g, top=k)
     y = grouped(x, up, card.empty((R*k, down.k)), up_bias, 1, act)
     d = grouped(y, down, card.empty((R*k, down.n)), down_bias, 2)
     run('moe_gather', (-(-down.n//512), R), 128, d, weights, real, add, out, down.n, k, pdl=False)

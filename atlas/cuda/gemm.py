@@ -45,7 +45,7 @@ def units(
         run('units', len(b), 128, b, _bytes(w.s), w._units, b.shape[1], pdl=False, FMT=fmt)
     return w._units
 
-# %% ../../nbs/12c_cuda.gemm.ipynb #9b16eff0
+# %% ../../nbs/12c_cuda.gemm.ipynb #b783e5a3
 _EIGHT = dict(nvfp4=4, mxfp4=4, fp8=8, fp8_block=8, bf16=16, f16=16, f32=32) # Bytes of eight weights
 _ACTS = {None:'ACT_NONE', 'silu':'ACT_SILU', 'gelu_tanh':'ACT_GELU', 'swiglu_oai':'ACT_OAI', 'relu2':'ACT_RELU2'}
 _SCALES = dict(nvfp4=4, mxfp4=2, fp8_block=4) # Bytes of a row's scales in a stage
@@ -53,12 +53,14 @@ _SCALES = dict(nvfp4=4, mxfp4=2, fp8_block=4) # Bytes of a row's scales in a sta
 def tile_of(
     fmt:str, # As `kernel_fmt`
     rows:int, # Of the activations; of one expert, on average
-    n:int, # Of the weights
+    n:int, k:int, # Of the weights
     cores:int, # Multiprocessors of the card
     grouped:bool=False, # Do the rows belong to many experts?
+    parts:int=1, # Of the activations, or 3
 )->dict: # Compile-time options of gemm.cu
     "How a block divides its work: the largest tile that keeps the whole card busy. A row's bits are the same for all"
-    shapes = [(4,4),(2,4)] if fmt=='f32' or grouped else [(8,4),(4,4),(2,4)]
+    small = fmt=='f32' or parts>1 or grouped and not (fmt in ('nvfp4','mxfp4') and k>=2048 and rows>=96)
+    shapes = [(8,4),(4,4),(2,4)][small:]
     enough = lambda s: rows>=24 if grouped else -(-rows//(16*s[0]))*-(-n//(32*s[1]))>=cores
     MT,NT = next(filter(enough, shapes), shapes[-1])
     return dict(MT=MT, NT=NT, WM=1, WN=4, BK=BK, STAGES=2 if fmt=='f32' else 3)
@@ -68,13 +70,13 @@ def launch_of(fmt:str, d:dict)->tuple:
     bm,bn = 16*d['MT']*d['WM'],8*d['NT']*d['WN']
     return bm,bn,32*d['WM']*d['WN'],d['STAGES']*(2*bm*BK+bn*BK*_EIGHT[fmt]//8+bn*_SCALES.get(fmt,0))
 
-# %% ../../nbs/12c_cuda.gemm.ipynb #09d7109e
+# %% ../../nbs/12c_cuda.gemm.ipynb #936133d0
 def gemm(
     x, # [R, k] float32
     w, # `Packed` [n, k]
     gain=None, # [k]: the input is `rmsnorm(x, gain, eps)`
     eps:float=0.,
-    bias=None, # [n], in the order of the rows of `w`
+    bias=None, # [n], in the order of the rows of `w`; of pairs with their padding
     add=None, # As the result: added to it; may be `out`
     gate=None, # (logits [R, m], column): before that, multiplied by the sigmoid of this column
     act:str|None=None, # Of `ACTS`: gate and up are the rows of `w`, in pairs; 'relu2' has no gates
@@ -90,18 +92,18 @@ def gemm(
     if out is None: out = card_of(x).empty((R, w.n//2 if w.pair else w.n))
     return product(h, scale, w, out, R, bias, add, act, limit, gate, parts=parts, tile=tile)
 
-# %% ../../nbs/12c_cuda.gemm.ipynb #42b908bf
+# %% ../../nbs/12c_cuda.gemm.ipynb #30136062
 def _ld(a): "Numbers from one row to the next"; return 0 if a is None else a.strides[0]//a.itemsize
 
 def product(h, scale, w, out, rows, bias=None, add=None, act=None, limit=None, gate=None, parts=1, order=None, tiles=None, grouped=0, top=1, tile=None):
     "`gemm` of rows that are fp16 already; with `tiles` of many experts (see the page on experts) `rows` is how many of them have a place"
     fmt = kernel_fmt(w)
-    d = tile or tile_of(fmt, rows//max(1, w.experts), w.n, card_of(h).multiprocessors, bool(grouped))
+    d = tile or tile_of(fmt, rows//max(1, w.experts), w.n, w.k, card_of(h).multiprocessors, bool(grouped), parts)
     bm,bn,threads,shared = launch_of(fmt, d)
     across = -(-w.n//bn)
     grid = (across, len(tiles)) if grouped else (-(-rows//bm), across)
     blocks = w.s.shape[-1] if fmt=='fp8_block' else 0
-    if bias is not None: bias = bias.reshape(-1, w.n)
+    if bias is not None: bias = bias.reshape(-1, w.rows if w.pair else w.n)
     logits,column = gate or (None,0)
     run('gemm', grid, threads, h, scale, _rows(w), _bytes(w.s) if fmt in _SCALES else None, units(w), bias, logits, add, out, order, tiles,
         rows, h.shape[1], h.shape[1]//min(parts, 2), w.chunks, blocks, w.n, float('inf') if limit is None else float(limit), top, column, _ld(logits), _ld(add), _ld(out),

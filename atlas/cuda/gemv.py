@@ -85,11 +85,11 @@ def gemv(
 
 def _name(w): return w.fmt+('_tiled' if w.fmt=='fp8' and w.s.shape[1]>1 else '')
 
-# %% ../../nbs/12b_cuda.gemv.ipynb #11ae5760
+# %% ../../nbs/12b_cuda.gemv.ipynb #519e92a7
 def _launch(card, x, w, gain, parts, extra, bias, gate, add, out, eps, group, act, limit, cap, width):
     "At most `MAX_ROWS` rows"
     fmt,k,rows,m = _name(w),w.k,1<<(len(x)-1).bit_length(),extra.n if extra else 0
-    W,split,main = plan(fmt, w.rows, k, card.multiprocessors)
+    W,split,main = plan(fmt, w.rows, k, card.multiprocessors-min(-(-m//16), card.multiprocessors//2))
     held,deep = _shares(fmt, k, rows, _room(card.arch, fmt), W, split, -(-w.rows//(16*W//split*main))*-(-k//(128*split)))
     shared,opts = _x_bytes(fmt, rows, held)+W*deep*_PLACE[fmt],dict(FORMAT=f'fragment_{fmt}', K=k, ROWS=rows, ACT=_ACT.get(act, 0), CAP=int(bool(cap)), W=W, SPLIT=split, STAGED=held, DEEP=deep)
     opts |= dict(NORM=2, GROUP=group, PARTS=parts.shape[2]) if parts is not None else dict(NORM=int(gain is not None))

@@ -142,7 +142,7 @@ def _host_arrays(many, fmt, tiles, idx):
     "Codes, scales and row scales of all matrices: the twin of pack.cu"
     return [None if p[0] is None else np.concatenate(p) for p in zip(*[_packed_rows(m, fmt, tiles, idx) for m in many])]
 
-# %% ../../nbs/12a_cuda.pack.ipynb #cc3c6076
+# %% ../../nbs/12a_cuda.pack.ipynb #9c592590
 _STAGING = 256<<20 # Bytes of a tensor on the card at a time
 
 def _codes(p, fmt):
@@ -157,7 +157,7 @@ def _move(src, idx, dst, kind, units, first, card):
     e,rows,line = src.shape; n4 = len(idx); step = max(1, _STAGING//max(1, rows*line))
     for i in range(0, e, step):
         part = src[i:i+step]
-        run('pack', (-(-units//128), n4, len(part)), 128, card.upload(part.reshape(-1, line)), card.upload(idx), dst[first+i:first+i+len(part)].reshape(-1),
+        run('pack', (n4, -(-units//128), len(part)), 128, card.upload(part.reshape(-1, line)), card.upload(idx), dst[first+i:first+i+len(part)].reshape(-1),
             line, n4, rows, units, pdl=False, KIND=kind)
 
 def _pieces(q):

@@ -53,7 +53,7 @@ def delta_many(
     _pass('delta_many', vh, dv, b, q, k, w, u, p, s, rec, *_rows(b), y, T, kh, vh, DK=dk)
     return _finish(y, x, len(conv_w), norm_w, b, dv, eps, 2 if gate_act=='sigmoid' else 1)
 
-# %% ../../nbs/14b_cuda.scan.ipynb #effef120
+# %% ../../nbs/14b_cuda.scan.ipynb #ac092c81
 def mamba_many(
     x, # [R, 2*I+2*G*N+nh] float32: z | x | B | C | dt, as projected; I = nh*hd; R = tiles*64
     conv_w, conv_b, # [C, 4], [C] or None: C = I+2*G*N
@@ -61,7 +61,7 @@ def mamba_many(
     D, # [nh]
     dt_bias, # [nh]
     norm_w, # [I]: gain of the norm over each group
-    conv, rec, # [slots, 3, C], [slots, nh, hd, N]: pools of states; hd and N are multiples of 16
+    conv, rec, # [slots, 3, C], [slots, nh, hd, N]: pools of states; hd is a multiple of 16, N 16, 32, 64 or 128
     b, # As for `delta_many`
     groups:int, # Number G of groups of heads that share B and C
     eps:float=1e-5, # Of the norm

@@ -17,7 +17,8 @@ from ..core import CheckpointError
 from ..layers import Attention,MLP,MoE,MoENames,norm,stack,vector
 from ..model import Batch,Decoder
 from ..weights import Want
-from ..cuda.gemv import gemv,rmsnorm as norm_rows
+from ..cuda.gemv import gemv
+from ..cuda.layers import norm_add
 from ..ops.linear import linear
 from ..ops.norm import rmsnorm
 
@@ -71,15 +72,15 @@ def prepare(self:GemmaBlock):
 @patch
 def on_card(self:GemmaBlock, x, s):
     "`GemmaBlock.__call__` for rows [R,H] on a card"
-    n = lambda x,g,**kw: norm_rows(x, g.weight, self._c.norm_eps, **kw)
-    r = n(self.mixer.on_card(x, self.input_layernorm, s), self.post_attention_layernorm, add=x)
-    y = self.mlp.on_card(r, self.pre_feedforward_layernorm, s)
+    eps = self._c.norm_eps
+    r = norm_add(self.mixer.on_card(x, self.input_layernorm, s), self.post_attention_layernorm.weight, eps, x)
+    y,beside = self.mlp.on_card(r, self.pre_feedforward_layernorm, s),None
     if self._moe:
         m = self.moe.mix(r, self.pre_feedforward_layernorm_2.weight, s, router_gain=self.moe.router.norm)
-        y = n(m, self.post_feedforward_layernorm_2, add=n(y, self.post_feedforward_layernorm_1))
-    return n(y, self.post_feedforward_layernorm, add=r, scale=self.layer_scalar)
+        beside = m,self.post_feedforward_layernorm_2.weight,self.post_feedforward_layernorm_1.weight
+    return norm_add(y, self.post_feedforward_layernorm.weight, eps, r, self.layer_scalar, beside)
 
-# %% ../../nbs/24_families.gemma.ipynb #ea225f74
+# %% ../../nbs/24_families.gemma.ipynb #97ae22a1
 def _permutation(w):
     "Every number below len(w), once; a `CheckpointError` otherwise"
     if not (np.sort(w)==np.arange(len(w))).all(): raise CheckpointError('masked_embedding.token_ordering does not list every token once', param='masked_embedding.token_ordering')
@@ -106,7 +107,8 @@ class Assistant(Decoder):
         of,host = lambda pools: {i:pools[last[m]] for i,m in enumerate(self.c.mixers)},target.device.kind=='cpu'
         view = SimpleNamespace(k=of(cache.k), v=of(cache.v)) if host else SimpleNamespace(kv=of(cache.kv))
         product = linear if host else gemv
-        x,s = product(target.device.xp.concatenate([target.embed(b), h], -1), self.pre_projection.weight),self.step(b, view)
+        both = target.device.empty((len(h),2*h.shape[1])); both[:,:h.shape[1]],both[:,h.shape[1]:] = target.embed(b),h
+        x,s = product(both, self.pre_projection.weight),self.step(b, view)
         for l in self.layers: x = l(x, s)
         n = self.final(x)
         return self._scores(n),product(n, self.post_projection.weight)

@@ -72,8 +72,30 @@ __device__ __forceinline__ void running_sums(float g0, float g1, Twice& a, Twice
     a = lane ? add(o, {g0, 0.f}) : Twice{g0, 0.f};
     b = v;
 }
+// Decays of a tile, by one warp; lane l brings g and a factor f of rows 2l and 2l+1. `hi` and `lo` get the running sums of g, G and the first half of `scal` the
+// decay from the tile's begin, the other half that to its end, times f.
+__device__ __forceinline__ void decays(const float* g, const float* f, float* hi, float* lo, float* scal, float* G) {
+    Twice s[2];
+    running_sums(g[0], g[1], s[0], s[1]);
+    const float top = __shfl_sync(~0u, s[1].hi, 31), rest = __shfl_sync(~0u, s[1].lo, 31);
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int j = 2 * (threadIdx.x % 32) + i;
+        hi[j] = s[i].hi; lo[j] = s[i].lo;
+        scal[j] = G[i] = expf(s[i].hi + s[i].lo);
+        scal[TILE + j] = expf((top - s[i].hi) + (rest - s[i].lo)) * f[i];
+    }
+}
 __device__ __forceinline__ float segment(const float* hi, const float* lo, int i, int j) { return expf((hi[i] - hi[j]) + (lo[i] - lo[j])); }
 __device__ __forceinline__ float softplus(float x) { return x > 20.f ? x : log1pf(expf(x)); }
+
+// A number as limbs, at places e and e + `apart` of a row of shared memory.
+__device__ __forceinline__ void put_limbs(unsigned char* row, int e, int apart, float v) {
+    const __nv_bfloat16 b = __float2bfloat16(v);
+    __nv_bfloat16* to = (__nv_bfloat16*)row + e;
+    to[0] = b;
+    to[apart] = __float2bfloat16(v - __bfloat162float(b));
+}
 
 // Limbs of matrices in shared memory, rows (tokens) of `STEP` bytes: `hi` is the address of row 0, `lo` lies `apart` bytes behind.
 template <int STEP> struct Matrix {
@@ -144,6 +166,14 @@ template <int KD, int STEP> __device__ __forceinline__ void products(float (*c)[
         B.b_turned(b + 2, warp / 4 * 32 + 16, s * 16);
         mma_limbs<4>(c, a, b);
     }
+}
+// f(n, e, i, j) for each sum c[n][e] of that part: it is that of rows i and j.
+template <class F> __device__ __forceinline__ void each_sum(F f) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    #pragma unroll
+    for (int n = 0; n < 4; n++)
+        #pragma unroll
+        for (int e = 0; e < 4; e++) f(n, e, warp % 4 * 16 + lane / 4 + e / 2 * 8, warp / 4 * 32 + n * 8 + lane % 4 * 2 + e % 2);
 }
 // Sums c of that part, [64 rows i][64 rows j], as fragments with k = j, n = i
 __device__ __forceinline__ void write_p(uint4* p, const float (*c)[4]) {

@@ -4,10 +4,12 @@
 typedef unsigned long long u64;
 
 #ifndef CHUNKS
-#define CHUNKS 4              // a block of 256 threads has CHUNKS * 1024 neighbouring tokens; at most 8
+#define CHUNKS 2              // a block of 256 threads has CHUNKS * 1024 neighbouring tokens; at most 8
 #endif
 #define SPAN (CHUNKS * 1024)
-#define MOST 64               // blocks a row, at most
+#define REPORT 20             // alternatives that a row can ask for
+#define TOLD (2 + 2 * REPORT) // words of what the host is told of a row: its id, log probability, ids and log probabilities of alternatives
+#define MOST 128              // blocks a row, at most
 #define BINS 1536             // bins of weights, the heaviest first: 5 bits of mantissa below the exponent, down to 2^-44
 #define LOW 18                // bits of a weight that tell the members of a bin apart
 
@@ -49,6 +51,15 @@ __device__ __forceinline__ unsigned weight(float x, float top, float temperature
     float d = x - top;
     if (temperature != 1.f) d = d / temperature;
     return __float_as_uint(fminf(expf(d), 1.f));
+}
+// Those of this thread's tokens in its block's span, all at once: a division and an exponential of one do not wait for those of another.
+__device__ __forceinline__ void weights(const float4 (&a)[CHUNKS], float top, float temperature, unsigned (&w)[CHUNKS * 4]) {
+    #pragma unroll
+    for (int i = 0; i < CHUNKS * 4; i++) w[i] = weight((&a[i / 4].x)[i % 4], top, temperature);
+}
+__device__ __forceinline__ void load_span(const float* row, int v, float4 (&a)[CHUNKS]) {
+    #pragma unroll
+    for (int c = 0; c < CHUNKS; c++) a[c] = load4(row, blockIdx.x * SPAN + c * 1024 + threadIdx.x * 4, v);
 }
 // `sum`: of 24-bit mantissas of weights whose exponent field is `e`. What it is in units of 2^-44.
 __device__ __forceinline__ u64 units(u64 sum, int e) {
@@ -113,8 +124,8 @@ __device__ __forceinline__ bool last_block(unsigned* arrived) {
     if (!threadIdx.x) {
         __threadfence();
         last = atomicAdd(arrived, 1u) == gridDim.x - 1;
-        if (last) *arrived = 0;
         __threadfence();
+        if (last) *arrived = 0;
     }
     __syncthreads();
     return last;

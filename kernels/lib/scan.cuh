@@ -12,7 +12,7 @@ constexpr int TILE = 64, RING = 11, STAGE = 16 * 32;  // stages of the ring; 16 
 template <int KD, int NW, bool DELTA> struct Scan {
     static constexpr int KS = KD / 16, NT = KD / 8, THREADS = 32 * NW;
     static constexpr int SA = DELTA ? KS : (KS + 1) / 2, SU = (NW * 8 + 15) / 16, SP = 2, SK = (4 * NT + 15) / 16, STAGES = SA + SU + SP + SK;
-    static_assert(SU == 1, "at most two warps");
+    static_assert(SU == 1 && (KD & (KD - 1)) == 0 && KD >= 16, "one or two warps, and stages that divide evenly");
     const uint4 *w, *q, *u, *p, *k;  // of this head (or its key head) in tile 0 of the step
     const float* scal;               // G[64] | E[64]
     int step, key_step, u_step;      // from a tile to the next: heads, key heads in a tile, and u's fragments
@@ -40,7 +40,6 @@ template <int KD, int NW, bool DELTA> struct Scan {
         cp_async_commit();
     }
     __device__ __forceinline__ void start(int first, int last) {
-        static_assert(4 * NT * 32 % STAGE == 0 || NT < 4, "stages of k are full");
         end = last; slot = ring;
         #pragma unroll 1
         for (int i = 0; i < RING - 1; i++) fetch(ring + i * STAGE, first + i / STAGES, i % STAGES);
@@ -124,8 +123,56 @@ template <int KD, int NW, bool DELTA> struct Scan {
     }
 };
 
-// Columns of a state [KD][n] (or, TURNED, of [n][KD]), from `s` on, from or to a warp's registers.
-template <int KD, bool TURNED> __device__ __forceinline__ float& state_at(float* s, int n, int i, int j) {
-    const int lane = threadIdx.x % 32, col = lane / 4 + j / 2 * 8, row = i * 8 + lane % 4 * 2 + j % 2;
-    return TURNED ? s[(size_t)col * KD + row] : s[(size_t)row * n + col];
+// The states' way of all of a step's sequences, a block to NW*16 columns of a head of one of them: DELTA: states are [KD][NV], else [NV][KD] and `skip` times
+// u is added to what they answer. Arrays as delta_many.cu and mamba_many.cu have them; a step has `tiles`, a tile `keys` of q and k and `heads` of the others.
+template <int KD, int NV, int NW, bool DELTA> __device__ __forceinline__ void scan_states(uint4* room, const unsigned* w, const unsigned* q, const unsigned* k,
+        const float* u, const unsigned* p, const float* scal, const float* skip, float* rec, const int* first, const int* starts, const int* state_in,
+        const int* state_out, const int* tile_seq, const int* tile_lo, const int* tile_hi, float* y, int tiles, int keys, int heads) {
+    constexpr int PARTS = NV / 16 / NW, NT = KD / 8;
+    const int lane = threadIdx.x % 32, head = blockIdx.x / PARTS, s = blockIdx.y, part = blockIdx.x % PARTS * NW, col = (part + threadIdx.x / 32) * 16;
+    const int key = head / (heads / keys), f = first[s] / TILE;
+    int end = f;
+    while (end < tiles && tile_seq[end] == s) end++;
+    Scan<KD, NW, DELTA> scan;
+    if (DELTA) scan.w = (const uint4*)w + (size_t)head * KD * 16;
+    scan.q = (const uint4*)q + (size_t)key * KD * 16; scan.k = (const uint4*)k + (size_t)key * KD * 16;
+    scan.u = (const uint4*)u + ((size_t)head * (NV / 16) + part) * 256; scan.p = (const uint4*)p + (size_t)head * 1024;
+    scan.scal = scal + (size_t)head * 2 * TILE;
+    scan.step = heads; scan.key_step = keys; scan.u_step = heads * (NV / 16);
+    scan.ring = room; scan.factors = (float (*)[2 * TILE])(room + RING * STAGE);
+    scan.start(f, end);
+    const auto state = [&](int slot) { return rec + ((size_t)slot * heads + head) * KD * NV + col * (DELTA ? 1 : KD); };  // this warp's columns
+    const auto at = [&](int i, int j) {  // sum j of product i in them
+        const int c = lane / 4 + j / 2 * 8, r = i * 8 + lane % 4 * 2 + j % 2;
+        return DELTA ? (size_t)r * NV + c : (size_t)c * KD + r;
+    };
+    float S[NT][4] = {};
+    const float D = DELTA ? 0.f : skip[head];
+    if (starts[s]) {
+        const float* from = state(state_in[s]);
+        #pragma unroll
+        for (int i = 0; i < NT; i++)
+            #pragma unroll
+            for (int j = 0; j < 4; j++) S[i][j] = from[at(i, j)];
+    }
+    #pragma unroll 1
+    for (int t = f; t < end; t++) {
+        float o[8][4];
+        scan.tile_step(t, S, o, D);
+        const int lo = tile_lo[t], hi = tile_hi[t], keep = state_out[t * TILE + hi - 1];
+        #pragma unroll
+        for (int i = 0; i < 8; i++)
+            #pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const int row = 8 * i + lane % 4 * 2 + j % 2;
+                if (row >= lo && row < hi) y[((size_t)t * TILE + row) * heads * NV + head * NV + col + lane / 4 + j / 2 * 8] = o[i][j];
+            }
+        if (keep >= 0) {
+            float* to = state(keep);
+            #pragma unroll
+            for (int i = 0; i < NT; i++)
+                #pragma unroll
+                for (int j = 0; j < 4; j++) to[at(i, j)] = S[i][j];
+        }
+    }
 }

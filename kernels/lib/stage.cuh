@@ -19,7 +19,7 @@ __device__ __forceinline__ uint4 to_half8(const float* v, float s) {
     for (int i = 0; i < 4; i++) { const __half2 h = __floats2half2_rn(v[2 * i] * s, v[2 * i + 1] * s); (&r.x)[i] = *reinterpret_cast<const unsigned*>(&h); }
     return r;
 }
-__device__ __forceinline__ void load8(const float* __restrict__ p, float* v) {
+__device__ __forceinline__ void load8(const float* p, float* v) {
     *(float4*)v = *(const float4*)p;
     *(float4*)(v + 4) = *(const float4*)(p + 4);
 }

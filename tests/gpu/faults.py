@@ -2,9 +2,9 @@
 
     python tests/gpu/faults.py            all of them, on cuda:0
 """
-import ctypes,subprocess,sys,tempfile
+import subprocess,sys,tempfile
 from pathlib import Path
-from atlas.card import card_of,run
+from atlas.card import Arguments,card_of,run
 from atlas.core import DeviceError
 from atlas.device import Cuda,CudaFault,Host,faults
 from atlas.graph import Graph,Ring
@@ -24,10 +24,11 @@ def fail(how):
     card = Cuda(); x,w,y = card.zeros((8,256)),card.zeros((256,)),card.zeros((8,256))
     with tempfile.TemporaryDirectory() as d:
         Path(d, 'bad.cu').write_text(BAD); k = card_of(x).load(Source('bad', d))
-    def bad(off, how=0): k((1,1,1), (32,1,1), [ctypes.c_void_p(y.data.ptr), ctypes.c_int64(off), ctypes.c_int(how)], pdl=False)
+    words = Arguments('Pqi')
+    def bad(off, how=0, block=32): words.fill([y.data.ptr, off, how]); k((1,1,1), (block,1,1), words.pointers, pdl=False)
     def good(): run('rmsnorm', 8, 256, x, w, 1e-5, y, 256, pdl=False)
     good(); bad(0); card.synchronize(); assert not faults.names
-    for wrong in (lambda: card.zeros((1<<40,)), lambda: k((1,1,1), (4096,1,1), [ctypes.c_void_p(y.data.ptr), ctypes.c_int64(0), ctypes.c_int(0)], pdl=False)):
+    for wrong in (lambda: card.zeros((1<<40,)), lambda: bad(0, block=4096)):
         try: wrong(); raise SystemExit('what cannot be was done')
         except DeviceError as e: assert not isinstance(e, CudaFault)   # errors of one call change nothing
     good(); card.synchronize(); faults.exact = how=='exact'

@@ -1,0 +1,73 @@
+// The largest logit of each row and where it stands; the lowest id among equals. A row with a logit that is not finite has none. Then, if asked, the row goes on to its next position
+// (lib/advance.cuh): all kernels of the step have ended, and nobody after this one reads its tables early.
+//   logits    : [rows, v]      f32
+//   best      : [lines, 128]   i64   scratch, 0 before the first call and after each
+//   ids       : [rows]         i32   -1 where a logit is not finite
+//   seq       : [rows]         i32   this and what follows as in advance_rows.cu; or null: nothing moves on
+//   pos       : [rows]         i32   or null
+//   pos3      : [3, rows]      i32   or null
+//   slots     : [rows]         i64   or null
+//   starts    : [seqs]         i32   or null
+//   state_in  : [seqs]         i32   or null
+//   state_out : [rows]         i32   or null
+//   tables    : [seqs, most]   i32   or null
+//   told      : [2, places, words] i32   memory of the host: the id goes there too, into the half that the parity of the row's position says; or null
+//   launch: <<<(blocks, rows), 512>>>, at most 128 blocks a row
+#include "lib/advance.cuh"
+#include "lib/pdl.cuh"
+#include "lib/sample.cuh"
+
+// The largest key of a block of 16 warps; for thread 0.
+__device__ __forceinline__ u64 largest(unsigned key, unsigned id, u64* part) {
+    const unsigned top = __reduce_max_sync(~0u, key), at = __reduce_min_sync(~0u, key == top ? id : ~0u);
+    if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = (u64)top << 32 | (unsigned)~at;
+    __syncthreads();
+    u64 k = part[0];
+    #pragma unroll
+    for (int i = 1; i < 16; i++) k = max(k, part[i]);
+    return k;
+}
+
+extern "C" __global__ void __launch_bounds__(512) greedy(const float* logits, long long* best, int* ids, const int* seq, int* pos, int* pos3, long long* slots, int* starts,
+        int* state_in, int* state_out, const int* tables, int* told, int v, int most, int block_size, int places) {
+    __shared__ u64 part[2][16];
+    __shared__ Move next;
+    const int t = blockIdx.y, last = gridDim.x - 1;
+    const Rows b = {seq, nullptr, nullptr, tables, pos, pos3, starts, state_in, state_out, slots, (int)gridDim.y, most, block_size};
+    pdl_trigger();
+    if ((int)blockIdx.x == last && threadIdx.x == 511) next = look(b, t);
+    pdl_wait();
+    const float* row = logits + (size_t)t * v;
+    unsigned top = 0, at = 0;  // of a logit; all ones for one that is not finite
+    for (int base = (blockIdx.x * 512 + threadIdx.x) * 4; base < v; base += gridDim.x * 8192) {
+        float4 a[4];
+        #pragma unroll
+        for (int i = 0; i < 4; i++) a[i] = load4(row, base + i * gridDim.x * 2048, v);
+        #pragma unroll
+        for (int i = 0; i < 4; i++)
+            #pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const float x = (&a[i].x)[j];
+                const int id = base + i * gridDim.x * 2048 + j;
+                const unsigned k = id >= v ? 0u : not_finite(x) ? ~0u : float_key(x);
+                if (k > top) { top = k; at = id; }
+            }
+    }
+    u64 key = largest(top, at, part[0]);
+    u64* mine = (u64*)best + t * 128;
+    if ((int)blockIdx.x != last) {  // what a block has found is never 0
+        if (!threadIdx.x) *(volatile u64*)(mine + blockIdx.x) = key;
+        return;
+    }
+    // This block was the last to start, so the others run or have ended: it waits for what they found, and leaves things as they were.
+    if ((int)threadIdx.x < last) {
+        while (!(key = *(volatile u64*)(mine + threadIdx.x))) ;
+        mine[threadIdx.x] = 0;
+    }
+    key = largest((unsigned)(key >> 32), ~(unsigned)key, part[1]);
+    if (threadIdx.x) return;
+    const int id = (unsigned)(key >> 32) == ~0u ? -1 : (int)~(unsigned)key;
+    ids[t] = id;
+    if (told && next.seq >= 0) told[((size_t)(next.pos - 1 & 1) * places + t) * TOLD] = id;
+    go(b, t, next);
+}

@@ -1,0 +1,26 @@
+#pragma once
+// Numbers of four and eight bits as pairs of fp16, the lower one first.
+#include <cuda_fp16.h>
+
+__device__ __forceinline__ unsigned bits_of_half2(__half2 h) { return *reinterpret_cast<unsigned*>(&h); }
+__device__ __forceinline__ __half2 half2_from(unsigned v) { return *reinterpret_cast<__half2*>(&v); }
+
+// Two e4m3 numbers, in the lower 16 bits of `v`.
+__device__ __forceinline__ unsigned e4m3_halves(unsigned v) {
+#if __CUDA_ARCH__ >= 890
+    unsigned h;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(h) : "h"((unsigned short)v));
+    return h;
+#else  // an e4m3 shifted into an fp16 is the same number times 2^-8; its NaN becomes 480
+    const unsigned h = ((v & 0x8000u) << 16) | ((v & 0x7F00u) << 15) | ((v & 0x80u) << 8) | ((v & 0x7Fu) << 7);
+    return bits_of_half2(__hmul2(half2_from(h), __float2half2_rn(256.f)));
+#endif
+}
+// The eight e2m1 numbers of word `w` (layout: lib/nvfp4.cuh), times 2^-14 and `f`: a magnitude's three bits in bits 9 to 11 of an fp16 are the number times 2^-14.
+__device__ __forceinline__ void e2m1_pairs(unsigned w, __half2 f, unsigned* h) {
+    const unsigned a = w & 0x8E8E8E8Eu, b = ((w << 7) & 0x80808080u) | ((w >> 3) & 0x0E0E0E0Eu);
+    h[0] = bits_of_half2(__hmul2(half2_from(__byte_perm(a, 0, 0x1404)), f));
+    h[1] = bits_of_half2(__hmul2(half2_from(__byte_perm(a, 0, 0x3424)), f));
+    h[2] = bits_of_half2(__hmul2(half2_from(__byte_perm(b, 0, 0x1404)), f));
+    h[3] = bits_of_half2(__hmul2(half2_from(__byte_perm(b, 0, 0x3424)), f));
+}

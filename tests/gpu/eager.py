@@ -1,0 +1,50 @@
+"""A step replayed as a graph gives the bits that its kernels give when they are launched one by one: logits and tokens, for batches of 1, 3 and 8.
+
+    python tests/gpu/eager.py [--emulator] [--models llama,gemma]
+"""
+import subprocess,sys
+import numpy as np
+from types import MethodType
+from toys import TOYS,arguments,greedy,prompt,toy,verdict
+
+def watch(e, eager):
+    "Have `e` keep the logits of its steps; with `eager` without graphs"
+    forward,kept = e.model.forward,{}
+    def keeping(b, cache): kept[e.last[:2]] = y = forward(b, cache); return y
+    if eager: e._replay = MethodType(lambda self,*key: self._body(*key), e)
+    e._graphs.clear(); e.model.forward = keeping
+    return kept,lambda: setattr(e.model, 'forward', forward)
+
+def run(llm, n, steps, eager):
+    "Logits of each decode step and all tokens of `n` sequences"
+    e,V = llm.engine,llm.config.vocab_size
+    kept,undo = watch(e, eager)
+    for i in range(n): e.add(greedy(f'r{i}', prompt(9+31*i, V, i), steps+i))
+    logits,tokens = [],{}
+    while e.has_work:
+        e.last = None
+        for ev in e.step(): tokens.setdefault(ev.id, []).append(ev.token)
+        e.card.synchronize()
+        if e.last: logits.append(np.array(e.card.download(kept[e.last[:2]])))
+    undo(); vars(e).pop('_replay', None); e._graphs.clear()
+    return logits,tokens
+
+def one(name, emulator):
+    "Both ways for one model"
+    llm,bad = toy(name, emulator),[]
+    for n in (1,3,8)[:2 if emulator else 3]:
+        steps = 5 if emulator else 40
+        (a,ta),(b,tb) = (run(llm, n, steps, how) for how in (True,False))
+        live = sum(x.size for x in a)
+        if ta!=tb or len(a)!=len(b) or not all(x.tobytes()==y.tobytes() for x,y in zip(a, b)): bad.append(f'{name}, {n} rows: tokens {"equal" if ta==tb else "differ"}, '
+            f'steps that differ: {[i for i,(x,y) in enumerate(zip(a, b)) if x.tobytes()!=y.tobytes()][:5]}')
+        if not all(np.isfinite(x[:n if len(x)>n else len(x)]).all() for x in a[:1]) or live==0: bad.append(f'{name}: logits that are no numbers')
+    print(f'{name}: {"equal" if not bad else bad}', flush=True)
+    return bad
+
+if __name__=='__main__':
+    a = arguments(__doc__, models=dict(default='smollm,qwen3.6-moe,gpt-oss,gemma,nemotron'), inner=dict(action='store_true'))
+    names = ['llama','qwen3.6-moe'] if a.emulator else a.models.split(',')
+    if len(names)==1 or a.inner or a.emulator: verdict([b for n in names for b in one(n, a.emulator)], 'a replayed step is the launched step')
+    ps = [subprocess.Popen([sys.executable, __file__, '--inner', '--models', n]) for n in names]
+    verdict([n for n,p in zip(names, ps) if p.wait()], f'{len(names)} models: a replayed step is the launched step')

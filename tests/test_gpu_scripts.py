@@ -1,0 +1,37 @@
+"The scripts for a card, without one: each has something tiny to do on the emulator, so that none of them arrives at a card and does not start."
+import os,subprocess,sys
+from pathlib import Path
+import pytest
+from atlas.emulator import find_cxx
+
+ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
+
+@pytest.mark.parametrize('name,more', [('unhappy',()), ('eager',()), ('demo',()), ('endurance',('--steps','12')), ('company',('--models','llama','--tokens','6')), ('sanitize',('--part','engine'))])
+def test_on_the_emulator(name, more):
+    r = subprocess.run([sys.executable, ROOT/'tests'/'gpu'/f'{name}.py', '--emulator', *more], env=os.environ|dict(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=600)
+    assert r.returncode==0 and r.stdout.splitlines()[-1].startswith('ok'), r.stdout+r.stderr
+
+def test_a_fault_is_seen():
+    "A row that depends on its company, and logits that depend on how a step is launched"
+    code = '''
+import sys; sys.path.insert(0, 'tests/gpu')
+import company,eager,toys
+from atlas.cuda.engine import CardEngine
+accept = CardEngine._accept
+def odd(self, seqs, host):
+    if len(seqs)>1: host[0][0] = 7
+    return accept(self, seqs, host)
+CardEngine._accept = odd
+assert company.one('llama', True, 6)
+CardEngine._accept = accept
+replay = CardEngine._replay
+def late(self, *key):
+    replay(self, *key)
+    w = self.model.layers[0].mixer.o_proj.weight
+    w.s *= 1.01
+CardEngine._replay = late
+assert eager.one('llama', True)
+'''
+    r = subprocess.run([sys.executable, '-c', code], cwd=ROOT, env=os.environ|dict(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=600)
+    assert r.returncode==0, r.stdout+r.stderr

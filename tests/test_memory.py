@@ -1,0 +1,98 @@
+"A model's memory on a card: what it takes is planned, counted and given back. The emulator counts as a card does."
+import gc,threading,numpy as np,pytest
+import atlas.llm
+from test_card import TOYS,_SMALL
+from atlas.arena import Arena
+from atlas.config import PRESETS
+from atlas.core import EngineError,OutOfMemoryError
+from atlas.device import Budget,Memory
+from atlas.emulator import Emulator,find_cxx
+from atlas.launch import compilations,saved_variants
+from atlas.llm import LLM,_weight_bytes,list_model,open_model
+from atlas.ops.sample import SamplingParams
+from atlas.variants import CARDS
+
+pytestmark = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
+M = 1<<20
+
+@pytest.fixture
+def load(monkeypatch):
+    def f(toy='llama', weights='nvfp4', free=None, **kw):
+        base,small = TOYS[toy]
+        monkeypatch.setitem(PRESETS, f'toy-{toy}', PRESETS[base]|_SMALL|small)
+        card = Emulator()
+        if free: card.memory = lambda: Memory(free, free)  # 36 % of it may be used
+        return LLM(f'toy-{toy}', card, **dict(max_seq_len=200, max_num_seqs=2, chunk=64, load_format='dummy', weights=weights, show=False)|kw)
+    return f
+
+def ids(llm, n=4): return llm.generate([5,6,7], SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)).token_ids
+
+@pytest.mark.parametrize('toy,weights,kw', [('llama','bf16',{}), ('qwen3.6-moe','nvfp4',dict(lm_head_dtype='nvfp4')), ('qwen3.6-moe','bf16',dict(quantization='nvfp4')),
+    ('gpt-oss','mxfp4',{}), ('nemotron','nvfp4',{}), ('llama','bf16',dict(quantization='fp8', kv_cache_dtype='nvfp4'))])
+def test_two_loads_leave_nothing(load, toy, weights, kw):
+    "All that stays is counted, about as much as was planned; closing gives it back, to the last byte"
+    for _ in range(2):
+        llm = load(toy, weights, **kw); b,rs = llm.arena.budget,llm.arena.regions
+        assert {'weights','cache','tables','steps'}==b.parts.keys() and b.used==sum(r.mapped for r in rs.values())+b.parts['steps']<=b.total
+        assert llm.device.room is None and rs['cache'].used>=llm.cache.nbytes and rs['tables'].used>=llm.engine.table.nbytes
+        with open_model(llm.name, 'dummy', weights) as ck: plan = _weight_bytes(ck, ('','vision'), kw.get('quantization'), kw.get('lm_head_dtype'))
+        assert abs(plan-rs['weights'].used)<.2*plan+M, (plan, rs['weights'].used)
+        used = {n:r.used for n,r in rs.items()}; ids(llm)
+        assert {n:r.used for n,r in rs.items()}==used  # a step leaves nothing in them
+        assert llm.close()==0 and not b.parts and not rs and 'closed' in repr(llm)
+        with pytest.raises(EngineError, match='is closed'): ids(llm)
+        assert llm.close()==0
+
+def test_penalties_are_tables(load):
+    "What the sampler needs later is counted, too, and used again"
+    llm = load(); t = llm.arena['tables']; used = t.used
+    ask = lambda: llm.generate([5,6,7], SamplingParams(temperature=.5, seed=1, max_tokens=3, frequency_penalty=.5, logit_bias={9:1.}, ignore_eos=True))
+    ask(); more = t.used; ask()
+    assert t.used==more>used and llm.close()==0
+
+def test_kept_arrays_stay(load):
+    "An array that somebody keeps is valid after the end, and goes when he lets go of it"
+    llm = load(); b,w = llm.arena.budget,llm.model.embed_tokens.weight; before = np.array(w.w)
+    assert llm.close()==b.parts['weights']>0 and (np.array(w.w)==before).all()
+    del w; gc.collect(); assert not b.parts
+
+@pytest.mark.parametrize('how', [dict(free=100*M), dict(free=1000*M, chunk=1<<15), dict(free=1000*M, kv_cache_memory=1<<40, max_seq_len=512, max_num_seqs=4000),
+    dict(free=1000*M, max_seq_len=512, max_num_seqs=4000), dict(free=890*M)])
+def test_too_large_is_told_before_anything_is_made(load, monkeypatch, how):
+    made = []
+    monkeypatch.setattr(Emulator, 'empty', lambda *a, **kw: made.append(a))
+    with pytest.raises(OutOfMemoryError) as e: load('nemotron', **how)
+    assert not made and e.value.hint and e.value.code=='out_of_memory', e.value
+    if how['free']==100*M: assert 'The weights of toy-nemotron take' in str(e.value) and 'can be used' in str(e.value) and '--quantization' in e.value.hint
+
+def test_a_plan_that_was_wrong(load, monkeypatch):
+    "Weights that need more than was thought: the region refuses, and nothing stays behind"
+    for name,v in dict(_weight_bytes=0, _step_bytes=0, _fit=8).items(): monkeypatch.setattr(atlas.llm, name, lambda *a, v=v, **kw: v)
+    arena = Arena(Emulator(), Budget(300<<10), step=4096)
+    monkeypatch.setattr(atlas.llm, '_arena', lambda d: arena)
+    with pytest.raises(OutOfMemoryError, match='weights: .* needed, .* left of a budget of 300 KiB'): load('qwen3.6-moe')
+    gc.collect(); arena.close()
+    assert Emulator().room is None and not arena.budget.parts
+
+def test_only_what_a_step_waits_for_is_late(load):
+    "Each model has its own count: one that is loaded while another serves is not late, and a warm engine compiles nothing"
+    llm = load('qwen3.6-moe', max_seq_len=300); before = compilations.after_ready
+    llm.engine.warm()
+    def other(): load('gpt-oss','mxfp4').close()
+    t = threading.Thread(target=other); t.start()
+    for n in (1,30,65,130,200): llm.generate(list(range(5, 5+n)), SamplingParams(temperature=n%2, seed=1, max_tokens=3, ignore_eos=True))
+    llm.generate([list(range(5, 5+n)) for n in (3,70)], SamplingParams(temperature=0, max_tokens=80, ignore_eos=True))
+    t.join()
+    assert llm.engine.late==[] and compilations.after_ready==before
+    new = load('mistral')
+    assert new.engine.late is None and ids(new) and new.engine.late is None  # not warm: nothing is late
+    new.engine.late = []; new.generate(list(range(5, 205-60)), SamplingParams(temperature=1, seed=3, top_p=.9, max_tokens=3, ignore_eos=True))
+    assert llm.engine.late==[] and compilations.after_ready-before==len(new.engine.late)
+    new.close(); llm.close()
+
+FLAGSHIP = 'qwen3.6-35b-a3b'
+@pytest.mark.skipif(not saved_variants(model=FLAGSHIP), reason='no list')
+def test_the_list_for_wheels_is_current(tmp_path):
+    "What wheels are compiled with is what the flagship asks for; if it is not: list_model(FLAGSHIP, weights='nvfp4', lm_head_dtype='nvfp4')"
+    list_model(FLAGSHIP, tmp_path/'v.json', weights='nvfp4', lm_head_dtype='nvfp4')
+    for arch in CARDS: assert saved_variants(arch, path=tmp_path/'v.json')==saved_variants(arch, FLAGSHIP), f'renew kernels/variants.json: {test_the_list_for_wheels_is_current.__doc__}'

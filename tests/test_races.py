@@ -1,0 +1,84 @@
+"""Kernels of a step overlap on a card: one may start before the ones before it have written what they write. Here each does, as early as it may: what it could read too early
+is 0xFF until it has waited. Which kernels may still run follows from who lets the next one in before its own wait (lib/pdl.cuh)."""
+import ctypes,functools,re,shutil
+import numpy as np,pytest
+from pathlib import Path
+import atlas.card,atlas.emulator,atlas.graph,atlas.launch
+from atlas.core import kernel_dir
+from atlas.emulator import Emulator,find_cxx
+from test_card import SamplingParams,Request,engine,ids_of,models,serve
+
+pytestmark = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
+
+class Region(ctypes.Structure): _fields_ = [('at',ctypes.c_void_p), ('mask',ctypes.c_void_p), ('n',ctypes.c_size_t)]
+
+def early_kernels(to):
+    "A copy of the kernels for an emulator that hides what is not waited for"
+    shutil.copytree(kernel_dir(), to)
+    def edit(name, *pairs):
+        p = to/name; s = p.read_text()
+        for a,b in pairs: assert s.count(a)==1, (name, a); s = s.replace(a, b)
+        p.write_text(s)
+    here,go = (Path(__file__).parent/'helpers'/'early.h').read_text(),'template <class... A, size_t... I> inline void apply'
+    edit('emulator/emulate.h', ('inline bool run_block() {','inline bool run_threads() {'), (go,here+go), ('fault = nullptr;\n','fault = nullptr; triggered = early = false;\n'))
+    edit('lib/pdl.cuh', *((f'asm volatile("griddepcontrol.{a}\n#endif', f'asm volatile("griddepcontrol.{a}\n#elif defined(ATLAS_EMULATE)\n    emu::{b}();\n#endif')
+        for a,b in (('launch_dependents;");','pdl_trigger'), ('wait;" ::: "memory");','pdl_wait'))))
+    return to
+
+_SAID = '''extern "C" __attribute__((visibility("default"))) void watch(const void* r, int n) {{ emu::regions = (const emu::Region*)r; emu::many = n; emu::watched = true; }}
+extern "C" __attribute__((visibility("default"))) int said() {{ return emu::triggered | emu::early << 1; }}
+'''
+
+def span(a): return sum((n-1)*s for n,s in zip(a.shape, a.strides))+a.itemsize if a.size else 0
+def flat(a): return np.frombuffer((ctypes.c_char*span(a)).from_address(a.ctypes.data), np.uint8)
+
+@pytest.fixture
+def overlap(tmp_path, monkeypatch):
+    "Kernels start early from here on; an object whose `on` says so, with the names of kernels that did and the bytes that were hidden from them"
+    class Overlap: on,names,hidden,open = True,set(),0,[] # What may not have been written: (address, bytes that change)
+    o,root,put = Overlap(),early_kernels(tmp_path/'kernels'),monkeypatch.setattr
+    put(atlas.launch, 'kernel_dir', lambda: root); put(atlas.card, '_variants', {}); put(atlas.card, '_ready', functools.cache(atlas.card._ready.__wrapped__))
+    put(atlas.emulator, '_MAIN', atlas.emulator._MAIN+_SAID)
+    def load(self, src, options):
+        self.name,self.lib = src.name,ctypes.CDLL(str(atlas.emulator._library(src, options))); self._f = self.lib.emulate; self._f.restype = ctypes.c_char_p
+    put(atlas.emulator.Emulated, '__init__', load)
+    launch = atlas.card._Ready.__call__
+    def early(self, grid, block, args, shared, pdl):
+        card = atlas.card._emulator(); plain = getattr(card, 'plain', False); card.plain = False
+        if plain or not pdl or not o.on: o.open = []
+        sig = re.search(r'__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?'+self.src.name+r'\s*\(([^)]*)\)', self.src.text)[1].split(',')
+        assert len(sig)==len(args)
+        outs = [a for a,p in zip(args, sig) if '*' in p and not p.strip().startswith('const') and a is not None]
+        was = [flat(a).copy() for a in outs]
+        regions = (Region*max(1, len(o.open)))(*[Region(at, m.ctypes.data, len(m)) for at,m in o.open])
+        self.k.lib.watch(regions, len(o.open))
+        if o.open: o.names.add(self.src.name); o.hidden += sum(len(m) for _,m in o.open)
+        launch(self, grid, block, args, shared, pdl)
+        own = [(a.ctypes.data, np.where(flat(a)!=b, 255, 0).astype(np.uint8)) for a,b in zip(outs, was) if (flat(a)!=b).any()]
+        triggered,before = self.k.lib.said()&1,self.k.lib.said()&2
+        o.open = (own+(o.open if before else [])) if triggered else []
+    put(atlas.card._Ready, '__call__', early)
+    def whole(f):  # what the host puts into the queue waits for all before it
+        def g(*a, **kw): o.open = []; r = f(*a, **kw); o.open = []; return r
+        return g
+    for c,n in ((Emulator,'write'), (Emulator,'upload'), (atlas.graph.Graph,'__call__')): put(c, n, whole(getattr(c, n)))
+    return o
+
+@pytest.mark.parametrize('toy,weights,kernels', [('llama','bf16','gemv attn_decode attn_merge'), ('qwen3.6-moe','nvfp4','delta_step moe'), ('gemma','nvfp4','norm_add'), ('nemotron','nvfp4','mamba_step')])
+def test_nothing_is_read_before_it_is_written(toy, weights, kernels, overlap):
+    _,m = models(toy, weights)
+    ask = lambda: [(Request('a', tuple(ids_of(70 if toy=='llama' else 6)), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)),0),
+        (Request('b', tuple(ids_of(20, 1)), SamplingParams(temperature=.9, top_k=20, seed=3, max_tokens=3, ignore_eos=True, logprobs=2)),2)]
+    got = serve(engine(m, seqs=2), ask())
+    assert {*kernels.split(), 'sample_scan'}<=overlap.names and overlap.hidden>10_000
+    overlap.on = False
+    want = serve(engine(m, seqs=2), ask())
+    assert [(got[i].tokens,got[i].logprobs) for i in 'ab']==[(want[i].tokens,want[i].logprobs) for i in 'ab']
+
+def test_a_kernel_that_forgets_to_wait_is_seen(overlap, tmp_path):
+    m,p = models('llama', 'bf16')[1],tmp_path/'kernels'/'gemv.cu'
+    ask = [(Request('a', tuple(ids_of(5)), SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1)),0)]
+    s = p.read_text(); assert s.count('pdl_wait();')==1; p.write_text(s.replace('pdl_wait();', ''))
+    bad = serve(engine(m), ask)['a']
+    overlap.on = False
+    assert bad.logprobs!=serve(engine(m), ask)['a'].logprobs
