@@ -7,14 +7,14 @@ Docs: https://atlas-inference.github.io/atlas/cache.html.md"""
 # %% auto #0
 __all__ = ['KV_FORMATS', 'BlockPool', 'BlockTable', 'KVCache', 'kv_formats', 'token_bytes', 'state_bytes', 'fit_blocks']
 
-# %% ../nbs/30_cache.ipynb #45273ada
+# %% ../nbs/30_cache.ipynb #90002fe1
 import math
 import numpy as np
 from fastcore.basics import patch
 from .config import ModelConfig
 from types import SimpleNamespace
 from .core import AtlasError,ConfigError,OutOfMemoryError,human
-from .cuda.attend import make_pool,pool_bytes
+from .cuda.attend import make_pool,pool_bytes,pool_words
 
 # %% ../nbs/30_cache.ipynb #8f1ad048
 class BlockPool:
@@ -99,7 +99,7 @@ def slots(self:BlockTable,
     p,B = np.arange(start, start+n),self.pool.block_size
     return np.asarray(self.blocks, np.int64)[p//B]*B + p%B
 
-# %% ../nbs/30_cache.ipynb #c039f2fd
+# %% ../nbs/30_cache.ipynb #6cc74b52
 class KVCache:
     "Keys and values of every attention layer, states of every recurrent one, and the pool that deals the blocks out"
     def __init__(self,
@@ -117,11 +117,14 @@ class KVCache:
         kv,st = ({i:s for i in range(n) if (s := f(i))} for f in (cfg.kv_shape,cfg.state_shapes))
         self.formats = kv_formats(cfg, dtype, drafting, high_precision)
         if device.kind=='cpu': self.k,self.v = ({i:device.zeros((num_blocks,block_size,*s), dtype) for i,s in kv.items()} for _ in range(2))
-        else: self.kv = {i:make_pool(device, num_blocks, block_size, *s, self.formats[i]) for i,s in kv.items()}
+        else:
+            with device.making_in(None): words = pool_words(device) # may be shared by the card's caches: no part of this one
+            self.kv = {i:make_pool(device, num_blocks, block_size, *s, self.formats[i], words) for i,s in kv.items()}
         if device.kind=='cpu': self.kv = {i:SimpleNamespace(k=self.k[i], v=self.v[i]) for i in kv}
         self.conv,self.rec = ({i:device.zeros((num_states,*s[p])) for i,s in st.items()} for p in ('conv','rec'))
         self.bytes_per_state = state_bytes(cfg)
 
+# %% ../nbs/30_cache.ipynb #7f037082
 KV_FORMATS = ('bf16','fp8','nvfp4') # Formats of keys and values on a card
 
 def kv_formats(cfg:ModelConfig, dtype, drafting:bool=False, high_precision:int=0)->dict: # Layer -> format

@@ -7,7 +7,7 @@ Docs: https://atlas-inference.github.io/atlas/check.html.md"""
 # %% auto #0
 __all__ = ['Row', 'Report', 'off', 'check']
 
-# %% ../nbs/59b_check.ipynb #3026c7c0
+# %% ../nbs/59b_check.ipynb #aaf875c4
 import numpy as np
 from time import perf_counter
 from types import SimpleNamespace as NS
@@ -26,6 +26,7 @@ from .cuda.flash import flash
 from .cuda.gemm import gemm
 from .cuda.gemv import embed,gemv,pair_bias
 from .cuda.gemv import rmsnorm as norm_rows
+from .cuda.layers import norm_add
 from .cuda.mamba import mamba_step
 from .cuda.pack import pack,requantize,unpack
 from .cuda.sample import SampleTable,sample_rows
@@ -145,7 +146,7 @@ def _gemm(card, rng, run, fmt, act=None, more=False):
     want,args = _product(x, unpack(w), gain, None, act),(card.upload(x),w,_up(card, gain),1e-6)
     return [(card.download(run(lambda: gemm(*args, act=act))), want, 1e-5 if fmt=='F32' else 2e-3)]
 
-# %% ../nbs/59b_check.ipynb #a8eb2b2d
+# %% ../nbs/59b_check.ipynb #5c20d0ad
 @_case('embed', '5 ids', **_formats('NVFP4','BF16'))
 def _embed(card, rng, run, fmt):
     w,ids = pack(_sized(rng, fmt, 20, 96), card, exact=True),np.int32([7,-1,19,20,0])
@@ -160,12 +161,19 @@ def _norm(card, rng, run, groups):
     g = x.reshape(3, groups, -1).astype(np.float64)
     return [(card.download(y), (g/np.sqrt((g*g).mean(-1, keepdims=True)+1e-6)).reshape(3, -1)*w+add, 1e-5)]
 
-# %% ../nbs/59b_check.ipynb #2cb617eb
+@_case('norm_add', '3 rows', plain=dict(both=False), two_layers=dict(both=True))
+def _norm_add(card, rng, run, both):
+    x,y,add = (_normal(rng, 3, 320)*np.float32([[1],[1e9],[1e-3]]) for _ in range(3)); w,its,own = (_normal(rng, 320) for _ in range(3))
+    put = [card.upload(a) for a in (x,w,add,np.float32([.5]))]; beside = tuple(map(card.upload, (y,its,own))) if both else None
+    got = run(lambda: norm_add(put[0], put[1], 1e-6, put[2], put[3], beside))
+    n = lambda a: a.astype(np.float64)/np.sqrt((a.astype(np.float64)**2).mean(-1, keepdims=True)+1e-6)
+    return [(card.download(got), (n(n(x)*own+n(y)*its if both else x)*w+add)*.5, 1e-5)]
+
+# %% ../nbs/59b_check.ipynb #17f72b45
 _MIXTURES = dict(Qwen=dict(fmt='NVFP4', shared=True), gpt_oss=dict(fmt='MXFP4', act='swiglu_oai', score='topk_softmax', bias=True),
     Nemotron=dict(fmt='FP8_CHANNEL', act='relu2', score='sigmoid', scaling=2.5))
 
-@_case('moe', '2 rows', **_MIXTURES)
-@_case('router + experts_up + experts_down', '2 rows', Qwen_wide=dict(fmt='NVFP4', shared=True, H=256, I=512))
+@_case('router + experts_up + experts_down', '2 rows', **_MIXTURES, Qwen_wide=dict(fmt='NVFP4', shared=True, H=256, I=512))
 def _moe(card, rng, run, fmt, act='silu', score='softmax', bias=False, shared=False, scaling=1., E=20, H=160, I=64):
     m,wide,n = MoEConfig(E, 4, I, score=score, scaling=scaling),1+(act!='relu2'),E+shared
     up,down = pack(_sized(rng, fmt, n, wide*I, H), card, wide>1),pack(_sized(rng, fmt, n, H, I), card)
@@ -293,9 +301,9 @@ def _mamba_rows(card, rng, run, **kw): return _mamba(card, rng, run, False, **kw
 @_case('mamba_prep + mamba_many + gated_norm', '4 tiles', **_MIXERS)
 def _mamba_tiles(card, rng, run, **kw): return _mamba(card, rng, run, True, **kw)
 
-# %% ../nbs/59b_check.ipynb #2d8e242a
-@_case('argmax', '4 rows', greedy={})
-def _argmax(card, rng, run):
+# %% ../nbs/59b_check.ipynb #437ce2e5
+@_case('greedy', '4 rows', plain={})
+def _greedy(card, rng, run):
     x = _normal(rng, 4, 3000).round(1); x[1,2999] = np.nan; x[2,5] = np.inf
     put,ids,table = card.upload(x),card.empty(4, 'int32'),SampleTable(card, 4, 3000)
     run(lambda: sample_rows(put, table, ids, greedy=True))

@@ -247,7 +247,7 @@ def plot(self:Timeline,
     ax.set(yticks=range(len(part)), yticklabels=[f'{s.kernel} {s.what}'.strip() for s in part], xlabel='µs')
     ax.invert_yaxis()
 
-# %% ../nbs/59c_timeline.ipynb #cbe1cd65
+# %% ../nbs/59c_timeline.ipynb #eb4b9671
 @patch
 def to_dict(self:Timeline,
     first:int=0, # Launches to keep: from this one on
@@ -259,4 +259,4 @@ def to_dict(self:Timeline,
 
 def read_timeline(d:dict)->Timeline:
     "The launches that `to_dict` kept"
-    return Timeline(**{k:v for k,v in d.items() if k not in ('spans','table')}, spans=[Span(**s) for s in d['spans']])
+    return Timeline(**{k:d[k] for k in ('model','machine','batch','context','us','stamped_us','clock')}, multiprocessors=d.get('multiprocessors', 132), spans=[Span(**s) for s in d['spans']])

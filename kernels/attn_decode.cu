@@ -1,6 +1,8 @@
 // Attention of a decode step: norms and rotation of queries and keys, the new keys and values into the cache, and softmax(q k) v, a piece of the sequence
 // (lib/pieces.cuh) at a time. A block serves up to eight heads of one key head for up to SHARE rows of a sequence, so that what it fetches serves them all.
-// A row that sees one piece is finished here; attn_merge.cu adds the pieces of the others.
+// Groups of warps read slices of 16 positions in turn, a warp its own part of the elements: what they wait for between two slices is only each other's scores.
+// A row that sees one piece is finished here. Pieces of the others are added by their blocks together, if all are there at once, or else by attn_merge.cu:
+// with the same bits.
 //   qkv      : [rows, width]             f32   gates (GATE) | queries | keys (unless QONLY) | values (unless QONLY or KEQV)
 //   q_norm, k_norm : [gains]             f32   or null; NORM 1: of a head. q_all, k_all have them for NORM 2
 //   q_all    : [q_gains]                f32   of all heads; or null
@@ -17,19 +19,24 @@
 //   starts   : [all]                     i32   position of each sequence's first row
 //   slots    : [rows]                    i64   where the rows' keys and values go; -1: nowhere
 //   sinks    : [heads]                   f32   one more logit for each head; or null
-//   o        : [rows, pieces, heads, d]  f32   values weighted within a piece, of rows that see several; null if there are none
+//   o        : [rows, pieces, heads, d]  f32   values weighted within a piece, of rows that see several ; null if there are none
 //   ml       : [rows, pieces, heads, 2]  f32   largest score of the piece (of base 2), and the sum of 2^(score - largest); likewise
+//   words    : [given]                   f32   EMPTY, and left so: RECORD * d/8 (lib/records.cuh) for each row, piece and head; or null, and attn_merge.cu is wanted
 //   y        : [rows, heads, d]          f32
-//   -D D= (16 divides it, at most 512) HEADS= KV= HALF= (0: no positions) BS=  GATE= VNORM= KEQV= QONLY= (0 or 1)  NORM= 0: none, 1: head, 2: all heads
-//   -D FMT= of the pools   -D SHARE= rows of a sequence that a block takes: 1, 2 or 4; a row has the same bits for each
-//   launch: <<<(kv * ceil(heads/kv/8), pieces, rows), D > 128 ? 256 : 128>>> and SHARED bytes; window 0: none. `many` as in lib/pieces.cuh
+//   -D D= (16 divides it, at most 512) HEADS= KV= HALF= (0: no positions) BS= (16 divides it)  GATE= VNORM= KEQV= QONLY= (0 or 1)  NORM= 0: none, 1: head, 2: all heads
+//   -D FMT= of the pools   -D SHARE= rows of a sequence that a block takes: 1, 2 or 4; a row has the same bits for each   -D NEW= rows that a sequence has at most: 1, 6 or 8
+//   launch: <<<(kv * ceil(heads/kv/8), ceil(pieces/per), rows), D > 128 ? 256 : 128>>> and SHARED bytes; window 0: none. `many` as in lib/pieces.cuh. Of a row's pieces,
+//   the first `mergers` add them up: all, where all blocks are there at once, or one, where the last block comes after the others. At most 8 then.
+//   `per`: pieces of a block, one after the other: 1 with words or a window
 #include "lib/async.cuh"
 #include "lib/heads.cuh"
 #include "lib/kvcache.cuh"
 #include "lib/limbs.cuh"
 #include "lib/pdl.cuh"
 #include "lib/pieces.cuh"
+#include "lib/records.cuh"
 #include "lib/reduce.cuh"
+#include "lib/slices.cuh"
 #ifndef D
 #define D 256
 #endif
@@ -66,235 +73,133 @@
 #ifndef SHARE
 #define SHARE 1
 #endif
-#ifndef STAGES
-#define STAGES 1
+#ifndef NEW
+#define NEW (SHARE > 1 ? 8 : 1)
 #endif
 #ifndef MINB
-#define MINB (D > 256 || (D > 128 && FMT) ? 1 : D > 128 || FMT ? 2 : 3)
+#define MINB (D > 128 ? 1 : SHARE * D > 128 ? 2 : 3)
 #endif
-constexpr int T = D > 256 ? 32 : 64, W = D > 128 ? 8 : 4, THREADS = 32 * W;  // positions at a time, warps
-constexpr int KS = D / 16, MT = T / 16, SPLIT = W / MT, KP = (KS + SPLIT - 1) / SPLIT, VT = (KS + W - 1) / W;  // steps of 16: of a head, of positions; and a warp's
+#ifndef SPLIT
+#define SPLIT (D > 256 ? 4 : D > 128 ? 2 : 1)
+#endif
+constexpr int GROUPS = D > 256 ? 2 : 4, W = SPLIT * GROUPS, THREADS = 32 * W, SPAN = 16 * GROUPS;  // warps, and positions that they have at once
 constexpr int G = HEADS / KV, HG = (G + 7) / 8, GB = (G + HG - 1) / HG, QI = (GB + W - 1) / W;  // heads of a key head, blocks for them, heads a block, and a warp
-constexpr int LD = D / 8 + 1;                                                    // 16 bytes from row to row of a tile: no bank conflicts
 constexpr int WIDTH = ((1 + GATE) * HEADS + (QONLY ? 0 : KEQV ? 1 : 2) * KV) * D;
 constexpr int Q0 = GATE * HEADS * D, K0 = Q0 + HEADS * D, V0 = KEQV ? K0 : K0 + KV * D;  // where queries, keys and values begin in a row
+constexpr int QUADS = (8 * D / 4 + THREADS - 1) / THREADS;                        // of the eight heads' elements, a thread's
 typedef Head<D> Vec;
 typedef Turn<D, HALF> Spin;
-typedef uint4 Row[LD];
-constexpr int SHARED = (STAGES * 2 * T * LD + SHARE * (KS + MT) * 32) * 16 + (SHARE * SPLIT * 8 * (T + 4) + SHARE * 24 + 2 * T + W * Spin::SCRATCH) * 4;
+typedef Slice<FMT, D, SPLIT> Part;
+// Shared memory: a group's two slices, where its sums lie in the end; fragments of queries; scores; rows of this step; scratch of rotations; words.
+constexpr int SUMS = 8 * (D + 4) * 4, REGION = 2 * Part::SIZE > SUMS ? 2 * Part::SIZE : SUMS, QS = SHARE * Part::STEPS * 512, SCORES = SPLIT > 1 ? SHARE * W * 512 : 0;
+constexpr int ROWS = (2 * NEW * (KV_BYTES<FMT, D> + (FMT == 2 ? D / 16 : 0)) + 15) / 16 * 16;
+constexpr int SHARED = GROUPS * REGION + QS + SCORES + ROWS + (2 * NEW + W * Spin::SCRATCH + 2 * GROUPS * 8 + 8) * 4;
 #ifdef BYTES
 static_assert(SHARED == BYTES, "the launch gives other shared memory than the kernel wants");
 #endif
-static_assert(D % 16 == 0 && D <= 512 && HEADS % KV == 0 && SHARED <= 99 * 1024 && HALF * 2 <= D, "see the contract");
+static_assert(D % 16 == 0 && D <= 512 && HEADS % KV == 0 && SHARED <= 227 * 1024 && HALF * 2 <= D && BS % 16 == 0 && (NEW > 1 || SHARE == 1), "see the contract");
 
-// The block's shared memory.
 struct Room {
-    Row* tiles;                       // [STAGES][keys, values][T]
-    uint4 *qf, *pf;                   // fragments of queries [SHARE][KS][32] and of weights [SHARE][MT][32]
-    float (*sc)[T + 4];               // [SHARE*SPLIT*8] scores
-    float *top, *sum, *fade;          // [SHARE*8] largest score so far, sum of weights, what the last tile made of older sums
-    float *ksc, *vsc, *scratch;       // [T] scales of keys and values, [W][Spin::SCRATCH]
+    unsigned char* parts;             // [GROUPS][keys, values] slices
+    uint4* qf;                        // [SHARE][STEPS][32]
+    float4* scores;                   // [GROUPS][SPLIT][SHARE][32]
+    unsigned char *rows, *row_subs;   // [NEW][keys, values]
+    float *row_scales, *scratch, *tops, *sums, *sink;  // [NEW][2], [W][Spin::SCRATCH], [GROUPS][8] twice, [8]
     __device__ __forceinline__ Room(unsigned char* p) {
-        tiles = (Row*)p;
-        qf = (uint4*)(tiles + STAGES * 2 * T); pf = qf + SHARE * KS * 32;
-        sc = (float (*)[T + 4])(pf + SHARE * MT * 32);
-        top = (float*)(sc + SHARE * SPLIT * 8); sum = top + SHARE * 8; fade = sum + SHARE * 8; ksc = fade + SHARE * 8; vsc = ksc + T; scratch = vsc + T;
+        parts = p; qf = (uint4*)(p + GROUPS * REGION); scores = (float4*)(p + GROUPS * REGION + QS); rows = p + GROUPS * REGION + QS + SCORES; row_subs = rows + 2 * NEW * KV_BYTES<FMT, D>;
+        row_scales = (float*)(rows + ROWS); scratch = row_scales + 2 * NEW; tops = scratch + W * Spin::SCRATCH; sums = tops + GROUPS * 8; sink = sums + GROUPS * 8;
     }
 };
 
 // The blocks that hold the positions of a piece, one to a lane, so that no later address waits for the table.
 struct Table {
-    static constexpr bool FEW = 4 * PIECE / BS + 1 <= 32;
+    static constexpr bool FEW = 4 * PIECE / BS <= 32;
     const int* all;
     int first, mine;
     __device__ __forceinline__ void load(const int* __restrict__ table, int from, int mb, int lane) {
         all = table; first = from / BS; mine = FEW && first + lane < mb ? table[first + lane] : 0;
     }
-    __device__ __forceinline__ size_t row(int j, int kv) const {  // in the pool
+    __device__ __forceinline__ size_t row(int j, int kv) const {  // of position j, in the pool
         const int block = FEW ? __shfl_sync(~0u, mine, (j / BS - first) & 31) : all[j / BS];
         return ((size_t)block * BS + j % BS) * KV + kv;
     }
 };
 
-// What a block has to do: rows t .. t+n-1 of a sequence, positions p0 .. end-1, look at positions from .. hi-1. Below `to` these are read from the pool.
+// What a block has to do: rows t .. t+n-1 of a sequence, positions p0 .. end-1, look at pieces `piece` .. `last`, now at positions from .. hi-1. Below `to`
+// these are read from the pool.
 struct Work {
-    int t, r0, n, nf, back, p0, start, end, low, piece, from, hi, to, kv, hg, h0, gb, window;
+    int t, r0, n, nf, back, p0, start, end, low, piece, last, from, hi, to, kv, hg, h0, gb, window, per;
     Pieces pieces;
     Table table;
     __device__ __forceinline__ int  lowest(int p) const { return window ? max(0, p - window + 1) : 0; }
     __device__ __forceinline__ bool alone(int p) const { return pieces.of(lowest(p)) == pieces.of(p); }
-    __device__ __forceinline__ bool fresh() const { return !QONLY && hi > start && from < end; }  // are there rows of this step among them?
-    __device__ __forceinline__ Work(int window_, int many, int row) : window(window_), pieces{many} {
+    __device__ __forceinline__ bool fresh() const { return !QONLY && min(pieces.start(last + 1), end) > start; }  // are there rows of this step among them?
+    __device__ __forceinline__ Work(int window_, int many, int row, int per_) : window(window_), per(per_), pieces{many} {
         t = row; kv = blockIdx.x / HG; hg = blockIdx.x % HG; h0 = kv * G + hg * GB; gb = min(GB, G - hg * GB);
     }
     // Sequence s of the row; without a window the piece does not depend on where it stands
     __device__ __forceinline__ void ask(const int* __restrict__ tables, const int* __restrict__ first, const int* __restrict__ starts, int s, int mb, int lane) {
         r0 = first[s]; nf = first[s + 1]; start = starts[s];
-        piece = gridDim.y - 1 - blockIdx.y;
+        piece = (gridDim.y - 1 - blockIdx.y) * per;
         if (!window) table.load(tables + (size_t)s * mb, pieces.start(piece), mb, lane);
     }
     // Is there anything?
     __device__ __forceinline__ bool find(const int* __restrict__ tables, int s, int mb, int lane) {
         back = t - r0; nf -= r0; n = min(SHARE, nf - back); p0 = start + back; end = p0 + n; low = lowest(p0);
         if (window) piece = pieces.of(end - 1) - (int)blockIdx.y;
-        if (back % SHARE || piece < pieces.of(low) || piece > pieces.of(end - 1)) return false;  // an earlier row's block has this one, or nobody looks there
-        from = max(pieces.start(piece), low / T * T); hi = min(pieces.start(piece + 1), end); to = QONLY ? end : start;
+        last = min(piece + per - 1, pieces.of(end - 1)); to = QONLY ? end : start;
+        if (back % SHARE || piece < pieces.of(low) || piece > last) return false;  // an earlier row's block has this one, or nobody looks there
+        begin();
         if (window) table.load(tables + (size_t)s * mb, from, mb, lane);
         return true;
     }
+    __device__ __forceinline__ void begin() { from = max(pieces.start(piece), low / PIECE * PIECE); hi = min(pieces.start(piece + 1), end); }
 };
 
-// Keys or values of T positions on their way to shared memory: straight there, or through registers where they have to be decoded.
-struct Tile {
-    static constexpr int J = FMT ? (T * KS + THREADS - 1) / THREADS : 1;
-    KvUnit<FMT> unit[J];
-    float scale;
-    // Positions from lo on. Nobody reads keys that no row sees; values are multiplied by 0, and so must be numbers
-    __device__ __forceinline__ void fetch(Row* tile, const unsigned char* pool, const float* scales, const unsigned char* subs, const Work& w, int lo, bool values) {
-        auto row = [&](int j) { return w.table.row(min(max(j, w.low), w.to - 1), w.kv); };
-        if (FMT == 0) {
-            #pragma unroll
-            for (int k = 0; k < T * (D / 8) / THREADS; k++) {
-                const int i = k * THREADS + threadIdx.x, r = i / (D / 8), j = lo + r, c = i % (D / 8);
-                const unsigned char* at = pool + row(j) * (2 * D) + c * 16;
-                if (j >= w.low && j < w.to) cp_async16(&tile[r][c], at);
-                else if (values && (j < w.low || j >= w.end)) tile[r][c] = make_uint4(0, 0, 0, 0);
-            }
-        } else {
-            #pragma unroll
-            for (int k = 0; k < J; k++) {
-                const int i = k * THREADS + threadIdx.x, j = lo + i / KS;
-                const size_t at = row(j);
-                unit[k].zero();
-                if (i < T * KS && j >= w.low && j < w.to) unit[k].template load<D>(pool, subs, at, i % KS);
-            }
-            const int j = lo + threadIdx.x;
-            const size_t at = row(j);
-            scale = threadIdx.x < T && j >= w.low && j < w.to ? kv_scale<FMT>(scales, at) : 0.f;
-        }
-        cp_async_commit();
-    }
-    // After cp_async_wait. Positions of this step, from `to` on, are somebody else's
-    __device__ __forceinline__ void land(Row* tile, const Work& w, int lo) {
-        if (FMT == 0) return;
-        #pragma unroll
-        for (int k = 0; k < J; k++) {
-            const int i = k * THREADS + threadIdx.x, r = i / KS, j = lo + r;
-            if (i < T * KS && (j < w.to || j >= w.end)) unit[k].bf16(tile[r][i % KS * 2], tile[r][i % KS * 2 + 1]);
-        }
-    }
-    __device__ __forceinline__ void land_scale(float* scales, const Work& w, int lo) {
-        const int j = lo + threadIdx.x;
-        if (FMT && threadIdx.x < T && (j < w.to || j >= w.end)) scales[threadIdx.x] = scale;
-    }
-};
-
-// 1 / root mean square of the `count` numbers of all heads of a row, by the whole block
-__device__ __forceinline__ float rms_all(const float* x, int count, float eps) {
+// 1 / root mean square of `count` numbers, by a warp
+__device__ __forceinline__ float rms_all(const float* x, int count, float eps, int lane) {
     float a = 0.f;
-    for (int i = threadIdx.x; i < count; i += THREADS) a = fmaf(x[i], x[i], a);
-    return rsqrtf(fmaf(block_sum(a), 1.f / count, eps));
+    for (int i = lane; i < count; i += 32) a = fmaf(x[i], x[i], a);
+    return rsqrtf(fmaf(warp_sum(a), 1.f / count, eps));
 }
 
-// A query head's fragments, in base 2.
-__device__ __forceinline__ void put_query(uint4* qf, const Vec& x, int g, float factor, int lane) {
+// Weights of a slice's positions, in base 2, and what they make of `top` and `sum`: of head lane/4 at positions 2*(lane%4) + {0, 1, 8, 9}.
+// b: fragments of the weights. Returns what is to become of older sums.
+__device__ __forceinline__ float weights(float4 c, float& top, float& sum, unsigned (&b)[4], const Part& ks, int lo, int low, int p, int lane) {
+    float x[4], most = NONE;
+    bool on[4];
     #pragma unroll
-    for (int k = 0; k < Vec::I; k++) {
-        const int u = lane + 32 * k;
-        const float* v = x.v[k];
-        if (u < D / 4) qf[u / 4 * 32 + g * 4 + u % 4] = b_fragment(limbs(__fmul_rn(v[0], factor), __fmul_rn(v[1], factor)), limbs(__fmul_rn(v[2], factor), __fmul_rn(v[3], factor)));
+    for (int i = 0; i < 4; i++) {
+        const int n = i / 2, e = i % 2, at = lane % 4 * 2 + e + n * 8, j = lo + at;
+        on[i] = j <= p && j >= low;
+        x[i] = (&c.x)[i];
+        if (KV_CODED<FMT>) x[i] = __fmul_rn(x[i], ks.scale(at, false));
+        most = fmaxf(most, on[i] ? x[i] : NONE);
     }
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1)); most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+    const float now = fmaxf(top, most), base = now == NONE ? 0.f : now, fade = exp2f(__fsub_rn(top, base));
+    #pragma unroll
+    for (int i = 0; i < 4; i++) x[i] = on[i] ? exp2f(__fsub_rn(x[i], base)) : 0.f;
+    sum = fmaf(sum, fade, __fadd_rn(__fadd_rn(x[0], x[1]), __fadd_rn(x[2], x[3])));
+    top = now;
+    #pragma unroll
+    for (int i = 0; i < 4; i++) if (KV_CODED<FMT>) x[i] = on[i] ? __fmul_rn(x[i], ks.scale(lane % 4 * 2 + i % 2 + i / 2 * 8, true)) : 0.f;
+    const Pair u = Part::limbs_of(x[0], x[1]), v = Part::limbs_of(x[2], x[3]);
+    b[0] = u.hi; b[1] = v.hi; b[2] = u.lo; b[3] = v.lo;
+    return fade;
 }
 
-// Scores of a tile's positions: a warp takes 16 of them and a part of the head.
-__device__ __forceinline__ void scores(const Room& m, const Work& w, const Row* ks, int lo, int warp, int lane) {
-    const int tile = warp % MT, part = warp / MT;
-    if (lo + tile * 16 >= w.hi) return;
-    float c[SHARE][4][4] = {};
-    #pragma unroll
-    for (int k = 0; k < KP; k++) {
-        const int kk = part * KP + k;
-        if (KS % SPLIT && kk >= KS) break;
-        unsigned a[4];
-        ldmatrix_x4(a, &ks[tile * 16 + lane % 16][kk * 2 + lane / 16]);
-        #pragma unroll
-        for (int r = 0; r < SHARE; r++) {
-            if (r >= w.n) break;
-            uint4 b = make_uint4(0, 0, 0, 0);
-            if (lane / 4 < w.gb) b = m.qf[(r * KS + kk) * 32 + lane];
-            mma_bf16(c[r][k % 2 * 2], a, &b.x);
-            mma_bf16(c[r][k % 2 * 2 + 1], a, &b.z);
-        }
-    }
-    #pragma unroll
-    for (int r = 0; r < SHARE; r++)
-        #pragma unroll
-        for (int i = 0; i < 4; i++)
-            if (r < w.n) m.sc[(r * SPLIT + part) * 8 + lane % 4 * 2 + i % 2][tile * 16 + lane / 4 + i / 2 * 8] =
-                __fadd_rn(__fadd_rn(c[r][0][i], c[r][2][i]), __fadd_rn(c[r][1][i], c[r][3][i]));
-}
-
-// Weights of a tile's positions for head g of row r, by one warp, a lane two positions; and what they make of `top`, `sum` and `fade`.
-__device__ __forceinline__ void weights(const Room& m, const Work& w, int lo, int r, int g, int lane) {
-    const int  j = lo + 2 * lane, at = r * 8 + g, p = w.p0 + r, l = w.lowest(p);
-    const bool on = 2 * lane < T, u = on && j <= p && j >= l, v = on && j + 1 <= p && j + 1 >= l;
-    float2 x = make_float2(NONE, NONE), f = make_float2(1.f, 1.f);
-    if (on) {
-        x = *(const float2*)&m.sc[r * SPLIT * 8 + g][2 * lane];
-        #pragma unroll
-        for (int k = 1; k < SPLIT; k++) { const float2 z = *(const float2*)&m.sc[(r * SPLIT + k) * 8 + g][2 * lane]; x.x = __fadd_rn(x.x, z.x); x.y = __fadd_rn(x.y, z.y); }
-        if (FMT) { f = *(const float2*)&m.ksc[2 * lane]; x.x = __fmul_rn(x.x, f.x); x.y = __fmul_rn(x.y, f.y); f = *(const float2*)&m.vsc[2 * lane]; }
-    }
-    const float old = m.top[at], top = fmaxf(old, warp_max(fmaxf(u ? x.x : NONE, v ? x.y : NONE))), base = top == NONE ? 0.f : top;
-    const float a = u ? exp2f(__fsub_rn(x.x, base)) : 0.f, b = v ? exp2f(__fsub_rn(x.y, base)) : 0.f, d = exp2f(__fsub_rn(old, base)), all = warp_sum(__fadd_rn(a, b));
-    __syncwarp();
-    if (!lane) { m.top[at] = top; m.sum[at] = fmaf(m.sum[at], d, all); m.fade[at] = d; }
-    const Pair e = limbs(u ? __fmul_rn(a, f.x) : 0.f, v ? __fmul_rn(b, f.y) : 0.f);
-    if (on) {
-        unsigned* to = (unsigned*)&m.pf[(r * MT + lane / 8) * 32 + g * 4 + lane % 4] + lane % 8 / 4;
-        to[0] = e.hi; to[2] = e.lo;
-    }
-}
-
-// Weighted values of a tile, added to what was: a warp takes 16 elements of the head at a time.
-__device__ __forceinline__ void values(float (*acc)[VT][4], const Room& m, const Work& w, const Row* vs, int lo, int warp, int lane) {
-    float c[SHARE][VT][2][4] = {};
-    #pragma unroll
-    for (int k = 0; k < MT; k++) {
-        if (lo + k * 16 >= w.hi) break;
-        uint4 b[SHARE];
-        #pragma unroll
-        for (int r = 0; r < SHARE; r++) { b[r] = make_uint4(0, 0, 0, 0); if (r < w.n && lane / 4 < w.gb) b[r] = m.pf[(r * MT + k) * 32 + lane]; }
-        #pragma unroll
-        for (int i = 0; i < VT; i++) {
-            const int d = warp + i * W;
-            if (KS % W && d >= KS) break;
-            unsigned a[4];
-            ldmatrix_x4_trans(a, &vs[k * 16 + lane % 8 + lane / 16 * 8][d * 2 + lane / 8 % 2]);
-            #pragma unroll
-            for (int r = 0; r < SHARE; r++) { if (r >= w.n) break; mma_bf16(c[r][i][0], a, &b[r].x); mma_bf16(c[r][i][1], a, &b[r].z); }
-        }
-    }
-    #pragma unroll
-    for (int r = 0; r < SHARE; r++) {
-        if (r >= w.n) break;
-        const float2 f = *(const float2*)&m.fade[r * 8 + lane % 4 * 2];
-        #pragma unroll
-        for (int i = 0; i < VT; i++)
-            #pragma unroll
-            for (int k = 0; k < 4; k++) acc[r][i][k] = fmaf(acc[r][i][k], k % 2 ? f.y : f.x, __fadd_rn(c[r][i][0][k], c[r][i][1][k]));
-    }
-}
+__device__ __forceinline__ float4 gated4(float4 v, float4 g) { return make_float4(gated(v.x, g.x), gated(v.y, g.y), gated(v.z, g.z), gated(v.w, g.w)); }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MINB) attn_decode(const float* qkv, const float* __restrict__ q_norm, const float* __restrict__ k_norm,
         const float* __restrict__ q_all, const float* __restrict__ k_all, const float* __restrict__ cos, const float* __restrict__ sin, const int* __restrict__ at,
         const int* __restrict__ axes, unsigned char* k_pool, float* k_scales, unsigned char* k_subs, unsigned char* v_pool, float* v_scales, unsigned char* v_subs,
         const int* __restrict__ tables, const int* __restrict__ seq, const int* __restrict__ first, const int* __restrict__ starts, const long long* __restrict__ slots,
-        const float* __restrict__ sinks, float* o, float* ml, float* y, float eps, float scale, int window, int many, int mb, int seqs) {
+        const float* __restrict__ sinks, float* o, float* ml, float* words, float* y, float eps, float scale, int window, int many, int mb, int seqs, int mergers, int cells, int per) {
     DYNAMIC_SHARED(unsigned char, shared);
     const Room m(shared);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, t = blockIdx.z, rows = gridDim.z, s = seq[t], guess = min(t, seqs - 1);
-    Work w(window, many, t);
+    const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0), t = blockIdx.z, rows = gridDim.z, s = seq[t], guess = min(t, seqs - 1);
+    Work w(window, many, t, per);
     w.ask(tables, first, starts, guess, mb, lane);  // row t is often of sequence t, and what is asked for at once need not be waited for in turn
     pdl_trigger();
     if (s < 0) {  // padding
@@ -304,144 +209,228 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINB) attn_decode(const fl
     }
     if (s != guess) w.ask(tables, first, starts, s, mb, lane);
     if (!w.find(tables, s, mb, lane)) return;
+    if (w.nf > NEW) __trap();
     if (QONLY) pdl_wait();
-    Tile kt, vt;
-    #pragma unroll
-    for (int i = 0; i < STAGES; i++) {
-        const int lo = w.from + i * T;
-        if (lo < w.hi) kt.fetch(m.tiles + i * 2 * T, k_pool, k_scales, k_subs, w, lo, false);
-        else cp_async_commit();
-        if (lo < w.hi) vt.fetch(m.tiles + (i * 2 + 1) * T, v_pool, v_scales, v_subs, w, lo, true);
-        else cp_async_commit();
-    }
-    // Of this step's rows, keys are for odd warps from the last on, values for even ones. What is needed but the activations is fetched before the wait
-    const int  fw = (W - 1 - warp) / 2, fr = w.r0 + min(fw, w.nf - 1), from_row = ((W - 1 - warp) & 1 ? V0 : K0) + w.kv * D;
-    const bool is_v = (W - 1 - warp) & 1, has_fresh = w.fresh();
+    // This warp's slices begin at lo, lo + SPAN, ...
+    const int group = warp / SPLIT, part = warp % SPLIT;
+    int lo = w.from + 16 * group;
+    const Part ks(m.parts + group * REGION, part, lane), vs(m.parts + group * REGION + Part::SIZE, part, lane);
+    auto keys = [&](int lo) {
+        if (lo < w.hi) ks.fetch(k_pool, k_scales, v_scales, k_subs, w.table.row(lo, w.kv), KV, w.low - lo, w.to - lo);
+        cp_async_commit();
+    };
+    auto values = [&](int lo) {
+        if (lo < w.hi) vs.fetch(v_pool, nullptr, nullptr, v_subs, w.table.row(lo, w.kv), KV, w.low - lo, w.to - lo);
+        cp_async_commit();
+    };
+    keys(lo);
+    values(lo);
+    // What is needed but the activations is fetched before the wait
+    const bool has_fresh = w.fresh(), is_v = warp & 1;
+    const int  fw = NEW == 1 ? 0 : warp / 2, fr = w.r0 + min(fw, w.nf - 1), from_row = (is_v ? V0 : K0) + w.kv * D;
     Vec  gq, gk, q[SHARE][QI], f;
     Spin turn[SHARE], fturn;
     if (NORM == 1) { gq.load(q_norm, lane); if (!QONLY) gk.load(k_norm, lane); }
     #pragma unroll
     for (int r = 0; r < SHARE; r++) turn[r].load(cos, sin, at, axes, min(t + r, rows - 1), rows, lane);
-    if (has_fresh && !is_v) fturn.load(cos, sin, at, axes, fr, rows, lane);
-    float sink[2];
-    #pragma unroll
-    for (int k = 0; k < 2; k++) sink[k] = sinks ? __fmul_rn(sinks[w.h0 + min(lane % 4 * 2 + k, w.gb - 1)], LOG2E) : NONE;
+    if (NEW > 1 && has_fresh) fturn.load(cos, sin, at, axes, fr, rows, lane);
+    if (threadIdx.x < 8) m.sink[threadIdx.x] = sinks ? __fmul_rn(sinks[w.h0 + min((int)threadIdx.x, w.gb - 1)], LOG2E) : NONE;
     const long long fslot = has_fresh ? slots[fr] : -1;
     if (!QONLY) pdl_wait();
     #pragma unroll
     for (int r = 0; r < SHARE; r++)
         #pragma unroll
         for (int i = 0; i < QI; i++) q[r][i].load(qkv + (size_t)(t + (r < w.n ? r : 0)) * WIDTH + Q0 + (w.h0 + min(warp + i * W, w.gb - 1)) * D, lane);
-    if (has_fresh) f.load(qkv + (size_t)fr * WIDTH + from_row, lane);
-    float gate[SHARE][VT][4];  // of the elements that this thread finishes
-    if constexpr (GATE) {
-        #pragma unroll
-        for (int r = 0; r < SHARE; r++)
+    if (!QONLY) f.load(qkv + (size_t)fr * WIDTH + from_row, lane);
+    float4 gate[QUADS];
+    auto gates = [&](int r) {
+        if constexpr (GATE)
             #pragma unroll
-            for (int i = 0; i < VT; i++)
-                #pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    const int g = lane % 4 * 2 + e % 2, d = (warp + i * W) * 16 + lane / 4 + e / 2 * 8;
-                    gate[r][i][e] = r < w.n && w.alone(w.p0 + r) && g < w.gb && d < D ? qkv[(size_t)(t + r) * WIDTH + (w.h0 + g) * D + d] : 0.f;
-                }
-    }
+            for (int k = 0; k < QUADS; k++) gate[k] = *(const float4*)(qkv + (size_t)(t + r) * WIDTH + w.h0 * D + min((int)threadIdx.x + k * THREADS, w.gb * (D / 4) - 1) * 4);
+    };
     const float factor = __fmul_rn(scale, LOG2E);
     #pragma unroll
     for (int r = 0; r < SHARE; r++) {
-        if (r >= w.n) break;
-        const float all = NORM == 2 ? rms_all(qkv + (size_t)(t + r) * WIDTH + Q0, HEADS * D, eps) : 0.f;
+        const float all = NORM == 2 ? rms_all(qkv + (size_t)(t + (r < w.n ? r : 0)) * WIDTH + Q0, HEADS * D, eps, lane) : 0.f;
         #pragma unroll
         for (int i = 0; i < QI; i++) {
             const int g = warp + i * W;
-            if (g >= w.gb) break;
             Vec& x = q[r][i];
             if (NORM == 1) x.times(x.rms(eps), gq);
-            if (NORM == 2) { Vec gain; gain.load(q_all + (w.h0 + g) * D, lane); x.times(all, gain); }
+            if (NORM == 2) { Vec gain; gain.load(q_all + (w.h0 + min(g, w.gb - 1)) * D, lane); x.times(all, gain); }
             turn[r](x, m.scratch + warp * Spin::SCRATCH, lane);
-            put_query(m.qf + r * KS * 32, x, g, factor, lane);
+            if (g < w.gb && r < w.n) Part::put_query(m.qf + r * Part::STEPS * 32, x.v, g, factor, lane);
         }
     }
-    if (threadIdx.x < SHARE * 8) { m.top[threadIdx.x] = NONE; m.sum[threadIdx.x] = 0.f; }
-
-    // Turn those of this step's rows that lie in the tile at lo, keep them in `tile`, and put those of this block's rows into the cache
-    auto fresh = [&](int lo, Row* tile) {
+    // Turn rows of this step: keys are for even warps, values for odd ones. Keep them, and put those of this block's rows into the cache
+    auto turned = [&](Vec& x, const Spin& turn, int row) {
+        const Vec raw = x;
+        if (NORM == 1) x.times(x.rms(eps), gk);
+        if constexpr (NORM == 2) {
+            Vec gain;
+            gain.load(k_all + w.kv * D, lane);
+            x.times(rms_all(qkv + (size_t)row * WIDTH + K0, KV * D, eps, lane), gain);
+        }
+        turn(x, m.scratch + warp * Spin::SCRATCH, lane);
+        if (is_v) { x = raw; if (VNORM) x.times(x.rms(eps)); }
+    };
+    auto keep = [&](const Vec& x, int i, long long slot) {
+        KvRow<FMT, D> e;
+        e.encode((const float4*)x.v, lane);
+        e.store(m.rows, m.row_scales, m.row_subs, 2 * i + is_v, lane);
+        if (i < w.back || w.hg || slot < 0) return;
+        if (is_v) e.store(v_pool, v_scales, v_subs, slot * KV + w.kv, lane);
+        else      e.store(k_pool, k_scales, k_subs, slot * KV + w.kv, lane);
+    };
+    if constexpr (NEW == 1 && !QONLY) {  // all warps, so that it stands beside the queries
+        turned(f, turn[0], fr);
+        if (has_fresh && warp < 2) keep(f, 0, fslot);
+    } else if (has_fresh) {
         #pragma unroll 1
         for (int i = fw; i < w.nf; i += W / 2) {
             const int j = w.start + i, row = w.r0 + i;
-            if (j < lo || j >= lo + T || j >= w.end) continue;
-            Vec x = f;
-            if (i != fw) { x.load(qkv + (size_t)row * WIDTH + from_row, lane); if (!is_v) fturn.load(cos, sin, at, axes, row, rows, lane); }
-            if (is_v) { if (VNORM) x.times(x.rms(eps)); }
-            else {
-                if (NORM == 1) x.times(x.rms(eps), gk);
-                if constexpr (NORM == 2) {  // a warp for itself: there are few key heads
-                    float a = 0.f;
-                    for (int k = lane; k < KV * D; k += 32) { const float z = qkv[(size_t)row * WIDTH + K0 + k]; a = fmaf(z, z, a); }
-                    Vec gain;
-                    gain.load(k_all + w.kv * D, lane);
-                    x.times(rsqrtf(fmaf(warp_sum(a), 1.f / (KV * D), eps)), gain);
-                }
-                fturn(x, m.scratch + warp * Spin::SCRATCH, lane);
-            }
-            KvRow<FMT, D> e;
-            e.encode((const float4*)x.v, lane);
-            e.stage(tile[(is_v ? T : 0) + j - lo], lane);
-            if (FMT && !lane) (is_v ? m.vsc : m.ksc)[j - lo] = __fmul_rn(e.scale, KV_UNIT<FMT>);
-            const long long slot = i == fw ? fslot : slots[row];
-            if (i < w.back || w.hg || slot < 0) continue;
-            if (is_v) e.store(v_pool, v_scales, v_subs, slot * KV + w.kv, lane);
-            else      e.store(k_pool, k_scales, k_subs, slot * KV + w.kv, lane);
+            if (j < w.from || j >= w.end || w.pieces.of(j) > w.last) continue;
+            if (i != fw) { f.load(qkv + (size_t)row * WIDTH + from_row, lane); fturn.load(cos, sin, at, axes, row, rows, lane); }
+            turned(f, fturn, row);
+            keep(f, i, i == fw ? fslot : slots[row]);
         }
-    };
-
-    float acc[SHARE][VT][4] = {};
-    #pragma unroll 1
-    for (int lo = w.from, stage = 0; lo < w.hi; lo += T, stage = stage + 1 < STAGES ? stage + 1 : 0) {
-        Row *ks = m.tiles + stage * 2 * T, *vs = ks + T;
-        const int  next = lo + STAGES * T;
-        cp_async_wait<2 * STAGES - 1>();
-        kt.land(ks, w, lo);
-        kt.land_scale(m.ksc, w, lo);
-        vt.land_scale(m.vsc, w, lo);
-        if (has_fresh && lo + T > w.start) fresh(lo, ks);
-        __syncthreads();
-        scores(m, w, ks, lo, warp, lane);
-        __syncthreads();
-        if (next < w.hi) kt.fetch(ks, k_pool, k_scales, k_subs, w, next, false);
-        else cp_async_commit();
-        vt.land(vs, w, lo);
-        #pragma unroll
-        for (int r = 0; r < SHARE; r++)
-            #pragma unroll
-            for (int i = 0; i < QI; i++) if (r < w.n && warp + i * W < w.gb) weights(m, w, lo, r, warp + i * W, lane);
-        cp_async_wait<2 * STAGES - 1>();
-        __syncthreads();
-        values(acc, m, w, vs, lo, warp, lane);
-        if (lo + T < w.hi) __syncthreads();
-        if (next < w.hi) vt.fetch(vs, v_pool, v_scales, v_subs, w, next, true);
-        else cp_async_commit();
     }
-    #pragma unroll
-    for (int r = 0; r < SHARE; r++) {
-        const int p = w.p0 + r, a = w.pieces.of(w.lowest(p)), z = w.pieces.of(p);
-        if (r >= w.n || w.piece < a || w.piece > z) continue;
-        const size_t cell = ((size_t)(t + r) * gridDim.y + w.piece - a) * HEADS + w.h0, mine = (size_t)(t + r) * HEADS + w.h0;
-        if (a != z && threadIdx.x < w.gb) *(float2*)(ml + (cell + threadIdx.x) * 2) = make_float2(m.top[r * 8 + threadIdx.x], m.sum[r * 8 + threadIdx.x]);
-        #pragma unroll
-        for (int k = 0; k < 2; k++) {
-            const int g = lane % 4 * 2 + k;
-            if (g >= w.gb) continue;
-            const float top = m.top[r * 8 + g], base = fmaxf(top, sink[k]), fall = exp2f(__fsub_rn(top, base)), rate = fall / fmaf(m.sum[r * 8 + g], fall, exp2f(__fsub_rn(sink[k], base)));
-            #pragma unroll
-            for (int i = 0; i < VT; i++)
-                #pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    const int   d = (warp + i * W) * 16 + lane / 4 + e * 8;
-                    const float v = acc[r][i][e * 2 + k], u = __fmul_rn(v, rate);
-                    if (KS % W && d >= D) continue;
-                    if (a != z) o[(cell + g) * D + d] = v;
-                    else y[(mine + g) * D + d] = GATE ? gated(u, gate[r][i][e * 2 + k]) : u;
-                }
+    if (SHARE == 1 && w.alone(w.p0)) gates(0);
+    __syncthreads();
+
+    // Rows of this step in the slice at lo
+    auto patch = [&](const Part& to, int which) {
+        if (!has_fresh || lo + 16 <= w.start) return;
+        for (int j = max(lo, w.start); j < min(lo + 16, w.end); j++) {
+            to.copy(m.rows, m.row_subs, 2 * (j - w.start) + which, j - lo);
+            if (!which) to.copy_scales(m.row_scales + 2 * (j - w.start), j - lo);
         }
+        __syncwarp();
+    };
+    for (;;) {
+        float acc[SHARE][Part::TILES][4] = {}, top[SHARE], sum[SHARE];
+        #pragma unroll
+        for (int r = 0; r < SHARE; r++) { top[r] = NONE; sum[r] = 0.f; }
+        #pragma unroll 1
+        for (; lo < w.hi; lo += SPAN) {
+            cp_async_wait<1>();
+            __syncwarp();
+            patch(ks, 0);
+            float c[SHARE][2][2][4] = {};
+            ks.template scores<SHARE>(c, m.qf);
+            float4 x[SHARE];
+            #pragma unroll
+            for (int r = 0; r < SHARE; r++)
+                #pragma unroll
+                for (int i = 0; i < 4; i++) (&x[r].x)[i] = __fadd_rn(__fadd_rn(c[r][0][i / 2][i % 2], c[r][1][i / 2][i % 2]), __fadd_rn(c[r][0][i / 2][i % 2 + 2], c[r][1][i / 2][i % 2 + 2]));
+            if constexpr (SPLIT > 1) {
+                float4* const all = m.scores + group * SPLIT * SHARE * 32 + lane;
+                #pragma unroll
+                for (int r = 0; r < SHARE; r++) all[(part * SHARE + r) * 32] = x[r];
+                sync_warps<SPLIT>(group);
+                #pragma unroll
+                for (int r = 0; r < SHARE; r++) {
+                    x[r] = all[r * 32];
+                    #pragma unroll
+                    for (int k = 1; k < SPLIT; k++) { const float4 z = all[(k * SHARE + r) * 32]; x[r].x = __fadd_rn(x[r].x, z.x); x[r].y = __fadd_rn(x[r].y, z.y); x[r].z = __fadd_rn(x[r].z, z.z); x[r].w = __fadd_rn(x[r].w, z.w); }
+                }
+                sync_warps<SPLIT>(group);
+            }
+            float fade[SHARE];
+            unsigned b[SHARE][4];
+            #pragma unroll
+            for (int r = 0; r < SHARE; r++) fade[r] = weights(x[r], top[r], sum[r], b[r], ks, lo, w.lowest(w.p0 + r), w.p0 + r, lane);
+            __syncwarp();
+            keys(lo + SPAN);
+            cp_async_wait<1>();
+            __syncwarp();
+            patch(vs, 1);
+            #pragma unroll
+            for (int r = 0; r < SHARE; r++) {
+                const float f[2] = {__shfl_sync(~0u, fade[r], lane % 4 * 8), __shfl_sync(~0u, fade[r], lane % 4 * 8 + 4)};
+                #pragma unroll
+                for (int i = 0; i < Part::TILES; i++)
+                    #pragma unroll
+                    for (int e = 0; e < 4; e++) acc[r][i][e] = __fmul_rn(acc[r][i][e], f[e % 2]);
+            }
+            vs.template values<SHARE>(acc, b);
+            __syncwarp();
+            values(lo + SPAN);
+        }
+
+        // What the groups have, one row after the other
+        if (SPLIT > 1) sync_warps<SPLIT>(group);
+        float* const mine = (float*)(m.parts + group * REGION);
+        #pragma unroll
+        for (int r = 0; r < SHARE; r++) {
+            const int p = w.p0 + r, a = w.pieces.of(w.lowest(p)), z = w.pieces.of(p);
+            if (r >= w.n) break;
+            if (w.piece < a || w.piece > z) continue;
+            float l = __fadd_rn(sum[r], __shfl_xor_sync(~0u, sum[r], 1));
+            l = __fadd_rn(l, __shfl_xor_sync(~0u, l, 2));
+            if (r) __syncthreads();
+            if (!part && lane % 4 == 0) { m.tops[group * 8 + lane / 4] = top[r]; m.sums[group * 8 + lane / 4] = l; }
+            #pragma unroll
+            for (int i = 0; i < Part::TILES; i++)
+                #pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const int d = vs.element(i, lane / 4, e / 2);
+                    if ((D % 32 == 0 && Part::EVEN) || d < D) mine[(lane % 4 * 2 + e % 2) * (D + 4) + d] = acc[r][i][e];
+                }
+            if (SHARE > 1 && a == z) gates(r);
+            __syncthreads();
+            // Of head lane % 8: factors of the groups, the sum of weights, and what makes it an answer
+            float most = NONE, total = 0.f, part_of[GROUPS];
+            #pragma unroll
+            for (int k = 0; k < GROUPS; k++) most = fmaxf(most, m.tops[k * 8 + lane % 8]);
+            const float base = most == NONE ? 0.f : most, sink = m.sink[lane % 8];  // NONE: nothing but NaN
+            #pragma unroll
+            for (int k = 0; k < GROUPS; k++) { part_of[k] = exp2f(__fsub_rn(m.tops[k * 8 + lane % 8], base)); total = fmaf(part_of[k], m.sums[k * 8 + lane % 8], total); }
+            const float high = fmaxf(most, sink), fall = exp2f(__fsub_rn(base, high)), rate = fall / fmaf(total, fall, exp2f(__fsub_rn(sink, high)));
+            const size_t cell = ((size_t)(t + r) * cells + w.piece - a) * HEADS + w.h0, own = ((size_t)(t + r) * HEADS + w.h0) * D;
+            #pragma unroll
+            for (int k = 0; k < QUADS; k++) {
+                const int i = threadIdx.x + k * THREADS, g = min(i / (D / 4), w.gb - 1), d = i % (D / 4) * 4;
+                float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+                #pragma unroll
+                for (int k = 0; k < GROUPS; k++) {
+                    const float  e = __shfl_sync(~0u, part_of[k], g);
+                    const float4 u = *(const float4*)((const float*)(m.parts + k * REGION) + g * (D + 4) + d);
+                    v.x = fmaf(e, u.x, v.x); v.y = fmaf(e, u.y, v.y); v.z = fmaf(e, u.z, v.z); v.w = fmaf(e, u.w, v.w);
+                }
+                const float top = __shfl_sync(~0u, most, g), l = __shfl_sync(~0u, total, g), f = __shfl_sync(~0u, rate, g);
+                if (i >= w.gb * (D / 4)) continue;
+                if (a == z) {
+                    v.x = __fmul_rn(v.x, f); v.y = __fmul_rn(v.y, f); v.z = __fmul_rn(v.z, f); v.w = __fmul_rn(v.w, f);
+                    *(float4*)(y + own + g * D + d) = GATE ? gated4(v, gate[k]) : v;
+                } else if (words) {
+                    float* const record = words + ((cell + g) * (D / 8) + d / 8) * RECORD;
+                    give4(record + d % 8, v);
+                    if (d % 8 == 0) give2(record + 8, make_float2(top, l));
+                } else {
+                    if (!d) *(float2*)(ml + (cell + g) * 2) = make_float2(top, l);
+                    *(float4*)(o + (cell + g) * D + d) = v;
+                }
+            }
+            // Pieces of a row are added up by their blocks together
+            const int count = z - a + 1, rank = w.piece - a, ranks = min(mergers, count);
+            if (count == 1 || !words || rank >= ranks) continue;
+            float* const at0 = words + (((size_t)(t + r) * cells) * HEADS + w.h0) * (D / 8) * RECORD;
+            #pragma unroll 1
+            for (int i0 = (rank * W + warp) * 32; i0 < w.gb * (D / 4); i0 += ranks * THREADS) {
+                const int i = min(i0 + lane, w.gb * (D / 4) - 1);
+                const float4 g = GATE ? *(const float4*)(qkv + (size_t)(t + r) * WIDTH + w.h0 * D + i * 4) : make_float4(0.f, 0.f, 0.f, 0.f);
+                float4 v = merged(at0 + i / 2 * RECORD + i % 2 * 4, i % 2, (size_t)HEADS * (D / 8) * RECORD, count, m.sink[i / (D / 4)]);
+                if (GATE) v = gated4(v, g);
+                if (i0 + lane == i) *(float4*)(y + own + i * 4) = v;
+            }
+        }
+        if (++w.piece > w.last) return;
+        w.begin();
+        w.table.load(tables + (size_t)s * mb, w.from, mb, lane);
+        __syncthreads();
+        lo = w.from + 16 * group;
+        keys(lo);
+        values(lo);
     }
 }

@@ -1,7 +1,8 @@
 // A gated delta net between its projections, for the rows of a decode step: causal convolution, silu, unit q and k, the delta rule, and the
 // output gate. The norm over each head is left to whoever reads y: it gets the sums of squares (gemv.cu, IN 2).
 // A block owns 32 columns of one head's state, in registers: a row costs one pass over them, because
-// o = exp(g) q.S + (q.k) d with d = beta (v - exp(g) k.S) needs only products with the state before the row.
+// o = exp(g) q.S + (q.k) d with d = beta (v - exp(g) k.S) needs only products with the state before the row. All that does not depend on the state is
+// done for several rows of a sequence at once, before the first of them.
 //   x      : [r, width]            f32   q | k | v | z | b | a, width = 2*kh*dk + 2*vh*dv + 2*vh
 //   conv_w : [c, 4]                f32   c = 2*kh*dk + vh*dv
 //   decay  : [vh]                  f32   A = -exp(A_log)
@@ -15,7 +16,8 @@
 //   state_out : [r]                i32   slot for the state after a row, or -1; never one that is read in this step
 //   y      : [r, vh, dv]           f32
 //   parts  : [r, vh, p]            f32   sums of squares of y before norm_w and gate, of each 32 columns
-//   launch: <<<(vh/kh*dv/32, kh, seqs), 160>>>; -D DK, DV: 32, 64 or 128
+//   launch: <<<(vh/kh*dv/32, kh, seqs), 160>>>; -D DK=, DV= 32, 64 or 128   -D SIGMOID= 1: of the gate, else silu   -D ROWS= in hand at once
+//   -D RESIDENT= blocks of a multiprocessor
 #include "lib/reduce.cuh"
 #include "lib/pdl.cuh"
 #include "lib/conv.cuh"
@@ -25,161 +27,173 @@
 #ifndef DV
 #define DV 128
 #endif
-#ifndef SIGMOID  // output gate: silu, or sigmoid alone
+#ifndef SIGMOID
 #define SIGMOID 0
 #endif
-#define RESIDENT 4  // blocks of a multiprocessor: 96 registers a thread
+#ifndef ROWS
+#define ROWS 1
+#endif
+#ifndef RESIDENT
+#define RESIDENT 4
+#endif
+constexpr int N = DK / 16, H = N < 4 ? N : 4, PARTS = DV / 32;  // rows of the state that a thread has a part of
+static_assert((DK == 32 || DK == 64 || DK == 128) && DV % 32 == 0, "a head's sizes");
 
-// N (2, or a multiple of 4) neighbouring floats of shared memory.
-template <int N> __device__ __forceinline__ void load(const float* p, float* v) {
+// M (2, or a multiple of 4) neighbouring floats of shared memory.
+template <int M> __device__ __forceinline__ void load(const float* p, float* v) {
     #pragma unroll
-    for (int i = 0; i < N / 2; i++) *(float2*)(v + 2 * i) = *(const float2*)(p + 2 * i);
+    for (int i = 0; i < M / 2; i++) *(float2*)(v + 2 * i) = *(const float2*)(p + 2 * i);
 }
 __device__ __forceinline__ float4 add4(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
+
+// The rows of one sequence that are in hand: what they are made of, and what the state's warps add up.
+struct Rows {
+    float now[ROWS][2 * DK + 68];  // q | k | v | gate | beta, exp(g)
+    float red[2][4][64], cross[2][4][4], gain[32];
+};
 
 extern "C" __global__ void __launch_bounds__(160, RESIDENT) delta_step(const float* x, const float* __restrict__ conv_w, const float* __restrict__ decay,
         const float* __restrict__ dt_bias, const float* __restrict__ norm_w, float* conv, float* rec, const int* __restrict__ first,
         const int* __restrict__ starts, const int* __restrict__ state_in, const int* __restrict__ state_out, float* y, float* parts, int rows) {
-    constexpr int N = DK / 16, H = N < 4 ? N : 4, PARTS = DV / 32;
     constexpr float SCALE = DK == 128 ? 0.08838834764831845f : DK == 64 ? 0.125f : 0.17677669529663687f;  // 1/sqrt(DK)
-    static_assert((DK == 32 || DK == 64 || DK == 128) && DV % 32 == 0, "a head's sizes");
-    __shared__ Conv<2, 160> past;
-    __shared__ __align__(16) float now[4][2 * DK + 68], red[2][4][64], cross[2][4][4], gain[32], own[2];  // now: q | k | v | gate | beta, exp(g)
-    pdl_trigger();
+    __shared__ __align__(16) Rows m;
+    if (ROWS == 1) pdl_trigger();
     const int tid = threadIdx.x, lane = tid % 32, warp = __shfl_sync(~0u, tid / 32, 0), seq = blockIdx.z;
     const int r0 = first[seq], r1 = first[seq + 1], start = starts[seq], from = state_in[seq];
-    const unsigned n = r1 - r0;
     const int kh = gridDim.y, key = blockIdx.y, vh = kh * (gridDim.x / PARTS), head = (key * gridDim.x + blockIdx.x) / PARTS, part = blockIdx.x % PARTS;
     const int c = 2 * kh * DK + vh * DV, width = c + vh * DV + 2 * vh, own32 = head * DV + part * 32;
     // Four warps have the state, and a number of q and one of k each thread; the fifth has v, the gate and the scalars, and in the end y.
     const bool side = warp == 4, mine = !side && tid < DK;
     const int col[2] = {side ? 2 * kh * DK + own32 + lane : key * DK + tid, side ? c + own32 + lane : (kh + key) * DK + tid};
     const bool has[2] = {side || mine, mine};  // channels; the fifth warp's second number, z, is not convolved
+    const bool keeps = side || (mine && blockIdx.x == 0);  // who leaves their last inputs
     // Four columns of rows row0 .. row0+N-1 of the state.
     const int row0 = tid / 8 * N, c4 = lane % 8 * 4;
     const size_t pool = (size_t)vh * DK * DV;
     float* const state = rec + (size_t)(head * DK + row0) * DV + part * 32 + c4;
     float4 S[N];
     #pragma unroll
-    for (int i = 0; i < N; i++) S[i] = start && !side ? __ldcs((const float4*)(state + from * pool + i * DV)) : make_float4(0, 0, 0, 0);
-    past.fetch_taps(conv_w, col, has);
-    if (side && lane < 8) cp_async16(gain + lane * 4, norm_w + part * 32 + lane * 4);
-    if (side && lane < 2) cp_async4(own + lane, (lane ? dt_bias : decay) + head);
-    past.fetch_tail(start ? conv + (size_t)from * 3 * c : nullptr, c, col, has);
-    cp_async_wait<0>();
-    __syncwarp();
-    // What the first row's convolution takes from rows before it, and where its inputs are: all but the inputs themselves.
-    const float older[2] = {past.older(0, 0), past.older(0, 1)}, newest[2] = {past.taps[0][tid].w, past.taps[1][tid].w};
-    const float *const row = x + (size_t)r0 * width, *const at[2] = {row + col[0], row + col[1]}, *const scalar = row + (width - 2 * vh + head + lane % 2 * vh);
+    for (int i = 0; i < N; i++) S[i] = start && !side ? __ldcs((const float4*)(state + from * pool + i * DV)) : make_float4(0.f, 0.f, 0.f, 0.f);
+    float4 taps[2];  // of a channel, the last for the newest input
+    float seen[2][3];
+    #pragma unroll
+    for (int k = 0; k < 2; k++) taps[k] = has[k] ? *(const float4*)(conv_w + col[k] * 4) : make_float4(0.f, 0.f, 0.f, 0.f);
+    #pragma unroll
+    for (int k = 0; k < 2; k++)
+        #pragma unroll
+        for (int t = 0; t < 3; t++) seen[k][t] = start && has[k] ? conv[((size_t)from * 3 + t) * c + col[k]] : 0.f;
+    if (side) m.gain[lane] = norm_w[part * 32 + lane];
+    const float own = side ? (lane % 2 ? dt_bias : decay)[head] : 0.f, other = __shfl_xor_sync(~0u, own, 1);  // odd lanes: dt_bias, and A beside it
     pdl_wait();
-    const auto fetch = [&](unsigned i) {
-        const float* const row = x + (size_t)(r0 + i) * width;
-        if (side || mine) { past.fetch(i, 0, row); past.fetch(i, 1, row); }
-        cp_async_commit();
-    };
-    // What the fifth warp makes of its numbers of row i: v, z, and b and a in the first two lanes.
-    const auto aside = [&](unsigned i, float v, float z, float ba) {
-        float* const to = now[i % 4] + 2 * DK;
-        to[lane] = v;
-        to[32 + lane] = SIGMOID ? sigmoid(z) : silu(z);
-        if (lane < 2) to[64 + lane] = lane ? expf(__fmul_rn(own[0], softplus(ba + own[1]))) : sigmoid(ba);
-    };
-    float in[2] = {0.f, 0.f}, ba = 0.f;
-    if (n) {
-        if (side || mine) { in[0] = *at[0]; in[1] = *at[1]; }
-        if (side && lane < 2) ba = *scalar;
-        if (n > 1) fetch(1);
-        past.put(0, 0, in[0]); past.put(0, 1, in[1]);
-        if (mine) { now[0][tid] = past.silu_of(older[0], newest[0], in[0]); now[0][DK + tid] = past.silu_of(older[1], newest[1], in[1]); }
-    }
-    __syncthreads();
-    if (n && side) aside(0, past.silu_of(older[0], newest[0], in[0]), in[1], ba);
-    // A row's products with the state stand beside the convolution of the row after it; then, behind the barrier, the state takes the row up.
+    if (ROWS > 1) pdl_trigger();  // so that blocks of a later launch do not crowd a multiprocessor where rows follow each other
     #pragma unroll 1
-    for (unsigned i = 0; i < n; i++) {
-        const float *q = now[i % 4] + row0, *v = now[i % 4] + 2 * DK;
-        const bool more = i + 1 < n;
-        if (side) {
-            if (more) {
-                if (lane < 2) ba = x[(size_t)(r0 + i + 1) * width + width - 2 * vh + head + lane * vh];
-                cp_async_wait<0>();
-                aside(i + 1, past.step(i + 1, 0), past.input(i + 1, 1), ba);
-            }
-        } else {
-            {
-                const float a = tid < DK ? now[i % 4][tid] : 0.f, b = tid < DK ? now[i % 4][DK + tid] : 0.f;
-                const float dot = warp_sum4(__fmul_rn(a, b), __fmul_rn(a, a), __fmul_rn(b, b), 0.f);  // q.k, q.q, k.k
-                if (lane % 8 == 0) cross[i % 2][warp][lane / 8] = dot;
-            }
-            float4 kS = make_float4(0, 0, 0, 0), qS = kS;
+    for (int base = r0; base < r1; base += ROWS) {
+        const int n = min(ROWS, r1 - base);
+        // Everything but the state, of all rows
+        float in[ROWS][2], ba = 0.f;
+        #pragma unroll
+        for (int i = 0; i < ROWS; i++)
             #pragma unroll
-            for (int h = 0; h < N; h += H) {
-                float qh[H], kh[H];
-                load<H>(q + h, qh);
-                load<H>(q + DK + h, kh);
+            for (int k = 0; k < 2; k++) in[i][k] = i < n && (side || mine) ? x[(size_t)(base + i) * width + col[k]] : 0.f;
+        if (side && lane / 2 < n) ba = x[(size_t)(base + lane / 2) * width + width - 2 * vh + head + lane % 2 * vh];
+        const int outs = lane < n ? state_out[base + lane] : -1;
+        if (base > r0) __syncthreads();  // the rows before are done with
+        #pragma unroll
+        for (int i = 0; i < ROWS; i++) {
+            if (i >= n) break;
+            const int out = __shfl_sync(~0u, outs, i);
+            float v[2];
+            #pragma unroll
+            for (int k = 0; k < 2; k++) {
+                const float4 w = taps[k];
+                const float older = fmaf(seen[k][2], w.z, fmaf(seen[k][1], w.y, __fmul_rn(seen[k][0], w.x)));
+                v[k] = k && side ? (SIGMOID ? sigmoid(in[i][1]) : silu(in[i][1])) : silu(fmaf(in[i][k], w.w, older));
+                seen[k][0] = seen[k][1]; seen[k][1] = seen[k][2]; seen[k][2] = in[i][k];
+            }
+            float* const to = m.now[i] + (side ? 2 * DK + lane : tid);
+            if (side || mine) { to[0] = v[0]; to[side ? 32 : DK] = v[1]; }
+            if (out >= 0 && keeps)
                 #pragma unroll
-                for (int m = 0; m < H; m++) {
-                    const float4 s = S[h + m];
-                    kS.x = fmaf(kh[m], s.x, kS.x); kS.y = fmaf(kh[m], s.y, kS.y); kS.z = fmaf(kh[m], s.z, kS.z); kS.w = fmaf(kh[m], s.w, kS.w);
-                    qS.x = fmaf(qh[m], s.x, qS.x); qS.y = fmaf(qh[m], s.y, qS.y); qS.z = fmaf(qh[m], s.z, qS.z); qS.w = fmaf(qh[m], s.w, qS.w);
+                for (int k = 0; k < 2; k++)
+                    if (has[k])
+                        #pragma unroll
+                        for (int t = 0; t < 3; t++) conv[(size_t)out * 3 * c + t * c + col[k]] = seen[k][t];
+        }
+        if (side && lane / 2 < n) m.now[lane / 2][2 * DK + 64 + lane % 2] = lane % 2 ? expf(__fmul_rn(other, softplus(ba + own))) : sigmoid(ba);
+        __syncthreads();
+        // A row's products with the state; then, behind the barrier, the state takes the row up.
+        #pragma unroll 1
+        for (int i = 0; i < n; i++) {
+            const float *q = m.now[i] + row0, *v = m.now[i] + 2 * DK;
+            const int out = __shfl_sync(~0u, outs, i);
+            if (!side) {
+                const float a = tid < DK ? m.now[i][tid] : 0.f, b = tid < DK ? m.now[i][DK + tid] : 0.f;
+                const float dot = warp_sum4(__fmul_rn(a, b), __fmul_rn(a, a), __fmul_rn(b, b), 0.f);  // q.k, q.q, k.k
+                if (lane % 8 == 0) m.cross[i % 2][warp][lane / 8] = dot;
+                float4 kS = make_float4(0, 0, 0, 0), qS = kS;
+                #pragma unroll
+                for (int h = 0; h < N; h += H) {
+                    float qh[H], kh[H];
+                    load<H>(q + h, qh);
+                    load<H>(q + DK + h, kh);
+                    #pragma unroll
+                    for (int m = 0; m < H; m++) {
+                        const float4 s = S[h + m];
+                        kS.x = fmaf(kh[m], s.x, kS.x); kS.y = fmaf(kh[m], s.y, kS.y); kS.z = fmaf(kh[m], s.z, kS.z); kS.w = fmaf(kh[m], s.w, kS.w);
+                        qS.x = fmaf(qh[m], s.x, qS.x); qS.y = fmaf(qh[m], s.y, qS.y); qS.z = fmaf(qh[m], s.z, qS.z); qS.w = fmaf(qh[m], s.w, qS.w);
+                    }
+                }
+                // Lanes 8 apart have other rows of the same columns: each keeps half of what it has and sends the rest.
+                const bool hi = lane & 16, odd = lane & 8;
+                float t[4], s[2];
+                #pragma unroll
+                for (int m = 0; m < 4; m++) t[m] = (hi ? (&qS.x)[m] : (&kS.x)[m]) + __shfl_xor_sync(~0u, hi ? (&kS.x)[m] : (&qS.x)[m], 16);
+                #pragma unroll
+                for (int m = 0; m < 2; m++) s[m] = (odd ? t[2 + m] : t[m]) + __shfl_xor_sync(~0u, odd ? t[m] : t[2 + m], 8);
+                *(float2*)&m.red[i % 2][warp][hi * 32 + c4 + odd * 2] = make_float2(s[0], s[1]);
+            }
+            __syncthreads();
+            const auto sum4 = [&](const float (*a)[64], int at) {
+                return add4(add4(*(const float4*)&a[0][at], *(const float4*)&a[1][at]), add4(*(const float4*)&a[2][at], *(const float4*)&a[3][at]));
+            };
+            const auto* cross = m.cross[i % 2];
+            const float4 dot = add4(add4(*(const float4*)cross[0], *(const float4*)cross[1]), add4(*(const float4*)cross[2], *(const float4*)cross[3]));
+            const float beta = v[64], eg = v[65], nk = rsqrtf(dot.z + 1e-6f), old = __fmul_rn(eg, nk), rate = __fmul_rn(beta, nk);
+            const float4 sums = sum4(m.red[i % 2], c4), v4 = *(const float4*)(v + c4);
+            float d[4];
+            #pragma unroll
+            for (int m = 0; m < 4; m++) d[m] = __fmul_rn(fmaf(-old, (&sums.x)[m], (&v4.x)[m]), rate);
+            if (side) {
+                const float4 read = sum4(m.red[i % 2], 32 + c4), g4 = *(const float4*)(v + 32 + c4), w4 = *(const float4*)(m.gain + c4);
+                const float nq = rsqrtf(dot.y + 1e-6f) * SCALE;
+                float o[4], ss = 0.f;
+                #pragma unroll
+                for (int m = 0; m < 4; m++) {
+                    const float e = __fmul_rn(nq, fmaf(dot.x, d[m], __fmul_rn(eg, (&read.x)[m])));
+                    ss = fmaf(e, e, ss);
+                    o[m] = __fmul_rn(__fmul_rn(e, (&w4.x)[m]), (&g4.x)[m]);
+                }
+                #pragma unroll
+                for (int m = 4; m; m /= 2) ss += __shfl_xor_sync(~0u, ss, m);
+                if (lane < 8) __stcg((float4*)(y + (size_t)(base + i) * vh * DV + own32 + c4), make_float4(o[0], o[1], o[2], o[3]));
+                if (!lane) parts[((size_t)(base + i) * vh + head) * PARTS + part] = ss;
+            } else {
+                #pragma unroll
+                for (int h = 0; h < N; h += H) {
+                    float kh[H];
+                    load<H>(q + DK + h, kh);
+                    #pragma unroll
+                    for (int m = 0; m < H; m++)
+                        #pragma unroll
+                        for (int k = 0; k < 4; k++) (&S[h + m].x)[k] = fmaf(kh[m], d[k], __fmul_rn((&S[h + m].x)[k], eg));
+                }
+                if (out >= 0) {
+                    float* const to = state + out * pool;
+                    #pragma unroll
+                    for (int m = 0; m < N; m++) __stcs((float4*)(to + m * DV), S[m]);
                 }
             }
-            // Lanes 8 apart have other rows of the same columns: each keeps half of what it has and sends the rest.
-            const bool hi = lane & 16, odd = lane & 8;
-            float t[4], s[2];
-            #pragma unroll
-            for (int m = 0; m < 4; m++) t[m] = (hi ? (&qS.x)[m] : (&kS.x)[m]) + __shfl_xor_sync(~0u, hi ? (&kS.x)[m] : (&qS.x)[m], 16);
-            #pragma unroll
-            for (int m = 0; m < 2; m++) s[m] = (odd ? t[2 + m] : t[m]) + __shfl_xor_sync(~0u, odd ? t[m] : t[2 + m], 8);
-            *(float2*)&red[i % 2][warp][hi * 32 + c4 + odd * 2] = make_float2(s[0], s[1]);
-            if (more) {
-                cp_async_wait<0>();
-                if (mine) { now[(i + 1) % 4][tid] = past.step(i + 1, 0); now[(i + 1) % 4][DK + tid] = past.step(i + 1, 1); }
-            }
         }
-        const int out = state_out[r0 + i];
-        __syncthreads();
-        const auto sum4 = [&](const float (*a)[64], int at) {
-            return add4(add4(*(const float4*)&a[0][at], *(const float4*)&a[1][at]), add4(*(const float4*)&a[2][at], *(const float4*)&a[3][at]));
-        };
-        const float4 dot = add4(add4(*(const float4*)cross[i % 2][0], *(const float4*)cross[i % 2][1]), add4(*(const float4*)cross[i % 2][2], *(const float4*)cross[i % 2][3]));
-        const float beta = v[64], eg = v[65], nk = rsqrtf(dot.z + 1e-6f), old = __fmul_rn(eg, nk), rate = __fmul_rn(beta, nk);
-        const float4 kept = sum4(red[i % 2], c4), v4 = *(const float4*)(v + c4);
-        float d[4];
-        #pragma unroll
-        for (int m = 0; m < 4; m++) d[m] = __fmul_rn(fmaf(-old, (&kept.x)[m], (&v4.x)[m]), rate);
-        if (side) {
-            const float4 read = sum4(red[i % 2], 32 + c4), g4 = *(const float4*)(v + 32 + c4), w4 = *(const float4*)(gain + c4);
-            const float nq = rsqrtf(dot.y + 1e-6f) * SCALE;
-            float o[4], ss = 0.f;
-            #pragma unroll
-            for (int m = 0; m < 4; m++) {
-                const float e = __fmul_rn(nq, fmaf(dot.x, d[m], __fmul_rn(eg, (&read.x)[m])));
-                ss = fmaf(e, e, ss);
-                o[m] = __fmul_rn(__fmul_rn(e, (&w4.x)[m]), (&g4.x)[m]);
-            }
-            #pragma unroll
-            for (int m = 4; m; m /= 2) ss += __shfl_xor_sync(~0u, ss, m);
-            if (lane < 8) __stcg((float4*)(y + (size_t)(r0 + i) * vh * DV + own32 + c4), make_float4(o[0], o[1], o[2], o[3]));
-            if (!lane) parts[((size_t)(r0 + i) * vh + head) * PARTS + part] = ss;
-        } else {
-            #pragma unroll
-            for (int h = 0; h < N; h += H) {
-                float kh[H];
-                load<H>(q + DK + h, kh);
-                #pragma unroll
-                for (int m = 0; m < H; m++)
-                    #pragma unroll
-                    for (int k = 0; k < 4; k++) (&S[h + m].x)[k] = fmaf(kh[m], d[k], __fmul_rn((&S[h + m].x)[k], eg));
-            }
-            if (out >= 0) {
-                float* const to = state + out * pool;
-                #pragma unroll
-                for (int m = 0; m < N; m++) __stcs((float4*)(to + m * DV), S[m]);
-            }
-        }
-        if (out >= 0) past.keep(i, conv + (size_t)out * 3 * c, c, side || (mine && blockIdx.x == 0), mine && blockIdx.x == 0);
-        if (i + 2 < n) fetch(i + 2);
     }
     if (seq == gridDim.z - 1 && warp == 0)
         #pragma unroll 1

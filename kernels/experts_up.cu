@@ -1,109 +1,147 @@
-// h = act(gate_e x) * up_e x for the experts picked for each row, and for the shared expert as one more; the norm before them folded in.
-// Output-centric: a block belongs to some outputs of one pick of one row, so there is nothing to sort, gather or scatter.
-//   w      : [ubytes]            u8    NVFP4 [e, n2, 16*chunks] (lib/nvfp4.cuh); rows 4q..4q+3 of an expert: gates of outputs 2q, 2q+1, then their ups. n2 = 2*I, K = 32*chunks.
-//   s      : [uscales]           u8    [e, n2/4, 8*chunks]; the shared expert, if any, is the last of e
-//   gs     : [urows]             f32   global scales of the rows, e*n2 of them
-//   logits : [rows, ld]          f32   of the router (ld = E, + 1 with a shared gate)
-//   gain   : [k]                 f32   of the norm
-//   x      : [rows, k]           f32
-//   h      : [rows, picks, half] f32   half = I; picks = TOP_K (+ 1 with a shared expert)
-//   -D HIDDEN= (K) INNER= (I) EXPERTS= (E) TOP_K= SHARED= (0 or 1)   32 | K, 16 | I
-//   launch: <<<(I/16, picks, rows), 256>>>
-#include "lib/nvfp4.cuh"
-#include "lib/stage.cuh"
+// h = act(gate_e x) * up_e x for the experts that rows picked, and for the shared expert as one more; the norm before them folded in. LANES lanes hold four rows of an
+// expert's matrix (a quad), a warp 32/LANES of them (a unit). All units are dealt out to the warps of all blocks: nothing is sorted, gathered or scattered, and warps wait
+// for each other only once. DEEP pieces of a warp are on their way to shared memory. A row's bits do not depend on how many rows there are.
+//   w      : [ubytes]            u8    bank of up to EXPERTS + 1 matrices [n4, HIDDEN] in FORMAT (lib/quads.cuh); rows 4q..4q+3 are the gates of outputs 2q, 2q+1, then their
+//                                      ups; without gates (relu2) rows are outputs. The shared expert is the last
+//   s      : [uscales]           u8    their scales; or null
+//   gs     : [urows]             f32   nvfp4: scale of each row; or null
+//   bias   : [urows]             f32   of the rows as they are stored; or null
+//   logits : [r, ld]             f32   of the router
+//   correction : [experts]       f32   added to the scores for picking only (CORRECTED 1); or null
+//   gain   : [k]                 f32   of the norm (NORM 1); or null
+//   x      : [r, k]              f32
+//   h      : [r, picks, width]   f32   width = INNER to a multiple of 4; picks = TOP_K (+ 1: the shared expert's)
+//   -D FORMAT= KB= (fp8: columns of scales)  HIDDEN= (k, a multiple of 32)  INNER=  EXPERTS=  TOP_K=  SHARED= (0 or 1)  SCORE= (of lib/picks.cuh) CORRECTED= (0 or 1)
+//   -D NORM= (0 or 1)  ACT= (of lib/act.cuh)  ROWS= (1, 2, 4, 8: at most so many)  LANES= (4, 8, 16, 32)  WARPS=  DEEP=  ROOM= bytes of shared memory
+//   launch: <<<any number up to that of units, 32*WARPS, ROOM>>>, see atlas.cuda.experts
+#include "lib/act.cuh"
+#include "lib/async.cuh"
 #include "lib/pdl.cuh"
-#include "lib/reduce.cuh"
-#include "lib/topk.cuh"
+#include "lib/picks.cuh"
+#include "lib/quads.cuh"
 #ifndef HIDDEN
+#define FORMAT nvfp4
+#define KB 1
 #define HIDDEN 2048
-#endif
-#ifndef INNER
 #define INNER 512
-#endif
-#ifndef EXPERTS
 #define EXPERTS 256
-#endif
-#ifndef TOP_K
 #define TOP_K 8
-#endif
-#ifndef SHARED
 #define SHARED 1
+#define SCORE SCORE_SOFTMAX
+#define CORRECTED 0
+#define NORM 1
+#define ACT ACT_SILU
+#define ROWS 1
+#define LANES 32
+#define WARPS 18
+#define DEEP 2
+#define ROOM 118784
 #endif
-constexpr int K = HIDDEN, I = INNER, E = EXPERTS, TOP = TOP_K, W = 8;
-#define THREADS (32 * W)
-constexpr int C = K / 32, P = (C + 31) / 32, LD = C + 2;
+typedef quads::FORMAT F;
+constexpr int K = HIDDEN, I = INNER, E = EXPERTS, THREADS = 32 * WARPS, PICKS = TOP_K + SHARED, C = K / 32, N = (E + 31) / 32, EACH = ROWS > 1 ? 2 : 1;
+constexpr bool PAIR = ACT != ACT_RELU2;
+constexpr int QUADS = ((PAIR ? 2 * I : I) + 3) / 4, T = 32 / LANES, UNITS = (QUADS + T - 1) / T, STEPS = (C + LANES - 1) / LANES, WIDTH = (I + 3) / 4 * 4;
+constexpr int SEGMENTS = (K + 255) / 256;
+struct Shared {
+    struct { unsigned char weights[F::SIZE]; float scale[4 * T], bias[4 * T]; } ring[WARPS][DEEP];
+    Inputs<K, ROWS, F::POWER> x;
+    float squares[ROWS][SEGMENTS];
+    Slots<E, TOP_K, SHARED, ROWS, EACH> slots;
+};
+static_assert(sizeof(Shared) <= ROOM, "see the contract");
 
-extern "C" __global__ void __launch_bounds__(THREADS) experts_up(const unsigned char* __restrict__ w, const unsigned char* __restrict__ s,
-        const float* __restrict__ gs, const float* logits, const float* __restrict__ gain, const float* x,
-        float eps, float* h, int ld) {
-    __shared__ uint4 xs[4 * LD];
-    __shared__ float scale[C], squares[W];
-    __shared__ int chosen;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, pick = blockIdx.y, t = blockIdx.z, q = blockIdx.x * W + warp;
-    constexpr int J = (K / 8 + THREADS - 1) / THREADS;
-    float g[J][8];
-    #pragma unroll
-    for (int j = 0; j < J; j++) if (j * THREADS + threadIdx.x < K / 8) load8(gain + (j * THREADS + threadIdx.x) * 8, g[j]);
-    uint4 c4[4][P];
-    uint2 f[P];
-    auto fetch = [&](int e) {
-        const size_t row = ((size_t)e * (I / 2) + q) * 4;
-        #pragma unroll
-        for (int p = 0; p < P; p++) {
-            const int c = p * 32 + lane;
-            const bool on = C % 32 == 0 || c < C;
-            #pragma unroll
-            for (int r = 0; r < 4; r++) c4[r][p] = on ? __ldcs((const uint4*)w + (row + r) * C + c) : make_uint4(0, 0, 0, 0);
-            f[p] = on ? __ldcs((const uint2*)s + row / 4 * C + c) : make_uint2(0, 0);
+extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_up(const unsigned char* __restrict__ w, const unsigned char* __restrict__ s,
+        const float* __restrict__ gs, const float* __restrict__ bias, const float* logits, const float* __restrict__ correction,
+        const float* __restrict__ gain, const float* x, float* h, float eps, float limit, int ld, int rows) {
+    DYNAMIC_SHARED(Shared, sm);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = blockIdx.x + gridDim.x * warp, stride = gridDim.x * WARPS;
+    int total = 0, unit = first, step = 0, place = 0;  // what is fetched next, and where to
+    size_t row = 0;
+    bool on = false;
+    auto fetch = [&] {
+        if (step == 0) {
+            const int slot = unit / UNITS, quad = unit % UNITS * T + lane / LANES;
+            on = unit < total && quad < QUADS;
+            row = ((size_t)(SHARED && slot < sm->slots.FIRST ? E : on ? sm->slots.expert[slot] : 0) * QUADS + (on ? quad : 0)) * 4;
         }
+        const int c = step * LANES + lane % LANES;
+        auto& p = sm->ring[warp][place];
+        F::fetch(p.weights, w, s, row, c < C ? c : 0, C, KB, on && (C % LANES == 0 || c < C));
+        if (step == STEPS - 1 && lane % LANES == 0) {
+            if (gs) copy_beside<16>(p.scale + lane / LANES * 4, gs + row, on);
+            if (bias) copy_beside<16>(p.bias + lane / LANES * 4, bias + row, on);
+        }
+        cp_async_commit();
+        place = place == DEEP - 1 ? 0 : place + 1;
+        if (++step == STEPS) { step = 0; unit += stride; }
     };
-    if (SHARED && pick == TOP) fetch(E);  // needs no router
+    sm->slots.clear(rows, THREADS);
+    int begun = 0;
+    if (SHARED) for (total = UNITS; begun < DEEP && unit < UNITS; begun++) fetch();  // needs no router
     pdl_wait();
-    pdl_trigger();  // after the wait: experts_down may read the logits before it waits for this kernel
-    float a[J][8];
-    x += (size_t)t * K;
-    #pragma unroll
-    for (int j = 0; j < J; j++) if (j * THREADS + threadIdx.x < K / 8) load8(x + (j * THREADS + threadIdx.x) * 8, a[j]);
-    if (!(SHARED && pick == TOP) && warp == W - 1) {
-        int id; float v;
-        topk<E, TOP, false>(logits + (size_t)t * ld, nullptr, lane, id, v, pick + 1);
-        if (lane == pick) chosen = id;
+    pdl_trigger();  // after the wait: experts_down reads the logits before it waits for this kernel
+    #pragma unroll 1
+    for (int r = WARPS - 1 - warp; r < rows; r += WARPS) {
+        float near[N];
+        near_logits<E, N>(logits + (size_t)r * ld, lane, near);
+        pick<E, TOP_K, SCORE, CORRECTED, N>(near, correction, lane, sm->slots.of(r));
     }
-    float sum = 0.f;
-    #pragma unroll
-    for (int j = 0; j < J; j++) {  // as gemv.cu stages a row, while the last warp looks for the expert
-        const int v = j * THREADS + threadIdx.x;
-        const bool on = v < K / 8;
+    #pragma unroll 1
+    for (int i = warp; i < rows * SEGMENTS; i += WARPS) {
+        const int r = i / SEGMENTS, v = i % SEGMENTS * 32 + lane;
+        float a[8] = {}, g[8], sum = 0.f;
+        if (v * 8 < K) load8(x + (size_t)r * K + v * 8, a);
+        if (NORM && v * 8 < K) load8(gain + v * 8, g);
         #pragma unroll
-        for (int i = 0; i < 8; i++) { a[j][i] = on ? a[j][i] : 0.f; sum += a[j][i] * a[j][i]; a[j][i] = on ? a[j][i] * g[j][i] : 0.f; }
-        float top = top8(a[j]);
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-        const float2 z = chunk_scale(top);
-        if (on) xs[(v % 4) * LD + v / 4] = to_half8(a[j], z.x);
-        if (on && v % 4 == 0) scale[v / 4] = z.y;
+        for (int j = 0; j < 8; j++) if (NORM) { sum = fmaf(a[j], a[j], sum); a[j] = v * 8 < K ? __fmul_rn(a[j], g[j]) : 0.f; }
+        sm->x.put(r, v, a);
+        if (NORM) sum = warp_sum(sum);
+        if (NORM && !lane) sm->squares[r][i % SEGMENTS] = sum;
     }
-    sum = warp_sum(sum);
-    if (!lane) squares[warp] = sum;
     __syncthreads();
-    const int e = SHARED && pick == TOP ? E : chosen;
-    if (!(SHARED && pick == TOP)) fetch(e);
-    const float unit = __ldg(gs + ((size_t)e * (I / 2) + q) * 4 + lane / 8);
-    float y[4] = {};
-    #pragma unroll
-    for (int p = 0; p < P; p++) {
-        const int c = C % 32 == 0 ? p * 32 + lane : min(p * 32 + lane, C - 1);
-        uint4 v[4];
+    if (ROWS > 1) { sm->slots.group(rows, THREADS); __syncthreads(); }
+    total = (ROWS == 1 ? PICKS : sm->slots.number) * UNITS;
+    #pragma unroll 1
+    for (; begun < DEEP; begun++) fetch();
+    float inverse = 0.f;  // of the row that the lane stands for
+    if (NORM) {
         #pragma unroll
-        for (int i = 0; i < 4; i++) v[i] = xs[i * LD + c];
-        const float z = scale[c];
-        #pragma unroll
-        for (int r = 0; r < 4; r++) y[r] += nvfp4_chunk(c4[r][p], nvfp4_scales(f[p], r), (const __half2*)v) * z;
+        for (int i = 0; i < SEGMENTS; i++) inverse += sm->squares[lane % ROWS][i];
+        inverse = rsqrtf(fmaf(inverse, 1.f / K, eps));
     }
-    float v = warp_sum4(y[0], y[1], y[2], y[3]), z = 0.f;  // lanes 0-15: gates, 16-31: ups
-    #pragma unroll
-    for (int i = 0; i < W; i++) z += squares[i];
-    v *= rsqrtf(z / K + eps) * NVFP4_UNIT * unit;
-    const float up = __shfl_xor_sync(~0u, v, 16);
-    if (lane < 16 && lane % 8 == 0) h[((size_t)t * gridDim.y + pick) * I + 2 * q + lane / 8] = v / (1.f + expf(-v)) * up;
+    int here = 0;
+    #pragma unroll 1
+    for (int u = first; u < total; u += stride) {
+        const int slot = u / UNITS, quad = u % UNITS * T + lane / LANES;
+        const int at = lane / LANES * 4 + lane % LANES / (LANES / 4), o = quad * (PAIR ? 2 : 4) + lane % LANES / (LANES / 4);
+        float v[EACH][4] = {}, scale = F::UNIT, more = 0.f;
+        #pragma unroll 1
+        for (int i = 0; i < STEPS; i++) {
+            const int c = min(i * LANES + lane % LANES, C - 1);
+            cp_async_wait<DEEP - 1>();
+            #pragma unroll
+            for (int r = 0; r < EACH; r++) {
+                const int entry = ROWS == 1 ? 0 : sm->slots.who[slot][r];
+                if (entry >= 0) sm->x.template dot<F>(sm->ring[warp][here].weights, entry / PICKS, c, v[r]);
+            }
+            if (i == STEPS - 1) {
+                __syncwarp();
+                if (gs) scale = __fmul_rn(F::UNIT, sm->ring[warp][here].scale[at]);
+                if (bias) more = sm->ring[warp][here].bias[at];
+                __syncwarp();
+            }
+            fetch();
+            here = here == DEEP - 1 ? 0 : here + 1;
+        }
+        #pragma unroll
+        for (int r = 0; r < EACH; r++) {
+            const int entry = sm->slots.who[slot][r];
+            if (ROWS > 1 && entry < 0) continue;
+            float y = group_sum4<LANES>(v[r][0], v[r][1], v[r][2], v[r][3]);
+            if (NORM) y = __fmul_rn(y, ROWS == 1 ? inverse : __shfl_sync(~0u, inverse, entry / PICKS));
+            y = fmaf(y, scale, more);
+            const float z = act_mul<ACT>(y, PAIR ? __shfl_xor_sync(~0u, y, LANES / 2) : 0.f, limit);
+            if (lane % (LANES / 4) == 0 && (!PAIR || lane % LANES < LANES / 2) && quad < QUADS && o < I) h[(size_t)entry * WIDTH + o] = z;
+        }
+    }
 }

@@ -42,18 +42,19 @@ constexpr int TILE = 64, THREADS = 128 * HB * (DIM / DB), STEP = 2 * DIM + 16;  
 __device__ __forceinline__ void fetch(unsigned char* to, const unsigned char* pool, const __half* own, const int* slots, int kv, int head) {
     for (int i = threadIdx.x; i < KEYS * (DIM / 8); i += THREADS) {
         const int r = i / (DIM / 8), c = i % (DIM / 8), s = slots[r];
-        if (FORMAT && s >= 0) continue;
+        if (KV_CODED<FORMAT> && s >= 0) continue;
         const void* from = pool;
         if (s != -1) from = s < 0 ? (const void*)(own + ((size_t)(-2 - s) * kv + head) * DIM + c * 8) : (const void*)(pool + (((size_t)s * kv + head) * DIM + c * 8) * 2);
         cp_async16_or_zero(to + r * STEP + c * 16, from, s != -1);
     }
 }
 __device__ __forceinline__ void finish(unsigned char* to, const unsigned char* pool, const unsigned char* sub, const int* slots, const float* scales, int kv, int head) {
+    if (FORMAT == 3) return;  // are halves already
     for (int i = threadIdx.x; i < KEYS * (DIM / (FORMAT ? 16 : 8)); i += THREADS) {
         if (!FORMAT) {
             uint4* at = (uint4*)(to + i / (DIM / 8) * STEP + i % (DIM / 8) * 16);
             if (slots[i / (DIM / 8)] >= 0) *at = kv_halves<0>(*at, 1.f);
-        } else {
+        } else if constexpr (KV_CODED<FORMAT>) {
             const int r = i / (DIM / 16), c = i % (DIM / 16), s = slots[r];
             if (s < 0) continue;
             KvUnit<FORMAT> u;
@@ -86,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash(const __half* __rest
         int s = -1;
         if (p >= seen && p < length) s = p >= fresh ? -2 - (t * TILE + p - start) : tables[(size_t)seq * mb + p / bs] * bs + p % bs;
         slots[i % 2][tid] = s;
-        if (FORMAT && s >= 0) {
+        if (KV_CODED<FORMAT> && s >= 0) {
             scales[i % 2][0][tid] = kv_scale<FORMAT>(k_scale, (size_t)s * kv + head);
             scales[i % 2][1][tid] = kv_scale<FORMAT>(v_scale, (size_t)s * kv + head);
         }

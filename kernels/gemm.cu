@@ -186,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(const __half* __restri
         int rows, int ld, int kp, int chunks, int blocks, int n, float limit, int top, int column, int gs, int as, int ys) {
     DYNAMIC_SHARED(unsigned char, stages);
     __shared__ int   from[BM];
-    __shared__ float units[BN], aids[BN];
+    __shared__ float aids[BN];
     const int n4 = (n + 3) / 4 * 4;
     const int slot = GROUPED ? blockIdx.y : 0, e = GROUPED ? tiles[slot * 3] : 0;
     if (e < 0) return;
@@ -196,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(const __half* __restri
         const int r = min(r0 + i, end - 1);
         from[i] = GROUPED == 1 ? order[r] / top : r;
     }
-    for (int i = threadIdx.x; i < BN; i += THREADS) { units[i] = unit ? unit[(size_t)e * n4 + min(n0 + i, n4 - 1)] : 1.f; aids[i] = W::aid(units[i]); }
+    for (int i = threadIdx.x; i < BN; i += THREADS) aids[i] = W::aid(unit ? unit[(size_t)e * n4 + min(n0 + i, n4 - 1)] : 1.f);
     __syncthreads();
     const size_t row = (size_t)chunks * PER * 16;
     const size_t srow = W::SCALE < 0 ? (size_t)blocks * 4 : (size_t)chunks * SC;
@@ -227,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(const __half* __restri
         #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int at = c + 2 * t + i % 2;
-            v[i] = d[i] * scale[from[m + g + i / 2 * 8]] * (units[at] * unity) + (b && n0 + at < nb ? b[n0 + at] : 0.f);
+            v[i] = d[i] * scale[from[m + g + i / 2 * 8]] * (W::unit(aids[at]) * unity) + (b && n0 + at < nb ? b[n0 + at] : 0.f);
         }
         const int r = r0 + m + g, col = n0 + c + 2 * t;
         if (PAIR) {  // even lanes hold two gates of both rows, odd lanes the ups: each takes one row

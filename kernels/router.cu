@@ -1,30 +1,97 @@
-// Router logits of a decode step, the norm before it folded in, and the shared expert's gate as one more row; all in float32.
-// Who is picked is decided by the kernels that use it (lib/topk.cuh).
-//   w      : [rbytes]    u8     bf16 [n, k]: router rows, then the shared expert's gate if there is one
-//   bias   : [n]         f32    or null
-//   gain   : [k]         f32    of the norm
-//   x      : [rows, k]   f32
-//   logits : [rows, n]   f32
-//   -D HIDDEN=  k, 256 must divide it
-//   launch: <<<(ceil(n/2), any), 64>>>, `count` rows dealt out to blockIdx.y
-#include "lib/bf16row.cuh"
+// Router logits of a decode step, the norm before it folded in, and the shared expert's gate as one more row; all in float32. A block computes EACH rows for a few rows of x;
+// its warps share their columns, each with its weights in registers before x is there. Who is picked is decided by the kernels that use it (lib/picks.cuh).
+//   w      : [rbytes]    u8     FORMAT (bf16 or f32) [n, k]: router rows, then the shared expert's gate if there is one
+//   bias   : [experts]   f32    of the experts; or null
+//   gain   : [k]         f32    of the norm (NORM 1); or null
+//   x      : [r, k]   f32
+//   logits : [r, ld]  f32
+//   -D HIDDEN= (k, a multiple of 32)  EXPERTS=  FORMAT=  NORM= (0 or 1)  ROWS= (1 or 2: of x at a time)  WARPS=  EACH=
+//   launch: <<<(ceil(n/EACH), any), 32*WARPS>>>, `rows` dealt out to blockIdx.y; at most 8 for each
 #include "lib/pdl.cuh"
+#include "lib/reduce.cuh"
+#include "lib/stage.cuh"
 #ifndef HIDDEN
 #define HIDDEN 2048
+#define EXPERTS 256
+#define FORMAT bf16
+#define NORM 1
+#define ROWS 1
+#define WARPS 8
+#define EACH 2
 #endif
-constexpr int K = HIDDEN;
+constexpr int K = HIDDEN, PIECES = (K + 255) / 256, MINE = (PIECES + WARPS - 1) / WARPS;  // of 256 columns; of a warp
 
-extern "C" __global__ void __launch_bounds__(64) router(const unsigned char* __restrict__ w, const float* __restrict__ bias,
-        const float* __restrict__ gain, const float* x, float eps, float* logits, int n, int count) {
-    const int lane = threadIdx.x % 32, r = blockIdx.x * 2 + threadIdx.x / 32;
-    const bool real = r < n;
-    Bf16Row<K, true> row;
-    row.load((const unsigned short*)w + (size_t)(real ? r : 0) * K, gain, lane);
+namespace formats {  // eight weights
+struct bf16 {
+    static __device__ __forceinline__ void load(const unsigned char* __restrict__ w, size_t at, float* v) {
+        const uint4 u = __ldcs((const uint4*)(w + 2 * at));
+        #pragma unroll
+        for (int i = 0; i < 4; i++) { v[2 * i] = __uint_as_float((&u.x)[i] << 16); v[2 * i + 1] = __uint_as_float((&u.x)[i] & 0xFFFF0000u); }
+    }
+};
+struct f32 { static __device__ __forceinline__ void load(const unsigned char* __restrict__ w, size_t at, float* v) { load8((const float*)w + at, v); } };
+}  // namespace formats
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS) router(const unsigned char* __restrict__ w, const float* __restrict__ bias,
+        const float* __restrict__ gain, const float* x, float* logits, float eps, int n, int ld, int rows) {
+    __shared__ float part[8][EACH + 1][WARPS];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r0 = blockIdx.x * EACH;
+    float v[MINE][EACH][8];
+    #pragma unroll
+    for (int i = 0; i < MINE; i++) {
+        const int at = (i * WARPS + warp) * 256 + lane * 8;
+        #pragma unroll
+        for (int r = 0; r < EACH; r++) {
+            if (at < K) formats::FORMAT::load(w, (size_t)min(r0 + r, n - 1) * K + at, v[i][r]);
+            #pragma unroll
+            for (int j = 0; j < 8; j++) v[i][r][j] = at < K ? NORM ? v[i][r][j] * gain[at + j] : v[i][r][j] : 0.f;
+        }
+    }
+    const int mine = threadIdx.x % EACH;
+    const float more = bias && r0 + mine < EXPERTS ? bias[r0 + mine] : 0.f;
     pdl_trigger();
     pdl_wait();
+    int used = 0;
     #pragma unroll 1
-    for (int t = blockIdx.y; t < count; t += gridDim.y) {
-        const float v = row.dot(x + (size_t)t * K, gain, eps, lane);
-        if (!lane && real) logits[(size_t)t * n + r] = v + (bias ? bias[r] : 0.f);
+    for (int t = blockIdx.y * ROWS; t < rows; t += gridDim.y * ROWS) {
+        float a[ROWS][MINE][8] = {}, dot[ROWS][EACH] = {}, sum[ROWS] = {};
+        #pragma unroll
+        for (int k = 0; k < ROWS; k++)
+            #pragma unroll
+            for (int i = 0; i < MINE; i++)
+                if ((i * WARPS + warp) * 256 + lane * 8 < K) load8(x + (size_t)min(t + k, rows - 1) * K + (i * WARPS + warp) * 256 + lane * 8, a[k][i]);
+        #pragma unroll
+        for (int k = 0; k < ROWS; k++)
+            #pragma unroll
+            for (int i = 0; i < MINE; i++)
+                #pragma unroll
+                for (int j = 0; j < 8; j++) {
+                    if (NORM) sum[k] = fmaf(a[k][i][j], a[k][i][j], sum[k]);
+                    #pragma unroll
+                    for (int r = 0; r < EACH; r++) dot[k][r] = fmaf(a[k][i][j], v[i][r][j], dot[k][r]);
+                }
+        #pragma unroll
+        for (int m = 16; m; m >>= 1)
+            #pragma unroll
+            for (int k = 0; k < ROWS; k++) {
+                if (NORM) sum[k] += __shfl_xor_sync(~0u, sum[k], m);
+                #pragma unroll
+                for (int r = 0; r < EACH; r++) dot[k][r] += __shfl_xor_sync(~0u, dot[k][r], m);
+            }
+        #pragma unroll
+        for (int k = 0; k < ROWS; k++, used++)
+            if (!lane) {
+                part[used][EACH][warp] = sum[k];
+                #pragma unroll
+                for (int r = 0; r < EACH; r++) part[used][r][warp] = dot[k][r];
+            }
     }
+    __syncthreads();
+    const int i = threadIdx.x / EACH, t = (blockIdx.y + i / ROWS * gridDim.y) * ROWS + i % ROWS;
+    if (i >= used || t >= rows || r0 + mine >= n) return;
+    float s = 0.f, z = 0.f;
+    #pragma unroll
+    for (int m = 0; m < WARPS; m++) { s += part[i][mine][m]; z += part[i][EACH][m]; }
+    if (NORM) s = __fmul_rn(s, rsqrtf(fmaf(z, 1.f / K, eps)));
+    logits[(size_t)t * ld + r0 + mine] = s + more;
 }

@@ -13,7 +13,7 @@
 #include "lib/pdl.cuh"
 #include "lib/bins.cuh"
 
-#define CACHE 1024
+#define CACHE 2048
 #define FEW 256
 
 struct Source { const unsigned *cache, *list; int n; const float* x; int v; float top, temperature; };  // the weights in doubt: in shared memory, in a list, or else the row itself
@@ -81,12 +81,9 @@ __device__ __forceinline__ Least threshold(const Source& s, const Found& f, bool
 }
 
 // The choice among n weights, which with their ids are all down to the thresholds: every thread compares one with the others.
-struct Few { u64 share[FEW]; unsigned weights[FEW], ids[FEW]; };
-__device__ __forceinline__ void choose(Few& f, const unsigned* list, int n, const How& h, Work* w, u64 random) {
-    __shared__ unsigned k_least, p_least;
-    __shared__ u64 kept;
-    unsigned *weights = f.weights, *ids = f.ids;
-    u64* share = f.share;
+__device__ __forceinline__ void choose(const unsigned* list, int n, const How& h, Work* w, u64 random) {
+    __shared__ unsigned weights[FEW], ids[FEW], k_least, p_least;
+    __shared__ u64 share[FEW], kept;
     const int i = threadIdx.x;
     const bool top_k = w->k_bin >= 0;
     unsigned mine = 0, id = 0;
@@ -118,7 +115,7 @@ __device__ __forceinline__ void choose(Few& f, const unsigned* list, int n, cons
 
 extern "C" __global__ void __launch_bounds__(256) sample_cut(const float* logits, const float* adjusted, const int* who, const int* how, const long long* position,
         long long* work, long long* bins, unsigned* list, int v, int room) {
-    __shared__ union { Bins bins; Few few; } s;  // as small as it can be, so that the blocks of eight rows are on the card at once
+    __shared__ Bins s;
     __shared__ unsigned base, cache[CACHE];
     const int row = blockIdx.y, slot = who ? who[row] : row;
     pdl_trigger();
@@ -162,9 +159,9 @@ extern "C" __global__ void __launch_bounds__(256) sample_cut(const float* logits
     if (!last_block(&w->arrived)) return;
     u64* counted = (u64*)bins + (size_t)row * BINS;
     const int listed = __ldcg(&w->listed);
-    if (few) choose(s.few, list, listed, h, w, philox(h.seed, position[slot]));
+    if (few) choose(list, listed, h, w, philox(h.seed, position[slot]));
     else {
-        const Before b = read_bins(s.bins, counted);
+        const Before b = read_bins(s, counted);
         if (listed <= CACHE && listed <= room) for (int i = threadIdx.x; i < listed; i += 256) cache[i] = __ldcg(list + i);
         const Source from{cache, listed <= room ? list : 0, listed, x, v, top, temperature};
         unsigned least = 0;
@@ -173,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(256) sample_cut(const float* logits
         for (int by_sum = 0; by_sum < 2; by_sum++) {  // top-k, then top-p of what it keeps
             if (by_sum ? h.top_p >= 1. : k_bin < 0) continue;
             const u64 want = by_sum ? goal_of(h.top_p, sum) : h.top_k;
-            const Least r = threshold(from, find_bin(s.bins, b, by_sum, want), by_sum, want);
+            const Least r = threshold(from, find_bin(s, b, by_sum, want), by_sum, want);
             least = max(least, r.w);
             sum = r.sum;
         }

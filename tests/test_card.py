@@ -271,3 +271,10 @@ def test_unknown_formats_are_refused():
     from atlas import LLM
     for k in ('quantization','lm_head_dtype','kv_cache_dtype'):
         with pytest.raises(ConfigError, match='int3'): LLM(str(DATA/'smollm2-tied'), Emulator(), max_seq_len=128, max_num_seqs=1, **{k:'int3'})
+
+def test_launches_of_a_layer():
+    "Whatever the family, a layer of a decode step is at most ten launches"
+    for toy,weights in CASES:
+        _,m = models(toy, weights); c = cache_of(m)
+        with recording(launch=False) as r: m.forward(make_batch([Piece([5], 3, [0], 1)], False, 16, m.device), c)
+        assert len(r.calls)<=10*len(m.layers)+2, (toy, len(r.calls), len(m.layers))

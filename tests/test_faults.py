@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace as NS
 from atlas.arena import Arena,CudaPages,HostPages
 from atlas.core import AtlasError,DeviceError,OutOfMemoryError,typed_error
-from atlas.device import STICKY,Budget,Cuda,CudaFault,Faults,Host,Memory,cuda_count,get_device
+from atlas.device import STICKY,Budget,Cuda,CudaFault,Faults,Host,Memory,cuda_count,get_device,quiet
 from atlas.graph import Graph,Ring
 from atlas.card import _ok
 from atlas.launch import Kernel,Nvrtc,Source,_refused,compiled,find_nvcc
@@ -265,6 +265,24 @@ def test_arrays_keep_their_region():
     x = Arena(c, Budget(64*M), pages=CudaPages(c, d)).region('weights', 32*M).take((3,))
     gc.collect(); assert d.maps and d.usable(x.data.ptr, 12)
     del x; gc.collect(); assert not d.maps and not d.reserved and d.free==64*M
+
+def test_a_recording_is_not_disturbed():
+    "A model that the collector finds while a graph is recorded, in this thread or in another, is given back after it; waiting for the card or emptying pools is refused or put off"
+    d = made_up.Driver(200*M); waits = []; c = made_up.card(d, lambda: waits.append(quiet._recording))
+    def region(n): return Arena(c, Budget(64*M), pages=CudaPages(c, d)).region('weights', 32*M).take((3,))
+    x,y = region(0),region(1); r = Arena(c, Budget(64*M), pages=CudaPages(c, d)).region('cache', 64*M); z = r.take((3,))
+    with quiet.recording():
+        del x; gc.collect()
+        t = threading.Thread(target=gc.collect); del y; t.start(); t.join()
+        assert len(d.reserved)==3 and len(d.maps)==3 and not waits
+        del z
+        for f in (c.synchronize, c.tidy, r.trim, r.release):
+            with pytest.raises(DeviceError, match='while a graph is recorded'): f()
+        d.failing(cuMemCreate=[2])
+        with pytest.raises(OutOfMemoryError): r.take((40*M,), 'uint8')
+    d.failing()
+    assert len(d.reserved)==1 and waits and not any(waits) and r.trim()
+    r.close(); assert not d.maps and not d.reserved and d.free==200*M
 
 def test_a_card_that_cannot_map():
     old = type('Old', (made_up.Driver,), dict(_cuDeviceGetAttribute=lambda self, out, which, dev: 0))

@@ -10,7 +10,10 @@ __all__ = ['delta_step']
 # %% ../../nbs/14a_cuda.delta.ipynb #6566e333
 from ..card import card_of,run
 
-# %% ../../nbs/14a_cuda.delta.ipynb #caf057cd
+# %% ../../nbs/14a_cuda.delta.ipynb #735f4f3a
+_FEW = 264 # Blocks: two for each multiprocessor of an H200
+
+# %% ../../nbs/14a_cuda.delta.ipynb #cd27e719
 def delta_step(
     x, # [R, C+vh*dv+2*vh] float32: q | k | v | z | b | a, as projected; C = 2*kh*dk + vh*dv
     conv_w, # [C, 4]
@@ -26,6 +29,7 @@ def delta_step(
     "`atlas.ops.delta.gated_delta` for rows of a decode or verify step, up to its norm"
     card,(vh,dk,dv) = card_of(x),rec.shape[1:]
     y,parts = out or (card.empty((len(x), vh*dv)),card.empty((len(x), vh, dv//32)))
+    few = len(x)>b.num_seqs and vh*dv//32*b.num_seqs<=_FEW  # verified rows of few sequences: registers rather than company
     run('delta_step', (vh//kh*dv//32, kh, b.num_seqs), 160, x, conv_w, A, dt_bias, norm_w, conv, rec, b.first, b.starts, b.state_in, b.state_out,
-        y.reshape(-1, vh, dv), parts, len(x), DK=dk, DV=dv, SIGMOID=int(gate_act=='sigmoid'))
+        y.reshape(-1, vh, dv), parts, len(x), DK=dk, DV=dv, SIGMOID=int(gate_act=='sigmoid'), ROWS=4 if few else 1, RESIDENT=2 if few else 4)
     return y,parts

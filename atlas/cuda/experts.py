@@ -1,4 +1,4 @@
-"""A mixture of experts at decode, from the norm to the residual, in one launch
+"""A mixture of experts at decode, from the norm to the residual, in three launches that overlap
 
 Docs: https://atlas-inference.github.io/atlas/cuda.experts.html.md"""
 
@@ -7,79 +7,85 @@ Docs: https://atlas-inference.github.io/atlas/cuda.experts.html.md"""
 # %% auto #0
 __all__ = ['moe', 'row_bias']
 
-# %% ../../nbs/16a_cuda.experts.ipynb #6b484a04
-import functools,itertools
+# %% ../../nbs/16a_cuda.experts.ipynb #9f7c9f85
+import functools
 import numpy as np
 from ..card import card_of,run
 from ..config import MoEConfig
 from ..core import AtlasError
 from .pack import Packed,row_order
 
-# %% ../../nbs/16a_cuda.experts.ipynb #ceb17615
-_SHARED = 227<<10,99<<10 # Bytes of shared memory that a block may have: sm_90; others
+# %% ../../nbs/16a_cuda.experts.ipynb #001e5618
+_ROOM = {True:(227<<10,92<<10,116<<10), False:(99<<10,40<<10,51<<10)} # Bytes of shared memory: of a block at most, of its weights under way, more than half of a multiprocessor's; sm_90; others
+_PLACE = dict(nvfp4=2304, mxfp4=2176, fp8=4608, bf16=8192, f16=8192) # Bytes of a chunk of four rows of each lane
+_ACTS = dict(silu='ACT_SILU', gelu_tanh='ACT_GELU', swiglu_oai='ACT_OAI', relu2='ACT_RELU2')
 
 def _ceil(a, b): return -(-a//b)
-def _up(a, b): return _ceil(a, b)*b
 
-def _sizes(d, rows, blocks, warps, deep, ahead):
-    "Sizes that moe.cu works out from its options `d`: bytes of `Shared`, words of `mid` a row"
-    H,I,W,picks,pair = d['HIDDEN'],d['INNER'],warps,d['TOP_K']+d['SHARED'],d['ACT']!='relu2'
-    place = dict(nvfp4=(4,8), mxfp4=(4,4), fp8=(8,16), bf16=(16,0), f16=(16,0)) # 16-byte pieces and bytes of scales
-    (uv,us),(dv,ds) = place[d['UP']],place[d['DOWN']]
-    CU,CD,segs,RB = H//32,_ceil(I, 32),_ceil(H, 256),_ceil(d['EXPERTS']+d['GATE'], blocks)
-    G = next(g for g in (4,8,16,32) if g>=min(CD, 32)); T = 32//G; UB = _ceil(_ceil(H//4, T), blocks)
-    UO = max(32, W*(2 if pair else 4)); CP = _ceil(I, UO)*UO//32
-    up = (min(_ceil(CU, 32), 2) if uv==4 else 1)*32*(16*uv+us)+32
-    down = (min(_ceil(CD, G), 2) if dv==4 else 1)*32*(16*dv+ds)+32*T
-    keep,area = d['SHARED'] and UB<=4 and dv==4,deep*up+down if ahead else max(deep*up, down)
-    floats = rows*(CU+picks*UB*T*4+RB*segs+segs+picks+d['TOP_K']+64)+max(2, rows)*UO
-    return _up(W*area+(UB*down if keep else 16)+16*rows*4*(CU+2)+4*floats, 16),_up(picks*CP*17, 4)
+def _lanes(k):
+    "Lanes for four rows of `k` columns: as many as are seldom idle"
+    C = _ceil(k, 32)
+    return max((l for l in (4,8,16,32) if C/(_ceil(C, l)*l)>.87), default=4)
 
-# %% ../../nbs/16a_cuda.experts.ipynb #446be125
+def _warps(units, most):
+    "Warps of a block that do so many units in rounds with the fewest idle"
+    return max(range(8, most+1), key=lambda w: (round(32*units/(w*_ceil(units, w))), w))
+
+# %% ../../nbs/16a_cuda.experts.ipynb #c2e04f30
+def _bytes(d, deep, place, inputs, k, floats):
+    "Bytes of shared memory of experts_up or experts_down: places, `inputs` rows of `k` columns, floats, slots"
+    C,each,t,r = _ceil(k, 32),min(d['ROWS'], 2),32//d['LANES'],d['ROWS']
+    most = r*d['TOP_K']+d['SHARED']*_ceil(r, each)
+    words = inputs*C+floats+3*r*d['TOP_K']+most+1+_ceil(most*each, 2)
+    return d['WARPS']*deep*(place+32*t)+inputs*64*(C+2)+_ceil(4*words, 16)*16+32
+
+def _fitted(card, d, items, fmt, *sizes):
+    "`d` with its places and bytes, for a warp that does `items` pieces; with fewer warps or, if it is for several rows, None where they do not fit"
+    (room,ring,half),place,W = _ROOM[getattr(card, 'capability', (9,0))==(9,0)],_PLACE[fmt],d['WARPS']
+    for w in range(W, 0 if d['ROWS']==1 else W-1, -1):
+        for deep in range(max(1, min(ring//(w*place), items)), 0, -1):
+            if (need := _bytes(d|dict(WARPS=w), deep, place, *sizes))<=room: return d|dict(WARPS=w, DEEP=deep, ROOM=max(need, half))
+
+# %% ../../nbs/16a_cuda.experts.ipynb #a0907276
+def _variants(card, H, up, down, m, act, norm, shared, gate, corrected, rows, blocks):
+    "Options of experts_up and of experts_down for at most `rows`, each with its blocks"
+    I,picks = down.k,m.top_k+shared
+    kb = lambda p: p.s.shape[1] if p.fmt=='fp8' else 1
+    for r in (8,4,2,1):
+        if r>=2*rows: continue
+        d = dict(HIDDEN=H, INNER=I, EXPERTS=m.num_experts, TOP_K=m.top_k, SHARED=int(shared), SCORE=f'SCORE_{m.score.upper()}', CORRECTED=int(corrected), ROWS=r)
+        l = _lanes(H); units = picks*_ceil(_ceil(up.rows, 4), 32//l); gu = min(blocks, r*units); W = 24 if r>1 else _warps(_ceil(units, gu), 24)
+        u = d|dict(FORMAT=up.fmt, KB=kb(up), NORM=int(norm), ACT=_ACTS[act], LANES=l, WARPS=W)
+        u = _fitted(card, u, _ceil(r*units, gu*W)*_ceil(H, 32*l), up.fmt, r, H, r*_ceil(H, 256))
+        l = _lanes(I); groups = _ceil(H//4, 32//l); gd = min(blocks, groups); own = _ceil(groups, gd); W = 24 if r>1 else _warps(own*picks, 18)
+        v = d|dict(FORMAT=down.fmt, KB=kb(down), GATE=int(gate), RENORM=int(m.renormalise), LANES=l, WARPS=W, OWN=own)
+        v = _fitted(card, v, _ceil(r*own*picks, W)*_ceil(I, 32*l), down.fmt, r*picks, I, r*picks*(1+own*128//l))
+        if u and v: return u,gu,v,gd
+    raise AtlasError(f'Experts of {I:,} on {H:,} values need more shared memory than a block has')
+
+# %% ../../nbs/16a_cuda.experts.ipynb #c3c0c282
 @functools.cache
-def _scratch(card, rows, ld, words, blocks):
-    "Words that blocks give each other: empty ones. Launches of one stream share them"
-    empty = lambda *shape: card.upload(np.full(shape, -1, np.int32).view(np.float32))
-    return empty(2, rows, ld),empty(2, rows, words),card.zeros(blocks, 'int32')
+def _between(card, ld, picks, width):
+    "Logits and hidden values of up to 8 rows. Launches of one stream share them"
+    return card.empty((8,ld)),card.empty((8,picks,width))
 
 def _raw(a): return None if a is None else a.reshape(-1).view('uint8')
 
-# %% ../../nbs/16a_cuda.experts.ipynb #2d92d86e
-def _defines(H, router, up, down, m, act, norm, shared, gate):
-    "Compile-time values of moe.cu that do not depend on rows or card"
-    kb,wide,n = lambda p: p.s.shape[1] if p.fmt=='fp8' else 1,1 if act=='relu2' else 2,m.num_experts
+def _route(x, gain, eps, router, bias, logits, E):
+    "The router's logits of rows `x`"
+    (R,H),n = x.shape,router.n
+    each,pieces = _ceil(n, 160),_ceil(H, 256); W = _ceil(pieces, _ceil(pieces, 8))
+    run('router', (_ceil(n, each),_ceil(R, 2)), 32*W, _raw(router.w), bias, gain, x, logits, eps, n, logits.shape[1], R,
+        HIDDEN=H, EXPERTS=E, FORMAT=router.fmt, NORM=int(gain is not None), ROWS=min(R, 2), WARPS=W, EACH=each)
+
+def _checked(H, router, up, down, m, act, shared, gate):
+    "An `AtlasError` unless the matrices belong together"
+    wide,n = 1 if act=='relu2' else 2,m.num_experts
     for p,shape,name in ((router,(n+gate,H),'router'), (up,(n+shared,wide*down.k,H),'up'), (down,(n+shared,H,down.k),'down')):
         if p.shape!=shape: raise AtlasError(f'moe: {name} is {list(p.shape)}, and should be {list(shape)}', param=name)
     if up.pair!=(wide>1): raise AtlasError(f'moe: gate and up rows are {"" if up.pair else "not "}interleaved, and the activation is {act}', param='up')
-    return dict(HIDDEN=H, INNER=down.k, EXPERTS=m.num_experts, TOP_K=m.top_k, SHARED=int(shared), GATE=int(gate), SCORE=m.score, RENORM=int(m.renormalise), NORM=int(norm),
-        ACT=act, UP=up.fmt, DOWN=down.fmt, ROUTER=router.fmt, KB_UP=kb(up), KB_DOWN=kb(down))
 
-def _variant(card, d, rows, blocks):
-    "Options that depend on card and rows, for at most `rows`; and words of `mid`"
-    small = getattr(card, 'capability', (9,0))!=(9,0); room,warps = _SHARED[small],(16,8)[small]
-    for n,(deep,ahead) in itertools.product((8,4,2,1), ((2,0),(1,1),(1,0))):
-        need,words = _sizes(d, n, blocks, warps, deep, ahead)
-        if n<2*rows and n+deep!=3 and need<=room: return dict(ROWS=n, BLOCKS=blocks, WARPS=warps, DEEP=deep, AHEAD=ahead, BYTES=need),words
-    raise AtlasError(f'Experts of {d["INNER"]:,} on {d["HIDDEN"]:,} values need {need:,} bytes of shared memory, and a block has {room:,}')
-
-# %% ../../nbs/16a_cuda.experts.ipynb #288b135d
-def _is_small(router, up, down, m, act, H):
-    "Is this the shape that the three small kernels are made for?"
-    return (up.fmt,down.fmt,router.fmt,act,m.score,m.renormalise,down.k)==('nvfp4','nvfp4','bf16','silu','softmax',True,512) and not H%256 and m.top_k<=16
-
-@functools.cache
-def _room(card, ld, picks, I): return card.empty((8,ld)),card.empty((8,picks,I))
-
-def _small(x, gain, eps, router, up, down, m, shared, add, ids, weights, out):
-    "At most 8 rows by router, experts_up and experts_down"
-    (R,H),I,n,picks = x.shape,down.k,len(router),m.top_k+shared
-    logits,mid = (a[:R] for a in _room(card_of(x), n, picks, I))
-    d = dict(INNER=I, EXPERTS=m.num_experts, TOP_K=m.top_k, SHARED=int(shared))
-    run('router', (-(-n//2),min(R, 4)), 64, _raw(router.w), None, gain, x, float(eps), logits, n, R, HIDDEN=H)
-    run('experts_up', (I//16,picks,R), 256, _raw(up.w), _raw(up.s), up.gs, logits, gain, x, float(eps), mid, n, HIDDEN=H, **d)
-    run('experts_down', (H//16,R), 32*picks, _raw(down.w), _raw(down.s), down.gs, logits, mid, ids, weights, add, out, float(m.scaling), H, n, **d)
-
-# %% ../../nbs/16a_cuda.experts.ipynb #7409dc6c
+# %% ../../nbs/16a_cuda.experts.ipynb #108ef7f2
 def moe(
     x, # [R, H] float32
     gain, # [H] of the norm, or None: `x` is normed
@@ -101,24 +107,21 @@ def moe(
     add=None, # [R, H]: the residual; may be `out`
     routes=None, # (ids [R, k] int32, weights [R, k] float32) to be filled
     out=None, # [R, H]
-    fused:bool|None=None, # moe.cu as one launch (all blocks must run at once) or three; by default one on a graphics card, where no small kernels are made for the shape
-    blocks:int|None=None, # One a multiprocessor by default
+    blocks:int|None=None, # At most so many; one a multiprocessor by default
 ): # [R, H]: residual and weighted sum of the experts' MLPs
     "Experts of up to 8 rows a launch; what `atlas.ops.moe` computes, and no row's bits depend on another row"
-    card,(R,H) = card_of(x),x.shape
-    small = fused is None and gain is not None and _is_small(router, up, down, m, act, H) and not any(a is not None for a in (bias,correction,per_expert,up_bias,down_bias,router_gain))
-    blocks,fused = blocks or card.multiprocessors,card.kind!='emulator' if fused is None else fused
-    d = _defines(H, router, up, down, m, act, gain is not None, shared, shared_gate)
-    v,words = (dict(ROWS=8),0) if small else _variant(card, d, R, blocks); n = v['ROWS']
-    scratch = None if small else _scratch(card, n, _up(m.num_experts, 128)+4, words, blocks)
-    fixed = (_raw(router.w), bias, correction, per_expert, gain, gain if router_gain is None else router_gain)
-    banks = (_raw(up.w), _raw(up.s), up.gs, up_bias, _raw(down.w), _raw(down.s), down.gs, down_bias)
-    out,of = card.empty((R,H)) if out is None else out,lambda a,i: None if a is None else a[i:i+n]
+    card,(R,H),E = card_of(x),x.shape,m.num_experts
+    _checked(H, router, up, down, m, act, shared, shared_gate)
+    u,gu,v,gd = _variants(card, H, up, down, m, act, gain is not None, shared, shared_gate, correction is not None, R, blocks or card.multiprocessors)
+    n,ld,out,of = u['ROWS'],_ceil(router.n, 4)*4,card.empty((R,H)) if out is None else out,lambda a,i: None if a is None else a[i:i+n]
+    logits,h = _between(card, ld, m.top_k+shared, _ceil(down.k, 4)*4)
     for i in range(0, R, n):
-        ids,weights = (of(a, i) for a in routes or (None,None))
-        if small: _small(x[i:i+n], gain, eps, router, up, down, m, shared, of(add, i), ids, weights, out[i:i+n]); continue
-        args = *fixed,x[i:i+n],*banks,of(add, i),*scratch,ids,weights,out[i:i+n],float(eps),float(m.scaling),3.4e38 if limit is None else float(limit),min(n, R-i)
-        for steps in ((7,) if fused else (1,2,4)): run('moe', blocks, 32*v['WARPS'], *args, shared=v['BYTES'], **d, **v, STEPS=steps)
+        r,(ids,weights) = min(n, R-i),(of(a, i) for a in routes or (None,None))
+        _route(x[i:i+n], gain if router_gain is None else router_gain, float(eps), router, bias, logits[:r], E)
+        run('experts_up', gu, 32*u['WARPS'], _raw(up.w), _raw(up.s), up.gs, up_bias, logits[:r], correction, gain, x[i:i+n], h[:r], float(eps),
+            3.4e38 if limit is None else float(limit), ld, r, shared=u['ROOM'], **u)
+        run('experts_down', gd, 32*v['WARPS'], _raw(down.w), _raw(down.s), down.gs, down_bias, logits[:r], correction, per_expert, h[:r], ids, weights,
+            of(add, i), out[i:i+n], float(m.scaling), ld, r, shared=v['ROOM'], **v)
     return out
 
 # %% ../../nbs/16a_cuda.experts.ipynb #2dc3cf7d

@@ -16,47 +16,52 @@ from ..core import ConfigError
 from .pack import Packed,row_order
 from ..ops.linear import MAX_ROWS
 
-# %% ../../nbs/12b_cuda.gemv.ipynb #b030d6f8
-_PLACE = dict(nvfp4=1152, mxfp4=1152, fp8=2048, fp8_tiled=2304, bf16=4096, f16=4096, f32=8192) # Bytes of 16 rows x 128 columns, with their scales
+# %% ../../nbs/12b_cuda.gemv.ipynb #1fff68e3
+_PLACE = dict(nvfp4=2304, mxfp4=2176, fp8=2048, fp8_tiled=2112, bf16=4096, f16=4096, f32=8192) # Bytes of a unit: 16 rows, with their scales
+_UNITS = dict(nvfp4=2, mxfp4=2) # Blocks of 128 columns in it, where not 1
 _SKEW = dict(nvfp4=4, mxfp4=4, fp8=2, fp8_tiled=2, bf16=1, f16=1, f32=1) # of lib/fragment.cuh
-_DEEP = 3 # Pieces of weights that a warp has on their way; more were not faster
+_DEEP = dict(nvfp4=2, mxfp4=2, fp8=5, fp8_tiled=5, bf16=3, f16=3, f32=2) # Units that a warp has on their way
 _ACT = dict(silu=1, gelu_tanh=2, swiglu_oai=3, relu2=4)
 
-def _room(arch, fmt):
-    "Bytes of shared memory for a block: where there is much of it so that the next kernel's fit beside it, but for wide weights, whose stream is longer than a launch"
-    if arch[:5] not in ('sm_90','sm_10'): return 80<<10
-    return (200 if fmt in ('bf16','f16','f32') else 108)<<10
+def _rooms(arch, W, rows):
+    "Bytes of shared memory that a block should stay within, and must: half a multiprocessor's, so that other kernels fit beside it, and all"
+    most,fixed = (226 if arch[:5] in ('sm_90','sm_10') else 98)<<10,2*W*16*rows*4+W*rows*4
+    return min(most, 111<<10)-fixed,most-fixed
 
 def _x_bytes(fmt, rows, held):
     "Shared memory for `held` blocks of 128 columns of x"
     lane = 4*(4*held+2)
     return rows*16*(lane+(8+_SKEW[fmt]-lane%8)%8)*(2 if fmt in ('bf16','f32') else 1) + -(-held*rows//4)*16
 
-def _shares(fmt, k, rows, room, warps, split, steps):
-    "Blocks of 128 columns of x to hold at a time, and places a warp for weights on their way, where each has `steps` to do"
-    place = warps*_PLACE[fmt]
-    held = [-(-k//256)*2, *(h for h in range(8*split, 0, -split) if h%2==0)]
-    held = first(h for h in held if h<=max(2, split) or _x_bytes(fmt, rows, h)+place*min(2, steps)<=room)
-    return held,max(1, min(steps, (room-_x_bytes(fmt, rows, held))//place, _DEEP))
+def _shares(fmt, k, rows, arch, W, split, steps):
+    "Blocks of 128 columns of x to hold at a time, and places a warp for units on their way, where each has `steps` to do"
+    all,place,deep,each = -(-k//256)*2,W*_PLACE[fmt],min(steps, _DEEP[fmt]),max(2, split*_UNITS.get(fmt, 1))
+    half,most = _rooms(arch, W, rows)
+    for held,least,room in ((all, 2, half), (all, 2, most), (all, 1, most), *((h, 2, most) for h in range(8*each, 0, -each))):
+        if _x_bytes(fmt, rows, held)+place*min(least, deep)<=room: return held,min(deep, (room-_x_bytes(fmt, rows, held))//place)
+    return each,1
 
-# %% ../../nbs/12b_cuda.gemv.ipynb #7f7b295b
+# %% ../../nbs/12b_cuda.gemv.ipynb #93aa8f29
 @functools.cache
 def plan(
     fmt:str, # Format of the weights
     n:int, # Rows, padded
     k:int, # Columns
     sms:int, # Multiprocessors
-)->tuple: # (warps of a block, warps that share a row, blocks)
+)->tuple: # (warps of a block, warps that share a row, blocks, rows of a group)
     "How a matrix is shared out; the same for any number of rows of x, for their bits depend on it"
-    tiles,blocks = -(-n//16),-(-k//128)
-    def cycles(o): # of a multiprocessor: a block of 128 columns costs a quarter of it about 200, the less the more warps take turns; warps meet after each tile
-        W,split = o; rounds = -(--(-tiles//(W//split))//sms)
-        return rounds*(-(-blocks//split)*W/4*{4:342, 8:238, 12:212, 16:195}[W] + 900)
-    least = min(2 if tiles>40*sms else 4, blocks) # a few warps side by side read what lies side by side; of a long stream, each may take more
-    W,split = min(((W,s) for W in dict(bf16=(8,), f16=(8,), f32=(4,)).get(fmt, (8,12,16)) for s in (1,2,4,6,8,12,16) if W%s==0 and s>=least), key=cycles)
-    return W,split,min(-(-tiles//(W//split)), sms)
+    units,each = -(-k//(128*_UNITS.get(fmt, 1))),-(-n//sms)
+    def rounds(W, split): return -(-each//(16*(W//split)))
+    def cycles(o): # of a multiprocessor: a unit is some 75 cycles of it, but a warp needs 600 for one; warps meet after each group
+        W,split = o
+        return rounds(W, split)*(-(-units//split)*max(75*W, 600) + 450)
+    if fmt in _UNITS: W,split = min(((W,s) for W in (16,12) for s in (2,4,6,8,12,16) if W%s==0 and s<=max(2, units)), key=cycles)
+    else: W,split = (4,4) if fmt=='f32' else (8,8) if units>16 or each<=16 else (8,2 if units<8 and each>64 else 4) # what lies side by side is best read side by side
+    groups = sms*rounds(W, split)
+    span = -(-n//(4*groups))*4
+    return W,split,min(sms, -(-n//span)),span
 
-# %% ../../nbs/12b_cuda.gemv.ipynb #252cf013
+# %% ../../nbs/12b_cuda.gemv.ipynb #e35760d1
 def gemv(
     x, # Rows, f32 [R, k]
     w:Packed, # [n, k]
@@ -83,22 +88,29 @@ def gemv(
         _launch(card, x[at], w, gain, cut(parts), extra, bias, (cut(gate[0]),gate[1]) if gate else (None,0), cut(add), out[at], eps, group, act, limit, cap, width)
     return out
 
+def _extra_blocks(w, extra, sms):
+    "Blocks for the extra rows: each has about as many bytes to read as one for `w`, or 16 rows"
+    if extra is None: return 0
+    tiles = -(-extra.n//16)
+    return min(-(-tiles//max(1, w.nbytes*tiles//(sms*extra.nbytes))), sms//2)
+
 def _name(w): return w.fmt+('_tiled' if w.fmt=='fp8' and w.s.shape[1]>1 else '')
 
-# %% ../../nbs/12b_cuda.gemv.ipynb #519e92a7
+# %% ../../nbs/12b_cuda.gemv.ipynb #e02df403
 def _launch(card, x, w, gain, parts, extra, bias, gate, add, out, eps, group, act, limit, cap, width):
     "At most `MAX_ROWS` rows"
     fmt,k,rows,m = _name(w),w.k,1<<(len(x)-1).bit_length(),extra.n if extra else 0
-    W,split,main = plan(fmt, w.rows, k, card.multiprocessors-min(-(-m//16), card.multiprocessors//2))
-    held,deep = _shares(fmt, k, rows, _room(card.arch, fmt), W, split, -(-w.rows//(16*W//split*main))*-(-k//(128*split)))
+    more = _extra_blocks(w, extra, card.multiprocessors)
+    W,split,main,span = plan(fmt, w.rows, k, card.multiprocessors-more)
+    held,deep = _shares(fmt, k, rows, card.arch, W, split, -(-w.rows//(span*main))*-(-k//(128*_UNITS.get(fmt, 1)*split)))
     shared,opts = _x_bytes(fmt, rows, held)+W*deep*_PLACE[fmt],dict(FORMAT=f'fragment_{fmt}', K=k, ROWS=rows, ACT=_ACT.get(act, 0), CAP=int(bool(cap)), W=W, SPLIT=split, STAGED=held, DEEP=deep)
     opts |= dict(NORM=2, GROUP=group, PARTS=parts.shape[2]) if parts is not None else dict(NORM=int(gain is not None))
     if extra is not None:
-        all = min(W, 8); held,deep = _shares(extra.fmt, k, rows, _room(card.arch, fmt), all, all, -(-k//(128*all)))
-        shared = max(shared, _x_bytes(extra.fmt, rows, held)+all*deep*_PLACE[extra.fmt])
-        opts |= dict(EXTRA=f'fragment_{extra.fmt}', ESTAGED=held, EDEEP=deep, ESPLIT=all)
-    run('gemv', main+-(-m//16), 32*W, *w.raw, w.gs, extra.raw[0] if extra else None, x, gain, parts, bias, gate[0], add, out, float(eps),
-        float(np.inf if limit is None else limit), float(cap or 0), len(x), w.n, m, 0 if gate[0] is None else gate[0].shape[1], gate[1], width, main, shared=shared, **opts)
+        held,deep = _shares(extra.fmt, k, rows, card.arch, W, W, -(-k//(128*W)))
+        shared = max(shared, _x_bytes(extra.fmt, rows, held)+W*deep*_PLACE[extra.fmt])
+        opts |= dict(EXTRA=f'fragment_{extra.fmt}', ESTAGED=held, EDEEP=deep)
+    run('gemv', main+more, 32*W, *w.raw, w.gs, extra.raw[0] if extra else None, x, gain, parts, bias, gate[0], add, out, float(eps),
+        float(np.inf if limit is None else limit), float(cap or 0), len(x), w.n, m, 0 if gate[0] is None else gate[0].shape[1], gate[1], width, main, span, shared=shared, **opts)
 
 def pair_bias(b, w:Packed, card):
     "Bias [n] of the matrix `w`, gate then up, in the order of its rows"

@@ -15,6 +15,14 @@ __device__ __forceinline__ void cp_async16_or_zero(void* to, const void* from, b
     emu::copy(to, from, 16, on);
 #endif
 }
+// Eight bytes, likewise.
+__device__ __forceinline__ void cp_async8_or_zero(void* to, const void* from, bool on) {
+#if defined(__CUDA_ARCH__)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "r"(on ? 8 : 0) : "memory");
+#else
+    emu::copy(to, from, 8, on);
+#endif
+}
 // Four bytes, likewise.
 __device__ __forceinline__ void cp_async4_or_zero(void* to, const void* from, bool on) {
 #if defined(__CUDA_ARCH__)

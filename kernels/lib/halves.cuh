@@ -7,8 +7,9 @@ __device__ __forceinline__ unsigned half_pair(float a, float b) {
     const __half2 h = __floats2half2_rn(fabsf(a) > 65504.f ? copysignf(65504.f, a) : a, fabsf(b) > 65504.f ? copysignf(65504.f, b) : b);
     return *reinterpret_cast<const unsigned*>(&h);
 }
-// Two bf16 of a cache's row (lib/kvcache.cuh), times its scale if the format has one.
+// Two numbers of a cache's row (lib/kvcache.cuh), times its scale if the format has one.
 template <int F> __device__ __forceinline__ unsigned kv_halves(unsigned v, float scale) {
+    if (F == 3) return v;
     const float a = __uint_as_float(v << 16), b = __uint_as_float(v & 0xFFFF0000u);
     return F ? half_pair(a * scale, b * scale) : half_pair(a, b);
 }

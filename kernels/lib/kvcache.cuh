@@ -3,12 +3,16 @@
 //   0 bf16    u16 [N]
 //   1 fp8     e4m3 u8 [N], times a float32 a row
 //   2 nvfp4   u8 [N/2], words of eight as in lib/nvfp4.cuh, times an e4m3 for 16 elements (`sub`), times a float32 a row
-// Whoever computes with them wants bf16: an element of any format, without the row's float32, is one exactly. Times KV_UNIT, that is, which a kernel folds
+//   3 f16     u16 [N], finite numbers beyond the largest become the largest
+// Whoever computes with them wants bf16: an element of any format but f16, without the row's float32, is one exactly. Times KV_UNIT, that is, which a kernel folds
 // into the row's scale.
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+template <int F> constexpr bool KV_CODED = F == 1 || F == 2;  // with scales?
 
 template <int F> constexpr float KV_UNIT = F == 2 ? 67108864.f : 1.f;           // 2^26: e2m1 bits stand low in a bf16
-template <int F, int N> constexpr int KV_BYTES = F == 0 ? 2 * N : F == 1 ? N : N / 2;  // of a row in k or v
+template <int F, int N> constexpr int KV_BYTES = F == 1 ? N : F == 2 ? N / 2 : 2 * N;  // of a row in k or v
 
 // Products of two pairs of bf16, exact where they are numbers of 8 bits.
 __device__ __forceinline__ unsigned bf16x2_mul(unsigned a, unsigned b) {
@@ -24,15 +28,23 @@ __device__ __forceinline__ unsigned bf16x2_of(float a, float b) {
     return (unsigned)__bfloat16_as_ushort(__float2bfloat16(a)) | (unsigned)__bfloat16_as_ushort(__float2bfloat16(b)) << 16;
 }
 
+// Halves; finite numbers stay finite, NaN and infinity what they are.
+__device__ __forceinline__ unsigned half2_of(float a, float b) {
+    auto one = [](float v) { return (unsigned)__half_as_ushort(__float2half_rn(fabsf(v) <= 3.4028235e38f ? fminf(fmaxf(v, -65504.f), 65504.f) : v)); };
+    return one(a) | one(b) << 16;
+}
+
 // Two e4m3 in the low and the high half of `v` (bits 8-15 and 24-31) as bf16. Placed there they are themselves times 2^-120.
 __device__ __forceinline__ unsigned e4m3_to_bf16x2(unsigned v) {
     return bf16x2_mul((v & 0x80008000u) | ((v >> 4) & 0x07F007F0u), 0x7B807B80u);   // 2^120
 }
-// An e4m3 scale as a pair of bf16, times 2^100.
-__device__ __forceinline__ unsigned sub_to_bf16x2(unsigned char s) {
-    const unsigned v = (unsigned)(s & 0x7F) << 4;
-    return bf16x2_mul(bf16x2_mul(v | v << 16, 0x7F007F00u), 0x6E006E00u);           // 2^127, 2^93
+// Two e4m3 scales as bf16, times 2^100.
+__device__ __forceinline__ unsigned subs_to_bf16x2(unsigned char a, unsigned char b) {
+    return bf16x2_mul(bf16x2_mul((unsigned)(a & 0x7F) << 4 | (unsigned)(b & 0x7F) << 20, 0x7F007F00u), 0x6E006E00u);  // 2^127, 2^93
 }
+__device__ __forceinline__ unsigned sub_to_bf16x2(unsigned char s) { return subs_to_bf16x2(s, s); }
+// Two e2m1 in bits 8-15 and 24-31, sign first, magnitude in the lower half but its last bit, as bf16, times 2^-126, times `f`.
+__device__ __forceinline__ unsigned e2m1_pair(unsigned v, unsigned f) { return bf16x2_mul((v & 0x80008000u) | ((v & 0x0E000E00u) >> 3), f); }
 // Two e2m1 codes as bf16, times 2^-126, times `f`.
 __device__ __forceinline__ unsigned e2m1_to_bf16x2(unsigned a, unsigned b, unsigned f) {
     return bf16x2_mul((a & 8) << 12 | (a & 7) << 6 | ((b & 8) << 12 | (b & 7) << 6) << 16, f);
@@ -41,8 +53,7 @@ __device__ __forceinline__ unsigned e2m1_to_bf16x2(unsigned a, unsigned b, unsig
 __device__ __forceinline__ uint4 e2m1_word_to_bf16(unsigned w, unsigned f) {
     // bytes of `a`: elements 0-3, of `b`: 4-7, each with its sign in bit 7 and its magnitude in bits 1 to 3
     const unsigned a = w & 0x8E8E8E8Eu, b = ((w << 7) & 0x80808080u) | ((w >> 3) & 0x0E0E0E0Eu);
-    auto pair = [&](unsigned v) { return bf16x2_mul((v & 0x80008000u) | ((v & 0x0E000E00u) >> 3), f); };
-    return make_uint4(pair(__byte_perm(a, 0, 0x1404)), pair(__byte_perm(a, 0, 0x3424)), pair(__byte_perm(b, 0, 0x1404)), pair(__byte_perm(b, 0, 0x3424)));
+    return make_uint4(e2m1_pair(__byte_perm(a, 0, 0x1404), f), e2m1_pair(__byte_perm(a, 0, 0x3424), f), e2m1_pair(__byte_perm(b, 0, 0x1404), f), e2m1_pair(__byte_perm(b, 0, 0x3424), f));
 }
 
 // Sixteen elements of a row on their way from a pool to 32 bytes of bf16.
@@ -70,7 +81,7 @@ template <int F> struct KvUnit {
     }
 };
 // What the elements of a row are to be multiplied by.
-template <int F> __device__ __forceinline__ float kv_scale(const float* scales, size_t row) { return F ? scales[row] * KV_UNIT<F> : 1.f; }
+template <int F> __device__ __forceinline__ float kv_scale(const float* scales, size_t row) { return KV_CODED<F> ? scales[row] * KV_UNIT<F> : 1.f; }
 
 // Nearest e4m3 of |v| <= 448 or a little more, ties to even, saturating; NaN stays NaN.
 __device__ __forceinline__ unsigned to_e4m3(float v) {
@@ -90,13 +101,13 @@ __device__ __forceinline__ unsigned to_e2m1(float v) {
 // lib/mma.cuh. A row with a NaN or an infinity gets a NaN for its float32 where the format has one.
 template <int F, int N> struct KvRow {
     static constexpr int I = (N / 4 + 31) / 32;
-    unsigned a[I], b[I];  // bf16 pairs, as a KvUnit would give them again
+    unsigned a[I], b[I];  // pairs of bf16, or halves, as they would be read again
     unsigned code[I];     // four codes
     unsigned char sub[I];
     float scale;          // without KV_UNIT
     __device__ __forceinline__ void encode(const float4* v, int lane) {
-        if (F == 0) {
-            for (int i = 0; i < I; i++) { a[i] = bf16x2_of(v[i].x, v[i].y); b[i] = bf16x2_of(v[i].z, v[i].w); }
+        if (!KV_CODED<F>) {
+            for (int i = 0; i < I; i++) { a[i] = F ? half2_of(v[i].x, v[i].y) : bf16x2_of(v[i].x, v[i].y); b[i] = F ? half2_of(v[i].z, v[i].w) : bf16x2_of(v[i].z, v[i].w); }
             scale = 1.f;
             return;
         }
@@ -142,12 +153,12 @@ template <int F, int N> struct KvRow {
         for (int i = 0; i < I; i++) {
             const int u = lane + 32 * i, s = u / 4, t = u % 4;
             if (u >= N / 4) break;
-            if (F == 0) { ((unsigned*)p)[8 * s + t] = a[i]; ((unsigned*)p)[8 * s + t + 4] = b[i]; }
+            if (!KV_CODED<F>) { ((unsigned*)p)[8 * s + t] = a[i]; ((unsigned*)p)[8 * s + t + 4] = b[i]; }
             if (F == 1) { ((unsigned short*)p)[8 * s + t] = (unsigned short)code[i]; ((unsigned short*)p)[8 * s + t + 4] = (unsigned short)(code[i] >> 16); }
             if (F == 2 && t < 2) ((unsigned*)p)[2 * s + t] = code[i];
             if (F == 2 && t == 2) subs[row * (N / 16) + s] = sub[i];
         }
-        if (F && !lane) scales[row] = scale;
+        if (KV_CODED<F> && !lane) scales[row] = scale;
     }
     // The same as bf16 into a row of shared memory
     __device__ __forceinline__ void stage(void* to, int lane) const {

@@ -12,6 +12,13 @@ __device__ __forceinline__ Pair limbs(float a, float b) {
     const __nv_bfloat162 h = __floats2bfloat162_rn(a, b);
     return {as_bits(h), as_bits(__floats2bfloat162_rn(a - __bfloat162float(h.x), b - __bfloat162float(h.y)))};
 }
+// Two halves instead, whose range is +-65504: finite numbers beyond become that.
+__device__ __forceinline__ Pair half_limbs(float a, float b) {
+    auto bits = [](float x, float y) { return (unsigned)__half_as_ushort(__float2half_rn(x)) | (unsigned)__half_as_ushort(__float2half_rn(y)) << 16; };
+    auto held = [](float v) { return fabsf(v) > 65504.f && fabsf(v) <= 3.4028235e38f ? copysignf(65504.f, v) : v; };
+    const float x = held(a), y = held(b);
+    return {bits(x, y), bits(x - __half2float(__float2half_rn(x)), y - __half2float(__float2half_rn(y)))};
+}
 __device__ __forceinline__ uint4 b_fragment(Pair b0, Pair b1) { return make_uint4(b0.hi, b1.hi, b0.lo, b1.lo); }
 
 // An A operand (16 x 16).

@@ -1,6 +1,9 @@
 #pragma once
-// The experts of a row, picked by one warp. Lane l holds the logits of experts l*N to l*N+N-1, so that of equal ones the first lane has the lowest id.
+// The experts of a row, picked by one warp out of the router's logits. Whoever needs them picks again: that is shorter than to wait for somebody to write them down.
+// Lane l holds the logits of experts l*N to l*N+N-1, so that of equal ones the first lane has the lowest id.
+// Loops are kept as loops: a launch finds its instructions in no cache, and to fetch them takes longer than to run them.
 #include "lib/reduce.cuh"
+enum { SCORE_SOFTMAX, SCORE_SIGMOID, SCORE_TOPK_SOFTMAX };  // of all; of each; of the picked
 
 // Larger floats have larger keys. A NaN comes last; 0 is nobody.
 __device__ __forceinline__ unsigned pick_key(float v) {
@@ -17,98 +20,139 @@ __device__ __forceinline__ unsigned lanes_max(unsigned v) {
 }
 __device__ __forceinline__ float logistic(float v) { return 1.f / (1.f + expf(-v)); }
 
-// How many lanes have a larger key, or the same and are before this one.
-__device__ __forceinline__ int lane_rank(unsigned key, int lane) {
-    int r = 0;
-    #pragma unroll
-    for (int j = 0; j < 32; j++) r += __shfl_sync(~0u, key, j) >= key + (lane <= j);
-    return r;
+// The lane's part of a row of logits; what is no expert's may be anything. `logits` on a multiple of 16 bytes, their number up to a multiple of four.
+template <int MANY, int N> __device__ __forceinline__ void near_logits(const float* logits, int lane, float* near) {
+    if (N % 4 == 0) {
+        #pragma unroll
+        for (int i = 0; i < N / 4; i++) {
+            const bool on = lane * N + 4 * i < MANY;
+            const float4 v = on ? __ldcg((const float4*)(logits + lane * N) + i) : make_float4(0.f, 0.f, 0.f, 0.f);
+            near[4 * i] = v.x; near[4 * i + 1] = v.y; near[4 * i + 2] = v.z; near[4 * i + 3] = v.w;
+        }
+    } else
+        #pragma unroll
+        for (int i = 0; i < N; i++) near[i] = lane * N + i < MANY ? __ldcg(logits + lane * N + i) : 0.f;
 }
 
-// ids[0..BEST-1]: the best of MANY, best first. KIND 0: softmax over all, 1: sigmoid of each, 2: the logits. `correction` is added to the scores; `room`: 64 words.
-template <int MANY, int BEST, int KIND, int N> __device__ __forceinline__ void pick(const float* logit, const float* __restrict__ correction, int lane, int* ids, unsigned* room) {
+// What is picked by: scores as keys, MOVED by a correction; without one, softmaxes have the order of their logits.
+template <int MANY, int KIND, bool MOVED, int N> __device__ __forceinline__ void pick_keys(const float* near, const float* __restrict__ correction, int lane, unsigned* key) {
     float low = 0.f, all = 1.f;
-    if (KIND == 0 && correction) {  // without a correction the logits have the order of their softmax
-        low = logit[0];
+    if (KIND == SCORE_SOFTMAX && MOVED) {
+        low = __uint_as_float(0xFF800000u);
         #pragma unroll
-        for (int i = 1; i < N; i++) low = fmaxf(low, lane * N + i < MANY ? logit[i] : low);
-        if (lane * N >= MANY) low = __uint_as_float(0xFF800000u);
+        for (int i = 0; i < N; i++) low = lane * N + i < MANY ? fmaxf(low, near[i]) : low;
         for (int m = 16; m; m >>= 1) low = fmaxf(low, __shfl_xor_sync(~0u, low, m));
         all = 0.f;
         #pragma unroll
-        for (int i = 0; i < N; i++) all += lane * N + i < MANY ? expf(logit[i] - low) : 0.f;
+        for (int i = 0; i < N; i++) all += lane * N + i < MANY ? expf(near[i] - low) : 0.f;
         all = warp_sum(all);
     }
-    unsigned key[N], best = 0u;
     #pragma unroll
     for (int i = 0; i < N; i++) {
         const int e = lane * N + i;
-        float v = logit[i];
-        if (KIND == 1) v = logistic(v);
-        if (KIND == 0 && correction) v = expf(v - low) / all;
-        if (correction && e < MANY) v += correction[e];
+        float v = near[i];
+        if (KIND == SCORE_SIGMOID) v = logistic(v);
+        if (KIND == SCORE_SOFTMAX && MOVED) v = expf(v - low) / all;
+        if (MOVED && e < MANY) v += correction[e];
         key[i] = e < MANY ? pick_key(v) : 0u;
-        best = max(best, key[i]);
     }
-    // The lane whose best is the BEST-th of the lanes' bests: nobody below it is picked, and few are above
-    const int last = __ffs(__ballot_sync(~0u, lane_rank(best, lane) == BEST - 1)) - 1;
-    const unsigned floor = __shfl_sync(~0u, best, last);
-    int mine = 0;
-    #pragma unroll
-    for (int i = 0; i < N; i++) mine += key[i] >= floor && key[i];
-    int before = 0, found = 0;  // of the lanes before this one; of all
-    #pragma unroll
-    for (int m = 0; m < 5; m++) {
-        const unsigned votes = __ballot_sync(~0u, mine >> m & 1);
-        before += __popc(votes & ((1u << lane) - 1)) << m;
-        found += __popc(votes) << m;
-    }
-    if (found <= 32) {  // a lane to each of them, in the order of their ids
-        #pragma unroll
-        for (int i = 0; i < N; i++) if (key[i] >= floor && key[i]) { room[2 * before] = key[i]; room[2 * before + 1] = lane * N + i; before++; }
-        __syncwarp();
-        const unsigned k = lane < found ? room[2 * lane] : 0u;
-        const int rank = lane_rank(k, lane);
-        if (lane < found && rank < BEST) ids[rank] = room[2 * lane + 1];
-        return;
-    }
+}
+
+// ids[0..BEST-1]: the best of MANY, best first. Every round takes all that are as good as the best; where that was more than one, all is done again slowly.
+template <int MANY, int BEST, int KIND, bool MOVED, int N> __device__ __forceinline__ void pick(const float* near, const float* __restrict__ correction, int lane, int* ids) {
+    unsigned key[N];
+    pick_keys<MANY, KIND, MOVED, N>(near, correction, lane, key);
+    int found = 0;
     #pragma unroll 1
-    for (int j = 0; j < BEST; j++) {  // many are equal: one after the other
+    for (int j = 0; j < BEST; j++) {
+        unsigned best = key[0];
+        #pragma unroll
+        for (int i = 1; i < N; i++) best = max(best, key[i]);
+        best = lanes_max(best);
+        #pragma unroll
+        for (int i = 0; i < N; i++) if (key[i] == best) { ids[j] = lane * N + i; key[i] = 0u; found++; }
+    }
+    if (__reduce_add_sync(~0u, found) == BEST) return;
+    __syncwarp();
+    pick_keys<MANY, KIND, MOVED, N>(near, correction, lane, key);
+    #pragma unroll 1
+    for (int j = 0; j < BEST; j++) {
         unsigned best = key[0];
         int at = 0;
         #pragma unroll
         for (int i = 1; i < N; i++) if (key[i] > best) { best = key[i]; at = i; }
         const unsigned top = lanes_max(best);
-        const int owner = __ffs(__ballot_sync(~0u, best == top)) - 1;
-        if (lane == owner) {
+        if (lane == __ffs(__ballot_sync(~0u, best == top)) - 1) {
             ids[j] = lane * N + at;
             #pragma unroll
-            for (int i = 0; i < N; i++) if (i == at) key[i] = 0u;
+            for (int i = 0; i < N; i++) key[i] = i == at ? 0u : key[i];
         }
     }
 }
 
-// Weight of the pick that lane j < BEST holds, with logit `mine`; `logit` as above, for a softmax that is not renormalised.
-template <int MANY, int BEST, int KIND, bool TO_ONE, int N> __device__ __forceinline__ float pick_weight(const float* logit, float mine, float scaling, int lane) {
+template <int MANY, int BEST, int KIND, int N> __device__ __forceinline__ void pick(const float* near, const float* __restrict__ correction, int lane, int* ids, unsigned* = nullptr) {
+    if (correction) pick<MANY, BEST, KIND, true, N>(near, correction, lane, ids);
+    else pick<MANY, BEST, KIND, false, N>(near, nullptr, lane, ids);
+}
+
+// Weight of the pick that lane j < BEST holds, with logit `mine`; `near` as above, for a softmax that is not renormalised.
+template <int MANY, int BEST, int KIND, bool TO_ONE, int N> __device__ __forceinline__ float pick_weight(const float* near, float mine, float scaling, int lane) {
     float w;
-    if (KIND == 1) w = logistic(mine);
+    if (KIND == SCORE_SIGMOID) w = logistic(mine);
     else {
         float top = lane < BEST ? mine : __uint_as_float(0xFF800000u);
         for (int m = 16; m; m >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
-        if (KIND == 0 && !TO_ONE) {  // the largest of all is not always among the picked: a correction may have come between
+        if (KIND == SCORE_SOFTMAX && !TO_ONE) {  // the largest of all is not always among the picked: a correction may have come between
             #pragma unroll
-            for (int i = 0; i < N; i++) if (lane * N + i < MANY) top = fmaxf(top, logit[i]);
+            for (int i = 0; i < N; i++) if (lane * N + i < MANY) top = fmaxf(top, near[i]);
             for (int m = 16; m; m >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
         }
         w = expf(mine - top);
-        if (KIND == 0 && !TO_ONE) {  // the sum over all is needed only where it does not cancel
+        if (KIND == SCORE_SOFTMAX && !TO_ONE) {  // the sum over all is needed only where it does not cancel
             float all = 0.f;
             #pragma unroll
-            for (int i = 0; i < N; i++) all += lane * N + i < MANY ? expf(logit[i] - top) : 0.f;
+            for (int i = 0; i < N; i++) all += lane * N + i < MANY ? expf(near[i] - top) : 0.f;
             w /= warp_sum(all);
         }
     }
     if (lane >= BEST) w = 0.f;
-    if (KIND == 2 || TO_ONE) w /= warp_sum(w) + (KIND == 1 ? 1e-20f : 0.f);
+    if (KIND == SCORE_TOPK_SOFTMAX || TO_ONE) w /= warp_sum(w) + (KIND == SCORE_SIGMOID ? 1e-20f : 0.f);
     return __fmul_rn(w, scaling);
 }
+
+// Which experts a step needs, and for whom: a slot is one expert and up to EACH entries (row * PICKS + pick); an expert that more rows picked has several. The shared
+// expert (number MANY) has the first slots, the others follow in the order in which rows picked them. With EACH == FEW an entry's place in its slot is its row.
+template <int MANY, int BEST, int ALSO, int FEW, int EACH> struct Slots {
+    static constexpr int FIRST = ALSO ? (FEW + EACH - 1) / EACH : 0, MOST = FEW * BEST + FIRST, PICKS = BEST + ALSO, NOBODY = -1;
+    int ids[FEW * BEST], expert[MOST], opener[FEW * BEST], slot[FEW * BEST], number;
+    short who[MOST][EACH];
+    __device__ __forceinline__ void clear(int rows, int threads) {
+        for (int i = threadIdx.x; i < MOST * EACH; i += threads) who[i / EACH][i % EACH] = ALSO && i < rows ? i * PICKS + BEST : FEW == 1 ? i - ALSO : NOBODY;
+        if (threadIdx.x < FIRST) expert[threadIdx.x] = MANY;
+        if (FEW == 1 && !threadIdx.x) number = MOST;
+    }
+    __device__ __forceinline__ int* of(int row) { return FEW == 1 ? expert + ALSO : ids + row * BEST; }  // where its picks are to be put
+    __device__ __forceinline__ void group(int rows, int threads) {  // between two barriers
+        if (FEW == 1) return;
+        const int lane = threadIdx.x % 32, many = rows * BEST;
+        for (int i = threadIdx.x; i < many; i += threads) {
+            int before = 0, first = i;
+            #pragma unroll 4
+            for (int j = 0; j < i; j++) if (ids[j] == ids[i]) { if (before % EACH == 0) first = j; before++; }
+            opener[i] = before % EACH ? first * EACH + before % EACH : i * EACH;
+        }
+        __syncthreads();
+        if (threadIdx.x < 32) {
+            int next = FIRST;
+            for (int i = lane; i - lane < many; i += 32) {
+                const bool opens = i < many && opener[i] == i * EACH;
+                const unsigned votes = __ballot_sync(~0u, opens);
+                if (opens) { slot[i] = next + __popc(votes & ((1u << lane) - 1)); expert[slot[i]] = ids[i]; }
+                next += __popc(votes);
+            }
+            if (!lane) number = next;
+        }
+        __syncthreads();
+        for (int i = threadIdx.x; i < many; i += threads) who[slot[opener[i] / EACH]][EACH == FEW ? i / BEST : opener[i] % EACH] = i / BEST * PICKS + i % BEST;
+    }
+};

@@ -1,7 +1,9 @@
 #pragma once
 // How a long sequence is cut for attention: `many` pieces of 64 positions, as many of 128, then pieces of 256. The cuts depend on the position alone, so
 // whatever is added up piece by piece has the same bits for every company. With a window all are of 64: `many` is then larger than any sequence.
-constexpr int PIECE = 64;
+#ifndef PIECE
+#define PIECE 64
+#endif
 struct Pieces {
     int many;
     __device__ __forceinline__ int of(int p) const {

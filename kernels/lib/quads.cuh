@@ -66,8 +66,7 @@ struct mxfp4 : Place<4, 4> {
         #pragma unroll
         for (int r = 0; r < 4; r++) {
             const uint4 w = *vector(p, r);
-            const unsigned e = s >> (8 * r) & 0xFF;
-            const float f = __uint_as_float(e == 0 ? 0x400000u : e == 255 ? 0x7FFFFFFFu : e << 23);
+            const float f = __uint_as_float((r < 3 ? s << (23 - 8 * r) : s >> 1) & 0x7F800000u);  // 2^-127 counts as nothing, NaN as infinity
             const float2 u = __half22float2(nvfp4_word(w.y, h + 4, nvfp4_word(w.x, h, zero)));
             const float2 v = __half22float2(nvfp4_word(w.w, h + 12, nvfp4_word(w.z, h + 8, zero)));
             y[r] = fmaf(__fmul_rn(__fadd_rn(u.x + u.y, v.x + v.y), z), f, y[r]);
@@ -149,3 +148,26 @@ template <int G> __device__ __forceinline__ float group_sum4(float a, float b, f
     for (int m = G / 8; m; m >>= 1) v += __shfl_xor_sync(~0u, v, m);
     return v;
 }
+
+// MANY rows of K columns as fp16 in shared memory: eights i of chunk c in at[row][i*LX + c], and what a chunk is to be multiplied by.
+template <int K, int MANY, int POWER> struct Inputs {
+    static constexpr int C = (K + 31) / 32, LX = C + 2;
+    uint4 at[MANY][4 * LX];
+    float z[MANY][C];
+    // Columns v*8 to v*8 + 7 of a row from four lanes that follow each other, so that they have a chunk.
+    __device__ __forceinline__ void put(int row, int v, const float* a) {
+        float top = top8(a);
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+        const float2 f = chunk_power<POWER>(top);
+        if (v >= 4 * C) return;
+        at[row][v % 4 * LX + v / 4] = to_half8(a, f.x);
+        if (v % 4 == 0) z[row][v / 4] = f.y;
+    }
+    template <class F> __device__ __forceinline__ void dot(unsigned char* place, int row, int c, float* sums) const {  // a quad's chunk in `place`
+        uint4 a[4];
+        #pragma unroll
+        for (int i = 0; i < 4; i++) a[i] = at[row][i * LX + c];
+        F::dot(place, a, z[row][c], sums);
+    }
+};

@@ -19,6 +19,11 @@ __device__ __forceinline__ uint4 to_half8(const float* v, float s) {
     for (int i = 0; i < 4; i++) { const __half2 h = __floats2half2_rn(v[2 * i] * s, v[2 * i + 1] * s); (&r.x)[i] = *reinterpret_cast<const unsigned*>(&h); }
     return r;
 }
+// The same in the order 0 2 1 3 4 6 5 7.
+__device__ __forceinline__ uint4 to_half8_crossed(const float* v, float s) {
+    const float u[8] = {v[0], v[2], v[1], v[3], v[4], v[6], v[5], v[7]};
+    return to_half8(u, s);
+}
 __device__ __forceinline__ void load8(const float* p, float* v) {
     *(float4*)v = *(const float4*)p;
     *(float4*)(v + 4) = *(const float4*)(p + 4);

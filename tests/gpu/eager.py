@@ -43,8 +43,8 @@ def one(name, emulator):
     return bad
 
 if __name__=='__main__':
-    a = arguments(__doc__, models=dict(default='smollm,qwen3.6-moe,gpt-oss,gemma,nemotron'), inner=dict(action='store_true'))
-    names = ['llama','qwen3.6-moe'] if a.emulator else a.models.split(',')
+    a = arguments(__doc__, models=dict(default=''), inner=dict(action='store_true'))
+    names = (a.models or ('llama,qwen3.6-moe' if a.emulator else 'smollm,qwen3.6-moe,gpt-oss,gemma,nemotron')).split(',')
     if len(names)==1 or a.inner or a.emulator: verdict([b for n in names for b in one(n, a.emulator)], 'a replayed step is the launched step')
     ps = [subprocess.Popen([sys.executable, __file__, '--inner', '--models', n]) for n in names]
     verdict([n for n,p in zip(names, ps) if p.wait()], f'{len(names)} models: a replayed step is the launched step')
