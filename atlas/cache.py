@@ -99,7 +99,7 @@ def slots(self:BlockTable,
     p,B = np.arange(start, start+n),self.pool.block_size
     return np.asarray(self.blocks, np.int64)[p//B]*B + p%B
 
-# %% ../nbs/30_cache.ipynb #6cc74b52
+# %% ../nbs/30_cache.ipynb #fe2fdc2f
 class KVCache:
     "Keys and values of every attention layer, states of every recurrent one, and the pool that deals the blocks out"
     def __init__(self,
@@ -118,14 +118,14 @@ class KVCache:
         self.formats = kv_formats(cfg, dtype, drafting, high_precision)
         if device.kind=='cpu': self.k,self.v = ({i:device.zeros((num_blocks,block_size,*s), dtype) for i,s in kv.items()} for _ in range(2))
         else:
-            with device.making_in(None): words = pool_words(device) # may be shared by the card's caches: no part of this one
+            words = pool_words(device) if kv else None # of this cache only: models may run at the same time
             self.kv = {i:make_pool(device, num_blocks, block_size, *s, self.formats[i], words) for i,s in kv.items()}
         if device.kind=='cpu': self.kv = {i:SimpleNamespace(k=self.k[i], v=self.v[i]) for i in kv}
         self.conv,self.rec = ({i:device.zeros((num_states,*s[p])) for i,s in st.items()} for p in ('conv','rec'))
         self.bytes_per_state = state_bytes(cfg)
 
-# %% ../nbs/30_cache.ipynb #7f037082
-KV_FORMATS = ('bf16','fp8','nvfp4') # Formats of keys and values on a card
+# %% ../nbs/30_cache.ipynb #7655aeca
+KV_FORMATS = ('bf16','f16','fp8','nvfp4') # Formats of keys and values on a card
 
 def kv_formats(cfg:ModelConfig, dtype, drafting:bool=False, high_precision:int=0)->dict: # Layer -> format
     "How each attention layer's keys and values are kept; a `ConfigError` for a format that is none of `KV_FORMATS`"

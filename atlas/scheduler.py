@@ -122,12 +122,12 @@ def remove(self:Queue, seq:Seq):
         self._heap = [e for e in self._heap if self._waits(e[1])]
         heapify(self._heap)
 
-# %% ../nbs/32_scheduler.ipynb #2be28840
+# %% ../nbs/32_scheduler.ipynb #bb6bfbd9
 @dataclass
 class Plan:
     "The rows of one step"
     prefill:list[tuple[Seq,int,int]]=field(default_factory=list) # Sequence, first position, rows
-    replay:list[tuple[Seq,int,int]]=field(default_factory=list) # The same; at most MAX_ROWS rows each
+    replay:list[tuple[Seq,int,int]]=field(default_factory=list) # The same; at most `Scheduler.rows` rows each
     decode:list[Seq]=field(default_factory=list) # One row each, at num_computed
 
     def __post_init__(self):
@@ -147,7 +147,7 @@ def __repr__(self:Plan):
     parts = dict(prefill=runs(self.prefill), replay=runs(self.replay), decode=' '.join(s.id for s in self.decode))
     return f'Plan({", ".join(f"{k} {v}" for k,v in parts.items() if v)})'
 
-# %% ../nbs/32_scheduler.ipynb #7fafffdd
+# %% ../nbs/32_scheduler.ipynb #55b27bad
 class Scheduler:
     "Decides, step by step, which rows of which sequences are computed"
     def __init__(self,
@@ -163,6 +163,7 @@ class Scheduler:
         self.limit,self.promised = int(pool.num_blocks*overcommit),0
         self.waiting,self.running,self.seqs,self.states = Queue(),[],{},[(2*i,2*i+1) for i in range(max_num_seqs)][::-1]
         self._arrivals,self.totals,self.finished = 0,Counter(),Counter()
+        self.rows = MAX_ROWS # Most to replay of one sequence in a step; a device may want fewer
 
 # %% ../nbs/32_scheduler.ipynb #43aa5486
 @patch
@@ -262,18 +263,19 @@ def _grow(self:Scheduler, seq)->bool:
     seq.table.ensure(seq.num_computed+1)
     return True
 
-# %% ../nbs/32_scheduler.ipynb #d5839cad
+# %% ../nbs/32_scheduler.ipynb #92d0efb0
 @patch
 def _piece(self:Seq,
-    left:int # Tokens that may still be in the step
+    left:int, # Tokens that may still be in the step
+    rows:int=MAX_ROWS # Most to replay
 )->int: # Rows
     "How many rows to prefill or to replay from `num_computed` on"
     c = self.num_computed
-    if self.state=='replay': return min(MAX_ROWS, left, len(self)-1-c)
+    if self.state=='replay': return min(rows, left, len(self)-1-c)
     end = min(self.prompt_len, c+left)
     return max(0, end-c if end==self.prompt_len else end-end%TILE-c)
 
-# %% ../nbs/32_scheduler.ipynb #fc23e5a9
+# %% ../nbs/32_scheduler.ipynb #40e5c908
 @patch
 def schedule(self:Scheduler)->Plan|None:
     "Plan the next step; None if there is nothing to do"
@@ -282,7 +284,7 @@ def schedule(self:Scheduler)->Plan|None:
     for seq in tuple(self.running):
         if (state := seq.state)=='decode':
             if seq.num_computed<seq.depth and self._grow(seq): decode.append(seq)
-        elif state!='waiting' and (n := seq._piece(left)):
+        elif state!='waiting' and (n := seq._piece(left, self.rows)):
             (prefill if state=='prefill' else replay).append((seq, seq.num_computed, n))
             left -= n
     return Plan(prefill, replay, decode) or None

@@ -6,7 +6,7 @@ Docs: https://atlas-inference.github.io/atlas/cuda.attend.html.md"""
 
 # %% auto #0
 __all__ = ['PIECE', 'pool_bytes', 'KVPool', 'pool_words', 'make_pool', 'encode_row', 'decode_row', 'unpack_pool', 'Angles',
-           'num_pieces', 'attend']
+           'num_pieces', 'most_rows', 'attend']
 
 # %% ../../nbs/13a_cuda.attend.ipynb #dd608c3d
 import numpy as np
@@ -146,7 +146,7 @@ def num_pieces(
     many = max(8, (128 if d>128 else 256)//blocks)
     return (n if n<=many else many+-(-(n-many)//2) if n<=3*many else 2*many+-(-(n-3*many)//4)),many
 
-# %% ../../nbs/13a_cuda.attend.ipynb #d98d431c
+# %% ../../nbs/13a_cuda.attend.ipynb #a2534f51
 def _parts(d): return 4 if d>256 else 2 if d>128 else 1 # warps that share a slice
 
 def _slice(d, fmt, parts):
@@ -170,6 +170,10 @@ def _variant(card, a, pool, half, b):
     "`_defines` for step `b`: a block takes as many rows of a sequence as it has registers and room for"
     if b.num_rows==b.num_seqs: return _defines(a, pool, half, 1, 1)
     return next(d for d in (_defines(a, pool, half, s, n) for s,n in ((4,8),(2,8),(1,8),(1,6))) if d['BYTES']<=min(_room(card), 110<<10) and d['SHARE']*a.head_dim<=512)
+
+def most_rows(card, a, pool:KVPool)->int:
+    "Rows that a step may have of one sequence: fewer than 8 where heads are large and multiprocessors small"
+    return next(n for n in (8,6) if _defines(a, pool, a.head_dim//2, 1, n)['BYTES']<=min(_room(card), 110<<10))
 
 # %% ../../nbs/13a_cuda.attend.ipynb #34a3aad9
 _GIVEN = 8 # Pieces of a row that blocks add up among themselves

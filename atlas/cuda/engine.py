@@ -7,7 +7,7 @@ Docs: https://atlas-inference.github.io/atlas/cuda.engine.html.md"""
 # %% auto #0
 __all__ = ['bucket', 'Rows', 'Flight', 'CardEngine']
 
-# %% ../../nbs/33a_cuda.engine.ipynb #6881d742
+# %% ../../nbs/33a_cuda.engine.ipynb #cfd81a57
 import weakref
 import numpy as np
 from contextlib import ExitStack,nullcontext
@@ -16,6 +16,7 @@ from functools import partial
 from types import SimpleNamespace
 from fastcore.basics import patch
 from .advance import advance
+from .attend import most_rows
 from .sample import SampleTable,sample_rows
 from ..engine import Engine,Event
 from ..graph import Graph
@@ -91,7 +92,7 @@ class Flight:
     event:object # Done when they are there; None where they are
     count:int=0 # Launches up to here
 
-# %% ../../nbs/33a_cuda.engine.ipynb #e9a99600
+# %% ../../nbs/33a_cuda.engine.ipynb #5af2fbe5
 class CardEngine(Engine):
     "`Engine` for a model on a card"
     def __init__(self, model, cache, scheduler, room=None):
@@ -105,6 +106,7 @@ class CardEngine(Engine):
         self.memory = None if self.stream is None else self.card.xp.cuda.MemoryPool()
         if self.memory: weakref.finalize(self, self.card.pools.append, self.memory).atexit = False # a pool that is only dropped frees nothing
         self._lanes,self._free,self._graphs,self._flying,self.late = {},list(range(n+1))[::-1],{},None,None
+        scheduler.rows = min([MAX_ROWS, *(most_rows(self.card, model.c.attn(i), p) for i,p in cache.kv.items())])
 
     def here(self):
         "A context in which kernels go to the engine's stream, and arrays are none of a model that is being loaded meanwhile"
@@ -261,7 +263,7 @@ def _step(self:CardEngine):
     self._flying = flight
     return events
 
-# %% ../../nbs/33a_cuda.engine.ipynb #d30082d4
+# %% ../../nbs/33a_cuda.engine.ipynb #e9893a50
 @patch
 def warm(self:CardEngine):
     "Compile what any step needs, and run each kind once, on blocks and slots that nobody has yet"
@@ -276,7 +278,7 @@ def warm(self:CardEngine):
     lengths = {1,long,*(1<<i for i in range(6, long.bit_length()))}  # tiles of products are chosen by rows
     prompts = [*((t,1) for t in sorted(lengths)), *((1,k) for k in n), (min(long, -(-s.chunk//s.max_num_seqs)),s.max_num_seqs)]  # the last has as many rows as a step can have
     with self.here():
-        make_ready(self.card, *(partial(prompt, *p) for p in prompts), *(partial(replay, k) for k in (1,2,4,MAX_ROWS)), partial(rows, min(128, end)), partial(rows, end))
+        make_ready(self.card, *(partial(prompt, *p) for p in prompts), *(partial(replay, k) for k in (1,2,4,s.rows)), partial(rows, min(128, end)), partial(rows, end))
         prompt(long); rows(128); self.card.synchronize()
     self.late = []
 

@@ -7,8 +7,7 @@ Docs: https://atlas-inference.github.io/atlas/cuda.experts.html.md"""
 # %% auto #0
 __all__ = ['moe', 'row_bias']
 
-# %% ../../nbs/16a_cuda.experts.ipynb #9f7c9f85
-import functools
+# %% ../../nbs/16a_cuda.experts.ipynb #5427b7ca
 import numpy as np
 from ..card import card_of,run
 from ..config import MoEConfig
@@ -46,29 +45,24 @@ def _fitted(card, d, items, fmt, *sizes):
         for deep in range(max(1, min(ring//(w*place), items)), 0, -1):
             if (need := _bytes(d|dict(WARPS=w), deep, place, *sizes))<=room: return d|dict(WARPS=w, DEEP=deep, ROOM=max(need, half))
 
-# %% ../../nbs/16a_cuda.experts.ipynb #a0907276
+# %% ../../nbs/16a_cuda.experts.ipynb #69ab9bbb
 def _variants(card, H, up, down, m, act, norm, shared, gate, corrected, rows, blocks):
     "Options of experts_up and of experts_down for at most `rows`, each with its blocks"
     I,picks = down.k,m.top_k+shared
-    kb = lambda p: p.s.shape[1] if p.fmt=='fp8' else 1
+    kb,many = lambda p: p.s.shape[1] if p.fmt=='fp8' else 1,lambda p: 16 if p.fmt in ('bf16','f16') else 24
     for r in (8,4,2,1):
         if r>=2*rows: continue
         d = dict(HIDDEN=H, INNER=I, EXPERTS=m.num_experts, TOP_K=m.top_k, SHARED=int(shared), SCORE=f'SCORE_{m.score.upper()}', CORRECTED=int(corrected), ROWS=r)
-        l = _lanes(H); units = picks*_ceil(_ceil(up.rows, 4), 32//l); gu = min(blocks, r*units); W = 24 if r>1 else _warps(_ceil(units, gu), 24)
+        l = _lanes(H); units = picks*_ceil(_ceil(up.rows, 4), 32//l); gu = min(blocks, r*units); W = many(up) if r>1 else _warps(_ceil(units, gu), 24)
         u = d|dict(FORMAT=up.fmt, KB=kb(up), NORM=int(norm), ACT=_ACTS[act], LANES=l, WARPS=W)
         u = _fitted(card, u, _ceil(r*units, gu*W)*_ceil(H, 32*l), up.fmt, r, H, r*_ceil(H, 256))
-        l = _lanes(I); groups = _ceil(H//4, 32//l); gd = min(blocks, groups); own = _ceil(groups, gd); W = 24 if r>1 else _warps(own*picks, 18)
+        l = _lanes(I); groups = _ceil(H//4, 32//l); gd = min(blocks, groups); own = _ceil(groups, gd); W = many(down) if r>1 else _warps(own*picks, 18)
         v = d|dict(FORMAT=down.fmt, KB=kb(down), GATE=int(gate), RENORM=int(m.renormalise), LANES=l, WARPS=W, OWN=own)
         v = _fitted(card, v, _ceil(r*own*picks, W)*_ceil(I, 32*l), down.fmt, r*picks, I, r*picks*(1+own*128//l))
         if u and v: return u,gu,v,gd
     raise AtlasError(f'Experts of {I:,} on {H:,} values need more shared memory than a block has')
 
-# %% ../../nbs/16a_cuda.experts.ipynb #c3c0c282
-@functools.cache
-def _between(card, ld, picks, width):
-    "Logits and hidden values of up to 8 rows. Launches of one stream share them"
-    return card.empty((8,ld)),card.empty((8,picks,width))
-
+# %% ../../nbs/16a_cuda.experts.ipynb #37dd01c3
 def _raw(a): return None if a is None else a.reshape(-1).view('uint8')
 
 def _route(x, gain, eps, router, bias, logits, E):
@@ -85,7 +79,7 @@ def _checked(H, router, up, down, m, act, shared, gate):
         if p.shape!=shape: raise AtlasError(f'moe: {name} is {list(p.shape)}, and should be {list(shape)}', param=name)
     if up.pair!=(wide>1): raise AtlasError(f'moe: gate and up rows are {"" if up.pair else "not "}interleaved, and the activation is {act}', param='up')
 
-# %% ../../nbs/16a_cuda.experts.ipynb #108ef7f2
+# %% ../../nbs/16a_cuda.experts.ipynb #6734e98c
 def moe(
     x, # [R, H] float32
     gain, # [H] of the norm, or None: `x` is normed
@@ -114,7 +108,7 @@ def moe(
     _checked(H, router, up, down, m, act, shared, shared_gate)
     u,gu,v,gd = _variants(card, H, up, down, m, act, gain is not None, shared, shared_gate, correction is not None, R, blocks or card.multiprocessors)
     n,ld,out,of = u['ROWS'],_ceil(router.n, 4)*4,card.empty((R,H)) if out is None else out,lambda a,i: None if a is None else a[i:i+n]
-    logits,h = _between(card, ld, m.top_k+shared, _ceil(down.k, 4)*4)
+    logits,h = card.empty((n,ld)),card.empty((n,m.top_k+shared,_ceil(down.k, 4)*4))
     for i in range(0, R, n):
         r,(ids,weights) = min(n, R-i),(of(a, i) for a in routes or (None,None))
         _route(x[i:i+n], gain if router_gain is None else router_gain, float(eps), router, bias, logits[:r], E)

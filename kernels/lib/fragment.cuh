@@ -14,29 +14,8 @@
 #include "lib/stage.cuh"
 #include "lib/mma.cuh"
 #include "lib/async.cuh"
+#include "lib/codes.cuh"
 
-__device__ __forceinline__ unsigned bits_of_half2(__half2 h) { return *reinterpret_cast<unsigned*>(&h); }
-__device__ __forceinline__ __half2 half2_from(unsigned v) { return *reinterpret_cast<__half2*>(&v); }
-
-// Two e4m3 numbers as fp16.
-__device__ __forceinline__ unsigned e4m3_halves(unsigned v) {
-#if __CUDA_ARCH__ >= 890
-    unsigned h;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(h) : "h"((unsigned short)v));
-    return h;
-#else  // an e4m3 shifted into an fp16 is the same number times 2^-8; its NaN becomes 480
-    const unsigned h = ((v & 0x8000u) << 16) | ((v & 0x7F00u) << 15) | ((v & 0x80u) << 8) | ((v & 0x7Fu) << 7);
-    return bits_of_half2(__hmul2(half2_from(h), __float2half2_rn(256.f)));
-#endif
-}
-// The e2m1 numbers of word `w` (layout: nvfp4.cuh) as four pairs of fp16, times 2^-14 and `f`.
-__device__ __forceinline__ void e2m1_pairs(unsigned w, __half2 f, unsigned* h) {
-    const unsigned a = w & 0x8E8E8E8Eu, b = ((w << 7) & 0x80808080u) | ((w >> 3) & 0x0E0E0E0Eu);
-    h[0] = bits_of_half2(__hmul2(half2_from(__byte_perm(a, 0, 0x1404)), f));
-    h[1] = bits_of_half2(__hmul2(half2_from(__byte_perm(a, 0, 0x3424)), f));
-    h[2] = bits_of_half2(__hmul2(half2_from(__byte_perm(b, 0, 0x1404)), f));
-    h[3] = bits_of_half2(__hmul2(half2_from(__byte_perm(b, 0, 0x3424)), f));
-}
 // The bits of `a` where `mask` has ones, those of `b` where it has zeros: in one instruction, which the compiler would not find.
 __device__ __forceinline__ unsigned choose(unsigned a, unsigned b, unsigned mask) {
 #if defined(__CUDA_ARCH__)
