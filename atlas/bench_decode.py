@@ -8,8 +8,7 @@ Docs: https://atlas-inference.github.io/atlas/bench_decode.html.md"""
 __all__ = ['GB10', 'distinct', 'step_bytes', 'Point', 'pretend', 'measure', 'graph_time', 'Stage', 'stages', 'DecodeReport',
            'bench_decode', 'roofline']
 
-# %% ../nbs/59a_bench_decode.ipynb #b3665240
-import re
+# %% ../nbs/59a_bench_decode.ipynb #c0123c2c
 import numpy as np
 from dataclasses import asdict,dataclass,field
 from time import perf_counter
@@ -96,22 +95,20 @@ class Stage:
     us:float # Of one
     bytes:float # That one must move
 
-# %% ../nbs/59a_bench_decode.ipynb #1c2fe485
-def _traffic(name, names, args, defines, llm, batch, context):
+# %% ../nbs/59a_bench_decode.ipynb #0f3c0e3e
+def _traffic(name, names, args, llm, batch, context):
     "Bytes that one call moves"
     a,c = dict(zip(names, args)),llm.config
     size = lambda ks: sum(a[k].nbytes for k in ks if hasattr(a.get(k), 'nbytes'))
-    if name.startswith(('experts','moe')): # one launch of three may do one part only
-        E,steps = c.moe.num_experts,defines.get('STEPS', 7)
-        bank = [k for k in a if (m := re.fullmatch('(up_|down_)?(w|s|gs|bias)', k)) and steps & {'up_':2,'down_':4}.get(m[1], 7)]
-        more = max(p.experts for p in packed_in(llm.model.layers))-E # the shared expert, if it is in the bank
-        return size(bank)*(distinct(E, c.moe.top_k, batch)+more)/(E+more)+size(('router_w',)*(steps&1)+('x',)*(steps!=4)+('h','y')*(steps!=1))
+    if name.startswith('experts'):
+        E = c.moe.num_experts; more = max(p.experts for p in packed_in(llm.model.layers))-E # the shared expert, if it is in the bank
+        return size(('w','s','gs','bias'))*(distinct(E, c.moe.top_k, batch)+more)/(E+more)+size(('x','h','y'))
     if name.endswith('_step'): return 2*batch*llm.cache.bytes_per_state/max(1, len(llm.cache.rec))+size(('x','y'))
     if name.startswith('attn'): return batch*llm.cache.bytes_per_token/max(1, len(llm.cache.kv))*context
     if name in ('embed','greedy'): return size(('x','y','logits'))
     return size(a)
 
-# %% ../nbs/59a_bench_decode.ipynb #62de514a
+# %% ../nbs/59a_bench_decode.ipynb #f00d904f
 def stages(llm, batch:int=1, context:int=0)->list[Stage]:
     "The launches of a decode step by kind, each timed alone"
     e = llm.engine
@@ -126,7 +123,7 @@ def stages(llm, batch:int=1, context:int=0)->list[Stage]:
             for g,b,args,sh,pdl,d in calls: run(n, g, b, *args, shared=sh, pdl=pdl, **d)
         w = next((a for k,a in zip(names, calls[0][2]) if k=='w'), None)
         us = microseconds(again)/len(calls) if llm.device.kind=='cuda' else float('nan')
-        out.append(Stage(n, '' if w is None else 'x'.join(map(str, w.shape)), len(calls), us, float(np.mean([_traffic(n, names, c[2], c[5], llm, batch, context) for c in calls]))))
+        out.append(Stage(n, '' if w is None else 'x'.join(map(str, w.shape)), len(calls), us, float(np.mean([_traffic(n, names, c[2], llm, batch, context) for c in calls]))))
     for s in list(e.scheduler.seqs): e.abort(s)
     while e.has_work: e.step()
     e._land()
