@@ -411,15 +411,17 @@ def bench_kernels(model:Model, batch:Batches='1',
     "Time every kind of kernel of a decode step by itself: bytes, bandwidth, fraction of a plain copy."
     bench_decode(model, batch, context, 32, True, device, load_format, weights, quantization, lm_head_dtype, json_file=json_file)
 
-# %% ../nbs/60_cli.ipynb #2f9ae8ef
+# %% ../nbs/60_cli.ipynb #008bc335
 @app.command(epilog=_examples('atlas check', 'atlas check --device emulator --only gemv'))
 def check(device:Annotated[str, _opt('A card: cuda or cuda:N; or emulator, which needs a C++ compiler instead.')]='cuda',
     only:Annotated[str|None, _opt('Only kernels whose names contain this.', show_default=False)]=None):
     "Try every kernel on this machine's card."
     from atlas.check import check
+    from atlas.core import AtlasError
     from atlas.device import get_device
     from atlas.emulator import Emulator
     report = check(Emulator() if device=='emulator' else get_device(device), only)
+    if not report: raise AtlasError(f'No kernel has {only!r} in its name', hint='"atlas check" names them all', param='only')
     typer.echo(str(report))
     raise typer.Exit(min(report.failures, 125))
 

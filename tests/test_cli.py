@@ -351,8 +351,10 @@ def test_serve_answers_and_stops(demo):
 def test_check_runs_kernels_and_counts_what_is_wrong(monkeypatch):
     from atlas.emulator import find_cxx
     if not find_cxx(): pytest.skip('no C++ compiler')
-    r = run('check', '--device', 'emulator', '--only', 'argmax')
-    assert r.exit_code==0 and 'argmax' in r.stdout and '0 failed' in r.stdout
+    r = run('check', '--device', 'emulator', '--only', 'greedy')
+    assert r.exit_code==0 and 'greedy' in r.stdout and '0 failed' in r.stdout
+    r = run('check', '--device', 'emulator', '--only', 'gready')
+    assert r.exit_code==1 and "No kernel has 'gready'" in r.stderr
 
 def test_commands_for_cards_say_so_on_the_host():
     r = run('bench', 'decode', str(root/'tests'/'data'/'smollm2-tied'), '--device', 'cpu')
