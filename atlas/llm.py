@@ -177,7 +177,7 @@ def _tight(ck, device)->bool:
     "Would the weights of `ck`, as float32, take more than half of what is free?"
     return 4*ck.config.num_params>device.memory()[1]/2
 
-# %% ../nbs/45_llm.ipynb #2051f474
+# %% ../nbs/45_llm.ipynb #0112958e
 def _arena(device)->Arena:
     "An arena for one model; the emulator leaves most of the host's memory alone"
     device.tidy()
@@ -190,6 +190,7 @@ def _staying(self:LLM, name, everywhere=False):
     "A context in which arrays of the card are made that stay, in a new region of the arena"
     return self._region(name).allocating(everywhere) if self.arena else nullcontext()
 
+# %% ../nbs/45_llm.ipynb #38fe1eaa
 _KEPT = ('NVFP4','MXFP4','FP8_TENSOR','FP8_CHANNEL','FP8_BLOCK','F8_E4M3','BF16','F16') # Formats that a card keeps; it has the others as F16
 
 def _weight_bytes(ck, parts, quantization=None, head=None)->int:
