@@ -95,14 +95,14 @@ class Stage:
     us:float # Of one
     bytes:float # That one must move
 
-# %% ../nbs/59a_bench_decode.ipynb #0f3c0e3e
+# %% ../nbs/59a_bench_decode.ipynb #48e77d5d
 def _traffic(name, names, args, llm, batch, context):
     "Bytes that one call moves"
     a,c = dict(zip(names, args)),llm.config
     size = lambda ks: sum(a[k].nbytes for k in ks if hasattr(a.get(k), 'nbytes'))
-    if name.startswith('experts'):
+    if name=='experts':
         E = c.moe.num_experts; more = max(p.experts for p in packed_in(llm.model.layers))-E # the shared expert, if it is in the bank
-        return size(('w','s','gs','bias'))*(distinct(E, c.moe.top_k, batch)+more)/(E+more)+size(('x','h','y'))
+        return size(('uw','us','ugs','ubias','dw','ds','dgs','dbias'))*(distinct(E, c.moe.top_k, batch)+more)/(E+more)+size(('x','h','h','y'))
     if name.endswith('_step'): return 2*batch*llm.cache.bytes_per_state/max(1, len(llm.cache.rec))+size(('x','y'))
     if name.startswith('attn'): return batch*llm.cache.bytes_per_token/max(1, len(llm.cache.kv))*context
     if name in ('embed','greedy'): return size(('x','y','logits'))

@@ -95,7 +95,7 @@ def _ok(code, what, card):
     "The typed error of a driver's answer, unless it is 0"
     if code: raise faults.error(code, what, f'{card.card} ({card.arch}) may have less room than the kernel was written for: please report it, or use --device cpu')
 
-# %% ../nbs/04b_card.ipynb #38f6c02d
+# %% ../nbs/04b_card.ipynb #d5877d63
 class Launch:
     "A kernel loaded on a card: `k(grid, block, pointers, shared, pdl)`, a pointer to each argument"
     def __init__(self, card:Cuda, src:Source, cubin:bytes):
@@ -104,6 +104,7 @@ class Launch:
         self.function,self._room = self.module.get_function(src.name),0 # dynamic shared memory that it may have: what is left of 48 KiB beside its own, unless it is raised
         self._ptr,self._launch,self._stream = self.function.ptr,_driver().cuLaunchKernelEx,card.xp.cuda.get_current_stream
         self._config = ctypes.create_string_buffer(_CONFIG.size); self._at = ctypes.addressof(self._config)
+        faults.hold(self)
     def __call__(self, grid, block, pointers, shared=0, pdl=True):
         "Put it in the queue of the current stream"
         card = self.card

@@ -9,8 +9,8 @@ __all__ = ['STICKY', 'faults', 'quiet', 'MIN_CAPABILITY', 'Memory', 'meminfo', '
            'Device', 'cores', 'Host', 'cuda_count', 'CudaFault', 'driver', 'status_text', 'Faults', 'Quiet',
            'arch_name', 'Cuda', 'get_device', 'Budget']
 
-# %% ../nbs/03_device.ipynb #3889bd58
-import ctypes,functools,math,os,re,threading,warnings
+# %% ../nbs/03_device.ipynb #c746dde5
+import ctypes,functools,math,os,re,threading,warnings,weakref
 from collections import deque
 from contextlib import contextmanager,nullcontext
 from importlib.util import find_spec
@@ -228,7 +228,7 @@ class CudaFault(DeviceError):
     "The card has failed for the rest of this process's life; `kernels` were at work"
     code,kernels = 'device_fault',()
 
-# %% ../nbs/03_device.ipynb #28acc7fc
+# %% ../nbs/03_device.ipynb #02f32888
 @functools.cache
 def driver():
     "The CUDA driver's C functions; a `DeviceError` where there is no driver"
@@ -246,7 +246,7 @@ def status_text(
 
 class Faults:
     "Knows what was launched last, and remembers the first fault that stays: after it, nothing runs"
-    def __init__(self, keep:int=64): self.fault,self.exact,self.count,self._names = None,False,0,deque(maxlen=keep)
+    def __init__(self, keep:int=64): self.fault,self.exact,self.count,self._names,self._held = None,False,0,deque(maxlen=keep),weakref.WeakValueDictionary()
     names = property(lambda self: list(dict.fromkeys(n for _,n in self._names)), doc='What may still be at work, first launched first')
     def launching(self, *names:str):
         "Call before each launch; raises the `CudaFault` that was, if there was one"
@@ -256,16 +256,21 @@ class Faults:
     def settled(self, count:int|None=None):
         "All launches, or the first `count`, are known to be done"
         while self._names and (count is None or self._names[0][0]<=count): self._names.popleft()
+    def hold(self, o):
+        "Should the card fail, `o` is never given back to it"
+        self._held[id(o)] = o
     def check(self):
         "Raise if the card has failed before"
         if self.fault: raise _fault(f'The card has failed, and nothing runs on it any more. The first fault was: {self.fault.msg}', self.fault.kernels)
+
+def _forever(o): "Nobody deletes `o` any more, not even the end of the process"; ctypes.pythonapi.Py_IncRef(ctypes.py_object(o))
 
 def _fault(msg, kernels):
     e = CudaFault(msg, hint='Start a new process; if it happens again, look for the kernel with device.faults.exact = True')
     e.kernels = tuple(kernels)
     return e
 
-# %% ../nbs/03_device.ipynb #b727d601
+# %% ../nbs/03_device.ipynb #380c795a
 @patch
 def error(self:Faults,
     code:int, # Status of a call to CUDA
@@ -279,6 +284,7 @@ def error(self:Faults,
         names = self.names
         where = f'in {names[0]}' if len(names)==1 else f'in one of: {", ".join(names)}' if names else 'where no kernel was at work'
         self.fault = _fault(f'CUDA error {code}, {status_text(code)}, seen at {doing}; it happened {where}', names)
+        for o in filter(None, [r() for r in self._held.valuerefs()]): _forever(o)
         return self.fault
     return _fault(f'{doing}: the card has failed before. The first fault was: {self.fault.msg}', self.fault.kernels)
 

@@ -42,7 +42,7 @@ class Engine:
     def stats(self)->dict: return self.scheduler.stats()|dict(steps_total=self.steps, corrupted_requests_total=self.corrupted)
     def __repr__(self): return f'Engine({self.model!r}, {self.scheduler!r})'
 
-# %% ../nbs/33_engine.ipynb #f278868f
+# %% ../nbs/33_engine.ipynb #f8293436
 def check_ids(
     ids, # Of a prompt
     V:int, # Size of the vocabulary
@@ -54,7 +54,7 @@ def check_ids(
 @patch
 def add(self:Engine, request:Request):
     "Queue `request`; refuses what can never be served"
-    check_ids(request.prompt, self.model.c.vocab_size)
+    check_ids(request.prompt, self.model.c.vocab_size); self.scheduler.check(request)
     state = SampleState(request.params, request.prompt, self.model.c.vocab_size, eos_ids=request.eos_ids)  # may refuse, so it comes first
     media = self._look(request)
     seq = self.scheduler.add(request)

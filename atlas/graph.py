@@ -49,14 +49,14 @@ def _stream(card):
 def _here(self:Graph):
     with self.scratch.allocating() if self.scratch else contextlib.nullcontext(), self.stream or contextlib.nullcontext(): yield
 
-# %% ../nbs/04c_graph.ipynb #52223387
+# %% ../nbs/04c_graph.ipynb #a810091f
 @patch
 def _record(self:Graph, f):
     if self.card.kind!='cuda':
         with recording(launch=False, args=True) as r: self.out = f()
     else:
         with recording() as r, capturing(self.stream) as c: self.out = f()
-        self._graph = c.graph
+        self._graph = c.graph; self.card.faults.hold(self)
         self._graph.upload(self.stream)
     self.calls = r.calls
 

@@ -93,7 +93,7 @@ class Output:
     def __str__(self): return self.text
     def __repr__(self): return f'{self.text!r}  ({self.usage["completion_tokens"]} tokens, {self.finish_reason})'
 
-# %% ../nbs/45_llm.ipynb #efe5d2d4
+# %% ../nbs/45_llm.ipynb #351370d7
 class LLM:
     "A model, ready to answer"
     def __init__(self,
@@ -101,7 +101,7 @@ class LLM:
         device:str='auto', # 'auto', 'cpu' or 'cuda'
         max_seq_len:int|None=None, # Context in tokens, prompt and answer; None: the model's own
         max_num_seqs:int=8, # Sequences that run together
-        kv_cache_memory:int|None=None, # Bytes for the KV cache; None: as much as can be used: 40 % of what is free on the host, all that weights and steps leave on a card
+        kv_cache_memory:int|None=None, # Bytes that the KV cache may have; it takes no more than `max_num_seqs` whole contexts need. None: 40 % of what is free on the host, all that weights and steps leave on a card
         chunk:int|None=None, # Prompt tokens in a step, beside decoding; None: 256 on the host, 2,048 on a card
         overcommit:float=1., # Promise this multiple of the cache; above 1, sequences may be preempted
         max_queue:int=256, # Requests that may wait
@@ -122,7 +122,7 @@ class LLM:
         if not card and (given := [k for k,v in dict(quantization=quantization, lm_head_dtype=lm_head_dtype, kv_cache_dtype=kv_cache_dtype, kv_high_precision_layers=kv_high_precision_layers or None).items() if v is not None]):
             raise RequestError(f'{given[0]} is for models on a card, and this one runs on {self.device.name}', hint='Leave it out, or use --device cuda', param=given[0])
         with open_model(str(model), load_format, weights) as ck:
-            kv = dict(block_size=64, dtype=kv_cache_dtype or 'bf16', high_precision=kv_high_precision_layers) if card else {}
+            kv = dict(block_size=64, dtype=kv_cache_dtype or 'bf16', high_precision=kv_high_precision_layers) if card else dict(block_size=16, dtype=np.float32, high_precision=0)
             self.arena = _arena(self.device) if card else None
             self._load(ck, str(model), max_seq_len, max_num_seqs, kv_cache_memory, kv, show, ('','vision')+('mtp',)*drafting, packed, quantization, lm_head_dtype, chunk)
         scheduler = Scheduler(self.cache.pool, max_num_seqs, self.max_seq_len, chunk, overcommit, max_queue)
@@ -131,16 +131,16 @@ class LLM:
         self._ids,self._boxes,self._lock,self.load_seconds = itertools.count(),{},threading.RLock(),perf_counter()-t
     def __repr__(self): return f'LLM({self.name}: {self.model!r} on {self.device.name}, context {self.max_seq_len:,})' if self.engine else f'LLM({self.name}: closed)'
 
-# %% ../nbs/45_llm.ipynb #94c71541
+# %% ../nbs/45_llm.ipynb #7c91eeb2
 @patch
 def _load(self:LLM, ck, name, max_seq_len, max_num_seqs, kv_cache_memory, kv, show, parts, packed, quantization, head, chunk):
     "Weights, cache, tokenizer and template of the open checkpoint"
     self.name,self.config,self.path,self.max_seq_len,self._kv = name,ck.config,ck.path,_context(ck.config, max_seq_len),kv
     how = max_num_seqs,self.max_seq_len
-    if not self.arena: blocks = lambda: fit_blocks(ck.config, ifnone(kv_cache_memory, _room(self.device)), *how)
+    if not self.arena: blocks = lambda: _fit(ck.config, *_room(self.device), kv_cache_memory, *how, **kv)
     else:
         steps = _step_bytes(ck, chunk, max_num_seqs)
-        blocks = lambda weights=0: _fit(ck.config, self.arena.budget, steps+weights, kv_cache_memory, *how, **kv)
+        blocks = lambda weights=0: _fit(ck.config, *_beside(self.arena.budget, steps+weights), kv_cache_memory, *how, **kv)
         _fits(ck, self.arena.budget, need := _weight_bytes(ck, parts, quantization, head), steps); blocks(need)
     if not self.arena: blocks()  # what cannot fit now will not fit beside the weights
     self._tokenizer,self.template = _try_tokenizer(ck),load_template(ck)
@@ -157,7 +157,7 @@ def tokenizer(self:LLM):
     if isinstance(self._tokenizer, SourceError): raise self._tokenizer
     return self._tokenizer
 
-# %% ../nbs/45_llm.ipynb #f81decf4
+# %% ../nbs/45_llm.ipynb #b4e0f4e4
 DUMMY_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:" # For shapes, which have no template of their own
 
 def open_model(name:str, load_format:str='auto', weights:str|None=None):
@@ -171,7 +171,10 @@ def open_model(name:str, load_format:str='auto', weights:str|None=None):
         raise SourceError(f'{name!r} is a shape that Atlas knows, not a model that is here', hint=f'"atlas inspect {name}" describes it; --load-format dummy runs it with random weights')
     return open_checkpoint(resolve(name))
 
-def _room(device)->int: "Bytes that the cache may take on the host"; return int(device.memory().available*.4)
+def _room(device):
+    "Bytes that are free on the host, and those of them that the cache takes unasked"
+    free = device.memory().available
+    return free,int(.4*free)
 
 def _tight(ck, device)->bool:
     "Would the weights of `ck`, as float32, take more than half of what is free?"
@@ -190,7 +193,7 @@ def _staying(self:LLM, name, everywhere=False):
     "A context in which arrays of the card are made that stay, in a new region of the arena"
     return self._region(name).allocating(everywhere) if self.arena else nullcontext()
 
-# %% ../nbs/45_llm.ipynb #38fe1eaa
+# %% ../nbs/45_llm.ipynb #e46ee7ee
 _KEPT = ('NVFP4','MXFP4','FP8_TENSOR','FP8_CHANNEL','FP8_BLOCK','F8_E4M3','BF16','F16') # Formats that a card keeps; it has the others as F16
 
 def _weight_bytes(ck, parts, quantization=None, head=None)->int:
@@ -212,12 +215,16 @@ def _fits(ck, budget, need, steps):
     if need+steps>budget.left: raise OutOfMemoryError(f'The weights of {ck.config.name or ck.path.name} take {human(need)} and a step {human(steps)}; {human(budget.left)} can be used of {human(budget.available)} that are free',
         hint='Choose a smaller model, store it in fewer bits (--quantization nvfp4), or free memory')
 
-def _fit(cfg, budget, rest, asked, seqs, context, **kv)->int: # Blocks
-    "Blocks of the cache when `rest` bytes are for others; errors as for `fit_blocks`"
+def _beside(budget, rest):
+    "The same on a card, when `rest` bytes are for others"
     left = max(0, budget.left-rest-(64<<20)) # chunks of cache and tables that are not full
-    n = fit_blocks(cfg, ifnone(asked, left), seqs, context, **kv)
+    return left,left
+
+def _fit(cfg, left, unasked, asked, seqs, context, **kv)->int: # Blocks
+    "Blocks of the cache where `left` bytes are; errors as for `fit_blocks`, and one where more was asked for and is needed"
+    n = fit_blocks(cfg, ifnone(asked, unasked), seqs, context, **kv)
     takes = n*kv['block_size']*token_bytes(cfg, kv['dtype'], False, kv['high_precision'])+2*seqs*state_bytes(cfg)
-    if takes>left: raise OutOfMemoryError(f'The cache was to have {human(takes)}, and {human(left)} are left for it beside weights and steps', hint='Lower --kv-cache-memory, or free memory', param='kv_cache_memory')
+    if takes>left: raise OutOfMemoryError(f'The cache was to have {human(takes)}, and {human(left)} are left for it', hint='Lower --kv-cache-memory, or free memory', param='kv_cache_memory')
     return n
 
 # %% ../nbs/45_llm.ipynb #f6d886f2

@@ -190,16 +190,20 @@ def check_prompt(
         raise ContextLengthError(f'The prompt has {n:,} tokens and the context holds {max_seq_len:,}'+', answer included'*(answer>0),
             hint='Shorten the prompt, or raise max_seq_len (--max-seq-len) if the model allows more', param='prompt')
 
-# %% ../nbs/32_scheduler.ipynb #a3e1a1f0
+# %% ../nbs/32_scheduler.ipynb #30120b9d
 @patch
-def add(self:Scheduler, request:Request)->Seq:
-    "Queue `request`; `ContextLengthError` if its prompt fills the context, `QueueFullError` if too many wait"
-    P,p = len(request.prompt),request.params
+def check(self:Scheduler, request:Request):
+    "What `add` would refuse: `ContextLengthError` if the prompt fills the context, `QueueFullError` if too many wait, `RequestError` for an id in use"
     if request.id in self.seqs:
         raise RequestError(f'A request with id {request.id!r} is still being served', hint='Give each request its own id', param='id')
-    check_prompt(P, self.max_seq_len)
+    check_prompt(len(request.prompt), self.max_seq_len)
     if len(self.waiting)>=self.max_queue: raise QueueFullError(f'{len(self.waiting)} requests are waiting already', hint='Try again later')
-    left = self.max_seq_len-P
+
+@patch
+def add(self:Scheduler, request:Request)->Seq:
+    "Queue `request`; errors as for `check`"
+    self.check(request)
+    p,left = request.params,self.max_seq_len-len(request.prompt)
     seq = Seq(request, self._arrivals, min(ifnone(p.max_tokens, left), left), BlockTable(self.pool), ifnone(p.seed, secrets.randbits(63)))
     self._arrivals += 1
     self.seqs[seq.id] = seq

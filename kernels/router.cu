@@ -5,8 +5,9 @@
 //   gain   : [k]         f32    of the norm (NORM 1); or null
 //   x      : [r, k]   f32
 //   logits : [r, ld]  f32
+//   met    : [1]      i32    gets the 0 that experts.cu counts from
 //   -D HIDDEN= (k, a multiple of 32)  EXPERTS=  FORMAT=  NORM= (0 or 1)  ROWS= (1 or 2: of x at a time)  WARPS=  EACH=
-//   launch: <<<(ceil(n/EACH), any), 32*WARPS>>>, `rows` dealt out to blockIdx.y; at most 8 for each
+//   launch: <<<(ceil(n/EACH), any), 32*WARPS, any>>>, `rows` dealt out to blockIdx.y; at most 8 for each
 #include "lib/pdl.cuh"
 #include "lib/reduce.cuh"
 #include "lib/stage.cuh"
@@ -33,7 +34,7 @@ struct f32 { static __device__ __forceinline__ void load(const unsigned char* __
 }  // namespace formats
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS) router(const unsigned char* __restrict__ w, const float* __restrict__ bias,
-        const float* __restrict__ gain, const float* x, float* logits, float eps, int n, int ld, int rows) {
+        const float* __restrict__ gain, const float* x, float* logits, int* met, float eps, int n, int ld, int rows) {
     __shared__ float part[8][EACH + 1][WARPS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r0 = blockIdx.x * EACH;
     float v[MINE][EACH][8];
@@ -51,6 +52,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) router(const unsigned c
     const float more = bias && r0 + mine < EXPERTS ? bias[r0 + mine] : 0.f;
     pdl_trigger();
     pdl_wait();
+    if (!blockIdx.x && !blockIdx.y && !threadIdx.x) *met = 0;
     int used = 0;
     #pragma unroll 1
     for (int t = blockIdx.y * ROWS; t < rows; t += gridDim.y * ROWS) {

@@ -7,6 +7,7 @@ import numpy as np, pytest
 from tokenizers import Tokenizer as HF,decoders,models
 from atlas import LLM,SamplingParams
 from atlas.core import AtlasError,ContextLengthError,OutOfMemoryError,RequestError,SourceError
+from atlas.device import Host,Memory
 from atlas.scheduler import Request
 
 data = Path(__file__).parent/'data'
@@ -127,6 +128,18 @@ def test_a_cache_that_cannot_fit_is_refused_before_the_weights_are_read(monkeypa
     import atlas.llm
     monkeypatch.setattr(atlas.llm, 'load_model', lambda *_: pytest.fail('loaded'))
     with pytest.raises(OutOfMemoryError): load(kv_cache_memory=1000)
+
+def test_a_cache_beyond_the_host(monkeypatch):
+    "What is asked for and needed has to be free; what is asked for and not needed is not made"
+    import atlas.llm
+    whole = load(kv_cache_memory=1<<42).cache
+    assert whole.pool.num_blocks==8*16
+    monkeypatch.setattr(Host, 'memory', lambda self: Memory(1<<30, whole.nbytes-1))
+    with monkeypatch.context() as m:
+        m.setattr(atlas.llm, 'load_model', lambda *_: pytest.fail('loaded'))
+        with pytest.raises(OutOfMemoryError, match='The cache was to have') as e: load(kv_cache_memory=1<<42)
+    assert e.value.param=='kv_cache_memory' and e.value.hint
+    assert 16<=load().cache.pool.num_blocks<8*16*.4+1
 
 def test_extreme_sampling(llm):
     V,first = llm.config.vocab_size,llm.generate(A, greedy(4)).token_ids

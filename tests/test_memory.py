@@ -65,6 +65,12 @@ def test_too_large_is_told_before_anything_is_made(load, monkeypatch, how):
     assert not made and e.value.hint and e.value.code=='out_of_memory', e.value
     if how['free']==100*M: assert 'The weights of toy-nemotron take' in str(e.value) and 'can be used' in str(e.value) and '--quantization' in e.value.hint
 
+def test_a_bound_beyond_the_card_is_no_error(load):
+    "The cache is as large as whole contexts of all sequences need, whatever it might have"
+    a,b = load(),load(free=1000*M, kv_cache_memory=1<<42)
+    assert a.cache.nbytes==b.cache.nbytes<M and b.cache.pool.num_blocks==2*4 and len(ids(b))==4
+    a.close(); b.close()
+
 def test_a_plan_that_was_wrong(load, monkeypatch):
     "Weights that need more than was thought: the region refuses, and nothing stays behind"
     for name,v in dict(_weight_bytes=0, _step_bytes=0, _fit=8).items(): monkeypatch.setattr(atlas.llm, name, lambda *a, v=v, **kw: v)

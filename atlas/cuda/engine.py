@@ -7,10 +7,10 @@ Docs: https://atlas-inference.github.io/atlas/cuda.engine.html.md"""
 # %% auto #0
 __all__ = ['bucket', 'Rows', 'Flight', 'CardEngine']
 
-# %% ../../nbs/33a_cuda.engine.ipynb #cfd81a57
-import weakref
+# %% ../../nbs/33a_cuda.engine.ipynb #1206c881
+import threading,weakref
 import numpy as np
-from contextlib import ExitStack,nullcontext
+from contextlib import ExitStack,contextmanager,nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -92,7 +92,7 @@ class Flight:
     event:object # Done when they are there; None where they are
     count:int=0 # Launches up to here
 
-# %% ../../nbs/33a_cuda.engine.ipynb #5af2fbe5
+# %% ../../nbs/33a_cuda.engine.ipynb #2e7c26d0
 class CardEngine(Engine):
     "`Engine` for a model on a card"
     def __init__(self, model, cache, scheduler, room=None):
@@ -104,7 +104,9 @@ class CardEngine(Engine):
         self.card.synchronize()  # the engine's stream waits for no other: weights and cache are to be there
         self.stream = None if self.card.kind!='cuda' else self.card.xp.cuda.Stream(non_blocking=True)
         self.memory = None if self.stream is None else self.card.xp.cuda.MemoryPool()
-        if self.memory: weakref.finalize(self, self.card.pools.append, self.memory).atexit = False # a pool that is only dropped frees nothing
+        if self.memory:
+            weakref.finalize(self, self.card.pools.append, self.memory).atexit = False # a pool that is only dropped frees nothing
+            self.card.faults.hold(self)
         self._lanes,self._free,self._graphs,self._flying,self.late = {},list(range(n+1))[::-1],{},None,None
         scheduler.rows = min([MAX_ROWS, *(most_rows(self.card, model.c.attn(i), p) for i,p in cache.kv.items())])
 
@@ -122,6 +124,23 @@ class CardEngine(Engine):
         "A context in which arrays are made that live for a step only: graphs share their memory, and nobody else may have it"
         return nullcontext() if self.stream is None else self.card.xp.cuda.using_allocator(self.memory.malloc)
 
+# %% ../../nbs/33a_cuda.engine.ipynb #8db4de2e
+class _Turn:
+    "Whose decode steps a card had last, and what they end with"
+    def __init__(self): self.lock,self.stream,self.end = threading.Lock(),None,None
+_turns = {} # By the card's number
+
+@patch
+@contextmanager
+def turn(self:CardEngine):
+    "A context in which decode kernels may be launched: they begin when those of other engines of this process, on the same card, have ended"
+    if self.stream is None: yield; return
+    t = _turns.setdefault(self.card.index, _Turn())
+    with t.lock:
+        if t.stream not in (None,self.stream): self.stream.wait_event(t.end)
+        try: yield
+        finally: t.stream,t.end = self.stream,self.stream.record()
+
 # %% ../../nbs/33a_cuda.engine.ipynb #86db83e8
 @patch
 def _body(self:CardEngine, n, longest, how):
@@ -138,7 +157,7 @@ def _replay(self:CardEngine, n, longest, how):
         self._graphs[key] = Graph(lambda: self._body(n, longest, how), self.card, f'a step of {n} rows', stream=self.stream, warm=False)
     self._graphs[key]()
 
-# %% ../../nbs/33a_cuda.engine.ipynb #3d67227b
+# %% ../../nbs/33a_cuda.engine.ipynb #8e0a65b0
 @patch
 def _launch(self:CardEngine, plan)->Flight:
     "Begin a decode step"
@@ -148,7 +167,8 @@ def _launch(self:CardEngine, plan)->Flight:
         n,tokens = bucket(len(plan.decode)),max(s.num_computed for s in plan.decode)+1
         how = self._how(plan.decode)
         self.last = n,min(bucket(tokens, 128), self.scheduler.max_seq_len),how
-        self._replay(*self.last); done = None
+        with self.turn(): self._replay(*self.last)
+        done = None
         if self.stream: done = self.card.xp.cuda.Event(disable_timing=True); done.record(self.stream)
         return Flight(plan, [s.num_computed%2 for s in plan.decode], how[0], done, self.card.faults.count if self.stream else 0)
 
@@ -179,7 +199,7 @@ def abort(self:CardEngine, rid:str)->list[Event]:
     self._leave(rid)
     return Engine.abort(self, rid)
 
-# %% ../../nbs/33a_cuda.engine.ipynb #30abf5bd
+# %% ../../nbs/33a_cuda.engine.ipynb #ebf8d3c7
 @patch
 def _prefill(self:CardEngine, plan):
     "Run the prompts and replays of `plan`; logits of the prompts that are complete now"
@@ -191,7 +211,8 @@ def _prefill(self:CardEngine, plan):
     x = None
     for p,tiled in ((rows,False), (tiles,True)):
         if not p: continue
-        b = make_batch(p, tiled, B, self.card); x = model.trunk(b, self.cache)
+        b = make_batch(p, tiled, B, self.card)
+        with nullcontext() if tiled else self.turn(): x = model.trunk(b, self.cache)
     return done,model.head(model.final(x[b.out])) if done else None
 
 @patch
@@ -263,7 +284,7 @@ def _step(self:CardEngine):
     self._flying = flight
     return events
 
-# %% ../../nbs/33a_cuda.engine.ipynb #e9893a50
+# %% ../../nbs/33a_cuda.engine.ipynb #61eaf9b3
 @patch
 def warm(self:CardEngine):
     "Compile what any step needs, and run each kind once, on blocks and slots that nobody has yet"
@@ -279,7 +300,9 @@ def warm(self:CardEngine):
     prompts = [*((t,1) for t in sorted(lengths)), *((1,k) for k in n), (min(long, -(-s.chunk//s.max_num_seqs)),s.max_num_seqs)]  # the last has as many rows as a step can have
     with self.here():
         make_ready(self.card, *(partial(prompt, *p) for p in prompts), *(partial(replay, k) for k in (1,2,4,s.rows)), partial(rows, min(128, end)), partial(rows, end))
-        prompt(long); rows(128); self.card.synchronize()
+        prompt(long)
+        with self.turn(): rows(128)
+        self.card.synchronize()
     self.late = []
 
 @patch

@@ -1,4 +1,4 @@
-"""A mixture of experts at decode, from the norm to the residual, in three launches that overlap
+"""A mixture of experts at decode, from the norm to the residual, in two launches
 
 Docs: https://atlas-inference.github.io/atlas/cuda.experts.html.md"""
 
@@ -14,62 +14,61 @@ from ..config import MoEConfig
 from ..core import AtlasError
 from .pack import Packed,row_order
 
-# %% ../../nbs/16a_cuda.experts.ipynb #001e5618
+# %% ../../nbs/16a_cuda.experts.ipynb #f4a00f15
 _ROOM = {True:(227<<10,92<<10,116<<10), False:(99<<10,40<<10,51<<10)} # Bytes of shared memory: of a block at most, of its weights under way, more than half of a multiprocessor's; sm_90; others
+_AHEAD = {True:16<<20, False:2<<20} # Bytes of the next matrix to ask for: what memory gives while blocks meet, and the L2 cache holds
 _PLACE = dict(nvfp4=2304, mxfp4=2176, fp8=4608, bf16=8192, f16=8192) # Bytes of a chunk of four rows of each lane
 _ACTS = dict(silu='ACT_SILU', gelu_tanh='ACT_GELU', swiglu_oai='ACT_OAI', relu2='ACT_RELU2')
 
 def _ceil(a, b): return -(-a//b)
+def _large(card): "Has the card a Hopper's shared memory and L2 cache?"; return getattr(card, 'capability', (9,0))==(9,0)
 
 def _lanes(k):
     "Lanes for four rows of `k` columns: as many as are seldom idle"
     C = _ceil(k, 32)
     return max((l for l in (4,8,16,32) if C/(_ceil(C, l)*l)>.87), default=4)
 
-def _warps(units, most):
-    "Warps of a block that do so many units in rounds with the fewest idle"
-    return max(range(8, most+1), key=lambda w: (round(32*units/(w*_ceil(units, w))), w))
+# %% ../../nbs/16a_cuda.experts.ipynb #f16c99e2
+def _bytes(d, deep, place):
+    "Bytes of shared memory: places, inputs of the first half or of the second, floats, slots"
+    r,UC,DC,each = d['ROWS'],_ceil(d['HIDDEN'], 32),_ceil(d['INNER'], 32),min(d['ROWS'], 2)
+    picks,t = d['TOP_K']+d['SHARED'],32//min(d['ULANES'], d['DLANES'])
+    most,inputs = r*d['TOP_K']+d['SHARED']*_ceil(r, each),max(r*(68*UC+128), r*picks*(68*DC+128))
+    words = r*_ceil(d['HIDDEN'], 256)+r*picks*(1+d['OWN']*128//d['DLANES'])+3*r*d['TOP_K']+most+1+_ceil(most*each, 2)
+    return d['WARPS']*deep*(place+32*t)+_ceil(inputs, 16)*16+_ceil(4*words, 16)*16+48
 
-# %% ../../nbs/16a_cuda.experts.ipynb #c2e04f30
-def _bytes(d, deep, place, inputs, k, floats):
-    "Bytes of shared memory of experts_up or experts_down: places, `inputs` rows of `k` columns, floats, slots"
-    C,each,t,r = _ceil(k, 32),min(d['ROWS'], 2),32//d['LANES'],d['ROWS']
-    most = r*d['TOP_K']+d['SHARED']*_ceil(r, each)
-    words = inputs*C+floats+3*r*d['TOP_K']+most+1+_ceil(most*each, 2)
-    return d['WARPS']*deep*(place+32*t)+inputs*64*(C+2)+_ceil(4*words, 16)*16+32
+def _fitted(card, d, pieces, place):
+    "`d` with its warps, places and bytes, if a warp of so many does `pieces`; fewer warps or, if it is for several rows, None where they do not fit"
+    (room,ring,half),few = _ROOM[_large(card)],d['ROWS']==1
+    for w in range(d['WARPS'], 0 if few else d['WARPS']-1, -1):
+        for deep in range(max(1, min(ring//(w*place), pieces(w))), 0, -1):
+            if (need := _bytes(d|dict(WARPS=w), deep, place))<=room: return d|dict(WARPS=w, DEEP=deep, ROOM=max(need, half))
 
-def _fitted(card, d, items, fmt, *sizes):
-    "`d` with its places and bytes, for a warp that does `items` pieces; with fewer warps or, if it is for several rows, None where they do not fit"
-    (room,ring,half),place,W = _ROOM[getattr(card, 'capability', (9,0))==(9,0)],_PLACE[fmt],d['WARPS']
-    for w in range(W, 0 if d['ROWS']==1 else W-1, -1):
-        for deep in range(max(1, min(ring//(w*place), items)), 0, -1):
-            if (need := _bytes(d|dict(WARPS=w), deep, place, *sizes))<=room: return d|dict(WARPS=w, DEEP=deep, ROOM=max(need, half))
-
-# %% ../../nbs/16a_cuda.experts.ipynb #69ab9bbb
-def _variants(card, H, up, down, m, act, norm, shared, gate, corrected, rows, blocks):
-    "Options of experts_up and of experts_down for at most `rows`, each with its blocks"
+# %% ../../nbs/16a_cuda.experts.ipynb #8b2cf354
+def _variant(card, H, up, down, m, act, norm, shared, gate, corrected, rows, blocks):
+    "Options of experts.cu for at most `rows`, and its number of blocks"
     I,picks = down.k,m.top_k+shared
-    kb,many = lambda p: p.s.shape[1] if p.fmt=='fp8' else 1,lambda p: 16 if p.fmt in ('bf16','f16') else 24
+    scales,most = lambda p: p.s.shape[1] if p.fmt=='fp8' else 1,16 if {up.fmt,down.fmt}&{'bf16','f16'} else 24
+    ul,dl,place = _lanes(H),_lanes(I),max(_PLACE[up.fmt], _PLACE[down.fmt])
+    units,groups = picks*_ceil(_ceil(up.rows, 4), 32//ul),_ceil(H//4, 32//dl)
+    d = dict(UP=up.fmt, DOWN=down.fmt, UKB=scales(up), DKB=scales(down), HIDDEN=H, INNER=I, EXPERTS=m.num_experts, TOP_K=m.top_k, SHARED=int(shared), GATE=int(gate), SCORE=f'SCORE_{m.score.upper()}',
+        CORRECTED=int(corrected), RENORM=int(m.renormalise), NORM=int(norm), ACT=_ACTS[act], ULANES=ul, DLANES=dl)
     for r in (8,4,2,1):
         if r>=2*rows: continue
-        d = dict(HIDDEN=H, INNER=I, EXPERTS=m.num_experts, TOP_K=m.top_k, SHARED=int(shared), SCORE=f'SCORE_{m.score.upper()}', CORRECTED=int(corrected), ROWS=r)
-        l = _lanes(H); units = picks*_ceil(_ceil(up.rows, 4), 32//l); gu = min(blocks, r*units); W = many(up) if r>1 else _warps(_ceil(units, gu), 24)
-        u = d|dict(FORMAT=up.fmt, KB=kb(up), NORM=int(norm), ACT=_ACTS[act], LANES=l, WARPS=W)
-        u = _fitted(card, u, _ceil(r*units, gu*W)*_ceil(H, 32*l), up.fmt, r, H, r*_ceil(H, 256))
-        l = _lanes(I); groups = _ceil(H//4, 32//l); gd = min(blocks, groups); own = _ceil(groups, gd); W = many(down) if r>1 else _warps(own*picks, 18)
-        v = d|dict(FORMAT=down.fmt, KB=kb(down), GATE=int(gate), RENORM=int(m.renormalise), LANES=l, WARPS=W, OWN=own)
-        v = _fitted(card, v, _ceil(r*own*picks, W)*_ceil(I, 32*l), down.fmt, r*picks, I, r*picks*(1+own*128//l))
-        if u and v: return u,gu,v,gd
+        n = min(blocks, max(r*units, groups)); own = _ceil(groups, n)
+        def pieces(w): return _ceil(r*units, n*w)*_ceil(H, 32*ul)+_ceil(r*own*picks, w)*_ceil(I, 32*dl)
+        W = most if r>1 else min(min(range(8, most+1), key=pieces)+2, most)
+        if v := _fitted(card, d|dict(ROWS=r, WARPS=W, OWN=own), pieces, place): return v,n
     raise AtlasError(f'Experts of {I:,} on {H:,} values need more shared memory than a block has')
 
-# %% ../../nbs/16a_cuda.experts.ipynb #37dd01c3
+# %% ../../nbs/16a_cuda.experts.ipynb #fb3fbad5
 def _raw(a): return None if a is None else a.reshape(-1).view('uint8')
 
-def _route(x, gain, eps, router, bias, logits, E):
-    "The router's logits of rows `x`"
-    (R,H),n = x.shape,router.n
+def _route(x, gain, eps, router, bias, logits, met, E):
+    "The router's logits of rows `x`; its blocks have a multiprocessor each"
+    (R,H),n,card = x.shape,router.n,card_of(x)
     each,pieces = _ceil(n, 160),_ceil(H, 256); W = _ceil(pieces, _ceil(pieces, 8))
-    run('router', (_ceil(n, each),_ceil(R, 2)), 32*W, _raw(router.w), bias, gain, x, logits, eps, n, logits.shape[1], R,
+    run('router', (_ceil(n, each),_ceil(R, 2)), 32*W, _raw(router.w), bias, gain, x, logits, met, eps, n, logits.shape[1], R, shared=78<<10 if R==1 and _large(card) else 0,
         HIDDEN=H, EXPERTS=E, FORMAT=router.fmt, NORM=int(gain is not None), ROWS=min(R, 2), WARPS=W, EACH=each)
 
 def _checked(H, router, up, down, m, act, shared, gate):
@@ -79,7 +78,13 @@ def _checked(H, router, up, down, m, act, shared, gate):
         if p.shape!=shape: raise AtlasError(f'moe: {name} is {list(p.shape)}, and should be {list(shape)}', param=name)
     if up.pair!=(wide>1): raise AtlasError(f'moe: gate and up rows are {"" if up.pair else "not "}interleaved, and the activation is {act}', param='up')
 
-# %% ../../nbs/16a_cuda.experts.ipynb #6734e98c
+def _asked(p, card):
+    "What experts.cu asks for of the matrix `p`: weights, scales, and how many sixteens of bytes of each"
+    if p is None: return (None,None),(0,0)
+    w,s = _raw(p.w),_raw(p.s); part = min(1, _AHEAD[_large(card)]/w.nbytes)
+    return (w,s),tuple(0 if a is None else int(a.nbytes*part)//16 for a in (w,s))
+
+# %% ../../nbs/16a_cuda.experts.ipynb #36b03851
 def moe(
     x, # [R, H] float32
     gain, # [H] of the norm, or None: `x` is normed
@@ -101,21 +106,21 @@ def moe(
     add=None, # [R, H]: the residual; may be `out`
     routes=None, # (ids [R, k] int32, weights [R, k] float32) to be filled
     out=None, # [R, H]
-    blocks:int|None=None, # At most so many; one a multiprocessor by default
+    blocks:int|None=None, # At most so many; one a multiprocessor by default, for all must run at once
+    then:Packed|None=None, # The matrix that the next launch reads: asked for while memory idles
 ): # [R, H]: residual and weighted sum of the experts' MLPs
     "Experts of up to 8 rows a launch; what `atlas.ops.moe` computes, and no row's bits depend on another row"
     card,(R,H),E = card_of(x),x.shape,m.num_experts
     _checked(H, router, up, down, m, act, shared, shared_gate)
-    u,gu,v,gd = _variants(card, H, up, down, m, act, gain is not None, shared, shared_gate, correction is not None, R, blocks or card.multiprocessors)
-    n,ld,out,of = u['ROWS'],_ceil(router.n, 4)*4,card.empty((R,H)) if out is None else out,lambda a,i: None if a is None else a[i:i+n]
-    logits,h = card.empty((n,ld)),card.empty((n,m.top_k+shared,_ceil(down.k, 4)*4))
+    d,blocks = _variant(card, H, up, down, m, act, gain is not None, shared, shared_gate, correction is not None, R, blocks or card.multiprocessors)
+    n,ld,out,of,(next,sixteens) = d['ROWS'],_ceil(router.n, 4)*4,card.empty((R,H)) if out is None else out,lambda a,i: None if a is None else a[i:i+n],_asked(then, card)
+    logits,h,met = card.empty((n,ld)),card.empty((n,m.top_k+shared,_ceil(down.k, 4)*4)),card.empty(1, 'int32')
     for i in range(0, R, n):
         r,(ids,weights) = min(n, R-i),(of(a, i) for a in routes or (None,None))
-        _route(x[i:i+n], gain if router_gain is None else router_gain, float(eps), router, bias, logits[:r], E)
-        run('experts_up', gu, 32*u['WARPS'], _raw(up.w), _raw(up.s), up.gs, up_bias, logits[:r], correction, gain, x[i:i+n], h[:r], float(eps),
-            3.4e38 if limit is None else float(limit), ld, r, shared=u['ROOM'], **u)
-        run('experts_down', gd, 32*v['WARPS'], _raw(down.w), _raw(down.s), down.gs, down_bias, logits[:r], correction, per_expert, h[:r], ids, weights,
-            of(add, i), out[i:i+n], float(m.scaling), ld, r, shared=v['ROOM'], **v)
+        _route(x[i:i+n], gain if router_gain is None else router_gain, float(eps), router, bias, logits[:r], met, E)
+        for halves in (3,) if card.kind=='cuda' else (1,2): # the emulator runs one block after the other
+            run('experts', blocks, 32*d['WARPS'], *map(_raw, (up.w,down.w,up.s,down.s)), up.gs, down.gs, up_bias, down_bias, logits[:r], correction, per_expert, gain, x[i:i+n], h[:r], ids, weights,
+                of(add, i), out[i:i+n], met, *next, float(eps), 3.4e38 if limit is None else float(limit), float(m.scaling), ld, r, halves, *sixteens, shared=d['ROOM'], **d)
     return out
 
 # %% ../../nbs/16a_cuda.experts.ipynb #2dc3cf7d

@@ -16,7 +16,7 @@ from ..core import ConfigError
 from .pack import Packed,row_order
 from ..ops.linear import MAX_ROWS
 
-# %% ../../nbs/12b_cuda.gemv.ipynb #1fff68e3
+# %% ../../nbs/12b_cuda.gemv.ipynb #cc022504
 _PLACE = dict(nvfp4=2304, mxfp4=2176, fp8=2048, fp8_tiled=2112, bf16=4096, f16=4096, f32=8192) # Bytes of a unit: 16 rows, with their scales
 _UNITS = dict(nvfp4=2, mxfp4=2) # Blocks of 128 columns in it, where not 1
 _SKEW = dict(nvfp4=4, mxfp4=4, fp8=2, fp8_tiled=2, bf16=1, f16=1, f32=1) # of lib/fragment.cuh
@@ -27,6 +27,10 @@ def _rooms(arch, W, rows):
     "Bytes of shared memory that a block should stay within, and must: half a multiprocessor's, so that other kernels fit beside it, and all"
     most,fixed = (226 if arch[:5] in ('sm_90','sm_10') else 98)<<10,2*W*16*rows*4+W*rows*4
     return min(most, 111<<10)-fixed,most-fixed
+
+def _alone(arch, fmt, shared):
+    "Shared memory to ask for, so that no two of a launch's large blocks come to one multiprocessor while another has none; blocks of four-bit weights have too many registers for that"
+    return max(shared, 116<<10) if arch[:5]=='sm_90' and fmt not in _UNITS and shared>=64<<10 else shared
 
 def _x_bytes(fmt, rows, held):
     "Shared memory for `held` blocks of 128 columns of x"
@@ -96,7 +100,7 @@ def _extra_blocks(w, extra, sms):
 
 def _name(w): return w.fmt+('_tiled' if w.fmt=='fp8' and w.s.shape[1]>1 else '')
 
-# %% ../../nbs/12b_cuda.gemv.ipynb #e02df403
+# %% ../../nbs/12b_cuda.gemv.ipynb #bef77c76
 def _launch(card, x, w, gain, parts, extra, bias, gate, add, out, eps, group, act, limit, cap, width):
     "At most `MAX_ROWS` rows"
     fmt,k,rows,m = _name(w),w.k,1<<(len(x)-1).bit_length(),extra.n if extra else 0
@@ -110,7 +114,7 @@ def _launch(card, x, w, gain, parts, extra, bias, gate, add, out, eps, group, ac
         shared = max(shared, _x_bytes(extra.fmt, rows, held)+W*deep*_PLACE[extra.fmt])
         opts |= dict(EXTRA=f'fragment_{extra.fmt}', ESTAGED=held, EDEEP=deep)
     run('gemv', main+more, 32*W, *w.raw, w.gs, extra.raw[0] if extra else None, x, gain, parts, bias, gate[0], add, out, float(eps),
-        float(np.inf if limit is None else limit), float(cap or 0), len(x), w.n, m, 0 if gate[0] is None else gate[0].shape[1], gate[1], width, main, span, shared=shared, **opts)
+        float(np.inf if limit is None else limit), float(cap or 0), len(x), w.n, m, 0 if gate[0] is None else gate[0].shape[1], gate[1], width, main, span, shared=_alone(card.arch, fmt, shared), **opts)
 
 def pair_bias(b, w:Packed, card):
     "Bias [n] of the matrix `w`, gate then up, in the order of its rows"

@@ -202,7 +202,7 @@ class _Bare:
     bias = None
     def __init__(self, weight): self.weight = weight
 
-# %% ../../nbs/19b_cuda.layers.ipynb #52cc86b8
+# %% ../../nbs/19b_cuda.layers.ipynb #0d13ed4f
 @patch
 def mix(self:MoE, x, gain, s:Step, add=None, router_gain=None):
     "Routed and shared experts on rows `x` [R,H], normed with `gain`; the router sees them normed with `router_gain`, if it has its own"
@@ -214,7 +214,7 @@ def mix(self:MoE, x, gain, s:Step, add=None, router_gain=None):
         if routes: s.routes.append(routes)
         flat = lambda a: a if a is None else a.reshape(-1)
         return moe(x, gain, c.norm_eps, w.weight, e.gate_up_proj, e.down_proj, m, c.act, c.act_limit, bias, cor, per, flat(ub), flat(db),
-            self._joined, self._joined and m.shared_gate, router_gain, add, routes)
+            self._joined, self._joined and m.shared_gate, router_gain, add, routes, then=getattr(self, 'then', None))
     h = rmsnorm(x, gain, c.norm_eps)
     seen = h if router_gain is None else rmsnorm(x, router_gain, c.norm_eps)
     ids,wts = route_many(seen, w.weight, bias, cor, per, m.top_k, m.score, m.renormalise, m.scaling, shared=(1 if m.shared_gate else 2) if self._joined else 0)
@@ -226,7 +226,7 @@ def on_card(self:MoE, x, g, s:Step, add=None):
     "`MoE.__call__` for rows [R,H] on a card"
     return self.mix(x, g.weight, s, add)
 
-# %% ../../nbs/19b_cuda.layers.ipynb #f4759ec9
+# %% ../../nbs/19b_cuda.layers.ipynb #1abf6c36
 def packed_in(o, seen=None):
     "Every `Packed` below `o`, once each"
     seen = set() if seen is None else seen
@@ -234,8 +234,13 @@ def packed_in(o, seen=None):
     seen.add(id(o))
     if isinstance(o, Packed): yield o
     elif isinstance(o, (list,tuple)): yield from (p for x in o for p in packed_in(x, seen))
-    elif hasattr(o, '__dict__') and type(o).__module__.startswith(('atlas.','types')): yield from (p for k,x in vars(o).items() if k not in ('c','_c','device','mtp','_mtp','vision','_vision') for p in packed_in(x, seen))
+    elif hasattr(o, '__dict__') and type(o).__module__.startswith(('atlas.','types')): yield from (p for k,x in vars(o).items() if k not in ('c','_c','device','mtp','_mtp','vision','_vision','then') for p in packed_in(x, seen))
 
 def complete(model):
-    "Find what products with the weights of `model` need besides"
+    "Find what products with the weights of `model` need besides, and what experts can ask for ahead"
     for p in packed_in([model, model.mtp]): units(p)
+    order = [l for b in model.layers for l in vars(b).values() if hasattr(l, 'on_card')]
+    for a,b in zip(order, [*order[1:], model]):
+        if isinstance(a, MoE): a.then = _first(b)
+
+def _first(o): "The matrix that a layer, or what follows the last one, begins with"; return next((getattr(o, n).weight for n in ('qkv_proj','in_proj','gate_up_proj','lm_head') if hasattr(o, n)), None)
