@@ -99,7 +99,7 @@ def slots(self:BlockTable,
     p,B = np.arange(start, start+n),self.pool.block_size
     return np.asarray(self.blocks, np.int64)[p//B]*B + p%B
 
-# %% ../nbs/30_cache.ipynb #fe2fdc2f
+# %% ../nbs/30_cache.ipynb #17382c43
 class KVCache:
     "Keys and values of every attention layer, states of every recurrent one, and the pool that deals the blocks out"
     def __init__(self,
@@ -110,7 +110,7 @@ class KVCache:
         dtype=np.float32, # Of keys and values; states are float32. On a card a name of `KV_FORMATS`
         num_states:int=2, # State slots: two for each sequence that runs
         drafting:bool=False, # Room for the layers of an MTP head too, after the model's?
-        high_precision:int=0, # On a card: so many attention layers at both ends keep bf16
+        high_precision:int=0, # On a card: so many attention layers at both ends keep 16 bits
     ):
         n = cfg.num_layers+cfg.mtp_layers*drafting
         self.pool,self.bytes_per_token,self.num_states = BlockPool(num_blocks, block_size),token_bytes(cfg, dtype, drafting, high_precision),num_states
@@ -124,15 +124,15 @@ class KVCache:
         self.conv,self.rec = ({i:device.zeros((num_states,*s[p])) for i,s in st.items()} for p in ('conv','rec'))
         self.bytes_per_state = state_bytes(cfg)
 
-# %% ../nbs/30_cache.ipynb #7655aeca
-KV_FORMATS = ('bf16','f16','fp8','nvfp4') # Formats of keys and values on a card
+# %% ../nbs/30_cache.ipynb #54f8d76a
+KV_FORMATS = ('f16','bf16','fp8','nvfp4') # Formats of keys and values on a card
 
 def kv_formats(cfg:ModelConfig, dtype, drafting:bool=False, high_precision:int=0)->dict: # Layer -> format
     "How each attention layer's keys and values are kept; a `ConfigError` for a format that is none of `KV_FORMATS`"
     if isinstance(dtype, str) and dtype not in KV_FORMATS: raise ConfigError(f'{dtype!r} is no format for keys and values', hint=f'Choose {", ".join(KV_FORMATS)}', param='kv_cache_dtype')
     at = [i for i in range(cfg.num_layers+cfg.mtp_layers*drafting) if cfg.kv_shape(i)]
     ends = {*at[:high_precision], *at[len(at)-high_precision:]} if isinstance(dtype, str) else ()
-    return {i:'bf16' if i in ends else dtype for i in at}
+    return {i:'f16' if i in ends and dtype!='bf16' else dtype for i in at}
 
 def token_bytes(cfg:ModelConfig, dtype=np.float32, drafting:bool=False, high_precision:int=0)->int:
     "Bytes of cache that one token takes"

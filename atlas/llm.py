@@ -93,7 +93,7 @@ class Output:
     def __str__(self): return self.text
     def __repr__(self): return f'{self.text!r}  ({self.usage["completion_tokens"]} tokens, {self.finish_reason})'
 
-# %% ../nbs/45_llm.ipynb #351370d7
+# %% ../nbs/45_llm.ipynb #006f5d5a
 class LLM:
     "A model, ready to answer"
     def __init__(self,
@@ -112,8 +112,8 @@ class LLM:
         drafting:bool=False, # Load the model's own drafting head too
         quantization:str|None=None, # Card: store projections anew in 'nvfp4' or 'fp8'; None: as shipped
         lm_head_dtype:str|None=None, # Card: the same for the output matrix
-        kv_cache_dtype:str|None=None, # Card: keys and values in 'bf16' (None), 'fp8' or 'nvfp4'
-        kv_high_precision_layers:int=0, # Card: so many attention layers at both ends keep theirs in bf16
+        kv_cache_dtype:str|None=None, # Card: keys and values in 'f16' (None), 'bf16', 'fp8' or 'nvfp4'
+        kv_high_precision_layers:int=0, # Card: so many attention layers at both ends keep theirs in 16 bits
     ):
         self.device,t = get_device(device),perf_counter()
         card = self.device.kind!='cpu'; chunk = ifnone(chunk, 2048 if card else 256)
@@ -122,7 +122,7 @@ class LLM:
         if not card and (given := [k for k,v in dict(quantization=quantization, lm_head_dtype=lm_head_dtype, kv_cache_dtype=kv_cache_dtype, kv_high_precision_layers=kv_high_precision_layers or None).items() if v is not None]):
             raise RequestError(f'{given[0]} is for models on a card, and this one runs on {self.device.name}', hint='Leave it out, or use --device cuda', param=given[0])
         with open_model(str(model), load_format, weights) as ck:
-            kv = dict(block_size=64, dtype=kv_cache_dtype or 'bf16', high_precision=kv_high_precision_layers) if card else dict(block_size=16, dtype=np.float32, high_precision=0)
+            kv = dict(block_size=64, dtype=kv_cache_dtype or 'f16', high_precision=kv_high_precision_layers) if card else dict(block_size=16, dtype=np.float32, high_precision=0)
             self.arena = _arena(self.device) if card else None
             self._load(ck, str(model), max_seq_len, max_num_seqs, kv_cache_memory, kv, show, ('','vision')+('mtp',)*drafting, packed, quantization, lm_head_dtype, chunk)
         scheduler = Scheduler(self.cache.pool, max_num_seqs, self.max_seq_len, chunk, overcommit, max_queue)
