@@ -44,7 +44,7 @@ def _fitted(card, d, pieces, place):
         for deep in range(max(1, min(ring//(w*place), pieces(w))), 0, -1):
             if (need := _bytes(d|dict(WARPS=w), deep, place))<=room: return d|dict(WARPS=w, DEEP=deep, ROOM=max(need, half))
 
-# %% ../../nbs/16a_cuda.experts.ipynb #8b2cf354
+# %% ../../nbs/16a_cuda.experts.ipynb #65da32ea
 def _variant(card, H, up, down, m, act, norm, shared, gate, corrected, rows, blocks):
     "Options of experts.cu for at most `rows`, and its number of blocks"
     I,picks = down.k,m.top_k+shared
@@ -57,7 +57,7 @@ def _variant(card, H, up, down, m, act, norm, shared, gate, corrected, rows, blo
         if r>=2*rows: continue
         n = min(blocks, max(r*units, groups)); own = _ceil(groups, n)
         def pieces(w): return _ceil(r*units, n*w)*_ceil(H, 32*ul)+_ceil(r*own*picks, w)*_ceil(I, 32*dl)
-        W = most if r>1 else min(min(range(8, most+1), key=pieces)+2, most)
+        W = min(20, most) if r>1 else min(min(range(8, most+1), key=pieces)+2, most)
         if v := _fitted(card, d|dict(ROWS=r, WARPS=W, OWN=own), pieces, place): return v,n
     raise AtlasError(f'Experts of {I:,} on {H:,} values need more shared memory than a block has')
 

@@ -1,0 +1,205 @@
+"""Experts at decode: both halves in one launch as on a card, shapes of every family, and whom a launch may meet.
+
+The emulator runs one block after the other, so blocks cannot wait for each other there. `together` launches both halves twice: the second launch finds the hidden values of all blocks."""
+import subprocess
+import numpy as np,pytest
+from types import SimpleNamespace as NS
+from atlas.config import MoEConfig,ModelConfig,PRESETS
+from atlas.cuda import experts as E,layers
+from atlas.cuda.experts import moe,row_bias
+from atlas.cuda.layers import complete,packed_in
+from atlas.cuda.pack import Packed,pack,unpack
+from atlas.emulator import Emulator,find_cxx
+from atlas.formats import QTensor
+from atlas.card import _params
+from atlas.launch import Source,kernel_dir,options_of
+from atlas.layers import MoE,bind
+from atlas.model import build
+from atlas.ops.linear import linear,sigmoid
+from atlas.ops.moe import experts,route
+from atlas.ops.norm import rmsnorm
+from atlas.variants import CARDS,Dry
+
+needs_cxx = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
+MIXTURES = [k for k in PRESETS if ModelConfig.preset(k).moe]
+
+# Random mixtures
+
+class Net:
+    "A mixture of experts of random shape, format and kind"
+    def __init__(self, seed, card, H, I, experts, top, fmt, act='silu', score='softmax', shared=0, limit=None, down=None, **maybe):
+        rng = np.random.default_rng(seed); f = lambda *s: rng.standard_normal(s, dtype='f4')
+        n,rows = experts+(shared>0),I*(1+(act!='relu2'))
+        matrix = lambda fmt,*s: pack(QTensor.encode(f(*s)*np.exp(f(s[-1]))/s[-1]**.5, fmt), card, pair=s[-1]==H and act!='relu2')
+        self.card,self.m,self.E,self.H,self.act,self.limit,self.shared = card,MoEConfig(experts, top, I, score=score, scaling=1.5),experts,H,act,limit,shared
+        self.up,self.down,self.gain = matrix(fmt, n, rows, H),pack(QTensor.encode(f(n, H, I)/I**.5, down or fmt), card),f(H)
+        self.router = pack(f(experts+(shared>1), H)/H**.5, card, exact=True)
+        self.more = {k: f(experts) for k in ('bias','correction','per_expert') if maybe.get(k)}
+        self.biases = (f(n, rows),f(n, H)) if maybe.get('biases') else (None,None)
+        self.x,self.add = f(9, H)*np.exp(2*f(9, 1)),f(9, H)
+    def __call__(self, x, add, **kw):
+        "y, ids and weights of rows `x`"
+        up,k = self.card.upload,self.m.top_k; routes = self.card.empty((len(x),k), 'int32'),self.card.empty((len(x),k))
+        ub,db = (b if b is None else row_bias(b, p, self.card) for b,p in zip(self.biases, (self.up,self.down)))
+        y = moe(up(x), up(self.gain), 1e-6, self.router, self.up, self.down, self.m, self.act, self.limit, **{k:up(a) for k,a in self.more.items()}, up_bias=ub, down_bias=db,
+            shared=self.shared>0, shared_gate=self.shared>1, add=up(add), routes=routes, **kw)
+        return [self.card.download(a) for a in (y,*routes)]
+    def host(self, x):
+        "The same by the host, without the residual"
+        h,r = rmsnorm(x, self.gain, 1e-6),unpack(self.router)
+        mine = ids,w = route(h, r[:self.E], self.m.top_k, self.m.score, scaling=1.5, **self.more)
+        if self.shared: ids,w = np.c_[ids,np.full(len(x), self.E, 'i4')],np.c_[w,sigmoid(linear(h, r[self.E:])) if self.shared>1 else np.ones((len(x),1), 'f4')]
+        return experts(h, ids, w, unpack(self.up), unpack(self.down), self.act, self.limit, *self.biases),*mine
+
+NETS = dict(
+    qwen=dict(H=320, I=64, experts=40, top=8, fmt='NVFP4', shared=2), # chunks of a row that no group of lanes divides
+    oss=dict(H=96, I=96, experts=9, top=4, fmt='MXFP4', act='swiglu_oai', limit=1.5, score='topk_softmax', bias=True, biases=True),
+    nemotron=dict(H=64, I=27, experts=20, top=3, fmt='BF16', act='relu2', score='sigmoid', correction=True, shared=1, per_expert=True), # outputs that do not fill four rows
+    mixed=dict(H=288, I=160, experts=33, top=16, fmt='FP8_BLOCK', down='NVFP4', act='gelu_tanh', biases=True))
+
+@pytest.fixture(scope='module')
+def nets(): return {k: Net(i, Emulator(), **kw) for i,(k,kw) in enumerate(NETS.items())}
+
+def together(run, card):
+    "`run` with both halves in a launch: what the first of two writes, but for hidden values, is thrown away"
+    def _run(name, grid, block, *args, **kw):
+        if name!='experts': return run(name, grid, block, *args, **kw)
+        halves,*_ = args[-3:]; assert halves in (1,2)
+        lost = [None if a is None else card.empty(a.shape, a.dtype) for a in (*args[14:16],args[17])]
+        args = (*args[:14],*lost[:2],args[16],lost[2],*args[18:-3],3,*args[-2:]) if halves==1 else (*args[:-3],3,*args[-2:])
+        run(name, grid, block, *args, **kw)
+    return _run
+
+same = lambda a,b: all(map(np.array_equal, a, b))
+
+def check(net, rows, monkeypatch):
+    "What the host says; the same bits alone, in another order, from any number of blocks, and with both halves in one launch"
+    x,add = net.x[:rows],net.add[:rows]; x[rows//2] = x[0]  # two rows with the same picks
+    got = y,ids,w = net(x, add); want,wids,ww = net.host(x)
+    assert np.array_equal(ids, wids) and abs(w-ww).max()<=4e-6*abs(ww).max()
+    assert (abs(y-add-want).max(1)<=4e-3*abs(want).max(1)).all()
+    r = np.random.default_rng(rows); one,p = int(r.integers(rows)),r.permutation(rows)
+    assert same(net(x[one:one+1], add[one:one+1]), [a[one:one+1] for a in got]) and same(net(x[p], add[p]), [a[p] for a in got])
+    assert same(net(x, add, blocks=1), got) and same(net(x, add, blocks=7, then=net.down), got)
+    with monkeypatch.context() as m:
+        m.setattr(E, 'run', together(E.run, net.card))
+        for b in (1,3): assert same(net(x, add, blocks=b), got), f'{b} blocks, both halves in a launch'
+        m.setattr(E, '_ROOM', {True:(227<<10,200<<10,0)})  # several places a warp
+        assert same(net(x, add, blocks=2), got)
+
+@needs_cxx
+@pytest.mark.parametrize('name,rows', [('qwen',8), ('oss',3), ('nemotron',2), ('mixed',1)])
+def test_a_mixture(name, rows, nets, monkeypatch): check(nets[name], rows, monkeypatch)
+
+@needs_cxx
+def test_rows_that_are_no_numbers(nets):
+    "leave their neighbours alone, in a launch that shares each expert's weights between them"
+    n = nets['qwen']; x,add = n.x[:8].copy(),n.add[:8]; good = n(x, add)
+    for i,v in enumerate((np.nan,np.inf,-np.inf,3e38)):
+        bad = x.copy(); bad[i,7] = v; y,ids,w = got = n(bad, add); rest = np.arange(8)!=i
+        assert same([a[rest] for a in got], [a[rest] for a in good])
+        assert ((ids>=0)&(ids<n.E)).all() and all(len(set(r))==len(r) for r in ids.tolist()) and (v!=v)<=np.isnan(y[i]).all()
+
+@needs_cxx
+@pytest.mark.parametrize('room', [60<<10, None])
+def test_more_rows_than_a_launch_takes(room, nets, monkeypatch):
+    "come one launch after the other, with ids and weights of all; a block with little room has fewer warps and rows, and the same bits"
+    n = nets['oss']; rows = [n(n.x[i:i+1], n.add[i:i+1]) for i in range(9)]; took = []
+    if room: monkeypatch.setattr(E, '_ROOM', {True:(room,20<<10,0)})
+    run = E.run; monkeypatch.setattr(E, 'run', lambda name, *a, **k: (name=='experts' and took.append(k['ROWS']), run(name, *a, **k)))
+    assert same(n(n.x, n.add), [np.concatenate(a) for a in zip(*rows)])
+    assert len(took)==2*-(-9//took[0])>2 and (took[0]<8)==bool(room)
+
+# Shapes of every family
+
+def bank(fmt, n, k, E, pair=False): return Packed(fmt, n, k, None, NS(shape=(1,-(-k//128))), None, E, pair)
+
+def variants(name):
+    "What `_variant` says of a model in each format, on each card, for 1 to 8 rows"
+    c = ModelConfig.preset(name); m,H = c.moe,c.hidden_size; I = m.intermediate_size
+    for up,down in (('nvfp4','nvfp4'), ('mxfp4','mxfp4'), ('fp8','fp8'), ('bf16','bf16'), ('f16','nvfp4'), ('nvfp4','fp8')):
+        for arch,a in CARDS.items():
+            for rows in range(1, 9):
+                for shared in {False, m.shared_size==I}:
+                    banks = bank(up, I*(1+(c.act!='relu2')), H, m.num_experts+shared, c.act!='relu2'),bank(down, H, I, m.num_experts+shared)
+                    yield arch,a['multiprocessors'],rows,*E._variant(NS(**a), H, *banks, m, c.act, True, shared, False, m.correction, rows, a['multiprocessors'])
+
+@pytest.mark.parametrize('name', MIXTURES)
+def test_every_block_has_a_place(name):
+    "Blocks wait for each other: there are no more than multiprocessors, one of each fits, and all outputs belong to somebody"
+    for arch,sms,rows,d,blocks in variants(name):
+        large = arch=='sm_90a'
+        assert blocks<=sms and d['ROOM']<=(227 if large else 99)<<10 and d['ROOM']>(114 if large else 50)<<10
+        assert d['ROWS']<=min(d['WARPS'], 2*rows-1) and d['WARPS']*32<=1024 and d['DEEP']>=1
+        assert blocks*d['OWN']*(32//d['DLANES'])*4>=d['HIDDEN']
+
+def size_of(d, room):
+    "Does g++ find that `Shared` has at most `room` bytes?"
+    cmd = [find_cxx(), '-fsyntax-only', '-x', 'c++', '-std=c++17', '-w', '-fpermissive', '-DATLAS_EMULATE', f'-I{kernel_dir()}', f'-I{kernel_dir()}/emulator', '-include', 'emulate.h', *options_of(d|dict(ROOM=room)), f'{kernel_dir()}/experts.cu']
+    r = subprocess.run(cmd, capture_output=True, text=True)
+    assert not r.returncode or 'see the contract' in r.stderr, r.stderr
+    return not r.returncode
+
+@needs_cxx
+@pytest.mark.parametrize('name,i', [('qwen3.6-35b-a3b',0), ('gpt-oss-20b',1), ('nemotron-3-nano-30b-a3b',2), ('gemma-4-26b-a4b',3), ('minimax-m2',4), ('qwen3-next-80b-a3b',5)])
+def test_bytes_are_those_of_the_struct(name, i):
+    vs = [d for *_,d,_ in variants(name)]; d = vs[np.random.default_rng(i).integers(len(vs))]
+    need = E._bytes(d, d['DEEP'], max(E._PLACE[d[k]] for k in ('UP','DOWN')))
+    assert need<=d['ROOM'] and size_of(d, need), (need, d)
+    assert not size_of(d, need-65), 'much more than is needed'
+
+# What a step launches
+
+def steps(name, rows, monkeypatch, arch='sm_90a', **kw):
+    "The launches that `moe` asks a card for"
+    c,card,calls = ModelConfig.preset(name),Dry(arch),[]; card.kind = 'cuda'; m,H = c.moe,c.hidden_size
+    def made(fmt, E, n, k, pair=False): return Packed(fmt, n, k, card.empty((E*-(-n//4)*4,k), 'uint16'), None, None, E, pair)
+    wide = 1 if c.act=='relu2' else 2
+    monkeypatch.setattr(E, 'run', lambda name, grid, block, *a, **k: calls.append((name,grid,dict(zip(params[name], a)),k)))
+    params = {n: _params(Source(n).text, n) for n in ('router','experts')}
+    router = made('bf16', 0, m.num_experts, H); router.w = router.w[:m.num_experts] if len(router.w) else card.empty((m.num_experts,H), 'uint16')
+    moe(card.empty((rows,H)), card.empty(H), 1e-6, router, made('bf16', m.num_experts, wide*m.intermediate_size, H, wide>1), made('bf16', m.num_experts, H, m.intermediate_size), m, c.act, **kw)
+    return card,calls
+
+@pytest.mark.parametrize('name', ['qwen3-30b-a3b','gpt-oss-20b','nemotron-3-nano-30b-a3b'])
+@pytest.mark.parametrize('rows', [1,3,8,17])
+def test_the_count_is_zero_before_each_meeting(name, rows, monkeypatch):
+    "Each launch in which blocks meet follows a router that writes its zero, with the same rows, and no more blocks than multiprocessors"
+    card,calls = steps(name, rows, monkeypatch)
+    assert [n for n,*_ in calls]==['router','experts']*(len(calls)//2) and sum(a['rows'] for n,_,a,_ in calls if n=='router')==rows
+    for (_,_,r,_),(_,grid,e,d) in zip(calls[::2], calls[1::2]):
+        at = lambda a: a.ctypes.data
+        assert e['halves']==3 and grid<=card.multiprocessors and e['rows']==r['rows']==len(e['h'])<=d['ROWS']
+        assert at(r['met'])==at(e['met']) and at(r['logits'])==at(e['logits']) and at(r['x'])==at(e['x'])
+
+@pytest.mark.parametrize('arch', CARDS)
+@pytest.mark.parametrize('size,scales', [(0x300,True), (1<<20,True), (1<<33,True), (5<<30,False), (16<<20,False)])
+def test_asked_ahead_is_inside(size, scales, arch):
+    card = Dry(arch); p = Packed('nvfp4', 4, 32, card.empty((size//16,16), 'uint8'), card.empty((size//128,16), 'uint8') if scales else None)
+    (w,s),(n,k) = E._asked(p, card)
+    assert w.nbytes==size and 0<n*16<=min(size, E._AHEAD[arch=='sm_90a']) and n<2**31
+    assert (s is None and k==0) if not scales else (k*16<=s.nbytes and abs(k*8-n)<=8), 'as much of the scales as of the weights'
+
+# What comes next
+
+def shell(name):
+    "A model without bytes, completed"
+    m = build(ModelConfig.preset(name)); m.mtp = m._mtp
+    for w in m.wants():
+        if len(w.shape)>1 and not w.array and not w.name.startswith('visual.'): bind(m, w.name, Packed('bf16', *w.shape[-2:], NS(nbytes=1, shape=w.shape), experts=w.shape[0] if len(w.shape)>2 else 0))
+    if not hasattr(m, 'lm_head'): m.lm_head = m.embed_tokens
+    return m
+
+@pytest.mark.parametrize('name', MIXTURES)
+def test_then_is_what_comes_next(name, monkeypatch):
+    "The first matrix of the next layer, or the output matrix; weights are counted once all the same"
+    monkeypatch.setattr(layers, 'units', lambda p: None)
+    m = shell(name); before = [[id(p) for p in packed_in(o)] for o in (m,*m.layers)]; complete(m)
+    assert before==[[id(p) for p in packed_in(o)] for o in (m,*m.layers)]
+    first = dict(attention='qkv_proj', sliding='qkv_proj', delta='in_proj', mamba='in_proj')
+    for i,b in enumerate(m.layers):
+        l = next((l for l in vars(b).values() if isinstance(l, MoE)), None)
+        if l is None: continue
+        if i==len(m.layers)-1: want = m.lm_head.weight
+        else: want = getattr(m.layers[i+1].mixer, first[m.c.mixers[i+1]]).weight if m.c.mixers[i+1]!='none' else None
+        assert l.then is want, i
