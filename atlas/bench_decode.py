@@ -108,7 +108,7 @@ def _traffic(name, names, args, llm, batch, context):
     if name in ('embed','greedy'): return size(('x','y','logits'))
     return size(a)
 
-# %% ../nbs/59a_bench_decode.ipynb #f00d904f
+# %% ../nbs/59a_bench_decode.ipynb #9eb712d0
 def stages(llm, batch:int=1, context:int=0)->list[Stage]:
     "The launches of a decode step by kind, each timed alone"
     e = llm.engine
@@ -121,7 +121,7 @@ def stages(llm, batch:int=1, context:int=0)->list[Stage]:
         names = _params(Source(n).text, n)
         def again(calls=calls, n=n):
             for g,b,args,sh,pdl,d in calls: run(n, g, b, *args, shared=sh, pdl=pdl, **d)
-        w = next((a for k,a in zip(names, calls[0][2]) if k=='w'), None)
+        w = next((a for k,a in zip(names, calls[0][2]) if k in ('w','uw')), None)
         us = microseconds(again)/len(calls) if llm.device.kind=='cuda' else float('nan')
         out.append(Stage(n, '' if w is None else 'x'.join(map(str, w.shape)), len(calls), us, float(np.mean([_traffic(n, names, c[2], llm, batch, context) for c in calls]))))
     for s in list(e.scheduler.seqs): e.abort(s)

@@ -169,22 +169,23 @@ def _norm_add(card, rng, run, both):
     n = lambda a: a.astype(np.float64)/np.sqrt((a.astype(np.float64)**2).mean(-1, keepdims=True)+1e-6)
     return [(card.download(got), (n(n(x)*own+n(y)*its if both else x)*w+add)*.5, 1e-5)]
 
-# %% ../nbs/59b_check.ipynb #ba9501c6
+# %% ../nbs/59b_check.ipynb #2d1487db
 _MIXTURES = dict(Qwen=dict(fmt='NVFP4', shared=True), gpt_oss=dict(fmt='MXFP4', act='swiglu_oai', score='topk_softmax', bias=True),
     Nemotron=dict(fmt='FP8_CHANNEL', act='relu2', score='sigmoid', scaling=2.5))
 
-@_case('router + experts', '2 rows', **_MIXTURES, Qwen_wide=dict(fmt='NVFP4', shared=True, H=256, I=512))
-def _moe(card, rng, run, fmt, act='silu', score='softmax', bias=False, shared=False, scaling=1., E=20, H=160, I=64):
+@_case('router + experts', '9 rows', Qwen_wide=dict(fmt='NVFP4', shared=True, H=256, I=512, R=9))
+@_case('router + experts', '2 rows', **_MIXTURES)
+def _moe(card, rng, run, fmt, act='silu', score='softmax', bias=False, shared=False, scaling=1., E=20, H=160, I=64, R=2):
     m,wide,n = MoEConfig(E, 4, I, score=score, scaling=scaling),1+(act!='relu2'),E+shared
     up,down = pack(_sized(rng, fmt, n, wide*I, H), card, wide>1),pack(_sized(rng, fmt, n, H, I), card)
-    router,gain,x = pack(_sized(rng, 'BF16', n, H), card, exact=True),1+_normal(rng, H)/4,_normal(rng, 2, H)
+    router,gain,x = pack(_sized(rng, 'BF16', n, H), card, exact=True),1+_normal(rng, H)/4,_normal(rng, R, H)
     rb,ub,db = (_normal(rng, *s) if bias else None for s in ((E,),(n,wide*I),(n,H)))
     limit = 2. if act=='swiglu_oai' else None
     args = [card.upload(a) for a in (x,gain)]; rows = [None if b is None else row_bias(b, p, card) for b,p in ((ub,up),(db,down))]; put = _up(card, rb)
-    y = run(lambda: moe(*args, 1e-6, router, up, down, m, act, limit, put, up_bias=rows[0], down_bias=rows[1], shared=shared, shared_gate=shared))
+    y = run(lambda: moe(*args, 1e-6, router, up, down, m, act, limit, put, up_bias=rows[0], down_bias=rows[1], shared=shared, shared_gate=shared, then=router if R>8 else None))
     h,r = rmsnorm(x, gain, 1e-6),unpack(router)
     ids,weights = route(h, r[:E], 4, score, bias=rb, scaling=scaling)
-    if shared: ids,weights = np.c_[ids,np.full(2, E)],np.c_[weights,sigmoid(linear(h, r[E:]))]
+    if shared: ids,weights = np.c_[ids,np.full(R, E)],np.c_[weights,sigmoid(linear(h, r[E:]))]
     return [(card.download(y), experts(h, ids, weights, unpack(up), unpack(down), act, limit, ub, db), 3e-3)]
 
 @_case('gemm + route_many', '64 rows', **{k: dict(score=v.get('score', 'softmax'), scaling=v.get('scaling', 1.)) for k,v in _MIXTURES.items()})

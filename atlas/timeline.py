@@ -93,7 +93,7 @@ class Span:
     let:float # When its last warp let the next one in
     us:float # When it ended
 
-# %% ../nbs/59c_timeline.ipynb #26ddc8a4
+# %% ../nbs/59c_timeline.ipynb #8503936d
 def spans(
     calls, # Of a `recording` with arguments
     times:list, # Of each, as of `clocks`
@@ -106,7 +106,7 @@ def spans(
         came,let,asked,went,left = (t-end).T/1e3
         let = np.where(np.isnan(let), left, let)
         waits = ~np.isnan(went); went,asked = (went[waits],asked[waits]) if waits.any() else (came,came)
-        w = next((a for k,a in zip(_params(Source(n).text, n), args) if k=='w'), None)
+        w = next((a for k,a in zip(_params(Source(n).text, n), args) if k in ('w','uw')), None)
         out.append(Span(n, '' if w is None else 'x'.join(map(str, w.shape)), int(np.prod(g)), int(np.prod(b)), *f, (end-zero)/1e3, float(np.median(came)),
             float((came<0).mean()), float((asked<0).mean()), went.min(), went.max(), let.max(), left.max()))
         end = max(end, t[:,4].max())

@@ -22,9 +22,9 @@
 //   weights : [r, top_k]         f32   their weights; or null
 //   add    : [r, k]              f32   residual; or null; may be y
 //   y      : [r, k]              f32
-//   met    : [1]                 i32   0 before (router.cu sees to it)
-//   then_w : [tbytes]    u8    of which the first 16 * then_w16 bytes will be read next: they are asked for once all blocks have met; or null
-//   then_s : [tscales]   u8    likewise; or null
+//   met    : [1]                 i32   a multiple of the number of blocks, before and after (router.cu begins with 0)
+//   later_w : [tbytes]    u8    of which the first 16 * later_w16 bytes will be read next: they are asked for once all blocks have met; or null
+//   later_s : [tscales]   u8    likewise; or null
 //   -D UP= DOWN= UKB= DKB= (fp8: columns of scales)  HIDDEN= (k, a multiple of 32)  INNER=  EXPERTS=  TOP_K=  SHARED= GATE= (of the shared expert: 0 or 1)
 //   -D SCORE= (of lib/picks.cuh) CORRECTED= (0 or 1)  RENORM=  NORM= (0 or 1)  ACT= (of lib/act.cuh)  ROWS= (1, 2, 4, 8: at most so many)  ULANES= DLANES= (4, 8, 16, 32)
 //   -D WARPS=  DEEP=  OWN= groups of outputs of a block  ROOM= bytes of shared memory
@@ -92,10 +92,10 @@ template <class F, int LANES, int C, int KB> __device__ __forceinline__ void fet
 extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const unsigned char* __restrict__ uw, const unsigned char* __restrict__ dw, const unsigned char* __restrict__ us,
         const unsigned char* __restrict__ ds, const float* __restrict__ ugs, const float* __restrict__ dgs, const float* __restrict__ ubias, const float* __restrict__ dbias,
         const float* logits, const float* __restrict__ correction, const float* __restrict__ per_expert, const float* __restrict__ gain, const float* x, float* h, int* ids,
-        float* weights, const float* add, float* y, unsigned* met, const unsigned char* then_w, const unsigned char* then_s, float eps, float limit, float scaling, int ld, int rows, int halves, int then_w16, int then_s16) {
+        float* weights, const float* add, float* y, unsigned* met, const unsigned char* later_w, const unsigned char* later_s, float eps, float limit, float scaling, int ld, int rows, int halves, int later_w16, int later_s16) {
     DYNAMIC_SHARED(Shared, sm);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = blockIdx.x + gridDim.x * warp, stride = gridDim.x * WARPS;
-    int unit = first, total = 0, then = warp, all = 0, step = 0, place = 0, here = 0;  // what is fetched next: a unit of the first half, one of the second; and where to
+    int unit = first, total = 0, down = warp, all = 0, step = 0, place = 0, here = 0;  // what is fetched next: a unit of the first half, one of the second; and where to
     size_t row = 0;
     bool on = false;
     auto next = [&] {
@@ -108,14 +108,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const unsigned 
             }
             fetch<U, ULANES, UC, UKB>(p, uw, us, ugs, ubias, row, step, on, lane);
             if (++step == USTEPS) { step = 0; unit += stride; }
-        } else if (then < all) {
+        } else if (down < all) {
             if (step == 0) {
-                const int quad = (blockIdx.x + gridDim.x * (then % OWN)) * DT + lane / DLANES;
+                const int quad = (blockIdx.x + gridDim.x * (down % OWN)) * DT + lane / DLANES;
                 on = quad < DQUADS;
-                row = ((size_t)sm->slots.expert[then / OWN] * DQUADS + (on ? quad : 0)) * 4;
+                row = ((size_t)sm->slots.expert[down / OWN] * DQUADS + (on ? quad : 0)) * 4;
             }
             fetch<D, DLANES, DC, DKB>(p, dw, ds, dgs, dbias, row, step, on, lane);
-            if (++step == DSTEPS) { step = 0; then += WARPS; }
+            if (++step == DSTEPS) { step = 0; down += WARPS; }
         }
         cp_async_commit();
         place = place == DEEP - 1 ? 0 : place + 1;
@@ -209,9 +209,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const unsigned 
     }
     if (!(halves & 2)) return;
     if (halves & 1) meet(met, gridDim.x);
-    if (then_w && warp == ASKS) {  // memory idles now
-        ahead(then_w, then_w16, blockIdx.x * 32 + lane, gridDim.x * 32);
-        if (then_s) ahead(then_s, then_s16, blockIdx.x * 32 + lane, gridDim.x * 32);
+    if (later_w && warp == ASKS) {  // memory idles now
+        ahead(later_w, later_w16, blockIdx.x * 32 + lane, gridDim.x * 32);
+        if (later_s) ahead(later_s, later_s16, blockIdx.x * 32 + lane, gridDim.x * 32);
     }
     #pragma unroll 1
     for (int from = warp; from < rows * PICKS * HPARTS; from += 2 * WARPS) {

@@ -152,13 +152,13 @@ def test_bytes_are_those_of_the_struct(name, i):
 
 def steps(name, rows, monkeypatch, arch='sm_90a', **kw):
     "The launches that `moe` asks a card for"
-    c,card,calls = ModelConfig.preset(name),Dry(arch),[]; card.kind = 'cuda'; m,H = c.moe,c.hidden_size
-    def made(fmt, E, n, k, pair=False): return Packed(fmt, n, k, card.empty((E*-(-n//4)*4,k), 'uint16'), None, None, E, pair)
-    wide = 1 if c.act=='relu2' else 2
+    c,card,calls = ModelConfig.preset(name),Dry(arch, 1<<36),[]; card.kind = 'cuda'; m,H = c.moe,c.hidden_size
+    def made(E, n, k, pair=False): return Packed('bf16', n, k, card.empty((max(1, E)*-(-n//4)*4,k), 'uint16'), None, None, E, pair)
+    wide,I = 1 if c.act=='relu2' else 2,m.intermediate_size
     monkeypatch.setattr(E, 'run', lambda name, grid, block, *a, **k: calls.append((name,grid,dict(zip(params[name], a)),k)))
     params = {n: _params(Source(n).text, n) for n in ('router','experts')}
-    router = made('bf16', 0, m.num_experts, H); router.w = router.w[:m.num_experts] if len(router.w) else card.empty((m.num_experts,H), 'uint16')
-    moe(card.empty((rows,H)), card.empty(H), 1e-6, router, made('bf16', m.num_experts, wide*m.intermediate_size, H, wide>1), made('bf16', m.num_experts, H, m.intermediate_size), m, c.act, **kw)
+    banks = made(m.num_experts, wide*I, H, wide>1),made(m.num_experts, H, I)
+    moe(card.empty((rows,H)), card.empty(H), 1e-6, made(0, m.num_experts, H), *banks, m, c.act, **kw)
     return card,calls
 
 @pytest.mark.parametrize('name', ['qwen3-30b-a3b','gpt-oss-20b','nemotron-3-nano-30b-a3b'])
@@ -175,7 +175,7 @@ def test_the_count_is_zero_before_each_meeting(name, rows, monkeypatch):
 @pytest.mark.parametrize('arch', CARDS)
 @pytest.mark.parametrize('size,scales', [(0x300,True), (1<<20,True), (1<<33,True), (5<<30,False), (16<<20,False)])
 def test_asked_ahead_is_inside(size, scales, arch):
-    card = Dry(arch); p = Packed('nvfp4', 4, 32, card.empty((size//16,16), 'uint8'), card.empty((size//128,16), 'uint8') if scales else None)
+    card = Dry(arch, 1<<36); p = Packed('nvfp4', 4, 32, card.empty((size//16,16), 'uint8'), card.empty((size//128,16), 'uint8') if scales else None)
     (w,s),(n,k) = E._asked(p, card)
     assert w.nbytes==size and 0<n*16<=min(size, E._AHEAD[arch=='sm_90a']) and n<2**31
     assert (s is None and k==0) if not scales else (k*16<=s.nbytes and abs(k*8-n)<=8), 'as much of the scales as of the weights'

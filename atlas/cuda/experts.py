@@ -28,7 +28,7 @@ def _lanes(k):
     C = _ceil(k, 32)
     return max((l for l in (4,8,16,32) if C/(_ceil(C, l)*l)>.87), default=4)
 
-# %% ../../nbs/16a_cuda.experts.ipynb #f16c99e2
+# %% ../../nbs/16a_cuda.experts.ipynb #ad87651d
 def _bytes(d, deep, place):
     "Bytes of shared memory: places, inputs of the first half or of the second, floats, slots"
     r,UC,DC,each = d['ROWS'],_ceil(d['HIDDEN'], 32),_ceil(d['INNER'], 32),min(d['ROWS'], 2)
@@ -39,16 +39,17 @@ def _bytes(d, deep, place):
 
 def _fitted(card, d, pieces, place):
     "`d` with its warps, places and bytes, if a warp of so many does `pieces`; fewer warps or, if it is for several rows, None where they do not fit"
-    (room,ring,half),few = _ROOM[_large(card)],d['ROWS']==1
-    for w in range(d['WARPS'], 0 if few else d['WARPS']-1, -1):
+    room,ring,half = _ROOM[_large(card)]
+    for w in range(d['WARPS'], 0 if d['ROWS']==1 else d['WARPS']-1, -1):
         for deep in range(max(1, min(ring//(w*place), pieces(w))), 0, -1):
             if (need := _bytes(d|dict(WARPS=w), deep, place))<=room: return d|dict(WARPS=w, DEEP=deep, ROOM=max(need, half))
 
-# %% ../../nbs/16a_cuda.experts.ipynb #65da32ea
+# %% ../../nbs/16a_cuda.experts.ipynb #e5781a18
 def _variant(card, H, up, down, m, act, norm, shared, gate, corrected, rows, blocks):
     "Options of experts.cu for at most `rows`, and its number of blocks"
     I,picks = down.k,m.top_k+shared
-    scales,most = lambda p: p.s.shape[1] if p.fmt=='fp8' else 1,16 if {up.fmt,down.fmt}&{'bf16','f16'} else 24
+    most = 16 if {up.fmt,down.fmt}&{'bf16','f16'} else 24
+    def scales(p): return p.s.shape[1] if p.fmt=='fp8' else 1
     ul,dl,place = _lanes(H),_lanes(I),max(_PLACE[up.fmt], _PLACE[down.fmt])
     units,groups = picks*_ceil(_ceil(up.rows, 4), 32//ul),_ceil(H//4, 32//dl)
     d = dict(UP=up.fmt, DOWN=down.fmt, UKB=scales(up), DKB=scales(down), HIDDEN=H, INNER=I, EXPERTS=m.num_experts, TOP_K=m.top_k, SHARED=int(shared), GATE=int(gate), SCORE=f'SCORE_{m.score.upper()}',
@@ -61,11 +62,11 @@ def _variant(card, H, up, down, m, act, norm, shared, gate, corrected, rows, blo
         if v := _fitted(card, d|dict(ROWS=r, WARPS=W, OWN=own), pieces, place): return v,n
     raise AtlasError(f'Experts of {I:,} on {H:,} values need more shared memory than a block has')
 
-# %% ../../nbs/16a_cuda.experts.ipynb #fb3fbad5
+# %% ../../nbs/16a_cuda.experts.ipynb #8b906952
 def _raw(a): return None if a is None else a.reshape(-1).view('uint8')
 
 def _route(x, gain, eps, router, bias, logits, met, E):
-    "The router's logits of rows `x`; its blocks have a multiprocessor each"
+    "The router's logits of rows `x`. A block asks for so much that one, and no more, finds room beside a block of experts.cu"
     (R,H),n,card = x.shape,router.n,card_of(x)
     each,pieces = _ceil(n, 160),_ceil(H, 256); W = _ceil(pieces, _ceil(pieces, 8))
     run('router', (_ceil(n, each),_ceil(R, 2)), 32*W, _raw(router.w), bias, gain, x, logits, met, eps, n, logits.shape[1], R, shared=78<<10 if R==1 and _large(card) else 0,
@@ -84,7 +85,7 @@ def _asked(p, card):
     w,s = _raw(p.w),_raw(p.s); part = min(1, _AHEAD[_large(card)]/w.nbytes)
     return (w,s),tuple(0 if a is None else int(a.nbytes*part)//16 for a in (w,s))
 
-# %% ../../nbs/16a_cuda.experts.ipynb #36b03851
+# %% ../../nbs/16a_cuda.experts.ipynb #793ad6b9
 def moe(
     x, # [R, H] float32
     gain, # [H] of the norm, or None: `x` is normed
@@ -112,15 +113,19 @@ def moe(
     "Experts of up to 8 rows a launch; what `atlas.ops.moe` computes, and no row's bits depend on another row"
     card,(R,H),E = card_of(x),x.shape,m.num_experts
     _checked(H, router, up, down, m, act, shared, shared_gate)
-    d,blocks = _variant(card, H, up, down, m, act, gain is not None, shared, shared_gate, correction is not None, R, blocks or card.multiprocessors)
-    n,ld,out,of,(next,sixteens) = d['ROWS'],_ceil(router.n, 4)*4,card.empty((R,H)) if out is None else out,lambda a,i: None if a is None else a[i:i+n],_asked(then, card)
+    if out is None: out = card.empty((R,H))
+    if not R: return out
+    sms = card.multiprocessors
+    d,blocks = _variant(card, H, up, down, m, act, gain is not None, shared, shared_gate, correction is not None, R, min(blocks or sms, sms if card.kind=='cuda' else 1<<30))
+    n,ld,(later,sixteens) = d['ROWS'],_ceil(router.n, 4)*4,_asked(then, card)
+    def of(a, i): return None if a is None else a[i:i+n]
     logits,h,met = card.empty((n,ld)),card.empty((n,m.top_k+shared,_ceil(down.k, 4)*4)),card.empty(1, 'int32')
     for i in range(0, R, n):
         r,(ids,weights) = min(n, R-i),(of(a, i) for a in routes or (None,None))
         _route(x[i:i+n], gain if router_gain is None else router_gain, float(eps), router, bias, logits[:r], met, E)
         for halves in (3,) if card.kind=='cuda' else (1,2): # the emulator runs one block after the other
             run('experts', blocks, 32*d['WARPS'], *map(_raw, (up.w,down.w,up.s,down.s)), up.gs, down.gs, up_bias, down_bias, logits[:r], correction, per_expert, gain, x[i:i+n], h[:r], ids, weights,
-                of(add, i), out[i:i+n], met, *next, float(eps), 3.4e38 if limit is None else float(limit), float(m.scaling), ld, r, halves, *sixteens, shared=d['ROOM'], **d)
+                of(add, i), out[i:i+n], met, *later, float(eps), 3.4e38 if limit is None else float(limit), float(m.scaling), ld, r, halves, *sixteens, shared=d['ROOM'], **d)
     return out
 
 # %% ../../nbs/16a_cuda.experts.ipynb #2dc3cf7d

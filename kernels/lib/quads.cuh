@@ -21,7 +21,7 @@ template <int N> __device__ __forceinline__ void copy_beside(void* to, const voi
     if (N == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(at), "l"(from), "r"(on ? 16 : 0) : "memory");
     else asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" :: "r"(at), "l"(from), "n"(N), "r"(on ? N : 0) : "memory");
 #else
-    for (int i = 0; i < N; i++) ((unsigned char*)to)[i] = on ? ((const unsigned char*)from)[i] : 0;
+    emu::copy(to, from, N, on);
 #endif
 }
 
