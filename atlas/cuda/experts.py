@@ -62,7 +62,7 @@ def _variant(card, H, up, down, m, act, norm, shared, gate, corrected, rows, blo
         if v := _fitted(card, d|dict(ROWS=r, WARPS=W, OWN=own), pieces, place): return v,n
     raise AtlasError(f'Experts of {I:,} on {H:,} values need more shared memory than a block has')
 
-# %% ../../nbs/16a_cuda.experts.ipynb #8b906952
+# %% ../../nbs/16a_cuda.experts.ipynb #74dfae1a
 def _raw(a): return None if a is None else a.reshape(-1).view('uint8')
 
 def _route(x, gain, eps, router, bias, logits, met, E):
@@ -79,13 +79,18 @@ def _checked(H, router, up, down, m, act, shared, gate):
         if p.shape!=shape: raise AtlasError(f'moe: {name} is {list(p.shape)}, and should be {list(shape)}', param=name)
     if up.pair!=(wide>1): raise AtlasError(f'moe: gate and up rows are {"" if up.pair else "not "}interleaved, and the activation is {act}', param='up')
 
+def _most(card, asked):
+    "How many blocks there may be: on a card all must run at once"
+    n = card.multiprocessors
+    return min(asked or n, n) if card.kind=='cuda' else asked or n
+
 def _asked(p, card):
     "What experts.cu asks for of the matrix `p`: weights, scales, and how many sixteens of bytes of each"
     if p is None: return (None,None),(0,0)
     w,s = _raw(p.w),_raw(p.s); part = min(1, _AHEAD[_large(card)]/w.nbytes)
     return (w,s),tuple(0 if a is None else int(a.nbytes*part)//16 for a in (w,s))
 
-# %% ../../nbs/16a_cuda.experts.ipynb #793ad6b9
+# %% ../../nbs/16a_cuda.experts.ipynb #b104dbbc
 def moe(
     x, # [R, H] float32
     gain, # [H] of the norm, or None: `x` is normed
@@ -114,9 +119,7 @@ def moe(
     card,(R,H),E = card_of(x),x.shape,m.num_experts
     _checked(H, router, up, down, m, act, shared, shared_gate)
     if out is None: out = card.empty((R,H))
-    if not R: return out
-    sms = card.multiprocessors
-    d,blocks = _variant(card, H, up, down, m, act, gain is not None, shared, shared_gate, correction is not None, R, min(blocks or sms, sms if card.kind=='cuda' else 1<<30))
+    d,blocks = _variant(card, H, up, down, m, act, gain is not None, shared, shared_gate, correction is not None, max(1, R), _most(card, blocks))
     n,ld,(later,sixteens) = d['ROWS'],_ceil(router.n, 4)*4,_asked(then, card)
     def of(a, i): return None if a is None else a[i:i+n]
     logits,h,met = card.empty((n,ld)),card.empty((n,m.top_k+shared,_ceil(down.k, 4)*4)),card.empty(1, 'int32')
