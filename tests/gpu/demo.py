@@ -36,7 +36,7 @@ def by_steps(llm, ids, n=8):
         m.device.synchronize()
     return np.concatenate(out)
 
-def continuations(host, card, starts, n, tiny=.1):
+def continuations(host, card, starts, n, tiny=.05):
     "Where greedy answers part although the host was sure, and how many tokens were compared"
     bad,same,p = [],0,SamplingParams(temperature=0, max_tokens=n, logprobs=2, ignore_eos=True)
     for s in starts:
