@@ -7,10 +7,10 @@ Docs: https://atlas-inference.github.io/atlas/cuda.engine.html.md"""
 # %% auto #0
 __all__ = ['bucket', 'Rows', 'Flight', 'CardEngine']
 
-# %% ../../nbs/33a_cuda.engine.ipynb #1206c881
+# %% ../../nbs/33a_cuda.engine.ipynb #a9da0887
 import threading,weakref
 import numpy as np
-from contextlib import ExitStack,contextmanager,nullcontext
+from contextlib import ExitStack,contextmanager,nullcontext,suppress
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -124,7 +124,7 @@ class CardEngine(Engine):
         "A context in which arrays are made that live for a step only: graphs share their memory, and nobody else may have it"
         return nullcontext() if self.stream is None else self.card.xp.cuda.using_allocator(self.memory.malloc)
 
-# %% ../../nbs/33a_cuda.engine.ipynb #8db4de2e
+# %% ../../nbs/33a_cuda.engine.ipynb #a57db1d3
 class _Turn:
     "Whose decode steps a card had last, and what they end with"
     def __init__(self): self.lock,self.stream,self.end = threading.Lock(),None,None
@@ -139,7 +139,8 @@ def turn(self:CardEngine):
     with t.lock:
         if t.stream not in (None,self.stream): self.stream.wait_event(t.end)
         try: yield
-        finally: t.stream,t.end = self.stream,self.stream.record()
+        finally:
+            with suppress(Exception): t.stream,t.end = self.stream,self.stream.record() # a card that has failed says so by itself
 
 # %% ../../nbs/33a_cuda.engine.ipynb #86db83e8
 @patch
