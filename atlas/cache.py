@@ -124,15 +124,15 @@ class KVCache:
         self.conv,self.rec = ({i:device.zeros((num_states,*s[p])) for i,s in st.items()} for p in ('conv','rec'))
         self.bytes_per_state = state_bytes(cfg)
 
-# %% ../nbs/30_cache.ipynb #54f8d76a
-KV_FORMATS = ('f16','bf16','fp8','nvfp4') # Formats of keys and values on a card
+# %% ../nbs/30_cache.ipynb #02c59be1
+KV_FORMATS = ('f16','bf16','f32','fp8','nvfp4') # Formats of keys and values on a card
 
 def kv_formats(cfg:ModelConfig, dtype, drafting:bool=False, high_precision:int=0)->dict: # Layer -> format
     "How each attention layer's keys and values are kept; a `ConfigError` for a format that is none of `KV_FORMATS`"
     if isinstance(dtype, str) and dtype not in KV_FORMATS: raise ConfigError(f'{dtype!r} is no format for keys and values', hint=f'Choose {", ".join(KV_FORMATS)}', param='kv_cache_dtype')
     at = [i for i in range(cfg.num_layers+cfg.mtp_layers*drafting) if cfg.kv_shape(i)]
     ends = {*at[:high_precision], *at[len(at)-high_precision:]} if isinstance(dtype, str) else ()
-    return {i:'f16' if i in ends and dtype!='bf16' else dtype for i in at}
+    return {i:'f16' if i in ends and dtype in ('fp8','nvfp4') else dtype for i in at}
 
 def token_bytes(cfg:ModelConfig, dtype=np.float32, drafting:bool=False, high_precision:int=0)->int:
     "Bytes of cache that one token takes"

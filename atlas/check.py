@@ -222,10 +222,10 @@ def _step(card, rng, seqs, tiled, block=16):
     more = dict(num_rows=len(rows), num_seqs=len(seqs), longest=max(a+n for a,n in seqs), tiled=tiled, real=real, blocks=int(at[-1]), states=len(seqs)+int(kept.sum()))
     return NS(**{k: card.upload(v) for k,v in h.items()}, **more),NS(**h, **more)
 
-# %% ../nbs/59b_check.ipynb #dba0857b
-_STORED = dict(bf16=8e-3, f16=1e-3, fp8=.07, nvfp4=.3) # A number's largest error in the cache, over the largest of its row
+# %% ../nbs/59b_check.ipynb #24fa82c7
+_STORED = dict(bf16=8e-3, f16=1e-3, f32=1e-6, fp8=.07, nvfp4=.3) # A number's largest error in the cache, over the largest of its row
 _HEADS = dict(Qwen=AttentionConfig(8, 2, 64, RopeConfig(dim=32), gate=True, qk_norm='head'), gpt_oss=AttentionConfig(4, 2, 64, RopeConfig(dim=64), sinks=True))
-_KINDS = dict(Qwen=dict(kind='Qwen'), Qwen_f16=dict(kind='Qwen', fmt='f16'), Qwen_fp8=dict(kind='Qwen', fmt='fp8'), Qwen_nvfp4=dict(kind='Qwen', fmt='nvfp4'), gpt_oss=dict(kind='gpt_oss', window=50))
+_KINDS = dict(Qwen=dict(kind='Qwen'), Qwen_f16=dict(kind='Qwen', fmt='f16'), Qwen_f32=dict(kind='Qwen', fmt='f32'), Qwen_fp8=dict(kind='Qwen', fmt='fp8'), Qwen_nvfp4=dict(kind='Qwen', fmt='nvfp4'), gpt_oss=dict(kind='gpt_oss', window=50))
 
 def _heads(x, a, gains, cos, sin):
     "Queries, keys and values of projected rows: normed and rotated"

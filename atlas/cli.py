@@ -44,7 +44,7 @@ app = typer.Typer(name='atlas', cls=_Group, no_args_is_help=True, pretty_excepti
     epilog=_examples('atlas serve demo                    a chat page and an OpenAI-compatible server',
                      'atlas run demo "Why is the sky blue?"', 'atlas chat demo', 'atlas COMMAND --help                what else a command can do'))
 
-# %% ../nbs/60_cli.ipynb #409c1eef
+# %% ../nbs/60_cli.ipynb #38f55833
 def _complete(incomplete:str):
     "Models for the shell's completion: those here, those known, and paths"
     from glob import glob
@@ -60,7 +60,7 @@ LoadFormat = Annotated[str, _opt('auto, or dummy for random weights; MODEL may t
 DummyWeights = Annotated[str|None, _opt('Format of dummy weights: bf16, fp8, nvfp4, mxfp4, mixed (FP8 attention, NVFP4 elsewhere) or nvfp4-experts (the rest BF16). [default: as the model has them]', show_default=False)]
 Quantization = Annotated[str|None, _opt('On a card: store projections anew in nvfp4 or fp8. [default: as shipped]', show_default=False)]
 HeadDtype = Annotated[str|None, _opt('On a card: the same for the output matrix. [default: as shipped]', show_default=False)]
-KVDtype = Annotated[str|None, _opt('On a card: keys and values in f16, bf16, fp8 or nvfp4. [default: f16]', show_default=False)]
+KVDtype = Annotated[str|None, _opt('On a card: keys and values in f16, bf16, f32, fp8 or nvfp4. [default: f16]', show_default=False)]
 KVHigh = Annotated[int, _opt('On a card: so many attention layers at both ends keep theirs in 16 bits.', min=0)]
 SeqLen = Annotated[int|None, _opt("Context in tokens, prompt and answer together. [default: the model's own]", min=2, show_default=False)]
 

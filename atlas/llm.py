@@ -93,7 +93,7 @@ class Output:
     def __str__(self): return self.text
     def __repr__(self): return f'{self.text!r}  ({self.usage["completion_tokens"]} tokens, {self.finish_reason})'
 
-# %% ../nbs/45_llm.ipynb #006f5d5a
+# %% ../nbs/45_llm.ipynb #ee3cb18b
 class LLM:
     "A model, ready to answer"
     def __init__(self,
@@ -112,7 +112,7 @@ class LLM:
         drafting:bool=False, # Load the model's own drafting head too
         quantization:str|None=None, # Card: store projections anew in 'nvfp4' or 'fp8'; None: as shipped
         lm_head_dtype:str|None=None, # Card: the same for the output matrix
-        kv_cache_dtype:str|None=None, # Card: keys and values in 'f16' (None), 'bf16', 'fp8' or 'nvfp4'
+        kv_cache_dtype:str|None=None, # Card: keys and values in 'f16' (None), 'bf16', 'f32', 'fp8' or 'nvfp4'
         kv_high_precision_layers:int=0, # Card: so many attention layers at both ends keep theirs in 16 bits
     ):
         self.device,t = get_device(device),perf_counter()

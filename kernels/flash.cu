@@ -1,8 +1,8 @@
 // Attention of a prefill step over the paged cache: tiles of 64 positions against all keys up to their own, without the scores ever leaving the
 // registers (Dao 2023). A block serves a tile's rows for HB query heads of one key head, a warp 16 rows of one head and DB columns of its values; keys come
 // in pieces at fixed positions, so that a row's bits depend on its own position only. fp16 products, float32 sums.
-//   q        : [r, heads, dim]        f16   turned by flash_prep.cu
-//   kf, vf   : [r, kv, dim]           f16   or null: keys and values of this step's rows, as the cache would give them
+//   q        : [r, heads, halves]     f16   turned by flash_prep.cu; halves: DIM, or 2*DIM in format 4: what one half leaves is in another
+//   kf, vf   : [r, kv, halves]        f16   or null: keys and values of this step's rows, as the cache would give them
 //   qkv      : [r, width]             f32   gates in the first columns, or null: no gate
 //   k, v     : [blocks, bs, kv, bytes] u8   lib/kvcache.cuh
 //   k_scale, v_scale : [blocks, bs, kv] f32 or null
@@ -14,7 +14,7 @@
 //   out      : [r, qd]                f32   qd = heads*DIM; zeros in rows that are not real
 //   window 0: none
 //   -D DIM= (head size, a multiple of 16) DB= (columns of a warp: DIM, or a part of it) HB= (heads of a block) KEYS= (of a piece) FORMAT=
-//   launch: <<<(heads/HB, tiles), 128*HB*DIM/DB, 64*HB*(2*DIM+16) + KEYS*(4*DIM+32) + 24*KEYS>>>
+//   launch: <<<(heads/HB, tiles), 128*HB*DIM/DB, 64*HB*(2*halves+16) + KEYS*(4*halves+32) + 24*KEYS>>>
 #include "lib/async.cuh"
 #include "lib/halves.cuh"
 #include "lib/kvcache.cuh"
@@ -34,22 +34,22 @@
 #ifndef FORMAT
 #define FORMAT 0
 #endif
-constexpr int TILE = 64, THREADS = 128 * HB * (DIM / DB), STEP = 2 * DIM + 16;  // bytes of a row: sixteen more than needed, against bank conflicts
+constexpr int TILE = 64, THREADS = 128 * HB * (DIM / DB), P = KV_PLANES<FORMAT>, WIDE = DIM * P, STEP = 2 * WIDE + 16;  // halves of a number, and of a row; bytes of a row: sixteen more than needed, against bank conflicts
 #define NONE __int_as_float(0xFF800000)  // minus infinity; NVRTC knows no INFINITY
 
 // A piece of keys or values on its way to shared memory, as fp16 rows. A slot of the cache, or -1: nobody looks, zeros, or -2-r: row r of this step. A thread
 // converts what it has fetched itself, so nobody need wait in between.
 __device__ __forceinline__ void fetch(unsigned char* to, const unsigned char* pool, const __half* own, const int* slots, int kv, int head) {
-    for (int i = threadIdx.x; i < KEYS * (DIM / 8); i += THREADS) {
-        const int r = i / (DIM / 8), c = i % (DIM / 8), s = slots[r];
+    for (int i = threadIdx.x; i < KEYS * (WIDE / 8); i += THREADS) {
+        const int r = i / (WIDE / 8), c = i % (WIDE / 8), s = slots[r];
         if (KV_CODED<FORMAT> && s >= 0) continue;
         const void* from = pool;
-        if (s != -1) from = s < 0 ? (const void*)(own + ((size_t)(-2 - s) * kv + head) * DIM + c * 8) : (const void*)(pool + (((size_t)s * kv + head) * DIM + c * 8) * 2);
+        if (s != -1) from = s < 0 ? (const void*)(own + ((size_t)(-2 - s) * kv + head) * WIDE + c * 8) : (const void*)(pool + (((size_t)s * kv + head) * WIDE + c * 8) * 2);
         cp_async16_or_zero(to + r * STEP + c * 16, from, s != -1);
     }
 }
 __device__ __forceinline__ void finish(unsigned char* to, const unsigned char* pool, const unsigned char* sub, const int* slots, const float* scales, int kv, int head) {
-    if (FORMAT == 3) return;  // are halves already
+    if (FORMAT >= 3) return;  // are halves already
     for (int i = threadIdx.x; i < KEYS * (DIM / (FORMAT ? 16 : 8)); i += THREADS) {
         if (!FORMAT) {
             uint4* at = (uint4*)(to + i / (DIM / 8) * STEP + i % (DIM / 8) * 16);
@@ -94,9 +94,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash(const __half* __rest
     };
     if (pieces) {
         locate(0);
-        for (int i = tid; i < TILE * HB * (DIM / 8); i += THREADS) {
-            const int r = i / (DIM / 8), c = i % (DIM / 8);
-            cp_async16(Q + r * STEP + c * 16, q + (((size_t)t * TILE + r % TILE) * heads + h0 + r / TILE) * DIM + c * 8);
+        for (int i = tid; i < TILE * HB * (WIDE / 8); i += THREADS) {
+            const int r = i / (WIDE / 8), c = i % (WIDE / 8);
+            cp_async16(Q + r * STEP + c * 16, q + (((size_t)t * TILE + r % TILE) * heads + h0 + r / TILE) * WIDE + c * 8);
         }
         __syncthreads();
         fetch(K, k, kf, slots[0], kv, head);
@@ -118,15 +118,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash(const __half* __rest
         float s[KEYS / 8][4] = {};
         #pragma unroll
         for (int e = 0; e < DIM / 16; e++) {
-            unsigned a[4];
-            ldmatrix_x4(a, mine + e * 32);
+            unsigned a[P][4];
             #pragma unroll
-            for (int n = 0; n < KEYS / 8; n += 2) {
-                unsigned b[4];
-                ldmatrix_x4(b, K + (n * 8 + lane % 8 + lane / 16 * 8) * STEP + (e * 16 + lane / 8 % 2 * 8) * 2);
-                mma_f16(s[n], a, b);
-                mma_f16(s[n + 1], a, b + 2);
-            }
+            for (int x = 0; x < P; x++) ldmatrix_x4(a[x], mine + (e * P + x) * 32);
+            #pragma unroll
+            for (int n = 0; n < KEYS / 8; n += 2)
+                #pragma unroll
+                for (int y = 0; y < P; y++) {
+                    unsigned b[4];
+                    ldmatrix_x4(b, K + (n * 8 + lane % 8 + lane / 16 * 8) * STEP + ((e * P + y) * 16 + lane / 8 % 2 * 8) * 2);
+                    #pragma unroll
+                    for (int x = 0; x < P - y; x++) {  // what two rests make is nothing
+                        mma_f16(s[n], a[x], b);
+                        mma_f16(s[n + 1], a[x], b + 2);
+                    }
+                }
         }
         __syncthreads();
         if (i + 1 < pieces) fetch(K, k, kf, slots[(i + 1) % 2], kv, head);
@@ -139,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash(const __half* __rest
                     const int gap = start + row0 + j / 2 * 8 - (first + n * 8 + c2 + j % 2);
                     if (gap < 0 || (window && gap >= window)) s[n][j] = NONE;
                 }
-        unsigned p[KEYS / 16][4];
+        unsigned p[P][KEYS / 16][4];
         #pragma unroll
         for (int r = 0; r < 2; r++) {
             float best = NONE;
@@ -155,7 +161,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash(const __half* __rest
                 const float x = power2((s[n][2 * r] - zero) * unit), y = power2((s[n][2 * r + 1] - zero) * unit);
                 const __half2 h = __floats2half2_rn(x, y);
                 sum[r] += x + y;
-                p[n / 2][n % 2 * 2 + r] = *reinterpret_cast<const unsigned*>(&h);
+                p[0][n / 2][n % 2 * 2 + r] = *reinterpret_cast<const unsigned*>(&h);
+                if (P == 2) p[P - 1][n / 2][n % 2 * 2 + r] = half2_rest(x, y);
             }
             #pragma unroll
             for (int n = 0; n < DB / 8; n++) { o[n][2 * r] *= shrink; o[n][2 * r + 1] *= shrink; }
@@ -166,12 +173,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash(const __half* __rest
         #pragma unroll
         for (int e = 0; e < KEYS / 16; e++)
             #pragma unroll
-            for (int n = 0; n < DB / 8; n += 2) {
-                unsigned b[4];
-                ldmatrix_x4_trans(b, V + (e * 16 + lane % 16) * STEP + (from + n * 8 + lane / 16 * 8) * 2);
-                mma_f16(o[n], p[e], b);
-                mma_f16(o[n + 1], p[e], b + 2);
-            }
+            for (int n = 0; n < DB / 8; n += 2)
+                #pragma unroll
+                for (int y = 0; y < P; y++) {
+                    unsigned b[4];
+                    ldmatrix_x4_trans(b, V + (e * 16 + lane % 16) * STEP + ((from + n * 8) * P + y * 16 + lane / 16 * 8) * 2);
+                    #pragma unroll
+                    for (int x = 0; x < P - y; x++) {
+                        mma_f16(o[n], p[x][e], b);
+                        mma_f16(o[n + 1], p[x][e], b + 2);
+                    }
+                }
         __syncthreads();
         if (i + 1 < pieces) fetch(V, v, vf, slots[(i + 1) % 2], kv, head);
         cp_async_commit();

@@ -9,8 +9,8 @@
 //   k, v     : [blocks, bs, kv, bytes] u8   written (lib/kvcache.cuh); or null
 //   k_scale, v_scale : [blocks, bs, kv] f32 or null
 //   k_sub, v_sub : [blocks, bs, kv, subs] u8 or null
-//   q        : [r, heads, dim]         f16   queries, for rows lo..hi-1 of a tile
-//   kf, vf   : [r, kv, dim]           f16   keys and values likewise, as the cache would give them; or null
+//   q        : [r, heads, halves]     f16   queries, for rows lo..hi-1 of a tile; halves: DIM, or 2*DIM in planes as lib/kvcache.cuh has them in format 4
+//   kf, vf   : [r, kv, halves]        f16   keys and values likewise, as the cache would give them; or null
 //   tile_lo, tile_hi : [tiles]        i32   real rows of a tile of 64
 //   -DIM DIM= (head size, a multiple of 16) FORMAT= (lib/kvcache.cuh) KEQV= (values are the keys before their norm) VNORM= (values are normed)
 //   launch: <<<r, 256>>>
@@ -29,7 +29,7 @@
 #ifndef VNORM
 #define VNORM 0
 #endif
-constexpr int I = (DIM / 4 + 31) / 32;
+constexpr int I = (DIM / 4 + 31) / 32, P = KV_PLANES<FORMAT>;
 
 struct Turn;
 // A head that a warp holds, a lane's elements as for KvRow.
@@ -58,6 +58,9 @@ struct Head {
     }
     __device__ __forceinline__ void turn(const Turn& t, int half, float* room);
 };
+
+// Where a lane's i-th quad begins in a row of halves, in words of two.
+__device__ __forceinline__ int word(int i) { return P == 1 ? Head::at(i) / 2 : Head::at(i) / 16 * 16 + Head::at(i) % 16 / 2; }
 
 // The angles of a row, for a lane's elements: element e turns with e + half, or e - half, and those from 2*half on stay.
 struct Turn {
@@ -134,20 +137,26 @@ extern "C" __global__ void __launch_bounds__(256) flash_prep(const float* __rest
             if (cos) x.turn(turn, half, room[warp]);
         }
         if (query) {
-            unsigned* to = (unsigned*)(q + ((size_t)row * heads + h) * DIM);
+            unsigned* to = (unsigned*)(q + ((size_t)row * heads + h) * (DIM * P));
             #pragma unroll
             for (int i = 0; i < I; i++)
-                if (Head::on(i)) { to[Head::at(i) / 2] = half_pair(x.v[i].x, x.v[i].y); to[Head::at(i) / 2 + 4] = half_pair(x.v[i].z, x.v[i].w); }
+                if (Head::on(i)) {
+                    to[word(i)] = half_pair(x.v[i].x, x.v[i].y); to[word(i) + 4] = half_pair(x.v[i].z, x.v[i].w);
+                    if (P == 2) { to[word(i) + 8] = half2_rest(x.v[i].x, x.v[i].y); to[word(i) + 12] = half2_rest(x.v[i].z, x.v[i].w); }
+                }
         } else {
             KvRow<FORMAT, DIM> e;
             e.encode(x.v, lane);
             const size_t at = (size_t)slots[row] * kv + (value ? h - heads - keys : h - heads);
             if (value) e.store(v, v_scale, v_sub, at, lane);
             else e.store(k, k_scale, k_sub, at, lane);
-            unsigned* to = (unsigned*)((value ? vf : kf) + ((size_t)row * kv + (value ? h - heads - keys : h - heads)) * DIM);
+            unsigned* to = (unsigned*)((value ? vf : kf) + ((size_t)row * kv + (value ? h - heads - keys : h - heads)) * (DIM * P));
             #pragma unroll
             for (int i = 0; i < I; i++)
-                if (Head::on(i)) { to[Head::at(i) / 2] = kv_halves<FORMAT>(e.a[i], e.scale * KV_UNIT<FORMAT>); to[Head::at(i) / 2 + 4] = kv_halves<FORMAT>(e.b[i], e.scale * KV_UNIT<FORMAT>); }
+                if (Head::on(i)) {
+                    to[word(i)] = kv_halves<FORMAT>(e.a[i], e.scale * KV_UNIT<FORMAT>); to[word(i) + 4] = kv_halves<FORMAT>(e.b[i], e.scale * KV_UNIT<FORMAT>);
+                    if (P == 2) { to[word(i) + 8] = e.ra[i % (P == 2 ? I : 1)]; to[word(i) + 12] = e.rb[i % (P == 2 ? I : 1)]; }
+                }
         }
     }
 }

@@ -16,27 +16,27 @@ from ..formats import E4M3,bf16_to_f32,f32_to_bf16,f32_to_e2m1,f32_to_e4m3
 from ..card import card_of,run
 from .pack import e2m1_words,words_e2m1
 
-# %% ../../nbs/13a_cuda.attend.ipynb #a252dee9
-_BYTES = dict(bf16=2, fp8=1, nvfp4=.5, f16=2)
+# %% ../../nbs/13a_cuda.attend.ipynb #259f149b
+_BYTES = dict(bf16=2, fp8=1, nvfp4=.5, f16=2, f32=4)
 def _coded(fmt): return fmt in ('fp8','nvfp4')
 
 def pool_bytes(
     kv:int, # Key heads
     d:int, # Their size
-    fmt:str, # 'bf16', 'f16', 'fp8' or 'nvfp4'
+    fmt:str, # 'bf16', 'f16', 'f32', 'fp8' or 'nvfp4'
 )->int:
     "Bytes of one token, keys and values, in one layer; a `ConfigError` for what no pool can hold"
     if fmt not in _BYTES: raise ConfigError(f'The cache format {fmt!r} is not known', hint=f'Known: {", ".join(_BYTES)}', param='kv_cache_dtype')
     if d%16: raise ConfigError(f'Heads of {d} elements: the cache wants a multiple of 16', param='head_dim')
     return 2*kv*int(d*_BYTES[fmt] + 4*_coded(fmt) + d//16*(fmt=='nvfp4'))
 
-# %% ../../nbs/13a_cuda.attend.ipynb #65b53a5b
+# %% ../../nbs/13a_cuda.attend.ipynb #8e4fdf43
 @dataclass(eq=False)
 class KVPool:
     "Keys and values of one layer, arrays `[blocks, block_size, kv, …]`"
-    fmt:str # 'bf16', 'f16', 'fp8' or 'nvfp4'
+    fmt:str # 'bf16', 'f16', 'f32', 'fp8' or 'nvfp4'
     d:int # Size of a head
-    k:object # u16 [.., d], or u8 [.., d], or u8 [.., d/2]
+    k:object # u16 [.., d] or [.., 2*d], or u8 [.., d], or u8 [.., d/2]
     v:object
     k_scale:object=None # f32 [blocks, block_size, kv]: fp8, nvfp4
     v_scale:object=None
@@ -62,14 +62,14 @@ def pool_words(
     "Words for blocks of `attend` to give each other: for all pools that are used one after the other, but no others"
     return card.upload(np.full(1<<21, -1, np.int32).view(np.float32))
 
-# %% ../../nbs/13a_cuda.attend.ipynb #7cf5f238
+# %% ../../nbs/13a_cuda.attend.ipynb #2176b1c6
 def make_pool(
     card, # A `Cuda` or an `Emulator`
     blocks:int,
     block_size:int, # Positions of a block
     kv:int, # Key heads
     d:int, # Their size, a multiple of 16
-    fmt:str='bf16', # 'bf16', 'f16', 'fp8' or 'nvfp4'
+    fmt:str='bf16', # 'bf16', 'f16', 'f32', 'fp8' or 'nvfp4'
     words=None, # Of `pool_words`; its own if None
 )->KVPool:
     "An empty pool; errors as for `pool_bytes`"
@@ -81,14 +81,18 @@ def make_pool(
     b = [card.empty((*at, d//16), 'uint8') if fmt=='nvfp4' else None for _ in 'kv']
     return KVPool(fmt, d, *a, *s, *b, pool_words(card) if words is None else words)
 
-# %% ../../nbs/13a_cuda.attend.ipynb #28d4e294
+# %% ../../nbs/13a_cuda.attend.ipynb #0d5f4720
+def _f16(x): return np.where(np.isfinite(x), x.clip(-65504, 65504), x).astype(np.float16)
+def _planes(x): y = _f16(x); return np.stack([a.reshape(*x.shape[:-1], -1, 16) for a in (y,_f16(x-y))], -2).reshape(*x.shape[:-1], -1)
+
 def encode_row(
     x:np.ndarray, # float32 [.., d]
-    fmt:str, # 'bf16', 'f16', 'fp8' or 'nvfp4'
+    fmt:str, # 'bf16', 'f16', 'f32', 'fp8' or 'nvfp4'
 )->tuple: # codes, scale, sub
     "Rows as a pool stores them"
     if fmt=='bf16': return f32_to_bf16(x),None,None
-    if fmt=='f16': return np.where(np.isfinite(x), x.clip(-65504, 65504), x).astype(np.float16).view(np.uint16),None,None
+    if fmt=='f16': return _f16(x).view(np.uint16),None,None
+    if fmt=='f32': return _planes(x).view(np.uint16),None,None
     top = np.abs(x).max(-1)
     s = np.where(np.isfinite(top), np.maximum(top/np.float32(448*(1 if fmt=='fp8' else 6)), np.float32(1e-30)), np.float32(np.nan))
     if fmt=='fp8': return f32_to_e4m3(x/s[...,None]),s,None
@@ -99,11 +103,12 @@ def encode_row(
 
 def decode_row(
     codes, scale, sub, # As `encode_row` makes them
-    fmt:str, # 'bf16', 'f16', 'fp8' or 'nvfp4'
+    fmt:str, # 'bf16', 'f16', 'f32', 'fp8' or 'nvfp4'
 )->np.ndarray: # float32 [.., d]
     "The numbers that are stored"
     if fmt=='bf16': return bf16_to_f32(codes)
     if fmt=='f16': return codes.view(np.float16).astype(np.float32)
+    if fmt=='f32': return codes.view(np.float16).astype(np.float32).reshape(*codes.shape[:-1], -1, 2, 16).sum(-2).reshape(*codes.shape[:-1], -1)
     if fmt=='fp8': return E4M3[codes]*scale[...,None]
     x = _words(codes).reshape(*sub.shape, 16)
     return (x*(E4M3[sub]*scale[...,None])[...,None]).reshape(*codes.shape[:-1], -1)
@@ -146,7 +151,7 @@ def num_pieces(
     many = max(8, (128 if d>128 else 256)//blocks)
     return (n if n<=many else many+-(-(n-many)//2) if n<=3*many else 2*many+-(-(n-3*many)//4)),many
 
-# %% ../../nbs/13a_cuda.attend.ipynb #a2534f51
+# %% ../../nbs/13a_cuda.attend.ipynb #49da9ebb
 def _parts(d): return 4 if d>256 else 2 if d>128 else 1 # warps that share a slice
 
 def _slice(d, fmt, parts):
@@ -164,16 +169,17 @@ def _defines(a, pool, half, share, new):
     return dict(D=D, HEADS=a.num_heads, KV=a.num_kv_heads, HALF=half, BS=pool.block_size, GATE=int(a.gate), VNORM=int(a.v_norm), KEQV=int(a.k_eq_v), QONLY=int(a.q_only),
         NORM=('none','head','all').index(a.qk_norm), FMT=pool.code, SHARE=share, NEW=new, SPLIT=split, BYTES=room)
 
-def _room(card): return 99<<10 if card.kind=='cuda' and card.capability!=(9,0) else 227<<10
+def _rooms(card): most = 99<<10 if card.kind=='cuda' and card.capability!=(9,0) else 227<<10; return min(most, 110<<10),most # of shared memory: half a multiprocessor's, or all
 
 def _variant(card, a, pool, half, b):
     "`_defines` for step `b`: a block takes as many rows of a sequence as it has registers and room for"
     if b.num_rows==b.num_seqs: return _defines(a, pool, half, 1, 1)
-    return next(d for d in (_defines(a, pool, half, s, n) for s,n in ((4,8),(2,8),(1,8),(1,6))) if d['BYTES']<=min(_room(card), 110<<10) and d['SHARE']*a.head_dim<=512)
+    ways = [_defines(a, pool, half, s, n) for s,n in ((4,8),(2,8),(1,8),(1,6))]
+    return next(d for most in _rooms(card) for d in ways if d['BYTES']<=most and d['SHARE']*a.head_dim<=512)
 
 def most_rows(card, a, pool:KVPool)->int:
     "Rows that a step may have of one sequence: fewer than 8 where heads are large and multiprocessors small"
-    return next(n for n in (8,6) if _defines(a, pool, a.head_dim//2, 1, n)['BYTES']<=min(_room(card), 110<<10))
+    return next(n for most in _rooms(card) for n in (8,6) if _defines(a, pool, a.head_dim//2, 1, n)['BYTES']<=most)
 
 # %% ../../nbs/13a_cuda.attend.ipynb #34a3aad9
 _GIVEN = 8 # Pieces of a row that blocks add up among themselves

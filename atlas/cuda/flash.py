@@ -12,16 +12,16 @@ from ..card import card_of,run
 from ..core import DeviceError
 from ..ops.linear import TILE
 
-# %% ../../nbs/13b_cuda.flash.ipynb #c80c3d0e
-def _cut(card, d, share):
+# %% ../../nbs/13b_cuda.flash.ipynb #1ac8a730
+def _cut(card, d, share, planes=1):
     "Heads and warps of a block, columns of a warp, keys of a piece, and shared memory"
     most,db = 227<<10 if card.arch=='sm_90a' else 99<<10,min(d, 256)
     for heads,keys in ((2,64),(2,48),(2,32),(1,64),(1,48),(1,32),(1,16)):
-        room = heads*TILE*(2*d+16)+keys*(4*d+32+24)
+        room = heads*TILE*(2*d*planes+16)+keys*(4*d*planes+32+24)
         if room<=most and (heads==1 or share%2==0 and d<=256): return heads,4*heads*d//db,db,keys,room
     raise DeviceError(f'{card.name} has no shared memory for heads of {d} elements')
 
-# %% ../../nbs/13b_cuda.flash.ipynb #08b9a587
+# %% ../../nbs/13b_cuda.flash.ipynb #4fc85b71
 def flash(
     qkv, # [R, width] float32: gate? | q | k | v, all heads of one, then of the next, as `atlas.layers.Attention` projects them; R = tiles*64
     b, # The step's tiles: `starts`, `tile_seq`, `tile_start`, `tile_lo`, `tile_hi`, `slots`, `tables`
@@ -36,14 +36,14 @@ def flash(
     out=None, # [R, heads*d]
 ): # [R, heads*d] float32; zeros in padding rows
     "Attention of tiles of prompts over the paged cache, as `atlas.layers.Attention` has it between its projections"
-    card,(R,width),d,heads,kv = card_of(qkv),qkv.shape,a.head_dim,a.num_heads,a.num_kv_heads
-    y,q = card.empty((R, heads*d)) if out is None else out,card.empty((R,heads,d), 'float16')
-    kf,vf = (None,None) if a.q_only else (card.empty((R,kv,d), 'float16') for _ in 'kv')
+    card,(R,width),d,heads,kv,planes = card_of(qkv),qkv.shape,a.head_dim,a.num_heads,a.num_kv_heads,1+(pool.fmt=='f32')
+    y,q = card.empty((R, heads*d)) if out is None else out,card.empty((R,heads,d*planes), 'float16')
+    kf,vf = (None,None) if a.q_only else (card.empty((R,kv,d*planes), 'float16') for _ in 'kv')
     k,ks,kb,v,vs,vb = (x if x is None or x.dtype=='float32' else x.view('uint8') for x in pool.arrays)
     cos,sin,pos,axes = (None,)*4 if angles is None else (angles.cos,angles.sin,angles.pos.reshape(-1, R),angles.axes if angles.pos.ndim>1 else None)
     run('flash_prep', R, 256, qkv, q_norm, k_norm, cos, sin, pos, axes, b.slots, k, ks, kb, v, vs, vb, q, kf, vf, b.tile_lo, b.tile_hi, float(eps), R, width, heads, kv,
         0 if cos is None else cos.shape[1], a.gate, a.q_only, a.qk_norm=='all', pdl=False, DIM=d, FORMAT=pool.code, KEQV=int(a.k_eq_v), VNORM=int(a.v_norm))
-    hb,warps,db,keys,room = _cut(card, d, heads//kv)
+    hb,warps,db,keys,room = _cut(card, d, heads//kv, planes)
     run('flash', (heads//hb, R//TILE), 32*warps, q, kf, vf, qkv if a.gate else None, k, ks, kb, v, vs, vb, b.tables, b.starts, b.tile_seq, b.tile_start, b.tile_lo, b.tile_hi,
         sinks, y, float(scale), window or 0, heads, kv, width, pool.block_size, b.tables.shape[1], shared=room, pdl=False, DIM=d, DB=db, HB=hb, KEYS=keys, FORMAT=pool.code)
     return y

@@ -97,10 +97,12 @@ def invented(card, shape, fmt:str, pair:bool=False, tiles:bool=False, seed:int=0
     if fmt=='fp8': return Packed(fmt, n, k, w, full((rows,-(-k//128) if tiles else 1), std, np.float32), None, E, pair)
     return Packed(fmt, n, k, w, None, None, E, pair)
 
-# %% ../../nbs/19b_cuda.layers.ipynb #54ce425f
+# %% ../../nbs/19b_cuda.layers.ipynb #f5922775
+def _exact(s): "Are the activations of a prompt multiplied in two parts? Where keys and values have 32 bits, so that it is worth it"; return any(p.fmt=='f32' for p in getattr(s.cache, 'kv', {}).values())
+
 def project(s:Step, x, p, norm=None, eps=0., **kw):
     "The product of rows `x` [R,k], normed with the gain `norm`, and the matrix and bias of `p`; more as for `gemv`"
-    return (gemm if s.b.tiled else gemv)(x, p.weight, gain=norm, eps=eps, bias=p.bias, **kw)
+    return gemm(x, p.weight, gain=norm, eps=eps, bias=p.bias, exact=_exact(s), **kw) if s.b.tiled else gemv(x, p.weight, gain=norm, eps=eps, bias=p.bias, **kw)
 
 @patch
 def prepare(self:Block):
@@ -145,7 +147,7 @@ def norm_add(
     run('norm_add', len(x), threads, x, y, own, its, w, add, scale, out, float(eps), n, BOTH=int(beside is not None), PER=per, THREADS=threads)
     return out
 
-# %% ../../nbs/19b_cuda.layers.ipynb #eacbbb36
+# %% ../../nbs/19b_cuda.layers.ipynb #c96bb544
 @patch
 def on_card(self:DeltaNet, x, g, s:Step, add=None):
     "`DeltaNet.__call__` for rows [R,H] on a card"
@@ -153,8 +155,9 @@ def on_card(self:DeltaNet, x, g, s:Step, add=None):
     w = self.conv1d.weight,self.A,self.dt_bias,self.norm.weight,s.cache.conv[i],s.cache.rec[i],b
     if b.tiled:
         p = s.card.empty((len(x), self._qkv+self._z+2*d.num_v_heads))
-        gemm(x, self.in_proj.weight, g.weight, eps, out=p[:,:self._qkv+self._z]); gemm(x, self.ba_proj.weight, g.weight, eps, out=p[:,self._qkv+self._z:])
-        return gemm(delta_many(p, *w, d.num_k_heads, d.gate_act, eps), self.out_proj.weight, add=add)
+        exact = _exact(s)
+        gemm(x, self.in_proj.weight, g.weight, eps, exact=exact, out=p[:,:self._qkv+self._z]); gemm(x, self.ba_proj.weight, g.weight, eps, exact=exact, out=p[:,self._qkv+self._z:])
+        return gemm(delta_many(p, *w, d.num_k_heads, d.gate_act, eps), self.out_proj.weight, add=add, exact=exact)
     p = gemv(x, self.in_proj.weight, g.weight, eps, extra=self.ba_proj.weight)
     y,parts = delta_step(p, *w, d.num_k_heads, d.gate_act)
     return gemv(y, self.out_proj.weight, eps=eps, parts=parts, group=d.v_dim, add=add)

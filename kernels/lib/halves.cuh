@@ -9,7 +9,7 @@ __device__ __forceinline__ unsigned half_pair(float a, float b) {
 }
 // Two numbers of a cache's row (lib/kvcache.cuh), times its scale if the format has one.
 template <int F> __device__ __forceinline__ unsigned kv_halves(unsigned v, float scale) {
-    if (F == 3) return v;
+    if (F >= 3) return v;
     const float a = __uint_as_float(v << 16), b = __uint_as_float(v & 0xFFFF0000u);
     return F ? half_pair(a * scale, b * scale) : half_pair(a, b);
 }

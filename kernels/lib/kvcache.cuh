@@ -4,7 +4,8 @@
 //   1 fp8     e4m3 u8 [N], times a float32 a row
 //   2 nvfp4   u8 [N/2], words of eight as in lib/nvfp4.cuh, times an e4m3 for 16 elements (`sub`), times a float32 a row
 //   3 f16     u16 [N], finite numbers beyond the largest become the largest
-// Whoever computes with them wants bf16: an element of any format but f16, without the row's float32, is one exactly. Times KV_UNIT, that is, which a kernel folds
+//   4 f32     u16 [N/16, 2, 16]: of sixteen elements the nearest f16, then the nearest f16 of what is left: 22 bits
+// Whoever computes with them wants bf16: an element of any format but the last two, without the row's float32, is one exactly. Times KV_UNIT, that is, which a kernel folds
 // into the row's scale.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -12,7 +13,8 @@
 template <int F> constexpr bool KV_CODED = F == 1 || F == 2;  // with scales?
 
 template <int F> constexpr float KV_UNIT = F == 2 ? 67108864.f : 1.f;           // 2^26: e2m1 bits stand low in a bf16
-template <int F, int N> constexpr int KV_BYTES = F == 1 ? N : F == 2 ? N / 2 : 2 * N;  // of a row in k or v
+template <int F, int N> constexpr int KV_BYTES = F == 1 ? N : F == 2 ? N / 2 : F == 4 ? 4 * N : 2 * N;  // of a row in k or v
+template <int F> constexpr int KV_PLANES = F == 4 ? 2 : 1;  // halves of an element
 
 // Products of two pairs of bf16, exact where they are numbers of 8 bits.
 __device__ __forceinline__ unsigned bf16x2_mul(unsigned a, unsigned b) {
@@ -32,6 +34,11 @@ __device__ __forceinline__ unsigned bf16x2_of(float a, float b) {
 __device__ __forceinline__ unsigned half2_of(float a, float b) {
     auto one = [](float v) { return (unsigned)__half_as_ushort(__float2half_rn(fabsf(v) <= 3.4028235e38f ? fminf(fmaxf(v, -65504.f), 65504.f) : v)); };
     return one(a) | one(b) << 16;
+}
+// What the nearest halves leave.
+__device__ __forceinline__ unsigned half2_rest(float a, float b) {
+    const unsigned h = half2_of(a, b);
+    return half2_of(a - __half2float(__ushort_as_half((unsigned short)h)), b - __half2float(__ushort_as_half((unsigned short)(h >> 16))));
 }
 
 // Two e4m3 in the low and the high half of `v` (bits 8-15 and 24-31) as bf16. Placed there they are themselves times 2^-120.
@@ -102,12 +109,14 @@ __device__ __forceinline__ unsigned to_e2m1(float v) {
 template <int F, int N> struct KvRow {
     static constexpr int I = (N / 4 + 31) / 32;
     unsigned a[I], b[I];  // pairs of bf16, or halves, as they would be read again
+    unsigned ra[F == 4 ? I : 1], rb[F == 4 ? I : 1];  // and what they leave
     unsigned code[I];     // four codes
     unsigned char sub[I];
     float scale;          // without KV_UNIT
     __device__ __forceinline__ void encode(const float4* v, int lane) {
         if (!KV_CODED<F>) {
             for (int i = 0; i < I; i++) { a[i] = F ? half2_of(v[i].x, v[i].y) : bf16x2_of(v[i].x, v[i].y); b[i] = F ? half2_of(v[i].z, v[i].w) : bf16x2_of(v[i].z, v[i].w); }
+            if (F == 4) for (int i = 0; i < I; i++) { ra[i % (F == 4 ? I : 1)] = half2_rest(v[i].x, v[i].y); rb[i % (F == 4 ? I : 1)] = half2_rest(v[i].z, v[i].w); }
             scale = 1.f;
             return;
         }
@@ -153,7 +162,7 @@ template <int F, int N> struct KvRow {
         for (int i = 0; i < I; i++) {
             const int u = lane + 32 * i, s = u / 4, t = u % 4;
             if (u >= N / 4) break;
-            if (!KV_CODED<F>) { ((unsigned*)p)[8 * s + t] = a[i]; ((unsigned*)p)[8 * s + t + 4] = b[i]; }
+            if (!KV_CODED<F>) { unsigned* q = (unsigned*)p + 8 * KV_PLANES<F> * s + t; q[0] = a[i]; q[4] = b[i]; if (F == 4) { q[8] = ra[i % (F == 4 ? I : 1)]; q[12] = rb[i % (F == 4 ? I : 1)]; } }
             if (F == 1) { ((unsigned short*)p)[8 * s + t] = (unsigned short)code[i]; ((unsigned short*)p)[8 * s + t + 4] = (unsigned short)(code[i] >> 16); }
             if (F == 2 && t < 2) ((unsigned*)p)[2 * s + t] = code[i];
             if (F == 2 && t == 2) subs[row * (N / 16) + s] = sub[i];

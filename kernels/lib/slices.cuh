@@ -23,7 +23,7 @@ template <int F, int N, int PARTS> struct Slice {
     static constexpr int STEPS = F == 2 ? (N + 31) / 32 * 2 : N / 16;                 // of 16 elements: of a query, and of a weighted value
     static constexpr int ROW = KV_BYTES<F, N>, UNIT = ROW % 16 ? 8 : 16, UNITS = ROW / UNIT;  // bytes of a row, and what is fetched at once
     static constexpr int COLS = (ROW + 15) / 16, STRIDE = (COLS | 1) * 16;            // of 16 bytes; odd many from row to row: no bank conflicts
-    static constexpr int LOADS = ((COLS + 1) / 2 + PARTS - 1) / PARTS, OWN = LOADS * 32 / UNIT, TILES = LOADS * (!KV_CODED<F> ? 1 : 2 * F);  // of a part
+    static constexpr int P = KV_PLANES<F>, LOADS = ((COLS + 1) / 2 + P * PARTS - 1) / (P * PARTS) * P, OWN = LOADS * 32 / UNIT, TILES = !KV_CODED<F> ? LOADS / P : LOADS * 2 * F;  // of a part
     static constexpr bool EVEN = LOADS * PARTS * 2 == COLS, APART = EVEN && N % 32 == 0;  // do the parts have the same? And scales of their own?
     static constexpr int SUB = F != 2 ? 0 : APART ? LOADS * 4 : N / 16, EXTRA = KV_CODED<F> ? 16 * SUB + 128 : 0, SIZE = 16 * STRIDE + PARTS * EXTRA;
     unsigned char *p, *extra;  // rows; and this part's scales of keys and values, [2][16], and of sixteen elements, [16][SUB]
@@ -35,8 +35,8 @@ template <int F, int N, int PARTS> struct Slice {
     __device__ __forceinline__ float scale(int i, bool value) const { return __fmul_rn(((const float*)extra)[i + value * 16], KV_UNIT<F>); }
     __device__ __forceinline__ const unsigned char* sub(int r, int c) const { return extra + 128 + r * SUB + c - (APART ? part * SUB : 0); }  // of elements 16c.. of row r
     // Limbs, and products with them: what is not f16 is bf16
-    static __device__ __forceinline__ Pair limbs_of(float a, float b) { return F == 3 ? half_limbs(a, b) : limbs(a, b); }
-    static __device__ __forceinline__ void product(float* c, const unsigned* a, const unsigned* b) { if (F == 3) mma_f16(c, a, b); else mma_bf16(c, a, b); }
+    static __device__ __forceinline__ Pair limbs_of(float a, float b) { return F >= 3 ? half_limbs(a, b) : limbs(a, b); }
+    static __device__ __forceinline__ void product(float* c, const unsigned* a, const unsigned* b) { if (F >= 3) mma_f16(c, a, b); else mma_bf16(c, a, b); }
     // The element that sum e (of the upper or the lower eight) of tile i is of, in lanes 4g .. 4g+3
     __device__ __forceinline__ int element(int i, int g, int e) const {
         i += part * TILES;
@@ -118,7 +118,7 @@ template <int F, int N, int PARTS> struct Slice {
                 for (int s = 0; s < (F == 2 ? 2 : 1); s++)
                     #pragma unroll
                     for (int r = 0; r < R; r++) {
-                        const int step = !KV_CODED<F> ? u : F == 1 ? 2 * u + h : 4 * u + 2 * h + s;
+                        const int step = !KV_CODED<F> ? u / P : F == 1 ? 2 * u + h : 4 * u + 2 * h + s;
                         const uint4 a = qf[(r * STEPS + part * TILES + step) * 32 + lane];
                         product(c[r][step % 2][0], &a.x, b[s]);
                         product(c[r][step % 2][1], &a.x, b[s] + 2);
@@ -153,7 +153,7 @@ template <int F, int N, int PARTS> struct Slice {
                 for (int s = 0; s < (F == 2 ? 2 : 1); s++)
                     #pragma unroll
                     for (int r = 0; r < R; r++) {
-                        const int i = !KV_CODED<F> ? u : F == 1 ? 2 * u + h : 4 * u + 2 * h + s;
+                        const int i = !KV_CODED<F> ? u / P : F == 1 ? 2 * u + h : 4 * u + 2 * h + s;
                         product(acc[r][i], a[s], w[r]);
                         product(acc[r][i], a[s], w[r] + 2);
                     }
