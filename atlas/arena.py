@@ -169,7 +169,7 @@ class Region:
 
 def _span(i, size, chunk): "Where chunk `i` begins, and its bytes"; return i*chunk,min(chunk, size-i*chunk)
 
-def _drop(device, pages, at, handles, budget, name, size, chunk, finalizing=sys.is_finalizing):
+def _drop(device, pages, at, handles, budget, name, size, chunk, soon=quiet.soon, finalizing=sys.is_finalizing):
     "The end of a region: of its memory and of its addresses, as soon as no graph is being recorded"
     def free():
         device.synchronize()
@@ -177,7 +177,7 @@ def _drop(device, pages, at, handles, budget, name, size, chunk, finalizing=sys.
             i,h = handles.popitem(); n = min(chunk, size-i*chunk)
             pages.take(at+i*chunk, n, h); budget.give(name, n)
         pages.unreserve(at, size)
-    if not finalizing(): quiet.soon(free)
+    if not finalizing(): soon(free)
 
 # %% ../nbs/03a_arena.ipynb #7335ca0e
 @patch

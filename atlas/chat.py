@@ -7,14 +7,16 @@ Docs: https://atlas-inference.github.io/atlas/chat.html.md"""
 # %% auto #0
 __all__ = ['IMAGE_PARTS', 'RESERVED', 'Budget', 'ChatTemplate', 'check_variables', 'load_template']
 
-# %% ../nbs/41_chat.ipynb #b6819d8a
+# %% ../nbs/41_chat.ipynb #dd7aab40
 import json,re
 from contextvars import ContextVar
 from datetime import datetime
+from functools import wraps
 from pathlib import Path
 from time import thread_time
 from fastcore.basics import patch
 from jinja2 import nodes
+from jinja2.compiler import CodeGenerator
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
@@ -49,9 +51,25 @@ def _result(op, a, b):
     if op=='%' and isinstance(a,str): return len(a)+sum(map(int,re.findall(r'\d{1,12}',a))) + (1<<62)*('*' in a)
     return _len(a)+_len(b)
 
-# %% ../nbs/41_chat.ipynb #e284de91
+# %% ../nbs/41_chat.ipynb #505517f9
+def _grown(name, *args):
+    "An upper bound for what `replace` and `join` make of their arguments"
+    ss = [a for a in args if isinstance(a,(str,list,tuple))]
+    if name not in ('replace','join') or not ss: return 0
+    words = sum(_len(x) for a in ss if not isinstance(a,str) for x in a)
+    return words+(len(ss[0])+1)*max(map(len,ss[1:]), default=1)
+
+# %% ../nbs/41_chat.ipynb #696d7548
+class _Later(CodeGenerator):
+    "Writes expressions out as code, constant or not"
+    def _output_child_to_const(self, node, frame, finalize):
+        if not isinstance(node, nodes.TemplateData): raise nodes.Impossible()
+        return super()._output_child_to_const(node, frame, finalize)
+
+# %% ../nbs/41_chat.ipynb #1bb6ab9e
 class _Env(ImmutableSandboxedEnvironment):
     "Jinja's sandbox, with the current `Budget` asked"
+    code_generator_class = _Later
     intercepted_binops = frozenset({'+','*','**','%'})
     def call_binop(self, context, operator, left, right):
         _budget.get().size(_result(operator,left,right))
@@ -59,6 +77,7 @@ class _Env(ImmutableSandboxedEnvironment):
     def call(__self, __context, __obj, *args, **kwargs):
         for a in (*args,*kwargs.values()):
             if isinstance(a,int): __self.size(a)
+        if isinstance(s := getattr(__obj,'__self__',None),str): __self.size(_grown(__obj.__name__, s, *args))
         return super().call(__context, __obj, *args, **kwargs)
     def concat(self, parts):
         parts = list(parts)
@@ -79,7 +98,7 @@ class _Meter(NodeTransformer):
     visit_For = visit_Macro = visit_CallBlock = _head
     def visit_Concat(self, node): return self._call('join', self.generic_visit(node).nodes, node.lineno)
 
-# %% ../nbs/41_chat.ipynb #81e08538
+# %% ../nbs/41_chat.ipynb #117054cd
 class _Generation(Extension):
     "`{% generation %}` … `{% endgeneration %}` prints its body"
     tags = {'generation'}
@@ -87,18 +106,29 @@ class _Generation(Extension):
         next(parser.stream)
         return parser.parse_statements(['name:endgeneration'], drop_needle=True)
 
-def _refuse(message): raise TemplateError(str(message)[:1000], param='messages')
+class _Refusal(TemplateError): "Messages that the template itself does not take"
+def _refuse(message): raise _Refusal(str(message)[:1000], param='messages')
 def _tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
     return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+def _sized(f):
+    "Filter `f`, whose whole-number arguments say first how large they are, as in `center(n)`; so does what `replace` and `join` would make"
+    @wraps(f)
+    def g(*args, **kwargs):
+        for a in (*args,*kwargs.values()):
+            if isinstance(a,int): _budget.get().size(a)
+        _budget.get().size(_grown(f.__name__.removeprefix('do_'), *args, *kwargs.values()))
+        return f(*args, **kwargs)
+    return g
 
 def _environment():
     "A sandbox with the names that templates expect"
     env = _Env(trim_blocks=True, lstrip_blocks=True, optimized=False, cache_size=0, extensions=[_Generation,'jinja2.ext.loopcontrols'])
-    env.filters['tojson'] = _tojson
+    env.filters = {k:_sized(f) for k,f in (env.filters | {'tojson':_tojson}).items()}
     env.globals.update(raise_exception=_refuse, strftime_now=lambda f: datetime.now().strftime(f))
     return env
 
-# %% ../nbs/41_chat.ipynb #69057795
+# %% ../nbs/41_chat.ipynb #3d86130b
 class ChatTemplate:
     "A model's chat template: messages in, prompt out"
     def __init__(self,
@@ -108,7 +138,7 @@ class ChatTemplate:
         tool_source:str|None=None, # Another template, for requests that have tools
         **limits, # Of the `Budget` of each rendering
     ):
-        self.source,self.bos,self.eos,self.limits = source,bos,eos,limits
+        self.source,self.tool_source,self.bos,self.eos,self.limits = source,tool_source,bos,eos,limits
         self.plain = self._compile(source)
         self.tooled = self._compile(tool_source) if tool_source else self.plain
         self.lists = self._shows([{'type':'text','text':_WORD}])
@@ -184,8 +214,45 @@ def _message(m, i, parts, lists=False):
     if isinstance(m.get('tool_calls'),list): m['tool_calls'] = [_arguments(t) for t in m['tool_calls']]
     return m
 
-# %% ../nbs/41_chat.ipynb #e4939941
-RESERVED = frozenset('messages tools add_generation_prompt bos_token eos_token chat_template conversation tokenize raise_exception strftime_now namespace range dict lipsum cycler joiner self loop caller'.split())
+# %% ../nbs/41_chat.ipynb #0fa7eb66
+def _both(a, b):
+    "Two contents as one"
+    if isinstance(a,str) and isinstance(b,str): return f'{a}\n\n{b}'
+    return [p for c in (a,b) for p in ([{'type':'text','text':c}] if isinstance(c,str) else c)]
+
+def _join(messages):
+    "Neighbouring questions as one"
+    out = []
+    for m in messages:
+        if out and m['role']==out[-1]['role']=='user': out[-1] = out[-1] | {'content':_both(out[-1]['content'],m['content'])}
+        else: out.append(m)
+    return out
+
+def _fold(messages):
+    "The system message at the head of the first question"
+    if messages[0]['role']!='system': return messages
+    return _join([messages[0] | {'role':'user'}, *messages[1:]])
+
+# %% ../nbs/41_chat.ipynb #c45c3bed
+def _mend(messages):
+    "Calls whose arguments are no object get none"
+    def one(c):
+        f = c.get('function') if isinstance(c,dict) else None
+        return c | {'function':f | {'arguments':{}}} if isinstance(f,dict) and not isinstance(f.get('arguments'),dict) else c
+    return [m | {'tool_calls':[one(c) for c in m['tool_calls']]} if isinstance(m.get('tool_calls'),list) else m for m in messages]
+
+@patch
+def _forms(self:ChatTemplate, messages, tools, add_generation_prompt, kwargs):
+    "The prompt, of the first form that the template does not refuse"
+    no = None
+    for form in (lambda m: m, _join, _fold):
+        if no and form(messages)==messages: continue
+        try: return self._run(self.tooled if tools else self.plain, kwargs | self._variables(form(messages), tools, add_generation_prompt))
+        except _Refusal as e: no = no or e
+    raise no
+
+# %% ../nbs/41_chat.ipynb #2d1a6a9c
+RESERVED = frozenset('messages tools add_generation_prompt continue_final_message bos_token eos_token chat_template conversation tokenize raise_exception strftime_now namespace range dict lipsum cycler joiner self loop caller'.split())
 
 def check_variables(
     d:dict, # A request's `chat_template_kwargs`
@@ -199,13 +266,42 @@ def render(self:ChatTemplate,
     messages:list[dict], # Each with a `role`, a `content`, maybe `tool_calls`
     tools:list[dict]|None=None, # Function definitions in OpenAI's form
     add_generation_prompt:bool=True, # End with the mark that begins an answer
+    continue_final_message:bool=False, # End within the last message, which the answer goes on with
     **kwargs, # Further variables for the template
 )->str: # The prompt; its special tokens are written out, so encode it without adding any
     "Write a conversation out as the model expects it"
     check_variables(kwargs)
     if not isinstance(messages,list) or not messages: raise RequestError('messages is empty or not a list', param='messages')
+    if continue_final_message: return self._within(messages, tools, kwargs)
     messages = [_message(m,i,self.parts,self.lists) for i,m in enumerate(messages)]
-    return self._run(self.tooled if tools else self.plain, kwargs | self._variables(messages, tools, add_generation_prompt))
+    try: return self._forms(messages, tools, add_generation_prompt, kwargs)
+    except TemplateError:
+        if (mended := _mend(messages))==messages: raise
+        return self._forms(mended, tools, add_generation_prompt, kwargs)
+
+# %% ../nbs/41_chat.ipynb #31de2ddf
+_HERE = 'ATLAS_GOES_ON_HERE\n \n' # A bookmark, and blanks that show whether a template trims
+_THOUGHT = 'reasoning_content','reasoning','thinking' # Fields that templates read a thought from
+
+def _begun(m):
+    "The last message with the bookmark behind what it ends with, and whether that is a thought"
+    m = m if isinstance(m,dict) and m.get('role')=='assistant' else {}
+    c = m.get('content')
+    text = _content(c, 'messages', False, False) if isinstance(c,str|list) else ''
+    if text.strip(): return m|dict(content=text+_HERE),False
+    thought = {k:m[k]+_HERE for k in _THOUGHT if isinstance(m.get(k),str) and m[k].strip()}
+    if thought: return m|thought,True
+    raise RequestError('The last message is not the beginning of an answer', hint='Give it the role assistant and some text', param='messages')
+
+@patch
+def _within(self:ChatTemplate, messages, tools, kwargs):
+    "A prompt that ends within its last message"
+    m,thinks = _begun(messages[-1])
+    out = self.render([*messages[:-1],m], tools, False, **kwargs)
+    at = out.rfind(_HERE.rstrip())
+    if at>=0: return out[:at] if out.startswith(_HERE, at) else out[:at].rstrip()
+    if thinks: return self.render(messages[:-1], tools, **kwargs)
+    raise TemplateError('The chat template does not show the message that is to be continued', param='messages')
 
 # %% ../nbs/41_chat.ipynb #125ec1d7
 def _named(v, where):

@@ -7,8 +7,9 @@ Docs: https://atlas-inference.github.io/atlas/cli.html.md"""
 # %% auto #0
 __all__ = ['ORDER', 'app', 'Model', 'Json', 'Device', 'LoadFormat', 'DummyWeights', 'Quantization', 'HeadDtype', 'KVDtype',
            'KVHigh', 'SeqLen', 'Shape', 'Weights', 'Temperature', 'MaxTokens', 'Seed', 'System', 'COMMANDS', 'KVBytes',
+           'Many', 'Models', 'Name', 'Alias', 'KeyFile', 'Hosts', 'Origins', 'Drain', 'LogFormat', 'Reasons', 'Tools',
            'benches', 'Batches', 'pull', 'list_', 'rm', 'inspect', 'Meter', 'run', 'Conversation', 'chat', 'serve',
-           'quantize', 'version', 'bench', 'bench_decode', 'bench_kernels', 'check', 'main']
+           'launch', 'quantize', 'version', 'bench', 'bench_decode', 'bench_kernels', 'check', 'main']
 
 # %% ../nbs/60_cli.ipynb #aa7ee505
 import json,signal,sys,threading
@@ -18,8 +19,8 @@ from time import perf_counter
 from typing import Annotated,Literal
 import typer
 
-# %% ../nbs/60_cli.ipynb #65147fc3
-ORDER = 'serve run chat pull list rm inspect quantize bench check version'.split()
+# %% ../nbs/60_cli.ipynb #11c6182f
+ORDER = 'serve run chat launch pull list rm inspect quantize bench check version'.split()
 
 class _Group(typer.core.TyperGroup):
     "Commands in the order of their use, whose refusals are messages and exit codes"
@@ -44,12 +45,17 @@ app = typer.Typer(name='atlas', cls=_Group, no_args_is_help=True, pretty_excepti
     epilog=_examples('atlas serve demo                    a chat page and an OpenAI-compatible server',
                      'atlas run demo "Why is the sky blue?"', 'atlas chat demo', 'atlas COMMAND --help                what else a command can do'))
 
-# %% ../nbs/60_cli.ipynb #38f55833
+# %% ../nbs/60_cli.ipynb #a27b0e16
 def _complete(incomplete:str):
     "Models for the shell's completion: those here, those known, and paths"
     from glob import glob
     from atlas.hub import NAMED,cached
     return sorted({n for n in [*NAMED, *(e.name for e in cached())] if n.startswith(incomplete)} | set(glob(incomplete+'*')))
+
+def _clients(incomplete:str):
+    "Programs that `launch` knows"
+    from atlas.clients import CLIENTS
+    return [c for c in CLIENTS if c.startswith(incomplete)]
 
 def _opt(help, *names, **kw): return typer.Option(*names, help=help, **kw)
 
@@ -284,26 +290,66 @@ def _bytes(text:str)->int:
     if not m: raise typer.BadParameter(f'{text!r} is not a size such as 4GiB or 500MB')
     return int(float(m[1]) * ((1024 if m[3] else 1000)**' KMGT'.index(m[2].upper()) if m[2] else 1))
 
-# %% ../nbs/60_cli.ipynb #bea472ff
+# %% ../nbs/60_cli.ipynb #39a8555a
 KVBytes = Annotated[int|None, _opt('Memory for the key-value cache, such as 4GiB. [default: 40 % of what is free]', parser=_bytes, metavar='SIZE', show_default=False)]
 
-@app.command(epilog=_examples('atlas serve demo', 'atlas serve ./my-model --port 9000 --served-model-name mine',
+# %% ../nbs/60_cli.ipynb #17c4dd79
+Many = lambda help, name, metavar: Annotated[list[str]|None, _opt(help, name, metavar=metavar, show_default=False)]
+Models = Annotated[list[str], typer.Argument(metavar='MODEL…', help='"demo", a folder, a file, or a Hugging Face id such as org/name. The first is the one that answers when no name is given.', autocompletion=_complete)]
+Name = Annotated[str|None, _opt("The first model's name for clients. [default: MODEL]", show_default=False)]
+Alias = Many('One more name of the first model; "*" stands for every name that no model has.', '--alias', 'NAME')
+KeyFile = Annotated[str|None, _opt('API keys, one on each line; "admin KEY" for one that may load and unload models. ATLAS_API_KEY and ATLAS_ADMIN_KEY work too.', metavar='FILE', show_default=False)]
+Hosts = Many('A name that this server goes by, beside localhost.', '--allowed-host', 'NAME')
+Origins = Many('A web page that may ask from a browser, such as https://chat.example.com.', '--cors-origin', 'URL')
+Drain = Annotated[float, _opt('Seconds that running answers have when the server stops.', min=0, max=86400)]
+LogFormat = Annotated[Literal['auto','console','json'], _opt('Lines for people or for programs; auto: for people where one is watching.')]
+Reasons = Annotated[str|None, _opt("How the model marks its thoughts. [default: as its family does]", show_default=False)]
+Tools = Annotated[str|None, _opt("How the model calls tools: hermes, qwen3_coder, mistral, llama3_json, … [default: as its family does]", show_default=False)]
+
+# %% ../nbs/60_cli.ipynb #055e814d
+@app.command(epilog=_examples('atlas serve demo', 'atlas serve ./my-model --port 9000 --served-model-name mine', 'atlas serve ./coder ./small --lazy',
+    'ATLAS_API_KEY=secret atlas serve demo --host 0.0.0.0',
     'curl localhost:8888/v1/chat/completions -H "Content-Type: application/json" \\', '''  -d '{"model": "demo", "messages": [{"role": "user", "content": "Hello"}]}\''''))
-def serve(model:Model,
-    host:Annotated[str, _opt('Address to listen on; 0.0.0.0 lets other machines in.')]='127.0.0.1',
+def serve(models:Models,
+    host:Annotated[str, _opt('Address to listen on; 0.0.0.0 lets other machines in, who then need a key.')]='127.0.0.1',
     port:Annotated[int, _opt('Port to listen on; 0 takes a free one.', min=0, max=65535)]=8888,
-    served_model_name:Annotated[str|None, _opt("The model's name for clients. [default: MODEL]", show_default=False)]=None,
+    served_model_name:Name=None, alias:Alias=None,
+    lazy:Annotated[bool, _opt('Load each model when it is first asked for.', '--lazy')]=False,
+    autoload:Annotated[bool, _opt('Requests load models that are not loaded.')]=True,
+    api_key_file:KeyFile=None, insecure:Annotated[bool, _opt('Serve other machines without a key.', '--insecure')]=False, allowed_host:Hosts=None, cors_origin:Origins=None,
+    rate_limit:Annotated[int|None, _opt('Most requests a minute from each key, or address where there are no keys.', min=1, show_default=False)]=None,
+    tls_cert:Annotated[str|None, _opt('Certificate, to serve https.', metavar='FILE', show_default=False)]=None,
+    tls_key:Annotated[str|None, _opt('Its key, if it is not in the same file.', metavar='FILE', show_default=False)]=None,
+    tls_ca:Annotated[str|None, _opt("Roots that clients' certificates must come from.", metavar='FILE', show_default=False)]=None,
+    fetch_images:Annotated[bool, _opt('Fetch pictures that a request gives by address; private addresses never.', '--fetch-images')]=False,
+    tool_call_parser:Tools=None, reasoning_parser:Reasons=None,
+    drain:Drain=10., log_format:LogFormat='auto', log_level:Annotated[Literal['debug','info','warning','error'], _opt('What to log.')]='info',
     device:Device='auto', max_seq_len:SeqLen=None, load_format:LoadFormat='auto', weights:DummyWeights=None,
     quantization:Quantization=None, lm_head_dtype:HeadDtype=None, kv_cache_dtype:KVDtype=None, kv_high_precision_layers:KVHigh=0,
-    max_num_seqs:Annotated[int, _opt('Sequences that are answered at the same time.', min=1)]=8,
-    kv_cache_memory:KVBytes=None,
+    max_num_seqs:Annotated[int, _opt('Sequences that are answered at the same time.', min=1)]=8, kv_cache_memory:KVBytes=None,
     max_queue:Annotated[int, _opt('Requests that may run and wait; more are answered with 503.', min=1)]=256,
 ):
-    "Serve a model: a chat page at / and the OpenAI API at /v1."
-    from atlas.server import serve
-    serve(model, host=host, port=port, served_model_name=served_model_name, max_queue=max_queue,
-          device=device, max_seq_len=max_seq_len, load_format=load_format, weights=weights, max_num_seqs=max_num_seqs, kv_cache_memory=kv_cache_memory,
-          quantization=quantization, lm_head_dtype=lm_head_dtype, kv_cache_dtype=kv_cache_dtype, kv_high_precision_layers=kv_high_precision_layers)
+    "Serve models: a chat page at /, the APIs of OpenAI and Anthropic at /v1."
+    from atlas.gateway import serve
+    serve(models, host=host, port=port, served_model_name=served_model_name, alias=alias or (), first=() if lazy else None, autoload=autoload,
+        api_key_file=api_key_file, insecure=insecure, allowed_hosts=allowed_host or (), cors_origins=cors_origin or (), rate_limit=rate_limit, tls_cert=tls_cert, tls_key=tls_key, tls_ca=tls_ca,
+        fetch_images=fetch_images, tool_parser=tool_call_parser, reasoning_parser=reasoning_parser, drain=drain, log_format=log_format, log_level=log_level,
+        device=device, max_seq_len=max_seq_len, load_format=load_format, weights=weights, max_num_seqs=max_num_seqs, kv_cache_memory=kv_cache_memory, max_queue=max_queue,
+        quantization=quantization, lm_head_dtype=lm_head_dtype, kv_cache_dtype=kv_cache_dtype, kv_high_precision_layers=kv_high_precision_layers)
+
+# %% ../nbs/60_cli.ipynb #0ebd65a1
+@app.command(context_settings=dict(allow_extra_args=True, ignore_unknown_options=True), epilog=_examples('atlas launch codex', 'atlas launch claude --model mine', 'atlas launch opencode --print', 'atlas launch codex -- exec "Explain this folder"'))
+def launch(ctx:Annotated[typer.Context, _opt('Holds what is for the program.')],
+    client:Annotated[str, typer.Argument(metavar='PROGRAM', help='codex, claude, opencode, continue, pi, qwen, aider or open-webui.', autocompletion=_clients)],
+    url:Annotated[str, _opt('Where the server is.')]='http://127.0.0.1:8888',
+    model:Annotated[str|None, _opt("Which of its models. [default: the first]", show_default=False)]=None,
+    key:Annotated[str|None, _opt('API key. [default: $ATLAS_API_KEY]', show_default=False)]=None,
+    show:Annotated[bool, _opt('Only print what would be set, written and started.', '--print')]=False,
+    start:Annotated[bool, _opt('Start the program; without, its files are written and nothing else.')]=True,
+):
+    "Start a coding agent, or another client, with this server behind it."
+    from atlas.clients import launch
+    launch(client, ctx.args, url=url, model=model, key=key, show=show, start=start)
 
 # %% ../nbs/60_cli.ipynb #60a61e9b
 @app.command(context_settings=dict(allow_extra_args=True), epilog=_examples('atlas quantize ./my-model ./my-model-nvfp4 --format nvfp4', "atlas quantize org/name ./small --format fp8 --keep '*.o_proj' '*.layers.0.*'"))

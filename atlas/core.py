@@ -34,6 +34,7 @@ class RequestError(AtlasError, ValueError):
 class ContextLengthError(RequestError):
     "A prompt longer than the model's context"
     code = 'context_length_exceeded'
+    tokens,limit = None,None # What the prompt has, and may have; None: not counted
 class TemplateError(RequestError):
     "A chat template that refuses the messages it was given"
     code = 'template_error'
@@ -113,7 +114,7 @@ def interactive()->bool:
     "Is somebody watching stderr?"
     return sys.stderr.isatty() or in_notebook()
 
-# %% ../nbs/00_core.ipynb #1ac3caa6
+# %% ../nbs/00_core.ipynb #c5adea94
 class _Quiet:
     "A bar that draws nothing"
     def update(self, n): pass
@@ -124,9 +125,10 @@ class _Quiet:
 def progress(
     total:int, # Bytes to come
     desc:str, # What is moving
-    show:bool|None=None, # None: only when somebody is watching
+    show=None, # None: only when somebody is watching; or what makes the bar, called with `total` and `desc`
 ):
     "A bar of bytes and rate, with `update(n)` and `close()`; silent when piped"
+    if callable(show): return show(total, desc)
     if not ifnone(show, interactive()): return _Quiet()
     from tqdm import tqdm
     return tqdm(total=total, desc=desc, unit='B', unit_scale=True, unit_divisor=1000, file=sys.stderr, leave=False)

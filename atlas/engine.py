@@ -7,11 +7,11 @@ Docs: https://atlas-inference.github.io/atlas/engine.html.md"""
 # %% auto #0
 __all__ = ['Event', 'Engine', 'check_ids']
 
-# %% ../nbs/33_engine.ipynb #e8471ad3
-from dataclasses import dataclass
+# %% ../nbs/33_engine.ipynb #199bdf96
+from dataclasses import dataclass,field
 from fastcore.basics import patch
 from .cache import KVCache
-from .core import NumericError,RequestError
+from .core import NumericError,OutOfMemoryError,RequestError
 from .model import Decoder,Piece,make_batch
 from .ops.sample import SampleState,sample
 from .scheduler import Request,Scheduler
@@ -27,22 +27,27 @@ class Event:
     finish:str|None=None # 'stop', 'length', 'abort' or 'error': no event follows
     error:str|None=None # What went wrong
     code:str|None=None # Which of the typed errors that is
+    waited:float|None=field(default=None, compare=False) # Seconds until the request was admitted, with its first token
 
-# %% ../nbs/33_engine.ipynb #a40217de
+# %% ../nbs/33_engine.ipynb #c9b378bc
 class Engine:
     "Runs a model for many requests at once"
     def __init__(self,
         model:Decoder,
         cache:KVCache, # Blocks for keys and values; `scheduler` deals them out
         scheduler:Scheduler, # Over the pool of `cache`
+        guides=None, # `start(spec)` gives the guide of an answer; None: there are no guides
     ):
-        self.model,self.cache,self.scheduler,self._samplers,self._seen,self.steps,self.corrupted = model,cache,scheduler,{},(None,None),0,0
+        self.model,self.cache,self.scheduler,self.guides,self._samplers,self._seen,self.steps,self.corrupted = model,cache,scheduler,guides,{},(None,None),0,0
     @property
     def has_work(self)->bool: return self.scheduler.has_work
-    def stats(self)->dict: return self.scheduler.stats()|dict(steps_total=self.steps, corrupted_requests_total=self.corrupted)
+    def stats(self)->dict:
+        "Those of the scheduler, and what the engine counts itself"
+        more = {} if self.guides is None else dict(guide_seconds_total=getattr(self.guides, 'mask_seconds', 0.))
+        return self.scheduler.stats()|dict(steps_total=self.steps, corrupted_requests_total=self.corrupted)|more
     def __repr__(self): return f'Engine({self.model!r}, {self.scheduler!r})'
 
-# %% ../nbs/33_engine.ipynb #f8293436
+# %% ../nbs/33_engine.ipynb #1ddde165
 def check_ids(
     ids, # Of a prompt
     V:int, # Size of the vocabulary
@@ -55,7 +60,7 @@ def check_ids(
 def add(self:Engine, request:Request):
     "Queue `request`; refuses what can never be served"
     check_ids(request.prompt, self.model.c.vocab_size); self.scheduler.check(request)
-    state = SampleState(request.params, request.prompt, self.model.c.vocab_size, eos_ids=request.eos_ids)  # may refuse, so it comes first
+    state = SampleState(request.params, request.prompt, self.model.c.vocab_size, eos_ids=request.eos_ids, guide=self._guide(request))  # may refuse, so it comes first
     media = self._look(request)
     seq = self.scheduler.add(request)
     state.seed,seq.media = seq.seed,media
@@ -67,6 +72,13 @@ def _look(self:Engine, request):
     if not request.images: return None
     if self._seen[0] is not request.images: self._seen = request.images,self.model.media(request.prompt, request.images)
     return self._seen[1]
+
+@patch
+def _guide(self:Engine, request):
+    "What the answer must look like, if it must"
+    if request.guide is None: return None
+    if self.guides is None: raise RequestError('Guides need a tokenizer, and this model has none', param='response_format')
+    return self.guides.start(request.guide)
 
 @patch
 def abort(self:Engine, rid:str)->list[Event]:
@@ -85,7 +97,7 @@ def _forward(self:Engine, plan):
     parts = [model.forward(make_batch(p, tiled, block, model.device), self.cache) for p,tiled in ((tiles,True), (rows,False)) if p]
     return parts[0] if len(parts)==1 else model.device.xp.concatenate(parts)
 
-# %% ../nbs/33_engine.ipynb #f5a83d19
+# %% ../nbs/33_engine.ipynb #fd00de23
 @patch
 def step(self:Engine)->list[Event]:
     "Do one step's work and say what came of it"
@@ -93,26 +105,49 @@ def step(self:Engine)->list[Event]:
     if plan is None: return []
     self.steps += 1
     how = [self._samplers[s.id].row() for s in plan.sampled]  # before the model runs: a request may be aborted meanwhile
-    out = sample(self._forward(plan), how)
+    try: logits = self._forward(plan)
+    except (MemoryError,OutOfMemoryError) as e: return self._shed(plan, e)
+    out = sample(logits, how)
     self.scheduler.advance(plan)
     bad = [self._fail(s) for s,t in zip(plan.sampled, out.ids) if t<0 and not s.finish_reason]
     rows = {s.id:i for i,s in enumerate(plan.sampled)}
-    return bad+[self._event(s, t, why, out, rows[s.id]) for s,t,why in self.scheduler.accept(plan, out.ids.tolist())]
+    return bad+[self._event(s, t, why, out, rows[s.id]) for s,t,why in self.scheduler.accept(plan, out.ids.tolist())]+self._whole(plan.sampled)
+
+@patch
+def _shed(self:Engine, plan, error)->list[Event]:
+    "End the requests whose prompts found no memory; everybody else is planned again"
+    if not plan.prefill: raise error
+    for s,*_ in plan.prefill: self.scheduler.fail(s); self._samplers.pop(s.id, None)
+    why = 'There was no memory for the prompt while others were being answered; a shorter one, or another try later, may find some'
+    return [Event(s.id, finish='error', error=why, code=OutOfMemoryError.code) for s,*_ in plan.prefill]
 
 @patch
 def _fail(self:Engine, seq)->Event:
-    "End `seq`, whose logits are not finite"
+    "End `seq`, whose logits are not finite, or whose guide allows no token"
     self.scheduler.fail(seq)
-    del self._samplers[seq.id]
+    guide = self._samplers.pop(seq.id).guide
+    if guide is not None and guide.error: return Event(seq.id, finish='error', error=guide.error, code=guide.code)
     self.corrupted += 1
     return Event(seq.id, finish='error', error='The model produced logits that are not finite numbers', code=NumericError.code)
 
-# %% ../nbs/33_engine.ipynb #44dbab44
+# %% ../nbs/33_engine.ipynb #ee68cf5c
+@patch
+def _guided(self:Engine, seqs)->list:
+    "(sequence, guide) of those that have one"
+    return [(s, st.guide) for s in seqs if (st := self._samplers.get(s.id)) is not None and st.guide is not None]
+
+@patch
+def _whole(self:Engine, seqs)->list[Event]:
+    "The ends of answers whose guides have ended"
+    done = [s for s,g in self._guided(seqs) if g.ended]
+    for s in done: self.scheduler.end(s); del self._samplers[s.id]
+    return [Event(s.id, finish='stop') for s in done]
+
 @patch
 def _event(self:Engine, seq, token, finish, out, i)->Event:
     "The event of one new token, row `i` of what was sampled"
     state = self._samplers[seq.id] if finish is None else self._samplers.pop(seq.id)
     state.add(token)
-    k = seq.request.params.logprobs
-    if k is None: return Event(seq.id, token, finish=finish)
-    return Event(seq.id, token, float(out.logprobs[i]), list(zip(out.top_ids[i,:k].tolist(), out.top_logprobs[i,:k].tolist())), finish)
+    k,waited = seq.request.params.logprobs,seq.waited if len(seq.outputs)==1 else None
+    if k is None: return Event(seq.id, token, finish=finish, waited=waited)
+    return Event(seq.id, token, float(out.logprobs[i]), list(zip(out.top_ids[i,:k].tolist(), out.top_logprobs[i,:k].tolist())), finish, waited=waited)

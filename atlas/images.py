@@ -275,6 +275,10 @@ def _source(p, where):
         if p.get(k) is not None: return True,f'data:;base64,{p[k]}' if k=='base64' and str(p[k])[:5]!='data:' else p[k]
     return True,None
 
+def _place(p, where):
+    "Where a part stood in the body of a request: what `where` says, if it was moved since"
+    return p['where'] if isinstance(p, dict) and isinstance(p.get('where'), str) else where
+
 def prepare_images(
     messages:list, # As a client sends them
     paths:bool=False, # May an image be a path, bytes or a Pillow image, beside a `data:` URL?
@@ -287,7 +291,7 @@ def prepare_images(
         c = m.get('content') if isinstance(m, dict) else None
         parts = list(c) if isinstance(c, list) else []
         for j,p in enumerate(parts):
-            is_image,src = _source(p, where := f'messages[{i}].content[{j}]')
+            is_image,src = _source(p, where := _place(p, f'messages[{i}].content[{j}]'))
             if not is_image: continue
             if not sees: _no(where, 'is an image, and this model reads only text', 'Leave it out, or use a model that sees')
             if src is None: _no(where, 'has no image', "Give it as {'type': 'image_url', 'image_url': {'url': 'data:image/png;base64,…'}}")

@@ -8,7 +8,7 @@ Docs: https://atlas-inference.github.io/atlas/llm.html.md"""
 __all__ = ['DUMMY_TEMPLATE', 'Token', 'Delta', 'Generation', 'Output', 'LLM', 'open_model', 'byte_tokenizer', 'fan_out', 'Trace',
            'load_assistant', 'list_model']
 
-# %% ../nbs/45_llm.ipynb #0c43d92a
+# %% ../nbs/45_llm.ipynb #b195f5e3
 import gc,itertools,math,threading
 import tokenizers as hf
 import numpy as np
@@ -31,6 +31,7 @@ from .ops.sample import SamplingParams
 from .scheduler import Request,Scheduler,check_prompt
 from .tokenizer import StopStrings,Tokenizer,load_tokenizer
 from .chat import load_template
+from .guide import Guides
 from .variants import list_variants
 from .weights import open_checkpoint,quantizable
 from .draft import AssistantDrafter,MTPDrafter
@@ -55,11 +56,15 @@ class Delta:
     error:AtlasError|None=None
     def __str__(self): return self.text
 
-# %% ../nbs/45_llm.ipynb #d73d8e1f
+# %% ../nbs/45_llm.ipynb #9d83712a
 class Generation:
     "One answer in the making: `feed` events, take text. Without a tokenizer there is no text, only ids"
-    def __init__(self, tokenizer, params:SamplingParams):
-        self._detok,self._stop = tokenizer and tokenizer.detokenizer(),StopStrings(params.stop) if params.stop else None
+    def __init__(self,
+        tokenizer,
+        params:SamplingParams, # Of the request: its stop strings
+        exact:bool=False, # Is a space at the beginning part of the answer, even if the tokenizer's way is to drop it?
+    ):
+        self._detok,self._stop = tokenizer and tokenizer.detokenizer(continuing=exact),StopStrings(params.stop) if params.stop else None
         self.text,self.tokens,self.finish_reason,self.error = '',[],None,None
     @property
     def token_ids(self)->list[int]: return [t.id for t in self.tokens]
@@ -93,7 +98,7 @@ class Output:
     def __str__(self): return self.text
     def __repr__(self): return f'{self.text!r}  ({self.usage["completion_tokens"]} tokens, {self.finish_reason})'
 
-# %% ../nbs/45_llm.ipynb #ee3cb18b
+# %% ../nbs/45_llm.ipynb #df06b4a5
 class LLM:
     "A model, ready to answer"
     def __init__(self,
@@ -126,7 +131,8 @@ class LLM:
             self.arena = _arena(self.device) if card else None
             self._load(ck, str(model), max_seq_len, max_num_seqs, kv_cache_memory, kv, show, ('','vision')+('mtp',)*drafting, packed, quantization, lm_head_dtype, chunk)
         scheduler = Scheduler(self.cache.pool, max_num_seqs, self.max_seq_len, chunk, overcommit, max_queue)
-        self.engine = CardEngine(self.model, self.cache, scheduler, self._region('tables')) if card else Engine(self.model, self.cache, scheduler)
+        self.guides = None if isinstance(self._tokenizer, SourceError) else Guides(self._tokenizer, self.config.vocab_size, self.eos_ids)
+        self.engine = CardEngine(self.model, self.cache, scheduler, self._region('tables'), self.guides) if card else Engine(self.model, self.cache, scheduler, self.guides)
         if self.device.kind=='cuda': self.engine.warm()
         self._ids,self._boxes,self._lock,self.load_seconds = itertools.count(),{},threading.RLock(),perf_counter()-t
     def __repr__(self): return f'LLM({self.name}: {self.model!r} on {self.device.name}, context {self.max_seq_len:,})' if self.engine else f'LLM({self.name}: closed)'
@@ -252,7 +258,7 @@ def _context(c, asked):
     if not 2<=asked<=c.max_seq_len: raise RequestError(f'max_seq_len is {asked:,}; the model was made for up to {c.max_seq_len:,}', param='max_seq_len')
     return asked
 
-# %% ../nbs/45_llm.ipynb #ce3d4984
+# %% ../nbs/45_llm.ipynb #f21f1ca6
 @patch
 def _encode(self:LLM, prompt, answer:int=1, images=())->tuple[list[int],str|None,tuple]:
     "Ids of a prompt that leaves room for `answer` tokens, its text where there is one, and the pixels of its images"
@@ -276,9 +282,10 @@ def eos_ids(self:LLM)->tuple[int,...]:
     return tuple(dict.fromkeys((*self.config.eos_ids, *more)))
 
 @patch
-def generation(self:LLM, params:SamplingParams)->Generation:
+def generation(self:LLM, params:SamplingParams, guide:dict|None=None)->Generation:
     "A new answer's text; stop strings need a tokenizer"
-    return Generation(self.tokenizer if params.stop else None if isinstance(self._tokenizer, SourceError) else self._tokenizer, params)
+    exact = guide is not None and not guide.get('after') # what a guide made is not to be trimmed
+    return Generation(self.tokenizer if params.stop else None if isinstance(self._tokenizer, SourceError) else self._tokenizer, params, exact)
 
 @patch
 def request(self:LLM, ids, params:SamplingParams, rid:str|None=None, **kw)->Request:
@@ -327,11 +334,11 @@ def close(self:LLM)->int: # Bytes of a card's memory that arrays still lie in wh
     self.arena.budget.give('steps')
     return self.arena.close()
 
-# %% ../nbs/45_llm.ipynb #cba44f3c
+# %% ../nbs/45_llm.ipynb #def8ec8a
 @patch
 def _run(self:LLM, reqs:list[Request]):
     "Yields (index, `Generation`, `Delta`) until all of `reqs` have ended"
-    live,todo,box = {r.id:(i, self.generation(r.params)) for i,r in enumerate(reqs)},deque(reqs),deque()
+    live,todo,box = {r.id:(i, self.generation(r.params, r.guide)) for i,r in enumerate(reqs)},deque(reqs),deque()
     try:
         while live:
             self._step(todo, box)
@@ -344,12 +351,13 @@ def _run(self:LLM, reqs:list[Request]):
     finally:
         for rid in live: self._drop(rid)
 
-# %% ../nbs/45_llm.ipynb #eab1d07b
+# %% ../nbs/45_llm.ipynb #1b0de12d
 @patch
 def generate(self:LLM,
     prompts, # Text, a list of ids, or a list of either
     params:SamplingParams|list|None=None, # One for all, or one for each
     images=(), # For one prompt: what its image tokens stand for, in order: paths, data URLs, bytes or PIL images
+    guide:dict|None=None, # What the answers must look like, see the guide page
 ): # `Output`, or a list of them for a list of prompts
     "Answers to one prompt or many, computed together"
     one = isinstance(prompts, str) or (len(prompts)>0 and isinstance(prompts[0], (int,np.integer)))
@@ -358,13 +366,20 @@ def generate(self:LLM,
     if len(params)!=len(prompts): raise RequestError(f'{len(prompts)} prompts and {len(params)} SamplingParams', param='params')
     if images and not one: raise RequestError('images belong to one prompt', hint='Call generate once for each', param='images')
     enc = [self._encode(p, images=images) for p in prompts]
-    owner,reqs = [],[]
-    for i,((ids,_,pics),p) in enumerate(zip(enc, params)): reqs += [self.request(ids, q, images=pics) for q in fan_out(p)]; owner += [i]*p.n
+    self._guide(guide); owner,reqs = [],[]
+    for i,((ids,_,pics),p) in enumerate(zip(enc, params)): reqs += [self.request(ids, q, images=pics, guide=guide) for q in fan_out(p)]; owner += [i]*p.n
     done = {i:g for i,g,d in self._run(reqs) if d.finish_reason}
     outs = [[] for _ in prompts]
     for k,i in enumerate(owner): outs[i].append(_output(done[k], params[i], *enc[i][:2]))
     for o in outs: o[0].choices = o if len(o)>1 else []
     return outs[0][0] if one else [o[0] for o in outs]
+
+@patch
+def _guide(self:LLM, guide):
+    "Refuse a guide that cannot be followed, and compile one that can while others run"
+    if guide is None: return
+    if self.guides is None: raise RequestError(f'{self.name} has no tokenizer, so its answers cannot be guided', param='response_format')
+    self.guides.check(guide)
 
 def _output(g:Generation, p:SamplingParams, ids, text)->Output:
     "The finished form of `g`"
@@ -373,33 +388,34 @@ def _output(g:Generation, p:SamplingParams, ids, text)->Output:
     usage = dict(prompt_tokens=len(ids), completion_tokens=n, total_tokens=len(ids)+n)
     return Output(g.text, g.token_ids, g.finish_reason, usage, None if p.logprobs is None else g.tokens, text, ids)
 
-# %% ../nbs/45_llm.ipynb #6d7ee72b
+# %% ../nbs/45_llm.ipynb #4b8e99fa
 @patch
-def stream(self:LLM, prompt, params:SamplingParams|None=None, images=()):
+def stream(self:LLM, prompt, params:SamplingParams|None=None, images=(), guide:dict|None=None):
     "Yield the answer to one prompt as it is made: `Delta`s whose `.text` add up to the whole"
     p = params or SamplingParams()
     if p.n!=1: raise RequestError('Only one answer can be streamed here', hint='Use generate for n > 1', param='n')
-    ids,_,pics = self._encode(prompt, images=images)
-    events = self._run([self.request(ids, p, images=pics)])
+    ids,_,pics = self._encode(prompt, images=images); self._guide(guide)
+    events = self._run([self.request(ids, p, images=pics, guide=guide)])
     try:
         for _,_,d in events:
             if d.error: raise d.error
             yield d
     finally: events.close()
 
-# %% ../nbs/45_llm.ipynb #797d3496
+# %% ../nbs/45_llm.ipynb #1b26222f
 @patch
 def chat(self:LLM,
     messages:list[dict], # [{'role': 'user', 'content': …}, …]; content is text, or parts of which some are images
     params:SamplingParams|None=None,
     tools:list|None=None, # Tools to offer, as JSON schemas; handed to the template
     stream:bool=False, # Yield `Delta`s instead
+    guide:dict|None=None, # What the answer must look like
     **kwargs, # More for the template, such as enable_thinking
 ):
     "The model's next message"
     messages,images = prepare_images(messages, paths=True)
     ids = self.tokenizer.encode(self.render(messages, tools, **kwargs), add_special=False)
-    return (self.stream if stream else self.generate)(ids, params, images=images)
+    return (self.stream if stream else self.generate)(ids, params, images=images, guide=guide)
 
 @patch
 def render(self:LLM, messages, tools=None, **kwargs)->str:

@@ -7,15 +7,18 @@ Docs: https://atlas-inference.github.io/atlas/runner.html.md"""
 # %% auto #0
 __all__ = ['Stream', 'Runner']
 
-# %% ../nbs/34_runner.ipynb #f0d861a1
+# %% ../nbs/34_runner.ipynb #0ce61b14
 import asyncio,logging,threading,time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from fastcore.basics import patch
-from .core import AtlasError,EngineError,QueueFullError
+from .core import AtlasError,EngineError,QueueFullError,UnsupportedError
+from .device import CudaFault
 from .engine import Event
 from .scheduler import check_prompt
 
-# %% ../nbs/34_runner.ipynb #fd2df216
+# %% ../nbs/34_runner.ipynb #eabbc17d
 class Stream:
     "Events of one request, in order: `async for e in stream`"
     def __init__(self, runner, rid): self._runner,self.id,self._loop,self._q,self._done = runner,rid,asyncio.get_running_loop(),asyncio.Queue(),False
@@ -25,19 +28,26 @@ class Stream:
         e = await self._q.get()
         self._done = e.finish is not None
         return e
+    def ready(self)->list[Event]:
+        "Events that are here already, without waiting"
+        out = []
+        while not self._done and not self._q.empty(): out.append(self._q.get_nowait()); self._done = out[-1].finish is not None
+        return out
     def abort(self):
         "Stop generating, within a step. Safe at any time and more than once"
         if not self._done: self._runner.abort(self.id)
 
-# %% ../nbs/34_runner.ipynb #027eafa0
+# %% ../nbs/34_runner.ipynb #c876d056
 class Runner:
     "An engine in a thread of its own"
     def __init__(self,
         engine, # `Engine`; from now on only the runner's thread touches it
         info:dict, # What clients may know: name, max_seq_len, vocab_size, max_queue…
+        ops:dict|None=None, # Name -> function: what else may be asked of the model, between two steps
     ):
-        self.info,self._engine,self._fault = info,engine,None
+        self.info,self._engine,self._fault,self._ops,self._calls = info,engine,None,ops or {},{}
         self._inbox,self._streams,self._wake,self._open,self._closing = deque(),{},threading.Condition(),True,False
+        self._compiling,self._pool = {},ThreadPoolExecutor(1, 'guide')  # starts no thread before there is something to do
         self._stats = engine.stats()
         self._thread = threading.Thread(target=self._loop, name='engine', daemon=True)
         self._thread.start()
@@ -50,15 +60,26 @@ class Runner:
         "Numbers of the last step: running, waiting, cache usage, tokens, preemptions"
         return self._stats
 
-# %% ../nbs/34_runner.ipynb #47cd674f
+# %% ../nbs/34_runner.ipynb #f0c3675f
 @patch
 def submit(self:Runner, request)->Stream:
     "Queue `request`; its events arrive on the stream"
     with self._wake:
         self._check(request)
         s = self._streams[request.id] = Stream(self, request.id)
-        self._post('add', request)
+        if getattr(request, 'guide', None) is None: self._post('add', request)
+        else: self._compiling[request.id] = request; self._pool.submit(self._compile, request)
     return s
+
+@patch
+def _compile(self:Runner, request):
+    "In a thread of its own: what takes long about a request with a guide, so that neither steps nor the caller's loop wait for it"
+    try:
+        if guides := getattr(self._engine, 'guides', None): guides.check(request.guide)
+        self._post('add', request)
+    except Exception as e:
+        if not isinstance(e, AtlasError): logging.getLogger('atlas').exception('A guide could not be compiled'); e = EngineError('The guide could not be compiled')
+        self._post('refuse', (request, e))
 
 @patch
 def _check(self:Runner, request):
@@ -79,7 +100,37 @@ def _post(self:Runner, what, arg):
         self._inbox.append((what, arg))
         self._wake.notify()
 
-# %% ../nbs/34_runner.ipynb #09fa99a0
+# %% ../nbs/34_runner.ipynb #fba86f6d
+@patch
+async def call(self:Runner, op:str, **kw):
+    "What `ops[op](**kw)` gives, or its error; `UnsupportedError` if there is no such function"
+    if op not in self._ops: raise UnsupportedError(f'This model does not offer {op!r}')
+    done = asyncio.get_running_loop().create_future()
+    with self._wake:
+        if not self.healthy: raise EngineError('The engine is not running', hint='See the log of the server for the cause')
+        if len(self._calls)>=self.info.get('max_queue', 256): raise QueueFullError(f'{len(self._calls)} questions are waiting already', hint='Try again in a moment')
+        self._calls[done] = done.get_loop()
+        self._post('call', (partial(self._ops[op], **kw), done))
+    return await done
+
+@patch
+def _answer(self:Runner, f, done)->list[Event]:
+    "Compute `f` for whoever waits for `done`; a fault of the device is the engine's"
+    if done.cancelled(): self._calls.pop(done, None); return []
+    try: self._settle(done, f())
+    except CudaFault: raise
+    except (AtlasError,MemoryError) as e: self._settle(done, error=e if isinstance(e, AtlasError) else AtlasError('There was not enough memory'))
+    return []
+
+@patch
+def _settle(self:Runner, done, value=None, error=None):
+    "Hand a result over to the loop that waits for it, if it still does"
+    def put():
+        if not done.done(): done.set_exception(error) if error else done.set_result(value)
+    try: self._calls.pop(done).call_soon_threadsafe(put)
+    except RuntimeError: pass  # the loop is closed
+
+# %% ../nbs/34_runner.ipynb #9cebf9d3
 @patch
 def _loop(self:Runner):
     try:
@@ -94,6 +145,7 @@ def _loop(self:Runner):
         why = 'The engine failed' if self._fault else 'The server is shutting down'
         with self._wake: self._open,left = False,list(self._streams)
         self._send([Event(rid, finish='error', error=why) for rid in left])
+        for done in list(self._calls): self._settle(done, error=EngineError(why))
 
 @patch
 def _wait(self:Runner)->bool:
@@ -102,18 +154,27 @@ def _wait(self:Runner)->bool:
         while not (self._inbox or self._engine.has_work or self._closing): self._wake.wait()
         return not self._closing
 
-# %% ../nbs/34_runner.ipynb #4766261a
+# %% ../nbs/34_runner.ipynb #5228c4ce
 @patch
 def _drain_inbox(self:Runner)->list[Event]:
     "Carry out what was asked for since the last step"
     out = []
     while self._inbox:
         what,arg = self._inbox.popleft()
-        if what=='abort': out += self._engine.abort(arg)
-        else:
-            try: self._engine.add(arg)
-            except AtlasError as e: out.append(Event(arg.id, finish='error', error=str(e), code=e.code))
+        if what=='abort': out += [Event(arg, finish='abort')] if self._compiling.pop(arg, None) else self._engine.abort(arg)
+        elif what=='add': out += self._add(arg)
+        else: out += (self._add if what=='refuse' else self._answer)(*arg)
     return out
+
+@patch
+def _add(self:Runner, request, error=None)->list[Event]:
+    "Give `request` to the engine, unless it was aborted while its guide was compiled; the end of one that is refused"
+    if getattr(request, 'guide', None) is not None and self._compiling.pop(request.id, None) is not request: return []
+    try:
+        if error: raise error
+        self._engine.add(request)
+    except AtlasError as e: return [Event(request.id, finish='error', error=str(e), code=e.code)]
+    return []
 
 @patch
 def _send(self:Runner, events):
@@ -130,7 +191,7 @@ def _send(self:Runner, events):
 def _deliver(pairs):
     for s,e in pairs: s._q.put_nowait(e)
 
-# %% ../nbs/34_runner.ipynb #17398b26
+# %% ../nbs/34_runner.ipynb #d7db6a9d
 @patch
 def close(self:Runner, drain:float=0.):
     "Let running requests finish for at most `drain` seconds, then end the thread"
@@ -139,4 +200,5 @@ def close(self:Runner, drain:float=0.):
     with self._wake:
         self._closing = True
         self._wake.notify()
+    self._pool.shutdown(wait=False, cancel_futures=True)
     self._thread.join(10)

@@ -13,13 +13,14 @@ from bisect import insort
 from collections import Counter
 from dataclasses import dataclass,field
 from heapq import heapify,heappop,heappush
+from time import perf_counter
 from fastcore.basics import ifnone,patch
 from .cache import BlockPool,BlockTable
 from .core import AtlasError,ContextLengthError,OutOfMemoryError,QueueFullError,RequestError
 from .ops.linear import MAX_ROWS,TILE
 from .ops.sample import SamplingParams
 
-# %% ../nbs/32_scheduler.ipynb #1e1ac87c
+# %% ../nbs/32_scheduler.ipynb #22ff18fc
 @dataclass(frozen=True)
 class Request:
     "What somebody asked for"
@@ -29,6 +30,7 @@ class Request:
     priority:int=0 # Lower goes first
     eos_ids:tuple[int,...]=() # Each ends the answer, unless `params.ignore_eos`
     images:tuple=field(default=(), compare=False, repr=False) # (pixels, grid) of each image whose tokens are in the prompt
+    guide:dict|None=field(default=None, compare=False, repr=False) # What the answer must look like, see the guide page
 
     def __post_init__(self):
         if not self.prompt: raise RequestError('The prompt is empty', hint='Send at least one token', param='prompt')
@@ -48,6 +50,8 @@ class Seq:
     states:tuple[int,int]=(0,0) # Slots of its recurrent state while it runs: the one to read, and the one that the next step writes
     running:bool=False # Admitted, and not preempted since
     finish_reason:str|None=None # 'stop', 'length', 'abort' or 'error'
+    born:float=field(default_factory=perf_counter) # When it came
+    waited:float|None=None # Seconds until it was admitted
 
     def __post_init__(self):
         r = self.request
@@ -186,9 +190,11 @@ def check_prompt(
     answer:int=1, # Tokens that must fit after it
 ):
     "`ContextLengthError`, with both numbers, if a prompt leaves no room for its answer"
-    if n+answer>max_seq_len:
-        raise ContextLengthError(f'The prompt has {n:,} tokens and the context holds {max_seq_len:,}'+', answer included'*(answer>0),
-            hint='Shorten the prompt, or raise max_seq_len (--max-seq-len) if the model allows more', param='prompt')
+    if n+answer<=max_seq_len: return
+    e = ContextLengthError(f'The prompt has {n:,} tokens and the context holds {max_seq_len:,}'+', answer included'*(answer>0),
+        hint='Shorten the prompt, or raise max_seq_len (--max-seq-len) if the model allows more', param='prompt')
+    e.tokens,e.limit = n,max_seq_len-answer
+    raise e
 
 # %% ../nbs/32_scheduler.ipynb #30120b9d
 @patch
@@ -235,6 +241,7 @@ def _admit(self:Scheduler):
         self.waiting.pop()
         seq.table.ensure(len(seq))
         seq.running,seq.states = True,self.states.pop()
+        if not seq.outputs: seq.waited = perf_counter()-seq.born
         self.promised += self._need(seq)
         insort(self.running, seq, key=lambda s: s.order)
 
@@ -341,12 +348,17 @@ def _finish(self:Scheduler, seq, reason):
     self.finished[reason] += 1
     del self.seqs[seq.id]
 
-# %% ../nbs/32_scheduler.ipynb #75ba47ff
+# %% ../nbs/32_scheduler.ipynb #69fcfd9f
 @patch
 def abort(self:Scheduler, id:str)->Seq|None:
     "End the request, waiting or running; None if it has ended already"
     if seq := self.seqs.get(id): self._finish(seq, 'abort')
     return seq
+
+@patch
+def end(self:Scheduler, seq:Seq):
+    "End a sequence whose answer is whole, though no token says so"
+    if not seq.finish_reason: self._finish(seq, 'stop')
 
 @patch
 def fail(self:Scheduler, seq:Seq)->tuple[Seq,None,str]:

@@ -123,15 +123,16 @@ def decode(self:Tokenizer,
 
 def _unlead(b, n): return b[min(len(b)-len(b.lstrip(b' ')), n):]
 
-# %% ../nbs/40_tokenizer.ipynb #0eba5b42
+# %% ../nbs/40_tokenizer.ipynb #57afc0aa
 class Detokenizer:
     "Ids in, text out, as soon as characters are complete"
     def __init__(self,
         tok:Tokenizer, # Whose ids come
         skip_special:bool=True, # Leave out the tokens that steer the model
         continuing:bool=False, # The text goes on from a prompt: a leading space is part of it
+        keep=(), # Ids of special tokens that are shown all the same: what parsers of tool calls and of reasoning look for
     ):
-        self.tok,self.skip,self.lead = tok,tok.special_ids if skip_special else (),0 if continuing else tok.spelling.lead
+        self.tok,self.skip,self.lead = tok,(tok.special_ids.difference(keep) if keep else tok.special_ids) if skip_special else (),0 if continuing else tok.spelling.lead
         self.utf8 = codecs.getincrementaldecoder('utf-8')('replace')
     def put(self, id:int)->str:
         "The text that `id` completes, possibly none"
@@ -144,9 +145,14 @@ class Detokenizer:
         return self.utf8.decode(b'', final=True)
 
 @patch
-def detokenizer(self:Tokenizer, skip_special:bool=True, continuing:bool=False)->Detokenizer:
+def detokenizer(self:Tokenizer, skip_special:bool=True, continuing:bool=False, keep=())->Detokenizer:
     "A fresh `Detokenizer` for one answer"
-    return Detokenizer(self, skip_special, continuing)
+    return Detokenizer(self, skip_special, continuing, keep)
+
+@patch
+def marks(self:Tokenizer, texts)->frozenset[int]:
+    "Ids of those of `texts` that are special tokens here"
+    return frozenset(i for t in texts if (i := self.inner.token_to_id(t)) in self.special_ids)
 
 # %% ../nbs/40_tokenizer.ipynb #b697a907
 class StopStrings:

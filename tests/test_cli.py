@@ -304,28 +304,49 @@ from atlas.cli import main
 # Serving
 
 def test_serve_hands_everything_over(monkeypatch):
-    "Every option arrives, under a name that the server or `LLM` knows"
-    import atlas.llm,atlas.server
-    real = [set(inspect.signature(f).parameters) for f in (atlas.server.serve, atlas.llm.LLM)]
-    serve = mock.create_autospec(atlas.server.serve)
-    monkeypatch.setattr(atlas.server, 'serve', serve)
-    assert run('serve', 'm', '--host', '127.0.0.2', '--port', '9000', '--served-model-name', 'a', '--device', 'cpu', '--max-seq-len', '300',
+    "Every option arrives, under a name that the gateway or `LLM` knows"
+    import atlas.gateway,atlas.llm
+    real = [set(inspect.signature(f).parameters) for f in (atlas.gateway.serve, atlas.llm.LLM)]
+    serve = mock.create_autospec(atlas.gateway.serve)
+    monkeypatch.setattr(atlas.gateway, 'serve', serve)
+    assert run('serve', 'm', 'other', '--host', '127.0.0.2', '--port', '9000', '--served-model-name', 'a', '--alias', 'b', '--alias', '*', '--lazy', '--no-autoload', '--device', 'cpu', '--max-seq-len', '300',
                '--max-num-seqs', '3', '--kv-cache-memory', '1.5GiB', '--max-queue', '17', '--load-format', 'dummy', '--weights', 'fp8',
-               '--quantization', 'nvfp4', '--lm-head-dtype', 'fp8', '--kv-cache-dtype', 'fp8', '--kv-high-precision-layers', '2').exit_code==0
+               '--quantization', 'nvfp4', '--lm-head-dtype', 'fp8', '--kv-cache-dtype', 'fp8', '--kv-high-precision-layers', '2',
+               '--api-key-file', 'keys', '--insecure', '--allowed-host', 'box', '--cors-origin', 'https://x.example', '--rate-limit', '60', '--tls-cert', 'c', '--tls-key', 'k', '--tls-ca', 'r', '--fetch-images',
+               '--tool-call-parser', 'hermes', '--reasoning-parser', 'qwen3', '--drain', '3', '--log-format', 'json', '--log-level', 'error').exit_code==0
     kw = serve.call_args.kwargs
-    assert kw==dict(host='127.0.0.2', port=9000, served_model_name='a', device='cpu', max_seq_len=300, max_num_seqs=3, kv_cache_memory=3<<29, max_queue=17,
-        load_format='dummy', weights='fp8', quantization='nvfp4', lm_head_dtype='fp8', kv_cache_dtype='fp8', kv_high_precision_layers=2)
+    assert serve.call_args.args==(['m','other'],)
+    assert kw==dict(host='127.0.0.2', port=9000, served_model_name='a', alias=['b','*'], first=(), autoload=False, device='cpu', max_seq_len=300, max_num_seqs=3, kv_cache_memory=3<<29, max_queue=17,
+        load_format='dummy', weights='fp8', quantization='nvfp4', lm_head_dtype='fp8', kv_cache_dtype='fp8', kv_high_precision_layers=2, api_key_file='keys', insecure=True, allowed_hosts=['box'],
+        cors_origins=['https://x.example'], rate_limit=60, tls_cert='c', tls_key='k', tls_ca='r', fetch_images=True, tool_parser='hermes', reasoning_parser='qwen3', drain=3., log_format='json', log_level='error')
     assert set(kw)<=real[0]|real[1]
     run('serve', 'm')
-    assert serve.call_args.args==('m',) and (serve.call_args.kwargs['host'],serve.call_args.kwargs['port'])==('127.0.0.1',8888)
+    assert serve.call_args.args==(['m'],) and (serve.call_args.kwargs['host'],serve.call_args.kwargs['port'],serve.call_args.kwargs['first'])==('127.0.0.1',8888,None)
+
+def test_launch_hands_everything_over(monkeypatch):
+    import atlas.clients
+    launch = mock.create_autospec(atlas.clients.launch)
+    monkeypatch.setattr(atlas.clients, 'launch', launch)
+    assert run('launch', 'codex', '--url', 'http://h:1', '--model', 'm', '--key', 'k', '--print', '--no-start', 'exec', '--json', 'do it').exit_code==0
+    assert launch.call_args.args==('codex',['exec','--json','do it']) and launch.call_args.kwargs==dict(url='http://h:1', model='m', key='k', show=True, start=False)
+
+def test_launch_without_a_server():
+    with socket.create_server(('127.0.0.1', 0)) as s: port = s.getsockname()[1]
+    r = run('launch', 'codex', '--url', f'http://127.0.0.1:{port}', '--print')
+    assert r.exit_code==1 and 'atlas serve' in r.stderr and 'Traceback' not in r.stderr
 
 def test_port_in_use_is_told_before_loading(monkeypatch):
-    import atlas.server
-    monkeypatch.setattr(atlas.server, 'LLM', None)
+    import atlas.gateway
+    monkeypatch.setattr(atlas.gateway, 'Child', None)
     with socket.create_server(('127.0.0.1', 0)) as s:
         port = str(s.getsockname()[1])
         r = run('serve', 'm', '--port', port)
     assert r.exit_code==1 and port in r.stderr and '--port' in r.stderr
+
+def test_serve_wants_a_key_for_strangers(monkeypatch):
+    monkeypatch.delenv('ATLAS_API_KEY', raising=False); monkeypatch.delenv('ATLAS_ADMIN_KEY', raising=False)
+    r = run('serve', 'demo', '--host', '0.0.0.0', '--port', '0')
+    assert r.exit_code==1 and 'ATLAS_API_KEY' in r.stderr and '--insecure' in r.stderr
 
 def test_serve_refuses_an_unknown_model():
     r = run('serve', 'no-such-model', '--port', '0')

@@ -7,7 +7,7 @@ from atlas.emulator import find_cxx
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
 
-@pytest.mark.parametrize('name,more', [('unhappy',()), ('eager',('--models','qwen3.6-moe')), ('demo',()), ('endurance',('--steps','12')), ('company',('--models','llama','--tokens','6')), ('sanitize',('--part','engine'))])
+@pytest.mark.parametrize('name,more', [('unhappy',()), ('eager',('--models','qwen3.6-moe')), ('guided',()), ('demo',()), ('endurance',('--steps','12')), ('company',('--models','llama','--tokens','6')), ('sanitize',('--part','engine'))])
 def test_on_the_emulator(name, more):
     r = subprocess.run([sys.executable, ROOT/'tests'/'gpu'/f'{name}.py', '--emulator', *more], env=os.environ|dict(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=600)
     assert r.returncode==0 and r.stdout.splitlines()[-1].startswith('ok'), r.stdout+r.stderr

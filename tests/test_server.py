@@ -1,6 +1,7 @@
 "The server from outside: real sockets, OpenAI's own client, clients that misbehave, and a scripted runner behind it."
 import asyncio,json,re,signal,socket,struct,subprocess,sys,tempfile,threading
 from contextlib import closing,contextmanager
+from dataclasses import replace
 from pathlib import Path
 import atlas,openai,pytest,uvicorn
 from hypothesis import HealthCheck,example,given,settings,strategies as st
@@ -66,7 +67,7 @@ class FakeStream:
 def live(runner, **kw):
     "A real server on a free port"
     up,sock = threading.Event(),listen(port=0)
-    app = create_app(runner, tok, template, on_ready=up.set, **kw)
+    app = create_app(runner, tok, **(dict(template=template)|kw), on_ready=up.set)
     server = uvicorn.Server(uvicorn.Config(app, log_level='critical', timeout_graceful_shutdown=1))
     t = threading.Thread(target=server.run, kwargs=dict(sockets=[sock]), daemon=True)
     t.start()
@@ -143,7 +144,8 @@ def test_many_streams(served):
 def test_stop_string_stops_the_engine(stream):
     r = FakeRunner()
     a = chat(local(r), stop='there', stream=stream)
-    assert a.status_code==200 and 'there' not in a.text and r.aborted.acquire(timeout=0)
+    said = ''.join(c['choices'][0]['delta'].get('content', '') for c in events(a.text)) if stream else a.json()['choices'][0]['message']['content']
+    assert a.status_code==200 and said=='Hello ' and '"stop_reason":"there"' in a.text and r.aborted.acquire(timeout=0)
 
 # ---- A stream says what the whole answer says ----
 
@@ -165,7 +167,8 @@ def test_stream_equals_whole(text, stop, n, limit):
 
 values = st.recursive(st.none()|st.booleans()|st.integers(-10**40,10**40)|st.floats()|st.text(max_size=8), lambda s: st.lists(s, max_size=4)|st.dictionaries(st.text(max_size=6), s, max_size=3), max_leaves=8)
 fields = st.sampled_from(['messages','prompt','model','temperature','top_p','top_k','min_p','n','stop','seed','max_tokens','min_tokens','logit_bias','logprobs','top_logprobs','stream',
-    'stream_options','tools','tool_choice','response_format','stop_token_ids','ignore_eos','presence_penalty','repetition_penalty','max_completion_tokens','priority','echo','made_up'])
+    'stream_options','tools','tool_choice','response_format','stop_token_ids','ignore_eos','presence_penalty','repetition_penalty','max_completion_tokens','priority','echo','made_up',
+    'structured_outputs','guided_json','guided_regex','guided_choice','guided_grammar','thinking','reasoning','reasoning_effort','thinking_budget','enable_thinking','chat_template_kwargs','prompt_logprobs','suffix','parallel_tool_calls','return_token_ids'])
 
 @given(path=st.sampled_from(['/v1/chat/completions','/v1/completions']), wrong=st.dictionaries(fields, values, min_size=1, max_size=3), inside=st.booleans())
 @settings(deadline=None, max_examples=250, suppress_health_check=[HealthCheck.too_slow])
@@ -174,6 +177,42 @@ def test_any_body(path, wrong, inside):
     r = fuzzed.post(path, content=json.dumps(body).encode(), headers={'content-type':'application/json'})
     if r.status_code!=200: assert r.status_code in (400,404,501) and set(r.json()['error'])=={'message','type','param','code'} and len(r.text)<2000, r.text
 fuzzed = local(FakeRunner('ok'))
+
+SCHEMA = dict(type='object', properties=dict(a=dict(type='integer', minimum=0, enum=[1,2])), required=['a'])
+RICH = {
+    '/v1/chat/completions': dict(messages=[dict(role='system', content='s'), dict(role='user', content=[dict(type='text', text='x')]), dict(role='assistant', content=None, reasoning='r',
+        tool_calls=[dict(id='1', type='function', function=dict(name='f', arguments='{"a": 1}'))]), dict(role='tool', tool_call_id='1', content='ok')], max_tokens=2,
+        tools=[dict(type='function', function=dict(name='f', description='d', strict=False, parameters=SCHEMA))], tool_choice=dict(type='function', function=dict(name='f')),
+        stop=['a'], logit_bias={'5':1.5}, chat_template_kwargs=dict(enable_thinking=True), metadata=dict(a='b'), logprobs=True, top_logprobs=2, seed=3),
+    '/v1/messages': dict(max_tokens=2, system=[dict(type='text', text='s')], messages=[dict(role='user', content='x'), dict(role='assistant', content=[dict(type='thinking', thinking='t', signature='s'),
+        dict(type='tool_use', id='1', name='f', input=dict(a=1))]), dict(role='user', content=[dict(type='tool_result', tool_use_id='1', content=[dict(type='text', text='k')])])],
+        tools=[dict(name='f', input_schema=SCHEMA)], tool_choice=dict(type='tool', name='f'), thinking=dict(type='enabled', budget_tokens=1024), stop_sequences=['a']),
+    '/v1/responses': dict(instructions='i', max_output_tokens=16, input=[dict(type='message', role='user', content=[dict(type='input_text', text='x')]), dict(type='function_call', call_id='1', name='f', arguments='{}'),
+        dict(type='function_call_output', call_id='1', output='o'), dict(type='reasoning', id='rs_1', summary=[dict(type='summary_text', text='s')])], tools=[dict(type='function', name='f', parameters=SCHEMA)],
+        tool_choice=dict(type='allowed_tools', mode='auto', tools=[dict(type='function', name='f')]), text=dict(format=dict(type='json_schema', name='x', schema=SCHEMA)), reasoning=dict(effort='low'), metadata=dict(a='b')),
+    '/v1/completions': dict(prompt=['ab',[1,2]], max_tokens=2, logit_bias={'5':1}, logprobs=1, stop=['q'], structured_outputs=dict(json=SCHEMA))}
+
+def places(d, at=()):
+    "The way to everything within a body"
+    for k,v in d.items() if isinstance(d, dict) else enumerate(d) if isinstance(d, list) else (): yield (*at,k); yield from places(v, (*at,k))
+
+@pytest.fixture(scope='module')
+def guided():
+    from atlas.guide import Guides
+    return local(FakeRunner('ok'), guides=Guides(tok, 257, (END,)), parsers=('hermes',None))
+
+@pytest.mark.parametrize('path', RICH)
+@given(data=st.data(), raw=st.sampled_from('null true 0 -1 1.5 1e999 -1e999 1e-400 1000000000000000000000000000000 9223372036854775808 "" "x" "\\u0000" [] [null] [1e999] {} {"a":1e999} {"":{}} [{}]'.split()))
+@settings(deadline=None, max_examples=100, suppress_health_check=list(HealthCheck))
+def test_any_place_of_a_body(guided, path, data, raw):
+    "A value that is not expected, anywhere in a body that has everything: an answer or a refusal, and never a crash"
+    at = data.draw(st.sampled_from(list(places(RICH[path]))))
+    body = part = json.loads(json.dumps(RICH[path]))
+    for k in at[:-1]: part = part[k]
+    part[at[-1]] = '@'
+    r = guided.post(path, content=json.dumps(body).replace('"@"', raw).encode(), headers={'content-type':'application/json'})
+    assert r.status_code in (200,400,404,501), (at, raw, r.text)
+    if '1e999' in raw: assert r.status_code==400 and 'too large' in r.text, (at, raw, r.text)
 
 @given(raw=st.binary(max_size=200))
 @settings(deadline=None, max_examples=100)
@@ -194,8 +233,8 @@ def test_content_type(kind):
     assert fuzzed.post('/v1/completions', content=b'{"prompt": "a"}', headers={'content-type':'application/json; charset=utf-8'}).status_code==200
 
 def test_routes():
-    for r,code in (fuzzed.get('/nowhere'),404),(fuzzed.post('/v1/embeddings', json={}),404),(fuzzed.get('/v1/completions'),405),(fuzzed.delete('/v1/models'),405),(fuzzed.get('/v1/models/'),404):
-        assert r.status_code==code and r.json()['error']['type']=='invalid_request_error' and r.headers['x-request-id']
+    for r,code in (fuzzed.get('/nowhere'),404),(fuzzed.post('/v1/embeddings', json={}),400),(fuzzed.post('/v1/audio/speech', json={}),501),(fuzzed.get('/v1/completions'),405),(fuzzed.delete('/v1/models'),405),(fuzzed.get('/v1/models/'),404):
+        assert r.status_code==code and r.json()['error']['type']==('server_error' if code>=500 else 'invalid_request_error') and r.headers['x-request-id']
     r = fuzzed.options('/v1/models', headers={'origin':'http://evil.example', 'access-control-request-method':'POST'})
     assert not [h for h in r.headers if h.startswith('access-control')]
     schema = fuzzed.get('/openapi.json').json()['paths']['/v1/chat/completions']['post']['requestBody']['content']['application/json']['schema']
@@ -253,6 +292,35 @@ def test_metrics():
     assert of('generation_tokens_total')==45 and of('time_to_first_token_seconds_count')==3 and of('inter_token_latency_seconds_count')==42
     assert of('num_preemptions_total')==3 and of('kv_cache_usage_perc')==.5
     assert m['atlas:http_requests_total{handler="/v1/chat/completions",method="POST",status="400"}']=='1.0'
+
+def counted(c): return {k:float(v) for k,v in re.findall(r'^(atlas:[^\s]+(?:\{[^}]*\})?) (\S+)$', c.get('/metrics').text, re.M)}
+
+def test_every_request_is_in_the_sums():
+    "What usage says to clients, and what the counters say, is the same: for every API, whole and streamed, with several prompts and choices"
+    r = FakeRunner()
+    c,prompt,answer = local(r),0,0
+    for path,body,a,b in (('/v1/chat/completions', dict(messages=HELLO), 'prompt_tokens', 'completion_tokens'), ('/v1/chat/completions', dict(messages=HELLO, n=3, max_tokens=4), 'prompt_tokens', 'completion_tokens'),
+            ('/v1/completions', dict(prompt=['ab','cde'], n=2), 'prompt_tokens', 'completion_tokens'), ('/v1/messages', dict(messages=HELLO, max_tokens=6), 'input_tokens', 'output_tokens'), ('/v1/responses', dict(input='Hi'), 'input_tokens', 'output_tokens')):
+        u = c.post(path, json=body).json()['usage']
+        prompt += 2*u[a]; answer += 2*u[b]
+        assert c.post(path, json=body|dict(stream=True)).status_code==200
+    m,n = counted(c),len(r.seen)
+    of = lambda k, more='': m[f'atlas:{k}{{{more}model_name="fake"}}']
+    assert (of('prompt_tokens_total'),of('generation_tokens_total'))==(prompt,answer) and of('request_generation_tokens_sum')==answer
+    assert of('requests_submitted_total')==sum(v for k,v in m.items() if k.startswith('atlas:request_success_total'))==n
+    for k in ('time_to_first_token_seconds','request_queue_time_seconds','request_prefill_time_seconds','request_decode_time_seconds','request_inference_time_seconds','e2e_request_latency_seconds',
+        'request_time_per_output_token_seconds','request_prompt_tokens','request_generation_tokens'): assert of(k+'_count')==n, k
+    assert of('inter_token_latency_seconds_count')==answer-n and of('request_prompt_tokens_sum')==sum(len(x.prompt) for x in r.seen)
+
+def test_the_engine_says_how_long_a_request_waited():
+    class Late(FakeStream):
+        async def __anext__(self): e = await super().__anext__(); return replace(e, waited=1e9) if self.n==1 else e
+    r = FakeRunner()
+    submit,r.submit = r.submit,lambda q: Late(r, (submit(q), q)[1])
+    c = local(r); chat(c)
+    m = counted(c)
+    of = lambda k: m[f'atlas:{k}_sum{{model_name="fake"}}']
+    assert of('request_queue_time_seconds')==of('time_to_first_token_seconds')>0 and of('request_prefill_time_seconds')==0  # it cannot have waited longer than that
 
 # ---- Raw sockets: clients that leave, freeze, or never stop sending ----
 

@@ -7,7 +7,7 @@ Docs: https://atlas-inference.github.io/atlas/cuda.engine.html.md"""
 # %% auto #0
 __all__ = ['bucket', 'Rows', 'Flight', 'CardEngine']
 
-# %% ../../nbs/33a_cuda.engine.ipynb #a9da0887
+# %% ../../nbs/33a_cuda.engine.ipynb #7563a15f
 import threading,weakref
 import numpy as np
 from contextlib import ExitStack,contextmanager,nullcontext,suppress
@@ -18,6 +18,7 @@ from fastcore.basics import patch
 from .advance import advance
 from .attend import most_rows
 from .sample import SampleTable,sample_rows
+from ..core import OutOfMemoryError
 from ..engine import Engine,Event
 from ..graph import Graph
 from ..launch import compilations
@@ -92,11 +93,11 @@ class Flight:
     event:object # Done when they are there; None where they are
     count:int=0 # Launches up to here
 
-# %% ../../nbs/33a_cuda.engine.ipynb #2e7c26d0
+# %% ../../nbs/33a_cuda.engine.ipynb #656d6aa6
 class CardEngine(Engine):
     "`Engine` for a model on a card"
-    def __init__(self, model, cache, scheduler, room=None):
-        super().__init__(model, cache, scheduler)
+    def __init__(self, model, cache, scheduler, room=None, guides=None):
+        super().__init__(model, cache, scheduler, guides)
         self.card,self.room,n = model.device,room,bucket(scheduler.max_num_seqs)
         with self.staying():
             self.rows = Rows(self.card, n, cache.blocks_for(scheduler.max_seq_len))
@@ -158,13 +159,14 @@ def _replay(self:CardEngine, n, longest, how):
         self._graphs[key] = Graph(lambda: self._body(n, longest, how), self.card, f'a step of {n} rows', stream=self.stream, warm=False)
     self._graphs[key]()
 
-# %% ../../nbs/33a_cuda.engine.ipynb #8e0a65b0
+# %% ../../nbs/33a_cuda.engine.ipynb #94934a8b
 @patch
 def _launch(self:CardEngine, plan)->Flight:
     "Begin a decode step"
     with self.here():
         if self.rows.seqs!=plan.decode: self.rows.place(plan.decode, [self._lane(s) for s in plan.decode], self.cache.pool.block_size)
         else: self.rows.grow(self.cache.pool.block_size)
+        self._allow(plan.decode)
         n,tokens = bucket(len(plan.decode)),max(s.num_computed for s in plan.decode)+1
         how = self._how(plan.decode)
         self.last = n,min(bucket(tokens, 128), self.scheduler.max_seq_len),how
@@ -172,6 +174,12 @@ def _launch(self:CardEngine, plan)->Flight:
         done = None
         if self.stream: done = self.card.xp.cuda.Event(disable_timing=True); done.record(self.stream)
         return Flight(plan, [s.num_computed%2 for s in plan.decode], how[0], done, self.card.faults.count if self.stream else 0)
+
+@patch
+def _allow(self:CardEngine, seqs):
+    "Tell the sampler what guides let come next"
+    for s,_ in self._guided(seqs):
+        with self.staying(): self.table.allow(self._lanes[s.id], self._samplers[s.id].allowed())
 
 @patch
 def _how(self:CardEngine, seqs):
@@ -200,7 +208,7 @@ def abort(self:CardEngine, rid:str)->list[Event]:
     self._leave(rid)
     return Engine.abort(self, rid)
 
-# %% ../../nbs/33a_cuda.engine.ipynb #ebf8d3c7
+# %% ../../nbs/33a_cuda.engine.ipynb #c271946a
 @patch
 def _prefill(self:CardEngine, plan):
     "Run the prompts and replays of `plan`; logits of the prompts that are complete now"
@@ -225,19 +233,19 @@ def _first(self:CardEngine, plan):
         if not done: return [],[]
         lanes = [self._lane(s) for s in done]; n = len(done)
         ids,rows = self.card.empty(n, 'int32'),self.card.upload(np.array(lanes, np.int32))
-        full,cuts,_ = self._how(done)
+        self._allow(done); full,cuts,_ = self._how(done)
         sample_rows(logits, self.table, ids, rows, greedy=not full, cuts=cuts)
         arrays = (ids,self.table.logprobs,self.table.top_ids,self.table.top_logprobs)[:4 if full else 1]
         return done,[self.card.download(a) for a in arrays]
 
-# %% ../../nbs/33a_cuda.engine.ipynb #51b3969d
+# %% ../../nbs/33a_cuda.engine.ipynb #b9294ad1
 @patch
 def _steady(self:CardEngine)->bool:
     "Will the next step have the sequences of the one in the air, and nobody else?"
     s = self.scheduler
     if (w := s.waiting.head()) and s._victims(w) is not None: return False
     flying = self._flying.plan.decode
-    return len(s.running)==len(flying) and all(a is b and a.state=='decode' and a.num_computed<a.depth for a,b in zip(s.running, flying))
+    return len(s.running)==len(flying) and not self._guided(flying) and all(a is b and a.state=='decode' and a.num_computed<a.depth for a,b in zip(s.running, flying))
 
 @patch
 def _land(self:CardEngine)->list[Event]:
@@ -251,18 +259,25 @@ def _land(self:CardEngine)->list[Event]:
     return self._accept(f.plan.decode, [heard[k] for k in (heard.dtype.names if f.full else ('id',))])
 
 @patch
+def _shed(self:CardEngine, plan, error)->list[Event]:
+    "As `Engine._shed`"
+    events = Engine._shed(self, plan, error)
+    for e in events: self._leave(e.id)
+    return events
+
+@patch
 def _accept(self:CardEngine, seqs, host)->list[Event]:
     "Events of what was sampled for `seqs`"
     ids,*more = host
     tokens,rows = ids[:len(seqs)].tolist(),{s.id:i for i,s in enumerate(seqs)}
     bad = [self._fail(s) for s,t in zip(seqs, tokens) if t<0 and not s.finish_reason]
     out = Sampled(ids, *more) if more else None
-    events = bad+[self._event(s, t, why, out, rows[s.id]) for s,t,why in self.scheduler.accept(SimpleNamespace(sampled=seqs), tokens)]
+    events = bad+[self._event(s, t, why, out, rows[s.id]) for s,t,why in self.scheduler.accept(SimpleNamespace(sampled=seqs), tokens)]+self._whole(seqs)
     for e in events:
         if e.finish: self._leave(e.id)
     return events
 
-# %% ../../nbs/33a_cuda.engine.ipynb #d0f89953
+# %% ../../nbs/33a_cuda.engine.ipynb #4ca82a2b
 @patch
 def step(self:CardEngine)->list[Event]:
     "Do one step's work and say what came of it, or of the step before it; what it has to compile once the engine is warm is `late`"
@@ -277,7 +292,8 @@ def _step(self:CardEngine):
         if plan: plan = Plan(plan.prefill, plan.replay, [s for s in plan.decode if not s.finish_reason])
     if not plan: return events
     self.steps += 1
-    done,first = self._first(plan) if plan.prefill or plan.replay else ([],[])
+    try: done,first = self._first(plan) if plan.prefill or plan.replay else ([],[])
+    except (MemoryError,OutOfMemoryError) as e: return events+self._shed(plan, e)
     flight = self._launch(plan) if plan.decode else None
     self.scheduler.advance(plan)
     if done: events += self._accept(done, first)

@@ -59,7 +59,7 @@ class SampleTable:
     def nbytes(self): "On the card"; return sum(a.nbytes for k,a in vars(self).items() if hasattr(a, 'nbytes') and k not in ('_how','_told','heard'))
     def __repr__(self): return f'SampleTable({self.rows} lines of {self.vocab:,}, {len(self.lines)} in use, {self.nbytes:,} bytes)'
 
-# %% ../../nbs/17a_cuda.sample.ipynb #0984770d
+# %% ../../nbs/17a_cuda.sample.ipynb #e8d57fd1
 @patch
 def _need(self:SampleTable, name, shape, dtype, zero=False):
     "The array `name`, made now if there is none of that shape"
@@ -69,10 +69,10 @@ def _need(self:SampleTable, name, shape, dtype, zero=False):
 
 @patch
 def _bits(self:SampleTable, name, i, on):
-    "Line `i` of bit array `name`: `on` is bool [V]"
+    "Line `i` of bit array `name`: `on` is bool [V], or bits already"
     words = -(-self.vocab//32)
-    b = np.zeros(4*words, np.uint8)
-    b[:-(-self.vocab//8)] = np.packbits(on, bitorder='little')
+    b = np.zeros(4*words, np.uint8) if on.dtype!=np.uint32 else on
+    if b is not on: b[:-(-self.vocab//8)] = np.packbits(on, bitorder='little')
     self.card.write(self._need(name, (self.rows,words), 'uint32')[i], b.view(np.uint32))
 
 @patch
@@ -120,7 +120,7 @@ def _write(self:SampleTable, i):
     self.lines[i] = (bool(hot or changed or h['logprobs']>=0), bool(hot and (0<h['top_k']<self.vocab or h['top_p']<1)))
     self.card.write(self.how[i], self._how[i:i+1].view(np.int32))
 
-# %% ../../nbs/17a_cuda.sample.ipynb #b6480b04
+# %% ../../nbs/17a_cuda.sample.ipynb #d915ea85
 @patch
 def clear(self:SampleTable,
     i:int, # Line
@@ -131,13 +131,13 @@ def clear(self:SampleTable,
 @patch
 def allow(self:SampleTable,
     i:int, # Line
-    tokens, # bool [V]: those that may be chosen next; None: all
+    tokens, # bool [V], or uint32 [ceil(V/32)] with a bit each: those that may be chosen next; None: all
 ):
     "Bar all but some tokens, until it is called again"
     if tokens is not None: self._bits('mask', i, tokens)
-    flags = int(self._how[i]['flags'])&~MASK | (MASK if tokens is not None else 0)
+    flags = (was := int(self._how[i]['flags']))&~MASK | (MASK if tokens is not None else 0)
     self._how[i]['flags'] = flags
-    self._write(i)
+    if flags!=was: self._write(i)
 
 @patch(as_prop=True)
 def greedy(self:SampleTable)->bool:

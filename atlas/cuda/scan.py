@@ -7,8 +7,9 @@ Docs: https://atlas-inference.github.io/atlas/cuda.scan.html.md"""
 # %% auto #0
 __all__ = ['delta_many', 'mamba_many']
 
-# %% ../../nbs/14b_cuda.scan.ipynb #19f9777b
+# %% ../../nbs/14b_cuda.scan.ipynb #ee0a3a9b
 from ..card import card_of,run
+from .delta import _DELTA,check_sizes
 from ..ops.linear import TILE
 
 # %% ../../nbs/14b_cuda.scan.ipynb #273ecd55
@@ -29,7 +30,7 @@ def _finish(y, x, at, norm_w, b, n, eps, gate):
     run('gated_norm', -(-R*(W//n)//8), 256, y, x, norm_w, b.tile_seq, b.tile_lo, b.tile_hi, float(eps), R, W, x.shape[1], at, n, len(norm_w), pdl=False, GATE=gate)
     return y
 
-# %% ../../nbs/14b_cuda.scan.ipynb #cebef9cd
+# %% ../../nbs/14b_cuda.scan.ipynb #06eb1b3c
 def delta_many(
     x, # [R, C+vh*dv+2*vh] float32: q | k | v | z | b | a, as projected; C = 2*kh*dk + vh*dv; R = tiles*64
     conv_w, # [C, 4]
@@ -45,6 +46,7 @@ def delta_many(
 ): # [R, vh*dv], normed and gated; zeros in padding rows
     "`atlas.ops.delta.gated_delta` for tiles of prompts"
     card,T,(vh,dk,dv) = card_of(x),len(x)//TILE,rec.shape[1:]
+    check_sizes('A delta net', {'key heads':dk, 'value heads':dv}, _DELTA)
     y = card.empty((len(x), vh*dv)) if out is None else out
     q,k,w,p = (card.empty((T,h,n), 'uint32') for h,n in ((kh,TILE*dk),(kh,TILE*dk),(vh,TILE*dk),(vh,TILE*TILE)))
     u,s = card.empty((T,vh,TILE*dv)),card.empty((T,vh,2*TILE))
@@ -53,7 +55,7 @@ def delta_many(
     _pass('delta_many', vh, dv, b, q, k, w, u, p, s, rec, *_rows(b), y, T, kh, vh, DK=dk)
     return _finish(y, x, len(conv_w), norm_w, b, dv, eps, 2 if gate_act=='sigmoid' else 1)
 
-# %% ../../nbs/14b_cuda.scan.ipynb #ac092c81
+# %% ../../nbs/14b_cuda.scan.ipynb #f1df6bea
 def mamba_many(
     x, # [R, 2*I+2*G*N+nh] float32: z | x | B | C | dt, as projected; I = nh*hd; R = tiles*64
     conv_w, conv_b, # [C, 4], [C] or None: C = I+2*G*N
@@ -69,6 +71,7 @@ def mamba_many(
 ): # [R, I], gated and normed; zeros in padding rows
     "`atlas.ops.mamba.mamba2` for tiles of prompts"
     card,T,(nh,dv,dk) = card_of(x),len(x)//TILE,rec.shape[1:]
+    check_sizes('A Mamba layer', {'heads':dv, 'a state':dk}, {'heads':range(16, 129, 16), 'a state':(16,32,64,128)})
     y = card.empty((len(x), nh*dv)) if out is None else out
     q,k,p = (card.empty((T,h,n), 'uint32') for h,n in ((groups,TILE*dk),(groups,TILE*dk),(nh,TILE*TILE)))
     u,s = card.empty((T,nh,TILE*dv)),card.empty((T,nh,2*TILE))

@@ -97,11 +97,12 @@ def _seq(name, v):
     if v is None or isinstance(v,(list,tuple)): return tuple(v or ())
     raise RequestError(f'{name} is a {type(v).__name__}, expected a list', param=name)
 
-def _stops(v, most=16):
+def _stops(v, most=16, longest=1<<14):
     "`stop` as a tuple of non-empty strings"
     v = _seq('stop', (v,) if isinstance(v,str) else v)
     if len(v)>most: raise RequestError(f'stop has {len(v)} strings, at most {most} are allowed', param='stop')
     if not all(isinstance(s,str) and s for s in v): raise RequestError('stop has an entry that is not a non-empty string', param='stop')
+    if (n := sum(map(len, v)))>longest: raise RequestError(f'stop has {n:,} characters in all, at most {longest:,} are allowed', param='stop')  # each is a state of an automaton
     return v
 
 def _bias(v):
@@ -110,7 +111,7 @@ def _bias(v):
     def key(k): return int(k) if isinstance(k,str) and k.isdecimal() and len(k)<11 else k
     return {_number('logit_bias',key(k),0,2**31-1,whole=True): _number('logit_bias',b,-100,100) for k,b in v.items()} if v else None
 
-# %% ../../nbs/17_ops.sample.ipynb #092d26c0
+# %% ../../nbs/17_ops.sample.ipynb #187f73ac
 @dataclass
 class RowParams:
     "All that choosing one token needs beside its logits"
@@ -120,8 +121,9 @@ class RowParams:
     in_prompt:np.ndarray|None=None # bool [V]: tokens of the prompt
     counts:np.ndarray|None=None # int32 [V]: how often the output has each token
     forbid:tuple[int,...]=() # Ids that must not be chosen now
+    allowed:np.ndarray|None=None # uint32 [ceil(V/32)]: a bit for each id that may be chosen now, the first in the lowest; None: all
 
-# %% ../../nbs/17_ops.sample.ipynb #56ddcd68
+# %% ../../nbs/17_ops.sample.ipynb #708c335e
 class SampleState:
     "What one sequence's sampler remembers between steps"
     def __init__(self,
@@ -129,14 +131,15 @@ class SampleState:
         prompt, # Token ids of the prompt
         vocab_size:int, # V, the length of a row of logits
         seed:int|None=None, # Overrides `params.seed`; without either, one is drawn from the system
-            eos_ids=(), # Ids that end the output, barred until `min_tokens`
+        eos_ids=(), # Ids that end the output, barred until `min_tokens`
+        guide=None, # Says before each token which may be chosen
     ):
         for name in ('logit_bias','stop_token_ids'):
             if bad := [i for i in getattr(params,name) or () if i>=vocab_size]:
                 raise RequestError(f'{name} names token {bad[0]}, and the vocabulary has {vocab_size}', param=name)
         seed = params.seed if seed is None else seed
         self.seed = (int.from_bytes(os.urandom(8),'little') if seed is None else seed) & (2**64-1)
-        self.params,self.position,self.in_prompt,self.counts = params,0,None,None
+        self.params,self.position,self.in_prompt,self.counts,self.guide = params,0,None,None,guide
         self.ends = tuple(sorted({*(i for i in eos_ids if i<vocab_size and not params.ignore_eos), *params.stop_token_ids}))
         if params.min_tokens and len(self.ends)>=vocab_size: raise RequestError('min_tokens bars every token of the vocabulary', param='min_tokens')
         if params.repetition_penalty!=1:
@@ -144,20 +147,30 @@ class SampleState:
             self.in_prompt[list(prompt)] = True
         if params.repetition_penalty!=1 or params.presence_penalty or params.frequency_penalty: self.counts = np.zeros(vocab_size, np.int32)
 
-# %% ../../nbs/17_ops.sample.ipynb #c86a8d89
+# %% ../../nbs/17_ops.sample.ipynb #c5f0e86c
 @patch
 def add(self:SampleState, id:int):
     "Note that `id` was committed to the output"
     self.position += 1
     if self.counts is not None: self.counts[id] += 1
+    if self.guide is not None: self.guide.accept(id)
 
 @patch
 def row(self:SampleState)->RowParams:
     "What the next token's row needs"
     forbid = self.ends if self.position<self.params.min_tokens else ()
-    return RowParams(self.params, self.seed, self.position, self.in_prompt, self.counts, forbid)
+    return RowParams(self.params, self.seed, self.position, self.in_prompt, self.counts, forbid, self.allowed())
 
-# %% ../../nbs/17_ops.sample.ipynb #9569f426
+@patch
+def allowed(self:SampleState)->np.ndarray|None: # uint32 [ceil(V/32)]
+    "Bits of the tokens that the guide lets come next; None: all"
+    m = None if self.guide is None else self.guide.mask()
+    if m is None or self.position>=self.params.min_tokens or not self.ends: return m
+    bits = np.ones(32*len(m), bool); bits[list(self.ends)] = False
+    left = m&np.packbits(bits, bitorder='little').view(np.uint32)
+    return left if left.any() or not m.any() else self.guide.fail('min_tokens bars all that it allows')
+
+# %% ../../nbs/17_ops.sample.ipynb #a36d1832
 def adjust(
     x:np.ndarray, # f32 [V] raw logits
     r:RowParams, # What to change
@@ -165,11 +178,12 @@ def adjust(
     "Apply bias, barred tokens and penalties"
     p = r.params
     penal = r.counts is not None
-    if not (p.logit_bias or r.forbid or penal): return x
+    if not (p.logit_bias or r.forbid or penal or r.allowed is not None): return x
     x = x.copy()
     if p.logit_bias: x[list(p.logit_bias)] += np.fromiter(p.logit_bias.values(), np.float32)
     if r.forbid: x[list(r.forbid)] = -np.inf
     if penal: _penalise(x, r)
+    if r.allowed is not None: x[~np.unpackbits(r.allowed.view(np.uint8), count=len(x), bitorder='little').view(bool)] = -np.inf
     return x
 
 def _penalise(x, r):

@@ -1,0 +1,14 @@
+"A gateway in front of scripted workers, in a process of its own: `fake_gateway.py '{\"models\": [...], ...}'`; the keywords are those of `atlas.gateway.serve`."
+import json,sys
+from pathlib import Path
+from atlas.chat import ChatTemplate
+from atlas.gateway import Policy,serve
+from atlas.llm import byte_tokenizer
+
+def text(options):
+    "Bytes are tokens, and a conversation is its last message"
+    return dict(tokenizer=byte_tokenizer(), template=ChatTemplate('{{ messages[-1].content }}'))
+
+if __name__=='__main__':
+    kw = json.loads(sys.argv[1])
+    serve(**kw|dict(policy=Policy(**kw.get('policy', {})), text=text, command=(sys.executable, Path(__file__).parent/'fake_worker.py'), port=kw.get('port', 0)))

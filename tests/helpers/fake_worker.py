@@ -1,0 +1,67 @@
+"""A worker whose engine follows a script: what each prompt says in <marks> is what goes wrong. `atlas.worker` does the rest, as for a model.
+
+Options of the model: `say` (the answer), `max_queue`, `at_load` (what goes wrong there), `lives` (a file that counts how often it was started), `clock` (does the wall clock jump?)."""
+import itertools,os,random,signal,sys,time
+from pathlib import Path
+from tokenizers import pre_tokenizers
+from atlas.core import NumericError,OutOfMemoryError
+from atlas.device import CudaFault
+from atlas.engine import Event
+from atlas.worker import Cargo,main
+
+CHARS = sorted(pre_tokenizers.ByteLevel.alphabet())
+IDS = {c:i for i,c in enumerate(CHARS)}
+
+class Scripted:
+    "Says `say`, a byte a step, and then an end, to everyone; a request has a block for each 16 tokens"
+    def __init__(self, say): self.say,self.live,self.corrupted,self.steps = [IDS[c] for c in say.replace(' ', 'Ġ')],{},0,0
+    def add(self, r): self.live[r.id] = [r, ''.join(CHARS[i] for i in r.prompt), 0]
+    def abort(self, rid): return [Event(rid, finish='abort')] if self.live.pop(rid, None) else []
+    has_work = property(lambda self: bool(self.live))
+    def stats(self):
+        return dict(num_requests_running=len(self.live), num_requests_waiting=0, kv_cache_usage_perc=0., blocks_used=sum(-(-(len(r.prompt)+n)//16) for r,_,n in self.live.values()),
+            corrupted_requests_total=self.corrupted, steps_total=self.steps)
+    def step(self):
+        time.sleep(.002)  # a model's step takes a while, and so can be interrupted
+        self.steps += 1
+        out = [e for rid in list(self.live) if (e := self.one(rid))]
+        for e in out:
+            if e.finish: del self.live[e.id]
+        return out
+    def one(self, rid):
+        r,said,n = self.live[rid]
+        if '<oom>' in said: return Event(rid, finish='error', error='There was no memory for the prompt: 3 GiB were asked for, 1 GiB are free', code=OutOfMemoryError.code)
+        if n==3:
+            if '<nan>' in said: self.corrupted += 1; return Event(rid, finish='error', error='The model produced logits that are not finite numbers', code=NumericError.code)
+            if '<sticky>' in said: raise CudaFault('CUDA error 700, illegal memory access, seen at a step; it happened in gemv')
+            if '<bug>' in said: raise KeyError('a secret of the engine')
+            if '<die>' in said: os.kill(os.getpid(), signal.SIGKILL)
+            if '<freeze>' in said: self.live[rid][1] = ''; os.kill(os.getpid(), signal.SIGSTOP)
+            if '<garbage>' in said: os.write(int(sys.argv[-4]), b'Segmentation fault (core dumped)\n')
+            if '<hold>' in said: return
+            if '<stuck>' in said: time.sleep(10**6)
+        self.live[rid][2] = n = n+1
+        if n>len(self.say) and '<endless>' not in said: return Event(rid, 0, finish='stop')
+        return Event(rid, self.say[(n-1)%len(self.say)], finish='length' if n==(r.params.max_tokens or 10**9) else None)
+
+def load(options, meter):
+    wrong = options.get('at_load')
+    if path := options.get('lives'):
+        with open(path, 'a') as f: f.write(f'{os.getpid()}\n')
+    if options.get('clock'):
+        days = itertools.cycle((86400*400, -86400*400))
+        true,time.time = time.time,lambda: true()+next(days)
+    meter.stage('open')
+    if wrong=='die': os._exit(3)
+    if wrong=='bug': raise KeyError('a secret of the loader')
+    if wrong=='die twice' and len(Path(path).read_text().split())<3: os._exit(3)
+    if wrong=='oom': raise OutOfMemoryError('The weights take 70 GiB and a step 1 GiB; 12 GiB can be used of 13 GiB that are free', hint='Choose a smaller model')
+    if wrong=='host oom': raise MemoryError('Unable to allocate 70. GiB for an array')
+    if wrong=='hang': time.sleep(10**6)
+    meter.stage('weights')
+    with meter(100, 'loading') as bar:
+        for _ in range(100): bar.update(1)
+    return Cargo(Scripted(options.get('say', 'Hello there, reader.')), dict(name=options['name'], max_seq_len=options.get('max_seq_len', 4096), vocab_size=256, eos_ids=[], max_queue=options.get('max_queue', 64)),
+        dict(double=lambda x: 2*x, nap=lambda seconds: time.sleep(seconds) or 'rested'))
+
+if __name__=='__main__': main(load)

@@ -1,0 +1,144 @@
+"""A server of the Responses API with a script instead of a model: the pages `protocol.responses` and `protocol.stored`, and nothing else of Atlas.
+
+`serve(script)` runs it on a free port. `script(ask, turn)` gives the pieces of an answer, with `await` points in between where it is an async generator."""
+import asyncio,socket,tempfile,threading
+from contextlib import contextmanager
+import uvicorn
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse,StreamingResponse
+from starlette.routing import Route
+from atlas.core import AtlasError
+from atlas.protocol.base import NotOfferedError,Usage,gather
+from atlas.protocol.responses import Store,error_body,parse,reply
+
+class Scripted:
+    "One store, one script, and all that was asked"
+    def __init__(self, script): self.script,self.store,self.asks,self.bodies,self.aborted,self.tasks = script,Store(),[],[],[],set()
+
+    async def pieces(self, ask, w):
+        "The pieces of the script, until somebody aborts"
+        stop = asyncio.Event()
+        w.abort = lambda: (self.aborted.append(w.id), stop.set())
+        it = self.script(ask)
+        if not hasattr(it, '__anext__'):
+            for p in it: yield p
+            return
+        while True:
+            nxt,out = asyncio.ensure_future(anext(it, None)),asyncio.ensure_future(stop.wait())
+            await asyncio.wait([nxt, out], return_when=asyncio.FIRST_COMPLETED)
+            out.cancel()
+            if stop.is_set(): nxt.cancel(); raise AtlasError('The answer was stopped')
+            if (p := nxt.result()) is None: return
+            yield p
+
+    async def events(self, ask, w):
+        usage = Usage(11, 7, 3, 2)
+        try:
+            yield w.start(Usage(11))
+            async for p in self.pieces(ask, w): yield w.piece(0, p)
+            yield w.end(usage)
+        except Exception as e: yield w.error(e)
+        finally: w.close()
+
+    async def create(self, request):
+        raw = await request.body()
+        self.bodies.append(raw)
+        ask = parse(raw, self.store, request.headers.get('x-owner'))
+        self.asks.append(ask)
+        w,heads = reply(ask, ask.model or 'scripted'),{'x-atlas-warning':w for w in ask.warnings[:1]}
+        stream = self.events(ask, w)
+        if ask.background:
+            await anext(stream)
+            async def drain():
+                async for _ in stream: pass
+            self.tasks.add(asyncio.create_task(drain()))
+            return StreamingResponse(w.follow(), media_type='text/event-stream') if ask.stream else JSONResponse(w.resource())
+        if ask.stream: return StreamingResponse(stream, media_type='text/event-stream', headers=heads)
+        try: return JSONResponse(w.whole([gather([p async for p in self.pieces(ask, w)])], Usage(11, 7, 3, 2)), headers=heads)
+        finally: w.close()
+
+    async def get(self, request):
+        id,owner,q = request.path_params['id'],request.headers.get('x-owner'),request.query_params
+        if q.get('stream')!='true': return JSONResponse(self.store.get(id, owner))
+        return StreamingResponse(self.store.follow(id, owner, q.get('starting_after')), media_type='text/event-stream')
+    async def delete(self, request): return JSONResponse(self.store.delete(request.path_params['id'], request.headers.get('x-owner')))
+    async def cancel(self, request): return JSONResponse(self.store.cancel(request.path_params['id'], request.headers.get('x-owner')))
+    async def items(self, request):
+        q = {k:v for k,v in request.query_params.items() if k in ('after','limit','order')}
+        return JSONResponse(self.store.items(request.path_params['id'], request.headers.get('x-owner'), **q))
+    async def models(self, request): return JSONResponse(dict(object='list', data=[dict(id='scripted', object='model', created=0, owned_by='atlas')]))
+
+    def app(self):
+        async def refused(request, e): return JSONResponse(error_body(e), e.status)
+        at = '/v1/responses'
+        return Starlette(routes=[Route(at, self.create, methods=['POST']), Route(at+'/{id}', self.get), Route(at+'/{id}', self.delete, methods=['DELETE']),
+            Route(at+'/{id}/cancel', self.cancel, methods=['POST']), Route(at+'/{id}/input_items', self.items), Route('/v1/models', self.models)],
+            exception_handlers={AtlasError:refused})
+
+@contextmanager
+def running(app):
+    "Run an ASGI application on a free port of this machine; gives its URL"
+    sock = socket.create_server(('127.0.0.1', 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level='warning', timeout_graceful_shutdown=1))
+    t = threading.Thread(target=server.run, kwargs=dict(sockets=[sock]), daemon=True)
+    t.start()
+    try: yield f'http://127.0.0.1:{sock.getsockname()[1]}'
+    finally: server.should_exit = True; t.join(10); sock.close()
+
+@contextmanager
+def serve(script):
+    "Run a `Scripted` on a free port; gives it, with its `url`"
+    s = Scripted(script)
+    with running(s.app()) as s.url: yield s
+
+# -- the whole service, with a script in the place of its engine -------------------------------------------------------------
+
+END = 256
+TEMPLATE = '''{% for t in tools or [] %}tool {{ t | tojson }}
+{% endfor %}{% for m in messages %}{{ m.role }}: {{ m.content or '' }}{% for c in m.tool_calls or [] %} call {{ c.function.name }}{% endfor %}
+{% endfor %}assistant: '''
+
+def byte_tokenizer():
+    "One token a byte, and an end-of-sequence token"
+    from tokenizers import Tokenizer as HFTokenizer,decoders,models,pre_tokenizers
+    from atlas.tokenizer import Tokenizer
+    t = HFTokenizer(models.BPE(vocab={c:i for i,c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
+    t.pre_tokenizer,t.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),decoders.ByteLevel()
+    t.add_special_tokens(['<end>'])
+    with tempfile.TemporaryDirectory() as d:
+        t.save(f'{d}/tokenizer.json')
+        return Tokenizer.from_file(f'{d}/tokenizer.json')
+
+class Speaker:
+    "A runner: `script` gives the answer, markup and all, to the text of a prompt"
+    def __init__(self, script):
+        self.tok,self.script,self.healthy,self.prompts,self.aborted = byte_tokenizer(),script,True,[],0
+        self.info = dict(name='scripted', max_seq_len=400_000, vocab_size=257, eos_ids=[END])
+    def submit(self, r):
+        self.prompts.append(self.tok.decode(list(r.prompt)))
+        return Line(self, r, [*self.tok.encode(self.script(self.prompts[-1])), END])
+    def stats(self): return dict(num_requests_running=0, num_requests_waiting=0, kv_cache_usage_perc=0.)
+    def close(self, drain=0.): pass
+
+class Line:
+    "One answer of a `Speaker`, a token at a time"
+    def __init__(self, speaker, r, ids): self.speaker,self.r,self.ids,self.n,self.over = speaker,r,ids,0,False
+    def __aiter__(self): return self
+    async def __anext__(self):
+        from atlas.engine import Event
+        await asyncio.sleep(0)
+        if self.over: raise StopAsyncIteration
+        n,self.n = self.n,self.n+1
+        finish = 'stop' if self.n==len(self.ids) else 'length' if self.n==self.r.params.max_tokens else None
+        self.over = finish is not None
+        return Event(self.r.id, self.ids[n], finish=finish)
+    def abort(self):
+        if not self.over: self.over = True; self.speaker.aborted += 1
+
+@contextmanager
+def service(script, parsers=('hermes','qwen3'), template=TEMPLATE, **kw):
+    "Run the service on a free port, with `script` for its model; gives the `Speaker`, with its `url`"
+    from atlas.chat import ChatTemplate
+    from atlas.server import create_app
+    s = Speaker(script)
+    with running(create_app(s, s.tok, ChatTemplate(template), parsers=parsers, **kw)) as s.url: yield s

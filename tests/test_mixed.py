@@ -1,0 +1,134 @@
+"""A thousand requests of every kind at once, from clients of every kind: polite ones, ones that leave in the middle of a word, ones that send half a body or none.
+Then everything is as it was: no stream, task, connection or descriptor is left, memory is flat, and every request is in the metrics and in the log, once."""
+import asyncio,gc,io,json,os,random,socket,sys,threading,time
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+import uvicorn
+from prometheus_client.parser import text_string_to_metric_families as families
+from atlas.chat import ChatTemplate
+from atlas.gateway import Model,Models,Policy
+from atlas.http import server_config
+from atlas.llm import byte_tokenizer
+from atlas.log import Access,configure
+from atlas.server import create_app
+
+FAKE,WAIT = (sys.executable, Path(__file__).parent/'helpers'/'fake_worker.py'),20
+template = ChatTemplate('{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: ')
+QUICK = Policy(beat=.1, stalled=30., start=60., grace=2., drain=2.)
+
+class Sink(io.StringIO):
+    "Where log lines go"
+    def fileno(self): raise OSError
+
+@contextmanager
+def gateway():
+    "A gateway with one scripted worker, in a thread of this process; the models, the application's port and the log"
+    lines,got = Sink(),{}
+    configure('json', stream=lines)
+    async def main():
+        ms = Models([Model(dict(model='fake', say='x'*400, max_queue=200), policy=QUICK, command=FAKE, text=lambda o: dict(tokenizer=byte_tokenizer(), template=template))])
+        app = create_app(ms); app.add_middleware(Access)
+        with socket.create_server(('127.0.0.1', 0), backlog=1024) as sock:
+            server = uvicorn.Server(server_config(app)); server.install_signal_handlers = lambda: None
+            got.update(models=ms, port=sock.getsockname()[1], server=server, loop=asyncio.get_running_loop())
+            await server.serve(sockets=[sock])
+    t = threading.Thread(target=asyncio.run, args=(main(),), daemon=True); t.start()
+    end = time.monotonic()+WAIT
+    while not (got.get('models') and got['models'].upstreams): assert t.is_alive() and time.monotonic()<end, lines.getvalue()[-2000:]; time.sleep(.01)
+    try: yield got['models'],got['port'],lines,got['loop']
+    finally: got['server'].should_exit = True; t.join(WAIT); assert not t.is_alive()
+
+def body(rng, kind):
+    "Path and body of a request"
+    ask,n = [dict(role='user', content=rng.choice(('hi','<nan>','a longer question '*20,'<oom>')))],rng.randint(1, 60)
+    if kind=='chat': return '/v1/chat/completions',dict(model='fake', messages=ask, max_tokens=n, stream=rng.random()<.6, n=rng.choice((1,1,3)), logprobs=rng.random()<.1)
+    if kind=='text': return '/v1/completions',dict(prompt=rng.choice(('hi',[1,2,3],['a','b'])), max_tokens=n, stream=rng.random()<.6, stop='zz')
+    if kind=='messages': return '/v1/messages',dict(model='fake', messages=ask, max_tokens=n, stream=rng.random()<.6)
+    if kind=='responses': return '/v1/responses',dict(model='fake', input='hi', max_output_tokens=n, stream=rng.random()<.6)
+    if kind=='bad': return rng.choice(('/v1/chat/completions','/v1/messages','/v1/responses','/nowhere','/v1/audio/speech')),rng.choice(({}, dict(messages=3), dict(model='nobody', messages=ask, max_tokens=3, input='x'), dict(temperature=10**9)))
+    return '/tokenize',dict(prompt='hello')
+
+KINDS = ('chat','chat','chat','text','messages','responses','bad','tokenize')
+
+async def client(port, i, rng, left):
+    "One request, and where it is left; the status, or None"
+    path,b = body(rng, rng.choice(KINDS))
+    raw = json.dumps(b).encode(); leave = rng.choice((None,None,'mid','body','sent'))
+    r,w = await asyncio.open_connection('127.0.0.1', port)
+    try:
+        head = f'POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nX-Request-Id: req-{i}\r\nContent-Length: {len(raw)}\r\nConnection: close\r\n\r\n'.encode()
+        if leave=='body': w.write(head+raw[:len(raw)//2]); await w.drain(); left[leave] += 1; return None
+        w.write(head+raw); await w.drain()
+        if leave=='sent': left[leave] += 1; return None
+        got = b''
+        while chunk := await asyncio.wait_for(r.read(rng.choice((1<<16,300))), WAIT):
+            got += chunk
+            if leave=='mid' and len(got)>rng.randint(1, 3000): left[leave] += 1; return None
+        assert got.startswith(b'HTTP/1.1 '), got[:200]
+        return int(got[9:12])
+    finally:
+        if leave and rng.random()<.5: w.get_extra_info('socket').setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b'\1\0\0\0\0\0\0\0')  # a reset
+        w.close()
+
+async def crowd(port, n, seed, at_once=64):
+    "`n` requests, so many at a time"
+    rng,statuses,left,gate = random.Random(seed),Counter(),Counter(),asyncio.Semaphore(at_once)
+    async def one(i):
+        async with gate: statuses[await client(port, f'{seed}-{i}', random.Random(f'{seed} {i}'), left)] += 1
+    await asyncio.gather(*(one(i) for i in range(n)))
+    return statuses,left
+
+def rss(): return int(Path('/proc/self/statm').read_text().split()[1])*os.sysconf('SC_PAGE_SIZE')
+def fds(): return len(os.listdir('/proc/self/fd'))
+
+def numbers(port):
+    "The metrics"
+    with socket.create_connection(('127.0.0.1', port)) as s:
+        s.sendall(b'GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n'); raw = b''
+        while c := s.recv(1<<16): raw += c
+    return {(m.name,*sorted(m.labels.items())):m.value for f in families(raw.partition(b'\r\n\r\n')[2].decode()) for m in f.samples}
+
+def total(ms, name): return sum(v for k,v in ms.items() if k[0]==name)
+
+def settled(models, loop):
+    "Wait until nobody is being served; how many tasks the loop has then"
+    runner,end = models.upstreams[0].runner,time.monotonic()+WAIT
+    while runner._streams or len(asyncio.all_tasks(loop))>12:
+        assert time.monotonic()<end, (len(runner._streams), [t.get_coro() for t in asyncio.all_tasks(loop)][:20])
+        time.sleep(.05)
+    return len(asyncio.all_tasks(loop))
+
+def test_a_thousand_mixed_requests():
+    with gateway() as (models,port,lines,loop):
+        asyncio.run(crowd(port, 300, 0)); settled(models, loop)  # what is made once is made
+        gc.collect(); before,files,tasks = rss(),fds(),settled(models, loop)
+        was,log = numbers(port),len(lines.getvalue().splitlines())
+        statuses,left = asyncio.run(crowd(port, 1000, 1))
+        assert settled(models, loop)<=tasks+2
+        gc.collect(); ms = numbers(port)
+        grown = {k:total(ms, k)-total(was, k) for k in ('atlas:requests_submitted_total','atlas:request_success_total','atlas:aborted_requests_total','atlas:http_requests_total')}
+        # statuses: what polite clients saw
+        assert statuses[200]>100 and statuses[None]==sum(left.values())>200 and all(left[k] for k in ('mid','body','sent')) and statuses[400]>10 and statuses[404]>0 and statuses[501]>0
+        assert not set(statuses)-{200,400,404,500,501,503,507,None}, statuses
+        # nothing is left
+        runner = models.upstreams[0].runner
+        assert not runner._streams and total(ms, 'atlas:num_requests_running')==0
+        assert fds()<=files+2 and rss()<before+(48<<20)
+        # every request is accounted for, once
+        assert grown['atlas:requests_submitted_total']==grown['atlas:request_success_total']>500 and grown['atlas:aborted_requests_total']>0
+        assert models.all[0].restarts==0 and models.healthy
+        end = time.monotonic()+WAIT
+        ids = lambda: Counter(i for l in lines.getvalue().splitlines()[log:] if (i := json.loads(l).get('request_id', '')).startswith('req-1-'))
+        while sum(ids().values())<1000-left['body'] and time.monotonic()<end: time.sleep(.05)
+        assert max(ids().values())==1 and 1000-left['body']-left['sent']<=len(ids())<=1000
+
+def test_what_an_unloaded_model_leaves():
+    "Its guides are freed, with all that a library in another language holds for them"
+    import weakref
+    from atlas.guide import Guides
+    g = Guides(byte_tokenizer(), 256, [0])
+    g.check(dict(kind='regex', pattern='a+'))
+    left = weakref.ref(g)
+    del g; gc.collect()
+    assert left() is None

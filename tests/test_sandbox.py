@@ -1,0 +1,156 @@
+"Work that may have to be killed: what a child may not do, and that it never outlives anybody."
+import asyncio,os,signal,subprocess,sys,threading,time
+from pathlib import Path
+import pytest
+from atlas.chat import ChatTemplate
+from atlas.core import EngineError,QueueFullError,RequestError
+from atlas.sandbox import BusyError,OverrunError,SafeTemplate,Sandbox
+
+WAIT = 20
+JOBS = {'sleep':'time:sleep', 'power':'builtins:pow', 'room':'builtins:bytearray', 'exit':'os:_exit', 'pid':'os:getpid', 'sum':'builtins:sum', 'stop':'signal:raise_signal', 'list':'builtins:list',
+    'write':'pathlib:Path', 'env':'os:listdir', 'limits':'resource:getrlimit', 'parse':'json:loads', 'threads':'threading:active_count'}
+
+def gone(pid):
+    "Wait until a process is no more"
+    for _ in range(int(WAIT*100)):
+        try: os.kill(pid, 0)
+        except ProcessLookupError: return True
+        try:
+            if Path(f'/proc/{pid}/stat').read_text().rsplit(')', 1)[1].split()[0]=='Z': return True
+        except OSError: return True
+        time.sleep(.01)
+    return False
+
+@pytest.mark.parametrize('how', [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize('job', ['idle','busy'])
+def test_dies_with_its_parent(how, job):
+    "Also in the middle of a job that Python cannot interrupt"
+    code = f'''
+import sys
+from atlas.sandbox import Sandbox
+box = Sandbox({JOBS!r}, seconds=600., workers=2)
+print(*{{box.submit('pid').result() for _ in range(8)}}, flush=True)
+if {job!r}=='busy':
+    for _ in range(2): box.submit('power', 9**99, 9**9)
+print('ready', flush=True)
+import time; time.sleep(600)
+'''
+    p = subprocess.Popen([sys.executable,'-c',code], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1])
+    pids = [int(x) for x in p.stdout.readline().split()]
+    assert pids and p.stdout.readline()=='ready\n'
+    p.send_signal(how)
+    p.wait(WAIT)
+    assert all(gone(pid) for pid in pids)
+
+def test_exit_of_the_parent_is_not_held_up():
+    "A program that forgets to close its sandbox ends all the same"
+    code = f'from atlas.sandbox import Sandbox\nbox = Sandbox({JOBS!r}, seconds=600.)\nprint(box.call("pid"))'
+    r = subprocess.run([sys.executable,'-c',code], capture_output=True, text=True, timeout=WAIT, cwd=Path(__file__).parents[1])
+    assert r.returncode==0 and gone(int(r.stdout)), r.stderr
+
+def test_overruns():
+    with Sandbox(JOBS, seconds=.3, memory=128<<20, output=10_000, workers=1) as box:
+        pid = box.call('pid')
+        for job,*args in [('sleep',60), ('power',9**99,9**9), ('exit',0), ('exit',1), ('stop',signal.SIGKILL), ('stop',signal.SIGSEGV), ('stop',signal.SIGSTOP), ('list','x'*9000)]:
+            with pytest.raises(OverrunError): box.call(job, *args)
+            assert gone(pid)
+            pid = box.call('pid')
+        with pytest.raises(OverrunError, match='memory'): box.call('room', 1<<30)
+        assert box.call('pid')==pid and box.killed==8
+
+def test_a_stopped_child_is_replaced():
+    with Sandbox(JOBS, seconds=.3, workers=1) as box:
+        pid = box.call('pid')
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(OverrunError): box.call('sum', [1])
+        assert box.call('sum', [1,2])==3 and gone(pid)
+
+def test_a_child_that_died_idle_is_nobodys_fault():
+    with Sandbox(JOBS, workers=1) as box:
+        pid = box.call('pid')
+        os.kill(pid, signal.SIGKILL)
+        assert gone(pid) and box.call('sum', [1,2])==3 and box.call('pid')!=pid
+
+@pytest.mark.parametrize('how', ['no process','no beginning'])
+def test_no_room_for_a_child(how, monkeypatch):
+    "The system's trouble is a 503, and over when it is over"
+    with Sandbox(JOBS, workers=1) as box:
+        with monkeypatch.context() as m:
+            if how=='no beginning': m.setattr('atlas.sandbox.sys.executable', '/bin/false')
+            else: m.setattr('atlas.sandbox.subprocess.Popen', lambda *a, **kw: (_ for _ in ()).throw(OSError(24, 'Too many open files')))
+            for _ in range(2):
+                with pytest.raises(BusyError) as e: box.call('sum', [1])
+                assert (e.value.status, e.value.code)==(503, 'queue_full')
+        assert box.call('sum', [1,2])==3
+
+def test_large_messages_both_ways():
+    "More than a pipe holds, in both directions"
+    with Sandbox(JOBS, seconds=10., workers=1) as box:
+        big = [[i]*1000 for i in range(1000)]
+        assert box.call('list', big)==big
+
+def test_errors_come_through():
+    with Sandbox(JOBS, workers=1) as box:
+        with pytest.raises(EngineError, match='JSONDecodeError') as e: box.call('parse', '{"secret": ')
+        assert 'secret' not in str(e.value)  # the text of an exception stays in the child
+        with pytest.raises(KeyError): box.call('eval', '1')
+        with pytest.raises(RequestError): box.call('sum', object())
+        with pytest.raises(EngineError): box.call('write', 'x')  # a result that is no data
+    with Sandbox({'nothing':'atlas.nowhere:f'}, workers=1) as box:
+        with pytest.raises(EngineError): box.call('nothing')
+
+def test_no_more_wait_than_may():
+    with Sandbox(JOBS, seconds=5., workers=1, queue=2) as box:
+        box.call('pid')
+        fs = [box.submit('sleep', .2) for _ in range(3)]
+        with pytest.raises(QueueFullError): box.submit('pid')
+        for f in fs: f.result(WAIT)
+        for _ in range(500):
+            try: assert box.call('sum', [1])==1; break
+            except QueueFullError: time.sleep(.01)
+        else: pytest.fail('the places were not given back')
+
+def test_many_at_once():
+    "From threads and from a loop, with a bomb among them"
+    with Sandbox(JOBS, seconds=.5, workers=2) as box:
+        async def run():
+            good = [box.run('sum', [i,i]) for i in range(100)]
+            bad = [box.run('power', 9**99, 9**9) for _ in range(2)]
+            return await asyncio.gather(*good[:50], *bad, *good[50:], return_exceptions=True)
+        got = asyncio.run(run())
+        assert [g for g in got if not isinstance(g, Exception)]==[2*i for i in range(100)] and sum(isinstance(g, OverrunError) for g in got)==2
+        out = []
+        ts = [threading.Thread(target=lambda i=i: out.append(box.call('sum', [i]))) for i in range(20)]
+        for t in ts: t.start()
+        for t in ts: t.join(WAIT)
+        assert sorted(out)==list(range(20))
+
+def test_a_client_that_leaves():
+    "Cancelling a call takes it out of the queue, and hurts nobody"
+    with Sandbox(JOBS, seconds=5., workers=1) as box:
+        async def run():
+            first = asyncio.ensure_future(box.run('sleep', .2))
+            rest = [asyncio.ensure_future(box.run('sum', [i])) for i in range(5)]
+            await asyncio.sleep(0)
+            for t in rest[:4]: t.cancel()
+            return await asyncio.gather(first, *rest, return_exceptions=True)
+        got = asyncio.run(run())
+        assert got[0] is None and got[5]==4 and all(isinstance(g, asyncio.CancelledError) for g in got[1:5])
+        assert box.call('sum', [1])==1
+        assert box.waiting==0 or [time.sleep(.1)] and box.waiting==0
+
+def test_no_descriptors_are_left():
+    def fds(): return len(os.listdir('/proc/self/fd'))
+    with Sandbox(JOBS, seconds=.2, workers=1) as box:
+        box.call('pid'); before = fds()
+        for _ in range(5):
+            with pytest.raises(OverrunError): box.call('exit', 1)
+        box.call('pid')
+        assert fds()==before
+    assert fds()<before
+
+def test_templates_of_two_models():
+    with Sandbox(workers=2) as box:
+        a,b = (SafeTemplate(ChatTemplate(w+' {{ messages[0].content }}{{ tools|length if tools }}', tool_source=t), box) for w,t in (('a',None),('b','t {{ tools|length }}')))
+        say = [dict(role='user', content='x')]
+        for _ in range(4): assert a.render(say)=='a x' and b.render(say)=='b x' and a.render(say, [1])=='a x1' and b.render(say, [1,2])=='t 2'
