@@ -269,3 +269,19 @@ def test_simulated_grid_adds_up(rows, n, threads):
     x,y = np.random.default_rng(n).integers(0, 9, (rows,n)),np.full(rows, -1)
     simulate(total, rows, threads, x, y)
     assert (y==x.sum(-1)).all()
+
+@pytest.mark.skipif(sys.platform!='linux', reason='reads /proc')
+def test_emulated_kernels_leave_room_for_a_fork():
+    "Each has stacks for 1,024 fibers. What it does not touch must not count as memory, or a process with a hundred kernels cannot fork"
+    code = """if True:
+        import re
+        from atlas.card import run
+        from atlas.emulator import Emulator
+        def counted(): return sum(int(re.search('Size: *([0-9]+)', m)[1]) for m in re.split('(?m)^(?=[0-9a-f]+-[0-9a-f]+ )', open('/proc/self/smaps').read()) if re.search('VmFlags:.* ac ', m))
+        e = Emulator()
+        x,y = e.zeros((4,64)),e.empty((4,32))
+        before = counted()
+        run('silu_mul', (4,1), 256, x, y, 32)
+        print(before, counted()-before)"""
+    before,more = map(int, subprocess.run([sys.executable,'-c',code], capture_output=True, text=True, check=True, cwd=root).stdout.split())
+    assert before>10_000 and more<64_000

@@ -9,6 +9,7 @@
 #include <type_traits>
 #include <utility>
 #include <vector>
+#include <sys/mman.h>
 #if !defined(__x86_64__)
 #include <ucontext.h>
 #endif
@@ -185,12 +186,17 @@ template <class... A> struct Call {
     void** a;
     static void go(void* self) { Call* c = (Call*)self; apply(c->f, c->a, std::index_sequence_for<A...>{}); }
 };
+// Every kernel has its own, and keeps them. Only what is touched counts as memory: some hundred kernels' worth of address space would else be more than a fork may copy.
+inline char* new_stacks() {
+    void* p = mmap(nullptr, (size_t)MOST * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return p == MAP_FAILED ? nullptr : (char*)p;
+}
 template <class... A> inline const char* launch(void (*f)(A...), const unsigned* g, const unsigned* b, unsigned shared, void** args) {
     Call<A...> call{f, args};
     grid = {g[0], g[1], g[2]}; size = {b[0], b[1], b[2]};
     threads = b[0] * b[1] * b[2]; fault = nullptr;
     if (threads > MOST || shared > sizeof(dynamic)) return "the block is too large";
-    if (!stacks) stacks = (char*)std::aligned_alloc(4096, (size_t)MOST * STACK);
+    if (!stacks && !(stacks = new_stacks())) return "there is no memory for the stacks";
     body = Call<A...>::go; argument = &call;
     for (unsigned z = 0; z < g[2]; z++)
         for (unsigned y = 0; y < g[1]; y++)
