@@ -8,7 +8,7 @@ Docs: https://atlas-inference.github.io/atlas/chat.html.md"""
 __all__ = ['IMAGE_PARTS', 'RESERVED', 'Budget', 'ChatTemplate', 'check_variables', 'load_template']
 
 # %% ../nbs/41_chat.ipynb #dd7aab40
-import json,re
+import hashlib,json,re
 from contextvars import ContextVar
 from datetime import datetime
 from functools import wraps
@@ -24,6 +24,8 @@ from .core import CheckpointError,RequestError,TemplateError
 from .tokenizer import _T,_json,token_text
 
 # %% ../nbs/41_chat.ipynb #65f04e35
+class _Spent(TemplateError): "A rendering has used what it may"
+
 class Budget:
     "What one rendering may use"
     def __init__(self,
@@ -34,10 +36,10 @@ class Budget:
     def step(self):
         "Count one step"
         self.steps -= 1
-        if self.steps<0 or (not self.steps&255 and thread_time()>self.until): raise TemplateError('The chat template takes too many steps', hint='It may loop; use another template')
+        if self.steps<0 or (not self.steps&255 and thread_time()>self.until): raise _Spent('The chat template takes too many steps', hint='It may loop; use another template')
     def size(self, n):
         "Refuse a value of size `n` before it is made"
-        if n>self.chars: raise TemplateError(f'The chat template makes a value of size {n:,}, the limit is {self.chars:,}', hint='Shorten the messages or use another template')
+        if n>self.chars: raise _Spent(f'The chat template makes a value of size {n:,}, the limit is {self.chars:,}', hint='Shorten the messages or use another template')
 
 _budget = ContextVar('budget')
 
@@ -234,6 +236,13 @@ def _fold(messages):
     return _join([messages[0] | {'role':'user'}, *messages[1:]])
 
 # %% ../nbs/41_chat.ipynb #c45c3bed
+_NINE = re.compile('[a-zA-Z0-9]{9}').fullmatch
+
+def _nine(messages):
+    "Ids of calls in nine letters and digits"
+    def one(d, k): return d | {k:d[k] if _NINE(d[k]) else hashlib.sha256(d[k].encode(errors='surrogatepass')).hexdigest()[:9]} if isinstance(d,dict) and isinstance(d.get(k),str) else d
+    return [one(m, 'tool_call_id') | ({'tool_calls':[one(c, 'id') for c in m['tool_calls']]} if isinstance(m.get('tool_calls'),list) else {}) for m in messages]
+
 def _mend(messages):
     "Calls whose arguments are no object get none"
     def one(c):
@@ -274,10 +283,14 @@ def render(self:ChatTemplate,
     if not isinstance(messages,list) or not messages: raise RequestError('messages is empty or not a list', param='messages')
     if continue_final_message: return self._within(messages, tools, kwargs)
     messages = [_message(m,i,self.parts,self.lists) for i,m in enumerate(messages)]
-    try: return self._forms(messages, tools, add_generation_prompt, kwargs)
-    except TemplateError:
-        if (mended := _mend(messages))==messages: raise
-        return self._forms(mended, tools, add_generation_prompt, kwargs)
+    no,tried = None,[]
+    for change in (lambda m: m, _nine, _mend, lambda m: _nine(_mend(m))):
+        if (changed := change(messages)) in tried: continue
+        try: return self._forms(changed, tools, add_generation_prompt, kwargs)
+        except _Spent: raise
+        except TemplateError as e: no = no or e
+        tried.append(changed)
+    raise no
 
 # %% ../nbs/41_chat.ipynb #31de2ddf
 _HERE = 'ATLAS_GOES_ON_HERE\n \n' # A bookmark, and blanks that show whether a template trims

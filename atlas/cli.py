@@ -8,11 +8,11 @@ Docs: https://atlas-inference.github.io/atlas/cli.html.md"""
 __all__ = ['ORDER', 'app', 'Model', 'Json', 'Device', 'LoadFormat', 'DummyWeights', 'Quantization', 'HeadDtype', 'KVDtype',
            'KVHigh', 'SeqLen', 'Shape', 'Weights', 'Temperature', 'MaxTokens', 'Seed', 'System', 'COMMANDS', 'KVBytes',
            'Many', 'Models', 'Name', 'Alias', 'KeyFile', 'Hosts', 'Origins', 'Drain', 'LogFormat', 'Reasons', 'Tools',
-           'benches', 'Batches', 'pull', 'list_', 'rm', 'inspect', 'Meter', 'run', 'Conversation', 'chat', 'serve',
-           'launch', 'quantize', 'version', 'bench', 'bench_decode', 'bench_kernels', 'check', 'main']
+           'benches', 'Batches', 'Contexts', 'pull', 'list_', 'rm', 'inspect', 'Meter', 'run', 'Conversation', 'chat',
+           'serve', 'launch', 'quantize', 'version', 'bench', 'bench_decode', 'bench_kernels', 'check', 'main']
 
 # %% ../nbs/60_cli.ipynb #aa7ee505
-import json,signal,sys,threading
+import json,re,signal,sys,threading
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
@@ -347,7 +347,9 @@ def launch(ctx:Annotated[typer.Context, _opt('Holds what is for the program.')],
     show:Annotated[bool, _opt('Only print what would be set, written and started.', '--print')]=False,
     start:Annotated[bool, _opt('Start the program; without, its files are written and nothing else.')]=True,
 ):
-    "Start a coding agent, or another client, with this server behind it."
+    """Start a coding agent, or another client, with this server behind it.
+
+    What stands after "--" goes to the program."""
     from atlas.clients import launch
     launch(client, ctx.args, url=url, model=model, key=key, show=show, start=start)
 
@@ -404,11 +406,12 @@ class _Bench(_Group):
     def resolve_command(self, ctx, args): return super().resolve_command(ctx, args if args[0] in self.commands else ['all',*args])
     def list_commands(self, ctx): return ['all','decode','kernels']
 
-benches = typer.Typer(cls=_Bench, no_args_is_help=True, rich_markup_mode=None, help='Measure how fast a model is here.',
+benches = typer.Typer(cls=_Bench, no_args_is_help=True, rich_markup_mode=None, help='Measure how fast a model is here. "atlas bench MODEL" is short for "atlas bench all MODEL".',
     epilog=_examples('atlas bench demo', 'atlas bench decode qwen3.6-35b-a3b --load-format dummy --weights nvfp4'), invoke_without_command=False)
 app.add_typer(benches, name='bench')
 
-Batches = Annotated[str, _opt('How many sequences to decode side by side: a list.')]
+Batches = Annotated[str, _opt('How many sequences to decode side by side; several with commas between them.')]
+Contexts = Annotated[str, _opt('Tokens that the sequences are to have behind them; several with commas between them.')]
 
 # %% ../nbs/60_cli.ipynb #f2c4a37f
 @benches.command('all', epilog=_examples('atlas bench demo', 'atlas bench demo --batch 1 --json'))
@@ -424,10 +427,20 @@ def bench(model:Model,
     report = measure(LLM(model, device, max_seq_len, max(batches), load_format=load_format, weights=weights), batches, prompt, tokens)
     _print(report.to_dict(), as_json, str(report))
 
+# %% ../nbs/60_cli.ipynb #42e16c0b
+def _card(name, without):
+    "The card called `name`; where it cannot be had, a `DeviceError` says what can be done `without` one"
+    from atlas.core import DeviceError
+    from atlas.device import get_device
+    try: d = get_device(name)
+    except DeviceError as e: raise DeviceError(e.msg, hint='; '.join(filter(None, [re.sub(r'(, or u|^U)se --device cpu$', '', e.hint), without]))) from e
+    if d.kind=='cpu': raise DeviceError(f'--device {name} is no graphics card here', hint=without)
+    return d
+
 # %% ../nbs/60_cli.ipynb #8e58a3b9
 @benches.command('decode', epilog=_examples('atlas bench decode qwen3.6-35b-a3b --load-format dummy --weights nvfp4 --lm-head-dtype nvfp4 --batch 1,8 --context 0,4096'))
 def bench_decode(model:Model, batch:Batches='1',
-    context:Annotated[str, _opt('Tokens that the sequences are to have behind them: a list.')]='0',
+    context:Contexts='0',
     steps:Annotated[int, _opt('Steps to time.', min=8)]=64,
     kernels:Annotated[bool, _opt('Time each kind of kernel by itself, too.')]=False,
     device:Device='cuda', load_format:LoadFormat='auto', weights:DummyWeights=None, quantization:Quantization=None, lm_head_dtype:HeadDtype=None,
@@ -437,7 +450,8 @@ def bench_decode(model:Model, batch:Batches='1',
     from atlas.bench_decode import bench_decode
     from atlas.llm import LLM
     batches,contexts = _counts(batch),_counts(context, 0)
-    llm = LLM(model, device, _longest(model, load_format, max(contexts)+2*steps+64), max(batches), load_format=load_format, weights=weights, quantization=quantization, lm_head_dtype=lm_head_dtype,
+    card = _card(device, '"atlas bench MODEL" measures the processor')
+    llm = LLM(model, card, _longest(model, load_format, max(contexts)+2*steps+64), max(batches), load_format=load_format, weights=weights, quantization=quantization, lm_head_dtype=lm_head_dtype,
         kv_cache_dtype=kv_cache_dtype, kv_high_precision_layers=kv_high_precision_layers)
     report = bench_decode(llm, batches, contexts, steps, kernels)
     if json_file: Path(json_file).write_text(json.dumps(report.to_dict(), indent=1))
@@ -451,7 +465,7 @@ def _longest(model, load_format, n):
 # %% ../nbs/60_cli.ipynb #e2242dbb
 @benches.command('kernels', epilog=_examples('atlas bench kernels qwen3.6-35b-a3b --load-format dummy --weights nvfp4'))
 def bench_kernels(model:Model, batch:Batches='1',
-    context:Annotated[str, _opt('Tokens that the sequences are to have behind them: a list.')]='0',
+    context:Contexts='0',
     device:Device='cuda', load_format:LoadFormat='auto', weights:DummyWeights=None, quantization:Quantization=None, lm_head_dtype:HeadDtype=None,
     json_file:Annotated[str|None, typer.Option('--json', help='Write all numbers to this file, too.', show_default=False)]=None):
     "Time every kind of kernel of a decode step by itself: bytes, bandwidth, fraction of a plain copy."
@@ -464,9 +478,8 @@ def check(device:Annotated[str, _opt('A card: cuda or cuda:N; or emulator, which
     "Try every kernel on this machine's card."
     from atlas.check import check
     from atlas.core import AtlasError
-    from atlas.device import get_device
     from atlas.emulator import Emulator
-    report = check(Emulator() if device=='emulator' else get_device(device), only)
+    report = check(Emulator() if device=='emulator' else _card(device, '"atlas check --device emulator" needs none, only a C++ compiler'), only)
     if not report: raise AtlasError(f'No kernel has {only!r} in its name', hint='"atlas check" names them all', param='only')
     typer.echo(str(report))
     raise typer.Exit(min(report.failures, 125))

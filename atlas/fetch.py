@@ -8,7 +8,7 @@ Docs: https://atlas-inference.github.io/atlas/fetch.html.md"""
 __all__ = ['FetchRules', 'FetchError', 'split_url', 'public', 'look_up', 'fetch', 'remote_images', 'inline_images']
 
 # %% ../nbs/44a_fetch.ipynb #e365bf7f
-import base64,ipaddress,re,socket,ssl,threading
+import base64,ipaddress,queue,re,socket,ssl,threading
 from contextlib import suppress
 from dataclasses import dataclass,replace
 from http.client import HTTPConnection,HTTPException
@@ -30,6 +30,7 @@ class FetchRules:
     redirects:int=3
     images:int=16 # In one request
 
+# %% ../nbs/44a_fetch.ipynb #c076ac9f
 class FetchError(RequestError):
     "An address that is not fetched, or an answer that is not taken"
     code = 'image_not_fetched'
@@ -48,7 +49,8 @@ def split_url(
     port = int(m[3] or dict(http=80, https=443)[scheme])
     if scheme not in rules.schemes: raise FetchError(f'Images are not fetched by {scheme}', hint=f'Use {" or ".join(rules.schemes)}')
     if port not in rules.ports: raise FetchError(f'Images are not fetched from port {port}')
-    if rules.hosts is not None and not any(host==h or host.endswith('.'+h) for h in rules.hosts): raise FetchError('Images are not fetched from this host', hint='The server has a list of hosts')
+    if rules.hosts is not None and not any(host==h or host.endswith('.'+h) for h in rules.hosts):
+        raise FetchError('Images are not fetched from this host', hint='The server has a list of hosts')
     return scheme,host,port,(m[4] if m[4].startswith('/') else '/'+m[4])
 
 # %% ../nbs/44a_fetch.ipynb #a3dc03df
@@ -62,11 +64,13 @@ def public(
     return ip in _UNICAST and ip.is_global and ip not in _EXAMPLES and all(public(str(a)) for a in (ip.sixtofour,*(ip.teredo or ())) if a)
 _NAT64,_UNICAST,_EXAMPLES = map(ipaddress.ip_network, ('64:ff9b::/96','2000::/3','3fff::/20'))
 
+# %% ../nbs/44a_fetch.ipynb #aa6a47c5
 def look_up(host:str, port:int)->list[tuple]:
     "Where a name leads; `FetchError` if it leads inside"
     try: found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError,UnicodeError): found = []
-    if not found or not all(public(f[4][0]) for f in found): raise FetchError('The address of an image does not lead to a public server')
+    if not found or not all(public(f[4][0]) for f in found):
+        raise FetchError('The address of an image does not lead to a public server')
     return [(f[0],f[4]) for f in found]
 
 # %% ../nbs/44a_fetch.ipynb #c310103c
@@ -80,10 +84,7 @@ def _connect(host, port, scheme, left, where):
     if scheme=='http': return s
     return ssl.create_default_context().wrap_socket(s, server_hostname=host, do_handshake_on_connect=False)
 
-def _end(s):
-    "End a connection that another thread waits for; of TLS only what is below it"
-    with suppress(OSError): socket.socket.shutdown(s, socket.SHUT_RDWR)
-
+# %% ../nbs/44a_fetch.ipynb #6f414d1d
 def _taken(r, rules)->tuple[bytes,str]:
     "The body of an answer, and its media type"
     kind = (r.getheader('content-type') or '').partition(';')[0].strip().lower()
@@ -99,10 +100,27 @@ def _taken(r, rules)->tuple[bytes,str]:
     raise FetchError(f'An image is larger than {rules.nbytes:,} bytes')
 
 # %% ../nbs/44a_fetch.ipynb #1bf20a48
+def _end(s):
+    "End a connection that another thread waits for; of TLS only what is below it"
+    with suppress(OSError): socket.socket.shutdown(s, socket.SHUT_RDWR)
+
+def _within(seconds, f, *args):
+    "What `f` gives or raises, if it does within so many seconds"
+    q = queue.SimpleQueue()
+    def go():
+        try: q.put((f(*args), None))
+        except Exception as e: q.put((None, e))
+    threading.Thread(target=go, name='atlas-lookup', daemon=True).start()
+    try: got,e = q.get(timeout=max(.01, seconds))
+    except queue.Empty: raise FetchError('An image could not be fetched in time') from None
+    if e: raise e
+    return got
+
+# %% ../nbs/44a_fetch.ipynb #392ae1f5
 def _hop(url, rules, left, look_up, connect):
     "((bytes, media type), None), or (None, the next address)"
     scheme,host,port,target = split_url(url, rules)
-    s = connect(host, port, scheme, left, look_up(host, port))
+    s = connect(host, port, scheme, left, _within(left(), look_up, host, port))
     clock = threading.Timer(max(.01, left()), _end, (s,))
     clock.daemon = True
     clock.start()
@@ -114,12 +132,14 @@ def _hop(url, rules, left, look_up, connect):
         r = c.getresponse()
         if r.status in (301,302,303,307,308) and r.getheader('location'): return None,urljoin(url, r.getheader('location'))
         return _taken(r, rules),None
-    except FetchError: raise
-    except (OSError,HTTPException,ValueError) as e:
+    except (FetchError,OSError,HTTPException,ValueError) as e:
+        if left()<=0: raise FetchError('An image could not be fetched in time') from None  # whatever it looks like after the timer
+        if isinstance(e, FetchError): raise
         if isinstance(e, ssl.SSLCertVerificationError): raise FetchError('The server of an image has no certificate that can be trusted') from None
-        raise FetchError('An image could not be fetched' + (' in time' if left()<=0 else '')) from None
+        raise FetchError('An image could not be fetched') from None
     finally: clock.cancel(); s.close()
 
+# %% ../nbs/44a_fetch.ipynb #88b571e3
 def fetch(
     url:str,
     rules:FetchRules=FetchRules(),
@@ -143,11 +163,13 @@ def _slot(part):
     if isinstance(at, dict): return at,'url'
     return (part,'image_url') if isinstance(at, str) else None
 
+# %% ../nbs/44a_fetch.ipynb #2bdc3cd1
 def remote_images(messages:list[dict])->list[tuple[dict,str]]:
     "Every place in a conversation that names an image in the network"
     parts = (p for m in messages if isinstance(m, dict) and isinstance(m.get('content'), list) for p in m['content'])
     return [s for s in map(_slot, parts) if s and re.match(r'\s*https?:', str(s[0].get(s[1])), re.I)]
 
+# %% ../nbs/44a_fetch.ipynb #7eafcf39
 def inline_images(
     messages:list[dict], # Changed in place
     rules:FetchRules|None, # None: nothing is fetched
@@ -156,7 +178,8 @@ def inline_images(
     "Replace the addresses of images by the images. It waits for the network: call it in a thread"
     places = remote_images(messages)
     if not places: return
-    if rules is None: raise FetchError('Images are not fetched from the network here', hint='Send the image itself, as data:image/png;base64,…', param='messages')
+    if rules is None:
+        raise FetchError('Images are not fetched from the network here', hint='Send the image itself, as data:image/png;base64,…', param='messages')
     if len(places)>rules.images: raise FetchError(f'There are {len(places)} images to fetch, the limit is {rules.images}', param='messages')
     until,room = monotonic()+rules.seconds,rules.total
     for at,key in places:

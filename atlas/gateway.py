@@ -77,11 +77,15 @@ class Model:
         gate:asyncio.Lock|None=None, # Held while a process loads: what is free is measured then
         tell=lambda event: None, # Hears of each change
     ):
-        self.options,self.names,self.unlisted,self.policy,self.command,self.text,self.tell = options,[*(names or [options['model']]),*unlisted],{'*',*unlisted},policy,command,text,tell
+        self.options,self.policy,self.command,self.text,self.tell = options,policy,command,text,tell
+        self.names,self.unlisted = [*(names or [options['model']]),*unlisted],{'*',*unlisted}
         self.name,self.created,self.gate = self.names[0],int(time.time()),gate or asyncio.Lock()
-        self.runner,self.upstream,self.side,self.child,self.task = RemoteRunner(self.name, self._heard),None,None,None,None
-        self.state,self.down,self.wanted,self.over,self.restarts,self.seconds = 'unloaded',False,False,False,0,{} # `over`: it will not be loaded any more
-        self.progress,self.error,self.reason,self.code,self._waiting,self._unwanted = None,None,None,None,[],asyncio.Event()
+        self.runner = RemoteRunner(self.name, self._heard)
+        self.upstream = self.side = self.child = self.task = None # `side`: the text side, being read or read
+        self.state,self.down,self.wanted,self.over = 'unloaded',False,False,False # `over`: it will not be loaded any more
+        self.restarts,self.seconds = 0,{} # Processes after the first; of each stage of loading
+        self.progress = self.error = self.reason = self.code = None
+        self._waiting,self._unwanted = [],asyncio.Event()
     def __repr__(self): return f'Model({self.name}: {self.condition}' + (f', {self.reason})' if self.reason else ')')
     @property
     def condition(self)->str:
@@ -98,12 +102,15 @@ def status(self:Model)->dict:
     if self.state=='failed': d |= dict(failed=True, exit_code=self.code)
     return d|(dict(reason=self.reason) if self.reason else {})
 
+# %% ../nbs/55_gateway.ipynb #5b6830cb
 @patch
 def described(self:Model)->dict:
     "All that may be told about it"
-    return dict(id=self.name, names=[n for n in self.names if n not in self.unlisted], created=self.created, info=self.runner.info if self.state=='loaded' else None, state=self.state, condition=self.condition,
+    return dict(id=self.name, names=[n for n in self.names if n not in self.unlisted], created=self.created,
+        info=self.runner.info if self.state=='loaded' else None, state=self.state, condition=self.condition,
         status=self.status, reason=self.reason, load_seconds=dict(self.seconds), restarts=self.restarts)
 
+# %% ../nbs/55_gateway.ipynb #53d6bccd
 @patch
 def _set(self:Model, state:str|None=None):
     "A new state, which whoever waits for it hears"
@@ -115,6 +122,7 @@ def _set(self:Model, state:str|None=None):
     if self.state=='loaded': data['info'] = self.runner.info
     self.tell(dict(model=self.name, event='model_status', data=data))
 
+# %% ../nbs/55_gateway.ipynb #e69a2056
 @patch
 def changed(self:Model)->asyncio.Future:
     "Done at the next change from now on"
@@ -126,7 +134,8 @@ def changed(self:Model)->asyncio.Future:
 async def _life(self:Model)->str:
     "One process from its start to its end; why it ended"
     self.fault = self.refusal = self.ready = None
-    self.silent,self.stuck,self.step,watch,self.progress = None,0,None,None,dict(stages=list(STAGES), current=STAGES[0], value=0.)
+    self.silent,self.stuck,self.step,watch = None,0,None,None # Beats of silence; beats without getting on; seconds of its step
+    self.progress = dict(stages=list(STAGES), current=STAGES[0], value=0.)
     try:
         if not self.wanted: return 'was not wanted any more'
         child = self.child = Child(self.command, self.name)
@@ -143,6 +152,7 @@ async def _life(self:Model)->str:
         self.child = None
     return self.fault or how(self.code)
 
+# %% ../nbs/55_gateway.ipynb #6125e565
 @patch
 async def _watch(self:Model, child):
     "End a process that is silent, or does not get on, for too long"
@@ -158,7 +168,8 @@ async def _watch(self:Model, child):
             self._set('loaded' if self.state=='loaded' else None)
         if quiet>p.dead: self.fault = f'gave no sign of life for {quiet:.0f} s'
         elif (self.step or 0)>p.hung: self.fault = f'was at one step for {self.step:.0f} s'
-        elif not self.ready and self.stuck*p.beat>p.start: self.fault = f'was not ready, and did not get on for {self.stuck*p.beat:.0f} s'
+        elif not self.ready and self.stuck*p.beat>p.start:
+            self.fault = f'was not ready, and did not get on for {self.stuck*p.beat:.0f} s'
         else: continue
         child.kill(); return
 
@@ -172,13 +183,19 @@ def _heard(self:Model, what, *args):
 @patch
 def _on_stage(self:Model, name, share, seconds):
     self.progress,self.seconds,self.stuck = dict(stages=list(STAGES), current=name, value=share),seconds,0
-    if name!=STAGES[0] and self.side is None: self.side = asyncio.ensure_future(asyncio.to_thread(self.text, self.options)) # the files are there, and read meanwhile
+    if name!=STAGES[0]: self._read_text()
     self._set()
 
 @patch
+def _read_text(self:Model):
+    "Begin to read the text side"
+    if self.side is None: self.side = asyncio.ensure_future(asyncio.to_thread(self.text, self.options))
+
+# %% ../nbs/55_gateway.ipynb #c406ba99
+@patch
 def _on_ready(self:Model, info, seconds):
     self.seconds,self.ready = seconds,time.monotonic()
-    if self.side is None: self.side = asyncio.ensure_future(asyncio.to_thread(self.text, self.options))
+    self._read_text()
     self._coming = asyncio.create_task(self._come(self.child, info))
 
 @patch
@@ -234,7 +251,9 @@ async def _keep(self:Model):
         if not self.wanted: break
         if self.refusal: return self._give_up(self.refusal, self.refusal.msg)
         if self.ready and time.monotonic()-self.ready>=p.well: pause = p.pause
-        if (ends := 0 if self.ready else ends+1)>=p.ends: return self._give_up(unavailable(f'The process of {self.name} ended {ends} times in a row; the last one {why}', hint='Load it again, or see the log', after=p.longest), f'ended {ends} times in a row; the last {why}')
+        if (ends := 0 if self.ready else ends+1)>=p.ends:
+            e = unavailable(f'The process of {self.name} ended {ends} times in a row; the last one {why}', hint='Load it again, or see the log', after=p.longest)
+            return self._give_up(e, f'ended {ends} times in a row; the last {why}')
         self.down,self.reason = self.down or self.upstream is not None,why
         self.restarts += 1
         self._set('loading')
@@ -243,6 +262,13 @@ async def _keep(self:Model):
     self.down,self.upstream = False,None
     self._set('unloaded')
 
+@patch
+def _give_up(self:Model, e, why):
+    self.wanted,self.error,self.reason,self.upstream = False,e,why,None
+    self._set('failed')
+    self.down = False
+
+# %% ../nbs/55_gateway.ipynb #e4546928
 @patch
 async def _one(self:Model)->str:
     "One life; whoever loads does so alone"
@@ -256,21 +282,17 @@ async def _one(self:Model)->str:
         _log.exception('A life of %s was cut short', self.name)
         return f'could not be followed ({type(e).__name__})'
 
-@patch
-def _give_up(self:Model, e, why):
-    self.wanted,self.error,self.reason,self.upstream = False,e,why,None
-    self._set('failed')
-    self.down = False
-
 # %% ../nbs/55_gateway.ipynb #b5bba297
 @patch
 def begin(self:Model):
     "Load it, from now on"
-    self.wanted,self.down,self.error,self.reason,self.upstream,self.runner.open = True,False,None,None,None,True
+    self.wanted,self.down,self.runner.open = True,False,True
+    self.error = self.reason = self.upstream = None
     self._unwanted.clear()
     self._set('loading')
     self.task = asyncio.create_task(self._keep(), context=Context()) # what its process does later is not told under the id of this request
 
+# %% ../nbs/55_gateway.ipynb #49f44fc7
 @patch
 async def stop(self:Model, drain:float=0.):
     "Let what runs finish for so long, and end its process"
@@ -282,6 +304,7 @@ async def stop(self:Model, drain:float=0.):
     self.abort()
     if self.task: await self.task
 
+# %% ../nbs/55_gateway.ipynb #cca48223
 @patch
 def abort(self:Model,
     peace:bool=True, # May its process end by itself, if it listens?
@@ -296,6 +319,10 @@ def abort(self:Model,
         asyncio.get_running_loop().call_later(self.policy.grace if peace else 0, child.kill)
 
 # %% ../nbs/55_gateway.ipynb #d6585efb
+def _again(e):
+    "An error like `e`, to be raised once more: one that is raised twice would carry the traces of both"
+    return unavailable(e.msg, e.hint, getattr(e, 'retry_after', 5)) if e.status==503 else unpack_error(pack_error(e))
+
 @patch
 async def up(self:Model,
     autoload:bool=True, # Load it if nobody has
@@ -306,7 +333,7 @@ async def up(self:Model,
         if self.state=='loaded':
             self.runner._check_open()
             return self.upstream
-        if self.state=='failed': raise unpack_error(pack_error(self.error)) if self.error.status!=503 else unavailable(self.error.msg, self.error.hint, getattr(self.error, 'retry_after', 5))
+        if self.state=='failed': raise _again(self.error)
         if self.down: raise unavailable(f'{self.name} is being started again', hint='GET /health tells when it is back', after=2)
         if self.state=='unloaded':
             if not autoload: raise unavailable(f'{self.name} is not loaded', hint='POST /models/load loads it', after=30)
@@ -322,7 +349,7 @@ class Models:
         first=None, # Names of those to load at the start; None: all
     ):
         if not models: raise RequestError('There is no model to serve')
-        self.models,self.autoload,self.draining,self.gate,self._ears = {},autoload,False,asyncio.Lock(),set()
+        self.models,self.autoload,self.draining,self.gate,self._ears = {},autoload,False,asyncio.Lock(),set() # `_ears`: queues of listeners
         for m in models:
             m.tell,m.gate = self._tell,self.gate
             for n in m.names:
@@ -344,11 +371,13 @@ async def start(self:Models):
     for m in self.first:
         if m.state=='unloaded': m.begin()
 
+# %% ../nbs/55_gateway.ipynb #1abf2527
 @patch
 async def get(self:Models, name:str|None=None)->Upstream:
     "A model that can be asked; its typed error if it cannot"
     return await self.find(name).up(self.autoload)
 
+# %% ../nbs/55_gateway.ipynb #f31303c6
 @patch
 async def load(self:Models, name:str)->dict:
     "Begin to load a model; it goes on behind"
@@ -358,6 +387,7 @@ async def load(self:Models, name:str)->dict:
     m.begin()
     return m.described()
 
+# %% ../nbs/55_gateway.ipynb #a7e9aba8
 @patch
 async def unload(self:Models, name:str)->dict:
     "Begin to unload a model: what runs may finish"
@@ -378,21 +408,25 @@ def health(self:Models)->dict:
     else: s = 'loading' if 'loading' in cs else 'unhealthy' if 'failed' in cs else 'ok'
     return dict(status=s, models={m.name:dict(state=m.condition)|(dict(reason=m.reason) if m.reason else {}) for m in self.all})
 
+# %% ../nbs/55_gateway.ipynb #e65c7506
 @patch(as_prop=True)
 def healthy(self:Models)->bool:
     "Is everything there that should be?"
     return self.health()['status']=='ok'
 
+# %% ../nbs/55_gateway.ipynb #1e17814c
 @patch
 def list(self:Models)->list[dict]:
     "What may be told about each"
     return [m.described() for m in self.all]
 
+# %% ../nbs/55_gateway.ipynb #6a4f6ac4
 @patch(as_prop=True)
 def upstreams(self:Models):
     "Those that are loaded"
     return [m.upstream for m in self.all if m.state=='loaded']
 
+# %% ../nbs/55_gateway.ipynb #b3321d30
 @patch
 def stats(self:Models):
     "For the metrics: of each its state, how long loading took, and the numbers of its engine"
@@ -429,6 +463,7 @@ def _over(self:Models):
     self.draining = True
     for m in self.all: m.over = True; m._set()
 
+# %% ../nbs/55_gateway.ipynb #6b627bb5
 @patch
 def abort(self:Models,
     peace:bool=True, # May processes end by themselves, if they listen?
@@ -438,6 +473,7 @@ def abort(self:Models,
     for m in self.all: m.abort(peace)
     self._tell(None)
 
+# %% ../nbs/55_gateway.ipynb #9575567e
 @patch
 async def close(self:Models, drain:float=0.):
     "The same after a drain, and wait until all processes are gone"
@@ -445,10 +481,12 @@ async def close(self:Models, drain:float=0.):
     self.abort()
     await asyncio.gather(*(m.task for m in self.all if m.task), return_exceptions=True)
 
+# %% ../nbs/55_gateway.ipynb #189a94c5
 @patch(as_prop=True)
 def hopeless(self:Models)->AtlasError|None:
     "Why nothing can be served, if all that was wanted at the start was refused"
-    if self.first and all(m.state=='failed' and not m.runner.info.get('max_seq_len') for m in self.first) and not any(m.wanted for m in self.all): return self.first[0].error
+    never = all(m.state=='failed' and not m.runner.info.get('max_seq_len') for m in self.first)
+    if self.first and never and not any(m.wanted for m in self.all): return self.first[0].error
 
 # %% ../nbs/55_gateway.ipynb #56a537e9
 class Gateway(uvicorn.Server):
@@ -492,6 +530,7 @@ def names_of(model:str)->list[str]:
     "What clients may call a model that was given as `model`: a path goes by its last part, and by itself where somebody writes it out"
     return list(dict.fromkeys([Path(model).resolve().name if Path(model).exists() else model, model]))
 
+# %% ../nbs/55_gateway.ipynb #c153ace5
 def modelled(
     models, # A model's name, a dict of its options, or a list of these
     names=(), # Of the first, for clients
@@ -512,7 +551,8 @@ def modelled(
 
 # %% ../nbs/55_gateway.ipynb #749efada
 def _ready(models, url):
-    names = [u.name for u in models.upstreams]; t = sum(sum(models.find(n).seconds.values()) for n in names)
+    names = [u.name for u in models.upstreams]
+    t = sum(sum(models.find(n).seconds.values()) for n in names)
     with suppress(OSError): print(f'{", ".join(names) or "Atlas"} is ready ({t:.1f} s): chat at {url}, API at {url}/v1. Ctrl+C stops it.', flush=True)
 
 def _doors():
@@ -523,9 +563,11 @@ def _doors():
     sys.stdout,sys.stderr = (f or open(fd, 'w', closefd=False) for f,fd in ((sys.stdout,1), (sys.stderr,2)))
 
 def _heap():
-    "Let glibc give large blocks back when they are freed, and have two heaps instead of one for each thread: it would sit on some hundred megabytes of bodies and grammars that are long gone"
+    """Let glibc give large blocks back when they are freed, and have two heaps instead of one for each thread.
+    It would sit on some hundred megabytes of bodies and grammars that are long gone"""
     if mallopt := getattr(ctypes.CDLL(None), 'mallopt', None): mallopt(-8, 2); mallopt(-3, 256<<10) # M_ARENA_MAX, M_MMAP_THRESHOLD
 
+# %% ../nbs/55_gateway.ipynb #e3c24394
 def _known(parsers):
     "Refuse a parser that nobody knows, before anything is loaded"
     for name,known,what in zip(parsers, (TOOL_PARSERS,REASONING_PARSERS), ('tool_parser','reasoning_parser')):
@@ -569,7 +611,8 @@ def serve(
     rules = Rules(keys, host_names(host, allowed_hosts), tuple(cors_origins), Rate(rate_limit) if rate_limit else None, max_body)
     names,box = [served_model_name] if isinstance(served_model_name, str) else served_model_name or (),Sandbox()
     try:
-        ms = Models(modelled(models, names, alias, options, policy=policy, command=command or (*COMMAND, f'--log={log_format}:{log_level}'), text=text or partial(open_text, parsers=parsers, sandbox=box)), autoload, first)
+        own = dict(policy=policy, command=command or (*COMMAND, f'--log={log_format}:{log_level}'), text=text or partial(open_text, parsers=parsers, sandbox=box))
+        ms = Models(modelled(models, names, alias, options, **own), autoload, first)
         with listen(host, port) as sock:
             app = create_app(ms, rules=rules, sandbox=box, max_body=max_body, fetch=FetchRules() if fetch_images else None)
             app.add_middleware(Access)

@@ -11,14 +11,14 @@ __all__ = ['KINDS', 'MOST', 'SPACE', 'GuideError', 'measure', 'as_grammar', 'che
 # %% ../nbs/43_guide.ipynb #d304444f
 import copy,json,re,threading
 from bisect import bisect_left
-from collections import OrderedDict,deque
+from collections import OrderedDict
 from dataclasses import dataclass,field
 from functools import lru_cache,partial
 from time import perf_counter
 import numpy as np
-from fastcore.basics import ifnone,patch
-from .calls.grammar import call_grammar,literal,openings
-from .core import AtlasError,EngineError,RequestError
+from fastcore.basics import patch
+from .calls.grammar import DATES,call_grammar,literal,openings
+from .core import EngineError,RequestError
 
 # %% ../nbs/43_guide.ipynb #443c08b8
 KINDS = dict(json_schema='schema', json_object=None, regex='pattern', choice='choices', lark='grammar', tools='tools', free=None) # And the field that each needs
@@ -33,6 +33,7 @@ def _refuse(spec, why, hint=''):
     "A `RequestError` that names the field of the request that guides come from"
     raise RequestError(why, hint=hint, param='tools' if isinstance(spec, dict) and spec.get('kind')=='tools' else 'response_format')
 
+# %% ../nbs/43_guide.ipynb #ddec7187
 def measure(x)->tuple[int,int]: # How many values, and how deep they are nested
     "The size of plain data, found without recursion; one level more than `MOST['depth']` is not entered"
     n,deep,todo = 0,0,[(x,1)]
@@ -42,58 +43,83 @@ def measure(x)->tuple[int,int]: # How many values, and how deep they are nested
     return n,deep
 
 # %% ../nbs/43_guide.ipynb #a99e8cb1
+def _need(spec, ok, name, what):
+    if not ok: _refuse(spec, f'{name} is {what}')
+
+def _strings(x)->bool: "A list of strings, and not an empty one?"; return isinstance(x, (list,tuple)) and bool(x) and all(isinstance(s, str) for s in x)
+def _is_tool(t)->bool: return isinstance(t, dict) and isinstance(t.get('name'), str) and isinstance(t.get('parameters'), dict|None)
+def _is_mark(t)->bool: return isinstance(t, str) and 0<len(t)<=MOST['after']
+
 def _after(spec)->list:
     "The texts that must come before a guide begins"
     a = spec.get('after')
     return [] if a is None else list(a) if isinstance(a, (list,tuple)) else [a]
 
-def _plain(spec):
-    "Is every field of `spec` of the right type, and not too much of it?"
-    kind = spec.get('kind') if isinstance(spec, dict) else None
-    if not isinstance(kind, str) or kind not in KINDS: _refuse(spec, f'A guide is a {str(kind)[:40]!r}, expected one of {", ".join(KINDS)}')
-    def need(ok, name, what):
-        if not ok: _refuse(spec, f'{name} is {what}')
+def _check_answer(spec):
+    "Is what the answer must be like of the right type, and not too much of it?"
+    kind,need = spec['kind'],partial(_need, spec)
     n,deep = measure(spec)
     need(deep<=MOST['depth'], kind, f'nested more than {MOST["depth"]} levels deep')
     need(n<=MOST['nodes'], kind, f'made of more than {MOST["nodes"]:,} values')
     v = spec.get(KINDS[kind]) if KINDS[kind] else None
-    if kind=='json_schema': need(isinstance(v, (dict,bool)), 'schema', 'no object')
-    if kind in ('regex','lark'): need(isinstance(v, str) and v, KINDS[kind], 'empty or no text')
+    match kind:
+        case 'json_schema': need(isinstance(v, (dict,bool)), 'schema', 'no object')
+        case 'regex'|'lark': need(isinstance(v, str) and v, KINDS[kind], 'empty or no text')
+        case 'choice': need(_strings(v), 'choices', 'empty or not a list of strings'); need(len(v)<=MOST['choices'], 'choices', f'longer than {MOST["choices"]:,}')
+        case 'tools': need(isinstance(v, (list,tuple)) and v and all(map(_is_tool, v)), 'tools', 'empty, or a tool has no name or no schema')
+        case 'free': need(spec.get('after'), 'after', 'missing')
     if kind=='regex': need(len(v)<=MOST['pattern'], 'pattern', f'longer than {MOST["pattern"]:,} characters')
-    if kind=='choice': need(isinstance(v, (list,tuple)) and v and all(isinstance(s, str) for s in v), 'choices', 'empty or not a list of strings'); need(len(v)<=MOST['choices'], 'choices', f'longer than {MOST["choices"]:,}')
-    if kind=='tools': need(isinstance(v, (list,tuple)) and v and all(isinstance(t, dict) and isinstance(t.get('name'), str) and isinstance(t.get('parameters'), dict|None) for t in v), 'tools', 'empty, or a tool has no name or no schema')
-    if kind=='tools' and (f := spec.get('format')) is not None: need(isinstance(f, dict) and f.get('kind') not in ('tools','free',None) and not _after(f), 'format', 'no guide of an answer'); _plain(f)
-    early = spec.get('early') or ()
-    need(isinstance(early, (list,tuple)) and len(early)<9 and all(isinstance(a, str) and 0<len(a)<=MOST['after'] for a in early), 'early', 'not a list of a few texts')
-    after,budget = spec.get('after'),spec.get('budget')
-    need(after is None or 0<len(_after(spec))<5 and all(isinstance(a, str) and 0<len(a)<=MOST['after'] for a in _after(spec)), 'after', f'not a text of 1 to {MOST["after"]} characters, nor a list of a few')
-    need(kind!='free' or after, 'after', 'missing')
+    if kind=='tools' and (f := spec.get('format')) is not None:
+        need(isinstance(f, dict) and f.get('kind') not in ('tools','free',None) and not _after(f), 'format', 'no guide of an answer'); _check(f)
+
+# %% ../nbs/43_guide.ipynb #94556ac2
+def _check_wait(spec):
+    "The same of what comes before"
+    need,after,early,budget,force = partial(_need, spec),spec.get('after'),spec.get('early') or (),spec.get('budget'),spec.get('force')
+    need(isinstance(early, (list,tuple)) and len(early)<9 and all(map(_is_mark, early)), 'early', 'not a list of a few texts')
+    need(after is None or 0<len(_after(spec))<5 and all(map(_is_mark, _after(spec))), 'after', f'not a text of 1 to {MOST["after"]} characters, nor a list of a few')
     need(budget is None or isinstance(budget, int) and not isinstance(budget, bool) and 0<=budget<2**31, 'budget', 'not a whole number from 0 up')
     need(budget is None or after, 'budget', 'given, and "after" is not')
-    force = spec.get('force')
     need(force is None or after and isinstance(force, str) and len(force)<=MOST['after'] and force.endswith(''.join(_after(spec))), 'force', 'no text that ends with "after"')
     need(isinstance(spec.get('strict', True), bool), 'strict', 'neither true nor false')
+
+def _check(spec):
+    "Is `spec` a guide, of reasonable size?"
+    kind = spec.get('kind') if isinstance(spec, dict) else None
+    if not isinstance(kind, str) or kind not in KINDS: _refuse(spec, f'A guide is a {str(kind)[:40]!r}, expected one of {", ".join(KINDS)}')
+    _check_answer(spec); _check_wait(spec)
 
 # %% ../nbs/43_guide.ipynb #26b61097
 def _key(spec)->str:
     "What two equal guides have in common. The order of a schema's properties is part of it"
     try: s = json.dumps(spec, ensure_ascii=False); n = len(s.encode())
-    except (TypeError,ValueError,RecursionError): _plain(spec); _refuse(spec, 'The guide is no plain JSON, or has half of a surrogate pair')
+    except (TypeError,ValueError,RecursionError): _check(spec); _refuse(spec, 'The guide is no plain JSON, or has half of a surrogate pair')
     if n>MOST['bytes']: _refuse(spec, f'The guide has {n:,} bytes, at most {MOST["bytes"]:,} are allowed')
     return s
 
 def _ready(spec)->dict:
     "`spec`, if it is a guide at all"
-    _key(spec); _plain(spec)
+    _key(spec); _check(spec)
     return spec
 
-# %% ../nbs/43_guide.ipynb #edd7fc6f
+# %% ../nbs/43_guide.ipynb #cc610144
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
+_NAMED = {'properties','patternProperties','$defs','definitions','dependentSchemas'} # Words with schemas by name
+_DATA = {'const','enum','default','examples','example'} # Words with values
+
+def _dated(s):
+    "A schema in which days and times exist"
+    if isinstance(s, list): return [_dated(x) for x in s]
+    if not isinstance(s, dict): return s
+    out = {k:{n:_dated(x) for n,x in v.items()} if k in _NAMED and isinstance(v, dict) else v if k in _DATA else _dated(v) for k,v in s.items()}
+    if isinstance(f := s.get('format'), str) and f in DATES and 'pattern' not in s: del out['format']; out['pattern'] = f'^{DATES[f]}$'
+    return out
 
 def _schema(s, strict)->dict:
     "A schema with our options instead of those that came with it"
-    return ({} if s is True else {'enum':[]} if s is False else {k:v for k,v in s.items() if k!='x-guidance'})|{'x-guidance':dict(whitespace_pattern=SPACE, lenient=not strict)}
+    return ({} if s is True else {'enum':[]} if s is False else {k:v for k,v in _dated(s).items() if k!='x-guidance'})|{'x-guidance':dict(whitespace_pattern=SPACE, lenient=not strict)}
 
+# %% ../nbs/43_guide.ipynb #edd7fc6f
 def _parts(spec, special)->tuple[str,dict]:
     "A guide as Lark, and what that names: JSON schemas and more Lark"
     strict = spec.get('strict', True)
@@ -112,7 +138,7 @@ def _parts(spec, special)->tuple[str,dict]:
     return 'start: @format | calls\n'+lark.replace('start:', 'calls:', 1),{'format':other}|more|subs
 
 def as_grammar(
-    spec:dict, # What `_plain` lets pass
+    spec:dict, # What `_check` lets pass
     special=(), # (id, text) of tokens that steer the model
 )->str|None: # What llguidance reads; None where anything goes
     "The grammar of a guide"
@@ -134,7 +160,8 @@ def _reason(e:str)->str:
     lines[0] = lines[0].split('. Enable ')[0]  # options of the library, which a request does not have
     return (lines[0][:200]+(f' ({why[:120]})' if why else '')).rstrip('.:')
 
-class _Words:
+# %% ../nbs/43_guide.ipynb #36fc9509
+class _Vocabulary:
     "A vocabulary, as the library wants it"
     is_tokenizer_wrapper,bos_token_id = True,None
     def __init__(self, tokens, ends, special, cut): self.tokens,self.eos_token_id,self.special_token_ids,self._cut = tokens,ends[0],special,cut
@@ -143,10 +170,10 @@ class _Words:
         import llguidance
         return llguidance.LLTokenizer(self, n_vocab=len(self.tokens), eos_token=list(ends))
 
-def _compile(words, grammar:str, spec):
+def _compile(vocabulary, grammar:str, spec):
     "A matcher at its beginning; a `RequestError` if the library refuses, or if no text fits"
     import llguidance
-    m = llguidance.LLMatcher(words, grammar, log_level=0, limits=_limits())
+    m = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=_limits())
     if not m.is_error(): m.compute_bitmask()
     if m.is_error():
         why = _reason(m.get_error())
@@ -159,7 +186,7 @@ def _compile(words, grammar:str, spec):
 def _bytes_only(size, special):
     "A vocabulary of bytes, beside the special tokens of a model that is not here"
     at = dict(special); words = [at.get(i, '').encode() for i in range(size)]+[bytes([b]) for b in range(256)]+[b'<end>']
-    w = _Words(words, [len(words)-1], [*at, len(words)-1], lambda s: [size+b for b in (s.encode() if isinstance(s, str) else s)])
+    w = _Vocabulary(words, [len(words)-1], [*at, len(words)-1], lambda s: [size+b for b in (s.encode() if isinstance(s, str) else s)])
     return w.build([len(words)-1])
 
 def check_alone(
@@ -206,17 +233,6 @@ def _roomy(f, stack=64<<20):
 _stacks = threading.Lock()
 
 # %% ../nbs/43_guide.ipynb #88b150aa
-@dataclass
-class _Compiled:
-    "What is known of a guide before any answer"
-    matcher:object # At its beginning; None: anything goes
-    marks:tuple # Texts to wait for first
-    warnings:list # What was dropped
-    forced:tuple=() # Tokens of the first mark, for a budget
-    longer:tuple=() # Those of the text that is forced where something was said before
-    leaps:dict=field(default_factory=dict) # Texts that open a call, and the tokens that tell the matcher so
-    calls:object=None # The matcher that a leap leads to; None: the same
-
 @dataclass(frozen=True)
 class Mark:
     "A text that ends a free part of an answer"
@@ -228,6 +244,17 @@ class Mark:
     bars:tuple=() # Texts that must not come
     @property
     def words(self)->tuple: "All that ends it"; return (*[self.bytes]*bool(self.bytes), *self.leaps)
+
+@dataclass
+class _Compiled:
+    "What is known of a guide before any answer"
+    matcher:object # At its beginning; None: anything goes
+    marks:tuple # Texts to wait for first
+    warnings:list # What was dropped
+    forced:tuple=() # Tokens of the first mark, for a budget
+    longer:tuple=() # Those of the text that is forced where something was said before
+    leaps:dict=field(default_factory=dict) # Texts that open a call, and the tokens that tell the matcher so
+    calls:object=None # The matcher that a leap leads to; None: the same
 
 # %% ../nbs/43_guide.ipynb #fabada86
 class Guides:
@@ -247,6 +274,7 @@ class Guides:
         self.seconds = self.mask_seconds = 0. # Spent on compiling, and on masks
     def __repr__(self): return f'Guides({self.vocab_size:,} tokens, {len(self.eos_ids)} of them end an answer; {len(self._known)} compiled)'
 
+# %% ../nbs/43_guide.ipynb #44a9ee9a
 @patch
 def check(self:Guides, spec:dict)->list[str]: # Warnings
     "Compile a guide, so that `start` finds it; a `RequestError` with the reason if that cannot be done, or not within limits"
@@ -263,7 +291,7 @@ def _cut(tokenizer, s):
     return tokenizer.encode(s if isinstance(s, str) else s.decode('utf-8','ignore'), False)
 
 @patch
-def _made(self:Guides):
+def _vocabulary(self:Guides):
     "The vocabulary as the library has it, and its tokens in order; made once"
     with self._lock:
         if self._vocab is None:
@@ -271,7 +299,7 @@ def _made(self:Guides):
             ends = self.eos_ids or (self.vocab_size,)
             for i in ends: tokens[i:i+1] = [b'<end-%d>'%i if i==self.vocab_size or not tokens[i] else tokens[i]]
             special = sorted({*(i for i,_ in self.special), *ends})
-            w = _Words(tokens, ends, special, partial(_cut, self.tokenizer)).build(ends)
+            w = _Vocabulary(tokens, ends, special, partial(_cut, self.tokenizer)).build(ends)
             self._vocab = w,sorted((b,i) for i,b in enumerate(tokens[:self.vocab_size]) if b)
         return self._vocab
 
@@ -292,7 +320,7 @@ def _compiled(self:Guides, spec)->_Compiled:
 @patch
 def _try(self:Guides, spec)->_Compiled:
     "Compile a guide that was not seen before: in the child, then here"
-    _plain(spec); m,calls,warnings = None,[],[]
+    _check(spec); m,calls,warnings = None,[],[]
     if spec['kind']!='free':
         try: warnings = (self.sandbox or _sandbox()).call('check_guide', spec, self.special, self.vocab_size)
         except RequestError as e:
@@ -316,8 +344,8 @@ def _apart(self:Guides, spec)->list[dict]:
 @patch
 def _matcher(self:Guides, spec):
     "The library's matcher, over the real vocabulary"
-    words,text = self._made()[0],as_grammar(spec, self.special)
-    return _roomy(lambda: _compile(words, text, spec))
+    vocabulary,text = self._vocabulary()[0],as_grammar(spec, self.special)
+    return _roomy(lambda: _compile(vocabulary, text, spec))
 
 # %% ../nbs/43_guide.ipynb #7d1e2896
 @patch
@@ -338,14 +366,14 @@ def _exactly(self:Guides, text:str)->tuple[int,...]:
     "The same, without what a tokenizer puts before a text; special tokens where the text has theirs"
     ids = {t:i for i,t in self.special if t in text}
     parts = re.split('('+'|'.join(re.escape(t) for t in sorted(ids, key=len, reverse=True))+')', text) if ids else [text]
-    return tuple(i for p in parts if p for i in ([ids[p]] if p in ids else self._made()[0].greedy_tokenize(p)))
+    return tuple(i for p in parts if p for i in ([ids[p]] if p in ids else self._vocabulary()[0].greedy_tokenize(p)))
 
 # %% ../nbs/43_guide.ipynb #b567e8ca
 @patch
-def _beyond(self:Guides, mark:bytes, k:int, bar:bool=False)->list[int]:
-    "Tokens that, behind the first `k` bytes of `mark`, complete it and go on, or with `bar` complete it at all; remembered"
+def _too_far(self:Guides, mark:bytes, k:int, bar:bool=False)->list[int]:
+    "Tokens that go too far: that, behind the first `k` bytes of `mark`, complete it and go on, or with `bar` complete it at all; remembered"
     if (got := self._bars.get((mark,k,bar))) is not None: return got
-    words,rest,out = self._made()[1],mark[k:],[]
+    words,rest,out = self._vocabulary()[1],mark[k:],[]
     for b,i in words[bisect_left(words, (rest,-1)):]:
         if not b.startswith(rest): break
         if bar or len(b)>len(rest): out.append(i)
@@ -360,10 +388,11 @@ def free(self:Guides, mark:Mark, tail:bytes)->np.ndarray|None:
     if (key := (mark,ks)) not in self._bars:
         if len(self._bars)>1000: self._bars.clear()
         may = np.ones(self.vocab_size, bool)
-        may[[i for k in ks for i in self._beyond(*k)]+[*self.eos_ids]*mark.must] = False
+        may[[i for k in ks for i in self._too_far(*k)]+[*self.eos_ids]*mark.must] = False
         self._bars[key] = None if may.all() else pack(may)
     return self._bars[key]
 
+# %% ../nbs/43_guide.ipynb #dcd15067
 def pack(
     may # bool [V]
 )->np.ndarray: # uint32 [ceil(V/32)]
@@ -384,8 +413,10 @@ class Guide:
     "What one answer may say next"
     code = GuideError.code
     def __init__(self, guides:Guides, compiled:_Compiled):
-        self.guides,self._m,self._marks,self._forced,self._longer,self._leaps,self._calls = guides,compiled.matcher and compiled.matcher.deep_copy(),compiled.marks,compiled.forced,compiled.longer,compiled.leaps,compiled.calls
-        self._tail,self._n,self._queue,self.error = b'',0,(),None
+        self.guides,self.error = guides,None
+        self._m,self._calls,self._leaps = compiled.matcher and compiled.matcher.deep_copy(),compiled.calls,compiled.leaps # Matcher; the one that a leap leads to
+        self._marks,self._tail,self._n = compiled.marks,b'',0 # What is waited for, the end of the text so far, tokens since it began
+        self._forced,self._longer,self._queue = compiled.forced,compiled.longer,() # What a budget forces, and what is left of it
         self._hurry()
     def __repr__(self):
         what = self.error or ('ended' if self.ended else f'waits for {self._marks[0].words[0].decode()!r}' if self._marks else 'free' if self._m is None else 'at work')
@@ -395,6 +426,7 @@ class Guide:
         "May nothing follow but the end?"
         return not self.error and not self._marks and self._m is not None and self._m.is_stopped()
 
+# %% ../nbs/43_guide.ipynb #15d888a2
 @patch
 def mask(self:Guide)->np.ndarray|None: # uint32 [ceil(V/32)], a new one each time or one that must not be changed
     "The tokens that may come next, a bit each, the first in the lowest; None: anything goes"

@@ -8,7 +8,7 @@ Docs: https://atlas-inference.github.io/atlas/http.html.md"""
 __all__ = ['Bounds', 'Counted', 'Refusal', 'Careful', 'HttpTools', 'Parser', 'H11', 'http_protocol', 'descriptors', 'TLSError',
            'tls_options', 'server_config', 'InsecureError', 'loopback', 'check_bind', 'Keys', 'read_keys', 'Rate',
            'Rules', 'host_names', 'UnknownKeyError', 'RightsError', 'HostError', 'RateError', 'TooLargeError',
-           'refusal', 'Guard', 'BadHeaderError', 'Headers', 'reply']
+           'refusal', 'BadHeaderError', 'Headers', 'Guard', 'reply']
 
 # %% ../nbs/52a_http.ipynb #5e81fcb5
 import hashlib,hmac,ipaddress,json,logging,math,os,re,resource,socket
@@ -62,16 +62,20 @@ class Counted:
         "Bytes that the system has taken over from us"
         return self.written-self.inner.get_write_buffer_size()
 
+# %% ../nbs/52a_http.ipynb #a7c06a7f
 class Refusal(Exception):
     "Raised within the parser: answer this, and close"
 
+# %% ../nbs/52a_http.ipynb #ce39c467
 class Careful:
     "Mixed into a protocol of uvicorn: waits, sizes and numbers have ends"
     bounds = Bounds()
     def __init__(self, *args, **kw):
         super().__init__(*args, **kw)
-        self.phase,self.since,self.heard,self.raw,self.size,self.count = 'head',monotonic(),0.,0,0,0
-        self.taken,self.moved,self.full,self.reason = 0,self.since,None,None
+        self.phase,self.since,self.heard = 'head',monotonic(),0.
+        self.raw = self.size = self.count = 0 # Bytes read and bytes recognised of a head or body; headers
+        self.taken,self.moved,self.full = 0,self.since,None # `full`: since when uvicorn has stopped to write
+        self.reason = None # For `send_400_response`
     def enter(self, phase): self.phase,self.since,self.raw,self.size,self.count = phase,self.heard or monotonic(),0,0,0
     def pause_writing(self): self.full = monotonic(); super().pause_writing()
     def resume_writing(self): self.full = None; super().resume_writing()
@@ -84,11 +88,13 @@ class Careful:
 def connection_made(self:Careful, transport):
     "A client has come"
     super(Careful, self).connection_made(Counted(transport))
-    if getattr(self.server_state, 'sweeping', None) is None: self.server_state.sweeping = self.loop.call_later(self.bounds.tick, self.sweep)
+    if getattr(self.server_state, 'sweeping', None) is None:
+        self.server_state.sweeping = self.loop.call_later(self.bounds.tick, self.sweep)
     over = len(self.connections)-self.bounds.connections
     if over>self.bounds.refused: self.transport.abort()
     elif over>0: self.refuse(503, 'There are too many connections', 'Try again in a moment', {'retry-after':'1'})
 
+# %% ../nbs/52a_http.ipynb #1e9d3de6
 @patch
 def sweep(self:Careful):
     "Look at every connection of the server; again in a second, if there are any"
@@ -96,6 +102,7 @@ def sweep(self:Careful):
     state.sweeping = self.loop.call_later(self.bounds.tick, self.sweep) if self.connections else None
     for c in list(self.connections): c.look(now)
 
+# %% ../nbs/52a_http.ipynb #090f205a
 @patch
 def look(self:Careful, now):
     "Cut this connection if something took too long"
@@ -116,6 +123,7 @@ def late_head(self:Careful, now):
     elif self.raw: self.refuse(408, f'The head of the request took longer than {self.bounds.head:g} s')
     else: self.transport.close()
 
+# %% ../nbs/52a_http.ipynb #0ac2f67d
 @patch
 def late_body(self:Careful, now):
     "Cut a connection whose body stays away, or drips"
@@ -130,6 +138,7 @@ def hang_up(self:Careful):
     "Tell every request of this connection that its client is gone"
     for c in self.cycles(): c.disconnected = True; c.message_event.set()
 
+# %% ../nbs/52a_http.ipynb #6b5c94f0
 @patch
 def connection_lost(self:Careful, exc):
     "The client has gone"
@@ -137,7 +146,8 @@ def connection_lost(self:Careful, exc):
     super(Careful, self).connection_lost(exc)
 
 # %% ../nbs/52a_http.ipynb #e5792d32
-_PHRASES = {400:'Bad Request', 408:'Request Timeout', 413:'Content Too Large', 414:'URI Too Long', 431:'Request Header Fields Too Large', 503:'Service Unavailable'}
+_PHRASES = {400:'Bad Request', 408:'Request Timeout', 413:'Content Too Large', 414:'URI Too Long', 431:'Request Header Fields Too Large',
+    503:'Service Unavailable'}
 
 def _plain(status, message, hint='', headers=()):
     "A whole response, for a client that has not got as far as an application"
@@ -145,8 +155,10 @@ def _plain(status, message, hint='', headers=()):
     e.status,e.code = status,{503:'too_many_connections'}.get(status, 'bad_http')
     raw = json.dumps(error_body(e)).encode()
     head = {'content-type':'application/json', 'content-length':len(raw), 'connection':'close', **dict(headers)}
-    return f'HTTP/1.1 {status} {_PHRASES[status]}\r\n'.encode() + ''.join(f'{k}: {v}\r\n' for k,v in head.items()).encode() + b'\r\n' + raw
+    lines = [f'HTTP/1.1 {status} {_PHRASES[status]}', *(f'{k}: {v}' for k,v in head.items()), '', '']
+    return '\r\n'.join(lines).encode()+raw
 
+# %% ../nbs/52a_http.ipynb #63c93d8d
 @patch
 def refuse(self:Careful, status:int, message:str, hint:str='', headers=()):
     "Tell the client why, and be done with it"
@@ -162,6 +174,7 @@ def refuse(self:Careful, status:int, message:str, hint:str='', headers=()):
     if self.transport.can_write_eof(): self.transport.write_eof()
     else: self.transport.close()
 
+# %% ../nbs/52a_http.ipynb #c3de8cff
 @patch
 def send_400_response(self:Careful, msg):
     "What uvicorn calls when the parser gave up"
@@ -184,7 +197,7 @@ def data_received(self:Careful, data):
 # %% ../nbs/52a_http.ipynb #7d496d8b
 class HttpTools(Careful, *([HttpToolsProtocol] if HttpToolsProtocol else [])):
     "uvicorn's fast protocol, with bounds"
-    asked = () # Requests that have been read, some of them answered
+    asked = () # Cycles of requests that have been read, some of them answered
     def __init__(self, *args, **kw): super().__init__(*args, **kw); self.parser = Parser(self)
     def cycles(self): return [c for c in self.asked if not c.response_complete]
     def no(self, *reason): self.reason = reason; raise Refusal(reason)
@@ -206,12 +219,15 @@ class HttpTools(Careful, *([HttpToolsProtocol] if HttpToolsProtocol else [])):
     def on_body(self, body): self.size += len(body); super().on_body(body)
     def on_message_complete(self):
         if not self.parser.should_upgrade(): self.enter('rest'); super().on_message_complete()
-_ABSOLUTE = re.compile(rb'[a-z][a-z0-9+.-]*://([^/?#]*)', re.I) # An address with the server's name in it, which counts then and not `Host` (RFC 9112, 3.2.2)
+
+# An address with the server's name in it, which counts then and not `Host` (RFC 9112, 3.2.2)
+_ABSOLUTE = re.compile(rb'[a-z][a-z0-9+.-]*://([^/?#]*)', re.I)
 
 # %% ../nbs/52a_http.ipynb #e548ad05
 def _without(name, value, what=b'upgrade'):
     "A line of a head; if it is about the connection, without that word"
-    return b'%s: %s'%(name, b','.join(w for w in value.split(b',') if w.strip().lower()!=what) if name==b'connection' else value)
+    if name==b'connection': value = b','.join(w for w in value.split(b',') if w.strip().lower()!=what)
+    return b'%s: %s'%(name, value)
 
 class Parser:
     "`httptools`' parser of requests, for which one that asks for another protocol is as any other"
@@ -242,6 +258,7 @@ class H11(Careful, H11Protocol):
         phase = 'body' if state=='SEND_BODY' else 'head' if state=='IDLE' and waits else 'rest'
         if phase!=self.phase: self.enter(phase)
 
+# %% ../nbs/52a_http.ipynb #12dd5ca4
 def http_protocol(
     bounds:Bounds=Bounds(),
     kind:str='auto', # 'httptools', 'h11', or the first of these that is installed
@@ -268,6 +285,7 @@ class TLSError(ConfigError):
     "A certificate or key that cannot be used"
     code = 'bad_tls'
 
+# %% ../nbs/52a_http.ipynb #8496c7ec
 def tls_options(
     cert:str|None=None, # File with the certificate and those between it and a root
     key:str|None=None, # File with its key; None: it is in `cert`
@@ -282,11 +300,13 @@ def tls_options(
         if not Path(f).is_file(): raise TLSError(f'There is no file {f}')
     c = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try: c.load_cert_chain(cert, key, password=lambda: '')
-    except (ssl.SSLError,OSError,ValueError) as e: raise TLSError(f'{cert} and {key or "its key"} are no pair that TLS can use: {getattr(e, "reason", None) or "unreadable"}') from None
+    except (ssl.SSLError,OSError,ValueError) as e:
+        raise TLSError(f'{cert} and {key or "its key"} are no pair that TLS can use: {getattr(e, "reason", None) or "unreadable"}') from None
     try: c.load_verify_locations(ca) if ca else None
     except (ssl.SSLError,OSError,ValueError): raise TLSError(f'{ca} has no certificates that TLS can use') from None
     return dict(ssl_certfile=cert, ssl_keyfile=key) | (dict(ssl_ca_certs=ca, ssl_cert_reqs=ssl.CERT_REQUIRED) if ca else {})
 
+# %% ../nbs/52a_http.ipynb #8bb19544
 def server_config(
     app,
     bounds:Bounds=Bounds(),
@@ -296,24 +316,29 @@ def server_config(
     **kw, # Further settings of uvicorn
 )->uvicorn.Config:
     "uvicorn's settings"
-    return uvicorn.Config(app, **dict(http=http_protocol(bounds, kind), ws='none', log_config=None, log_level='error', access_log=False, server_header=False, proxy_headers=False,
-        timeout_keep_alive=max(1, math.ceil(bounds.idle)), timeout_graceful_shutdown=max(1, round(drain)), h11_max_incomplete_event_size=bounds.header_bytes+bounds.line) | (tls or {}) | kw)
+    quiet = dict(log_config=None, log_level='error', access_log=False, server_header=False)
+    ends = dict(timeout_keep_alive=max(1, math.ceil(bounds.idle)), timeout_graceful_shutdown=max(1, round(drain)))
+    most = dict(h11_max_incomplete_event_size=bounds.header_bytes+bounds.line)
+    return uvicorn.Config(app, **dict(http=http_protocol(bounds, kind), ws='none', proxy_headers=False) | quiet | ends | most | (tls or {}) | kw)
 
 # %% ../nbs/52a_http.ipynb #7eb785dd
 class InsecureError(ConfigError):
     "An address that strangers can reach, and nothing to keep them out"
     code = 'insecure'
 
+# %% ../nbs/52a_http.ipynb #e1e342e6
 def loopback(host:str)->bool:
     "Does this address only lead to this machine?"
     try: found = socket.getaddrinfo(host or '0.0.0.0', None, type=socket.SOCK_STREAM)
     except OSError: return False
     return bool(found) and all(ipaddress.ip_address(a[4][0].partition('%')[0]).is_loopback for a in found)
 
+# %% ../nbs/52a_http.ipynb #d3d7232f
 def check_bind(host:str, keys, insecure:bool=False):
     "Refuse to listen for strangers without a key"
     if not (keys or insecure or loopback(host)):
-        raise InsecureError(f'{host} can be reached from other machines, and no API key is set', hint='Set ATLAS_API_KEY or give --api-key-file; --insecure serves everyone')
+        raise InsecureError(f'{host} can be reached from other machines, and no API key is set',
+            hint='Set ATLAS_API_KEY or give --api-key-file; --insecure serves everyone')
 
 # %% ../nbs/52a_http.ipynb #0e9d52e8
 def _digest(key): return hashlib.sha256(key if isinstance(key, bytes) else key.encode()).digest()
@@ -381,8 +406,10 @@ class Rules:
     admin:tuple=('/models/load','/models/unload','/sleep','/wake_up') # Paths that need an admin's
     def __post_init__(self):
         for o in self.origins:
-            if o!='*' and not re.fullmatch(r'[a-z][a-z0-9+.-]*://[^/\sA-Z?#@]+', o): raise ConfigError(f'{o[:100]!r} is no origin of a web page', hint='Write it as browsers do, such as https://chat.example.com')
+            if o!='*' and not re.fullmatch(r'[a-z][a-z0-9+.-]*://[^/\sA-Z?#@]+', o):
+                raise ConfigError(f'{o[:100]!r} is no origin of a web page', hint='Write it as browsers do, such as https://chat.example.com')
 
+# %% ../nbs/52a_http.ipynb #30f6e7cb
 def host_names(
     host:str, # Address that the server listens on
     more=(), # Other names it has
@@ -391,7 +418,8 @@ def host_names(
     for n in more:
         if n!='*' and not _host(n.encode()): raise ConfigError(f'{n[:100]!r} is no name of a host', hint='Write it without https:// and path, such as chat.example.com')
     names = ['localhost','127.0.0.1','::1', *('*' if n=='*' else _host(n.encode()) for n in more)]
-    if not loopback(host): names += [host, socket.gethostname(), socket.gethostname()+'.local', socket.getfqdn(), *([] if host not in ('','0.0.0.0','::') else ['ip'])]
+    if not loopback(host): names += [host, socket.gethostname(), socket.gethostname()+'.local', socket.getfqdn()]
+    if host in ('','0.0.0.0','::'): names.append('ip')
     return tuple(dict.fromkeys(n.lower().strip('[]') for n in names if n))
 
 def _host(raw:bytes)->str:
@@ -424,9 +452,26 @@ class TooLargeError(RequestError):
     status,code = 413,'body_too_large'
     def __init__(self, cap): super().__init__(f'The body is larger than {cap:,} bytes', hint='Send less')
 
+# %% ../nbs/52a_http.ipynb #0b9ee2a5
 def refusal(path:str, e:AtlasError)->dict:
     "An error in the shape of the API that `path` belongs to"
     return anthropic.error_body(e) if re.match(r'/v1/messages(/|$)', path) else error_body(e)
+
+# %% ../nbs/52a_http.ipynb #a0ae7a65
+class BadHeaderError(RequestError):
+    "Headers that contradict themselves"
+    code = 'bad_header'
+
+# %% ../nbs/52a_http.ipynb #4e87afe3
+class Headers:
+    "Headers, by name"
+    def __init__(self, raw): self.raw = raw
+    def all(self, name): return [v for k,v in self.raw if k==name]
+    def one(self, name):
+        "The only value of a header; None if it is not there"
+        got = self.all(name)
+        if len(got)>1: raise BadHeaderError(f'The header {name.decode()} is there more than once')
+        return got[0] if got else None
 
 # %% ../nbs/52a_http.ipynb #411194c5
 class Guard:
@@ -449,20 +494,6 @@ class Guard:
             if started: raise
             await reply(send, e.status, refusal(scope['path'], e), _why_headers(e))
 
-class BadHeaderError(RequestError):
-    "Headers that contradict themselves"
-    code = 'bad_header'
-
-class Headers:
-    "Headers, by name"
-    def __init__(self, raw): self.raw = raw
-    def all(self, name): return [v for k,v in self.raw if k==name]
-    def one(self, name):
-        "The only value of a header; None if it is not there"
-        got = self.all(name)
-        if len(got)>1: raise BadHeaderError(f'The header {name.decode()} is there more than once')
-        return got[0] if got else None
-
 # %% ../nbs/52a_http.ipynb #b5309746
 def _with_status(send, status):
     "Another status for whatever is sent"
@@ -481,6 +512,7 @@ async def reply(send, status, body, headers):
     await send(dict(type='http.response.start', status=status, headers=[(k.encode(), v.encode()) for k,v in head.items()]))
     await send(dict(type='http.response.body', body=raw))
 
+# %% ../nbs/52a_http.ipynb #2c2d27c8
 @patch
 def check_host(self:Guard, scope, h):
     "Refuse a name that is not ours"
@@ -507,6 +539,7 @@ def check_key(self:Guard, scope, h)->tuple|UnknownKeyError|None:
     if path in self.rules.admin and who[1]!='admin': raise RightsError('This needs the key of an admin', hint='ATLAS_ADMIN_KEY sets one where the server starts')
     return who
 
+# %% ../nbs/52a_http.ipynb #042f601c
 @patch
 def check_rate(self:Guard, scope, who):
     "Count a request, or say when it may come"
@@ -536,6 +569,7 @@ def capped(self:Guard, h, receive):
 
 # %% ../nbs/52a_http.ipynb #0adbb73c
 _safe = ((b'x-content-type-options',b'nosniff'), (b'referrer-policy',b'no-referrer'), (b'x-frame-options',b'DENY'), (b'cache-control',b'no-store'))
+_shown = b'x-request-id, retry-after, x-atlas-warning' # Headers that a page may read
 
 @patch
 def cors(self:Guard, h)->list:
@@ -545,8 +579,8 @@ def cors(self:Guard, h)->list:
     if '*' in ok: return [(b'access-control-allow-origin',b'*'), (b'access-control-expose-headers',_shown)]
     if origin.decode('latin-1') not in ok: return [(b'vary',b'Origin')]
     return [(b'access-control-allow-origin',origin), (b'access-control-expose-headers',_shown), (b'vary',b'Origin')]
-_shown = b'x-request-id, retry-after, x-atlas-warning'
 
+# %% ../nbs/52a_http.ipynb #a6954962
 @patch
 def dress(self:Guard, h, send):
     "`send` with our headers, and a list that is filled when the answer begins"
@@ -559,11 +593,14 @@ def dress(self:Guard, h, send):
         await send(m)
     return dressed,started
 
+# %% ../nbs/52a_http.ipynb #ffbbb6f7
 @patch
 async def preflight(self:Guard, h, send):
     "A browser asks whether a page may ask"
-    if not any(k==b'access-control-allow-origin' for k,_ in self.cors(h)): raise RightsError('This server answers no other web pages', hint='--cors-origin names those that it should')
+    if not any(k==b'access-control-allow-origin' for k,_ in self.cors(h)):
+        raise RightsError('This server answers no other web pages', hint='--cors-origin names those that it should')
     asked = h.one(b'access-control-request-headers') or b'authorization, content-type'
     if not re.fullmatch(rb"[\w!#$%&'*+.^`|~, -]{0,2000}", asked): raise BadHeaderError('The headers that a page wants to send have impossible names')
-    await send(dict(type='http.response.start', status=204, headers=[(b'access-control-allow-methods',b'GET, POST, DELETE'), (b'access-control-max-age',b'600'), (b'access-control-allow-headers',asked)]))
+    yes = [(b'access-control-allow-methods',b'GET, POST, DELETE'), (b'access-control-max-age',b'600'), (b'access-control-allow-headers',asked)]
+    await send(dict(type='http.response.start', status=204, headers=yes))
     await send(dict(type='http.response.body', body=b''))

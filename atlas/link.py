@@ -23,9 +23,7 @@ class LinkError(EngineError):
     "What came over a link is no frame"
     code = 'link_error'
 
-MARK,MAX_FRAME = b'Atl\x01',1<<30
-_head = struct.Struct('<4sI')
-
+# %% ../nbs/53a_link.ipynb #5995fff9
 def _put(o):
     "What msgpack has no word for: arrays, and NumPy's numbers"
     if isinstance(o, np.ndarray): return msgpack.ExtType(1, msgpack.packb((o.dtype.str, o.shape))+np.ascontiguousarray(o).tobytes())
@@ -41,6 +39,9 @@ def _take(kind, data):
     return np.frombuffer(data, dtype, offset=u.tell()).reshape(shape)
 
 # %% ../nbs/53a_link.ipynb #0e3a501e
+MARK,MAX_FRAME = b'Atl\x01',1<<30
+_head = struct.Struct('<4sI') # Mark and length
+
 def frame(*message)->bytes:
     "The bytes of a message; a `LinkError` if it holds something that cannot be sent"
     try: body = msgpack.packb(message, default=_put, unicode_errors='surrogatepass')
@@ -48,6 +49,15 @@ def frame(*message)->bytes:
     if len(body)>MAX_FRAME: raise LinkError(f'A message of {len(body):,} bytes is too large to be sent')
     return _head.pack(MARK, len(body))+body
 
+# %% ../nbs/53a_link.ipynb #573c9348
+def _message(body)->list:
+    try: m = msgpack.unpackb(body, strict_map_key=False, ext_hook=_take, unicode_errors='surrogatepass')
+    except LinkError: raise
+    except Exception as e: raise LinkError(f'A frame cannot be read: {type(e).__name__}') from e
+    if not (isinstance(m, list) and m and isinstance(m[0], str)): raise LinkError('A frame holds no message')
+    return m
+
+# %% ../nbs/53a_link.ipynb #c5795e37
 class Frames:
     "Messages out of bytes that come in any pieces"
     def __init__(self): self._buf = bytearray()
@@ -64,13 +74,6 @@ class Frames:
         del b[:at]
         return out
 
-def _message(body)->list:
-    try: m = msgpack.unpackb(body, strict_map_key=False, ext_hook=_take, unicode_errors='surrogatepass')
-    except LinkError: raise
-    except Exception as e: raise LinkError(f'A frame cannot be read: {type(e).__name__}') from e
-    if not (isinstance(m, list) and m and isinstance(m[0], str)): raise LinkError('A frame holds no message')
-    return m
-
 # %% ../nbs/53a_link.ipynb #c330275c
 def _differs(o)->dict:
     "Fields of a dataclass that are not as they are by default"
@@ -81,14 +84,22 @@ def pack_request(r:Request)->dict:
     d = {f.name:getattr(r, f.name) for f in dataclasses.fields(r) if f.name!='images'}
     return {k:v for k,v in d.items() if v is not None and v!=() and k!='params'}|dict(params=_differs(r.params))
 
+# %% ../nbs/53a_link.ipynb #ba30d038
 def unpack_request(d:dict, images=())->Request:
     "The request again; a `RequestError` if it is none"
     d = dict(d)
     params,prompt,eos = SamplingParams(**d.pop('params')),tuple(d.pop('prompt')),tuple(d.pop('eos_ids', ()))
     return Request(prompt=prompt, params=params, eos_ids=eos, images=images, **d)
 
-def pack_images(images)->list: return [list(i) for i in images]
-def unpack_images(images)->tuple: return tuple((a, tuple(grid) if isinstance(grid, list) else grid) for a,grid in images)
+# %% ../nbs/53a_link.ipynb #95aa8fc4
+def pack_images(images)->list:
+    "Pairs of pixels and their grid, as plain data"
+    return [list(i) for i in images]
+
+# %% ../nbs/53a_link.ipynb #4fc47c3c
+def unpack_images(images)->tuple:
+    "The pairs again"
+    return tuple((a, tuple(grid) if isinstance(grid, list) else grid) for a,grid in images)
 
 # %% ../nbs/53a_link.ipynb #ae1ead49
 _more = dataclasses.fields(Event)[2:] # after id and token
@@ -103,6 +114,7 @@ def pack_event(
     k = max(i for i,(a,b) in enumerate(zip(rest, _usual)) if a!=b)
     return [n, e.token, *rest[:k+1]]
 
+# %% ../nbs/53a_link.ipynb #1ec24dc6
 def unpack_event(
     rid:str, # The request's id
     m:list, # What `pack_event` made
@@ -118,6 +130,7 @@ def pack_error(e:BaseException)->dict:
     if isinstance(e, AtlasError): return dict(code=e.code, msg=e.msg, hint=e.hint, param=e.param)
     return dict(code=EngineError.code, msg=f'The engine failed with {type(e).__name__}', hint='See the log of the server for the cause', param=None)
 
+# %% ../nbs/53a_link.ipynb #3206359c
 def unpack_error(d:dict)->AtlasError:
     "The error again, of the class that has its code"
     try: e = typed_error(d.get('code'), '')

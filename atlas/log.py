@@ -50,7 +50,9 @@ TEXTS = frozenset('messages prompt content text input output body reasoning argu
 
 _UNSEEN = re.compile('[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]') # Control characters, ends of lines, and changes of direction
 
-def _seen(text, keep=''): return _UNSEEN.sub(lambda m: m[0] if m[0] in keep else m[0].encode('unicode_escape').decode(), text)
+def _seen(text, keep=''):
+    "`text` with escapes for what cannot be seen, but for the characters in `keep`"
+    return _UNSEEN.sub(lambda m: m[0] if m[0] in keep else m[0].encode('unicode_escape').decode(), text)
 
 def _quiet(logger, name, d):
     "Drop what may be somebody's words, cut what is long, and show what cannot be seen"
@@ -61,6 +63,7 @@ def _quiet(logger, name, d):
         d[k] = _seen(v, '\n\t' if k=='exception' else '')
     return d
 
+# %% ../nbs/52c_log.ipynb #b9985088
 class _Line:
     "What structlog writes to"
     def __init__(self, sink): self.sink = sink
@@ -82,6 +85,7 @@ class _Bridge(logging.Handler):
             getattr(structlog.get_logger(), record.levelname.lower(), structlog.get_logger().info)(record.getMessage(), logger=record.name, **kw)
         except Exception: self.sink.lost += 1
 
+# %% ../nbs/52c_log.ipynb #90488644
 def configure(
     format:str='auto', # 'json', 'console', or the first unless somebody watches
     level:str='info', # 'debug', 'info', 'warning' or 'error'
@@ -91,8 +95,8 @@ def configure(
     stream = stream or sys.stderr
     person = getattr(stream, 'isatty', lambda: False)()
     sink,n = Sink(stream),logging.getLevelNamesMapping()[level.upper()]
-    structlog.configure(processors=_processors(format=='json' or (format=='auto' and not person), person), wrapper_class=structlog.make_filtering_bound_logger(n),
-        logger_factory=lambda *a: _Line(sink), cache_logger_on_first_use=False)
+    structlog.configure(processors=_processors(format=='json' or (format=='auto' and not person), person),
+        wrapper_class=structlog.make_filtering_bound_logger(n), logger_factory=lambda *a: _Line(sink), cache_logger_on_first_use=False)
     h = _Bridge(n)
     h.sink = sink
     for name in LOGGERS:
@@ -108,10 +112,12 @@ def request_id(scope)->bytes:
     got = next((v for k,v in scope['headers'] if k==b'x-request-id'), b'')
     return got if re.fullmatch(rb'[\w.:-]{1,128}', got) else f'req_{uuid.uuid4().hex}'.encode()
 
+# %% ../nbs/52c_log.ipynb #566a77d6
 def note(scope, **kw):
     "Leave something for the line about this request: model, prompt_tokens, completion_tokens, finish, …"
     scope.setdefault('atlas.note', {}).update(kw)
 
+# %% ../nbs/52c_log.ipynb #42d06f78
 class Access:
     "An ASGI layer, the outermost: an id for every request, and a line when it has ended"
     def __init__(self, app, clock=perf_counter): self.app,self.clock = app,clock
@@ -137,5 +143,6 @@ def line(self:Access, scope, status, notes, seconds):
     "Log an ended request"
     log,path = structlog.get_logger(),scope['path'][:200]
     say = log.debug if path in ('/health','/metrics') else log.error if (status or 499)>=500 and status not in (501,503) else log.info
-    client,user = (scope.get('client') or ('',))[0],scope.get('atlas.user')
-    say('request', method=scope['method'][:16], path=path, status=status or 499, seconds=round(seconds, 4), client=client, **(dict(user=user) if user else {}), **notes)
+    client = (scope.get('client') or ('',))[0]
+    user = dict(user=scope['atlas.user']) if scope.get('atlas.user') else {}
+    say('request', method=scope['method'][:16], path=path, status=status or 499, seconds=round(seconds, 4), client=client, **user, **notes)

@@ -50,12 +50,16 @@ _times = dict(
     grammar_compile_seconds='To check the grammar of a request')
 _sizes = dict(request_prompt_tokens='Tokens of the prompt of a request', request_generation_tokens='Tokens of the answer to a request')
 _counts = dict(
-    prompt_tokens='Tokens of prompts', prompt_tokens_cached='Tokens of prompts that a cache supplied', generation_tokens='Tokens of answers', reasoning_tokens='Tokens of answers spent thinking',
+    prompt_tokens='Tokens of prompts', prompt_tokens_cached='Tokens of prompts that a cache supplied',
+    generation_tokens='Tokens of answers', reasoning_tokens='Tokens of answers spent thinking',
     requests_submitted='Requests given to the engine; each ends once in request_success')
-_by = dict(request_success=('finished_reason','Requests that ended, by reason',('stop','length','tool_calls','abort','error')),
-    aborted_requests=('why','Requests that were stopped early, by cause',('client_gone','error','shutdown')),
-    admission_rejections=('reason','Requests that were turned away',('queue_full',)), tool_parse_failures=('parser','Answers that began a tool call which could not be read',()))
+_by = dict( # Label, what it is, and the label's values that are known
+    request_success=('finished_reason', 'Requests that ended, by reason', ('stop','length','tool_calls','abort','error')),
+    aborted_requests=('why', 'Requests that were stopped early, by cause', ('client_gone','error','shutdown')),
+    admission_rejections=('reason', 'Requests that were turned away', ('queue_full',)),
+    tool_parse_failures=('parser', 'Answers that began a tool call which could not be read', ()))
 
+# %% ../nbs/52b_metrics.ipynb #5ceb5de7
 class ModelMetrics:
     "What is counted for one model"
     def __init__(self):
@@ -68,30 +72,47 @@ class ModelMetrics:
 class Stopwatch:
     "Times one choice, from submission to its end"
     def __init__(self, metrics:ModelMetrics, prompt:int=0):
-        self.m,self.prompt,self.start,self.first,self.last,self.n,self.queue = metrics,prompt,perf_counter(),None,None,0,0.
+        self.m,self.prompt,self.start = metrics,prompt,perf_counter()
+        self.first = self.last = None # When its first and its last token came
+        self.n,self.queue = 0,0. # Tokens; seconds that it waited for the engine
         metrics.requests_submitted += 1
-    def begin(self, now, waited):
-        "The first token is here"
-        took,m = now-self.start,self.m
-        self.first,self.queue = now,min(waited, took)
-        m.time_to_first_token_seconds.observe(took); m.request_queue_time_seconds.observe(self.queue); m.request_prefill_time_seconds.observe(took-self.queue)
-    def tokens(self,
-        k:int,
-        waited:float=0., # Seconds that the engine says the request waited; counts with the first
-    ):
-        "`k` more tokens are here"
-        now,m = perf_counter(),self.m
-        if self.first is None: self.begin(now, waited); self.last = now; self.n += 1; m.generation_tokens += 1; k -= 1
-        if k: m.inter_token_latency_seconds.observe((now-self.last)/k, k); self.n += k; m.generation_tokens += k
-        self.last = now
-    def end(self, reason:str):
-        "It is over; this is called once"
-        m = self.m
-        m.request_success[reason] += 1
-        m.e2e_request_latency_seconds.observe(perf_counter()-self.start)
-        m.request_prompt_tokens.observe(self.prompt); m.request_generation_tokens.observe(self.n)
-        if self.n: m.request_decode_time_seconds.observe(self.last-self.first); m.request_inference_time_seconds.observe(self.last-self.start-self.queue)
-        if self.n>1: m.request_time_per_output_token_seconds.observe((self.last-self.first)/(self.n-1))
+
+# %% ../nbs/52b_metrics.ipynb #ed583656
+@patch
+def begin(self:Stopwatch, now, waited):
+    "The first token is here"
+    took,m = now-self.start,self.m
+    self.first,self.queue = now,min(waited, took)
+    m.time_to_first_token_seconds.observe(took)
+    m.request_queue_time_seconds.observe(self.queue)
+    m.request_prefill_time_seconds.observe(took-self.queue)
+
+# %% ../nbs/52b_metrics.ipynb #2ba35db1
+@patch
+def tokens(self:Stopwatch,
+    k:int,
+    waited:float=0., # Seconds that the engine says the request waited; counts with the first
+):
+    "`k` more tokens are here"
+    now,m = perf_counter(),self.m
+    self.n += k; m.generation_tokens += k
+    if self.first is None: self.begin(now, waited); self.last = now; k -= 1
+    if k: m.inter_token_latency_seconds.observe((now-self.last)/k, k)
+    self.last = now
+
+# %% ../nbs/52b_metrics.ipynb #cf312e62
+@patch
+def end(self:Stopwatch, reason:str):
+    "It is over; this is called once"
+    m = self.m
+    m.request_success[reason] += 1
+    m.e2e_request_latency_seconds.observe(perf_counter()-self.start)
+    m.request_prompt_tokens.observe(self.prompt)
+    m.request_generation_tokens.observe(self.n)
+    if not self.n: return
+    m.request_decode_time_seconds.observe(self.last-self.first)
+    m.request_inference_time_seconds.observe(self.last-self.start-self.queue)
+    if self.n>1: m.request_time_per_output_token_seconds.observe((self.last-self.first)/(self.n-1))
 
 # %% ../nbs/52b_metrics.ipynb #e6a13a7c
 _engine = dict(
@@ -100,15 +121,22 @@ _engine = dict(
     num_preemptions_total='Requests that had to give their place to another',
     corrupted_requests_total='Requests failed because logits were not finite',
     prefix_cache_queries_total='Prompt tokens that were looked up in the prefix cache', prefix_cache_hits_total='Prompt tokens that it had',
-    spec_decode_num_drafts_total='Times that tokens were drafted', spec_decode_num_draft_tokens_total='Tokens drafted', spec_decode_num_accepted_tokens_total='Drafted tokens that were right',
-    guide_seconds_total='Seconds spent on masks of grammars', prefill_tokens_total='Prompt tokens computed', steps_total='Steps of the engine', jit_after_ready_total='Kernels compiled after the engine was ready')
+    spec_decode_num_drafts_total='Times that tokens were drafted', spec_decode_num_draft_tokens_total='Tokens drafted',
+    spec_decode_num_accepted_tokens_total='Drafted tokens that were right',
+    guide_seconds_total='Seconds spent on masks of grammars', prefill_tokens_total='Prompt tokens computed', steps_total='Steps of the engine',
+    jit_after_ready_total='Kernels compiled after the engine was ready')
 STATES = ('unloaded','loading','loaded','sleeping','stalled','restarting','unloading','failed')
 
+# %% ../nbs/52b_metrics.ipynb #476a4105
 class Metrics:
     "What the service counts; Prometheus's collector of it"
     def __init__(self,
         models, # Whatever has `upstreams` and `stats()`
-    ): self.models,self.by_model,self.http,self.process = models,{},Counter(),CollectorRegistry(); ProcessCollector(registry=self.process); self.process.register(self)
+    ):
+        self.models,self.by_model,self.http = models,{},Counter()
+        self.process = CollectorRegistry()
+        ProcessCollector(registry=self.process)
+        self.process.register(self)
     def of(self, name:str)->ModelMetrics:
         "The counts of one model"
         if name not in self.by_model: self.by_model[name] = ModelMetrics()
@@ -156,6 +184,7 @@ def _engines(self:Metrics):
     for name,s in said: f.add_metric([name,'capacity'], s.get('num_requests_waiting', 0))  # there is no other
     yield f
 
+# %% ../nbs/52b_metrics.ipynb #753e04ca
 @patch
 def _states(self:Metrics):
     "The state of each model, its load and its restarts"

@@ -11,8 +11,9 @@ __all__ = ['Split', 'Answer', 'Splitter', 'kept', 'default_parsers', 'CallDelta'
 # %% ../nbs/42e_parsers.ipynb #7ab4d55b
 import atlas.calls.json,atlas.calls.xml,atlas.calls.python
 from dataclasses import dataclass
+from functools import cache
 from fastcore.basics import patch
-from .calls.core import CallDelta,Result,Tool,TOOL_PARSERS,ToolStream,parse_tools
+from .calls.core import CallDelta,Marks,Result,Tool,TOOL_PARSERS,ToolStream,parse_tools
 from .calls.harmony import ENDS,MESSAGE,START,Harmony
 from .reasoning import REASONING_PARSERS,ReasoningStream,begins,parse_reasoning
 
@@ -55,7 +56,7 @@ class Splitter:
         self.harmony = Harmony(tool_list) if reasoning=='openai_gptoss' or tools=='openai' else None
         self.thoughts = ReasoningStream(reasoning, thinking, opened) if reasoning and not self.harmony else None
         self.parser = ToolStream(tools, tool_list) if tools and not self.harmony else None
-        self.plain,self.blanks = [],[] if self.parser else None
+        self.plain,self.blanks,self.tail = [],[] if self.parser else None,''
         if self.harmony: self.harmony.feed(_header(prompt))
     @property
     def thinking(self)->bool:
@@ -90,14 +91,14 @@ def finish(self:Splitter):
     if not self.parser: return self._more(thought, text)
     a,b = self.parser.feed(text),self.parser.finish()
     calls = (*a.calls, *b.calls)
-    return self.make(thought, self._quiet(a.content+b.content, calls, True), calls)
+    return self.make(thought, self._quiet(self._closed(a.content+b.content, True), calls, True), calls)
 @patch
 def _heard(self:Splitter, d): return self.make(d.reasoning if self.reasoning else '', d.content, d.calls if self.tools else ())
 @patch
 def _more(self:Splitter, thought, text):
     "Pass on what is not a thought"
     if not text: return self.make(thought, '', ())
-    if self.parser: d = self.parser.feed(text); return self.make(thought, self._quiet(d.content, d.calls), d.calls)
+    if self.parser: d = self.parser.feed(text); return self.make(thought, self._quiet(self._closed(d.content), d.calls), d.calls)
     if not self.thoughts: self.plain.append(text)
     return self.make(thought, text, ())
 
@@ -111,6 +112,18 @@ def _quiet(self:Splitter, text, calls, last=False):
     said,self.blanks = ''.join(self.blanks),None
     return '' if calls and said.isspace() else said
 
+# %% ../nbs/42e_parsers.ipynb #158bb137
+_marks = cache(Marks)
+
+@patch
+def _closed(self:Splitter, text, last=False):
+    "`text` without closing marks, if a thought was left open"
+    if not self.thoughts or not self.thoughts.unclosed: return text
+    *parts,rest = (self.tail+text).split(close:=self.thoughts.close)
+    n = len(rest)-(0 if last else _marks(close).partial(rest))
+    self.tail = rest[n:]
+    return ''.join(parts)+rest[:n]
+
 # %% ../nbs/42e_parsers.ipynb #8806f7e8
 @patch
 def result(self:Splitter)->Answer:
@@ -121,7 +134,9 @@ def result(self:Splitter)->Answer:
     thought,text = self.thoughts.result() if self.thoughts else (None,''.join(self.plain) or None)
     if not self.parser: return Answer(thought, text, [])
     r = self.parser.result()
-    return Answer(thought, None if r.tool_calls and r.content and r.content.isspace() else r.content, r.tool_calls)
+    said = r.content or ''
+    if self.thoughts and self.thoughts.unclosed and (k:=self.thoughts.close) in said: said = said.replace(k, '').strip()
+    return Answer(thought, None if r.tool_calls and said.isspace() else said or None, r.tool_calls)
 
 # %% ../nbs/42e_parsers.ipynb #f229532a
 def kept(

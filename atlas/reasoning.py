@@ -61,6 +61,7 @@ class Reasoner:
     ):
         self.style,self.open,self.close = style,style.open,style.close
         self.thinking = opened or thinking and style.inside # Is the text inside a thought by now?
+        self.unclosed = False # Did a call end a thought?
         self.read = self.thinking or not style.inside
         self.buf,self.i,self.done = '',0,False
         self.thoughts,self.answers,self.blanks = [],[],[]
@@ -161,7 +162,7 @@ def run(self:Reasoner):
         mark = yield from (self._thought() if self.thinking else self._upto(_marks(*between), self.answer))
         if mark not in (self.open, self.close): break
         self.thinking = mark==self.open
-    if mark in s.tools: self.thinking,self.i = False,self.i-len(mark)
+    if mark in s.tools: self.unclosed,self.thinking,self.i = self.thinking,False,self.i-len(mark)
     self.answer(self.buf[self.i:])
     self.i = len(self.buf)
 

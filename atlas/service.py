@@ -6,7 +6,7 @@ Docs: https://atlas-inference.github.io/atlas/service.html.md"""
 
 # %% auto #0
 __all__ = ['SHORT', 'FIM', 'MAX_CHOICES', 'Upstream', 'Models', 'Service', 'in_vocab', 'Prompt', 'within_thought', 'fill',
-           'closing', 'tool_guide', 'guide_of', 'keep', 'voice', 'shorten', 'packed']
+           'scored', 'closing', 'tool_guide', 'guide_of', 'keep', 'voice', 'shorten', 'packed']
 
 # %% ../nbs/52e_service.ipynb #9ad52446
 import asyncio,base64
@@ -42,6 +42,7 @@ class Upstream:
     parsers:tuple=(None,None) # Names of the parsers of tool calls and of reasoning
     runner:object=None # `submit`, `stats`, `healthy`, `close`, and perhaps `call`
 
+# %% ../nbs/52e_service.ipynb #6dbd0a68
 class Models:
     "Models that are always there"
     draining = False
@@ -69,30 +70,44 @@ def _state(u): return 'loaded' if u.runner.healthy else 'failed'
 @patch
 def list(self:Models)->list[dict]:
     "Each model and its state"
-    return [dict(id=u.name, names=u.names, created=u.info.get('created', 0), info=u.info, state=_state(u), status=dict(value='loaded') if u.runner.healthy else dict(value='unloaded', failed=True)) for u in self.upstreams]
+    def status(u): return dict(value='loaded') if u.runner.healthy else dict(value='unloaded', failed=True)
+    return [dict(id=u.name, names=u.names, created=u.info.get('created', 0), info=u.info, state=_state(u), status=status(u)) for u in self.upstreams]
+
+# %% ../nbs/52e_service.ipynb #e12efe89
 @patch
 def stats(self:Models)->list[dict]:
     "For the metrics"
     return [dict(model=u.name, state=_state(u), load_seconds=u.info.get('load_seconds') or {}, restarts_total=0) for u in self.upstreams]
+
+# %% ../nbs/52e_service.ipynb #4b9fa425
 @patch
 def health(self:Models)->dict:
     "The body of /health"
     return dict(status='ok' if self.healthy else 'unhealthy', model=self.upstreams[0].names[0], models={u.name:dict(state=_state(u)) for u in self.upstreams})
+
+# %% ../nbs/52e_service.ipynb #072a37f4
 @patch
 async def load(self:Models, name:str):
     "It is loaded already"
     raise RequestError(f'{self.find(name).name} is loaded already', param='model')
+
+# %% ../nbs/52e_service.ipynb #bf44aa09
 @patch
 async def unload(self:Models, name:str):
     "It stays"
     raise NotOfferedError(f'{self.find(name).name} runs in the server\'s own process and cannot be unloaded', param='model')
+
+# %% ../nbs/52e_service.ipynb #170548fc
 @patch
 async def events(self:Models):
     "Changes of state: there are none, but for the first"
     for u in self.upstreams: yield dict(model=u.name, event='model_status', data=dict(status=_state(u)))
     await asyncio.Event().wait()
+
+# %% ../nbs/52e_service.ipynb #d69ee2e8
 @patch
 async def start(self:Models): "Nothing to do"
+
 @patch
 async def close(self:Models, drain:float=0.):
     "End the runners"
@@ -114,6 +129,7 @@ class Service:
         self.metrics,self._longest,self.tasks = Metrics(models),WeakKeyDictionary(),set()
         self.fetchers = ThreadPoolExecutor(8, 'atlas-fetch') if fetch else None
 
+# %% ../nbs/52e_service.ipynb #7e360976
 @patch
 async def upstream(self:Service, name:str|None)->Upstream:
     "The model that was asked for, ready"
@@ -129,16 +145,19 @@ def longest(self:Service, tok)->int:
     if tok not in self._longest: self._longest[tok] = max((len(tok.token(i) or '') for i in range(tok.vocab_size)), default=1)
     return self._longest[tok]
 
+# %% ../nbs/52e_service.ipynb #89035cf7
 @patch
 async def encode(self:Service, u:Upstream, text:str, **kw)->list[int]:
     "Token ids of a prompt"
     limit = u.info['max_seq_len']
     if len(text)>8*limit and (least := -(-len(text)//self.longest(u.tokenizer)))>limit:
-        e = ContextLengthError(f'The prompt has {len(text):,} characters, which is at least {least:,} tokens, and the context holds {limit:,}', hint='Shorten the prompt')
+        said = f'The prompt has {len(text):,} characters, which is at least {least:,} tokens, and the context holds {limit:,}'
+        e = ContextLengthError(said, hint='Shorten the prompt')
         e.tokens,e.limit = least,limit
         raise e
     return u.tokenizer.encode(text, **kw) if len(text)<=SHORT else await asyncio.to_thread(u.tokenizer.encode, text, **kw)
 
+# %% ../nbs/52e_service.ipynb #125036de
 def in_vocab(u:Upstream, ids, param:str):
     "Refuse token ids that the model does not have: an id is an index into the embedding table"
     if (top := max(ids, default=0))>=u.info['vocab_size']:
@@ -168,18 +187,21 @@ async def render(self:Service, u:Upstream, messages:list, tools:list|None=None, 
     if hasattr(t, 'arender'): return await t.arender(said, tools=tools, **kw)
     return await asyncio.to_thread(t.render, said, tools=tools, **kw)
 
+# %% ../nbs/52e_service.ipynb #6f1921cc
 @patch
 async def look(self:Service, messages:list, sees:bool)->tuple[list,list]:
     "Messages with marks for their images, and the images"
     if self.fetch and sees: await asyncio.get_running_loop().run_in_executor(self.fetchers, inline_images, messages, self.fetch)
     return await asyncio.to_thread(prepare_images, messages, sees=sees)
 
+# %% ../nbs/52e_service.ipynb #c71a6dc0
 def within_thought(m:dict, prompt:str)->bool:
     "Does a prompt end within the thought of its last message?"
     thought,c = (m.get('reasoning') or '').rstrip(),m.get('content') or ''
     said = c if isinstance(c, str) else ''.join(p.get('text') or '' for p in c)
     return bool(thought) and not said.strip() and prompt.rstrip().endswith(thought)
 
+# %% ../nbs/52e_service.ipynb #214dc67a
 @patch
 async def chat_prompt(self:Service, u:Upstream, ask:Ask)->Prompt:
     "The prompt of a conversation"
@@ -195,8 +217,9 @@ async def chat_prompt(self:Service, u:Upstream, ask:Ask)->Prompt:
     return Prompt(ids, text, images, ask.template.get('enable_thinking') is not False if told is None else told, bool(told))
 
 # %% ../nbs/52e_service.ipynb #f8e20043
-FIM = (('<|fim_prefix|>','<|fim_suffix|>','<|fim_middle|>'), ('<fim_prefix>','<fim_suffix>','<fim_middle>'), ('<fim-prefix>','<fim-suffix>','<fim-middle>'), ('<PRE>','<SUF>','<MID>'),
-    ('▁<PRE>','▁<SUF>','▁<MID>'), ('<｜fim▁begin｜>','<｜fim▁hole｜>','<｜fim▁end｜>'), ('<|code_prefix|>','<|code_suffix|>','<|code_middle|>'))
+FIM = ( # Marks before the beginning, before the end, and before the middle, as families have them
+    ('<|fim_prefix|>','<|fim_suffix|>','<|fim_middle|>'), ('<fim_prefix>','<fim_suffix>','<fim_middle>'), ('<fim-prefix>','<fim-suffix>','<fim-middle>'),
+    ('<PRE>','<SUF>','<MID>'), ('▁<PRE>','▁<SUF>','▁<MID>'), ('<｜fim▁begin｜>','<｜fim▁hole｜>','<｜fim▁end｜>'), ('<|code_prefix|>','<|code_suffix|>','<|code_middle|>'))
 
 def fill(tok, before, after)->list[int]:
     "Ids that ask for the text between `before` and `after`, which are ids"
@@ -205,6 +228,7 @@ def fill(tok, before, after)->list[int]:
         if None not in (a,b,c): return [*tok.encode('')[:1], a, *before, b, *after, c]
     raise NotOfferedError('suffix is given, and this model was not made to fill a middle', hint='Leave it out', param='suffix')
 
+# %% ../nbs/52e_service.ipynb #b965e3e9
 @patch
 async def text_prompt(self:Service, u:Upstream, ask:TextAsk, p)->Prompt:
     "One prompt of a completion"
@@ -224,16 +248,7 @@ async def ask_of(self:Service, u:Upstream, op:str, **kw):
     if not hasattr(u.runner, 'call'): raise NotOfferedError(f'{u.names[0]} has no {op}')
     return await u.runner.call(op, **kw)
 
-@patch
-async def prompts(self:Service, u:Upstream, ask:Ask)->list[Prompt]:
-    "All prompts of a question"
-    if isinstance(ask, TextAsk): ps = [await self.text_prompt(u, ask, p) for p in ask.prompts]
-    else: ps = [await self.fitting(u, ask)]
-    k = max((ask.params.logprobs if isinstance(ask, TextAsk) and ask.echo and ask.params.logprobs is not None else -1), -1 if (n := getattr(ask, 'prompt_logprobs', None)) is None else n)
-    if k>=0:
-        for p in ps: p.tokens = prompt_tokens_of(p.ids, await self.ask_of(u, 'score', ids=list(p.ids), k=k) if len(p.ids)>1 else [], Token)
-    return ps
-
+# %% ../nbs/52e_service.ipynb #8025bfa8
 @patch
 async def fitting(self:Service, u:Upstream, ask:Ask)->Prompt:
     "The prompt of a conversation; where the client said so, less its oldest turns if it is too long"
@@ -242,27 +257,50 @@ async def fitting(self:Service, u:Upstream, ask:Ask)->Prompt:
         except ContextLengthError:
             if getattr(ask, 'truncation', None)!='auto' or not ask.shorten(): raise
 
+# %% ../nbs/52e_service.ipynb #9ca8a5b3
+def scored(ask:Ask)->int|None:
+    "How many alternatives of each token of the prompt were asked for; None: no log-probabilities of it"
+    echoed = ask.params.logprobs if isinstance(ask, TextAsk) and ask.echo else None
+    return max((k for k in (echoed, getattr(ask, 'prompt_logprobs', None)) if k is not None), default=None)
+
+# %% ../nbs/52e_service.ipynb #cfaf510d
+@patch
+async def prompts(self:Service, u:Upstream, ask:Ask)->list[Prompt]:
+    "All prompts of a question"
+    if isinstance(ask, TextAsk): ps = [await self.text_prompt(u, ask, p) for p in ask.prompts]
+    else: ps = [await self.fitting(u, ask)]
+    if (k := scored(ask)) is None: return ps
+    for p in ps:
+        scores = await self.ask_of(u, 'score', ids=list(p.ids), k=k) if len(p.ids)>1 else []
+        p.tokens = prompt_tokens_of(p.ids, scores, Token)
+    return ps
+
 # %% ../nbs/52e_service.ipynb #de8eb7b7
 _FINAL = '<|channel|>final','<|message|>' # Something may stand between: <|constrain|>json
 
 def closing(parser:str|None, ask:Ask, p:Prompt)->dict:
     "The part of a guide that waits for the end of a thought; nothing where none is sure to come"
-    if parser=='openai_gptoss' and ask.format and not ask.continuing: p = replace(p, opened=True)  # even without a thought, its answer has a channel
-    sure = p.opened or p.thinking and (parser=='openai_gptoss' or getattr(REASONING_PARSERS.get(parser), 'inside', False) or ask.template.get('enable_thinking') is True)
+    harmony = parser=='openai_gptoss'
+    if harmony and ask.format and not ask.continuing: p = replace(p, opened=True)  # even without a thought, its answer has a channel
+    always = harmony or getattr(REASONING_PARSERS.get(parser), 'inside', False)
+    sure = p.opened or p.thinking and (always or ask.template.get('enable_thinking') is True)
     if not parser or not sure: return {}
-    if parser=='openai_gptoss': return dict(after=list(_FINAL), force='<|end|><|start|>assistant'+''.join(_FINAL), early=[' to=functions.'])
+    if harmony: return dict(after=list(_FINAL), force='<|end|><|start|>assistant'+''.join(_FINAL), early=[' to=functions.'])
     return dict(after=REASONING_PARSERS[parser].close, early=list(REASONING_PARSERS[parser].tools))
 
 # %% ../nbs/52e_service.ipynb #a80b915e
 def tool_guide(ask:Ask, parser:str|None)->dict|None:
     "The guide that the tools of a question need, alone or beside its format"
     fs = [t['function'] for t in ask.tools or [] if ask.tool_name in (None, t['function']['name'])]
-    strict,form = any(f.get('strict') for f in fs),ask.format if ask.tool_choice=='auto' and parser!='llama3_json' else None  # whose calls begin as an answer in JSON does
-    if ask.tool_choice=='auto' and ask.format and not form: return None
-    if not fs or not (ask.tool_choice=='required' or ask.tool_choice=='auto' and parser and (strict or form)): return None
-    return dict(kind='tools', parser=parser or 'hermes', tools=[dict(name=f['name'], parameters=f.get('parameters') or dict(type='object'), strict=bool(f.get('strict'))) for f in fs],
-        choice=ask.tool_choice, parallel=ask.parallel and ask.tool_name is None, strict=strict) | (dict(format=form) if form else {})
+    strict,auto = any(f.get('strict') for f in fs),ask.tool_choice=='auto'
+    form = ask.format if auto and parser!='llama3_json' else None  # whose calls begin as an answer in JSON does
+    if auto and ask.format and not form: return None
+    if not fs or not (ask.tool_choice=='required' or auto and parser and (strict or form)): return None
+    tools = [dict(name=f['name'], parameters=f.get('parameters') or dict(type='object'), strict=bool(f.get('strict'))) for f in fs]
+    parallel = ask.parallel and ask.tool_name is None
+    return dict(kind='tools', parser=parser or 'hermes', tools=tools, choice=ask.tool_choice, parallel=parallel, strict=strict) | (dict(format=form) if form else {})
 
+# %% ../nbs/52e_service.ipynb #1cc37a0d
 def guide_of(u:Upstream, ask:Ask, p:Prompt, tools:dict|None)->dict|None:
     "What the engine is to enforce; `tools` are those that count"
     spec,end,budget = tools or ask.format,closing(u.parsers[1], ask, p),ask.thinking_budget
@@ -273,6 +311,7 @@ def guide_of(u:Upstream, ask:Ask, p:Prompt, tools:dict|None)->dict|None:
     if not end or budget is None and not spec: return spec
     return (spec or dict(kind='free')) | end | ({} if budget is None else dict(budget=budget))
 
+# %% ../nbs/52e_service.ipynb #2c63fd77
 @patch
 async def guide(self:Service, u:Upstream, ask:Ask, p:Prompt)->dict|None:
     "What the engine is to enforce, checked"
@@ -281,7 +320,8 @@ async def guide(self:Service, u:Upstream, ask:Ask, p:Prompt)->dict|None:
     if u.guides is None:
         if spec['kind']=='free': ask.warnings.append('The thinking budget cannot be enforced here'); return None
         if tools and ask.tool_choice=='auto' and not ask.format: return None
-        raise NotOfferedError(f'{u.names[0]} cannot be held to a format', hint='Leave response_format and tool_choice out', param='tool_choice' if spec['kind']=='tools' else 'response_format')
+        param = 'tool_choice' if spec['kind']=='tools' else 'response_format'
+        raise NotOfferedError(f'{u.names[0]} cannot be held to a format', hint='Leave response_format and tool_choice out', param=param)
     t = perf_counter()
     try: ask.warnings += await asyncio.to_thread(u.guides.check, spec) or []
     except RequestError as e:
@@ -293,8 +333,6 @@ async def guide(self:Service, u:Upstream, ask:Ask, p:Prompt)->dict|None:
     return spec
 
 # %% ../nbs/52e_service.ipynb #f903d66d
-MAX_CHOICES = 128
-
 def keep(u:Upstream, tools:bool)->tuple:
     "Ids of the marks that parsers look for"
     if not hasattr(u, '_keep'): u._keep = {}
@@ -303,12 +341,14 @@ def keep(u:Upstream, tools:bool)->tuple:
         u._keep[tools] = tuple(i for m in marks if (i := u.tokenizer.inner.token_to_id(m)) is not None)
     return u._keep[tools]
 
+# %% ../nbs/52e_service.ipynb #5f6f1bc5
 def voice(u:Upstream, ask:Ask, r:Request, p:Prompt)->Voice:
     "Who reads one choice"
     calls = bool(ask.tools) and ask.tool_choice!='none' and not isinstance(ask, TextAsk)
     parser = (u.parsers[0] or ('hermes' if ask.tool_choice=='required' else None)) if calls else None
     plain = isinstance(ask, TextAsk) or not (parser or u.parsers[1])
-    s = None if plain else Splitter(u.parsers[1], parser, ask.tools if parser else None, p.thinking, p.opened, Piece, p.text if ask.continuing else '')
+    tools,before = ask.tools if parser else None,p.text if ask.continuing else ''
+    s = None if plain else Splitter(u.parsers[1], parser, tools, p.thinking, p.opened, Piece, before)
     want,spec = ask.params.logprobs is not None or getattr(ask, 'token_ids', False),getattr(r, 'guide', None)
     within = ask.continuing or isinstance(ask, TextAsk) or bool(spec and not spec.get('after'))
     return Voice(u.tokenizer.detokenizer(keep=() if plain else keep(u, bool(parser)), continuing=within), r.params, s, want, ask.parallel)
@@ -322,6 +362,9 @@ def requests(self:Service, u:Upstream, ask:Ask, rid:str, prompts:list[Prompt], s
     return [Request(f'{rid}-{k*ask.params.n+i}', tuple(p.ids), q, priority=ask.priority, eos_ids=eos, images=p.images, **more)
         for k,p in enumerate(prompts) for i,q in enumerate(fan_out(ask.params))]
 
+# %% ../nbs/52e_service.ipynb #51266bd4
+MAX_CHOICES = 128
+
 @patch
 async def begin(self:Service, ask:Ask, make, model:str|None=None)->tuple[Turn,Writer]:
     "From a question to a turn that runs and the writer of its answer; `make` is the API's `reply`"
@@ -332,7 +375,8 @@ async def begin(self:Service, ask:Ask, make, model:str|None=None)->tuple[Turn,Wr
     prompts = await self.prompts(u, ask)
     spec = await self.guide(u, ask, prompts[0])
     w = make(ask, ask.model or u.names[0])
-    w.raw,w.show,w.prompts = u.tokenizer.token_bytes,lambda id: u.tokenizer.token_bytes(id).decode(errors='replace'),prompts
+    raw = u.tokenizer.token_bytes
+    w.raw,w.show,w.prompts = raw,lambda id: raw(id).decode(errors='replace'),prompts
     m,total = self.metrics.of(u.name),sum(len(p.ids) for p in prompts)
     if getattr(ask, 'silent', False): t = Turn(u.runner, [], [], m, total)
     else:
@@ -350,6 +394,12 @@ def shorten(v, n:int|None)->np.ndarray:
     v = v[:n]
     return v/max(float(np.linalg.norm(v)), 1e-12)
 
+# %% ../nbs/52e_service.ipynb #dc902a0a
+def packed(v:np.ndarray)->str:
+    "A vector as the base64 of its floats"
+    return base64.b64encode(np.asarray(v, '<f4').tobytes()).decode()
+
+# %% ../nbs/52e_service.ipynb #b3ede701
 @patch
 async def embed(self:Service, u:Upstream, inputs:list, pooling:str='last', dimensions:int|None=None)->tuple[list[np.ndarray],int]:
     "A vector for each input, and how many tokens these have"
@@ -361,7 +411,3 @@ async def embed(self:Service, u:Upstream, inputs:list, pooling:str='last', dimen
         check_prompt(len(p), u.info['max_seq_len'], 0)
     self.metrics.of(u.name).prompt_tokens += sum(map(len, ids))
     return [shorten(await self.ask_of(u, 'embed', ids=p, pooling=pooling), dimensions) for p in ids],sum(map(len, ids))
-
-def packed(v:np.ndarray)->str:
-    "A vector as the base64 of its floats"
-    return base64.b64encode(np.asarray(v, '<f4').tobytes()).decode()

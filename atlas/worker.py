@@ -76,8 +76,9 @@ class Meter:
         if x-self.said>=.01 or x>=1>self.said: self.said = x; self.link.send('stage', self.now, min(1., x), self.seconds)
     def __call__(self, total, desc): return _Bar(self, total)
 
+# %% ../nbs/54_worker.ipynb #b2697203
 class _Bar:
-    "When the bar of the weights ends, what is left is warming up"
+    "The bar of a stage; the next stage begins where that of the weights ends"
     def __init__(self, meter, total): self.meter,self.total,self.n,self.lock = meter,max(1, total),0,threading.Lock()
     def update(self, n):
         with self.lock: self.n += n; self.meter.share(self.n/self.total)
@@ -95,7 +96,8 @@ class Desk:
         self.inbox,self.wake,self.open = deque(),threading.Condition(),True
         self.compiling,self.pool = set(),ThreadPoolExecutor(1, 'guide') # Numbers whose guides are being compiled
         self.numbers,self.ids,self.images = {},{},() # id -> number, number -> id, the images that came last
-        self.news,self.told,self.began = True,0.,None # Are there numbers to tell; when some were told; when this turn began
+        self.news,self.told = True,0. # Are there numbers to tell; when some were told
+        self.began,self.garbled = None,False # When this turn began; did something come that is no message?
     def put(self, *note):
         "From any thread: something to do before the next step"
         with self.wake: self.inbox.append(note); self.wake.notify()
@@ -117,6 +119,7 @@ def run(self:Desk):
         self._tell(self._read()+self.engine.step())
         self.began = None
 
+# %% ../nbs/54_worker.ipynb #8ae67557
 @patch
 def _wait(self:Desk)->bool:
     "Sleep until there is work, or numbers to tell; False when it is time to go"
@@ -125,6 +128,7 @@ def _wait(self:Desk)->bool:
         self.wake.wait_for(lambda: self.inbox or self.engine.has_work or not self.open, due)
         return self.open
 
+# %% ../nbs/54_worker.ipynb #6161d513
 @patch
 def _tell(self:Desk, events):
     "Send the events of a step, and numbers if some are due"
@@ -132,7 +136,8 @@ def _tell(self:Desk, events):
     for e in events:
         if e.finish: self.ids.pop(self.numbers.pop(e.id, None), None)
     self.news,stats = self.news or bool(events),None
-    if self.news and monotonic()-self.told>=self.pause: stats,self.news,self.told = self.stats(),bool(self.engine.has_work),monotonic()
+    if self.news and monotonic()-self.told>=self.pause:
+        stats,self.news,self.told = self.stats(),bool(self.engine.has_work),monotonic()
     if out or stats: self.link.send('events', out, stats)
 
 @patch
@@ -183,7 +188,10 @@ def _call(self:Desk, n, op, kw)->list[Event]:
     return []
 
 def _failed(rid, e): return Event(rid, finish='error', error=str(e), code=e.code)
-def _room(e): return e if isinstance(e, AtlasError) else OutOfMemoryError(f'There is not enough memory: {e}' if str(e) else 'There is not enough memory', hint='Free memory, or choose a smaller model or context')
+def _room(e):
+    "A `MemoryError` as an error of ours"
+    if isinstance(e, AtlasError): return e
+    return OutOfMemoryError('There is not enough memory'+(f': {e}' if str(e) else ''), hint='Free memory, or choose a smaller model or context')
 
 # %% ../nbs/54_worker.ipynb #94636c6b
 @patch
@@ -245,8 +253,7 @@ def _loaded(load, options, link)->Cargo|None:
         _log.error('The model was not loaded: %s', e)
         _last(link, 'refused', _room(e), REFUSED)
 
-Desk.garbled = False # Did something come that is no message?
-
+# %% ../nbs/54_worker.ipynb #7417f06c
 def _listen(inbox, desk):
     "Put what comes over the link on the desk"
     try:
@@ -259,6 +266,7 @@ def _listen(inbox, desk):
         desk.garbled = True
     desk.end()
 
+# %% ../nbs/54_worker.ipynb #c9762972
 class _Beat:
     "A thread that says that this process runs, and how long the step under way has been going on"
     def __init__(self, link, pace:float):

@@ -380,3 +380,14 @@ def test_check_runs_kernels_and_counts_what_is_wrong(monkeypatch):
 def test_commands_for_cards_say_so_on_the_host():
     r = run('bench', 'decode', str(root/'tests'/'data'/'smollm2-tied'), '--device', 'cpu')
     assert r.exit_code==1 and 'card' in r.stderr and 'atlas bench MODEL' in r.stderr
+    r = run('check', '--device', 'cpu')
+    assert r.exit_code==1 and 'no graphics card' in r.stderr and '--device emulator' in r.stderr and not r.stdout
+
+@pytest.mark.parametrize('hint', ["pip install x, or use --device cpu", 'Use --device cpu'])
+def test_commands_for_cards_do_not_advise_the_processor(monkeypatch, hint):
+    from atlas.core import DeviceError
+    def none(name): raise DeviceError('There is no card', hint=hint)
+    monkeypatch.setattr('atlas.device.get_device', none)
+    for args in (('check',), ('bench','decode','demo'), ('bench','kernels','demo')):
+        r = run(*args)
+        assert r.exit_code==1 and 'There is no card' in r.stderr and '--device cpu' not in r.stderr and ('emulator' in r.stderr or 'atlas bench MODEL' in r.stderr) and ('pip install x;' in r.stderr)==('pip' in hint)

@@ -1,4 +1,4 @@
-"An answer that the client has begun: the prompt ends within it, in both APIs that know such a thing, and what follows is content."
+"An answer that the client has begun, or that was cut: the prompt ends within it, in all three APIs, and what follows is content."
 import sys
 from pathlib import Path
 import anthropic,openai,pytest
@@ -27,6 +27,17 @@ def test_anthropic(said):
     n = c.messages.count_tokens(model='scripted', messages=TALK).input_tokens
     assert n>=len(said.prompts[-1])
     with c.messages.stream(model='scripted', max_tokens=50, messages=TALK) as st: assert st.get_final_text()=='"Ada"}'
+
+def test_responses(said):
+    c = openai.OpenAI(base_url=said.url+'/v1', api_key='x', max_retries=0)
+    r = c.responses.create(model='scripted', input=[TALK[0], TALK[1]|dict(status='incomplete')])
+    assert said.prompts[-1].endswith('assistant: {"name": ') and r.output_text=='"Ada"}' and r.output[-1].status=='completed'
+    r = c.responses.create(model='scripted', input=[TALK[0], TALK[1]|dict(status='incomplete')], max_output_tokens=3)
+    assert r.status==r.output[-1].status=='incomplete' and r.output_text=='"Ad'
+    r = c.responses.create(model='scripted', previous_response_id=r.id, input=[])  # its rest
+    assert said.prompts[-1].endswith('assistant: {"name": "Ad')
+    c.responses.create(model='scripted', previous_response_id=r.id, input='Thanks')  # that one was complete
+    assert said.prompts[-1].endswith('user: Thanksassistant: ')
 
 @pytest.mark.parametrize('kw,messages,says', [(dict(continue_final_message=True, add_generation_prompt=True), TALK, 'both true'), (dict(continue_final_message=True), TALK[:1], 'beginning of an answer'),
     (dict(continue_final_message=True), [*TALK[:1], dict(role='assistant', content='')], 'beginning of an answer')])

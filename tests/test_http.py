@@ -609,6 +609,38 @@ def test_template_bomb():
         assert status==400 and json.loads(body)['error']['code']=='work_limit' and box.killed==1
         assert post(port, '/v1/chat/completions', SAY)[0]==200
 
+def test_bombs_of_one_key_hold_up_no_other():
+    "Ten requests whose template never ends, and then one of another key: it is answered at once"
+    import http.client
+    from atlas.chat import ChatTemplate
+    from atlas.sandbox import Sandbox
+    from atlas.server import create_app
+    from test_server import FakeRunner,tok
+    bomb = ChatTemplate('{% for m in messages %}{{ m.content }}{% if loop.index>1 %}{{ lipsum(n=8000000) }}{% endif %}{% endfor %}')
+    long = json.dumps(dict(messages=[dict(role='user', content='a'), dict(role='assistant', content='b'), dict(role='user', content='c')]))
+    with Sandbox(seconds=600.) as box, live(create_app(FakeRunner(), tok, bomb, sandbox=box, rules=Rules(keys=Keys({'bad':'user eve', 'good':'user ann'}))), Bounds()) as port:
+        cs = [http.client.HTTPConnection('127.0.0.1', port, timeout=WAIT) for _ in range(10)]
+        for c in cs: c.request('POST', '/v1/chat/completions', long, {'Content-Type':'application/json', 'Host':'localhost', 'Authorization':'Bearer bad'})
+        while box.waiting<10: threading.Event().wait(.01)
+        assert post(port, '/v1/chat/completions', SAY, 'good')[0]==200 and box.waiting==10
+        for c in cs: c.close()
+        while box.waiting>2: threading.Event().wait(.01)  # those whose clients have left wait no longer
+
+@pytest.mark.parametrize('kind,apart', [('httptools',False), ('httptools',True), ('h11',False)])
+def test_gone_while_one_of_two_is_prepared(kind, apart):
+    "Two requests on one connection, and the first waits for its model when their client leaves: it is heard at once, and neither reaches the engine"
+    from atlas.server import create_app
+    from test_server import FakeRunner,Slow,SlowModels,head
+    slow,r = Slow(),FakeRunner()
+    one = head(14).replace(b'Host: x', b'Host: localhost')+b'{"prompt":"a"}'
+    with live(create_app(SlowModels(slow, r)), Bounds(), kind) as port:
+        with connect(port) as s:
+            s.sendall(one if apart else 2*one)
+            assert slow.begun.acquire(timeout=WAIT)
+            if apart: s.sendall(one)
+        assert slow.cancelled.acquire(timeout=WAIT)
+    assert not r.seen and not slow.begun.acquire(timeout=0)
+
 @kinds
 def test_no_other_protocol(kind):
     "An upgrade that we do not offer is a plain request; `Expect` is met, and a body that is too large is refused before it is sent"

@@ -90,7 +90,9 @@ def test_response_format(real, kind, want):
     else: assert re.fullmatch(want, r.json()['choices'][0]['message']['content'], re.S)
 
 def test_grammar(real):
-    "Its `grammar` and `json_schema` fields are its own; ours are vLLM's, and take Lark, regex and choice"
+    "Its `json_schema` is ours too; its `grammar` has a syntax of its own, and a header says that we leave it out. Ours are vLLM's, and take Lark, regex and choice"
+    assert chat(real, json_schema=dict(const='foo'), max_tokens=24).json()['choices'][0]['message']['content']=='"foo"'
+    assert 'grammar' in chat(real, grammar='root ::= "a"').headers['x-atlas-warning']
     a = chat(real, structured_outputs=dict(regex='a{5}'), max_tokens=24).json()['choices'][0]
     assert (a['message']['content'],a['finish_reason'])==('aaaaa','stop')
     assert chat(real, structured_outputs=dict(grammar='start: "a" "b"+ "c"'), max_tokens=24, logit_bias=plain(real)).json()['choices'][0]['message']['content'].startswith('ab')

@@ -336,6 +336,31 @@ def test_a_background_response_can_be_cancelled():
         a = c.responses.create(model='fake', input='Go', background=True)
         assert r.arrived.acquire(timeout=WAIT) and c.responses.cancel(a.id).status=='cancelled' and r.aborted.acquire(timeout=WAIT)
 
+SEEN = dict(type='image_url', image_url=dict(url='data:image/png;base64,AA'))
+WRONG = dict(
+    chat=[('seed',dict(seed=2**63)), ('seed',dict(seed=-2**63-1)), ('thinking_token_budget',dict(thinking_token_budget=-2)), ('thinking_budget',dict(thinking_budget=.6)), ('reasoning.effort',dict(reasoning=dict(effort='huge'))),
+        ('tools[1].type',dict(tools=[SUM,dict(name='f')])), ('tools[0].type',dict(tools=[{}])), ('tools[0].type',dict(tools=[dict(type=['function'])])), ('response_format',dict(response_format={})),
+        ('messages[0].content[1].text',dict(messages=[dict(role='user', content=[dict(type='text', text='a'), dict(type='text')])])), ('guided_json',dict(guided_json='{"type"')), ('structured_outputs.json',dict(structured_outputs=dict(json=''))), ('json_schema',dict(json_schema='[]')),
+        ('messages[1].content[0]',dict(messages=[HELLO[0], dict(role='user', content=[SEEN]), dict(role='developer', content='a')])), ('messages[2].content[0]',dict(messages=[HELLO[0], dict(role='system', content='a'), dict(role='user', content=[SEEN])])),
+        ('messages[0].content[0].type',dict(messages=[dict(role='user', content=[dict(type='input_audio', input_audio={})])]))],
+    completions=[('structured_outputs.json',dict(structured_outputs=dict(json='x'))), ('regex',dict(regex='a', json_schema={})), ('seed',dict(seed=2**63))],
+    responses=[('seed',dict(seed=2**63)), ('input[0].content',dict(input=[dict(role='user')])), ('input[1].content',dict(input=[dict(role='user', content='a'), dict(type='message', role='developer', content=None)])),
+        ('thinking_budget',dict(thinking_budget=-2)), ('text.format',dict(text=dict(format=dict(type='json_object')), structured_outputs=dict(regex='a'))), ('text.format',dict(text=dict(format=dict(type='json_schema', name='x')))), ('input[1].content[0]',dict(input=[dict(role='system', content='a'), dict(role='user', content=[SEEN|dict(type='input_image', image_url='data:,')])]))])
+PATHS = dict(chat=('/v1/chat/completions',dict(messages=HELLO)), completions=('/v1/completions',dict(prompt='a')), responses=('/v1/responses',dict(input='a')))
+
+@pytest.mark.parametrize('kind', WRONG)
+def test_what_is_wrong_is_named(kind):
+    c,(path,base) = TestClient(create_app(FakeRunner(), tok, THINKING), raise_server_exceptions=False),PATHS[kind]
+    got = [(c.post(path, json=base|more).json().get('error') or {}).get('param') for _,more in WRONG[kind]]
+    assert got==[p for p,_ in WRONG[kind]]
+
+@pytest.mark.parametrize('kind', PATHS)
+def test_bounds_that_are_allowed(kind):
+    r = FakeRunner()
+    c,(path,base) = TestClient(create_app(r, tok, THINKING), raise_server_exceptions=False),PATHS[kind]
+    for more in dict(seed=2**63-1), dict(seed=-2**63), dict(thinking_budget=-1), {'max_output_tokens' if kind=='responses' else 'max_tokens':10**18}: assert c.post(path, json=base|more).status_code==200, more
+    assert r.seen[-1].params.max_tokens==2**31-1
+
 def test_errors_have_the_shape_of_their_api():
     c = TestClient(create_app(FakeRunner(), tok), raise_server_exceptions=False)
     assert c.post('/v1/messages', json={}).json()['type']==c.get('/v1/messages').json()['type']=='error'
@@ -362,6 +387,9 @@ def test_a_real_model_keeps_to_a_format(demo):
     for x in a['choices']: d = json.loads(x['message']['content']); assert x['finish_reason']=='stop' and isinstance(d['ok'], bool) and 0<=d['n']<=9
     a = c.post('/v1/completions', json=dict(prompt='a', max_tokens=30, structured_outputs=dict(choice=['left','right']))).json()
     assert a['choices'][0]['text'] in ('left','right')
+    assert set(c.post('/v1/completions', json=dict(prompt='a', max_tokens=30, regex='x{3}')).json()['choices'][0]['text'])=={'x'}
+    a = c.post('/v1/responses', json=dict(input='a', max_output_tokens=30, structured_outputs=dict(choice=['left','right']))).json()
+    assert a['output'][-1]['content'][0]['text'] in ('left','right')
     a = c.post('/v1/chat/completions', json=dict(messages=HELLO, max_tokens=200, tools=[SUM], tool_choice='required', parallel_tool_calls=False)).json()['choices'][0]
     assert a['finish_reason']=='length' or a['message']['tool_calls'][0]['function']['name']=='sum', a
 

@@ -120,6 +120,20 @@ def test_blanks_before_a_call_are_dropped(gap):
     assert (c,a.content)==((gap,gap) if gap.strip() else (None,None)) and [x[:2] for x in calls]==[('f','{}')]
     assert run(Splitter('qwen3', 'hermes'), list(f'Hm</think>{gap}Yes'))[1]==gap+'Yes'
 
+@pytest.mark.parametrize('reasoning,tools,call,args', [('qwen3','qwen3_coder','<tool_call><function=f><parameter=x></think></parameter></function></tool_call>','{"x": "</think>"}'),
+    ('qwen3','hermes','<tool_call>{"name": "f", "arguments": {"x": "</think>"}}</tool_call>','{"x": "</think>"}'), ('glm45','glm47','<tool_call>f<arg_key>x</arg_key><arg_value></think></arg_value></tool_call>','{"x": "</think>"}'),
+    ('minimax_m2','minimax_m2','<minimax:tool_call><invoke name="f"><parameter name="x"></think></parameter></invoke></minimax:tool_call>','{"x": "</think>"}'),
+    ('gemma4','gemma4','<|tool_call>call:f{x:<|"|><channel|><|"|>}<tool_call|>','{"x": "<channel|>"}')])
+@pytest.mark.parametrize('tail,said', [('',None), ('{}',None), ('\n{}\n\n',None), ('{}Done.','Done.'), ('\n{}\nDone.{} So.','Done. So.')])
+def test_a_thought_that_is_closed_behind_its_call(reasoning, tools, call, args, tail, said):
+    style = REASONING_PARSERS[reasoning]
+    text = style.open+'Hm.'+call+tail.replace('{}', style.close)
+    for pieces in ([text], list(text)):
+        r,c,calls,a = run(Splitter(reasoning, tools, TOOLS), pieces)
+        assert (r,[x[:2] for x in calls])==('Hm.',[('f',args)])==(a.reasoning,[(t.name,t.arguments) for t in a.calls])
+        if tools!='hermes': assert ((c or '').strip() or None,a.content)==(said,said)   # which drops what is said behind a call
+        else: assert c is a.content is None
+
 def test_thinking_tells_where_a_token_belongs():
     s,seen = Splitter('qwen3', None),[]
     for p in ['<think>','One',' two','</think>','Three']: s.feed(p); seen.append(s.thinking)

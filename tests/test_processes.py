@@ -387,6 +387,22 @@ async def test_unload_at_any_time():
                 await ms.load('fake')
 
 @running_test
+async def test_load_while_it_unloads():
+    "Refused if it is asked for; a question waits until the old process is gone and is answered by a new one"
+    async with running(model(policy=Policy(**vars(QUICK)|dict(drain=3600.)))) as ms:
+        m,(s,) = ms.all[0],await begun(ms, '<endless>')
+        pid = m.child.pid
+        await ms.unload('fake')
+        with pytest.raises(RequestError, match='unloading'): await ms.load('fake')
+        with pytest.raises(RequestError, match='not loaded'): await ms.unload('fake')
+        waits = [asyncio.create_task(ask(ms, 'hello')) for _ in range(3)]
+        await asyncio.sleep(0)
+        assert m.state=='unloading' and not any(w.done() for w in waits)
+        waits[0].cancel(); s.abort()
+        assert [(await asyncio.wait_for(w, WAIT))[0] for w in waits[1:]]==['Hello there, reader.']*2
+        assert m.child.pid!=pid and not alive(pid) and m.restarts==0
+
+@running_test
 async def test_events_as_llama_cpp_has_them():
     async with running(model(), first=[]) as ms:
         seen = []
@@ -734,6 +750,41 @@ def test_http_clients_that_leave():
         s.close()
         l.until(lambda: l.metric('num_requests_running')==0, 'the engine is rid of the answer')
         assert l.ok()
+
+@pytest.mark.parametrize('stream', [False,True])
+def test_http_a_client_that_leaves_while_its_model_loads(stream):
+    "It is noticed at once; the load goes on, and can be stopped; nobody who asks for another model waits"
+    with Live(dict(model='slow', at_load='hang'), dict(model='fake'), first=['fake']) as l:
+        s = socket.create_connection(('127.0.0.1', l.port))
+        body = json.dumps(dict(model='slow', messages=[dict(role='user', content='hi')], stream=stream)).encode()
+        s.sendall(b'POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n'%len(body)+body)
+        def state(): return next(m['status']['value'] for m in l.http.get('/models').json()['data'] if m['id']=='slow')
+        l.until(lambda: state()=='loading')
+        s.close()
+        l.until(lambda: 'status="499"' in l.http.get('/metrics').text, 'the client is missed')
+        assert state()=='loading' and l.ok(model='fake')
+        assert l.http.post('/models/unload', json=dict(model='slow')).status_code==200
+        l.until(lambda: state()=='unloaded')
+        assert len(l.workers)==1
+
+def test_http_three_ends_at_once():
+    "The worker is killed, clients leave, and the server is told to end, all in one moment: it ends, with code 0, and nothing is left"
+    for order in ('wcs','csw','swc'):
+        with Live(dict(model='fake'), dict(model='slow', at_load='hang'), first=['fake'], drain=3600.) as l:
+            def open_(model, text, stream):
+                s,body = socket.create_connection(('127.0.0.1', l.port)),json.dumps(dict(model=model, messages=[dict(role='user', content=text)], max_tokens=10**5, stream=stream)).encode()
+                s.sendall(b'POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n'%len(body)+body)
+                return s
+            ss = [open_(*a) for a in (('fake','<endless>',True), ('fake','<endless>',False), ('slow','hi',True), ('slow','hi',False), ('fake','<hold>',True))]
+            l.until(lambda: l.metric('num_requests_running')==3 and len(l.workers)==2)
+            pids = l.workers
+            for end in order:
+                if end=='w': os.kill(pids[0], signal.SIGKILL)
+                if end=='s': l.p.terminate()
+                if end=='c':
+                    for s in ss[::2]: s.close()
+            assert l.p.wait(WAIT)==0 and not any(map(alive, pids)) and gone(l.port)
+            for s in ss: s.close()
 
 def test_http_queue_overflow():
     with Live(dict(max_queue=2, say='abcdefghij'*20)) as l:

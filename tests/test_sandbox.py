@@ -1,10 +1,12 @@
 "Work that may have to be killed: what a child may not do, and that it never outlives anybody."
-import asyncio,os,signal,subprocess,sys,threading,time
+import asyncio,os,random,signal,subprocess,sys,threading,time
+from concurrent.futures import wait
+from contextvars import copy_context
 from pathlib import Path
 import pytest
 from atlas.chat import ChatTemplate
 from atlas.core import EngineError,QueueFullError,RequestError
-from atlas.sandbox import BusyError,OverrunError,SafeTemplate,Sandbox
+from atlas.sandbox import BusyError,OverrunError,SafeTemplate,Sandbox,asker
 
 WAIT = 20
 JOBS = {'sleep':'time:sleep', 'power':'builtins:pow', 'room':'builtins:bytearray', 'exit':'os:_exit', 'pid':'os:getpid', 'sum':'builtins:sum', 'stop':'signal:raise_signal', 'list':'builtins:list',
@@ -154,3 +156,74 @@ def test_templates_of_two_models():
         a,b = (SafeTemplate(ChatTemplate(w+' {{ messages[0].content }}{{ tools|length if tools }}', tool_source=t), box) for w,t in (('a',None),('b','t {{ tools|length }}')))
         say = [dict(role='user', content='x')]
         for _ in range(4): assert a.render(say)=='a x' and b.render(say)=='b x' and a.render(say, [1])=='a x1' and b.render(say, [1,2])=='t 2'
+
+# ---- Whose turn it is ----
+
+def by(box, who, *args, **kw):
+    "Submit a job for somebody"
+    c = copy_context(); c.run(asker.set, who)
+    return c.run(box.submit, *args, **kw)
+
+def test_endless_work_of_one_holds_up_nobody_else():
+    "Jobs that never end, as many as may wait: whoever else asks is served, and so is another kind of work of whoever sent them; two who do that take no more"
+    with Sandbox(JOBS, seconds=600., workers=4, queue=60) as box:
+        for _ in range(20): by(box, 'eve', 'power', 9**99, 9**9)
+        for who in ('ann','bob','eve'): assert by(box, who, 'sum', [1,2]).result(WAIT)==3
+        for _ in range(20): by(box, 'eve', 'power', 9**99, 9**9, kind='other')
+        assert by(box, 'ann', 'sum', [1,2]).result(WAIT)==3 and box.busy['eve',]<=3
+
+def test_who_sends_too_much_is_refused_and_nobody_else():
+    with Sandbox(JOBS, seconds=600., workers=4, queue=6) as box:
+        fs = [by(box, 'eve', 'power', 9**99, 9**9) for _ in range(10)]
+        with pytest.raises(QueueFullError): by(box, 'eve', 'sum', [1,2])
+        assert by(box, 'bob', 'sum', [1,2]).result(WAIT)==3
+        assert fs[-1].cancel() and by(box, 'eve', 'sum', [1,2]).result(WAIT)==3  # who leaves gives back a place
+    assert not box.places and not box.waiting
+
+def test_lanes_take_turns():
+    "One child, and much that waits for it: a job of each, in the order in which they came, whoever sent more"
+    done,go = [],threading.Event()
+    with Sandbox(JOBS, workers=1) as box:
+        box.pool.submit(go.wait)  # the only thread
+        for who,n in (('a',3),('b',1),('c',2)):
+            for k in range(n): by(box, who, 'sum', [k]).add_done_callback(lambda f, who=who: done.append((who, f.result())))
+        last = by(box, 'a', 'sum', [9])
+        go.set(); last.result(WAIT)
+    assert done==[('a',0),('b',0),('c',0),('a',1),('c',1),('a',2)]
+
+def test_threads_and_tasks_ask_for_whoever_began_them():
+    with Sandbox(JOBS, seconds=600., workers=4) as box:
+        async def main():
+            asker.set('eve')
+            for _ in range(5): asyncio.ensure_future(box.run('power', 9**99, 9**9))
+            for _ in range(5): asyncio.ensure_future(asyncio.to_thread(box.submit, 'power', 9**99, 9**9))
+            while sum(map(len, box.lanes.values()))<8: await asyncio.sleep(.01)
+            lanes = list(box.lanes)
+            for t in asyncio.all_tasks()-{asyncio.current_task()}: t.cancel()
+            return lanes
+        assert asyncio.run(asyncio.wait_for(main(), WAIT))==[('eve','power ')]
+
+def test_nothing_is_stranded():
+    "Many askers, kinds, bombs and cancellations from many threads: every future is done, every share is given back"
+    fs = []
+    with Sandbox(JOBS, seconds=.2, workers=4, queue=10**6) as box:
+        def some(seed):
+            r = random.Random(seed)
+            for _ in range(100):
+                f = by(box, r.choice('abcd'), *(('exit',1) if r.random()<.02 else ('sum',[1,2])), kind=r.choice('xyz')); fs.append(f)
+                if r.random()<.2: f.cancel()
+        ts = [threading.Thread(target=some, args=(i,)) for i in range(8)]
+        for t in ts: t.start()
+        for t in ts: t.join()
+        wait(fs, 3*WAIT)
+        assert len(fs)==800 and all(f.done() for f in fs)
+    assert box.waiting==0 and not box.lanes and not box.busy and not box.places
+    assert {f.result() for f in fs if not f.cancelled() and not f.exception()}=={3}
+
+def test_no_thread_for_it(monkeypatch):
+    "Where no thread can be started a job is refused, and waits for nobody"
+    with Sandbox(JOBS, workers=1) as box:
+        with monkeypatch.context() as m:
+            m.setattr('threading.Thread.start', lambda self: (_ for _ in ()).throw(RuntimeError("can't start new thread")))
+            with pytest.raises(BusyError): box.submit('sum', [1])
+        assert box.waiting==0 and not box.lanes and box.call('sum', [1,2])==3

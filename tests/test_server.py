@@ -3,7 +3,7 @@ import asyncio,json,re,signal,socket,struct,subprocess,sys,tempfile,threading
 from contextlib import closing,contextmanager
 from dataclasses import replace
 from pathlib import Path
-import atlas,openai,pytest,uvicorn
+import atlas,httpx,openai,pytest,uvicorn
 from hypothesis import HealthCheck,example,given,settings,strategies as st
 from starlette.testclient import TestClient
 from tokenizers import Tokenizer as HFTokenizer,decoders,models,pre_tokenizers
@@ -11,7 +11,8 @@ from atlas.chat import ChatTemplate
 from atlas.core import ContextLengthError,QueueFullError
 from atlas.engine import Event
 from atlas.runner import Runner
-from atlas.server import PortError,create_app,listen,page,run
+from atlas.server import PortError,create_app,listen,page,run,upstream
+from atlas.service import Models
 from atlas.tokenizer import Tokenizer
 
 END,WAIT = 256,20  # the end-of-sequence token; seconds after which a test has failed
@@ -384,6 +385,132 @@ def test_openai_timeout_stops_the_work():
         with pytest.raises(openai.APITimeoutError): client_of(port).with_options(timeout=.2).completions.create(model='fake', prompt='a')
         assert r.aborted.acquire(timeout=WAIT)
 
+# ---- Clients that leave while their request is being prepared ----
+
+class Slow:
+    "Something that takes until `go`; it says when it has begun, and when it was cancelled"
+    def __init__(self): self.begun,self.cancelled,self.go,self.held = threading.Semaphore(0),threading.Semaphore(0),threading.Event(),asyncio.Event()
+    async def wait(self):
+        self.begun.release()
+        try: await self.held.wait()
+        except asyncio.CancelledError: self.cancelled.release(); raise
+    def block(self):
+        "For threads"
+        self.begun.release(); assert self.go.wait(WAIT)
+
+class SlowModels(Models):
+    "Its model loads for as long as one waits"
+    def __init__(self, slow, runner, **kw): super().__init__([upstream(runner, tok, template, **kw)]); self.slow = slow
+    async def get(self, name): await self.slow.wait(); return await super().get(name)
+
+class SlowTemplate:
+    source = ''
+    def __init__(self, slow): self.slow = slow
+    async def arender(self, *a, **kw): await self.slow.wait()
+
+ASKS = {'/v1/chat/completions':dict(messages=HELLO), '/v1/completions':dict(prompt='a'), '/v1/messages':dict(messages=HELLO, max_tokens=5), '/v1/responses':dict(input='Hi'),
+    '/v1/messages/count_tokens':dict(messages=HELLO), '/v1/responses/input_tokens':dict(input='Hi'), '/v1/embeddings':dict(input='a'), '/tokenize':dict(prompt='a'), '/v1/apply-template':dict(messages=HELLO), '/detokenize':dict(tokens=[1])}
+
+def send(s, path, **body):
+    raw = json.dumps(ASKS[path]|body).encode()
+    s.sendall(head(len(raw), path)+raw)
+
+def noticed(port, path):
+    "Wait until a request to `path` is in the metrics as one whose client has left"
+    line = f'atlas:http_requests_total{{handler="{path}",method="POST",status="499"}} 1.0'
+    with httpx.Client(base_url=f'http://127.0.0.1:{port}', timeout=WAIT) as c:
+        for _ in range(WAIT*100):
+            if line in (text := c.get('/metrics').text): return text
+            threading.Event().wait(.01)
+    pytest.fail('nobody noticed that the client has left')
+
+def untouched(r, text):
+    "No request reached the engine, and none was counted"
+    assert not r.seen and not re.search(r'^atlas:(requests_submitted|prompt_tokens|request_success|aborted_requests)_total.* [^0]', text, re.M)
+
+@pytest.mark.parametrize('stream', [False,True], ids=['whole','stream'])
+@pytest.mark.parametrize('path', ASKS)
+def test_gone_while_the_model_loads(path, stream):
+    slow,r = Slow(),FakeRunner()
+    with live(SlowModels(slow, r)) as port:
+        with dial(port) as s:
+            send(s, path, **(dict(stream=True) if stream and path in list(ASKS)[:4] else {}))
+            assert slow.begun.acquire(timeout=WAIT)
+        assert slow.cancelled.acquire(timeout=WAIT)
+        untouched(r, noticed(port, path))
+
+@pytest.mark.parametrize('what', ['template','guide','image','score'])
+def test_gone_while_it_is_prepared(what):
+    "A template renders, a guide is compiled, an image is read, a prompt is scored: what cannot be stopped goes on, and nobody waits for it"
+    slow,r = Slow(),FakeRunner()
+    class Guide:
+        def check(self, spec): slow.block()
+    async def call(op, **kw): await slow.wait()
+    r.call = call
+    path,body,kw = {'template':('/v1/chat/completions', {}, dict(template=SlowTemplate(slow))), 'guide':('/v1/chat/completions', dict(response_format=dict(type='json_object')), dict(guides=Guide())),
+        'image':('/v1/chat/completions', dict(messages=[dict(role='user', content=[dict(type='text', text='x')])]), {}), 'score':('/v1/completions', dict(prompt='ab', echo=True, logprobs=1), {})}[what]
+    with pytest.MonkeyPatch.context() as m, live(r, **kw) as port:
+        if what=='image': m.setattr('atlas.service.prepare_images', lambda *a, **kw: slow.block())
+        try:
+            with dial(port) as s: send(s, path, **body); assert slow.begun.acquire(timeout=WAIT)
+            noticed(port, path)
+        finally: slow.go.set()
+        untouched(r, noticed(port, path)); alive(port)
+
+def test_a_background_response_needs_no_client():
+    slow,r = Slow(),FakeRunner()
+    with live(SlowModels(slow, r)) as port:
+        with dial(port) as s: send(s, '/v1/responses', background=True); assert slow.begun.acquire(timeout=WAIT)
+        assert not slow.cancelled.acquire(timeout=.2)  # it has left by now
+        slow.held._loop.call_soon_threadsafe(slow.held.set)
+        assert r.arrived.acquire(timeout=WAIT)
+
+class Steps:
+    "A template that takes some rounds of the loop"
+    source = ''
+    async def arender(self, *a, **kw):
+        for _ in range(5): await asyncio.sleep(0)
+        return 'x'
+
+@pytest.mark.parametrize('n', [1,2])
+@pytest.mark.parametrize('stream', [False,True], ids=['whole','stream'])
+@pytest.mark.parametrize('path', list(ASKS)[:4])
+def test_an_end_at_any_moment(path, stream, n):
+    "The client leaves, the server is cut off, or both, at each round of the loop there is: every request that reached the engine has ended there, is counted once, and no task is left"
+    if n>1 and path in ('/v1/messages','/v1/responses'): return
+    made = []
+    class Kept(FakeRunner):
+        def submit(self, r): made.append(super().submit(r)); return made[-1]
+    app,raw = create_app(Kept('Hello'), tok, Steps()),json.dumps(ASKS[path]|dict(stream=stream)|(dict(n=n) if n>1 else {})).encode()
+    metrics = app.state.service.metrics.of('fake')
+    async def once(at, how):
+        sent,left,out = [dict(type='http.request', body=raw, more_body=False)],asyncio.Event(),[]
+        async def receive():
+            if sent: return sent.pop()
+            await left.wait()
+            return dict(type='http.disconnect')
+        async def send(m): out.append(m); await asyncio.sleep(0)
+        scope = dict(type='http', http_version='1.1', method='POST', path=path, query_string=b'', headers=[(b'content-type',b'application/json')])
+        t = asyncio.create_task(app(scope, receive, send))
+        for _ in range(at): await asyncio.sleep(0)
+        if how!='cut': left.set()
+        if how!='left': t.cancel()
+        await asyncio.wait([t], timeout=WAIT)
+        assert t.done() and (t.cancelled() or t.exception() is None), (at, how)
+        for _ in range(5): await asyncio.sleep(0)
+        assert asyncio.all_tasks()=={asyncio.current_task()}, (at, how, asyncio.all_tasks())
+        assert all(s.over for s in made) and len(made)==metrics.requests_submitted==sum(metrics.request_success.values()), (at, how)
+        assert metrics.request_success['abort']==sum(metrics.aborted_requests.values()), (at, how)
+        return not t.cancelled() and bool(out) and out[0]['status']==200 and out[-1]['type']=='http.response.body' and not out[-1].get('more_body')
+    async def sweep():
+        for how in ('left','cut','both'):
+            for at in range(200):
+                if await once(at, how): break
+            else: pytest.fail('it never got to its end')
+            assert at>4
+    asyncio.run(sweep())
+    assert metrics.request_success['length' if path=='/v1/messages' else 'stop']>=3 and metrics.aborted_requests.keys()=={'client_gone','shutdown'}
+
 class Counting:
     "An engine that counts its steps, for a real `Runner`"
     def __init__(self): self.todo,self.after,self.gone = set(),{},threading.Event()
@@ -414,6 +541,70 @@ def test_gone_with_a_real_runner(stream):
             assert e.gone.wait(WAIT) and not e.todo and set(e.after.values())=={0}
             alive(port)
     finally: r.close()
+
+def test_a_choice_that_cannot_be_stopped():
+    "It fails to, and its neighbours are stopped all the same; all are counted"
+    class Stubborn(FakeStream):
+        def abort(self): raise RuntimeError('the link is gone')
+    r = FakeRunner(endless=True)
+    submit,r.submit = r.submit,lambda q: Stubborn(r, (submit(q), q)[1]) if len(r.seen)==0 else submit(q)
+    with live(r) as port:
+        with dial(port) as s: ask(s, stream=True, n=3); read_until(s, b'data: ')
+        for _ in range(2): assert r.aborted.acquire(timeout=WAIT)
+        with httpx.Client(base_url=f'http://127.0.0.1:{port}', timeout=WAIT) as c:
+            while 'finished_reason="abort",model_name="fake"} 3.0' not in (m := c.get('/metrics').text): threading.Event().wait(.01)
+        assert 'aborted_requests_total{model_name="fake",why="client_gone"} 3.0' in m and 'requests_submitted_total{model_name="fake"} 3.0' in m
+
+def test_a_choice_that_cannot_begin():
+    "A mistake of our own at the second: the first does not run on for nobody"
+    r = FakeRunner(endless=True)
+    submit,r.submit = r.submit,lambda q: 1/0 if r.seen else submit(q)
+    c = local(r)
+    a = chat(c, n=2)
+    assert a.status_code==500 and 'Zero' not in a.text and r.aborted.acquire(timeout=0)
+    m = counted(c)
+    assert m['atlas:requests_submitted_total{model_name="fake"}']==m['atlas:request_success_total{finished_reason="abort",model_name="fake"}']==m['atlas:aborted_requests_total{model_name="fake",why="error"}']==1
+
+def test_frozen_reader_of_a_quiet_stream():
+    "All that is written is a comment now and then, and that is not taken either"
+    from atlas.turn import EventStream
+    ends,sent = [],[]
+    async def quiet():
+        yield b'first'
+        await asyncio.Event().wait()
+    async def receive(): await asyncio.Event().wait()
+    async def send(m):
+        sent.append(m)
+        if len(sent)>2: await asyncio.Event().wait()
+    async def run():
+        await asyncio.wait_for(EventStream(quiet(), lambda why='client_gone': ends.append(why), every=.01, patience=.05)(dict(type='http'), receive, send), WAIT)
+        await asyncio.sleep(0)
+        return asyncio.all_tasks()-{asyncio.current_task()}
+    assert asyncio.run(run())==set() and ends==['client_gone'] and len(sent)==3
+
+@pytest.mark.parametrize('how', ['ping','close','events'])
+def test_a_stream_that_breaks(how, caplog):
+    "A mistake of our own in what keeps a stream open, in what ends it, or in itself: the connection is closed, the log has it, and others are served"
+    r = FakeRunner(hold=2)
+    with pytest.MonkeyPatch.context() as m, live(r, ping=.05) as port:
+        if how=='ping': m.setattr('atlas.protocol.base.Writer.ping', lambda self: 1/0)
+        if how=='close': m.setattr('atlas.protocol.base.Writer.close', lambda self: 1/0)
+        if how=='events': m.setattr('atlas.turn.Turn.usage', lambda self: 1/0)
+        with dial(port) as s:
+            ask(s, stream=True)
+            if how=='close': read_until(s, b'data: ')
+            else:
+                while s.recv(1<<16): pass
+        if how!='events': assert r.aborted.acquire(timeout=WAIT)
+        while 'ZeroDivisionError' not in caplog.text: threading.Event().wait(.01)
+    with live(r) as port: alive(port)
+
+def test_pipelined_and_patient():
+    "An answer in one piece, a stream, a refusal and another one, all asked for at once: each in its turn"
+    with live(FakeRunner()) as port, dial(port) as s:
+        for body in (dict(), dict(stream=True), dict(prompt=3.5), dict(n=2)): send(s, '/v1/completions', **body)
+        got = read_until(s, b'"completion_tokens":42')
+        assert [int(x) for x in re.findall(rb'HTTP/1\.1 (\d+)', got)]==[200,200,400,200] and got.count(b'[DONE]')==1
 
 def test_frozen_reader():
     r = FakeRunner(endless=True)

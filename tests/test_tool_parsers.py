@@ -29,7 +29,7 @@ def cut(parser, text, sizes, tools=None):
     calls = {}
     for d in ds:
         for x in d.calls:
-            if x.index not in calls: assert x.id and x.name; calls[x.index] = [x.id, x.name, '']
+            if x.index not in calls: assert x.id and x.name is not None; calls[x.index] = [x.id, x.name, '']
             else: assert x.id is None and x.name is None
             calls[x.index][2] += x.arguments
     assert list(calls)==list(range(len(calls))) and s.calling==bool(calls)
@@ -116,7 +116,18 @@ CASES = [ # parser, text, content, calls[, tools]
     ('mistral', '[TOOL_CALLS] [{"name": "f", "arguments":{"a": 1}}]\nextra trailing data', None, [('f','{"a": 1}')]),
     ('mistral', '[TOOL_CALLS]  junk [{"name": "f", "arguments":{"a": 1}}] trail', None, [('f','{"a": 1}')]),
     ('mistral', '[TOOL_CALLS] not json at all', 'not json at all', []),
-    *[('mistral', f'[TOOL_CALLS] {t}', t, []) for t in ('42', 'null', '["add"]', '{"foo": 1}', '[{"arguments": {}}]')],
+    *[('mistral', f'[TOOL_CALLS] {t}', t, []) for t in ('42', 'null', '["add"]', '{"foo": 1}', '{not JSON')],
+    ('mistral', '[TOOL_CALLS] [{"arguments": {"a": 1}}]', None, [('','{"a": 1}')]),
+    ('mistral', '[TOOL_CALLS] [{"name": null, "arguments": null}, {"name": "g", "arguments": null}]', None, [('','{}'), ('g','{}')]),
+    ('mistral', 'bash[TOOL_CALLS]{"command": "ls"} and so on', 'bash', [('','{"command": "ls"}')]),
+    ('mistral', 'bash[TOOL_CALLS][ARGS]{"command": "ls"}', 'bash', [('','{"command": "ls"}')]),
+    ('mistral', 'bash[TOOL_CALLS]{"command": "ls"}[TOOL_CALLS]g[ARGS]{"a": {"b": 1}}', 'bash', [('','{"command": "ls"}'), ('g','{"a": {"b": 1}}')]),
+    ('mistral', 'bash[TOOL_CALLS]{"command": "ls"}[TOOL_CALLS]{"a": {"b": 1}}', 'bash', [('','{"command": "ls"}'), ('','{"a": {"b": 1}}')]),
+    ('mistral', '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]{"a": {"b": 1}}', None, [('f','{"a": 1}'), ('','{"a": {"b": 1}}')]),
+    ('mistral', '[TOOL_CALLS]f{"a": 1}[TOOL_CALLS][ARGS]{"b": 2}', None, [('f','{"a": 1}'), ('','{"b": 2}')]),
+    ('mistral', 'bash[TOOL_CALLS]{no JSON at all', 'bash', [('','{no JSON at all')]),
+    ('mistral', 'Sure[TOOL_CALLS]{"name": "f", "arguments": {"a": 1}} and', 'Sure', [('f','{"a": 1}')]),
+    ('mistral', 'Sure [TOOL_CALLS] {"a": 1}', 'Sure {"a": 1}', []),
     ('mistral', '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}][TOOL_CALLS] [{"name": "g", "arguments": {}}]', None, [('f','{"a": 1}')]),
     ('mistral', r'[TOOL_CALLS] [{"name": "f", "arguments": "{\"a\": 1}"}, {"name": "g", "arguments": {"b": 2}}]', None, [('f','{"a": 1}'), ('g','{"b": 2}')]),
     ('mistral', '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"x": 1}, {"name": "g"}, "junk"]', None, [('f','{"a": 1}'), ('g','{}')]),
@@ -143,6 +154,7 @@ CASES = [ # parser, text, content, calls[, tools]
     ('pythonic', '[f(), g(a={}), f(steps=[])]', None, [('f','{}'), ('g','{"a": {}}'), ('f','{"steps": []}')]),
     ('pythonic', r"""[f(city='Martha\'s Vineyard', metric='\"cool units\"')]""", None, [('f','{"city": "Martha\'s Vineyard", "metric": "\\"cool units\\""}')]),
     ('pythonic', "[f(a=null, b=true, c=false)]", None, [('f','{"a": null, "b": true, "c": false}')]),
+    ('pythonic', "[où(città='Zürich', été=1)]", None, [('où','{"città": "Zürich", "été": 1}')]),
     ('pythonic', '[f(a=-5, b=(1), c=(1,), d=(1, "2"), e=("x" "y"))]', None, [('f','{"a": -5, "b": 1, "c": [1], "d": [1, "2"], "e": "xy"}')]),
     ('pythonic', "[bad(x=b'z'), f(a=1)]", None, [('f','{"a": 1}')]),
     ('pythonic', '[calc(x=1e999), f(a=1)]', None, [('f','{"a": 1}')]),
@@ -182,6 +194,14 @@ CASES = [ # parser, text, content, calls[, tools]
     ('gemma4', f'<|tool_call>call:f(s:{Q}x){Q},i:(4))<tool_call|>', None, [('f','{"s": "x)", "i": "(4)"}')]),
     ('gemma4', M4('f', 's:a :) b,i:4'), None, [('f','{"s": "a :) b", "i": "4"}')]),
     ('gemma4', 'So.<|tool_call>call:get_wea', 'So.', []),
+    *[('gemma4', f'<|tool_call>{h}f{{s:{Q}x{Q}}}<tool_call|>', None, [('f','{"s": "x"}')]) for h in ('call :', 'callcall:', 'call\n:', 'I will call:', 'é:', '<:')],
+    ('gemma4', f'Sure.<call>get_weather{{city:{Q}Paris{Q}}}', 'Sure.', [('get_weather','{"city": "Paris"}')], TOOLS),
+    ('gemma4', 'A <call>nobody{x:1} and <call> me', SAME, [], TOOLS),
+    ('gemma4', M4('mcp:read', f'p:{Q}/{Q}'), None, [('mcp:read','{"p": "/"}')]),
+    ('gemma4', M4('f', f's:{Q}London'), None, [('f','{"s": "London"}')]),
+    ('gemma4', M4('f', f'o:{{k:{Q}x}}'), None, [('f','{"o": {"k": "x"}}')]),
+    ('gemma4', M4('f', f's:{Q}if (a) {{ b; }}'), None, [('f','{"s": "if (a) { b; }"}')]),
+    ('gemma4', f'<|tool_call>call:f{{s:{Q}Lon<|', None, [('f','{"s": "Lon"}')]),
 
     ('qwen3_coder', 'This is a test without tools', SAME, []),
     ('qwen3_coder', X('f', [('city','Dallas'), ('state','TX')]), None, [('f','{"city": "Dallas", "state": "TX"}')]),
@@ -218,7 +238,16 @@ CASES = [ # parser, text, content, calls[, tools]
     ('qwen3_coder', X('f', [('n','9007199254740993'), ('o',"['x']"), ('a',"{'x': 1}")]), None, [('f','{"n": 9007199254740993, "o": "[\'x\']", "a": "{\'x\': 1}"}')], TOOLS),
     ('qwen3_coder', X('f', [('o',"__import__('os')"), ('a','[f() for f in ()]')]), None, [('f','{"o": "__import__(\'os\')", "a": "[f() for f in ()]"}')], TOOLS),
 
+    ('qwen3_coder', X('f', [('a',"['x' 'y']"), ('ns',' null'), ('ni',' null ')]), None, [('f','{"a": "[\'x\' \'y\']", "ns": " null", "ni": null}')], TOOLS),
+    ('qwen3_coder', X('f', [('s','a <tool_call> in </tool_call> text')]), None, [('f','{"s": "a <tool_call> in </tool_call> text"}')]),
+    ('qwen3_coder', 'Yes.'+X('g')+'</tool_call>', 'Yes.', [('g','{}')]),
+    ('qwen3_coder', X('g')+'</tool_call>\n'+X('f', [('s','x')]), None, [('g','{}'), ('f','{"s": "x"}')]),
+    ('qwen3_coder', 'A </tool_call> and a </function> alone', SAME, []),
+    ('qwen3_coder', X('h', [('o','null'), ('l','null')]), None, [('h','{"o": null, "l": null}')], NESTED),
+
     ('minimax_m2', 'Hello world', SAME, []),
+    ('minimax_m2', MM(I('f', ('ns',' null'), ('si','null '), ('ni',' null\n'))), None, [('f','{"ns": " null", "si": "null ", "ni": null}')], TOOLS),
+    ('minimax_m2', MM('<invoke name="f"><parameter name="x">1</parameter>'+I('g', ('y','2'))), None, [('f','{"x": "1"}'), ('g','{"y": "2"}')]),
     ('minimax_m2', 'Let me check. '+MM(I('get_weather', ('city','Seattle'))), 'Let me check.', [('get_weather','{"city": "Seattle"}')]),
     ('minimax_m2', MM(I('f', ('city','Seattle'), ('days','5'))), None, [('f','{"city": "Seattle", "days": "5"}')]),
     ('minimax_m2', MM(I('f', ('x','1')), I('g', ('y','2'))), None, [('f','{"x": "1"}'), ('g','{"y": "2"}')]),
@@ -239,6 +268,7 @@ CASES = [ # parser, text, content, calls[, tools]
     ('deepseek_v3', O+V3('f', r'{"text": "He said \"hello\"", "path": "C:\\Users\\file"}')+C, None, [('f',r'{"text": "He said \"hello\"", "path": "C:\\Users\\file"}')]),
     ('deepseek_v3', f'{O}function{sep}f\n```json\n{{}}\n```{C}', None, []),
     ('deepseek_v3', 'let me check.'+O+V3('f', '{}')+C+'It is 30 degrees.', 'let me check.It is 30 degrees.', [('f','{}')]),
+    *[('deepseek_v3', f'{O}{o}function{sep}{n}\n```json\n{{"a": 1}}{end}{c}{C}', None, [('f','{"a": 1}')]) for n in ('f', ' f ', 'f\n') for end in ('\n```', '```', '\n``` ', '\n```\n', '\n', '')],
     ('deepseek_v31', 'normal text'+O+V31('foo', '{"x":1}')+C, 'normal text', [('foo','{"x":1}')]),
     ('deepseek_v31', 'prefix'+O+V31('foo', '{"x":1}')+V31('bar', '{"y":2}')+C+' some suffix text', 'prefix', [('foo','{"x":1}'), ('bar','{"y":2}')]),
     ('deepseek_v31', f'Let me look that up.{O}get_weather', 'Let me look that up.', []),
@@ -279,6 +309,10 @@ CASES = [ # parser, text, content, calls[, tools]
     ('glm45', 'a<tool_call>   ', 'a', []),
     ('glm45', 'a<tool_call></tool_call>b', 'ab', []),
     ('glm45', '\n<tool_call></tool_call>\n', None, []),
+    ('glm45', G('g')+'</tool_call>\n'+G('f', [('s','x')])+'</tool_call>', None, [('g','{}'), ('f','{"s": "x"}')]),
+    ('glm47', 'A </tool_call> alone', SAME, []),
+    ('glm45', G('f', [('a',r'[{\"k\": \"C:\\\\d\"}]'), ('o',r'{\"k\": 1}'), ('s',r'{\"k\": 1}')]), None, [('f',r'{"a": [{"k": "C:\\d"}], "o": {"k": 1}, "s": "{\\\"k\\\": 1}"}')], TOOLS),
+    ('glm47', '<tool_call>f<arg_key>s<arg_value>x</arg_value><arg_key>n</arg_key> <arg_value>2</tool_call>', None, [('f','{"s": "x", "n": 2}')], TOOLS),
 ]
 
 @pytest.mark.parametrize('case', CASES, ids=lambda c: f'{c[0]}-{c[1][:30]!r}')
@@ -303,6 +337,12 @@ def test_tools_of_any_form():
         for p,text in (('qwen3_coder', X('f', [('s','1')])), ('glm45', G('f', [('s','1')])), ('gemma4', M4('f', f's:{Q}1{Q}')), ('deepseek_v32', VV(V('f', ('arguments','{"s": 1}','false'))))):
             r = parse_tools(p, text, [t])
             assert [x.name for x in r.tool_calls]==['f'] and json.loads(r.tool_calls[0].arguments)
+
+def test_hosted_tools_are_no_functions():
+    "A list of tools that holds no function says nothing about names"
+    for t in ({'type': 'namespace', 'name': 'mcp', 'tools': [{'type': 'function', 'name': 'read'}]}, {'type': 'web_search', 'name': 'web_search'}):
+        assert plain(parse_tools('glm47', G('mcp__read', [('p','/')], ''), [t]))==(None, [('mcp__read','{"p": "/"}')])
+        assert plain(parse_tools('glm47', G('mcp__read'), [t, tool('f')]))==(None, [])
 
 # -- any text, any cut -----------------------------------------------------------------------------------------------------
 
@@ -347,7 +387,7 @@ def test_nothing_is_invented(parser, data):
     "Arguments are JSON but where the format hands on what the model wrote; names, keys and values stand in the text"
     text = data.draw(soups(parser))
     for t in parse_tools(parser, text).tool_calls:
-        assert t.name and t.name in text
+        assert t.name in text and (t.name or parser=='mistral') # which hands on arguments that came without a name
         if parser in ('llama3_json','mistral','deepseek_v3','deepseek_v31'): assert t.arguments in text or t.arguments=='{}'; continue
         if parser=='hermes' and t.arguments in text: json.loads(t.arguments); continue
         for v in leaves(json.loads(t.arguments)):

@@ -81,7 +81,7 @@ class ToolParser:
     def __init__(self,
         tools:list[dict]|None=None, # The request's tools, in OpenAI's form
     ):
-        fs = [t.get('function', t) for t in tools or [] if isinstance(t, dict)]
+        fs = [t.get('function', t) for t in tools or [] if isinstance(t, dict) and ('function' in t or t.get('type') in (None,'function','custom'))]
         self.tools = {f['name']: f.get('parameters') or {} for f in fs if isinstance(f, dict) and isinstance(f.get('name'), str)}
         self.buf,self.i,self.done = '',0,False
         self.raw,self.said,self.held,self.calls = [],[],[],[]

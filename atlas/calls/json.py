@@ -169,7 +169,7 @@ class Llama(ToolParser):
 class Mistral(ToolParser):
     'Mistral: `[TOOL_CALLS] [{…}]`, `[TOOL_CALLS]name{…}` or `[TOOL_CALLS]name[ARGS]{…}`'
     names,marks,blank = ('mistral',),('[TOOL_CALLS]','[CALL_ID]','[ARGS]'),'strip'
-    start,head = Marks('[TOOL_CALLS]'),Marks('{','[ARGS]','[TOOL_CALLS]')
+    start,head,form = Marks('[TOOL_CALLS]'),Marks('{','[ARGS]','[TOOL_CALLS]'),None
     word = re.compile(r'[^\s\[\]{}"\']+').fullmatch
     new_id = staticmethod(lambda: ''.join(random.choices(string.ascii_letters+string.digits, k=9)))
     def run(self):
@@ -179,29 +179,49 @@ class Mistral(ToolParser):
             t = t.partition('[CALL_ID]')[0].strip()
             if m=='{': self.i -= 1
             if not t and m in ('{','[ARGS]') and not self.calls: t = self.before()
-            if self.word(t) and m in ('{','[ARGS]'):
-                self.begin(t)
-                yield from self.span(self.more)
-                if not self.calls[-1][2]: self.more('{}')
+            if m=='[ARGS]' and not t or m in ('{','[ARGS]') and self.word(t): yield from self.named(t)
+            elif m=='{' and not t and self.late(): m = yield from self.nameless()
             elif t in self.tools or not self.tools and self.word(t) and not is_json(t): self.call(t, '{}')
             elif m=='{' and (not t or t.endswith('[')) and (yield from self.objects(bool(t))): return (yield from self.rest(ignore))
             elif t: self.stray()
             if m!='[TOOL_CALLS]': m = yield from self.upto(self.start, ignore)
+    def named(self, name:str):
+        "Arguments behind a name"
+        self.begin(name); self.form = name
+        yield from self.span(self.more)
+        if not self.calls[-1][2]: self.more('{}')
+    def late(self):
+        "Is it clear that the later form is meant?"
+        return self.form is not None or not self.calls and bool(self.said) and not any(self.held)
     def before(self):
         "The tool whose name the content ends with, or ''"
         words = ''.join(self.said[-99:]).split()
         return words[-1] if words and not any(self.held) and words[-1] in self.tools else ''
-    def objects(self, several:bool):
-        "An envelope, or several with commas between them; was there any call?"
-        while (got:=(yield from self.envelope(default='{}'))) is not None:
-            if got: self.call(got[0], unwrapped(got[1]))
-            if not several or (yield from self.skip())!=',': break
-            self.i += 1
-            if (yield from self.skip())!='{': break
-        return self.calling
     def unsaid(self):
         _,mark,tail = ''.join(self.raw).partition('[TOOL_CALLS]')
         return super().unsaid()+(tail.replace(mark, '').strip() if mark else '')
+
+# %% ../../nbs/42a_calls.json.ipynb #8c10a2c1
+@patch
+def objects(self:Mistral, several:bool)->Generator:
+    "An envelope, or several with commas between them; was there any call?"
+    while (got:=(yield from self.members())) is not None:
+        name,args = loads(got.get('name', '""')),got.get('arguments', 'null')
+        if 'name' in got or 'arguments' in got: self.call(name if isinstance(name, str) and name.isprintable() else '', '{}' if args=='null' else unwrapped(args))
+        if not several or (yield from self.skip())!=',': break
+        self.i += 1
+        if (yield from self.skip())!='{': break
+    return self.calling
+@patch
+def nameless(self:Mistral)->Generator:
+    "An object where a name should stand: an envelope, or arguments of a call without a name; broken ones last to the next mark"
+    self.record()
+    got,text = (yield from self.envelope()),self.recorded()
+    if got: self.call(got[0], unwrapped(got[1])); return (yield from self.rest(ignore))
+    more,m = ('',None) if got==() else (yield from self.text(self.start))
+    if got is None and any(w.startswith((text+more)[1:].lstrip()[:len(w)]) for w in ('"name"','"arguments"')): self.stray()
+    else: self.call('', text+more); self.form = ''
+    return m
 
 # %% ../../nbs/42a_calls.json.ipynb #dd92ba4d
 class DeepSeekV31(ToolParser):
@@ -216,20 +236,21 @@ class DeepSeekV31(ToolParser):
             if m==self.marks[2]:
                 name = yield from self.called()
                 args,end = (yield from self.text(self.ends)) if name else ('',None)
-                if end: self.call(name, args)
+                if end: self.call(name, self.bare(args))
                 else: self.stray()
             m = yield from self.upto(self.inside, self.after if m==self.marks[1] else ignore)
             if m!=self.marks[2] and not self.calls: self.stray()
     def called(self):
         t,m = yield from self.text(self.name)
         return m==self.marks[4] and t.strip()
+    def bare(self, args): return args
     def after(self, text): "What is said behind a block"
 class DeepSeekV3(DeepSeekV31):
     "DeepSeek V3 and R1: the same with `function<｜tool▁sep｜>name` and a fenced block"
     names,marks,blank,after = ('deepseek_v3',),DeepSeekV31.marks,'drop',ToolParser.say
     fence = Marks('\n```json\n', marks[3])
-    ends = Marks('\n```'+marks[3], '```'+marks[3], marks[3])
     def called(self):
         if not (yield from super().called()): return None
         t,m = yield from self.text(self.fence)
         return m==self.fence.marks[0] and t.strip()
+    def bare(self, args): return args.rstrip().removesuffix('```').rstrip()

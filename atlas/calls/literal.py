@@ -15,7 +15,7 @@ DEPTH = 64 # How deep literals may nest
 _gap = re.compile(r'\s*+').match
 _string = re.compile(r'[rRuU]?(?:"""(?:[^"\\]++|\\.|"(?!""))*+"""|\'\'\'(?:[^\'\\]++|\\.|\'(?!\'\'))*+\'\'\'|"(?:[^"\\]++|\\.)*+"|\'(?:[^\'\\]++|\\.)*+\')', re.S).match
 _number = re.compile(r'[+-]?(?:0[xX][0-9a-fA-F]{1,4000}|\d{1,4000}(?:_\d{1,4000})*(?!\.|[eE\d_])|(?:\d{1,400}\.?\d{0,400}|\.\d{1,400})(?:[eE][+-]?\d{1,4})?)(?![\w.])', re.A).match
-_word = re.compile(r'[A-Za-z_]\w*').match
+_word = re.compile(r'[^\W\d]\w*').match
 _words = {'True':True, 'False':False, 'None':None, 'true':True, 'false':False, 'null':None}
 _escape = re.compile(r'\\(?:([0-7]{1,3})|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))', re.S)
 _plain = {'n':'\n', 't':'\t', 'r':'\r', 'a':'\a', 'b':'\b', 'f':'\f', 'v':'\v', '\\':'\\', "'":"'", '"':'"', '\n':''}
@@ -46,42 +46,43 @@ def literal(
     s:str, # Text that holds a literal
     i:int=0, # Where it begins
     depth:int=0, # How deep it lies
+    joined:bool=True, # Are strings side by side one string?
 )->tuple[object,int]: # Its value, and where it ends
     "Read a Python literal; `ValueError` for anything else"
     i = _gap(s, i).end()
     if depth>DEPTH: raise ValueError('nested too deeply')
     if m:=_string(s, i):
         parts = [unquote(m[0])]
-        while n:=_string(s, _gap(s, m.end()).end()): m = n; parts.append(unquote(n[0]))
+        while joined and (n:=_string(s, _gap(s, m.end()).end())): m = n; parts.append(unquote(n[0]))
         return ''.join(parts),m.end()
     if m:=_number(s, i): return number(m[0]),m.end()
     if (m:=_word(s, i)) and m[0] in _words: return _words[m[0]],m.end()
     c = s[i:i+1]
-    if c=='[': return items(s, i+1, ']', depth+1)
+    if c=='[': return items(s, i+1, ']', depth+1, joined)
     if c=='(':
-        v,end = items(s, i+1, ')', depth+1)
+        v,end = items(s, i+1, ')', depth+1, joined)
         return (v if len(v)!=1 or s[i:end-1].rstrip().endswith(',') else v[0]),end
-    if c=='{': return pairs(s, i+1, depth+1)
+    if c=='{': return pairs(s, i+1, depth+1, joined)
     raise ValueError(f'no literal at {i}')
 
 # %% ../../nbs/42a_calls.literal.ipynb #30fa891e
-def items(s:str, i:int, end:str, depth:int)->tuple[list,int]:
+def items(s:str, i:int, end:str, depth:int, joined:bool)->tuple[list,int]:
     "Values up to `end`"
     out = []
     while s[(i:=_gap(s, i).end()):i+1]!=end:
-        v,i = literal(s, i, depth)
+        v,i = literal(s, i, depth, joined)
         out.append(v); i = _gap(s, i).end()
         if s[i:i+1]==',': i += 1
         elif s[i:i+1]!=end: raise ValueError(f'no comma at {i}')
     return out,i+1
-def pairs(s:str, i:int, depth:int)->tuple[dict,int]:
+def pairs(s:str, i:int, depth:int, joined:bool)->tuple[dict,int]:
     "Keys and values up to the closing brace"
     out = {}
     while s[(i:=_gap(s, i).end()):i+1]!='}':
-        k,i = literal(s, i, depth)
+        k,i = literal(s, i, depth, joined)
         i = _gap(s, i).end()
         if isinstance(k, (list,dict)) or s[i:i+1]!=':': raise ValueError(f'no key at {i}')
-        out[k],i = literal(s, i+1, depth)
+        out[k],i = literal(s, i+1, depth, joined)
         i = _gap(s, i).end()
         if s[i:i+1]==',': i += 1
         elif s[i:i+1]!='}': raise ValueError(f'no comma at {i}')

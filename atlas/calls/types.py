@@ -53,9 +53,13 @@ def _finite(t:str):
     json.dumps(v, allow_nan=False)
     return v
 def _python(t:str, allowed:set[str]):
-    v,end = literal(t)
+    v,end = literal(t, joined=False)
     if end<len(t) or {'[':'array', '{':'object'}.get(t[0]) not in allowed: raise ValueError(t)
     json.dumps(v, allow_nan=False)
+    return v
+def _escaped(t:str, allowed:set[str]):
+    v = _finite(loads(f'"{t}"'))
+    if {list:'array', dict:'object'}.get(type(v)) not in allowed: raise ValueError(t)
     return v
 
 # %% ../../nbs/42a_calls.types.ipynb #afd59b24
@@ -65,12 +69,12 @@ def typed(
 )->object:
     "The value of the narrowest type that fits"
     t = text.strip()
-    if 'null' in allowed and t.lower()=='null': return None
+    if 'null' in allowed and (text if 'string' in allowed else t).lower()=='null': return None
     if allowed & {'integer','number'} and _int(t): return int(t)
     if 'number' in allowed and _num(t) and math.isfinite(float(t)): return _number(t)
     if 'boolean' in allowed and t.lower() in ('true','1','false','0'): return t.lower() in ('true','1')
     if allowed & {'object','array'} or 'string' not in allowed:
-        for read in _finite,lambda t: _python(t, allowed):
+        for read in _finite,lambda t: _python(t, allowed),lambda t: _escaped(t, allowed):
             try: return read(t)
             except ValueError: pass
     return text

@@ -52,7 +52,7 @@ class QwenCoder(Tagged):
             if wrapped: m = yield from self.opened()
             if m=='<function=': m = yield from self.function()
             if m=='</function>': m = yield from self.upto(self.inside, ignore if wrapped else self.say)
-            if m=='</tool_call>': m = yield from self.upto(self.outside, self.say)
+            while m=='</tool_call>': m = yield from self.upto(self.inside, self.say)
     def opened(self):
         "From behind `<tool_call>` to the next mark; what stands between was said, if no mark makes it markup"
         t,m = yield from self.text(self.inside)
@@ -160,7 +160,7 @@ class DeepSeekV32(Invoke):
 class Glm(Tagged):
     "GLM 4.5 to 4.7: `<tool_call>name<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>`"
     names,marks,checks = ('glm45','glm47'),('<tool_call>','</tool_call>','<arg_key>','</arg_key>','<arg_value>','</arg_value>'),True
-    start,body = Marks('<tool_call>'),Marks('<arg_key>','</tool_call>')
+    start,again,body = Marks('<tool_call>'),Marks('<tool_call>','</tool_call>'),Marks('<arg_key>','</tool_call>')
     key,value = Marks('</arg_key>','<arg_value>','</tool_call>'),Marks('</arg_value>','</tool_call>')
     then,name = Marks('<arg_value>','<arg_key>','</tool_call>'),Marks('<arg_key>','</tool_call>','<tool_call>')
     def run(self):
@@ -177,4 +177,5 @@ class Glm(Tagged):
                 if m: self.param(key.strip(), value)
                 if m=='</arg_value>': m = yield from self.upto(self.body, ignore)
             self.close()
-            m = yield from self.upto(self.start, self.say)
+            m = '</tool_call>'
+            while m=='</tool_call>': m = yield from self.upto(self.again, self.say)

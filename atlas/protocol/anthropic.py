@@ -51,6 +51,7 @@ class Block(BaseModel):
     content: 'str|list[Block]|dict[str,Any]|None' = None
     thinking: str|None = None
     signature: str|None = None
+    data: str|None = None
     citations: dict[str,Any]|list[Any]|None = None
 
 # %% ../../nbs/51_protocol.anthropic.ipynb #0c439440
@@ -81,7 +82,7 @@ class Thinking(BaseModel):
     "How much thought an answer may cost"
     model_config = _strict
     type: Literal['enabled','disabled','adaptive','between_tools']
-    budget_tokens: Annotated[int, Field(ge=0, lt=2**31)]|None = None
+    budget_tokens: Annotated[Int, Field(ge=0)]|None = None
     display: str|None = None
 
 class Format(BaseModel):
@@ -103,7 +104,7 @@ class MessagesBody(BaseModel):
     model: Annotated[str, Field(max_length=512)]|None = None
     messages: Annotated[list[Turn], Field(min_length=1, max_length=100_000)]
     system: str|list[Block]|None = None
-    max_tokens: Annotated[int, Field(ge=0, lt=2**31)]|None = None
+    max_tokens: Annotated[Int, Field(ge=0)]|None = None
     stop_sequences: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]|None = None
     temperature: float|None = None
     top_p: float|None = None
@@ -262,10 +263,13 @@ def assistant(self:Reader, blocks)->list[dict]:
     "The message of an assistant's turn"
     thoughts,said,calls = [],[],[]
     for where,b in blocks:
-        if b.type=='thinking' and b.thinking is not None: thoughts.append(b.thinking or unsealed(b.signature))
+        if b.type=='thinking':
+            if b.thinking is None: _need(b, where, 'thinking')
+            thoughts.append(b.thinking or unsealed(b.signature))
+        elif b.type=='redacted_thinking': _need(b, where, 'data')
         elif b.type=='tool_use': calls.append(self.call(b, where))
         elif b.type=='compaction': said.append(b.content if isinstance(b.content, str) else '')
-        elif b.type!='redacted_thinking': said.append(self.text(b, where))
+        else: said.append(self.text(b, where))
     text,thought = ''.join(said),''.join(thoughts)
     m = dict(role='assistant', content=text or (None if calls or thought else ''))
     if thought: m['reasoning'] = thought
@@ -343,7 +347,7 @@ def thoughts(self:MessagesBody)->dict:
 def params(self:MessagesBody)->SamplingParams:
     "The sampling parameters of a body"
     kw = {k:v for k in ('temperature','top_p','top_k','min_p','seed') if (v := getattr(self, k)) is not None}
-    if self.max_tokens is not None: kw['max_tokens'] = max(self.max_tokens, 1)
+    if self.max_tokens is not None: kw['max_tokens'] = min(max(self.max_tokens, 1), 2**31-1)
     return SamplingParams(stop=tuple(self.stop_sequences or ()), **kw)
 
 # %% ../../nbs/51_protocol.anthropic.ipynb #6d62fe95

@@ -24,6 +24,7 @@ class ChatAsk(Ask):
     quiet:bool=False # Do not tell the reasoning
     prompt_logprobs:int|None=None # Log-probabilities of the prompt, with so many alternatives
 
+# %% ../../nbs/49a_protocol.chunks.ipynb #8ce00ed1
 @dataclass
 class TextAsk(ChatAsk):
     "A question to completions, which has prompts and no messages"
@@ -59,6 +60,7 @@ def token_logprobs(
     def entry(id, lp): s = show(id); return dict(token=s, logprob=_lp(lp), bytes=list(raw(id) if raw else s.encode()))
     return [entry(t.id, t.logprob) | dict(top_logprobs=[entry(j, l) for j,l in t.top]) for t in tokens]
 
+# %% ../../nbs/49a_protocol.chunks.ipynb #e8c0eaa0
 def chat_logprobs(tokens:list, show, raw=None)->dict:
     "The `logprobs` of a chat choice"
     return dict(content=token_logprobs(tokens, show, raw), refusal=None)
@@ -74,7 +76,8 @@ def text_logprobs(
     out,name = dict(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[]),name or show
     for t in tokens:
         s,lp = name(t.id),_lp(t.logprob)
-        for k,v in zip(out, (s, lp, None if lp is None else {s:lp} | {name(j):_lp(l) for j,l in t.top}, offset)): out[k].append(v)
+        top = None if lp is None else {s:lp} | {name(j):_lp(l) for j,l in t.top}
+        for k,v in zip(out, (s, lp, top, offset)): out[k].append(v)
         offset += len(show(t.id))
     return out
 
@@ -83,6 +86,7 @@ def prompt_tokens_of(ids, scores, make)->list:
     "A prompt as `make(id, logprob, top)` would make its tokens; `scores` has one entry for each but the first"
     return [make(ids[0], None, ())] + [make(i, lp, tuple(map(tuple, top))) for i,(lp,top) in zip(ids[1:], scores)]
 
+# %% ../../nbs/49a_protocol.chunks.ipynb #530e8497
 def prompt_logprobs(
     tokens:list, # Of the prompt
     show, # Function from a token id to its text
@@ -102,9 +106,10 @@ class ChatWriter(Writer):
     def __init__(self, *args, **kw):
         super().__init__(*args, **kw)
         a = self.ask
-        self.lanes,self.ids,self.logprobs = {},getattr(a, 'token_ids', False),a.params.logprobs is not None and not getattr(a, 'unscored', False)
+        self.lanes,self.ids = {},getattr(a, 'token_ids', False) # `lanes`: what is before and after the text of a chunk, by choice
+        self.logprobs = a.params.logprobs is not None and not getattr(a, 'unscored', False)
         self.continuous,self.quiet,self.as_ids = (getattr(a, k, False) for k in ('continuous','quiet','as_ids'))
-        self.plain = not (self.ids or self.logprobs or self.continuous)
+        self.plain = not (self.ids or self.logprobs or self.continuous) # Are chunks of text alike but for the text?
     def _envelope(self, kind, choices, **kw): return dict(id=self.id, object=kind, created=self.created, model=self.model, choices=choices, **kw)
     def _said(self, i, said, finish=None, **kw):
         "One chunk, which says something of choice `i`; its counts are null until the last, where they were asked for"
@@ -140,7 +145,7 @@ def _of_prompt(self:ChatWriter, i):
     "What was asked about the prompt of choice `i`, and goes with its first chunk"
     return dict(prompt_token_ids=list(self.prompts[0].ids)) if self.ids and self.prompts else {}
 
-# %% ../../nbs/49a_protocol.chunks.ipynb #98263050
+# %% ../../nbs/49a_protocol.chunks.ipynb #6519eaa8
 def _call(d):
     "A piece of a tool call"
     if d.name is None: return dict(index=d.index, function=dict(arguments=d.arguments))
@@ -167,11 +172,13 @@ def end(self:ChatWriter, u:Usage)->bytes:
     "The counts, if they were asked for, and `[DONE]`"
     return (sse(self._envelope(self.chunk_kind, [], usage=usage(u))) if self.ask.include_usage else b'')+DONE
 
+# %% ../../nbs/49a_protocol.chunks.ipynb #4fbfd032
 @patch
 def error(self:ChatWriter, e:BaseException)->bytes:
     "An error in the middle of a stream"
     return sse(error_body(e))+DONE
 
+# %% ../../nbs/49a_protocol.chunks.ipynb #84684448
 @patch
 def whole(self:ChatWriter, choices:list[Choice], u:Usage)->dict:
     "The answer in one piece"
@@ -248,10 +255,12 @@ def _choice(self:TextWriter, i, c):
 @patch
 def _asked(self:TextWriter): return {}
 
+# %% ../../nbs/49a_protocol.chunks.ipynb #a110e521
 @patch
 def _told(self:TextWriter, choices):
     "The choices, or the best of each prompt's"
     n,k = self.ask.params.n,getattr(self.ask, 'best', None)
     def fit(i): return sum(_lp(t.logprob) for t in choices[i].tokens)/max(len(choices[i].tokens), 1)
-    kept = range(len(choices)) if k is None else [i for a in range(0, len(choices), n) for i in sorted(range(a, a+n), key=fit, reverse=True)[:k]]
+    def best(a): return sorted(range(a, a+n), key=fit, reverse=True)[:k]
+    kept = range(len(choices)) if k is None else [i for a in range(0, len(choices), n) for i in best(a)]
     return [self._choice(i, choices[i]) | dict(index=j) for j,i in enumerate(kept)]

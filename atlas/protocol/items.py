@@ -79,6 +79,8 @@ def keep_item(
     kind = d.setdefault('type', 'message' if i.role else 'item_reference' if i.id else None)
     if kind is None: raise RequestError(f'{where} has neither type nor role', hint='Say what it is', param=where)
     if kind=='message' and not i.role: raise RequestError(f'{where}.role is missing', param=f'{where}.role')
+    if kind=='message' and i.content is None and i.role!='assistant':
+        raise RequestError(f'{where}.content is missing', hint='Send text or a list of parts', param=f'{where}.content')
     if kind=='message': d['content'] = _parts(d.get('content'), i.role)
     if kind=='reasoning': d.setdefault('summary', [])
     d.setdefault('id', item_id(kind, rid, k))
@@ -108,7 +110,7 @@ def thought(item:dict)->str:
 class Thread:
     "Items, as they become the messages of a chat"
     def __init__(self, instructions:str|None=None):
-        self.system,self.messages,self.calls,self.warnings = [instructions] if instructions else [],[],{},{}
+        self.system,self.messages,self.calls,self.warnings,self.cut = [instructions] if instructions else [],[],{},{},None
     def all(self)->list[dict]:
         "The messages"
         return ([dict(role='system', content='\n\n'.join(self.system))] if self.system else [])+self.messages
@@ -132,7 +134,7 @@ def _text(parts, where):
 def _seen(p, where):
     "A part of a user's message, as chat has it"
     if p['type'] in _texts and p.get('text') is not None: return dict(type='text', text=p['text'])
-    if p['type']=='input_image' and p.get('image_url'): return dict(type='image_url', image_url=dict(url=p['image_url'], detail=p.get('detail') or 'auto'))
+    if p['type']=='input_image' and p.get('image_url'): return dict(type='image_url', image_url=dict(url=p['image_url'], detail=p.get('detail') or 'auto'), where=where)
     if p['type'] in ('input_image','input_file','input_audio'):
         raise NotOfferedError(f'{where} is of type {p["type"]!r} without an image_url', hint='Send text, or an image as a data URL', param=where)
     raise RequestError(f'{where} is of type {p["type"][:40]!r} or has no text', hint='Send input_text or input_image', param=where)
@@ -149,8 +151,15 @@ def message(self:Thread, d, where):
     "A message of any role"
     where += '.content'
     if d['role'] in ('system','developer'): self.system.append(_text(d['content'], where))
-    elif d['role']=='assistant': self.answer('content')['content'] = _text(d['content'], where)
+    elif d['role']=='assistant': self.said(_text(d['content'], where), d.get('status') in ('incomplete','in_progress'))
     else: self.messages.append(dict(role='user', content=_content(d['content'], where)))
+
+@patch
+def said(self:Thread, text, cut):
+    "What the assistant said; the rest of what it was cut in, if that is the last message"
+    if self.cut and self.messages[-1] is self.cut and not self.cut.get('tool_calls'): self.cut['content'] += text
+    else: self.answer('content')['content'] = text
+    self.cut = self.messages[-1] if cut else None
 
 @patch
 def reasoning(self:Thread, d, where):

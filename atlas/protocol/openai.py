@@ -14,10 +14,10 @@ import json
 from typing import Annotated,Any,Literal
 from fastcore.basics import patch
 from pydantic import AliasChoices,BaseModel,ConfigDict,Field
-from ..chat import check_variables
+from ..chat import IMAGE_PARTS,check_variables
 from ..core import RequestError
 from ..ops.sample import SamplingParams
-from .base import DONE,Ask,Ids,Int,NotOfferedError,Writer,blame,format_of,found,merge_system,read_json,sse,think,validate
+from .base import DONE,Ask,Budget,Ids,Int,NotOfferedError,Writer,blame,format_of,found,merge_system,read_json,sse,think,validate
 from .chunks import ChatAsk,ChatWriter,TextAsk,TextWriter,error_body,usage
 
 # %% ../../nbs/50_protocol.openai.ipynb #d2ffe418
@@ -76,11 +76,14 @@ class Shaped(Body):
     guided_regex: _Text|None = None
     guided_choice: Annotated[list[_Text], Field(min_length=1, max_length=4096)]|None = None
     guided_grammar: _Text|None = None
+    json_schema: dict[str,Any]|_Text|None = None
+    regex: _Text|None = None
 
 # %% ../../nbs/50_protocol.openai.ipynb #19a390fc
 _ABSENT = frozenset('''functions function_call web_search_options audio prompt_embeds bad_words allowed_token_ids logprob_token_ids logits_processors use_beam_search
     include_stop_str_in_output truncate_prompt_tokens mm_processor_kwargs documents echo best_of suffix
-    mirostat mirostat_eta mirostat_tau repeat_last_n tfs_z typical_p num_ctx'''.split())
+    mirostat mirostat_eta mirostat_tau repeat_last_n tfs_z typical_p num_ctx grammar ebnf
+    stop_regex dry_multiplier xtc_probability top_n_sigma dynatemp_range'''.split())
 
 def unoffered(b:Body)->list[str]:
     "What to warn of: fields that change an answer elsewhere, and not here"
@@ -133,8 +136,8 @@ class Thinking(BaseModel):
     type: Literal['enabled','disabled','auto','adaptive']|None = None
     enabled: bool|None = None
     effort: str|None = None
-    budget_tokens: Int|None = None
-    max_tokens: Int|None = None
+    budget_tokens: Budget|None = None
+    max_tokens: Budget|None = None
     exclude: bool|None = None
 
 class ChatBody(Shaped):
@@ -150,9 +153,9 @@ class ChatBody(Shaped):
     enable_thinking: bool|None = None
     thinking: Thinking|None = None
     reasoning: Thinking|None = None
-    thinking_budget: Int|None = None
-    thinking_token_budget: Int|None = None
-    reasoning_budget: Int|None = None
+    thinking_budget: Budget|None = None
+    thinking_token_budget: Budget|None = None
+    reasoning_budget: Budget|None = None
     include_reasoning: bool|None = None
     modalities: Annotated[list[str], Field(max_length=16)]|None = None
     chat_template: str|None = None
@@ -203,18 +206,22 @@ def _called(t, where):
     if (args or '').strip() in ('','null'): args = '{}'  # what some clients send for a call without arguments
     return {k:v for k,v in t.items() if k!='custom'} | dict(type='function', function=f | dict(arguments=args))
 
-def _part(p):
+def _part(p, where):
     "A part of a message; text has one name"
     d = dict(type='text', text=p) if isinstance(p, str) else p.model_dump(exclude_none=True)
-    said = d.get(dict(input_text='text', output_text='text', refusal='refusal').get(d['type'], ''))
-    return dict(type='text', text=said) if isinstance(said, str) else d
+    said = d.get(dict(text='text', input_text='text', output_text='text', refusal='refusal').get(d['type'], ''))
+    if isinstance(said, str): return dict(type='text', text=said)
+    if d['type'] in ('text','input_text','output_text'): raise RequestError(f'{where}.text is missing', hint='Add the field', param=f'{where}.text')
+    if d['type'] not in IMAGE_PARTS:
+        raise RequestError(f'{where}.type is {found(d["type"])}, expected text or an image', hint='Atlas reads text and images', param=f'{where}.type')
+    return d | dict(where=where)  # of the client's own list, in which the system may stand anywhere
 
 # %% ../../nbs/50_protocol.openai.ipynb #b29a34d9
 def _turn(m, where):
     "One message as a plain dict"
     if m.content is None and m.role!='assistant': raise RequestError(f'{where}.content is missing', param=f'{where}.content')
     d = m.model_dump(exclude_none=True, exclude={'reasoning','reasoning_content','function_call','tool_calls'}) | dict(role={'developer':'system', 'function':'tool'}.get(m.role, m.role))
-    if isinstance(m.content, list): d['content'] = [_part(p) for p in m.content]
+    if isinstance(m.content, list): d['content'] = [_part(p, f'{where}.content[{j}]') for j,p in enumerate(m.content)]
     if r := m.reasoning or m.reasoning_content: d['reasoning'] = r
     calls = m.tool_calls or ([dict(function=m.function_call)] if m.function_call else ())
     if calls: d['tool_calls'] = [_called(t, f'{where}.tool_calls[{j}]') for j,t in enumerate(calls)]
@@ -241,7 +248,9 @@ def functions(
     warnings:list[str], # What was left out is added
 )->list[dict]|None:
     "The tools that a model can call here"
-    kinds = [str(t.get('type') or ('function' if 'function' in t else None)) for t in tools or []]
+    kinds = [t.get('type') or ('function' if 'function' in t else None) for t in tools or []]
+    for i,k in enumerate(kinds):
+        if not isinstance(k, str): raise RequestError(f'tools[{i}].type is {found(k)}, expected function', param=f'tools[{i}].type')
     own = [_function(t, i) for i,t in enumerate(tools or []) if kinds[i]=='function']
     if other := sorted({k[:40] for k in kinds if k!='function'}): warnings.append(f'Tools of type {", ".join(other)} are not offered here and were left out')
     return own or None
@@ -271,14 +280,22 @@ def _allowed(a, tools, no):
     return ('required' if a.get('mode')=='required' else 'auto',None,left) if left else no('allowed_tools, and none of them is there')
 
 # %% ../../nbs/50_protocol.openai.ipynb #b0088e2f
+def _schema(v, field):
+    "A schema, which may be the text of one"
+    if not isinstance(v, str): return v
+    try: return read_json(v.encode())
+    except RequestError as e: raise RequestError(e.msg.replace('The body', field), hint='Send a JSON schema', param=field) from None
+
 def _shapes(b):
     "Every shape that a body asks for: (field, spec)"
     if (f := format_of(b.response_format)): yield 'response_format',f
     s,g = b.structured_outputs or StructuredOutputs(),'structured_outputs.'
     if s.structural_tag is not None: raise NotOfferedError('structured_outputs.structural_tag is not offered', hint='Use json, regex, choice or grammar', param='structured_outputs')
     if s.json_object: yield g+'json_object',dict(kind='json_object')
+    if b.json_schema is not None: yield 'json_schema',dict(kind='json_schema', schema=_schema(b.json_schema, 'json_schema'))
+    if b.regex is not None: yield 'regex',dict(kind='regex', pattern=b.regex)
     for schema,regex,choice,grammar,p in (s.json_,s.regex,s.choice,s.grammar,g), (b.guided_json,b.guided_regex,b.guided_choice,b.guided_grammar,'guided_'):
-        if schema is not None: yield p+'json',dict(kind='json_schema', schema=read_json(schema.encode()) if isinstance(schema, str) else schema)
+        if schema is not None: yield p+'json',dict(kind='json_schema', schema=_schema(schema, p+'json'))
         if regex is not None: yield p+'regex',dict(kind='regex', pattern=regex)
         if choice is not None: yield p+'choice',dict(kind='choice', choices=choice)
         if grammar is not None: yield p+'grammar',dict(kind='lark', grammar=grammar)
@@ -312,7 +329,9 @@ def thought(self:ChatBody, warnings:list[str])->tuple[dict,int|None]:
     kinds = dict(enabled=True, disabled=False)
     on = first(self.enable_thinking, kinds.get(t.type), t.enabled, r.enabled, *(v for k in ('enable_thinking','thinking') if isinstance(v := given.get(k), bool)))
     budget = first(self.thinking_token_budget, self.thinking_budget, self.reasoning_budget, t.budget_tokens, r.max_tokens)
-    v,budget = think(on, first(self.reasoning_effort, r.effort, t.effort), budget)
+    efforts = {'reasoning_effort':self.reasoning_effort, 'reasoning.effort':r.effort, 'thinking.effort':t.effort}
+    field = next((k for k,v in efforts.items() if v is not None), 'reasoning_effort')
+    v,budget = think(on, efforts[field], budget, field)
     return given|v,budget
 
 # %% ../../nbs/50_protocol.openai.ipynb #138af536

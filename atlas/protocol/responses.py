@@ -16,10 +16,10 @@ from fastcore.basics import patch
 from pydantic import BaseModel,ConfigDict,Field
 from ..core import RequestError
 from ..ops.sample import SamplingParams
-from .base import DONE,Ask,CallDelta,Choice,Int,NotOfferedError,Piece,Usage,Writer,format_of,found,quote,sse,think,validate
+from .base import DONE,Ask,Budget,CallDelta,Choice,Int,NotOfferedError,Piece,Usage,Writer,format_of,found,quote,sse,think,validate
 from .chunks import token_logprobs
 from .items import Item,Name,Tool,choose,item_id,keep_item,messages,offered,seal,unseal
-from .openai import Body,error_body,unoffered,variables
+from .openai import Shaped,error_body,unoffered,variables
 from .stored import NotStoredError,PreviousResponseError,Record,Store
 
 # %% ../../nbs/52_protocol.responses.ipynb #d8e72543
@@ -49,7 +49,7 @@ class Reasoning(BaseModel):
     generate_summary: Literal['auto','concise','detailed']|None = None
 
 # %% ../../nbs/52_protocol.responses.ipynb #c1d14eb4
-class ResponsesBody(Body):
+class ResponsesBody(Shaped):
     "`POST /v1/responses`; the fields that OpenAI does not have are those of the other endpoints"
     input: str | Annotated[list[Item], Field(fail_fast=True, max_length=16384)] | None = None
     instructions: str|None = None
@@ -73,7 +73,7 @@ class ResponsesBody(Body):
     conversation: str|dict[str,Any]|None = None
     prompt: dict[str,Any]|None = None
     enable_thinking: bool|None = None
-    thinking_budget: Int|None = None
+    thinking_budget: Budget|None = None
     chat_template_kwargs: Annotated[dict[str,Any], Field(max_length=64)]|None = None
 
 # %% ../../nbs/52_protocol.responses.ipynb #68825115
@@ -107,7 +107,8 @@ def shorten(self:ResponsesAsk)->bool:
 def _params(b):
     "The sampling parameters of a body"
     same = ('temperature','top_p','top_k','min_p','presence_penalty','frequency_penalty','repetition_penalty','logit_bias','seed','min_tokens','ignore_eos')
-    kw = {k:getattr(b, k) for k in same} | dict(max_tokens=b.max_output_tokens, logprobs=b.top_logprobs or (0 if 'message.output_text.logprobs' in (b.include or ()) else None))
+    told = 'message.output_text.logprobs' in (b.include or ())
+    kw = {k:getattr(b, k) for k in same} | dict(max_tokens=b.max_output_tokens and min(b.max_output_tokens, 2**31-1), logprobs=b.top_logprobs or (0 if told else None))
     if b.stop: kw['stop'] = (b.stop,) if isinstance(b.stop, str) else tuple(b.stop)
     if b.stop_token_ids: kw['stop_token_ids'] = tuple(b.stop_token_ids)
     try: return SamplingParams(**{k:v for k,v in kw.items() if v is not None})
@@ -149,6 +150,19 @@ def _input(b, rid, store, owner):
         new[k] = store.find(d['id'], owner, f'input[{k}]')
     return store.chain(b.previous_response_id, owner) if b.previous_response_id else [],new
 
+def _form(b):
+    "What the answer must be like: `text.format`, or the field of another endpoint"
+    f = b.text and b.text.format
+    form,other = format_of(f and f.model_dump(by_alias=True, exclude_none=True), 'text.format'),b.format
+    if form and other: raise RequestError('text.format is given, and so is the shape of the answer in another field', hint='Choose one', param='text.format')
+    return form or other
+
+def _going(items, messages):
+    "Does the input end with the beginning of an answer?"
+    d = items[-1] if items else {}
+    if d.get('type')!='message' or d['role']!='assistant' or d['status'] not in ('incomplete','in_progress'): return False
+    return not messages[-1].get('tool_calls') and bool((messages[-1]['content'] or '').strip())
+
 def _refuse(b, keep):
     "What would be a broken promise"
     for k in 'conversation','prompt':
@@ -171,12 +185,12 @@ def parse(
     if not t.messages and not t.system: raise RequestError('input is empty', hint='Send a text or a list of items', param='input')
     fs,custom = offered(b.tools or [], t.warn)
     tools,mode,name = choose(b.tool_choice, fs, len(fs)<len(b.tools or ()), t.warn)
-    p,r,f = _params(b),b.reasoning or Reasoning(),b.text and b.text.format
+    p,r = _params(b),b.reasoning or Reasoning()
     given,(vars,budget) = variables(b.chat_template_kwargs, left := []),think(b.enable_thinking, r.effort, b.thinking_budget, 'reasoning.effort')
-    form = format_of(f and f.model_dump(by_alias=True, exclude_none=True), 'text.format')
-    return ResponsesAsk(t.all(), p, b.model, tools, mode, name, b.parallel_tool_calls is not False, form, given|vars, budget,
-        stream=bool(b.stream), priority=b.priority or 0, warnings=[*t.warnings, *left, *unoffered(b)], id=rid, echo=_echo(b, p, fs, custom, keep), items=new,
-        store=store if keep else None, owner=owner, size=len(raw), background=bool(b.background), truncation=b.truncation or 'disabled',
+    return ResponsesAsk(t.all(), p, b.model, tools, mode, name, b.parallel_tool_calls is not False, _form(b), given|vars, budget,
+        _going(before+new, t.messages), bool(b.stream), priority=b.priority or 0, warnings=[*t.warnings, *left, *unoffered(b)],
+        id=rid, echo=_echo(b, p, fs, custom, keep), items=new, store=store if keep else None, owner=owner,
+        size=len(raw), background=bool(b.background), truncation=b.truncation or 'disabled',
         summary=bool(r.summary or r.generate_summary), sealed='reasoning.encrypted_content' in (b.include or ()), custom=frozenset(custom))
 
 # %% ../../nbs/52_protocol.responses.ipynb #83428c79
@@ -245,11 +259,16 @@ def _register(self:ResponsesWriter):
 def start(self:ResponsesWriter, usage:Usage)->bytes:
     "The events that open a stream"
     self._register()
-    out = b''
-    if self.ask.background: out = self._event('created', response=self.resource())+self._event('queued', response=self.resource())
+    if self.ask.background: return self._keep(self._event('created', response=self.resource())+self._event('queued', response=self.resource()))
     self.status = 'in_progress'
-    if not out: out = self._event('created', response=self.resource())
-    return self._keep(out+self._event('in_progress', response=self.resource()))
+    return self._event('created', response=self.resource())+self._event('in_progress', response=self.resource())
+
+@patch
+def _go(self:ResponsesWriter):
+    "The model has begun"
+    if self.status!='queued': return b''
+    self.status = 'in_progress'
+    return self._event('in_progress', response=self.resource())
 
 # %% ../../nbs/52_protocol.responses.ipynb #21a6d55c
 @patch
@@ -346,14 +365,15 @@ def _call(self:ResponsesWriter, d):
 def piece(self:ResponsesWriter, i:int, p:Piece)->bytes:
     "The events of one piece"
     if i or self.told: return b''
-    out,extra = b'',_none
-    if p.reasoning: out = self._say('reasoning', p.reasoning)
+    out,extra,calls = self._go(),_none,p.calls
+    while calls and getattr(self.open, 'call', None)==calls[0].index: out += self._call(calls[0]); calls = calls[1:]  # its end comes before the rest
+    if p.reasoning: out += self._say('reasoning', p.reasoning)
     if p.tokens and self.ask.params.logprobs is not None and (p.content or not p.reasoning): self.held += p.tokens
     if p.content:
         if self.held: extra = self._logprobs()
         out += self._say('message', p.content, extra)
         if extra is not _none: self.open.tokens += self.fresh
-    for d in p.calls: out += self._call(d)
+    for d in calls: out += self._call(d)
     if p.finish: self.finish = p.finish
     return out if self.events is None else self._keep(out)
 
@@ -378,7 +398,7 @@ def _failure(e):
 def _settle(self:ResponsesWriter, status):
     "Fix how the answer ended; the events that close what was open, and the last one"
     if self.told: return b''
-    out = self._close('completed' if status=='completed' else 'incomplete')
+    out = (self._go() if status in ('completed','incomplete') else b'')+self._close('completed' if status=='completed' else 'incomplete')
     if status=='completed' and all(d['type']=='reasoning' for d in self.output): out += self._begin('message')+self._close()
     self.status,self.ended,self.told = status,max(int(time.time()), self.created),True
     out = self._keep(out+self._event(_last.get(status, 'incomplete'), response=(done := self.resource())))

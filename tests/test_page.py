@@ -1,0 +1,248 @@
+"The chat page, in a browser where there is one: what it draws, where the reader's eye and the keyboard's focus stay, what it says when things fail."
+import json,sys
+from pathlib import Path
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent/'helpers'))
+from browser import browser  # noqa: E402
+from scripted import service  # noqa: E402
+
+TOOL = dict(type='function', function=dict(name='weather', parameters=dict(type='object', properties=dict(city=dict(type='string')))))
+
+def script(prompt):
+    "An answer to the last question, as a model that thinks would write it"
+    last = prompt.rsplit('user: ', 1)[-1]
+    if 'tool:' in last: return '</think>It is 12 degrees.'
+    if 'weather' in last: return '<think>Look.</think><tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    if 'nothing' in last: return '<think>Hm.</think>'
+    return '<think>Let me see.</think>Forty-two.'
+
+@pytest.fixture(scope='module')
+def chromium():
+    with browser() as b: yield b
+
+@pytest.fixture(scope='module')
+def served():
+    with service(script) as s: yield s
+
+@pytest.fixture
+def page(chromium, served):
+    "The page with nothing stored, and `say(text)`, which waits for the answer; scripts that failed, and dialogs, fail the test"
+    p = chromium.open(served.url+'/')
+    p.js('localStorage.clear()')
+    p.go(served.url+'/')
+    p.until('models.length')
+    yield p
+    assert not p.logged
+    p.ws.close()
+
+def say(p, text, wait=True):
+    p.js('$("box").focus()')
+    p.type(text)
+    p.enter()
+    if wait: p.until('!running && state.messages.at(-1).role !== "user"')
+
+# A server within the page: `push` sends a delta, `drop` loses the connection, `shut` ends the answer. For what must happen in the midst of one.
+STUB = '''window.fetch = async (url, o) => {
+  if (!url.includes('completions')) return new Response(JSON.stringify({data: models}));
+  const enc = new TextEncoder(), to = c => s => c.enqueue(enc.encode(`data: ${s}\\n\\n`));
+  return new Response(new ReadableStream({start(c) {
+    window.push = d => to(c)(JSON.stringify({choices: [{delta: d}]}));
+    window.shut = () => { to(c)(JSON.stringify({choices: [{delta: {}, finish_reason: 'stop'}]})); c.close(); };
+    window.drop = () => c.error(new TypeError('gone'));
+    o.signal.addEventListener('abort', () => c.error(new DOMException('', 'AbortError')));
+  }}));
+}; 0'''
+
+def drawn(p, md): return p.js(f'(() => {{ const d = make("div"); d.append(...blocks({json.dumps(md)})); for (const b of d.querySelectorAll("button, figcaption")) b.remove(); return d.innerHTML; }})()')
+
+# -- a little Markdown -------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('md,html', [
+    ('*a* _b_ **c** ***d*** ~~e~~ `f*g*`', '<p><em>a</em> <em>b</em> <strong>c</strong> <strong><em>d</em></strong> <s>e</s> <code>f*g*</code></p>'),
+    ('snake_case_name, 2*3*4, 5 * 6 * 7, \\*so\\*', '<p>snake_case_name, 2*3*4, 5 * 6 * 7, *so*</p>'),
+    ('1. a\n   - b\n   - c\n2. d', '<ol start="1"><li>a<ul><li>b</li><li>c</li></ul></li><li>d</li></ol>'),
+    ('- a\n\n  - b\n\n- c', '<ul><li>a<ul><li>b</li></ul></li><li>c</li></ul>'),
+    ('Steps:\n1. a\n\n   more\n2. b\nAfter', '<p>Steps:</p><ol start="1"><li>a<p>more</p></li><li>b</li></ol><p>After</p>'),
+    ('1. Do:\n   ```sh\n   ls\n\n     -l\n   ```\n2. b', '<ol start="1"><li>Do:<figure><pre tabindex="0"><code>ls\n\n  -l</code></pre></figure></li><li>b</li></ol>'),
+    ('- a\n1. b', '<ul><li>a</li></ul><ol start="1"><li>b</li></ol>'),
+    ('- [ ] a\n- [x] b', '<ul><li>☐ a</li><li>☑ b</li></ul>'),
+    ('a\n\n---\n\n* * *\nb', '<p>a</p><hr><hr><p>b</p>'),
+    ('> a\n> - b\n> - c\n\nd', '<blockquote><p>a</p><ul><li>b</li><li>c</li></ul></blockquote><p>d</p>'),
+    ('| a | b |\n|---|--:|\n| `x \\| y` | 2 |', '<div class="sheet" tabindex="0"><table><tr><th scope="col">a</th><th scope="col" style="text-align: end;">b</th></tr><tr><td><code>x | y</code></td><td style="text-align: end;">2</td></tr></table></div>'),
+    ('# A\nb\n### C', '<h3>A</h3><p>b</p><h4>C</h4>'),
+])
+def test_markdown(page, md, html): assert drawn(page, md)==html
+
+def test_links_lead_to_the_web_and_nowhere_else(page):
+    p = drawn(page, '[a](https://x.org/b_c_d) https://y.org/z. ![p](https://x.org/i.png) [b](javascript:alert(1)) <script>alert(1)</script> <img src=x onerror=alert(1)>')
+    assert p.count('<a ')==3 and p.count('rel="noopener noreferrer nofollow"')==3 and 'href="https://y.org/z"' in p and 'href="https://x.org/b_c_d"' in p
+    assert '<img' not in p and '<script' not in p and 'href="javascript' not in p and 'alert(1)' in p
+
+ALL = '# H\nText with *a*, **b**, `c`:\n1. one\n   - two\n\n     more\n\n   ```py\n   x = 1\n\n   y\n   ```\n2. three\n\n\n10. ten\n\nAfter\n- x\n- y\n```sh\nls\n```\n> q\n> - r\n\n|a|b|\n|-|-|\n|1|2|\n\n---\n~~~\nz\n~~~\n- last\n\n**Bold** line\n\n2024 was a year\n'
+
+def test_an_answer_looks_the_same_however_it_came(page):
+    "In pieces of any size, drawn after each"
+    got = page.js(f'''(() => {{ const t = {json.dumps(ALL)}, all = n => {{ const d = make('div'), a = new Answer(d); for (let i = 0; i < t.length; i += n) {{ a.text += t.slice(i, i + n); a.draw(); }} return d.innerHTML; }};
+      return [t.length, 1, 2, 3, 7, 31].map(all); }})()''')
+    assert got[0].count('<li')==8 and '<table' in got[0]
+    for g in got[1:]: assert g==got[0]
+
+def test_markdown_of_endless_answers(page):
+    "What a model may repeat for ever is drawn, and neither its length nor its depth brings the page down"
+    for s in ('*a ','[','`','_a ','**','http://','- ','> ','1. a\\n\\n','| a ','\\\\','~~a',' ','(','***a','\\n ','\\n  a'):
+        assert page.js(f'(() => {{ const d = make("div"); d.append(...blocks("{s}".repeat(20000))); return true; }})()')
+    for s in ('> '.rstrip()*5000+'a', '\n'.join(' '*2*i+'- a' for i in range(400)), '\n'.join('>'*i+' - a' for i in range(200))): assert drawn(page, s).count('<')<3000
+
+def test_right_to_left(page):
+    page.js('(() => { const d = make("article"); d.id = "rtl"; d.append(...blocks("- עברית one\\n\\n> 1. مرحبا\\n\\nשלום\\n\\nEnglish")); $("log").append(d); })()')
+    assert page.js('[...$("rtl").children].map(e => getComputedStyle(e).direction)')==['rtl','rtl','rtl','ltr']
+    say(page, 'שלום לך')
+    assert page.js('(() => { const b = $("log").querySelector(".user .body"), r = document.createRange(); r.selectNodeContents(b); const t = getComputedStyle(b); return [t.unicodeBidi, t.textAlign]; })()')==['plaintext','start']
+
+# -- a conversation ----------------------------------------------------------------------------------------------------------
+
+def test_a_thought_and_an_answer(page):
+    say(page, 'hello')
+    assert page.js('$("log").querySelector(".think div").textContent')=='Let me see.' and page.js('$("log").querySelector(".assistant .body").textContent')=='Forty-two.'
+    assert 'tokens' in page.js('$("log").querySelector(".assistant .meta").textContent')
+    assert page.js('document.activeElement.id')=='box' and page.js('$("status").textContent')=='The answer is complete'
+
+def test_an_answer_of_nothing_says_so(page):
+    say(page, 'nothing')
+    assert page.js('$("log").querySelector(".assistant .body").textContent')=='There are only thoughts, and no answer.'
+
+def test_a_call_and_its_result(page, served):
+    page.js(f'$("tools").value = {json.dumps(json.dumps([TOOL]))}; $("tools").dispatchEvent(new Event("input"))')
+    say(page, 'weather')
+    page.js('$("result-0").value = "12"; [...document.querySelectorAll("button")].find(b => b.textContent === "Send the result").click()')
+    page.until('!running && state.messages.at(-1).content')
+    assert page.js('$("log").querySelector(".tool summary").textContent')=='Result of weather'
+    assert page.js('document.activeElement.id')=='box', 'the button that was pressed is gone; the focus is not'
+    assert 'tool: 12' in served.prompts[-1]
+
+def test_what_was_taken_away_can_be_brought_back(page):
+    say(page, 'hello')
+    for take in ('$("new").click()', 'edit(0)'):
+        page.js(take)
+        assert page.js('state.messages.length')==0
+        page.js('[...document.querySelectorAll("button")].find(b => b.textContent.startsWith("Bring back")).click()')
+        assert page.js('state.messages.map(m => m.role)')==['user','assistant'] and page.js('$("box").value')=='' and page.js('$("log").textContent.includes("Forty-two.")')
+
+def test_settings_are_sent_and_can_be_undone(page):
+    page.js('for (const [k, v] of [["system", "Be brief."], ["temperature", "0.25"], ["top_k", "40"], ["max", "9"], ["thinking", "none"]]) { $(k).value = v; $(k).dispatchEvent(new Event("input")); }')
+    r = page.js('request()')
+    assert r['messages']==[dict(role='system', content='Be brief.')] and r['chat_template_kwargs']==dict(enable_thinking=False)
+    assert {k:r[k] for k in ('temperature','top_k','max_tokens')}==dict(temperature=.25, top_k=40, max_tokens=9)
+    page.js('$("reset").click()')
+    assert page.js('request()').items()>=dict(temperature=.7, messages=[]).items() and not {'top_k','max_tokens'}&set(page.js('request()'))
+    assert page.js('[$("system").value, $("t-out").textContent]')==['','0.70']
+
+def test_a_model_that_reads_only_text_takes_no_image(page):
+    assert page.js('getComputedStyle($("add")).display')=='none'
+    page.js('await attach([new File(["x"], "a.png", {type: "image/png"})])')
+    assert page.js('$("notice").textContent')=='scripted reads only text, and no images.' and page.js('pending.length')==0
+
+def test_a_file_that_is_no_image(page):
+    page.js('models[0].architecture.input_modalities = ["text", "image"]; about()')
+    page.js('await attach([new File(["x"], "a.txt", {type: "text/plain"}), new File(["x"], "b.png", {type: "image/png"})])')
+    assert page.js('getComputedStyle($("add")).display')!='none' and page.js('$("notice").textContent')=='a.txt, b.png cannot be read as images.'
+    say(page, 'hello')
+    assert page.js('$("notice").textContent')==''
+
+# -- in the midst of an answer -----------------------------------------------------------------------------------------------
+
+LONG = json.dumps('Some words of an answer.\n\n'*200)
+
+def test_a_reader_who_scrolled_up_stays_there(page):
+    page.js(STUB)
+    say(page, 'long', wait=False)
+    page.until('running && window.push')
+    page.js(f'push({{content: {LONG}}})')
+    page.until('scroll.scrollHeight > 4000 && nearEnd()')
+    page.js('scroll.scrollTop = 1000')
+    page.js(f'push({{content: {LONG}}})')
+    page.until('scroll.scrollHeight > 8000')
+    assert page.js('scroll.scrollTop')==1000
+    page.js('shut()')
+    page.until('!running')
+    assert page.js('scroll.scrollTop')==1000
+
+def test_escape_stops_and_what_came_stays(page):
+    page.js(STUB)
+    say(page, 'x', wait=False)
+    page.until('running && window.push')
+    page.js('push({content: "half an"})')
+    page.until('$("log").textContent.includes("half an")')
+    assert page.js('$("send").textContent')=='Stop'
+    page.key('Escape', 27)
+    page.until('!running')
+    assert page.js('$("send").textContent')=='Send' and 'stopped' in page.js('$("log").querySelector(".assistant .meta").textContent') and page.js('state.messages.at(-1).content')=='half an'
+
+def test_a_lost_connection(page):
+    page.js(STUB)
+    say(page, 'x', wait=False)
+    page.until('running && window.push')
+    page.js('push({content: "half"})')
+    page.until('$("log").textContent.includes("half")')
+    page.js('drop()')
+    page.until('!running')
+    assert page.js('$("log").querySelector("[role=alert]").textContent')=='The connection was lost before the answer was complete.'
+    page.js('window.fetch = async () => { throw new TypeError("refused"); }; again()')
+    page.until('!running')
+    assert 'cannot be reached' in page.js('$("log").querySelector("[role=alert]").textContent')
+    assert page.js('state.messages.at(-1).content')=='half' and page.js('$("log").textContent.includes("half")'), 'nothing better came: what there was stays'
+
+def test_a_list_of_models_that_is_refused(page):
+    "The page goes on: what was known of the models stays, and so does the conversation"
+    page.js('window.was = window.fetch; window.fetch = async () => new Response(JSON.stringify({error: {message: "slowly"}}), {status: 429}); await list()')
+    assert page.js('$("model").selectedOptions[0].textContent')=='answers 429'
+    say(page, 'hello', wait=False)
+    page.until('!running && $("log").querySelector("[role=alert]")')
+    assert page.js('$("log").querySelector("[role=alert]").textContent')=='slowly'
+    page.js('window.fetch = window.was; await list()')
+    say(page, 'hello')
+    assert page.js('$("model").value')=='scripted' and page.js('$("log").textContent.includes("Forty-two.")')
+
+def test_a_question_that_was_not_answered_can_be_asked_again(page, served):
+    page.js('state.messages.push({role: "user", content: "hello", calls: [], images: []}); save()')
+    page.go(served.url+'/?2')
+    assert page.js('$("log").querySelector("[role=alert]").textContent')=='This was not answered.'
+    page.js('[...document.querySelectorAll("button")].find(b => b.textContent === "Try again").click()')
+    page.until('!running && $("log").textContent.includes("Forty-two.")')
+
+# -- for every eye and hand --------------------------------------------------------------------------------------------------
+
+RATIO = '''((a, b) => { const c = document.createElement('canvas').getContext('2d', {willReadFrequently: true}),
+  lum = s => { c.fillStyle = s; c.fillRect(0, 0, 1, 1); const l = [...c.getImageData(0, 0, 1, 1).data].slice(0, 3).map(v => (v /= 255) <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4); return .2126 * l[0] + .7152 * l[1] + .0722 * l[2]; },
+  v = n => getComputedStyle(document.documentElement).getPropertyValue(n), [x, y] = [lum(v(a)), lum(v(b))].sort((p, q) => q - p); return (x + .05) / (y + .05); })'''
+
+@pytest.mark.parametrize('dark', [False,True])
+def test_contrast(page, dark):
+    "As WCAG 2.2 counts it: text 4.5, the edges of fields and the ring of the focus 3"
+    page.dark(dark)
+    for a,b in (('text','bg'),('text','you'),('text','code'),('text','soft'),('dim','bg'),('dim','soft'),('accent','bg'),('on-accent','accent'),('bad','bad-bg')): assert page.js(f'{RATIO}("--{a}", "--{b}")')>=4.5, (a, b)
+    assert page.js(f'{RATIO}("--edge", "--bg")')>=3
+    assert page.js('getComputedStyle($("box"), "::placeholder").color === getComputedStyle($("log").querySelector(".empty")).color')
+
+def test_everything_has_a_name_and_the_tab_key_finds_it(page):
+    names = page.js('[...document.querySelectorAll("button, input:not([aria-hidden]), select, textarea")].filter(e => !(e.labels && e.labels.length || e.textContent.trim() || e.ariaLabel)).map(e => e.outerHTML)')
+    assert not names
+    page.js('document.activeElement.blur()')
+    seen = []
+    for _ in range(9): page.tab(); seen.append(page.js('document.activeElement.id || document.activeElement.className || document.activeElement.localName'))
+    assert [s for s in seen if s in ('model','new','open','scroll','box','send')]==['model','new','open','scroll','box','send']
+    page.js('$("open").focus()')
+    page.enter()
+    page.until('drawer.open && drawer.contains(document.activeElement)')
+    page.key('Escape', 27)
+    page.until('!drawer.open && document.activeElement.id === "open"')
+
+@pytest.mark.parametrize('width', [320,390,1280])
+def test_nothing_is_wider_than_the_screen(page, width):
+    page.size(width, 800, touch=width<1000)
+    md = json.dumps('x'*500+'\n\n| a | b |\n|---|---|\n| '+'word '*40+' | '+'y'*300+' |\n\n```\n'+'z'*400+'\n```\n\n- '+'w'*300)
+    page.js(f'state.messages = [{{role: "user", content: "u".repeat(400), calls: [], images: []}}, {{role: "assistant", content: {md}, reasoning: "r".repeat(400), calls: [{{id: "1", name: "n".repeat(80), arguments: "{{}}"}}], images: []}}]; showAll()')
+    for e in ('document.documentElement','scroll','document.body'): assert page.js(f'{e}.scrollWidth <= {e}.clientWidth'), e
+    page.js('drawer.showModal()')
+    assert page.js('drawer.scrollWidth <= drawer.clientWidth')
