@@ -101,12 +101,12 @@ async def complete(self:Service, api:API, request:Request)->Response:
 @patch
 async def answer(self:Service, ask:Ask, reply, request:Request)->Response:
     "Answer a question, in one piece or as a stream"
-    async with Unless(gone(request.receive)) as left:
+    async with Unless(gone(request.receive)) as away:
         turn,w = await self.begin(ask, reply)
         close = partial(ended, request, turn, w)
         if ask.stream: return warned(EventStream(events(turn, w), close, None, w.ping, self.ping, self.patience), ask)
         try: done = await whole(turn, w)
-        except asyncio.CancelledError: close('client_gone' if left.over else 'shutdown'); raise
+        except asyncio.CancelledError: close('client_gone' if away.over else 'shutdown'); raise
         except Exception: close('error'); raise
         close()
         return warned(JSONResponse(done), ask)
@@ -229,8 +229,10 @@ async def embeddings(self:Service, request:Request)->Response:
     "A vector for each text"
     b = await self.read(request, partial(validate, EmbeddingsBody))
     inputs = b.input if isinstance(b.input, list) and b.input and not isinstance(b.input[0], int) else [b.input]
-    async def work(): u = await self.upstream(b.model); return u,*await self.embed(u, inputs, b.pooling or 'last', b.dimensions)
-    u,vectors,n = await attended(request, work())
+    async def work():
+        u = await self.upstream(b.model)
+        return u,await self.embed(u, inputs, b.pooling or 'last', b.dimensions)
+    u,(vectors,n) = await attended(request, work())
     show = packed if b.encoding_format=='base64' else lambda v: v.tolist()
     return JSONResponse(dict(object='list', model=b.model or u.names[0], data=[dict(object='embedding', index=i, embedding=show(v)) for i,v in enumerate(vectors)],
         usage=dict(prompt_tokens=n, total_tokens=n)))

@@ -320,11 +320,12 @@ async def guide(self:Service, u:Upstream, ask:Ask, p:Prompt)->dict|None:
     if u.guides is None:
         if spec['kind']=='free': ask.warnings.append('The thinking budget cannot be enforced here'); return None
         if tools and ask.tool_choice=='auto' and not ask.format: return None
-        param = 'tool_choice' if spec['kind']=='tools' else 'response_format'
-        raise NotOfferedError(f'{u.names[0]} cannot be held to a format', hint='Leave response_format and tool_choice out', param=param)
+        param = 'tool_choice' if spec['kind']=='tools' else ask.format_at
+        raise NotOfferedError(f'{u.names[0]} cannot be held to a format', hint=f'Leave {ask.format_at} and tool_choice out', param=param)
     t = perf_counter()
     try: ask.warnings += await asyncio.to_thread(u.guides.check, spec) or []
     except RequestError as e:
+        if e.param=='response_format': e.param = ask.format_at
         if not (tools and ask.format) or tools['strict'] or e.param!='tools': raise
         ask.warnings.append(f'Tools cannot be called beside this format: {e.msg}')
         spec = guide_of(u, ask, p, None)
@@ -372,6 +373,7 @@ async def begin(self:Service, ask:Ask, make, model:str|None=None)->tuple[Turn,Wr
     n,many = ask.params.n,len(ask.prompts) if isinstance(ask, TextAsk) else 1
     if n*many>MAX_CHOICES: raise RequestError(f'n is {n} for {many} prompts, which is more than {MAX_CHOICES} choices', param='n')
     in_vocab(u, ask.params.logit_bias or (), 'logit_bias')
+    in_vocab(u, ask.params.stop_token_ids, 'stop_token_ids')
     prompts = await self.prompts(u, ask)
     spec = await self.guide(u, ask, prompts[0])
     w = make(ask, ask.model or u.names[0])

@@ -253,6 +253,7 @@ class Unless:
     def __init__(self, *watches): self.watches,self.over,self.left,self.fault = watches,False,False,None
     async def __aenter__(self):
         self.me,self.tasks = asyncio.current_task(),[asyncio.create_task(w) for w in self.watches]
+        self.before = self.me.cancelling()
         for t in self.tasks: t.add_done_callback(self._ended)
         return self
     def _ended(self, t):
@@ -264,7 +265,7 @@ class Unless:
     async def __aexit__(self, kind, e, trace):
         self.left = True
         for t in self.tasks: t.cancel()
-        mine = self.over and self.me.uncancel()==0 and kind is asyncio.CancelledError  # and nobody else's wish
+        mine = self.over and self.me.uncancel()<=self.before and kind is asyncio.CancelledError  # and nobody else's wish
         if mine and self.fault: raise self.fault
         return mine
 

@@ -626,8 +626,8 @@ def test_bombs_of_one_key_hold_up_no_other():
         for c in cs: c.close()
         while box.waiting>2: threading.Event().wait(.01)  # those whose clients have left wait no longer
 
-@pytest.mark.parametrize('kind,apart', [('httptools',False), ('httptools',True), ('h11',False)])
-def test_gone_while_one_of_two_is_prepared(kind, apart):
+@kinds
+def test_gone_while_one_of_two_is_prepared(kind):
     "Two requests on one connection, and the first waits for its model when their client leaves: it is heard at once, and neither reaches the engine"
     from atlas.server import create_app
     from test_server import FakeRunner,Slow,SlowModels,head
@@ -635,9 +635,8 @@ def test_gone_while_one_of_two_is_prepared(kind, apart):
     one = head(14).replace(b'Host: x', b'Host: localhost')+b'{"prompt":"a"}'
     with live(create_app(SlowModels(slow, r)), Bounds(), kind) as port:
         with connect(port) as s:
-            s.sendall(one if apart else 2*one)
+            s.sendall(2*one)
             assert slow.begun.acquire(timeout=WAIT)
-            if apart: s.sendall(one)
         assert slow.cancelled.acquire(timeout=WAIT)
     assert not r.seen and not slow.begun.acquire(timeout=0)
 

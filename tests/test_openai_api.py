@@ -196,6 +196,19 @@ def test_formats():
     with speaking('x', guides=None) as (c,_,_,_), pytest.raises(openai.InternalServerError) as e: ask(c, response_format=dict(type='json_object'))
     assert e.value.status_code==501
 
+def test_refusals_name_the_field():
+    "A shape may have come from many fields; ids beyond the vocabulary are refused wherever they may stand"
+    bomb = dict(type='object', properties=dict(bomb=dict(type='string')))
+    cases = [('/v1/chat/completions', dict(messages=HELLO, structured_outputs=dict(regex='bomb')), 'structured_outputs.regex'), ('/v1/completions', dict(prompt='a', guided_choice=['bomb']), 'guided_choice'),
+        ('/v1/responses', dict(input='hi', text=dict(format=dict(type='json_schema', name='x', schema=bomb))), 'text.format'), ('/v1/responses', dict(input='hi', regex='bomb'), 'regex'),
+        ('/v1/chat/completions', dict(messages=HELLO, stop_token_ids=[10**6]), 'stop_token_ids'), ('/v1/completions', dict(prompt='a', logit_bias={'1000000':1}), 'logit_bias')]
+    with speaking('x') as (_,_,_,port):
+        for path,body,param in cases:
+            r = httpx.post(f'http://127.0.0.1:{port}{path}', json=body)
+            assert (r.status_code,r.json()['error']['param'])==(400,param), (path, body, r.text)
+        r = httpx.post(f'http://127.0.0.1:{port}/v1/messages', json=dict(model='fake', max_tokens=5, messages=HELLO, output_config=dict(format=dict(type='json_schema', schema=bomb))))
+        assert r.status_code==400 and r.json()['error']['type']=='invalid_request_error', r.text
+
 # ---- Prompts: echo, log-probabilities, ids, the middle ----
 
 def test_echo_and_prompt_logprobs():
@@ -210,7 +223,7 @@ def test_echo_and_prompt_logprobs():
         a = ask(c, extra_body=dict(prompt_logprobs=1, return_token_ids=True))
         assert a.prompt_logprobs[0] is None and list(a.prompt_logprobs[1].values())[0]['logprob']==-1. and tok.decode(a.prompt_token_ids)==tok.decode(r.seen[-1].prompt) and a.choices[0].token_ids==[*tok.encode('xy'),END]
         xs = list(ask(c, stream=True, extra_body=dict(return_token_ids=True)))
-        assert tok.decode(xs[0].choices[0].prompt_token_ids)==tok.decode(r.seen[-1].prompt) and [i for x in xs[1:] for i in getattr(x.choices[0], 'token_ids', None) or []]==[*tok.encode('xy'),END]
+        assert tok.decode(xs[0].prompt_token_ids)==tok.decode(r.seen[-1].prompt) and [i for x in xs[1:] for i in getattr(x.choices[0], 'token_ids', None) or []]==[*tok.encode('xy'),END]
 
 def test_counts_are_null_until_the_last_chunk(calling):
     for kw,n in (dict(stream_options=dict(include_usage=True)),1), ({},0):

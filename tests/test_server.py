@@ -465,6 +465,22 @@ def test_a_background_response_needs_no_client():
         slow.held._loop.call_soon_threadsafe(slow.held.set)
         assert r.arrived.acquire(timeout=WAIT)
 
+def test_a_background_response_that_is_cut_before_it_begins():
+    "The server ends just then: what it submitted is stopped and counted"
+    r = FakeRunner(endless=True)
+    app = create_app(r, tok, template)
+    service,sent = app.state.service,[dict(type='http.request', body=json.dumps(dict(input='Hi', background=True)).encode(), more_body=False)]
+    async def receive(): return sent.pop() if sent else await asyncio.Event().wait()
+    async def send(m): pass
+    async def run():
+        t = asyncio.create_task(app(dict(type='http', http_version='1.1', method='POST', path='/v1/responses', query_string=b'', headers=[(b'content-type',b'application/json')]), receive, send))
+        while not service.tasks: await asyncio.sleep(0)
+        for b in service.tasks: b.cancel()
+        await asyncio.wait([t], timeout=WAIT)
+    asyncio.run(run())
+    m = service.metrics.of('fake')
+    assert r.aborted.acquire(timeout=0) and m.requests_submitted==m.request_success['abort']==m.aborted_requests['shutdown']==1 and not service.tasks
+
 class Steps:
     "A template that takes some rounds of the loop"
     source = ''

@@ -102,7 +102,9 @@ def say(self:ToolParser, text:str):
     if not t: self.held.append(text); return
     self.wrote = True
     held,self.held = ''.join(self.held),[]
-    if self.blank=='strip': text,self.held = t,[text[len(t):]]
+    if self.blank=='strip':
+        text,self.held = t,[text[len(t):]]
+        if self.calls and not self.said: held,text = '',text.lstrip()  # nor does `result` begin with it
     self._out(held+text)
 @patch
 def _out(self:ToolParser, text:str): self.said.append(text); self._say.append(text)

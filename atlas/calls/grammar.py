@@ -29,7 +29,7 @@ def lit(
     parts = re.split('('+'|'.join(re.escape(s) for s in sorted(ids, key=len, reverse=True))+')', text)
     return ' '.join(f'<[{ids[p]}]>' if p in ids else literal(p) for p in parts if p)
 
-# %% ../../nbs/42f_calls.grammar.ipynb #2b9642c1
+# %% ../../nbs/42f_calls.grammar.ipynb #e3c6384a
 @dataclass(frozen=True)
 class Format:
     "The texts around the names and arguments of calls"
@@ -81,7 +81,7 @@ def format_of(
 
 def _refuse(why, hint=''): raise RequestError(why, hint=hint, param='tools')
 
-# %% ../../nbs/42f_calls.grammar.ipynb #bed59a8e
+# %% ../../nbs/42f_calls.grammar.ipynb #20b58962
 @patch
 def carries(self:Format, name:str, key:bool=False)->bool:
     "Would a parser read this name of a tool, or `key` of an argument, as it was written?"
@@ -93,7 +93,9 @@ def carries(self:Format, name:str, key:bool=False)->bool:
 MANY = 20_000 # Most rules of a grammar
 _TEXTS = ('minLength','maxLength','pattern','format') # What a string is held to
 _NUMBERS = ('minimum','maximum','exclusiveMinimum','exclusiveMaximum','multipleOf') # What a number is held to
-_SAYS = frozenset('$ref $dynamicRef anyOf oneOf allOf not if then else dependentRequired dependentSchemas dependencies properties required additionalProperties patternProperties propertyNames minProperties maxProperties unevaluatedProperties items prefixItems additionalItems contains minContains maxContains uniqueItems unevaluatedItems minItems maxItems enum const'.split()) # Words of JSON schema that a grammar of calls has to see to
+_ABOUT_OBJECTS = tuple('properties required additionalProperties patternProperties propertyNames minProperties maxProperties unevaluatedProperties dependentRequired dependentSchemas dependencies'.split())
+_ABOUT_LISTS = tuple('items prefixItems additionalItems contains minContains maxContains uniqueItems unevaluatedItems minItems maxItems'.split())
+_SAYS = frozenset(('$ref','$dynamicRef','anyOf','oneOf','allOf','not','if','then','else','enum','const',*_ABOUT_OBJECTS,*_ABOUT_LISTS)) # Words that a grammar of calls has to see to
 
 class _Rules:
     "Rules of a grammar in the making"
@@ -118,7 +120,7 @@ class _Rules:
         "Something of a schema goes lost; a strict one is refused"
         if self.strict: _refuse(f'{what}, which calls in this model\'s format cannot be held to', '"strict": false drops it')
 
-# %% ../../nbs/42f_calls.grammar.ipynb #7631e442
+# %% ../../nbs/42f_calls.grammar.ipynb #084152ed
 def _json_call(g, t, f)->str:
     "Arguments as one JSON object"
     return g.json((t.get('parameters') if isinstance(t.get('parameters'), dict) else {})|{'type':'object'})
@@ -155,8 +157,8 @@ def _resolve(s, root, hops=8)->dict:
         s = got
     return s or {}
 
-# %% ../../nbs/42f_calls.grammar.ipynb #5b991607
-_OWN = dict(string=_TEXTS, integer=_NUMBERS, number=_NUMBERS, object=tuple(k for k in _SAYS if 'ropert' in k or k in ('required','dependentRequired')), array=tuple(k for k in _SAYS if 'tems' in k or 'ontains' in k)) # Words that say nothing about other types
+# %% ../../nbs/42f_calls.grammar.ipynb #0cb761cc
+_OWN = dict(string=_TEXTS, integer=_NUMBERS, number=_NUMBERS, object=_ABOUT_OBJECTS, array=_ABOUT_LISTS) # Words that say nothing about other types
 _IS = [(bool,'boolean'), (int,'integer'), (float,'number'), (str,'string'), (type(None),'null'), (list,'array'), (dict,'object')]
 def _type_of(v)->str: "The JSON type of a value"; return next(t for c,t in _IS if isinstance(v, c))
 
@@ -175,12 +177,13 @@ def variants(self:_Rules, s)->list:
 
 def _few(s)->list|None:
     "The plain values that are allowed, if they are listed"
-    vs,t = [s['const']] if 'const' in s else s.get('enum'),s.get('type')
+    vs = [s['const']] if 'const' in s else s.get('enum')
     if not isinstance(vs, list) or not vs or any(isinstance(v, (dict,list)) for v in vs): return None
-    fits = lambda v: t is None or _type_of(v) in (t if isinstance(t, list) else [t]) or isinstance(v, int|float) and not isinstance(v, bool) and 'number' in (t if isinstance(t, list) else [t])
+    types = t if isinstance(t := s.get('type'), list) else [t]
+    fits = lambda v: t is None or _type_of(v) in types or _type_of(v) in ('integer','number') and 'number' in types
     return [v for v in {json.dumps(v):v for v in vs}.values() if fits(v)]
 
-# %% ../../nbs/42f_calls.grammar.ipynb #42d7eb67
+# %% ../../nbs/42f_calls.grammar.ipynb #bd4c4557
 def _textual(s, root, seen=None)->bool:
     "May this be a string? Without a type it is one"
     seen = set() if seen is None else seen
@@ -247,7 +250,7 @@ def _held(s)->list[str]:
     if f is not None: rx.append(regex_to_lark(_FORMS[f], 'dw'))
     return [f'/{r}/' for r in rx]
 
-# %% ../../nbs/42f_calls.grammar.ipynb #5eaf2b70
+# %% ../../nbs/42f_calls.grammar.ipynb #6a50c949
 @patch
 def text(self:_Rules, close, s=None, stops=(), unlike=())->str:
     "A text that the schema `s` allows, and that matches none of `unlike`, up to `close`, and that"
@@ -258,7 +261,8 @@ def text(self:_Rules, close, s=None, stops=(), unlike=())->str:
     return f'{t} {self.lit(close[i:])}' if close[i:] else t
 
 # %% ../../nbs/42f_calls.grammar.ipynb #fb28567b
-_LOOKS = dict(number=r'\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*', boolean=r'\s*(?i:true|false|0|1)\s*', json=r'\s*([\[{"](?s:.*)|(?i:true|false|null|nan|-?infinity)|[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?)\s*') # Texts that a parser takes for these
+_DIGITS = r'[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?'
+_LOOKS = {k:rf'\s*({v})\s*' for k,v in dict(number=_DIGITS, boolean='(?i:true|false|0|1)', json=rf'[\[{{"](?s:.*)|(?i:true|false|null|nan|-?infinity)|{_DIGITS}').items()} # Texts that a parser takes for these
 _READ = dict(integer='number', number='number', boolean='boolean', object='json', array='json') # Which of them a type is taken for
 
 def _ways(g, p, root)->tuple[list,list,list,set]:
@@ -268,7 +272,9 @@ def _ways(g, p, root)->tuple[list,list,list,set]:
         a = todo.pop(0); s = _resolve(a, root)
         if (k := _same(s)) in seen: continue
         seen.add(k)
-        if (vs := _few(s)) is not None: g.only(s, ('enum','const'), 'A parameter', *_TEXTS, *_NUMBERS); few += vs; kinds |= {*map(_type_of, [*vs, *(s['enum'] if isinstance(s.get('enum'), list) else ())])}
+        if (vs := _few(s)) is not None:
+            g.only(s, ('enum','const'), 'A parameter', *_TEXTS, *_NUMBERS)
+            few += vs; kinds |= {*map(_type_of, [*vs, *(s['enum'] if isinstance(s.get('enum'), list) else ())])}
         elif more := g.variants(s): todo += more
         elif _textual(s, root): g.only(s, ()); texts.append(s); kinds.add('string')
         else: rest.append((a, s)); kinds.add(s.get('type') or ('array' if 'items' in s else 'object'))
@@ -292,7 +298,7 @@ def _typed(g, p, root, close, stops)->str:
     if not ways: _refuse('A parameter has no value that calls in this model\'s format could be read back with')
     return g.choice(ways)
 
-# %% ../../nbs/42f_calls.grammar.ipynb #4bb12444
+# %% ../../nbs/42f_calls.grammar.ipynb #a6207337
 def _text_call(g, t, f)->str:
     "Arguments one by one, values as text or JSON"
     root,props,required = _shape(g, t)
@@ -359,7 +365,7 @@ def _plain(g, s, root, gemma)->str:
     if t=='object': return g.rule('"{" '+_pairs(g, s, root, gemma)+' "}"')
     return _string(g, s, gemma) if t=='string' or gemma else g.choice([_string(g, s, gemma), *map(plain, words), _number(g, s)])
 
-# %% ../../nbs/42f_calls.grammar.ipynb #4f9f1727
+# %% ../../nbs/42f_calls.grammar.ipynb #95245740
 def _gemma_typed(g, s, root, plain)->str:
     "A value of Gemma's that may be a string or something else"
     few,texts,rest,kinds = _ways(g, s, root)
@@ -368,7 +374,7 @@ def _gemma_typed(g, s, root, plain)->str:
     ways += [_string(g, t, True, unlike) for t in texts]+[_value(g, a, root, True) for a,_ in rest]
     return g.rule(g.choice(dict.fromkeys(ways))) if ways else _refuse('A parameter has no value that could be read back')
 
-# %% ../../nbs/42f_calls.grammar.ipynb #c0f6e5db
+# %% ../../nbs/42f_calls.grammar.ipynb #2112fe3d
 def _pairs(g, s, root, gemma, f=None)->str:
     "Keys and values, in the schema's order; with `f` those of a call, otherwise of an object inside"
     required,name = _required(s),(lambda k: k) if gemma or f else json.dumps

@@ -361,7 +361,7 @@ def _ask(body:MessagesBody)->MessagesAsk:
     r = Reader()
     form = (body.output_config and body.output_config.format) or body.output_format
     hidden = bool(body.thinking and body.thinking.display=='omitted')
-    ask = MessagesAsk(r.turns(body), body.params(), model=body.model, mute=body.max_tokens==0, hidden=hidden, format=dict(kind='json_schema', schema=form.scheme) if form else None,
+    ask = MessagesAsk(r.turns(body), body.params(), model=body.model, mute=body.max_tokens==0, hidden=hidden, format=dict(kind='json_schema', schema=form.scheme) if form else None, format_at='output_config.format',
         stream=bool(body.stream), priority=body.priority or 0, **r.tools(body), **body.thoughts())
     if body.mcp_servers: r.skip('mcp_servers')
     ask.warnings += r.left_out

@@ -120,6 +120,7 @@ class Ask:
     include_usage:bool=False # Streams of OpenAI's chat: one more event, with the counts
     priority:int=0
     warnings:list[str]=field(default_factory=list) # Each becomes a header `x-atlas-warning`
+    format_at:str='response_format' # The field that `format` came from
 
 # %% ../../nbs/49_protocol.base.ipynb #1289607c
 EFFORTS = ('none','minimal','low','medium','high','xhigh','max')

@@ -106,15 +106,15 @@ class ChatWriter(Writer):
     def __init__(self, *args, **kw):
         super().__init__(*args, **kw)
         a = self.ask
-        self.lanes,self.ids = {},getattr(a, 'token_ids', False) # `lanes`: what is before and after the text of a chunk, by choice
+        self.lanes,self.first,self.ids = {},{},getattr(a, 'token_ids', False) # `lanes`: what is before and after the text of a chunk, by choice; `first`: what goes with its first
         self.logprobs = a.params.logprobs is not None and not getattr(a, 'unscored', False)
         self.continuous,self.quiet,self.as_ids = (getattr(a, k, False) for k in ('continuous','quiet','as_ids'))
         self.plain = not (self.ids or self.logprobs or self.continuous) # Are chunks of text alike but for the text?
     def _envelope(self, kind, choices, **kw): return dict(id=self.id, object=kind, created=self.created, model=self.model, choices=choices, **kw)
-    def _said(self, i, said, finish=None, **kw):
+    def _said(self, i, said, finish=None, top=None, **kw):
         "One chunk, which says something of choice `i`; its counts are null until the last, where they were asked for"
         more = dict(usage=usage(self.now())) if self.continuous and self.now else dict(usage=None) if self.ask.include_usage else {}
-        return sse(self._envelope(self.chunk_kind, [dict(index=i) | said | dict(logprobs=None, finish_reason=finish) | kw], **more))
+        return sse(self._envelope(self.chunk_kind, [dict(index=i) | said | dict(logprobs=None, finish_reason=finish) | kw], **top or {}, **more))
     def _event(self, i, delta, finish=None, **kw):
         "One chunk of choice `i`"
         return self._said(i, dict(delta=delta), finish, **kw)
@@ -138,7 +138,7 @@ def piece(self:ChatWriter, i:int, p:Piece)->bytes:
 def _open(self:ChatWriter, i):
     "The first chunk of choice `i`"
     self.lanes[i] = self._event(i, dict(content=_MARK)).split(quote(_MARK))
-    return self._event(i, dict(role='assistant', content=''), **self._of_prompt(i))
+    return self._event(i, dict(role='assistant', content=''), top=self._of_prompt(i))
 
 @patch
 def _of_prompt(self:ChatWriter, i):
@@ -192,7 +192,7 @@ def _told(self:ChatWriter, choices):
 @patch
 def _asked(self:ChatWriter):
     "What was asked about the prompt, for the envelope"
-    out,q = {},self.prompts[0] if self.prompts else None
+    out,q = dict(prompt_token_ids=None, prompt_logprobs=None),self.prompts[0] if self.prompts else None
     if self.ids and q: out['prompt_token_ids'] = list(q.ids)
     if q and getattr(self.ask, 'prompt_logprobs', None) is not None: out['prompt_logprobs'] = prompt_logprobs(q.tokens, self.show)
     return out
@@ -204,7 +204,7 @@ def _choice(self:ChatWriter, i, c):
     m = dict(role='assistant', content=None if c.calls and not (c.content or '').strip() else c.content, refusal=None)
     if c.reasoning: m |= dict(reasoning=c.reasoning, reasoning_content=c.reasoning)
     if c.calls: m['tool_calls'] = [dict(id=k.id, type='function', function=dict(name=k.name, arguments=k.arguments)) for k in c.calls]
-    return dict(index=i, message=m, logprobs=None, finish_reason=c.finish, stop_reason=c.stop) | self._about(c.tokens)
+    return dict(index=i, message=m, logprobs=None, finish_reason=c.finish, stop_reason=c.stop, token_ids=None) | self._about(c.tokens)
 
 # %% ../../nbs/49a_protocol.chunks.ipynb #a4db774f
 class TextWriter(ChatWriter):
@@ -230,7 +230,7 @@ def _open(self:TextWriter, i):
     "Before the first text of choice `i`: its prompt, if it was asked for"
     self.lanes[i],q = self._event(i, _MARK).split(quote(_MARK)),self._prompt(i)
     kw = dict(prompt_token_ids=list(q.ids)) if self.ids and q else {}
-    if not (q and getattr(self.ask, 'echo', False)): return self._event(i, '', **kw) if kw else b''
+    if not (q and getattr(self.ask, 'echo', False)): self.first[i] = kw; return b''
     return self._event(i, q.text, **kw, **(dict(logprobs=self._lps(i, q.tokens)) if self.logprobs else {}))
 
 @patch
@@ -238,16 +238,16 @@ def _more(self:TextWriter, i, p):
     "The chunk of any piece; one without text, tokens or an end is none"
     if not (p.content or p.finish or (p.tokens and not self.plain)): return b''
     kw = dict(logprobs=self._lps(i, p.tokens)) if self.logprobs and p.tokens else {}
-    if self.ids: kw['token_ids'] = [t.id for t in p.tokens]
+    if self.ids: kw |= dict(token_ids=[t.id for t in p.tokens]) | self.first.pop(i, {})
     return self._event(i, p.content, p.finish, **kw, **(dict(stop_reason=p.stop) if p.finish else {}))
 
 # %% ../../nbs/49a_protocol.chunks.ipynb #df5ffd80
 @patch
 def _choice(self:TextWriter, i, c):
     "One finished choice"
-    q,echo,kw = self._prompt(i),getattr(self.ask, 'echo', False),{}
+    q,echo,kw = self._prompt(i),getattr(self.ask, 'echo', False),dict(token_ids=None, prompt_token_ids=None, prompt_logprobs=None)
     tokens = [*(q.tokens if q and echo and self.logprobs else ()), *c.tokens]
-    if self.ids: kw = dict(token_ids=[t.id for t in c.tokens]) | (dict(prompt_token_ids=list(q.ids)) if q else {})
+    if self.ids: kw |= dict(token_ids=[t.id for t in c.tokens]) | (dict(prompt_token_ids=list(q.ids)) if q else {})
     if q and getattr(self.ask, 'prompt_logprobs', None) is not None: kw['prompt_logprobs'] = prompt_logprobs(q.tokens, self.show)
     return dict(index=i, text=(q.text if q and echo else '')+(c.content or ''), logprobs=text_logprobs(tokens, self.show, 0, self.name) if self.logprobs else None,
         finish_reason=c.finish, stop_reason=c.stop) | kw
@@ -260,7 +260,7 @@ def _asked(self:TextWriter): return {}
 def _told(self:TextWriter, choices):
     "The choices, or the best of each prompt's"
     n,k = self.ask.params.n,getattr(self.ask, 'best', None)
-    def fit(i): return sum(_lp(t.logprob) for t in choices[i].tokens)/max(len(choices[i].tokens), 1)
+    def fit(i): return sum(_lp(t.logprob) or 0. for t in choices[i].tokens)/max(len(choices[i].tokens), 1)
     def best(a): return sorted(range(a, a+n), key=fit, reverse=True)[:k]
     kept = range(len(choices)) if k is None else [i for a in range(0, len(choices), n) for i in best(a)]
     return [self._choice(i, choices[i]) | dict(index=j) for j,i in enumerate(kept)]

@@ -300,12 +300,12 @@ def _shapes(b):
         if choice is not None: yield p+'choice',dict(kind='choice', choices=choice)
         if grammar is not None: yield p+'grammar',dict(kind='lark', grammar=grammar)
 
-@patch(as_prop=True)
-def format(self:Shaped)->dict|None:
-    "What the answer must be like, for `Ask.format`"
+@patch
+def shape(self:Shaped)->dict:
+    "What the answer must be like, and the field that says so: `format` and `format_at` of an `Ask`"
     got = list(_shapes(self))
     if len(got)>1: raise RequestError(f'{got[0][0]} and {got[1][0]} are both given', hint='Choose one', param=got[1][0])
-    return got[0][1] if got else None
+    return dict(zip(('format_at','format'), got[0])) if got else {}
 
 # %% ../../nbs/50_protocol.openai.ipynb #30166b00
 TEMPLATE_VARIABLES = frozenset('''enable_thinking thinking reasoning_effort preserve_thinking clear_thinking preserve_reasoning keep_all_reasoning thinking_budget
@@ -348,7 +348,7 @@ def _common(b):
     o = b.stream_options or StreamOptions()
     if b.stream_options and not b.stream: raise RequestError('stream_options is given, and stream is not true', hint='Set stream to true', param='stream_options')
     if b.stream and b.prompt_logprobs is not None: raise RequestError('prompt_logprobs is given, and stream is true', hint='Leave one of them out', param='prompt_logprobs')
-    return dict(params=b.params(), model=b.model, format=b.format, stream=bool(b.stream), include_usage=bool(o.include_usage), priority=b.priority or 0,
+    return dict(params=b.params(), model=b.model, **b.shape(), stream=bool(b.stream), include_usage=bool(o.include_usage), priority=b.priority or 0,
         continuous=bool(o.include_usage and o.continuous_usage_stats), token_ids=bool(b.return_token_ids), as_ids=bool(b.return_tokens_as_token_ids), prompt_logprobs=b.prompt_logprobs)
 
 def parse(

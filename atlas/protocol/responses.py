@@ -153,9 +153,9 @@ def _input(b, rid, store, owner):
 def _form(b):
     "What the answer must be like: `text.format`, or the field of another endpoint"
     f = b.text and b.text.format
-    form,other = format_of(f and f.model_dump(by_alias=True, exclude_none=True), 'text.format'),b.format
-    if form and other: raise RequestError('text.format is given, and so is the shape of the answer in another field', hint='Choose one', param='text.format')
-    return form or other
+    form,other = format_of(f and f.model_dump(by_alias=True, exclude_none=True), 'text.format'),b.shape()
+    if form and other: raise RequestError(f'text.format and {other["format_at"]} are both given', hint='Choose one', param='text.format')
+    return other or dict(format=form, format_at='text.format')
 
 def _going(items, messages):
     "Does the input end with the beginning of an answer?"
@@ -187,8 +187,8 @@ def parse(
     tools,mode,name = choose(b.tool_choice, fs, len(fs)<len(b.tools or ()), t.warn)
     p,r = _params(b),b.reasoning or Reasoning()
     given,(vars,budget) = variables(b.chat_template_kwargs, left := []),think(b.enable_thinking, r.effort, b.thinking_budget, 'reasoning.effort')
-    return ResponsesAsk(t.all(), p, b.model, tools, mode, name, b.parallel_tool_calls is not False, _form(b), given|vars, budget,
-        _going(before+new, t.messages), bool(b.stream), priority=b.priority or 0, warnings=[*t.warnings, *left, *unoffered(b)],
+    return ResponsesAsk(t.all(), p, b.model, tools, mode, name, b.parallel_tool_calls is not False, template=given|vars, thinking_budget=budget,
+        continuing=_going(before+new, t.messages), stream=bool(b.stream), **_form(b), priority=b.priority or 0, warnings=[*t.warnings, *left, *unoffered(b)],
         id=rid, echo=_echo(b, p, fs, custom, keep), items=new, store=store if keep else None, owner=owner,
         size=len(raw), background=bool(b.background), truncation=b.truncation or 'disabled',
         summary=bool(r.summary or r.generate_summary), sealed='reasoning.encrypted_content' in (b.include or ()), custom=frozenset(custom))
