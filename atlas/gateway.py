@@ -85,7 +85,7 @@ class Model:
         self.state,self.down,self.wanted,self.over = 'unloaded',False,False,False # `over`: it will not be loaded any more
         self.restarts,self.seconds = 0,{} # Processes after the first; of each stage of loading
         self.progress = self.error = self.reason = self.code = None
-        self._waiting,self._unwanted = [],asyncio.Event()
+        self._waiting,self._unwanted,self.stops = [],asyncio.Event(),0
     def __repr__(self): return f'Model({self.name}: {self.condition}' + (f', {self.reason})' if self.reason else ')')
     @property
     def condition(self)->str:
@@ -295,8 +295,8 @@ def begin(self:Model):
 # %% ../nbs/55_gateway.ipynb #49f44fc7
 @patch
 async def stop(self:Model, drain:float=0.):
-    "Let what runs finish for so long, and end its process"
-    self.wanted = False; self._unwanted.set()
+    "Let what runs finish for so long, and end its process; nor does it come back for those who wait for it now"
+    self.wanted = False; self._unwanted.set(); self.stops += 1
     if self.state=='loaded':
         self.reason = None
         self._set('unloading')
@@ -328,6 +328,7 @@ async def up(self:Model,
     autoload:bool=True, # Load it if nobody has
 )->Upstream:
     "The model, ready; its typed error if it is not going to be"
+    stops = self.stops
     while True:
         if self.over: raise unavailable('The server is shutting down', after=5)
         if self.state=='loaded':
@@ -336,6 +337,7 @@ async def up(self:Model,
         if self.state=='failed': raise _again(self.error)
         if self.down: raise unavailable(f'{self.name} is being started again', hint='GET /health tells when it is back', after=2)
         if self.state=='unloaded':
+            if self.stops!=stops: raise unavailable(f'{self.name} was unloaded', hint='POST /models/load loads it', after=5)
             if not autoload: raise unavailable(f'{self.name} is not loaded', hint='POST /models/load loads it', after=30)
             self.begin()
         await self.changed()

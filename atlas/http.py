@@ -216,6 +216,7 @@ class HttpTools(Careful, *([HttpToolsProtocol] if HttpToolsProtocol else [])):
         if m := _ABSOLUTE.match(self.url): self.headers[:] = [(b'host',m[1]), *(h for h in self.headers if h[0]!=b'host')]
         self.enter('body'); super().on_headers_complete()
         self.asked = [*self.cycles(), self.cycle]
+        if self.pipeline: self.flow.resume_reading()  # or nobody would hear that the client left
     def on_body(self, body): self.size += len(body); super().on_body(body)
     def on_message_complete(self):
         if not self.parser.should_upgrade(): self.enter('rest'); super().on_message_complete()

@@ -70,11 +70,18 @@ class _Line:
     def msg(self, line): self.sink.put(line)
     debug = info = warning = error = critical = exception = log = fatal = msg
 
+def _for_people(logger, name, d):
+    "What is always the same goes to the end, and what says nothing goes"
+    for k in ('client','request_id'):
+        if k in d: d[k] = d.pop(k)
+    return {k:v for k,v in d.items() if v not in (None, '') and not (k.endswith('_tokens') and not v)}
+
 def _processors(json, colors):
     p = structlog.processors
-    shared = [structlog.contextvars.merge_contextvars, p.add_log_level, p.TimeStamper('iso', key='time'), p.format_exc_info, _quiet]
-    if json: return [*shared, p.JSONRenderer(default=str, ensure_ascii=False)]
-    return [*shared, structlog.dev.ConsoleRenderer(colors=colors, timestamp_key='time', exception_formatter=structlog.dev.plain_traceback)]
+    def shared(*time, **kw): return [structlog.contextvars.merge_contextvars, p.add_log_level, p.TimeStamper(*time, key='time', **kw), p.format_exc_info, _quiet]
+    if json: return [*shared('iso'), p.JSONRenderer(default=str, ensure_ascii=False)]
+    return [*shared('%H:%M:%S', utc=False), _for_people,
+        structlog.dev.ConsoleRenderer(pad_event_to=8, colors=colors, sort_keys=False, timestamp_key='time', exception_formatter=structlog.dev.plain_traceback)]
 
 # %% ../nbs/52c_log.ipynb #dd3c99bc
 class _Bridge(logging.Handler):

@@ -274,7 +274,7 @@ async def tokens(self:Service, b:TokenizeBody, raw:bytes)->dict:
 def _listed(tok, ids, b):
     "The tokens, as they were asked for"
     shown = [dict(id=i, piece=tok.decode([i], skip_special=False)) for i in ids] if b.with_pieces else ids
-    return dict(tokens=shown) | (dict(token_strs=[tok.token(i) or '' for i in ids]) if b.return_token_strs else {})
+    return dict(tokens=shown, token_strs=[tok.token(i) or '' for i in ids] if b.return_token_strs else None)
 
 # %% ../nbs/53_server.ipynb #b4b5ddc7
 @patch
@@ -299,7 +299,7 @@ def _model(m, name):
     "An entry of the list of models"
     info = m.get('info') or {}
     made = m.get('created') or info.get('created', 0)
-    return dict(id=name, object='model', type='model', display_name=name, created=made, created_at=datetime.fromtimestamp(made, timezone.utc).strftime('%Y-%m-%dT%H:%M:%SZ'), owned_by='atlas', max_model_len=info.get('max_seq_len'), root=m['id'],
+    return dict(id=name, object='model', type='model', display_name=name, lifecycle='active', created=made, created_at=datetime.fromtimestamp(made, timezone.utc).strftime('%Y-%m-%dT%H:%M:%SZ'), owned_by='atlas', max_model_len=info.get('max_seq_len'), root=m['id'],
         aliases=[n for n in m['names'] if n!=name], status=m['status'], architecture=dict(input_modalities=['text']+['image']*bool(info.get('vision')), output_modalities=['text']))
 
 @patch
@@ -410,8 +410,10 @@ def count(self:Door, scope, status):
 # %% ../nbs/53_server.ipynb #b9e252fd
 async def refused(request, e:AtlasError)->Response:
     "An error that we raised on purpose"
-    again = {'retry-after':str(max(1, round(getattr(e, 'retry_after', 1))))} if e.status in (429,503) else None
+    again = {'retry-after':str(max(1, round(getattr(e, 'retry_after', 1))))} if e.status in (429,503) else _never if e.status==501 else None
     return JSONResponse(api_of(request.url.path).error_body(e), e.status, headers=again)
+
+_never = {'x-should-retry':'false'} # OpenAI's and Anthropic's clients try again after every 5xx but where they are told not to
 
 class NoRouteError(RequestError):
     "A path or method that the server does not have"
@@ -427,7 +429,7 @@ async def no_route(request, e:HTTPException)->Response:
     by_hand = _by_hand.get((request.method,path))
     if status in (404,405) and (by_hand or _elsewhere.match(path)): what = NotOfferedError(f'{request.method} {path[:200]} is not offered by this server', by_hand or ''); status = what.status
     else: what = NoRouteError(f'There is no {request.method} {path[:200]} here', hint='GET /openapi.json lists what there is')
-    return JSONResponse(api_of(path).error_body(what), status, headers=e.headers)
+    return JSONResponse(api_of(path).error_body(what), status, headers=_never|dict(e.headers or {}) if status==501 else e.headers)
 
 async def left(request, e:ClientDisconnect)->Response:
     "The client hung up, maybe in the middle of its own body"

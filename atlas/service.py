@@ -13,6 +13,7 @@ import asyncio,base64
 from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from dataclasses import dataclass,field,replace
+from contextvars import copy_context
 from time import perf_counter
 from weakref import WeakKeyDictionary
 from fastcore.basics import patch
@@ -128,6 +129,7 @@ class Service:
         self.models,self.max_body,self.ping,self.patience,self.sandbox,self.fetch = models,max_body,ping,patience,sandbox,fetch
         self.metrics,self._longest,self.tasks = Metrics(models),WeakKeyDictionary(),set()
         self.fetchers = ThreadPoolExecutor(8, 'atlas-fetch') if fetch else None
+        self.checkers = ThreadPoolExecutor(32, 'atlas-guide') # Of guides; they wait for the sandbox, and hold up nobody else
 
 # %% ../nbs/52e_service.ipynb #7e360976
 @patch
@@ -313,6 +315,11 @@ def guide_of(u:Upstream, ask:Ask, p:Prompt, tools:dict|None)->dict|None:
 
 # %% ../nbs/52e_service.ipynb #2c63fd77
 @patch
+async def checked(self:Service, u:Upstream, spec:dict)->list[str]:
+    "Compile a guide for the first time; its warnings"
+    return await asyncio.get_running_loop().run_in_executor(self.checkers, copy_context().run, u.guides.check, spec) or []
+
+@patch
 async def guide(self:Service, u:Upstream, ask:Ask, p:Prompt)->dict|None:
     "What the engine is to enforce, checked"
     tools = tool_guide(ask, u.parsers[0])
@@ -323,13 +330,13 @@ async def guide(self:Service, u:Upstream, ask:Ask, p:Prompt)->dict|None:
         param = 'tool_choice' if spec['kind']=='tools' else ask.format_at
         raise NotOfferedError(f'{u.names[0]} cannot be held to a format', hint=f'Leave {ask.format_at} and tool_choice out', param=param)
     t = perf_counter()
-    try: ask.warnings += await asyncio.to_thread(u.guides.check, spec) or []
+    try: ask.warnings += await self.checked(u, spec)
     except RequestError as e:
         if e.param=='response_format': e.param = ask.format_at
         if not (tools and ask.format) or tools['strict'] or e.param!='tools': raise
         ask.warnings.append(f'Tools cannot be called beside this format: {e.msg}')
         spec = guide_of(u, ask, p, None)
-        ask.warnings += await asyncio.to_thread(u.guides.check, spec) or []
+        ask.warnings += await self.checked(u, spec)
     finally: self.metrics.of(u.name).grammar_compile_seconds.observe(perf_counter()-t)
     return spec
 
@@ -352,7 +359,7 @@ def voice(u:Upstream, ask:Ask, r:Request, p:Prompt)->Voice:
     s = None if plain else Splitter(u.parsers[1], parser, tools, p.thinking, p.opened, Piece, before)
     want,spec = ask.params.logprobs is not None or getattr(ask, 'token_ids', False),getattr(r, 'guide', None)
     within = ask.continuing or isinstance(ask, TextAsk) or bool(spec and not spec.get('after'))
-    return Voice(u.tokenizer.detokenizer(keep=() if plain else keep(u, bool(parser)), continuing=within), r.params, s, want, ask.parallel)
+    return Voice(u.tokenizer.detokenizer(keep=() if plain else keep(u, bool(parser)), continuing=within), r.params, s, want, ask.parallel, calls and ask.tool_choice=='required')
 
 # %% ../nbs/52e_service.ipynb #74419a18
 @patch

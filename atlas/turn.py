@@ -30,8 +30,9 @@ class Voice:
         splitter=None, # Takes reasoning and tool calls out of the text and gives `Piece`s; None: all is content
         tokens:bool=False, # Are the tokens themselves wanted?
         parallel:bool=True, # May one answer hold several calls?
+        forced:bool=False, # Must it call? Then what is left of one that was cut is no content
     ):
-        self.detok,self.put,self.params,self.splitter,self.want,self.parallel = detok,detok.put,params,splitter,tokens,parallel
+        self.detok,self.put,self.params,self.splitter,self.want,self.parallel,self.forced = detok,detok.put,params,splitter,tokens,parallel,forced
         self.stops = StopStrings(params.stop) if params.stop else None
         self.n,self.reasoning,self.cached,self.waited,self.finish,self.cut = 0,0,0,0.,None,False
 
@@ -74,7 +75,9 @@ def _split(self:Voice, text, toks, finish, stop, n):
     p = Piece(content=text) if s is None else s.feed(text) if text else Piece()
     p.tokens,ps = toks,[p]
     if s and s.thinking: self.reasoning += n
-    if s and finish: ps.append(s.finish())
+    if s and finish:
+        ps.append(s.finish())
+        if self.forced and finish=='length': ps[-1].content = ''
     if self.stops: finish,stop = self._stopped(ps, finish, stop)
     for p in ps:
         if not self.parallel: p.calls = tuple(d for d in p.calls if d.index==0)
@@ -101,6 +104,7 @@ def choice(self:Voice, pieces:list[Piece])->Choice:
     if self.splitter is None or (self.stops and self.stops.matched): return c
     r = self.splitter.result()
     c.reasoning,c.content,c.calls = r.reasoning or '',r.content or '',[Call(k.id, k.name, k.arguments) for k in r.calls[:None if self.parallel else 1]]
+    if self.forced and c.finish=='length': c.content = ''
     if c.finish=='tool_calls' and not c.calls: c.finish = 'stop'
     return c
 

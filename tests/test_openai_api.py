@@ -196,6 +196,16 @@ def test_formats():
     with speaking('x', guides=None) as (c,_,_,_), pytest.raises(openai.InternalServerError) as e: ask(c, response_format=dict(type='json_object'))
     assert e.value.status_code==501
 
+def test_a_forced_call_that_is_cut():
+    "It must call, and ran out of tokens: what there is of the call is not told as content"
+    with speaking('<think>So.</think><tool_call>\n{"name": "wea') as (c,_,_,_):
+        for n in 23,29,31:
+            a = ask(c, tools=[WEATHER], tool_choice='required', max_tokens=n).choices[0]
+            assert (a.finish_reason,a.message.content or '',a.message.tool_calls,a.message.reasoning)==('length','',None,'So.')
+            xs = [x.choices[0] for x in ask(c, tools=[WEATHER], tool_choice='required', max_tokens=n, stream=True)]
+            assert ''.join(x.delta.content or '' for x in xs)=='' and xs[-1].finish_reason=='length'
+        assert '<tool_call>' in ask(c, tools=[WEATHER], max_tokens=31).choices[0].message.content
+
 def test_refusals_name_the_field():
     "A shape may have come from many fields; ids beyond the vocabulary are refused wherever they may stand"
     bomb = dict(type='object', properties=dict(bomb=dict(type='string')))

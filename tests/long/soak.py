@@ -2,7 +2,7 @@
 
 Memory is what the gateway's process alone has (its private pages), in MiB. It may grow while what is bounded fills up, which the first third is for; then it has to stay. The store of
 responses is made small, so that it is full soon. `--trace` says at the end which lines of Python hold what came since the first third (slow)."""
-import argparse,asyncio,json,os,random,re,signal,subprocess,sys,time
+import argparse,asyncio,json,os,random,re,signal,subprocess,sys,tempfile,time
 from collections import Counter
 from pathlib import Path
 here = Path(__file__).parents[1]
@@ -119,20 +119,23 @@ def main():
     a.add_argument('--trace', action='store_true'); a.add_argument('--serve', action='store_true', help=argparse.SUPPRESS)
     o = a.parse_args()
     if o.serve: return serve(o.trace)
-    p = subprocess.Popen([sys.executable, __file__, '--serve', *['--trace']*o.trace], stdout=subprocess.PIPE, text=True)
+    log = tempfile.TemporaryFile('w+') # What the gateway says
+    p = subprocess.Popen([sys.executable, __file__, '--serve', *['--trace']*o.trace], stdout=subprocess.PIPE, stderr=None if o.trace else log, text=True)
     try:
         port = int(re.search(r'127.0.0.1:(\d+)', p.stdout.readline())[1])
         rows,seen,begin = [],Counter(),time.monotonic()
         until = begin+60*o.minutes
         async def both():
             async def mark():
-                await asyncio.sleep(20*o.minutes); p.send_signal(signal.SIGUSR1)
-            await asyncio.gather(load(port, until, o.at_once, o.rate, seen), watch(p.pid, until, rows, max(1., o.minutes/6)), *[mark()]*o.trace)
+                await asyncio.sleep(20*o.minutes)
+                if o.trace: p.send_signal(signal.SIGUSR1)
+            await asyncio.gather(load(port, until, o.at_once, o.rate, seen), watch(p.pid, until, rows, max(1., o.minutes/6)), mark())
         asyncio.run(both())
         if o.trace: p.send_signal(signal.SIGUSR1); time.sleep(20)
         show(rows)
         print(', '.join(f'{k or "left"}: {v:,}' for k,v in sorted(seen.items(), key=lambda i: -i[1])))
         wrong = verdict(rows)+[f'{seen[k]} requests ended with {k}' for k in ('ConnectionError','ConnectionResetError','ConnectionRefusedError','TimeoutError','AssertionError') if seen[k]]+['the gateway ended']*(p.poll() is not None)
+        if wrong: log.seek(0); print(log.read()[-2000:])
         print('failed: '+'; '.join(wrong) if wrong else f'ok: {sum(seen.values()):,} requests in {o.minutes:g} minutes, and nothing grew')
         sys.exit(bool(wrong))
     finally: p.terminate(); p.wait(20)
