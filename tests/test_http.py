@@ -1,5 +1,5 @@
 "What a stranger may do to the service with a socket: every wait, size and number has an end. Bounds are shrunk; nothing here looks at a clock."
-import asyncio,json,logging,os,re,socket,subprocess,sys,threading
+import asyncio,json,logging,os,re,socket,subprocess,sys,threading,time
 from contextlib import closing,contextmanager
 from types import SimpleNamespace
 import pytest,uvicorn
@@ -281,9 +281,13 @@ def test_who_pipelines_and_leaves():
     app,started = Waits(),threading.Semaphore(0)
     with live(app) as port:
         for rest in (b'', HEAD+b'\r\n', (HEAD+b'\r\n')*3, b'GET / HT', POST+b'Content-Length: 9\r\n\r\nabc'):
-            with connect(port) as s: s.sendall(b'GET /long HTTP/1.1\r\nHost: a\r\n\r\n'+rest); assert started.acquire(timeout=WAIT)
-            assert app.gone.acquire(timeout=WAIT), rest
-        assert app.seen==['/long']*5  # nobody begins what came after
+            for now,later in ((rest, b''), (b'', rest)):
+                with connect(port) as s:
+                    s.sendall(b'GET /long HTTP/1.1\r\nHost: a\r\n\r\n'+now)
+                    assert started.acquire(timeout=WAIT)
+                    s.sendall(later); time.sleep(.02)  # which is read by then, or with the end
+                assert app.gone.acquire(timeout=WAIT), (now, later)
+        assert app.seen==['/long']*10  # nobody begins what came after
 
 def test_writing_to_who_is_gone():
     "A transport that is closing raises with uvloop, and takes nothing with asyncio"
