@@ -72,7 +72,7 @@ class Model:
         names=(), # That clients may use; the first is its own
         unlisted=(), # More of them, which no list shows
         policy:Policy=Policy(),
-        command=COMMAND, # Starts a worker; descriptors are appended
+        command=None, # Starts a worker; descriptors are appended. None: `COMMAND`
         text=open_text, # Function of the options that gives the text side
         gate:asyncio.Lock|None=None, # Held while a process loads: what is free is measured then
         tell=lambda event: None, # Hears of each change
@@ -114,7 +114,7 @@ def described(self:Model)->dict:
 @patch
 def _set(self:Model, state:str|None=None):
     "A new state, which whoever waits for it hears"
-    if state: self.state = state; _log.info('%s is %s%s', self.name, self.condition, f': {self.reason}' if self.reason else '')
+    if state: self.state = state; _log.info('%s %s%s', self.name, 'has failed' if state=='failed' else f'is {self.condition}', f': {self.reason}' if self.reason else '')
     for f in self._waiting:
         if not f.done(): f.set_result(None)
     self._waiting,s = [],self.status

@@ -198,11 +198,14 @@ COMMAND = (sys.executable, '-m', 'atlas.worker')
 
 class Child:
     "A worker process; an `OSError` where none can be started"
-    def __init__(self, command=COMMAND, name:str=''):
+    def __init__(self,
+        command=None, # Starts it; descriptors are appended. None: `COMMAND`
+        name:str='', # Of the model, for people who look at a list of processes
+    ):
         self.sock,theirs = socket.socketpair()
         r,self._pipe = os.pipe()
         try:
-            self.process = subprocess.Popen([*map(str, (*command, theirs.fileno(), r, os.getpid())), name],
+            self.process = subprocess.Popen([*map(str, (*(command or COMMAND), theirs.fileno(), r, os.getpid())), name],
                 pass_fds=(theirs.fileno(), r), stdin=subprocess.DEVNULL, start_new_session=True)
         except OSError: self.sock.close(); os.close(self._pipe); raise
         finally: theirs.close(); os.close(r)
