@@ -429,7 +429,8 @@ DEFS = {'word':{'type':'string','pattern':'^[a-z0-9]+$'}, 'tree':{'type':'object
 ODD = {'no type, a pattern': {'pattern':'^[ab]+$'}, 'no type, a minimum': {'minimum':3}, 'a type, and alternatives': {'type':'string','anyOf':[{'maxLength':2},{'minLength':4,'maxLength':5}]}, 'an empty list': {'type':'array','items':False}, 'words beside a reference': {'$ref':'#/$defs/word','maxLength':3},
     'words beside a reference of one': {'allOf':[{'$ref':'#/$defs/word'}],'minLength':2,'maxLength':3}, 'references in a tree': {'$ref':'#/$defs/tree'}, 'a text or a list': {'anyOf':[{'type':'string'},{'type':'array','items':{'type':'integer'},'maxItems':2}]}, 'a text or large': {'anyOf':[{'type':'string'},{'type':'integer','minimum':1000}]},
     'a text or an object': {'type':['string','object'],'properties':{'a':{'type':'integer'}},'required':['a'],'additionalProperties':False}, 'values that look alike': {'enum':['1',2,None,'null','true',True,'[1]','x']}, 'values of one type': {'type':'string','enum':['a',1,'1']}, 'a text that looks like a number': {'type':'string','enum':['1','null','true']},
-    'a day': {'anyOf':[{'type':'string','format':'date'},{'type':'null'}]}}
+    'a day': {'anyOf':[{'type':'string','format':'date'},{'type':'null'}]}, 'one number': {'const':2}, 'one word': {'const':'ab'}, 'properties without a type': {'properties':{'a':{'type':'integer'}},'required':['a'],'additionalProperties':False},
+    'items without a type': {'items':{'type':'integer'},'maxItems':3}}
 @pytest.mark.parametrize('case', ODD)
 def test_odd_schemas_of_tools_are_followed(case):
     "Whatever is drawn, the parser reads what the schema says, which it does by types alone"
