@@ -11,7 +11,8 @@ __all__ = ['Bounds', 'Counted', 'Refusal', 'Careful', 'HttpTools', 'Parser', 'H1
            'refusal', 'BadHeaderError', 'Headers', 'Guard', 'reply']
 
 # %% ../nbs/52a_http.ipynb #5e81fcb5
-import hashlib,hmac,ipaddress,json,logging,math,os,re,resource,socket
+import hashlib,hmac,ipaddress,json,logging,math,os,re,resource,socket,struct
+from contextlib import suppress
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,11 @@ class Counted:
     def taken(self):
         "Bytes that the system has taken over from us"
         return self.written-self.inner.get_write_buffer_size()
+    def reset(self):
+        "Close it, and have the system forget what nobody takes"
+        with suppress(OSError,AttributeError), socket.socket(fileno=os.dup(self.inner.get_extra_info('socket').fileno())) as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 0))
+        self.inner.abort()
 
 # %% ../nbs/52a_http.ipynb #a7c06a7f
 class Refusal(Exception):
@@ -108,7 +114,7 @@ def look(self:Careful, now):
     "Cut this connection if something took too long"
     b,t = self.bounds,self.transport
     if (taken := t.taken)!=self.taken or taken==t.written: self.taken,self.moved = taken,now
-    if now-self.moved>b.write or (self.full and now-self.full>b.write): return t.abort()
+    if now-self.moved>b.write or (self.full and now-self.full>b.write): return t.reset()
     if t.is_closing(): return
     if self.phase=='linger': return t.abort() if now-self.since>b.linger else None
     if self.phase=='head': self.late_head(now)

@@ -150,6 +150,13 @@ def test_frozen_reader(kind, path):
             s.connect(('127.0.0.1',port))
             s.sendall(b'GET '+path.encode()+b' HTTP/1.1\r\nHost: localhost\r\n\r\n')
             assert app.gone.acquire(timeout=WAIT)
+            forgotten(s)
+
+def forgotten(s):
+    "Is the connection reset, with what the system still had for its reader? An end of it would come after that"
+    s.settimeout(WAIT)
+    with pytest.raises(ConnectionResetError):
+        while s.recv(1<<16): pass
 
 def test_frozen_reader_of_a_finished_answer():
     "The answer is complete, and smaller than what a buffer may hold: only the connection still waits for its reader"
@@ -169,6 +176,7 @@ def test_frozen_reader_of_a_finished_answer():
             s.connect(('127.0.0.1',port))
             s.sendall(HEAD+b'\r\n')
             assert gone.wait(WAIT) and not paused.is_set()
+            forgotten(s)
 
 def test_a_body_that_we_do_not_read():
     "That it stays away is our doing, as long as we are busy"
