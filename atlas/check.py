@@ -26,11 +26,11 @@ from .cuda.flash import flash
 from .cuda.gemm import gemm
 from .cuda.gemv import embed,gemv,pair_bias
 from .cuda.gemv import rmsnorm as norm_rows
-from .cuda.layers import norm_add
 from .cuda.mamba import mamba_step
 from .cuda.pack import pack,requantize,unpack
 from .cuda.sample import SampleTable,sample_rows
 from .cuda.scan import delta_many,mamba_many
+from .cuda.vocabulary import norm_add
 from .ops.attention import attention
 from .ops.delta import gated_delta
 from .ops.linear import TILE,act_mul,linear,sigmoid

@@ -16,17 +16,15 @@ from pathlib import Path
 from fastcore.basics import patch
 from .config import ModelConfig,PRESETS
 from .core import RequestError
-from .device import Host
 from .files import same_bytes
 from .hub import resolve
 from .weights import IGNORE,Want,dummy_checkpoint,load,open_checkpoint
-from .layers import Angles,Step,bind,norm
+from .layers import bind,norm
 from .families.vision import mrope_positions
-from .ops.linear import TILE,embed,linear
-from .ops.norm import rmsnorm
-from .ops.rope import mrope_axes,rope_angles,rope_table
-from .cuda.gemv import embed as embed_rows,gemv,rmsnorm as norm_rows
-from .cuda.layers import complete,packer
+from .ops.linear import TILE
+from .ops.rope import mrope_axes,rope_table
+from .ops.vocabulary import Norm,RotaryTable,Step
+from .cuda.layers import placement,words_of
 
 # %% ../nbs/20_model.ipynb #3a1d063f
 @dataclass(frozen=True)
@@ -106,7 +104,7 @@ def make_batch(pieces:list[Piece], tiled:bool, block_size:int, device)->Batch:
         at.append(rows.start); r += n
     up,i32 = device.upload,lambda x: np.array(x, np.int32)
     return Batch(up(ids), up(pos), up(slots), up(tables), up(i32([p.start for p in pieces])), up(i32([len(p.ids) for p in pieces])),
-        up(i32([p.state for p in pieces])), up(keep), up(i32(out)), tiled, *_media(pieces, at, pos, up), *(() if device.kind=='cpu' else _for_kernels(pieces, place, tiled, up)))
+        up(i32([p.state for p in pieces])), up(keep), up(i32(out)), tiled, *_media(pieces, at, pos, up), *_for_kernels(pieces, place, tiled, up))
 
 # %% ../nbs/20_model.ipynb #838108dd
 def _for_kernels(pieces, place, tiled, up):
@@ -161,52 +159,48 @@ class Decoder:
             if n not in visual: bind(self, n, w)
         if 'lm_head.weight' not in weights: self.lm_head = self.embed_tokens
         self.device,self.max_seq_len = device,max_seq_len
-        if device.kind!='cpu': self.prepare()
-        ropes = {k:a.rope for k,a in (('attention',self.c.attention), ('sliding',self.c.sliding)) if a}
-        self._angles = {k: r and [device.upload(t) for t in rope_table(r, max_seq_len)] for k,r in ropes.items()}
-        self._mrope = {k: r.mrope if r else () for k,r in ropes.items()}
-        self._axes = {k: device.upload(mrope_axes(m, ropes[k].dim//2).astype(np.int32)) if m and device.kind!='cpu' else None for k,m in self._mrope.items()}
+        self.ops = words_of(device)
+        self.ops.prepare(self)
+        attention = dict(attention=self.c.attention, sliding=self.c.sliding)
+        self._rotary = {k: _rotary(a.rope, device, max_seq_len) for k,a in attention.items() if a}
         return self
 
-    def prepare(self):
-        "Bring the layers' weights together as the kernels want them"
-        for l in [*self.layers, *(self.mtp.layers if self.mtp else ())]: l.prepare()
-        complete(self)
+def _rotary(rope, device, positions)->RotaryTable|None:
+    "Cosines and sines of `positions` on `device`; None where there is no rotation"
+    if rope is None: return None
+    cos,sin = (device.upload(t) for t in rope_table(rope, positions))
+    if not rope.mrope: return RotaryTable(cos, sin)
+    return RotaryTable(cos, sin, device.upload(mrope_axes(rope.mrope, rope.dim//2).astype(np.int32)))
 
 # %% ../nbs/20_model.ipynb #d819f782
 @patch
 def step(self:Decoder, b:Batch, cache, routes:list|None=None)->Step:
     "What the layers share during one step"
-    pos = b.pos if b.pos3 is None else b.pos3
-    if self.device.kind!='cpu': ang = lambda k,t: t and Angles(*t, pos, None if b.pos3 is None else self._axes[k])
-    else: ang = lambda k,t: t and rope_angles(*t, pos, self._mrope[k])
-    return Step(b, cache, {k:ang(k, t) for k,t in self._angles.items()}, routes, self.device)
+    turned = {k: t and self.ops.angles(t, b) for k,t in self._rotary.items()}
+    return Step(b, cache, turned, self.ops, routes)
 
 @patch
 def embed(self:Decoder, b:Batch):
     "Embeddings of the rows, [R, H]"
-    if self.device.kind!='cpu': x = embed_rows(b.ids, self.embed_tokens.weight, self.c.embed_scale)
-    else: x = embed(b.ids, self.embed_tokens.weight)
-    if self.c.embed_scale!=1 and self.device.kind=='cpu': x = x*np.float32(self.c.embed_scale)
+    x = self.ops.embed(b.ids, self.embed_tokens.weight, self.c.embed_scale)
     if b.patches: x[b.patches[0]] = b.patches[1]
     return x
 
 @patch
 def trunk(self:Decoder,
     b:Batch, # The step
-    cache, # `cache.k[i]`, `cache.v[i]`, `cache.conv[i]`, `cache.rec[i]` are layer i's pools, written in place
-    tap=None, # `tap(i, x)` sees each layer's output
+    cache, # `cache.kv[i]`, `cache.conv[i]`, `cache.rec[i]` are layer i's pools, written in place
+    tap=None, # `tap(i, x)` sees each layer's output, [R, H]
     routes:list|None=None, # Collects (ids, weights) of each experts layer
 ): # [R, H] float32
     "The residual stream after the last layer"
     s,x = self.step(b, cache, routes),self.embed(b)  # (R,H)
-    if b.tiled and self.device.kind=='cpu': x = x.reshape(-1, TILE, x.shape[-1])  # (tiles,TILE,H)
     with np.errstate(over='ignore', invalid='ignore'):  # small matrix products raise these for lanes past a row's end; the sampler looks for NaN
         for i,l in enumerate(self.layers):
             x = l(x, s)
-            if b.patches and i<len(b.patches[2]): x.reshape(-1, x.shape[-1])[b.patches[0]] += b.patches[2][i]
+            if b.patches and i<len(b.patches[2]): x[b.patches[0]] += b.patches[2][i]
             if tap: tap(i, x)
-    return x.reshape(-1, x.shape[-1])
+    return x
 
 # %% ../nbs/20_model.ipynb #b75b9354
 @patch
@@ -225,24 +219,26 @@ def media(self:Decoder,
     return Media(rows, *self.vision.forward(np.concatenate([p for p,_ in images]), grids), pos3, delta)
 
 # %% ../nbs/20_model.ipynb #31676aed
+@patch(as_prop=True)
+def last_norm(self:Decoder)->Norm:
+    "The norm after the last layer"
+    return Norm(self.norm.weight, self.c.norm_eps)
+
 @patch
 def final(self:Decoder, x):
     "The last norm on rows x [n, H]: what the head sees, and drafting too"
-    return (rmsnorm if self.device.kind=='cpu' else norm_rows)(x, self.norm.weight, self.c.norm_eps)
+    return self.ops.rmsnorm(x, *self.last_norm)
 
 @patch
-def head(self:Decoder, h):
-    "Logits [n, vocab] of rows h [n, H] after the last norm"
-    if self.device.kind!='cpu': return gemv(h, self.lm_head.weight, cap=self.c.logit_softcap)
-    y,cap = linear(h, self.lm_head.weight),self.c.logit_softcap
-    return y if cap is None else np.float32(cap)*np.tanh(y/np.float32(cap))
+def head(self:Decoder, h, norm:Norm|None=None):
+    "Logits [n, vocab] of rows h [n, H] after the last norm, or with `last_norm` before it"
+    return self.ops.logits(h, self.lm_head, norm, self.c.logit_softcap)
 
 @patch
 def forward(self:Decoder, b:Batch, cache, tap=None): # [n, vocab] float32
     "Logits of the rows `b.out`; arguments as for `trunk`"
     x = self.trunk(b, cache, tap)
-    if self.device.kind=='cpu': return self.head(self.final(x[b.out]))
-    return gemv(x if b.out is None else x[b.out], self.lm_head.weight, self.norm.weight, self.c.norm_eps, cap=self.c.logit_softcap)
+    return self.head(x if b.out is None else x[b.out], self.last_norm)
 
 # %% ../nbs/20_model.ipynb #af0ca0fe
 def build(c:ModelConfig)->Decoder:
@@ -264,9 +260,8 @@ def plan(ckpt)->tuple[Decoder,list[Want]]:
 def load_model(ckpt, device, max_seq_len:int|None=None, show=None, parts=('','vision'), packed=False, quantization=None, head=None)->Decoder:
     "Build the model of an open `Checkpoint` and load its `parts` onto `device`, on a card requantised as `packer` says; errors as for `load`"
     m,wants = plan(ckpt)
-    fetch = lambda parts,device,**kw: load(ckpt, wants, device, show=show, ignore=(*IGNORE, *m.ignore), parts=parts, packed=packed, **kw)
-    if device.kind=='cpu': ws = fetch(parts, device)
-    else: ws = fetch([p for p in parts if p!='vision'], device, put=packer(device, quantization, head))|(fetch(['vision'], Host()) if 'vision' in parts else {})
+    how,ws = dict(show=show, ignore=(*IGNORE,*m.ignore), packed=packed),{}
+    for some,where,put in placement(device, parts, quantization, head): ws |= load(ckpt, wants, where, parts=some, put=put, **how)
     return m.bind(ws, device, max_seq_len or ckpt.config.max_seq_len)
 
 # %% ../nbs/20_model.ipynb #426d937f

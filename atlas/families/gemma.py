@@ -11,16 +11,12 @@ __all__ = ['NAMES', 'GemmaBlock', 'Assistant', 'build']
 import numpy as np
 from types import SimpleNamespace
 from fastcore.basics import patch
-from ..card import on_card
 from ..config import ModelConfig
 from ..core import CheckpointError
 from ..layers import Attention,MLP,MoE,MoENames,norm,stack,vector
 from ..model import Batch,Decoder
+from ..ops.vocabulary import Norm
 from ..weights import Want
-from ..cuda.gemv import gemv
-from ..cuda.layers import norm_add
-from ..ops.linear import linear
-from ..ops.norm import rmsnorm
 
 # %% ../../nbs/24_families.gemma.ipynb #65282ea4
 NAMES = MoENames(router='router.proj')
@@ -46,39 +42,29 @@ class GemmaBlock:
 
 # %% ../../nbs/24_families.gemma.ipynb #762e9017
 @patch
-def _ffn(self:GemmaBlock, r, s):
-    "MLP and experts on the stream `r`"
-    n = lambda x,g: rmsnorm(x, g.weight, self._c.norm_eps)
-    y = self.mlp.on(n(r, self.pre_feedforward_layernorm))
-    if not self._moe: return y
-    seen = rmsnorm(r, self.moe.router.norm, self._c.norm_eps)
-    m = self.moe.routed(seen, n(r, self.pre_feedforward_layernorm_2), s)
-    return n(y, self.post_feedforward_layernorm_1)+n(m, self.post_feedforward_layernorm_2)
+def parts(self:GemmaBlock)->list:
+    "As `Block.parts`"
+    return [self.mixer,self.mlp]+([self.moe] if self._moe else [])
+
+@patch
+def _norm(self:GemmaBlock, name:str)->Norm:
+    return Norm(getattr(self, name).weight, self._c.norm_eps)
+
+@patch
+def _experts(self:GemmaBlock, r, s):
+    "What experts make of the stream `r`, with the gains of its norm and of the MLP's, as `norm_add` wants it"
+    own = Norm(self.moe.router.norm, self._c.norm_eps)
+    y = self.moe(r, self._norm('pre_feedforward_layernorm_2'), s, router_norm=own)
+    return y,self.post_feedforward_layernorm_2.weight,self.post_feedforward_layernorm_1.weight
 
 @patch
 def __call__(self:GemmaBlock, x, s):
-    "The stream `x` [..., H] after this layer"
-    if on_card(x): return self.on_card(x, s)
-    n = lambda x,g: rmsnorm(x, g.weight, self._c.norm_eps)
-    r = x+n(self.mixer(x, self.input_layernorm, s), self.post_attention_layernorm)
-    return (r+n(self._ffn(r, s), self.post_feedforward_layernorm))*self.layer_scalar
-
-# %% ../../nbs/24_families.gemma.ipynb #a10aa689
-@patch
-def prepare(self:GemmaBlock):
-    "As `Block.prepare`"
-    if self._moe: self.moe.prepare()
-
-@patch
-def on_card(self:GemmaBlock, x, s):
-    "`GemmaBlock.__call__` for rows [R,H] on a card"
-    eps = self._c.norm_eps
-    r = norm_add(self.mixer.on_card(x, self.input_layernorm, s), self.post_attention_layernorm.weight, eps, x)
-    y,beside = self.mlp.on_card(r, self.pre_feedforward_layernorm, s),None
-    if self._moe:
-        m = self.moe.mix(r, self.pre_feedforward_layernorm_2.weight, s, router_gain=self.moe.router.norm)
-        beside = m,self.post_feedforward_layernorm_2.weight,self.post_feedforward_layernorm_1.weight
-    return norm_add(y, self.post_feedforward_layernorm.weight, eps, r, self.layer_scalar, beside)
+    "The stream `x` [R,H] after this layer"
+    y = self.mixer(x, self._norm('input_layernorm'), s)
+    r = s.ops.norm_add(y, *self._norm('post_attention_layernorm'), x)
+    y = self.mlp(r, self._norm('pre_feedforward_layernorm'), s)
+    beside = self._experts(r, s) if self._moe else None
+    return s.ops.norm_add(y, *self._norm('post_feedforward_layernorm'), r, self.layer_scalar, beside)
 
 # %% ../../nbs/24_families.gemma.ipynb #97ae22a1
 def _permutation(w):
@@ -104,14 +90,13 @@ class Assistant(Decoder):
     ): # Logits [R, vocab] and the next h
         "Score the token after the newest one"
         last = {k:max(i for i,m in enumerate(target.c.mixers) if m==k) for k in set(self.c.mixers)}
-        of,host = lambda pools: {i:pools[last[m]] for i,m in enumerate(self.c.mixers)},target.device.kind=='cpu'
-        view = SimpleNamespace(k=of(cache.k), v=of(cache.v)) if host else SimpleNamespace(kv=of(cache.kv))
-        product = linear if host else gemv
+        view = SimpleNamespace(kv={i:cache.kv[last[m]] for i,m in enumerate(self.c.mixers)})
         both = target.device.empty((len(h),2*h.shape[1])); both[:,:h.shape[1]],both[:,h.shape[1]:] = target.embed(b),h
-        x,s = product(both, self.pre_projection.weight),self.step(b, view)
+        s = self.step(b, view)
+        x = s.ops.project(s, both, self.pre_projection)
         for l in self.layers: x = l(x, s)
         n = self.final(x)
-        return self._scores(n),product(n, self.post_projection.weight)
+        return self._scores(n),s.ops.project(s, n, self.post_projection)
 
 # %% ../../nbs/24_families.gemma.ipynb #9687d61d
 @patch
@@ -122,7 +107,7 @@ def _scores(self:Assistant, n):
     if not d.ordered: return y
     e = self.masked_embedding
     clusters = host(e.token_ordering).astype(np.int64).reshape(d.num_centroids, -1)
-    for row,score in zip(y, host((gemv if on_card(n) else linear)(n, e.centroids.weight))):
+    for row,score in zip(y, host(self.ops.logits(n, e.centroids))):
         ids = clusters[np.argsort(-score, kind='stable')[:d.centroid_top_k]].ravel()
         kept = row[ids]; row[:] = kept.min()-1; row[ids] = kept
     return y

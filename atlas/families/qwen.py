@@ -8,15 +8,10 @@ Docs: https://atlas-inference.github.io/atlas/families.qwen.html.md"""
 __all__ = ['block', 'build', 'MTPHead']
 
 # %% ../../nbs/22_families.qwen.ipynb #77faac8d
-import numpy as np
 from ..config import ModelConfig
 from ..layers import Attention,Block,DeltaNet,Half,MLP,MoE,MoENames,norm,stack
 from ..model import Batch,Decoder
 from .vision import VisionTower
-from ..cuda.gemv import rmsnorm as norm_rows
-from ..cuda.layers import project
-from ..ops.linear import TILE,linear
-from ..ops.norm import rmsnorm
 
 # %% ../../nbs/22_families.qwen.ipynb #c1e9e369
 def block(c:ModelConfig, i:int, mixer:str, ffn:str)->Block:
@@ -49,18 +44,9 @@ class MTPHead:
         cache, # Its layers come after the model's
     ): # [R, H]: what `m.head` makes logits of
         "Drafting states for pairs of a hidden state and the token after it"
-        eps = self._c.norm_eps
-        if m.device.kind!='cpu': return self.on_card(m, b, h, cache)
-        x = np.concatenate([rmsnorm(m.embed(b), self.pre_fc_norm_embedding.weight, eps), rmsnorm(h, self.pre_fc_norm_hidden.weight, eps)], -1)
-        if b.tiled: x = x.reshape(-1, TILE, x.shape[-1])
-        x,s = linear(x, self.fc.weight),m.step(b, cache)
+        ops,eps,s = m.ops,self._c.norm_eps,m.step(b, cache)
+        token = ops.rmsnorm(m.embed(b), self.pre_fc_norm_embedding.weight, eps)
+        before = ops.rmsnorm(h, self.pre_fc_norm_hidden.weight, eps)
+        x = ops.project(s, m.device.xp.concatenate([token, before], -1), self.fc)  # (R,2H) -> (R,H)
         for l in self.layers: x = l(x, s)
-        return rmsnorm(x.reshape(len(h), -1), self.norm.weight, eps)
-
-    def on_card(self, m, b, h, cache):
-        "The same on a card"
-        eps,s = self._c.norm_eps,m.step(b, cache)
-        x = m.device.xp.concatenate([norm_rows(m.embed(b), self.pre_fc_norm_embedding.weight, eps), norm_rows(h, self.pre_fc_norm_hidden.weight, eps)], -1)
-        x = project(s, x, self.fc)
-        for l in self.layers: x = l(x, s)
-        return norm_rows(x, self.norm.weight, eps)
+        return ops.rmsnorm(x, self.norm.weight, eps)

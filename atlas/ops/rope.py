@@ -92,11 +92,12 @@ def rope_angles(
     cos, # The table, `[n, dim/2]`
     sin,
     pos, # A position for each row `[R]`, or three `[3, R]`
-    mrope=(), # With three: which pairs follow which
+    axes=None, # With three: which of them each pair follows, `[dim/2]`, as `mrope_axes` gives it
 ): # cos and sin for `rope`, `[R, 1, dim/2]` each
     "The table's rows for the positions of a step"
     if pos.ndim==1: return cos[pos][:,None],sin[pos][:,None]
-    i = np.arange(cos.shape[-1]); at = pos[mrope_axes(mrope, len(i))].T  # (R, dim/2)
+    i = np.arange(cos.shape[-1])
+    at = pos[axes].T  # (R, dim/2)
     return cos[at,i][:,None],sin[at,i][:,None]
 
 # %% ../../nbs/11_ops.rope.ipynb #a1420aa6
