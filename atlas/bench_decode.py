@@ -15,7 +15,7 @@ from time import perf_counter
 from fastcore.basics import patch
 from .card import _params,microseconds,run
 from .core import DeviceError,EngineError,human
-from .cuda.layers import packed_in
+from .cuda.vocabulary import packed_in
 from .launch import Source,compilations,recording
 from .ops.sample import SamplingParams
 from .scheduler import Request

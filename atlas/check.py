@@ -9,6 +9,7 @@ __all__ = ['Row', 'Report', 'off', 'check']
 
 # %% ../nbs/59b_check.ipynb #aaf875c4
 import numpy as np
+from dataclasses import replace
 from time import perf_counter
 from types import SimpleNamespace as NS
 from typing import NamedTuple
@@ -31,14 +32,12 @@ from .cuda.pack import pack,requantize,unpack
 from .cuda.sample import SampleTable,sample_rows
 from .cuda.scan import delta_many,mamba_many
 from .cuda.vocabulary import norm_add
-from .ops.attention import attention
-from .ops.delta import gated_delta
-from .ops.linear import TILE,act_mul,linear,sigmoid
-from .ops.mamba import mamba2
+from .ops import vocabulary as host_words
+from .ops.linear import TILE,fused_linear
 from .ops.moe import experts,route
-from .ops.norm import rmsnorm
-from .ops.rope import rope,rope_table
+from .ops.rope import rope_table
 from .ops.sample import SampleState,SamplingParams,sample
+from .ops.vocabulary import AttentionWeights,DeltaWeights,MLPWeights,MambaWeights,Matrix,MoEWeights,Norm,RotaryTable,Step
 
 # %% ../nbs/59b_check.ipynb #a0321b15
 class Row(NamedTuple):
@@ -120,21 +119,12 @@ def _quantize(card, rng, run, fmt, full):
     return [(unpack(p), np.concatenate([QTensor.encode(r[None], full).decode() for r in q.decode()]), 0)]
 
 # %% ../nbs/59b_check.ipynb #cab6eb21
-def _product(x, W, gain=None, bias=None, act=None, add=None, limit=None):
-    "What `gemv` and `gemm` compute"
-    h = x.astype(np.float64)
-    if gain is not None: h = h/np.sqrt((h*h).mean(-1, keepdims=True)+1e-6)*gain
-    y = h@W.T.astype(np.float64)
-    if bias is not None: y = y+bias
-    if act: y = act_mul(y, act, limit)
-    return y if add is None else y+add
-
 @_case('gemv', '3 rows', **_formats('NVFP4','MXFP4','FP8_CHANNEL','FP8_BLOCK','BF16','F16','F32'), norm_and_swiglu=dict(fmt='NVFP4', act='silu', more=True),
     norm_and_bias=dict(fmt='NVFP4', more=True))
 def _gemv(card, rng, run, fmt, act=None, more=False):
     w = pack(_sized(rng, fmt, 52, 192), card, act is not None, True); x = _normal(rng, 3, 192); x[1] *= 1e9
     gain,bias = (1+_normal(rng, 192)/4,_normal(rng, 52)) if more else (None,None)
-    want = _product(x, unpack(w), gain, bias, act)
+    want = fused_linear(x, unpack(w), gain, 1e-6, bias=bias, act=act)
     args = card.upload(x),w,_up(card, gain),1e-6
     b = None if bias is None else pair_bias(bias, w, card) if act else card.upload(bias)
     return [(card.download(run(lambda: gemv(*args, bias=b, act=act))), want, 2e-5 if fmt in ('BF16','F32') else 2e-3)]
@@ -143,7 +133,7 @@ def _gemv(card, rng, run, fmt, act=None, more=False):
 def _gemm(card, rng, run, fmt, act=None, more=False):
     w = pack(_sized(rng, fmt, 132, 192), card, act is not None, True); x = _normal(rng, 64, 192); x[1] *= 1e9
     gain = 1+_normal(rng, 192)/4 if more else None
-    want,args = _product(x, unpack(w), gain, None, act),(card.upload(x),w,_up(card, gain),1e-6)
+    want,args = fused_linear(x, unpack(w), gain, 1e-6, act=act),(card.upload(x),w,_up(card, gain),1e-6)
     return [(card.download(run(lambda: gemm(*args, act=act))), want, 1e-5 if fmt=='F32' else 2e-3)]
 
 # %% ../nbs/59b_check.ipynb #5c20d0ad
@@ -166,8 +156,8 @@ def _norm_add(card, rng, run, both):
     x,y,add = (_normal(rng, 3, 320)*np.float32([[1],[1e9],[1e-3]]) for _ in range(3)); w,its,own = (_normal(rng, 320) for _ in range(3))
     put = [card.upload(a) for a in (x,w,add,np.float32([.5]))]; beside = tuple(map(card.upload, (y,its,own))) if both else None
     got = run(lambda: norm_add(put[0], put[1], 1e-6, put[2], put[3], beside))
-    n = lambda a: a.astype(np.float64)/np.sqrt((a.astype(np.float64)**2).mean(-1, keepdims=True)+1e-6)
-    return [(card.download(got), (n(n(x)*own+n(y)*its if both else x)*w+add)*.5, 1e-5)]
+    want = host_words.norm_add(x, w, 1e-6, add, np.float32([.5]), (y,its,own) if both else None)
+    return [(card.download(got), want, 1e-5)]
 
 # %% ../nbs/59b_check.ipynb #2d1487db
 _MIXTURES = dict(Qwen=dict(fmt='NVFP4', shared=True), gpt_oss=dict(fmt='MXFP4', act='swiglu_oai', score='topk_softmax', bias=True),
@@ -183,10 +173,11 @@ def _moe(card, rng, run, fmt, act='silu', score='softmax', bias=False, shared=Fa
     limit = 2. if act=='swiglu_oai' else None
     args = [card.upload(a) for a in (x,gain)]; rows = [None if b is None else row_bias(b, p, card) for b,p in ((ub,up),(db,down))]; put = _up(card, rb)
     y = run(lambda: moe(*args, 1e-6, router, up, down, m, act, limit, put, up_bias=rows[0], down_bias=rows[1], shared=shared, shared_gate=shared, then=router if R>8 else None))
-    h,r = rmsnorm(x, gain, 1e-6),unpack(router)
-    ids,weights = route(h, r[:E], 4, score, bias=rb, scaling=scaling)
-    if shared: ids,weights = np.c_[ids,np.full(R, E)],np.c_[weights,sigmoid(linear(h, r[E:]))]
-    return [(card.download(y), experts(h, ids, weights, unpack(up), unpack(down), act, limit, ub, db), 3e-3)]
+    r,(u,d) = unpack(router),map(unpack, (up,down))
+    beside = MLPWeights(Matrix(u[E]), Matrix(d[E]), act, limit, r[E:]) if shared else None
+    w = MoEWeights(m, Matrix(r[:E], rb), u[:E], d[:E], act, limit, up_bias=ub, down_bias=db, shared=beside)
+    want = host_words.moe(Step(NS(tiled=False), None, {}, host_words), x, w, Norm(gain, 1e-6))
+    return [(card.download(y), want, 3e-3)]
 
 @_case('gemm + route_many', '64 rows', **{k: dict(score=v.get('score', 'softmax'), scaling=v.get('scaling', 1.)) for k,v in _MIXTURES.items()})
 def _route(card, rng, run, score, scaling):
@@ -219,7 +210,7 @@ def _step(card, rng, seqs, tiled, block=16):
         state_in=np.arange(len(seqs)), state_out=np.where(kept, len(seqs)+np.cumsum(kept)-1, -1))
     if tiled: h |= dict(zip(('tile_seq','tile_start','tile_lo','tile_hi'), zip(*tiles)))
     h = {k: np.array(v, np.int32) for k,v in h.items()}|dict(slots=slots.astype(np.int64))
-    more = dict(num_rows=len(rows), num_seqs=len(seqs), longest=max(a+n for a,n in seqs), tiled=tiled, real=real, blocks=int(at[-1]), states=len(seqs)+int(kept.sum()))
+    more = dict(pos3=None, num_rows=len(rows), num_seqs=len(seqs), longest=max(a+n for a,n in seqs), tiled=tiled, real=real, blocks=int(at[-1]), states=len(seqs)+int(kept.sum()))
     return NS(**{k: card.upload(v) for k,v in h.items()}, **more),NS(**h, **more)
 
 # %% ../nbs/59b_check.ipynb #24fa82c7
@@ -227,13 +218,11 @@ _STORED = dict(bf16=8e-3, f16=1e-3, f32=1e-6, fp8=.07, nvfp4=.3) # A number's la
 _HEADS = dict(Qwen=AttentionConfig(8, 2, 64, RopeConfig(dim=32), gate=True, qk_norm='head'), gpt_oss=AttentionConfig(4, 2, 64, RopeConfig(dim=64), sinks=True))
 _KINDS = dict(Qwen=dict(kind='Qwen'), Qwen_f16=dict(kind='Qwen', fmt='f16'), Qwen_f32=dict(kind='Qwen', fmt='f32'), Qwen_fp8=dict(kind='Qwen', fmt='fp8'), Qwen_nvfp4=dict(kind='Qwen', fmt='nvfp4'), gpt_oss=dict(kind='gpt_oss', window=50))
 
-def _heads(x, a, gains, cos, sin):
-    "Queries, keys and values of projected rows: normed and rotated"
-    h,kv = a.num_heads,a.num_kv_heads
-    x = x[:,h*a.head_dim*a.gate:].reshape(len(x), -1, a.head_dim)
-    q,k,v = x[:,:h],x[:,h:h+kv],x[:,h+kv:]
-    if gains: q,k = rmsnorm(q, gains[0], 1e-6),rmsnorm(k, gains[1], 1e-6)
-    return rope(q, cos[:,None], sin[:,None]),rope(k, cos[:,None], sin[:,None]),v
+def _written(s, x, w, angles, blocks, block=16):
+    "Keys and values [rows, kv_heads, d] that the host writes for the rows `x` of the step `s`"
+    kv = NS(**{n: np.zeros((blocks,block,w.config.num_kv_heads,w.config.head_dim), np.float32) for n in 'kv'})
+    host_words.attend(s, x, w, kv, angles)
+    return [p.reshape(-1, *p.shape[2:])[s.b.slots[s.b.real]] for p in (kv.k,kv.v)]
 
 def _attend(card, rng, run, kind, tiled, fmt='bf16', window=None):
     a,seqs = _HEADS[kind],[(70,100),(0,30)] if tiled else [(70,3),(130,1),(0,1)]
@@ -246,11 +235,14 @@ def _attend(card, rng, run, kind, tiled, fmt='bf16', window=None):
     table = rope_table(a.rope, 512)
     args = card.upload(x),b,pool,a,d**-.5,window,Angles(*map(card.upload, table), b.pos),*([card.upload(g) for g in gains] if gains else (None,None)),1e-6,_up(card, sinks)
     y = card.download(run(lambda: (flash if tiled else attend)(*args)))
-    q,*new = _heads(x, a, gains, *(t[host.pos] for t in table)); kept = unpack_pool(pool)
-    want = attention(q, *kept, host.tables, host.starts, host.counts, tiled, d**-.5, window, sinks=sinks).reshape(len(x), -1)
-    if a.gate: want *= sigmoid(x[:,:W])
+    s = Step(host, None, {}, host_words)
+    w = AttentionWeights(a, d**-.5, window, 1e-6, *(gains or (None,None)), sinks)
+    turned = host_words.angles(RotaryTable(*table), host)
+    new,kept = _written(s, x, w, turned, host.blocks),unpack_pool(pool)
+    queries,reads = x[:,:(1+a.gate)*W],replace(w, config=replace(a, q_only=True)) # the cache as the kernel left it is read, and nothing written
+    want = host_words.attend(s, queries, reads, NS(k=kept[0], v=kept[1]), turned)
     r = host.real
-    return [(y[r], want[r], 2e-3 if tiled else 1e-4),(y[~r], 0*y[~r], 0),*((p.reshape(-1, *p.shape[2:])[host.slots[r]], n[r], _STORED[fmt]) for p,n in zip(kept, new))]
+    return [(y[r], want[r], 2e-3 if tiled else 1e-4),(y[~r], 0*y[~r], 0),*((p.reshape(-1, *p.shape[2:])[host.slots[r]], n, _STORED[fmt]) for p,n in zip(kept, new))]
 
 @_case('attn_decode + attn_merge', '5 rows', **_KINDS)
 def _attend_rows(card, rng, run, **kw): return _attend(card, rng, run, tiled=False, **kw)
@@ -271,7 +263,7 @@ def _delta(card, rng, run, tiled, kh, vh, d):
     else:
         y,parts = map(card.download, run(lambda: delta_step(*args, b, kh)))
         y = (y.reshape(R, vh, d)/np.sqrt(parts.sum(-1, keepdims=True)/d+1e-6)).reshape(R, -1)
-    want = gated_delta(x[:,:C], x[:,C:Z], x[:,Z:], *w, 1e-6, *pools, host.state_in, host.state_out, host.starts, host.counts, tiled, kh) # writes into the pools
+    want,_ = host_words.gated_delta(Step(host, None, {}, host_words), x, DeltaWeights(*w, 1e-6, kh), *pools) # writes into the pools
     return [(y[host.real], want[host.real], 1e-3 if tiled else 1e-5),*((card.download(a), p, t) for a,p,t in zip(args[5:], pools, (0,3e-5 if tiled else 1e-5)))]
 
 @_case('delta_step', '7 rows', **_NETS)
@@ -293,7 +285,7 @@ def _mamba(card, rng, run, tiled, nh, hd, N, G):
     else:
         y,parts = map(card.download, run(lambda: mamba_step(*args, b, G)))
         y = (y.reshape(R, G, -1)/np.sqrt(parts.sum(-1, keepdims=True)*G/I+1e-5)).reshape(R, -1)
-    want = mamba2(x, *w, 1e-5, *pools, host.state_in, host.state_out, host.starts, host.counts, tiled, G)
+    want,_ = host_words.mamba(Step(host, None, {}, host_words), x, MambaWeights(*w, 1e-5, G), *pools)
     return [(y[host.real], want[host.real], 1e-3 if tiled else 1e-5),*((card.download(a), p, t) for a,p,t in zip(args[7:], pools, (0,3e-5 if tiled else 1e-5)))]
 
 @_case('mamba_step', '7 rows', **_MIXERS)

@@ -10,7 +10,7 @@ from atlas.device import Host
 from atlas.emulator import Emulator,find_cxx
 from atlas.engine import Engine
 from atlas.launch import recording
-from atlas.layers import Step
+from atlas.ops.vocabulary import Step
 from atlas.model import Piece,imagine,load_model,make_batch
 from atlas.ops.sample import SamplingParams
 from atlas.scheduler import Request,Scheduler

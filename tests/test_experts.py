@@ -5,19 +5,21 @@ import subprocess
 import numpy as np,pytest
 from types import SimpleNamespace as NS
 from atlas.config import MoEConfig,ModelConfig,PRESETS
-from atlas.cuda import experts as E,layers
+from atlas.cuda import experts as E,vocabulary as card_words
 from atlas.cuda.experts import moe,row_bias
-from atlas.cuda.layers import complete,packed_in
+from atlas.cuda.vocabulary import _look_ahead,packed_in
 from atlas.cuda.pack import Packed,pack,unpack
 from atlas.emulator import Emulator,find_cxx
 from atlas.formats import QTensor
 from atlas.card import _params
 from atlas.launch import Source,kernel_dir,options_of
-from atlas.layers import MoE,bind
+from atlas.layers import Block,Half,MoE,bind
 from atlas.model import build
+from atlas.ops import vocabulary as host_words
 from atlas.ops.linear import linear,sigmoid
 from atlas.ops.moe import experts,route
 from atlas.ops.norm import rmsnorm
+from atlas.ops.vocabulary import Step
 from atlas.variants import CARDS,Dry
 
 needs_cxx = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
@@ -183,7 +185,7 @@ def test_asked_ahead_is_inside(size, scales, arch):
 # What comes next
 
 def shell(name):
-    "A model without bytes, completed"
+    "A model without bytes"
     m = build(ModelConfig.preset(name)); m.mtp = m._mtp
     for w in m.wants():
         if len(w.shape)>1 and not w.array and not w.name.startswith('visual.'): bind(m, w.name, Packed('bf16', *w.shape[-2:], NS(nbytes=1, shape=w.shape), experts=w.shape[0] if len(w.shape)>2 else 0))
@@ -191,10 +193,9 @@ def shell(name):
     return m
 
 @pytest.mark.parametrize('name', MIXTURES)
-def test_then_is_what_comes_next(name, monkeypatch):
+def test_then_is_what_comes_next(name):
     "The first matrix of the next layer, or the output matrix; weights are counted once all the same"
-    monkeypatch.setattr(layers, 'units', lambda p: None)
-    m = shell(name); before = [[id(p) for p in packed_in(o)] for o in (m,*m.layers)]; complete(m)
+    m = shell(name); before = [[id(p) for p in packed_in(o)] for o in (m,*m.layers)]; _look_ahead(m)
     assert before==[[id(p) for p in packed_in(o)] for o in (m,*m.layers)]
     first = dict(attention='qkv_proj', sliding='qkv_proj', delta='in_proj', mamba='in_proj')
     for i,b in enumerate(m.layers):
@@ -203,3 +204,28 @@ def test_then_is_what_comes_next(name, monkeypatch):
         if i==len(m.layers)-1: want = m.lm_head.weight
         else: want = getattr(m.layers[i+1].mixer, first[m.c.mixers[i+1]]).weight if m.c.mixers[i+1]!='none' else None
         assert l.then is want, i
+
+# A shared expert like the others
+
+def pair_of_blocks(experts, gate, card):
+    "The same block of experts for the host and for `card`, prepared"
+    c = ModelConfig('qwen', 97, 64, ('none',), ('moe',), None, moe=MoEConfig(experts, 2, 32, shared_size=32, shared_gate=gate))
+    blocks,rng = [Block(c, Half(MoE(c), 'mlp', 'mlp', 'norm')) for _ in 'hc'],np.random.default_rng(experts)
+    for w in blocks[0].wants('', ''):
+        q = QTensor.encode(rng.standard_normal(w.shape, 'f4')/w.shape[-1]**.5+(len(w.shape)==1), 'BF16')
+        for b,v in zip(blocks, (q.decode(),card.upload(q.decode()) if len(w.shape)<2 else pack(q, card, w.pair, w.exact))): bind(b, w.name, v)
+    card_words.prepare(NS(layers=[blocks[1]], mtp=None))
+    return blocks
+
+@needs_cxx
+@pytest.mark.parametrize('experts,gate,joined', [(8,True,True), (6,True,False), (5,True,False), (6,False,True)])
+def test_shared_expert_like_the_others(experts, gate, joined):
+    "In the bank where the router can take its gate, and beside it otherwise; rows and tiles are the host's either way"
+    card = Emulator(); host,block = pair_of_blocks(experts, gate, card)
+    assert block.mlp.joined==joined and (block.mlp.shared.gate_up_proj.weight is None)==joined
+    x = np.random.default_rng(1).standard_normal((64,64), 'f4')
+    for n,tiled in ((3,False), (64,True)):
+        b = NS(tiled=tiled, slots=np.arange(n), seq=card.upload(np.zeros(n, 'i4')))
+        want,got = (l(v[:n], Step(b, None, {}, w)) for l,v,w in ((host,x,host_words), (block,card.upload(x),card_words)))
+        bad = abs(card.download(got)-want).max(1)>1e-2*abs(want).max()
+        assert bad.mean()<=.06, (tiled, bad.mean())  # a rounding may flip two experts that are as good as each other
