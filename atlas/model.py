@@ -129,6 +129,14 @@ def _media(pieces, at, pos, up):
     rows,values,deep = zip(*found)
     return up(pos3),(up(np.concatenate(rows)), up(np.concatenate(values)), [up(np.concatenate(d)) for d in zip(*deep)])
 
+# %% ../nbs/20_model.ipynb #3e03a8f9
+def _rotary(rope, device, positions)->RotaryTable|None:
+    "Cosines and sines of `positions` on `device`; None where there is no rotation"
+    if rope is None: return None
+    cos,sin = (device.upload(t) for t in rope_table(rope, positions))
+    if not rope.mrope: return RotaryTable(cos, sin)
+    return RotaryTable(cos, sin, device.upload(mrope_axes(rope.mrope, rope.dim//2).astype(np.int32)))
+
 # %% ../nbs/20_model.ipynb #7b9daba3
 class Decoder:
     "A whole model: `forward(batch, cache)` turns rows into logits"
@@ -164,13 +172,6 @@ class Decoder:
         attention = dict(attention=self.c.attention, sliding=self.c.sliding)
         self._rotary = {k: _rotary(a.rope, device, max_seq_len) for k,a in attention.items() if a}
         return self
-
-def _rotary(rope, device, positions)->RotaryTable|None:
-    "Cosines and sines of `positions` on `device`; None where there is no rotation"
-    if rope is None: return None
-    cos,sin = (device.upload(t) for t in rope_table(rope, positions))
-    if not rope.mrope: return RotaryTable(cos, sin)
-    return RotaryTable(cos, sin, device.upload(mrope_axes(rope.mrope, rope.dim//2).astype(np.int32)))
 
 # %% ../nbs/20_model.ipynb #d819f782
 @patch
