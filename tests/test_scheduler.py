@@ -165,7 +165,7 @@ class Machine(RuleBasedStateMachine):
         assert len(set(plan.seqs))==len(plan.seqs)
         assert sum(n for _,_,n in plan.prefill+plan.replay)<=self.sc.chunk
         for s,state in before.items(): # who decodes is in every step, unless preempted, or its last row is under way
-            if state=='decode' and s.running: assert s in plan.decode or s.num_computed==s.depth
+            if state=='decode' and s.running: assert s in plan.decode or s.num_computed>=s.depth
 
     def check_queue(self, before, preempted):
         sc = self.sc
@@ -185,7 +185,7 @@ class Machine(RuleBasedStateMachine):
         assert len(set(owned))==len(owned)==sc.pool.used and all(sc.pool.refs[b]==1 for b in owned)
         assert sc.promised==sum(sc.pool.blocks_for(s.depth) for s in sc.running)<=sc.limit<=sc.pool.num_blocks*self.over
         assert len(sc.running)<=sc.max_num_seqs and sc.running==sorted(sc.running, key=lambda s: s.order)
-        for s in sc.running: assert len(s.table.blocks)<=sc.pool.blocks_for(s.depth) and s.table.missing(s.num_computed)==0
+        for s in sc.running: assert len(s.table.blocks)<=sc.pool.blocks_for(s.depth) and s.table.missing(min(s.num_computed, s.depth))==0
         assert not any(s.table.blocks or s.running for s in sc.waiting)
         assert set(sc.running)|set(sc.waiting)==set(sc.seqs.values()) and len(sc.running)+len(sc.waiting)==len(sc.seqs)
 
