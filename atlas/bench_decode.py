@@ -68,20 +68,20 @@ def measure(llm, batch:int=1, context:int=0, steps:int=64, params=None)->Point:
     for _ in range(steps): e.step()
     if len(e.scheduler.running)!=batch: raise EngineError('A sequence ended while it was timed', hint='Are the logits finite?')
     llm.device.synchronize(); us = (perf_counter()-start)/steps*1e6
-    graph = graph_time(e) if llm.device.kind=='cuda' else None
-    with e.here(), recording(launch=False) as r: e._body(*e.last)
+    graph = graph_time(e.stepper) if llm.device.kind=='cuda' else None
+    with e.stepper.here(), recording(launch=False) as r: e.stepper.body(e.stepper.last)
     for s in list(e.scheduler.seqs): e.abort(s)
     while e.has_work: e.step()
-    e._land()
+    e.land()
     return Point(batch, context, us, graph, len(r.calls), sum(step_bytes(llm, batch, context).values()))
 
-def graph_time(e, n:int=20)->float:
-    "Microseconds of the engine's last graph, replayed alone"
-    cp,times = e.card.xp,[]
-    with e.here():
+def graph_time(s, n:int=20)->float:
+    "Microseconds of the last graph of stepper `s`, replayed alone"
+    cp,times = s.card.xp,[]
+    with s.here():
         for _ in range(n):
             a,b = cp.cuda.Event(),cp.cuda.Event()
-            a.record(e.stream); e._replay(*e.last); b.record(e.stream); b.synchronize()
+            a.record(s.stream); s.replay(s.last); b.record(s.stream); b.synchronize()
             times.append(cp.cuda.get_elapsed_time(a, b)*1e3)
     return float(np.median(times[3:]))
 
@@ -113,7 +113,7 @@ def stages(llm, batch:int=1, context:int=0)->list[Stage]:
     "The launches of a decode step by kind, each timed alone"
     e = llm.engine
     pretend(llm, batch, context, 64); e.step(); e.step()
-    with e.here(), recording(launch=True, args=True) as r: e._body(*e.last)
+    with e.stepper.here(), recording(launch=True, args=True) as r: e.stepper.body(e.stepper.last)
     groups = {}
     for n,g,b,args,sh,pdl,d in r.calls: groups.setdefault((n, str(g), tuple(sorted(d.items()))), []).append((g, b, args, sh, pdl, d))
     out = []
@@ -126,7 +126,7 @@ def stages(llm, batch:int=1, context:int=0)->list[Stage]:
         out.append(Stage(n, '' if w is None else 'x'.join(map(str, w.shape)), len(calls), us, float(np.mean([_traffic(n, names, c[2], llm, batch, context) for c in calls]))))
     for s in list(e.scheduler.seqs): e.abort(s)
     while e.has_work: e.step()
-    e._land()
+    e.land()
     return sorted(out, key=lambda s: -s.us*s.launches)
 
 # %% ../nbs/59a_bench_decode.ipynb #896d0e1c

@@ -22,8 +22,8 @@ from .arena import Arena
 from .cache import KVCache,fit_blocks,state_bytes,token_bytes
 from .core import AtlasError,EngineError,OutOfMemoryError,RequestError,SourceError,human,typed_error
 from .device import get_device
-from .engine import Engine,Event,check_ids
-from .cuda.engine import CardEngine
+from .engine import Engine,Event,HostStepper,check_ids
+from .cuda.engine import CardStepper
 from .config import PRESETS
 from .hub import resolve
 from .model import Decoder,Piece,imagine,load_model,make_batch
@@ -132,7 +132,8 @@ class LLM:
             self._load(ck, str(model), max_seq_len, max_num_seqs, kv_cache_memory, kv, show, ('','vision')+('mtp',)*drafting, packed, quantization, lm_head_dtype, chunk)
         scheduler = Scheduler(self.cache.pool, max_num_seqs, self.max_seq_len, chunk, overcommit, max_queue)
         self.guides = None if isinstance(self._tokenizer, SourceError) else Guides(self._tokenizer, self.config.vocab_size, self.eos_ids)
-        self.engine = CardEngine(self.model, self.cache, scheduler, self._region('tables'), self.guides) if card else Engine(self.model, self.cache, scheduler, self.guides)
+        stepper = CardStepper(self.model, self.cache, scheduler, self._region('tables')) if card else HostStepper(self.model, self.cache)
+        self.engine = Engine(scheduler, stepper, self.guides)
         if self.device.kind=='cuda': self.engine.warm()
         self._ids,self._boxes,self._lock,self.load_seconds = itertools.count(),{},threading.RLock(),perf_counter()-t
     def __repr__(self): return f'LLM({self.name}: {self.model!r} on {self.device.name}, context {self.max_seq_len:,})' if self.engine else f'LLM({self.name}: closed)'

@@ -49,6 +49,7 @@ class Seq:
     media:object=None # What its images put into the prompt, a `Media`
     states:tuple[int,int]=(0,0) # Slots of its recurrent state while it runs: the one to read, and the one that the next step writes
     running:bool=False # Admitted, and not preempted since
+    flying:int=0 # Decode steps that were launched since, and not accepted
     finish_reason:str|None=None # 'stop', 'length', 'abort' or 'error'
     born:float=field(default_factory=perf_counter) # When it came
     waited:float|None=None # Seconds until it was admitted
@@ -132,14 +133,15 @@ class Plan:
     "The rows of one step"
     prefill:list[tuple[Seq,int,int]]=field(default_factory=list) # Sequence, first position, rows
     replay:list[tuple[Seq,int,int]]=field(default_factory=list) # The same; at most `Scheduler.rows` rows each
-    decode:list[Seq]=field(default_factory=list) # One row each, at num_computed
+    decode:list[Seq]=field(default_factory=list) # `width` rows each, from num_computed on
+    width:int=1 # Rows of a sequence that decodes: its newest token, and drafts after it
 
     def __post_init__(self):
-        first = [s for s,start,n in self.prefill if start+n==s.prompt_len and not s.outputs]
-        self.sampled = first+self.decode
+        self.first = [s for s,start,n in self.prefill if start+n==s.prompt_len and not s.outputs] # Whose prompts are complete
+        self.sampled = self.first+self.decode # Who gets tokens
     def __bool__(self): return bool(self.prefill or self.replay or self.decode)
     @property
-    def num_rows(self)->int: return len(self.decode)+sum(n for _,_,n in self.prefill+self.replay)
+    def num_rows(self)->int: return self.width*len(self.decode)+sum(n for _,_,n in self.prefill+self.replay)
     @property
     def seqs(self)->list[Seq]: return [s for s,_,_ in self.prefill+self.replay]+self.decode
 
@@ -150,6 +152,18 @@ def __repr__(self:Plan):
     runs = lambda l: ' '.join(f'{s.id}[{start}:{start+n}]' for s,start,n in l)
     parts = dict(prefill=runs(self.prefill), replay=runs(self.replay), decode=' '.join(s.id for s in self.decode))
     return f'Plan({", ".join(f"{k} {v}" for k,v in parts.items() if v)})'
+
+# %% ../nbs/32_scheduler.ipynb #b0a746b9
+@patch
+def halves(self:Plan)->list[Plan]:
+    "What prefills or replays, and what decodes, as plans of their own, where there are any"
+    parts = Plan(self.prefill, self.replay),Plan(decode=self.decode, width=self.width)
+    return [p for p in parts if p]
+
+@patch
+def living(self:Plan)->Plan:
+    "The same without sequences that have ended since and were to decode"
+    return Plan(self.prefill, self.replay, [s for s in self.decode if not s.finish_reason], self.width)
 
 # %% ../nbs/32_scheduler.ipynb #55b27bad
 class Scheduler:
@@ -168,6 +182,7 @@ class Scheduler:
         self.waiting,self.running,self.seqs,self.states = Queue(),[],{},[(2*i,2*i+1) for i in range(max_num_seqs)][::-1]
         self._arrivals,self.totals,self.finished = 0,Counter(),Counter()
         self.rows = MAX_ROWS # Most to replay of one sequence in a step; a device may want fewer
+        self.width = 1 # Rows of a sequence that decodes; more with drafts
 
 # %% ../nbs/32_scheduler.ipynb #43aa5486
 @patch
@@ -253,7 +268,7 @@ def _stop(self:Scheduler, seq):
     self.promised -= self._need(seq)
     seq.table.release()
     self.states.append(seq.states)
-    seq.running,seq.states = False,(0,0)
+    seq.running,seq.flying,seq.states = False,0,(0,0)
 
 @patch
 def _preempt(self:Scheduler, seq):
@@ -266,12 +281,13 @@ def _preempt(self:Scheduler, seq):
 # %% ../nbs/32_scheduler.ipynb #8c53e2a3
 @patch
 def _grow(self:Scheduler, seq)->bool:
-    "Find room for the next row of `seq`, at the cost of the worst; False if that is `seq` itself"
-    while seq.table.missing(seq.num_computed+1)>self.pool.free:
+    "Find room for the next rows of `seq`, at the cost of the worst; False if that is `seq` itself"
+    end = min(seq.num_computed+self.width, seq.depth)
+    while seq.table.missing(end)>self.pool.free:
         victim = self.running[-1]
         self._preempt(victim)
         if victim is seq: return False
-    seq.table.ensure(seq.num_computed+1)
+    seq.table.ensure(end)
     return True
 
 # %% ../nbs/32_scheduler.ipynb #92d0efb0
@@ -298,7 +314,7 @@ def schedule(self:Scheduler)->Plan|None:
         elif state!='waiting' and (n := seq._piece(left, self.rows)):
             (prefill if state=='prefill' else replay).append((seq, seq.num_computed, n))
             left -= n
-    return Plan(prefill, replay, decode) or None
+    return Plan(prefill, replay, decode, self.width) or None
 
 # %% ../nbs/32_scheduler.ipynb #54434ee2
 @patch
@@ -306,28 +322,41 @@ def advance(self:Scheduler, plan:Plan):
     "The rows of `plan` are in the cache, or will be before any later step"
     for seq,start,n in plan.prefill: seq.num_computed = start+n; self.totals['prefill_tokens'] += n
     for seq,start,n in plan.replay: seq.num_computed = start+n; self.totals['replay_tokens'] += n
-    for seq in plan.decode: seq.num_computed += 1
+    for seq in plan.decode:
+        seq.num_computed += plan.width
+        seq.flying += 1
     for seq in plan.seqs:
         if seq.running: seq.states = seq.states[::-1]
 
 @patch
 def accept(self:Scheduler,
     plan:Plan,
-    tokens, # One for each of `plan.sampled`
-)->list[tuple[Seq,int,str|None]]: # Sequence, token, and why it ended if it did
+    tokens:list, # A list for each of `plan.sampled`: what was accepted, at most `plan.width`
+)->list[tuple[Seq,list[int],str|None]]: # Sequence, its new tokens, and why it ended if it did
     "Take in what was sampled, in order; sequences that have ended meanwhile are passed over"
-    out = []
-    for seq,token in zip(plan.sampled, tokens, strict=True):
+    out,decode = [],set(plan.decode)
+    for seq,new in zip(plan.sampled, tokens, strict=True):
         if seq.finish_reason: continue
-        seq.outputs.append(token)
-        if reason := seq._ended(): self._finish(seq, reason)
-        out.append((seq, token, reason))
-    self.totals['generation_tokens'] += len(out)
+        if seq in decode and seq.flying:
+            seq.num_computed -= plan.width-len(new)
+            seq.flying -= 1
+        out.append((seq, *self._take(seq, new)))
+    self.totals['generation_tokens'] += sum(len(new) for _,new,_ in out)
     return out
+
+@patch
+def _take(self:Scheduler, seq, tokens):
+    "Append `tokens` to what `seq` has said, up to one that ends it: those, and why it ended"
+    for n,token in enumerate(tokens, 1):
+        seq.outputs.append(token)
+        if reason := seq._ended():
+            self._finish(seq, reason)
+            return tokens[:n],reason
+    return tokens,None
 
 # %% ../nbs/32_scheduler.ipynb #5da82429
 @patch
-def commit(self:Scheduler, plan:Plan, tokens)->list[tuple[Seq,int,str|None]]:
+def commit(self:Scheduler, plan:Plan, tokens)->list[tuple[Seq,list[int],str|None]]:
     "`advance` and `accept`"
     self.advance(plan)
     return self.accept(plan, tokens)
@@ -365,6 +394,14 @@ def fail(self:Scheduler, seq:Seq)->tuple[Seq,None,str]:
     "End a sequence that cannot go on; the event that says so"
     if not seq.finish_reason: self._finish(seq, 'error')
     return seq,None,seq.finish_reason
+
+# %% ../nbs/32_scheduler.ipynb #ed0a8a55
+@patch
+def steady(self:Scheduler, seqs:list[Seq])->bool:
+    "Will the next plan decode exactly `seqs`, unless somebody has to leave for want of blocks?"
+    if (w := self.waiting.head()) and self._victims(w) is not None: return False
+    same = len(self.running)==len(seqs) and all(a is b for a,b in zip(self.running, seqs))
+    return same and all(s.state=='decode' and s.num_computed<s.depth for s in seqs)
 
 # %% ../nbs/32_scheduler.ipynb #11d1a7ed
 @patch(as_prop=True)

@@ -9,7 +9,7 @@ __all__ = ['POOLINGS']
 
 # %% ../nbs/46_score.ipynb #6001503e
 import numpy as np
-from contextlib import contextmanager,nullcontext
+from contextlib import contextmanager
 from fastcore.basics import patch
 from .core import QueueFullError,RequestError
 from .llm import LLM
@@ -35,7 +35,7 @@ def hidden(self:LLM,
 ): # Yields the states after the last norm, float32 [n, H] on the device, of as many tokens as a step takes
     "What the output matrix would see, for each of `ids`"
     ids,_,_ = self._encode(ids, 0)
-    with self.borrow(len(ids)) as (blocks,slots), self.engine.here() if self.arena else nullcontext():
+    with self.borrow(len(ids)) as (blocks,slots), self.engine.stepper.here():
         for a in range(0, len(ids), n := self.engine.scheduler.chunk):
             part = ids[a:a+n]; slots = slots[::-1]
             b = make_batch([Piece(part, a, blocks, len(part), slots[0], slots[1])], True, self.cache.pool.block_size, self.device)

@@ -169,34 +169,34 @@ def timeline(
 )->Timeline:
     "Where a decode step's time goes; a `DeviceError` on the host"
     if llm.device.kind=='cpu': raise DeviceError('A timeline is of a graphics card', hint='"atlas bench MODEL" measures the host')
-    e = llm.engine
+    e,stepper = llm.engine,llm.engine.stepper
     pretend(llm, batch, context, 64+2*replays); e.step(); e.step()
-    with e.here(), recording(launch=False, args=True) as r: e._body(*e.last)
+    with stepper.here(), recording(launch=False, args=True) as r: stepper.body(stepper.last)
     cuda = llm.device.kind=='cuda'
-    us = graph_time(e) if cuda else float('nan')
-    runs = _replays(e, r.calls, card_of(e.rows.ids), replays)
+    us = graph_time(stepper) if cuda else float('nan')
+    runs = _replays(stepper, r.calls, card_of(stepper.rows.ids), replays)
     for s in list(e.scheduler.seqs): e.abort(s)
     while e.has_work: e.step()
-    e._land()
+    e.land()
     took,step,best = sorted(runs, key=lambda x: x[0])[len(runs)//2]
     return Timeline(llm.name, llm.device.describe().split(', memory')[0], batch, context, us, took, step, llm.device.multiprocessors, best)
 
 # %% ../nbs/59c_timeline.ipynb #0cc3a181
-def _replays(e, calls, card, n):
+def _replays(stepper, calls, card, n):
     "Length, step of the clock and spans of each of `n` runs of `calls` with stamps"
     warps = [int(np.prod(_three(g)))*-(-int(np.prod(_three(b)))//32) for _,g,b,*_ in calls]
     ends = np.cumsum(warps)
-    with e.here():
+    with stepper.here():
         ks,facts = _load(calls, card),[_facts(c[0], c[6], c[1], c[2], c[4], card) for c in calls]
         notes = card.zeros((int(ends[-1]),8), 'uint32'); card.synchronize()
         memory = [_memory(c[0], c[3], card, card.address(notes)+32*int(end-w)) for c,end,w in zip(calls, ends, warps)]
         def go():
             for k,(_,g,b,_,sh,pdl,_),m in zip(ks, calls, memory): k(_three(g), _three(b), m.pointers if card.kind=='cuda' else m.values, sh, pdl)
         if card.kind=='cuda':
-            with capturing(e.stream) as c: go()
+            with capturing(stepper.stream) as c: go()
         out = []
         for _ in range(n):
-            if card.kind=='cuda': c.graph.launch(e.stream); e.stream.synchronize()
+            if card.kind=='cuda': c.graph.launch(stepper.stream); stepper.stream.synchronize()
             else: go()
             w = card.download(notes); times = np.split(clocks(w), ends[:-1])
             s = spans(calls, times, facts)

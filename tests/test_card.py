@@ -5,10 +5,10 @@ from types import SimpleNamespace
 from atlas.cache import KVCache
 from atlas.config import PRESETS
 from atlas.core import ConfigError,RequestError
-from atlas.cuda.engine import CardEngine
+from atlas.cuda.engine import CardStepper,StepShape
 from atlas.device import Host
 from atlas.emulator import Emulator,find_cxx
-from atlas.engine import Engine
+from atlas.engine import Engine,HostStepper
 from atlas.launch import recording
 from atlas.ops.vocabulary import Step
 from atlas.model import Piece,imagine,load_model,make_batch
@@ -117,7 +117,8 @@ def test_rows_do_not_notice_each_other(toy, weights):
 
 def engine(m, seqs=4, blocks=40, chunk=64, **kw):
     c = cache_of(m, 2*seqs, blocks)
-    return (Engine if m.device.kind=='cpu' else CardEngine)(m, c, Scheduler(c.pool, seqs, 200, chunk, **kw))
+    s = Scheduler(c.pool, seqs, 200, chunk, **kw)
+    return Engine(s, HostStepper(m, c) if m.device.kind=='cpu' else CardStepper(m, c, s))
 
 def serve(e, requests, at=lambda step: ()):
     "Tokens, reasons and log probabilities of all requests; `at(step)` lists those that come later"
@@ -172,7 +173,7 @@ def test_preempted_sequences_give_up_their_lanes():
     ask = lambda i,p,n: Request(f'{p}{i}', tuple(ids_of(10+i, i)), SamplingParams(seed=i, max_tokens=n, ignore_eos=True, **how), priority=p)
     e = engine(m, seqs=2); late = [ask(i, 0, 3) for i in range(2)]; early = [ask(i, 1, 8) for i in range(2)]
     out = serve(e, [(r,0) for r in early]+[(r,4) for r in late])
-    assert e.scheduler.totals['preemptions']==2 and not e._lanes
+    assert e.scheduler.totals['preemptions']==2 and not e.stepper.lanes
     for r in (early[0],late[0]):
         alone = serve(engine(m), [(r,0)])[r.id]
         assert (alone.tokens,alone.logprobs)==(out[r.id].tokens,out[r.id].logprobs)
@@ -202,7 +203,8 @@ def test_a_warm_engine_compiles_no_more(toy, weights, monkeypatch):
     with recording(launch=False): e.warm()
     for ns in ((1,),(65,),(1,1),(64,)*3,(3,1,2,1)): assert variants(lambda: rows(ns, 0, True))<=known, ns
     for ns in ((2,),(3,),(8,),(8,8),(3,8,1)): assert variants(lambda: rows(ns, 70, False))<=known, ns
-    for k in (1,2,4): assert variants(lambda: e._body(k, 200, (True,True,0)), lambda: e._body(k, 128, (True,False,0)))<=known, k
+    body = e.stepper.body
+    for k in (1,2,4): assert variants(lambda: body(StepShape(k, 200, True, True)), lambda: body(StepShape(k, 128, True, False)))<=known, k
 
 def test_end_tokens_and_aborts():
     _,m = models('llama', 'bf16')
@@ -215,7 +217,7 @@ def test_end_tokens_and_aborts():
     for _ in range(4): e.step()
     assert [x.finish for x in e.abort('r1')]==['abort']
     left = serve(e, [])
-    assert 'r1' not in {i for i,t in left.items() if t.finish} and e._free.__len__()==e.rows.most+1 and e.scheduler.pool.used==0
+    assert 'r1' not in {i for i,t in left.items() if t.finish} and len(e.stepper.free)==e.stepper.rows.most+1 and e.scheduler.pool.used==0
 
 def test_logits_that_are_no_numbers_fail_their_row():
     _,m = models('llama', 'bf16')
@@ -230,11 +232,11 @@ def test_logits_that_are_no_numbers_fail_their_row():
 def test_a_steady_step_is_one_replay():
     "While the same sequences decode nothing is placed anew, and the step in the air is taken in by the next"
     _,m = models('llama', 'bf16')
-    e = engine(m); placed,place = [],e.rows.place
-    e.rows.place = lambda *a: (placed.append(1), place(*a))
+    e = engine(m); rows = e.stepper.rows; placed,place = [],rows.place
+    rows.place = lambda *a: (placed.append(1), place(*a))
     e.add(asks(1, max_tokens=20)[0][0]); n = 0
     while e.has_work: n += len(e.step())
-    assert n==20 and len(placed)==1 and len(e._graphs)==1
+    assert n==20 and len(placed)==1 and len(e.stepper.graphs)==1
 
 def test_a_warm_engine_says_the_same():
     "Trying every kind of step first, without launching and then with, leaves no trace in what is said"

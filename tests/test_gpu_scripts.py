@@ -17,20 +17,21 @@ def test_a_fault_is_seen():
     code = '''
 import sys; sys.path.insert(0, 'tests/gpu')
 import company,eager,toys
-from atlas.cuda.engine import CardEngine
-accept = CardEngine._accept
-def odd(self, seqs, host):
-    if len(seqs)>1: host[0][0] = 7
-    return accept(self, seqs, host)
-CardEngine._accept = odd
+from atlas.cuda.engine import CardStepper
+land = CardStepper.land
+def odd(self, flight):
+    out = land(self, flight)
+    if len(out.ids)>1: out.ids[0] = 7
+    return out
+CardStepper.land = odd
 assert company.one('llama', True, 6)
-CardEngine._accept = accept
-replay = CardEngine._replay
-def late(self, *key):
-    replay(self, *key)
+CardStepper.land = land
+replay = CardStepper.replay
+def late(self, shape):
+    replay(self, shape)
     w = self.model.layers[0].mixer.o_proj.weight
     w.s *= 1.01
-CardEngine._replay = late
+CardStepper.replay = late
 assert eager.one('llama', True)
 '''
     r = subprocess.run([sys.executable, '-c', code], cwd=ROOT, env=os.environ|dict(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=600)

@@ -11,10 +11,10 @@ from atlas.cache import KVCache
 from atlas.calls.grammar import FORMATS
 from atlas.config import PRESETS
 from atlas.core import RequestError,typed_error
-from atlas.cuda.engine import CardEngine
+from atlas.cuda.engine import CardStepper
 from atlas.device import Host
 from atlas.emulator import Emulator,find_cxx
-from atlas.engine import Engine
+from atlas.engine import Engine,HostStepper
 from atlas.guide import Guides,_sandbox,pack,unpack
 from atlas.llm import byte_tokenizer
 from atlas.model import imagine,load_model
@@ -530,7 +530,8 @@ DEVICES = ('host', pytest.param('emulator', marks=pytest.mark.skipif(not find_cx
 def engine(device='host', seqs=4, blocks=60, g=None, ctx=200, **kw):
     m = net(device); host = device=='host'
     c = KVCache(m.c, m.device, blocks, 16, np.float32 if host else 'bf16', 2*seqs)
-    return (Engine if host else CardEngine)(m, c, Scheduler(c.pool, seqs, ctx, 64, **kw), guides=g or guides())
+    s = Scheduler(c.pool, seqs, ctx, 64, **kw)
+    return Engine(s, HostStepper(m, c) if host else CardStepper(m, c, s), g or guides())
 
 def serve(e, *requests, each=lambda events: None):
     "Token ids and the last event of each request"
@@ -542,7 +543,7 @@ def serve(e, *requests, each=lambda events: None):
             o = out[v.id]; o.events.append(v)
             if v.token is not None: o.ids.append(v.token)
             assert o.end is None; o.end = v if v.finish else None
-    assert not e._samplers and not e.cache.pool.used and not getattr(e, '_lanes', None)
+    assert not e._samplers and not e.cache.pool.used and not getattr(e.stepper, 'lanes', None)
     return out
 def ask(i, spec=None, n=8, most=60, ignore=True, **kw): return Request(f'r{i}', tuple(np.random.default_rng(i).integers(0, 250, n).tolist()), SamplingParams(**dict(temperature=0, max_tokens=most, ignore_eos=ignore)|kw), eos_ids=(299,), guide=spec)
 def said(o, g=None): return text_of(g or guides(), o.ids)
@@ -627,10 +628,10 @@ def test_a_card_loses_nothing_without_guides():
     "With guides at hand but none in the plan, a step is always in the air; with one in it, none is; and after it, again"
     e = engine('emulator'); airborne = []
     def run(*reqs):
-        airborne.clear(); serve(e, *reqs, each=lambda _: airborne.append(e._flying is not None)); return list(airborne)
+        airborne.clear(); serve(e, *reqs, each=lambda _: airborne.append(e.flying is not None)); return list(airborne)
     plain = run(ask(0, None, most=20)); assert plain.count(True)==19
     e.add(ask(1, None, most=40)); [e.step() for _ in range(5)]; assert e._steady()
-    e.add(ask(2, SPECS[1])); e.step(); e.step(); assert not e._steady() and e._flying
+    e.add(ask(2, SPECS[1])); e.step(); e.step(); assert not e._steady() and e.flying
     while 'r2' in e._samplers: e.step()
     e.step(); e.step(); assert e._steady()
     while e.has_work: e.step()

@@ -4,7 +4,7 @@ from hypothesis import given,settings,strategies as st
 from atlas.cache import KVCache
 from atlas.config import AttentionConfig,DeltaConfig,MambaConfig,ModelConfig,MoEConfig,RopeConfig
 from atlas.device import Host
-from atlas.engine import Engine
+from atlas.engine import Engine,HostStepper
 from atlas.model import build
 from atlas.ops.sample import SamplingParams
 from atlas.scheduler import Request,Scheduler
@@ -30,7 +30,7 @@ each = pytest.mark.parametrize('m', models.values(), ids=models.keys())
 def engine(m, blocks=64, seqs=4, **kw):
     cache = KVCache(m.c, Host(), blocks, num_states=2*seqs)
     for a in (*cache.conv.values(),*cache.rec.values()): a[...] = np.nan  # nobody may rely on a clean slot
-    return Engine(m, cache, Scheduler(cache.pool, seqs, 256, **kw))
+    return Engine(Scheduler(cache.pool, seqs, 256, **kw), HostStepper(m, cache))
 
 def run(eng, prompts, n=12):
     out = {str(i):[] for i in range(len(prompts))}

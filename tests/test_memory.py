@@ -34,7 +34,7 @@ def test_two_loads_leave_nothing(load, toy, weights, kw):
     for _ in range(2):
         llm = load(toy, weights, **kw); b,rs = llm.arena.budget,llm.arena.regions
         assert {'weights','cache','tables','steps'}==b.parts.keys() and b.used==sum(r.mapped for r in rs.values())+b.parts['steps']<=b.total
-        assert llm.device.room is None and rs['cache'].used>=llm.cache.nbytes and rs['tables'].used>=llm.engine.table.nbytes
+        assert llm.device.room is None and rs['cache'].used>=llm.cache.nbytes and rs['tables'].used>=llm.engine.stepper.table.nbytes
         with open_model(llm.name, 'dummy', weights) as ck: plan = _weight_bytes(ck, ('','vision'), kw.get('quantization'), kw.get('lm_head_dtype'))
         assert abs(plan-rs['weights'].used)<.2*plan+M, (plan, rs['weights'].used)
         used = {n:r.used for n,r in rs.items()}; ids(llm)

@@ -3,7 +3,7 @@ import re
 import numpy as np, pytest
 from atlas import LLM,SamplingParams
 from atlas.cache import KVCache
-from atlas.engine import Engine
+from atlas.engine import Engine,HostStepper
 from atlas.scheduler import Request,Scheduler
 from helpers.gguf_writer import to_gguf
 from helpers.reference import TOL,Run,data,drafts,error,having,host,model,mtp,refs,rewritten,seen
@@ -79,7 +79,7 @@ def test_routing(name):
 def greedy(model, prompts, n, **kw):
     "Greedy tokens that an engine gives for `prompts`, run together"
     cache = KVCache(model.c, host, 64, num_states=8)
-    eng,out = Engine(model, cache, Scheduler(cache.pool, 4, 256, **kw)),{i:[] for i in range(len(prompts))}
+    eng,out = Engine(Scheduler(cache.pool, 4, 256, **kw), HostStepper(model, cache)),{i:[] for i in range(len(prompts))}
     for i,ids in enumerate(prompts): eng.add(Request(str(i), tuple(int(t) for t in ids), greedy_params(n)))
     while eng.has_work:
         for e in eng.step():

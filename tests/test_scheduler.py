@@ -36,35 +36,44 @@ def alone(request, seed, max_seq_len):
 
 class Toy:
     "Computes the rows of a plan, on memory that is never cleared"
-    def __init__(self, pool): self.kv,self.newest = [-1]*(pool.num_blocks*pool.block_size),{}
+    def __init__(self, pool): self.kv,self.said = [-1]*(pool.num_blocks*pool.block_size),{} # tokens of each sequence, those too that were not accepted yet
 
     def rows(self, seq, start, n, prefill):
         slots = seq.table.slots(0, start+n).tolist()
-        fed = seq.span(start, n) or [self.newest[seq]] # the token is sampled, but has not been accepted yet
+        fed = [*seq.request.prompt, *self.said.get(seq, ())][start:start+n]
         assert len(fed)==n
         for p,t in zip(range(start, start+n), fed):
             self.kv[slots[p]] = key(self.kv[slots[p-1]] if p else 0, t, tile(p, start, start+n) if prefill else ROW)
         return [self.kv[s] for s in slots]
 
+    def decode(self, seq, width):
+        "Tokens of the newest one and of drafts, some of which are accepted; rejected rows leave rubbish"
+        p = seq.prompt_len+len(self.said[seq])-1
+        assert p<=seq.num_computed<seq.depth, 'no more rows than there can be'
+        good,new = 1+hash((p, seq.seed))%width,[]
+        for j in range(min(width, seq.depth-p)):
+            if j>=good: self.kv[seq.table.slots(p+j)[0]] = -2; continue
+            new.append(pick(self.rows(seq, p+j, 1, False), seq.seed))
+            self.said[seq].append(new[-1])
+        return new
+
     def run(self, plan):
-        "A token for each of `plan.sampled`"
+        "Tokens for each of `plan.sampled`"
         for s,start,n in plan.prefill: assert n>0 and start%TILE==0 and ((start+n)%TILE==0 or start+n==s.prompt_len)
         for s,start,n in plan.replay: assert 0<n<=MAX_ROWS and s.prompt_len<=start and start+n<len(s)
         for s in plan.decode: assert s.prompt_len<=s.num_computed<s.depth
         keys = {s:self.rows(s, start, n, True) for s,start,n in plan.prefill}
         for s,start,n in plan.replay: self.rows(s, start, n, False)
-        keys |= {s:self.rows(s, s.num_computed, 1, False) for s in plan.decode}
-        toks = [pick(keys[s], s.seed) for s in plan.sampled]
-        self.newest.update(zip(plan.sampled, toks))
-        return toks
+        for s in plan.first: self.said[s] = [pick(keys[s], s.seed)]
+        return [list(self.said[s]) for s in plan.first]+[self.decode(s, plan.width) for s in plan.decode]
 
 class Driver:
     "The engine's loop; with `behind`, tokens are accepted while the next step is already computed"
     def __init__(self, sc, behind=0): self.sc,self.toy,self.behind,self.flight,self.got,self.why = sc,Toy(sc.pool),behind,deque(),{},{}
 
-    def note(self, seq, token, reason):
+    def note(self, seq, tokens, reason):
         assert seq not in self.why, 'an event after the end'
-        if token is not None: self.got.setdefault(seq, []).append(token)
+        if tokens is not None: self.got.setdefault(seq, []).extend(tokens)
         if reason: self.why[seq] = reason
 
     def step(self):
@@ -96,10 +105,11 @@ def request(id, n, max_tokens=None, priority=0, flavour=0, **kw):
 class Machine(RuleBasedStateMachine):
     "Requests come, go and step at will"
     @initialize(block=st.sampled_from([1,4,16,64]), length=st.sampled_from([50,2,20,90,150,260]), spare=st.sampled_from([0,1,5,12]), seqs=st.sampled_from([3,1,2,6]),
-        chunk=st.sampled_from([64,128,320]), over=st.sampled_from([4,1,1.3,8]), queue=st.sampled_from([2,9]), behind=st.booleans())
-    def start(self, block, length, spare, seqs, chunk, over, queue, behind):
+        chunk=st.sampled_from([64,128,320]), over=st.sampled_from([4,1,1.3,8]), queue=st.sampled_from([2,9]), behind=st.booleans(), width=st.sampled_from([1,2,4]))
+    def start(self, block, length, spare, seqs, chunk, over, queue, behind, width=1):
         pool = BlockPool(-(-length//block)+spare, block)
         self.sc = Scheduler(pool, seqs, length, chunk=chunk, overcommit=over, max_queue=queue)
+        self.sc.width = width
         self.over,self.d,self.all,self.n = over,Driver(self.sc, behind),[],0
 
     @rule(shares=st.lists(st.sampled_from([.02,.05,.1,.3,.6,.97,1.2]), min_size=1, max_size=4), out=st.sampled_from([None,None,1,9,60]),
@@ -155,7 +165,7 @@ class Machine(RuleBasedStateMachine):
         assert len(set(plan.seqs))==len(plan.seqs)
         assert sum(n for _,_,n in plan.prefill+plan.replay)<=self.sc.chunk
         for s,state in before.items(): # who decodes is in every step, unless preempted, or its last row is under way
-            if state=='decode' and s.running: assert s in plan.decode or s.num_computed==s.depth
+            if state=='decode' and s.running: assert s in plan.decode or s.num_computed>=s.depth
 
     def check_queue(self, before, preempted):
         sc = self.sc
@@ -175,7 +185,7 @@ class Machine(RuleBasedStateMachine):
         assert len(set(owned))==len(owned)==sc.pool.used and all(sc.pool.refs[b]==1 for b in owned)
         assert sc.promised==sum(sc.pool.blocks_for(s.depth) for s in sc.running)<=sc.limit<=sc.pool.num_blocks*self.over
         assert len(sc.running)<=sc.max_num_seqs and sc.running==sorted(sc.running, key=lambda s: s.order)
-        for s in sc.running: assert len(s.table.blocks)<=sc.pool.blocks_for(s.depth) and s.table.missing(s.num_computed)==0
+        for s in sc.running: assert len(s.table.blocks)<=sc.pool.blocks_for(s.depth) and s.table.missing(min(s.num_computed, s.depth))==0
         assert not any(s.table.blocks or s.running for s in sc.waiting)
         assert set(sc.running)|set(sc.waiting)==set(sc.seqs.values()) and len(sc.running)+len(sc.waiting)==len(sc.seqs)
 
@@ -194,7 +204,7 @@ TestMachine = Machine.TestCase
 def test_crowd(seed):
     "The same machine where it is always crowded: forty requests, each of which may fill half the cache or more"
     rng,m = random.Random(seed),Machine()
-    m.start(rng.choice([1,4,16]), rng.choice([50,90,150]), rng.choice([1,12]), rng.choice([3,6]), rng.choice([64,128]), rng.choice([1,1.5,8]), 9, seed%2)
+    m.start(rng.choice([1,4,16]), rng.choice([50,90,150]), rng.choice([1,12]), rng.choice([3,6]), rng.choice([64,128]), rng.choice([1,1.5,8]), 9, seed%2, 1+seed%3)
     for _ in range(10):
         m.add([rng.choice([.02,.1,.3,.6]) for _ in range(4)], rng.choice([None,None,9]), rng.choice([0,0,-1,1]), 2, rng.random()<.7, rng.random()<.2, rng.randrange(99))
         m.step(rng.choice([1,5,20,60]))
@@ -262,7 +272,7 @@ def test_a_step_does_not_read_the_queue():
         for i in range(waiting): sc.add(request(i, 20, 20, priority=i%3, flavour=i, ignore_eos=True))
         ns = []
         for _ in range(30):
-            ns.append(calls(lambda: sc.commit(p := sc.schedule(), [5]*len(p.sampled))))
+            ns.append(calls(lambda: sc.commit(p := sc.schedule(), [[5]]*len(p.sampled))))
         ns.append(calls(lambda: sc.abort('9')))
         return ns
     assert work(30)==work(10_000)

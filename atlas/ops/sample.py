@@ -271,9 +271,16 @@ def top(x, k):
 class Sampled:
     "Tokens chosen for R rows, with K alternatives"
     ids:np.ndarray # int32 [R]; -1 marks a row that cannot be sampled
-    logprobs:np.ndarray # f32 [R], of the model's own distribution; NaN where not asked for
-    top_ids:np.ndarray # int32 [R,K]; -1 beyond what a row asked for
-    top_logprobs:np.ndarray # f32 [R,K]
+    logprobs:np.ndarray|None=None # f32 [R], of the model's own distribution; NaN where not asked for
+    top_ids:np.ndarray|None=None # int32 [R,K]; -1 beyond what a row asked for
+    top_logprobs:np.ndarray|None=None # f32 [R,K]
+    counts:np.ndarray|None=None # int32 [S]: how many tokens of each sequence are accepted, where R is [S, rows]
+
+    def by_seq(self)->'Sampled':
+        "The same with a sequence for each row: R is [S, 1], and what can be sampled is accepted"
+        arrays = self.ids,self.logprobs,self.top_ids,self.top_logprobs
+        more = [a if a is None else a[:,None] for a in arrays]
+        return Sampled(*more, counts=(self.ids>=0).astype(np.int32))
 
 # %% ../../nbs/17_ops.sample.ipynb #09d35dca
 def _pick(x, r):

@@ -30,7 +30,7 @@ def divergence(want, got):
 def by_steps(llm, ids, n=8):
     "Logits after each of `ids` as decode kernels compute them, `n` rows at a time"
     m,B = llm.model,64
-    with llm.engine.here():
+    with llm.engine.stepper.here():
         cache = KVCache(m.c, m.device, len(ids)//B+2, B, 'f16', 4)
         out = [m.device.download(m.forward(make_batch([Piece(ids[i:i+n], i, list(range(len(ids)//B+2)), len(ids[i:i+n]), state=0, keep=1)], False, B, m.device), cache)) for i in range(0, len(ids), n)]
         m.device.synchronize()

@@ -4,29 +4,28 @@
 """
 import subprocess,sys
 import numpy as np
-from types import MethodType
 from toys import TOYS,arguments,greedy,prompt,toy,verdict
 
 def watch(e, eager):
     "Have `e` keep the logits of its steps; with `eager` without graphs"
-    forward,kept = e.model.forward,{}
-    def keeping(b, cache): kept[e.last[:2]] = y = forward(b, cache); return y
-    if eager: e._replay = MethodType(lambda self,*key: self._body(*key), e)
-    e._graphs.clear(); e.model.forward = keeping
+    forward,kept,s = e.model.forward,{},e.stepper
+    def keeping(b, cache): kept[s.last] = y = forward(b, cache); return y
+    if eager: s.replay = s.body
+    s.graphs.clear(); e.model.forward = keeping
     return kept,lambda: setattr(e.model, 'forward', forward)
 
 def run(llm, n, steps, eager):
     "Logits of each decode step and all tokens of `n` sequences"
-    e,V = llm.engine,llm.config.vocab_size
+    e,s,V = llm.engine,llm.engine.stepper,llm.config.vocab_size
     kept,undo = watch(e, eager)
     for i in range(n): e.add(greedy(f'r{i}', prompt(9+31*i, V, i), steps+i))
     logits,tokens = [],{}
     while e.has_work:
-        e.last = None
+        s.last = None
         for ev in e.step(): tokens.setdefault(ev.id, []).append(ev.token)
-        e.card.synchronize()
-        if e.last: logits.append(np.array(e.card.download(kept[e.last[:2]])))
-    undo(); vars(e).pop('_replay', None); e._graphs.clear()
+        s.card.synchronize()
+        if s.last: logits.append(np.array(s.card.download(kept[s.last])))
+    undo(); vars(s).pop('replay', None); s.graphs.clear()
     return logits,tokens
 
 def one(name, emulator):

@@ -7,11 +7,11 @@ import numpy as np
 from toys import arguments,greedy,prompt,toy,verdict
 from atlas.launch import compilations
 
-def held(e):
+def held(s):
     "Bytes that the card has given away, that CuPy's pools have, and those of them in use"
-    if e.card.kind!='cuda': return 0,0,0
-    cp = e.card.xp; e.card.synchronize()
-    free,total = cp.cuda.runtime.memGetInfo(); pools = cp.get_default_memory_pool(),e.memory
+    if s.card.kind!='cuda': return 0,0,0
+    cp = s.card.xp; s.card.synchronize()
+    free,total = cp.cuda.runtime.memGetInfo(); pools = cp.get_default_memory_pool(),s.memory
     return total-free,sum(p.total_bytes() for p in pools),sum(p.used_bytes() for p in pools)
 
 def traffic(e, steps, V, seed, most, span):
@@ -24,23 +24,23 @@ def traffic(e, steps, V, seed, most, span):
         for ev in e.step():
             spoke += ev.token is not None
             if ev.finish=='error': raise SystemExit(f'{ev.id}: {ev.error}')
-        counted += e._flying is not None
+        counted += e.flying is not None
     return counted,n,spoke
 
 def main():
     a = arguments(__doc__, model=dict(default='qwen3.6-moe'), steps=dict(type=int, default=10_000))
     if a.emulator: a.steps = min(a.steps, 30)
     span,most = (100,2) if a.emulator else (400,8)
-    llm = toy(a.model, a.emulator, most, span); e,V = llm.engine,llm.config.vocab_size
+    llm = toy(a.model, a.emulator, most, span); e,s,V = llm.engine,llm.engine.stepper,llm.config.vocab_size
     for i in range(1 if a.emulator else 6):  # until every kind of step has been recorded
-        graphs = len(e._graphs); traffic(e, a.steps//5, V, i, most, span)
-        if graphs==len(e._graphs): break
-    before,graphs = held(e),len(e._graphs)
+        graphs = len(s.graphs); traffic(e, a.steps//5, V, i, most, span)
+        if graphs==len(s.graphs): break
+    before,graphs = held(s),len(s.graphs)
     t = time.perf_counter(); steps,n,spoke = traffic(e, a.steps, V, 9, most, span); t = time.perf_counter()-t
-    after = held(e)
+    after = held(s)
     bad = [f'{what}: {x:,} bytes before, {y:,} after' for what,x,y in zip(('the card','pools','in use'), before, after) if y!=x]
     if compilations.after_ready: bad.append(f'compiled late: {compilations.late}')
-    if (u := e.scheduler.pool.used) or e._lanes or len(e._free)!=e.rows.most+1: bad.append(f'{u} blocks and {len(e._lanes)} lanes are still taken')
-    verdict(bad, f'{steps:,} decode steps of {a.model}, {n} sequences, {spoke:,} tokens in {t:.1f} s; {after[0]:,} bytes taken on the card, {after[1]:,} in pools; {graphs}->{len(e._graphs)} graphs')
+    if (u := e.scheduler.pool.used) or s.lanes or len(s.free)!=s.rows.most+1: bad.append(f'{u} blocks and {len(s.lanes)} lanes are still taken')
+    verdict(bad, f'{steps:,} decode steps of {a.model}, {n} sequences, {spoke:,} tokens in {t:.1f} s; {after[0]:,} bytes taken on the card, {after[1]:,} in pools; {graphs}->{len(s.graphs)} graphs')
 
 if __name__=='__main__': main()

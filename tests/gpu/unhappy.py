@@ -49,10 +49,10 @@ def no_numbers(llm):
     e,V = llm.engine,llm.config.vocab_size
     e.add(greedy('spoiled', prompt(70, V, 1), 30)); e.add(greedy('whole', prompt(80, V, 2), 30))
     for _ in range(6): e.step()
-    e._land() if e._flying else None
+    e.land()
     victim,pool = next(s for s in e.scheduler.running if s.id=='spoiled'),next(iter(e.cache.kv.values())).arrays[0]
-    with e.here(): pool[victim.table.blocks[0]] = 0x7FC0
-    e.card.synchronize()
+    with e.stepper.here(): pool[victim.table.blocks[0]] = 0x7FC0
+    e.stepper.card.synchronize()
     how = {}
     while e.has_work: how |= {ev.id: (ev.finish, ev.code, ev.error) for ev in e.step() if ev.finish}
     print('no numbers:', how)
