@@ -77,6 +77,6 @@ setup(
     extras_require=dict(dev=shlex.split(cfg.get('dev_requirements', '')), cuda=shlex.split(cfg.get('cuda_requirements', ''))),
     packages=find_packages(include=['atlas', 'atlas.*']) + ['atlas.static'] + kpkgs,
     package_dir={'atlas.kernels': 'kernels'},
-    package_data={**{o: ['*.cu', '*.cuh', '*.h', '*.json', '*.md'] for o in kpkgs}, 'atlas.static': ['*']},
+    package_data={**{o: ['*.cu', '*.cuh', '*.h', '*.json', '*.md'] for o in kpkgs}, 'atlas.static': ['*'], 'atlas.families': ['*.toml']},
     entry_points=dict(console_scripts=shlex.split(cfg.get('console_scripts', '')), nbdev=['atlas=atlas._modidx:d']),
     cmdclass=dict(build_py=BuildPy, sdist=Sdist), zip_safe=False)

@@ -7,7 +7,7 @@ Docs: https://atlas-inference.github.io/atlas/files.html.md"""
 # %% auto #0
 __all__ = ['AGAIN', 'MAX_HEADER', 'ST_SIZES', 'ST_PACKED', 'SCALES', 'PAYLOADS', 'INDEX', 'File', 'Span', 'TensorInfo',
            'st_header', 'st_infos', 'same_bytes', 'read_tensor', 'check_scales', 'trunk_prefix', 'canonical',
-           'json_file', 'shards', 'st_spans', 'named_config', 'st_open']
+           'json_file', 'shards', 'st_spans', 'st_open']
 
 # %% ../nbs/05_files.ipynb #348a3c6b
 import json,math,os,re,struct
@@ -20,7 +20,7 @@ from dataclasses import dataclass,replace
 from pathlib import Path
 from fastcore.basics import first,patch
 from .core import CheckpointError,UnsupportedError,human
-from .config import ModelConfig
+from .config import ModelConfig,named_config
 from .formats import E8M0,FORMATS,FP8_TILE,QTensor
 
 # %% ../nbs/05_files.ipynb #07b2da1c
@@ -315,12 +315,6 @@ def st_spans(paths:Iterable[Path], es:ExitStack, index:dict|None=None)->dict[str
             spans[k] = s
     for k in set(index or ())-set(spans): raise CheckpointError(f'{index[k]} has no tensor {k!r}, though {INDEX} says so', hint=AGAIN, param=k)
     return spans
-
-# %% ../nbs/05_files.ipynb #9b76d034
-def named_config(name:str, make)->ModelConfig:
-    "The config that `make()` gives; its errors learn which file they are about"
-    try: return make()
-    except CheckpointError as e: raise type(e)(f'{name}: {e.msg}', e.hint, e.param) from e
 
 # %% ../nbs/05_files.ipynb #1d33b636
 def st_open(folder:Path, es:ExitStack, file:Path|None=None):

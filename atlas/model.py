@@ -11,10 +11,9 @@ __all__ = ['Batch', 'Piece', 'Media', 'make_batch', 'Decoder', 'build', 'plan', 
 import math
 import numpy as np
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from fastcore.basics import patch
-from .config import ModelConfig,PRESETS
+from .config import ModelConfig,PRESETS,family_of
 from .core import RequestError
 from .files import same_bytes
 from .hub import resolve
@@ -244,7 +243,9 @@ def forward(self:Decoder, b:Batch, cache, tap=None): # [n, vocab] float32
 # %% ../nbs/20_model.ipynb #af0ca0fe
 def build(c:ModelConfig)->Decoder:
     "The empty model that a config describes"
-    return import_module(f'atlas.families.{c.family.split("_")[0]}').build(c)
+    f = family_of(c); m = f.build(c)
+    m.ignore = f.ignore
+    return m
 
 def _own_head(ckpt)->bool:
     "Does the checkpoint of a tied model store an output matrix, and not the embedding once more?"

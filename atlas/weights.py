@@ -24,7 +24,7 @@ from types import SimpleNamespace
 from zlib import crc32
 from fastcore.basics import first,patch
 from .core import CheckpointError,ConfigError,OutOfMemoryError,SourceError,UnsupportedError,human,progress
-from .config import ModelConfig
+from .config import ModelConfig,family_of
 from .files import AGAIN,INDEX,PAYLOADS,SCALES,Span,TensorInfo,check_scales,read_tensor,st_open
 from .formats import FORMATS,GGUF_BLOCKS,QStack,QTensor,decode_rows,f32_to_e2m1,f32_to_e4m3,pack4,pile
 from .llamacpp import gguf_open,gguf_parts
@@ -392,9 +392,9 @@ class Dummy(Checkpoint):
 
 def _shipped(cfg:ModelConfig, name:str)->str:
     "The format in which `name` is published, as far as family and `quantization` tell"
-    q = cfg.quantization or {}; algo = str(q.get('quant_algo') or q.get('format') or q.get('quant_method') or '').lower()
-    if 'mxfp4' in algo or cfg.family=='gptoss': return 'MXFP4' if 'experts' in name else 'BF16'
-    if not algo and cfg.family=='minimax': return 'FP8_BLOCK'
+    q = cfg.quantization or {}
+    algo = str(q.get('quant_algo') or q.get('format') or q.get('quant_method') or family_of(cfg).published).lower()
+    if 'mxfp4' in algo: return 'MXFP4' if 'experts' in name else 'BF16'
     if algo=='mixed_precision': return _mixed(name)
     return 'NVFP4' if 'nvfp4' in algo else 'FP8_BLOCK' if 'fp8' in algo or 'float' in algo else 'BF16'
 
