@@ -26,7 +26,8 @@ from .ops.linear import TILE,embed,linear
 from .ops.norm import rmsnorm
 from .ops.rope import mrope_axes,rope_angles,rope_table
 from .cuda.gemv import embed as embed_rows,gemv,rmsnorm as norm_rows
-from .cuda.layers import complete,packer
+from .cuda.layers import complete
+from .cuda.pack import packer
 
 # %% ../nbs/20_model.ipynb #3a1d063f
 @dataclass(frozen=True)
