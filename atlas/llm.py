@@ -24,6 +24,7 @@ from .core import AtlasError,EngineError,OutOfMemoryError,RequestError,SourceErr
 from .device import get_device
 from .engine import Engine,Event,HostStepper,check_ids
 from .cuda.engine import CardStepper
+from .cuda.pack import CARD_FORMATS,KEPT
 from .config import PRESETS
 from .hub import resolve
 from .model import Decoder,Piece,imagine,load_model,make_batch
@@ -201,14 +202,12 @@ def _staying(self:LLM, name, everywhere=False):
     return self._region(name).allocating(everywhere) if self.arena else nullcontext()
 
 # %% ../nbs/45_llm.ipynb #e46ee7ee
-_KEPT = ('NVFP4','MXFP4','FP8_TENSOR','FP8_CHANNEL','FP8_BLOCK','F8_E4M3','BF16','F16') # Formats that a card keeps; it has the others as F16
-
 def _weight_bytes(ck, parts, quantization=None, head=None)->int:
     "Bytes that weights take on a card, as well as can be told before they are packed"
     def one(name, t):
         n,anew = math.prod(t.shape),head if name=='lm_head.weight' else quantization if quantizable(name) else None
         if len(t.shape)<2: return 4*n
-        return min(own := t.nbytes if t.fmt in _KEPT else 2*n, n*(9 if anew=='nvfp4' else 16)//16 if anew else own)
+        return min(own := t.nbytes if t.fmt in KEPT else 2*n, int(n*CARD_FORMATS[anew].bits/8) if anew else own)
     return sum(one(k, t) for k,t in ck.tensors.items() if not k.startswith(('visual.', *('mtp.',)*('mtp' not in parts))))
 
 def _step_bytes(ck, rows, seqs)->int:

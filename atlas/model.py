@@ -23,7 +23,7 @@ from .families.vision import mrope_positions
 from .ops.linear import TILE
 from .ops.rope import mrope_axes,rope_table
 from .ops.vocabulary import Norm,RotaryTable,Step
-from .cuda.layers import placement,words_of
+from .cuda.placement import placement,words_of
 
 # %% ../nbs/20_model.ipynb #3a1d063f
 @dataclass(frozen=True)

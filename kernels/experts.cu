@@ -84,8 +84,8 @@ template <class F, int LANES, int C, int KB> __device__ __forceinline__ void fet
     const int c = step * LANES + lane % LANES;
     F::fetch(p.weights, w, s, row, c < C ? c : 0, C, KB, on && (C % LANES == 0 || c < C));
     if (step == (C + LANES - 1) / LANES - 1 && lane % LANES == 0) {
-        if (gs) copy_beside<16>(p.scale + lane / LANES * 4, gs + row, on);
-        if (bias) copy_beside<16>(p.bias + lane / LANES * 4, bias + row, on);
+        if (gs) cp_async_or_zero<16>(p.scale + lane / LANES * 4, gs + row, on);
+        if (bias) cp_async_or_zero<16>(p.bias + lane / LANES * 4, bias + row, on);
     }
 }
 

@@ -138,7 +138,7 @@ template <int M> __device__ __forceinline__ void multiply(const unsigned char* s
             #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const int r = n0 + (n + i) * 8 + g;
-                W::get(stage + A + c * BC + (r * 4 + t) * W::BYTES, stage + A + B + ((W::SCALE < 0 ? 0 : c) * BN + r) * SC, t, aids[r], low, b[i]);
+                W::halves(stage + A + c * BC + (r * 4 + t) * W::BYTES, stage + A + B + ((W::SCALE < 0 ? 0 : c) * BN + r) * SC, t, aids[r], low, b[i]);
             }
             #pragma unroll
             for (int h = 0; h < 2; h++)
@@ -205,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(const __half* __restri
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, out = PAIR ? n / 2 : n;
     const int nb = PAIR ? n4 : n;
     const float* b = bias ? bias + (size_t)e * nb : nullptr;
-    const float unity = W::SCALE == 2 ? 128.f : 1.f;
+    const float unity = W::UNITY;
     const bool even = (out | as | ys) % 2 == 0 && (((size_t)add | (size_t)y) & 7) == 0;
     const auto store = [&](int r, int col, float p, float q) {
         if (r >= end || col >= out) return;

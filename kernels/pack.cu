@@ -2,7 +2,7 @@
 //   src : [src_rows, src_bytes]  u8   of all experts
 //   idx : [n4]                   i32  source row of each row of an expert; -1: zeros, -2: another call writes it
 //   dst : [dst_bytes]            u8   of all experts
-//   -D KIND=  0: bytes as they are, 1: e2m1 codes, two a byte, into the words of lib/nvfp4.cuh, 2: float32 to fp16, 3: float32 to bf16,
+//   -D KIND=  0: bytes as they are, 1: e2m1 codes, two a byte, into the words of lib/formats.cuh, 2: float32 to fp16, 3: float32 to bf16,
 //             4: scales of 16, 5: scales of 32, those of four rows side by side
 //   launch: <<<(n4, ceil(units/128), experts), 128>>>; a thread writes one unit of `units` a row: 16 bytes, of scales a chunk's
 #include <cuda_fp16.h>

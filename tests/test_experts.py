@@ -3,15 +3,16 @@
 The emulator runs one block after the other, so blocks cannot wait for each other there. `together` launches both halves twice: the second launch finds the hidden values of all blocks."""
 import subprocess
 import numpy as np,pytest
+from dataclasses import replace
 from types import SimpleNamespace as NS
 from atlas.config import MoEConfig,ModelConfig,PRESETS
 from atlas.cuda import experts as E,vocabulary as card_words
 from atlas.cuda.experts import moe,row_bias
 from atlas.cuda.vocabulary import _look_ahead,packed_in
-from atlas.cuda.pack import Packed,pack,unpack
+from atlas.cuda.pack import CARD_FORMATS,Packed,pack,unpack
 from atlas.emulator import Emulator,find_cxx
 from atlas.formats import QTensor
-from atlas.card import _params
+from atlas.card import _params,limits
 from atlas.launch import Source,kernel_dir,options_of
 from atlas.layers import Block,Half,MoE,bind
 from atlas.model import build
@@ -86,7 +87,7 @@ def check(net, rows, monkeypatch):
     with monkeypatch.context() as m:
         m.setattr(E, 'run', together(E.run, net.card))
         for b in (1,3): assert same(net(x, add, blocks=b), got), f'{b} blocks, both halves in a launch'
-        m.setattr(E, '_ROOM', {True:(227<<10,200<<10,0)})  # several places a warp
+        m.setattr(E, 'limits', lambda card: replace(limits(card), ring=200<<10, alone=0))  # several places a warp
         assert same(net(x, add, blocks=2), got)
 
 @needs_cxx
@@ -107,7 +108,7 @@ def test_rows_that_are_no_numbers(nets):
 def test_more_rows_than_a_launch_takes(room, nets, monkeypatch):
     "come one launch after the other, with ids and weights of all; a block with little room has fewer warps and rows, and the same bits"
     n = nets['oss']; rows = [n(n.x[i:i+1], n.add[i:i+1]) for i in range(9)]; took = []
-    if room: monkeypatch.setattr(E, '_ROOM', {True:(room,20<<10,0)})
+    if room: monkeypatch.setattr(E, 'limits', lambda card: replace(limits(card), block=room, ring=20<<10, alone=0))
     run = E.run; monkeypatch.setattr(E, 'run', lambda name, *a, **k: (name=='experts' and took.append(k['ROWS']), run(name, *a, **k)))
     assert same(n(n.x, n.add), [np.concatenate(a) for a in zip(*rows)])
     assert len(took)==2*-(-9//took[0])>2 and (took[0]<8)==bool(room)
@@ -124,7 +125,7 @@ def variants(name):
             for rows in range(1, 9):
                 for shared in {False, m.shared_size==I}:
                     banks = bank(up, I*(1+(c.act!='relu2')), H, m.num_experts+shared, c.act!='relu2'),bank(down, H, I, m.num_experts+shared)
-                    yield arch,a['multiprocessors'],rows,*E._variant(NS(**a), H, *banks, m, c.act, True, shared, False, m.correction, rows, a['multiprocessors'])
+                    yield arch,a['multiprocessors'],rows,*E._variant(NS(arch=arch, **a), H, *banks, m, c.act, True, shared, False, m.correction, rows, a['multiprocessors'])
 
 @pytest.mark.parametrize('name', MIXTURES)
 def test_every_block_has_a_place(name):
@@ -146,7 +147,7 @@ def size_of(d, room):
 @pytest.mark.parametrize('name,i', [('qwen3.6-35b-a3b',0), ('gpt-oss-20b',1), ('nemotron-3-nano-30b-a3b',2), ('gemma-4-26b-a4b',3), ('minimax-m2',4), ('qwen3-next-80b-a3b',5)])
 def test_bytes_are_those_of_the_struct(name, i):
     vs = [d for *_,d,_ in variants(name)]; d = vs[np.random.default_rng(i).integers(len(vs))]
-    need = E._bytes(d, d['DEEP'], max(E._PLACE[d[k]] for k in ('UP','DOWN')))
+    need = E._bytes(d, d['DEEP'], max(CARD_FORMATS[d[k]].quad for k in ('UP','DOWN')))
     assert need<=d['ROOM'] and size_of(d, need), (need, d)
     assert not size_of(d, need-65), 'much more than is needed'
 
@@ -179,7 +180,7 @@ def test_the_count_is_zero_before_each_meeting(name, rows, monkeypatch):
 def test_asked_ahead_is_inside(size, scales, arch):
     card = Dry(arch, 1<<36); p = Packed('nvfp4', 4, 32, card.empty((size//16,16), 'uint8'), card.empty((size//128,16), 'uint8') if scales else None)
     (w,s),(n,k) = E._asked(p, card)
-    assert w.nbytes==size and 0<n*16<=min(size, E._AHEAD[arch=='sm_90a']) and n<2**31
+    assert w.nbytes==size and 0<n*16<=min(size, limits(card).ahead) and n<2**31
     assert (s is None and k==0) if not scales else (k*16<=s.nbytes and abs(k*8-n)<=8), 'as much of the scales as of the weights'
 
 # What comes next

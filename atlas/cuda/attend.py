@@ -13,7 +13,8 @@ import numpy as np
 from dataclasses import dataclass
 from ..core import ConfigError,human
 from ..formats import E4M3,bf16_to_f32,f32_to_bf16,f32_to_e2m1,f32_to_e4m3
-from ..card import card_of,run
+from types import SimpleNamespace
+from ..card import card_of,limits,run
 from .pack import e2m1_words,words_e2m1
 
 # %% ../../nbs/13a_cuda.attend.ipynb #259f149b
@@ -169,7 +170,7 @@ def _defines(a, pool, half, share, new):
     return dict(D=D, HEADS=a.num_heads, KV=a.num_kv_heads, HALF=half, BS=pool.block_size, GATE=int(a.gate), VNORM=int(a.v_norm), KEQV=int(a.k_eq_v), QONLY=int(a.q_only),
         NORM=('none','head','all').index(a.qk_norm), FMT=pool.code, SHARE=share, NEW=new, SPLIT=split, BYTES=room)
 
-def _rooms(card): most = 99<<10 if card.kind=='cuda' and card.capability!=(9,0) else 227<<10; return min(most, 110<<10),most # of shared memory: half a multiprocessor's, or all
+def _rooms(card): l = limits(card if card.kind!='dry' else SimpleNamespace(arch='sm_90a')); return min(l.block, l.half-1024),l.block # of shared memory: half a multiprocessor's, or all, beside what it has for other things
 
 def _variant(card, a, pool, half, b):
     "`_defines` for step `b`: a block takes as many rows of a sequence as it has registers and room for"

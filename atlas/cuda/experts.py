@@ -9,19 +9,19 @@ __all__ = ['moe', 'row_bias']
 
 # %% ../../nbs/16a_cuda.experts.ipynb #5427b7ca
 import numpy as np
-from ..card import card_of,run
+from fastcore.basics import patch
+from ..card import card_of,limits,run
 from ..config import MoEConfig
 from ..core import AtlasError
-from .pack import Packed,row_order
+from .pack import CardFormat,Packed,row_order
 
 # %% ../../nbs/16a_cuda.experts.ipynb #f4a00f15
-_ROOM = {True:(227<<10,92<<10,116<<10), False:(99<<10,40<<10,51<<10)} # Bytes of shared memory: of a block at most, of its weights under way, more than half of a multiprocessor's; sm_90; others
-_AHEAD = {True:16<<20, False:2<<20} # Bytes of the next matrix to ask for: what memory gives while blocks meet, and the L2 cache holds
-_PLACE = dict(nvfp4=2304, mxfp4=2176, fp8=4608, bf16=8192, f16=8192) # Bytes of a chunk of four rows of each lane
 _ACTS = dict(silu='ACT_SILU', gelu_tanh='ACT_GELU', swiglu_oai='ACT_OAI', relu2='ACT_RELU2')
 
+@patch(as_prop=True)
+def quad(self:CardFormat)->int: "Bytes of a chunk of four rows of each lane of a warp, with their scales"; return 128*(self.chunk+self.scale+4*(self.rows=='s'))
+
 def _ceil(a, b): return -(-a//b)
-def _large(card): "Has the card a Hopper's shared memory and L2 cache?"; return getattr(card, 'capability', (9,0))==(9,0)
 
 def _lanes(k):
     "Lanes for four rows of `k` columns: as many as are seldom idle"
@@ -39,18 +39,18 @@ def _bytes(d, deep, place):
 
 def _fitted(card, d, pieces, place):
     "`d` with its warps, places and bytes, if a warp of so many does `pieces`; fewer warps or, if it is for several rows, None where they do not fit"
-    room,ring,half = _ROOM[_large(card)]
+    l = limits(card)
     for w in range(d['WARPS'], 0 if d['ROWS']==1 else d['WARPS']-1, -1):
-        for deep in range(max(1, min(ring//(w*place), pieces(w))), 0, -1):
-            if (need := _bytes(d|dict(WARPS=w), deep, place))<=room: return d|dict(WARPS=w, DEEP=deep, ROOM=max(need, half))
+        for deep in range(max(1, min(l.ring//(w*place), pieces(w))), 0, -1):
+            if (need := _bytes(d|dict(WARPS=w), deep, place))<=l.block: return d|dict(WARPS=w, DEEP=deep, ROOM=max(need, l.alone))
 
 # %% ../../nbs/16a_cuda.experts.ipynb #e5781a18
 def _variant(card, H, up, down, m, act, norm, shared, gate, corrected, rows, blocks):
     "Options of experts.cu for at most `rows`, and its number of blocks"
-    I,picks = down.k,m.top_k+shared
-    most = 16 if {up.fmt,down.fmt}&{'bf16','f16'} else 24
-    def scales(p): return p.s.shape[1] if p.fmt=='fp8' else 1
-    ul,dl,place = _lanes(H),_lanes(I),max(_PLACE[up.fmt], _PLACE[down.fmt])
+    I,picks,f = down.k,m.top_k+shared,(up.format,down.format)
+    most = 16 if max(g.chunk for g in f)>=64 else 24
+    def scales(p): return p.s.shape[1] if p.format.rows=='s' else 1
+    ul,dl,place = _lanes(H),_lanes(I),max(g.quad for g in f)
     units,groups = picks*_ceil(_ceil(up.rows, 4), 32//ul),_ceil(H//4, 32//dl)
     d = dict(UP=up.fmt, DOWN=down.fmt, UKB=scales(up), DKB=scales(down), HIDDEN=H, INNER=I, EXPERTS=m.num_experts, TOP_K=m.top_k, SHARED=int(shared), GATE=int(gate), SCORE=f'SCORE_{m.score.upper()}',
         CORRECTED=int(corrected), RENORM=int(m.renormalise), NORM=int(norm), ACT=_ACTS[act], ULANES=ul, DLANES=dl)
@@ -69,7 +69,7 @@ def _route(x, gain, eps, router, bias, logits, met, E):
     "The router's logits of rows `x`. A block asks for so much that one, and no more, finds room beside a block of experts.cu"
     (R,H),n,card = x.shape,router.n,card_of(x)
     each,pieces = _ceil(n, 160),_ceil(H, 256); W = _ceil(pieces, _ceil(pieces, 8))
-    run('router', (_ceil(n, each),_ceil(R, 2)), 32*W, _raw(router.w), bias, gain, x, logits, met, eps, n, logits.shape[1], R, shared=78<<10 if R==1 and _large(card) else 0,
+    run('router', (_ceil(n, each),_ceil(R, 2)), 32*W, _raw(router.w), bias, gain, x, logits, met, eps, n, logits.shape[1], R, shared=limits(card).third if R==1 else 0,
         HIDDEN=H, EXPERTS=E, FORMAT=router.fmt, NORM=int(gain is not None), ROWS=min(R, 2), WARPS=W, EACH=each)
 
 def _checked(H, router, up, down, m, act, shared, gate):
@@ -87,7 +87,7 @@ def _most(card, asked):
 def _asked(p, card):
     "What experts.cu asks for of the matrix `p`: weights, scales, and how many sixteens of bytes of each"
     if p is None: return (None,None),(0,0)
-    w,s = _raw(p.w),_raw(p.s); part = min(1, _AHEAD[_large(card)]/w.nbytes)
+    w,s = _raw(p.w),_raw(p.s); part = min(1, limits(card).ahead/w.nbytes)
     return (w,s),tuple(0 if a is None else int(a.nbytes*part)//16 for a in (w,s))
 
 # %% ../../nbs/16a_cuda.experts.ipynb #b104dbbc

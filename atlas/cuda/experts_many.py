@@ -9,7 +9,7 @@ __all__ = ['MOST', 'route_many', 'sort_picks', 'experts_many']
 
 # %% ../../nbs/16b_cuda.experts_many.ipynb #b4ad0d06
 from ..card import card_of,run
-from .gemm import gemm,halve,kernel_fmt,product,tile_of
+from .gemm import gemm,halve,product,tile_of
 
 # %% ../../nbs/16b_cuda.experts_many.ipynb #da1c0f4d
 _SCORE = dict(softmax=0, sigmoid=1, topk_softmax=2)
@@ -75,7 +75,7 @@ def experts_many(
         for i in range(0, R, MOST): experts_many(cut(x, i), cut(ids, i), cut(weights, i), up, down, act, limit, up_bias, down_bias, cut(add, i), cut(real, i), cut(out, i))
         return out
     if real is not None and real.dtype!='int32': real = real.view('int8').astype('int32')-1
-    places = [16*tile_of(kernel_fmt(w), R*k//w.experts, w.n, w.k, 0, True)['MT'] for w in (up,down)]
+    places = [16*tile_of(w.format, R*k//w.experts, w.n, w.k, 0, True)['MT'] for w in (up,down)]
     lists = {n: sort_picks(ids, up.experts, n, real) for n in set(places)}
     def grouped(x, w, out, bias, g, act=None):
         order,tiles = lists[places[g-1]]

@@ -8,14 +8,14 @@ Docs: https://atlas-inference.github.io/atlas/cuda.flash.html.md"""
 __all__ = ['flash']
 
 # %% ../../nbs/13b_cuda.flash.ipynb #d9bdad47
-from ..card import card_of,run
+from ..card import card_of,limits,run
 from ..core import DeviceError
 from ..ops.linear import TILE
 
 # %% ../../nbs/13b_cuda.flash.ipynb #1ac8a730
 def _cut(card, d, share, planes=1):
     "Heads and warps of a block, columns of a warp, keys of a piece, and shared memory"
-    most,db = 227<<10 if card.arch=='sm_90a' else 99<<10,min(d, 256)
+    most,db = limits(card).block,min(d, 256)
     for heads,keys in ((2,64),(2,48),(2,32),(1,64),(1,48),(1,32),(1,16)):
         room = heads*TILE*(2*d*planes+16)+keys*(4*d*planes+32+24)
         if room<=most and (heads==1 or share%2==0 and d<=256): return heads,4*heads*d//db,db,keys,room

@@ -10,57 +10,60 @@ __all__ = ['plan', 'gemv', 'pair_bias', 'embed', 'rmsnorm']
 # %% ../../nbs/12b_cuda.gemv.ipynb #37d37d52
 import functools
 import numpy as np
-from fastcore.basics import first
-from ..card import card_of,run
+from fastcore.basics import first,patch
+from ..card import card_of,limits,run
 from ..core import ConfigError
-from .pack import Packed,row_order
+from .pack import CardFormat,Packed,row_order
 from ..ops.linear import MAX_ROWS
 
 # %% ../../nbs/12b_cuda.gemv.ipynb #cc022504
-_PLACE = dict(nvfp4=2304, mxfp4=2176, fp8=2048, fp8_tiled=2112, bf16=4096, f16=4096, f32=8192) # Bytes of a unit: 16 rows, with their scales
-_UNITS = dict(nvfp4=2, mxfp4=2) # Blocks of 128 columns in it, where not 1
-_SKEW = dict(nvfp4=4, mxfp4=4, fp8=2, fp8_tiled=2, bf16=1, f16=1, f32=1) # of lib/fragment.cuh
-_DEEP = dict(nvfp4=2, mxfp4=2, fp8=5, fp8_tiled=5, bf16=3, f16=3, f32=2) # Units that a warp has on their way
 _ACT = dict(silu=1, gelu_tanh=2, swiglu_oai=3, relu2=4)
 
-def _rooms(arch, W, rows):
-    "Bytes of shared memory that a block should stay within, and must: half a multiprocessor's, so that other kernels fit beside it, and all"
-    most,fixed = (226 if arch[:5] in ('sm_90','sm_10') else 98)<<10,2*W*16*rows*4+W*rows*4
-    return min(most, 111<<10)-fixed,most-fixed
+@patch(as_prop=True)
+def blocks(self:CardFormat)->int: "Blocks of 128 columns in a unit, which is at least 128 bytes of a row"; return max(1, 32//self.chunk)
 
-def _alone(arch, fmt, shared):
-    "Shared memory to ask for, so that no two of a launch's large blocks come to one multiprocessor while another has none; blocks of four-bit weights have too many registers for that"
-    return max(shared, 116<<10) if arch[:5]=='sm_90' and fmt not in _UNITS and shared>=64<<10 else shared
+@patch(as_prop=True)
+def unit(self:CardFormat)->int: "Bytes of a unit: 16 rows, with their scales"; return 64*self.blocks*(self.chunk+self.scale)+64*bool(self.tile)
 
-def _x_bytes(fmt, rows, held):
+def _rooms(card, W, rows):
+    "Bytes of shared memory that a block should stay within, and must, beside what it has for sums and squares"
+    l,fixed = limits(card),2*W*16*rows*4+W*rows*4
+    return min(l.block-1024, l.half)-fixed,l.block-1024-fixed
+
+def _alone(card, f, shared):
+    "Shared memory to ask for, so that no two of a launch's large blocks come to one multiprocessor while another has none; blocks of four-bit weights have too many registers for that, and the emulator runs one at a time"
+    if f.narrow or shared<64<<10 or card.kind=='emulator': return shared
+    return max(shared, limits(card).alone)
+
+def _x_bytes(f, rows, held):
     "Shared memory for `held` blocks of 128 columns of x"
-    lane = 4*(4*held+2)
-    return rows*16*(lane+(8+_SKEW[fmt]-lane%8)%8)*(2 if fmt in ('bf16','f32') else 1) + -(-held*rows//4)*16
+    lane,skew = 4*(4*held+2),max(1, 64//f.chunk)
+    return rows*16*(lane+(8+skew-lane%8)%8)*f.planes + -(-held*rows//4)*16
 
-def _shares(fmt, k, rows, arch, W, split, steps):
+def _shares(f, k, rows, card, W, split, steps):
     "Blocks of 128 columns of x to hold at a time, and places a warp for units on their way, where each has `steps` to do"
-    all,place,deep,each = -(-k//256)*2,W*_PLACE[fmt],min(steps, _DEEP[fmt]),max(2, split*_UNITS.get(fmt, 1))
-    half,most = _rooms(arch, W, rows)
+    all,place,deep,each = -(-k//256)*2,W*f.unit,min(steps, f.deep),max(2, split*f.blocks)
+    half,most = _rooms(card, W, rows)
     for held,least,room in ((all, 2, half), (all, 2, most), (all, 1, most), *((h, 2, most) for h in range(8*each, 0, -each))):
-        if _x_bytes(fmt, rows, held)+place*min(least, deep)<=room: return held,min(deep, (room-_x_bytes(fmt, rows, held))//place)
+        if _x_bytes(f, rows, held)+place*min(least, deep)<=room: return held,min(deep, (room-_x_bytes(f, rows, held))//place)
     return each,1
 
 # %% ../../nbs/12b_cuda.gemv.ipynb #93aa8f29
 @functools.cache
 def plan(
-    fmt:str, # Format of the weights
+    f:CardFormat, # Of the weights
     n:int, # Rows, padded
     k:int, # Columns
     sms:int, # Multiprocessors
 )->tuple: # (warps of a block, warps that share a row, blocks, rows of a group)
     "How a matrix is shared out; the same for any number of rows of x, for their bits depend on it"
-    units,each = -(-k//(128*_UNITS.get(fmt, 1))),-(-n//sms)
+    units,each = -(-k//(128*f.blocks)),-(-n//sms)
     def rounds(W, split): return -(-each//(16*(W//split)))
     def cycles(o): # of a multiprocessor: a unit is some 75 cycles of it, but a warp needs 600 for one; warps meet after each group
         W,split = o
         return rounds(W, split)*(-(-units//split)*max(75*W, 600) + 450)
-    if fmt in _UNITS: W,split = min(((W,s) for W in (16,12) for s in (2,4,6,8,12,16) if W%s==0 and s<=max(2, units)), key=cycles)
-    else: W,split = (4,4) if fmt=='f32' else (8,8) if units>16 or each<=16 else (8,2 if units<8 and each>64 else 4) # what lies side by side is best read side by side
+    if f.narrow: W,split = min(((W,s) for W in (16,12) for s in (2,4,6,8,12,16) if W%s==0 and s<=max(2, units)), key=cycles)
+    else: W,split = (4,4) if f.parts>1 else (8,8) if units>16 or each<=16 else (8,2 if units<8 and each>64 else 4) # what lies side by side is best read side by side
     groups = sms*rounds(W, split)
     span = -(-n//(4*groups))*4
     return W,split,min(sms, -(-n//span)),span
@@ -98,23 +101,21 @@ def _extra_blocks(w, extra, sms):
     tiles = -(-extra.n//16)
     return min(-(-tiles//max(1, w.nbytes*tiles//(sms*extra.nbytes))), sms//2)
 
-def _name(w): return w.fmt+('_tiled' if w.fmt=='fp8' and w.s.shape[1]>1 else '')
-
 # %% ../../nbs/12b_cuda.gemv.ipynb #bef77c76
 def _launch(card, x, w, gain, parts, extra, bias, gate, add, out, eps, group, act, limit, cap, width):
     "At most `MAX_ROWS` rows"
-    fmt,k,rows,m = _name(w),w.k,1<<(len(x)-1).bit_length(),extra.n if extra else 0
+    f,k,rows,m = w.format,w.k,1<<(len(x)-1).bit_length(),extra.n if extra else 0
     more = _extra_blocks(w, extra, card.multiprocessors)
-    W,split,main,span = plan(fmt, w.rows, k, card.multiprocessors-more)
-    held,deep = _shares(fmt, k, rows, card.arch, W, split, -(-w.rows//(span*main))*-(-k//(128*_UNITS.get(fmt, 1)*split)))
-    shared,opts = _x_bytes(fmt, rows, held)+W*deep*_PLACE[fmt],dict(FORMAT=f'fragment_{fmt}', K=k, ROWS=rows, ACT=_ACT.get(act, 0), CAP=int(bool(cap)), W=W, SPLIT=split, STAGED=held, DEEP=deep)
+    W,split,main,span = plan(f, w.rows, k, card.multiprocessors-more)
+    held,deep = _shares(f, k, rows, card, W, split, -(-w.rows//(span*main))*-(-k//(128*f.blocks*split)))
+    shared,opts = _x_bytes(f, rows, held)+W*deep*f.unit,dict(FORMAT=f'fragment_{f.name}', K=k, ROWS=rows, ACT=_ACT.get(act, 0), CAP=int(bool(cap)), W=W, SPLIT=split, STAGED=held, DEEP=deep)
     opts |= dict(NORM=2, GROUP=group, PARTS=parts.shape[2]) if parts is not None else dict(NORM=int(gain is not None))
     if extra is not None:
-        held,deep = _shares(extra.fmt, k, rows, card.arch, W, W, -(-k//(128*W)))
-        shared = max(shared, _x_bytes(extra.fmt, rows, held)+W*deep*_PLACE[extra.fmt])
-        opts |= dict(EXTRA=f'fragment_{extra.fmt}', ESTAGED=held, EDEEP=deep)
+        e = extra.format; held,deep = _shares(e, k, rows, card, W, W, -(-k//(128*W)))
+        shared = max(shared, _x_bytes(e, rows, held)+W*deep*e.unit)
+        opts |= dict(EXTRA=f'fragment_{e.name}', ESTAGED=held, EDEEP=deep)
     run('gemv', main+more, 32*W, *w.raw, w.gs, extra.raw[0] if extra else None, x, gain, parts, bias, gate[0], add, out, float(eps),
-        float(np.inf if limit is None else limit), float(cap or 0), len(x), w.n, m, 0 if gate[0] is None else gate[0].shape[1], gate[1], width, main, span, shared=_alone(card.arch, fmt, shared), **opts)
+        float(np.inf if limit is None else limit), float(cap or 0), len(x), w.n, m, 0 if gate[0] is None else gate[0].shape[1], gate[1], width, main, span, shared=_alone(card, f, shared), **opts)
 
 def pair_bias(b, w:Packed, card):
     "Bias [n] of the matrix `w`, gate then up, in the order of its rows"
@@ -130,7 +131,7 @@ def embed(
 ): # [R, H]
     "Rows `ids` of `w`; zeros for an id outside it"
     if out is None: out = card_of(ids).empty((len(ids),w.k))
-    run('embed', (-(-w.k//1024),len(ids)), 128, ids, *w.raw, w.gs, out, float(scale), w.k, w.n, FORMAT=f'decode_{_name(w)}')
+    run('embed', (-(-w.k//1024),len(ids)), 128, ids, *w.raw, w.gs, out, float(scale), w.k, w.n, FORMAT=f'decode_{w.format.name}')
     return out
 
 def rmsnorm(

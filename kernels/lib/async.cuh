@@ -15,20 +15,14 @@ __device__ __forceinline__ void cp_async16_or_zero(void* to, const void* from, b
     emu::copy(to, from, 16, on);
 #endif
 }
-// Eight bytes, likewise.
-__device__ __forceinline__ void cp_async8_or_zero(void* to, const void* from, bool on) {
+// N bytes (4, 8 or 16), likewise.
+template <int N> __device__ __forceinline__ void cp_async_or_zero(void* to, const void* from, bool on) {
 #if defined(__CUDA_ARCH__)
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "r"(on ? 8 : 0) : "memory");
+    const unsigned at = (unsigned)__cvta_generic_to_shared(to);
+    if (N == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(at), "l"(from), "r"(on ? 16 : 0) : "memory");
+    else asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" :: "r"(at), "l"(from), "n"(N), "r"(on ? N : 0) : "memory");
 #else
-    emu::copy(to, from, 8, on);
-#endif
-}
-// Four bytes, likewise.
-__device__ __forceinline__ void cp_async4_or_zero(void* to, const void* from, bool on) {
-#if defined(__CUDA_ARCH__)
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "r"(on ? 4 : 0) : "memory");
-#else
-    emu::copy(to, from, 4, on);
+    emu::copy(to, from, N, on);
 #endif
 }
 __device__ __forceinline__ void cp_async_commit() {

@@ -1,0 +1,288 @@
+#pragma once
+// The formats that weights have on a card, a struct each: all that kernels know of one. What reads, moves and multiplies (lib/decode.cuh, unpack.cuh, quads.cuh, fragment.cuh) is
+// written once, over these; the same rows are atlas.cuda.pack.CARD_FORMATS, and layouts are in kernels/README.md.
+//   CHUNK   bytes of 32 codes of a row, a chunk          SCALE  bytes of its scales, those of four rows side by side; 0: none
+//   BY_ROW    has each row a float32 scale in `s`?         TILE   have 128 columns?
+// As float32, eight codes that follow each other:
+//   floats(w, s, gs, row, C, v, a)  the v-th eight of a row of C chunks, with its scales
+// As fp16 for a product of many rows. What a row has to be multiplied by afterwards is its `unit` times UNITY, so that its largest fp16 numbers are large, whatever the format's range:
+// nothing overflows, and what underflows is below 2^-28 of the row's largest.
+//   aid(unit), unit(aid)          what `halves` wants to know of a row's unit, and back
+//   halves(w, s, t, aid, low, h)  the eight at `w` as four pairs. s: scales of row and chunk. t: which eight of the chunk. low: what fp16 left of float32 weights
+//   piece(w, s, r, bytes, i)      of all of row r that its unit depends on, the i-th; -1 beyond the end. Only where units are to be found (units.cu)
+//   unit_of(top)                  the unit of a row whose largest piece is `top`
+// For products of few rows by plain arithmetic, 32 columns at a time, four rows side by side:
+//   POWER, UNIT                   the largest of 32 activations is brought into [2^POWER, 2^(POWER+1)); what sums are to be multiplied by, once a row
+//   Four                          scales of four rows and a chunk
+//   dot(w, s, x, z, y)            y[r] += row r, pieces of all rows 32 apart at `w`, times x (32 halves) times z, the inverse of their power of two
+// For products of few rows by tensor cores, 128 columns at a time (lib/fragment.cuh):
+//   TWO                           x as two planes of bf16, not one of fp16
+//   Pair                          where chunks have scales: those of two rows. read(p), factors(f): for each row and each half of a chunk, scale(i): of the sums of row i, if SCALED
+//   row_scale(s, gs, row)         what the sums of a whole row are to be multiplied by
+//
+// Four bits: a chunk is 32 weights of one row: 16 bytes, and in NVFP4 two e4m3 scales (one for 16 weights).
+//   weights: uint4 [rows, K/32]. Word j of a chunk holds weights 8j..8j+7, byte i of it weights 8j+i (sign in bit 7, magnitude in bits 1-3)
+//            and 8j+4+i (sign in bit 0, magnitude in bits 4-6), so that a mask or a shift, and a byte permutation, make fp16 pairs of them:
+//            the three bits of an e2m1 magnitude, put in bits 9-11 of an fp16, are the same number times 2^-14, its subnormal included.
+//   scales:  uint2 [rows/4, K/32]. The two scales of rows 4q, 4q+1, 4q+2, 4q+3 side by side: a lane fetches those of four rows at once.
+// Activations are fp16 with a power-of-two scale for each chunk (lib/stage.cuh), largest magnitude in [2^14, 2^15): a sum of eight products
+// stays below 8 * 6*2^-14 * 2^15 = 96, so nothing overflows, and what is lost below 2^-24 is 2^-29 of the chunk's largest.
+#include "lib/codes.cuh"
+#include "lib/stage.cuh"
+
+typedef const unsigned char* Bytes;
+#define EACH_FORMAT(X) X(nvfp4) X(mxfp4) X(fp8) X(fp8_tiled) X(bf16) X(f16) X(f32)
+
+__device__ __forceinline__ void halves_to_floats(const unsigned* h, float f, float* a) {
+    #pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float2 v = __half22float2(half2_from(h[i]));
+        a[2 * i] = __fmul_rn(v.x, f); a[2 * i + 1] = __fmul_rn(v.y, f);
+    }
+}
+// The v-th eight codes, as a T, of row `row` of C chunks.
+template <class T> __device__ __forceinline__ const T& eight(Bytes w, size_t row, int C, int v) { return ((const T*)w)[row * C * 4 + v]; }
+__device__ __forceinline__ const unsigned& word(const uint4& v, int i) { return (&v.x)[i]; }
+__device__ __forceinline__ float bf16_low(unsigned v) { return __uint_as_float(v << 16); }
+__device__ __forceinline__ float bf16_high(unsigned v) { return __uint_as_float(v & 0xFFFF0000u); }
+
+// Eight weights of word `w` times x[0..3], added to `acc`.
+__device__ __forceinline__ __half2 nvfp4_word(unsigned w, const __half2* x, __half2 acc) {
+    const unsigned a = w & 0x8E8E8E8Eu, b = ((w << 7) & 0x80808080u) | ((w >> 3) & 0x0E0E0E0Eu);
+    acc = __hfma2(half2_from(__byte_perm(a, 0, 0x1404)), x[0], acc);
+    acc = __hfma2(half2_from(__byte_perm(a, 0, 0x3424)), x[1], acc);
+    acc = __hfma2(half2_from(__byte_perm(b, 0, 0x1404)), x[2], acc);
+    return __hfma2(half2_from(__byte_perm(b, 0, 0x3424)), x[3], acc);
+}
+
+// A chunk's dot product, without its activations' scale. `scales`: two e4m3.
+__device__ __forceinline__ float nvfp4_chunk(uint4 w, unsigned short scales, const __half2* x) {
+    const __half2 zero = __float2half2_rn(0.f);
+    const float2 u = __half22float2(nvfp4_word(w.y, x + 4, nvfp4_word(w.x, x, zero)));
+    const float2 v = __half22float2(nvfp4_word(w.w, x + 12, nvfp4_word(w.z, x + 8, zero)));
+    const float2 f = __half22float2(half2_from(e4m3_halves(scales)));
+    return fmaf(u.x + u.y, f.x, __fmul_rn(v.x + v.y, f.y));  // told apart, lest the compiler fuse them differently for other row counts
+}
+// The scales of row r%4 out of four.
+__device__ __forceinline__ unsigned short nvfp4_scales(uint2 s, int r) { return (unsigned short)((r & 2 ? s.y : s.x) >> ((r & 1) * 16)); }
+
+namespace formats {
+struct itself {
+    static __device__ __forceinline__ float aid(float unit) { return unit; }
+    static __device__ __forceinline__ float unit(float aid) { return aid; }
+};
+struct inverse {  // of a power of two
+    static __device__ __forceinline__ float aid(float unit) { return __uint_as_float((254u - (__float_as_uint(unit) >> 23)) << 23); }
+    static __device__ __forceinline__ float unit(float aid) { return inverse::aid(aid); }
+};
+
+struct e2m1 {  // what nvfp4 and mxfp4 share
+    static constexpr int CHUNK = 16, POWER = 14;
+    static constexpr float UNIT = 16384.f;
+    static constexpr bool BY_ROW = false, TILE = false, TWO = false;
+    static __device__ __forceinline__ void times(unsigned w, float f, float* a) {
+        unsigned h[4];
+        e2m1_pairs(w, __float2half2_rn(16384.f), h);
+        halves_to_floats(h, f, a);
+    }
+    static __device__ __forceinline__ void crossed(unsigned w, __half2 f, unsigned* h) { e2m1_crossed(w, f, h); }
+};
+
+struct nvfp4 : e2m1, itself {
+    static constexpr int SCALE = 2;
+    static constexpr float UNITY = 128.f;
+    static __device__ __forceinline__ void floats(Bytes w, Bytes s, const float* gs, size_t row, int C, int v, float* a) {
+        const float2 f = __half22float2(half2_from(e4m3_halves(s[((row / 4 * C + v / 4) * 4 + row % 4) * 2 + v % 4 / 2])));
+        times(eight<unsigned>(w, row, C, v), __fmul_rn(f.x, gs[row]), a);
+    }
+    static __device__ __forceinline__ void halves(Bytes w, Bytes s, int t, float, bool, unsigned* h) {  // times 2^-7 of the block's e4m3 scale: at most 21, exact
+        e2m1_pairs(*(const unsigned*)w, __hmul2(half2_from(e4m3_halves(s[t / 2] * 0x101u)), __float2half2_rn(128.f)), h);
+    }
+    typedef uint2 Four;
+    static __device__ __forceinline__ void dot(const uint4* w, Four s, const uint4* x, float z, float* y) {
+        #pragma unroll
+        for (int r = 0; r < 4; r++) y[r] = fmaf(nvfp4_chunk(w[r * 32], nvfp4_scales(s, r), (const __half2*)x), z, y[r]);
+    }
+    struct Pair {  // exact in fp16: at most 6 * 448 * 2^-14, a multiple of 2^-24
+        static constexpr bool SCALED = false;
+        unsigned s;
+        __device__ __forceinline__ void read(Bytes p) { s = *(const unsigned*)p; }
+        __device__ __forceinline__ void factors(__half2 (*f)[2]) const {
+            const __half2 p = half2_from(e4m3_halves(s & 0xFFFFu)), q = half2_from(e4m3_halves(s >> 16));
+            f[0][0] = __half2half2(__low2half(p)); f[0][1] = __half2half2(__high2half(p));
+            f[1][0] = __half2half2(__low2half(q)); f[1][1] = __half2half2(__high2half(q));
+        }
+        __device__ __forceinline__ float scale(int) const { return 1.f; }
+    };
+    static __device__ __forceinline__ float row_scale(Bytes, const float* gs, size_t row) { return gs[row] * 16384.f; }
+};
+
+struct mxfp4 : e2m1 {
+    static constexpr int SCALE = 1;
+    static constexpr float UNITY = 1.f;
+    static __device__ __forceinline__ float power(unsigned e) { return __uint_as_float(e ? e << 23 : 0x00400000u); }
+    static __device__ __forceinline__ void floats(Bytes w, Bytes s, const float*, size_t row, int C, int v, float* a) {
+        const unsigned e = s[(row / 4 * C + v / 4) * 4 + row % 4];
+        times(eight<unsigned>(w, row, C, v), power(e), a);
+    }
+    static __device__ __forceinline__ float aid(float unit) { return __int_as_float(29 - (int)(__float_as_uint(unit) >> 23)); }
+    static __device__ __forceinline__ float unit(float aid) { return __uint_as_float((29u - __float_as_uint(aid)) << 23); }
+    static __device__ __forceinline__ void halves(Bytes w, Bytes s, int, float aid, bool, unsigned* h) {  // times the block's power of two over the row's largest; exact down to 2^-24
+        const int e = __float_as_int(aid) + s[0];
+        e2m1_pairs(*(const unsigned*)w, half2_from((unsigned)(e > 0 ? e : 0) * 0x04000400u), h);
+    }
+    static __device__ float piece(Bytes, Bytes s, int r, int bytes, int i) { return i < bytes / 16 ? (float)s[((size_t)(r / 4) * (bytes / 16) + i) * 4 + r % 4] : -1.f; }
+    static __device__ __forceinline__ float unit_of(float top) { return __uint_as_float((unsigned)max((int)top, 1) << 23); }
+    typedef unsigned Four;
+    static __device__ __forceinline__ void dot(const uint4* p, Four s, const uint4* x, float z, float* y) {
+        const __half2 zero = __float2half2_rn(0.f), *h = (const __half2*)x;
+        #pragma unroll
+        for (int r = 0; r < 4; r++) {
+            const uint4 w = p[r * 32];
+            const float f = __uint_as_float((r < 3 ? s << (23 - 8 * r) : s >> 1) & 0x7F800000u);  // 2^-127 counts as nothing, NaN as infinity
+            const float2 u = __half22float2(nvfp4_word(w.y, h + 4, nvfp4_word(w.x, h, zero)));
+            const float2 v = __half22float2(nvfp4_word(w.w, h + 12, nvfp4_word(w.z, h + 8, zero)));
+            y[r] = fmaf(__fmul_rn(__fadd_rn(u.x + u.y, v.x + v.y), z), f, y[r]);
+        }
+    }
+    struct Pair {  // each chunk times its power of two over the largest of the four; exact unless that is below 2^-23
+        static constexpr bool SCALED = true;
+        unsigned s, top;
+        __device__ __forceinline__ void read(Bytes p) {  // and the largest of the four chunks'
+            s = *(const unsigned short*)p;
+            top = 0;
+            #pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const unsigned e = s >> (8 * i) & 255u;
+                unsigned m = max(e, __shfl_xor_sync(~0u, e, 1));
+                m = max(m, __shfl_xor_sync(~0u, m, 2));
+                top |= m << (8 * i);
+            }
+        }
+        __device__ __forceinline__ void factors(__half2 (*f)[2]) const {
+            #pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const unsigned e = s >> (8 * i) & 255u, m = top >> (8 * i) & 255u;
+                f[i][0] = f[i][1] = half2_from((29u + e > m ? 29u + e - m : 0u) * 0x04000400u);
+            }
+        }
+        __device__ __forceinline__ float scale(int i) const { return power(top >> (8 * i) & 255u); }
+    };
+    static __device__ __forceinline__ float row_scale(Bytes, const float*, size_t) { return 1.f; }
+};
+
+template <bool TILED> struct e4m3 {
+    static constexpr int CHUNK = 32, SCALE = 0, POWER = 3;  // products of eight below 8 * 448 * 16 = 57,344
+    static constexpr float UNIT = 1.f, UNITY = 1.f;
+    static constexpr bool BY_ROW = true, TILE = TILED, TWO = false;
+    static __device__ __forceinline__ void pairs(const uint2 v, unsigned* h) {
+        h[0] = e4m3_halves(v.x & 0xFFFFu); h[1] = e4m3_halves(v.x >> 16);
+        h[2] = e4m3_halves(v.y & 0xFFFFu); h[3] = e4m3_halves(v.y >> 16);
+    }
+    static __device__ __forceinline__ void floats(Bytes w, Bytes s, const float*, size_t row, int C, int v, float* a) {
+        unsigned h[4];
+        pairs(eight<uint2>(w, row, C, v), h);
+        halves_to_floats(h, ((const float*)s)[TILED ? row * ((C + 3) / 4) + v / 16 : row], a);
+    }
+    typedef float4 Four;
+    static __device__ __forceinline__ void dot(const uint4* p, Four s, const uint4* x, float z, float* y) {
+        const __half2* h = (const __half2*)x;
+        #pragma unroll
+        for (int r = 0; r < 4; r++) {
+            float sum = 0.f;
+            #pragma unroll
+            for (int j = 0; j < 2; j++) {
+                const uint4 w = p[(2 * r + j) * 32];
+                __half2 a = __float2half2_rn(0.f);
+                #pragma unroll
+                for (int k = 0; k < 8; k++) a = __hfma2(half2_from(e4m3_halves(word(w, k / 2) >> (k % 2 * 16))), h[j * 8 + k], a);
+                const float2 f = __half22float2(a);
+                sum += f.x + f.y;
+            }
+            y[r] = fmaf(__fmul_rn(sum, z), (&s.x)[r], y[r]);
+        }
+    }
+    static __device__ __forceinline__ float row_scale(Bytes s, const float*, size_t row) { return TILED ? 1.f : ((const float*)s)[row]; }
+};
+struct fp8 : e4m3<false>, itself {
+    static __device__ __forceinline__ void halves(Bytes w, Bytes, int, float, bool, unsigned* h) { pairs(*(const uint2*)w, h); }
+};
+struct fp8_tiled : e4m3<true>, inverse {
+    static __device__ __forceinline__ void halves(Bytes w, Bytes s, int, float aid, bool, unsigned* h) {  // times the block's scale, which the power of two below the row's largest brings below 2
+        const __half2 f = __float2half2_rn(*(const float*)s * aid);
+        pairs(*(const uint2*)w, h);
+        #pragma unroll
+        for (int i = 0; i < 4; i++) h[i] = bits_of_half2(__hmul2(half2_from(h[i]), f));
+    }
+    static __device__ float piece(Bytes, Bytes s, int r, int bytes, int i) {
+        const int n = (bytes + 127) / 128;
+        return i < n ? fabsf(((const float*)s)[(size_t)r * n + i]) : -1.f;
+    }
+    static __device__ __forceinline__ float unit_of(float top) { return __uint_as_float(max(__float_as_uint(top) & 0x7F800000u, 1u << 23)); }
+};
+
+template <bool BF16> struct sixteen {
+    static constexpr int CHUNK = 64, SCALE = 0, POWER = 14;
+    static constexpr float UNIT = 1.f, UNITY = 1.f;
+    static constexpr bool BY_ROW = false, TILE = false, TWO = BF16;
+    static __device__ __forceinline__ float2 pair(unsigned v) { return BF16 ? make_float2(bf16_low(v), bf16_high(v)) : __half22float2(half2_from(v)); }
+    struct Four {};
+    static __device__ __forceinline__ void dot(const uint4* p, Four, const uint4* x, float z, float* y) {  // every product in float32
+        #pragma unroll
+        for (int r = 0; r < 4; r++) {
+            float sum = 0.f;
+            #pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const uint4 w = p[(4 * r + j) * 32];
+                #pragma unroll
+                for (int k = 0; k < 4; k++) {
+                    const float2 u = pair(word(w, k)), v = __half22float2(half2_from(word(x[j], k)));
+                    sum = fmaf(u.y, v.y, fmaf(u.x, v.x, sum));
+                }
+            }
+            y[r] = fmaf(sum, z, y[r]);
+        }
+    }
+    static __device__ __forceinline__ float row_scale(Bytes, const float*, size_t) { return 1.f; }
+};
+struct bf16 : sixteen<true>, inverse {
+    static __device__ __forceinline__ void floats(Bytes w, Bytes, const float*, size_t row, int C, int v, float* a) {
+        const uint4 q = eight<uint4>(w, row, C, v);
+        #pragma unroll
+        for (int i = 0; i < 4; i++) { a[2 * i] = bf16_low(word(q, i)); a[2 * i + 1] = bf16_high(word(q, i)); }
+    }
+    static __device__ __forceinline__ void halves(Bytes w, Bytes, int, float up, bool, unsigned* h) {
+        const uint4 v = *(const uint4*)w;
+        #pragma unroll
+        for (int i = 0; i < 4; i++) h[i] = bits_of_half2(__floats2half2_rn(bf16_low(word(v, i)) * up, bf16_high(word(v, i)) * up));
+    }
+    static __device__ float piece(Bytes w, Bytes, int, int bytes, int i) { return i < bytes / 2 ? fabsf(__uint_as_float((unsigned)((const unsigned short*)w)[i] << 16)) : -1.f; }
+    static __device__ __forceinline__ float unit_of(float top) { return chunk_scale(top).y; }
+};
+struct f16 : sixteen<false>, itself {
+    static __device__ __forceinline__ void floats(Bytes w, Bytes, const float*, size_t row, int C, int v, float* a) {
+        const uint4 q = eight<uint4>(w, row, C, v);
+        halves_to_floats(&q.x, 1.f, a);
+    }
+    static __device__ __forceinline__ void halves(Bytes w, Bytes, int, float, bool, unsigned* h) { *(uint4*)h = *(const uint4*)w; }
+};
+
+struct f32 : inverse {
+    static constexpr int CHUNK = 128, SCALE = 0;
+    static constexpr float UNITY = 1.f;
+    static constexpr bool BY_ROW = false, TILE = false, TWO = true;
+    static __device__ __forceinline__ void floats(Bytes w, Bytes, const float*, size_t row, int C, int v, float* a) { load8((const float*)w + (row * C * 4 + v) * 8, a); }
+    static __device__ __forceinline__ void halves(Bytes w, Bytes, int, float up, bool low, unsigned* h) {
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float2 v = ((const float2*)w)[i];
+            const __half2 p = __floats2half2_rn(v.x * up, v.y * up);
+            const float2 q = __half22float2(p);
+            h[i] = bits_of_half2(low ? __floats2half2_rn(fmaf(v.x, up, -q.x), fmaf(v.y, up, -q.y)) : p);
+        }
+    }
+    static __device__ float piece(Bytes w, Bytes, int, int bytes, int i) { return i < bytes / 4 ? fabsf(((const float*)w)[i]) : -1.f; }
+    static __device__ __forceinline__ float unit_of(float top) { return chunk_scale(top).y; }
+    static __device__ __forceinline__ float row_scale(Bytes, const float*, size_t) { return 1.f; }
+};
+}  // namespace formats
