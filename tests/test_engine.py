@@ -129,11 +129,11 @@ def test_a_prompt_without_memory(late):
 def test_interrupted(late, at):
     "A launch that an impatient reader's Ctrl-C ends half-way has destroyed nothing"
     e,n,head = engine(late),0,type(MODEL).head
-    def failing(self, h):
+    def failing(self, *rows):
         nonlocal n
         n += 1
         if n==at: raise KeyboardInterrupt
-        return head(self, h)
+        return head(self, *rows)
     e.add(ask(0, 70, 6)); got = []
     with pytest.MonkeyPatch.context() as mp:
         mp.setattr(type(MODEL), 'head', failing)
