@@ -21,7 +21,8 @@ from .gemv import embed as embed_rows,gemv,rmsnorm as norm_rows
 from .mamba import mamba_step
 from .pack import Packed,can_join,join
 from .scan import delta_many,mamba_many
-from ..ops.vocabulary import AttentionWeights,DeltaWeights,GroupNorm,MLPWeights,MambaWeights,Matrix,MoEWeights,Norm,RotaryTable,Step
+from ..ops.vocabulary import AttentionWeights,DeltaWeights,MLPWeights,MambaWeights,MoEWeights
+from ..ops.vocabulary import GroupNorm,Matrix,Norm,RotaryTable,Step
 
 # %% ../../nbs/18b_cuda.vocabulary.ipynb #04942746
 def embed(ids, w, scale:float=1.):
@@ -29,7 +30,7 @@ def embed(ids, w, scale:float=1.):
     return embed_rows(ids, w, scale)
 
 def angles(table:RotaryTable, b):
-    "Where the rows of a step stand: tables, positions and, with three of them, which a pair follows"
+    "Where the rows of a step stand, and with three positions which of them a pair follows"
     if b.pos3 is None: return Angles(table.cos, table.sin, b.pos)
     return Angles(table.cos, table.sin, b.pos3, table.axes)
 
@@ -44,7 +45,7 @@ def norm_add(
     eps:float, # Added to the mean square
     add, # The stream, f32 [R,n]
     scale=None, # f32 [1]: what the sum is multiplied by
-    beside=None, # (f32 [R,n], gain, gain of x): what another layer made, each normed by itself before the two are added
+    beside=None, # (f32 [R,n], gain, gain of x): what another layer made; each is normed, then added
     out=None, # f32 [R,n]: where to write; may be any of the others
 ): # [R,n]
     "`(norm(x)*w + add)*scale`; with a layer beside it, of `norm(norm(x)*own + norm(other)*its)`"
@@ -52,27 +53,32 @@ def norm_add(
     n,(y,its,own) = x.shape[1],beside or (None,)*3
     if n%4: raise ConfigError(f'Rows of {n}: norm_add takes multiples of 4')
     per = -(-n//2048); threads = 32*-(-n//(128*per))
-    run('norm_add', len(x), threads, x, y, own, its, w, add, scale, out, float(eps), n, BOTH=int(beside is not None), PER=per, THREADS=threads)
+    variant = dict(BOTH=int(beside is not None), PER=per, THREADS=threads)
+    run('norm_add', len(x), threads, x, y, own, its, w, add, scale, out, float(eps), n, **variant)
     return out
 
 # %% ../../nbs/18b_cuda.vocabulary.ipynb #87ee795c
 def _exact(s):
-    "Are the activations of a prompt multiplied in two parts? Where keys and values have 32 bits, so that it is worth it"
+    "Are a prompt's activations multiplied in two parts? Only where keys and values have 32 bits"
     return any(p.fmt=='f32' for p in getattr(s.cache, 'kv', {}).values())
 
 def _product(s, x, w, norm, extra=None, **kw):
     "Rows `x` times the node `w` and the matrix `extra`; more as for `gemv` and `gemm`"
-    kw |= {} if norm is None else norm._asdict()
+    if norm is not None: kw |= norm._asdict()
     if not s.b.tiled: return gemv(x, w.weight, extra=extra, bias=w.bias, **kw)
-    if extra is None: return gemm(x, w.weight, bias=w.bias, exact=_exact(s), **kw)
-    n,y = w.weight.n,card_of(x).empty((len(x), w.weight.n+extra.n))
-    gemm(x, w.weight, exact=_exact(s), out=y[:,:n], **kw)
-    gemm(x, extra, exact=_exact(s), out=y[:,n:], **kw)
+    kw |= dict(exact=_exact(s))
+    return gemm(x, w.weight, bias=w.bias, **kw) if extra is None else _two(x, w.weight, extra, kw)
+
+def _two(x, w, extra, kw):
+    "Many rows times two matrices, side by side"
+    y = card_of(x).empty((len(x), w.n+extra.n))
+    gemm(x, w, out=y[:,:w.n], **kw)
+    gemm(x, extra, out=y[:,w.n:], **kw)
     return y
 
 # %% ../../nbs/18b_cuda.vocabulary.ipynb #f048de09
 def project(s:Step, x, w, norm=None, add=None, extra=None):
-    "Rows `x` [R, k] times the node `w`, [R, n]: normed before it as `norm` says, with the outputs of `extra` after them, plus `add`"
+    "Rows `x` [R, k], normed, times the node `w` and the matrix `extra`, plus `add`: [R, n+m]"
     return _product(s, x, w, norm, extra, add=add)
 
 def mlp(s:Step, x, w:MLPWeights, norm=None, add=None):
@@ -88,22 +94,24 @@ def logits(x, w, norm=None, cap:float|None=None):
 
 # %% ../../nbs/18b_cuda.vocabulary.ipynb #203a49d2
 def attend(s:Step, qkv, w:AttentionWeights, kv, angles):
-    "Attention of projected rows `qkv` [R, width] over the pool `kv`, up to the next projection: [R, heads*d]"
+    "Attention of projected rows `qkv` over the pool `kv`, up to the next projection: [R, heads*d]"
     f,norms = flash if s.b.tiled else attend_rows,(w.q_norm,w.k_norm,w.eps)
     return f(qkv, s.b, kv, w.config, w.scale, w.window, angles, *norms, w.sinks)
 
 def gated_delta(s:Step, x, w:DeltaWeights, conv, rec):
     "A gated delta net between its projections: [R, vh*dv], and what is left of its norm"
     weights = w.conv,w.A,w.dt_bias,w.norm
-    if s.b.tiled: return delta_many(x, *weights, conv, rec, s.b, w.key_heads, w.gate_act, w.eps),None
-    y,parts = delta_step(x, *weights, conv, rec, s.b, w.key_heads, w.gate_act)
+    args = x,*weights,conv,rec,s.b,w.key_heads,w.gate_act
+    if s.b.tiled: return delta_many(*args, w.eps),None
+    y,parts = delta_step(*args)
     return y,GroupNorm(parts, rec.shape[3], w.eps)
 
 def mamba(s:Step, x, w:MambaWeights, conv, rec):
     "Mamba-2 between its projections: [R, I], and what is left of its norm"
     weights = w.conv,w.conv_bias,w.A,w.D,w.dt_bias,w.norm
-    if s.b.tiled: return mamba_many(x, *weights, conv, rec, s.b, w.groups, w.eps),None
-    y,parts = mamba_step(x, *weights, conv, rec, s.b, w.groups)
+    args = x,*weights,conv,rec,s.b,w.groups
+    if s.b.tiled: return mamba_many(*args, w.eps),None
+    y,parts = mamba_step(*args)
     return y,GroupNorm(parts, y.shape[1]//w.groups, w.eps)
 
 # %% ../../nbs/18b_cuda.vocabulary.ipynb #ec90b79e
@@ -117,22 +125,30 @@ def _routes(s, x, top_k):
 def _flat(a): return None if a is None else a.reshape(-1)
 
 def _experts_of_rows(s, x, w, norm, add, router_gain):
-    m = w.config
-    return moe_rows(x, *norm, w.router.weight, w.up, w.down, m, w.act, w.limit, w.router.bias, w.correction, w.per_expert,
-        up_bias=_flat(w.up_bias), down_bias=_flat(w.down_bias), shared=w.joined, shared_gate=w.joined and m.shared_gate,
-        router_gain=router_gain, add=add, routes=_routes(s, x, m.top_k), then=w.then)
+    m,bank = w.config,(w.router.weight,w.up,w.down)
+    biases = dict(bias=w.router.bias, up_bias=_flat(w.up_bias), down_bias=_flat(w.down_bias))
+    shared = dict(shared=w.joined, shared_gate=w.joined and m.shared_gate)
+    scores = dict(correction=w.correction, per_expert=w.per_expert, router_gain=router_gain)
+    more = dict(add=add, routes=_routes(s, x, m.top_k), then=w.then)
+    return moe_rows(x, *norm, *bank, m, w.act, w.limit, **biases, **shared, **scores, **more)
+
+def _picks_of_tiles(seen, w):
+    "Experts of the rows that the router has `seen`, and their weights; a shared one that is in the bank is the last"
+    m,r = w.config,w.router
+    shared = 0 if not w.joined else 1 if m.shared_gate else 2
+    how = m.top_k,m.score,m.renormalise,m.scaling,shared
+    return route_many(seen, r.weight, r.bias, w.correction, w.per_expert, *how)
 
 def _experts_of_tiles(s, x, w, norm, add, router_gain):
-    m,h = w.config,norm_rows(x, *norm)
+    k,h = w.config.top_k,norm_rows(x, *norm)
     seen = h if router_gain is None else norm_rows(x, router_gain, norm.eps)
-    shared = 0 if not w.joined else 1 if m.shared_gate else 2
-    ids,weights = route_many(seen, w.router.weight, w.router.bias, w.correction, w.per_expert, m.top_k, m.score,
-        m.renormalise, m.scaling, shared)
-    if s.routes is not None: s.routes.append((ids[:,:m.top_k],weights[:,:m.top_k]))
-    return experts_many(h, ids, weights, w.up, w.down, w.act, w.limit, w.up_bias, w.down_bias, add, s.b.seq)
+    ids,weights = _picks_of_tiles(seen, w)
+    if s.routes is not None: s.routes.append((ids[:,:k],weights[:,:k]))
+    biases = w.up_bias,w.down_bias
+    return experts_many(h, ids, weights, w.up, w.down, w.act, w.limit, *biases, add, s.b.seq)
 
 def moe(s:Step, x, w:MoEWeights, norm:Norm, add=None, router_norm=None):
-    "Routed experts of rows `x` [R, H], weighted, and the shared one, plus `add`; the router may see them normed by `router_norm`"
+    "Routed experts of rows `x` [R, H], weighted, and the shared one, plus `add`: [R, H]"
     if w.shared is not None and not w.joined: add = mlp(s, x, w.shared, norm, add)
     f = _experts_of_tiles if s.b.tiled else _experts_of_rows
     return f(s, x, w, norm, add, None if router_norm is None else router_norm.gain)
@@ -142,7 +158,8 @@ def _fits(l)->bool:
     "Can the shared expert of the layer `l` be one of its bank, and its gate a row of its router?"
     m,bank,shared = l.config,l.experts,l.shared
     if shared is None or m.expert_bias or shared.gate_up_proj.bias is not None: return False
-    pairs = [(bank.gate_up_proj,shared.gate_up_proj.weight), (bank.down_proj,shared.down_proj.weight)]
+    up,down = shared.gate_up_proj.weight,shared.down_proj.weight
+    pairs = [(bank.gate_up_proj,up),(bank.down_proj,down)]
     if m.shared_gate: pairs.append((l.router.weight,l.shared_gate))
     return all(can_join(a, b) for a,b in pairs)
 
@@ -156,12 +173,13 @@ def _join(l):
     l.joined = True
 
 # %% ../../nbs/18b_cuda.vocabulary.ipynb #48c50ab2
-_SKIPPED = {'c','_c','config','device','mtp','_mtp','vision','_vision','then'} # Attributes that hold no weights, or those of others
+_SKIPPED = {'c','_c','config','device','mtp','_mtp','vision','_vision','then'} # No weights, or others'
 
 def _below(o):
     "What lies below `o` in the tree of a model"
     if isinstance(o, (list,tuple)): return o
-    if not hasattr(o, '__dict__') or not type(o).__module__.startswith(('atlas.','types')): return ()
+    ours = type(o).__module__.startswith(('atlas.','types'))
+    if not ours or not hasattr(o, '__dict__'): return ()
     return [x for k,x in vars(o).items() if k not in _SKIPPED]
 
 def packed_in(o, seen=None):

@@ -23,7 +23,8 @@ from .norm import rmsnorm as normed
 from .rope import rope_angles
 
 # %% ../../nbs/18a_ops.vocabulary.ipynb #1e2151d3
-WORDS = ('embed','angles','rmsnorm','norm_add','project','attend','gated_delta','mamba','mlp','moe','logits','prepare')
+WORDS = ('embed','angles','rmsnorm','norm_add','project','attend','gated_delta','mamba','mlp','moe',
+    'logits','prepare')
 
 # %% ../../nbs/18a_ops.vocabulary.ipynb #005dcf35
 @dataclass(frozen=True)
@@ -31,9 +32,9 @@ class Step:
     "What all layers share during one step"
     b:object # The `Batch` of rows
     cache:object # Keys, values and states of all layers: `kv[i]`, `conv[i]`, `rec[i]`
-    angles:dict # Kind of attention -> what `angles` made for the rows; None where it has no positions
+    angles:dict # Kind of attention -> what `angles` made; None where it has no positions
     ops:object # The words: this module, or `atlas.cuda.vocabulary`
-    routes:list|None=None # Where `moe` leaves what it picked, if somebody wants to see it: (ids, weights), [R, top_k] each
+    routes:list|None=None # Where `moe` leaves what it picked: (ids, weights), [R, top_k] each
 
 def _tiles(s, x):
     "Rows [R,n] as products take them: the tiles of a prefill step apart"
@@ -69,7 +70,7 @@ class Norm(NamedTuple):
     eps:float # Added to the mean square
 
 class GroupNorm(NamedTuple):
-    "A norm over groups of columns that has been begun: the gain is in the rows, the division is left"
+    "A norm over groups of columns that has been begun: only the division is left"
     parts:object # [R, k/group, P]: sums of squares that make up each group's
     group:int # Columns of a group
     eps:float
@@ -93,7 +94,7 @@ def norm_add(
     eps:float, # Added to the mean square
     add, # The stream, [R, n]
     scale=None, # [1]: what the sum is multiplied by
-    beside=None, # ([R, n], its gain, gain of x): what another layer made, each normed by itself before the two are added
+    beside=None, # ([R, n], its gain, gain of x): what another layer made; each is normed, then added
     out=None, # [R, n]: where to write; may be any of the others
 ): # [R, n]
     "`(norm(x)*w + add)*scale`; with a layer beside it, of `norm(norm(x)*own + norm(other)*its)`"
@@ -128,7 +129,8 @@ def project(
     extra=None, # [m, k]: outputs after the others
 ): # [R, n+m]
     "The rows times a matrix"
-    y = fused_linear(_tiles(s, x), w.weight, extra=extra, bias=w.bias, **_options(norm)).reshape(len(x), -1)
+    y = fused_linear(_tiles(s, x), w.weight, extra=extra, bias=w.bias, **_options(norm))
+    y = y.reshape(len(x), -1)
     if add is not None: y += add
     return y
 
@@ -203,8 +205,9 @@ def gated_delta(
     b,C = s.b,len(w.conv)
     z = C+rec.shape[1]*rec.shape[3]
     where = b.state_in,b.state_out,b.starts,b.counts,b.tiled
-    return delta_net(x[:,:C], x[:,C:z], x[:,z:], w.conv, w.A, w.dt_bias, w.norm, w.eps, conv, rec,
-        *where, w.key_heads, w.gate_act),None
+    weights = w.conv,w.A,w.dt_bias,w.norm
+    y = delta_net(x[:,:C], x[:,C:z], x[:,z:], *weights, w.eps, conv, rec, *where, w.key_heads, w.gate_act)
+    return y,None
 
 # %% ../../nbs/18a_ops.vocabulary.ipynb #8b503011
 @dataclass(frozen=True)
@@ -229,7 +232,8 @@ def mamba(
     "Mamba-2 between its projections (Dao & Gu 2024)"
     b = s.b
     where = b.state_in,b.state_out,b.starts,b.counts,b.tiled
-    return mamba2(x, w.conv, w.conv_bias, w.A, w.D, w.dt_bias, w.norm, w.eps, conv, rec, *where, w.groups),None
+    weights = w.conv,w.conv_bias,w.A,w.D,w.dt_bias,w.norm
+    return mamba2(x, *weights, w.eps, conv, rec, *where, w.groups),None
 
 # %% ../../nbs/18a_ops.vocabulary.ipynb #e2f07202
 @dataclass(frozen=True)
@@ -249,6 +253,13 @@ class MoEWeights:
     joined:bool=False # Is it in the bank, after the others, and its gate in the router?
     then:object=None # What the next layer begins with
 
+def _picks(s, seen, w):
+    "Experts of the rows that the router has `seen`, and their weights, [R, top_k] each"
+    m = w.config
+    more = w.router.bias,w.correction,m.renormalise,m.scaling,w.per_expert
+    picks = route(_tiles(s, seen), w.router.weight, m.top_k, m.score, *more)
+    return [a.reshape(len(seen), -1) for a in picks]
+
 def moe(
     s:Step,
     x, # [R, H]
@@ -258,13 +269,12 @@ def moe(
     router_norm=None, # `Norm` of what the router sees, where it is another
 ): # [R, H]
     "Routed experts, weighted, and the shared one (Shazeer et al. 2017)"
-    m,h = w.config,normed(x, *norm)
-    seen = h if router_norm is None else normed(x, *router_norm)
-    how = m.top_k,m.score,w.router.bias,w.correction,m.renormalise,m.scaling,w.per_expert
-    ids,weights = (a.reshape(len(x), -1) for a in route(_tiles(s, seen), w.router.weight, *how))
+    h = normed(x, *norm)
+    ids,weights = _picks(s, h if router_norm is None else normed(x, *router_norm), w)
     if s.routes is not None: s.routes.append((ids,weights))
-    real = s.b.slots>=0 if s.b.tiled else None  # padding in a tile picks experts too, and nobody wants to see what they say
-    y = experts(h, ids, weights, w.up, w.down, w.act, w.limit, w.up_bias, w.down_bias, add, real=real)
+    real = s.b.slots>=0 if s.b.tiled else None  # padding picks experts too, and nobody wants their answer
+    biases = w.up_bias,w.down_bias
+    y = experts(h, ids, weights, w.up, w.down, w.act, w.limit, *biases, add, real=real)
     return y if w.shared is None else y+mlp(s, h, w.shared)
 
 def prepare(model):
