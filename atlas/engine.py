@@ -13,7 +13,7 @@ from copy import copy
 from dataclasses import dataclass,field
 from fastcore.basics import patch
 from .cache import KVCache
-from .core import NumericError,OutOfMemoryError,RequestError
+from .core import EngineError,NumericError,OutOfMemoryError,RequestError
 from .launch import compilations
 from .model import Decoder,Piece,make_batch
 from .ops.linear import MAX_ROWS
@@ -84,15 +84,16 @@ class HostStepper(Stepper):
 
     def launch(self, plan:Plan, samplers:list[SampleState])->Flight:
         "Compute `plan`, and choose tokens"
+        if self._air and plan.decode!=list(self._air): raise EngineError('Other sequences are in the air')
         rows = [self._ahead(s, state).row() for s,state in zip(plan.sampled, samplers)]
         out = sample(self._logits(plan), rows)
-        if self.overlap:
-            for s,t in zip(plan.sampled, out.ids.tolist()): self._air.setdefault(s, []).append(max(t, 0))
+        newest = out.ids[len(plan.first):].tolist()
+        for s,t in zip(plan.decode if self.overlap else (), newest): self._air.setdefault(s, []).append(max(t, 0))
         return Flight(plan, out.by_seq())
 
     def land(self, flight:Flight)->Sampled:
         "What was computed at the launch"
-        for s in flight.plan.sampled if self.overlap else ():
+        for s in flight.plan.decode if self.overlap else ():
             if len(air := self._air.pop(s))>1: self._air[s] = air[1:]
         return flight.sampled
 

@@ -104,6 +104,17 @@ def test_aborted_in_the_air():
     assert said(got['r0'])==said(alone(ask(0, 20, 5))) and got['r1'][-1].finish=='length'
 
 @pytest.mark.parametrize('late', (False,True))
+def test_an_end_while_somebody_has_to_leave(late):
+    "A step is planned at the cost of a sequence, and then the answer it was for turns out to have ended with the step before"
+    i = next(i for i in range(99) if (x := [t for t,*_ in said(alone(ask(i)))])[6] not in x[:6])
+    r = ask(i, most=9, stop_token_ids=(said(alone(ask(i)))[6][0],)) # its eighth token would need a second block
+    other = ask(100, 180, 12, priority=1) # has all others
+    e = engine(late, blocks=13, overcommit=4.)
+    got,_ = serve(e, [(other,0), (r,3)])
+    assert len(said(got[r.id]))==7 and got[r.id][-1].finish=='stop' and e.scheduler.totals['preemptions']==late
+    assert said(got[other.id])==said(alone(other))
+
+@pytest.mark.parametrize('late', (False,True))
 def test_logits_that_are_no_numbers(late):
     "The row fails, also when its next one is under way already, and nobody else notices"
     e = engine(late)
@@ -191,6 +202,7 @@ def scripted(late, says, requests, **kw):
     for r in requests: e.add(r)
     out,bounds = {},set()
     while e.has_work:
+        assert e.steps<500, 'no end'
         for v in e.step(): out.setdefault(v.id, []).append(v)
         bounds |= {(s.num_computed-len(s)+1, s.flying) for s in e.scheduler.running if s.state=='decode'}
     e.land()
