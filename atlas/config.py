@@ -349,9 +349,9 @@ class Family:
     "A family of models: whose files it reads, and what builds them"
     name:str # Module of `atlas.families` whose `build` makes the model, and file of its presets
     hf:dict[str,Callable] # `model_type` of a config.json -> what reads it, as `HFModel` does
-    gguf:dict[str,Callable] # `general.architecture` of a GGUF file -> what reads it, as `GGUFModel` does
+    gguf:dict[str,Callable] # `general.architecture` of a GGUF file -> the same, as `GGUFModel` does
     ignore:tuple[str,...]=() # Patterns of tensors that its checkpoints may hold and nobody reads
-    published:str='' # In which format its makers publish the weights, where no file says it: 'mxfp4' or 'fp8'
+    published:str='' # Format of its published weights where no file says it: 'mxfp4' or 'fp8'
 
     def build(self, c:'ModelConfig'):
         "The empty model that `c` describes"
@@ -360,7 +360,8 @@ class Family:
 @cache
 def families()->tuple[Family,...]:
     "All families: the `FAMILY` of each module of `atlas.families` that has a file of presets"
-    names = sorted(p.name.removesuffix('.toml') for p in files('atlas.families').iterdir() if p.name.endswith('.toml'))
+    found = (p.name for p in files('atlas.families').iterdir())
+    names = sorted(n.removesuffix('.toml') for n in found if n.endswith('.toml'))
     return tuple(import_module(f'atlas.families.{n}').FAMILY for n in names)
 
 def family_of(c:'ModelConfig')->Family:
@@ -378,7 +379,7 @@ def from_hf(cls:ModelConfig,
 )->ModelConfig:
     "Translate a Hugging Face description; a `ConfigError` or `UnsupportedError` names the key that is at fault"
     for x in (d, generation or {}, quant or {}): expect(x, dict, 'config.json', 'an object')
-    d = Keys(d) if type(d) is dict else d
+    d = d if isinstance(d, Keys) else Keys(d)
     read = d.word('model_type', {k:r for f in families() for k,r in f.hf.items()})
     return read(d, Keys(generation or {}), Keys(quant or {}))
 
@@ -387,7 +388,8 @@ def gguf_model(arch)->Callable:
     known = {k:r for f in families() for k,r in f.gguf.items()}
     if isinstance(arch, str) and arch in known: return known[arch]
     hint = f'Supported: {", ".join(known)}'
-    raise UnsupportedError(f'GGUF architecture {arch!r} is not supported', hint=hint, param='general.architecture')
+    raise UnsupportedError(f'GGUF architecture {arch!r} is not supported', hint=hint,
+        param='general.architecture')
 
 @patch(cls_method=True)
 def from_gguf(cls:ModelConfig,
@@ -413,13 +415,15 @@ def _keys(d, path=''):
         if isinstance(v, dict): yield from _keys(v, f'{path}{k}.')
 
 def check_preset(file:str, name:str, d:dict):
-    "Raise what is wrong with a preset of a family's file: a `ConfigError` or `UnsupportedError` that names file, preset and key"
+    "Raise what is wrong with a preset: a `ConfigError` or its kin that names file, preset and key"
     own = next((f.hf for f in families() if f.name==file.removesuffix('.toml')), None)
     if own is None: raise ConfigError(f'{file}: there is no family of this name', param=file)
     keys = Keys(d)
-    named_config(f'{file}: {name}', lambda: (keys.word('model_type', own), ModelConfig.from_hf(keys)))
+    named_config(f'{file}: {name}', lambda: (keys.word('model_type', own),
+        ModelConfig.from_hf(keys)))
     unread = [k for k in _keys(d) if k not in keys.seen]
-    if unread: raise ConfigError(f'{file}: {name}: nobody reads {", ".join(unread)}', param=unread[0])
+    if unread: raise ConfigError(f'{file}: {name}: nobody reads {", ".join(unread)}',
+        param=unread[0])
 
 PRESETS = Presets('atlas.families', check_preset)
 

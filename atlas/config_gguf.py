@@ -36,7 +36,8 @@ def _yarn(m, k, theta, dim, factor, **kw):
     for key in (y+'ext_factor', y+'log_multiplier'):
         if key in m: raise UnsupportedError(f'The rope setting {key!r} is not supported', param=key)
     attn = m.number(k+'attn_factor', 1.)*m.number(y+'attn_factor', 1.)
-    return RopeConfig(theta, dim, 'yarn', factor, original_max=m.whole(k+'original_context_length', 0, lo=0),
+    return RopeConfig(theta, dim, 'yarn', factor,
+        original_max=m.whole(k+'original_context_length', 0, lo=0),
         attention_factor=None if attn==1 else attn*(.1*math.log(factor)+1),
         beta_fast=m.number(y+'beta_fast', 32.), beta_slow=m.number(y+'beta_slow', 1.), **kw)
 
@@ -49,7 +50,7 @@ def _factors(theta, dim, fs, **kw):
 
 # %% ../nbs/01b_config_gguf.ipynb #f3839003
 def gguf_each(m:Keys, key:str, L:int, *default)->tuple[int,...]:
-    "Whole number `key` of each of `L` layers: one for all, or a list (which may go on, with those of drafting layers)"
+    "Whole number `key` of each of `L` layers: one for all, or a list (which may go on)"
     v = m.value(key, *default)
     vs = v if isinstance(v, list) else [v]*L
     require(len(vs)>=L, key, f'{len(vs)} values for {L} layers')
@@ -58,14 +59,16 @@ def gguf_each(m:Keys, key:str, L:int, *default)->tuple[int,...]:
 def gguf_one(vs, key:str)->int:
     "The one number of `vs` that is not 0"
     vs = {*vs}-{0}
-    if len(vs)>1: raise UnsupportedError(f'{key} differs among layers of one kind: {sorted(vs)}', param=key)
+    differ = f'{key} differs among layers of one kind: {sorted(vs)}'
+    if len(vs)>1: raise UnsupportedError(differ, param=key)
     require(vs, key, 'it is 0')
     return vs.pop()
 
 def gguf_pattern(m:Keys, key:str, L:int, every:int)->tuple[str,...]:
     "Which layers slide: a list, or the period of those that do not"
     p = m.value(key, every)
-    p = [bool((i+1)%p) for i in range(L)] if isinstance(p, int) and p>0 else expect(p, list, key, 'a period or a list')
+    if isinstance(p, int) and p>0: p = [bool((i+1)%p) for i in range(L)]
+    expect(p, list, key, 'a period or a list')
     require(len(p)==L, key, f'{len(p)} values for {L} layers')
     return tuple('sliding' if expect(s, int, key, 'true or false') else 'attention' for s in p)
 
@@ -74,59 +77,82 @@ def gguf_has(names:set, tail:str, default:bool=False)->bool:
     return any(n.endswith(tail) for n in names) if names else default
 
 # %% ../nbs/01b_config_gguf.ipynb #3622bd7a
-def gguf_attention(m:Keys, a:str, L:int, names:set, freq_factors=None, turns:bool=True, **kw)->AttentionConfig:
+def gguf_attention(
+    m:Keys, # The metadata
+    a:str, # Architecture, with which its keys begin
+    L:int, # Layers
+    names:set, # Of the tensors
+    freq_factors=None, # As for `from_gguf`
+    turns:bool=True, # Are there positions?
+    **kw,
+)->AttentionConfig:
     "Heads, biases and rope of the layers that attend; `kw` are further fields"
-    k = f'{a}.attention.'; heads = gguf_one(gguf_each(m, k+'head_count', L), k+'head_count')
+    k,kv = f'{a}.attention.',f'{a}.attention.head_count_kv'
+    heads = gguf_one(gguf_each(m, k+'head_count', L), k+'head_count')
     hd = m.whole(k+'key_length', m.whole(f'{a}.embedding_length')//heads)
     m.only(**{k+'value_length':hd, k+'causal':True, k+'temperature_scale':0.})
-    kv = kw.pop('num_kv_heads', None) or gguf_one(gguf_each(m, k+'head_count_kv', L, heads), k+'head_count_kv')
+    kv = kw.pop('num_kv_heads', None) or gguf_one(gguf_each(m, kv, L, heads), kv)
     rope = gguf_rope(m, a, hd, freq_factors, mrope=_sections(m, a)) if turns else None
     b,o = kw.pop('bias', False),kw.pop('o_bias', False)
-    bias = dict(bias=all(gguf_has(names, f'.attn_{x}.bias', b) for x in 'qkv'), o_bias=gguf_has(names, '.attn_output.bias', o))
+    bias = dict(bias=all(gguf_has(names, f'.attn_{x}.bias', b) for x in 'qkv'),
+        o_bias=gguf_has(names, '.attn_output.bias', o))
     return AttentionConfig(heads, kv, hd, rope, **dict(scale=m.number(k+'scale', None))|bias|kw)
 
 def _sections(m, a):
     "Pairs that follow each of three positions; none where positions are one number"
     k = f'{a}.rope.dimension_sections'; s = m.wholes(k)
-    require(len(s) in (0,3,4) and s[3:] in ((),(0,)), k, f'{list(s)} are not the sections of three positions')
+    require(len(s) in (0,3,4) and s[3:] in ((),(0,)), k,
+        f'{list(s)} are not the sections of three positions')
     return s[:3] if any(s) else ()
 
 def gguf_experts(m:Keys, a:str, **kw)->MoEConfig|None:
     "A router and its experts; None where there are none. `kw` are further fields"
-    E,n = m.whole(f'{a}.expert_count', 0, lo=0),lambda k,*default: m.whole(f'{a}.expert_{k}', *default)
+    E = m.whole(f'{a}.expert_count', 0, lo=0)
     m.only(**{f'{a}.expert_group_count':1})
     if f := m.whole(k := f'{a}.expert_gating_func', 0, lo=0):
         if f>3: raise unsupported(k, f, (1,2,3))
         kw['score'] = ('softmax','sigmoid','topk_softmax')[f-1]
-    return MoEConfig(E, n('used_count'), n('feed_forward_length'), renormalise=m.flag(f'{a}.expert_weights_norm', True),
-        scaling=m.number(f'{a}.expert_weights_scale', 1.), **kw) if E else None
+    if not E: return None
+    k,I = m.whole(f'{a}.expert_used_count'),m.whole(f'{a}.expert_feed_forward_length')
+    return MoEConfig(E, k, I, renormalise=m.flag(f'{a}.expert_weights_norm', True),
+        scaling=m.number(f'{a}.expert_weights_scale', 1.), **kw)
 
 def gguf_alike(m:Keys, a:str, L:int, names:set, freq_factors, moe:MoEConfig|None=None, **kw)->dict:
-    "The fields of a model whose layers are all alike: attention (`kw` are fields of it), then an MLP or the experts `moe`"
-    w = m.whole(f'{a}.attention.sliding_window', None)
-    if w and (k := f'{a}.attention.sliding_window_pattern') in m: raise unsupported(k, m[k], ['none'])
+    "Fields of a model of equal layers: attention, with fields `kw`, then an MLP or the experts `moe`"
+    k = f'{a}.attention.sliding_window'
+    w,pattern = m.whole(k, None),k+'_pattern'
+    if w and pattern in m: raise unsupported(pattern, m[pattern], ['none'])
     if not moe: m.only(**{f'{a}.expert_count':0})
     att = gguf_attention(m, a, L, names, freq_factors, window=w, **kw)
-    return dict(mixers=('attention',)*L, ffns=('moe' if moe else 'mlp',)*L, moe=moe, attention=att, mlp_bias=gguf_has(names, '.ffn_up.bias'))
+    return dict(mixers=('attention',)*L, ffns=('moe' if moe else 'mlp',)*L, moe=moe, attention=att,
+        mlp_bias=gguf_has(names, '.ffn_up.bias'))
 
 # %% ../nbs/01b_config_gguf.ipynb #9393cb20
 GGUF_TOP = dict(token_embd='model.embed_tokens', output_norm='model.norm', output='lm_head')
-GGUF_ATTENTION = dict(attn_norm='input_layernorm', attn_q='self_attn.q_proj', attn_k='self_attn.k_proj',
-    attn_v='self_attn.v_proj', attn_output='self_attn.o_proj', attn_q_norm='self_attn.q_norm', attn_k_norm='self_attn.k_norm')
-GGUF_FFN_NORM = dict(ffn_norm='post_attention_layernorm') # The norm between the halves, by its usual name
-GGUF_POST_NORM = dict(post_attention_norm='post_attention_layernorm') # and by the other
-GGUF_ROPED = {'self_attn.q_proj':'num_heads', 'self_attn.k_proj':'num_kv_heads'} # Modules whose rows llama.cpp's converter interleaves
-_DRAFTING = {f'nextn.{k}':v for k,v in dict(eh_proj='fc', enorm='pre_fc_norm_embedding', hnorm='pre_fc_norm_hidden', shared_head_norm='norm').items()}
+GGUF_ATTENTION = dict(attn_norm='input_layernorm', attn_output='self_attn.o_proj',
+    attn_q='self_attn.q_proj', attn_k='self_attn.k_proj', attn_v='self_attn.v_proj',
+    attn_q_norm='self_attn.q_norm', attn_k_norm='self_attn.k_norm')
+GGUF_FFN_NORM = dict(ffn_norm='post_attention_layernorm') # Between the halves, its usual name
+GGUF_POST_NORM = dict(post_attention_norm='post_attention_layernorm') # and its other one
+# Modules whose rows the converter interleaves, and the field with their number of heads
+GGUF_ROPED = {'self_attn.q_proj':'num_heads', 'self_attn.k_proj':'num_kv_heads'}
+_DRAFTING = {'nextn.eh_proj':'fc', 'nextn.enorm':'pre_fc_norm_embedding',
+    'nextn.hnorm':'pre_fc_norm_hidden', 'nextn.shared_head_norm':'norm'}
 
 def gguf_mlp(base:str='mlp')->dict[str,str]:
     "Names of an MLP below `base`"
     return {f'ffn_{k}':f'{base}.{k}_proj' for k in ('gate','up','down')}
 
-def gguf_moe(base:str='mlp.', router:str='gate', gate:str='gate_proj', up:str='up_proj')->dict[str,str]:
+def gguf_moe(
+    base:str='mlp.', # What stands before them
+    router:str='gate', # Names of the parts
+    gate:str='gate_proj', up:str='up_proj',
+)->dict[str,str]:
     "Names of experts below `base`"
     parts = dict(gate=gate, up=up, down='down_proj', gate_up='gate_up_proj')
     ends = (('weight',''),('bias','_bias'))
-    stacks = {f'ffn_{k}_exps.{end}':f'{base}experts.{n}{tail}' for k,n in parts.items() for end,tail in ends}
+    stacks = {f'ffn_{k}_exps.{end}':f'{base}experts.{n}{tail}'
+        for k,n in parts.items() for end,tail in ends}
     return stacks|{'ffn_gate_inp':f'{base}{router}'}
 
 # %% ../nbs/01b_config_gguf.ipynb #77de21cf
@@ -153,14 +179,14 @@ class GGUFNames:
         return base+m[2] if late else name
 
 # %% ../nbs/01b_config_gguf.ipynb #3b4a9935
-_REFUSED = '''attn_logit_softcapping router_logit_softcapping logit_scale residual_scale embedding_scale
-    attention.clamp_kqv attention.max_alibi_bias'''.split()
+_REFUSED = '''attn_logit_softcapping router_logit_softcapping logit_scale residual_scale
+    embedding_scale attention.clamp_kqv attention.max_alibi_bias'''.split()
 
 @dataclass(frozen=True)
 class GGUFModel:
     "How the GGUF files of one architecture are read"
     family:str # What `ModelConfig.family` becomes
-    fields:Callable # `fields(m, architecture, layers, tensor names, freq_factors)`: what only this family says
+    fields:Callable # `fields(m, a, L, names, freq_factors)` reads what only this family says
     names:GGUFNames
     drafts:bool=False # Does Atlas read its drafting layers?
 
@@ -168,17 +194,21 @@ class GGUFModel:
         "As `ModelConfig.from_gguf`"
         a = m.value('general.architecture')
         for k in _REFUSED:
-            if m.get(f'{a}.{k}'): raise UnsupportedError(f'{a}.{k} is not supported', param=f'{a}.{k}')
+            k = f'{a}.{k}'
+            if m.get(k): raise UnsupportedError(f'{k} is not supported', param=k)
         n = lambda k,*default,**kw: m.whole(f'{a}.{k}', *default, **kw)
         mtp = n('nextn_predict_layers', 0, lo=0); L = n('block_count', lo=mtp+1, hi=1024)-mtp
         f = self.fields(m, a, L, set(tensors), freq_factors)
         if tie_embeddings is None: tie_embeddings = bool(tensors) and 'output.weight' not in tensors
         k = f'{a}.feed_forward_length'
-        if 'intermediate_size' not in f: f['intermediate_size'] = 0 if 'moe' in f['ffns'] else gguf_one(gguf_each(m, k, L), k)
-        return ModelConfig(family=self.family, vocab_size=n('vocab_size', _vocabulary(m, tensors)), hidden_size=n('embedding_length'),
-            max_seq_len=n('context_length'), mtp_layers=mtp if self.drafts else 0, tie_embeddings=tie_embeddings,
-            norm_eps=m.number(f'{a}.attention.layer_norm_rms_epsilon', hi=1.), bos_id=m.whole('tokenizer.ggml.bos_token_id', None, lo=0),
-            eos_ids=token_ids(m.get('tokenizer.ggml.eos_token_id'), m.get('tokenizer.ggml.eot_token_id')),
+        dense = 'moe' not in f['ffns'] and 'intermediate_size' not in f
+        if dense: f['intermediate_size'] = gguf_one(gguf_each(m, k, L), k)
+        return ModelConfig(family=self.family, vocab_size=n('vocab_size', _vocabulary(m, tensors)),
+            hidden_size=n('embedding_length'), max_seq_len=n('context_length'),
+            mtp_layers=mtp if self.drafts else 0, tie_embeddings=tie_embeddings,
+            norm_eps=m.number(f'{a}.attention.layer_norm_rms_epsilon', hi=1.),
+            bos_id=m.whole('tokenizer.ggml.bos_token_id', None, lo=0),
+            eos_ids=token_ids(*(m.get(f'tokenizer.ggml.{k}_token_id') for k in ('eos','eot'))),
             dtype='F16', name=str(m.get('general.name') or ''), **f)
 
 def _vocabulary(m, tensors)->int:

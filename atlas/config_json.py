@@ -18,8 +18,9 @@ from .keys import Keys,expect,unsupported
 
 # %% ../nbs/01a_config_json.ipynb #136efb14
 _ROPE_KEYS = set('''rope_type type rope_theta factor low_freq_factor high_freq_factor
-    original_max_position_embeddings beta_fast beta_slow truncate attention_factor mscale mscale_all_dim
-    partial_rotary_factor mrope_section mrope_interleaved max_position_embeddings finetuned'''.split())
+    original_max_position_embeddings beta_fast beta_slow truncate attention_factor
+    mscale mscale_all_dim partial_rotary_factor mrope_section mrope_interleaved
+    max_position_embeddings finetuned'''.split())
 
 def _yarn(d, r, O):
     "Yarn's own settings; `factor` may be left to the ratio of the contexts"
@@ -42,30 +43,35 @@ def _rope_settings(d)->Keys:
     "The settings of either generation, in one place"
     r = (d.table('rope_parameters') or d.table('rope_scaling', Keys())).given()
     if 'rope_theta' not in r and 'rope_theta' in d: r = r|dict(rope_theta=d['rope_theta'])
-    for k in sorted(r.keys()-_ROPE_KEYS): raise UnsupportedError(f'The rope setting {k!r} is not supported', param=k)
+    for k in sorted(r.keys()-_ROPE_KEYS):
+        raise UnsupportedError(f'The rope setting {k!r} is not supported', param=k)
     if 'factor' in r: r.value(r.named('rope_type', 'type'))  # it scales, and how must be said
     return r
 
 def read_rope(
     d:Keys, # The `config.json`
     head_dim:int,
-    mrope:tuple=(), # Sections of three positions, where the family has them and the file does not say which
+    mrope:tuple=(), # Sections of three positions, where the file does not say which
 )->RopeConfig:
     "Rope settings of either generation"
     r = _rope_settings(d)
-    kind = r.word(r.named('rope_type', 'type'), {k:k for k in ROPE_KINDS if k!='factors'}, 'default')
-    part = r.number('partial_rotary_factor', None, hi=1.) or d.number('partial_rotary_factor', 1., hi=1.)
-    old = 'original_max_position_embeddings'
+    kinds = {k:k for k in ROPE_KINDS if k!='factors'}
+    kind = r.word(r.named('rope_type', 'type'), kinds, 'default')
+    p,old = 'partial_rotary_factor','original_max_position_embeddings'
+    part = r.number(p, None, hi=1.) or d.number(p, 1., hi=1.)
     O = d.whole(old, None) or r.whole(old, None) or d.whole('max_position_embeddings', 0, lo=0)
-    own = {} if kind=='default' else dict(factor=r.number('factor', *[1.]*(kind in ('yarn','proportional'))))
+    may_lack = [1.] if kind in ('yarn','proportional') else []
+    own = {} if kind=='default' else dict(factor=r.number('factor', *may_lack))
     if kind=='llama3':
         own |= {k:r.number(k) for k in ('low_freq_factor','high_freq_factor')}|dict(original_max=O)
     if kind=='yarn': own = _yarn(d, r, O)
     if kind=='proportional': own |= dict(pairs=int(part*head_dim//2)); part = 1
-    return RopeConfig(theta=r.number('rope_theta', 10000.), dim=int(head_dim*part), kind=kind, mrope=_mrope(r, mrope), **own)
+    return RopeConfig(theta=r.number('rope_theta', 10000.), dim=int(head_dim*part), kind=kind,
+        mrope=_mrope(r, mrope), **own)
 
 # %% ../nbs/01a_config_json.ipynb #4a8a1dcd
-_LAYERS = dict(full_attention='attention', attention='attention', sliding_attention='sliding', linear_attention='delta')
+_LAYERS = dict(full_attention='attention', attention='attention', sliding_attention='sliding',
+    linear_attention='delta')
 
 def read_mixers(d:Keys,
     default:Callable, # `default(i)`: the mixer of layer i of a file without `layer_types`
@@ -82,7 +88,7 @@ def mixed(
     full:AttentionConfig,
     window:int|None=None, # Of those that slide
 )->dict:
-    "The fields for layers of `kinds`; a window on every layer that attends needs no second description"
+    "Fields for layers of `kinds`; a window on every layer that attends needs no second description"
     if 'sliding' not in kinds: return dict(mixers=kinds, attention=full)
     require(window, 'sliding_window', 'there are sliding layers, and no window')
     slide = replace(full, window=window)
@@ -95,11 +101,12 @@ def read_attention(d:Keys, rope:bool=True, mrope:tuple=(), **kw)->AttentionConfi
     require(d.get('head_dim') or H%heads==0, 'head_dim', f'{heads} heads in a width of {H}')
     size = d.whole('head_dim', H//heads)
     angles = read_rope(d, size, mrope) if rope else None
-    return AttentionConfig(heads, d.whole('num_key_value_heads', heads), size, angles, **dict(bias=bias, o_bias=bias)|kw)
+    return AttentionConfig(heads, d.whole('num_key_value_heads', heads), size, angles,
+        **dict(bias=bias, o_bias=bias)|kw)
 
 # %% ../nbs/01a_config_json.ipynb #a89ac0d1
 def read_experts(d:Keys, **kw)->MoEConfig|None:
-    "A router and its experts, under the names of any family; None where there are none. `kw` are further fields"
+    "A router and its experts, under any of their names; None without. `kw` are further fields"
     E = d.whole(d.named('num_experts', 'num_local_experts', 'n_routed_experts'), 0, lo=0)
     d.only(n_group=1, topk_group=1, shared_intermediate_size=0)
     if d.value('moe_latent_size', None) is not None:
@@ -119,15 +126,16 @@ def read_act(d:Keys, key:str='hidden_act')->str:
 
 # %% ../nbs/01a_config_json.ipynb #f1542c54
 _ALGOS = 'NVFP4 W4A16_NVFP4 FP8 FP8_PER_CHANNEL_PER_TOKEN FP8_PB_WO MXFP4 MIXED_PRECISION'.split()
-_CT_FORMATS = '''nvfp4-pack-quantized mxfp4-pack-quantized float-quantized naive-quantized mixed-precision
-    dense'''.split()
+_CT_FORMATS = '''nvfp4-pack-quantized mxfp4-pack-quantized float-quantized naive-quantized
+    mixed-precision dense'''.split()
 
 def _parts(q, key, what):
     "The settings, and those of each of their parts"
     return [q, *(Keys(expect(l, dict, key, what)) for l in q.table(key, Keys()).values())]
 
 def _check_modelopt(q):
-    for d in _parts(q, 'quantized_layers', 'an object for each layer'): d.word('quant_algo', {a:a for a in _ALGOS}, None)
+    for d in _parts(q, 'quantized_layers', 'an object for each layer'):
+        d.word('quant_algo', {a:a for a in _ALGOS}, None)
 
 def _check_ct(q):
     for d in _parts(q, 'config_groups', 'an object for each group'):
@@ -141,14 +149,15 @@ def _check_fp8(q):
 
 def _check_mxfp4(q): "There is one kind of it"
 
-_METHODS = {'modelopt':_check_modelopt, 'compressed-tensors':_check_ct, 'fp8':_check_fp8, 'mxfp4':_check_mxfp4}
+_METHODS = {'modelopt':_check_modelopt, 'compressed-tensors':_check_ct, 'fp8':_check_fp8,
+    'mxfp4':_check_mxfp4}
 
 def read_quantization(d:Keys, quant:Keys)->dict|None:
-    "`quantization_config`, or what `hf_quant_config.json` says in its place; refused where Atlas does not read it"
-    beside = quant.table('quantization', Keys())
-    both = [q for q in (d.table('quantization_config', Keys()), beside if beside.get('quant_algo') else {}) if q]
-    alone = lambda q: 'quant_method' not in q and 'quant_algo' in q  # which alone says how in words of its own
-    both = [q|dict(quant_method='modelopt') if alone(q) else q for q in both]
+    "What `quantization_config` or `hf_quant_config.json` say; refused where Atlas does not read it"
+    own,beside = d.table('quantization_config', Keys()),quant.table('quantization', Keys())
+    both = [q for q in (own, beside if beside.get('quant_algo') else {}) if q]
+    old = lambda q: 'quant_method' not in q and 'quant_algo' in q  # as modelopt alone says it
+    both = [q|dict(quant_method='modelopt') if old(q) else q for q in both]
     for q in both: q.word('quant_method', _METHODS)(q)
     return dict(both[0]) if both else None
 
@@ -181,12 +190,14 @@ class HFModel:
         f = f.like(self.absent|{k:v for k,v in f.items() if v is not None or k=='sliding_window'})
         if 'per_layer_config' not in self.own: f.only(per_layer_config={})
         V = f.whole('vocab_size')
-        ends = token_ids(generation.get('eos_token_id'), f.get('eos_token_id'), d.get('eos_token_id'))
+        ends = token_ids(*(x.get('eos_token_id') for x in (generation, f, d)))
         f.table('vision_config')  # an object, also where nobody looks into it
         dtype = expect(f.value(k := f.named('dtype', 'torch_dtype'), 'bfloat16'), str, k, 'a word')
         shared = dict(family=self.family, vocab_size=V, hidden_size=f.whole('hidden_size'),
-            max_seq_len=f.whole('max_position_embeddings'), norm_eps=f.number(f.named(*self.eps), hi=1.),
-            tie_embeddings=f.flag('tie_word_embeddings'), bos_id=f.whole('bos_token_id', None, lo=0),
+            max_seq_len=f.whole('max_position_embeddings'),
+            norm_eps=f.number(f.named(*self.eps), hi=1.),
+            tie_embeddings=f.flag('tie_word_embeddings'),
+            bos_id=f.whole('bos_token_id', None, lo=0),
             eos_ids=tuple(i for i in ends if i<V), dtype=_DTYPES.get(dtype, 'BF16'),
             name=expect(d.value('_name_or_path', ''), str, '_name_or_path', 'a word'),
             quantization=read_quantization(f, quant))

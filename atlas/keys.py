@@ -26,7 +26,8 @@ def whole(v, key:str, lo:int=1, hi:int=2**31-1)->int:
 def number(v, key:str, lo:float=0., hi:float=1e12)->float:
     "`v`, which must be a finite number above `lo` and up to `hi`"
     if isinstance(v, bool) or not isinstance(v, (int,float)) or not lo<v<=hi:
-        raise ConfigError(f'{key} is {v!r}, expected a number above {lo:g} and up to {hi:g}', param=key)
+        raise ConfigError(f'{key} is {v!r}, expected a number above {lo:g} and up to {hi:g}',
+            param=key)
     return float(v)
 
 def unsupported(key:str, v, known)->UnsupportedError:
@@ -49,8 +50,10 @@ class Keys(dict):
     def __getitem__(self, key): self.seen.add(self.path+key); return super().__getitem__(key)
     def __contains__(self, key): self.seen.add(self.path+key); return super().__contains__(key)
 
-    def like(self, d)->'Keys': "The keys of `d`, noted where these are"; return Keys(d, self.seen, self.path)
-    def given(self)->'Keys': "Without those that are null"; return self.like({k:v for k,v in self.items() if v is not None})
+    def like(self, d)->'Keys': "The keys of `d`, noted where these are"; return Keys(d, self.seen,
+        self.path)
+    def given(self)->'Keys': "Without those that are null"; return self.like({k:v for k,
+        v in self.items() if v is not None})
     def __or__(self, d): return self.like({**self, **d})
     def __ror__(self, d): return self.like({**d, **self})
 
@@ -63,7 +66,8 @@ def value(self:Keys, key:str, default=_missing):
     v = self.get(key)
     if v is not None: return v
     if default is not _missing: return default
-    raise ConfigError(f'The model description has no {key!r}', hint='The checkpoint is incomplete: download it again', param=key)
+    raise ConfigError(f'The model description has no {key!r}',
+        hint='The checkpoint is incomplete: download it again', param=key)
 
 def _taken(self, key, default, check):
     "What `check` makes of what `key` says; the default is not checked"

@@ -26,10 +26,12 @@ def _preset(d, known:dict, bad:Callable)->dict:
     if not isinstance(d, dict): raise bad('', f'{d!r} stands outside of a table')
     d,base = dict(d),{}
     if (like := d.pop('like', None)) is not None:
-        if not isinstance(like, str) or like not in known: raise bad('like', f'like is {like!r}, expected the name of a table above')
+        there = isinstance(like, str) and like in known
+        if not there: raise bad('like', f'like is {like!r}, expected the name of a table above')
         base = known[like]
     null = d.pop('null', [])
-    if not isinstance(null, list) or not all(isinstance(k, str) for k in null): raise bad('null', f'null is {null!r}, expected a list of keys')
+    words = isinstance(null, list) and all(isinstance(k, str) for k in null)
+    if not words: raise bad('null', f'null is {null!r}, expected a list of keys')
     for k in null:
         if k in d: raise bad(k, f'{k} has a value, and is listed as null')
     return _over(base, d|dict.fromkeys(null))
@@ -40,7 +42,8 @@ def read_presets(
 )->dict[str,dict]: # Preset -> what its config.json says
     "The tables of a file of presets; a `ConfigError` names file, preset and key"
     try: tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as e: raise ConfigError(f'{file} is not valid TOML: {e}', param=file) from e
+    except tomllib.TOMLDecodeError as e:
+        raise ConfigError(f'{file} is not valid TOML: {e}', param=file) from e
     out = {}
     for name,d in tables.items():
         bad = lambda key,msg: ConfigError(f'{file}: {name}: {msg}', param=key or name)
@@ -62,7 +65,8 @@ class Presets(UserDict):
         for p in sorted(files(self.package).iterdir(), key=lambda p: p.name):
             if not p.name.endswith('.toml'): continue
             for name,d in read_presets(p.read_text(encoding='utf-8'), p.name).items():
-                if name in out: raise ConfigError(f'{p.name}: {name}: another file has a preset of this name', param=name)
+                twice = f'{p.name}: {name}: another file has a preset of this name'
+                if name in out: raise ConfigError(twice, param=name)
                 self.check(p.name, name, d)
                 out[name] = d
         return out

@@ -16,7 +16,8 @@ from ..config_gguf import GGUF_ATTENTION,GGUFModel,GGUFNames,gguf_attention,gguf
 from ..keys import Keys,unsupported
 
 # %% ../../nbs/24_families.gemma.ipynb #90987fa6
-_ROPE = dict(full_attention=dict(rope_type='proportional', rope_theta=1e6, partial_rotary_factor=.25),
+_ROPE = dict(
+    full_attention=dict(rope_type='proportional', rope_theta=1e6, partial_rotary_factor=.25),
     sliding_attention=dict(rope_type='default', rope_theta=1e4))
 
 def _full(d, kinds):
@@ -28,8 +29,8 @@ def _full(d, kinds):
     full = {str(i) for i,k in enumerate(kinds) if k=='attention'}
     own = per.get(min(full), {})
     known = isinstance(own, dict) and not own.keys()-{'head_dim','num_key_value_heads'}
-    if not known or per!=dict.fromkeys(full, own): raise unsupported('per_layer_config', per, ['one for all full layers'])
-    return own
+    if known and per==dict.fromkeys(full, own): return own
+    raise unsupported('per_layer_config', per, ['one for all full layers'])
 
 def _both(d, kinds, drafter):
     "Attention of the full and of the sliding layers"
@@ -38,34 +39,42 @@ def _both(d, kinds, drafter):
         of = d|kw|dict(rope_parameters=rope.table(k, _ROPE[k]))
         return read_attention(of, qk_norm='head', v_norm=True, scale=1., q_only=drafter)
     full = kind('full_attention', **_full(d, kinds))
-    return replace(full, k_eq_v=same and not drafter),replace(kind('sliding_attention'), window=d.whole('sliding_window'))
+    slide = replace(kind('sliding_attention'), window=d.whole('sliding_window'))
+    return replace(full, k_eq_v=same and not drafter),slide
 
 # %% ../../nbs/24_families.gemma.ipynb #83d84a2a
 def _drafter(d):
     "What makes an assistant of it"
     size = d.whole('backbone_hidden_size')
     if not d.flag('use_ordered_embeddings'): return DrafterConfig(size)
-    return DrafterConfig(size, True, d.whole('num_centroids', 2048), d.whole('centroid_intermediate_top_k', 32))
+    return DrafterConfig(size, True, d.whole('num_centroids', 2048),
+        d.whole('centroid_intermediate_top_k', 32))
 
 def hf_fields(d:Keys, drafter:bool=False)->dict:
     "Gemma 4, and its drafter"
     L = d.whole('num_hidden_layers', hi=1024)
     shared = d.whole('num_kv_shared_layers', L, lo=0) and L if drafter else 0
-    d.only(hidden_size_per_layer_input=0, num_kv_shared_layers=shared, use_double_wide_mlp=False, use_bidirectional_attention='vision')
-    kinds = (*read_mixers(d, lambda i: 'sliding' if (i+1)%6 else 'attention')[:-1],'attention')  # the last is full, whatever is said
+    d.only(hidden_size_per_layer_input=0, num_kv_shared_layers=shared, use_double_wide_mlp=False,
+        use_bidirectional_attention='vision')
+    kinds = read_mixers(d, lambda i: 'sliding' if (i+1)%6 else 'attention')
+    kinds = (*kinds[:-1],'attention')  # the last is full, whatever is said
     full,slide = _both(d, kinds, drafter)
     mixture = d.flag('enable_moe_block')
     moe = read_experts(d, router_norm=True, per_expert_scale=True) if mixture else None
-    require(moe or not mixture, 'num_experts', 'there are layers of experts, and nothing describes them')
+    require(moe or not mixture, 'num_experts',
+        'there are layers of experts, and nothing describes them')
     ffns = ('moe+mlp' if moe else 'mlp',)*L
-    return dict(mixers=kinds, ffns=ffns, attention=full, sliding=slide, moe=moe, intermediate_size=read_width(d, ffns),
-        act=read_act(d, 'hidden_activation'), sandwich=True, embed_scale=1. if drafter else d.whole('hidden_size')**.5,
-        logit_softcap=d.number('final_logit_softcapping', None), drafter=_drafter(d) if drafter else None)
+    return dict(mixers=kinds, ffns=ffns, attention=full, sliding=slide, moe=moe,
+        intermediate_size=read_width(d, ffns), act=read_act(d, 'hidden_activation'), sandwich=True,
+        embed_scale=1. if drafter else d.whole('hidden_size')**.5,
+        logit_softcap=d.number('final_logit_softcapping', None),
+        drafter=_drafter(d) if drafter else None)
 
-_ABSENT = dict(rms_norm_eps=1e-6, max_position_embeddings=131072, tie_word_embeddings=True, hidden_size_per_layer_input=256,
-    sliding_window=512, hidden_activation='gelu_pytorch_tanh')
+_ABSENT = dict(rms_norm_eps=1e-6, max_position_embeddings=131072, tie_word_embeddings=True,
+    hidden_size_per_layer_input=256, sliding_window=512, hidden_activation='gelu_pytorch_tanh')
 _TEXT = HFModel('gemma', hf_fields, _ABSENT, own=('per_layer_config',))
-_DRAFT = replace(_TEXT, family='gemma_assistant', fields=partial(hf_fields, drafter=True), absent=_ABSENT|dict(hidden_size_per_layer_input=0))
+_DRAFT = replace(_TEXT, family='gemma_assistant', fields=partial(hf_fields, drafter=True),
+    absent=_ABSENT|dict(hidden_size_per_layer_input=0))
 HF = dict(gemma4_text=_TEXT, gemma4=Wrapped('gemma4_text', dict(gemma4_text=_TEXT)),
     gemma4_assistant=Wrapped('gemma4_text', dict(gemma4_text=_DRAFT)))
 
@@ -74,24 +83,33 @@ def gguf_fields(m, a, L, names, ff)->dict:
     "Gemma 4"
     k = f'{a}.attention.'
     m.only(**{k+'shared_kv_layers':0, f'{a}.embedding_length_per_layer_input':0})
-    require(ff is not None, 'rope_freqs.weight', 'there is no rope_freqs.weight to tell which pairs turn')
+    require(ff is not None, 'rope_freqs.weight',
+        'there is no rope_freqs.weight to tell which pairs turn')
     kinds,kv = gguf_pattern(m, k+'sliding_window_pattern', L, 6),gguf_each(m, k+'head_count_kv', L)
     of = lambda t: gguf_one([n for n,x in zip(kv, kinds) if x==t] or [1], k+'head_count_kv')
-    full = gguf_attention(m, a, L, names, ff, num_kv_heads=of('attention'), qk_norm='head', v_norm=True, scale=1.)
-    hd = m.whole(k+'key_length_swa', full.head_dim); m.only(**{k+'value_length_swa':hd})
+    full = gguf_attention(m, a, L, names, ff, num_kv_heads=of('attention'), qk_norm='head',
+        v_norm=True, scale=1.)
+    hd = m.whole(k+'key_length_swa', full.head_dim)
+    m.only(**{k+'value_length_swa':hd})
     rope = gguf_rope(m, a, hd, swa='_swa')
-    slide = replace(full, num_kv_heads=of('sliding'), head_dim=hd, rope=rope, window=m.whole(k+'sliding_window'))
+    slide = replace(full, num_kv_heads=of('sliding'), head_dim=hd, rope=rope,
+        window=m.whole(k+'sliding_window'))
     values = [f'blk.{i}.attn_v.weight' in names for i,t in enumerate(kinds) if t=='attention']
     own = any(values) if names else len({*kv})==1
     moe = gguf_experts(m, a, router_norm=True, per_expert_scale=True)
-    return dict(mixers=kinds, ffns=('moe+mlp' if moe else 'mlp',)*L, moe=moe, attention=replace(full, k_eq_v=not own), sliding=slide,
-        act='gelu_tanh', sandwich=True, embed_scale=m.whole(f'{a}.embedding_length')**.5,
+    return dict(mixers=kinds, ffns=('moe+mlp' if moe else 'mlp',)*L, moe=moe,
+        attention=replace(full, k_eq_v=not own), sliding=slide, act='gelu_tanh', sandwich=True,
+        embed_scale=m.whole(f'{a}.embedding_length')**.5,
         logit_softcap=m.number(f'{a}.final_logit_softcapping', None))
 
-_GGUF_NORMS = {f'{g}_norm':f'{h}_layernorm' for g,h in dict(post_attention='post_attention', ffn='pre_feedforward', post_ffw='post_feedforward').items()}|{
-    'post_ffw_norm_1':'post_feedforward_layernorm_1', 'pre_ffw_norm_2':'pre_feedforward_layernorm_2', 'post_ffw_norm_2':'post_feedforward_layernorm_2'}
-_GGUF_SCALES = {'layer_output_scale.weight':'layer_scalar', 'ffn_gate_inp.scale':'router.scale', 'ffn_down_exps.scale':'router.per_expert_scale'}
-_GGUF_NAMES = GGUFNames(GGUF_ATTENTION|_GGUF_NORMS|_GGUF_SCALES|gguf_mlp()|gguf_moe('', 'router.proj'))
+_GGUF_NORMS = dict(post_attention_norm='post_attention_layernorm',
+    ffn_norm='pre_feedforward_layernorm', post_ffw_norm='post_feedforward_layernorm',
+    post_ffw_norm_1='post_feedforward_layernorm_1', pre_ffw_norm_2='pre_feedforward_layernorm_2',
+    post_ffw_norm_2='post_feedforward_layernorm_2')
+_GGUF_SCALES = {'layer_output_scale.weight':'layer_scalar', 'ffn_gate_inp.scale':'router.scale',
+    'ffn_down_exps.scale':'router.per_expert_scale'}
+_GGUF_FFNS = gguf_mlp()|gguf_moe('', 'router.proj')
+_GGUF_NAMES = GGUFNames(GGUF_ATTENTION|_GGUF_NORMS|_GGUF_SCALES|_GGUF_FFNS)
 FAMILY = Family('gemma', HF, dict(gemma4=GGUFModel('gemma', gguf_fields, _GGUF_NAMES)),
     ignore=('*vision_tower.*','*embed_vision.*','*audio_tower.*','*embed_audio.*'))
 

@@ -16,16 +16,18 @@ from ..keys import Keys
 
 # %% ../../nbs/23_families.gptoss.ipynb #918ef886
 def hf_fields(d:Keys)->dict:
-    "gpt-oss: every layer has experts, every other one looks back 128 tokens, and each head has a sink"
+    "gpt-oss: experts in every layer, every other one slides, and each head has a sink"
     d.only(hidden_act='silu', swiglu_alpha=1.702)
     kinds = read_mixers(d, lambda i: 'attention' if i%2 else 'sliding')
     moe = read_experts(d, score='topk_softmax', router_bias=True, expert_bias=True)
     layers = mixed(kinds, read_attention(d, sinks=True), d.whole('sliding_window', None))
-    return dict(layers, ffns=('moe',)*len(kinds), moe=moe, act='swiglu_oai', act_limit=d.number('swiglu_limit'))
+    return dict(layers, ffns=('moe',)*len(kinds), moe=moe, act='swiglu_oai',
+        act_limit=d.number('swiglu_limit'))
 
 _YARN = dict(rope_type='yarn', factor=32., truncate=False, original_max_position_embeddings=4096)
-HF = dict(gpt_oss=HFModel('gptoss', hf_fields, dict(rms_norm_eps=1e-5, max_position_embeddings=131072,
-    rope_theta=150000., swiglu_limit=7., attention_bias=True, rope_scaling=_YARN)))
+HF = dict(gpt_oss=HFModel('gptoss', hf_fields, dict(
+    rms_norm_eps=1e-5, max_position_embeddings=131072, rope_theta=150000., rope_scaling=_YARN,
+    swiglu_limit=7., attention_bias=True)))
 
 # %% ../../nbs/23_families.gptoss.ipynb #76934557
 def gguf_fields(m, a, L, names, ff)->dict:
@@ -38,8 +40,10 @@ def gguf_fields(m, a, L, names, ff)->dict:
     layers = mixed(kinds, att, m.whole(f'{a}.attention.sliding_window'))
     return dict(layers, ffns=('moe',)*L, moe=moe, act='swiglu_oai', act_limit=7.)
 
-_NAMES = GGUF_ATTENTION|GGUF_POST_NORM|gguf_moe('mlp.', 'router')|{'attn_sinks.weight':'self_attn.sinks'}
-FAMILY = Family('gptoss', HF, {'gpt-oss':GGUFModel('gptoss', gguf_fields, GGUFNames(_NAMES))}, published='mxfp4')
+_SINKS = {'attn_sinks.weight':'self_attn.sinks'}
+_NAMES = GGUF_ATTENTION|GGUF_POST_NORM|gguf_moe(router='router')|_SINKS
+FAMILY = Family('gptoss', HF, {'gpt-oss':GGUFModel('gptoss', gguf_fields, GGUFNames(_NAMES))},
+    published='mxfp4')
 
 # %% ../../nbs/23_families.gptoss.ipynb #11b4bf5a
 def build(c:ModelConfig):
@@ -47,5 +51,7 @@ def build(c:ModelConfig):
     from atlas.layers import Attention,Block,Half,MoE,MoENames
     from atlas.model import Decoder
     names = MoENames(router='router', transposed=(True,False), interleaved=True)
-    layer = lambda i: Block(c, Half(Attention(c, i), 'mixer', 'self_attn', 'input_layernorm'), Half(MoE(c, names), 'mlp', 'mlp', 'post_attention_layernorm'))
+    def layer(i):
+        return Block(c, Half(Attention(c, i), 'mixer', 'self_attn', 'input_layernorm'),
+            Half(MoE(c, names), 'mlp', 'mlp', 'post_attention_layernorm'))
     return Decoder(c, [layer(i) for i in range(c.num_layers)])

@@ -20,8 +20,8 @@ def hf_fields(d:Keys)->dict:
     w = d.whole('sliding_window', None)
     kinds = read_mixers(d, lambda i: 'sliding' if w else 'attention')
     ffns = ('mlp',)*len(kinds)
-    return dict(mixed(kinds, read_attention(d), w), ffns=ffns, intermediate_size=read_width(d, ffns),
-        mlp_bias=d.flag('mlp_bias'), act=read_act(d))
+    return dict(mixed(kinds, read_attention(d), w), ffns=ffns, act=read_act(d),
+        intermediate_size=read_width(d, ffns), mlp_bias=d.flag('mlp_bias'))
 
 _MISTRAL = dict(rms_norm_eps=1e-6, max_position_embeddings=131072, sliding_window=4096)
 HF = dict(
@@ -42,5 +42,7 @@ def build(c:ModelConfig):
     "The llama family: `model.layers.N.{self_attn,mlp}` with pre-norms"
     from atlas.layers import Attention,Block,Half,MLP
     from atlas.model import Decoder
-    layer = lambda i: Block(c, Half(Attention(c, i), 'mixer', 'self_attn', 'input_layernorm'), Half(MLP(c), 'mlp', 'mlp', 'post_attention_layernorm'))
+    def layer(i):
+        return Block(c, Half(Attention(c, i), 'mixer', 'self_attn', 'input_layernorm'),
+            Half(MLP(c), 'mlp', 'mlp', 'post_attention_layernorm'))
     return Decoder(c, [layer(i) for i in range(c.num_layers)])

@@ -15,8 +15,9 @@ from ..keys import Keys
 
 # %% ../../nbs/26_families.minimax.ipynb #2ceeb61e
 def hf_fields(d:Keys)->dict:
-    "MiniMax-M2: queries and keys normed over all heads at once, experts picked with a corrected sigmoid"
-    L,qk = d.whole('num_hidden_layers', hi=1024),d.word('qk_norm_type', dict(per_layer='all', per_head='head'), 'all')
+    "MiniMax-M2: queries and keys normed over all heads, experts picked with a corrected sigmoid"
+    L = d.whole('num_hidden_layers', hi=1024)
+    qk = d.word('qk_norm_type', dict(per_layer='all', per_head='head'), 'all')
     for t in d.wholes('attn_type_list'): Keys(dict(attn_type_list=t)).only(attn_type_list=1)
     if 'rotary_dim' in d:
         size = d.whole('head_dim', d.whole('hidden_size')//d.whole('num_attention_heads'))
@@ -24,17 +25,22 @@ def hf_fields(d:Keys)->dict:
     score = d.word('scoring_func', dict(sigmoid='sigmoid', softmax='softmax'), 'sigmoid')
     moe = read_experts(d, score=score, correction=d.flag('use_routing_bias', True))
     att = read_attention(d, qk_norm=qk if d.flag('use_qk_norm', True) else 'none')
-    return dict(mixed(read_mixers(d, lambda i: 'attention'), att), ffns=('moe',)*L, moe=moe, act=read_act(d))
+    return dict(mixed(read_mixers(d, lambda i: 'attention'), att), ffns=('moe',)*L, moe=moe,
+        act=read_act(d))
 
 def gguf_fields(m, a, L, names, ff)->dict:
     "MiniMax-M2"
     m.whole(f'{a}.expert_count')
-    return gguf_alike(m, a, L, names, ff, moe=gguf_experts(m, a, score='sigmoid', correction=True), qk_norm='all')
+    moe = gguf_experts(m, a, score='sigmoid', correction=True)
+    return gguf_alike(m, a, L, names, ff, moe=moe, qk_norm='all')
 
-HF = dict(minimax_m2=HFModel('minimax', hf_fields, dict(rms_norm_eps=1e-6, max_position_embeddings=196608, rope_theta=5e6)))
-_MOE = gguf_moe('block_sparse_moe.', gate='w1', up='w3')|{'exp_probs_b.bias':'block_sparse_moe.e_score_correction_bias'}
+_ABSENT = dict(rms_norm_eps=1e-6, max_position_embeddings=196608, rope_theta=5e6)
+HF = dict(minimax_m2=HFModel('minimax', hf_fields, _ABSENT))
+_BIAS = {'exp_probs_b.bias':'block_sparse_moe.e_score_correction_bias'}
+_MOE = gguf_moe('block_sparse_moe.', gate='w1', up='w3')|_BIAS
 _NAMES = GGUFNames(GGUF_ATTENTION|GGUF_FFN_NORM|_MOE)
-FAMILY = Family('minimax', HF, {'minimax-m2':GGUFModel('minimax', gguf_fields, _NAMES)}, published='fp8')
+FAMILY = Family('minimax', HF, {'minimax-m2':GGUFModel('minimax', gguf_fields, _NAMES)},
+    published='fp8')
 
 # %% ../../nbs/26_families.minimax.ipynb #06fd6878
 def build(c:ModelConfig):
@@ -42,5 +48,7 @@ def build(c:ModelConfig):
     from atlas.layers import Attention,Block,Half,MoE,MoENames
     from atlas.model import Decoder
     names = MoENames(gate='w1', up='w3', down='w2', correction='e_score_correction_bias')
-    layer = lambda i: Block(c, Half(Attention(c, i), 'mixer', 'self_attn', 'input_layernorm'), Half(MoE(c, names), 'mlp', 'block_sparse_moe', 'post_attention_layernorm'))
+    def layer(i):
+        return Block(c, Half(Attention(c, i), 'mixer', 'self_attn', 'input_layernorm'),
+            Half(MoE(c, names), 'mlp', 'block_sparse_moe', 'post_attention_layernorm'))
     return Decoder(c, [layer(i) for i in range(c.num_layers)])

@@ -14,8 +14,9 @@ from ..config_gguf import GGUF_ROPED,GGUFModel,GGUFNames,gguf_attention,gguf_eac
 from ..keys import Keys,expect,unsupported
 
 # %% ../../nbs/25_families.nemotron.ipynb #ba74e0cd
-_HALVES = {s:half for half,words in {('mamba','none'):'M mamba linear_attention', ('attention','none'):'* attention full_attention',
-    ('none','moe'):'E moe', ('none','mlp'):'- mlp'}.items() for s in words.split()}
+_WORDS = {('mamba','none'):'M mamba linear_attention', ('none','moe'):'E moe',
+    ('none','mlp'):'- mlp', ('attention','none'):'* attention full_attention'}
+_HALVES = {w:halves for halves,words in _WORDS.items() for w in words.split()}
 
 def _blocks(d)->tuple:
     "Mixers and feed-forward parts, one of them a block"
@@ -28,47 +29,81 @@ def _blocks(d)->tuple:
 def _mamba(d):
     d.only(mamba_hidden_act='silu', mamba_proj_bias=d.flag('use_bias'))
     sizes = [d.whole(k) for k in ('mamba_num_heads','mamba_head_dim','n_groups','ssm_state_size')]
-    return MambaConfig(*sizes, conv=d.whole('conv_kernel', lo=2), conv_bias=d.flag('use_conv_bias', True), proj_bias=d.flag('use_bias'))
+    return MambaConfig(*sizes, conv=d.whole('conv_kernel', lo=2),
+        conv_bias=d.flag('use_conv_bias', True), proj_bias=d.flag('use_bias'))
+
+def _experts(d):
+    shared = d.whole('n_shared_experts', 0, lo=0, hi=1)
+    width = d.whole('moe_shared_expert_intermediate_size', 0, lo=0)
+    return read_experts(d, score='sigmoid', correction=True, shared_size=shared*width,
+        scaling=d.number('routed_scaling_factor', 1.))
 
 def hf_fields(d:Keys)->dict:
     "Nemotron-H: one part a layer, told by a letter or a word; attention has no positions"
     mixers,ffns = _blocks(d)
-    if d.value('sliding_window', None) is not None: raise unsupported('sliding_window', d['sliding_window'], ['none'])
-    shared = d.whole('n_shared_experts', 0, lo=0, hi=1)*d.whole('moe_shared_expert_intermediate_size', 0, lo=0)
-    experts = dict(score='sigmoid', correction=True, scaling=d.number('routed_scaling_factor', 1.), shared_size=shared)
-    return dict(mixers=mixers, ffns=ffns, mamba=_mamba(d) if 'mamba' in mixers else None,
-        attention=read_attention(d, rope=False, bias=False, o_bias=False) if 'attention' in mixers else None,
-        moe=read_experts(d, **experts) if 'moe' in ffns else None, intermediate_size=read_width(d, ffns),
+    window = d.value('sliding_window', None)
+    if window is not None: raise unsupported('sliding_window', window, ['none'])
+    f = dict(mixers=mixers, ffns=ffns, intermediate_size=read_width(d, ffns),
         act=d.word('mlp_hidden_act', dict(relu2='relu2')), mlp_bias=d.flag('mlp_bias'))
+    if 'moe' in ffns: f['moe'] = _experts(d)
+    if 'mamba' in mixers: f['mamba'] = _mamba(d)
+    if 'attention' not in mixers: return f
+    f['attention'] = read_attention(d, rope=False, bias=False, o_bias=False)
+    return f
 
-HF = dict(nemotron_h=HFModel('nemotron', hf_fields, dict(max_position_embeddings=4096, mlp_hidden_act='relu2', conv_kernel=4,
-    ssm_state_size=128, n_groups=8, rms_norm_eps=1e-5), eps=('layer_norm_epsilon','norm_eps','rms_norm_eps')))
+_ABSENT = dict(max_position_embeddings=4096, mlp_hidden_act='relu2', conv_kernel=4,
+    ssm_state_size=128, n_groups=8, rms_norm_eps=1e-5)
+_EPS = ('layer_norm_epsilon','norm_eps','rms_norm_eps')
+HF = dict(nemotron_h=HFModel('nemotron', hf_fields, _ABSENT, eps=_EPS))
 
 # %% ../../nbs/25_families.nemotron.ipynb #3cfdb171
+def _gguf_heads(m, a):
+    "How many heads Mamba has, and how wide they are"
+    heads,width = (m.whole(f'{a}.ssm.{k}') for k in ('time_step_rank','inner_size'))
+    require(width%heads==0, f'{a}.ssm.inner_size', f'{heads} heads in a width of {width}')
+    return heads,width//heads
+
+def _gguf_mamba(m, a, names, heads):
+    groups,state = (m.whole(f'{a}.ssm.{k}') for k in ('group_count','state_size'))
+    return MambaConfig(*heads, groups, state, conv=m.whole(f'{a}.ssm.conv_kernel', lo=2),
+        conv_bias=gguf_has(names, '.ssm_conv1d.bias', True),
+        proj_bias=gguf_has(names, '.ssm_in.bias'))
+
+def _gguf_experts(m, a):
+    shared = m.whole(f'{a}.expert_shared_count', 1, lo=0, hi=1)
+    width = m.whole(f'{a}.expert_shared_feed_forward_length', 0, lo=0)
+    return gguf_experts(m, a, score='sigmoid', correction=True, shared_size=shared*width)
+
 def gguf_fields(m, a, L, names, ff)->dict:
     "Nemotron-H"
-    kv,width,s = gguf_each(m, f'{a}.attention.head_count_kv', L),gguf_each(m, f'{a}.feed_forward_length', L),lambda k: m.whole(f'{a}.ssm.{k}')
-    mixers = tuple('none' if w else 'attention' if k else 'mamba' for k,w in zip(kv, width))
-    S = m.whole(f'{a}.expert_shared_count', 1, lo=0, hi=1)*m.whole(f'{a}.expert_shared_feed_forward_length', 0, lo=0)
-    moe = gguf_experts(m, a, score='sigmoid', correction=True, shared_size=S)
-    routed = lambda i: f'blk.{i}.ffn_gate_inp.weight' in names if names else width[i]==moe.intermediate_size
-    ffns = tuple('none' if not w else 'moe' if moe and routed(i) else 'mlp' for i,w in enumerate(width))
+    k = f'{a}.feed_forward_length'
+    kv,width = gguf_each(m, f'{a}.attention.head_count_kv', L),gguf_each(m, k, L)
+    mixers = tuple('none' if w else 'attention' if n else 'mamba' for n,w in zip(kv, width))
+    moe,heads = _gguf_experts(m, a),_gguf_heads(m, a)
+    def ffn(i, w):
+        if not w or not moe: return 'mlp' if w else 'none'
+        routed = f'blk.{i}.ffn_gate_inp.weight' in names if names else w==moe.intermediate_size
+        return 'moe' if routed else 'mlp'
+    ffns = tuple(ffn(i, w) for i,w in enumerate(width))
     mlps = [w for w,f in zip(width, ffns) if f=='mlp']
-    nh = s('time_step_rank')
-    require(s('inner_size')%nh==0, f'{a}.ssm.inner_size', f'{nh} heads in a width of {s("inner_size")}')
     return dict(mixers=mixers, ffns=ffns, moe=moe if 'moe' in ffns else None, act='relu2',
-        intermediate_size=gguf_one(mlps, f'{a}.feed_forward_length') if mlps else 0, mlp_bias=gguf_has(names, '.ffn_up.bias'),
+        intermediate_size=gguf_one(mlps, k) if mlps else 0,
+        mlp_bias=gguf_has(names, '.ffn_up.bias'),
         attention=gguf_attention(m, a, L, names, turns=False) if 'attention' in mixers else None,
-        mamba=MambaConfig(nh, s('inner_size')//nh, s('group_count'), s('state_size'), conv=m.whole(f'{a}.ssm.conv_kernel', lo=2),
-            conv_bias=gguf_has(names, '.ssm_conv1d.bias', True), proj_bias=gguf_has(names, '.ssm_in.bias')) if 'mamba' in mixers else None)
+        mamba=_gguf_mamba(m, a, names, heads) if 'mamba' in mixers else None)
 
-_NAMES = {k:f'mixer.{v}' for k,v in {'ssm_in':'in_proj', 'ssm_conv1d':'conv1d', 'ssm_norm':'norm', 'ssm_out':'out_proj', 'attn_q':'q_proj',
-    'attn_k':'k_proj', 'attn_v':'v_proj', 'attn_output':'o_proj', 'ffn_gate_inp':'gate', 'ffn_up_shexp':'shared_experts.up_proj',
-    'ffn_down_shexp':'shared_experts.down_proj', 'ssm_a.':'A', 'ssm_d.':'D', 'ssm_dt.bias':'dt_bias',
-    'exp_probs_b.bias':'gate.e_score_correction_bias'}.items()}|dict(attn_norm='norm')
+_MIXER = {k:f'mixer.{v}' for k,v in {
+    'ssm_in':'in_proj', 'ssm_conv1d':'conv1d', 'ssm_norm':'norm', 'ssm_out':'out_proj',
+    'ssm_a.':'A', 'ssm_d.':'D', 'ssm_dt.bias':'dt_bias',
+    'attn_q':'q_proj', 'attn_k':'k_proj', 'attn_v':'v_proj', 'attn_output':'o_proj',
+    'ffn_up_shexp':'shared_experts.up_proj', 'ffn_down_shexp':'shared_experts.down_proj',
+    'ffn_gate_inp':'gate', 'exp_probs_b.bias':'gate.e_score_correction_bias'}.items()}
+_NAMES = gguf_moe('mixer.')|_MIXER|dict(attn_norm='norm')|gguf_mlp('mixer')
 _ROPED = {k.replace('self_attn', 'mixer'):v for k,v in GGUF_ROPED.items()}
-GGUF = GGUFModel('nemotron', gguf_fields, GGUFNames(gguf_moe('mixer.')|_NAMES|gguf_mlp('mixer'), _ROPED, flat=('mixer.A','mixer.D','mixer.norm.weight')))
-FAMILY = Family('nemotron', HF, dict.fromkeys(('nemotron_h','nemotron_h_moe'), GGUF), ignore=('mtp.*',))
+_FLAT = ('mixer.A','mixer.D','mixer.norm.weight')
+GGUF = GGUFModel('nemotron', gguf_fields, GGUFNames(_NAMES, _ROPED, flat=_FLAT))
+FAMILY = Family('nemotron', HF, dict.fromkeys(('nemotron_h','nemotron_h_moe'), GGUF),
+    ignore=('mtp.*',))
 
 # %% ../../nbs/25_families.nemotron.ipynb #18a86a3f
 def build(c:ModelConfig):
@@ -82,4 +117,5 @@ def build(c:ModelConfig):
         if c.ffns[i]=='mlp': return MLP(c)
         return Mamba(c, i) if c.mixers[i]=='mamba' else Attention(c, i)
     where = lambda i: 'mlp' if c.mixers[i]=='none' else 'mixer'
-    return Decoder(c, [Block(c, Half(part(i), where(i), 'mixer', 'norm')) for i in range(c.num_layers)])
+    halves = [Half(part(i), where(i), 'mixer', 'norm') for i in range(c.num_layers)]
+    return Decoder(c, [Block(c, h) for h in halves])

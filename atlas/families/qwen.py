@@ -20,13 +20,13 @@ from ..keys import Keys,expect
 class Generation:
     "What a Qwen is, and its config.json does not say"
     moe:bool=False # May layers have experts?
-    delta:str='' # How delta nets' projections are stored, 'fused' or 'split'; empty where there are none
+    delta:str='' # How delta nets' projections are stored, 'fused' or 'split'; empty: there are none
     mrope:tuple[int,...]=() # Sections of positions, where it sees images
     qk_norm:str='head'
     bias:bool|None=None # On queries, keys and values; None: `attention_bias` says so
 
 def _mixers(d, g, window):
-    "Newer ones alternate by an interval; those before may let layers slide from `max_window_layers` on"
+    "Newer ones alternate; those before may let layers slide from `max_window_layers` on"
     if not g.delta:
         first = lambda: d.whole('max_window_layers', 0, lo=0)
         return read_mixers(d, lambda i: 'sliding' if window and i>=first() else 'attention')
@@ -39,42 +39,54 @@ def _ffns(d, L, moe):
     return tuple('moe' if moe and i not in dense and (i+1)%step==0 else 'mlp' for i in range(L))
 
 def _delta(d, g):
-    sizes = (d.whole(f'linear_{k}') for k in ('num_key_heads','num_value_heads','key_head_dim','value_head_dim'))
+    keys = ('num_key_heads','num_value_heads','key_head_dim','value_head_dim')
+    sizes = [d.whole(f'linear_{k}') for k in keys]
     act = d.word('output_gate_type', dict(swish='silu', silu='silu', sigmoid='sigmoid'), 'silu')
-    return DeltaConfig(*sizes, conv=d.whole('linear_conv_kernel_dim', 4, lo=2), gate_act=act, fused=g.delta=='fused')
+    return DeltaConfig(*sizes, conv=d.whole('linear_conv_kernel_dim', 4, lo=2), gate_act=act,
+        fused=g.delta=='fused')
 
 # %% ../../nbs/22_families.qwen.ipynb #a4d1577a
 def _vision(d, g):
     "The tower; None where there is none, or where the file says not to use it"
     v = d.table('vision_config')
     if v is None or not g.mrope or d.flag('language_model_only'): return None
-    sizes = [v.whole(k) for k in ('depth','hidden_size','num_heads','intermediate_size','out_hidden_size')]
-    return VisionConfig(*sizes, d.whole('image_token_id', lo=0), patch_size=v.whole('patch_size', 16),
-        temporal_patch_size=v.whole('temporal_patch_size', 2), merge_size=v.whole('spatial_merge_size', 2),
-        in_channels=v.whole('in_channels', 3), num_positions=v.whole('num_position_embeddings', 2304),
+    keys = ('depth','hidden_size','num_heads','intermediate_size','out_hidden_size')
+    sizes = [v.whole(k) for k in keys]
+    return VisionConfig(*sizes, d.whole('image_token_id', lo=0),
+        patch_size=v.whole('patch_size', 16),
+        temporal_patch_size=v.whole('temporal_patch_size', 2),
+        merge_size=v.whole('spatial_merge_size', 2),
+        in_channels=v.whole('in_channels', 3),
+        num_positions=v.whole('num_position_embeddings', 2304),
         deepstack=v.wholes('deepstack_visual_indexes'),
         act=v.word('hidden_act', dict(gelu_pytorch_tanh='gelu_tanh'), 'gelu_tanh'),
         video_token_id=d.whole('video_token_id', None, lo=0),
-        vision_start_id=d.whole('vision_start_token_id', None, lo=0), vision_end_id=d.whole('vision_end_token_id', None, lo=0))
+        vision_start_id=d.whole('vision_start_token_id', None, lo=0),
+        vision_end_id=d.whole('vision_end_token_id', None, lo=0))
 
 def hf_fields(d:Keys, g:Generation=Generation())->dict:
     "Every Qwen from the second generation on"
-    vision,window = _vision(d, g),d.whole('sliding_window', None) if d.flag('use_sliding_window') else None
+    vision = _vision(d, g)
+    window = d.whole('sliding_window', None) if d.flag('use_sliding_window') else None
     kinds,new = _mixers(d, g, window),bool(g.delta)
     bias = {} if g.bias is None else dict(bias=g.bias, o_bias=False)
-    att = read_attention(d, mrope=g.mrope, qk_norm=g.qk_norm, gate=new and d.flag('attn_output_gate', True), **bias)
+    att = read_attention(d, mrope=g.mrope, qk_norm=g.qk_norm,
+        gate=new and d.flag('attn_output_gate', True), **bias)
     S = d.whole('shared_expert_intermediate_size', 0, lo=0)
     moe = read_experts(d, shared_size=S, shared_gate=S>0) if g.moe else None
     ffns,mtp = _ffns(d, len(kinds), moe),d.whole('mtp_num_hidden_layers', 0, lo=0, hi=64)
     if mtp: d.only(mtp_use_dedicated_embeddings=False)
-    return dict(mixed(kinds, att, window), ffns=ffns, moe=moe, delta=_delta(d, g) if 'delta' in kinds else None,
-        intermediate_size=read_width(d, ffns), act=read_act(d), norm_plus_one=new, mtp_layers=mtp, vision=vision)
+    return dict(mixed(kinds, att, window), ffns=ffns, moe=moe,
+        delta=_delta(d, g) if 'delta' in kinds else None, vision=vision, act=read_act(d),
+        intermediate_size=read_width(d, ffns), norm_plus_one=new, mtp_layers=mtp)
 
 # %% ../../nbs/22_families.qwen.ipynb #f90e18d7
 _ABSENT = dict(rms_norm_eps=1e-6, max_window_layers=28, sliding_window=4096)
 _MOE = _ABSENT|dict(max_window_layers=0)
 _SEES = dict(rope_theta=5e5, vision_start_token_id=151652, vision_end_token_id=151653)
-_NEW = _ABSENT|dict(partial_rotary_factor=.25, vision_start_token_id=248053, vision_end_token_id=248054)
+_NEXT = dict(partial_rotary_factor=.25, mtp_num_hidden_layers=1)
+_NEW = _ABSENT|dict(partial_rotary_factor=.25, vision_start_token_id=248053,
+    vision_end_token_id=248054)
 _VL,_Q35 = (24,20,20),(11,11,10)
 
 def _model(absent, **kw): return HFModel('qwen', partial(hf_fields, g=Generation(**kw)), absent)
@@ -85,7 +97,7 @@ HF = dict(
     qwen3_moe=_model(_MOE|dict(norm_topk_prob=False), moe=True),
     qwen3_vl_text=_model(_ABSENT|_SEES, mrope=_VL),
     qwen3_vl_moe_text=_model(_MOE|_SEES, moe=True, mrope=_VL),
-    qwen3_next=_model(_MOE|dict(partial_rotary_factor=.25, mtp_num_hidden_layers=1), moe=True, delta='fused'),
+    qwen3_next=_model(_MOE|_NEXT, moe=True, delta='fused'),
     qwen3_5_text=_model(_NEW, delta='split', mrope=_Q35),
     qwen3_5_moe_text=_model(_NEW, moe=True, delta='split', mrope=_Q35))
 WRAPPED = {k:Wrapped(f'{k}_text', HF) for k in ('qwen3_vl','qwen3_vl_moe','qwen3_5','qwen3_5_moe')}
@@ -102,21 +114,27 @@ def gguf_delta(m, a, L, names, ff, fused=False)->dict:
     rec = expect(m.value(k, [(i+1)%every!=0 for i in range(L)]), list, k, 'a list')
     require(len(rec)>=L, k, f'{len(rec)} values for {L} layers')
     vh = s('time_step_rank')
-    require(s('inner_size')%vh==0, f'{a}.ssm.inner_size', f'{vh} heads in a width of {s("inner_size")}')
+    require(s('inner_size')%vh==0, f'{a}.ssm.inner_size',
+        f'{vh} heads in a width of {s("inner_size")}')
     S = m.whole(f'{a}.expert_shared_feed_forward_length', 0, lo=0)
     moe = gguf_experts(m, a, shared_size=S, shared_gate=S>0)
-    delta = DeltaConfig(s('group_count'), vh, s('state_size'), s('inner_size')//vh, conv=m.whole(f'{a}.ssm.conv_kernel', lo=2), fused=fused)
-    return dict(mixers=tuple('delta' if r else 'attention' for r in rec[:L]), ffns=('moe' if moe else 'mlp',)*L, moe=moe, delta=delta,
+    delta = DeltaConfig(s('group_count'), vh, s('state_size'), s('inner_size')//vh,
+        conv=m.whole(f'{a}.ssm.conv_kernel', lo=2), fused=fused)
+    return dict(mixers=tuple('delta' if r else 'attention' for r in rec[:L]),
+        ffns=('moe' if moe else 'mlp',)*L, moe=moe, delta=delta,
         attention=gguf_attention(m, a, L, names, ff, qk_norm='head', gate=True))
 
 # %% ../../nbs/22_families.qwen.ipynb #69a0bb8f
-_DELTA = {k:f'linear_attn.{v}' for k,v in {'attn_qkv':'in_proj_qkv', 'attn_gate':'in_proj_z', 'ssm_beta':'in_proj_b',
-    'ssm_alpha':'in_proj_a', 'ssm_ba':'in_proj_ba', 'ssm_in':'in_proj_qkvz', 'ssm_conv1d':'conv1d', 'ssm_norm':'norm',
-    'ssm_out':'out_proj', 'ssm_a.':'A', 'ssm_dt.bias':'dt_bias'}.items()}
-_SHARED = {f'ffn_{k}_shexp':f'mlp.shared_expert.{k}_proj' for k in ('gate','up','down')}|dict(ffn_gate_inp_shexp='mlp.shared_expert_gate')
+_DELTA = {k:f'linear_attn.{v}' for k,v in {'attn_qkv':'in_proj_qkv', 'attn_gate':'in_proj_z',
+    'ssm_beta':'in_proj_b', 'ssm_alpha':'in_proj_a', 'ssm_ba':'in_proj_ba',
+    'ssm_in':'in_proj_qkvz', 'ssm_conv1d':'conv1d', 'ssm_norm':'norm', 'ssm_out':'out_proj',
+    'ssm_a.':'A', 'ssm_dt.bias':'dt_bias'}.items()}
+_SHARED = {f'ffn_{k}_shexp':f'mlp.shared_expert.{k}_proj' for k in ('gate','up','down')}
+_SHARED['ffn_gate_inp_shexp'] = 'mlp.shared_expert_gate'
 _OLD,_NEWER = GGUF_ATTENTION|GGUF_FFN_NORM,GGUF_ATTENTION|GGUF_POST_NORM|_DELTA
 
-def _gguf(fields, names, **kw): return GGUFModel('qwen', fields, GGUFNames(names, **kw), drafts=True)
+def _gguf(fields, names, **kw):
+    return GGUFModel('qwen', fields, GGUFNames(names, **kw), drafts=True)
 
 _plain,_experts = partial(gguf_alike, qk_norm='head'),gguf_experts_alike
 GGUF = dict(
@@ -138,4 +156,5 @@ def build(c:ModelConfig):
     from atlas.families.vision import VisionTower
     from atlas.model import Decoder
     layers = [block(c, i, m, f) for i,(m,f) in enumerate(zip(c.mixers, c.ffns))]
-    return Decoder(c, layers, MTPHead(c) if c.mtp_layers else None, VisionTower(c) if c.vision else None)
+    mtp = MTPHead(c) if c.mtp_layers else None
+    return Decoder(c, layers, mtp, VisionTower(c) if c.vision else None)
