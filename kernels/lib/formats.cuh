@@ -13,8 +13,7 @@
 //   unit_of(top)                  the unit of a row whose largest piece is `top`
 // For products of few rows by plain arithmetic, 32 columns at a time, four rows side by side:
 //   POWER, UNIT                   the largest of 32 activations is brought into [2^POWER, 2^(POWER+1)); what sums are to be multiplied by, once a row
-//   Four                          scales of four rows and a chunk
-//   dot(w, s, x, z, y)            y[r] += row r, pieces of all rows 32 apart at `w`, times x (32 halves) times z, the inverse of their power of two
+//   dot<P>(p, x, z, y)            y[r] += row r, of whose chunk P::vector(p, i) and P::scales(p) have the pieces, all rows' after each other, and the scales, times x (32 halves) times z, the inverse of their power of two
 // For products of few rows by tensor cores, 128 columns at a time (lib/fragment.cuh):
 //   TWO                           x as two planes of bf16, not one of fp16
 //   Pair                          where chunks have scales: those of two rows. read(p), factors(f): for each row and each half of a chunk, scale(i): of the sums of row i, if SCALED
@@ -98,10 +97,10 @@ struct nvfp4 : e2m1, itself {
     static __device__ __forceinline__ void halves(Bytes w, Bytes s, int t, float, bool, unsigned* h) {  // times 2^-7 of the block's e4m3 scale: at most 21, exact
         e2m1_pairs(*(const unsigned*)w, __hmul2(half2_from(e4m3_halves(s[t / 2] * 0x101u)), __float2half2_rn(128.f)), h);
     }
-    typedef uint2 Four;
-    static __device__ __forceinline__ void dot(const uint4* w, Four s, const uint4* x, float z, float* y) {
+    template <class P> static __device__ __forceinline__ void dot(unsigned char* p, const uint4* x, float z, float* y) {
+        const uint2 s = *(const uint2*)P::scales(p);
         #pragma unroll
-        for (int r = 0; r < 4; r++) y[r] = fmaf(nvfp4_chunk(w[r * 32], nvfp4_scales(s, r), (const __half2*)x), z, y[r]);
+        for (int r = 0; r < 4; r++) y[r] = fmaf(nvfp4_chunk(*P::vector(p, r), nvfp4_scales(s, r), (const __half2*)x), z, y[r]);
     }
     struct Pair {  // exact in fp16: at most 6 * 448 * 2^-14, a multiple of 2^-24
         static constexpr bool SCALED = false;
@@ -133,12 +132,12 @@ struct mxfp4 : e2m1 {
     }
     static __device__ float piece(Bytes, Bytes s, int r, int bytes, int i) { return i < bytes / 16 ? (float)s[((size_t)(r / 4) * (bytes / 16) + i) * 4 + r % 4] : -1.f; }
     static __device__ __forceinline__ float unit_of(float top) { return __uint_as_float((unsigned)max((int)top, 1) << 23); }
-    typedef unsigned Four;
-    static __device__ __forceinline__ void dot(const uint4* p, Four s, const uint4* x, float z, float* y) {
+    template <class P> static __device__ __forceinline__ void dot(unsigned char* p, const uint4* x, float z, float* y) {
         const __half2 zero = __float2half2_rn(0.f), *h = (const __half2*)x;
+        const unsigned s = *(const unsigned*)P::scales(p);
         #pragma unroll
         for (int r = 0; r < 4; r++) {
-            const uint4 w = p[r * 32];
+            const uint4 w = *P::vector(p, r);
             const float f = __uint_as_float((r < 3 ? s << (23 - 8 * r) : s >> 1) & 0x7F800000u);  // 2^-127 counts as nothing, NaN as infinity
             const float2 u = __half22float2(nvfp4_word(w.y, h + 4, nvfp4_word(w.x, h, zero)));
             const float2 v = __half22float2(nvfp4_word(w.w, h + 12, nvfp4_word(w.z, h + 8, zero)));
@@ -184,15 +183,15 @@ template <bool TILED> struct e4m3 {
         pairs(eight<uint2>(w, row, C, v), h);
         halves_to_floats(h, ((const float*)s)[TILED ? row * ((C + 3) / 4) + v / 16 : row], a);
     }
-    typedef float4 Four;
-    static __device__ __forceinline__ void dot(const uint4* p, Four s, const uint4* x, float z, float* y) {
+    template <class P> static __device__ __forceinline__ void dot(unsigned char* p, const uint4* x, float z, float* y) {
         const __half2* h = (const __half2*)x;
+        const float4 s = *(const float4*)P::scales(p);
         #pragma unroll
         for (int r = 0; r < 4; r++) {
             float sum = 0.f;
             #pragma unroll
             for (int j = 0; j < 2; j++) {
-                const uint4 w = p[(2 * r + j) * 32];
+                const uint4 w = *P::vector(p, 2 * r + j);
                 __half2 a = __float2half2_rn(0.f);
                 #pragma unroll
                 for (int k = 0; k < 8; k++) a = __hfma2(half2_from(e4m3_halves(word(w, k / 2) >> (k % 2 * 16))), h[j * 8 + k], a);
@@ -226,14 +225,13 @@ template <bool BF16> struct sixteen {
     static constexpr float UNIT = 1.f, UNITY = 1.f;
     static constexpr bool BY_ROW = false, TILE = false, TWO = BF16;
     static __device__ __forceinline__ float2 pair(unsigned v) { return BF16 ? make_float2(bf16_low(v), bf16_high(v)) : __half22float2(half2_from(v)); }
-    struct Four {};
-    static __device__ __forceinline__ void dot(const uint4* p, Four, const uint4* x, float z, float* y) {  // every product in float32
+    template <class P> static __device__ __forceinline__ void dot(unsigned char* p, const uint4* x, float z, float* y) {  // every product in float32
         #pragma unroll
         for (int r = 0; r < 4; r++) {
             float sum = 0.f;
             #pragma unroll
             for (int j = 0; j < 4; j++) {
-                const uint4 w = p[(4 * r + j) * 32];
+                const uint4 w = *P::vector(p, 4 * r + j);
                 #pragma unroll
                 for (int k = 0; k < 4; k++) {
                     const float2 u = pair(word(w, k)), v = __half22float2(half2_from(word(x[j], k)));

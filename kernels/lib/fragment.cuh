@@ -68,8 +68,8 @@ template <class F, int C> struct Unit {
     static constexpr unsigned LINE = F::CHUNK * C, SLINE = F::TILE ? 16 * KB : 4 * F::SCALE * C;
     static constexpr bool TWO = F::TWO;
     typedef Lines<LB, LINE> L;
-    // where the scales of four rows and a chunk are: sixteens of chunks are exchanged by fours, as those of `Lines`, where reads would meet a bank twice
-    static __device__ __forceinline__ int place(int four, int c) { return L::BYTES + four * 32 * F::SCALE + (F::SCALE > 1 ? c ^ four / 2 * 4 : c) * 4 * F::SCALE; }
+    // where the scales of four rows and a chunk are, if they have two bytes and more: exchanged by fours as the codes of `Lines` are
+    static __device__ __forceinline__ int place(int four, int c) { return L::BYTES + four * 32 * F::SCALE + (c ^ four / 2 * 4) * 4 * F::SCALE; }
     static __device__ __forceinline__ void first(Bytes& p, Bytes& q, size_t row, int u, int l) {
         p = L::first(p, row, u, l);
         if (F::SCALE) q += (row / 4 + l / 8) * SLINE + u * SB + l % 8 * (4 * F::SCALE);
@@ -77,7 +77,7 @@ template <class F, int C> struct Unit {
     }
     static __device__ __forceinline__ void fetch(unsigned char* at, Bytes p, Bytes q, int rows, int u, int l) {
         L::fetch(at, p, rows, u, l);
-        if constexpr (F::SCALE > 0) cp_async_or_zero<4 * F::SCALE>(at + place(l / 8, l % 8), q, l / 8 * 4 < rows && (C % 8 == 0 || 8 * u + l % 8 < C));
+        if constexpr (F::SCALE > 0) cp_async_or_zero<4 * F::SCALE>(at + (F::SCALE == 1 ? L::BYTES + l * 4 : place(l / 8, l % 8)), q, l / 8 * 4 < rows && (C % 8 == 0 || 8 * u + l % 8 < C));
         if (F::TILE && l < 16) cp_async_or_zero<4>(at + L::BYTES + l * 4, q, l < rows);
     }
     static __device__ __forceinline__ float row_scale(Bytes s, const float* gs, size_t row) { return F::row_scale(s, gs, row); }
@@ -93,7 +93,7 @@ template <class F, int C> struct Fragment<F, C, 16> : Unit<F, C> {  // four bits
     template <int LD> static __device__ __forceinline__ int own(int t) { return t; }
     __device__ __forceinline__ void read(const unsigned char* at, int b, int g, int t) {
         w[0] = U::L::get(at, 2 * g, 4 * b + t); w[1] = U::L::get(at, 2 * g + 1, 4 * b + t);
-        s.read(at + U::place(g / 2, 4 * b + t) + g % 2 * (2 * F::SCALE));
+        s.read(at + (F::SCALE == 1 ? U::L::BYTES + (g / 2 * 8 + 4 * b + t) * 4 : U::place(g / 2, 4 * b + t)) + g % 2 * (2 * F::SCALE));
     }
     template <int LD, int PLANE> __device__ __forceinline__ void dot(float (*d)[4], const uint4* x) const {
         __half2 f[2][2];

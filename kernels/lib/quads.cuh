@@ -30,9 +30,7 @@ template <class F> struct Quad : F {
             for (int r = 0; r < 4; r++) cp_async_or_zero<4>(scales(p) + 4 * r, (const float*)s + (row + r) * kb + (kb > 1 ? c / 4 : 0), on);
     }
     static __device__ __forceinline__ void dot(unsigned char* p, const uint4* x, float z, float* y) {
-        typename F::Four s = {};
-        if constexpr (SCALES > 0) s = *(const typename F::Four*)scales(p);
-        F::dot(vector(p, 0), s, x, z, y);
+        F::template dot<Quad>(p, x, z, y);
     }
 };
 #define NAMED(f) typedef Quad<formats::f> f;
