@@ -49,6 +49,15 @@ def compile_cubin(nvcc, inc, cu, options, arch):
         out.unlink(missing_ok=True)
         print(f'warning: {cu.name} was not compiled for {arch}: {why}', file=sys.stderr)
 
+def tell(line):
+    "Say `line` in the build's log, which pip shows with -v, and in the terminal, if somebody waits there: pip itself shows nothing of a build"
+    print(line, file=sys.stderr, flush=True)
+    if sys.stderr.isatty(): return
+    try:
+        with open('/dev/tty', 'w') as terminal:
+            if os.tcgetpgrp(terminal.fileno())==os.getpgrp(): terminal.write(f'\n  atlas: {line}\n')
+    except OSError: pass
+
 class BuildPy(build_py):
     "Copy the package, then, where there is an nvcc, compile each kernel beside its source. Editable installs compile nothing"
     def run(self):
@@ -58,7 +67,9 @@ class BuildPy(build_py):
         if self.editable_mode or not archs: return
         if not (nvcc := find_nvcc()): return print('no nvcc: kernels are shipped as source and compiled when they are first loaded', file=sys.stderr)
         inc = (out/'kernels').resolve()
-        with ThreadPoolExecutor(os.cpu_count()) as ex: list(ex.map(lambda o: compile_cubin(nvcc, inc, *o), variants(inc)))
+        todo,n = variants(inc),os.cpu_count()
+        tell(f'compiling {len(todo)} kernels for {" and ".join(archs)} with {nvcc}, {n} at a time: about {max(1, round(len(todo)*1.5/60/n))} min. ATLAS_CUDA_ARCHS= leaves that to the first start')
+        with ThreadPoolExecutor(n) as ex: list(ex.map(lambda o: compile_cubin(nvcc, inc, *o), todo))
 
 class Sdist(sdist):
     "Add settings.ini, without which the source archive could not be built"

@@ -8,7 +8,8 @@ Docs: https://atlas-inference.github.io/atlas/emulator.html.md"""
 __all__ = ['PAD', 'MARK', 'CardArray', 'strips_whole', 'find_cxx', 'Emulator', 'Emulated']
 
 # %% ../nbs/04a_emulator.ipynb #d40747d0
-import ctypes,functools,hashlib,os,shutil,subprocess,tempfile
+import ctypes,fcntl,functools,hashlib,os,shutil,subprocess,tempfile
+from contextlib import contextmanager
 from pathlib import Path
 import numpy as np
 from fastcore.basics import patch
@@ -76,29 +77,47 @@ class Emulator(Device):
 _MAIN = '''#include "{name}.cu"
 extern "C" __attribute__((visibility("default"))) const char* emulate(const unsigned* grid, const unsigned* block, unsigned shared, void** args) {{ return emu::launch({name}, grid, block, shared, args); }}
 '''
-_FLAGS = ('-x','c++','-std=c++17','-O1','-fPIC','-shared','-w','-fpermissive','-ffp-contract=off','-DATLAS_EMULATE','-fsanitize=alignment,bounds','-fno-sanitize-recover=all','-fvisibility=hidden','-fno-gnu-unique')
+_FLAGS = ('-std=c++17','-fPIC','-w','-fpermissive','-ffp-contract=off','-DATLAS_EMULATE','-fsanitize=alignment,bounds','-fno-sanitize-recover=all','-fvisibility=hidden','-fno-gnu-unique')
 
 @functools.cache
 def _cxx_version(): return subprocess.run([find_cxx(), '--version'], capture_output=True, text=True).stdout.splitlines()[0]
 
+@contextmanager
+def _alone(path):
+    "Nobody else, in no process, makes what is to be at `path` meanwhile"
+    with open(path.parent/f'lock{path.stem[-2:]}', 'w') as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        yield
+
+def _made(name, text, options, what, where):
+    "What the compiler makes of `text`, unless it is there already, and what it says if it refuses. `what` is in the files that it finds at `where`"
+    digest = hashlib.sha256(repr((text, options, what, _FLAGS, _cxx_version())).encode()).hexdigest()[:24]
+    out = home()/'emulated'/f'{name}.{digest}.so'
+    if out.exists(): return out,''
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(out), tempfile.TemporaryDirectory(dir=out.parent) as d:
+        if out.exists(): return out,''
+        main = Path(d)/'main.cpp'
+        main.write_text(text)
+        r = subprocess.run([find_cxx(), *_FLAGS, *options, main, *where, '-o', f'{d}/made'], capture_output=True, text=True)
+        if r.returncode: return None,r.stderr
+        os.replace(f'{d}/made', out)
+    return out,''
+
 def _library(src:Source, options:tuple)->Path:
     "The shared library of a kernel, compiled if it is not there yet"
-    own = sorted((src.root/'emulator').glob('*.h'))
-    what = [sorted(src.files.items()), options, _FLAGS, _cxx_version(), [p.read_text() for p in own]]
-    out = home()/'emulated'/f'{src.name}.{hashlib.sha256(repr(what).encode()).hexdigest()[:24]}.so'
-    if out.exists(): return out
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent) as d:
-        main = Path(d)/'main.cpp'; main.write_text(_MAIN.format(name=src.name))
-        cmd = [find_cxx(), *_FLAGS, *options, f'-I{src.root}', f'-I{src.root}/emulator', '-include', 'emulate.h', main, '-o', f'{d}/k.so']
-        r = subprocess.run(cmd, capture_output=True, text=True)
-        if r.returncode: raise _refused(src, r.stderr)
-        os.replace(f'{d}/k.so', out)
+    own = src.root/'emulator'
+    headers = {p.name: p.read_text() for p in sorted(own.glob('*.h'))}
+    runtime,log = _made('runtime', '#include "runtime.h"\n', ('-O2','-c'), headers, [f'-I{own}'])
+    if log: raise _refused('runtime.h', log)
+    where = [f'-I{src.root}', f'-I{own}', '-include', 'emulate.h', runtime]
+    out,log = _made(src.name, _MAIN.format(name=src.name), ('-Og','-shared',*options), (sorted(src.files.items()), runtime.name), where)
+    if log: raise _refused(f'{src.name}.cu', log)
     return out
 
-def _refused(src, log):
+def _refused(name, log):
     first = next((l.strip() for l in log.splitlines() if 'error' in l), log[:200])
-    e = DeviceError(f'{src.name}.cu does not compile for the emulator: {first}', hint='Words of CUDA that it lacks belong into kernels/emulator')
+    e = DeviceError(f'{name} does not compile for the emulator: {first}', hint='Words of CUDA that it lacks belong into kernels/emulator')
     e.add_note(log)
     return e
 
@@ -106,7 +125,8 @@ def _refused(src, log):
 class Emulated:
     "A kernel compiled for the emulator: `k(grid, block, values, shared)` with values as ctypes"
     def __init__(self, src:Source, options:tuple):
-        self.name,self._f = src.name,ctypes.CDLL(str(_library(src, options))).emulate
+        self.name,self.library = src.name,ctypes.CDLL(str(_library(src, options)))
+        self._f = self.library.emulate
         self._f.restype = ctypes.c_char_p
     def __call__(self, grid, block, values, shared=0, pdl=True):
         "Run it to its end"

@@ -1,5 +1,21 @@
-"Shared fixtures."
-import os,pytest
+"Shared fixtures, and what holds for a whole run: signals, memory, durations (helpers/durations.py) and selection by page (helpers/pages.py)."
+import gc,os,signal,pytest
+
+pytest_plugins = ['helpers.durations','helpers.pages']
+
+def answer_signals():
+    """A shell starts what it puts into the background with SIGINT and SIGQUIT ignored, and `nohup` with SIGHUP: programs that the tests start
+    would inherit that. A signal that has a handler is what it was born as in them; those that this process was to ignore it still survives."""
+    if signal.getsignal(signal.SIGINT)==signal.SIG_IGN: signal.signal(signal.SIGINT, signal.default_int_handler)
+    for s in (signal.SIGQUIT,signal.SIGHUP):
+        if signal.getsignal(s)==signal.SIG_IGN: signal.signal(s, lambda *_: None)
+
+answer_signals()
+
+def pytest_collection_finish():
+    "What is there before the first test stays: the collector need not look at it after each"
+    gc.collect()
+    gc.freeze()
 
 @pytest.fixture(scope='session')
 def demo():

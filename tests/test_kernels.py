@@ -83,7 +83,7 @@ def build(tmp, listed=None, only=None, fails=False, **env):
         if only and p.stem not in only: p.unlink()
     if listed is not None: (tree/'kernels'/'variants.json').write_text(json.dumps(listed))
     env = {k: v for k,v in (os.environ|env).items() if v is not None}
-    r = subprocess.run([sys.executable, 'setup.py', '-q', 'build_py', '--build-lib', tmp/'out'], cwd=tree, env=env, capture_output=True, text=True)
+    r = subprocess.run([sys.executable, 'setup.py', '-q', 'build_py', '--build-lib', tmp/'out'], cwd=tree, env=env, capture_output=True, text=True, start_new_session=True)
     assert fails==(r.returncode!=0), r.stderr
     return tmp/'out'/'atlas'/'kernels',r.stderr
 
@@ -99,6 +99,24 @@ def test_wheel_without_nvcc(tmp_path):
     (tmp_path/'empty').mkdir()
     out,said = build(tmp_path, PATH=str(tmp_path/'empty'), CUDA_HOME=str(tmp_path/'empty'), ATLAS_CUDA_ARCHS=None)
     assert files(out)==sources and 'no nvcc' in said
+
+def test_wheel_says_what_takes_so_long(tmp_path):
+    "In the log, and in the terminal of whoever waits: pip shows nothing of a build"
+    import pty
+    nvcc = fake_nvcc(tmp_path, logs)
+    _,said = build(tmp_path, only=('rmsnorm','rope'), PATH=nvcc, ATLAS_CUDA_ARCHS='90a')
+    assert 'compiling 2 kernels for sm_90a' in said and 'ATLAS_CUDA_ARCHS=' in said
+    pid,terminal = pty.fork()
+    if not pid:
+        os.chdir(tmp_path/'tree')
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        os.execve(sys.executable, [sys.executable,'setup.py','-q','build_py','--build-lib',str(tmp_path/'again')], os.environ|dict(PATH=nvcc, ATLAS_CUDA_ARCHS='90a'))
+    seen = b''
+    try:
+        while more := os.read(terminal, 4096): seen += more
+    except OSError: pass  # it has ended
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])==0 and b'atlas: compiling 2 kernels' in seen
 
 def test_wheel_of_sources_only(tmp_path): assert files(build(tmp_path, ATLAS_CUDA_ARCHS='')[0])==sources
 

@@ -12,23 +12,6 @@ pytestmark = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
 
 class Region(ctypes.Structure): _fields_ = [('at',ctypes.c_void_p), ('mask',ctypes.c_void_p), ('n',ctypes.c_size_t)]
 
-def early_kernels(to):
-    "A copy of the kernels for an emulator that hides what is not waited for"
-    shutil.copytree(kernel_dir(), to)
-    def edit(name, *pairs):
-        p = to/name; s = p.read_text()
-        for a,b in pairs: assert s.count(a)==1, (name, a); s = s.replace(a, b)
-        p.write_text(s)
-    here,go = (Path(__file__).parent/'helpers'/'early.h').read_text(),'template <class... A, size_t... I> inline void apply'
-    edit('emulator/emulate.h', ('inline bool run_block() {','inline bool run_threads() {'), (go,here+go), ('fault = nullptr;\n','fault = nullptr; triggered = early = false;\n'))
-    edit('lib/pdl.cuh', *((f'asm volatile("griddepcontrol.{a}\n#endif', f'asm volatile("griddepcontrol.{a}\n#elif defined(ATLAS_EMULATE)\n    emu::{b}();\n#endif')
-        for a,b in (('launch_dependents;");','pdl_trigger'), ('wait;" ::: "memory");','pdl_wait'))))
-    return to
-
-_SAID = '''extern "C" __attribute__((visibility("default"))) void watch(const void* r, int n) {{ emu::regions = (const emu::Region*)r; emu::many = n; emu::watched = true; }}
-extern "C" __attribute__((visibility("default"))) int said() {{ return emu::triggered | emu::early << 1; }}
-'''
-
 def span(a): return sum((n-1)*s for n,s in zip(a.shape, a.strides))+a.itemsize if a.size else 0
 def flat(a): return np.frombuffer((ctypes.c_char*span(a)).from_address(a.ctypes.data), np.uint8)
 
@@ -36,12 +19,9 @@ def flat(a): return np.frombuffer((ctypes.c_char*span(a)).from_address(a.ctypes.
 def overlap(tmp_path, monkeypatch):
     "Kernels start early from here on; an object whose `on` says so, with the names of kernels that did and the bytes that were hidden from them"
     class Overlap: on,names,hidden,open = True,set(),0,[] # What may not have been written: (address, bytes that change)
-    o,root,put = Overlap(),early_kernels(tmp_path/'kernels'),monkeypatch.setattr
+    o,root,put = Overlap(),tmp_path/'kernels',monkeypatch.setattr
+    shutil.copytree(kernel_dir(), root)
     put(atlas.launch, 'kernel_dir', lambda: root); put(atlas.card, '_variants', {}); put(atlas.card, '_ready', functools.cache(atlas.card._ready.__wrapped__))
-    put(atlas.emulator, '_MAIN', atlas.emulator._MAIN+_SAID)
-    def load(self, src, options):
-        self.name,self.lib = src.name,ctypes.CDLL(str(atlas.emulator._library(src, options))); self._f = self.lib.emulate; self._f.restype = ctypes.c_char_p
-    put(atlas.emulator.Emulated, '__init__', load)
     launch = atlas.card._Ready.__call__
     def early(self, grid, block, args, shared, pdl):
         card = atlas.card._emulator(); plain = getattr(card, 'plain', False); card.plain = False
@@ -51,11 +31,11 @@ def overlap(tmp_path, monkeypatch):
         outs = [a for a,p in zip(args, sig) if '*' in p and not p.strip().startswith('const') and a is not None]
         was = [flat(a).copy() for a in outs]
         regions = (Region*max(1, len(o.open)))(*[Region(at, m.ctypes.data, len(m)) for at,m in o.open])
-        self.k.lib.watch(regions, len(o.open))
+        self.k.library.watch(regions, len(o.open))
         if o.open: o.names.add(self.src.name); o.hidden += sum(len(m) for _,m in o.open)
         launch(self, grid, block, args, shared, pdl)
         own = [(a.ctypes.data, np.where(flat(a)!=b, 255, 0).astype(np.uint8)) for a,b in zip(outs, was) if (flat(a)!=b).any()]
-        triggered,before = self.k.lib.said()&1,self.k.lib.said()&2
+        triggered,before = self.k.library.said()&1,self.k.library.said()&2
         o.open = (own+(o.open if before else [])) if triggered else []
     put(atlas.card._Ready, '__call__', early)
     def whole(f):  # what the host puts into the queue waits for all before it

@@ -1,22 +1,22 @@
 #pragma once
 // Half precision for emulate.h: values are computed in wider types and rounded to nearest even once.
 inline uint16_t emu_to_half(double d) {
-    const float f = (float)d;
-    unsigned u = emu_bits<unsigned>(f), s = u >> 16 & 0x8000, m = u & 0x7FFFFFFF;
-    if (m > 0x7F800000) return s | 0x7FFF;
-    if (m >= 0x47800000) return s | 0x7C00;                                      // 65536 and more
-    const double a = std::fabs(d);
-    if (a < 6.103515625e-05) return s | (unsigned)std::nearbyint(a * 16777216.);  // subnormal: multiples of 2^-24
-    int e; const double r = std::frexp(a, &e);                                    // a = r * 2^e, r in [.5, 1)
-    unsigned q = (unsigned)std::nearbyint(r * 2048.);                             // 1024 .. 2048
-    if (q == 2048) { q = 1024; e++; }
-    if (e + 14 >= 31) return s | 0x7C00;
-    return s | (e + 14) << 10 | (q - 1024);
+    const uint64_t u = emu_bits<uint64_t>(d), m = u & ~(1ull << 63);
+    const unsigned s = u >> 48 & 0x8000;
+    if (m > 0x7FFull << 52) return s | 0x7FFF;
+    if (m >= 1023ull + 16 << 52) return s | 0x7C00;                               // 65536 and more
+    if (m < 1023ull - 14 << 52) {                                                 // subnormal: multiples of 2^-24
+        const double whole = 4503599627370496.;                                   // 2^52: what is added to it loses its fraction
+        return s | (unsigned)(emu_bits<double>(m) * 16777216. + whole - whole);
+    }
+    const uint64_t even = m + (1ull << 41) - 1 + (m >> 42 & 1);                   // what overflows is an infinity
+    return s | (unsigned)((even >> 42) - (1023 - 15 << 10));
 }
 inline float emu_from_half(uint16_t h) {
-    const int e = h >> 10 & 31, m = h & 1023;
-    const float v = e == 31 ? (m ? NAN : INFINITY) : e ? std::ldexp((float)(1024 + m), e - 25) : std::ldexp((float)m, -24);
-    return h & 0x8000 ? -v : v;
+    const unsigned s = (h & 0x8000u) << 16, m = h & 0x7FFF;
+    if (m < 0x400) return emu_bits<float>(s | emu_bits<unsigned>(m * 5.9604644775390625e-08f));
+    if (m >= 0x7C00) return emu_bits<float>(s | (m > 0x7C00 ? 0x7FC00000 : 0x7F800000));
+    return emu_bits<float>(s | (m << 13) + (127 - 15 << 23));
 }
 struct alignas(2) __half {
     uint16_t u;

@@ -1,18 +1,16 @@
 #pragma once
 // CUDA C++ on a CPU, for tests: the threads of a block are fibers of one thread of the host, which take turns at barriers and warp primitives.
 // Slow and exact about who waits for whom; blocks run one after the other, so no block may wait for another one.
-#include <cmath>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
+// This is what a kernel is compiled with, and so as little as it needs: what the fibers do is in runtime.h, compiled once for all kernels.
+// The C functions alone: a third of a kernel's compilation would go into the C++ overloads of <cmath>, which device code does not use.
+#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS
+#include <math.h>
+#undef _GLIBCXX_INCLUDE_NEXT_C_HEADERS
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
 #include <type_traits>
 #include <utility>
-#include <vector>
-#include <sys/mman.h>
-#if !defined(__x86_64__)
-#include <ucontext.h>
-#endif
 
 #define __global__
 #define __device__
@@ -38,176 +36,46 @@ EMU_VEC2(double, double2, 16) EMU_VEC2(unsigned long long, ulonglong2, 16) EMU_V
 struct float3 { float x, y, z; };
 inline float3 make_float3(float x, float y, float z) { return {x, y, z}; }
 
-// The fibers of a block.
+// The fibers of a block: see runtime.h.
+#pragma GCC visibility push(hidden)
 namespace emu {
-constexpr int MOST = 1024, STACK = 192 << 10, WORDS = 8;  // threads a block, bytes of a stack, 64-bit words that a lane shows its warp at once
-struct Warp { uint64_t shown[32][WORDS], seen[8][32][WORDS]; unsigned took[8]; int next; unsigned arrived, alive; int given[32]; unsigned long long turn[32]; };
-struct Fiber { void* sp; bool done; };
-inline Fiber fibers[MOST];
-inline Warp warps[MOST / 32];
-inline char* stacks;
-inline void* home;
-inline int current, threads, live, waiting;
-inline unsigned long long generation, progress, passes;
-inline uint3 thread, block;
-inline dim3 size, grid;
-alignas(128) inline unsigned char dynamic[232 << 10];
-inline void (*body)(void*);
-inline void* argument;
-inline const char* fault;
-
-#if defined(__x86_64__)
-extern "C" void emu_switch(void** from, void* to);
-asm(R"(
-.text
-.weak emu_switch
-emu_switch:
-    pushq %rbp; pushq %rbx; pushq %r12; pushq %r13; pushq %r14; pushq %r15
-    movq %rsp, (%rdi)
-    movq %rsi, %rsp
-    popq %r15; popq %r14; popq %r13; popq %r12; popq %rbx; popq %rbp
-    ret
-)");
-#else
-inline ucontext_t contexts[MOST], main_context;
-#endif
-
+constexpr int WORDS = 8;  // 64-bit words that a lane shows its warp at once
+extern int current;       // number of the thread that runs
+extern uint3 thread, block;
+extern dim3 size, grid;
+extern unsigned long long progress;
+alignas(128) extern unsigned char dynamic[232 << 10];
 inline int lane() { return current % 32; }
-inline Warp& warp() { return warps[current / 32]; }
-inline void yield() {
-#if defined(__x86_64__)
-    emu_switch(&fibers[current].sp, home);
-#else
-    swapcontext(&contexts[current], &main_context);
-#endif
-}
-inline void release() { if (live && waiting == live) { waiting = 0; generation++; progress++; } }
-inline void entry() {
-    body(argument);
-    fibers[current].done = true;
-    warp().alive &= ~(1u << lane());
-    live--; progress++;
-    release();
-    yield();
-}
-inline void barrier() {
-    const unsigned long long g = generation;
-    waiting++; progress++;
-    release();
-    while (generation == g) yield();
-}
-inline bool complete(unsigned mask) {  // a lane that has ended is no longer waited for
-    Warp& w = warp();
-    const unsigned need = mask & w.alive;
-    if ((w.arrived & need) != need) return false;
-    w.next = (w.next + 1) % 8;
-    w.took[w.next] = need;
-    for (int i = 0; i < 32; i++) if (need >> i & 1) { std::memcpy(w.seen[w.next][i], w.shown[i], WORDS * 8); w.given[i] = w.next; w.turn[i]++; }
-    w.arrived &= ~need; progress++;
-    return true;
-}
-// Every lane of `mask` shows `v`; returns what all have shown.
+void yield();
+void barrier();
+unsigned alive();                                              // lanes of this warp that have not ended
+unsigned took();                                               // lanes of the exchange that this lane came from
+const void* exchange(unsigned mask, const void* v, unsigned bytes);  // every lane of `mask` shows `v`; returns what all have shown
 template <class T> inline const T* gather(unsigned mask, const T& v) {
     static_assert(sizeof(T) <= WORDS * 8, "too much for one exchange");
-    Warp& w = warp();
-    const int l = lane();
-    std::memcpy(w.shown[l], &v, sizeof(T));
-    w.arrived |= 1u << l; progress++;
-    const unsigned long long turn = w.turn[l];
-    while (w.turn[l] == turn && !complete(mask)) yield();
-    return (const T*)w.seen[w.given[l]][0];
+    return (const T*)exchange(mask, &v, sizeof(T));
 }
-inline unsigned took() { return warp().took[warp().given[lane()]]; }  // lanes of the exchange that this lane came from
-template <class T> inline T from(const T* all, int l) { T r; std::memcpy(&r, (const char*)all + (size_t)l * WORDS * 8, sizeof(T)); return r; }
+template <class T> inline T from(const T* all, int l) { T r; memcpy(&r, (const char*)all + (size_t)l * WORDS * 8, sizeof(T)); return r; }
+void copy(void* to, const void* from, int bytes, bool on);  // beside the threads
+void commit();
+void wait(int newest);
+void pdl_wait();
+void pdl_trigger();
+[[noreturn]] void trap();
+const char* start(void (*body)(void*), void* argument, const unsigned* g, const unsigned* b, unsigned shared);
 
-// Copies that run beside the threads arrive as late as they may: when somebody waits for their group.
-struct Copy { void* to; const void* from; int bytes; bool on; };
-inline std::vector<Copy> copies[MOST];
-inline std::vector<size_t> groups[MOST];  // where each committed group of a thread ends
-inline void copy(void* to, const void* from, int bytes, bool on) {
-    if ((size_t)to % bytes || (on && (size_t)from % bytes)) { std::fprintf(stderr, "a copy of %d bytes from %p to %p, which are no multiples\n", bytes, from, to); std::abort(); }
-    copies[current].push_back({to, from, bytes, on});
-}
-inline void commit() { groups[current].push_back(copies[current].size()); }
-inline void wait(int newest) {
-    auto &c = copies[current]; auto &g = groups[current];
-    if ((int)g.size() <= newest) return;
-    const size_t keep = g.size() - newest, n = g[keep - 1];
-    for (size_t i = 0; i < n; i++) if (c[i].on) std::memcpy(c[i].to, c[i].from, c[i].bytes); else std::memset(c[i].to, 0, c[i].bytes);
-    c.erase(c.begin(), c.begin() + n);
-    g.erase(g.begin(), g.begin() + keep);
-    for (auto& e : g) e -= n;
-}
-
-inline bool run_block() {
-    live = threads; waiting = 0; generation = 0;
-    for (int i = 0; i < (threads + 31) / 32; i++) {
-        std::memset(&warps[i], 0, sizeof(Warp));
-        const int n = threads - i * 32;
-        warps[i].alive = n >= 32 ? ~0u : (1u << n) - 1;
-    }
-    for (int i = 0; i < threads; i++) {
-        fibers[i].done = false;
-        copies[i].clear(); groups[i].clear();
-#if defined(__x86_64__)
-        void** sp = (void**)(stacks + (size_t)(i + 1) * STACK - 64);
-        *--sp = nullptr;             // so that the stack is as after a call
-        *--sp = (void*)entry;
-        for (int k = 0; k < 6; k++) *--sp = nullptr;
-        fibers[i].sp = sp;
-#else
-        getcontext(&contexts[i]);
-        contexts[i].uc_stack.ss_sp = stacks + (size_t)i * STACK;
-        contexts[i].uc_stack.ss_size = STACK;
-        contexts[i].uc_link = &main_context;
-        makecontext(&contexts[i], (void (*)())entry, 0);
-#endif
-    }
-    while (live) {
-        const unsigned long long before = progress;
-        const bool down = ++passes % 2;  // who goes first changes, so that nobody can rely on it
-        for (int i = 0; i < threads; i++) {
-            current = down ? threads - 1 - i : i;
-            if (fibers[current].done) continue;
-            thread = {(unsigned)current % size.x, (unsigned)current / size.x % size.y, (unsigned)current / (size.x * size.y)};
-#if defined(__x86_64__)
-            emu_switch(&home, fibers[current].sp);
-#else
-            swapcontext(&main_context, &contexts[current]);
-#endif
-        }
-        if (progress == before) { fault = "threads wait for each other at a barrier or a warp primitive"; return false; }
-    }
-    return true;
-}
 template <class... A, size_t... I> inline void apply(void (*f)(A...), void** a, std::index_sequence<I...>) { f(*(std::remove_const_t<A>*)a[I]...); }
 template <class... A> struct Call {
     void (*f)(A...);
     void** a;
     static void go(void* self) { Call* c = (Call*)self; apply(c->f, c->a, std::index_sequence_for<A...>{}); }
 };
-// Every kernel has its own, and keeps them. Only what is touched counts as memory: some hundred kernels' worth of address space would else be more than a fork may copy.
-inline char* new_stacks() {
-    void* p = mmap(nullptr, (size_t)MOST * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    return p == MAP_FAILED ? nullptr : (char*)p;
-}
 template <class... A> inline const char* launch(void (*f)(A...), const unsigned* g, const unsigned* b, unsigned shared, void** args) {
     Call<A...> call{f, args};
-    grid = {g[0], g[1], g[2]}; size = {b[0], b[1], b[2]};
-    threads = b[0] * b[1] * b[2]; fault = nullptr;
-    if (threads > MOST || shared > sizeof(dynamic)) return "the block is too large";
-    if (!stacks && !(stacks = new_stacks())) return "there is no memory for the stacks";
-    body = Call<A...>::go; argument = &call;
-    for (unsigned z = 0; z < g[2]; z++)
-        for (unsigned y = 0; y < g[1]; y++)
-            for (unsigned x = 0; x < g[0]; x++) {
-                block = {x, y, z};
-                std::memset(dynamic, 0xFF, shared);
-                if (!run_block()) return fault;
-            }
-    return fault;
+    return start(Call<A...>::go, &call, g, b, shared);
 }
 }  // namespace emu
+#pragma GCC visibility pop
 
 #define threadIdx (emu::thread)
 #define blockIdx (emu::block)
@@ -226,7 +94,7 @@ template <class T> inline T __shfl_up_sync(unsigned m, T v, unsigned d, int widt
 inline unsigned __ballot_sync(unsigned m, int p) { auto* a = emu::gather(m, (int)(p != 0)); unsigned r = 0; const unsigned t = emu::took(); for (int i = 0; i < 32; i++) if (t >> i & 1 && emu::from(a, i)) r |= 1u << i; return r; }
 inline int __any_sync(unsigned m, int p) { return __ballot_sync(m, p) != 0; }
 inline int __all_sync(unsigned m, int p) { return __ballot_sync(m, !p) == 0; }
-inline unsigned __activemask() { return emu::warp().alive; }
+inline unsigned __activemask() { return emu::alive(); }
 template <class T, class F> inline T emu_reduce(unsigned m, T v, F f) { auto* a = emu::gather(m, v); T r = v; const unsigned t = emu::took(); for (int i = 0; i < 32; i++) if (t >> i & 1 && i != emu::lane()) r = f(r, emu::from(a, i)); return r; }
 template <class T> inline T __reduce_max_sync(unsigned m, T v) { return emu_reduce(m, v, [](T a, T b) { return a > b ? a : b; }); }
 template <class T> inline T __reduce_min_sync(unsigned m, T v) { return emu_reduce(m, v, [](T a, T b) { return a < b ? a : b; }); }
@@ -251,7 +119,7 @@ inline void __threadfence() {}
 inline void __threadfence_block() {}
 inline void __threadfence_system() {}
 inline void __nanosleep(unsigned) { emu::yield(); }
-inline void __trap() { std::fprintf(stderr, "__trap\n"); std::abort(); }
+inline void __trap() { emu::trap(); }
 
 // Memory and bits.
 template <class T> inline T __ldg(const T* p) { return *p; }
@@ -262,7 +130,7 @@ template <class T> inline T __ldlu(const T* p) { return *p; }
 template <class T> inline void __stcs(T* p, T v) { *p = v; }
 template <class T> inline void __stcg(T* p, T v) { *p = v; }
 template <class T> inline void __stwt(T* p, T v) { *p = v; }
-template <class To, class From> inline To emu_bits(From v) { static_assert(sizeof(To) == sizeof(From), ""); To r; std::memcpy(&r, &v, sizeof(r)); return r; }
+template <class To, class From> inline To emu_bits(From v) { static_assert(sizeof(To) == sizeof(From), ""); To r; memcpy(&r, &v, sizeof(r)); return r; }
 inline float __uint_as_float(unsigned v) { return emu_bits<float>(v); }
 inline float __int_as_float(int v) { return emu_bits<float>(v); }
 inline unsigned __float_as_uint(float v) { return emu_bits<unsigned>(v); }
@@ -292,13 +160,13 @@ inline size_t __cvta_generic_to_shared(const void* p) { return (size_t)p; }
 // Arithmetic: every operation rounded by itself (the library is built with -ffp-contract=off).
 template <class A, class B> inline std::common_type_t<A, B> max(A a, B b) { using C = std::common_type_t<A, B>; return (C)a > (C)b ? (C)a : (C)b; }
 template <class A, class B> inline std::common_type_t<A, B> min(A a, B b) { using C = std::common_type_t<A, B>; return (C)a < (C)b ? (C)a : (C)b; }
-inline float rsqrtf(float x) { return (float)(1. / std::sqrt((double)x)); }
-inline double rsqrt(double x) { return 1. / std::sqrt(x); }
+inline float rsqrtf(float x) { return (float)(1. / sqrt((double)x)); }
+inline double rsqrt(double x) { return 1. / sqrt(x); }
 inline float __frsqrt_rn(float x) { return rsqrtf(x); }
 inline float __expf(float x) { return expf(x); }
 inline float __logf(float x) { return logf(x); }
 inline float __log2f(float x) { return log2f(x); }
-inline float __exp10f(float x) { return (float)std::pow(10., x); }
+inline float __exp10f(float x) { return (float)pow(10., x); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
@@ -319,8 +187,5 @@ inline unsigned __float2uint_rn(float x) { return (unsigned)nearbyintf(x); }
 inline float __int2float_rn(int x) { return (float)x; }
 inline float __uint2float_rn(unsigned x) { return (float)x; }
 inline int __dp4a(int a, int b, int c) { for (int i = 0; i < 4; i++) c += (int)(signed char)(a >> 8 * i) * (signed char)(b >> 8 * i); return c; }
-#ifndef isnan
-using std::isnan; using std::isinf; using std::isfinite;
-#endif
 #include "cuda_fp16.h"
 #include "cuda_bf16.h"

@@ -18,13 +18,18 @@ template <bool BF16> __device__ inline void mma_emulated(float* d, const unsigne
     for (int i = 0; i < 2; i++) mine.b[i] = b[i];
     const MmaLane* all = emu::gather(~0u, mine);
     const int l = emu::lane(), g = l / 4, t = l % 4;
-    for (int i = 0; i < 4; i++) {
-        const int row = g + (i / 2) * 8, col = 2 * t + i % 2;
-        double s = 0;
-        for (int k = 0; k < 16; k++) {
-            const MmaLane la = emu::from(all, row % 8 * 4 + k % 8 / 2), lb = emu::from(all, col * 4 + k % 8 / 2);
-            s += (double)mma_value<BF16>(la.a[row / 8 + k / 8 * 2], k % 2) * mma_value<BF16>(lb.b[k / 8], k % 2);
+    float rows[2][16], cols[2][16];  // of A: g and g+8; of B: 2t and 2t+1
+    for (int k = 0; k < 16; k++) {
+        const MmaLane la = emu::from(all, g * 4 + k % 8 / 2);
+        for (int i = 0; i < 2; i++) {
+            const MmaLane lb = emu::from(all, (2 * t + i) * 4 + k % 8 / 2);
+            rows[i][k] = mma_value<BF16>(la.a[i + k / 8 * 2], k % 2);
+            cols[i][k] = mma_value<BF16>(lb.b[k / 8], k % 2);
         }
+    }
+    for (int i = 0; i < 4; i++) {
+        double s = 0;
+        for (int k = 0; k < 16; k++) s += (double)rows[i / 2][k] * cols[i % 2][k];
         d[i] += (float)s;
     }
 }

@@ -7,10 +7,14 @@
 __device__ __forceinline__ void pdl_trigger() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
+#elif defined(ATLAS_EMULATE)
+    emu::pdl_trigger();
 #endif
 }
 __device__ __forceinline__ void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
+#elif defined(ATLAS_EMULATE)
+    emu::pdl_wait();
 #endif
 }

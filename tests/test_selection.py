@@ -1,0 +1,75 @@
+"Which tests run: by page, by what changed, by how long they took; and nothing of how a run was started reaches the programs that it starts."
+import os,signal,subprocess,sys,pytest
+from pathlib import Path
+from types import SimpleNamespace
+from helpers import durations,pages
+
+def test_a_page_has_the_tests_that_import_it():
+    near = pages.users(pages.pages_of('scheduler'))
+    assert 'tests/test_scheduler.py' in near and any(pages.short(p)=='engine' for p in near)
+    assert not any(pages.short(p) in ('core','ops.norm') for p in near) and 'tests/test_http.py' not in near
+    far = pages.users(pages.pages_of('scheduler'), far=True)
+    assert near<far and any(pages.short(p)=='cli' for p in far) and not any(pages.short(p)=='core' for p in far)
+
+def test_what_runs_in_another_process_counts():
+    assert 'tests/test_cli.py' in pages.users(pages.pages_of('cli')) and 'tests/test_processes.py' in pages.users({'tests/helpers/fake_worker.py'})
+
+def test_every_name_of_a_page_will_do():
+    one, = pages.pages_of('ops.norm')
+    assert pages.pages_of(one)==[one]
+    with pytest.raises(pytest.UsageError, match='no page'): pages.pages_of('no_such_page')
+
+def test_a_kernel_has_the_pages_that_launch_it():
+    assert {'gemv','embed'}<=pages.kernels('kernels/lib/fragment.cuh') and pages.kernels('kernels/argmax.cu')=={'argmax'}
+    assert pages.kernels('kernels/emulator/emulate.h')>=pages.kernels('kernels/lib/mma.cuh')
+    assert any(p.endswith('cuda.gemv') for p in pages.roots_of('kernels/gemv.cu'))
+    assert pages.roots_of('LICENSE')==set() and pages.roots_of('tests/test_cli.py')=={'tests/test_cli.py'}
+
+def test_durations_come_back(tmp_path):
+    "What takes no time is not listed"
+    durations.write({'tests/a.py::x[1::2]': 20.04, 'tests/a.py::y': .01, 'tests/b.py::z': .5}, tmp_path/'d.json')
+    assert durations.read(tmp_path/'d.json')=={'tests/a.py::x[1::2]': 20., 'tests/b.py::z': .5} and durations.read(tmp_path/'none.json')=={}
+
+@pytest.mark.parametrize('asked,slow', [(dict(),False), (dict(slow=True),True), (dict(keyword='a'),True), (dict(named=True),True)])
+def test_slow_tests_wait_to_be_asked(asked, slow, monkeypatch):
+    monkeypatch.setattr(durations, 'read', lambda: {'slow': durations.SLOW+1, 'usual': durations.FAST+.1})
+    source,left = SimpleNamespace(ARGS=1, TESTPATHS=2),[]
+    option = dict.fromkeys(('slow','keyword','markexpr','page','changed'))|{k: v for k,v in asked.items() if k!='named'}
+    config = SimpleNamespace(option=SimpleNamespace(**option), ArgsSource=source, args_source=source.ARGS if 'named' in asked else source.TESTPATHS,
+        hook=SimpleNamespace(pytest_deselected=lambda items: left.extend(items)))
+    def item(name):
+        marks = []
+        return SimpleNamespace(nodeid=name, marks=marks, add_marker=marks.append)
+    items = [item(n) for n in ('fast','slow','usual')]
+    durations.pytest_collection_modifyitems(config, items)
+    assert [i.nodeid for i in items]==['fast',*['slow']*slow,'usual'] and [i.nodeid for i in left]==['slow']*(not slow)
+    assert {i.nodeid: i.marks for i in items+left}==dict(fast=['fast'], slow=['slow'], usual=[])
+
+IGNORED = f'''import signal,subprocess,sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+for s in (signal.SIGINT,signal.SIGQUIT,signal.SIGHUP): signal.signal(s, signal.SIG_IGN)
+%s
+code = 'import signal; print(*(signal.getsignal(s)!=signal.SIG_IGN for s in (signal.SIGINT,signal.SIGQUIT,signal.SIGHUP)))'
+signal.raise_signal(signal.SIGHUP)
+print(subprocess.run([sys.executable, '-c', code], capture_output=True, text=True).stdout.strip())'''
+
+@pytest.mark.parametrize('first,said', [('','False False False'), ('import conftest','True True True')])
+def test_children_answer_signals(first, said):
+    "However the run was started; what was to survive a terminal's end still does"
+    r = subprocess.run([sys.executable, '-c', IGNORED % first], capture_output=True, text=True)
+    assert r.stdout.strip()==said, r.stderr
+
+COMPILED = '''from atlas.emulator import Emulator
+from atlas.launch import Source
+print(Emulator().load(Source('silu_mul')).name)'''
+
+def test_nobody_compiles_a_kernel_twice(tmp_path):
+    "Processes that want the same one at the same time wait for whoever began"
+    from atlas.emulator import find_cxx
+    if not find_cxx(): pytest.skip('no C++ compiler')
+    (cxx := tmp_path/'cxx').write_text(f'#!/bin/sh\ncase "$*" in *--version*) ;; *) echo x >> {tmp_path}/log;; esac\nexec {find_cxx()} "$@"\n')
+    cxx.chmod(0o755)
+    env = os.environ|dict(CXX=str(cxx), ATLAS_HOME=str(tmp_path/'home'))
+    those = [subprocess.Popen([sys.executable, '-c', COMPILED], env=env, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    assert [p.communicate()[0] for p in those]==['silu_mul\n']*4
+    assert (tmp_path/'log').read_text()=='x\n'*2  # the runtime, and the kernel
