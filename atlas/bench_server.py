@@ -14,7 +14,7 @@ from dataclasses import asdict,dataclass
 from fastcore.basics import patch
 from .chat import ChatTemplate
 from .core import EngineError
-from .engine import Event
+from .requests import Event
 from .llm import DUMMY_TEMPLATE,byte_tokenizer
 
 # %% ../nbs/59d_bench_server.ipynb #870c23be

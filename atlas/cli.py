@@ -169,7 +169,7 @@ def _llm(model, **kw):
     return LLM(model, max_num_seqs=1, **kw)
 
 def _params(**kw):
-    from atlas.ops.sample import SamplingParams
+    from atlas.requests import SamplingParams
     return SamplingParams(**kw)
 
 # %% ../nbs/60_cli.ipynb #9c37a274

@@ -14,9 +14,7 @@ import msgpack
 import numpy as np
 from operator import attrgetter
 from .core import AtlasError,EngineError,typed_error
-from .engine import Event
-from .ops.sample import SamplingParams
-from .scheduler import Request
+from .requests import Event,Request,SamplingParams
 
 # %% ../nbs/53a_link.ipynb #1ab8e355
 class LinkError(EngineError):

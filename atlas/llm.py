@@ -22,13 +22,13 @@ from .arena import Arena
 from .cache import KVCache,fit_blocks,state_bytes,token_bytes
 from .core import AtlasError,EngineError,OutOfMemoryError,RequestError,SourceError,human,typed_error
 from .device import get_device
-from .engine import Engine,Event,check_ids
+from .engine import Engine
 from .cuda.engine import CardEngine
 from .config import PRESETS
 from .hub import resolve
 from .model import Decoder,Piece,imagine,load_model,make_batch
-from .ops.sample import SamplingParams
-from .scheduler import Request,Scheduler,check_prompt
+from .requests import Event,Request,SamplingParams,check_ids,check_prompt
+from .scheduler import Scheduler
 from .tokenizer import StopStrings,Tokenizer,load_tokenizer
 from .chat import load_template
 from .guide import Guides

@@ -11,10 +11,10 @@ __all__ = ['COMMAND', 'Wire', 'RemoteRunner', 'unavailable', 'Child', 'how']
 import asyncio,itertools,os,signal,socket,subprocess,sys,threading,time
 from fastcore.basics import patch
 from .core import AtlasError,EngineError,QueueFullError,RequestError
-from .engine import Event
+from .requests import Event
 from .link import Frames,LinkError,frame,pack_images,pack_request,unpack_error,unpack_event
 from .runner import Stream
-from .scheduler import check_prompt
+from .requests import check_prompt
 from .server import UnavailableError
 
 # %% ../nbs/54a_remote.ipynb #10c0ef67

@@ -15,8 +15,7 @@ from functools import partial
 from fastcore.basics import patch
 from .core import AtlasError,EngineError,QueueFullError,UnsupportedError
 from .device import CudaFault
-from .engine import Event
-from .scheduler import check_prompt
+from .requests import Event,check_prompt
 
 # %% ../nbs/34_runner.ipynb #eabbc17d
 class Stream:

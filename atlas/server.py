@@ -34,9 +34,10 @@ from .parsers import default_parsers
 from .protocol import anthropic,openai,responses
 from .protocol.base import Ask,Ids,NotOfferedError,sse,validate
 from .protocol.chunks import error_body
+from .requests import check_ids
 from .runner import Runner
 from .sandbox import asker
-from .service import Models,Service,Upstream,in_vocab,packed
+from .service import Models,Service,Upstream,packed
 from .turn import EventStream,Turn,UnavailableError,Unless,events,gone,whole
 
 # %% ../nbs/53_server.ipynb #3824991e
@@ -283,7 +284,7 @@ async def detokenize(self:Service, request:Request)->Response:
     b = await self.read(request, partial(validate, DetokenizeBody))
     async def work():
         u = await self.upstream(b.model)
-        in_vocab(u, b.tokens, 'tokens')
+        check_ids(b.tokens, u.info['vocab_size'], 'tokens')
         return await asyncio.to_thread(partial(u.tokenizer.decode, skip_special=False), b.tokens)
     text = await attended(request, work())
     return JSONResponse(dict(prompt=text, content=text))

@@ -18,7 +18,7 @@ from .llm import Token
 from .metrics import ModelMetrics,Stopwatch
 from .parsers import TOOL_PARSERS,Splitter
 from .protocol.base import Call,Choice,Piece,Usage,Writer,gather
-from .scheduler import Request
+from .requests import Request
 from .tokenizer import StopStrings
 
 # %% ../nbs/52d_turn.ipynb #7c5954ef

@@ -44,7 +44,7 @@ from time import monotonic
 from fastcore.basics import patch
 from .core import AtlasError,EngineError,OutOfMemoryError,UnsupportedError
 from .device import CudaFault
-from .engine import Event
+from .requests import Event
 from .link import Link,LinkError,pack_error,pack_event,unpack_images,unpack_request
 from .log import configure
 

@@ -15,7 +15,7 @@ from atlas.families.vision import mrope_positions
 from atlas.images import ImageSpec,Limits,expand_images,fit,load_image,place_images,prepare_images,preprocess,resize,taps
 from atlas.llm import LLM
 from atlas.ops.sample import SamplingParams
-from atlas.ops.vision import tokens_of
+from atlas.patches import tokens_of
 from atlas.runner import Runner
 from atlas.server import create_app
 

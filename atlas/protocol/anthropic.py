@@ -19,7 +19,7 @@ from pydantic import BaseModel,ConfigDict,Field
 from pydantic_core import from_json,to_json
 from structlog.contextvars import get_contextvars
 from ..core import AtlasError,ContextLengthError,RequestError
-from ..ops.sample import SamplingParams
+from ..requests import SamplingParams
 from .base import Ask,CallDelta,Choice,Int,Piece,Usage,Writer,found,quote,sse,think,validate
 
 # %% ../../nbs/51_protocol.anthropic.ipynb #bdb4134d

@@ -16,7 +16,7 @@ from typing import Annotated
 from pydantic import BaseModel,BeforeValidator,Field,ValidationError
 from pydantic_core import from_json,to_json
 from ..core import AtlasError,RequestError
-from ..ops.sample import SamplingParams
+from ..requests import SamplingParams
 
 # %% ../../nbs/49_protocol.base.ipynb #64f4aa6b
 def read_json(

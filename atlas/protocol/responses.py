@@ -15,7 +15,7 @@ from typing import Annotated,Any,Literal
 from fastcore.basics import patch
 from pydantic import BaseModel,ConfigDict,Field
 from ..core import RequestError
-from ..ops.sample import SamplingParams
+from ..requests import SamplingParams
 from .base import DONE,Ask,Budget,CallDelta,Choice,Int,NotOfferedError,Piece,Usage,Writer,format_of,found,quote,sse,think,validate
 from .chunks import token_logprobs
 from .items import Item,Name,Tool,choose,item_id,keep_item,messages,offered,seal,unseal
