@@ -15,7 +15,8 @@ from fastcore.basics import patch
 from .chat import ChatTemplate
 from .core import EngineError
 from .requests import Event
-from .llm import DUMMY_TEMPLATE,byte_tokenizer
+from .llm import DUMMY_TEMPLATE
+from .tokenizer import byte_tokenizer
 
 # %% ../nbs/59d_bench_server.ipynb #870c23be
 class Pace:

@@ -21,7 +21,7 @@ from .guide import Guides
 from .images import image_spec
 from .chat import load_template
 from .link import pack_error,unpack_error
-from .llm import byte_tokenizer,open_model
+from .llm import open_model
 from .remote import COMMAND,Child,RemoteRunner,how,unavailable
 from .fetch import FetchRules
 from .http import Bounds,Rate,Rules,check_bind,descriptors,host_names,read_keys,server_config,tls_options
@@ -30,7 +30,7 @@ from .parsers import REASONING_PARSERS,TOOL_PARSERS,default_parsers
 from .sandbox import Sandbox
 from .server import create_app,listen
 from .service import Upstream
-from .tokenizer import load_tokenizer
+from .tokenizer import byte_tokenizer,load_tokenizer
 from .worker import STAGES
 
 # %% ../nbs/55_gateway.ipynb #47d31570

@@ -117,7 +117,7 @@ def ended(request:Request, turn:Turn, w, why:str='client_gone'):
     "A request is over; called again, this does nothing more"
     turn.close(why); w.close()
     n = turn.usage()
-    note(request.scope, model=w.model, prompt_tokens=n.prompt, completion_tokens=n.completion, cached_tokens=n.cached, finish=','.join(sorted({str(v.finish) for v in turn.voices})))
+    note(request.scope, model=w.model, prompt_tokens=n.prompt, completion_tokens=n.completion, cached_tokens=n.cached, finish=','.join(sorted({str(v.finish) for v in turn.readers})))
 
 # %% ../nbs/53_server.ipynb #6f99e337
 @patch

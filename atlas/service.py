@@ -6,7 +6,7 @@ Docs: https://atlas-inference.github.io/atlas/service.html.md"""
 
 # %% auto #0
 __all__ = ['SHORT', 'FIM', 'MAX_CHOICES', 'Upstream', 'Models', 'Service', 'Prompt', 'within_thought', 'fill', 'scored',
-           'closing', 'tool_guide', 'guide_of', 'keep', 'voice', 'shorten', 'packed']
+           'closing', 'tool_guide', 'guide_of', 'keep', 'reader', 'shorten', 'packed']
 
 # %% ../nbs/52e_service.ipynb #9ad52446
 import asyncio,base64
@@ -20,14 +20,15 @@ from fastcore.basics import patch
 from .core import ContextLengthError,RequestError,SourceError
 from .fetch import inline_images
 from .images import place_images,prepare_images
-from .llm import Token,fan_out
+from .deltas import Token
+from .generation import fan_out
 from .metrics import Metrics
-from .protocol.base import Ask,NotOfferedError,Piece,Writer
+from .protocol.base import Ask,NotOfferedError,Writer
 from .protocol.chunks import TextAsk,prompt_tokens_of
 from .parsers import REASONING_PARSERS,Splitter,begins,kept
 from .sandbox import SafeTemplate
 from .requests import Request,check_ids,check_prompt,check_text
-from .turn import Turn,UnavailableError,Voice
+from .turn import Turn,UnavailableError,ChoiceReader
 
 # %% ../nbs/52e_service.ipynb #a130da31
 @dataclass
@@ -340,16 +341,16 @@ def keep(u:Upstream, tools:bool)->tuple:
     return u._keep[tools]
 
 # %% ../nbs/52e_service.ipynb #5f6f1bc5
-def voice(u:Upstream, ask:Ask, r:Request, p:Prompt)->Voice:
+def reader(u:Upstream, ask:Ask, r:Request, p:Prompt)->ChoiceReader:
     "Who reads one choice"
     calls = bool(ask.tools) and ask.tool_choice!='none' and not isinstance(ask, TextAsk)
     parser = (u.parsers[0] or ('hermes' if ask.tool_choice=='required' else None)) if calls else None
     plain = isinstance(ask, TextAsk) or not (parser or u.parsers[1])
     tools,before = ask.tools if parser else None,p.text if ask.continuing else ''
-    s = None if plain else Splitter(u.parsers[1], parser, tools, p.thinking, p.opened, Piece, before)
+    s = None if plain else Splitter(u.parsers[1], parser, tools, p.thinking, p.opened, before)
     want,spec = ask.params.logprobs is not None or getattr(ask, 'token_ids', False),getattr(r, 'guide', None)
     within = ask.continuing or isinstance(ask, TextAsk) or bool(spec and not spec.get('after'))
-    return Voice(u.tokenizer.detokenizer(keep=() if plain else keep(u, bool(parser)), continuing=within), r.params, s, want, ask.parallel, calls and ask.tool_choice=='required')
+    return ChoiceReader(u.tokenizer.detokenizer(keep=() if plain else keep(u, bool(parser)), continuing=within), r.params, s, want, ask.parallel, calls and ask.tool_choice=='required')
 
 # %% ../nbs/52e_service.ipynb #74419a18
 @patch
@@ -380,7 +381,7 @@ async def begin(self:Service, ask:Ask, make, model:str|None=None)->tuple[Turn,Wr
     if getattr(ask, 'silent', False): t = Turn(u.runner, [], [], m, total)
     else:
         reqs = self.requests(u, ask, w.id, prompts, spec)
-        t = Turn(u.runner, reqs, [voice(u, ask, r, prompts[k//n]) for k,r in enumerate(reqs)], m, total, n)
+        t = Turn(u.runner, reqs, [reader(u, ask, r, prompts[k//n]) for k,r in enumerate(reqs)], m, total, n)
     w.now,w.abort,t.silent = t.usage,t.close,len(prompts)*n if getattr(ask, 'silent', False) else 0
     return t,w
 

@@ -10,7 +10,8 @@ from atlas.chat import ChatTemplate
 from atlas.config import PRESETS
 from atlas.gateway import Model,Models as Gateway,Policy
 from atlas.http import Keys,Rules,server_config
-from atlas.llm import LLM,byte_tokenizer
+from atlas.llm import LLM
+from atlas.tokenizer import byte_tokenizer
 from atlas.server import create_app,listen,upstream_of
 from atlas.service import Models
 

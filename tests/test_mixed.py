@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families as families
 from atlas.chat import ChatTemplate
 from atlas.gateway import Model,Models,Policy
 from atlas.http import server_config
-from atlas.llm import byte_tokenizer
+from atlas.tokenizer import byte_tokenizer
 from atlas.log import Access,configure
 from atlas.server import create_app
 

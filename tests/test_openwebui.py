@@ -11,7 +11,8 @@ from atlas.chat import ChatTemplate
 from atlas.clients import Served,setup
 from atlas.gateway import Models,Policy,modelled
 from atlas.http import Keys,Rules
-from atlas.llm import LLM,byte_tokenizer
+from atlas.llm import LLM
+from atlas.tokenizer import byte_tokenizer
 from atlas.server import create_app,upstream_of
 from atlas.service import Models as Always
 

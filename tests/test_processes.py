@@ -7,7 +7,8 @@ from pathlib import Path
 from atlas.turn import UnavailableError
 from atlas.core import AtlasError,NumericError,OutOfMemoryError,QueueFullError,RequestError
 from atlas.gateway import Model,Models,Policy
-from atlas.llm import LLM,byte_tokenizer
+from atlas.llm import LLM
+from atlas.tokenizer import byte_tokenizer
 from atlas.ops.sample import SamplingParams
 from atlas.remote import Child
 from atlas.scheduler import Request

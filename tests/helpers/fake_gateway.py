@@ -3,7 +3,7 @@ import json,sys
 from pathlib import Path
 from atlas.chat import ChatTemplate
 from atlas.gateway import Policy,serve
-from atlas.llm import byte_tokenizer
+from atlas.tokenizer import byte_tokenizer
 
 def text(options):
     "Bytes are tokens, and a conversation is its last message"
