@@ -13,10 +13,10 @@ from atlas.log import Access
 from atlas.protocol.anthropic import error_body,parse,parse_count,reply
 from atlas.deltas import CallDelta,Delta
 from atlas.protocol.base import Ask,Usage,gather
-from atlas.server import create_app
 
 sys.path.insert(0, str(Path(__file__).parent/'helpers'))
 from agents import agent,run  # noqa: E402
+from inprocess import app_of  # noqa: E402
 from scripted import TEMPLATE,Speaker,running,service  # noqa: E402
 
 HELLO = [dict(role='user', content='Hello')]
@@ -542,14 +542,14 @@ def test_the_door_speaks_the_same_language():
     rules = Rules(keys=Keys({'secret':'user'}), rate=Rate(2))
     def client(url, **kw): return anthropic.Anthropic(base_url=url, max_retries=0, timeout=20, **kw)
     ask = dict(model='scripted', max_tokens=9, messages=HELLO)
-    with running(Access(create_app(s, s.tok, ChatTemplate(TEMPLATE), rules=rules))) as url:
+    with running(Access(app_of(s, s.tok, ChatTemplate(TEMPLATE), rules=rules))) as url:
         with pytest.raises(anthropic.AuthenticationError) as e: client(url, api_key='wrong').messages.create(**ask)
         assert e.value.type=='authentication_error' and 'secret' not in str(e.value)
         assert e.value.request_id and e.value.body['request_id']==e.value.request_id
         for kw in dict(api_key='secret'),dict(auth_token='secret'): assert client(url, **kw).messages.create(**ask).type=='message'
         with pytest.raises(anthropic.RateLimitError) as e: client(url, api_key='secret').messages.create(**ask)
         assert e.value.type=='rate_limit_error' and int(e.value.response.headers['retry-after'])>=1
-    with running(create_app(s, s.tok, ChatTemplate(TEMPLATE), rules=Rules(body=1000))) as url:
+    with running(app_of(s, s.tok, ChatTemplate(TEMPLATE), rules=Rules(body=1000))) as url:
         with pytest.raises(anthropic.APIStatusError) as e: client(url, api_key='any').messages.create(**ask, system='x'*2000)
         assert (e.value.status_code,e.value.type)==(413,'request_too_large')
 
