@@ -1,7 +1,7 @@
 "An LLM inference engine in Python and CUDA C++, written as a book."
 __version__ = "0.1.0"
 
-_doors = dict(LLM='llm', Output='llm', SamplingParams='ops.sample', AtlasError='core')  # public name -> the module that defines it
+_doors = dict(LLM='llm', Output='llm', SamplingParams='requests', AtlasError='core')  # public name -> the module that defines it
 __all__ = ['__version__', *_doors]
 
 def __getattr__(name):

@@ -14,8 +14,7 @@ from dataclasses import asdict,dataclass
 from time import perf_counter
 from fastcore.basics import patch
 from .core import human
-from .ops.sample import SamplingParams
-from .scheduler import Request
+from .requests import Request,SamplingParams
 
 # %% ../nbs/59_bench.ipynb #b5cd6c0d
 def median(f, n:int=7)->float:

@@ -17,8 +17,7 @@ from .card import _params,microseconds,run
 from .core import DeviceError,EngineError,human
 from .cuda.vocabulary import packed_in
 from .launch import Source,compilations,recording
-from .ops.sample import SamplingParams
-from .scheduler import Request
+from .requests import Request,SamplingParams
 
 # %% ../nbs/59a_bench_decode.ipynb #6ff11f7f
 def distinct(E:int, k:int, B:int)->float: "Different experts that `B` rows pick, `k` of `E` each at random"; return E*(1-(1-k/E)**B)

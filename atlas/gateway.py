@@ -17,21 +17,17 @@ from fastcore.basics import patch
 import uvicorn
 from functools import partial
 from .core import AtlasError,RequestError,SourceError
-from .guide import Guides
-from .images import image_spec
-from .chat import load_template
-from .link import pack_error,unpack_error
-from .llm import byte_tokenizer,open_model
+from .link import STAGES,pack_error,unpack_error
+from .options import EngineConfig,differs
+from .processor import read_text
 from .remote import COMMAND,Child,RemoteRunner,how,unavailable
 from .fetch import FetchRules
 from .http import Bounds,Rate,Rules,check_bind,descriptors,host_names,read_keys,server_config,tls_options
 from .log import Access,configure
-from .parsers import REASONING_PARSERS,TOOL_PARSERS,default_parsers
+from .parsers import REASONING_PARSERS,TOOL_PARSERS
 from .sandbox import Sandbox
 from .server import create_app,listen
 from .service import Upstream
-from .tokenizer import load_tokenizer
-from .worker import STAGES
 
 # %% ../nbs/55_gateway.ipynb #47d31570
 @dataclass(frozen=True)
@@ -50,17 +46,10 @@ class Policy:
     drain:float=10. # That running answers have when their model is unloaded
 
 # %% ../nbs/55_gateway.ipynb #030cc51b
-def open_text(options:dict, parsers=(None,None), sandbox=None)->dict:
-    "What an `Upstream` has beside its runner; of `guides` a function of what the worker says about the model"
-    with open_model(options['model'], options.get('load_format', 'auto'), options.get('weights')) as ck:
-        try: tokenizer = load_tokenizer(ck)
-        except SourceError:
-            if ck.kind!='dummy': raise
-            tokenizer = byte_tokenizer()
-        template,spec = load_template(ck),image_spec(ck.folder, ck.config.vision) if ck.config.vision else None
-        found = default_parsers(ck.config, template.source if template else None)
-        return dict(tokenizer=tokenizer, template=template, spec=spec, parsers=tuple(a or b for a,b in zip(parsers, found)),
-            guides=lambda info: Guides(tokenizer, info['vocab_size'], info['eos_ids'], sandbox))
+def open_text(config:EngineConfig, parsers=(None,None), sandbox=None)->dict:
+    "What an `Upstream` has beside its runner"
+    p = read_text(config, parsers)
+    return dict(tokenizer=p.tokenizer, template=p.template, spec=p.image_spec, parsers=p.parsers, guides=p.guides(sandbox))
 
 # %% ../nbs/55_gateway.ipynb #f5de10fc
 _log = logging.getLogger('atlas')
@@ -68,17 +57,17 @@ _log = logging.getLogger('atlas')
 class Model:
     "A model by name, and the process that serves it, when there is one"
     def __init__(self,
-        options:dict, # For `LLM`: model, device, …
+        config:EngineConfig, # What its process is to load
         names=(), # That clients may use; the first is its own
         unlisted=(), # More of them, which no list shows
         policy:Policy=Policy(),
-        command=None, # Starts a worker; descriptors are appended. None: `COMMAND`
-        text=open_text, # Function of the options that gives the text side
+        command=None, # Starts a worker: a command, to which descriptors are appended, or a function of the name that gives a `Child`. None: `COMMAND`
+        text=open_text, # Function of the config that gives the text side
         gate:asyncio.Lock|None=None, # Held while a process loads: what is free is measured then
         tell=lambda event: None, # Hears of each change
     ):
-        self.options,self.policy,self.command,self.text,self.tell = options,policy,command,text,tell
-        self.names,self.unlisted = [*(names or [options['model']]),*unlisted],{'*',*unlisted}
+        self.config,self.policy,self.command,self.text,self.tell = config,policy,command,text,tell
+        self.names,self.unlisted = [*(names or [config.model]),*unlisted],{'*',*unlisted}
         self.name,self.created,self.gate = self.names[0],int(time.time()),gate or asyncio.Lock()
         self.runner = RemoteRunner(self.name, self._heard)
         self.upstream = self.side = self.child = self.task = None # `side`: the text side, being read or read
@@ -97,7 +86,7 @@ class Model:
 @patch(as_prop=True)
 def status(self:Model)->dict:
     "As in llama.cpp's `GET /models`"
-    d = dict(value=dict(failed='unloaded').get(self.state, self.state), args=['atlas','serve',str(self.options['model'])])
+    d = dict(value=dict(failed='unloaded').get(self.state, self.state), args=['atlas','serve',self.config.model])
     if self.state=='loading' and self.progress: d['progress'] = self.progress
     if self.state=='failed': d |= dict(failed=True, exit_code=self.code)
     return d|(dict(reason=self.reason) if self.reason else {})
@@ -138,11 +127,11 @@ async def _life(self:Model)->str:
     self.progress = dict(stages=list(STAGES), current=STAGES[0], value=0.)
     try:
         if not self.wanted: return 'was not wanted any more'
-        child = self.child = Child(self.command, self.name)
+        child = self.child = self._start()
     except OSError as e: return f'could not be started: {e.strerror or e}'
     try:
         await self.runner.attach(child.sock)
-        self.runner.send('load', self.options|dict(name=self.name), self.policy.beat)
+        self.runner.send('load', differs(self.config)|dict(name=self.name), self.policy.beat)
         watch = asyncio.create_task(self._watch(child))
         self.code = await child.ended
         with suppress(TimeoutError): await asyncio.wait_for(self.runner.gone.wait(), self.policy.grace) # its last words may still be on their way
@@ -151,6 +140,12 @@ async def _life(self:Model)->str:
         child.kill()
         self.child = None
     return self.fault or how(self.code)
+
+@patch
+def _start(self:Model)->Child:
+    "A new worker"
+    if callable(self.command): return self.command(self.name)
+    return Child(self.command, self.name)
 
 # %% ../nbs/55_gateway.ipynb #6125e565
 @patch
@@ -189,7 +184,7 @@ def _on_stage(self:Model, name, share, seconds):
 @patch
 def _read_text(self:Model):
     "Begin to read the text side"
-    if self.side is None: self.side = asyncio.ensure_future(asyncio.to_thread(self.text, self.options))
+    if self.side is None: self.side = asyncio.ensure_future(asyncio.to_thread(self.text, self.config))
 
 # %% ../nbs/55_gateway.ipynb #c406ba99
 @patch
@@ -215,9 +210,8 @@ async def _come(self:Model, child, info):
 async def _upstream(self:Model, info)->Upstream:
     "All that the service needs to ask this model"
     side = dict(await self.side)
-    if guides := side.pop('guides', None): guides = await asyncio.to_thread(guides, info)
     if not info.get('vision', True): side['spec'] = None
-    return Upstream(name=self.name, names=self.names, info=info, runner=self.runner, guides=guides, **side)
+    return Upstream(name=self.name, names=self.names, info=info, runner=self.runner, **side)
 
 # %% ../nbs/55_gateway.ipynb #fa6e8f8b
 @patch
@@ -534,21 +528,25 @@ def names_of(model:str)->list[str]:
 
 # %% ../nbs/55_gateway.ipynb #c153ace5
 def modelled(
-    models, # A model's name, a dict of its options, or a list of these
+    models, # A model's name, its `EngineConfig`, a dict of its fields (and `names`), or a list of these
     names=(), # Of the first, for clients
     alias=(), # More names of the first
-    options:dict|None=None, # Of all, for `LLM`
+    options:dict|None=None, # Fields of those that are no `EngineConfig` yet
+    config=EngineConfig, # Makes one of its fields
     **kw, # For `Model`
 )->list[Model]:
     "A `Model` of each"
     out = []
-    for m in [models] if isinstance(models, (str,Path,dict)) else models:
-        own = dict(m) if isinstance(m, dict) else dict(model=str(m))
-        own['model'] = str(own['model'])
-        given = own.pop('names', None) or ([own.pop('name')] if own.get('name') else None) or (names if names and not out else None)
-        first,*rest = given or names_of(own['model'])
+    for m in [models] if isinstance(models, (str,Path,dict,EngineConfig)) else models:
+        own = dict(m) if isinstance(m, dict) else {}
+        given = own.pop('names', None)
+        name = own.pop('name', None)
+        made = m if isinstance(m, EngineConfig) else config(**(options or {})|(own or dict(model=str(m))))
+        given = given or ([name] if name else None) or (names if names and not out else None)
+        first,*rest = given or names_of(made.model)
         listed = [first, *(rest if given else ()), *(alias if not out else ())]
-        out.append(Model((options or {})|own, list(dict.fromkeys(listed)), [] if given else [n for n in rest if n not in listed], **kw))
+        unlisted = [] if given else [n for n in rest if n not in listed]
+        out.append(Model(made, list(dict.fromkeys(listed)), unlisted, **kw))
     return out
 
 # %% ../nbs/55_gateway.ipynb #749efada
@@ -583,7 +581,7 @@ def _behind(sock, app, models, drain, tls, **kw):
 
 # %% ../nbs/55_gateway.ipynb #4746a4b0
 def serve(
-    models, # A model (directory, file, Hugging Face id, 'demo'), or a list; a dict has options of its own: model, names, device, …
+    models, # A model (directory, file, Hugging Face id, 'demo'), its `EngineConfig`, or a list; a dict has fields of its own: model, names, device, …
     host:str='127.0.0.1', # Address to listen on
     port:int=8888, # 0: any free one
     served_model_name=None, # Name, or names, of the first model for clients; None: as it was given, and without its folders
@@ -604,7 +602,8 @@ def serve(
     policy:Policy=Policy(),
     command=None, # Starts a worker; None: `python -m atlas.worker`
     text=None, # Gives a model's text side; None: `open_text`
-    **options, # Of all models, for `LLM`
+    config=EngineConfig, # Makes a model's config of its fields
+    **options, # Fields of all models that are no `EngineConfig`
 ):
     "Serve models, each in a process of its own, until SIGINT or SIGTERM; a second one aborts"
     _doors(); _heap()
@@ -613,7 +612,7 @@ def serve(
     rules = Rules(keys, host_names(host, allowed_hosts), tuple(cors_origins), Rate(rate_limit) if rate_limit else None, max_body)
     names,box = [served_model_name] if isinstance(served_model_name, str) else served_model_name or (),Sandbox()
     try:
-        own = dict(policy=policy, command=command or (*COMMAND, f'--log={log_format}:{log_level}'), text=text or partial(open_text, parsers=parsers, sandbox=box))
+        own = dict(policy=policy, command=command or (*COMMAND, f'--log={log_format}:{log_level}'), config=config, text=text or partial(open_text, parsers=parsers, sandbox=box))
         ms = Models(modelled(models, names, alias, options, **own), autoload, first)
         with listen(host, port) as sock:
             app = create_app(ms, rules=rules, sandbox=box, max_body=max_body, fetch=FetchRules() if fetch_images else None)

@@ -16,7 +16,7 @@ from dataclasses import dataclass,replace
 from pathlib import Path
 from .config import VisionConfig
 from .core import ConfigError,RequestError,UnsupportedError
-from .ops.vision import patchify,tokens_of
+from .patches import patchify,tokens_of
 from .tokenizer import _json
 
 # %% ../nbs/44_images.ipynb #8b9bad55

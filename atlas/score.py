@@ -12,14 +12,14 @@ import numpy as np
 from contextlib import contextmanager
 from fastcore.basics import patch
 from .core import QueueFullError,RequestError
-from .llm import LLM
+from .loading import LoadedModel
 from .model import Piece,make_batch
 from .ops.sample import logsumexp,top
 
 # %% ../nbs/46_score.ipynb #5c4dca9a
 @patch
 @contextmanager
-def borrow(self:LLM, n:int):
+def borrow(self:LoadedModel, n:int):
     "Blocks for `n` tokens and the two state slots of a sequence, from the engine's own cache, until its next step; `QueueFullError` if they are in use"
     with self._lock:
         s = self._open().scheduler
@@ -30,11 +30,11 @@ def borrow(self:LLM, n:int):
 
 # %% ../nbs/46_score.ipynb #2a12ae1d
 @patch
-def hidden(self:LLM,
+def hidden(self:LoadedModel,
     ids:list[int], # A text
 ): # Yields the states after the last norm, float32 [n, H] on the device, of as many tokens as a step takes
     "What the output matrix would see, for each of `ids`"
-    ids,_,_ = self._encode(ids, 0)
+    ids = self.ids(ids, 0)
     with self.borrow(len(ids)) as (blocks,slots), self.engine.stepper.here():
         for a in range(0, len(ids), n := self.engine.scheduler.chunk):
             part = ids[a:a+n]; slots = slots[::-1]
@@ -43,7 +43,7 @@ def hidden(self:LLM,
 
 # %% ../nbs/46_score.ipynb #2ba19e0b
 @patch
-def score(self:LLM,
+def score(self:LoadedModel,
     ids:list[int], # A text
     k:int=0, # How many alternatives to report at each place
 )->list: # For each token but the first: (its log-probability, [(id, log-probability), …] best first)
@@ -66,7 +66,7 @@ def _said(x, ids, i, k):
 POOLINGS = ('last','mean') # Ways to make one vector of a text
 
 @patch
-def embed(self:LLM,
+def embed(self:LoadedModel,
     ids:list[int], # A text
     pooling:str='last', # 'last': the last token's state; 'mean': the mean of all
 )->list[float]: # H numbers, of length 1

@@ -7,36 +7,32 @@ Docs: https://atlas-inference.github.io/atlas/server.html.md"""
 # %% auto #0
 __all__ = ['CHAT', 'TEXT', 'MESSAGES', 'RESPONSES', 'read_body', 'API', 'api_of', 'attended', 'whose', 'warned', 'ended', 'owner',
            'EmbeddingsBody', 'TokenizeBody', 'DetokenizeBody', 'ModelBody', 'page', 'Door', 'refused', 'NoRouteError',
-           'no_route', 'left', 'create_app', 'upstream', 'PortError', 'listen', 'run', 'upstream_of']
+           'no_route', 'left', 'create_app', 'PortError', 'listen']
 
 # %% ../nbs/53_server.ipynb #147728df
 import asyncio,base64,errno,hashlib,json,logging,re,socket
-from contextlib import aclosing,asynccontextmanager,suppress
+from contextlib import aclosing,asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime,timezone
 from functools import partial
 from pathlib import Path
-from time import time
 from typing import Annotated,Any,Callable,Literal
 from fastcore.basics import patch
-import uvicorn
 from fastapi import FastAPI,Request
 from fastapi.responses import HTMLResponse,JSONResponse,Response
 from pydantic import BaseModel,ConfigDict,Field
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-import atlas,atlas.score
+import atlas
 from .core import AtlasError,RequestError
-from .http import Guard,Rules,TooLargeError,server_config
-from .llm import LLM
+from .http import Guard,Rules,TooLargeError
 from .log import note,request_id
-from .parsers import default_parsers
 from .protocol import anthropic,openai,responses
 from .protocol.base import Ask,Ids,NotOfferedError,sse,validate
 from .protocol.chunks import error_body
-from .runner import Runner
+from .requests import check_ids
 from .sandbox import asker
-from .service import Models,Service,Upstream,in_vocab,packed
+from .service import Service,packed
 from .turn import EventStream,Turn,UnavailableError,Unless,events,gone,whole
 
 # %% ../nbs/53_server.ipynb #3824991e
@@ -116,7 +112,7 @@ def ended(request:Request, turn:Turn, w, why:str='client_gone'):
     "A request is over; called again, this does nothing more"
     turn.close(why); w.close()
     n = turn.usage()
-    note(request.scope, model=w.model, prompt_tokens=n.prompt, completion_tokens=n.completion, cached_tokens=n.cached, finish=','.join(sorted({str(v.finish) for v in turn.voices})))
+    note(request.scope, model=w.model, prompt_tokens=n.prompt, completion_tokens=n.completion, cached_tokens=n.cached, finish=','.join(sorted({str(v.finish) for v in turn.readers})))
 
 # %% ../nbs/53_server.ipynb #6f99e337
 @patch
@@ -283,7 +279,7 @@ async def detokenize(self:Service, request:Request)->Response:
     b = await self.read(request, partial(validate, DetokenizeBody))
     async def work():
         u = await self.upstream(b.model)
-        in_vocab(u, b.tokens, 'tokens')
+        check_ids(b.tokens, u.info['vocab_size'], 'tokens')
         return await asyncio.to_thread(partial(u.tokenizer.decode, skip_special=False), b.tokens)
     text = await attended(request, work())
     return JSONResponse(dict(prompt=text, content=text))
@@ -470,18 +466,13 @@ def _managing(s:Service):
 
 # %% ../nbs/53_server.ipynb #afe2ccd9
 def create_app(
-    models, # `Models`; or a runner, with what follows
-    tokenizer=None, # Of the runner
-    template=None, # None: no chat
-    on_close=None, # Called, in a thread, when the server shuts down
+    models, # `Models` of the gateway
     on_ready=None, # Called when it has started
-    drain:float=0., # Seconds that running answers have then
+    drain:float=0., # Seconds that running answers have when it ends
     rules:Rules|None=None, # Whom to answer; None: everybody
-    **kw, # `max_body` and the like, for `Service`; `names`, `spec`, `parsers` and `guides` of a runner
+    **kw, # `max_body` and the like, for `Service`
 )->FastAPI:
     "The application: endpoints, errors, and the door around them"
-    about = {k:kw.pop(k) for k in ('names','spec','parsers','guides') if k in kw}
-    if hasattr(models, 'submit'): models = Models.of(upstream(models, tokenizer, template, **about))
     service = Service(models, **kw)
     @asynccontextmanager
     async def life(app):
@@ -489,8 +480,7 @@ def create_app(
         if on_ready: on_ready()
         yield
         for t in list(service.tasks): t.cancel()
-        if on_close: await asyncio.to_thread(on_close)
-        else: await models.close(drain)
+        await models.close(drain)
     app = FastAPI(title='Atlas', version=atlas.__version__, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=life)
     app.state.service = service
     for path,method,f,body in _asking(service)+_managing(service): _add(app, path, method, f, body)
@@ -500,11 +490,6 @@ def create_app(
     return app
 
 # %% ../nbs/53_server.ipynb #c6bb0e81
-def upstream(runner, tokenizer, template=None, names=(), spec=None, parsers=(None,None), guides=None)->Upstream:
-    "A runner as an upstream"
-    names = list(names) or [runner.info['name']]
-    return Upstream(names[0], names, runner.info, tokenizer, template, spec, guides, tuple(parsers), runner)
-
 def _add(app, path, method, f, body):
     "One endpoint"
     app.add_api_route(path, f, methods=[method], openapi_extra=_schema(body) if body else None, response_model=None, responses=_errors if method!='GET' else None)
@@ -531,30 +516,3 @@ def listen(
     except OSError as e:
         what,hint = _why.get(e.errno, (f'cannot be used: {e.strerror}', 'Choose another with --host and --port'))
         raise PortError(f'Port {port} on {host} {what}', hint=hint) from None
-
-# %% ../nbs/53_server.ipynb #9023d905
-def run(
-    models, # `Models`; or a runner, with what follows
-    tokenizer=None,
-    template=None,
-    sock:socket.socket|None=None, # One that listens; None: the default address
-    drain:float=10., # Seconds that running answers have when the server stops
-    ready=None, # Called with the server's URL when it has started
-    tls:dict|None=None, # From `tls_options`
-    **kw, # For `create_app`
-):
-    "Serve until SIGINT or SIGTERM"
-    sock = sock or listen()
-    at,on = sock.getsockname()[:2]
-    url = f'http{"s"*bool(tls)}://'+(f'[{at}]:{on}' if ':' in at else f'{at}:{on}')
-    app = create_app(models, tokenizer, template, on_ready=partial(ready, url) if ready else None, **kw)
-    with suppress(KeyboardInterrupt): uvicorn.Server(server_config(app, drain=drain, tls=tls)).run(sockets=[sock])
-
-# %% ../nbs/53_server.ipynb #bb9f192f
-def upstream_of(llm:LLM, names:list[str], max_queue:int=256, parsers=(None,None))->Upstream:
-    "A loaded model as an upstream"
-    found = default_parsers(llm.config, llm.template.source if llm.template else None)
-    info = dict(name=names[0], max_seq_len=llm.max_seq_len, vocab_size=llm.config.vocab_size, max_queue=max_queue, eos_ids=list(llm.eos_ids), vision=bool(llm.model.vision),
-        created=int(time()), load_seconds=dict(all=llm.load_seconds))
-    runner = Runner(llm.engine, info, ops=dict(score=llm.score, embed=llm.embed))
-    return Upstream(names[0], names, info, llm.tokenizer, llm.template, llm.image_spec if llm.model.vision else None, getattr(llm, 'guides', None), tuple(a or b for a,b in zip(parsers, found)), runner)

@@ -11,11 +11,12 @@ from atlas.core import AtlasError,ContextLengthError,EngineError,QueueFullError,
 from atlas.http import Keys,Rate,Rules
 from atlas.log import Access
 from atlas.protocol.anthropic import error_body,parse,parse_count,reply
-from atlas.protocol.base import Ask,CallDelta,Piece,Usage,gather
-from atlas.server import create_app
+from atlas.deltas import CallDelta,Delta
+from atlas.protocol.base import Ask,Usage,gather
 
 sys.path.insert(0, str(Path(__file__).parent/'helpers'))
 from agents import agent,run  # noqa: E402
+from inprocess import app_of  # noqa: E402
 from scripted import TEMPLATE,Speaker,running,service  # noqa: E402
 
 HELLO = [dict(role='user', content='Hello')]
@@ -33,7 +34,7 @@ class TooMany(AtlasError): status,code = 429,'rate_limited'
 
 class Script:
     "An ASGI app; `answer` makes pieces, or an error, from an `Ask`"
-    def __init__(self): self.answer,self.seen,self.error_at = (lambda ask: [Piece(content='Hi.', finish='stop')]),[],None
+    def __init__(self): self.answer,self.seen,self.error_at = (lambda ask: [Delta(content='Hi.', finish='stop')]),[],None
 
     async def __call__(self, scope, receive, send):
         if scope['type']!='http': return
@@ -108,7 +109,7 @@ def test_a_message(client, script):
 @pytest.mark.parametrize('finish,stop,want', [('stop',None,('end_turn',None)), ('stop','END',('stop_sequence','END')), ('stop','<|im_end|>',('end_turn',None)),
     ('stop',7,('end_turn',None)), ('length',None,('max_tokens',None))])
 def test_stop_reasons(client, script, finish, stop, want):
-    script.answer = lambda a: [Piece(content='a'), Piece(finish=finish, stop=stop)]
+    script.answer = lambda a: [Delta(content='a'), Delta(finish=finish, stop=stop)]
     m = client.messages.create(**ask(client, stop_sequences=['END']))
     assert (m.stop_reason,m.stop_sequence)==want
     with client.messages.stream(**ask(client, stop_sequences=['END'])) as s: m = s.get_final_message()
@@ -116,7 +117,7 @@ def test_stop_reasons(client, script, finish, stop, want):
 
 def test_a_stream(client, script):
     odd = ['Hel', 'lo', '\n\ndata: no\n\nevent: error\n', ' \u2028\u2029\x85 ', 'größer "quoted" \\ 日本 \U0001f600', '\x00\x1f']
-    script.answer = lambda a: [*(Piece(content=t) for t in odd), Piece(finish='stop')]
+    script.answer = lambda a: [*(Delta(content=t) for t in odd), Delta(finish='stop')]
     with client.messages.stream(**ask(client)) as s:
         got = list(s.text_stream)
         m = s.get_final_message()
@@ -124,8 +125,8 @@ def test_a_stream(client, script):
     assert (m.usage.input_tokens,m.usage.cache_read_input_tokens,m.usage.output_tokens) == (56,64,30)
 
 def test_events_in_order(client, script):
-    script.answer = lambda a: [Piece(reasoning='Hm'), Piece(reasoning='.', content='\n'), Piece(content='So'), Piece(calls=calls(CallDelta(0,'call_ab','f'))),
-        Piece(calls=calls(CallDelta(0, arguments='{"a":'))), Piece(content='\nDone', calls=calls(CallDelta(0, arguments='1}'))), Piece(finish='tool_calls')]
+    script.answer = lambda a: [Delta(reasoning='Hm'), Delta(reasoning='.', content='\n'), Delta(content='So'), Delta(calls=calls(CallDelta(0,'call_ab','f'))),
+        Delta(calls=calls(CallDelta(0, arguments='{"a":'))), Delta(content='\nDone', calls=calls(CallDelta(0, arguments='1}'))), Delta(finish='tool_calls')]
     events = list(client.messages.create(**ask(client, stream=True)))
     assert [e.type for e in events][:2]==['message_start','content_block_start'] and [e.type for e in events][-2:]==['message_delta','message_stop']
     assert [e.index for e in events if e.type=='content_block_start']==[0,1,2,3]
@@ -141,7 +142,7 @@ def test_events_in_order(client, script):
     assert deltas[2].signature and deltas[-1].text=='\nDone' and deltas[3].text=='\nSo'
 
 def test_thinking_goes_round(client, script):
-    script.answer = lambda a: [Piece(reasoning='Let me '), Piece(reasoning='think.', content='Yes'), Piece(content='.', finish='stop')]
+    script.answer = lambda a: [Delta(reasoning='Let me '), Delta(reasoning='think.', content='Yes'), Delta(content='.', finish='stop')]
     m = client.messages.create(**ask(client, max_tokens=4096, thinking=dict(type='enabled', budget_tokens=2048)))
     assert [b.type for b in m.content]==['thinking','text'] and m.content[0].thinking=='Let me think.' and m.content[0].signature
     assert script.seen[0].thinking_budget==2048 and script.seen[0].template['enable_thinking'] is True
@@ -149,7 +150,7 @@ def test_thinking_goes_round(client, script):
     assert script.seen[1].messages[1]==dict(role='assistant', content='Yes.', reasoning='Let me think.')
 
 def test_a_thought_that_is_not_shown_goes_round_too(client, script):
-    script.answer = lambda a: [Piece(reasoning='Let me '), Piece(reasoning='think.', content='Yes'), Piece(content='.', finish='stop')]
+    script.answer = lambda a: [Delta(reasoning='Let me '), Delta(reasoning='think.', content='Yes'), Delta(content='.', finish='stop')]
     kw = ask(client, thinking=dict(type='adaptive', display='omitted'))
     with client.messages.stream(**kw) as s:
         events = list(s)
@@ -169,8 +170,8 @@ def test_zero_tokens_say_nothing(client, script):
 def test_the_tool_loop_of_the_sdk(client, script):
     "The SDK's own loop calls the tool and comes back with its result"
     def answer(a):
-        if a.messages[-1]['role']=='tool': return [Piece(content=f'It is {a.messages[-1]["content"]}.', finish='stop')]
-        return [Piece(content='Wait.'), Piece(calls=calls(CallDelta(0,'call_0123','weather','{"city"'))), Piece(calls=calls(CallDelta(0, arguments=': "Oslo"}'))), Piece(finish='tool_calls')]
+        if a.messages[-1]['role']=='tool': return [Delta(content=f'It is {a.messages[-1]["content"]}.', finish='stop')]
+        return [Delta(content='Wait.'), Delta(calls=calls(CallDelta(0,'call_0123','weather','{"city"'))), Delta(calls=calls(CallDelta(0, arguments=': "Oslo"}'))), Delta(finish='tool_calls')]
     script.answer = answer
     @anthropic.beta_tool
     def weather(city: str) -> str:
@@ -194,7 +195,7 @@ def test_no_conversation_is_held(client):
     assert e.value.error_code=='thread_unsupported_request'
 
 def test_parallel_calls_and_a_cut(client, script):
-    script.answer = lambda a: [Piece(calls=calls(CallDelta(0,'call_1','f','{}'), CallDelta(1,'call_2','g','{"a": [1, {"b": "x'))), Piece(finish='length')]
+    script.answer = lambda a: [Delta(calls=calls(CallDelta(0,'call_1','f','{}'), CallDelta(1,'call_2','g','{"a": [1, {"b": "x'))), Delta(finish='length')]
     whole = client.messages.create(**ask(client))
     with client.messages.stream(**ask(client)) as s: streamed = s.get_final_message()
     for m in whole,streamed:
@@ -203,14 +204,14 @@ def test_parallel_calls_and_a_cut(client, script):
 
 def test_an_empty_answer_has_a_block(client, script):
     for text in '','\n':
-        script.answer = lambda a: [Piece(content=text), Piece(finish='stop')]
+        script.answer = lambda a: [Delta(content=text), Delta(finish='stop')]
         with client.messages.stream(**ask(client)) as s: streamed = s.get_final_message()
         for m in client.messages.create(**ask(client)),streamed: assert [b.to_dict() for b in m.content]==[dict(type='text', text=text)]
 
 class Title(BaseModel): title:str
 
 def test_structured_output(client, script):
-    script.answer = lambda a: [Piece(content='{"title": "A day"}', finish='stop')]
+    script.answer = lambda a: [Delta(content='{"title": "A day"}', finish='stop')]
     m = client.messages.parse(**ask(client, output_format=Title))
     assert m.parsed_output==Title(title='A day')
     assert script.seen[0].format['kind']=='json_schema' and script.seen[0].format['schema']['required']==['title']
@@ -238,7 +239,7 @@ def test_a_body_that_is_wrong(client):
     with pytest.raises(anthropic.BadRequestError, match=r'messages\[0\].content\[0\].type'): client.messages.create(**ask(client, messages=[dict(role='user', content=[dict(type='video')])]))
 
 def test_a_stream_that_breaks(client, script):
-    script.answer,script.error_at = (lambda a: [Piece(content='a'), Piece(content='b'), Piece(finish='stop')]),1
+    script.answer,script.error_at = (lambda a: [Delta(content='a'), Delta(content='b'), Delta(finish='stop')]),1
     got = []
     with pytest.raises(anthropic.APIStatusError, match='The engine failed') as e:
         with client.messages.stream(**ask(client)) as s:
@@ -277,13 +278,13 @@ def answers(draw):
     def atoms(text): return cut(text, sorted(draw(st.lists(st.integers(0,len(text)), max_size=4))))
     todo = [('r',t) for t in atoms(draw(texts))]+[('c',t) for t in atoms(draw(texts))]
     for i,a in enumerate(draw(st.lists(args, max_size=3))): todo += [('k',CallDelta(i, f'call_{i}', f'f{i}')), *(('k',CallDelta(i, arguments=t)) for t in atoms(a))]
-    pieces,now = [],Piece()
+    pieces,now = [],Delta()
     for kind,x in todo:
-        if draw(st.booleans()): pieces.append(now); now = Piece()
+        if draw(st.booleans()): pieces.append(now); now = Delta()
         if kind=='r': now.reasoning += x
         elif kind=='c': now.content += x
         else: now.calls += (x,)
-    end = Piece(finish=draw(st.sampled_from(['stop','length','tool_calls'])), stop=draw(st.sampled_from([None,'END','x',3])))
+    end = Delta(finish=draw(st.sampled_from(['stop','length','tool_calls'])), stop=draw(st.sampled_from([None,'END','x',3])))
     if draw(st.booleans()): now.finish,now.stop = end.finish,end.stop; return [*pieces, now]
     return [*pieces, now, end]
 
@@ -541,14 +542,14 @@ def test_the_door_speaks_the_same_language():
     rules = Rules(keys=Keys({'secret':'user'}), rate=Rate(2))
     def client(url, **kw): return anthropic.Anthropic(base_url=url, max_retries=0, timeout=20, **kw)
     ask = dict(model='scripted', max_tokens=9, messages=HELLO)
-    with running(Access(create_app(s, s.tok, ChatTemplate(TEMPLATE), rules=rules))) as url:
+    with running(Access(app_of(s, s.tok, ChatTemplate(TEMPLATE), rules=rules))) as url:
         with pytest.raises(anthropic.AuthenticationError) as e: client(url, api_key='wrong').messages.create(**ask)
         assert e.value.type=='authentication_error' and 'secret' not in str(e.value)
         assert e.value.request_id and e.value.body['request_id']==e.value.request_id
         for kw in dict(api_key='secret'),dict(auth_token='secret'): assert client(url, **kw).messages.create(**ask).type=='message'
         with pytest.raises(anthropic.RateLimitError) as e: client(url, api_key='secret').messages.create(**ask)
         assert e.value.type=='rate_limit_error' and int(e.value.response.headers['retry-after'])>=1
-    with running(create_app(s, s.tok, ChatTemplate(TEMPLATE), rules=Rules(body=1000))) as url:
+    with running(app_of(s, s.tok, ChatTemplate(TEMPLATE), rules=Rules(body=1000))) as url:
         with pytest.raises(anthropic.APIStatusError) as e: client(url, api_key='any').messages.create(**ask, system='x'*2000)
         assert (e.value.status_code,e.value.type)==(413,'request_too_large')
 
@@ -567,8 +568,8 @@ def test_claude_code_runs_a_tool(script, tmp_path):
         tries.append(a)
         if len(tries)==1: raise QueueFullError('256 requests are waiting')
         script.error_at = 0 if len(tries)==2 else None
-        if a.messages[-1]['role']=='tool': return [Piece(content=f'It is {a.messages[-1]["content"]}'), Piece(finish='stop')]
-        return [Piece(reasoning='Run it.', content='I run it.'), Piece(calls=calls(CallDelta(0,'call_01','Bash','{"command": "echo $((40+'))), Piece(calls=calls(CallDelta(0, arguments='2))"}'))), Piece(finish='tool_calls')]
+        if a.messages[-1]['role']=='tool': return [Delta(content=f'It is {a.messages[-1]["content"]}'), Delta(finish='stop')]
+        return [Delta(reasoning='Run it.', content='I run it.'), Delta(calls=calls(CallDelta(0,'call_01','Bash','{"command": "echo $((40+'))), Delta(calls=calls(CallDelta(0, arguments='2))"}'))), Delta(finish='tool_calls')]
     script.answer = answer
     d = claude(script.url, tmp_path, 'what is 40+2?', '--allowedTools', 'Bash')
     assert (d['result'],d['is_error'])==('It is 42',False), d

@@ -3,9 +3,8 @@ import json,socket,subprocess,sys
 from pathlib import Path
 import pytest
 from atlas.http import Bounds,Keys,Rules
-from atlas.server import create_app
 from test_http import live
-from test_server import FakeRunner,template,tok
+from test_server import FakeRunner,app_of,template,tok
 
 sys.path.insert(0, str(Path(__file__).parent/'helpers'))
 from agents import PATH,agent  # noqa: E402
@@ -15,7 +14,7 @@ ASK = {'codex':['exec','--skip-git-repo-check','Say pong'], 'opencode':['run','S
 
 @pytest.fixture(scope='module')
 def port():
-    app = create_app(FakeRunner('pong', max_seq_len=1<<20), tok, template, rules=Rules(keys=Keys({'sesame':'user'})))
+    app = app_of(FakeRunner('pong', max_seq_len=1<<20), tok, template, rules=Rules(keys=Keys({'sesame':'user'})))
     with live(app, Bounds()) as port: yield port
 
 def said(client, port, home, **env):

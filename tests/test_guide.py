@@ -16,7 +16,7 @@ from atlas.device import Host
 from atlas.emulator import Emulator,find_cxx
 from atlas.engine import Engine,HostStepper
 from atlas.guide import Guides,_sandbox,pack,unpack
-from atlas.llm import byte_tokenizer
+from atlas.tokenizer import byte_tokenizer
 from atlas.model import imagine,load_model
 from atlas.ops.sample import SampleState,SamplingParams,sample
 from atlas.parsers import parse_tools
@@ -688,7 +688,7 @@ def test_no_tokenizer():
 
 def test_a_space_at_the_beginning_is_kept():
     "SentencePiece drops the space before a text; one that a guide asked for is no such space"
-    from atlas.llm import Generation
+    from atlas.generation import Generation
     from atlas.engine import Event
     g = guides('pieces'); ids = spelt(g, ' yes'); out = {}
     for exact in (False,True):

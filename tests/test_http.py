@@ -538,9 +538,8 @@ def test_dashboard_fits():
 @pytest.fixture(scope='module')
 def service():
     from atlas.log import Access
-    from atlas.server import create_app
-    from test_server import FakeRunner,template,tok
-    app = create_app(FakeRunner(), tok, template, rules=Rules(keys=Keys({'sesame':'user', 'onion':'admin'}), body=3_000_000))
+    from test_server import FakeRunner,app_of,template,tok
+    app = app_of(FakeRunner(), tok, template, rules=Rules(keys=Keys({'sesame':'user', 'onion':'admin'}), body=3_000_000))
     app.add_middleware(Access)
     with live(app, Bounds()) as port: yield port
 
@@ -612,10 +611,9 @@ def test_template_bomb():
     "A template that loops for ever on two messages: a refusal, and the next request is served"
     from atlas.chat import ChatTemplate
     from atlas.sandbox import Sandbox
-    from atlas.server import create_app
-    from test_server import FakeRunner,tok
+    from test_server import FakeRunner,app_of,tok
     bomb = ChatTemplate('{% for m in messages %}{{ m.content }}{% if loop.index>1 %}{{ lipsum(n=8000000) }}{% endif %}{% endfor %}')
-    with Sandbox(seconds=.5, memory=256<<20, workers=1) as box, live(create_app(FakeRunner(), tok, bomb, sandbox=box), Bounds()) as port:
+    with Sandbox(seconds=.5, memory=256<<20, workers=1) as box, live(app_of(FakeRunner(), tok, bomb, sandbox=box), Bounds()) as port:
         assert post(port, '/v1/chat/completions', SAY)[0]==200
         status,_,body = post(port, '/v1/chat/completions', dict(messages=[dict(role='user', content='a'), dict(role='assistant', content='b'), dict(role='user', content='c')]))
         assert status==400 and json.loads(body)['error']['code']=='work_limit' and box.killed==1
@@ -626,11 +624,10 @@ def test_bombs_of_one_key_hold_up_no_other():
     import http.client
     from atlas.chat import ChatTemplate
     from atlas.sandbox import Sandbox
-    from atlas.server import create_app
-    from test_server import FakeRunner,tok
+    from test_server import FakeRunner,app_of,tok
     bomb = ChatTemplate('{% for m in messages %}{{ m.content }}{% if loop.index>1 %}{{ lipsum(n=8000000) }}{% endif %}{% endfor %}')
     long = json.dumps(dict(messages=[dict(role='user', content='a'), dict(role='assistant', content='b'), dict(role='user', content='c')]))
-    with Sandbox(seconds=600.) as box, live(create_app(FakeRunner(), tok, bomb, sandbox=box, rules=Rules(keys=Keys({'bad':'user eve', 'good':'user ann'}))), Bounds()) as port:
+    with Sandbox(seconds=600.) as box, live(app_of(FakeRunner(), tok, bomb, sandbox=box, rules=Rules(keys=Keys({'bad':'user eve', 'good':'user ann'}))), Bounds()) as port:
         cs = [http.client.HTTPConnection('127.0.0.1', port, timeout=WAIT) for _ in range(10)]
         for c in cs: c.request('POST', '/v1/chat/completions', long, {'Content-Type':'application/json', 'Host':'localhost', 'Authorization':'Bearer bad'})
         while box.waiting<10: threading.Event().wait(.01)
@@ -642,10 +639,10 @@ def test_bombs_of_one_key_hold_up_no_other():
 def test_gone_while_one_of_two_is_prepared(kind):
     "Two requests on one connection, and the first waits for its model when their client leaves: it is heard at once, and neither reaches the engine"
     from atlas.server import create_app
-    from test_server import FakeRunner,Slow,SlowModels,head
+    from test_server import FakeRunner,Slow,head,slow_models
     slow,r = Slow(),FakeRunner()
     one = head(14).replace(b'Host: x', b'Host: localhost')+b'{"prompt":"a"}'
-    with live(create_app(SlowModels(slow, r)), Bounds(), kind) as port:
+    with live(create_app(slow_models(slow, r)), Bounds(), kind) as port:
         with connect(port) as s:
             s.sendall(2*one)
             assert slow.begun.acquire(timeout=WAIT)

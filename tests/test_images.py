@@ -1,5 +1,5 @@
 "Images: as transformers reads and cuts them, to the last bit; and nothing that strangers send gets further than a RequestError"
-import base64,io,json,math,shutil
+import base64,io,json,math,shutil,sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import numpy as np
@@ -15,9 +15,10 @@ from atlas.families.vision import mrope_positions
 from atlas.images import ImageSpec,Limits,expand_images,fit,load_image,place_images,prepare_images,preprocess,resize,taps
 from atlas.llm import LLM
 from atlas.ops.sample import SamplingParams
-from atlas.ops.vision import tokens_of
-from atlas.runner import Runner
+from atlas.patches import tokens_of
 from atlas.server import create_app
+sys.path.insert(0, str(Path(__file__).parent/'helpers'))
+from inprocess import loaded  # noqa: E402
 
 data = Path(__file__).parent/'data'
 ref = dict(np.load(data/'images'/'images.npz'))  # by make_images.py beside it
@@ -212,8 +213,7 @@ def test_served_images(folder, llm):
     want = [llm.chat(t, SamplingParams(temperature=0, max_tokens=6, logprobs=0)) for t in turns]
     assert len({tuple(round(t.logprob, 4) for t in o.logprobs) for o in want})==len(want)
     other = LLM(str(folder), device='cpu', max_seq_len=64)
-    runner = Runner(other.engine, dict(name='vl', max_seq_len=64, vocab_size=other.config.vocab_size))
-    with TestClient(create_app(runner, other.tokenizer, other.template, on_close=runner.close, spec=other.image_spec)) as c:
+    with TestClient(create_app(loaded(other, ['vl']))) as c:
         post = lambda t: c.post('/v1/chat/completions', json=dict(messages=t, temperature=0, max_tokens=6, logprobs=True))
         with ThreadPoolExecutor(4) as pool: got = list(pool.map(post, turns*2))
         for r,o in zip(got, want*2):

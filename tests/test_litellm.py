@@ -7,10 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 import pytest
 from atlas.chat import ChatTemplate
-from atlas.server import create_app
 
 here = Path(__file__).parent/'helpers'
 sys.path.insert(0, str(here))
+from inprocess import app_of  # noqa: E402
 from scripted import TEMPLATE,Speaker,running  # noqa: E402
 
 def model(prompt):
@@ -27,7 +27,7 @@ def told():
     if python==sys.executable and not find_spec('litellm'): pytest.skip('litellm is not installed')
     s = Speaker(model)
     anything = SimpleNamespace(check=lambda spec: None)  # the script keeps to every format by itself
-    with running(create_app(s, s.tok, ChatTemplate(TEMPLATE), parsers=('hermes','qwen3'), guides=anything)) as url:
+    with running(app_of(s, s.tok, ChatTemplate(TEMPLATE), parsers=('hermes','qwen3'), guides=anything)) as url:
         env = {k:os.environ[k] for k in ('PATH','LANG','HOME') if k in os.environ} | dict(NO_PROXY='127.0.0.1')
         r = subprocess.run([python, here/'litellm_client.py', url, 'scripted'], env=env, capture_output=True, text=True, timeout=120)
         assert r.returncode==0, r.stderr[-3000:]

@@ -2,6 +2,7 @@
 Where we differ, we do so on purpose, and the test says why."""
 import asyncio,base64,functools,json,re,struct,sys,threading,time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 import httpx,numpy as np,openai,pytest,uvicorn
 from starlette.testclient import TestClient
@@ -10,11 +11,13 @@ from atlas.chat import ChatTemplate
 from atlas.config import PRESETS
 from atlas.gateway import Model,Models as Gateway,Policy
 from atlas.http import Keys,Rules,server_config
-from atlas.llm import LLM,byte_tokenizer
-from atlas.server import create_app,listen,upstream_of
-from atlas.service import Models
+from atlas.llm import LLM
+from atlas.tokenizer import byte_tokenizer
+from atlas.server import create_app,listen
 
 sys.path.insert(0, str(Path(__file__).parent/'helpers'))
+from inprocess import app_of,loaded  # noqa: E402
+from script_config import ScriptConfig  # noqa: E402
 from scripted import TEMPLATE,Speaker  # noqa: E402
 
 WAIT,HELLO = 60,[dict(role='system', content='Book'), dict(role='user', content='What is the best book')]
@@ -26,10 +29,10 @@ def real():
     PRESETS['toy-judge'] = TINY
     try: llm = LLM('toy-judge', 'cpu', load_format='dummy', max_seq_len=400, max_num_seqs=4, show=False)
     finally: del PRESETS['toy-judge']
-    u = upstream_of(llm, ['tiny','tiny/alias'])
-    yield TestClient(create_app(Models.of(u)), raise_server_exceptions=False)
-    assert u.runner.healthy
-    u.runner.close()
+    ms = loaded(llm, ['tiny','tiny/alias'])
+    with TestClient(create_app(ms), raise_server_exceptions=False) as c:
+        yield c
+        assert ms.healthy and not ms.all[0].restarts
 
 LASTS = dict(temperature=0, logit_bias={'255':-100})  # the same each time, and no end before its time
 def chat(c, **kw): return c.post('/v1/chat/completions', json=dict(messages=HELLO, max_tokens=8)|LASTS|kw)
@@ -211,7 +214,7 @@ def test_apply_template(real):
 def test_generation_prompt(kw, end):
     s = Speaker(lambda p: 'x')
     t = ChatTemplate('{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}')
-    assert TestClient(create_app(s, s.tok, t)).post('/apply-template', json=dict(messages=HELLO)|kw).json()['prompt']=='<system>Book<user>What is the best book'+end
+    assert TestClient(app_of(s, s.tok, t)).post('/apply-template', json=dict(messages=HELLO)|kw).json()['prompt']=='<system>Book<user>What is the best book'+end
 
 THINKS = ChatTemplate('{% for t in tools or [] %}T{% endfor %}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>{% if enable_thinking is false %}<think></think>{% else %}<think>{% endif %}')
 
@@ -219,7 +222,7 @@ THINKS = ChatTemplate('{% for t in tools or [] %}T{% endfor %}{% for m in messag
 @pytest.mark.parametrize('kw,end', [({},'<think>'), (dict(enable_thinking=True),'<think>'), (dict(enable_thinking=False),'<think></think>'), (dict(chat_template_kwargs=dict(enable_thinking=False)),'<think></think>'), (dict(reasoning_effort='none'),'<think></think>')])
 def test_thinking_in_the_template(tools, kw, end):
     s = Speaker(lambda p: 'x')
-    p = TestClient(create_app(s, s.tok, THINKS, parsers=('hermes','qwen3'))).post('/apply-template', json=dict(messages=HELLO, tools=tools)|kw).json()['prompt']
+    p = TestClient(app_of(s, s.tok, THINKS, parsers=('hermes','qwen3'))).post('/apply-template', json=dict(messages=HELLO, tools=tools)|kw).json()['prompt']
     assert p=='T'*len(tools or [])+'<system>Book<user>What is the best book<assistant>'+end and not s.prompts
 
 # ---- Vectors ----
@@ -354,7 +357,7 @@ def of_responses(c, **kw):
 @contextmanager
 def speaking(say, parsers):
     s = Speaker(say if callable(say) else lambda p: say)
-    yield TestClient(create_app(s, s.tok, ChatTemplate(TEMPLATE), parsers=parsers), raise_server_exceptions=False),s
+    yield TestClient(app_of(s, s.tok, ChatTemplate(TEMPLATE), parsers=parsers), raise_server_exceptions=False),s
 
 @pytest.mark.parametrize('parsers', SAID, ids=lambda p: p[0])
 def test_calls_of_every_family(parsers):
@@ -406,7 +409,7 @@ ITEMS = ChatTemplate("{% for m in messages %}{{ m.role }}{% for c in m.tool_call
 def test_arguments_given_back(args, want):
     "Templates go through the arguments of earlier calls; JSON that was cut off, or is no object, is shown to such a template as none, for it would end the conversation otherwise"
     s = Speaker(lambda p: 'x')
-    c = TestClient(create_app(s, s.tok, ITEMS), raise_server_exceptions=False)
+    c = TestClient(app_of(s, s.tok, ITEMS), raise_server_exceptions=False)
     r = c.post('/v1/chat/completions', json=dict(messages=[*HELLO, dict(role='assistant', content=None, tool_calls=[dict(id='c', type='function', function=dict(name='f', arguments=args))]), dict(role='tool', tool_call_id='c', content='r')]))
     if want==400: assert r.status_code==400 and r.json()['error']['type']=='invalid_request_error' and not s.prompts
     else: assert r.status_code==200 and f'assistant {want}; ' in s.prompts[-1]
@@ -419,7 +422,7 @@ KEY,ADMIN = 'sk-this-is-the-secret-key','sk-of-the-admin'
 def guarded():
     s = Speaker(lambda p: 'Hello')
     @functools.cache
-    def make(**kw): return TestClient(create_app(s, s.tok, ChatTemplate(TEMPLATE), rules=Rules(Keys({KEY:'user', ADMIN:'admin'}), **kw)), base_url='http://localhost', raise_server_exceptions=False)
+    def make(**kw): return TestClient(app_of(s, s.tok, ChatTemplate(TEMPLATE), rules=Rules(Keys({KEY:'user', ADMIN:'admin'}), **kw)), base_url='http://localhost', raise_server_exceptions=False)
     return make
 
 @pytest.mark.parametrize('path', ['/models','/v1/models','/metrics','/props','/nowhere','/openapi.json','/version'])
@@ -469,7 +472,7 @@ FAKE = (sys.executable, Path(__file__).parent/'helpers'/'fake_worker.py')
 def routed(*models, **kw):
     "A gateway of scripted workers, in a thread; a client, and the models"
     got,side = {},dict(tokenizer=byte_tokenizer(), template=ChatTemplate('{% for m in messages %}{{ m.content }}{% endfor %}'))
-    ms = [Model(dict(max_queue=64)|m, policy=QUICK, command=FAKE, text=lambda o: dict(side)) for m in models]
+    ms = [Model(ScriptConfig(**dict(max_queue=64)|m), policy=QUICK, command=FAKE, text=lambda o: dict(side)) for m in models]
     async def main():
         g = Gateway(ms, **kw)
         app = create_app(g)
@@ -542,7 +545,7 @@ def test_clients_that_leave_while_it_loads(tmp_path):
         out = []
         t = threading.Thread(target=lambda: out.append(ask(h, 'b', stream=True))); t.start()
         assert h.post('/models/unload', json=dict(model='b')).json()==dict(success=True)
-        ms.find('b').options['at_load'] = None  # the next life is a good one
+        ms.find('b').config = replace(ms.find('b').config, at_load=None)  # the next life is a good one
         t.join(WAIT)
         assert not t.is_alive() and out[0].status_code in (200,503) and ask(h, 'b').status_code==200
 

@@ -1,6 +1,6 @@
 "A model's memory on a card: what it takes is planned, counted and given back. The emulator counts as a card does."
 import gc,threading,numpy as np,pytest
-import atlas.llm
+import atlas.loading
 from test_card import TOYS,_SMALL
 from atlas.arena import Arena
 from atlas.config import PRESETS
@@ -8,7 +8,11 @@ from atlas.core import EngineError,OutOfMemoryError
 from atlas.device import Budget,Memory
 from atlas.emulator import Emulator,find_cxx
 from atlas.launch import compilations,saved_variants
-from atlas.llm import LLM,_weight_bytes,list_model,open_model
+from atlas.llm import LLM,list_model
+from atlas.loading import _weight_bytes
+from atlas.model import wanted
+from atlas.opening import open_model
+from atlas.options import EngineConfig
 from atlas.ops.sample import SamplingParams
 from atlas.variants import CARDS
 
@@ -35,7 +39,7 @@ def test_two_loads_leave_nothing(load, toy, weights, kw):
         llm = load(toy, weights, **kw); b,rs = llm.arena.budget,llm.arena.regions
         assert {'weights','cache','tables','steps'}==b.parts.keys() and b.used==sum(r.mapped for r in rs.values())+b.parts['steps']<=b.total
         assert llm.device.room is None and rs['cache'].used>=llm.cache.nbytes and rs['tables'].used>=llm.engine.stepper.table.nbytes
-        with open_model(llm.name, 'dummy', weights) as ck: plan = _weight_bytes(ck, ('','vision'), kw.get('quantization'), kw.get('lm_head_dtype'))
+        with open_model(EngineConfig(llm.name, load_format='dummy', weights=weights), wanted) as ck: plan = _weight_bytes(ck, ('','vision'), kw.get('quantization'), kw.get('lm_head_dtype'))
         assert abs(plan-rs['weights'].used)<.2*plan+M, (plan, rs['weights'].used)
         used = {n:r.used for n,r in rs.items()}; ids(llm)
         assert {n:r.used for n,r in rs.items()}==used  # a step leaves nothing in them
@@ -73,9 +77,9 @@ def test_a_bound_beyond_the_card_is_no_error(load):
 
 def test_a_plan_that_was_wrong(load, monkeypatch):
     "Weights that need more than was thought: the region refuses, and nothing stays behind"
-    for name,v in dict(_weight_bytes=0, _step_bytes=0, _fit=8).items(): monkeypatch.setattr(atlas.llm, name, lambda *a, v=v, **kw: v)
+    for name,v in dict(_weight_bytes=0, _step_bytes=0, _fit=8).items(): monkeypatch.setattr(atlas.loading, name, lambda *a, v=v, **kw: v)
     arena = Arena(Emulator(), Budget(300<<10), step=4096)
-    monkeypatch.setattr(atlas.llm, '_arena', lambda d: arena)
+    monkeypatch.setattr(atlas.loading, '_arena', lambda d: arena)
     with pytest.raises(OutOfMemoryError, match='weights: .* needed, .* left of a budget of 300 KiB'): load('qwen3.6-moe')
     gc.collect(); arena.close()
     assert Emulator().room is None and not arena.budget.parts

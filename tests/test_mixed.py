@@ -9,9 +9,12 @@ from prometheus_client.parser import text_string_to_metric_families as families
 from atlas.chat import ChatTemplate
 from atlas.gateway import Model,Models,Policy
 from atlas.http import server_config
-from atlas.llm import byte_tokenizer
+from atlas.tokenizer import byte_tokenizer
 from atlas.log import Access,configure
 from atlas.server import create_app
+
+sys.path.insert(0, str(Path(__file__).parent/'helpers'))
+from script_config import ScriptConfig  # noqa: E402
 
 FAKE,WAIT = (sys.executable, Path(__file__).parent/'helpers'/'fake_worker.py'),20
 template = ChatTemplate('{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: ')
@@ -27,7 +30,7 @@ def gateway():
     lines,got = Sink(),{}
     configure('json', stream=lines)
     async def main():
-        ms = Models([Model(dict(model='fake', say='x'*400, max_queue=200), policy=QUICK, command=FAKE, text=lambda o: dict(tokenizer=byte_tokenizer(), template=template))])
+        ms = Models([Model(ScriptConfig('fake', say='x'*400, max_queue=200), policy=QUICK, command=FAKE, text=lambda o: dict(tokenizer=byte_tokenizer(), template=template))])
         app = create_app(ms); app.add_middleware(Access)
         with socket.create_server(('127.0.0.1', 0), backlog=1024) as sock:
             server = uvicorn.Server(server_config(app)); server.install_signal_handlers = lambda: None

@@ -10,13 +10,13 @@ from tokenizers import Tokenizer as HFTokenizer,decoders,models,pre_tokenizers
 from atlas.chat import ChatTemplate
 from atlas.config import PRESETS
 from atlas.core import RequestError
-from atlas.engine import Event
+from atlas.requests import Event
 from atlas.llm import LLM
-from atlas.runner import Runner
-from atlas.server import create_app,upstream_of
+from atlas.server import create_app
 from atlas.service import Models
 from atlas.tokenizer import Tokenizer
-from test_server import END,FakeRunner,HELLO,WAIT,client_of,dial,head,live,read_until,tok
+from test_server import END,FakeRunner,HELLO,WAIT,app_of,client_of,dial,head,live,read_until,template,threaded,tok
+from inprocess import loaded
 
 THINKING = ChatTemplate('{% for m in messages %}[{{ m.role }}]{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments|tojson }}{% endfor %}\n{% endfor %}'
     '{% if tools %}tools: {{ tools|map(attribute="function")|map(attribute="name")|join(",") }}\n{% endif %}{{ reasoning_effort }}>{% if enable_thinking is false %}<think></think>{% endif %}')
@@ -287,7 +287,7 @@ def test_the_space_between_prompt_and_completion():
     "Which belongs to the completion's first token, and is not lost on the way"
     t,r = pieces_tokenizer(),FakeRunner()
     r.ids = [3,4,5]
-    c = TestClient(create_app(r, t, THINKING))
+    c = TestClient(app_of(r, t, THINKING))
     def text(**kw): return c.post('/v1/completions', json=dict(prompt='The capital is')|kw).json()['choices'][0]
     assert text()['text']==' Paris.' and text(prompt=[0,1,2], echo=True)['text']=='The capital is Paris.'
     assert text(logprobs=0)['logprobs']['tokens'][:2]==[' Paris','.'] and text(logprobs=0)['logprobs']['text_offset'][:2]==[0,6]
@@ -373,22 +373,22 @@ PATHS = dict(chat=('/v1/chat/completions',dict(messages=HELLO)), completions=('/
 
 @pytest.mark.parametrize('kind', WRONG)
 def test_what_is_wrong_is_named(kind):
-    c,(path,base) = TestClient(create_app(FakeRunner(), tok, THINKING), raise_server_exceptions=False),PATHS[kind]
+    c,(path,base) = TestClient(app_of(FakeRunner(), tok, THINKING), raise_server_exceptions=False),PATHS[kind]
     got = [(c.post(path, json=base|more).json().get('error') or {}).get('param') for _,more in WRONG[kind]]
     assert got==[p for p,_ in WRONG[kind]]
 
 @pytest.mark.parametrize('kind', PATHS)
 def test_bounds_that_are_allowed(kind):
     r = FakeRunner()
-    c,(path,base) = TestClient(create_app(r, tok, THINKING), raise_server_exceptions=False),PATHS[kind]
+    c,(path,base) = TestClient(app_of(r, tok, THINKING), raise_server_exceptions=False),PATHS[kind]
     for more in dict(seed=2**63-1), dict(seed=-2**63), dict(thinking_budget=-1), {'max_output_tokens' if kind=='responses' else 'max_tokens':10**18}: assert c.post(path, json=base|more).status_code==200, more
     assert r.seen[-1].params.max_tokens==2**31-1
 
 def test_errors_have_the_shape_of_their_api():
-    c = TestClient(create_app(FakeRunner(), tok), raise_server_exceptions=False)
+    c = TestClient(app_of(FakeRunner(), tok), raise_server_exceptions=False)
     assert c.post('/v1/messages', json={}).json()['type']==c.get('/v1/messages').json()['type']=='error'
     r = FakeRunner(); r.submit = None
-    c = TestClient(create_app(r, tok, THINKING), raise_server_exceptions=False)
+    c = TestClient(app_of(r, tok, THINKING), raise_server_exceptions=False)
     a = c.post('/v1/messages', json=dict(messages=HELLO, max_tokens=3, model='fake'))
     assert a.status_code==500 and a.json()['type']=='error' and a.headers['request-id']==a.headers['x-request-id']
 
@@ -399,9 +399,7 @@ def demo():
     PRESETS['toy-api'] = PRESETS['llama-3.1-8b']|dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32, intermediate_size=96, vocab_size=256, max_position_embeddings=512, bos_token_id=1, eos_token_id=255)
     try: llm = LLM('toy-api', 'cpu', load_format='dummy', max_seq_len=400, show=False)  # random weights, a token for each byte
     finally: del PRESETS['toy-api']
-    u = upstream_of(llm, ['demo'])
-    yield TestClient(create_app(Models.of(u))),llm
-    u.runner.close()
+    with TestClient(create_app(loaded(llm, ['demo']))) as c: yield c,llm
 
 def test_a_real_model_keeps_to_a_format(demo):
     c,_ = demo
@@ -445,7 +443,7 @@ class Steps:
 def test_every_request_is_accounted_for():
     "1,000 requests of every kind, a third of which their clients leave at some point"
     e,dice = Steps(),random.Random(3)
-    r = Runner(e, dict(name='fake', max_seq_len=1000, vocab_size=257, max_queue=400))
+    ms = threaded(e, dict(name='fake', max_seq_len=1000, vocab_size=257, eos_ids=[END], max_queue=400), tok, template)
     async def one(port, k):
         path,body = dice.choice([('/v1/chat/completions',dict(messages=HELLO, n=dice.choice([1,1,3]))), ('/v1/completions',dict(prompt='a')), ('/v1/messages',dict(messages=HELLO)), ('/v1/responses',dict(input='a')), ('/v1/completions',dict(prompt=''))])
         raw = json.dumps(body|{'max_output_tokens' if 'input' in body else 'max_tokens':dice.randint(16, 200), 'stream':dice.random()<.6, 'model':'fake'}).encode()
@@ -459,15 +457,14 @@ def test_every_request_is_accounted_for():
         async def held(k):
             async with gate: await one(port, k)
         await asyncio.gather(*(held(k) for k in range(1000)))
-    with live(r) as port:
+    with live(ms) as port:
         asyncio.run(many(port))
         for _ in range(1000):  # those that were left are noticed soon
             m = httpx.get(f'http://127.0.0.1:{port}/metrics').text
             n = lambda k: sum(float(v) for v in re.findall(rf'^atlas:{k}(?:{{[^}}]*}})? (\S+)$', m, re.M))
             if n('request_success_total')==n('requests_submitted_total') and not e.todo: break
-        assert n('requests_submitted_total')>900 and n('request_success_total')==n('requests_submitted_total') and not e.todo and not r._streams
+        assert n('requests_submitted_total')>900 and n('request_success_total')==n('requests_submitted_total') and not e.todo and not ms.all[0].runner._streams
         ended = +Counter({k:float(v) for k,v in re.findall(r'atlas:request_success_total{finished_reason="(\w+)",model_name="fake"} (\S+)', m)})
         why = +Counter({k:float(v) for k,v in re.findall(r'atlas:aborted_requests_total{model_name="fake",why="(\w+)"} (\S+)', m)})
         assert ended['abort']==sum(why.values())>20 and ended['length']>400 and set(ended)<={'length','abort'} and set(why)<={'client_gone'}
         assert n('http_requests_total')>=1000
-    r.close()

@@ -1,31 +1,30 @@
 "Bodies that schemathesis makes up from our own /openapi.json: every one gets an answer or a refusal in the shape of its API, never a fault of the server."
-import json
+import atexit,json,sys
+from pathlib import Path
 import pytest,schemathesis
 from hypothesis import HealthCheck,settings
 from atlas import LLM
 from atlas.config import PRESETS
-from atlas.server import create_app,upstream_of
-from atlas.service import Models
+from atlas.server import create_app
 import atlas.score
+
+sys.path.insert(0, str(Path(__file__).parent/'helpers'))
+from inprocess import loaded  # noqa: E402
+from scripted import running  # noqa: E402
 
 PRESETS['toy-openapi'] = PRESETS['llama-3.1-8b']|dict(hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=32, intermediate_size=64, vocab_size=256, max_position_embeddings=512, bos_token_id=1, eos_token_id=255)
 try: llm = LLM('toy-openapi', 'cpu', load_format='dummy', max_seq_len=128, max_num_seqs=4, show=False)  # a token for each byte, so that any text gets as far as the model
 finally: del PRESETS['toy-openapi']
-upstream = upstream_of(llm, ['tiny'])
-
-class Kept(Models):
-    "Models that outlive the application, which is started anew for each request here"
-    async def close(self, drain=0.): pass
-
-app = create_app(Kept.of(upstream))
-schema = schemathesis.openapi.from_asgi('/openapi.json', app)
+models = loaded(llm, ['tiny'])
+server = running(create_app(models))
+atexit.register(server.__exit__, None, None, None)
+schema = schemathesis.openapi.from_url(server.__enter__()+'/openapi.json')
 endless = {'/models/sse'}  # streams without an end
 
 @pytest.fixture(scope='module', autouse=True)
 def over():
     yield
-    assert upstream.runner.healthy, 'the engine did not survive'
-    upstream.runner.close()
+    assert models.healthy and not models.all[0].restarts, 'the engine did not survive'
 
 def shaped(path, d):
     "Is this an error in the shape of the API that `path` belongs to?"

@@ -5,15 +5,17 @@ import json,sys,threading,time
 from pathlib import Path
 import httpx,pytest
 sys.path.insert(0, str(Path(__file__).parent/'helpers'))
+from inprocess import loaded as loaded_models
+from script_config import ScriptConfig
 from scripted import running,service
 from test_images import FILES,folder,url
 from atlas.chat import ChatTemplate
 from atlas.clients import Served,setup
 from atlas.gateway import Models,Policy,modelled
 from atlas.http import Keys,Rules
-from atlas.llm import LLM,byte_tokenizer
-from atlas.server import create_app,upstream_of
-from atlas.service import Models as Always
+from atlas.llm import LLM
+from atlas.tokenizer import byte_tokenizer
+from atlas.server import create_app
 
 WAIT = 60
 HEADS = {'content-type':'application/json', 'accept':'*/*', 'accept-encoding':'gzip, deflate, br', 'user-agent':'Python/3.11 aiohttp/3.14.5'}
@@ -32,7 +34,7 @@ def gateway(tmp_path_factory):
     "Two models behind keys; the second was given as a path, and nobody has loaded it"
     path = tmp_path_factory.mktemp('models')/'second.gguf'; path.touch()
     side = dict(tokenizer=byte_tokenizer(), template=ChatTemplate('{{ messages[-1].content }}'))
-    ms = Models(modelled(['first',str(path)], policy=QUICK, command=FAKE, text=lambda o: dict(side), options=dict(say='I am it.')), first=['first'])
+    ms = Models(modelled(['first',str(path)], policy=QUICK, command=FAKE, text=lambda o: dict(side), options=dict(say='I am it.'), config=ScriptConfig), first=['first'])
     with running(create_app(ms, rules=Rules(Keys(dict(reader='user', keeper='admin'))))) as at: yield at,str(path)
 
 def loaded(m):
@@ -238,7 +240,7 @@ def test_responses(speaker):
 def test_files(folder):
     "A model that sees answers about an image, and the one endpoint that its search needs gives a vector for each text"
     llm = LLM(str(folder), device='cpu', max_seq_len=64)
-    with running(create_app(Always.of(upstream_of(llm, ['eyes'])))) as at, client(at, 'x') as h:
+    with running(create_app(loaded_models(llm, ['eyes']))) as at, client(at, 'x') as h:
         def ask(*parts): return h.post('/v1/chat/completions', json=dict(model='eyes', stream=False, max_tokens=2, messages=[user([dict(type='text', text='w1 '),dict(type='text', text='w3 w4'),*parts])]))
         seen,plain = ask(dict(type='image_url', image_url=dict(url=url(FILES['png'])))),ask()
         assert seen.status_code==200 and seen.json()['usage']['prompt_tokens']>plain.json()['usage']['prompt_tokens']

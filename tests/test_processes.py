@@ -3,22 +3,27 @@ Waits are for conditions, with a limit that only a failure reaches; whatever was
 import asyncio,json,os,random,signal,subprocess,sys,time
 import numpy as np,pytest
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from atlas.turn import UnavailableError
 from atlas.core import AtlasError,NumericError,OutOfMemoryError,QueueFullError,RequestError
 from atlas.gateway import Model,Models,Policy
-from atlas.llm import LLM,byte_tokenizer
-from atlas.ops.sample import SamplingParams
+from atlas.llm import LLM
+from atlas.tokenizer import byte_tokenizer
+from atlas.options import EngineConfig
 from atlas.remote import Child
-from atlas.scheduler import Request
+from atlas.requests import Request,SamplingParams
 from atlas.worker import FATAL,REFUSED
+
+sys.path.insert(0, str(Path(__file__).parent/'helpers'))
+from script_config import ScriptConfig  # noqa: E402
 
 here,WAIT = Path(__file__).parent,60
 FAKE,FAULTY = (sys.executable, here/'helpers'/'fake_worker.py'),(sys.executable, here/'helpers'/'faulty_worker.py')
 QUICK = Policy(beat=.05, stalled=1., dead=60., hung=600., start=60., grace=2., pause=.02, longest=.1, well=600., ends=4, drain=2.)
 tok = byte_tokenizer()
 
-def model(name='fake', policy=QUICK, command=FAKE, **options): return Model(dict(model=name)|options, policy=policy, command=command, text=lambda o: dict(tokenizer=tok))
+def model(name='fake', policy=QUICK, command=FAKE, **options): return Model(ScriptConfig(name, **options), policy=policy, command=command, text=lambda o: dict(tokenizer=tok))
 def req(rid, text, **kw): return Request(rid, tuple(tok.encode(text) if isinstance(text, str) else text), SamplingParams(**dict(temperature=0, max_tokens=2000)|kw))
 
 def alive(pid):
@@ -234,7 +239,7 @@ async def test_crash_loop(wrong, says, tmp_path):
         m = ms.all[0]
         assert (e.value.status, m.state, len(lives.read_text().split()))==(503, 'failed', QUICK.ends) and says in m.reason and 'secret' not in m.reason
         assert m.status['failed'] and m.status['value']=='unloaded'
-        m.options.pop('at_load')
+        m.config = replace(m.config, at_load=None)
         await ms.load('fake')
         assert await ok(ms) and ms.healthy
 
@@ -527,7 +532,7 @@ async def test_descriptors_and_threads_stay():
 
 TOY = here/'data'/'qwen35-dense'
 def toy(command=None, **options):
-    return Model(dict(model=str(TOY), device='cpu', max_num_seqs=4)|options, names=['toy'], policy=QUICK, text=lambda o: dict(tokenizer=None), **(dict(command=command) if command else {}))
+    return Model(EngineConfig(TOY, 'cpu', max_num_seqs=4, **options), names=['toy'], policy=QUICK, text=lambda o: dict(tokenizer=None), **(dict(command=command) if command else {}))
 async def ids_of(s): return [e.token async for e in s if e.token is not None]
 PROMPTS = [[3,1,4,1,5,9,2,6],[2,7,1,8,2,8],[1,6,1,8,0,3,3,9,8,8,7,4]]
 
@@ -572,7 +577,7 @@ async def test_a_real_model_that_does_not_fit():
     async with running(toy(kv_cache_memory=1), first=[]) as ms:
         with pytest.raises(OutOfMemoryError) as e: await ms.get('toy')
         assert e.value.status==507 and ms.all[0].code==REFUSED
-        ms.all[0].options['model'] = str(here/'nowhere')
+        ms.all[0].config = replace(ms.all[0].config, model=str(here/'nowhere'))
         await ms.load('toy')
         with pytest.raises(AtlasError) as e: await ms.get('toy')
         assert e.value.status==404

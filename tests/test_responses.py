@@ -7,7 +7,8 @@ from pydantic import BaseModel,TypeAdapter
 from openai.types.responses import Response,ResponseItem,ResponseStreamEvent
 from atlas.core import AtlasError,QueueFullError
 from atlas.parsers import Splitter
-from atlas.protocol.base import Call,CallDelta,Choice,Piece,Usage,gather
+from atlas.deltas import CallDelta,Delta
+from atlas.protocol.base import Call,Choice,Usage,gather
 from atlas.protocol.responses import ResponsesAsk,Store,error_body,parse,reply,seal,unseal
 
 sys.path.insert(0, str(Path(__file__).parent/'helpers'))
@@ -15,16 +16,16 @@ from scripted import serve,service  # noqa: E402
 
 WEATHER = dict(type='function', name='weather', description='Look out', parameters=dict(type='object', properties=dict(city=dict(type='string')), required=['city'], additionalProperties=False), strict=True)
 
-def say(*texts, finish='stop'): return [Piece(content=t) for t in texts]+[Piece(finish=finish)]
-def call(name, args, id='call_0123456789abcdef01234567', index=0): return [Piece(calls=(CallDelta(index, id, name, args[:3]),)), Piece(calls=(CallDelta(index, arguments=args[3:]),))]
+def say(*texts, finish='stop'): return [Delta(content=t) for t in texts]+[Delta(finish=finish)]
+def call(name, args, id='call_0123456789abcdef01234567', index=0): return [Delta(calls=(CallDelta(index, id, name, args[:3]),)), Delta(calls=(CallDelta(index, arguments=args[3:]),))]
 
 def script(ask):
     "What the scripted model answers: a word of its last message chooses"
     last = ask.messages[-1]
     text = last['content'] if isinstance(last['content'], str) else ''.join(p.get('text', '') for p in last['content'])
     if last['role']=='tool': return say('It is ', f'{text}.')
-    if 'weather' in text and ask.tools: return [Piece(reasoning='I must '), Piece(reasoning='look.'), *call('weather', '{"city": "Oslo"}'), Piece(finish='tool_calls')]
-    if 'think' in text: return [Piece(reasoning='Hm. '), Piece(reasoning='Yes.'), *say('Sure')]
+    if 'weather' in text and ask.tools: return [Delta(reasoning='I must '), Delta(reasoning='look.'), *call('weather', '{"city": "Oslo"}'), Delta(finish='tool_calls')]
+    if 'think' in text: return [Delta(reasoning='Hm. '), Delta(reasoning='Yes.'), *say('Sure')]
     if 'json' in text: return say('{"name": "Ada",', ' "year": 1815}')
     if 'long' in text: return say('on and ', 'on', finish='length')
     if 'break' in text: return broken()
@@ -32,11 +33,11 @@ def script(ask):
     return say(f'You said {text!r}', ' to ', str(len(ask.messages)), ' messages')
 
 async def slow():
-    yield Piece(content='One')
+    yield Delta(content='One')
     await asyncio.Event().wait()
 
 async def broken():
-    yield Piece(content='Half')
+    yield Delta(content='Half')
     raise RuntimeError('a secret of the server')
 
 @pytest.fixture(scope='module')
@@ -229,7 +230,7 @@ def joined(ps, together):
     "Pieces of which some come together with the one before"
     out = []
     for p,t in zip(ps, [*together, *[False]*len(ps)]):
-        if t and out: q = out.pop(); p = Piece(q.reasoning+p.reasoning, q.content+p.content, q.calls+p.calls, finish=p.finish)
+        if t and out: q = out.pop(); p = Delta(q.reasoning+p.reasoning, q.content+p.content, q.calls+p.calls, finish=p.finish)
         out.append(p)
     return out
 
@@ -245,11 +246,11 @@ OPTIONS = [dict(), dict(reasoning=dict(summary='auto')), dict(include=['reasonin
 @settings(deadline=None, max_examples=150)
 def test_any_pieces_make_the_same_response(thought, text, calls, at, finish, kw, together):
     whole,ps = Choice(thought, text, [Call(f'call_{k:024x}', n, json.dumps(a)) for k,(n,a) in enumerate(calls)], finish=finish),[]
-    ps += [Piece(reasoning=x) for x in cut(thought, at)]+[Piece(content=x) for x in cut(text, at)]
+    ps += [Delta(reasoning=x) for x in cut(thought, at)]+[Delta(content=x) for x in cut(text, at)]
     for k,c in enumerate(whole.calls):
         first,*rest = cut(c.arguments, at)
-        ps += [Piece(calls=(CallDelta(k, c.id, c.name, first),))]+[Piece(calls=(CallDelta(k, arguments=x),)) for x in rest]
-    ps.append(Piece(finish=finish))
+        ps += [Delta(calls=(CallDelta(k, c.id, c.name, first),))]+[Delta(calls=(CallDelta(k, arguments=x),)) for x in rest]
+    ps.append(Delta(finish=finish))
     a,b = reply(asked(**kw), 'm'),reply(asked(**kw), 'm')
     raw = stream(a, joined(ps, together))
     assert len(raw.decode().splitlines())==raw.count(b'\n')
@@ -267,8 +268,8 @@ BEHIND = dict(qwen3_coder=('<tool_call>\n<function=g>\n<parameter=a>\n1', '\n</p
 def test_the_end_of_a_call_and_what_follows_it_come_at_once(parser):
     "Several tokens come together when drafts are accepted"
     tools = [dict(type='function', function=dict(name='g', parameters=dict(type='object', properties=dict(a=dict(type='integer')))))]
-    s,w = Splitter('openai_gptoss' if parser=='openai' else None, parser, tools, False, False, Piece, ''),reply(asked(), 'm')
-    es = events(stream(w, [*map(s.feed, BEHIND[parser]), s.finish(), Piece(finish='tool_calls')]))
+    s,w = Splitter('openai_gptoss' if parser=='openai' else None, parser, tools, False, False, ''),reply(asked(), 'm')
+    es = events(stream(w, [*map(s.feed, BEHIND[parser]), s.finish(), Delta(finish='tool_calls')]))
     for e in es: check_event(e)
     follows(es)
     out = {d['type']:d for d in es[-1]['response']['output']}
@@ -291,7 +292,7 @@ def follows(es):
 
 def test_every_kind_of_event_was_checked():
     "The check above is not empty: these kinds come by in one stream, and a missing field is found"
-    ps = [Piece(reasoning='a'), Piece(content='b'), *call('f', '{"input": "x"}'), *call('g', '{}   ', id='call_1', index=1), Piece(finish='stop')]
+    ps = [Delta(reasoning='a'), Delta(content='b'), *call('f', '{"input": "x"}'), *call('g', '{}   ', id='call_1', index=1), Delta(finish='stop')]
     es = events(stream(reply(asked(tools=OPTIONS[3]['tools'], reasoning=dict(summary='auto'), background=False), 'm'), ps))
     assert len({e['type'] for e in es})==19
     for e in es:
@@ -371,7 +372,7 @@ def test_the_store_is_bounded():
 
 def test_a_client_that_leaves_does_not_leave_a_response_in_progress():
     s = Store()
-    w = reply(asked(s), 'm'); w.start(Usage(1)); w.piece(0, Piece(content='a'))
+    w = reply(asked(s), 'm'); w.start(Usage(1)); w.piece(0, Delta(content='a'))
     assert s.get(w.id)['status']=='in_progress'
     w.close()
     assert s.get(w.id)['status']=='cancelled' and s.records[w.id].writer is None

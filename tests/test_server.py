@@ -9,11 +9,13 @@ from starlette.testclient import TestClient
 from tokenizers import Tokenizer as HFTokenizer,decoders,models,pre_tokenizers
 from atlas.chat import ChatTemplate
 from atlas.core import ContextLengthError,QueueFullError
-from atlas.engine import Event
-from atlas.runner import Runner
-from atlas.server import PortError,create_app,listen,page,run,upstream
-from atlas.service import Models
+from atlas.gateway import Models
+from atlas.requests import Event
+from atlas.server import PortError,create_app,listen,page
 from atlas.tokenizer import Tokenizer
+
+sys.path.insert(0, str(Path(__file__).parent/'helpers'))
+from inprocess import always,app_of,run,threaded  # noqa: E402
 
 END,WAIT = 256,20  # the end-of-sequence token; seconds after which a test has failed
 
@@ -68,7 +70,9 @@ class FakeStream:
 def live(runner, **kw):
     "A real server on a free port"
     up,sock = threading.Event(),listen(port=0)
-    app = create_app(runner, tok, **(dict(template=template)|kw), on_ready=up.set)
+    models = runner if isinstance(runner, Models) else None
+    if models: app = create_app(models, on_ready=up.set, **kw)
+    else: app = app_of(runner, tok, **(dict(template=template)|kw), on_ready=up.set)
     server = uvicorn.Server(uvicorn.Config(app, log_level='critical', timeout_graceful_shutdown=1))
     t = threading.Thread(target=server.run, kwargs=dict(sockets=[sock]), daemon=True)
     t.start()
@@ -80,7 +84,7 @@ def live(runner, **kw):
         assert not t.is_alive()
 
 def client_of(port): return openai.OpenAI(base_url=f'http://127.0.0.1:{port}/v1', api_key='none', max_retries=0, timeout=WAIT)
-def local(runner, **kw): return TestClient(create_app(runner, tok, template, **kw), raise_server_exceptions=False)
+def local(runner, **kw): return TestClient(app_of(runner, tok, template, **kw), raise_server_exceptions=False)
 def chat(c, **kw): return c.post('/v1/chat/completions', json=dict(messages=HELLO)|kw)
 def events(text): return [json.loads(l[6:]) for l in text.splitlines() if l.startswith('data: ') and l!='data: [DONE]']
 
@@ -281,7 +285,7 @@ def test_nothing_leaks_from_a_crash():
     assert chat(c).status_code==200
 
 def test_no_template():
-    c = TestClient(create_app(FakeRunner(), tok))
+    c = TestClient(app_of(FakeRunner(), tok))
     assert chat(c).status_code==400 and c.post('/v1/completions', json=dict(prompt='a')).status_code==200
 
 def test_metrics():
@@ -369,7 +373,7 @@ def test_gone_while_waiting(body):
             for _ in range(body.get('n', 1)): assert r.arrived.acquire(timeout=WAIT)
         for _ in range(body.get('n', 1)): assert r.aborted.acquire(timeout=WAIT)
         alive(port)
-        m = TestClient(create_app(r, tok)).get('/metrics')  # a second registry in one process is no trouble
+        m = TestClient(app_of(r, tok)).get('/metrics')  # a second registry in one process is no trouble
         assert m.status_code==200
 
 def test_gone_in_its_own_body():
@@ -400,8 +404,12 @@ class Slow:
 
 class SlowModels(Models):
     "Its model loads for as long as one waits"
-    def __init__(self, slow, runner, **kw): super().__init__([upstream(runner, tok, template, **kw)]); self.slow = slow
-    async def get(self, name): await self.slow.wait(); return await super().get(name)
+    async def get(self, name=None): await self.slow.wait(); return await super().get(name)
+
+def slow_models(slow, runner):
+    ms = always(runner, tok, template, SlowModels)
+    ms.slow = slow
+    return ms
 
 class SlowTemplate:
     source = ''
@@ -432,7 +440,7 @@ def untouched(r, text):
 @pytest.mark.parametrize('path', ASKS)
 def test_gone_while_the_model_loads(path, stream):
     slow,r = Slow(),FakeRunner()
-    with live(SlowModels(slow, r)) as port:
+    with live(slow_models(slow, r)) as port:
         with dial(port) as s:
             send(s, path, **(dict(stream=True) if stream and path in list(ASKS)[:4] else {}))
             assert slow.begun.acquire(timeout=WAIT)
@@ -459,7 +467,7 @@ def test_gone_while_it_is_prepared(what):
 
 def test_a_background_response_needs_no_client():
     slow,r = Slow(),FakeRunner()
-    with live(SlowModels(slow, r)) as port:
+    with live(slow_models(slow, r)) as port:
         with dial(port) as s: send(s, '/v1/responses', background=True); assert slow.begun.acquire(timeout=WAIT)
         assert not slow.cancelled.acquire(timeout=.2)  # it has left by now
         slow.held._loop.call_soon_threadsafe(slow.held.set)
@@ -468,7 +476,7 @@ def test_a_background_response_needs_no_client():
 def test_a_background_response_that_is_cut_before_it_begins():
     "The server ends just then: what it submitted is stopped and counted"
     r = FakeRunner(endless=True)
-    app = create_app(r, tok, template)
+    app = app_of(r, tok, template)
     service,sent = app.state.service,[dict(type='http.request', body=json.dumps(dict(input='Hi', background=True)).encode(), more_body=False)]
     async def receive(): return sent.pop() if sent else await asyncio.Event().wait()
     async def send(m): pass
@@ -497,7 +505,7 @@ def test_an_end_at_any_moment(path, stream, n):
     made = []
     class Kept(FakeRunner):
         def submit(self, r): made.append(super().submit(r)); return made[-1]
-    app,raw = create_app(Kept('Hello'), tok, Steps()),json.dumps(ASKS[path]|dict(stream=stream)|(dict(n=n) if n>1 else {})).encode()
+    app,raw = app_of(Kept('Hello'), tok, Steps()),json.dumps(ASKS[path]|dict(stream=stream)|(dict(n=n) if n>1 else {})).encode()
     metrics = app.state.service.metrics.of('fake')
     async def once(at, how):
         sent,left,out = [dict(type='http.request', body=raw, more_body=False)],asyncio.Event(),[]
@@ -528,7 +536,7 @@ def test_an_end_at_any_moment(path, stream, n):
     assert metrics.request_success['length' if path=='/v1/messages' else 'stop']>=3 and metrics.aborted_requests.keys()=={'client_gone','shutdown'}
 
 class Counting:
-    "An engine that counts its steps, for a real `Runner`"
+    "An engine that counts its steps, for a real worker"
     def __init__(self): self.todo,self.after,self.gone = set(),{},threading.Event()
     def add(self, r): self.todo.add(r.id)
     def abort(self, rid):
@@ -544,19 +552,16 @@ class Counting:
         return [Event(rid, A) for rid in self.todo]
 
 @pytest.mark.parametrize('stream', [False,True])
-def test_gone_with_a_real_runner(stream):
+def test_gone_with_a_real_worker(stream):
     e = Counting()
-    r = Runner(e, dict(name='fake', max_seq_len=1000, vocab_size=257))
-    try:
-        with live(r) as port:
-            with dial(port) as s:
-                ask(s, stream=stream)
-                if stream: read_until(s, b'data: ')
-                else:  # until the request has reached the engine
-                    while not e.todo: pass
-            assert e.gone.wait(WAIT) and not e.todo and set(e.after.values())=={0}
-            alive(port)
-    finally: r.close()
+    with live(threaded(e, dict(name='fake', max_seq_len=1000, vocab_size=257, eos_ids=[END]), tok, template)) as port:
+        with dial(port) as s:
+            ask(s, stream=stream)
+            if stream: read_until(s, b'data: ')
+            else:  # until the request has reached the engine
+                while not e.todo: pass
+        assert e.gone.wait(WAIT) and not e.todo and set(e.after.values())=={0}
+        alive(port)
 
 def test_a_choice_that_cannot_be_stopped():
     "It fails to, and its neighbours are stopped all the same; all are counted"
@@ -676,9 +681,10 @@ def test_port_in_use():
         with pytest.raises(PortError, match=rf'Port {port} on 127.0.0.1 is already in use.*--port'): listen(port=port)
 
 _child = '''import sys; sys.path.insert(0, %r)
-from test_server import FakeRunner,listen,run,template,tok
-r = FakeRunner(**%r)
-run(r, tok, template, sock=listen(port=0), drain=%r, ready=lambda url: print(url, flush=True))
+from test_server import FakeRunner,app_of,listen,run,template,tok
+r,sock = FakeRunner(**%r),listen(port=0)
+def ready(): print(f'http://127.0.0.1:{sock.getsockname()[1]}', flush=True)
+run(app_of(r, tok, template, on_ready=ready), sock, %r)
 '''
 @contextmanager
 def child(drain, **kw):

@@ -18,7 +18,8 @@ from ..layers import bind,stack,vector
 from ..ops.attention import full_attention
 from ..ops.linear import gelu_tanh,linear
 from ..ops.rope import rope
-from ..ops.vision import gelu,layernorm,positions,rope_2d,tokens_of
+from ..ops.vision import gelu,layernorm,positions,rope_2d
+from ..patches import tokens_of
 
 # %% ../../nbs/19a_families.vision.ipynb #1c04a9c9
 def _affine(name, out, width): return stack(name, '', (name,), (out,), width, True)

@@ -19,8 +19,9 @@ from pydantic import BaseModel,ConfigDict,Field
 from pydantic_core import from_json,to_json
 from structlog.contextvars import get_contextvars
 from ..core import AtlasError,ContextLengthError,RequestError
-from ..ops.sample import SamplingParams
-from .base import Ask,CallDelta,Choice,Int,Piece,Usage,Writer,found,quote,sse,think,validate
+from ..requests import SamplingParams
+from ..deltas import CallDelta,Delta
+from .base import Ask,Choice,Int,Usage,Writer,found,quote,sse,think,validate
 
 # %% ../../nbs/51_protocol.anthropic.ipynb #bdb4134d
 _strict = ConfigDict(strict=True, allow_inf_nan=False)
@@ -508,7 +509,7 @@ def tell(self:Reply, d:CallDelta)->bytes:
 
 # %% ../../nbs/51_protocol.anthropic.ipynb #ad888edf
 @patch
-def piece(self:Reply, i:int, p:Piece)->bytes:
+def piece(self:Reply, i:int, p:Delta)->bytes:
     "Events for a piece of the answer"
     if self.ask.mute: return b''
     if self.open=='text' and not (p.reasoning or p.calls or p.finish): return self.say('text', p.content) if p.content else b''

@@ -6,8 +6,7 @@ Docs: https://atlas-inference.github.io/atlas/protocol.base.html.md"""
 
 # %% auto #0
 __all__ = ['MANY', 'Int', 'Budget', 'Ids', 'EFFORTS', 'DONE', 'read_json', 'found', 'blame', 'validate', 'NotOfferedError', 'Ask',
-           'think', 'format_of', 'merge_system', 'CallDelta', 'Piece', 'Call', 'Choice', 'Usage', 'call_id', 'gather',
-           'quote', 'sse', 'Writer']
+           'think', 'format_of', 'merge_system', 'Call', 'Choice', 'Usage', 'gather', 'quote', 'sse', 'Writer']
 
 # %% ../../nbs/49_protocol.base.ipynb #4fa2b533
 import math,re,time,uuid
@@ -16,7 +15,8 @@ from typing import Annotated
 from pydantic import BaseModel,BeforeValidator,Field,ValidationError
 from pydantic_core import from_json,to_json
 from ..core import AtlasError,RequestError
-from ..ops.sample import SamplingParams
+from ..deltas import Delta
+from ..requests import SamplingParams
 
 # %% ../../nbs/49_protocol.base.ipynb #64f4aa6b
 def read_json(
@@ -167,25 +167,6 @@ def merge_system(
     if all(isinstance(c, str) for c in said): return [dict(role='system', content='\n\n'.join(said)), *rest]
     return [dict(role='system', content=[p for c in said for p in ([dict(type='text', text=c)] if isinstance(c, str) else c)]), *rest]
 
-# %% ../../nbs/49_protocol.base.ipynb #d46a37b0
-@dataclass
-class CallDelta:
-    "A piece of a tool call"
-    index:int # 0, 1, … within the answer
-    id:str|None=None # With the first piece only
-    name:str|None=None # With the first piece only
-    arguments:str='' # More of the JSON text
-
-@dataclass
-class Piece:
-    "What was added to one choice"
-    reasoning:str=''
-    content:str=''
-    calls:tuple[CallDelta,...]=()
-    tokens:tuple=() # `Token`s, when log-probabilities or ids were asked for
-    finish:str|None=None # 'stop', 'length', 'tool_calls', 'error' or 'abort'
-    stop:str|int|None=None # The stop string or stop token id that ended it
-
 # %% ../../nbs/49_protocol.base.ipynb #dea6535d
 @dataclass
 class Call:
@@ -212,17 +193,12 @@ class Usage:
     cached:int=0 # Prompt tokens that a cache supplied
     reasoning:int=0 # Completion tokens spent thinking
 
-# %% ../../nbs/49_protocol.base.ipynb #e3663384
-def call_id()->str:
-    "A fresh id for a tool call"
-    return f'call_{uuid.uuid4().hex[:24]}'
-
 # %% ../../nbs/49_protocol.base.ipynb #aa398e15
 def gather(pieces)->Choice:
     "The whole answer that these pieces make"
     ps,calls = list(pieces),{}
     for d in (d for p in ps for d in p.calls): calls.setdefault(d.index, []).append(d)
-    end = next((p for p in ps if p.finish), Piece())
+    end = next((p for p in ps if p.finish), Delta())
     return Choice(''.join(p.reasoning for p in ps), ''.join(p.content for p in ps),
         [Call(ds[0].id, ds[0].name, ''.join(d.arguments for d in ds)) for ds in calls.values()], [t for p in ps for t in p.tokens], end.finish, end.stop)
 
@@ -262,7 +238,7 @@ class Writer:
     def start(self, usage:Usage)->bytes:
         "Events before the first piece"
         return b''
-    def piece(self, i:int, p:Piece)->bytes:
+    def piece(self, i:int, p:Delta)->bytes:
         "Events for a piece of choice `i`, its end included"
         raise NotImplementedError
     def end(self, usage:Usage)->bytes:

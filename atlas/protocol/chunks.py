@@ -12,7 +12,8 @@ __all__ = ['ChatAsk', 'TextAsk', 'error_body', 'usage', 'token_logprobs', 'chat_
 from dataclasses import dataclass,field,replace
 from fastcore.basics import patch
 from ..core import AtlasError
-from .base import DONE,Ask,Choice,Piece,Usage,Writer,quote,sse
+from ..deltas import Delta
+from .base import DONE,Ask,Choice,Usage,Writer,quote,sse
 
 # %% ../../nbs/49a_protocol.chunks.ipynb #36bcf26d
 @dataclass
@@ -126,7 +127,7 @@ class ChatWriter(Writer):
 _MARK = '\0'
 
 @patch
-def piece(self:ChatWriter, i:int, p:Piece)->bytes:
+def piece(self:ChatWriter, i:int, p:Delta)->bytes:
     "Chunks for a piece of choice `i`"
     lane = self.lanes.get(i)
     if self.quiet and p.reasoning: p = replace(p, reasoning='', tokens=())

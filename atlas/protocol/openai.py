@@ -16,7 +16,7 @@ from fastcore.basics import patch
 from pydantic import AliasChoices,BaseModel,ConfigDict,Field
 from ..chat import IMAGE_PARTS,check_variables
 from ..core import RequestError
-from ..ops.sample import SamplingParams
+from ..requests import SamplingParams
 from .base import DONE,Ask,Budget,Ids,Int,NotOfferedError,Writer,blame,format_of,found,merge_system,read_json,sse,think,validate
 from .chunks import ChatAsk,ChatWriter,TextAsk,TextWriter,error_body,usage
 

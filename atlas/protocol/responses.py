@@ -15,8 +15,9 @@ from typing import Annotated,Any,Literal
 from fastcore.basics import patch
 from pydantic import BaseModel,ConfigDict,Field
 from ..core import RequestError
-from ..ops.sample import SamplingParams
-from .base import DONE,Ask,Budget,CallDelta,Choice,Int,NotOfferedError,Piece,Usage,Writer,format_of,found,quote,sse,think,validate
+from ..requests import SamplingParams
+from ..deltas import CallDelta,Delta
+from .base import DONE,Ask,Budget,Choice,Int,NotOfferedError,Usage,Writer,format_of,found,quote,sse,think,validate
 from .chunks import token_logprobs
 from .items import Item,Name,Tool,choose,item_id,keep_item,messages,offered,seal,unseal
 from .openai import Shaped,error_body,unoffered,variables
@@ -362,7 +363,7 @@ def _call(self:ResponsesWriter, d):
     return out
 
 @patch
-def piece(self:ResponsesWriter, i:int, p:Piece)->bytes:
+def piece(self:ResponsesWriter, i:int, p:Delta)->bytes:
     "The events of one piece"
     if i or self.told: return b''
     out,extra,calls = self._go(),_none,p.calls
@@ -430,7 +431,7 @@ def whole(self:ResponsesWriter, choices:list[Choice], usage:Usage)->dict:
     if not self.told:
         self._register()
         if not self.output and not self.open:
-            self.piece(0, Piece(c.reasoning, c.content or '', tuple(CallDelta(k, x.id, x.name, x.arguments) for k,x in enumerate(c.calls)), tuple(c.tokens), c.finish))
+            self.piece(0, Delta(c.reasoning, c.content or '', tuple(CallDelta(k, x.id, x.name, x.arguments) for k,x in enumerate(c.calls)), tuple(c.tokens), c.finish))
         self.finish = c.finish
         self.end(usage)
     return self.resource()

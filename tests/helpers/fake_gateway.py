@@ -3,7 +3,8 @@ import json,sys
 from pathlib import Path
 from atlas.chat import ChatTemplate
 from atlas.gateway import Policy,serve
-from atlas.llm import byte_tokenizer
+from atlas.tokenizer import byte_tokenizer
+from script_config import ScriptConfig
 
 def text(options):
     "Bytes are tokens, and a conversation is its last message"
@@ -11,4 +12,4 @@ def text(options):
 
 if __name__=='__main__':
     kw = json.loads(sys.argv[1])
-    serve(**kw|dict(policy=Policy(**kw.get('policy', {})), text=text, command=(sys.executable, Path(__file__).parent/'fake_worker.py'), port=kw.get('port', 0)))
+    serve(**kw|dict(policy=Policy(**kw.get('policy', {})), config=ScriptConfig, text=text, command=(sys.executable, Path(__file__).parent/'fake_worker.py'), port=kw.get('port', 0)))

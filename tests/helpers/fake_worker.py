@@ -1,13 +1,13 @@
 """A worker whose engine follows a script: what each prompt says in <marks> is what goes wrong. `atlas.worker` does the rest, as for a model.
 
-Options of the model: `say` (the answer), `max_queue`, `at_load` (what goes wrong there), `lives` (a file that counts how often it was started), `clock` (does the wall clock jump?)."""
+Options of the model: those of `ScriptConfig`, `max_seq_len` and `max_queue`."""
 import itertools,os,random,signal,sys,time
 from pathlib import Path
 from tokenizers import pre_tokenizers
 from atlas.core import NumericError,OutOfMemoryError
 from atlas.device import CudaFault
-from atlas.engine import Event
-from atlas.worker import Cargo,main
+from atlas.requests import Event
+from atlas.worker import Workload,main
 
 CHARS = sorted(pre_tokenizers.ByteLevel.alphabet())
 IDS = {c:i for i,c in enumerate(CHARS)}
@@ -61,7 +61,7 @@ def load(options, meter):
     meter.stage('weights')
     with meter(100, 'loading') as bar:
         for _ in range(100): bar.update(1)
-    return Cargo(Scripted(options.get('say', 'Hello there, reader.')), dict(name=options['name'], max_seq_len=options.get('max_seq_len', 4096), vocab_size=256, eos_ids=[], max_queue=options.get('max_queue', 64)),
+    return Workload(Scripted(options.get('say', 'Hello there, reader.')), dict(name=options['name'], max_seq_len=options.get('max_seq_len', 4096), vocab_size=256, eos_ids=[], max_queue=options.get('max_queue', 64)),
         dict(double=lambda x: 2*x, nap=lambda seconds: time.sleep(seconds) or 'rested'))
 
 if __name__=='__main__': main(load)

@@ -4,8 +4,8 @@ from atlas.core import OutOfMemoryError
 from atlas.worker import load_model,main
 
 def load(options, meter):
-    cargo = load_model(options, meter)
-    model = cargo.engine.model
+    work = load_model(options, meter)
+    model = work.engine.model
     forward = model.forward
     def faulty(batch, cache, *a, **kw):
         first = [int(np.asarray(batch.ids).reshape(-1)[0])] if batch.tiled else []
@@ -14,6 +14,6 @@ def load(options, meter):
         if 7 in first: out[:] = np.nan
         return out
     model.forward = faulty
-    return cargo
+    return work
 
 if __name__=='__main__': main(load)

@@ -125,7 +125,7 @@ class Line:
     def __init__(self, speaker, r, ids): self.speaker,self.r,self.ids,self.n,self.over = speaker,r,ids,0,False
     def __aiter__(self): return self
     async def __anext__(self):
-        from atlas.engine import Event
+        from atlas.requests import Event
         await asyncio.sleep(0)
         if self.over: raise StopAsyncIteration
         n,self.n = self.n,self.n+1
@@ -139,6 +139,6 @@ class Line:
 def service(script, parsers=('hermes','qwen3'), template=TEMPLATE, **kw):
     "Run the service on a free port, with `script` for its model; gives the `Speaker`, with its `url`"
     from atlas.chat import ChatTemplate
-    from atlas.server import create_app
+    from inprocess import app_of
     s = Speaker(script)
-    with running(create_app(s, s.tok, ChatTemplate(template), parsers=parsers, **kw)) as s.url: yield s
+    with running(app_of(s, s.tok, ChatTemplate(template), parsers=parsers, **kw)) as s.url: yield s

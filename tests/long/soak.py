@@ -14,7 +14,7 @@ NAMES = ('left','right')
 
 def serve(trace):
     "The gateway: two scripted models with guides, and a small store"
-    from fake_gateway import text
+    from fake_gateway import ScriptConfig,text
     from atlas.gateway import serve
     from atlas.guide import Guides
     from atlas.protocol import responses
@@ -25,8 +25,8 @@ def serve(trace):
     box = Sandbox()
     def side(options):
         d = text(options)
-        return d|dict(guides=lambda info: Guides(d['tokenizer'], 256, [0], box), parsers=('hermes','qwen3'))
-    serve([dict(model=n, name=n, say='x'*200, max_queue=200) for n in NAMES], port=0, text=side, command=(sys.executable, here/'helpers'/'fake_worker.py'), log_level='error')
+        return d|dict(guides=Guides(d['tokenizer'], 256, [0], box), parsers=('hermes','qwen3'))
+    serve([dict(model=n, name=n, say='x'*200, max_queue=200) for n in NAMES], port=0, config=ScriptConfig, text=side, command=(sys.executable, here/'helpers'/'fake_worker.py'), log_level='error')
 
 def _trace():
     "SIGUSR1: remember, and then say what grew"

@@ -1,0 +1,11 @@
+"Options of the scripted worker, beside those that every engine has."
+from dataclasses import dataclass
+from atlas.options import EngineConfig
+
+@dataclass(frozen=True)
+class ScriptConfig(EngineConfig):
+    "What `fake_worker.py` reads"
+    say:str='Hello there, reader.' # The answer
+    at_load:str|None=None # What goes wrong at loading
+    lives:str|None=None # A file that counts how often it was started
+    clock:bool=False # Does the wall clock jump?
