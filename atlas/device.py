@@ -20,7 +20,7 @@ from time import perf_counter
 from typing import NamedTuple
 import numpy as np
 from fastcore.basics import ifnone,patch,store_attr
-from .core import AtlasError,ConfigError,DeviceError,OutOfMemoryError,human
+from .core import AtlasError,ConfigError,DeviceError,INSTALL_CUDA,OutOfMemoryError,human
 from .core import cp
 
 # %% ../nbs/03_device.ipynb #9eb9d310
@@ -213,7 +213,7 @@ def cuda_count(
     "Number of CUDA devices, at least 1; a `DeviceError` says why there is none"
     if xp is None:
         how = 'is installed, but cannot be imported' if find_spec('cupy') else 'is not installed'
-        raise DeviceError(f'CUDA is reached through CuPy, which {how}', hint="pip install 'atlas-inference[cuda]', or use --device cpu")
+        raise DeviceError(f'CUDA is reached through CuPy, which {how}', hint=f'{INSTALL_CUDA}, or use --device cpu')
     rt = xp.cuda.runtime
     try: return rt.getDeviceCount()
     except rt.CUDARuntimeError as e: raise DeviceError(*_no_cuda(rt, e)) from e

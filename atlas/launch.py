@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 import numpy as np
 from fastcore.basics import ifnone,patch
-from .core import AtlasError,DeviceError,home,kernel_dir
+from .core import AtlasError,DeviceError,INSTALL_CUDA,home,kernel_dir
 from .core import cp
 from .device import Cuda,CudaFault,STICKY,cores,faults
 
@@ -181,7 +181,7 @@ class Nvrtc:
     def __init__(self,
         xp=cp # The CuPy module
     ):
-        if xp is None: raise DeviceError('NVRTC is reached through CuPy, which is not here', hint="pip install 'atlas-inference[cuda]'")
+        if xp is None: raise DeviceError('NVRTC is reached through CuPy, which is not here', hint=INSTALL_CUDA)
         self.lib = xp.cuda.nvrtc
     @functools.cached_property
     def version(self):
