@@ -33,7 +33,7 @@ class _Group(typer.core.TyperGroup):
         except Exception as e:
             from atlas.core import AtlasError
             if not isinstance(e, AtlasError): raise
-            typer.echo(f'atlas: {e.msg}' + (f'\n       {e.hint}' if e.hint else ''), err=True)
+            if not e.logged: typer.echo(f'atlas: {e.msg}' + (f'\n       {e.hint}' if e.hint else ''), err=True)
             raise typer.Exit(1)
 
 # %% ../nbs/60_cli.ipynb #44c3cc71
@@ -190,7 +190,8 @@ def _prompt(arg):
 
 def _messages(prompt, system=None, images=None):
     "The conversation so far; pictures come before the question about them"
-    content = [*(dict(type='image', path=i) for i in images), dict(type='text', text=prompt)] if images else prompt
+    pictures = [dict(type='image', path=i, where=f'--image {i}') for i in images or ()] # what errors call it
+    content = [*pictures, dict(type='text', text=prompt)] if images else prompt
     return ([dict(role='system', content=system)] if system else []) + [dict(role='user', content=content)]
 
 def _llm(model, **options):
@@ -304,11 +305,12 @@ def _line(mark):
 @engine_flags('device', 'max_seq_len', 'load_format', 'weights')
 def chat(model:Model, system:System=None, temperature:Temperature=.7, max_tokens:MaxTokens=None, seed:Seed=None, **options):
     "Talk with a model in the terminal. /help lists what can be done there."
+    from atlas.hub import name_of
     try: import readline  # noqa: F401
     except ImportError: readline = None  # an input line without editing keys still works
     c = Conversation(_llm(model, **options), _params(temperature=temperature, max_tokens=max_tokens, seed=seed), system)
     person = sys.stdin.isatty()
-    if person: typer.echo(f'{model}, context {c.llm.max_seq_len:,} tokens. /help lists the commands.', err=True)
+    if person: typer.echo(f'{name_of(model)}, context {c.llm.max_seq_len:,} tokens. /help lists the commands.', err=True)
     while (line := _line('> ' if person else '')) is not None:
         if line and _turn(c, line): break
     if person and line is None: typer.echo()
@@ -494,13 +496,13 @@ def bench_kernels(model:Model, batch:Batches='1',
 # %% ../nbs/60_cli.ipynb #008bc335
 @app.command(epilog=_examples('atlas check', 'atlas check --device emulator --only gemv'))
 def check(device:Annotated[str, _opt('A card: cuda or cuda:N; or emulator, which needs a C++ compiler instead.')]='cuda',
-    only:Annotated[str|None, _opt('Only kernels whose names contain this.', show_default=False)]=None):
+    only:Annotated[str|None, _opt('Only kernels whose names contain this, or that do the work of this word of a layer, such as rmsnorm or attend.', show_default=False)]=None):
     "Try every kernel on this machine's card."
-    from atlas.check import check
+    from atlas.check import check,names
     from atlas.core import AtlasError
     from atlas.emulator import Emulator
     report = check(Emulator() if device=='emulator' else _card(device, '"atlas check --device emulator" needs none, only a C++ compiler'), only)
-    if not report: raise AtlasError(f'No kernel has {only!r} in its name', hint='"atlas check" names them all', param='only')
+    if not report: raise AtlasError(f'No kernel has {only!r} in its name', hint=f'There are {", ".join(names())}', param='only')
     typer.echo(str(report))
     raise typer.Exit(min(report.failures, 125))
 

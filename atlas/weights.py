@@ -80,6 +80,7 @@ def open_checkpoint(
 )->Checkpoint:
     "Open a model, its header checked whole, its tensors not read yet; `SourceError` if nothing is there, else `CheckpointError` or its kin"
     path = Path(path)
+    if path.name in ('','..'): path = path.resolve() # '.' has no name to tell
     if not path.exists(): raise SourceError(f'There is no {str(path)!r}')
     with ExitStack() as es:
         if path.suffix=='.gguf': kind,got = 'gguf',gguf_open(path, es)

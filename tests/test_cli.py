@@ -163,6 +163,20 @@ def test_inspect_damaged(tmp_path):
     r = run('inspect', str(tmp_path/'x.gguf'))
     assert r.exit_code==1 and r.stderr.startswith('atlas: ') and 'x.gguf' in r.stderr and r.stdout==''
 
+def test_a_folder_of_no_name(fake, tmp_path, monkeypatch):
+    "'.' is called as the folder is, in errors and in a chat"
+    from atlas.core import SourceError
+    from atlas.weights import open_checkpoint
+    (at := tmp_path/'mine'/'sub').mkdir(parents=True)
+    monkeypatch.chdir(at)
+    for path,name in (('.','sub'), ('./','sub'), ('..','mine')):
+        with pytest.raises(SourceError, match=f'^{name} has no model'): open_checkpoint(path)
+    monkeypatch.setattr(cli, '_line', lambda mark: None)
+    with mock.patch('sys.stdin') as stdin, mock.patch.object(cli.typer, 'echo') as said:
+        stdin.isatty.return_value = True
+        cli.chat('.', None, 0., None, None)
+    assert said.call_args_list[0].args[0].startswith('sub, context')
+
 # One prompt
 
 def test_run(fake):
@@ -175,8 +189,18 @@ def test_run(fake):
 
 def test_run_with_pictures(fake):
     assert run('run', 'm', '--image', 'a.png', '--image', 'b.jpg', 'what?').exit_code==0
-    assert Fake.asked['prompt']==[dict(role='user', content=[dict(type='image', path='a.png'), dict(type='image', path='b.jpg'), dict(type='text', text='what?')])]
+    assert Fake.asked['prompt']==[dict(role='user', content=[dict(type='image', path='a.png', where='--image a.png'), dict(type='image', path='b.jpg', where='--image b.jpg'), dict(type='text', text='what?')])]
     assert run('run', 'm', '--raw', '--image', 'a.png', 'what?').exit_code==2
+
+def test_a_picture_that_cannot_be_read_is_named(tmp_path):
+    "By the path that was given, however long it is"
+    from atlas.core import RequestError
+    from atlas.images import prepare_images
+    no_image = tmp_path/('a'*100+'.png')
+    no_image.write_text('no image')
+    for path in ('/none.jpg', '/'+'a'*100+'/none.jpg', str(tmp_path), str(no_image)):
+        with pytest.raises(RequestError) as e: prepare_images(cli._messages('what?', images=[path]), paths=True)
+        assert e.value.msg.startswith(f'--image {path} is no ') and e.value.msg.count(path)==1
 
 def test_run_raw_and_stdin(fake):
     run('run', 'm', '--raw', 'once'); assert Fake.asked['prompt']=='once'
@@ -323,6 +347,14 @@ def test_serve_hands_everything_over(monkeypatch):
     run('serve', 'm')
     assert serve.call_args.args==(['m'],) and (serve.call_args.kwargs['host'],serve.call_args.kwargs['port'],serve.call_args.kwargs['first'])==('127.0.0.1',8888,None)
 
+def test_what_the_log_told_is_not_told_again(monkeypatch):
+    e = AtlasError('It is gone')
+    monkeypatch.setattr('atlas.gateway.serve', mock.Mock(side_effect=e))
+    assert run('serve', 'm').stderr=='atlas: It is gone\n'
+    e.logged = True
+    r = run('serve', 'm')
+    assert (r.exit_code,r.stderr)==(1,'')
+
 def test_launch_hands_everything_over(monkeypatch):
     import atlas.clients
     launch = mock.create_autospec(atlas.clients.launch)
@@ -376,6 +408,9 @@ def test_check_runs_kernels_and_counts_what_is_wrong(monkeypatch):
     assert r.exit_code==0 and 'greedy' in r.stdout and '0 failed' in r.stdout
     r = run('check', '--device', 'emulator', '--only', 'gready')
     assert r.exit_code==1 and "No kernel has 'gready'" in r.stderr
+    assert all(f' {n}, ' in r.stderr for n in ('gemv','sample_bins','rmsnorm','attend'))      # what can be asked for
+    r = run('check', '--device', 'emulator', '--only', 'rmsnorm')
+    assert r.exit_code==0 and 'norm_rows' in r.stdout and 'gemv' not in r.stdout
 
 def test_commands_for_cards_say_so_on_the_host():
     r = run('bench', 'decode', str(root/'tests'/'data'/'smollm2-tied'), '--device', 'cpu')
