@@ -22,6 +22,7 @@ from .options import EngineConfig,differs
 from .processor import read_text
 from .remote import COMMAND,Child,RemoteRunner,how,unavailable
 from .fetch import FetchRules
+from .hub import name_of
 from .http import Bounds,Rate,Rules,check_bind,descriptors,host_names,read_keys,server_config,tls_options
 from .log import Access,configure
 from .parsers import REASONING_PARSERS,TOOL_PARSERS
@@ -72,6 +73,7 @@ class Model:
         self.runner = RemoteRunner(self.name, self._heard)
         self.upstream = self.side = self.child = self.task = None # `side`: the text side, being read or read
         self.state,self.down,self.wanted,self.over = 'unloaded',False,False,False # `over`: it will not be loaded any more
+        self.served = False # Was it ever ready?
         self.restarts,self.seconds = 0,{} # Processes after the first; of each stage of loading
         self.progress = self.error = self.reason = self.code = None
         self._waiting,self._unwanted,self.stops = [],asyncio.Event(),0
@@ -103,7 +105,8 @@ def described(self:Model)->dict:
 @patch
 def _set(self:Model, state:str|None=None):
     "A new state, which whoever waits for it hears"
-    if state: self.state = state; _log.info('%s %s%s', self.name, 'has failed' if state=='failed' else f'is {self.condition}', f': {self.reason}' if self.reason else '')
+    if state: self.state = state
+    if state and state!='failed': _log.info('%s is %s%s', self.name, self.condition, f': {self.reason}' if self.reason else '')
     for f in self._waiting:
         if not f.done(): f.set_result(None)
     self._waiting,s = [],self.status
@@ -203,7 +206,7 @@ async def _come(self:Model, child, info):
         return child.kill()
     if self.child is not child or not self.runner._ready: return
     if not self.wanted: return child.kill()
-    self.upstream,self.down,self.reason,self.progress = up,False,None,None
+    self.upstream,self.down,self.reason,self.progress,self.served = up,False,None,None,True
     self._set('loaded')  # whoever waits goes on
 
 @patch
@@ -259,6 +262,8 @@ async def _keep(self:Model):
 @patch
 def _give_up(self:Model, e, why):
     self.wanted,self.error,self.reason,self.upstream = False,e,why,None
+    _log.error('%s has failed: %s', self.name, e)
+    e.logged = True
     self._set('failed')
     self.down = False
 
@@ -399,7 +404,7 @@ def health(self:Models)->dict:
     "The body of `/health`"
     cs = [m.condition for m in self.all]
     if self.draining: s = 'draining'
-    elif any(m.down or m.condition=='stalled' or m.state=='failed' and m.runner.info.get('max_seq_len') for m in self.all): s = 'unhealthy'
+    elif any(m.down or m.condition=='stalled' or m.state=='failed' and m.served for m in self.all): s = 'unhealthy'
     elif 'loaded' in cs: s = 'ok'
     else: s = 'loading' if 'loading' in cs else 'unhealthy' if 'failed' in cs else 'ok'
     return dict(status=s, models={m.name:dict(state=m.condition)|(dict(reason=m.reason) if m.reason else {}) for m in self.all})
@@ -480,9 +485,9 @@ async def close(self:Models, drain:float=0.):
 # %% ../nbs/55_gateway.ipynb #189a94c5
 @patch(as_prop=True)
 def hopeless(self:Models)->AtlasError|None:
-    "Why nothing can be served, if all that was wanted at the start was refused"
-    never = all(m.state=='failed' and not m.runner.info.get('max_seq_len') for m in self.first)
-    if self.first and never and not any(m.wanted for m in self.all): return self.first[0].error
+    "Why nothing can be served: all that was wanted at the start has failed for good, and there is nothing else"
+    def lost(m): return m.state=='failed' and not m.served
+    if self.first and all(map(lost, self.all)): return self.first[0].error
 
 # %% ../nbs/55_gateway.ipynb #56a537e9
 class Gateway(uvicorn.Server):
@@ -524,7 +529,7 @@ class Gateway(uvicorn.Server):
 # %% ../nbs/55_gateway.ipynb #43afa545
 def names_of(model:str)->list[str]:
     "What clients may call a model that was given as `model`: a path goes by its last part, and by itself where somebody writes it out"
-    return list(dict.fromkeys([Path(model).resolve().name if Path(model).exists() else model, model]))
+    return list(dict.fromkeys([name_of(model), model]))
 
 # %% ../nbs/55_gateway.ipynb #c153ace5
 def modelled(

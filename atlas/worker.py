@@ -156,7 +156,7 @@ def _loaded(load, options, link)->Workload|None:
         return loaded
     except CudaFault: raise
     except (AtlasError,MemoryError) as e:
-        _log.error('The model was not loaded: %s', e)
+        _log.debug('The model was not loaded: %s', e) # the gateway tells
         _last(link, 'refused', own_error(e), REFUSED)
 
 # %% ../nbs/54_worker.ipynb #c9762972

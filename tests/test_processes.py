@@ -873,6 +873,16 @@ def test_a_server_with_nothing_to_serve_ends():
     r = subprocess.run([sys.executable, here/'helpers'/'fake_gateway.py', json.dumps(dict(models=[dict(model='fake', at_load='oom')], policy=dict(vars(QUICK))))], capture_output=True, text=True, timeout=WAIT)
     assert r.returncode==1 and '12 GiB can be used' in r.stderr
 
+@pytest.mark.parametrize('models,text,says', [
+    (['oom'], False, '12 GiB can be used'), (['oom','oom'], False, '12 GiB can be used'), ([None], True, 'There is no tokenizer')], ids=['one','two','text side'])
+def test_what_cannot_be_loaded_is_told_once(models, text, says):
+    "At error level, and by nobody else; a model whose process was ready, and whose text cannot be read, was not served either"
+    models = [dict(model='fake', name=f'm{i}', at_load=at) for i,at in enumerate(models)]
+    told = dict(models=models, policy=dict(vars(QUICK)), log_format='json', no_text=text)
+    r = subprocess.run([sys.executable, here/'helpers'/'fake_gateway.py', json.dumps(told)], capture_output=True, text=True, timeout=WAIT)
+    lines = [json.loads(l) for l in r.stderr.splitlines() if l.startswith('{')]
+    assert r.returncode==1 and [(l['level'],l['event'].count(says)) for l in lines if says in l['event']]==[('error',1)]*len(models)
+
 def test_nothing_is_loaded_before_it_is_asked_for():
     with Live(first=[]) as l:
         assert l.workers==[] and l.http.get('/health').status_code==200 and l.ok() and len(l.workers)==1
