@@ -519,12 +519,18 @@ class Gateway(uvicorn.Server):
         if self.signals>1: m.abort(peace=False); return True
         return bool(self.leaving and self.leaving.done())
     def _leave(self):
+        n = sum(m.runner.running for m in self.models.all)
+        _log.warning('Stopping: %s', _left(n, self.drain) if n else 'nothing is running')
         for s in (*self.servers, *self.listening): s.close()
         self.leaving = asyncio.create_task(self.models.drain(self.drain))
     async def shutdown(self, sockets=None):
         self.models.abort()
         await super().shutdown(sockets)
         await self.models.close()
+
+def _left(n, seconds):
+    "What somebody who stops a server is told that has `n` answers under way"
+    return f'{n} answer{"s have" if n>1 else " has"} up to {seconds:g} s to finish (--drain). A second Ctrl-C ends {"them" if n>1 else "it"} now'
 
 # %% ../nbs/55_gateway.ipynb #43afa545
 def names_of(model:str)->list[str]:

@@ -70,6 +70,10 @@ class RemoteRunner:
     def healthy(self)->bool:
         "Can a request be served?"
         return self.open and self._ready and not self.stalled
+    @property
+    def running(self)->int:
+        "Requests and computations that have not ended"
+        return len(self._streams)+len(self._calls)
     def stats(self)->dict:
         "Numbers of a moment ago; none without a process"
         return self._stats

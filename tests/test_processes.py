@@ -589,9 +589,9 @@ import httpx
 
 class Live:
     "A gateway in a process, and its workers"
-    def __init__(self, *models, out=None, before=None, **kw):
+    def __init__(self, *models, out=None, err=None, before=None, **kw):
         kw = dict(models=[dict(model='fake')|m for m in models] or [dict(model='fake')], policy=dict(vars(QUICK)), drain=5.)|kw
-        self.p = subprocess.Popen([sys.executable, str(here/'helpers'/'fake_gateway.py'), json.dumps(kw)], stdout=out or subprocess.PIPE, stderr=out or subprocess.DEVNULL, text=True, start_new_session=True, preexec_fn=before)
+        self.p = subprocess.Popen([sys.executable, str(here/'helpers'/'fake_gateway.py'), json.dumps(kw)], stdout=out or subprocess.PIPE, stderr=err or out or subprocess.DEVNULL, text=True, start_new_session=True, preexec_fn=before)
         if out is None:
             line = self.p.stdout.readline()
             assert 'is ready' in line, line
@@ -742,6 +742,19 @@ def test_http_drain_has_an_end():
             l.p.terminate()
             assert data([*lines])[-1]['error']['code']=='unavailable'
         assert l.p.wait(WAIT)==0 and not any(map(alive, l.pids))
+
+@pytest.mark.parametrize('streams,says', [(0, 'nothing is running'), (1, '1 answer has up to 3600 s'), (2, '2 answers have up to 3600 s')])
+def test_http_a_signal_is_heard_at_once(streams, says, tmp_path):
+    "While the answers go on, whoever stopped the server reads that it was heard, how long it may take, and what is faster"
+    with open(log := tmp_path/'log', 'w') as err, Live(drain=3600., err=err, log_format='json') as l, contextlib.ExitStack() as es:
+        lines = [es.enter_context(l.stream('<endless>')).iter_lines() for _ in range(streams)]
+        for answer in lines: next(answer)
+        l.p.send_signal(signal.SIGINT)
+        l.until(lambda: 'Stopping' in log.read_text())
+        said, = [d for d in map(json.loads, log.read_text().splitlines()) if 'Stopping' in d['event']]
+        assert said['level']=='warning' and says in said['event'] and ('A second Ctrl-C' in said['event'])==(streams>0)
+        if streams: assert l.p.poll() is None; l.p.send_signal(signal.SIGINT)
+        assert l.p.wait(WAIT)==0
 
 def test_http_second_signal():
     "The drain would take an hour; a second signal ends it now"
