@@ -184,7 +184,7 @@ def _label(s):
     return s['kernel']+(f' {w}' if 'x' in w else f' {int(w)/1e6:.0f} MB' if w else '')
 
 def roofline(
-    report:dict, # As `--json` writes it
+    report:dict, # As `--output` writes it
     ax, # Matplotlib axes
     launch:float=2e-6, # Seconds that a launch takes which depends on another, beside its bytes
 ):

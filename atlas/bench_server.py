@@ -11,6 +11,7 @@ __all__ = ['Pace', 'serve_nothing', 'paced', 'work_for_nothing', 'post', 'read_a
 # %% ../nbs/59d_bench_server.ipynb #2b992742
 import argparse,json,os,re,selectors,socket,statistics,subprocess,sys,time
 from dataclasses import asdict,dataclass
+from pathlib import Path
 from fastcore.basics import patch
 from .chat import ChatTemplate
 from .core import EngineError
@@ -149,13 +150,16 @@ def main():
     "Command line: `python -m atlas.bench_server`"
     a = argparse.ArgumentParser(prog='atlas.bench_server', description='What the service costs, without a model')
     for k,v,h in ('streams',64,'at once'), ('tokens',400,'of each'), ('rate',10_000.,'tokens a second of the engine'), ('api','chat',' or '.join(_paths)), ('parsers','','such as hermes,qwen3'): a.add_argument('--'+k, type=type(v), default=v, help=h)
-    a.add_argument('--serve', type=float, help=argparse.SUPPRESS); a.add_argument('--json', action='store_true', help='print the numbers')
+    a.add_argument('--serve', type=float, help=argparse.SUPPRESS); a.add_argument('--json', action='store_true', help='print JSON')
+    a.add_argument('--output', '-o', help='write the numbers to this file too, as JSON')
     a.add_argument('--apart', action='store_true', help='with a gateway and a worker, as atlas serve')
     o = vars(a.parse_args())
-    as_json,rate = o.pop('json'),o.pop('serve')
+    as_json,output,rate = o.pop('json'),o.pop('output'),o.pop('serve')
     if rate is not None: return serve_nothing(rate, tuple(o['parsers'].split(',')) if o['parsers'] else (None,None), o['apart'])
     c = measure(**o)
-    print(json.dumps(asdict(c)|dict(rate=c.rate, us=c.us)) if as_json else c)
+    numbers = json.dumps(asdict(c)|dict(rate=c.rate, us=c.us), indent=1)
+    if output: Path(output).write_text(numbers)
+    print(numbers if as_json else c)
 
 # %% ../nbs/59d_bench_server.ipynb #1c06f25f
 if __name__=='__main__': work_for_nothing() if sys.argv[1:2]==['--worker'] else main()

@@ -7,13 +7,13 @@ Docs: https://atlas-inference.github.io/atlas/cli.html.md"""
 # %% auto #0
 __all__ = ['ORDER', 'app', 'Model', 'Json', 'FLAGS', 'Shape', 'Weights', 'Temperature', 'MaxTokens', 'Seed', 'System', 'COMMANDS',
            'Many', 'Models', 'Name', 'Alias', 'KeyFile', 'Hosts', 'Origins', 'Drain', 'LogFormat', 'Reasons', 'Tools',
-           'benches', 'Batches', 'Contexts', 'CARD_FLAGS', 'flag', 'engine_flags', 'pull', 'list_', 'rm', 'inspect',
-           'Meter', 'run', 'Conversation', 'chat', 'serve', 'launch', 'quantize', 'version', 'bench', 'bench_decode',
-           'bench_kernels', 'check', 'main']
+           'benches', 'Batches', 'Output', 'Contexts', 'CARD_FLAGS', 'flag', 'engine_flags', 'pull', 'list_', 'rm',
+           'inspect', 'Meter', 'run', 'Conversation', 'chat', 'serve', 'launch', 'quantize', 'version', 'bench',
+           'bench_decode', 'bench_kernels', 'check', 'main']
 
 # %% ../nbs/60_cli.ipynb #aa7ee505
-import json,re,signal,sys,threading
-from contextlib import contextmanager
+import json,os,re,signal,sys,threading
+from contextlib import contextmanager,suppress
 from dataclasses import fields
 from inspect import Parameter,Signature,signature
 from pathlib import Path
@@ -263,6 +263,7 @@ def _ctrl_c():
     def handler(sig, frame):
         if hit: raise KeyboardInterrupt
         hit.append(sig)
+        with suppress(OSError): os.write(2, b'\n(stops after this step; Ctrl-C again leaves)\n')
     old = signal.signal(signal.SIGINT, handler)
     try: yield lambda: bool(hit)
     finally: signal.signal(signal.SIGINT, old)
@@ -429,6 +430,7 @@ benches = typer.Typer(cls=_Bench, no_args_is_help=True, rich_markup_mode=None, h
 app.add_typer(benches, name='bench')
 
 Batches = Annotated[str, _opt('How many sequences to decode side by side; several with commas between them.')]
+Output = Annotated[Path|None, _opt('Write all numbers to this file too, as JSON.', '--output', '-o', metavar='FILE', show_default=False)]
 Contexts = Annotated[str, _opt('Tokens that the sequences are to have behind them; several with commas between them.')]
 
 # %% ../nbs/60_cli.ipynb #f2c4a37f
@@ -438,12 +440,17 @@ def bench(model:Model,
     batch:Batches='1,2,4,8',
     prompt:Annotated[int, _opt('Tokens of the prompt to prefill.', min=1)]=512,
     tokens:Annotated[int, _opt('Tokens to decode in each run.', min=8)]=48,
-    as_json:Json=False, **options):
+    as_json:Json=False, output:Output=None, **options):
     "Measure how fast a model prefills and decodes. The most that this machine could do stands beside it."
     from atlas.bench import bench as measure
     from atlas.llm import LLM
     batches = _counts(batch)
     report = measure(LLM(EngineConfig(model, max_num_seqs=max(batches), **options)), batches, prompt, tokens)
+    _print_report(report, as_json, output)
+
+def _print_report(report, as_json, output):
+    "Print a measurement, and write it to the file `output`"
+    if output: output.write_text(json.dumps(report.to_dict(), indent=1))
     _print(report.to_dict(), as_json, str(report))
 
 # %% ../nbs/60_cli.ipynb #42e16c0b
@@ -465,7 +472,7 @@ def bench_decode(model:Model, batch:Batches='1',
     context:Contexts='0',
     steps:Annotated[int, _opt('Steps to time.', min=8)]=64,
     kernels:Annotated[bool, _opt('Time each kind of kernel by itself, too.')]=False,
-    json_file:Annotated[str|None, typer.Option('--json', help='Write all numbers to this file, too.', show_default=False)]=None,
+    as_json:Json=False, output:Output=None,
     **options):
     "Measure how fast a card decodes, beside how fast its memory would let it."
     from atlas.bench_decode import bench_decode
@@ -475,8 +482,7 @@ def bench_decode(model:Model, batch:Batches='1',
     length = _longest(EngineConfig(model, **options), max(contexts)+2*steps+64)
     llm = LLM(EngineConfig(model, card, length, max(batches), **options))
     report = bench_decode(llm, batches, contexts, steps, kernels)
-    if json_file: Path(json_file).write_text(json.dumps(report.to_dict(), indent=1))
-    _print(report.to_dict(), False, str(report))
+    _print_report(report, as_json, output)
 
 def _longest(config, n):
     "A context of `n` tokens, or the model's own if that is shorter"
@@ -488,10 +494,10 @@ def _longest(config, n):
 @engine_flags(*CARD_FLAGS, device='cuda')
 def bench_kernels(model:Model, batch:Batches='1',
     context:Contexts='0',
-    json_file:Annotated[str|None, typer.Option('--json', help='Write all numbers to this file, too.', show_default=False)]=None,
+    as_json:Json=False, output:Output=None,
     **options):
     "Time every kind of kernel of a decode step by itself: bytes, bandwidth, fraction of a plain copy."
-    bench_decode(model, batch, context, 32, True, json_file, **options)
+    bench_decode(model, batch, context, 32, True, as_json, output, **options)
 
 # %% ../nbs/60_cli.ipynb #008bc335
 @app.command(epilog=_examples('atlas check', 'atlas check --device emulator --only gemv'))

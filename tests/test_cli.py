@@ -245,12 +245,12 @@ def test_chat_goes_on_after_a_refusal(fake):
     assert r.exit_code==0 and r.stderr.count('atlas: Too long. Use /reset')==2
     assert Fake.asked['prompt']==[dict(role='user', content='two')]    # the refused question is not in the history
 
-def test_first_ctrl_c_is_a_flag():
+def test_first_ctrl_c_is_a_flag(capfd):
     with cli._ctrl_c() as stop:
         assert not stop()
         try: signal.raise_signal(signal.SIGINT)
         except KeyboardInterrupt: pytest.fail('the first Ctrl-C struck')
-        assert stop()
+        assert stop() and 'Ctrl-C again leaves' in capfd.readouterr().err     # at once, however long the step takes
         with pytest.raises(KeyboardInterrupt): signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -301,7 +301,7 @@ from atlas.cli import main
 main()''')
     t.expect('/help lists the commands'); t.expect('> ')
     t.type('endless\r'); t.expect('<<1>>'); t.expect('...')
-    t.type('\x03'); t.expect('tokens/s'); t.expect('> ')
+    t.type('\x03'); t.expect('Ctrl-C again leaves'); t.expect('tokens/s'); t.expect('> ')
     t.type('half a li'); t.expect('half a li'); t.expect('Ctrl-D', again='\x03'); t.expect('> ')
     t.type('again\r'); t.expect('<<3>>'); t.expect('> ')      # the cut answer is in the history
     t.type('\x04')
@@ -411,6 +411,22 @@ def test_check_runs_kernels_and_counts_what_is_wrong(monkeypatch):
     assert all(f' {n}, ' in r.stderr for n in ('gemv','sample_bins','rmsnorm','attend'))      # what can be asked for
     r = run('check', '--device', 'emulator', '--only', 'rmsnorm')
     assert r.exit_code==0 and 'norm_rows' in r.stdout and 'gemv' not in r.stdout
+
+@pytest.mark.parametrize('bench,module', [('all','bench'), ('decode','bench_decode'), ('kernels','bench_decode')])
+def test_every_bench_writes_the_same_way(fake, bench, module, tmp_path, monkeypatch):
+    "--json is for stdout, --output for a file, and both may be given"
+    class Report(SimpleNamespace):
+        def __str__(self): return '5 tokens/s'
+        def to_dict(self): return dict(rate=5)
+    monkeypatch.setattr(f'atlas.{module}.{module}', lambda *_: Report())
+    monkeypatch.setattr(cli, '_card', lambda *_: 'card')
+    monkeypatch.setattr(cli, '_longest', lambda *_: 99)
+    for more,said in (((), '5 tokens/s\n'), (('--json',), None)):
+        for file in (None, tmp_path/'numbers.json'):
+            r = run('bench', bench, 'm', *more, *(('--output', str(file)) if file else ()))
+            assert r.exit_code==0 and (r.stdout==said if said else json.loads(r.stdout)==dict(rate=5))
+            if file: assert json.loads(file.read_text())==dict(rate=5); file.unlink()
+            assert [*tmp_path.iterdir()]==[]
 
 def test_commands_for_cards_say_so_on_the_host():
     r = run('bench', 'decode', str(root/'tests'/'data'/'smollm2-tied'), '--device', 'cpu')
