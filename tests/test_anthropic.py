@@ -335,7 +335,7 @@ def test_what_claude_code_sends():
     assert [t['function']['name'] for t in c['tool_calls']]==['Read','Bash'] and json.loads(c['tool_calls'][1]['function']['arguments'])==dict(command='pytest -x', timeout=60000)
     assert (r1['tool_call_id'],r2['name'])==('toolu_01','Bash') and r2['content'].startswith('<tool_use_error>Exit code 1')
     assert 'task tools' in n['content'] and last['content']=='fix it\nand be quick'
-    assert [t['function']['name'] for t in a.tools]==['Bash','Read','mcp__ide__getDiagnostics'] and len(a.warnings)==1 and 'web_search' in a.warnings[0]
+    assert [t['function']['name'] for t in a.tools]==['Bash','Read','mcp__ide__getDiagnostics'] and len(a.warnings)==1 and 'web_search' in a.warnings[0] and a.ignored==[]
     assert a.template['enable_thinking'] is True and a.template['reasoning_effort']=='high' and a.thinking_budget is None
     assert a.params.max_tokens==32000 and a.stream and a.parallel and a.tool_choice=='auto'
 

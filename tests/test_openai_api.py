@@ -1,5 +1,5 @@
 "OpenAI's API through OpenAI's own client: tools, reasoning, formats, counts, vectors, and what is remembered of prompts."
-import asyncio,base64,json,random,re,socket,threading
+import asyncio,base64,json,logging,random,re,socket,threading
 import httpx,numpy as np,openai,pytest
 from collections import Counter
 from contextlib import contextmanager
@@ -13,7 +13,6 @@ from atlas.core import RequestError
 from atlas.requests import Event
 from atlas.llm import LLM
 from atlas.server import create_app
-from atlas.service import Models
 from atlas.tokenizer import Tokenizer
 from test_server import END,FakeRunner,HELLO,WAIT,app_of,client_of,dial,head,live,read_until,template,threaded,tok
 from inprocess import loaded
@@ -163,6 +162,39 @@ def test_fields_without_effect_are_named(calling):
     a = c.chat.completions.with_raw_response.create(model='fake', messages=HELLO, functions=[dict(name='f', parameters={})], store=True, metadata=dict(a='b'), user='u', service_tier='auto',
         prediction=dict(type='content', content='x'), verbosity='low', modalities=['text'], extra_body=dict(bad_words=['x'], unheard_of=1))
     assert a.headers.get_list('x-atlas-warning')==['bad_words, functions left out: not offered here']
+    assert a.headers.get_list('x-atlas-ignored')==['bad_words, functions, unheard_of']
+
+def test_ignored_fields_are_told_once(calling, caplog, monkeypatch):
+    "By every API, whatever their names hold, and a stranger cannot fill log or memory with inventions"
+    import atlas.server
+    c,_,_,port = calling
+    monkeypatch.setattr(atlas.server, '_told', told := set())
+    monkeypatch.setattr(logging.getLogger('atlas'), 'propagate', True)
+    def post(path, **kw):
+        r = httpx.post(f'http://127.0.0.1:{port}{path}', json=dict(model='fake', max_tokens=4)|kw)
+        assert r.status_code==200, r.text
+        return r.headers.get('x-atlas-ignored')
+    asked = {'/v1/chat/completions':dict(messages=HELLO), '/v1/completions':dict(prompt='a'), '/v1/messages':dict(messages=HELLO), '/v1/responses':dict(input='a', max_output_tokens=16, store=False)}
+    for path,kw in asked.items():
+        kw = kw|({} if path!='/v1/responses' else dict(max_tokens=None))
+        for _ in range(2): assert post(path, **kw, **{'foo':1, 'bar\r\nx-evil: 1':2, 'quiet':None})=='bar??x-evil??1, foo'
+        assert post(path, **kw, metadata={}, user='u', service_tier='auto')==None
+    said = [r.getMessage() for r in caplog.records if 'Ignored fields' in r.getMessage()]
+    assert said==['Ignored fields of requests: bar??x-evil??1, foo'] and caplog.records[-1].levelname=='WARNING'
+    for i in range(40): post('/v1/completions', prompt='a', **{f'made_up_{i}_{k}':1 for k in range(16)})
+    assert len(told)==256 and len(caplog.records)<60
+
+def test_what_real_clients_send_is_no_news():
+    "Nothing that the libraries of OpenAI and Anthropic know, and that changes no answer, is told"
+    from anthropic.types.message_create_params import MessageCreateParamsBase as Messages
+    from openai.types.chat.completion_create_params import CompletionCreateParamsBase as Chat
+    from openai.types.completion_create_params import CompletionCreateParamsBase as Completion
+    from openai.types.responses.response_create_params import ResponseCreateParamsBase as Responses
+    from atlas.protocol import anthropic,openai,responses
+    from atlas.protocol.base import ignored
+    kinds = [(openai.ChatBody,Chat),(openai.CompletionBody,Completion),(responses.ResponsesBody,Responses),(anthropic.MessagesBody,Messages)]
+    left = {kind.__name__:ignored(kind.model_construct(**dict.fromkeys(theirs.__annotations__, 'x'))) for kind,theirs in kinds}
+    assert left==dict(ChatBody=['audio','function_call','functions','web_search_options'], CompletionBody=[], ResponsesBody=['image'], MessagesBody=['container'])
 
 def test_a_call_that_cannot_be_read_is_counted():
     with speaking('<think></think>Hm <tool_call>{"name": "wea') as (c,_,_,port):

@@ -21,7 +21,7 @@ from structlog.contextvars import get_contextvars
 from ..core import AtlasError,ContextLengthError,RequestError
 from ..requests import SamplingParams
 from ..deltas import CallDelta,Delta
-from .base import Ask,Choice,Int,Usage,Writer,found,quote,sse,think,validate
+from .base import Ask,Choice,Int,Usage,Writer,found,ignored,quote,sse,think,validate
 
 # %% ../../nbs/51_protocol.anthropic.ipynb #bdb4134d
 _strict = ConfigDict(strict=True, allow_inf_nan=False)
@@ -101,7 +101,7 @@ class OutputConfig(BaseModel):
 # %% ../../nbs/51_protocol.anthropic.ipynb #8cf13784
 class MessagesBody(BaseModel):
     "`POST /v1/messages`, and without `max_tokens` `/v1/messages/count_tokens`"
-    model_config = _strict
+    model_config = _strict | dict(extra='allow')
     model: Annotated[str, Field(max_length=512)]|None = None
     messages: Annotated[list[Turn], Field(min_length=1, max_length=100_000)]
     system: str|list[Block]|None = None
@@ -363,7 +363,7 @@ def _ask(body:MessagesBody)->MessagesAsk:
     form = (body.output_config and body.output_config.format) or body.output_format
     hidden = bool(body.thinking and body.thinking.display=='omitted')
     ask = MessagesAsk(r.turns(body), body.params(), model=body.model, mute=body.max_tokens==0, hidden=hidden, format=dict(kind='json_schema', schema=form.scheme) if form else None, format_at='output_config.format',
-        stream=bool(body.stream), priority=body.priority or 0, **r.tools(body), **body.thoughts())
+        stream=bool(body.stream), priority=body.priority or 0, ignored=ignored(body), **r.tools(body), **body.thoughts())
     if body.mcp_servers: r.skip('mcp_servers')
     ask.warnings += r.left_out
     return ask

@@ -17,7 +17,7 @@ from pydantic import AliasChoices,BaseModel,ConfigDict,Field
 from ..chat import IMAGE_PARTS,check_variables
 from ..core import RequestError
 from ..requests import SamplingParams
-from .base import DONE,Ask,Budget,Ids,Int,NotOfferedError,Writer,blame,format_of,found,merge_system,read_json,sse,think,validate
+from .base import DONE,Ask,Budget,Ids,Int,NotOfferedError,Writer,blame,format_of,found,ignored,merge_system,read_json,sse,think,validate
 from .chunks import ChatAsk,ChatWriter,TextAsk,TextWriter,error_body,usage
 
 # %% ../../nbs/50_protocol.openai.ipynb #d2ffe418
@@ -86,8 +86,8 @@ _ABSENT = frozenset('''functions function_call web_search_options audio prompt_e
     stop_regex dry_multiplier xtc_probability top_n_sigma dynatemp_range'''.split())
 
 def unoffered(b:Body)->list[str]:
-    "What to warn of: fields that change an answer elsewhere, and not here"
-    given = sorted(k for k,v in b.model_extra.items() if k in _ABSENT and v not in (None,False,[],0))
+    "What to warn of: those of the ignored fields that are known to change an answer elsewhere"
+    given = [k for k in ignored(b) if k in _ABSENT]
     return [f'{", ".join(given)} left out: not offered here'] if given else []
 
 # %% ../../nbs/50_protocol.openai.ipynb #674ca674
@@ -362,7 +362,7 @@ def parse(
     template,budget = b.thought(warnings)
     if b.add_generation_prompt is not None: template['add_generation_prompt'] = b.add_generation_prompt
     return ChatAsk(b.turns(), tools=tools, tool_choice=choice, tool_name=name, parallel=b.parallel_tool_calls is not False, template=template, thinking_budget=budget,
-        continuing=bool(b.continue_final_message), quiet=b.include_reasoning is False or bool(b.reasoning and b.reasoning.exclude), warnings=warnings, **_common(b))
+        continuing=bool(b.continue_final_message), quiet=b.include_reasoning is False or bool(b.reasoning and b.reasoning.exclude), warnings=warnings, ignored=ignored(b), **_common(b))
 
 def parse_text(
     raw:bytes, # The body of a request to completions
@@ -372,7 +372,7 @@ def parse_text(
     if b.suffix and b.echo: raise RequestError('suffix and echo are both given', hint='Choose one', param='suffix')
     kw = _common(b)
     best = (b.n or 1) if kw['params'].n>(b.n or 1) else None
-    return TextAsk([], prompts=b.prompts, echo=bool(b.echo), suffix=b.suffix or None, silent=bool(b.echo and b.max_tokens==0), best=best, unscored=b.logprobs is None, warnings=unoffered(b), **kw)
+    return TextAsk([], prompts=b.prompts, echo=bool(b.echo), suffix=b.suffix or None, silent=bool(b.echo and b.max_tokens==0), best=best, unscored=b.logprobs is None, warnings=unoffered(b), ignored=ignored(b), **kw)
 
 def reply(ask:Ask, model:str, id:str|None=None, created:int|None=None)->Writer:
     "The writer of an answer"

@@ -17,7 +17,7 @@ from pydantic import BaseModel,ConfigDict,Field
 from ..core import RequestError
 from ..requests import SamplingParams
 from ..deltas import CallDelta,Delta
-from .base import DONE,Ask,Budget,Choice,Int,NotOfferedError,Usage,Writer,format_of,found,quote,sse,think,validate
+from .base import DONE,Ask,Budget,Choice,Int,NotOfferedError,Usage,Writer,format_of,found,ignored,quote,sse,think,validate
 from .chunks import token_logprobs
 from .items import Item,Name,Tool,choose,item_id,keep_item,messages,offered,seal,unseal
 from .openai import Shaped,error_body,unoffered,variables
@@ -189,7 +189,7 @@ def parse(
     p,r = _params(b),b.reasoning or Reasoning()
     given,(vars,budget) = variables(b.chat_template_kwargs, left := []),think(b.enable_thinking, r.effort, b.thinking_budget, 'reasoning.effort')
     return ResponsesAsk(t.all(), p, b.model, tools, mode, name, b.parallel_tool_calls is not False, template=given|vars, thinking_budget=budget,
-        continuing=_going(before+new, t.messages), stream=bool(b.stream), **_form(b), priority=b.priority or 0, warnings=[*t.warnings, *left, *unoffered(b)],
+        continuing=_going(before+new, t.messages), stream=bool(b.stream), **_form(b), priority=b.priority or 0, warnings=[*t.warnings, *left, *unoffered(b)], ignored=ignored(b),
         id=rid, echo=_echo(b, p, fs, custom, keep), items=new, store=store if keep else None, owner=owner,
         size=len(raw), background=bool(b.background), truncation=b.truncation or 'disabled',
         summary=bool(r.summary or r.generate_summary), sealed='reasoning.encrypted_content' in (b.include or ()), custom=frozenset(custom))
