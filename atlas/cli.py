@@ -200,11 +200,12 @@ def _llm(model, **options):
     return LLM(EngineConfig(model, max_num_seqs=1, **options))
 
 def _params(**kw):
+    "What was said of these; the rest is as the API has it"
     from atlas.requests import SamplingParams
-    return SamplingParams(**kw)
+    return SamplingParams(**{k:v for k,v in kw.items() if v is not None})
 
 # %% ../nbs/60_cli.ipynb #9c37a274
-Temperature = Annotated[float, _opt('0 always takes the likeliest token; higher is more varied.', '--temperature', '-t', min=0, max=100)]
+Temperature = Annotated[float|None, _opt('0 always takes the likeliest token; higher is more varied. [default: 1, as in the API]', '--temperature', '-t', min=0, max=100, show_default=False)]
 MaxTokens = Annotated[int|None, _opt('Longest answer, in tokens. [default: what is left of the context]', '--max-tokens', '-n', min=1, show_default=False)]
 Seed = Annotated[int|None, _opt('Make the same choices again. [default: other ones each time]', show_default=False)]
 System = Annotated[str|None, _opt('A system message: how to answer.')]
@@ -216,7 +217,7 @@ System = Annotated[str|None, _opt('A system message: how to answer.')]
 @engine_flags('device', 'max_seq_len', 'load_format', 'weights')
 def run(model:Model,
     prompt:Annotated[str|None, typer.Argument(metavar='PROMPT', help='What to ask; "-" or nothing reads it from stdin.', show_default=False)]=None,
-    temperature:Temperature=.7, max_tokens:MaxTokens=None, seed:Seed=None, system:System=None,
+    temperature:Temperature=None, max_tokens:MaxTokens=None, seed:Seed=None, system:System=None,
     raw:Annotated[bool, _opt('Continue the text as it stands, without the chat template.', '--raw')]=False,
     images:Annotated[list[str]|None, _opt('A picture to ask about; may be given several times.', '--image', metavar='FILE', show_default=False)]=None,
     as_json:Json=False, **options,
@@ -304,7 +305,7 @@ def _line(mark):
 
 @app.command(epilog=_examples('atlas chat demo', 'atlas chat demo --system "Answer in one sentence." --temperature 0.2'))
 @engine_flags('device', 'max_seq_len', 'load_format', 'weights')
-def chat(model:Model, system:System=None, temperature:Temperature=.7, max_tokens:MaxTokens=None, seed:Seed=None, **options):
+def chat(model:Model, system:System=None, temperature:Temperature=None, max_tokens:MaxTokens=None, seed:Seed=None, **options):
     "Talk with a model in the terminal. /help lists what can be done there."
     from atlas.hub import name_of
     try: import readline  # noqa: F401

@@ -192,6 +192,23 @@ def test_run_with_pictures(fake):
     assert Fake.asked['prompt']==[dict(role='user', content=[dict(type='image', path='a.png', where='--image a.png'), dict(type='image', path='b.jpg', where='--image b.jpg'), dict(type='text', text='what?')])]
     assert run('run', 'm', '--raw', '--image', 'a.png', 'what?').exit_code==2
 
+def test_one_place_for_defaults(fake):
+    "Who says nothing of how to choose tokens gets what the API gives, on the command line and on the page, and the help says so"
+    from atlas.requests import SamplingParams
+    from atlas.protocol import anthropic,openai,responses
+    for args in (('run','m','hi'), ('run','m','hi','--raw'), ('run','m','hi','--json'), ('chat','m')):
+        Fake.asked = {}
+        assert run(*args, input='hi\n').exit_code==0 and Fake.asked['params']==SamplingParams()
+    said = f'[default: {SamplingParams().temperature:g}, as in the API]'
+    assert all(said in ' '.join(run(c, '--help').output.split()) for c in ('run','chat'))
+    hello = [dict(role='user', content='hi')]
+    bodies = [(openai.parse, dict(messages=hello)), (openai.parse_text, dict(prompt='hi')), (responses.parse, dict(input='hi')), (anthropic.parse, dict(messages=hello, max_tokens=9))]
+    for parse,body in bodies:
+        p = parse(json.dumps(body).encode()).params
+        assert p==SamplingParams(max_tokens=p.max_tokens)
+    page = (root/'atlas'/'static'/'chat.html').read_text()
+    assert float(re.search(r'const DEFAULTS = {[^}]*temperature: ([\d.]+)', page)[1])==SamplingParams().temperature
+
 def test_a_picture_that_cannot_be_read_is_named(tmp_path):
     "By the path that was given, however long it is"
     from atlas.core import RequestError
