@@ -364,6 +364,7 @@ def families()->tuple[Family,...]:
     names = sorted(n.removesuffix('.toml') for n in found if n.endswith('.toml'))
     return tuple(import_module(f'atlas.families.{n}').FAMILY for n in names)
 
+# %% ../nbs/01_config.ipynb #c2b3b145
 def family_of(c:'ModelConfig')->Family:
     "The family of `c`; an `UnsupportedError` where there is none"
     found = {reader.family:f for f in families() for reader in f.hf.values()}

@@ -105,6 +105,7 @@ def _sections(m, a):
         f'{list(s)} are not the sections of three positions')
     return s[:3] if any(s) else ()
 
+# %% ../nbs/01b_config_gguf.ipynb #8e64c0a3
 def gguf_experts(m:Keys, a:str, **kw)->MoEConfig|None:
     "A router and its experts; None where there are none. `kw` are further fields"
     E = m.whole(f'{a}.expert_count', 0, lo=0)

@@ -95,6 +95,7 @@ def mixed(
     if 'attention' in kinds: return dict(mixers=kinds, attention=full, sliding=slide)
     return dict(mixers=tuple('attention' if k=='sliding' else k for k in kinds), attention=slide)
 
+# %% ../nbs/01a_config_json.ipynb #eae9e854
 def read_attention(d:Keys, rope:bool=True, mrope:tuple=(), **kw)->AttentionConfig:
     "Heads, rope and biases; `kw` are further fields"
     H,heads,bias = d.whole('hidden_size'),d.whole('num_attention_heads'),d.flag('attention_bias')

@@ -102,6 +102,7 @@ def gguf_fields(m, a, L, names, ff)->dict:
         embed_scale=m.whole(f'{a}.embedding_length')**.5,
         logit_softcap=m.number(f'{a}.final_logit_softcapping', None))
 
+# %% ../../nbs/24_families.gemma.ipynb #16d0520f
 _GGUF_NORMS = dict(post_attention_norm='post_attention_layernorm',
     ffn_norm='pre_feedforward_layernorm', post_ffw_norm='post_feedforward_layernorm',
     post_ffw_norm_1='post_feedforward_layernorm_1', pre_ffw_norm_2='pre_feedforward_layernorm_2',

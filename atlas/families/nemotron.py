@@ -26,6 +26,7 @@ def _blocks(d)->tuple:
     require(len(types)==L, key, f'{len(types)} layer types for {d.get("num_hidden_layers")} layers')
     return tuple(zip(*(Keys({key:t}).word(key, _HALVES) for t in types or [''])))
 
+# %% ../../nbs/25_families.nemotron.ipynb #53606285
 def _mamba(d):
     d.only(mamba_hidden_act='silu', mamba_proj_bias=d.flag('use_bias'))
     sizes = [d.whole(k) for k in ('mamba_num_heads','mamba_head_dim','n_groups','ssm_state_size')]
@@ -92,6 +93,7 @@ def gguf_fields(m, a, L, names, ff)->dict:
         attention=gguf_attention(m, a, L, names, turns=False) if 'attention' in mixers else None,
         mamba=_gguf_mamba(m, a, names, heads) if 'mamba' in mixers else None)
 
+# %% ../../nbs/25_families.nemotron.ipynb #653a76b5
 _MIXER = {k:f'mixer.{v}' for k,v in {
     'ssm_in':'in_proj', 'ssm_conv1d':'conv1d', 'ssm_norm':'norm', 'ssm_out':'out_proj',
     'ssm_a.':'A', 'ssm_d.':'D', 'ssm_dt.bias':'dt_bias',
