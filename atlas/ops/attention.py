@@ -133,9 +133,9 @@ def _heads(qkv, a, angles, q_norm, k_norm, eps):
     h,nq,nk = qkv.reshape(len(qkv), -1, a.head_dim),a.num_heads,a.num_kv_heads*(not a.q_only)
     v = h[:,nq:nq+nk] if a.k_eq_v else h[:,nq+nk:]
     if a.v_norm: v = rmsnorm(v, np.float32(1), eps)
-    qk = h[:,:nq+nk]
-    if q_norm is not None:
-        qk = np.concatenate([_normed(h[:,:nq], q_norm, a, eps), _normed(h[:,nq:nq+nk], k_norm, a, eps)], 1)
+    qk = [_normed(h[:,:nq], q_norm, a, eps)]
+    if nk: qk.append(_normed(h[:,nq:nq+nk], k_norm, a, eps))
+    qk = h[:,:nq+nk] if q_norm is None else np.concatenate(qk, 1)
     if angles is not None: qk = rope(qk, *angles)
     return qk[:,:nq],qk[:,nq:],v
 

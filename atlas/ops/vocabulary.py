@@ -253,6 +253,7 @@ class MoEWeights:
     joined:bool=False # Is it in the bank, after the others, and its gate in the router?
     then:object=None # What the next layer begins with
 
+# %% ../../nbs/18a_ops.vocabulary.ipynb #369bcb9a
 def _picks(s, seen, w):
     "Experts of the rows that the router has `seen`, and their weights, [R, top_k] each"
     m = w.config
