@@ -166,7 +166,7 @@ def test_the_host_one_step_behind_goes_step_by_step_with_the_card():
             steps.append([(v.id, v.finish, v.token is None) for v in gone+e.step()])
         return steps,s.totals['preemptions']
     late = course(host, lambda m,c,s: HostStepper(m, c, overlap=True))
-    assert late==course(card, CardStepper) and late[1]>1
+    assert late==course(card, CardStepper) and late[1]>0
 
 def test_sampled_tokens_are_repeatable():
     _,m = models('llama', 'bf16')
