@@ -52,7 +52,7 @@ class Stepper:
         "Begin `plan`; `samplers` are those of `plan.sampled`"
         raise NotImplementedError
     def land(self, flight:Flight)->Sampled:
-        "What a step said: ids [S, rows] and counts [S], in the order of its plan's `sampled`. Flights land in the order of their launches"
+        "What a step said: ids [S, rows] and counts [S], as its plan has `sampled`; the oldest first"
         return flight.sampled
     def leave(self, rid:str): "Request `rid` has ended"
     def warm(self): "Do now what a first step would have to wait for"
@@ -72,11 +72,13 @@ class HostStepper(Stepper):
 
     def launch(self, plan:Plan, samplers:list[SampleState])->Flight:
         "Compute `plan`, and choose tokens"
-        if self._air and plan.decode!=list(self._air): raise EngineError('Other sequences are in the air')
+        if self._air and plan.decode!=list(self._air):
+            raise EngineError('Other sequences are in the air')
         rows = [self._ahead(s, state).row() for s,state in zip(plan.sampled, samplers)]
         out = sample(self._logits(plan), rows)
         newest = out.ids[len(plan.first):].tolist()
-        for s,t in zip(plan.decode if self.overlap else (), newest): self._air.setdefault(s, []).append(max(t, 0))
+        for s,t in zip(plan.decode if self.overlap else (), newest):
+            self._air.setdefault(s, []).append(max(t, 0))
         return Flight(plan, out.by_seq())
 
     def land(self, flight:Flight)->Sampled:
@@ -101,7 +103,8 @@ def _logits(self:HostStepper, plan):
     size,model = self.cache.pool.block_size,self.model
     rows = replays(plan)+[self._newest(s) for s in plan.decode]
     passes = [(p, tiled) for p,tiled in ((tiles(plan), True), (rows, False)) if p]
-    parts = [model.forward(make_batch(p, tiled, size, model.device), self.cache) for p,tiled in passes]
+    batches = [make_batch(p, tiled, size, model.device) for p,tiled in passes]
+    parts = [model.forward(b, self.cache) for b in batches]
     return parts[0] if len(parts)==1 else model.device.xp.concatenate(parts)
 
 @patch
@@ -225,7 +228,8 @@ def _steady(self:Engine)->bool:
 @patch
 def _goes_on(self:Engine, plan)->bool:
     "Does `plan` decode whom the step in the air does, and nothing else?"
-    return plan is not None and not (plan.prefill or plan.replay) and plan.decode==self.flying.plan.decode
+    if plan is None or plan.prefill or plan.replay: return False
+    return plan.decode==self.flying.plan.decode
 
 @patch
 def _launch(self:Engine, plan)->list[Flight]:
@@ -248,7 +252,8 @@ def _take_in(self:Engine, flight)->list[Event]:
     events = [self._fail(s) for s,n in zip(seqs, counts) if n==0 and not s.finish_reason]
     tokens = [self._heard(s, ids[:n]) for s,ids,n in zip(seqs, out.ids.tolist(), counts)]
     rows = {s:i for i,s in enumerate(seqs)}
-    for s,new,why in self.scheduler.accept(flight.plan, tokens): events += self._said(s, new, why, out, rows[s])
+    for s,new,why in self.scheduler.accept(flight.plan, tokens):
+        events += self._said(s, new, why, out, rows[s])
     return events+self._whole(seqs)
 
 @patch
@@ -265,14 +270,18 @@ def _heard(self:Engine, seq, tokens)->list[int]:
 def _said(self:Engine, seq, tokens, finish, out, i)->list[Event]:
     "An event for each of the new `tokens` of `seq`, line `i` of what was sampled"
     if finish: self._leave(seq.id)
-    k,first = seq.request.params.logprobs,len(seq.outputs)==len(tokens)
-    events = []
+    k,n,events = seq.request.params.logprobs,len(tokens),[]
+    first = len(seq.outputs)==n
     for j,t in enumerate(tokens):
-        why,waited = finish if j==len(tokens)-1 else None,seq.waited if first and j==0 else None
-        logprob = None if k is None else float(out.logprobs[i,j])
-        top = None if k is None else list(zip(out.top_ids[i,j,:k].tolist(), out.top_logprobs[i,j,:k].tolist()))
-        events.append(Event(seq.id, t, logprob, top, why, waited=waited))
+        why,waited = finish if j==n-1 else None,seq.waited if first and j==0 else None
+        events.append(Event(seq.id, t, *_likely(out, i, j, k), why, waited=waited))
     return events
+
+def _likely(out, i, j, k):
+    "Log probability of token `j` in line `i`, and the `k` likeliest with theirs, if asked for"
+    if k is None: return None,None
+    top = zip(out.top_ids[i,j,:k].tolist(), out.top_logprobs[i,j,:k].tolist())
+    return float(out.logprobs[i,j]),list(top)
 
 # %% ../nbs/33_engine.ipynb #ee68cf5c
 @patch

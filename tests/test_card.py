@@ -151,6 +151,23 @@ def test_the_hosts_tokens():
     close = [abs(p-q) for i in a for x,y,p,q in zip(a[i].tokens, b[i].tokens, a[i].logprobs, b[i].logprobs) if x==y]
     assert max(close)<.05
 
+def test_the_host_one_step_behind_goes_step_by_step_with_the_card():
+    "What the loop does on a card is what it does with the host's stepper when that lands late: who gets a token in which step, and who has to leave"
+    host,card = models('llama', 'bf16')
+    def course(m, stepper):
+        c = cache_of(m, 6, 14); s = Scheduler(c.pool, 3, 200, 64, overcommit=3.)
+        e,steps = Engine(s, stepper(m, c, s)),[]
+        todo = [(Request(r.id, r.prompt, r.params, i%2), at) for i,(r,at) in enumerate(asks(5, max_tokens=24))]
+        while todo or e.has_work:
+            for r,at in todo:
+                if at<=len(steps): e.add(r)
+            todo = [x for x in todo if x[1]>len(steps)]
+            gone = e.abort('r3') if len(steps)==20 else []
+            steps.append([(v.id, v.finish, v.token is None) for v in gone+e.step()])
+        return steps,s.totals['preemptions']
+    late = course(host, lambda m,c,s: HostStepper(m, c, overlap=True))
+    assert late==course(card, CardStepper) and late[1]>0
+
 def test_sampled_tokens_are_repeatable():
     _,m = models('llama', 'bf16')
     how = dict(temperature=.8, top_p=.9, top_k=40, seed=5, presence_penalty=.3, repetition_penalty=1.1, logit_bias={7:3.}, min_tokens=3)

@@ -168,28 +168,31 @@ def body(self:CardStepper, shape:StepShape):
     b = self.rows.batch(n, shape.longest)
     with self.temporaries():
         logits = self.model.forward(b, self.cache)
-        sample_rows(logits, self.table, self.rows.ids[:n], self.rows.lanes[:n], not shape.full, shape.cuts, (b,self.cache.pool.block_size))
+        ids,lanes,then = self.rows.ids[:n],self.rows.lanes[:n],(b,self.cache.pool.block_size)
+        sample_rows(logits, self.table, ids, lanes, not shape.full, shape.cuts, then)
 
 @patch
 def replay(self:CardStepper, shape:StepShape):
     "The same, as a graph, which is recorded when it is first asked for"
     if shape not in self.graphs:
         self.graphs = {k:g for k,g in self.graphs.items() if k.stamp==shape.stamp}  # those of arrays that are no more
-        self.graphs[shape] = Graph(lambda: self.body(shape), self.card, f'a step of {shape.rows} rows', stream=self.stream, warm=False)
+        name = f'a step of {shape.rows} rows'
+        self.graphs[shape] = Graph(lambda: self.body(shape), self.card, name, stream=self.stream, warm=False)
     self.graphs[shape]()
 
 # %% ../../nbs/33a_cuda.engine.ipynb #94934a8b
 @patch
 def launch(self:CardStepper, plan, samplers)->Flight:
     "Begin a decode step; or run prompts and replays, and wait for the tokens of those that are complete"
-    with self.here(): return self._decode(plan, samplers) if plan.decode else self._first(plan, samplers)
+    begin = self._decode if plan.decode else self._first
+    with self.here(): return begin(plan, samplers)
 
 @patch
 def _decode(self:CardStepper, plan, samplers)->CardFlight:
     "Begin a decode step"
     seqs,size = plan.decode,self.cache.pool.block_size
-    if self.rows.seqs!=seqs: self.rows.place(seqs, [self._lane(s, state) for s,state in zip(seqs, samplers)], size)
-    else: self.rows.grow(size)
+    if self.rows.seqs==seqs: self.rows.grow(size)
+    else: self.rows.place(seqs, [self._lane(s, state) for s,state in zip(seqs, samplers)], size)
     self._allow(seqs, samplers)
     self.last = self._shape(seqs)
     with self.turn(): self.replay(self.last)
