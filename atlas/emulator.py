@@ -104,6 +104,7 @@ def _made(name, text, options, what, where):
         os.replace(f'{d}/made', out)
     return out,''
 
+# %% ../nbs/04a_emulator.ipynb #5d1c9a42
 def _library(src:Source, options:tuple)->Path:
     "The shared library of a kernel, compiled if it is not there yet"
     own = src.root/'emulator'
