@@ -546,7 +546,7 @@ def _drafter(d):
 
 # %% ../nbs/01_config.ipynb #f1542c54
 _ALGOS = 'NVFP4 W4A16_NVFP4 FP8 FP8_PER_CHANNEL_PER_TOKEN FP8_PB_WO MXFP4 MIXED_PRECISION'.split()
-_CT_FORMATS = 'nvfp4-pack-quantized mxfp4-pack-quantized float-quantized naive-quantized mixed-precision dense'.split()
+_CT_FORMATS = 'pack-quantized nvfp4-pack-quantized mxfp4-pack-quantized float-quantized naive-quantized mixed-precision dense'.split()
 
 def _check_modelopt(q):
     layers = _dict(q, 'quantized_layers', {})
@@ -555,13 +555,18 @@ def _check_modelopt(q):
 def _check_ct(q):
     groups = _dict(q, 'config_groups', {})
     for d in (q, *(_is(g, dict, 'config_groups', 'an object for each group') for g in groups.values())):
-        _word(d, 'format', {f:f for f in _CT_FORMATS}, None); _only(_dict(d, 'weights', {}), type='float')
+        fmt = _word(d, 'format', {f:f for f in _CT_FORMATS}, _word(q, 'format', {f:f for f in _CT_FORMATS}, None))
+        _only(_dict(d, 'weights', {}), **(dict(type='int', num_bits=4) if fmt=='pack-quantized' else dict(type='float')))
 
 def _check_fp8(q):
     _word(q, 'fmt', dict(e4m3=1, float8_e4m3fn=1), 1)
     if (b := _get(q, 'weight_block_size', None)) not in (None,[128,128]): raise _unsupported('weight_block_size', b, [[128,128]])
 
-_METHODS = {'modelopt':_check_modelopt, 'compressed-tensors':_check_ct, 'fp8':_check_fp8, 'mxfp4':lambda q: None}
+def _check_int4(q):
+    _only(q, bits=4)
+    _word(q, 'version', dict(gemm=1, GEMM=1), 1); _word(q, 'checkpoint_format', dict(gptq=1, gptq_v2=1), 1)
+
+_METHODS = {'awq':_check_int4, 'gptq':_check_int4, 'modelopt':_check_modelopt, 'compressed-tensors':_check_ct, 'fp8':_check_fp8, 'mxfp4':lambda q: None}
 
 def _quantization(d, quant):
     "`quantization_config`, or what `hf_quant_config.json` says in its place"
