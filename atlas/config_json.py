@@ -127,7 +127,7 @@ def read_act(d:Keys, key:str='hidden_act')->str:
 
 # %% ../nbs/01a_config_json.ipynb #f1542c54
 _ALGOS = 'NVFP4 W4A16_NVFP4 FP8 FP8_PER_CHANNEL_PER_TOKEN FP8_PB_WO MXFP4 MIXED_PRECISION'.split()
-_CT_FORMATS = '''nvfp4-pack-quantized mxfp4-pack-quantized float-quantized naive-quantized
+_CT_FORMATS = '''pack-quantized nvfp4-pack-quantized mxfp4-pack-quantized float-quantized naive-quantized
     mixed-precision dense'''.split()
 
 def _parts(q, key, what):
@@ -139,9 +139,12 @@ def _check_modelopt(q):
         d.word('quant_algo', {a:a for a in _ALGOS}, None)
 
 def _check_ct(q):
+    known = {f:f for f in _CT_FORMATS}
+    whole = q.word('format', known, None)
     for d in _parts(q, 'config_groups', 'an object for each group'):
-        d.word('format', {f:f for f in _CT_FORMATS}, None)
-        d.table('weights', Keys()).only(type='float')
+        integers = d.word('format', known, whole)=='pack-quantized'
+        wanted = dict(type='int', num_bits=4) if integers else dict(type='float')
+        d.table('weights', Keys()).only(**wanted)
 
 def _check_fp8(q):
     q.word('fmt', dict(e4m3=1, float8_e4m3fn=1), 1)
@@ -150,8 +153,13 @@ def _check_fp8(q):
 
 def _check_mxfp4(q): "There is one kind of it"
 
+def _check_int4(q):
+    q.only(bits=4)
+    q.word('version', dict(gemm=1, GEMM=1), 1)
+    q.word('checkpoint_format', dict(gptq=1, gptq_v2=1), 1)
+
 _METHODS = {'modelopt':_check_modelopt, 'compressed-tensors':_check_ct, 'fp8':_check_fp8,
-    'mxfp4':_check_mxfp4}
+    'mxfp4':_check_mxfp4, 'awq':_check_int4, 'gptq':_check_int4}
 
 def read_quantization(d:Keys, quant:Keys)->dict|None:
     "What `quantization_config` or `hf_quant_config.json` say; refused where Atlas does not read it"

@@ -18,10 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass,replace
 from pathlib import Path
+from functools import partial
 from fastcore.basics import first,patch
 from .core import CheckpointError,UnsupportedError,human
 from .config import ModelConfig,named_config
-from .formats import E8M0,FORMATS,FP8_TILE,QTensor
+from .formats import E8M0,FORMATS,FP8_TILE,QTensor,pack4
 
 # %% ../nbs/05_files.ipynb #07b2da1c
 AGAIN = 'The file is damaged or incomplete: download it again'
@@ -142,8 +143,8 @@ ST_PACKED = ( # payload's ending and type, scale's ending and types, global scal
     ('_blocks',        'U8',      '_scales',       _E8M0,        None,                   'MXFP4'),
     ('',               'F8_E4M3', '_scale_inv',    _REAL,        None,                   'FP8_BLOCK'),
     ('',               'F8_E4M3', '_scale',        _REAL,        None,                   'FP8'))
-SCALES = ('.weight_scale','.weight_scale_2','.weight_global_scale','_scale_inv','_scales') # Endings of names that mean nothing without a weight
-PAYLOADS = ('.weight_packed','_blocks') # And of names that mean nothing without a scale
+SCALES = ('.weight_scale','.weight_scale_2','.weight_global_scale','_scale_inv','_scales','.scales','.qzeros','.g_idx','.weight_zero_point','.weight_shape','.weight_g_idx') # Endings of names that mean nothing without a weight
+PAYLOADS = ('.weight_packed','.qweight','_blocks') # And of names that mean nothing without a scale
 
 def _match(name, spans):
     "Format, and name of each part, of the packed tensor whose payload is `name`; None if it is not packed"
@@ -193,11 +194,78 @@ def _packed(fmt, spans, stored)->TensorInfo:
         spans['global'] = replace(g, shape=lead)
     return TensorInfo('', fmt, shape, spans, stored=stored)
 
+# %% ../nbs/05_files.ipynb #7e393661
+_AWQ = np.argsort([0,2,4,6,1,3,5,7]) # Where in a word of AutoAWQ each of eight columns is
+
+def _nibbles(b:np.ndarray, shape)->np.ndarray: # uint8 [*shape, 8]
+    "The eight integers in each word of the bytes `b`"
+    b = b.reshape(*shape, 4)
+    return np.stack([b&15,b>>4], -1).reshape(*shape, 8)
+
+def _ct_codes(spans, got, n):
+    "Codes [out, in/2] and zero points [out, groups] as compressed-tensors packs them"
+    z = spans.get('zero')
+    zero = np.moveaxis(_nibbles(got['zero'], z.shape), 2, 1).reshape(-1, z.shape[1])[:n] if z else np.full((n,spans['scale'].shape[1]), 8, np.uint8)
+    return got['data'].reshape(n, -1),zero
+
+def _gptq_codes(spans, got, n, less=1):
+    "The same of GPTQ, whose zero points are `less` than they should be"
+    q = _nibbles(got['data'], spans['data'].shape).swapaxes(0, 1).reshape(n, -1)
+    return pack4(np.ascontiguousarray(q)),(_nibbles(got['zero'], spans['zero'].shape).reshape(-1, n).T+less)&15
+
+def _awq_codes(spans, got, n):
+    "The same of AutoAWQ"
+    q,z = (_nibbles(got[k], spans[k].shape)[...,_AWQ].reshape(-1, n).T for k in ('data','zero'))
+    return pack4(np.ascontiguousarray(q)),z
+
+def _int4_parts(spans, codes, stored, shape, *raw):
+    "Parts of the INT4 tensor of `shape` whose `spans` hold the bytes `raw`"
+    got,(n,k) = dict(zip(spans, raw)),shape
+    data,zero = codes(spans, got, n)
+    s = spans['scale']; scale = FORMATS[s.dtype].decode(dict(data=got['scale'].view(FORMATS[s.dtype].layout(())['data'][0])), None).reshape(s.shape)
+    if scale.shape!=zero.shape: scale = scale.T
+    if 'shape' in got and (was := got['shape'].view(np.int64).tolist())!=[n,k]:
+        raise s.file.bad(f'{stored!r} is {[n,k]}, and its weight_shape says {was}', param=stored)
+    def spread(a): return np.ascontiguousarray(a.repeat(k//32//a.shape[1], 1))
+    return dict(data=data, scale=spread(scale.astype(np.float32)), zero=spread(zero.astype(np.uint8)))
+
+# %% ../nbs/05_files.ipynb #ca890e2f
+_CT_PARTS = dict(data='.weight_packed', scale='.weight_scale', zero='.weight_zero_point', shape='.weight_shape', groups='.weight_g_idx')
+_Q_PARTS = dict(data='.qweight', scale='.scales', zero='.qzeros', groups='.g_idx')
+
+def _int4_shape(spans, n, k, turned):
+    "[n, k], if all parts of a packed matrix agree on that; `turned`: inputs are their first axis"
+    s,z,g = (spans[p].shape if p in spans else None for p in ('scale','zero','groups'))
+    if len(s)!=2 or s[int(turned)]!=n: return
+    groups = s[0] if turned else s[1]
+    if not groups or k%groups or turned and n%8 or g not in (None,(k,)): return
+    return (n,k) if z in (None,(groups,n//8) if turned else (-(-n//8),groups)) else None
+
+def _int4_info(name, spans, v2):
+    "The packed matrix whose payload is `name`, and names of its parts; None if it is none"
+    ends = next((e for e in (_CT_PARTS,_Q_PARTS) if name.endswith(e['data'])), None)
+    if ends is None or spans[name].dtype!='I32': return
+    base,file = name.removesuffix(ends['data']),spans[name].file
+    names = {k:base+e for k,e in ends.items() if base+e in spans}; mine = {k:spans[v] for k,v in names.items()}
+    for k in ('scale',*('zero',)*(ends is _Q_PARTS)):
+        if k not in mine: raise file.bad(f'{name!r} is packed, and {base+ends[k]!r} is not there', param=name)
+    for k,types in dict(scale=('F32','BF16','F16'), zero=('I32',), groups=('I32',), shape=('I64',)).items():
+        if k in mine and mine[k].dtype not in types: raise file.bad(f'{names[k]!r} is {mine[k].dtype}, expected {" or ".join(types)}', param=name)
+    d,s = mine['data'].shape,mine['scale'].shape; awq = ends is _Q_PARTS and len(d)==len(s)==2 and d[1]*8==s[1]
+    n,k = (0,0) if len(d)!=2 else (d[0],d[1]*8) if ends is _CT_PARTS else (d[1]*8,d[0]) if awq else (d[1],d[0]*8)
+    if not n or not (shape := _int4_shape(mine, n, k, ends is _Q_PARTS)): raise file.bad(f'the parts of {name!r} contradict each other: {({names[p]:list(x.shape) for p,x in mine.items()})}', param=name)
+    if k//(g := s[0] if ends is _Q_PARTS else s[1])%32: raise UnsupportedError(f'{name!r} in {file.name} has groups of {k//g} weights, and Atlas reads multiples of 32', param=name)
+    codes = _ct_codes if ends is _CT_PARTS else _awq_codes if awq else partial(_gptq_codes, less=int(not v2))
+    info = TensorInfo(base+'.weight', 'INT4', shape, mine, stored=name)
+    return replace(info, unpack=partial(_int4_parts, mine, codes, name)),set(names.values())
+
 # %% ../nbs/05_files.ipynb #5a34ef28
-def st_infos(spans:dict[str,Span])->list[TensorInfo]:
+def st_infos(spans:dict[str,Span], quantization:dict|None=None)->list[TensorInfo]:
     "Tensors, with those that are stored in parts put together; `name` is the stored one, but for the ending"
     infos,used = [],set()
+    v2 = (quantization or {}).get('checkpoint_format')=='gptq_v2'
     for k in spans:
+        if found := _int4_info(k, spans, v2): infos.append(found[0]); used |= found[1]; continue
         if not (m := _match(k, spans)): continue
         fmt,parts = m; used |= set(parts.values())
         t = _packed(fmt, {p:replace(spans[n], reciprocal=True) if n.endswith('.weight_global_scale') else spans[n] for p,n in parts.items()}, k)
@@ -243,14 +311,21 @@ def _runs(spans, gap:int=1<<16, most:int=1<<24):
         run.append((k,s,p))
     if run: yield run
 
+def _in_order(name, s:Span, b):
+    "Refuse groups that are scattered over a row"
+    idx = b.view(np.int32); n = int(idx.max(initial=0))+1
+    if len(idx)%n or not np.array_equal(idx, np.arange(len(idx))//(len(idx)//n)):
+        raise UnsupportedError(f'{name!r} in {s.file.name} was quantised in an activation order (desc_act, actorder), which Atlas does not read', param=name)
+
 def check_scales(tensors:Iterable[TensorInfo]):
     "Read the scales of packed tensors; a `CheckpointError` names one that holds what cannot be a scale"
     def check(run):
         first,last = run[0][1],run[-1][1]; buf = first.file.read_into(np.empty(last.offset+last.nbytes-first.offset, np.uint8), first.offset)
         for k,s,p in run:
-            if _no_scale(s, buf[(i := s.offset-first.offset):i+s.nbytes], p): raise s.file.bad(f'a scale of {k!r} is not a finite number above zero', param=k)
+            if p=='groups': _in_order(k, s, buf[(i := s.offset-first.offset):i+s.nbytes])
+            elif _no_scale(s, buf[(i := s.offset-first.offset):i+s.nbytes], p): raise s.file.bad(f'a scale of {k!r} is not a finite number above zero', param=k)
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        for _ in pool.map(check, _runs((t.stored,s,p) for t in tensors for p,s in t.spans.items() if p!='data')): pass
+        for _ in pool.map(check, _runs((t.stored,s,p) for t in tensors for p,s in t.spans.items() if p in ('scale','global','groups'))): pass
 
 # %% ../nbs/05_files.ipynb #1ad165cf
 _EMBED = re.compile(r'(.*\.)?(?:embed_tokens|embeddings)\.weight')
@@ -328,4 +403,4 @@ def st_open(folder:Path, es:ExitStack, file:Path|None=None):
     one = file or folder/'model.safetensors'
     index = None if one.is_file() else shards(folder)
     spans = st_spans([one] if index is None else [folder/n for n in sorted(set(index.values()))], es, index)
-    return meta,cfg,_named(st_infos(spans))
+    return meta,cfg,_named(st_infos(spans, cfg.quantization))

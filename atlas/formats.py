@@ -183,6 +183,27 @@ def _mxfp4_encode(w):
 
 _add('MXFP4', 4.25, 32, _mxfp4_layout, _mxfp4_decode, _mxfp4_encode)
 
+# %% ../nbs/02_formats.ipynb #53fb89e3
+def _int4_layout(s):
+    groups = _scales('INT4', 32)(s)
+    return dict(data=('uint8',(*s[:-1],s[-1]//2)), scale=('float32',groups), zero=('uint8',groups))
+
+def _int4_decode(p, shape):
+    s,b = p['scale'],p['data']
+    q = np.stack([b&15,b>>4], -1).reshape(*s.shape, 32).astype(np.float32)
+    return ((q-p['zero'][...,None])*s[...,None]).reshape(shape)
+
+def _int4_encode(w):
+    b = w.reshape(_scales('INT4', 32)(w.shape)+(32,))
+    lo,hi = np.minimum(b.min(-1), 0),np.maximum(b.max(-1), 0)
+    s = (hi-lo)/np.float32(15)
+    s = np.where(s==0, np.float32(1), s)
+    z = np.rint(-lo/s)
+    q = np.rint(b/s[...,None])+z[...,None]
+    return dict(data=pack4(q.clip(0, 15).astype(np.uint8).reshape(w.shape)), scale=s, zero=z.astype(np.uint8))
+
+_add('INT4', 5.25, 32, _int4_layout, _int4_decode, _int4_encode)
+
 # %% ../nbs/02_formats.ipynb #5c79d955
 GGUF_BLOCKS = { # name: (weights, bytes) of a block
     'Q4_0': (32, 2+16),     # d, 4-bit integers
@@ -255,7 +276,7 @@ def _sound(fmt:str, part:str, p:np.ndarray)->bool:
         b = p.reshape(-1, GGUF_BLOCKS[fmt][1])
         return all(np.isfinite(np.ascontiguousarray(b[:,o:o+2]).view(np.float16)).all() for o in _HALVES[fmt])
     if (fmt,part)==('MXFP4','scale'): return p.max(initial=0)<0xFF
-    return (fmt,part) in (('NVFP4','data'),('MXFP4','data')) or (p<<1).max(initial=0)<0xFE    # what is left is E4M3
+    return (fmt,part) in (('NVFP4','data'),('MXFP4','data'),('INT4','data'),('INT4','zero')) or (p<<1).max(initial=0)<0xFE    # what is left is E4M3
 
 def _finite(fmt, part, p, n=18<<14):
     "`_sound` of all of `p`, as many numbers at a time as stay in the cache and are whole blocks"

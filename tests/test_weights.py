@@ -219,7 +219,7 @@ def test_file_that_shrinks_while_it_is_read(tmp_path):
 @pytest.mark.parametrize('conf,words', [
     (dict(CONF, model_type='mamba'), ['mamba']), (dict(CONF, model_type=None), ['model_type']), (dict(CONF, num_hidden_layers=10**9), ['num_hidden_layers']),
     (dict(CONF, num_attention_heads=0), ['num_attention_heads']), (dict(CONF, hidden_size='32'), ['hidden_size']), (dict(CONF, hidden_size=64), ['asks for']),
-    (dict(CONF, num_hidden_layers=2), ['lacks','layers.1.']), (dict(CONF, quantization_config={'quant_method':'gptq'}), ['gptq'])])
+    (dict(CONF, num_hidden_layers=2), ['lacks','layers.1.']), (dict(CONF, quantization_config={'quant_method':'aqlm'}), ['aqlm'])])
 def test_configs_that_do_not_fit(tmp_path, conf, words): fails(hf_folder(tmp_path/'m', conf=conf), *words)
 
 ODD = (None, True, 0, -1, 1.5, 10**30, float('nan'), float('inf'), 'x', '', [], [1], {}, {'rope_type':[]}, [[]])

@@ -70,23 +70,41 @@ class CardFormat:
     def __repr__(self): return f'{self.name}: {self.bits:g} bits a weight'
 
 CARD_FORMATS = {}
-def _row(name, stored, chunk, dtype, floats, fmt=None, **kw): CARD_FORMATS[name] = CardFormat(name, fmt or name, stored, chunk, dtype, floats, **kw)
+def _row(name, stored, chunk, dtype, floats, fmt=None, **kw):
+    "Add a format"
+    CARD_FORMATS[name] = CardFormat(name, fmt or name, stored, chunk, dtype, floats, **kw)
 
 # %% ../../nbs/12a_cuda.pack.ipynb #cdfbc615
-def f16_to_f32(w:np.ndarray)->np.ndarray: "float32 values of uint16 codes of float16"; return w.view(np.float16).astype(np.float32)
-def f32_to_f16(w:np.ndarray)->np.ndarray: "uint16 codes of float16, rounded to nearest even"; return w.astype(np.float16).view(np.uint16)
-def _power(std): "E8M0 code of the power of two at which E2M1 codes, all as likely, have about this standard deviation"; return 126+round(np.log2(std/2.7)+1)
+def f16_to_f32(w:np.ndarray)->np.ndarray:
+    "float32 values of uint16 codes of float16"
+    return w.view(np.float16).astype(np.float32)
 
-_row('nvfp4', ('NVFP4',), 16, 'uint8', words_e2m1, words=e2m1_words, kinds=(1,None,4), scale=2, scales=E4M3, rows='gs', anew=5, even=lambda std: (0x38,std/2.7))
-_row('mxfp4', ('MXFP4',), 16, 'uint8', words_e2m1, words=e2m1_words, kinds=(1,None,5), scale=1, scales=E8M0, found=True, even=lambda std: (_power(std),None))
+def f32_to_f16(w:np.ndarray)->np.ndarray:
+    "uint16 codes of float16, rounded to nearest even"
+    return w.astype(np.float16).view(np.uint16)
+
+def _power(std):
+    "E8M0 code of the power of two at which E2M1 codes, all as likely, have about this deviation"
+    return 126+round(np.log2(std/2.7)+1)
+
+_row('nvfp4', ('NVFP4',), 16, 'uint8', words_e2m1, words=e2m1_words, kinds=(1,None,4),
+    scale=2, scales=E4M3, rows='gs', anew=5, even=lambda std: (0x38,std/2.7))
+_row('mxfp4', ('MXFP4',), 16, 'uint8', words_e2m1, words=e2m1_words, kinds=(1,None,5),
+    scale=1, scales=E8M0, found=True, even=lambda std: (_power(std),None))
+
 _fp8 = dict(of=f32_to_e4m3, fmt='fp8', rows='s', deep=5, even=lambda std: (std,None))
-_row('fp8', ('FP8_TENSOR','FP8_CHANNEL','F8_E4M3'), 32, 'uint8', E4M3.take, tiled='fp8_tiled', anew=9, **_fp8)
-_row('fp8_tiled', ('FP8_BLOCK',), 32, 'uint8', E4M3.take, tile=FP8_TILE, unpack='fp8_block', found=True, **_fp8)
-_row('bf16', ('BF16',), 64, 'uint16', bf16_to_f32, of=f32_to_bf16, kinds=(0,3,None), found=True, planes=2, deep=3)
+_row('fp8', ('FP8_TENSOR','FP8_CHANNEL','F8_E4M3'), 32, 'uint8', E4M3.take,
+    tiled='fp8_tiled', anew=9, **_fp8)
+_row('fp8_tiled', ('FP8_BLOCK',), 32, 'uint8', E4M3.take,
+    tile=FP8_TILE, unpack='fp8_block', found=True, **_fp8)
+
+_row('bf16', ('BF16',), 64, 'uint16', bf16_to_f32, of=f32_to_bf16,
+    kinds=(0,3,None), found=True, planes=2, deep=3)
 _row('f16', ('F16',), 64, 'uint16', f16_to_f32, of=f32_to_f16, kinds=(0,2,None), deep=3)
 _row('f32', (), 128, 'float32', np.asarray, of=np.asarray, found=True, planes=2, parts=3)
 
-KEPT = {s: f for f in CARD_FORMATS.values() for s in f.stored} # Formats of files that a card keeps; it has the others as 16 bits
+# Formats of files that a card keeps; it has the others as 16 bits
+KEPT = {s: f for f in CARD_FORMATS.values() for s in f.stored}
 
 # %% ../../nbs/12a_cuda.pack.ipynb #384006d4
 @dataclass(eq=False)
