@@ -6,8 +6,9 @@ Docs: https://atlas-inference.github.io/atlas/core.html.md"""
 
 # %% auto #0
 __all__ = ['AtlasError', 'RequestError', 'ContextLengthError', 'TemplateError', 'QueueFullError', 'SourceError',
-           'CheckpointError', 'ConfigError', 'UnsupportedError', 'DeviceError', 'OutOfMemoryError', 'EngineError',
-           'NumericError', 'typed_error', 'human', 'kernel_dir', 'home', 'in_notebook', 'interactive', 'progress']
+           'CheckpointError', 'ConfigError', 'UnsupportedError', 'DeviceError', 'OutOfMemoryError', 'CudaFault',
+           'EngineError', 'NumericError', 'typed_error', 'human', 'kernel_dir', 'home', 'in_notebook', 'interactive',
+           'progress']
 
 # %% ../nbs/00_core.ipynb #b20fcb03
 import os,sys
@@ -63,6 +64,9 @@ class DeviceError(AtlasError):
 class OutOfMemoryError(DeviceError):
     "Something that does not fit the memory budget"
     status,code = 507,'out_of_memory'
+class CudaFault(DeviceError):
+    "The card has failed for the rest of this process's life; `kernels` were at work"
+    code,kernels = 'device_fault',()
 class EngineError(AtlasError):
     "The engine could not finish a request"
     code = 'engine_error'

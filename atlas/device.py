@@ -6,8 +6,8 @@ Docs: https://atlas-inference.github.io/atlas/device.html.md"""
 
 # %% auto #0
 __all__ = ['STICKY', 'faults', 'quiet', 'MIN_CAPABILITY', 'Memory', 'meminfo', 'cgroup_dirs', 'cgroup_memory', 'host_memory',
-           'Device', 'cores', 'Host', 'cuda_count', 'CudaFault', 'driver', 'status_text', 'Faults', 'Quiet',
-           'arch_name', 'Cuda', 'get_device', 'Budget']
+           'Device', 'cores', 'Host', 'cuda_count', 'driver', 'status_text', 'Faults', 'Quiet', 'arch_name', 'Cuda',
+           'get_device', 'Budget']
 
 # %% ../nbs/03_device.ipynb #c746dde5
 import ctypes,functools,math,os,re,threading,warnings,weakref
@@ -20,7 +20,7 @@ from time import perf_counter
 from typing import NamedTuple
 import numpy as np
 from fastcore.basics import ifnone,patch,store_attr
-from .core import AtlasError,ConfigError,DeviceError,OutOfMemoryError,human
+from .core import AtlasError,ConfigError,CudaFault,DeviceError,OutOfMemoryError,human
 from .core import cp
 
 # %% ../nbs/03_device.ipynb #9eb9d310
@@ -223,10 +223,6 @@ STICKY = {214: 'uncorrectable ECC error', 220: 'uncorrectable NVLink error', 226
           709: 'context destroyed', 710: 'device-side assert', 714: 'hardware stack error', 715: 'illegal instruction', 716: 'misaligned address',
           717: 'invalid address space', 718: 'invalid program counter', 719: 'launch failed', 721: 'tensor memory leak', 810: 'MPS client terminated',
           911: 'error of an external device', 999: 'unknown error'} # the same numbers in the driver and in the runtime
-
-class CudaFault(DeviceError):
-    "The card has failed for the rest of this process's life; `kernels` were at work"
-    code,kernels = 'device_fault',()
 
 # %% ../nbs/03_device.ipynb #02f32888
 @functools.cache

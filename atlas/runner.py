@@ -13,8 +13,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 from fastcore.basics import patch
-from .core import AtlasError,EngineError,OutOfMemoryError,UnsupportedError
-from .device import CudaFault
+from .core import AtlasError,CudaFault,EngineError,OutOfMemoryError,UnsupportedError
 from .requests import Event,Request
 
 # %% ../nbs/34_runner.ipynb #26f52976

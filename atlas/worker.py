@@ -40,8 +40,7 @@ if __name__=='__main__': mortal(*map(int, sys.argv[-3:-1]))
 import asyncio
 from dataclasses import dataclass,field
 from time import monotonic
-from .core import AtlasError
-from .device import CudaFault
+from .core import AtlasError,CudaFault
 from .link import STAGES,Link,LinkError,pack_error,pack_event,unpack_images,unpack_request
 from .log import configure
 from .options import EngineConfig

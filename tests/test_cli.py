@@ -1,5 +1,5 @@
 "The command: exit codes, pipes and terminals, and that every flag reaches something."
-import ast,inspect,json,os,pty,re,select,signal,socket,subprocess,sys,urllib.request,pytest
+import ast,dataclasses,inspect,json,os,pty,re,select,signal,socket,subprocess,sys,urllib.request,pytest
 from pathlib import Path
 from types import SimpleNamespace
 from typer.testing import CliRunner
@@ -8,6 +8,7 @@ import atlas.cli as cli
 from atlas import hub
 from atlas.core import AtlasError,ContextLengthError
 from atlas.hub import Entry
+from atlas.options import EngineConfig
 
 root = Path(__file__).parents[1]
 
@@ -20,8 +21,8 @@ def run(*args, input=None):
 class Fake:
     "Stands for `LLM`: remembers what it was given, and says `answer`"
     answer,error = ['Hel','lo ','you'],None
-    def __init__(self, model, *a, **kw):
-        Fake.made = dict(model=model, args=a, **kw)
+    def __init__(self, options):
+        model,Fake.made = options.model,options
         self.name,self.max_seq_len,self.load_seconds,self.device = model,512,1.5,SimpleNamespace(name='cpu')
         self.config,self.engine,self.tokenizer,self.template = SimpleNamespace(vocab_size=99),'engine','tokenizer','template'
     def stream(self, prompt, params):
@@ -48,7 +49,8 @@ def test_every_flag_is_read():
     for name,f in commands().items():
         body = ast.parse(inspect.getsource(f)).body[0]
         read = {n.id for s in body.body for n in ast.walk(s) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
-        assert not set(inspect.signature(f).parameters)-read, f'{name} has a parameter that nothing reads'
+        handed = set(cli.FLAGS) if 'options' in read else set()
+        assert not set(inspect.signature(f).parameters)-read-handed, f'{name} has a parameter that nothing reads'
 
 @pytest.mark.parametrize('name', sorted(commands()))
 def test_help(name):
@@ -171,7 +173,7 @@ def test_run(fake):
     p = Fake.asked['params']
     assert (p.temperature,p.max_tokens,p.seed)==(0,7,3)
     assert Fake.asked['prompt']==[dict(role='system', content='Be brief'), dict(role='user', content='hi')]
-    assert Fake.made==dict(model='m', args=(), max_num_seqs=1, device='cpu', max_seq_len=99, load_format='auto', weights=None)
+    assert Fake.made==EngineConfig('m', 'cpu', 99, max_num_seqs=1)
 
 def test_run_with_pictures(fake):
     assert run('run', 'm', '--image', 'a.png', '--image', 'b.jpg', 'what?').exit_code==0
@@ -304,24 +306,37 @@ from atlas.cli import main
 # Serving
 
 def test_serve_hands_everything_over(monkeypatch):
-    "Every option arrives, under a name that the gateway or `LLM` knows"
-    import atlas.gateway,atlas.llm
-    real = [set(inspect.signature(f).parameters) for f in (atlas.gateway.serve, atlas.llm.LLM)]
+    "Every option arrives: those of an engine as its config, the others under a name that the gateway knows"
+    import atlas.gateway
+    real = set(inspect.signature(atlas.gateway.serve).parameters)
     serve = mock.create_autospec(atlas.gateway.serve)
     monkeypatch.setattr(atlas.gateway, 'serve', serve)
     assert run('serve', 'm', 'other', '--host', '127.0.0.2', '--port', '9000', '--served-model-name', 'a', '--alias', 'b', '--alias', '*', '--lazy', '--no-autoload', '--device', 'cpu', '--max-seq-len', '300',
                '--max-num-seqs', '3', '--kv-cache-memory', '1.5GiB', '--max-queue', '17', '--load-format', 'dummy', '--weights', 'fp8',
-               '--quantization', 'nvfp4', '--lm-head-dtype', 'fp8', '--kv-cache-dtype', 'fp8', '--kv-high-precision-layers', '2',
+               '--quantization', 'nvfp4', '--lm-head-dtype', 'fp8', '--kv-cache-dtype', 'fp8', '--kv-high-precision-layers', '2', '--chunk', '128', '--overcommit', '2', '--packed',
                '--api-key-file', 'keys', '--insecure', '--allowed-host', 'box', '--cors-origin', 'https://x.example', '--rate-limit', '60', '--tls-cert', 'c', '--tls-key', 'k', '--tls-ca', 'r', '--fetch-images',
                '--tool-call-parser', 'hermes', '--reasoning-parser', 'qwen3', '--drain', '3', '--log-format', 'json', '--log-level', 'error').exit_code==0
     kw = serve.call_args.kwargs
-    assert serve.call_args.args==(['m','other'],)
-    assert kw==dict(host='127.0.0.2', port=9000, served_model_name='a', alias=['b','*'], first=(), autoload=False, device='cpu', max_seq_len=300, max_num_seqs=3, kv_cache_memory=3<<29, max_queue=17,
-        load_format='dummy', weights='fp8', quantization='nvfp4', lm_head_dtype='fp8', kv_cache_dtype='fp8', kv_high_precision_layers=2, api_key_file='keys', insecure=True, allowed_hosts=['box'],
+    engine = dict(device='cpu', max_seq_len=300, max_num_seqs=3, kv_cache_memory=3<<29, max_queue=17, load_format='dummy', weights='fp8', quantization='nvfp4', lm_head_dtype='fp8', kv_cache_dtype='fp8', kv_high_precision_layers=2)
+    assert serve.call_args.args==([EngineConfig(m, **engine, chunk=128, overcommit=2., packed=True) for m in ('m','other')],)
+    assert kw==dict(host='127.0.0.2', port=9000, served_model_name='a', alias=['b','*'], first=(), autoload=False, api_key_file='keys', insecure=True, allowed_hosts=['box'],
         cors_origins=['https://x.example'], rate_limit=60, tls_cert='c', tls_key='k', tls_ca='r', fetch_images=True, tool_parser='hermes', reasoning_parser='qwen3', drain=3., log_format='json', log_level='error')
-    assert set(kw)<=real[0]|real[1]
+    assert set(kw)<=real
     run('serve', 'm')
-    assert serve.call_args.args==(['m'],) and (serve.call_args.kwargs['host'],serve.call_args.kwargs['port'],serve.call_args.kwargs['first'])==('127.0.0.1',8888,None)
+    assert serve.call_args.args==([EngineConfig('m')],) and (serve.call_args.kwargs['host'],serve.call_args.kwargs['port'],serve.call_args.kwargs['first'])==('127.0.0.1',8888,None)
+
+def test_flags_are_fields():
+    "What an engine can be loaded with is said once: `serve` has a flag for each field that wants one, with its default and its help"
+    ps = inspect.signature(commands()['serve']).parameters
+    here = {f.name:f for f in dataclasses.fields(EngineConfig)}
+    wanted = {n for n,f in here.items() if f.metadata.get('flag')}
+    assert wanted==set(here)-{'model','drafting'}==set(cli.FLAGS)<=set(ps)
+    for n in wanted:
+        kind,option = ps[n].annotation.__origin__,ps[n].annotation.__metadata__[0]
+        assert (ps[n].default,kind,option.help)==(here[n].default,here[n].type,here[n].metadata['help'])
+    ours = {n for f in commands().values() for n in inspect.signature(f).parameters if n in here}
+    listed = [a.arg for f in ast.walk(ast.parse(Path(cli.__file__).read_text())) if isinstance(f, ast.FunctionDef) for a in f.args.args+f.args.kwonlyargs]
+    assert 'max_seq_len' in ours and not {*listed}&(wanted-{'device','weights'})  # `check` and `inspect` have some of their own
 
 def test_launch_hands_everything_over(monkeypatch):
     import atlas.clients

@@ -49,7 +49,7 @@ def test_it_is_there(real):
     assert real.get('/health').json()['status']==real.get('/v1/health').json()['status']=='ok'
     assert '<!doctype html>' in real.get('/').text.lower() and real.head('/').status_code==200
     m = real.get('/models').json()
-    assert m['object']=='list' and [(x['id'],x['aliases'],x['status']) for x in m['data']]==[('tiny',['tiny/alias'],dict(value='loaded'))]
+    assert m['object']=='list' and [(x['id'],x['aliases'],x['status']) for x in m['data']]==[('tiny',['tiny/alias'],dict(value='loaded', args=['atlas','serve','tiny']))]
     assert {x['id'] for x in real.get('/v1/models').json()['data']}=={'tiny','tiny/alias'} and real.get('/v1/models/tiny/alias').json()['root']=='tiny'
 
 @pytest.mark.parametrize('path', ['/props','/slots','/lora-adapters','/completion','/chat/completions','/v1/v1/models'])

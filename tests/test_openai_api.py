@@ -13,7 +13,6 @@ from atlas.core import RequestError
 from atlas.requests import Event
 from atlas.llm import LLM
 from atlas.server import create_app
-from atlas.service import Models
 from atlas.tokenizer import Tokenizer
 from test_server import END,FakeRunner,HELLO,WAIT,app_of,client_of,dial,head,live,read_until,template,threaded,tok
 from inprocess import loaded

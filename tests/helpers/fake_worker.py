@@ -4,8 +4,7 @@ Options of the model: those of `ScriptConfig`, `max_seq_len` and `max_queue`."""
 import itertools,os,random,signal,sys,time
 from pathlib import Path
 from tokenizers import pre_tokenizers
-from atlas.core import NumericError,OutOfMemoryError
-from atlas.device import CudaFault
+from atlas.core import CudaFault,NumericError,OutOfMemoryError
 from atlas.requests import Event
 from atlas.worker import Workload,main
 

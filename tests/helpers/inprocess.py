@@ -2,6 +2,7 @@
 
 Everything but the process is what `atlas serve` has: `Models` of the gateway, a link, and a worker's loop at its end."""
 from contextlib import suppress
+import atlas.score
 import uvicorn
 from atlas.gateway import Model,Models,Policy
 from atlas.http import server_config
