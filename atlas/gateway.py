@@ -594,8 +594,7 @@ def serve(
     allowed_hosts=(), cors_origins=(), # Names that requests may call us; web pages that may ask
     rate_limit:int|None=None, # Requests a minute of each key
     tls_cert:str|None=None, tls_key:str|None=None, tls_ca:str|None=None,
-    max_body:int=64<<20, # Bytes
-    max_connections:int=1024,
+    max_body:int=64<<20, max_connections:int=1024, # Bytes of a request; connections at once
     log_format:str='auto', log_level:str='info', # As `configure` takes them
     fetch_images:bool=False, # Fetch images that have an address
     tool_parser:str|None=None, reasoning_parser:str|None=None, # None: those that a model was made for
