@@ -2,19 +2,19 @@
 import numpy as np,pytest
 from pathlib import Path
 from types import SimpleNamespace
-from atlas.cache import KVCache
-from atlas.config import PRESETS
-from atlas.core import ConfigError,RequestError
-from atlas.cuda.engine import CardStepper,StepShape
-from atlas.device import Host
-from atlas.emulator import Emulator,find_cxx
-from atlas.engine import Engine,HostStepper
-from atlas.launch import recording
+from atlas.engine.cache import KVCache
+from atlas.ground.config import PRESETS
+from atlas.ground.core import ConfigError,RequestError
+from atlas.engine.card_stepper import CardStepper,StepShape
+from atlas.card.device import Host
+from atlas.card.emulator import Emulator,find_cxx
+from atlas.engine.engine import Engine,HostStepper
+from atlas.card.launch import recording
 from atlas.ops.vocabulary import Step
-from atlas.model import Piece,imagine,load_model,make_batch
+from atlas.model.model import Piece,imagine,load_model,make_batch
 from atlas.ops.sample import SamplingParams
-from atlas.scheduler import Request,Scheduler
-from atlas.variants import wanted
+from atlas.engine.scheduler import Request,Scheduler
+from atlas.card.variants import wanted
 
 DATA = Path(__file__).parent/'data'
 pytestmark = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
@@ -212,7 +212,7 @@ def test_who_comes_back_is_placed_anew():
 def test_a_warm_engine_compiles_no_more(toy, weights, monkeypatch):
     "What prompts of any length and number, replays and steps launch is among what was made ready; nothing is launched here"
     _,m = models(toy, weights); e,known = engine(m),set()
-    monkeypatch.setattr('atlas.cuda.engine.make_ready', lambda card, *steps: known.update(variants(*steps)))
+    monkeypatch.setattr('atlas.engine.card_stepper.make_ready', lambda card, *steps: known.update(variants(*steps)))
     def variants(*steps): return {(n,tuple(sorted(d.items()))) for n,d in wanted(*steps)}
     def rows(ns, start, tiled):
         b = make_batch([Piece([0]*n, start, list(range(e.cache.blocks_for(start+n))), int(tiled)) for n in ns], tiled, 16, m.device); x = m.trunk(b, e.cache)

@@ -4,11 +4,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typer.testing import CliRunner
 from unittest import mock
-import atlas.cli as cli
-from atlas import hub
-from atlas.core import AtlasError,ContextLengthError
-from atlas.hub import Entry
-from atlas.options import EngineConfig
+import atlas.use.cli as cli
+from atlas.ground import hub
+from atlas.ground.core import AtlasError,ContextLengthError
+from atlas.ground.hub import Entry
+from atlas.ground.options import EngineConfig
 
 root = Path(__file__).parents[1]
 
@@ -35,7 +35,7 @@ class Fake:
 @pytest.fixture
 def fake(monkeypatch):
     class F(Fake): pass
-    monkeypatch.setitem(sys.modules, 'atlas.llm', SimpleNamespace(LLM=F))
+    monkeypatch.setitem(sys.modules, 'atlas.use.llm', SimpleNamespace(LLM=F))
     return F
 
 # Flags
@@ -71,13 +71,13 @@ def test_usage_errors():
 def test_help_is_light():
     "`atlas --help` in a fresh process brings in nothing heavy, `import atlas` even less"
     heavy = "{'numpy','fastapi','pydantic','tokenizers','huggingface_hub','jinja2','cupy','rich','asyncio'} & set(sys.modules)"
-    for code in (f"import sys,atlas; print({heavy})", f"import sys,io\nfrom atlas.cli import app\nout,sys.stdout=sys.stdout,io.StringIO()\napp(['--help'], standalone_mode=False)\nsys.stdout=out; print({heavy})"):
+    for code in (f"import sys,atlas; print({heavy})", f"import sys,io\nfrom atlas.use.cli import app\nout,sys.stdout=sys.stdout,io.StringIO()\napp(['--help'], standalone_mode=False)\nsys.stdout=out; print({heavy})"):
         assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout=='set()\n'
 
 def test_completion():
     def complete(words):
         env = os.environ|dict(_ATLAS_COMPLETE='complete_bash', COMP_WORDS='atlas '+words, COMP_CWORD=str(len(words.split())))
-        return subprocess.run([sys.executable, '-c', 'from atlas.cli import main; main()'], text=True, capture_output=True, env=env).stdout.split()
+        return subprocess.run([sys.executable, '-c', 'from atlas.use.cli import main; main()'], text=True, capture_output=True, env=env).stdout.split()
     assert complete('insp')==['inspect']
     assert 'demo' in complete('run dem')
     assert '--temperature' in complete('run --te')
@@ -198,7 +198,7 @@ def test_run_prints_as_it_comes(fake, monkeypatch):
     class Watch(fake):
         def stream(self, *a):
             for d in super().stream(*a): yield d; seen.append(''.join(out))
-    monkeypatch.setattr(sys.modules['atlas.llm'], 'LLM', Watch)
+    monkeypatch.setattr(sys.modules['atlas.use.llm'], 'LLM', Watch)
     cli.run('m', 'hi')
     assert seen==['Hel', 'Hello ', 'Hello you']
 
@@ -273,9 +273,9 @@ class Endless(Fake):
     def stream(self, prompt, params):
         yield SimpleNamespace(text=f'<<{{len(prompt)}}>>', tokens=(1,))
         while prompt[-1]['content']=='endless': time.sleep(.001); yield SimpleNamespace(text='.', tokens=(1,))
-sys.modules['atlas.llm'] = SimpleNamespace(LLM=Endless)
+sys.modules['atlas.use.llm'] = SimpleNamespace(LLM=Endless)
 sys.argv = ['atlas','chat','m']
-from atlas.cli import main
+from atlas.use.cli import main
 main()''')
     t.expect('/help lists the commands'); t.expect('> ')
     t.type('endless\r'); t.expect('<<1>>'); t.expect('...')
@@ -290,8 +290,8 @@ def test_run_in_a_terminal(terminal):
     start = f'''import sys,time
 sys.path.insert(0, {str(root/'tests')!r})
 from test_cli import Fake,SimpleNamespace
-sys.modules['atlas.llm'] = SimpleNamespace(LLM=Fake)
-from atlas.cli import main
+sys.modules['atlas.use.llm'] = SimpleNamespace(LLM=Fake)
+from atlas.use.cli import main
 '''
     t = terminal(start+"sys.argv = ['atlas','run','m','hi']; main()")
     t.expect('Hello you'); t.expect('(3 tokens, '); assert t.status()==0
@@ -307,10 +307,10 @@ from atlas.cli import main
 
 def test_serve_hands_everything_over(monkeypatch):
     "Every option arrives: those of an engine as its config, the others under a name that the gateway knows"
-    import atlas.gateway
-    real = set(inspect.signature(atlas.gateway.serve).parameters)
-    serve = mock.create_autospec(atlas.gateway.serve)
-    monkeypatch.setattr(atlas.gateway, 'serve', serve)
+    import atlas.service.gateway
+    real = set(inspect.signature(atlas.service.gateway.serve).parameters)
+    serve = mock.create_autospec(atlas.service.gateway.serve)
+    monkeypatch.setattr(atlas.service.gateway, 'serve', serve)
     assert run('serve', 'm', 'other', '--host', '127.0.0.2', '--port', '9000', '--served-model-name', 'a', '--alias', 'b', '--alias', '*', '--lazy', '--no-autoload', '--device', 'cpu', '--max-seq-len', '300',
                '--max-num-seqs', '3', '--kv-cache-memory', '1.5GiB', '--max-queue', '17', '--load-format', 'dummy', '--weights', 'fp8',
                '--quantization', 'nvfp4', '--lm-head-dtype', 'fp8', '--kv-cache-dtype', 'fp8', '--kv-high-precision-layers', '2', '--chunk', '128', '--overcommit', '2', '--packed',
@@ -339,9 +339,9 @@ def test_flags_are_fields():
     assert 'max_seq_len' in ours and not {*listed}&(wanted-{'device','weights'})  # `check` and `inspect` have some of their own
 
 def test_launch_hands_everything_over(monkeypatch):
-    import atlas.clients
-    launch = mock.create_autospec(atlas.clients.launch)
-    monkeypatch.setattr(atlas.clients, 'launch', launch)
+    import atlas.use.clients
+    launch = mock.create_autospec(atlas.use.clients.launch)
+    monkeypatch.setattr(atlas.use.clients, 'launch', launch)
     assert run('launch', 'codex', '--url', 'http://h:1', '--model', 'm', '--key', 'k', '--print', '--no-start', 'exec', '--json', 'do it').exit_code==0
     assert launch.call_args.args==('codex',['exec','--json','do it']) and launch.call_args.kwargs==dict(url='http://h:1', model='m', key='k', show=True, start=False)
 
@@ -351,8 +351,8 @@ def test_launch_without_a_server():
     assert r.exit_code==1 and 'atlas serve' in r.stderr and 'Traceback' not in r.stderr
 
 def test_port_in_use_is_told_before_loading(monkeypatch):
-    import atlas.gateway
-    monkeypatch.setattr(atlas.gateway, 'Child', None)
+    import atlas.service.gateway
+    monkeypatch.setattr(atlas.service.gateway, 'Child', None)
     with socket.create_server(('127.0.0.1', 0)) as s:
         port = str(s.getsockname()[1])
         r = run('serve', 'm', '--port', port)
@@ -369,7 +369,7 @@ def test_serve_refuses_an_unknown_model():
 
 def test_serve_answers_and_stops(demo):
     "The command, as a user runs it: it says where it is, answers, and leaves on Ctrl-C"
-    p = subprocess.Popen([sys.executable, '-c', 'from atlas.cli import main; main()', 'serve', 'demo', '--port', '0', '--max-seq-len', '256', '--served-model-name', 'mine'],
+    p = subprocess.Popen([sys.executable, '-c', 'from atlas.use.cli import main; main()', 'serve', 'demo', '--port', '0', '--max-seq-len', '256', '--served-model-name', 'mine'],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         url = re.search(r'http://[\d.:]+', p.stdout.readline())[0]
@@ -385,7 +385,7 @@ def test_serve_answers_and_stops(demo):
 # A card's commands
 
 def test_check_runs_kernels_and_counts_what_is_wrong(monkeypatch):
-    from atlas.emulator import find_cxx
+    from atlas.card.emulator import find_cxx
     if not find_cxx(): pytest.skip('no C++ compiler')
     r = run('check', '--device', 'emulator', '--only', 'greedy')
     assert r.exit_code==0 and 'greedy' in r.stdout and '0 failed' in r.stdout
@@ -400,9 +400,9 @@ def test_commands_for_cards_say_so_on_the_host():
 
 @pytest.mark.parametrize('hint', ["pip install x, or use --device cpu", 'Use --device cpu'])
 def test_commands_for_cards_do_not_advise_the_processor(monkeypatch, hint):
-    from atlas.core import DeviceError
+    from atlas.ground.core import DeviceError
     def none(name): raise DeviceError('There is no card', hint=hint)
-    monkeypatch.setattr('atlas.device.get_device', none)
+    monkeypatch.setattr('atlas.card.device.get_device', none)
     for args in (('check',), ('bench','decode','demo'), ('bench','kernels','demo')):
         r = run(*args)
         assert r.exit_code==1 and 'There is no card' in r.stderr and '--device cpu' not in r.stderr and ('emulator' in r.stderr or 'atlas bench MODEL' in r.stderr) and ('pip install x;' in r.stderr)==('pip' in hint)

@@ -3,8 +3,8 @@ import copy,json
 from dataclasses import replace
 import pytest
 from hypothesis import given,settings,strategies as st
-from atlas.config import ModelConfig,PRESETS,families
-from atlas.core import CheckpointError,ConfigError,UnsupportedError
+from atlas.ground.config import ModelConfig,PRESETS,families
+from atlas.ground.core import CheckpointError,ConfigError,UnsupportedError
 
 ODD = (None, True, False, 0, -1, 1, 7, 1.5, 10**30, 2**31, float('nan'), float('inf'), 'x', '', [], [1], [-1], ['x'], [None], {}, {'rope_type':[]}, {'a':1}, [[]], [{}])
 HEADS = dict(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=96, vocab_size=256,

@@ -4,13 +4,13 @@ A made-up model is run by NumPy. Whatever comes, goes, ends and fails, a request
 from types import SimpleNamespace
 import numpy as np,pytest
 from hypothesis import given,settings,strategies as st
-from atlas.cache import KVCache
-from atlas.config import AttentionConfig,DeltaConfig,ModelConfig,RopeConfig
-from atlas.device import Host
-from atlas.engine import Engine,Flight,HostStepper
-from atlas.model import build
+from atlas.engine.cache import KVCache
+from atlas.ground.config import AttentionConfig,DeltaConfig,ModelConfig,RopeConfig
+from atlas.card.device import Host
+from atlas.engine.engine import Engine,Flight,HostStepper
+from atlas.model.model import build
 from atlas.ops.sample import Sampled,SamplingParams
-from atlas.scheduler import Request,Scheduler
+from atlas.engine.scheduler import Request,Scheduler
 
 V = 61
 CONFIG = ModelConfig('qwen', V, 32, ('delta','attention'), ('mlp','mlp'),

@@ -1,13 +1,13 @@
 "Recurrent states through the engine: a sequence whose layers cannot be cut back gives the same tokens in any company, chunked, preempted, interrupted and in a slot that others used."
 import numpy as np, pytest
 from hypothesis import given,settings,strategies as st
-from atlas.cache import KVCache
-from atlas.config import AttentionConfig,DeltaConfig,MambaConfig,ModelConfig,MoEConfig,RopeConfig
-from atlas.device import Host
-from atlas.engine import Engine,HostStepper
-from atlas.model import build
+from atlas.engine.cache import KVCache
+from atlas.ground.config import AttentionConfig,DeltaConfig,MambaConfig,ModelConfig,MoEConfig,RopeConfig
+from atlas.card.device import Host
+from atlas.engine.engine import Engine,HostStepper
+from atlas.model.model import build
 from atlas.ops.sample import SamplingParams
-from atlas.scheduler import Request,Scheduler
+from atlas.engine.scheduler import Request,Scheduler
 
 V = 61
 att = AttentionConfig(4, 2, 16, RopeConfig(dim=8), qk_norm='head', gate=True)

@@ -3,15 +3,15 @@ import json,re,time
 import numpy as np, pytest
 from dataclasses import replace
 from hypothesis import HealthCheck,given,settings,strategies as st
-import atlas.files, atlas.weights
-from atlas.config import ModelConfig
-from atlas.core import CheckpointError,UnsupportedError
-from atlas.device import get_device
-from atlas.files import File,read_tensor,st_header,st_infos
-from atlas.formats import QStack,QTensor,f32_to_bf16
-from atlas.inspect import sheet
-from atlas.model import build,plan
-from atlas.weights import IGNORE,check_plan,dummy_checkpoint,load,open_checkpoint
+import atlas.ground.files, atlas.ground.weights
+from atlas.ground.config import ModelConfig
+from atlas.ground.core import CheckpointError,UnsupportedError
+from atlas.card.device import get_device
+from atlas.ground.files import File,read_tensor,st_header,st_infos
+from atlas.ground.formats import QStack,QTensor,f32_to_bf16
+from atlas.use.inspect import sheet
+from atlas.model.model import build,plan
+from atlas.ground.weights import IGNORE,check_plan,dummy_checkpoint,load,open_checkpoint
 from helpers.checkpoints import splice,st_bytes
 from helpers.layouts import CONFS,HOW,LAYOUTS,STACK_HOW,_int4,base,folder,named,stored
 
@@ -73,14 +73,14 @@ def test_any_mixture(tmp_path_factory, conf, style, experts, shards, seed):
 
 # ---- these tests can fail
 
-def _no_reciprocal(mp): mp.setattr(atlas.files, '_read_part', (lambda real: lambda s,*a: real(replace(s, reciprocal=False), *a))(atlas.files._read_part))
-def _never_turned(mp): mp.setattr(atlas.weights, '_turned', lambda *a: False)
-def _no_order(mp): mp.setattr(atlas.weights, 'QStack', lambda qs,order,e: QStack(qs, None if order is None else np.arange(len(order)), e))
-def _no_fn(mp): mp.setattr(atlas.weights, '_fill', (lambda real: lambda d,dst,q,fn=None: real(d, dst, q))(atlas.weights._fill))
-def _tiles_turned(mp): mp.setattr('atlas.formats._tile_rows', lambda q,idx: QTensor('FP8_BLOCK', q.shape, q.parts|dict(scale=q.parts['scale'][::-1])).decode()[idx])
-def _awq_in_order(mp): mp.setattr(atlas.files, '_AWQ', np.arange(8))
-def _gptq_as_it_is(mp): mp.setattr(atlas.files, '_gptq_codes', lambda spans, got, n, less=1, real=atlas.files._gptq_codes: real(spans, got, n, 0))
-def _one_prefix(mp): mp.setattr(atlas.files, 'trunk_prefix', lambda names: 'model.')
+def _no_reciprocal(mp): mp.setattr(atlas.ground.files, '_read_part', (lambda real: lambda s,*a: real(replace(s, reciprocal=False), *a))(atlas.ground.files._read_part))
+def _never_turned(mp): mp.setattr(atlas.ground.weights, '_turned', lambda *a: False)
+def _no_order(mp): mp.setattr(atlas.ground.weights, 'QStack', lambda qs,order,e: QStack(qs, None if order is None else np.arange(len(order)), e))
+def _no_fn(mp): mp.setattr(atlas.ground.weights, '_fill', (lambda real: lambda d,dst,q,fn=None: real(d, dst, q))(atlas.ground.weights._fill))
+def _tiles_turned(mp): mp.setattr('atlas.ground.formats._tile_rows', lambda q,idx: QTensor('FP8_BLOCK', q.shape, q.parts|dict(scale=q.parts['scale'][::-1])).decode()[idx])
+def _awq_in_order(mp): mp.setattr(atlas.ground.files, '_AWQ', np.arange(8))
+def _gptq_as_it_is(mp): mp.setattr(atlas.ground.files, '_gptq_codes', lambda spans, got, n, less=1, real=atlas.ground.files._gptq_codes: real(spans, got, n, 0))
+def _one_prefix(mp): mp.setattr(atlas.ground.files, 'trunk_prefix', lambda names: 'model.')
 @pytest.mark.parametrize('fault,name', [(_no_reciprocal,'qwen3-moe-nvfp4-ct'), (_never_turned,'gpt-oss'), (_never_turned,'qwen3-vl-moe'), (_no_order,'qwen3-next'), (_no_order,'gpt-oss-mxfp4'),
     (_no_fn,'qwen3.5'), (_tiles_turned,'minimax-m2-fp8-block'), (_one_prefix,'qwen3-fp8-half'), (_awq_in_order,'qwen3-awq'), (_gptq_as_it_is,'llama-gptq'), (_one_prefix,'llama-bare')])
 def test_a_fault_is_noticed(tmp_path, made, monkeypatch, fault, name):
@@ -165,7 +165,7 @@ def test_scales_that_contradict_their_weights(tmp_path, made, name):
 @quantised
 def test_scales_that_are_no_numbers(tmp_path, made, name, monkeypatch):
     raw,conf = layout(made, name)
-    monkeypatch.setattr('atlas.weights._assemble', lambda *a: pytest.fail('a weight was read'))
+    monkeypatch.setattr('atlas.ground.weights._assemble', lambda *a: pytest.fail('a weight was read'))
     for k in {re.search(_SCALE, k)[1]:k for k in scales(raw)}.values():
         a,t = raw[k]; a = np.array(a)
         a.reshape(-1)[a.size//2] = dict(F8_E4M3=0xFF, U8=0xFF, F8_E8M0=0xFF, BF16=0x7FC0).get(t, np.nan)
@@ -287,8 +287,8 @@ def test_dummies_like_a_checkpoint(tmp_path, made):
 # ---- memory
 
 def test_what_does_not_fit_is_refused(tmp_path, made):
-    from atlas.core import OutOfMemoryError
-    from atlas.device import Host,Memory
+    from atlas.ground.core import OutOfMemoryError
+    from atlas.card.device import Host,Memory
     raw,conf = layout(made, 'qwen3-fp8-tensor'); d = folder(tmp_path, conf, raw)
     class Small(Host):
         def __init__(self, n): self.n = n

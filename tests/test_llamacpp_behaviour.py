@@ -6,14 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 import httpx,numpy as np,openai,pytest,uvicorn
 from starlette.testclient import TestClient
-import atlas.score
-from atlas.chat import ChatTemplate
-from atlas.config import PRESETS
-from atlas.gateway import Model,Models as Gateway,Policy
-from atlas.http import Keys,Rules,server_config
-from atlas.llm import LLM
-from atlas.tokenizer import byte_tokenizer
-from atlas.server import create_app,listen
+import atlas.engine.score
+from atlas.text.chat import ChatTemplate
+from atlas.ground.config import PRESETS
+from atlas.service.gateway import Model,Models as Gateway,Policy
+from atlas.service.http import Keys,Rules,server_config
+from atlas.use.llm import LLM
+from atlas.text.tokenizer import byte_tokenizer
+from atlas.service.server import create_app,listen
 
 sys.path.insert(0, str(Path(__file__).parent/'helpers'))
 from inprocess import app_of,loaded  # noqa: E402

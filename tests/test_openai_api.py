@@ -7,13 +7,13 @@ from dataclasses import replace
 from pydantic import BaseModel
 from starlette.testclient import TestClient
 from tokenizers import Tokenizer as HFTokenizer,decoders,models,pre_tokenizers
-from atlas.chat import ChatTemplate
-from atlas.config import PRESETS
-from atlas.core import RequestError
-from atlas.requests import Event
-from atlas.llm import LLM
-from atlas.server import create_app
-from atlas.tokenizer import Tokenizer
+from atlas.text.chat import ChatTemplate
+from atlas.ground.config import PRESETS
+from atlas.ground.core import RequestError
+from atlas.ground.requests import Event
+from atlas.use.llm import LLM
+from atlas.service.server import create_app
+from atlas.text.tokenizer import Tokenizer
 from test_server import END,FakeRunner,HELLO,WAIT,app_of,client_of,dial,head,live,read_until,template,threaded,tok
 from inprocess import loaded
 

@@ -4,10 +4,10 @@ A layout is a row of `LAYOUTS`. Its folder is written twice: as published, and p
 Both must load as the same arrays."""
 import json,re
 import numpy as np
-from atlas.config import ModelConfig
-from atlas.formats import E2M1,E4M3,E8M0,QTensor,bf16_to_f32,f32_to_bf16
-from atlas.model import build
-from atlas.weights import dummy_checkpoint,quantizable
+from atlas.ground.config import ModelConfig
+from atlas.ground.formats import E2M1,E4M3,E8M0,QTensor,bf16_to_f32,f32_to_bf16
+from atlas.model.model import build
+from atlas.ground.weights import dummy_checkpoint,quantizable
 from .checkpoints import st_bytes
 
 # ---- configs: widths that end within a tile of 128, and 32 divides
