@@ -161,6 +161,7 @@ def _check_int4(q):
 _METHODS = {'modelopt':_check_modelopt, 'compressed-tensors':_check_ct, 'fp8':_check_fp8,
     'mxfp4':_check_mxfp4, 'awq':_check_int4, 'gptq':_check_int4}
 
+# %% ../../nbs/1_ground/05_config_json.ipynb #4d1c70aa
 def read_quantization(d:Keys, quant:Keys)->dict|None:
     "What `quantization_config` or `hf_quant_config.json` say; refused where Atlas does not read it"
     own,beside = d.table('quantization_config', Keys()),quant.table('quantization', Keys())
