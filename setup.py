@@ -38,7 +38,7 @@ def made_in(inc):
 
 def compile_cubin(nvcc, inc, cu, options, arch):
     "Compile one variant beside its source. A failure is told and leaves nothing: the kernel is then compiled when it is first loaded"
-    digest = '.'+hashlib.sha256(' '.join(options).encode()).hexdigest()[:12] if options else ''  # as atlas.launch.cubin_name has it
+    digest = '.'+hashlib.sha256(' '.join(options).encode()).hexdigest()[:12] if options else ''  # as atlas.card.launch.cubin_name has it
     out,gen = cu.with_suffix(f'{digest}.{arch}.cubin'),f'-gencode=arch={arch.replace("sm", "compute")},code={arch}'
     if made_in(inc)>limit: return print(f'warning: {out.name} is left out: over {limit>>20} MiB of machine code', file=sys.stderr)
     try: r = subprocess.run([nvcc, '-cubin', '-std=c++17', *options, gen, f'-I{inc}', cu, '-o', out], capture_output=True, text=True, timeout=600)
@@ -86,8 +86,8 @@ setup(
     python_requires=f'>={cfg["min_python"]}',
     install_requires=shlex.split(cfg.get('requirements', '')),
     extras_require=dict(dev=shlex.split(cfg.get('dev_requirements', '')), cuda=shlex.split(cfg.get('cuda_requirements', ''))),
-    packages=find_packages(include=['atlas', 'atlas.*']) + ['atlas.static'] + kpkgs,
+    packages=find_packages(include=['atlas', 'atlas.*']) + ['atlas.service.static'] + kpkgs,
     package_dir={'atlas.kernels': 'kernels'},
-    package_data={**{o: ['*.cu', '*.cuh', '*.h', '*.json', '*.md'] for o in kpkgs}, 'atlas.static': ['*'], 'atlas.families': ['*.toml']},
+    package_data={**{o: ['*.cu', '*.cuh', '*.h', '*.json', '*.md'] for o in kpkgs}, 'atlas.service.static': ['*'], 'atlas.model.families': ['*.toml']},
     entry_points=dict(console_scripts=shlex.split(cfg.get('console_scripts', '')), nbdev=['atlas=atlas._modidx:d']),
     cmdclass=dict(build_py=BuildPy, sdist=Sdist), zip_safe=False)

@@ -4,8 +4,8 @@
 import json,sys
 from pathlib import Path
 import pytest
-from atlas.deltas import CallDelta,Delta
-from atlas.protocol.responses import unseal
+from atlas.text.deltas import CallDelta,Delta
+from atlas.service.protocol.responses import unseal
 
 sys.path.insert(0, str(Path(__file__).parent/'helpers'))
 from agents import agent,run,steps  # noqa: E402

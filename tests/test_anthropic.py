@@ -6,13 +6,13 @@ from anthropic.lib.streaming._messages import accumulate_event
 from anthropic.types import Message,RawMessageStreamEvent
 from hypothesis import given,settings,strategies as st
 from pydantic import BaseModel,TypeAdapter
-from atlas.chat import ChatTemplate
-from atlas.core import AtlasError,ContextLengthError,EngineError,QueueFullError,RequestError,SourceError
-from atlas.http import Keys,Rate,Rules
-from atlas.log import Access
-from atlas.protocol.anthropic import error_body,parse,parse_count,reply
-from atlas.deltas import CallDelta,Delta
-from atlas.protocol.base import Ask,Usage,gather
+from atlas.text.chat import ChatTemplate
+from atlas.ground.core import AtlasError,ContextLengthError,EngineError,QueueFullError,RequestError,SourceError
+from atlas.service.http import Keys,Rate,Rules
+from atlas.service.log import Access
+from atlas.service.protocol.anthropic import error_body,parse,parse_count,reply
+from atlas.text.deltas import CallDelta,Delta
+from atlas.service.protocol.base import Ask,Usage,gather
 
 sys.path.insert(0, str(Path(__file__).parent/'helpers'))
 from agents import agent,run  # noqa: E402

@@ -2,19 +2,19 @@
 import numpy as np,pytest
 from pathlib import Path
 from types import SimpleNamespace
-from atlas.cache import KVCache
-from atlas.config import PRESETS
-from atlas.core import ConfigError,RequestError
-from atlas.cuda.engine import CardStepper,StepShape
-from atlas.device import Host
-from atlas.emulator import Emulator,find_cxx
-from atlas.engine import Engine,HostStepper
-from atlas.launch import recording
+from atlas.engine.cache import KVCache
+from atlas.ground.config import PRESETS
+from atlas.ground.core import ConfigError,RequestError
+from atlas.engine.card_stepper import CardStepper,StepShape
+from atlas.card.device import Host
+from atlas.card.emulator import Emulator,find_cxx
+from atlas.engine.engine import Engine,HostStepper
+from atlas.card.launch import recording
 from atlas.ops.vocabulary import Step
-from atlas.model import Piece,imagine,load_model,make_batch
+from atlas.model.model import Piece,imagine,load_model,make_batch
 from atlas.ops.sample import SamplingParams
-from atlas.scheduler import Request,Scheduler
-from atlas.variants import wanted
+from atlas.engine.scheduler import Request,Scheduler
+from atlas.card.variants import wanted
 
 DATA = Path(__file__).parent/'data'
 pytestmark = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
@@ -151,6 +151,23 @@ def test_the_hosts_tokens():
     close = [abs(p-q) for i in a for x,y,p,q in zip(a[i].tokens, b[i].tokens, a[i].logprobs, b[i].logprobs) if x==y]
     assert max(close)<.05
 
+def test_the_host_one_step_behind_goes_step_by_step_with_the_card():
+    "What the loop does on a card is what it does with the host's stepper when that lands late: who gets a token in which step, and who has to leave"
+    host,card = models('llama', 'bf16')
+    def course(m, stepper):
+        c = cache_of(m, 6, 14); s = Scheduler(c.pool, 3, 200, 64, overcommit=3.)
+        e,steps = Engine(s, stepper(m, c, s)),[]
+        todo = [(Request(r.id, r.prompt, r.params, i%2), at) for i,(r,at) in enumerate(asks(5, max_tokens=24))]
+        while todo or e.has_work:
+            for r,at in todo:
+                if at<=len(steps): e.add(r)
+            todo = [x for x in todo if x[1]>len(steps)]
+            gone = e.abort('r3') if len(steps)==20 else []
+            steps.append([(v.id, v.finish, v.token is None) for v in gone+e.step()])
+        return steps,s.totals['preemptions']
+    late = course(host, lambda m,c,s: HostStepper(m, c, overlap=True))
+    assert late==course(card, CardStepper) and late[1]>0
+
 def test_sampled_tokens_are_repeatable():
     _,m = models('llama', 'bf16')
     how = dict(temperature=.8, top_p=.9, top_k=40, seed=5, presence_penalty=.3, repetition_penalty=1.1, logit_bias={7:3.}, min_tokens=3)
@@ -195,7 +212,7 @@ def test_who_comes_back_is_placed_anew():
 def test_a_warm_engine_compiles_no_more(toy, weights, monkeypatch):
     "What prompts of any length and number, replays and steps launch is among what was made ready; nothing is launched here"
     _,m = models(toy, weights); e,known = engine(m),set()
-    monkeypatch.setattr('atlas.cuda.engine.make_ready', lambda card, *steps: known.update(variants(*steps)))
+    monkeypatch.setattr('atlas.engine.card_stepper.make_ready', lambda card, *steps: known.update(variants(*steps)))
     def variants(*steps): return {(n,tuple(sorted(d.items()))) for n,d in wanted(*steps)}
     def rows(ns, start, tiled):
         b = make_batch([Piece([0]*n, start, list(range(e.cache.blocks_for(start+n))), int(tiled)) for n in ns], tiled, 16, m.device); x = m.trunk(b, e.cache)

@@ -1,13 +1,14 @@
 "The command: exit codes, pipes and terminals, and that every flag reaches something."
-import ast,inspect,json,os,pty,re,select,signal,socket,subprocess,sys,urllib.request,pytest
+import ast,dataclasses,inspect,json,os,pty,re,select,signal,socket,subprocess,sys,urllib.request,pytest
 from pathlib import Path
 from types import SimpleNamespace
 from typer.testing import CliRunner
 from unittest import mock
-import atlas.cli as cli
-from atlas import hub
-from atlas.core import AtlasError,ContextLengthError
-from atlas.hub import Entry
+import atlas.use.cli as cli
+from atlas.ground import hub
+from atlas.ground.core import AtlasError,ContextLengthError
+from atlas.ground.hub import Entry
+from atlas.ground.options import EngineConfig
 
 root = Path(__file__).parents[1]
 
@@ -20,8 +21,8 @@ def run(*args, input=None):
 class Fake:
     "Stands for `LLM`: remembers what it was given, and says `answer`"
     answer,error = ['Hel','lo ','you'],None
-    def __init__(self, model, *a, **kw):
-        Fake.made = dict(model=model, args=a, **kw)
+    def __init__(self, options):
+        model,Fake.made = options.model,options
         self.name,self.max_seq_len,self.load_seconds,self.device = model,512,1.5,SimpleNamespace(name='cpu')
         self.config,self.engine,self.tokenizer,self.template = SimpleNamespace(vocab_size=99),'engine','tokenizer','template'
     def stream(self, prompt, params):
@@ -34,7 +35,7 @@ class Fake:
 @pytest.fixture
 def fake(monkeypatch):
     class F(Fake): pass
-    monkeypatch.setitem(sys.modules, 'atlas.llm', SimpleNamespace(LLM=F))
+    monkeypatch.setitem(sys.modules, 'atlas.use.llm', SimpleNamespace(LLM=F))
     return F
 
 # Flags
@@ -48,7 +49,8 @@ def test_every_flag_is_read():
     for name,f in commands().items():
         body = ast.parse(inspect.getsource(f)).body[0]
         read = {n.id for s in body.body for n in ast.walk(s) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
-        assert not set(inspect.signature(f).parameters)-read, f'{name} has a parameter that nothing reads'
+        handed = set(cli.FLAGS) if 'options' in read else set()
+        assert not set(inspect.signature(f).parameters)-read-handed, f'{name} has a parameter that nothing reads'
 
 @pytest.mark.parametrize('name', sorted(commands()))
 def test_help(name):
@@ -69,13 +71,13 @@ def test_usage_errors():
 def test_help_is_light():
     "`atlas --help` in a fresh process brings in nothing heavy, `import atlas` even less"
     heavy = "{'numpy','fastapi','pydantic','tokenizers','huggingface_hub','jinja2','cupy','rich','asyncio'} & set(sys.modules)"
-    for code in (f"import sys,atlas; print({heavy})", f"import sys,io\nfrom atlas.cli import app\nout,sys.stdout=sys.stdout,io.StringIO()\napp(['--help'], standalone_mode=False)\nsys.stdout=out; print({heavy})"):
+    for code in (f"import sys,atlas; print({heavy})", f"import sys,io\nfrom atlas.use.cli import app\nout,sys.stdout=sys.stdout,io.StringIO()\napp(['--help'], standalone_mode=False)\nsys.stdout=out; print({heavy})"):
         assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout=='set()\n'
 
 def test_completion():
     def complete(words):
         env = os.environ|dict(_ATLAS_COMPLETE='complete_bash', COMP_WORDS='atlas '+words, COMP_CWORD=str(len(words.split())))
-        return subprocess.run([sys.executable, '-c', 'from atlas.cli import main; main()'], text=True, capture_output=True, env=env).stdout.split()
+        return subprocess.run([sys.executable, '-c', 'from atlas.use.cli import main; main()'], text=True, capture_output=True, env=env).stdout.split()
     assert complete('insp')==['inspect']
     assert 'demo' in complete('run dem')
     assert '--temperature' in complete('run --te')
@@ -165,8 +167,8 @@ def test_inspect_damaged(tmp_path):
 
 def test_a_folder_of_no_name(fake, tmp_path, monkeypatch):
     "'.' is called as the folder is, in errors and in a chat"
-    from atlas.core import SourceError
-    from atlas.weights import open_checkpoint
+    from atlas.ground.core import SourceError
+    from atlas.ground.weights import open_checkpoint
     (at := tmp_path/'mine'/'sub').mkdir(parents=True)
     monkeypatch.chdir(at)
     for path,name in (('.','sub'), ('./','sub'), ('..','mine')):
@@ -185,7 +187,7 @@ def test_run(fake):
     p = Fake.asked['params']
     assert (p.temperature,p.max_tokens,p.seed)==(0,7,3)
     assert Fake.asked['prompt']==[dict(role='system', content='Be brief'), dict(role='user', content='hi')]
-    assert Fake.made==dict(model='m', args=(), max_num_seqs=1, device='cpu', max_seq_len=99, load_format='auto', weights=None)
+    assert Fake.made==EngineConfig('m', 'cpu', 99, max_num_seqs=1)
 
 def test_run_with_pictures(fake):
     assert run('run', 'm', '--image', 'a.png', '--image', 'b.jpg', 'what?').exit_code==0
@@ -194,8 +196,8 @@ def test_run_with_pictures(fake):
 
 def test_one_place_for_defaults(fake):
     "Who says nothing of how to choose tokens gets what the API gives, on the command line and on the page, and the help says so"
-    from atlas.requests import SamplingParams
-    from atlas.protocol import anthropic,openai,responses
+    from atlas.ground.requests import SamplingParams
+    from atlas.service.protocol import anthropic,openai,responses
     for args in (('run','m','hi'), ('run','m','hi','--raw'), ('run','m','hi','--json'), ('chat','m')):
         Fake.asked = {}
         assert run(*args, input='hi\n').exit_code==0 and Fake.asked['params']==SamplingParams()
@@ -206,13 +208,13 @@ def test_one_place_for_defaults(fake):
     for parse,body in bodies:
         p = parse(json.dumps(body).encode()).params
         assert p==SamplingParams(max_tokens=p.max_tokens)
-    page = (root/'atlas'/'static'/'chat.html').read_text()
+    page = (root/'atlas'/'service'/'static'/'chat.html').read_text()
     assert float(re.search(r'const DEFAULTS = {[^}]*temperature: ([\d.]+)', page)[1])==SamplingParams().temperature
 
 def test_a_picture_that_cannot_be_read_is_named(tmp_path):
     "By the path that was given, however long it is"
-    from atlas.core import RequestError
-    from atlas.images import prepare_images
+    from atlas.ground.core import RequestError
+    from atlas.text.images import prepare_images
     no_image = tmp_path/('a'*100+'.png')
     no_image.write_text('no image')
     for path in ('/none.jpg', '/'+'a'*100+'/none.jpg', str(tmp_path), str(no_image)):
@@ -237,7 +239,7 @@ def test_run_prints_as_it_comes(fake, monkeypatch):
     class Watch(fake):
         def stream(self, *a):
             for d in super().stream(*a): yield d; seen.append(''.join(out))
-    monkeypatch.setattr(sys.modules['atlas.llm'], 'LLM', Watch)
+    monkeypatch.setattr(sys.modules['atlas.use.llm'], 'LLM', Watch)
     cli.run('m', 'hi')
     assert seen==['Hel', 'Hello ', 'Hello you']
 
@@ -312,9 +314,9 @@ class Endless(Fake):
     def stream(self, prompt, params):
         yield SimpleNamespace(text=f'<<{{len(prompt)}}>>', tokens=(1,))
         while prompt[-1]['content']=='endless': time.sleep(.001); yield SimpleNamespace(text='.', tokens=(1,))
-sys.modules['atlas.llm'] = SimpleNamespace(LLM=Endless)
+sys.modules['atlas.use.llm'] = SimpleNamespace(LLM=Endless)
 sys.argv = ['atlas','chat','m']
-from atlas.cli import main
+from atlas.use.cli import main
 main()''')
     t.expect('/help lists the commands'); t.expect('> ')
     t.type('endless\r'); t.expect('<<1>>'); t.expect('...')
@@ -329,8 +331,8 @@ def test_run_in_a_terminal(terminal):
     start = f'''import sys,time
 sys.path.insert(0, {str(root/'tests')!r})
 from test_cli import Fake,SimpleNamespace
-sys.modules['atlas.llm'] = SimpleNamespace(LLM=Fake)
-from atlas.cli import main
+sys.modules['atlas.use.llm'] = SimpleNamespace(LLM=Fake)
+from atlas.use.cli import main
 '''
     t = terminal(start+"sys.argv = ['atlas','run','m','hi']; main()")
     t.expect('Hello you'); t.expect('(3 tokens, '); assert t.status()==0
@@ -345,37 +347,50 @@ from atlas.cli import main
 # Serving
 
 def test_serve_hands_everything_over(monkeypatch):
-    "Every option arrives, under a name that the gateway or `LLM` knows"
-    import atlas.gateway,atlas.llm
-    real = [set(inspect.signature(f).parameters) for f in (atlas.gateway.serve, atlas.llm.LLM)]
-    serve = mock.create_autospec(atlas.gateway.serve)
-    monkeypatch.setattr(atlas.gateway, 'serve', serve)
+    "Every option arrives: those of an engine as its config, the others under a name that the gateway knows"
+    import atlas.service.gateway
+    real = set(inspect.signature(atlas.service.gateway.serve).parameters)
+    serve = mock.create_autospec(atlas.service.gateway.serve)
+    monkeypatch.setattr(atlas.service.gateway, 'serve', serve)
     assert run('serve', 'm', 'other', '--host', '127.0.0.2', '--port', '9000', '--served-model-name', 'a', '--alias', 'b', '--alias', '*', '--lazy', '--no-autoload', '--device', 'cpu', '--max-seq-len', '300',
                '--max-num-seqs', '3', '--kv-cache-memory', '1.5GiB', '--max-queue', '17', '--load-format', 'dummy', '--weights', 'fp8',
-               '--quantization', 'nvfp4', '--lm-head-dtype', 'fp8', '--kv-cache-dtype', 'fp8', '--kv-high-precision-layers', '2',
+               '--quantization', 'nvfp4', '--lm-head-dtype', 'fp8', '--kv-cache-dtype', 'fp8', '--kv-high-precision-layers', '2', '--chunk', '128', '--overcommit', '2', '--packed',
                '--api-key-file', 'keys', '--insecure', '--allowed-host', 'box', '--cors-origin', 'https://x.example', '--rate-limit', '60', '--tls-cert', 'c', '--tls-key', 'k', '--tls-ca', 'r', '--fetch-images',
                '--tool-call-parser', 'hermes', '--reasoning-parser', 'qwen3', '--drain', '3', '--log-format', 'json', '--log-level', 'error').exit_code==0
     kw = serve.call_args.kwargs
-    assert serve.call_args.args==(['m','other'],)
-    assert kw==dict(host='127.0.0.2', port=9000, served_model_name='a', alias=['b','*'], first=(), autoload=False, device='cpu', max_seq_len=300, max_num_seqs=3, kv_cache_memory=3<<29, max_queue=17,
-        load_format='dummy', weights='fp8', quantization='nvfp4', lm_head_dtype='fp8', kv_cache_dtype='fp8', kv_high_precision_layers=2, api_key_file='keys', insecure=True, allowed_hosts=['box'],
+    engine = dict(device='cpu', max_seq_len=300, max_num_seqs=3, kv_cache_memory=3<<29, max_queue=17, load_format='dummy', weights='fp8', quantization='nvfp4', lm_head_dtype='fp8', kv_cache_dtype='fp8', kv_high_precision_layers=2)
+    assert serve.call_args.args==([EngineConfig(m, **engine, chunk=128, overcommit=2., packed=True) for m in ('m','other')],)
+    assert kw==dict(host='127.0.0.2', port=9000, served_model_name='a', alias=['b','*'], first=(), autoload=False, api_key_file='keys', insecure=True, allowed_hosts=['box'],
         cors_origins=['https://x.example'], rate_limit=60, tls_cert='c', tls_key='k', tls_ca='r', fetch_images=True, tool_parser='hermes', reasoning_parser='qwen3', drain=3., log_format='json', log_level='error')
-    assert set(kw)<=real[0]|real[1]
+    assert set(kw)<=real
     run('serve', 'm')
-    assert serve.call_args.args==(['m'],) and (serve.call_args.kwargs['host'],serve.call_args.kwargs['port'],serve.call_args.kwargs['first'])==('127.0.0.1',8888,None)
+    assert serve.call_args.args==([EngineConfig('m')],) and (serve.call_args.kwargs['host'],serve.call_args.kwargs['port'],serve.call_args.kwargs['first'])==('127.0.0.1',8888,None)
+
+def test_flags_are_fields():
+    "What an engine can be loaded with is said once: `serve` has a flag for each field that wants one, with its default and its help"
+    ps = inspect.signature(commands()['serve']).parameters
+    here = {f.name:f for f in dataclasses.fields(EngineConfig)}
+    wanted = {n for n,f in here.items() if f.metadata.get('flag')}
+    assert wanted==set(here)-{'model','drafting'}==set(cli.FLAGS)<=set(ps)
+    for n in wanted:
+        kind,option = ps[n].annotation.__origin__,ps[n].annotation.__metadata__[0]
+        assert (ps[n].default,kind,option.help)==(here[n].default,here[n].type,here[n].metadata['help'])
+    ours = {n for f in commands().values() for n in inspect.signature(f).parameters if n in here}
+    listed = [a.arg for f in ast.walk(ast.parse(Path(cli.__file__).read_text())) if isinstance(f, ast.FunctionDef) for a in f.args.args+f.args.kwonlyargs]
+    assert 'max_seq_len' in ours and not {*listed}&(wanted-{'device','weights'})  # `check` and `inspect` have some of their own
 
 def test_what_the_log_told_is_not_told_again(monkeypatch):
     e = AtlasError('It is gone')
-    monkeypatch.setattr('atlas.gateway.serve', mock.Mock(side_effect=e))
+    monkeypatch.setattr('atlas.service.gateway.serve', mock.Mock(side_effect=e))
     assert run('serve', 'm').stderr=='atlas: It is gone\n'
     e.logged = True
     r = run('serve', 'm')
     assert (r.exit_code,r.stderr)==(1,'')
 
 def test_launch_hands_everything_over(monkeypatch):
-    import atlas.clients
-    launch = mock.create_autospec(atlas.clients.launch)
-    monkeypatch.setattr(atlas.clients, 'launch', launch)
+    import atlas.use.clients
+    launch = mock.create_autospec(atlas.use.clients.launch)
+    monkeypatch.setattr(atlas.use.clients, 'launch', launch)
     assert run('launch', 'codex', '--url', 'http://h:1', '--model', 'm', '--key', 'k', '--print', '--no-start', 'exec', '--json', 'do it').exit_code==0
     assert launch.call_args.args==('codex',['exec','--json','do it']) and launch.call_args.kwargs==dict(url='http://h:1', model='m', key='k', show=True, start=False)
 
@@ -385,8 +400,8 @@ def test_launch_without_a_server():
     assert r.exit_code==1 and 'atlas serve' in r.stderr and 'Traceback' not in r.stderr
 
 def test_port_in_use_is_told_before_loading(monkeypatch):
-    import atlas.gateway
-    monkeypatch.setattr(atlas.gateway, 'Child', None)
+    import atlas.service.gateway
+    monkeypatch.setattr(atlas.service.gateway, 'Child', None)
     with socket.create_server(('127.0.0.1', 0)) as s:
         port = str(s.getsockname()[1])
         r = run('serve', 'm', '--port', port)
@@ -403,7 +418,7 @@ def test_serve_refuses_an_unknown_model():
 
 def test_serve_answers_and_stops(demo):
     "The command, as a user runs it: it says where it is, answers, and leaves on Ctrl-C"
-    p = subprocess.Popen([sys.executable, '-c', 'from atlas.cli import main; main()', 'serve', 'demo', '--port', '0', '--max-seq-len', '256', '--served-model-name', 'mine'],
+    p = subprocess.Popen([sys.executable, '-c', 'from atlas.use.cli import main; main()', 'serve', 'demo', '--port', '0', '--max-seq-len', '256', '--served-model-name', 'mine'],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         url = re.search(r'http://[\d.:]+', p.stdout.readline())[0]
@@ -419,7 +434,7 @@ def test_serve_answers_and_stops(demo):
 # A card's commands
 
 def test_check_runs_kernels_and_counts_what_is_wrong(monkeypatch):
-    from atlas.emulator import find_cxx
+    from atlas.card.emulator import find_cxx
     if not find_cxx(): pytest.skip('no C++ compiler')
     r = run('check', '--device', 'emulator', '--only', 'greedy')
     assert r.exit_code==0 and 'greedy' in r.stdout and '0 failed' in r.stdout
@@ -435,7 +450,7 @@ def test_every_bench_writes_the_same_way(fake, bench, module, tmp_path, monkeypa
     class Report(SimpleNamespace):
         def __str__(self): return '5 tokens/s'
         def to_dict(self): return dict(rate=5)
-    monkeypatch.setattr(f'atlas.{module}.{module}', lambda *_: Report())
+    monkeypatch.setattr(f'atlas.use.{module}.{module}', lambda *_: Report())
     monkeypatch.setattr(cli, '_card', lambda *_: 'card')
     monkeypatch.setattr(cli, '_longest', lambda *_: 99)
     for more,said in (((), '5 tokens/s\n'), (('--json',), None)):
@@ -453,9 +468,9 @@ def test_commands_for_cards_say_so_on_the_host():
 
 @pytest.mark.parametrize('hint', ["pip install x, or use --device cpu", 'Use --device cpu'])
 def test_commands_for_cards_do_not_advise_the_processor(monkeypatch, hint):
-    from atlas.core import DeviceError
+    from atlas.ground.core import DeviceError
     def none(name): raise DeviceError('There is no card', hint=hint)
-    monkeypatch.setattr('atlas.device.get_device', none)
+    monkeypatch.setattr('atlas.card.device.get_device', none)
     for args in (('check',), ('bench','decode','demo'), ('bench','kernels','demo')):
         r = run(*args)
         assert r.exit_code==1 and 'There is no card' in r.stderr and '--device cpu' not in r.stderr and ('emulator' in r.stderr or 'atlas bench MODEL' in r.stderr) and ('pip install x;' in r.stderr)==('pip' in hint)

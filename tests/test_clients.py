@@ -2,7 +2,7 @@
 import json,socket,subprocess,sys
 from pathlib import Path
 import pytest
-from atlas.http import Bounds,Keys,Rules
+from atlas.service.http import Bounds,Keys,Rules
 from test_http import live
 from test_server import FakeRunner,app_of,template,tok
 
@@ -20,7 +20,7 @@ def port():
 def said(client, port, home, **env):
     "What a client prints when Atlas has started it, in an empty home that may be prepared"
     agent({'continue':'cn'}.get(client, client))
-    code = 'from atlas.cli import main; main()'
+    code = 'from atlas.use.cli import main; main()'
     args = ['launch', client, '--url', f'http://127.0.0.1:{port}', '--', *ASK[client]]
     env = dict(PATH=PATH, HOME=str(home), ATLAS_HOME=str(home/'atlas'), ATLAS_API_KEY='sesame', LANG='C.UTF-8', OPENCODE_DISABLE_MODELS_FETCH='1', OPENCODE_DISABLE_AUTOUPDATE='1',
         PYTHONPATH=str(Path(__file__).parents[1])) | env

@@ -3,8 +3,8 @@ import copy,json
 from dataclasses import replace
 import pytest
 from hypothesis import given,settings,strategies as st
-from atlas.config import ModelConfig,PRESETS,families
-from atlas.core import CheckpointError,ConfigError,UnsupportedError
+from atlas.ground.config import ModelConfig,PRESETS,families
+from atlas.ground.core import CheckpointError,ConfigError,UnsupportedError
 
 ODD = (None, True, False, 0, -1, 1, 7, 1.5, 10**30, 2**31, float('nan'), float('inf'), 'x', '', [], [1], [-1], ['x'], [None], {}, {'rope_type':[]}, {'a':1}, [[]], [{}])
 HEADS = dict(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=96, vocab_size=256,
@@ -97,7 +97,7 @@ def test_odd_values_together(family, data):
     ('qwen3', ('rope_scaling','llama_4_scaling_beta'), .1, 'llama_4_scaling_beta'), ('qwen3', ('layer_types',), ['full_attention']*3+['chunked_attention'], 'chunked_attention'),
     ('qwen3_moe', ('n_group',), 4, 'n_group'), ('qwen3_5', ('text_config','output_gate_type'), 'tanh', 'output_gate_type'), ('qwen3_5', ('text_config','mtp_use_dedicated_embeddings'), True, 'dedicated'),
     ('qwen3_5', ('text_config','rope_parameters','mrope_interleaved'), False, 'mrope_interleaved'), ('qwen3_vl', ('vision_config','hidden_act'), 'silu', 'hidden_act'),
-    ('qwen3_vl', ('text_config','model_type'), 'gpt_oss', 'gpt_oss'), ('gpt_oss', ('swiglu_alpha',), 2., 'swiglu_alpha'), ('gpt_oss', ('quantization_config','quant_method'), 'awq', 'awq'),
+    ('qwen3_vl', ('text_config','model_type'), 'gpt_oss', 'gpt_oss'), ('gpt_oss', ('swiglu_alpha',), 2., 'swiglu_alpha'), ('gpt_oss', ('quantization_config','quant_method'), 'aqlm', 'aqlm'),
     ('gemma4', ('text_config','hidden_size_per_layer_input'), 256, 'hidden_size_per_layer_input'), ('gemma4', ('text_config','num_kv_shared_layers'), 2, 'num_kv_shared_layers'),
     ('gemma4', ('text_config','use_bidirectional_attention'), 'all', 'use_bidirectional_attention'), ('gemma4_assistant', ('text_config','num_kv_shared_layers'), 2, 'num_kv_shared_layers'),
     ('nemotron_h', ('hybrid_override_pattern',), 'MEM*EM-X', "'X'"), ('nemotron_h', ('moe_latent_size',), 64, 'moe_latent_size'), ('nemotron_h', ('mlp_hidden_act',), 'silu', 'silu'),

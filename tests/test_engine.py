@@ -4,22 +4,25 @@ A made-up model is run by NumPy. Whatever comes, goes, ends and fails, a request
 from types import SimpleNamespace
 import numpy as np,pytest
 from hypothesis import given,settings,strategies as st
-from atlas.cache import KVCache
-from atlas.config import AttentionConfig,DeltaConfig,ModelConfig,RopeConfig
-from atlas.device import Host
-from atlas.engine import Engine,Flight,HostStepper
-from atlas.model import build
+from atlas.engine.cache import KVCache
+from atlas.ground.config import AttentionConfig,DeltaConfig,ModelConfig,RopeConfig
+from atlas.card.device import Host
+from atlas.engine.engine import Engine,Flight,HostStepper
+from atlas.model.model import build
 from atlas.ops.sample import Sampled,SamplingParams
-from atlas.scheduler import Request,Scheduler
+from atlas.engine.scheduler import Request,Scheduler
 
 V = 61
-CONFIG = ModelConfig('qwen', V, 32, ('delta','attention'), ('mlp','mlp'), AttentionConfig(4, 2, 16, RopeConfig(dim=8)), delta=DeltaConfig(2, 4, 8, 8), intermediate_size=48, max_seq_len=256)
+CONFIG = ModelConfig('qwen', V, 32, ('delta','attention'), ('mlp','mlp'),
+    AttentionConfig(4, 2, 16, RopeConfig(dim=8)), delta=DeltaConfig(2, 4, 8, 8),
+    intermediate_size=48, max_seq_len=256)
 
 def made_up():
     "A model with states, whose answers depend on all that was said"
     m,rng = build(CONFIG),np.random.default_rng(0)
     def rand(w):
-        x = ((2.5 if 'lm_head' in w.name else 1.)*rng.standard_normal(w.shape)/np.sqrt(w.shape[-1])).astype('f4')
+        x = ((2.5 if 'lm_head' in w.name else 1.)*rng.standard_normal(w.shape)
+            /np.sqrt(w.shape[-1])).astype('f4')
         return -abs(x) if w.name.endswith('.A') else x+('norm' in w.name and len(w.shape)==1)
     return m.bind({w.name:rand(w) for w in m.wants()}, Host(), 256)
 MODEL = made_up()
@@ -27,11 +30,13 @@ MODEL = made_up()
 def engine(overlap=False, blocks=40, seqs=4, stepper=HostStepper, guides=None, **kw):
     cache = KVCache(CONFIG, MODEL.device, blocks, num_states=2*seqs)
     for a in (*cache.conv.values(), *cache.rec.values()): a[...] = np.nan
-    return Engine(Scheduler(cache.pool, seqs, 200, 64, **kw), stepper(MODEL, cache, overlap), guides)
+    return Engine(Scheduler(cache.pool, seqs, 200, 64, **kw),
+        stepper(MODEL, cache, overlap), guides)
 
 def ask(i, n=10, most=8, priority=0, guide=None, **kw):
     how = dict(temperature=0, max_tokens=most, ignore_eos=True)|kw
-    return Request(f'r{i}', tuple(np.random.default_rng(i).integers(0, V, n).tolist()), SamplingParams(**how), priority, eos_ids=(V-1,), guide=guide)
+    return Request(f'r{i}', tuple(np.random.default_rng(i).integers(0, V, n).tolist()),
+        SamplingParams(**how), priority, eos_ids=(V-1,), guide=guide)
 
 def serve(e, arrivals, aborts=(), most=2000):
     "Events by request, and their ids by step; nothing is left behind"
@@ -43,13 +48,15 @@ def serve(e, arrivals, aborts=(), most=2000):
         events = [*gone, *e.step()]
         gone.clear(); t += 1
         for ev in events:
-            assert not (was := out.setdefault(ev.id, [])) or not was[-1].finish, f'{ev.id}: an event after the end'
+            assert not (was := out.setdefault(ev.id, [])) or not was[-1].finish, \
+                f'{ev.id}: an event after the end'
             was.append(ev)
         order.append([(ev.id, ev.finish) for ev in events])
         assert t<most, 'no end'
     e.land()
     s = e.scheduler
-    assert e.flying is None and not e._samplers and s.pool.used==0 and not getattr(e.stepper, '_air', None)
+    assert e.flying is None and not e._samplers and s.pool.used==0 \
+        and not getattr(e.stepper, '_air', None)
     assert sorted(i for p in s.states for i in p)==list(range(2*s.max_num_seqs))
     return out,order
 
@@ -60,39 +67,53 @@ def alone(r):
     if r not in _alone: _alone[r] = serve(engine(), [(r,0)])[0][r.id]
     return _alone[r]
 
-HOWS = [{}, dict(temperature=.9, seed=3), dict(logprobs=2), dict(temperature=.8, seed=5, presence_penalty=.5, repetition_penalty=1.3, logprobs=0), dict(stop_token_ids=tuple(range(0, V, 7))),
-    dict(min_tokens=3, ignore_eos=False, stop_token_ids=tuple(range(0, V, 2))), dict(temperature=1., seed=1, top_p=.8, frequency_penalty=.4)]
-one = st.tuples(st.sampled_from([1,5,63,64,70,130]), st.sampled_from([1,2,7,20]), st.sampled_from([0,0,-1,1]), st.sampled_from(HOWS), st.integers(0, 12))
+HOWS = [{}, dict(temperature=.9, seed=3), dict(logprobs=2),
+    dict(temperature=.8, seed=5, presence_penalty=.5, repetition_penalty=1.3, logprobs=0),
+    dict(stop_token_ids=tuple(range(0, V, 7))),
+    dict(min_tokens=3, ignore_eos=False, stop_token_ids=tuple(range(0, V, 2))),
+    dict(temperature=1., seed=1, top_p=.8, frequency_penalty=.4)]
+one = st.tuples(st.sampled_from([1,5,63,64,70,130]), st.sampled_from([1,2,7,20]),
+    st.sampled_from([0,0,-1,1]), st.sampled_from(HOWS), st.integers(0, 12))
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(one, min_size=1, max_size=8), st.sampled_from([13,16,40]), st.sampled_from([1,2,4]), st.sampled_from([1.,4.]), st.lists(st.tuples(st.integers(0, 7), st.integers(0, 40)), max_size=3))
+@given(st.lists(one, min_size=1, max_size=8), st.sampled_from([13,16,40]),
+    st.sampled_from([1,2,4]), st.sampled_from([1.,4.]),
+    st.lists(st.tuples(st.integers(0, 7), st.integers(0, 40)), max_size=3))
 def test_late_as_at_once(asks, blocks, seqs, over, aborts):
     "Random arrivals, aborts, priorities and pools: everybody's tokens are those of the same request alone, whenever steps land"
-    arrivals = [(ask(i, n, max(most, how.get('min_tokens', 0)), priority, **how), at) for i,(n,most,priority,how,at) in enumerate(asks)]
+    arrivals = [(ask(i, n, max(most, how.get('min_tokens', 0)), priority, **how), at)
+        for i,(n,most,priority,how,at) in enumerate(asks)]
     gone = [(f'r{i}', at) for i,at in aborts]
     for late in (False,True):
         got,_ = serve(engine(late, blocks, seqs, overcommit=over), arrivals, gone)
         for r,_ in arrivals:
             mine,want = got.get(r.id, []),said(alone(r))
-            if mine and mine[-1].finish!='abort': assert (said(mine), mine[-1].finish)==(want, alone(r)[-1].finish)
+            if mine and mine[-1].finish!='abort':
+                assert (said(mine), mine[-1].finish)==(want, alone(r)[-1].finish)
             else: assert said(mine)==want[:len(said(mine))]
 
 def test_the_next_step_is_launched_before_the_last_one_lands():
     calls = []
     class Told(HostStepper):
-        def launch(self, plan, samplers): calls.append(('launch', len(calls))); return super().launch(plan, samplers)
-        def land(self, flight): calls.append(('land', len(calls))); return super().land(flight)
+        def launch(self, plan, samplers):
+            calls.append(('launch', len(calls)))
+            return super().launch(plan, samplers)
+        def land(self, flight):
+            calls.append(('land', len(calls)))
+            return super().land(flight)
     def kinds(late):
         calls.clear(); serve(engine(late, stepper=Told), [(ask(0, most=4),0)])
         return [k for k,_ in calls]
     assert kinds(False)==['launch','land']*4
-    assert kinds(True)==['launch','land', 'launch','launch','land','launch','land','land']  # the prompt, and three steps
+    # the prompt, and three steps
+    assert kinds(True)==['launch','land', 'launch','launch','land','launch','land','land']
 
 def test_late_by_one_step():
     "The same events, those of decoding one step later, and no more steps than that"
     arrivals = [(ask(0, 70, 9),0), (ask(1, 5, 12),3)]
     (a,x),(b,y) = (serve(engine(late), arrivals) for late in (False,True))
-    assert {k:said(v) for k,v in a.items()}=={k:said(v) for k,v in b.items()} and len(x)<len(y)<=len(x)+3
+    assert {k:said(v) for k,v in a.items()}=={k:said(v) for k,v in b.items()} \
+        and len(x)<len(y)<=len(x)+3
 
 def test_aborted_in_the_air():
     e = engine(True)

@@ -5,23 +5,23 @@ import subprocess
 import numpy as np,pytest
 from dataclasses import replace
 from types import SimpleNamespace as NS
-from atlas.config import MoEConfig,ModelConfig,PRESETS
+from atlas.ground.config import MoEConfig,ModelConfig,PRESETS
 from atlas.cuda import experts as E,vocabulary as card_words
 from atlas.cuda.experts import moe,row_bias
 from atlas.cuda.vocabulary import _look_ahead,packed_in
 from atlas.cuda.pack import CARD_FORMATS,Packed,pack,unpack
-from atlas.emulator import Emulator,find_cxx
-from atlas.formats import QTensor
-from atlas.card import _params,limits
-from atlas.launch import Source,kernel_dir,options_of
-from atlas.layers import Block,Half,MoE,bind
-from atlas.model import build
+from atlas.card.emulator import Emulator,find_cxx
+from atlas.ground.formats import QTensor
+from atlas.card.card import _params,limits
+from atlas.card.launch import Source,kernel_dir,options_of
+from atlas.model.layers import Block,Half,MoE,bind
+from atlas.model.model import build
 from atlas.ops import vocabulary as host_words
 from atlas.ops.linear import linear,sigmoid
 from atlas.ops.moe import experts,route
 from atlas.ops.norm import rmsnorm
 from atlas.ops.vocabulary import Step
-from atlas.variants import CARDS,Dry
+from atlas.card.variants import CARDS,Dry
 
 needs_cxx = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
 MIXTURES = [k for k in PRESETS if ModelConfig.preset(k).moe]

@@ -5,12 +5,12 @@ from collections import deque
 from hypothesis import given,settings,strategies as st
 from pathlib import Path
 from types import SimpleNamespace as NS
-from atlas.arena import Arena,CudaPages,HostPages
-from atlas.core import AtlasError,DeviceError,OutOfMemoryError,typed_error
-from atlas.device import STICKY,Budget,Cuda,CudaFault,Faults,Host,Memory,cuda_count,get_device,quiet
-from atlas.graph import Graph,Ring
-from atlas.card import _ok
-from atlas.launch import Kernel,Nvrtc,Source,_refused,compiled,find_nvcc
+from atlas.card.arena import Arena,CudaPages,HostPages
+from atlas.ground.core import AtlasError,DeviceError,OutOfMemoryError,typed_error
+from atlas.card.device import STICKY,Budget,Cuda,CudaFault,Faults,Host,Memory,cuda_count,get_device,quiet
+from atlas.card.graph import Graph,Ring
+from atlas.card.card import _ok
+from atlas.card.launch import Kernel,Nvrtc,Source,_refused,compiled,find_nvcc
 from helpers import made_up_driver as made_up
 
 G,M = 1<<30,1<<20
@@ -47,7 +47,7 @@ def test_host_works_without(): assert get_device('auto').kind in ('cpu','cuda') 
 @pytest.mark.parametrize('integrated,reserve', [(0, 2), (1, 10)])
 def test_budget_of_a_card(integrated, reserve, monkeypatch):
     "Its own memory is cudaMemGetInfo's; a shared one is the host's, of which a tenth stays the system's"
-    monkeypatch.setattr('atlas.device.host_memory', lambda: Memory(120*G, 100*G))
+    monkeypatch.setattr('atlas.card.device.host_memory', lambda: Memory(120*G, 100*G))
     c = Cuda(0, cupy(integrated=integrated)); c.use = made_up.nullcontext
     m,b = c.memory(),c.budget(.5)
     assert m==((120*G, 100*G) if integrated else (140*G, 9*G)) and b.total==int((m.available-m.total*reserve//100)*.5)
@@ -110,7 +110,7 @@ def test_one_fault_for_many_threads():
 def test_launch_of_a_kernel(monkeypatch):
     "A launch that fails says which; an error that stays closes the card, and later launches do not even reach it"
     f,calls,status = Faults(),[],[0]
-    monkeypatch.setattr('atlas.launch.faults', f)
+    monkeypatch.setattr('atlas.card.launch.faults', f)
     def fn(grid, block, args, shared_mem, stream):
         calls.append(grid)
         if status[0]: raise made_up.CudaError(status[0])
@@ -291,7 +291,7 @@ def test_a_card_that_cannot_map():
 def test_it_counts_all_the_same(monkeypatch):
     "On such a card arrays lie in CuPy's memory, and the region only counts them"
     def no(card): raise DeviceError('A made-up card cannot map memory')
-    monkeypatch.setattr('atlas.arena.CudaPages', no)
+    monkeypatch.setattr('atlas.card.arena.CudaPages', no)
     d = made_up.Driver(64*M); c = made_up.card(d); ptrs = iter(range(1, 99))
     c.xp.get_default_memory_pool = lambda: NS(malloc=lambda n: NS(ptr=next(ptrs), size=n), free_all_blocks=lambda: None)
     with pytest.warns(UserWarning, match='cannot be put to sleep'): a = Arena(c, Budget(M), step=4096)
@@ -316,7 +316,7 @@ _BUILT = NS(card='A made-up card', arch='sm_90a')
     (lambda: _ok(2, 'moe', _BUILT), 'moe'), (lambda: _ok(209, 'moe', _BUILT), 'moe'), (lambda: _ok(700, 'moe', _BUILT), 'CUDA error 700')],
     ids=['no CuPy','does not compile','other architecture','shared memory','threads','memory','machine code','fault'])
 def test_every_trouble_says_what_to_do(what, says, monkeypatch):
-    monkeypatch.setattr('atlas.card.faults', Faults())
+    monkeypatch.setattr('atlas.card.card.faults', Faults())
     with pytest.raises(DeviceError) as e: what()
     assert e.value.hint and e.value.hint in str(e.value) and says in e.value.msg
 

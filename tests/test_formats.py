@@ -2,12 +2,12 @@
 import re,subprocess
 from pathlib import Path
 import pytest
-from atlas.card import limits
+from atlas.card.card import limits
 from atlas.cuda import experts,gemm,gemv # each works out what its kernels need of a row
 from atlas.cuda.pack import CARD_FORMATS
-from atlas.emulator import find_cxx
-from atlas.launch import kernel_dir
-from atlas.variants import Dry
+from atlas.card.emulator import find_cxx
+from atlas.card.launch import kernel_dir
+from atlas.card.variants import Dry
 
 root = Path(__file__).parents[1]
 STRUCT = '''#include "lib/fragment.cuh"

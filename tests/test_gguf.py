@@ -5,12 +5,12 @@ from pathlib import Path
 import gguf, json, numpy as np, pytest
 from hypothesis import HealthCheck,given,settings,strategies as st
 from atlas import LLM
-from atlas.config import ModelConfig
-from atlas.core import CheckpointError,UnsupportedError
-from atlas.device import get_device
-from atlas.formats import QTensor
-from atlas.model import build,plan
-from atlas.weights import IGNORE,check_plan,load,open_checkpoint
+from atlas.ground.config import ModelConfig
+from atlas.ground.core import CheckpointError,UnsupportedError
+from atlas.card.device import get_device
+from atlas.ground.formats import QTensor
+from atlas.model.model import build,plan
+from atlas.ground.weights import IGNORE,check_plan,load,open_checkpoint
 from helpers.checkpoints import hf_folder,st_bytes
 from helpers.gguf_writer import STEPS,convert,hf_read,to_gguf,write
 

@@ -2,7 +2,7 @@
 import os,subprocess,sys
 from pathlib import Path
 import pytest
-from atlas.emulator import find_cxx
+from atlas.card.emulator import find_cxx
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
@@ -17,7 +17,7 @@ def test_a_fault_is_seen():
     code = '''
 import sys; sys.path.insert(0, 'tests/gpu')
 import company,eager,toys
-from atlas.cuda.engine import CardStepper
+from atlas.engine.card_stepper import CardStepper
 land = CardStepper.land
 def odd(self, flight):
     out = land(self, flight)

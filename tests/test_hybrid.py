@@ -1,13 +1,13 @@
 "Recurrent states through the engine: a sequence whose layers cannot be cut back gives the same tokens in any company, chunked, preempted, interrupted and in a slot that others used."
 import numpy as np, pytest
 from hypothesis import given,settings,strategies as st
-from atlas.cache import KVCache
-from atlas.config import AttentionConfig,DeltaConfig,MambaConfig,ModelConfig,MoEConfig,RopeConfig
-from atlas.device import Host
-from atlas.engine import Engine,HostStepper
-from atlas.model import build
+from atlas.engine.cache import KVCache
+from atlas.ground.config import AttentionConfig,DeltaConfig,MambaConfig,ModelConfig,MoEConfig,RopeConfig
+from atlas.card.device import Host
+from atlas.engine.engine import Engine,HostStepper
+from atlas.model.model import build
 from atlas.ops.sample import SamplingParams
-from atlas.scheduler import Request,Scheduler
+from atlas.engine.scheduler import Request,Scheduler
 
 V = 61
 att = AttentionConfig(4, 2, 16, RopeConfig(dim=8), qk_norm='head', gate=True)
@@ -67,10 +67,10 @@ def test_interrupted(m):
     "A step that fails half-way has destroyed nothing"
     p = prompt(8, 70); want = run(engine(m), [p])[0]
     eng,calls,head = engine(m),[0],type(m).head
-    def failing(self, h):
+    def failing(self, *args):
         calls[0] += 1
         if calls[0]%3==0: raise KeyboardInterrupt  # the states are written by now
-        return head(self, h)
+        return head(self, *args)
     eng.add(Request('0', tuple(p), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)))
     got = []
     with pytest.MonkeyPatch.context() as mp:

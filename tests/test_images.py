@@ -8,15 +8,15 @@ from PIL import Image
 from hypothesis import given,settings,strategies as st
 from starlette.testclient import TestClient
 from tokenizers import Tokenizer as Words,decoders,models,pre_tokenizers
-from atlas import images
-from atlas.chat import ChatTemplate
-from atlas.core import RequestError
-from atlas.families.vision import mrope_positions
-from atlas.images import ImageSpec,Limits,expand_images,fit,load_image,place_images,prepare_images,preprocess,resize,taps
-from atlas.llm import LLM
+from atlas.text import images
+from atlas.text.chat import ChatTemplate
+from atlas.ground.core import RequestError
+from atlas.model.families.vision import mrope_positions
+from atlas.text.images import ImageSpec,Limits,expand_images,fit,load_image,place_images,prepare_images,preprocess,resize,taps
+from atlas.use.llm import LLM
 from atlas.ops.sample import SamplingParams
-from atlas.patches import tokens_of
-from atlas.server import create_app
+from atlas.ground.patches import tokens_of
+from atlas.service.server import create_app
 sys.path.insert(0, str(Path(__file__).parent/'helpers'))
 from inprocess import loaded  # noqa: E402
 

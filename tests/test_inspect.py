@@ -3,11 +3,11 @@ import json,math
 from fnmatch import fnmatchcase
 from types import SimpleNamespace
 import pytest
-from atlas.config import ModelConfig,PRESETS
-from atlas.core import AtlasError
-from atlas.formats import FORMATS
-from atlas.inspect import PARTS,Sheet,Strip,fit,look,part_of,tally
-from atlas.model import build
+from atlas.ground.config import ModelConfig,PRESETS
+from atlas.ground.core import AtlasError
+from atlas.ground.formats import FORMATS
+from atlas.use.inspect import PARTS,Sheet,Strip,fit,look,part_of,tally
+from atlas.model.model import build
 
 def nbytes(fmt, shape):
     "Bytes of a tensor of `shape` in `fmt`, scales included"

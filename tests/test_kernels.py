@@ -3,8 +3,8 @@ import json,os,re,shutil,subprocess,sys,threading
 import numpy as np,pytest
 from hypothesis import given,settings,strategies as st
 from pathlib import Path
-from atlas.core import AtlasError,cp
-from atlas.launch import (CubinStore,Nvrtc,OPTIONS,Source,ahead,compilations,compiled,cubin_name,cuda_headers,find_nvcc,kernel_names,machine_code,
+from atlas.ground.core import AtlasError,cp
+from atlas.card.launch import (CubinStore,Nvrtc,OPTIONS,Source,ahead,compilations,compiled,cubin_name,cuda_headers,find_nvcc,kernel_names,machine_code,
     prepare,saved_variants,simulate)
 
 root = Path(__file__).parents[1]
@@ -65,7 +65,7 @@ def test_what_kernels_of_a_step_write_is_no_constant(name, options, tmp_path):
 def test_every_header_is_used():
     used = {f for n in kernel_names() for f in Source(n).files}
     folder = Source(kernel_names()[0]).root
-    used.add('lib/stamp.cuh')  # atlas.timeline puts it into copies
+    used.add('lib/stamp.cuh')  # atlas.use.timeline puts it into copies
     assert {str(p.relative_to(folder)) for p in folder.rglob('*.cuh')}==used-{f'{n}.cu' for n in kernel_names()}
 
 def test_checkout_holds_no_machine_code(): assert not [*(root/'kernels').rglob('*.cubin'), *(root/'kernels').rglob('*.fatbin')]
@@ -234,7 +234,7 @@ def test_ready_means_ready(tmp_path, monkeypatch):
     args = dict(compiler=stub, store=store)
     prepare([('a', ()), ('a', ('-DX',))], 'sm_90a', stub, store, tmp_path/'k')
     late = type(compilations)(); late.refuse = True
-    monkeypatch.setattr('atlas.launch.compilations', late)
+    monkeypatch.setattr('atlas.card.launch.compilations', late)
     with late.serving([]):
         assert machine_code(src, 'sm_90a', ('-DX',), **args) and late.after_ready==0
         with pytest.raises(AtlasError, match='would make a request wait'): machine_code(src, 'sm_90a', ('-DY',), **args)
@@ -293,8 +293,8 @@ def test_emulated_kernels_leave_room_for_a_fork():
     "Each has stacks for 1,024 fibers. What it does not touch must not count as memory, or a process with a hundred kernels cannot fork"
     code = """if True:
         import re
-        from atlas.card import run
-        from atlas.emulator import Emulator
+        from atlas.card.card import run
+        from atlas.card.emulator import Emulator
         def counted(): return sum(int(re.search('Size: *([0-9]+)', m)[1]) for m in re.split('(?m)^(?=[0-9a-f]+-[0-9a-f]+ )', open('/proc/self/smaps').read()) if re.search('VmFlags:.* ac ', m))
         e = Emulator()
         x,y = e.zeros((4,64)),e.empty((4,32))

@@ -3,15 +3,17 @@ import json,re,time
 import numpy as np, pytest
 from dataclasses import replace
 from hypothesis import HealthCheck,given,settings,strategies as st
-import atlas.files, atlas.weights
-from atlas.config import ModelConfig
-from atlas.core import CheckpointError,UnsupportedError
-from atlas.device import get_device
-from atlas.formats import QStack,QTensor,f32_to_bf16
-from atlas.model import build,plan
-from atlas.weights import IGNORE,check_plan,dummy_checkpoint,load,open_checkpoint
-from helpers.checkpoints import splice
-from helpers.layouts import CONFS,HOW,LAYOUTS,STACK_HOW,base,folder,named,stored
+import atlas.ground.files, atlas.ground.weights
+from atlas.ground.config import ModelConfig
+from atlas.ground.core import CheckpointError,UnsupportedError
+from atlas.card.device import get_device
+from atlas.ground.files import File,read_tensor,st_header,st_infos
+from atlas.ground.formats import QStack,QTensor,f32_to_bf16
+from atlas.use.inspect import sheet
+from atlas.model.model import build,plan
+from atlas.ground.weights import IGNORE,check_plan,dummy_checkpoint,load,open_checkpoint
+from helpers.checkpoints import splice,st_bytes
+from helpers.layouts import CONFS,HOW,LAYOUTS,STACK_HOW,_int4,base,folder,named,stored
 
 host = get_device('cpu')
 def arrays(path, device=host, **kw):
@@ -63,7 +65,7 @@ def test_any_mixture(tmp_path_factory, conf, style, experts, shards, seed):
     rng = np.random.default_rng(seed)
     def pick(k, a):
         hows = [*STACK_HOW] if a.ndim==3 else _hows
-        if a.shape[-1]%32: hows = [h for h in hows if 'fp4' not in h]
+        if a.shape[-1]%32 or a.shape[-2]%8: hows = [h for h in hows if 'fp4' not in h and 'int4' not in h]
         return str(rng.choice(hows))
     d = tmp_path_factory.mktemp('mix'); raw,plain = stored(conf, style, experts, pick)
     want = arrays(plain_folder(d/'plain', conf, plain)); got = folder(d/'as', CONFS[conf], raw, shards)
@@ -71,19 +73,57 @@ def test_any_mixture(tmp_path_factory, conf, style, experts, shards, seed):
 
 # ---- these tests can fail
 
-def _no_reciprocal(mp): mp.setattr(atlas.files, '_read_part', (lambda real: lambda s,*a: real(replace(s, reciprocal=False), *a))(atlas.files._read_part))
-def _never_turned(mp): mp.setattr(atlas.weights, '_turned', lambda *a: False)
-def _no_order(mp): mp.setattr(atlas.weights, 'QStack', lambda qs,order,e: QStack(qs, None if order is None else np.arange(len(order)), e))
-def _no_fn(mp): mp.setattr(atlas.weights, '_fill', (lambda real: lambda d,dst,q,fn=None: real(d, dst, q))(atlas.weights._fill))
-def _tiles_turned(mp): mp.setattr('atlas.formats._tile_rows', lambda q,idx: QTensor('FP8_BLOCK', q.shape, q.parts|dict(scale=q.parts['scale'][::-1])).decode()[idx])
-def _one_prefix(mp): mp.setattr(atlas.files, 'trunk_prefix', lambda names: 'model.')
+def _no_reciprocal(mp): mp.setattr(atlas.ground.files, '_read_part', (lambda real: lambda s,*a: real(replace(s, reciprocal=False), *a))(atlas.ground.files._read_part))
+def _never_turned(mp): mp.setattr(atlas.ground.weights, '_turned', lambda *a: False)
+def _no_order(mp): mp.setattr(atlas.ground.weights, 'QStack', lambda qs,order,e: QStack(qs, None if order is None else np.arange(len(order)), e))
+def _no_fn(mp): mp.setattr(atlas.ground.weights, '_fill', (lambda real: lambda d,dst,q,fn=None: real(d, dst, q))(atlas.ground.weights._fill))
+def _tiles_turned(mp): mp.setattr('atlas.ground.formats._tile_rows', lambda q,idx: QTensor('FP8_BLOCK', q.shape, q.parts|dict(scale=q.parts['scale'][::-1])).decode()[idx])
+def _awq_in_order(mp): mp.setattr(atlas.ground.files, '_AWQ', np.arange(8))
+def _gptq_as_it_is(mp): mp.setattr(atlas.ground.files, '_gptq_codes', lambda spans, got, n, less=1, real=atlas.ground.files._gptq_codes: real(spans, got, n, 0))
+def _one_prefix(mp): mp.setattr(atlas.ground.files, 'trunk_prefix', lambda names: 'model.')
 @pytest.mark.parametrize('fault,name', [(_no_reciprocal,'qwen3-moe-nvfp4-ct'), (_never_turned,'gpt-oss'), (_never_turned,'qwen3-vl-moe'), (_no_order,'qwen3-next'), (_no_order,'gpt-oss-mxfp4'),
-    (_no_fn,'qwen3.5'), (_tiles_turned,'minimax-m2-fp8-block'), (_one_prefix,'qwen3-fp8-half'), (_one_prefix,'llama-bare')])
+    (_no_fn,'qwen3.5'), (_tiles_turned,'minimax-m2-fp8-block'), (_one_prefix,'qwen3-fp8-half'), (_awq_in_order,'qwen3-awq'), (_gptq_as_it_is,'llama-gptq'), (_one_prefix,'llama-bare')])
 def test_a_fault_is_noticed(tmp_path, made, monkeypatch, fault, name):
     raw,plain = made(name); conf = LAYOUTS[name][0]; want = arrays(plain_folder(tmp_path/'plain', conf, plain)); got = folder(tmp_path/'as', CONFS[conf], raw)
     fault(monkeypatch)
     try: assert unlike(arrays(got), want)
     except CheckpointError: pass
+
+# ---- integers in groups
+
+def test_groups_of_every_length(tmp_path):
+    "32 to a whole row, with and without zero points, whoever packed them"
+    for how in ('ct','gptq','awq'):
+        for group,symmetric in ((32,False), (64,False), (128,True), (0,False), (0,True)):
+            a = np.random.default_rng(group).standard_normal((24,256)).astype(np.float32)
+            raw,want = _int4('m.weight', a, how, group, symmetric)
+            (tmp_path/'t.safetensors').write_bytes(st_bytes({k:np.ascontiguousarray(x) for k,(x,_) in raw.items()}, dtypes={k:t for k,(_,t) in raw.items()}))
+            t, = st_infos(st_header(File(tmp_path/'t.safetensors'))); q = read_tensor(t)
+            assert (t.name,t.fmt,t.shape)==('m.weight','INT4',a.shape) and np.array_equal(q.decode(), want), (how, group)
+
+def test_zero_points_of_the_second_gptq(tmp_path, made):
+    "are what they are, and only the config says so"
+    raw,conf = layout(made, 'llama-gptq')
+    def add(x): n = x.view(np.uint32)[...,None]>>np.arange(0, 32, 4, dtype=np.uint32)&15; return sum((n[...,i]+1&15)<<4*i for i in range(8)).astype(np.uint32).view(np.int32)
+    second = {k:(add(v[0]),v[1]) if k.endswith('qzeros') else v for k,v in raw.items()}
+    q = dict(quant_method='gptq', bits=4, checkpoint_format='gptq_v2')
+    assert unlike(arrays(folder(tmp_path/'v2', conf|dict(quantization_config=q), second)), arrays(folder(tmp_path/'v1', conf|dict(quantization_config=q|dict(checkpoint_format='gptq')), raw)))==[]
+
+@pytest.mark.parametrize('name,end,change,words,exc', [
+    ('llama-gptq', 'g_idx', lambda a: np.roll(a, 7), 'activation order', UnsupportedError), ('llama-gptq', 'g_idx', lambda a: a[:-1], 'contradict', CheckpointError),
+    ('llama-gptq', 'qzeros', lambda a: a[:,:-1], 'contradict', CheckpointError), ('qwen3-awq', 'qzeros', lambda a: a[:-1], 'contradict', CheckpointError),
+    ('qwen3-awq', 'scales', lambda a: a.astype(np.int32), 'I32', CheckpointError), ('llama-int4-ct', 'weight_zero_point', lambda a: a[:-1], 'contradict', CheckpointError),
+    ('llama-int4-ct', 'weight_scale', lambda a: a.repeat(2, 1), 'groups of 16', UnsupportedError)])
+def test_packed_integers_that_are_refused(tmp_path, made, name, end, change, words, exc):
+    raw,conf = layout(made, name); k = key(raw, 'down_proj.'+end if end!='weight_scale' else 'o_proj.'+end); a,t = raw[k]
+    b = change(a); more = {k:(b,'I32' if b.dtype==np.int32 else t)}
+    if words=='groups of 16': z = k.replace('weight_scale', 'weight_zero_point'); more[z] = (raw[z][0].repeat(2, 1),'I32')
+    e = refused(folder(tmp_path, conf, raw|more), k.rsplit('.', 1)[0], words, exc=exc)
+    assert e.param
+
+def test_a_shape_that_lies(tmp_path, made):
+    raw,conf = layout(made, 'llama-int4-ct'); k = key(raw, 'o_proj.weight_shape')
+    with pytest.raises(CheckpointError, match='weight_shape says'): arrays(folder(tmp_path, conf, raw|{k:(raw[k][0]+8,'I64')}))
 
 # ---- bad input
 
@@ -102,7 +142,7 @@ def key(raw, pattern): return next(k for k in raw if re.search(pattern+'$', k))
 
 QUANTISED = [n for n,l in LAYOUTS.items() if l[3] and l[3][0][1]!='f16']
 quantised = pytest.mark.parametrize('name', QUANTISED)
-_SCALE = r'(_scale|_scale_inv|_scale_2|_global_scale|_scales)$'
+_SCALE = r'(_scale|_scale_inv|_scale_2|_global_scale|_scales|\.scales)$'
 def scales(raw): return [k for k in raw if re.search(_SCALE, k) and 'input_' not in k and 'per_expert' not in k]
 
 @quantised
@@ -125,7 +165,7 @@ def test_scales_that_contradict_their_weights(tmp_path, made, name):
 @quantised
 def test_scales_that_are_no_numbers(tmp_path, made, name, monkeypatch):
     raw,conf = layout(made, name)
-    monkeypatch.setattr('atlas.weights._assemble', lambda *a: pytest.fail('a weight was read'))
+    monkeypatch.setattr('atlas.ground.weights._assemble', lambda *a: pytest.fail('a weight was read'))
     for k in {re.search(_SCALE, k)[1]:k for k in scales(raw)}.values():
         a,t = raw[k]; a = np.array(a)
         a.reshape(-1)[a.size//2] = dict(F8_E4M3=0xFF, U8=0xFF, F8_E8M0=0xFF, BF16=0x7FC0).get(t, np.nan)
@@ -134,7 +174,7 @@ def test_scales_that_are_no_numbers(tmp_path, made, name, monkeypatch):
 @quantised
 def test_payloads_that_contradict_the_config(tmp_path, made, name):
     raw,conf = layout(made, name)
-    k = next(k for k,(a,t) in raw.items() if t in ('U8','F8_E4M3') and not re.search(_SCALE, k)); a,t = raw[k]
+    k = next(k for k,(a,t) in raw.items() if t in ('U8','F8_E4M3','I32') and not re.search(_SCALE, k)); a,t = raw[k]
     refused(folder(tmp_path/'m', conf, raw|{k:(a[:-1],t)})); refused(folder(tmp_path/'m', conf, raw|{k:(np.concatenate([a,a]),t)}))
     refused(folder(tmp_path/"m", conf, raw|{k:(a.reshape(-1)[:0],t)}))
 
@@ -247,8 +287,8 @@ def test_dummies_like_a_checkpoint(tmp_path, made):
 # ---- memory
 
 def test_what_does_not_fit_is_refused(tmp_path, made):
-    from atlas.core import OutOfMemoryError
-    from atlas.device import Host,Memory
+    from atlas.ground.core import OutOfMemoryError
+    from atlas.card.device import Host,Memory
     raw,conf = layout(made, 'qwen3-fp8-tensor'); d = folder(tmp_path, conf, raw)
     class Small(Host):
         def __init__(self, n): self.n = n
@@ -259,3 +299,9 @@ def test_what_does_not_fit_is_refused(tmp_path, made):
         if ok: arrays(d, Small(n), packed=p)
         else:
             with pytest.raises(OutOfMemoryError, match='need'): arrays(d, Small(n), packed=p)
+
+@pytest.mark.parametrize('name', ['llama-int4-ct','llama-gptq','qwen3-awq'])
+def test_inspect_shows_integers(tmp_path, made, name):
+    raw,conf = layout(made, name)
+    with open_checkpoint(folder(tmp_path, conf, raw)) as ck: formats = sheet(ck).to_dict()['formats']; packed = sum(t.nbytes for t in ck.tensors.values() if t.fmt=='INT4')
+    assert list(formats)[0]=='INT4' and packed==sum(v.nbytes for k,(v,t) in raw.items() if re.search(r'\.(weight_(packed|scale|zero_point|shape)|qweight|qzeros|scales|g_idx)$', k))

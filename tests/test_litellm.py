@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 import pytest
-from atlas.chat import ChatTemplate
+from atlas.text.chat import ChatTemplate
 
 here = Path(__file__).parent/'helpers'
 sys.path.insert(0, str(here))

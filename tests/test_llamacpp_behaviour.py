@@ -6,14 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 import httpx,numpy as np,openai,pytest,uvicorn
 from starlette.testclient import TestClient
-import atlas.score
-from atlas.chat import ChatTemplate
-from atlas.config import PRESETS
-from atlas.gateway import Model,Models as Gateway,Policy
-from atlas.http import Keys,Rules,server_config
-from atlas.llm import LLM
-from atlas.tokenizer import byte_tokenizer
-from atlas.server import create_app,listen
+import atlas.engine.score
+from atlas.text.chat import ChatTemplate
+from atlas.ground.config import PRESETS
+from atlas.service.gateway import Model,Models as Gateway,Policy
+from atlas.service.http import Keys,Rules,server_config
+from atlas.use.llm import LLM
+from atlas.text.tokenizer import byte_tokenizer
+from atlas.service.server import create_app,listen
 
 sys.path.insert(0, str(Path(__file__).parent/'helpers'))
 from inprocess import app_of,loaded  # noqa: E402
@@ -49,7 +49,7 @@ def test_it_is_there(real):
     assert real.get('/health').json()['status']==real.get('/v1/health').json()['status']=='ok'
     assert '<!doctype html>' in real.get('/').text.lower() and real.head('/').status_code==200
     m = real.get('/models').json()
-    assert m['object']=='list' and [(x['id'],x['aliases'],x['status']) for x in m['data']]==[('tiny',['tiny/alias'],dict(value='loaded'))]
+    assert m['object']=='list' and [(x['id'],x['aliases'],x['status']) for x in m['data']]==[('tiny',['tiny/alias'],dict(value='loaded', args=['atlas','serve','tiny']))]
     assert {x['id'] for x in real.get('/v1/models').json()['data']}=={'tiny','tiny/alias'} and real.get('/v1/models/tiny/alias').json()['root']=='tiny'
 
 @pytest.mark.parametrize('path', ['/props','/slots','/lora-adapters','/completion','/chat/completions','/v1/v1/models'])

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np, pytest
 from tokenizers import Tokenizer as HF,decoders,models
 from atlas import LLM,SamplingParams
-from atlas.core import AtlasError,ContextLengthError,OutOfMemoryError,RequestError,SourceError
-from atlas.device import Host,Memory
-from atlas.scheduler import Request
+from atlas.ground.core import AtlasError,ContextLengthError,OutOfMemoryError,RequestError,SourceError
+from atlas.card.device import Host,Memory
+from atlas.engine.scheduler import Request
 
 data = Path(__file__).parent/'data'
 def load(name='smollm2-tied', **kw): return LLM(str(data/name), device='cpu', **dict(max_seq_len=256)|kw)
@@ -72,7 +72,7 @@ def test_more_prompts_than_the_queue_holds():
 @pytest.mark.parametrize('where', ('forward','sample'))
 def test_an_exception_in_a_step(llm, monkeypatch, where):
     "The call that was under way fails, whoever else waits goes on, and nothing leaks"
-    import atlas.engine as E
+    import atlas.engine.engine as E
     want,s = llm.generate(A, greedy(8)).token_ids,llm.stream(A, greedy(8)); got = [next(s)]
     def broken(*_): raise ArithmeticError
     with monkeypatch.context() as m:
@@ -125,18 +125,18 @@ def test_bad_options(name, value):
     assert isinstance(e.value, OutOfMemoryError) or e.value.param==name
 
 def test_a_cache_that_cannot_fit_is_refused_before_the_weights_are_read(monkeypatch):
-    import atlas.llm
-    monkeypatch.setattr(atlas.llm, 'load_model', lambda *_: pytest.fail('loaded'))
+    import atlas.use.llm
+    monkeypatch.setattr(atlas.use.llm, 'load_model', lambda *_: pytest.fail('loaded'))
     with pytest.raises(OutOfMemoryError): load(kv_cache_memory=1000)
 
 def test_a_cache_beyond_the_host(monkeypatch):
     "What is asked for and needed has to be free; what is asked for and not needed is not made"
-    import atlas.llm
+    import atlas.use.llm
     whole = load(kv_cache_memory=1<<42).cache
     assert whole.pool.num_blocks==8*16
     monkeypatch.setattr(Host, 'memory', lambda self: Memory(1<<30, whole.nbytes-1))
     with monkeypatch.context() as m:
-        m.setattr(atlas.llm, 'load_model', lambda *_: pytest.fail('loaded'))
+        m.setattr(atlas.use.llm, 'load_model', lambda *_: pytest.fail('loaded'))
         with pytest.raises(OutOfMemoryError, match='The cache was to have') as e: load(kv_cache_memory=1<<42)
     assert e.value.param=='kv_cache_memory' and e.value.hint
     assert 16<=load().cache.pool.num_blocks<8*16*.4+1

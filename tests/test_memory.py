@@ -1,20 +1,20 @@
 "A model's memory on a card: what it takes is planned, counted and given back. The emulator counts as a card does."
 import gc,threading,numpy as np,pytest
-import atlas.loading
+import atlas.engine.loading
 from test_card import TOYS,_SMALL
-from atlas.arena import Arena
-from atlas.config import PRESETS
-from atlas.core import EngineError,OutOfMemoryError
-from atlas.device import Budget,Memory
-from atlas.emulator import Emulator,find_cxx
-from atlas.launch import compilations,saved_variants
-from atlas.llm import LLM,list_model
-from atlas.loading import _weight_bytes
-from atlas.model import wanted
-from atlas.opening import open_model
-from atlas.options import EngineConfig
+from atlas.card.arena import Arena
+from atlas.ground.config import PRESETS
+from atlas.ground.core import EngineError,OutOfMemoryError
+from atlas.card.device import Budget,Memory
+from atlas.card.emulator import Emulator,find_cxx
+from atlas.card.launch import compilations,saved_variants
+from atlas.use.llm import LLM,list_model
+from atlas.engine.loading import _weight_bytes
+from atlas.model.model import wanted
+from atlas.ground.opening import open_model
+from atlas.ground.options import EngineConfig
 from atlas.ops.sample import SamplingParams
-from atlas.variants import CARDS
+from atlas.card.variants import CARDS
 
 pytestmark = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
 M = 1<<20
@@ -77,9 +77,9 @@ def test_a_bound_beyond_the_card_is_no_error(load):
 
 def test_a_plan_that_was_wrong(load, monkeypatch):
     "Weights that need more than was thought: the region refuses, and nothing stays behind"
-    for name,v in dict(_weight_bytes=0, _step_bytes=0, _fit=8).items(): monkeypatch.setattr(atlas.loading, name, lambda *a, v=v, **kw: v)
+    for name,v in dict(_weight_bytes=0, _step_bytes=0, _fit=8).items(): monkeypatch.setattr(atlas.engine.loading, name, lambda *a, v=v, **kw: v)
     arena = Arena(Emulator(), Budget(300<<10), step=4096)
-    monkeypatch.setattr(atlas.loading, '_arena', lambda d: arena)
+    monkeypatch.setattr(atlas.engine.loading, '_arena', lambda d: arena)
     with pytest.raises(OutOfMemoryError, match='weights: .* needed, .* left of a budget of 300 KiB'): load('qwen3.6-moe')
     gc.collect(); arena.close()
     assert Emulator().room is None and not arena.budget.parts

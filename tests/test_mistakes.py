@@ -4,8 +4,8 @@ from dataclasses import replace
 from functools import partial
 import numpy as np, pytest
 from atlas import LLM
-from atlas.config import RopeConfig
-from atlas.weights import open_checkpoint
+from atlas.ground.config import RopeConfig
+from atlas.ground.weights import open_checkpoint
 from helpers.reference import TOL,Run,data,drafts,error,having,model,mtp,refs,rewritten,seen
 
 def far(got, want):

@@ -6,12 +6,12 @@ from contextlib import contextmanager
 from pathlib import Path
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families as families
-from atlas.chat import ChatTemplate
-from atlas.gateway import Model,Models,Policy
-from atlas.http import server_config
-from atlas.tokenizer import byte_tokenizer
-from atlas.log import Access,configure
-from atlas.server import create_app
+from atlas.text.chat import ChatTemplate
+from atlas.service.gateway import Model,Models,Policy
+from atlas.service.http import server_config
+from atlas.text.tokenizer import byte_tokenizer
+from atlas.service.log import Access,configure
+from atlas.service.server import create_app
 
 sys.path.insert(0, str(Path(__file__).parent/'helpers'))
 from script_config import ScriptConfig  # noqa: E402
@@ -131,7 +131,7 @@ def test_a_thousand_mixed_requests():
 def test_what_an_unloaded_model_leaves():
     "Its guides are freed, with all that a library in another language holds for them"
     import weakref
-    from atlas.guide import Guides
+    from atlas.text.guide import Guides
     g = Guides(byte_tokenizer(), 256, [0])
     g.check(dict(kind='regex', pattern='a+'))
     left = weakref.ref(g)

@@ -4,7 +4,7 @@ Each check takes the function it judges, so that the last test can hand it a bro
 import inspect,math
 import numpy as np,pytest
 from hypothesis import Phase,given,settings,strategies as st
-from atlas.formats import QTensor
+from atlas.ground.formats import QTensor
 from atlas.ops import moe
 from atlas.ops.linear import TILE
 from atlas.ops.moe import experts,route

@@ -7,13 +7,13 @@ from dataclasses import replace
 from pydantic import BaseModel
 from starlette.testclient import TestClient
 from tokenizers import Tokenizer as HFTokenizer,decoders,models,pre_tokenizers
-from atlas.chat import ChatTemplate
-from atlas.config import PRESETS
-from atlas.core import RequestError
-from atlas.requests import Event
-from atlas.llm import LLM
-from atlas.server import create_app
-from atlas.tokenizer import Tokenizer
+from atlas.text.chat import ChatTemplate
+from atlas.ground.config import PRESETS
+from atlas.ground.core import RequestError
+from atlas.ground.requests import Event
+from atlas.use.llm import LLM
+from atlas.service.server import create_app
+from atlas.text.tokenizer import Tokenizer
 from test_server import END,FakeRunner,HELLO,WAIT,app_of,client_of,dial,head,live,read_until,template,threaded,tok
 from inprocess import loaded
 
@@ -166,9 +166,9 @@ def test_fields_without_effect_are_named(calling):
 
 def test_ignored_fields_are_told_once(calling, caplog, monkeypatch):
     "By every API, whatever their names hold, and a stranger cannot fill log or memory with inventions"
-    import atlas.server
+    import atlas.service.server
     c,_,_,port = calling
-    monkeypatch.setattr(atlas.server, '_told', told := set())
+    monkeypatch.setattr(atlas.service.server, '_told', told := set())
     monkeypatch.setattr(logging.getLogger('atlas'), 'propagate', True)
     def post(path, **kw):
         r = httpx.post(f'http://127.0.0.1:{port}{path}', json=dict(model='fake', max_tokens=4)|kw)
@@ -190,8 +190,8 @@ def test_what_real_clients_send_is_no_news():
     from openai.types.chat.completion_create_params import CompletionCreateParamsBase as Chat
     from openai.types.completion_create_params import CompletionCreateParamsBase as Completion
     from openai.types.responses.response_create_params import ResponseCreateParamsBase as Responses
-    from atlas.protocol import anthropic,openai,responses
-    from atlas.protocol.base import ignored
+    from atlas.service.protocol import anthropic,openai,responses
+    from atlas.service.protocol.base import ignored
     kinds = [(openai.ChatBody,Chat),(openai.CompletionBody,Completion),(responses.ResponsesBody,Responses),(anthropic.MessagesBody,Messages)]
     left = {kind.__name__:ignored(kind.model_construct(**dict.fromkeys(theirs.__annotations__, 'x'))) for kind,theirs in kinds}
     assert left==dict(ChatBody=['audio','function_call','functions','web_search_options'], CompletionBody=[], ResponsesBody=['image'], MessagesBody=['container'])

@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest,schemathesis
 from hypothesis import HealthCheck,settings
 from atlas import LLM
-from atlas.config import PRESETS
-from atlas.server import create_app
-import atlas.score
+from atlas.ground.config import PRESETS
+from atlas.service.server import create_app
+import atlas.engine.score
 
 sys.path.insert(0, str(Path(__file__).parent/'helpers'))
 from inprocess import loaded  # noqa: E402

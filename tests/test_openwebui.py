@@ -9,13 +9,13 @@ from inprocess import loaded as loaded_models
 from script_config import ScriptConfig
 from scripted import running,service
 from test_images import FILES,folder,url
-from atlas.chat import ChatTemplate
-from atlas.clients import Served,setup
-from atlas.gateway import Models,Policy,modelled
-from atlas.http import Keys,Rules
-from atlas.llm import LLM
-from atlas.tokenizer import byte_tokenizer
-from atlas.server import create_app
+from atlas.text.chat import ChatTemplate
+from atlas.use.clients import Served,setup
+from atlas.service.gateway import Models,Policy,modelled
+from atlas.service.http import Keys,Rules
+from atlas.use.llm import LLM
+from atlas.text.tokenizer import byte_tokenizer
+from atlas.service.server import create_app
 
 WAIT = 60
 HEADS = {'content-type':'application/json', 'accept':'*/*', 'accept-encoding':'gzip, deflate, br', 'user-agent':'Python/3.11 aiohttp/3.14.5'}

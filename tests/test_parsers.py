@@ -3,8 +3,8 @@ import time
 from types import SimpleNamespace
 import pytest
 from hypothesis import given,settings,strategies as st
-from atlas.core import RequestError
-from atlas.parsers import (REASONING_PARSERS,TOOL_PARSERS,Answer,ReasoningStream,Splitter,ToolStream,begins,default_parsers,kept,parse_reasoning,parse_tools)
+from atlas.ground.core import RequestError
+from atlas.text.parsers import (REASONING_PARSERS,TOOL_PARSERS,Answer,ReasoningStream,Splitter,ToolStream,begins,default_parsers,kept,parse_reasoning,parse_tools)
 
 many = settings(max_examples=60, deadline=None)
 S,T = '<|start|>','<|start|>assistant'

@@ -3,11 +3,11 @@ import copy,tomllib
 from importlib.resources import files
 import pytest
 from hypothesis import given,settings,strategies as st
-from atlas.config import PRESETS,ModelConfig,check_preset,families
-from atlas.core import ConfigError,UnsupportedError
-from atlas.presets import Presets,read_presets
+from atlas.ground.config import PRESETS,ModelConfig,check_preset,families
+from atlas.ground.core import ConfigError,UnsupportedError
+from atlas.ground.presets import Presets,read_presets
 
-FILES = {p.name:p.read_text(encoding='utf-8') for p in files('atlas.families').iterdir() if p.name.endswith('.toml')}
+FILES = {p.name:p.read_text(encoding='utf-8') for p in files('atlas.model.families').iterdir() if p.name.endswith('.toml')}
 OWN = {n:(f,d) for f,text in FILES.items() for n,d in read_presets(text, f).items()}
 
 def test_every_family_has_a_file_and_every_preset_a_family():
@@ -68,9 +68,9 @@ def test_a_damaged_file(file, data):
     except (ConfigError,UnsupportedError) as e: assert e.msg.startswith(file)
 
 def test_two_files_cannot_have_one_preset(tmp_path, monkeypatch):
-    import atlas.presets
+    import atlas.ground.presets
     for n in 'ab': (tmp_path/f'{n}.toml').write_text('["one"]\nx = 1\n')
-    monkeypatch.setattr(atlas.presets, 'files', lambda package: tmp_path)
+    monkeypatch.setattr(atlas.ground.presets, 'files', lambda package: tmp_path)
     with pytest.raises(ConfigError, match='b.toml: one: another file'): len(Presets('anywhere', lambda *a: None))
 
 def test_presets_are_a_mapping_that_can_be_added_to(monkeypatch):

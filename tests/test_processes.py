@@ -5,15 +5,15 @@ import numpy as np,pytest
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from atlas.turn import UnavailableError
-from atlas.core import AtlasError,NumericError,OutOfMemoryError,QueueFullError,RequestError
-from atlas.gateway import Model,Models,Policy
-from atlas.llm import LLM
-from atlas.tokenizer import byte_tokenizer
-from atlas.options import EngineConfig
-from atlas.remote import Child
-from atlas.requests import Request,SamplingParams
-from atlas.worker import FATAL,REFUSED
+from atlas.service.turn import UnavailableError
+from atlas.ground.core import AtlasError,NumericError,OutOfMemoryError,QueueFullError,RequestError
+from atlas.service.gateway import Model,Models,Policy
+from atlas.use.llm import LLM
+from atlas.text.tokenizer import byte_tokenizer
+from atlas.ground.options import EngineConfig
+from atlas.service.remote import Child
+from atlas.ground.requests import Request,SamplingParams
+from atlas.service.worker import FATAL,REFUSED
 
 sys.path.insert(0, str(Path(__file__).parent/'helpers'))
 from script_config import ScriptConfig  # noqa: E402
@@ -295,8 +295,8 @@ async def test_clocks_that_jump(monkeypatch):
 
 def test_only_the_monotonic_clock():
     "The wall clock is asked once: when a model was made known"
-    import inspect,atlas.gateway,atlas.link,atlas.remote,atlas.worker
-    src = ''.join(map(inspect.getsource, (atlas.gateway, atlas.link, atlas.remote, atlas.worker)))
+    import inspect,atlas.service.gateway,atlas.service.link,atlas.service.remote,atlas.service.worker
+    src = ''.join(map(inspect.getsource, (atlas.service.gateway, atlas.service.link, atlas.service.remote, atlas.service.worker)))
     assert src.count('time.time(')==1 and 'datetime' not in src
 
 @running_test
@@ -312,7 +312,7 @@ async def test_a_gateway_that_slept():
 async def test_what_cannot_be_followed_is_given_up(monkeypatch):
     "A mistake of our own in the life of a process is no silence"
     async def broken(self, sock): raise RuntimeError('a mistake')
-    monkeypatch.setattr('atlas.remote.RemoteRunner.attach', broken)
+    monkeypatch.setattr('atlas.service.remote.RemoteRunner.attach', broken)
     async with running(model()) as ms:
         with pytest.raises(AtlasError, match='RuntimeError'): await ms.get()
         assert ms.all[0].state=='failed'
@@ -330,8 +330,8 @@ async def test_text_side_that_fails():
 @running_test
 async def test_images_are_sent_once():
     "The answers to one prompt share their images; whoever comes next has their own"
-    from atlas.link import Frames
-    from atlas.remote import RemoteRunner
+    from atlas.service.link import Frames
+    from atlas.service.remote import RemoteRunner
     from types import SimpleNamespace as NS
     sent,r = [],RemoteRunner('r')
     r._wire,r._ready,r.info = NS(write=sent.append),True,dict(max_seq_len=100)
@@ -478,7 +478,7 @@ async def test_no_thread_to_wait_with(monkeypatch):
             pids,popen = [],subprocess.Popen
             class Seen(popen):
                 def __init__(self, *a, **kw): super().__init__(*a, **kw); pids.append(self.pid)
-            mp.setattr('atlas.remote.threading.Thread.start', none); mp.setattr('atlas.remote.subprocess.Popen', Seen)
+            mp.setattr('atlas.service.remote.threading.Thread.start', none); mp.setattr('atlas.service.remote.subprocess.Popen', Seen)
             with pytest.raises(OSError, match='thread'): Child(FAKE)
             assert len(pids)==1 and not alive(pids[0])
 
@@ -693,7 +693,7 @@ def test_http_killed_gateway_while_its_worker_starts(tmp_path):
     code = f'''
 import os,socket,subprocess,sys,time
 a,b = socket.socketpair(); r,w = os.pipe()
-p = subprocess.Popen([sys.executable,'-m','atlas.worker',str(b.fileno()),str(r),str(os.getpid()),'x'], pass_fds=(b.fileno(),r), start_new_session=True, env=dict(os.environ, PYTHONPATH={str(tmp_path)!r}+os.pathsep+{str(here.parent)!r}))
+p = subprocess.Popen([sys.executable,'-m','atlas.service.worker',str(b.fileno()),str(r),str(os.getpid()),'x'], pass_fds=(b.fileno(),r), start_new_session=True, env=dict(os.environ, PYTHONPATH={str(tmp_path)!r}+os.pathsep+{str(here.parent)!r}))
 print(p.pid, flush=True); time.sleep(10**6)
 '''
     p = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, text=True, start_new_session=True)
@@ -912,7 +912,7 @@ def test_a_life_is_not_told_under_the_request_that_began_it():
     assert seen[0]==('loading','req_first') and ('loaded',None) in seen and ('loaded','req_first') not in seen
 
 def test_names_and_aliases():
-    from atlas.gateway import modelled
+    from atlas.service.gateway import modelled
     ms = Models(modelled(['a',dict(model='b', names=['bee'])], ['first'], ['*','gpt']))
     assert [ms.find(n).name for n in ('first','gpt','claude-opus','bee',None)]==['first','first','first','bee','first'] and '*' not in ms.list()[0]['names']
     with pytest.raises(AtlasError): Models(modelled('a')).find('b')

@@ -6,12 +6,13 @@ from hypothesis import HealthCheck,given,settings,strategies as st
 from pathlib import Path
 from safetensors.numpy import load_file,save_file
 from typer.testing import CliRunner
-from atlas import LLM,quantize as Q
-from atlas.cli import app
-from atlas.core import AtlasError,CheckpointError,ConfigError,SourceError,UnsupportedError
-from atlas.files import INDEX,read_tensor
-from atlas.formats import bf16_to_f32,f32_to_bf16
-from atlas.quantize import LAYOUTS,QuantReport,plot_errors,quantize
+from atlas import LLM
+from atlas.ground import quantize as Q
+from atlas.use.cli import app
+from atlas.ground.core import AtlasError,CheckpointError,ConfigError,SourceError,UnsupportedError
+from atlas.ground.files import INDEX,read_tensor
+from atlas.ground.formats import bf16_to_f32,f32_to_bf16
+from atlas.ground.quantize import LAYOUTS,QuantReport,plot_errors,quantize
 
 data = Path(__file__).parent/'data'
 LAYOUT = {(l.format,l.name):l for l in LAYOUTS}
@@ -291,7 +292,7 @@ def test_the_rest_of_a_modelopt_checkpoint(tmp_path):
 # ---- whole or not at all
 
 KILL = '''import os,sys,signal
-from atlas import quantize as Q
+from atlas.ground import quantize as Q
 n,real = int(sys.argv[3]),Q._pwrite; count = [0]
 def spy(*a):
     count[0] += 1
@@ -311,7 +312,7 @@ def test_killed_at_any_moment(tmp_path):
     quantize(src, out, 'fp8', force=True); assert config(out)['quant_method']=='fp8' and hidden(tmp_path)==[]
 
 def test_ctrl_c(tmp_path):
-    code = KILL.split('; Q.quantize')[0].replace('SIGKILL', 'SIGINT').replace('n,real = int(sys.argv[3])', 'n,real = 12')+"; from atlas.cli import main; main()"
+    code = KILL.split('; Q.quantize')[0].replace('SIGKILL', 'SIGINT').replace('n,real = int(sys.argv[3])', 'n,real = 12')+"; from atlas.use.cli import main; main()"
     src = folder(tmp_path/'s'); r = subprocess.run([sys.executable, '-c', code, 'quantize', str(src), str(tmp_path/'out'), '--format', 'fp8'], capture_output=True, text=True, timeout=120)
     assert r.returncode==130 and 'Traceback' not in r.stderr and not (tmp_path/'out').exists() and hidden(tmp_path)==[]
 

@@ -2,9 +2,9 @@
 import re
 import numpy as np, pytest
 from atlas import LLM,SamplingParams
-from atlas.cache import KVCache
-from atlas.engine import Engine,HostStepper
-from atlas.scheduler import Request,Scheduler
+from atlas.engine.cache import KVCache
+from atlas.engine.engine import Engine,HostStepper
+from atlas.engine.scheduler import Request,Scheduler
 from helpers.gguf_writer import to_gguf
 from helpers.reference import TOL,Run,data,drafts,error,having,host,model,mtp,refs,rewritten,seen
 

@@ -5,11 +5,11 @@ import openai,pytest
 from hypothesis import HealthCheck,example,given,settings,strategies as st
 from pydantic import BaseModel,TypeAdapter
 from openai.types.responses import Response,ResponseItem,ResponseStreamEvent
-from atlas.core import AtlasError,QueueFullError
-from atlas.parsers import Splitter
-from atlas.deltas import CallDelta,Delta
-from atlas.protocol.base import Call,Choice,Usage,gather
-from atlas.protocol.responses import ResponsesAsk,Store,error_body,parse,reply,seal,unseal
+from atlas.ground.core import AtlasError,QueueFullError
+from atlas.text.parsers import Splitter
+from atlas.text.deltas import CallDelta,Delta
+from atlas.service.protocol.base import Call,Choice,Usage,gather
+from atlas.service.protocol.responses import ResponsesAsk,Store,error_body,parse,reply,seal,unseal
 
 sys.path.insert(0, str(Path(__file__).parent/'helpers'))
 from scripted import serve,service  # noqa: E402
@@ -378,7 +378,7 @@ def test_a_client_that_leaves_does_not_leave_a_response_in_progress():
     assert s.get(w.id)['status']=='cancelled' and s.records[w.id].writer is None
 
 def test_failures_have_codes_that_codex_knows():
-    from atlas.core import ContextLengthError
+    from atlas.ground.core import ContextLengthError
     def code(e): return events(reply(asked(), 'm').error(e))[-1]['response']['error']['code']
     assert [code(e) for e in (QueueFullError('x'), ContextLengthError('x'), ValueError('x'), AtlasError('x'))]==['rate_limit_exceeded','context_length_exceeded','server_error','server_error']
 

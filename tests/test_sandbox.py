@@ -4,9 +4,9 @@ from concurrent.futures import wait
 from contextvars import copy_context
 from pathlib import Path
 import pytest
-from atlas.chat import ChatTemplate
-from atlas.core import EngineError,QueueFullError,RequestError
-from atlas.sandbox import BusyError,OverrunError,SafeTemplate,Sandbox,asker
+from atlas.text.chat import ChatTemplate
+from atlas.ground.core import EngineError,QueueFullError,RequestError
+from atlas.text.sandbox import BusyError,OverrunError,SafeTemplate,Sandbox,asker
 
 WAIT = 20
 JOBS = {'sleep':'time:sleep', 'power':'builtins:pow', 'room':'builtins:bytearray', 'exit':'os:_exit', 'pid':'os:getpid', 'sum':'builtins:sum', 'stop':'signal:raise_signal', 'list':'builtins:list',
@@ -29,7 +29,7 @@ def test_dies_with_its_parent(how, job):
     "Also in the middle of a job that Python cannot interrupt"
     code = f'''
 import sys
-from atlas.sandbox import Sandbox
+from atlas.text.sandbox import Sandbox
 box = Sandbox({JOBS!r}, seconds=600., workers=2)
 print(*{{box.submit('pid').result() for _ in range(8)}}, flush=True)
 if {job!r}=='busy':
@@ -46,7 +46,7 @@ import time; time.sleep(600)
 
 def test_exit_of_the_parent_is_not_held_up():
     "A program that forgets to close its sandbox ends all the same"
-    code = f'from atlas.sandbox import Sandbox\nbox = Sandbox({JOBS!r}, seconds=600.)\nprint(box.call("pid"))'
+    code = f'from atlas.text.sandbox import Sandbox\nbox = Sandbox({JOBS!r}, seconds=600.)\nprint(box.call("pid"))'
     r = subprocess.run([sys.executable,'-c',code], capture_output=True, text=True, timeout=WAIT, cwd=Path(__file__).parents[1])
     assert r.returncode==0 and gone(int(r.stdout)), r.stderr
 
@@ -78,8 +78,8 @@ def test_no_room_for_a_child(how, monkeypatch):
     "The system's trouble is a 503, and over when it is over"
     with Sandbox(JOBS, workers=1) as box:
         with monkeypatch.context() as m:
-            if how=='no beginning': m.setattr('atlas.sandbox.sys.executable', '/bin/false')
-            else: m.setattr('atlas.sandbox.subprocess.Popen', lambda *a, **kw: (_ for _ in ()).throw(OSError(24, 'Too many open files')))
+            if how=='no beginning': m.setattr('atlas.text.sandbox.sys.executable', '/bin/false')
+            else: m.setattr('atlas.text.sandbox.subprocess.Popen', lambda *a, **kw: (_ for _ in ()).throw(OSError(24, 'Too many open files')))
             for _ in range(2):
                 with pytest.raises(BusyError) as e: box.call('sum', [1])
                 assert (e.value.status, e.value.code)==(503, 'queue_full')

@@ -8,11 +8,11 @@ from collections import deque
 import pytest
 from hypothesis import settings,strategies as st
 from hypothesis.stateful import RuleBasedStateMachine,initialize,invariant,precondition,rule
-from atlas.cache import BlockPool
-from atlas.core import ContextLengthError,QueueFullError,RequestError
+from atlas.engine.cache import BlockPool
+from atlas.ground.core import ContextLengthError,QueueFullError,RequestError
 from atlas.ops.linear import MAX_ROWS,TILE
 from atlas.ops.sample import SamplingParams
-from atlas.scheduler import Request,Scheduler
+from atlas.engine.scheduler import Request,Scheduler
 
 VOCAB,EOS,STOP = 120,0,1
 ROW = (-1,-1) # How a row of decode or replay was computed; a row of prefill says which rows were in its tile

@@ -3,9 +3,9 @@ import sys
 from pathlib import Path
 import numpy as np, pytest
 from atlas import LLM,SamplingParams
-from atlas.core import QueueFullError,RequestError,UnsupportedError
-from atlas.emulator import Emulator
-import atlas.score
+from atlas.ground.core import QueueFullError,RequestError,UnsupportedError
+from atlas.card.emulator import Emulator
+import atlas.engine.score
 from atlas.ops.sample import logsumexp
 
 sys.path.insert(0, str(Path(__file__).parent/'gpu'))

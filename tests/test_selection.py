@@ -59,13 +59,13 @@ def test_children_answer_signals(first, said):
     r = subprocess.run([sys.executable, '-c', IGNORED % first], capture_output=True, text=True)
     assert r.stdout.strip()==said, r.stderr
 
-COMPILED = '''from atlas.emulator import Emulator
-from atlas.launch import Source
+COMPILED = '''from atlas.card.emulator import Emulator
+from atlas.card.launch import Source
 print(Emulator().load(Source('silu_mul')).name)'''
 
 def test_nobody_compiles_a_kernel_twice(tmp_path):
     "Processes that want the same one at the same time wait for whoever began"
-    from atlas.emulator import find_cxx
+    from atlas.card.emulator import find_cxx
     if not find_cxx(): pytest.skip('no C++ compiler')
     (cxx := tmp_path/'cxx').write_text(f'#!/bin/sh\ncase "$*" in *--version*) ;; *) echo x >> {tmp_path}/log;; esac\nexec {find_cxx()} "$@"\n')
     cxx.chmod(0o755)

@@ -7,12 +7,12 @@ import atlas,httpx,openai,pytest,uvicorn
 from hypothesis import HealthCheck,example,given,settings,strategies as st
 from starlette.testclient import TestClient
 from tokenizers import Tokenizer as HFTokenizer,decoders,models,pre_tokenizers
-from atlas.chat import ChatTemplate
-from atlas.core import ContextLengthError,QueueFullError
-from atlas.gateway import Models
-from atlas.requests import Event
-from atlas.server import PortError,create_app,listen,page
-from atlas.tokenizer import Tokenizer
+from atlas.text.chat import ChatTemplate
+from atlas.ground.core import ContextLengthError,QueueFullError
+from atlas.service.gateway import Models
+from atlas.ground.requests import Event
+from atlas.service.server import PortError,create_app,listen,page
+from atlas.text.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent/'helpers'))
 from inprocess import always,app_of,run,threaded  # noqa: E402
@@ -203,7 +203,7 @@ def places(d, at=()):
 
 @pytest.fixture(scope='module')
 def guided():
-    from atlas.guide import Guides
+    from atlas.text.guide import Guides
     return local(FakeRunner('ok'), guides=Guides(tok, 257, (END,)), parsers=('hermes',None))
 
 @pytest.mark.parametrize('path', RICH)
@@ -458,7 +458,7 @@ def test_gone_while_it_is_prepared(what):
     path,body,kw = {'template':('/v1/chat/completions', {}, dict(template=SlowTemplate(slow))), 'guide':('/v1/chat/completions', dict(response_format=dict(type='json_object')), dict(guides=Guide())),
         'image':('/v1/chat/completions', dict(messages=[dict(role='user', content=[dict(type='text', text='x')])]), {}), 'score':('/v1/completions', dict(prompt='ab', echo=True, logprobs=1), {})}[what]
     with pytest.MonkeyPatch.context() as m, live(r, **kw) as port:
-        if what=='image': m.setattr('atlas.service.prepare_images', lambda *a, **kw: slow.block())
+        if what=='image': m.setattr('atlas.service.service.prepare_images', lambda *a, **kw: slow.block())
         try:
             with dial(port) as s: send(s, path, **body); assert slow.begun.acquire(timeout=WAIT)
             noticed(port, path)
@@ -588,7 +588,7 @@ def test_a_choice_that_cannot_begin():
 
 def test_frozen_reader_of_a_quiet_stream():
     "All that is written is a comment now and then, and that is not taken either"
-    from atlas.turn import EventStream
+    from atlas.service.turn import EventStream
     ends,sent = [],[]
     async def quiet():
         yield b'first'
@@ -608,9 +608,9 @@ def test_a_stream_that_breaks(how, caplog):
     "A mistake of our own in what keeps a stream open, in what ends it, or in itself: the connection is closed, the log has it, and others are served"
     r = FakeRunner(hold=2)
     with pytest.MonkeyPatch.context() as m, live(r, ping=.05) as port:
-        if how=='ping': m.setattr('atlas.protocol.base.Writer.ping', lambda self: 1/0)
-        if how=='close': m.setattr('atlas.protocol.base.Writer.close', lambda self: 1/0)
-        if how=='events': m.setattr('atlas.turn.Turn.usage', lambda self: 1/0)
+        if how=='ping': m.setattr('atlas.service.protocol.base.Writer.ping', lambda self: 1/0)
+        if how=='close': m.setattr('atlas.service.protocol.base.Writer.close', lambda self: 1/0)
+        if how=='events': m.setattr('atlas.service.turn.Turn.usage', lambda self: 1/0)
         with dial(port) as s:
             ask(s, stream=True)
             if how=='close': read_until(s, b'data: ')

@@ -2,11 +2,11 @@
 import json,re,shutil
 import numpy as np, pytest
 from hypothesis import given,settings,strategies as st
-from atlas.config import ModelConfig
-from atlas.core import CheckpointError,ConfigError,UnsupportedError
-from atlas.device import get_device
-from atlas.model import build,load_model
-from atlas.weights import dummy_checkpoint,load,open_checkpoint
+from atlas.ground.config import ModelConfig
+from atlas.ground.core import CheckpointError,ConfigError,UnsupportedError
+from atlas.card.device import get_device
+from atlas.model.model import build,load_model
+from atlas.ground.weights import dummy_checkpoint,load,open_checkpoint
 from helpers.checkpoints import st_bytes
 from helpers.reference import Run,data,rewritten
 

@@ -6,10 +6,10 @@ from datetime import datetime
 from hypothesis import given,settings,strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as Inner,decoders,models,pre_tokenizers,trainers
-from atlas.chat import ChatTemplate,_Generation
-from atlas.core import AtlasError,TemplateError
+from atlas.text.chat import ChatTemplate,_Generation
+from atlas.ground.core import AtlasError,TemplateError
 from atlas.ops.sample import RowParams,SampleState,SamplingParams,candidates,draw,sample,top,weights
-from atlas.tokenizer import PRES,StopStrings,Tokenizer,_T
+from atlas.text.tokenizer import PRES,StopStrings,Tokenizer,_T
 
 few = settings(max_examples=60, deadline=None)
 TEXT = '''The quick brown fox jumps over the lazy dog – naïve café, 時間, ♜♞, 👩‍👧; it's 12345 or 3.14.

@@ -3,8 +3,8 @@ import ast,json,random,time,pytest
 from pathlib import Path
 from hypothesis import HealthCheck,given,settings,strategies as st
 import atlas
-from atlas.core import RequestError
-from atlas.parsers import TOOL_PARSERS,ToolStream,parse_tools
+from atlas.ground.core import RequestError
+from atlas.text.parsers import TOOL_PARSERS,ToolStream,parse_tools
 
 many = settings(deadline=None, max_examples=60, derandomize=True, suppress_health_check=list(HealthCheck))
 

@@ -3,13 +3,13 @@ import json,os,random,struct,tracemalloc
 import gguf, numpy as np, pytest
 from hypothesis import HealthCheck,given,settings,strategies as st
 from safetensors.numpy import save as st_save
-from atlas.core import AtlasError,CheckpointError,SourceError,UnsupportedError
-from atlas.device import get_device
-from atlas.formats import FORMATS,QTensor,bf16_to_f32,f32_to_bf16
-from atlas.model import build
-from atlas.files import INDEX,File
-from atlas.llamacpp import gguf_header
-from atlas.weights import Want,check_plan,load,open_checkpoint
+from atlas.ground.core import AtlasError,CheckpointError,SourceError,UnsupportedError
+from atlas.card.device import get_device
+from atlas.ground.formats import FORMATS,QTensor,bf16_to_f32,f32_to_bf16
+from atlas.model.model import build
+from atlas.ground.files import INDEX,File
+from atlas.ground.llamacpp import gguf_header
+from atlas.ground.weights import Want,check_plan,load,open_checkpoint
 from helpers.checkpoints import CONF,GGUF_META,GGUF_NAMES,gguf_file,hf_folder,interleave,splice,st_bytes,st_entries,weights
 
 host = get_device('cpu')
@@ -206,7 +206,7 @@ def test_tensors_nobody_wants(tmp_path):
 
 def test_nothing_is_read_before_the_plan_holds(tmp_path, monkeypatch):
     d = hf_folder(tmp_path/'m', {k:a for k,a in weights().items() if k!=NORM}); c = open_checkpoint(d)
-    monkeypatch.setattr('atlas.weights._assemble', lambda *a: pytest.fail('read too early'))
+    monkeypatch.setattr('atlas.ground.weights._assemble', lambda *a: pytest.fail('read too early'))
     with pytest.raises(CheckpointError): load(c, build(c.config).wants(), host)
     c.close()
 
@@ -219,7 +219,7 @@ def test_file_that_shrinks_while_it_is_read(tmp_path):
 @pytest.mark.parametrize('conf,words', [
     (dict(CONF, model_type='mamba'), ['mamba']), (dict(CONF, model_type=None), ['model_type']), (dict(CONF, num_hidden_layers=10**9), ['num_hidden_layers']),
     (dict(CONF, num_attention_heads=0), ['num_attention_heads']), (dict(CONF, hidden_size='32'), ['hidden_size']), (dict(CONF, hidden_size=64), ['asks for']),
-    (dict(CONF, num_hidden_layers=2), ['lacks','layers.1.']), (dict(CONF, quantization_config={'quant_method':'gptq'}), ['gptq'])])
+    (dict(CONF, num_hidden_layers=2), ['lacks','layers.1.']), (dict(CONF, quantization_config={'quant_method':'aqlm'}), ['aqlm'])])
 def test_configs_that_do_not_fit(tmp_path, conf, words): fails(hf_folder(tmp_path/'m', conf=conf), *words)
 
 ODD = (None, True, 0, -1, 1.5, 10**30, float('nan'), float('inf'), 'x', '', [], [1], {}, {'rope_type':[]}, [[]])
@@ -326,7 +326,7 @@ def test_gguf_strings_and_arrays(tmp_path, monkeypatch):
     p.write_bytes(splice(b, w+4, struct.pack('<I', 9))); fails(p, 'unknown type 9')       # an array of arrays
     p.write_bytes(splice(b, w+16, struct.pack('<Q', 2**62))); fails(p, 'words would take')
     p.write_bytes(splice(b, w+24, b'\xff')); fails(p, 'UTF-8')
-    p.write_bytes(b); everything(p); monkeypatch.setattr('atlas.llamacpp.MAX_ARRAY', 1); fails(p, 'claims 2 elements')
+    p.write_bytes(b); everything(p); monkeypatch.setattr('atlas.ground.llamacpp.MAX_ARRAY', 1); fails(p, 'claims 2 elements')
 
 def test_gguf_rope_factors(tmp_path):
     with open_checkpoint(gguf_file(tmp_path/'a.gguf', extra={'rope_freqs.weight':np.arange(1,9,dtype=np.float32)})) as c: assert c.config.attention.rope.freq_factors==tuple(range(1,9))

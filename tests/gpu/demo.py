@@ -9,10 +9,10 @@ import tempfile,time
 from pathlib import Path
 import numpy as np
 from toys import arguments,verdict
-from atlas.bench_decode import measure
-from atlas.cache import KVCache
-from atlas.llm import LLM
-from atlas.model import Piece,make_batch
+from atlas.use.bench_decode import measure
+from atlas.engine.cache import KVCache
+from atlas.use.llm import LLM
+from atlas.model.model import Piece,make_batch
 from atlas.ops.sample import SamplingParams
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +54,7 @@ def say(what):
 def setting(a):
     "The model's name, the devices' tokens of text, of an answer, and of context"
     if not a.emulator: return a.model or 'demo','cuda',a.tokens or 400,64 if a.answer is None else a.answer,2048
-    from atlas.emulator import Emulator
+    from atlas.card.emulator import Emulator
     return a.model or str(ROOT/'tests/data/smollm2-tied'),Emulator(),a.tokens or 40,6 if a.answer is None else a.answer,128
 
 def main():

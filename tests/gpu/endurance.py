@@ -5,7 +5,7 @@
 import time
 import numpy as np
 from toys import arguments,greedy,prompt,toy,verdict
-from atlas.launch import compilations
+from atlas.card.launch import compilations
 
 def held(s):
     "Bytes that the card has given away, that CuPy's pools have, and those of them in use"

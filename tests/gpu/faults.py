@@ -4,11 +4,11 @@
 """
 import subprocess,sys,tempfile
 from pathlib import Path
-from atlas.card import Arguments,card_of,run
-from atlas.core import DeviceError
-from atlas.device import Cuda,CudaFault,Host,faults
-from atlas.graph import Graph,Ring
-from atlas.launch import Source
+from atlas.card.card import Arguments,card_of,run
+from atlas.ground.core import DeviceError
+from atlas.card.device import Cuda,CudaFault,Host,faults
+from atlas.card.graph import Graph,Ring
+from atlas.card.launch import Source
 from toys import verdict
 
 BAD = '''// y : [n] f32

@@ -11,10 +11,10 @@ def find():
     return shutil.which('compute-sanitizer') or next((p for p in usual if os.path.exists(p)), None)
 
 def check(emulator):
-    from atlas.check import check
-    from atlas.device import Cuda
-    from atlas.emulator import Emulator
-    if emulator: import atlas.check as c; c._cases[:] = c._cases[::12]  # all of them are run by their page
+    from atlas.use.check import check
+    from atlas.card.device import Cuda
+    from atlas.card.emulator import Emulator
+    if emulator: import atlas.use.check as c; c._cases[:] = c._cases[::12]  # all of them are run by their page
     r = check(Emulator() if emulator else Cuda()); print(f'check: {len(r)} cases, {r.failures} failed', flush=True)
     return [f'{x.kernel} {x.variant}: {x.verdict}' for x in r if x.verdict!='ok']
 

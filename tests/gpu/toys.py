@@ -1,10 +1,10 @@
 "Models that load in a second and have the mixers, norms, head sizes and weight formats of those they stand for; and what the scripts beside this one share."
 import argparse,sys,time
 import numpy as np
-from atlas.config import PRESETS
-from atlas.llm import LLM
+from atlas.ground.config import PRESETS
+from atlas.use.llm import LLM
 from atlas.ops.sample import SamplingParams
-from atlas.scheduler import Request
+from atlas.engine.scheduler import Request
 
 _SMALL = dict(hidden_size=512, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, head_dim=128, intermediate_size=768, vocab_size=4096,
     max_position_embeddings=4096, bos_token_id=1, eos_token_id=2)
@@ -27,7 +27,7 @@ _TINIER['qwen3.6-moe'] = _TINIER['qwen3.5']|dict(num_experts=4, num_experts_per_
 def toy(name:str, emulator:bool=False, seqs:int=8, context:int=512, **kw)->LLM:
     "A toy, or with the name of a preset that one itself, with made-up weights"
     if name not in TOYS: return LLM(name, 'cuda', context, seqs, load_format='dummy', **dict(weights='nvfp4', lm_head_dtype='nvfp4')|kw)
-    from atlas.emulator import Emulator
+    from atlas.card.emulator import Emulator
     base,own,weights = TOYS[name]
     PRESETS[f'toy-{name}'] = PRESETS[base]|_SMALL|own|(_TINY|_TINIER.get(name, {}) if emulator else {})
     kw.setdefault('kv_cache_memory', 1<<24 if emulator else 1<<30)

@@ -5,7 +5,7 @@
 import os,shutil,subprocess,sys,tempfile
 from pathlib import Path
 from toys import arguments,greedy,prompt,serve,toy,verdict
-from atlas.core import AtlasError,DeviceError,OutOfMemoryError,kernel_dir
+from atlas.ground.core import AtlasError,DeviceError,OutOfMemoryError,kernel_dir
 
 def refused(what, f, kind, *words):
     "A complaint unless `f()` raises a `kind` that says `words` and gives a hint"
@@ -19,9 +19,9 @@ def refused(what, f, kind, *words):
 def no_card():
     "In a process that sees no card: the device is refused, 'auto' takes the host, and it answers"
     code = '''
-from atlas.core import DeviceError
-from atlas.llm import LLM
-from atlas.config import PRESETS
+from atlas.ground.core import DeviceError
+from atlas.use.llm import LLM
+from atlas.ground.config import PRESETS
 PRESETS['toy'] = PRESETS['smollm2-135m']|dict(hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=32, intermediate_size=64, vocab_size=256)
 try: LLM('toy', 'cuda', 64, 1, load_format='dummy'); raise SystemExit('a card that is not there was used')
 except DeviceError as e: assert e.hint, e; print('no card:', e)
@@ -33,8 +33,8 @@ o = LLM('toy', 'auto', 64, 1, load_format='dummy').generate([5,6,7], None); asse
 
 def bad_kernel(card):
     "A kernel that does not compile, and one whose arguments are wrong"
-    from atlas.card import run
-    from atlas.launch import Source
+    from atlas.card.card import run
+    from atlas.card.launch import Source
     with tempfile.TemporaryDirectory() as d:
         Path(d, 'broken.cu').write_text('// y : [n] f32\nextern "C" __global__ void broken(float* y) { y[0] = nothing; }\n')
         shutil.copytree(kernel_dir()/'emulator', Path(d)/'emulator')
@@ -61,7 +61,7 @@ def no_numbers(llm):
 
 def too_little(llm, emulator):
     "Caches and arrays that do not fit, and the engine afterwards"
-    from atlas.llm import LLM
+    from atlas.use.llm import LLM
     card = llm.device
     bad = refused('a cache of a page', lambda: toy('llama', emulator, 8, 512, kv_cache_memory=4096), AtlasError, 'memory')
     many = 1<<18 if emulator else 1<<16 # a bound alone is never an error: so many whole contexts would take a terabyte, on the emulator a quarter

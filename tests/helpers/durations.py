@@ -2,14 +2,14 @@
 
     pytest --slow --record-durations
 
-and read by every other run: what takes more than `SLOW` seconds is marked `slow`, what is not even listed `fast`. A run that names nothing (no path, no -k, no -m)
+and read by every other run: what takes more than `SLOW` seconds is marked `slow`, what is not even listed `fast`; null is not measured yet, and neither. A run that names nothing (no path, no -k, no -m)
 leaves the slow ones out unless it says `--slow`; `pytest -m fast` is for between two edits."""
 import json,os
 from pathlib import Path
 import pytest
 
 FILE = Path(__file__).parents[1]/'durations.json'
-SLOW,FAST = 8,.1  # seconds
+SLOW,FAST = 3,.1  # seconds
 
 def spent():
     "Seconds of processor of this process and of children that have ended"
@@ -25,7 +25,7 @@ def write(seconds, file=FILE):
     files = {}
     for test,s in sorted(seconds.items()):
         f,_,name = test.partition('::')
-        if s>FAST: files.setdefault(f, {})[name] = round(s, 1)
+        if s is None or s>FAST: files.setdefault(f, {})[name] = s and round(s, 1)
     file.write_text('{\n'+',\n'.join(f'{json.dumps(f)}: {json.dumps(tests, ensure_ascii=False)}' for f,tests in files.items())+'\n}\n')
 
 def pytest_addoption(parser):
@@ -48,9 +48,10 @@ def pytest_collection_modifyitems(config, items):
     known,left,kept = read(),[],[]
     for item in items:
         s = known.get(item.nodeid, 0)
-        if s>SLOW: item.add_marker('slow')
-        elif s<=FAST: item.add_marker('fast')
-        (left if s>SLOW and not named(config) else kept).append(item)
+        slow = s is not None and s>SLOW
+        if slow: item.add_marker('slow')
+        elif s is not None and s<=FAST: item.add_marker('fast')
+        (left if slow and not named(config) else kept).append(item)
     if not left: return
     config.hook.pytest_deselected(items=left)
     items[:] = kept

@@ -1,10 +1,10 @@
-"A gateway in front of scripted workers, in a process of its own: `fake_gateway.py '{\"models\": [...], ...}'`; the keywords are those of `atlas.gateway.serve`."
+"A gateway in front of scripted workers, in a process of its own: `fake_gateway.py '{\"models\": [...], ...}'`; the keywords are those of `atlas.service.gateway.serve`."
 import json,sys
 from pathlib import Path
-from atlas.chat import ChatTemplate
-from atlas.core import SourceError
-from atlas.gateway import Policy,serve
-from atlas.tokenizer import byte_tokenizer
+from atlas.ground.core import SourceError
+from atlas.text.chat import ChatTemplate
+from atlas.service.gateway import Policy,serve
+from atlas.text.tokenizer import byte_tokenizer
 from script_config import ScriptConfig
 
 def text(options):

@@ -1,13 +1,12 @@
-"""A worker whose engine follows a script: what each prompt says in <marks> is what goes wrong. `atlas.worker` does the rest, as for a model.
+"""A worker whose engine follows a script: what each prompt says in <marks> is what goes wrong. `atlas.service.worker` does the rest, as for a model.
 
 Options of the model: those of `ScriptConfig`, `max_seq_len` and `max_queue`."""
 import itertools,os,random,signal,sys,time
 from pathlib import Path
 from tokenizers import pre_tokenizers
-from atlas.core import NumericError,OutOfMemoryError
-from atlas.device import CudaFault
-from atlas.requests import Event
-from atlas.worker import Workload,main
+from atlas.ground.core import CudaFault,NumericError,OutOfMemoryError
+from atlas.ground.requests import Event
+from atlas.service.worker import Workload,main
 
 CHARS = sorted(pre_tokenizers.ByteLevel.alphabet())
 IDS = {c:i for i,c in enumerate(CHARS)}

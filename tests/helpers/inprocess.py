@@ -2,14 +2,15 @@
 
 Everything but the process is what `atlas serve` has: `Models` of the gateway, a link, and a worker's loop at its end."""
 from contextlib import suppress
+import atlas.engine.score
 import uvicorn
-from atlas.gateway import Model,Models,Policy
-from atlas.http import server_config
-from atlas.options import EngineConfig
-from atlas.server import create_app
-from atlas.service import Upstream
-from atlas.turn import UnavailableError
-from atlas.worker import ThreadWorker,Workload
+from atlas.service.gateway import Model,Models,Policy
+from atlas.service.http import server_config
+from atlas.ground.options import EngineConfig
+from atlas.service.server import create_app
+from atlas.service.service import Upstream
+from atlas.service.turn import UnavailableError
+from atlas.service.worker import ThreadWorker,Workload
 
 QUICK = Policy(beat=.1, stalled=30., start=60., grace=2., pause=.05, longest=.2)
 

@@ -4,10 +4,10 @@ A layout is a row of `LAYOUTS`. Its folder is written twice: as published, and p
 Both must load as the same arrays."""
 import json,re
 import numpy as np
-from atlas.config import ModelConfig
-from atlas.formats import E2M1,E4M3,E8M0,QTensor,bf16_to_f32,f32_to_bf16
-from atlas.model import build
-from atlas.weights import dummy_checkpoint,quantizable
+from atlas.ground.config import ModelConfig
+from atlas.ground.formats import E2M1,E4M3,E8M0,QTensor,bf16_to_f32,f32_to_bf16
+from atlas.model.model import build
+from atlas.ground.weights import dummy_checkpoint,quantizable
 from .checkpoints import st_bytes
 
 # ---- configs: widths that end within a tile of 128, and 32 divides
@@ -82,6 +82,28 @@ def _stacked(n, a, end, fmt):
     ps = [QTensor.encode(x, fmt).parts for x in a]; d,s = (np.stack([p[k] for p in ps]) for k in ('data','scale'))
     return {n:(d,'F8_E4M3'), n+end:(s,'F32')},(E4M3[d]*(s[:,None,None] if fmt=='FP8_TENSOR' else _tiles(s, a.shape))).astype(np.float32)
 
+def _words(q, axis):
+    "Eight integers along `axis` in each word of 32 bits, the first one lowest; zeros where the last word is not full"
+    q = np.moveaxis(np.asarray(q, np.int64), axis, -1); q = np.pad(q, [(0,0)]*(q.ndim-1)+[(0,-q.shape[-1]%8)])
+    return np.moveaxis(sum(q[...,i::8]<<4*i for i in range(8)).astype(np.uint32).view(np.int32), -1, axis)
+
+def _int4(n, a, how, group=32, symmetric=False, half=True):
+    "Four-bit integers in groups as three programs pack them; `group` 0: a row is one"
+    out,inner = a.shape; g = group or inner; b = a.reshape(out, -1, g)
+    lo,hi = (-np.abs(b).max(-1),np.abs(b).max(-1)) if symmetric else (np.minimum(b.min(-1), 0),np.maximum(b.max(-1), 0))
+    s = ((hi-lo)/15+1e-6).astype(np.float32)
+    s,scale,kind = (s.astype(np.float16),s.astype(np.float16).astype(np.float32),'F16') if half else (*_bf16(s),'BF16')
+    z = np.full(s.shape, 8) if symmetric else np.rint(-lo/scale).clip(0, 15).astype(int)
+    q = (np.rint(b/scale[...,None])+z[...,None]).clip(0, 15).astype(int)
+    numbers,q,m = ((q-z[...,None])*scale[...,None]).astype(np.float32).reshape(a.shape),q.reshape(a.shape),n.removesuffix('.weight')
+    idx = (np.arange(inner)//g).astype(np.int32)
+    if how=='ct':
+        parts = {m+'.weight_packed':(_words(q, 1),'I32'), m+'.weight_scale':(s,kind), m+'.weight_shape':(np.int64([out,inner]),'I64')}
+        return parts|({} if symmetric else {m+'.weight_zero_point':(_words(z, 0),'I32')}),numbers
+    if how=='gptq': return {m+'.qweight':(_words(q.T, 0),'I32'), m+'.qzeros':(_words((z.T-1)%16, 1),'I32'), m+'.scales':(s.T.copy(),kind), m+'.g_idx':(idx,'I32')},numbers
+    order = [0,2,4,6,1,3,5,7]; mix = lambda x: _words(x.reshape(len(x), -1, 8)[...,order].reshape(x.shape), 1)
+    return {m+'.qweight':(mix(q.T),'I32'), m+'.qzeros':(mix(z.T),'I32'), m+'.scales':(s.T.copy(),kind)},numbers
+
 HOW = {  # name, array -> ({stored name: (array, type)}, numbers)
     'f32': lambda n,a: ({n:(a,'F32')},a), 'bf16': lambda n,a: ({n:(f32_to_bf16(a),'BF16')},a), 'f16': lambda n,a: ({n:((h := a.astype(np.float16)),'F16')},h.astype(np.float32)),
     'fp8-tensor': lambda n,a: _fp8_as(n, a, 'FP8_TENSOR', '_scale'), 'fp8-tensor-bf16': lambda n,a: _fp8_as(n, a, 'FP8_TENSOR', '_scale', _bf16, 'BF16', lambda s: (1,)),
@@ -91,6 +113,7 @@ HOW = {  # name, array -> ({stored name: (array, type)}, numbers)
     'fp8-block-e8m0': lambda n,a: _fp8_as(n, a, 'FP8_BLOCK', '_scale_inv', _pow2, 'F8_E8M0'),
     'fp8-pb-wo': lambda n,a: _fp8_as(n, a, 'FP8_BLOCK', '_scale', shape=lambda s: (s.shape[0],1,s.shape[1],1)),
     'nvfp4': lambda n,a: _nvfp4(n, a, False, False), 'nvfp4-one': lambda n,a: _nvfp4(n, a, False, True), 'nvfp4-ct': lambda n,a: _nvfp4(n, a, True, True),
+    'int4-ct': lambda n,a: _int4(n, a, 'ct', half=False), 'int4-ct-symmetric': lambda n,a: _int4(n, a, 'ct', 0, True), 'int4-gptq': lambda n,a: _int4(n, a, 'gptq'), 'int4-awq': lambda n,a: _int4(n, a, 'awq'),
     'mxfp4': lambda n,a: _mxfp4(n, a, '.weight'), 'mxfp4-ct': lambda n,a: _mxfp4(n, a, '.weight_packed'), 'mxfp4-e8m0': lambda n,a: _mxfp4(n, a, '.weight_packed', 'F8_E8M0')}
 STACK_HOW = {'bf16': HOW['bf16'], 'mxfp4-blocks': lambda n,a: _mxfp4(n, a, 'blocks'), 'fp8-stack': lambda n,a: _stacked(n, a, '_scale', 'FP8_TENSOR'), 'fp8-block-stack': lambda n,a: _stacked(n, a, '_scale_inv', 'FP8_BLOCK')}
 
@@ -122,6 +145,7 @@ LAYOUTS = {
     'llama': ('llama','plain','',[]), 'mistral': ('mistral','plain','',[]), 'smollm2': ('smollm2','plain','',[]), 'mistral3': ('mistral3','mistral3','',[]), 'llama-bare': ('llama','bare','',[(ALL,'f16')]),
     'qwen3': ('qwen3','plain','',[]), 'qwen3-tied': ('qwen3_tied','plain','',[]), 'qwen3-fp8-tensor': ('qwen3','plain','',[(ALL,'fp8-tensor')]), 'qwen3-fp8-channel': ('qwen3','plain','',[(ALL,'fp8-channel')]),
     'qwen3-fp8-half': ('qwen3','odd','',[(ALL,'fp8-block-f16')]), 'llama-mxfp4-ct': ('llama','plain','',[(ALL,'mxfp4-ct')]), 'llama-fp8-pb-wo': ('llama','plain','',[(ALL,'fp8-pb-wo')]),
+    'llama-int4-ct': ('llama','plain','',[(ALL,'int4-ct')]), 'llama-gptq': ('llama','plain','',[(ALL,'int4-gptq')]), 'qwen3-awq': ('qwen3','plain','',[(ALL,'int4-awq')]), 'qwen3-moe-int4-ct': ('qwen3_moe','plain','each',[(ALL,'int4-ct-symmetric')]),
     'qwen3-moe': ('qwen3_moe','plain','each',[]), 'qwen3-moe-nvfp4-ct': ('qwen3_moe','plain','each',[(ALL,'nvfp4-ct')]), 'qwen3-moe-fp8-block': ('qwen3_moe','plain','each',[(ALL,'fp8-block')]),
     'qwen3-next': ('qwen3_next','plain','each',[]), 'qwen3-next-fp8-block': ('qwen3_next','plain','each',[(ALL,'fp8-block-bf16')]), 'qwen3.5': ('qwen3_5','wrapped','',[]), 'qwen3.5-e8m0': ('qwen3_5','wrapped','',[(ALL,'fp8-block-e8m0')]),
     'qwen3.5-moe': ('qwen3_5_moe','wrapped','stack',[]), 'qwen3.5-moe-each': ('qwen3_5_moe','plain','each',[]), 'qwen3.5-moe-fp8-block': ('qwen3_5_moe','wrapped','each',[('.*','fp8-block-bf16')]),

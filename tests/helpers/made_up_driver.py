@@ -3,7 +3,7 @@ from collections import deque
 from contextlib import nullcontext
 from types import SimpleNamespace as NS
 import numpy as np
-from atlas.device import Cuda,Faults
+from atlas.card.device import Cuda,Faults
 
 def values(args): return [getattr(a, '_obj', a) if not hasattr(a, 'value') else a.value for a in args]  # ctypes by value, and what byref points to
 

@@ -1,6 +1,6 @@
 """Which tests go with which page.
 
-    pytest --page 19_layers     the page, and the pages and test files that import its module
+    pytest --page 4_model/01_layers     the page, and the pages and test files that import its module
     pytest --changed            the same for all that differs from the last commit (--changed=main: from that one)
     pytest --page layers --far  those that import it through others, too
 
@@ -17,15 +17,19 @@ def pytest_addoption(parser):
     group.addoption('--changed', nargs='?', const='HEAD', metavar='COMMIT', help='only the tests of pages, kernels and test files that differ from a commit, the last by default')
     group.addoption('--far', action='store_true', help='with --page or --changed: what imports them through others, too')
 
+def page_name(path):
+    "A page by its place below nbs/: `5_engine/03_scheduler`"
+    return path.relative_to(ROOT/'nbs').with_suffix('').as_posix()
+
 def short(page):
-    "A page's name without its number"
-    return re.sub(r'^\d+[a-z]?_', '', page)
+    "A page's name without chapter and number"
+    return re.sub(r'^(?:.*/)?\d+_', '', page)
 
 @functools.cache
 def texts():
     "Code of every page, by stem, and text of every test file and helper, by path"
     def code(p): return '\n'.join(''.join(c['source']) for c in json.loads(p.read_text(encoding='utf-8'))['cells'] if c['cell_type']=='code')
-    notebooks = {p.stem: code(p) for p in (ROOT/'nbs').rglob('*.ipynb') if '.ipynb_checkpoints' not in p.parts}
+    notebooks = {page_name(p): code(p) for p in (ROOT/'nbs').rglob('*.ipynb') if '.ipynb_checkpoints' not in p.parts}
     tests = [p for d in ('','helpers') for p in (ROOT/'tests'/d).glob('*.py')]
     return notebooks|{p.relative_to(ROOT).as_posix(): p.read_text(encoding='utf-8') for p in tests}
 
@@ -66,7 +70,7 @@ def users(roots, far=False):
 def kernels(path):
     "Names of the kernels that a file below kernels/ goes into"
     includes = {p.relative_to(ROOT/'kernels').as_posix(): set(re.findall(r'#include\s+[<"]([^>"]+)', p.read_text())) for p in (ROOT/'kernels').rglob('*.*') if p.suffix in ('.cu','.cuh','.h')}
-    found = {path.removeprefix('kernels/')}
+    found = {path.removeprefix('kernels/')} if not path.startswith('kernels/emulator/') else set(includes)  # every kernel is compiled with those
     while new := {p for p,names in includes.items() if names&found}-found: found |= new
     return {Path(p).stem for p in found if p.endswith('.cu')}
 
@@ -78,7 +82,7 @@ def pages_of(name):
 def roots_of(path):
     "Pages and test files that a changed file is a part of"
     p = Path(path)
-    if path.startswith('nbs/') and p.suffix=='.ipynb': return {p.stem}&set(texts())
+    if path.startswith('nbs/') and p.suffix=='.ipynb': return {page_name(ROOT/p)}&set(texts())
     if path.startswith('atlas/') and p.suffix=='.py': return {makers()[m] for m in ['.'.join(p.with_suffix('').parts[1:])] if m in makers()}
     if path.startswith('kernels/'): return {f for f,t in texts().items() for k in kernels(path) if f"'{k}'" in t}
     return {path}&set(texts())
@@ -100,7 +104,7 @@ def belongs(item, those):
     "Is a test one of a page or file among `those`?"
     params = getattr(getattr(item, 'callspec', None), 'params', {})
     nb,page,module = params.get('nb'),params.get('page'),params.get('mod') or params.get('module')
-    if nb: return nb.stem in those
+    if nb: return page_name(nb) in those
     if page or module: return (page or makers().get(module)) in those
     return item.path.relative_to(ROOT).as_posix() in those
 

@@ -2,10 +2,10 @@
 import json,shutil
 from pathlib import Path
 import numpy as np
-from atlas.cache import KVCache
-from atlas.device import get_device
-from atlas.model import Piece,build,load_model,make_batch
-from atlas.weights import load,open_checkpoint
+from atlas.engine.cache import KVCache
+from atlas.card.device import get_device
+from atlas.model.model import Piece,build,load_model,make_batch
+from atlas.ground.weights import load,open_checkpoint
 from .checkpoints import st_bytes
 
 TOL = 1e-4  # of the largest value of the reference
@@ -52,7 +52,7 @@ class Run:
 
 def mtp(name, sizes=None, see=Run.hidden):
     "Logits of the head's first pass, and the tokens and logits of two drafts; the head is shown what the model `see`s of the prompt in pieces of `sizes`"
-    from atlas.draft import MTPDrafter
+    from atlas.engine.draft import MTPDrafter
     r = refs[name]; run = Run(model(name)); m = run.model
     ids,h = [*r['ids'].tolist()[1:],int(r['greedy'][0])],see(run, r['ids'])
     d = MTPDrafter(m, run.cache, run.table.blocks); one,at = [],0
@@ -62,7 +62,7 @@ def mtp(name, sizes=None, see=Run.hidden):
 
 def drafts(name, beyond=0, spoil=lambda assistant: None):
     "Three drafts of an assistant, and their logits; its query stands `beyond` where it should"
-    from atlas.draft import AssistantDrafter
+    from atlas.engine.draft import AssistantDrafter
     r = refs[name]; run,a = Run(model(r['target'].item())),model(name)
     spoil(a)
     h = run.hidden(r['draft_ids'])[-1:]

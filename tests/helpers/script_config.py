@@ -1,6 +1,6 @@
 "Options of the scripted worker, beside those that every engine has."
 from dataclasses import dataclass
-from atlas.options import EngineConfig
+from atlas.ground.options import EngineConfig
 
 @dataclass(frozen=True)
 class ScriptConfig(EngineConfig):

@@ -7,9 +7,9 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse,StreamingResponse
 from starlette.routing import Route
-from atlas.core import AtlasError
-from atlas.protocol.base import NotOfferedError,Usage,gather
-from atlas.protocol.responses import Store,error_body,parse,reply
+from atlas.ground.core import AtlasError
+from atlas.service.protocol.base import NotOfferedError,Usage,gather
+from atlas.service.protocol.responses import Store,error_body,parse,reply
 
 class Scripted:
     "One store, one script, and all that was asked"
@@ -101,7 +101,7 @@ TEMPLATE = '''{% for t in tools or [] %}tool {{ t | tojson }}
 def byte_tokenizer():
     "One token a byte, and an end-of-sequence token"
     from tokenizers import Tokenizer as HFTokenizer,decoders,models,pre_tokenizers
-    from atlas.tokenizer import Tokenizer
+    from atlas.text.tokenizer import Tokenizer
     t = HFTokenizer(models.BPE(vocab={c:i for i,c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
     t.pre_tokenizer,t.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),decoders.ByteLevel()
     t.add_special_tokens(['<end>'])
@@ -125,7 +125,7 @@ class Line:
     def __init__(self, speaker, r, ids): self.speaker,self.r,self.ids,self.n,self.over = speaker,r,ids,0,False
     def __aiter__(self): return self
     async def __anext__(self):
-        from atlas.requests import Event
+        from atlas.ground.requests import Event
         await asyncio.sleep(0)
         if self.over: raise StopAsyncIteration
         n,self.n = self.n,self.n+1
@@ -138,7 +138,7 @@ class Line:
 @contextmanager
 def service(script, parsers=('hermes','qwen3'), template=TEMPLATE, **kw):
     "Run the service on a free port, with `script` for its model; gives the `Speaker`, with its `url`"
-    from atlas.chat import ChatTemplate
+    from atlas.text.chat import ChatTemplate
     from inprocess import app_of
     s = Speaker(script)
     with running(app_of(s, s.tok, ChatTemplate(template), parsers=parsers, **kw)) as s.url: yield s

@@ -15,10 +15,10 @@ NAMES = ('left','right')
 def serve(trace):
     "The gateway: two scripted models with guides, and a small store"
     from fake_gateway import ScriptConfig,text
-    from atlas.gateway import serve
-    from atlas.guide import Guides
-    from atlas.protocol import responses
-    from atlas.sandbox import Sandbox
+    from atlas.service.gateway import serve
+    from atlas.text.guide import Guides
+    from atlas.service.protocol import responses
+    from atlas.text.sandbox import Sandbox
     kept = responses.Store.__init__
     responses.Store.__init__ = lambda self, most=300, size=8<<20, **kw: kept(self, most, size, **kw)
     if trace: _trace()
