@@ -528,6 +528,7 @@ class Gateway(uvicorn.Server):
         await super().shutdown(sockets)
         await self.models.close()
 
+# %% ../../nbs/7_service/17_gateway.ipynb #b367851e
 def _left(n, seconds):
     "What somebody who stops a server is told that has `n` answers under way"
     return f'{n} answer{"s have" if n>1 else " has"} up to {seconds:g} s to finish (--drain). A second Ctrl-C ends {"them" if n>1 else "it"} now'

@@ -82,7 +82,7 @@ async def read(self:Service, request:Request, parse, *args):
     asker.set(whose(request))
     return parse(raw, *args) if len(raw)<1<<16 else await attended(request, asyncio.to_thread(parse, raw, *args))
 
-# %% ../../nbs/7_service/13_server.ipynb #7dad7389
+# %% ../../nbs/7_service/13_server.ipynb #a6363dc7
 _log = logging.getLogger('atlas')
 _told = set() # Ignored fields that the log has told of
 
@@ -92,6 +92,7 @@ def tell(fields:list[str], most:int=256):
     _told.update(new)
     if new: _log.warning('Ignored fields of requests: %s', ', '.join(new))
 
+# %% ../../nbs/7_service/13_server.ipynb #7dad7389
 def warned(response:Response, ask:Ask)->Response:
     "The response, with the warnings of `ask` in its headers"
     for w in ask.warnings[:16]: response.headers.append('x-atlas-warning', re.sub(r'[^\x20-\x7e]', '?', w)[:500])
