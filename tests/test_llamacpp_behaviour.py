@@ -31,6 +31,7 @@ def real():
     finally: del PRESETS['toy-judge']
     ms = loaded(llm, ['tiny','tiny/alias'])
     with TestClient(create_app(ms), raise_server_exceptions=False) as c:
+        assert c.post('/tokenize', json=dict(content='a')).status_code==200      # waits until it is loaded
         yield c
         assert ms.healthy and not ms.all[0].restarts
 
