@@ -20,7 +20,7 @@ def test_every_name_of_a_page_will_do():
     with pytest.raises(pytest.UsageError, match='no page'): pages.pages_of('no_such_page')
 
 def test_a_kernel_has_the_pages_that_launch_it():
-    assert {'gemv','embed'}<=pages.kernels('kernels/lib/fragment.cuh') and pages.kernels('kernels/argmax.cu')=={'argmax'}
+    assert {'gemv','embed'}<=pages.kernels('kernels/lib/formats.cuh') and pages.kernels('kernels/argmax.cu')=={'argmax'}
     assert pages.kernels('kernels/emulator/emulate.h')>=pages.kernels('kernels/lib/mma.cuh')
     assert any(p.endswith('cuda.gemv') for p in pages.roots_of('kernels/gemv.cu'))
     assert pages.roots_of('LICENSE')==set() and pages.roots_of('tests/test_cli.py')=={'tests/test_cli.py'}

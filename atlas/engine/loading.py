@@ -18,7 +18,7 @@ from ..card.arena import Arena
 from .cache import KVCache,fit_blocks,state_bytes,token_bytes
 from ..ground.core import EngineError,OutOfMemoryError,RequestError,human
 from .card_stepper import CardStepper
-from ..cuda.pack import CARD_FORMATS,KEPT
+from ..cuda.pack import CARD_FORMATS,KEPT,REQUANTIZED
 from ..card.device import get_device
 from .engine import Engine,HostStepper
 from ..model.model import load_model,wanted
@@ -139,7 +139,7 @@ def _weight_bytes(ck, parts, quantization=None, head=None)->int:
     def one(name, t):
         n,anew = math.prod(t.shape),head if name=='lm_head.weight' else quantization if quantizable(name) else None
         if len(t.shape)<2: return 4*n
-        return min(own := t.nbytes if t.fmt in KEPT else 2*n, int(n*CARD_FORMATS[anew].bits/8) if anew else own)
+        return min(own := t.nbytes if t.fmt in KEPT else 2*n, int(n*CARD_FORMATS[anew].bits/8) if anew in REQUANTIZED else own)
     return sum(one(k, t) for k,t in ck.tensors.items() if not k.startswith(('visual.', *('mtp.',)*('mtp' not in parts))))
 
 def _step_bytes(ck, rows, seqs)->int:

@@ -355,6 +355,7 @@ def _pool(fmt:str, e:int, seed:int)->np.ndarray:
 def _scale(fmt, part, dtype, shape, e):
     "The scale that goes with `_pool`'s codes"
     if part=='global': return np.full(shape, 2.**(e-1), np.float32)
+    if part=='zero': return np.full(shape, 8, np.uint8)
     if fmt=='NVFP4': return np.full(shape, 0x38, np.uint8) # 1.0
     return np.full(shape, e-1+127, np.uint8) if fmt=='MXFP4' else np.full(shape, 2.**(e-6), np.float32)
 
