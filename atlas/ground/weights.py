@@ -349,6 +349,7 @@ def _pool(fmt:str, e:int, seed:int)->np.ndarray:
     if fmt in GGUF_BLOCKS: return _blocks(fmt, 2.**e, rng)
     x = rng.standard_normal(_POOL//4, np.float32)
     if fmt in ('F32','F16','BF16','F8_E4M3'): return FORMATS[fmt].encode(x*np.float32(2.**e))['data'].view(np.uint8)
+    if fmt=='INT4': return pack4(np.clip(np.rint(8+3*x), 0, 15).astype(np.uint8))
     return pack4(f32_to_e2m1(2*x)) if fmt in ('NVFP4','MXFP4') else f32_to_e4m3(64*x)
 
 # %% ../../nbs/1_ground/10_weights.ipynb #35d417d6
@@ -356,6 +357,7 @@ def _scale(fmt, part, dtype, shape, e):
     "The scale that goes with `_pool`'s codes"
     if part=='global': return np.full(shape, 2.**(e-1), np.float32)
     if part=='zero': return np.full(shape, 8, np.uint8)
+    if fmt=='INT4': return np.full(shape, 2.**e/3, np.float32)
     if fmt=='NVFP4': return np.full(shape, 0x38, np.uint8) # 1.0
     return np.full(shape, e-1+127, np.uint8) if fmt=='MXFP4' else np.full(shape, 2.**(e-6), np.float32)
 
