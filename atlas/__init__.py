@@ -25,7 +25,7 @@ _moved = dict(  # names of the package when it was flat, by the chapter that has
         'processor',
     service='protocol http metrics log turn service server link worker remote gateway',
     use='llm clients inspect bench bench_decode check timeline bench_server cli')
-_renamed = {'cuda.placement': 'model.placement', 'cuda.engine': 'engine.card_stepper'}
+_renamed = {'cuda.engine': 'engine.card_stepper'}
 
 class _Namesake(SourceFileLoader):
     "Loads a chapter that is called after one of its modules, and lends it that module's names: `from atlas.engine import Engine`"
