@@ -1,4 +1,4 @@
-"""What two families make beside the common layers: a place for it, apart from what their files say
+"""What three families make beside the common layers: a place for it, apart from what their files say
 
 Docs: https://atlas-inference.github.io/atlas/4_model/families.blocks.html.md"""
 
