@@ -250,7 +250,7 @@ def record(out, case, plain, head):
     "Everything the library makes of the folder, and what it was like"
     cfg,model = case.cfg,load(case, plain); c = cfg.get('text_config', cfg)
     if head: (m := MTP(decoder(model)).eval()).load_state_dict(head); head = m
-    K = c.get('linear_conv_kernel_dim') or c.get('conv_kernel')
+    K = c.get('linear_conv_kernel_dim') or c.get('conv_kernel') or c.get('mamba_d_conv')
     ref,note = settled(out.name, lambda ids,nxt: text(model, head, ids, nxt, K), case.T, cfg.get('vision_start_token_id', c['vocab_size']))
     fresh(model); whole = model(torch.from_numpy(np.r_[ref['ids'],ref['next_ids']])[None].long(), use_cache=False).logits[0,case.T:]
     big,off = np.abs(ref['logits']).max(),np.abs(array(whole)-ref['next_logits']).max()

@@ -32,9 +32,11 @@ TOYS = {
     'gemma': ('gemma-4-26b-a4b', dict(num_hidden_layers=6, global_head_dim=64, num_global_key_value_heads=1, num_experts=8, top_k_experts=2, moe_intermediate_size=64, sliding_window=16)),
     'nemotron': ('nemotron-3-nano-30b-a3b', dict(hybrid_override_pattern='MEM*E', num_hidden_layers=5, mamba_num_heads=8, mamba_head_dim=16, n_groups=2, ssm_state_size=16,
         n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, moe_shared_expert_intermediate_size=96)),
+    'granite': ('granite-4.0-h-tiny', dict(layer_types=['mamba','attention','mamba'], mamba_n_heads=16, mamba_d_head=16, mamba_d_state=16, num_local_experts=8, num_experts_per_tok=2,
+        shared_intermediate_size=64)),
     'minimax': ('minimax-m2', dict(rotary_dim=16, num_local_experts=8, num_experts_per_tok=2))}
 CASES = [('llama','bf16'), ('llama','fp8'), ('mistral','nvfp4'), ('qwen3','mxfp4'), ('qwen3-moe','nvfp4'), ('qwen3.5','nvfp4'), ('qwen3.6-moe','nvfp4'), ('qwen3.6-moe','fp8'),
-    ('gpt-oss','mxfp4'), ('gemma','nvfp4'), ('nemotron','nvfp4'), ('minimax','fp8')]
+    ('gpt-oss','mxfp4'), ('gemma','nvfp4'), ('nemotron','nvfp4'), ('granite','nvfp4'), ('minimax','fp8')]
 FEW = [('llama','bf16'), ('qwen3.6-moe','nvfp4'), ('nemotron','nvfp4')]
 
 _models = {}

@@ -16,7 +16,7 @@ from helpers.gguf_writer import STEPS,convert,hf_read,to_gguf,write
 
 data,host = Path(__file__).parent/'data',get_device('cpu')
 FAMILIES = ('smollm2-tied','mistral-wide-heads','mistral3-wrapped','linear-rope','yarn-rope','llama3-rope-sharded','llama32-tied','biases','qwen3-tied-wide','qwen3-vl',
-    'qwen3-vl-moe','qwen3-next','qwen35-dense','qwen35-moe-stacked','gpt-oss','gpt-oss-mxfp4','gemma4-moe','gemma4-dense','nemotron-h','minimax-m2')
+    'qwen3-vl-moe','qwen3-next','qwen35-dense','qwen35-moe-stacked','gpt-oss','gpt-oss-mxfp4','gemma4-moe','gemma4-dense','nemotron-h','granite-hybrid','minimax-m2')
 each = pytest.mark.parametrize('name', FAMILIES)
 
 def arrays(path):

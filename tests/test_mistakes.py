@@ -47,6 +47,7 @@ CHANGES = {
         of(logit_softcap=None), sliding(window=500), sliding(window=18), sliding(window=20), rope(kind='default'), rope(pairs=12), rope(kind='default', dim=12),
         sliding_rope(theta=1e6)],
     'gemma4-dense': [att(scale=None), att(v_norm=False), of(logit_softcap=5.), sliding(window=18), sliding(window=20)],
+    'granite-hybrid': [of(embed_scale=1.), of(residual_scale=1.), of(logit_scale=1.), att(scale=None), att(rope=RopeConfig(dim=12)), moe(score='sigmoid'), of(norm_eps=1e-2)],
     'nemotron-h': [att(rope=RopeConfig(dim=12)), moe(correction=False), moe(scaling=1.), moe(renormalise=False), moe(score='softmax'), moe(shared_size=0)],
     'minimax-m2': [rope(dim=16), moe(correction=False), moe(score='softmax', correction=False), moe(renormalise=False), att(qk_norm='none')],
     'qwen3-vl': [rope(dim=12), att(qk_norm='none')],

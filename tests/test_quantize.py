@@ -148,7 +148,7 @@ def test_any_shape(tmp_path_factory, seed, key, o, i, dtype, shard):
 
 # ---- the engine computes with them
 
-FAMILIES = ['llama32-tied','qwen35-moe-stacked','qwen3-next','gpt-oss','gemma4-moe','nemotron-h','minimax-m2','mistral3-wrapped','qwen3-vl-moe','qwen35-dense']
+FAMILIES = ['llama32-tied','qwen35-moe-stacked','qwen3-next','gpt-oss','gemma4-moe','nemotron-h','granite-hybrid','minimax-m2','mistral3-wrapped','qwen3-vl-moe','qwen35-dense']
 NARROW = {'gpt-oss','nemotron-h','mistral3-wrapped'} # widths that 32 does not divide
 
 def twin(src, quantised, out):

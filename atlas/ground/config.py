@@ -205,6 +205,8 @@ class ModelConfig:
     norm_plus_one:bool=False # Does the file keep w-1 for the weights of norms?
     sandwich:bool=False # Norms after the halves too, and a scalar for each layer
     embed_scale:float=1. # What embeddings are multiplied by
+    residual_scale:float=1. # What each half's output is multiplied by before it joins the stream
+    logit_scale:float=1. # What logits are multiplied by
     logit_softcap:float|None=None # Logits become cap·tanh(logits/cap)
     tie_embeddings:bool=False # Is the output matrix the embedding?
     mtp_layers:int=0 # Layers that draft, beside the model

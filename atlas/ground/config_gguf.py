@@ -190,11 +190,13 @@ class GGUFModel:
     fields:Callable # `fields(m, a, L, names, freq_factors)` reads what only this family says
     names:GGUFNames
     drafts:bool=False # Does Atlas read its drafting layers?
+    reads:tuple[str,...]=() # Keys that other families' files may not have, and that `fields` reads
 
     def __call__(self, m:Keys, tie_embeddings, freq_factors, tensors)->ModelConfig:
         "As `ModelConfig.from_gguf`"
         a = m.value('general.architecture')
         for k in _REFUSED:
+            if k in self.reads: continue
             k = f'{a}.{k}'
             if m.get(k): raise UnsupportedError(f'{k} is not supported', param=k)
         n = lambda k,*default,**kw: m.whole(f'{a}.{k}', *default, **kw)

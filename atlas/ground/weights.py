@@ -322,7 +322,8 @@ def load(
 
 # %% ../../nbs/1_ground/10_weights.ipynb #7b92e3f4
 _QUANTIZED = re.compile(r'model\.layers\.\d+\.(?:self_attn|mixer)\.[qkvo]_proj\.weight|model\.layers\.\d+\.linear_attn\.(?:in_proj_qkvz?|in_proj_z|out_proj)\.weight'
-    r'|model\.layers\.\d+\.mixer\.(?:in|out)_proj\.weight|model\.layers\.\d+\.(?:(?:mlp|mixer|block_sparse_moe)\.)?'
+    r'|model\.layers\.\d+\.(?:mixer|mamba)\.(?:in|out)_proj\.weight|model\.layers\.\d+\.shared_mlp\.(?:in|out)put_linear\.weight'
+    r'|model\.layers\.\d+\.(?:(?:mlp|mixer|block_sparse_moe|shared_mlp)\.)?'
     r'(?:(?:experts\.(?:\d+\.)?|shared_experts?\.)?(?:gate|up|down|gate_up)_proj|experts\.(?:\d+\.)?w[123])(?:\.weight)?')
 
 def quantizable(name:str)->bool:

@@ -149,6 +149,16 @@ MINIMAX = dict(model_type='minimax_m2', architectures=['MiniMaxM2ForCausalLM'], 
     max_position_embeddings=512, tie_word_embeddings=False, use_mtp=True, num_mtp_modules=3, mtp_transformer_layers=1, bos_token_id=1, eos_token_id=2)
 CASES['minimax-m2'] = Case(MINIMAX, 73, keep32='e_score_correction_bias')
 
+# as Granite 4.0 H: a mixer and a feed-forward half in every layer, all four multipliers, attention without positions; no width that 32 divides
+GRANITE = dict(model_type='granitemoehybrid', architectures=['GraniteMoeHybridForCausalLM'], vocab_size=112, hidden_size=48, intermediate_size=24,
+    num_hidden_layers=4, layer_types=['mamba','attention','mamba','mamba'], num_attention_heads=4, num_key_value_heads=2, mamba_n_heads=6, mamba_d_head=16,
+    mamba_n_groups=1, mamba_d_state=10, mamba_d_conv=4, mamba_expand=2, mamba_chunk_size=24, mamba_conv_bias=True, mamba_proj_bias=False,
+    num_local_experts=7, num_experts_per_tok=3, shared_intermediate_size=40, embedding_multiplier=3.5, attention_multiplier=0.125,
+    residual_multiplier=0.35, logits_scaling=1.5, position_embedding_type='nope', normalization_function='rmsnorm', hidden_act='silu',
+    rms_norm_eps=1e-5, max_position_embeddings=512, rope_theta=10000, attention_bias=False, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
+    torch_dtype='bfloat16')
+CASES['granite-hybrid'] = Case(GRANITE, 70, keep32='A_log')
+
 VL = dict(vocab_size=112, hidden_size=40, intermediate_size=56, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=24,
     hidden_act='silu', rms_norm_eps=1e-6, rope_theta=5000000, rope_scaling=dict(mrope_interleaved=True, mrope_section=[5,4,3], rope_type='default'),
     attention_bias=False, max_position_embeddings=512, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, dtype='bfloat16')
