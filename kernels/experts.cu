@@ -8,7 +8,7 @@
 //   dw     : [dbytes]    u8    the same of [HIDDEN, INNER] in DOWN
 //   us     : [uscales]   u8    scales; or null
 //   ds     : [dscales]   u8    or null
-//   ugs    : [urows]     f32   nvfp4: scale of each row; or null
+//   ugs    : [urows]     f32   nvfp4, int4: scale of each row; or null
 //   dgs    : [drows]     f32   or null
 //   ubias  : [urows]     f32   of the rows as they are stored; or null
 //   dbias  : [drows]     f32   or null

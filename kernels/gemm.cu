@@ -64,7 +64,7 @@ constexpr bool PAIR = ACTIVATION != ACT_NONE && ACTIVATION != ACT_RELU2;
 constexpr int A = BM * BK * 2, B = CH * BC, STAGE = A + B + SCH * SC * BN;
 static_assert((BK == 64 || BK == 128) && (GROUPED == 0 || WM == 1), "see the contract");
 
-// 4 or 8 bytes beside the thread, as cp_async16.
+// 4, 8 or 16 bytes beside the thread, as cp_async16.
 template <int N> __device__ __forceinline__ void cp_async_small(void* to, const void* from) {
 #if defined(__CUDA_ARCH__)
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "n"(N) : "memory");

@@ -3,7 +3,7 @@
 // units are on their way to shared memory before it waits for the kernel that makes x, the next ones while it works. A row's bits do not depend on how many rows there are.
 //   w     : [n4, w_bytes]          u8    rows padded to a multiple of 4 (Packed.raw)
 //   s     : [s_rows, s_bytes]      u8    their scales; or null
-//   gs    : [n4]                   f32   nvfp4: scale of each row; or null
+//   gs    : [n4]                   f32   nvfp4, int4: scale of each row; or null
 //   extra : [m4, extra_bytes]      u8    further rows in the format EXTRA, after the others in y; or null
 //   x     : [r, k]                 f32
 //   gain  : [k]                    f32   NORM 1; or null

@@ -15,6 +15,9 @@ from atlas.model.model import Piece,imagine,load_model,make_batch
 from atlas.ops.sample import SamplingParams
 from atlas.engine.scheduler import Request,Scheduler
 from atlas.card.variants import wanted
+from atlas.cuda.pack import unpack
+from atlas.ground.weights import open_checkpoint
+from helpers.layouts import CONFS,LAYOUTS,folder,stored
 
 DATA = Path(__file__).parent/'data'
 pytestmark = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
@@ -36,7 +39,7 @@ TOYS = {
         shared_intermediate_size=64)),
     'minimax': ('minimax-m2', dict(rotary_dim=16, num_local_experts=8, num_experts_per_tok=2))}
 CASES = [('llama','bf16'), ('llama','fp8'), ('mistral','nvfp4'), ('qwen3','mxfp4'), ('qwen3-moe','nvfp4'), ('qwen3.5','nvfp4'), ('qwen3.6-moe','nvfp4'), ('qwen3.6-moe','fp8'),
-    ('gpt-oss','mxfp4'), ('gemma','nvfp4'), ('nemotron','nvfp4'), ('granite','nvfp4'), ('minimax','fp8')]
+     ('gpt-oss','mxfp4'), ('gemma','nvfp4'), ('nemotron','nvfp4'), ('granite','nvfp4'), ('minimax','fp8'), ('qwen3-moe','int4')]
 FEW = [('llama','bf16'), ('qwen3.6-moe','nvfp4'), ('nemotron','nvfp4')]
 
 _models = {}
@@ -77,6 +80,25 @@ def test_each_layer_alone(toy, weights):
         bad = abs(got-want)[:100].max(1)>1e-2*abs(want[:100]).max()
         assert bad.mean()<=(.06 if 'moe' in card.c.ffns[i] else 0), (i, bad.mean(), off(got[:100], want[:100]))
         assert off(np.delete(got[:100], bad, 0), np.delete(want[:100], bad, 0))<1e-2
+
+@pytest.mark.parametrize('name', ['llama-int4-ct','llama-gptq','qwen3-awq','qwen3-moe-int4-ct'])
+def test_integers_in_groups_as_published(tmp_path, name, monkeypatch):
+    "They stay integers on the card, are what the host decodes to the bit, and give its logits: of a prompt, and of a step after it"
+    conf,*rest = LAYOUTS[name]
+    monkeypatch.setitem(CONFS, conf, CONFS[conf]|dict(head_dim=32)) # of a size that the card's cache takes
+    path = folder(tmp_path, CONFS[conf], stored(conf, *rest)[0])
+    def load(dev):
+        with open_checkpoint(path) as ck: return load_model(ck, dev, 512)
+    host,card = load(Host()),load(Emulator())
+    w = card.layers[0].mixer.qkv_proj.weight
+    assert w.fmt=='int4' and (unpack(w)==host.layers[0].mixer.qkv_proj.weight).all()
+    ids,table = [i%64 for i in ids_of(65)],list(range(8))
+    def both(m):
+        c = cache_of(m)
+        a = forward(m, c, [Piece(ids[:64], 0, table, 1, state=0, keep=1)], True)
+        return np.concatenate([a,forward(m, c, [Piece(ids[64:], 64, table, 1, state=1, keep=2)], False)])
+    got,want = both(card),both(host)
+    assert (abs(got-want).max(1)<2e-2*abs(want).max(1)).all(), off(got, want)
 
 @pytest.mark.parametrize('toy,weights', CASES)
 def test_each_layer_alone_in_steps(toy, weights):

@@ -58,7 +58,8 @@ NETS = dict(
     qwen=dict(H=320, I=64, experts=40, top=8, fmt='NVFP4', shared=2), # chunks of a row that no group of lanes divides
     oss=dict(H=96, I=96, experts=9, top=4, fmt='MXFP4', act='swiglu_oai', limit=1.5, score='topk_softmax', bias=True, biases=True),
     nemotron=dict(H=64, I=27, experts=20, top=3, fmt='BF16', act='relu2', score='sigmoid', correction=True, shared=1, per_expert=True), # outputs that do not fill four rows
-    mixed=dict(H=288, I=160, experts=33, top=16, fmt='FP8_BLOCK', down='NVFP4', act='gelu_tanh', biases=True))
+    mixed=dict(H=288, I=160, experts=33, top=16, fmt='FP8_BLOCK', down='NVFP4', act='gelu_tanh', biases=True),
+    integers=dict(H=160, I=96, experts=12, top=3, fmt='INT4', shared=1))
 
 @pytest.fixture(scope='module')
 def nets(): return {k: Net(i, Emulator(), **kw) for i,(k,kw) in enumerate(NETS.items())}
@@ -120,7 +121,7 @@ def bank(fmt, n, k, E, pair=False): return Packed(fmt, n, k, None, NS(shape=(1,-
 def variants(name):
     "What `_variant` says of a model in each format, on each card, for 1 to 8 rows"
     c = ModelConfig.preset(name); m,H = c.moe,c.hidden_size; I = m.intermediate_size
-    for up,down in (('nvfp4','nvfp4'), ('mxfp4','mxfp4'), ('fp8','fp8'), ('bf16','bf16'), ('f16','nvfp4'), ('nvfp4','fp8')):
+    for up,down in (('nvfp4','nvfp4'), ('mxfp4','mxfp4'), ('fp8','fp8'), ('bf16','bf16'), ('f16','nvfp4'), ('nvfp4','fp8'), ('int4','int4')):
         for arch,a in CARDS.items():
             for rows in range(1, 9):
                 for shared in {False, m.shared_size==I}:

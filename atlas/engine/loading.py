@@ -139,7 +139,8 @@ def _weight_bytes(ck, parts, quantization=None, head=None)->int:
     def one(name, t):
         n,anew = math.prod(t.shape),head if name=='lm_head.weight' else quantization if quantizable(name) else None
         if len(t.shape)<2: return 4*n
-        return min(own := t.nbytes if t.fmt in KEPT else 2*n, int(n*CARD_FORMATS[anew].bits/8) if anew in REQUANTIZED else own)
+        own = max(t.nbytes, int(n*KEPT[t.fmt].bits/8)) if t.fmt in KEPT else 2*n   # INT4 may have larger groups in a file
+        return min(own, int(n*CARD_FORMATS[anew].bits/8) if anew in REQUANTIZED else own)
     return sum(one(k, t) for k,t in ck.tensors.items() if not k.startswith(('visual.', *('mtp.',)*('mtp' not in parts))))
 
 def _step_bytes(ck, rows, seqs)->int:

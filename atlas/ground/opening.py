@@ -22,7 +22,7 @@ def no_tensors(config:ModelConfig, like=None)->tuple:
 
 def made_up(
     name:str, # A key of `PRESETS`, or what `resolve` finds
-    weights:str|None=None, # 'bf16', 'fp8', 'nvfp4', 'mxfp4', 'mixed' or 'nvfp4-experts'; None: as published, or as the files are
+    weights:str|None=None, # 'bf16', 'fp8', 'nvfp4', 'mxfp4', 'int4', 'mixed' or 'nvfp4-experts'; None: as published, or as the files are
     plan=no_tensors, # Function of a description, and of the checkpoint it is from, that gives the tensors that are wanted
 ):
     "An open checkpoint without files; errors as for `open_checkpoint` and `dummy_checkpoint`"

@@ -35,7 +35,7 @@ class EngineConfig:
     overcommit:float=option(1., 'Promise this multiple of the cache; above 1, sequences may be preempted.', min=1)
     max_queue:int=option(256, 'Requests that may run and wait; more are answered with 503.', min=1)
     load_format:str=option('auto', 'auto, or dummy for random weights; MODEL may then be a shape such as qwen3.6-35b-a3b.')
-    weights:str|None=option(None, 'Format of dummy weights: bf16, fp8, nvfp4, mxfp4, mixed (FP8 attention, NVFP4 elsewhere) or nvfp4-experts (the rest BF16). [default: as the model has them]')
+    weights:str|None=option(None, 'Format of dummy weights: bf16, fp8, nvfp4, mxfp4, int4, mixed (FP8 attention, NVFP4 elsewhere) or nvfp4-experts (the rest BF16). [default: as the model has them]')
     packed:bool|None=option(None, 'On the host: keep quantised weights as stored, and decode them at each use. [default: where they would not fit otherwise]')
     drafting:bool=option(False, "Load the model's own drafting head too.", flag=False)
     quantization:str|None=option(None, 'On a card: store projections anew in nvfp4 or fp8. [default: as shipped]')

@@ -350,15 +350,14 @@ def _pool(fmt:str, e:int, seed:int)->np.ndarray:
     if fmt in GGUF_BLOCKS: return _blocks(fmt, 2.**e, rng)
     x = rng.standard_normal(_POOL//4, np.float32)
     if fmt in ('F32','F16','BF16','F8_E4M3'): return FORMATS[fmt].encode(x*np.float32(2.**e))['data'].view(np.uint8)
-    if fmt=='INT4': return pack4(np.clip(np.rint(8+3*x), 0, 15).astype(np.uint8))
+    if fmt=='INT4': return pack4(np.rint(2*x+8).clip(0, 15).astype(np.uint8))
     return pack4(f32_to_e2m1(2*x)) if fmt in ('NVFP4','MXFP4') else f32_to_e4m3(64*x)
 
 # %% ../../nbs/1_ground/10_weights.ipynb #35d417d6
 def _scale(fmt, part, dtype, shape, e):
     "The scale that goes with `_pool`'s codes"
-    if part=='global': return np.full(shape, 2.**(e-1), np.float32)
     if part=='zero': return np.full(shape, 8, np.uint8)
-    if fmt=='INT4': return np.full(shape, 2.**e/3, np.float32)
+    if part=='global' or fmt=='INT4': return np.full(shape, 2.**(e-1), np.float32)
     if fmt=='NVFP4': return np.full(shape, 0x38, np.uint8) # 1.0
     return np.full(shape, e-1+127, np.uint8) if fmt=='MXFP4' else np.full(shape, 2.**(e-6), np.float32)
 
@@ -378,7 +377,7 @@ def _random(name:str, fmt:str, shape, seed:int)->QTensor:
 # %% ../../nbs/1_ground/10_weights.ipynb #bb81258f
 def _mixed(name)->str: return 'FP8_TENSOR' if re.search('attn|mixer', name) and 'expert' not in name else 'NVFP4'
 def _experts(name)->str: return 'NVFP4' if re.search('(?<!shared_)experts', name) else 'BF16'
-WEIGHTS = dict(bf16='BF16', fp8='FP8_BLOCK', nvfp4='NVFP4', mxfp4='MXFP4') | {'mixed':_mixed, 'nvfp4-experts':_experts} # A format, or what says it for a tensor's name
+WEIGHTS = dict(bf16='BF16', fp8='FP8_BLOCK', nvfp4='NVFP4', mxfp4='MXFP4', int4='INT4') | {'mixed':_mixed, 'nvfp4-experts':_experts} # A format, or what says it for a tensor's name
 
 class Dummy(Checkpoint):
     "A checkpoint of made-up weights"
@@ -415,7 +414,7 @@ def _sources(w:Want, like)->list[tuple]:
 def dummy_checkpoint(
     cfg:ModelConfig,
     wants:Iterable[Want], # The model's plan
-    weights:str='bf16', # 'bf16', 'fp8' (tiles), 'nvfp4', 'mxfp4', 'mixed', 'nvfp4-experts' or 'as-shipped'
+    weights:str='bf16', # 'bf16', 'fp8' (tiles), 'nvfp4', 'mxfp4', 'int4', 'mixed', 'nvfp4-experts' or 'as-shipped'
     seed:int=0,
     like:Checkpoint|None=None, # One whose names, shapes, tokenizer and (as-shipped) formats to take
 )->Checkpoint: # `kind` is 'dummy'

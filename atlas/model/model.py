@@ -272,7 +272,7 @@ def wanted(config:ModelConfig, like=None)->list[Want]:
 
 def imagine(
     name:str, # A key of `PRESETS`, or what `resolve` finds
-    weights:str|None=None, # 'bf16', 'fp8', 'nvfp4', 'mxfp4', 'mixed' or 'nvfp4-experts'; None: as the model is published, or as its files are
+    weights:str|None=None, # 'bf16', 'fp8', 'nvfp4', 'mxfp4', 'int4', 'mixed' or 'nvfp4-experts'; None: as the model is published, or as its files are
 ):
     "An open checkpoint without files, with all tensors that the model wants"
     return made_up(name, weights, wanted)

@@ -106,7 +106,7 @@ def _sized(rng, fmt, *shape):
 def _up(card, a): return None if a is None else card.upload(a)
 
 # %% ../../nbs/8_use/06_check.ipynb #2758d0f5
-@_case('pack', 'gate and up rows', **_formats('NVFP4','MXFP4','FP8_BLOCK','BF16','F32'))
+@_case('pack', 'gate and up rows', **_formats('NVFP4','MXFP4','INT4','FP8_BLOCK','BF16','F32'))
 def _pack(card, rng, run, fmt):
     q = _sized(rng, fmt, 12, 160)
     p,h = run(lambda: pack(q, card, True, True)),pack(q, Host(), True, True)
@@ -119,7 +119,7 @@ def _quantize(card, rng, run, fmt, full):
     return [(unpack(p), np.concatenate([QTensor.encode(r[None], full).decode() for r in q.decode()]), 0)]
 
 # %% ../../nbs/8_use/06_check.ipynb #cab6eb21
-@_case('gemv', '3 rows', **_formats('NVFP4','MXFP4','FP8_CHANNEL','FP8_BLOCK','BF16','F16','F32'), norm_and_swiglu=dict(fmt='NVFP4', act='silu', more=True),
+@_case('gemv', '3 rows', **_formats('NVFP4','MXFP4','INT4','FP8_CHANNEL','FP8_BLOCK','BF16','F16','F32'), norm_and_swiglu=dict(fmt='NVFP4', act='silu', more=True),
     norm_and_bias=dict(fmt='NVFP4', more=True))
 def _gemv(card, rng, run, fmt, act=None, more=False):
     w = pack(_sized(rng, fmt, 52, 192), card, act is not None, True); x = _normal(rng, 3, 192); x[1] *= 1e9
@@ -129,7 +129,7 @@ def _gemv(card, rng, run, fmt, act=None, more=False):
     b = None if bias is None else pair_bias(bias, w, card) if act else card.upload(bias)
     return [(card.download(run(lambda: gemv(*args, bias=b, act=act))), want, 2e-5 if fmt in ('BF16','F32') else 2e-3)]
 
-@_case('gemm', '64 rows', **_formats('NVFP4','MXFP4','FP8_CHANNEL','FP8_BLOCK','BF16','F16','F32'), norm_and_swiglu=dict(fmt='NVFP4', act='silu', more=True))
+@_case('gemm', '64 rows', **_formats('NVFP4','MXFP4','INT4','FP8_CHANNEL','FP8_BLOCK','BF16','F16','F32'), norm_and_swiglu=dict(fmt='NVFP4', act='silu', more=True))
 def _gemm(card, rng, run, fmt, act=None, more=False):
     w = pack(_sized(rng, fmt, 132, 192), card, act is not None, True); x = _normal(rng, 64, 192); x[1] *= 1e9
     gain = 1+_normal(rng, 192)/4 if more else None
@@ -164,7 +164,7 @@ _MIXTURES = dict(Qwen=dict(fmt='NVFP4', shared=True), gpt_oss=dict(fmt='MXFP4', 
     Nemotron=dict(fmt='FP8_CHANNEL', act='relu2', score='sigmoid', scaling=2.5))
 
 @_case('router + experts', '9 rows', Qwen_wide=dict(fmt='NVFP4', shared=True, H=256, I=512, R=9))
-@_case('router + experts', '2 rows', **_MIXTURES)
+@_case('router + experts', '2 rows', **_MIXTURES, Qwen_INT4=dict(fmt='INT4', shared=True))
 def _moe(card, rng, run, fmt, act='silu', score='softmax', bias=False, shared=False, scaling=1., E=20, H=160, I=64, R=2):
     m,wide,n = MoEConfig(E, 4, I, score=score, scaling=scaling),1+(act!='relu2'),E+shared
     up,down = pack(_sized(rng, fmt, n, wide*I, H), card, wide>1),pack(_sized(rng, fmt, n, H, I), card)
@@ -187,7 +187,7 @@ def _route(card, rng, run, score, scaling):
     want = route(x, q.decode(), 4, score, scaling=scaling)
     return [(card.download(ids), want[0], 0),(card.download(weights), want[1], 2e-5)]
 
-@_case('moe_sort + gemm + moe_gather', '64 rows', **_formats('NVFP4','MXFP4','FP8_CHANNEL','BF16'))
+@_case('moe_sort + gemm + moe_gather', '64 rows', **_formats('NVFP4','MXFP4','INT4','FP8_CHANNEL','BF16'))
 def _many(card, rng, run, fmt, E=6, H=96, I=64):
     up,down = pack(_sized(rng, fmt, E, 2*I, H), card, True),pack(_sized(rng, fmt, E, H, I), card)
     x,weights,ids = _normal(rng, 64, H),_normal(rng, 64, 2)**2,rng.random((64,E)).argsort(-1)[:,:2].astype(np.int32)

@@ -156,7 +156,7 @@ def _shapes(incomplete:str):
     return sorted({*_complete(incomplete), *(n for n in PRESETS if n.startswith(incomplete))})
 
 Shape = Annotated[str, typer.Argument(metavar='MODEL', help='A model, or a known shape such as qwen3.6-35b-a3b.', autocompletion=_shapes)]
-Weights = Annotated[str|None, _opt('Imagine the weights as bf16, fp8, nvfp4, mxfp4, mixed or nvfp4-experts. [default: as they are, or are published]', show_default=False)]
+Weights = Annotated[str|None, _opt('Imagine the weights as bf16, fp8, nvfp4, mxfp4, int4, mixed or nvfp4-experts. [default: as they are, or are published]', show_default=False)]
 
 @app.command(epilog=_examples('atlas inspect demo', 'atlas inspect ./my-model --json', 'atlas inspect qwen3.6-35b-a3b --weights nvfp4'))
 def inspect(model:Shape, weights:Weights=None, as_json:Json=False):

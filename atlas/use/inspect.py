@@ -150,7 +150,7 @@ def devices()->list:
 # %% ../../nbs/8_use/02_inspect.ipynb #e8e4955e
 def open_shape(
     name:str, # A preset, or what `resolve` finds
-    weights:str|None=None, # Format to imagine its weights in: 'bf16', 'fp8', 'nvfp4', 'mxfp4', 'mixed' or 'nvfp4-experts'; None for that of the files, or for what is published
+    weights:str|None=None, # Format to imagine its weights in: 'bf16', 'fp8', 'nvfp4', 'mxfp4', 'int4', 'mixed' or 'nvfp4-experts'; None for that of the files, or for what is published
 ):
     "An open checkpoint: the one called `name`, or one without files in the shape of a preset, or of that checkpoint in other `weights`"
     known = name in PRESETS and not Path(name).exists()

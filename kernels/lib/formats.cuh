@@ -16,7 +16,8 @@
 //   dot<P>(p, x, z, y)            y[r] += row r, of whose chunk P::vector(p, i) and P::scales(p) have the pieces, all rows' after each other, and the scales, times x (32 halves) times z, the inverse of their power of two
 // For products of few rows by tensor cores, 128 columns at a time (lib/fragment.cuh):
 //   TWO                           x as two planes of bf16, not one of fp16
-//   Pair                          where chunks have scales: those of two rows. read(p), factors(f): for each row and each half of a chunk, scale(i): of the sums of row i, if SCALED
+//   Pair                          where chunks have scales: those of two rows. read(p), factors(f): a Factor for each row and each half of a chunk, scale(i): of the sums of row i, if SCALED
+//   times(w, f, h), CROSSED       there too: word `w` times its Factor as four pairs of fp16, in the order of to_half8_crossed or as they come
 //   row_scale(s, gs, row)         what the sums of a whole row are to be multiplied by
 //
 // Four bits: a chunk is 32 weights of one row: 16 bytes, and in NVFP4 two e4m3 scales (one for 16 weights).
@@ -24,13 +25,17 @@
 //            and 8j+4+i (sign in bit 0, magnitude in bits 4-6), so that a mask or a shift, and a byte permutation, make fp16 pairs of them:
 //            the three bits of an e2m1 magnitude, put in bits 9-11 of an fp16, are the same number times 2^-14, its subnormal included.
 //   scales:  uint2 [rows/4, K/32]. The two scales of rows 4q, 4q+1, 4q+2, 4q+3 side by side: a lane fetches those of four rows at once.
+// INT4 has codes q from 0 to 15 and a zero point z, and is (q - z) times a scale, which 32 weights share. Words in another order: the lower half has 8j, 8j+2, 8j+4, 8j+6
+//   from its lowest bits on, the upper half the weights after these, so that a mask leaves a pair. A code in the lowest bits of the fp16 1024 makes it 1024 + q, four bits higher
+//   1024 + 16q, and q - z is a subtraction or a multiply-add, exact.
+//   scales:  uint4 [rows/4, K/32]. Of each of four rows the fp16 scale, in the lower half, and z, so that zeros stand for zeros. A row's power of two (`gs`) brings its largest scale into [2^11, 2^12).
 // Activations are fp16 with a power-of-two scale for each chunk (lib/stage.cuh), largest magnitude in [2^14, 2^15): a sum of eight products
 // stays below 8 * 6*2^-14 * 2^15 = 96, so nothing overflows, and what is lost below 2^-24 is 2^-29 of the chunk's largest.
 #include "lib/codes.cuh"
 #include "lib/stage.cuh"
 
 typedef const unsigned char* Bytes;
-#define EACH_FORMAT(X) X(nvfp4) X(mxfp4) X(fp8) X(fp8_tiled) X(bf16) X(f16) X(f32)
+#define EACH_FORMAT(X) X(nvfp4) X(mxfp4) X(int4) X(fp8) X(fp8_tiled) X(bf16) X(f16) X(f32)
 
 __device__ __forceinline__ void halves_to_floats(const unsigned* h, float f, float* a) {
     #pragma unroll
@@ -78,13 +83,14 @@ struct inverse {  // of a power of two
 struct e2m1 {  // what nvfp4 and mxfp4 share
     static constexpr int CHUNK = 16, POWER = 14;
     static constexpr float UNIT = 16384.f;
-    static constexpr bool BY_ROW = false, TILE = false, TWO = false;
+    static constexpr bool BY_ROW = false, TILE = false, TWO = false, CROSSED = true;
+    typedef __half2 Factor;
     static __device__ __forceinline__ void times(unsigned w, float f, float* a) {
         unsigned h[4];
         e2m1_pairs(w, __float2half2_rn(16384.f), h);
         halves_to_floats(h, f, a);
     }
-    static __device__ __forceinline__ void crossed(unsigned w, __half2 f, unsigned* h) { e2m1_crossed(w, f, h); }
+    static __device__ __forceinline__ void times(unsigned w, Factor f, unsigned* h) { e2m1_crossed(w, f, h); }
 };
 
 struct nvfp4 : e2m1, itself {
@@ -168,6 +174,67 @@ struct mxfp4 : e2m1 {
         __device__ __forceinline__ float scale(int i) const { return power(top >> (8 * i) & 255u); }
     };
     static __device__ __forceinline__ float row_scale(Bytes, const float*, size_t) { return 1.f; }
+};
+
+struct int4 : itself {
+    static constexpr int CHUNK = 16, SCALE = 4, POWER = 8;  // products of eight up to 8 * 15 * 2^9 = 61,440
+    static constexpr float UNIT = 1.f, UNITY = 1.f;
+    static constexpr bool BY_ROW = false, TILE = false, TWO = false, CROSSED = false;
+    typedef unsigned Factor;  // scale and z
+    static __device__ __forceinline__ float scale(Factor f) { return __half22float2(half2_from(f)).x; }
+    static __device__ __forceinline__ void less(unsigned w, Factor f, unsigned* h) {  // q - z of eight codes
+        const __half2 z = half2_from(__byte_perm(f, 0, 0x3232) | 0x64006400u), sixteenth = __float2half2_rn(.0625f), base = __hsub2(__float2half2_rn(960.f), z);
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const unsigned v = w >> (8 * i);
+            h[2 * i] = bits_of_half2(__hsub2(half2_from((v & 0x000F000Fu) | 0x64006400u), z));
+            h[2 * i + 1] = bits_of_half2(__hfma2(half2_from((v & 0x00F000F0u) | 0x64006400u), sixteenth, base));
+        }
+    }
+    static __device__ __forceinline__ void times(unsigned w, Factor f, unsigned* h) {  // below 15 * 2^12; rounded, as a scale has eleven bits and a product of it more
+        const __half2 s = half2_from(__byte_perm(f, 0, 0x1010));
+        less(w, f, h);
+        #pragma unroll
+        for (int i = 0; i < 4; i++) h[i] = bits_of_half2(__hmul2(half2_from(h[i]), s));
+    }
+    static __device__ __forceinline__ void floats(Bytes w, Bytes s, const float* gs, size_t row, int C, int v, float* a) {
+        const Factor f = ((const Factor*)s)[(row / 4 * C + v / 4) * 4 + row % 4];
+        unsigned h[4];
+        less(eight<unsigned>(w, row, C, v), f, h);
+        halves_to_floats(h, __fmul_rn(scale(f), gs[row]), a);
+    }
+    static __device__ __forceinline__ void halves(Bytes w, Bytes s, int, float, bool, unsigned* h) { times(*(const unsigned*)w, *(const Factor*)s, h); }
+    template <class P> static __device__ __forceinline__ void dot(unsigned char* p, const uint4* x, float z, float* y) {
+        const uint4 s = *(const uint4*)P::scales(p);
+        #pragma unroll
+        for (int r = 0; r < 4; r++) {
+            const uint4 w = *P::vector(p, r);
+            float sum = 0.f;
+            #pragma unroll
+            for (int j = 0; j < 4; j += 2) {
+                unsigned h[8];
+                less(word(w, j), word(s, r), h);
+                less(word(w, j + 1), word(s, r), h + 4);
+                __half2 a = __float2half2_rn(0.f);
+                #pragma unroll
+                for (int i = 0; i < 8; i++) a = __hfma2(half2_from(h[i]), half2_from(word(x[j + i / 4], i % 4)), a);
+                const float2 u = __half22float2(a);
+                sum += u.x + u.y;
+            }
+            y[r] = fmaf(__fmul_rn(sum, z), scale(word(s, r)), y[r]);
+        }
+    }
+    struct Pair {
+        static constexpr bool SCALED = false;
+        uint2 s;
+        __device__ __forceinline__ void read(Bytes p) { s = *(const uint2*)p; }
+        __device__ __forceinline__ void factors(Factor (*f)[2]) const {
+            f[0][0] = f[0][1] = s.x;
+            f[1][0] = f[1][1] = s.y;
+        }
+        __device__ __forceinline__ float scale(int) const { return 1.f; }
+    };
+    static __device__ __forceinline__ float row_scale(Bytes, const float* gs, size_t row) { return gs[row]; }
 };
 
 template <bool TILED> struct e4m3 {

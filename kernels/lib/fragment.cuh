@@ -69,7 +69,7 @@ template <class F, int C> struct Unit {
     static constexpr bool TWO = F::TWO;
     typedef Lines<LB, LINE> L;
     // where the scales of four rows and a chunk are, if they have two bytes and more: exchanged by fours as the codes of `Lines` are
-    static __device__ __forceinline__ int place(int four, int c) { return L::BYTES + four * 32 * F::SCALE + (c ^ four / 2 * 4) * 4 * F::SCALE; }
+    static __device__ __forceinline__ int place(int four, int c) { return L::BYTES + four * 32 * F::SCALE + (c ^ (F::SCALE == 4 ? four % 2 : four / 2) * 4) * 4 * F::SCALE; }
     static __device__ __forceinline__ void first(Bytes& p, Bytes& q, size_t row, int u, int l) {
         p = L::first(p, row, u, l);
         if (F::SCALE) q += (row / 4 + l / 8) * SLINE + u * SB + l % 8 * (4 * F::SCALE);
@@ -87,7 +87,7 @@ template <class F, int C, int CHUNK = F::CHUNK> struct Fragment;
 
 template <class F, int C> struct Fragment<F, C, 16> : Unit<F, C> {  // four bits
     typedef Unit<F, C> U;
-    static constexpr bool CROSSED = true, SCALED = F::Pair::SCALED;
+    static constexpr bool CROSSED = F::CROSSED, SCALED = F::Pair::SCALED;
     uint4 w[2];
     typename F::Pair s;
     template <int LD> static __device__ __forceinline__ int own(int t) { return t; }
@@ -96,13 +96,13 @@ template <class F, int C> struct Fragment<F, C, 16> : Unit<F, C> {  // four bits
         s.read(at + (F::SCALE == 1 ? U::L::BYTES + (g / 2 * 8 + 4 * b + t) * 4 : U::place(g / 2, 4 * b + t)) + g % 2 * (2 * F::SCALE));
     }
     template <int LD, int PLANE> __device__ __forceinline__ void dot(float (*d)[4], const uint4* x) const {
-        __half2 f[2][2];
+        typename F::Factor f[2][2];
         s.factors(f);
         #pragma unroll
         for (int j = 0; j < 4; j++) {
             unsigned h[2][4];
-            F::crossed(word(w[0], j), f[0][j / 2], h[0]);
-            F::crossed(word(w[1], j), f[1][j / 2], h[1]);
+            F::times(word(w[0], j), f[0][j / 2], h[0]);
+            F::times(word(w[1], j), f[1][j / 2], h[1]);
             const uint4 v = x[j * LD];
             const unsigned a[8] = {h[0][0], h[1][0], h[0][1], h[1][1], h[0][2], h[1][2], h[0][3], h[1][3]}, b[4] = {v.x, v.y, v.z, v.w};
             mma_f16(d[0], a, b);
