@@ -167,11 +167,12 @@ def test_fields_without_effect_are_named(calling):
 
 def test_ignored_fields_are_told_once(calling, monkeypatch):
     "By every API, whatever their names hold, and a stranger cannot fill log or memory with inventions"
-    import atlas.service.server
+    from atlas.service.service import Service
     c,_,_,port = calling
-    monkeypatch.setattr(atlas.service.server, '_told', told := set())
-    log = Mock(wraps=logging.getLogger('atlas'))  # whoever listens to the log itself, in this process, is none of our business
-    monkeypatch.setattr(atlas.service.server, '_log', log)
+    log,told = Mock(),set()
+    module = Service.chat_completions.__globals__  # of the package, or of its page where that has run in this process
+    monkeypatch.setitem(module, '_told', told)
+    monkeypatch.setitem(module, '_log', log)
     def post(path, **kw):
         r = httpx.post(f'http://127.0.0.1:{port}{path}', json=dict(model='fake', max_tokens=4)|kw)
         assert r.status_code==200, r.text

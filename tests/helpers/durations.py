@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 FILE = Path(__file__).parents[1]/'durations.json'
-SLOW,FAST = 2,.1  # seconds
+SLOW,FAST = 1,.1  # seconds
 
 def spent():
     "Seconds of processor of this process and of children that have ended"
