@@ -11,7 +11,7 @@ __all__ = ['WORDS', 'SETUP', 'DEFAULTS', 'Step', 'embed', 'RotaryTable', 'angles
            'prepare', 'kv_formats', 'kv_bytes', 'KVArrays', 'kv_pools']
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #592ad131
-import math,sys
+import math
 import numpy as np
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -286,14 +286,14 @@ def moe(
 class Defaults:
     "How a model is set up where nobody asks for anything else, and what may be asked for"
     chunk:int # Rows of prompts in a step
-    max_chunk:int # The most of them that may be asked for
+    max_chunk:float # The most of them that may be asked for
     block_size:int # Tokens in a block of the cache
     kv_format:str # Of keys and values
     unpacks:bool # Are weights kept as float32 where that takes no more than half of what is free?
     foreign:tuple=() # Options that mean nothing here
 
 _CARDS = 'quantization','lm_head_dtype','kv_cache_dtype','kv_high_precision_layers'
-DEFAULTS = Defaults(256, sys.maxsize, 16, 'float32', True, _CARDS)
+DEFAULTS = Defaults(256, math.inf, 16, 'float32', True, _CARDS)
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #790d9e8a
 def placement(
