@@ -116,20 +116,6 @@ class Launch:
         if code := self._launch(self._at, self._ptr, pointers, None): _ok(code, f'{self.name} cannot be launched with grid {grid}, block {block} and {shared} bytes of shared memory', card)
         if faults.exact and not card.recorded: card.synchronize()
 
-@patch
-def footprint(self:Launch,
-    threads:int, # Of a block
-    shared:int, # Bytes of dynamic shared memory of a block
-)->tuple[int,int,int]:
-    "Registers of a thread, bytes of shared memory of a block, and blocks that a multiprocessor has at once"
-    d,f,n = _driver(),ctypes.c_void_p(self._ptr),ctypes.c_int()
-    def attribute(i):
-        d.cuFuncGetAttribute(ctypes.byref(n), i, f)
-        return n.value
-    registers,static = attribute(4),attribute(1)
-    d.cuOccupancyMaxActiveBlocksPerMultiprocessor(ctypes.byref(n), f, threads, ctypes.c_size_t(shared))
-    return registers,static+shared,n.value
-
 class _Thread(threading.local):
     "What is true of one thread's launches"
     recorded,plain = False,True
@@ -143,6 +129,21 @@ Cuda.plain = _of_thread('plain', "Is this thread's next launch to be an ordinary
 def load(self:Cuda, src:Source, options:tuple=())->Launch:
     "The kernel of `src`, ready to launch; compiled if the wheel and the cache have none. `DeviceError` where it does not compile"
     with self.use(): return loaded(src, self.arch, options, lambda b: Launch(self, src, b))
+
+# %% ../../nbs/2_card/05_card.ipynb #1f0aacab
+@patch
+def footprint(self:Launch,
+    threads:int, # Of a block
+    shared:int, # Bytes of dynamic shared memory of a block
+)->tuple[int,int,int]:
+    "Registers of a thread, bytes of shared memory of a block, and blocks that a multiprocessor has at once"
+    d,f,n = _driver(),ctypes.c_void_p(self._ptr),ctypes.c_int()
+    def attribute(i):
+        d.cuFuncGetAttribute(ctypes.byref(n), i, f)
+        return n.value
+    registers,static = attribute(4),attribute(1)
+    d.cuOccupancyMaxActiveBlocksPerMultiprocessor(ctypes.byref(n), f, threads, ctypes.c_size_t(shared))
+    return registers,static+shared,n.value
 
 @patch
 def load_all(self:Device,
@@ -267,6 +268,7 @@ def microseconds(
         times.append(cp.cuda.get_elapsed_time(a, b)*1e3)
     return float(np.median(times[3:]))
 
+# %% ../../nbs/2_card/05_card.ipynb #a604098b
 @patch
 def microseconds(self:Device, f)->float:
     "As the function `microseconds`, on a real card; NaN where the time of a kernel says nothing"

@@ -441,15 +441,6 @@ def synchronize(self:Cuda):
     self.faults.settled()
 
 @patch
-def warm_up(self:Cuda, f):
-    "Call `f`, whose kernels are compiled and loaded then, and wait for it"
-    f()
-    self.synchronize()
-
-@patch
-def hold(self:Cuda, o): self.faults.hold(o)
-
-@patch
 def _lap(self:Cuda, f, n):
     with self.use():
         start,end = (self.xp.cuda.Event() for _ in '12')
@@ -457,6 +448,16 @@ def _lap(self:Cuda, f, n):
         for _ in range(n): f()
         end.record(); end.synchronize()
         return self.xp.cuda.get_elapsed_time(start, end)/1e3
+
+# %% ../../nbs/2_card/01_device.ipynb #7b08b716
+@patch
+def warm_up(self:Cuda, f):
+    "Call `f`, whose kernels are compiled and loaded then, and wait for it"
+    f()
+    self.synchronize()
+
+@patch
+def hold(self:Cuda, o): self.faults.hold(o)
 
 # %% ../../nbs/2_card/01_device.ipynb #9e77fc26
 def get_device(
