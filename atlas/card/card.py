@@ -136,13 +136,14 @@ def footprint(self:Launch,
     threads:int, # Of a block
     shared:int, # Bytes of dynamic shared memory of a block
 )->tuple[int,int,int]:
-    "Registers of a thread, bytes of shared memory of a block, and blocks that a multiprocessor has at once"
+    "Registers of a thread, shared memory of a block, and blocks that a multiprocessor has at once"
     d,f,n = _driver(),ctypes.c_void_p(self._ptr),ctypes.c_int()
+    at,dynamic = ctypes.byref(n),ctypes.c_size_t(shared)
     def attribute(i):
-        d.cuFuncGetAttribute(ctypes.byref(n), i, f)
+        d.cuFuncGetAttribute(at, i, f)
         return n.value
     registers,static = attribute(4),attribute(1)
-    d.cuOccupancyMaxActiveBlocksPerMultiprocessor(ctypes.byref(n), f, threads, ctypes.c_size_t(shared))
+    d.cuOccupancyMaxActiveBlocksPerMultiprocessor(at, f, threads, dynamic)
     return registers,static+shared,n.value
 
 @patch

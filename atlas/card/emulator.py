@@ -72,7 +72,7 @@ class Emulator(Device):
     def download(self, a): "A copy for the host"; return np.array(a).view(np.ndarray)
     def write(self, dst, a): "Copy host array `a` into `dst`"; dst[...] = a
     def address(self, a)->int: "Where `a` begins"; return a.ctypes.data
-    def copy_rate(self, nbytes=0)->float: "Not known: nothing here says how fast a card is"; return float('nan')
+    def copy_rate(self, nbytes=0)->float: "Not known: this is no card"; return float('nan')
 
 # %% ../../nbs/2_card/04_emulator.ipynb #cf6c76e8
 _MAIN = '''#include "{name}.cu"
@@ -125,7 +125,7 @@ def _refused(name, log):
 
 # %% ../../nbs/2_card/04_emulator.ipynb #192cd402
 class Emulated:
-    "A kernel compiled for the emulator: `k(grid, block, pointers, shared)`, a pointer to each argument"
+    "A kernel compiled for the emulator: `k(grid, block, pointers, shared)`, as a card's"
     def __init__(self, src:Source, options:tuple):
         self.name,self.library = src.name,ctypes.CDLL(str(_library(src, options)))
         self._f = self.library.emulate

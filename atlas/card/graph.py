@@ -138,15 +138,27 @@ class Mark:
     def wait(self, doing:str='a wait for results'): "Wait until the work before it is done"
 
 class Stream:
-    "An order of launches and memory for what lives within it, on a device whose launches are over when they return"
+    "An order of launches, and memory for what lives within it; here launches are over at once"
     raw = None # CuPy's stream
     def __init__(self, card:Device): self.card = card
-    def here(self): "A context in which kernels go to it"; return self.card.use()
-    def temporaries(self): "A context in which arrays are made that live for a step only"; return contextlib.nullcontext()
-    def turn(self): "A context in which kernels may be launched whose blocks wait for each other"; return contextlib.nullcontext()
-    def mark(self)->Mark: "Where it is now"; return Mark()
-    def captured(self, f): "A function that does again, and waits for, what `f()` launches"; return f
-    def microseconds(self, f, n:int=20)->float: "Median time of `n` calls of `f`; NaN where it says nothing"; return float('nan')
+    def here(self):
+        "A context in which kernels go to it"
+        return self.card.use()
+    def temporaries(self):
+        "A context in which arrays are made that live for a step only"
+        return contextlib.nullcontext()
+    def turn(self):
+        "A context in which kernels may be launched whose blocks wait for each other"
+        return contextlib.nullcontext()
+    def mark(self)->Mark:
+        "Where it is now"
+        return Mark()
+    def captured(self, f):
+        "A function that does again, and waits for, what `f()` launches"
+        return f
+    def microseconds(self, f, n:int=20)->float:
+        "Median time of `n` calls of `f`; NaN where it says nothing"
+        return float('nan')
     def close(self): "Give its memory back"
 
 @patch
@@ -183,7 +195,7 @@ class CudaStream(Stream):
     def close(self): "Give its memory back"; self.memory.free_all_blocks()
 
 @patch
-def own_stream(self:Cuda)->CudaStream: "A new stream, and memory of its own"; return CudaStream(self)
+def own_stream(self:Cuda)->CudaStream: "A new stream, with memory"; return CudaStream(self)
 
 # %% ../../nbs/2_card/06_graph.ipynb #f64015f0
 @patch
@@ -217,10 +229,11 @@ _turns = {} # By the card's number
 @patch
 @contextlib.contextmanager
 def turn(self:CudaStream):
-    "A context in which decode kernels may be launched: they begin when those of other streams of this process, on the same card, have ended"
+    "A context for launches that begin when those of this process's other streams have ended"
     t = _turns.setdefault(self.card.index, _Turn())
     with t.lock:
         if t.stream not in (None,self.raw): self.raw.wait_event(t.end)
         try: yield
         finally:
-            with contextlib.suppress(Exception): t.stream,t.end = self.raw,self.raw.record() # a card that has failed says so by itself
+            with contextlib.suppress(Exception):  # a card that has failed says so by itself
+                t.stream,t.end = self.raw,self.raw.record()

@@ -162,7 +162,7 @@ def moe(s:Step, x, w:MoEWeights, norm:Norm, add=None, router_norm=None):
 DEFAULTS = Defaults(2048, 1<<15, 64, 'f16', False)
 
 def placement(device, parts, quantization:str|None=None, head:str|None=None)->list[tuple]:
-    "Where the parts of a model are loaded, and in which form: (parts, device, `put` of `load`) each"
+    "Where the parts of a model are loaded: (parts, device, `put` of `load`) each"
     rest = [p for p in parts if p!='vision']
     seeing = [p for p in parts if p=='vision']
     put = packer(device, quantization, head)
@@ -173,10 +173,11 @@ def _packed_bytes(t, anew):
     n = math.prod(t.shape)
     if len(t.shape)<2: return 4*n
     own = 2*n
-    if t.fmt in KEPT: own = max(t.nbytes, int(n*KEPT[t.fmt].bits/8))   # INT4 may have larger groups in a file
+    if t.fmt in KEPT: own = max(t.nbytes, int(n*KEPT[t.fmt].bits/8)) # a file's groups may be larger
     return min(own, int(n*CARD_FORMATS[anew].bits/8)) if anew in REQUANTIZED else own
 
-def weight_bytes(tensors:dict, parts, packed:bool=False, quantization:str|None=None, head:str|None=None)->int:
+def weight_bytes(
+    tensors:dict, parts, packed:bool=False, quantization:str|None=None, head:str|None=None)->int:
     "Bytes that the weights of a model take, as well as can be told before they are there"
     left_out = ('visual.',) if 'mtp' in parts else ('visual.','mtp.')
     def anew(k): return head if k=='lm_head.weight' else quantization if quantizable(k) else None
@@ -186,10 +187,11 @@ def weight_bytes(tensors:dict, parts, packed:bool=False, quantization:str|None=N
 KV_FORMATS = ('f16','bf16','f32','fp8','nvfp4') # Formats of keys and values
 
 def kv_formats(layers, fmt=None, high_precision:int=0)->dict:
-    "How each of the attention `layers` keeps its keys and values; a `ConfigError` for a format that is none of `KV_FORMATS`"
+    "How each of the attention `layers` keeps keys and values; a `ConfigError` for other formats"
     fmt,layers = fmt or DEFAULTS.kv_format,list(layers)
     if fmt not in KV_FORMATS:
-        raise ConfigError(f'{fmt!r} is no format for keys and values', hint=f'Choose {", ".join(KV_FORMATS)}', param='kv_cache_dtype')
+        said,hint = f'{fmt!r} is no format for keys and values',f'Choose {", ".join(KV_FORMATS)}'
+        raise ConfigError(said, hint=hint, param='kv_cache_dtype')
     ends = {*layers[:high_precision], *layers[len(layers)-high_precision:]}
     return {i:'f16' if i in ends and fmt in ('fp8','nvfp4') else fmt for i in layers}
 
@@ -199,8 +201,9 @@ def kv_bytes(kv:int, d:int, fmt)->int:
 
 def kv_pools(device, shapes:dict, formats:dict, blocks:int, block_size:int)->dict:
     "Empty pools for keys and values, by layer"
-    words = pool_words(device) if shapes else None # of these pools only: models may run at the same time
-    return {i:make_pool(device, blocks, block_size, *s, formats[i], words) for i,s in shapes.items()}
+    words = pool_words(device) if shapes else None # of these only: several models may run
+    def pool(i): return make_pool(device, blocks, block_size, *shapes[i], formats[i], words)
+    return {i:pool(i) for i in shapes}
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #f71e0576
 def _fits(l)->bool:
@@ -259,5 +262,5 @@ def prepare(model):
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #bde4edb4
 def words_of(device):
-    "The vocabulary for arrays of `device`: a module with all of `WORDS` and `SETUP`, and its `DEFAULTS`"
+    "The vocabulary of `device`: a module with all of `WORDS`, `SETUP` and `DEFAULTS`"
     return host_words if device.kind=='cpu' else sys.modules[__name__]

@@ -104,11 +104,11 @@ class KVCache:
         cfg:ModelConfig, # Layers, heads and sizes
         device, # Whose memory it is
         num_blocks:int, # See `fit_blocks`
-        block_size:int|None=None, # Tokens in a block; None here and below: what the device has by default
+        block_size:int|None=None, # Tokens in a block; None here and below: the device's default
         dtype=None, # Format of keys and values, as its `kv_formats` takes it; states are float32
         num_states:int=2, # State slots: two for each sequence that runs
         drafting:bool=False, # Room for the layers of an MTP head too, after the model's?
-        high_precision:int=0, # So many attention layers at both ends keep 16 bits where the others have fewer
+        high_precision:int=0, # On a card: so many attention layers at both ends keep 16 bits
     ):
         ops = words_of(device)
         self.pool = BlockPool(num_blocks, block_size or ops.DEFAULTS.block_size)
@@ -119,7 +119,8 @@ class KVCache:
         self.kv = ops.kv_pools(device, shapes, formats, num_blocks, self.pool.block_size)
         layers = range(cfg.num_layers+cfg.mtp_layers*drafting)
         states = {i:s for i in layers if (s := cfg.state_shapes(i))}
-        self.conv,self.rec = ({i:device.zeros((num_states,*s[p])) for i,s in states.items()} for p in ('conv','rec'))
+        def zeros(part): return {i:device.zeros((num_states,*s[part])) for i,s in states.items()}
+        self.conv,self.rec = zeros('conv'),zeros('rec')
 
 # %% ../../nbs/5_engine/01_cache.ipynb #02c59be1
 def kv_shapes(cfg:ModelConfig, drafting:bool=False)->dict:
@@ -180,14 +181,16 @@ def fit_blocks(
     size = block_size or ops.DEFAULTS.block_size
     per = token_bytes(cfg, ops, dtype, False, high_precision)*size
     one,states = -(-max_seq_len//size),2*max_num_seqs*state_bytes(cfg)
-    if not per and states>budget: _no_room(f'The states of {max_num_seqs} sequences', states, budget, 0)
+    many = f'states of {max_num_seqs} sequences'
+    if not per and states>budget: _no_room(f'The {many}', states, budget, 0)
     n = max(0, budget-states)//per if per else one*max_num_seqs
     if n<one:
-        beside = f' beside the states of {max_num_seqs} sequences' if states else ''
+        beside = f' beside the {many}' if states else ''
         _no_room(f'One sequence of {max_seq_len:,} tokens{beside}', one*per+states, budget, n*size)
     return min(n, one*max_num_seqs)
 
 def _no_room(what, need, budget, fits):
+    said = f'{what} takes {human(need)} of cache, and {human(budget)} is left for it'
     shorter = f'Start with --max-seq-len {fits} or less, or g' if fits else 'G'
-    raise OutOfMemoryError(f'{what} takes {human(need)} of cache, and {human(budget)} is left for it',
-        hint=shorter+'ive the cache more memory, or serve fewer sequences at once', param='max_seq_len')
+    hint = f'{shorter}ive the cache more memory, or serve fewer sequences at once'
+    raise OutOfMemoryError(said, hint=hint, param='max_seq_len')

@@ -148,7 +148,8 @@ def replay(self:CardStepper, shape:StepShape):
     if shape not in self.graphs:
         self.graphs = {k:g for k,g in self.graphs.items() if k.stamp==shape.stamp}  # those of arrays that are no more
         name = f'a step of {shape.rows} rows'
-        self.graphs[shape] = Graph(lambda: self.body(shape), self.card, name, stream=self.stream.raw, warm=False)
+        def body(): self.body(shape)
+        self.graphs[shape] = Graph(body, self.card, name, stream=self.stream.raw, warm=False)
     self.graphs[shape]()
 
 # %% ../../nbs/5_engine/05_card_stepper.ipynb #94934a8b

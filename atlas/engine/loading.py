@@ -76,9 +76,10 @@ _STEPPERS = {host_words:HostStepper, card_words:CardStepper} # What runs models 
 def _engine(self:LoadedModel):
     "Scheduler and engine over the cache"
     o = self.options
-    scheduler = Scheduler(self.cache.pool, o.max_num_seqs, self.max_seq_len, self.chunk, o.overcommit, o.max_queue)
-    stepper = _STEPPERS[self.ops].serving(self.model, self.cache, scheduler, self._region('tables'))
-    return Engine(scheduler, stepper, self.guides)
+    bounds = o.max_num_seqs,self.max_seq_len,self.chunk,o.overcommit,o.max_queue
+    s = Scheduler(self.cache.pool, *bounds)
+    stepper = _STEPPERS[self.ops].serving(self.model, self.cache, s, self._region('tables'))
+    return Engine(s, stepper, self.guides)
 
 # %% ../../nbs/5_engine/06_loading.ipynb #322a6a56
 @patch
@@ -107,7 +108,8 @@ def _load(self:LoadedModel, ck, show):
 def _blocks(self:LoadedModel, others:int)->int:
     "Blocks of the cache where `others` bytes are set aside"
     o,room = self.options,self.arena.beside(others)
-    return _fit(self.config, self.ops, *room, o.kv_cache_memory, o.max_num_seqs, self.max_seq_len, **self._kv)
+    asked = o.kv_cache_memory,o.max_num_seqs,self.max_seq_len
+    return _fit(self.config, self.ops, *room, *asked, **self._kv)
 
 _FLAGS = dict(weights='--quantization', cache='--max-seq-len', tables='--max-num-seqs')
 
@@ -140,13 +142,14 @@ def _fits(ck, budget, need, steps):
     raise OutOfMemoryError(said, hint=hint)
 
 def _fit(cfg, ops, left, unasked, asked, seqs, context, **kv)->int: # Blocks
-    "Blocks of the cache where `left` bytes are; errors as for `fit_blocks`, and one where more was asked for and is needed"
+    "Blocks of a cache in `left` bytes; errors as for `fit_blocks`, and one where more is needed"
     n = fit_blocks(cfg, ops, ifnone(asked, unasked), seqs, context, **kv)
     token = token_bytes(cfg, ops, kv['dtype'], False, kv['high_precision'])
     takes = n*kv['block_size']*token+2*seqs*state_bytes(cfg)
     if takes<=left: return n
     said = f'The cache was to have {human(takes)}, and {human(left)} are left for it'
-    raise OutOfMemoryError(said, hint='Lower --kv-cache-memory, or free memory', param='kv_cache_memory')
+    hint = 'Lower --kv-cache-memory, or free memory'
+    raise OutOfMemoryError(said, hint=hint, param='kv_cache_memory')
 
 # %% ../../nbs/5_engine/06_loading.ipynb #62987dff
 @patch

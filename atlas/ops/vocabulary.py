@@ -1,4 +1,4 @@
-"""What a model may ask of a device: eleven words for its layers and six for setting it up, and what each means on the host
+"""What a model may ask of a device: eleven words for its layers, six for setting it up, and their meaning on the host
 
 Docs: https://atlas-inference.github.io/atlas/3_ops/ops.vocabulary.html.md"""
 
@@ -27,7 +27,7 @@ from .rope import rope_angles
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #1e2151d3
 WORDS = ('embed','angles','rmsnorm','norm_add','project','attend','gated_delta','mamba','mlp','moe',
     'logits') # Of layers
-SETUP = ('placement','weight_bytes','prepare','kv_formats','kv_bytes','kv_pools') # Of who sets a model up
+SETUP = ('placement','weight_bytes','prepare','kv_formats','kv_bytes','kv_pools') # Of who loads one
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #005dcf35
 @dataclass(frozen=True)
@@ -324,7 +324,7 @@ def prepare(model):
 def kv_formats(
     layers, # Numbers of the attention layers
     fmt=None, # What is asked for; None: the default
-    high_precision:int=0, # So many layers at both ends keep 16 bits where the others have fewer, on a card
+    high_precision:int=0, # On a card: so many layers at both ends keep at least 16 bits
 )->dict: # Layer -> format
     "How each attention layer keeps its keys and values"
     return dict.fromkeys(layers, np.dtype(fmt or DEFAULTS.kv_format))

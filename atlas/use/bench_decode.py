@@ -161,7 +161,8 @@ def __str__(self:DecodeReport):
 # %% ../../nbs/8_use/05_bench_decode.ipynb #65379e3c
 def bench_decode(llm, batches=(1,), contexts=(0,), steps:int=64, kernels:bool=False)->DecodeReport:
     "Measure `llm`, which must be on a card and hold `max(batches)` sequences of `max(contexts)` tokens"
-    llm.device.need_card('bench decode measures a graphics card', '"atlas bench MODEL" measures the host')
+    hint = '"atlas bench MODEL" measures the host'
+    llm.device.need_card('bench decode measures a graphics card', hint)
     ps = list(packed_in(llm.model))
     by = {}
     for p in ps: by[p.fmt] = by.get(p.fmt, 0)+p.nbytes

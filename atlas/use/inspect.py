@@ -137,7 +137,7 @@ def fit(
     stored,wide = sum(r.nbytes for r in rows),4*sum(r.weights for r in rows)
     unpacked = ops.DEFAULTS.unpacks and wide<=device.memory().available/2
     held = wide if unpacked else stored
-    size = ops.kv_bytes(1, 16, ops.DEFAULTS.kv_format)//32 # Of a number: keys and values of a head of 16 are 32
+    size = ops.kv_bytes(1, 16, ops.DEFAULTS.kv_format)//32 # of a number: a head of 16 has 2*16
     kv,state,rest = size*c.kv_elements_per_token,2*4*c.state_elements,left-held
     most = c.max_seq_len if not kv else max(0, min(c.max_seq_len, (rest-state)//kv))
     many = {n:max(0, rest//(kv*n+state)) if kv*n+state else 0 for n in sorted({*(n for n in contexts if n<c.max_seq_len), c.max_seq_len})}

@@ -162,7 +162,8 @@ def timeline(
     replays:int=9,
 )->Timeline:
     "Where a decode step's time goes; a `DeviceError` on the host"
-    llm.device.need_card('A timeline is of a graphics card', '"atlas bench MODEL" measures the host')
+    hint = '"atlas bench MODEL" measures the host'
+    llm.device.need_card('A timeline is of a graphics card', hint)
     e,stepper = llm.engine,llm.engine.stepper
     pretend(llm, batch, context, 64+2*replays); e.step(); e.step()
     with stepper.here(), recording(launch=False, args=True) as r: stepper.body(stepper.last)
@@ -184,7 +185,8 @@ def _replays(stepper, calls, card, n):
         notes = card.zeros((int(ends[-1]),8), 'uint32'); card.synchronize()
         memory = [_memory(c[0], c[3], card, card.address(notes)+32*int(end-w)) for c,end,w in zip(calls, ends, warps)]
         def go():
-            for k,(_,g,b,_,sh,pdl,_),m in zip(ks, calls, memory): k(_three(g), _three(b), m.pointers, sh, pdl)
+            for k,(_,g,b,_,sh,pdl,_),m in zip(ks, calls, memory):
+                k(_three(g), _three(b), m.pointers, sh, pdl)
         again,out = stepper.stream.captured(go),[]
         for _ in range(n):
             again()
