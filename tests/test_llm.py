@@ -1,6 +1,7 @@
 "The door and the engine behind it: calls that overlap, calls that are left half-way, and everything that must be refused. On the checkpoints of tests/data."
 import json,shutil,tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 import numpy as np, pytest
@@ -124,19 +125,30 @@ def test_bad_options(name, value):
     with pytest.raises(AtlasError) as e: load(**{name:value})
     assert isinstance(e.value, OutOfMemoryError) or e.value.param==name
 
-def test_a_cache_that_cannot_fit_is_refused_before_the_weights_are_read(monkeypatch):
-    import atlas.use.llm
-    monkeypatch.setattr(atlas.use.llm, 'load_model', lambda *_: pytest.fail('loaded'))
-    with pytest.raises(OutOfMemoryError): load(kv_cache_memory=1000)
+class Read(Exception):
+    "Weights were read"
 
-def test_a_cache_beyond_the_host(monkeypatch):
+@pytest.fixture
+def no_weights(monkeypatch):
+    "A context in which whoever loads a model's weights gets a `Read`; what fits gets there"
+    def refuse(*args, **kw): raise Read
+    @contextmanager
+    def within():
+        with monkeypatch.context() as m:
+            m.setitem(LLM._load.__globals__, 'load_model', refuse)
+            with pytest.raises(Read): load()
+            yield
+    return within
+
+def test_a_cache_that_cannot_fit_is_refused_before_the_weights_are_read(no_weights):
+    with no_weights(), pytest.raises(OutOfMemoryError): load(kv_cache_memory=1000)
+
+def test_a_cache_beyond_the_host(monkeypatch, no_weights):
     "What is asked for and needed has to be free; what is asked for and not needed is not made"
-    import atlas.use.llm
     whole = load(kv_cache_memory=1<<42).cache
     assert whole.pool.num_blocks==8*16
     monkeypatch.setattr(Host, 'memory', lambda self: Memory(1<<30, whole.nbytes-1))
-    with monkeypatch.context() as m:
-        m.setattr(atlas.use.llm, 'load_model', lambda *_: pytest.fail('loaded'))
+    with no_weights():
         with pytest.raises(OutOfMemoryError, match='The cache was to have') as e: load(kv_cache_memory=1<<42)
     assert e.value.param=='kv_cache_memory' and e.value.hint
     assert 16<=load().cache.pool.num_blocks<8*16*.4+1
