@@ -38,6 +38,10 @@ class _Namesake(SourceFileLoader):
             return getattr(import_module(f'{own}.{own.rpartition(".")[2]}'), name)
         module.__getattr__ = find
 
+class _Spec(ModuleSpec):
+    "That of a door: what is run by its name (`python -m atlas.worker`) imports its neighbours from where it is now"
+    parent = property(lambda self: self.loader.now(self.name).rpartition('.')[0])
+
 class _Doors:
     "Finds modules by the names that they had when the package was flat: `atlas.parsers` is `atlas.text.parsers`, the same module"
     def now(self, name):
@@ -51,7 +55,7 @@ class _Doors:
 
     def find_spec(self, name, path=None, target=None):
         "Asked by every `import`, before it looks at files"
-        if self.now(name): return ModuleSpec(name, self)
+        if self.now(name): return _Spec(name, self)
         chapter = name.removeprefix('atlas.')
         if chapter==name or chapter not in _moved.get(chapter, '').split(): return None
         spec = PathFinder.find_spec(name, path)
