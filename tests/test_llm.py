@@ -125,6 +125,34 @@ def test_bad_options(name, value):
     with pytest.raises(AtlasError) as e: load(**{name:value})
     assert isinstance(e.value, OutOfMemoryError) or e.value.param==name
 
+def test_options_are_those_of_who_takes_them():
+    "What `EngineConfig` may be told is said on its own page, which is before all of theirs"
+    from dataclasses import fields
+    from atlas.cuda.pack import REQUANTIZED
+    from atlas.cuda.vocabulary import KV_FORMATS
+    from atlas.ground.options import EngineConfig
+    from atlas.ground.weights import WEIGHTS
+    from atlas.ops.linear import TILE
+    said = {f.name:f.metadata for f in fields(EngineConfig) if f.metadata}
+    assert said['weights']['words']==tuple(WEIGHTS) and said['kv_cache_dtype']['words']==KV_FORMATS
+    assert {*said['quantization']['words']}=={*said['lm_head_dtype']['words']}=={*REQUANTIZED}
+    assert said['chunk']['step']==TILE and f'a multiple of {TILE}' in said['chunk']['help']
+    for k,m in said.items():
+        if k!='lm_head_dtype': assert all(w in m['help'] for w in m['words']), k
+
+def test_a_broken_preset_stops_nobody_else(monkeypatch):
+    "Models that are here, real, made up or looked at, and names of the hub"
+    from atlas.ground import config,opening
+    from atlas.ground.options import EngineConfig
+    from atlas.use.inspect import look
+    def broken(*_): raise RequestError('llama.toml is not valid TOML')
+    monkeypatch.setattr(config, 'PRESETS', config.Presets('atlas.model.families', broken))
+    monkeypatch.setattr(opening, 'PRESETS', config.PRESETS)
+    here = str(data/'smollm2-tied')
+    assert load().config==LLM(here, device='cpu', load_format='dummy').config==look(here, on=[]).config
+    assert not opening.is_shape('demo') and not opening.is_shape('Qwen/Qwen3-8B')
+    with pytest.raises(RequestError, match='not valid TOML'): opening.open_model(EngineConfig('qwen3-8b'))
+
 class Read(Exception):
     "Weights were read"
 

@@ -14,11 +14,12 @@ from dataclasses import dataclass,field,replace
 from pathlib import Path
 from fastcore.basics import first,patch
 from ..text.chat import load_template
-from ..ground.config import ModelConfig,PRESETS
+from ..ground.config import ModelConfig
 from ..ground.core import AtlasError,human
 from ..card.device import get_device
 from ..cuda.vocabulary import words_of
 from ..ground.hub import resolve
+from ..ground.opening import is_shape
 from ..model.model import imagine,plan
 from ..ground.weights import open_checkpoint
 
@@ -157,8 +158,7 @@ def open_shape(
     weights:str|None=None, # Format to imagine its weights in: 'bf16', 'fp8', 'nvfp4', 'mxfp4', 'int4', 'mixed' or 'nvfp4-experts'; None for that of the files, or for what is published
 ):
     "An open checkpoint: the one called `name`, or one without files in the shape of a preset, or of that checkpoint in other `weights`"
-    known = name in PRESETS and not Path(name).exists()
-    return imagine(name, weights) if known or weights else open_checkpoint(resolve(name))
+    return imagine(name, weights) if weights or is_shape(name) else open_checkpoint(resolve(name))
 
 def look(
     name:str, # As for `open_shape`
