@@ -23,7 +23,7 @@ from .flash import flash
 from .gemm import gemm,units
 from .gemv import embed as embed_rows,gemv,rmsnorm as norm_rows
 from .mamba import mamba_step
-from .pack import CARD_FORMATS,KEPT,Packed,REQUANTIZED,can_join,join,packer
+from .pack import Packed,REQUANTIZED,can_join,card_format,join,packer
 from .scan import delta_many,mamba_many
 from ..ops.vocabulary import AttentionWeights,DeltaWeights,MLPWeights,MambaWeights,MoEWeights
 from ..ops.vocabulary import Defaults,GroupNorm,Matrix,Norm,RotaryTable,Step
@@ -172,9 +172,9 @@ def _packed_bytes(t, anew):
     "Bytes of the tensor `t` on a card, stored anew in the format `anew` if that is smaller"
     n = math.prod(t.shape)
     if len(t.shape)<2: return 4*n
-    own = 2*n
-    if t.fmt in KEPT: own = max(t.nbytes, int(n*KEPT[t.fmt].bits/8)) # a file's groups may be larger
-    return min(own, int(n*CARD_FORMATS[anew].bits/8)) if anew in REQUANTIZED else own
+    f = card_format(t.fmt, anew if anew in REQUANTIZED else None)
+    held = int(n*f.bits/8)
+    return max(t.nbytes, held) if t.fmt in f.stored else held # a file's groups may be larger
 
 def weight_bytes(
     tensors:dict, parts, packed:bool=False, quantization:str|None=None, head:str|None=None)->int:
