@@ -9,7 +9,7 @@ from atlas.card.device import Budget,Memory
 from atlas.card.emulator import Emulator,find_cxx
 from atlas.card.launch import compilations,saved_variants
 from atlas.use.llm import LLM,list_model
-from atlas.engine.loading import _weight_bytes
+from atlas.cuda import vocabulary as card_words
 from atlas.model.model import wanted
 from atlas.ground.opening import open_model
 from atlas.ground.options import EngineConfig
@@ -39,7 +39,7 @@ def test_two_loads_leave_nothing(load, toy, weights, kw):
         llm = load(toy, weights, **kw); b,rs = llm.arena.budget,llm.arena.regions
         assert {'weights','cache','tables','steps'}==b.parts.keys() and b.used==sum(r.mapped for r in rs.values())+b.parts['steps']<=b.total
         assert llm.device.room is None and rs['cache'].used>=llm.cache.nbytes and rs['tables'].used>=llm.engine.stepper.table.nbytes
-        with open_model(EngineConfig(llm.name, load_format='dummy', weights=weights), wanted) as ck: plan = _weight_bytes(ck, ('','vision'), kw.get('quantization'), kw.get('lm_head_dtype'))
+        with open_model(EngineConfig(llm.name, load_format='dummy', weights=weights), wanted) as ck: plan = card_words.weight_bytes(ck.tensors, ('','vision'), quantization=kw.get('quantization'), head=kw.get('lm_head_dtype'))
         assert abs(plan-rs['weights'].used)<.2*plan+M, (plan, rs['weights'].used)
         used = {n:r.used for n,r in rs.items()}; ids(llm)
         assert {n:r.used for n,r in rs.items()}==used  # a step leaves nothing in them
@@ -77,9 +77,10 @@ def test_a_bound_beyond_the_card_is_no_error(load):
 
 def test_a_plan_that_was_wrong(load, monkeypatch):
     "Weights that need more than was thought: the region refuses, and nothing stays behind"
-    for name,v in dict(_weight_bytes=0, _step_bytes=0, _fit=8).items(): monkeypatch.setattr(atlas.engine.loading, name, lambda *a, v=v, **kw: v)
+    monkeypatch.setattr(card_words, 'weight_bytes', lambda *a, **kw: 0)
+    for name,v in dict(_step_bytes=0, _fit=8).items(): monkeypatch.setattr(atlas.engine.loading, name, lambda *a, v=v, **kw: v)
     arena = Arena(Emulator(), Budget(300<<10), step=4096)
-    monkeypatch.setattr(atlas.engine.loading, '_arena', lambda d: arena)
+    monkeypatch.setattr(Emulator, 'arena', lambda self: arena)
     with pytest.raises(OutOfMemoryError, match='weights: .* needed, .* left of a budget of 300 KiB'): load('qwen3.6-moe')
     gc.collect(); arena.close()
     assert Emulator().room is None and not arena.budget.parts

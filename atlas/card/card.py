@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from fastcore.basics import patch
 from ..ground.core import AtlasError,DeviceError
 from ..ground.core import cp
-from .device import Cuda,faults,quiet
+from .device import Cuda,Device,faults,quiet
 from .emulator import CardArray,Emulator,strips_whole
-from .launch import Source,_mismatch,loaded,noted,options_of
+from .launch import Source,_mismatch,loaded,noted,options_of,prepare
 
 # %% ../../nbs/2_card/05_card.ipynb #8af49fb2
 @functools.cache
@@ -130,6 +130,36 @@ def load(self:Cuda, src:Source, options:tuple=())->Launch:
     "The kernel of `src`, ready to launch; compiled if the wheel and the cache have none. `DeviceError` where it does not compile"
     with self.use(): return loaded(src, self.arch, options, lambda b: Launch(self, src, b))
 
+# %% ../../nbs/2_card/05_card.ipynb #1f0aacab
+@patch
+def footprint(self:Launch,
+    threads:int, # Of a block
+    shared:int, # Bytes of dynamic shared memory of a block
+)->tuple[int,int,int]:
+    "Registers of a thread, shared memory of a block, and blocks that a multiprocessor has at once"
+    d,f,n = _driver(),ctypes.c_void_p(self._ptr),ctypes.c_int()
+    at,dynamic = ctypes.byref(n),ctypes.c_size_t(shared)
+    def attribute(i):
+        d.cuFuncGetAttribute(at, i, f)
+        return n.value
+    registers,static = attribute(4),attribute(1)
+    d.cuOccupancyMaxActiveBlocksPerMultiprocessor(at, f, threads, dynamic)
+    return registers,static+shared,n.value
+
+@patch
+def load_all(self:Device,
+    kernels, # Pairs of name and options
+    root, # Folder of their sources
+)->dict: # Pair -> kernel
+    "Kernels ready to launch; errors as for `load`"
+    return {k: self.load(Source(k[0], root), k[1]) for k in dict.fromkeys(kernels)}
+
+@patch
+def load_all(self:Cuda, kernels, root)->dict:
+    "Kernels ready to launch, compiled on all cores; errors as for `load`"
+    prepare(kernels, self.arch, root=root)
+    return Device.load_all(self, kernels, root)
+
 # %% ../../nbs/2_card/05_card.ipynb #5bcfde0b
 class _Ready:
     "A kernel on its device, its arguments checked once for each combination of types and shapes"
@@ -153,7 +183,7 @@ class _Ready:
         with self._lock:
             try: memory.fill(values)
             except (struct.error,OverflowError): _misfit(self.src.name, args)
-            self.k(grid, block, memory.values if self._emulated else memory.pointers, shared, pdl)
+            self.k(grid, block, memory.pointers, shared, pdl)
         if self._emulated and (bad := [n for n,a in zip(_params(self.src.text, self.src.name), args) if isinstance(a, T) and not strips_whole(a)]):
             raise DeviceError(f'{self.src.name} wrote beside {bad[0]}')
 
@@ -238,3 +268,12 @@ def microseconds(
         a.record(s); c.graph.launch(s); b.record(s); b.synchronize()
         times.append(cp.cuda.get_elapsed_time(a, b)*1e3)
     return float(np.median(times[3:]))
+
+# %% ../../nbs/2_card/05_card.ipynb #a604098b
+@patch
+def microseconds(self:Device, f)->float:
+    "As the function `microseconds`, on a real card; NaN where the time of a kernel says nothing"
+    return float('nan')
+
+@patch
+def microseconds(self:Cuda, f)->float: return microseconds(f)

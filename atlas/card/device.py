@@ -83,6 +83,7 @@ def host_memory(
 class Device:
     "A place for arrays: `name`, `kind`, the array module `xp`, and the methods below"
     name = kind = xp = None
+    share = .4 # Of what is free, for one model that is told nothing else
     def use(self): "A context in which new arrays are this device's"; return nullcontext()
     def __repr__(self): return self.describe()
 
@@ -133,6 +134,23 @@ def making_in(self:Device,
 @patch
 def tidy(self:Device): "Give back memory that is kept for arrays to come"
 
+# %% ../../nbs/2_card/01_device.ipynb #d6f4da39
+@patch
+def warm_up(self:Device,
+    f, # Called without arguments, later again and again
+): "Call `f` once before it counts, where the first call is slower than others: on a card"
+
+@patch
+def hold(self:Device, o): "Should the device fail, `o` is never given back to it"
+
+@patch
+def need_card(self:Device,
+    said:str, # Of whoever needs it
+    hint:str='',
+)->Device: # This one
+    "A device that runs kernels; a `DeviceError` on the host"
+    return self
+
 # %% ../../nbs/2_card/01_device.ipynb #48704297
 def cores()->int:
     "CPU cores that this process may run on"
@@ -146,6 +164,7 @@ class Host(Device):
     def upload(self, a): "`a` itself, made contiguous where it is not"; return np.asarray(a, order='C')
     def download(self, a): "`a` itself, as NumPy"; return np.asarray(a)
     def synchronize(self): "Wait until all work is done: on the host it always is"
+    def need_card(self, said, hint=''): raise DeviceError(said, hint=hint)
 
 # %% ../../nbs/2_card/01_device.ipynb #a3c2b35a
 @patch
@@ -343,7 +362,8 @@ MIN_CAPABILITY = (8,0) # Ampere: the first with bfloat16 and asynchronous copies
 
 class Cuda(Device):
     "One CUDA card, through CuPy; a `DeviceError` where it is missing or too old"
-    kind,faults,pools = 'cuda',faults,[] # the last: CuPy's memory pools that somebody left, for `tidy`
+    kind,share = 'cuda',1.
+    faults,pools = faults,[] # the last: CuPy's memory pools that somebody left, for `tidy`
     def __init__(self,
         index:int=0, # Which card, as CUDA counts them
         xp=cp, # The CuPy module
@@ -428,6 +448,16 @@ def _lap(self:Cuda, f, n):
         for _ in range(n): f()
         end.record(); end.synchronize()
         return self.xp.cuda.get_elapsed_time(start, end)/1e3
+
+# %% ../../nbs/2_card/01_device.ipynb #7b08b716
+@patch
+def warm_up(self:Cuda, f):
+    "Call `f`, whose kernels are compiled and loaded then, and wait for it"
+    f()
+    self.synchronize()
+
+@patch
+def hold(self:Cuda, o): self.faults.hold(o)
 
 # %% ../../nbs/2_card/01_device.ipynb #9e77fc26
 def get_device(

@@ -72,6 +72,7 @@ class Emulator(Device):
     def download(self, a): "A copy for the host"; return np.array(a).view(np.ndarray)
     def write(self, dst, a): "Copy host array `a` into `dst`"; dst[...] = a
     def address(self, a)->int: "Where `a` begins"; return a.ctypes.data
+    def copy_rate(self, nbytes=0)->float: "Not known: this is no card"; return float('nan')
 
 # %% ../../nbs/2_card/04_emulator.ipynb #cf6c76e8
 _MAIN = '''#include "{name}.cu"
@@ -124,16 +125,19 @@ def _refused(name, log):
 
 # %% ../../nbs/2_card/04_emulator.ipynb #192cd402
 class Emulated:
-    "A kernel compiled for the emulator: `k(grid, block, values, shared)` with values as ctypes"
+    "A kernel compiled for the emulator: `k(grid, block, pointers, shared)`, as a card's"
     def __init__(self, src:Source, options:tuple):
         self.name,self.library = src.name,ctypes.CDLL(str(_library(src, options)))
         self._f = self.library.emulate
         self._f.restype = ctypes.c_char_p
-    def __call__(self, grid, block, values, shared=0, pdl=True):
+    def __call__(self, grid, block, pointers, shared=0, pdl=True):
         "Run it to its end"
         three = lambda n: (ctypes.c_uint*3)(*n)
-        pointers = (ctypes.c_void_p*max(1, len(values)))(*[ctypes.cast(ctypes.pointer(v), ctypes.c_void_p) for v in values])
-        if why := self._f(three(grid), three(block), ctypes.c_uint(shared), pointers): raise DeviceError(f'{self.name}: {why.decode()}')
+        why = self._f(three(grid), three(block), ctypes.c_uint(shared), pointers)
+        if why: raise DeviceError(f'{self.name}: {why.decode()}')
+    def footprint(self, threads:int, shared:int)->tuple[int,int,int]:
+        "Registers of a thread (none), shared memory of a block, and blocks at once (one)"
+        return 0,shared,1
 
 @patch
 def load(self:Emulator, src:Source, options:tuple=())->Emulated:

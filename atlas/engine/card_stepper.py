@@ -8,9 +8,8 @@ Docs: https://atlas-inference.github.io/atlas/5_engine/card_stepper.html.md"""
 __all__ = ['bucket', 'Rows', 'StepShape', 'CardFlight', 'CardStepper']
 
 # %% ../../nbs/5_engine/05_card_stepper.ipynb #7563a15f
-import threading,weakref
 import numpy as np
-from contextlib import ExitStack,contextmanager,nullcontext,suppress
+from contextlib import contextmanager,nullcontext
 from dataclasses import dataclass
 from functools import partial
 from fastcore.basics import patch
@@ -18,7 +17,7 @@ from ..cuda.advance import advance
 from ..cuda.attend import most_rows
 from ..cuda.sample import SampleTable,sample_rows
 from .engine import Flight,Stepper,replays,tiles
-from ..card.graph import Graph
+from ..card.graph import Graph,Mark
 from ..model.model import Batch,Piece,make_batch
 from ..ops.linear import MAX_ROWS
 from ..ops.sample import Sampled
@@ -95,8 +94,7 @@ class CardFlight(Flight):
     "A decode step under way: where its results will be"
     halves:tuple=() # Which half of `SampleTable.heard` has those of each row
     full:bool=False # Are there log probabilities?
-    event:object=None # Done when they are there; None where they are
-    count:int=0 # Launches up to here
+    done:Mark=Mark() # Passed when they are there
 
 # %% ../../nbs/5_engine/05_card_stepper.ipynb #656d6aa6
 class CardStepper(Stepper):
@@ -113,52 +111,25 @@ class CardStepper(Stepper):
             self.rows = Rows(self.card, n, cache.blocks_for(scheduler.max_seq_len))
             self.table = SampleTable(self.card, n+1, model.c.vocab_size)
         self.card.synchronize()  # the stepper's stream waits for no other: weights and cache are to be there
-        self._own_stream()
+        self.stream = self.card.own_stream()
+        self.card.hold(self)
         self.lanes,self.free,self.graphs = {},list(range(n+1))[::-1],{} # Lane of each request, those left, graph of each `StepShape`
         self.last = None # `StepShape` of the newest decode step
         self.replay_rows = min([MAX_ROWS, *(most_rows(self.card, model.c.attn(i), p) for i,p in cache.kv.items())])
 
+    @classmethod
+    def serving(cls, model, cache, scheduler, room):
+        "One for what `scheduler` plans, with its own lasting arrays in the region `room`"
+        return cls(model, cache, scheduler, room)
+
+    @contextmanager
     def here(self):
         "A context in which kernels go to the stepper's stream, and arrays are none of a model that is being loaded meanwhile"
-        st = ExitStack(); st.enter_context(self.card.making_in(None))
-        for c in (self.card.use(), self.stream) if self.stream else (): st.enter_context(c)
-        return st
+        with self.card.making_in(None), self.stream.here(): yield
 
     def staying(self):
         "A context in which arrays are made that stay: in `room`, if there is one"
         return self.room.allocating() if self.room else nullcontext()
-
-    def temporaries(self):
-        "A context in which arrays are made that live for a step only: graphs share their memory, and nobody else may have it"
-        return nullcontext() if self.stream is None else self.card.xp.cuda.using_allocator(self.memory.malloc)
-
-# %% ../../nbs/5_engine/05_card_stepper.ipynb #99ed515e
-@patch
-def _own_stream(self:CardStepper):
-    "A stream and a pool of memory of its own, on a real card"
-    self.stream = self.memory = None
-    if self.card.kind!='cuda': return
-    self.stream,self.memory = self.card.xp.cuda.Stream(non_blocking=True),self.card.xp.cuda.MemoryPool()
-    weakref.finalize(self, self.card.pools.append, self.memory).atexit = False # a pool that is only dropped frees nothing
-    self.card.faults.hold(self)
-
-# %% ../../nbs/5_engine/05_card_stepper.ipynb #a57db1d3
-class _Turn:
-    "Whose decode steps a card had last, and what they end with"
-    def __init__(self): self.lock,self.stream,self.end = threading.Lock(),None,None
-_turns = {} # By the card's number
-
-@patch
-@contextmanager
-def turn(self:CardStepper):
-    "A context in which decode kernels may be launched: they begin when those of other models of this process, on the same card, have ended"
-    if self.stream is None: yield; return
-    t = _turns.setdefault(self.card.index, _Turn())
-    with t.lock:
-        if t.stream not in (None,self.stream): self.stream.wait_event(t.end)
-        try: yield
-        finally:
-            with suppress(Exception): t.stream,t.end = self.stream,self.stream.record() # a card that has failed says so by itself
 
 # %% ../../nbs/5_engine/05_card_stepper.ipynb #86db83e8
 @patch
@@ -166,7 +137,7 @@ def body(self:CardStepper, shape:StepShape):
     "What a decode step launches"
     n = shape.rows
     b = self.rows.batch(n, shape.longest)
-    with self.temporaries():
+    with self.stream.temporaries():
         logits = self.model.forward(b, self.cache)
         ids,lanes,then = self.rows.ids[:n],self.rows.lanes[:n],(b,self.cache.pool.block_size)
         sample_rows(logits, self.table, ids, lanes, not shape.full, shape.cuts, then)
@@ -177,7 +148,8 @@ def replay(self:CardStepper, shape:StepShape):
     if shape not in self.graphs:
         self.graphs = {k:g for k,g in self.graphs.items() if k.stamp==shape.stamp}  # those of arrays that are no more
         name = f'a step of {shape.rows} rows'
-        self.graphs[shape] = Graph(lambda: self.body(shape), self.card, name, stream=self.stream, warm=False)
+        def body(): self.body(shape)
+        self.graphs[shape] = Graph(body, self.card, name, stream=self.stream.raw, warm=False)
     self.graphs[shape]()
 
 # %% ../../nbs/5_engine/05_card_stepper.ipynb #94934a8b
@@ -195,12 +167,9 @@ def _decode(self:CardStepper, plan, samplers)->CardFlight:
     else: self.rows.place(seqs, [self._lane(s, state) for s,state in zip(seqs, samplers)], size)
     self._allow(seqs, samplers)
     self.last = self._shape(seqs)
-    with self.turn(): self.replay(self.last)
+    with self.stream.turn(): self.replay(self.last)
     halves = tuple(s.num_computed%2 for s in seqs)
-    if not self.stream: return CardFlight(plan, None, halves, self.last.full)
-    done = self.card.xp.cuda.Event(disable_timing=True)
-    done.record(self.stream)
-    return CardFlight(plan, None, halves, self.last.full, done, self.card.faults.count)
+    return CardFlight(plan, None, halves, self.last.full, self.stream.mark())
 
 @patch
 def _shape(self:CardStepper, seqs)->StepShape:
@@ -247,7 +216,7 @@ def _logits(self:CardStepper, plan):
     for p,tiled in ((replays(plan), False), (tiles(plan), True)):
         if not p: continue
         b = make_batch(p, tiled, size, self.card)
-        with nullcontext() if tiled else self.turn(): x = model.trunk(b, self.cache)
+        with nullcontext() if tiled else self.stream.turn(): x = model.trunk(b, self.cache)
     return model.head(model.final(x[b.out])) if plan.first else None
 
 @patch
@@ -270,9 +239,7 @@ def _first(self:CardStepper, plan, samplers)->Flight:
 def land(self:CardStepper, flight)->Sampled:
     "What a step said; waits for it"
     if flight.sampled is not None: return flight.sampled
-    if flight.event:
-        with self.card.faults.watch('a wait for the results of a step'): flight.event.synchronize()
-        self.card.faults.settled(flight.count)
+    flight.done.wait('a wait for the results of a step')
     heard = self.table.heard[flight.halves,range(len(flight.halves))]
     names = heard.dtype.names if flight.full else ('id',)
     return Sampled(*(heard[k] for k in names)).by_seq()
@@ -299,7 +266,7 @@ def warm(self:CardStepper):
     with self.here():
         make_ready(self.card, *(partial(prompt, *p) for p in prompts), *(partial(replay, k) for k in (1,2,4,self.replay_rows)), partial(rows, min(128, end)), partial(rows, end))
         prompt(long)
-        with self.turn(): rows(128)
+        with self.stream.turn(): rows(128)
         self.card.synchronize()
 
 @patch
@@ -307,4 +274,4 @@ def close(self:CardStepper):
     "Give back the memory of its graphs"
     self.card.synchronize()
     self.graphs = {}
-    if self.memory: self.memory.free_all_blocks()
+    self.stream.close()

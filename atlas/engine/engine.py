@@ -47,6 +47,10 @@ class Stepper:
     overlap = False # Does a step that decodes stay in the air until the next one is launched?
     replay_rows = MAX_ROWS # Most to replay of one sequence in a step
     def __init__(self, model:Decoder, cache:KVCache): self.model,self.cache = model,cache
+    @classmethod
+    def serving(cls, model, cache, scheduler, room):
+        "One for what `scheduler` plans, with its own lasting arrays in the region `room`"
+        return cls(model, cache)
 
     def launch(self, plan:Plan, samplers:list[SampleState])->Flight:
         "Begin `plan`; `samplers` are those of `plan.sampled`"

@@ -22,7 +22,7 @@ from .families.vision import mrope_positions
 from ..ops.linear import TILE
 from ..ops.rope import mrope_axes,rope_table
 from ..ops.vocabulary import Norm,RotaryTable,Step
-from .placement import placement,words_of
+from ..cuda.vocabulary import words_of
 
 # %% ../../nbs/4_model/04_model.ipynb #3a1d063f
 @dataclass(frozen=True)
@@ -262,7 +262,8 @@ def load_model(ckpt, device, max_seq_len:int|None=None, show=None, parts=('','vi
     "Build the model of an open `Checkpoint` and load its `parts` onto `device`, on a card requantised as `packer` says; errors as for `load`"
     m,wants = plan(ckpt)
     how,ws = dict(show=show, ignore=(*IGNORE,*m.ignore), packed=packed),{}
-    for some,where,put in placement(device, parts, quantization, head): ws |= load(ckpt, wants, where, parts=some, put=put, **how)
+    for some,where,put in words_of(device).placement(device, parts, quantization, head):
+        ws |= load(ckpt, wants, where, parts=some, put=put, **how)
     return m.bind(ws, device, max_seq_len or ckpt.config.max_seq_len)
 
 # %% ../../nbs/4_model/04_model.ipynb #426d937f

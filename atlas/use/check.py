@@ -92,7 +92,7 @@ class _Run:
     def __init__(self, card): self.card,self.ms = card,np.nan
     def __call__(self, f):
         self.card.synchronize()
-        if self.card.kind=='cuda': f(); self.card.synchronize()
+        self.card.warm_up(f)
         start = perf_counter(); res = f(); self.card.synchronize()
         self.ms = (perf_counter()-start)*1e3
         return res

@@ -461,8 +461,7 @@ def _card(name, without):
     from atlas.card.device import get_device
     try: d = get_device(name)
     except DeviceError as e: raise DeviceError(e.msg, hint='; '.join(filter(None, [re.sub(r'(, or u|^U)se --device cpu$', '', e.hint), without]))) from e
-    if d.kind=='cpu': raise DeviceError(f'--device {name} is no graphics card here', hint=without)
-    return d
+    return d.need_card(f'--device {name} is no graphics card here', without)
 
 # %% ../../nbs/8_use/09_cli.ipynb #8e58a3b9
 CARD_FLAGS = 'device load_format weights quantization lm_head_dtype'.split()

@@ -17,6 +17,7 @@ from ..text.chat import load_template
 from ..ground.config import ModelConfig,PRESETS
 from ..ground.core import AtlasError,human
 from ..card.device import get_device
+from ..cuda.vocabulary import words_of
 from ..ground.hub import resolve
 from ..model.model import imagine,plan
 from ..ground.weights import open_checkpoint
@@ -127,13 +128,16 @@ def by(self:Sheet, key:str)->dict: # `key` -> Row of sums, the largest first
 # %% ../../nbs/8_use/02_inspect.ipynb #429a8f2c
 def fit(
     s:Sheet,
-    device, # A `Device`: its memory, and whether numbers are 4 bytes there or 2
+    device, # A `Device`: its memory, and in what form its words keep weights, keys and values
     contexts=(4096, 32768), # Tokens a sequence, beside the most that the model was made for
 )->dict: # Bytes of the weights and what is left, longest context of one sequence, and sequences by context
     "What `device` can hold of a model"
-    c,left = s.config,device.budget().left; size = 4 if device.kind=='cpu' else 2
-    stored = sum(r.nbytes for r in s.rows if r.part!='unused'); wide = 4*sum(r.weights for r in s.rows if r.part!='unused')
-    held = wide if device.kind=='cpu' and wide<=device.memory().available/2 else stored
+    c,left,ops = s.config,device.budget().left,words_of(device)
+    rows = [r for r in s.rows if r.part!='unused']
+    stored,wide = sum(r.nbytes for r in rows),4*sum(r.weights for r in rows)
+    unpacked = ops.DEFAULTS.unpacks and wide<=device.memory().available/2
+    held = wide if unpacked else stored
+    size = ops.kv_bytes(1, 16, ops.DEFAULTS.kv_format)//32 # of a number: a head of 16 has 2*16
     kv,state,rest = size*c.kv_elements_per_token,2*4*c.state_elements,left-held
     most = c.max_seq_len if not kv else max(0, min(c.max_seq_len, (rest-state)//kv))
     many = {n:max(0, rest//(kv*n+state)) if kv*n+state else 0 for n in sorted({*(n for n in contexts if n<c.max_seq_len), c.max_seq_len})}

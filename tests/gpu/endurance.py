@@ -11,7 +11,7 @@ def held(s):
     "Bytes that the card has given away, that CuPy's pools have, and those of them in use"
     if s.card.kind!='cuda': return 0,0,0
     cp = s.card.xp; s.card.synchronize()
-    free,total = cp.cuda.runtime.memGetInfo(); pools = cp.get_default_memory_pool(),s.memory
+    free,total = cp.cuda.runtime.memGetInfo(); pools = cp.get_default_memory_pool(),s.stream.memory
     return total-free,sum(p.total_bytes() for p in pools),sum(p.used_bytes() for p in pools)
 
 def traffic(e, steps, V, seed, most, span):
