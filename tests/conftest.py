@@ -12,6 +12,10 @@ def answer_signals():
 
 answer_signals()
 
+def pytest_xdist_auto_num_workers():
+    "One more than there are cores, for some tests wait for others' processes; what each takes of memory bounds it"
+    return min(8, len(os.sched_getaffinity(0))+1 if hasattr(os, 'sched_getaffinity') else os.cpu_count()+1)
+
 def pytest_collection_finish():
     "What is there before the first test stays: the collector need not look at it after each"
     gc.collect()

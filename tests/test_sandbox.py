@@ -17,7 +17,7 @@ JOBS = {'sleep':'time:sleep', 'power':'builtins:pow', 'room':'builtins:bytearray
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
     "A job is ended by the processor's time that it takes, and not by real time, in which the machine may have had other things to do"
-    monkeypatch.setattr(sandbox, '_PATIENCE', 1000*WAIT); monkeypatch.setattr(sandbox, '_START', WAIT)
+    monkeypatch.setattr(sandbox, '_PATIENCE', 1000); monkeypatch.setattr(sandbox, '_START', WAIT)
 
 @contextmanager
 def hurry():
