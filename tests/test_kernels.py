@@ -114,6 +114,13 @@ def test_wheel_says_what_takes_so_long(tmp_path):
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])==0 and b'atlas: compiling 2 kernels' in seen
 
+@pytest.mark.skipif((os.cpu_count() or 1)<2, reason='one core')
+def test_wheel_compiles_side_by_side(tmp_path):
+    "Each nvcc here waits for another one, which would not come if one ended before the next began"
+    waits = '#!/bin/sh\ntouch "$0.$$.here"; n=0\nwhile [ $(ls "$0".*.here | wc -l) -lt 2 ]; do n=$((n+1)); [ $n -lt 3000 ] || exit 1; sleep .1; done\n'
+    out,_ = build(tmp_path, only=('rmsnorm','rope'), PATH=fake_nvcc(tmp_path, waits+logs.partition('\n')[2]), ATLAS_CUDA_ARCHS='90a')
+    assert {p.name for p in out.glob('*.cubin')}=={cubin_name(n, 'sm_90a', ()) for n in ('rmsnorm','rope')}
+
 def test_wheel_of_sources_only(tmp_path): assert files(build(tmp_path, ATLAS_CUDA_ARCHS='')[0])==sources
 
 @pytest.mark.parametrize('script', ['#!/bin/sh\nexit 1\n', '#!/bin/sh\necho boom >&2; exit 2\n', '#!/bin/sh\nexit 0\n', 'this is no program', '#!/no/such/shell\n',
