@@ -21,6 +21,12 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
 
+@pytest.fixture
+def patient_sandbox(monkeypatch):
+    "A sandbox ends jobs by the processor time that they take, and hardly by real time, in which a busy machine has other things to do"
+    from atlas.text import sandbox
+    monkeypatch.setattr(sandbox, '_PATIENCE', 1000); monkeypatch.setattr(sandbox, '_START', 300.)
+
 @pytest.fixture(scope='session')
 def demo():
     "The demo model's file, pulled once into the default cache. Where CI=true it must come; elsewhere a machine without network skips."

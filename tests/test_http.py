@@ -654,7 +654,7 @@ def test_images_are_not_fetched(service):
     status,_,body = post(service, '/v1/chat/completions', dict(messages=[dict(role='user', content=[image])]))
     assert status==400 and b'169.254' not in body
 
-def test_template_bomb():
+def test_template_bomb(patient_sandbox):
     "A template that loops for ever on two messages: a refusal, and the next request is served"
     from atlas.text.chat import ChatTemplate
     from atlas.text.sandbox import Sandbox
@@ -666,7 +666,7 @@ def test_template_bomb():
         assert status==400 and json.loads(body)['error']['code']=='work_limit' and box.killed==1
         assert post(port, '/v1/chat/completions', SAY)[0]==200
 
-def test_bombs_of_one_key_hold_up_no_other():
+def test_bombs_of_one_key_hold_up_no_other(patient_sandbox):
     "Ten requests whose template never ends, and then one of another key: it is answered at once"
     import http.client
     from atlas.text.chat import ChatTemplate

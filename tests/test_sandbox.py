@@ -14,10 +14,7 @@ from helpers.waiting import WAIT,until
 JOBS = {'sleep':'time:sleep', 'power':'builtins:pow', 'room':'builtins:bytearray', 'exit':'os:_exit', 'pid':'os:getpid', 'sum':'builtins:sum', 'stop':'signal:raise_signal', 'list':'builtins:list',
     'write':'pathlib:Path', 'env':'os:listdir', 'limits':'resource:getrlimit', 'parse':'json:loads', 'threads':'threading:active_count'}
 
-@pytest.fixture(autouse=True)
-def patience(monkeypatch):
-    "A job is ended by the processor's time that it takes, and not by real time, in which the machine may have had other things to do"
-    monkeypatch.setattr(sandbox, '_PATIENCE', 1000); monkeypatch.setattr(sandbox, '_START', WAIT)
+pytestmark = pytest.mark.usefixtures('patient_sandbox')
 
 @contextmanager
 def hurry():
