@@ -23,6 +23,8 @@ from atlas.text.parsers import parse_tools
 from atlas.engine.scheduler import Request,Scheduler
 from atlas.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.usefixtures('patient_sandbox')
+
 # Tokenizers of all kinds
 
 ALPHABET = sorted(hf.pre_tokenizers.ByteLevel.alphabet())

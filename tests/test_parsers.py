@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given,settings,strategies as st
 from atlas.ground.core import RequestError
 from atlas.text.parsers import (REASONING_PARSERS,TOOL_PARSERS,Answer,ReasoningStream,Splitter,ToolStream,begins,default_parsers,kept,parse_reasoning,parse_tools)
+from helpers.waiting import linear
 
 many = settings(max_examples=60, deadline=None)
 S,T = '<|start|>','<|start|>assistant'
@@ -197,14 +198,13 @@ def test_marks_of_both_are_kept():
 
 @pytest.mark.parametrize('reasoning,tools', [p for p in PAIRS if p[1] in (None,'openai')]+[(r,None) for r in REASONING_PARSERS if r!='qwen3'])
 def test_no_text_takes_long(reasoning, tools):
-    "A megabyte takes no more than a few times what ten pieces of a tenth take"
+    "The work grows with the text, at once and letter by letter"
     bits = [*kept(reasoning, tools), '<', '<|', ' ', '\n', '</think><think>', S+'assistant<|channel|>commentary to=functions.f<|message|>', 'thought\n']
     def seconds(bit, n, size):
         s,text,t = Splitter(reasoning, tools),bit*(n//len(bit)),time.process_time()
         for i in range(0, len(text), size): s.feed(text[i:i+size])
         s.finish(); s.result()
         return time.process_time()-t
-    worst = max((seconds(b, 10**6, 10**6),b) for b in bits)
-    assert worst[0]<2, worst
-    worst = max((seconds(b, 3*10**4, 1),b) for b in bits)
-    assert worst[0]<2, worst
+    for b in bits:
+        assert linear(lambda n: seconds(b, n, n), 10**6, loose=2), b
+        assert linear(lambda n: seconds(b, n, 1), 3*10**4, loose=2), b

@@ -13,6 +13,7 @@ from atlas.service.protocol.responses import ResponsesAsk,Store,error_body,parse
 
 sys.path.insert(0, str(Path(__file__).parent/'helpers'))
 from scripted import serve,service  # noqa: E402
+from helpers.waiting import WAIT  # noqa: E402
 
 WEATHER = dict(type='function', name='weather', description='Look out', parameters=dict(type='object', properties=dict(city=dict(type='string')), required=['city'], additionalProperties=False), strict=True)
 
@@ -44,7 +45,7 @@ async def broken():
 def at():
     with serve(script) as s: yield s
 @pytest.fixture
-def client(at): return openai.OpenAI(base_url=at.url+'/v1', api_key='none', max_retries=0, timeout=20)
+def client(at): return openai.OpenAI(base_url=at.url+'/v1', api_key='none', max_retries=0, timeout=WAIT)
 
 # -- what is on the wire, against the client's types: it builds objects of anything, so the check is pydantic's own ------------
 
@@ -394,7 +395,7 @@ def model(prompt):
 def whole():
     with service(model) as s: yield s
 @pytest.fixture
-def sdk(whole): return openai.OpenAI(base_url=whole.url+'/v1', api_key='none', max_retries=0, timeout=20)
+def sdk(whole): return openai.OpenAI(base_url=whole.url+'/v1', api_key='none', max_retries=0, timeout=WAIT)
 
 @pytest.mark.parametrize('streamed', [False, True])
 def test_service_tool_loop(sdk, whole, streamed):

@@ -154,9 +154,9 @@ def _start(self:Model)->Child:
 @patch
 async def _watch(self:Model, child):
     "End a process that is silent, or does not get on, for too long"
-    p,r = self.policy,self.runner
+    r = self.runner
     while True:
-        await asyncio.sleep(p.beat)
+        await asyncio.sleep((p := self.policy).beat)
         if self.silent is not None: self.silent += 1  # it has spoken before
         self.stuck += 1
         quiet = (self.silent or 0)*p.beat

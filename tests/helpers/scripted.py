@@ -4,6 +4,7 @@
 import asyncio,socket,tempfile,threading
 from contextlib import contextmanager
 import uvicorn
+from helpers.waiting import WAIT
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse,StreamingResponse
 from starlette.routing import Route
@@ -83,7 +84,7 @@ def running(app):
     t = threading.Thread(target=server.run, kwargs=dict(sockets=[sock]), daemon=True)
     t.start()
     try: yield f'http://127.0.0.1:{sock.getsockname()[1]}'
-    finally: server.should_exit = True; t.join(10); sock.close()
+    finally: server.should_exit = True; t.join(WAIT); sock.close()
 
 @contextmanager
 def serve(script):
