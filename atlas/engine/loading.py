@@ -21,6 +21,7 @@ from .card_stepper import CardStepper
 from ..cuda.pack import CARD_FORMATS,KEPT,REQUANTIZED
 from ..card.device import get_device
 from .engine import Engine,HostStepper
+from ..ground.hub import name_of
 from ..model.model import load_model,wanted
 from ..ground.opening import open_model
 from ..ground.options import EngineConfig
@@ -60,7 +61,7 @@ class LoadedModel:
         self.chunk = ifnone(options.chunk, 2048 if self.on_card else 256)
         _suits(options, self.device, self.chunk)
         with open_model(options, wanted) as ck:
-            self.name,self.config,self.path = options.model,ck.config,ck.path
+            self.name,self.config,self.path = name_of(options.model),ck.config,ck.path
             self.max_seq_len = _context(ck.config, options.max_seq_len)
             self.text = text(ck) if text else None
             self._load(ck, show)
