@@ -673,6 +673,14 @@ def test_generate(llm):
     with pytest.raises(RequestError, match='look-around'): llm.generate('x', p, guide=dict(kind='regex', pattern='(?!a)b'))
     assert not llm.engine.has_work and not llm._boxes
 
+def test_a_stop_string_and_the_end_of_a_guide_in_one_step(llm):
+    "The answer has ended when the engine says so a second time"
+    p = SamplingParams(temperature=1., seed=1, max_tokens=20, stop='b', n=2)
+    outs = llm.generate(['one','two'], p, guide=dict(kind='choice', choices=['ab']))
+    assert [(o.text, o.finish_reason, len(o.token_ids)) for x in outs for o in x.choices]==[('a','stop',2)]*4
+    said = list(llm.stream('x', replace(p, n=1), guide=dict(kind='choice', choices=['ab'])))
+    assert (said[-1].finish, said[-1].stop)==('stop','b') and not llm.engine.has_work and not llm._boxes
+
 def test_thinking_budget(llm):
     p = SamplingParams(temperature=1., seed=2, max_tokens=60, ignore_eos=True)
     for b in (0,1,7,20):
