@@ -195,6 +195,11 @@ def test_memory_does_not_grow():
 
 # names
 
+def test_a_config_and_fields_beside_it():
+    "One of them would be dropped in silence"
+    from atlas.ground.options import EngineConfig
+    with pytest.raises(TypeError, match='beside'): LLM(EngineConfig(str(data/'smollm2-tied'), device='cpu'), max_seq_len=16)
+
 @pytest.mark.parametrize('given,name', [('.','mine'), ('./','mine'), ('../mine/','mine'), ('part/..','mine'), ('../link','link'), ('../link/','link')])
 def test_a_folder_is_called_by_its_own_name(tmp_path, monkeypatch, given, name):
     "By the library, by the gateway that lists it and logs it, and by the worker that has it"

@@ -285,7 +285,7 @@ async def _keep(self:Model):
         self._set('loading')
         with suppress(TimeoutError): await asyncio.wait_for(self._unwanted.wait(), pause)
         pause = min(2*pause, p.longest)
-    self.down,self.upstream = False,None
+    self.down,self.upstream,self.side = False,None,None  # what it is when it is loaded again is read anew
     self._set('unloaded')
 
 @patch
@@ -580,8 +580,8 @@ def modelled(
     out = []
     for m in [models] if isinstance(models, (str,Path,dict,EngineConfig)) else models:
         own = dict(m) if isinstance(m, dict) else {}
-        given = own.pop('names', None)
-        name = own.pop('name', None)
+        given,name = own.pop('names', None),own.pop('name', None)
+        if isinstance(given, str): given = [given]
         made = m if isinstance(m, EngineConfig) else config(**(options or {})|(own or dict(model=str(m))))
         given = given or ([name] if name else None) or (names if names and not out else None)
         first,*rest = given or names_of(made.model)

@@ -42,7 +42,7 @@ class Upstream:
     spec:object=None # How the model wants images; None: it reads only text
     guides:object=None # Checks guides; None: answers cannot be constrained
     parsers:tuple=(None,None) # Names of the parsers of tool calls and of reasoning
-    runner:object=None # `submit`, `stats`, `healthy`, `close`, and perhaps `call`
+    runner:object=None # `info`, `submit`, `stats`, `healthy`, and perhaps `call`
 
 # %% ../../nbs/7_service/12_service.ipynb #3921da01
 class Service:
