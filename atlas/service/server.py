@@ -268,6 +268,7 @@ class DetokenizeBody(BaseModel):
     model: Annotated[str, Field(max_length=512)]|None = None
     tokens: Annotated[Ids, Field(max_length=1<<20)]
 
+# %% ../../nbs/7_service/13_server.ipynb #8ec3c541
 @patch
 async def tokenize(self:Service, request:Request)->Response:
     "Token ids of a text or a conversation"
