@@ -55,9 +55,11 @@ def open_text(config:EngineConfig, parsers=(None,None), sandbox=None)->dict:
 # %% ../../nbs/7_service/17_gateway.ipynb #e82c6393
 class Served:
     "A model by name, whose upstream is there already"
-    task = error = reason = None # What keeps it; why it failed; why it is in its state
-    wanted = down = served = over = False # By people; its process ended; was it ever ready? Will it never be again?
-    restarts,seconds,gate = 0,{},None # Processes after the first; of each stage of loading; held while one loads
+    task = gate = None # What keeps it; what is held while it loads
+    error = reason = None # Why it failed; why it is in its state
+    wanted = down = False # By people; did its process end?
+    served = over = False # Was it ever ready? Will it never be again?
+    restarts,seconds = 0,{} # Processes after the first; of each stage of loading
     def __init__(self,
         names:list[str], # That clients may use; the first is its own
         upstream:Upstream|None=None,
@@ -67,7 +69,9 @@ class Served:
         self.name,self.created = self.names[0],int(time.time())
         self.upstream,self.runner,self.state = upstream,upstream and upstream.runner,'loaded'
         self._waiting = []
-    def __repr__(self): return f'{type(self).__name__}({self.name}: {self.condition}' + (f', {self.reason})' if self.reason else ')')
+    def __repr__(self):
+        why = f', {self.reason}' if self.reason else ''
+        return f'{type(self).__name__}({self.name}: {self.condition}{why})'
     def tell(self, event): "Called with each change"
     def abort(self, peace=True):
         "End its answers; here by ending its runner"
@@ -104,8 +108,9 @@ class Model(Served):
     ):
         super().__init__(names or [config.model], None, unlisted)
         self.config,self.policy,self.command,self.text,self.tell = config,policy,command,text,tell
-        self.runner,self.state,self.gate = RemoteRunner(self.name, self._heard),'unloaded',gate or asyncio.Lock()
-        self.side = self.child = self.progress = self.code = None # `side`: the text side, being read or read
+        self.runner,self.state = RemoteRunner(self.name, self._heard),'unloaded'
+        self.gate,self.side = gate or asyncio.Lock(),None # `side`: the text side, being read or read
+        self.child = self.progress = self.code = None
         self._unwanted,self.stops = asyncio.Event(),0
     @property
     def condition(self)->str:
@@ -285,7 +290,8 @@ async def _keep(self:Model):
         self._set('loading')
         with suppress(TimeoutError): await asyncio.wait_for(self._unwanted.wait(), pause)
         pause = min(2*pause, p.longest)
-    self.down,self.upstream,self.side = False,None,None  # what it is when it is loaded again is read anew
+    self.down,self.upstream = False,None
+    self.side = None  # read anew when it is loaded again
     self._set('unloaded')
 
 @patch

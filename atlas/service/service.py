@@ -279,7 +279,8 @@ def reader(u:Upstream, ask:Ask, r:Request, p:Prompt)->ChoiceReader:
     want = ask.params.logprobs is not None or getattr(ask, 'token_ids', False)
     within = ask.continuing or isinstance(ask, TextAsk) or verbatim(r.guide)
     detok = u.tokenizer.detokenizer(keep=() if plain else keep(u, bool(parser)), continuing=within)
-    return ChoiceReader(detok, r.params, s, want, ask.parallel, calls and ask.tool_choice=='required')
+    forced = calls and ask.tool_choice=='required'
+    return ChoiceReader(detok, r.params, s, want, ask.parallel, forced)
 
 # %% ../../nbs/7_service/12_service.ipynb #74419a18
 @patch

@@ -188,8 +188,9 @@ def workload(
     name:str|None=None, # What clients call it; None: as it was given
 )->Workload:
     "What a worker runs of a loaded model"
-    info = dict(name=name or m.name, max_seq_len=m.max_seq_len, vocab_size=m.config.vocab_size, eos_ids=list(m.text.eos_ids))
-    info |= dict(max_queue=m.options.max_queue, device=m.device.name, vision=bool(m.model.vision))
+    info = dict(name=name or m.name, device=m.device.name, vision=bool(m.model.vision))
+    info |= dict(max_seq_len=m.max_seq_len, max_queue=m.options.max_queue)
+    info |= dict(vocab_size=m.config.vocab_size, eos_ids=list(m.text.eos_ids))
     return Workload(m.engine, info, dict(score=m.score, embed=m.embed))
 
 # %% ../../nbs/7_service/15_worker.ipynb #8bacb7c4

@@ -85,5 +85,5 @@ def gather(deltas)->Choice:
     for c in (c for d in ds for c in d.calls): pieces.setdefault(c.index, []).append(c)
     calls = [Call(cs[0].name, ''.join(c.arguments for c in cs), cs[0].id) for cs in pieces.values()]
     thought,text = (''.join(getattr(d, k) for d in ds) for k in ('reasoning','content'))
-    end = next((d for d in ds if d.finish), Delta())
-    return Choice(thought, text, calls, [t for d in ds for t in d.tokens], end.finish, end.stop, end.error)
+    tokens,end = [t for d in ds for t in d.tokens],next((d for d in ds if d.finish), Delta())
+    return Choice(thought, text, calls, tokens, end.finish, end.stop, end.error)

@@ -25,9 +25,9 @@ class _NoText:
 class ChoiceReader:
     "Reads one choice: events in, deltas out"
     def __init__(self,
-        detok, # Turns ids into text, as a tokenizer's `detokenizer()` does; None: there is none, only ids
+        detok, # Turns ids into text: a tokenizer's `detokenizer()`; None: there is no text
         params:SamplingParams, # Of the request: its stop strings and stop tokens
-        splitter:Splitter|None=None, # Takes thoughts and tool calls out of the text; None: all is content
+        splitter:Splitter|None=None, # Takes thoughts and tool calls out; None: all is content
         tokens:bool=False, # Are the tokens themselves wanted?
         parallel:bool=True, # May one answer hold several calls?
         forced:bool=False, # Must it call? Then what is left of one that was cut is no content
@@ -35,14 +35,14 @@ class ChoiceReader:
         self.detok,self.params,self.splitter = detok or _NoText(),params,splitter
         self.tokens,self.parallel,self.forced = tokens,parallel,forced
         self.stops = StopStrings(params.stop) if params.stop else None
-        self.n = self.reasoning = self.cached = 0 # Tokens: all, of thoughts, of the prompt from a cache
+        self.n = self.reasoning = self.cached = 0 # Tokens: all, of thoughts, from a cache
         self.waited,self.finish = 0.,None # Seconds until it was admitted; why it ended
-        self.cut = False # Did a stop string end it? Then the engine, which knows no text, must be told
+        self.cut = False # Did a stop string end it? Then the engine must be told
 
 # %% ../../nbs/6_text/18_generation.ipynb #5d60a18b
 @patch
 def feed(self:ChoiceReader, events:list[Event])->list[Delta]:
-    "The deltas that these events make; none once the answer has ended. What failed is told by the last"
+    "The deltas that these events make; none once it has ended. An error is in the last"
     s = self.splitter
     if len(events)==1 or not (self.stops or (s and s.thinking)): return self._feed(events)
     return [d for e in events for d in self._feed([e])]

@@ -39,7 +39,7 @@ class LLM(LoadedModel):
         **more,
     ):
         if not isinstance(options, EngineConfig): options = EngineConfig(options, *fields, **more)
-        elif fields or more: raise TypeError('An EngineConfig is all that is said of a model: its fields have no place beside it')
+        elif fields or more: raise TypeError('Fields have no place beside an EngineConfig')
         super().__init__(options, show, Processor)
         self.template,self.eos_ids = self.text.template,self.text.eos_ids
         self.image_spec = self.text.image_spec if self.model.vision else None

@@ -97,7 +97,7 @@ Budget = Annotated[Int, Field(ge=-1)]
 Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 
 # %% ../../../nbs/7_service/01_protocol.base.ipynb #c2cf72dd
-OPEN = ConfigDict(strict=True, allow_inf_nan=False, extra='allow') # For bodies and their options: what they do not know is kept
+OPEN = ConfigDict(strict=True, allow_inf_nan=False, extra='allow') # Keeps what it does not know
 
 HARMLESS = frozenset('''metadata user user_profile_id workspace_id client_metadata safety_identifier service_tier inference_geo speed billing_policy store
     prompt_cache_key prompt_cache_options prompt_cache_retention cache_control cache_prompt context_management prediction verbosity moderation access_programs
@@ -107,11 +107,11 @@ HARMLESS = frozenset('''metadata user user_profile_id workspace_id client_metada
 def ignored(
     body:BaseModel, # That allows fields it does not know, as the options within it do
 )->list[str]:
-    "Names of fields that have a value and no effect, of `body` and of the objects within it, fit for a header"
+    "Names of fields of `body`, and of objects in it, that have no effect; fit for a header"
     return [re.sub(r'[^\w.-]', '?', k[:60], flags=re.ASCII) for k in sorted(_unknown(body))[:16]]
 
 def _unknown(body, at=''):
-    "Names of the fields that `body` does not know; not those within lists, such as messages, which templates may read"
+    "Fields that `body` does not know; not those in lists such as messages, for templates may read them"
     for k,v in (body.model_extra or {}).items():
         if v and k not in HARMLESS: yield at+k[:40]
     for k in type(body).model_fields:
