@@ -53,10 +53,11 @@ def _feed(self:ChoiceReader, events):
     if self.finish: return []
     before = self.n
     text,tokens,end = self._read(events)
-    if self.splitter or self.stops: ds = self._split(text, tokens, end, self.n-before)
-    else: ds = [Delta('', text, (), tokens)]
-    if end or self.cut: self._end(ds[-1], end)
-    return [d for d in ds if d.content or d.tokens or d.finish or d.reasoning or d.calls]
+    if self.splitter or self.stops: return self._split(text, tokens, end, self.n-before)
+    if not (text or tokens or end): return []
+    d = Delta('', text, (), tokens)
+    if end: self._end(d, end)
+    return [d]
 
 @patch
 def _read(self:ChoiceReader, events):
@@ -85,7 +86,8 @@ def _split(self:ChoiceReader, text, tokens, end, n):
     if self.stops: self._stop(ds, end)
     if not self.parallel:
         for d in ds: d.calls = tuple(c for c in d.calls if c.index==0)
-    return ds
+    if end or self.cut: self._end(ds[-1], end)
+    return [d for d in ds if d.content or d.tokens or d.finish or d.reasoning or d.calls]
 
 @patch
 def _stop(self:ChoiceReader, ds, end):
