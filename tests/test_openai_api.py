@@ -488,9 +488,10 @@ class Steps:
 
 def test_every_request_is_accounted_for():
     "1,000 requests of every kind, a third of which their clients leave at some point"
-    e,dice = Steps(),random.Random(3)
+    e = Steps()
     ms = threaded(e, dict(name='fake', max_seq_len=1000, vocab_size=257, eos_ids=[END], max_queue=400), tok, template)
     async def one(port, k):
+        dice = random.Random(k)  # its own, so that who is faster changes nothing
         path,body = dice.choice([('/v1/chat/completions',dict(messages=HELLO, n=dice.choice([1,1,3]))), ('/v1/completions',dict(prompt='a')), ('/v1/messages',dict(messages=HELLO)), ('/v1/responses',dict(input='a')), ('/v1/completions',dict(prompt=''))])
         raw = json.dumps(body|{'max_output_tokens' if 'input' in body else 'max_tokens':dice.randint(16, 200), 'stream':dice.random()<.6, 'model':'fake'}).encode()
         rd,wr = await asyncio.open_connection('127.0.0.1', port)
