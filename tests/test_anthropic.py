@@ -11,8 +11,8 @@ from atlas.ground.core import AtlasError,ContextLengthError,EngineError,QueueFul
 from atlas.service.http import Keys,Rate,Rules
 from atlas.service.log import Access
 from atlas.service.protocol.anthropic import error_body,parse,parse_count,reply
-from atlas.text.deltas import CallDelta,Delta
-from atlas.service.protocol.base import Ask,Usage,gather
+from atlas.text.deltas import CallDelta,Delta,gather
+from atlas.service.protocol.base import Ask,Usage
 
 sys.path.insert(0, str(Path(__file__).parent/'helpers'))
 from agents import agent,run  # noqa: E402

@@ -180,14 +180,26 @@ def test_ignored_fields_are_told_once(calling, monkeypatch):
         r = web.post(f'http://127.0.0.1:{port}{path}', json=dict(model='fake', max_tokens=4)|kw)
         assert r.status_code==200, r.text
         return r.headers.get('x-atlas-ignored')
-    asked = {'/v1/chat/completions':dict(messages=HELLO), '/v1/completions':dict(prompt='a'), '/v1/messages':dict(messages=HELLO), '/v1/responses':dict(input='a', max_output_tokens=16, store=False)}
-    for path,kw in asked.items():
-        kw = kw|({} if path!='/v1/responses' else dict(max_tokens=None))
+    asked = [('/v1/chat/completions',dict(messages=HELLO)), ('/v1/completions',dict(prompt='a')), ('/v1/messages',dict(messages=HELLO)),
+        ('/v1/responses',dict(input='a', max_output_tokens=16, store=False, max_tokens=None)), ('/v1/messages/count_tokens',dict(messages=HELLO)),
+        ('/v1/responses/input_tokens',dict(input='a', max_tokens=None)), ('/v1/embeddings',dict(input='a', max_tokens=None)), ('/tokenize',dict(prompt='a', max_tokens=None)),
+        ('/tokenize',dict(messages=HELLO)), ('/detokenize',dict(tokens=[65], max_tokens=None)), ('/apply-template',dict(messages=HELLO))]
+    for path,kw in asked:
         for _ in range(2): assert post(path, **kw, **{'foo':1, 'bar\r\nx-evil: 1':2, 'quiet':None})=='bar??x-evil??1, foo'
         assert post(path, **kw, metadata={}, user='u', service_tier='auto')==None
     assert [c.args for c in log.warning.call_args_list]==[('Ignored fields of requests: %s', 'bar??x-evil??1, foo')]
     for i in range(40): post('/v1/completions', prompt='a', **{f'made_up_{i}_{k}':1 for k in range(16)})
     assert len(told)==256 and log.warning.call_count<60
+
+@pytest.mark.parametrize('path,kw,named', [
+    ('/v1/chat/completions', dict(messages=HELLO, stream=True, stream_options=dict(include_usage=True, every=3, include_obfuscation=True)), 'stream_options.every'),
+    ('/v1/chat/completions', dict(messages=HELLO, thinking=dict(type='disabled', depth=1), zeal=1), 'thinking.depth, zeal'),
+    ('/v1/messages', dict(messages=HELLO, max_tokens=4, output_config=dict(effort='low', tone='x')), 'output_config.tone'),
+    ('/v1/responses', dict(input='a', max_output_tokens=16, store=False, text=dict(verbosity='low', format=dict(type='text', odd=1))), 'text.format.odd'),
+    ('/v1/responses', dict(input='a', max_output_tokens=16, store=False, reasoning=dict(effort='low', tokens=9)), 'reasoning.tokens')])
+def test_ignored_fields_of_options_are_named(calling, path, kw, named):
+    r = httpx.post(f'http://127.0.0.1:{calling[3]}{path}', json=dict(model='fake')|kw)
+    assert (r.status_code, r.headers.get('x-atlas-ignored'))==(200, named), r.text
 
 def test_what_real_clients_send_is_no_news():
     "Nothing that the libraries of OpenAI and Anthropic know, and that changes no answer, is told"
@@ -477,9 +489,10 @@ class Steps:
 
 def test_every_request_is_accounted_for():
     "1,000 requests of every kind, a third of which their clients leave at some point"
-    e,dice,m = Steps(),random.Random(3),''
+    e,m = Steps(),''
     ms = threaded(e, dict(name='fake', max_seq_len=1000, vocab_size=257, eos_ids=[END], max_queue=400), tok, template)
     async def one(port, k):
+        dice = random.Random(k)  # its own, so that who is faster changes nothing
         path,body = dice.choice([('/v1/chat/completions',dict(messages=HELLO, n=dice.choice([1,1,3]))), ('/v1/completions',dict(prompt='a')), ('/v1/messages',dict(messages=HELLO)), ('/v1/responses',dict(input='a')), ('/v1/completions',dict(prompt=''))])
         raw = json.dumps(body|{'max_output_tokens' if 'input' in body else 'max_tokens':dice.randint(16, 200), 'stream':dice.random()<.6, 'model':'fake'}).encode()
         rd,wr = await asyncio.open_connection('127.0.0.1', port)

@@ -154,23 +154,23 @@ def test_prompt_says_how_an_answer_begins(parser, prompt, state): assert begins(
 @pytest.mark.parametrize('end', ['','<|call|>','<|end|>'])
 def test_a_call_in_every_spelling(head, kind, end):
     r = parse_tools('openai', head+kind+'<|message|>{"a": 1}'+end)
-    assert (r.content,[(t.name,t.arguments) for t in r.tool_calls])==(None,[('f','{"a": 1}')])
+    assert (r.content,[(t.name,t.arguments) for t in r.calls])==(None,[('f','{"a": 1}')])
 
 def test_a_channel_that_is_written_twice():
     r = parse_tools('openai', '<|channel|>commentary to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|call|>')
-    assert [(t.name,t.arguments) for t in r.tool_calls]==[('f','{"a": 1}')]
+    assert [(t.name,t.arguments) for t in r.calls]==[('f','{"a": 1}')]
 
 @pytest.mark.parametrize('head,reasoning,content', [(' analysis','Hm',None), (' final',None,'Hm'), ('commentary to=assistant<|channel|>analysis','Hm',None),
     ('commentary to=assistant<|channel|>final',None,'Hm')])
 def test_channels_of_another_look(head, reasoning, content): assert parse_reasoning('openai_gptoss', f'<|channel|>{head}<|message|>Hm<|end|>')==(reasoning,content)
 
 @pytest.mark.parametrize('name,kept_name', [('functions.f','f'), ('f','f'), ('math.sum','math.sum'), ('functions.math.sum','math.sum')])
-def test_names(name, kept_name): assert [t.name for t in parse_tools('openai', f' to={name}<|channel|>commentary<|message|>1').tool_calls]==[kept_name]
+def test_names(name, kept_name): assert [t.name for t in parse_tools('openai', f' to={name}<|channel|>commentary<|message|>1').calls]==[kept_name]
 
 @pytest.mark.parametrize('name', ['assistant','browser','browser.open','python','container.exec'])
 def test_hosted_tools_are_no_calls(name):
     r = parse_tools('openai', f'<|channel|>commentary to={name}<|message|>1<|call|>{T}<|channel|>final<|message|>Yes')
-    assert (r.content,r.tool_calls)==('Yes',[])
+    assert (r.content,r.calls)==('Yes',[])
 
 @given(text=texts)
 @many

@@ -364,6 +364,20 @@ async def test_load_and_unload():
         assert e.value.status==404
 
 @running_test
+async def test_the_text_side_is_read_again():
+    "With each loading, for its files may be others by then; not when a process only comes back"
+    reads,m = [],model()
+    m.text = lambda o: reads.append(o.model) or dict(tokenizer=tok)
+    async with running(m) as ms:
+        assert await ok(ms)
+        m.child.kill()
+        await until(lambda: m.restarts==1 and m.state=='loaded')
+        assert await ok(ms) and len(reads)==1
+        await ms.unload(m.name)
+        await until(lambda: m.state=='unloaded')
+        assert m.side is None and await ok(ms) and len(reads)==2
+
+@running_test
 async def test_unload_ends_what_does_not_finish():
     async with running(model(policy=replace(PATIENT, drain=.1))) as ms:
         s, = await begun(ms, '<endless>')

@@ -139,7 +139,8 @@ class Engine:
     def stats(self)->dict:
         "Those of the scheduler, and what the engine counts itself"
         more = {} if self.guides is None else dict(guide_seconds_total=getattr(self.guides, 'mask_seconds', 0.))
-        return self.scheduler.stats()|dict(steps_total=self.steps, corrupted_requests_total=self.corrupted)|more
+        more |= dict(steps_total=self.steps, corrupted_requests_total=self.corrupted)
+        return self.scheduler.stats()|more|dict(jit_after_ready_total=len(self.late or ()))
     def __repr__(self): return f'Engine({self.model!r}, {self.scheduler!r})'
 
 # %% ../../nbs/5_engine/04_engine.ipynb #1ddde165

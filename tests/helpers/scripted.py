@@ -9,7 +9,8 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse,StreamingResponse
 from starlette.routing import Route
 from atlas.ground.core import AtlasError
-from atlas.service.protocol.base import NotOfferedError,Usage,gather
+from atlas.service.protocol.base import NotOfferedError,Usage
+from atlas.text.deltas import gather
 from atlas.service.protocol.responses import Store,error_body,parse,reply
 
 class Scripted:
