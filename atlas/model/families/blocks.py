@@ -163,7 +163,7 @@ from ..model import Decoder
 
 # %% ../../../nbs/4_model/12_families.granite.ipynb #0822e8f3
 class SharedMLP(MLP):
-    "An MLP called `shared_mlp`, whose gate and up rows are one matrix, or `mlp`, where they are two"
+    "An MLP called `shared_mlp`, gate and up rows in one matrix, or `mlp`, where they are two"
     def wants(self, dst, src):
         "As `MLP.wants`, for `src` that ends in `mlp.`"
         up,down = super().wants(dst, src)

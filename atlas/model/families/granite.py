@@ -13,7 +13,8 @@ from math import inf
 from ...ground.config import Family,MambaConfig,ModelConfig,require
 from ...ground.config_json import HFModel,read_act,read_attention,read_experts
 from ...ground.config_gguf import GGUF_ATTENTION,GGUF_FFN_NORM,GGUF_ROPED,GGUFModel,GGUFNames
-from ...ground.config_gguf import gguf_attention,gguf_each,gguf_experts,gguf_has,gguf_mlp,gguf_moe,gguf_one
+from ...ground.config_gguf import gguf_attention,gguf_each,gguf_experts,gguf_has
+from ...ground.config_gguf import gguf_mlp,gguf_moe,gguf_one
 from ...ground.keys import Keys,expect,unsupported
 
 # %% ../../../nbs/4_model/12_families.granite.ipynb #392456de
