@@ -37,8 +37,8 @@ def configs(draw):
     if kind=='nemotron_h': d |= dict(hybrid_override_pattern=''.join(kinds('M','E','*','-')), sliding_window=None)
     if kind=='granitemoehybrid': d |= dict(layer_types=kinds('mamba','attention'), mamba_expand=2, mamba_n_heads=p(1,2)*g, mamba_n_groups=g, mamba_d_state=p(4,10), mamba_d_conv=p(2,4),
         hidden_size=12*g, num_local_experts=p(0,E), num_experts_per_tok=1, position_embedding_type=p('nope','rope'))
-    if kind.startswith('granite'): d |= dict(shared_intermediate_size=p(8,33), residual_multiplier=.3, embedding_multiplier=3, logits_scaling=2, attention_multiplier=.2,
-        tie_word_embeddings=p(True,False))
+    if kind.startswith('granite'): d |= dict(shared_intermediate_size=p(8,33), residual_multiplier=.3,
+        embedding_multiplier=3, logits_scaling=2, attention_multiplier=.2, tie_word_embeddings=p(True,False))
     return ModelConfig.from_hf(d)
 
 @settings(deadline=None, max_examples=60)

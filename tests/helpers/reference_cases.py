@@ -171,7 +171,8 @@ ATTENTION = without(GRANITE, 'intermediate_size')|DENSE|dict(vocab_size=96, num_
     layer_types=['attention']*3, position_embedding_type='rope', rope_theta=10000000)
 CASES['granite-attention'] = Case(ATTENTION|dict(intermediate_size=40), 66)
 # as Granite 3 and 4.1, and Granite 3 with experts: types of their own
-OLDER = without(BASE, 'mlp_bias')|MILD|dict(vocab_size=96, attention_multiplier=.125, logits_scaling=.5)
+OLDER = without(BASE, 'mlp_bias')|MILD|dict(vocab_size=96, attention_multiplier=.125,
+    logits_scaling=.5)
 CASES['granite-dense'] = Case(OLDER|dict(model_type='granite', mlp_bias=False,
     architectures=['GraniteForCausalLM']), 66)
 CASES['granite-moe'] = Case(OLDER|dict(model_type='granitemoe', intermediate_size=24,
