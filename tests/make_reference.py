@@ -140,7 +140,8 @@ class Watch:
         self.hooks = [l.register_forward_hook(lambda m,a,o: self.stream.append(array(first(o)))) for l in self.dec.layers]
         self.hooks += [m.register_forward_hook(routed) for m in self.dec.modules() if type(m).__name__.lower().endswith('router')]
         self.hooks.append(final_norm(self.dec).register_forward_hook(last))
-        self.topk,torch.topk = torch.topk,self.choose
+        self.topk,self.method,torch.topk = torch.topk,torch.Tensor.topk,self.choose
+        torch.Tensor.topk = lambda x,*a,**kw: self.choose(x, *a, **kw)
         return self
 
     def choose(self, x, k, dim=-1, **kw):
@@ -150,7 +151,7 @@ class Watch:
         return self.topk(x, k, dim=dim, **kw)
 
     def __exit__(self, *_):
-        torch.topk = self.topk
+        torch.topk,torch.Tensor.topk = self.topk,self.method
         for h in self.hooks: h.remove()
 
 def lead(logits):

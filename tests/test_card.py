@@ -37,9 +37,15 @@ TOYS = {
         n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, moe_shared_expert_intermediate_size=96)),
     'granite': ('granite-4.0-h-tiny', dict(layer_types=['mamba','attention','mamba'], mamba_n_heads=16, mamba_d_head=16, mamba_d_state=16, num_local_experts=8, num_experts_per_tok=2,
         shared_intermediate_size=64)),
+    'granite-tied': ('granite-4.0-h-micro', dict(layer_types=['mamba','attention','mamba'],
+        mamba_n_heads=16, mamba_d_head=16, mamba_d_state=16, mamba_n_groups=2, mamba_conv_bias=False,
+        mamba_proj_bias=True, attention_bias=True, shared_intermediate_size=96)),
+    'granite-moe': ('granite-4.0-h-tiny', dict(model_type='granitemoe', num_local_experts=8,
+        num_experts_per_tok=2, shared_intermediate_size=0)),
     'minimax': ('minimax-m2', dict(rotary_dim=16, num_local_experts=8, num_experts_per_tok=2))}
 CASES = [('llama','bf16'), ('llama','fp8'), ('mistral','nvfp4'), ('qwen3','mxfp4'), ('qwen3-moe','nvfp4'), ('qwen3.5','nvfp4'), ('qwen3.6-moe','nvfp4'), ('qwen3.6-moe','fp8'),
-    ('gpt-oss','mxfp4'), ('gemma','nvfp4'), ('nemotron','nvfp4'), ('granite','nvfp4'), ('minimax','fp8'), ('qwen3-moe','int4')]
+    ('gpt-oss','mxfp4'), ('gemma','nvfp4'), ('nemotron','nvfp4'), ('granite','nvfp4'),
+    ('granite-tied','nvfp4'), ('granite-moe','nvfp4'), ('minimax','fp8'), ('qwen3-moe','int4')]
 FEW = [('llama','bf16'), ('qwen3.6-moe','nvfp4'), ('nemotron','nvfp4')]
 
 _models = {}

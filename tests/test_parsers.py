@@ -1,9 +1,10 @@
 "Reasoning, calls and content: any way to cut a text gives the same answer, and no text takes long"
-import time
+import json,time
 from types import SimpleNamespace
 import pytest
 from hypothesis import given,settings,strategies as st
 from atlas.ground.core import RequestError
+from atlas.text.chat import ChatTemplate
 from atlas.text.parsers import (REASONING_PARSERS,TOOL_PARSERS,Answer,ReasoningStream,Splitter,ToolStream,begins,default_parsers,kept,parse_reasoning,parse_tools)
 from helpers.waiting import linear
 
@@ -185,8 +186,30 @@ def test_unknown_names_are_refused():
     with pytest.raises(RequestError, match='qwen9'): parse_reasoning('qwen9', '')
     with pytest.raises(RequestError): parse_tools('qwen9', '')
 
+# as Granite 4 writes calls, and the results that follow them
+GRANITE4 = """{%- for m in messages %}<|start_of_role|>{{ 'user' if m.role=='tool' else m.role }}<|end_of_role|>
+{%- if m.role=='tool' %}<tool_response>
+{{ m.content }}
+</tool_response>{% else %}{{ m.content }}{% endif %}
+{%- for c in m.tool_calls or [] %}{% set c = c.function %}<tool_call>
+{"name": "{{ c.name }}", "arguments": {{ c.arguments | tojson }}}
+</tool_call>{% endfor %}<|end_of_text|>
+{% endfor %}
+{%- if add_generation_prompt %}<|start_of_role|>assistant<|end_of_role|>{% endif %}"""
+
+def test_what_granite_writes_is_read():
+    "A call rendered by a template like that of Granite 4, read by the parser that is chosen for it"
+    call = dict(type='function', function=dict(name='add', arguments=dict(a=1, b='</x>')))
+    said = ChatTemplate(GRANITE4).render([dict(role='assistant', content='', tool_calls=[call])])
+    tools,thinks = default_parsers(SimpleNamespace(family='granite'), GRANITE4)
+    text = said.partition('<|end_of_role|>')[2].partition('<|end_of_text|>')[0]
+    r = parse_tools(tools, text)
+    assert (thinks,r.content,[(t.name,json.loads(t.arguments)) for t in r.tool_calls])==(
+        None, None, [('add', dict(a=1, b='</x>'))])
+
 @pytest.mark.parametrize('family,template,want', [('gptoss','',('openai','openai_gptoss')), ('gemma','',('gemma4','gemma4')), ('minimax','',('minimax_m2','minimax_m2')),
     ('qwen','<tool_call>{"name"} <think>',('hermes','qwen3')), ('qwen','<tool_call>\n<function=x> </think>',('qwen3_coder','qwen3')), ('qwen','<tool_call>\n<function=x>',('qwen3_coder',None)),
+    ('granite',GRANITE4,('hermes',None)), ('granite','',('hermes',None)),
     ('nemotron','<tool_call><function=x><think>',('qwen3_coder','qwen3')), ('llama','<|start_header_id|>',('llama3_json',None)), ('llama','[INST] [TOOL_CALLS]',('mistral',None)),
     ('llama','[TOOL_CALLS] [THINK]',('mistral','mistral')), (None,'',(None,None))])
 def test_defaults(family, template, want):

@@ -142,7 +142,8 @@ _SAYS = ( # what a template contains -> tool parser; the first that fits
     (('<tool_call>','{function-name}<arg_key>'),'glm47'), (('<tool_call>','<arg_key>'),'glm45'),
     (('<tool_call>','<function='),'qwen3_coder'), (('<tool_call>',),'hermes'), (('[TOOL_CALLS]',),'mistral'),
     (('[func_name1(',),'pythonic'), (('<|start_header_id|>',),'llama3_json'), (('<|python_tag|>',),'llama3_json'))
-_HABIT = dict(gptoss='openai', gemma='gemma4', minimax='minimax_m2', nemotron='qwen3_coder', qwen='hermes', llama='llama3_json')
+_HABIT = dict(gptoss='openai', gemma='gemma4', minimax='minimax_m2', nemotron='qwen3_coder',
+    qwen='hermes', granite='hermes', llama='llama3_json')
 _THINKS = dict(openai='openai_gptoss', gemma4='gemma4', minimax_m2='minimax_m2', glm45='glm45', glm47='glm45', hermes='qwen3', qwen3_coder='qwen3', mistral='mistral')
 
 def default_parsers(

@@ -158,6 +158,27 @@ GRANITE = dict(model_type='granitemoehybrid', architectures=['GraniteMoeHybridFo
     rms_norm_eps=1e-5, max_position_embeddings=512, rope_theta=10000, attention_bias=False, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
     torch_dtype='bfloat16')
 CASES['granite-hybrid'] = Case(GRANITE, 70, keep32='A_log')
+# as Granite 4.0 H Micro: no experts, tied; and what no published one has, groups and other biases
+# multipliers that let a small tied net say something else than its last token
+MILD = dict(embedding_multiplier=.75, residual_multiplier=.85, tie_word_embeddings=True)
+DENSE = MILD|dict(num_local_experts=0, num_experts_per_tok=0)
+CASES['granite-tied'] = Case(GRANITE|DENSE|dict(vocab_size=96, hidden_size=40, num_hidden_layers=3,
+    layer_types=['mamba','attention','mamba'], mamba_n_heads=4, mamba_d_head=20, mamba_n_groups=2,
+    mamba_conv_bias=False, mamba_proj_bias=True, attention_bias=True, shared_intermediate_size=56),
+    68, keep32='A_log')
+# as Granite 4.0 Micro: the same type, attention with positions in every layer, tied
+ATTENTION = without(GRANITE, 'intermediate_size')|DENSE|dict(vocab_size=96, num_hidden_layers=3,
+    layer_types=['attention']*3, position_embedding_type='rope', rope_theta=10000000)
+CASES['granite-attention'] = Case(ATTENTION|dict(intermediate_size=40), 66)
+# as Granite 3 and 4.1, and Granite 3 with experts: types of their own
+OLDER = without(BASE, 'mlp_bias')|MILD|dict(vocab_size=96, attention_multiplier=.125,
+    logits_scaling=.5)
+CASES['granite-dense'] = Case(OLDER|dict(model_type='granite', mlp_bias=False,
+    architectures=['GraniteForCausalLM']), 66)
+CASES['granite-moe'] = Case(OLDER|dict(model_type='granitemoe', intermediate_size=24,
+    architectures=['GraniteMoeForCausalLM'], num_local_experts=5, num_experts_per_tok=2), 66)
+CASES['granite-moe-shared'] = Case(CASES['granite-moe'].cfg|dict(model_type='granitemoeshared',
+    architectures=['GraniteMoeSharedForCausalLM'], shared_intermediate_size=32), 66)
 
 VL = dict(vocab_size=112, hidden_size=40, intermediate_size=56, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=24,
     hidden_act='silu', rms_norm_eps=1e-6, rope_theta=5000000, rope_scaling=dict(mrope_interleaved=True, mrope_section=[5,4,3], rope_type='default'),
