@@ -354,6 +354,7 @@ def _blocks(fmt, std, rng):
 def _pool(fmt:str, e:int, seed:int)->np.ndarray:
     "Bytes of codes in `fmt`, of numbers with the standard deviation 2**e where the format has no scale"
     rng = np.random.default_rng(seed)
+    if fmt=='INT4_DESC_ACT': fmt = 'F32'  # which it is once it has been read
     if fmt in GGUF_BLOCKS: return _blocks(fmt, 2.**e, rng)
     x = rng.standard_normal(_POOL//4, np.float32)
     if fmt in ('F32','F16','BF16','F8_E4M3'): return FORMATS[fmt].encode(x*np.float32(2.**e))['data'].view(np.uint8)
