@@ -241,4 +241,8 @@ def list_model(
     **options, # As it will be loaded: weights, quantization, lm_head_dtype, …
 )->dict[str,int]: # How many variants each architecture has
     "Put the kernels that `model` needs on the list that wheels are built with"
-    return list_variants(model, lambda card: LLM(model, card, load_format='dummy', show=False, **options).engine.warm(), path)
+    def warm(card):
+        llm = LLM(model, card, load_format='dummy', show=False, **options)
+        llm.engine.warm()
+        llm.close()  # or its addresses are missing for the next
+    return list_variants(model, warm, path)
