@@ -101,14 +101,17 @@ def test_only_what_a_step_waits_for_is_late(load):
     new.close(); llm.close()
 
 FLAGSHIP,NVFP4 = 'qwen3.6-35b-a3b',dict(weights='nvfp4', lm_head_dtype='nvfp4')
-LISTED = [FLAGSHIP,'granite-4.0-h-micro','granite-4.0-h-tiny','granite-4.0-h-small']
+LISTED = {n:(n,NVFP4) for n in (FLAGSHIP,'granite-4.0-h-micro','granite-4.0-h-tiny','granite-4.0-h-small')}
+LISTED |= {f'{n}-int4':(n,dict(weights='int4')) for n in ('llama-3.1-8b','qwen3-30b-a3b','granite-4.0-h-tiny')}
+
 @pytest.mark.parametrize('name', LISTED)
 def test_the_list_for_wheels_is_current(tmp_path, name):
-    "What wheels are compiled with is what the model asks for, neither more nor less; if not: list_model(name, **NVFP4)"
-    list_model(name, tmp_path/'v.json', **NVFP4)
+    "What wheels are compiled with is what the model asks for, neither more nor less"
+    model,options = LISTED[name]
+    list_model(model, tmp_path/'v.json', name, **options)
     for arch in CARDS:
         now,listed = saved_variants(arch, path=tmp_path/'v.json'),saved_variants(arch, name)
-        assert now==listed, f'renew kernels/variants.json: {test_the_list_for_wheels_is_current.__doc__}'
+        assert now==listed, f'renew kernels/variants.json: list_model({model!r}, name={name!r}, **{options})'
 
 def test_all_that_is_listed_is_tested():
     assert sorted(LISTED)==sorted(json.loads((kernel_dir()/'variants.json').read_text()))

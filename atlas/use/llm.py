@@ -238,6 +238,7 @@ def load_assistant(path:str, llm:LLM)->Decoder:
 def list_model(
     model:str, # Name of a preset
     path:Path|None=None, # `variants.json` beside the kernels by default
+    name:str|None=None, # Under which name; the preset's by default
     **options, # As it will be loaded: weights, quantization, lm_head_dtype, …
 )->dict[str,int]: # How many variants each architecture has
     "Put the kernels that `model` needs on the list that wheels are built with"
@@ -245,4 +246,4 @@ def list_model(
         llm = LLM(model, card, load_format='dummy', show=False, **options)
         llm.engine.warm()
         llm.close()  # or its addresses are missing for the next
-    return list_variants(model, warm, path)
+    return list_variants(name or model, warm, path)
