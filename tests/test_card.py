@@ -88,15 +88,17 @@ def loaded(path, device):
 
 @pytest.mark.parametrize('name', INT4)
 def test_integers_that_libraries_packed(name):
-    "They stay integers on the card, and give the recorded logits: of a prompt, and of steps after it"
+    "They stay integers on the card, and give the recorded logits of a prompt and of steps"
     r,m = refs[name],loaded(DATA/name, Emulator())
     mixer,mlp = m.layers[0].parts()
-    assert {w.fmt for w in (mixer.qkv_proj.weight, mixer.o_proj.weight, mlp.gate_up_proj.weight, mlp.down_proj.weight)}=={'int4'}
+    those = mixer.qkv_proj,mixer.o_proj,mlp.gate_up_proj,mlp.down_proj
+    assert {p.weight.fmt for p in those}=={'int4'}
     ids,c,table = r['ids'].tolist(),cache_of(m),list(range(8))
     T = len(ids)
     got = [forward(m, c, [Piece(ids, 0, table, T, state=0, keep=1)], True)]
     for i,t in enumerate(r['next_ids'].tolist()):
-        got.append(forward(m, c, [Piece([t], T+i, table, 1, state=1+i%2, keep=2-i%2)], False))
+        step = Piece([t], T+i, table, 1, state=1+i%2, keep=2-i%2)
+        got.append(forward(m, c, [step], False))
     got,want = np.concatenate(got),np.concatenate([r['logits'],r['next_logits']])
     assert (abs(got-want).max(1)<2e-2*abs(want).max()).all(), off(got, want)
 

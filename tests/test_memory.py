@@ -101,8 +101,9 @@ def test_only_what_a_step_waits_for_is_late(load):
     new.close(); llm.close()
 
 FLAGSHIP,NVFP4 = 'qwen3.6-35b-a3b',dict(weights='nvfp4', lm_head_dtype='nvfp4')
-LISTED = {n:(n,NVFP4) for n in (FLAGSHIP,'granite-4.0-h-micro','granite-4.0-h-tiny','granite-4.0-h-small')}
-LISTED |= {f'{n}-int4':(n,dict(weights='int4')) for n in ('llama-3.1-8b','qwen3-30b-a3b','granite-4.0-h-tiny')}
+IN_NVFP4 = FLAGSHIP,'granite-4.0-h-micro','granite-4.0-h-tiny','granite-4.0-h-small'
+IN_INT4 = 'llama-3.1-8b','qwen3-30b-a3b','granite-4.0-h-tiny'
+LISTED = {n:(n,NVFP4) for n in IN_NVFP4} | {f'{n}-int4':(n,dict(weights='int4')) for n in IN_INT4}
 
 @pytest.mark.parametrize('name', LISTED)
 def test_the_list_for_wheels_is_current(tmp_path, name):
@@ -111,7 +112,7 @@ def test_the_list_for_wheels_is_current(tmp_path, name):
     list_model(model, tmp_path/'v.json', name, **options)
     for arch in CARDS:
         now,listed = saved_variants(arch, path=tmp_path/'v.json'),saved_variants(arch, name)
-        assert now==listed, f'renew kernels/variants.json: list_model({model!r}, name={name!r}, **{options})'
+        assert now==listed, f'list_model({model!r}, name={name!r}, **{options}) renews kernels/variants.json'
 
 def test_all_that_is_listed_is_tested():
     assert sorted(LISTED)==sorted(json.loads((kernel_dir()/'variants.json').read_text()))

@@ -87,8 +87,8 @@ def test_integers_read_otherwise_are_seen(name, fault, monkeypatch):
     real = getattr(atlas.ground.files, INT4[name])
     monkeypatch.setattr(atlas.ground.files, INT4[name], lambda *a, **kw: fault(*real(*a, **kw)))
     off = error(LLM(str(data/name), device='cpu').logits(refs[name]['ids']), refs[name]['logits'])
-    symmetric = name=='llama-ct-int4' and fault is turned_round  # whose zero points are all the same
-    assert (off<TOL) if symmetric else off>100*TOL
+    alike = name=='llama-ct-int4' and fault is turned_round  # zero points that are all the same
+    assert off<TOL if alike else off>100*TOL
 
 # -- the tokens themselves -------------------------------------------------------------------------------------------------------
 

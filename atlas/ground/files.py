@@ -208,7 +208,7 @@ def _words(got, spans, part):
     return got[part].view(np.uint32).reshape(spans[part].shape)
 
 def _nibbles(words:np.ndarray, places=range(8))->np.ndarray: # uint8 [a, b*8]
-    "The eight integers in each of the words [a, b]; `places`: where they are in it, the first one lowest"
+    "The eight integers in each of the words [a, b]; `places`: where in a word each of them is"
     out = np.empty((*words.shape,8), np.uint8)
     for i,place in enumerate(places):
         out[...,i] = words>>np.uint32(4*place) & 15
@@ -257,9 +257,10 @@ def _int4_parts(info, codes, shape, *raw):
     return dict(data=data, scale=spread(scale), zero=spread(zero))
 
 # %% ../../nbs/1_ground/08_files.ipynb #ca890e2f
-_CT_PARTS = dict(scale='.weight_scale', zero='.weight_zero_point', shape='.weight_shape', groups='.weight_g_idx')
+_CT_PARTS = dict(scale='.weight_scale', zero='.weight_zero_point',
+    shape='.weight_shape', groups='.weight_g_idx')
 _Q_PARTS = dict(scale='.scales', zero='.qzeros', groups='.g_idx')
-_INT4_TYPES = dict(data=('I32',), scale=('F32','BF16','F16'), zero=('I32',), groups=('I32',), shape=('I64',))
+_INT4_TYPES = dict(scale=('F32','BF16','F16'), shape=('I64',)) # of what is not I32
 
 def _int4_names(name, spans):
     "Names of the parts of the packed matrix whose payload is `name`; None if it is none"
@@ -268,30 +269,37 @@ def _int4_names(name, spans):
     base,bad = name.rsplit('.', 1)[0],spans[name].file.bad
     beside = {p:base+end for p,end in (_Q_PARTS if turned else _CT_PARTS).items()}
     for p in ('scale','zero') if turned else ('scale',):
-        if beside[p] not in spans: raise bad(f'{name!r} is packed, and {beside[p]!r} is not there', param=name)
+        if beside[p] in spans: continue
+        raise bad(f'{name!r} is packed, and {beside[p]!r} is not there', param=name)
     names = dict(data=name) | {p:k for p,k in beside.items() if k in spans}
     for p,k in names.items():
-        if (dtype := spans[k].dtype) not in (types := _INT4_TYPES[p]):
-            raise bad(f'{k!r} is {dtype}, expected {" or ".join(types)}', param=name)
+        dtype,types = spans[k].dtype,_INT4_TYPES.get(p, ('I32',))
+        if dtype in types: continue
+        raise bad(f'{k!r} is {dtype}, expected {" or ".join(types)}', param=name)
     return names
 
 def _int4_kind(spans, turned):
-    "Rows, columns, groups of a row, is it AutoAWQ's; None where parts contradict each other. `turned`: inputs come first"
+    "Rows, columns, groups of a row, is it AutoAWQ's; None if parts contradict. `turned`: inputs first"
     d,s = spans['data'].shape,spans['scale'].shape
     if len(d)!=2 or len(s)!=2: return
     awq = turned and d[1]*8==s[1]
-    k,n = (d[0],d[1]*8) if awq else (d[0]*8,d[1]) if turned else (d[1]*8,d[0])
+    k,n = d if turned else d[::-1]
+    if awq: n *= 8
+    else: k *= 8
     groups,rows = s if turned else s[::-1]
     if rows!=n or not n*groups or k%groups or turned and n%8: return
-    fits = dict(zero=(groups,n//8) if turned else (-(-n//8),groups), groups=(k,))
-    if all(spans[p].shape==shape for p,shape in fits.items() if p in spans): return n,k,groups,awq
+    fits = dict(groups=(k,))
+    fits['zero'] = (groups,n//8) if turned else (-(-n//8),groups)
+    wrong = [p for p,shape in fits.items() if p in spans and spans[p].shape!=shape]
+    if not wrong: return n,k,groups,awq
 
 def _scattered(s:Span, name, groups):
     "Do the columns of some group lie apart? `s`: the group of each column"
     idx = s.file.read_into(np.empty(s.shape, np.int32), s.offset)
     in_order = np.arange(len(idx))//(len(idx)//groups)
     if not np.array_equal(np.sort(idx), in_order):
-        raise s.file.bad(f'the columns of {name!r} are not shared out evenly among its {groups} groups', param=name)
+        said = f'the columns of {name!r} are not shared out evenly among its {groups} groups'
+        raise s.file.bad(said, param=name)
     return not np.array_equal(idx, in_order)
 
 # %% ../../nbs/1_ground/08_files.ipynb #6f5bea4a
@@ -306,11 +314,13 @@ def _int4_info(name, spans, v2):
     n,k,groups,awq = kind
     apart = 'groups' in mine and _scattered(mine['groups'], name, groups)
     if k//groups%32 and not apart:
-        said = f'{name!r} in {file.name} has groups of {k//groups} weights, and Atlas reads multiples of 32'
-        raise UnsupportedError(said, param=name)
-    codes = _awq_codes if awq else partial(_gptq_codes, less=int(not v2)) if turned else _ct_codes
+        said = f'{name!r} in {file.name} has groups of {k//groups} weights'
+        raise UnsupportedError(f'{said}, and Atlas reads multiples of 32', param=name)
+    codes = _awq_codes if awq else _ct_codes
+    if turned and not awq: codes = partial(_gptq_codes, less=int(not v2))
     fmt = 'INT4_DESC_ACT' if apart else 'INT4'
-    info = TensorInfo(name.rsplit('.', 1)[0]+'.weight', fmt, (n,k), mine, stored=name)
+    whole = name.rsplit('.', 1)[0]+'.weight'
+    info = TensorInfo(whole, fmt, (n,k), mine, stored=name)
     return replace(info, unpack=partial(_int4_parts, info, codes)),set(names.values())
 
 # %% ../../nbs/1_ground/08_files.ipynb #5a34ef28
@@ -371,11 +381,17 @@ def _runs(spans, gap:int=1<<16, most:int=1<<24):
 def check_scales(tensors:Iterable[TensorInfo]):
     "Read the scales of packed tensors; a `CheckpointError` names one that holds what cannot be a scale"
     def check(run):
-        first,last = run[0][1],run[-1][1]; buf = first.file.read_into(np.empty(last.offset+last.nbytes-first.offset, np.uint8), first.offset)
+        first,last = run[0][1],run[-1][1]
+        nbytes = last.offset+last.nbytes-first.offset
+        buf = first.file.read_into(np.empty(nbytes, np.uint8), first.offset)
         for k,s,p in run:
-            if _no_scale(s, buf[(i := s.offset-first.offset):i+s.nbytes], p): raise s.file.bad(f'a scale of {k!r} is not a finite number above zero', param=k)
+            at = s.offset-first.offset
+            if not _no_scale(s, buf[at:at+s.nbytes], p): continue
+            raise s.file.bad(f'a scale of {k!r} is not a finite number above zero', param=k)
+    parts = ((t.stored,s,p) for t in tensors for p,s in t.spans.items())
+    scales = [part for part in parts if part[-1] in ('scale','global')]
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        for _ in pool.map(check, _runs((t.stored,s,p) for t in tensors for p,s in t.spans.items() if p in ('scale','global'))): pass
+        for _ in pool.map(check, _runs(scales)): pass
 
 # %% ../../nbs/1_ground/08_files.ipynb #1ad165cf
 _EMBED = re.compile(r'(.*\.)?(?:embed_tokens|embeddings)\.weight')

@@ -91,7 +91,8 @@ def _int4(n, a, how, group=32, symmetric=False, half=True):
     "Four-bit integers in groups as three programs pack them; `group` 0: a row is one"
     out,inner = a.shape
     m,g = n.removesuffix('.weight'),group or inner
-    at = np.random.default_rng(inner).permutation(inner) if how=='gptq-order' else np.arange(inner)   # columns, group by group
+    at = np.arange(inner)  # columns, group by group
+    if how=='gptq-order': at = np.random.default_rng(inner).permutation(inner)
     b = np.ascontiguousarray(a[:,at]).reshape(out, -1, g)
     lo,hi = np.minimum(b.min(-1), 0),np.maximum(b.max(-1), 0)
     if symmetric: lo,hi = -np.abs(b).max(-1),np.abs(b).max(-1)
@@ -104,14 +105,16 @@ def _int4(n, a, how, group=32, symmetric=False, half=True):
     numbers[:,at] = ((codes-z[...,None])*scale[...,None]).reshape(a.shape)
     q[:,at] = codes.reshape(a.shape)
     if how=='ct':
-        parts = {'weight_packed':(_words(q, 1),'I32'), 'weight_scale':(s,kind), 'weight_shape':(np.int64([out,inner]),'I64')}
+        parts = dict(weight_packed=(_words(q, 1),'I32'), weight_scale=(s,kind))
+        parts['weight_shape'] = np.int64([out,inner]),'I64'
         if not symmetric: parts['weight_zero_point'] = _words(z, 0),'I32'
     else:
         parts = dict(scales=(s.T.copy(),kind))
         order = [0,2,4,6,1,3,5,7]
         def mixed(x): return x.reshape(len(x), -1, 8)[...,order].reshape(x.shape)
-        if how=='awq': parts |= dict(qweight=(_words(mixed(q.T), 1),'I32'), qzeros=(_words(mixed(z.T), 1),'I32'))
-        else: parts |= dict(qweight=(_words(q.T, 0),'I32'), qzeros=(_words((z.T-1)%16, 1),'I32'))
+        q,z = (mixed(q.T),mixed(z.T)) if how=='awq' else (q.T,(z.T-1)%16)
+        parts['qweight'] = _words(q, int(how=='awq')),'I32'
+        parts['qzeros'] = _words(z, 1),'I32'
         if how!='awq': parts['g_idx'] = (np.argsort(at)//g).astype(np.int32),'I32'
     return {f'{m}.{k}':v for k,v in parts.items()},numbers
 
@@ -124,8 +127,10 @@ HOW = {  # name, array -> ({stored name: (array, type)}, numbers)
     'fp8-block-e8m0': lambda n,a: _fp8_as(n, a, 'FP8_BLOCK', '_scale_inv', _pow2, 'F8_E8M0'),
     'fp8-pb-wo': lambda n,a: _fp8_as(n, a, 'FP8_BLOCK', '_scale', shape=lambda s: (s.shape[0],1,s.shape[1],1)),
     'nvfp4': lambda n,a: _nvfp4(n, a, False, False), 'nvfp4-one': lambda n,a: _nvfp4(n, a, False, True), 'nvfp4-ct': lambda n,a: _nvfp4(n, a, True, True),
-    'int4-ct': lambda n,a: _int4(n, a, 'ct', half=False), 'int4-ct-symmetric': lambda n,a: _int4(n, a, 'ct', 0, True),
-    'int4-gptq': lambda n,a: _int4(n, a, 'gptq'), 'int4-gptq-order': lambda n,a: _int4(n, a, 'gptq-order'),
+    'int4-ct': lambda n,a: _int4(n, a, 'ct', half=False),
+    'int4-ct-symmetric': lambda n,a: _int4(n, a, 'ct', 0, True),
+    'int4-gptq': lambda n,a: _int4(n, a, 'gptq'),
+    'int4-gptq-order': lambda n,a: _int4(n, a, 'gptq-order'),
     'int4-awq': lambda n,a: _int4(n, a, 'awq'),
     'mxfp4': lambda n,a: _mxfp4(n, a, '.weight'), 'mxfp4-ct': lambda n,a: _mxfp4(n, a, '.weight_packed'), 'mxfp4-e8m0': lambda n,a: _mxfp4(n, a, '.weight_packed', 'F8_E8M0')}
 STACK_HOW = {'bf16': HOW['bf16'], 'mxfp4-blocks': lambda n,a: _mxfp4(n, a, 'blocks'), 'fp8-stack': lambda n,a: _stacked(n, a, '_scale', 'FP8_TENSOR'), 'fp8-block-stack': lambda n,a: _stacked(n, a, '_scale_inv', 'FP8_BLOCK')}

@@ -16,8 +16,9 @@ def having(key):
     "Names of the folders whose reference has `key`"
     return [n for n,r in refs.items() if key in r]
 
-INT4 = {n:f'_{how}_codes' for n in refs for how in ('ct','gptq','awq') if f'-{how}' in n and not n.endswith('fp4')}
-"Folders with integers in groups that a library packed, and what reads them in atlas.ground.files"
+# Folders with integers in groups that a library packed, and what reads them in atlas.ground.files
+INT4 = {'llama-ct-int4':'_ct_codes', 'llama-ct-int4-zeros':'_ct_codes',
+    'llama-gptq':'_gptq_codes', 'qwen3-awq':'_awq_codes'}
 
 def error(got, want):
     assert got.shape==want.shape

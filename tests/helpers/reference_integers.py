@@ -1,12 +1,13 @@
-"""INT4 as the libraries pack it that publish it: what reference_formats.py has for other formats, of the libraries' own making.
+"""INT4 as libraries pack it: like reference_formats.py, but of the libraries' own making.
 
     pip install compressed-tensors==0.20.0 loguru psutil accelerate
     pip install --no-deps auto-gptq==0.7.1
     pip install --no-deps --no-build-isolation autoawq==0.2.9
 
-AutoGPTQ and AutoAWQ are no longer developed, and do not import beside today's transformers. What quantises, packs and
-unpacks in them is plain torch, so those modules alone are imported. The weights that a packed matrix stands for come from
-the library's own way back: scales are widened to float32 first, so that nothing is rounded there.
+AutoGPTQ and AutoAWQ are no longer developed, and do not import beside today's transformers. What
+quantises, packs and unpacks in them is plain torch, so those modules alone are imported. The weights
+that a packed matrix stands for come from the library's own way back, with scales widened to float32
+first, so that nothing is rounded there.
 """
 import importlib,importlib.util,sys
 from types import ModuleType
@@ -31,7 +32,8 @@ def linear(w):
 
 def ct_scheme(symmetric, group):
     "What config.json says of weights in groups, as compressed-tensors has it"
-    return dict(num_bits=4, type='int', strategy='group', group_size=group, symmetric=symmetric, dynamic=False)
+    return dict(num_bits=4, type='int', strategy='group', group_size=group,
+        symmetric=symmetric, dynamic=False)
 
 def ct_int4(symmetric, group, dtype=torch.bfloat16):
     "pack-quantized of compressed-tensors, with scales of this type"
@@ -51,7 +53,7 @@ def ct_int4(symmetric, group, dtype=torch.bfloat16):
     return packed
 
 def gptq_rounded(w, group, ordered):
-    "Layer, scales, zero points and groups of columns, by AutoGPTQ; `ordered`: columns by activation, groups as they lie"
+    "Layer, scales, zero points, group of each column, by AutoGPTQ; `ordered`: by activation"
     GPTQ = bare('auto_gptq.quantization.gptq', 'auto_gptq').GPTQ
     layer = linear(w)
     rng = torch.Generator().manual_seed(w.shape[1])
