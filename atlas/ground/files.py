@@ -214,6 +214,7 @@ def _nibbles(words:np.ndarray, places=range(8))->np.ndarray: # uint8 [a, b*8]
         out[...,i] = words>>np.uint32(4*place) & 15
     return out.reshape(len(words), -1)
 
+# %% ../../nbs/1_ground/08_files.ipynb #362fe531
 def _ct_codes(spans, got, n):
     "Codes [out, in/2] and zero points [out, groups] as compressed-tensors packs them"
     data = got['data'].reshape(n, -1)
@@ -238,6 +239,7 @@ def _awq_codes(spans, got, n):
         for j in range(4): data[:,_AWQ_ORDER[2*j+i]] = b[...,j]
     return data.reshape(n, -1),_nibbles(_words(got, spans, 'zero'), np.argsort(_AWQ_ORDER)).T
 
+# %% ../../nbs/1_ground/08_files.ipynb #47f79f43
 def _int4_parts(info, codes, shape, *raw):
     "Parts of the tensor of `shape` that `info` describes, whose spans hold the bytes `raw`"
     got = dict(zip(info.spans, raw))
@@ -278,6 +280,7 @@ def _int4_names(name, spans):
         raise bad(f'{k!r} is {dtype}, expected {" or ".join(types)}', param=name)
     return names
 
+# %% ../../nbs/1_ground/08_files.ipynb #e1039e29
 def _int4_kind(spans, turned):
     "Rows, columns, groups of a row, is it AutoAWQ's; None if parts contradict. `turned`: inputs first"
     d,s = spans['data'].shape,spans['scale'].shape
