@@ -18,6 +18,7 @@ from atlas.card.variants import wanted
 from atlas.cuda.pack import unpack
 from atlas.ground.weights import open_checkpoint
 from helpers.layouts import CONFS,LAYOUTS,folder,stored
+from helpers.reference import INT4,refs
 
 DATA = Path(__file__).parent/'data'
 pytestmark = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
@@ -87,15 +88,33 @@ def test_each_layer_alone(toy, weights):
         assert bad.mean()<=(.06 if 'moe' in card.c.ffns[i] else 0), (i, bad.mean(), off(got[:100], want[:100]))
         assert off(np.delete(got[:100], bad, 0), np.delete(want[:100], bad, 0))<1e-2
 
+def loaded(path, device):
+    "The model of a folder"
+    with open_checkpoint(path) as ck: return load_model(ck, device, 512)
+
+@pytest.mark.parametrize('name', INT4)
+def test_integers_that_libraries_packed(name):
+    "They stay integers on the card, and give the recorded logits of a prompt and of steps"
+    r,m = refs[name],loaded(DATA/name, Emulator())
+    mixer,mlp = m.layers[0].parts()
+    those = mixer.qkv_proj,mixer.o_proj,mlp.gate_up_proj,mlp.down_proj
+    assert {p.weight.fmt for p in those}=={'int4'}
+    ids,c,table = r['ids'].tolist(),cache_of(m),list(range(8))
+    T = len(ids)
+    got = [forward(m, c, [Piece(ids, 0, table, T, state=0, keep=1)], True)]
+    for i,t in enumerate(r['next_ids'].tolist()):
+        step = Piece([t], T+i, table, 1, state=1+i%2, keep=2-i%2)
+        got.append(forward(m, c, [step], False))
+    got,want = np.concatenate(got),np.concatenate([r['logits'],r['next_logits']])
+    assert (abs(got-want).max(1)<2e-2*abs(want).max()).all(), off(got, want)
+
 @pytest.mark.parametrize('name', ['llama-int4-ct','llama-gptq','qwen3-awq','qwen3-moe-int4-ct'])
 def test_integers_in_groups_as_published(tmp_path, name, monkeypatch):
     "They stay integers on the card, are what the host decodes to the bit, and give its logits: of a prompt, and of a step after it"
     conf,*rest = LAYOUTS[name]
     monkeypatch.setitem(CONFS, conf, CONFS[conf]|dict(head_dim=32)) # of a size that the card's cache takes
     path = folder(tmp_path, CONFS[conf], stored(conf, *rest)[0])
-    def load(dev):
-        with open_checkpoint(path) as ck: return load_model(ck, dev, 512)
-    host,card = load(Host()),load(Emulator())
+    host,card = loaded(path, Host()),loaded(path, Emulator())
     w = card.layers[0].mixer.qkv_proj.weight
     assert w.fmt=='int4' and (unpack(w)==host.layers[0].mixer.qkv_proj.weight).all()
     ids,table = [i%64 for i in ids_of(65)],list(range(8))

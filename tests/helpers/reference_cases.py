@@ -1,6 +1,8 @@
 "The checkpoints of tests/data: config.json as a publisher would have written it, at sizes that nobody published, and how the weights are stored."
+import torch
 from dataclasses import dataclass,field
 from .reference_formats import fp8,fp8_block,fp8_block_4d,fp8_block_bf16,fp8_channel,mxfp4,mxfp4_packed,nvfp4,nvfp4_a16,nvfp4_packed
+from .reference_integers import awq_int4,ct_int4,ct_scheme,gptq_int4
 
 V = 160
 
@@ -17,6 +19,7 @@ class Case:
     scales:dict=field(default_factory=dict) # further scalars in the file
     mtp:bool=False # with an MTP head
     target:str=None # a drafter's
+    as_stored:str='' # the library loads the folder itself, 'packed' or 'dequantized'; else plain weights
 
 # The shape everything else is a variation of: untied, two layers, two query heads to a key head.
 BASE = dict(model_type='llama', architectures=['LlamaForCausalLM'], vocab_size=V, hidden_size=48, intermediate_size=80, num_hidden_layers=2,
@@ -247,3 +250,24 @@ CASES['qwen35-mixed'] = Case(TEXT35|dict(model_type='qwen3_5_text', architecture
     {f'model.layers.2.self_attn.{n}_proj':dict(quant_algo='FP8') for n in 'qkvo'} | {n:dict(quant_algo='W4A16_NVFP4',
     group_size=16) for n in ['lm_head']+[f'model.layers.{i}.mlp.{x}_proj' for i in range(3) for x in ('gate','up','down')]}),
     scales={f'model.layers.2.self_attn.{n}_proj.{n}_scale':.05 for n in 'kv'})
+
+# INT4 in groups, of a size that a card's cache takes, packed by the libraries themselves
+SMALL = dict(vocab_size=40, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=32)
+def grouped(**scheme):
+    group = dict(targets=['Linear'], weights=ct_scheme(**scheme), input_activations=None)
+    return dict(quant_method='compressed-tensors', format='pack-quantized', quantization_status='compressed',
+        ignore=['lm_head'], config_groups=dict(group_0=group))
+
+# without zero points, and scales in BF16; with them, and scales in float32
+CASES['llama-ct-int4'] = Case(LLAMA|SMALL, 34, as_stored='packed',
+    rules=[(LINEAR, ct_int4(True, 64))], quant=grouped(symmetric=True, group=64))
+CASES['llama-ct-int4-zeros'] = Case(LLAMA|SMALL, 34, as_stored='dequantized',
+    rules=[(LINEAR, ct_int4(False, 32, torch.float32))], quant=grouped(symmetric=False, group=32))
+# rounded in the order of activations, with groups that stay where they are
+CASES['llama-gptq'] = Case(LLAMA|SMALL, 34, rules=[(LINEAR, gptq_int4(32))],
+    quant=dict(quant_method='gptq', bits=4, group_size=32, desc_act=True, static_groups=True,
+        sym=False, damp_percent=0.01, true_sequential=True, checkpoint_format='gptq'))
+CASES['qwen3-awq'] = Case(QWEN3|SMALL|dict(max_window_layers=1, tie_word_embeddings=False), 34,
+    rules=[(LINEAR, awq_int4(32))], quant=dict(quant_method='awq', bits=4, group_size=32,
+        zero_point=True, version='gemm', modules_to_not_convert=None))
