@@ -2,7 +2,8 @@
 
     pytest --slow --record-durations
 
-and read by every other run (where tests share a server, what starts it is of the first, and the others are given as much by hand): what takes more than `SLOW` seconds is marked `slow`, what is not even listed `fast`; null is not measured yet, and neither. A run that names nothing (no path, no -k, no -m)
+and read by every other run: what takes more than `SLOW` seconds is marked `slow`, what is not even listed `fast`; null is not measured yet, and neither.
+Where tests share a server, what starts it is counted for the first; the others are given as much by hand. A run that names nothing (no path, no -k, no -m)
 leaves the slow ones out unless it says `--slow`; `pytest -m fast` is for between two edits."""
 import json,os
 from pathlib import Path
