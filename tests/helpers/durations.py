@@ -2,7 +2,8 @@
 
     pytest --slow --record-durations
 
-and read by every other run: what takes more than `SLOW` seconds is marked `slow`, what is not even listed `fast`; null is not measured yet, and neither. A run that names nothing (no path, no -k, no -m)
+and read by every other run: what takes more than `SLOW` seconds is marked `slow`, what is not even listed `fast`; null is not measured yet, and neither.
+Where tests share a server, what starts it is counted for the first; the others are given as much by hand. A run that names nothing (no path, no -k, no -m)
 leaves the slow ones out unless it says `--slow`; `pytest -m fast` is for between two edits."""
 import json,os
 from pathlib import Path
@@ -26,7 +27,8 @@ def write(seconds, file=FILE):
     files = {}
     for test,s in sorted(seconds.items()):
         f,_,name = test.partition('::')
-        if s is None or s>FAST: files.setdefault(f, {})[name] = s and round(s, 1)
+        s = s and round(s, 1)
+        if s is None or s>FAST: files.setdefault(f, {})[name] = s
     file.write_text('{\n'+',\n'.join(f'{json.dumps(f)}: {json.dumps(tests, ensure_ascii=False)}' for f,tests in files.items())+'\n}\n')
 
 def pytest_addoption(parser):
