@@ -346,3 +346,39 @@ def test_launches_of_a_layer():
         _,m = models(toy, weights); c = cache_of(m)
         with recording(launch=False) as r: m.forward(make_batch([Piece([5], 3, [0], 1)], False, 16, m.device), c)
         assert len(r.calls)<=10*len(m.layers)+2, (toy, len(r.calls), len(m.layers))
+
+@pytest.mark.parametrize('where,at', [('replay',2), ('replay',4), ('_first',2), ('_first',3)])
+def test_interrupted(where, at, monkeypatch):
+    "A launch that a Ctrl-C ends when the card has done its part has destroyed nothing: the same tokens, log probabilities and draws"
+    m,n,real = models('qwen3.6-moe', 'nvfp4')[1],0,getattr(CardStepper, where)
+    some = asks(3, logprobs=1)+[(Request('drawn', tuple(ids_of(12, 7)), SamplingParams(temperature=.9, seed=3, frequency_penalty=.5, max_tokens=7, ignore_eos=True, logprobs=1)),1)]
+    want = serve(engine(m), some)
+    def cut_off(self, *args):
+        nonlocal n
+        out,n = real(self, *args),n+1
+        if n==at: raise KeyboardInterrupt
+        return out
+    monkeypatch.setattr(CardStepper, where, cut_off)
+    e = engine(m); step = e.step
+    def patient():
+        try: return step()
+        except KeyboardInterrupt: return []
+    e.step = patient
+    got = serve(e, some)
+    assert n>at and got==want
+
+def test_no_memory_while_rows_are_placed(monkeypatch):
+    "The prompt of that step is shed, and the others go on as if nothing had been"
+    m,n = models('llama', 'bf16')[1],0
+    some = [*asks(2, logprobs=1),(Request('late', tuple(ids_of(9, 5)), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)),4)]
+    want = serve(engine(m), some)
+    import atlas.engine.card_stepper as at
+    real = at.advance
+    def full(*args):
+        nonlocal n
+        n += 1
+        if any(s.id=='late' for s in e.scheduler.running) and e.scheduler.seqs['late'].num_computed==0: raise MemoryError
+        return real(*args)
+    monkeypatch.setattr(at, 'advance', full)
+    e = engine(m); got = serve(e, some)
+    assert got['late'].finish=='error' and {i:got[i] for i in ('r0','r1')}=={i:want[i] for i in ('r0','r1')}

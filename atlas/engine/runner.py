@@ -13,7 +13,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 from fastcore.basics import patch
-from ..ground.core import AtlasError,CudaFault,EngineError,OutOfMemoryError,UnsupportedError
+from ..ground.core import AtlasError,CudaFault,EngineError,OutOfMemoryError,RequestError,UnsupportedError
 from ..ground.requests import Event,Request
 
 # %% ../../nbs/5_engine/08_runner.ipynb #26f52976
@@ -114,10 +114,17 @@ def _tell(self:Runner, events):
 # %% ../../nbs/5_engine/08_runner.ipynb #cd276976
 @patch
 def _add(self:Runner, n, request):
+    if request.id in self.numbers: return self._taken(n, request.id)
     self.numbers[request.id],self.ids[n],self.news = n,request.id,True
     if request.guide is None or not getattr(self.engine, 'guides', None): return self._begin(request)
     self.compiling.add(n)
     self.pool.submit(self._compile, n, request)
+
+@patch
+def _taken(self:Runner, n, rid):
+    "Refuse request `n`, whose id is another's; that one does not notice"
+    e = RequestError(f'A request with id {rid!r} is still being served', hint='Give each request its own id', param='id')
+    self.sink.events([(n, _failed(rid, e))], None)
 
 @patch
 def _begin(self:Runner, request):
