@@ -12,10 +12,20 @@ def answer_signals():
 
 answer_signals()
 
+def pytest_xdist_auto_num_workers():
+    "One more than there are cores, for some tests wait for others' processes; what each takes of memory bounds it"
+    return min(8, len(os.sched_getaffinity(0))+1 if hasattr(os, 'sched_getaffinity') else os.cpu_count()+1)
+
 def pytest_collection_finish():
     "What is there before the first test stays: the collector need not look at it after each"
     gc.collect()
     gc.freeze()
+
+@pytest.fixture
+def patient_sandbox(monkeypatch):
+    "A sandbox ends jobs by the processor time that they take, and hardly by real time, in which a busy machine has other things to do"
+    from atlas.text import sandbox
+    monkeypatch.setattr(sandbox, '_PATIENCE', 1000); monkeypatch.setattr(sandbox, '_START', 300.)
 
 @pytest.fixture(scope='session')
 def demo():

@@ -11,13 +11,14 @@ from atlas.ground.core import AtlasError,ContextLengthError,EngineError,QueueFul
 from atlas.service.http import Keys,Rate,Rules
 from atlas.service.log import Access
 from atlas.service.protocol.anthropic import error_body,parse,parse_count,reply
-from atlas.text.deltas import CallDelta,Delta
-from atlas.service.protocol.base import Ask,Usage,gather
+from atlas.text.deltas import CallDelta,Delta,gather
+from atlas.service.protocol.base import Ask,Usage
 
 sys.path.insert(0, str(Path(__file__).parent/'helpers'))
 from agents import agent,run  # noqa: E402
 from inprocess import app_of  # noqa: E402
 from scripted import TEMPLATE,Speaker,running,service  # noqa: E402
+from helpers.waiting import WAIT  # noqa: E402
 
 HELLO = [dict(role='user', content='Hello')]
 COUNTS = Usage(prompt=120, completion=30, cached=64, reasoning=7)
@@ -79,9 +80,9 @@ def scripted_app():
         script.url = f'http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}'
         up.set(); await task
     t = threading.Thread(target=lambda: asyncio.run(main()), daemon=True); t.start()
-    assert up.wait(20)
+    assert up.wait(WAIT)
     yield script
-    server.should_exit = True; t.join(20)
+    server.should_exit = True; t.join(WAIT)
 
 @pytest.fixture
 def script(scripted_app):
@@ -90,7 +91,7 @@ def script(scripted_app):
 
 @pytest.fixture
 def client(script):
-    with anthropic.Anthropic(base_url=script.url, api_key='none', max_retries=0, timeout=20) as c: yield c
+    with anthropic.Anthropic(base_url=script.url, api_key='none', max_retries=0, timeout=WAIT) as c: yield c
 
 def ask(client, **kw): return dict(model='m', max_tokens=64, messages=HELLO)|kw
 
@@ -466,7 +467,7 @@ def model(prompt):
 
 @pytest.fixture(scope='module')
 def served():
-    with service(model) as s, anthropic.Anthropic(base_url=s.url, api_key='none', max_retries=0, timeout=20) as c:
+    with service(model) as s, anthropic.Anthropic(base_url=s.url, api_key='none', max_retries=0, timeout=WAIT) as c:
         s.ask = dict(model='scripted', max_tokens=400, messages=HELLO)
         yield s,c
 
@@ -540,7 +541,7 @@ def test_the_door_speaks_the_same_language():
     "Keys and limits, before anything of this API is read"
     s = Speaker(model)
     rules = Rules(keys=Keys({'secret':'user'}), rate=Rate(2))
-    def client(url, **kw): return anthropic.Anthropic(base_url=url, max_retries=0, timeout=20, **kw)
+    def client(url, **kw): return anthropic.Anthropic(base_url=url, max_retries=0, timeout=WAIT, **kw)
     ask = dict(model='scripted', max_tokens=9, messages=HELLO)
     with running(Access(app_of(s, s.tok, ChatTemplate(TEMPLATE), rules=rules))) as url:
         with pytest.raises(anthropic.AuthenticationError) as e: client(url, api_key='wrong').messages.create(**ask)

@@ -18,6 +18,7 @@ from atlas.card.variants import wanted
 from atlas.cuda.pack import unpack
 from atlas.ground.weights import open_checkpoint
 from helpers.layouts import CONFS,LAYOUTS,folder,stored
+from helpers.reference import INT4,refs
 
 DATA = Path(__file__).parent/'data'
 pytestmark = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
@@ -37,9 +38,15 @@ TOYS = {
         n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, moe_shared_expert_intermediate_size=96)),
     'granite': ('granite-4.0-h-tiny', dict(layer_types=['mamba','attention','mamba'], mamba_n_heads=16, mamba_d_head=16, mamba_d_state=16, num_local_experts=8, num_experts_per_tok=2,
         shared_intermediate_size=64)),
+    'granite-tied': ('granite-4.0-h-micro', dict(layer_types=['mamba','attention','mamba'],
+        mamba_n_heads=16, mamba_d_head=16, mamba_d_state=16, mamba_n_groups=2, mamba_conv_bias=False,
+        mamba_proj_bias=True, attention_bias=True, shared_intermediate_size=96)),
+    'granite-moe': ('granite-4.0-h-tiny', dict(model_type='granitemoe', num_local_experts=8,
+        num_experts_per_tok=2, shared_intermediate_size=0)),
     'minimax': ('minimax-m2', dict(rotary_dim=16, num_local_experts=8, num_experts_per_tok=2))}
 CASES = [('llama','bf16'), ('llama','fp8'), ('mistral','nvfp4'), ('qwen3','mxfp4'), ('qwen3-moe','nvfp4'), ('qwen3.5','nvfp4'), ('qwen3.6-moe','nvfp4'), ('qwen3.6-moe','fp8'),
-    ('gpt-oss','mxfp4'), ('gemma','nvfp4'), ('nemotron','nvfp4'), ('granite','nvfp4'), ('minimax','fp8'), ('qwen3-moe','int4')]
+    ('gpt-oss','mxfp4'), ('gemma','nvfp4'), ('nemotron','nvfp4'), ('granite','nvfp4'),
+    ('granite-tied','nvfp4'), ('granite-moe','nvfp4'), ('minimax','fp8'), ('qwen3-moe','int4')]
 FEW = [('llama','bf16'), ('qwen3.6-moe','nvfp4'), ('nemotron','nvfp4')]
 
 _models = {}
@@ -81,15 +88,33 @@ def test_each_layer_alone(toy, weights):
         assert bad.mean()<=(.06 if 'moe' in card.c.ffns[i] else 0), (i, bad.mean(), off(got[:100], want[:100]))
         assert off(np.delete(got[:100], bad, 0), np.delete(want[:100], bad, 0))<1e-2
 
+def loaded(path, device):
+    "The model of a folder"
+    with open_checkpoint(path) as ck: return load_model(ck, device, 512)
+
+@pytest.mark.parametrize('name', INT4)
+def test_integers_that_libraries_packed(name):
+    "They stay integers on the card, and give the recorded logits of a prompt and of steps"
+    r,m = refs[name],loaded(DATA/name, Emulator())
+    mixer,mlp = m.layers[0].parts()
+    those = mixer.qkv_proj,mixer.o_proj,mlp.gate_up_proj,mlp.down_proj
+    assert {p.weight.fmt for p in those}=={'int4'}
+    ids,c,table = r['ids'].tolist(),cache_of(m),list(range(8))
+    T = len(ids)
+    got = [forward(m, c, [Piece(ids, 0, table, T, state=0, keep=1)], True)]
+    for i,t in enumerate(r['next_ids'].tolist()):
+        step = Piece([t], T+i, table, 1, state=1+i%2, keep=2-i%2)
+        got.append(forward(m, c, [step], False))
+    got,want = np.concatenate(got),np.concatenate([r['logits'],r['next_logits']])
+    assert (abs(got-want).max(1)<2e-2*abs(want).max()).all(), off(got, want)
+
 @pytest.mark.parametrize('name', ['llama-int4-ct','llama-gptq','qwen3-awq','qwen3-moe-int4-ct'])
 def test_integers_in_groups_as_published(tmp_path, name, monkeypatch):
     "They stay integers on the card, are what the host decodes to the bit, and give its logits: of a prompt, and of a step after it"
     conf,*rest = LAYOUTS[name]
     monkeypatch.setitem(CONFS, conf, CONFS[conf]|dict(head_dim=32)) # of a size that the card's cache takes
     path = folder(tmp_path, CONFS[conf], stored(conf, *rest)[0])
-    def load(dev):
-        with open_checkpoint(path) as ck: return load_model(ck, dev, 512)
-    host,card = load(Host()),load(Emulator())
+    host,card = loaded(path, Host()),loaded(path, Emulator())
     w = card.layers[0].mixer.qkv_proj.weight
     assert w.fmt=='int4' and (unpack(w)==host.layers[0].mixer.qkv_proj.weight).all()
     ids,table = [i%64 for i in ids_of(65)],list(range(8))
@@ -321,3 +346,39 @@ def test_launches_of_a_layer():
         _,m = models(toy, weights); c = cache_of(m)
         with recording(launch=False) as r: m.forward(make_batch([Piece([5], 3, [0], 1)], False, 16, m.device), c)
         assert len(r.calls)<=10*len(m.layers)+2, (toy, len(r.calls), len(m.layers))
+
+@pytest.mark.parametrize('where,at', [('replay',2), ('replay',4), ('_first',2), ('_first',3)])
+def test_interrupted(where, at, monkeypatch):
+    "A launch that a Ctrl-C ends when the card has done its part has destroyed nothing: the same tokens, log probabilities and draws"
+    m,n,real = models('qwen3.6-moe', 'nvfp4')[1],0,getattr(CardStepper, where)
+    some = asks(3, logprobs=1)+[(Request('drawn', tuple(ids_of(12, 7)), SamplingParams(temperature=.9, seed=3, frequency_penalty=.5, max_tokens=7, ignore_eos=True, logprobs=1)),1)]
+    want = serve(engine(m), some)
+    def cut_off(self, *args):
+        nonlocal n
+        out,n = real(self, *args),n+1
+        if n==at: raise KeyboardInterrupt
+        return out
+    monkeypatch.setattr(CardStepper, where, cut_off)
+    e = engine(m); step = e.step
+    def patient():
+        try: return step()
+        except KeyboardInterrupt: return []
+    e.step = patient
+    got = serve(e, some)
+    assert n>at and got==want
+
+def test_no_memory_while_rows_are_placed(monkeypatch):
+    "The prompt of that step is shed, and the others go on as if nothing had been"
+    m,n = models('llama', 'bf16')[1],0
+    some = [*asks(2, logprobs=1),(Request('late', tuple(ids_of(9, 5)), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)),4)]
+    want = serve(engine(m), some)
+    import atlas.engine.card_stepper as at
+    real = at.advance
+    def full(*args):
+        nonlocal n
+        n += 1
+        if any(s.id=='late' for s in e.scheduler.running) and e.scheduler.seqs['late'].num_computed==0: raise MemoryError
+        return real(*args)
+    monkeypatch.setattr(at, 'advance', full)
+    e = engine(m); got = serve(e, some)
+    assert got['late'].finish=='error' and {i:got[i] for i in ('r0','r1')}=={i:want[i] for i in ('r0','r1')}

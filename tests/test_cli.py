@@ -9,6 +9,7 @@ from atlas.ground import hub
 from atlas.ground.core import AtlasError,ContextLengthError
 from atlas.ground.hub import Entry
 from atlas.ground.options import EngineConfig
+from helpers.waiting import WAIT
 
 root = Path(__file__).parents[1]
 
@@ -281,10 +282,10 @@ class Terminal:
         self.seen = ''
     def type(self, s): os.write(self.fd, s.encode())
     def expect(self, what, again=''):
-        "Read until `what` comes. `again` is typed now, and once more after a second of silence: CPython's readline may sleep through a Ctrl-C that comes between two keys"
-        for _ in range(60):
+        "Read until `what` comes. `again` is typed now, and once more after each second of silence: CPython's readline may sleep through a Ctrl-C that comes between two keys"
+        for _ in range(int(WAIT)):
             self.type(again)
-            while what not in self.seen and select.select([self.fd], [], [], 1 if again else 60)[0]:
+            while what not in self.seen and select.select([self.fd], [], [], 1 if again else WAIT)[0]:
                 self.seen += os.read(self.fd, 4096).decode()
                 assert len(self.seen)<20_000, f'{what!r} did not come; the last was {self.seen[-80:]!r}'
             if what in self.seen or not again: break
@@ -422,11 +423,11 @@ def test_serve_answers_and_stops(demo):
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         url = re.search(r'http://[\d.:]+', p.stdout.readline())[0]
-        models = json.load(urllib.request.urlopen(url+'/v1/models', timeout=60))
+        models = json.load(urllib.request.urlopen(url+'/v1/models', timeout=WAIT))
         body = json.dumps(dict(model='mine', prompt='The capital of France is', max_tokens=2, temperature=0)).encode()
-        answer = json.load(urllib.request.urlopen(urllib.request.Request(url+'/v1/completions', body, {'Content-Type': 'application/json'}), timeout=60))
+        answer = json.load(urllib.request.urlopen(urllib.request.Request(url+'/v1/completions', body, {'Content-Type': 'application/json'}), timeout=WAIT))
         p.send_signal(signal.SIGINT)
-        out,err = p.communicate(timeout=60)
+        out,err = p.communicate(timeout=WAIT)
     finally: p.kill()
     assert models['data'][0]['id']=='mine' and 'Paris' in answer['choices'][0]['text']
     assert p.returncode==0 and 'Traceback' not in err

@@ -8,8 +8,8 @@ from test_server import FakeRunner,app_of,template,tok
 
 sys.path.insert(0, str(Path(__file__).parent/'helpers'))
 from agents import PATH,agent  # noqa: E402
+from helpers.waiting import WAIT  # noqa: E402
 
-WAIT = 240
 ASK = {'codex':['exec','--skip-git-repo-check','Say pong'], 'opencode':['run','Say pong'], 'claude':['-p','Say pong'], 'continue':['-p','Say pong'], 'pi':['-p','Say pong']}
 
 @pytest.fixture(scope='module')

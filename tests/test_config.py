@@ -42,6 +42,13 @@ CONFIGS = dict(
         moe_intermediate_size=32, moe_shared_expert_intermediate_size=48, n_group=1, topk_group=1, norm_topk_prob=True, routed_scaling_factor=2.5, layer_norm_epsilon=1e-5),
     granitemoehybrid=HEADS|dict(model_type='granitemoehybrid', layer_types=['mamba','mamba','attention','mamba'], mamba_n_heads=8, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=16, mamba_d_conv=4, mamba_expand=2,
         num_local_experts=8, num_experts_per_tok=2, shared_intermediate_size=48, embedding_multiplier=12, attention_multiplier=.125, residual_multiplier=.22, logits_scaling=6, position_embedding_type='nope'),
+    granitemoeshared=HEADS|dict(model_type='granitemoeshared', rope_theta=1e6, num_local_experts=8,
+        num_experts_per_tok=2, shared_intermediate_size=48, embedding_multiplier=12,
+        attention_multiplier=.125, residual_multiplier=.22, logits_scaling=6),
+    granitemoe=HEADS|dict(model_type='granitemoe', rope_theta=1e6, num_local_experts=8,
+        num_experts_per_tok=2, logits_scaling=6.),
+    granite=HEADS|dict(model_type='granite', rope_theta=1e6, mlp_bias=False, attention_bias=False,
+        logits_scaling=6.),
     minimax_m2=HEADS|dict(model_type='minimax_m2', rotary_dim=8, rope_theta=5e6, num_local_experts=8, num_experts_per_tok=2, scoring_func='sigmoid', use_routing_bias=True, use_qk_norm=True,
         qk_norm_type='per_layer', shared_intermediate_size=0, quantization_config=dict(quant_method='fp8', fmt='e4m3', weight_block_size=[128,128], activation_scheme='dynamic')))
 
@@ -104,7 +111,11 @@ def test_odd_values_together(family, data):
     ('gemma4', ('text_config','use_bidirectional_attention'), 'all', 'use_bidirectional_attention'), ('gemma4_assistant', ('text_config','num_kv_shared_layers'), 2, 'num_kv_shared_layers'),
     ('nemotron_h', ('hybrid_override_pattern',), 'MEM*EM-X', "'X'"), ('nemotron_h', ('moe_latent_size',), 64, 'moe_latent_size'), ('nemotron_h', ('mlp_hidden_act',), 'silu', 'silu'),
     ('granitemoehybrid', ('layer_types',), ['mamba']*3+['sliding_attention'], 'sliding_attention'), ('granitemoehybrid', ('position_embedding_type',), 'alibi', 'alibi'),
-    ('granitemoehybrid', ('time_step_limit',), [0.,.1], 'time_step_limit'), ('minimax_m2', ('scoring_func',), 'hash', 'hash'), ('minimax_m2', ('attn_type_list',), [1,1,0,1], 'attn_type_list'), ('minimax_m2', ('shared_intermediate_size',), 64, 'shared_intermediate_size')])
+    ('granitemoehybrid', ('time_step_limit',), [0.,.1], 'time_step_limit'),
+    ('granitemoehybrid', ('time_step_limit',), [0.,{'__float__':'NaN'}], 'time_step_limit'),
+    ('granitemoehybrid', ('hidden_act',), 'gelu_pytorch_tanh', 'hidden_act'),
+    ('granitemoehybrid', ('normalization_function',), 'l2', 'normalization_function'),
+    ('granite', ('mlp_bias',), True, 'mlp_bias'), ('minimax_m2', ('scoring_func',), 'hash', 'hash'), ('minimax_m2', ('attn_type_list',), [1,1,0,1], 'attn_type_list'), ('minimax_m2', ('shared_intermediate_size',), 64, 'shared_intermediate_size')])
 def test_what_is_unknown_is_named(family, path, value, word):
     with pytest.raises(UnsupportedError) as e: from_hf(put(CONFIGS[family], path, value))
     assert word in str(e.value)
@@ -121,7 +132,21 @@ def test_what_is_unknown_is_named(family, path, value, word):
     ('gemma4', ('text_config','rope_parameters','full_attention','partial_rotary_factor'), .5, lambda c: (c.attention.rope.pairs, c.attention.rope.dim, c.sliding.rope.dim)==(8, 32, 16)),
     ('gemma4_assistant', ('use_ordered_embeddings',), False, lambda c: c.drafter==replace(c.drafter, ordered=False, num_centroids=0, centroid_top_k=0, backbone_size=128) and c.kv_elements_per_token==0),
     ('nemotron_h', ('hybrid_override_pattern',), None, lambda c: False), ('nemotron_h', ('use_conv_bias',), False, lambda c: not c.mamba.conv_bias), ('nemotron_h', ('n_shared_experts',), 0, lambda c: c.moe.shared_size==0),
-    ('granitemoehybrid', ('position_embedding_type',), 'rope', lambda c: c.attention.rope.dim==16), ('granitemoehybrid', ('num_local_experts',), 0, lambda c: c.ffns==('mlp',)*4 and c.intermediate_size==48 and c.moe is None),
+    ('granitemoehybrid', ('position_embedding_type',), 'rope', lambda c: c.attention.rope.dim==16),
+    ('granitemoehybrid', ('position_embedding_type',), None, lambda c: not c.attention.rope),
+    ('granitemoehybrid', ('layer_types',), ['attention']*4, lambda c: {*c.mixers}=={'attention'}),
+    ('granitemoehybrid', ('layer_types',), None, lambda c: {*c.mixers}=={'mamba'}),
+    ('granitemoehybrid', ('shared_intermediate_size',), 0, lambda c: c.moe.shared_size==0),
+    ('granitemoehybrid', ('time_step_limit',), [0.,{'__float__':'Infinity'}], lambda c: c.mamba),
+    ('granitemoehybrid', ('mamba_proj_bias',), True, lambda c: c.mamba.proj_bias),
+    ('granitemoehybrid', ('mamba_conv_bias',), False, lambda c: not c.mamba.conv_bias),
+    ('granitemoehybrid', ('attention_bias',), True, lambda c: c.attention.bias and c.attention.o_bias),
+    ('granitemoehybrid', ('tie_word_embeddings',), True, lambda c: c.tie_embeddings),
+    ('granitemoeshared', ('shared_intermediate_size',), 0, lambda c: c.moe.shared_size==0),
+    ('granitemoe', ('rope_theta',), 1e4, lambda c: (c.attention.rope.theta,c.moe.shared_size)==(1e4,0)),
+    ('granite', ('intermediate_size',), 40, lambda c: (c.intermediate_size,c.ffns)==(40,('mlp',)*4)),
+    ('granite', ('attention_multiplier',), None, lambda c: c.attention.rope and c.attention.scale==1),
+    ('granitemoehybrid', ('num_local_experts',), 0, lambda c: c.ffns==('mlp',)*4 and c.intermediate_size==48 and c.moe is None),
     ('granitemoehybrid', ('logits_scaling',), 4, lambda c: (c.embed_scale,c.residual_scale,c.logit_scale,c.attention.scale)==(12,.22,.25,.125)), ('minimax_m2', ('rotary_dim',), 16, lambda c: c.attention.rope.dim==16), ('minimax_m2', ('qk_norm_type',), 'per_head', lambda c: c.attention.qk_norm=='head'), ('minimax_m2', ('use_routing_bias',), False, lambda c: not c.moe.correction)])
 def test_what_is_said_is_honoured(family, path, value, get):
     d = put(CONFIGS[family], path, value)
@@ -171,6 +196,10 @@ META['nemotron_h_moe'] = META['nemotron_h'] = BASE|EXPERTS|{k:v for k,v in SSM.i
     'expert_shared_feed_forward_length':48, 'expert_weights_norm':True, 'expert_weights_scale':2.5}
 META['granitehybrid'] = {k:v for k,v in (BASE|EXPERTS|SSM).items() if k.startswith(('ssm','expert_c','expert_u')) or k in BASE}|{'attention.head_count_kv':[0,0,2,0], 'expert_shared_feed_forward_length':48,
     'rope.scaling.finetuned':False, 'attention.scale':.125, 'embedding_scale':12., 'residual_scale':.22, 'logit_scale':6.}
+SCALED = {k:v for k,v in META['granitehybrid'].items() if 'scale' in k}
+META['granite'] = BASE|SCALED
+META['granitemoe'] = BASE|SCALED|{'expert_count':8, 'expert_used_count':2,
+    'expert_shared_feed_forward_length':48}
 META['gpt-oss'] = BASE|EXPERTS|{'attention.sliding_window':16, 'rope.scaling.type':'yarn', 'rope.scaling.factor':32., 'rope.scaling.original_context_length':64}
 def gguf_meta(arch, **more): return {'general.architecture':arch, 'tokenizer.ggml.eos_token_id':1}|{f'{arch}.{k}':v for k,v in (META[arch]|more).items()}
 FREQS = {'gemma4':[1.]*4+[1e30]*12}

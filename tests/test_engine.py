@@ -264,3 +264,11 @@ def test_several_tokens_and_little_room(late):
     e,got = scripted(late, says, [ask(i, 30, 40) for i in range(4)], blocks=13, overcommit=4.)
     assert e.scheduler.totals['preemptions']>1 and e.scheduler.totals['replay_tokens']>9
     for v in got.values(): assert tokens(v)==([1]+[2,3,4,5,6,7]*7)[:40] and v[-1].finish=='length'
+
+def test_what_is_compiled_late_is_counted():
+    "One list, and its length among the numbers; none before the engine is warm"
+    e = engine()
+    assert (e.late, e.stats()['jit_after_ready_total'])==(None, 0)
+    e.warm()
+    e.late += ['gemv','rope']
+    assert e.stats()['jit_after_ready_total']==2

@@ -23,6 +23,8 @@ from atlas.text.parsers import parse_tools
 from atlas.engine.scheduler import Request,Scheduler
 from atlas.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.usefixtures('patient_sandbox')
+
 # Tokenizers of all kinds
 
 ALPHABET = sorted(hf.pre_tokenizers.ByteLevel.alphabet())
@@ -363,8 +365,8 @@ def test_calls_are_read_back(parser, kind):
         ids = draw(g, spec, seed, 500)
         if ids is None: continue
         got = parse_tools(parser, text := text_of(g, ids), [dict(type='function', function=t) for t in TOOLS]); n += 1
-        assert got.tool_calls, text
-        for c in got.tool_calls:
+        assert got.calls, text
+        for c in got.calls:
             tool = next(t for t in TOOLS if t['name']==c.name); seen.add(c.name)
             Draft202012Validator(tool['parameters']).validate(json.loads(c.arguments))
     assert n>2 and len(seen)>1
@@ -374,7 +376,7 @@ def test_one_call_only(parser):
     g = guides(); spec = dict(kind='tools', parser=parser, tools=TOOLS[1:2], choice='required', parallel=False)
     drawn = [ids for seed in range(12) if (ids := draw(g, spec, seed, 400)) is not None]
     assert drawn
-    for ids in drawn: assert len(parse_tools(parser, text_of(g, ids), [dict(type='function', function=TOOLS[1])]).tool_calls)==1
+    for ids in drawn: assert len(parse_tools(parser, text_of(g, ids), [dict(type='function', function=TOOLS[1])]).calls)==1
 
 @pytest.mark.parametrize('parser', [p for p in FORMATS if p not in ('openai',)])
 def test_calls_that_may_be(parser):
@@ -397,7 +399,7 @@ def test_strings_of_calls_are_held_to_their_schema(parser, kind):
     for seed in range(12):
         ids = draw(g, dict(kind='tools', parser=parser, tools=TEXTS, choice='required', parallel=False), seed, 400)
         if ids is None: continue
-        (c,) = parse_tools(parser, text_of(g, ids), [dict(type='function', function=TEXTS[0])]).tool_calls; n += 1
+        (c,) = parse_tools(parser, text_of(g, ids), [dict(type='function', function=TEXTS[0])]).calls; n += 1
         Draft202012Validator(TEXTS[0]['parameters'], format_checker=Draft202012Validator.FORMAT_CHECKER).validate(json.loads(c.arguments))
     assert n>2
 
@@ -420,7 +422,7 @@ def test_odd_names_are_read_back_or_refused(parser):
             try: g.check(spec)
             except RequestError as e: assert e.param=='tools' and ' name ' in str(e); continue
             text = text_of(g, next(ids for seed in range(20) if (ids := draw(g, spec, seed, 400)) is not None))
-            (c,) = parse_tools(parser, text, [dict(type='function', function=tool)]).tool_calls; read += 1
+            (c,) = parse_tools(parser, text, [dict(type='function', function=tool)]).calls; read += 1
             assert c.name==tool['name'], text
             Draft202012Validator(tool['parameters']).validate(json.loads(c.arguments))
     assert read>30
@@ -441,7 +443,7 @@ def test_odd_schemas_of_tools_are_followed(case):
             if (ids := draw(g, spec, seed, 400)) is None: continue
             text = text_of(g, ids)
             if re.search(r'\d[eE][+-]?\d{3}', text): continue  # a number that no float holds
-            (c,) = parse_tools(parser, text, [dict(type='function', function=tool)]).tool_calls; n += 1
+            (c,) = parse_tools(parser, text, [dict(type='function', function=tool)]).calls; n += 1
             Draft202012Validator(params, format_checker=Draft202012Validator.FORMAT_CHECKER).validate(json.loads(c.arguments))
     assert n>20
 
@@ -673,6 +675,14 @@ def test_generate(llm):
     with pytest.raises(RequestError, match='look-around'): llm.generate('x', p, guide=dict(kind='regex', pattern='(?!a)b'))
     assert not llm.engine.has_work and not llm._boxes
 
+def test_a_stop_string_and_the_end_of_a_guide_in_one_step(llm):
+    "The answer has ended when the engine says so a second time"
+    p = SamplingParams(temperature=1., seed=1, max_tokens=20, stop='b', n=2)
+    outs = llm.generate(['one','two'], p, guide=dict(kind='choice', choices=['ab']))
+    assert [(o.text, o.finish_reason, len(o.token_ids)) for x in outs for o in x.choices]==[('a','stop',2)]*4
+    said = list(llm.stream('x', replace(p, n=1), guide=dict(kind='choice', choices=['ab'])))
+    assert (said[-1].finish, said[-1].stop)==('stop','b') and not llm.engine.has_work and not llm._boxes
+
 def test_thinking_budget(llm):
     p = SamplingParams(temperature=1., seed=2, max_tokens=60, ignore_eos=True)
     for b in (0,1,7,20):
@@ -688,11 +698,11 @@ def test_no_tokenizer():
 
 def test_a_space_at_the_beginning_is_kept():
     "SentencePiece drops the space before a text; one that a guide asked for is no such space"
-    from atlas.text.generation import Generation
-    from atlas.engine.engine import Event
+    from atlas.text.deltas import gather
+    from atlas.text.generation import ChoiceReader
+    from atlas.ground.requests import Event
     g = guides('pieces'); ids = spelt(g, ' yes'); out = {}
     for exact in (False,True):
-        gen = Generation(g.tokenizer, SamplingParams(), exact)
-        for t in ids: gen.feed(Event('r', t))
-        out[exact] = gen.text
+        reader = ChoiceReader(g.tokenizer.detokenizer(continuing=exact), SamplingParams())
+        out[exact] = gather(reader.feed([Event('r', t) for t in ids])).content
     assert out=={False:'yes', True:' yes'} and accepts(g, dict(kind='choice', choices=[' yes']), ' yes')

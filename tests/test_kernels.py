@@ -6,6 +6,7 @@ from pathlib import Path
 from atlas.ground.core import AtlasError,cp
 from atlas.card.launch import (CubinStore,Nvrtc,OPTIONS,Source,ahead,compilations,compiled,cubin_name,cuda_headers,find_nvcc,kernel_names,machine_code,
     prepare,saved_variants,simulate)
+from helpers.nvcc import built
 
 root = Path(__file__).parents[1]
 archs = ['sm_90a','sm_121a']
@@ -15,12 +16,9 @@ each = pytest.mark.parametrize('name', kernel_names())
 @needs_nvcc
 @each
 @pytest.mark.parametrize('arch', archs)
-def test_compiles_and_spills_nothing(name, arch, tmp_path):
-    src,out = Source(name),tmp_path/'k'
-    r = subprocess.run([find_nvcc(), '-cubin', *OPTIONS, f'-gencode=arch={arch.replace("sm", "compute")},code={arch}', '-Xptxas', '-v', f'-I{src.root}',
-        src.root/f'{name}.cu', '-o', out], capture_output=True, text=True)
-    assert r.returncode==0 and out.read_bytes()[:4]==b'\x7fELF', r.stderr
-    assert re.findall(r'(\d+) bytes stack frame, (\d+) bytes spill stores', r.stderr)==[('0','0')], r.stderr
+def test_compiles_and_spills_nothing(name, arch, cache):
+    said = built(cache, name, arch).said
+    assert re.findall(r'(\d+) bytes stack frame, (\d+) bytes spill stores', said)==[('0','0')], said
 
 @each
 @pytest.mark.parametrize('arch', archs)
@@ -41,26 +39,24 @@ def test_contract_covers_the_signature(name):
     dims = {w for words,_ in src.contract.values() for o in words for w in re.findall(r'[a-z]\w*', o)}
     assert not sig.keys()&set(src.contract)&dims and '//   launch:' in src.text
 
-def constants(name, out, *options):
+def constants(name, ptx):
     "Parameters that the kernel's PTX reads as what nobody writes meanwhile (ld.global.nc), which compilers move to before a wait"
-    src = Source(name)
-    subprocess.run([find_nvcc(), '-ptx', '-arch=sm_90a', *OPTIONS, *options, f'-I{src.root}', src.root/f'{name}.cu', '-o', out], check=True, capture_output=True)
-    text,params,of,old = out.read_text(),list(signature(src)),{},None
-    lines = [(m[1],m[2],m[3]) for m in re.finditer(r'^\s*(?:@!?%p\d+ )?([a-z][\w.:]*)\s+(%rd\d+), (.*);', text[text.index(f'.entry {name}'):], re.M)]
+    params,of,old = list(signature(Source(name))),{},None
+    lines = [(m[1],m[2],m[3]) for m in re.finditer(r'^\s*(?:@!?%p\d+ )?([a-z][\w.:]*)\s+(%rd\d+), (.*);', ptx[ptx.index(f'.entry {name}'):], re.M)]
     while old!=(old := sum(map(len, of.values()))):
         for op,to,rest in lines:
             if op.startswith('ld.param'): got = {params[int(m[1])] for m in [re.search(r'_param_(\d+)', rest)] if m}
             elif op.startswith(('ld','atom','shfl')): continue
             else: got = set().union(*(of.get(r, ()) for r in re.findall(r'%rd\d+', rest)))
             of[to] = of.get(to, set())|got
-    return set().union(*(of.get(r, ()) for r in re.findall(r'ld\.global\.nc.*\[(%rd\d+)', text)))
+    return set().union(*(of.get(r, ()) for r in re.findall(r'ld\.global\.nc.*\[(%rd\d+)', ptx)))
 
 @needs_nvcc
 @pytest.mark.parametrize('name,options', [*((n,()) for n in kernel_names() if 'pdl_wait' in Source(n).text), ('gemv',('-DNORM=2','-DROWS=8')), ('gemv',('-DFORMAT=fragment_bf16','-DW=8','-DEXTRA=fragment_bf16'))])
-def test_what_kernels_of_a_step_write_is_no_constant(name, options, tmp_path):
+def test_what_kernels_of_a_step_write_is_no_constant(name, options, cache):
     "A kernel that starts early reads as constant only what its signature calls __restrict__, which are weights and tables: a residual once was read before the kernel that made it had ended"
     declared = {p.split()[-1] for p in re.search(r'__global__.*?\{', Source(name).text, re.S)[0].split(',') if '__restrict__' in p}
-    assert constants(name, tmp_path/'k.ptx', *options)<=declared
+    assert constants(name, built(cache, name, 'sm_90a', (*OPTIONS, *options)).ptx)<=declared
 
 def test_every_header_is_used():
     used = {f for n in kernel_names() for f in Source(n).files}
@@ -117,6 +113,13 @@ def test_wheel_says_what_takes_so_long(tmp_path):
     except OSError: pass  # it has ended
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])==0 and b'atlas: compiling 2 kernels' in seen
+
+@pytest.mark.skipif((os.cpu_count() or 1)<2, reason='one core')
+def test_wheel_compiles_side_by_side(tmp_path):
+    "Each nvcc here waits for another one, which would not come if one ended before the next began"
+    waits = '#!/bin/sh\ntouch "$0.$$.here"; n=0\nwhile [ $(ls "$0".*.here | wc -l) -lt 2 ]; do n=$((n+1)); [ $n -lt 3000 ] || exit 1; sleep .1; done\n'
+    out,_ = build(tmp_path, only=('rmsnorm','rope'), PATH=fake_nvcc(tmp_path, waits+logs.partition('\n')[2]), ATLAS_CUDA_ARCHS='90a')
+    assert {p.name for p in out.glob('*.cubin')}=={cubin_name(n, 'sm_90a', ()) for n in ('rmsnorm','rope')}
 
 def test_wheel_of_sources_only(tmp_path): assert files(build(tmp_path, ATLAS_CUDA_ARCHS='')[0])==sources
 

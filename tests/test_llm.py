@@ -232,3 +232,28 @@ def test_memory_does_not_grow():
     assert run(20)==2000
     grown = tracemalloc.get_traced_memory()[0]-before; tracemalloc.stop()
     assert grown<50_000 and idle(llm)
+
+# names
+
+def test_a_config_and_fields_beside_it():
+    "One of them would be dropped in silence"
+    from atlas.ground.options import EngineConfig
+    with pytest.raises(TypeError, match='beside'): LLM(EngineConfig(str(data/'smollm2-tied'), device='cpu'), max_seq_len=16)
+
+@pytest.mark.parametrize('given,name', [('.','mine'), ('./','mine'), ('../mine/','mine'), ('part/..','mine'), ('../link','link'), ('../link/','link')])
+def test_a_folder_is_called_by_its_own_name(tmp_path, monkeypatch, given, name):
+    "By the library, by the gateway that lists it and logs it, and by the worker that has it"
+    from atlas.service.gateway import modelled
+    from atlas.service.worker import Meter,load_model
+    mine = shutil.copytree(data/'smollm2-tied', tmp_path/'mine')
+    (mine/'part').mkdir()
+    (tmp_path/'link').symlink_to(mine)
+    monkeypatch.chdir(mine)
+    m = LLM(given, device='cpu', max_seq_len=16)
+    assert m.name==name and repr(m).startswith(f'LLM({name}: ')
+    with pytest.raises(RequestError, match=f'^{name} has no chat template'): m.render([])
+    (served,) = modelled(given)
+    assert (served.name, repr(served), served.described()['names'])==(name, f'Model({name}: unloaded)', [name])
+    class Deaf:
+        def send(self, *message): pass
+    assert load_model(dict(model=given, device='cpu', max_seq_len=16), Meter(Deaf())).info['name']==name

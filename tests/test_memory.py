@@ -1,10 +1,10 @@
 "A model's memory on a card: what it takes is planned, counted and given back. The emulator counts as a card does."
-import gc,threading,numpy as np,pytest
+import gc,json,threading,numpy as np,pytest
 import atlas.engine.loading
 from test_card import TOYS,_SMALL
 from atlas.card.arena import Arena
 from atlas.ground.config import PRESETS
-from atlas.ground.core import EngineError,OutOfMemoryError
+from atlas.ground.core import kernel_dir,EngineError,OutOfMemoryError
 from atlas.card.device import Budget,Memory
 from atlas.card.emulator import Emulator,find_cxx
 from atlas.card.launch import compilations,saved_variants
@@ -101,9 +101,16 @@ def test_only_what_a_step_waits_for_is_late(load):
     assert llm.engine.late==[] and compilations.after_ready-before==len(new.engine.late)
     new.close(); llm.close()
 
-FLAGSHIP = 'qwen3.6-35b-a3b'
-@pytest.mark.skipif(not saved_variants(model=FLAGSHIP), reason='no list')
-def test_the_list_for_wheels_is_current(tmp_path):
-    "What wheels are compiled with is what the flagship asks for; if it is not: list_model(FLAGSHIP, weights='nvfp4', lm_head_dtype='nvfp4')"
-    list_model(FLAGSHIP, tmp_path/'v.json', weights='nvfp4', lm_head_dtype='nvfp4')
-    for arch in CARDS: assert saved_variants(arch, path=tmp_path/'v.json')==saved_variants(arch, FLAGSHIP), f'renew kernels/variants.json: {test_the_list_for_wheels_is_current.__doc__}'
+FLAGSHIP,NVFP4 = 'qwen3.6-35b-a3b',dict(weights='nvfp4', lm_head_dtype='nvfp4')
+LISTED = [FLAGSHIP]
+
+@pytest.mark.parametrize('name', LISTED)
+def test_the_list_for_wheels_is_current(tmp_path, name):
+    "What wheels are compiled with is what the model asks for, neither more nor less"
+    list_model(name, tmp_path/'v.json', **NVFP4)
+    for arch in CARDS:
+        now,listed = saved_variants(arch, path=tmp_path/'v.json'),saved_variants(arch, name)
+        assert now==listed, 'renew kernels/variants.json: list_model(name, **NVFP4)'
+
+def test_all_that_is_listed_is_tested():
+    assert sorted(LISTED)==sorted(json.loads((kernel_dir()/'variants.json').read_text()))

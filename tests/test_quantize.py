@@ -13,6 +13,7 @@ from atlas.ground.core import AtlasError,CheckpointError,ConfigError,SourceError
 from atlas.ground.files import INDEX,read_tensor
 from atlas.ground.formats import bf16_to_f32,f32_to_bf16
 from atlas.ground.quantize import LAYOUTS,QuantReport,plot_errors,quantize
+from helpers.waiting import WAIT
 
 data = Path(__file__).parent/'data'
 LAYOUT = {(l.format,l.name):l for l in LAYOUTS}
@@ -300,7 +301,7 @@ def spy(*a):
     return real(*a)
 Q._pwrite = spy; Q.quantize(sys.argv[1], sys.argv[2], 'nvfp4', force=len(sys.argv)>4); print(count[0])'''
 
-def run(src, dst, n, *more): return subprocess.run([sys.executable, '-c', KILL, str(src), str(dst), str(n), *more], capture_output=True, text=True, timeout=120)
+def run(src, dst, n, *more): return subprocess.run([sys.executable, '-c', KILL, str(src), str(dst), str(n), *more], capture_output=True, text=True, timeout=WAIT)
 
 def test_killed_at_any_moment(tmp_path):
     src = folder(tmp_path/'s', weights(layers=1), CONF|dict(num_hidden_layers=1)); r = run(src, tmp_path/'whole', 0); total = int(r.stdout); want = tree(tmp_path/'whole')
@@ -313,7 +314,7 @@ def test_killed_at_any_moment(tmp_path):
 
 def test_ctrl_c(tmp_path):
     code = KILL.split('; Q.quantize')[0].replace('SIGKILL', 'SIGINT').replace('n,real = int(sys.argv[3])', 'n,real = 12')+"; from atlas.use.cli import main; main()"
-    src = folder(tmp_path/'s'); r = subprocess.run([sys.executable, '-c', code, 'quantize', str(src), str(tmp_path/'out'), '--format', 'fp8'], capture_output=True, text=True, timeout=120)
+    src = folder(tmp_path/'s'); r = subprocess.run([sys.executable, '-c', code, 'quantize', str(src), str(tmp_path/'out'), '--format', 'fp8'], capture_output=True, text=True, timeout=WAIT)
     assert r.returncode==130 and 'Traceback' not in r.stderr and not (tmp_path/'out').exists() and hidden(tmp_path)==[]
 
 def test_power_fails_between_the_renames(tmp_path, monkeypatch):
@@ -355,8 +356,8 @@ def test_read_only(tmp_path):
 
 def test_one_writer_at_a_time(tmp_path, monkeypatch):
     src = folder(tmp_path/'s'); began,go = threading.Event(),threading.Event(); real = Q._run
-    def slow(*a): began.set(); go.wait(20); return real(*a)
-    monkeypatch.setattr(Q, '_run', slow); t = threading.Thread(target=quantize, args=(src, tmp_path/'d', 'fp8')); t.start(); began.wait(20)
+    def slow(*a): began.set(); go.wait(WAIT); return real(*a)
+    monkeypatch.setattr(Q, '_run', slow); t = threading.Thread(target=quantize, args=(src, tmp_path/'d', 'fp8')); t.start(); began.wait(WAIT)
     try:
         with pytest.raises(AtlasError, match='Another process'): quantize(src, tmp_path/'d', 'nvfp4')
     finally: go.set(); t.join()

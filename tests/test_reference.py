@@ -1,12 +1,13 @@
 "Atlas against another implementation: the checkpoints of tests/data, made by make_reference.py, and what the transformers library makes of them."
 import re
 import numpy as np, pytest
+import atlas.ground.files
 from atlas import LLM,SamplingParams
 from atlas.engine.cache import KVCache
 from atlas.engine.engine import Engine,HostStepper
 from atlas.engine.scheduler import Request,Scheduler
 from helpers.gguf_writer import to_gguf
-from helpers.reference import TOL,Run,data,drafts,error,having,host,model,mtp,refs,rewritten,seen
+from helpers.reference import INT4,TOL,Run,data,drafts,error,having,host,model,mtp,refs,rewritten,seen
 
 def each(key='ids'): return pytest.mark.parametrize('name', having(key))
 def greedy_params(n): return SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
@@ -74,6 +75,20 @@ def test_routing(name):
         order = ids.argsort(-1)
         assert (np.take_along_axis(ids, order, -1)==want).all()
         assert error(np.take_along_axis(weights, order, -1), share)<TOL
+
+def one_off(data, zero): return data,zero+1&15
+def other_half(data, zero): return data>>4|data<<4,zero
+def turned_round(data, zero): return data,zero[::-1]
+
+@pytest.mark.parametrize('fault', [one_off,other_half,turned_round], ids=lambda f: f.__name__)
+@pytest.mark.parametrize('name', INT4)
+def test_integers_read_otherwise_are_seen(name, fault, monkeypatch):
+    "Zero points that are one off, or another row's, and codes in the wrong half of their byte"
+    real = getattr(atlas.ground.files, INT4[name])
+    monkeypatch.setattr(atlas.ground.files, INT4[name], lambda *a, **kw: fault(*real(*a, **kw)))
+    off = error(LLM(str(data/name), device='cpu').logits(refs[name]['ids']), refs[name]['logits'])
+    alike = name=='llama-ct-int4' and fault is turned_round  # zero points that are all the same
+    assert off<TOL if alike else off>100*TOL
 
 # -- the tokens themselves -------------------------------------------------------------------------------------------------------
 

@@ -7,12 +7,13 @@ from pydantic import BaseModel,TypeAdapter
 from openai.types.responses import Response,ResponseItem,ResponseStreamEvent
 from atlas.ground.core import AtlasError,QueueFullError
 from atlas.text.parsers import Splitter
-from atlas.text.deltas import CallDelta,Delta
-from atlas.service.protocol.base import Call,Choice,Usage,gather
+from atlas.text.deltas import Call,CallDelta,Choice,Delta
+from atlas.service.protocol.base import Usage
 from atlas.service.protocol.responses import ResponsesAsk,Store,error_body,parse,reply,seal,unseal
 
 sys.path.insert(0, str(Path(__file__).parent/'helpers'))
 from scripted import serve,service  # noqa: E402
+from helpers.waiting import WAIT  # noqa: E402
 
 WEATHER = dict(type='function', name='weather', description='Look out', parameters=dict(type='object', properties=dict(city=dict(type='string')), required=['city'], additionalProperties=False), strict=True)
 
@@ -44,7 +45,7 @@ async def broken():
 def at():
     with serve(script) as s: yield s
 @pytest.fixture
-def client(at): return openai.OpenAI(base_url=at.url+'/v1', api_key='none', max_retries=0, timeout=20)
+def client(at): return openai.OpenAI(base_url=at.url+'/v1', api_key='none', max_retries=0, timeout=WAIT)
 
 # -- what is on the wire, against the client's types: it builds objects of anything, so the check is pydantic's own ------------
 
@@ -245,7 +246,7 @@ OPTIONS = [dict(), dict(reasoning=dict(summary='auto')), dict(include=['reasonin
 @example('\u2028', '\x85"\\', [], [1], 'stop', OPTIONS[1], [])
 @settings(deadline=None, max_examples=150)
 def test_any_pieces_make_the_same_response(thought, text, calls, at, finish, kw, together):
-    whole,ps = Choice(thought, text, [Call(f'call_{k:024x}', n, json.dumps(a)) for k,(n,a) in enumerate(calls)], finish=finish),[]
+    whole,ps = Choice(thought, text, [Call(n, json.dumps(a), f'call_{k:024x}') for k,(n,a) in enumerate(calls)], finish=finish),[]
     ps += [Delta(reasoning=x) for x in cut(thought, at)]+[Delta(content=x) for x in cut(text, at)]
     for k,c in enumerate(whole.calls):
         first,*rest = cut(c.arguments, at)
@@ -394,7 +395,7 @@ def model(prompt):
 def whole():
     with service(model) as s: yield s
 @pytest.fixture
-def sdk(whole): return openai.OpenAI(base_url=whole.url+'/v1', api_key='none', max_retries=0, timeout=20)
+def sdk(whole): return openai.OpenAI(base_url=whole.url+'/v1', api_key='none', max_retries=0, timeout=WAIT)
 
 @pytest.mark.parametrize('streamed', [False, True])
 def test_service_tool_loop(sdk, whole, streamed):

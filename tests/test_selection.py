@@ -1,8 +1,9 @@
 "Which tests run: by page, by what changed, by how long they took; and nothing of how a run was started reaches the programs that it starts."
-import os,signal,subprocess,sys,pytest
+import asyncio,os,signal,subprocess,sys,pytest
 from pathlib import Path
 from types import SimpleNamespace
-from helpers import durations,pages
+from helpers import durations,nvcc,pages,waiting
+from helpers.waiting import happens,linear,until
 
 def test_a_page_has_the_tests_that_import_it():
     near = pages.users(pages.pages_of('scheduler'))
@@ -77,6 +78,39 @@ def test_children_answer_signals(first, said):
     "However the run was started; what was to survive a terminal's end still does"
     r = subprocess.run([sys.executable, '-c', IGNORED % first], capture_output=True, text=True)
     assert r.stdout.strip()==said, r.stderr
+
+def test_work_that_grows_too_fast_is_told_from_a_slow_machine():
+    "And what takes no time is not measured twice"
+    asked = []
+    def takes(f): return lambda n: (asked.append(n), f(n))[1]
+    assert linear(takes(lambda n: n), 99, loose=100) and asked==[99]
+    assert linear(takes(lambda n: 50*n), 100, loose=100) and not linear(takes(lambda n: n*n), 100, loose=100)
+
+def test_waiting_has_an_end(monkeypatch):
+    monkeypatch.setattr(waiting, 'WAIT', .05)
+    assert until(lambda: 'it')=='it' and asyncio.run(happens(lambda: 'it'))=='it'
+    with pytest.raises(AssertionError, match='the moon did not happen'): until(lambda: False, 'the moon')
+    with pytest.raises(AssertionError, match='the moon did not happen'): asyncio.run(happens(lambda: False, 'the moon'))
+
+def test_a_kernel_is_compiled_once_for_all_who_ask(tmp_path, monkeypatch):
+    "Until its text, or what it is compiled with, is another"
+    ran = []
+    monkeypatch.setattr(nvcc, 'version', lambda: 'one'); monkeypatch.setattr(nvcc, 'run', lambda src,arch,options: ran.append(options) or dict(ptx='p', said='s'))
+    cache = SimpleNamespace(mkdir=lambda name: tmp_path)
+    def ask(*options): return nvcc.built(cache, 'rmsnorm', 'sm_90a', options)
+    assert [ask().ptx, ask().said, ask('-DA').ptx, ask().ptx]==['p','s','p','p'] and ran==[(),('-DA',)]
+    monkeypatch.setattr(nvcc, 'version', lambda: 'two')
+    assert ask().ptx and len(ran)==3
+
+def test_what_is_slow_to_find_is_left():
+    "But for those who ask for it"
+    source = SimpleNamespace(ARGS=1, TESTPATHS=2)
+    def left(name, **kw):
+        option = SimpleNamespace(**dict.fromkeys(('slow','keyword','markexpr','page','changed'))|kw)
+        return durations.pytest_ignore_collect(Path(name), SimpleNamespace(option=option, ArgsSource=source, args_source=source.TESTPATHS))
+    file, = durations.LEFT
+    assert left(file) and left(file, markexpr='fast') and not left('test_cli.py') and not left(file, slow=True) and not left(file, markexpr='slow')
+    assert all(s>durations.SLOW for t,s in durations.read().items() if t.startswith(f'tests/{file}::'))
 
 COMPILED = '''from atlas.card.emulator import Emulator
 from atlas.card.launch import Source

@@ -16,8 +16,9 @@ from atlas.text.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent/'helpers'))
 from inprocess import always,app_of,run,threaded  # noqa: E402
+from helpers.waiting import WAIT,until  # noqa: E402
 
-END,WAIT = 256,20  # the end-of-sequence token; seconds after which a test has failed
+END = 256  # the end-of-sequence token
 
 def byte_tokenizer():
     "One token a byte, and an end-of-sequence token"
@@ -386,7 +387,9 @@ def test_gone_in_its_own_body():
 def test_openai_timeout_stops_the_work():
     r = FakeRunner(hold=2)
     with live(r) as port:
-        with pytest.raises(openai.APITimeoutError): client_of(port).with_options(timeout=.2).completions.create(model='fake', prompt='a')
+        for patience in (.2, 2., 20., WAIT):  # until it got as far as the engine
+            with pytest.raises(openai.APITimeoutError): client_of(port).with_options(timeout=patience).completions.create(model='fake', prompt='a')
+            if r.seen: break
         assert r.aborted.acquire(timeout=WAIT)
 
 # ---- Clients that leave while their request is being prepared ----
@@ -427,10 +430,7 @@ def noticed(port, path):
     "Wait until a request to `path` is in the metrics as one whose client has left"
     line = f'atlas:http_requests_total{{handler="{path}",method="POST",status="499"}} 1.0'
     with httpx.Client(base_url=f'http://127.0.0.1:{port}', timeout=WAIT) as c:
-        for _ in range(WAIT*100):
-            if line in (text := c.get('/metrics').text): return text
-            threading.Event().wait(.01)
-    pytest.fail('nobody noticed that the client has left')
+        return until(lambda: line in (text := c.get('/metrics').text) and text, 'that the client is missed')
 
 def untouched(r, text):
     "No request reached the engine, and none was counted"
@@ -469,7 +469,8 @@ def test_a_background_response_needs_no_client():
     slow,r = Slow(),FakeRunner()
     with live(slow_models(slow, r)) as port:
         with dial(port) as s: send(s, '/v1/responses', background=True); assert slow.begun.acquire(timeout=WAIT)
-        assert not slow.cancelled.acquire(timeout=.2)  # it has left by now
+        for _ in range(3): alive(port)  # what came before these has been heard: that it has left, too
+        assert not slow.cancelled.acquire(timeout=0)
         slow.held._loop.call_soon_threadsafe(slow.held.set)
         assert r.arrived.acquire(timeout=WAIT)
 
@@ -559,7 +560,7 @@ def test_gone_with_a_real_worker(stream):
             ask(s, stream=stream)
             if stream: read_until(s, b'data: ')
             else:  # until the request has reached the engine
-                while not e.todo: pass
+                until(lambda: e.todo)
         assert e.gone.wait(WAIT) and not e.todo and set(e.after.values())=={0}
         alive(port)
 
@@ -573,7 +574,7 @@ def test_a_choice_that_cannot_be_stopped():
         with dial(port) as s: ask(s, stream=True, n=3); read_until(s, b'data: ')
         for _ in range(2): assert r.aborted.acquire(timeout=WAIT)
         with httpx.Client(base_url=f'http://127.0.0.1:{port}', timeout=WAIT) as c:
-            while 'finished_reason="abort",model_name="fake"} 3.0' not in (m := c.get('/metrics').text): threading.Event().wait(.01)
+            m = until(lambda: 'finished_reason="abort",model_name="fake"} 3.0' in (m := c.get('/metrics').text) and m)
         assert 'aborted_requests_total{model_name="fake",why="client_gone"} 3.0' in m and 'requests_submitted_total{model_name="fake"} 3.0' in m
 
 def test_a_choice_that_cannot_begin():
@@ -617,7 +618,7 @@ def test_a_stream_that_breaks(how, caplog):
             else:
                 while s.recv(1<<16): pass
         if how!='events': assert r.aborted.acquire(timeout=WAIT)
-        while 'ZeroDivisionError' not in caplog.text: threading.Event().wait(.01)
+        until(lambda: 'ZeroDivisionError' in caplog.text)
     with live(r) as port: alive(port)
 
 def test_pipelined_and_patient():
@@ -702,7 +703,7 @@ def test_shutdown_does_not_wait_for_ever(sig):
         assert p.wait(WAIT) in (0,-sig)
 
 def test_shutdown_lets_answers_finish():
-    with child(30, text='a'*20_000, max_seq_len=30_000) as (p,port), dial(port) as s:
+    with child(WAIT, text='a'*20_000, max_seq_len=30_000) as (p,port), dial(port) as s:
         ask(s, stream=True)
         got = read_until(s, b'data: ')
         p.send_signal(signal.SIGTERM)

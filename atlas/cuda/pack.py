@@ -12,6 +12,7 @@ __all__ = ['CARD_FORMATS', 'KEPT', 'REQUANTIZED', 'e2m1_words', 'words_e2m1', 'i
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #36c054d2
 import numpy as np
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from fastcore.basics import patch
 from zlib import crc32
@@ -86,7 +87,7 @@ def int4_parts(
     parts:dict, # Of an INT4 tensor: codes, scales and zero points
 )->dict: # The same codes, records of chunks as 'scale', powers of two of rows as 'global'
     "What `pack` puts on a card of an INT4 tensor"
-    top = np.abs(parts['scale']).max(-1)
+    top = parts['scale'].max(-1)
     unit = np.ldexp(np.float32(1), (np.frexp(top)[1]-12).clip(-126))
     r = int4_records(parts['scale']/unit[...,None], parts['zero'])
     return dict(data=parts['data'], scale=r.reshape(*r.shape[:-2], -1)) | {'global':unit}
@@ -214,14 +215,10 @@ def _pad(a, n): "`a` with its last axis filled with zeros up to `n`"; return a i
 def _values(p): return p.decode() if isinstance(p, QTensor) else p
 def _kept(q, f): "Are the codes of `q` those of `f`?"; return isinstance(q, QTensor) and q.fmt in KEPT and KEPT[q.fmt].fmt==f.fmt
 
-def _parts(q, f):
-    "Parts of the tensor `q` as the format `f` takes them"
-    return f.taken(q.parts) if f.taken else q.parts
-
 def _factors(q, f):
     "What each row of the matrix `q` is multiplied by: [n], or [n, tiles]; None if there is no such thing"
     n = len(q)
-    if f.rows=='gs': return np.full(n, _parts(q, f)['global'], np.float32)
+    if f.rows=='gs': return np.full(n, q.parts['global'], np.float32)
     if f.rows!='s': return
     s = q.parts.get('scale', np.float32(1))
     if KEPT[q.fmt].tile: return s.repeat(FP8_TILE, 0)[:n]
@@ -231,7 +228,7 @@ def _raw(q, f):
     "Codes, scales of chunks and factors of the matrix `q` in the format `f`: [n, …] each, or None"
     C = -(-q.shape[1]//32)
     if not _kept(q, f): return _pad(f.of(_values(q)), 32*C),None,None
-    p = _parts(q, f)
+    p = q.parts
     w = _pad(p['data'].view(f.dtype), f.chunk*C//np.dtype(f.dtype).itemsize)
     s = _pad(p['scale'], C*f.scale).reshape(len(q), C, -1) if f.scale else None
     return f.words(w) if f.words else w,s,_factors(q, f)
@@ -242,6 +239,13 @@ def _matrices(q):
     if isinstance(q, np.ndarray) or isinstance(q, QTensor): return [[q[e]] for e in range(len(q))] if q.ndim>2 else [[q]]
     if q.experts: return [q.parts[i:i+q.per] for i in range(0, len(q.parts), q.per)]
     return [[p[e] for p in q.parts] for e in range(len(q))] if q.ndim>2 else [q.parts]
+
+def _taken(many, f):
+    "Pieces of matrices, with their parts as the format `f` takes them"
+    many = [[copy(p) for p in m] for m in many]
+    for m in many:
+        for p in m: p.parts = f.taken(p.parts)
+    return many
 
 def _format_of(pieces, exact):
     "The `CardFormat` of `pieces`"
@@ -326,7 +330,7 @@ def _on_card(q, f, idx, experts, card):
         mine = np.where((idx>=first)&(idx<first+p.shape[-2]), idx-first, np.where((idx<0)&(first==0), -1, -2)).astype(np.int32)
         data,kind = _codes(p, f)
         _move(three(data), mine, each(w), kind, C*f.chunk//16, e, card)
-        if s is not None: _move(three(_parts(p, f)['scale']), mine, each(s), f.kinds[2], C, e, card)
+        if s is not None: _move(three(p.parts['scale']), mine, each(s), f.kinds[2], C, e, card)
     return w,s
 
 def _row_part(many, f, idx):
@@ -342,8 +346,12 @@ def pack(
 )->Packed:
     "`q` as the kernels read it, on `card`"
     many,(n,k),experts = _matrices(q),q.shape[-2:],len(q) if q.ndim>2 else 0
+    order = q.order if isinstance(q, QStack) else None
     f = _format_of([p for m in many for p in m], exact)
-    idx = row_order(n, pair, q.order if isinstance(q, QStack) else None)
+    if f.taken:
+        many = _taken(many, f)
+        q = QStack([p for m in many for p in m], order, experts)
+    idx = row_order(n, pair, order)
     if card.kind=='cpu': w,s,gs = _host_arrays(many, f, idx)
     else:
         (w,s),r = _on_card(q, f, idx, experts, card),_row_part(many, f, idx)

@@ -202,6 +202,12 @@ def leave(self:CardStepper, rid:str):
         self.free.append(i)
 
 @patch
+def lost(self:CardStepper, plan):
+    "Place the rows of `plan` anew, and write their lines again: nobody knows how far the card has come"
+    self.rows.seqs = []
+    for s in plan.sampled: self.leave(s.id)
+
+@patch
 def _allow(self:CardStepper, seqs, samplers):
     "Tell the sampler what guides let come next"
     for s,state in zip(seqs, samplers):

@@ -59,6 +59,7 @@ class Stepper:
         "What a step said: ids [S, rows] and counts [S], as its plan has `sampled`; the oldest first"
         return flight.sampled
     def leave(self, rid:str): "Request `rid` has ended"
+    def lost(self, plan:Plan): "A launch of `plan` was cut off: nothing that it began counts"
     def warm(self): "Do now what a first step would have to wait for"
     def close(self): "Give back what only steps need; no step follows"
     def here(self): "A context for work between two steps, in their order"; return nullcontext()
@@ -132,6 +133,7 @@ class Engine:
         self.late = None # Kernels that a step had to compile since the engine was warm; None: it is not
         self.steps = self.corrupted = 0
         self._samplers,self._seen = {},(None,None)
+        self._events,self._cut = [],False # What nobody was told yet; was the last launch cut off?
         scheduler.rows = min(scheduler.rows, stepper.replay_rows)
 
     @property
@@ -139,7 +141,8 @@ class Engine:
     def stats(self)->dict:
         "Those of the scheduler, and what the engine counts itself"
         more = {} if self.guides is None else dict(guide_seconds_total=getattr(self.guides, 'mask_seconds', 0.))
-        return self.scheduler.stats()|dict(steps_total=self.steps, corrupted_requests_total=self.corrupted)|more
+        more |= dict(steps_total=self.steps, corrupted_requests_total=self.corrupted)
+        return self.scheduler.stats()|more|dict(jit_after_ready_total=len(self.late or ()))
     def __repr__(self): return f'Engine({self.model!r}, {self.scheduler!r})'
 
 # %% ../../nbs/5_engine/04_engine.ipynb #1ddde165
@@ -201,31 +204,32 @@ def close(self:Engine):
 @patch
 def step(self:Engine)->list[Event]:
     "Do one step's work and say what came of it, or of the step before it"
-    with compilations.serving(self.late): return self._step()
+    with compilations.serving(self.late): self._step()
+    events,self._events = self._events,[]
+    return events
 
 @patch
-def _step(self:Engine)->list[Event]:
-    events = [] if self._steady() else self.land()
+def _step(self:Engine):
+    if not self._steady(): self.land()
     plan = self.scheduler.schedule()
     if self.flying and not self._goes_on(plan):
-        events += self.land()
+        self.land()
         plan = plan and plan.living()
-    if not plan: return events
+    if not plan: return
     self.steps += 1
     try: flights = self._launch(plan)
-    except (MemoryError,OutOfMemoryError) as e: return events+self._shed(plan, e)
+    except (MemoryError,OutOfMemoryError) as e: return self._shed(plan, e)
     self.scheduler.advance(plan)
     behind = flights.pop() if self.stepper.overlap and plan.decode else None
-    for f in flights: events += self._take_in(f)
-    events += self.land()
+    for f in flights: self._take_in(f)
+    self.land()
     self.flying = behind
-    return events
 
 # %% ../../nbs/5_engine/04_engine.ipynb #18eada0d
 @patch
 def _steady(self:Engine)->bool:
     "May the step in the air wait until the next one is launched?"
-    if self.flying is None: return False
+    if self.flying is None or self._cut: return False
     seqs = self.flying.plan.decode
     return self.scheduler.steady(seqs) and not self._guided(seqs)
 
@@ -237,28 +241,34 @@ def _goes_on(self:Engine, plan)->bool:
 
 @patch
 def _launch(self:Engine, plan)->list[Flight]:
-    "Begin `plan`, whole or in halves"
-    parts = plan.halves() if self.stepper.overlap else [plan]
-    return [self.stepper.launch(p, [self._samplers[s.id] for s in p.sampled]) for p in parts]
+    "Begin `plan`, whole or in halves; all of it counts, or nothing"
+    self._cut,step = True,self.stepper
+    parts = plan.halves() if step.overlap else [plan]
+    try: flights = [step.launch(p, [self._samplers[s.id] for s in p.sampled]) for p in parts]
+    except BaseException:
+        step.lost(plan)
+        raise
+    self._cut = False
+    return flights
 
 @patch
-def land(self:Engine)->list[Event]:
+def land(self:Engine):
     "Take in the step in the air, if there is one"
     flight,self.flying = self.flying,None
-    return self._take_in(flight) if flight else []
+    if flight: self._take_in(flight)
 
 # %% ../../nbs/5_engine/04_engine.ipynb #fd00de23
 @patch
-def _take_in(self:Engine, flight)->list[Event]:
-    "Events of a step that lands: failures, tokens, and ends of guides"
+def _take_in(self:Engine, flight):
+    "Note the events of a step that lands: failures, tokens, and ends of guides"
     seqs,out = flight.plan.sampled,self.stepper.land(flight)
     counts = out.counts.tolist()
-    events = [self._fail(s) for s,n in zip(seqs, counts) if n==0 and not s.finish_reason]
+    self._events += [self._fail(s) for s,n in zip(seqs, counts) if n==0 and not s.finish_reason]
     tokens = [self._heard(s, ids[:n]) for s,ids,n in zip(seqs, out.ids.tolist(), counts)]
     rows = {s:i for i,s in enumerate(seqs)}
     for s,new,why in self.scheduler.accept(flight.plan, tokens):
-        events += self._said(s, new, why, out, rows[s])
-    return events+self._whole(seqs)
+        self._events += self._said(s, new, why, out, rows[s])
+    self._events += self._whole(seqs)
 
 @patch
 def _heard(self:Engine, seq, tokens)->list[int]:
@@ -308,11 +318,11 @@ def _whole(self:Engine, seqs)->list[Event]:
     return [Event(s.id, finish='stop') for s in done]
 
 @patch
-def _shed(self:Engine, plan, error)->list[Event]:
+def _shed(self:Engine, plan, error):
     "End the requests whose prompts found no memory; everybody else is planned again"
     if not plan.prefill: raise error
     why = 'There was no memory for the prompt while others were being answered; a shorter one, or another try later, may find some'
     for s,*_ in plan.prefill:
         self.scheduler.fail(s)
         self._leave(s.id)
-    return [Event(s.id, finish='error', error=why, code=OutOfMemoryError.code) for s,*_ in plan.prefill]
+        self._events.append(Event(s.id, finish='error', error=why, code=OutOfMemoryError.code))

@@ -19,6 +19,7 @@ from ..cuda import vocabulary as card_words
 from ..cuda.vocabulary import words_of
 from ..card.device import get_device
 from .engine import Engine,HostStepper
+from ..ground.hub import name_of
 from ..model.model import load_model,wanted
 from ..ground.opening import open_model
 from ..ground.options import EngineConfig
@@ -57,7 +58,7 @@ class LoadedModel:
         self.chunk = ifnone(options.chunk, self.ops.DEFAULTS.chunk)
         _suits(options, self.device, self.ops.DEFAULTS, self.chunk)
         with open_model(options, wanted) as ck:
-            self.name,self.config,self.path = options.model,ck.config,ck.path
+            self.name,self.config,self.path = name_of(options.model),ck.config,ck.path
             self.max_seq_len = _context(ck.config, options.max_seq_len)
             self.text = text(ck) if text else None
             self._load(ck, show)

@@ -13,7 +13,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 from fastcore.basics import patch
-from ..ground.core import AtlasError,CudaFault,EngineError,OutOfMemoryError,UnsupportedError
+from ..ground.core import AtlasError,CudaFault,EngineError,OutOfMemoryError,RequestError,UnsupportedError
 from ..ground.requests import Event,Request
 
 # %% ../../nbs/5_engine/08_runner.ipynb #26f52976
@@ -24,9 +24,8 @@ class Runner:
         engine, # `Engine`, or whatever has `add`, `abort`, `step`, `has_work` and `stats`; from now on only `run` touches it
         sink, # Has `events(pairs, stats)`, `result(n, value)` and `failed(n, error)`
         ops:dict|None=None, # Name -> function: computations beside requests, made between two steps
-        late=None, # Function that gives what was compiled after the engine was ready; for the numbers
     ):
-        self.engine,self.sink,self.ops,self.late = engine,sink,ops or {},late
+        self.engine,self.sink,self.ops = engine,sink,ops or {}
         self.inbox,self.wake,self.open = deque(),threading.Condition(),True
         self.compiling,self.pool = set(),ThreadPoolExecutor(1, 'guide') # Numbers whose guides are being compiled
         self.numbers,self.ids = {},{} # id -> number, number -> id
@@ -76,10 +75,12 @@ def end(self:Runner):
 @patch
 def run(self:Runner):
     "Step until `end`; an exception is a fault of the engine"
-    while self._wait():
-        self.began = monotonic()
-        self._tell(self._read()+self.engine.step())
-        self.began = None
+    try:
+        while self._wait():
+            self.began = monotonic()
+            self._tell(self._read()+self.engine.step())
+            self.began = None
+    finally: self.pool.shutdown(wait=False, cancel_futures=True)
 
 @patch
 def _wait(self:Runner)->bool:
@@ -107,22 +108,23 @@ def _tell(self:Runner, events):
         if e.finish: self.ids.pop(self.numbers.pop(e.id, None), None)
     self.news,stats = self.news or bool(events),None
     if self.news and monotonic()-self.told>=self.pause:
-        stats,self.news,self.told = self.stats(),bool(self.engine.has_work),monotonic()
+        stats,self.news,self.told = self.engine.stats(),bool(self.engine.has_work),monotonic()
     if out or stats: self.sink.events(out, stats)
-
-@patch
-def stats(self:Runner)->dict:
-    "The engine's numbers, and what was compiled late"
-    late = list(self.late() or ()) if self.late else []
-    return self.engine.stats()|dict(late=late, jit_after_ready_total=len(late))
 
 # %% ../../nbs/5_engine/08_runner.ipynb #cd276976
 @patch
 def _add(self:Runner, n, request):
+    if request.id in self.numbers: return self._taken(n, request.id)
     self.numbers[request.id],self.ids[n],self.news = n,request.id,True
     if request.guide is None or not getattr(self.engine, 'guides', None): return self._begin(request)
     self.compiling.add(n)
     self.pool.submit(self._compile, n, request)
+
+@patch
+def _taken(self:Runner, n, rid):
+    "Refuse request `n`, whose id is another's; that one does not notice"
+    e = RequestError(f'A request with id {rid!r} is still being served', hint='Give each request its own id', param='id')
+    self.sink.events([(n, _failed(rid, e))], None)
 
 @patch
 def _begin(self:Runner, request):

@@ -346,6 +346,8 @@ def state_elements(self:ModelConfig)->int:
     return sum(math.prod(s) for i in range(self.num_layers) for s in self.state_shapes(i).values())
 
 # %% ../../nbs/1_ground/04_config.ipynb #a418ed4c
+_PLUGINS = 'atlas.model.families' # Where families are found
+
 @dataclass(frozen=True)
 class Family:
     "A family of models: whose files it reads, and what builds them"
@@ -357,14 +359,14 @@ class Family:
 
     def build(self, c:'ModelConfig'):
         "The empty model that `c` describes"
-        return import_module(f'atlas.model.families.{self.name}').build(c)
+        return import_module(f'{_PLUGINS}.{self.name}').build(c)
 
 @cache
 def families()->tuple[Family,...]:
     "All families: the `FAMILY` of each module of `atlas.model.families` that has a file of presets"
-    found = (p.name for p in files('atlas.model.families').iterdir())
+    found = (p.name for p in files(_PLUGINS).iterdir())
     names = sorted(n.removesuffix('.toml') for n in found if n.endswith('.toml'))
-    return tuple(import_module(f'atlas.model.families.{n}').FAMILY for n in names)
+    return tuple(import_module(f'{_PLUGINS}.{n}').FAMILY for n in names)
 
 # %% ../../nbs/1_ground/04_config.ipynb #c2b3b145
 def family_of(c:'ModelConfig')->Family:
@@ -428,7 +430,7 @@ def check_preset(file:str, name:str, d:dict):
     if unread: raise ConfigError(f'{file}: {name}: nobody reads {", ".join(unread)}',
         param=unread[0])
 
-PRESETS = Presets('atlas.model.families', check_preset)
+PRESETS = Presets(_PLUGINS, check_preset)
 
 @patch(cls_method=True)
 def preset(cls:ModelConfig,

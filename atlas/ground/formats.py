@@ -203,6 +203,7 @@ def _int4_encode(w):
     return dict(data=pack4(q.clip(0, 15).astype(np.uint8).reshape(w.shape)), scale=s, zero=z.astype(np.uint8))
 
 _add('INT4', 5.25, 32, _int4_layout, _int4_decode, _int4_encode)
+_add('INT4_DESC_ACT', 32, 1, lambda s: dict(data=('float32',s)), lambda p,s: p['data'])
 
 # %% ../../nbs/1_ground/07_formats.ipynb #5c79d955
 GGUF_BLOCKS = { # name: (weights, bytes) of a block

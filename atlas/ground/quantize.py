@@ -281,7 +281,7 @@ def _infos(spans:dict)->dict[str,TensorInfo]:
     return infos
 
 # %% ../../nbs/1_ground/12_quantize.ipynb #d81693d9
-_PACKED = 'NVFP4','MXFP4','INT4','FP8_TENSOR','FP8_CHANNEL','FP8_BLOCK'
+_PACKED = 'NVFP4','MXFP4','INT4','INT4_DESC_ACT','FP8_TENSOR','FP8_CHANNEL','FP8_BLOCK'
 
 def _stored(ts:Iterable[TensorInfo], spans:dict)->set[str]:
     "Names of all raw tensors that `ts` are made of, and of what only belongs to their format"

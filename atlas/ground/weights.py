@@ -289,6 +289,12 @@ def _load_with(ckpt, plan, device, show, put):
     return out
 
 # %% ../../nbs/1_ground/10_weights.ipynb #3d1ff893
+def _read_bytes(t:TensorInfo)->int:
+    "Bytes of a tensor that is kept as it is stored, once it has been read"
+    if t.fmt not in FORMATS: return t.nbytes
+    parts = FORMATS[t.fmt].layout(t.shape).values()
+    return sum(np.dtype(d).itemsize*math.prod(shape) for d,shape in parts)
+
 def load(
     ckpt:Checkpoint,
     wants:Iterable[Want], # The plan
@@ -304,7 +310,8 @@ def load(
     if put: return _load_with(ckpt, plan, device, show, put)
     keep = {w.name for w,o,_ in plan if o and packed and not (w.exact or o.exact or o.fn) and len(w.shape)>1}
     todo = [(w,o,seen) for w,o,seen in plan if o]; plain = [w for w,_,_ in todo if w.name not in keep]
-    need = sum(ckpt.tensors[s].nbytes for w,o,_ in todo if w.name in keep for s in o.sources)+4*sum(math.prod(w.shape) for w in plain)
+    need = sum(_read_bytes(ckpt.tensors[s]) for w,o,_ in todo if w.name in keep for s in o.sources)
+    need += 4*sum(math.prod(w.shape) for w in plain)
     if need>(free := device.memory().available):
         raise OutOfMemoryError(f'The weights of {ckpt.path.name} need {human(need)} on {device.name}, where {human(free)} are available',
             hint='Free some memory, or choose a smaller model'+(', or keep the weights packed' if not packed else ''))
@@ -347,6 +354,7 @@ def _blocks(fmt, std, rng):
 def _pool(fmt:str, e:int, seed:int)->np.ndarray:
     "Bytes of codes in `fmt`, of numbers with the standard deviation 2**e where the format has no scale"
     rng = np.random.default_rng(seed)
+    if fmt=='INT4_DESC_ACT': fmt = 'F32'  # which it is once it has been read
     if fmt in GGUF_BLOCKS: return _blocks(fmt, 2.**e, rng)
     x = rng.standard_normal(_POOL//4, np.float32)
     if fmt in ('F32','F16','BF16','F8_E4M3'): return FORMATS[fmt].encode(x*np.float32(2.**e))['data'].view(np.uint8)

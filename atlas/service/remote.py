@@ -13,7 +13,6 @@ from fastcore.basics import patch
 from ..ground.core import AtlasError,EngineError,QueueFullError,RequestError
 from ..ground.requests import Event
 from .link import Frames,LinkError,frame,pack_images,pack_request,unpack_error,unpack_event
-from ..ground.requests import check_prompt
 from .turn import UnavailableError
 
 # %% ../../nbs/7_service/16_remote.ipynb #10c0ef67
@@ -98,7 +97,6 @@ def unavailable(
 @patch
 def _check(self:RemoteRunner, request):
     self._check_open()
-    check_prompt(len(request.prompt), self.info['max_seq_len'])
     n,room = len(self._streams),self.info.get('max_queue')
     if room is not None and n>=room: raise QueueFullError(f'{n} requests are waiting or running already', hint='Try again in a moment')
     if request.id in self._numbers: raise AtlasError(f'A request called {request.id!r} is already running')

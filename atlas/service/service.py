@@ -21,14 +21,14 @@ from ..ground.core import ContextLengthError,RequestError
 from ..text.fetch import inline_images
 from ..text.images import place_images,prepare_images
 from ..text.deltas import Token
-from ..text.generation import fan_out
+from ..text.generation import ChoiceReader,fan_out,verbatim
 from .metrics import Metrics
 from .protocol.base import Ask,NotOfferedError,Writer
 from .protocol.chunks import TextAsk,prompt_tokens_of
 from ..text.parsers import REASONING_PARSERS,Splitter,begins,kept
 from ..text.sandbox import SafeTemplate
 from ..ground.requests import Request,check_ids,check_prompt,check_text
-from .turn import Turn,UnavailableError,ChoiceReader
+from .turn import Turn,UnavailableError
 
 # %% ../../nbs/7_service/12_service.ipynb #a130da31
 @dataclass
@@ -42,7 +42,7 @@ class Upstream:
     spec:object=None # How the model wants images; None: it reads only text
     guides:object=None # Checks guides; None: answers cannot be constrained
     parsers:tuple=(None,None) # Names of the parsers of tool calls and of reasoning
-    runner:object=None # `submit`, `stats`, `healthy`, `close`, and perhaps `call`
+    runner:object=None # `info`, `submit`, `stats`, `healthy`, and perhaps `call`
 
 # %% ../../nbs/7_service/12_service.ipynb #3921da01
 class Service:
@@ -260,12 +260,12 @@ async def guide(self:Service, u:Upstream, ask:Ask, p:Prompt)->dict|None:
     return spec
 
 # %% ../../nbs/7_service/12_service.ipynb #f903d66d
-def keep(u:Upstream, tools:bool)->tuple:
+def keep(u:Upstream, tools:bool)->frozenset[int]:
     "Ids of the marks that parsers look for"
     if not hasattr(u, '_keep'): u._keep = {}
     if tools not in u._keep:
         marks = kept(u.parsers[1], (u.parsers[0] or 'hermes') if tools else None)
-        u._keep[tools] = tuple(i for m in marks if (i := u.tokenizer.inner.token_to_id(m)) is not None)
+        u._keep[tools] = u.tokenizer.marks(marks)
     return u._keep[tools]
 
 # %% ../../nbs/7_service/12_service.ipynb #5f6f1bc5
@@ -276,9 +276,11 @@ def reader(u:Upstream, ask:Ask, r:Request, p:Prompt)->ChoiceReader:
     plain = isinstance(ask, TextAsk) or not (parser or u.parsers[1])
     tools,before = ask.tools if parser else None,p.text if ask.continuing else ''
     s = None if plain else Splitter(u.parsers[1], parser, tools, p.thinking, p.opened, before)
-    want,spec = ask.params.logprobs is not None or getattr(ask, 'token_ids', False),getattr(r, 'guide', None)
-    within = ask.continuing or isinstance(ask, TextAsk) or bool(spec and not spec.get('after'))
-    return ChoiceReader(u.tokenizer.detokenizer(keep=() if plain else keep(u, bool(parser)), continuing=within), r.params, s, want, ask.parallel, calls and ask.tool_choice=='required')
+    want = ask.params.logprobs is not None or getattr(ask, 'token_ids', False)
+    within = ask.continuing or isinstance(ask, TextAsk) or verbatim(r.guide)
+    detok = u.tokenizer.detokenizer(keep=() if plain else keep(u, bool(parser)), continuing=within)
+    forced = calls and ask.tool_choice=='required'
+    return ChoiceReader(detok, r.params, s, want, ask.parallel, forced)
 
 # %% ../../nbs/7_service/12_service.ipynb #74419a18
 @patch

@@ -16,9 +16,9 @@ from pathlib import Path
 from fastcore.basics import patch
 from ..engine.cache import KVCache
 from ..ground.core import RequestError
-from ..text.deltas import Delta
+from ..text.deltas import Choice,Delta,gather
 from ..engine.draft import AssistantDrafter,MTPDrafter
-from ..text.generation import Generation,Output,fan_out
+from ..text.generation import ChoiceReader,Output,fan_out,verbatim
 from ..ground.hub import resolve
 from ..text.images import place_images,prepare_images
 from ..engine.loading import LoadedModel
@@ -39,6 +39,7 @@ class LLM(LoadedModel):
         **more,
     ):
         if not isinstance(options, EngineConfig): options = EngineConfig(options, *fields, **more)
+        elif fields or more: raise TypeError('Fields have no place beside an EngineConfig')
         super().__init__(options, show, Processor)
         self.template,self.eos_ids = self.text.template,self.text.eos_ids
         self.image_spec = self.text.image_spec if self.model.vision else None
@@ -59,11 +60,11 @@ def _encode(self:LLM, prompt, answer:int=1, images=())->tuple[list[int],str|None
     return ids,prompt if isinstance(prompt, str) else None,pics
 
 @patch
-def generation(self:LLM, params:SamplingParams, guide:dict|None=None)->Generation:
-    "A new answer's text; stop strings need a tokenizer"
-    exact = guide is not None and not guide.get('after') # what a guide made is not to be trimmed
+def reader(self:LLM, params:SamplingParams, guide:dict|None=None)->ChoiceReader:
+    "Who reads a new answer; stop strings need a tokenizer"
     tokenizer = self.tokenizer if params.stop or self.text.has_text else None
-    return Generation(tokenizer, params, exact)
+    detok = tokenizer and tokenizer.detokenizer(continuing=verbatim(guide))
+    return ChoiceReader(detok, params, tokens=True)
 
 @patch
 def request(self:LLM, ids, params:SamplingParams, rid:str|None=None, **kw)->Request:
@@ -92,17 +93,21 @@ def _drop(self:LLM, rid:str):
 # %% ../../nbs/8_use/01_llm.ipynb #def8ec8a
 @patch
 def _run(self:LLM, reqs:list[Request]):
-    "Yields (index, `Generation`, `Delta`) until all of `reqs` have ended"
-    live,todo,box = {r.id:(i, self.generation(r.params, r.guide)) for i,r in enumerate(reqs)},deque(reqs),deque()
+    "Yields (index, `Delta`) until all of `reqs` have ended"
+    live = {r.id:(i, self.reader(r.params, r.guide)) for i,r in enumerate(reqs)}
+    todo,box = deque(reqs),deque()
     try:
         while live:
             self._step(todo, box)
             while box:
                 e = box.popleft()
-                i,g = live[e.id]
-                d = g.feed(e)
-                if d.finish_reason: del live[e.id]; self._drop(e.id)
-                yield i,g,d
+                if e.id not in live: continue  # a stop string came before the end
+                i,reader = live[e.id]
+                for d in reader.feed([e]):
+                    if d.finish:
+                        del live[e.id]
+                        self._drop(e.id)
+                    yield i,d
     finally:
         for rid in live: self._drop(rid)
 
@@ -123,9 +128,10 @@ def generate(self:LLM,
     enc = [self._encode(p, images=images) for p in prompts]
     self._guide(guide); owner,reqs = [],[]
     for i,((ids,_,pics),p) in enumerate(zip(enc, params)): reqs += [self.request(ids, q, images=pics, guide=guide) for q in fan_out(p)]; owner += [i]*p.n
-    done = {i:g for i,g,d in self._run(reqs) if d.finish_reason}
+    said = [[] for _ in reqs]
+    for k,d in self._run(reqs): said[k].append(d)
     outs = [[] for _ in prompts]
-    for k,i in enumerate(owner): outs[i].append(_output(done[k], params[i], *enc[i][:2]))
+    for ds,i in zip(said, owner): outs[i].append(_output(gather(ds), params[i], *enc[i][:2]))
     for o in outs: o[0].choices = o if len(o)>1 else []
     return outs[0][0] if one else [o[0] for o in outs]
 
@@ -136,12 +142,12 @@ def _guide(self:LLM, guide):
     if self.guides is None: raise RequestError(f'{self.name} has no tokenizer, so its answers cannot be guided', param='response_format')
     self.guides.check(guide)
 
-def _output(g:Generation, p:SamplingParams, ids, text)->Output:
-    "The finished form of `g`"
-    if g.error: raise g.error
-    n = len(g.tokens)
+def _output(c:Choice, p:SamplingParams, ids, text)->Output:
+    "An answer with what it took; its error, if that is how it ended"
+    if c.error: raise c.error
+    n,likely = len(c.tokens),None if p.logprobs is None else c.tokens
     usage = dict(prompt_tokens=len(ids), completion_tokens=n, total_tokens=len(ids)+n)
-    return Output(g.text, g.token_ids, g.finish_reason, usage, None if p.logprobs is None else g.tokens, text, ids)
+    return Output(c.content, [t.id for t in c.tokens], c.finish, usage, likely, text, ids)
 
 # %% ../../nbs/8_use/01_llm.ipynb #4b8e99fa
 @patch
@@ -152,7 +158,7 @@ def stream(self:LLM, prompt, params:SamplingParams|None=None, images=(), guide:d
     ids,_,pics = self._encode(prompt, images=images); self._guide(guide)
     events = self._run([self.request(ids, p, images=pics, guide=guide)])
     try:
-        for _,_,d in events:
+        for _,d in events:
             if d.error: raise d.error
             yield d
     finally: events.close()
@@ -241,4 +247,8 @@ def list_model(
     **options, # As it will be loaded: weights, quantization, lm_head_dtype, …
 )->dict[str,int]: # How many variants each architecture has
     "Put the kernels that `model` needs on the list that wheels are built with"
-    return list_variants(model, lambda card: LLM(model, card, load_format='dummy', show=False, **options).engine.warm(), path)
+    def warm(card):
+        llm = LLM(model, card, load_format='dummy', show=False, **options)
+        llm.engine.warm()
+        llm.close()  # or its addresses are missing for the next
+    return list_variants(model, warm, path)

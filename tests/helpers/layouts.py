@@ -89,20 +89,34 @@ def _words(q, axis):
 
 def _int4(n, a, how, group=32, symmetric=False, half=True):
     "Four-bit integers in groups as three programs pack them; `group` 0: a row is one"
-    out,inner = a.shape; g = group or inner; b = a.reshape(out, -1, g)
-    lo,hi = (-np.abs(b).max(-1),np.abs(b).max(-1)) if symmetric else (np.minimum(b.min(-1), 0),np.maximum(b.max(-1), 0))
+    out,inner = a.shape
+    m,g = n.removesuffix('.weight'),group or inner
+    at = np.arange(inner)  # columns, group by group
+    if how=='gptq-order': at = np.random.default_rng(inner).permutation(inner)
+    b = np.ascontiguousarray(a[:,at]).reshape(out, -1, g)
+    lo,hi = np.minimum(b.min(-1), 0),np.maximum(b.max(-1), 0)
+    if symmetric: lo,hi = -np.abs(b).max(-1),np.abs(b).max(-1)
     s = ((hi-lo)/15+1e-6).astype(np.float32)
-    s,scale,kind = (s.astype(np.float16),s.astype(np.float16).astype(np.float32),'F16') if half else (*_bf16(s),'BF16')
+    s,kind = (s.astype(np.float16),'F16') if half else (f32_to_bf16(s),'BF16')
+    scale = s.astype(np.float32) if half else bf16_to_f32(s)
     z = np.full(s.shape, 8) if symmetric else np.rint(-lo/scale).clip(0, 15).astype(int)
-    q = (np.rint(b/scale[...,None])+z[...,None]).clip(0, 15).astype(int)
-    numbers,q,m = ((q-z[...,None])*scale[...,None]).astype(np.float32).reshape(a.shape),q.reshape(a.shape),n.removesuffix('.weight')
-    idx = (np.arange(inner)//g).astype(np.int32)
+    codes = (np.rint(b/scale[...,None])+z[...,None]).clip(0, 15).astype(int)
+    numbers,q = np.empty_like(a),np.empty(a.shape, int)
+    numbers[:,at] = ((codes-z[...,None])*scale[...,None]).reshape(a.shape)
+    q[:,at] = codes.reshape(a.shape)
     if how=='ct':
-        parts = {m+'.weight_packed':(_words(q, 1),'I32'), m+'.weight_scale':(s,kind), m+'.weight_shape':(np.int64([out,inner]),'I64')}
-        return parts|({} if symmetric else {m+'.weight_zero_point':(_words(z, 0),'I32')}),numbers
-    if how=='gptq': return {m+'.qweight':(_words(q.T, 0),'I32'), m+'.qzeros':(_words((z.T-1)%16, 1),'I32'), m+'.scales':(s.T.copy(),kind), m+'.g_idx':(idx,'I32')},numbers
-    order = [0,2,4,6,1,3,5,7]; mix = lambda x: _words(x.reshape(len(x), -1, 8)[...,order].reshape(x.shape), 1)
-    return {m+'.qweight':(mix(q.T),'I32'), m+'.qzeros':(mix(z.T),'I32'), m+'.scales':(s.T.copy(),kind)},numbers
+        parts = dict(weight_packed=(_words(q, 1),'I32'), weight_scale=(s,kind))
+        parts['weight_shape'] = np.int64([out,inner]),'I64'
+        if not symmetric: parts['weight_zero_point'] = _words(z, 0),'I32'
+    else:
+        parts = dict(scales=(s.T.copy(),kind))
+        order = [0,2,4,6,1,3,5,7]
+        def mixed(x): return x.reshape(len(x), -1, 8)[...,order].reshape(x.shape)
+        q,z = (mixed(q.T),mixed(z.T)) if how=='awq' else (q.T,(z.T-1)%16)
+        parts['qweight'] = _words(q, int(how=='awq')),'I32'
+        parts['qzeros'] = _words(z, 1),'I32'
+        if how!='awq': parts['g_idx'] = (np.argsort(at)//g).astype(np.int32),'I32'
+    return {f'{m}.{k}':v for k,v in parts.items()},numbers
 
 HOW = {  # name, array -> ({stored name: (array, type)}, numbers)
     'f32': lambda n,a: ({n:(a,'F32')},a), 'bf16': lambda n,a: ({n:(f32_to_bf16(a),'BF16')},a), 'f16': lambda n,a: ({n:((h := a.astype(np.float16)),'F16')},h.astype(np.float32)),
@@ -113,7 +127,11 @@ HOW = {  # name, array -> ({stored name: (array, type)}, numbers)
     'fp8-block-e8m0': lambda n,a: _fp8_as(n, a, 'FP8_BLOCK', '_scale_inv', _pow2, 'F8_E8M0'),
     'fp8-pb-wo': lambda n,a: _fp8_as(n, a, 'FP8_BLOCK', '_scale', shape=lambda s: (s.shape[0],1,s.shape[1],1)),
     'nvfp4': lambda n,a: _nvfp4(n, a, False, False), 'nvfp4-one': lambda n,a: _nvfp4(n, a, False, True), 'nvfp4-ct': lambda n,a: _nvfp4(n, a, True, True),
-    'int4-ct': lambda n,a: _int4(n, a, 'ct', half=False), 'int4-ct-symmetric': lambda n,a: _int4(n, a, 'ct', 0, True), 'int4-gptq': lambda n,a: _int4(n, a, 'gptq'), 'int4-awq': lambda n,a: _int4(n, a, 'awq'),
+    'int4-ct': lambda n,a: _int4(n, a, 'ct', half=False),
+    'int4-ct-symmetric': lambda n,a: _int4(n, a, 'ct', 0, True),
+    'int4-gptq': lambda n,a: _int4(n, a, 'gptq'),
+    'int4-gptq-order': lambda n,a: _int4(n, a, 'gptq-order'),
+    'int4-awq': lambda n,a: _int4(n, a, 'awq'),
     'mxfp4': lambda n,a: _mxfp4(n, a, '.weight'), 'mxfp4-ct': lambda n,a: _mxfp4(n, a, '.weight_packed'), 'mxfp4-e8m0': lambda n,a: _mxfp4(n, a, '.weight_packed', 'F8_E8M0')}
 STACK_HOW = {'bf16': HOW['bf16'], 'mxfp4-blocks': lambda n,a: _mxfp4(n, a, 'blocks'), 'fp8-stack': lambda n,a: _stacked(n, a, '_scale', 'FP8_TENSOR'), 'fp8-block-stack': lambda n,a: _stacked(n, a, '_scale_inv', 'FP8_BLOCK')}
 

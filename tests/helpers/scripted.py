@@ -4,11 +4,13 @@
 import asyncio,socket,tempfile,threading
 from contextlib import contextmanager
 import uvicorn
+from helpers.waiting import WAIT
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse,StreamingResponse
 from starlette.routing import Route
 from atlas.ground.core import AtlasError
-from atlas.service.protocol.base import NotOfferedError,Usage,gather
+from atlas.service.protocol.base import NotOfferedError,Usage
+from atlas.text.deltas import gather
 from atlas.service.protocol.responses import Store,error_body,parse,reply
 
 class Scripted:
@@ -83,7 +85,7 @@ def running(app):
     t = threading.Thread(target=server.run, kwargs=dict(sockets=[sock]), daemon=True)
     t.start()
     try: yield f'http://127.0.0.1:{sock.getsockname()[1]}'
-    finally: server.should_exit = True; t.join(10); sock.close()
+    finally: server.should_exit = True; t.join(WAIT); sock.close()
 
 @contextmanager
 def serve(script):

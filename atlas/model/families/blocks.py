@@ -158,24 +158,25 @@ import numpy as np
 from dataclasses import replace
 from functools import partial
 from ...ground.config import ModelConfig
-from ...ground.weights import Want
 from ..layers import MLP,MoE,MoENames
 from ..model import Decoder
 
 # %% ../../../nbs/4_model/12_families.granite.ipynb #0822e8f3
 class SharedMLP(MLP):
-    "An MLP whose gate and up rows are stored as one matrix"
+    "An MLP called `shared_mlp`, gate and up rows in one matrix, or `mlp`, where they are two"
     def wants(self, dst, src):
-        "As `MLP.wants`"
+        "As `MLP.wants`, for `src` that ends in `mlp.`"
         up,down = super().wants(dst, src)
-        whole = Want(up.name, (f'{src}input_linear.weight',), up.shape)
-        return [replace(up, alts=(whole,)), replace(down, sources=(f'{src}output_linear.weight',))]
+        whole = f'{src.removesuffix("mlp.")}shared_mlp.'
+        def named(w, name):
+            return replace(w, sources=(f'{whole}{name}.weight',), rows=(), alts=(w,))
+        return [named(up, 'input_linear'), named(down, 'output_linear')]
 
 class SharedMoE(MoE):
-    "Experts of `block_sparse_moe`, beside a `shared_mlp` of the layer"
+    "Experts of `block_sparse_moe`, beside an MLP of the layer"
     def __init__(self, c:ModelConfig):
         super().__init__(c, MoENames(router='router.layer'))
-        self.shared = SharedMLP(c, c.moe.shared_size)
+        if self.shared: self.shared = SharedMLP(c, c.moe.shared_size)
 
     def wants(self, dst, src):
         "As `MoE.wants`"
@@ -188,8 +189,8 @@ class SharedMoE(MoE):
         return [named(w) for w in super().wants(dst, src)]
 
     def _shared_wants(self, dst, src):
-        layer = src.removesuffix('block_sparse_moe.')
-        return self.shared.wants(dst+'shared.', layer+'shared_mlp.')
+        if not self.shared: return []
+        return self.shared.wants(dst+'shared.', f'{src.removesuffix("block_sparse_moe.")}mlp.')
 
 # %% ../../../nbs/4_model/12_families.granite.ipynb #07a0ca6e
 class ScaledDecoder(Decoder):

@@ -17,22 +17,21 @@ from pydantic import AliasChoices,BaseModel,ConfigDict,Field
 from ...text.chat import IMAGE_PARTS,check_variables
 from ...ground.core import RequestError
 from ...ground.requests import SamplingParams
-from .base import DONE,Ask,Budget,Ids,Int,NotOfferedError,Writer,blame,format_of,found,ignored,merge_system,read_json,sse,think,validate
+from .base import DONE,OPEN,Ask,Budget,Ids,Int,NotOfferedError,Writer,blame,format_of,found,ignored,merge_system,read_json,sse,think,validate
 from .chunks import ChatAsk,ChatWriter,TextAsk,TextWriter,error_body,usage
 
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #d2ffe418
-_strict = ConfigDict(strict=True, allow_inf_nan=False)
 _Text = Annotated[str, Field(max_length=1<<20)]
 
 class StreamOptions(BaseModel):
     "`stream_options`"
-    model_config = _strict
+    model_config = OPEN
     include_usage: bool|None = None
     continuous_usage_stats: bool|None = None
 
 class StructuredOutputs(BaseModel):
     "`structured_outputs`: what the answer must be like, one of these"
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = OPEN | dict(protected_namespaces=())
     json_: dict[str,Any]|_Text|None = Field(None, alias='json')
     regex: _Text|None = None
     choice: Annotated[list[_Text], Field(min_length=1, max_length=4096)]|None = None
@@ -43,7 +42,7 @@ class StructuredOutputs(BaseModel):
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #f0e39f2d
 class Body(BaseModel):
     "The fields that both completion endpoints have"
-    model_config = _strict | dict(extra='allow')
+    model_config = OPEN
     model: Annotated[str, Field(max_length=512)]|None = None
     stream: bool|None = None
     stream_options: StreamOptions|None = None
@@ -132,7 +131,7 @@ class Message(BaseModel):
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #2052c555
 class Thinking(BaseModel):
     "`thinking` and `reasoning`: how much to think, in other services' words"
-    model_config = _strict
+    model_config = OPEN
     type: Literal['enabled','disabled','auto','adaptive']|None = None
     enabled: bool|None = None
     effort: str|None = None

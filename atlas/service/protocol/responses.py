@@ -13,11 +13,11 @@ import json,time,uuid
 from dataclasses import dataclass,field
 from typing import Annotated,Any,Literal
 from fastcore.basics import patch
-from pydantic import BaseModel,ConfigDict,Field
+from pydantic import BaseModel,Field
 from ...ground.core import RequestError
 from ...ground.requests import SamplingParams
-from ...text.deltas import CallDelta,Delta
-from .base import DONE,Ask,Budget,Choice,Int,NotOfferedError,Usage,Writer,format_of,found,ignored,quote,sse,think,validate
+from ...text.deltas import CallDelta,Choice,Delta
+from .base import DONE,OPEN,Ask,Budget,Int,NotOfferedError,Usage,Writer,format_of,found,ignored,quote,sse,think,validate
 from .chunks import token_logprobs
 from .items import Item,Name,Tool,choose,item_id,keep_item,messages,offered,seal,unseal
 from .openai import Shaped,error_body,unoffered,variables
@@ -29,7 +29,7 @@ _all_ = ['Store','NotStoredError','error_body']
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #ad0c9267
 class Format(BaseModel):
     "What the text of the answer must be"
-    model_config = ConfigDict(strict=True, populate_by_name=True)
+    model_config = OPEN | dict(populate_by_name=True)
     type: Literal['text','json_object','json_schema']
     name: Name|None = None
     description: str|None = None
@@ -38,13 +38,13 @@ class Format(BaseModel):
 
 class Text(BaseModel):
     "`text`"
-    model_config = ConfigDict(strict=True)
+    model_config = OPEN
     format: Format|None = None
     verbosity: Literal['low','medium','high']|None = None
 
 class Reasoning(BaseModel):
     "`reasoning`"
-    model_config = ConfigDict(strict=True)
+    model_config = OPEN
     effort: Literal['none','minimal','low','medium','high','xhigh','max']|None = None
     summary: Literal['auto','concise','detailed']|None = None
     generate_summary: Literal['auto','concise','detailed']|None = None
