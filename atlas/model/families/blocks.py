@@ -195,6 +195,7 @@ class SharedMoE(MoE):
 # %% ../../../nbs/4_model/12_families.granite.ipynb #07a0ca6e
 class ScaledDecoder(Decoder):
     "A decoder whose logits are scaled, by the gain of the norm before them"
+    scales = 'logit_scale',
     def wants(self):
         "As `Decoder.wants`"
         scaled = partial(np.multiply, np.float32(self.c.logit_scale))
