@@ -25,7 +25,6 @@ _moved = dict(  # names of the package when it was flat, by the chapter that has
         'processor',
     service='protocol http metrics log turn service server link worker remote gateway',
     use='llm clients inspect bench bench_decode check timeline bench_server cli')
-_renamed = {'cuda.engine': 'engine.card_stepper'}
 
 class _Namesake(SourceFileLoader):
     "Loads a chapter that is called after one of its modules, and lends it that module's names: `from atlas.engine import Engine`"
@@ -49,7 +48,6 @@ class _Doors:
         if not name.startswith('atlas.'): return None
         old = name.removeprefix('atlas.')
         top = old.partition('.')[0]
-        if old in _renamed: return f'atlas.{_renamed[old]}'
         if top in _moved: return None
         return next((f'atlas.{c}.{old}' for c,names in _moved.items() if top in names.split()), None)
 

@@ -31,7 +31,7 @@ from ..ops import vocabulary as host_words
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #04942746
 def embed(ids, w, scale:float=1.):
-    "Rows `ids` [R] of `w` [vocab, H], times `scale`: [R, H]; zeros for an id outside it"
+    "Rows `ids` [R] of `w` [vocab, H], times `scale`: [R, H]; zeros for an id outside it, of which the twin makes something else"
     return embed_rows(ids, w, scale)
 
 def angles(table:RotaryTable, b):
@@ -152,11 +152,11 @@ def _experts_of_tiles(s, x, w, norm, add, router_gain):
     biases = w.up_bias,w.down_bias
     return experts_many(h, ids, weights, w.up, w.down, w.act, w.limit, *biases, add, s.b.seq)
 
-def moe(s:Step, x, w:MoEWeights, norm:Norm, add=None, router_norm=None):
+def moe(s:Step, x, w:MoEWeights, norm:Norm, add=None, router_gain=None):
     "Routed experts of rows `x` [R, H], weighted, and the shared one, plus `add`: [R, H]"
     if w.shared is not None and not w.joined: add = mlp(s, x, w.shared, norm, add)
     f = _experts_of_tiles if s.b.tiled else _experts_of_rows
-    return f(s, x, w, norm, add, None if router_norm is None else router_norm.gain)
+    return f(s, x, w, norm, add, router_gain)
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #5869786e
 DEFAULTS = Defaults(2048, 1<<15, 64, 'f16', False)

@@ -94,8 +94,7 @@ def _norm(self:GemmaBlock, name:str)->Norm:
 @patch
 def _experts(self:GemmaBlock, r, s):
     "What experts make of the stream `r`, with the gains of its norm and of the MLP's, as `norm_add` wants it"
-    own = Norm(self.moe.router.norm, self._c.norm_eps)
-    y = self.moe(r, self._norm('pre_feedforward_layernorm_2'), s, router_norm=own)
+    y = self.moe(r, self._norm('pre_feedforward_layernorm_2'), s, router_gain=self.moe.router.norm)
     return y,self.post_feedforward_layernorm_2.weight,self.post_feedforward_layernorm_1.weight
 
 @patch
