@@ -136,13 +136,6 @@ def _rotary(rope, device, positions)->RotaryTable|None:
     return RotaryTable(cos, sin, device.upload(mrope_axes(rope.mrope, rope.dim//2).astype(np.int32)))
 
 # %% ../../nbs/4_model/04_model.ipynb #7b9daba3
-def _unscaled(c, taken):
-    "Refuse scales of a description that nobody takes into account"
-    for k in ('residual_scale','logit_scale'):
-        v = getattr(c, k)
-        if v!=1 and k not in taken:
-            raise UnsupportedError(f'{c.family} models with a {k} of {v:g} are not supported', param=k)
-
 class Decoder:
     "A whole model: `forward(batch, cache)` turns rows into logits"
     ignore = () # Patterns of tensors of the checkpoint that are left unread, beside `IGNORE`
@@ -179,6 +172,14 @@ class Decoder:
         attention = dict(attention=self.c.attention, sliding=self.c.sliding)
         self._rotary = {k: _rotary(a.rope, device, max_seq_len) for k,a in attention.items() if a}
         return self
+
+# %% ../../nbs/4_model/04_model.ipynb #5ca1ed01
+def _unscaled(c, taken):
+    "Refuse scales of a description that nobody takes into account"
+    for k in ('residual_scale','logit_scale'):
+        v = getattr(c, k)
+        if v!=1 and k not in taken:
+            raise UnsupportedError(f'{c.family} models with a {k} of {v:g} are not supported', param=k)
 
 # %% ../../nbs/4_model/04_model.ipynb #d819f782
 @patch
