@@ -64,7 +64,10 @@ class BuildPy(build_py):
         out = Path(self.build_lib)/'atlas'
         if not self.editable_mode: shutil.rmtree(out, ignore_errors=True)  # else a deleted kernel lives on in build/ and in the next wheel
         super().run()
-        if self.editable_mode or not archs: return
+        if self.editable_mode: return
+        index = out/'_modidx.py'  # which nbdev-export writes and git ignores: nbdev looks for it wherever Atlas is installed
+        if not index.exists(): index.write_text('d = dict(settings={}, syms={})\n')
+        if not archs: return
         if not (nvcc := find_nvcc()): return print('no nvcc: kernels are shipped as source and compiled when they are first loaded', file=sys.stderr)
         inc = (out/'kernels').resolve()
         todo,n = variants(inc),os.cpu_count()

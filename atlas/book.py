@@ -139,7 +139,9 @@ def rooms(folder):
 
 def handed_on(folder):
     "Modules of a chapter that other chapters import"
-    return {m for p in pages() if p.chapter not in ('', folder) for m in p.imports}
+    of = {p.module: p.chapter for p in pages()}
+    others = [p for p in pages() if p.chapter not in ('', folder)]
+    return {m for p in others for m in p.imports if of.get(m)==folder}
 
 # %% ../nbs/00_book.ipynb #38008f72
 def heights(cols, needs):

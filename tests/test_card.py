@@ -4,7 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from atlas.engine.cache import KVCache
 from atlas.ground.config import PRESETS
-from atlas.ground.core import ConfigError,RequestError
+from atlas.ground.core import RequestError
 from atlas.engine.card_stepper import CardStepper,StepShape
 from atlas.card.device import Host
 from atlas.card.emulator import Emulator,find_cxx
@@ -336,9 +336,9 @@ def test_fewer_bits(how):
     assert len(small.generate(ids, p).token_ids)==4
 
 def test_unknown_formats_are_refused():
-    from atlas import LLM
+    from atlas import AtlasError,LLM
     for k in ('quantization','lm_head_dtype','kv_cache_dtype'):
-        with pytest.raises(ConfigError, match='int3'): LLM(str(DATA/'smollm2-tied'), Emulator(), max_seq_len=128, max_num_seqs=1, **{k:'int3'})
+        with pytest.raises(AtlasError, match='int3'): LLM(str(DATA/'smollm2-tied'), Emulator(), max_seq_len=128, max_num_seqs=1, **{k:'int3'})
 
 def test_launches_of_a_layer():
     "Whatever the family, a layer of a decode step is at most ten launches"

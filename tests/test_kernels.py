@@ -68,13 +68,13 @@ def test_checkout_holds_no_machine_code(): assert not [*(root/'kernels').rglob('
 
 # The wheel
 
-def build(tmp, listed=None, only=None, fails=False, **env):
+def build(tmp, listed=None, only=None, ignored=(), fails=False, **env):
     "Run the wheel's build step on a copy of the tree, with `listed` as its variants and `only` some kernels; returns the kernels folder it makes and what it said"
     env = dict(ATLAS_CUBINS=None)|env
     pytest.importorskip('setuptools')
     tree = tmp/'tree'
     for f in ('setup.py','settings.ini','pyproject.toml'): tree.mkdir(exist_ok=True); shutil.copy(root/f, tree)
-    for d in ('atlas','kernels'): shutil.copytree(root/d, tree/d, ignore=shutil.ignore_patterns('__pycache__'), dirs_exist_ok=True)
+    for d in ('atlas','kernels'): shutil.copytree(root/d, tree/d, ignore=shutil.ignore_patterns('__pycache__', *ignored), dirs_exist_ok=True)
     for p in (tree/'kernels').glob('*.cu'):
         if only and p.stem not in only: p.unlink()
     if listed is not None: (tree/'kernels'/'variants.json').write_text(json.dumps(listed))
@@ -95,6 +95,14 @@ def test_wheel_without_nvcc(tmp_path):
     (tmp_path/'empty').mkdir()
     out,said = build(tmp_path, PATH=str(tmp_path/'empty'), CUDA_HOME=str(tmp_path/'empty'), ATLAS_CUDA_ARCHS=None)
     assert files(out)==sources and 'no nvcc' in said
+
+def test_a_wheel_of_a_fresh_clone_has_what_it_advertises(tmp_path):
+    "nbdev's index of the names is made by nbdev-export and is in no clone; metadata that leads nowhere would be worse than an empty one"
+    assert "nbdev=['atlas=atlas._modidx:d']" in (root/'setup.py').read_text()
+    out,_ = build(tmp_path, ATLAS_CUDA_ARCHS='', ignored=('_modidx.py',))
+    ns = {}
+    exec((out.parent/'_modidx.py').read_text(), ns)
+    assert not ns['d']['syms']
 
 def test_wheel_says_what_takes_so_long(tmp_path):
     "In the log, and in the terminal of whoever waits: pip shows nothing of a build"

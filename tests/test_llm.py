@@ -1,6 +1,7 @@
 "The door and the engine behind it: calls that overlap, calls that are left half-way, and everything that must be refused. On the checkpoints of tests/data."
 import json,shutil,tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 import numpy as np, pytest
@@ -124,19 +125,58 @@ def test_bad_options(name, value):
     with pytest.raises(AtlasError) as e: load(**{name:value})
     assert isinstance(e.value, OutOfMemoryError) or e.value.param==name
 
-def test_a_cache_that_cannot_fit_is_refused_before_the_weights_are_read(monkeypatch):
-    import atlas.use.llm
-    monkeypatch.setattr(atlas.use.llm, 'load_model', lambda *_: pytest.fail('loaded'))
-    with pytest.raises(OutOfMemoryError): load(kv_cache_memory=1000)
+def test_options_are_those_of_who_takes_them():
+    "What `EngineConfig` may be told is said on its own page, which is before all of theirs"
+    from dataclasses import fields
+    from atlas.cuda.pack import REQUANTIZED
+    from atlas.cuda.vocabulary import KV_FORMATS
+    from atlas.ground.options import EngineConfig
+    from atlas.ground.weights import WEIGHTS
+    from atlas.ops.linear import TILE
+    said = {f.name:f.metadata for f in fields(EngineConfig) if f.metadata}
+    assert said['weights']['words']==tuple(WEIGHTS) and said['kv_cache_dtype']['words']==KV_FORMATS
+    assert {*said['quantization']['words']}=={*said['lm_head_dtype']['words']}=={*REQUANTIZED}
+    assert said['chunk']['step']==TILE and f'a multiple of {TILE}' in said['chunk']['help']
+    for k,m in said.items():
+        if k!='lm_head_dtype': assert all(w in m['help'] for w in m['words']), k
 
-def test_a_cache_beyond_the_host(monkeypatch):
+def test_a_broken_preset_stops_nobody_else(monkeypatch):
+    "Models that are here, real, made up or looked at, and names of the hub"
+    from atlas.ground import config,opening
+    from atlas.ground.options import EngineConfig
+    from atlas.use.inspect import look
+    def broken(*_): raise RequestError('llama.toml is not valid TOML')
+    monkeypatch.setattr(config, 'PRESETS', config.Presets('atlas.model.families', broken))
+    monkeypatch.setattr(opening, 'PRESETS', config.PRESETS)
+    here = str(data/'smollm2-tied')
+    assert load().config==LLM(here, device='cpu', load_format='dummy').config==look(here, on=[]).config
+    assert not opening.is_shape('demo') and not opening.is_shape('Qwen/Qwen3-8B')
+    with pytest.raises(RequestError, match='not valid TOML'): opening.open_model(EngineConfig('qwen3-8b'))
+
+class Read(Exception):
+    "Weights were read"
+
+@pytest.fixture
+def no_weights(monkeypatch):
+    "A context in which whoever loads a model's weights gets a `Read`; what fits gets there"
+    def refuse(*args, **kw): raise Read
+    @contextmanager
+    def within():
+        with monkeypatch.context() as m:
+            m.setitem(LLM._load.__globals__, 'load_model', refuse)
+            with pytest.raises(Read): load()
+            yield
+    return within
+
+def test_a_cache_that_cannot_fit_is_refused_before_the_weights_are_read(no_weights):
+    with no_weights(), pytest.raises(OutOfMemoryError): load(kv_cache_memory=1000)
+
+def test_a_cache_beyond_the_host(monkeypatch, no_weights):
     "What is asked for and needed has to be free; what is asked for and not needed is not made"
-    import atlas.use.llm
     whole = load(kv_cache_memory=1<<42).cache
     assert whole.pool.num_blocks==8*16
     monkeypatch.setattr(Host, 'memory', lambda self: Memory(1<<30, whole.nbytes-1))
-    with monkeypatch.context() as m:
-        m.setattr(atlas.use.llm, 'load_model', lambda *_: pytest.fail('loaded'))
+    with no_weights():
         with pytest.raises(OutOfMemoryError, match='The cache was to have') as e: load(kv_cache_memory=1<<42)
     assert e.value.param=='kv_cache_memory' and e.value.hint
     assert 16<=load().cache.pool.num_blocks<8*16*.4+1

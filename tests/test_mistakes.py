@@ -4,8 +4,10 @@ from dataclasses import replace
 from functools import partial
 import numpy as np, pytest
 from atlas import LLM
-from atlas.ground.config import RopeConfig
+from atlas.ground.config import ModelConfig,PRESETS,RopeConfig
+from atlas.ground.core import UnsupportedError
 from atlas.ground.weights import open_checkpoint
+from atlas.model.model import build
 from helpers.reference import TOL,Run,data,drafts,error,having,model,mtp,refs,rewritten,seen
 
 def far(got, want):
@@ -60,6 +62,13 @@ CHANGES = {
     'qwen3-vl-moe': [moe(renormalise=False)]}
 
 def pairs(table): return pytest.mark.parametrize('name,wrong', [pytest.param(n, f, id=f'{n}-{i}') for n,fs in table.items() for i,f in enumerate(fs)])
+
+@pytest.mark.parametrize('key', ('residual_scale','logit_scale'))
+def test_a_scale_that_a_family_ignores_is_refused(key):
+    with pytest.raises(UnsupportedError) as e: build(replace(ModelConfig.preset('llama-3.1-8b'), **{key:.1}))
+    assert e.value.param==key
+    granite = next(n for n in PRESETS if n.startswith('granite'))
+    assert build(replace(ModelConfig.preset(granite), **{key:.1}))
 
 @pairs(CHANGES)
 def test_of_the_config(name, wrong):

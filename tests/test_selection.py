@@ -26,6 +26,25 @@ def test_a_kernel_has_the_pages_that_launch_it():
     assert any(p.endswith('cuda.gemv') for p in pages.roots_of('kernels/gemv.cu'))
     assert pages.roots_of('LICENSE')==set() and pages.roots_of('tests/test_cli.py')=={'tests/test_cli.py'}
 
+DATA = {'atlas/model/families/granite.toml': {'families.granite','presets','config'}, 'atlas/service/static/chat.html': {'server','tests/test_page.py'},
+    'atlas/__init__.py': {'tests/test_repo.py'}, 'atlas/engine/engine.py': {'engine'}, 'kernels/variants.json': {'variants','tests/test_kernels.py'},
+    'tests/data/smollm2-tied/ref.npz': {'tests/helpers/reference.py','tests/test_llm.py'}, 'tests/gpu/demo.py': {'tests/test_gpu_scripts.py'},
+    'setup.py': {'tests/test_kernels.py'}, 'settings.ini': {'tests/test_repo.py'}, '.ci/run': {'tests/test_repo.py'}, 'nbs/8_use/decode_h200.json': {'bench_decode'}}
+
+@pytest.mark.parametrize('path', DATA)
+def test_data_has_those_who_read_it(path):
+    assert DATA[path]<={pages.short(p) for p in pages.roots_of(path)}
+
+def test_every_file_has_a_test():
+    "But for what nothing reads; and what is unknown is told"
+    files = subprocess.run(['git','ls-files'], cwd=pages.ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert {f for f in files if not pages.roots_of(f)}=={'LICENSE','tests/long/README.md','tests/long/soak.py'}
+
+def test_changed_files_that_no_test_reads_are_told(monkeypatch):
+    monkeypatch.setattr(pages, 'changed', lambda commit: ['LICENSE','setup.py'])
+    def header(commit): return pages.pytest_report_header(SimpleNamespace(option=SimpleNamespace(changed=commit)))
+    assert header('HEAD').endswith(': LICENSE') and header(None) is None
+
 def test_durations_come_back(tmp_path):
     "What takes no time is not listed"
     durations.write({'tests/a.py::x[1::2]': 20.04, 'tests/a.py::y': .01, 'tests/b.py::z': .5}, tmp_path/'d.json')

@@ -10,7 +10,7 @@ __all__ = ['plan', 'gemv', 'pair_bias', 'embed', 'rmsnorm']
 # %% ../../nbs/3_ops/linear/12_cuda.gemv.ipynb #37d37d52
 import functools
 import numpy as np
-from fastcore.basics import first,patch
+from fastcore.basics import patch
 from ..card.card import card_of,limits,run
 from ..ground.core import ConfigError
 from .pack import CardFormat,Packed,row_order

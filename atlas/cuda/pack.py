@@ -7,7 +7,7 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/linear/cuda.pack.html.md"""
 # %% auto #0
 __all__ = ['CARD_FORMATS', 'KEPT', 'REQUANTIZED', 'e2m1_words', 'words_e2m1', 'int4_words', 'words_int4', 'f16_to_f32',
            'f32_to_f16', 'int4_records', 'int4_scales', 'int4_zeros', 'int4_parts', 'CardFormat', 'Packed', 'row_order',
-           'pack', 'unpack', 'can_join', 'join', 'requantize', 'packer', 'invented']
+           'pack', 'unpack', 'can_join', 'join', 'card_format', 'requantize', 'packer', 'invented']
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #36c054d2
 import numpy as np
@@ -407,6 +407,14 @@ def join(
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #8135cc79
 REQUANTIZED = tuple(f.fmt for f in CARD_FORMATS.values() if f.anew) # Formats in which projections can be stored anew
 
+def card_format(
+    fmt:str, # Of a file
+    anew:str|None=None, # Of `REQUANTIZED`: for tensors that take more bits on a card
+)->CardFormat:
+    "As what a card keeps a tensor that a file has in `fmt`"
+    own = KEPT.get(fmt, CARD_FORMATS['f16'])
+    return CARD_FORMATS[anew] if anew and own.bits>CARD_FORMATS[anew].anew else own
+
 def requantize(
     q, # As `pack`'s
     card, # Device that gets it
@@ -447,8 +455,7 @@ class packer:
 
     def invent(self, w:Want, fmt:str)->Packed:
         "Random numbers in place of a tensor in `fmt`"
-        f,anew = KEPT.get(fmt, CARD_FORMATS['f16']),self.anew(w)
-        if anew not in (None,f.fmt): f = CARD_FORMATS[anew]
+        f = card_format(fmt, self.anew(w))
         with self.card.use(): return invented(self.card, w.shape, f, w.pair, crc32(w.name.encode()))
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #4dfd6a7f
@@ -462,7 +469,7 @@ def _paired(w, a):
 def _wider(q, fmt):
     "Would `q` shrink?"
     pieces = q.parts if isinstance(q.parts, list) else [q]
-    return all(8*p.nbytes/np.prod(p.shape)>CARD_FORMATS[fmt].anew for p in pieces)
+    return all(card_format(p.fmt, fmt)!=card_format(p.fmt) for p in pieces)
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #f054c3a2
 def _noise(card, f, seed, std, n=1<<19):

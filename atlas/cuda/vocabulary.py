@@ -23,7 +23,7 @@ from .flash import flash
 from .gemm import gemm,units
 from .gemv import embed as embed_rows,gemv,rmsnorm as norm_rows
 from .mamba import mamba_step
-from .pack import CARD_FORMATS,KEPT,Packed,REQUANTIZED,can_join,join,packer
+from .pack import Packed,REQUANTIZED,can_join,card_format,join,packer
 from .scan import delta_many,mamba_many
 from ..ops.vocabulary import AttentionWeights,DeltaWeights,MLPWeights,MambaWeights,MoEWeights
 from ..ops.vocabulary import Defaults,GroupNorm,Matrix,Norm,RotaryTable,Step
@@ -31,7 +31,7 @@ from ..ops import vocabulary as host_words
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #04942746
 def embed(ids, w, scale:float=1.):
-    "Rows `ids` [R] of `w` [vocab, H], times `scale`: [R, H]; zeros for an id outside it"
+    "Rows `ids` [R] of `w` [vocab, H], times `scale`: [R, H]; zeros for an id outside it, of which the twin makes something else"
     return embed_rows(ids, w, scale)
 
 def angles(table:RotaryTable, b):
@@ -152,11 +152,11 @@ def _experts_of_tiles(s, x, w, norm, add, router_gain):
     biases = w.up_bias,w.down_bias
     return experts_many(h, ids, weights, w.up, w.down, w.act, w.limit, *biases, add, s.b.seq)
 
-def moe(s:Step, x, w:MoEWeights, norm:Norm, add=None, router_norm=None):
+def moe(s:Step, x, w:MoEWeights, norm:Norm, add=None, router_gain=None):
     "Routed experts of rows `x` [R, H], weighted, and the shared one, plus `add`: [R, H]"
     if w.shared is not None and not w.joined: add = mlp(s, x, w.shared, norm, add)
     f = _experts_of_tiles if s.b.tiled else _experts_of_rows
-    return f(s, x, w, norm, add, None if router_norm is None else router_norm.gain)
+    return f(s, x, w, norm, add, router_gain)
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #5869786e
 DEFAULTS = Defaults(2048, 1<<15, 64, 'f16', False)
@@ -172,9 +172,9 @@ def _packed_bytes(t, anew):
     "Bytes of the tensor `t` on a card, stored anew in the format `anew` if that is smaller"
     n = math.prod(t.shape)
     if len(t.shape)<2: return 4*n
-    own = 2*n
-    if t.fmt in KEPT: own = max(t.nbytes, int(n*KEPT[t.fmt].bits/8)) # a file's groups may be larger
-    return min(own, int(n*CARD_FORMATS[anew].bits/8)) if anew in REQUANTIZED else own
+    f = card_format(t.fmt, anew if anew in REQUANTIZED else None)
+    held = int(n*f.bits/8)
+    return max(t.nbytes, held) if t.fmt in f.stored else held # a file's groups may be larger
 
 def weight_bytes(
     tensors:dict, parts, packed:bool=False, quantization:str|None=None, head:str|None=None)->int:

@@ -50,10 +50,12 @@ class Keys(dict):
     def __getitem__(self, key): self.seen.add(self.path+key); return super().__getitem__(key)
     def __contains__(self, key): self.seen.add(self.path+key); return super().__contains__(key)
 
-    def like(self, d)->'Keys': "The keys of `d`, noted where these are"; return Keys(d, self.seen,
-        self.path)
-    def given(self)->'Keys': "Without those that are null"; return self.like({k:v for k,
-        v in self.items() if v is not None})
+    def like(self, d)->'Keys':
+        "The keys of `d`, noted where these are"
+        return Keys(d, self.seen, self.path)
+    def given(self)->'Keys':
+        "Without those that are null"
+        return self.like({k:v for k,v in self.items() if v is not None})
     def __or__(self, d): return self.like({**self, **d})
     def __ror__(self, d): return self.like({**d, **self})
 

@@ -244,9 +244,9 @@ def weights(self:MoE)->MoEWeights:
     return MoEWeights(self.config, r, e.gate_up_proj, e.down_proj, c.act, c.act_limit, *more, *biases, shared, self.joined, self.then)
 
 @patch
-def __call__(self:MoE, x, norm, s:Step, add=None, router_norm=None):
-    "As `Attention`; the router sees the rows normed by `router_norm`, where that is another"
-    return s.ops.moe(s, x, self.weights(), norm, add, router_norm)
+def __call__(self:MoE, x, norm, s:Step, add=None, router_gain=None):
+    "As `Attention`; the router sees the rows normed with `router_gain`, where that is another"
+    return s.ops.moe(s, x, self.weights(), norm, add, router_gain)
 
 # %% ../../nbs/4_model/01_layers.ipynb #5d6fac09
 @dataclass(frozen=True)

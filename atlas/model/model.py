@@ -13,7 +13,7 @@ import numpy as np
 from dataclasses import dataclass
 from fastcore.basics import patch
 from ..ground.config import ModelConfig,family_of
-from ..ground.core import RequestError
+from ..ground.core import RequestError,UnsupportedError
 from ..ground.files import same_bytes
 from ..ground.opening import made_up
 from ..ground.weights import IGNORE,Want,load
@@ -139,7 +139,9 @@ def _rotary(rope, device, positions)->RotaryTable|None:
 class Decoder:
     "A whole model: `forward(batch, cache)` turns rows into logits"
     ignore = () # Patterns of tensors of the checkpoint that are left unread, beside `IGNORE`
+    scales = () # Of 'residual_scale' and 'logit_scale', those that this kind of decoder multiplies by; others must be 1
     def __init__(self, c:ModelConfig, layers:list, mtp=None, vision=None):
+        _unscaled(c, self.scales)
         self.c,self.layers,self._mtp,self._vision = c,layers,mtp,vision
     def __repr__(self): return f'Decoder({self.c.name or self.c.family}: {len(self.layers)} layers, {self.c.num_params:,} weights)'
 
@@ -170,6 +172,14 @@ class Decoder:
         attention = dict(attention=self.c.attention, sliding=self.c.sliding)
         self._rotary = {k: _rotary(a.rope, device, max_seq_len) for k,a in attention.items() if a}
         return self
+
+# %% ../../nbs/4_model/04_model.ipynb #5ca1ed01
+def _unscaled(c, taken):
+    "Refuse scales of a description that nobody takes into account"
+    for k in ('residual_scale','logit_scale'):
+        v = getattr(c, k)
+        if v!=1 and k not in taken:
+            raise UnsupportedError(f'{c.family} models with a {k} of {v:g} are not supported', param=k)
 
 # %% ../../nbs/4_model/04_model.ipynb #d819f782
 @patch

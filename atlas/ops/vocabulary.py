@@ -49,7 +49,7 @@ def embed(
     w, # The embedding, [vocab, H]
     scale:float=1., # Of the result
 ): # [R, H]
-    "Rows `ids` of `w`, times `scale`"
+    "Rows `ids` of `w`, times `scale`; ids are rows of `w`: of others a card makes zeros, and this an error, or a row from the end"
     x = embedding(ids, w)
     return x if scale==1 else x*np.float32(scale)
 
@@ -270,11 +270,12 @@ def moe(
     w:MoEWeights,
     norm:Norm, # Of the rows
     add=None, # [R, H]: added to the result
-    router_norm=None, # `Norm` of what the router sees, where it is another
+    router_gain=None, # Gain of the norm of what the router sees, where it is another
 ): # [R, H]
     "Routed experts, weighted, and the shared one (Shazeer et al. 2017)"
     h = normed(x, *norm)
-    ids,weights = _picks(s, h if router_norm is None else normed(x, *router_norm), w)
+    seen = h if router_gain is None else normed(x, router_gain, norm.eps)
+    ids,weights = _picks(s, seen, w)
     if s.routes is not None: s.routes.append((ids,weights))
     real = s.b.slots>=0 if s.b.tiled else None  # padding picks experts too, and nobody wants their answer
     biases = w.up_bias,w.down_bias

@@ -11,7 +11,7 @@ __all__ = ['Policy', 'open_text', 'Served', 'Model', 'Models', 'Gateway', 'names
 import asyncio,ctypes,json,logging,os,signal,sys,threading,time
 from contextlib import contextmanager,suppress
 from contextvars import Context
-from dataclasses import dataclass,field
+from dataclasses import dataclass
 from pathlib import Path
 from fastcore.basics import patch
 import uvicorn

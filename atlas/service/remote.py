@@ -10,7 +10,7 @@ __all__ = ['COMMAND', 'Wire', 'Stream', 'RemoteRunner', 'unavailable', 'Child', 
 # %% ../../nbs/7_service/16_remote.ipynb #5a225b14
 import asyncio,itertools,os,signal,socket,subprocess,sys,threading,time
 from fastcore.basics import patch
-from ..ground.core import AtlasError,EngineError,QueueFullError,RequestError
+from ..ground.core import AtlasError,QueueFullError,RequestError
 from ..ground.requests import Event
 from .link import Frames,LinkError,frame,pack_images,pack_request,unpack_error,unpack_event
 from .turn import UnavailableError

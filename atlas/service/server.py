@@ -33,7 +33,7 @@ from .protocol.chunks import error_body
 from ..ground.requests import check_ids
 from ..text.sandbox import asker
 from .service import Service,packed
-from .turn import EventStream,Turn,UnavailableError,Unless,events,gone,whole
+from .turn import EventStream,Turn,Unless,events,gone,whole
 
 # %% ../../nbs/7_service/13_server.ipynb #3824991e
 async def read_body(

@@ -12,7 +12,6 @@ __all__ = ['Pace', 'serve_nothing', 'paced', 'work_for_nothing', 'post', 'read_a
 import argparse,json,os,re,selectors,socket,statistics,subprocess,sys,time
 from dataclasses import asdict,dataclass
 from pathlib import Path
-from fastcore.basics import patch
 from ..text.chat import ChatTemplate
 from ..ground.core import EngineError
 from ..ground.requests import Event

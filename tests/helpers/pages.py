@@ -6,6 +6,7 @@
 
 The map is what stands in the imports: of notebooks, of test files, and of what these run in other processes."""
 import functools,json,re,subprocess
+from fnmatch import fnmatchcase
 from pathlib import Path
 import pytest
 
@@ -67,11 +68,15 @@ def users(roots, far=False):
         todo += [p for p in new if far or p.startswith('tests/helpers/')]
     return found
 
+@functools.cache
+def includes():
+    "For every file below kernels/ that is compiled, what it includes"
+    return {p.relative_to(ROOT/'kernels').as_posix(): set(re.findall(r'#include\s+[<"]([^>"]+)', p.read_text())) for p in (ROOT/'kernels').rglob('*.*') if p.suffix in ('.cu','.cuh','.h')}
+
 def kernels(path):
     "Names of the kernels that a file below kernels/ goes into"
-    includes = {p.relative_to(ROOT/'kernels').as_posix(): set(re.findall(r'#include\s+[<"]([^>"]+)', p.read_text())) for p in (ROOT/'kernels').rglob('*.*') if p.suffix in ('.cu','.cuh','.h')}
-    found = {path.removeprefix('kernels/')} if not path.startswith('kernels/emulator/') else set(includes)  # every kernel is compiled with those
-    while new := {p for p,names in includes.items() if names&found}-found: found |= new
+    found = {path.removeprefix('kernels/')} if not path.startswith('kernels/emulator/') else set(includes())  # every kernel is compiled with those
+    while new := {p for p,names in includes().items() if names&found}-found: found |= new
     return {Path(p).stem for p in found if p.endswith('.cu')}
 
 def pages_of(name):
@@ -79,18 +84,46 @@ def pages_of(name):
     if found := [p for p in texts() if name in (p,short(p)) or makers().get(name)==p]: return found
     raise pytest.UsageError(f'there is no page {name!r}. There are: {", ".join(p for p in sorted(texts()) if not p.endswith(".py"))}')
 
+def named_in(folder, *words):
+    "Pages or test files below `folder` that have one of `words` in quotes"
+    return {f for f,t in texts().items() if f.startswith('tests/')==(folder=='tests') for w in words if f"'{w}'" in t or f'"{w}"' in t}
+
+# Files that no import names, by pattern -> modules whose pages read them, and test files that do
+READ = {'atlas/model/families/*.toml': ('ground.presets','ground.config'),
+    'atlas/service/static/*': ('service.server','tests/test_cli.py','tests/test_http.py','tests/test_page.py'),
+    'atlas/*.py': ('tests/test_repo.py',),
+    'kernels/variants.json': ('card.variants','tests/test_kernels.py','tests/test_memory.py'), 'kernels/*': ('tests/test_kernels.py','tests/test_repo.py'),
+    'tests/data/*': ('tests/helpers/reference.py',), 'tests/gpu/*': ('tests/test_gpu_scripts.py',), 'tests/durations.json': ('tests/test_selection.py',),
+    'setup.py': ('tests/test_kernels.py','tests/test_repo.py'), 'settings.ini': ('tests/test_kernels.py','tests/test_repo.py'),
+    **dict.fromkeys(('.ci/*','pyproject.toml','_quarto.yml','README.md','.gitignore'), ('tests/test_repo.py',))}
+
+def readers(path):
+    "Pages and test files that read a file which nothing imports"
+    p,names = Path(path),next((names for pattern,names in READ.items() if fnmatchcase(path, pattern)), ())
+    family = (f'model.families.{p.stem}',)*path.startswith('atlas/model/families/')
+    found = {makers().get(n, n) for n in (*names,*family)}&set(texts())
+    if path.startswith('tests/data/'): found |= named_in('tests', p.parts[2])
+    if path.startswith('nbs/'): found |= named_in('nbs', p.name)
+    return found
+
 def roots_of(path):
-    "Pages and test files that a changed file is a part of"
+    "Pages and test files that a changed file is a part of, or that read it"
     p = Path(path)
     if path.startswith('nbs/') and p.suffix=='.ipynb': return {page_name(ROOT/p)}&set(texts())
-    if path.startswith('atlas/') and p.suffix=='.py': return {makers()[m] for m in ['.'.join(p.with_suffix('').parts[1:])] if m in makers()}
-    if path.startswith('kernels/'): return {f for f,t in texts().items() for k in kernels(path) if f"'{k}'" in t}
-    return {path}&set(texts())
+    own = '.'.join(p.with_suffix('').parts[1:])
+    if path.startswith('atlas/') and p.suffix=='.py' and own in makers(): return {makers()[own]}
+    if own := {f for f,t in texts().items() for k in kernels(path) if f"'{k}'" in t} if path.startswith('kernels/') else {path}&set(texts()): return own
+    return readers(path)
 
 def changed(commit):
     "Files that differ from `commit`, new ones included"
     def git(*args): return subprocess.run(['git', *args], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     return git('diff', '--name-only', commit)+git('ls-files', '--others', '--exclude-standard')
+
+def pytest_report_header(config):
+    "What has changed, and no test is known to read"
+    commit = config.option.changed
+    if unknown := [p for p in changed(commit) if not roots_of(p)] if commit else []: return f'changed, and read by no test that is known: {", ".join(unknown)}'
 
 def wanted(config):
     "Pages and files whose tests are asked for; None: all"

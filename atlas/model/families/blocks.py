@@ -94,8 +94,7 @@ def _norm(self:GemmaBlock, name:str)->Norm:
 @patch
 def _experts(self:GemmaBlock, r, s):
     "What experts make of the stream `r`, with the gains of its norm and of the MLP's, as `norm_add` wants it"
-    own = Norm(self.moe.router.norm, self._c.norm_eps)
-    y = self.moe(r, self._norm('pre_feedforward_layernorm_2'), s, router_norm=own)
+    y = self.moe(r, self._norm('pre_feedforward_layernorm_2'), s, router_gain=self.moe.router.norm)
     return y,self.post_feedforward_layernorm_2.weight,self.post_feedforward_layernorm_1.weight
 
 @patch
@@ -195,6 +194,7 @@ class SharedMoE(MoE):
 # %% ../../../nbs/4_model/12_families.granite.ipynb #07a0ca6e
 class ScaledDecoder(Decoder):
     "A decoder whose logits are scaled, by the gain of the norm before them"
+    scales = 'logit_scale',
     def wants(self):
         "As `Decoder.wants`"
         scaled = partial(np.multiply, np.float32(self.c.logit_scale))

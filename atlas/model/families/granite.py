@@ -130,7 +130,7 @@ def build(c:ModelConfig):
     from atlas.model.families.blocks import ScaledDecoder,SharedMLP,SharedMoE
     from atlas.model.layers import Attention,Block,Half,Mamba
     m = c.residual_scale
-    divided = replace(c, embed_scale=c.embed_scale/m, norm_eps=c.norm_eps/m**2)
+    divided = replace(c, embed_scale=c.embed_scale/m, norm_eps=c.norm_eps/m**2, residual_scale=1.)
     def layer(i):
         "A mixer and a feed-forward half"
         mixer = (Mamba(c, i),'mamba') if c.mixers[i]=='mamba' else (Attention(c, i),'self_attn')

@@ -17,8 +17,8 @@ from pydantic import AliasChoices,BaseModel,ConfigDict,Field
 from ...text.chat import IMAGE_PARTS,check_variables
 from ...ground.core import RequestError
 from ...ground.requests import SamplingParams
-from .base import DONE,OPEN,Ask,Budget,Ids,Int,NotOfferedError,Writer,blame,format_of,found,ignored,merge_system,read_json,sse,think,validate
-from .chunks import ChatAsk,ChatWriter,TextAsk,TextWriter,error_body,usage
+from .base import OPEN,Ask,Budget,Ids,Int,NotOfferedError,Writer,format_of,found,ignored,merge_system,read_json,think,validate
+from .chunks import ChatAsk,ChatWriter,TextAsk,TextWriter
 
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #d2ffe418
 _Text = Annotated[str, Field(max_length=1<<20)]

@@ -17,10 +17,10 @@ from pydantic import BaseModel,Field
 from ...ground.core import RequestError
 from ...ground.requests import SamplingParams
 from ...text.deltas import CallDelta,Choice,Delta
-from .base import DONE,OPEN,Ask,Budget,Int,NotOfferedError,Usage,Writer,format_of,found,ignored,quote,sse,think,validate
-from .chunks import token_logprobs
+from .base import DONE,OPEN,Ask,Budget,Int,NotOfferedError,Usage,Writer,format_of,ignored,quote,sse,think,validate
+from .chunks import error_body,token_logprobs
 from .items import Item,Name,Tool,choose,item_id,keep_item,messages,offered,seal,unseal
-from .openai import Shaped,error_body,unoffered,variables
+from .openai import Shaped,unoffered,variables
 from .stored import NotStoredError,PreviousResponseError,Record,Store
 
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #d8e72543
