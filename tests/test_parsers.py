@@ -204,7 +204,7 @@ def test_what_granite_writes_is_read():
     tools,thinks = default_parsers(SimpleNamespace(family='granite'), GRANITE4)
     text = said.partition('<|end_of_role|>')[2].partition('<|end_of_text|>')[0]
     r = parse_tools(tools, text)
-    assert (thinks,r.content,[(t.name,json.loads(t.arguments)) for t in r.tool_calls])==(
+    assert (thinks,r.content,[(t.name,json.loads(t.arguments)) for t in r.calls])==(
         None, None, [('add', dict(a=1, b='</x>'))])
 
 @pytest.mark.parametrize('family,template,want', [('gptoss','',('openai','openai_gptoss')), ('gemma','',('gemma4','gemma4')), ('minimax','',('minimax_m2','minimax_m2')),

@@ -371,10 +371,10 @@ async def test_the_text_side_is_read_again():
     async with running(m) as ms:
         assert await ok(ms)
         m.child.kill()
-        await until(lambda: m.restarts==1 and m.state=='loaded')
+        await happens(lambda: m.restarts==1 and m.state=='loaded')
         assert await ok(ms) and len(reads)==1
         await ms.unload(m.name)
-        await until(lambda: m.state=='unloaded')
+        await happens(lambda: m.state=='unloaded')
         assert m.side is None and await ok(ms) and len(reads)==2
 
 @running_test

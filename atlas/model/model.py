@@ -140,6 +140,7 @@ class Decoder:
     "A whole model: `forward(batch, cache)` turns rows into logits"
     ignore = () # Patterns of tensors of the checkpoint that are left unread, beside `IGNORE`
     scales = () # Of 'residual_scale' and 'logit_scale', those that this kind of decoder multiplies by; others must be 1
+    unit = 1. # What the stream is kept divided by
     def __init__(self, c:ModelConfig, layers:list, mtp=None, vision=None):
         _unscaled(c, self.scales)
         self.c,self.layers,self._mtp,self._vision = c,layers,mtp,vision
@@ -199,7 +200,7 @@ def embed(self:Decoder, b:Batch):
 def trunk(self:Decoder,
     b:Batch, # The step
     cache, # `cache.kv[i]`, `cache.conv[i]`, `cache.rec[i]` are layer i's pools, written in place
-    tap=None, # `tap(i, x)` sees each layer's output, [R, H]
+    tap=None, # `tap(i, x)` sees the stream after each layer, [R, H]
     routes:list|None=None, # Collects (ids, weights) of each experts layer
 ): # [R, H] float32
     "The residual stream after the last layer"
@@ -208,7 +209,7 @@ def trunk(self:Decoder,
         for i,l in enumerate(self.layers):
             x = l(x, s)
             if b.patches and i<len(b.patches[2]): x[b.patches[0]] += b.patches[2][i]
-            if tap: tap(i, x)
+            if tap: tap(i, x if self.unit==1 else x*np.float32(self.unit))
     return x
 
 # %% ../../nbs/4_model/04_model.ipynb #b75b9354

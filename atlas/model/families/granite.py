@@ -137,4 +137,6 @@ def build(c:ModelConfig):
         ffn = (SharedMoE(c),'block_sparse_moe') if c.moe else (SharedMLP(c),'mlp')
         seq = Half(mixer[0], 'mixer', mixer[1], 'input_layernorm')
         return Block(divided, seq, Half(ffn[0], 'mlp', ffn[1], 'post_attention_layernorm'))
-    return ScaledDecoder(divided, [layer(i) for i in range(c.num_layers)])
+    decoder = ScaledDecoder(divided, [layer(i) for i in range(c.num_layers)])
+    decoder.unit = m
+    return decoder
