@@ -27,7 +27,7 @@ def test_layers(name):
     r,seen,m = refs[name],[],model(name)
     Run(m).prefill(r['ids'], tap=lambda i,x: seen.append(x.reshape(-1, x.shape[-1])[r['rows']].copy()))
     assert len(seen)==len(r['layers'])
-    errs = [error(a, b) for a,b in zip(seen, r['layers'])]
+    errs = [error(a*np.float32(m.unit), b) for a,b in zip(seen, r['layers'])]
     assert max(errs)<TOL, errs
 
 @each()

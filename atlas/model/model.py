@@ -200,7 +200,7 @@ def embed(self:Decoder, b:Batch):
 def trunk(self:Decoder,
     b:Batch, # The step
     cache, # `cache.kv[i]`, `cache.conv[i]`, `cache.rec[i]` are layer i's pools, written in place
-    tap=None, # `tap(i, x)` sees the stream after each layer, [R, H]
+    tap=None, # `tap(i, x)` sees the stream after each layer, [R, H], divided by `unit`
     routes:list|None=None, # Collects (ids, weights) of each experts layer
 ): # [R, H] float32
     "The residual stream after the last layer"
@@ -209,7 +209,7 @@ def trunk(self:Decoder,
         for i,l in enumerate(self.layers):
             x = l(x, s)
             if b.patches and i<len(b.patches[2]): x[b.patches[0]] += b.patches[2][i]
-            if tap: tap(i, x if self.unit==1 else x*np.float32(self.unit))
+            if tap: tap(i, x)
     return x
 
 # %% ../../nbs/4_model/04_model.ipynb #b75b9354

@@ -202,7 +202,8 @@ def trace(self:LLM, ids, images=())->Trace:
     out,layers,routes,host = b.out,[],[],self.device.download
     x = self.model.trunk(b, cache, lambda i,x: layers.append(host(x.reshape(-1, x.shape[-1])[out])), routes)
     h = self.model.final(x[out]); moe = [i for i,f in enumerate(self.config.ffns) if 'moe' in f]
-    return Trace(host(self.model.head(h)), host(h), np.stack(layers), {i:tuple(host(a.reshape(-1, a.shape[-1])[out]) for a in r) for i,r in zip(moe, routes)},
+    stream = np.stack(layers)*np.float32(self.model.unit)
+    return Trace(host(self.model.head(h)), host(h), stream, {i:tuple(host(a.reshape(-1, a.shape[-1])[out]) for a in r) for i,r in zip(moe, routes)},
         {i:dict(conv=host(cache.conv[i][1]), rec=host(cache.rec[i][1])) for i in cache.rec})
 
 @patch

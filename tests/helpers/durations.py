@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 FILE = Path(__file__).parents[1]/'durations.json'
-SLOW,FAST = 1,.1  # seconds
+SLOW,FAST = 1,.04  # seconds
 LEFT = ('test_openapi.py',)  # of which each test is slow, and so is finding them: not even read where slow ones are left out
 
 def spent():
@@ -27,7 +27,7 @@ def write(seconds, file=FILE):
     files = {}
     for test,s in sorted(seconds.items()):
         f,_,name = test.partition('::')
-        s = s and round(s, 1)
+        s = s and round(s, 2 if s<1 else 1)
         if s is None or s>FAST: files.setdefault(f, {})[name] = s
     file.write_text('{\n'+',\n'.join(f'{json.dumps(f)}: {json.dumps(tests, ensure_ascii=False)}' for f,tests in files.items())+'\n}\n')
 
