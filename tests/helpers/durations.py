@@ -11,6 +11,7 @@ import pytest
 
 FILE = Path(__file__).parents[1]/'durations.json'
 SLOW,FAST = 1,.04  # seconds
+WAITS = ('test_page.py','test_http.py')  # a browser, and clients that are late on purpose: they take time, though little of the processor's; never fast
 LEFT = ('test_openapi.py',)  # of which each test is slow, and so is finding them: not even read where slow ones are left out
 
 def spent():
@@ -47,7 +48,8 @@ def named(config):
     return o.slow or o.keyword or o.markexpr or o.page or o.changed or config.args_source is config.ArgsSource.ARGS
 
 def pytest_ignore_collect(collection_path, config):
-    if collection_path.name in LEFT and (config.option.markexpr=='fast' or not named(config)): return True
+    name,fast = collection_path.name,config.option.markexpr=='fast'
+    if name in LEFT and (fast or not named(config)) or name in WAITS and fast: return True
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
@@ -56,7 +58,7 @@ def pytest_collection_modifyitems(config, items):
         s = known.get(item.nodeid, 0)
         slow = s is not None and s>SLOW
         if slow: item.add_marker('slow')
-        elif s is not None and s<=FAST: item.add_marker('fast')
+        elif s is not None and s<=FAST and not item.nodeid.startswith(tuple(f'tests/{f}' for f in WAITS)): item.add_marker('fast')
         (left if slow and not named(config) else kept).append(item)
     if not left: return
     config.hook.pytest_deselected(items=left)
