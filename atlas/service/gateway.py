@@ -466,7 +466,7 @@ def health(self:Models)->dict:
     return dict(status=s, models={m.name:dict(state=m.condition)|(dict(reason=m.reason) if m.reason else {}) for m in self.all})
 
 def _unwell(m):
-    "Is something wrong with a model? Its process ended or is stuck, or it served and was given up"
+    "Is something wrong with a model? It ended, is stuck, or served and was given up"
     if m.down or m.condition=='stalled': return True
     return m.state=='failed' and m.served
 
@@ -682,7 +682,7 @@ def _behind(sock, app, models, drain, tls, **kw):
 
 # %% ../../nbs/7_service/17_gateway.ipynb #4746a4b0
 def serve(
-    models, # Directory, file, Hugging Face id, 'demo', `EngineConfig`, a dict of its fields, or a list
+    models, # Directory, file, Hugging Face id, 'demo', `EngineConfig`, dict of fields; or a list
     host:str='127.0.0.1', # Address to listen on
     port:int=8888, # 0: any free one
     served_model_name=None, # Name, or names, of the first model for clients; None: as it was given, and without its folders

@@ -176,7 +176,7 @@ class _Beat:
         try:
             while not rest.wait(self.pace):
                 self.link.send('beat', self.runner and self.runner.busy)
-        except OSError: pass  # nobody listens any more; a gateway that does sees that beats stay away
+        except OSError: pass  # nobody listens; a gateway that still does misses the beats
 
 # %% ../../nbs/7_service/15_worker.ipynb #36df64c8
 def load_model(options:dict, meter:Meter)->Workload:
