@@ -23,7 +23,8 @@ from ..text.processor import read_text
 from .remote import COMMAND,Child,RemoteRunner,how,unavailable
 from ..text.fetch import FetchRules
 from ..ground.hub import name_of
-from .http import Bounds,Rate,Rules,check_bind,descriptors,host_names,read_keys,server_config,tls_options
+from .http import Bounds,Rate,Rules,check_bind,descriptors
+from .http import host_names,read_keys,server_config,tls_options
 from .log import Access,configure
 from ..text.parsers import REASONING_PARSERS,TOOL_PARSERS
 from ..text.sandbox import Sandbox
@@ -50,7 +51,12 @@ class Policy:
 def open_text(config:EngineConfig, parsers=(None,None), sandbox=None)->dict:
     "What an `Upstream` has beside its runner"
     p = read_text(config, parsers)
-    return dict(tokenizer=p.tokenizer, template=p.template, spec=p.image_spec, parsers=p.parsers, guides=p.guides(sandbox))
+    return dict(
+        tokenizer=p.tokenizer,
+        template=p.template,
+        spec=p.image_spec,
+        parsers=p.parsers,
+        guides=p.guides(sandbox))
 
 # %% ../../nbs/7_service/17_gateway.ipynb #e82c6393
 class Served:
@@ -65,9 +71,11 @@ class Served:
         upstream:Upstream|None=None,
         unlisted=(), # More names, which no list shows
     ):
-        self.names,self.unlisted = [*names,*unlisted],{'*',*unlisted}
+        self.names = [*names,*unlisted]
+        self.unlisted = {'*',*unlisted}
         self.name,self.created = self.names[0],int(time.time())
-        self.upstream,self.runner,self.state = upstream,upstream and upstream.runner,'loaded'
+        self.upstream,self.state = upstream,'loaded'
+        self.runner = upstream and upstream.runner
         self._waiting = []
     def __repr__(self):
         why = f', {self.reason}' if self.reason else ''
@@ -101,15 +109,19 @@ class Model(Served):
         names=(), # That clients may use; the first is its own
         unlisted=(), # More of them, which no list shows
         policy:Policy=Policy(),
-        command=None, # Starts a worker: a command, to which descriptors are appended, or a function of the name that gives a `Child`. None: `COMMAND`
+        # Starts a worker: a command, to which descriptors are appended, or a function of the name
+        # that gives a `Child`. None: `COMMAND`
+        command=None,
         text=open_text, # Function of the config that gives the text side
         gate:asyncio.Lock|None=None, # Held while a process loads: what is free is measured then
         tell=lambda event: None, # Hears of each change
     ):
         super().__init__(names or [config.model], None, unlisted)
-        self.config,self.policy,self.command,self.text,self.tell = config,policy,command,text,tell
+        self.config,self.policy = config,policy
+        self.command,self.text,self.tell = command,text,tell
         self.runner,self.state = RemoteRunner(self.name, self._heard),'unloaded'
-        self.gate,self.side = gate or asyncio.Lock(),None # `side`: the text side, being read or read
+        self.gate = gate or asyncio.Lock()
+        self.side = None # The text side, being read or read
         self.child = self.progress = self.code = None
         self._unwanted,self.stops = asyncio.Event(),0
     @property
@@ -122,7 +134,8 @@ class Model(Served):
 @patch(as_prop=True)
 def status(self:Model)->dict:
     "As in llama.cpp's `GET /models`"
-    d = dict(value=dict(failed='unloaded').get(self.state, self.state), args=['atlas','serve',self.config.model])
+    value = 'unloaded' if self.state=='failed' else self.state
+    d = dict(value=value, args=['atlas','serve',self.config.model])
     if self.state=='loading' and self.progress: d['progress'] = self.progress
     if self.state=='failed': d |= dict(failed=True, exit_code=self.code)
     return d|(dict(reason=self.reason) if self.reason else {})
@@ -140,7 +153,9 @@ def described(self:Served)->dict:
 def _set(self:Served, state:str|None=None):
     "A new state, which whoever waits for it hears"
     if state: self.state = state
-    if state and state!='failed': _log.info('%s is %s%s', self.name, self.condition, f': {self.reason}' if self.reason else '')
+    if state and state!='failed':
+        why = f': {self.reason}' if self.reason else ''
+        _log.info('%s is %s%s', self.name, self.condition, why)
     for f in self._waiting:
         if not f.done(): f.set_result(None)
     self._waiting,s = [],self.status
@@ -168,7 +183,8 @@ async def _life(self:Model)->str:
     except OSError as e: return f'could not be started: {e.strerror or e}'
     try:
         await self.runner.attach(child.sock)
-        self.runner.send('load', differs(self.config)|dict(name=self.name), self.policy.beat)
+        options = differs(self.config)|dict(name=self.name)
+        self.runner.send('load', options, self.policy.beat)
         watch = asyncio.create_task(self._watch(child))
         self.code = await child.ended
         with suppress(TimeoutError): await asyncio.wait_for(self.runner.gone.wait(), self.policy.grace) # its last words may still be on their way
@@ -221,7 +237,9 @@ def _on_stage(self:Model, name, share, seconds):
 @patch
 def _read_text(self:Model):
     "Begin to read the text side"
-    if self.side is None: self.side = asyncio.ensure_future(asyncio.to_thread(self.text, self.config))
+    if self.side is None:
+        reading = asyncio.to_thread(self.text, self.config)
+        self.side = asyncio.ensure_future(reading)
 
 # %% ../../nbs/7_service/17_gateway.ipynb #c406ba99
 @patch
@@ -240,7 +258,9 @@ async def _come(self:Model, child, info):
         return child.kill()
     if self.child is not child or not self.runner._ready: return
     if not self.wanted: return child.kill()
-    self.upstream,self.down,self.reason,self.progress,self.served = up,False,None,None,True
+    self.upstream,self.served = up,True
+    self.down = False
+    self.reason = self.progress = None
     self._set('loaded')  # whoever waits goes on
 
 @patch
@@ -248,7 +268,8 @@ async def _upstream(self:Model, info)->Upstream:
     "All that the service needs to ask this model"
     side = dict(await self.side)
     if not info.get('vision', True): side['spec'] = None
-    return Upstream(name=self.name, names=self.names, info=info, runner=self.runner, **side)
+    return Upstream(name=self.name, names=self.names,
+        info=info, runner=self.runner, **side)
 
 # %% ../../nbs/7_service/17_gateway.ipynb #fa6e8f8b
 @patch
@@ -439,10 +460,15 @@ def health(self:Models)->dict:
     "The body of `/health`"
     cs = [m.condition for m in self.all]
     if self.draining: s = 'draining'
-    elif any(m.down or m.condition=='stalled' or m.state=='failed' and m.served for m in self.all): s = 'unhealthy'
+    elif any(map(_unwell, self.all)): s = 'unhealthy'
     elif 'loaded' in cs: s = 'ok'
     else: s = 'loading' if 'loading' in cs else 'unhealthy' if 'failed' in cs else 'ok'
     return dict(status=s, models={m.name:dict(state=m.condition)|(dict(reason=m.reason) if m.reason else {}) for m in self.all})
+
+def _unwell(m):
+    "Is something wrong with a model? It ended, is stuck, or served and was given up"
+    if m.down or m.condition=='stalled': return True
+    return m.state=='failed' and m.served
 
 # %% ../../nbs/7_service/17_gateway.ipynb #e65c7506
 @patch(as_prop=True)
@@ -520,7 +546,7 @@ async def close(self:Models, drain:float=0.):
 # %% ../../nbs/7_service/17_gateway.ipynb #189a94c5
 @patch(as_prop=True)
 def hopeless(self:Models)->AtlasError|None:
-    "Why nothing can be served: all that was wanted at the start has failed for good, and there is nothing else"
+    "Why nothing can be served: all wanted at the start has failed for good, and there is no more"
     def lost(m): return m.state=='failed' and not m.served
     if self.first and all(map(lost, self.all)): return self.first[0].error
 
@@ -566,7 +592,9 @@ class Gateway(uvicorn.Server):
 # %% ../../nbs/7_service/17_gateway.ipynb #b367851e
 def _left(n, seconds):
     "What somebody who stops a server is told that has `n` answers under way"
-    return f'{n} answer{"s have" if n>1 else " has"} up to {seconds:g} s to finish (--drain). A second Ctrl-C ends {"them" if n>1 else "it"} now'
+    have,them = ('answers have','them') if n>1 else ('answer has','it')
+    return (f'{n} {have} up to {seconds:g} s to finish (--drain). '
+        f'A second Ctrl-C ends {them} now')
 
 # %% ../../nbs/7_service/17_gateway.ipynb #43afa545
 def names_of(model:str)->list[str]:
@@ -575,7 +603,7 @@ def names_of(model:str)->list[str]:
 
 # %% ../../nbs/7_service/17_gateway.ipynb #c153ace5
 def modelled(
-    models, # A model's name, its `EngineConfig`, a dict of its fields (and `names`), or a list of these
+    models, # A name, an `EngineConfig`, a dict of its fields (and `names`), or a list of these
     names=(), # Of the first, for clients
     alias=(), # More names of the first
     options:dict|None=None, # Fields of those that are no `EngineConfig` yet
@@ -583,18 +611,33 @@ def modelled(
     **kw, # For `Model`
 )->list[Model]:
     "A `Model` of each"
+    if isinstance(models, (str,Path,dict,EngineConfig)): models = [models]
     out = []
-    for m in [models] if isinstance(models, (str,Path,dict,EngineConfig)) else models:
-        own = dict(m) if isinstance(m, dict) else {}
-        given,name = own.pop('names', None),own.pop('name', None)
-        if isinstance(given, str): given = [given]
-        made = m if isinstance(m, EngineConfig) else config(**(options or {})|(own or dict(model=str(m))))
-        given = given or ([name] if name else None) or (names if names and not out else None)
-        first,*rest = given or names_of(made.model)
-        listed = [first, *(rest if given else ()), *(alias if not out else ())]
-        unlisted = [] if given else [n for n in rest if n not in listed]
-        out.append(Model(made, list(dict.fromkeys(listed)), unlisted, **kw))
+    for m in models:
+        made,given = _configured(m, options or {}, config)
+        more = ()
+        if not out: given,more = given or names,alias
+        listed,unlisted = _names(given, more, made.model)
+        out.append(Model(made, listed, unlisted, **kw))
     return out
+
+def _names(given, more, model):
+    "Names for lists, and names in no list; where none are given, those of the path"
+    first,*rest = given or names_of(model)
+    shown,hidden = ([first, *rest],[]) if given else ([first],rest)
+    shown = list(dict.fromkeys([*shown, *more]))
+    return shown,[n for n in hidden if n not in shown]
+
+def _configured(m, options, config):
+    "The config of a model that was given as `m`, and the names that were given with it"
+    own = dict(m) if isinstance(m, dict) else {}
+    names,name = own.pop('names', None),own.pop('name', None)
+    if isinstance(names, str): names = [names]
+    if not names and name: names = [name]
+    if not isinstance(m, EngineConfig):
+        own = own or dict(model=str(m))
+        m = config(**(options|own))
+    return m,names
 
 # %% ../../nbs/7_service/17_gateway.ipynb #749efada
 def _ready(models, url):
@@ -620,6 +663,17 @@ def _known(parsers):
     for name,known,what in zip(parsers, (TOOL_PARSERS,REASONING_PARSERS), ('tool_parser','reasoning_parser')):
         if name is not None and name not in known: raise RequestError(f'There is no {what} called {name!r}', hint=f'Use {", ".join(sorted(known))}', param=what)
 
+def _worker(log_format, log_level):
+    "The command of a worker that logs as the gateway does"
+    return (*COMMAND, f'--log={log_format}:{log_level}')
+
+def _app(models, rules, sandbox, max_body, fetch_images):
+    "The application, with a line in the log for each request"
+    fetch = FetchRules() if fetch_images else None
+    app = create_app(models, rules=rules, sandbox=sandbox, max_body=max_body, fetch=fetch)
+    app.add_middleware(Access)
+    return app
+
 def _behind(sock, app, models, drain, tls, **kw):
     "A `Gateway` that listens on `sock`"
     at,on = sock.getsockname()[:2]
@@ -628,7 +682,7 @@ def _behind(sock, app, models, drain, tls, **kw):
 
 # %% ../../nbs/7_service/17_gateway.ipynb #4746a4b0
 def serve(
-    models, # A model (directory, file, Hugging Face id, 'demo'), its `EngineConfig`, or a list; a dict has fields of its own: model, names, device, …
+    models, # Directory, file, Hugging Face id, 'demo', `EngineConfig`, dict of fields; or a list
     host:str='127.0.0.1', # Address to listen on
     port:int=8888, # 0: any free one
     served_model_name=None, # Name, or names, of the first model for clients; None: as it was given, and without its folders
@@ -658,11 +712,11 @@ def serve(
     rules = Rules(keys, host_names(host, allowed_hosts), tuple(cors_origins), Rate(rate_limit) if rate_limit else None, max_body)
     names,box = [served_model_name] if isinstance(served_model_name, str) else served_model_name or (),Sandbox()
     try:
-        own = dict(policy=policy, command=command or (*COMMAND, f'--log={log_format}:{log_level}'), config=config, text=text or partial(open_text, parsers=parsers, sandbox=box))
+        own = dict(policy=policy, config=config, command=command or _worker(log_format, log_level))
+        own['text'] = text or partial(open_text, parsers=parsers, sandbox=box)
         ms = Models(modelled(models, names, alias, options, **own), autoload, first)
         with listen(host, port) as sock:
-            app = create_app(ms, rules=rules, sandbox=box, max_body=max_body, fetch=FetchRules() if fetch_images else None)
-            app.add_middleware(Access)
+            app = _app(ms, rules, box, max_body, fetch_images)
             g = _behind(sock, app, ms, drain, tls, bounds=Bounds(body=max_body, connections=descriptors(max_connections)))
             with suppress(KeyboardInterrupt): g.run(sockets=[sock])
         if g.error: raise g.error

@@ -12,7 +12,8 @@ import asyncio,itertools,os,signal,socket,subprocess,sys,threading,time
 from fastcore.basics import patch
 from ..ground.core import AtlasError,QueueFullError,RequestError
 from ..ground.requests import Event
-from .link import Frames,LinkError,frame,pack_images,pack_request,unpack_error,unpack_event
+from .link import Frames,LinkError,frame
+from .link import pack_images,pack_request,unpack_error,unpack_event
 from .turn import UnavailableError
 
 # %% ../../nbs/7_service/16_remote.ipynb #10c0ef67
@@ -36,7 +37,9 @@ class Wire(asyncio.Protocol):
 # %% ../../nbs/7_service/16_remote.ipynb #eabbc17d
 class Stream:
     "Events of one request, in order: `async for e in stream`"
-    def __init__(self, runner, rid): self._runner,self.id,self._q,self._done = runner,rid,asyncio.Queue(),False
+    def __init__(self, runner, rid):
+        self._runner,self.id = runner,rid
+        self._q,self._done = asyncio.Queue(),False
     def __aiter__(self): return self
     async def __anext__(self)->Event:
         if self._done: raise StopAsyncIteration

@@ -87,8 +87,9 @@ _log = logging.getLogger('atlas')
 _told = set() # Ignored fields that the log has told of
 
 def tell(fields:list[str], most:int=256):
-    "Say once a process that a field of requests is ignored; strangers may invent names, so not of more than `most`"
-    new = [f for f in fields if f not in _told][:most-len(_told)]
+    "Log each ignored field once a process, and `most` at most: strangers may invent names"
+    new = [f for f in fields if f not in _told]
+    new = new[:most-len(_told)]
     _told.update(new)
     if new: _log.warning('Ignored fields of requests: %s', ', '.join(new))
 
@@ -128,7 +129,10 @@ def ended(request:Request, turn:Turn, w, why:str='client_gone'):
     "A request is over; called again, this does nothing more"
     turn.close(why); w.close()
     n = turn.usage()
-    note(request.scope, model=w.model, prompt_tokens=n.prompt, completion_tokens=n.completion, cached_tokens=n.cached, finish=','.join(sorted({str(v.finish) for v in turn.readers})))
+    ends = {str(v.finish) for v in turn.readers}
+    note(request.scope, model=w.model,
+        prompt_tokens=n.prompt, completion_tokens=n.completion,
+        cached_tokens=n.cached, finish=','.join(sorted(ends)))
 
 # %% ../../nbs/7_service/13_server.ipynb #6f99e337
 @patch
@@ -245,8 +249,12 @@ async def embeddings(self:Service, request:Request)->Response:
         return u,await self.embed(u, inputs, b.pooling or 'last', b.dimensions)
     u,(vectors,n) = await attended(request, work())
     show = packed if b.encoding_format=='base64' else lambda v: v.tolist()
-    data = [dict(object='embedding', index=i, embedding=show(v)) for i,v in enumerate(vectors)]
-    said = dict(object='list', model=b.model or u.names[0], data=data, usage=dict(prompt_tokens=n, total_tokens=n))
+    data = []
+    for i,v in enumerate(vectors):
+        data.append(dict(object='embedding', index=i, embedding=show(v)))
+    usage = dict(prompt_tokens=n, total_tokens=n)
+    model = b.model or u.names[0]
+    said = dict(object='list', model=model, data=data, usage=usage)
     return unheeded(JSONResponse(said), ignored(b))
 
 # %% ../../nbs/7_service/13_server.ipynb #d22c94d5

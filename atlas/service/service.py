@@ -271,16 +271,27 @@ def keep(u:Upstream, tools:bool)->frozenset[int]:
 # %% ../../nbs/7_service/12_service.ipynb #5f6f1bc5
 def reader(u:Upstream, ask:Ask, r:Request, p:Prompt)->ChoiceReader:
     "Who reads one choice"
-    calls = bool(ask.tools) and ask.tool_choice!='none' and not isinstance(ask, TextAsk)
-    parser = (u.parsers[0] or ('hermes' if ask.tool_choice=='required' else None)) if calls else None
-    plain = isinstance(ask, TextAsk) or not (parser or u.parsers[1])
-    tools,before = ask.tools if parser else None,p.text if ask.continuing else ''
-    s = None if plain else Splitter(u.parsers[1], parser, tools, p.thinking, p.opened, before)
+    plain = isinstance(ask, TextAsk)
+    forced = bool(ask.tools) and ask.tool_choice=='required' and not plain
+    parser = None if plain else _tool_parser(u, ask)
+    s = None if plain else _splitter(u, ask, p, parser)
+    marks = () if s is None else keep(u, bool(parser))
+    within = ask.continuing or plain or verbatim(r.guide)
+    detok = u.tokenizer.detokenizer(keep=marks, continuing=within)
     want = ask.params.logprobs is not None or getattr(ask, 'token_ids', False)
-    within = ask.continuing or isinstance(ask, TextAsk) or verbatim(r.guide)
-    detok = u.tokenizer.detokenizer(keep=() if plain else keep(u, bool(parser)), continuing=within)
-    forced = calls and ask.tool_choice=='required'
     return ChoiceReader(detok, r.params, s, want, ask.parallel, forced)
+
+def _tool_parser(u, ask):
+    "The name of the parser of calls; None where there are to be no calls"
+    if not ask.tools or ask.tool_choice=='none': return None
+    return u.parsers[0] or ('hermes' if ask.tool_choice=='required' else None)
+
+def _splitter(u, ask, p, parser):
+    "What parts thoughts and calls from content; None where all is content"
+    if not (parser or u.parsers[1]): return None
+    tools = ask.tools if parser else None
+    before = p.text if ask.continuing else ''
+    return Splitter(u.parsers[1], parser, tools, p.thinking, p.opened, before)
 
 # %% ../../nbs/7_service/12_service.ipynb #74419a18
 @patch
@@ -311,7 +322,10 @@ async def begin(self:Service, ask:Ask, make, model:str|None=None)->tuple[Turn,Wr
     if getattr(ask, 'silent', False): t = Turn(u.runner, [], [], m, total)
     else:
         reqs = self.requests(u, ask, w.id, prompts, spec)
-        t = Turn(u.runner, reqs, [reader(u, ask, r, prompts[k//n]) for k,r in enumerate(reqs)], m, total, n)
+        readers = []
+        for k,r in enumerate(reqs):
+            readers.append(reader(u, ask, r, prompts[k//n]))
+        t = Turn(u.runner, reqs, readers, m, total, n)
     w.now,w.abort,t.silent = t.usage,t.close,len(prompts)*n if getattr(ask, 'silent', False) else 0
     return t,w
 

@@ -28,7 +28,7 @@ class UnavailableError(AtlasError):
     status,code = 503,'unavailable'
 
 class Turn:
-    "One client's request: its readers, and the road out"
+    "One client's request: its streams of events, and the readers that make deltas of them"
     silent = 0 # So many choices end before they begin: only the prompt was asked about
     def __init__(self,
         runner, # Whatever has `submit`
@@ -38,9 +38,13 @@ class Turn:
         prompt:int=0, # Tokens of the prompts
         each:int=1, # Choices of a prompt
     ):
-        self.metrics,self.streams,self.readers,self.prompt,self.each,self.watches = metrics,[],readers,prompt,each,[]
+        self.metrics,self.readers = metrics,readers
+        self.prompt,self.each = prompt,each
+        self.streams,self.watches = [],[]
         try:
-            for r in requests: self.streams.append(runner.submit(r)); self.watches.append(Stopwatch(metrics, len(r.prompt)))
+            for r in requests:
+                self.streams.append(runner.submit(r))
+                self.watches.append(Stopwatch(metrics, len(r.prompt)))
         except Exception as e:
             if isinstance(e, AtlasError): metrics.admission_rejections[e.code] += 1
             self.close(None if isinstance(e, QueueFullError) else 'error'); raise
@@ -149,9 +153,14 @@ async def events(
 
 async def whole(turn:Turn, w:Writer)->dict:
     "The answer in one piece"
-    said = [[] for _ in range(len(turn.readers) or turn.silent)]
+    n = len(turn.readers) or turn.silent
+    said = [[] for _ in range(n)]
     async for i,ps in turn.pieces(): said[i] += ps
-    return w.whole([v.choice(ps) for v,ps in zip(turn.readers, said)] or [gather(ps) for ps in said], turn.usage())
+    if turn.readers:
+        read = zip(turn.readers, said)
+        choices = [v.choice(ps) for v,ps in read]
+    else: choices = [gather(ps) for ps in said]
+    return w.whole(choices, turn.usage())
 
 # %% ../../nbs/7_service/11_turn.ipynb #6aa544e7
 async def gone(receive):

@@ -10,7 +10,7 @@ __all__ = ['FATAL', 'REFUSED', 'mortal', 'Workload', 'Meter', 'LinkSink', 'work'
 
 # %% ../../nbs/7_service/15_worker.ipynb #c44447c0
 import ctypes,logging,os,signal,socket,sys,threading
-from functools import cache
+from functools import cache,partial
 
 # %% ../../nbs/7_service/15_worker.ipynb #e4ea549e
 @cache
@@ -42,7 +42,8 @@ import asyncio
 from dataclasses import dataclass,field
 from time import monotonic
 from ..ground.core import AtlasError,CudaFault
-from .link import STAGES,Link,LinkError,pack_error,pack_event,unpack_images,unpack_request
+from .link import STAGES,Link,LinkError
+from .link import pack_error,pack_event,unpack_images,unpack_request
 from .log import configure
 from ..ground.options import EngineConfig
 from ..engine.runner import Runner,own_error
@@ -87,9 +88,11 @@ class _Bar:
 _log = logging.getLogger('atlas')
 
 class LinkSink:
-    "Where a runner's events and results go: over a link"
+    "Sends a runner's events and results over a link"
     def __init__(self, link:Link): self.link = link
-    def events(self, pairs, stats): self.link.send('events', [pack_event(n, e) for n,e in pairs], stats)
+    def events(self, pairs, stats):
+        packed = [pack_event(n, e) for n,e in pairs]
+        self.link.send('events', packed, stats)
     def result(self, n, value): self.link.send('result', n, value)
     def failed(self, n, e): self.link.send('failed', n, pack_error(e))
 
@@ -112,7 +115,8 @@ def _received(runner, images, n, d, sent)->tuple:
     "Add a request that came; its images are those of the one before where none were sent"
     images = images if sent is None else unpack_images(sent)
     try: runner.add(n, unpack_request(d, images))
-    except (AtlasError,MemoryError) as e: runner.refuse(n, d['id'], own_error(e))
+    except (AtlasError,MemoryError) as e:
+        runner.refuse(n, d['id'], own_error(e))
     return images
 
 # %% ../../nbs/7_service/15_worker.ipynb #358039e0
@@ -129,8 +133,10 @@ def work(
         beat = _Beat(link, pace)
         loaded = _loaded(load, options, link)
         if loaded is None: return REFUSED
-        beat.runner = runner = Runner(loaded.engine, LinkSink(link), loaded.ops)
-        threading.Thread(target=_listen, args=(inbox,runner,faults), name='link', daemon=True).start()
+        runner = Runner(loaded.engine, LinkSink(link), loaded.ops)
+        beat.runner = runner
+        listen = partial(_listen, inbox, runner, faults)
+        threading.Thread(target=listen, name='link', daemon=True).start()
         runner.run()
         return FATAL if faults else 0
     except (ConnectionError,StopIteration): return 0  # the gateway is gone
@@ -140,8 +146,9 @@ def work(
 
 def _last(link, what, e, code):
     "The last words, which nobody may be there to hear"
-    try: link.send(what, pack_error(e))
-    except OSError: pass
+    said = pack_error(e)
+    try: link.send(what, said)
+    except OSError: pass  # the gateway is gone; if not, it learns the exit code
     return code
 
 # %% ../../nbs/7_service/15_worker.ipynb #62360557
@@ -167,12 +174,13 @@ class _Beat:
     def run(self):
         rest = threading.Event()
         try:
-            while not rest.wait(self.pace): self.link.send('beat', self.runner and self.runner.busy)
-        except OSError: pass  # nobody listens any more
+            while not rest.wait(self.pace):
+                self.link.send('beat', self.runner and self.runner.busy)
+        except OSError: pass  # nobody listens; a gateway that still does misses the beats
 
 # %% ../../nbs/7_service/15_worker.ipynb #36df64c8
 def load_model(options:dict, meter:Meter)->Workload:
-    "A model, loaded as the `EngineConfig` of these options says, and known to clients as their `name`"
+    "The model of the `EngineConfig` that these options make; clients know it by their `name`"
     meter.stage('open')
     import atlas.engine.score  # gives models what `ops` call
     from atlas.engine.loading import LoadedModel
@@ -180,31 +188,39 @@ def load_model(options:dict, meter:Meter)->Workload:
     def text(ck):
         meter.stage('weights')
         return Processor(ck)
-    config = EngineConfig(**{k:v for k,v in options.items() if k!='name'})
-    return workload(LoadedModel(config, meter, text), options.get('name'))
+    fields = {k:v for k,v in options.items() if k!='name'}
+    model = LoadedModel(EngineConfig(**fields), meter, text)
+    return workload(model, options.get('name'))
 
 def workload(
     m, # `LoadedModel`
     name:str|None=None, # What clients call it; None: as it was given
 )->Workload:
     "What a worker runs of a loaded model"
-    info = dict(name=name or m.name, device=m.device.name, vision=bool(m.model.vision))
-    info |= dict(max_seq_len=m.max_seq_len, max_queue=m.options.max_queue)
-    info |= dict(vocab_size=m.config.vocab_size, eos_ids=list(m.text.eos_ids))
-    return Workload(m.engine, info, dict(score=m.score, embed=m.embed))
+    info = dict(
+        name=name or m.name,
+        device=m.device.name,
+        vision=bool(m.model.vision),
+        max_seq_len=m.max_seq_len,
+        max_queue=m.options.max_queue,
+        vocab_size=m.config.vocab_size,
+        eos_ids=list(m.text.eos_ids))
+    ops = dict(score=m.score, embed=m.embed)
+    return Workload(m.engine, info, ops)
 
 # %% ../../nbs/7_service/15_worker.ipynb #8bacb7c4
 def leave(code:int):
     "End the process now"
     for f in (sys.stdout,sys.stderr):
         try: f.flush()
-        except (OSError,ValueError): pass  # a full disk is no reason to stay
+        except (OSError,ValueError): pass  # a full disk, or a closed stream, is no reason to stay
     os._exit(code)
 
 def main(
     load=load_model, # Function of options and a `Meter` that gives a `Workload`
 ):
-    "`python -m atlas.service.worker [--log=FORMAT:LEVEL] SOCKET PIPE PARENT NAME`: two descriptors, the process to die with, and a name for people who look"
+    "`python -m atlas.service.worker [--log=FORMAT:LEVEL] SOCKET PIPE PARENT NAME`"
+    # two descriptors, and the process to die with; the name is for people who look
     sock,pipe,parent = map(int, sys.argv[-4:-1])
     mortal(pipe, parent)
     if said := [a[6:].split(':') for a in sys.argv[1:-4] if a.startswith('--log=')]: configure(*said[0])
@@ -222,11 +238,12 @@ class ThreadWorker:
         self.sock,self._theirs = socket.socketpair()
         self.pid,self._loop = os.getpid(),asyncio.get_running_loop()
         self.ended = self._loop.create_future()
-        threading.Thread(target=self._work, args=(load,), name='worker', daemon=True).start()
+        run = partial(self._work, load)
+        threading.Thread(target=run, name='worker', daemon=True).start()
     def kill(self):
         "End it after the step that is under way"
         try: self._theirs.shutdown(socket.SHUT_RDWR)
-        except OSError: pass  # it was faster
+        except OSError: pass  # it was faster: its end is closed, or ours
     def _work(self, load):
         code = work(load, self._theirs)
         self._theirs.close()

@@ -56,7 +56,10 @@ class Delta:
     def __str__(self): return self.content
 
     def __repr__(self):
-        said = [f'{f.name}={v!r}' for f in fields(self) if (v := getattr(self, f.name)) != f.default]
+        said = []
+        for f in fields(self):
+            v = getattr(self, f.name)
+            if v!=f.default: said.append(f'{f.name}={v!r}')
         return f'Delta({", ".join(said)})'
 
 # %% ../../nbs/6_text/04_deltas.ipynb #13a96d74
@@ -81,9 +84,23 @@ class Choice:
 # %% ../../nbs/6_text/04_deltas.ipynb #d4432ebd
 def gather(deltas)->Choice:
     "The whole answer that these deltas make"
-    ds,pieces = list(deltas),{}
-    for c in (c for d in ds for c in d.calls): pieces.setdefault(c.index, []).append(c)
-    calls = [Call(cs[0].name, ''.join(c.arguments for c in cs), cs[0].id) for cs in pieces.values()]
-    thought,text = (''.join(getattr(d, k) for d in ds) for k in ('reasoning','content'))
-    tokens,end = [t for d in ds for t in d.tokens],next((d for d in ds if d.finish), Delta())
-    return Choice(thought, text, calls, tokens, end.finish, end.stop, end.error)
+    ds = list(deltas)
+    end = next((d for d in ds if d.finish), Delta())
+    return Choice(
+        reasoning=''.join(d.reasoning for d in ds),
+        content=''.join(d.content for d in ds),
+        calls=_whole_calls(ds),
+        tokens=[t for d in ds for t in d.tokens],
+        finish=end.finish, stop=end.stop, error=end.error)
+
+def _whole_calls(deltas):
+    "The calls whose pieces are in these deltas"
+    pieces = {}
+    for d in deltas:
+        for c in d.calls:
+            pieces.setdefault(c.index, []).append(c)
+    calls = []
+    for first,*rest in pieces.values():
+        arguments = first.arguments+''.join(c.arguments for c in rest)
+        calls.append(Call(first.name, arguments, first.id))
+    return calls

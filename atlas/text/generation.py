@@ -32,7 +32,8 @@ class ChoiceReader:
         parallel:bool=True, # May one answer hold several calls?
         forced:bool=False, # Must it call? Then what is left of one that was cut is no content
     ):
-        self.detok,self.params,self.splitter = detok or _NoText(),params,splitter
+        self.detok = detok or _NoText()
+        self.params,self.splitter = params,splitter
         self.tokens,self.parallel,self.forced = tokens,parallel,forced
         self.stops = StopStrings(params.stop) if params.stop else None
         self.n = self.reasoning = self.cached = 0 # Tokens: all, of thoughts, from a cache
@@ -53,7 +54,8 @@ def _feed(self:ChoiceReader, events):
     if self.finish: return []
     before = self.n
     text,tokens,end = self._read(events)
-    if self.splitter or self.stops: return self._split(text, tokens, end, self.n-before)
+    if self.splitter or self.stops:
+        return self._split(text, tokens, end, self.n-before)
     if not (text or tokens or end): return []
     d = Delta('', text, (), tokens)
     if end: self._end(d, end)
@@ -67,7 +69,9 @@ def _read(self:ChoiceReader, events):
         if e.token is not None:
             self.n += 1
             if self.n==1: self.waited = e.waited or 0.
-            if self.tokens: tokens += (Token(e.token, e.logprob, tuple(e.top or ())),)
+            if self.tokens:
+                top = tuple(e.top or ())
+                tokens += (Token(e.token, e.logprob, top),)
             if e.finish!='stop': text += self.detok.put(e.token)
         if e.finish: return text+self.detok.finish(),tokens,e
     return text,tokens,None
@@ -75,20 +79,33 @@ def _read(self:ChoiceReader, events):
 # %% ../../nbs/6_text/18_generation.ipynb #d61bfba9
 @patch
 def _split(self:ChoiceReader, text, tokens, end, n):
-    "Deltas of this text: what the splitter and the stop strings make of it"
-    s = self.splitter
-    d = Delta(content=text) if s is None else s.feed(text) if text else Delta()
-    d.tokens,ds = tokens,[d]
-    if s and s.thinking: self.reasoning += n
-    if s and end:
-        ds.append(s.finish())
-        if self.forced and end.finish=='length': ds[-1].content = ''
+    "Deltas of this text, of `n` tokens: what the splitter and the stop strings make of it"
+    if self.splitter: ds = self._part(text, end, n)
+    else: ds = [Delta(content=text)]
+    ds[0].tokens = tokens
     if self.stops: self._stop(ds, end)
     if not self.parallel:
-        for d in ds: d.calls = tuple(c for c in d.calls if c.index==0)
+        for d in ds:
+            d.calls = tuple(c for c in d.calls if c.index==0)
     if end or self.cut: self._end(ds[-1], end)
-    return [d for d in ds if d.content or d.tokens or d.finish or d.reasoning or d.calls]
+    return [d for d in ds if _holds(d)]
 
+@patch
+def _part(self:ChoiceReader, text, end, n):
+    "Deltas that the splitter makes; the `n` tokens count as a thought where it is still in one"
+    s = self.splitter
+    ds = [s.feed(text) if text else Delta()]
+    if s.thinking: self.reasoning += n
+    if end:
+        ds.append(s.finish())
+        if self.forced and end.finish=='length': ds[-1].content = ''
+    return ds
+
+def _holds(d):
+    "Is there anything in this delta?"
+    return d.content or d.tokens or d.finish or d.reasoning or d.calls
+
+# %% ../../nbs/6_text/18_generation.ipynb #5f3b9d18
 @patch
 def _stop(self:ChoiceReader, ds, end):
     "Look for stop strings in the content of these deltas; nothing follows the first"
@@ -99,17 +116,21 @@ def _stop(self:ChoiceReader, ds, end):
                 self.cut,d.calls = end is None,()
                 del ds[k+1:]
                 return
-        if d.calls or end and k==len(ds)-1: d.content += self.stops.finish()
+        last = end and k==len(ds)-1
+        if d.calls or last: d.content += self.stops.finish()
 
 @patch
 def _end(self:ChoiceReader, d, end):
     "Say in the last delta why the answer ended; `end` is what the engine said of it, if it did"
     s,hit = self.splitter,self.stops and self.stops.matched
-    if end and end.error: why,d.error = 'error',typed_error(end.code, end.error)
+    if end and end.error:
+        why = 'error'
+        d.error = typed_error(end.code, end.error)
     elif hit: why,d.stop = 'stop',hit
     else:
         why = end.finish
-        if why=='stop' and end.token in self.params.stop_token_ids: d.stop = end.token
+        stop_token = end.token in self.params.stop_token_ids
+        if why=='stop' and stop_token: d.stop = end.token
     if why=='stop' and s and s.calling and not self.cut: why = 'tool_calls'
     self.finish = d.finish = why
 

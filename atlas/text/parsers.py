@@ -9,7 +9,8 @@ __all__ = ['Splitter', 'kept', 'default_parsers', 'Answer', 'Call', 'CallDelta',
            'parse_tools', 'REASONING_PARSERS', 'ReasoningStream', 'begins', 'parse_reasoning']
 
 # %% ../../nbs/6_text/13_parsers.ipynb #7ab4d55b
-import atlas.text.calls.json,atlas.text.calls.xml,atlas.text.calls.python
+import atlas.text.calls.json,atlas.text.calls.xml
+import atlas.text.calls.python
 from functools import cache
 from fastcore.basics import patch
 from .calls.core import Answer,Marks,TOOL_PARSERS,ToolStream,parse_tools
@@ -18,7 +19,9 @@ from .deltas import Call,CallDelta,Delta
 from .reasoning import REASONING_PARSERS,ReasoningStream,begins,parse_reasoning
 
 # %% ../../nbs/6_text/13_parsers.ipynb #b9420173
-_all_ = ['Answer','Call','CallDelta','Delta','TOOL_PARSERS','ToolStream','parse_tools','REASONING_PARSERS','ReasoningStream','begins','parse_reasoning']
+_all_ = ['Answer','Call','CallDelta','Delta',
+    'TOOL_PARSERS','ToolStream','parse_tools',
+    'REASONING_PARSERS','ReasoningStream','begins','parse_reasoning']
 
 # %% ../../nbs/6_text/13_parsers.ipynb #a75d89e7
 def _header(prompt):
@@ -75,14 +78,22 @@ def finish(self:Splitter)->Delta:
     if not self.parser: return self._more(thought, text)
     a,b = self.parser.feed(text),self.parser.finish()
     calls = (*a.calls, *b.calls)
-    return Delta(thought, self._quiet(self._closed(a.content+b.content, True), calls, True), calls)
+    said = self._closed(a.content+b.content, True)
+    return Delta(thought, self._quiet(said, calls, True), calls)
 @patch
-def _heard(self:Splitter, d): return Delta(d.reasoning if self.reasoning else '', d.content, d.calls if self.tools else ())
+def _heard(self:Splitter, d):
+    "A delta of harmony text, without what nobody reads here"
+    thought = d.reasoning if self.reasoning else ''
+    calls = d.calls if self.tools else ()
+    return Delta(thought, d.content, calls)
 @patch
 def _more(self:Splitter, thought, text):
     "Pass on what is not a thought"
     if not text: return Delta(thought, '', ())
-    if self.parser: d = self.parser.feed(text); return Delta(thought, self._quiet(self._closed(d.content), d.calls), d.calls)
+    if self.parser:
+        d = self.parser.feed(text)
+        said = self._closed(d.content)
+        return Delta(thought, self._quiet(said, d.calls), d.calls)
     if not self.thoughts: self.plain.append(text)
     return Delta(thought, text, ())
 
@@ -118,13 +129,16 @@ def result(self:Splitter)->Answer:
     r = self.parser.result()
     said = r.content or ''
     if self.thoughts and self.thoughts.unclosed and (k:=self.thoughts.close) in said: said = said.replace(k, '').strip()
-    return Answer(None if r.calls and said.isspace() else said or None, r.calls, thought)
+    if r.calls and said.isspace(): said = None
+    return Answer(said or None, r.calls, thought)
 
 @patch
 def _told(self:Splitter, r):
     "The result of a harmony text, without what nobody reads here"
     thought = ''.join(self.harmony.thoughts) or None
-    return Answer(r.content, r.calls if self.tools else [], thought if self.reasoning else None)
+    if not self.reasoning: thought = None
+    calls = r.calls if self.tools else []
+    return Answer(r.content, calls, thought)
 
 # %% ../../nbs/6_text/13_parsers.ipynb #f229532a
 def kept(

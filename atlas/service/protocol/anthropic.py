@@ -21,7 +21,8 @@ from structlog.contextvars import get_contextvars
 from ...ground.core import AtlasError,ContextLengthError,RequestError
 from ...ground.requests import SamplingParams
 from ...text.deltas import CallDelta,Choice,Delta
-from .base import OPEN,Ask,Int,Usage,Writer,found,ignored,quote,sse,think,validate
+from .base import OPEN,Ask,Int,Usage,Writer
+from .base import found,ignored,quote,sse,think,validate
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #bdb4134d
 _strict = ConfigDict(strict=True, allow_inf_nan=False)
@@ -362,8 +363,13 @@ def _ask(body:MessagesBody)->MessagesAsk:
     r = Reader()
     form = (body.output_config and body.output_config.format) or body.output_format
     hidden = bool(body.thinking and body.thinking.display=='omitted')
-    ask = MessagesAsk(r.turns(body), body.params(), model=body.model, mute=body.max_tokens==0, hidden=hidden, format=dict(kind='json_schema', schema=form.scheme) if form else None, format_at='output_config.format',
-        stream=bool(body.stream), priority=body.priority or 0, ignored=ignored(body), **r.tools(body), **body.thoughts())
+    ask = MessagesAsk(r.turns(body), body.params(),
+        model=body.model, mute=body.max_tokens==0, hidden=hidden,
+        format=dict(kind='json_schema', schema=form.scheme) if form else None,
+        format_at='output_config.format',
+        stream=bool(body.stream), priority=body.priority or 0,
+        ignored=ignored(body),
+        **r.tools(body), **body.thoughts())
     if body.mcp_servers: r.skip('mcp_servers')
     ask.warnings += r.left_out
     return ask

@@ -99,23 +99,31 @@ Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=Tru
 # %% ../../../nbs/7_service/01_protocol.base.ipynb #c2cf72dd
 OPEN = ConfigDict(strict=True, allow_inf_nan=False, extra='allow') # Keeps what it does not know
 
-HARMLESS = frozenset('''metadata user user_profile_id workspace_id client_metadata safety_identifier service_tier inference_geo speed billing_policy store
-    prompt_cache_key prompt_cache_options prompt_cache_retention cache_control cache_prompt context_management prediction verbosity moderation access_programs
-    betas anthropic_beta diagnostics usage parallel_tool_calls chat_id session_id request_id id_slot slot_id keep_alive n_probs
-    timings_per_token return_progress include_obfuscation detokenize skip_special_tokens spaces_between_special_tokens'''.split()) # Fields that clients send to any service
+# Fields that clients send to any service
+HARMLESS = frozenset('''metadata user user_profile_id workspace_id client_metadata
+    safety_identifier service_tier inference_geo speed billing_policy store
+    prompt_cache_key prompt_cache_options prompt_cache_retention cache_control cache_prompt
+    context_management prediction verbosity moderation access_programs
+    betas anthropic_beta diagnostics usage parallel_tool_calls
+    chat_id session_id request_id id_slot slot_id keep_alive n_probs
+    timings_per_token return_progress include_obfuscation
+    detokenize skip_special_tokens spaces_between_special_tokens'''.split())
+_UNFIT = re.compile(r'[^\w.-]', re.ASCII) # What a header should not hold
 
 def ignored(
     body:BaseModel, # That allows fields it does not know, as the options within it do
 )->list[str]:
     "Names of fields of `body`, and of objects in it, that have no effect; fit for a header"
-    return [re.sub(r'[^\w.-]', '?', k[:60], flags=re.ASCII) for k in sorted(_unknown(body))[:16]]
+    names = sorted(_unknown(body))[:16]
+    return [_UNFIT.sub('?', name[:60]) for name in names]
 
 def _unknown(body, at=''):
-    "Fields that `body` does not know; not those in lists such as messages, for templates may read them"
+    "Fields that `body` does not know; none in lists such as messages: templates may read them"
     for k,v in (body.model_extra or {}).items():
         if v and k not in HARMLESS: yield at+k[:40]
     for k in type(body).model_fields:
-        if isinstance(v := getattr(body, k, None), BaseModel): yield from _unknown(v, f'{at}{k}.')
+        v = getattr(body, k, None)
+        if isinstance(v, BaseModel): yield from _unknown(v, f'{at}{k}.')
 
 # %% ../../../nbs/7_service/01_protocol.base.ipynb #2d3a8108
 class NotOfferedError(RequestError):
@@ -141,7 +149,7 @@ class Ask:
     include_usage:bool=False # Streams of OpenAI's chat: one more event, with the counts
     priority:int=0
     warnings:list[str]=field(default_factory=list) # Each becomes a header `x-atlas-warning`
-    ignored:list[str]=field(default_factory=list) # Fields that had no effect, for the header `x-atlas-ignored`
+    ignored:list[str]=field(default_factory=list) # Fields without effect, for `x-atlas-ignored`
     format_at:str='response_format' # The field that `format` came from
 
 # %% ../../../nbs/7_service/01_protocol.base.ipynb #1289607c

@@ -17,7 +17,9 @@ from pydantic import AliasChoices,BaseModel,ConfigDict,Field
 from ...text.chat import IMAGE_PARTS,check_variables
 from ...ground.core import RequestError
 from ...ground.requests import SamplingParams
-from .base import OPEN,Ask,Budget,Ids,Int,NotOfferedError,Writer,format_of,found,ignored,merge_system,read_json,think,validate
+from .base import OPEN,Ask,Budget,Ids,Int,NotOfferedError,Writer
+from .base import format_of,found,ignored,merge_system
+from .base import read_json,think,validate
 from .chunks import ChatAsk,ChatWriter,TextAsk,TextWriter
 
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #d2ffe418
@@ -350,6 +352,7 @@ def _common(b):
     return dict(params=b.params(), model=b.model, **b.shape(), stream=bool(b.stream), include_usage=bool(o.include_usage), priority=b.priority or 0,
         continuous=bool(o.include_usage and o.continuous_usage_stats), token_ids=bool(b.return_token_ids), as_ids=bool(b.return_tokens_as_token_ids), prompt_logprobs=b.prompt_logprobs)
 
+# %% ../../../nbs/7_service/03_protocol.openai.ipynb #91d4a6fe
 def parse(
     raw:bytes, # The body of a request to chat completions
 )->ChatAsk:
@@ -360,8 +363,14 @@ def parse(
     choice,name,tools = choice_of(b.tool_choice, tools, len(tools or ())<len(b.tools or ()))
     template,budget = b.thought(warnings)
     if b.add_generation_prompt is not None: template['add_generation_prompt'] = b.add_generation_prompt
-    return ChatAsk(b.turns(), tools=tools, tool_choice=choice, tool_name=name, parallel=b.parallel_tool_calls is not False, template=template, thinking_budget=budget,
-        continuing=bool(b.continue_final_message), quiet=b.include_reasoning is False or bool(b.reasoning and b.reasoning.exclude), warnings=warnings, ignored=ignored(b), **_common(b))
+    excluded = bool(b.reasoning and b.reasoning.exclude)
+    return ChatAsk(b.turns(),
+        tools=tools, tool_choice=choice, tool_name=name,
+        parallel=b.parallel_tool_calls is not False,
+        template=template, thinking_budget=budget,
+        continuing=bool(b.continue_final_message),
+        quiet=b.include_reasoning is False or excluded,
+        warnings=warnings, ignored=ignored(b), **_common(b))
 
 def parse_text(
     raw:bytes, # The body of a request to completions
@@ -371,7 +380,12 @@ def parse_text(
     if b.suffix and b.echo: raise RequestError('suffix and echo are both given', hint='Choose one', param='suffix')
     kw = _common(b)
     best = (b.n or 1) if kw['params'].n>(b.n or 1) else None
-    return TextAsk([], prompts=b.prompts, echo=bool(b.echo), suffix=b.suffix or None, silent=bool(b.echo and b.max_tokens==0), best=best, unscored=b.logprobs is None, warnings=unoffered(b), ignored=ignored(b), **kw)
+    return TextAsk([],
+        prompts=b.prompts,
+        echo=bool(b.echo), suffix=b.suffix or None,
+        silent=bool(b.echo and b.max_tokens==0),
+        best=best, unscored=b.logprobs is None,
+        warnings=unoffered(b), ignored=ignored(b), **kw)
 
 def reply(ask:Ask, model:str, id:str|None=None, created:int|None=None)->Writer:
     "The writer of an answer"

@@ -17,9 +17,11 @@ from pydantic import BaseModel,Field
 from ...ground.core import RequestError
 from ...ground.requests import SamplingParams
 from ...text.deltas import CallDelta,Choice,Delta
-from .base import DONE,OPEN,Ask,Budget,Int,NotOfferedError,Usage,Writer,format_of,ignored,quote,sse,think,validate
+from .base import DONE,OPEN,Ask,Budget,Int,NotOfferedError,Usage
+from .base import Writer,format_of,ignored,quote,sse,think,validate
 from .chunks import error_body,token_logprobs
-from .items import Item,Name,Tool,choose,item_id,keep_item,messages,offered,seal,unseal
+from .items import Item,Name,Tool,choose,item_id,keep_item
+from .items import messages,offered,seal,unseal
 from .openai import Shaped,unoffered,variables
 from .stored import NotStoredError,PreviousResponseError,Record,Store
 
@@ -188,8 +190,15 @@ def parse(
     tools,mode,name = choose(b.tool_choice, fs, len(fs)<len(b.tools or ()), t.warn)
     p,r = _params(b),b.reasoning or Reasoning()
     given,(vars,budget) = variables(b.chat_template_kwargs, left := []),think(b.enable_thinking, r.effort, b.thinking_budget, 'reasoning.effort')
-    return ResponsesAsk(t.all(), p, b.model, tools, mode, name, b.parallel_tool_calls is not False, template=given|vars, thinking_budget=budget,
-        continuing=_going(before+new, t.messages), stream=bool(b.stream), **_form(b), priority=b.priority or 0, warnings=[*t.warnings, *left, *unoffered(b)], ignored=ignored(b),
+    return ResponsesAsk(t.all(), p, b.model,
+        tools=tools, tool_choice=mode, tool_name=name,
+        parallel=b.parallel_tool_calls is not False,
+        template=given|vars, thinking_budget=budget,
+        continuing=_going(before+new, t.messages),
+        stream=bool(b.stream), **_form(b),
+        priority=b.priority or 0,
+        warnings=[*t.warnings, *left, *unoffered(b)],
+        ignored=ignored(b),
         id=rid, echo=_echo(b, p, fs, custom, keep), items=new, store=store if keep else None, owner=owner,
         size=len(raw), background=bool(b.background), truncation=b.truncation or 'disabled',
         summary=bool(r.summary or r.generate_summary), sealed='reasoning.encrypted_content' in (b.include or ()), custom=frozenset(custom))
@@ -431,10 +440,18 @@ def whole(self:ResponsesWriter, choices:list[Choice], usage:Usage)->dict:
     if not self.told:
         self._register()
         if not self.output and not self.open:
-            self.piece(0, Delta(c.reasoning, c.content or '', tuple(CallDelta(k, x.id, x.name, x.arguments) for k,x in enumerate(c.calls)), tuple(c.tokens), c.finish))
+            self.piece(0, _at_once(c))
         self.finish = c.finish
         self.end(usage)
     return self.resource()
+
+def _at_once(c):
+    "A whole answer as one delta"
+    calls = []
+    for k,x in enumerate(c.calls):
+        calls.append(CallDelta(k, x.id, x.name, x.arguments))
+    text = c.content or ''
+    return Delta(c.reasoning, text, tuple(calls), tuple(c.tokens), c.finish)
 
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #87303158
 @patch

@@ -118,8 +118,10 @@ def _turn(self:ToolParser)->Delta:
         try: next(self.machine)
         except StopIteration: self.machine,self.buf,self.i = None,'',0
     if not self._say and not self._calls: return Delta()
-    calls = tuple(CallDelta(i, id, name, ''.join(a)) for i,id,name,a in self._calls)
-    d = Delta(content=''.join(self._say), calls=calls)
+    calls = []
+    for index,id,name,bits in self._calls:
+        calls.append(CallDelta(index, id, name, ''.join(bits)))
+    d = Delta(content=''.join(self._say), calls=tuple(calls))
     self._say,self._calls = [],[]
     return d
 @patch
@@ -150,7 +152,10 @@ def result(self:ToolParser)->Answer:
     "What all the text came to"
     text = ''.join(self.said)
     if self.calls: text = '' if self.mute else text.strip() if self.blank=='strip' else text
-    return Answer(text or None, [Call(n, ''.join(a), i) for n,i,a in self.calls])
+    calls = []
+    for name,id,bits in self.calls:
+        calls.append(Call(name, ''.join(bits), id))
+    return Answer(text or None, calls)
 
 # %% ../../../nbs/6_text/05_calls.core.ipynb #96654906
 _blanks = re.compile(r'\s*').match
