@@ -118,7 +118,8 @@ def _integers(x): return np.rint(x).clip(0, 15).astype(int)
 
 def _grouped(a, at, group, symmetric, kind):
     "`a` in groups of so many of its columns, taken in the order `at`; scales of this type"
-    b = a[:,at].reshape(len(a), -1, group)
+    b = np.ascontiguousarray(a[:,at])
+    b = b.reshape(len(a), -1, group)
     lo,hi = _limits(b, symmetric)
     scale = ((hi-lo)/15+1e-6).astype(np.float32)
     stored,scale = _half(scale, kind)
