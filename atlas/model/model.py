@@ -105,9 +105,11 @@ def make_batch(pieces:list[Piece], tiled:bool, block_size:int, device)->Batch:
     starts = ints([p.start for p in pieces])
     counts = ints([len(p.ids) for p in pieces])
     states = ints([p.state for p in pieces])
+    rows = up(ids),up(pos),up(slots)
+    seqs = up(tables),starts,counts,states
     media = _media(pieces, at, pos, up)
-    return Batch(up(ids), up(pos), up(slots), up(tables), starts, counts, states, up(keep),
-        ints(out), tiled, *media, *_for_kernels(pieces, place, tiled, up))
+    for_kernels = _for_kernels(pieces, place, tiled, up)
+    return Batch(*rows, *seqs, up(keep), ints(out), tiled, *media, *for_kernels)
 
 # %% ../../nbs/4_model/04_model.ipynb #838108dd
 def _for_kernels(pieces, place, tiled, up):
