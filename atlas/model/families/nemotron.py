@@ -83,6 +83,7 @@ def _gguf_experts(m, a):
     size = shared*width
     return gguf_experts(m, a, score='sigmoid', correction=True, shared_size=size)
 
+# %% ../../../nbs/4_model/10_families.nemotron.ipynb #d93c15be
 def _gguf_mixer(kv_heads, width):
     if width: return 'none'
     return 'attention' if kv_heads else 'mamba'
