@@ -142,8 +142,9 @@ class Watch:
         self.hooks = [l.register_forward_hook(lambda m,a,o: self.stream.append(array(first(o)))) for l in self.dec.layers]
         self.hooks += [m.register_forward_hook(routed) for m in self.dec.modules() if type(m).__name__.lower().endswith('router')]
         self.hooks.append(final_norm(self.dec).register_forward_hook(last))
-        self.topk,self.method,torch.topk = torch.topk,torch.Tensor.topk,self.choose
-        torch.Tensor.topk = lambda x,*a,**kw: self.choose(x, *a, **kw)
+        self.topk,self.method = torch.topk,torch.Tensor.topk
+        def method(x, *a, **kw): return self.choose(x, *a, **kw)
+        torch.topk,torch.Tensor.topk = self.choose,method
         return self
 
     def choose(self, x, k, dim=-1, **kw):

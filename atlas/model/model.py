@@ -100,9 +100,16 @@ def make_batch(pieces:list[Piece], tiled:bool, block_size:int, device)->Batch:
         keep[rows.stop-1] = p.state if p.keep is None else p.keep
         out += range(rows.stop-p.want, rows.stop)
         at.append(rows.start); r += n
-    up,i32 = device.upload,lambda x: np.array(x, np.int32)
-    return Batch(up(ids), up(pos), up(slots), up(tables), up(i32([p.start for p in pieces])), up(i32([len(p.ids) for p in pieces])),
-        up(i32([p.state for p in pieces])), up(keep), up(i32(out)), tiled, *_media(pieces, at, pos, up), *_for_kernels(pieces, place, tiled, up))
+    up = device.upload
+    def ints(values): return up(np.array(values, np.int32))
+    starts = ints([p.start for p in pieces])
+    counts = ints([len(p.ids) for p in pieces])
+    states = ints([p.state for p in pieces])
+    rows = up(ids),up(pos),up(slots)
+    seqs = up(tables),starts,counts,states
+    media = _media(pieces, at, pos, up)
+    for_kernels = _for_kernels(pieces, place, tiled, up)
+    return Batch(*rows, *seqs, up(keep), ints(out), tiled, *media, *for_kernels)
 
 # %% ../../nbs/4_model/04_model.ipynb #838108dd
 def _for_kernels(pieces, place, tiled, up):
@@ -131,15 +138,16 @@ def _media(pieces, at, pos, up):
 def _rotary(rope, device, positions)->RotaryTable|None:
     "Cosines and sines of `positions` on `device`; None where there is no rotation"
     if rope is None: return None
-    cos,sin = (device.upload(t) for t in rope_table(rope, positions))
+    cos,sin = map(device.upload, rope_table(rope, positions))
     if not rope.mrope: return RotaryTable(cos, sin)
-    return RotaryTable(cos, sin, device.upload(mrope_axes(rope.mrope, rope.dim//2).astype(np.int32)))
+    axes = mrope_axes(rope.mrope, rope.dim//2)
+    return RotaryTable(cos, sin, device.upload(axes.astype(np.int32)))
 
 # %% ../../nbs/4_model/04_model.ipynb #7b9daba3
 class Decoder:
     "A whole model: `forward(batch, cache)` turns rows into logits"
     ignore = () # Patterns of tensors of the checkpoint that are left unread, beside `IGNORE`
-    scales = () # Of 'residual_scale' and 'logit_scale', those that this kind of decoder multiplies by; others must be 1
+    scales = () # Of 'residual_scale' and 'logit_scale', those it multiplies by; others must be 1
     unit = 1. # What the stream is kept divided by
     def __init__(self, c:ModelConfig, layers:list, mtp=None, vision=None):
         _unscaled(c, self.scales)
@@ -170,8 +178,10 @@ class Decoder:
         self.device,self.max_seq_len = device,max_seq_len
         self.ops = words_of(device)
         self.ops.prepare(self)
-        attention = dict(attention=self.c.attention, sliding=self.c.sliding)
-        self._rotary = {k: _rotary(a.rope, device, max_seq_len) for k,a in attention.items() if a}
+        self._rotary = {}
+        for kind in ('attention','sliding'):
+            a = getattr(self.c, kind)
+            if a: self._rotary[kind] = _rotary(a.rope, device, max_seq_len)
         return self
 
 # %% ../../nbs/4_model/04_model.ipynb #5ca1ed01
@@ -179,20 +189,24 @@ def _unscaled(c, taken):
     "Refuse scales of a description that nobody takes into account"
     for k in ('residual_scale','logit_scale'):
         v = getattr(c, k)
-        if v!=1 and k not in taken:
-            raise UnsupportedError(f'{c.family} models with a {k} of {v:g} are not supported', param=k)
+        if v==1 or k in taken: continue
+        said = f'{c.family} models with a {k} of {v:g} are not supported'
+        raise UnsupportedError(said, param=k)
 
 # %% ../../nbs/4_model/04_model.ipynb #d819f782
 @patch
 def step(self:Decoder, b:Batch, cache, routes:list|None=None)->Step:
     "What the layers share during one step"
-    turned = {k: t and self.ops.angles(t, b) for k,t in self._rotary.items()}
-    return Step(b, cache, turned, self.ops, routes)
+    angles = {}
+    for kind,table in self._rotary.items():
+        angles[kind] = table and self.ops.angles(table, b)
+    return Step(b, cache, angles, self.ops, routes)
 
 @patch
 def embed(self:Decoder, b:Batch):
     "Embeddings of the rows, [R, H]"
-    x = self.ops.embed(b.ids, self.embed_tokens.weight, self.c.embed_scale)
+    table = self.embed_tokens.weight
+    x = self.ops.embed(b.ids, table, self.c.embed_scale)
     if b.patches: x[b.patches[0]] = b.patches[1]
     return x
 
@@ -205,10 +219,11 @@ def trunk(self:Decoder,
 ): # [R, H] float32
     "The residual stream after the last layer"
     s,x = self.step(b, cache, routes),self.embed(b)  # (R,H)
+    rows,_,deep = b.patches or (None,None,())
     with np.errstate(over='ignore', invalid='ignore'):  # small matrix products raise these for lanes past a row's end; the sampler looks for NaN
         for i,l in enumerate(self.layers):
             x = l(x, s)
-            if b.patches and i<len(b.patches[2]): x[b.patches[0]] += b.patches[2][i]
+            if i<len(deep): x[rows] += deep[i]
             if tap: tap(i, x)
     return x
 
@@ -248,12 +263,14 @@ def head(self:Decoder, h, norm:Norm|None=None):
 def forward(self:Decoder, b:Batch, cache, tap=None): # [n, vocab] float32
     "Logits of the rows `b.out`; arguments as for `trunk`"
     x = self.trunk(b, cache, tap)
-    return self.head(x if b.out is None else x[b.out], self.last_norm)
+    if b.out is not None: x = x[b.out]
+    return self.head(x, self.last_norm)
 
 # %% ../../nbs/4_model/04_model.ipynb #af0ca0fe
 def build(c:ModelConfig)->Decoder:
     "The empty model that a config describes"
-    f = family_of(c); m = f.build(c)
+    f = family_of(c)
+    m = f.build(c)
     m.ignore = f.ignore
     return m
 
@@ -272,8 +289,11 @@ def plan(ckpt)->tuple[Decoder,list[Want]]:
 def load_model(ckpt, device, max_seq_len:int|None=None, show=None, parts=('','vision'), packed=False, quantization=None, head=None)->Decoder:
     "Build the model of an open `Checkpoint` and load its `parts` onto `device`, on a card requantised as `packer` says; errors as for `load`"
     m,wants = plan(ckpt)
-    how,ws = dict(show=show, ignore=(*IGNORE,*m.ignore), packed=packed),{}
-    for some,where,put in words_of(device).placement(device, parts, quantization, head):
+    ignore = (*IGNORE,*m.ignore)
+    how = dict(show=show, ignore=ignore, packed=packed)
+    places = words_of(device).placement(device, parts, quantization, head)
+    ws = {}
+    for some,where,put in places:
         ws |= load(ckpt, wants, where, parts=some, put=put, **how)
     return m.bind(ws, device, max_seq_len or ckpt.config.max_seq_len)
 
@@ -284,7 +304,9 @@ def wanted(config:ModelConfig, like=None)->list[Want]:
 
 def imagine(
     name:str, # A key of `PRESETS`, or what `resolve` finds
-    weights:str|None=None, # 'bf16', 'fp8', 'nvfp4', 'mxfp4', 'int4', 'mixed' or 'nvfp4-experts'; None: as the model is published, or as its files are
+    # 'bf16', 'fp8', 'nvfp4', 'mxfp4', 'int4', 'mixed' or 'nvfp4-experts'
+    # None: as the model is published, or as its files are
+    weights:str|None=None,
 ):
     "An open checkpoint without files, with all tensors that the model wants"
     return made_up(name, weights, wanted)

@@ -4,10 +4,10 @@
     pip install --no-deps auto-gptq==0.7.1
     pip install --no-deps --no-build-isolation autoawq==0.2.9
 
-AutoGPTQ and AutoAWQ are no longer developed, and do not import beside today's transformers. What
-quantises, packs and unpacks in them is plain torch, so those modules alone are imported. The weights
-that a packed matrix stands for come from the library's own way back, with scales widened to float32
-first, so that nothing is rounded there.
+AutoGPTQ and AutoAWQ are no longer developed, and do not import beside today's transformers.
+What quantises, packs and unpacks in them is plain torch, so those modules alone are imported. The
+weights that a packed matrix stands for come from the library's own way back, with scales widened
+to float32 first, so that nothing is rounded there.
 """
 import importlib,importlib.util,sys
 from types import ModuleType
@@ -26,7 +26,8 @@ def bare(name, *packages):
 
 def linear(w):
     "A layer with the matrix `w`"
-    m = nn.Linear(w.shape[1], w.shape[0], bias=False)
+    out,inner = w.shape
+    m = nn.Linear(inner, out, bias=False)
     m.weight.data = w.clone()
     return m
 
@@ -44,7 +45,8 @@ def ct_int4(symmetric, group, dtype=torch.bfloat16):
         args = QuantizationArgs(**ct_scheme(symmetric, group))
         scheme = QuantizationScheme(targets=['Linear'], weights=args)
         b = w.reshape(len(w), -1, group)
-        scale,zero = calculate_qparams(b.amin(-1), b.amax(-1), args)
+        lo,hi = b.amin(-1),b.amax(-1)
+        scale,zero = calculate_qparams(lo, hi, args)
         scale = scale.to(dtype)
         parts = dict(weight=w, weight_scale=scale.float(), weight_zero_point=zero)
         stored = Compressor.compress(parts, scheme)
@@ -57,7 +59,9 @@ def gptq_rounded(w, group, ordered):
     GPTQ = bare('auto_gptq.quantization.gptq', 'auto_gptq').GPTQ
     layer = linear(w)
     rng = torch.Generator().manual_seed(w.shape[1])
-    x = torch.randn(256, w.shape[1], generator=rng)*torch.linspace(.2, 2, w.shape[1])
+    inner = w.shape[1]
+    x = torch.randn(256, inner, generator=rng)
+    x = x*torch.linspace(.2, 2, inner)
     g = GPTQ(layer)
     g.quantizer.configure(4, perchannel=True, sym=False)
     g.add_batch(x, None)
@@ -70,11 +74,13 @@ def gptq_int4(group=32, ordered=True):
     def packed(w):
         places = 'auto_gptq','auto_gptq.nn_modules','auto_gptq.nn_modules.qlinear'
         QuantLinear = bare('auto_gptq.nn_modules.qlinear.qlinear_cuda', *places).QuantLinear
-        layer,scale,zero,idx = gptq_rounded(w, group, ordered)
-        m = QuantLinear(4, group, w.shape[1], w.shape[0], False)
-        m.pack(layer.half(), scale, zero, idx)
+        layer,*found = gptq_rounded(w, group, ordered)
+        out,inner = w.shape
+        m = QuantLinear(4, group, inner, out, False)
+        m.pack(layer.half(), *found)
         stored = dict(m.state_dict())
-        return stored,m.float()(torch.eye(w.shape[1])).T.contiguous()
+        dense = m.float()(torch.eye(inner)).T
+        return stored,dense.contiguous()
     return packed
 
 def awq_int4(group=32):
@@ -86,8 +92,10 @@ def awq_int4(group=32):
         b = w.reshape(-1, group)
         rows.find_params(b, weight=True)
         layer = linear(rows.quantize(b).reshape(w.shape))
-        scale,zero = (p.reshape(len(w), -1).T.contiguous() for p in (rows.scale,rows.zero))
-        m = gemm.WQLinear_GEMM.from_linear(layer, 4, group, scales=scale, zeros=zero)
-        dense = gemm.dequantize_gemm(m.qweight, m.qzeros, m.scales.float(), 4, group)
+        def turned(p): return p.reshape(len(w), -1).T.contiguous()
+        groups = dict(scales=turned(rows.scale), zeros=turned(rows.zero))
+        m = gemm.WQLinear_GEMM.from_linear(layer, 4, group, **groups)
+        scales = m.scales.float()
+        dense = gemm.dequantize_gemm(m.qweight, m.qzeros, scales, 4, group)
         return dict(m.state_dict()),dense.T.contiguous()
     return packed
