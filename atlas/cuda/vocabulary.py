@@ -61,8 +61,17 @@ def norm_add(
     per = -(-n//2048) # fours of a row that a thread holds
     threads = 32*-(-n//(128*per))
     arrays = x,other,own,its,w,add,scale,out
-    variant = dict(BOTH=int(beside is not None), PER=per, THREADS=threads)
-    run('norm_add', R, threads, *arrays, float(eps), n, **variant)
+    run(
+        'norm_add',
+        R,
+        threads,
+        *arrays,
+        float(eps),
+        n,
+        BOTH=int(beside is not None),
+        PER=per,
+        THREADS=threads,
+    )
     return out
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #87ee795c
@@ -75,7 +84,8 @@ def _product(s, x, w, norm, extra=None, **kw):
     "Rows `x` times the node `w` and the matrix `extra`; more as for `gemv` and `gemm`"
     kw['bias'] = w.bias
     if norm is not None: kw |= norm._asdict()
-    if not s.b.tiled: return gemv(x, w.weight, extra=extra, **kw)
+    if not s.b.tiled:
+        return gemv(x, w.weight, extra=extra, **kw)
     kw['exact'] = _exact(s)
     if extra is None: return gemm(x, w.weight, **kw)
     return _two(x, w.weight, extra, kw)
@@ -95,8 +105,10 @@ def project(s:Step, x, w, norm=None, add=None, extra=None):
 def mlp(s:Step, x, w:MLPWeights, norm=None, add=None):
     "`down(act(up(x)))` of rows `x` [R, H], times the sigmoid of a gate if there is one, plus `add`"
     gate = None
-    if w.gate is not None: gate = _product(s, x, Matrix(w.gate), norm),0
-    h = _product(s, x, w.up, norm, act=w.act, limit=w.limit)
+    if w.gate is not None:
+        gate = _product(s, x, Matrix(w.gate), norm),0
+    act = dict(act=w.act, limit=w.limit)
+    h = _product(s, x, w.up, norm, **act)
     return _product(s, h, w.down, None, add=add, gate=gate)
 
 def logits(x, w, norm=None, cap:float|None=None):
@@ -142,7 +154,8 @@ def mamba(s:Step, x, w:MambaWeights, conv, rec):
         groups=w.groups,
     )
     where = dict(conv=conv, rec=rec, b=s.b)
-    if s.b.tiled: return mamba_many(x, **weights, **where, eps=w.eps),None
+    if s.b.tiled:
+        return mamba_many(x, **weights, **where, eps=w.eps),None
     y,parts = mamba_step(x, **weights, **where)
     return y,GroupNorm(parts, y.shape[1]//w.groups, w.eps)
 
@@ -206,7 +219,8 @@ def _experts_of_tiles(s, x, w, norm, add, router_gain):
     seen = h if router_gain is None else norm_rows(x, router_gain, norm.eps)
     ids,weights = _picks_of_tiles(seen, w)
     k = w.config.top_k
-    if s.routes is not None: s.routes.append((ids[:,:k],weights[:,:k]))
+    if s.routes is not None:
+        s.routes.append((ids[:,:k],weights[:,:k]))
     return experts_many(
         h,
         ids,
@@ -274,7 +288,8 @@ def kv_formats(layers, fmt=None, high_precision:int=0)->dict:
         said = f'{fmt!r} is no format for keys and values'
         hint = f'Choose {", ".join(KV_FORMATS)}'
         raise ConfigError(said, hint=hint, param='kv_cache_dtype')
-    ends = {*layers[:high_precision], *layers[len(layers)-high_precision:]}
+    last = len(layers)-high_precision
+    ends = {*layers[:high_precision], *layers[last:]}
     at_ends = 'f16' if fmt in ('fp8','nvfp4') else fmt
     return {i:at_ends if i in ends else fmt for i in layers}
 
@@ -285,7 +300,9 @@ def kv_bytes(kv:int, d:int, fmt)->int:
 def kv_pools(device, shapes:dict, formats:dict, blocks:int, block_size:int)->dict:
     "Empty pools for keys and values, by layer"
     words = pool_words(device) if shapes else None # of these only: several models may run
-    def pool(i): return make_pool(device, blocks, block_size, *shapes[i], formats[i], words)
+    def pool(i):
+        (kv,d),fmt = shapes[i],formats[i]
+        return make_pool(device, blocks, block_size, kv, d, fmt, words)
     return {i:pool(i) for i in shapes}
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #f71e0576
@@ -305,7 +322,8 @@ def _join(l):
     bank.gate_up_proj = join(bank.gate_up_proj, up.weight)
     bank.down_proj = join(bank.down_proj, down.weight)
     up.weight = down.weight = None  # the bank has their bytes now
-    if l.config.shared_gate: l.router.weight = join(l.router.weight, l.shared_gate)
+    if l.config.shared_gate:
+        l.router.weight = join(l.router.weight, l.shared_gate)
     l.joined = True
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #48c50ab2
@@ -331,7 +349,8 @@ def packed_in(o, seen=None):
 def _begins_with(o):
     "The matrix that a layer, or what follows the last one, begins with"
     names = ('qkv_proj','in_proj','gate_up_proj','lm_head')
-    return next((getattr(o, n).weight for n in names if hasattr(o, n)), None)
+    for n in names:
+        if hasattr(o, n): return getattr(o, n).weight
 
 def _look_ahead(model):
     "Tell each layer of experts what comes after it"

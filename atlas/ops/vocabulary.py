@@ -352,8 +352,7 @@ def moe(
         add=add,
         real=real,
     )
-    if w.shared is not None: y = y+mlp(s, h, w.shared)
-    return y
+    return y if w.shared is None else y+mlp(s, h, w.shared)
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #32ebc1a7
 @dataclass(frozen=True)
