@@ -31,7 +31,7 @@ from ..ops import vocabulary as host_words
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #04942746
 def embed(ids, w, scale:float=1.):
-    "Rows `ids` [R] of `w` [vocab, H], times `scale`: [R, H]; zeros for an id outside it, of which the twin makes something else"
+    "Rows `ids` [R] of `w` [vocab, H], times `scale`: [R, H]; zeros for an id that is no row of `w`"
     return embed_rows(ids, w, scale)
 
 def angles(table:RotaryTable, b):
@@ -50,29 +50,45 @@ def norm_add(
     eps:float, # Added to the mean square
     add, # The stream, f32 [R,n]
     scale=None, # f32 [1]: what the sum is multiplied by
-    beside=None, # (f32 [R,n], gain, gain of x): what another layer made; each is normed, then added
+    beside=None, # (f32 [R,n], gain, gain of x): another layer's result; each is normed, then added
     out=None, # f32 [R,n]: where to write; may be any of the others
 ): # [R,n]
     "`(norm(x)*w + add)*scale`; with a layer beside it, of `norm(norm(x)*own + norm(other)*its)`"
     if out is None: out = card_of(x).empty(x.shape)
-    n,(y,its,own) = x.shape[1],beside or (None,)*3
+    R,n = x.shape
     if n%4: raise ConfigError(f'Rows of {n}: norm_add takes multiples of 4')
-    per = -(-n//2048); threads = 32*-(-n//(128*per))
-    variant = dict(BOTH=int(beside is not None), PER=per, THREADS=threads)
-    run('norm_add', len(x), threads, x, y, own, its, w, add, scale, out, float(eps), n, **variant)
+    other,its,own = beside or (None,None,None)
+    per = -(-n//2048) # fours of a row that a thread holds
+    threads = 32*-(-n//(128*per))
+    arrays = x,other,own,its,w,add,scale,out
+    run(
+        'norm_add',
+        R,
+        threads,
+        *arrays,
+        float(eps),
+        n,
+        BOTH=int(beside is not None),
+        PER=per,
+        THREADS=threads,
+    )
     return out
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #87ee795c
 def _exact(s):
     "Are a prompt's activations multiplied in two parts? Only where keys and values have 32 bits"
-    return any(p.fmt=='f32' for p in getattr(s.cache, 'kv', {}).values())
+    pools = getattr(s.cache, 'kv', {})
+    return any(p.fmt=='f32' for p in pools.values())
 
 def _product(s, x, w, norm, extra=None, **kw):
     "Rows `x` times the node `w` and the matrix `extra`; more as for `gemv` and `gemm`"
+    kw['bias'] = w.bias
     if norm is not None: kw |= norm._asdict()
-    if not s.b.tiled: return gemv(x, w.weight, extra=extra, bias=w.bias, **kw)
-    kw |= dict(exact=_exact(s))
-    return gemm(x, w.weight, bias=w.bias, **kw) if extra is None else _two(x, w.weight, extra, kw)
+    if not s.b.tiled:
+        return gemv(x, w.weight, extra=extra, **kw)
+    kw['exact'] = _exact(s)
+    if extra is None: return gemm(x, w.weight, **kw)
+    return _two(x, w.weight, extra, kw)
 
 def _two(x, w, extra, kw):
     "Many rows times two matrices, side by side"
@@ -88,8 +104,11 @@ def project(s:Step, x, w, norm=None, add=None, extra=None):
 
 def mlp(s:Step, x, w:MLPWeights, norm=None, add=None):
     "`down(act(up(x)))` of rows `x` [R, H], times the sigmoid of a gate if there is one, plus `add`"
-    gate = None if w.gate is None else (_product(s, x, Matrix(w.gate), norm),0)
-    h = _product(s, x, w.up, norm, act=w.act, limit=w.limit)
+    gate = None
+    if w.gate is not None:
+        gate = _product(s, x, Matrix(w.gate), norm),0
+    act = dict(act=w.act, limit=w.limit)
+    h = _product(s, x, w.up, norm, **act)
     return _product(s, h, w.down, None, add=add, gate=gate)
 
 def logits(x, w, norm=None, cap:float|None=None):
@@ -100,8 +119,20 @@ def logits(x, w, norm=None, cap:float|None=None):
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #203a49d2
 def attend(s:Step, qkv, w:AttentionWeights, kv, angles):
     "Attention of projected rows `qkv` over the pool `kv`, up to the next projection: [R, heads*d]"
-    f,norms = flash if s.b.tiled else attend_rows,(w.q_norm,w.k_norm,w.eps)
-    return f(qkv, s.b, kv, w.config, w.scale, w.window, angles, *norms, w.sinks)
+    f = flash if s.b.tiled else attend_rows
+    return f(
+        qkv,
+        s.b,
+        kv,
+        a=w.config,
+        scale=w.scale,
+        window=w.window,
+        angles=angles,
+        q_norm=w.q_norm,
+        k_norm=w.k_norm,
+        eps=w.eps,
+        sinks=w.sinks,
+    )
 
 def gated_delta(s:Step, x, w:DeltaWeights, conv, rec):
     "A gated delta net between its projections: [R, vh*dv], and what is left of its norm"
@@ -113,60 +144,117 @@ def gated_delta(s:Step, x, w:DeltaWeights, conv, rec):
 
 def mamba(s:Step, x, w:MambaWeights, conv, rec):
     "Mamba-2 between its projections: [R, I], and what is left of its norm"
-    weights = w.conv,w.conv_bias,w.A,w.D,w.dt_bias,w.norm
-    args = x,*weights,conv,rec,s.b,w.groups
-    if s.b.tiled: return mamba_many(*args, w.eps),None
-    y,parts = mamba_step(*args)
+    weights = dict(
+        conv_w=w.conv,
+        conv_b=w.conv_bias,
+        A=w.A,
+        D=w.D,
+        dt_bias=w.dt_bias,
+        norm_w=w.norm,
+        groups=w.groups,
+    )
+    where = dict(conv=conv, rec=rec, b=s.b)
+    if s.b.tiled:
+        return mamba_many(x, **weights, **where, eps=w.eps),None
+    y,parts = mamba_step(x, **weights, **where)
     return y,GroupNorm(parts, y.shape[1]//w.groups, w.eps)
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #ec90b79e
 def _routes(s, x, top_k):
     "Arrays for what a step of rows picks, if somebody wants to see it"
     if s.routes is None: return None
-    card = card_of(x)
-    s.routes.append((card.empty((len(x), top_k), 'int32'),card.empty((len(x), top_k))))
+    card,shape = card_of(x),(len(x),top_k)
+    ids,weights = card.empty(shape, 'int32'),card.empty(shape)
+    s.routes.append((ids,weights))
     return s.routes[-1]
 
 def _flat(a): return None if a is None else a.reshape(-1)
 
 def _experts_of_rows(s, x, w, norm, add, router_gain):
-    m,bank = w.config,(w.router.weight,w.up,w.down)
-    biases = dict(bias=w.router.bias, up_bias=_flat(w.up_bias), down_bias=_flat(w.down_bias))
-    shared = dict(shared=w.joined, shared_gate=w.joined and m.shared_gate)
-    scores = dict(correction=w.correction, per_expert=w.per_expert, router_gain=router_gain)
-    more = dict(add=add, routes=_routes(s, x, m.top_k), then=w.then)
-    return moe_rows(x, *norm, *bank, m, w.act, w.limit, **biases, **shared, **scores, **more)
+    "Routed experts of a few rows, weighted, plus `add`"
+    m = w.config
+    return moe_rows(
+        x,
+        *norm,
+        w.router.weight,
+        w.up,
+        w.down,
+        m,
+        w.act,
+        w.limit,
+        bias=w.router.bias,
+        correction=w.correction,
+        per_expert=w.per_expert,
+        up_bias=_flat(w.up_bias),
+        down_bias=_flat(w.down_bias),
+        shared=w.joined,
+        shared_gate=w.joined and m.shared_gate,
+        router_gain=router_gain,
+        add=add,
+        routes=_routes(s, x, m.top_k),
+        then=w.then,
+    )
 
 def _picks_of_tiles(seen, w):
-    "Experts of the rows that the router has `seen`, and their weights; a shared one that is in the bank is the last"
-    m,r = w.config,w.router
-    shared = 0 if not w.joined else 1 if m.shared_gate else 2
-    how = m.top_k,m.score,m.renormalise,m.scaling,shared
-    return route_many(seen, r.weight, r.bias, w.correction, w.per_expert, *how)
+    "Experts of the rows that the router has `seen`, and their weights; a joined one is the last"
+    m = w.config
+    shared = 0 # None in the bank
+    if w.joined: shared = 1 if m.shared_gate else 2
+    return route_many(
+        seen,
+        w.router.weight,
+        bias=w.router.bias,
+        correction=w.correction,
+        per_expert=w.per_expert,
+        top_k=m.top_k,
+        score=m.score,
+        renormalise=m.renormalise,
+        scaling=m.scaling,
+        shared=shared,
+    )
 
 def _experts_of_tiles(s, x, w, norm, add, router_gain):
-    k,h = w.config.top_k,norm_rows(x, *norm)
+    "Routed experts of many rows, weighted, plus `add`"
+    h = norm_rows(x, *norm)
     seen = h if router_gain is None else norm_rows(x, router_gain, norm.eps)
     ids,weights = _picks_of_tiles(seen, w)
-    if s.routes is not None: s.routes.append((ids[:,:k],weights[:,:k]))
-    biases = w.up_bias,w.down_bias
-    return experts_many(h, ids, weights, w.up, w.down, w.act, w.limit, *biases, add, s.b.seq)
+    k = w.config.top_k
+    if s.routes is not None:
+        s.routes.append((ids[:,:k],weights[:,:k]))
+    return experts_many(
+        h,
+        ids,
+        weights,
+        w.up,
+        w.down,
+        w.act,
+        w.limit,
+        up_bias=w.up_bias,
+        down_bias=w.down_bias,
+        add=add,
+        real=s.b.seq,
+    )
 
 def moe(s:Step, x, w:MoEWeights, norm:Norm, add=None, router_gain=None):
     "Routed experts of rows `x` [R, H], weighted, and the shared one, plus `add`: [R, H]"
-    if w.shared is not None and not w.joined: add = mlp(s, x, w.shared, norm, add)
+    beside = w.shared is not None and not w.joined
+    if beside: add = mlp(s, x, w.shared, norm, add)
     f = _experts_of_tiles if s.b.tiled else _experts_of_rows
     return f(s, x, w, norm, add, router_gain)
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #5869786e
 DEFAULTS = Defaults(2048, 1<<15, 64, 'f16', False)
 
-def placement(device, parts, quantization:str|None=None, head:str|None=None)->list[tuple]:
+def placement(
+    device, parts, quantization:str|None=None, head:str|None=None
+)->list[tuple]:
     "Where the parts of a model are loaded: (parts, device, `put` of `load`) each"
     rest = [p for p in parts if p!='vision']
     seeing = [p for p in parts if p=='vision']
     put = packer(device, quantization, head)
-    return [(rest,device,put),*((seeing,Host(),None) for _ in seeing)]
+    found = [(rest,device,put)]
+    if seeing: found.append((seeing,Host(),None))
+    return found
 
 def _packed_bytes(t, anew):
     "Bytes of the tensor `t` on a card, stored anew in the format `anew` if that is smaller"
@@ -177,11 +265,18 @@ def _packed_bytes(t, anew):
     return max(t.nbytes, held) if t.fmt in f.stored else held # a file's groups may be larger
 
 def weight_bytes(
-    tensors:dict, parts, packed:bool=False, quantization:str|None=None, head:str|None=None)->int:
+    tensors:dict, parts, packed:bool=False,
+    quantization:str|None=None, head:str|None=None
+)->int:
     "Bytes that the weights of a model take, as well as can be told before they are there"
     left_out = ('visual.',) if 'mtp' in parts else ('visual.','mtp.')
-    def anew(k): return head if k=='lm_head.weight' else quantization if quantizable(k) else None
-    return sum(_packed_bytes(t, anew(k)) for k,t in tensors.items() if not k.startswith(left_out))
+    def anew(name):
+        if name=='lm_head.weight': return head
+        return quantization if quantizable(name) else None
+    total = 0
+    for name,t in tensors.items():
+        if not name.startswith(left_out): total += _packed_bytes(t, anew(name))
+    return total
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #46aa17fd
 KV_FORMATS = ('f16','bf16','f32','fp8','nvfp4') # Formats of keys and values
@@ -190,10 +285,13 @@ def kv_formats(layers, fmt=None, high_precision:int=0)->dict:
     "How each of the attention `layers` keeps keys and values; a `ConfigError` for other formats"
     fmt,layers = fmt or DEFAULTS.kv_format,list(layers)
     if fmt not in KV_FORMATS:
-        said,hint = f'{fmt!r} is no format for keys and values',f'Choose {", ".join(KV_FORMATS)}'
+        said = f'{fmt!r} is no format for keys and values'
+        hint = f'Choose {", ".join(KV_FORMATS)}'
         raise ConfigError(said, hint=hint, param='kv_cache_dtype')
-    ends = {*layers[:high_precision], *layers[len(layers)-high_precision:]}
-    return {i:'f16' if i in ends and fmt in ('fp8','nvfp4') else fmt for i in layers}
+    last = len(layers)-high_precision
+    ends = {*layers[:high_precision], *layers[last:]}
+    at_ends = 'f16' if fmt in ('fp8','nvfp4') else fmt
+    return {i:at_ends if i in ends else fmt for i in layers}
 
 def kv_bytes(kv:int, d:int, fmt)->int:
     "Bytes of one token's keys and values in one layer; a `ConfigError` for what no pool can hold"
@@ -202,7 +300,9 @@ def kv_bytes(kv:int, d:int, fmt)->int:
 def kv_pools(device, shapes:dict, formats:dict, blocks:int, block_size:int)->dict:
     "Empty pools for keys and values, by layer"
     words = pool_words(device) if shapes else None # of these only: several models may run
-    def pool(i): return make_pool(device, blocks, block_size, *shapes[i], formats[i], words)
+    def pool(i):
+        (kv,d),fmt = shapes[i],formats[i]
+        return make_pool(device, blocks, block_size, kv, d, fmt, words)
     return {i:pool(i) for i in shapes}
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #f71e0576
@@ -218,14 +318,17 @@ def _fits(l)->bool:
 def _join(l):
     "The shared expert as the last of the bank, its gate as the last row of the router"
     bank,shared = l.experts,l.shared
-    bank.gate_up_proj = join(bank.gate_up_proj, shared.gate_up_proj.weight)
-    bank.down_proj = join(bank.down_proj, shared.down_proj.weight)
-    shared.gate_up_proj.weight = shared.down_proj.weight = None  # the bank has their bytes now
-    if l.config.shared_gate: l.router.weight = join(l.router.weight, l.shared_gate)
+    up,down = shared.gate_up_proj,shared.down_proj
+    bank.gate_up_proj = join(bank.gate_up_proj, up.weight)
+    bank.down_proj = join(bank.down_proj, down.weight)
+    up.weight = down.weight = None  # the bank has their bytes now
+    if l.config.shared_gate:
+        l.router.weight = join(l.router.weight, l.shared_gate)
     l.joined = True
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #48c50ab2
-_SKIPPED = {'c','_c','config','device','mtp','_mtp','vision','_vision','then'} # No weights, or others'
+# Attributes that hold no weights, or another's
+_SKIPPED = {'c','_c','config','device','mtp','_mtp','vision','_vision','then'}
 
 def _below(o):
     "What lies below `o` in the tree of a model"
@@ -240,12 +343,14 @@ def packed_in(o, seen=None):
     if id(o) in seen: return
     seen.add(id(o))
     if isinstance(o, Packed): yield o
-    else: yield from (p for x in _below(o) for p in packed_in(x, seen))
+    else:
+        for x in _below(o): yield from packed_in(x, seen)
 
 def _begins_with(o):
     "The matrix that a layer, or what follows the last one, begins with"
     names = ('qkv_proj','in_proj','gate_up_proj','lm_head')
-    return next((getattr(o, n).weight for n in names if hasattr(o, n)), None)
+    for n in names:
+        if hasattr(o, n): return getattr(o, n).weight
 
 def _look_ahead(model):
     "Tell each layer of experts what comes after it"
@@ -255,8 +360,11 @@ def _look_ahead(model):
 
 def prepare(model):
     "Arrange the weights of `model` as the words want them"
-    blocks = [*model.layers, *(model.mtp.layers if model.mtp else ())]
-    for l in (l for b in blocks for l in b.parts() if hasattr(l, 'experts') and _fits(l)): _join(l)
+    blocks = [*model.layers]
+    if model.mtp: blocks += model.mtp.layers
+    for b in blocks:
+        for l in b.parts():
+            if hasattr(l, 'experts') and _fits(l): _join(l)
     for p in packed_in([model, model.mtp]): units(p)
     _look_ahead(model)
 

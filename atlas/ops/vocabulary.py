@@ -25,8 +25,8 @@ from .norm import rmsnorm as normed
 from .rope import rope_angles
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #1e2151d3
-WORDS = ('embed','angles','rmsnorm','norm_add','project','attend','gated_delta','mamba','mlp','moe',
-    'logits') # Of layers
+WORDS = ('embed','angles','rmsnorm','norm_add','project',
+    'attend','gated_delta','mamba','mlp','moe','logits') # Of layers
 SETUP = ('placement','weight_bytes','prepare','kv_formats','kv_bytes','kv_pools') # Of who loads one
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #005dcf35
@@ -41,15 +41,16 @@ class Step:
 
 def _tiles(s, x):
     "Rows [R,n] as products take them: the tiles of a prefill step apart"
-    return x.reshape(-1, TILE, x.shape[-1]) if s.b.tiled else x
+    if not s.b.tiled: return x
+    return x.reshape(-1, TILE, x.shape[-1])
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #c1e5af70
 def embed(
-    ids, # [R] int32
+    ids, # [R] int32: rows of `w`; of others a card makes zeros, this an error or a row from the end
     w, # The embedding, [vocab, H]
     scale:float=1., # Of the result
 ): # [R, H]
-    "Rows `ids` of `w`, times `scale`; ids are rows of `w`: of others a card makes zeros, and this an error, or a row from the end"
+    "Rows `ids` of `w`, times `scale`"
     x = embedding(ids, w)
     return x if scale==1 else x*np.float32(scale)
 
@@ -64,7 +65,8 @@ def angles(
     b, # The rows: `pos` [R], `pos3` [3, R] or None
 ): # What `attend` takes
     "How the rows of a step are rotated"
-    return rope_angles(table.cos, table.sin, b.pos if b.pos3 is None else b.pos3, table.axes)
+    pos = b.pos if b.pos3 is None else b.pos3
+    return rope_angles(table.cos, table.sin, pos, table.axes)
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #ee13d103
 class Norm(NamedTuple):
@@ -97,7 +99,7 @@ def norm_add(
     eps:float, # Added to the mean square
     add, # The stream, [R, n]
     scale=None, # [1]: what the sum is multiplied by
-    beside=None, # ([R, n], its gain, gain of x): what another layer made; each is normed, then added
+    beside=None, # ([R, n], its gain, gain of x): another layer's result; each is normed, then added
     out=None, # [R, n]: where to write; may be any of the others
 ): # [R, n]
     "`(norm(x)*w + add)*scale`; with a layer beside it, of `norm(norm(x)*own + norm(other)*its)`"
@@ -105,7 +107,9 @@ def norm_add(
         other,its,own = beside
         x = normed(x, own, eps)+normed(other, its, eps)
     y = add+normed(x, w, eps)
-    return np.multiply(y, 1 if scale is None else scale, out=y if out is None else out)
+    if scale is None: scale = 1
+    if out is None: out = y
+    return np.multiply(y, scale, out=out)
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #d0bdbac1
 class Matrix(NamedTuple):
@@ -132,7 +136,9 @@ def project(
     extra=None, # [m, k]: outputs after the others
 ): # [R, n+m]
     "The rows times a matrix"
-    y = fused_linear(_tiles(s, x), w.weight, extra=extra, bias=w.bias, **_options(norm))
+    rows = _tiles(s, x)
+    y = fused_linear(rows, w.weight, extra=extra,
+        bias=w.bias, **_options(norm))
     y = y.reshape(len(x), -1)
     if add is not None: y += add
     return y
@@ -147,9 +153,13 @@ def mlp(
     "`down(act(up(x)))`, times the sigmoid of a gate if there is one"
     x = _tiles(s, x)
     h = x if norm is None else normed(x, *norm)
-    gate = None if w.gate is None else (fused_linear(h, w.gate),0)
-    u = fused_linear(h, w.up.weight, bias=w.up.bias, act=w.act, limit=w.limit)
-    y = fused_linear(u, w.down.weight, bias=w.down.bias, gate=gate).reshape(-1, h.shape[-1])
+    gate = None
+    if w.gate is not None: gate = fused_linear(h, w.gate),0
+    up,down = w.up,w.down
+    u = fused_linear(h, up.weight, bias=up.bias,
+        act=w.act, limit=w.limit)
+    y = fused_linear(u, down.weight, bias=down.bias, gate=gate)
+    y = y.reshape(-1, h.shape[-1])
     if add is not None: y += add
     return y
 
@@ -160,7 +170,8 @@ def logits(
     cap:float|None=None, # `cap*tanh(y/cap)`
 ): # [R, vocab]
     "A score for every token"
-    return fused_linear(x, w.weight, bias=w.bias, cap=cap, **_options(norm))
+    return fused_linear(x, w.weight, bias=w.bias,
+        cap=cap, **_options(norm))
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #5c96e993
 @dataclass(frozen=True)
@@ -182,8 +193,19 @@ def attend(
     angles, # As `angles` made them; None: no positions
 ): # [R, heads*d]
     "Attention over the cache, from projection to projection"
-    norms = w.q_norm,w.k_norm,w.eps
-    return attend_heads(qkv, s.b, kv, w.config, w.scale, w.window, angles, *norms, w.sinks)
+    return attend_heads(
+        qkv,
+        s.b,
+        kv,
+        a=w.config,
+        scale=w.scale,
+        window=w.window,
+        angles=angles,
+        q_norm=w.q_norm,
+        k_norm=w.k_norm,
+        eps=w.eps,
+        sinks=w.sinks,
+    )
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #abb00e82
 @dataclass(frozen=True)
@@ -207,10 +229,25 @@ def gated_delta(
     "A gated delta net between its projections (Yang et al. 2025)"
     b,C = s.b,len(w.conv)
     z = C+rec.shape[1]*rec.shape[3]
-    where = b.state_in,b.state_out,b.starts,b.counts,b.tiled
-    weights = w.conv,w.A,w.dt_bias,w.norm
-    y = delta_net(x[:,:C], x[:,C:z], x[:,z:], *weights, w.eps, conv, rec, *where, w.key_heads, w.gate_act)
-    return y,None
+    return delta_net(
+        qkv=x[:,:C],
+        z=x[:,C:z],
+        ba=x[:,z:],
+        conv_w=w.conv,
+        A=w.A,
+        dt_bias=w.dt_bias,
+        norm_w=w.norm,
+        eps=w.eps,
+        conv=conv,
+        rec=rec,
+        state_in=b.state_in,
+        state_out=b.state_out,
+        starts=b.starts,
+        counts=b.counts,
+        tiled=b.tiled,
+        kh=w.key_heads,
+        gate_act=w.gate_act,
+    ),None
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #8b503011
 @dataclass(frozen=True)
@@ -234,9 +271,24 @@ def mamba(
 ): # ([R, I], what is left of the norm: a `GroupNorm` or None)
     "Mamba-2 between its projections (Dao & Gu 2024)"
     b = s.b
-    where = b.state_in,b.state_out,b.starts,b.counts,b.tiled
-    weights = w.conv,w.conv_bias,w.A,w.D,w.dt_bias,w.norm
-    return mamba2(x, *weights, w.eps, conv, rec, *where, w.groups),None
+    return mamba2(
+        x,
+        conv_w=w.conv,
+        conv_b=w.conv_bias,
+        A=w.A,
+        D=w.D,
+        dt_bias=w.dt_bias,
+        norm_w=w.norm,
+        eps=w.eps,
+        conv=conv,
+        rec=rec,
+        state_in=b.state_in,
+        state_out=b.state_out,
+        starts=b.starts,
+        counts=b.counts,
+        tiled=b.tiled,
+        groups=w.groups,
+    ),None
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #e2f07202
 @dataclass(frozen=True)
@@ -260,8 +312,17 @@ class MoEWeights:
 def _picks(s, seen, w):
     "Experts of the rows that the router has `seen`, and their weights, [R, top_k] each"
     m = w.config
-    more = w.router.bias,w.correction,m.renormalise,m.scaling,w.per_expert
-    picks = route(_tiles(s, seen), w.router.weight, m.top_k, m.score, *more)
+    picks = route(
+        _tiles(s, seen),
+        w.router.weight,
+        m.top_k,
+        m.score,
+        bias=w.router.bias,
+        correction=w.correction,
+        renormalise=m.renormalise,
+        scaling=m.scaling,
+        per_expert=w.per_expert,
+    )
     return [a.reshape(len(seen), -1) for a in picks]
 
 def moe(
@@ -275,11 +336,22 @@ def moe(
     "Routed experts, weighted, and the shared one (Shazeer et al. 2017)"
     h = normed(x, *norm)
     seen = h if router_gain is None else normed(x, router_gain, norm.eps)
-    ids,weights = _picks(s, seen, w)
-    if s.routes is not None: s.routes.append((ids,weights))
-    real = s.b.slots>=0 if s.b.tiled else None  # padding picks experts too, and nobody wants their answer
-    biases = w.up_bias,w.down_bias
-    y = experts(h, ids, weights, w.up, w.down, w.act, w.limit, *biases, add, real=real)
+    picks = _picks(s, seen, w)
+    if s.routes is not None: s.routes.append(tuple(picks))
+    # padding picks experts too, and nobody wants their answer
+    real = s.b.slots>=0 if s.b.tiled else None
+    y = experts(
+        h,
+        *picks,
+        w.up,
+        w.down,
+        w.act,
+        w.limit,
+        gate_up_bias=w.up_bias,
+        down_bias=w.down_bias,
+        add=add,
+        real=real,
+    )
     return y if w.shared is None else y+mlp(s, h, w.shared)
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #32ebc1a7
@@ -314,9 +386,13 @@ def weight_bytes(
     head:str|None=None,
 )->int:
     "Bytes that the weights of a model take, as well as can be told before they are there"
-    left_out = [p for p,part in (('visual.','vision'),('mtp.','mtp')) if part not in parts]
-    kept = [t for k,t in tensors.items() if not k.startswith(tuple(left_out))]
-    return sum(t.nbytes if packed else 4*math.prod(t.shape) for t in kept)
+    prefixes = dict(vision='visual.', mtp='mtp.')
+    left_out = tuple(p for part,p in prefixes.items() if part not in parts)
+    total = 0
+    for name,t in tensors.items():
+        if name.startswith(left_out): continue
+        total += t.nbytes if packed else 4*math.prod(t.shape)
+    return total
 
 def prepare(model):
     "Arrange the weights of `model` as the words want them: on the host they are as they come"
@@ -351,5 +427,6 @@ def kv_pools(
     block_size:int, # Tokens of a block
 )->dict: # Layer -> pool, as `attend` takes it
     "Empty pools for keys and values"
-    def zeros(i): return device.zeros((blocks,block_size,*shapes[i]), formats[i])
+    def zeros(i):
+        return device.zeros((blocks,block_size,*shapes[i]), formats[i])
     return {i:KVArrays(zeros(i), zeros(i)) for i in shapes}
