@@ -52,7 +52,8 @@ def end(finish='stop', **kw): return Delta(finish=finish, **kw)
 class Script:
     "An ASGI app; `answer` makes pieces, or an error, from an `Ask`"
     def __init__(self):
-        self.answer,self.seen,self.error_at = always(said('Hi.', finish='stop')),[],None
+        self.answer = always(said('Hi.', finish='stop'))
+        self.seen,self.error_at = [],None
 
     async def __call__(self, scope, receive, send):
         if scope['type']!='http': return
@@ -169,7 +170,10 @@ def test_events_in_order(client, script):
     assert [d.type for d in deltas]==['thinking_delta','thinking_delta','signature_delta','text_delta','input_json_delta','input_json_delta','text_delta']
     assert deltas[2].signature and deltas[-1].text=='\nDone' and deltas[3].text=='\nSo'
 
-THINKING = thought('Let me '),thought('think.', content='Yes'),said('.', finish='stop')
+THINKING = [
+    thought('Let me '),
+    thought('think.', content='Yes'),
+    said('.', finish='stop')]
 
 def test_thinking_goes_round(client, script):
     script.answer = always(*THINKING)
@@ -202,8 +206,8 @@ def test_the_tool_loop_of_the_sdk(client, script):
     def answer(a):
         last = a.messages[-1]
         if last['role']=='tool': return [said(f'It is {last["content"]}.', finish='stop')]
-        city = called(0, 'call_0123', 'weather', '{"city"'),called(0, arguments=': "Oslo"}')
-        return [said('Wait.'), *city, end('tool_calls')]
+        begun = called(0, 'call_0123', 'weather', '{"city"')
+        return [said('Wait.'), begun, called(0, arguments=': "Oslo"}'), end('tool_calls')]
     script.answer = answer
     @anthropic.beta_tool
     def weather(city: str) -> str:
@@ -227,8 +231,10 @@ def test_no_conversation_is_held(client):
     assert e.value.error_code=='thread_unsupported_request'
 
 def test_parallel_calls_and_a_cut(client, script):
-    f,g = CallDelta(0, 'call_1', 'f', '{}'),CallDelta(1, 'call_2', 'g', '{"a": [1, {"b": "x')
-    script.answer = always(Delta(calls=calls(f, g)), end('length'))
+    f = CallDelta(0, 'call_1', 'f', '{}')
+    g = CallDelta(1, 'call_2', 'g', '{"a": [1, {"b": "x')
+    both = Delta(calls=calls(f, g))
+    script.answer = always(both, end('length'))
     whole = client.messages.create(**ask(client))
     with client.messages.stream(**ask(client)) as s: streamed = s.get_final_message()
     for m in whole,streamed:
@@ -272,7 +278,8 @@ def test_a_body_that_is_wrong(client):
     with pytest.raises(anthropic.BadRequestError, match=r'messages\[0\].content\[0\].type'): client.messages.create(**ask(client, messages=[dict(role='user', content=[dict(type='video')])]))
 
 def test_a_stream_that_breaks(client, script):
-    script.answer,script.error_at = always(said('a'), said('b'), end()),1
+    script.answer = always(said('a'), said('b'), end())
+    script.error_at = 1
     got = []
     with pytest.raises(anthropic.APIStatusError, match='The engine failed') as e:
         with client.messages.stream(**ask(client)) as s:
@@ -374,8 +381,10 @@ def test_what_claude_code_sends():
     assert [t['function']['name'] for t in c['tool_calls']]==['Read','Bash'] and json.loads(c['tool_calls'][1]['function']['arguments'])==dict(command='pytest -x', timeout=60000)
     assert (r1['tool_call_id'],r2['name'])==('toolu_01','Bash') and r2['content'].startswith('<tool_use_error>Exit code 1')
     assert 'task tools' in n['content'] and last['content']=='fix it\nand be quick'
-    assert [t['function']['name'] for t in a.tools]==['Bash','Read','mcp__ide__getDiagnostics']
-    assert len(a.warnings)==1 and 'web_search' in a.warnings[0] and a.ignored==[]
+    names = [t['function']['name'] for t in a.tools]
+    assert names==['Bash','Read','mcp__ide__getDiagnostics']
+    (warning,) = a.warnings
+    assert 'web_search' in warning and a.ignored==[]
     assert a.template['enable_thinking'] is True and a.template['reasoning_effort']=='high' and a.thinking_budget is None
     assert a.params.max_tokens==32000 and a.stream and a.parallel and a.tool_choice=='auto'
 
@@ -593,7 +602,8 @@ def test_the_door_speaks_the_same_language():
         with pytest.raises(anthropic.RateLimitError) as e: right.messages.create(**ask)
         assert e.value.type=='rate_limit_error' and int(e.value.response.headers['retry-after'])>=1
     with running(served(Rules(body=1000))) as url:
-        long,c = ask|dict(system='x'*2000),client_of(url, api_key='any')
+        long = ask|dict(system='x'*2000)
+        c = client_of(url, api_key='any')
         with pytest.raises(anthropic.APIStatusError) as e: c.messages.create(**long)
         assert (e.value.status_code,e.value.type)==(413,'request_too_large')
 

@@ -319,9 +319,10 @@ class Terminal:
         """Read until `what` comes. `again` is typed now, and again after each second of silence:
         CPython's readline may sleep through a Ctrl-C that comes between two keys"""
         patience = 1 if again else WAIT
+        def more(): return select.select([self.fd], [], [], patience)[0]
         for _ in range(int(WAIT)):
             self.type(again)
-            while what not in self.seen and select.select([self.fd], [], [], patience)[0]:
+            while what not in self.seen and more():
                 self.seen += os.read(self.fd, 4096).decode()
                 assert len(self.seen)<20_000, f'{what!r} did not come; the last was {self.seen[-80:]!r}'
             if what in self.seen or not again: break
@@ -474,7 +475,8 @@ def test_commands_repeat_no_field():
     listed = set()
     for f in ast.walk(page):
         if not isinstance(f, ast.FunctionDef): continue
-        listed |= {a.arg for a in f.args.args+f.args.kwonlyargs}
+        names = f.args.args+f.args.kwonlyargs
+        listed |= {a.arg for a in names}
     assert 'max_seq_len' in shown&wanted
     assert not listed&(wanted-{'device','weights'})  # `check` and `inspect` have some of their own
 
@@ -515,21 +517,26 @@ def test_serve_refuses_an_unknown_model():
     r = run('serve', 'no-such-model', '--port', '0')
     assert r.exit_code==1 and 'no-such-model' in r.stderr and 'demo' in r.stderr
 
+def fetch(url, body=None):
+    "What a server answers, as JSON"
+    raw = body and json.dumps(body).encode()
+    asked = urllib.request.Request(url, raw, {'Content-Type': 'application/json'})
+    return json.load(urllib.request.urlopen(asked, timeout=WAIT))
+
+def started(*args):
+    "The process of a command, as a user runs it"
+    command = [sys.executable, '-c', 'from atlas.use.cli import main; main()', *args]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
 def test_serve_answers_and_stops(demo):
-    "The command, as a user runs it: it says where it is, answers, and leaves on Ctrl-C"
-    command = [sys.executable, '-c', 'from atlas.use.cli import main; main()']
+    "It says where it is, answers, and leaves on Ctrl-C"
     flags = ['--port', '0', '--max-seq-len', '256', '--served-model-name', 'mine']
-    p = subprocess.Popen([*command, 'serve', 'demo', *flags],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    def ask(path, *body):
-        "The answer of the server as JSON"
-        asked = urllib.request.Request(url+path, *body, {'Content-Type': 'application/json'})
-        return json.load(urllib.request.urlopen(asked, timeout=WAIT))
+    p = started('serve', 'demo', *flags)
+    question = dict(model='mine', prompt='The capital of France is', max_tokens=2, temperature=0)
     try:
         url = re.search(r'http://[\d.:]+', p.stdout.readline())[0]
-        models = ask('/v1/models', None)
-        question = dict(prompt='The capital of France is', max_tokens=2, temperature=0)
-        answer = ask('/v1/completions', json.dumps(question|dict(model='mine')).encode())
+        models = fetch(f'{url}/v1/models')
+        answer = fetch(f'{url}/v1/completions', question)
         p.send_signal(signal.SIGINT)
         out,err = p.communicate(timeout=WAIT)
     finally: p.kill()
