@@ -15,17 +15,17 @@ def python(*command, **kw):
         env=env, capture_output=True, text=True, timeout=3*WAIT, **kw)
 
 SCRIPTS = [
-    ('unhappy', ''),
-    ('eager', '--models qwen3.6-moe'),
-    ('guided', ''),
-    ('demo', ''),
-    ('endurance', '--steps 12'),
-    ('company', '--models llama --tokens 6'),
-    ('sanitize', '--part engine')]
+    ('unhappy', []),
+    ('eager', ['--models','qwen3.6-moe']),
+    ('guided', []),
+    ('demo', []),
+    ('endurance', ['--steps','12']),
+    ('company', ['--models','llama','--tokens','6']),
+    ('sanitize', ['--part','engine'])]
 
 @pytest.mark.parametrize('name,more', SCRIPTS)
 def test_on_the_emulator(name, more):
-    r = python(ROOT/'tests'/'gpu'/f'{name}.py', '--emulator', *more.split())
+    r = python(ROOT/'tests'/'gpu'/f'{name}.py', '--emulator', *more)
     assert r.returncode==0 and r.stdout.splitlines()[-1].startswith('ok'), r.stdout+r.stderr
 
 def test_a_fault_is_seen():
