@@ -14,7 +14,8 @@ ASK = {'codex':['exec','--skip-git-repo-check','Say pong'], 'opencode':['run','S
 
 @pytest.fixture(scope='module')
 def port():
-    app = app_of(FakeRunner('pong', max_seq_len=1<<20), tok, template, rules=Rules(keys=Keys({'sesame':'user'})))
+    rules = Rules(keys=Keys({'sesame':'user'}))
+    app = app_of(FakeRunner('pong', max_seq_len=1<<20), tok, template, rules=rules)
     with live(app, Bounds()) as port: yield port
 
 def said(client, port, home, **env):

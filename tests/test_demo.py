@@ -58,7 +58,8 @@ def served(demo):
     p = subprocess.Popen([Path(sys.executable).with_name('atlas'), 'serve', 'demo', '--port', str(port), '--max-seq-len', '512'], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines,url = [],f'http://127.0.0.1:{port}'
     threading.Thread(target=lambda: lines.extend(p.stdout), daemon=True).start()
-    until(lambda: p.poll() is not None or healthy(url), again=.2)
+    def over(): return p.poll() is not None
+    until(lambda: over() or healthy(url), again=.2)
     assert p.poll() is None, ''.join(lines)
     yield url
     p.send_signal(signal.SIGINT)
@@ -66,7 +67,8 @@ def served(demo):
     finally: p.kill()
 
 @pytest.fixture(scope='module')
-def client(served): return OpenAI(base_url=served+'/v1', api_key='none', max_retries=0, timeout=WAIT)
+def client(served):
+    return OpenAI(base_url=f'{served}/v1', api_key='none', max_retries=0, timeout=WAIT)
 
 def test_chat_over_http(client, llm):
     want = llm.chat(chat, greedy(16))
@@ -87,16 +89,28 @@ def test_prompt_too_long_over_http(client):
     assert e.value.code=='context_length_exceeded' and '90' in str(e.value)
 
 def test_still_answers_after_bad_bodies(served, client):
-    assert httpx.post(served+'/v1/completions', content=b'{"model": "demo", "prompt": "x", "temperature": NaN}', headers={'content-type':'application/json'}, timeout=WAIT).status_code in (400,422)
-    assert httpx.post(served+'/v1/completions', json=dict(model='demo', prompt=3.5), timeout=WAIT).status_code in (400,422)
+    at,as_json = f'{served}/v1/completions',{'content-type': 'application/json'}
+    no_number = b'{"model": "demo", "prompt": "x", "temperature": NaN}'
+    r = httpx.post(at, content=no_number, headers=as_json, timeout=WAIT)
+    assert r.status_code in (400,422)
+    r = httpx.post(at, json=dict(model='demo', prompt=3.5), timeout=WAIT)
+    assert r.status_code in (400,422)
     assert client.completions.create(model='demo', prompt='Hi', max_tokens=1, temperature=0).choices[0].finish_reason=='length'
 
+def metric(served, what):
+    "The sum of the metrics whose lines begin so"
+    lines = httpx.get(f'{served}/metrics', timeout=WAIT).text.splitlines()
+    values = [l.split()[-1] for l in lines if re.match(f'atlas:{what}', l)]
+    return sum(map(float, values))
+
 def test_a_client_that_leaves_stops_its_generation(served, client):
-    def told(what): return [float(l.split()[-1]) for l in httpx.get(served+'/metrics', timeout=WAIT).text.splitlines() if re.match(what, l)]
-    def running(): return sum(told('atlas:num_requests_running'))
-    def left(): return sum(told('atlas:aborted_requests_total.*client_gone'))
-    before = left()
+    def running(): return metric(served, 'num_requests_running')
+    def steps(): return metric(served, 'steps_total')
+    def left(): return metric(served, 'aborted_requests_total.*client_gone')
+    before,done = left(),steps()
     s = client.completions.create(model='demo', prompt='Once', max_tokens=450, stream=True, extra_body=dict(ignore_eos=True))
     for _,c in zip(range(3), s): pass
     s.close()
-    until(lambda: left()==before+1 and running()==0)  # it was counted as one that left, and not as one that ended
+    # it was counted as one that left, and not as one that ended
+    until(lambda: left()==before+1 and running()==0)
+    assert steps()-done<400  # where 450 tokens take a step each

@@ -1,4 +1,6 @@
-"What a stranger may do to the service with a socket: every wait, size and number has an end. Bounds are shrunk, and time stands still until a test lets it pass."
+"""What a stranger may do to the service with a socket: every wait, size and number has an end.
+
+Bounds are shrunk, and time stands still until a test lets it pass."""
 import asyncio,json,logging,os,re,socket,subprocess,sys,threading,time
 from contextlib import closing,contextmanager
 from dataclasses import replace
@@ -9,18 +11,28 @@ from atlas.service import http
 from atlas.service.http import Bounds,Guard,Keys,Rate,Rules,server_config
 from helpers.waiting import WAIT,until
 
-QUICK = Bounds(head=.2, chunk=.2, write=.4, idle=1., linger=.3, tick=.02, line=2000, header_bytes=8000, headers=40, connections=50, pipeline=4)
+QUICK = Bounds(
+    head=.2, chunk=.2, write=.4, idle=1., linger=.3, tick=.02,
+    line=2000, header_bytes=8000, headers=40, connections=50, pipeline=4)
 kinds = pytest.mark.parametrize('kind', ['httptools','h11'])
 
 class Clock:
-    "The time that servers read here. It stands still: a client is late when a test says so, and not when the machine is busy"
-    def __init__(self): self.now,self.looks,self.began = 1000.,0,None
-    def __call__(self): return self.now+(time.monotonic()-self.began if self.began else 0)
+    """The time that servers read here. It stands still: a client is late when a test says so,
+    and not when the machine is busy"""
+    def __init__(self):
+        self.now,self.looks = 1000.,0
+        self.began = None  # on the machine's own clock, while time passes
+
+    def __call__(self):
+        passed = time.monotonic()-self.began if self.began else 0
+        return self.now+passed
+
     def run(self): self.began = time.monotonic()
     def stop(self): self.now,self.began = self(),None
     def step(self, seconds):
         "So many seconds later, and every connection has been looked at"
-        self.now += seconds; seen = self.looks
+        self.now += seconds
+        seen = self.looks
         until(lambda: self.looks>seen+1, again=.002)
     @contextmanager
     def passes(self):
@@ -31,9 +43,12 @@ class Clock:
 @pytest.fixture(scope='module', autouse=True)
 def clock():
     c,sweep = Clock(),http.Careful.sweep
-    def looked(self): sweep(self); c.looks += 1
+    def looked(self):
+        sweep(self)
+        c.looks += 1
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(http, 'monotonic', c); m.setattr(http.Careful, 'sweep', looked)
+        m.setattr(http, 'monotonic', c)
+        m.setattr(http.Careful, 'sweep', looked)
         yield c
 
 class App:
@@ -60,7 +75,8 @@ class App:
 
 @contextmanager
 def live(app, bounds=QUICK, kind='httptools', small=False, servers=None, **kw):
-    "A real server on a free port, maybe with small buffers, which is also put into `servers`; afterwards no connection may be left"
+    """A real server on a free port, maybe with small buffers, which is also put into `servers`;
+    afterwards no connection may be left"""
     sock = socket.create_server(('127.0.0.1',0))
     if small: sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     server = uvicorn.Server(server_config(app, bounds, kind, drain=1, lifespan='off', **kw))
@@ -122,11 +138,13 @@ def test_what_never_comes(kind, raw, want, clock):
 def test_one_header_at_a_time(kind, clock):
     "Each byte comes soon after the one before, and the head never ends: the time is for the whole of it"
     servers,n = [],0
-    with live(App(), kind=kind, servers=servers) as port, connect(port) as s:
+    serving = live(App(), kind=kind, servers=servers)
+    with serving as port, connect(port) as s:
         s.sendall(HEAD)
         c = arrived(servers)
         while c.phase=='head' and n<50:
-            s.sendall(b'X: y\r\n' if n<3 else b'y' if n>3 else b'Z: '); n += 1
+            s.sendall(b'X: y\r\n' if n<3 else b'y' if n>3 else b'Z: ')
+            n += 1
             until(lambda: c.heard==clock())
             clock.step(.04)
         assert statuses(read(s))==[408] and 5<=n<=7
@@ -134,11 +152,13 @@ def test_one_header_at_a_time(kind, clock):
 def test_a_body_that_drips(clock):
     "A byte now and then is no silence, but it is too slow"
     app,servers,n = App(),[],0
-    with live(app, Bounds(head=.2, chunk=.3, rate=10_000, tick=.02, linger=.2), servers=servers) as port, connect(port) as s:
+    bounds = Bounds(head=.2, chunk=.3, rate=10_000, tick=.02, linger=.2)
+    with live(app, bounds, servers=servers) as port, connect(port) as s:
         s.sendall(POST+b'Content-Length: 100000\r\n\r\n')
         c = arrived(servers)
         while c.phase!='linger' and n<50:
-            s.sendall(b'x'); n += 1
+            s.sendall(b'x')
+            n += 1
             until(lambda: c.heard==clock())
             clock.step(.05)
         assert statuses(read(s))==[408] and 6<=n<=8
@@ -147,7 +167,8 @@ def test_a_body_that_drips(clock):
 def test_a_steady_body_is_let_through(clock):
     "A large body takes longer than `chunk` in all, and that is fine as long as it comes"
     app,servers = App(),[]
-    with live(app, Bounds(chunk=.1, rate=1000, tick=.02), servers=servers) as port, connect(port) as s:
+    bounds = Bounds(chunk=.1, rate=1000, tick=.02)
+    with live(app, bounds, servers=servers) as port, connect(port) as s:
         s.sendall(POST+b'Connection: close\r\nContent-Length: 400000\r\n\r\n')
         c = arrived(servers)
         for k in range(20):
@@ -165,7 +186,8 @@ def test_idle_between_requests(kind):
 
 def test_stray_bytes_do_not_keep_a_connection(clock):
     "A line end after a request stops uvicorn's own clock; ours goes on"
-    with live(App(), Bounds(head=.2, idle=WAIT, tick=.05)) as port, connect(port) as s:
+    bounds = Bounds(head=.2, idle=WAIT, tick=.05)
+    with live(App(), bounds) as port, connect(port) as s:
         s.sendall(HEAD+b'\r\n')
         assert s.recv(1<<16)
         s.sendall(b'\r\n')
@@ -211,22 +233,32 @@ def test_frozen_reader_of_a_finished_answer(clock):
             s.connect(('127.0.0.1',port))
             s.sendall(HEAD+b'\r\n')
             arrived(servers)
-            with clock.passes(): assert gone.wait(WAIT) and not paused.is_set()
+            with clock.passes(): assert gone.wait(WAIT)
+            assert not paused.is_set()
             forgotten(s)
+
+class Late(App):
+    "Reads nothing until it is `ready`"
+    def __init__(self):
+        super().__init__()
+        self.ready = threading.Event()
+    async def __call__(self, scope, receive, send):
+        while not self.ready.is_set(): await asyncio.sleep(.01)
+        await super().__call__(scope, receive, send)
 
 def test_a_body_that_we_do_not_read(clock):
     "That it stays away is our doing, as long as we are busy"
-    class Late(App):
-        async def __call__(self, scope, receive, send):
-            while not ready.is_set(): await asyncio.sleep(.01)
-            await super().__call__(scope, receive, send)
-    app,ready,servers,got = Late(),threading.Event(),[],[]
-    with live(app, Bounds(chunk=.1, rate=1<<40, tick=.02), servers=servers) as port:
-        t = threading.Thread(target=lambda: got.append(talk(port, POST+b'Connection: close\r\nContent-Length: 3000000\r\n\r\n'+b'x'*3_000_000))); t.start()
+    app,servers,got = Late(),[],[]
+    raw = POST+b'Connection: close\r\nContent-Length: 3000000\r\n\r\n'+b'x'*3_000_000
+    bounds = Bounds(chunk=.1, rate=1<<40, tick=.02)
+    with live(app, bounds, servers=servers) as port:
+        t = threading.Thread(target=lambda: got.append(talk(port, raw)))
+        t.start()
         c = arrived(servers)
         until(lambda: c.flow.read_paused)
         for _ in range(6): clock.step(.1)
-        ready.set(); t.join(WAIT)
+        app.ready.set()
+        t.join(WAIT)
         assert statuses(got[0])==[200] and app.bodies==[3_000_000]
 
 def test_a_slow_reader_is_served(clock):
@@ -236,7 +268,8 @@ def test_a_slow_reader_is_served(clock):
         async def __call__(self, scope, receive, send):
             await send(dict(type='http.response.start', status=200, headers=[(b'content-length', str(n).encode())]))
             for i in range(n//50_000): await send(dict(type='http.response.body', body=b'x'*50_000, more_body=i<n//50_000-1))
-    with live(Big(), Bounds(write=.5, tick=.01), small=True) as port:
+    bounds = Bounds(write=.5, tick=.01)
+    with live(Big(), bounds, small=True) as port:
         s = socket.socket()
         s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         with closing(s):
@@ -246,7 +279,9 @@ def test_a_slow_reader_is_served(clock):
             got = looks = 0
             while part := s.recv(30_000):
                 got += len(part)
-                if looks<20 and got>40_000*looks: looks += 1; clock.step(.1)
+                if looks<20 and got>40_000*looks:
+                    looks += 1
+                    clock.step(.1)
             assert got>n and looks==20
 
 # ---- Sizes ----
@@ -294,9 +329,11 @@ def test_too_many_connections(kind):
     with live(App(), bounds, kind) as port:
         held = [socket.create_connection(('127.0.0.1',port), WAIT) for _ in range(3)]
         for s in held: s.sendall(b'GET / ')
-        got = b''
-        got = until(lambda: statuses(got := talk(port, LAST))==[503] and got)  # when the three have been accepted
-        assert b'retry-after: 1' in got.lower()
+        def told():
+            "The answer to one more, when the three have been accepted"
+            got = talk(port, LAST)
+            return statuses(got)==[503] and got
+        assert b'retry-after: 1' in until(told).lower()
         for s in held: s.close()
         until(lambda: statuses(talk(port, LAST))==[200], 'that places are given back')
 
@@ -359,9 +396,12 @@ def test_lingering_begins_with_the_refusal(clock):
     kept = []
     class Seen(http.HttpTools):
         bounds = Bounds(chunk=.2, tick=.02)
-        def refuse(self, *a, **kw): super().refuse(*a, **kw); kept.append(self.since-self.heard)
+        def refuse(self, *a, **kw):
+            super().refuse(*a, **kw)
+            kept.append(self.since-self.heard)
     servers = []
-    with live(App(), http=Seen, servers=servers) as port, connect(port) as s:
+    serving = live(App(), http=Seen, servers=servers)
+    with serving as port, connect(port) as s:
         s.sendall(POST+b'Content-Length: 9\r\n\r\nabc')
         arrived(servers)
         with clock.passes(): assert statuses(read(s))==[408]
@@ -376,19 +416,22 @@ def test_lingering_begins_with_the_refusal(clock):
 def test_no_http(kind, raw, clock):
     "One answer (h11 reads the preface of HTTP/2 as two requests), and it is not 200 or 5xx; the next client is served"
     with live(Guard(App()), kind=kind) as port:
-        with clock.passes(): got = statuses(talk(port, raw))  # h11 takes some of these for a beginning
+        # h11 takes some of these for a beginning
+        with clock.passes(): got = statuses(talk(port, raw))
         assert len(got)<=(2 if raw.startswith(b'PRI') else 1) and all(400<=s<500 for s in got), got
         assert statuses(talk(port, LAST))==[200]
 
 @given(st.lists(st.binary(max_size=60)|st.sampled_from([HEAD, POST, LAST, b'\r\n', b'Content-Length: 4\r\n\r\nabcd', b'Transfer-Encoding: chunked\r\n\r\n', b'GET http://a:99999999/ HTTP/1.1\r\n', b'GET * HTTP/1.1\r\n', b'\xff: \xff\r\n']), max_size=6))
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 def test_noise(fuzzed, clock, parts):
-    with clock.passes(): got = statuses(talk(fuzzed, b''.join(parts)))
+    with clock.passes(): raw = talk(fuzzed, b''.join(parts))
+    got = statuses(raw)
     assert all(s in (200,400,403,408,414,431) for s in got), got
 
 @pytest.fixture(scope='module')
 def fuzzed():
-    with live(Guard(App()), Bounds(head=.05, chunk=.05, tick=.02, idle=.05, linger=WAIT)) as port:
+    bounds = Bounds(head=.05, chunk=.05, tick=.02, idle=.05, linger=WAIT)
+    with live(Guard(App()), bounds) as port:
         yield port
         assert statuses(talk(port, LAST))==[200]
 
@@ -481,14 +524,17 @@ def pair(tmp_path_factory):
 def test_tls(pair, clock):
     import ssl
     servers = []
-    with live(App(), tls=http.tls_options(*pair), servers=servers) as port:
+    tls = http.tls_options(*pair)
+    with live(App(), tls=tls, servers=servers) as port:
         c = ssl.create_default_context(cafile=pair[0])
         with connect(port) as raw, c.wrap_socket(raw, server_hostname='localhost') as s:
             s.sendall(LAST)
             assert statuses(read(s))==[200]
         with connect(port) as raw, c.wrap_socket(raw, server_hostname='localhost') as s:
             s.sendall(HEAD)
-            until(lambda: any(c.heard and not c.answering and c.phase=='head' for c in list(servers[0].server_state.connections)))
+            def waits(c): return c.heard and not c.answering and c.phase=='head'
+            connections = servers[0].server_state.connections
+            until(lambda: any(map(waits, list(connections))))
             with clock.passes(): assert statuses(read(s))==[408]
 
 def test_tls_asks_clients_for_a_certificate(pair):
@@ -586,7 +632,8 @@ def test_dashboard_fits():
 def service():
     from atlas.service.log import Access
     from test_server import FakeRunner,app_of,template,tok
-    app = app_of(FakeRunner(), tok, template, rules=Rules(keys=Keys({'sesame':'user', 'onion':'admin'}), body=3_000_000))
+    keys = Keys({'sesame':'user', 'onion':'admin'})
+    app = app_of(FakeRunner(), tok, template, rules=Rules(keys=keys, body=3_000_000))
     app.add_middleware(Access)
     with live(app, Bounds()) as port: yield port
 
@@ -654,15 +701,22 @@ def test_images_are_not_fetched(service):
     status,_,body = post(service, '/v1/chat/completions', dict(messages=[dict(role='user', content=[image])]))
     assert status==400 and b'169.254' not in body
 
+ENDLESS = dict(messages=[  # for a template that loops for ever on more than one message
+    dict(role='user', content='a'),
+    dict(role='assistant', content='b'),
+    dict(role='user', content='c')])
+
 def test_template_bomb(patient_sandbox):
     "A template that loops for ever on two messages: a refusal, and the next request is served"
     from atlas.text.chat import ChatTemplate
     from atlas.text.sandbox import Sandbox
     from test_server import FakeRunner,app_of,tok
     bomb = ChatTemplate('{% for m in messages %}{{ m.content }}{% if loop.index>1 %}{{ lipsum(n=8000000) }}{% endif %}{% endfor %}')
-    with Sandbox(seconds=.5, memory=256<<20, workers=1) as box, live(app_of(FakeRunner(), tok, bomb, sandbox=box), Bounds()) as port:
+    short = Sandbox(seconds=.5, memory=256<<20, workers=1)
+    app = app_of(FakeRunner(), tok, bomb, sandbox=short)
+    with short as box, live(app, Bounds()) as port:
         assert post(port, '/v1/chat/completions', SAY)[0]==200
-        status,_,body = post(port, '/v1/chat/completions', dict(messages=[dict(role='user', content='a'), dict(role='assistant', content='b'), dict(role='user', content='c')]))
+        status,_,body = post(port, '/v1/chat/completions', ENDLESS)
         assert status==400 and json.loads(body)['error']['code']=='work_limit' and box.killed==1
         assert post(port, '/v1/chat/completions', SAY)[0]==200
 
@@ -673,8 +727,10 @@ def test_bombs_of_one_key_hold_up_no_other(patient_sandbox):
     from atlas.text.sandbox import Sandbox
     from test_server import FakeRunner,app_of,tok
     bomb = ChatTemplate('{% for m in messages %}{{ m.content }}{% if loop.index>1 %}{{ lipsum(n=8000000) }}{% endif %}{% endfor %}')
-    long = json.dumps(dict(messages=[dict(role='user', content='a'), dict(role='assistant', content='b'), dict(role='user', content='c')]))
-    with Sandbox(seconds=600.) as box, live(app_of(FakeRunner(), tok, bomb, sandbox=box, rules=Rules(keys=Keys({'bad':'user eve', 'good':'user ann'}))), Bounds()) as port:
+    long,keys = json.dumps(ENDLESS),Keys({'bad':'user eve', 'good':'user ann'})
+    patient = Sandbox(seconds=600.)
+    app = app_of(FakeRunner(), tok, bomb, sandbox=patient, rules=Rules(keys=keys))
+    with patient as box, live(app, Bounds()) as port:
         cs = [http.client.HTTPConnection('127.0.0.1', port, timeout=WAIT) for _ in range(10)]
         for c in cs: c.request('POST', '/v1/chat/completions', long, {'Content-Type':'application/json', 'Host':'localhost', 'Authorization':'Bearer bad'})
         until(lambda: box.waiting>=10)
@@ -689,7 +745,8 @@ def test_gone_while_one_of_two_is_prepared(kind):
     from test_server import FakeRunner,Slow,head,slow_models
     slow,r = Slow(),FakeRunner()
     one = head(14).replace(b'Host: x', b'Host: localhost')+b'{"prompt":"a"}'
-    with live(create_app(slow_models(slow, r)), Bounds(), kind) as port:
+    app = create_app(slow_models(slow, r))
+    with live(app, Bounds(), kind) as port:
         with connect(port) as s:
             s.sendall(2*one)
             assert slow.begun.acquire(timeout=WAIT)
@@ -725,8 +782,10 @@ def test_a_wish_for_another_protocol_loses_no_body(kind, apart, clock):
         for how,body in ((b'Content-Length: %d\r\n\r\n'%len(inner), inner), (b'Transfer-Encoding: chunked\r\n\r\n', b'%x\r\n'%len(inner)+inner+b'\r\n0\r\n\r\n')):
             with connect(port) as s:
                 raw = b'POST /a HTTP/1.1\r\n'+wish+how
-                for part in (raw[:len(raw)-apart], raw[len(raw)-apart:], body):
-                    s.sendall(part); clock.step(0.)  # each is read by itself
+                cut = len(raw)-apart
+                for part in (raw[:cut], raw[cut:], body):
+                    s.sendall(part)
+                    clock.step(0.)  # each is read by itself
                 assert statuses(s.recv(1<<16))==[200]
                 s.sendall(LAST)
                 assert statuses(read(s))==[200]

@@ -5,7 +5,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from atlas.ground import hub
 from atlas.ground.core import AtlasError,SourceError
-from atlas.ground.hub import Pin,Wheel,cached,have,matches,pull,pull_wheel,remove,resolve
+from atlas.ground.hub import Pin,Wheel,cached,have
+from atlas.ground.hub import matches,pull,pull_wheel,remove,resolve
 from helpers.waiting import WAIT
 
 noise = b''.join(hashlib.sha256(i.to_bytes(4)).digest() for i in range(9_600))
@@ -147,7 +148,10 @@ class Index(http.server.BaseHTTPRequestHandler):
         n = len(b)//2 if half else len(b)
         try:
             self.wfile.write(b[:n]); self.wfile.flush()
-            if half: half.sent.set(); half.go.wait(WAIT); self.wfile.write(b[n:])
+            if half:
+                half.sent.set()
+                half.go.wait(WAIT)
+                self.wfile.write(b[n:])
         except OSError: self.server.lost += 1
     def log_message(self, *_): pass
 
@@ -188,7 +192,8 @@ def test_killed_while_pip_downloads(tiny, tmp_path, sig):
         s.half = half
         p = puller(tiny, s.server_port)
         assert half.sent.wait(WAIT)
-        p.send_signal(sig); p.communicate(timeout=WAIT)
+        p.send_signal(sig)
+        p.communicate(timeout=WAIT)
         assert p.returncode and have('tiny') is None
         assert locked(tmp_path/'home'/'pulls'/'tiny.lock')==(sig==signal.SIGKILL)
         s.half = None
@@ -268,7 +273,8 @@ def hf(tmp_path, code, port=9, **env):
     "Run `code` in a process whose hub is at `port`"
     names = {k:v for k,v in os.environ.items() if not k.startswith(('HF_','HUGGING','TRANSFORMERS_'))}
     env = names|dict(HF_HOME=str(tmp_path/'hf'), HF_ENDPOINT=f'http://127.0.0.1:{port}', HF_HUB_DISABLE_TELEMETRY='1', ATLAS_HOME=str(tmp_path/'home'))|env
-    r = subprocess.run([sys.executable, '-c', 'from atlas.ground.hub import *\n'+code], capture_output=True, text=True, env=env, timeout=WAIT)
+    command = [sys.executable, '-c', 'from atlas.ground.hub import *\n'+code]
+    r = subprocess.run(command, capture_output=True, text=True, env=env, timeout=WAIT)
     return r.returncode,r.stdout,r.stderr
 
 show = "p = resolve('org/m'); print(sorted(str(q.relative_to(p)) for q in p.rglob('*')))"

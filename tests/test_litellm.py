@@ -28,9 +28,11 @@ def told():
     if python==sys.executable and not find_spec('litellm'): pytest.skip('litellm is not installed')
     s = Speaker(model)
     anything = SimpleNamespace(check=lambda spec: None)  # the script keeps to every format by itself
-    with running(app_of(s, s.tok, ChatTemplate(TEMPLATE), parsers=('hermes','qwen3'), guides=anything)) as url:
+    app = app_of(s, s.tok, ChatTemplate(TEMPLATE), parsers=('hermes','qwen3'), guides=anything)
+    with running(app) as url:
         env = {k:os.environ[k] for k in ('PATH','LANG','HOME') if k in os.environ} | dict(NO_PROXY='127.0.0.1')
-        r = subprocess.run([python, here/'litellm_client.py', url, 'scripted'], env=env, capture_output=True, text=True, timeout=WAIT)
+        command = [python, here/'litellm_client.py', url, 'scripted']
+        r = subprocess.run(command, env=env, capture_output=True, text=True, timeout=WAIT)
         assert r.returncode==0, r.stderr[-3000:]
         return json.loads(r.stdout.splitlines()[-1])
 

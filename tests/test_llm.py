@@ -4,10 +4,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 import numpy as np, pytest
 from tokenizers import Tokenizer as HF,decoders,models
 from atlas import LLM,SamplingParams
-from atlas.ground.core import AtlasError,ContextLengthError,OutOfMemoryError,RequestError,SourceError
+from atlas.ground.core import AtlasError,ContextLengthError,OutOfMemoryError
+from atlas.ground.core import RequestError,SourceError
 from atlas.card.device import Host,Memory
 from atlas.engine.scheduler import Request
 
@@ -99,7 +101,8 @@ def test_bad_prompts(llm, bad):
     with pytest.raises(RequestError) as e: llm.generate([A,bad], greedy(2))
     assert e.value.param=='prompt'
     if bad and isinstance(bad[-1], int):
-        with pytest.raises(RequestError, match='and the vocabulary ends at'): llm.engine.add(Request('x', tuple(bad), SamplingParams(repetition_penalty=2.)))
+        r = Request('x', tuple(bad), SamplingParams(repetition_penalty=2.))
+        with pytest.raises(RequestError, match='and the vocabulary ends at'): llm.engine.add(r)
 
 def test_context_is_exactly_full(llm):
     o = llm.generate([1]*255, SamplingParams(temperature=0, ignore_eos=True))
@@ -125,20 +128,30 @@ def test_bad_options(name, value):
     with pytest.raises(AtlasError) as e: load(**{name:value})
     assert isinstance(e.value, OutOfMemoryError) or e.value.param==name
 
-def test_options_are_those_of_who_takes_them():
-    "What `EngineConfig` may be told is said on its own page, which is before all of theirs"
+@pytest.fixture
+def told():
+    "What is said of each field of `EngineConfig`"
     from dataclasses import fields
+    from atlas.ground.options import EngineConfig
+    return {f.name:f.metadata for f in fields(EngineConfig) if f.metadata}
+
+def test_options_are_those_of_who_takes_them(told):
+    "What `EngineConfig` may be told is said on its own page, which is before all of theirs"
     from atlas.cuda.pack import REQUANTIZED
     from atlas.cuda.vocabulary import KV_FORMATS
-    from atlas.ground.options import EngineConfig
     from atlas.ground.weights import WEIGHTS
     from atlas.ops.linear import TILE
-    said = {f.name:f.metadata for f in fields(EngineConfig) if f.metadata}
-    assert said['weights']['words']==tuple(WEIGHTS) and said['kv_cache_dtype']['words']==KV_FORMATS
-    assert {*said['quantization']['words']}=={*said['lm_head_dtype']['words']}=={*REQUANTIZED}
-    assert said['chunk']['step']==TILE and f'a multiple of {TILE}' in said['chunk']['help']
-    for k,m in said.items():
-        if k!='lm_head_dtype': assert all(w in m['help'] for w in m['words']), k
+    def words(name): return told[name]['words']
+    assert words('weights')==tuple(WEIGHTS)
+    assert words('kv_cache_dtype')==KV_FORMATS
+    assert {*words('quantization')}=={*words('lm_head_dtype')}=={*REQUANTIZED}
+    chunk = told['chunk']
+    assert chunk['step']==TILE and f'a multiple of {TILE}' in chunk['help']
+
+def test_the_help_of_an_option_names_its_words(told):
+    for name,field in told.items():
+        if name=='lm_head_dtype': continue
+        for word in field['words']: assert word in field['help'], name
 
 def test_a_broken_preset_stops_nobody_else(monkeypatch):
     "Models that are here, real, made up or looked at, and names of the hub"
@@ -149,9 +162,11 @@ def test_a_broken_preset_stops_nobody_else(monkeypatch):
     monkeypatch.setattr(config, 'PRESETS', config.Presets('atlas.model.families', broken))
     monkeypatch.setattr(opening, 'PRESETS', config.PRESETS)
     here = str(data/'smollm2-tied')
-    assert load().config==LLM(here, device='cpu', load_format='dummy').config==look(here, on=[]).config
+    made_up = LLM(here, device='cpu', load_format='dummy')
+    assert load().config==made_up.config==look(here, on=[]).config
     assert not opening.is_shape('demo') and not opening.is_shape('Qwen/Qwen3-8B')
-    with pytest.raises(RequestError, match='not valid TOML'): opening.open_model(EngineConfig('qwen3-8b'))
+    other = EngineConfig('qwen3-8b')
+    with pytest.raises(RequestError, match='not valid TOML'): opening.open_model(other)
 
 class Read(Exception):
     "Weights were read"
@@ -238,22 +253,36 @@ def test_memory_does_not_grow():
 def test_a_config_and_fields_beside_it():
     "One of them would be dropped in silence"
     from atlas.ground.options import EngineConfig
-    with pytest.raises(TypeError, match='beside'): LLM(EngineConfig(str(data/'smollm2-tied'), device='cpu'), max_seq_len=16)
+    config = EngineConfig(str(data/'smollm2-tied'), device='cpu')
+    with pytest.raises(TypeError, match='beside'): LLM(config, max_seq_len=16)
 
-@pytest.mark.parametrize('given,name', [('.','mine'), ('./','mine'), ('../mine/','mine'), ('part/..','mine'), ('../link','link'), ('../link/','link')])
-def test_a_folder_is_called_by_its_own_name(tmp_path, monkeypatch, given, name):
+NAMES = {
+    '.': 'mine',
+    './': 'mine',
+    '../mine/': 'mine',
+    'part/..': 'mine',
+    '../link': 'link',
+    '../link/': 'link'}
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    "We are in a model's folder, which has a part, and a link beside it"
+    folder = shutil.copytree(data/'smollm2-tied', tmp_path/'mine')
+    (folder/'part').mkdir()
+    (tmp_path/'link').symlink_to(folder)
+    monkeypatch.chdir(folder)
+
+@pytest.mark.parametrize('given,name', NAMES.items())
+def test_a_folder_is_called_by_its_own_name(mine, given, name):
     "By the library, by the gateway that lists it and logs it, and by the worker that has it"
     from atlas.service.gateway import modelled
     from atlas.service.worker import Meter,load_model
-    mine = shutil.copytree(data/'smollm2-tied', tmp_path/'mine')
-    (mine/'part').mkdir()
-    (tmp_path/'link').symlink_to(mine)
-    monkeypatch.chdir(mine)
     m = LLM(given, device='cpu', max_seq_len=16)
     assert m.name==name and repr(m).startswith(f'LLM({name}: ')
     with pytest.raises(RequestError, match=f'^{name} has no chat template'): m.render([])
     (served,) = modelled(given)
-    assert (served.name, repr(served), served.described()['names'])==(name, f'Model({name}: unloaded)', [name])
-    class Deaf:
-        def send(self, *message): pass
-    assert load_model(dict(model=given, device='cpu', max_seq_len=16), Meter(Deaf())).info['name']==name
+    assert served.name==name and repr(served)==f'Model({name}: unloaded)'
+    assert served.described()['names']==[name]
+    asked = dict(model=given, device='cpu', max_seq_len=16)
+    worker = load_model(asked, Meter(Mock()))
+    assert worker.info['name']==name

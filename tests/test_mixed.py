@@ -31,14 +31,17 @@ def gateway():
     lines,got = Sink(),{}
     configure('json', stream=lines)
     async def main():
-        ms = Models([Model(ScriptConfig('fake', say='x'*400, max_queue=200), policy=PATIENT, command=FAKE, text=lambda o: dict(tokenizer=byte_tokenizer(), template=template))])
+        config = ScriptConfig('fake', say='x'*400, max_queue=200)
+        def text(config): return dict(tokenizer=byte_tokenizer(), template=template)
+        ms = Models([Model(config, policy=PATIENT, command=FAKE, text=text)])
         app = create_app(ms); app.add_middleware(Access)
         with socket.create_server(('127.0.0.1', 0), backlog=1024) as sock:
             server = uvicorn.Server(server_config(app)); server.install_signal_handlers = lambda: None
             got.update(models=ms, port=sock.getsockname()[1], server=server, loop=asyncio.get_running_loop())
             await server.serve(sockets=[sock])
     t = threading.Thread(target=asyncio.run, args=(main(),), daemon=True); t.start()
-    until(lambda: not t.is_alive() or got.get('models') and got['models'].upstreams, 'a gateway with a model')
+    def there(): return got.get('models') and got['models'].upstreams
+    until(lambda: not t.is_alive() or there(), 'a gateway with a model')
     assert t.is_alive(), lines.getvalue()[-2000:]
     try: yield got['models'],got['port'],lines,got['loop']
     finally: got['server'].should_exit = True; t.join(WAIT); assert not t.is_alive()
@@ -98,7 +101,8 @@ def total(ms, name): return sum(v for k,v in ms.items() if k[0]==name)
 def settled(models, loop):
     "Wait until nobody is being served; how many tasks the loop has then"
     runner = models.upstreams[0].runner
-    until(lambda: not runner._streams and len(asyncio.all_tasks(loop))<=12, 'an end of all streams and tasks')
+    def idle(): return not runner._streams and len(asyncio.all_tasks(loop))<=12
+    until(idle, 'an end of all streams and tasks')
     return len(asyncio.all_tasks(loop))
 
 def test_a_thousand_mixed_requests():
@@ -108,7 +112,8 @@ def test_a_thousand_mixed_requests():
         was,log = numbers(port),len(lines.getvalue().splitlines())
         statuses,left = asyncio.run(crowd(port, 1000, 1))
         assert settled(models, loop)<=tasks+2
-        until(lambda: not total(numbers(port), 'atlas:num_requests_running'), again=.05)  # the worker's numbers are of a moment ago
+        # the worker's numbers are of a moment ago
+        until(lambda: not total(numbers(port), 'atlas:num_requests_running'), again=.05)
         ms = numbers(port)
         gc.collect()
         grown = {k:total(ms, k)-total(was, k) for k in ('atlas:requests_submitted_total','atlas:request_success_total','atlas:aborted_requests_total','atlas:http_requests_total')}
@@ -123,7 +128,8 @@ def test_a_thousand_mixed_requests():
         assert grown['atlas:requests_submitted_total']==grown['atlas:request_success_total']>500 and grown['atlas:aborted_requests_total']>0
         assert models.all[0].restarts==0 and models.healthy
         ids = lambda: Counter(i for l in lines.getvalue().splitlines()[log:] if (i := json.loads(l).get('request_id', '')).startswith('req-1-'))
-        until(lambda: sum(ids().values())>=1000-left['body']-left['sent'], again=.05)
+        heard = 1000-left['body']-left['sent']
+        until(lambda: sum(ids().values())>=heard, again=.05)
         assert max(ids().values())==1 and 1000-left['body']-left['sent']<=len(ids())<=1000
 
 def test_what_an_unloaded_model_leaves():

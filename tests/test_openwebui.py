@@ -35,7 +35,10 @@ def gateway(tmp_path_factory):
     "Two models behind keys; the second was given as a path, and nobody has loaded it"
     path = tmp_path_factory.mktemp('models')/'second.gguf'; path.touch()
     side = dict(tokenizer=byte_tokenizer(), template=ChatTemplate('{{ messages[-1].content }}'))
-    ms = Models(modelled(['first',str(path)], policy=PATIENT, command=FAKE, text=lambda o: dict(side), options=dict(say='I am it.'), config=ScriptConfig), first=['first'])
+    def text(config): return dict(side)
+    say = dict(options=dict(say='I am it.'), config=ScriptConfig)
+    both = modelled(['first',str(path)], policy=PATIENT, command=FAKE, text=text, **say)
+    ms = Models(both, first=['first'])
     with running(create_app(ms, rules=Rules(Keys(dict(reader='user', keeper='admin'))))) as at: yield at,str(path)
 
 def loaded(m):
@@ -44,7 +47,8 @@ def loaded(m):
 
 def catalog(h): return {m['id']:m for m in h.get('/models').raise_for_status().json()['data']}
 def until(h, name, value):
-    waiting.until(lambda: catalog(h)[name]['status']['value']==value, f'{name} {value}')
+    def state(): return catalog(h)[name]['status']['value']
+    waiting.until(lambda: state()==value, f'{name} {value}')
 
 def test_keys(gateway):
     "A wrong key is told so, a user may not load, and both hear it as `error.message`, which is what its page shows"
@@ -239,7 +243,8 @@ def test_responses(speaker):
 def test_files(folder):
     "A model that sees answers about an image, and the one endpoint that its search needs gives a vector for each text"
     llm = LLM(str(folder), device='cpu', max_seq_len=64)
-    with running(create_app(loaded_models(llm, ['eyes']))) as at, client(at, 'x') as h:
+    app = create_app(loaded_models(llm, ['eyes']))
+    with running(app) as at, client(at, 'x') as h:
         def ask(*parts): return h.post('/v1/chat/completions', json=dict(model='eyes', stream=False, max_tokens=2, messages=[user([dict(type='text', text='w1 '),dict(type='text', text='w3 w4'),*parts])]))
         seen,plain = ask(dict(type='image_url', image_url=dict(url=url(FILES['png'])))),ask()
         assert seen.status_code==200 and seen.json()['usage']['prompt_tokens']>plain.json()['usage']['prompt_tokens']

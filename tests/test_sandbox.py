@@ -4,6 +4,7 @@ from concurrent.futures import wait
 from contextlib import contextmanager,nullcontext
 from contextvars import copy_context
 from pathlib import Path
+from unittest.mock import Mock
 import pytest
 from atlas.text.chat import ChatTemplate
 from atlas.ground.core import EngineError,QueueFullError,RequestError
@@ -19,15 +20,18 @@ pytestmark = pytest.mark.usefixtures('patient_sandbox')
 @contextmanager
 def hurry():
     "For a job that takes no processor"
-    with pytest.MonkeyPatch.context() as m: m.setattr(sandbox, '_PATIENCE', 1); yield
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(sandbox, '_PATIENCE', 1)
+        yield
 
 def gone(pid):
     "Wait until a process is no more"
     def over():
         try: os.kill(pid, 0)
         except ProcessLookupError: return True
-        try: return Path(f'/proc/{pid}/stat').read_text().rsplit(')', 1)[1].split()[0]=='Z'
+        try: after_name = Path(f'/proc/{pid}/stat').read_text().rsplit(')', 1)[1]
         except OSError: return True
+        return after_name.split()[0]=='Z'
     return until(over, f'the end of {pid}')
 
 @pytest.mark.parametrize('how', [signal.SIGKILL, signal.SIGTERM])
@@ -53,7 +57,9 @@ import time; time.sleep(600)
 
 def test_exit_of_the_parent_is_not_held_up():
     "A program that forgets to close its sandbox ends all the same"
-    code = f'from atlas.text.sandbox import Sandbox\nbox = Sandbox({JOBS!r}, seconds=600.)\nprint(box.call("pid"))'
+    code = f'''from atlas.text.sandbox import Sandbox
+box = Sandbox({JOBS!r}, seconds=600.)
+print(box.call("pid"))'''
     r = subprocess.run([sys.executable,'-c',code], capture_output=True, text=True, timeout=WAIT, cwd=Path(__file__).parents[1])
     assert r.returncode==0 and gone(int(r.stdout)), r.stderr
 
@@ -61,7 +67,9 @@ def test_overruns():
     with Sandbox(JOBS, seconds=.3, memory=128<<20, output=10_000, workers=1) as box:
         pid = box.call('pid')
         for job,*args in [('sleep',60), ('power',9**99,9**9), ('exit',0), ('exit',1), ('stop',signal.SIGKILL), ('stop',signal.SIGSEGV), ('stop',signal.SIGSTOP), ('list','x'*9000)]:
-            with hurry() if args in ([60],[signal.SIGSTOP]) else nullcontext(), pytest.raises(OverrunError): box.call(job, *args)
+            sleeps = args in ([60],[signal.SIGSTOP])
+            with hurry() if sleeps else nullcontext():
+                with pytest.raises(OverrunError): box.call(job, *args)
             assert gone(pid)
             pid = box.call('pid')
         with pytest.raises(OverrunError, match='memory'): box.call('room', 1<<30)
@@ -71,7 +79,8 @@ def test_a_stopped_child_is_replaced():
     with Sandbox(JOBS, seconds=.3, workers=1) as box:
         pid = box.call('pid')
         os.kill(pid, signal.SIGSTOP)
-        with hurry(), pytest.raises(OverrunError): box.call('sum', [1])
+        with hurry():
+            with pytest.raises(OverrunError): box.call('sum', [1])
         assert box.call('sum', [1,2])==3 and gone(pid)
 
 def test_a_child_that_died_idle_is_nobodys_fault():
@@ -84,9 +93,10 @@ def test_a_child_that_died_idle_is_nobodys_fault():
 def test_no_room_for_a_child(how, monkeypatch):
     "The system's trouble is a 503, and over when it is over"
     with Sandbox(JOBS, workers=1) as box:
+        full = OSError(24, 'Too many open files')
         with monkeypatch.context() as m:
             if how=='no beginning': m.setattr('atlas.text.sandbox.sys.executable', '/bin/false')
-            else: m.setattr('atlas.text.sandbox.subprocess.Popen', lambda *a, **kw: (_ for _ in ()).throw(OSError(24, 'Too many open files')))
+            else: m.setattr('atlas.text.sandbox.subprocess.Popen', Mock(side_effect=full))
             for _ in range(2):
                 with pytest.raises(BusyError) as e: box.call('sum', [1])
                 assert (e.value.status, e.value.code)==(503, 'queue_full')
@@ -111,7 +121,8 @@ def test_errors_come_through():
 def test_no_more_wait_than_may():
     with Sandbox(JOBS, seconds=5., workers=1, queue=2) as box:
         box.call('pid')
-        go = threading.Event(); box.pool.submit(go.wait)  # its only thread
+        go = threading.Event()
+        box.pool.submit(go.wait)  # its only thread
         fs = [box.submit('sum', [1]) for _ in range(3)]
         with pytest.raises(QueueFullError): box.submit('pid')
         go.set()
@@ -138,15 +149,18 @@ def test_a_client_that_leaves():
     "Cancelling a call takes it out of the queue, and hurts nobody"
     with Sandbox(JOBS, seconds=5., workers=1) as box:
         async def run():
-            go = threading.Event(); box.pool.submit(go.wait)
+            go = threading.Event()
+            box.pool.submit(go.wait)
             first = asyncio.ensure_future(box.run('sum', [7]))
             rest = [asyncio.ensure_future(box.run('sum', [i])) for i in range(5)]
             await asyncio.sleep(0)
             for t in rest[:4]: t.cancel()
-            await asyncio.sleep(0); go.set()
+            await asyncio.sleep(0)
+            go.set()
             return await asyncio.gather(first, *rest, return_exceptions=True)
         got = asyncio.run(run())
-        assert got[0]==7 and got[5]==4 and all(isinstance(g, asyncio.CancelledError) for g in got[1:5])
+        assert got[0]==7 and got[5]==4
+        assert all(isinstance(g, asyncio.CancelledError) for g in got[1:5])
         assert box.call('sum', [1])==1
         until(lambda: box.waiting==0)
 

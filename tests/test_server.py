@@ -73,7 +73,9 @@ def live(runner, **kw):
     up,sock = threading.Event(),listen(port=0)
     models = runner if isinstance(runner, Models) else None
     if models: app = create_app(models, on_ready=up.set, **kw)
-    else: app = app_of(runner, tok, **(dict(template=template)|kw), on_ready=up.set)
+    else:
+        kw = dict(template=template)|kw
+        app = app_of(runner, tok, **kw, on_ready=up.set)
     server = uvicorn.Server(uvicorn.Config(app, log_level='critical', timeout_graceful_shutdown=1))
     t = threading.Thread(target=server.run, kwargs=dict(sockets=[sock]), daemon=True)
     t.start()
@@ -85,7 +87,9 @@ def live(runner, **kw):
         assert not t.is_alive()
 
 def client_of(port): return openai.OpenAI(base_url=f'http://127.0.0.1:{port}/v1', api_key='none', max_retries=0, timeout=WAIT)
-def local(runner, **kw): return TestClient(app_of(runner, tok, template, **kw), raise_server_exceptions=False)
+def local(runner, **kw):
+    app = app_of(runner, tok, template, **kw)
+    return TestClient(app, raise_server_exceptions=False)
 def chat(c, **kw): return c.post('/v1/chat/completions', json=dict(messages=HELLO)|kw)
 def events(text): return [json.loads(l[6:]) for l in text.splitlines() if l.startswith('data: ') and l!='data: [DONE]']
 
@@ -374,7 +378,8 @@ def test_gone_while_waiting(body):
             for _ in range(body.get('n', 1)): assert r.arrived.acquire(timeout=WAIT)
         for _ in range(body.get('n', 1)): assert r.aborted.acquire(timeout=WAIT)
         alive(port)
-        m = TestClient(app_of(r, tok)).get('/metrics')  # a second registry in one process is no trouble
+        # a second registry in one process is no trouble
+        m = TestClient(app_of(r, tok)).get('/metrics')
         assert m.status_code==200
 
 def test_gone_in_its_own_body():
@@ -388,7 +393,8 @@ def test_openai_timeout_stops_the_work():
     r = FakeRunner(hold=2)
     with live(r) as port:
         for patience in (.2, 2., 20., WAIT):  # until it got as far as the engine
-            with pytest.raises(openai.APITimeoutError): client_of(port).with_options(timeout=patience).completions.create(model='fake', prompt='a')
+            c = client_of(port).with_options(timeout=patience).completions
+            with pytest.raises(openai.APITimeoutError): c.create(model='fake', prompt='a')
             if r.seen: break
         assert r.aborted.acquire(timeout=WAIT)
 
@@ -407,7 +413,9 @@ class Slow:
 
 class SlowModels(Models):
     "Its model loads for as long as one waits"
-    async def get(self, name=None): await self.slow.wait(); return await super().get(name)
+    async def get(self, name=None):
+        await self.slow.wait()
+        return await super().get(name)
 
 def slow_models(slow, runner):
     ms = always(runner, tok, template, SlowModels)
@@ -430,7 +438,10 @@ def noticed(port, path):
     "Wait until a request to `path` is in the metrics as one whose client has left"
     line = f'atlas:http_requests_total{{handler="{path}",method="POST",status="499"}} 1.0'
     with httpx.Client(base_url=f'http://127.0.0.1:{port}', timeout=WAIT) as c:
-        return until(lambda: line in (text := c.get('/metrics').text) and text, 'that the client is missed')
+        def missed():
+            text = c.get('/metrics').text
+            return line in text and text
+        return until(missed, 'that the client is missed')
 
 def untouched(r, text):
     "No request reached the engine, and none was counted"
@@ -458,7 +469,9 @@ def test_gone_while_it_is_prepared(what):
     path,body,kw = {'template':('/v1/chat/completions', {}, dict(template=SlowTemplate(slow))), 'guide':('/v1/chat/completions', dict(response_format=dict(type='json_object')), dict(guides=Guide())),
         'image':('/v1/chat/completions', dict(messages=[dict(role='user', content=[dict(type='text', text='x')])]), {}), 'score':('/v1/completions', dict(prompt='ab', echo=True, logprobs=1), {})}[what]
     with pytest.MonkeyPatch.context() as m, live(r, **kw) as port:
-        if what=='image': m.setattr('atlas.service.service.prepare_images', lambda *a, **kw: slow.block())
+        if what=='image':
+            prepare = 'atlas.service.service.prepare_images'
+            m.setattr(prepare, lambda *a, **kw: slow.block())
         try:
             with dial(port) as s: send(s, path, **body); assert slow.begun.acquire(timeout=WAIT)
             noticed(port, path)
@@ -469,7 +482,8 @@ def test_a_background_response_needs_no_client():
     slow,r = Slow(),FakeRunner()
     with live(slow_models(slow, r)) as port:
         with dial(port) as s: send(s, '/v1/responses', background=True); assert slow.begun.acquire(timeout=WAIT)
-        for _ in range(3): alive(port)  # what came before these has been heard: that it has left, too
+        # what came before these has been heard: that it has left, too
+        for _ in range(3): alive(port)
         assert not slow.cancelled.acquire(timeout=0)
         slow.held._loop.call_soon_threadsafe(slow.held.set)
         assert r.arrived.acquire(timeout=WAIT)
@@ -506,7 +520,10 @@ def test_an_end_at_any_moment(path, stream, n):
     made = []
     class Kept(FakeRunner):
         def submit(self, r): made.append(super().submit(r)); return made[-1]
-    app,raw = app_of(Kept('Hello'), tok, Steps()),json.dumps(ASKS[path]|dict(stream=stream)|(dict(n=n) if n>1 else {})).encode()
+    app = app_of(Kept('Hello'), tok, Steps())
+    body = ASKS[path]|dict(stream=stream)
+    if n>1: body |= dict(n=n)
+    raw = json.dumps(body).encode()
     metrics = app.state.service.metrics.of('fake')
     async def once(at, how):
         sent,left,out = [dict(type='http.request', body=raw, more_body=False)],asyncio.Event(),[]
@@ -555,7 +572,8 @@ class Counting:
 @pytest.mark.parametrize('stream', [False,True])
 def test_gone_with_a_real_worker(stream):
     e = Counting()
-    with live(threaded(e, dict(name='fake', max_seq_len=1000, vocab_size=257, eos_ids=[END]), tok, template)) as port:
+    info = dict(name='fake', max_seq_len=1000, vocab_size=257, eos_ids=[END])
+    with live(threaded(e, info, tok, template)) as port:
         with dial(port) as s:
             ask(s, stream=stream)
             if stream: read_until(s, b'data: ')
@@ -574,7 +592,10 @@ def test_a_choice_that_cannot_be_stopped():
         with dial(port) as s: ask(s, stream=True, n=3); read_until(s, b'data: ')
         for _ in range(2): assert r.aborted.acquire(timeout=WAIT)
         with httpx.Client(base_url=f'http://127.0.0.1:{port}', timeout=WAIT) as c:
-            m = until(lambda: 'finished_reason="abort",model_name="fake"} 3.0' in (m := c.get('/metrics').text) and m)
+            def counted():
+                text = c.get('/metrics').text
+                return 'finished_reason="abort",model_name="fake"} 3.0' in text and text
+            m = until(counted)
         assert 'aborted_requests_total{model_name="fake",why="client_gone"} 3.0' in m and 'requests_submitted_total{model_name="fake"} 3.0' in m
 
 def test_a_choice_that_cannot_begin():
@@ -703,7 +724,8 @@ def test_shutdown_does_not_wait_for_ever(sig):
         assert p.wait(WAIT) in (0,-sig)
 
 def test_shutdown_lets_answers_finish():
-    with child(WAIT, text='a'*20_000, max_seq_len=30_000) as (p,port), dial(port) as s:
+    long = dict(text='a'*20_000, max_seq_len=30_000)
+    with child(WAIT, **long) as (p,port), dial(port) as s:
         ask(s, stream=True)
         got = read_until(s, b'data: ')
         p.send_signal(signal.SIGTERM)

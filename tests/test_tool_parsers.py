@@ -20,7 +20,10 @@ TOOLS = [tool('f', s={'type': 'string'}, i={'type': 'integer'}, n={'type': 'numb
 
 NESTED = [tool('h', o={'anyOf': [{'type': 'object', 'properties': {'k': {'type': 'integer'}, 's': {'type': 'string'}}}, {'type': 'null'}]}, l={'type': ['array','null'], 'items': null('integer')})['function']]
 
-def plain(r): return r.content,[(t.name, t.arguments) for t in r.calls]
+def plain(r): return r.content,[(t.name,t.arguments) for t in r.calls]
+def read(r):
+    "Names and arguments of all calls"
+    return [(t.name,json.loads(t.arguments)) for t in r.calls]
 def cut(parser, text, sizes, tools=None):
     "Content and calls of the pieces, and the result"
     s,k,ds = ToolStream(parser, tools),0,[]
@@ -35,7 +38,8 @@ def cut(parser, text, sizes, tools=None):
             calls[x.index][2] += x.arguments
     assert list(calls)==list(range(len(calls))) and s.calling==bool(calls)
     said,result = ''.join(d.content for d in ds),s.result()
-    assert [tuple(c) for c in calls.values()]==[(t.id, t.name, t.arguments) for t in result.calls]   # what was sent is what was meant
+    meant = [(t.id,t.name,t.arguments) for t in result.calls]
+    assert [tuple(c) for c in calls.values()]==meant
     if parser=='llama3_json' and calls: assert result.content is None                                     # it alone shows words that a call then hides
     else: assert (said.lstrip() if calls and TOOL_PARSERS[parser].blank=='strip' else said)==(result.content or '')
     return said,list(calls.values()),result
@@ -337,7 +341,8 @@ def test_tools_of_any_form():
     for t in odd:
         for p,text in (('qwen3_coder', X('f', [('s','1')])), ('glm45', G('f', [('s','1')])), ('gemma4', M4('f', f's:{Q}1{Q}')), ('deepseek_v32', VV(V('f', ('arguments','{"s": 1}','false'))))):
             r = parse_tools(p, text, [t])
-            assert [x.name for x in r.calls]==['f'] and json.loads(r.calls[0].arguments)
+            (call,) = r.calls
+            assert call.name=='f' and json.loads(call.arguments)
 
 def test_hosted_tools_are_no_functions():
     "A list of tools that holds no function says nothing about names"
@@ -431,7 +436,7 @@ WRITE = {
 def test_json_there_and_back(form, cs, ascii, seed):
     text = WRITE[form](cs, ensure_ascii=ascii)
     _,sent,r = cut(form.partition('[')[0], text, ragged(seed))
-    assert [(t.name, json.loads(t.arguments)) for t in r.calls]==cs and r.content is None
+    assert read(r)==cs and r.content is None
     assert [(n, json.loads(a)) for _,n,a in sent]==cs
 
 word = st.text('abcdefghij_', min_size=1, max_size=6)
@@ -440,7 +445,8 @@ word = st.text('abcdefghij_', min_size=1, max_size=6)
 def test_python_there_and_back(cs, seed):
     text = '['+', '.join(f'{n}({", ".join(f"{k}={v!r}" for k,v in a.items())})' for n,a in cs)+']'
     _,sent,r = cut('pythonic', text, ragged(seed))
-    assert [(t.name, json.loads(t.arguments)) for t in r.calls]==[(n, json.loads(json.dumps(a))) for n,a in cs]
+    as_json = [(n,json.loads(json.dumps(a))) for n,a in cs]
+    assert read(r)==as_json
 
 free = st.text('ab \n<>/"\'\\{}[]=:,é', max_size=20)
 TAGS = {
@@ -453,7 +459,7 @@ TAGS = {
 def test_tags_there_and_back(parser, cs, seed):
     text = 'So.\n\n'+'\n'.join(TAGS[parser](n, a) for n,a in cs)
     said,sent,r = cut(parser, text, ragged(seed))
-    assert [(t.name, json.loads(t.arguments)) for t in r.calls]==cs
+    assert read(r)==cs
     assert r.content.strip()==said.strip()=='So.'
 
 # -- long and hostile --------------------------------------------------------------------------------------------------------
@@ -470,10 +476,13 @@ def test_long_and_hostile(parser):
     rng = random.Random(0)
     texts += [(head, ''.join(rng.choices(WORDS[parser]+UNITS, k=5000)), 2**20) for head in ['']+HEADS[parser]]
     def seconds(n):
-        text,t = (head+unit*(n//len(unit)+1))[:n],time.process_time()
+        text = (head+unit*(n//len(unit)+1))[:n]
+        t = time.process_time()
         parse_tools(parser, text, TOOLS)
         return time.process_time()-t
-    for head,unit,n in texts: assert linear(seconds, n, loose=4 if n<2**20 else 8), (parser, head, unit[:20])
+    for head,unit,n in texts:
+        loose = 4 if n<2**20 else 8
+        assert linear(seconds, n, loose), (parser, head, unit[:20])
 
 @pytest.mark.parametrize('n', [100, 199, 200, 900, 990, 1000, 100_000])
 def test_deep(n):
@@ -493,10 +502,13 @@ def test_long_in_small_pieces(parser):
         def seconds(n):
             s,t = ToolStream(parser),time.process_time()
             s.feed(head)
-            for _ in range(n): s.feed(unit); assert len(s.buf)<300, (head, unit)
+            for _ in range(n):
+                s.feed(unit)
+                assert len(s.buf)<300, (head, unit)
             s.finish(); s.result()
             return time.process_time()-t
-        assert linear(seconds, 2**14, loose=4), (parser, head, unit)
+        ok = linear(seconds, 2**14, loose=4)
+        assert ok, (parser, head, unit)
 
 @pytest.mark.parametrize('parser,text', [('hermes', H(r'"\ud83d"')), ('hermes', H(r'{"s": "\ud83d"}')), ('qwen3_coder', X('f', [('o',r'{"k": "\ud83d"}')])), ('glm45', G('f', [('o',r'["\ud83d"]')])), ('pythonic', r"[f(s='\ud83d', o='\ud83d\ude00')]"),
     ('deepseek_v32', VV(V('f', ('o',r'{"k": "\ud83d"}','false')))), ('gemma4', M4('f', r'"s":"\ud83d"'))])
