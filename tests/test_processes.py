@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from atlas.service.turn import UnavailableError
-from atlas.ground.core import AtlasError,NumericError,OutOfMemoryError,QueueFullError,RequestError
+from atlas.ground.core import AtlasError,OutOfMemoryError,QueueFullError,RequestError
 from atlas.service.gateway import Model,Models
 from atlas.use.llm import LLM
 from atlas.text.tokenizer import byte_tokenizer

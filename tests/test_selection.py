@@ -1,6 +1,6 @@
 """Which tests run: by page, by what changed, by how long they took;
 and nothing of how a run was started reaches the programs that it starts."""
-import asyncio,os,signal,subprocess,sys,pytest
+import asyncio,os,subprocess,sys,pytest
 from pathlib import Path
 from types import SimpleNamespace
 from helpers import durations,nvcc,pages,waiting

@@ -2,7 +2,7 @@
 `atlas.service.worker` does the rest, as for a model.
 
 Options of the model: those of `ScriptConfig`, `max_seq_len` and `max_queue`."""
-import itertools,os,random,signal,sys,time
+import itertools,os,signal,sys,time
 from pathlib import Path
 from atlas.ground.core import CudaFault,NumericError,OutOfMemoryError
 from atlas.ground.requests import Event

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse,StreamingResponse
 from starlette.routing import Route
 from atlas.ground.core import AtlasError
 from atlas.ground.requests import Event
-from atlas.service.protocol.base import NotOfferedError,Usage
+from atlas.service.protocol.base import Usage
 from atlas.text.deltas import gather
 from atlas.text.tokenizer import byte_tokenizer
 from atlas.service.protocol.responses import Store,error_body,parse,reply
