@@ -334,9 +334,10 @@ def scripted(late, says, requests, **kw):
     e = engine(late, stepper=ScriptedStepper, **kw)
     e.scheduler.width,e.stepper.says = 3,says
     for r in requests: e.add(r)
-    out,bounds = {},set()
+    out,bounds,turns = {},set(),0
     while e.has_work:
-        assert e.steps<500, 'no end'
+        turns += 1
+        assert turns<500, 'no end'
         note(e.step(), out)
         bounds |= ahead(e)
     e.land()
