@@ -60,7 +60,8 @@ def browser():
     p = subprocess.Popen([exe, *FLAGS, f'--user-data-dir={home}', 'about:blank'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ|dict(HOME=home))
     try:
         port = Path(home)/'DevToolsActivePort'
-        until(lambda: p.poll() is not None or port.exists() and port.read_text(), 'the start of Chromium')
+        def started(): return port.exists() and port.read_text()
+        until(lambda: p.poll() is not None or started(), 'the start of Chromium')
         assert p.poll() is None, 'Chromium did not start'
         with ExitStack() as stack: yield Browser('127.0.0.1:'+port.read_text().split()[0], stack)
     finally: p.terminate(); p.wait(WAIT); shutil.rmtree(home, ignore_errors=True)

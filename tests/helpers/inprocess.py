@@ -1,6 +1,8 @@
-"""Models of the gateway whose engines live in this very process: behind a runner that is given, or in a worker's thread.
+"""Models of the gateway whose engines live in this very process:
+behind a runner that is given, or in a worker's thread.
 
-Everything but the process is what `atlas serve` has: `Models` of the gateway, a link, and a worker's loop at its end."""
+Everything but the process is what `atlas serve` has:
+`Models` of the gateway, a link, and a worker's loop at its end."""
 from contextlib import suppress
 import atlas.engine.score
 import uvicorn
@@ -16,7 +18,8 @@ QUICK = Policy(beat=.1, stalled=30., start=60., grace=2., pause=.05, longest=.2)
 def always(runner, tokenizer, template=None, kind=Models, names=(), **side):
     "`Models` with one that is always there: nothing is started for it, and its runner is `runner`"
     names = list(names) or [runner.info['name']]
-    return kind([Served(names, Upstream(names[0], names, runner.info, tokenizer, template, runner=runner, **side))])
+    upstream = Upstream(names[0], names, runner.info, tokenizer, template, runner=runner, **side)
+    return kind([Served(names, upstream)])
 
 def app_of(runner, tokenizer, template=None, **kw):
     "The application in front of a runner"
@@ -25,14 +28,17 @@ def app_of(runner, tokenizer, template=None, **kw):
 
 def run(app, sock, drain):
     "Serve until SIGINT or SIGTERM"
-    with suppress(KeyboardInterrupt): uvicorn.Server(server_config(app, drain=drain)).run(sockets=[sock])
+    server = uvicorn.Server(server_config(app, drain=drain))
+    with suppress(KeyboardInterrupt): server.run(sockets=[sock])
 
 def threaded(engine, info, tokenizer, template=None, ops=None, **side):
     "`Models` with one, whose engine steps in a worker's thread"
+    names = side.pop('names', [info['name']])
     def load(options, meter): return Workload(engine, info, ops or {})
+    def worker(name): return ThreadWorker(load)
     def text(config): return dict(tokenizer=tokenizer, template=template, **side)
-    m = Model(EngineConfig(info['name']), side.pop('names', [info['name']]), policy=QUICK, command=lambda name: ThreadWorker(load), text=text)
-    return Models([m])
+    config = EngineConfig(info['name'])
+    return Models([Model(config, names, policy=QUICK, command=worker, text=text)])
 
 def loaded(llm, names, template=None):
     "`Models` with an `LLM` that is loaded already"

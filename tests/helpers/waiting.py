@@ -1,6 +1,8 @@
-"""Waiting for what happens, and never for a time: a machine that is busy makes tests slow, and fails none.
+"""Waiting for what happens, and never for a time:
+a machine that is busy makes tests slow, and fails none.
 
-`WAIT` is the only limit there is. No working test comes near it: it ends one that hangs. What has limits of its own is given those of helpers/patience.py."""
+`WAIT` is the only limit there is. No working test comes near it: it ends one that hangs.
+What has limits of its own is given those of helpers/patience.py."""
 import asyncio,time
 
 WAIT = 300.  # seconds
@@ -25,7 +27,12 @@ async def happens(condition, what='', again=.005):
     return got
 
 def linear(seconds, n, loose):
-    """Does `seconds(n)`, of processor, grow no faster than `n`? What takes less than `loose` is not looked at again. Of what takes longer,
-    and that may be the machine, a quarter is measured, too: it has a sixteenth of the work where work grows with the square"""
+    """Does `seconds(n)`, of processor, grow no faster than `n`?
+
+    What takes less than `loose` is not looked at again. Of what takes longer,
+    and that may be the machine, a quarter is measured, too:
+    it has a sixteenth of the work where work grows with the square"""
     if seconds(n)<loose: return True
-    return min(seconds(n) for _ in range(2))<8*max(seconds(n//4) for _ in range(2))
+    whole = min(seconds(n), seconds(n))
+    quarter = max(seconds(n//4), seconds(n//4))
+    return whole<8*quarter
