@@ -310,8 +310,8 @@ def _zeros(self:CardStepper, tokens, pieces=1, start=0, want=1):
 def _try_prompt(self:CardStepper, tokens=1, pieces=1):
     "Run so many prompts of zeros, and sample"
     b,model = self._zeros(tokens, pieces),self.model
-    x = model.trunk(b, self.cache)
-    logits = model.head(model.final(x[b.out]))
+    x = model.trunk(b, self.cache)[b.out]
+    logits = model.head(model.final(x))
     ids = self.card.empty(pieces, 'int32')
     rows = self.card.upload(np.full(pieces, -1, np.int32))
     sample_rows(logits, self.table, ids, rows)

@@ -335,7 +335,10 @@ def _take(self:Scheduler, seq, tokens):
 
 # %% ../../nbs/5_engine/03_scheduler.ipynb #5da82429
 @patch
-def commit(self:Scheduler, plan:Plan, tokens)->list: # As for `accept`
+def commit(self:Scheduler,
+    plan:Plan,
+    tokens, # This and what comes back: as for `accept`
+)->list[tuple[Seq,list[int],str|None]]:
     "`advance` and `accept`"
     self.advance(plan)
     return self.accept(plan, tokens)
