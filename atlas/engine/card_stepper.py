@@ -220,7 +220,7 @@ def _lane(self:CardStepper, seq, state)->int:
 
 @patch
 def _lanes(self:CardStepper, seqs, samplers)->list[int]:
-    "Those of all `seqs`"
+    "Lanes of `seqs`, in their order"
     return [self._lane(s, state) for s,state in zip(seqs, samplers)]
 
 @patch
