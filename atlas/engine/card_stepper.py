@@ -120,13 +120,6 @@ class CardStepper(Stepper):
         self.last = None # `StepShape` of the newest decode step
         self.replay_rows = self._most_rows()
 
-    def _most_rows(self):
-        "Rows that one sequence can have in a replay"
-        most,c = [MAX_ROWS],self.model.c
-        for i,p in self.cache.kv.items():
-            most.append(most_rows(self.card, c.attn(i), p))
-        return min(most)
-
     @classmethod
     def serving(cls, model, cache, scheduler, room):
         "One for what `scheduler` plans, with its own lasting arrays in the region `room`"
@@ -140,6 +133,15 @@ class CardStepper(Stepper):
     def staying(self):
         "A context in which arrays are made that stay: in `room`, if there is one"
         return self.room.allocating() if self.room else nullcontext()
+
+# %% ../../nbs/5_engine/05_card_stepper.ipynb #0d5b7e92
+@patch
+def _most_rows(self:CardStepper)->int:
+    "Rows that one sequence can have in a replay"
+    most,c = [MAX_ROWS],self.model.c
+    for i,p in self.cache.kv.items():
+        most.append(most_rows(self.card, c.attn(i), p))
+    return min(most)
 
 # %% ../../nbs/5_engine/05_card_stepper.ipynb #86db83e8
 @patch

@@ -305,6 +305,7 @@ def _heard(self:Engine, seq, tokens)->list[int]:
         if guide is not None and guide.ended: return tokens[:n]
     return tokens
 
+# %% ../../nbs/5_engine/04_engine.ipynb #1a6d8f35
 @patch
 def _said(self:Engine, seq, tokens, finish, out, i)->list[Event]:
     "An event for each of the new `tokens` of `seq`, line `i` of what was sampled"

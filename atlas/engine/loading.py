@@ -118,6 +118,7 @@ def _make_cache(self:LoadedModel, steps:int):
         self.cache = KVCache(self.config, self.device, n,
             num_states=states, **self._kv)
 
+# %% ../../nbs/5_engine/06_loading.ipynb #e09d4c73
 @patch
 def _blocks(self:LoadedModel, others:int)->int:
     "Blocks of the cache where `others` bytes are set aside"

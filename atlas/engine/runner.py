@@ -147,6 +147,7 @@ def _begin(self:Runner, request):
     except (AtlasError,MemoryError) as e:
         return [_failed(request.id, own_error(e))]
 
+# %% ../../nbs/5_engine/08_runner.ipynb #b48e2d17
 @patch
 def _refuse(self:Runner, n, rid, e):
     self._know(n, rid)

@@ -195,6 +195,7 @@ def _moe(card, rng, run, fmt, act='silu', score='softmax', bias=False, shared=Fa
     want = host_words.moe(s, x, w, Norm(gain, 1e-6))
     return [(card.download(y), want, 3e-3)]
 
+# %% ../../nbs/8_use/06_check.ipynb #3fa90b64
 @_case('gemm + route_many', '64 rows', **{k: dict(score=v.get('score', 'softmax'), scaling=v.get('scaling', 1.)) for k,v in _MIXTURES.items()})
 def _route(card, rng, run, score, scaling):
     x,q = _normal(rng, 64, 160),_sized(rng, 'BF16', 20, 160)
@@ -252,6 +253,7 @@ def _written(s, x, w, angles, blocks, block=16):
     slots = s.b.slots[s.b.real]
     return [_rows_of(p, slots) for p in (k,v)]
 
+# %% ../../nbs/8_use/06_check.ipynb #7c1e52a9
 def _attend(card, rng, run, kind, tiled, fmt='bf16', window=None):
     a,seqs = _HEADS[kind],[(70,100),(0,30)] if tiled else [(70,3),(130,1),(0,1)]
     (b,host),d,W = _step(card, rng, seqs, tiled),a.head_dim,a.num_heads*a.head_dim

@@ -140,6 +140,7 @@ def _weights_on(s, device):
     held = words_of(device).weight_bytes(s.tensors, parts, not unpacked)
     return held,not unpacked,form
 
+# %% ../../nbs/8_use/02_inspect.ipynb #c87a3e50
 def fit(
     s:Sheet,
     device, # A `Device`: its memory, and in what form its words keep weights, keys and values

@@ -142,6 +142,7 @@ def generate(self:LLM,
     for o in outs: o[0].choices = o if len(o)>1 else []
     return outs[0][0] if one else [o[0] for o in outs]
 
+# %% ../../nbs/8_use/01_llm.ipynb #52d7f0ac
 @patch
 def _guide(self:LLM, guide):
     "Refuse a guide that cannot be followed, and compile one that can while others run"
@@ -204,6 +205,7 @@ class Trace:
     states:dict # Layer -> dict(conv=…, rec=…) after the prompt
     def __repr__(self): return f'Trace({self.layers.shape[1]} tokens, {len(self.layers)} layers, {len(self.routes)} with experts, {len(self.states)} with states)'
 
+# %% ../../nbs/8_use/01_llm.ipynb #94b3c6e1
 @patch
 def trace(self:LLM, ids, images=())->Trace:
     "Follow `ids` through the model"
