@@ -354,11 +354,20 @@ def allocating(self:Region,
 # %% ../../nbs/2_card/02_arena.ipynb #b00f895e
 class HostArena:
     "What stands for an arena and its regions on the host: arrays lie where NumPy puts them"
-    def __init__(self, device:Host): self.device,self.budget = device,Budget(sys.maxsize)
-    def region(self, name:str, nbytes:int, flag:str=''): "A region: this again"; return self
-    def allocating(self, everywhere:bool=False): "A context without effect"; return nullcontext()
-    def trim(self)->int: "There is nothing to give back"; return 0
-    def close(self)->int: "Arrays go when nobody holds them"; return 0
+    def __init__(self, device:Host):
+        self.device,self.budget = device,Budget(sys.maxsize)
+    def region(self, name:str, nbytes:int, flag:str=''):
+        "A region: this again"
+        return self
+    def allocating(self, everywhere:bool=False):
+        "A context without effect"
+        return nullcontext()
+    def trim(self)->int:
+        "There is nothing to give back"
+        return 0
+    def close(self)->int:
+        "Arrays go when nobody holds them"
+        return 0
     def __repr__(self): return f'HostArena({self.device.memory()})'
 
 @patch
@@ -384,4 +393,6 @@ def arena(self:Device)->Arena:
     return Arena(self, self.budget(self.share), step=8<<20)
 
 @patch
-def arena(self:Host)->HostArena: "What stands for one"; return HostArena(self)
+def arena(self:Host)->HostArena:
+    "What stands for one"
+    return HostArena(self)

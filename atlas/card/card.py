@@ -137,7 +137,8 @@ def footprint(self:Launch,
     shared:int, # Bytes of dynamic shared memory of a block
 )->tuple[int,int,int]:
     "Registers of a thread, shared memory of a block, and blocks that a multiprocessor has at once"
-    d,f,n = _driver(),ctypes.c_void_p(self._ptr),ctypes.c_int()
+    d,n = _driver(),ctypes.c_int()
+    f = ctypes.c_void_p(self._ptr)
     at,dynamic = ctypes.byref(n),ctypes.c_size_t(shared)
     def attribute(i):
         d.cuFuncGetAttribute(at, i, f)
@@ -152,7 +153,11 @@ def load_all(self:Device,
     root, # Folder of their sources
 )->dict: # Pair -> kernel
     "Kernels ready to launch; errors as for `load`"
-    return {k: self.load(Source(k[0], root), k[1]) for k in dict.fromkeys(kernels)}
+    loaded = {}
+    for k in dict.fromkeys(kernels):
+        name,options = k
+        loaded[k] = self.load(Source(name, root), options)
+    return loaded
 
 @patch
 def load_all(self:Cuda, kernels, root)->dict:
@@ -223,16 +228,27 @@ class Limits:
     "Bytes of a card's memories that a kernel may count on"
     shared:int # Shared memory of a multiprocessor
     block:int # Of it, what one block may have
-    half:int # What a block should stay within, so that other kernels fit beside it; all of it where that is too little
+    # What a block should stay within, so that other kernels fit beside it; all of it where that
+    # is too little
+    half:int
     alone:int # More than half: no two blocks that ask for so much come to one multiprocessor
-    third:int # So much that one block, and no more, fits beside one that is `alone`; 0: it never does
+    third:int # So much that one block, and no more, fits beside one that is `alone`; 0: never
     ring:int # For weights of experts on their way
-    ahead:int # Of the next matrix to ask for: what memory gives while blocks meet, and the L2 cache holds
+    # Of the next matrix to ask for: what memory gives while blocks meet, and the L2 cache holds
+    ahead:int
 
-_HOPPER = Limits(shared=228<<10, block=227<<10, half=111<<10, alone=116<<10, third=78<<10, ring=92<<10, ahead=16<<20)
-_OTHERS = Limits(shared=100<<10, block=99<<10, half=99<<10, alone=51<<10, third=0, ring=40<<10, ahead=2<<20)
+_HOPPER = Limits(
+    shared=228<<10, block=227<<10, half=111<<10,
+    alone=116<<10, third=78<<10,
+    ring=92<<10, ahead=16<<20)
+_OTHERS = Limits(
+    shared=100<<10, block=99<<10, half=99<<10,
+    alone=51<<10, third=0,
+    ring=40<<10, ahead=2<<20)
 
-def limits(card)->Limits: "The limits of a `Cuda`, an `Emulator`, or what stands for one"; return _HOPPER if card.arch in ('sm_90a','emulated') else _OTHERS
+def limits(card)->Limits:
+    "The limits of a `Cuda`, an `Emulator`, or what stands for one"
+    return _HOPPER if card.arch in ('sm_90a','emulated') else _OTHERS
 
 # %% ../../nbs/2_card/05_card.ipynb #ce851068
 @contextlib.contextmanager

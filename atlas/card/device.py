@@ -20,8 +20,8 @@ from time import perf_counter
 from typing import NamedTuple
 import numpy as np
 from fastcore.basics import ifnone,patch,store_attr
-from ..ground.core import AtlasError,ConfigError,CudaFault,DeviceError,INSTALL_CUDA,OutOfMemoryError,human
-from ..ground.core import cp
+from ..ground.core import AtlasError,ConfigError,CudaFault,DeviceError
+from ..ground.core import INSTALL_CUDA,OutOfMemoryError,cp,human
 
 # %% ../../nbs/2_card/01_device.ipynb #9eb9d310
 class Memory(NamedTuple):
@@ -164,7 +164,8 @@ class Host(Device):
     def upload(self, a): "`a` itself, made contiguous where it is not"; return np.asarray(a, order='C')
     def download(self, a): "`a` itself, as NumPy"; return np.asarray(a)
     def synchronize(self): "Wait until all work is done: on the host it always is"
-    def need_card(self, said, hint=''): raise DeviceError(said, hint=hint)
+    def need_card(self, said, hint=''):
+        raise DeviceError(said, hint=hint)
 
 # %% ../../nbs/2_card/01_device.ipynb #a3c2b35a
 @patch
@@ -232,7 +233,8 @@ def cuda_count(
     "Number of CUDA devices, at least 1; a `DeviceError` says why there is none"
     if xp is None:
         how = 'is installed, but cannot be imported' if find_spec('cupy') else 'is not installed'
-        raise DeviceError(f'CUDA is reached through CuPy, which {how}', hint=f'{INSTALL_CUDA}, or use --device cpu')
+        said = f'CUDA is reached through CuPy, which {how}'
+        raise DeviceError(said, hint=f'{INSTALL_CUDA}, or use --device cpu')
     rt = xp.cuda.runtime
     try: return rt.getDeviceCount()
     except rt.CUDARuntimeError as e: raise DeviceError(*_no_cuda(rt, e)) from e
@@ -256,7 +258,7 @@ def status_text(
     "The driver's own words for a status"
     text = ctypes.c_char_p()
     try: driver().cuGetErrorString(code, ctypes.byref(text))
-    except DeviceError: pass
+    except DeviceError: pass  # who has no driver gets words of ours
     return text.value.decode() if text.value else STICKY.get(code, f'CUDA error {code}')
 
 class Faults:
@@ -405,7 +407,7 @@ def empty(self:Cuda, shape, dtype='float32'):
     "As `Device.empty`; a step makes hundreds of arrays, and has nothing to prepare for them"
     if self.room is None and not self.faults.fault and self.xp.cuda.runtime.getDevice()==self.index:
         try: return self.xp.empty(shape, dtype)
-        except (MemoryError,RuntimeError): pass # said below, as it should be
+        except (MemoryError,RuntimeError): pass # tried again below, where failures are named
     return Device.empty(self, shape, dtype)
 
 @patch

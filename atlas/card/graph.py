@@ -162,12 +162,16 @@ class Stream:
     def close(self): "Give its memory back"
 
 @patch
-def own_stream(self:Device)->Stream: "A new stream"; return Stream(self)
+def own_stream(self:Device)->Stream:
+    "A new stream"
+    return Stream(self)
 
 # %% ../../nbs/2_card/06_graph.ipynb #d4793e7b
 class CudaMark(Mark):
     "An event of a card, and how many launches were made before it"
-    def __init__(self, faults, event): self.faults,self.event,self.count = faults,event,faults.count
+    def __init__(self, faults, event):
+        self.faults,self.event = faults,event
+        self.count = faults.count
     def wait(self, doing:str='a wait for results'):
         "Wait until the work before it is done; a fault in it is a `CudaFault`"
         with self.faults.watch(doing): self.event.synchronize()
@@ -192,10 +196,14 @@ class CudaStream(Stream):
         event = self.card.xp.cuda.Event(disable_timing=True)
         event.record(self.raw)
         return CudaMark(self.card.faults, event)
-    def close(self): "Give its memory back"; self.memory.free_all_blocks()
+    def close(self):
+        "Give its memory back"
+        self.memory.free_all_blocks()
 
 @patch
-def own_stream(self:Cuda)->CudaStream: "A new stream, with memory"; return CudaStream(self)
+def own_stream(self:Cuda)->CudaStream:
+    "A new stream, with memory"
+    return CudaStream(self)
 
 # %% ../../nbs/2_card/06_graph.ipynb #f64015f0
 @patch
@@ -232,7 +240,8 @@ def turn(self:CudaStream):
     "A context for launches that begin when those of this process's other streams have ended"
     t = _turns.setdefault(self.card.index, _Turn())
     with t.lock:
-        if t.stream not in (None,self.raw): self.raw.wait_event(t.end)
+        others = t.stream not in (None,self.raw)
+        if others: self.raw.wait_event(t.end)
         try: yield
         finally:
             with contextlib.suppress(Exception):  # a card that has failed says so by itself

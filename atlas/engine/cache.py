@@ -116,17 +116,27 @@ class KVCache:
         self.bytes_per_token = token_bytes(cfg, ops, dtype, drafting, high_precision)
         shapes = kv_shapes(cfg, drafting)
         formats = ops.kv_formats(shapes, dtype, high_precision)
-        self.kv = ops.kv_pools(device, shapes, formats, num_blocks, self.pool.block_size)
-        layers = range(cfg.num_layers+cfg.mtp_layers*drafting)
-        states = {i:s for i in layers if (s := cfg.state_shapes(i))}
-        def zeros(part): return {i:device.zeros((num_states,*s[part])) for i,s in states.items()}
+        size = self.pool.block_size
+        self.kv = ops.kv_pools(device, shapes, formats, num_blocks, size)
+        states = _state_shapes(cfg, drafting)
+        def zeros(part):
+            shapes = {i:(num_states,*s[part]) for i,s in states.items()}
+            return {i:device.zeros(shape) for i,shape in shapes.items()}
         self.conv,self.rec = zeros('conv'),zeros('rec')
 
 # %% ../../nbs/5_engine/01_cache.ipynb #02c59be1
 def kv_shapes(cfg:ModelConfig, drafting:bool=False)->dict:
     "Key heads and their size, of each layer that keeps keys and values"
-    layers = range(cfg.num_layers+cfg.mtp_layers*drafting)
-    return {i:s for i in layers if (s := cfg.kv_shape(i))}
+    shapes = {i:cfg.kv_shape(i) for i in _layers(cfg, drafting)}
+    return {i:s for i,s in shapes.items() if s}
+
+def _state_shapes(cfg, drafting):
+    "Shapes of both parts of a state, of each layer that keeps one"
+    shapes = {i:cfg.state_shapes(i) for i in _layers(cfg, drafting)}
+    return {i:s for i,s in shapes.items() if s}
+
+def _layers(cfg, drafting):
+    return range(cfg.num_layers+cfg.mtp_layers*drafting)
 
 def token_bytes(
     cfg:ModelConfig,
@@ -138,7 +148,7 @@ def token_bytes(
     "Bytes of cache that one token takes"
     shapes = kv_shapes(cfg, drafting)
     formats = ops.kv_formats(shapes, dtype, high_precision)
-    return sum(ops.kv_bytes(*shapes[i], f) for i,f in formats.items())
+    return sum(ops.kv_bytes(*shapes[i], formats[i]) for i in formats)
 
 def state_bytes(cfg:ModelConfig)->int:
     "Bytes of recurrent state that one sequence takes"

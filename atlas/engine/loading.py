@@ -51,14 +51,16 @@ class LoadedModel:
     def __init__(self,
         options:EngineConfig,
         show=None, # Progress bar, or what makes one; None: when somebody watches
-        text=None, # Function of the open checkpoint that gives what reads and writes for it, with `guides()`; None: ids alone
+        text=None, # Gives what reads and writes for a checkpoint, with `guides()`; None: ids alone
     ):
-        t,self.options,self.device = perf_counter(),options,get_device(options.device)
+        t,self.options = perf_counter(),options
+        self.device = get_device(options.device)
         self.ops = words_of(self.device)
         self.chunk = ifnone(options.chunk, self.ops.DEFAULTS.chunk)
         _suits(options, self.device, self.ops.DEFAULTS, self.chunk)
         with open_model(options, wanted) as ck:
-            self.name,self.config,self.path = name_of(options.model),ck.config,ck.path
+            self.name = name_of(options.model)
+            self.config,self.path = ck.config,ck.path
             self.max_seq_len = _context(ck.config, options.max_seq_len)
             self.text = text(ck) if text else None
             self._load(ck, show)
@@ -67,7 +69,8 @@ class LoadedModel:
         self.device.warm_up(self.engine.warm)
         self._lock,self.load_seconds = threading.RLock(),perf_counter()-t
     def __repr__(self):
-        about = f'{self.model!r} on {self.device.name}, context {self.max_seq_len:,}' if self.engine else 'closed'
+        where = f'on {self.device.name}, context {self.max_seq_len:,}'
+        about = f'{self.model!r} {where}' if self.engine else 'closed'
         return f'{type(self).__name__}({self.name}: {about})'
 
 # %% ../../nbs/5_engine/06_loading.ipynb #ac1a5fea
@@ -77,9 +80,10 @@ _STEPPERS = {host_words:HostStepper, card_words:CardStepper} # What runs models 
 def _engine(self:LoadedModel):
     "Scheduler and engine over the cache"
     o = self.options
-    bounds = o.max_num_seqs,self.max_seq_len,self.chunk,o.overcommit,o.max_queue
-    s = Scheduler(self.cache.pool, *bounds)
-    stepper = _STEPPERS[self.ops].serving(self.model, self.cache, s, self._region('tables'))
+    s = Scheduler(self.cache.pool, o.max_num_seqs, self.max_seq_len,
+        chunk=self.chunk, overcommit=o.overcommit, max_queue=o.max_queue)
+    made_by,room = _STEPPERS[self.ops],self._region('tables')
+    stepper = made_by.serving(self.model, self.cache, s, room)
     return Engine(s, stepper, self.guides)
 
 # %% ../../nbs/5_engine/06_loading.ipynb #322a6a56
@@ -90,34 +94,47 @@ def _load(self:LoadedModel, ck, show):
     parts = ('','vision')+('mtp',)*o.drafting
     packed = ifnone(o.packed, _tight(ck, self.device))
     anew = o.quantization,o.lm_head_dtype
-    fmt = o.kv_cache_dtype or d.kv_format
-    self._kv = dict(block_size=d.block_size, dtype=fmt, high_precision=o.kv_high_precision_layers)
+    self._kv = dict(
+        block_size=d.block_size,
+        dtype=o.kv_cache_dtype or d.kv_format,
+        high_precision=o.kv_high_precision_layers)
     self.arena = self.device.arena()
     steps = _step_bytes(ck, self.chunk, o.max_num_seqs)
     need = self.ops.weight_bytes(ck.tensors, parts, packed, *anew)
     _fits(ck, self.arena.budget, need, steps)
     self._blocks(steps+need)  # what cannot fit now will not fit beside the weights
     with self._region('weights').allocating(True):
-        self.model = load_model(ck, self.device, self.max_seq_len, show, parts, packed, *anew)
+        self.model = load_model(ck, self.device, self.max_seq_len,
+            show, parts, packed, *anew)
     self.arena.trim()
-    n = self._blocks(steps)
+    self._make_cache(steps)
+
+@patch
+def _make_cache(self:LoadedModel, steps:int):
+    "The cache, beside steps that take so many bytes"
+    n,states = self._blocks(steps),2*self.options.max_num_seqs
     self.arena.budget.take('steps', steps, '--chunk')
     with self._region('cache').allocating():
-        self.cache = KVCache(self.config, self.device, n, num_states=2*o.max_num_seqs, **self._kv)
+        self.cache = KVCache(self.config, self.device, n,
+            num_states=states, **self._kv)
 
+# %% ../../nbs/5_engine/06_loading.ipynb #e09d4c73
 @patch
 def _blocks(self:LoadedModel, others:int)->int:
     "Blocks of the cache where `others` bytes are set aside"
-    o,room = self.options,self.arena.beside(others)
-    asked = o.kv_cache_memory,o.max_num_seqs,self.max_seq_len
-    return _fit(self.config, self.ops, *room, *asked, **self._kv)
+    o = self.options
+    left,unasked = self.arena.beside(others)
+    asked = ifnone(o.kv_cache_memory, unasked)
+    return _fit(self.config, self.ops, left, asked,
+        o.max_num_seqs, self.max_seq_len, **self._kv)
 
 _FLAGS = dict(weights='--quantization', cache='--max-seq-len', tables='--max-num-seqs')
 
 @patch
 def _region(self:LoadedModel, name:str):
     "A new region of the arena, for arrays that stay"
-    return self.arena.region(name, 2*self.device.memory().total, _FLAGS[name])
+    most = 2*self.device.memory().total
+    return self.arena.region(name, most, _FLAGS[name])
 
 # %% ../../nbs/5_engine/06_loading.ipynb #e46ee7ee
 def _tight(ck, device)->bool:
@@ -126,12 +143,16 @@ def _tight(ck, device)->bool:
 
 def _step_bytes(ck, rows, seqs)->int:
     "Bytes that the arrays of a step of so many rows take, at most"
-    c,m,shapes = ck.config,ck.config.moe,[t.shape for t in ck.tensors.values()]
-    wide = max((s[-2] for s in shapes if len(s)>1 and s[-2]!=c.vocab_size), default=0)
+    c,m = ck.config,ck.config.moe
+    shapes = [t.shape for t in ck.tensors.values()]
+    heights = [s[-2] for s in shapes if len(s)>1]
+    wide = max((n for n in heights if n!=c.vocab_size), default=0)
     stream,products = 6*c.hidden_size,3*wide
-    experts = m.top_k*(c.hidden_size+2*m.intermediate_size) if m else 0
+    experts = 0
+    if m: experts = m.top_k*(c.hidden_size+2*m.intermediate_size)
+    row = stream+products+experts
     logits = 12*seqs*c.vocab_size
-    return (256<<20)+4*(rows+64)*(stream+products+experts)+logits
+    return (256<<20)+4*(rows+64)*row+logits
 
 def _fits(ck, budget, need, steps):
     "An `OutOfMemoryError` unless there is room for weights and steps"
@@ -142,9 +163,9 @@ def _fits(ck, budget, need, steps):
     hint = 'Choose a smaller model, store it in fewer bits (--quantization nvfp4), or free memory'
     raise OutOfMemoryError(said, hint=hint)
 
-def _fit(cfg, ops, left, unasked, asked, seqs, context, **kv)->int: # Blocks
-    "Blocks of a cache in `left` bytes; errors as for `fit_blocks`, and one where more is needed"
-    n = fit_blocks(cfg, ops, ifnone(asked, unasked), seqs, context, **kv)
+def _fit(cfg, ops, left, asked, seqs, context, **kv)->int: # Blocks
+    "Blocks of a cache of `asked` bytes; errors as for `fit_blocks`, and one if `left` are too few"
+    n = fit_blocks(cfg, ops, asked, seqs, context, **kv)
     token = token_bytes(cfg, ops, kv['dtype'], False, kv['high_precision'])
     takes = n*kv['block_size']*token+2*seqs*state_bytes(cfg)
     if takes<=left: return n
@@ -174,7 +195,7 @@ def _open(self:LoadedModel)->Engine:
 
 # %% ../../nbs/5_engine/06_loading.ipynb #40a02cad
 @patch
-def close(self:LoadedModel)->int: # Bytes of a card's memory that arrays still lie in which somebody keeps
+def close(self:LoadedModel)->int: # Bytes of a card's memory in arrays that somebody still keeps
     "End every answer and give back all that the model took; nothing can be asked of it afterwards"
     with self._lock:
         if self.engine is None: return 0

@@ -68,8 +68,9 @@ def measure(llm, batch:int=1, context:int=0, steps:int=64, params=None)->Point:
     for _ in range(steps): e.step()
     if len(e.scheduler.running)!=batch: raise EngineError('A sequence ended while it was timed', hint='Are the logits finite?')
     llm.device.synchronize(); us = (perf_counter()-start)/steps*1e6
-    graph = graph_time(e.stepper)
-    with e.stepper.here(), recording(launch=False) as r: e.stepper.body(e.stepper.last)
+    graph,stepper = graph_time(e.stepper),e.stepper
+    with stepper.here(), recording(launch=False) as r:
+        stepper.body(stepper.last)
     for s in list(e.scheduler.seqs): e.abort(s)
     while e.has_work: e.step()
     e.land()
@@ -78,7 +79,8 @@ def measure(llm, batch:int=1, context:int=0, steps:int=64, params=None)->Point:
 
 def graph_time(s, n:int=20)->float:
     "Microseconds of the last graph of stepper `s`, replayed alone; NaN where they say nothing"
-    with s.here(): return s.stream.microseconds(lambda: s.replay(s.last), n)
+    def again(): s.replay(s.last)
+    with s.here(): return s.stream.microseconds(again, n)
 
 # %% ../../nbs/8_use/05_bench_decode.ipynb #cf8eee0b
 @dataclass
@@ -108,7 +110,9 @@ def stages(llm, batch:int=1, context:int=0)->list[Stage]:
     "The launches of a decode step by kind, each timed alone"
     e = llm.engine
     pretend(llm, batch, context, 64); e.step(); e.step()
-    with e.stepper.here(), recording(launch=True, args=True) as r: e.stepper.body(e.stepper.last)
+    stepper = e.stepper
+    with stepper.here(), recording(launch=True, args=True) as r:
+        stepper.body(stepper.last)
     groups = {}
     for n,g,b,args,sh,pdl,d in r.calls: groups.setdefault((n, str(g), tuple(sorted(d.items()))), []).append((g, b, args, sh, pdl, d))
     out = []
@@ -174,8 +178,9 @@ def bench_decode(llm, batches=(1,), contexts=(0,), steps:int=64, kernels:bool=Fa
     weights = ', '.join(f'{k} {human(v, 1000)}' for k,v in by.items())
     copy = llm.device.copy_rate(1<<30)
     kinds = stages(llm, batches[0], contexts[0]) if kernels else []
-    seen = compilations.after_ready,llm.load_seconds
-    return DecodeReport(llm.name, llm.device.describe(), weights, copy, points, kinds, *seen)
+    machine,late = llm.device.describe(),compilations.after_ready
+    return DecodeReport(llm.name, machine, weights, copy,
+        points, kinds, late, llm.load_seconds)
 
 # %% ../../nbs/8_use/05_bench_decode.ipynb #86985c33
 def _label(s):

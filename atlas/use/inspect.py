@@ -15,7 +15,7 @@ from pathlib import Path
 from fastcore.basics import first,patch
 from ..text.chat import load_template
 from ..ground.config import ModelConfig
-from ..ground.core import AtlasError,human
+from ..ground.core import DeviceError,human
 from ..card.device import get_device
 from ..cuda.vocabulary import words_of
 from ..ground.hub import resolve
@@ -106,7 +106,7 @@ class Sheet:
     tokenizer:bool=False # Are these there?
     chat_template:bool=False
     fits:list[dict]=field(default_factory=list) # What this machine can hold; see `fit`
-    tensors:dict=field(default_factory=dict, repr=False) # Those that the model uses: `shape`, `fmt` and `nbytes` by name
+    tensors:dict=field(default_factory=dict, repr=False) # In use, by name: `shape`, `fmt`, `nbytes`
 
     @property
     def nbytes(self)->int: "Bytes of all tensors"; return sum(r.nbytes for r in self.rows)
@@ -128,39 +128,62 @@ def by(self:Sheet, key:str)->dict: # `key` -> Row of sums, the largest first
     return {k:Row(k if key=='part' else '', k if key=='fmt' else '', **s) for k,s in sorted(out.items(), key=lambda x: -x[1]['nbytes'])}
 
 # %% ../../nbs/8_use/02_inspect.ipynb #429a8f2c
+def _weights_on(s, device):
+    "Bytes of a model's weights on a device, whether they are packed, and in what form"
+    d = words_of(device).DEFAULTS
+    rows = [r for r in s.rows if r.part!='unused']
+    wide = 4*sum(r.weights for r in rows)
+    unpacked = d.unpacks and wide<=device.memory().available/2
+    form = 'as stored' if d.unpacks else 'packed'
+    if unpacked: form = 'as float32'
+    parts = '','vision','mtp'
+    held = words_of(device).weight_bytes(s.tensors, parts, not unpacked)
+    return held,not unpacked,form
+
+# %% ../../nbs/8_use/02_inspect.ipynb #c87a3e50
 def fit(
     s:Sheet,
     device, # A `Device`: its memory, and in what form its words keep weights, keys and values
     contexts=(4096, 32768), # Tokens a sequence, beside the most that the model was made for
 )->dict: # Bytes of the weights and what is left, longest context of one sequence, and sequences by context
     "What `device` can hold of a model"
-    c,left,ops = s.config,device.budget().left,words_of(device)
-    rows = [r for r in s.rows if r.part!='unused']
-    wide = 4*sum(r.weights for r in rows)
-    unpacked = ops.DEFAULTS.unpacks and wide<=device.memory().available/2
-    held = ops.weight_bytes(s.tensors, ('','vision','mtp'), not unpacked)
-    form = 'as float32' if unpacked else 'as stored' if ops.DEFAULTS.unpacks else 'packed'
+    c,ops = s.config,words_of(device)
+    left = device.budget().left
+    held,packed,form = _weights_on(s, device)
     size = ops.kv_bytes(1, 16, ops.DEFAULTS.kv_format)//32 # of a number: a head of 16 has 2*16
     kv,state,rest = size*c.kv_elements_per_token,2*4*c.state_elements,left-held
     most = c.max_seq_len if not kv else max(0, min(c.max_seq_len, (rest-state)//kv))
     many = {n:max(0, rest//(kv*n+state)) if kv*n+state else 0 for n in sorted({*(n for n in contexts if n<c.max_seq_len), c.max_seq_len})}
-    return dict(device=device.name, memory=device.memory().total, budget=left, weights=held, packed=not unpacked, form=form, kv_bytes_per_token=kv, state_bytes=state//2,
-        fits=rest>0, max_context=int(most), sequences={n:int(k) for n,k in many.items()})
+    return dict(
+        device=device.name,
+        memory=device.memory().total,
+        budget=left,
+        weights=held,
+        packed=packed,
+        form=form,
+        kv_bytes_per_token=kv,
+        state_bytes=state//2,
+        fits=rest>0,
+        max_context=int(most),
+        sequences={n:int(k) for n,k in many.items()})
 
 def devices()->list:
     "The host, and a card where there is one"
     out = [get_device('cpu')]
     try: out.append(get_device('cuda'))
-    except AtlasError: pass
+    except DeviceError: pass  # there is none, or none that Atlas can use
     return out
 
 # %% ../../nbs/8_use/02_inspect.ipynb #e8e4955e
 def open_shape(
     name:str, # A preset, or what `resolve` finds
-    weights:str|None=None, # Format to imagine its weights in: 'bf16', 'fp8', 'nvfp4', 'mxfp4', 'int4', 'mixed' or 'nvfp4-experts'; None for that of the files, or for what is published
+    # Format to imagine its weights in: 'bf16', 'fp8', 'nvfp4', 'mxfp4', 'int4', 'mixed' or
+    # 'nvfp4-experts'; None for that of the files, or for what is published
+    weights:str|None=None,
 ):
     "An open checkpoint: the one called `name`, or one without files in the shape of a preset, or of that checkpoint in other `weights`"
-    return imagine(name, weights) if weights or is_shape(name) else open_checkpoint(resolve(name))
+    if weights or is_shape(name): return imagine(name, weights)
+    return open_checkpoint(resolve(name))
 
 def look(
     name:str, # As for `open_shape`
@@ -176,7 +199,9 @@ def sheet(ck, name:str='', on=None)->Sheet:
     made,wants = ck.kind=='dummy',plan(ck)[1]
     names = _sources(ck, wants)
     used = {k:t for k,t in ck.tensors.items() if k in names}
-    s = Sheet(name or ck.config.name, ck.config, ck.kind, tally(ck, wants), None if made else ck.path, tensors=used)
+    path = None if made else ck.path
+    s = Sheet(name or ck.config.name, ck.config, ck.kind,
+        tally(ck, wants), path, tensors=used)
     if not made: s = replace(s, tokenizer='tokenizer.ggml.model' in ck.meta or (ck.folder/'tokenizer.json').is_file(), chat_template=load_template(ck) is not None)
     return replace(s, fits=[fit(s, d) for d in (devices() if on is None else on)])
 

@@ -38,7 +38,8 @@ class LLM(LoadedModel):
         *fields, show=None, # Progress bar; None: when somebody watches
         **more,
     ):
-        if not isinstance(options, EngineConfig): options = EngineConfig(options, *fields, **more)
+        if not isinstance(options, EngineConfig):
+            options = EngineConfig(options, *fields, **more)
         elif fields or more: raise TypeError('Fields have no place beside an EngineConfig')
         super().__init__(options, show, Processor)
         self.template,self.eos_ids = self.text.template,self.text.eos_ids
@@ -55,7 +56,8 @@ def _encode(self:LLM, prompt, answer:int=1, images=())->tuple[list[int],str|None
     "Ids of a prompt that leaves room for `answer` tokens, its text where there is one, and the pixels of its images"
     self._open()
     ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-    ids,pics = place_images(self.ids(ids, 0), images, self.image_spec)
+    ids = self.ids(ids, 0)
+    ids,pics = place_images(ids, images, self.image_spec)
     check_prompt(len(ids), self.max_seq_len, answer)
     return ids,prompt if isinstance(prompt, str) else None,pics
 
@@ -94,7 +96,9 @@ def _drop(self:LLM, rid:str):
 @patch
 def _run(self:LLM, reqs:list[Request]):
     "Yields (index, `Delta`) until all of `reqs` have ended"
-    live = {r.id:(i, self.reader(r.params, r.guide)) for i,r in enumerate(reqs)}
+    live = {}
+    for i,r in enumerate(reqs):
+        live[r.id] = i,self.reader(r.params, r.guide)
     todo,box = deque(reqs),deque()
     try:
         while live:
@@ -131,10 +135,14 @@ def generate(self:LLM,
     said = [[] for _ in reqs]
     for k,d in self._run(reqs): said[k].append(d)
     outs = [[] for _ in prompts]
-    for ds,i in zip(said, owner): outs[i].append(_output(gather(ds), params[i], *enc[i][:2]))
+    for ds,i in zip(said, owner):
+        ids,text,_ = enc[i]
+        o = _output(gather(ds), params[i], ids, text)
+        outs[i].append(o)
     for o in outs: o[0].choices = o if len(o)>1 else []
     return outs[0][0] if one else [o[0] for o in outs]
 
+# %% ../../nbs/8_use/01_llm.ipynb #52d7f0ac
 @patch
 def _guide(self:LLM, guide):
     "Refuse a guide that cannot be followed, and compile one that can while others run"
@@ -145,9 +153,11 @@ def _guide(self:LLM, guide):
 def _output(c:Choice, p:SamplingParams, ids, text)->Output:
     "An answer with what it took; its error, if that is how it ended"
     if c.error: raise c.error
-    n,likely = len(c.tokens),None if p.logprobs is None else c.tokens
+    n = len(c.tokens)
+    likely = None if p.logprobs is None else c.tokens
     usage = dict(prompt_tokens=len(ids), completion_tokens=n, total_tokens=len(ids)+n)
-    return Output(c.content, [t.id for t in c.tokens], c.finish, usage, likely, text, ids)
+    said = [t.id for t in c.tokens]
+    return Output(c.content, said, c.finish, usage, likely, text, ids)
 
 # %% ../../nbs/8_use/01_llm.ipynb #4b8e99fa
 @patch
@@ -195,16 +205,28 @@ class Trace:
     states:dict # Layer -> dict(conv=…, rec=…) after the prompt
     def __repr__(self): return f'Trace({self.layers.shape[1]} tokens, {len(self.layers)} layers, {len(self.routes)} with experts, {len(self.states)} with states)'
 
+# %% ../../nbs/8_use/01_llm.ipynb #94b3c6e1
 @patch
 def trace(self:LLM, ids, images=())->Trace:
     "Follow `ids` through the model"
     b,cache = self._alone(ids, images)
     out,layers,routes,host = b.out,[],[],self.device.download
-    x = self.model.trunk(b, cache, lambda i,x: layers.append(host(x.reshape(-1, x.shape[-1])[out])), routes)
+    def rows(a): return host(a.reshape(-1, a.shape[-1])[out])
+    def tap(i, x): layers.append(rows(x))
+    x = self.model.trunk(b, cache, tap, routes)
     h = self.model.final(x[out]); moe = [i for i,f in enumerate(self.config.ffns) if 'moe' in f]
     stream = np.stack(layers)*np.float32(self.model.unit)
-    return Trace(host(self.model.head(h)), host(h), stream, {i:tuple(host(a.reshape(-1, a.shape[-1])[out]) for a in r) for i,r in zip(moe, routes)},
-        {i:dict(conv=host(cache.conv[i][1]), rec=host(cache.rec[i][1])) for i in cache.rec})
+    logits = host(self.model.head(h))
+    picked = {i:tuple(map(rows, r)) for i,r in zip(moe, routes)}
+    return Trace(logits, host(h), stream, picked, _states(cache, host))
+
+def _states(cache, host):
+    "What each recurrent layer keeps of a prompt, on the host"
+    out = {}
+    for i in cache.rec:
+        conv,rec = cache.conv[i][1],cache.rec[i][1]
+        out[i] = dict(conv=host(conv), rec=host(rec))
+    return out
 
 @patch
 def _alone(self:LLM, ids, images=(), more=0, **kw):

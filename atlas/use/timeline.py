@@ -124,7 +124,8 @@ def beside(
 # %% ../../nbs/8_use/07_timeline.ipynb #2090aa00
 def _facts(name, defines, grid, block, shared, card):
     "Registers, shared memory and blocks on a multiprocessor of the kernel as it is used"
-    kernel = _ready(name, tuple(sorted(defines.items())), card).k
+    values = tuple(sorted(defines.items()))
+    kernel = _ready(name, values, card).k
     return kernel.footprint(int(np.prod(block)), shared)
 
 def _load(calls, card):
@@ -166,7 +167,8 @@ def timeline(
     llm.device.need_card('A timeline is of a graphics card', hint)
     e,stepper = llm.engine,llm.engine.stepper
     pretend(llm, batch, context, 64+2*replays); e.step(); e.step()
-    with stepper.here(), recording(launch=False, args=True) as r: stepper.body(stepper.last)
+    with stepper.here(), recording(launch=False, args=True) as r:
+        stepper.body(stepper.last)
     us = graph_time(stepper)
     runs = _replays(stepper, r.calls, card_of(stepper.rows.ids), replays)
     for s in list(e.scheduler.seqs): e.abort(s)
@@ -185,8 +187,9 @@ def _replays(stepper, calls, card, n):
         notes = card.zeros((int(ends[-1]),8), 'uint32'); card.synchronize()
         memory = [_memory(c[0], c[3], card, card.address(notes)+32*int(end-w)) for c,end,w in zip(calls, ends, warps)]
         def go():
-            for k,(_,g,b,_,sh,pdl,_),m in zip(ks, calls, memory):
-                k(_three(g), _three(b), m.pointers, sh, pdl)
+            for k,c,m in zip(ks, calls, memory):
+                grid,block = _three(c[1]),_three(c[2])
+                k(grid, block, m.pointers, c[4], c[5])
         again,out = stepper.stream.captured(go),[]
         for _ in range(n):
             again()
