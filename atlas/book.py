@@ -188,6 +188,7 @@ def heights(cols, needs):
             at[n] = (i+.5)/len(col)
     return at
 
+# %% ../nbs/00_book.ipynb #83b8935b
 def _boxes(cols, y, folder):
     "The boxes of columns, name -> (left, right, y), in letters; and how wide they are together"
     x,boxes = 0,{}
@@ -267,6 +268,7 @@ def _canvas(width, height):
     ax.axis('off')
     return fig, ax
 
+# %% ../nbs/00_book.ipynb #ba6bd03a
 def draw(folder):
     "A picture of a chapter's modules and their imports"
     boxes,arrows,size = layout(folder)

@@ -189,6 +189,7 @@ class VisionConfig:
         require(once, key, 'a block is there twice')
         if self.act!='gelu_tanh': raise UnsupportedError(f'Vision activation {self.act!r} is not supported', hint='Supported: gelu_tanh', param='hidden_act')
 
+# %% ../../nbs/1_ground/04_config.ipynb #bba4eb29
 @dataclass(frozen=True)
 class DrafterConfig:
     "What makes a model the assistant of another"
@@ -252,6 +253,7 @@ def _check_kinds(c):
     for layer in zip(c.mixers, c.ffns):
         require(layer!=('none','none'), 'layer_types', 'a layer without parts')
 
+# %% ../../nbs/1_ground/04_config.ipynb #80b98e45
 def _check_described(c):
     "Is there a description of each part?"
     for k in set(c.mixers)-{'none'}:

@@ -38,6 +38,7 @@ def gguf_rope(
     if kind=='linear': return RopeConfig(theta, dim, kind, factor, **kw)
     return _yarn(m, k+'scaling.', theta, dim, factor, **kw)
 
+# %% ../../nbs/1_ground/06_config_gguf.ipynb #76900597
 def _yarn(m, k, theta, dim, factor, **kw):
     "GGUF's yarn factor multiplies the usual one"
     y = k+'yarn_'
@@ -260,6 +261,7 @@ class GGUFModel:
         return ModelConfig(family=self.family, vocab_size=V, tie_embeddings=tie_embeddings,
             mtp_layers=mtp if self.drafts else 0, dtype='F16', **_shared(m, a), **f)
 
+# %% ../../nbs/1_ground/06_config_gguf.ipynb #13ae21a6
 def _refuse(m, k):
     if m.get(k): raise UnsupportedError(f'{k} is not supported', param=k)
 

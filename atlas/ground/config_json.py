@@ -12,6 +12,7 @@ __all__ = ['read_rope', 'read_mixers', 'mixed', 'read_attention', 'read_experts'
 import math
 from collections.abc import Callable
 from dataclasses import dataclass,field,replace
+from fastcore.basics import patch
 from .config import ROPE_KINDS,AttentionConfig,ModelConfig,MoEConfig,RopeConfig,require
 from .core import ConfigError,UnsupportedError
 from .keys import Keys,expect,unsupported
@@ -69,6 +70,7 @@ def _scaling(d, r, kind)->dict:
         own['original_max'] = O
     return own
 
+# %% ../../nbs/1_ground/05_config_json.ipynb #5103203e
 def read_rope(
     d:Keys, # The `config.json`
     head_dim:int,
@@ -224,6 +226,7 @@ _DTYPES = dict(float32='F32', float16='F16', bfloat16='BF16')
 
 def _word(d, key, default): return expect(d.value(key, default), str, key, 'a word')
 
+# %% ../../nbs/1_ground/05_config_json.ipynb #0045b9b3
 @dataclass(frozen=True)
 class HFModel:
     "How the `config.json` of one `model_type` is read"
@@ -237,36 +240,41 @@ class HFModel:
         "The model that `d` describes, with the files that stand beside it"
         return self.model(d, d, generation, quant)
 
-    def model(self, f, d, generation, quant):
-        "As `__call__`; `f` are the keys that tell of the language model"
-        f = self._complete(f)
-        V = f.whole('vocab_size')
-        ends = token_ids(*(x.get('eos_token_id') for x in (generation, f, d)))
-        f.table('vision_config')  # an object, also where nobody looks into it
-        dtype = _word(f, f.named('dtype', 'torch_dtype'), 'bfloat16')
-        shared = self._shared(f)
-        shared['name'] = _word(d, '_name_or_path', '')
-        shared['quantization'] = read_quantization(f, quant)
-        ids = dict(vocab_size=V, eos_ids=tuple(i for i in ends if i<V))
-        shared |= ids|dict(dtype=_DTYPES.get(dtype, 'BF16'))
-        return ModelConfig(**shared|self.fields(f))
+# %% ../../nbs/1_ground/05_config_json.ipynb #91a7ea88
+@patch
+def _complete(self:HFModel, f):
+    "The keys `f`, with what absent ones mean"
+    said = {k:v for k,v in f.items() if v is not None or k=='sliding_window'}
+    f = f.like(self.absent|said)
+    if 'per_layer_config' not in self.own: f.only(per_layer_config={})
+    return f
 
-    def _complete(self, f):
-        "The keys `f`, with what absent ones mean"
-        said = {k:v for k,v in f.items() if v is not None or k=='sliding_window'}
-        f = f.like(self.absent|said)
-        if 'per_layer_config' not in self.own: f.only(per_layer_config={})
-        return f
+@patch
+def _shared(self:HFModel, f):
+    "Fields that are plain keys in the files of every family"
+    return dict(
+        family=self.family,
+        hidden_size=f.whole('hidden_size'),
+        max_seq_len=f.whole('max_position_embeddings'),
+        norm_eps=f.number(f.named(*self.eps), hi=1.),
+        tie_embeddings=f.flag('tie_word_embeddings'),
+        bos_id=f.whole('bos_token_id', None, lo=0))
 
-    def _shared(self, f):
-        "Fields that are plain keys in the files of every family"
-        return dict(
-            family=self.family,
-            hidden_size=f.whole('hidden_size'),
-            max_seq_len=f.whole('max_position_embeddings'),
-            norm_eps=f.number(f.named(*self.eps), hi=1.),
-            tie_embeddings=f.flag('tie_word_embeddings'),
-            bos_id=f.whole('bos_token_id', None, lo=0))
+@patch
+def model(self:HFModel, f:Keys, d:Keys, generation:Keys, quant:Keys)->ModelConfig:
+    "As `__call__`; `f` are the keys that tell of the language model"
+    f = self._complete(f)
+    V = f.whole('vocab_size')
+    ends = token_ids(*(x.get('eos_token_id') for x in (generation, f, d)))
+    f.table('vision_config')  # an object, also where nobody looks into it
+    dtype = _word(f, f.named('dtype', 'torch_dtype'), 'bfloat16')
+    own = self._shared(f)
+    own['name'] = _word(d, '_name_or_path', '')
+    own['quantization'] = read_quantization(f, quant)
+    own['dtype'] = _DTYPES.get(dtype, 'BF16')
+    own['vocab_size'] = V
+    own['eos_ids'] = tuple(i for i in ends if i<V)
+    return ModelConfig(**own|self.fields(f))
 
 # %% ../../nbs/1_ground/05_config_json.ipynb #4df4b0b4
 @dataclass(frozen=True)
