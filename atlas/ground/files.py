@@ -254,7 +254,7 @@ def _awq_codes(spans, got, n):
 
 # %% ../../nbs/1_ground/08_files.ipynb #47f79f43
 def _check_shape(info, got, shape):
-    "Does the part `shape`, where there is one, say the same?"
+    "A `CheckpointError` where there is a part `shape` that says something else"
     if 'shape' not in got: return
     was = got['shape'].view(np.int64).tolist()
     if was==shape: return
@@ -315,7 +315,7 @@ def _int4_names(name, spans):
 # %% ../../nbs/1_ground/08_files.ipynb #e1039e29
 @dataclass(frozen=True)
 class _Int4Kind:
-    "How the parts of a packed matrix say that it is made"
+    "What the shapes of its parts say of a matrix of packed integers"
     shape:tuple[int,int] # Rows and columns
     groups:int # Of a row
     awq:bool # Is it AutoAWQ's?
@@ -323,7 +323,8 @@ class _Int4Kind:
 def _int4_kind(
     spans, # By part
     turned, # Is the first axis the input's?
-)->_Int4Kind|None: # None where parts contradict each other
+)->_Int4Kind|None:
+    "The kind of a matrix from the spans of its parts; None where they contradict each other"
     d,s = spans['data'].shape,spans['scale'].shape
     if len(d)!=2 or len(s)!=2: return
     awq = turned and d[1]*8==s[1]
@@ -378,7 +379,7 @@ def _int4_info(name, spans, v2):
 # %% ../../nbs/1_ground/08_files.ipynb #5a34ef28
 def st_infos(
     spans:dict[str,Span], # By stored name
-    quantization:dict|None=None, # What the checkpoint says of its own
+    quantization:dict|None=None, # As in `ModelConfig`
 )->list[TensorInfo]:
     "Tensors, with those that are stored in parts put together; `name` is the stored one, but for the ending"
     infos,used = [],set()
