@@ -143,7 +143,10 @@ ST_PACKED = ( # payload's ending and type, scale's ending and types, global scal
     ('_blocks',        'U8',      '_scales',       _E8M0,        None,                   'MXFP4'),
     ('',               'F8_E4M3', '_scale_inv',    _REAL,        None,                   'FP8_BLOCK'),
     ('',               'F8_E4M3', '_scale',        _REAL,        None,                   'FP8'))
-SCALES = ('.weight_scale','.weight_scale_2','.weight_global_scale','_scale_inv','_scales','.scales','.qzeros','.g_idx','.weight_zero_point','.weight_shape','.weight_g_idx') # Endings of names that mean nothing without a weight
+SCALES = ( # Endings of names that mean nothing without a weight
+    '.weight_scale','.weight_scale_2','.weight_global_scale','_scale_inv','_scales',
+    '.scales','.qzeros','.g_idx',
+    '.weight_zero_point','.weight_shape','.weight_g_idx')
 PAYLOADS = ('.weight_packed','.qweight','_blocks') # And of names that mean nothing without a scale
 
 def _match(name, spans):
@@ -201,14 +204,18 @@ def _numbers(s:Span, b:np.ndarray)->np.ndarray:
     "float32 numbers in the bytes `b` of the scale `s`"
     f = FORMATS[s.dtype]
     dtype,_ = f.layout(())['data']
-    return np.asarray(f.decode(dict(data=b.view(dtype)), None), np.float32)
+    parts = dict(data=b.view(dtype))
+    return np.asarray(f.decode(parts, None), np.float32)
 
 def _words(got, spans, part):
     "The words of 32 bits of a part, in its shape"
     return got[part].view(np.uint32).reshape(spans[part].shape)
 
-def _nibbles(words:np.ndarray, places=range(8))->np.ndarray: # uint8 [a, b*8]
-    "The eight integers in each of the words [a, b]; `places`: where in a word each of them is"
+def _nibbles(
+    words:np.ndarray, # uint32 [a, b]
+    places=range(8), # Where in a word each of its eight integers is
+)->np.ndarray: # uint8 [a, b*8]
+    "The eight integers in each of the words"
     out = np.empty((*words.shape,8), np.uint8)
     for i,place in enumerate(places):
         out[...,i] = words>>np.uint32(4*place) & 15
@@ -219,8 +226,10 @@ def _ct_codes(spans, got, n):
     "Codes [out, in/2] and zero points [out, groups] as compressed-tensors packs them"
     data = got['data'].reshape(n, -1)
     if 'zero' not in spans:
-        return data,np.full((n,spans['scale'].shape[1]), 8, np.uint8)
-    return data,_nibbles(_words(got, spans, 'zero').T).T[:n]
+        groups = spans['scale'].shape[1]
+        return data,np.full((n,groups), 8, np.uint8)
+    zero = _nibbles(_words(got, spans, 'zero').T)
+    return data,zero.T[:n]
 
 def _gptq_codes(spans, got, n, less=1):
     "The same of GPTQ, whose zero points are `less` than they should be"
@@ -231,31 +240,49 @@ def _gptq_codes(spans, got, n, less=1):
 def _awq_codes(spans, got, n):
     "The same of AutoAWQ"
     words = np.ascontiguousarray(_words(got, spans, 'data').T)
-    even,odd,low = words[:,::2],words[:,1::2],np.uint32(0x0F0F0F0F)
+    even,odd = words[:,::2],words[:,1::2]
+    low = np.uint32(0x0F0F0F0F)
     data = np.empty((len(words),8,even.shape[1]), np.uint8)
-    pairs = even&low | (odd&low)<<4, even>>4&low | odd&~low     # of two inputs, in every byte
-    for i,p in enumerate(pairs):
+    lower = even&low | (odd&low)<<4     # of two inputs, in every byte
+    upper = even>>4&low | odd&~low
+    for i,p in enumerate((lower, upper)):
         b = p.view(np.uint8).reshape(*p.shape, 4)
-        for j in range(4): data[:,_AWQ_ORDER[2*j+i]] = b[...,j]
-    return data.reshape(n, -1),_nibbles(_words(got, spans, 'zero'), np.argsort(_AWQ_ORDER)).T
+        for j in range(4):
+            data[:,_AWQ_ORDER[2*j+i]] = b[...,j]
+    zero = _nibbles(_words(got, spans, 'zero'), np.argsort(_AWQ_ORDER))
+    return data.reshape(n, -1),zero.T
 
 # %% ../../nbs/1_ground/08_files.ipynb #47f79f43
+def _check_shape(info, got, shape):
+    "A `CheckpointError` where there is a part `shape` that says something else"
+    if 'shape' not in got: return
+    was = got['shape'].view(np.int64).tolist()
+    if was==shape: return
+    said = f'{info.stored!r} is {shape}, and its weight_shape says {was}'
+    raise info.spans['data'].file.bad(said, param=info.stored)
+
+def _decode_scattered(data, scale, zero, group):
+    "Numbers of a matrix whose column i is of the group `group[i]`"
+    q = np.stack([data&15,data>>4], -1)
+    q = q.reshape(len(data), -1)
+    zero = zero.astype(np.float32)
+    return (q-zero.take(group, 1))*scale.take(group, 1)
+
 def _int4_parts(info, codes, shape, *raw):
     "Parts of the tensor of `shape` that `info` describes, whose spans hold the bytes `raw`"
     got = dict(zip(info.spans, raw))
     n,k = shape
-    if 'shape' in got and (was := got['shape'].view(np.int64).tolist())!=[n,k]:
-        said = f'{info.stored!r} is {[n,k]}, and its weight_shape says {was}'
-        raise info.spans['data'].file.bad(said, param=info.stored)
+    _check_shape(info, got, [n,k])
     data,zero = codes(info.spans, got, n)
     s = info.spans['scale']
     scale = _numbers(s, got['scale']).reshape(s.shape)
     if codes is not _ct_codes: scale = scale.T
     if info.fmt=='INT4_DESC_ACT':
         group = got['groups'].view(np.int32)
-        q = np.stack([data&15,data>>4], -1).reshape(n, k)
-        return dict(data=(q-zero.astype(np.float32).take(group, 1))*scale.take(group, 1))
-    def spread(a): return np.ascontiguousarray(a.repeat(k//32//a.shape[1], 1))
+        return dict(data=_decode_scattered(data, scale, zero, group))
+    def spread(a):
+        times = k//32//a.shape[1]
+        return np.ascontiguousarray(a.repeat(times, 1))
     return dict(data=data, scale=spread(scale), zero=spread(zero))
 
 # %% ../../nbs/1_ground/08_files.ipynb #ca890e2f
@@ -267,22 +294,37 @@ _INT4_TYPES = dict(scale=('F32','BF16','F16'), shape=('I64',)) # of what is not 
 def _int4_names(name, spans):
     "Names of the parts of the packed matrix whose payload is `name`; None if it is none"
     turned = name.endswith('.qweight')
-    if spans[name].dtype!='I32' or not turned and not name.endswith('.weight_packed'): return
-    base,bad = name.rsplit('.', 1)[0],spans[name].file.bad
-    beside = {p:base+end for p,end in (_Q_PARTS if turned else _CT_PARTS).items()}
+    packed = turned or name.endswith('.weight_packed')
+    if spans[name].dtype!='I32' or not packed: return
+    base = name.rsplit('.', 1)[0]
+    bad = spans[name].file.bad
+    parts = _Q_PARTS if turned else _CT_PARTS
     for p in ('scale','zero') if turned else ('scale',):
-        if beside[p] in spans: continue
-        raise bad(f'{name!r} is packed, and {beside[p]!r} is not there', param=name)
-    names = dict(data=name) | {p:k for p,k in beside.items() if k in spans}
+        k = base+parts[p]
+        if k not in spans: raise bad(f'{name!r} is packed, and {k!r} is not there', param=name)
+    names = dict(data=name)
+    for p,end in parts.items():
+        if base+end in spans: names[p] = base+end
     for p,k in names.items():
-        dtype,types = spans[k].dtype,_INT4_TYPES.get(p, ('I32',))
+        dtype = spans[k].dtype
+        types = _INT4_TYPES.get(p, ('I32',))
         if dtype in types: continue
         raise bad(f'{k!r} is {dtype}, expected {" or ".join(types)}', param=name)
     return names
 
 # %% ../../nbs/1_ground/08_files.ipynb #e1039e29
-def _int4_kind(spans, turned):
-    "Rows, columns, groups of a row, is it AutoAWQ's; None if parts contradict. `turned`: inputs first"
+@dataclass(frozen=True)
+class _Int4Kind:
+    "What the shapes of its parts say of a matrix of packed integers"
+    shape:tuple[int,int] # Rows and columns
+    groups:int # Of a row
+    awq:bool # Is it AutoAWQ's?
+
+def _int4_kind(
+    spans, # By part
+    turned, # Is the first axis the input's?
+)->_Int4Kind|None:
+    "The kind of a matrix from the spans of its parts; None where they contradict each other"
     d,s = spans['data'].shape,spans['scale'].shape
     if len(d)!=2 or len(s)!=2: return
     awq = turned and d[1]*8==s[1]
@@ -290,15 +332,18 @@ def _int4_kind(spans, turned):
     if awq: n *= 8
     else: k *= 8
     groups,rows = s if turned else s[::-1]
-    if rows!=n or not n*groups or k%groups or turned and n%8: return
-    fits = dict(groups=(k,))
-    fits['zero'] = (groups,n//8) if turned else (-(-n//8),groups)
-    wrong = [p for p,shape in fits.items() if p in spans and spans[p].shape!=shape]
-    if not wrong: return n,k,groups,awq
+    if rows!=n or not n*groups or k%groups: return
+    if turned and n%8: return
+    words = -(-n//8)
+    zero = (groups,words) if turned else (words,groups)
+    for p,shape in dict(groups=(k,), zero=zero).items():
+        if p in spans and spans[p].shape!=shape: return
+    return _Int4Kind((n,k), groups, awq)
 
 def _scattered(s:Span, name, groups):
     "Do the columns of some group lie apart? `s`: the group of each column"
-    idx = s.file.read_into(np.empty(s.shape, np.int32), s.offset)
+    out = np.empty(s.shape, np.int32)
+    idx = s.file.read_into(out, s.offset)
     in_order = np.arange(len(idx))//(len(idx)//groups)
     if not np.array_equal(np.sort(idx), in_order):
         said = f'the columns of {name!r} are not shared out evenly among its {groups} groups'
@@ -306,6 +351,11 @@ def _scattered(s:Span, name, groups):
     return not np.array_equal(idx, in_order)
 
 # %% ../../nbs/1_ground/08_files.ipynb #6f5bea4a
+def _codes_of(turned, awq, v2):
+    "What reads the codes and zero points of a matrix"
+    if awq: return _awq_codes
+    return partial(_gptq_codes, less=int(not v2)) if turned else _ct_codes
+
 def _int4_info(name, spans, v2):
     "The packed matrix whose payload is `name`, and names of its parts; None if it is none"
     if not (names := _int4_names(name, spans)): return
@@ -314,20 +364,23 @@ def _int4_info(name, spans, v2):
     if not (kind := _int4_kind(mine, turned)):
         shapes = {names[p]:list(s.shape) for p,s in mine.items()}
         raise file.bad(f'the parts of {name!r} contradict each other: {shapes}', param=name)
-    n,k,groups,awq = kind
-    apart = 'groups' in mine and _scattered(mine['groups'], name, groups)
-    if k//groups%32 and not apart:
-        said = f'{name!r} in {file.name} has groups of {k//groups} weights'
+    apart = 'groups' in mine and _scattered(mine['groups'], name, kind.groups)
+    size = kind.shape[1]//kind.groups
+    if size%32 and not apart:
+        said = f'{name!r} in {file.name} has groups of {size} weights'
         raise UnsupportedError(f'{said}, and Atlas reads multiples of 32', param=name)
-    codes = _awq_codes if awq else _ct_codes
-    if turned and not awq: codes = partial(_gptq_codes, less=int(not v2))
+    codes = _codes_of(turned, kind.awq, v2)
     fmt = 'INT4_DESC_ACT' if apart else 'INT4'
     whole = name.rsplit('.', 1)[0]+'.weight'
-    info = TensorInfo(whole, fmt, (n,k), mine, stored=name)
-    return replace(info, unpack=partial(_int4_parts, info, codes)),set(names.values())
+    info = TensorInfo(whole, fmt, kind.shape, mine, stored=name)
+    info = replace(info, unpack=partial(_int4_parts, info, codes))
+    return info,set(names.values())
 
 # %% ../../nbs/1_ground/08_files.ipynb #5a34ef28
-def st_infos(spans:dict[str,Span], quantization:dict|None=None)->list[TensorInfo]:
+def st_infos(
+    spans:dict[str,Span], # By stored name
+    quantization:dict|None=None, # As in `ModelConfig`
+)->list[TensorInfo]:
     "Tensors, with those that are stored in parts put together; `name` is the stored one, but for the ending"
     infos,used = [],set()
     v2 = (quantization or {}).get('checkpoint_format')=='gptq_v2'
@@ -381,20 +434,26 @@ def _runs(spans, gap:int=1<<16, most:int=1<<24):
         run.append((k,s,p))
     if run: yield run
 
+def _check_run(run):
+    "`check_scales` of scales that are read at once"
+    start,end = run[0][1],run[-1][1]
+    nbytes = end.offset+end.nbytes-start.offset
+    buf = np.empty(nbytes, np.uint8)
+    buf = start.file.read_into(buf, start.offset)
+    for k,s,p in run:
+        at = s.offset-start.offset
+        b = buf[at:at+s.nbytes]
+        if not _no_scale(s, b, p): continue
+        raise s.file.bad(f'a scale of {k!r} is not a finite number above zero', param=k)
+
 def check_scales(tensors:Iterable[TensorInfo]):
     "Read the scales of packed tensors; a `CheckpointError` names one that holds what cannot be a scale"
-    def check(run):
-        first,last = run[0][1],run[-1][1]
-        nbytes = last.offset+last.nbytes-first.offset
-        buf = first.file.read_into(np.empty(nbytes, np.uint8), first.offset)
-        for k,s,p in run:
-            at = s.offset-first.offset
-            if not _no_scale(s, buf[at:at+s.nbytes], p): continue
-            raise s.file.bad(f'a scale of {k!r} is not a finite number above zero', param=k)
-    parts = ((t.stored,s,p) for t in tensors for p,s in t.spans.items())
-    scales = [part for part in parts if part[-1] in ('scale','global')]
+    scales = []
+    for t in tensors:
+        for p,s in t.spans.items():
+            if p in ('scale','global'): scales.append((t.stored, s, p))
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        for _ in pool.map(check, _runs(scales)): pass
+        for _ in pool.map(_check_run, _runs(scales)): pass
 
 # %% ../../nbs/1_ground/08_files.ipynb #1ad165cf
 _EMBED = re.compile(r'(.*\.)?(?:embed_tokens|embeddings)\.weight')

@@ -298,7 +298,8 @@ def name_of(model:str)->str:
     "What a model that was given as `model` is called: a path by its last part"
     p = Path(model).expanduser()
     if not p.exists(): return model
-    return p.name if p.name not in ('','..') else p.resolve().name or model
+    if p.name not in ('','..'): return p.name
+    return p.resolve().name or model
 
 # %% ../../nbs/1_ground/11_hub.ipynb #e63e7baa
 @dataclass(frozen=True)

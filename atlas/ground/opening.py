@@ -17,7 +17,8 @@ from .weights import dummy_checkpoint,open_checkpoint
 
 # %% ../../nbs/1_ground/16_opening.ipynb #853a19aa
 def is_shape(name:str)->bool:
-    "Is `name` a shape that Atlas knows? The presets are not read for a file, a name of the hub, or a model that has a name here"
+    """Is `name` a shape that Atlas knows? The presets are not read for a file, a name of the hub,
+    or a model that has a name here"""
     elsewhere = '/' in name or name in NAMED or Path(name).exists()
     return not elsewhere and name in PRESETS
 
@@ -27,8 +28,8 @@ def no_tensors(config:ModelConfig, like=None)->tuple:
 
 def made_up(
     name:str, # A key of `PRESETS`, or what `resolve` finds
-    weights:str|None=None, # 'bf16', 'fp8', 'nvfp4', 'mxfp4', 'int4', 'mixed' or 'nvfp4-experts'; None: as published, or as the files are
-    plan=no_tensors, # Function of a description, and of the checkpoint it is from, that gives the tensors that are wanted
+    weights:str|None=None, # As for `EngineConfig`; None: as published, or as the files are
+    plan=no_tensors, # `plan(config, like)`: wanted tensors of a model, from the checkpoint `like`
 ):
     "An open checkpoint without files; errors as for `open_checkpoint` and `dummy_checkpoint`"
     how = weights or 'as-shipped'
@@ -52,6 +53,7 @@ def open_model(
         ck.meta.setdefault('tokenizer.chat_template', DUMMY_TEMPLATE)
         return ck
     if is_shape(name):
-        hint = f'"atlas inspect {name}" describes it; --load-format dummy runs it with random weights'
-        raise SourceError(f'{name!r} is a shape that Atlas knows, not a model that is here', hint=hint)
+        said = f'{name!r} is a shape that Atlas knows, not a model that is here'
+        hint = f'"atlas inspect {name}" describes it'
+        raise SourceError(said, hint=f'{hint}; --load-format dummy runs it with random weights')
     return open_checkpoint(resolve(name))

@@ -21,8 +21,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from fastcore.basics import first,patch
 from .. import __version__
-from .core import AtlasError,CheckpointError,ConfigError,SourceError,UnsupportedError,human,progress
-from .files import AGAIN,INDEX,ST_SIZES,Span,TensorInfo,trunk_prefix,shards,st_infos,st_spans,canonical,json_file,read_tensor
+from .core import (AtlasError,CheckpointError,ConfigError,SourceError,
+    UnsupportedError,human,progress)
+from .files import (AGAIN,INDEX,ST_SIZES,Span,TensorInfo,
+    trunk_prefix,shards,st_infos,st_spans,canonical,json_file,read_tensor)
 from .formats import FORMATS,f32_to_bf16
 from .weights import quantizable
 
