@@ -487,7 +487,8 @@ struct f32 : inverse {
             const float2 v = ((const float2*)w)[i];
             const __half2 p = __floats2half2_rn(v.x * up, v.y * up);
             const float2 q = __half22float2(p);
-            const float x = fmaf(v.x, up, -q.x), y = fmaf(v.y, up, -q.y);
+            const float x = fmaf(v.x, up, -q.x);
+            const float y = fmaf(v.y, up, -q.y);
             h[i] = bits_of_half2(low ? __floats2half2_rn(x, y) : p);
         }
     }

@@ -71,7 +71,8 @@ template <class F, int C> struct Unit {
     static constexpr int LB = 4 * UNITS * F::CHUNK;
     static constexpr int SB = F::TILE ? 4 : 4 * UNITS * FOUR;
     static constexpr int BYTES = 16 * LB + 16 * UNITS * FOUR + 64 * F::TILE;
-    static constexpr unsigned LINE = F::CHUNK * C, SLINE = F::TILE ? 16 * KB : FOUR * C;
+    static constexpr unsigned LINE = F::CHUNK * C;
+    static constexpr unsigned SLINE = F::TILE ? 16 * KB : FOUR * C;
     static constexpr bool TWO = F::TWO;
     typedef Lines<LB, LINE> L;
     // where the scales of four rows and a chunk are, if they have two bytes and more: exchanged by
@@ -83,11 +84,6 @@ template <class F, int C> struct Unit {
     // where those that lane l copies are
     static __device__ __forceinline__ int copied(int l) {
         return F::SCALE == 1 ? L::BYTES + l * 4 : place(l / 8, l % 8);
-    }
-    // where those that the lane of g and t wants of block b are, for its two rows and the others
-    static __device__ __forceinline__ int wanted(int b, int g, int t) {
-        if (F::SCALE == 1) return L::BYTES + (g / 2 * 8 + 4 * b + t) * 4;
-        return place(g / 2, 4 * b + t);
     }
     static __device__ __forceinline__ void first(Bytes& p, Bytes& q, size_t row, int u, int l) {
         p = L::first(p, row, u, l);
@@ -118,7 +114,12 @@ template <class F, int C> struct Fragment<F, C, 16> : Unit<F, C> {  // four bits
     __device__ __forceinline__ void read(const unsigned char* at, int b, int g, int t) {
         w[0] = U::L::get(at, 2 * g, 4 * b + t);
         w[1] = U::L::get(at, 2 * g + 1, 4 * b + t);
-        s.read(at + U::wanted(b, g, t) + g % 2 * (2 * F::SCALE));
+        s.read(
+            at
+            + (F::SCALE == 1
+                ? U::L::BYTES + (g / 2 * 8 + 4 * b + t) * 4
+                : U::place(g / 2, 4 * b + t))
+            + g % 2 * (2 * F::SCALE));
     }
     template <int LD, int PLANE> __device__ __forceinline__ void dot(float (*d)[4], const uint4* x) const {
         typename F::Factor f[2][2];

@@ -17,7 +17,8 @@ template <int POWER> __device__ __forceinline__ float2 chunk_power(float top) {
 namespace quads {
 // A chunk's place: 16-byte pieces [VECTORS][32 lanes], then scales [32 lanes].
 template <class F> struct Quad : F {
-    static constexpr int VECTORS = F::CHUNK / 4, SCALES = F::BY_ROW ? 16 : 4 * F::SCALE;
+    static constexpr int VECTORS = F::CHUNK / 4;
+    static constexpr int SCALES = F::BY_ROW ? 16 : 4 * F::SCALE;
     static constexpr int SIZE = 32 * (16 * VECTORS + SCALES);
     static __device__ __forceinline__ uint4* vector(unsigned char* p, int i) { return (uint4*)p + i * 32 + threadIdx.x % 32; }
     static __device__ __forceinline__ unsigned char* scales(unsigned char* p) {

@@ -5,7 +5,8 @@
 #include "lib/formats.cuh"
 
 template <class F> struct Unpack : F {
-    static constexpr int BYTES = F::CHUNK / 4, SCALE = F::TILE ? -1 : F::SCALE;
+    static constexpr int BYTES = F::CHUNK / 4;
+    static constexpr int SCALE = F::TILE ? -1 : F::SCALE;
 };
 namespace weights {
 #define NAMED(f) typedef Unpack<formats::f> f;
