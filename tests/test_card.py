@@ -124,7 +124,7 @@ def test_integers_that_libraries_packed(name):
 
 @pytest.mark.parametrize('name', ['llama-int4-ct','llama-gptq','qwen3-awq','qwen3-moe-int4-ct'])
 def test_integers_in_groups_as_published(tmp_path, name, monkeypatch):
-    "They stay integers on the card, decode to the host's bits, and give its logits: a prompt and a step"
+    "On the card they stay integers, and give the host's bits and logits, of a prompt and of a step"
     conf,*rest = LAYOUTS[name]
     of_a_size_that_the_cache_takes = CONFS[conf]|dict(head_dim=32)
     monkeypatch.setitem(CONFS, conf, of_a_size_that_the_cache_takes)

@@ -312,7 +312,7 @@ def _take(a, idx):
     return out
 
 def _fours(s):
-    "Scales [n4, C, bytes], four rows' side by side: [n4/4, C, 4, bytes]; single bytes: [n4/4, C, 4]"
+    "Scales [n4, C, bytes], four rows' side by side: [n4/4, C, 4, bytes]; of one byte [n4/4, C, 4]"
     fours = s.reshape(-1, 4, *s.shape[1:])
     s = np.moveaxis(fours, 1, 2)
     return s[...,0] if s.shape[-1]==1 else s
