@@ -4,8 +4,9 @@ import numpy as np,pytest
 from hypothesis import given,settings,strategies as st
 from pathlib import Path
 from atlas.ground.core import AtlasError,cp
-from atlas.card.launch import (CubinStore,Nvrtc,OPTIONS,Source,ahead,compilations,compiled,cubin_name,cuda_headers,find_nvcc,kernel_names,machine_code,
-    prepare,saved_variants,simulate)
+from atlas.card.launch import CubinStore,Nvrtc,OPTIONS,Source,ahead,compilations,compiled
+from atlas.card.launch import cubin_name,cuda_headers,find_nvcc,kernel_names,machine_code
+from atlas.card.launch import prepare,saved_variants,simulate
 from helpers.nvcc import built
 
 root = Path(__file__).parents[1]
@@ -42,14 +43,16 @@ def test_contract_covers_the_signature(name):
 def constants(name, ptx):
     "Parameters that the kernel's PTX reads as what nobody writes meanwhile (ld.global.nc), which compilers move to before a wait"
     params,of,old = list(signature(Source(name))),{},None
-    lines = [(m[1],m[2],m[3]) for m in re.finditer(r'^\s*(?:@!?%p\d+ )?([a-z][\w.:]*)\s+(%rd\d+), (.*);', ptx[ptx.index(f'.entry {name}'):], re.M)]
+    instruction = re.compile(r'^\s*(?:@!?%p\d+ )?([a-z][\w.:]*)\s+(%rd\d+), (.*);', re.M)
+    lines = instruction.findall(ptx[ptx.index(f'.entry {name}'):])
     while old!=(old := sum(map(len, of.values()))):
         for op,to,rest in lines:
             if op.startswith('ld.param'): got = {params[int(m[1])] for m in [re.search(r'_param_(\d+)', rest)] if m}
             elif op.startswith(('ld','atom','shfl')): continue
             else: got = set().union(*(of.get(r, ()) for r in re.findall(r'%rd\d+', rest)))
             of[to] = of.get(to, set())|got
-    return set().union(*(of.get(r, ()) for r in re.findall(r'ld\.global\.nc.*\[(%rd\d+)', ptx)))
+    read = re.findall(r'ld\.global\.nc.*\[(%rd\d+)', ptx)
+    return set().union(*(of.get(r, ()) for r in read))
 
 @needs_nvcc
 @pytest.mark.parametrize('name,options', [*((n,()) for n in kernel_names() if 'pdl_wait' in Source(n).text), ('gemv',('-DNORM=2','-DROWS=8')), ('gemv',('-DFORMAT=fragment_bf16','-DW=8','-DEXTRA=fragment_bf16'))])
@@ -74,12 +77,15 @@ def build(tmp, listed=None, only=None, ignored=(), fails=False, **env):
     pytest.importorskip('setuptools')
     tree = tmp/'tree'
     for f in ('setup.py','settings.ini','pyproject.toml'): tree.mkdir(exist_ok=True); shutil.copy(root/f, tree)
-    for d in ('atlas','kernels'): shutil.copytree(root/d, tree/d, ignore=shutil.ignore_patterns('__pycache__', *ignored), dirs_exist_ok=True)
+    ignore = shutil.ignore_patterns('__pycache__', *ignored)
+    for d in ('atlas','kernels'): shutil.copytree(root/d, tree/d, ignore=ignore, dirs_exist_ok=True)
     for p in (tree/'kernels').glob('*.cu'):
         if only and p.stem not in only: p.unlink()
     if listed is not None: (tree/'kernels'/'variants.json').write_text(json.dumps(listed))
     env = {k: v for k,v in (os.environ|env).items() if v is not None}
-    r = subprocess.run([sys.executable, 'setup.py', '-q', 'build_py', '--build-lib', tmp/'out'], cwd=tree, env=env, capture_output=True, text=True, start_new_session=True)
+    cmd = [sys.executable, 'setup.py', '-q', 'build_py', '--build-lib', tmp/'out']
+    r = subprocess.run(cmd, cwd=tree, env=env,
+        capture_output=True, text=True, start_new_session=True)
     assert fails==(r.returncode!=0), r.stderr
     return tmp/'out'/'atlas'/'kernels',r.stderr
 
@@ -97,7 +103,7 @@ def test_wheel_without_nvcc(tmp_path):
     assert files(out)==sources and 'no nvcc' in said
 
 def test_a_wheel_of_a_fresh_clone_has_what_it_advertises(tmp_path):
-    "nbdev's index of the names is made by nbdev-export and is in no clone; metadata that leads nowhere would be worse than an empty one"
+    "nbdev-export makes the index of names, which is in no clone; an empty one is better than none"
     assert "nbdev=['atlas=atlas._modidx:d']" in (root/'setup.py').read_text()
     out,_ = build(tmp_path, ATLAS_CUDA_ARCHS='', ignored=('_modidx.py',))
     ns = {}
@@ -108,26 +114,37 @@ def test_wheel_says_what_takes_so_long(tmp_path):
     "In the log, and in the terminal of whoever waits: pip shows nothing of a build"
     import pty
     nvcc = fake_nvcc(tmp_path, logs)
-    _,said = build(tmp_path, only=('rmsnorm','rope'), PATH=nvcc, ATLAS_CUDA_ARCHS='90a')
+    env = dict(PATH=nvcc, ATLAS_CUDA_ARCHS='90a')
+    _,said = build(tmp_path, only=('rmsnorm','rope'), **env)
     assert 'compiling 2 kernels for sm_90a' in said and 'ATLAS_CUDA_ARCHS=' in said
     pid,terminal = pty.fork()
     if not pid:
         os.chdir(tmp_path/'tree')
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        os.execve(sys.executable, [sys.executable,'setup.py','-q','build_py','--build-lib',str(tmp_path/'again')], os.environ|dict(PATH=nvcc, ATLAS_CUDA_ARCHS='90a'))
+        setup = ['setup.py','-q','build_py','--build-lib',str(tmp_path/'again')]
+        os.execve(sys.executable, [sys.executable,*setup], os.environ|env)
     seen = b''
     try:
         while more := os.read(terminal, 4096): seen += more
     except OSError: pass  # it has ended
     os.close(terminal)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])==0 and b'atlas: compiling 2 kernels' in seen
+    _,status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status)==0 and b'atlas: compiling 2 kernels' in seen
 
 @pytest.mark.skipif((os.cpu_count() or 1)<2, reason='one core')
 def test_wheel_compiles_side_by_side(tmp_path):
     "Each nvcc here waits for another one, which would not come if one ended before the next began"
-    waits = '#!/bin/sh\ntouch "$0.$$.here"; n=0\nwhile [ $(ls "$0".*.here | wc -l) -lt 2 ]; do n=$((n+1)); [ $n -lt 3000 ] || exit 1; sleep .1; done\n'
-    out,_ = build(tmp_path, only=('rmsnorm','rope'), PATH=fake_nvcc(tmp_path, waits+logs.partition('\n')[2]), ATLAS_CUDA_ARCHS='90a')
-    assert {p.name for p in out.glob('*.cubin')}=={cubin_name(n, 'sm_90a', ()) for n in ('rmsnorm','rope')}
+    waits = """#!/bin/sh
+touch "$0.$$.here"; n=0
+while [ $(ls "$0".*.here | wc -l) -lt 2 ]; do
+    n=$((n+1)); [ $n -lt 3000 ] || exit 1; sleep .1
+done
+"""
+    two = 'rmsnorm','rope'
+    nvcc = fake_nvcc(tmp_path, waits+logs.partition('\n')[2])
+    out,_ = build(tmp_path, only=two, PATH=nvcc, ATLAS_CUDA_ARCHS='90a')
+    made = {p.name for p in out.glob('*.cubin')}
+    assert made=={cubin_name(n, 'sm_90a', ()) for n in two}
 
 def test_wheel_of_sources_only(tmp_path): assert files(build(tmp_path, ATLAS_CUDA_ARCHS='')[0])==sources
 
