@@ -8,7 +8,7 @@ from atlas.ground import files
 from atlas.ground.config import ModelConfig
 from atlas.ground.core import CheckpointError,UnsupportedError
 from atlas.card.device import Host,get_device
-from atlas.ground.files import File,read_tensor,st_header,st_infos
+from atlas.ground.files import File,check_scales,read_tensor,st_header,st_infos
 from atlas.ground.formats import QStack,QTensor,f32_to_bf16
 from atlas.cuda.pack import pack
 from atlas.use.inspect import sheet
@@ -162,6 +162,28 @@ def test_groups_of_every_length(tmp_path, how):
         assert (t.name,t.fmt,t.shape)==('m.weight','INT4',a.shape), group
         got = read_tensor(t).decode()
         assert np.array_equal(got, want), group
+
+@pytest.mark.parametrize('how', ('ct','gptq','awq'))
+def test_scales_below_zero(tmp_path, how):
+    "are read, for AutoRound writes them; infinite ones are refused"
+    a = np.random.default_rng(1).standard_normal((16,256)).astype(np.float32)
+    raw,want = _int4('m.weight', a, how, 64, False)
+    scales = key(raw, 'scales' if 'm.scales' in raw else 'weight_scale')
+    s,dtype = raw[scales]
+    def infos(name, scale):
+        path = tensors_file(tmp_path/name, raw|{scales:(scale,dtype)})
+        return st_infos(st_header(File(path)))
+    negative = infos('negative', -s)
+    check_scales(negative)
+    assert np.array_equal(read_tensor(negative[0]).decode(), -want)
+    with pytest.raises(CheckpointError, match='finite'): check_scales(infos('infinite', s+np.inf))
+
+def test_awq_knows_no_order_of_columns(tmp_path):
+    a = np.random.default_rng(1).standard_normal((16,256)).astype(np.float32)
+    raw,_ = _int4('m.weight', a, 'awq', 64, False)
+    raw['m.g_idx'] = np.arange(256, dtype=np.int32)//64,'I32'
+    path = tensors_file(tmp_path/'t.safetensors', raw)
+    with pytest.raises(CheckpointError, match='contradict'): st_infos(st_header(File(path)))
 
 def one_more(x):
     "The eight integers in each word, plus one each"

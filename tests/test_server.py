@@ -1,18 +1,17 @@
 "The server from outside: real sockets, OpenAI's own client, clients that misbehave, and a scripted runner behind it."
-import asyncio,json,re,signal,socket,struct,subprocess,sys,tempfile,threading
+import asyncio,json,re,signal,socket,struct,subprocess,sys,threading
 from contextlib import closing,contextmanager
 from dataclasses import replace
 from pathlib import Path
 import atlas,httpx,openai,pytest,uvicorn
 from hypothesis import HealthCheck,example,given,settings,strategies as st
 from starlette.testclient import TestClient
-from tokenizers import Tokenizer as HFTokenizer,decoders,models,pre_tokenizers
 from atlas.text.chat import ChatTemplate
 from atlas.ground.core import ContextLengthError,QueueFullError
 from atlas.service.gateway import Models
 from atlas.ground.requests import Event
 from atlas.service.server import PortError,create_app,listen,page
-from atlas.text.tokenizer import Tokenizer
+from atlas.text.tokenizer import byte_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent/'helpers'))
 from inprocess import always,app_of,run,threaded  # noqa: E402
@@ -20,17 +19,7 @@ from helpers.waiting import WAIT,until  # noqa: E402
 
 END = 256  # the end-of-sequence token
 
-def byte_tokenizer():
-    "One token a byte, and an end-of-sequence token"
-    chars = sorted(pre_tokenizers.ByteLevel.alphabet())
-    t = HFTokenizer(models.BPE(vocab={c:i for i,c in enumerate(chars)}, merges=[]))
-    t.pre_tokenizer,t.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),decoders.ByteLevel()
-    t.add_special_tokens(['<end>'])
-    with tempfile.TemporaryDirectory() as d:
-        t.save(f'{d}/tokenizer.json')
-        return Tokenizer.from_file(f'{d}/tokenizer.json')
-
-tok = byte_tokenizer()
+tok = byte_tokenizer('<end>')
 A = tok.encode('A')[0]
 template = ChatTemplate('{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: ')
 HELLO = [dict(role='user', content='Say something')]

@@ -334,6 +334,7 @@ def _int4_kind(
     groups,rows = s if turned else s[::-1]
     if rows!=n or not n*groups or k%groups: return
     if turned and n%8: return
+    if awq and 'groups' in spans: return  # AutoAWQ knows no order of columns
     words = -(-n//8)
     zero = (groups,words) if turned else (words,groups)
     for p,shape in dict(groups=(k,), zero=zero).items():
@@ -424,7 +425,9 @@ def _no_scale(s:Span, b:np.ndarray, part:str)->bool:
     if s.dtype=='F8_E4M3': return bool((b>=0x7F).any())                  # the sign is the highest bit
     if s.dtype in _E8M0: return bool((b==0xFF).any())
     a = _numbers(s, b)
-    return not (np.isfinite(a)&(a>=0)).all() or part=='global' and not a.all()
+    if not np.isfinite(a).all(): return True
+    if part=='signed': return False
+    return bool((a<0).any()) or part=='global' and not a.all()
 
 def _runs(spans, gap:int=1<<16, most:int=1<<24):
     "Lists of the (stored name, `Span`, part) triples that are close enough to be read at once"
@@ -444,14 +447,17 @@ def _check_run(run):
         at = s.offset-start.offset
         b = buf[at:at+s.nbytes]
         if not _no_scale(s, b, p): continue
-        raise s.file.bad(f'a scale of {k!r} is not a finite number above zero', param=k)
+        more = '' if p=='signed' else ' above zero'
+        raise s.file.bad(f'a scale of {k!r} is not a finite number{more}', param=k)
 
 def check_scales(tensors:Iterable[TensorInfo]):
     "Read the scales of packed tensors; a `CheckpointError` names one that holds what cannot be a scale"
     scales = []
     for t in tensors:
         for p,s in t.spans.items():
-            if p in ('scale','global'): scales.append((t.stored, s, p))
+            if p not in ('scale','global'): continue
+            if t.fmt.startswith('INT4'): p = 'signed'  # AutoRound's may be below zero
+            scales.append((t.stored, s, p))
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         for _ in pool.map(_check_run, _runs(scales)): pass
 

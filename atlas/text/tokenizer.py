@@ -125,12 +125,14 @@ def decode(self:Tokenizer,
 def _unlead(b, n): return b[min(len(b)-len(b.lstrip(b' ')), n):]
 
 # %% ../../nbs/6_text/01_tokenizer.ipynb #cd1dee36
-def byte_tokenizer()->Tokenizer:
-    "256 tokens, one for each byte"
+def byte_tokenizer(*specials:str)->Tokenizer:
+    "256 tokens, one for each byte, and after them special ones"
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     ids = {c:i for i,c in enumerate(alphabet)}
     t = hf.Tokenizer(models.BPE(ids, []))
-    t.pre_tokenizer,t.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),decoders.ByteLevel()
+    t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    t.decoder = decoders.ByteLevel()
+    t.add_special_tokens(list(specials))
     return Tokenizer(t)
 
 # %% ../../nbs/6_text/01_tokenizer.ipynb #57afc0aa
