@@ -156,6 +156,7 @@ def _launch(card, x, w, gain, parts, extra, bias, gate, add, out, eps, group, ac
         len(x), w.n, m, columns, column, width, main, span,
         shared=_alone(card, f, shared), **opts)
 
+# %% ../../nbs/3_ops/linear/12_cuda.gemv.ipynb #a2408c57
 def pair_bias(b, w:Packed, card):
     "Bias [n] of the matrix `w`, gate then up, in the order of its rows"
     i = row_order(w.n, w.pair)

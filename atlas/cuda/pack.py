@@ -137,6 +137,7 @@ class CardFormat:
         return (self.chunk+self.scale)/4
     def __repr__(self): return f'{self.name}: {self.bits:g} bits a weight'
 
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #18bbff05
 CARD_FORMATS = {}
 def _row(name, stored, chunk, dtype, floats, fmt=None, **kw):
     "Add a format"

@@ -134,6 +134,7 @@ def attend(s:Step, qkv, w:AttentionWeights, kv, angles):
         sinks=w.sinks,
     )
 
+# %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #8c38a79d
 def gated_delta(s:Step, x, w:DeltaWeights, conv, rec):
     "A gated delta net between its projections: [R, vh*dv], and what is left of its norm"
     weights = w.conv,w.A,w.dt_bias,w.norm
@@ -195,6 +196,7 @@ def _experts_of_rows(s, x, w, norm, add, router_gain):
         then=w.then,
     )
 
+# %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #c41aa197
 def _picks_of_tiles(seen, w):
     "Experts of the rows that the router has `seen`, and their weights; a joined one is the last"
     m = w.config
@@ -213,6 +215,7 @@ def _picks_of_tiles(seen, w):
         shared=shared,
     )
 
+# %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #945b71dc
 def _experts_of_tiles(s, x, w, norm, add, router_gain):
     "Routed experts of many rows, weighted, plus `add`"
     h = norm_rows(x, *norm)

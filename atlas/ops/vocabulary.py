@@ -163,6 +163,7 @@ def mlp(
     if add is not None: y += add
     return y
 
+# %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #0bf24da5
 def logits(
     x, # [R, H]
     w, # The output matrix: `weight` [vocab, H], and `bias` or None
@@ -325,6 +326,7 @@ def _picks(s, seen, w):
     )
     return [a.reshape(len(seen), -1) for a in picks]
 
+# %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #c500e393
 def moe(
     s:Step,
     x, # [R, H]
