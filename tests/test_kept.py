@@ -6,7 +6,7 @@ from atlas.cuda import vocabulary as words
 from atlas.cuda.pack import packer,unpack
 from atlas.ground.config import ModelConfig
 from atlas.ground.weights import Want,_random,dummy_checkpoint
-from atlas.model.model import wanted
+from atlas.model.model import model_wants
 from atlas.use.inspect import fit,sheet
 
 NAME,SHAPE = 'model.layers.0.mlp.down_proj.weight',(256,512)
@@ -62,7 +62,7 @@ def test_what_fits_is_what_is_planned():
     """A GGUF's tensors in 4 bits take 16 on a card: the sheet of the model says so,
     as the plan of its memory does"""
     c = ModelConfig.preset('smollm2-135m')
-    ck = dummy_checkpoint(c, wanted(c, None))
+    ck = dummy_checkpoint(c, model_wants(c, None))
     for k,t in ck.tensors.items():
         packed = t.nbytes*9//32
         if len(t.shape)>1: ck.tensors[k] = described(t, 'Q4_0', packed)

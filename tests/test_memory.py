@@ -10,7 +10,7 @@ from atlas.card.emulator import Emulator,find_cxx
 from atlas.card.launch import compilations,saved_variants
 from atlas.use.llm import LLM,list_model
 from atlas.cuda import vocabulary as card_words
-from atlas.model.model import wanted
+from atlas.model.model import model_wants
 from atlas.ground.opening import open_model
 from atlas.ground.options import EngineConfig
 from atlas.ops.sample import SamplingParams
@@ -43,7 +43,7 @@ def test_two_loads_leave_nothing(load, toy, weights, kw):
         assert rs['tables'].used>=llm.engine.stepper.table.nbytes
         options = EngineConfig(llm.name, load_format='dummy', weights=weights)
         again,head = kw.get('quantization'),kw.get('lm_head_dtype')
-        with open_model(options, wanted) as ck:
+        with open_model(options, model_wants) as ck:
             plan = card_words.weight_bytes(ck.tensors, ('','vision'), quantization=again, head=head)
         assert abs(plan-rs['weights'].used)<.2*plan+M, (plan, rs['weights'].used)
         used = {n:r.used for n,r in rs.items()}; ids(llm)

@@ -20,7 +20,7 @@ from ..cuda.vocabulary import words_of
 from ..card.device import get_device
 from .engine import Engine,HostStepper
 from ..ground.hub import name_of
-from ..model.model import load_model,wanted
+from ..model.model import load_model,model_wants
 from ..ground.opening import open_model
 from ..ground.options import EngineConfig
 from ..ground.requests import check_ids,check_prompt
@@ -58,7 +58,7 @@ class LoadedModel:
         self.ops = words_of(self.device)
         self.chunk = ifnone(options.chunk, self.ops.DEFAULTS.chunk)
         _suits(options, self.device, self.ops.DEFAULTS, self.chunk)
-        with open_model(options, wanted) as ck:
+        with open_model(options, model_wants) as ck:
             self.name = name_of(options.model)
             self.config,self.path = ck.config,ck.path
             self.max_seq_len = _context(ck.config, options.max_seq_len)
