@@ -154,11 +154,19 @@ def _arguments():
     "What the command line says, by name"
     a = argparse.ArgumentParser(prog='atlas.use.bench_server',
         description='What the service costs, without a model')
-    for k,v,h in ('streams',64,'at once'), ('tokens',400,'of each'), ('rate',10_000.,'tokens a second of the engine'), ('api','chat',' or '.join(_paths)), ('parsers','','such as hermes,qwen3'): a.add_argument('--'+k, type=type(v), default=v, help=h)
+    options = [
+        ('streams', 64, 'at once'),
+        ('tokens', 400, 'of each'),
+        ('rate', 10_000., 'tokens a second of the engine'),
+        ('api', 'chat', ' or '.join(_paths)),
+        ('parsers', '', 'such as hermes,qwen3')]
+    for name,default,said in options:
+        a.add_argument(f'--{name}', type=type(default), default=default, help=said)
     a.add_argument('--serve', type=float, help=argparse.SUPPRESS)
     a.add_argument('--json', action='store_true', help='print JSON')
     a.add_argument('--output', '-o', help='write the numbers to this file too, as JSON')
-    a.add_argument('--apart', action='store_true', help='with a gateway and a worker, as atlas serve')
+    a.add_argument('--apart', action='store_true',
+        help='with a gateway and a worker, as atlas serve')
     return vars(a.parse_args())
 
 def main():
