@@ -46,6 +46,12 @@ class Ends:
             pieces.append(Piece([max(t, 0)], min(e.at+i, e.last), e.table, 1, state, b))
         return make_batch(pieces, False, size, self.device)
 
+    def looking(self, ids)->Batch:
+        "One row of each that sees what came before its newest token"
+        b = self.rows(0, ids)
+        return replace(b, starts=b.starts-1)
+    def out(self, i:int): "Where draft `i` goes; None: to an array of its own"; return None
+
 # %% ../../nbs/5_engine/02_draft.ipynb #d14a0001
 @patch(as_prop=True)
 def history(self:Ends):
@@ -72,6 +78,7 @@ def lists(self:Ends,
 class Drafter:
     "Guesses what comes next, for sequences of a step; this is what one has to offer"
     name = '' # What it is called in options
+    reads = False # Does it read what was said?
     cache = None # Its own `KVCache`, whose blocks have the numbers of the target's; None: it needs none
     def __init__(self,
         target:Decoder, # The model that checks its guesses
@@ -95,10 +102,10 @@ class Drafter:
         raise NotImplementedError
     def __repr__(self): return f'{type(self).__name__}({self.k} drafts of {self.target!r})'
 
-    def _likeliest(self, logits, tap=None):
+    def _likeliest(self, logits, out=None, tap=None):
         "The likeliest tokens, [S]"
         if tap: tap(logits)
-        return self.target.ops.likeliest(logits)
+        return self.target.ops.likeliest(logits, out=out)
 
 # %% ../../nbs/5_engine/02_draft.ipynb #d14a0003
 class MTPDrafter(Drafter):
@@ -123,7 +130,7 @@ class MTPDrafter(Drafter):
         h = m.ops.pick(h, last)
         for i in range(self.k):
             if i: h = m.mtp(m, ends.rows(i-1, out[-1]), h, self._cache)
-            out.append(self._likeliest(m.head(h), tap))
+            out.append(self._likeliest(m.head(h), ends.out(i), tap))
         return out
 
 # %% ../../nbs/5_engine/02_draft.ipynb #a5a918de
@@ -156,10 +163,10 @@ class AssistantDrafter(Drafter):
         a,out = self.assistant,[]
         h = self.target.ops.pick(h, last)
         ids = ends.newest
-        for _ in range(self.k):
-            b = ends.rows(0, ids)
-            n,h = a.draft_rows(self.target, replace(b, starts=b.starts-1), h, self._cache)
-            ids = self._likeliest(a.scores(n) if tap else a.head(n), tap)
+        for i in range(self.k):
+            n,h = a.draft_rows(self.target, ends.looking(ids), h, self._cache)
+            logits = a.scores(n) if tap else a.head(n)
+            ids = self._likeliest(logits, ends.out(i), tap)
             out.append(ids)
         return out
 
@@ -188,7 +195,7 @@ class ModelDrafter(Drafter):
         m,ids,out = self.model,ends.newest,[]
         for i in range(self.k):
             x = m.trunk(self._own(ends.rows(i, ids)), self.cache)
-            ids = self._likeliest(m.head(x, m.last_norm), tap)
+            ids = self._likeliest(m.head(x, m.last_norm), ends.out(i), tap)
             out.append(ids)
         return out
 
@@ -196,6 +203,7 @@ class ModelDrafter(Drafter):
 class NgramDrafter(Drafter):
     "What came after the same words, the last time that they were there"
     name = 'ngram'
+    reads = True
     def __init__(self,
         target:Decoder,
         k:int=1,
