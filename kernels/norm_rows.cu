@@ -5,8 +5,8 @@
 //   scale : [one]       f32   or null
 //   y     : [rows, n]   f32   may be x
 //   launch: <<<(groups, rows), 256>>>, groups divides n; where 4 divides what is left a thread moves 16 bytes at a time
-#include "lib/reduce.cuh"
 #include "lib/pdl.cuh"
+#include "lib/rms.cuh"
 
 __device__ __forceinline__ float normed(float x, float inv, float w, float add, float scale) { return __fmul_rn(fmaf(__fmul_rn(x, inv), w, add), scale); }
 
@@ -23,13 +23,7 @@ extern "C" __global__ void __launch_bounds__(256) norm_rows(const float* x, cons
     pdl_trigger();
     pdl_wait();
 
-    float s = 0.f;
-    for (int i = threadIdx.x; i < n4; i += 256) {
-        const float4 v = ((const float4*)x)[i];
-        s = fmaf(v.x, v.x, s); s = fmaf(v.y, v.y, s); s = fmaf(v.z, v.z, s); s = fmaf(v.w, v.w, s);
-    }
-    for (int i = n4 * 4 + threadIdx.x; i < size; i += 256) s = fmaf(x[i], x[i], s);
-    const float inv = 1.f / sqrtf(block_sum(s) / size + eps);
+    const float inv = rms_inverse(x, size, wide, eps);
 
     // The row is read a second time, out of the L1 cache.
     const float4 one = make_float4(1.f, 1.f, 1.f, 1.f), zero = make_float4(0.f, 0.f, 0.f, 0.f);

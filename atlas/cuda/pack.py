@@ -7,7 +7,7 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/linear/cuda.pack.html.md"""
 # %% auto #0
 __all__ = ['CARD_FORMATS', 'KEPT', 'REQUANTIZED', 'e2m1_words', 'words_e2m1', 'int4_words', 'words_int4', 'f16_to_f32',
            'f32_to_f16', 'int4_records', 'int4_scales', 'int4_zeros', 'int4_parts', 'CardFormat', 'Packed', 'row_order',
-           'pack', 'unpack', 'can_join', 'join', 'card_format', 'requantize', 'packer', 'invented']
+           'pack', 'unpack', 'can_join', 'join', 'taken_rows', 'card_format', 'requantize', 'packer', 'invented']
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #36c054d2
 import numpy as np
@@ -471,6 +471,37 @@ def join(
         return c
     parts = [both(getattr(bank, k), getattr(one, k)) for k in ('w','s','gs')]
     return Packed(bank.fmt, bank.n+(0 if bank.experts else one.n), bank.k, *parts, bank.experts and bank.experts+(one.experts or 1), bank.pair)
+
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #45f73efe
+def _rows_below(a, at, n4):
+    "Rows `at` of `a`, and zeros up to `n4`"
+    out = card_of(a).zeros((n4,*a.shape[1:]), a.dtype)
+    out[:len(at)] = a[at]
+    return out
+
+def _fours_below(a, at, n4):
+    "The same for scales [rows/4, C, 4, …], those of four rows side by side"
+    card,by_row = card_of(a),a.swapaxes(1, 2)
+    rows = card.zeros((n4,a.shape[1],*a.shape[3:]), a.dtype)
+    rows[:len(at)] = by_row[at//4,at%4]
+    fours = rows.reshape(n4//4, 4, *rows.shape[1:])
+    out = card.empty((n4//4,*a.shape[1:]), a.dtype)
+    out[...] = fours.swapaxes(1, 2)
+    return out
+
+def taken_rows(
+    w:Packed, # A matrix
+    index, # Rows of it, int32 [m] on the host
+)->Packed: # [m, k]
+    "Some rows of a matrix, packed like it"
+    if w.experts or w.pair: raise ConfigError(f'Cannot take rows of {w}')
+    at,n4 = card_of(w.w).upload(np.asarray(index, np.int32)),-(-len(index)//4)*4
+    scales = w.s
+    if scales is not None:
+        gather = _fours_below if w.format.scale else _rows_below
+        scales = gather(scales, at, n4)
+    rows = None if w.gs is None else _rows_below(w.gs, at, n4)
+    return Packed(w.fmt, len(index), w.k, _rows_below(w.w, at, n4), scales, rows)
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #8135cc79
 # Formats in which projections can be stored anew

@@ -6,8 +6,8 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/cuda.vocabulary.html.md"""
 
 # %% auto #0
 __all__ = ['DEFAULTS', 'KV_FORMATS', 'embed', 'angles', 'rmsnorm', 'norm_add', 'project', 'mlp', 'logits', 'attend',
-           'gated_delta', 'mamba', 'moe', 'placement', 'weight_bytes', 'kv_formats', 'kv_bytes', 'kv_pools',
-           'packed_in', 'prepare', 'words_of']
+           'gated_delta', 'mamba', 'moe', 'beside', 'pick', 'likeliest', 'ngram', 'placement', 'weight_bytes',
+           'take_rows', 'kv_formats', 'kv_bytes', 'kv_pools', 'packed_in', 'prepare', 'words_of']
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #0af7b459
 import math,sys
@@ -23,7 +23,8 @@ from .flash import flash
 from .gemm import gemm,units
 from .gemv import embed as embed_rows,gemv,rmsnorm as norm_rows
 from .mamba import mamba_step
-from .pack import Packed,REQUANTIZED,can_join,card_format,join,packer
+from .ngram import ngram as look_up
+from .pack import Packed,REQUANTIZED,can_join,card_format,join,packer,taken_rows
 from .scan import delta_many,mamba_many
 from ..ops.vocabulary import AttentionWeights,DeltaWeights,MLPWeights,MambaWeights,MoEWeights
 from ..ops.vocabulary import Defaults,GroupNorm,Matrix,Norm,RotaryTable,Step
@@ -245,6 +246,37 @@ def moe(s:Step, x, w:MoEWeights, norm:Norm, add=None, router_gain=None):
     f = _experts_of_tiles if s.b.tiled else _experts_of_rows
     return f(s, x, w, norm, add, router_gain)
 
+# %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #bc5e7516
+def beside(a, b, norm_a=None, norm_b=None):
+    "Rows `a` [R, n] and `b` [R, m] side by side, each normed by its `Norm` if it has one: [R, n+m]"
+    (R,n),m = a.shape,b.shape[1]
+    out = card_of(a).empty((R,n+m))
+    wa,ea = norm_a or (None,0.)
+    wb,eb = norm_b or (None,0.)
+    run('beside', (2,R), 256,
+        a, b, wa, wb, out,
+        float(ea), float(eb), n, m)
+    return out
+
+def pick(x, rows):
+    "Rows `rows` [S] of `x` [R, n], zeros for -1: [S, n]"
+    (R,n),S = x.shape,len(rows)
+    out = card_of(x).empty((S,n))
+    run('pick_rows', (-(-n//1024),S), 256, rows, x, out, R, n)
+    return out
+
+def likeliest(logits, names=None):
+    "The token of each row's largest logit, `names` [V'] of its column, -1 where one is not finite: [S]"
+    S,V = logits.shape
+    ids = card_of(logits).empty(S, 'int32')
+    run('likeliest', S, 1024, logits, names, ids, V)
+    return ids
+
+# %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #0e681c66
+def ngram(history, line, end, k:int, least:int=2, most:int=4):
+    "What followed the last time that each sequence ended as it ends now: [k, S], -1 for none"
+    return look_up(history, line, end, k, least, most)
+
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #5869786e
 DEFAULTS = Defaults(2048, 1<<15, 64, 'f16', False)
 
@@ -280,6 +312,12 @@ def weight_bytes(
     for name,t in tensors.items():
         if not name.startswith(left_out): total += _packed_bytes(t, anew(name))
     return total
+
+# %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #b0614e7c
+def take_rows(w, index):
+    "Rows `index` of the matrix `w`, a matrix of weights; None of a bank, and of gate and up rows"
+    if w.experts or w.pair: return None
+    return taken_rows(w, index)
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #46aa17fd
 KV_FORMATS = ('f16','bf16','f32','fp8','nvfp4') # Formats of keys and values
@@ -373,5 +411,5 @@ def prepare(model):
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #bde4edb4
 def words_of(device):
-    "The vocabulary of `device`: a module with all of `WORDS`, `SETUP` and `DEFAULTS`"
+    "The vocabulary of `device`: a module with all of `WORDS`, `DRAFTING`, `SETUP` and `DEFAULTS`"
     return host_words if device.kind=='cpu' else sys.modules[__name__]

@@ -31,7 +31,7 @@ from ..cuda.mamba import mamba_step
 from ..cuda.pack import pack,requantize,unpack
 from ..cuda.sample import SampleTable,sample_rows
 from ..cuda.scan import delta_many,mamba_many
-from ..cuda.vocabulary import norm_add
+from ..cuda.vocabulary import beside,likeliest,ngram,norm_add,pick
 from ..ops import vocabulary as host_words
 from ..ops.linear import TILE,fused_linear
 from ..ops.moe import experts,route
@@ -366,6 +366,38 @@ def _advance(card, rng, run):
     run(go); n = card.download(b.pos)[0]-was['pos'][0] # done once or twice
     return [(n in (1,2), True, 0),(card.download(b.pos), was['pos']+n, 0),(card.download(b.starts), was['starts']+n, 0),
         (card.download(b.state_in), was['state_out' if n%2 else 'state_in'], 0)]
+
+# %% ../../nbs/8_use/06_check.ipynb #d15f6efb
+@_case('beside', '3 rows', plain=dict(n=320, m=64), odd=dict(n=37, m=30))
+def _beside(card, rng, run, n, m):
+    a,b = _normal(rng, 3, n)*np.float32([[1],[1e9],[1e-3]]),_normal(rng, 3, m)
+    gain = 1+_normal(rng, n)/4
+    put = [card.upload(x) for x in (a,b,gain)]
+    y = run(lambda: beside(*put[:2], Norm(put[2], 1e-6)))
+    y = card.download(y)
+    want = host_words.beside(a, b, Norm(gain, 1e-6))
+    return [(y[:,:n], want[:,:n], 1e-5),(y[:,n:], b, 0)]
+
+@_case('pick_rows', '5 of 9 rows', plain=dict(n=1500), odd=dict(n=37))
+def _pick(card, rng, run, n):
+    x,rows = _normal(rng, 9, n),np.int32([8,-1,0,0,5])
+    y = run(lambda: pick(card.upload(x), card.upload(rows)))
+    return [(card.download(y), host_words.pick(x, rows), 0)]
+
+@_case('likeliest', '5 rows', plain={}, part_of_the_vocabulary=dict(named=True))
+def _likeliest(card, rng, run, named=False):
+    x = _normal(rng, 5, 20001).round(1)
+    x[1,20000],x[2,5] = np.nan,-np.inf
+    names = rng.permutation(99999)[:20001].astype(np.int32) if named else None
+    ids = run(lambda: likeliest(card.upload(x), _up(card, names)))
+    return [(card.download(ids), host_words.likeliest(x, names), 0)]
+
+@_case('ngram', '5 sequences', plain={})
+def _ngram(card, rng, run):
+    history = rng.integers(0, 3, (4,9000))
+    args = [np.int32(a) for a in (history,[0,2,-1,3,1],[8999,8191,70,0,-1])]
+    drafts = run(lambda: ngram(*map(card.upload, args), 5, 1, 16))
+    return [(card.download(drafts), host_words.ngram(*args, 5, 1, 16), 0)]
 
 # %% ../../nbs/8_use/06_check.ipynb #24a868aa
 # Words of layers, helpers and examples of pages, and the kernels that do their work
