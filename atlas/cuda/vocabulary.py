@@ -265,10 +265,10 @@ def pick(x, rows):
     run('pick_rows', (-(-n//1024),S), 256, rows, x, out, R, n)
     return out
 
-def likeliest(logits, names=None):
+def likeliest(logits, names=None, out=None):
     "The token of each row's largest logit, `names` [V'] of its column, -1 where one is not finite: [S]"
     S,V = logits.shape
-    ids = card_of(logits).empty(S, 'int32')
+    ids = card_of(logits).empty(S, 'int32') if out is None else out
     run('likeliest', S, 1024, logits, names, ids, V)
     return ids
 

@@ -320,12 +320,16 @@ def pick(
 def likeliest(
     logits, # [S, V']
     names=None, # [V'] int32: the token of each column; None: its number
+    out=None, # [S] int32: where to write
 ): # [S] int32, -1 where a logit is not finite
     "The token with the largest logit of each row, that of the lowest column among equals"
     ids = logits.argmax(-1)
     if names is not None: ids = names[ids]
     finite = np.isfinite(logits).all(-1)
-    return np.where(finite, ids, -1).astype(np.int32)
+    found = np.where(finite, ids, -1).astype(np.int32)
+    if out is None: return found
+    out[:] = found
+    return out
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #f8c7da85
 def ngram(
