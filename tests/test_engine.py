@@ -3,105 +3,12 @@ until the next one is launched, as a card's do.
 
 A made-up model is run by NumPy. Whatever comes, goes, ends and fails,
 a request is answered as it is alone, at once or late."""
-import functools
 from types import SimpleNamespace
 import numpy as np,pytest
 from hypothesis import given,settings,strategies as st
-from atlas.engine.cache import KVCache
-from atlas.ground.config import AttentionConfig,DeltaConfig,ModelConfig,RopeConfig
-from atlas.card.device import Host
-from atlas.engine.engine import Engine,Flight,HostStepper
-from atlas.model.model import build
-from atlas.ops.sample import Sampled,SamplingParams
-from atlas.engine.scheduler import Request,Scheduler
-
-V = 61
-CONFIG = ModelConfig('qwen', V, 32,
-    ('delta','attention'),
-    ('mlp','mlp'),
-    AttentionConfig(4, 2, 16, RopeConfig(dim=8)),
-    delta=DeltaConfig(2, 4, 8, 8),
-    intermediate_size=48,
-    max_seq_len=256)
-
-def made_up():
-    "A model with states, whose answers depend on all that was said"
-    m,rng = build(CONFIG),np.random.default_rng(0)
-    def rand(w):
-        scale = 2.5 if 'lm_head' in w.name else 1.
-        x = scale*rng.standard_normal(w.shape)/np.sqrt(w.shape[-1])
-        x = x.astype('f4')
-        if w.name.endswith('.A'): return -abs(x)
-        is_norm = 'norm' in w.name and len(w.shape)==1
-        return x+is_norm
-    weights = {w.name: rand(w) for w in m.wants()}
-    return m.bind(weights, Host(), 256)
-MODEL = made_up()
-
-def engine(overlap=False, blocks=40, seqs=4, stepper=HostStepper, guides=None, **kw):
-    "An engine of `MODEL`, in whose states whatever is not written is no number"
-    cache = KVCache(CONFIG, MODEL.device, blocks, num_states=2*seqs)
-    for states in (cache.conv, cache.rec):
-        for a in states.values(): a[...] = np.nan
-    scheduler = Scheduler(cache.pool, seqs, 200, 64, **kw)
-    return Engine(scheduler, stepper(MODEL, cache, overlap), guides)
-
-def ask(i, n=10, most=8, priority=0, guide=None, **kw):
-    "Request `i`: `n` tokens of its own, and `most` to come"
-    prompt = np.random.default_rng(i).integers(0, V, n)
-    how = dict(temperature=0, max_tokens=most, ignore_eos=True)|kw
-    params = SamplingParams(**how)
-    ids = tuple(prompt.tolist())
-    return Request(f'r{i}', ids, params, priority, eos_ids=(V-1,), guide=guide)
-
-def left_clean(e):
-    "Nothing of any request is left in an engine that has no work"
-    e.land()
-    s = e.scheduler
-    assert e.flying is None and not getattr(e.stepper, '_air', None)
-    assert not e._samplers and s.pool.used==0
-    states = [i for pair in s.states for i in pair]
-    assert sorted(states)==list(range(2*s.max_num_seqs))
-
-def note(events, out):
-    "Put each event to those of its request, which must not have ended"
-    for ev in events:
-        before = out.setdefault(ev.id, [])
-        assert not before or not before[-1].finish, f'{ev.id}: an event after the end'
-        before.append(ev)
-
-def serve(e, arrivals, aborts=(), most=2000):
-    "Events by request, and their ids by step; nothing is left behind"
-    out,order,t = {},[],0
-    todo = list(arrivals)
-    while todo or e.has_work:
-        for r,at in todo:
-            if at<=t: e.add(r)
-        todo = [x for x in todo if x[1]>t]
-        events = []
-        for rid,at in aborts:
-            if at==t: events += e.abort(rid)
-        events += e.step()
-        t += 1
-        note(events, out)
-        order.append([(ev.id, ev.finish) for ev in events])
-        assert t<most, 'no end'
-    left_clean(e)
-    return out,order
-
-def said(events):
-    "What was said, each token with its probabilities"
-    return [(ev.token, ev.logprob, ev.top) for ev in events if ev.token is not None]
-
-def tokens(events):
-    "The tokens that were said"
-    return [token for token,*_ in said(events)]
-
-@functools.cache
-def alone(r):
-    "What `r` is answered when nothing else exists"
-    out,_ = serve(engine(), [(r,0)])
-    return out[r.id]
+from helpers.small_engine import MODEL,V,alone,ask,engine,note,said,serve,tokens
+from atlas.engine.engine import Flight,HostStepper
+from atlas.ops.sample import Sampled
 
 either_way = pytest.mark.parametrize('late', (False,True))
 
@@ -331,7 +238,7 @@ def ahead(e):
 
 def scripted(late, says, requests, **kw):
     "What comes of `requests` when a step of three rows says what `says` has"
-    e = engine(late, stepper=ScriptedStepper, **kw)
+    e = engine(late, stepper=ScriptedStepper, drafts=2, **kw)
     e.scheduler.width,e.stepper.says = 3,says
     for r in requests: e.add(r)
     out,bounds,turns = {},set(),0
