@@ -7,11 +7,11 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/draft/cuda.ngram.html.md"""
 # %% auto #0
 __all__ = ['ngram']
 
-# %% ../../nbs/3_ops/draft/66_cuda.ngram.ipynb #5940914f
+# %% ../../nbs/3_ops/draft/66_cuda.ngram.ipynb #a5dd1b8d
 from ..card.card import card_of,run
 from ..ground.core import ConfigError
 
-# %% ../../nbs/3_ops/draft/66_cuda.ngram.ipynb #843ecc3d
+# %% ../../nbs/3_ops/draft/66_cuda.ngram.ipynb #5ad47337
 def ngram(
     history, # i32 [lines, longest]: tokens; at most 2**26 a line
     line, # i32 [S]: line of each sequence; -1: it has none
@@ -23,8 +23,10 @@ def ngram(
 ): # [k, S]; -1 beyond the newest token, and where nothing matches
     "What followed the last time that a sequence ended as it ends now"
     S,longest = len(line),history.shape[1]
-    if not 1<=least<=most<=63: raise ConfigError(f'Matches of {least} to {most} tokens: at least 1, at most 63')
-    if longest>1<<26: raise ConfigError(f'Lines of {longest:,} tokens: at most {1<<26:,}')
+    if not 1<=least<=most<=63:
+        raise ConfigError(f'Matches of {least} to {most} tokens: from 1 to 63')
+    if longest>1<<26:
+        raise ConfigError(f'Lines of {longest:,} tokens: at most {1<<26:,}')
     if out is None: out = card_of(history).empty((k,S), 'int32')
     run('ngram', S, 1024,
         history, line, end, out,

@@ -482,7 +482,8 @@ def _rows_below(a, at, n4):
 def _fours_below(a, at, n4):
     "The same for scales [rows/4, C, 4, …], those of four rows side by side"
     card,by_row = card_of(a),a.swapaxes(1, 2)
-    rows = card.zeros((n4,a.shape[1],*a.shape[3:]), a.dtype)
+    shape = n4,*by_row.shape[2:]
+    rows = card.zeros(shape, a.dtype)
     rows[:len(at)] = by_row[at//4,at%4]
     fours = rows.reshape(n4//4, 4, *rows.shape[1:])
     out = card.empty((n4//4,*a.shape[1:]), a.dtype)
@@ -495,13 +496,14 @@ def taken_rows(
 )->Packed: # [m, k]
     "Some rows of a matrix, packed like it"
     if w.experts or w.pair: raise ConfigError(f'Cannot take rows of {w}')
-    at,n4 = card_of(w.w).upload(np.asarray(index, np.int32)),-(-len(index)//4)*4
-    scales = w.s
-    if scales is not None:
-        gather = _fours_below if w.format.scale else _rows_below
-        scales = gather(scales, at, n4)
-    rows = None if w.gs is None else _rows_below(w.gs, at, n4)
-    return Packed(w.fmt, len(index), w.k, _rows_below(w.w, at, n4), scales, rows)
+    n = len(index)
+    at = card_of(w.w).upload(np.asarray(index, np.int32))
+    def gather(a, fours=False):
+        if a is None: return None
+        f = _fours_below if fours else _rows_below
+        return f(a, at, -(-n//4)*4)
+    scales = gather(w.s, w.format.scale>0)
+    return Packed(w.fmt, n, w.k, gather(w.w), scales, gather(w.gs))
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #8135cc79
 # Formats in which projections can be stored anew

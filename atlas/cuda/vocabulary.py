@@ -266,7 +266,7 @@ def pick(x, rows):
     return out
 
 def likeliest(logits, names=None, out=None):
-    "The token of each row's largest logit, `names` [V'] of its column, -1 where one is not finite: [S]"
+    "The token of each row's largest logit, or `names` of its column: [S], -1 if one is not finite"
     S,V = logits.shape
     ids = card_of(logits).empty(S, 'int32') if out is None else out
     run('likeliest', S, 1024, logits, names, ids, V)

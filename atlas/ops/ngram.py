@@ -7,10 +7,10 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/draft/ops.ngram.html.md"""
 # %% auto #0
 __all__ = ['ngram']
 
-# %% ../../nbs/3_ops/draft/65_ops.ngram.ipynb #70f08655
+# %% ../../nbs/3_ops/draft/65_ops.ngram.ipynb #02f14d5b
 import numpy as np
 
-# %% ../../nbs/3_ops/draft/65_ops.ngram.ipynb #d6b30dd3
+# %% ../../nbs/3_ops/draft/65_ops.ngram.ipynb #dc009f9d
 def _match(
     said, # Tokens of a sequence
     least:int,
@@ -26,7 +26,7 @@ def _match(
     longest = length.max(initial=0)
     if longest>=least: return int(np.flatnonzero(length==longest)[-1])
 
-# %% ../../nbs/3_ops/draft/65_ops.ngram.ipynb #50ffc103
+# %% ../../nbs/3_ops/draft/65_ops.ngram.ipynb #2c6fcdb5
 def ngram(
     history, # [lines, longest] int32: tokens
     line, # [S] int32: line of each sequence; -1: it has none

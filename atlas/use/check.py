@@ -368,19 +368,23 @@ def _advance(card, rng, run):
         (card.download(b.state_in), was['state_out' if n%2 else 'state_in'], 0)]
 
 # %% ../../nbs/8_use/06_check.ipynb #d15f6efb
-@_case('beside', '3 rows', plain=dict(n=320, m=64), odd=dict(n=37, m=30))
+_WIDTHS = dict(plain=dict(n=320, m=64), odd=dict(n=37, m=30))
+_SIZES = np.float32([[1],[1e9],[1e-3]])
+
+@_case('beside', '3 rows', **_WIDTHS)
 def _beside(card, rng, run, n, m):
-    a,b = _normal(rng, 3, n)*np.float32([[1],[1e9],[1e-3]]),_normal(rng, 3, m)
+    a,b = _normal(rng, 3, n)*_SIZES,_normal(rng, 3, m)
     gain = 1+_normal(rng, n)/4
-    put = [card.upload(x) for x in (a,b,gain)]
-    y = run(lambda: beside(*put[:2], Norm(put[2], 1e-6)))
-    y = card.download(y)
+    A,B,G = map(card.upload, (a,b,gain))
+    y = card.download(run(lambda: beside(A, B, Norm(G, 1e-6))))
     want = host_words.beside(a, b, Norm(gain, 1e-6))
-    return [(y[:,:n], want[:,:n], 1e-5),(y[:,n:], b, 0)]
+    first = y[:,:n],want[:,:n],1e-5
+    return [first,(y[:,n:], b, 0)]
 
 @_case('pick_rows', '5 of 9 rows', plain=dict(n=1500), odd=dict(n=37))
 def _pick(card, rng, run, n):
-    x,rows = _normal(rng, 9, n),np.int32([8,-1,0,0,5])
+    x = _normal(rng, 9, n)
+    rows = np.int32([8,-1,0,0,5])
     y = run(lambda: pick(card.upload(x), card.upload(rows)))
     return [(card.download(y), host_words.pick(x, rows), 0)]
 
@@ -394,8 +398,10 @@ def _likeliest(card, rng, run, named=False):
 
 @_case('ngram', '5 sequences', plain={})
 def _ngram(card, rng, run):
-    history = rng.integers(0, 3, (4,9000))
-    args = [np.int32(a) for a in (history,[0,2,-1,3,1],[8999,8191,70,0,-1])]
+    history = rng.integers(0, 3, (4,9000), 'i4')
+    line = np.int32([0,2,-1,3,1])
+    end = np.int32([8999,8191,70,0,-1])
+    args = history,line,end
     drafts = run(lambda: ngram(*map(card.upload, args), 5, 1, 16))
     return [(card.download(drafts), host_words.ngram(*args, 5, 1, 16), 0)]
 

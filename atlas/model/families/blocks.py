@@ -18,7 +18,7 @@ def draft_head(
     size:int|None=None, # So many of the first tokens; None: all
     keep=(), # Tokens beyond them that can be drafted too
 ): # What `logits` takes as an output matrix, and what `likeliest` takes as names
-    "The output matrix that drafts are read off; all of it, and no names, where its rows cannot be taken"
+    "The output matrix that drafts are read off; all of it where its rows cannot be taken"
     head,V = model.lm_head,model.c.vocab_size
     whole = head,None
     if size is None or size>=V: return whole
@@ -174,7 +174,7 @@ def draft_rows(self:Assistant,
 
 @patch
 def draft(self:Assistant, target:Decoder, b:Batch, h, cache):
-    "Logits [R, vocab] on the host of the token after the newest one, and the next h; as `draft_rows`"
+    "Logits [R, vocab] of the token after the newest one, on the host, and the next h"
     n,h = self.draft_rows(target, b, h, cache)
     return self._scores(n),h
 
