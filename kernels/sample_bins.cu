@@ -1,11 +1,11 @@
 // Second of the launches that sample: the weights of a row with top-k or top-p in bins, and which bins hold the thresholds, as far as bins can tell.
 // CHUNKS: of 1,024 tokens a block (lib/sample.cuh).
 //   logits   : [rows, v]      f32
-//   adjusted : [slots, v]     f32   read instead for rows whose line changes anything; or null
+//   adjusted : [some_rows, v]  f32   read instead for rows whose line changes anything; or null
 //   who      : [rows]         i32   line of the tables that a row belongs to, -1 for none; or null: its own number
 //   how      : [slots, 16]    i32   struct How
-//   work     : [slots, 8]     i64   struct Work of each row
-//   bins     : [slots, 1536]  i64   0 before; sample_cut leaves it so
+//   work     : [some_rows, 8]  i64   struct Work of each row
+//   bins     : [some_rows, 1536]  i64   0 before; sample_cut leaves it so
 //   launch: <<<(ceil(v / (CHUNKS*1024)), rows), 256>>>
 #include "lib/pdl.cuh"
 #include "lib/bins.cuh"

@@ -2,13 +2,13 @@
 // weights are left in all, as top-k and top-p are mostly used, these are gathered instead, and the token drawn.
 // CHUNKS: of 1,024 tokens a block (lib/sample.cuh).
 //   logits   : [rows, v]      f32
-//   adjusted : [slots, v]     f32   read instead for rows whose line changes anything; or null
+//   adjusted : [some_rows, v]  f32   read instead for rows whose line changes anything; or null
 //   who      : [rows]         i32   line of the tables that a row belongs to, -1 for none; or null: its own number
 //   how      : [slots, 16]    i32   struct How
-//   position : [slots]        i64   tokens that the output has
-//   work     : [slots, 8]     i64   struct Work of each row
-//   bins     : [slots, 1536]  i64   from sample_bins; 0 after
-//   list     : [slots, room]  u32   scratch. Rows where more weights are in doubt (as when all are equal) are read again instead: slow, and right
+//   position : [slots]        i64   tokens that the output has; row r is r % width beyond it
+//   work     : [some_rows, 8]  i64   struct Work of each row
+//   bins     : [some_rows, 1536]  i64   from sample_bins; 0 after
+//   list     : [some_rows, room]  u32   scratch. Rows where more weights are in doubt (as when all are equal) are read again instead: slow, and right
 //   launch: <<<(ceil(v / (CHUNKS*1024)), rows), 256>>>
 #include "lib/pdl.cuh"
 #include "lib/bins.cuh"
@@ -114,7 +114,7 @@ __device__ __forceinline__ void choose(const unsigned* list, int n, const How& h
 }
 
 extern "C" __global__ void __launch_bounds__(256) sample_cut(const float* logits, const float* adjusted, const int* who, const int* how, const long long* position,
-        long long* work, long long* bins, unsigned* list, int v, int room) {
+        long long* work, long long* bins, unsigned* list, int v, int room, int width) {
     __shared__ Bins s;
     __shared__ unsigned base, cache[CACHE];
     const int row = blockIdx.y, slot = who ? who[row] : row;
@@ -159,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(256) sample_cut(const float* logits
     if (!last_block(&w->arrived)) return;
     u64* counted = (u64*)bins + (size_t)row * BINS;
     const int listed = __ldcg(&w->listed);
-    if (few) choose(list, listed, h, w, philox(h.seed, position[slot]));
+    if (few) choose(list, listed, h, w, philox(h.seed, position[slot] + row % width));
     else {
         const Before b = read_bins(s, counted);
         if (listed <= CACHE && listed <= room) for (int i = threadIdx.x; i < listed; i += 256) cache[i] = __ldcg(list + i);

@@ -37,18 +37,25 @@ class SampleTable:
     "What the sequences of a step asked for, on the card, and the scratch of `sample_rows`"
     def __init__(self,
         card, # `Cuda` or `Emulator`
-        rows:int, # Lines, and most rows of a step
+        lines:int, # Sequences that it has room for
         vocab:int, # V, the length of a row of logits; at most 524,288
         chunks:int|None=None, # 1,024 tokens each: what a block works on; as few as 128 blocks a row allow
         room:int=ROOM, # Weights in doubt that are listed; rows with more take longer
+        rows:int|None=None, # Most rows of a step; None: as many as lines
+        width:int=1, # Most rows of a sequence
     ):
-        self.card,self.rows,self.vocab,self.room,self.stamp = card,rows,vocab,room,0
+        rows = rows or lines
+        self.card,self.vocab,self.room = card,vocab,room
+        self.size,self.rows,self.width = lines,rows,width
+        self.stamp = 0
         self.chunks = chunks or -(-vocab//(SPANS*1024))
         self.blocks = -(-vocab//(self.chunks*1024))
         if self.blocks>SPANS or self.chunks>8 or vocab>1<<19: raise AtlasError(f'A vocabulary of {vocab:,} is more than the sampler takes, {1<<19:,}')
-        self.lines,self._lists,self._how = {},{},np.zeros(rows, HOW)
+        self.lines,self._lists,self._masked = {},{},{}
+        self._how = np.zeros(lines, HOW)
         zeros,empty = card.zeros,card.empty
-        self.how,self.position,self.work,self.bins = zeros((rows,16), 'int32'),zeros(rows, 'int64'),zeros((rows,8), 'int64'),zeros((rows,BINS), 'int64')
+        self.how,self.position = zeros((lines,16), 'int32'),zeros(lines, 'int64')
+        self.work,self.bins = zeros((rows,8), 'int64'),zeros((rows,BINS), 'int64')
         self.best = zeros((rows,MOST), 'int64')
         self.list,self.spans = empty((rows,room), 'uint32'),empty((rows,SPANS), 'int64')
         self.sums,self.bests = empty((rows,SPANS,2), 'float64'),empty((rows,SPANS,REPORT), 'int64')
@@ -57,7 +64,7 @@ class SampleTable:
         self.counts = self.prompt = self.mask = self.bias_ids = self.bias = self.ends = self.adjusted = None
     @property
     def nbytes(self): "On the card"; return sum(a.nbytes for k,a in vars(self).items() if hasattr(a, 'nbytes') and k not in ('_how','_told','heard'))
-    def __repr__(self): return f'SampleTable({self.rows} lines of {self.vocab:,}, {len(self.lines)} in use, {self.nbytes:,} bytes)'
+    def __repr__(self): return f'SampleTable({self.size} lines of {self.vocab:,}, {len(self.lines)} in use, {self.nbytes:,} bytes)'
 
 # %% ../../nbs/3_ops/sample/61_cuda.sample.ipynb #e8d57fd1
 @patch
@@ -68,12 +75,13 @@ def _need(self:SampleTable, name, shape, dtype, zero=False):
     return getattr(self, name)
 
 @patch
-def _bits(self:SampleTable, name, i, on):
-    "Line `i` of bit array `name`: `on` is bool [V], or bits already"
+def _bits(self:SampleTable, name, i, on, of=1):
+    "Line `i` of bit array `name`, which has `of` for each of the table: `on` is bool [V], or bits"
     words = -(-self.vocab//32)
     b = np.zeros(4*words, np.uint8) if on.dtype!=np.uint32 else on
     if b is not on: b[:-(-self.vocab//8)] = np.packbits(on, bitorder='little')
-    self.card.write(self._need(name, (self.rows,words), 'uint32')[i], b.view(np.uint32))
+    a = self._need(name, (self.size*of,words), 'uint32')
+    self.card.write(a[i], b.view(np.uint32))
 
 @patch
 def _put_lists(self:SampleTable, i, bias, ends):
@@ -83,7 +91,9 @@ def _put_lists(self:SampleTable, i, bias, ends):
         most = max(len(of(l)) for l in self._lists.values())
         if not most: continue
         a = getattr(self, name)
-        if a is None or a.shape[1]<most: a = self._need(name, (self.rows,1<<max(4, (most-1).bit_length())), dtype)
+        if a is None or a.shape[1]<most:
+            room = 1<<max(4, (most-1).bit_length())
+            a = self._need(name, (self.size,room), dtype)
         for j,l in self._lists.items() if self.stamp!=was else ((i,self._lists[i]),):
             if of(l): self.card.write(a[j,:len(of(l))], np.array(of(l), dtype))
 
@@ -104,7 +114,8 @@ def set(self:SampleTable,
     self._how[i] = (0. if p.temperature==0 else max(p.temperature, 1e-30), p.top_k, p.min_p, max(p.repetition_penalty, 1e-6), p.frequency_penalty, p.presence_penalty,
         p.top_p, state.seed & (2**64-1), least if ends else 0, len(bias), len(ends), -1 if p.logprobs is None else p.logprobs, PENALTIES*penal, 0)
     if penal:
-        self.card.write(self._need('counts', (self.rows,self.vocab), 'int32', zero=True)[i], state.counts)
+        counts = self._need('counts', (self.size,self.vocab), 'int32', zero=True)
+        self.card.write(counts[i], state.counts)
         if state.in_prompt is not None: self._bits('prompt', i, state.in_prompt)
         elif self.prompt is not None: self._bits('prompt', i, np.zeros(self.vocab, bool))
     self.card.write(self.position[i:i+1], np.array([state.position], np.int64))
@@ -126,18 +137,34 @@ def clear(self:SampleTable,
     i:int, # Line
 ):
     "Nobody uses line `i` any more"
-    self.lines.pop(i, None); self._lists.pop(i, None)
+    for of in (self.lines,self._lists,self._masked): of.pop(i, None)
 
 @patch
 def allow(self:SampleTable,
     i:int, # Line
-    tokens, # bool [V], or uint32 [ceil(V/32)] with a bit each: those that may be chosen next; None: all
+    tokens, # bool [V], or uint32 [ceil(V/32)] with a bit each: those that may be chosen; None: all
+    row:int=0, # Of the line: 0 chooses the next token, `row` the one after so many drafts
 ):
-    "Bar all but some tokens, until it is called again"
-    if tokens is not None: self._bits('mask', i, tokens)
-    flags = (was := int(self._how[i]['flags']))&~MASK | (MASK if tokens is not None else 0)
+    "Bar all but some tokens in a row, until it is called again for that row"
+    if not 0<=row<self.width: raise AtlasError(f'A line has {self.width} rows, and none is {row}')
+    masked = self._masked.setdefault(i, set())
+    others = [row] if masked else range(self.width)
+    if tokens is None: masked.discard(row)
+    else:
+        masked.add(row)
+        self._mask(i, row, tokens)
+    # a line is masked or not: where one of its rows is, the others need a mask too
+    free = [j for j in others if masked and j not in masked]
+    for j in free: self._mask(i, j, np.ones(self.vocab, bool))
+    was = int(self._how[i]['flags'])
+    flags = was&~MASK | (MASK if masked else 0)
     self._how[i]['flags'] = flags
     if flags!=was: self._write(i)
+
+@patch
+def _mask(self:SampleTable, i, row, tokens):
+    "Write the mask of a row of line `i`"
+    self._bits('mask', i*self.width+row, tokens, self.width)
 
 @patch(as_prop=True)
 def greedy(self:SampleTable)->bool:
@@ -157,24 +184,37 @@ def sample_rows(
     greedy:bool=False, # One launch: the largest logit of each row, nothing else is written
     cuts:bool=True, # Is there a line with top-k or top-p?
     then=None, # (`Batch`, positions in a block): the decode step that this ends; its rows go on as `advance` says, and `table.heard` gets what was chosen
+    width:int=1, # Rows of a sequence, side by side: row j chooses the token after j drafts, and nothing is counted
+    given=None, # i32 [R]: tokens that the rows were fed with, where `width` is more than 1
 ):
     "Choose a token for each row, and count it"
     t,(R,V),moved = table,logits.shape,_moved(then, table)
+    _fits(t, R, rows, then, width, given)
     if greedy: run('greedy', (_blocks(R, V),R), 512, logits, t.best[:R], ids_out, *moved[0], V, *moved[1])
-    else: _drawn(logits, t, ids_out, rows, cuts, *moved)
+    else: _drawn(logits, t, ids_out, rows, cuts, width, given, *moved)
     card_of(ids_out).plain = True  # the next launch waits for its end: it, and those after it, read positions and tables early
 
-def _drawn(logits, t, ids_out, rows, cuts, arrays, sizes):
+def _fits(t, R, rows, then, width, given):
+    "An `AtlasError` unless a step of `R` rows, `width` of a sequence, can be sampled"
+    if R>t.rows: raise AtlasError(f'A step of {R} rows, and the table has room for {t.rows}')
+    if width==1: return
+    if width>t.width: raise AtlasError(f'{width} rows a sequence, and the table is for {t.width}')
+    if R%width: raise AtlasError(f'{R} rows are no sequences of {width}')
+    missing = 'rows' if rows is None else 'given' if given is None else None
+    if missing: raise AtlasError(f'Several rows a sequence need `{missing}`')
+    if then is not None: raise AtlasError('Rows with drafts go on by `accept_rows` and `next_rows`')
+
+def _drawn(logits, t, ids_out, rows, cuts, width, given, arrays, sizes):
     "The launches of rows that are not all greedy"
     R,V = logits.shape
     words,(bias,ends) = -(-V//32),(0 if a is None else a.shape[1] for a in (t.bias,t.ends))
     def go(name, *args): run(name, (t.blocks,R), 256, logits, *args, CHUNKS=t.chunks)
     go('sample_scan', rows, t.how, t.position, t.counts, t.prompt, t.mask, t.bias_ids, t.bias, t.ends, t.adjusted, t.work, t.sums, t.bests, t.top_ids, t.top_logprobs,
-        V, words, bias, ends)
+        given, V, words, bias, ends, width, t.width)
     if cuts:
         go('sample_bins', t.adjusted, rows, t.how, t.work, t.bins, V)
-        go('sample_cut', t.adjusted, rows, t.how, t.position, t.work, t.bins, t.list, V, t.room)
-    go('sample_draw', t.adjusted, rows, t.how, t.position, t.counts, t.work, t.spans, ids_out, t.logprobs, t.top_ids, t.top_logprobs, *arrays, V, *sizes)
+        go('sample_cut', t.adjusted, rows, t.how, t.position, t.work, t.bins, t.list, V, t.room, width)
+    go('sample_draw', t.adjusted, rows, t.how, t.position, t.counts, t.work, t.spans, ids_out, t.logprobs, t.top_ids, t.top_logprobs, *arrays, V, *sizes, width)
 
 def _blocks(R, V):
     "Blocks of a greedy row: about one a multiprocessor, beside those of the product before"

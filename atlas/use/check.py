@@ -18,6 +18,7 @@ from fastcore.basics import listify
 from ..ground.config import AttentionConfig,MoEConfig,RopeConfig
 from ..card.device import CudaFault,Host
 from ..ground.formats import QTensor
+from ..cuda.accept import VerifyRows,accept_on_host,accept_rows,next_on_host,next_rows
 from ..cuda.attend import Angles,attend,encode_row,make_pool,unpack_pool
 from ..cuda.advance import advance
 from ..cuda.delta import delta_step
@@ -29,14 +30,14 @@ from ..cuda.gemv import embed,gemv,pair_bias
 from ..cuda.gemv import rmsnorm as norm_rows
 from ..cuda.mamba import mamba_step
 from ..cuda.pack import pack,requantize,unpack
-from ..cuda.sample import SampleTable,sample_rows
+from ..cuda.sample import HOW,SampleTable,sample_rows
 from ..cuda.scan import delta_many,mamba_many
 from ..cuda.vocabulary import beside,likeliest,ngram,norm_add,pick
 from ..ops import vocabulary as host_words
 from ..ops.linear import TILE,fused_linear
 from ..ops.moe import experts,route
 from ..ops.rope import rope_table
-from ..ops.sample import SampleState,SamplingParams,sample
+from ..ops.sample import RowParams,SampleState,SamplingParams,sample
 from ..ops.vocabulary import AttentionWeights,DeltaWeights,MLPWeights,MambaWeights
 from ..ops.vocabulary import Matrix,MoEWeights,Norm,RotaryTable,Step
 
@@ -366,6 +367,59 @@ def _advance(card, rng, run):
     run(go); n = card.download(b.pos)[0]-was['pos'][0] # done once or twice
     return [(n in (1,2), True, 0),(card.download(b.pos), was['pos']+n, 0),(card.download(b.starts), was['starts']+n, 0),
         (card.download(b.state_in), was['state_out' if n%2 else 'state_in'], 0)]
+
+# %% ../../nbs/8_use/06_check.ipynb #7be1a402
+@_case('sample_scan + _bins + _cut + _draw', '2 sequences of 3 rows', drafts={})
+def _sample_drafts(card, rng, run, W=3, V=3000):
+    fed,x = np.int32([5,7,7,4,8,9]),_normal(rng, 2*W, V)*3
+    asked = dict(frequency_penalty=.5, top_p=.9),dict(top_k=40, presence_penalty=1.)
+    ps = [SamplingParams(**kw) for kw in asked]
+    have = np.zeros(V, np.int32)
+    put,ids = card.upload(x),card.empty(2*W, 'int32')
+    lines,given = card.upload(np.repeat(np.int32([1,0]), W)),card.upload(fed)
+    def draw():
+        t = SampleTable(card, 2, V, rows=2*W, width=W)
+        for i,p in enumerate(ps): t.set(1-i, RowParams(p, i, counts=have))
+        sample_rows(put, t, ids, lines, width=W, given=given)
+    run(draw)
+    at = [(s,fed[s*W+1:s*W+j+1]) for s in range(2) for j in range(W)]
+    rows = [RowParams(ps[s], s, len(d), counts=np.bincount(d, minlength=V)) for s,d in at]
+    return [(card.download(ids), sample(x, rows).ids, 0)]
+
+# %% ../../nbs/8_use/06_check.ipynb #7be1a403
+def _verified(card, rng, S, W):
+    "Rows of a step with drafts whose answers often agree with them, and the sampler's table"
+    r = VerifyRows(card, S, W, 4, 16, W-1, 100, True)
+    t = SampleTable(card, S, 9, rows=S*W, width=W)
+    for s in range(S): t.set(s, SampleState(SamplingParams(frequency_penalty=1.), [1], 9, seed=s))
+    given = dict(ids=rng.integers(-1, 3, S*W), said=rng.integers(-1, 3, S*W),
+        pos=(rng.integers(0, 60, S)[:,None]+np.arange(W)).ravel(), pos3=rng.integers(0, 99, (3,S*W)),
+        state_out=np.arange(S*W), state_in=100+np.arange(S), live=rng.integers(0, W+1, S),
+        line=rng.permutation(S), limit=rng.integers(1, 64, S), kmax=rng.integers(0, W, S),
+        tables=rng.permutation(4*S).reshape(S, 4))
+    for k,a in given.items(): card.write(getattr(r, k), a.astype(np.int32))
+    return r,t
+
+@_case('accept + next_rows', '64 sequences', four_rows=dict(W=4), eight_rows=dict(W=8))
+def _accept(card, rng, run, W, S=64):
+    seed,drafts = int(rng.integers(9)),rng.integers(-1, 9, (W-1,S)).astype(np.int32)
+    put,kept = card.upload(drafts),{}
+    def go():
+        r,t = kept['r'],kept['t'] = _verified(card, np.random.default_rng(seed), S, W)
+        kept['was'] = r.on_host(),card.download(t.position),card.download(t.counts)
+        accept_rows(r, t)
+        next_rows(r, put)
+    run(go)
+    r,t,(h,position,counts) = (kept[k] for k in ('r','t','was'))
+    how,heard = card.download(t.how).view(HOW)[:,0],np.zeros_like(t.heard)
+    table = NS(how=how, position=position, counts=counts, heard=heard)
+    accept_on_host(h, table)
+    next_on_host(h, drafts)
+    got = r.on_host()
+    res = [(a, getattr(h, k), 0) for k,a in vars(got).items() if isinstance(a, np.ndarray)]
+    res += [(card.download(t.position), position, 0),(card.download(t.counts), counts, 0)]
+    res.append((t.heard['id'][0], heard['id'][0], 0))
+    return res
 
 # %% ../../nbs/8_use/06_check.ipynb #d15f6efb
 _WIDTHS = dict(plain=dict(n=320, m=64), odd=dict(n=37, m=30))
