@@ -400,7 +400,14 @@ ENGINE = {
     '--kv-high-precision-layers 2': dict(kv_high_precision_layers=2),
     '--chunk 128': dict(chunk=128),
     '--overcommit 2': dict(overcommit=2.),
-    '--packed': dict(packed=True)}
+    '--packed': dict(packed=True),
+    '--speculative draft': dict(speculative='draft'),
+    '--num-speculative-tokens 3': dict(num_speculative_tokens=3),
+    '--draft-model small': dict(draft_model='small'),
+    '--draft-vocab 8192': dict(draft_vocab=8192),
+    '--speculative-config {"prompt_lookup_max":6}':
+        dict(speculative_config=dict(prompt_lookup_max=6)),
+    '--no-speculative-adaptive': dict(speculative_adaptive=False)}
 # The same of the gateway's
 GATEWAY = {
     '--host 127.0.0.2': dict(host='127.0.0.2'),
@@ -454,17 +461,75 @@ def test_serve_without_flags(serve):
     asked = serve.call_args.kwargs
     assert (asked['host'],asked['port'],asked['first'])==('127.0.0.1',8888,None)
 
+SPECULATION = {
+    '': {},
+    '--speculative': dict(speculative=True),
+    '--speculative auto': dict(speculative=True),
+    '--speculative ngram': dict(speculative='ngram'),
+    '--speculative=mtp': dict(speculative='mtp'),
+    '--num-speculative-tokens 3': dict(speculative=True, num_speculative_tokens=3),
+    '--draft-model d': dict(speculative='draft', draft_model='d'),
+    '--speculative --draft-model d --no-speculative': {},
+    '--speculative-config {"method":"mtp","num_speculative_tokens":2}':
+        dict(speculative='mtp', num_speculative_tokens=2)}
+
+@pytest.mark.parametrize('said', SPECULATION)
+def test_serve_reads_speculation(serve, said):
+    "A bare --speculative takes no model for its word, wherever it stands"
+    wanted = [EngineConfig('m', **SPECULATION[said])]
+    for args in (['m',*said.split()], [*said.split(),'m']):
+        r = run('serve', *args)
+        assert r.exit_code==0, r.stderr
+        assert serve.call_args.args==(wanted,)
+
+@pytest.mark.parametrize('name', ['run','chat','all','decode'])
+def test_other_commands_that_load_read_speculation(fake, monkeypatch, name):
+    monkeypatch.setattr(cli, '_card', lambda *_: 'card')
+    monkeypatch.setattr(cli, '_longest', lambda *_: 99)
+    for module in ('bench','bench_decode'):
+        monkeypatch.setattr(f'atlas.use.{module}.{module}', lambda *_: Report())
+    where = ['bench',name] if name in ('all','decode') else [name]
+    prompt = ['hi']*(name=='run')
+    r = run(*where, 'm', '--speculative', *prompt, '--num-speculative-tokens', '2', input='')
+    assert r.exit_code==0, r.stderr
+    assert (fake.made.speculative,fake.made.num_speculative_tokens)==(True,2)
+
+@pytest.mark.parametrize('said,why', [
+    ('--num-speculative-tokens 8', (2,"'--num-speculative-tokens'")),
+    ('--speculative draft', (1,'needs a model that drafts')),
+    ('--speculative=eagle', (1,'speculative is \'eagle\'')),
+    ('--speculative-config {', (1,'speculative_config is no JSON')),
+    ('--speculative-config {"method":"mtp","gamma":3}', (1,'speculative_config has gamma'))])
+def test_wrong_speculation_is_refused(serve, said, why):
+    code,text = why
+    r = run('serve', 'm', *said.split())
+    assert r.exit_code==code and text in r.stderr and not serve.called
+
+def test_acceptance_is_handed_over(fake, monkeypatch):
+    asked = {}
+    monkeypatch.setattr('atlas.use.bench_decode.bench_decode',
+        lambda *_, **kw: asked.update(kw) or Report())
+    monkeypatch.setattr(cli, '_card', lambda *_: 'card')
+    monkeypatch.setattr(cli, '_longest', lambda *_: 99)
+    r = run('bench', 'decode', 'm', '--speculative', '--simulate-acceptance', '0.9,0.8')
+    assert r.exit_code==0, r.stderr
+    assert asked==dict(simulate=[.9,.8]) and fake.made.speculative is True
+    r = run('bench', 'decode', 'm', '--simulate-acceptance', '0.9,80')
+    assert r.exit_code==2 and 'shares from 0 to 1' in r.stderr
+
 def test_flags_are_fields():
     "What an engine can be loaded with is said once: `serve` has a flag for each of its fields"
     ps = inspect.signature(commands()['serve']).parameters
     here = {f.name:f for f in dataclasses.fields(EngineConfig)}
     wanted = {n for n in here if here[n].metadata.get('flag')}
-    assert wanted==set(here)-{'model','drafting'}
+    unflagged = {n for n in here if n.startswith('ngram_')}
+    assert wanted==set(here)-{'model','drafting'}-unflagged
     assert wanted==set(cli.FLAGS)<=set(ps)
     for n in wanted:
         p,field = ps[n],here[n]
         assert p.default==field.default
-        assert p.annotation.__origin__==field.type
+        written = field.metadata['cli'].get('text')  # a word that the field itself reads
+        assert p.annotation.__origin__==(str|None if written else field.type)
         assert p.annotation.__metadata__[0].help==field.metadata['help']
 
 def test_commands_repeat_no_field():
