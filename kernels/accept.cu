@@ -8,6 +8,7 @@
 //   live      : [seqs]          i32  rows that are real, the others are masked
 //   line      : [seqs]          i32  line of the sampler's table; -1 for padding
 //   pos       : [rows]          i32
+//   pos3      : [3, rows]       i32  rotary positions, where they differ; or null
 //   state_out : [rows]          i32  slot of recurrent state after the row, -1 for none
 //   limit     : [seqs]          i32  positions that a sequence may have
 //   tables    : [seqs, most]    i32  blocks of a sequence
@@ -21,7 +22,9 @@
 //   newest    : [seqs]          i32  its answer; 0 where there is none
 //   c_pos     : [steps, seqs]   i32  the chain: step i is at the position of the newest token + i,
 //                                    or masked at the last one of the limit
+//   c_pos3    : [steps, 3, seqs] i32 as far from c_pos as pos3 is from pos; or null
 //   c_starts  : [steps, seqs]   i32
+//   seen      : [seqs]          i32  position of the last token before the newest
 //   c_seq     : [steps, seqs]   i32  -1: nothing accepted, or beyond the limit
 //   c_in      : [steps, seqs]   i32  state after the last accepted row, then what the step before left
 //   c_out     : [steps, seqs]   i32  scratch + 2*s + i%2; -1 where scratch is
@@ -50,9 +53,11 @@ __device__ __forceinline__ bool follows(const int* ids, const int* said, int j, 
 }
 
 extern "C" __global__ void __launch_bounds__(128) accept(const int* ids, const int* said,
-        const int* live, const int* line, const int* pos, const int* state_out, const int* limit,
+        const int* live, const int* line, const int* pos, const int* pos3, const int* state_out,
+        const int* limit,
         const int* tables, const int* how, long long* position, int* counts, const float* chances,
-        int* history, int* accepted, int* last, int* newest, int* c_pos, int* c_starts, int* c_seq,
+        int* history, int* accepted, int* last, int* newest, int* seen, int* c_pos, int* c_pos3,
+        int* c_starts, int* c_seq,
         int* c_in, int* c_out, long long* c_slots, const int* tick, const float* logprobs,
         const int* top_ids, const float* top_logprobs, int* told, int* told_seq, int width, int v,
         int most, int block_size, int longest, int steps, int scratch, int places, int ahead) {
@@ -77,6 +82,7 @@ extern "C" __global__ void __launch_bounds__(128) accept(const int* ids, const i
         accepted[s] = n;
         last[s] = end_row;
         newest[s] = n ? said[end_row] : 0;
+        seen[s] = p + max(n, 1) - 1;
         told_seq[(size_t)(half * seqs + s) * ahead] = n;
         if (n) position[own] = at + n;
     }
@@ -92,6 +98,8 @@ extern "C" __global__ void __launch_bounds__(128) accept(const int* ids, const i
         const bool in = n && p + n + k < end;
         const long long block = in ? tables[(size_t)s * most + to / block_size] : 0;
         c_pos[c] = c_starts[c] = to;
+        for (int x = 0; c_pos3 && x < 3; x++)
+            c_pos3[(k * 3 + x) * seqs + s] = to + pos3[x * seqs * width + r0] - p;
         c_seq[c] = in ? s : -1;
         c_slots[c] = in ? block * block_size + to % block_size : -1;
         c_in[c] = !k ? state_out[end_row] : scratch < 0 ? -1 : scratch + 2 * s + (k - 1 & 1);

@@ -4,7 +4,7 @@
 //   adjusted : [some_rows, v] f32   read instead for rows whose line changes anything; or null
 //   who      : [rows]         i32   line of the tables that a row belongs to, -1 for none; or null: its own number
 //   how      : [lines, 16]    i32   struct How
-//   position : [lines]        i64   counted up where a token was chosen and `width` is 1; row r is r % width beyond it
+//   position : [lines]        i64   counted up where a token was chosen, if it `counted`; row r is r % width beyond it
 //   counts   : [lines, v]     i32   of that token too, where the line asks for penalties; or null
 //   work     : [some_rows, 8] i64   struct Work of each row
 //   spans    : [some_rows, 128] i64   scratch
@@ -62,13 +62,13 @@ __device__ __forceinline__ int draw(const float* x, const How& h, const Kept& k,
 
 extern "C" __global__ void __launch_bounds__(256) sample_draw(const float* logits, const float* adjusted, const int* who, const int* how, long long* position, int* counts,
         const long long* work, long long* spans, int* ids, float* logprobs, const int* top_ids, const float* top_logprobs, const int* seq, int* pos, int* pos3, long long* slots, int* starts, int* state_in, int* state_out,
-        const int* tables, int* told, int v, int most, int block_size, int places, int width) {
+        const int* tables, int* told, int v, int most, int block_size, int places, int width, int counted) {
     const int row = blockIdx.y, slot = who ? who[row] : row;
     const Rows b = {seq, nullptr, nullptr, tables, pos, pos3, starts, state_in, state_out, slots, (int)gridDim.y, most, block_size};
     pdl_trigger();
     const How h = ((const How*)how)[max(slot, 0)];
     const long long at = position[max(slot, 0)];
-    const u64 random = philox(h.seed, at + (width > 1 ? row % width : 0));
+    const u64 random = philox(h.seed, at + row % width);
     if (told) told += ((size_t)(pos[row] & 1) * places + row) * TOLD;
     pdl_wait();
     if (slot < 0) return;
@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(256) sample_draw(const float* logit
     logprobs[row] = logprob;
     if (told) { told[0] = id; told[1] = __float_as_int(logprob); }
     go(b, row, look(b, row));
-    if (id < 0 || width > 1) return;  // whether a draft's answer counts is yet to be seen
+    if (id < 0 || !counted) return;  // whether a draft's answer counts is yet to be seen
     position[slot] = at + 1;
     if (h.flags & 1) counts[(size_t)slot * v + id]++;
 }

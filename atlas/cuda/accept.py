@@ -22,8 +22,8 @@ _ARRAYS = dict(
     seq=('R',-1), lanes=('R',-1), slots=('R',-1), state_out=('R',-1),
     starts=('S',0), state_in=('S',0), live=('S',0), line=('S',-1),
     kmax=('S',0), limit=('S',0), tables=('SM',0),
-    counts=('S',0), last=('S',0), newest=('S',0),
-    c_pos=('KS',0), c_starts=('KS',0), c_seq=('KS',-1),
+    counts=('S',0), last=('S',0), newest=('S',0), seen=('S',0),
+    c_pos=('KS',0), c_pos3=('K3S',0), c_starts=('KS',0), c_seq=('KS',-1),
     c_in=('KS',-1), c_out=('KS',-1), c_slots=('KS',-1), tick=('1',0))
 _LONG = 'slots','c_slots' # 64 bits, the others have 32
 
@@ -41,13 +41,13 @@ class VerifyRows:
         scratch:int=-1,
         media:bool=False, # Are there rotary positions that are not positions?
     ):
-        if not 2<=width<=32 or seqs>256:
-            raise AtlasError(f'{seqs} sequences of {width} rows: at most 256, of 2 to 32 rows')
+        if not 1<=width<=32 or seqs>256:
+            raise AtlasError(f'{seqs} sequences of {width} rows: at most 256, of 1 to 32 rows')
         self.card,self.width,self.most = card,width,most
         self.block_size,self.steps,self.scratch = block_size,steps,scratch
         self._flat = {}
         for name,(shape,first) in _ARRAYS.items():
-            if name=='pos3' and not media: continue
+            if name in ('pos3','c_pos3') and not media: continue
             n = int(np.prod(self._shape(shape, seqs)))
             kind = 'int64' if name in _LONG else 'int32'
             self._flat[name] = card.upload(np.full(n, first, kind))
@@ -100,9 +100,9 @@ def accept_rows(
     if chances is not None and len(chances)<r.width-1:
         raise AtlasError(f'{len(chances)} chances for {r.width-1} drafts')
     report = (t.logprobs,t.top_ids,t.top_logprobs) if full else (None,None,None)
-    given = r.ids,r.said,r.live,r.line,r.pos,r.state_out,r.limit,r.tables
-    said = r.counts,r.last,r.newest
-    chain = r.c_pos,r.c_starts,r.c_seq,r.c_in,r.c_out,r.c_slots
+    given = r.ids,r.said,r.live,r.line,r.pos,r.pos3,r.state_out,r.limit,r.tables
+    said = r.counts,r.last,r.newest,r.seen
+    chain = r.c_pos,r.c_pos3,r.c_starts,r.c_seq,r.c_in,r.c_out,r.c_slots
     longest = 0 if history is None else history.shape[1]
     sizes = r.width,t.vocab,r.tables.shape[1],r.block_size,longest
     run('accept', len(r.live), 128, *given, t.how, t.position, t.counts, chances, history,
@@ -123,6 +123,7 @@ def accept_on_host(rows, table, full=False, chances=None, history=None):
         r.counts[:] = simulate(said, fed[:,1:], live, chances, t.how['seed'][own], t.position[own])
     r.last[:] = np.arange(S)*W+np.maximum(r.counts, 1)-1
     r.newest[:] = np.where(r.counts>0, r.said[r.last], 0)
+    r.seen[:] = r.pos[::W]+np.maximum(r.counts, 1)-1
     for s in np.flatnonzero(r.counts): _count(r, t, s, said[s,:r.counts[s]], history)
     for i in range(len(r.c_pos)): _chain(r, i)
     _tell(r, t, full)
@@ -155,6 +156,7 @@ def _chain(r, i):
     real = (r.counts>0)&(to<end)
     to = np.minimum(to, np.maximum(end-1, 0))
     r.c_pos[i] = r.c_starts[i] = to
+    if r.pos3 is not None: r.c_pos3[i] = to+(r.pos3-r.pos)[:,::r.width]
     r.c_seq[i] = np.where(real, np.arange(S), -1)
     r.c_slots[i] = _slots(r, np.arange(S), to, real)
     own = r.scratch+2*np.arange(S) if r.scratch>=0 else None

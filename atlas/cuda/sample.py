@@ -184,8 +184,8 @@ def sample_rows(
     greedy:bool=False, # One launch: the largest logit of each row, nothing else is written
     cuts:bool=True, # Is there a line with top-k or top-p?
     then=None, # (`Batch`, positions in a block): the decode step that this ends; its rows go on as `advance` says, and `table.heard` gets what was chosen
-    width:int=1, # Rows of a sequence, side by side: row j chooses the token after j drafts, and nothing is counted
-    given=None, # i32 [R]: tokens that the rows were fed with, where `width` is more than 1
+    width:int=1, # Rows of a sequence, side by side: row j chooses the token after j drafts
+    given=None, # i32 [R]: tokens that the rows were fed with; then nothing is counted
 ):
     "Choose a token for each row, and count it"
     t,(R,V),moved = table,logits.shape,_moved(then, table)
@@ -214,7 +214,7 @@ def _drawn(logits, t, ids_out, rows, cuts, width, given, arrays, sizes):
     if cuts:
         go('sample_bins', t.adjusted, rows, t.how, t.work, t.bins, V)
         go('sample_cut', t.adjusted, rows, t.how, t.position, t.work, t.bins, t.list, V, t.room, width)
-    go('sample_draw', t.adjusted, rows, t.how, t.position, t.counts, t.work, t.spans, ids_out, t.logprobs, t.top_ids, t.top_logprobs, *arrays, V, *sizes, width)
+    go('sample_draw', t.adjusted, rows, t.how, t.position, t.counts, t.work, t.spans, ids_out, t.logprobs, t.top_ids, t.top_logprobs, *arrays, V, *sizes, width, int(given is None))
 
 def _blocks(R, V):
     "Blocks of a greedy row: about one a multiprocessor, beside those of the product before"

@@ -82,7 +82,7 @@ class Drafter:
     cache = None # Its own `KVCache`, whose blocks have the numbers of the target's; None: it needs none
     def __init__(self,
         target:Decoder, # The model that checks its guesses
-        k:int=1, # How many it makes
+        k:int=1, # How many it makes at most
     ):
         self.target,self.k = target,k
 
@@ -96,6 +96,7 @@ class Drafter:
         h, # As `see` returned it
         last, # [S] int32: rows of `h` that said the newest tokens
         ends:Ends,
+        k:int, # How many; at most `self.k`
         tap=None, # Sees the logits [S, vocab] of each draft
     )->list: # `k` times [S] int32; -1 where there is none
         "What may come after the newest token of each sequence, nearest first"
@@ -125,10 +126,10 @@ class MTPDrafter(Drafter):
         rows = replace(b, ids=then, patches=None)
         return m.mtp(m, rows, m.final(x), self._cache)
 
-    def propose(self, h, last, ends, tap=None):
+    def propose(self, h, last, ends, k, tap=None):
         m,out = self.target,[]
         h = m.ops.pick(h, last)
-        for i in range(self.k):
+        for i in range(k):
             if i: h = m.mtp(m, ends.rows(i-1, out[-1]), h, self._cache)
             out.append(self._likeliest(m.head(h), ends.out(i), tap))
         return out
@@ -159,11 +160,11 @@ class AssistantDrafter(Drafter):
 
     def see(self, b, x, then): return self.target.final(x)
 
-    def propose(self, h, last, ends, tap=None):
+    def propose(self, h, last, ends, k, tap=None):
         a,out = self.assistant,[]
         h = self.target.ops.pick(h, last)
         ids = ends.newest
-        for i in range(self.k):
+        for i in range(k):
             n,h = a.draft_rows(self.target, ends.looking(ids), h, self._cache)
             logits = a.scores(n) if tap else a.head(n)
             ids = self._likeliest(logits, ends.out(i), tap)
@@ -191,9 +192,9 @@ class ModelDrafter(Drafter):
 
     def see(self, b, x, then): self.model.trunk(self._own(b), self.cache)
 
-    def propose(self, h, last, ends, tap=None):
+    def propose(self, h, last, ends, k, tap=None):
         m,ids,out = self.model,ends.newest,[]
-        for i in range(self.k):
+        for i in range(k):
             x = m.trunk(self._own(ends.rows(i, ids)), self.cache)
             ids = self._likeliest(m.head(x, m.last_norm), ends.out(i), tap)
             out.append(ids)
@@ -213,8 +214,8 @@ class NgramDrafter(Drafter):
         super().__init__(target, k)
         self.least,self.most = least,most
 
-    def propose(self, h, last, ends, tap=None):
-        return ends.look_up(self.k, self.least, self.most)
+    def propose(self, h, last, ends, k, tap=None):
+        return ends.look_up(k, self.least, self.most)
 
 @patch
 def look_up(self:Ends, k:int, least:int, most:int)->list:

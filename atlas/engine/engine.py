@@ -253,20 +253,20 @@ def _counted(sampled)->list[list[int]]:
     return [np.maximum(ids[:max(n, 1)], 0).tolist() for ids,n in pairs]
 
 @patch
-def _guess(self:Stepper, p:Pass, then, last=None, ends=())->list[list[int]]:
-    "Show a pass to the drafter, and ask for drafts after `ends`, who said rows `last`"
+def _guess(self:Stepper, p:Pass, then, last=None, ends=(), k=0)->list[list[int]]:
+    "Show a pass to the drafter, and ask for `k` drafts after `ends`, who said rows `last`"
     ids = spread(p.pieces, p.b.tiled, then)
     h = self.drafter.see(p.b, p.x, self.model.device.upload(ids))
-    if not ends: return []
+    if not (ends and k): return [[] for _ in ends]
     where = Ends(ends, self.cache, self.model.device)
-    return where.lists(self.drafter.propose(h, last, where))
+    return where.lists(self.drafter.propose(h, last, where, k))
 
 @patch
 def _after_prompts(self:Stepper, p:Pass, plan, said)->list[list[int]]:
     "Drafts for each of `plan.first`, who have `said` their first tokens"
     first = {s:ids[0] for s,ids in zip(plan.first, said)}
     ends = [_first_end(s, t) for s,t in first.items()]
-    return self._guess(p, following(plan.prefill, first), p.b.out, ends)
+    return self._guess(p, following(plan.prefill, first), p.b.out, ends, plan.width-1)
 
 def _first_end(seq, token)->End:
     "Where a sequence stands whose prompt is complete"
@@ -291,7 +291,7 @@ def _after_rows(self:HostStepper, p:Pass, plan, turns, rows, said)->list[list[in
     begins = np.cumsum([0,*(len(t.ids) for t in turns)])[:-1]
     at = begins+[len(ids)-1 for ids in said]
     last = p.b.out[at.astype(int)]
-    return self._guess(p, following(plan.replay)+answers, last, ends)
+    return self._guess(p, following(plan.replay)+answers, last, ends, plan.width-1)
 
 def _end(turn, said)->End:
     "Where a sequence stands that has just `said` these tokens"
@@ -319,7 +319,7 @@ class Engine:
         self._events,self._cut = [],False # What nobody was told yet; was the last launch cut off?
         self._begun = None # When the step began that lands next, if it is known
         scheduler.rows = min(scheduler.rows, stepper.replay_rows)
-        if stepper.drafter: scheduler.ahead = 1+scheduler.drafts
+        if stepper.drafter or stepper.overlap: scheduler.ahead = 1+scheduler.drafts
 
     @property
     def has_work(self)->bool: return self.scheduler.has_work

@@ -154,7 +154,7 @@ def __repr__(self:Plan):
 @patch
 def halves(self:Plan)->list[Plan]:
     "What prefills or replays, and what decodes, as plans of their own, where there are any"
-    fills = Plan(self.prefill, self.replay)
+    fills = Plan(self.prefill, self.replay, width=self.width)
     decodes = Plan(decode=self.decode, width=self.width)
     return [p for p in (fills,decodes) if p]
 
