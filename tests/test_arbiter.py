@@ -1,0 +1,209 @@
+"""The arbiter under any stream of steps: it stays within its bounds, keeps nothing of who left,
+spends little on probes, and ends at the K that pays."""
+from functools import partial
+from math import inf,nan
+import pytest
+from hypothesis import given,settings,strategies as st
+from atlas.engine.arbiter import Arbiter,Tuning
+
+T = Tuning()
+BUCKETS = 11*8
+
+# -- any stream ----------------------------------------------------------------------------------
+
+ids = st.sets(st.integers(0, 9), max_size=8)
+times = st.one_of(st.none(), st.sampled_from([0., -1., nan, inf]), st.floats(1e-4, 10.))
+steps = st.tuples(ids, st.integers(0, 300_000), times, st.randoms(use_true_random=False))
+streams = st.lists(st.tuples(steps, st.integers(1, 20)), max_size=25)
+
+def step(arb, running, context, seconds, rnd, late=()):
+    "One step of `running`, whose drafts are accepted at random; K, and all limits"
+    k = arb.drafts(len(running), context)
+    limits = [arb.limit(i) for i in sorted(running)]
+    accepted = {}
+    for i,limit in zip(sorted(running), limits):
+        checked = rnd.randint(0, min(k, limit))
+        accepted[i] = checked,rnd.randint(0, checked)
+    for i in late: accepted[i] = (k,0)
+    arb.note(k, accepted, seconds, context)
+    return k,limits
+
+def play(arb, stream, check=lambda *seen: None):
+    "All steps of a stream; requests that are in one step and not in the next have left in between"
+    seen,running = [],set()
+    for (now,context,seconds,rnd),n in stream:
+        gone = running-now
+        for i in gone: arb.leave(i)
+        running = now
+        state = rnd.getstate()
+        for j in range(n):
+            # the step in the air still has rows of those that left
+            seen.append(step(arb, running, context, seconds, rnd, gone if j==0 else ()))
+            check(arb, running, *seen[-1])
+        rnd.setstate(state)
+    return seen
+
+def bounds(most, arb, running, k, limits):
+    "What holds after every step"
+    assert 0<=k<=most and 0<=arb.k<=most
+    assert all(0<=n<=most for n in limits)
+    assert set(arb.limits)<=set(running)
+    assert len(arb.buckets)<=BUCKETS
+    assert all(len(c)==most+1 for c in arb.buckets.values())
+    m = arb.stats()
+    def total(name): return m[f'spec_decode_{name}_total']
+    assert total('probe_steps')<=T.share*arb.steps+T.probe
+    moves = total('changes')-2*total('probes')
+    assert moves<=1+arb.steps/T.dwell
+    assert total('num_accepted_tokens')<=total('num_draft_tokens')
+    assert sum(total('num_accepted_tokens_per_pos').values())==total('num_accepted_tokens')
+    assert all(0<=a<=1 for a in m['spec_decode_acceptance'].values())
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 7), streams)
+def test_whatever_happens(most, stream):
+    "K and limits in bounds, memory and probes bounded, changes rare, nothing left of who left"
+    play(Arbiter(most), stream, partial(bounds, most))
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 7), streams)
+def test_the_same_steps_lead_to_the_same_decisions(most, stream):
+    first,again = Arbiter(most),Arbiter(most)
+    assert play(first, stream)==play(again, stream)
+    assert first.stats()==again.stats()
+
+def test_nothing_is_left():
+    arb = Arbiter(3)
+    for n in range(1000):
+        arb.drafts(1)
+        arb.limit(f'r{n}')
+        arb.note(3, {f'r{n}': (3,1)}, .01)
+        arb.leave(f'r{n}')
+        arb.note(3, {f'r{n}': (3,1)}, .01)
+    arb.leave('never came')
+    assert not arb.limits
+    assert len(arb.buckets)==1
+
+# -- where it ends -------------------------------------------------------------------------------
+
+class Card:
+    "Steps whose time is a line in K, one of them in the air"
+    def __init__(self, most, seqs, price, ahead=0, timed=True, **tuning):
+        self.arb = Arbiter(most, **tuning)
+        self.seqs,self.price,self.ahead,self.timed = seqs,price,ahead,timed
+        self.air,self.last,self.seconds,self.tokens = [],most,0.,0
+
+    def run(self, n, right):
+        "`n` steps of text in which `right` drafts in a row are right; all of K then"
+        seen = []
+        for _ in range(n):
+            seen.append(self.arb.drafts(self.seqs))
+            self.air.append(seen[-1])
+            if len(self.air)>self.ahead: self.land(self.air.pop(0), right)
+        return seen
+
+    def land(self, k, right):
+        checked = {f'r{i}': min(k, self.arb.limit(f'r{i}')) for i in range(self.seqs)}
+        accepted = {i: (c,min(c, right)) for i,c in checked.items()}
+        seconds = 1+self.price*k+(k!=self.last)
+        self.arb.note(k, accepted, seconds if self.timed else None)
+        self.last = k
+        self.seconds += seconds
+        self.tokens += sum(1+n for _,n in accepted.values())
+
+cards = dict(most=st.integers(1, 7), seqs=st.sampled_from([1,2,5,16]), ahead=st.integers(0, 1))
+
+@settings(deadline=None, max_examples=25)
+@given(price=st.floats(0, .03), before=st.integers(0, 400), **cards)
+def test_cheap_and_always_right_is_most(most, seqs, price, ahead, before):
+    "Whatever the text was before"
+    card = Card(most, seqs, price, ahead)
+    card.run(before, 0)
+    card.run(1500, most)
+    assert card.arb.k==most
+    assert not [s for s in card.arb.limits.values() if s.limit<most]
+
+@settings(deadline=None, max_examples=25)
+@given(price=st.floats(.08, 1.5), before=st.integers(0, 400), **cards)
+def test_never_right_is_none(most, seqs, price, ahead, before):
+    card = Card(most, seqs, price, ahead)
+    card.run(before, most)
+    card.run(200, 0)
+    seen = card.run(1200, 0)
+    assert card.arb.k==0
+    assert sum(k>0 for k in seen)<=.05*len(seen)
+
+@settings(deadline=None, max_examples=25)
+@given(price=st.floats(0, 1.5), **cards)
+def test_never_right_costs_little(most, seqs, price, ahead):
+    "In the long run 93 % of plain decoding, where a draft costs up to half as much as a step"
+    card = Card(most, seqs, price/most, ahead)
+    card.run(3000, 0)
+    assert card.tokens/seqs>=.93*card.seconds
+
+@pytest.mark.parametrize('most', [1,3,7])
+def test_dear_drafts_are_not_even_probed(most):
+    "Where a draft costs more than a step of its own, none can win, and it stops asking"
+    card = Card(most, 64, 1.6)
+    card.run(1000, most)
+    assert card.arb.k==0
+    probes = card.arb.totals['probes']
+    card.run(1000, most)
+    assert card.arb.totals['probes']==probes
+
+@pytest.mark.parametrize('timed', [True,False])
+def test_text_that_turns_is_noticed(timed):
+    "Even if no step could be timed: then the guess about what a draft costs has to do"
+    card,ks = Card(3, 1, .3, timed=timed),[]
+    for right in (3,0,3,0):
+        card.run(700, right)
+        ks.append(card.arb.k)
+    assert ks==[3,0,3,0]
+
+def test_K_follows_the_load():
+    "Drafts pay for one sequence, and not for 64: it remembers both"
+    arb,ks = Arbiter(3),[]
+    for seqs,price in [(1,.2),(64,1.2)]*3:
+        for _ in range(300):
+            k = arb.drafts(seqs)
+            accepted = {f'r{i}': (k,min(k, 2)) for i in range(seqs)}
+            arb.note(k, accepted, seqs*(1+price*k))
+        ks.append(arb.k)
+    assert ks==[2,0]*3
+
+def test_a_load_that_flickers_changes_little():
+    "In two buckets by turns, one of which wants drafts and the other none"
+    arb = Arbiter(3)
+    for i in range(2000):
+        seqs,price = ((1,.2),(64,1.2))[i//4%2]
+        k = arb.drafts(seqs)
+        accepted = {f'r{j}': (k,min(k, 2)) for j in range(seqs)}
+        arb.note(k, accepted, seqs*(1+price*k))
+    assert arb.totals['changes']<=40
+
+def test_one_who_guesses_wrong_is_masked_alone():
+    "Its limit falls, those of the others stay, and K as well; when it turns, the limit is lifted"
+    arb = Arbiter(3)
+    def run(n, right):
+        for _ in range(n):
+            k,accepted = arb.drafts(4),{}
+            for i,r in right.items():
+                checked = min(k, arb.limit(i))
+                accepted[i] = checked,min(checked, r)
+            arb.note(k, accepted, 1+.2*k)
+    run(200, dict(a=0, b=3, c=3, d=3))
+    assert arb.k==3
+    assert [arb.limits[i].limit for i in 'abcd']==[0,3,3,3]
+    assert arb.stats()['spec_decode_limited_seqs']==1
+    run(600, dict(a=3, b=3, c=3, d=3))
+    assert [arb.limits[i].limit for i in 'abcd']==[3,3,3,3]
+
+def test_one_step_that_hangs_moves_nothing():
+    "One step in twenty takes a hundred times as long"
+    arb = Arbiter(2)
+    for i in range(1000):
+        k = arb.drafts(1)
+        arb.note(k, dict(r=(k,k)), (1+.3*k)*(100 if i%20==7 else 1))
+    assert arb.k==2
+    base = arb.times((0,0))
+    assert base[2]<1.7
