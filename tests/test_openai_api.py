@@ -18,6 +18,7 @@ from atlas.text.tokenizer import Tokenizer
 from test_server import END,FakeRunner,HELLO,WAIT,app_of,client_of,dial,head,live,read_until
 from test_server import template,threaded,tok
 from inprocess import loaded
+from scripted import service
 from helpers.waiting import until
 
 ONCE = httpx.Limits(max_keepalive_connections=0)
@@ -401,6 +402,49 @@ def test_continuous_usage():
         n = [x.usage.completion_tokens for x in xs]
         assert n==sorted(n) and n[-1]==4 and n[1]==1 and all(x.usage.prompt_tokens==xs[0].usage.prompt_tokens for x in xs)
         assert ask(c, max_tokens=2**40).choices[0].message.content=='abc'
+
+# ---- Drafts ----
+
+@pytest.fixture(scope='module')
+def both():
+    "Clients of two services that say the same: with three accepted drafts in a step, and without"
+    def say(prompt): return 'Half of this was drafted.'
+    def serve(**kw): return service(say, parsers=(None,None), **kw)
+    with serve(drafts=3) as a, serve() as b:
+        yield [openai.OpenAI(base_url=s.url+'/v1', api_key='none', timeout=WAIT) for s in (a,b)]
+
+def streamed(c, **kw):
+    "Chunks of an answer: their choices, and the counts at the end"
+    options = dict(include_usage=True)|kw
+    xs = list(c.chat.completions.create(
+        model='scripted', messages=HELLO, stream=True, stream_options=options))
+    return [x.choices[0] for x in xs if x.choices],xs[-1].usage
+
+def test_drafts_are_counted(both):
+    drafted,plain = both
+    for c,accepted in ((drafted,19), (plain,None)):
+        a = c.chat.completions.create(model='scripted', messages=HELLO)
+        assert a.usage.completion_tokens==26
+        details = a.usage.completion_tokens_details
+        assert details.accepted_prediction_tokens==accepted
+        said = set(details.model_dump(exclude_unset=True))
+        assert said==({'reasoning_tokens'}|({'accepted_prediction_tokens'} if accepted else set()))
+
+def test_chunks_tell_of_drafts_only_who_asked(both):
+    drafted,plain = both
+    for c,asked in ((drafted,False), (plain,True), (plain,False)):
+        said,_ = streamed(c, **dict(atlas_drafts=True) if asked else {})
+        assert [x for x in said if 'drafted' in x.model_dump()]==[]
+    said,counts = streamed(drafted, atlas_drafts=True)
+    texts = [(x.delta.content, getattr(x, 'drafted', 0)) for x in said if x.delta.content]
+    assert ''.join(t for t,_ in texts)=='Half of this was drafted.'
+    assert texts==[(t, int(i%4>0)) for i,t in enumerate('Half of this was drafted.')]
+    assert counts.completion_tokens_details.accepted_prediction_tokens==19
+
+def test_models_say_how_they_draft(both):
+    drafted,plain = both
+    assert drafted.models.list().data[0].speculative=='mtp, 3 drafts'
+    assert 'speculative' not in plain.models.list().data[0].model_dump()
 
 # ---- Vectors, tokens, models ----
 

@@ -152,6 +152,85 @@ def test_a_file_that_is_no_image(page):
     say(page, 'hello')
     assert page.js('$("notice").textContent')==''
 
+# -- drafts ----------------------------------------------------------------------------------------
+
+SPEECH = 'Some **bold** words, of which many were drafted.\n\n- one\n- two'
+
+@pytest.fixture(scope='module')
+def guessing():
+    "A server whose steps say four tokens, three of them accepted drafts"
+    def answer(prompt): return '<think>Well.</think>'+SPEECH
+    with service(answer, drafts=3) as s: yield s
+
+@pytest.fixture
+def drafting(chromium, guessing):
+    p = chromium.open(guessing.url+'/')
+    p.js('localStorage.clear()')
+    p.go(guessing.url+'/')
+    p.until('models.length')
+    yield p
+    assert not p.logged
+    p.ws.close()
+
+META = '$("log").querySelector(".assistant .meta span").textContent'
+BODY = '$("log").querySelector(".assistant .body")'
+
+def press(p, label):
+    p.js(f'[...document.querySelectorAll("button")].find(b => b.textContent === "{label}").click()')
+
+def test_accepted_drafts_are_counted_and_shown(drafting, guessing):
+    p = drafting
+    say(p, 'hello')
+    n = len(('<think>Well.</think>'+SPEECH).encode())+1  # a byte is a token; and the end
+    accepted = n-(n+3)//4
+    assert f'{n} tokens' in p.js(META)
+    share = round(100*accepted/n)
+    assert f'{n/(n-accepted):.1f} a step, {share} % from drafts' in p.js(META)
+    drawn = p.js(f'{BODY}.innerHTML')
+    press(p, 'Show drafts')
+    assert p.js(f'{BODY}.textContent')==SPEECH, 'the answer as it was written'
+    before = len('<think>Well.</think>')
+    drafted = [(before+i)%4>0 for i in range(len(SPEECH))]
+    told = p.js(f'''[...{BODY}.firstChild.childNodes].flatMap(
+        e => [...e.textContent].map(() => e.nodeName === "U"))''')
+    assert told==drafted
+    press(p, 'Hide drafts')
+    assert p.js(f'{BODY}.innerHTML')==drawn and '<strong>bold</strong>' in drawn
+
+def test_drafts_are_still_there_when_the_page_is_opened_anew(drafting, guessing):
+    p = drafting
+    say(p, 'hello')
+    said = p.js(META)
+    p.go(guessing.url+'/?2')
+    p.until('models.length')
+    assert p.js(META)==said
+    press(p, 'Show drafts')
+    assert p.js(f'{BODY}.querySelectorAll("u").length')>9
+    # what somebody changed in the storage is not believed
+    p.js('state.messages.at(-1).marks = [1, 2]; save()')
+    p.go(guessing.url+'/?3')
+    assert 'Show drafts' not in p.js('$("log").textContent')
+
+def test_the_page_says_how_tokens_are_drafted(drafting, page):
+    assert 'Speculation: mtp, 3 drafts.' in drafting.js('$("about").textContent')
+    assert drafting.js('$("faster").hidden') is True
+    assert 'Speculation' not in page.js('$("about").textContent')
+    assert page.js('$("faster").hidden') is False
+    assert '--speculative' in page.js('$("faster").textContent')
+
+def test_an_answer_without_drafts_says_nothing_of_them(page):
+    say(page, 'hello')
+    assert 'drafts' not in page.js('$("log").textContent')
+    assert 'a step' not in page.js('$("log").textContent')
+
+@pytest.mark.parametrize('width', [390,1280])
+def test_drafts_fit_the_screen(drafting, width):
+    drafting.size(width, 800, touch=width<1000)
+    say(drafting, 'hello')
+    press(drafting, 'Show drafts')
+    for e in ('document.documentElement','scroll','document.body'):
+        assert drafting.js(f'{e}.scrollWidth <= {e}.clientWidth'), e
+
 # -- in the midst of an answer -----------------------------------------------------------------------------------------------
 
 LONG = json.dumps('Some words of an answer.\n\n'*200)

@@ -155,6 +155,8 @@ def _set(self:Served, state:str|None=None):
     if state: self.state = state
     if state and state!='failed':
         why = f': {self.reason}' if self.reason else ''
+        drafts = state=='loaded' and self.runner.info.get('speculative')
+        if drafts: why += f', speculative: {drafts}'
         _log.info('%s is %s%s', self.name, self.condition, why)
     for f in self._waiting:
         if not f.done(): f.set_result(None)

@@ -102,7 +102,7 @@ def unpack_images(images)->tuple:
     return tuple((a, tuple(grid) if isinstance(grid, list) else grid) for a,grid in images)
 
 # %% ../../nbs/7_service/14_link.ipynb #ae1ead49
-_more = dataclasses.fields(Event)[2:] # after id and token
+_more = dataclasses.fields(Event)[2:-1] # after id and token; the last, `drafted`, goes with it
 _rest,_usual = attrgetter(*(f.name for f in _more)),tuple(f.default for f in _more)
 
 def pack_event(
@@ -110,9 +110,10 @@ def pack_event(
     e:Event,
 )->list:
     "An event in as few words as it can be said"
-    if (rest := _rest(e))==_usual: return [n, e.token]
+    token = ~e.token if e.drafted else e.token # below zero: it was drafted
+    if (rest := _rest(e))==_usual: return [n, token]
     k = max(i for i,(a,b) in enumerate(zip(rest, _usual)) if a!=b)
-    return [n, e.token, *rest[:k+1]]
+    return [n, token, *rest[:k+1]]
 
 # %% ../../nbs/7_service/14_link.ipynb #1ec24dc6
 def unpack_event(
@@ -120,8 +121,11 @@ def unpack_event(
     m:list, # What `pack_event` made
 )->Event:
     "The event again"
-    if len(m)==2: return Event(rid, m[1])
-    e = Event(rid, *m[1:])
+    _,token,*rest = m
+    drafted = token is not None and token<0
+    if drafted: token = ~token
+    if not rest: return Event(rid, token, drafted=drafted)
+    e = Event(rid, token, *rest, drafted=drafted)
     return e if e.top is None else dataclasses.replace(e, top=[tuple(t) for t in e.top])
 
 # %% ../../nbs/7_service/14_link.ipynb #d30b027f

@@ -122,9 +122,16 @@ _engine = dict(
     corrupted_requests_total='Requests failed because logits were not finite',
     prefix_cache_queries_total='Prompt tokens that were looked up in the prefix cache', prefix_cache_hits_total='Prompt tokens that it had',
     spec_decode_num_drafts_total='Times that tokens were drafted', spec_decode_num_draft_tokens_total='Tokens drafted',
-    spec_decode_num_accepted_tokens_total='Drafted tokens that were right',
+    spec_decode_num_accepted_tokens_total='Drafted tokens that were accepted',
+    spec_decode_invalid_total='Drafts left out because their logits were not finite',
+    spec_decode_drafts='Tokens to draft in a step, as it is now',
+    spec_decode_changes_total='Times that this number was changed',
+    spec_decode_probes_total='Times that another number was tried',
     guide_seconds_total='Seconds spent on masks of grammars', prefill_tokens_total='Prompt tokens computed', steps_total='Steps of the engine',
     jit_after_ready_total='Kernels compiled after the engine was ready')
+_by_position = dict( # Of the draft in its step, from 0
+    spec_decode_num_accepted_tokens_per_pos_total='Drafted tokens that were accepted, by position',
+    spec_decode_acceptance='Share of drafts accepted of late, by position')
 STATES = ('unloaded','loading','loaded','sleeping','stalled','restarting','unloading','failed')
 
 # %% ../../nbs/7_service/09_metrics.ipynb #476a4105
@@ -171,14 +178,24 @@ def collect(self:Metrics):
     yield f
 
 # %% ../../nbs/7_service/09_metrics.ipynb #93bbbf86
+def _family(k, doc, *labels):
+    "Samples of one name; names of counters end in _total"
+    kind = CounterMetricFamily if k.endswith('_total') else GaugeMetricFamily
+    return kind(f'atlas:{k}', doc, labels=['model_name',*labels])
+
 @patch
 def _engines(self:Metrics):
     "What engines say of themselves"
     said = [(u.name, u.runner.stats()) for u in self.models.upstreams]
     for k,doc in _engine.items():
-        f = (CounterMetricFamily if k.endswith('_total') else GaugeMetricFamily)(f'atlas:{k}', doc, labels=['model_name'])
+        f = _family(k, doc)
         for name,s in said:
             if isinstance(s.get(k), int|float): f.add_metric([name], s[k])
+        if f.samples: yield f
+    for k,doc in _by_position.items():
+        f = _family(k, doc, 'position')
+        for name,s in said:
+            for at,v in (s.get(k) or {}).items(): f.add_metric([name,str(at)], v)
         if f.samples: yield f
     f = GaugeMetricFamily('atlas:num_requests_waiting_by_reason', 'Requests that wait for the engine, by what they wait for', labels=['model_name','reason'])
     for name,s in said: f.add_metric([name,'capacity'], s.get('num_requests_waiting', 0))  # there is no other

@@ -279,7 +279,8 @@ def reader(u:Upstream, ask:Ask, r:Request, p:Prompt)->ChoiceReader:
     within = ask.continuing or plain or verbatim(r.guide)
     detok = u.tokenizer.detokenizer(keep=marks, continuing=within)
     want = ask.params.logprobs is not None or getattr(ask, 'token_ids', False)
-    return ChoiceReader(detok, r.params, s, want, ask.parallel, forced)
+    apart = getattr(ask, 'drafts', False)
+    return ChoiceReader(detok, r.params, s, want, ask.parallel, forced, apart)
 
 def _tool_parser(u, ask):
     "The name of the parser of calls; None where there are to be no calls"

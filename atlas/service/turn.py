@@ -92,7 +92,10 @@ def feed(self:Turn, i:int, events:list)->list[Delta]:
 def usage(self:Turn)->Usage:
     "The counts so far; each prompt counts once"
     vs = self.readers
-    return Usage(self.prompt, sum(v.n for v in vs), sum(v.cached for v in vs[::self.each]), sum(v.reasoning for v in vs))
+    def total(k, vs): return sum(getattr(v, k) for v in vs)
+    cached = total('cached', vs[::self.each])
+    answers = [total(k, vs) for k in ('reasoning','drafted')]
+    return Usage(self.prompt, total('n', vs), cached, *answers)
 
 # %% ../../nbs/7_service/11_turn.ipynb #5977ee4e
 @patch

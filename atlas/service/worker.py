@@ -205,6 +205,8 @@ def workload(
         max_queue=m.options.max_queue,
         vocab_size=m.config.vocab_size,
         eos_ids=list(m.text.eos_ids))
+    drafts = getattr(m, 'speculative', None) # 'mtp, 3 drafts'
+    if drafts: info['speculative'] = drafts
     ops = dict(score=m.score, embed=m.embed)
     return Workload(m.engine, info, ops)
 

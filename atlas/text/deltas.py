@@ -44,6 +44,7 @@ class Delta:
     finish:str|None=None # 'stop', 'length', 'tool_calls', 'error' or 'abort'
     stop:str|int|None=None # The stop string or stop token id that ended it
     error:AtlasError|None=None # Why it ended, if that was an error
+    drafted:int=field(default=0, compare=False) # So many of its tokens were accepted drafts
 
     @property
     def text(self)->str:

@@ -31,10 +31,12 @@ class ChoiceReader:
         tokens:bool=False, # Are the tokens themselves wanted?
         parallel:bool=True, # May one answer hold several calls?
         forced:bool=False, # Must it call? Then what is left of one that was cut is no content
+        apart:bool=False, # Are accepted drafts to be told from other tokens?
     ):
         self.detok = detok or _NoText()
         self.params,self.splitter = params,splitter
         self.tokens,self.parallel,self.forced = tokens,parallel,forced
+        self.apart,self.drafted = apart,0 # Tokens that were accepted drafts
         self.stops = StopStrings(params.stop) if params.stop else None
         self.n = self.reasoning = self.cached = 0 # Tokens: all, of thoughts, from a cache
         self.waited,self.finish = 0.,None # Seconds until it was admitted; why it ended
@@ -44,20 +46,27 @@ class ChoiceReader:
 @patch
 def feed(self:ChoiceReader, events:list[Event])->list[Delta]:
     "The deltas that these events make; none once it has ended. An error is in the last"
-    s = self.splitter
-    if len(events)==1 or not (self.stops or (s and s.thinking)): return self._feed(events)
+    if len(events)==1 or not self._singly(events): return self._feed(events)
     return [d for e in events for d in self._feed([e])]
+
+@patch
+def _singly(self:ChoiceReader, events)->bool:
+    "Must these events be read one by one?"
+    s = self.splitter
+    told = self.apart and any(e.drafted for e in events)
+    return self.stops or told or (s and s.thinking)
 
 @patch
 def _feed(self:ChoiceReader, events):
     "Deltas of events that are read together"
     if self.finish: return []
-    before = self.n
+    n,drafted = self.n,self.drafted
     text,tokens,end = self._read(events)
+    n,drafted = self.n-n,self.drafted-drafted
     if self.splitter or self.stops:
-        return self._split(text, tokens, end, self.n-before)
+        return self._split(text, tokens, end, n, drafted)
     if not (text or tokens or end): return []
-    d = Delta('', text, (), tokens)
+    d = Delta('', text, (), tokens, drafted=drafted)
     if end: self._end(d, end)
     return [d]
 
@@ -68,6 +77,7 @@ def _read(self:ChoiceReader, events):
     for e in events:
         if e.token is not None:
             self.n += 1
+            self.drafted += e.drafted
             if self.n==1: self.waited = e.waited or 0.
             if self.tokens:
                 top = tuple(e.top or ())
@@ -78,11 +88,11 @@ def _read(self:ChoiceReader, events):
 
 # %% ../../nbs/6_text/18_generation.ipynb #d61bfba9
 @patch
-def _split(self:ChoiceReader, text, tokens, end, n):
+def _split(self:ChoiceReader, text, tokens, end, n, drafted):
     "Deltas of this text, of `n` tokens: what the splitter and the stop strings make of it"
     if self.splitter: ds = self._part(text, end, n)
     else: ds = [Delta(content=text)]
-    ds[0].tokens = tokens
+    ds[0].tokens,ds[0].drafted = tokens,drafted
     if self.stops: self._stop(ds, end)
     if not self.parallel:
         for d in ds:

@@ -106,10 +106,14 @@ TEMPLATE = '''{% for t in tools or [] %}tool {{ t | tojson }}
 {% endfor %}assistant: '''
 
 class Speaker:
-    "A runner: `script` gives the answer, markup and all, to the text of a prompt"
-    def __init__(self, script):
+    """A runner: `script` gives the answer, markup and all, to the text of a prompt.
+
+    `drafts`: each step says so many tokens more, which were drafted."""
+    def __init__(self, script, drafts=0):
+        self.drafts = drafts
         self.tok,self.script,self.healthy,self.prompts,self.aborted = byte_tokenizer(),script,True,[],0
         self.info = dict(name='scripted', max_seq_len=400_000, vocab_size=257, eos_ids=[END])
+        if drafts: self.info['speculative'] = f'mtp, {drafts} drafts'
     def submit(self, r):
         self.prompts.append(self.tok.decode(list(r.prompt)))
         return Line(self, r, [*self.tok.encode(self.script(self.prompts[-1])), END])
@@ -123,18 +127,26 @@ class Line:
     async def __anext__(self):
         await asyncio.sleep(0)
         if self.over: raise StopAsyncIteration
+        return self.event()
+    def ready(self):
+        "The rest of a step"
+        out = []
+        while not self.over and self.n%(self.speaker.drafts+1): out.append(self.event())
+        return out
+    def event(self):
         n,self.n = self.n,self.n+1
         finish = 'stop' if self.n==len(self.ids) else 'length' if self.n==self.r.params.max_tokens else None
         self.over = finish is not None
-        return Event(self.r.id, self.ids[n], finish=finish)
+        drafted = n%(self.speaker.drafts+1)>0
+        return Event(self.r.id, self.ids[n], finish=finish, drafted=drafted)
     def abort(self):
         if not self.over: self.over = True; self.speaker.aborted += 1
 
 @contextmanager
-def service(script, parsers=('hermes','qwen3'), template=TEMPLATE, **kw):
+def service(script, parsers=('hermes','qwen3'), template=TEMPLATE, drafts=0, **kw):
     "Run the service on a free port, with `script` for its model; gives the `Speaker`, with its `url`"
     from atlas.text.chat import ChatTemplate
     from inprocess import app_of
-    s = Speaker(script)
+    s = Speaker(script, drafts)
     app = app_of(s, s.tok, ChatTemplate(template), parsers=parsers, **kw)
     with running(app) as s.url: yield s

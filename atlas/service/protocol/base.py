@@ -205,6 +205,7 @@ class Usage:
     completion:int=0 # Of all choices
     cached:int=0 # Prompt tokens that a cache supplied
     reasoning:int=0 # Completion tokens spent thinking
+    drafted:int=0 # Completion tokens that were accepted drafts
 
 # %% ../../../nbs/7_service/01_protocol.base.ipynb #c8fbe53f
 DONE = b'data: [DONE]\n\n'

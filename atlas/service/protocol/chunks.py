@@ -24,6 +24,7 @@ class ChatAsk(Ask):
     as_ids:bool=False # Call tokens by their ids, where log-probabilities are told
     quiet:bool=False # Do not tell the reasoning
     prompt_logprobs:int|None=None # Log-probabilities of the prompt, with so many alternatives
+    drafts:bool=False # Say in a stream which tokens were accepted drafts
 
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #8ce00ed1
 @dataclass
@@ -46,8 +47,13 @@ def error_body(e:BaseException)->dict:
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #51dd8d6e
 def usage(u:Usage)->dict:
     "The `usage` object"
-    return dict(prompt_tokens=u.prompt, completion_tokens=u.completion, total_tokens=u.prompt+u.completion,
-        prompt_tokens_details=dict(cached_tokens=u.cached), completion_tokens_details=dict(reasoning_tokens=u.reasoning))
+    details = dict(reasoning_tokens=u.reasoning)
+    if u.drafted: details['accepted_prediction_tokens'] = u.drafted
+    return dict(
+        prompt_tokens=u.prompt, completion_tokens=u.completion,
+        total_tokens=u.prompt+u.completion,
+        prompt_tokens_details=dict(cached_tokens=u.cached),
+        completion_tokens_details=details)
 
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #826d2460
 def _lp(x): return None if x is None else max(float(x), -9999.) if x==x else -9999.
@@ -110,7 +116,9 @@ class ChatWriter(Writer):
         self.lanes,self.first,self.ids = {},{},getattr(a, 'token_ids', False) # `lanes`: what is before and after the text of a chunk, by choice; `first`: what goes with its first
         self.logprobs = a.params.logprobs is not None and not getattr(a, 'unscored', False)
         self.continuous,self.quiet,self.as_ids = (getattr(a, k, False) for k in ('continuous','quiet','as_ids'))
-        self.plain = not (self.ids or self.logprobs or self.continuous) # Are chunks of text alike but for the text?
+        self.drafts = getattr(a, 'drafts', False)
+        asked = self.ids,self.logprobs,self.continuous,self.drafts
+        self.plain = not any(asked) # Are chunks of text alike but for the text?
     def _envelope(self, kind, choices, **kw): return dict(id=self.id, object=kind, created=self.created, model=self.model, choices=choices, **kw)
     def _said(self, i, said, finish=None, top=None, **kw):
         "One chunk, which says something of choice `i`; its counts are null until the last, where they were asked for"
@@ -158,7 +166,9 @@ def _more(self:ChatWriter, i, p):
     delta = dict(reasoning=p.reasoning, reasoning_content=p.reasoning) if p.reasoning else {}
     if p.content or (p.tokens and not (p.reasoning or p.calls)): delta['content'] = p.content
     if p.calls: delta['tool_calls'] = [_call(d) for d in p.calls]
-    out = self._event(i, delta, **self._about(p.tokens)) if delta else b''
+    about = self._about(p.tokens)
+    if self.drafts and p.drafted: about['drafted'] = p.drafted
+    out = self._event(i, delta, **about) if delta else b''
     return out+self._event(i, {}, p.finish, stop_reason=p.stop) if p.finish else out
 
 @patch
