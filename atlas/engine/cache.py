@@ -186,11 +186,15 @@ def fit_blocks(
     block_size:int|None=None, # This and what follows: as for `KVCache`
     dtype=None,
     high_precision:int=0,
+    drafting:bool=False,
+    drafts:int=0, # Most that a step checks of a sequence: each has a state of its own
+    beside:tuple=(0,0), # Bytes that a draft model keeps, of a token and of a sequence
 )->int: # Blocks
     "How many blocks to make beside the states; `OutOfMemoryError` if not even one sequence of `max_seq_len` fits"
     size = block_size or ops.DEFAULTS.block_size
-    per = token_bytes(cfg, ops, dtype, False, high_precision)*size
-    one,states = -(-max_seq_len//size),2*max_num_seqs*state_bytes(cfg)
+    token = token_bytes(cfg, ops, dtype, drafting, high_precision)+beside[0]
+    per,one = token*size,-(-max_seq_len//size)
+    states = max_num_seqs*((2+drafts)*state_bytes(cfg)+beside[1])
     many = f'states of {max_num_seqs} sequences'
     if not per and states>budget: _no_room(f'The {many}', states, budget, 0)
     n = max(0, budget-states)//per if per else one*max_num_seqs

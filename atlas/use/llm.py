@@ -17,7 +17,7 @@ from fastcore.basics import patch
 from ..engine.cache import KVCache
 from ..ground.core import RequestError
 from ..text.deltas import Choice,Delta,gather
-from ..engine.draft import AssistantDrafter,MTPDrafter
+from ..engine.draft import AssistantDrafter,End,Ends,MTPDrafter
 from ..text.generation import ChoiceReader,Output,fan_out,verbatim
 from ..ground.hub import resolve
 from ..text.images import place_images,prepare_images
@@ -251,13 +251,19 @@ def drafts(self:LLM,
 )->tuple[int,list[int],np.ndarray]: # The model's own next token, the drafts after it, and their logits [k, vocab]
     "Greedy drafts after `ids`; an `UnsupportedError` where there is nothing to draft with"
     b,cache = self._alone(ids, more=k+1, drafting=assistant is None)
-    table,n = b.tables[0].tolist(),len(b.out)
-    h = self.model.final(self.model.trunk(b, cache)[b.out])
-    first = int(self.model.head(h[-1:]).argmax())
-    if assistant: return first,*AssistantDrafter(assistant, self.model, cache, table).propose(first, h[-1:], n, k)
-    d = MTPDrafter(self.model, cache, table)
-    d.extend([*b.ids[b.out][1:].tolist(), first], h, 0)
-    return first,*d.propose(k)
+    m,table,n = self.model,b.tables[0].tolist(),len(b.out)
+    x = m.trunk(b, cache)
+    first = int(m.head(m.final(x[b.out[-1:]])).argmax())
+    if assistant: drafter = AssistantDrafter(m, cache, assistant, k)
+    else: drafter = MTPDrafter(m, cache, k)
+    then = np.zeros(b.num_rows, np.int32)
+    then[self.device.download(b.out)] = [*self.device.download(b.ids[b.out])[1:],first]
+    h = drafter.see(b, x, self.device.upload(then))
+    ends = Ends([End(first, n, n+k, table)], cache, self.device)
+    rows = []
+    found = drafter.propose(h, b.out[-1:], ends, lambda y: rows.append(self.device.download(y)[0]))
+    drafts = [int(self.device.download(d)[0]) for d in found]
+    return first,drafts,np.stack(rows)
 
 def load_assistant(path:str, llm:LLM)->Decoder:
     "The drafter in `path`, to draft for `llm`"
