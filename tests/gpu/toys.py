@@ -25,6 +25,7 @@ TOYS = {'llama': ('llama-3.1-8b', {}, 'fp8'), 'smollm': ('smollm2-135m', dict(he
         intermediate_size=256,
         shared_intermediate_size=512), 'nvfp4'),
     'minimax': ('minimax-m2', dict(num_local_experts=32, num_experts_per_tok=4, intermediate_size=256), 'fp8')}
+TOYS['qwen3.6-drafts'] = 'qwen3.6-35b-a3b',_GDN|_MOE|dict(mtp_num_hidden_layers=1),'nvfp4'
 _TINY = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32, intermediate_size=64, vocab_size=256)
 _TINIER = {'qwen3.5': dict(num_hidden_layers=4, linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=32, linear_value_head_dim=32),
     'gemma': dict(num_hidden_layers=6, global_head_dim=64, num_experts=4, top_k_experts=2, moe_intermediate_size=32, sliding_window=16),
@@ -41,6 +42,8 @@ _TINIER = {'qwen3.5': dict(num_hidden_layers=4, linear_num_key_heads=1, linear_n
         shared_intermediate_size=32),
     'gpt-oss': dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=16)}
 _TINIER['qwen3.6-moe'] = _TINIER['qwen3.5']|dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32)
+
+_TINIER['qwen3.6-drafts'] = _TINIER['qwen3.6-moe']
 
 def toy(name:str, emulator:bool=False, seqs:int=8, context:int=512, **kw)->LLM:
     "A toy, or with the name of a preset that one itself, with made-up weights"
