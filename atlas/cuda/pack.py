@@ -492,6 +492,7 @@ def _fours_below(a, at, n4):
     out[...] = fours.swapaxes(1, 2)
     return out
 
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #bf62f79b
 def taken_rows(
     w:Packed, # A matrix
     index, # Rows of it, int32 [m] on the host
