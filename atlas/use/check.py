@@ -390,6 +390,7 @@ def _pick(card, rng, run, n):
     y = card.download(run(lambda: pick(*put)))
     return [(y, host_words.pick(x, rows), 0)]
 
+# %% ../../nbs/8_use/06_check.ipynb #245a1c8d
 @_case('likeliest', '5 rows', plain={}, part_of_the_vocabulary=dict(named=True))
 def _likeliest(card, rng, run, named=False):
     x = _normal(rng, 5, 20001).round(1)
