@@ -27,7 +27,8 @@ def ngram(
         raise ConfigError(f'Matches of {least} to {most} tokens: from 1 to 63')
     if longest>1<<26:
         raise ConfigError(f'Lines of {longest:,} tokens: at most {1<<26:,}')
-    if out is None: out = card_of(history).empty((k,S), 'int32')
+    if out is None:
+        out = card_of(history).empty((k,S), 'int32')
     run('ngram', S, 1024,
         history, line, end, out,
         longest, S, k, least, most)

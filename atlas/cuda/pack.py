@@ -475,7 +475,8 @@ def join(
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #45f73efe
 def _rows_below(a, at, n4):
     "Rows `at` of `a`, and zeros up to `n4`"
-    out = card_of(a).zeros((n4,*a.shape[1:]), a.dtype)
+    shape = n4,*a.shape[1:]
+    out = card_of(a).zeros(shape, a.dtype)
     out[:len(at)] = a[at]
     return out
 
@@ -485,11 +486,13 @@ def _fours_below(a, at, n4):
     shape = n4,*by_row.shape[2:]
     rows = card.zeros(shape, a.dtype)
     rows[:len(at)] = by_row[at//4,at%4]
-    fours = rows.reshape(n4//4, 4, *rows.shape[1:])
-    out = card.empty((n4//4,*a.shape[1:]), a.dtype)
+    fours = rows.reshape(-1, 4, *rows.shape[1:])
+    shape = n4//4,*a.shape[1:]
+    out = card.empty(shape, a.dtype)
     out[...] = fours.swapaxes(1, 2)
     return out
 
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #bf62f79b
 def taken_rows(
     w:Packed, # A matrix
     index, # Rows of it, int32 [m] on the host
@@ -497,13 +500,15 @@ def taken_rows(
     "Some rows of a matrix, packed like it"
     if w.experts or w.pair: raise ConfigError(f'Cannot take rows of {w}')
     n = len(index)
-    at = card_of(w.w).upload(np.asarray(index, np.int32))
+    at = np.asarray(index, np.int32)
+    at = card_of(w.w).upload(at)
     def gather(a, fours=False):
         if a is None: return None
         f = _fours_below if fours else _rows_below
         return f(a, at, -(-n//4)*4)
+    codes,rows = gather(w.w),gather(w.gs)
     scales = gather(w.s, w.format.scale>0)
-    return Packed(w.fmt, n, w.k, gather(w.w), scales, gather(w.gs))
+    return Packed(w.fmt, n, w.k, codes, scales, rows)
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #8135cc79
 # Formats in which projections can be stored anew

@@ -262,7 +262,9 @@ def pick(x, rows):
     "Rows `rows` [S] of `x` [R, n], zeros for -1: [S, n]"
     (R,n),S = x.shape,len(rows)
     out = card_of(x).empty((S,n))
-    run('pick_rows', (-(-n//1024),S), 256, rows, x, out, R, n)
+    blocks = -(-n//1024)
+    run('pick_rows', (blocks,S), 256,
+        rows, x, out, R, n)
     return out
 
 def likeliest(logits, names=None, out=None):

@@ -18,13 +18,16 @@ def _match(
 )->int|None:
     "The place before the end that matches it best"
     n = max(len(said)-1, 0) # Places 0 to n-1
-    alike,length = np.ones(n, bool),np.zeros(n, int)
+    alike = np.ones(n, bool)
+    length = np.zeros(n, int)
     for i in range(min(most, n)):
         alike[:i] = False
         alike[i:] &= said[:n-i]==said[n-i]
         length += alike
     longest = length.max(initial=0)
-    if longest>=least: return int(np.flatnonzero(length==longest)[-1])
+    if longest<least: return None
+    best = np.flatnonzero(length==longest)
+    return int(best[-1])
 
 # %% ../../nbs/3_ops/draft/65_ops.ngram.ipynb #2c6fcdb5
 def ngram(
@@ -36,7 +39,8 @@ def ngram(
     most:int=4, # Tokens that are compared
 ): # [k, S] int32; -1 beyond the newest token, and where nothing matches
     "What followed the last time that a sequence ended as it ends now"
-    drafts = np.full((k,len(line)), -1, np.int32)
+    shape = k,len(line)
+    drafts = np.full(shape, -1, np.int32)
     for s,(i,e) in enumerate(zip(line, end)):
         if i<0: continue
         said = history[i,:e+1]

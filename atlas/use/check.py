@@ -422,12 +422,13 @@ def _accept(card, rng, run, W, S=64):
     return res
 
 # %% ../../nbs/8_use/06_check.ipynb #d15f6efb
-_WIDTHS = dict(plain=dict(n=320, m=64), odd=dict(n=37, m=30))
+_WIDTHS = dict(plain=dict(n=1500), odd=dict(n=37))
 _SIZES = np.float32([[1],[1e9],[1e-3]])
 
 @_case('beside', '3 rows', **_WIDTHS)
-def _beside(card, rng, run, n, m):
-    a,b = _normal(rng, 3, n)*_SIZES,_normal(rng, 3, m)
+def _beside(card, rng, run, n):
+    a = _normal(rng, 3, n)*_SIZES
+    b = _normal(rng, 3, n//5)
     gain = 1+_normal(rng, n)/4
     A,B,G = map(card.upload, (a,b,gain))
     y = card.download(run(lambda: beside(A, B, Norm(G, 1e-6))))
@@ -435,20 +436,24 @@ def _beside(card, rng, run, n, m):
     first = y[:,:n],want[:,:n],1e-5
     return [first,(y[:,n:], b, 0)]
 
-@_case('pick_rows', '5 of 9 rows', plain=dict(n=1500), odd=dict(n=37))
+@_case('pick_rows', '5 of 9 rows', **_WIDTHS)
 def _pick(card, rng, run, n):
     x = _normal(rng, 9, n)
     rows = np.int32([8,-1,0,0,5])
-    y = run(lambda: pick(card.upload(x), card.upload(rows)))
-    return [(card.download(y), host_words.pick(x, rows), 0)]
+    put = card.upload(x),card.upload(rows)
+    y = card.download(run(lambda: pick(*put)))
+    return [(y, host_words.pick(x, rows), 0)]
 
+# %% ../../nbs/8_use/06_check.ipynb #245a1c8d
 @_case('likeliest', '5 rows', plain={}, part_of_the_vocabulary=dict(named=True))
 def _likeliest(card, rng, run, named=False):
     x = _normal(rng, 5, 20001).round(1)
-    x[1,20000],x[2,5] = np.nan,-np.inf
-    names = rng.permutation(99999)[:20001].astype(np.int32) if named else None
-    ids = run(lambda: likeliest(card.upload(x), _up(card, names)))
-    return [(card.download(ids), host_words.likeliest(x, names), 0)]
+    x[1,20000] = np.nan
+    x[2,5] = -np.inf
+    names = rng.permutation(20001).astype(np.int32) if named else None
+    put = card.upload(x),_up(card, names)
+    ids = card.download(run(lambda: likeliest(*put)))
+    return [(ids, host_words.likeliest(x, names), 0)]
 
 @_case('ngram', '5 sequences', plain={})
 def _ngram(card, rng, run):
@@ -456,8 +461,10 @@ def _ngram(card, rng, run):
     line = np.int32([0,2,-1,3,1])
     end = np.int32([8999,8191,70,0,-1])
     args = history,line,end
-    drafts = run(lambda: ngram(*map(card.upload, args), 5, 1, 16))
-    return [(card.download(drafts), host_words.ngram(*args, 5, 1, 16), 0)]
+    put,sizes = [card.upload(a) for a in args],(5,1,16)
+    drafts = run(lambda: ngram(*put, *sizes))
+    want = host_words.ngram(*args, *sizes)
+    return [(card.download(drafts), want, 0)]
 
 # %% ../../nbs/8_use/06_check.ipynb #24a868aa
 # Words of layers, helpers and examples of pages, and the kernels that do their work

@@ -22,8 +22,9 @@ def draft_head(
     head,V = model.lm_head,model.c.vocab_size
     whole = head,None
     if size is None or size>=V: return whole
-    index = {*range(size), *(i for i in keep if i<V)}
-    index = np.array(sorted(index), np.int32)
+    kept = [i for i in keep if i<V]
+    index = sorted({*range(size), *kept})
+    index = np.array(index, np.int32)
     weight = model.ops.take_rows(head.weight, index)
     if weight is None: return whole
     device,bias = model.device,head.bias
@@ -155,7 +156,8 @@ class Assistant(Decoder):
 def _caches(self:Assistant, target, cache):
     "Layer -> keys and values that it reads: those of the target's last layer of its kind"
     last = {kind:i for i,kind in enumerate(target.c.mixers)}
-    return {i:cache.kv[last[kind]] for i,kind in enumerate(self.c.mixers)}
+    pools = [cache.kv[last[kind]] for kind in self.c.mixers]
+    return dict(enumerate(pools))
 
 @patch
 def draft_rows(self:Assistant,
@@ -165,7 +167,8 @@ def draft_rows(self:Assistant,
     cache, # The target's
 ): # What `head` makes logits of, [R, H], and the next h
     "Drafting states for the token after the newest one"
-    s = self.step(b, SimpleNamespace(kv=self._caches(target, cache)))
+    kv = self._caches(target, cache)
+    s = self.step(b, SimpleNamespace(kv=kv))
     both = s.ops.beside(target.embed(b), h)
     x = s.ops.project(s, both, self.pre_projection)
     for l in self.layers: x = l(x, s)
