@@ -4,7 +4,7 @@
 //   adjusted : [some_rows, v] f32   read instead for rows whose line changes anything; or null
 //   who      : [rows]         i32   line of the tables that a row belongs to, -1 for none; or null: its own number
 //   how      : [lines, 16]    i32   struct How
-//   position : [lines]        i64   counted up where a token was chosen and `width` is 1; row r is r % width beyond it
+//   position : [lines]        i64   row r is r % width beyond it; counted up if `width` is 1
 //   counts   : [lines, v]     i32   of that token too, where the line asks for penalties; or null
 //   work     : [some_rows, 8] i64   struct Work of each row
 //   spans    : [some_rows, 128] i64   scratch
