@@ -193,6 +193,7 @@ def sample_rows(
     _fits(t, R, rows, then, width, given)
     if greedy: run('greedy', (_blocks(R, V),R), 512, logits, t.best[:R], ids_out, *moved[0], V, *moved[1])
     else: _drawn(logits, t, ids_out, rows, cuts, width, given, *moved)
+    if width>1: return  # nothing has moved
     card_of(ids_out).plain = True  # the next launch waits for its end: it, and those after it, read positions and tables early
 
 # %% ../../nbs/3_ops/sample/61_cuda.sample.ipynb #5a0c91e1
