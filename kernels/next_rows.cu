@@ -1,6 +1,6 @@
-// The end of a step with drafts: the rows of the next one. Row 0 of a sequence gets its newest token,
-// the rows after it its drafts; positions, slots and state slots move on by what was accepted. A
-// sequence of which nothing was accepted stays as it is. Layout as in accept.cu.
+// The end of a step with drafts: the rows of the next one. Row 0 of a sequence gets its newest
+// token, the rows after it its drafts; positions, slots and state slots move on by what was
+// accepted. A sequence of which nothing was accepted stays as it is. Layout as in accept.cu.
 // What it writes are step tables: the next launch must be a plain one (lib/pdl.cuh).
 //   drafts    : [k, seqs]       i32  below 0: there is none, and none after it; or null
 //   accepted  : [seqs]          i32  this and the next two from accept
@@ -26,7 +26,10 @@
 //   launch: <<<1, 256>>>, at most 256 sequences
 #include "lib/pdl.cuh"
 
-struct Ahead { int p, n, live, newest, line, top, shift[3]; };  // of a sequence, after this step
+struct Next {  // of a sequence: its newest token's position and id, rows accepted and real ones
+    int p, n, live, newest, line;
+    int top, shift[3];  // the last position it may have; rotary positions less positions
+};
 
 // How many of a sequence's drafts are some.
 __device__ __forceinline__ int leading(const int* drafts, int k, int s, int seqs) {
@@ -35,55 +38,68 @@ __device__ __forceinline__ int leading(const int* drafts, int k, int s, int seqs
     return j;
 }
 
-extern "C" __global__ void __launch_bounds__(256) next_rows(const int* drafts, const int* accepted,
-        const int* last, const int* newest, const int* line, const int* kmax, const int* limit,
-        const int* tables, int* ids, int* pos, int* pos3, long long* slots, int* seq, int* lanes,
-        int* starts, int* live, int* state_in, int* state_out, int* tick, int* told_seq, int seqs,
-        int width, int k, int most, int block_size, int ahead) {
-    __shared__ Ahead all[256];
-    const int i = threadIdx.x, rows = seqs * width;
+extern "C" __global__ void __launch_bounds__(256) next_rows(
+        const int* drafts, const int* accepted, const int* last, const int* newest,
+        const int* line, const int* kmax, const int* limit, const int* tables,
+        int* ids, int* pos, int* pos3, long long* slots, int* seq,
+        int* lanes, int* starts, int* live, int* state_in, int* state_out,
+        int* tick, int* told_seq, int seqs, int width, int k, int most,
+        int block_size, int ahead) {
+    __shared__ Next all[256];
+    const int i = threadIdx.x, rows = seqs * width, axes = pos3 ? 3 : 0;
     pdl_trigger();
     const int half = tick[0] & 1;
     if (i < seqs) {  // all that is moved is read before any of it is written
-        Ahead a = {};
+        Next a = {};
         a.line = line[i];
         a.n = a.line < 0 ? 0 : accepted[i];
-        a.p = pos[i * width] + a.n;
-        const int end = min(limit[i], most * block_size);
-        a.top = max(end - 1, 0);
         a.newest = newest[i];
-        for (int x = 0; pos3 && x < 3; x++) a.shift[x] = pos3[x * rows + i * width] - a.p + a.n;
-        a.live = max(0, min(1 + min(max(kmax[i], 0), width - 1), end - a.p));
+        const int was = pos[i * width], end = min(limit[i], most * block_size);
+        const int own = min(max(kmax[i], 0), width - 1);
+        a.p = was + a.n;
+        a.top = max(end - 1, 0);
+        a.live = max(0, min(1 + own, end - a.p));
+        for (int x = 0; x < axes; x++)
+            a.shift[x] = pos3[x * rows + i * width] - was;
         all[i] = a;
     }
     pdl_wait();
     if (i < seqs) {
-        Ahead& a = all[i];
-        a.live = min(a.live, 1 + leading(drafts, drafts ? k : 0, i, seqs));
+        Next& a = all[i];
+        const int given = drafts ? leading(drafts, k, i, seqs) : 0;
+        a.live = min(a.live, 1 + given);
         if (a.n) {
             live[i] = a.live;
             starts[i] = min(a.p, a.top);
             const int from = last[i], out = state_out[from];
-            if (out >= 0) { state_out[from] = state_in[i]; state_in[i] = out; }
+            if (out >= 0) {
+                state_out[from] = state_in[i];
+                state_in[i] = out;
+            }
         }
     }
     __syncthreads();
     #pragma unroll 1
     for (int r = i; r < rows; r += 256) {
         const int s = r / width, j = r % width;
-        const Ahead a = all[s];
+        const Next& a = all[s];
         const bool real = a.n && j < a.live;
         const int to = min(a.p + j, a.top);
-        const int id = !j ? a.newest : drafts && j <= k ? drafts[(j - 1) * seqs + s] : -1;
-        if (j) told_seq[(size_t)(half * seqs + s) * ahead + j] = real ? id : -1;
+        int id = a.newest;
+        if (j) {
+            id = drafts && j <= k ? drafts[(j - 1) * seqs + s] : -1;
+            told_seq[(half * seqs + s) * ahead + j] = real ? id : -1;
+        }
         if (!a.n) continue;
-        const long long block = real ? tables[(size_t)s * most + to / block_size] : 0;
+        const int* blocks = tables + (size_t)s * most;
+        const long long block = real ? blocks[to / block_size] : 0;
         ids[r] = id;
         pos[r] = to;
-        for (int x = 0; pos3 && x < 3; x++) pos3[x * rows + r] = to + a.shift[x];
         slots[r] = real ? block * block_size + to % block_size : -1;
         seq[r] = real ? s : -1;
         lanes[r] = real ? a.line : -1;
+        for (int x = 0; x < axes; x++)
+            pos3[x * rows + r] = to + a.shift[x];
     }
     if (!i) tick[0]++;
 }

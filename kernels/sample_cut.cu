@@ -8,7 +8,8 @@
 //   position : [slots]        i64   tokens that the output has; row r is r % width beyond it
 //   work     : [some_rows, 8]  i64   struct Work of each row
 //   bins     : [some_rows, 1536]  i64   from sample_bins; 0 after
-//   list     : [some_rows, room]  u32   scratch. Rows where more weights are in doubt (as when all are equal) are read again instead: slow, and right
+//   list     : [some_rows, room]  u32   scratch. Rows where more weights are in doubt
+//                                    (as when all are equal) are read again instead: slow, and right
 //   launch: <<<(ceil(v / (CHUNKS*1024)), rows), 256>>>
 #include "lib/pdl.cuh"
 #include "lib/bins.cuh"
@@ -159,7 +160,8 @@ extern "C" __global__ void __launch_bounds__(256) sample_cut(const float* logits
     if (!last_block(&w->arrived)) return;
     u64* counted = (u64*)bins + (size_t)row * BINS;
     const int listed = __ldcg(&w->listed);
-    if (few) choose(list, listed, h, w, philox(h.seed, position[slot] + row % width));
+    const long long at_token = position[slot] + row % width;
+    if (few) choose(list, listed, h, w, philox(h.seed, at_token));
     else {
         const Before b = read_bins(s, counted);
         if (listed <= CACHE && listed <= room) for (int i = threadIdx.x; i < listed; i += 256) cache[i] = __ldcg(list + i);

@@ -4,7 +4,7 @@
 //   adjusted : [some_rows, v] f32   read instead for rows whose line changes anything; or null
 //   who      : [rows]         i32   line of the tables that a row belongs to, -1 for none; or null: its own number
 //   how      : [lines, 16]    i32   struct How
-//   position : [lines]        i64   counted up where a token was chosen, if it `counted`; row r is r % width beyond it
+//   position : [lines]        i64   row r is r % width beyond it; counted up if `counted`
 //   counts   : [lines, v]     i32   of that token too, where the line asks for penalties; or null
 //   work     : [some_rows, 8] i64   struct Work of each row
 //   spans    : [some_rows, 128] i64   scratch
@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(256) sample_draw(const float* logit
     pdl_trigger();
     const How h = ((const How*)how)[max(slot, 0)];
     const long long at = position[max(slot, 0)];
-    const u64 random = philox(h.seed, at + row % width);
+    const u64 random = philox(h.seed, at + (width > 1 ? row % width : 0));
     if (told) told += ((size_t)(pos[row] & 1) * places + row) * TOLD;
     pdl_wait();
     if (slot < 0) return;

@@ -6,7 +6,7 @@
 //   position    : [slots]            i64   tokens that the output has
 //   counts      : [slots, v]         i32   how often it has each; or null, where no line asks for penalties
 //   prompt      : [slots, words]     u32   a bit a token: is it in the prompt? Or null
-//   mask        : [masked, words]    u32   a bit a token: may it be chosen? `masks` of a line. Or null
+//   mask        : [masked, words]    u32   `masks` a line, a bit a token: may it be chosen? Or null
 //   bias_ids    : [slots, most_bias] i32   or null
 //   bias        : [slots, most_bias] f32   or null
 //   ends        : [slots, most_ends] i32   barred until min_tokens; or null
@@ -14,10 +14,10 @@
 //   work        : [some_rows, 8]     i64   struct Work of each row
 //   sums        : [some_rows, 128, 2] f64  scratch
 //   bests       : [some_rows, 128, 20] i64 scratch
-//   top_ids     : [some_rows, 20]    i32   the likeliest, as many as asked for, then -1; by row, as `work` is
+//   top_ids     : [some_rows, 20]    i32   the likeliest, as many as asked for, then -1
 //   top_logprobs : [some_rows, 20]   f32
-//   given       : [rows]             i32   tokens that the rows were fed with; null where `width` is 1
-// Row r is row j = r % width of its sequence: j drafts follow what its output has, those in given[r-j+1..r].
+//   given       : [rows]             i32   tokens that rows were fed with; null where `width` is 1
+// Row r is row j = r % width of its sequence, whose output has j drafts more: given[r-j+1..r].
 //   launch: <<<(ceil(v / (CHUNKS*1024)), rows), 256>>>, at most 128 blocks a row
 #include "lib/pdl.cuh"
 #include "lib/sample.cuh"
@@ -101,7 +101,8 @@ __device__ __forceinline__ float penalise(float x, const How& h, bool prompted, 
 __device__ __forceinline__ int drafted(const Lists& l, int id) {
     int n = 0;
     #pragma unroll 1
-    for (int k = 0; k < l.drafts; k++) n += l.given[k] == id;
+    for (int k = 0; k < l.drafts; k++)
+        n += l.given[k] == id;
     return n;
 }
 __device__ __forceinline__ void adjust(float (&x)[CHUNKS][4], const How& h, const Lists& l, int lo, int v, bool barred, float* out) {
@@ -116,7 +117,8 @@ __device__ __forceinline__ void adjust(float (&x)[CHUNKS][4], const How& h, cons
         if (penal && !(v & 3)) *(int4*)n = *(const int4*)(l.counts + i);
         else if (penal) for (int j = 0; j < 4 && i + j < v; j++) n[j] = l.counts[i + j];
         for (int j = 0; j < 4; j++) {
-            if (penal) x[c][j] = penalise(x[c][j], h, prompt >> j & 1, n[j] + drafted(l, i + j));
+            const int had = penal ? n[j] + drafted(l, i + j) : 0;
+            if (penal) x[c][j] = penalise(x[c][j], h, prompt >> j & 1, had);
             if (!(may >> j & 1)) x[c][j] = __uint_as_float(0xFF800000u);
         }
         if (!(v & 3)) *(float4*)(out + i) = make_float4(x[c][0], x[c][1], x[c][2], x[c][3]);
@@ -147,7 +149,8 @@ __device__ __forceinline__ void report(int wanted, Work* w, const double* sums, 
 
 extern "C" __global__ void __launch_bounds__(256) sample_scan(const float* logits, const int* who, const int* how, const long long* position, const int* counts,
         const unsigned* prompt, const unsigned* mask, const int* bias_ids, const float* bias, const int* ends, float* adjusted, long long* work, double* sums, long long* bests,
-        int* top_ids, float* top_logprobs, const int* given, int v, int words, int most_bias, int most_ends, int width, int masks) {
+        int* top_ids, float* top_logprobs, const int* given,
+        int v, int words, int most_bias, int most_ends, int width, int masks) {
     __shared__ u64 out[REPORT];
     __shared__ int wanted;
     const int row = blockIdx.y, lo = blockIdx.x * SPAN, slot = who ? who[row] : row;
@@ -175,9 +178,12 @@ extern "C" __global__ void __launch_bounds__(256) sample_scan(const float* logit
     }
     if (h.adjusted()) {
         const Lists l{counts + (counts ? line * v : 0), bias_ids + (bias_ids ? line * most_bias : 0), ends + (ends ? line * most_ends : 0),
-            prompt ? prompt + line * words : 0, mask + (mask ? (line * masks + j) * words : 0), bias + (bias ? line * most_bias : 0),
+            prompt ? prompt + line * words : 0,
+            mask + (mask ? (line * masks + j) * words : 0),
+            bias + (bias ? line * most_bias : 0),
             given + (j ? row - j + 1 : 0), j};
-        adjust(x, h, l, lo, v, position[slot] + j < h.min_tokens, adjusted + (size_t)row * v);
+        const bool barred = position[slot] + j < h.min_tokens;
+        adjust(x, h, l, lo, v, barred, adjusted + (size_t)row * v);
     }
     u64 key = 0;
     for (int i = 0; i < 4 * CHUNKS; i++) { const int id = lo + i / 4 * 1024 + threadIdx.x * 4 + i % 4; if (id < v) key = max(key, best_key(x[i / 4][i % 4], id)); }

@@ -12,19 +12,22 @@ import numpy as np
 from types import SimpleNamespace
 from fastcore.basics import patch
 from ..card.card import card_of,run
-from .sample import PENALTIES,REPORT,mapped
+from .sample import PENALTIES,mapped
 from ..ground.core import AtlasError
 from ..ops.accept import accept,simulate
 
 # %% ../../nbs/3_ops/sample/64_cuda.accept.ipynb #cff60cae
-_ARRAYS = dict(
-    ids=('R',0), said=('R',0), pos=('R',0), pos3=('3R',0),
-    seq=('R',-1), lanes=('R',-1), slots=('R',-1), state_out=('R',-1),
-    starts=('S',0), state_in=('S',0), live=('S',0), line=('S',-1),
-    kmax=('S',0), limit=('S',0), tables=('SM',0),
-    counts=('S',0), last=('S',0), newest=('S',0), seen=('S',0),
-    c_pos=('KS',0), c_pos3=('K3S',0), c_starts=('KS',0), c_seq=('KS',-1),
-    c_in=('KS',-1), c_out=('KS',-1), c_slots=('KS',-1), tick=('1',0))
+_ARRAYS = { # Names by shape
+    'R': 'ids said pos seq lanes slots state_out',
+    '3R': 'pos3',
+    'S': 'starts state_in live line kmax limit counts last newest seen',
+    'SM': 'tables',
+    'KS': 'c_pos c_starts c_seq c_in c_out c_slots',
+    'K3S': 'c_pos3',
+    '1': 'tick'}
+_SHAPES = {k: shape for shape,names in _ARRAYS.items() for k in names.split()}
+_NONE = 'seq lanes slots state_out line c_seq c_in c_out c_slots'.split() # -1 at first
+_CHAIN = 'c_pos c_pos3 c_starts c_seq c_in c_out c_slots' # As the kernel takes them
 _LONG = 'slots','c_slots' # 64 bits, the others have 32
 
 # %% ../../nbs/3_ops/sample/64_cuda.accept.ipynb #06f31cc4
@@ -44,28 +47,41 @@ class VerifyRows:
         if not 1<=width<=32 or seqs>256:
             raise AtlasError(f'{seqs} sequences of {width} rows: at most 256, of 1 to 32 rows')
         self.card,self.width,self.most = card,width,most
-        self.block_size,self.steps,self.scratch = block_size,steps,scratch
-        self._flat = {}
-        for name,(shape,first) in _ARRAYS.items():
-            if name in ('pos3','c_pos3') and not media: continue
-            n = int(np.prod(self._shape(shape, seqs)))
-            kind = 'int64' if name in _LONG else 'int32'
-            self._flat[name] = card.upload(np.full(n, first, kind))
+        self.block_size,self.steps = block_size,steps
+        self.scratch = scratch
+        names = [k for k in _SHAPES if media or not k.endswith('pos3')]
+        self._flat = {k: self._made(k, seqs) for k in names}
         self._told = mapped(card, (2*seqs*width,))
         self._lay(seqs)
-    def _shape(self, letters, seqs):
-        of = dict(S=seqs, R=seqs*self.width, M=self.most, K=self.steps)
-        return tuple(of[c] if c in of else int(c) for c in letters)
-    def _lay(self, seqs):
-        "Arrays of so many sequences"
-        for name in _ARRAYS: setattr(self, name, None)
-        for name,a in self._flat.items():
-            shape = self._shape(_ARRAYS[name][0], seqs)
-            setattr(self, name, a[:int(np.prod(shape))].reshape(shape))
-        told = [a[:2*seqs*self.width].reshape(2, seqs, self.width) for a in self._told]
-        self.told_seq,self.heard_seq = told  # as the card sees it, and as the host does
     def __repr__(self):
-        return f'VerifyRows({len(self.live)} sequences of {self.width} rows, {self.steps} steps)'
+        size = f'{len(self.live)} sequences of {self.width} rows'
+        return f'VerifyRows({size}, {self.steps} steps)'
+
+@patch
+def _shape(self:VerifyRows, name, seqs):
+    "Of an array for so many sequences"
+    of = dict(S=seqs, R=seqs*self.width, M=self.most, K=self.steps)
+    return tuple(of[c] if c in of else int(c) for c in _SHAPES[name])
+
+@patch
+def _made(self:VerifyRows, name, seqs):
+    "The memory of an array, as it is at first"
+    n = int(np.prod(self._shape(name, seqs)))
+    kind = 'int64' if name in _LONG else 'int32'
+    first = -1 if name in _NONE else 0
+    return self.card.upload(np.full(n, first, kind))
+
+@patch
+def _lay(self:VerifyRows, seqs):
+    "Make the arrays of so many sequences of the memory"
+    self.pos3 = self.c_pos3 = None
+    for name,a in self._flat.items():
+        shape = self._shape(name, seqs)
+        n = int(np.prod(shape))
+        setattr(self, name, a[:n].reshape(shape))
+    shape = 2,seqs,self.width
+    told = [a[:2*seqs*self.width].reshape(shape) for a in self._told]
+    self.told_seq,self.heard_seq = told  # as the card sees it, and as the host does
 
 # %% ../../nbs/3_ops/sample/64_cuda.accept.ipynb #13dc6410
 @patch
@@ -81,9 +97,11 @@ def of(self:VerifyRows,
 @patch
 def on_host(self:VerifyRows)->SimpleNamespace:
     "A copy of everything for the host"
-    d = {k: None if (a := getattr(self, k)) is None else self.card.download(a) for k in _ARRAYS}
-    sizes = {k: getattr(self, k) for k in ('width','block_size','steps','scratch')}
-    return SimpleNamespace(**d, **sizes, told_seq=self.heard_seq.copy())
+    d = dict(pos3=None)
+    for k in self._flat: d[k] = self.card.download(getattr(self, k))
+    for k in ('width','block_size','steps','scratch'): d[k] = getattr(self, k)
+    d['told_seq'] = self.heard_seq.copy()
+    return SimpleNamespace(**d)
 
 # %% ../../nbs/3_ops/sample/64_cuda.accept.ipynb #c22b6cf1
 def accept_rows(
@@ -96,52 +114,74 @@ def accept_rows(
 ):
     "Say how many rows of each sequence are accepted; what follows from it is written"
     r,t = rows,table
-    if t._told.shape[1]<len(r.ids): raise AtlasError(f'{t} has room for {t.rows} rows')
-    if chances is not None and len(chances)<r.width-1:
-        raise AtlasError(f'{len(chances)} chances for {r.width-1} drafts')
-    report = (t.logprobs,t.top_ids,t.top_logprobs) if full else (None,None,None)
-    given = r.ids,r.said,r.live,r.line,r.pos,r.pos3,r.state_out,r.limit,r.tables
-    said = r.counts,r.last,r.newest,r.seen
-    chain = r.c_pos,r.c_pos3,r.c_starts,r.c_seq,r.c_in,r.c_out,r.c_slots
+    _check(r, t, chances)
     longest = 0 if history is None else history.shape[1]
-    sizes = r.width,t.vocab,r.tables.shape[1],r.block_size,longest
-    run('accept', len(r.live), 128, *given, t.how, t.position, t.counts, chances, history,
-        *said, *chain, r.tick, *report, t._told, r.told_seq,
-        *sizes, len(r.c_pos), r.scratch, t._told.shape[1], r.told_seq.shape[2])
+    report = _of(t, 'logprobs top_ids top_logprobs') if full else [None]*3
+    run('accept', len(r.live), 128,
+        *_of(r, 'ids said live line pos pos3 state_out limit tables'),
+        *_of(t, 'how position counts'), chances, history,
+        *_of(r, 'counts last newest seen'), *_of(r, _CHAIN), r.tick,
+        *report, t._told, r.told_seq,
+        *_sizes(r, t, longest), t._told.shape[1], r.told_seq.shape[2])
     card_of(r.ids).plain = True  # the drafter's kernels read their positions early
+
+def _sizes(r, t, longest):
+    blocks = r.tables.shape[1]
+    return r.width,t.vocab,blocks,r.block_size,longest,len(r.c_pos),r.scratch
+
+def _of(a, names): return [getattr(a, k) for k in names.split()]
+
+def _check(r, t, chances):
+    "An `AtlasError` unless the table and the chances are for such rows"
+    room,K = t._told.shape[1],r.width-1
+    if room<len(r.ids): raise AtlasError(f'{t} has room for {room} rows')
+    n = K if chances is None else len(chances)
+    if n<K: raise AtlasError(f'{n} chances for {K} drafts')
 
 # %% ../../nbs/3_ops/sample/64_cuda.accept.ipynb #ff60b8ae
 def accept_on_host(rows, table, full=False, chances=None, history=None):
     "The twin of `accept_rows`, on arrays of the host"
     r,t = rows,table
-    S,W = len(r.live),r.width
-    fed,said = r.ids.reshape(S, W),r.said.reshape(S, W)
-    live = np.where(r.line<0, 0, r.live)
-    if chances is None: r.counts[:] = accept(said, fed[:,1:], live)
-    else:
-        own = np.maximum(r.line, 0)
-        r.counts[:] = simulate(said, fed[:,1:], live, chances, t.how['seed'][own], t.position[own])
-    r.last[:] = np.arange(S)*W+np.maximum(r.counts, 1)-1
-    r.newest[:] = np.where(r.counts>0, r.said[r.last], 0)
-    r.seen[:] = r.pos[::W]+np.maximum(r.counts, 1)-1
-    for s in np.flatnonzero(r.counts): _count(r, t, s, said[s,:r.counts[s]], history)
+    said = r.said.reshape(-1, r.width)
+    n = _counts(r, t, said, chances)
+    r.counts[:] = n
+    r.last[:] = np.arange(len(n))*r.width+np.maximum(n, 1)-1
+    r.newest[:] = np.where(n>0, r.said[r.last], 0)
+    r.seen[:] = r.pos[::r.width]+np.maximum(n, 1)-1
+    for s in np.flatnonzero(n):
+        _count(r, t, s, said[s,:n[s]])
+        if history is not None: _keep(r, s, said[s,:n[s]], history)
     for i in range(len(r.c_pos)): _chain(r, i)
     _tell(r, t, full)
 
-def _count(r, t, s, ids, history):
+def _counts(r, t, said, chances):
+    "Rows accepted of each sequence"
+    drafts = r.ids.reshape(said.shape)[:,1:]
+    live = np.where(r.line<0, 0, r.live)
+    if chances is None: return accept(said, drafts, live)
+    own = np.maximum(r.line, 0)
+    seeds,at = t.how['seed'][own],t.position[own]
+    return simulate(said, drafts, live, chances, seeds, at)
+
+def _count(r, t, s, ids):
     "Sequence `s` has `ids` more"
-    line,p = r.line[s],r.pos[s*r.width]
+    line = r.line[s]
     t.position[line] += len(ids)
-    if t.counts is not None and t.how['flags'][line]&PENALTIES: np.add.at(t.counts[line], ids, 1)
-    if history is None: return
-    room = max(history.shape[1]-p-1, 0)
-    ids = ids[:room]
-    history[line,p+1:p+1+len(ids)] = ids
+    counted = t.how['flags'][line]&PENALTIES
+    if t.counts is not None and counted: np.add.at(t.counts[line], ids, 1)
+
+def _keep(r, s, ids, history):
+    "Write `ids` behind the newest token of sequence `s`"
+    to = history[r.line[s],r.pos[s*r.width]+1:]
+    n = min(len(ids), len(to))
+    to[:n] = ids[:n]
 
 # %% ../../nbs/3_ops/sample/64_cuda.accept.ipynb #f35fae71
 def _ends(r):
     "Positions that each sequence can have"
     return np.minimum(r.limit, r.tables.shape[1]*r.block_size)
+
+def _tops(r): "The last of them"; return np.maximum(_ends(r)-1, 0)
 
 def _slots(r, s, pos, real):
     "Places in the cache of positions of sequences `s`; -1 where not `real`"
@@ -151,77 +191,107 @@ def _slots(r, s, pos, real):
 
 def _chain(r, i):
     "Step `i` of the drafter's chain"
-    S,end = len(r.live),_ends(r)
+    seqs = np.arange(len(r.live))
     to = r.pos[::r.width]+r.counts+i
-    real = (r.counts>0)&(to<end)
-    to = np.minimum(to, np.maximum(end-1, 0))
-    r.c_pos[i] = r.c_starts[i] = to
+    real = (r.counts>0)&(to<_ends(r))
+    to = np.minimum(to, _tops(r))
+    r.c_pos[i] = to
+    r.c_starts[i] = to
     if r.pos3 is not None: r.c_pos3[i] = to+(r.pos3-r.pos)[:,::r.width]
-    r.c_seq[i] = np.where(real, np.arange(S), -1)
-    r.c_slots[i] = _slots(r, np.arange(S), to, real)
-    own = r.scratch+2*np.arange(S) if r.scratch>=0 else None
-    r.c_out[i] = -1 if own is None else own+i%2
-    if not i: r.c_in[i] = r.state_out[r.last]
-    else: r.c_in[i] = -1 if own is None else own+(i-1)%2
+    r.c_seq[i] = np.where(real, seqs, -1)
+    r.c_slots[i] = _slots(r, seqs, to, real)
+    r.c_out[i] = _scratch(r, i)
+    r.c_in[i] = _scratch(r, i-1) if i else r.state_out[r.last]
+
+def _scratch(r, i):
+    "State slots that step `i` of the chain writes"
+    slots = r.scratch+2*np.arange(len(r.live))+i%2
+    return slots if r.scratch>=0 else np.full(len(slots), -1)
 
 def _tell(r, t, full):
     "What the host hears of a step"
-    half,W = r.tick[0]%2,r.width
+    half = r.tick[0]%2
     r.told_seq[half,:,0] = r.counts
-    for k in range(len(r.ids)):
-        told,yes = t.heard[half,k],k%W<r.counts[k//W]
-        told['id'] = r.said[k] if yes else -1
-        if not (yes and full): continue
-        told['logprob'] = t.logprobs[k]
-        told['top_ids'],told['top_logprobs'] = t.top_ids[k],t.top_logprobs[k]
+    told = t.heard[half,:len(r.ids)]
+    j = np.arange(len(r.ids))%r.width
+    yes = j<np.repeat(r.counts, r.width)
+    told['id'] = np.where(yes, r.said, -1)
+    if not full: return
+    for k in ('logprob','top_ids','top_logprobs'):
+        of = t.logprobs if k=='logprob' else getattr(t, k)
+        rows = of[:len(yes)]
+        told[k][yes] = rows[yes]
 
 # %% ../../nbs/3_ops/sample/64_cuda.accept.ipynb #25d0e3dc
 def next_rows(
-    rows:VerifyRows, # After `accept_rows`: its row arrays, starts, live and states are those of the next step then
+    rows:VerifyRows, # After `accept_rows`; then those of the next step
     drafts=None, # i32 [K, S]: tokens proposed; below 0: none. None: no drafts at all
 ):
     "Lay out the step after this one"
-    r = rows
-    k,S = (0,len(r.live)) if drafts is None else drafts.shape
-    if S!=len(r.live): raise AtlasError(f'Drafts for {S} sequences of {len(r.live)}')
-    said = r.counts,r.last,r.newest,r.line,r.kmax,r.limit,r.tables
-    moved = r.ids,r.pos,r.pos3,r.slots,r.seq,r.lanes,r.starts,r.live,r.state_in,r.state_out
-    sizes = S,r.width,min(k, r.width-1),r.tables.shape[1],r.block_size,r.told_seq.shape[2]
-    run('next_rows', 1, 256, drafts, *said, *moved, r.tick, r.told_seq, *sizes)
+    r,S = rows,len(rows.live)
+    k = 0 if drafts is None else min(len(drafts), r.width-1)
+    if drafts is not None and drafts.shape[1]!=S:
+        raise AtlasError(f'Drafts for {drafts.shape[1]} sequences of {S}')
+    blocks,ahead = r.tables.shape[1],r.told_seq.shape[2]
+    run('next_rows', 1, 256, drafts,
+        *_of(r, 'counts last newest line kmax limit tables'),
+        *_of(r, 'ids pos pos3 slots seq lanes starts live state_in state_out tick told_seq'),
+        S, r.width, k, blocks, r.block_size, ahead)
     card_of(r.ids).plain = True  # the next step's kernels read all this early
 
 # %% ../../nbs/3_ops/sample/64_cuda.accept.ipynb #569ed6b1
 def next_on_host(rows, drafts=None):
     "The twin of `next_rows`, on arrays of the host"
     r = rows
-    S,half = len(r.live),r.tick[0]%2
-    if drafts is None: drafts = np.full((1,S), -1, np.int32)
-    r.told_seq[half,:,1:r.width] = -1
-    for s in np.flatnonzero((r.counts>0)&(r.line>=0)): _place(r, s, drafts[:,s], half)
+    if drafts is None: drafts = np.empty((0,len(r.live)), int)
+    told = r.told_seq[r.tick[0]%2]
+    told[:,1:r.width] = -1
+    for s in np.flatnonzero((r.counts>0)&(r.line>=0)):
+        _place(r, s, drafts[:,s])
+        n = r.live[s]
+        if n: told[s,1:n] = r.ids[s*r.width:][1:n]
+        _swap(r, s)
     r.tick[0] += 1
 
 def _live(r, s, drafts, p):
     "Rows of sequence `s` that are real, where its newest token is at `p`"
-    k = int(np.cumprod(drafts>=0).sum())
-    k = min(k, max(int(r.kmax[s]), 0), r.width-1)
-    return max(0, min(1+k, int(_ends(r)[s]-p)))
+    given = int(np.cumprod(drafts>=0).sum())
+    own = max(int(r.kmax[s]), 0)
+    k = min(given, own, r.width-1)
+    room = int(_ends(r)[s]-p)
+    return max(0, min(1+k, room))
 
-def _place(r, s, drafts, half):
+def _place(r, s, drafts):
     "The next rows of sequence `s`"
-    W = r.width
-    at = slice(s*W, s*W+W)
-    p = r.pos[s*W]+r.counts[s]
-    n = r.live[s] = _live(r, s, drafts, p)
-    real = np.arange(W)<n
-    pos = np.minimum(p+np.arange(W), max(_ends(r)[s]-1, 0))
-    if r.pos3 is not None: r.pos3[:,at] = pos+(r.pos3[:,s*W]-r.pos[s*W])[:,None]
-    r.pos[at],r.starts[s] = pos,pos[0]
+    W,first = r.width,s*r.width
+    at = slice(first, first+W)
+    p = r.pos[first]+r.counts[s]
+    r.live[s] = _live(r, s, drafts, p)
+    real = np.arange(W)<r.live[s]
+    pos = np.minimum(p+np.arange(W), _tops(r)[s])
+    if r.pos3 is not None: _turn(r, at, pos)
+    r.pos[at] = pos
+    r.starts[s] = pos[0]
     r.slots[at] = _slots(r, s, pos, real)
-    r.seq[at],r.lanes[at] = np.where(real, s, -1),np.where(real, r.line[s], -1)
-    ids = np.full(W, -1)
+    r.seq[at] = np.where(real, s, -1)
+    r.lanes[at] = np.where(real, r.line[s], -1)
+    r.ids[at] = _fed(r, s, drafts)
+
+def _turn(r, at, pos):
+    "Rotary positions stay as far from positions as they are"
+    shift = r.pos3[:,at.start]-r.pos[at.start]
+    r.pos3[:,at] = pos+shift[:,None]
+
+def _fed(r, s, drafts):
+    "What the next rows of sequence `s` are fed with"
+    ids = np.full(r.width, -1)
     ids[0] = r.newest[s]
-    ids[1:1+len(drafts)] = drafts[:W-1]
-    r.ids[at] = ids
-    r.told_seq[half,s,1:W] = np.where(real, ids, -1)[1:]
-    i,o = r.state_in[s],r.state_out[r.last[s]]
-    if o>=0: r.state_in[s],r.state_out[r.last[s]] = o,i
+    ids[1:1+len(drafts)] = drafts[:r.width-1]
+    return ids
+
+def _swap(r, s):
+    "The state after the last accepted row is the one to read"
+    row = r.last[s]
+    i,o = r.state_in[s],r.state_out[row]
+    if o<0: return
+    r.state_in[s],r.state_out[row] = o,i

@@ -146,7 +146,7 @@ def allow(self:SampleTable,
     row:int=0, # Of the line: 0 chooses the next token, `row` the one after so many drafts
 ):
     "Bar all but some tokens in a row, until it is called again for that row"
-    if not 0<=row<self.width: raise AtlasError(f'A line has {self.width} rows, and none is {row}')
+    if row>=self.width: raise AtlasError(f'A line has {self.width} rows, and none is {row}')
     masked = self._masked.setdefault(i, set())
     others = [row] if masked else range(self.width)
     if tokens is None: masked.discard(row)
@@ -156,16 +156,17 @@ def allow(self:SampleTable,
     # a line is masked or not: where one of its rows is, the others need a mask too
     free = [j for j in others if masked and j not in masked]
     for j in free: self._mask(i, j, np.ones(self.vocab, bool))
-    was = int(self._how[i]['flags'])
-    flags = was&~MASK | (MASK if masked else 0)
-    self._how[i]['flags'] = flags
-    if flags!=was: self._write(i)
+    h = self._how[i]
+    was = h['flags'].item()
+    h['flags'] = was|MASK if masked else was&~MASK
+    if h['flags']!=was: self._write(i)
 
 @patch
 def _mask(self:SampleTable, i, row, tokens):
     "Write the mask of a row of line `i`"
     self._bits('mask', i*self.width+row, tokens, self.width)
 
+# %% ../../nbs/3_ops/sample/61_cuda.sample.ipynb #5a0c91e2
 @patch(as_prop=True)
 def greedy(self:SampleTable)->bool:
     "Is one launch enough for all lines in use?"
@@ -192,8 +193,10 @@ def sample_rows(
     _fits(t, R, rows, then, width, given)
     if greedy: run('greedy', (_blocks(R, V),R), 512, logits, t.best[:R], ids_out, *moved[0], V, *moved[1])
     else: _drawn(logits, t, ids_out, rows, cuts, width, given, *moved)
+    if width>1: return  # nothing has moved
     card_of(ids_out).plain = True  # the next launch waits for its end: it, and those after it, read positions and tables early
 
+# %% ../../nbs/3_ops/sample/61_cuda.sample.ipynb #5a0c91e1
 def _fits(t, R, rows, then, width, given):
     "An `AtlasError` unless a step of `R` rows, `width` of a sequence, can be sampled"
     if R>t.rows: raise AtlasError(f'A step of {R} rows, and the table has room for {t.rows}')

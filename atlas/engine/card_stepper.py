@@ -461,11 +461,22 @@ def lost(self:CardStepper, plan):
 
 @patch
 def _allow(self:CardStepper, seqs, samplers):
-    "Tell the sampler what guides let come next"
+    "Tell the sampler what guides let come next, and after each draft"
     for s,state in zip(seqs, samplers):
         if state.guide is None: continue
-        lane = self.lanes[s.id]
-        with self.staying(): self.table.allow(lane, state.allowed())
+        lane,drafts = self.lanes[s.id],s.drafts[:self.rows.width-1]
+        for row,mask in enumerate(_masks(state, drafts)):
+            with self.staying(): self.table.allow(lane, mask, row)
+
+def _masks(state, drafts):
+    "What may come next, and after each of `drafts`, as far as they are allowed"
+    yield state.allowed()
+    for t in drafts:
+        if not lets(state, t): return
+        state = fork(state)
+        state.add(t)
+        if state.guide.ended: return
+        yield state.allowed()
 
 # %% ../../nbs/5_engine/06_card_stepper.ipynb #c271946a
 @patch
@@ -591,11 +602,12 @@ def _buckets(self:CardStepper)->list[int]:
 @patch
 def _try_decode(self:CardStepper, longest):
     "Run decode steps of all numbers of rows, for sequences up to `longest`"
-    self.rows.place([], [], self.cache.pool.block_size)
-    for k in self._buckets():
-        for f in (True,False):
-            shape = StepShape(k, longest, f, f, self.table.stamp)
-            self.body(shape)
+    for width in range(1, self.scheduler.drafts+2):
+        self.rows.place([], [], width)
+        for k in self._buckets():
+            for f in (True,False):
+                shape = StepShape(k, longest, f, f, self.table.stamp, width=width)
+                self.body(shape)
 
 # %% ../../nbs/5_engine/06_card_stepper.ipynb #5b0c21de
 @patch
