@@ -84,6 +84,27 @@ def test_nothing_is_left():
     assert not arb.limits
     assert len(arb.buckets)==1
 
+def test_times_that_are_none_teach_nothing():
+    arb = Arbiter(1)
+    for seconds in (None,0.,-1.,nan,inf):
+        arb.note(1, dict(r=(1,1)), seconds)
+    assert arb.known((0,0))=={}
+    arb.note(1, dict(r=(1,1)), 2.)
+    assert arb.known((0,0))=={1: 2.}
+
+def test_the_first_step_after_a_change_is_not_timed():
+    "It waited for the one before"
+    arb = Arbiter(1)
+    for k,seconds in ((1,2.),(0,9.),(0,1.),(1,9.)):
+        arb.note(k, dict(r=(k,0)), seconds)
+    assert arb.known((0,0))=={0: 1., 1: 2.}
+
+def test_contexts_of_all_lengths_are_few_buckets():
+    arb = Arbiter(1)
+    for seqs in (1,2,1000,10**9):
+        for context in range(0, 2_000_000, 5_000): arb.drafts(seqs, context)
+    assert len(arb.buckets)<=4*8
+
 # -- where it ends -------------------------------------------------------------------------------
 
 class Card:
@@ -207,3 +228,24 @@ def test_one_step_that_hangs_moves_nothing():
     assert arb.k==2
     base = arb.times((0,0))
     assert base[2]<1.7
+
+def test_text_that_flickers_moves_no_sooner_than_it_may():
+    "Acceptance forgotten at once, in text that turns every 25 steps"
+    card = Card(3, 1, .3, memory=2)
+    arb,moves = card.arb,[]
+    for i in range(2000):
+        before,probing = arb.k,arb.probe
+        card.run(1, 3 if i//25%2 else 0)
+        if arb.k!=before: moves.append((i,probing is not None))
+    free = [b-a for (a,_),(b,probed) in zip(moves, moves[1:]) if not probed]
+    assert free, 'it moved'
+    assert min(free)>=T.dwell
+
+def test_what_a_probe_found_is_not_masked():
+    "The limits that fell in hard text are lifted with the probe"
+    card = Card(3, 1, .3)
+    card.run(300, 0)
+    assert card.arb.k==0
+    assert card.arb.limits['r0'].limit==0
+    while not card.arb.k: card.run(1, 3)
+    assert card.arb.limits['r0'].limit==3

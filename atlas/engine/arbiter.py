@@ -259,7 +259,7 @@ def better(self:Arbiter, times:list[float])->int:
     gain = max(self.tuning.gain, self.doubt(max(best, self.k)))
     return best if speed[best]>speed[self.k]*(1+gain) else self.k
 
-# %% ../../nbs/5_engine/09_arbiter.ipynb #ef52c5e7
+# %% ../../nbs/5_engine/09_arbiter.ipynb #cac501eb
 @patch
 def move(self:Arbiter, b, k:int):
     "Have K be `k` from now on"
@@ -276,7 +276,7 @@ def decide(self:Arbiter, b, times:list[float]):
     self.want = best
     if self.streak>=t.streak and self.steps>=self.changed+t.dwell: self.move(b, best)
 
-# %% ../../nbs/5_engine/09_arbiter.ipynb #a68265a3
+# %% ../../nbs/5_engine/09_arbiter.ipynb #02c36556
 @patch
 def hope(self:Arbiter, b, times:list[float])->list[float]: # [most+1]
     "Tokens a second and sequence with each K, if all that is not known is good"
@@ -289,7 +289,7 @@ def hope(self:Arbiter, b, times:list[float])->list[float]: # [most+1]
     if self.choices(b)[0].time.mean is None: hopes[0] = inf
     return hopes
 
-# %% ../../nbs/5_engine/09_arbiter.ipynb #09483072
+# %% ../../nbs/5_engine/09_arbiter.ipynb #61b2825e
 @patch
 def begin(self:Arbiter, b, times:list[float]):
     "Start a probe, if one is due and there is hope"
@@ -306,7 +306,7 @@ def begin(self:Arbiter, b, times:list[float]):
     self.acceptance.forget(self.k, k)
     for s in self.limits.values(): s.lift()
 
-# %% ../../nbs/5_engine/09_arbiter.ipynb #61b2825e
+# %% ../../nbs/5_engine/09_arbiter.ipynb #c5d02825
 @patch
 def finish(self:Arbiter, b, times:list[float]):
     "A probe is over: move at once if it found something better, else come back later"
@@ -322,7 +322,7 @@ def finish(self:Arbiter, b, times:list[float]):
     for o in put_off: o.due = max(o.due, self.steps+c.wait)
     c.wait = min(2*c.wait, self.tuning.longest)
 
-# %% ../../nbs/5_engine/09_arbiter.ipynb #458ce209
+# %% ../../nbs/5_engine/09_arbiter.ipynb #82bf5c87
 @patch
 def row_price(self:Arbiter, k:int, times:list[float])->float:
     "Half of the chance to be accepted at which a row of `k` drafts breaks even"
@@ -349,7 +349,7 @@ def drafts(self:Arbiter,
     self.handed = k
     return k
 
-# %% ../../nbs/5_engine/09_arbiter.ipynb #fab59aa5
+# %% ../../nbs/5_engine/09_arbiter.ipynb #3e2ed062
 @patch
 def limit(self:Arbiter, id:str)->int:
     "Drafts of a running request's sequence that are worth checking: rows beyond are masked"
@@ -361,7 +361,7 @@ def leave(self:Arbiter, id:str):
     "The request has ended"
     self.limits.pop(id, None)
 
-# %% ../../nbs/5_engine/09_arbiter.ipynb #b4c0b3fc
+# %% ../../nbs/5_engine/09_arbiter.ipynb #51d7a4f9
 @patch
 def note(self:Arbiter,
     k:int, # Drafts that the step was laid out for
@@ -382,7 +382,7 @@ def note(self:Arbiter,
     self.noted = k
     if k: self._count(k, accepted)
 
-# %% ../../nbs/5_engine/09_arbiter.ipynb #51d7a4f9
+# %% ../../nbs/5_engine/09_arbiter.ipynb #6c1300eb
 @patch
 def _count(self:Arbiter, k, accepted):
     "Learn from a step that had drafts"
@@ -395,7 +395,7 @@ def _count(self:Arbiter, k, accepted):
         self.totals['tokens'] += checked
         if id in self.limits: self.limits[id].note(checked, n, self.least)
 
-# %% ../../nbs/5_engine/09_arbiter.ipynb #80e52c56
+# %% ../../nbs/5_engine/09_arbiter.ipynb #04f3547d
 @patch
 def stats(self:Arbiter)->dict:
     "What was drafted, accepted and decided, as numbers"
