@@ -183,7 +183,7 @@ class Arbiter:
         if most<0: raise AtlasError(f'most is {most}, expected 0 or more', param='most')
         self.most,self.tuning = most,Tuning(**tuning)
         self.k = most # Drafts a step, probes aside
-        self.handed = self.noted = most # K of the newest step asked for, and of the newest that landed
+        self.handed = self.noted = most # K of the newest step asked for; of the newest landed
         self.acceptance = Acceptance(most, self.tuning.memory)
         self.buckets = {} # Bucket -> a `Choice` for each K
         self.limits = {} # Id of a running request -> `SeqLimit`
@@ -291,16 +291,22 @@ def hope(self:Arbiter, b, times:list[float])->list[float]: # [most+1]
 
 # %% ../../nbs/5_engine/09_arbiter.ipynb #61b2825e
 @patch
-def begin(self:Arbiter, b, times:list[float]):
-    "Start a probe, if one is due and there is hope"
+def candidate(self:Arbiter, b, times:list[float])->int|None:
+    "The K to probe now, if one is due and there is hope"
     t,choices = self.tuning,self.choices(b)
     if self.steps<self.changed+t.probe or self.totals['probing']>t.share*self.steps: return
+    untimed = choices[self.k].time.mean is None
+    if untimed and self.steps<self.timed+t.dwell: return
     due = [k for k,c in enumerate(choices) if k!=self.k and self.steps>=c.due]
-    untimed = choices[self.k].time.mean is None and self.steps<self.timed+t.dwell
-    if not due or untimed: return
+    if not due: return
     hope = self.hope(b, times)
     k = max(due, key=hope.__getitem__)
-    if hope[k]<=self.speed(times)[self.k]*(1+t.gain): return
+    if hope[k]>self.speed(times)[self.k]*(1+t.gain): return k
+
+@patch
+def begin(self:Arbiter, b, k:int):
+    "Probe `k`"
+    t = self.tuning
     self.probe = Probe(k, max(t.probe-b[0], t.probe//2), b)
     self.totals['probes'] += 1
     self.acceptance.forget(self.k, k)
@@ -341,7 +347,8 @@ def drafts(self:Arbiter,
     times = self.times(b)
     if not self.probe:
         self.decide(b, times)
-        self.begin(b, times)
+        k = self.candidate(b, times)
+        if k is not None: self.begin(b, k)
     elif self.probe.left<=0: self.finish(b, times)
     k = self.probe.k if self.probe else self.k
     self.least = self.row_price(k, times)
@@ -410,7 +417,7 @@ def stats(self:Arbiter)->dict:
     m['probe_steps_total'] = t['probing']
     m['drafts'] = self.handed # K now
     m['limited_seqs'] = sum(s.limit<self.handed for s in self.limits.values())
-    m['acceptance'] = dict(enumerate(self.acceptance.rates)) # Of those whose predecessors were right
+    m['acceptance'] = dict(enumerate(self.acceptance.rates)) # If those before it were right
     return {f'spec_decode_{k}': v for k,v in m.items()}
 
 @patch
