@@ -115,7 +115,8 @@ class Choice:
 
 def bucket(seqs:int, context:int)->tuple[int,int]:
     "Steps that take about as long: (sequences, longest context), at most 11 times 8"
-    return min((seqs-1).bit_length(), 10),min((context>>13).bit_length(), 7)
+    size,length = (seqs-1).bit_length(),(context>>13).bit_length()
+    return min(size, 10),min(length, 7)
 
 # %% ../../nbs/5_engine/09_arbiter.ipynb #cd0639c7
 def line(
@@ -213,7 +214,8 @@ def choices(self:Arbiter, b)->list[Choice]:
 @patch
 def known(self:Arbiter, b)->dict[int,float]:
     "K -> seconds, of those that were timed in bucket `b`"
-    return {k: c.time.mean for k,c in enumerate(self.choices(b)) if c.time.mean is not None}
+    means = [c.time.mean for c in self.choices(b)]
+    return {k: s for k,s in enumerate(means) if s is not None}
 
 @patch
 def price(self:Arbiter, b)->float:
@@ -274,7 +276,8 @@ def decide(self:Arbiter, b, times:list[float]):
     again = best==self.want and best!=self.k
     self.streak = self.streak+1 if again else int(best!=self.k)
     self.want = best
-    if self.streak>=t.streak and self.steps>=self.changed+t.dwell: self.move(b, best)
+    rested = self.steps>=self.changed+t.dwell
+    if rested and self.streak>=t.streak: self.move(b, best)
 
 # %% ../../nbs/5_engine/09_arbiter.ipynb #02c36556
 @patch
@@ -284,24 +287,30 @@ def hope(self:Arbiter, b, times:list[float])->list[float]: # [most+1]
     a[self.k:] = [max(x, t.easy) for x in a[self.k:]]
     hopes = []
     for n,seconds,c in zip(expected(a), times, self.choices(b)):
-        age = 1 if c.time.mean is None else min((self.steps-c.seen)/t.stale, 1)
+        age = min((self.steps-c.seen)/t.stale, 1)
+        if c.time.mean is None: age = 1
         hopes.append(n/seconds/(1-.2*age))
     if self.choices(b)[0].time.mean is None: hopes[0] = inf
     return hopes
 
 # %% ../../nbs/5_engine/09_arbiter.ipynb #61b2825e
 @patch
+def may_probe(self:Arbiter, now:Choice)->bool:
+    "Are there not too many probes, and is enough known of K `now` to compare with?"
+    t = self.tuning
+    if self.totals['probing']>t.share*self.steps: return False
+    patience = t.dwell if now.time.mean is None else 0
+    return self.steps>=max(self.changed+t.probe, self.timed+patience)
+
+@patch
 def candidate(self:Arbiter, b, times:list[float])->int|None:
     "The K to probe now, if one is due and there is hope"
-    t,choices = self.tuning,self.choices(b)
-    if self.steps<self.changed+t.probe or self.totals['probing']>t.share*self.steps: return
-    untimed = choices[self.k].time.mean is None
-    if untimed and self.steps<self.timed+t.dwell: return
+    choices = self.choices(b)
     due = [k for k,c in enumerate(choices) if k!=self.k and self.steps>=c.due]
-    if not due: return
+    if not due or not self.may_probe(choices[self.k]): return
     hope = self.hope(b, times)
     k = max(due, key=hope.__getitem__)
-    if hope[k]>self.speed(times)[self.k]*(1+t.gain): return k
+    if hope[k]>self.speed(times)[self.k]*(1+self.tuning.gain): return k
 
 @patch
 def begin(self:Arbiter, b, k:int):
