@@ -50,7 +50,10 @@ def bounds(most, arb, running, k, limits):
     assert set(arb.limits)<=set(running)
     assert len(arb.buckets)<=BUCKETS
     assert all(len(c)==most+1 for c in arb.buckets.values())
-    m = arb.stats()
+    counts(arb, arb.stats())
+
+def counts(arb, m):
+    "What holds of the metrics"
     def total(name): return m[f'spec_decode_{name}_total']
     assert total('probe_steps')<=T.share*arb.steps+T.probe
     moves = total('changes')-2*total('probes')
@@ -84,6 +87,27 @@ def test_nothing_is_left():
     assert not arb.limits
     assert len(arb.buckets)==1
 
+def test_times_that_are_none_teach_nothing():
+    arb = Arbiter(1)
+    for seconds in (None,0.,-1.,nan,inf):
+        arb.note(1, dict(r=(1,1)), seconds)
+    assert arb.known((0,0))=={}
+    arb.note(1, dict(r=(1,1)), 2.)
+    assert arb.known((0,0))=={1: 2.}
+
+def test_the_first_step_after_a_change_is_not_timed():
+    "It waited for the one before"
+    arb = Arbiter(1)
+    for k,seconds in ((1,2.),(0,.1),(0,1.),(1,.1)):
+        arb.note(k, dict(r=(k,0)), seconds)
+    assert arb.known((0,0))=={0: 1., 1: 2.}
+
+def test_contexts_of_all_lengths_are_few_buckets():
+    arb = Arbiter(1)
+    for seqs in (1,2,1000,10**9):
+        for context in range(0, 2_000_000, 5_000): arb.drafts(seqs, context)
+    assert len(arb.buckets)<=4*8
+
 # -- where it ends -------------------------------------------------------------------------------
 
 class Card:
@@ -91,27 +115,31 @@ class Card:
     def __init__(self, most, seqs, price, ahead=0, timed=True, **tuning):
         self.arb = Arbiter(most, **tuning)
         self.seqs,self.price,self.ahead,self.timed = seqs,price,ahead,timed
-        self.air,self.last,self.seconds,self.tokens = [],most,0.,0
+        self.air,self.last = [],most
+        self.seconds,self.tokens = 0.,0
 
-    def run(self, n, right):
-        "`n` steps of text in which `right` drafts in a row are right; all of K then"
+    def run(self, n, right, wrong=None):
+        "`n` steps of text with so many right drafts in a row, `wrong` has none; all of K then"
         seen = []
         for _ in range(n):
             seen.append(self.arb.drafts(self.seqs))
             self.air.append(seen[-1])
-            if len(self.air)>self.ahead: self.land(self.air.pop(0), right)
+            if len(self.air)>self.ahead: self.land(self.air.pop(0), right, wrong)
         return seen
 
-    def land(self, k, right):
-        checked = {f'r{i}': min(k, self.arb.limit(f'r{i}')) for i in range(self.seqs)}
-        accepted = {i: (c,min(c, right)) for i,c in checked.items()}
+    def land(self, k, right, wrong):
+        accepted = {}
+        for i in range(self.seqs):
+            checked = min(k, self.arb.limit(f'r{i}'))
+            accepted[f'r{i}'] = checked,min(checked, 0 if i==wrong else right)
         seconds = 1+self.price*k+(k!=self.last)
         self.arb.note(k, accepted, seconds if self.timed else None)
         self.last = k
         self.seconds += seconds
         self.tokens += sum(1+n for _,n in accepted.values())
 
-cards = dict(most=st.integers(1, 7), seqs=st.sampled_from([1,2,5,16]), ahead=st.integers(0, 1))
+sizes = st.sampled_from([1,2,5,16])
+cards = dict(most=st.integers(1, 7), seqs=sizes, ahead=st.integers(0, 1))
 
 @settings(deadline=None, max_examples=25)
 @given(price=st.floats(0, .03), before=st.integers(0, 400), **cards)
@@ -183,27 +211,44 @@ def test_a_load_that_flickers_changes_little():
 
 def test_one_who_guesses_wrong_is_masked_alone():
     "Its limit falls, those of the others stay, and K as well; when it turns, the limit is lifted"
-    arb = Arbiter(3)
-    def run(n, right):
-        for _ in range(n):
-            k,accepted = arb.drafts(4),{}
-            for i,r in right.items():
-                checked = min(k, arb.limit(i))
-                accepted[i] = checked,min(checked, r)
-            arb.note(k, accepted, 1+.2*k)
-    run(200, dict(a=0, b=3, c=3, d=3))
-    assert arb.k==3
-    assert [arb.limits[i].limit for i in 'abcd']==[0,3,3,3]
-    assert arb.stats()['spec_decode_limited_seqs']==1
-    run(600, dict(a=3, b=3, c=3, d=3))
-    assert [arb.limits[i].limit for i in 'abcd']==[3,3,3,3]
+    card = Card(3, 4, .2)
+    card.run(200, 3, wrong=0)
+    assert card.arb.k==3
+    assert [s.limit for s in card.arb.limits.values()]==[0,3,3,3]
+    assert card.arb.stats()['spec_decode_limited_seqs']==1
+    card.run(600, 3)
+    assert [s.limit for s in card.arb.limits.values()]==[3,3,3,3]
 
 def test_one_step_that_hangs_moves_nothing():
     "One step in twenty takes a hundred times as long"
     arb = Arbiter(2)
     for i in range(1000):
         k = arb.drafts(1)
-        arb.note(k, dict(r=(k,k)), (1+.3*k)*(100 if i%20==7 else 1))
+        seconds = 1+.3*k
+        if i%20==7: seconds *= 100
+        arb.note(k, dict(r=(k,k)), seconds)
     assert arb.k==2
     base = arb.times((0,0))
     assert base[2]<1.7
+
+def test_text_that_flickers_moves_no_sooner_than_it_may():
+    "Acceptance forgotten at once, in text that turns every 25 steps"
+    card = Card(3, 1, .3, memory=2)
+    arb,moves = card.arb,[]
+    for i in range(2000):
+        before,probing = arb.k,arb.probe
+        card.run(1, 3 if i//25%2 else 0)
+        if arb.k!=before: moves.append((i,probing is not None))
+    pairs = zip(moves, moves[1:])
+    free = [b-a for (a,_),(b,probed) in pairs if not probed]
+    assert free, 'it moved'
+    assert min(free)>=T.dwell
+
+def test_what_a_probe_found_is_not_masked():
+    "The limits that fell in hard text are lifted with the probe"
+    card = Card(3, 1, .3)
+    card.run(300, 0)
+    assert card.arb.k==0
+    assert card.arb.limits['r0'].limit==0
+    while not card.arb.k: card.run(1, 3)
+    assert card.arb.limits['r0'].limit==3

@@ -115,7 +115,8 @@ class Choice:
 
 def bucket(seqs:int, context:int)->tuple[int,int]:
     "Steps that take about as long: (sequences, longest context), at most 11 times 8"
-    return min((seqs-1).bit_length(), 10),min((context>>13).bit_length(), 7)
+    size,length = (seqs-1).bit_length(),(context>>13).bit_length()
+    return min(size, 10),min(length, 7)
 
 # %% ../../nbs/5_engine/03_arbiter.ipynb #cd0639c7
 def line(
@@ -184,7 +185,7 @@ class Arbiter:
         if most<0: raise AtlasError(f'most is {most}, expected 0 or more', param='most')
         self.most,self.adaptive,self.tuning = most,adaptive,Tuning(**tuning)
         self.k = most # Drafts a step, probes aside
-        self.handed = self.noted = most # K of the newest step asked for, and of the newest that landed
+        self.handed = self.noted = most # K of the newest step asked for; of the newest landed
         self.acceptance = Acceptance(most, self.tuning.memory)
         self.buckets = {} # Bucket -> a `Choice` for each K
         self.limits = {} # Id of a running request -> `SeqLimit`
@@ -214,7 +215,8 @@ def choices(self:Arbiter, b)->list[Choice]:
 @patch
 def known(self:Arbiter, b)->dict[int,float]:
     "K -> seconds, of those that were timed in bucket `b`"
-    return {k: c.time.mean for k,c in enumerate(self.choices(b)) if c.time.mean is not None}
+    means = [c.time.mean for c in self.choices(b)]
+    return {k: s for k,s in enumerate(means) if s is not None}
 
 @patch
 def price(self:Arbiter, b)->float:
@@ -260,7 +262,7 @@ def better(self:Arbiter, times:list[float])->int:
     gain = max(self.tuning.gain, self.doubt(max(best, self.k)))
     return best if speed[best]>speed[self.k]*(1+gain) else self.k
 
-# %% ../../nbs/5_engine/03_arbiter.ipynb #ef52c5e7
+# %% ../../nbs/5_engine/03_arbiter.ipynb #cac501eb
 @patch
 def move(self:Arbiter, b, k:int):
     "Have K be `k` from now on"
@@ -275,9 +277,10 @@ def decide(self:Arbiter, b, times:list[float]):
     again = best==self.want and best!=self.k
     self.streak = self.streak+1 if again else int(best!=self.k)
     self.want = best
-    if self.streak>=t.streak and self.steps>=self.changed+t.dwell: self.move(b, best)
+    rested = self.steps>=self.changed+t.dwell
+    if rested and self.streak>=t.streak: self.move(b, best)
 
-# %% ../../nbs/5_engine/03_arbiter.ipynb #a68265a3
+# %% ../../nbs/5_engine/03_arbiter.ipynb #02c36556
 @patch
 def hope(self:Arbiter, b, times:list[float])->list[float]: # [most+1]
     "Tokens a second and sequence with each K, if all that is not known is good"
@@ -285,29 +288,41 @@ def hope(self:Arbiter, b, times:list[float])->list[float]: # [most+1]
     a[self.k:] = [max(x, t.easy) for x in a[self.k:]]
     hopes = []
     for n,seconds,c in zip(expected(a), times, self.choices(b)):
-        age = 1 if c.time.mean is None else min((self.steps-c.seen)/t.stale, 1)
+        age = min((self.steps-c.seen)/t.stale, 1)
+        if c.time.mean is None: age = 1
         hopes.append(n/seconds/(1-.2*age))
     if self.choices(b)[0].time.mean is None: hopes[0] = inf
     return hopes
 
-# %% ../../nbs/5_engine/03_arbiter.ipynb #09483072
+# %% ../../nbs/5_engine/03_arbiter.ipynb #61b2825e
 @patch
-def begin(self:Arbiter, b, times:list[float]):
-    "Start a probe, if one is due and there is hope"
-    t,choices = self.tuning,self.choices(b)
-    if self.steps<self.changed+t.probe or self.totals['probing']>t.share*self.steps: return
+def may_probe(self:Arbiter, now:Choice)->bool:
+    "Are there not too many probes, and is enough known of K `now` to compare with?"
+    t = self.tuning
+    if self.totals['probing']>t.share*self.steps: return False
+    patience = t.dwell if now.time.mean is None else 0
+    return self.steps>=max(self.changed+t.probe, self.timed+patience)
+
+@patch
+def candidate(self:Arbiter, b, times:list[float])->int|None:
+    "The K to probe now, if one is due and there is hope"
+    choices = self.choices(b)
     due = [k for k,c in enumerate(choices) if k!=self.k and self.steps>=c.due]
-    untimed = choices[self.k].time.mean is None and self.steps<self.timed+t.dwell
-    if not due or untimed: return
+    if not due or not self.may_probe(choices[self.k]): return
     hope = self.hope(b, times)
     k = max(due, key=hope.__getitem__)
-    if hope[k]<=self.speed(times)[self.k]*(1+t.gain): return
+    if hope[k]>self.speed(times)[self.k]*(1+self.tuning.gain): return k
+
+@patch
+def begin(self:Arbiter, b, k:int):
+    "Probe `k`"
+    t = self.tuning
     self.probe = Probe(k, max(t.probe-b[0], t.probe//2), b)
     self.totals['probes'] += 1
     self.acceptance.forget(self.k, k)
     for s in self.limits.values(): s.lift()
 
-# %% ../../nbs/5_engine/03_arbiter.ipynb #61b2825e
+# %% ../../nbs/5_engine/03_arbiter.ipynb #c5d02825
 @patch
 def finish(self:Arbiter, b, times:list[float]):
     "A probe is over: move at once if it found something better, else come back later"
@@ -323,7 +338,7 @@ def finish(self:Arbiter, b, times:list[float]):
     for o in put_off: o.due = max(o.due, self.steps+c.wait)
     c.wait = min(2*c.wait, self.tuning.longest)
 
-# %% ../../nbs/5_engine/03_arbiter.ipynb #458ce209
+# %% ../../nbs/5_engine/03_arbiter.ipynb #82bf5c87
 @patch
 def row_price(self:Arbiter, k:int, times:list[float])->float:
     "Half of the chance to be accepted at which a row of `k` drafts breaks even"
@@ -342,7 +357,8 @@ def drafts(self:Arbiter,
     times = self.times(b)
     if not self.probe:
         self.decide(b, times)
-        self.begin(b, times)
+        k = self.candidate(b, times)
+        if k is not None: self.begin(b, k)
     elif self.probe.left<=0: self.finish(b, times)
     k = self.probe.k if self.probe else self.k
     self.least = self.row_price(k, times)
@@ -350,7 +366,7 @@ def drafts(self:Arbiter,
     self.handed = k
     return k
 
-# %% ../../nbs/5_engine/03_arbiter.ipynb #fab59aa5
+# %% ../../nbs/5_engine/03_arbiter.ipynb #3e2ed062
 @patch
 def limit(self:Arbiter, id:str)->int:
     "Drafts of a running request's sequence that are worth checking: rows beyond are masked"
@@ -363,7 +379,7 @@ def leave(self:Arbiter, id:str):
     "The request has ended"
     self.limits.pop(id, None)
 
-# %% ../../nbs/5_engine/03_arbiter.ipynb #b4c0b3fc
+# %% ../../nbs/5_engine/03_arbiter.ipynb #51d7a4f9
 @patch
 def note(self:Arbiter,
     k:int, # Drafts that the step was laid out for
@@ -384,7 +400,7 @@ def note(self:Arbiter,
     self.noted = k
     if k: self._count(k, accepted)
 
-# %% ../../nbs/5_engine/03_arbiter.ipynb #51d7a4f9
+# %% ../../nbs/5_engine/03_arbiter.ipynb #6c1300eb
 @patch
 def _count(self:Arbiter, k, accepted):
     "Learn from a step that had drafts"
@@ -397,7 +413,7 @@ def _count(self:Arbiter, k, accepted):
         self.totals['tokens'] += checked
         if id in self.limits: self.limits[id].note(checked, n, self.least)
 
-# %% ../../nbs/5_engine/03_arbiter.ipynb #80e52c56
+# %% ../../nbs/5_engine/03_arbiter.ipynb #04f3547d
 @patch
 def stats(self:Arbiter)->dict:
     "What was drafted, accepted and decided, as numbers"
@@ -412,7 +428,7 @@ def stats(self:Arbiter)->dict:
     m['probe_steps_total'] = t['probing']
     m['drafts'] = self.handed # K now
     m['limited_seqs'] = sum(s.limit<self.handed for s in self.limits.values())
-    m['acceptance'] = dict(enumerate(self.acceptance.rates)) # Of those whose predecessors were right
+    m['acceptance'] = dict(enumerate(self.acceptance.rates)) # If those before it were right
     return {f'spec_decode_{k}': v for k,v in m.items()}
 
 @patch
