@@ -30,7 +30,7 @@ class Fake:
         self.config,self.engine,self.tokenizer,self.template = SimpleNamespace(vocab_size=99),'engine','tokenizer','template'
     def stream(self, prompt, params):
         Fake.asked = dict(prompt=prompt, params=params)
-        for w in self.answer: yield SimpleNamespace(text=w, tokens=(1,))
+        for w in self.answer: yield SimpleNamespace(text=w, tokens=(1,), drafted=0)
         if self.error: raise self.error
     def generate(self, prompt, params): return SimpleNamespace(text=''.join(d.text for d in self.stream(prompt, params)), finish_reason='stop', usage=dict(total_tokens=5))
     def chat(self, messages, params, stream=False): return self.stream(list(messages), params) if stream else self.generate(list(messages), params)
@@ -350,8 +350,8 @@ sys.path.insert(0, {str(root/'tests')!r})
 from test_cli import Fake,SimpleNamespace
 class Endless(Fake):
     def stream(self, prompt, params):
-        yield SimpleNamespace(text=f'<<{{len(prompt)}}>>', tokens=(1,))
-        while prompt[-1]['content']=='endless': time.sleep(.001); yield SimpleNamespace(text='.', tokens=(1,))
+        yield SimpleNamespace(text=f'<<{{len(prompt)}}>>', tokens=(1,), drafted=0)
+        while prompt[-1]['content']=='endless': time.sleep(.001); yield SimpleNamespace(text='.', tokens=(1,), drafted=0)
 sys.modules['atlas.use.llm'] = SimpleNamespace(LLM=Endless)
 sys.argv = ['atlas','chat','m']
 from atlas.use.cli import main
@@ -377,7 +377,7 @@ from atlas.use.cli import main
     t.expect('Hello you'); t.expect('(3 tokens, '); assert t.status()==0
     t = terminal(start+"sys.argv = ['atlas','run','m']; main()")
     t.expect('give a prompt, or pipe one in'); assert t.status()==2
-    t = terminal(start+"Fake.stream = lambda *a: iter(lambda: time.sleep(.001) or SimpleNamespace(text='.', tokens=(1,)), 0)\nsys.argv = ['atlas','run','m','hi']; main()")
+    t = terminal(start+"Fake.stream = lambda *a: iter(lambda: time.sleep(.001) or SimpleNamespace(text='.', tokens=(1,), drafted=0), 0)\nsys.argv = ['atlas','run','m','hi']; main()")
     t.expect('...'); t.type('\x03')
     try: assert 'Traceback' not in t.expect('\0')
     except OSError: assert 'Traceback' not in t.seen      # the terminal is closed: the process has gone

@@ -17,8 +17,8 @@ from atlas.service.server import create_app
 from atlas.text.tokenizer import Tokenizer
 from test_server import END,FakeRunner,HELLO,WAIT,app_of,client_of,dial,head,live,read_until
 from test_server import template,threaded,tok
-from inprocess import loaded
-from scripted import service
+from inprocess import always,loaded
+from scripted import Speaker as Scripted,service
 from helpers.waiting import until
 
 ONCE = httpx.Limits(max_keepalive_connections=0)
@@ -411,7 +411,7 @@ def both():
     def say(prompt): return 'Half of this was drafted.'
     def serve(**kw): return service(say, parsers=(None,None), **kw)
     with serve(drafts=3) as a, serve() as b:
-        yield [openai.OpenAI(base_url=s.url+'/v1', api_key='none', timeout=WAIT) for s in (a,b)]
+        yield [client_of(httpx.URL(s.url).port) for s in (a,b)]
 
 def streamed(c, **kw):
     "Chunks of an answer: their choices, and the counts at the end"
@@ -436,7 +436,8 @@ def test_chunks_tell_of_drafts_only_who_asked(both):
         said,_ = streamed(c, **dict(atlas_drafts=True) if asked else {})
         assert [x for x in said if 'drafted' in x.model_dump()]==[]
     said,counts = streamed(drafted, atlas_drafts=True)
-    texts = [(x.delta.content, getattr(x, 'drafted', 0)) for x in said if x.delta.content]
+    said = [x for x in said if x.delta.content]
+    texts = [(x.delta.content, getattr(x, 'drafted', 0)) for x in said]
     assert ''.join(t for t,_ in texts)=='Half of this was drafted.'
     assert texts==[(t, int(i%4>0)) for i,t in enumerate('Half of this was drafted.')]
     assert counts.completion_tokens_details.accepted_prediction_tokens==19
@@ -445,6 +446,17 @@ def test_models_say_how_they_draft(both):
     drafted,plain = both
     assert drafted.models.list().data[0].speculative=='mtp, 3 drafts'
     assert 'speculative' not in plain.models.list().data[0].model_dump()
+
+def test_the_log_says_how_a_model_drafts(caplog):
+    for drafts in (3,0):
+        runner = Scripted(str, drafts)
+        model, = always(runner, runner.tok).all
+        with caplog.at_level('INFO', 'atlas'): model._set('loaded')
+        model.reason = 'it is slow'
+        with caplog.at_level('INFO', 'atlas'): model._set('loaded')
+    assert [r.getMessage() for r in caplog.records]==[
+        'scripted is loaded, speculative: mtp, 3 drafts', 'scripted is loaded: it is slow',
+        'scripted is loaded', 'scripted is loaded: it is slow']
 
 # ---- Vectors, tokens, models ----
 

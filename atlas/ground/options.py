@@ -222,6 +222,7 @@ def _fields(said:dict, model:str)->dict:
     by = _method(said.get('method'), found.get('draft_model'))
     return _window(found)|dict(speculative=by)
 
+# %% ../../nbs/1_ground/15_options.ipynb #1ed625dc
 def _window(found)->dict:
     "`found` where one end of the runs to look up is said, and the other is to fit"
     least,most = (found.get(k, _UNSAID[k]) for k in ('ngram_least','ngram_most'))
@@ -229,7 +230,6 @@ def _window(found)->dict:
     far = isinstance(least, int) and least>_UNSAID['ngram_most']
     return dict(ngram_most=least)|found if far else found
 
-# %% ../../nbs/1_ground/15_options.ipynb #1ed625dc
 def _translate(c):
     "Put what `speculative_config` means into the fields that mean it"
     found = _fields(_object(c.speculative_config), c.model)

@@ -112,7 +112,7 @@ class Event:
     error:str|None=None # What went wrong
     code:str|None=None # Which of the typed errors that is
     waited:float|None=field(default=None, compare=False) # Seconds until the request was admitted, with its first token
-    drafted:bool=field(default=False, compare=False) # Was the token a draft, accepted when verified?
+    drafted:bool=field(default=False, compare=False) # Was the token an accepted draft?
 
 # %% ../../nbs/1_ground/13_requests.ipynb #46749680
 def check_ids(

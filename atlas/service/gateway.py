@@ -154,9 +154,9 @@ def _set(self:Served, state:str|None=None):
     "A new state, which whoever waits for it hears"
     if state: self.state = state
     if state and state!='failed':
-        why = f': {self.reason}' if self.reason else ''
-        drafts = state=='loaded' and self.runner.info.get('speculative')
-        if drafts: why += f', speculative: {drafts}'
+        drafts = self.runner.info.get('speculative') if state=='loaded' else None
+        why = f', speculative: {drafts}' if drafts else ''
+        if self.reason: why = f': {self.reason}'
         _log.info('%s is %s%s', self.name, self.condition, why)
     for f in self._waiting:
         if not f.done(): f.set_result(None)

@@ -195,7 +195,8 @@ def _engines(self:Metrics):
     for k,doc in _by_position.items():
         f = _family(k, doc, 'position')
         for name,s in said:
-            for at,v in (s.get(k) or {}).items(): f.add_metric([name,str(at)], v)
+            at = s.get(k) or {}
+            for i,v in at.items(): f.add_metric([name,str(i)], v)
         if f.samples: yield f
     f = GaugeMetricFamily('atlas:num_requests_waiting_by_reason', 'Requests that wait for the engine, by what they wait for', labels=['model_name','reason'])
     for name,s in said: f.add_metric([name,'capacity'], s.get('num_requests_waiting', 0))  # there is no other

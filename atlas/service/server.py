@@ -330,8 +330,15 @@ def _model(m, name):
     info = m.get('info') or {}
     made = m.get('created') or info.get('created', 0)
     drafts = info.get('speculative')
-    return (dict(speculative=drafts) if drafts else {})|dict(id=name, object='model', type='model', display_name=name, lifecycle='active', created=made, created_at=datetime.fromtimestamp(made, timezone.utc).strftime('%Y-%m-%dT%H:%M:%SZ'), owned_by='atlas', max_model_len=info.get('max_seq_len'), root=m['id'],
-        aliases=[n for n in m['names'] if n!=name], status=m['status'], architecture=dict(input_modalities=['text']+['image']*bool(info.get('vision')), output_modalities=['text']))
+    more = dict(speculative=drafts) if drafts else {}
+    day = datetime.fromtimestamp(made, timezone.utc)
+    reads = ['text']+['image']*bool(info.get('vision'))
+    return dict(
+        id=name, object='model', type='model', display_name=name, lifecycle='active',
+        created=made, created_at=day.strftime('%Y-%m-%dT%H:%M:%SZ'), owned_by='atlas',
+        max_model_len=info.get('max_seq_len'), root=m['id'],
+        aliases=[n for n in m['names'] if n!=name], status=m['status'],
+        architecture=dict(input_modalities=reads, output_modalities=['text']))|more
 
 @patch
 async def list_models(self:Service)->Response:

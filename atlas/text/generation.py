@@ -70,6 +70,7 @@ def _feed(self:ChoiceReader, events):
     if end: self._end(d, end)
     return [d]
 
+# %% ../../nbs/6_text/18_generation.ipynb #ce83724d
 @patch
 def _read(self:ChoiceReader, events):
     "Text and tokens of these events, and the event that ends the answer"

@@ -201,13 +201,22 @@ def inspect(model:Shape, weights:Weights=None, as_json:Json=False):
 # %% ../../nbs/8_use/09_cli.ipynb #f9816efe
 class Meter:
     "Counts tokens and times them"
-    def __init__(self): self.start,self.first,self.last,self.n = perf_counter(),None,None,0
-    def add(self, n):
-        if n: self.last = perf_counter(); self.first = self.first or self.last; self.n += n
+    def __init__(self):
+        self.start,self.first,self.last = perf_counter(),None,None
+        self.n = self.drafted = 0
+    def add(self, n, drafted=0):
+        "`n` more tokens, so many of them accepted drafts"
+        if not n: return
+        self.last = perf_counter()
+        self.first = self.first or self.last
+        self.n += n
+        self.drafted += drafted
     def __str__(self):
         if not self.n: return 'no tokens'
         rate = f', {(self.n-1)/(self.last-self.first):.1f} tokens/s' if self.last>self.first else ''
-        return f'{self.n} token{"s"*(self.n>1)}{rate}, the first after {self.first-self.start:.2f} s'
+        share = f', {self.drafted/self.n:.0%} from drafts' if self.drafted else ''
+        wait = f'the first after {self.first-self.start:.2f} s'
+        return f'{self.n} token{"s"*(self.n>1)}{rate}{share}, {wait}'
 
 def _tell(meter):
     "The rate, on stderr, when somebody watches"
@@ -273,7 +282,8 @@ def run(model:Model,
     if as_json: return _print_answer(llm.generate(prompt, params) if raw else llm.chat(_messages(prompt, system, images), params))
     meter = Meter()
     for d in llm.stream(prompt, params) if raw else llm.chat(_messages(prompt, system, images), params, stream=True):
-        meter.add(len(d.tokens)); typer.echo(d.text, nl=False)
+        meter.add(len(d.tokens), d.drafted)
+        typer.echo(d.text, nl=False)
     typer.echo(); _tell(meter)
 
 # %% ../../nbs/8_use/09_cli.ipynb #ec1e3733
@@ -333,7 +343,9 @@ def _turn(c, line):
     meter = Meter()
     try:
         with _ctrl_c() as stop:
-            for d in c.say(line, stop): meter.add(len(d.tokens)); typer.echo(d.text, nl=False)
+            for d in c.say(line, stop):
+                meter.add(len(d.tokens), d.drafted)
+                typer.echo(d.text, nl=False)
         typer.echo(); _tell(meter)
     except AtlasError as e: typer.echo(f'atlas: {e}', err=True)
 

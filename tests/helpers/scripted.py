@@ -130,8 +130,8 @@ class Line:
         return self.event()
     def ready(self):
         "The rest of a step"
-        out = []
-        while not self.over and self.n%(self.speaker.drafts+1): out.append(self.event())
+        out,rows = [],self.speaker.drafts+1
+        while not self.over and self.n%rows: out.append(self.event())
         return out
     def event(self):
         n,self.n = self.n,self.n+1

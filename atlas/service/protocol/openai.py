@@ -350,9 +350,13 @@ def _common(b):
     o = b.stream_options or StreamOptions()
     if b.stream_options and not b.stream: raise RequestError('stream_options is given, and stream is not true', hint='Set stream to true', param='stream_options')
     if b.stream and b.prompt_logprobs is not None: raise RequestError('prompt_logprobs is given, and stream is true', hint='Leave one of them out', param='prompt_logprobs')
-    drafts = bool(b.stream and o.atlas_drafts)
-    return dict(drafts=drafts, params=b.params(), model=b.model, **b.shape(), stream=bool(b.stream), include_usage=bool(o.include_usage), priority=b.priority or 0,
-        continuous=bool(o.include_usage and o.continuous_usage_stats), token_ids=bool(b.return_token_ids), as_ids=bool(b.return_tokens_as_token_ids), prompt_logprobs=b.prompt_logprobs)
+    counts = bool(o.include_usage)
+    return dict(
+        params=b.params(), model=b.model, **b.shape(),
+        stream=bool(b.stream), priority=b.priority or 0,
+        include_usage=counts, continuous=counts and bool(o.continuous_usage_stats),
+        drafts=bool(b.stream and o.atlas_drafts), token_ids=bool(b.return_token_ids),
+        as_ids=bool(b.return_tokens_as_token_ids), prompt_logprobs=b.prompt_logprobs)
 
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #91d4a6fe
 def parse(
