@@ -150,9 +150,14 @@ def lift(self:SeqLimit):
 @patch
 def lower(self:SeqLimit, least:float):
     "Mask places that are reached less often than `least`"
-    depth = sum(s>=least for s in survival(self.acceptance.rates))
-    shut = self.limit<self.most
-    if depth>=self.limit or not shut and self.age<self.until: return
+    shut,a = self.limit<self.most,self.acceptance
+    if not shut and self.age<self.until: return
+    depth,s = 0,1.
+    for right,tried in zip(a.right, a.tried):
+        s *= right/tried
+        if s<least: break
+        depth += 1
+    if depth>=self.limit: return
     if not shut:
         again = self.age<self.until+self.tuning.probe
         self.wait = min(2*self.wait, self.tuning.longest) if again else self.tuning.wait//2
