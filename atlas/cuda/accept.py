@@ -204,6 +204,7 @@ def _scratch(r, i):
     slots = r.scratch+2*np.arange(len(r.live))+i%2
     return slots if r.scratch>=0 else np.full(len(slots), -1)
 
+# %% ../../nbs/3_ops/sample/64_cuda.accept.ipynb #b4ade776
 def _tell(r, t, full):
     "What the host hears of a step"
     half = r.tick[0]%2
@@ -218,7 +219,7 @@ def _tell(r, t, full):
         rows = of[:len(yes)]
         told[k][yes] = rows[yes]
 
-# %% ../../nbs/3_ops/sample/64_cuda.accept.ipynb #25d0e3dc
+# %% ../../nbs/3_ops/sample/64_cuda.accept.ipynb #569ed6b1
 def next_rows(
     rows:VerifyRows, # After `accept_rows`; then those of the next step
     drafts=None, # i32 [K, S]: tokens proposed; below 0: none. None: no drafts at all
@@ -235,7 +236,7 @@ def next_rows(
         S, r.width, k, blocks, r.block_size, ahead)
     card_of(r.ids).plain = True  # the next step's kernels read all this early
 
-# %% ../../nbs/3_ops/sample/64_cuda.accept.ipynb #569ed6b1
+# %% ../../nbs/3_ops/sample/64_cuda.accept.ipynb #641c8eeb
 def next_on_host(rows, drafts=None):
     "The twin of `next_rows`, on arrays of the host"
     r = rows
