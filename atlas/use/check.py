@@ -407,6 +407,7 @@ def _verified(card, rng, S, W):
         card.write(to, a.astype(np.int32))
     return r,t
 
+# %% ../../nbs/8_use/06_check.ipynb #7be1a404
 @_case('accept + next_rows', '64 sequences', four_rows=dict(W=4), eight_rows=dict(W=8))
 def _accept(card, rng, run, W, S=64):
     drafts = rng.integers(-1, 9, (W-1,S)).astype(np.int32)
