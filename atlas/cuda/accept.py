@@ -57,6 +57,7 @@ class VerifyRows:
         size = f'{len(self.live)} sequences of {self.width} rows'
         return f'VerifyRows({size}, {self.steps} steps)'
 
+# %% ../../nbs/3_ops/sample/64_cuda.accept.ipynb #5463af84
 @patch
 def _shape(self:VerifyRows, name, seqs):
     "Of an array for so many sequences"
@@ -83,7 +84,7 @@ def _lay(self:VerifyRows, seqs):
     told = [a[:2*seqs*self.width].reshape(shape) for a in self._told]
     self.told_seq,self.heard_seq = told  # as the card sees it, and as the host does
 
-# %% ../../nbs/3_ops/sample/64_cuda.accept.ipynb #13dc6410
+# %% ../../nbs/3_ops/sample/64_cuda.accept.ipynb #5ae4e6de
 @patch
 def of(self:VerifyRows,
     seqs:int, # As many as there were at first, or fewer
@@ -103,7 +104,7 @@ def on_host(self:VerifyRows)->SimpleNamespace:
     d['told_seq'] = self.heard_seq.copy()
     return SimpleNamespace(**d)
 
-# %% ../../nbs/3_ops/sample/64_cuda.accept.ipynb #c22b6cf1
+# %% ../../nbs/3_ops/sample/64_cuda.accept.ipynb #07d6480f
 def accept_rows(
     rows:VerifyRows, # Fed with `ids`, answered with `said`; `counts`, `last`, `newest`, the chain
     table, # `SampleTable`: positions and counts go on; the host hears in `table.heard[tick%2]`
@@ -138,7 +139,7 @@ def _check(r, t, chances):
     n = K if chances is None else len(chances)
     if n<K: raise AtlasError(f'{n} chances for {K} drafts')
 
-# %% ../../nbs/3_ops/sample/64_cuda.accept.ipynb #ff60b8ae
+# %% ../../nbs/3_ops/sample/64_cuda.accept.ipynb #f35fae71
 def accept_on_host(rows, table, full=False, chances=None, history=None):
     "The twin of `accept_rows`, on arrays of the host"
     r,t = rows,table
@@ -176,7 +177,7 @@ def _keep(r, s, ids, history):
     n = min(len(ids), len(to))
     to[:n] = ids[:n]
 
-# %% ../../nbs/3_ops/sample/64_cuda.accept.ipynb #f35fae71
+# %% ../../nbs/3_ops/sample/64_cuda.accept.ipynb #b4ade776
 def _ends(r):
     "Positions that each sequence can have"
     return np.minimum(r.limit, r.tables.shape[1]*r.block_size)
@@ -208,6 +209,7 @@ def _scratch(r, i):
     slots = r.scratch+2*np.arange(len(r.live))+i%2
     return slots if r.scratch>=0 else np.full(len(slots), -1)
 
+# %% ../../nbs/3_ops/sample/64_cuda.accept.ipynb #9d58707b
 def _tell(r, t, full):
     "What the host hears of a step"
     half = r.tick[0]%2
@@ -222,7 +224,7 @@ def _tell(r, t, full):
         rows = of[:len(yes)]
         told[k][yes] = rows[yes]
 
-# %% ../../nbs/3_ops/sample/64_cuda.accept.ipynb #25d0e3dc
+# %% ../../nbs/3_ops/sample/64_cuda.accept.ipynb #641c8eeb
 def next_rows(
     rows:VerifyRows, # After `accept_rows`; then those of the next step
     drafts=None, # i32 [K, S]: tokens proposed; below 0: none. None: no drafts at all
@@ -239,7 +241,7 @@ def next_rows(
         S, r.width, k, blocks, r.block_size, ahead)
     card_of(r.ids).plain = True  # the next step's kernels read all this early
 
-# %% ../../nbs/3_ops/sample/64_cuda.accept.ipynb #569ed6b1
+# %% ../../nbs/3_ops/sample/64_cuda.accept.ipynb #fb8f7e30
 def next_on_host(rows, drafts=None):
     "The twin of `next_rows`, on arrays of the host"
     r = rows
@@ -261,6 +263,7 @@ def _live(r, s, drafts, p):
     room = int(_ends(r)[s]-p)
     return max(0, min(1+k, room))
 
+# %% ../../nbs/3_ops/sample/64_cuda.accept.ipynb #37d35b0e
 def _place(r, s, drafts):
     "The next rows of sequence `s`"
     W,first = r.width,s*r.width

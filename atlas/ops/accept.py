@@ -24,7 +24,8 @@ def accept(
 def _leading(said, right, live):
     "Answers before the first that is none, is masked, or follows a draft that is not `right`"
     S,W = said.shape
-    good = (said>=0)&(np.arange(W)<np.reshape(live, (-1,1)))
+    live = np.reshape(live, (S,1))
+    good = (said>=0)&(np.arange(W)<live)
     good[:,1:] &= right
     return np.cumprod(good, axis=1).sum(1).astype(np.int32)
 
@@ -43,5 +44,8 @@ def simulate(
     K = drafts.shape[1]
     least = np.float32(chances[:K])
     starts = zip(seeds, positions, strict=True)
-    u = [[uniform(int(s)^OTHER_SEED, int(p)+j) for j in range(K)] for s,p in starts]
-    return _leading(said, (drafts>=0)&(np.array(u).reshape(-1, K)<least), live)
+    u = [_numbers(int(s)^OTHER_SEED, int(p), K) for s,p in starts]
+    lucky = np.reshape(u, drafts.shape)<least
+    return _leading(said, (drafts>=0)&lucky, live)
+
+def _numbers(seed, position, n): return [uniform(seed, position+j) for j in range(n)]

@@ -371,19 +371,21 @@ def _advance(card, rng, run):
 # %% ../../nbs/8_use/06_check.ipynb #7be1a402
 @_case('sample_scan + _bins + _cut + _draw', '2 sequences of 3 rows', drafts={})
 def _sample_drafts(card, rng, run, W=3, V=3000):
-    fed,x = np.int32([5,7,7,4,8,9]),_normal(rng, 2*W, V)*3
-    asked = dict(frequency_penalty=.5, top_p=.9),dict(top_k=40, presence_penalty=1.)
-    ps = [SamplingParams(**kw) for kw in asked]
-    have = np.zeros(V, np.int32)
+    fed,x = np.int32([[5,7,7],[4,8,9]]),_normal(rng, 2*W, V)*3
+    one = SamplingParams(frequency_penalty=.5, top_p=.9)
+    other = SamplingParams(top_k=40, presence_penalty=1.)
     put,ids = card.upload(x),card.empty(2*W, 'int32')
-    lines,given = card.upload(np.repeat(np.int32([1,0]), W)),card.upload(fed)
+    lines = card.upload(np.repeat(np.int32([1,0]), W))
+    given = card.upload(fed.ravel())
+    def behind(s, drafts):
+        counts = np.bincount(drafts, minlength=V).astype(np.int32)
+        return RowParams((one,other)[s], s, len(drafts), counts=counts)
     def draw():
         t = SampleTable(card, 2, V, rows=2*W, width=W)
-        for i,p in enumerate(ps): t.set(1-i, RowParams(p, i, counts=have))
+        for s in range(2): t.set(1-s, behind(s, []))
         sample_rows(put, t, ids, lines, width=W, given=given)
     run(draw)
-    at = [(s,fed[s*W+1:s*W+j+1]) for s in range(2) for j in range(W)]
-    rows = [RowParams(ps[s], s, len(d), counts=np.bincount(d, minlength=V)) for s,d in at]
+    rows = [behind(s, fed[s,1:j+1]) for s in range(2) for j in range(W)]
     return [(card.download(ids), sample(x, rows).ids, 0)]
 
 # %% ../../nbs/8_use/06_check.ipynb #7be1a403
@@ -391,35 +393,50 @@ def _verified(card, rng, S, W):
     "Rows of a step with drafts whose answers often agree with them, and the sampler's table"
     r = VerifyRows(card, S, W, 4, 16, W-1, 100, True)
     t = SampleTable(card, S, 9, rows=S*W, width=W)
-    for s in range(S): t.set(s, SampleState(SamplingParams(frequency_penalty=1.), [1], 9, seed=s))
-    given = dict(ids=rng.integers(-1, 3, S*W), said=rng.integers(-1, 3, S*W),
-        pos=(rng.integers(0, 60, S)[:,None]+np.arange(W)).ravel(), pos3=rng.integers(0, 99, (3,S*W)),
-        state_out=np.arange(S*W), state_in=100+np.arange(S), live=rng.integers(0, W+1, S),
-        line=rng.permutation(S), limit=rng.integers(1, 64, S), kmax=rng.integers(0, W, S),
-        tables=rng.permutation(4*S).reshape(S, 4))
-    for k,a in given.items(): card.write(getattr(r, k), a.astype(np.int32))
+    p = SamplingParams(frequency_penalty=1.)
+    for s in range(S): t.set(s, SampleState(p, [1], 9, seed=s))
+    bounds = dict(ids=(-1,3), said=(-1,3), pos3=(0,99), live=(0,W+1), limit=(1,64), kmax=(0,W))
+    given = {k: rng.integers(*b, getattr(r, k).shape) for k,b in bounds.items()}
+    given['pos'] = np.repeat(rng.integers(0, 60, S), W)+np.tile(np.arange(W), S)
+    given['tables'] = rng.permutation(4*S).reshape(S, 4)
+    given['line'] = rng.permutation(S)
+    given['state_in'] = S*W+np.arange(S)
+    given['state_out'] = np.arange(S*W)
+    for k,a in given.items():
+        to = getattr(r, k)
+        card.write(to, a.astype(np.int32))
     return r,t
 
+# %% ../../nbs/8_use/06_check.ipynb #7be1a404
 @_case('accept + next_rows', '64 sequences', four_rows=dict(W=4), eight_rows=dict(W=8))
 def _accept(card, rng, run, W, S=64):
-    seed,drafts = int(rng.integers(9)),rng.integers(-1, 9, (W-1,S)).astype(np.int32)
-    put,kept = card.upload(drafts),{}
+    drafts = rng.integers(-1, 9, (W-1,S)).astype(np.int32)
+    put = card.upload(drafts)
+    def made(): return _verified(card, np.random.default_rng(W), S, W)
     def go():
-        r,t = kept['r'],kept['t'] = _verified(card, np.random.default_rng(seed), S, W)
-        kept['was'] = r.on_host(),card.download(t.position),card.download(t.counts)
+        r,t = made()
         accept_rows(r, t)
         next_rows(r, put)
-    run(go)
-    r,t,(h,position,counts) = (kept[k] for k in ('r','t','was'))
-    how,heard = card.download(t.how).view(HOW)[:,0],np.zeros_like(t.heard)
-    table = NS(how=how, position=position, counts=counts, heard=heard)
-    accept_on_host(h, table)
+        return r,t
+    r,t = run(go)
+    was,table = made()
+    h,ht = was.on_host(),_table(card, table)
+    accept_on_host(h, ht)
     next_on_host(h, drafts)
-    got = r.on_host()
-    res = [(a, getattr(h, k), 0) for k,a in vars(got).items() if isinstance(a, np.ndarray)]
-    res += [(card.download(t.position), position, 0),(card.download(t.counts), counts, 0)]
-    res.append((t.heard['id'][0], heard['id'][0], 0))
-    return res
+    res = _pairs(r.on_host(), h)+_pairs(_table(card, t), ht)
+    heard = t.heard['id'][0]
+    return [*res, (heard, ht.heard['id'][0], 0)]
+
+def _table(card, t):
+    "What the host's `accept` needs of the sampler's table, and writes"
+    how = card.download(t.how).view(HOW)[:,0]
+    position,counts = card.download(t.position),card.download(t.counts)
+    return NS(how=how, position=position, counts=counts, heard=t.heard.copy())
+
+def _pairs(a, b):
+    "Numbers of the same name, which are to have the same bits"
+    names = [k for k,v in vars(b).items() if isinstance(v, np.ndarray) and not v.dtype.names]
+    return [(getattr(a, k), getattr(b, k), 0) for k in names]
 
 # %% ../../nbs/8_use/06_check.ipynb #d15f6efb
 _WIDTHS = dict(plain=dict(n=1500), odd=dict(n=37))
