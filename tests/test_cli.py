@@ -21,6 +21,10 @@ def run(*args, input=None):
     if r.exception and not isinstance(r.exception, SystemExit): raise r.exception
     return r
 
+def said(text):
+    "A piece of an answer, of one token"
+    return SimpleNamespace(text=text, tokens=(1,), drafted=0)
+
 class Fake:
     "Stands for `LLM`: remembers what it was given, and says `answer`"
     answer,error = ['Hel','lo ','you'],None
@@ -30,7 +34,7 @@ class Fake:
         self.config,self.engine,self.tokenizer,self.template = SimpleNamespace(vocab_size=99),'engine','tokenizer','template'
     def stream(self, prompt, params):
         Fake.asked = dict(prompt=prompt, params=params)
-        for w in self.answer: yield SimpleNamespace(text=w, tokens=(1,), drafted=0)
+        for w in self.answer: yield said(w)
         if self.error: raise self.error
     def generate(self, prompt, params): return SimpleNamespace(text=''.join(d.text for d in self.stream(prompt, params)), finish_reason='stop', usage=dict(total_tokens=5))
     def chat(self, messages, params, stream=False): return self.stream(list(messages), params) if stream else self.generate(list(messages), params)
@@ -347,11 +351,13 @@ def test_chat_in_a_terminal(terminal):
     "Ctrl-C ends an answer that would never end, then a half-typed line, and the program goes on; Ctrl-D leaves it"
     t = terminal(f'''import sys,time
 sys.path.insert(0, {str(root/'tests')!r})
-from test_cli import Fake,SimpleNamespace
+from test_cli import Fake,SimpleNamespace,said
 class Endless(Fake):
     def stream(self, prompt, params):
-        yield SimpleNamespace(text=f'<<{{len(prompt)}}>>', tokens=(1,), drafted=0)
-        while prompt[-1]['content']=='endless': time.sleep(.001); yield SimpleNamespace(text='.', tokens=(1,), drafted=0)
+        yield said(f'<<{{len(prompt)}}>>')
+        while prompt[-1]['content']=='endless':
+            time.sleep(.001)
+            yield said('.')
 sys.modules['atlas.use.llm'] = SimpleNamespace(LLM=Endless)
 sys.argv = ['atlas','chat','m']
 from atlas.use.cli import main
@@ -369,7 +375,7 @@ def test_run_in_a_terminal(terminal):
     "The rate is told, a prompt is asked for when there is none, and Ctrl-C leaves with 130"
     start = f'''import sys,time
 sys.path.insert(0, {str(root/'tests')!r})
-from test_cli import Fake,SimpleNamespace
+from test_cli import Fake,SimpleNamespace,said
 sys.modules['atlas.use.llm'] = SimpleNamespace(LLM=Fake)
 from atlas.use.cli import main
 '''
@@ -377,7 +383,8 @@ from atlas.use.cli import main
     t.expect('Hello you'); t.expect('(3 tokens, '); assert t.status()==0
     t = terminal(start+"sys.argv = ['atlas','run','m']; main()")
     t.expect('give a prompt, or pipe one in'); assert t.status()==2
-    t = terminal(start+"Fake.stream = lambda *a: iter(lambda: time.sleep(.001) or SimpleNamespace(text='.', tokens=(1,), drafted=0), 0)\nsys.argv = ['atlas','run','m','hi']; main()")
+    endless = "Fake.stream = lambda *a: iter(lambda: time.sleep(.001) or said('.'), 0)\n"
+    t = terminal(start+endless+"sys.argv = ['atlas','run','m','hi']; main()")
     t.expect('...'); t.type('\x03')
     try: assert 'Traceback' not in t.expect('\0')
     except OSError: assert 'Traceback' not in t.seen      # the terminal is closed: the process has gone

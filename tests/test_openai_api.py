@@ -430,12 +430,14 @@ def test_drafts_are_counted(both):
         said = set(details.model_dump(exclude_unset=True))
         assert said==({'reasoning_tokens'}|({'accepted_prediction_tokens'} if accepted else set()))
 
-def test_chunks_tell_of_drafts_only_who_asked(both):
+def test_chunks_say_nothing_of_drafts_unasked(both):
     drafted,plain = both
     for c,asked in ((drafted,False), (plain,True), (plain,False)):
         said,_ = streamed(c, **dict(atlas_drafts=True) if asked else {})
         assert [x for x in said if 'drafted' in x.model_dump()]==[]
-    said,counts = streamed(drafted, atlas_drafts=True)
+
+def test_chunks_tell_which_tokens_were_drafts(both):
+    said,counts = streamed(both[0], atlas_drafts=True)
     said = [x for x in said if x.delta.content]
     texts = [(x.delta.content, getattr(x, 'drafted', 0)) for x in said]
     assert ''.join(t for t,_ in texts)=='Half of this was drafted.'

@@ -325,17 +325,20 @@ async def apply_template(self:Service, request:Request)->Response:
     return warned(JSONResponse(dict(prompt=(await attended(request, self.prompt(ask))).text)), ask)
 
 # %% ../../nbs/7_service/13_server.ipynb #2c0a5bfa
+def _made(seconds):
+    "When a model was made: seconds since 1970, and a date"
+    day = datetime.fromtimestamp(seconds, timezone.utc)
+    return dict(created=seconds, created_at=day.strftime('%Y-%m-%dT%H:%M:%SZ'))
+
 def _model(m, name):
     "An entry of the list of models"
     info = m.get('info') or {}
-    made = m.get('created') or info.get('created', 0)
     drafts = info.get('speculative')
     more = dict(speculative=drafts) if drafts else {}
-    day = datetime.fromtimestamp(made, timezone.utc)
     reads = ['text']+['image']*bool(info.get('vision'))
     return dict(
         id=name, object='model', type='model', display_name=name, lifecycle='active',
-        created=made, created_at=day.strftime('%Y-%m-%dT%H:%M:%SZ'), owned_by='atlas',
+        **_made(m.get('created') or info.get('created', 0)), owned_by='atlas',
         max_model_len=info.get('max_seq_len'), root=m['id'],
         aliases=[n for n in m['names'] if n!=name], status=m['status'],
         architecture=dict(input_modalities=reads, output_modalities=['text']))|more
