@@ -1,0 +1,101 @@
+"""From shards and rules to token ids: filters, the tokenizer, the chat template, documents packed into windows"""
+import hashlib,json,lzma,random
+from pathlib import Path
+import jinja2
+import numpy as np
+from tokenizers import AddedToken,Regex,Tokenizer,decoders,models,normalizers,pre_tokenizers,trainers
+from rules import conversation,said,thought_about,user
+
+HERE = Path(__file__).parent
+SPECIAL = ['<|endoftext|>','<|im_start|>','<|im_end|>']
+MARKS = ['<tool_call>','</tool_call>','<tool_response>','</tool_response>','<think>','</think>']
+WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    r'|\s*[\r\n]+|\s+(?!\S)|\s+')  # as Qwen3.5 cuts
+
+def template():
+    "The chat template, compiled as libraries do it"
+    env = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
+    env.filters['tojson'] = lambda x: json.dumps(x, ensure_ascii=False)
+    return env.from_string((HERE/'chat_template.jinja').read_text())
+
+def read_texts(folder:Path)->list[dict]:
+    "Records of all shards, each text once; a shard that was cut off in the middle counts up to there"
+    seen,out = set(),[]
+    for f in sorted(Path(folder).glob('*.jsonl.xz')):
+        try:
+            for line in lzma.open(f, 'rt'):
+                r = json.loads(line)
+                key = hashlib.sha1(r['text'][:160].lower().encode()).digest()
+                if key not in seen: out.append(r)
+                seen.add(key)
+        except (EOFError,lzma.LZMAError,json.JSONDecodeError) as e: print(f'{f.name}: {e!r}, {len(out)} texts so far')
+    return out
+
+def documents(records:list[dict], made:int, seed:int)->list[str]:
+    "What is learnt: half of the texts as they are, half as answers in a chat, and `made` conversations by rule"
+    rng,chat = random.Random(seed),template()
+    out = []
+    for r in records:
+        plain = rng.random()<.5 and r['kind'] in ('story','describe','dialogue')
+        thought = thought_about(r['kind'], r['prompt']) if rng.random()<.6 else ''
+        ask = r['prompt']
+        if rng.random()<.5: ask = ask.replace(' Answer in one or two short sentences.', '')
+        out.append(r['text'] if plain else chat.render(messages=[user(ask), said(r['text'], thought)]))
+    for _ in range(made):
+        messages,tools = conversation(rng)
+        out.append(chat.render(messages=messages, tools=tools))
+    rng.shuffle(out)
+    return out
+
+def train_tokenizer(docs:list[str], vocab:int)->Tokenizer:
+    "Byte-level BPE with Qwen's words and marks, which come last"
+    t = Tokenizer(models.BPE())
+    t.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(Regex(WORDS), 'isolated')
+    t.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    t.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    size = vocab-len(SPECIAL)-len(MARKS)
+    t.train_from_iterator(docs, trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False))
+    t.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in SPECIAL])
+    t.add_tokens([AddedToken(s, special=False, normalized=False) for s in MARKS])
+    return t
+
+def without_marks(doc:str)->str:
+    "A document as the tokenizer's training sees it"
+    for s in SPECIAL+MARKS: doc = doc.replace(s, '\n')
+    return doc
+
+def save_tokenizer(t:Tokenizer, folder:Path):
+    "All files that text needs"
+    t.save(str(folder/'tokenizer.json'), pretty=False)
+    added = {str(t.token_to_id(s)):dict(content=s, lstrip=False, normalized=False, rstrip=False, single_word=False, special=s in SPECIAL)
+        for s in SPECIAL+MARKS}
+    config = dict(tokenizer_class='PreTrainedTokenizerFast', added_tokens_decoder=added, bos_token=None, eos_token='<|im_end|>',
+        pad_token='<|endoftext|>', unk_token=None, add_bos_token=False, clean_up_tokenization_spaces=False, model_max_length=4096)
+    (folder/'tokenizer_config.json').write_text(json.dumps(config, indent=1)+'\n')
+    (folder/'chat_template.jinja').write_text((HERE/'chat_template.jinja').read_text())
+
+class Stream:
+    "Documents as token ids, packed anew in each epoch into windows that begin where a document does"
+    def __init__(self, docs:list[str], t:Tokenizer, seed:int=0):
+        end = t.token_to_id('<|endoftext|>')
+        self.docs = [np.array([*e.ids, end], np.int32) for e in t.encode_batch(docs, add_special_tokens=False)]
+        self.tokens,self.rng,self.epochs = sum(map(len, self.docs)),np.random.default_rng(seed),0
+
+    def windows(self, length:int):
+        "Yields arrays of `length` ids for ever"
+        while True:
+            order = self.rng.permutation(len(self.docs))
+            ids = np.concatenate([self.docs[i] for i in order])
+            begins = np.cumsum([0]+[len(self.docs[i]) for i in order])
+            at = 0
+            while at+length<=len(ids):
+                yield ids[at:at+length]
+                at = int(begins[np.searchsorted(begins, at+length-1)])  # the next document's begin
+            self.epochs += 1
+
+    def batches(self, rows:int, length:int):
+        "Yields [rows, length] for ever"
+        w = self.windows(length)
+        while True: yield np.stack([next(w) for _ in range(rows)])
