@@ -11,6 +11,8 @@ import torch
 sys.path[:0] = [str(Path(__file__).parents[2])]
 import rules,train
 from model import delta_chunks,delta_steps,l2
+from atlas.card.emulator import Emulator
+from atlas.card.launch import recording
 from atlas.card.variants import CARDS,Dry,DryArray
 from atlas.engine.cache import KVCache
 from atlas.engine.draft import MTPDrafter
@@ -97,17 +99,38 @@ def cards(folder, ids):
     DryArray.__array_priority__ = 1.
     for arch in CARDS:
         for kv in ('f16','fp8','nvfp4'):
-            llm = LLM(str(folder), device=Dry(arch, 1<<38), max_seq_len=2048, show=False, drafting=True, kv_cache_memory=1<<28, kv_cache_dtype=kv)
-            llm.engine.warm()
-            for i in range(2): llm.engine.add(llm.request(ids[:70], SamplingParams(temperature=.7, max_tokens=4, ignore_eos=True), str(i)))
-            while llm.engine.has_work: llm.engine.step()
-            llm.drafts(ids[:70], 3)
-            line(f'{folder.name} on a dry {arch}, cache {kv}', True, repr(llm.model))
+            with recording(launch=False) as r: llm = on_dry(folder, arch, kv, ids)
+            names = sorted({c[0] for c in r.calls})
+            line(f'{folder.name} on a dry {arch}, cache {kv}', 'experts' in names and 'delta_step' in names, f'{len(r.calls)} launches of {" ".join(names)}')
+
+def on_dry(folder, arch, kv, ids):
+    "Everything that a card would launch"
+    llm = LLM(str(folder), device=Dry(arch, 1<<38), max_seq_len=2048, show=False, drafting=True, kv_cache_memory=1<<28, kv_cache_dtype=kv,
+        load_format='dummy', weights='as-shipped')
+    llm.engine.warm()
+    for i in range(2): llm.engine.add(llm.request(ids[:70], SamplingParams(temperature=.7, max_tokens=4, ignore_eos=True), str(i)))
+    while llm.engine.has_work: llm.engine.step()
+    llm.drafts(ids[:70], 3)
+    return llm
+
+def emulated(folder, host, ids):
+    "The kernels themselves, run on this machine's processor"
+    llm = LLM(str(folder), device=Emulator(), max_seq_len=256, max_num_seqs=2, show=False, drafting=True, kv_cache_memory=1<<26)
+    e = far(llm.logits(ids), host.logits(ids))
+    line(f'{folder.name} on the emulator, logits', e<3e-2, f'{e:.1e}')
+    a,b = llm.drafts(ids, 2),host.drafts(ids, 2)
+    line(f'{folder.name} on the emulator, drafts', far(a[2][:1], b[2][:1])<3e-2, f'{a[:2]} {b[:2]}')
+    p = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    a,b = (x.generate(ids, p).token_ids for x in (llm,host))
+    line(f'{folder.name} on the emulator, greedy', a[:2]==b[:2], f'{a} {b}')
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument('folder', type=Path)
     p.add_argument('--tokens', type=int, default=150)
+    p.add_argument('--formats', default='fp8,nvfp4')
+    p.add_argument('--no-cards', action='store_true')
+    p.add_argument('--emulator', action='store_true', help='also run the kernels on the processor; takes minutes')
     a = p.parse_args()
     torch.manual_seed(0)
     recurrence()
@@ -119,7 +142,7 @@ def main():
     talking(llm)
     print(f'bf16: {size(a.folder):,} bytes, perplexity {perplexity(llm, ids[:1500]):.3f}')
     with tempfile.TemporaryDirectory() as d:
-        for fmt in ('fp8','nvfp4'):
+        for fmt in a.formats.split(','):
             to = Path(d)/fmt
             r = quantize(a.folder, to, fmt, head=fmt=='nvfp4', show=False)
             q = LLM(str(to), device='cpu', show=False, drafting=True, max_seq_len=2048)
@@ -127,6 +150,7 @@ def main():
             line(f'{fmt}, layout {r.layout}', good and (fmt!='nvfp4' or size(to)<=6_000_000), f'{size(to):,} bytes, '
                 f'error {100*r.error:.2f} %, perplexity {perplexity(q, ids[:1500]):.3f}, kept {len(r.kept)}')
             print({f.name:f.stat().st_size for f in sorted(to.iterdir())})
-            cards(to, ids)
+            if not a.no_cards: cards(to, ids)
+            if a.emulator: emulated(to, q, ids[:40])
 
 if __name__=='__main__': main()

@@ -85,6 +85,7 @@ class Stream:
 
     def windows(self, length:int):
         "Yields arrays of `length` ids for ever"
+        if self.tokens<2*length: raise ValueError(f'{self.tokens} tokens are too few for windows of {length}')
         while True:
             order = self.rng.permutation(len(self.docs))
             ids = np.concatenate([self.docs[i] for i in order])

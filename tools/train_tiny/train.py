@@ -2,10 +2,10 @@
 
     python tools/train_tiny/train.py OUT --data SHARDS --minutes 7
 
-OUT gets a checkpoint in bfloat16 under the real names, the tokenizer and template, and `training.json`: the curve, the acceptance
-of drafts on held-out text, samples. It is written every minute, so that a run that is cut off leaves something.
+OUT/model gets a checkpoint in bfloat16 under the real names, the tokenizer and template; OUT/training.json the curve, the acceptance
+of drafts on held-out text, samples. They are written every minute, so that a run that is cut off leaves something.
 """
-import argparse,json,time
+import argparse,functools,json,signal,time
 from pathlib import Path
 import numpy as np
 import torch
@@ -95,13 +95,25 @@ def load(folder:Path, device='cpu')->Model:
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-@torch.no_grad()
+EAGER = Block.forward
+
+def eager(f):
+    "`f` without gradients, and with layers that are not compiled: its shapes are too many"
+    @functools.wraps(f)
+    @torch.no_grad()
+    def g(*args, **kw):
+        now,Block.forward = Block.forward,EAGER
+        try: return f(*args, **kw)
+        finally: Block.forward = now
+    return g
+
+@eager
 def validate(m, batches, amp, K)->list[float]:
     "Mean loss of the next token, and of the drafts after it, on held-out text"
     with amp: parts = [m.loss(b, K)[1] for b in batches]
     return [float(torch.stack([p[i] for p in parts]).mean()) for i in range(K+1)]
 
-@torch.no_grad()
+@eager
 def greedy(m, ids, n, amp):
     "`n` more tokens after each row of `ids`, the likeliest each time"
     for _ in range(n):
@@ -109,7 +121,7 @@ def greedy(m, ids, n, amp):
         ids = torch.cat([ids, logits.float().argmax(-1)], 1)
     return ids
 
-@torch.no_grad()
+@eager
 def acceptance(m, ids, n, amp, K=3)->dict:
     "How often chained drafts equal what the model itself says next: at `n` places each of greedy answers to the prompts `ids`"
     T = ids.shape[1]
@@ -155,7 +167,7 @@ def corpus(a):
     docs = text.documents(records, a.rules or max(20_000, len(records)//2), a.seed)
     held = max(32, len(docs)//100)
     print(f'{len(records):,} texts, {len(docs):,} documents, {sum(map(len, docs)):,} characters, {time.time()-t:.0f} s', flush=True)
-    if (a.out/'tokenizer.json').exists() and a.init: tok = text.Tokenizer.from_file(str(a.out/'tokenizer.json'))
+    if a.init: tok = text.Tokenizer.from_file(str(a.init/'tokenizer.json'))
     else: tok = text.train_tokenizer([text.without_marks(d) for d in docs[held:held+60_000]], a.vocab)
     train,val = text.Stream(docs[held:], tok, a.seed),text.Stream(docs[:held], tok, a.seed)
     print(f'{tok.get_vocab_size()} tokens in the vocabulary; {train.tokens:,} to learn from, {val.tokens:,} held out, {time.time()-t:.0f} s', flush=True)
@@ -174,21 +186,26 @@ def compiled(m:Model, batch, a, amp):
     seconds()
     plain = seconds()
     if not a.compile: return print(f'{plain*1000:.0f} ms a step, not compiled', flush=True)
-    own,begin = Block.forward,time.time()
+    begin = time.time()
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(a.compile_seconds)
     try:
-        Block.forward = torch.compile(own, dynamic=False)
+        Block.forward = torch.compile(EAGER, dynamic=False)
         seconds()
         took = time.time()-begin
         fast = seconds()
         print(f'{plain*1000:.0f} ms a step, {fast*1000:.0f} ms compiled, which took {took:.0f} s', flush=True)
         if fast<plain: return
-    except Exception as e: print(f'not compiled: {str(e)[:300]!r}', flush=True)
-    Block.forward = own
+    except Exception as e: print(f'{plain*1000:.0f} ms a step, not compiled: {str(e)[:300]!r}', flush=True)
+    finally: signal.alarm(0)
+    Block.forward = EAGER
     m.zero_grad(set_to_none=True)
+
+def late(*_): raise TimeoutError('compiling takes too long')
 
 def report(folder:Path, m, tok, curve, more):
     "Everything that is known so far, in files"
-    save(m, tok, folder)
+    save(m, tok, folder/'model')
     (folder/'training.json').write_text(json.dumps(dict(more, curve=curve), indent=1)+'\n')
 
 def train(a):
@@ -225,14 +242,14 @@ def train(a):
         m.zero_grad(set_to_none=True)
         seen.append((parts[0], balance.detach()))
         step,tokens = step+1,tokens+a.rows*a.length
-        if step%a.every and step!=1: continue
+        if step%a.every and step not in (1,25,100): continue
         last = [float(torch.stack(x).mean()) for x in zip(*seen)]
         seen = []
         if not np.isfinite(last[0]): raise SystemExit(f'The loss is {last[0]} at step {step}')
         v = validate(m, [t[:,:a.length+1+a.drafts] for t in tests], amp, a.drafts)
         speed = tokens/(time.time()-start)
         curve.append(dict(step=step, seconds=time.time()-start, tokens=tokens, train=last[0], val=v[0], drafts=v[1:], lr=factor))
-        if len(curve)<6 or len(curve)%4==0:
+        if len(curve)<7 or len(curve)%3==0:
             print(LINE.format(step, f'{time.time()-start:.0f}', f'{tokens/1e6:.1f}', f'{last[0]:.3f}', f'{v[0]:.3f}',
                 f'{v[1]:.3f}' if len(v)>1 else '', f'{last[1]:.2f}', f'{speed:,.0f}'), flush=True)
         if time.time()-saved>a.save_every:
@@ -253,7 +270,7 @@ def train(a):
     print('accepted:', ', '.join(f'draft {i+1} {x:.3f}' for i,x in enumerate(more['acceptance']['each'])),
         f'; {more["acceptance"]["tokens_per_step"]:.2f} tokens a step at {more["acceptance"]["places"]:,} places')
     for s in more['samples']: print('---\n'+s)
-    print(f'{(a.out/"model.safetensors").stat().st_size:,} bytes of weights, {time.time()-begin:.0f} s in all', flush=True)
+    print(f'{(a.out/"model/model.safetensors").stat().st_size:,} bytes of weights, {time.time()-begin:.0f} s in all', flush=True)
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -270,11 +287,12 @@ def main():
     p.add_argument('--lr', type=float, default=.02, help="Muon's")
     p.add_argument('--adam-lr', type=float, default=.004)
     p.add_argument('--seed', type=int, default=1)
-    p.add_argument('--every', type=int, default=100, help='steps between lines of the curve')
+    p.add_argument('--every', type=int, default=200, help='steps between lines of the curve')
     p.add_argument('--tests', type=int, default=4, help='held-out batches')
     p.add_argument('--places', type=int, default=64, help='of each prompt, for acceptance')
     p.add_argument('--save-every', type=float, default=60)
     p.add_argument('--init', type=Path, help='a folder to begin with instead of random weights')
+    p.add_argument('--compile-seconds', type=int, default=90, help='most to spend on compiling layers')
     p.add_argument('--device', default='cuda')
     p.add_argument('--no-compile', dest='compile', action='store_false')
     a = p.parse_args()
