@@ -11,9 +11,9 @@ import torch
 sys.path[:0] = [str(Path(__file__).parents[2])]
 import rules,train
 from model import delta_chunks,delta_steps,l2
-from atlas.card.emulator import Emulator
+from atlas.card.emulator import CardArray,Emulator
 from atlas.card.launch import recording
-from atlas.card.variants import CARDS,Dry,DryArray
+from atlas.card.variants import CARDS,Dry
 from atlas.engine.cache import KVCache
 from atlas.engine.draft import MTPDrafter
 from atlas.ground.quantize import quantize
@@ -21,6 +21,8 @@ from atlas.ground.requests import SamplingParams
 from atlas.model.model import Piece,make_batch
 from atlas.text.parsers import Splitter
 from atlas.use.llm import LLM
+
+CardArray.__array_priority__ = 1.  # arrays of cards that are not there stay such when they are joined
 
 def line(what, ok, seen):
     print(f'{what}: {seen} {"ok" if ok else "WRONG"}', flush=True)
@@ -96,7 +98,6 @@ def size(folder): return sum(f.stat().st_size for f in Path(folder).iterdir())
 
 def cards(folder, ids):
     "Load on cards that are not there, and launch all that the engine and the drafting head would"
-    DryArray.__array_priority__ = 1.
     for arch in CARDS:
         for kv in ('f16','fp8','nvfp4'):
             with recording(launch=False) as r: llm = on_dry(folder, arch, kv, ids)
@@ -115,7 +116,7 @@ def on_dry(folder, arch, kv, ids):
 
 def emulated(folder, host, ids):
     "The kernels themselves, run on this machine's processor"
-    llm = LLM(str(folder), device=Emulator(), max_seq_len=256, max_num_seqs=2, show=False, drafting=True, kv_cache_memory=1<<26)
+    llm = LLM(str(folder), device=Emulator(), max_seq_len=512, max_num_seqs=2, show=False, drafting=True, kv_cache_memory=1<<26)
     e = far(llm.logits(ids), host.logits(ids))
     line(f'{folder.name} on the emulator, logits', e<3e-2, f'{e:.1e}')
     a,b = llm.drafts(ids, 2),host.drafts(ids, 2)

@@ -148,7 +148,7 @@ def prompts(tok)->list[list[int]]:
     asked = [chat.render(messages=[rules.user(q)], tools=offered if t else None, add_generation_prompt=True) for q,t in CHATS]
     return [tok.encode(p, add_special_tokens=False).ids for p in PROMPTS+asked]
 
-def samples(m, tok, amp, n=96)->list[str]:
+def samples(m, tok, amp, n=80)->list[str]:
     "What the model says to a few prompts, greedily"
     device,out = next(m.parameters()).device,[]
     ends = [tok.token_to_id(s) for s in ('<|im_end|>','<|endoftext|>')]
@@ -164,7 +164,7 @@ def corpus(a):
     "Tokenizer, and streams to learn from and to judge by"
     t = time.time()
     records = text.read_texts(a.data) if a.data else []
-    docs = text.documents(records, a.rules or max(20_000, len(records)//2), a.seed)
+    docs = text.documents(records, a.rules or max(20_000, len(records)//3), a.seed)
     held = max(32, len(docs)//100)
     print(f'{len(records):,} texts, {len(docs):,} documents, {sum(map(len, docs)):,} characters, {time.time()-t:.0f} s', flush=True)
     if a.init: tok = text.Tokenizer.from_file(str(a.init/'tokenizer.json'))
@@ -277,9 +277,9 @@ def main():
     p.add_argument('out', type=Path)
     p.add_argument('--data', type=Path, help='folder of *.jsonl.xz; none: rules alone')
     p.add_argument('--minutes', type=float, default=7, help='all in all')
-    p.add_argument('--rest', type=float, default=25, help='seconds of them for what comes after the last step')
+    p.add_argument('--rest', type=float, default=40, help='seconds of them for what comes after the last step')
     p.add_argument('--steps', type=int, help='so many steps instead of so many minutes')
-    p.add_argument('--rules', type=int, help='conversations by rule [default: half as many as texts, at least 20,000]')
+    p.add_argument('--rules', type=int, help='conversations by rule [default: a third as many as texts, at least 20,000]')
     p.add_argument('--rows', type=int, default=32)
     p.add_argument('--length', type=int, default=1024)
     p.add_argument('--drafts', type=int, default=2)

@@ -100,7 +100,7 @@ def main():
     p.add_argument('--minutes', type=float, default=6)
     p.add_argument('--processes', type=int, default=3)
     p.add_argument('--seqs', type=int, default=256, help='answers at the same time, in each process')
-    p.add_argument('--context', type=int, default=512)
+    p.add_argument('--context', type=int, default=384)
     p.add_argument('--seed', type=int, default=1)
     p.add_argument('--until', type=float)
     p.add_argument('--inner', type=int)
