@@ -74,6 +74,7 @@ def save(m:Model, tok, folder:Path):
     folder.mkdir(parents=True, exist_ok=True)
     part = folder/'.model.part'
     save_file(weights(m), part, metadata=dict(format='pt'))
+    part.chmod(0o644)
     part.replace(folder/'model.safetensors')
     (folder/'config.json').write_text(json.dumps(m.c.to_json(), indent=1)+'\n')
     ends = [tok.token_to_id(s) for s in ('<|im_end|>','<|endoftext|>')]
@@ -164,6 +165,7 @@ def corpus(a):
     "Tokenizer, and streams to learn from and to judge by"
     t = time.time()
     records = text.read_texts(a.data) if a.data else []
+    if a.data and not records: raise SystemExit(f'There are no texts in {a.data}')
     docs = text.documents(records, a.rules or max(20_000, len(records)//3), a.seed)
     held = max(32, len(docs)//100)
     print(f'{len(records):,} texts, {len(docs):,} documents, {sum(map(len, docs)):,} characters, {time.time()-t:.0f} s', flush=True)

@@ -21,13 +21,15 @@ def tidy(text:str, whole:bool)->str|None: # None: not worth keeping
     if not whole:
         end = max(text.rfind(c) for c in '.!?')
         text = text[:end+1]
+    text = re.sub(r'\n\d+[.)]$', '', text.rstrip())  # a list's number without its line
     text = re.sub(r'\n{2,}', '\n\n', re.sub(r'[ \t]+', ' ', text)).strip()
     lines = [re.sub(r'^\d+[.)]\s*', '', l.strip()) for l in text.split('\n') if l.strip()]
     sentences = [s for s in re.split(r'(?<=[.!?])\s+', text) if len(s)>12]
     if not 12<=len(text)<=1500 or not text.isascii() or MARKUP.search(text) or REFUSALS.search(text): return None
     if len(set(lines))<len(lines) or len(set(sentences))<.9*len(sentences): return None
     words = re.findall('[a-z]+', text.lower())
-    if len(words)>40 and len(set(words))<.3*len(words): return None
+    three = list(zip(words, words[1:], words[2:]))
+    if len(three)>20 and len(set(three))<.85*len(three): return None  # it goes round in circles
     return text
 
 
@@ -50,7 +52,7 @@ def answer(llm, asks, seed:int, until:float)->tuple[list[dict],int]: # Records, 
     said = {}
     for i,(_,question,begin,most,example) in enumerate(asks):
         ids = prompt_ids(llm, question, begin, example)
-        params = SamplingParams(temperature=.7, min_p=.06, max_tokens=min(most, llm.max_seq_len-len(ids)-1), seed=seed*100_003+i)
+        params = SamplingParams(temperature=.75, min_p=.08, max_tokens=min(most, llm.max_seq_len-len(ids)-1), seed=seed*100_003+i)
         said[f'{seed}-{i}'] = dict(ask=asks[i], tokens=[], whole=False)
         llm.engine.add(llm.request(ids, params, f'{seed}-{i}'))
     while llm.engine.has_work:
