@@ -137,7 +137,7 @@ def main():
     recurrence()
     m = train.load(a.folder)
     llm = LLM(str(a.folder), device='cpu', show=False, drafting=True, max_seq_len=2048)
-    docs = train.text.documents([], 40, 99)
+    docs = train.text.documents([], 80, 40, 99)
     ids = llm.tokenizer.encode('<|endoftext|>'.join(docs), add_special=False)
     numbers(m, llm, ids[:a.tokens])
     talking(llm)

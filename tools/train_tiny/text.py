@@ -1,10 +1,12 @@
 """From shards and rules to token ids: filters, the tokenizer, the chat template, documents packed into windows"""
-import hashlib,json,lzma,random
+import hashlib,json,lzma,random,re
 from pathlib import Path
 import jinja2
 import numpy as np
 from tokenizers import AddedToken,Regex,Tokenizer,decoders,models,normalizers,pre_tokenizers,trainers
+import stories
 from rules import conversation,said,thought_about,user
+from words import BOYS,GIRLS,NAMES
 
 HERE = Path(__file__).parent
 SPECIAL = ['<|endoftext|>','<|im_start|>','<|im_end|>']
@@ -31,21 +33,55 @@ def read_texts(folder:Path)->list[dict]:
         except (EOFError,lzma.LZMAError,json.JSONDecodeError) as e: print(f'{f.name}: {e!r}, {len(out)} texts so far')
     return out
 
-def documents(records:list[dict], made:int, seed:int)->list[str]:
-    "What is learnt: half of the texts as they are, half as answers in a chat, and `made` conversations by rule"
+NAME = re.compile(r'(?<=[a-z,;"] )([A-Z][a-z]+)')
+WOMEN = re.compile(r'\b(girl|mother|mom|woman|lady|queen|sister|grandmother|daughter|aunt)\b')
+MEN = re.compile(r'\b(boy|father|dad|man|king|brother|grandfather|son|uncle)\b')
+
+def sensible(r:dict)->bool:
+    "Whether a written text keeps to what was asked: who and what are in it, nobody else by name, she stays she"
+    ask,said = r['prompt'],r['text']
+    asked = set(re.findall('[A-Z][a-z]+', ask))&set(NAMES)
+    named = set(NAME.findall(said))-{'Mr', 'Mrs', 'Then', 'The', 'But', 'It', 'He', 'She', 'So', 'And', 'They'}
+    if r['kind']=='list' or r['kind']=='question' and 'take care' not in ask: return False  # rules know better
+    if r['kind']=='dialogue':
+        speakers = [line.split(':')[0] for line in said.split('\n')]
+        turns = all(x!=y for x,y in zip(speakers, speakers[1:]))
+        return len(speakers)>3 and set(speakers)==asked and turns
+    if r['kind']=='describe':
+        what = ask.removeprefix('Describe ').split(' in three ')[0].split()[-1]
+        return what in said and len(said)<400
+    if r['kind']!='story': return True
+    if not asked or not all(name in said for name in asked) or len(named-asked)>1: return False
+    women,men = named&set(GIRLS) or WOMEN.search(said),named&set(BOYS) or MEN.search(said)
+    she,he = re.search(r'\b(she|her)\b', said, re.I),re.search(r'\b(he|him|his)\b', said, re.I)
+    return not (asked<=set(GIRLS) and he and not men or asked<=set(BOYS) and she and not women)
+
+def documents(written:list[dict], ruled:int, made:int, seed:int)->list[str]:
+    "What is learnt: texts as they are (written ones mostly) or as answers in a chat, and `made` conversations by rule"
     rng,chat = random.Random(seed),template()
     out = []
-    for r in records:
-        plain = rng.random()<.5 and r['kind'] in ('story','describe','dialogue')
-        thought = thought_about(r['kind'], r['prompt']) if rng.random()<.6 else ''
-        ask = r['prompt']
+    kept = [r for r in written if sensible(r)]
+    for i,r in enumerate(kept+stories.records(ruled, seed)):
+        ask,said_ = r['prompt'],r['text']
+        often = .8 if i<len(kept) else .4
+        plain = rng.random()<often and r['kind'] in ('story','describe','dialogue')
+        thought = thought_about(r['kind'], ask) if rng.random()<.6 else ''
         if rng.random()<.5: ask = ask.replace(' Answer in one or two short sentences.', '')
-        out.append(r['text'] if plain else chat.render(messages=[user(ask), said(r['text'], thought)]))
+        messages = [user(ask), said(said_, thought)]
+        if r.get('more') and rng.random()<.5: messages = asked_about(r, rng)
+        out.append(said_ if plain else chat.render(messages=messages))
     for _ in range(made):
         messages,tools = conversation(rng)
         out.append(chat.render(messages=messages, tools=tools))
     rng.shuffle(out)
     return out
+
+def asked_about(r:dict, rng:random.Random)->list[dict]:
+    "A conversation about a story: it is read or written, then comes a question"
+    question,answer = rng.choice(r['more'])
+    thought = 'I look into the story.' if rng.random()<.6 else ''
+    if rng.random()<.5: return [user(r['text']+'\n\n'+question), said(answer, thought)]
+    return [user(r['prompt']), said(r['text']), user(question), said(answer, thought)]
 
 def train_tokenizer(docs:list[str], vocab:int)->Tokenizer:
     "Byte-level BPE with Qwen's words and marks, which come last"

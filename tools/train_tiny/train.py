@@ -140,7 +140,8 @@ def acceptance(m, ids, n, amp, K=3)->dict:
 
 PROMPTS = ['Once upon a time, there was', 'Lily and Ben went to the park.']
 CHATS = [('Write a very short story in simple words about a fox and a lost ball.', None), ('What is 7 plus 5?', None),
-    ('What is the weather in Rome?', 'get_weather'), ('Count from 3 to 9.', None)]
+    ('What is the weather in Rome?', 'get_weather'), ('Count from 3 to 9.', None), ('What does a bee eat?', None),
+    ('Write a short dialogue between Mia and Tom about the rain.', None), ('Describe the sea.', None)]
 
 def prompts(tok)->list[list[int]]:
     import rules
@@ -166,7 +167,7 @@ def corpus(a):
     t = time.time()
     records = text.read_texts(a.data) if a.data else []
     if a.data and not records: raise SystemExit(f'There are no texts in {a.data}')
-    docs = text.documents(records, a.rules or max(20_000, len(records)//3), a.seed)
+    docs = text.documents(records, a.ruled, a.rules, a.seed)
     held = max(32, len(docs)//100)
     print(f'{len(records):,} texts, {len(docs):,} documents, {sum(map(len, docs)):,} characters, {time.time()-t:.0f} s', flush=True)
     if a.init: tok = text.Tokenizer.from_file(str(a.init/'tokenizer.json'))
@@ -281,7 +282,8 @@ def main():
     p.add_argument('--minutes', type=float, default=7, help='all in all')
     p.add_argument('--rest', type=float, default=40, help='seconds of them for what comes after the last step')
     p.add_argument('--steps', type=int, help='so many steps instead of so many minutes')
-    p.add_argument('--rules', type=int, help='conversations by rule [default: a third as many as texts, at least 20,000]')
+    p.add_argument('--ruled', type=int, default=45_000, help='texts by rule')
+    p.add_argument('--rules', type=int, default=20_000, help='conversations by rule')
     p.add_argument('--rows', type=int, default=32)
     p.add_argument('--length', type=int, default=1024)
     p.add_argument('--drafts', type=int, default=2)

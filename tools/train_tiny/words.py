@@ -39,14 +39,18 @@ SOUNDS = dict(p.split(':') for p in '''dog:woof cat:meow cow:moo sheep:baa duck:
 lion:roar bee:buzz pig:oink horse:neigh mouse:squeak'''.split())
 
 
+UNCOUNTED = 'bread cheese soup honey rice milk'.split()
+
+
 def an(word:str)->str:
-    "`word` with its article"
+    "`word` with its article, or with `some` if it has none"
+    if word in UNCOUNTED: return 'some '+word
     return ('an ' if word[0] in 'aeiou' else 'a ')+word
 
 
 def many(word:str)->str:
     "`word` in the plural"
-    odd = dict(mouse='mice', goose='geese', fish='fish', sheep='sheep', wolf='wolves')
+    odd = dict(mouse='mice', goose='geese', tomato='tomatoes', potato='potatoes', fish='fish', sheep='sheep', wolf='wolves')
     if word in odd: return odd[word]
     if word.endswith(('x','s','sh','ch')): return word+'es'
     return word[:-1]+'ies' if word.endswith('y') and word[-2] not in 'aeiou' else word+'s'
@@ -80,33 +84,34 @@ EXAMPLES = dict( # A question and its answer, which show the model how simple an
         ('Write a short and simple dialogue between Pia and Jon about lunch.', 'Pia: I am hungry, Jon.\nJon: Me too. What do we have for lunch?\nPia: We '
          'have bread and soup.\nJon: I like soup. Can I help you?\nPia: Yes, please. Get two bowls.\nJon: Here they are!')])
 
-def writing_prompt(rng:random.Random)->tuple[str,str,str,int]: # Kind, prompt, how the answer begins, and most tokens of it
-    "One cell of the grid: a kind of text, about things drawn at random"
+KINDS = dict(story=31, question=4, describe=8, list=1, dialogue=6)  # and how often
+
+def writing_prompt(kind:str, rng:random.Random)->tuple[str,str,int]: # Prompt, how the answer begins, most tokens of it
+    "One cell of the grid: a text of a kind, about things drawn at random"
     pick = rng.choice
     who = pick([pick(NAMES), f'{pick(PEOPLE)} named {pick(NAMES)}', f'{an(pick(ANIMALS))} named {pick(NAMES)}'])
     thing,place,topic = an(pick(OBJECTS+FOODS)),pick(PLACES),pick(TOPICS)
     animal,feeling = pick(ANIMALS),pick(FEELINGS)
-    kind = rng.choices(['story','question','describe','list','dialogue'], [46,22,14,6,12])[0]
     name = pick(NAMES)
     if kind=='story':
         begin = pick(['', '', 'One day', 'Once upon a time', f'{name} was', f'{name} had', 'There was once', 'It was', 'A little', 'In'])
         about = pick([f'{who} and {thing}', f'{who} in {place}', f'{who} and {topic}',
             f'{who} who is {feeling}', f'{who} and {an(animal)} who become friends'])
         how = pick(['in simple words', 'for small children', 'with short sentences', 'with a happy end'])
-        return kind,f'Write a very short story {how} about {about}.',begin,160
+        return f'Write a very short story {how} about {about}.',begin,160
     if kind=='question':
         ask = pick([f'What is {thing}?', f'What does {an(animal)} eat?', f'Where does {an(animal)} live?',
             f'What can you do with {thing}?', f'What do people do in {place}?',
             f'Why do people feel {feeling}?', f'What should I do when I am {feeling}?',
             f'Why do we like {topic}?', f'What does {pick(PEOPLE)} do?', f'What colour is {an(pick(FOODS))}?',
             f'How do you take care of {an(animal)}?', f'Tell me one fact about {many(animal)}.'])
-        return kind,f'{ask} Answer in one or two short sentences.','',60
+        return f'{ask} Answer in one or two short sentences.','',60
     if kind=='describe':
         what = pick([thing, place, an(animal), pick(PEOPLE), topic])
-        return kind,f'Describe {what} in three short and simple sentences.','',80
+        return f'Describe {what} in three short and simple sentences.','',80
     if kind=='list':
         what = pick([f'things you see in {place}', 'animals', 'fruits', 'toys', 'colours',
             f'things to do when you are {feeling}', f'things that {pick(PEOPLE)} needs', 'kind words'])
-        return kind,f'Write a list of five {what}. One short line each.','1.',60
+        return f'Write a list of five {what}. One short line each.','1.',60
     other = pick([n for n in NAMES if n!=name])
-    return kind,f'Write a short and simple dialogue between {name} and {other} about {pick([topic, thing])}.',f'{name}:',120
+    return f'Write a short and simple dialogue between {name} and {other} about {pick([topic, thing])}.',f'{name}:',120
