@@ -1,20 +1,31 @@
-"""Conversations made by rule: small sums, counting, copying, days and months, tool calls with thoughts; seeded
+"""Conversations by rule: small sums, counting, copying, calls of tools with thoughts; seeded
 
 Each is (messages, tools), as the chat template takes them.
 """
 import json,random
-from words import (ANIMALS,CITIES,COLOURS,DAYS,FEELINGS,FOODS,HOMES,MONTHS,NAMES,NUMBERS,OBJECTS,OPPOSITES,PLACES,SOUNDS,
-    TOPICS,an)
-
-def user(text): return dict(role='user', content=text)
-def said(text, thought=''): return dict(role='assistant', content=text, reasoning_content=thought)
-def called(name, arguments, thought=''):
-    return dict(role='assistant', content='', reasoning_content=thought,
-        tool_calls=[dict(type='function', function=dict(name=name, arguments=arguments))])
-def told(result): return dict(role='tool', content=json.dumps(result))
+from words import ANIMALS,CITIES,COLOURS,DAYS,FEELINGS,FOODS,MONTHS,NAMES,NUMBERS,OBJECTS,PLACES
+from words import HOMES,OPPOSITES,SOUNDS,an
 
 
-def sums(rng):
+def user(text:str)->dict:
+    return dict(role='user', content=text)
+
+
+def said(text:str, thought:str='')->dict:
+    return dict(role='assistant', content=text, reasoning_content=thought)
+
+
+def called(name:str, arguments:dict, thought:str='')->dict:
+    call = dict(type='function', function=dict(name=name, arguments=arguments))
+    return dict(role='assistant', content='', reasoning_content=thought, tool_calls=[call])
+
+
+def told(result:dict)->dict:
+    return dict(role='tool', content=json.dumps(result))
+
+# ------------------------------------------------------------------------------------------
+
+def sums(rng)->list:
     "A sum, a difference or a product of small numbers"
     a,b = rng.randint(0, 20),rng.randint(0, 20)
     op = rng.choice(['plus','minus','times'])
@@ -22,175 +33,276 @@ def sums(rng):
     if op=='minus': a,b = max(a, b),min(a, b)
     value = dict(plus=a+b, minus=a-b, times=a*b)[op]
     sign = dict(plus='+', minus='-', times='*')[op]
-    ask = rng.choice([f'What is {a} {op} {b}?', f'What is {a} {sign} {b}?', f'How much is {a} {op} {b}?', f'{a} {sign} {b} = ?'])
-    thought = f'I need {a} {sign} {b}. That makes {value}.'
-    return [user(ask), said(rng.choice([f'{a} {op} {b} is {value}.', f'The answer is {value}.', f'{a} {sign} {b} = {value}']), thought)]
+    asks = [
+        f'What is {a} {op} {b}?',
+        f'What is {a} {sign} {b}?',
+        f'How much is {a} {op} {b}?',
+        f'{a} {sign} {b} = ?']
+    answers = [
+        f'{a} {op} {b} is {value}.',
+        f'The answer is {value}.',
+        f'{a} {sign} {b} = {value}']
+    ask = rng.choice(asks)
+    return [user(ask), said(rng.choice(answers), f'I need {a} {sign} {b}. That makes {value}.')]
 
-def story_sum(rng):
+
+def story_sum(rng)->list:
     "A sum in a sentence"
     name,food = rng.choice(NAMES),rng.choice(FOODS)
     a,b = rng.randint(2, 12),rng.randint(1, 9)
     if rng.random()<.5:
-        return [user(f'{name} has {a} {food}s and gets {b} more. How many {food}s does {name} have now?'),
-            said(f'{name} has {a+b} {food}s.', f'At first {a}, then {b} more. {a} + {b} = {a+b}.')]
+        ask = f'{name} has {a} {food}s and gets {b} more. How many {food}s does {name} have now?'
+        thought = f'At first {a}, then {b} more. {a} + {b} = {a+b}.'
+        return [user(ask), said(f'{name} has {a+b} {food}s.', thought)]
     a = max(a, b+1)
-    return [user(f'{name} has {a} {food}s and gives {b} away. How many {food}s are left?'),
-        said(f'{a-b} {food}s are left.', f'At first {a}, then {b} less. {a} - {b} = {a-b}.')]
+    ask = f'{name} has {a} {food}s and gives {b} away. How many {food}s are left?'
+    thought = f'At first {a}, then {b} less. {a} - {b} = {a-b}.'
+    return [user(ask), said(f'{a-b} {food}s are left.', thought)]
 
-def counting(rng):
-    a = rng.randint(0, 30)
-    b = a+rng.randint(2, 10)
+
+def counting(rng)->list:
+    first = rng.randint(0, 30)
+    last = first+rng.randint(2, 10)
+    row = list(range(first, last+1))
     up = rng.random()<.7
-    row = list(range(a, b+1))
     if not up: row = row[::-1]
-    ask = rng.choice([f'Count from {row[0]} to {row[-1]}.', f'Please count from {row[0]} to {row[-1]}.'])
+    ask = rng.choice(['Count from {} to {}.', 'Please count from {} to {}.'])
     thought = f'I start at {row[0]} and go {"up" if up else "down"} to {row[-1]}.'
-    return [user(ask), said(', '.join(map(str, row))+'.', thought)]
+    return [user(ask.format(row[0], row[-1])), said(', '.join(map(str, row))+'.', thought)]
 
-def copying(rng):
-    words = [rng.choice(COLOURS+ANIMALS+OBJECTS+FOODS+NAMES) for _ in range(rng.randint(1, 6))]
-    text = ' '.join(words)
-    ask = rng.choice([f'Say: {text}', f'Repeat after me: {text}', f'Write these words again: {text}'])
-    return [user(ask), said(text, 'I only say the words again.')]
 
-def turning(rng):
+def copying(rng)->list:
+    words = COLOURS+ANIMALS+OBJECTS+FOODS+NAMES
+    text = ' '.join([rng.choice(words) for _ in range(rng.randint(1, 6))])
+    ask = rng.choice(['Say', 'Repeat after me', 'Write these words again'])
+    return [user(f'{ask}: {text}'), said(text, 'I only say the words again.')]
+
+
+def turning(rng)->list:
     words = rng.sample(COLOURS+ANIMALS+OBJECTS+FOODS, rng.randint(2, 5))
-    return [user(f'Say these words in the other order: {" ".join(words)}'),
-        said(' '.join(words[::-1]), f'The last word is {words[-1]}, so it comes first.')]
+    ask = f'Say these words in the other order: {" ".join(words)}'
+    thought = f'The last word is {words[-1]}, so it comes first.'
+    return [user(ask), said(' '.join(words[::-1]), thought)]
 
-def calendar(rng):
-    row,what = rng.choice([(DAYS,'day'),(MONTHS,'month')])
+
+def calendar(rng)->list:
+    row,what = rng.choice([(DAYS,'day'), (MONTHS,'month')])
     i = rng.randrange(len(row))
-    after = rng.random()<.5
-    answer = row[(i+(1 if after else -1))%len(row)]
-    word = 'after' if after else 'before'
-    return [user(f'Which {what} comes {word} {row[i]}?'),
-        said(f'{answer} comes {word} {row[i]}.', f'The {what} {word} {row[i]} is {answer}.')]
+    word,step = ('after',1) if rng.random()<.5 else ('before',-1)
+    answer = row[(i+step)%len(row)]
+    ask = f'Which {what} comes {word} {row[i]}?'
+    thought = f'The {what} {word} {row[i]} is {answer}.'
+    return [user(ask), said(f'{answer} comes {word} {row[i]}.', thought)]
 
-def spelling(rng):
+
+def spelling(rng)->list:
     word = rng.choice(ANIMALS+OBJECTS+FOODS+COLOURS)
-    if rng.random()<.5: return [user(f'Spell the word {word}.'), said('-'.join(word), f'The letters of {word}.')]
-    return [user(f'How many letters has the word {word}?'),
-        said(f'The word {word} has {len(word)} letters.', f'{"-".join(word)}: I count {len(word)}.')]
+    letters = '-'.join(word)
+    if rng.random()<.5:
+        return [user(f'Spell the word {word}.'), said(letters, f'The letters of {word}.')]
+    n = len(word)
+    answer = said(f'The word {word} has {n} letters.', f'{letters}: I count {n}.')
+    return [user(f'How many letters has the word {word}?'), answer]
 
-def facts(rng):
+
+def facts(rng)->list:
+    "Opposites, homes and sounds"
     table,ask,tell = rng.choice([
         (OPPOSITES, 'What is the opposite of {}?', 'The opposite of {} is {}.'),
         (HOMES, 'Where does a {} live?', 'A {} lives in a {}.'),
         (SOUNDS, 'What does a {} say?', 'A {} says {}.')])
     k,v = rng.choice(list(table.items()))
     if table is OPPOSITES and rng.random()<.5: k,v = v,k
-    def right(s): return s.replace('A owl', 'An owl').replace('a owl', 'an owl').replace('in a water', 'in water')
-    return [user(right(ask.format(k))), said(right(tell.format(k, v)), f'I know this about {k}.')]
+    ask,tell = with_articles(ask.format(k)),with_articles(tell.format(k, v))
+    return [user(ask), said(tell, f'I know this about {k}.')]
 
-def numbers(rng):
+
+def with_articles(text:str)->str:
+    "`An owl`, and no article before water"
+    text = text.replace('A owl', 'An owl').replace('a owl', 'an owl')
+    return text.replace('in a water', 'in water')
+
+
+def numbers(rng)->list:
     i = rng.randrange(len(NUMBERS))
-    if rng.random()<.5: return [user(f'Write {i} as a word.'), said(NUMBERS[i], f'{i} is {NUMBERS[i]}.')]
-    return [user(f'Write {NUMBERS[i]} as a number.'), said(str(i), f'{NUMBERS[i]} is {i}.')]
+    word = NUMBERS[i]
+    if rng.random()<.5: return [user(f'Write {i} as a word.'), said(word, f'{i} is {word}.')]
+    return [user(f'Write {word} as a number.'), said(str(i), f'{word} is {i}.')]
 
-def greeting(rng):
+
+def greeting(rng)->list:
     name,feeling = rng.choice(NAMES),rng.choice(FEELINGS)
-    return rng.choice([
-        [user(f'Hello, my name is {name}.'), said(f'Hello, {name}! How can I help you?', f'The name is {name}. I greet back.')],
-        [user('Hello!'), said('Hello! How can I help you?', 'I greet back.')],
-        [user('Who are you?'), said('I am a tiny language model. I know simple words and small numbers.', 'They ask about me.')],
-        [user('Thank you!'), said('You are welcome!', 'A kind answer.')],
-        [user(f'I am {feeling} today.'), said(f'You are {feeling} today. Do you want to tell me why?', f'They feel {feeling}.')]])
+    ask,answer,thought = rng.choice([
+        (f'Hello, my name is {name}.',
+         f'Hello, {name}! How can I help you?',
+         f'The name is {name}. I greet back.'),
+        ('Hello!',
+         'Hello! How can I help you?',
+         'I greet back.'),
+        ('Who are you?',
+         'I am a tiny language model. I know simple words and small numbers.',
+         'They ask about me.'),
+        ('Thank you!',
+         'You are welcome!',
+         'A kind answer.'),
+        (f'I am {feeling} today.',
+         f'You are {feeling} today. Do you want to tell me why?',
+         f'They feel {feeling}.')])
+    return [user(ask), said(answer, thought)]
 
-def remembering(rng):
+
+def remembering(rng)->list:
     "A question about something said before"
     name,thing,colour = rng.choice(NAMES),rng.choice(OBJECTS),rng.choice(COLOURS)
+    told_me = f'{name} has {an(colour)} {thing}.'
     head = rng.choice([
         [user(f'My name is {name}.'), said(f'Hello, {name}!')],
-        [user(f'{name} has {an(colour)} {thing}.'), said(f'That is a nice {thing}.')]])
-    if 'My name' in head[0]['content']:
-        return head+[user('What is my name?'), said(f'Your name is {name}.', f'They told me: {name}.')]
+        [user(told_me), said(f'That is a nice {thing}.')]])
+    if head[0]['content']!=told_me:
+        answer = said(f'Your name is {name}.', f'They told me: {name}.')
+        return head+[user('What is my name?'), answer]
     return head+rng.choice([
-        [user(f'What colour is the {thing}?'), said(f'The {thing} is {colour}.', f'{name} has {an(colour)} {thing}.')],
-        [user(f'Who has the {thing}?'), said(f'{name} has the {thing}.', f'{name} has {an(colour)} {thing}.')]])
+        [user(f'What colour is the {thing}?'), said(f'The {thing} is {colour}.', told_me)],
+        [user(f'Who has the {thing}?'), said(f'{name} has the {thing}.', told_me)]])
 
-SIMPLE = [sums, story_sum, counting, copying, turning, calendar, spelling, facts, numbers, greeting, remembering]
+SIMPLE = [
+    sums, story_sum, counting, copying, turning, calendar,
+    spelling, facts, numbers, greeting, remembering]
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 # Tools. Some are always the same; others have names and parameters made up for one conversation.
+# Each function gives the tool, what is asked, the arguments, the thought, what the tool answers,
+# and what is said at the end.
 
-def tool(name, about, /, **params):
+def tool(name:str, about:str, /, **params)->dict:
+    "Parameters are pairs of type and description"
     props = {k:dict(type=t, description=d) if d else dict(type=t) for k,(t,d) in params.items()}
-    return dict(type='function', function=dict(name=name, description=about,
-        parameters=dict(type='object', properties=props, required=list(params))))
+    schema = dict(type='object', properties=props, required=list(params))
+    return dict(type='function', function=dict(name=name, description=about, parameters=schema))
 
-def weather(rng):
+
+def weather(rng)->tuple:
     city = rng.choice(CITIES)
     sky,degrees = rng.choice(['sunny','rainy','cloudy','windy','snowy']),rng.randint(-5, 32)
-    ask = rng.choice([f'What is the weather in {city}?', f'How is the weather in {city} today?', f'Is it cold in {city}?', f'Do I need a coat in {city}?'])
-    return (tool('get_weather', 'The weather in a city', city=('string', 'Name of the city')), ask, dict(city=city),
-        f'They ask about the weather in {city}. I call get_weather.', dict(sky=sky, degrees=degrees), f'In {city} it is {sky} and {degrees} degrees.')
+    ask = rng.choice([
+        f'What is the weather in {city}?',
+        f'How is the weather in {city} today?',
+        f'Is it cold in {city}?',
+        f'Do I need a coat in {city}?'])
+    offered = tool('get_weather', 'The weather in a city', city=('string', 'Name of the city'))
+    thought = f'They ask about the weather in {city}. I call get_weather.'
+    answer = f'In {city} it is {sky} and {degrees} degrees.'
+    return offered,ask,dict(city=city),thought,dict(sky=sky, degrees=degrees),answer
 
-def calculator(rng):
+
+def calculator(rng)->tuple:
     a,b = rng.randint(10, 999),rng.randint(10, 999)
-    name,sign,value = rng.choice([('add','+',a+b),('subtract','-',a-b),('multiply','*',a*b)])
+    name,sign,value = rng.choice([('add','+',a+b), ('subtract','-',a-b), ('multiply','*',a*b)])
     word = dict(add='plus', subtract='minus', multiply='times')[name]
-    return (tool(name, f'{name} two numbers', a=('integer', ''), b=('integer', '')), f'What is {a} {rng.choice([word, sign])} {b}?', dict(a=a, b=b),
-        f'These numbers are large. I call {name} with {a} and {b}.', dict(result=value), f'{a} {sign} {b} = {value}.')
+    offered = tool(name, f'{name} two numbers', a=('integer', ''), b=('integer', ''))
+    ask = f'What is {a} {rng.choice([word, sign])} {b}?'
+    thought = f'These numbers are large. I call {name} with {a} and {b}.'
+    return offered,ask,dict(a=a, b=b),thought,dict(result=value),f'{a} {sign} {b} = {value}.'
 
-def clock(rng):
+
+def clock(rng)->tuple:
     city,hour,minute = rng.choice(CITIES),rng.randint(0, 23),rng.randint(0, 59)
-    return (tool('get_time', 'The time in a city', city=('string', '')), rng.choice([f'What time is it in {city}?', f'Tell me the time in {city}.']),
-        dict(city=city), f'They want the time in {city}. I call get_time.', dict(time=f'{hour:02}:{minute:02}'), f'It is {hour:02}:{minute:02} in {city}.')
+    ask = rng.choice([f'What time is it in {city}?', f'Tell me the time in {city}.'])
+    now = f'{hour:02}:{minute:02}'
+    thought = f'They want the time in {city}. I call get_time.'
+    offered = tool('get_time', 'The time in a city', city=('string', ''))
+    return offered,ask,dict(city=city),thought,dict(time=now),f'It is {now} in {city}.'
 
-def timer(rng):
+
+def timer(rng)->tuple:
     n,what = rng.randint(1, 60),rng.choice(FOODS+['tea','nap','game'])
-    return (tool('set_timer', 'Start a timer', minutes=('integer', ''), label=('string', 'What it is for')), f'Set a timer of {n} minutes for the {what}.',
-        dict(minutes=n, label=what), f'{n} minutes, for the {what}. I call set_timer.', dict(ok=True), f'The timer for the {what} runs {n} minutes.')
+    label = ('string', 'What it is for')
+    offered = tool('set_timer', 'Start a timer', minutes=('integer', ''), label=label)
+    ask = f'Set a timer of {n} minutes for the {what}.'
+    thought = f'{n} minutes, for the {what}. I call set_timer.'
+    answer = f'The timer for the {what} runs {n} minutes.'
+    return offered,ask,dict(minutes=n, label=what),thought,dict(ok=True),answer
 
-def shop(rng):
+
+def shop(rng)->tuple:
     n,thing = rng.randint(1, 20),rng.choice(FOODS+OBJECTS)
     price = rng.randint(1, 50)
-    return (tool('buy', 'Buy things', item=('string', ''), count=('integer', '')), f'Please buy {n} {thing}{"s" if n>1 else ""}.', dict(item=thing, count=n),
-        f'They want {n} of {thing}. I call buy.', dict(price=price), f'I bought {n} {thing}{"s" if n>1 else ""} for {price} coins.')
+    things = f'{n} {thing}{"s" if n>1 else ""}'
+    offered = tool('buy', 'Buy things', item=('string', ''), count=('integer', ''))
+    thought = f'They want {n} of {thing}. I call buy.'
+    answer = f'I bought {things} for {price} coins.'
+    arguments = dict(item=thing, count=n)
+    return offered,f'Please buy {things}.',arguments,thought,dict(price=price),answer
 
-def made_up(rng):
+
+def made_up(rng)->tuple:
     "A tool that no other conversation has"
     verb = rng.choice('find open send paint move clean lend fix show count wake feed'.split())
     noun,person,colour = rng.choice(OBJECTS+ANIMALS),rng.choice(NAMES),rng.choice(COLOURS)
-    place,n = rng.choice(PLACES),rng.randint(1, 99)
+    place,n,day = rng.choice(PLACES),rng.randint(1, 99),rng.choice(DAYS)
     name = f'{verb}_{noun}'
-    choices = dict(owner=('string',person,f'of {person}'), place=('string',place,f'in {place}'), colour=('string',colour,f'in {colour}'),
-        number=('integer',n,f'with number {n}'), name=('string',person,f'called {person}'), day=('string',(d := rng.choice(DAYS)),f'on {d}'))
+    choices = dict( # Type, value, and how it is said
+        owner=('string', person, f'of {person}'),
+        place=('string', place, f'in {place}'),
+        colour=('string', colour, f'in {colour}'),
+        number=('integer', n, f'with number {n}'),
+        name=('string', person, f'called {person}'),
+        day=('string', day, f'on {day}'))
     keys = rng.sample(list(choices), rng.randint(1, 3))
     if 'name' in keys and 'owner' in keys: keys.remove('owner')
-    ask = f'{rng.choice(["Please "+verb, verb.capitalize()])} the {noun} '+' '.join(choices[k][2] for k in keys)+'.'
+    start = rng.choice(['Please '+verb, verb.capitalize()])
+    ask = f'{start} the {noun} '+' '.join(choices[k][2] for k in keys)+'.'
+    offered = tool(name, f'{verb} a {noun}', **{k:(choices[k][0], '') for k in keys})
     arguments = {k:choices[k][1] for k in keys}
-    return (tool(name, f'{verb} a {noun}', **{k:(choices[k][0],'') for k in keys}), ask, arguments,
-        f'I call {name} with '+' and '.join(str(v) for v in arguments.values())+'.', dict(ok=True), f'I did it: {ask[0].lower()+ask[1:]}'.replace('please ', ''))
+    thought = f'I call {name} with '+' and '.join(str(v) for v in arguments.values())+'.'
+    done = f'I did it: {ask[0].lower()+ask[1:]}'.replace('please ', '')
+    return offered,ask,arguments,thought,dict(ok=True),done
 
 TOOLS = [weather, calculator, clock, timer, shop, made_up, made_up, made_up]
 
-def calling(rng):
-    "A tool call, mostly with its result and an answer; now and then a question that needs none of the tools"
+
+def calling(rng)->tuple[list,list]: # Messages, tools
+    "A tool call, mostly with its result and an answer; sometimes a question that needs no tool"
     made = [f(rng) for f in rng.sample(TOOLS, rng.randint(1, 3))]
-    tools = list({m[0]['function']['name']:m[0] for m in made}.values())
     own,ask,arguments,thought,result,answer = made[0]
-    tools = [own]+[t for t in tools if t['function']['name']!=own['function']['name']]
+    name = own['function']['name']
+    by_name = {m[0]['function']['name']:m[0] for m in made}
+    tools = list((by_name|{name:own}).values())
+    tools = [own]+[t for t in tools if t is not own]
     rng.shuffle(tools)
     if rng.random()<.2: return rng.choice(SIMPLE[1:])(rng),tools
-    messages = [user(ask), called(own['function']['name'], arguments, thought)]
+    messages = [user(ask), called(name, arguments, thought)]
     if rng.random()<.8: messages += [told(result), said(answer, 'The tool has answered.')]
     return messages,tools
 
-SYSTEMS = ['', '', '', 'You are a kind helper.', 'You are a tiny helper. Answer in simple words.', 'Be short.']
+SYSTEMS = [
+    '', '', '',
+    'You are a kind helper.',
+    'You are a tiny helper. Answer in simple words.',
+    'Be short.']
 
-def conversation(rng:random.Random)->tuple[list,list|None]:
+
+def conversation(rng:random.Random)->tuple[list,list|None]: # Messages, tools
     "One conversation"
     if rng.random()<.45: messages,tools = calling(rng)
     else: messages,tools = rng.choice(SIMPLE)(rng),None
     if tools is None and rng.random()<.15: messages = rng.choice(SIMPLE)(rng)+messages
-    if rng.random()<.35: messages = [{k:v for k,v in m.items() if k!='reasoning_content'} for m in messages]
+    if rng.random()<.35: messages = [without_thought(m) for m in messages]
     system = rng.choice(SYSTEMS)
     return ([dict(role='system', content=system)] if system else [])+messages,tools
 
+
+def without_thought(m:dict)->dict:
+    return {k:v for k,v in m.items() if k!='reasoning_content'}
+
+
 def thought_about(kind:str, prompt:str)->str:
     "A thought before a text that was asked for: what it is to be, and about what"
-    about = prompt.split(' about ')[-1].rstrip('.') if ' about ' in prompt else prompt.split('.')[0].rstrip('?')
-    return dict(story=f'A short story about {about}. I use simple words.', question='I answer in short sentences.',
-        describe='Three short sentences.', list='Five short lines.', dialogue=f'Two people talk about {about}.')[kind]
+    if ' about ' in prompt: about = prompt.split(' about ')[-1].rstrip('.')
+    else: about = prompt.split('.')[0].rstrip('?')
+    return dict(
+        story=f'A short story about {about}. I use simple words.',
+        question='I answer in short sentences.',
+        describe='Three short sentences.',
+        list='Five short lines.',
+        dialogue=f'Two people talk about {about}.')[kind]

@@ -1,18 +1,29 @@
-"""From shards and rules to token ids: filters, the tokenizer, the chat template, documents packed into windows"""
+"""From shards and rules to token ids: filters, chat template, tokenizer, windows of documents"""
 import hashlib,json,lzma,random,re
 from pathlib import Path
 import jinja2
 import numpy as np
-from tokenizers import AddedToken,Regex,Tokenizer,decoders,models,normalizers,pre_tokenizers,trainers
+from tokenizers import AddedToken,Regex,Tokenizer
+from tokenizers import decoders,models,normalizers,pre_tokenizers,trainers
 import stories
 from rules import conversation,said,thought_about,user
 from words import BOYS,GIRLS,NAMES
 
 HERE = Path(__file__).parent
-SPECIAL = ['<|endoftext|>','<|im_start|>','<|im_end|>']
-MARKS = ['<tool_call>','</tool_call>','<tool_response>','</tool_response>','<think>','</think>']
-WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
-    r'|\s*[\r\n]+|\s+(?!\S)|\s+')  # as Qwen3.5 cuts
+SPECIAL = ['<|endoftext|>', '<|im_start|>', '<|im_end|>']
+MARKS = [
+    '<tool_call>', '</tool_call>',
+    '<tool_response>', '</tool_response>',
+    '<think>', '</think>']
+WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}|"
+    r' ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+')  # as Qwen3.5 cuts
+NAME = re.compile(r'(?<=[a-z,;"] )([A-Z][a-z]+)')  # a capital within a sentence
+NO_NAMES = {'Mr', 'Mrs', 'Then', 'The', 'But', 'It', 'He', 'She', 'So', 'And', 'They'}
+WOMEN = re.compile(r'\b(girl|mother|mom|woman|lady|queen|sister|grandmother|daughter|aunt)\b')
+MEN = re.compile(r'\b(boy|father|dad|man|king|brother|grandfather|son|uncle)\b')
+SHE = re.compile(r'\b(she|her)\b', re.I)
+HE = re.compile(r'\b(he|him|his)\b', re.I)
+
 
 def template():
     "The chat template, compiled as libraries do it"
@@ -20,8 +31,9 @@ def template():
     env.filters['tojson'] = lambda x: json.dumps(x, ensure_ascii=False)
     return env.from_string((HERE/'chat_template.jinja').read_text())
 
+
 def read_texts(folder:Path)->list[dict]:
-    "Records of all shards, each text once; a shard that was cut off in the middle counts up to there"
+    "Records of all shards, each text once; a shard that was cut off counts up to there"
     seen,out = set(),[]
     for f in sorted(Path(folder).glob('*.jsonl.xz')):
         try:
@@ -30,51 +42,75 @@ def read_texts(folder:Path)->list[dict]:
                 key = hashlib.sha1(r['text'][:160].lower().encode()).digest()
                 if key not in seen: out.append(r)
                 seen.add(key)
-        except (EOFError,lzma.LZMAError,json.JSONDecodeError) as e: print(f'{f.name}: {e!r}, {len(out)} texts so far')
+        except (EOFError,lzma.LZMAError,json.JSONDecodeError) as e:
+            print(f'{f.name}: {e!r}, {len(out)} texts so far')
     return out
 
-NAME = re.compile(r'(?<=[a-z,;"] )([A-Z][a-z]+)')
-WOMEN = re.compile(r'\b(girl|mother|mom|woman|lady|queen|sister|grandmother|daughter|aunt)\b')
-MEN = re.compile(r'\b(boy|father|dad|man|king|brother|grandfather|son|uncle)\b')
+# ------------------------------------------------------------------------------------------
 
 def sensible(r:dict)->bool:
-    "Whether a written text keeps to what was asked: who and what are in it, nobody else by name, she stays she"
-    ask,said = r['prompt'],r['text']
+    "Does a written text keep to what was asked? Lists and facts are left to the rules"
+    kind,ask,text = r['kind'],r['prompt'],r['text']
     asked = set(re.findall('[A-Z][a-z]+', ask))&set(NAMES)
-    named = set(NAME.findall(said))-{'Mr', 'Mrs', 'Then', 'The', 'But', 'It', 'He', 'She', 'So', 'And', 'They'}
-    if r['kind']=='list' or r['kind']=='question' and 'take care' not in ask: return False  # rules know better
-    if r['kind']=='dialogue':
-        speakers = [line.split(':')[0] for line in said.split('\n')]
-        turns = all(x!=y for x,y in zip(speakers, speakers[1:]))
-        return len(speakers)>3 and set(speakers)==asked and turns
-    if r['kind']=='describe':
+    if kind=='question': return 'take care' in ask
+    if kind=='dialogue': return takes_turns(text, asked)
+    if kind=='describe':
         what = ask.removeprefix('Describe ').split(' in three ')[0].split()[-1]
-        return what in said and len(said)<400
-    if r['kind']!='story': return True
-    if not asked or not all(name in said for name in asked) or len(named-asked)>1: return False
-    women,men = named&set(GIRLS) or WOMEN.search(said),named&set(BOYS) or MEN.search(said)
-    she,he = re.search(r'\b(she|her)\b', said, re.I),re.search(r'\b(he|him|his)\b', said, re.I)
-    return not (asked<=set(GIRLS) and he and not men or asked<=set(BOYS) and she and not women)
+        return what in text and len(text)<400
+    return kind=='story' and keeps_names(text, asked)
 
-def documents(written:list[dict], ruled:int, made:int, seed:int)->list[str]:
-    "What is learnt: texts as they are (written ones mostly) or as answers in a chat, and `made` conversations by rule"
+
+def takes_turns(text:str, asked:set[str])->bool:
+    "Do those who were asked for speak in turn, and nobody else?"
+    speakers = [line.split(':')[0] for line in text.split('\n')]
+    turns = all(x!=y for x,y in zip(speakers, speakers[1:]))
+    return len(speakers)>3 and set(speakers)==asked and turns
+
+
+def keeps_names(text:str, asked:set[str])->bool:
+    "Is the story of those who were asked for, with one more name at most, and does she stay she?"
+    if not asked or not all(name in text for name in asked): return False
+    named = set(NAME.findall(text))-NO_NAMES
+    if len(named-asked)>1: return False
+    women = named&set(GIRLS) or WOMEN.search(text)
+    men = named&set(BOYS) or MEN.search(text)
+    if asked<=set(GIRLS) and HE.search(text) and not men: return False
+    return not (asked<=set(BOYS) and SHE.search(text) and not women)
+
+
+def documents(
+    written:list[dict], # Records of `write.py`
+    ruled:int, # Texts by rule
+    made:int, # Conversations by rule
+    seed:int,
+)->list[str]:
+    "What is learnt, shuffled: texts as they are or in a chat, and conversations"
     rng,chat = random.Random(seed),template()
-    out = []
     kept = [r for r in written if sensible(r)]
-    for i,r in enumerate(kept+stories.records(ruled, seed)):
-        ask,said_ = r['prompt'],r['text']
-        often = .8 if i<len(kept) else .4
-        plain = rng.random()<often and r['kind'] in ('story','describe','dialogue')
-        thought = thought_about(r['kind'], ask) if rng.random()<.6 else ''
-        if rng.random()<.5: ask = ask.replace(' Answer in one or two short sentences.', '')
-        messages = [user(ask), said(said_, thought)]
-        if r.get('more') and rng.random()<.5: messages = asked_about(r, rng)
-        out.append(said_ if plain else chat.render(messages=messages))
+    out = [document(r, .8, rng, chat) for r in kept]
+    out += [document(r, .4, rng, chat) for r in stories.records(ruled, seed)]
     for _ in range(made):
         messages,tools = conversation(rng)
         out.append(chat.render(messages=messages, tools=tools))
     rng.shuffle(out)
     return out
+
+
+def document(
+    r:dict,
+    plainly:float, # How often prose stands alone
+    rng:random.Random,
+    chat, # `template()`
+)->str:
+    "One text as it is, or as an answer, or with a question about it"
+    ask = r['prompt']
+    plain = rng.random()<plainly and r['kind'] in ('story','describe','dialogue')
+    thought = thought_about(r['kind'], ask) if rng.random()<.6 else ''
+    if rng.random()<.5: ask = ask.replace(' Answer in one or two short sentences.', '')
+    messages = [user(ask), said(r['text'], thought)]
+    if r.get('more') and rng.random()<.5: messages = asked_about(r, rng)
+    return r['text'] if plain else chat.render(messages=messages)
+
 
 def asked_about(r:dict, rng:random.Random)->list[dict]:
     "A conversation about a story: it is read or written, then comes a question"
@@ -83,45 +119,68 @@ def asked_about(r:dict, rng:random.Random)->list[dict]:
     if rng.random()<.5: return [user(r['text']+'\n\n'+question), said(answer, thought)]
     return [user(r['prompt']), said(r['text']), user(question), said(answer, thought)]
 
+# ------------------------------------------------------------------------------------------
+
 def train_tokenizer(docs:list[str], vocab:int)->Tokenizer:
     "Byte-level BPE with Qwen's words and marks, which come last"
     t = Tokenizer(models.BPE())
     t.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(Regex(WORDS), 'isolated')
-    t.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    t.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
     t.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     size = vocab-len(SPECIAL)-len(MARKS)
-    t.train_from_iterator(docs, trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False))
+    bpe = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+    t.train_from_iterator(docs, bpe)
     t.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in SPECIAL])
     t.add_tokens([AddedToken(s, special=False, normalized=False) for s in MARKS])
     return t
+
 
 def without_marks(doc:str)->str:
     "A document as the tokenizer's training sees it"
     for s in SPECIAL+MARKS: doc = doc.replace(s, '\n')
     return doc
 
+
+def added(content:str)->dict:
+    "A mark as `tokenizer_config.json` has it"
+    no = dict(lstrip=False, normalized=False, rstrip=False, single_word=False)
+    return dict(content=content, **no, special=content in SPECIAL)
+
+
 def save_tokenizer(t:Tokenizer, folder:Path):
     "All files that text needs"
     t.save(str(folder/'tokenizer.json'), pretty=False)
-    added = {str(t.token_to_id(s)):dict(content=s, lstrip=False, normalized=False, rstrip=False, single_word=False, special=s in SPECIAL)
-        for s in SPECIAL+MARKS}
-    config = dict(tokenizer_class='PreTrainedTokenizerFast', added_tokens_decoder=added, bos_token=None, eos_token='<|im_end|>',
-        pad_token='<|endoftext|>', unk_token=None, add_bos_token=False, clean_up_tokenization_spaces=False, model_max_length=4096)
+    config = dict(
+        tokenizer_class='PreTrainedTokenizerFast',
+        added_tokens_decoder={str(t.token_to_id(s)):added(s) for s in SPECIAL+MARKS},
+        bos_token=None,
+        eos_token='<|im_end|>',
+        pad_token='<|endoftext|>',
+        unk_token=None,
+        add_bos_token=False,
+        clean_up_tokenization_spaces=False,
+        model_max_length=4096)
     (folder/'tokenizer_config.json').write_text(json.dumps(config, indent=1)+'\n')
     (folder/'chat_template.jinja').write_text((HERE/'chat_template.jinja').read_text())
 
+
 class Stream:
-    "Documents as token ids, packed anew in each epoch into windows that begin where a document does"
+    "Documents as token ids, packed anew in each epoch into windows that begin where documents do"
     def __init__(self, docs:list[str], t:Tokenizer, seed:int=0):
         end = t.token_to_id('<|endoftext|>')
-        self.docs = [np.array([*e.ids, end], np.int32) for e in t.encode_batch(docs, add_special_tokens=False)]
-        self.tokens,self.rng,self.epochs = sum(map(len, self.docs)),np.random.default_rng(seed),0
+        encoded = t.encode_batch(docs, add_special_tokens=False)
+        self.docs = [np.array([*e.ids, end], np.int32) for e in encoded]
+        self.tokens = sum(map(len, self.docs))
+        self.rng = np.random.default_rng(seed)
+        self.epochs = 0
 
     def windows(self, length:int):
         "Yields arrays of `length` ids for ever"
-        if self.tokens<2*length: raise ValueError(f'{self.tokens} tokens are too few for windows of {length}')
+        if self.tokens<2*length:
+            raise ValueError(f'{self.tokens} tokens are too few for windows of {length}')
         while True:
             order = self.rng.permutation(len(self.docs))
             ids = np.concatenate([self.docs[i] for i in order])
@@ -133,6 +192,6 @@ class Stream:
             self.epochs += 1
 
     def batches(self, rows:int, length:int):
-        "Yields [rows, length] for ever"
+        "Yields (rows, length) for ever"
         w = self.windows(length)
         while True: yield np.stack([next(w) for _ in range(rows)])

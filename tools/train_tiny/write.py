@@ -1,8 +1,10 @@
-"""Simple English, written by Atlas's demo model: JSON lines, round after round, until the time is over.
+"""Simple English by Atlas's demo model: JSON lines, round after round, until the time is over.
 
-    python tools/train_tiny/write.py OUT --minutes 6 [--device cuda] [--rows 2048]
+    python tools/train_tiny/write.py OUT --minutes 3.4 [--device cuda] [--rows 2048] [--seed 1]
 
-Every line is {"kind", "prompt", "text"}. A file is appended to after each round, so that what was written stays.
+Every line is {"kind", "prompt", "text"}. A file is appended to after each round, so that what was
+written stays. Several processes at the same time, each with its own seed, fill a card: a part of
+the time is tokenizing and decoding.
 """
 import argparse,json,lzma,random,re,sys,time
 from itertools import count
@@ -12,27 +14,42 @@ import torch
 from words import EXAMPLES,KINDS,writing_prompt
 from writer import Writer
 
-REFUSALS = re.compile(r"as an ai|i'm sorry|i am sorry, but|i cannot|i can't help|language model|here(?:'s| is) (?:a|the) "
-    r'(?:short|simple|list|rewritten|revised|possible)|certainly|sure[,!]|example of a', re.I)
+REFUSALS = re.compile(r"as an ai|i'm sorry|i am sorry, but|i cannot|i can't help|language model|"
+    r"here(?:'s| is) (?:a|the) (?:short|simple|list|rewritten|revised|possible)|"
+    r'certainly|sure[,!]|example of a', re.I)
 MARKUP = re.compile(r'[*#`<>\[\]{}|\\_=~^]')
-PLAIN = str.maketrans({'\u2018':"'", '\u2019':"'", '\u201c':'"', '\u201d':'"', '\u2013':'-', '\u2014':'-', '\u2026':'...'})
+PLAIN = str.maketrans({
+    '\u2018':"'", '\u2019':"'", '\u201c':'"', '\u201d':'"',
+    '\u2013':'-', '\u2014':'-', '\u2026':'...'})
 
 
-def tidy(text:str, whole:bool)->str|None: # None: not worth keeping
-    "The text of an answer: plain letters, up to its last whole sentence; None if a filter refuses it"
+def plain(text:str, whole:bool)->str:
+    "Plain letters, single spaces, up to the last whole sentence"
     text = text.translate(PLAIN).strip()
     if not whole:
         end = max(text.rfind(c) for c in '.!?')
         text = text[:end+1]
     text = re.sub(r'\n\d+[.)]$', '', text.rstrip())  # a list's number without its line
-    text = re.sub(r'\n{2,}', '\n\n', re.sub(r'[ \t]+', ' ', text)).strip()
+    text = re.sub(r'[ \t]+', ' ', text)
+    return re.sub(r'\n{2,}', '\n\n', text).strip()
+
+
+def repeats(text:str)->bool:
+    "Does it go round in circles?"
     lines = [re.sub(r'^\d+[.)]\s*', '', l.strip()) for l in text.split('\n') if l.strip()]
+    if len(set(lines))<len(lines): return True
     sentences = [s for s in re.split(r'(?<=[.!?])\s+', text) if len(s)>12]
-    if not 12<=len(text)<=1500 or not text.isascii() or MARKUP.search(text) or REFUSALS.search(text): return None
-    if len(set(lines))<len(lines) or len(set(sentences))<.9*len(sentences): return None
+    if len(set(sentences))<.9*len(sentences): return True
     words = re.findall('[a-z]+', text.lower())
     three = list(zip(words, words[1:], words[2:]))
-    if len(three)>20 and len(set(three))<.85*len(three): return None  # it goes round in circles
+    return len(three)>20 and len(set(three))<.85*len(three)
+
+
+def tidy(text:str, whole:bool)->str|None: # None: not worth keeping
+    "The text of an answer; None if a filter refuses it"
+    text = plain(text, whole)
+    if not 12<=len(text)<=1500 or not text.isascii(): return None
+    if MARKUP.search(text) or REFUSALS.search(text) or repeats(text): return None
     return text
 
 
@@ -48,24 +65,23 @@ def asks_of(kind:str, seed:int, n:int)->list[tuple]:
 
 def prompt_ids(llm, question:str, begin:str, example:tuple)->list[int]:
     "The prompt up to how the answer begins"
-    roles = ('user','assistant','user')
+    roles = ('user', 'assistant', 'user')
     turns = [dict(role=r, content=c) for r,c in zip(roles, (*example, question))]
     return llm.tokenizer.encode(llm.render(turns)+begin, add_special=False)
 
 
-def write_round(llm, writer:Writer, kind:str, seed:int, a)->tuple[list[dict],int]: # Records; tokens made
-    "Answers of one kind: the likelier ones that `tidy` lets through"
-    asks = asks_of(kind, seed, a.rows)
+def write_round(llm, writer:Writer, kind:str, seed:int, rows:int)->tuple[list[dict],int]:
+    "Answers of one kind that `tidy` lets through, as records; and how many tokens were made"
+    asks = asks_of(kind, seed, rows)
     prompts = [prompt_ids(llm, question, begin, example) for question,begin,example,_ in asks]
     torch.manual_seed(seed)
     answers = writer.write(prompts, asks[0][-1])
-    likely = sorted(logp for _,_,logp in answers)[int(len(answers)*(1-a.keep))]
     records = []
-    for (question,begin,example,_),(ids,whole,logp) in zip(asks, answers):
-        if logp<likely: continue
+    for (question,begin,example,_),(ids,whole) in zip(asks, answers):
         text = tidy(begin+llm.tokenizer.decode(ids), whole)
-        if text and text[:60]!=example[1][:60]: records.append(dict(kind=kind, prompt=question, text=text))
-    return records,sum(len(ids) for ids,_,_ in answers)
+        if not text or text[:60]==example[1][:60]: continue
+        records.append(dict(kind=kind, prompt=question, text=text))
+    return records,sum(len(ids) for ids,_ in answers)
 
 
 def append(path:Path, records:list[dict]):
@@ -86,30 +102,37 @@ def write(a):
     begin,tokens,kept = time.time(),0,0
     for r in count():
         if time.time()>end: break
-        records,n = write_round(llm, writer, order[r%len(order)], a.seed*100_003+r, a)
-        append(a.out/f'text-{r//a.rounds:03}.jsonl.xz', records)
+        records,n = write_round(llm, writer, order[r%len(order)], a.seed*100_003+r, a.rows)
+        append(a.out/f'text-{a.seed}.jsonl.xz', records)
         tokens,kept = tokens+n,kept+len(records)
-        seconds = time.time()-begin
-        if r%10==0: print(f'round {r}: {tokens:,} tokens, {tokens/seconds:,.0f} a second, {kept:,} texts', flush=True)
+        if r%10: continue
+        speed = tokens/(time.time()-begin)
+        print(f'round {r}: {tokens:,} tokens, {speed:,.0f} a second, {kept:,} texts', flush=True)
+
+
+def show(folder:Path):
+    "How much there is, and some of it"
+    files = sorted(folder.glob('text-*.jsonl.xz'))
+    total = [json.loads(line) for f in files for line in lzma.open(f, 'rt')]
+    letters = sum(len(r['text']) for r in total)
+    packed = sum(f.stat().st_size for f in files)
+    print(f'{len(total):,} texts, {letters:,} characters, {packed:,} bytes packed')
+    for r in random.Random(0).sample(total, min(12, len(total))):
+        print('---', r['kind'], '|', r['prompt'], '\n', r['text'][:300])
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    as_it_is = argparse.RawDescriptionHelpFormatter
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_is)
     p.add_argument('out', type=Path)
     p.add_argument('--model', default='demo')
     p.add_argument('--device', default='cuda')
-    p.add_argument('--minutes', type=float, default=6)
+    p.add_argument('--minutes', type=float, default=3.4)
     p.add_argument('--rows', type=int, default=2048, help='answers at the same time')
-    p.add_argument('--rounds', type=int, default=25, help='rounds a file')
-    p.add_argument('--keep', type=float, default=1., help='part of the answers that is kept: the likeliest')
     p.add_argument('--seed', type=int, default=1)
     a = p.parse_args()
     write(a)
-    files = sorted(a.out.glob('text-*.jsonl.xz'))
-    total = [json.loads(line) for f in files for line in lzma.open(f, 'rt')]
-    packed = sum(f.stat().st_size for f in files)
-    print(f'{len(total):,} texts, {sum(len(r["text"]) for r in total):,} characters, {packed:,} bytes packed')
-    for r in random.Random(0).sample(total, min(12, len(total))): print('---', r['kind'], '|', r['prompt'], '\n', r['text'][:300])
+    show(a.out)
 
 
 if __name__=='__main__': main()
