@@ -46,8 +46,11 @@ def acceptance(m, ids, n:int, amp, K:int=3)->dict:
         h,_ = m(full[:,:rows])
         states,_ = m.drafts(h, full[:,:rows+K], K)
         guesses = [m.head(s).argmax(-1) for s in states]
-    hits = torch.stack([g==full[:,2+i:2+i+rows] for i,g in enumerate(guesses)])
-    kept = hits[:,:,T-1:].int().cumprod(0).bool()  # (K,B,n): all drafts up to here
+    hits = []
+    for i,guess in enumerate(guesses):
+        right = full[:,2+i:2+i+rows]
+        hits.append((guess==right)[:,T-1:])
+    kept = torch.stack(hits).int().cumprod(0).bool()  # (K,B,n): all drafts up to here
     rates,before = [],kept.new_ones(kept.shape[1:])
     for k in kept:
         rates.append(float(k.sum()/before.sum().clamp(min=1)))
@@ -84,7 +87,8 @@ def samples(m, tok, amp, n:int=80)->list[str]:
     ends = [tok.token_to_id(s) for s in ('<|im_end|>','<|endoftext|>')]
     out = []
     for p in prompts(tok):
-        ids = greedy(m, torch.tensor([p], device=device), n, amp)[0].tolist()
-        end = next((i for i,t in enumerate(ids) if i>=len(p) and t in ends), len(ids))
-        out.append(tok.decode(ids[:end], skip_special_tokens=False))
+        prompt = torch.tensor([p], device=device)
+        said = greedy(m, prompt, n, amp)[0,len(p):].tolist()
+        end = next((i for i,t in enumerate(said) if t in ends), n)
+        out.append(tok.decode(p+said[:end], skip_special_tokens=False))
     return out

@@ -1,8 +1,8 @@
 """A small Qwen3.5 with experts in PyTorch, by the real checkpoints' names, and its drafting head
 
 The maths is that of Atlas's own pages: gated delta net (Yang et al. 2025), gated attention,
-experts, and one more layer that predicts the token after the next one. Parameters are float32; saved
-ones bfloat16.
+experts, and one more layer that predicts the token after the next one. Parameters are float32;
+saved ones bfloat16.
 """
 import math
 from dataclasses import dataclass
@@ -145,7 +145,8 @@ def delta_steps(q, k, v, beta, g):
 def in_chunks(x, C:int):
     "(B,T,h,..) -> (B,h,N,C,..), zeros behind the last token"
     pad = -x.shape[1]%C
-    x = F.pad(x.transpose(1, 2), (0,0)*(x.dim()-3)+(0,pad))
+    others = (0,0)*(x.dim()-3)
+    x = F.pad(x.transpose(1, 2), (*others, 0, pad))
     return x.unflatten(2, (-1,C))
 
 
@@ -155,10 +156,11 @@ def delta_chunks(q, k, v, beta, g, C:int=64):
     q,k,v,beta,g = (in_chunks(x, C) for x in (q, k, v, beta, g))
     G = g.cumsum(-1)  # (B,h,N,C)
     lower = torch.ones(C, C, dtype=torch.bool, device=q.device).tril()
-    D = (G[...,:,None]-G[...,None,:]).masked_fill(~lower, -torch.inf)
-    D = D.exp()  # decay from token j to token i
-    A = (((k*beta[...,None])@k.mT)*D).tril(-1)
-    right = torch.cat([v*beta[...,None], k*(beta*G.exp())[...,None]], -1)
+    D = G[...,:,None]-G[...,None,:]
+    D = D.masked_fill(~lower, -torch.inf).exp()  # decay from token j to token i
+    beta,decay = beta[...,None],G.exp()[...,None]
+    A = (((k*beta)@k.mT)*D).tril(-1)
+    right = torch.cat([v*beta, k*(beta*decay)], -1)
     solved = torch.linalg.solve_triangular(A, right, upper=False, unitriangular=True)
     U,W = solved.split([dv, dk], -1)
     last = G[...,-1:]
@@ -167,7 +169,8 @@ def delta_chunks(q, k, v, beta, g, C:int=64):
     M = last.exp()[...,None]*eye-K.mT@W  # the state after a chunk is M S + N
     N = K.mT@U
     S = states_between(M, N)
-    o = (q*G.exp()[...,None])@S+((q@k.mT)*D)@(U-W@S)
+    o = (q*decay)@S
+    o = o+((q@k.mT)*D)@(U-W@S)
     return o.flatten(2, 3)[:,:,:T].transpose(1, 2)
 
 
@@ -208,18 +211,24 @@ class DeltaNet(nn.Module):
         c,T = self.c,x.shape[1]
         past = F.pad(self.in_proj_qkv(x).float(), (0,0,c.conv-1,0))
         w = self.conv1d.weight[:,0]
-        y = F.silu(sum(past[:,i:i+T]*w[:,i] for i in range(c.conv)))
+        taps = (past[:,i:i+T]*w[:,i] for i in range(c.conv))
+        y = F.silu(sum(taps))
         n = c.key_heads*c.key_dim
-        q,k,v = y.split([n, n, y.shape[-1]-2*n], -1)
-        r = c.value_heads//c.key_heads
-        q,k = (l2(a.unflatten(-1, (-1,c.key_dim))).repeat_interleave(r, 2) for a in (q, k))
-        return q,k,v.unflatten(-1, (-1,c.value_dim))
+        q,k = self._heads(y[...,:n]),self._heads(y[...,n:2*n])
+        return q,k,y[...,2*n:].unflatten(-1, (-1,c.value_dim))
+
+    def _heads(self, x):
+        "Queries or keys of length one, each as often as there are values for it"
+        c = self.c
+        x = l2(x.unflatten(-1, (-1,c.key_dim)))
+        return x.repeat_interleave(c.value_heads//c.key_heads, 2)
 
     def forward(self, x):  # (B,T,H)
         c = self.c
         q,k,v = self._convolved(x)
         beta = self.in_proj_b(x).float().sigmoid()
-        g = -self.A_log.exp()*F.softplus(self.in_proj_a(x).float()+self.dt_bias)
+        dt = F.softplus(self.in_proj_a(x).float()+self.dt_bias)
+        g = -self.A_log.exp()*dt
         with torch.autocast(x.device.type, enabled=False):
             o = delta_chunks(q*c.key_dim**-.5, k, v, beta, g)  # (B,T,h,dv)
         z = self.in_proj_z(x).float().unflatten(-1, (-1,c.value_dim))
@@ -229,8 +238,8 @@ class DeltaNet(nn.Module):
 
 def turn(x, pos, c:Config):
     "Rotary positions on the first dimensions of each head: x (B,T,h,d), pos (T,)"
-    f = c.theta**(-torch.arange(0, c.rotary, 2, device=x.device).float()/c.rotary)
-    a = pos[:,None].float()*f
+    even = torch.arange(0, c.rotary, 2, device=x.device).float()
+    a = pos[:,None].float()*c.theta**(-even/c.rotary)
     cos,sin = a.cos()[:,None],a.sin()[:,None]
     half = c.rotary//2
     u,w,rest = x.split([half, half, x.shape[-1]-c.rotary], -1)
@@ -301,9 +310,10 @@ class MLP(nn.Module):
 class Experts(nn.Module):
     def __init__(self, c:Config):
         super().__init__()
-        up,down = (c.experts, 2*c.width, c.hidden),(c.experts, c.hidden, c.width)
-        self.gate_up_proj = nn.Parameter(torch.randn(up)*.02)
-        self.down_proj = nn.Parameter(torch.randn(down)*.02/math.sqrt(2*c.layers))
+        up = torch.randn(c.experts, 2*c.width, c.hidden)
+        down = torch.randn(c.experts, c.hidden, c.width)
+        self.gate_up_proj = nn.Parameter(up*.02)
+        self.down_proj = nn.Parameter(down*.02/math.sqrt(2*c.layers))
 
 
 class MoE(nn.Module):
@@ -322,7 +332,8 @@ class MoE(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             p = F.linear(x.float(), self.gate.weight).softmax(-1)  # (B,T,E)
         top,ids = p.topk(c.top_k, -1)
-        w = torch.zeros_like(p).scatter(-1, ids, top/top.sum(-1, keepdim=True))
+        top = top/top.sum(-1, keepdim=True)
+        w = torch.zeros_like(p).scatter(-1, ids, top)
         busy = (w>0).float().mean((0, 1))/c.top_k
         return w,c.experts*(busy*p.mean((0, 1))).sum()
 
@@ -331,8 +342,10 @@ class MoE(nn.Module):
         w,balance = self._route(x)
         up = F.linear(x, e.gate_up_proj.flatten(0, 1))
         up = up.unflatten(-1, (self.c.experts,2,-1))  # (B,T,E,2,width)
-        h = F.silu(up[...,0,:])*up[...,1,:]*w[...,None].to(up.dtype)
-        y = F.linear(h.flatten(-2), e.down_proj.permute(1, 0, 2).flatten(1))
+        gate,up = up.unbind(-2)
+        h = F.silu(gate)*up*w[...,None].to(up.dtype)
+        down = e.down_proj.permute(1, 0, 2).flatten(1)
+        y = F.linear(h.flatten(-2), down)
         return y+self.shared_expert_gate(x).sigmoid()*self.shared_expert(x),balance
 
 

@@ -21,7 +21,9 @@ class Muon:
     def __init__(self, params, lr:float, momentum:float=.95, decay:float=.05):
         self.lr,self.momentum,self.decay = lr,momentum,decay
         self.groups = {}
-        for p in params: self.groups.setdefault(tuple(p.shape[-2:]), []).append(p)
+        for p in params:
+            shape = tuple(p.shape[-2:])
+            self.groups.setdefault(shape, []).append(p)
         self.sums = {shape:self._zeros(shape, ps) for shape,ps in self.groups.items()}
 
     def _zeros(self, shape:tuple, ps:list):

@@ -68,7 +68,8 @@ def counting(rng)->list:
     if not up: row = row[::-1]
     ask = rng.choice(['Count from {} to {}.', 'Please count from {} to {}.'])
     thought = f'I start at {row[0]} and go {"up" if up else "down"} to {row[-1]}.'
-    return [user(ask.format(row[0], row[-1])), said(', '.join(map(str, row))+'.', thought)]
+    answer = ', '.join(map(str, row))+'.'
+    return [user(ask.format(row[0], row[-1])), said(answer, thought)]
 
 
 def copying(rng)->list:
@@ -176,14 +177,17 @@ SIMPLE = [
 
 def tool(name:str, about:str, /, **params)->dict:
     "Parameters are pairs of type and description"
-    props = {k:dict(type=t, description=d) if d else dict(type=t) for k,(t,d) in params.items()}
+    props = {k:dict(type=t) for k,(t,_) in params.items()}
+    for k,(_,d) in params.items():
+        if d: props[k]['description'] = d
     schema = dict(type='object', properties=props, required=list(params))
     return dict(type='function', function=dict(name=name, description=about, parameters=schema))
 
 
 def weather(rng)->tuple:
     city = rng.choice(CITIES)
-    sky,degrees = rng.choice(['sunny','rainy','cloudy','windy','snowy']),rng.randint(-5, 32)
+    sky = rng.choice(['sunny','rainy','cloudy','windy','snowy'])
+    degrees = rng.randint(-5, 32)
     ask = rng.choice([
         f'What is the weather in {city}?',
         f'How is the weather in {city} today?',
@@ -197,7 +201,10 @@ def weather(rng)->tuple:
 
 def calculator(rng)->tuple:
     a,b = rng.randint(10, 999),rng.randint(10, 999)
-    name,sign,value = rng.choice([('add','+',a+b), ('subtract','-',a-b), ('multiply','*',a*b)])
+    name,sign,value = rng.choice([
+        ('add', '+', a+b),
+        ('subtract', '-', a-b),
+        ('multiply', '*', a*b)])
     word = dict(add='plus', subtract='minus', multiply='times')[name]
     offered = tool(name, f'{name} two numbers', a=('integer', ''), b=('integer', ''))
     ask = f'What is {a} {rng.choice([word, sign])} {b}?'
@@ -206,7 +213,8 @@ def calculator(rng)->tuple:
 
 
 def clock(rng)->tuple:
-    city,hour,minute = rng.choice(CITIES),rng.randint(0, 23),rng.randint(0, 59)
+    city = rng.choice(CITIES)
+    hour,minute = rng.randint(0, 23),rng.randint(0, 59)
     ask = rng.choice([f'What time is it in {city}?', f'Tell me the time in {city}.'])
     now = f'{hour:02}:{minute:02}'
     thought = f'They want the time in {city}. I call get_time.'

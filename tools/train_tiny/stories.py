@@ -105,13 +105,18 @@ def capital(text:str)->str:
     return text[:1].upper()+text[1:]
 
 
+def one_of(rule:str, rng:random.Random)->list:
+    "An alternative of a rule"
+    return rng.choice(grammar()[0][rule])
+
+
 def fill(parts:list, world:dict, rng:random.Random)->str:
     "The text of a parsed template"
     out = []
     for p in parts:
         if isinstance(p, str): out.append(p)
         elif isinstance(p, list): out.append(fill(rng.choice(p), world, rng))
-        elif p[0]=='rule': out.append(fill(rng.choice(grammar()[0][p[1]]), world, rng))
+        elif p[0]=='rule': out.append(fill(one_of(p[1], rng), world, rng))
         else: out.append(value(p[1], world, rng))
     return ''.join(out)
 
@@ -128,7 +133,11 @@ def clean(text:str)->str:
     "Spaces once, and capitals where sentences begin"
     text = re.sub(r' +([.,!?])', r'\1', re.sub(r'\s+', ' ', text)).strip()
     text = re.sub(r' ?/ ?', '\n', text)
-    return re.sub(STARTS, lambda m: m[0][:-1]+m[0][-1].upper(), text)
+    return re.sub(STARTS, last_capital, text)
+
+
+def last_capital(m:re.Match)->str:
+    return m[0][:-1]+m[0][-1].upper()
 
 
 def say(template:list, world:dict, rng:random.Random)->str:
@@ -185,7 +194,8 @@ def things(fit:list[str], rng:random.Random)->dict:
     pet = rng.choice([a for a in facts()['animals'] if a['name'] in PETS])
     sound = pet['sound']
     stem = sound[:-2] if sound.endswith(('sses','zzes')) else sound[:-1]
-    n,a,b = rng.randint(3, 12),rng.randint(1, 10),rng.randint(1, 10)
+    n = rng.randint(3, 12)
+    a,b = rng.randint(1, 10),rng.randint(1, 10)
     return dict(
         thing=thing,
         colour=colour,
@@ -250,7 +260,8 @@ def somewhere(outside:bool, rng:random.Random)->dict:
 def world_of(fit:list[str], rng:random.Random)->dict:
     "Everything that a plot may speak of"
     kinds = [k for k in fit if k in ('child','animal','worker')]
-    kind = kinds[0] if kinds else rng.choices(['child','animal','worker'], [6,3,1])[0]
+    if not kinds: kinds = rng.choices(['child','animal','worker'], [6,3,1])
+    kind = kinds[0]
     w = people(kind, rng)
     w |= things([f for f in fit if f in OBJECTS], rng)
     w |= somewhere('out' in fit, rng)
@@ -267,7 +278,8 @@ def introduced(text:str, w:dict, rng:random.Random)->str:
     spoken = text[:at].count('"')%2
     if at<0 or before in text or f'named {friend}' in text or spoken or rng.random()<.2: return text
     name = f'{w["his"]} friend {friend}'
-    starts = at==0 or text[at-2:at] in ('. ','! ','? ','" ') and text[at-3]!=','
+    before = text[max(0, at-3):at]
+    starts = not at or before[-2:] in ('. ','! ','? ','" ') and before[0]!=','
     return text[:at]+(capital(name) if starts else name)+text[at+len(friend):]
 
 
@@ -275,7 +287,8 @@ def story(rng:random.Random)->dict:
     fit,body,asks = rng.choice(grammar()[1])
     w = world_of(fit, rng)
     text = introduced(say(body, w, rng), w, rng)
-    pairs = [fill(a, w, rng).split('|') for a in rng.sample(asks, min(2, len(asks)))]
+    asks = rng.sample(asks, min(2, len(asks)))
+    pairs = [fill(a, w, rng).split('|') for a in asks]
     about = [w['a_hero']]
     if w['friend'] in text: about.append(f'{w["hero"]} and {w["friend"]}')
     if text.count(w['thing'])>1: about.append(f'{w["a_hero"]} and {an(w["thing"])}')
@@ -321,7 +334,8 @@ def describe(rng:random.Random)->dict:
 
 def question(rng:random.Random)->dict:
     table,w = row_of(rng)
-    ask,answer = fill(rng.choice(grammar()[0][f'ask {table}']), w, rng).split('|')
+    both = fill(one_of(f'ask {table}', rng), w, rng)
+    ask,answer = both.split('|')
     ask = clean(ask)+rng.choice(['', '', ' Answer in one or two short sentences.'])
     return dict(kind='question', prompt=ask.replace('.?', '.'), text=clean(answer))
 
@@ -351,7 +365,8 @@ def listing(rng:random.Random)->dict:
 
 def dialogue(rng:random.Random)->dict:
     w = world_of(['child'], rng)
-    topic,text = fill(rng.choice(grammar()[0]['dialogue']), w, rng).split(' % ')
+    both = fill(one_of('dialogue', rng), w, rng)
+    topic,text = both.split(' % ')
     text = clean(text)
     how = rng.choice(['short and simple', 'short', 'simple'])
     ask = f'Write a {how} dialogue between {w["hero"]} and {w["friend"]}'

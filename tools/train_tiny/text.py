@@ -116,8 +116,9 @@ def asked_about(r:dict, rng:random.Random)->list[dict]:
     "A conversation about a story: it is read or written, then comes a question"
     question,answer = rng.choice(r['more'])
     thought = 'I look into the story.' if rng.random()<.6 else ''
-    if rng.random()<.5: return [user(r['text']+'\n\n'+question), said(answer, thought)]
-    return [user(r['prompt']), said(r['text']), user(question), said(answer, thought)]
+    last = said(answer, thought)
+    if rng.random()<.5: return [user(r['text']+'\n\n'+question), last]
+    return [user(r['prompt']), said(r['text']), user(question), last]
 
 # ------------------------------------------------------------------------------------------
 

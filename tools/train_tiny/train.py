@@ -38,8 +38,8 @@ NAMES = dict( # Of the sizes in config.json
 
 def weights(m:Model)->dict:
     "Tensors by the names of the real checkpoints, in bfloat16"
-    saved = {k:v.detach().to('cpu', torch.bfloat16) for k,v in m.state_dict().items()}
-    return {k:v.contiguous().clone() for k,v in saved.items()}
+    def saved(v): return v.detach().to('cpu', torch.bfloat16).contiguous().clone()
+    return {k:saved(v) for k,v in m.state_dict().items()}
 
 
 def save(m:Model, tok, folder:Path):
@@ -61,7 +61,8 @@ def load(folder:Path, device:str='cpu')->Model:
     "The model of a folder"
     t = json.loads((Path(folder)/'config.json').read_text())['text_config']
     rotary = int(t['head_dim']*t['rope_parameters']['partial_rotary_factor'])
-    m = Model(Config(**{k:t[v] for k,v in NAMES.items()}, rotary=rotary))
+    sizes = {k:t[v] for k,v in NAMES.items()}
+    m = Model(Config(**sizes, rotary=rotary))
     tensors = load_file(Path(folder)/'model.safetensors')
     m.load_state_dict({k:v.float() for k,v in tensors.items()})
     return m.to(device)
@@ -136,13 +137,15 @@ class Run:
         self.amp = torch.autocast(self.device, torch.bfloat16, enabled=self.device=='cuda')
         self.tok,self.stream,held = corpus(a)
         eos = tuple(self.tok.token_to_id(s) for s in ('<|endoftext|>','<|im_end|>'))
-        self.m = load(a.init) if a.init else Model(Config(vocab=a.vocab, eos=eos))
+        config = Config(vocab=a.vocab, eos=eos)
+        self.m = load(a.init) if a.init else Model(config)
         self.m.to(self.device)
         length = a.length+1+max(a.drafts, 3)
         self.source = self.stream.batches(a.rows, length)
         heldout = held.batches(a.rows, length)
         self.tests = [self.batch(heldout) for _ in range(a.tests)]
-        self.curve,self.seen,self.step,self.more = [],[],0,{}
+        self.curve,self.seen = [],[]
+        self.step,self.more = 0,{}
 
     def batch(self, source):
         return torch.from_numpy(next(source)).to(self.device, torch.int64, non_blocking=True)
@@ -223,7 +226,8 @@ class Run:
         self.report()
         m.load_state_dict({k:v.float() for k,v in weights(m).items()})
         short = torch.cat([t[:,:48] for t in self.tests])[:64]
-        self.more['val'] = validate(m, [self.cut(t, 3) for t in self.tests], amp, 3)
+        tests = [self.cut(t, 3) for t in self.tests]
+        self.more['val'] = validate(m, tests, amp, 3)
         self.more['perplexity'] = float(np.exp(self.more['val'][0]))
         self.more['acceptance'] = acceptance(m, short, a.places, amp)
         self.more['samples'] = samples(m, self.tok, amp)

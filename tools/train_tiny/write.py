@@ -9,7 +9,8 @@ the time is tokenizing and decoding.
 import argparse,json,lzma,random,re,sys,time
 from itertools import count
 from pathlib import Path
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 import torch
 from words import EXAMPLES,KINDS,writing_prompt
 from writer import Writer
@@ -36,7 +37,8 @@ def plain(text:str, whole:bool)->str:
 
 def repeats(text:str)->bool:
     "Does it go round in circles?"
-    lines = [re.sub(r'^\d+[.)]\s*', '', l.strip()) for l in text.split('\n') if l.strip()]
+    lines = [l.strip() for l in text.split('\n') if l.strip()]
+    lines = [re.sub(r'^\d+[.)]\s*', '', l) for l in lines]
     if len(set(lines))<len(lines): return True
     sentences = [s for s in re.split(r'(?<=[.!?])\s+', text) if len(s)>12]
     if len(set(sentences))<.9*len(sentences): return True
@@ -102,7 +104,8 @@ def write(a):
     begin,tokens,kept = time.time(),0,0
     for r in count():
         if time.time()>end: break
-        records,n = write_round(llm, writer, order[r%len(order)], a.seed*100_003+r, a.rows)
+        kind,seed = order[r%len(order)],a.seed*100_003+r
+        records,n = write_round(llm, writer, kind, seed, a.rows)
         append(a.out/f'text-{a.seed}.jsonl.xz', records)
         tokens,kept = tokens+n,kept+len(records)
         if r%10: continue

@@ -16,7 +16,8 @@ class Writer:
         self.head = self._take(llm.model.lm_head)
         self.norm = self._take(llm.model.norm)
         self.layers = [self._layer(l) for l in llm.model.layers]
-        speeds = a.rope.theta**(-torch.arange(0, self.head_dim, 2, device=device)/self.head_dim)
+        even = torch.arange(0, self.head_dim, 2, device=device)
+        speeds = a.rope.theta**(-even/self.head_dim)
         turns = torch.arange(c.max_seq_len, device=device)[:,None]*speeds
         self.cos,self.sin = turns.cos(),turns.sin()  # (positions, head_dim/2)
 
@@ -53,18 +54,22 @@ class Writer:
     ): # (B,V): logits of the last place
         x = F.embedding(ids, self.embed)
         for w,past in zip(self.layers, cache):
-            h = F.rms_norm(x, x.shape[-1:], w['before'], self.eps)
+            h = self._normed(x, w['before'])
             x = x+self._mixed(w, h, pos, columns, mask, past)
-            h = F.rms_norm(x, x.shape[-1:], w['between'], self.eps)
+            h = self._normed(x, w['between'])
             gate,up = F.linear(h, w['up']).chunk(2, -1)
             x = x+F.linear(F.silu(gate)*up, w['down'])
-        return F.linear(F.rms_norm(x[:,-1], x.shape[-1:], self.norm, self.eps), self.head)
+        return F.linear(self._normed(x[:,-1], self.norm), self.head)
+
+    def _normed(self, x, weight):
+        return F.rms_norm(x, x.shape[-1:], weight, self.eps)
 
     def _mixed(self, w:dict, h, pos, columns, mask, past):
         B,T,_ = h.shape
         sizes = [n*self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
         parts = F.linear(h, w['qkv']).split(sizes, -1)
-        q,k,v = (p.view(B, T, -1, self.head_dim).transpose(1, 2) for p in parts)  # (B,h,T,d)
+        parts = [p.view(B, T, -1, self.head_dim) for p in parts]
+        q,k,v = (p.transpose(1, 2) for p in parts)  # (B,h,T,d)
         past[0].index_copy_(2, columns, self._turn(k, pos))
         past[1].index_copy_(2, columns, v)
         o = self._attend(self._turn(q, pos), past, mask)
@@ -75,7 +80,8 @@ class Writer:
         B,_,T,d = q.shape
         if T==1:
             q = q.view(B, self.kv_heads, -1, d)
-            return F.scaled_dot_product_attention(q, past[0], past[1], mask).reshape(B, -1, 1, d)
+            o = F.scaled_dot_product_attention(q, past[0], past[1], mask)
+            return o.reshape(B, -1, 1, d)
         k,v = (p.repeat_interleave(self.heads//self.kv_heads, 1) for p in past)
         return F.scaled_dot_product_attention(q, k, v, mask)
 
@@ -116,7 +122,8 @@ class Writer:
 class Step:
     "One column after the other, as a graph on a card"
     def __init__(self, writer:Writer, pad, P:int, cache:list, temperature:float, min_p:float):
-        self.w,self.pad,self.P,self.cache = writer,pad,P,cache
+        self.w,self.cache = writer,cache
+        self.pad,self.P = pad,P
         self.temperature,self.min_p = temperature,min_p
         self.at = torch.full((1,), P, device=pad.device)
         self.ids = torch.zeros(len(pad), 1, dtype=torch.int64, device=pad.device)
@@ -130,8 +137,10 @@ class Step:
 
     def forward(self):
         mask = (self.place>=self.pad[:,None])&(self.place<=self.at)
+        mask = mask[:,None,None]
         pos = self.at-self.pad[:,None]
-        self.sample(self.w.forward(self.ids, pos, self.at, mask[:,None,None], self.cache))
+        logits = self.w.forward(self.ids, pos, self.at, mask, self.cache)
+        self.sample(logits)
         self.at += 1
 
     def run(self, logits, most:int)->list[tuple]:
