@@ -38,7 +38,8 @@ def made_in(inc):
 
 def compile_cubin(nvcc, inc, cu, options, arch):
     "Compile one variant beside its source. A failure is told and leaves nothing: the kernel is then compiled when it is first loaded"
-    digest = '.'+hashlib.sha256(' '.join(options).encode()).hexdigest()[:12] if options else ''  # as atlas.card.launch.cubin_name has it
+    digest = hashlib.sha256(' '.join(options).encode()).hexdigest()[:12]
+    digest = f'.{digest}' if options else ''  # as atlas.card.launch.cubin_name has it
     out,gen = cu.with_suffix(f'{digest}.{arch}.cubin'),f'-gencode=arch={arch.replace("sm", "compute")},code={arch}'
     if made_in(inc)>limit: return print(f'warning: {out.name} is left out: over {limit>>20} MiB of machine code', file=sys.stderr)
     try: r = subprocess.run([nvcc, '-cubin', '-std=c++17', *options, gen, f'-I{inc}', cu, '-o', out], capture_output=True, text=True, timeout=600)
@@ -50,7 +51,8 @@ def compile_cubin(nvcc, inc, cu, options, arch):
         print(f'warning: {cu.name} was not compiled for {arch}: {why}', file=sys.stderr)
 
 def tell(line):
-    "Say `line` in the build's log, which pip shows with -v, and in the terminal, if somebody waits there: pip itself shows nothing of a build"
+    "Say `line` in the build's log, which pip shows with -v, and in the terminal of whoever waits"
+    # pip itself shows nothing of a build
     print(line, file=sys.stderr, flush=True)
     if sys.stderr.isatty(): return
     try:
@@ -64,12 +66,20 @@ class BuildPy(build_py):
         out = Path(self.build_lib)/'atlas'
         if not self.editable_mode: shutil.rmtree(out, ignore_errors=True)  # else a deleted kernel lives on in build/ and in the next wheel
         super().run()
-        if self.editable_mode or not archs: return
+        if self.editable_mode: return
+        # what nbdev-export writes and git ignores: nbdev looks for it wherever Atlas is installed
+        index = out/'_modidx.py'
+        if not index.exists(): index.write_text('d = dict(settings={}, syms={})\n')
+        if not archs: return
         if not (nvcc := find_nvcc()): return print('no nvcc: kernels are shipped as source and compiled when they are first loaded', file=sys.stderr)
         inc = (out/'kernels').resolve()
         todo,n = variants(inc),os.cpu_count()
-        tell(f'compiling {len(todo)} kernels for {" and ".join(archs)} with {nvcc}, {n} at a time: about {max(1, round(len(todo)*1.5/60/n))} min. ATLAS_CUDA_ARCHS= leaves that to the first start')
-        with ThreadPoolExecutor(n) as ex: list(ex.map(lambda o: compile_cubin(nvcc, inc, *o), todo))
+        minutes = max(1, round(len(todo)*1.5/60/n))
+        what = f'{len(todo)} kernels for {" and ".join(archs)} with {nvcc}'
+        tell(f'compiling {what}, {n} at a time: about {minutes} min. '
+            'ATLAS_CUDA_ARCHS= leaves that to the first start')
+        def one(variant): compile_cubin(nvcc, inc, *variant)
+        with ThreadPoolExecutor(n) as ex: list(ex.map(one, todo))
 
 class Sdist(sdist):
     "Add settings.ini, without which the source archive could not be built"
@@ -78,6 +88,9 @@ class Sdist(sdist):
 def readme():
     p = here/'README.md'
     return p.read_text(encoding='utf-8') if p.exists() else cfg['description']
+
+data_files = {o: ['*.cu', '*.cuh', '*.h', '*.json', '*.md'] for o in kpkgs}
+data_files |= {'atlas.service.static': ['*'], 'atlas.model.families': ['*.toml']}
 
 setup(
     name=cfg['lib_name'], version=cfg['version'], description=cfg['description'], license='Apache-2.0',
@@ -88,6 +101,6 @@ setup(
     extras_require=dict(dev=shlex.split(cfg.get('dev_requirements', '')), cuda=shlex.split(cfg.get('cuda_requirements', ''))),
     packages=find_packages(include=['atlas', 'atlas.*']) + ['atlas.service.static'] + kpkgs,
     package_dir={'atlas.kernels': 'kernels'},
-    package_data={**{o: ['*.cu', '*.cuh', '*.h', '*.json', '*.md'] for o in kpkgs}, 'atlas.service.static': ['*'], 'atlas.model.families': ['*.toml']},
+    package_data=data_files,
     entry_points=dict(console_scripts=shlex.split(cfg.get('console_scripts', '')), nbdev=['atlas=atlas._modidx:d']),
     cmdclass=dict(build_py=BuildPy, sdist=Sdist), zip_safe=False)

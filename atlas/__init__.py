@@ -25,7 +25,6 @@ _moved = dict(  # names of the package when it was flat, by the chapter that has
         'processor',
     service='protocol http metrics log turn service server link worker remote gateway',
     use='llm clients inspect bench bench_decode check timeline bench_server cli')
-_renamed = {'cuda.engine': 'engine.card_stepper'}
 
 class _Namesake(SourceFileLoader):
     "Loads a chapter that is called after one of its modules, and lends it that module's names: `from atlas.engine import Engine`"
@@ -38,6 +37,10 @@ class _Namesake(SourceFileLoader):
             return getattr(import_module(f'{own}.{own.rpartition(".")[2]}'), name)
         module.__getattr__ = find
 
+class _Spec(ModuleSpec):
+    "That of a door: what is run by its name (`python -m atlas.worker`) imports its neighbours from where it is now"
+    parent = property(lambda self: self.loader.now(self.name).rpartition('.')[0])
+
 class _Doors:
     "Finds modules by the names that they had when the package was flat: `atlas.parsers` is `atlas.text.parsers`, the same module"
     def now(self, name):
@@ -45,13 +48,12 @@ class _Doors:
         if not name.startswith('atlas.'): return None
         old = name.removeprefix('atlas.')
         top = old.partition('.')[0]
-        if old in _renamed: return f'atlas.{_renamed[old]}'
         if top in _moved: return None
         return next((f'atlas.{c}.{old}' for c,names in _moved.items() if top in names.split()), None)
 
     def find_spec(self, name, path=None, target=None):
         "Asked by every `import`, before it looks at files"
-        if self.now(name): return ModuleSpec(name, self)
+        if self.now(name): return _Spec(name, self)
         chapter = name.removeprefix('atlas.')
         if chapter==name or chapter not in _moved.get(chapter, '').split(): return None
         spec = PathFinder.find_spec(name, path)

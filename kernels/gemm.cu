@@ -138,7 +138,10 @@ template <int M> __device__ __forceinline__ void multiply(const unsigned char* s
             #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const int r = n0 + (n + i) * 8 + g;
-                W::halves(stage + A + c * BC + (r * 4 + t) * W::BYTES, stage + A + B + ((W::SCALE < 0 ? 0 : c) * BN + r) * SC, t, aids[r], low, b[i]);
+                const unsigned char* w = stage + A + c * BC + (r * 4 + t) * W::BYTES;
+                const int block = W::SCALE < 0 ? 0 : c;
+                const unsigned char* s = stage + A + B + (block * BN + r) * SC;
+                W::halves(w, s, t, aids[r], low, b[i]);
             }
             #pragma unroll
             for (int h = 0; h < 2; h++)

@@ -2,8 +2,12 @@
 //   src : [src_rows, src_bytes]  u8   of all experts
 //   idx : [n4]                   i32  source row of each row of an expert; -1: zeros, -2: another call writes it
 //   dst : [dst_bytes]            u8   of all experts
-//   -D KIND=  0: bytes as they are, 1: e2m1 codes, two a byte, into the words of lib/formats.cuh, 2: float32 to fp16, 3: float32 to bf16,
-//             4: scales of 16, 5: scales of 32, 6: of 32 with their zero points, those of four rows side by side, 7: int4 codes, two a byte, into their words
+//   -D KIND=  0: bytes as they are
+//             1: e2m1 codes, two a byte, into the words of lib/formats.cuh
+//             2: float32 to fp16    3: float32 to bf16
+//             4: scales of 16    5: scales of 32    6: of 32 with their zero points; those of four
+//             rows side by side
+//             7: int4 codes, two a byte, into their words
 //   launch: <<<(n4, ceil(units/128), experts), 128>>>; a thread writes one unit of `units` a row: 16 bytes, of scales a chunk's
 #include <cuda_fp16.h>
 #include <cuda_bf16.h>
@@ -21,10 +25,14 @@ __device__ __forceinline__ unsigned e2m1_word(unsigned v) {  // nibbles 0-3 and 
     return w;
 }
 
-__device__ __forceinline__ unsigned int4_word(unsigned v) {  // the even nibbles of v below the odd ones
+// the even nibbles of v below the odd ones
+__device__ __forceinline__ unsigned int4_word(unsigned v) {
     unsigned w = 0;
     #pragma unroll
-    for (int i = 0; i < 4; i++) w |= (v >> (8 * i) & 15u) << (4 * i) | (v >> (8 * i + 4) & 15u) << (16 + 4 * i);
+    for (int i = 0; i < 4; i++) {
+        w |= (v >> (8 * i) & 15u) << (4 * i) |
+             (v >> (8 * i + 4) & 15u) << (16 + 4 * i);
+    }
     return w;
 }
 
@@ -35,7 +43,8 @@ extern "C" __global__ void __launch_bounds__(128) pack(const unsigned char* __re
     if (u >= units || at == -2) return;
     const size_t to = (size_t)blockIdx.z * n4 + row;
     const unsigned char* p = src + ((size_t)blockIdx.z * from + (at < 0 ? 0 : at)) * src_bytes;
-    constexpr int per = KIND == 4 ? 2 : KIND == 5 ? 1 : KIND == 6 ? 4 : KIND == 2 || KIND == 3 ? 32 : 16;
+    constexpr int scales = KIND == 4 ? 2 : KIND == 5 ? 1 : KIND == 6 ? 4 : 0;
+    constexpr int per = scales ? scales : KIND == 2 || KIND == 3 ? 32 : 16;
     const int have = at < 0 ? 0 : min(per, src_bytes - u * per);  // bytes that a unit is made of, and those there are
     if (KIND >= 4 && KIND <= 6) {
         unsigned char* q = dst + ((to / 4 * units + u) * 4 + to % 4) * per;

@@ -1,4 +1,5 @@
-// Packed rows in fewer bits, by the rules of atlas.ground.formats: NVFP4 with a global scale for each row, or FP8 with a scale for each row.
+// Packed rows in fewer bits, by the rules of atlas.ground.formats: NVFP4 with a global scale for
+// each row, or FP8 with a scale for each row.
 //   w   : [n4, w_bytes]       u8    Packed.raw
 //   s   : [s_rows, s_bytes]   u8    or null
 //   to  : [n4, to_bytes]      u8    codes

@@ -15,12 +15,15 @@ extern "C" __global__ void __launch_bounds__(128) units(const unsigned char* __r
     const int r = blockIdx.x;
     float top = 0.f;
     for (int i = threadIdx.x;; i += 128) {
-        const float v = weights::FMT::piece(w + (size_t)r * bytes, s, r, bytes, i);
+        const unsigned char* mine = w + (size_t)r * bytes;
+        const float v = weights::FMT::piece(mine, s, r, bytes, i);
         if (v == -1.f) break;
         top = fmaxf(top, v);
     }
     for (int m = 16; m; m >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
     if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = top;
     __syncthreads();
-    if (threadIdx.x == 0) unit[r] = weights::FMT::unit_of(fmaxf(fmaxf(part[0], part[1]), fmaxf(part[2], part[3])));
+    if (threadIdx.x) return;
+    top = fmaxf(fmaxf(part[0], part[1]), fmaxf(part[2], part[3]));
+    unit[r] = weights::FMT::unit_of(top);
 }

@@ -1,21 +1,41 @@
-"Shared fixtures, and what holds for a whole run: signals, memory, durations (helpers/durations.py) and selection by page (helpers/pages.py)."
+"""Shared fixtures, and what holds for a whole run: signals, memory,
+durations (helpers/durations.py) and selection by page (helpers/pages.py)."""
 import gc,os,signal,pytest
 
 pytest_plugins = ['helpers.durations','helpers.pages']
 
 def answer_signals():
-    """A shell starts what it puts into the background with SIGINT and SIGQUIT ignored, and `nohup` with SIGHUP: programs that the tests start
-    would inherit that. A signal that has a handler is what it was born as in them; those that this process was to ignore it still survives."""
-    if signal.getsignal(signal.SIGINT)==signal.SIG_IGN: signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Let the programs that tests start be ended by signals, however this run was started.
+
+    A shell starts what it puts into the background with SIGINT and SIGQUIT ignored,
+    and `nohup` with SIGHUP; programs inherit what is ignored, and no handlers.
+    So what is ignored here gets a handler; SIGQUIT and SIGHUP still do nothing to this process."""
+    def ignored(s): return signal.getsignal(s)==signal.SIG_IGN
+    if ignored(signal.SIGINT): signal.signal(signal.SIGINT, signal.default_int_handler)
     for s in (signal.SIGQUIT,signal.SIGHUP):
-        if signal.getsignal(s)==signal.SIG_IGN: signal.signal(s, lambda *_: None)
+        if ignored(s): signal.signal(s, lambda *_: None)
 
 answer_signals()
+
+def pytest_xdist_auto_num_workers():
+    """One more than there are cores, for some tests wait for others' processes;
+    what each takes of memory bounds it"""
+    limited = hasattr(os, 'sched_getaffinity')
+    cores = len(os.sched_getaffinity(0)) if limited else os.cpu_count()
+    return min(8, cores+1)
 
 def pytest_collection_finish():
     "What is there before the first test stays: the collector need not look at it after each"
     gc.collect()
     gc.freeze()
+
+@pytest.fixture
+def patient_sandbox(monkeypatch):
+    """A sandbox ends jobs by the processor time that they take, and hardly by real time,
+    in which a busy machine has other things to do"""
+    from atlas.text import sandbox
+    monkeypatch.setattr(sandbox, '_PATIENCE', 1000)
+    monkeypatch.setattr(sandbox, '_START', 300.)
 
 @pytest.fixture(scope='session')
 def demo():

@@ -2,6 +2,8 @@
 
     pip install torch==2.13.0 transformers==5.23.0 && python tests/make_reference.py [NAME...]
 
+(Folders with INT4 are packed by libraries of their own: see helpers/reference_integers.py.)
+
 Run by hand, never in CI: the tests only read what it wrote. For each row of `CASES` it makes a model of that shape, fills it with numbers that
 depend on nothing but the seed and the tensor's name, rounds them to what is stored, saves them as the publisher does (the library's own names;
 quantised by helpers/reference_formats.py), and loads the plain weights again in float32, with plain attention. ref.npz then has
@@ -140,7 +142,9 @@ class Watch:
         self.hooks = [l.register_forward_hook(lambda m,a,o: self.stream.append(array(first(o)))) for l in self.dec.layers]
         self.hooks += [m.register_forward_hook(routed) for m in self.dec.modules() if type(m).__name__.lower().endswith('router')]
         self.hooks.append(final_norm(self.dec).register_forward_hook(last))
-        self.topk,torch.topk = torch.topk,self.choose
+        self.topk,self.method = torch.topk,torch.Tensor.topk
+        def method(x, *a, **kw): return self.choose(x, *a, **kw)
+        torch.topk,torch.Tensor.topk = self.choose,method
         return self
 
     def choose(self, x, k, dim=-1, **kw):
@@ -150,7 +154,7 @@ class Watch:
         return self.topk(x, k, dim=dim, **kw)
 
     def __exit__(self, *_):
-        torch.topk = self.topk
+        torch.topk,torch.Tensor.topk = self.topk,self.method
         for h in self.hooks: h.remove()
 
 def lead(logits):
@@ -244,11 +248,28 @@ def pictures(model, cfg, name):
     ref |= settled(name+'/image', make, 70 if cfg['text_config'].get('linear_num_key_heads') else 20, cfg['vision_start_token_id'])[0]
     return ref
 
-def load(case, plain): return library_class(case).from_pretrained(plain, dtype=torch.float32, attn_implementation='eager').eval()
+def load(case, plain, **kw):
+    "The library's model of a folder"
+    kw |= dict(dtype=torch.float32, attn_implementation='eager')
+    return library_class(case).from_pretrained(plain, **kw).eval()
+
+def as_stored(case, out, plain):
+    "The model of the folder as it is published, whose weights must be the plain ones to the bit"
+    whole = case.as_stored=='dequantized'
+    cfg = transformers.CompressedTensorsConfig(**case.quant, dequantize=whole)
+    model = load(case, out, quantization_config=cfg)
+    model(torch.tensor([[4,5]]))  # which unpacks what is packed
+    mine,want = model.state_dict(),load(case, plain).state_dict()
+    for k,w in want.items():
+        if torch.equal(mine[k], w): continue
+        raise SystemExit(f'{out.name}: the library reads another {k}')
+    return model
 
 def record(out, case, plain, head):
     "Everything the library makes of the folder, and what it was like"
-    cfg,model = case.cfg,load(case, plain); c = cfg.get('text_config', cfg)
+    cfg = case.cfg
+    c = cfg.get('text_config', cfg)
+    model = as_stored(case, out, plain) if case.as_stored else load(case, plain)
     if head: (m := MTP(decoder(model)).eval()).load_state_dict(head); head = m
     K = c.get('linear_conv_kernel_dim') or c.get('conv_kernel') or c.get('mamba_d_conv')
     ref,note = settled(out.name, lambda ids,nxt: text(model, head, ids, nxt, K), case.T, cfg.get('vision_start_token_id', c['vocab_size']))

@@ -31,7 +31,8 @@ def codex(home, url, prompt, *flags):
 def completed(events, kind): return [e['item'] for e in events if e['type']=='item.completed' and e['item']['type']==kind]
 
 def test_codex_says_what_the_model_said(tmp_path):
-    with serve(lambda ask: [Delta(content='po'), Delta(content='ng'), Delta(finish='stop')]) as s:
+    pong = [Delta(content='po'), Delta(content='ng'), Delta(finish='stop')]
+    with serve(lambda ask: pong) as s:
         got = codex(tmp_path, s.url, 'Say pong')
         ask = s.asks[0]
     assert completed(got, 'agent_message')[0]['text']=='pong'
@@ -42,9 +43,17 @@ def test_codex_says_what_the_model_said(tmp_path):
 
 def test_codex_runs_a_command_and_brings_the_result_back(tmp_path):
     def script(ask):
-        if ask.messages[-1]['role']=='tool': return [Delta(content='It printed 42.'), Delta(finish='stop')]
+        if ask.messages[-1]['role']=='tool':
+            return [Delta(content='It printed 42.'), Delta(finish='stop')]
         args = json.dumps(dict(cmd='echo $((6*7))'))
-        return [Delta(reasoning='I must count.'), Delta(content='Let me see.'), Delta(calls=(CallDelta(0, 'call_'+'a'*24, 'exec_command', args[:9]),)), Delta(calls=(CallDelta(0, arguments=args[9:]),)), Delta(finish='tool_calls')]
+        begun = CallDelta(0, 'call_'+'a'*24, 'exec_command', args[:9])
+        rest = CallDelta(0, arguments=args[9:])
+        return [
+            Delta(reasoning='I must count.'),
+            Delta(content='Let me see.'),
+            Delta(calls=(begun,)),
+            Delta(calls=(rest,)),
+            Delta(finish='tool_calls')]
     with serve(script) as s:
         got = codex(tmp_path, s.url, 'What is six times seven?', '--dangerously-bypass-approvals-and-sandbox')
         asks,last = s.asks,json.loads(s.bodies[-1])
@@ -56,7 +65,11 @@ def test_codex_runs_a_command_and_brings_the_result_back(tmp_path):
     assert [unseal(i['encrypted_content']) for i in last['input'] if i['type']=='reasoning']==['I must count.']
 
 def test_codex_shows_reasoning(tmp_path):
-    with serve(lambda ask: [Delta(reasoning='**Thinking**\n\nHm.'), Delta(content='Done.'), Delta(finish='stop')]) as s: got = codex(tmp_path, s.url, 'Think')
+    deltas = [
+        Delta(reasoning='**Thinking**\n\nHm.'),
+        Delta(content='Done.'),
+        Delta(finish='stop')]
+    with serve(lambda ask: deltas) as s: got = codex(tmp_path, s.url, 'Think')
     assert 'Thinking' in completed(got, 'reasoning')[0]['text']
 
 def test_codex_says_why_it_failed(tmp_path):

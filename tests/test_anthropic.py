@@ -1,5 +1,6 @@
 "Anthropic's Messages API: its official client against scripted answers, any chunking, any body, and what Claude Code sends."
 import asyncio,copy,json,re,sys,threading
+from dataclasses import replace
 from pathlib import Path
 import anthropic,pytest,uvicorn
 from anthropic.lib.streaming._messages import accumulate_event
@@ -7,17 +8,19 @@ from anthropic.types import Message,RawMessageStreamEvent
 from hypothesis import given,settings,strategies as st
 from pydantic import BaseModel,TypeAdapter
 from atlas.text.chat import ChatTemplate
-from atlas.ground.core import AtlasError,ContextLengthError,EngineError,QueueFullError,RequestError,SourceError
+from atlas.ground.core import AtlasError,ContextLengthError,EngineError,QueueFullError
+from atlas.ground.core import RequestError,SourceError
 from atlas.service.http import Keys,Rate,Rules
 from atlas.service.log import Access
 from atlas.service.protocol.anthropic import error_body,parse,parse_count,reply
-from atlas.text.deltas import CallDelta,Delta
-from atlas.service.protocol.base import Ask,Usage,gather
+from atlas.text.deltas import CallDelta,Delta,gather
+from atlas.service.protocol.base import Ask,Usage
 
 sys.path.insert(0, str(Path(__file__).parent/'helpers'))
 from agents import agent,run  # noqa: E402
 from inprocess import app_of  # noqa: E402
 from scripted import TEMPLATE,Speaker,running,service  # noqa: E402
+from helpers.waiting import WAIT  # noqa: E402
 
 HELLO = [dict(role='user', content='Hello')]
 COUNTS = Usage(prompt=120, completion=30, cached=64, reasoning=7)
@@ -32,9 +35,25 @@ class NotYours(AtlasError): status,code = 403,'forbidden'
 class TooLarge(RequestError): status,code = 413,'body_too_large'
 class TooMany(AtlasError): status,code = 429,'rate_limited'
 
+def always(*deltas):
+    "An answer that is the same whatever is asked"
+    return lambda ask: [replace(d) for d in deltas]
+
+def said(text, **kw): return Delta(content=text, **kw)
+
+def thought(text, **kw): return Delta(reasoning=text, **kw)
+
+def called(*args, **kw):
+    "A piece of a tool call, or the beginning of one"
+    return Delta(calls=calls(CallDelta(*args, **kw)))
+
+def end(finish='stop', **kw): return Delta(finish=finish, **kw)
+
 class Script:
     "An ASGI app; `answer` makes pieces, or an error, from an `Ask`"
-    def __init__(self): self.answer,self.seen,self.error_at = (lambda ask: [Delta(content='Hi.', finish='stop')]),[],None
+    def __init__(self):
+        self.answer = always(said('Hi.', finish='stop'))
+        self.seen,self.error_at = [],None
 
     async def __call__(self, scope, receive, send):
         if scope['type']!='http': return
@@ -79,18 +98,22 @@ def scripted_app():
         script.url = f'http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}'
         up.set(); await task
     t = threading.Thread(target=lambda: asyncio.run(main()), daemon=True); t.start()
-    assert up.wait(20)
+    assert up.wait(WAIT)
     yield script
-    server.should_exit = True; t.join(20)
+    server.should_exit = True
+    t.join(WAIT)
 
 @pytest.fixture
 def script(scripted_app):
     scripted_app.__init__()
     return scripted_app
 
+def client_of(url, **kw):
+    return anthropic.Anthropic(base_url=url, max_retries=0, timeout=WAIT, **kw)
+
 @pytest.fixture
 def client(script):
-    with anthropic.Anthropic(base_url=script.url, api_key='none', max_retries=0, timeout=20) as c: yield c
+    with client_of(script.url, api_key='none') as c: yield c
 
 def ask(client, **kw): return dict(model='m', max_tokens=64, messages=HELLO)|kw
 
@@ -109,7 +132,7 @@ def test_a_message(client, script):
 @pytest.mark.parametrize('finish,stop,want', [('stop',None,('end_turn',None)), ('stop','END',('stop_sequence','END')), ('stop','<|im_end|>',('end_turn',None)),
     ('stop',7,('end_turn',None)), ('length',None,('max_tokens',None))])
 def test_stop_reasons(client, script, finish, stop, want):
-    script.answer = lambda a: [Delta(content='a'), Delta(finish=finish, stop=stop)]
+    script.answer = always(said('a'), end(finish, stop=stop))
     m = client.messages.create(**ask(client, stop_sequences=['END']))
     assert (m.stop_reason,m.stop_sequence)==want
     with client.messages.stream(**ask(client, stop_sequences=['END'])) as s: m = s.get_final_message()
@@ -117,7 +140,7 @@ def test_stop_reasons(client, script, finish, stop, want):
 
 def test_a_stream(client, script):
     odd = ['Hel', 'lo', '\n\ndata: no\n\nevent: error\n', ' \u2028\u2029\x85 ', 'größer "quoted" \\ 日本 \U0001f600', '\x00\x1f']
-    script.answer = lambda a: [*(Delta(content=t) for t in odd), Delta(finish='stop')]
+    script.answer = always(*map(said, odd), end())
     with client.messages.stream(**ask(client)) as s:
         got = list(s.text_stream)
         m = s.get_final_message()
@@ -125,8 +148,14 @@ def test_a_stream(client, script):
     assert (m.usage.input_tokens,m.usage.cache_read_input_tokens,m.usage.output_tokens) == (56,64,30)
 
 def test_events_in_order(client, script):
-    script.answer = lambda a: [Delta(reasoning='Hm'), Delta(reasoning='.', content='\n'), Delta(content='So'), Delta(calls=calls(CallDelta(0,'call_ab','f'))),
-        Delta(calls=calls(CallDelta(0, arguments='{"a":'))), Delta(content='\nDone', calls=calls(CallDelta(0, arguments='1}'))), Delta(finish='tool_calls')]
+    script.answer = always(
+        thought('Hm'),
+        thought('.', content='\n'),
+        said('So'),
+        called(0, 'call_ab', 'f'),
+        called(0, arguments='{"a":'),
+        said('\nDone', calls=calls(CallDelta(0, arguments='1}'))),
+        end('tool_calls'))
     events = list(client.messages.create(**ask(client, stream=True)))
     assert [e.type for e in events][:2]==['message_start','content_block_start'] and [e.type for e in events][-2:]==['message_delta','message_stop']
     assert [e.index for e in events if e.type=='content_block_start']==[0,1,2,3]
@@ -141,8 +170,13 @@ def test_events_in_order(client, script):
     assert [d.type for d in deltas]==['thinking_delta','thinking_delta','signature_delta','text_delta','input_json_delta','input_json_delta','text_delta']
     assert deltas[2].signature and deltas[-1].text=='\nDone' and deltas[3].text=='\nSo'
 
+THINKING = [
+    thought('Let me '),
+    thought('think.', content='Yes'),
+    said('.', finish='stop')]
+
 def test_thinking_goes_round(client, script):
-    script.answer = lambda a: [Delta(reasoning='Let me '), Delta(reasoning='think.', content='Yes'), Delta(content='.', finish='stop')]
+    script.answer = always(*THINKING)
     m = client.messages.create(**ask(client, max_tokens=4096, thinking=dict(type='enabled', budget_tokens=2048)))
     assert [b.type for b in m.content]==['thinking','text'] and m.content[0].thinking=='Let me think.' and m.content[0].signature
     assert script.seen[0].thinking_budget==2048 and script.seen[0].template['enable_thinking'] is True
@@ -150,7 +184,7 @@ def test_thinking_goes_round(client, script):
     assert script.seen[1].messages[1]==dict(role='assistant', content='Yes.', reasoning='Let me think.')
 
 def test_a_thought_that_is_not_shown_goes_round_too(client, script):
-    script.answer = lambda a: [Delta(reasoning='Let me '), Delta(reasoning='think.', content='Yes'), Delta(content='.', finish='stop')]
+    script.answer = always(*THINKING)
     kw = ask(client, thinking=dict(type='adaptive', display='omitted'))
     with client.messages.stream(**kw) as s:
         events = list(s)
@@ -170,8 +204,10 @@ def test_zero_tokens_say_nothing(client, script):
 def test_the_tool_loop_of_the_sdk(client, script):
     "The SDK's own loop calls the tool and comes back with its result"
     def answer(a):
-        if a.messages[-1]['role']=='tool': return [Delta(content=f'It is {a.messages[-1]["content"]}.', finish='stop')]
-        return [Delta(content='Wait.'), Delta(calls=calls(CallDelta(0,'call_0123','weather','{"city"'))), Delta(calls=calls(CallDelta(0, arguments=': "Oslo"}'))), Delta(finish='tool_calls')]
+        last = a.messages[-1]
+        if last['role']=='tool': return [said(f'It is {last["content"]}.', finish='stop')]
+        begun = called(0, 'call_0123', 'weather', '{"city"')
+        return [said('Wait.'), begun, called(0, arguments=': "Oslo"}'), end('tool_calls')]
     script.answer = answer
     @anthropic.beta_tool
     def weather(city: str) -> str:
@@ -195,7 +231,10 @@ def test_no_conversation_is_held(client):
     assert e.value.error_code=='thread_unsupported_request'
 
 def test_parallel_calls_and_a_cut(client, script):
-    script.answer = lambda a: [Delta(calls=calls(CallDelta(0,'call_1','f','{}'), CallDelta(1,'call_2','g','{"a": [1, {"b": "x'))), Delta(finish='length')]
+    f = CallDelta(0, 'call_1', 'f', '{}')
+    g = CallDelta(1, 'call_2', 'g', '{"a": [1, {"b": "x')
+    both = Delta(calls=calls(f, g))
+    script.answer = always(both, end('length'))
     whole = client.messages.create(**ask(client))
     with client.messages.stream(**ask(client)) as s: streamed = s.get_final_message()
     for m in whole,streamed:
@@ -204,14 +243,14 @@ def test_parallel_calls_and_a_cut(client, script):
 
 def test_an_empty_answer_has_a_block(client, script):
     for text in '','\n':
-        script.answer = lambda a: [Delta(content=text), Delta(finish='stop')]
+        script.answer = always(said(text), end())
         with client.messages.stream(**ask(client)) as s: streamed = s.get_final_message()
         for m in client.messages.create(**ask(client)),streamed: assert [b.to_dict() for b in m.content]==[dict(type='text', text=text)]
 
 class Title(BaseModel): title:str
 
 def test_structured_output(client, script):
-    script.answer = lambda a: [Delta(content='{"title": "A day"}', finish='stop')]
+    script.answer = always(said('{"title": "A day"}', finish='stop'))
     m = client.messages.parse(**ask(client, output_format=Title))
     assert m.parsed_output==Title(title='A day')
     assert script.seen[0].format['kind']=='json_schema' and script.seen[0].format['schema']['required']==['title']
@@ -239,7 +278,8 @@ def test_a_body_that_is_wrong(client):
     with pytest.raises(anthropic.BadRequestError, match=r'messages\[0\].content\[0\].type'): client.messages.create(**ask(client, messages=[dict(role='user', content=[dict(type='video')])]))
 
 def test_a_stream_that_breaks(client, script):
-    script.answer,script.error_at = (lambda a: [Delta(content='a'), Delta(content='b'), Delta(finish='stop')]),1
+    script.answer = always(said('a'), said('b'), end())
+    script.error_at = 1
     got = []
     with pytest.raises(anthropic.APIStatusError, match='The engine failed') as e:
         with client.messages.stream(**ask(client)) as s:
@@ -280,13 +320,19 @@ def answers(draw):
     for i,a in enumerate(draw(st.lists(args, max_size=3))): todo += [('k',CallDelta(i, f'call_{i}', f'f{i}')), *(('k',CallDelta(i, arguments=t)) for t in atoms(a))]
     pieces,now = [],Delta()
     for kind,x in todo:
-        if draw(st.booleans()): pieces.append(now); now = Delta()
+        if draw(st.booleans()):
+            pieces.append(now)
+            now = Delta()
         if kind=='r': now.reasoning += x
         elif kind=='c': now.content += x
         else: now.calls += (x,)
-    end = Delta(finish=draw(st.sampled_from(['stop','length','tool_calls'])), stop=draw(st.sampled_from([None,'END','x',3])))
-    if draw(st.booleans()): now.finish,now.stop = end.finish,end.stop; return [*pieces, now]
-    return [*pieces, now, end]
+    finish = st.sampled_from(['stop','length','tool_calls'])
+    stop = st.sampled_from([None,'END','x',3])
+    last = end(draw(finish), stop=draw(stop))
+    if draw(st.booleans()):
+        now.finish,now.stop = last.finish,last.stop
+        return [*pieces, now]
+    return [*pieces, now, last]
 
 @settings(max_examples=200, deadline=None)
 @given(answers())
@@ -335,7 +381,10 @@ def test_what_claude_code_sends():
     assert [t['function']['name'] for t in c['tool_calls']]==['Read','Bash'] and json.loads(c['tool_calls'][1]['function']['arguments'])==dict(command='pytest -x', timeout=60000)
     assert (r1['tool_call_id'],r2['name'])==('toolu_01','Bash') and r2['content'].startswith('<tool_use_error>Exit code 1')
     assert 'task tools' in n['content'] and last['content']=='fix it\nand be quick'
-    assert [t['function']['name'] for t in a.tools]==['Bash','Read','mcp__ide__getDiagnostics'] and len(a.warnings)==1 and 'web_search' in a.warnings[0] and a.ignored==[]
+    names = [t['function']['name'] for t in a.tools]
+    assert names==['Bash','Read','mcp__ide__getDiagnostics']
+    (warning,) = a.warnings
+    assert 'web_search' in warning and a.ignored==[]
     assert a.template['enable_thinking'] is True and a.template['reasoning_effort']=='high' and a.thinking_budget is None
     assert a.params.max_tokens==32000 and a.stream and a.parallel and a.tool_choice=='auto'
 
@@ -466,7 +515,7 @@ def model(prompt):
 
 @pytest.fixture(scope='module')
 def served():
-    with service(model) as s, anthropic.Anthropic(base_url=s.url, api_key='none', max_retries=0, timeout=20) as c:
+    with service(model) as s, client_of(s.url, api_key='none') as c:
         s.ask = dict(model='scripted', max_tokens=400, messages=HELLO)
         yield s,c
 
@@ -540,17 +589,22 @@ def test_the_door_speaks_the_same_language():
     "Keys and limits, before anything of this API is read"
     s = Speaker(model)
     rules = Rules(keys=Keys({'secret':'user'}), rate=Rate(2))
-    def client(url, **kw): return anthropic.Anthropic(base_url=url, max_retries=0, timeout=20, **kw)
+    def served(rules): return app_of(s, s.tok, ChatTemplate(TEMPLATE), rules=rules)
     ask = dict(model='scripted', max_tokens=9, messages=HELLO)
-    with running(Access(app_of(s, s.tok, ChatTemplate(TEMPLATE), rules=rules))) as url:
-        with pytest.raises(anthropic.AuthenticationError) as e: client(url, api_key='wrong').messages.create(**ask)
+    with running(Access(served(rules))) as url:
+        wrong = client_of(url, api_key='wrong')
+        with pytest.raises(anthropic.AuthenticationError) as e: wrong.messages.create(**ask)
         assert e.value.type=='authentication_error' and 'secret' not in str(e.value)
         assert e.value.request_id and e.value.body['request_id']==e.value.request_id
-        for kw in dict(api_key='secret'),dict(auth_token='secret'): assert client(url, **kw).messages.create(**ask).type=='message'
-        with pytest.raises(anthropic.RateLimitError) as e: client(url, api_key='secret').messages.create(**ask)
+        for kw in dict(api_key='secret'),dict(auth_token='secret'):
+            assert client_of(url, **kw).messages.create(**ask).type=='message'
+        right = client_of(url, api_key='secret')
+        with pytest.raises(anthropic.RateLimitError) as e: right.messages.create(**ask)
         assert e.value.type=='rate_limit_error' and int(e.value.response.headers['retry-after'])>=1
-    with running(app_of(s, s.tok, ChatTemplate(TEMPLATE), rules=Rules(body=1000))) as url:
-        with pytest.raises(anthropic.APIStatusError) as e: client(url, api_key='any').messages.create(**ask, system='x'*2000)
+    with running(served(Rules(body=1000))) as url:
+        long = ask|dict(system='x'*2000)
+        c = client_of(url, api_key='any')
+        with pytest.raises(anthropic.APIStatusError) as e: c.messages.create(**long)
         assert (e.value.status_code,e.value.type)==(413,'request_too_large')
 
 # -- Claude Code itself, where there is one ------------------------------------------------------------------------------------
@@ -568,8 +622,11 @@ def test_claude_code_runs_a_tool(script, tmp_path):
         tries.append(a)
         if len(tries)==1: raise QueueFullError('256 requests are waiting')
         script.error_at = 0 if len(tries)==2 else None
-        if a.messages[-1]['role']=='tool': return [Delta(content=f'It is {a.messages[-1]["content"]}'), Delta(finish='stop')]
-        return [Delta(reasoning='Run it.', content='I run it.'), Delta(calls=calls(CallDelta(0,'call_01','Bash','{"command": "echo $((40+'))), Delta(calls=calls(CallDelta(0, arguments='2))"}'))), Delta(finish='tool_calls')]
+        last = a.messages[-1]
+        if last['role']=='tool': return [said(f'It is {last["content"]}'), end()]
+        run_it = thought('Run it.', content='I run it.')
+        begun = called(0, 'call_01', 'Bash', '{"command": "echo $((40+')
+        return [run_it, begun, called(0, arguments='2))"}'), end('tool_calls')]
     script.answer = answer
     d = claude(script.url, tmp_path, 'what is 40+2?', '--allowedTools', 'Bash')
     assert (d['result'],d['is_error'])==('It is 42',False), d

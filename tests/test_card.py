@@ -1,10 +1,11 @@
 "The kernels of whole models, on the emulator: every family and format against the host, rows that do not notice each other, and the engine's step."
 import numpy as np,pytest
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from atlas.engine.cache import KVCache
 from atlas.ground.config import PRESETS
-from atlas.ground.core import ConfigError,RequestError
+from atlas.ground.core import RequestError
 from atlas.engine.card_stepper import CardStepper,StepShape
 from atlas.card.device import Host
 from atlas.card.emulator import Emulator,find_cxx
@@ -18,6 +19,7 @@ from atlas.card.variants import wanted
 from atlas.cuda.pack import unpack
 from atlas.ground.weights import open_checkpoint
 from helpers.layouts import CONFS,LAYOUTS,folder,stored
+from helpers.reference import INT4,refs
 
 DATA = Path(__file__).parent/'data'
 pytestmark = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
@@ -28,6 +30,8 @@ _SMALL = dict(hidden_size=128, num_hidden_layers=3, num_attention_heads=4, num_k
     max_position_embeddings=512, bos_token_id=1, eos_token_id=2)
 _MOE = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64)
 _GDN = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=32, shared_expert_intermediate_size=64, num_hidden_layers=4)
+_GRANITE = dict(layer_types=['mamba','attention','mamba'],
+    mamba_n_heads=16, mamba_d_head=16, mamba_d_state=16)
 _LESS = dict(vision_config=None, mtp_num_hidden_layers=0, image_token_id=None, video_token_id=None)
 TOYS = {
     'llama': ('llama-3.1-8b', {}), 'mistral': ('mistral-7b-v0.3', dict(sliding_window=40, head_dim=48)), 'qwen3': ('qwen3-8b', {}), 'qwen3-moe': ('qwen3-30b-a3b', _MOE),
@@ -35,11 +39,17 @@ TOYS = {
     'gemma': ('gemma-4-26b-a4b', dict(num_hidden_layers=6, global_head_dim=64, num_global_key_value_heads=1, num_experts=8, top_k_experts=2, moe_intermediate_size=64, sliding_window=16)),
     'nemotron': ('nemotron-3-nano-30b-a3b', dict(hybrid_override_pattern='MEM*E', num_hidden_layers=5, mamba_num_heads=8, mamba_head_dim=16, n_groups=2, ssm_state_size=16,
         n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, moe_shared_expert_intermediate_size=96)),
-    'granite': ('granite-4.0-h-tiny', dict(layer_types=['mamba','attention','mamba'], mamba_n_heads=16, mamba_d_head=16, mamba_d_state=16, num_local_experts=8, num_experts_per_tok=2,
-        shared_intermediate_size=64)),
+    'granite': ('granite-4.0-h-tiny', _GRANITE|dict(
+        num_local_experts=8, num_experts_per_tok=2, shared_intermediate_size=64)),
+    'granite-tied': ('granite-4.0-h-micro', _GRANITE|dict(
+        mamba_n_groups=2, mamba_conv_bias=False, mamba_proj_bias=True,
+        attention_bias=True, shared_intermediate_size=96)),
+    'granite-moe': ('granite-4.0-h-tiny', dict(model_type='granitemoe', num_local_experts=8,
+        num_experts_per_tok=2, shared_intermediate_size=0)),
     'minimax': ('minimax-m2', dict(rotary_dim=16, num_local_experts=8, num_experts_per_tok=2))}
 CASES = [('llama','bf16'), ('llama','fp8'), ('mistral','nvfp4'), ('qwen3','mxfp4'), ('qwen3-moe','nvfp4'), ('qwen3.5','nvfp4'), ('qwen3.6-moe','nvfp4'), ('qwen3.6-moe','fp8'),
-    ('gpt-oss','mxfp4'), ('gemma','nvfp4'), ('nemotron','nvfp4'), ('granite','nvfp4'), ('minimax','fp8'), ('qwen3-moe','int4')]
+    ('gpt-oss','mxfp4'), ('gemma','nvfp4'), ('nemotron','nvfp4'), ('granite','nvfp4'),
+    ('granite-tied','nvfp4'), ('granite-moe','nvfp4'), ('minimax','fp8'), ('qwen3-moe','int4')]
 FEW = [('llama','bf16'), ('qwen3.6-moe','nvfp4'), ('nemotron','nvfp4')]
 
 _models = {}
@@ -81,24 +91,51 @@ def test_each_layer_alone(toy, weights):
         assert bad.mean()<=(.06 if 'moe' in card.c.ffns[i] else 0), (i, bad.mean(), off(got[:100], want[:100]))
         assert off(np.delete(got[:100], bad, 0), np.delete(want[:100], bad, 0))<1e-2
 
+def loaded(path, device):
+    "The model of a folder"
+    with open_checkpoint(path) as ck: return load_model(ck, device, 512)
+
+def matrices(layer):
+    "The matrices of a layer with one attention and one MLP"
+    mixer,mlp = layer.parts()
+    layers = mixer.qkv_proj,mixer.o_proj,mlp.gate_up_proj,mlp.down_proj
+    return [l.weight for l in layers]
+
+def prompt_then_steps(m, ids, more, outs):
+    "Logits of the last `outs` tokens of the prompt `ids`, and of each of `more` after it"
+    c,table,T = cache_of(m),list(range(8)),len(ids)
+    prompt = Piece(ids, 0, table, outs, state=0, keep=1)
+    logits = [forward(m, c, [prompt], True)]
+    for i,t in enumerate(more):
+        step = Piece([t], T+i, table, 1, state=1+i%2, keep=2-i%2)
+        logits.append(forward(m, c, [step], False))
+    return np.concatenate(logits)
+
+@pytest.mark.parametrize('name', INT4)
+def test_integers_that_libraries_packed(name):
+    "They stay integers on the card, and give the recorded logits of a prompt and of steps"
+    r,m = refs[name],loaded(DATA/name, Emulator())
+    assert {w.fmt for w in matrices(m.layers[0])}=={'int4'}
+    ids,more = r['ids'].tolist(),r['next_ids'].tolist()
+    got = prompt_then_steps(m, ids, more, len(ids))
+    want = np.concatenate([r['logits'],r['next_logits']])
+    wrong = abs(got-want).max(1)
+    assert (wrong<2e-2*abs(want).max()).all(), off(got, want)
+
 @pytest.mark.parametrize('name', ['llama-int4-ct','llama-gptq','qwen3-awq','qwen3-moe-int4-ct'])
 def test_integers_in_groups_as_published(tmp_path, name, monkeypatch):
-    "They stay integers on the card, are what the host decodes to the bit, and give its logits: of a prompt, and of a step after it"
+    "On the card they stay integers, and give the host's bits and logits, of a prompt and of a step"
     conf,*rest = LAYOUTS[name]
-    monkeypatch.setitem(CONFS, conf, CONFS[conf]|dict(head_dim=32)) # of a size that the card's cache takes
+    of_a_size_that_the_cache_takes = CONFS[conf]|dict(head_dim=32)
+    monkeypatch.setitem(CONFS, conf, of_a_size_that_the_cache_takes)
     path = folder(tmp_path, CONFS[conf], stored(conf, *rest)[0])
-    def load(dev):
-        with open_checkpoint(path) as ck: return load_model(ck, dev, 512)
-    host,card = load(Host()),load(Emulator())
-    w = card.layers[0].mixer.qkv_proj.weight
-    assert w.fmt=='int4' and (unpack(w)==host.layers[0].mixer.qkv_proj.weight).all()
-    ids,table = [i%64 for i in ids_of(65)],list(range(8))
-    def both(m):
-        c = cache_of(m)
-        a = forward(m, c, [Piece(ids[:64], 0, table, 1, state=0, keep=1)], True)
-        return np.concatenate([a,forward(m, c, [Piece(ids[64:], 64, table, 1, state=1, keep=2)], False)])
-    got,want = both(card),both(host)
-    assert (abs(got-want).max(1)<2e-2*abs(want).max(1)).all(), off(got, want)
+    host,card = loaded(path, Host()),loaded(path, Emulator())
+    w,plain = (m.layers[0].mixer.qkv_proj.weight for m in (card,host))
+    assert w.fmt=='int4' and (unpack(w)==plain).all()
+    ids = [i%64 for i in ids_of(65)]
+    got,want = (prompt_then_steps(m, ids[:64], ids[64:], 1) for m in (card,host))
+    wrong = abs(got-want).max(1)
+    assert (wrong<2e-2*abs(want).max(1)).all(), off(got, want)
 
 @pytest.mark.parametrize('toy,weights', CASES)
 def test_each_layer_alone_in_steps(toy, weights):
@@ -142,7 +179,8 @@ def test_rows_do_not_notice_each_other(toy, weights):
 def engine(m, seqs=4, blocks=40, chunk=64, **kw):
     c = cache_of(m, 2*seqs, blocks)
     s = Scheduler(c.pool, seqs, 200, chunk, **kw)
-    return Engine(s, HostStepper(m, c) if m.device.kind=='cpu' else CardStepper(m, c, s))
+    host = m.device.kind=='cpu'
+    return Engine(s, HostStepper(m, c) if host else CardStepper(m, c, s))
 
 def serve(e, requests, at=lambda step: ()):
     "Tokens, reasons and log probabilities of all requests; `at(step)` lists those that come later"
@@ -175,20 +213,25 @@ def test_the_hosts_tokens():
     close = [abs(p-q) for i in a for x,y,p,q in zip(a[i].tokens, b[i].tokens, a[i].logprobs, b[i].logprobs) if x==y]
     assert max(close)<.05
 
+def course(m, stepper):
+    "Who got a token in each step, or had to leave, and how many were preempted"
+    c = cache_of(m, 6, 14)
+    s = Scheduler(c.pool, 3, 200, 64, overcommit=3.)
+    e,steps,todo = Engine(s, stepper(m, c, s)),[],[]
+    for i,(r,at) in enumerate(asks(5, max_tokens=24)):
+        todo.append((Request(r.id, r.prompt, r.params, i%2), at))
+    while todo or e.has_work:
+        for r,at in todo:
+            if at<=len(steps): e.add(r)
+        todo = [x for x in todo if x[1]>len(steps)]
+        gone = e.abort('r3') if len(steps)==20 else []
+        events = gone+e.step()
+        steps.append([(v.id, v.finish, v.token is None) for v in events])
+    return steps,s.totals['preemptions']
+
 def test_the_host_one_step_behind_goes_step_by_step_with_the_card():
-    "What the loop does on a card is what it does with the host's stepper when that lands late: who gets a token in which step, and who has to leave"
+    "Who gets a token in which step, and who has to leave: as with the host's stepper, landing late"
     host,card = models('llama', 'bf16')
-    def course(m, stepper):
-        c = cache_of(m, 6, 14); s = Scheduler(c.pool, 3, 200, 64, overcommit=3.)
-        e,steps = Engine(s, stepper(m, c, s)),[]
-        todo = [(Request(r.id, r.prompt, r.params, i%2), at) for i,(r,at) in enumerate(asks(5, max_tokens=24))]
-        while todo or e.has_work:
-            for r,at in todo:
-                if at<=len(steps): e.add(r)
-            todo = [x for x in todo if x[1]>len(steps)]
-            gone = e.abort('r3') if len(steps)==20 else []
-            steps.append([(v.id, v.finish, v.token is None) for v in gone+e.step()])
-        return steps,s.totals['preemptions']
     late = course(host, lambda m,c,s: HostStepper(m, c, overlap=True))
     assert late==course(card, CardStepper) and late[1]>0
 
@@ -235,8 +278,10 @@ def test_who_comes_back_is_placed_anew():
 @pytest.mark.parametrize('toy,weights', CASES)
 def test_a_warm_engine_compiles_no_more(toy, weights, monkeypatch):
     "What prompts of any length and number, replays and steps launch is among what was made ready; nothing is launched here"
-    _,m = models(toy, weights); e,known = engine(m),set()
-    monkeypatch.setattr('atlas.engine.card_stepper.make_ready', lambda card, *steps: known.update(variants(*steps)))
+    _,m = models(toy, weights)
+    e,known = engine(m),set()
+    def make_ready(card, *steps): known.update(variants(*steps))
+    monkeypatch.setattr('atlas.engine.card_stepper.make_ready', make_ready)
     def variants(*steps): return {(n,tuple(sorted(d.items()))) for n,d in wanted(*steps)}
     def rows(ns, start, tiled):
         b = make_batch([Piece([0]*n, start, list(range(e.cache.blocks_for(start+n))), int(tiled)) for n in ns], tiled, 16, m.device); x = m.trunk(b, e.cache)
@@ -245,7 +290,9 @@ def test_a_warm_engine_compiles_no_more(toy, weights, monkeypatch):
     for ns in ((1,),(65,),(1,1),(64,)*3,(3,1,2,1)): assert variants(lambda: rows(ns, 0, True))<=known, ns
     for ns in ((2,),(3,),(8,),(8,8),(3,8,1)): assert variants(lambda: rows(ns, 70, False))<=known, ns
     body = e.stepper.body
-    for k in (1,2,4): assert variants(lambda: body(StepShape(k, 200, True, True)), lambda: body(StepShape(k, 128, True, False)))<=known, k
+    for k in (1,2,4):
+        shapes = StepShape(k, 200, True, True),StepShape(k, 128, True, False)
+        assert variants(*(partial(body, shape) for shape in shapes))<=known, k
 
 def test_end_tokens_and_aborts():
     _,m = models('llama', 'bf16')
@@ -258,7 +305,9 @@ def test_end_tokens_and_aborts():
     for _ in range(4): e.step()
     assert [x.finish for x in e.abort('r1')]==['abort']
     left = serve(e, [])
-    assert 'r1' not in {i for i,t in left.items() if t.finish} and len(e.stepper.free)==e.stepper.rows.most+1 and e.scheduler.pool.used==0
+    assert 'r1' not in {i for i,t in left.items() if t.finish}
+    assert len(e.stepper.free)==e.stepper.rows.most+1
+    assert e.scheduler.pool.used==0
 
 def test_logits_that_are_no_numbers_fail_their_row():
     _,m = models('llama', 'bf16')
@@ -273,7 +322,9 @@ def test_logits_that_are_no_numbers_fail_their_row():
 def test_a_steady_step_is_one_replay():
     "While the same sequences decode nothing is placed anew, and the step in the air is taken in by the next"
     _,m = models('llama', 'bf16')
-    e = engine(m); rows = e.stepper.rows; placed,place = [],rows.place
+    e = engine(m)
+    rows,placed = e.stepper.rows,[]
+    place = rows.place
     rows.place = lambda *a: (placed.append(1), place(*a))
     e.add(asks(1, max_tokens=20)[0][0]); n = 0
     while e.has_work: n += len(e.step())
@@ -311,9 +362,11 @@ def test_fewer_bits(how):
     assert len(small.generate(ids, p).token_ids)==4
 
 def test_unknown_formats_are_refused():
-    from atlas import LLM
+    from atlas import AtlasError,LLM
     for k in ('quantization','lm_head_dtype','kv_cache_dtype'):
-        with pytest.raises(ConfigError, match='int3'): LLM(str(DATA/'smollm2-tied'), Emulator(), max_seq_len=128, max_num_seqs=1, **{k:'int3'})
+        with pytest.raises(AtlasError, match='int3'):
+            LLM(str(DATA/'smollm2-tied'), Emulator(),
+                max_seq_len=128, max_num_seqs=1, **{k:'int3'})
 
 def test_launches_of_a_layer():
     "Whatever the family, a layer of a decode step is at most ten launches"
@@ -321,3 +374,55 @@ def test_launches_of_a_layer():
         _,m = models(toy, weights); c = cache_of(m)
         with recording(launch=False) as r: m.forward(make_batch([Piece([5], 3, [0], 1)], False, 16, m.device), c)
         assert len(r.calls)<=10*len(m.layers)+2, (toy, len(r.calls), len(m.layers))
+
+def patient(step):
+    "`step`, which a Ctrl-C ends with nothing"
+    def one():
+        try: return step()
+        except KeyboardInterrupt: return []
+    return one
+
+LAUNCHES = [
+    ('replay',2),
+    ('replay',4),
+    ('_first',2),
+    ('_first',3)]
+
+@pytest.mark.parametrize('where,at', LAUNCHES)
+def test_interrupted(where, at, monkeypatch):
+    "A Ctrl-C after the card's part of a launch changes no tokens, log probabilities or draws"
+    m,n,real = models('qwen3.6-moe', 'nvfp4')[1],0,getattr(CardStepper, where)
+    drawn = SamplingParams(temperature=.9, seed=3, frequency_penalty=.5,
+        max_tokens=7, ignore_eos=True, logprobs=1)
+    some = [*asks(3, logprobs=1),(Request('drawn', tuple(ids_of(12, 7)), drawn),1)]
+    want = serve(engine(m), some)
+    def cut_off(self, *args):
+        nonlocal n
+        out,n = real(self, *args),n+1
+        if n==at: raise KeyboardInterrupt
+        return out
+    monkeypatch.setattr(CardStepper, where, cut_off)
+    e = engine(m)
+    e.step = patient(e.step)
+    got = serve(e, some)
+    assert n>at and got==want
+
+def test_no_memory_while_rows_are_placed(monkeypatch):
+    "The prompt of that step is shed, and the others go on as if nothing had been"
+    m,n = models('llama', 'bf16')[1],0
+    short = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    some = [*asks(2, logprobs=1),(Request('late', tuple(ids_of(9, 5)), short),4)]
+    want = serve(engine(m), some)
+    import atlas.engine.card_stepper as at
+    real = at.advance
+    def full(*args):
+        nonlocal n
+        n += 1
+        came = 'late' in {s.id for s in e.scheduler.running}
+        if came and e.scheduler.seqs['late'].num_computed==0: raise MemoryError
+        return real(*args)
+    monkeypatch.setattr(at, 'advance', full)
+    e = engine(m)
+    got = serve(e, some)
+    assert got['late'].finish=='error'
+    for i in ('r0','r1'): assert got[i]==want[i]

@@ -1,5 +1,7 @@
 "The command: exit codes, pipes and terminals, and that every flag reaches something."
-import ast,dataclasses,inspect,json,os,pty,re,select,signal,socket,subprocess,sys,urllib.request,pytest
+import ast,dataclasses,inspect,json,os,pty,re
+import select,signal,socket,subprocess,sys,urllib.request
+import pytest
 from pathlib import Path
 from types import SimpleNamespace
 from typer.testing import CliRunner
@@ -9,6 +11,7 @@ from atlas.ground import hub
 from atlas.ground.core import AtlasError,ContextLengthError
 from atlas.ground.hub import Entry
 from atlas.ground.options import EngineConfig
+from helpers.waiting import WAIT
 
 root = Path(__file__).parents[1]
 
@@ -50,7 +53,8 @@ def test_every_flag_is_read():
         body = ast.parse(inspect.getsource(f)).body[0]
         read = {n.id for s in body.body for n in ast.walk(s) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
         handed = set(cli.FLAGS) if 'options' in read else set()
-        assert not set(inspect.signature(f).parameters)-read-handed, f'{name} has a parameter that nothing reads'
+        unread = set(inspect.signature(f).parameters)-read-handed
+        assert not unread, f'{name} has a parameter that nothing reads'
 
 @pytest.mark.parametrize('name', sorted(commands()))
 def test_help(name):
@@ -71,13 +75,21 @@ def test_usage_errors():
 def test_help_is_light():
     "`atlas --help` in a fresh process brings in nothing heavy, `import atlas` even less"
     heavy = "{'numpy','fastapi','pydantic','tokenizers','huggingface_hub','jinja2','cupy','rich','asyncio'} & set(sys.modules)"
-    for code in (f"import sys,atlas; print({heavy})", f"import sys,io\nfrom atlas.use.cli import app\nout,sys.stdout=sys.stdout,io.StringIO()\napp(['--help'], standalone_mode=False)\nsys.stdout=out; print({heavy})"):
+    help_said_to_nobody = '''import sys,io
+from atlas.use.cli import app
+out,sys.stdout = sys.stdout,io.StringIO()
+app(['--help'], standalone_mode=False)
+sys.stdout = out
+'''
+    for code in (f'import sys,atlas; print({heavy})', help_said_to_nobody+f'print({heavy})'):
         assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout=='set()\n'
 
 def test_completion():
     def complete(words):
         env = os.environ|dict(_ATLAS_COMPLETE='complete_bash', COMP_WORDS='atlas '+words, COMP_CWORD=str(len(words.split())))
-        return subprocess.run([sys.executable, '-c', 'from atlas.use.cli import main; main()'], text=True, capture_output=True, env=env).stdout.split()
+        command = [sys.executable, '-c', 'from atlas.use.cli import main; main()']
+        done = subprocess.run(command, text=True, capture_output=True, env=env)
+        return done.stdout.split()
     assert complete('insp')==['inspect']
     assert 'demo' in complete('run dem')
     assert '--temperature' in complete('run --te')
@@ -171,10 +183,12 @@ def test_a_folder_of_no_name(fake, tmp_path, monkeypatch):
     from atlas.ground.weights import open_checkpoint
     (at := tmp_path/'mine'/'sub').mkdir(parents=True)
     monkeypatch.chdir(at)
-    for path,name in (('.','sub'), ('./','sub'), ('..','mine')):
+    names = {'.':'sub', './':'sub', '..':'mine'}
+    for path,name in names.items():
         with pytest.raises(SourceError, match=f'^{name} has no model'): open_checkpoint(path)
     monkeypatch.setattr(cli, '_line', lambda mark: None)
-    with mock.patch('sys.stdin') as stdin, mock.patch.object(cli.typer, 'echo') as said:
+    echo = mock.patch.object(cli.typer, 'echo')
+    with mock.patch('sys.stdin') as stdin, echo as said:
         stdin.isatty.return_value = True
         cli.chat('.', None, 0., None, None)
     assert said.call_args_list[0].args[0].startswith('sub, context')
@@ -191,25 +205,42 @@ def test_run(fake):
 
 def test_run_with_pictures(fake):
     assert run('run', 'm', '--image', 'a.png', '--image', 'b.jpg', 'what?').exit_code==0
-    assert Fake.asked['prompt']==[dict(role='user', content=[dict(type='image', path='a.png', where='--image a.png'), dict(type='image', path='b.jpg', where='--image b.jpg'), dict(type='text', text='what?')])]
+    a = dict(type='image', path='a.png', where='--image a.png')
+    b = dict(type='image', path='b.jpg', where='--image b.jpg')
+    content = [a, b, dict(type='text', text='what?')]
+    assert Fake.asked['prompt']==[dict(role='user', content=content)]
     assert run('run', 'm', '--raw', '--image', 'a.png', 'what?').exit_code==2
 
 def test_one_place_for_defaults(fake):
-    "Who says nothing of how to choose tokens gets what the API gives, on the command line and on the page, and the help says so"
+    "Who says nothing of how to choose tokens gets what the API gives, and the help says so"
+    from atlas.ground.requests import SamplingParams
+    for args in ('run m hi', 'run m hi --raw', 'run m hi --json', 'chat m'):
+        Fake.asked = {}
+        assert run(*args.split(), input='hi\n').exit_code==0
+        assert Fake.asked['params']==SamplingParams()
+    said = f'[default: {SamplingParams().temperature:g}, as in the API]'
+    for command in ('run','chat'):
+        told = run(command, '--help').output
+        assert said in ' '.join(told.split())
+
+def test_the_protocols_have_the_same_defaults():
     from atlas.ground.requests import SamplingParams
     from atlas.service.protocol import anthropic,openai,responses
-    for args in (('run','m','hi'), ('run','m','hi','--raw'), ('run','m','hi','--json'), ('chat','m')):
-        Fake.asked = {}
-        assert run(*args, input='hi\n').exit_code==0 and Fake.asked['params']==SamplingParams()
-    said = f'[default: {SamplingParams().temperature:g}, as in the API]'
-    assert all(said in ' '.join(run(c, '--help').output.split()) for c in ('run','chat'))
     hello = [dict(role='user', content='hi')]
-    bodies = [(openai.parse, dict(messages=hello)), (openai.parse_text, dict(prompt='hi')), (responses.parse, dict(input='hi')), (anthropic.parse, dict(messages=hello, max_tokens=9))]
+    bodies = [
+        (openai.parse, dict(messages=hello)),
+        (openai.parse_text, dict(prompt='hi')),
+        (responses.parse, dict(input='hi')),
+        (anthropic.parse, dict(messages=hello, max_tokens=9))]
     for parse,body in bodies:
         p = parse(json.dumps(body).encode()).params
         assert p==SamplingParams(max_tokens=p.max_tokens)
+
+def test_the_page_has_the_same_defaults():
+    from atlas.ground.requests import SamplingParams
     page = (root/'atlas'/'service'/'static'/'chat.html').read_text()
-    assert float(re.search(r'const DEFAULTS = {[^}]*temperature: ([\d.]+)', page)[1])==SamplingParams().temperature
+    temperature = re.search(r'const DEFAULTS = {[^}]*temperature: ([\d.]+)', page)[1]
+    assert float(temperature)==SamplingParams().temperature
 
 def test_a_picture_that_cannot_be_read_is_named(tmp_path):
     "By the path that was given, however long it is"
@@ -217,9 +248,12 @@ def test_a_picture_that_cannot_be_read_is_named(tmp_path):
     from atlas.text.images import prepare_images
     no_image = tmp_path/('a'*100+'.png')
     no_image.write_text('no image')
-    for path in ('/none.jpg', '/'+'a'*100+'/none.jpg', str(tmp_path), str(no_image)):
-        with pytest.raises(RequestError) as e: prepare_images(cli._messages('what?', images=[path]), paths=True)
-        assert e.value.msg.startswith(f'--image {path} is no ') and e.value.msg.count(path)==1
+    nowhere = '/'+'a'*100+'/none.jpg'
+    for path in ('/none.jpg', nowhere, str(tmp_path), str(no_image)):
+        messages = cli._messages('what?', images=[path])
+        with pytest.raises(RequestError) as e: prepare_images(messages, paths=True)
+        assert e.value.msg.startswith(f'--image {path} is no ')
+        assert e.value.msg.count(path)==1
 
 def test_run_raw_and_stdin(fake):
     run('run', 'm', '--raw', 'once'); assert Fake.asked['prompt']=='once'
@@ -269,7 +303,8 @@ def test_first_ctrl_c_is_a_flag(capfd):
         assert not stop()
         try: signal.raise_signal(signal.SIGINT)
         except KeyboardInterrupt: pytest.fail('the first Ctrl-C struck')
-        assert stop() and 'Ctrl-C again leaves' in capfd.readouterr().err     # at once, however long the step takes
+        told = capfd.readouterr().err     # at once, however long the step takes
+        assert stop() and 'Ctrl-C again leaves' in told
         with pytest.raises(KeyboardInterrupt): signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -281,10 +316,13 @@ class Terminal:
         self.seen = ''
     def type(self, s): os.write(self.fd, s.encode())
     def expect(self, what, again=''):
-        "Read until `what` comes. `again` is typed now, and once more after a second of silence: CPython's readline may sleep through a Ctrl-C that comes between two keys"
-        for _ in range(60):
+        """Read until `what` comes. `again` is typed now, and again after each second of silence:
+        CPython's readline may sleep through a Ctrl-C that comes between two keys"""
+        patience = 1 if again else WAIT
+        def more(): return select.select([self.fd], [], [], patience)[0]
+        for _ in range(int(WAIT)):
             self.type(again)
-            while what not in self.seen and select.select([self.fd], [], [], 1 if again else 60)[0]:
+            while what not in self.seen and more():
                 self.seen += os.read(self.fd, 4096).decode()
                 assert len(self.seen)<20_000, f'{what!r} did not come; the last was {self.seen[-80:]!r}'
             if what in self.seen or not again: break
@@ -320,7 +358,8 @@ from atlas.use.cli import main
 main()''')
     t.expect('/help lists the commands'); t.expect('> ')
     t.type('endless\r'); t.expect('<<1>>'); t.expect('...')
-    t.type('\x03'); t.expect('Ctrl-C again leaves'); t.expect('tokens/s'); t.expect('> ')
+    t.type('\x03')
+    for what in ('Ctrl-C again leaves','tokens/s','> '): t.expect(what)
     t.type('half a li'); t.expect('half a li'); t.expect('Ctrl-D', again='\x03'); t.expect('> ')
     t.type('again\r'); t.expect('<<3>>'); t.expect('> ')      # the cut answer is in the history
     t.type('\x04')
@@ -346,38 +385,100 @@ from atlas.use.cli import main
 
 # Serving
 
-def test_serve_hands_everything_over(monkeypatch):
-    "Every option arrives: those of an engine as its config, the others under a name that the gateway knows"
+# What each flag of an engine is given as, and what its field is then
+ENGINE = {
+    '--device cpu': dict(device='cpu'),
+    '--max-seq-len 300': dict(max_seq_len=300),
+    '--max-num-seqs 3': dict(max_num_seqs=3),
+    '--kv-cache-memory 1.5GiB': dict(kv_cache_memory=3<<29),
+    '--max-queue 17': dict(max_queue=17),
+    '--load-format dummy': dict(load_format='dummy'),
+    '--weights fp8': dict(weights='fp8'),
+    '--quantization nvfp4': dict(quantization='nvfp4'),
+    '--lm-head-dtype fp8': dict(lm_head_dtype='fp8'),
+    '--kv-cache-dtype fp8': dict(kv_cache_dtype='fp8'),
+    '--kv-high-precision-layers 2': dict(kv_high_precision_layers=2),
+    '--chunk 128': dict(chunk=128),
+    '--overcommit 2': dict(overcommit=2.),
+    '--packed': dict(packed=True)}
+# The same of the gateway's
+GATEWAY = {
+    '--host 127.0.0.2': dict(host='127.0.0.2'),
+    '--port 9000': dict(port=9000),
+    '--served-model-name a': dict(served_model_name='a'),
+    '--alias b --alias *': dict(alias=['b','*']),
+    '--lazy': dict(first=()),
+    '--no-autoload': dict(autoload=False),
+    '--api-key-file keys': dict(api_key_file='keys'),
+    '--insecure': dict(insecure=True),
+    '--allowed-host box': dict(allowed_hosts=['box']),
+    '--cors-origin https://x.example': dict(cors_origins=['https://x.example']),
+    '--rate-limit 60': dict(rate_limit=60),
+    '--tls-cert c': dict(tls_cert='c'),
+    '--tls-key k': dict(tls_key='k'),
+    '--tls-ca r': dict(tls_ca='r'),
+    '--fetch-images': dict(fetch_images=True),
+    '--tool-call-parser hermes': dict(tool_parser='hermes'),
+    '--reasoning-parser qwen3': dict(reasoning_parser='qwen3'),
+    '--drain 3': dict(drain=3.),
+    '--log-format json': dict(log_format='json'),
+    '--log-level error': dict(log_level='error')}
+
+def merged(of):
+    "The fields of all flags in `of` as one dict"
+    return {k:v for fields in of.values() for k,v in fields.items()}
+
+@pytest.fixture
+def serve(monkeypatch):
+    "Stands for the gateway's `serve`"
     import atlas.service.gateway
-    real = set(inspect.signature(atlas.service.gateway.serve).parameters)
-    serve = mock.create_autospec(atlas.service.gateway.serve)
-    monkeypatch.setattr(atlas.service.gateway, 'serve', serve)
-    assert run('serve', 'm', 'other', '--host', '127.0.0.2', '--port', '9000', '--served-model-name', 'a', '--alias', 'b', '--alias', '*', '--lazy', '--no-autoload', '--device', 'cpu', '--max-seq-len', '300',
-               '--max-num-seqs', '3', '--kv-cache-memory', '1.5GiB', '--max-queue', '17', '--load-format', 'dummy', '--weights', 'fp8',
-               '--quantization', 'nvfp4', '--lm-head-dtype', 'fp8', '--kv-cache-dtype', 'fp8', '--kv-high-precision-layers', '2', '--chunk', '128', '--overcommit', '2', '--packed',
-               '--api-key-file', 'keys', '--insecure', '--allowed-host', 'box', '--cors-origin', 'https://x.example', '--rate-limit', '60', '--tls-cert', 'c', '--tls-key', 'k', '--tls-ca', 'r', '--fetch-images',
-               '--tool-call-parser', 'hermes', '--reasoning-parser', 'qwen3', '--drain', '3', '--log-format', 'json', '--log-level', 'error').exit_code==0
-    kw = serve.call_args.kwargs
-    engine = dict(device='cpu', max_seq_len=300, max_num_seqs=3, kv_cache_memory=3<<29, max_queue=17, load_format='dummy', weights='fp8', quantization='nvfp4', lm_head_dtype='fp8', kv_cache_dtype='fp8', kv_high_precision_layers=2)
-    assert serve.call_args.args==([EngineConfig(m, **engine, chunk=128, overcommit=2., packed=True) for m in ('m','other')],)
-    assert kw==dict(host='127.0.0.2', port=9000, served_model_name='a', alias=['b','*'], first=(), autoload=False, api_key_file='keys', insecure=True, allowed_hosts=['box'],
-        cors_origins=['https://x.example'], rate_limit=60, tls_cert='c', tls_key='k', tls_ca='r', fetch_images=True, tool_parser='hermes', reasoning_parser='qwen3', drain=3., log_format='json', log_level='error')
-    assert set(kw)<=real
+    spy = mock.create_autospec(atlas.service.gateway.serve)
+    monkeypatch.setattr(atlas.service.gateway, 'serve', spy)
+    return spy
+
+def test_serve_hands_everything_over(serve):
+    "Every option arrives: an engine's in its config, the others under names that the gateway knows"
+    flags = ' '.join([*GATEWAY, *ENGINE]).split()
+    assert run('serve', 'm', 'other', *flags).exit_code==0
+    engine,gateway = merged(ENGINE),merged(GATEWAY)
+    configs = [EngineConfig(m, **engine) for m in ('m','other')]
+    assert serve.call_args.args==(configs,)
+    assert serve.call_args.kwargs==gateway
+    assert set(gateway)<=set(inspect.signature(serve).parameters)
+    untold = [n for n,f in cli.FLAGS.items() if engine[n]==f.default]
+    assert not untold, 'these would arrive though nobody handed them over'
+
+def test_serve_without_flags(serve):
     run('serve', 'm')
-    assert serve.call_args.args==([EngineConfig('m')],) and (serve.call_args.kwargs['host'],serve.call_args.kwargs['port'],serve.call_args.kwargs['first'])==('127.0.0.1',8888,None)
+    assert serve.call_args.args==([EngineConfig('m')],)
+    asked = serve.call_args.kwargs
+    assert (asked['host'],asked['port'],asked['first'])==('127.0.0.1',8888,None)
 
 def test_flags_are_fields():
-    "What an engine can be loaded with is said once: `serve` has a flag for each field that wants one, with its default and its help"
+    "What an engine can be loaded with is said once: `serve` has a flag for each of its fields"
     ps = inspect.signature(commands()['serve']).parameters
     here = {f.name:f for f in dataclasses.fields(EngineConfig)}
-    wanted = {n for n,f in here.items() if f.metadata.get('flag')}
-    assert wanted==set(here)-{'model','drafting'}==set(cli.FLAGS)<=set(ps)
+    wanted = {n for n in here if here[n].metadata.get('flag')}
+    assert wanted==set(here)-{'model','drafting'}
+    assert wanted==set(cli.FLAGS)<=set(ps)
     for n in wanted:
-        kind,option = ps[n].annotation.__origin__,ps[n].annotation.__metadata__[0]
-        assert (ps[n].default,kind,option.help)==(here[n].default,here[n].type,here[n].metadata['help'])
-    ours = {n for f in commands().values() for n in inspect.signature(f).parameters if n in here}
-    listed = [a.arg for f in ast.walk(ast.parse(Path(cli.__file__).read_text())) if isinstance(f, ast.FunctionDef) for a in f.args.args+f.args.kwonlyargs]
-    assert 'max_seq_len' in ours and not {*listed}&(wanted-{'device','weights'})  # `check` and `inspect` have some of their own
+        p,field = ps[n],here[n]
+        assert p.default==field.default
+        assert p.annotation.__origin__==field.type
+        assert p.annotation.__metadata__[0].help==field.metadata['help']
+
+def test_commands_repeat_no_field():
+    "Commands take an engine's fields as `**options`: none of them lists those anew"
+    wanted = {f.name for f in dataclasses.fields(EngineConfig) if f.metadata.get('flag')}
+    shown = {n for f in commands().values() for n in inspect.signature(f).parameters}
+    page = ast.parse(Path(cli.__file__).read_text())
+    listed = set()
+    for f in ast.walk(page):
+        if not isinstance(f, ast.FunctionDef): continue
+        names = f.args.args+f.args.kwonlyargs
+        listed |= {a.arg for a in names}
+    assert 'max_seq_len' in shown&wanted
+    assert not listed&(wanted-{'device','weights'})  # `check` and `inspect` have some of their own
 
 def test_what_the_log_told_is_not_told_again(monkeypatch):
     e = AtlasError('It is gone')
@@ -416,17 +517,28 @@ def test_serve_refuses_an_unknown_model():
     r = run('serve', 'no-such-model', '--port', '0')
     assert r.exit_code==1 and 'no-such-model' in r.stderr and 'demo' in r.stderr
 
+def fetch(url, body=None):
+    "What a server answers, as JSON"
+    raw = body and json.dumps(body).encode()
+    asked = urllib.request.Request(url, raw, {'Content-Type': 'application/json'})
+    return json.load(urllib.request.urlopen(asked, timeout=WAIT))
+
+def started(*args):
+    "The process of a command, as a user runs it"
+    command = [sys.executable, '-c', 'from atlas.use.cli import main; main()', *args]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
 def test_serve_answers_and_stops(demo):
-    "The command, as a user runs it: it says where it is, answers, and leaves on Ctrl-C"
-    p = subprocess.Popen([sys.executable, '-c', 'from atlas.use.cli import main; main()', 'serve', 'demo', '--port', '0', '--max-seq-len', '256', '--served-model-name', 'mine'],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    "It says where it is, answers, and leaves on Ctrl-C"
+    flags = ['--port', '0', '--max-seq-len', '256', '--served-model-name', 'mine']
+    p = started('serve', 'demo', *flags)
+    question = dict(model='mine', prompt='The capital of France is', max_tokens=2, temperature=0)
     try:
         url = re.search(r'http://[\d.:]+', p.stdout.readline())[0]
-        models = json.load(urllib.request.urlopen(url+'/v1/models', timeout=60))
-        body = json.dumps(dict(model='mine', prompt='The capital of France is', max_tokens=2, temperature=0)).encode()
-        answer = json.load(urllib.request.urlopen(urllib.request.Request(url+'/v1/completions', body, {'Content-Type': 'application/json'}), timeout=60))
+        models = fetch(f'{url}/v1/models')
+        answer = fetch(f'{url}/v1/completions', question)
         p.send_signal(signal.SIGINT)
-        out,err = p.communicate(timeout=60)
+        out,err = p.communicate(timeout=WAIT)
     finally: p.kill()
     assert models['data'][0]['id']=='mine' and 'Paris' in answer['choices'][0]['text']
     assert p.returncode==0 and 'Traceback' not in err
@@ -440,25 +552,37 @@ def test_check_runs_kernels_and_counts_what_is_wrong(monkeypatch):
     assert r.exit_code==0 and 'greedy' in r.stdout and '0 failed' in r.stdout
     r = run('check', '--device', 'emulator', '--only', 'gready')
     assert r.exit_code==1 and "No kernel has 'gready'" in r.stderr
-    assert all(f' {n}, ' in r.stderr for n in ('gemv','sample_bins','rmsnorm','attend'))      # what can be asked for
+    for kernel in ('gemv','sample_bins','rmsnorm','attend'):      # what can be asked for
+        assert f' {kernel}, ' in r.stderr
     r = run('check', '--device', 'emulator', '--only', 'rmsnorm')
     assert r.exit_code==0 and 'norm_rows' in r.stdout and 'gemv' not in r.stdout
 
-@pytest.mark.parametrize('bench,module', [('all','bench'), ('decode','bench_decode'), ('kernels','bench_decode')])
-def test_every_bench_writes_the_same_way(fake, bench, module, tmp_path, monkeypatch):
+class Report(SimpleNamespace):
+    "Stands for what a bench measured"
+    def __str__(self): return '5 tokens/s'
+    def to_dict(self): return dict(rate=5)
+
+BENCHES = [('all','bench'), ('decode','bench_decode'), ('kernels','bench_decode')]
+
+@pytest.mark.parametrize('to_file', [False,True])
+@pytest.mark.parametrize('as_json', [False,True])
+@pytest.mark.parametrize('bench,module', BENCHES)
+def test_every_bench_writes_the_same_way(fake, bench, module, as_json, to_file, tmp_path,
+                                         monkeypatch):
     "--json is for stdout, --output for a file, and both may be given"
-    class Report(SimpleNamespace):
-        def __str__(self): return '5 tokens/s'
-        def to_dict(self): return dict(rate=5)
     monkeypatch.setattr(f'atlas.use.{module}.{module}', lambda *_: Report())
     monkeypatch.setattr(cli, '_card', lambda *_: 'card')
     monkeypatch.setattr(cli, '_longest', lambda *_: 99)
-    for more,said in (((), '5 tokens/s\n'), (('--json',), None)):
-        for file in (None, tmp_path/'numbers.json'):
-            r = run('bench', bench, 'm', *more, *(('--output', str(file)) if file else ()))
-            assert r.exit_code==0 and (r.stdout==said if said else json.loads(r.stdout)==dict(rate=5))
-            if file: assert json.loads(file.read_text())==dict(rate=5); file.unlink()
-            assert [*tmp_path.iterdir()]==[]
+    file = tmp_path/'numbers.json'
+    flags = ['--json']*as_json+['--output', str(file)]*to_file
+    r = run('bench', bench, 'm', *flags)
+    assert r.exit_code==0
+    if as_json: assert json.loads(r.stdout)==dict(rate=5)
+    else: assert r.stdout=='5 tokens/s\n'
+    if to_file:
+        assert json.loads(file.read_text())==dict(rate=5)
+        file.unlink()
+    assert [*tmp_path.iterdir()]==[]
 
 def test_commands_for_cards_say_so_on_the_host():
     r = run('bench', 'decode', str(root/'tests'/'data'/'smollm2-tied'), '--device', 'cpu')

@@ -8,13 +8,14 @@ from test_server import FakeRunner,app_of,template,tok
 
 sys.path.insert(0, str(Path(__file__).parent/'helpers'))
 from agents import PATH,agent  # noqa: E402
+from helpers.waiting import WAIT  # noqa: E402
 
-WAIT = 240
 ASK = {'codex':['exec','--skip-git-repo-check','Say pong'], 'opencode':['run','Say pong'], 'claude':['-p','Say pong'], 'continue':['-p','Say pong'], 'pi':['-p','Say pong']}
 
 @pytest.fixture(scope='module')
 def port():
-    app = app_of(FakeRunner('pong', max_seq_len=1<<20), tok, template, rules=Rules(keys=Keys({'sesame':'user'})))
+    rules = Rules(keys=Keys({'sesame':'user'}))
+    app = app_of(FakeRunner('pong', max_seq_len=1<<20), tok, template, rules=rules)
     with live(app, Bounds()) as port: yield port
 
 def said(client, port, home, **env):

@@ -20,6 +20,8 @@ GEMMA = HEADS|dict(model_type='gemma4_text', global_head_dim=32, num_global_key_
     layer_types=['sliding_attention']*3+['full_attention'], hidden_activation='gelu_pytorch_tanh', final_logit_softcapping=30., hidden_size_per_layer_input=0, num_kv_shared_layers=0,
     use_double_wide_mlp=False, use_bidirectional_attention='vision', num_experts=8, top_k_experts=2, moe_intermediate_size=32)
 def wrapped(kind, text, **top): return dict(model_type=kind, text_config=text, image_token_id=250, video_token_id=251, vision_start_token_id=248, vision_end_token_id=249)|top
+GRANITE = HEADS|dict(num_local_experts=8, num_experts_per_tok=2, shared_intermediate_size=48,
+    embedding_multiplier=12, attention_multiplier=.125, residual_multiplier=.22, logits_scaling=6)
 CONFIGS = dict(
     llama=HEADS|dict(model_type='llama', rope_theta=5e5, attention_bias=False, mlp_bias=False, hidden_act='silu',
         rope_scaling=dict(rope_type='llama3', factor=8., low_freq_factor=1., high_freq_factor=4., original_max_position_embeddings=64)),
@@ -40,8 +42,14 @@ CONFIGS = dict(
     nemotron_h=HEADS|dict(model_type='nemotron_h', hybrid_override_pattern='MEM*EM-E', num_hidden_layers=8, mamba_num_heads=8, mamba_head_dim=16, n_groups=2, ssm_state_size=16, conv_kernel=4,
         use_conv_bias=True, use_bias=False, mamba_proj_bias=False, mlp_bias=False, mamba_hidden_act='silu', mlp_hidden_act='relu2', n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=2,
         moe_intermediate_size=32, moe_shared_expert_intermediate_size=48, n_group=1, topk_group=1, norm_topk_prob=True, routed_scaling_factor=2.5, layer_norm_epsilon=1e-5),
-    granitemoehybrid=HEADS|dict(model_type='granitemoehybrid', layer_types=['mamba','mamba','attention','mamba'], mamba_n_heads=8, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=16, mamba_d_conv=4, mamba_expand=2,
-        num_local_experts=8, num_experts_per_tok=2, shared_intermediate_size=48, embedding_multiplier=12, attention_multiplier=.125, residual_multiplier=.22, logits_scaling=6, position_embedding_type='nope'),
+    granitemoehybrid=GRANITE|dict(model_type='granitemoehybrid', position_embedding_type='nope',
+        layer_types=['mamba','mamba','attention','mamba'], mamba_n_heads=8, mamba_d_head=16,
+        mamba_n_groups=2, mamba_d_state=16, mamba_d_conv=4, mamba_expand=2),
+    granitemoeshared=GRANITE|dict(model_type='granitemoeshared', rope_theta=1e6),
+    granitemoe=HEADS|dict(model_type='granitemoe', rope_theta=1e6, num_local_experts=8,
+        num_experts_per_tok=2, logits_scaling=6.),
+    granite=HEADS|dict(model_type='granite', rope_theta=1e6, mlp_bias=False,
+        attention_bias=False, logits_scaling=6.),
     minimax_m2=HEADS|dict(model_type='minimax_m2', rotary_dim=8, rope_theta=5e6, num_local_experts=8, num_experts_per_tok=2, scoring_func='sigmoid', use_routing_bias=True, use_qk_norm=True,
         qk_norm_type='per_layer', shared_intermediate_size=0, quantization_config=dict(quant_method='fp8', fmt='e4m3', weight_block_size=[128,128], activation_scheme='dynamic')))
 
@@ -72,7 +80,8 @@ def translates(d):
     return c
 
 def test_all_families_are_here():
-    assert {k.removesuffix('_text') for f in families() for k in f.hf}-{'ministral','ministral3'} <= set(CONFIGS)
+    kinds = {k.removesuffix('_text') for f in families() for k in f.hf}
+    assert kinds-{'ministral','ministral3'} <= set(CONFIGS)
     for k,d in CONFIGS.items(): assert translates(d), k
     for k in PRESETS: assert translates(PRESETS[k]), k
 
@@ -99,12 +108,22 @@ def test_odd_values_together(family, data):
     ('qwen3', ('rope_scaling','llama_4_scaling_beta'), .1, 'llama_4_scaling_beta'), ('qwen3', ('layer_types',), ['full_attention']*3+['chunked_attention'], 'chunked_attention'),
     ('qwen3_moe', ('n_group',), 4, 'n_group'), ('qwen3_5', ('text_config','output_gate_type'), 'tanh', 'output_gate_type'), ('qwen3_5', ('text_config','mtp_use_dedicated_embeddings'), True, 'dedicated'),
     ('qwen3_5', ('text_config','rope_parameters','mrope_interleaved'), False, 'mrope_interleaved'), ('qwen3_vl', ('vision_config','hidden_act'), 'silu', 'hidden_act'),
-    ('qwen3_vl', ('text_config','model_type'), 'gpt_oss', 'gpt_oss'), ('gpt_oss', ('swiglu_alpha',), 2., 'swiglu_alpha'), ('gpt_oss', ('quantization_config','quant_method'), 'aqlm', 'aqlm'),
+    ('qwen3_vl', ('text_config','model_type'), 'gpt_oss', 'gpt_oss'),
+    ('gpt_oss', ('swiglu_alpha',), 2., 'swiglu_alpha'),
+    ('gpt_oss', ('quantization_config','quant_method'), 'aqlm', 'aqlm'),
     ('gemma4', ('text_config','hidden_size_per_layer_input'), 256, 'hidden_size_per_layer_input'), ('gemma4', ('text_config','num_kv_shared_layers'), 2, 'num_kv_shared_layers'),
     ('gemma4', ('text_config','use_bidirectional_attention'), 'all', 'use_bidirectional_attention'), ('gemma4_assistant', ('text_config','num_kv_shared_layers'), 2, 'num_kv_shared_layers'),
     ('nemotron_h', ('hybrid_override_pattern',), 'MEM*EM-X', "'X'"), ('nemotron_h', ('moe_latent_size',), 64, 'moe_latent_size'), ('nemotron_h', ('mlp_hidden_act',), 'silu', 'silu'),
-    ('granitemoehybrid', ('layer_types',), ['mamba']*3+['sliding_attention'], 'sliding_attention'), ('granitemoehybrid', ('position_embedding_type',), 'alibi', 'alibi'),
-    ('granitemoehybrid', ('time_step_limit',), [0.,.1], 'time_step_limit'), ('minimax_m2', ('scoring_func',), 'hash', 'hash'), ('minimax_m2', ('attn_type_list',), [1,1,0,1], 'attn_type_list'), ('minimax_m2', ('shared_intermediate_size',), 64, 'shared_intermediate_size')])
+    ('granitemoehybrid', ('layer_types',), ['mamba']*3+['sliding_attention'], 'sliding_attention'),
+    ('granitemoehybrid', ('position_embedding_type',), 'alibi', 'alibi'),
+    ('granitemoehybrid', ('time_step_limit',), [0.,.1], 'time_step_limit'),
+    ('granitemoehybrid', ('time_step_limit',), [0.,{'__float__':'NaN'}], 'time_step_limit'),
+    ('granitemoehybrid', ('hidden_act',), 'gelu_pytorch_tanh', 'hidden_act'),
+    ('granitemoehybrid', ('normalization_function',), 'l2', 'normalization_function'),
+    ('granite', ('mlp_bias',), True, 'mlp_bias'),
+    ('minimax_m2', ('scoring_func',), 'hash', 'hash'),
+    ('minimax_m2', ('attn_type_list',), [1,1,0,1], 'attn_type_list'),
+    ('minimax_m2', ('shared_intermediate_size',), 64, 'shared_intermediate_size')])
 def test_what_is_unknown_is_named(family, path, value, word):
     with pytest.raises(UnsupportedError) as e: from_hf(put(CONFIGS[family], path, value))
     assert word in str(e.value)
@@ -121,12 +140,46 @@ def test_what_is_unknown_is_named(family, path, value, word):
     ('gemma4', ('text_config','rope_parameters','full_attention','partial_rotary_factor'), .5, lambda c: (c.attention.rope.pairs, c.attention.rope.dim, c.sliding.rope.dim)==(8, 32, 16)),
     ('gemma4_assistant', ('use_ordered_embeddings',), False, lambda c: c.drafter==replace(c.drafter, ordered=False, num_centroids=0, centroid_top_k=0, backbone_size=128) and c.kv_elements_per_token==0),
     ('nemotron_h', ('hybrid_override_pattern',), None, lambda c: False), ('nemotron_h', ('use_conv_bias',), False, lambda c: not c.mamba.conv_bias), ('nemotron_h', ('n_shared_experts',), 0, lambda c: c.moe.shared_size==0),
-    ('granitemoehybrid', ('position_embedding_type',), 'rope', lambda c: c.attention.rope.dim==16), ('granitemoehybrid', ('num_local_experts',), 0, lambda c: c.ffns==('mlp',)*4 and c.intermediate_size==48 and c.moe is None),
-    ('granitemoehybrid', ('logits_scaling',), 4, lambda c: (c.embed_scale,c.residual_scale,c.logit_scale,c.attention.scale)==(12,.22,.25,.125)), ('minimax_m2', ('rotary_dim',), 16, lambda c: c.attention.rope.dim==16), ('minimax_m2', ('qk_norm_type',), 'per_head', lambda c: c.attention.qk_norm=='head'), ('minimax_m2', ('use_routing_bias',), False, lambda c: not c.moe.correction)])
+    ('minimax_m2', ('rotary_dim',), 16, lambda c: c.attention.rope.dim==16),
+    ('minimax_m2', ('qk_norm_type',), 'per_head', lambda c: c.attention.qk_norm=='head'),
+    ('minimax_m2', ('use_routing_bias',), False, lambda c: not c.moe.correction)])
 def test_what_is_said_is_honoured(family, path, value, get):
     d = put(CONFIGS[family], path, value)
     if path==('hybrid_override_pattern',): d |= dict(layers_block_type=['mamba','attention','moe','mlp'], num_hidden_layers=4); get = lambda c: c.mixers==('mamba','attention','none','none') and c.ffns==('none','none','moe','mlp')
     assert get(from_hf(d))
+
+UNCLAMPED = [0.,{'__float__':'Infinity'}]
+@pytest.mark.parametrize('key,value,get', [
+    ('position_embedding_type', 'rope', lambda c: c.attention.rope.dim==16),
+    ('position_embedding_type', None, lambda c: not c.attention.rope),
+    ('layer_types', ['attention']*4, lambda c: {*c.mixers}=={'attention'}),
+    ('layer_types', None, lambda c: {*c.mixers}=={'mamba'}),
+    ('shared_intermediate_size', 0, lambda c: c.moe.shared_size==0),
+    ('time_step_limit', UNCLAMPED, lambda c: c.mamba),
+    ('mamba_proj_bias', True, lambda c: c.mamba.proj_bias),
+    ('mamba_conv_bias', False, lambda c: not c.mamba.conv_bias),
+    ('attention_bias', True, lambda c: c.attention.bias and c.attention.o_bias),
+    ('tie_word_embeddings', True, lambda c: c.tie_embeddings)])
+def test_what_a_hybrid_granite_says_is_honoured(key, value, get):
+    assert get(from_hf(CONFIGS['granitemoehybrid']|{key:value}))
+
+def test_multipliers_of_granite():
+    c = from_hf(CONFIGS['granitemoehybrid']|dict(logits_scaling=4))
+    assert (c.embed_scale,c.residual_scale,c.logit_scale)==(12,.22,.25)
+    assert c.attention.scale==.125
+    c = from_hf(CONFIGS['granite']|dict(attention_multiplier=None))
+    assert c.attention.rope and c.attention.scale==1
+
+def test_widths_of_granite():
+    "With experts, beside an MLP or not, and without"
+    c = from_hf(CONFIGS['granitemoehybrid']|dict(num_local_experts=0))
+    assert c.ffns==('mlp',)*4 and c.intermediate_size==48 and c.moe is None
+    c = from_hf(CONFIGS['granite']|dict(intermediate_size=40))
+    assert c.ffns==('mlp',)*4 and c.intermediate_size==40
+    c = from_hf(CONFIGS['granitemoeshared']|dict(shared_intermediate_size=0))
+    assert c.moe.shared_size==0
+    c = from_hf(CONFIGS['granitemoe']|dict(rope_theta=1e4))
+    assert c.moe.shared_size==0 and c.attention.rope.theta==1e4
 
 def test_gemma_in_the_newer_words():
     "transformers 5.23 saves what differs in full layers as exceptions for single layers"
@@ -169,8 +222,14 @@ META = dict(llama=BASE, qwen2=BASE, qwen3=BASE, qwen3moe=BASE|EXPERTS, qwen3next
 META |= {'mistral3':BASE, 'qwen3vl':BASE|{'rope.dimension_sections':[4,2,2,0], 'n_deepstack_layers':3}, 'qwen3vlmoe':BASE|EXPERTS|{'rope.dimension_sections':[4,2,2,0]}, 'minimax-m2':BASE|EXPERTS|{'rope.dimension_count':8, 'expert_gating_func':2}}
 META['nemotron_h_moe'] = META['nemotron_h'] = BASE|EXPERTS|{k:v for k,v in SSM.items() if k.startswith('ssm')}|{'attention.head_count_kv':[0,2,0,0], 'feed_forward_length':[0,0,32,96], 'expert_shared_count':1,
     'expert_shared_feed_forward_length':48, 'expert_weights_norm':True, 'expert_weights_scale':2.5}
-META['granitehybrid'] = {k:v for k,v in (BASE|EXPERTS|SSM).items() if k.startswith(('ssm','expert_c','expert_u')) or k in BASE}|{'attention.head_count_kv':[0,0,2,0], 'expert_shared_feed_forward_length':48,
-    'rope.scaling.finetuned':False, 'attention.scale':.125, 'embedding_scale':12., 'residual_scale':.22, 'logit_scale':6.}
+SCALED = {'attention.scale':.125, 'embedding_scale':12., 'residual_scale':.22, 'logit_scale':6.}
+MAMBA = {k:v for k,v in SSM.items() if k.startswith('ssm')}
+META['granitehybrid'] = BASE|MAMBA|SCALED|{'expert_count':8, 'expert_used_count':2,
+    'expert_shared_feed_forward_length':48, 'attention.head_count_kv':[0,0,2,0],
+    'rope.scaling.finetuned':False}
+META['granite'] = BASE|SCALED
+META['granitemoe'] = BASE|SCALED|{'expert_count':8, 'expert_used_count':2,
+    'expert_shared_feed_forward_length':48}
 META['gpt-oss'] = BASE|EXPERTS|{'attention.sliding_window':16, 'rope.scaling.type':'yarn', 'rope.scaling.factor':32., 'rope.scaling.original_context_length':64}
 def gguf_meta(arch, **more): return {'general.architecture':arch, 'tokenizer.ggml.eos_token_id':1}|{f'{arch}.{k}':v for k,v in (META[arch]|more).items()}
 FREQS = {'gemma4':[1.]*4+[1e30]*12}

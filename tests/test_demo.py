@@ -1,9 +1,10 @@
 "The main job, whole: the demo model in the engine under pressure, and behind HTTP in a process of its own, spoken to by OpenAI's client."
-import signal,socket,subprocess,sys,threading,time
+import re,signal,socket,subprocess,sys,threading
 import httpx,pytest
 from openai import BadRequestError,OpenAI
 from pathlib import Path
 from atlas import LLM,SamplingParams
+from helpers.waiting import WAIT,until
 
 prompts = ['The capital of France is', 'Once upon a time, in a village by the sea, there lived', 'def fibonacci(n):\n', 'Water boils at', 'List: one, two,',
            'In 1969, for the first time in history, a human being set foot on the Moon. '*6]
@@ -47,7 +48,7 @@ def test_context_is_a_bound_for_max_tokens_and_an_error_for_prompts(llm):
     with pytest.raises(Exception, match='512 tokens and the context holds 512'): llm.generate([5]*512, greedy(1))
 
 def healthy(url):
-    try: return httpx.get(url+'/health', timeout=5).status_code==200
+    try: return httpx.get(url+'/health', timeout=WAIT).status_code==200
     except httpx.TransportError: return False
 
 @pytest.fixture(scope='module')
@@ -57,15 +58,17 @@ def served(demo):
     p = subprocess.Popen([Path(sys.executable).with_name('atlas'), 'serve', 'demo', '--port', str(port), '--max-seq-len', '512'], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines,url = [],f'http://127.0.0.1:{port}'
     threading.Thread(target=lambda: lines.extend(p.stdout), daemon=True).start()
-    while p.poll() is None and not healthy(url): time.sleep(.2)
+    def over(): return p.poll() is not None
+    until(lambda: over() or healthy(url), again=.2)
     assert p.poll() is None, ''.join(lines)
     yield url
     p.send_signal(signal.SIGINT)
-    try: assert p.wait(30) in (0,130)
+    try: assert p.wait(WAIT) in (0,130)
     finally: p.kill()
 
 @pytest.fixture(scope='module')
-def client(served): return OpenAI(base_url=served+'/v1', api_key='none', max_retries=0, timeout=120)
+def client(served):
+    return OpenAI(base_url=f'{served}/v1', api_key='none', max_retries=0, timeout=WAIT)
 
 def test_chat_over_http(client, llm):
     want = llm.chat(chat, greedy(16))
@@ -86,15 +89,28 @@ def test_prompt_too_long_over_http(client):
     assert e.value.code=='context_length_exceeded' and '90' in str(e.value)
 
 def test_still_answers_after_bad_bodies(served, client):
-    assert httpx.post(served+'/v1/completions', content=b'{"model": "demo", "prompt": "x", "temperature": NaN}', headers={'content-type':'application/json'}).status_code in (400,422)
-    assert httpx.post(served+'/v1/completions', json=dict(model='demo', prompt=3.5)).status_code in (400,422)
+    at,as_json = f'{served}/v1/completions',{'content-type': 'application/json'}
+    no_number = b'{"model": "demo", "prompt": "x", "temperature": NaN}'
+    r = httpx.post(at, content=no_number, headers=as_json, timeout=WAIT)
+    assert r.status_code in (400,422)
+    r = httpx.post(at, json=dict(model='demo', prompt=3.5), timeout=WAIT)
+    assert r.status_code in (400,422)
     assert client.completions.create(model='demo', prompt='Hi', max_tokens=1, temperature=0).choices[0].finish_reason=='length'
 
+def metric(served, what):
+    "The sum of the metrics whose lines begin so"
+    lines = httpx.get(f'{served}/metrics', timeout=WAIT).text.splitlines()
+    values = [l.split()[-1] for l in lines if re.match(f'atlas:{what}', l)]
+    return sum(map(float, values))
+
 def test_a_client_that_leaves_stops_its_generation(served, client):
+    def running(): return metric(served, 'num_requests_running')
+    def steps(): return metric(served, 'steps_total')
+    def left(): return metric(served, 'aborted_requests_total.*client_gone')
+    before,done = left(),steps()
     s = client.completions.create(model='demo', prompt='Once', max_tokens=450, stream=True, extra_body=dict(ignore_eos=True))
     for _,c in zip(range(3), s): pass
     s.close()
-    def running(): return next(float(l.split()[-1]) for l in httpx.get(served+'/metrics').text.splitlines() if l.startswith('atlas:num_requests_running'))
-    end = time.monotonic()+20  # the worker tells its numbers ten times a second; 447 tokens take longer than this
-    while running() and time.monotonic()<end: time.sleep(.05)
-    assert running()==0
+    # it was counted as one that left, and not as one that ended
+    until(lambda: left()==before+1 and running()==0)
+    assert steps()-done<400  # where 450 tokens take a step each

@@ -58,8 +58,10 @@ NETS = dict(
     qwen=dict(H=320, I=64, experts=40, top=8, fmt='NVFP4', shared=2), # chunks of a row that no group of lanes divides
     oss=dict(H=96, I=96, experts=9, top=4, fmt='MXFP4', act='swiglu_oai', limit=1.5, score='topk_softmax', bias=True, biases=True),
     nemotron=dict(H=64, I=27, experts=20, top=3, fmt='BF16', act='relu2', score='sigmoid', correction=True, shared=1, per_expert=True), # outputs that do not fill four rows
-    mixed=dict(H=288, I=160, experts=33, top=16, fmt='FP8_BLOCK', down='NVFP4', act='gelu_tanh', biases=True),
-    integers=dict(H=160, I=96, experts=12, top=3, fmt='INT4', shared=1))
+    mixed=dict(H=288, I=160, experts=33, top=16,
+        fmt='FP8_BLOCK', down='NVFP4', act='gelu_tanh', biases=True),
+    integers=dict(H=160, I=96, experts=12, top=3,
+        fmt='INT4', shared=1))
 
 @pytest.fixture(scope='module')
 def nets(): return {k: Net(i, Emulator(), **kw) for i,(k,kw) in enumerate(NETS.items())}
@@ -88,7 +90,8 @@ def check(net, rows, monkeypatch):
     with monkeypatch.context() as m:
         m.setattr(E, 'run', together(E.run, net.card))
         for b in (1,3): assert same(net(x, add, blocks=b), got), f'{b} blocks, both halves in a launch'
-        m.setattr(E, 'limits', lambda card: replace(limits(card), ring=200<<10, alone=0))  # several places a warp
+        several_places_a_warp = dict(ring=200<<10, alone=0)
+        m.setattr(E, 'limits', lambda card: replace(limits(card), **several_places_a_warp))
         assert same(net(x, add, blocks=2), got)
 
 @needs_cxx
@@ -109,7 +112,8 @@ def test_rows_that_are_no_numbers(nets):
 def test_more_rows_than_a_launch_takes(room, nets, monkeypatch):
     "come one launch after the other, with ids and weights of all; a block with little room has fewer warps and rows, and the same bits"
     n = nets['oss']; rows = [n(n.x[i:i+1], n.add[i:i+1]) for i in range(9)]; took = []
-    if room: monkeypatch.setattr(E, 'limits', lambda card: replace(limits(card), block=room, ring=20<<10, alone=0))
+    little = dict(block=room, ring=20<<10, alone=0)
+    if room: monkeypatch.setattr(E, 'limits', lambda card: replace(limits(card), **little))
     run = E.run; monkeypatch.setattr(E, 'run', lambda name, *a, **k: (name=='experts' and took.append(k['ROWS']), run(name, *a, **k)))
     assert same(n(n.x, n.add), [np.concatenate(a) for a in zip(*rows)])
     assert len(took)==2*-(-9//took[0])>2 and (took[0]<8)==bool(room)
@@ -118,15 +122,26 @@ def test_more_rows_than_a_launch_takes(room, nets, monkeypatch):
 
 def bank(fmt, n, k, E, pair=False): return Packed(fmt, n, k, None, NS(shape=(1,-(-k//128))), None, E, pair)
 
+FORMATS = [
+    ('nvfp4','nvfp4'),
+    ('mxfp4','mxfp4'),
+    ('fp8','fp8'),
+    ('bf16','bf16'),
+    ('f16','nvfp4'),
+    ('nvfp4','fp8'),
+    ('int4','int4')]
+
 def variants(name):
     "What `_variant` says of a model in each format, on each card, for 1 to 8 rows"
     c = ModelConfig.preset(name); m,H = c.moe,c.hidden_size; I = m.intermediate_size
-    for up,down in (('nvfp4','nvfp4'), ('mxfp4','mxfp4'), ('fp8','fp8'), ('bf16','bf16'), ('f16','nvfp4'), ('nvfp4','fp8'), ('int4','int4')):
+    for up,down in FORMATS:
         for arch,a in CARDS.items():
             for rows in range(1, 9):
                 for shared in {False, m.shared_size==I}:
                     banks = bank(up, I*(1+(c.act!='relu2')), H, m.num_experts+shared, c.act!='relu2'),bank(down, H, I, m.num_experts+shared)
-                    yield arch,a['multiprocessors'],rows,*E._variant(NS(arch=arch, **a), H, *banks, m, c.act, True, shared, False, m.correction, rows, a['multiprocessors'])
+                    card,sms = NS(arch=arch, **a),a['multiprocessors']
+                    how = True,shared,False,m.correction,rows,sms
+                    yield arch,sms,rows,*E._variant(card, H, *banks, m, c.act, *how)
 
 @pytest.mark.parametrize('name', MIXTURES)
 def test_every_block_has_a_place(name):
@@ -148,7 +163,8 @@ def size_of(d, room):
 @pytest.mark.parametrize('name,i', [('qwen3.6-35b-a3b',0), ('gpt-oss-20b',1), ('nemotron-3-nano-30b-a3b',2), ('gemma-4-26b-a4b',3), ('minimax-m2',4), ('qwen3-next-80b-a3b',5)])
 def test_bytes_are_those_of_the_struct(name, i):
     vs = [d for *_,d,_ in variants(name)]; d = vs[np.random.default_rng(i).integers(len(vs))]
-    need = E._bytes(d, d['DEEP'], max(CARD_FORMATS[d[k]].quad for k in ('UP','DOWN')))
+    quad = max(CARD_FORMATS[d[k]].quad for k in ('UP','DOWN'))
+    need = E._bytes(d, d['DEEP'], quad)
     assert need<=d['ROOM'] and size_of(d, need), (need, d)
     assert not size_of(d, need-65), 'much more than is needed'
 
@@ -181,7 +197,8 @@ def test_the_count_is_zero_before_each_meeting(name, rows, monkeypatch):
 def test_asked_ahead_is_inside(size, scales, arch):
     card = Dry(arch, 1<<36); p = Packed('nvfp4', 4, 32, card.empty((size//16,16), 'uint8'), card.empty((size//128,16), 'uint8') if scales else None)
     (w,s),(n,k) = E._asked(p, card)
-    assert w.nbytes==size and 0<n*16<=min(size, limits(card).ahead) and n<2**31
+    most = min(size, limits(card).ahead)
+    assert w.nbytes==size and 0<n*16<=most and n<2**31
     assert (s is None and k==0) if not scales else (k*16<=s.nbytes and abs(k*8-n)<=8), 'as much of the scales as of the weights'
 
 # What comes next
@@ -197,8 +214,11 @@ def shell(name):
 @pytest.mark.parametrize('name', MIXTURES)
 def test_then_is_what_comes_next(name):
     "The first matrix of the next layer, or the output matrix; weights are counted once all the same"
-    m = shell(name); before = [[id(p) for p in packed_in(o)] for o in (m,*m.layers)]; _look_ahead(m)
-    assert before==[[id(p) for p in packed_in(o)] for o in (m,*m.layers)]
+    m = shell(name)
+    def counted(): return [[id(p) for p in packed_in(o)] for o in (m,*m.layers)]
+    before = counted()
+    _look_ahead(m)
+    assert before==counted()
     first = dict(attention='qkv_proj', sliding='qkv_proj', delta='in_proj', mamba='in_proj')
     for i,b in enumerate(m.layers):
         l = next((l for l in vars(b).values() if isinstance(l, MoE)), None)
@@ -211,23 +231,42 @@ def test_then_is_what_comes_next(name):
 
 def pair_of_blocks(experts, gate, card):
     "The same block of experts for the host and for `card`, prepared"
-    c = ModelConfig('qwen', 97, 64, ('none',), ('moe',), None, moe=MoEConfig(experts, 2, 32, shared_size=32, shared_gate=gate))
-    blocks,rng = [Block(c, Half(MoE(c), 'mlp', 'mlp', 'norm')) for _ in 'hc'],np.random.default_rng(experts)
-    for w in blocks[0].wants('', ''):
-        q = QTensor.encode(rng.standard_normal(w.shape, 'f4')/w.shape[-1]**.5+(len(w.shape)==1), 'BF16')
-        for b,v in zip(blocks, (q.decode(),card.upload(q.decode()) if len(w.shape)<2 else pack(q, card, w.pair, w.exact))): bind(b, w.name, v)
-    card_words.prepare(NS(layers=[blocks[1]], mtp=None))
-    return blocks
+    mixture = MoEConfig(experts, 2, 32, shared_size=32, shared_gate=gate)
+    c = ModelConfig('qwen', 97, 64, ('none',), ('moe',), None, moe=mixture)
+    host,block = (Block(c, Half(MoE(c), 'mlp', 'mlp', 'norm')) for _ in 'hc')
+    rng = np.random.default_rng(experts)
+    for w in host.wants('', ''):
+        numbers = rng.standard_normal(w.shape, 'f4')/w.shape[-1]**.5
+        if len(w.shape)==1: numbers += 1
+        q = QTensor.encode(numbers, 'BF16')
+        bind(host, w.name, q.decode())
+        vector = len(w.shape)<2
+        there = card.upload(q.decode()) if vector else pack(q, card, w.pair, w.exact)
+        bind(block, w.name, there)
+    card_words.prepare(NS(layers=[block], mtp=None))
+    return host,block
+
+JOINED = [
+    (8,True,True),
+    (6,True,False),
+    (5,True,False),
+    (6,False,True)]
 
 @needs_cxx
-@pytest.mark.parametrize('experts,gate,joined', [(8,True,True), (6,True,False), (5,True,False), (6,False,True)])
+@pytest.mark.parametrize('experts,gate,joined', JOINED)
 def test_shared_expert_like_the_others(experts, gate, joined):
-    "In the bank where the router can take its gate, and beside it otherwise; rows and tiles are the host's either way"
-    card = Emulator(); host,block = pair_of_blocks(experts, gate, card)
-    assert block.mlp.joined==joined and (block.mlp.shared.gate_up_proj.weight is None)==joined
+    "In the bank where the router can take its gate, else beside it; rows and tiles are the host's"
+    card = Emulator()
+    host,block = pair_of_blocks(experts, gate, card)
+    assert block.mlp.joined==joined
+    assert (block.mlp.shared.gate_up_proj.weight is None)==joined
     x = np.random.default_rng(1).standard_normal((64,64), 'f4')
     for n,tiled in ((3,False), (64,True)):
-        b = NS(tiled=tiled, slots=np.arange(n), seq=card.upload(np.zeros(n, 'i4')))
-        want,got = (l(v[:n], Step(b, None, {}, w)) for l,v,w in ((host,x,host_words), (block,card.upload(x),card_words)))
-        bad = abs(card.download(got)-want).max(1)>1e-2*abs(want).max()
-        assert bad.mean()<=.06, (tiled, bad.mean())  # a rounding may flip two experts that are as good as each other
+        seq = card.upload(np.zeros(n, 'i4'))
+        b = NS(tiled=tiled, slots=np.arange(n), seq=seq)
+        want = host(x[:n], Step(b, None, {}, host_words))
+        got = block(card.upload(x)[:n], Step(b, None, {}, card_words))
+        wrong = abs(card.download(got)-want).max(1)
+        bad = wrong>1e-2*abs(want).max()
+        # a rounding may flip two experts that are as good as each other
+        assert bad.mean()<=.06, (tiled, bad.mean())

@@ -7,7 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace as NS
 from atlas.card.arena import Arena,CudaPages,HostPages
 from atlas.ground.core import AtlasError,DeviceError,OutOfMemoryError,typed_error
-from atlas.card.device import STICKY,Budget,Cuda,CudaFault,Faults,Host,Memory,cuda_count,get_device,quiet
+from atlas.card.device import STICKY,Budget,Cuda,CudaFault,Faults,Host,Memory
+from atlas.card.device import cuda_count,get_device,quiet
 from atlas.card.graph import Graph,Ring
 from atlas.card.card import _ok
 from atlas.card.launch import Kernel,Nvrtc,Source,_refused,compiled,find_nvcc

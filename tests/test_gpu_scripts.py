@@ -3,13 +3,29 @@ import os,subprocess,sys
 from pathlib import Path
 import pytest
 from atlas.card.emulator import find_cxx
+from helpers.waiting import WAIT
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
 
-@pytest.mark.parametrize('name,more', [('unhappy',()), ('eager',('--models','qwen3.6-moe')), ('guided',()), ('demo',()), ('endurance',('--steps','12')), ('company',('--models','llama','--tokens','6')), ('sanitize',('--part','engine'))])
+def python(*command, **kw):
+    "Run what may take long, with the package of this checkout"
+    env = os.environ|dict(PYTHONPATH=str(ROOT))
+    return subprocess.run([sys.executable, *command],
+        env=env, capture_output=True, text=True, timeout=3*WAIT, **kw)
+
+SCRIPTS = [
+    ('unhappy', []),
+    ('eager', ['--models','qwen3.6-moe']),
+    ('guided', []),
+    ('demo', []),
+    ('endurance', ['--steps','12']),
+    ('company', ['--models','llama','--tokens','6']),
+    ('sanitize', ['--part','engine'])]
+
+@pytest.mark.parametrize('name,more', SCRIPTS)
 def test_on_the_emulator(name, more):
-    r = subprocess.run([sys.executable, ROOT/'tests'/'gpu'/f'{name}.py', '--emulator', *more], env=os.environ|dict(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=600)
+    r = python(ROOT/'tests'/'gpu'/f'{name}.py', '--emulator', *more)
     assert r.returncode==0 and r.stdout.splitlines()[-1].startswith('ok'), r.stdout+r.stderr
 
 def test_a_fault_is_seen():
@@ -34,5 +50,5 @@ def late(self, shape):
 CardStepper.replay = late
 assert eager.one('llama', True)
 '''
-    r = subprocess.run([sys.executable, '-c', code], cwd=ROOT, env=os.environ|dict(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=600)
+    r = python('-c', code, cwd=ROOT)
     assert r.returncode==0, r.stdout+r.stderr

@@ -23,6 +23,8 @@ from atlas.text.parsers import parse_tools
 from atlas.engine.scheduler import Request,Scheduler
 from atlas.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.usefixtures('patient_sandbox')
+
 # Tokenizers of all kinds
 
 ALPHABET = sorted(hf.pre_tokenizers.ByteLevel.alphabet())
@@ -363,8 +365,8 @@ def test_calls_are_read_back(parser, kind):
         ids = draw(g, spec, seed, 500)
         if ids is None: continue
         got = parse_tools(parser, text := text_of(g, ids), [dict(type='function', function=t) for t in TOOLS]); n += 1
-        assert got.tool_calls, text
-        for c in got.tool_calls:
+        assert got.calls, text
+        for c in got.calls:
             tool = next(t for t in TOOLS if t['name']==c.name); seen.add(c.name)
             Draft202012Validator(tool['parameters']).validate(json.loads(c.arguments))
     assert n>2 and len(seen)>1
@@ -374,7 +376,10 @@ def test_one_call_only(parser):
     g = guides(); spec = dict(kind='tools', parser=parser, tools=TOOLS[1:2], choice='required', parallel=False)
     drawn = [ids for seed in range(12) if (ids := draw(g, spec, seed, 400)) is not None]
     assert drawn
-    for ids in drawn: assert len(parse_tools(parser, text_of(g, ids), [dict(type='function', function=TOOLS[1])]).tool_calls)==1
+    called = [dict(type='function', function=TOOLS[1])]
+    for ids in drawn:
+        r = parse_tools(parser, text_of(g, ids), called)
+        assert len(r.calls)==1
 
 @pytest.mark.parametrize('parser', [p for p in FORMATS if p not in ('openai',)])
 def test_calls_that_may_be(parser):
@@ -394,10 +399,12 @@ TEXTS = [dict(name='f', parameters={'type':'object','properties':{'s':{'type':'s
 def test_strings_of_calls_are_held_to_their_schema(parser, kind):
     "Length, pattern, format and null, whether a format quotes its strings or not"
     g,n = call_guides(kind),0
+    called = [dict(type='function', function=TEXTS[0])]
     for seed in range(12):
         ids = draw(g, dict(kind='tools', parser=parser, tools=TEXTS, choice='required', parallel=False), seed, 400)
         if ids is None: continue
-        (c,) = parse_tools(parser, text_of(g, ids), [dict(type='function', function=TEXTS[0])]).tool_calls; n += 1
+        (c,) = parse_tools(parser, text_of(g, ids), called).calls
+        n += 1
         Draft202012Validator(TEXTS[0]['parameters'], format_checker=Draft202012Validator.FORMAT_CHECKER).validate(json.loads(c.arguments))
     assert n>2
 
@@ -420,7 +427,8 @@ def test_odd_names_are_read_back_or_refused(parser):
             try: g.check(spec)
             except RequestError as e: assert e.param=='tools' and ' name ' in str(e); continue
             text = text_of(g, next(ids for seed in range(20) if (ids := draw(g, spec, seed, 400)) is not None))
-            (c,) = parse_tools(parser, text, [dict(type='function', function=tool)]).tool_calls; read += 1
+            (c,) = parse_tools(parser, text, [dict(type='function', function=tool)]).calls
+            read += 1
             assert c.name==tool['name'], text
             Draft202012Validator(tool['parameters']).validate(json.loads(c.arguments))
     assert read>30
@@ -441,7 +449,8 @@ def test_odd_schemas_of_tools_are_followed(case):
             if (ids := draw(g, spec, seed, 400)) is None: continue
             text = text_of(g, ids)
             if re.search(r'\d[eE][+-]?\d{3}', text): continue  # a number that no float holds
-            (c,) = parse_tools(parser, text, [dict(type='function', function=tool)]).tool_calls; n += 1
+            (c,) = parse_tools(parser, text, [dict(type='function', function=tool)]).calls
+            n += 1
             Draft202012Validator(params, format_checker=Draft202012Validator.FORMAT_CHECKER).validate(json.loads(c.arguments))
     assert n>20
 
@@ -531,7 +540,8 @@ def engine(device='host', seqs=4, blocks=60, g=None, ctx=200, **kw):
     m = net(device); host = device=='host'
     c = KVCache(m.c, m.device, blocks, 16, np.float32 if host else 'bf16', 2*seqs)
     s = Scheduler(c.pool, seqs, ctx, 64, **kw)
-    return Engine(s, HostStepper(m, c) if host else CardStepper(m, c, s), g or guides())
+    stepper = HostStepper(m, c) if host else CardStepper(m, c, s)
+    return Engine(s, stepper, g or guides())
 
 def serve(e, *requests, each=lambda events: None):
     "Token ids and the last event of each request"
@@ -543,7 +553,8 @@ def serve(e, *requests, each=lambda events: None):
             o = out[v.id]; o.events.append(v)
             if v.token is not None: o.ids.append(v.token)
             assert o.end is None; o.end = v if v.finish else None
-    assert not e._samplers and not e.cache.pool.used and not getattr(e.stepper, 'lanes', None)
+    assert not e._samplers and not e.cache.pool.used
+    assert not getattr(e.stepper, 'lanes', None)  # which only a card has
     return out
 def ask(i, spec=None, n=8, most=60, ignore=True, **kw): return Request(f'r{i}', tuple(np.random.default_rng(i).integers(0, 250, n).tolist()), SamplingParams(**dict(temperature=0, max_tokens=most, ignore_eos=ignore)|kw), eos_ids=(299,), guide=spec)
 def said(o, g=None): return text_of(g or guides(), o.ids)
@@ -626,12 +637,16 @@ def test_nothing_is_left_to_choose(device):
 @pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
 def test_a_card_loses_nothing_without_guides():
     "With guides at hand but none in the plan, a step is always in the air; with one in it, none is; and after it, again"
-    e = engine('emulator'); airborne = []
+    e,airborne = engine('emulator'),[]
     def run(*reqs):
-        airborne.clear(); serve(e, *reqs, each=lambda _: airborne.append(e.flying is not None)); return list(airborne)
+        airborne.clear()
+        serve(e, *reqs, each=lambda _: airborne.append(e.flying is not None))
+        return list(airborne)
     plain = run(ask(0, None, most=20)); assert plain.count(True)==19
     e.add(ask(1, None, most=40)); [e.step() for _ in range(5)]; assert e._steady()
-    e.add(ask(2, SPECS[1])); e.step(); e.step(); assert not e._steady() and e.flying
+    e.add(ask(2, SPECS[1]))
+    for _ in range(2): e.step()
+    assert not e._steady() and e.flying
     while 'r2' in e._samplers: e.step()
     e.step(); e.step(); assert e._steady()
     while e.has_work: e.step()
@@ -673,6 +688,18 @@ def test_generate(llm):
     with pytest.raises(RequestError, match='look-around'): llm.generate('x', p, guide=dict(kind='regex', pattern='(?!a)b'))
     assert not llm.engine.has_work and not llm._boxes
 
+def test_a_stop_string_and_the_end_of_a_guide_in_one_step(llm):
+    "The answer has ended when the engine says so a second time"
+    p = SamplingParams(temperature=1., seed=1, max_tokens=20, stop='b', n=2)
+    ab = dict(kind='choice', choices=['ab'])
+    for o in llm.generate(['one','two'], p, guide=ab):
+        assert len(o.choices)==2
+        for x in o.choices:
+            assert (x.text,x.finish_reason)==('a','stop') and len(x.token_ids)==2
+    *_,last = llm.stream('x', replace(p, n=1), guide=ab)
+    assert (last.finish,last.stop)==('stop','b')
+    assert not llm.engine.has_work and not llm._boxes
+
 def test_thinking_budget(llm):
     p = SamplingParams(temperature=1., seed=2, max_tokens=60, ignore_eos=True)
     for b in (0,1,7,20):
@@ -688,11 +715,12 @@ def test_no_tokenizer():
 
 def test_a_space_at_the_beginning_is_kept():
     "SentencePiece drops the space before a text; one that a guide asked for is no such space"
-    from atlas.text.generation import Generation
-    from atlas.engine.engine import Event
+    from atlas.text.deltas import gather
+    from atlas.text.generation import ChoiceReader
+    from atlas.ground.requests import Event
     g = guides('pieces'); ids = spelt(g, ' yes'); out = {}
     for exact in (False,True):
-        gen = Generation(g.tokenizer, SamplingParams(), exact)
-        for t in ids: gen.feed(Event('r', t))
-        out[exact] = gen.text
+        reader = ChoiceReader(g.tokenizer.detokenizer(continuing=exact), SamplingParams())
+        deltas = reader.feed([Event('r', t) for t in ids])
+        out[exact] = gather(deltas).content
     assert out=={False:'yes', True:' yes'} and accepts(g, dict(kind='choice', choices=[' yes']), ' yes')

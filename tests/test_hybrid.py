@@ -2,7 +2,8 @@
 import numpy as np, pytest
 from hypothesis import given,settings,strategies as st
 from atlas.engine.cache import KVCache
-from atlas.ground.config import AttentionConfig,DeltaConfig,MambaConfig,ModelConfig,MoEConfig,RopeConfig
+from atlas.ground.config import AttentionConfig,DeltaConfig,MambaConfig,ModelConfig,MoEConfig
+from atlas.ground.config import RopeConfig
 from atlas.card.device import Host
 from atlas.engine.engine import Engine,HostStepper
 from atlas.model.model import build
@@ -30,7 +31,8 @@ each = pytest.mark.parametrize('m', models.values(), ids=models.keys())
 def engine(m, blocks=64, seqs=4, **kw):
     cache = KVCache(m.c, Host(), blocks, num_states=2*seqs)
     for a in (*cache.conv.values(),*cache.rec.values()): a[...] = np.nan  # nobody may rely on a clean slot
-    return Engine(Scheduler(cache.pool, seqs, 256, **kw), HostStepper(m, cache))
+    s = Scheduler(cache.pool, seqs, 256, **kw)
+    return Engine(s, HostStepper(m, cache))
 
 def run(eng, prompts, n=12):
     out = {str(i):[] for i in range(len(prompts))}

@@ -12,7 +12,8 @@ from atlas.text import images
 from atlas.text.chat import ChatTemplate
 from atlas.ground.core import RequestError
 from atlas.model.families.vision import mrope_positions
-from atlas.text.images import ImageSpec,Limits,expand_images,fit,load_image,place_images,prepare_images,preprocess,resize,taps
+from atlas.text.images import ImageSpec,Limits,expand_images,fit,load_image
+from atlas.text.images import place_images,prepare_images,preprocess,resize,taps
 from atlas.use.llm import LLM
 from atlas.ops.sample import SamplingParams
 from atlas.ground.patches import tokens_of

@@ -4,8 +4,10 @@ import numpy as np,pytest
 from hypothesis import given,settings,strategies as st
 from pathlib import Path
 from atlas.ground.core import AtlasError,cp
-from atlas.card.launch import (CubinStore,Nvrtc,OPTIONS,Source,ahead,compilations,compiled,cubin_name,cuda_headers,find_nvcc,kernel_names,machine_code,
-    prepare,saved_variants,simulate)
+from atlas.card.launch import CubinStore,Nvrtc,OPTIONS,Source,ahead,compilations,compiled
+from atlas.card.launch import cubin_name,cuda_headers,find_nvcc,kernel_names,machine_code
+from atlas.card.launch import prepare,saved_variants,simulate
+from helpers.nvcc import built
 
 root = Path(__file__).parents[1]
 archs = ['sm_90a','sm_121a']
@@ -15,12 +17,9 @@ each = pytest.mark.parametrize('name', kernel_names())
 @needs_nvcc
 @each
 @pytest.mark.parametrize('arch', archs)
-def test_compiles_and_spills_nothing(name, arch, tmp_path):
-    src,out = Source(name),tmp_path/'k'
-    r = subprocess.run([find_nvcc(), '-cubin', *OPTIONS, f'-gencode=arch={arch.replace("sm", "compute")},code={arch}', '-Xptxas', '-v', f'-I{src.root}',
-        src.root/f'{name}.cu', '-o', out], capture_output=True, text=True)
-    assert r.returncode==0 and out.read_bytes()[:4]==b'\x7fELF', r.stderr
-    assert re.findall(r'(\d+) bytes stack frame, (\d+) bytes spill stores', r.stderr)==[('0','0')], r.stderr
+def test_compiles_and_spills_nothing(name, arch, cache):
+    said = built(cache, name, arch).said
+    assert re.findall(r'(\d+) bytes stack frame, (\d+) bytes spill stores', said)==[('0','0')], said
 
 @each
 @pytest.mark.parametrize('arch', archs)
@@ -41,26 +40,26 @@ def test_contract_covers_the_signature(name):
     dims = {w for words,_ in src.contract.values() for o in words for w in re.findall(r'[a-z]\w*', o)}
     assert not sig.keys()&set(src.contract)&dims and '//   launch:' in src.text
 
-def constants(name, out, *options):
+def constants(name, ptx):
     "Parameters that the kernel's PTX reads as what nobody writes meanwhile (ld.global.nc), which compilers move to before a wait"
-    src = Source(name)
-    subprocess.run([find_nvcc(), '-ptx', '-arch=sm_90a', *OPTIONS, *options, f'-I{src.root}', src.root/f'{name}.cu', '-o', out], check=True, capture_output=True)
-    text,params,of,old = out.read_text(),list(signature(src)),{},None
-    lines = [(m[1],m[2],m[3]) for m in re.finditer(r'^\s*(?:@!?%p\d+ )?([a-z][\w.:]*)\s+(%rd\d+), (.*);', text[text.index(f'.entry {name}'):], re.M)]
+    params,of,old = list(signature(Source(name))),{},None
+    instruction = re.compile(r'^\s*(?:@!?%p\d+ )?([a-z][\w.:]*)\s+(%rd\d+), (.*);', re.M)
+    lines = instruction.findall(ptx[ptx.index(f'.entry {name}'):])
     while old!=(old := sum(map(len, of.values()))):
         for op,to,rest in lines:
             if op.startswith('ld.param'): got = {params[int(m[1])] for m in [re.search(r'_param_(\d+)', rest)] if m}
             elif op.startswith(('ld','atom','shfl')): continue
             else: got = set().union(*(of.get(r, ()) for r in re.findall(r'%rd\d+', rest)))
             of[to] = of.get(to, set())|got
-    return set().union(*(of.get(r, ()) for r in re.findall(r'ld\.global\.nc.*\[(%rd\d+)', text)))
+    read = re.findall(r'ld\.global\.nc.*\[(%rd\d+)', ptx)
+    return set().union(*(of.get(r, ()) for r in read))
 
 @needs_nvcc
 @pytest.mark.parametrize('name,options', [*((n,()) for n in kernel_names() if 'pdl_wait' in Source(n).text), ('gemv',('-DNORM=2','-DROWS=8')), ('gemv',('-DFORMAT=fragment_bf16','-DW=8','-DEXTRA=fragment_bf16'))])
-def test_what_kernels_of_a_step_write_is_no_constant(name, options, tmp_path):
+def test_what_kernels_of_a_step_write_is_no_constant(name, options, cache):
     "A kernel that starts early reads as constant only what its signature calls __restrict__, which are weights and tables: a residual once was read before the kernel that made it had ended"
     declared = {p.split()[-1] for p in re.search(r'__global__.*?\{', Source(name).text, re.S)[0].split(',') if '__restrict__' in p}
-    assert constants(name, tmp_path/'k.ptx', *options)<=declared
+    assert constants(name, built(cache, name, 'sm_90a', (*OPTIONS, *options)).ptx)<=declared
 
 def test_every_header_is_used():
     used = {f for n in kernel_names() for f in Source(n).files}
@@ -72,18 +71,21 @@ def test_checkout_holds_no_machine_code(): assert not [*(root/'kernels').rglob('
 
 # The wheel
 
-def build(tmp, listed=None, only=None, fails=False, **env):
+def build(tmp, listed=None, only=None, ignored=(), fails=False, **env):
     "Run the wheel's build step on a copy of the tree, with `listed` as its variants and `only` some kernels; returns the kernels folder it makes and what it said"
     env = dict(ATLAS_CUBINS=None)|env
     pytest.importorskip('setuptools')
     tree = tmp/'tree'
     for f in ('setup.py','settings.ini','pyproject.toml'): tree.mkdir(exist_ok=True); shutil.copy(root/f, tree)
-    for d in ('atlas','kernels'): shutil.copytree(root/d, tree/d, ignore=shutil.ignore_patterns('__pycache__'), dirs_exist_ok=True)
+    ignore = shutil.ignore_patterns('__pycache__', *ignored)
+    for d in ('atlas','kernels'): shutil.copytree(root/d, tree/d, ignore=ignore, dirs_exist_ok=True)
     for p in (tree/'kernels').glob('*.cu'):
         if only and p.stem not in only: p.unlink()
     if listed is not None: (tree/'kernels'/'variants.json').write_text(json.dumps(listed))
     env = {k: v for k,v in (os.environ|env).items() if v is not None}
-    r = subprocess.run([sys.executable, 'setup.py', '-q', 'build_py', '--build-lib', tmp/'out'], cwd=tree, env=env, capture_output=True, text=True, start_new_session=True)
+    cmd = [sys.executable, 'setup.py', '-q', 'build_py', '--build-lib', tmp/'out']
+    r = subprocess.run(cmd, cwd=tree, env=env,
+        capture_output=True, text=True, start_new_session=True)
     assert fails==(r.returncode!=0), r.stderr
     return tmp/'out'/'atlas'/'kernels',r.stderr
 
@@ -100,23 +102,49 @@ def test_wheel_without_nvcc(tmp_path):
     out,said = build(tmp_path, PATH=str(tmp_path/'empty'), CUDA_HOME=str(tmp_path/'empty'), ATLAS_CUDA_ARCHS=None)
     assert files(out)==sources and 'no nvcc' in said
 
+def test_a_wheel_of_a_fresh_clone_has_what_it_advertises(tmp_path):
+    "nbdev-export makes the index of names, which is in no clone; an empty one is better than none"
+    assert "nbdev=['atlas=atlas._modidx:d']" in (root/'setup.py').read_text()
+    out,_ = build(tmp_path, ATLAS_CUDA_ARCHS='', ignored=('_modidx.py',))
+    ns = {}
+    exec((out.parent/'_modidx.py').read_text(), ns)
+    assert not ns['d']['syms']
+
 def test_wheel_says_what_takes_so_long(tmp_path):
     "In the log, and in the terminal of whoever waits: pip shows nothing of a build"
     import pty
     nvcc = fake_nvcc(tmp_path, logs)
-    _,said = build(tmp_path, only=('rmsnorm','rope'), PATH=nvcc, ATLAS_CUDA_ARCHS='90a')
+    env = dict(PATH=nvcc, ATLAS_CUDA_ARCHS='90a')
+    _,said = build(tmp_path, only=('rmsnorm','rope'), **env)
     assert 'compiling 2 kernels for sm_90a' in said and 'ATLAS_CUDA_ARCHS=' in said
     pid,terminal = pty.fork()
     if not pid:
         os.chdir(tmp_path/'tree')
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        os.execve(sys.executable, [sys.executable,'setup.py','-q','build_py','--build-lib',str(tmp_path/'again')], os.environ|dict(PATH=nvcc, ATLAS_CUDA_ARCHS='90a'))
+        setup = ['setup.py','-q','build_py','--build-lib',str(tmp_path/'again')]
+        os.execve(sys.executable, [sys.executable,*setup], os.environ|env)
     seen = b''
     try:
         while more := os.read(terminal, 4096): seen += more
     except OSError: pass  # it has ended
     os.close(terminal)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])==0 and b'atlas: compiling 2 kernels' in seen
+    _,status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status)==0 and b'atlas: compiling 2 kernels' in seen
+
+@pytest.mark.skipif((os.cpu_count() or 1)<2, reason='one core')
+def test_wheel_compiles_side_by_side(tmp_path):
+    "Each nvcc here waits for another one, which would not come if one ended before the next began"
+    waits = """#!/bin/sh
+touch "$0.$$.here"; n=0
+while [ $(ls "$0".*.here | wc -l) -lt 2 ]; do
+    n=$((n+1)); [ $n -lt 3000 ] || exit 1; sleep .1
+done
+"""
+    two = 'rmsnorm','rope'
+    nvcc = fake_nvcc(tmp_path, waits+logs.partition('\n')[2])
+    out,_ = build(tmp_path, only=two, PATH=nvcc, ATLAS_CUDA_ARCHS='90a')
+    made = {p.name for p in out.glob('*.cubin')}
+    assert made=={cubin_name(n, 'sm_90a', ()) for n in two}
 
 def test_wheel_of_sources_only(tmp_path): assert files(build(tmp_path, ATLAS_CUDA_ARCHS='')[0])==sources
 

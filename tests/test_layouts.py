@@ -1,19 +1,22 @@
 "Every layout in which models are published loads as the same arrays; whatever contradicts itself is refused before anything is allocated."
-import json,re,time
+import cProfile,json,re
 import numpy as np, pytest
 from dataclasses import replace
 from hypothesis import HealthCheck,given,settings,strategies as st
-import atlas.ground.files, atlas.ground.weights
+import atlas.ground.weights
+from atlas.ground import files
 from atlas.ground.config import ModelConfig
 from atlas.ground.core import CheckpointError,UnsupportedError
-from atlas.card.device import get_device
-from atlas.ground.files import File,read_tensor,st_header,st_infos
+from atlas.card.device import Host,get_device
+from atlas.ground.files import File,check_scales,read_tensor,st_header,st_infos
 from atlas.ground.formats import QStack,QTensor,f32_to_bf16
+from atlas.cuda.pack import pack
 from atlas.use.inspect import sheet
 from atlas.model.model import build,plan
-from atlas.ground.weights import IGNORE,check_plan,dummy_checkpoint,load,open_checkpoint
+from atlas.ground.weights import IGNORE,_read_bytes,check_plan,dummy_checkpoint,load,open_checkpoint
 from helpers.checkpoints import splice,st_bytes
-from helpers.layouts import CONFS,HOW,LAYOUTS,STACK_HOW,_int4,base,folder,named,stored
+from helpers.layouts import ALL,CONFS,HOW,LAYOUTS,STACK_HOW,_int4
+from helpers.layouts import base,folder,named,stored
 
 host = get_device('cpu')
 def arrays(path, device=host, **kw):
@@ -65,7 +68,8 @@ def test_any_mixture(tmp_path_factory, conf, style, experts, shards, seed):
     rng = np.random.default_rng(seed)
     def pick(k, a):
         hows = [*STACK_HOW] if a.ndim==3 else _hows
-        if a.shape[-1]%32 or a.shape[-2]%8: hows = [h for h in hows if 'fp4' not in h and 'int4' not in h]
+        if a.shape[-1]%32 or a.shape[-2]%8:
+            hows = [h for h in hows if 'fp4' not in h and 'int4' not in h]
         return str(rng.choice(hows))
     d = tmp_path_factory.mktemp('mix'); raw,plain = stored(conf, style, experts, pick)
     want = arrays(plain_folder(d/'plain', conf, plain)); got = folder(d/'as', CONFS[conf], raw, shards)
@@ -73,16 +77,54 @@ def test_any_mixture(tmp_path_factory, conf, style, experts, shards, seed):
 
 # ---- these tests can fail
 
-def _no_reciprocal(mp): mp.setattr(atlas.ground.files, '_read_part', (lambda real: lambda s,*a: real(replace(s, reciprocal=False), *a))(atlas.ground.files._read_part))
+def _no_reciprocal(mp):
+    real = files._read_part
+    def as_it_is(s, *a): return real(replace(s, reciprocal=False), *a)
+    mp.setattr(files, '_read_part', as_it_is)
+
 def _never_turned(mp): mp.setattr(atlas.ground.weights, '_turned', lambda *a: False)
-def _no_order(mp): mp.setattr(atlas.ground.weights, 'QStack', lambda qs,order,e: QStack(qs, None if order is None else np.arange(len(order)), e))
-def _no_fn(mp): mp.setattr(atlas.ground.weights, '_fill', (lambda real: lambda d,dst,q,fn=None: real(d, dst, q))(atlas.ground.weights._fill))
-def _tiles_turned(mp): mp.setattr('atlas.ground.formats._tile_rows', lambda q,idx: QTensor('FP8_BLOCK', q.shape, q.parts|dict(scale=q.parts['scale'][::-1])).decode()[idx])
-def _awq_in_order(mp): mp.setattr(atlas.ground.files, '_AWQ', np.arange(8))
-def _gptq_as_it_is(mp): mp.setattr(atlas.ground.files, '_gptq_codes', lambda spans, got, n, less=1, real=atlas.ground.files._gptq_codes: real(spans, got, n, 0))
-def _one_prefix(mp): mp.setattr(atlas.ground.files, 'trunk_prefix', lambda names: 'model.')
-@pytest.mark.parametrize('fault,name', [(_no_reciprocal,'qwen3-moe-nvfp4-ct'), (_never_turned,'gpt-oss'), (_never_turned,'qwen3-vl-moe'), (_no_order,'qwen3-next'), (_no_order,'gpt-oss-mxfp4'),
-    (_no_fn,'qwen3.5'), (_tiles_turned,'minimax-m2-fp8-block'), (_one_prefix,'qwen3-fp8-half'), (_awq_in_order,'qwen3-awq'), (_gptq_as_it_is,'llama-gptq'), (_one_prefix,'llama-bare')])
+
+def _no_order(mp):
+    def in_order(qs, order, e):
+        if order is not None: order = np.arange(len(order))
+        return QStack(qs, order, e)
+    mp.setattr(atlas.ground.weights, 'QStack', in_order)
+
+def _no_fn(mp):
+    real = atlas.ground.weights._fill
+    def fill(d, dst, q, fn=None): return real(d, dst, q)
+    mp.setattr(atlas.ground.weights, '_fill', fill)
+
+def _tiles_turned(mp):
+    def turned(q, idx):
+        scale = q.parts['scale'][::-1]
+        parts = q.parts|dict(scale=scale)
+        return QTensor('FP8_BLOCK', q.shape, parts).decode()[idx]
+    mp.setattr('atlas.ground.formats._tile_rows', turned)
+
+def _awq_in_order(mp): mp.setattr(files, '_AWQ_ORDER', range(8))
+
+def _gptq_as_it_is(mp):
+    real = files._gptq_codes
+    def codes(spans, got, n, less=1): return real(spans, got, n, 0)
+    mp.setattr(files, '_gptq_codes', codes)
+
+def _one_prefix(mp): mp.setattr(files, 'trunk_prefix', lambda names: 'model.')
+
+FAULTS = [
+    (_no_reciprocal,'qwen3-moe-nvfp4-ct'),
+    (_never_turned,'gpt-oss'),
+    (_never_turned,'qwen3-vl-moe'),
+    (_no_order,'qwen3-next'),
+    (_no_order,'gpt-oss-mxfp4'),
+    (_no_fn,'qwen3.5'),
+    (_tiles_turned,'minimax-m2-fp8-block'),
+    (_one_prefix,'qwen3-fp8-half'),
+    (_awq_in_order,'qwen3-awq'),
+    (_gptq_as_it_is,'llama-gptq'),
+    (_one_prefix,'llama-bare')]
+
+@pytest.mark.parametrize('fault,name', FAULTS)
 def test_a_fault_is_noticed(tmp_path, made, monkeypatch, fault, name):
     raw,plain = made(name); conf = LAYOUTS[name][0]; want = arrays(plain_folder(tmp_path/'plain', conf, plain)); got = folder(tmp_path/'as', CONFS[conf], raw)
     fault(monkeypatch)
@@ -91,39 +133,137 @@ def test_a_fault_is_noticed(tmp_path, made, monkeypatch, fault, name):
 
 # ---- integers in groups
 
-def test_groups_of_every_length(tmp_path):
+GROUPS = [  # columns, 0: a whole row; without zero points?; rows
+    (32,False,24),
+    (64,False,24),
+    (128,True,24),
+    (0,False,24),
+    (0,True,24),
+    (32,False,8)]  # as many groups as rows
+
+def tensors_file(path, raw):
+    "A safetensors file out of {stored name: (array, type)}"
+    plain,dtypes = {},{}
+    for k,(a,t) in raw.items():
+        plain[k] = np.ascontiguousarray(a)
+        dtypes[k] = t
+    path.write_bytes(st_bytes(plain, dtypes=dtypes))
+    return path
+
+@pytest.mark.parametrize('how', ('ct','gptq','awq'))
+def test_groups_of_every_length(tmp_path, how):
     "32 to a whole row, with and without zero points, whoever packed them"
-    for how in ('ct','gptq','awq'):
-        for group,symmetric in ((32,False), (64,False), (128,True), (0,False), (0,True)):
-            a = np.random.default_rng(group).standard_normal((24,256)).astype(np.float32)
-            raw,want = _int4('m.weight', a, how, group, symmetric)
-            (tmp_path/'t.safetensors').write_bytes(st_bytes({k:np.ascontiguousarray(x) for k,(x,_) in raw.items()}, dtypes={k:t for k,(_,t) in raw.items()}))
-            t, = st_infos(st_header(File(tmp_path/'t.safetensors'))); q = read_tensor(t)
-            assert (t.name,t.fmt,t.shape)==('m.weight','INT4',a.shape) and np.array_equal(q.decode(), want), (how, group)
+    for group,symmetric,rows in GROUPS:
+        rng = np.random.default_rng(group)
+        a = rng.standard_normal((rows,256)).astype(np.float32)
+        raw,want = _int4('m.weight', a, how, group, symmetric)
+        path = tensors_file(tmp_path/'t.safetensors', raw)
+        t, = st_infos(st_header(File(path)))
+        assert (t.name,t.fmt,t.shape)==('m.weight','INT4',a.shape), group
+        got = read_tensor(t).decode()
+        assert np.array_equal(got, want), group
+
+@pytest.mark.parametrize('how', ('ct','gptq','awq'))
+def test_scales_below_zero(tmp_path, how):
+    "are read, for AutoRound writes them; infinite ones are refused"
+    a = np.random.default_rng(1).standard_normal((16,256)).astype(np.float32)
+    raw,want = _int4('m.weight', a, how, 64, False)
+    scales = key(raw, 'scales' if 'm.scales' in raw else 'weight_scale')
+    s,dtype = raw[scales]
+    def infos(name, scale):
+        path = tensors_file(tmp_path/name, raw|{scales:(scale,dtype)})
+        return st_infos(st_header(File(path)))
+    negative = infos('negative', -s)
+    check_scales(negative)
+    assert np.array_equal(read_tensor(negative[0]).decode(), -want)
+    with pytest.raises(CheckpointError, match='finite'): check_scales(infos('infinite', s+np.inf))
+
+def test_awq_knows_no_order_of_columns(tmp_path):
+    a = np.random.default_rng(1).standard_normal((16,256)).astype(np.float32)
+    raw,_ = _int4('m.weight', a, 'awq', 64, False)
+    raw['m.g_idx'] = np.arange(256, dtype=np.int32)//64,'I32'
+    path = tensors_file(tmp_path/'t.safetensors', raw)
+    with pytest.raises(CheckpointError, match='contradict'): st_infos(st_header(File(path)))
+
+def one_more(x):
+    "The eight integers in each word, plus one each"
+    words,out = x.view(np.uint32),np.zeros(x.shape, np.uint32)
+    for at in range(0, 32, 4):
+        n = (words>>at)+1&15
+        out |= n<<at
+    return out.view(np.int32)
 
 def test_zero_points_of_the_second_gptq(tmp_path, made):
     "are what they are, and only the config says so"
     raw,conf = layout(made, 'llama-gptq')
-    def add(x): n = x.view(np.uint32)[...,None]>>np.arange(0, 32, 4, dtype=np.uint32)&15; return sum((n[...,i]+1&15)<<4*i for i in range(8)).astype(np.uint32).view(np.int32)
-    second = {k:(add(v[0]),v[1]) if k.endswith('qzeros') else v for k,v in raw.items()}
-    q = dict(quant_method='gptq', bits=4, checkpoint_format='gptq_v2')
-    assert unlike(arrays(folder(tmp_path/'v2', conf|dict(quantization_config=q), second)), arrays(folder(tmp_path/'v1', conf|dict(quantization_config=q|dict(checkpoint_format='gptq')), raw)))==[]
+    second = dict(raw)
+    for k,(a,t) in raw.items():
+        if k.endswith('qzeros'): second[k] = one_more(a),t
+    def loaded(form, tensors):
+        q = dict(quant_method='gptq', bits=4, checkpoint_format=form)
+        path = folder(tmp_path/form, conf|dict(quantization_config=q), tensors)
+        return arrays(path)
+    assert unlike(loaded('gptq_v2', second), loaded('gptq', raw))==[]
 
-@pytest.mark.parametrize('name,end,change,words,exc', [
-    ('llama-gptq', 'g_idx', lambda a: np.roll(a, 7), 'activation order', UnsupportedError), ('llama-gptq', 'g_idx', lambda a: a[:-1], 'contradict', CheckpointError),
-    ('llama-gptq', 'qzeros', lambda a: a[:,:-1], 'contradict', CheckpointError), ('qwen3-awq', 'qzeros', lambda a: a[:-1], 'contradict', CheckpointError),
-    ('qwen3-awq', 'scales', lambda a: a.astype(np.int32), 'I32', CheckpointError), ('llama-int4-ct', 'weight_zero_point', lambda a: a[:-1], 'contradict', CheckpointError),
-    ('llama-int4-ct', 'weight_scale', lambda a: a.repeat(2, 1), 'groups of 16', UnsupportedError)])
+REFUSED = [  # layout, end of a part's name, what is done to it, what is said
+    ('llama-gptq', 'g_idx', lambda a: a.clip(1), 'not shared out evenly', CheckpointError),
+    ('llama-gptq', 'g_idx', lambda a: a[:-1], 'contradict', CheckpointError),
+    ('llama-gptq', 'qzeros', lambda a: a[:,:-1], 'contradict', CheckpointError),
+    ('qwen3-awq', 'qzeros', lambda a: a[:-1], 'contradict', CheckpointError),
+    ('qwen3-awq', 'scales', lambda a: a.astype(np.int32), 'I32', CheckpointError),
+    ('llama-int4-ct', 'weight_zero_point', lambda a: a[:-1], 'contradict', CheckpointError),
+    ('llama-int4-ct', 'weight_scale', lambda a: a.repeat(2, 1), 'groups of 16', UnsupportedError)]
+
+@pytest.mark.parametrize('name,end,change,words,exc', REFUSED)
 def test_packed_integers_that_are_refused(tmp_path, made, name, end, change, words, exc):
-    raw,conf = layout(made, name); k = key(raw, 'down_proj.'+end if end!='weight_scale' else 'o_proj.'+end); a,t = raw[k]
-    b = change(a); more = {k:(b,'I32' if b.dtype==np.int32 else t)}
-    if words=='groups of 16': z = k.replace('weight_scale', 'weight_zero_point'); more[z] = (raw[z][0].repeat(2, 1),'I32')
-    e = refused(folder(tmp_path, conf, raw|more), k.rsplit('.', 1)[0], words, exc=exc)
+    raw,conf = layout(made, name)
+    matrix = 'o_proj' if end=='weight_scale' else 'down_proj'
+    k = key(raw, f'{matrix}.{end}')
+    a,t = raw[k]
+    b = change(a)
+    if b.dtype==np.int32: t = 'I32'
+    more = {k:(b,t)}
+    if words=='groups of 16':
+        z = k.replace('weight_scale', 'weight_zero_point')
+        more[z] = raw[z][0].repeat(2, 1),'I32'
+    path = folder(tmp_path, conf, raw|more)
+    e = refused(path, k.removesuffix('.'+end), words, exc=exc)
     assert e.param
 
+@pytest.fixture(scope='module')
+def reordered():
+    "A layout whose groups lie apart: what is stored, and the numbers"
+    return stored('llama', 'plain', '', [(ALL,'int4-gptq-order')])
+
+def test_an_activation_order(tmp_path, reordered):
+    "Columns of a group that lie apart are multiplied out: 16 bits on a card, 32 on the host"
+    raw,plain = reordered
+    want = arrays(plain_folder(tmp_path/'plain', 'llama', plain))
+    path = folder(tmp_path/'as', CONFS['llama'], raw)
+    assert unlike(arrays(path), want)==[]
+    assert unlike(arrays(path, packed=True), want)==[]
+    with open_checkpoint(path) as ck:
+        t = ck['model.layers.0.self_attn.q_proj.weight']
+        assert t.fmt=='INT4_DESC_ACT'
+        assert pack(ck.read(t.name), Host()).fmt=='f16'
+        assert _read_bytes(t)==4*np.prod(t.shape)
+        assert 'INT4_DESC_ACT' in sheet(ck).to_dict()['formats']
+
+def test_an_activation_order_that_is_the_columns_own(tmp_path, reordered):
+    "leaves the groups as they are"
+    raw,_ = reordered
+    name = next(k for k in raw if k.endswith('g_idx'))
+    idx = np.sort(raw[name][0])
+    raw = raw|{name:(idx,'I32')}
+    with open_checkpoint(folder(tmp_path, CONFS['llama'], raw)) as ck:
+        assert ck[name.replace('g_idx', 'weight')].fmt=='INT4'
+
 def test_a_shape_that_lies(tmp_path, made):
-    raw,conf = layout(made, 'llama-int4-ct'); k = key(raw, 'o_proj.weight_shape')
-    with pytest.raises(CheckpointError, match='weight_shape says'): arrays(folder(tmp_path, conf, raw|{k:(raw[k][0]+8,'I64')}))
+    raw,conf = layout(made, 'llama-int4-ct')
+    k = key(raw, 'o_proj.weight_shape')
+    shape = raw[k][0]+8
+    path = folder(tmp_path, conf, raw|{k:(shape,'I64')})
+    with pytest.raises(CheckpointError, match='weight_shape says'): arrays(path)
 
 # ---- bad input
 
@@ -165,7 +305,8 @@ def test_scales_that_contradict_their_weights(tmp_path, made, name):
 @quantised
 def test_scales_that_are_no_numbers(tmp_path, made, name, monkeypatch):
     raw,conf = layout(made, name)
-    monkeypatch.setattr('atlas.ground.weights._assemble', lambda *a: pytest.fail('a weight was read'))
+    def read(*a): pytest.fail('a weight was read')
+    monkeypatch.setattr('atlas.ground.weights._assemble', read)
     for k in {re.search(_SCALE, k)[1]:k for k in scales(raw)}.values():
         a,t = raw[k]; a = np.array(a)
         a.reshape(-1)[a.size//2] = dict(F8_E4M3=0xFF, U8=0xFF, F8_E8M0=0xFF, BF16=0x7FC0).get(t, np.nan)
@@ -174,7 +315,9 @@ def test_scales_that_are_no_numbers(tmp_path, made, name, monkeypatch):
 @quantised
 def test_payloads_that_contradict_the_config(tmp_path, made, name):
     raw,conf = layout(made, name)
-    k = next(k for k,(a,t) in raw.items() if t in ('U8','F8_E4M3','I32') and not re.search(_SCALE, k)); a,t = raw[k]
+    def payload(k): return raw[k][1] in ('U8','F8_E4M3','I32') and not re.search(_SCALE, k)
+    k = next(k for k in raw if payload(k))
+    a,t = raw[k]
     refused(folder(tmp_path/'m', conf, raw|{k:(a[:-1],t)})); refused(folder(tmp_path/'m', conf, raw|{k:(np.concatenate([a,a]),t)}))
     refused(folder(tmp_path/"m", conf, raw|{k:(a.reshape(-1)[:0],t)}))
 
@@ -247,7 +390,7 @@ def test_any_part_of_any_shape_and_type(tmp_path, made):
 # ---- many tensors
 
 def test_a_release_of_64_196_tensors_opens_in_seconds(tmp_path):
-    "As many tensors as Qwen3.6-35B-A3B-FP8 has, in tiny"
+    "As many tensors as Qwen3.6-35B-A3B-FP8 has, in tiny: the calls that each costs are counted"
     text = CONFS['qwen3_5_moe']['text_config']|dict(num_hidden_layers=40, layer_types=(['linear_attention']*3+['full_attention'])*10, num_experts=256, num_experts_per_tok=8, hidden_size=32, moe_intermediate_size=32,
         num_attention_heads=2, num_key_value_heads=1, head_dim=16, linear_key_head_dim=8, linear_value_head_dim=8, shared_expert_intermediate_size=32)
     conf = CONFS['qwen3_5_moe']|dict(text_config=text, vision_config=CONFS['qwen3_5_moe']['vision_config']|dict(depth=27, out_hidden_size=32)); c = ModelConfig.from_hf(conf); raw = {}
@@ -259,9 +402,12 @@ def test_a_release_of_64_196_tensors_opens_in_seconds(tmp_path):
             raw[named(s, 'wrapped')] = (np.zeros(shape, np.uint8 if q else np.uint16),'F8_E4M3' if q else 'BF16')
             if q: raw[named(s, 'wrapped')+'_scale_inv'] = (np.zeros((1,1), np.uint16),'BF16')
     assert len(raw)==64_196
-    d = folder(tmp_path, conf, raw, shards=14); t = time.perf_counter()
-    with open_checkpoint(d) as ck: check_plan(ck, plan(ck)[1])
-    assert time.perf_counter()-t<20      # two, on two idle cores of 2024
+    d = folder(tmp_path, conf, raw, shards=14)
+    pr = cProfile.Profile()
+    with pr:
+        with open_checkpoint(d) as ck: check_plan(ck, plan(ck)[1])
+    calls = sum(e.callcount for e in pr.getstats())
+    assert calls<600*len(raw), calls/len(raw)  # 420
 
 # ---- made-up weights
 
@@ -303,5 +449,10 @@ def test_what_does_not_fit_is_refused(tmp_path, made):
 @pytest.mark.parametrize('name', ['llama-int4-ct','llama-gptq','qwen3-awq'])
 def test_inspect_shows_integers(tmp_path, made, name):
     raw,conf = layout(made, name)
-    with open_checkpoint(folder(tmp_path, conf, raw)) as ck: formats = sheet(ck).to_dict()['formats']; packed = sum(t.nbytes for t in ck.tensors.values() if t.fmt=='INT4')
-    assert list(formats)[0]=='INT4' and packed==sum(v.nbytes for k,(v,t) in raw.items() if re.search(r'\.(weight_(packed|scale|zero_point|shape)|qweight|qzeros|scales|g_idx)$', k))
+    part = r'\.(weight_(packed|scale|zero_point|shape)|qweight|qzeros|scales|g_idx)$'
+    parts = [a for k,(a,_) in raw.items() if re.search(part, k)]
+    with open_checkpoint(folder(tmp_path, conf, raw)) as ck:
+        formats = sheet(ck).to_dict()['formats']
+        packed = [t for t in ck.tensors.values() if t.fmt=='INT4']
+    assert list(formats)[0]=='INT4'
+    assert sum(t.nbytes for t in packed)==sum(a.nbytes for a in parts)

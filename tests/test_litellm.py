@@ -12,6 +12,7 @@ here = Path(__file__).parent/'helpers'
 sys.path.insert(0, str(here))
 from inprocess import app_of  # noqa: E402
 from scripted import TEMPLATE,Speaker,running  # noqa: E402
+from helpers.waiting import WAIT  # noqa: E402
 
 def model(prompt):
     "What the model says, by its prompt"
@@ -27,9 +28,11 @@ def told():
     if python==sys.executable and not find_spec('litellm'): pytest.skip('litellm is not installed')
     s = Speaker(model)
     anything = SimpleNamespace(check=lambda spec: None)  # the script keeps to every format by itself
-    with running(app_of(s, s.tok, ChatTemplate(TEMPLATE), parsers=('hermes','qwen3'), guides=anything)) as url:
+    app = app_of(s, s.tok, ChatTemplate(TEMPLATE), parsers=('hermes','qwen3'), guides=anything)
+    with running(app) as url:
         env = {k:os.environ[k] for k in ('PATH','LANG','HOME') if k in os.environ} | dict(NO_PROXY='127.0.0.1')
-        r = subprocess.run([python, here/'litellm_client.py', url, 'scripted'], env=env, capture_output=True, text=True, timeout=120)
+        command = [python, here/'litellm_client.py', url, 'scripted']
+        r = subprocess.run(command, env=env, capture_output=True, text=True, timeout=WAIT)
         assert r.returncode==0, r.stderr[-3000:]
         return json.loads(r.stdout.splitlines()[-1])
 

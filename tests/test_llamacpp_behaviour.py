@@ -9,7 +9,7 @@ from starlette.testclient import TestClient
 import atlas.engine.score
 from atlas.text.chat import ChatTemplate
 from atlas.ground.config import PRESETS
-from atlas.service.gateway import Model,Models as Gateway,Policy
+from atlas.service.gateway import Model,Models as Gateway
 from atlas.service.http import Keys,Rules,server_config
 from atlas.use.llm import LLM
 from atlas.text.tokenizer import byte_tokenizer
@@ -19,8 +19,11 @@ sys.path.insert(0, str(Path(__file__).parent/'helpers'))
 from inprocess import app_of,loaded  # noqa: E402
 from script_config import ScriptConfig  # noqa: E402
 from scripted import TEMPLATE,Speaker  # noqa: E402
+from helpers.patience import PATIENT  # noqa: E402
+from helpers.waiting import WAIT,until  # noqa: E402
 
-WAIT,HELLO = 60,[dict(role='system', content='Book'), dict(role='user', content='What is the best book')]
+QUESTION = 'What is the best book'
+HELLO = [dict(role='system', content='Book'), dict(role='user', content=QUESTION)]
 TINY = PRESETS['llama-3.1-8b']|dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32, intermediate_size=96, vocab_size=256, max_position_embeddings=512, bos_token_id=1, eos_token_id=255)
 
 @pytest.fixture(scope='module')
@@ -31,7 +34,8 @@ def real():
     finally: del PRESETS['toy-judge']
     ms = loaded(llm, ['tiny','tiny/alias'])
     with TestClient(create_app(ms), raise_server_exceptions=False) as c:
-        assert c.post('/tokenize', json=dict(content='a')).status_code==200      # waits until it is loaded
+        # waits until it is loaded
+        assert c.post('/tokenize', json=dict(content='a')).status_code==200
         yield c
         assert ms.healthy and not ms.all[0].restarts
 
@@ -50,7 +54,10 @@ def test_it_is_there(real):
     assert real.get('/health').json()['status']==real.get('/v1/health').json()['status']=='ok'
     assert '<!doctype html>' in real.get('/').text.lower() and real.head('/').status_code==200
     m = real.get('/models').json()
-    assert m['object']=='list' and [(x['id'],x['aliases'],x['status']) for x in m['data']]==[('tiny',['tiny/alias'],dict(value='loaded', args=['atlas','serve','tiny']))]
+    assert m['object']=='list'
+    loaded = dict(value='loaded', args=['atlas','serve','tiny'])
+    shown = [(x['id'],x['aliases'],x['status']) for x in m['data']]
+    assert shown==[('tiny',['tiny/alias'],loaded)]
     assert {x['id'] for x in real.get('/v1/models').json()['data']}=={'tiny','tiny/alias'} and real.get('/v1/models/tiny/alias').json()['root']=='tiny'
 
 @pytest.mark.parametrize('path', ['/props','/slots','/lora-adapters','/completion','/chat/completions','/v1/v1/models'])
@@ -215,7 +222,9 @@ def test_apply_template(real):
 def test_generation_prompt(kw, end):
     s = Speaker(lambda p: 'x')
     t = ChatTemplate('{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}')
-    assert TestClient(app_of(s, s.tok, t)).post('/apply-template', json=dict(messages=HELLO)|kw).json()['prompt']=='<system>Book<user>What is the best book'+end
+    c = TestClient(app_of(s, s.tok, t))
+    r = c.post('/apply-template', json=dict(messages=HELLO)|kw)
+    assert r.json()['prompt']=='<system>Book<user>What is the best book'+end
 
 THINKS = ChatTemplate('{% for t in tools or [] %}T{% endfor %}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>{% if enable_thinking is false %}<think></think>{% else %}<think>{% endif %}')
 
@@ -223,7 +232,9 @@ THINKS = ChatTemplate('{% for t in tools or [] %}T{% endfor %}{% for m in messag
 @pytest.mark.parametrize('kw,end', [({},'<think>'), (dict(enable_thinking=True),'<think>'), (dict(enable_thinking=False),'<think></think>'), (dict(chat_template_kwargs=dict(enable_thinking=False)),'<think></think>'), (dict(reasoning_effort='none'),'<think></think>')])
 def test_thinking_in_the_template(tools, kw, end):
     s = Speaker(lambda p: 'x')
-    p = TestClient(app_of(s, s.tok, THINKS, parsers=('hermes','qwen3'))).post('/apply-template', json=dict(messages=HELLO, tools=tools)|kw).json()['prompt']
+    app = app_of(s, s.tok, THINKS, parsers=('hermes','qwen3'))
+    asked = dict(messages=HELLO, tools=tools)|kw
+    p = TestClient(app).post('/apply-template', json=asked).json()['prompt']
     assert p=='T'*len(tools or [])+'<system>Book<user>What is the best book<assistant>'+end and not s.prompts
 
 # ---- Vectors ----
@@ -358,7 +369,8 @@ def of_responses(c, **kw):
 @contextmanager
 def speaking(say, parsers):
     s = Speaker(say if callable(say) else lambda p: say)
-    yield TestClient(app_of(s, s.tok, ChatTemplate(TEMPLATE), parsers=parsers), raise_server_exceptions=False),s
+    app = app_of(s, s.tok, ChatTemplate(TEMPLATE), parsers=parsers)
+    yield TestClient(app, raise_server_exceptions=False),s
 
 @pytest.mark.parametrize('parsers', SAID, ids=lambda p: p[0])
 def test_calls_of_every_family(parsers):
@@ -422,8 +434,11 @@ KEY,ADMIN = 'sk-this-is-the-secret-key','sk-of-the-admin'
 @pytest.fixture(scope='module')
 def guarded():
     s = Speaker(lambda p: 'Hello')
+    keys = Keys({KEY:'user', ADMIN:'admin'})
     @functools.cache
-    def make(**kw): return TestClient(app_of(s, s.tok, ChatTemplate(TEMPLATE), rules=Rules(Keys({KEY:'user', ADMIN:'admin'}), **kw)), base_url='http://localhost', raise_server_exceptions=False)
+    def make(**kw):
+        app = app_of(s, s.tok, ChatTemplate(TEMPLATE), rules=Rules(keys, **kw))
+        return TestClient(app, base_url='http://localhost', raise_server_exceptions=False)
     return make
 
 @pytest.mark.parametrize('path', ['/models','/v1/models','/metrics','/props','/nowhere','/openapi.json','/version'])
@@ -466,14 +481,16 @@ def test_no_files_no_fetching(real, url):
 
 # ---- Many models ----
 
-QUICK = Policy(beat=.1, stalled=30., start=60., grace=2., pause=.05, longest=.2, drain=WAIT)
 FAKE = (sys.executable, Path(__file__).parent/'helpers'/'fake_worker.py')
 
 @contextmanager
 def routed(*models, **kw):
     "A gateway of scripted workers, in a thread; a client, and the models"
     got,side = {},dict(tokenizer=byte_tokenizer(), template=ChatTemplate('{% for m in messages %}{{ m.content }}{% endfor %}'))
-    ms = [Model(ScriptConfig(**dict(max_queue=64)|m), policy=QUICK, command=FAKE, text=lambda o: dict(side)) for m in models]
+    def model(m):
+        config = ScriptConfig(**dict(max_queue=64)|m)
+        return Model(config, policy=PATIENT, command=FAKE, text=lambda o: dict(side))
+    ms = [model(m) for m in models]
     async def main():
         g = Gateway(ms, **kw)
         app = create_app(g)
@@ -482,16 +499,16 @@ def routed(*models, **kw):
             got.update(server=server, url=f'http://127.0.0.1:{sock.getsockname()[1]}', models=g)
             await server.serve(sockets=[sock])
     t = threading.Thread(target=asyncio.run, args=(main(),), daemon=True); t.start()
-    end = time.monotonic()+WAIT
-    while not ('server' in got and got['server'].started): assert t.is_alive() and time.monotonic()<end; time.sleep(.005)
+    def started(): return 'server' in got and got['server'].started
+    until(lambda: not t.is_alive() or started())
+    assert t.is_alive()
     try:
         with httpx.Client(base_url=got['url'], timeout=WAIT) as h: yield h,got['models']
     finally: got['server'].should_exit = True; t.join(WAIT); assert not t.is_alive()
 
 def status(h, name): return next(m['status']['value'] for m in h.get('/models').json()['data'] if m['id']==name)
 def reaches(h, name, value):
-    end = time.monotonic()+WAIT
-    while status(h, name)!=value: assert time.monotonic()<end, (name, status(h, name)); time.sleep(.01)
+    until(lambda: status(h, name)==value, f'{name} {value}')
 def ask(h, name, content='hi', **kw): return h.post('/v1/chat/completions', json=dict(model=name, messages=[dict(role='user', content=content)], max_tokens=2000)|kw)
 
 def at_once(n, f):
@@ -541,12 +558,17 @@ def test_clients_that_leave_while_it_loads(tmp_path):
     "The one who asked is gone, and the other models never noticed; a load that hangs can be called off"
     with routed(dict(model='a'), dict(model='b', at_load='hang'), first=['a']) as (h,ms):
         reaches(h, 'a', 'loaded')
-        with pytest.raises(httpx.ReadTimeout): ask(httpx.Client(base_url=h.base_url, timeout=httpx.Timeout(WAIT, read=.3)), 'b')
+        for patience in (.3, 3., 30., WAIT):  # until it got as far as that
+            hasty = httpx.Timeout(WAIT, read=patience)
+            c = httpx.Client(base_url=h.base_url, timeout=hasty)
+            with pytest.raises(httpx.ReadTimeout): ask(c, 'b')
+            if status(h, 'b')!='unloaded': break
         assert status(h, 'b')=='loading' and ask(h, 'a').status_code==200 and h.get('/health').status_code==200
         out = []
         t = threading.Thread(target=lambda: out.append(ask(h, 'b', stream=True))); t.start()
         assert h.post('/models/unload', json=dict(model='b')).json()==dict(success=True)
-        ms.find('b').config = replace(ms.find('b').config, at_load=None)  # the next life is a good one
+        b = ms.find('b')
+        b.config = replace(b.config, at_load=None)  # the next life is a good one
         t.join(WAIT)
         assert not t.is_alive() and out[0].status_code in (200,503) and ask(h, 'b').status_code==200
 

@@ -1,12 +1,15 @@
 "The door and the engine behind it: calls that overlap, calls that are left half-way, and everything that must be refused. On the checkpoints of tests/data."
 import json,shutil,tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 import numpy as np, pytest
 from tokenizers import Tokenizer as HF,decoders,models
 from atlas import LLM,SamplingParams
-from atlas.ground.core import AtlasError,ContextLengthError,OutOfMemoryError,RequestError,SourceError
+from atlas.ground.core import AtlasError,ContextLengthError,OutOfMemoryError
+from atlas.ground.core import RequestError,SourceError
 from atlas.card.device import Host,Memory
 from atlas.engine.scheduler import Request
 
@@ -98,7 +101,8 @@ def test_bad_prompts(llm, bad):
     with pytest.raises(RequestError) as e: llm.generate([A,bad], greedy(2))
     assert e.value.param=='prompt'
     if bad and isinstance(bad[-1], int):
-        with pytest.raises(RequestError, match='and the vocabulary ends at'): llm.engine.add(Request('x', tuple(bad), SamplingParams(repetition_penalty=2.)))
+        r = Request('x', tuple(bad), SamplingParams(repetition_penalty=2.))
+        with pytest.raises(RequestError, match='and the vocabulary ends at'): llm.engine.add(r)
 
 def test_context_is_exactly_full(llm):
     o = llm.generate([1]*255, SamplingParams(temperature=0, ignore_eos=True))
@@ -124,19 +128,70 @@ def test_bad_options(name, value):
     with pytest.raises(AtlasError) as e: load(**{name:value})
     assert isinstance(e.value, OutOfMemoryError) or e.value.param==name
 
-def test_a_cache_that_cannot_fit_is_refused_before_the_weights_are_read(monkeypatch):
-    import atlas.use.llm
-    monkeypatch.setattr(atlas.use.llm, 'load_model', lambda *_: pytest.fail('loaded'))
-    with pytest.raises(OutOfMemoryError): load(kv_cache_memory=1000)
+@pytest.fixture
+def told():
+    "What is said of each field of `EngineConfig`"
+    from dataclasses import fields
+    from atlas.ground.options import EngineConfig
+    return {f.name:f.metadata for f in fields(EngineConfig) if f.metadata}
 
-def test_a_cache_beyond_the_host(monkeypatch):
+def test_options_are_those_of_who_takes_them(told):
+    "What `EngineConfig` may be told is said on its own page, which is before all of theirs"
+    from atlas.cuda.pack import REQUANTIZED
+    from atlas.cuda.vocabulary import KV_FORMATS
+    from atlas.ground.weights import WEIGHTS
+    from atlas.ops.linear import TILE
+    def words(name): return told[name]['words']
+    assert words('weights')==tuple(WEIGHTS)
+    assert words('kv_cache_dtype')==KV_FORMATS
+    assert {*words('quantization')}=={*words('lm_head_dtype')}=={*REQUANTIZED}
+    chunk = told['chunk']
+    assert chunk['step']==TILE and f'a multiple of {TILE}' in chunk['help']
+
+def test_the_help_of_an_option_names_its_words(told):
+    for name,field in told.items():
+        if name=='lm_head_dtype': continue
+        for word in field['words']: assert word in field['help'], name
+
+def test_a_broken_preset_stops_nobody_else(monkeypatch):
+    "Models that are here, real, made up or looked at, and names of the hub"
+    from atlas.ground import config,opening
+    from atlas.ground.options import EngineConfig
+    from atlas.use.inspect import look
+    def broken(*_): raise RequestError('llama.toml is not valid TOML')
+    monkeypatch.setattr(config, 'PRESETS', config.Presets('atlas.model.families', broken))
+    monkeypatch.setattr(opening, 'PRESETS', config.PRESETS)
+    here = str(data/'smollm2-tied')
+    made_up = LLM(here, device='cpu', load_format='dummy')
+    assert load().config==made_up.config==look(here, on=[]).config
+    assert not opening.is_shape('demo') and not opening.is_shape('Qwen/Qwen3-8B')
+    other = EngineConfig('qwen3-8b')
+    with pytest.raises(RequestError, match='not valid TOML'): opening.open_model(other)
+
+class Read(Exception):
+    "Weights were read"
+
+@pytest.fixture
+def no_weights(monkeypatch):
+    "A context in which whoever loads a model's weights gets a `Read`; what fits gets there"
+    def refuse(*args, **kw): raise Read
+    @contextmanager
+    def within():
+        with monkeypatch.context() as m:
+            m.setitem(LLM._load.__globals__, 'load_model', refuse)
+            with pytest.raises(Read): load()
+            yield
+    return within
+
+def test_a_cache_that_cannot_fit_is_refused_before_the_weights_are_read(no_weights):
+    with no_weights(), pytest.raises(OutOfMemoryError): load(kv_cache_memory=1000)
+
+def test_a_cache_beyond_the_host(monkeypatch, no_weights):
     "What is asked for and needed has to be free; what is asked for and not needed is not made"
-    import atlas.use.llm
     whole = load(kv_cache_memory=1<<42).cache
     assert whole.pool.num_blocks==8*16
     monkeypatch.setattr(Host, 'memory', lambda self: Memory(1<<30, whole.nbytes-1))
-    with monkeypatch.context() as m:
-        m.setattr(atlas.use.llm, 'load_model', lambda *_: pytest.fail('loaded'))
+    with no_weights():
         with pytest.raises(OutOfMemoryError, match='The cache was to have') as e: load(kv_cache_memory=1<<42)
     assert e.value.param=='kv_cache_memory' and e.value.hint
     assert 16<=load().cache.pool.num_blocks<8*16*.4+1
@@ -192,3 +247,42 @@ def test_memory_does_not_grow():
     assert run(20)==2000
     grown = tracemalloc.get_traced_memory()[0]-before; tracemalloc.stop()
     assert grown<50_000 and idle(llm)
+
+# names
+
+def test_a_config_and_fields_beside_it():
+    "One of them would be dropped in silence"
+    from atlas.ground.options import EngineConfig
+    config = EngineConfig(str(data/'smollm2-tied'), device='cpu')
+    with pytest.raises(TypeError, match='beside'): LLM(config, max_seq_len=16)
+
+NAMES = {
+    '.': 'mine',
+    './': 'mine',
+    '../mine/': 'mine',
+    'part/..': 'mine',
+    '../link': 'link',
+    '../link/': 'link'}
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    "We are in a model's folder, which has a part, and a link beside it"
+    folder = shutil.copytree(data/'smollm2-tied', tmp_path/'mine')
+    (folder/'part').mkdir()
+    (tmp_path/'link').symlink_to(folder)
+    monkeypatch.chdir(folder)
+
+@pytest.mark.parametrize('given,name', NAMES.items())
+def test_a_folder_is_called_by_its_own_name(mine, given, name):
+    "By the library, by the gateway that lists it and logs it, and by the worker that has it"
+    from atlas.service.gateway import modelled
+    from atlas.service.worker import Meter,load_model
+    m = LLM(given, device='cpu', max_seq_len=16)
+    assert m.name==name and repr(m).startswith(f'LLM({name}: ')
+    with pytest.raises(RequestError, match=f'^{name} has no chat template'): m.render([])
+    (served,) = modelled(given)
+    assert served.name==name and repr(served)==f'Model({name}: unloaded)'
+    assert served.described()['names']==[name]
+    asked = dict(model=given, device='cpu', max_seq_len=16)
+    worker = load_model(asked, Meter(Mock()))
+    assert worker.info['name']==name

@@ -1,16 +1,16 @@
 "A model's memory on a card: what it takes is planned, counted and given back. The emulator counts as a card does."
-import gc,threading,numpy as np,pytest
+import gc,json,threading,numpy as np,pytest
 import atlas.engine.loading
 from test_card import TOYS,_SMALL
 from atlas.card.arena import Arena
 from atlas.ground.config import PRESETS
-from atlas.ground.core import EngineError,OutOfMemoryError
+from atlas.ground.core import kernel_dir,EngineError,OutOfMemoryError
 from atlas.card.device import Budget,Memory
 from atlas.card.emulator import Emulator,find_cxx
 from atlas.card.launch import compilations,saved_variants
 from atlas.use.llm import LLM,list_model
-from atlas.engine.loading import _weight_bytes
-from atlas.model.model import wanted
+from atlas.cuda import vocabulary as card_words
+from atlas.model.model import model_wants
 from atlas.ground.opening import open_model
 from atlas.ground.options import EngineConfig
 from atlas.ops.sample import SamplingParams
@@ -36,10 +36,15 @@ def ids(llm, n=4): return llm.generate([5,6,7], SamplingParams(temperature=0, ma
 def test_two_loads_leave_nothing(load, toy, weights, kw):
     "All that stays is counted, about as much as was planned; closing gives it back, to the last byte"
     for _ in range(2):
-        llm = load(toy, weights, **kw); b,rs = llm.arena.budget,llm.arena.regions
+        llm = load(toy, weights, **kw)
+        b,rs = llm.arena.budget,llm.arena.regions
         assert {'weights','cache','tables','steps'}==b.parts.keys() and b.used==sum(r.mapped for r in rs.values())+b.parts['steps']<=b.total
-        assert llm.device.room is None and rs['cache'].used>=llm.cache.nbytes and rs['tables'].used>=llm.engine.stepper.table.nbytes
-        with open_model(EngineConfig(llm.name, load_format='dummy', weights=weights), wanted) as ck: plan = _weight_bytes(ck, ('','vision'), kw.get('quantization'), kw.get('lm_head_dtype'))
+        assert llm.device.room is None and rs['cache'].used>=llm.cache.nbytes
+        assert rs['tables'].used>=llm.engine.stepper.table.nbytes
+        options = EngineConfig(llm.name, load_format='dummy', weights=weights)
+        again,head = kw.get('quantization'),kw.get('lm_head_dtype')
+        with open_model(options, model_wants) as ck:
+            plan = card_words.weight_bytes(ck.tensors, ('','vision'), quantization=again, head=head)
         assert abs(plan-rs['weights'].used)<.2*plan+M, (plan, rs['weights'].used)
         used = {n:r.used for n,r in rs.items()}; ids(llm)
         assert {n:r.used for n,r in rs.items()}==used  # a step leaves nothing in them
@@ -77,9 +82,11 @@ def test_a_bound_beyond_the_card_is_no_error(load):
 
 def test_a_plan_that_was_wrong(load, monkeypatch):
     "Weights that need more than was thought: the region refuses, and nothing stays behind"
-    for name,v in dict(_weight_bytes=0, _step_bytes=0, _fit=8).items(): monkeypatch.setattr(atlas.engine.loading, name, lambda *a, v=v, **kw: v)
+    monkeypatch.setattr(card_words, 'weight_bytes', lambda *a, **kw: 0)
+    monkeypatch.setattr(atlas.engine.loading, '_step_bytes', lambda *a, **kw: 0)
+    monkeypatch.setattr(atlas.engine.loading, '_fit', lambda *a, **kw: 8)
     arena = Arena(Emulator(), Budget(300<<10), step=4096)
-    monkeypatch.setattr(atlas.engine.loading, '_arena', lambda d: arena)
+    monkeypatch.setattr(Emulator, 'arena', lambda self: arena)
     with pytest.raises(OutOfMemoryError, match='weights: .* needed, .* left of a budget of 300 KiB'): load('qwen3.6-moe')
     gc.collect(); arena.close()
     assert Emulator().room is None and not arena.budget.parts
@@ -101,8 +108,18 @@ def test_only_what_a_step_waits_for_is_late(load):
     new.close(); llm.close()
 
 FLAGSHIP = 'qwen3.6-35b-a3b'
-@pytest.mark.skipif(not saved_variants(model=FLAGSHIP), reason='no list')
-def test_the_list_for_wheels_is_current(tmp_path):
-    "What wheels are compiled with is what the flagship asks for; if it is not: list_model(FLAGSHIP, weights='nvfp4', lm_head_dtype='nvfp4')"
-    list_model(FLAGSHIP, tmp_path/'v.json', weights='nvfp4', lm_head_dtype='nvfp4')
-    for arch in CARDS: assert saved_variants(arch, path=tmp_path/'v.json')==saved_variants(arch, FLAGSHIP), f'renew kernels/variants.json: {test_the_list_for_wheels_is_current.__doc__}'
+NVFP4 = dict(weights='nvfp4', lm_head_dtype='nvfp4')
+LISTED = [FLAGSHIP]
+
+@pytest.mark.parametrize('name', LISTED)
+def test_the_list_for_wheels_is_current(tmp_path, name):
+    "What wheels are compiled with is what the model asks for, neither more nor less"
+    list_model(name, tmp_path/'v.json', **NVFP4)
+    for arch in CARDS:
+        now = saved_variants(arch, path=tmp_path/'v.json')
+        listed = saved_variants(arch, name)
+        assert now==listed, 'renew kernels/variants.json: list_model(name, **NVFP4)'
+
+def test_all_that_is_listed_is_tested():
+    listed = json.loads((kernel_dir()/'variants.json').read_text())
+    assert sorted(LISTED)==sorted(listed)

@@ -4,8 +4,10 @@ from dataclasses import replace
 from functools import partial
 import numpy as np, pytest
 from atlas import LLM
-from atlas.ground.config import RopeConfig
+from atlas.ground.config import ModelConfig,PRESETS,RopeConfig
+from atlas.ground.core import UnsupportedError
 from atlas.ground.weights import open_checkpoint
+from atlas.model.model import build
 from helpers.reference import TOL,Run,data,drafts,error,having,model,mtp,refs,rewritten,seen
 
 def far(got, want):
@@ -47,13 +49,54 @@ CHANGES = {
         of(logit_softcap=None), sliding(window=500), sliding(window=18), sliding(window=20), rope(kind='default'), rope(pairs=12), rope(kind='default', dim=12),
         sliding_rope(theta=1e6)],
     'gemma4-dense': [att(scale=None), att(v_norm=False), of(logit_softcap=5.), sliding(window=18), sliding(window=20)],
-    'granite-hybrid': [of(embed_scale=1.), of(residual_scale=1.), of(logit_scale=1.), att(scale=None), att(rope=RopeConfig(dim=12)), moe(score='sigmoid'), of(norm_eps=1e-2)],
+    'granite-hybrid': [
+        of(embed_scale=1.),
+        of(residual_scale=1.),
+        of(logit_scale=1.),
+        att(scale=None),
+        att(rope=RopeConfig(dim=12)),
+        moe(score='sigmoid'),
+        of(norm_eps=1e-2)],
+    'granite-tied': [
+        of(logit_scale=1.),
+        of(embed_scale=1.),
+        of(residual_scale=1.),
+        att(scale=None),
+        att(rope=RopeConfig(dim=10)),
+        of(norm_eps=1e-2)],
+    'granite-attention': [
+        of(logit_scale=1.),
+        att(scale=None),
+        att(rope=None),
+        rope(theta=10000.)],
+    'granite-dense': [
+        of(logit_scale=1.),
+        of(residual_scale=1.),
+        att(scale=None),
+        att(rope=None)],
+    'granite-moe': [
+        of(embed_scale=1.),
+        moe(score='sigmoid'),
+        att(rope=None)],
+    'granite-moe-shared': [
+        of(residual_scale=1.),
+        moe(shared_size=0),
+        att(rope=None)],
     'nemotron-h': [att(rope=RopeConfig(dim=12)), moe(correction=False), moe(scaling=1.), moe(renormalise=False), moe(score='softmax'), moe(shared_size=0)],
     'minimax-m2': [rope(dim=16), moe(correction=False), moe(score='softmax', correction=False), moe(renormalise=False), att(qk_norm='none')],
     'qwen3-vl': [rope(dim=12), att(qk_norm='none')],
     'qwen3-vl-moe': [moe(renormalise=False)]}
 
 def pairs(table): return pytest.mark.parametrize('name,wrong', [pytest.param(n, f, id=f'{n}-{i}') for n,fs in table.items() for i,f in enumerate(fs)])
+
+@pytest.mark.parametrize('key', ('residual_scale','logit_scale'))
+def test_a_scale_that_a_family_ignores_is_refused(key):
+    scaled = {key:.1}
+    llama = replace(ModelConfig.preset('llama-3.1-8b'), **scaled)
+    with pytest.raises(UnsupportedError) as e: build(llama)
+    assert e.value.param==key
+    granite = next(n for n in PRESETS if n.startswith('granite'))
+    assert build(replace(ModelConfig.preset(granite), **scaled))
 
 @pairs(CHANGES)
 def test_of_the_config(name, wrong):

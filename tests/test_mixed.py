@@ -1,13 +1,13 @@
 """A thousand requests of every kind at once, from clients of every kind: polite ones, ones that leave in the middle of a word, ones that send half a body or none.
 Then everything is as it was: no stream, task, connection or descriptor is left, memory is flat, and every request is in the metrics and in the log, once."""
-import asyncio,gc,io,json,os,random,socket,sys,threading,time
+import asyncio,gc,io,json,os,random,socket,sys,threading
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families as families
 from atlas.text.chat import ChatTemplate
-from atlas.service.gateway import Model,Models,Policy
+from atlas.service.gateway import Model,Models
 from atlas.service.http import server_config
 from atlas.text.tokenizer import byte_tokenizer
 from atlas.service.log import Access,configure
@@ -15,10 +15,11 @@ from atlas.service.server import create_app
 
 sys.path.insert(0, str(Path(__file__).parent/'helpers'))
 from script_config import ScriptConfig  # noqa: E402
+from helpers.patience import PATIENT  # noqa: E402
+from helpers.waiting import WAIT,until  # noqa: E402
 
-FAKE,WAIT = (sys.executable, Path(__file__).parent/'helpers'/'fake_worker.py'),20
+FAKE = (sys.executable, Path(__file__).parent/'helpers'/'fake_worker.py')
 template = ChatTemplate('{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: ')
-QUICK = Policy(beat=.1, stalled=30., start=60., grace=2., drain=2.)
 
 class Sink(io.StringIO):
     "Where log lines go"
@@ -30,15 +31,18 @@ def gateway():
     lines,got = Sink(),{}
     configure('json', stream=lines)
     async def main():
-        ms = Models([Model(ScriptConfig('fake', say='x'*400, max_queue=200), policy=QUICK, command=FAKE, text=lambda o: dict(tokenizer=byte_tokenizer(), template=template))])
+        config = ScriptConfig('fake', say='x'*400, max_queue=200)
+        def text(config): return dict(tokenizer=byte_tokenizer(), template=template)
+        ms = Models([Model(config, policy=PATIENT, command=FAKE, text=text)])
         app = create_app(ms); app.add_middleware(Access)
         with socket.create_server(('127.0.0.1', 0), backlog=1024) as sock:
             server = uvicorn.Server(server_config(app)); server.install_signal_handlers = lambda: None
             got.update(models=ms, port=sock.getsockname()[1], server=server, loop=asyncio.get_running_loop())
             await server.serve(sockets=[sock])
     t = threading.Thread(target=asyncio.run, args=(main(),), daemon=True); t.start()
-    end = time.monotonic()+WAIT
-    while not (got.get('models') and got['models'].upstreams): assert t.is_alive() and time.monotonic()<end, lines.getvalue()[-2000:]; time.sleep(.01)
+    def there(): return got.get('models') and got['models'].upstreams
+    until(lambda: not t.is_alive() or there(), 'a gateway with a model')
+    assert t.is_alive(), lines.getvalue()[-2000:]
     try: yield got['models'],got['port'],lines,got['loop']
     finally: got['server'].should_exit = True; t.join(WAIT); assert not t.is_alive()
 
@@ -96,10 +100,9 @@ def total(ms, name): return sum(v for k,v in ms.items() if k[0]==name)
 
 def settled(models, loop):
     "Wait until nobody is being served; how many tasks the loop has then"
-    runner,end = models.upstreams[0].runner,time.monotonic()+WAIT
-    while runner._streams or len(asyncio.all_tasks(loop))>12:
-        assert time.monotonic()<end, (len(runner._streams), [t.get_coro() for t in asyncio.all_tasks(loop)][:20])
-        time.sleep(.05)
+    runner = models.upstreams[0].runner
+    def idle(): return not runner._streams and len(asyncio.all_tasks(loop))<=12
+    until(idle, 'an end of all streams and tasks')
     return len(asyncio.all_tasks(loop))
 
 def test_a_thousand_mixed_requests():
@@ -109,8 +112,9 @@ def test_a_thousand_mixed_requests():
         was,log = numbers(port),len(lines.getvalue().splitlines())
         statuses,left = asyncio.run(crowd(port, 1000, 1))
         assert settled(models, loop)<=tasks+2
-        end = time.monotonic()+WAIT
-        while total(ms := numbers(port), 'atlas:num_requests_running'): assert time.monotonic()<end; time.sleep(.05)  # the worker's numbers are of a moment ago
+        # the worker's numbers are of a moment ago
+        until(lambda: not total(numbers(port), 'atlas:num_requests_running'), again=.05)
+        ms = numbers(port)
         gc.collect()
         grown = {k:total(ms, k)-total(was, k) for k in ('atlas:requests_submitted_total','atlas:request_success_total','atlas:aborted_requests_total','atlas:http_requests_total')}
         # statuses: what polite clients saw
@@ -123,9 +127,9 @@ def test_a_thousand_mixed_requests():
         # every request is accounted for, once
         assert grown['atlas:requests_submitted_total']==grown['atlas:request_success_total']>500 and grown['atlas:aborted_requests_total']>0
         assert models.all[0].restarts==0 and models.healthy
-        end = time.monotonic()+WAIT
         ids = lambda: Counter(i for l in lines.getvalue().splitlines()[log:] if (i := json.loads(l).get('request_id', '')).startswith('req-1-'))
-        while sum(ids().values())<1000-left['body'] and time.monotonic()<end: time.sleep(.05)
+        heard = 1000-left['body']-left['sent']
+        until(lambda: sum(ids().values())>=heard, again=.05)
         assert max(ids().values())==1 and 1000-left['body']-left['sent']<=len(ids())<=1000
 
 def test_what_an_unloaded_model_leaves():

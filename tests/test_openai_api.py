@@ -1,5 +1,5 @@
 "OpenAI's API through OpenAI's own client: tools, reasoning, formats, counts, vectors, and what is remembered of prompts."
-import asyncio,base64,json,logging,random,re,socket,threading
+import asyncio,base64,json,random,re,socket,threading
 import httpx,numpy as np,openai,pytest
 from collections import Counter
 from contextlib import contextmanager
@@ -15,8 +15,13 @@ from atlas.ground.requests import Event
 from atlas.use.llm import LLM
 from atlas.service.server import create_app
 from atlas.text.tokenizer import Tokenizer
-from test_server import END,FakeRunner,HELLO,WAIT,app_of,client_of,dial,head,live,read_until,template,threaded,tok
+from test_server import END,FakeRunner,HELLO,WAIT,app_of,client_of,dial,head,live,read_until
+from test_server import template,threaded,tok
 from inprocess import loaded
+from helpers.waiting import until
+
+ONCE = httpx.Limits(max_keepalive_connections=0)
+web = httpx.Client(timeout=WAIT, limits=ONCE)
 
 THINKING = ChatTemplate('{% for m in messages %}[{{ m.role }}]{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments|tojson }}{% endfor %}\n{% endfor %}'
     '{% if tools %}tools: {{ tools|map(attribute="function")|map(attribute="name")|join(",") }}\n{% endif %}{{ reasoning_effort }}>{% if enable_thinking is false %}<think></think>{% endif %}')
@@ -165,26 +170,75 @@ def test_fields_without_effect_are_named(calling):
     assert a.headers.get_list('x-atlas-warning')==['bad_words, functions left out: not offered here']
     assert a.headers.get_list('x-atlas-ignored')==['bad_words, functions, unheard_of']
 
-def test_ignored_fields_are_told_once(calling, monkeypatch):
-    "By every API, whatever their names hold, and a stranger cannot fill log or memory with inventions"
+def told(path, port, **kw):
+    "The fields that an answer says were ignored"
+    asked = dict(model='fake', max_tokens=4)|kw
+    r = web.post(f'http://127.0.0.1:{port}{path}', json=asked)
+    assert r.status_code==200, r.text
+    return r.headers.get('x-atlas-ignored')
+
+@pytest.fixture
+def log(monkeypatch):
+    "The service's log; it has told of no field yet"
     from atlas.service.service import Service
-    c,_,_,port = calling
-    log,told = Mock(),set()
-    module = Service.chat_completions.__globals__  # of the package, or of its page where that has run in this process
-    monkeypatch.setitem(module, '_told', told)
-    monkeypatch.setitem(module, '_log', log)
-    def post(path, **kw):
-        r = httpx.post(f'http://127.0.0.1:{port}{path}', json=dict(model='fake', max_tokens=4)|kw)
-        assert r.status_code==200, r.text
-        return r.headers.get('x-atlas-ignored')
-    asked = {'/v1/chat/completions':dict(messages=HELLO), '/v1/completions':dict(prompt='a'), '/v1/messages':dict(messages=HELLO), '/v1/responses':dict(input='a', max_output_tokens=16, store=False)}
-    for path,kw in asked.items():
-        kw = kw|({} if path!='/v1/responses' else dict(max_tokens=None))
-        for _ in range(2): assert post(path, **kw, **{'foo':1, 'bar\r\nx-evil: 1':2, 'quiet':None})=='bar??x-evil??1, foo'
-        assert post(path, **kw, metadata={}, user='u', service_tier='auto')==None
-    assert [c.args for c in log.warning.call_args_list]==[('Ignored fields of requests: %s', 'bar??x-evil??1, foo')]
-    for i in range(40): post('/v1/completions', prompt='a', **{f'made_up_{i}_{k}':1 for k in range(16)})
-    assert len(told)==256 and log.warning.call_count<60
+    # its names, in the package or in its page where that has run in this process
+    module = Service.chat_completions.__globals__
+    spy = Mock(told=set())
+    monkeypatch.setitem(module, '_told', spy.told)
+    monkeypatch.setitem(module, '_log', spy)
+    return spy
+
+SHORT = dict(max_output_tokens=16, store=False)
+EVERY_API = [
+    ('/v1/chat/completions', dict(messages=HELLO)),
+    ('/v1/completions', dict(prompt='a')),
+    ('/v1/messages', dict(messages=HELLO)),
+    ('/v1/responses', dict(input='a', max_tokens=None)|SHORT),
+    ('/v1/messages/count_tokens', dict(messages=HELLO)),
+    ('/v1/responses/input_tokens', dict(input='a', max_tokens=None)),
+    ('/v1/embeddings', dict(input='a', max_tokens=None)),
+    ('/tokenize', dict(prompt='a', max_tokens=None)),
+    ('/tokenize', dict(messages=HELLO)),
+    ('/detokenize', dict(tokens=[65], max_tokens=None)),
+    ('/apply-template', dict(messages=HELLO))]
+
+def test_ignored_fields_are_told_once(calling, log):
+    "By every API, whatever their names hold"
+    port = calling[3]
+    strange = {'foo':1, 'bar\r\nx-evil: 1':2, 'quiet':None}
+    for path,kw in EVERY_API:
+        for _ in range(2): assert told(path, port, **kw, **strange)=='bar??x-evil??1, foo'
+        usual = dict(metadata={}, user='u', service_tier='auto')
+        assert told(path, port, **kw, **usual) is None
+    line = 'Ignored fields of requests: %s','bar??x-evil??1, foo'
+    assert [c.args for c in log.warning.call_args_list]==[line]
+
+def test_a_stranger_cannot_fill_log_or_memory_with_inventions(calling, log):
+    for i in range(40):
+        invented = {f'made_up_{i}_{k}':1 for k in range(16)}
+        told('/v1/completions', calling[3], prompt='a', **invented)
+    assert len(log.told)==256
+    assert log.warning.call_count==256//16  # a line for each request, until memory is full
+
+ALL_USAGE = dict(include_usage=True, every=3, include_obfuscation=True)
+ODD = dict(type='text', odd=1)
+OPTIONS = [
+    ('/v1/chat/completions', dict(messages=HELLO, stream=True, stream_options=ALL_USAGE),
+        'stream_options.every'),
+    ('/v1/chat/completions', dict(messages=HELLO, thinking=dict(type='disabled', depth=1), zeal=1),
+        'thinking.depth, zeal'),
+    ('/v1/messages', dict(messages=HELLO, max_tokens=4, output_config=dict(effort='low', tone='x')),
+        'output_config.tone'),
+    ('/v1/responses', SHORT|dict(input='a', text=dict(verbosity='low', format=ODD)),
+        'text.format.odd'),
+    ('/v1/responses', SHORT|dict(input='a', reasoning=dict(effort='low', tokens=9)),
+        'reasoning.tokens')]
+
+@pytest.mark.parametrize('path,kw,named', OPTIONS)
+def test_ignored_fields_of_options_are_named(calling, path, kw, named):
+    r = web.post(f'http://127.0.0.1:{calling[3]}{path}', json=dict(model='fake')|kw)
+    assert r.status_code==200, r.text
+    assert r.headers.get('x-atlas-ignored')==named
 
 def test_what_real_clients_send_is_no_news():
     "Nothing that the libraries of OpenAI and Anthropic know, and that changes no answer, is told"
@@ -194,15 +248,22 @@ def test_what_real_clients_send_is_no_news():
     from openai.types.responses.response_create_params import ResponseCreateParamsBase as Responses
     from atlas.service.protocol import anthropic,openai,responses
     from atlas.service.protocol.base import ignored
-    kinds = [(openai.ChatBody,Chat),(openai.CompletionBody,Completion),(responses.ResponsesBody,Responses),(anthropic.MessagesBody,Messages)]
-    left = {kind.__name__:ignored(kind.model_construct(**dict.fromkeys(theirs.__annotations__, 'x'))) for kind,theirs in kinds}
-    assert left==dict(ChatBody=['audio','function_call','functions','web_search_options'], CompletionBody=[], ResponsesBody=['image'], MessagesBody=['container'])
+    def unknown(body, theirs):
+        "What we ignore of a body that has every field of theirs"
+        everything = dict.fromkeys(theirs.__annotations__, 'x')
+        return ignored(body.model_construct(**everything))
+    audio_and_old = ['audio','function_call','functions','web_search_options']
+    assert unknown(openai.ChatBody, Chat)==audio_and_old
+    assert unknown(openai.CompletionBody, Completion)==[]
+    assert unknown(responses.ResponsesBody, Responses)==['image']
+    assert unknown(anthropic.MessagesBody, Messages)==['container']
 
 def test_a_call_that_cannot_be_read_is_counted():
     with speaking('<think></think>Hm <tool_call>{"name": "wea') as (c,_,_,port):
         a = ask(c, tools=[WEATHER])
         assert a.choices[0].finish_reason=='stop' and not a.choices[0].message.tool_calls
-        assert 'atlas:tool_parse_failures_total{model_name="fake",parser="hermes"} 1.0' in httpx.get(f'http://127.0.0.1:{port}/metrics').text
+        said = web.get(f'http://127.0.0.1:{port}/metrics').text
+        assert 'atlas:tool_parse_failures_total{model_name="fake",parser="hermes"} 1.0' in said
 
 # ---- Formats ----
 
@@ -248,9 +309,11 @@ def test_refusals_name_the_field():
         ('/v1/chat/completions', dict(messages=HELLO, stop_token_ids=[10**6]), 'stop_token_ids'), ('/v1/completions', dict(prompt='a', logit_bias={'1000000':1}), 'logit_bias')]
     with speaking('x') as (_,_,_,port):
         for path,body,param in cases:
-            r = httpx.post(f'http://127.0.0.1:{port}{path}', json=body)
+            r = web.post(f'http://127.0.0.1:{port}{path}', json=body)
             assert (r.status_code,r.json()['error']['param'])==(400,param), (path, body, r.text)
-        r = httpx.post(f'http://127.0.0.1:{port}/v1/messages', json=dict(model='fake', max_tokens=5, messages=HELLO, output_config=dict(format=dict(type='json_schema', schema=bomb))))
+        schema = dict(format=dict(type='json_schema', schema=bomb))
+        body = dict(model='fake', max_tokens=5, messages=HELLO, output_config=schema)
+        r = web.post(f'http://127.0.0.1:{port}/v1/messages', json=body)
         assert r.status_code==400 and r.json()['error']['type']=='invalid_request_error', r.text
 
 # ---- Prompts: echo, log-probabilities, ids, the middle ----
@@ -348,11 +411,13 @@ def test_embeddings():
         np.testing.assert_allclose(c.embeddings.create(model='fake', input=[1,2], dimensions=2, encoding_format='float').data[0].embedding, [.6,.8], rtol=1e-6)
         assert c.embeddings.create(model='fake', input=[[1],[2,3]], extra_body=dict(pooling='mean')).data[1].embedding==[0.,0.,1.]
         for bad in dict(input=''),dict(input=[]),dict(input=[[]]),dict(input=[300]),dict(input='x'*2000),dict(input='a', dimensions=4),dict(input='a', encoding_format='hex'):
-            assert httpx.post(f'http://127.0.0.1:{port}/v1/embeddings', json=bad).status_code==400, bad
+            r = web.post(f'http://127.0.0.1:{port}/v1/embeddings', json=bad)
+            assert r.status_code==400, bad
 
 def test_tokens_and_templates():
     with speaking('') as (c,r,_,port):
-        def post(path, **kw): return httpx.post(f'http://127.0.0.1:{port}{path}', json=kw).json()
+        def post(path, **kw):
+            return web.post(f'http://127.0.0.1:{port}{path}', json=kw).json()
         for v in '','/v1':
             assert post(v+'/tokenize', prompt='ab')==dict(count=2, max_model_len=1000, tokens=tok.encode('ab'), token_strs=None)
             assert post(v+'/detokenize', tokens=tok.encode('ab'))['prompt']==post(v+'/detokenize', tokens=tok.encode('ab'))['content']=='ab'
@@ -363,14 +428,20 @@ def test_tokens_and_templates():
 
 def test_models_as_others_list_them():
     with speaking('', names=['fake','alias']) as (c,_,_,port):
-        g = lambda p: httpx.get(f'http://127.0.0.1:{port}{p}')
+        def g(path): return web.get(f'http://127.0.0.1:{port}{path}')
         one = g('/models').json()['data']
-        assert [(m['id'],m['status'],m['aliases']) for m in one]==[('fake',dict(value='loaded', args=['atlas','serve','fake']),['alias'])]
+        status = dict(value='loaded', args=['atlas','serve','fake'])
+        shown = [(m['id'],m['status'],m['aliases']) for m in one]
+        assert shown==[('fake',status,['alias'])]
         assert g('/v1/models').json()['has_more'] is False and g('/version').json()['version'] and g('/v1/health').json()['status']=='ok'
-        with httpx.stream('GET', f'http://127.0.0.1:{port}/models/sse') as s: assert s.status_code==200 and s.headers['content-type'].startswith('text/event-stream')      # what comes of changes: test_processes
-        assert httpx.post(f'http://127.0.0.1:{port}/models/load', json=dict(model='nobody')).status_code==404
+        # what comes of changes: test_processes
+        with web.stream('GET', f'http://127.0.0.1:{port}/models/sse') as s:
+            assert s.status_code==200
+            assert s.headers['content-type'].startswith('text/event-stream')
+        nobody = web.post(f'http://127.0.0.1:{port}/models/load', json=dict(model='nobody'))
+        assert nobody.status_code==404
         for path in '/v1/files','/v1/images/generations','/v1/batches','/v1/moderations','/v1/responses/compact':
-            e = httpx.post(f'http://127.0.0.1:{port}{path}', json={})
+            e = web.post(f'http://127.0.0.1:{port}{path}', json={})
             assert e.status_code==501 and e.json()['error']['code']=='not_supported', path
 
 # ---- The other two APIs have the same road ----
@@ -379,9 +450,10 @@ def test_a_background_response_outlives_its_client():
     with speaking('So it is.', parsers=(None,None)) as (c,_,_,_):
         a = c.responses.create(model='fake', input='Is it?', background=True)
         assert a.status in ('queued','in_progress','completed')
-        for _ in range(10_000):
-            b = c.responses.retrieve(a.id)
-            if b.status=='completed': break
+        def done():
+            response = c.responses.retrieve(a.id)
+            return response.status=='completed' and response
+        b = until(done)
         assert b.output_text=='So it is.'
         said = [e.type for e in c.responses.retrieve(a.id, stream=True)]
         assert said[0]=='response.created' and said[-1]=='response.completed'
@@ -407,14 +479,16 @@ PATHS = dict(chat=('/v1/chat/completions',dict(messages=HELLO)), completions=('/
 
 @pytest.mark.parametrize('kind', WRONG)
 def test_what_is_wrong_is_named(kind):
-    c,(path,base) = TestClient(app_of(FakeRunner(), tok, THINKING), raise_server_exceptions=False),PATHS[kind]
+    app,(path,base) = app_of(FakeRunner(), tok, THINKING),PATHS[kind]
+    c = TestClient(app, raise_server_exceptions=False)
     got = [(c.post(path, json=base|more).json().get('error') or {}).get('param') for _,more in WRONG[kind]]
     assert got==[p for p,_ in WRONG[kind]]
 
 @pytest.mark.parametrize('kind', PATHS)
 def test_bounds_that_are_allowed(kind):
     r = FakeRunner()
-    c,(path,base) = TestClient(app_of(r, tok, THINKING), raise_server_exceptions=False),PATHS[kind]
+    app,(path,base) = app_of(r, tok, THINKING),PATHS[kind]
+    c = TestClient(app, raise_server_exceptions=False)
     for more in dict(seed=2**63-1), dict(seed=-2**63), dict(thinking_budget=-1), {'max_output_tokens' if kind=='responses' else 'max_tokens':10**18}: assert c.post(path, json=base|more).status_code==200, more
     assert r.seen[-1].params.max_tokens==2**31-1
 
@@ -433,7 +507,8 @@ def demo():
     PRESETS['toy-api'] = PRESETS['llama-3.1-8b']|dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32, intermediate_size=96, vocab_size=256, max_position_embeddings=512, bos_token_id=1, eos_token_id=255)
     try: llm = LLM('toy-api', 'cpu', load_format='dummy', max_seq_len=400, show=False)  # random weights, a token for each byte
     finally: del PRESETS['toy-api']
-    with TestClient(create_app(loaded(llm, ['demo']))) as c: yield c,llm
+    app = create_app(loaded(llm, ['demo']))
+    with TestClient(app) as c: yield c,llm
 
 def test_a_real_model_keeps_to_a_format(demo):
     c,_ = demo
@@ -476,9 +551,11 @@ class Steps:
 
 def test_every_request_is_accounted_for():
     "1,000 requests of every kind, a third of which their clients leave at some point"
-    e,dice = Steps(),random.Random(3)
-    ms = threaded(e, dict(name='fake', max_seq_len=1000, vocab_size=257, eos_ids=[END], max_queue=400), tok, template)
+    e,m = Steps(),''
+    info = dict(name='fake', max_seq_len=1000, vocab_size=257, eos_ids=[END], max_queue=400)
+    ms = threaded(e, info, tok, template)
     async def one(port, k):
+        dice = random.Random(k)  # its own, so that who is faster changes nothing
         path,body = dice.choice([('/v1/chat/completions',dict(messages=HELLO, n=dice.choice([1,1,3]))), ('/v1/completions',dict(prompt='a')), ('/v1/messages',dict(messages=HELLO)), ('/v1/responses',dict(input='a')), ('/v1/completions',dict(prompt=''))])
         raw = json.dumps(body|{'max_output_tokens' if 'input' in body else 'max_tokens':dice.randint(16, 200), 'stream':dice.random()<.6, 'model':'fake'}).encode()
         rd,wr = await asyncio.open_connection('127.0.0.1', port)
@@ -493,11 +570,18 @@ def test_every_request_is_accounted_for():
         await asyncio.gather(*(held(k) for k in range(1000)))
     with live(ms) as port:
         asyncio.run(many(port))
-        for _ in range(1000):  # those that were left are noticed soon
-            m = httpx.get(f'http://127.0.0.1:{port}/metrics').text
-            n = lambda k: sum(float(v) for v in re.findall(rf'^atlas:{k}(?:{{[^}}]*}})? (\S+)$', m, re.M))
-            if n('request_success_total')==n('requests_submitted_total') and not e.todo: break
-        assert n('requests_submitted_total')>900 and n('request_success_total')==n('requests_submitted_total') and not e.todo and not ms.all[0].runner._streams
+        def n(k):
+            "A counter's sum over its labels, as `m` has it"
+            values = re.findall(rf'^atlas:{k}(?:{{[^}}]*}})? (\S+)$', m, re.M)
+            return sum(map(float, values))
+        def noticed():
+            nonlocal m
+            m = web.get(f'http://127.0.0.1:{port}/metrics').text
+            return n('request_success_total')==n('requests_submitted_total') and not e.todo
+        until(noticed)  # those that were left
+        assert n('requests_submitted_total')>900
+        assert n('request_success_total')==n('requests_submitted_total')
+        assert not e.todo and not ms.all[0].runner._streams
         ended = +Counter({k:float(v) for k,v in re.findall(r'atlas:request_success_total{finished_reason="(\w+)",model_name="fake"} (\S+)', m)})
         why = +Counter({k:float(v) for k,v in re.findall(r'atlas:aborted_requests_total{model_name="fake",why="(\w+)"} (\S+)', m)})
         assert ended['abort']==sum(why.values())>20 and ended['length']>400 and set(ended)<={'length','abort'} and set(why)<={'client_gone'}

@@ -11,16 +11,17 @@ from scripted import running,service
 from test_images import FILES,folder,url
 from atlas.text.chat import ChatTemplate
 from atlas.use.clients import Served,setup
-from atlas.service.gateway import Models,Policy,modelled
+from atlas.service.gateway import Models,modelled
 from atlas.service.http import Keys,Rules
 from atlas.use.llm import LLM
 from atlas.text.tokenizer import byte_tokenizer
 from atlas.service.server import create_app
+from helpers import waiting
+from helpers.patience import PATIENT
+from helpers.waiting import WAIT
 
-WAIT = 60
 HEADS = {'content-type':'application/json', 'accept':'*/*', 'accept-encoding':'gzip, deflate, br', 'user-agent':'Python/3.11 aiohttp/3.14.5'}
 FAKE = (sys.executable, Path(__file__).parent/'helpers'/'fake_worker.py')
-QUICK = Policy(beat=.1, stalled=30., start=60., grace=2., pause=.05, longest=.2, drain=WAIT)
 def client(at, key=''): return httpx.Client(base_url=at, timeout=WAIT, headers=HEADS|({'authorization':f'Bearer {key}'} if key else {}))
 def user(text): return dict(role='user', content=text)
 def task(what, field, about): return user(f'### Task:\n{what}\n### Output:\nJSON format: {{ "{field}": … }}\n### Chat History:\n<chat_history>\nUSER: {about}\nASSISTANT: \n</chat_history>')
@@ -34,7 +35,10 @@ def gateway(tmp_path_factory):
     "Two models behind keys; the second was given as a path, and nobody has loaded it"
     path = tmp_path_factory.mktemp('models')/'second.gguf'; path.touch()
     side = dict(tokenizer=byte_tokenizer(), template=ChatTemplate('{{ messages[-1].content }}'))
-    ms = Models(modelled(['first',str(path)], policy=QUICK, command=FAKE, text=lambda o: dict(side), options=dict(say='I am it.'), config=ScriptConfig), first=['first'])
+    def text(config): return dict(side)
+    say = dict(options=dict(say='I am it.'), config=ScriptConfig)
+    both = modelled(['first',str(path)], policy=PATIENT, command=FAKE, text=text, **say)
+    ms = Models(both, first=['first'])
     with running(create_app(ms, rules=Rules(Keys(dict(reader='user', keeper='admin'))))) as at: yield at,str(path)
 
 def loaded(m):
@@ -43,8 +47,8 @@ def loaded(m):
 
 def catalog(h): return {m['id']:m for m in h.get('/models').raise_for_status().json()['data']}
 def until(h, name, value):
-    end = time.monotonic()+WAIT
-    while (v := catalog(h)[name]['status']['value'])!=value: assert time.monotonic()<end, v; time.sleep(.01)
+    def state(): return catalog(h)[name]['status']['value']
+    waiting.until(lambda: state()==value, f'{name} {value}')
 
 def test_keys(gateway):
     "A wrong key is told so, a user may not load, and both hear it as `error.message`, which is what its page shows"
@@ -167,8 +171,7 @@ def test_stop(speaker):
     with client(speaker.url) as h, h.stream('POST', '/v1/chat/completions', json=dict(stream=True, model='scripted', messages=[user('A long one')], tools=TOOLS)) as r:
         for l in r.iter_lines():
             if 'More' in l or '"content":"M"' in l: break
-    end = time.monotonic()+WAIT
-    while speaker.aborted==n: assert time.monotonic()<end; time.sleep(.01)
+    waiting.until(lambda: speaker.aborted>n)
 
 @pytest.mark.parametrize('said,end,thought,rest', [(dict(content='Once upon', reasoning_content='A tale.'), 'Once upon', '', ' a time.'), (dict(content='Once upon'), 'Once upon', '', ' a time.'),
     (dict(content='', reasoning_content='A tale'), '<think>A tale', ', then.', 'There was a dog.')])
@@ -240,7 +243,8 @@ def test_responses(speaker):
 def test_files(folder):
     "A model that sees answers about an image, and the one endpoint that its search needs gives a vector for each text"
     llm = LLM(str(folder), device='cpu', max_seq_len=64)
-    with running(create_app(loaded_models(llm, ['eyes']))) as at, client(at, 'x') as h:
+    app = create_app(loaded_models(llm, ['eyes']))
+    with running(app) as at, client(at, 'x') as h:
         def ask(*parts): return h.post('/v1/chat/completions', json=dict(model='eyes', stream=False, max_tokens=2, messages=[user([dict(type='text', text='w1 '),dict(type='text', text='w3 w4'),*parts])]))
         seen,plain = ask(dict(type='image_url', image_url=dict(url=url(FILES['png'])))),ask()
         assert seen.status_code==200 and seen.json()['usage']['prompt_tokens']>plain.json()['usage']['prompt_tokens']

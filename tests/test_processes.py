@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from atlas.service.turn import UnavailableError
-from atlas.ground.core import AtlasError,NumericError,OutOfMemoryError,QueueFullError,RequestError
-from atlas.service.gateway import Model,Models,Policy
+from atlas.ground.core import AtlasError,OutOfMemoryError,QueueFullError,RequestError
+from atlas.service.gateway import Model,Models
 from atlas.use.llm import LLM
 from atlas.text.tokenizer import byte_tokenizer
 from atlas.ground.options import EngineConfig
@@ -17,26 +17,28 @@ from atlas.service.worker import FATAL,REFUSED
 
 sys.path.insert(0, str(Path(__file__).parent/'helpers'))
 from script_config import ScriptConfig  # noqa: E402
+from helpers.patience import PATIENT,impatient  # noqa: E402
+from helpers.waiting import WAIT,happens,until  # noqa: E402
 
-here,WAIT = Path(__file__).parent,60
+here = Path(__file__).parent
 FAKE,FAULTY = (sys.executable, here/'helpers'/'fake_worker.py'),(sys.executable, here/'helpers'/'faulty_worker.py')
-QUICK = Policy(beat=.05, stalled=1., dead=60., hung=600., start=60., grace=2., pause=.02, longest=.1, well=600., ends=4, drain=2.)
 tok = byte_tokenizer()
 
-def model(name='fake', policy=QUICK, command=FAKE, **options): return Model(ScriptConfig(name, **options), policy=policy, command=command, text=lambda o: dict(tokenizer=tok))
+def patience(**limits):
+    "`PATIENT`, but for these limits"
+    return replace(PATIENT, **limits)
+
+def model(name='fake', policy=PATIENT, command=FAKE, **options):
+    "A model whose process is a scripted worker"
+    def text(o): return dict(tokenizer=tok)
+    return Model(ScriptConfig(name, **options), policy=policy, command=command, text=text)
+
 def req(rid, text, **kw): return Request(rid, tuple(tok.encode(text) if isinstance(text, str) else text), SamplingParams(**dict(temperature=0, max_tokens=2000)|kw))
 
 def alive(pid):
     "Is there such a process, other than a dead one that nobody has reaped?"
     try: return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0]!='Z'
     except OSError: return False
-
-async def until(condition, what=''):
-    "Wait for a condition"
-    end = time.monotonic()+WAIT
-    while not condition():
-        assert time.monotonic()<end, f'{what or "this"} did not happen in {WAIT} s'
-        await asyncio.sleep(.005)
 
 @asynccontextmanager
 async def running(*models, **kw):
@@ -78,7 +80,8 @@ async def test_it_serves():
         assert all(t=='Hello there, reader.' and e.finish=='stop' for t,e in said)
         u = await ms.get()
         assert await u.runner.call('double', x=21)==42 and u.runner.healthy and ms.health()['status']=='ok'
-        await until(lambda: u.runner.stats().get('num_requests_running')==0, 'an idle engine is reported')
+        def idle(): return u.runner.stats().get('num_requests_running')==0
+        await happens(idle, 'an idle engine is reported')
         assert ms.stats()[0]['load_seconds'].keys()=={'open','weights','warm'}
 
 @running_test
@@ -92,17 +95,18 @@ async def test_killed_worker():
         for s in ss:
             e = (await asyncio.wait_for(collect(s), WAIT))[1]
             assert (e.finish, e.code)==('error', 'unavailable')
-        await until(lambda: ms.healthy, 'another process')
+        await happens(lambda: ms.healthy, 'another process')
         assert ('unhealthy','restarting') in seen and not any(h=='ok' and c!='loaded' for h,c in seen)
         assert m.child.pid!=pid and not alive(pid) and m.restarts==1 and await ok(ms)
 
 @running_test
 async def test_refused_while_it_is_gone():
     "A question in between gets 503 and when to come again"
-    async with running(model(policy=Policy(**vars(QUICK)|dict(pause=10**6, longest=10**6)))) as ms:
+    async with running(model(policy=patience(pause=10**6, longest=10**6))) as ms:
         assert await ok(ms)
-        os.kill(ms.all[0].child.pid, signal.SIGKILL)
-        await until(lambda: ms.all[0].child is None and ms.all[0].reason=='was ended by SIGKILL')
+        m = ms.all[0]
+        os.kill(m.child.pid, signal.SIGKILL)
+        await happens(lambda: m.child is None and m.reason=='was ended by SIGKILL')
         with pytest.raises(AtlasError) as e: await ms.get()
         assert (e.value.status, e.value.code, e.value.retry_after>=1, ms.healthy, ms.all[0].reason)==(503, 'unavailable', True, False, 'was ended by SIGKILL')
 
@@ -119,7 +123,7 @@ async def test_fault_of_the_engine(mark, reason):
         text,last = await asyncio.wait_for(ask(ms, mark), WAIT)
         assert last.finish=='error' and len(text)<=3 and 'secret' not in last.error
         for s in others: assert (await asyncio.wait_for(collect(s), WAIT))[1].finish=='error'
-        await until(lambda: ms.healthy)
+        await happens(lambda: ms.healthy)
         assert m.code==FATAL and any(reason in r for r in reasons) and m.child.pid!=pid and await ok(ms)
 
 @running_test
@@ -133,7 +137,7 @@ async def test_nothing_after_a_fault():
         pid = m.child.pid
         ends = await asyncio.gather(*(ask(ms, t) for t in ('<sticky>',*['<endless>']*8)))
         assert all(e.finish=='error' for _,e in ends)
-        await until(lambda: ms.healthy)
+        await happens(lambda: ms.healthy)
         assert await ok(ms) and all(ready for _,ready in tokens)
         assert m.child.pid in {p for p,_ in tokens} <= {pid, m.child.pid}  # the first may have died in its first step
 
@@ -159,19 +163,21 @@ async def test_only_that_request(mark, code):
         _,last = await ask(ms, mark)
         assert (last.finish, last.code)==('error', code)
         assert [(await o)[0] for o in others]==['Hello there, reader.']*8 and ms.all[0].restarts==0 and ms.healthy
-        await until(lambda: ms.all[0].runner.stats().get('corrupted_requests_total')==(mark=='<nan>'), 'the counter')
+        def counted(): return ms.all[0].runner.stats().get('corrupted_requests_total')
+        await happens(lambda: counted()==(mark=='<nan>'), 'the counter')
 
 @running_test
 async def test_clients_that_leave():
-    "The engine is rid of a request within a step or two, and of its blocks"
+    "The engine is rid of a request, and of its blocks; within a step, says test_server"
     async with running(model()) as ms:
         r,ss = (await ms.get()).runner,await begun(ms, '<endless>', n=16)
-        await until(lambda: r.stats()['num_requests_running']==16 and r.stats()['blocks_used']>=16)
-        steps = r.stats()['steps_total']
+        def busy(): return r.stats()['num_requests_running']
+        def blocks(): return r.stats()['blocks_used']
+        await happens(lambda: busy()==16 and blocks()>=16)
         for s in ss: s.abort()
         for s in ss: assert (await collect(s))[1].finish=='abort'
-        await until(lambda: r.stats()['blocks_used']==0 and not r.stats()['num_requests_running'])
-        assert r.stats()['steps_total']-steps<200 and r.idle.is_set() and not r._numbers and await ok(ms)
+        await happens(lambda: blocks()==0 and not busy())
+        assert r.idle.is_set() and not r._numbers and await ok(ms)
 
 @running_test
 async def test_queue_overflow():
@@ -191,40 +197,49 @@ async def test_frozen_worker():
         m = ms.all[0]
         s, = await begun(ms, '<endless>'); pid = m.child.pid
         os.kill(pid, signal.SIGSTOP)
-        await until(lambda: m.condition=='stalled', 'the watchman notices')
+        impatient(m, stalled=.3)
+        await happens(lambda: m.condition=='stalled', 'the watchman notices')
         assert not ms.healthy and 'no sign of life' in m.reason and ms.health()['models']['fake']['state']=='stalled'
         with pytest.raises(AtlasError) as e: await ms.get()
         assert e.value.status==503
         os.kill(pid, signal.SIGCONT)
-        await until(lambda: ms.healthy, 'it recovers')
+        await happens(lambda: ms.healthy, 'it recovers')
+        impatient(m, stalled=PATIENT.stalled)
         assert m.child.pid==pid and m.restarts==0 and m.reason is None and await ok(ms)
         await anext(s); s.abort(); assert (await collect(s))[1].finish=='abort'
 
 @running_test
 async def test_frozen_for_too_long():
     "After the longer limit it is ended and replaced"
-    async with running(model(policy=Policy(**vars(QUICK)|dict(stalled=.3, dead=1.)))) as ms:
+    async with running(model()) as ms:
         m = ms.all[0]
         s, = await begun(ms, '<endless>'); pid,reasons = m.child.pid,[]
         m.tell = lambda e: reasons.append(m.reason or '')
         os.kill(pid, signal.SIGSTOP)
+        impatient(m, stalled=.1, dead=.3)
         assert (await asyncio.wait_for(collect(s), WAIT))[1].finish=='error'
-        await until(lambda: ms.healthy and m.child.pid!=pid)
+        impatient(m, stalled=PATIENT.stalled, dead=PATIENT.dead)  # the next one may take its time
+        await happens(lambda: ms.healthy and m.child.pid!=pid)
         assert not alive(pid) and any('gave no sign of life' in r for r in reasons) and await ok(ms)
 
 @running_test
 async def test_stuck_step():
     "A step that does not come back, in a process that lives"
-    async with running(model(policy=Policy(**vars(QUICK)|dict(hung=.5)))) as ms:
+    async with running(model()) as ms:
         assert await ok(ms); pid = ms.all[0].child.pid
-        assert (await asyncio.wait_for(ask(ms, '<stuck>'), WAIT))[1].finish=='error'
-        await until(lambda: ms.healthy and ms.all[0].child.pid!=pid)
+        stuck, = await begun(ms, '<stuck>')
+        impatient(ms.all[0], hung=.5)
+        _,last = await asyncio.wait_for(collect(stuck), WAIT)
+        assert last.finish=='error'
+        impatient(ms.all[0], hung=PATIENT.hung)
+        await happens(lambda: ms.healthy and ms.all[0].child.pid!=pid)
         assert await ok(ms)
 
 @running_test
 async def test_never_ready():
     "Loading that does not get on is ended, and after some tries given up with the reason"
-    async with running(model(policy=Policy(**vars(QUICK)|dict(start=.4, ends=2)), at_load='hang')) as ms:
+    hasty = patience(start=.4, ends=2)
+    async with running(model(policy=hasty, at_load='hang')) as ms:
         with pytest.raises(AtlasError, match='did not get on') as e: await ms.get()
         m = ms.all[0]
         assert (e.value.status, m.state, m.restarts, ms.healthy, ms.health()['status'])==(503, 'failed', 1, False, 'unhealthy') and 'not ready' in m.reason
@@ -237,7 +252,9 @@ async def test_crash_loop(wrong, says, tmp_path):
     async with running(model(at_load=wrong, lives=str(lives))) as ms:
         with pytest.raises(AtlasError, match=says) as e: await ms.get()
         m = ms.all[0]
-        assert (e.value.status, m.state, len(lives.read_text().split()))==(503, 'failed', QUICK.ends) and says in m.reason and 'secret' not in m.reason
+        assert (e.value.status, m.state)==(503, 'failed')
+        assert len(lives.read_text().split())==PATIENT.ends
+        assert says in m.reason and 'secret' not in m.reason
         assert m.status['failed'] and m.status['value']=='unloaded'
         m.config = replace(m.config, at_load=None)
         await ms.load('fake')
@@ -246,11 +263,12 @@ async def test_crash_loop(wrong, says, tmp_path):
 @running_test
 async def test_killed_again_and_again():
     "One that has been ready is never given up, however often it ends"
-    async with running(model(policy=Policy(**vars(QUICK)|dict(ends=2)))) as ms:
+    async with running(model(policy=patience(ends=2))) as ms:
         assert await ok(ms)
+        m = ms.all[0]
         for i in range(5):
-            os.kill(ms.all[0].child.pid, signal.SIGKILL)
-            await until(lambda: ms.all[0].restarts==i+1 and ms.healthy)
+            os.kill(m.child.pid, signal.SIGKILL)
+            await happens(lambda: m.restarts==i+1 and ms.healthy)
         assert await ok(ms)
 
 @running_test
@@ -273,7 +291,7 @@ async def test_garbage():
         pid,reasons = m.child.pid,[]
         m.tell = lambda e: reasons.append(m.reason or '')
         for c in (ask(ms, '<garbage>'), collect(other)): assert (await asyncio.wait_for(c, WAIT))[1].finish=='error'
-        await until(lambda: ms.healthy and m.child.pid!=pid)
+        await happens(lambda: ms.healthy and m.child.pid!=pid)
         assert any('does not speak our language' in r for r in reasons) and await ok(ms)
 
 @running_test
@@ -281,7 +299,7 @@ async def test_garbage_to_the_worker():
     async with running(model()) as ms:
         assert await ok(ms); m = ms.all[0]; pid = m.child.pid
         m.runner._wire.write(b'\x00'*64)
-        await until(lambda: m.restarts==1 and ms.healthy)
+        await happens(lambda: m.restarts==1 and ms.healthy)
         assert m.child.pid!=pid and m.code==FATAL and await ok(ms)
 
 @running_test
@@ -295,18 +313,25 @@ async def test_clocks_that_jump(monkeypatch):
 
 def test_only_the_monotonic_clock():
     "The wall clock is asked once: when a model was made known"
-    import inspect,atlas.service.gateway,atlas.service.link,atlas.service.remote,atlas.service.worker
-    src = ''.join(map(inspect.getsource, (atlas.service.gateway, atlas.service.link, atlas.service.remote, atlas.service.worker)))
+    import inspect
+    from atlas.service import gateway,link,remote,worker
+    src = ''.join(map(inspect.getsource, (gateway, link, remote, worker)))
     assert src.count('time.time(')==1 and 'datetime' not in src
 
 @running_test
 async def test_a_gateway_that_slept():
     "It was stopped itself, and does not blame its workers for the time"
-    async with running(model(policy=Policy(**vars(QUICK)|dict(stalled=.5, dead=1.)))) as ms:
+    async with running(model()) as ms:
         assert await ok(ms)
-        time.sleep(2.5)  # the loop does nothing: no beat is read, no tick is lived through
-        await asyncio.sleep(.2)
-        assert ms.all[0].condition=='loaded' and ms.all[0].restarts==0 and await ok(ms)
+        m = ms.all[0]
+        await happens(lambda: m.silent==0)
+        impatient(m, stalled=.5, dead=1.)
+        time.sleep(1.5)  # the loop does nothing: no beat is read, no look is taken
+        looks = m.stuck
+        await happens(lambda: m.stuck>looks+2)  # three looks are no ten of silence
+        assert m.condition=='loaded' and m.restarts==0
+        impatient(m, stalled=PATIENT.stalled, dead=PATIENT.dead)
+        assert await ok(ms)
 
 @running_test
 async def test_what_cannot_be_followed_is_given_up(monkeypatch):
@@ -354,18 +379,35 @@ async def test_load_and_unload():
         s, = await begun(ms, 'hello', 'b'); pid = ms.find('b').child.pid
         await ms.unload('b')
         assert (await collect(s))[1].finish=='stop'  # it may finish
-        await until(lambda: ms.find('b').state=='unloaded')
+        await happens(lambda: ms.find('b').state=='unloaded')
         assert not alive(pid) and await ok(ms, 'a') and (await ask(ms, name='b'))[0]=='I am b.'
         with pytest.raises(AtlasError) as e: await ms.get('c')
         assert e.value.status==404
 
 @running_test
+async def test_the_text_side_is_read_again():
+    "With each loading, for its files may be others by then; not when a process only comes back"
+    reads,m = [],model()
+    def text(o):
+        reads.append(o.model)
+        return dict(tokenizer=tok)
+    m.text = text
+    async with running(m) as ms:
+        assert await ok(ms)
+        m.child.kill()
+        await happens(lambda: m.restarts==1 and m.state=='loaded')
+        assert await ok(ms) and len(reads)==1
+        await ms.unload(m.name)
+        await happens(lambda: m.state=='unloaded')
+        assert m.side is None and await ok(ms) and len(reads)==2
+
+@running_test
 async def test_unload_ends_what_does_not_finish():
-    async with running(model(policy=Policy(**vars(QUICK)|dict(drain=.1)))) as ms:
+    async with running(model(policy=patience(drain=.1))) as ms:
         s, = await begun(ms, '<endless>')
         await ms.unload('fake')
         assert (await asyncio.wait_for(collect(s), WAIT))[1].code=='unavailable'
-        await until(lambda: ms.all[0].state=='unloaded')
+        await happens(lambda: ms.all[0].state=='unloaded')
 
 @running_test
 async def test_load_on_request_is_shared():
@@ -384,19 +426,19 @@ async def test_no_autoload():
 async def test_unload_at_any_time():
     "While it loads, while it is down, while it waits: the process is gone, and it can be loaded again"
     for wrong in ('hang','die',None):
-        async with running(model(policy=Policy(**vars(QUICK)|dict(pause=.2, ends=99)), **(dict(at_load=wrong) if wrong else {}))) as ms:
+        async with running(model(policy=patience(pause=.2, ends=99), at_load=wrong)) as ms:
             m = ms.all[0]
             for wait in (0, .01, .3):
                 await asyncio.sleep(wait)
                 if m.wanted: await ms.unload('fake')
-                await until(lambda: m.state=='unloaded')
+                await happens(lambda: m.state=='unloaded')
                 assert m.child is None
                 await ms.load('fake')
 
 @running_test
 async def test_load_while_it_unloads():
     "Refused if it is asked for; a question waits until the old process is gone and is answered by a new one"
-    async with running(model(policy=Policy(**vars(QUICK)|dict(drain=3600.)))) as ms:
+    async with running(model(policy=patience(drain=3600.))) as ms:
         m,(s,) = ms.all[0],await begun(ms, '<endless>')
         pid = m.child.pid
         await ms.unload('fake')
@@ -414,7 +456,7 @@ async def test_unload_while_it_loads():
     "Whoever waits for it is told; it is not loaded again for him"
     async with running(model(at_load='hang'), first=[]) as ms:
         m,wait = ms.all[0],asyncio.create_task(ms.get('fake'))
-        await until(lambda: m.state=='loading' and m.child)
+        await happens(lambda: m.state=='loading' and m.child)
         await ms.unload('fake')
         with pytest.raises(UnavailableError, match='was unloaded'): await asyncio.wait_for(wait, WAIT)
         assert m.state=='unloaded'
@@ -426,7 +468,10 @@ async def test_events_as_llama_cpp_has_them():
         async def listen():
             async for e in ms.events(): seen.append(e)
         ear = asyncio.create_task(listen()); await asyncio.sleep(0)
-        assert await ok(ms); await ms.unload('fake'); await until(lambda: ms.all[0].state=='unloaded' and seen[-1]['data']['status']=='unloaded')
+        assert await ok(ms)
+        await ms.unload('fake')
+        def told(): return seen[-1]['data']['status']
+        await happens(lambda: ms.all[0].state==told()=='unloaded')
         assert all(e['event']=='model_status' and e['model']=='fake' for e in seen)
         words = [k for k,g in __import__('itertools').groupby(e['data']['status'] for e in seen)]
         assert words==['loading','loaded','unloading','unloaded']
@@ -447,7 +492,7 @@ async def test_the_end_comes_while_it_loads():
     async with running(model(at_load='hang'), first=[]) as ms:
         m = ms.all[0]
         waiting = [asyncio.create_task(ms.get()) for _ in range(3)]
-        await until(lambda: m.child)
+        await happens(lambda: m.child)
         begun,begin = [],m.begin
         m.begin = lambda: (begun.append(1), begin())
         assert await ms.drain(WAIT)
@@ -455,7 +500,7 @@ async def test_the_end_comes_while_it_loads():
             with pytest.raises(AtlasError, match='shutting down') as e: await asyncio.wait_for(w, WAIT)
             assert e.value.status==503
         ms.abort()
-        await until(lambda: m.state=='unloaded')
+        await happens(lambda: m.state=='unloaded')
         with pytest.raises(AtlasError, match='shutting down'): await ms.get()
         assert not begun and m.child is None
 
@@ -469,7 +514,7 @@ async def test_drain_waits_for_computations():
 @running_test
 async def test_no_thread_to_wait_with(monkeypatch):
     "A process that nobody can watch is not left behind"
-    async with running(model(policy=Policy(**vars(QUICK)|dict(ends=2)))) as ms:
+    async with running(model(policy=patience(ends=2))) as ms:
         assert await ok(ms)
         made = []
         def none(self): made.append(self); raise RuntimeError("can't start new thread")
@@ -478,7 +523,8 @@ async def test_no_thread_to_wait_with(monkeypatch):
             pids,popen = [],subprocess.Popen
             class Seen(popen):
                 def __init__(self, *a, **kw): super().__init__(*a, **kw); pids.append(self.pid)
-            mp.setattr('atlas.service.remote.threading.Thread.start', none); mp.setattr('atlas.service.remote.subprocess.Popen', Seen)
+            mp.setattr('atlas.service.remote.threading.Thread.start', none)
+            mp.setattr('atlas.service.remote.subprocess.Popen', Seen)
             with pytest.raises(OSError, match='thread'): Child(FAKE)
             assert len(pids)==1 and not alive(pids[0])
 
@@ -488,7 +534,7 @@ async def test_no_thread_to_wait_with(monkeypatch):
 async def test_many_requests_and_random_ends():
     "1,000 requests, of which many leave early, while the process is killed now and then: every one ends exactly once, nothing is left"
     rng = random.Random(5)
-    async with running(model(max_queue=1000, policy=Policy(**vars(QUICK)|dict(ends=10**6)))) as ms:
+    async with running(model(max_queue=1000, policy=patience(ends=10**6))) as ms:
         m,ends = ms.all[0],[]
         async def client(i):
             while True:
@@ -503,7 +549,7 @@ async def test_many_requests_and_random_ends():
                 ends.append(e.finish); return
         async def killer():
             for _ in range(6):
-                await until(lambda: ms.healthy)
+                await happens(lambda: ms.healthy)
                 await asyncio.sleep(.15)
                 if m.child: os.kill(m.child.pid, signal.SIGKILL)
         k,work = asyncio.create_task(killer()),[]
@@ -512,27 +558,35 @@ async def test_many_requests_and_random_ends():
             if i%50==0: await asyncio.sleep(.05)
         await asyncio.gather(*work); await k
         assert len(ends)==1000 and None not in ends and {'stop','abort','error','length'}>=set(ends)
-        await until(lambda: ms.healthy)
+        await happens(lambda: ms.healthy)
         assert await ok(ms) and not m.runner._streams and not m.runner._numbers and not m.runner._calls
-        await until(lambda: m.runner.stats()['num_requests_running']==0)
+        await happens(lambda: m.runner.stats()['num_requests_running']==0)
 
 @running_test
 async def test_descriptors_and_threads_stay():
     import threading
-    async with running(model(policy=Policy(**vars(QUICK)|dict(ends=10**6, pause=.001, longest=.001)))) as ms:
+    quick = patience(ends=10**6, pause=.001, longest=.001)
+    async with running(model(policy=quick)) as ms:
         assert await ok(ms)
+        m = ms.all[0]
         def count(): return len(os.listdir('/proc/self/fd')),threading.active_count()
         before = count()
         for i in range(5):
-            os.kill(ms.all[0].child.pid, signal.SIGKILL)
-            await until(lambda: ms.all[0].restarts==i+1 and ms.healthy)
-        await until(lambda: count()<=before, f'{before} again')
+            os.kill(m.child.pid, signal.SIGKILL)
+            await happens(lambda: m.restarts==i+1 and ms.healthy)
+        await happens(lambda: count()<=before, f'{before} again')
 
 # -- a real model --------------------------------------------------------------------------------------------------------
 
 TOY = here/'data'/'qwen35-dense'
-def toy(command=None, **options):
-    return Model(EngineConfig(TOY, 'cpu', max_num_seqs=4, **options), names=['toy'], policy=QUICK, text=lambda o: dict(tokenizer=None), **(dict(command=command) if command else {}))
+def toy(**options):
+    "A model with a real engine"
+    return Model(EngineConfig(TOY, 'cpu', max_num_seqs=4, **options), **OF_TOY)
+def faulty():
+    "The same in a worker that fails when it is told to"
+    return Model(EngineConfig(TOY, 'cpu', max_num_seqs=4), command=FAULTY, **OF_TOY)
+def no_text(config): return dict(tokenizer=None)
+OF_TOY = dict(names=['toy'], policy=PATIENT, text=no_text)
 async def ids_of(s): return [e.token async for e in s if e.token is not None]
 PROMPTS = [[3,1,4,1,5,9,2,6],[2,7,1,8,2,8],[1,6,1,8,0,3,3,9,8,8,7,4]]
 
@@ -551,7 +605,7 @@ async def test_a_real_model_says_the_same():
             s = r.submit(req('long', PROMPTS[0], max_tokens=200)); await anext(s)
             os.kill(pid, signal.SIGKILL)
             assert (await collect_raw(s)).code=='unavailable'
-            await until(lambda: ms.healthy)
+            await happens(lambda: ms.healthy)
             assert ms.all[0].child.pid!=pid
 
 async def collect_raw(s):
@@ -563,13 +617,14 @@ async def test_a_real_model_with_faults():
     "NaN logits end that request and are counted; no memory for a prompt ends that request; the others are right"
     llm = LLM(str(TOY), 'cpu', max_num_seqs=4)
     want = [o.token_ids for o in llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=12))]
-    async with running(toy(FAULTY)) as ms:
+    async with running(faulty()) as ms:
         r = (await ms.get('toy')).runner
         for bad,code in ((7, 'corrupted_output'), (8, 'out_of_memory')):
             e = await collect_raw(r.submit(req(f'bad{bad}', [bad,1,2], max_tokens=12)))
             assert (e.finish, e.code)==('error', code) and ms.healthy
             assert list(await asyncio.gather(*(ids_of(r.submit(req(f'{bad}{i}', p, max_tokens=12))) for i,p in enumerate(PROMPTS))))==want
-        await until(lambda: r.stats()['corrupted_requests_total']==1 and r.stats()['blocks_used']==0 and not r.stats()['num_requests_running'])
+        left = dict(corrupted_requests_total=1, blocks_used=0, num_requests_running=0)
+        await happens(lambda: left.items()<=r.stats().items())
         assert ms.all[0].restarts==0
 
 @running_test
@@ -577,7 +632,8 @@ async def test_a_real_model_that_does_not_fit():
     async with running(toy(kv_cache_memory=1), first=[]) as ms:
         with pytest.raises(OutOfMemoryError) as e: await ms.get('toy')
         assert e.value.status==507 and ms.all[0].code==REFUSED
-        ms.all[0].config = replace(ms.all[0].config, model=str(here/'nowhere'))
+        m = ms.all[0]
+        m.config = replace(m.config, model=str(here/'nowhere'))
         await ms.load('toy')
         with pytest.raises(AtlasError) as e: await ms.get('toy')
         assert e.value.status==404
@@ -587,35 +643,39 @@ async def test_a_real_model_that_does_not_fit():
 import contextlib,re,socket,threading
 import httpx
 
+GATEWAY = (sys.executable, here/'helpers'/'fake_gateway.py')
+
 class Live:
     "A gateway in a process, and its workers"
     def __init__(self, *models, out=None, err=None, before=None, **kw):
-        kw = dict(models=[dict(model='fake')|m for m in models] or [dict(model='fake')], policy=dict(vars(QUICK)), drain=5.)|kw
-        self.p = subprocess.Popen([sys.executable, str(here/'helpers'/'fake_gateway.py'), json.dumps(kw)], stdout=out or subprocess.PIPE, stderr=err or out or subprocess.DEVNULL, text=True, start_new_session=True, preexec_fn=before)
+        models = [dict(model='fake')|m for m in models or ({},)]
+        kw = dict(models=models, policy=vars(PATIENT), drain=WAIT)|kw
+        self.p = subprocess.Popen([*GATEWAY, json.dumps(kw)],
+            stdout=out or subprocess.PIPE,
+            stderr=err or out or subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+            preexec_fn=before)
         if out is None:
             line = self.p.stdout.readline()
             assert 'is ready' in line, line
             self.port = int(re.search(r'http://127.0.0.1:(\d+)', line)[1])
         else: self.port = kw['port']
-        self.http = httpx.Client(base_url=f'http://127.0.0.1:{self.port}', timeout=WAIT)
+        self.http = self.client()
+    def client(self): return httpx.Client(base_url=f'http://127.0.0.1:{self.port}', timeout=WAIT)
     def chat(self, text, http=None, **kw): return (http or self.http).post('/v1/chat/completions', json=dict(messages=[dict(role='user', content=text)], max_tokens=kw.pop('max_tokens', 5000))|kw)
     def stream(self, text, http=None, **kw): return (http or self.http).stream('POST', '/v1/chat/completions', json=dict(messages=[dict(role='user', content=text)], stream=True, max_tokens=10**5)|kw)
     def ok(self, **kw): return self.chat('hello', **kw).json()['choices'][0]['message']['content']=='Hello there, reader.'
+    def health(self): return self.http.get('/health').status_code
     def metric(self, name): return sum(float(m[1]) for m in re.finditer(rf'^atlas:{name}(?:{{[^}}]*}})? (\S+)$', self.http.get('/metrics').text, re.M))
     @property
     def workers(self): return [int(p) for p in subprocess.run(['pgrep', '-P', str(self.p.pid), '-f', 'fake_worker'], capture_output=True, text=True).stdout.split()]
-    def until(self, condition, what='it'):
-        end = time.monotonic()+WAIT
-        while not condition():
-            assert time.monotonic()<end, f'{what} did not happen in {WAIT} s'
-            time.sleep(.01)
     def __enter__(self): self.pids = self.workers; return self
     def __exit__(self, *_):
         pids = self.workers or self.pids
         self.p.kill(); self.p.wait(); self.http.close()
         if self.p.stdout: self.p.stdout.close()
-        end = time.monotonic()+WAIT
-        while any(map(alive, pids)): assert time.monotonic()<end, 'a worker is left'; time.sleep(.01)
+        until(lambda: not any(map(alive, pids)), 'the end of all workers')
 
 def data(lines): return [json.loads(l[6:]) for l in lines if l.startswith('data: {')]
 def gone(port):
@@ -635,17 +695,20 @@ def test_http_killed_worker():
             rest = [*lines]
         last = data(rest)[-1]
         assert last['error']['code']=='unavailable' and 'data: [DONE]' in rest
-        statuses = []
-        l.until(lambda: statuses.append(l.http.get('/health').status_code) or statuses[-1]==200)
+        until(lambda: l.health()==200)
         assert l.ok() and not alive(pid) and len(l.workers)==1 and l.metric('model_restarts_total')==1
 
 def test_http_refused_while_down():
-    with Live(policy=dict(vars(QUICK), pause=10**6, longest=10**6)) as l:
+    with Live(policy=vars(patience(pause=10**6, longest=10**6))) as l:
         os.kill(l.workers[0], signal.SIGKILL)
-        l.until(lambda: l.http.get('/health').status_code==503)
+        until(lambda: l.health()==503)
         r = l.chat('hello')
         assert r.status_code==503 and int(r.headers['retry-after'])>=1 and r.json()['error']['code']=='unavailable'
-        l.until(lambda: 'SIGKILL' in (body := l.http.get('/health').json())['models']['fake']['reason'] and body['status']=='unhealthy')  # the link is lost before the process is reaped
+        def reaped():
+            "The link is lost before the process is reaped, which the reason tells"
+            body = l.http.get('/health').json()
+            return 'SIGKILL' in body['models']['fake']['reason'] and body['status']=='unhealthy'
+        until(reaped)
 
 def test_http_sticky_fault():
     "After the fault no answer with text, until a new process is there"
@@ -658,30 +721,33 @@ def test_http_sticky_fault():
         t = threading.Thread(target=asking); t.start()
         r = l.chat('<sticky>')
         assert r.status_code==503 and 'CUDA error 700' in r.json()['error']['message']
-        l.until(lambda: l.http.get('/health').status_code==200 and l.workers and l.workers[0]!=pid)
+        until(lambda: l.health()==200 and l.workers and l.workers[0]!=pid)
         stop.set(); t.join()
         assert l.ok() and {c for c,_ in got}<={200,503,500} and all(b['choices'][0]['message']['content']=='Hello there, reader.' for c,b in got if c==200)
 
 def test_http_killed_gateway():
-    "kill -9 of the gateway: its workers are gone within 2 s, also one that is stopped in a step, and the port is free"
+    """kill -9 of the gateway: its workers go, also one that is stopped in a step,
+    and the port is free"""
     with Live(dict(model='a'), dict(model='b')) as l:
         pids = l.workers; assert len(pids)==2
         with l.stream('<endless>', model='a') as r, l.stream('<stuck>', model='b') as s:
             for x in (r.iter_lines(), s.iter_lines()): next(x)
-            l.p.kill(); t = time.monotonic(); l.p.wait()
-            l.until(lambda: not any(map(alive, pids)))
-            assert time.monotonic()-t<2
+            l.p.kill()
+            l.p.wait()
+            until(lambda: not any(map(alive, pids)))
         assert gone(l.port)
 
 @pytest.mark.parametrize('sig', [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_http_drain(sig):
     "What runs finishes; a question on an open connection gets 503; nobody new is let in; the code is 0"
-    with Live(dict(say='abcdefghij'*40)) as l, httpx.Client(base_url=l.http.base_url, timeout=WAIT) as other:
+    with Live(dict(say='abcdefghij'*40)) as l, l.client() as other, l.client() as third:
         assert other.get('/health').status_code==200
-        with l.stream('hello') as r:
-            lines = r.iter_lines(); next(lines)
+        with l.stream('<endless>', third) as last, l.stream('hello') as r:
+            lines = r.iter_lines()
+            next(lines)
+            next(last.iter_lines())  # as long as `last` runs the server is there
             os.killpg(l.p.pid, sig)  # as a terminal's Ctrl-C, or a service manager
-            l.until(lambda: gone_port(l.port), 'it stops listening')
+            until(lambda: gone_port(l.port), 'it stops listening')
             h = other.get('/health'); a = l.chat('hello', other)
             assert (h.status_code, h.json()['status'], a.status_code)==(503, 'draining', 503) and int(a.headers['retry-after'])>=1
             text = ''.join(c['choices'][0]['delta'].get('content') or '' for c in data(lines) if c['choices'])
@@ -693,27 +759,32 @@ def test_http_killed_gateway_while_its_worker_starts(tmp_path):
     code = f'''
 import os,socket,subprocess,sys,time
 a,b = socket.socketpair(); r,w = os.pipe()
-p = subprocess.Popen([sys.executable,'-m','atlas.service.worker',str(b.fileno()),str(r),str(os.getpid()),'x'], pass_fds=(b.fileno(),r), start_new_session=True, env=dict(os.environ, PYTHONPATH={str(tmp_path)!r}+os.pathsep+{str(here.parent)!r}))
+args = [str(b.fileno()), str(r), str(os.getpid()), 'x']
+env = dict(os.environ, PYTHONPATH={str(tmp_path)!r}+os.pathsep+{str(here.parent)!r})
+p = subprocess.Popen([sys.executable, '-m', 'atlas.service.worker', *args],
+    pass_fds=(b.fileno(),r), start_new_session=True, env=env)
 print(p.pid, flush=True); time.sleep(10**6)
 '''
     p = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, text=True, start_new_session=True)
-    pid,end = int(p.stdout.readline()),time.monotonic()+WAIT
+    pid = int(p.stdout.readline())
     try:
-        while not (tmp_path/'here').exists(): assert time.monotonic()<end and alive(pid); time.sleep(.01)
+        until(lambda: (tmp_path/'here').exists() or not alive(pid))
+        assert alive(pid)
     finally: p.kill(); p.wait(); p.stdout.close()
-    try:
-        while alive(pid): assert time.monotonic()<end, 'the worker is left'; time.sleep(.01)
+    try: until(lambda: not alive(pid), 'the end of the worker')
     finally:
         with contextlib.suppress(ProcessLookupError): os.kill(pid, signal.SIGKILL)
 
 def test_http_second_signal_with_a_frozen_worker():
     "It ends at once, and does not give the worker time to hear of it"
-    with Live(drain=3600., policy=dict(vars(QUICK), grace=3600.)) as l:
+    with Live(drain=3600., policy=vars(patience(grace=3600.))) as l:
         pid, = l.workers
         with l.stream('<endless>') as r:
             lines = r.iter_lines(); next(lines)
             os.kill(pid, signal.SIGSTOP)
-            l.p.terminate(); l.until(lambda: gone_port(l.port)); l.p.terminate()
+            l.p.terminate()
+            until(lambda: gone_port(l.port))
+            l.p.terminate()
             assert data([*lines])[-1]['error']['code']=='unavailable'
         assert l.p.wait(WAIT)==0 and not alive(pid)
 
@@ -727,7 +798,8 @@ def test_http_started_without_doors():
     "stdin, stdout and stderr are closed: no socket takes their place, and a worker's print goes nowhere"
     with socket.create_server(('127.0.0.1', 0)) as s: port = s.getsockname()[1]
     with Live(before=lambda: os.closerange(0, 3), out=subprocess.DEVNULL, port=port, log_level='debug') as l:
-        l.until(lambda: not gone_port(port)); l.until(lambda: l.http.get('/health').status_code==200)
+        until(lambda: not gone_port(port))
+        until(lambda: l.health()==200)
         for pid in (l.p.pid, *l.workers): assert [os.readlink(f'/proc/{pid}/fd/{i}') for i in range(3)]==['/dev/null']*3
         assert l.ok()
 
@@ -743,17 +815,36 @@ def test_http_drain_has_an_end():
             assert data([*lines])[-1]['error']['code']=='unavailable'
         assert l.p.wait(WAIT)==0 and not any(map(alive, l.pids))
 
-@pytest.mark.parametrize('streams,says', [(0, 'nothing is running'), (1, '1 answer has up to 3600 s'), (2, '2 answers have up to 3600 s')])
-def test_http_a_signal_is_heard_at_once(streams, says, tmp_path):
-    "While the answers go on, whoever stopped the server reads that it was heard, how long it may take, and what is faster"
-    with open(log := tmp_path/'log', 'w') as err, Live(drain=3600., err=err, log_format='json') as l, contextlib.ExitStack() as es:
-        lines = [es.enter_context(l.stream('<endless>')).iter_lines() for _ in range(streams)]
+@contextlib.contextmanager
+def open_streams(l, n):
+    "Lines of `n` answers without an end, of each of which something was read"
+    with contextlib.ExitStack() as es:
+        streams = [es.enter_context(l.stream('<endless>')) for _ in range(n)]
+        lines = [r.iter_lines() for r in streams]
         for answer in lines: next(answer)
+        yield lines
+
+@pytest.mark.parametrize('streams,says', [
+    (0, 'nothing is running'),
+    (1, '1 answer has up to 3600 s'),
+    (2, '2 answers have up to 3600 s'),
+])
+def test_http_a_signal_is_heard_at_once(streams, says, tmp_path):
+    """While the answers go on, whoever stopped the server reads that it was heard,
+    how long it may take, and what is faster"""
+    log = tmp_path/'log'
+    live = dict(drain=3600., log_format='json')
+    with open(log, 'w') as err, Live(err=err, **live) as l, open_streams(l, streams):
         l.p.send_signal(signal.SIGINT)
-        l.until(lambda: 'Stopping' in log.read_text())
-        said, = [d for d in map(json.loads, log.read_text().splitlines()) if 'Stopping' in d['event']]
-        assert said['level']=='warning' and says in said['event'] and ('A second Ctrl-C' in said['event'])==(streams>0)
-        if streams: assert l.p.poll() is None; l.p.send_signal(signal.SIGINT)
+        until(lambda: 'Stopping' in log.read_text())
+        records = map(json.loads, log.read_text().splitlines())
+        said, = [d for d in records if 'Stopping' in d['event']]
+        event = said['event']
+        assert said['level']=='warning' and says in event
+        assert ('A second Ctrl-C' in event)==(streams>0)
+        if streams:
+            assert l.p.poll() is None
+            l.p.send_signal(signal.SIGINT)
         assert l.p.wait(WAIT)==0
 
 def test_http_second_signal():
@@ -762,23 +853,26 @@ def test_http_second_signal():
         with l.stream('<endless>') as r:
             lines = r.iter_lines(); next(lines)
             l.p.terminate()
-            l.until(lambda: gone_port(l.port))
+            until(lambda: gone_port(l.port))
             next(lines)
-            l.p.terminate(); t = time.monotonic()
+            l.p.terminate()
             assert data([*lines])[-1]['error']['code']=='unavailable'
-        assert l.p.wait(WAIT)==0 and time.monotonic()-t<20 and not any(map(alive, l.pids))
+        assert l.p.wait(WAIT)==0 and not any(map(alive, l.pids))
 
 def test_http_clients_that_leave():
     "In the middle of a stream, and of an answer in one piece"
     with Live() as l:
-        with l.stream('<endless>') as r: next(r.iter_lines()); l.until(lambda: l.metric('num_requests_running')==1)
-        l.until(lambda: l.metric('num_requests_running')==0, 'the engine is rid of the stream')
+        def busy(): return l.metric('num_requests_running')
+        with l.stream('<endless>') as r:
+            next(r.iter_lines())
+            until(lambda: busy()==1)
+        until(lambda: busy()==0, 'the engine is rid of the stream')
         s = socket.create_connection(('127.0.0.1', l.port))
         body = json.dumps(dict(messages=[dict(role='user', content='<endless>')], max_tokens=10**5)).encode()
         s.sendall(b'POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n'%len(body)+body)
-        l.until(lambda: l.metric('num_requests_running')==1)
+        until(lambda: busy()==1)
         s.close()
-        l.until(lambda: l.metric('num_requests_running')==0, 'the engine is rid of the answer')
+        until(lambda: busy()==0, 'the engine is rid of the answer')
         assert l.ok()
 
 @pytest.mark.parametrize('stream', [False,True])
@@ -789,12 +883,12 @@ def test_http_a_client_that_leaves_while_its_model_loads(stream):
         body = json.dumps(dict(model='slow', messages=[dict(role='user', content='hi')], stream=stream)).encode()
         s.sendall(b'POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n'%len(body)+body)
         def state(): return next(m['status']['value'] for m in l.http.get('/models').json()['data'] if m['id']=='slow')
-        l.until(lambda: state()=='loading')
+        until(lambda: state()=='loading')
         s.close()
-        l.until(lambda: 'status="499"' in l.http.get('/metrics').text, 'the client is missed')
+        until(lambda: 'status="499"' in l.http.get('/metrics').text, 'the client is missed')
         assert state()=='loading' and l.ok(model='fake')
         assert l.http.post('/models/unload', json=dict(model='slow')).status_code==200
-        l.until(lambda: state()=='unloaded')
+        until(lambda: state()=='unloaded')
         assert len(l.workers)==1
 
 def test_http_three_ends_at_once():
@@ -806,7 +900,8 @@ def test_http_three_ends_at_once():
                 s.sendall(b'POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n'%len(body)+body)
                 return s
             ss = [open_(*a) for a in (('fake','<endless>',True), ('fake','<endless>',False), ('slow','hi',True), ('slow','hi',False), ('fake','<hold>',True))]
-            l.until(lambda: l.metric('num_requests_running')==3 and len(l.workers)==2)
+            def busy(): return l.metric('num_requests_running')
+            until(lambda: busy()==3 and len(l.workers)==2)
             pids = l.workers
             for end in order:
                 if end=='w': os.kill(pids[0], signal.SIGKILL)
@@ -817,35 +912,37 @@ def test_http_three_ends_at_once():
             for s in ss: s.close()
 
 def test_http_queue_overflow():
+    "Two are taken, whoever else asks is told when to come again, and those two are answered"
     with Live(dict(max_queue=2, say='abcdefghij'*20)) as l:
-        out = []
-        def one():
-            with httpx.Client(base_url=l.http.base_url, timeout=WAIT) as h: out.append(l.chat('hello', h))
-        ts = [threading.Thread(target=one) for _ in range(20)]
-        for t in ts: t.start()
-        for t in ts: t.join()
-        good,bad = [r for r in out if r.status_code==200],[r for r in out if r.status_code!=200]
-        assert len(good)>=2 and len(bad)>=1 and len(out)==20 and all(r.status_code in (429,503) and int(r.headers['retry-after'])>=1 for r in bad)
-        assert all(r.json()['choices'][0]['message']['content']=='abcdefghij'*20 for r in good)
+        with open_streams(l, 2) as held:
+            for r in [l.chat('hello') for _ in range(20)]:
+                assert r.status_code in (429,503)
+                assert int(r.headers['retry-after'])>=1
+            for lines in held:
+                assert any('"content":"j"' in next(lines) for _ in range(100))
+        until(lambda: l.chat('hello').status_code==200)
 
 def test_http_frozen_worker():
-    with Live(policy=dict(vars(QUICK), stalled=.5)) as l:
+    """A server that is so impatient may be wrong about its worker on a busy machine,
+    but not for ever"""
+    with Live(policy=vars(patience(stalled=.5))) as l:
         pid, = l.workers
         os.kill(pid, signal.SIGSTOP)
-        l.until(lambda: l.http.get('/health').status_code==503)
+        until(lambda: l.health()==503)
         assert l.http.get('/health').json()['models']['fake']['state']=='stalled' and l.chat('hello').status_code==503
         os.kill(pid, signal.SIGCONT)
-        l.until(lambda: l.http.get('/health').status_code==200)
-        assert l.ok() and l.workers==[pid]
+        until(lambda: l.health()==200)
+        until(lambda: l.chat('hello').status_code==200)
+        assert l.workers==[pid]
 
 def test_http_full_disk():
     "Nothing can be written to the log: serving goes on, through a fault too"
     with socket.create_server(('127.0.0.1', 0)) as s: port = s.getsockname()[1]
     with open('/dev/full', 'w') as full, Live(out=full, port=port, log_level='debug') as l:
-        l.until(lambda: not gone_port(port))
-        l.until(lambda: l.http.get('/health').status_code==200)
+        until(lambda: not gone_port(port))
+        until(lambda: l.http.get('/health').status_code==200)
         assert l.ok() and l.chat('<sticky>').status_code==503
-        l.until(lambda: l.http.get('/health').status_code==200)
+        until(lambda: l.http.get('/health').status_code==200)
         assert l.ok()
         pids = l.workers
         l.p.terminate(); l.p.wait(WAIT)
@@ -855,7 +952,7 @@ def test_http_only_that_request():
     with Live() as l:
         n,o = l.chat('<nan>'),l.chat('<oom>')
         assert (n.status_code, n.json()['error']['code'])==(500, 'corrupted_output') and (o.status_code, o.json()['error']['code'])==(507, 'out_of_memory') and l.ok()
-        l.until(lambda: l.metric('corrupted_requests_total')==1)
+        until(lambda: l.metric('corrupted_requests_total')==1)
 
 def test_http_models_by_name():
     "llama.cpp's shapes: list, load, unload, and what is told meanwhile"
@@ -869,9 +966,9 @@ def test_http_models_by_name():
                     if line.startswith('data: '): seen.append(json.loads(line[6:]))
                     if seen and seen[-1]['model']=='b' and seen[-1]['data']['status']=='unloaded': return
         t = threading.Thread(target=listen); t.start()
-        l.until(lambda: l.metric('http_requests_total')>=0)
+        until(lambda: l.metric('http_requests_total')>=0)
         assert l.http.post('/models/load', json=dict(model='b')).json()['success'] is True
-        l.until(lambda: status()['b']=='loaded')
+        until(lambda: status()['b']=='loaded')
         assert l.chat('hi', model='b').json()['choices'][0]['message']['content']=='I am b.'
         e = l.chat('hi', model='elephant')
         assert e.status_code==507 and '12 GiB' in e.json()['error']['message'] and l.http.get('/health').status_code==200
@@ -881,20 +978,35 @@ def test_http_models_by_name():
         assert {'loading','loaded','unloaded'}<={e['data']['status'] for e in seen if e['model']=='b'}
         assert l.ok(model='a') and status()==dict(a='loaded', b='unloaded', elephant='unloaded')
 
+def gateway_that_ends(*models, **kw):
+    "What a gateway says that cannot serve, and its code"
+    kw = dict(models=models, policy=vars(PATIENT))|kw
+    return subprocess.run([*GATEWAY, json.dumps(kw)], capture_output=True, text=True, timeout=WAIT)
+
+NO_ROOM = '12 GiB can be used'
+
 def test_a_server_with_nothing_to_serve_ends():
     "The only model is refused at the start: the server says so and goes"
-    r = subprocess.run([sys.executable, here/'helpers'/'fake_gateway.py', json.dumps(dict(models=[dict(model='fake', at_load='oom')], policy=dict(vars(QUICK))))], capture_output=True, text=True, timeout=WAIT)
-    assert r.returncode==1 and '12 GiB can be used' in r.stderr
+    r = gateway_that_ends(dict(model='fake', at_load='oom'))
+    assert r.returncode==1 and NO_ROOM in r.stderr
 
-@pytest.mark.parametrize('models,text,says', [
-    (['oom'], False, '12 GiB can be used'), (['oom','oom'], False, '12 GiB can be used'), ([None], True, 'There is no tokenizer')], ids=['one','two','text side'])
-def test_what_cannot_be_loaded_is_told_once(models, text, says):
-    "At error level, and by nobody else; a model whose process was ready, and whose text cannot be read, was not served either"
-    models = [dict(model='fake', name=f'm{i}', at_load=at) for i,at in enumerate(models)]
-    told = dict(models=models, policy=dict(vars(QUICK)), log_format='json', no_text=text)
-    r = subprocess.run([sys.executable, here/'helpers'/'fake_gateway.py', json.dumps(told)], capture_output=True, text=True, timeout=WAIT)
-    lines = [json.loads(l) for l in r.stderr.splitlines() if l.startswith('{')]
-    assert r.returncode==1 and [(l['level'],l['event'].count(says)) for l in lines if says in l['event']]==[('error',1)]*len(models)
+@pytest.mark.parametrize('wrongs,no_text,says', [
+    pytest.param(['oom'], False, NO_ROOM, id='one'),
+    pytest.param(['oom','oom'], False, NO_ROOM, id='two'),
+    pytest.param([None], True, 'There is no tokenizer', id='text side'),
+])
+def test_what_cannot_be_loaded_is_told_once(wrongs, no_text, says):
+    """At error level, and by nobody else; a model whose process was ready,
+    and whose text cannot be read, was not served either"""
+    models = []
+    for i,wrong in enumerate(wrongs):
+        models.append(dict(model='fake', name=f'm{i}', at_load=wrong))
+    r = gateway_that_ends(*models, log_format='json', no_text=no_text)
+    records = [json.loads(l) for l in r.stderr.splitlines() if l.startswith('{')]
+    told = [d for d in records if says in d['event']]
+    assert r.returncode==1 and len(told)==len(models)
+    for d in told:
+        assert d['level']=='error' and d['event'].count(says)==1
 
 def test_nothing_is_loaded_before_it_is_asked_for():
     with Live(first=[]) as l:

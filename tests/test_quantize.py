@@ -13,6 +13,7 @@ from atlas.ground.core import AtlasError,CheckpointError,ConfigError,SourceError
 from atlas.ground.files import INDEX,read_tensor
 from atlas.ground.formats import bf16_to_f32,f32_to_bf16
 from atlas.ground.quantize import LAYOUTS,QuantReport,plot_errors,quantize
+from helpers.waiting import WAIT
 
 data = Path(__file__).parent/'data'
 LAYOUT = {(l.format,l.name):l for l in LAYOUTS}
@@ -148,7 +149,8 @@ def test_any_shape(tmp_path_factory, seed, key, o, i, dtype, shard):
 
 # ---- the engine computes with them
 
-FAMILIES = ['llama32-tied','qwen35-moe-stacked','qwen3-next','gpt-oss','gemma4-moe','nemotron-h','granite-hybrid','minimax-m2','mistral3-wrapped','qwen3-vl-moe','qwen35-dense']
+FAMILIES = ['llama32-tied','qwen35-moe-stacked','qwen3-next','gpt-oss','gemma4-moe','nemotron-h',
+    'granite-hybrid','minimax-m2','mistral3-wrapped','qwen3-vl-moe','qwen35-dense']
 NARROW = {'gpt-oss','nemotron-h','mistral3-wrapped'} # widths that 32 does not divide
 
 def twin(src, quantised, out):
@@ -300,7 +302,12 @@ def spy(*a):
     return real(*a)
 Q._pwrite = spy; Q.quantize(sys.argv[1], sys.argv[2], 'nvfp4', force=len(sys.argv)>4); print(count[0])'''
 
-def run(src, dst, n, *more): return subprocess.run([sys.executable, '-c', KILL, str(src), str(dst), str(n), *more], capture_output=True, text=True, timeout=120)
+def python(code, *args):
+    "What comes of `code` in a process of its own"
+    cmd = [sys.executable, '-c', code, *map(str, args)]
+    return subprocess.run(cmd, capture_output=True, text=True, timeout=WAIT)
+
+def run(src, dst, n, *more): return python(KILL, src, dst, n, *more)
 
 def test_killed_at_any_moment(tmp_path):
     src = folder(tmp_path/'s', weights(layers=1), CONF|dict(num_hidden_layers=1)); r = run(src, tmp_path/'whole', 0); total = int(r.stdout); want = tree(tmp_path/'whole')
@@ -312,8 +319,11 @@ def test_killed_at_any_moment(tmp_path):
     quantize(src, out, 'fp8', force=True); assert config(out)['quant_method']=='fp8' and hidden(tmp_path)==[]
 
 def test_ctrl_c(tmp_path):
-    code = KILL.split('; Q.quantize')[0].replace('SIGKILL', 'SIGINT').replace('n,real = int(sys.argv[3])', 'n,real = 12')+"; from atlas.use.cli import main; main()"
-    src = folder(tmp_path/'s'); r = subprocess.run([sys.executable, '-c', code, 'quantize', str(src), str(tmp_path/'out'), '--format', 'fp8'], capture_output=True, text=True, timeout=120)
+    code = KILL.split('; Q.quantize')[0].replace('SIGKILL', 'SIGINT')
+    code = code.replace('n,real = int(sys.argv[3])', 'n,real = 12')
+    code += '; from atlas.use.cli import main; main()'
+    src,out = folder(tmp_path/'s'),tmp_path/'out'
+    r = python(code, 'quantize', src, out, '--format', 'fp8')
     assert r.returncode==130 and 'Traceback' not in r.stderr and not (tmp_path/'out').exists() and hidden(tmp_path)==[]
 
 def test_power_fails_between_the_renames(tmp_path, monkeypatch):
@@ -354,9 +364,16 @@ def test_read_only(tmp_path):
     with pytest.raises(AtlasError, match='Cannot write'): quantize(folder(tmp_path/'s'), tmp_path/'file'/'d', 'nvfp4')
 
 def test_one_writer_at_a_time(tmp_path, monkeypatch):
-    src = folder(tmp_path/'s'); began,go = threading.Event(),threading.Event(); real = Q._run
-    def slow(*a): began.set(); go.wait(20); return real(*a)
-    monkeypatch.setattr(Q, '_run', slow); t = threading.Thread(target=quantize, args=(src, tmp_path/'d', 'fp8')); t.start(); began.wait(20)
+    src,real = folder(tmp_path/'s'),Q._run
+    began,go = threading.Event(),threading.Event()
+    def slow(*a):
+        began.set()
+        go.wait(WAIT)
+        return real(*a)
+    monkeypatch.setattr(Q, '_run', slow)
+    t = threading.Thread(target=quantize, args=(src, tmp_path/'d', 'fp8'))
+    t.start()
+    began.wait(WAIT)
     try:
         with pytest.raises(AtlasError, match='Another process'): quantize(src, tmp_path/'d', 'nvfp4')
     finally: go.set(); t.join()

@@ -3,7 +3,8 @@ is 0xFF until it has waited. Which kernels may still run follows from who lets t
 import ctypes,functools,re,shutil
 import numpy as np,pytest
 from pathlib import Path
-import atlas.card.card,atlas.card.emulator,atlas.card.graph,atlas.card.launch
+import atlas.card.card as card,atlas.card.launch
+from atlas.card.graph import Graph
 from atlas.ground.core import kernel_dir
 from atlas.card.emulator import Emulator,find_cxx
 from test_card import SamplingParams,Request,engine,ids_of,models,serve
@@ -21,10 +22,13 @@ def overlap(tmp_path, monkeypatch):
     class Overlap: on,names,hidden,open = True,set(),0,[] # What may not have been written: (address, bytes that change)
     o,root,put = Overlap(),tmp_path/'kernels',monkeypatch.setattr
     shutil.copytree(kernel_dir(), root)
-    put(atlas.card.launch, 'kernel_dir', lambda: root); put(atlas.card.card, '_variants', {}); put(atlas.card.card, '_ready', functools.cache(atlas.card.card._ready.__wrapped__))
-    launch = atlas.card.card._Ready.__call__
+    put(atlas.card.launch, 'kernel_dir', lambda: root)
+    put(card, '_variants', {})
+    put(card, '_ready', functools.cache(card._ready.__wrapped__))
+    launch = card._Ready.__call__
     def early(self, grid, block, args, shared, pdl):
-        card = atlas.card.card._emulator(); plain = getattr(card, 'plain', False); card.plain = False
+        emulator = card._emulator()
+        plain,emulator.plain = getattr(emulator, 'plain', False),False
         if plain or not pdl or not o.on: o.open = []
         sig = re.search(r'__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?'+self.src.name+r'\s*\(([^)]*)\)', self.src.text)[1].split(',')
         assert len(sig)==len(args)
@@ -35,13 +39,15 @@ def overlap(tmp_path, monkeypatch):
         if o.open: o.names.add(self.src.name); o.hidden += sum(len(m) for _,m in o.open)
         launch(self, grid, block, args, shared, pdl)
         own = [(a.ctypes.data, np.where(flat(a)!=b, 255, 0).astype(np.uint8)) for a,b in zip(outs, was) if (flat(a)!=b).any()]
-        triggered,before = self.k.library.said()&1,self.k.library.said()&2
+        said = self.k.library.said()
+        triggered,before = said&1,said&2
         o.open = (own+(o.open if before else [])) if triggered else []
-    put(atlas.card.card._Ready, '__call__', early)
+    put(card._Ready, '__call__', early)
     def whole(f):  # what the host puts into the queue waits for all before it
         def g(*a, **kw): o.open = []; r = f(*a, **kw); o.open = []; return r
         return g
-    for c,n in ((Emulator,'write'), (Emulator,'upload'), (atlas.card.graph.Graph,'__call__')): put(c, n, whole(getattr(c, n)))
+    for kind,name in [(Emulator,'write'), (Emulator,'upload'), (Graph,'__call__')]:
+        put(kind, name, whole(getattr(kind, name)))
     return o
 
 @pytest.mark.parametrize('toy,weights,kernels', [('llama','bf16','gemv attn_decode attn_merge'), ('qwen3.6-moe','nvfp4','delta_step router experts'), ('gemma','nvfp4','norm_add'), ('nemotron','nvfp4','mamba_step')])

@@ -1,4 +1,5 @@
-"Layers with a state of fixed size (pages ops.delta and ops.mamba): recurrent and chunked forms agree however a text is cut, and a sequence knows nothing but its own slot."
+"""Layers with a state of fixed size (pages ops.delta and ops.mamba): recurrent and chunked forms
+agree however a text is cut, and a sequence knows nothing but its own slot."""
 import numpy as np,pytest
 from itertools import pairwise
 from hypothesis import given,settings,strategies as st

@@ -7,25 +7,44 @@ from pydantic import BaseModel,TypeAdapter
 from openai.types.responses import Response,ResponseItem,ResponseStreamEvent
 from atlas.ground.core import AtlasError,QueueFullError
 from atlas.text.parsers import Splitter
-from atlas.text.deltas import CallDelta,Delta
-from atlas.service.protocol.base import Call,Choice,Usage,gather
-from atlas.service.protocol.responses import ResponsesAsk,Store,error_body,parse,reply,seal,unseal
+from atlas.text.deltas import Call,CallDelta,Choice,Delta
+from atlas.service.protocol.base import Usage
+from atlas.service.protocol.responses import ResponsesAsk,Store,error_body,parse,reply
+from atlas.service.protocol.responses import seal,unseal
 
 sys.path.insert(0, str(Path(__file__).parent/'helpers'))
 from scripted import serve,service  # noqa: E402
+from helpers.waiting import WAIT  # noqa: E402
 
 WEATHER = dict(type='function', name='weather', description='Look out', parameters=dict(type='object', properties=dict(city=dict(type='string')), required=['city'], additionalProperties=False), strict=True)
 
-def say(*texts, finish='stop'): return [Delta(content=t) for t in texts]+[Delta(finish=finish)]
-def call(name, args, id='call_0123456789abcdef01234567', index=0): return [Delta(calls=(CallDelta(index, id, name, args[:3]),)), Delta(calls=(CallDelta(index, arguments=args[3:]),))]
+def said(text): return Delta(content=text)
+
+def thought(text): return Delta(reasoning=text)
+
+def part(*args, **kw):
+    "A piece of a tool call"
+    return Delta(calls=(CallDelta(*args, **kw),))
+
+def say(*texts, finish='stop'):
+    return [*map(said, texts), Delta(finish=finish)]
+
+def call(name, args, id='call_0123456789abcdef01234567', index=0):
+    "A tool call in two pieces"
+    begin,rest = args[:3],args[3:]
+    return [part(index, id, name, begin), part(index, arguments=rest)]
 
 def script(ask):
     "What the scripted model answers: a word of its last message chooses"
     last = ask.messages[-1]
     text = last['content'] if isinstance(last['content'], str) else ''.join(p.get('text', '') for p in last['content'])
     if last['role']=='tool': return say('It is ', f'{text}.')
-    if 'weather' in text and ask.tools: return [Delta(reasoning='I must '), Delta(reasoning='look.'), *call('weather', '{"city": "Oslo"}'), Delta(finish='tool_calls')]
-    if 'think' in text: return [Delta(reasoning='Hm. '), Delta(reasoning='Yes.'), *say('Sure')]
+    if 'weather' in text and ask.tools:
+        thoughts = thought('I must '),thought('look.')
+        oslo = call('weather', '{"city": "Oslo"}')
+        return [*thoughts, *oslo, Delta(finish='tool_calls')]
+    if 'think' in text:
+        return [thought('Hm. '), thought('Yes.'), *say('Sure')]
     if 'json' in text: return say('{"name": "Ada",', ' "year": 1815}')
     if 'long' in text: return say('on and ', 'on', finish='length')
     if 'break' in text: return broken()
@@ -33,18 +52,21 @@ def script(ask):
     return say(f'You said {text!r}', ' to ', str(len(ask.messages)), ' messages')
 
 async def slow():
-    yield Delta(content='One')
+    yield said('One')
     await asyncio.Event().wait()
 
 async def broken():
-    yield Delta(content='Half')
+    yield said('Half')
     raise RuntimeError('a secret of the server')
 
 @pytest.fixture(scope='module')
 def at():
     with serve(script) as s: yield s
+def client_of(at):
+    return openai.OpenAI(base_url=f'{at.url}/v1', api_key='none', max_retries=0, timeout=WAIT)
+
 @pytest.fixture
-def client(at): return openai.OpenAI(base_url=at.url+'/v1', api_key='none', max_retries=0, timeout=20)
+def client(at): return client_of(at)
 
 # -- what is on the wire, against the client's types: it builds objects of anything, so the check is pydantic's own ------------
 
@@ -230,7 +252,10 @@ def joined(ps, together):
     "Pieces of which some come together with the one before"
     out = []
     for p,t in zip(ps, [*together, *[False]*len(ps)]):
-        if t and out: q = out.pop(); p = Delta(q.reasoning+p.reasoning, q.content+p.content, q.calls+p.calls, finish=p.finish)
+        if t and out:
+            q = out.pop()
+            reasoning,content = q.reasoning+p.reasoning,q.content+p.content
+            p = Delta(reasoning, content, q.calls+p.calls, finish=p.finish)
         out.append(p)
     return out
 
@@ -245,11 +270,16 @@ OPTIONS = [dict(), dict(reasoning=dict(summary='auto')), dict(include=['reasonin
 @example('\u2028', '\x85"\\', [], [1], 'stop', OPTIONS[1], [])
 @settings(deadline=None, max_examples=150)
 def test_any_pieces_make_the_same_response(thought, text, calls, at, finish, kw, together):
-    whole,ps = Choice(thought, text, [Call(f'call_{k:024x}', n, json.dumps(a)) for k,(n,a) in enumerate(calls)], finish=finish),[]
-    ps += [Delta(reasoning=x) for x in cut(thought, at)]+[Delta(content=x) for x in cut(text, at)]
+    made = []
+    for k,(name,args) in enumerate(calls):
+        made.append(Call(name, json.dumps(args), f'call_{k:024x}'))
+    whole = Choice(thought, text, made, finish=finish)
+    ps = [Delta(reasoning=x) for x in cut(thought, at)]
+    ps += [Delta(content=x) for x in cut(text, at)]
     for k,c in enumerate(whole.calls):
         first,*rest = cut(c.arguments, at)
-        ps += [Delta(calls=(CallDelta(k, c.id, c.name, first),))]+[Delta(calls=(CallDelta(k, arguments=x),)) for x in rest]
+        ps.append(part(k, c.id, c.name, first))
+        ps += [part(k, arguments=x) for x in rest]
     ps.append(Delta(finish=finish))
     a,b = reply(asked(**kw), 'm'),reply(asked(**kw), 'm')
     raw = stream(a, joined(ps, together))
@@ -268,8 +298,11 @@ BEHIND = dict(qwen3_coder=('<tool_call>\n<function=g>\n<parameter=a>\n1', '\n</p
 def test_the_end_of_a_call_and_what_follows_it_come_at_once(parser):
     "Several tokens come together when drafts are accepted"
     tools = [dict(type='function', function=dict(name='g', parameters=dict(type='object', properties=dict(a=dict(type='integer')))))]
-    s,w = Splitter('openai_gptoss' if parser=='openai' else None, parser, tools, False, False, ''),reply(asked(), 'm')
-    es = events(stream(w, [*map(s.feed, BEHIND[parser]), s.finish(), Delta(finish='tool_calls')]))
+    reasoning = 'openai_gptoss' if parser=='openai' else None
+    s = Splitter(reasoning, parser, tools, False, False, '')
+    ps = [s.feed(token) for token in BEHIND[parser]]
+    ps += [s.finish(), Delta(finish='tool_calls')]
+    es = events(stream(reply(asked(), 'm'), ps))
     for e in es: check_event(e)
     follows(es)
     out = {d['type']:d for d in es[-1]['response']['output']}
@@ -292,7 +325,9 @@ def follows(es):
 
 def test_every_kind_of_event_was_checked():
     "The check above is not empty: these kinds come by in one stream, and a missing field is found"
-    ps = [Delta(reasoning='a'), Delta(content='b'), *call('f', '{"input": "x"}'), *call('g', '{}   ', id='call_1', index=1), Delta(finish='stop')]
+    f = call('f', '{"input": "x"}')
+    g = call('g', '{}   ', id='call_1', index=1)
+    ps = [thought('a'), said('b'), *f, *g, Delta(finish='stop')]
     es = events(stream(reply(asked(tools=OPTIONS[3]['tools'], reasoning=dict(summary='auto'), background=False), 'm'), ps))
     assert len({e['type'] for e in es})==19
     for e in es:
@@ -372,7 +407,9 @@ def test_the_store_is_bounded():
 
 def test_a_client_that_leaves_does_not_leave_a_response_in_progress():
     s = Store()
-    w = reply(asked(s), 'm'); w.start(Usage(1)); w.piece(0, Delta(content='a'))
+    w = reply(asked(s), 'm')
+    w.start(Usage(1))
+    w.piece(0, said('a'))
     assert s.get(w.id)['status']=='in_progress'
     w.close()
     assert s.get(w.id)['status']=='cancelled' and s.records[w.id].writer is None
@@ -394,7 +431,7 @@ def model(prompt):
 def whole():
     with service(model) as s: yield s
 @pytest.fixture
-def sdk(whole): return openai.OpenAI(base_url=whole.url+'/v1', api_key='none', max_retries=0, timeout=20)
+def sdk(whole): return client_of(whole)
 
 @pytest.mark.parametrize('streamed', [False, True])
 def test_service_tool_loop(sdk, whole, streamed):

@@ -36,25 +36,34 @@ def alone(request, seed, max_seq_len):
 
 class Toy:
     "Computes the rows of a plan, on memory that is never cleared"
-    def __init__(self, pool): self.kv,self.said = [-1]*(pool.num_blocks*pool.block_size),{} # tokens of each sequence, those too that were not accepted yet
+    def __init__(self, pool):
+        self.kv = [-1]*(pool.num_blocks*pool.block_size)
+        self.said = {}  # tokens of each sequence, those too that were not accepted yet
 
     def rows(self, seq, start, n, prefill):
         slots = seq.table.slots(0, start+n).tolist()
-        fed = [*seq.request.prompt, *self.said.get(seq, ())][start:start+n]
+        so_far = [*seq.request.prompt, *self.said.get(seq, ())]
+        fed = so_far[start:start+n]
         assert len(fed)==n
         for p,t in zip(range(start, start+n), fed):
             self.kv[slots[p]] = key(self.kv[slots[p-1]] if p else 0, t, tile(p, start, start+n) if prefill else ROW)
         return [self.kv[s] for s in slots]
 
     def decode(self, seq, width):
-        "Tokens of the newest one and of drafts, some of which are accepted; rejected rows leave rubbish"
-        p = seq.prompt_len+len(self.said[seq])-1
+        "Tokens of the newest one and of drafts, some accepted; rejected rows leave rubbish"
+        said = self.said[seq]
+        p = seq.prompt_len+len(said)-1
         assert p<=seq.num_computed<seq.depth, 'no more rows than there can be'
-        good,new = 1+hash((p, seq.seed))%width,[]
-        for j in range(min(width, seq.depth-p)):
-            if j>=good: self.kv[seq.table.slots(p+j)[0]] = -2; continue
-            new.append(pick(self.rows(seq, p+j, 1, False), seq.seed))
-            self.said[seq].append(new[-1])
+        accepted = 1+hash((p, seq.seed))%width
+        rows = min(width, seq.depth-p)
+        good = min(accepted, rows)
+        new = []
+        for row in range(p, p+good):
+            new.append(pick(self.rows(seq, row, 1, False), seq.seed))
+            said.append(new[-1])
+        for row in range(p+good, p+rows):
+            slot = seq.table.slots(row)[0]
+            self.kv[slot] = -2
         return new
 
     def run(self, plan):
@@ -65,7 +74,8 @@ class Toy:
         keys = {s:self.rows(s, start, n, True) for s,start,n in plan.prefill}
         for s,start,n in plan.replay: self.rows(s, start, n, False)
         for s in plan.first: self.said[s] = [pick(keys[s], s.seed)]
-        return [list(self.said[s]) for s in plan.first]+[self.decode(s, plan.width) for s in plan.decode]
+        first = [list(self.said[s]) for s in plan.first]
+        return first+[self.decode(s, plan.width) for s in plan.decode]
 
 class Driver:
     "The engine's loop; with `behind`, tokens are accepted while the next step is already computed"
@@ -104,8 +114,16 @@ def request(id, n, max_tokens=None, priority=0, flavour=0, **kw):
 
 class Machine(RuleBasedStateMachine):
     "Requests come, go and step at will"
-    @initialize(block=st.sampled_from([1,4,16,64]), length=st.sampled_from([50,2,20,90,150,260]), spare=st.sampled_from([0,1,5,12]), seqs=st.sampled_from([3,1,2,6]),
-        chunk=st.sampled_from([64,128,320]), over=st.sampled_from([4,1,1.3,8]), queue=st.sampled_from([2,9]), behind=st.booleans(), width=st.sampled_from([1,2,4]))
+    @initialize(
+        block=st.sampled_from([1,4,16,64]),
+        length=st.sampled_from([50,2,20,90,150,260]),
+        spare=st.sampled_from([0,1,5,12]),
+        seqs=st.sampled_from([3,1,2,6]),
+        chunk=st.sampled_from([64,128,320]),
+        over=st.sampled_from([4,1,1.3,8]),
+        queue=st.sampled_from([2,9]),
+        behind=st.booleans(),
+        width=st.sampled_from([1,2,4]))
     def start(self, block, length, spare, seqs, chunk, over, queue, behind, width=1):
         pool = BlockPool(-(-length//block)+spare, block)
         self.sc = Scheduler(pool, seqs, length, chunk=chunk, overcommit=over, max_queue=queue)
@@ -185,7 +203,9 @@ class Machine(RuleBasedStateMachine):
         assert len(set(owned))==len(owned)==sc.pool.used and all(sc.pool.refs[b]==1 for b in owned)
         assert sc.promised==sum(sc.pool.blocks_for(s.depth) for s in sc.running)<=sc.limit<=sc.pool.num_blocks*self.over
         assert len(sc.running)<=sc.max_num_seqs and sc.running==sorted(sc.running, key=lambda s: s.order)
-        for s in sc.running: assert len(s.table.blocks)<=sc.pool.blocks_for(s.depth) and s.table.missing(min(s.num_computed, s.depth))==0
+        for s in sc.running:
+            assert len(s.table.blocks)<=sc.pool.blocks_for(s.depth)
+            assert s.table.missing(min(s.num_computed, s.depth))==0
         assert not any(s.table.blocks or s.running for s in sc.waiting)
         assert set(sc.running)|set(sc.waiting)==set(sc.seqs.values()) and len(sc.running)+len(sc.waiting)==len(sc.seqs)
 
@@ -204,7 +224,16 @@ TestMachine = Machine.TestCase
 def test_crowd(seed):
     "The same machine where it is always crowded: forty requests, each of which may fill half the cache or more"
     rng,m = random.Random(seed),Machine()
-    m.start(rng.choice([1,4,16]), rng.choice([50,90,150]), rng.choice([1,12]), rng.choice([3,6]), rng.choice([64,128]), rng.choice([1,1.5,8]), 9, seed%2, 1+seed%3)
+    m.start(
+        block=rng.choice([1,4,16]),
+        length=rng.choice([50,90,150]),
+        spare=rng.choice([1,12]),
+        seqs=rng.choice([3,6]),
+        chunk=rng.choice([64,128]),
+        over=rng.choice([1,1.5,8]),
+        queue=9,
+        behind=seed%2,
+        width=1+seed%3)
     for _ in range(10):
         m.add([rng.choice([.02,.1,.3,.6]) for _ in range(4)], rng.choice([None,None,9]), rng.choice([0,0,-1,1]), 2, rng.random()<.7, rng.random()<.2, rng.randrange(99))
         m.step(rng.choice([1,5,20,60]))
@@ -270,9 +299,10 @@ def test_a_step_does_not_read_the_queue():
     def work(waiting):
         sc = Scheduler(BlockPool(64), 4, 200, max_queue=20_000)
         for i in range(waiting): sc.add(request(i, 20, 20, priority=i%3, flavour=i, ignore_eos=True))
-        ns = []
-        for _ in range(30):
-            ns.append(calls(lambda: sc.commit(p := sc.schedule(), [[5]]*len(p.sampled))))
+        def step():
+            plan = sc.schedule()
+            sc.commit(plan, [[5]]*len(plan.sampled))
+        ns = [calls(step) for _ in range(30)]
         ns.append(calls(lambda: sc.abort('9')))
         return ns
     assert work(30)==work(10_000)

@@ -1,35 +1,25 @@
 "The server from outside: real sockets, OpenAI's own client, clients that misbehave, and a scripted runner behind it."
-import asyncio,json,re,signal,socket,struct,subprocess,sys,tempfile,threading
+import asyncio,json,re,signal,socket,struct,subprocess,sys,threading
 from contextlib import closing,contextmanager
 from dataclasses import replace
 from pathlib import Path
 import atlas,httpx,openai,pytest,uvicorn
 from hypothesis import HealthCheck,example,given,settings,strategies as st
 from starlette.testclient import TestClient
-from tokenizers import Tokenizer as HFTokenizer,decoders,models,pre_tokenizers
 from atlas.text.chat import ChatTemplate
 from atlas.ground.core import ContextLengthError,QueueFullError
 from atlas.service.gateway import Models
 from atlas.ground.requests import Event
 from atlas.service.server import PortError,create_app,listen,page
-from atlas.text.tokenizer import Tokenizer
+from atlas.text.tokenizer import byte_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent/'helpers'))
 from inprocess import always,app_of,run,threaded  # noqa: E402
+from helpers.waiting import WAIT,until  # noqa: E402
 
-END,WAIT = 256,20  # the end-of-sequence token; seconds after which a test has failed
+END = 256  # the end-of-sequence token
 
-def byte_tokenizer():
-    "One token a byte, and an end-of-sequence token"
-    chars = sorted(pre_tokenizers.ByteLevel.alphabet())
-    t = HFTokenizer(models.BPE(vocab={c:i for i,c in enumerate(chars)}, merges=[]))
-    t.pre_tokenizer,t.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),decoders.ByteLevel()
-    t.add_special_tokens(['<end>'])
-    with tempfile.TemporaryDirectory() as d:
-        t.save(f'{d}/tokenizer.json')
-        return Tokenizer.from_file(f'{d}/tokenizer.json')
-
-tok = byte_tokenizer()
+tok = byte_tokenizer('<end>')
 A = tok.encode('A')[0]
 template = ChatTemplate('{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: ')
 HELLO = [dict(role='user', content='Say something')]
@@ -72,7 +62,9 @@ def live(runner, **kw):
     up,sock = threading.Event(),listen(port=0)
     models = runner if isinstance(runner, Models) else None
     if models: app = create_app(models, on_ready=up.set, **kw)
-    else: app = app_of(runner, tok, **(dict(template=template)|kw), on_ready=up.set)
+    else:
+        kw = dict(template=template)|kw
+        app = app_of(runner, tok, **kw, on_ready=up.set)
     server = uvicorn.Server(uvicorn.Config(app, log_level='critical', timeout_graceful_shutdown=1))
     t = threading.Thread(target=server.run, kwargs=dict(sockets=[sock]), daemon=True)
     t.start()
@@ -84,7 +76,9 @@ def live(runner, **kw):
         assert not t.is_alive()
 
 def client_of(port): return openai.OpenAI(base_url=f'http://127.0.0.1:{port}/v1', api_key='none', max_retries=0, timeout=WAIT)
-def local(runner, **kw): return TestClient(app_of(runner, tok, template, **kw), raise_server_exceptions=False)
+def local(runner, **kw):
+    app = app_of(runner, tok, template, **kw)
+    return TestClient(app, raise_server_exceptions=False)
 def chat(c, **kw): return c.post('/v1/chat/completions', json=dict(messages=HELLO)|kw)
 def events(text): return [json.loads(l[6:]) for l in text.splitlines() if l.startswith('data: ') and l!='data: [DONE]']
 
@@ -373,7 +367,8 @@ def test_gone_while_waiting(body):
             for _ in range(body.get('n', 1)): assert r.arrived.acquire(timeout=WAIT)
         for _ in range(body.get('n', 1)): assert r.aborted.acquire(timeout=WAIT)
         alive(port)
-        m = TestClient(app_of(r, tok)).get('/metrics')  # a second registry in one process is no trouble
+        # a second registry in one process is no trouble
+        m = TestClient(app_of(r, tok)).get('/metrics')
         assert m.status_code==200
 
 def test_gone_in_its_own_body():
@@ -386,7 +381,10 @@ def test_gone_in_its_own_body():
 def test_openai_timeout_stops_the_work():
     r = FakeRunner(hold=2)
     with live(r) as port:
-        with pytest.raises(openai.APITimeoutError): client_of(port).with_options(timeout=.2).completions.create(model='fake', prompt='a')
+        for patience in (.2, 2., 20., WAIT):  # until it got as far as the engine
+            c = client_of(port).with_options(timeout=patience).completions
+            with pytest.raises(openai.APITimeoutError): c.create(model='fake', prompt='a')
+            if r.seen: break
         assert r.aborted.acquire(timeout=WAIT)
 
 # ---- Clients that leave while their request is being prepared ----
@@ -404,7 +402,9 @@ class Slow:
 
 class SlowModels(Models):
     "Its model loads for as long as one waits"
-    async def get(self, name=None): await self.slow.wait(); return await super().get(name)
+    async def get(self, name=None):
+        await self.slow.wait()
+        return await super().get(name)
 
 def slow_models(slow, runner):
     ms = always(runner, tok, template, SlowModels)
@@ -427,10 +427,10 @@ def noticed(port, path):
     "Wait until a request to `path` is in the metrics as one whose client has left"
     line = f'atlas:http_requests_total{{handler="{path}",method="POST",status="499"}} 1.0'
     with httpx.Client(base_url=f'http://127.0.0.1:{port}', timeout=WAIT) as c:
-        for _ in range(WAIT*100):
-            if line in (text := c.get('/metrics').text): return text
-            threading.Event().wait(.01)
-    pytest.fail('nobody noticed that the client has left')
+        def missed():
+            text = c.get('/metrics').text
+            return line in text and text
+        return until(missed, 'that the client is missed')
 
 def untouched(r, text):
     "No request reached the engine, and none was counted"
@@ -458,7 +458,9 @@ def test_gone_while_it_is_prepared(what):
     path,body,kw = {'template':('/v1/chat/completions', {}, dict(template=SlowTemplate(slow))), 'guide':('/v1/chat/completions', dict(response_format=dict(type='json_object')), dict(guides=Guide())),
         'image':('/v1/chat/completions', dict(messages=[dict(role='user', content=[dict(type='text', text='x')])]), {}), 'score':('/v1/completions', dict(prompt='ab', echo=True, logprobs=1), {})}[what]
     with pytest.MonkeyPatch.context() as m, live(r, **kw) as port:
-        if what=='image': m.setattr('atlas.service.service.prepare_images', lambda *a, **kw: slow.block())
+        if what=='image':
+            prepare = 'atlas.service.service.prepare_images'
+            m.setattr(prepare, lambda *a, **kw: slow.block())
         try:
             with dial(port) as s: send(s, path, **body); assert slow.begun.acquire(timeout=WAIT)
             noticed(port, path)
@@ -469,7 +471,9 @@ def test_a_background_response_needs_no_client():
     slow,r = Slow(),FakeRunner()
     with live(slow_models(slow, r)) as port:
         with dial(port) as s: send(s, '/v1/responses', background=True); assert slow.begun.acquire(timeout=WAIT)
-        assert not slow.cancelled.acquire(timeout=.2)  # it has left by now
+        # what came before these has been heard: that it has left, too
+        for _ in range(3): alive(port)
+        assert not slow.cancelled.acquire(timeout=0)
         slow.held._loop.call_soon_threadsafe(slow.held.set)
         assert r.arrived.acquire(timeout=WAIT)
 
@@ -505,7 +509,10 @@ def test_an_end_at_any_moment(path, stream, n):
     made = []
     class Kept(FakeRunner):
         def submit(self, r): made.append(super().submit(r)); return made[-1]
-    app,raw = app_of(Kept('Hello'), tok, Steps()),json.dumps(ASKS[path]|dict(stream=stream)|(dict(n=n) if n>1 else {})).encode()
+    app = app_of(Kept('Hello'), tok, Steps())
+    body = ASKS[path]|dict(stream=stream)
+    if n>1: body |= dict(n=n)
+    raw = json.dumps(body).encode()
     metrics = app.state.service.metrics.of('fake')
     async def once(at, how):
         sent,left,out = [dict(type='http.request', body=raw, more_body=False)],asyncio.Event(),[]
@@ -554,12 +561,13 @@ class Counting:
 @pytest.mark.parametrize('stream', [False,True])
 def test_gone_with_a_real_worker(stream):
     e = Counting()
-    with live(threaded(e, dict(name='fake', max_seq_len=1000, vocab_size=257, eos_ids=[END]), tok, template)) as port:
+    info = dict(name='fake', max_seq_len=1000, vocab_size=257, eos_ids=[END])
+    with live(threaded(e, info, tok, template)) as port:
         with dial(port) as s:
             ask(s, stream=stream)
             if stream: read_until(s, b'data: ')
             else:  # until the request has reached the engine
-                while not e.todo: pass
+                until(lambda: e.todo)
         assert e.gone.wait(WAIT) and not e.todo and set(e.after.values())=={0}
         alive(port)
 
@@ -573,7 +581,10 @@ def test_a_choice_that_cannot_be_stopped():
         with dial(port) as s: ask(s, stream=True, n=3); read_until(s, b'data: ')
         for _ in range(2): assert r.aborted.acquire(timeout=WAIT)
         with httpx.Client(base_url=f'http://127.0.0.1:{port}', timeout=WAIT) as c:
-            while 'finished_reason="abort",model_name="fake"} 3.0' not in (m := c.get('/metrics').text): threading.Event().wait(.01)
+            def counted():
+                text = c.get('/metrics').text
+                return 'finished_reason="abort",model_name="fake"} 3.0' in text and text
+            m = until(counted)
         assert 'aborted_requests_total{model_name="fake",why="client_gone"} 3.0' in m and 'requests_submitted_total{model_name="fake"} 3.0' in m
 
 def test_a_choice_that_cannot_begin():
@@ -617,7 +628,7 @@ def test_a_stream_that_breaks(how, caplog):
             else:
                 while s.recv(1<<16): pass
         if how!='events': assert r.aborted.acquire(timeout=WAIT)
-        while 'ZeroDivisionError' not in caplog.text: threading.Event().wait(.01)
+        until(lambda: 'ZeroDivisionError' in caplog.text)
     with live(r) as port: alive(port)
 
 def test_pipelined_and_patient():
@@ -702,7 +713,8 @@ def test_shutdown_does_not_wait_for_ever(sig):
         assert p.wait(WAIT) in (0,-sig)
 
 def test_shutdown_lets_answers_finish():
-    with child(30, text='a'*20_000, max_seq_len=30_000) as (p,port), dial(port) as s:
+    long = dict(text='a'*20_000, max_seq_len=30_000)
+    with child(WAIT, **long) as (p,port), dial(port) as s:
         ask(s, stream=True)
         got = read_until(s, b'data: ')
         p.send_signal(signal.SIGTERM)

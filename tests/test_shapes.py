@@ -19,11 +19,14 @@ def logits(path, n=70): m = opened(path); return Run(m).prefill([(5*i+3)%40 for 
 # -- any shape -------------------------------------------------------------------------------------------------------------------
 
 _pick = st.sampled_from
+KINDS = ('llama','qwen3_moe','qwen3_next','qwen3_5_text','gpt_oss','gemma4_text','nemotron_h',
+    'granitemoehybrid','granitemoeshared','granite','minimax_m2')
 @st.composite
 def configs(draw):
     "A config.json of any family, of a shape that nobody would publish"
     p = lambda *xs: draw(_pick(xs))
-    L,kv,hd = p(1,2,3),p(1,2,3),p(8,10,24); kind = p('llama','qwen3_moe','qwen3_next','qwen3_5_text','gpt_oss','gemma4_text','nemotron_h','granitemoehybrid','minimax_m2')
+    L,kv,hd = p(1,2,3),p(1,2,3),p(8,10,24)
+    kind = draw(_pick(KINDS))
     E = p(1,2,5); kinds = lambda *ks: [p(*ks) for _ in range(L)]
     d = dict(model_type=kind, vocab_size=43, hidden_size=p(17,24,65), num_hidden_layers=L, num_attention_heads=kv*p(1,3,8), num_key_value_heads=kv, head_dim=hd, intermediate_size=p(7,32,96),
         max_position_embeddings=256, rms_norm_eps=1e-5, eos_token_id=2, num_experts=E, num_local_experts=E, n_routed_experts=E, num_experts_per_tok=p(1,E), moe_intermediate_size=p(8,32,33),
@@ -35,8 +38,16 @@ def configs(draw):
     if kind=='gemma4_text': d |= dict(layer_types=kinds('sliding_attention','full_attention'), global_head_dim=p(8,20), num_global_key_value_heads=kv, attention_k_eq_v=p(True,False), hidden_size_per_layer_input=0,
         enable_moe_block=p(True,False), top_k_experts=p(1,E))
     if kind=='nemotron_h': d |= dict(hybrid_override_pattern=''.join(kinds('M','E','*','-')), sliding_window=None)
-    if kind=='granitemoehybrid': d |= dict(layer_types=kinds('mamba','attention'), mamba_expand=2, mamba_n_heads=p(1,2)*g, mamba_n_groups=g, mamba_d_state=p(4,10), mamba_d_conv=p(2,4),
-        hidden_size=12*g, shared_intermediate_size=p(8,33), num_local_experts=p(0,E), num_experts_per_tok=1, residual_multiplier=.3, embedding_multiplier=3, logits_scaling=2, attention_multiplier=.2)
+    if kind=='granitemoehybrid':
+        d |= dict(layer_types=kinds('mamba','attention'), hidden_size=12*g)
+        d |= dict(mamba_n_heads=p(1,2)*g, mamba_n_groups=g, mamba_expand=2)
+        d |= dict(mamba_d_state=p(4,10), mamba_d_conv=p(2,4))
+        d |= dict(num_local_experts=p(0,E), num_experts_per_tok=1)
+        d['position_embedding_type'] = p('nope','rope')
+    if kind.startswith('granite'):
+        d |= dict(embedding_multiplier=3, attention_multiplier=.2)
+        d |= dict(residual_multiplier=.3, logits_scaling=2)
+        d |= dict(shared_intermediate_size=p(8,33), tie_word_embeddings=p(True,False))
     return ModelConfig.from_hf(d)
 
 @settings(deadline=None, max_examples=60)

@@ -219,7 +219,8 @@ def test_file_that_shrinks_while_it_is_read(tmp_path):
 @pytest.mark.parametrize('conf,words', [
     (dict(CONF, model_type='mamba'), ['mamba']), (dict(CONF, model_type=None), ['model_type']), (dict(CONF, num_hidden_layers=10**9), ['num_hidden_layers']),
     (dict(CONF, num_attention_heads=0), ['num_attention_heads']), (dict(CONF, hidden_size='32'), ['hidden_size']), (dict(CONF, hidden_size=64), ['asks for']),
-    (dict(CONF, num_hidden_layers=2), ['lacks','layers.1.']), (dict(CONF, quantization_config={'quant_method':'aqlm'}), ['aqlm'])])
+    (dict(CONF, num_hidden_layers=2), ['lacks','layers.1.']),
+    (dict(CONF, quantization_config={'quant_method':'aqlm'}), ['aqlm'])])
 def test_configs_that_do_not_fit(tmp_path, conf, words): fails(hf_folder(tmp_path/'m', conf=conf), *words)
 
 ODD = (None, True, 0, -1, 1.5, 10**30, float('nan'), float('inf'), 'x', '', [], [1], {}, {'rope_type':[]}, [[]])
@@ -326,7 +327,10 @@ def test_gguf_strings_and_arrays(tmp_path, monkeypatch):
     p.write_bytes(splice(b, w+4, struct.pack('<I', 9))); fails(p, 'unknown type 9')       # an array of arrays
     p.write_bytes(splice(b, w+16, struct.pack('<Q', 2**62))); fails(p, 'words would take')
     p.write_bytes(splice(b, w+24, b'\xff')); fails(p, 'UTF-8')
-    p.write_bytes(b); everything(p); monkeypatch.setattr('atlas.ground.llamacpp.MAX_ARRAY', 1); fails(p, 'claims 2 elements')
+    p.write_bytes(b)
+    everything(p)
+    monkeypatch.setattr('atlas.ground.llamacpp.MAX_ARRAY', 1)
+    fails(p, 'claims 2 elements')
 
 def test_gguf_rope_factors(tmp_path):
     with open_checkpoint(gguf_file(tmp_path/'a.gguf', extra={'rope_freqs.weight':np.arange(1,9,dtype=np.float32)})) as c: assert c.config.attention.rope.freq_factors==tuple(range(1,9))

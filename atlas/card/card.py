@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from fastcore.basics import patch
 from ..ground.core import AtlasError,DeviceError
 from ..ground.core import cp
-from .device import Cuda,faults,quiet
+from .device import Cuda,Device,faults,quiet
 from .emulator import CardArray,Emulator,strips_whole
-from .launch import Source,_mismatch,loaded,noted,options_of
+from .launch import Source,_mismatch,loaded,noted,options_of,prepare
 
 # %% ../../nbs/2_card/05_card.ipynb #8af49fb2
 @functools.cache
@@ -130,6 +130,41 @@ def load(self:Cuda, src:Source, options:tuple=())->Launch:
     "The kernel of `src`, ready to launch; compiled if the wheel and the cache have none. `DeviceError` where it does not compile"
     with self.use(): return loaded(src, self.arch, options, lambda b: Launch(self, src, b))
 
+# %% ../../nbs/2_card/05_card.ipynb #1f0aacab
+@patch
+def footprint(self:Launch,
+    threads:int, # Of a block
+    shared:int, # Bytes of dynamic shared memory of a block
+)->tuple[int,int,int]:
+    "Registers of a thread, shared memory of a block, and blocks that a multiprocessor has at once"
+    d,n = _driver(),ctypes.c_int()
+    f = ctypes.c_void_p(self._ptr)
+    at,dynamic = ctypes.byref(n),ctypes.c_size_t(shared)
+    def attribute(i):
+        d.cuFuncGetAttribute(at, i, f)
+        return n.value
+    registers,static = attribute(4),attribute(1)
+    d.cuOccupancyMaxActiveBlocksPerMultiprocessor(at, f, threads, dynamic)
+    return registers,static+shared,n.value
+
+@patch
+def load_all(self:Device,
+    kernels, # Pairs of name and options
+    root, # Folder of their sources
+)->dict: # Pair -> kernel
+    "Kernels ready to launch; errors as for `load`"
+    loaded = {}
+    for k in dict.fromkeys(kernels):
+        name,options = k
+        loaded[k] = self.load(Source(name, root), options)
+    return loaded
+
+@patch
+def load_all(self:Cuda, kernels, root)->dict:
+    "Kernels ready to launch, compiled on all cores; errors as for `load`"
+    prepare(kernels, self.arch, root=root)
+    return Device.load_all(self, kernels, root)
+
 # %% ../../nbs/2_card/05_card.ipynb #5bcfde0b
 class _Ready:
     "A kernel on its device, its arguments checked once for each combination of types and shapes"
@@ -153,7 +188,7 @@ class _Ready:
         with self._lock:
             try: memory.fill(values)
             except (struct.error,OverflowError): _misfit(self.src.name, args)
-            self.k(grid, block, memory.values if self._emulated else memory.pointers, shared, pdl)
+            self.k(grid, block, memory.pointers, shared, pdl)
         if self._emulated and (bad := [n for n,a in zip(_params(self.src.text, self.src.name), args) if isinstance(a, T) and not strips_whole(a)]):
             raise DeviceError(f'{self.src.name} wrote beside {bad[0]}')
 
@@ -193,16 +228,27 @@ class Limits:
     "Bytes of a card's memories that a kernel may count on"
     shared:int # Shared memory of a multiprocessor
     block:int # Of it, what one block may have
-    half:int # What a block should stay within, so that other kernels fit beside it; all of it where that is too little
+    # What a block should stay within, so that other kernels fit beside it; all of it where that
+    # is too little
+    half:int
     alone:int # More than half: no two blocks that ask for so much come to one multiprocessor
-    third:int # So much that one block, and no more, fits beside one that is `alone`; 0: it never does
+    third:int # So much that one block, and no more, fits beside one that is `alone`; 0: never
     ring:int # For weights of experts on their way
-    ahead:int # Of the next matrix to ask for: what memory gives while blocks meet, and the L2 cache holds
+    # Of the next matrix to ask for: what memory gives while blocks meet, and the L2 cache holds
+    ahead:int
 
-_HOPPER = Limits(shared=228<<10, block=227<<10, half=111<<10, alone=116<<10, third=78<<10, ring=92<<10, ahead=16<<20)
-_OTHERS = Limits(shared=100<<10, block=99<<10, half=99<<10, alone=51<<10, third=0, ring=40<<10, ahead=2<<20)
+_HOPPER = Limits(
+    shared=228<<10, block=227<<10, half=111<<10,
+    alone=116<<10, third=78<<10,
+    ring=92<<10, ahead=16<<20)
+_OTHERS = Limits(
+    shared=100<<10, block=99<<10, half=99<<10,
+    alone=51<<10, third=0,
+    ring=40<<10, ahead=2<<20)
 
-def limits(card)->Limits: "The limits of a `Cuda`, an `Emulator`, or what stands for one"; return _HOPPER if card.arch in ('sm_90a','emulated') else _OTHERS
+def limits(card)->Limits:
+    "The limits of a `Cuda`, an `Emulator`, or what stands for one"
+    return _HOPPER if card.arch in ('sm_90a','emulated') else _OTHERS
 
 # %% ../../nbs/2_card/05_card.ipynb #ce851068
 @contextlib.contextmanager
@@ -238,3 +284,12 @@ def microseconds(
         a.record(s); c.graph.launch(s); b.record(s); b.synchronize()
         times.append(cp.cuda.get_elapsed_time(a, b)*1e3)
     return float(np.median(times[3:]))
+
+# %% ../../nbs/2_card/05_card.ipynb #a604098b
+@patch
+def microseconds(self:Device, f)->float:
+    "As the function `microseconds`, on a real card; NaN where the time of a kernel says nothing"
+    return float('nan')
+
+@patch
+def microseconds(self:Cuda, f)->float: return microseconds(f)

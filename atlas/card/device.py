@@ -20,8 +20,8 @@ from time import perf_counter
 from typing import NamedTuple
 import numpy as np
 from fastcore.basics import ifnone,patch,store_attr
-from ..ground.core import AtlasError,ConfigError,CudaFault,DeviceError,INSTALL_CUDA,OutOfMemoryError,human
-from ..ground.core import cp
+from ..ground.core import AtlasError,ConfigError,CudaFault,DeviceError
+from ..ground.core import INSTALL_CUDA,OutOfMemoryError,cp,human
 
 # %% ../../nbs/2_card/01_device.ipynb #9eb9d310
 class Memory(NamedTuple):
@@ -83,6 +83,7 @@ def host_memory(
 class Device:
     "A place for arrays: `name`, `kind`, the array module `xp`, and the methods below"
     name = kind = xp = None
+    share = .4 # Of what is free, for one model that is told nothing else
     def use(self): "A context in which new arrays are this device's"; return nullcontext()
     def __repr__(self): return self.describe()
 
@@ -133,6 +134,23 @@ def making_in(self:Device,
 @patch
 def tidy(self:Device): "Give back memory that is kept for arrays to come"
 
+# %% ../../nbs/2_card/01_device.ipynb #d6f4da39
+@patch
+def warm_up(self:Device,
+    f, # Called without arguments, later again and again
+): "Call `f` once before it counts, where the first call is slower than others: on a card"
+
+@patch
+def hold(self:Device, o): "Should the device fail, `o` is never given back to it"
+
+@patch
+def need_card(self:Device,
+    said:str, # Of whoever needs it
+    hint:str='',
+)->Device: # This one
+    "A device that runs kernels; a `DeviceError` on the host"
+    return self
+
 # %% ../../nbs/2_card/01_device.ipynb #48704297
 def cores()->int:
     "CPU cores that this process may run on"
@@ -146,6 +164,8 @@ class Host(Device):
     def upload(self, a): "`a` itself, made contiguous where it is not"; return np.asarray(a, order='C')
     def download(self, a): "`a` itself, as NumPy"; return np.asarray(a)
     def synchronize(self): "Wait until all work is done: on the host it always is"
+    def need_card(self, said, hint=''):
+        raise DeviceError(said, hint=hint)
 
 # %% ../../nbs/2_card/01_device.ipynb #a3c2b35a
 @patch
@@ -213,7 +233,8 @@ def cuda_count(
     "Number of CUDA devices, at least 1; a `DeviceError` says why there is none"
     if xp is None:
         how = 'is installed, but cannot be imported' if find_spec('cupy') else 'is not installed'
-        raise DeviceError(f'CUDA is reached through CuPy, which {how}', hint=f'{INSTALL_CUDA}, or use --device cpu')
+        said = f'CUDA is reached through CuPy, which {how}'
+        raise DeviceError(said, hint=f'{INSTALL_CUDA}, or use --device cpu')
     rt = xp.cuda.runtime
     try: return rt.getDeviceCount()
     except rt.CUDARuntimeError as e: raise DeviceError(*_no_cuda(rt, e)) from e
@@ -237,7 +258,7 @@ def status_text(
     "The driver's own words for a status"
     text = ctypes.c_char_p()
     try: driver().cuGetErrorString(code, ctypes.byref(text))
-    except DeviceError: pass
+    except DeviceError: pass  # who has no driver gets words of ours
     return text.value.decode() if text.value else STICKY.get(code, f'CUDA error {code}')
 
 class Faults:
@@ -343,7 +364,8 @@ MIN_CAPABILITY = (8,0) # Ampere: the first with bfloat16 and asynchronous copies
 
 class Cuda(Device):
     "One CUDA card, through CuPy; a `DeviceError` where it is missing or too old"
-    kind,faults,pools = 'cuda',faults,[] # the last: CuPy's memory pools that somebody left, for `tidy`
+    kind,share = 'cuda',1.
+    faults,pools = faults,[] # the last: CuPy's memory pools that somebody left, for `tidy`
     def __init__(self,
         index:int=0, # Which card, as CUDA counts them
         xp=cp, # The CuPy module
@@ -385,7 +407,7 @@ def empty(self:Cuda, shape, dtype='float32'):
     "As `Device.empty`; a step makes hundreds of arrays, and has nothing to prepare for them"
     if self.room is None and not self.faults.fault and self.xp.cuda.runtime.getDevice()==self.index:
         try: return self.xp.empty(shape, dtype)
-        except (MemoryError,RuntimeError): pass # said below, as it should be
+        except (MemoryError,RuntimeError): pass # tried again below, where failures are named
     return Device.empty(self, shape, dtype)
 
 @patch
@@ -428,6 +450,16 @@ def _lap(self:Cuda, f, n):
         for _ in range(n): f()
         end.record(); end.synchronize()
         return self.xp.cuda.get_elapsed_time(start, end)/1e3
+
+# %% ../../nbs/2_card/01_device.ipynb #7b08b716
+@patch
+def warm_up(self:Cuda, f):
+    "Call `f`, whose kernels are compiled and loaded then, and wait for it"
+    f()
+    self.synchronize()
+
+@patch
+def hold(self:Cuda, o): self.faults.hold(o)
 
 # %% ../../nbs/2_card/01_device.ipynb #9e77fc26
 def get_device(

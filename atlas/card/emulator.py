@@ -72,12 +72,17 @@ class Emulator(Device):
     def download(self, a): "A copy for the host"; return np.array(a).view(np.ndarray)
     def write(self, dst, a): "Copy host array `a` into `dst`"; dst[...] = a
     def address(self, a)->int: "Where `a` begins"; return a.ctypes.data
+    def copy_rate(self, nbytes=0)->float:
+        "Not known: this is no card"
+        return float('nan')
 
 # %% ../../nbs/2_card/04_emulator.ipynb #cf6c76e8
 _MAIN = '''#include "{name}.cu"
 extern "C" __attribute__((visibility("default"))) const char* emulate(const unsigned* grid, const unsigned* block, unsigned shared, void** args) {{ return emu::launch({name}, grid, block, shared, args); }}
 '''
-_FLAGS = ('-std=c++17','-fPIC','-w','-fpermissive','-ffp-contract=off','-DATLAS_EMULATE','-fsanitize=alignment,bounds','-fno-sanitize-recover=all','-fvisibility=hidden','-fno-gnu-unique')
+_FLAGS = ('-std=c++17','-fPIC','-w','-fpermissive','-ffp-contract=off','-DATLAS_EMULATE',
+    '-fsanitize=alignment,bounds','-fno-sanitize-recover=all',
+    '-fvisibility=hidden','-fno-gnu-unique')
 
 @functools.cache
 def _cxx_version(): return subprocess.run([find_cxx(), '--version'], capture_output=True, text=True).stdout.splitlines()[0]
@@ -90,50 +95,69 @@ def _alone(path):
         yield
 
 def _made(name, text, options, what, where):
-    "What the compiler makes of `text`, unless it is there already, and what it says if it refuses. `what` is in the files that it finds at `where`"
-    digest = hashlib.sha256(repr((text, options, what, _FLAGS, _cxx_version())).encode()).hexdigest()[:24]
+    "The file that the compiler makes of `text`, or has made before, and what it says if it refuses"
+    # `what` is in the files that it finds at `where`
+    made_of = repr((text, options, what, _FLAGS, _cxx_version()))
+    digest = hashlib.sha256(made_of.encode()).hexdigest()[:24]
     out = home()/'emulated'/f'{name}.{digest}.so'
     if out.exists(): return out,''
     out.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(out), tempfile.TemporaryDirectory(dir=out.parent) as d:
+    with _alone(out):
         if out.exists(): return out,''
-        main = Path(d)/'main.cpp'
+        log = _compile(text, options, where, out)
+    return out if out.exists() else None,log
+
+def _compile(text, options, where, out):
+    "Make `out` of `text`; what the compiler says if it refuses"
+    with tempfile.TemporaryDirectory(dir=out.parent) as d:
+        main,made = Path(d)/'main.cpp',f'{d}/made'
         main.write_text(text)
-        r = subprocess.run([find_cxx(), *_FLAGS, *options, main, *where, '-o', f'{d}/made'], capture_output=True, text=True)
-        if r.returncode: return None,r.stderr
-        os.replace(f'{d}/made', out)
-    return out,''
+        command = [find_cxx(), *_FLAGS, *options, main, *where, '-o', made]
+        r = subprocess.run(command, capture_output=True, text=True)
+        if r.returncode: return r.stderr
+        os.replace(made, out)
+    return ''
 
 # %% ../../nbs/2_card/04_emulator.ipynb #5d1c9a42
 def _library(src:Source, options:tuple)->Path:
     "The shared library of a kernel, compiled if it is not there yet"
     own = src.root/'emulator'
-    headers = {p.name: p.read_text() for p in sorted(own.glob('*.h'))}
-    runtime,log = _made('runtime', '#include "runtime.h"\n', ('-O2','-c'), headers, [f'-I{own}'])
+    files = sorted(own.glob('*.h'))
+    headers = {p.name: p.read_text() for p in files}
+    text = '#include "runtime.h"\n'
+    runtime,log = _made('runtime', text, ('-O2','-c'), headers, [f'-I{own}'])
     if log: raise _refused('runtime.h', log)
     where = [f'-I{src.root}', f'-I{own}', '-include', 'emulate.h', runtime]
-    out,log = _made(src.name, _MAIN.format(name=src.name), ('-Og','-shared',*options), (sorted(src.files.items()), runtime.name), where)
+    text = _MAIN.format(name=src.name)
+    what = sorted(src.files.items()),runtime.name
+    out,log = _made(src.name, text, ('-Og','-shared',*options), what, where)
     if log: raise _refused(f'{src.name}.cu', log)
     return out
 
 def _refused(name, log):
     first = next((l.strip() for l in log.splitlines() if 'error' in l), log[:200])
-    e = DeviceError(f'{name} does not compile for the emulator: {first}', hint='Words of CUDA that it lacks belong into kernels/emulator')
+    hint = 'Words of CUDA that it lacks belong into kernels/emulator'
+    e = DeviceError(f'{name} does not compile for the emulator: {first}', hint=hint)
     e.add_note(log)
     return e
 
 # %% ../../nbs/2_card/04_emulator.ipynb #192cd402
 class Emulated:
-    "A kernel compiled for the emulator: `k(grid, block, values, shared)` with values as ctypes"
+    "A kernel compiled for the emulator: `k(grid, block, pointers, shared)`, as a card's"
     def __init__(self, src:Source, options:tuple):
-        self.name,self.library = src.name,ctypes.CDLL(str(_library(src, options)))
+        path = _library(src, options)
+        self.name,self.library = src.name,ctypes.CDLL(str(path))
         self._f = self.library.emulate
         self._f.restype = ctypes.c_char_p
-    def __call__(self, grid, block, values, shared=0, pdl=True):
+    def __call__(self, grid, block, pointers, shared=0, pdl=True):
         "Run it to its end"
-        three = lambda n: (ctypes.c_uint*3)(*n)
-        pointers = (ctypes.c_void_p*max(1, len(values)))(*[ctypes.cast(ctypes.pointer(v), ctypes.c_void_p) for v in values])
-        if why := self._f(three(grid), three(block), ctypes.c_uint(shared), pointers): raise DeviceError(f'{self.name}: {why.decode()}')
+        def three(n): return (ctypes.c_uint*3)(*n)
+        grid,block = three(grid),three(block)
+        why = self._f(grid, block, ctypes.c_uint(shared), pointers)
+        if why: raise DeviceError(f'{self.name}: {why.decode()}')
+    def footprint(self, threads:int, shared:int)->tuple[int,int,int]:
+        "Registers of a thread (none), shared memory of a block, and blocks at once (one)"
+        return 0,shared,1
 
 @patch
 def load(self:Emulator, src:Source, options:tuple=())->Emulated:

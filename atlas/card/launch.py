@@ -181,7 +181,8 @@ class Nvrtc:
     def __init__(self,
         xp=cp # The CuPy module
     ):
-        if xp is None: raise DeviceError('NVRTC is reached through CuPy, which is not here', hint=INSTALL_CUDA)
+        said = 'NVRTC is reached through CuPy, which is not here'
+        if xp is None: raise DeviceError(said, hint=INSTALL_CUDA)
         self.lib = xp.cuda.nvrtc
     @functools.cached_property
     def version(self):

@@ -170,7 +170,12 @@ def _defines(a, pool, half, share, new):
     return dict(D=D, HEADS=a.num_heads, KV=a.num_kv_heads, HALF=half, BS=pool.block_size, GATE=int(a.gate), VNORM=int(a.v_norm), KEQV=int(a.k_eq_v), QONLY=int(a.q_only),
         NORM=('none','head','all').index(a.qk_norm), FMT=pool.code, SHARE=share, NEW=new, SPLIT=split, BYTES=room)
 
-def _rooms(card): l = limits(card if card.kind!='dry' else SimpleNamespace(arch='sm_90a')); return min(l.block, l.half-1024),l.block # of shared memory: half a multiprocessor's, or all, beside what it has for other things
+def _rooms(card):
+    "Bytes of shared memory for a block: half a multiprocessor's, or all that a block may have"
+    if card.kind=='dry': card = SimpleNamespace(arch='sm_90a')
+    l = limits(card)
+    half = l.half-1024  # a multiprocessor keeps some for other things
+    return min(l.block, half),l.block
 
 def _variant(card, a, pool, half, b):
     "`_defines` for step `b`: a block takes as many rows of a sequence as it has registers and room for"

@@ -19,7 +19,9 @@ from .pack import CardFormat,Packed,row_order
 _ACTS = dict(silu='ACT_SILU', gelu_tanh='ACT_GELU', swiglu_oai='ACT_OAI', relu2='ACT_RELU2')
 
 @patch(as_prop=True)
-def quad(self:CardFormat)->int: "Bytes of a chunk of four rows of each lane of a warp, with their scales"; return 128*(self.chunk+self.scale+4*(self.rows=='s'))
+def quad(self:CardFormat)->int:
+    "Bytes of a chunk of four rows of each lane of a warp, with their scales"
+    return 128*(self.chunk+self.scale+4*(self.rows=='s'))
 
 def _ceil(a, b): return -(-a//b)
 
@@ -40,17 +42,25 @@ def _bytes(d, deep, place):
 def _fitted(card, d, pieces, place):
     "`d` with its warps, places and bytes, if a warp of so many does `pieces`; fewer warps or, if it is for several rows, None where they do not fit"
     l = limits(card)
-    for w in range(d['WARPS'], 0 if d['ROWS']==1 else d['WARPS']-1, -1):
-        for deep in range(max(1, min(l.ring//(w*place), pieces(w))), 0, -1):
-            if (need := _bytes(d|dict(WARPS=w), deep, place))<=l.block: return d|dict(WARPS=w, DEEP=deep, ROOM=max(need, l.alone))
+    fewest = 1 if d['ROWS']==1 else d['WARPS']
+    for w in range(d['WARPS'], fewest-1, -1):
+        d = d|dict(WARPS=w)
+        deepest = min(l.ring//(w*place), pieces(w))
+        for deep in range(max(1, deepest), 0, -1):
+            need = _bytes(d, deep, place)
+            if need>l.block: continue
+            return d|dict(DEEP=deep, ROOM=max(need, l.alone))
 
 # %% ../../nbs/3_ops/moe/51_cuda.experts.ipynb #e5781a18
 def _variant(card, H, up, down, m, act, norm, shared, gate, corrected, rows, blocks):
     "Options of experts.cu for at most `rows`, and its number of blocks"
-    I,picks,f = down.k,m.top_k+shared,(up.format,down.format)
+    I,picks = down.k,m.top_k+shared
+    f = up.format,down.format
     most = 16 if max(g.chunk for g in f)>=64 else 24
-    def scales(p): return p.s.shape[1] if p.format.rows=='s' else 1
-    ul,dl,place = _lanes(H),_lanes(I),max(g.quad for g in f)
+    place = max(g.quad for g in f)
+    def scales(p):
+        return p.s.shape[1] if p.format.rows=='s' else 1
+    ul,dl = _lanes(H),_lanes(I)
     units,groups = picks*_ceil(_ceil(up.rows, 4), 32//ul),_ceil(H//4, 32//dl)
     d = dict(UP=up.fmt, DOWN=down.fmt, UKB=scales(up), DKB=scales(down), HIDDEN=H, INNER=I, EXPERTS=m.num_experts, TOP_K=m.top_k, SHARED=int(shared), GATE=int(gate), SCORE=f'SCORE_{m.score.upper()}',
         CORRECTED=int(corrected), RENORM=int(m.renormalise), NORM=int(norm), ACT=_ACTS[act], ULANES=ul, DLANES=dl)
@@ -69,8 +79,20 @@ def _route(x, gain, eps, router, bias, logits, met, E):
     "The router's logits of rows `x`. A block asks for so much that one, and no more, finds room beside a block of experts.cu"
     (R,H),n,card = x.shape,router.n,card_of(x)
     each,pieces = _ceil(n, 160),_ceil(H, 256); W = _ceil(pieces, _ceil(pieces, 8))
-    run('router', (_ceil(n, each),_ceil(R, 2)), 32*W, _raw(router.w), bias, gain, x, logits, met, eps, n, logits.shape[1], R, shared=limits(card).third if R==1 else 0,
-        HIDDEN=H, EXPERTS=E, FORMAT=router.fmt, NORM=int(gain is not None), ROWS=min(R, 2), WARPS=W, EACH=each)
+    grid = _ceil(n, each),_ceil(R, 2)
+    arrays = _raw(router.w),bias,gain,x,logits,met
+    sizes = n,logits.shape[1],R
+    room = limits(card).third if R==1 else 0
+    variant = dict(
+        HIDDEN=H,
+        EXPERTS=E,
+        FORMAT=router.fmt,
+        NORM=int(gain is not None),
+        ROWS=min(R, 2),
+        WARPS=W,
+        EACH=each,
+    )
+    run('router', grid, 32*W, *arrays, eps, *sizes, shared=room, **variant)
 
 def _checked(H, router, up, down, m, act, shared, gate):
     "An `AtlasError` unless the matrices belong together"
@@ -87,7 +109,8 @@ def _most(card, asked):
 def _asked(p, card):
     "What experts.cu asks for of the matrix `p`: weights, scales, and how many sixteens of bytes of each"
     if p is None: return (None,None),(0,0)
-    w,s = _raw(p.w),_raw(p.s); part = min(1, limits(card).ahead/w.nbytes)
+    w,s = _raw(p.w),_raw(p.s)
+    part = min(1, limits(card).ahead/w.nbytes)
     return (w,s),tuple(0 if a is None else int(a.nbytes*part)//16 for a in (w,s))
 
 # %% ../../nbs/3_ops/moe/51_cuda.experts.ipynb #b104dbbc

@@ -75,7 +75,11 @@ def experts_many(
         for i in range(0, R, MOST): experts_many(cut(x, i), cut(ids, i), cut(weights, i), up, down, act, limit, up_bias, down_bias, cut(add, i), cut(real, i), cut(out, i))
         return out
     if real is not None and real.dtype!='int32': real = real.view('int8').astype('int32')-1
-    places = [16*tile_of(w.format, R*k//w.experts, w.n, w.k, 0, True)['MT'] for w in (up,down)]
+    def tile_rows(w):
+        each = R*k//w.experts
+        tile = tile_of(w.format, each, w.n, w.k, 0, True)
+        return 16*tile['MT']
+    places = [tile_rows(up),tile_rows(down)]
     lists = {n: sort_picks(ids, up.experts, n, real) for n in set(places)}
     def grouped(x, w, out, bias, g, act=None):
         order,tiles = lists[places[g-1]]

@@ -23,7 +23,7 @@ def _cut(card, d, share, planes=1):
 
 # %% ../../nbs/3_ops/attention/22_cuda.flash.ipynb #4fc85b71
 def flash(
-    qkv, # [R, width] float32: gate? | q | k | v, all heads of one, then of the next, as `atlas.model.layers.Attention` projects them; R = tiles*64
+    qkv, # [R, width] float32, R = tiles*64: gate? | q | k | v, all heads of one, then of the next
     b, # The step's tiles: `starts`, `tile_seq`, `tile_start`, `tile_lo`, `tile_hi`, `slots`, `tables`
     pool, # `KVPool` of the layer: rows' keys and values are written, and everything up to a row's own position is read
     a, # Its `AttentionConfig`
@@ -35,7 +35,7 @@ def flash(
     sinks=None, # [heads]
     out=None, # [R, heads*d]
 ): # [R, heads*d] float32; zeros in padding rows
-    "Attention of tiles of prompts over the paged cache, as `atlas.model.layers.Attention` has it between its projections"
+    "Attention of tiles of prompts over the paged cache, from projection to projection"
     card,(R,width),d,heads,kv,planes = card_of(qkv),qkv.shape,a.head_dim,a.num_heads,a.num_kv_heads,1+(pool.fmt=='f32')
     y,q = card.empty((R, heads*d)) if out is None else out,card.empty((R,heads,d*planes), 'float16')
     kf,vf = (None,None) if a.q_only else (card.empty((R,kv,d*planes), 'float16') for _ in 'kv')

@@ -42,17 +42,23 @@ def units(
     if getattr(w, '_units', None) is None:
         b = _rows(w)
         w._units = card_of(w.w).empty(len(b))
-        run('units', len(b), 128, b, _bytes(w.s), w._units, b.shape[1], pdl=False, FMT=f.many)
+        run('units', len(b), 128,
+            b, _bytes(w.s), w._units, b.shape[1],
+            pdl=False, FMT=f.many)
     return w._units
 
 @patch(as_prop=True)
-def many(self:CardFormat)->str: "As lib/unpack.cuh calls it"; return self.unpack or self.name
+def many(self:CardFormat)->str:
+    "As lib/unpack.cuh calls it"
+    return self.unpack or self.name
 
 # %% ../../nbs/3_ops/linear/13_cuda.gemm.ipynb #b783e5a3
 _ACTS = {None:'ACT_NONE', 'silu':'ACT_SILU', 'gelu_tanh':'ACT_GELU', 'swiglu_oai':'ACT_OAI', 'relu2':'ACT_RELU2'}
 
 @patch(as_prop=True)
-def stage(self:CardFormat)->int: "Bytes of a row's scales in a stage"; return BK//32*self.scale or 4*bool(self.tile)
+def stage(self:CardFormat)->int:
+    "Bytes of a row's scales in a stage"
+    return BK//32*self.scale or 4*bool(self.tile)
 
 def tile_of(
     f:CardFormat, # Of the weights
@@ -63,16 +69,20 @@ def tile_of(
     parts:int=1, # Of the activations, or 3
 )->dict: # Compile-time options of gemm.cu
     "How a block divides its work: the largest tile that keeps the whole card busy. A row's bits are the same for all"
-    small = max(parts, f.parts)>1 or grouped and not (f.narrow and k>=2048 and rows>=96)
+    large = f.narrow and k>=2048 and rows>=96
+    small = max(parts, f.parts)>1 or grouped and not large
     shapes = [(8,4),(4,4),(2,4)][small:]
     enough = lambda s: rows>=24 if grouped else -(-rows//(16*s[0]))*-(-n//(32*s[1]))>=cores
     MT,NT = next(filter(enough, shapes), shapes[-1])
-    return dict(MT=MT, NT=NT, WM=1, WN=4, BK=BK, STAGES=2 if f.parts>1 else 3)
+    stages = 2 if f.parts>1 else 3
+    return dict(MT=MT, NT=NT, WM=1, WN=4, BK=BK, STAGES=stages)
 
 def launch_of(f:CardFormat, d:dict)->tuple:
     "BM, BN, threads and bytes of shared memory of a block"
     bm,bn = 16*d['MT']*d['WM'],8*d['NT']*d['WN']
-    return bm,bn,32*d['WM']*d['WN'],d['STAGES']*(2*bm*BK+bn*BK//32*f.chunk+bn*f.stage)
+    threads = 32*d['WM']*d['WN']
+    stage = 2*bm*BK + bn*BK//32*f.chunk + bn*f.stage
+    return bm,bn,threads,d['STAGES']*stage
 
 # %% ../../nbs/3_ops/linear/13_cuda.gemm.ipynb #936133d0
 def gemm(
@@ -100,15 +110,21 @@ def _ld(a): "Numbers from one row to the next"; return 0 if a is None else a.str
 
 def product(h, scale, w, out, rows, bias=None, add=None, act=None, limit=None, gate=None, parts=1, order=None, tiles=None, grouped=0, top=1, tile=None):
     "`gemm` of rows that are fp16 already; with `tiles` of many experts (see the page on experts) `rows` is how many of them have a place"
-    f = w.format
-    d = tile or tile_of(f, rows//max(1, w.experts), w.n, w.k, card_of(h).multiprocessors, bool(grouped), parts)
+    f,each = w.format,rows//max(1, w.experts)
+    cores = card_of(h).multiprocessors
+    d = tile or tile_of(f, each, w.n, w.k, cores, bool(grouped), parts)
     bm,bn,threads,shared = launch_of(f, d)
     across = -(-w.n//bn)
     grid = (across, len(tiles)) if grouped else (-(-rows//bm), across)
     blocks = w.s.shape[-1] if f.tile else 0
     if bias is not None: bias = bias.reshape(-1, w.rows if w.pair else w.n)
     logits,column = gate or (None,0)
-    run('gemm', grid, threads, h, scale, _rows(w), _bytes(w.s) if f.stage else None, units(w), bias, logits, add, out, order, tiles,
-        rows, h.shape[1], h.shape[1]//min(parts, 2), w.chunks, blocks, w.n, float('inf') if limit is None else float(limit), top, column, _ld(logits), _ld(add), _ld(out),
-        shared=shared, pdl=False, FMT=f.many, ACTIVATION=_ACTS[act], PARTS=parts, GROUPED=grouped, **d)
+    scales = _bytes(w.s) if f.stage else None
+    most = float('inf') if limit is None else float(limit)
+    run('gemm', grid, threads,
+        h, scale, _rows(w), scales, units(w), bias, logits, add, out, order, tiles,
+        rows, h.shape[1], h.shape[1]//min(parts, 2), w.chunks, blocks, w.n,
+        most, top, column, _ld(logits), _ld(add), _ld(out),
+        shared=shared, pdl=False,
+        FMT=f.many, ACTIVATION=_ACTS[act], PARTS=parts, GROUPED=grouped, **d)
     return out

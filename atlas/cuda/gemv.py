@@ -10,7 +10,7 @@ __all__ = ['plan', 'gemv', 'pair_bias', 'embed', 'rmsnorm']
 # %% ../../nbs/3_ops/linear/12_cuda.gemv.ipynb #37d37d52
 import functools
 import numpy as np
-from fastcore.basics import first,patch
+from fastcore.basics import patch
 from ..card.card import card_of,limits,run
 from ..ground.core import ConfigError
 from .pack import CardFormat,Packed,row_order
@@ -20,32 +20,42 @@ from ..ops.linear import MAX_ROWS
 _ACT = dict(silu=1, gelu_tanh=2, swiglu_oai=3, relu2=4)
 
 @patch(as_prop=True)
-def blocks(self:CardFormat)->int: "Blocks of 128 columns in a unit, which is at least 128 bytes of a row"; return max(1, 32//self.chunk)
+def blocks(self:CardFormat)->int:
+    "Blocks of 128 columns in a unit, which is at least 128 bytes of a row"
+    return max(1, 32//self.chunk)
 
 @patch(as_prop=True)
-def unit(self:CardFormat)->int: "Bytes of a unit: 16 rows, with their scales"; return 64*self.blocks*(self.chunk+self.scale)+64*bool(self.tile)
+def unit(self:CardFormat)->int:
+    "Bytes of a unit: 16 rows, with their scales"
+    chunks = self.blocks*(self.chunk+self.scale)
+    return 64*chunks+64*bool(self.tile)
 
 def _rooms(card, W, rows):
-    "Bytes of shared memory that a block should stay within, and must, beside what it has for sums and squares"
+    "Shared memory that a block should stay within, and must, beside that for sums and squares"
     l,fixed = limits(card),2*W*16*rows*4+W*rows*4
     return min(l.block-1024, l.half)-fixed,l.block-1024-fixed
 
 def _alone(card, f, shared):
-    "Shared memory to ask for, so that no two of a launch's large blocks come to one multiprocessor while another has none; blocks of four-bit weights have too many registers for that, and the emulator runs one at a time"
+    "Shared memory to ask for: no multiprocessor should get two large blocks while another has none"
+    # two blocks of four-bit weights have too many registers for it; the emulator runs one at a time
     if f.narrow or shared<64<<10 or card.kind=='emulator': return shared
     return max(shared, limits(card).alone)
 
 def _x_bytes(f, rows, held):
     "Shared memory for `held` blocks of 128 columns of x"
     lane,skew = 4*(4*held+2),max(1, 64//f.chunk)
-    return rows*16*(lane+(8+skew-lane%8)%8)*f.planes + -(-held*rows//4)*16
+    row = 16*(lane+(8+skew-lane%8)%8)
+    return rows*row*f.planes + -(-held*rows//4)*16
 
 def _shares(f, k, rows, card, W, split, steps):
     "Blocks of 128 columns of x to hold at a time, and places a warp for units on their way, where each has `steps` to do"
-    all,place,deep,each = -(-k//256)*2,W*f.unit,min(steps, f.deep),max(2, split*f.blocks)
+    all,each = -(-k//256)*2,max(2, split*f.blocks)
+    place,deep = W*f.unit,min(steps, f.deep)
     half,most = _rooms(card, W, rows)
-    for held,least,room in ((all, 2, half), (all, 2, most), (all, 1, most), *((h, 2, most) for h in range(8*each, 0, -each))):
-        if _x_bytes(f, rows, held)+place*min(least, deep)<=room: return held,min(deep, (room-_x_bytes(f, rows, held))//place)
+    fewer = [(h, 2, most) for h in range(8*each, 0, -each)]
+    for held,least,room in ((all, 2, half), (all, 2, most), (all, 1, most), *fewer):
+        left = room-_x_bytes(f, rows, held)
+        if place*min(least, deep)<=left: return held,min(deep, left//place)
     return each,1
 
 # %% ../../nbs/3_ops/linear/12_cuda.gemv.ipynb #93aa8f29
@@ -62,8 +72,14 @@ def plan(
     def cycles(o): # of a multiprocessor: a unit is some 75 cycles of it, but a warp needs 600 for one; warps meet after each group
         W,split = o
         return rounds(W, split)*(-(-units//split)*max(75*W, 600) + 450)
-    if f.narrow: W,split = min(((W,s) for W in (16,12) for s in (2,4,6,8,12,16) if W%s==0 and s<=max(2, units)), key=cycles)
-    else: W,split = (4,4) if f.parts>1 else (8,8) if units>16 or each<=16 else (8,2 if units<8 and each>64 else 4) # what lies side by side is best read side by side
+    if f.narrow:
+        def fits(W, split): return W%split==0 and split<=max(2, units)
+        shares = [(W,s) for W in (16,12) for s in (2,4,6,8,12,16) if fits(W, s)]
+        W,split = min(shares, key=cycles)
+    # what lies side by side is best read side by side
+    elif f.parts>1: W,split = 4,4
+    elif units>16 or each<=16: W,split = 8,8
+    else: W,split = 8,2 if units<8 and each>64 else 4
     groups = sms*rounds(W, split)
     span = -(-n//(4*groups))*4
     return W,split,min(sms, -(-n//span)),span
@@ -102,21 +118,45 @@ def _extra_blocks(w, extra, sms):
     return min(-(-tiles//max(1, w.nbytes*tiles//(sms*extra.nbytes))), sms//2)
 
 # %% ../../nbs/3_ops/linear/12_cuda.gemv.ipynb #bef77c76
+def _staged(f, k, rows, card, W, split, steps):
+    "As `_shares`, and the bytes of shared memory for both"
+    held,deep = _shares(f, k, rows, card, W, split, steps)
+    return held,deep,_x_bytes(f, rows, held)+W*deep*f.unit
+
+def _norm_of(gain, parts, group):
+    "How gemv.cu norms x"
+    if parts is None: return dict(NORM=int(gain is not None))
+    return dict(NORM=2, GROUP=group, PARTS=parts.shape[2])
+
 def _launch(card, x, w, gain, parts, extra, bias, gate, add, out, eps, group, act, limit, cap, width):
     "At most `MAX_ROWS` rows"
-    f,k,rows,m = w.format,w.k,1<<(len(x)-1).bit_length(),extra.n if extra else 0
+    f,k = w.format,w.k
+    rows = 1<<(len(x)-1).bit_length()
     more = _extra_blocks(w, extra, card.multiprocessors)
     W,split,main,span = plan(f, w.rows, k, card.multiprocessors-more)
-    held,deep = _shares(f, k, rows, card, W, split, -(-w.rows//(span*main))*-(-k//(128*f.blocks*split)))
-    shared,opts = _x_bytes(f, rows, held)+W*deep*f.unit,dict(FORMAT=f'fragment_{f.name}', K=k, ROWS=rows, ACT=_ACT.get(act, 0), CAP=int(bool(cap)), W=W, SPLIT=split, STAGED=held, DEEP=deep)
-    opts |= dict(NORM=2, GROUP=group, PARTS=parts.shape[2]) if parts is not None else dict(NORM=int(gain is not None))
+    steps = -(-w.rows//(span*main))*-(-k//(128*f.blocks*split))
+    held,deep,shared = _staged(f, k, rows, card, W, split, steps)
+    opts = dict(FORMAT=f'fragment_{f.name}', K=k, ROWS=rows)
+    opts |= dict(ACT=_ACT.get(act, 0), CAP=int(bool(cap)))
+    opts |= dict(W=W, SPLIT=split, STAGED=held, DEEP=deep)
+    opts |= _norm_of(gain, parts, group)
     if extra is not None:
-        e = extra.format; held,deep = _shares(e, k, rows, card, W, W, -(-k//(128*W)))
-        shared = max(shared, _x_bytes(e, rows, held)+W*deep*e.unit)
+        e,steps = extra.format,-(-k//(128*W))
+        held,deep,least = _staged(e, k, rows, card, W, W, steps)
+        shared = max(shared, least)
         opts |= dict(EXTRA=f'fragment_{e.name}', ESTAGED=held, EDEEP=deep)
-    run('gemv', main+more, 32*W, *w.raw, w.gs, extra.raw[0] if extra else None, x, gain, parts, bias, gate[0], add, out, float(eps),
-        float(np.inf if limit is None else limit), float(cap or 0), len(x), w.n, m, 0 if gate[0] is None else gate[0].shape[1], gate[1], width, main, span, shared=_alone(card, f, shared), **opts)
+    more_w,m = (extra.raw[0],extra.n) if extra else (None,0)
+    logits,column = gate
+    columns = 0 if logits is None else logits.shape[1]
+    top = np.inf if limit is None else limit
+    run('gemv', main+more, 32*W,
+        *w.raw, w.gs, more_w,
+        x, gain, parts, bias, logits, add, out,
+        float(eps), float(top), float(cap or 0),
+        len(x), w.n, m, columns, column, width, main, span,
+        shared=_alone(card, f, shared), **opts)
 
+# %% ../../nbs/3_ops/linear/12_cuda.gemv.ipynb #a2408c57
 def pair_bias(b, w:Packed, card):
     "Bias [n] of the matrix `w`, gate then up, in the order of its rows"
     i = row_order(w.n, w.pair)
@@ -131,7 +171,9 @@ def embed(
 ): # [R, H]
     "Rows `ids` of `w`; zeros for an id outside it"
     if out is None: out = card_of(ids).empty((len(ids),w.k))
-    run('embed', (-(-w.k//1024),len(ids)), 128, ids, *w.raw, w.gs, out, float(scale), w.k, w.n, FORMAT=f'decode_{w.format.name}')
+    run('embed', (-(-w.k//1024),len(ids)), 128,
+        ids, *w.raw, w.gs, out, float(scale), w.k, w.n,
+        FORMAT=f'decode_{w.format.name}')
     return out
 
 def rmsnorm(

@@ -7,17 +7,19 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/linear/cuda.pack.html.md"""
 # %% auto #0
 __all__ = ['CARD_FORMATS', 'KEPT', 'REQUANTIZED', 'e2m1_words', 'words_e2m1', 'int4_words', 'words_int4', 'f16_to_f32',
            'f32_to_f16', 'int4_records', 'int4_scales', 'int4_zeros', 'int4_parts', 'CardFormat', 'Packed', 'row_order',
-           'pack', 'unpack', 'can_join', 'join', 'requantize', 'packer', 'invented']
+           'pack', 'unpack', 'can_join', 'join', 'card_format', 'requantize', 'packer', 'invented']
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #36c054d2
 import numpy as np
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from fastcore.basics import patch
 from zlib import crc32
 from ..card.card import card_of,run
 from ..ground.core import ConfigError,UnsupportedError,human
-from ..ground.formats import E2M1,E4M3,E8M0,FP8_TILE,QStack,QTensor,bf16_to_f32,f32_to_bf16,f32_to_e4m3
+from ..ground.formats import E2M1,E4M3,E8M0,FP8_TILE,QStack,QTensor
+from ..ground.formats import bf16_to_f32,f32_to_bf16,f32_to_e4m3
 from ..ground.weights import Want,quantizable
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #09c1fe82
@@ -43,17 +45,21 @@ def int4_words(
     data:np.ndarray, # uint8 [..., 16*C]: two codes a byte, the even one in the low half
 )->np.ndarray: # uint8 [..., C, 16]
     "Chunks of INT4 codes as the kernels read them: the even ones of a word below the odd ones"
-    b = data.reshape(*data.shape[:-1], -1, 4)                           # word, byte
-    c = np.stack([b&15, b>>4], -2).reshape(*b.shape[:-1], 2, 2, 2)      # word, even or odd, byte, weight
-    return (c[...,0] | c[...,1]<<4).reshape(*data.shape[:-1], -1, 16)
+    b = data.reshape(*data.shape[:-1], -1, 4)   # word, byte
+    c = np.stack([b&15, b>>4], -2)
+    c = c.reshape(*b.shape[:-1], 2, 2, 2)       # word, even or odd, byte, weight
+    w = c[...,0] | c[...,1]<<4
+    return w.reshape(*data.shape[:-1], -1, 16)
 
 def words_int4(
     w:np.ndarray, # uint8 [..., C, 16]
 )->np.ndarray: # float32 [..., 32*C]
     "The codes in chunks of INT4"
     w = w.reshape(*w.shape[:-1], 4, 2, 2)
-    c = np.stack([w&15, w>>4], -1).reshape(*w.shape[:-1], 4)            # word, even or odd, weight
-    return c.swapaxes(-1, -2).astype(np.float32).reshape(*c.shape[:-4], -1)
+    c = np.stack([w&15, w>>4], -1)
+    c = c.reshape(*w.shape[:-1], 4)             # word, even or odd, weight
+    codes = c.swapaxes(-1, -2).astype(np.float32)
+    return codes.reshape(*c.shape[:-4], -1)
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #b1d04a75
 def f16_to_f32(w:np.ndarray)->np.ndarray:
@@ -86,10 +92,12 @@ def int4_parts(
     parts:dict, # Of an INT4 tensor: codes, scales and zero points
 )->dict: # The same codes, records of chunks as 'scale', powers of two of rows as 'global'
     "What `pack` puts on a card of an INT4 tensor"
-    top = np.abs(parts['scale']).max(-1)
-    unit = np.ldexp(np.float32(1), (np.frexp(top)[1]-12).clip(-126))
+    top = parts['scale'].max(-1)
+    exponent = np.frexp(top)[1]-12
+    unit = np.ldexp(np.float32(1), exponent.clip(-126))
     r = int4_records(parts['scale']/unit[...,None], parts['zero'])
-    return dict(data=parts['data'], scale=r.reshape(*r.shape[:-2], -1)) | {'global':unit}
+    records = r.reshape(*r.shape[:-2], -1)
+    return {'data':parts['data'], 'scale':records, 'global':unit}
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #80646047
 @dataclass(frozen=True, eq=False)
@@ -103,8 +111,8 @@ class CardFormat:
     floats:Callable # Codes as kernels read them -> float32
     of:Callable|None=None # The other way
     words:Callable|None=None # Codes as files have them -> as kernels read them, where that differs
-    taken:Callable|None=None # Parts of a tensor as files have them -> as `pack` takes them, where that differs
-    kinds:tuple=(0,0,None) # KIND of pack.cu for codes as stored, for float32, for the scales of chunks
+    taken:Callable|None=None # Parts of a tensor, likewise: as `pack` takes them
+    kinds:tuple=(0,0,None) # KIND of pack.cu: of codes as stored, float32, scales of chunks
     scale:int=0 # Bytes of the scales of a row's chunk, those of four rows side by side
     scales:Callable|None=None # Those bytes -> float32
     zeros:Callable|None=None # Those bytes -> codes that stand for zero, where not code 0
@@ -116,15 +124,20 @@ class CardFormat:
     planes:int=1 # Numbers of 16 bits that x becomes for gemv.cu
     parts:int=1 # Parts in which gemm.cu takes x and weights: 3 where fp16 cannot hold a weight
     deep:int=2 # Units that a warp of gemv.cu has on their way
-    anew:float=0 # Bits a weight; a tensor that has more can be stored anew in this format. 0: none can
-    even:Callable|None=None # Standard deviation of weights -> (scale of every chunk or row, factor of every row) of made-up ones
+    anew:float=0 # Tensors with more bits a weight can be stored anew in it. 0: none can
+    even:Callable|None=None # Deviation of made-up weights -> (scale of chunks, factor of rows)
 
     @property
-    def narrow(self)->bool: "Four bits a weight?"; return self.chunk==16
+    def narrow(self)->bool:
+        "Four bits a weight?"
+        return self.chunk==16
     @property
-    def bits(self)->float: "Bits a weight, without scales of rows and tiles"; return (self.chunk+self.scale)/4
+    def bits(self)->float:
+        "Bits a weight, without scales of rows and tiles"
+        return (self.chunk+self.scale)/4
     def __repr__(self): return f'{self.name}: {self.bits:g} bits a weight'
 
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #18bbff05
 CARD_FORMATS = {}
 def _row(name, stored, chunk, dtype, floats, fmt=None, **kw):
     "Add a format"
@@ -135,15 +148,20 @@ def _power(std):
     "E8M0 code of the power of two at which E2M1 codes, all as likely, have about this deviation"
     return 126+round(np.log2(std/2.7)+1)
 
-_row('nvfp4', ('NVFP4',), 16, 'uint8', words_e2m1, words=e2m1_words, kinds=(1,None,4),
-    scale=2, scales=E4M3.take, rows='gs', anew=5, even=lambda std: (0x38,std/2.7))
-_row('mxfp4', ('MXFP4',), 16, 'uint8', words_e2m1, words=e2m1_words, kinds=(1,None,5),
+_row('nvfp4', ('NVFP4',), 16, 'uint8', words_e2m1,
+    words=e2m1_words, kinds=(1,None,4),
+    scale=2, scales=E4M3.take, rows='gs', anew=5,
+    even=lambda std: (0x38,std/2.7))
+_row('mxfp4', ('MXFP4',), 16, 'uint8', words_e2m1,
+    words=e2m1_words, kinds=(1,None,5),
     scale=1, scales=E8M0.take, found=True, even=lambda std: (_power(std),None))
-_row('int4', ('INT4',), 16, 'uint8', words_int4, words=int4_words, taken=int4_parts, kinds=(7,None,6),
+_row('int4', ('INT4',), 16, 'uint8', words_int4,
+    words=int4_words, taken=int4_parts, kinds=(7,None,6),
     scale=4, scales=int4_scales, zeros=int4_zeros, rows='gs',
     even=lambda std: (int4_records(np.float32(2048), 8),std/2048/4.6))
 
-_fp8 = dict(of=f32_to_e4m3, fmt='fp8', rows='s', deep=5, even=lambda std: (std,None))
+_fp8 = dict(of=f32_to_e4m3, fmt='fp8', rows='s', deep=5,
+    even=lambda std: (std,None))
 _row('fp8', ('FP8_TENSOR','FP8_CHANNEL','F8_E4M3'), 32, 'uint8', E4M3.take,
     tiled='fp8_tiled', anew=9, **_fp8)
 _row('fp8_tiled', ('FP8_BLOCK',), 32, 'uint8', E4M3.take,
@@ -151,8 +169,10 @@ _row('fp8_tiled', ('FP8_BLOCK',), 32, 'uint8', E4M3.take,
 
 _row('bf16', ('BF16',), 64, 'uint16', bf16_to_f32, of=f32_to_bf16,
     kinds=(0,3,None), found=True, planes=2, deep=3)
-_row('f16', ('F16',), 64, 'uint16', f16_to_f32, of=f32_to_f16, kinds=(0,2,None), deep=3)
-_row('f32', (), 128, 'float32', np.asarray, of=np.asarray, found=True, planes=2, parts=3)
+_row('f16', ('F16',), 64, 'uint16', f16_to_f32, of=f32_to_f16,
+    kinds=(0,2,None), deep=3)
+_row('f32', (), 128, 'float32', np.asarray, of=np.asarray,
+    found=True, planes=2, parts=3)
 
 # Formats of files that a card keeps; it has the others as 16 bits
 KEPT = {s: f for f in CARD_FORMATS.values() for s in f.stored}
@@ -196,8 +216,12 @@ def arrays(self:CardFormat,
     "The arrays of a `Packed`; None for one that the format has not"
     C,res = -(-k//32),dict(s=None, gs=None)
     res['w'] = (rows,C,16) if self.narrow else (rows,32*C),self.dtype
-    if self.scale: res['s'] = (rows//4,C,4,*(self.scale,)*(self.scale>1)),'uint8'
-    if self.rows=='s': res['s'] = (rows,-(-k//self.tile) if self.tile else 1),'float32'
+    if self.scale:
+        one = (rows//4,C,4)
+        res['s'] = (*one,self.scale) if self.scale>1 else one,'uint8'
+    if self.rows=='s':
+        tiles = -(-k//self.tile) if self.tile else 1
+        res['s'] = (rows,tiles),'float32'
     if self.rows=='gs': res['gs'] = (rows,),'float32'
     return res
 
@@ -212,28 +236,31 @@ def __getitem__(self:Packed, e:int)->Packed:
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #8da5fed4
 def _pad(a, n): "`a` with its last axis filled with zeros up to `n`"; return a if a.shape[-1]==n else np.pad(a, [(0,0)]*(a.ndim-1)+[(0,n-a.shape[-1])])
 def _values(p): return p.decode() if isinstance(p, QTensor) else p
-def _kept(q, f): "Are the codes of `q` those of `f`?"; return isinstance(q, QTensor) and q.fmt in KEPT and KEPT[q.fmt].fmt==f.fmt
-
-def _parts(q, f):
-    "Parts of the tensor `q` as the format `f` takes them"
-    return f.taken(q.parts) if f.taken else q.parts
+def _kept(q, f):
+    "Are the codes of `q` those of `f`?"
+    own = KEPT.get(q.fmt) if isinstance(q, QTensor) else None
+    return own is not None and own.fmt==f.fmt
 
 def _factors(q, f):
-    "What each row of the matrix `q` is multiplied by: [n], or [n, tiles]; None if there is no such thing"
+    "What each row of the matrix `q` is multiplied by: [n], or [n, tiles]; None if by nothing"
     n = len(q)
-    if f.rows=='gs': return np.full(n, _parts(q, f)['global'], np.float32)
+    if f.rows=='gs': return np.full(n, q.parts['global'], np.float32)
     if f.rows!='s': return
     s = q.parts.get('scale', np.float32(1))
     if KEPT[q.fmt].tile: return s.repeat(FP8_TILE, 0)[:n]
-    return np.broadcast_to(s[:,None] if s.ndim else s, (n,-(-q.shape[1]//f.tile) if f.tile else 1))
+    tiles = -(-q.shape[1]//f.tile) if f.tile else 1
+    return np.broadcast_to(s[:,None] if s.ndim else s, (n,tiles))
 
 def _raw(q, f):
     "Codes, scales of chunks and factors of the matrix `q` in the format `f`: [n, …] each, or None"
     C = -(-q.shape[1]//32)
-    if not _kept(q, f): return _pad(f.of(_values(q)), 32*C),None,None
-    p = _parts(q, f)
-    w = _pad(p['data'].view(f.dtype), f.chunk*C//np.dtype(f.dtype).itemsize)
-    s = _pad(p['scale'], C*f.scale).reshape(len(q), C, -1) if f.scale else None
+    if not _kept(q, f):
+        codes = f.of(_values(q))
+        return _pad(codes, 32*C),None,None
+    p,s = q.parts,None
+    wide = f.chunk*C//np.dtype(f.dtype).itemsize
+    w = _pad(p['data'].view(f.dtype), wide)
+    if f.scale: s = _pad(p['scale'], C*f.scale).reshape(len(q), C, -1)
     return f.words(w) if f.words else w,s,_factors(q, f)
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #d83ba206
@@ -243,16 +270,26 @@ def _matrices(q):
     if q.experts: return [q.parts[i:i+q.per] for i in range(0, len(q.parts), q.per)]
     return [[p[e] for p in q.parts] for e in range(len(q))] if q.ndim>2 else [q.parts]
 
+def _taken(many, f):
+    "Pieces of matrices, with their parts as the format `f` takes them"
+    many = [[copy(p) for p in m] for m in many]
+    for m in many:
+        for p in m: p.parts = f.taken(p.parts)
+    return many
+
 def _format_of(pieces, exact):
     "The `CardFormat` of `pieces`"
     kinds = {KEPT.get(p.fmt) if isinstance(p, QTensor) else None for p in pieces}
     if kinds=={None}: return CARD_FORMATS[_float_format(pieces, exact)]
-    return max(kinds, key=lambda f: f.tile) if None not in kinds and len({f.fmt for f in kinds})==1 else CARD_FORMATS['bf16']
+    alike = None not in kinds and len({f.fmt for f in kinds})==1
+    return max(kinds, key=lambda f: f.tile) if alike else CARD_FORMATS['bf16']
 
 def _float_format(pieces, exact):
     "Name of the format for numbers that no card format stores"
-    if not exact: return 'f16' if all(np.abs(_values(p)).max(initial=0)<6e4 for p in pieces) else 'bf16'
-    return 'bf16' if all((bf16_to_f32(f32_to_bf16(w))==w).all() for w in map(_values, pieces)) else 'f32'
+    def small(w): return np.abs(w).max(initial=0)<6e4
+    def short(w): return (bf16_to_f32(f32_to_bf16(w))==w).all()
+    if exact: return 'bf16' if all(map(short, map(_values, pieces))) else 'f32'
+    return 'f16' if all(map(small, map(_values, pieces))) else 'bf16'
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #00506306
 def row_order(
@@ -276,28 +313,39 @@ def _take(a, idx):
     return out
 
 def _fours(s):
-    "Scales [n4, C, bytes] with those of four rows side by side: [n4/4, C, 4, bytes], a single byte without an axis"
-    s = np.moveaxis(s.reshape(-1, 4, *s.shape[1:]), 1, 2)
+    "Scales [n4, C, bytes], four rows' side by side: [n4/4, C, 4, bytes]; of one byte [n4/4, C, 4]"
+    fours = s.reshape(-1, 4, *s.shape[1:])
+    s = np.moveaxis(fours, 1, 2)
     return s[...,0] if s.shape[-1]==1 else s
+
+def _joined(arrays):
+    "One array of many; None of Nones"
+    return None if arrays[0] is None else np.concatenate(arrays)
 
 def _packed_rows(pieces, f, idx):
     "One matrix: its codes, and its `s` and `gs`, in the kernels' order"
     raw = [_raw(p, f) for p in pieces]
-    w,s,r = (None if p[0] is None else _take(np.concatenate(p), idx) for p in zip(*raw))
-    if s is not None: s = _fours(s)
+    w,s,r = map(_joined, zip(*raw))
+    w = _take(w, idx)
+    if s is not None: s = _fours(_take(s, idx))
+    if r is not None: r = _take(r, idx)
     return w,r if f.rows=='s' else s,r if f.rows=='gs' else None
 
 def _host_arrays(many, f, idx):
     "Codes, scales and factors of all matrices: the twin of pack.cu"
-    return [None if p[0] is None else np.concatenate(p) for p in zip(*[_packed_rows(m, f, idx) for m in many])]
+    rows = [_packed_rows(m, f, idx) for m in many]
+    return [_joined(a) for a in zip(*rows)]
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #9c592590
 _STAGING = 256<<20 # Bytes of a tensor on the card at a time
 
 def _codes(p, f):
     "What a piece, a matrix or a bank of them, stores, as bytes [..., rows, bytes], and the pack.cu KIND that moves it"
-    if _kept(p, f): return p.parts['data'].view(np.uint8),f.kinds[0]
-    return np.ascontiguousarray(_values(p), np.float32).view(np.uint8),f.kinds[1]
+    if _kept(p, f):
+        codes = p.parts['data']
+        return codes.view(np.uint8),f.kinds[0]
+    numbers = np.ascontiguousarray(_values(p), np.float32)
+    return numbers.view(np.uint8),f.kinds[1]
 
 def _move(src, idx, dst, kind, units, first, card):
     "Rows of `src` [E, rows, bytes] to their places among the matrices of `dst` [all, bytes] from number `first` on"
@@ -315,23 +363,44 @@ def _pieces(q):
     return [(q, 0, 0)]
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #bc027519
+def _rows_for(idx, first, n):
+    "`idx` of a piece with rows `first` to `first+n`: -1 for zeros, -2 for what another call writes"
+    mine = (idx>=first)&(idx<first+n)
+    zero = (idx<0)&(first==0)
+    return np.where(mine, idx-first, np.where(zero, -1, -2)).astype(np.int32)
+
 def _on_card(q, f, idx, experts, card):
     "Codes and scales of chunks of all matrices of `q`, moved by the card"
     C,n4,E = -(-q.shape[-1]//32),len(idx),experts or 1
-    new = f.arrays(E*n4, q.shape[-1]); w = card.empty(*new['w'])
+    new = f.arrays(E*n4, q.shape[-1])
+    w = card.empty(*new['w'])
     s = card.empty(*new['s']) if f.scale else None
     def each(a): return a.reshape(E, -1).view('uint8')
     def three(a): return a if a.ndim==3 else a[None]
     for p,e,first in _pieces(q):
-        mine = np.where((idx>=first)&(idx<first+p.shape[-2]), idx-first, np.where((idx<0)&(first==0), -1, -2)).astype(np.int32)
+        mine = _rows_for(idx, first, p.shape[-2])
         data,kind = _codes(p, f)
         _move(three(data), mine, each(w), kind, C*f.chunk//16, e, card)
-        if s is not None: _move(three(_parts(p, f)['scale']), mine, each(s), f.kinds[2], C, e, card)
+        if s is None: continue
+        scales = three(p.parts['scale'])
+        _move(scales, mine, each(s), f.kinds[2], C, e, card)
     return w,s
 
 def _row_part(many, f, idx):
     "The factors of rows, if there are any: [E*n4, tiles], or [E*n4]"
-    if f.rows: return np.concatenate([_take(np.concatenate([_factors(p, f) for p in m]), idx) for m in many])
+    if not f.rows: return None
+    rows = []
+    for pieces in many:
+        factors = np.concatenate([_factors(p, f) for p in pieces])
+        rows.append(_take(factors, idx))
+    return np.concatenate(rows)
+
+def _card_arrays(q, many, f, idx, experts, card):
+    "What `_host_arrays` makes, on the card"
+    w,s = _on_card(q, f, idx, experts, card)
+    r = _row_part(many, f, idx)
+    if f.rows=='s': return w,card.upload(r),None
+    return w,s,card.upload(r) if f.rows=='gs' else None
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #6a06dda6
 def pack(
@@ -342,29 +411,36 @@ def pack(
 )->Packed:
     "`q` as the kernels read it, on `card`"
     many,(n,k),experts = _matrices(q),q.shape[-2:],len(q) if q.ndim>2 else 0
+    order = q.order if isinstance(q, QStack) else None
     f = _format_of([p for m in many for p in m], exact)
-    idx = row_order(n, pair, q.order if isinstance(q, QStack) else None)
+    if f.taken:
+        many = _taken(many, f)
+        q = QStack([p for m in many for p in m], order, experts)
+    idx = row_order(n, pair, order)
     if card.kind=='cpu': w,s,gs = _host_arrays(many, f, idx)
-    else:
-        (w,s),r = _on_card(q, f, idx, experts, card),_row_part(many, f, idx)
-        gs = card.upload(r) if f.rows=='gs' else None
-        if f.rows=='s': s = card.upload(r)
+    else: w,s,gs = _card_arrays(q, many, f, idx, experts, card)
     return Packed(f.fmt, n, k, w, s, gs, experts, pair)
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #e92a9008
 def _host(a): return np.asarray(a) if type(a) is np.ndarray else card_of(a).download(a)
 
+def _per_weight(a, shape):
+    "Numbers of chunks [n4/4, C, 4, …] for each weight of `shape`: the fours undone, and repeated"
+    a = np.moveaxis(a, 1, 2).reshape(shape[0], -1)
+    return a.repeat(shape[1]//a.shape[1], 1)
+
 def _floats(p):
     "All stored rows in float32, [E*n4, 32*C]"
-    f = p.format; w = f.floats(_host(p.w))
+    f = p.format
+    w = f.floats(_host(p.w))
     if f.rows=='s':
         s = _host(p.s)
-        return w*(s.repeat(f.tile, 1)[:,:w.shape[1]] if f.tile else s)
+        if f.tile: s = s.repeat(f.tile, 1)[:,:w.shape[1]]
+        return w*s
     if not f.scale: return w
     codes = _host(p.s)
-    def each(a): a = np.moveaxis(a, 1, 2).reshape(len(w), -1); return a.repeat(w.shape[1]//a.shape[1], 1)   # the fours undone
-    if f.zeros: w = w-each(f.zeros(codes))
-    s = each(f.scales(codes))
+    if f.zeros: w = w-_per_weight(f.zeros(codes), w.shape)
+    s = _per_weight(f.scales(codes), w.shape)
     return w*(s*_host(p.gs)[:,None] if f.rows=='gs' else s)
 
 def unpack(
@@ -397,7 +473,16 @@ def join(
     return Packed(bank.fmt, bank.n+(0 if bank.experts else one.n), bank.k, *parts, bank.experts and bank.experts+(one.experts or 1), bank.pair)
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #8135cc79
-REQUANTIZED = tuple(f.fmt for f in CARD_FORMATS.values() if f.anew) # Formats in which projections can be stored anew
+# Formats in which projections can be stored anew
+REQUANTIZED = tuple(f.fmt for f in CARD_FORMATS.values() if f.anew)
+
+def card_format(
+    fmt:str, # Of a file
+    anew:str|None=None, # Of `REQUANTIZED`: for tensors that take more bits on a card
+)->CardFormat:
+    "As what a card keeps a tensor that a file has in `fmt`"
+    own = KEPT.get(fmt, CARD_FORMATS['f16'])
+    return CARD_FORMATS[anew] if anew and own.bits>CARD_FORMATS[anew].anew else own
 
 def requantize(
     q, # As `pack`'s
@@ -406,12 +491,18 @@ def requantize(
     pair:bool=False, # As `pack`'s
 )->Packed:
     "`q` packed, and in `fmt` if it has more bits than that"
-    if fmt not in REQUANTIZED: raise UnsupportedError(f'Weights can be stored as {" or ".join(REQUANTIZED)} while they are loaded, not as {fmt!r}')
+    if fmt not in REQUANTIZED:
+        known = ' or '.join(REQUANTIZED)
+        raise UnsupportedError(
+            f'Weights can be stored as {known} while they are loaded, not as {fmt!r}')
     p = pack(q, card, pair, exact=True)
     if p.format.narrow or p.fmt==fmt: return p
     new = CARD_FORMATS[fmt].arrays(len(p.w), p.k)
-    res = Packed(fmt, p.n, p.k, *(new[a] and card.empty(*new[a]) for a in ('w','s','gs')), p.experts, pair)
-    run('quantize', len(p.w), 256, *p.raw, *res.raw, res.gs, p.chunks, pdl=False, FROM=f'decode_{p.format.name}', FP8=int(fmt=='fp8'))
+    arrays = (new[a] and card.empty(*new[a]) for a in ('w','s','gs'))
+    res = Packed(fmt, p.n, p.k, *arrays, p.experts, pair)
+    run('quantize', len(p.w), 256,
+        *p.raw, *res.raw, res.gs, p.chunks,
+        pdl=False, FROM=f'decode_{p.format.name}', FP8=int(fmt=='fp8'))
     return res
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #159e6b5a
@@ -439,9 +530,9 @@ class packer:
 
     def invent(self, w:Want, fmt:str)->Packed:
         "Random numbers in place of a tensor in `fmt`"
-        f,anew = KEPT.get(fmt, CARD_FORMATS['f16']),self.anew(w)
-        if anew not in (None,f.fmt): f = CARD_FORMATS[anew]
-        with self.card.use(): return invented(self.card, w.shape, f, w.pair, crc32(w.name.encode()))
+        f = card_format(fmt, self.anew(w))
+        seed = crc32(w.name.encode())
+        with self.card.use(): return invented(self.card, w.shape, f, w.pair, seed)
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #4dfd6a7f
 def _paired(w, a):
@@ -454,14 +545,15 @@ def _paired(w, a):
 def _wider(q, fmt):
     "Would `q` shrink?"
     pieces = q.parts if isinstance(q.parts, list) else [q]
-    return all(8*p.nbytes/np.prod(p.shape)>CARD_FORMATS[fmt].anew for p in pieces)
+    return all(card_format(p.fmt, fmt)!=card_format(p.fmt) for p in pieces)
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #f054c3a2
 def _noise(card, f, seed, std, n=1<<19):
     "Random codes: numbers with a standard deviation of 1, of `std` in formats that have no scales"
     rng = np.random.default_rng(abs(seed))
     if f.narrow: return card.upload(rng.integers(0, 256, n, np.uint8))
-    return card.upload(f.of(rng.standard_normal(n, np.float32)*np.float32(1 if f.rows else std)))
+    numbers = rng.standard_normal(n, np.float32)
+    return card.upload(f.of(numbers*np.float32(1 if f.rows else std)))
 
 def _filled(card, shape, noise):
     "An array of `shape` with `noise` over and over"
@@ -469,11 +561,19 @@ def _filled(card, shape, noise):
     for i in range(0, len(flat), n): flat[i:i+n] = noise[:len(flat)-i]
     return a
 
+def _full(card, array, value):
+    "The array that `array`, a (shape, dtype) or None, asks for, with `value` over and over"
+    if array is None: return None
+    shape,dtype = array
+    n = min(1<<19, int(np.prod(shape)))
+    return _filled(card, shape, card.upload(np.resize(np.asarray(value, dtype), n)))
+
 def invented(card, shape, f:CardFormat, pair:bool=False, seed:int=0)->Packed:
     "Random weights of `shape`, [n,k] or [E,n,k], packed in the format `f`"
     *E,n,k = shape; E = E[0] if E else 0
-    std,new = k**-.5,f.arrays(max(1, E)*-(-n//4)*4, k)
+    std = k**-.5
+    new = f.arrays(max(1, E)*-(-n//4)*4, k)
     w = _filled(card, new['w'][0], _noise(card, f, seed, std))
     s,gs = f.even(std) if f.even else (None,None)
-    def full(a, v): return a and _filled(card, a[0], card.upload(np.resize(np.asarray(v, a[1]), min(1<<19, int(np.prod(a[0]))))))
-    return Packed(f.fmt, n, k, w, full(new['s'], s), full(new['gs'], gs), E, pair)
+    s,gs = _full(card, new['s'], s),_full(card, new['gs'], gs)
+    return Packed(f.fmt, n, k, w, s, gs, E, pair)

@@ -8,9 +8,8 @@ Docs: https://atlas-inference.github.io/atlas/5_engine/card_stepper.html.md"""
 __all__ = ['bucket', 'Rows', 'StepShape', 'CardFlight', 'CardStepper']
 
 # %% ../../nbs/5_engine/05_card_stepper.ipynb #7563a15f
-import threading,weakref
 import numpy as np
-from contextlib import ExitStack,contextmanager,nullcontext,suppress
+from contextlib import contextmanager,nullcontext
 from dataclasses import dataclass
 from functools import partial
 from fastcore.basics import patch
@@ -18,7 +17,7 @@ from ..cuda.advance import advance
 from ..cuda.attend import most_rows
 from ..cuda.sample import SampleTable,sample_rows
 from .engine import Flight,Stepper,replays,tiles
-from ..card.graph import Graph
+from ..card.graph import Graph,Mark
 from ..model.model import Batch,Piece,make_batch
 from ..ops.linear import MAX_ROWS
 from ..ops.sample import Sampled
@@ -95,8 +94,7 @@ class CardFlight(Flight):
     "A decode step under way: where its results will be"
     halves:tuple=() # Which half of `SampleTable.heard` has those of each row
     full:bool=False # Are there log probabilities?
-    event:object=None # Done when they are there; None where they are
-    count:int=0 # Launches up to here
+    done:Mark=Mark() # Passed when they are there
 
 # %% ../../nbs/5_engine/05_card_stepper.ipynb #656d6aa6
 class CardStepper(Stepper):
@@ -112,53 +110,38 @@ class CardStepper(Stepper):
         with self.staying():
             self.rows = Rows(self.card, n, cache.blocks_for(scheduler.max_seq_len))
             self.table = SampleTable(self.card, n+1, model.c.vocab_size)
-        self.card.synchronize()  # the stepper's stream waits for no other: weights and cache are to be there
-        self._own_stream()
-        self.lanes,self.free,self.graphs = {},list(range(n+1))[::-1],{} # Lane of each request, those left, graph of each `StepShape`
+        # the stepper's stream waits for no other: weights and cache are to be there
+        self.card.synchronize()
+        self.stream = self.card.own_stream()
+        self.card.hold(self)
+        self.lanes = {} # Lane of each request
+        self.free = list(range(n+1))[::-1] # Lanes that are left
+        self.graphs = {} # Graph of each `StepShape`
         self.last = None # `StepShape` of the newest decode step
-        self.replay_rows = min([MAX_ROWS, *(most_rows(self.card, model.c.attn(i), p) for i,p in cache.kv.items())])
+        self.replay_rows = self._most_rows()
 
+    @classmethod
+    def serving(cls, model, cache, scheduler, room):
+        "One for what `scheduler` plans, with its own lasting arrays in the region `room`"
+        return cls(model, cache, scheduler, room)
+
+    @contextmanager
     def here(self):
-        "A context in which kernels go to the stepper's stream, and arrays are none of a model that is being loaded meanwhile"
-        st = ExitStack(); st.enter_context(self.card.making_in(None))
-        for c in (self.card.use(), self.stream) if self.stream else (): st.enter_context(c)
-        return st
+        "A context for kernels on the stepper's stream; arrays are none of a model being loaded"
+        with self.card.making_in(None), self.stream.here(): yield
 
     def staying(self):
         "A context in which arrays are made that stay: in `room`, if there is one"
         return self.room.allocating() if self.room else nullcontext()
 
-    def temporaries(self):
-        "A context in which arrays are made that live for a step only: graphs share their memory, and nobody else may have it"
-        return nullcontext() if self.stream is None else self.card.xp.cuda.using_allocator(self.memory.malloc)
-
-# %% ../../nbs/5_engine/05_card_stepper.ipynb #99ed515e
+# %% ../../nbs/5_engine/05_card_stepper.ipynb #0d5b7e92
 @patch
-def _own_stream(self:CardStepper):
-    "A stream and a pool of memory of its own, on a real card"
-    self.stream = self.memory = None
-    if self.card.kind!='cuda': return
-    self.stream,self.memory = self.card.xp.cuda.Stream(non_blocking=True),self.card.xp.cuda.MemoryPool()
-    weakref.finalize(self, self.card.pools.append, self.memory).atexit = False # a pool that is only dropped frees nothing
-    self.card.faults.hold(self)
-
-# %% ../../nbs/5_engine/05_card_stepper.ipynb #a57db1d3
-class _Turn:
-    "Whose decode steps a card had last, and what they end with"
-    def __init__(self): self.lock,self.stream,self.end = threading.Lock(),None,None
-_turns = {} # By the card's number
-
-@patch
-@contextmanager
-def turn(self:CardStepper):
-    "A context in which decode kernels may be launched: they begin when those of other models of this process, on the same card, have ended"
-    if self.stream is None: yield; return
-    t = _turns.setdefault(self.card.index, _Turn())
-    with t.lock:
-        if t.stream not in (None,self.stream): self.stream.wait_event(t.end)
-        try: yield
-        finally:
-            with suppress(Exception): t.stream,t.end = self.stream,self.stream.record() # a card that has failed says so by itself
+def _most_rows(self:CardStepper)->int:
+    "Rows that one sequence can have in a replay"
+    most,c = [MAX_ROWS],self.model.c
+    for i,p in self.cache.kv.items():
+        most.append(most_rows(self.card, c.attn(i), p))
+    return min(most)
 
 # %% ../../nbs/5_engine/05_card_stepper.ipynb #86db83e8
 @patch
@@ -166,24 +149,34 @@ def body(self:CardStepper, shape:StepShape):
     "What a decode step launches"
     n = shape.rows
     b = self.rows.batch(n, shape.longest)
-    with self.temporaries():
+    with self.stream.temporaries():
         logits = self.model.forward(b, self.cache)
-        ids,lanes,then = self.rows.ids[:n],self.rows.lanes[:n],(b,self.cache.pool.block_size)
-        sample_rows(logits, self.table, ids, lanes, not shape.full, shape.cuts, then)
+        ids,lanes = self.rows.ids[:n],self.rows.lanes[:n]
+        then = b,self.cache.pool.block_size
+        sample_rows(logits, self.table, ids, lanes,
+            greedy=not shape.full, cuts=shape.cuts, then=then)
 
 @patch
 def replay(self:CardStepper, shape:StepShape):
     "The same, as a graph, which is recorded when it is first asked for"
     if shape not in self.graphs:
-        self.graphs = {k:g for k,g in self.graphs.items() if k.stamp==shape.stamp}  # those of arrays that are no more
+        self._forget(shape.stamp)
         name = f'a step of {shape.rows} rows'
-        self.graphs[shape] = Graph(lambda: self.body(shape), self.card, name, stream=self.stream, warm=False)
+        def body(): self.body(shape)
+        raw = self.stream.raw
+        self.graphs[shape] = Graph(body, self.card, name, stream=raw, warm=False)
     self.graphs[shape]()
+
+@patch
+def _forget(self:CardStepper, stamp):
+    "Drop graphs of arrays that are no more, of other stamps than this"
+    graphs = self.graphs.items()
+    self.graphs = {k:g for k,g in graphs if k.stamp==stamp}
 
 # %% ../../nbs/5_engine/05_card_stepper.ipynb #94934a8b
 @patch
 def launch(self:CardStepper, plan, samplers)->Flight:
-    "Begin a decode step; or run prompts and replays, and wait for the tokens of those that are complete"
+    "Begin a decode step; or run prompts and replays, and wait for the tokens of complete ones"
     begin = self._decode if plan.decode else self._first
     with self.here(): return begin(plan, samplers)
 
@@ -192,38 +185,51 @@ def _decode(self:CardStepper, plan, samplers)->CardFlight:
     "Begin a decode step"
     seqs,size = plan.decode,self.cache.pool.block_size
     if self.rows.seqs==seqs: self.rows.grow(size)
-    else: self.rows.place(seqs, [self._lane(s, state) for s,state in zip(seqs, samplers)], size)
+    else: self.rows.place(seqs, self._lanes(seqs, samplers), size)
     self._allow(seqs, samplers)
     self.last = self._shape(seqs)
-    with self.turn(): self.replay(self.last)
+    with self.stream.turn(): self.replay(self.last)
     halves = tuple(s.num_computed%2 for s in seqs)
-    if not self.stream: return CardFlight(plan, None, halves, self.last.full)
-    done = self.card.xp.cuda.Event(disable_timing=True)
-    done.record(self.stream)
-    return CardFlight(plan, None, halves, self.last.full, done, self.card.faults.count)
+    done = self.stream.mark()
+    return CardFlight(plan, None, halves, self.last.full, done)
 
 @patch
 def _shape(self:CardStepper, seqs)->StepShape:
     "Of a step that decodes `seqs`"
     tokens = max(s.num_computed for s in seqs)+1
     longest = min(bucket(tokens, 128), self.scheduler.max_seq_len)
-    return StepShape(bucket(len(seqs)), longest, *self._asked(seqs), self.table.stamp, self.rows.media)
+    rows,stamp = bucket(len(seqs)),self.table.stamp
+    full,cuts = self._asked(seqs)
+    return StepShape(rows, longest, full, cuts, stamp, self.rows.media)
 
 @patch
 def _asked(self:CardStepper, seqs)->tuple[bool,bool]:
     "Does anybody ask for more than the largest logit, and anybody for cuts?"
-    lines = [self.table.lines[self.lanes[s.id]] for s in seqs]
-    return any(full for full,_ in lines),any(cuts for _,cuts in lines)
+    lanes = [self.lanes[s.id] for s in seqs]
+    lines = [self.table.lines[i] for i in lanes]
+    full = any(full for full,_ in lines)
+    return full,any(cuts for _,cuts in lines)
 
 # %% ../../nbs/5_engine/05_card_stepper.ipynb #05706bc2
 @patch
 def _lane(self:CardStepper, seq, state)->int:
     "Lane of `seq`, given and filled if it has none; where all are taken, one that was preempted gives up its own"
     if seq.id not in self.lanes:
-        if not self.free: self.leave(next(i for i in self.lanes if not self.scheduler.seqs[i].running))
+        if not self.free: self._free_one()
         self.lanes[seq.id] = i = self.free.pop()
         with self.staying(): self.table.set(i, state)
     return self.lanes[seq.id]
+
+@patch
+def _lanes(self:CardStepper, seqs, samplers)->list[int]:
+    "Lanes of `seqs`, in their order"
+    return [self._lane(s, state) for s,state in zip(seqs, samplers)]
+
+@patch
+def _free_one(self:CardStepper):
+    "Take back the lane of one that was preempted"
+    seqs = self.scheduler.seqs
+    self.leave(next(i for i in self.lanes if not seqs[i].running))
 
 @patch
 def leave(self:CardStepper, rid:str):
@@ -233,11 +239,18 @@ def leave(self:CardStepper, rid:str):
         self.free.append(i)
 
 @patch
+def lost(self:CardStepper, plan):
+    "Place the rows of `plan` anew, and write their lines again: how far the card came is unknown"
+    self.rows.seqs = []
+    for s in plan.sampled: self.leave(s.id)
+
+@patch
 def _allow(self:CardStepper, seqs, samplers):
     "Tell the sampler what guides let come next"
     for s,state in zip(seqs, samplers):
         if state.guide is None: continue
-        with self.staying(): self.table.allow(self.lanes[s.id], state.allowed())
+        lane = self.lanes[s.id]
+        with self.staying(): self.table.allow(lane, state.allowed())
 
 # %% ../../nbs/5_engine/05_card_stepper.ipynb #c271946a
 @patch
@@ -247,59 +260,108 @@ def _logits(self:CardStepper, plan):
     for p,tiled in ((replays(plan), False), (tiles(plan), True)):
         if not p: continue
         b = make_batch(p, tiled, size, self.card)
-        with nullcontext() if tiled else self.turn(): x = model.trunk(b, self.cache)
-    return model.head(model.final(x[b.out])) if plan.first else None
+        turn = nullcontext() if tiled else self.stream.turn()
+        with turn: x = model.trunk(b, self.cache)
+    if not plan.first: return None
+    return model.head(model.final(x[b.out]))
 
 @patch
 def _first(self:CardStepper, plan, samplers)->Flight:
     "Run `plan`, and sample the first token of each prompt that is complete"
     self.rows.seqs = []  # whoever was placed may be so no more: preempted, and computed again in other blocks
-    logits,seqs,t = self._logits(plan),plan.first,self.table
-    if not seqs: return Flight(plan, Sampled(np.zeros(0, np.int32)).by_seq())
-    lanes = [self._lane(s, state) for s,state in zip(seqs, samplers)]
-    ids,rows = self.card.empty(len(seqs), 'int32'),self.card.upload(np.array(lanes, np.int32))
+    logits,seqs = self._logits(plan),plan.first
+    if seqs: sampled = self._sample(logits, seqs, samplers)
+    else: sampled = Sampled(np.zeros(0, np.int32))
+    return Flight(plan, sampled.by_seq())
+
+@patch
+def _sample(self:CardStepper, logits, seqs, samplers)->Sampled:
+    "A token for each of `seqs`, of its `logits`; waits for them"
+    t,lanes = self.table,self._lanes(seqs, samplers)
+    ids = self.card.empty(len(seqs), 'int32')
+    rows = self.card.upload(np.array(lanes, np.int32))
     self._allow(seqs, samplers)
     full,cuts = self._asked(seqs)
     sample_rows(logits, t, ids, rows, greedy=not full, cuts=cuts)
-    arrays = [ids, t.logprobs, t.top_ids, t.top_logprobs] if full else [ids]
+    arrays = [ids]
+    if full: arrays += [t.logprobs, t.top_ids, t.top_logprobs]
     got = [self.card.download(a)[:len(seqs)] for a in arrays]
-    return Flight(plan, Sampled(*got).by_seq())
+    return Sampled(*got)
 
 # %% ../../nbs/5_engine/05_card_stepper.ipynb #b9294ad1
 @patch
 def land(self:CardStepper, flight)->Sampled:
     "What a step said; waits for it"
     if flight.sampled is not None: return flight.sampled
-    if flight.event:
-        with self.card.faults.watch('a wait for the results of a step'): flight.event.synchronize()
-        self.card.faults.settled(flight.count)
-    heard = self.table.heard[flight.halves,range(len(flight.halves))]
+    flight.done.wait('a wait for the results of a step')
+    rows = range(len(flight.halves))
+    heard = self.table.heard[flight.halves,rows]
     names = heard.dtype.names if flight.full else ('id',)
     return Sampled(*(heard[k] for k in names)).by_seq()
 
 # %% ../../nbs/5_engine/05_card_stepper.ipynb #61eaf9b3
 @patch
+def _zeros(self:CardStepper, tokens, pieces=1, start=0, want=1):
+    "A batch of zeros, on blocks and slots that nobody has yet"
+    blocks = list(range(self.cache.blocks_for(start+tokens)))
+    one = Piece([0]*tokens, start, blocks, want)
+    size = self.cache.pool.block_size
+    return make_batch([one]*pieces, not start, size, self.card)
+
+@patch
+def _try_prompt(self:CardStepper, tokens=1, pieces=1):
+    "Run so many prompts of zeros, and sample"
+    b,model = self._zeros(tokens, pieces),self.model
+    x = model.trunk(b, self.cache)[b.out]
+    logits = model.head(model.final(x))
+    ids = self.card.empty(pieces, 'int32')
+    rows = self.card.upload(np.full(pieces, -1, np.int32))
+    sample_rows(logits, self.table, ids, rows)
+
+@patch
+def _try_replay(self:CardStepper, rows):
+    "Run a replay of so many rows"
+    b = self._zeros(rows, start=1, want=0)
+    self.model.trunk(b, self.cache)
+
+@patch
+def _buckets(self:CardStepper)->list[int]:
+    "Numbers of rows that decode steps have"
+    return [1<<i for i in range(self.rows.most.bit_length())]
+
+@patch
+def _try_decode(self:CardStepper, longest):
+    "Run decode steps of all numbers of rows, for sequences up to `longest`"
+    self.rows.place([], [], self.cache.pool.block_size)
+    for k in self._buckets():
+        for f in (True,False):
+            shape = StepShape(k, longest, f, f, self.table.stamp)
+            self.body(shape)
+
+# %% ../../nbs/5_engine/05_card_stepper.ipynb #5b0c21de
+@patch
+def _prompts(self:CardStepper, long)->list[tuple[int,int]]:
+    "Lengths and numbers of prompts that steps differ in; none is longer than `long`"
+    s,powers = self.scheduler,range(6, long.bit_length())
+    lengths = {1,long,*(1<<i for i in powers)}  # tiles of products are chosen by rows
+    share = min(long, -(-s.chunk//s.max_num_seqs))
+    out = [(t, 1) for t in sorted(lengths)]
+    out += [(1, k) for k in self._buckets()]
+    return [*out, (share, s.max_num_seqs)]  # which has as many rows as a step can have
+
+@patch
 def warm(self:CardStepper):
     "Compile what any step needs, and run each kind once, on blocks and slots that nobody has yet"
-    B,n,model,s = self.cache.pool.block_size,[1<<i for i in range(self.rows.most.bit_length())],self.model,self.scheduler
-    def batch(tokens, pieces=1, start=0, want=1):
-        one = Piece([0]*tokens, start, list(range(self.cache.blocks_for(start+tokens))), want)
-        return make_batch([one]*pieces, not start, B, self.card)
-    def prompt(tokens=1, pieces=1):
-        b = batch(tokens, pieces); logits = model.head(model.final(model.trunk(b, self.cache)[b.out]))
-        sample_rows(logits, self.table, self.card.empty(pieces, 'int32'), self.card.upload(np.full(pieces, -1, np.int32)))
-    def replay(rows): model.trunk(batch(rows, start=1, want=0), self.cache)
-    def rows(longest):
-        self.rows.place([], [], B)
-        for k in n:
-            for f in (True,False): self.body(StepShape(k, longest, f, f, self.table.stamp))
-    long,end = min(s.chunk, s.max_seq_len, self.cache.pool.num_blocks*B),s.max_seq_len
-    lengths = {1,long,*(1<<i for i in range(6, long.bit_length()))}  # tiles of products are chosen by rows
-    prompts = [*((t,1) for t in sorted(lengths)), *((1,k) for k in n), (min(long, -(-s.chunk//s.max_num_seqs)),s.max_num_seqs)]  # the last has as many rows as a step can have
+    end,pool = self.scheduler.max_seq_len,self.cache.pool
+    long = min(self.scheduler.chunk, end, pool.num_blocks*pool.block_size)
+    prompts = [partial(self._try_prompt, *p) for p in self._prompts(long)]
+    rows,longest = (1,2,4,self.replay_rows),(min(128, end),end)
+    replays = [partial(self._try_replay, k) for k in rows]
+    decodes = [partial(self._try_decode, n) for n in longest]
     with self.here():
-        make_ready(self.card, *(partial(prompt, *p) for p in prompts), *(partial(replay, k) for k in (1,2,4,self.replay_rows)), partial(rows, min(128, end)), partial(rows, end))
-        prompt(long)
-        with self.turn(): rows(128)
+        make_ready(self.card, *prompts, *replays, *decodes)
+        self._try_prompt(long)
+        with self.stream.turn(): self._try_decode(128)
         self.card.synchronize()
 
 @patch
@@ -307,4 +369,4 @@ def close(self:CardStepper):
     "Give back the memory of its graphs"
     self.card.synchronize()
     self.graphs = {}
-    if self.memory: self.memory.free_all_blocks()
+    self.stream.close()

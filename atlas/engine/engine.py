@@ -28,14 +28,19 @@ class Flight:
     plan:Plan
     sampled:Sampled|None=None # What it says, where that is known already
 
+def _piece(seq, ids, start, want):
+    "Rows `start`.. of `seq`, whose tokens are `ids`"
+    return Piece(ids, start, seq.table.blocks, want, *seq.states, seq.media)
+
 def piece(seq, start:int, n:int, want:int=0)->Piece:
     "Rows `start..start+n-1` of `seq`, the last `want` with logits"
-    return Piece(seq.span(start, n), start, seq.table.blocks, want, *seq.states, seq.media)
+    return _piece(seq, seq.span(start, n), start, want)
 
 def tiles(plan:Plan)->list[Piece]:
     "What `plan` prefills, with logits where a prompt is complete"
     complete = set(plan.first)
-    return [piece(s, start, n, int(s in complete)) for s,start,n in plan.prefill]
+    return [piece(s, start, n, int(s in complete))
+        for s,start,n in plan.prefill]
 
 def replays(plan:Plan)->list[Piece]:
     "What `plan` replays"
@@ -46,18 +51,27 @@ class Stepper:
     "Runs an engine's steps on a device; this is what one has to offer"
     overlap = False # Does a step that decodes stay in the air until the next one is launched?
     replay_rows = MAX_ROWS # Most to replay of one sequence in a step
-    def __init__(self, model:Decoder, cache:KVCache): self.model,self.cache = model,cache
+    def __init__(self, model:Decoder, cache:KVCache):
+        self.model,self.cache = model,cache
+
+    @classmethod
+    def serving(cls, model, cache, scheduler, room):
+        "One for what `scheduler` plans, with its own lasting arrays in the region `room`"
+        return cls(model, cache)
 
     def launch(self, plan:Plan, samplers:list[SampleState])->Flight:
         "Begin `plan`; `samplers` are those of `plan.sampled`"
         raise NotImplementedError
     def land(self, flight:Flight)->Sampled:
-        "What a step said: ids [S, rows] and counts [S], as its plan has `sampled`; the oldest first"
+        "Ids [S, rows] and counts [S] that a step said, as its plan has `sampled`; the oldest first"
         return flight.sampled
     def leave(self, rid:str): "Request `rid` has ended"
+    def lost(self, plan:Plan): "A launch of `plan` was cut off: nothing that it began counts"
     def warm(self): "Do now what a first step would have to wait for"
     def close(self): "Give back what only steps need; no step follows"
-    def here(self): "A context for work between two steps, in their order"; return nullcontext()
+    def here(self):
+        "A context for work between two steps, in their order"
+        return nullcontext()
 
 # %% ../../nbs/5_engine/04_engine.ipynb #e012446c
 class HostStepper(Stepper):
@@ -74,17 +88,24 @@ class HostStepper(Stepper):
         "Compute `plan`, and choose tokens"
         if self._air and plan.decode!=list(self._air):
             raise EngineError('Other sequences are in the air')
-        rows = [self._ahead(s, state).row() for s,state in zip(plan.sampled, samplers)]
+        pairs = zip(plan.sampled, samplers)
+        rows = [self._ahead(s, state).row() for s,state in pairs]
         out = sample(self._logits(plan), rows)
-        newest = out.ids[len(plan.first):].tolist()
-        for s,t in zip(plan.decode if self.overlap else (), newest):
-            self._air.setdefault(s, []).append(max(t, 0))
+        newest = out.ids[len(plan.first):]
+        if self.overlap: self._keep(plan.decode, newest)
         return Flight(plan, out.by_seq())
+
+    def _keep(self, seqs, ids):
+        "The newest tokens of `seqs` are in the air now"
+        for s,t in zip(seqs, ids.tolist()):
+            air = self._air.setdefault(s, [])
+            air.append(max(t, 0))
 
     def land(self, flight:Flight)->Sampled:
         "What was computed at the launch"
         for s in flight.plan.decode if self.overlap else ():
-            if len(air := self._air.pop(s))>1: self._air[s] = air[1:]
+            air = self._air.pop(s)
+            if len(air)>1: self._air[s] = air[1:]
         return flight.sampled
 
 # %% ../../nbs/5_engine/04_engine.ipynb #1f94efd0
@@ -101,18 +122,19 @@ def _ahead(self:HostStepper, seq, state)->SampleState:
 def _logits(self:HostStepper, plan):
     "Logits of `plan.sampled`, in that order"
     size,model = self.cache.pool.block_size,self.model
-    rows = replays(plan)+[self._newest(s) for s in plan.decode]
-    passes = [(p, tiled) for p,tiled in ((tiles(plan), True), (rows, False)) if p]
-    batches = [make_batch(p, tiled, size, model.device) for p,tiled in passes]
+    rows = replays(plan)+list(map(self._newest, plan.decode))
+    passes = (tiles(plan), True),(rows, False)
+    batches = [make_batch(p, tiled, size, model.device)
+        for p,tiled in passes if p]
     parts = [model.forward(b, self.cache) for b in batches]
     return parts[0] if len(parts)==1 else model.device.xp.concatenate(parts)
 
 @patch
 def _newest(self:HostStepper, seq)->Piece:
     "The row of the newest token of `seq`, which may be in the air"
-    p = seq.num_computed
-    ids = [*seq.span(p, 1), *self._air.get(seq, ())]
-    return Piece(ids[-1:], p, seq.table.blocks, 1, *seq.states, seq.media)
+    p,air = seq.num_computed,self._air.get(seq)
+    newest = air[-1:] if air else seq.span(p, 1)
+    return _piece(seq, newest, p, 1)
 
 # %% ../../nbs/5_engine/04_engine.ipynb #c9b378bc
 class Engine:
@@ -125,9 +147,10 @@ class Engine:
         self.scheduler,self.stepper,self.guides = scheduler,stepper,guides
         self.model,self.cache = stepper.model,stepper.cache
         self.flying = None # The `Flight` in the air
-        self.late = None # Kernels that a step had to compile since the engine was warm; None: it is not
+        self.late = None # Kernels that steps compiled since the engine was warm; None: it is not
         self.steps = self.corrupted = 0
         self._samplers,self._seen = {},(None,None)
+        self._events,self._cut = [],False # What nobody was told yet; was the last launch cut off?
         scheduler.rows = min(scheduler.rows, stepper.replay_rows)
 
     @property
@@ -135,7 +158,9 @@ class Engine:
     def stats(self)->dict:
         "Those of the scheduler, and what the engine counts itself"
         more = {} if self.guides is None else dict(guide_seconds_total=getattr(self.guides, 'mask_seconds', 0.))
-        return self.scheduler.stats()|dict(steps_total=self.steps, corrupted_requests_total=self.corrupted)|more
+        more |= dict(steps_total=self.steps, corrupted_requests_total=self.corrupted)
+        more |= dict(jit_after_ready_total=len(self.late or ()))
+        return self.scheduler.stats()|more
     def __repr__(self): return f'Engine({self.model!r}, {self.scheduler!r})'
 
 # %% ../../nbs/5_engine/04_engine.ipynb #1ddde165
@@ -197,31 +222,32 @@ def close(self:Engine):
 @patch
 def step(self:Engine)->list[Event]:
     "Do one step's work and say what came of it, or of the step before it"
-    with compilations.serving(self.late): return self._step()
+    with compilations.serving(self.late): self._step()
+    events,self._events = self._events,[]
+    return events
 
 @patch
-def _step(self:Engine)->list[Event]:
-    events = [] if self._steady() else self.land()
+def _step(self:Engine):
+    if not self._steady(): self.land()
     plan = self.scheduler.schedule()
     if self.flying and not self._goes_on(plan):
-        events += self.land()
+        self.land()
         plan = plan and plan.living()
-    if not plan: return events
+    if not plan: return
     self.steps += 1
     try: flights = self._launch(plan)
-    except (MemoryError,OutOfMemoryError) as e: return events+self._shed(plan, e)
+    except (MemoryError,OutOfMemoryError) as e: return self._shed(plan, e)
     self.scheduler.advance(plan)
     behind = flights.pop() if self.stepper.overlap and plan.decode else None
-    for f in flights: events += self._take_in(f)
-    events += self.land()
+    for f in flights: self._take_in(f)
+    self.land()
     self.flying = behind
-    return events
 
 # %% ../../nbs/5_engine/04_engine.ipynb #18eada0d
 @patch
 def _steady(self:Engine)->bool:
     "May the step in the air wait until the next one is launched?"
-    if self.flying is None: return False
+    if self.flying is None or self._cut: return False
     seqs = self.flying.plan.decode
     return self.scheduler.steady(seqs) and not self._guided(seqs)
 
@@ -233,28 +259,40 @@ def _goes_on(self:Engine, plan)->bool:
 
 @patch
 def _launch(self:Engine, plan)->list[Flight]:
-    "Begin `plan`, whole or in halves"
-    parts = plan.halves() if self.stepper.overlap else [plan]
-    return [self.stepper.launch(p, [self._samplers[s.id] for s in p.sampled]) for p in parts]
+    "Begin `plan`, whole or in halves; all of it counts, or nothing"
+    self._cut,step = True,self.stepper
+    parts = plan.halves() if step.overlap else [plan]
+    flights = []
+    try:
+        for p in parts:
+            states = [self._samplers[s.id] for s in p.sampled]
+            flights.append(step.launch(p, states))
+    except BaseException:
+        step.lost(plan)
+        raise
+    self._cut = False
+    return flights
 
 @patch
-def land(self:Engine)->list[Event]:
+def land(self:Engine):
     "Take in the step in the air, if there is one"
     flight,self.flying = self.flying,None
-    return self._take_in(flight) if flight else []
+    if flight: self._take_in(flight)
 
 # %% ../../nbs/5_engine/04_engine.ipynb #fd00de23
 @patch
-def _take_in(self:Engine, flight)->list[Event]:
-    "Events of a step that lands: failures, tokens, and ends of guides"
+def _take_in(self:Engine, flight):
+    "Note the events of a step that lands: failures, tokens, and ends of guides"
     seqs,out = flight.plan.sampled,self.stepper.land(flight)
     counts = out.counts.tolist()
-    events = [self._fail(s) for s,n in zip(seqs, counts) if n==0 and not s.finish_reason]
-    tokens = [self._heard(s, ids[:n]) for s,ids,n in zip(seqs, out.ids.tolist(), counts)]
+    self._events += self._lost(seqs, counts)
+    tokens = []
+    for s,ids,n in zip(seqs, out.ids.tolist(), counts):
+        tokens.append(self._heard(s, ids[:n]))
     rows = {s:i for i,s in enumerate(seqs)}
     for s,new,why in self.scheduler.accept(flight.plan, tokens):
-        events += self._said(s, new, why, out, rows[s])
-    return events+self._whole(seqs)
+        self._events += self._said(s, new, why, out, rows[s])
+    self._events += self._whole(seqs)
 
 @patch
 def _heard(self:Engine, seq, tokens)->list[int]:
@@ -263,25 +301,31 @@ def _heard(self:Engine, seq, tokens)->list[int]:
     state,last = self._samplers[seq.id],len(tokens)
     for n,t in enumerate(tokens, 1):
         state.add(t)
-        if n<last and state.guide is not None and state.guide.ended: return tokens[:n]
+        guide = state.guide if n<last else None
+        if guide is not None and guide.ended: return tokens[:n]
     return tokens
 
+# %% ../../nbs/5_engine/04_engine.ipynb #1a6d8f35
 @patch
 def _said(self:Engine, seq, tokens, finish, out, i)->list[Event]:
     "An event for each of the new `tokens` of `seq`, line `i` of what was sampled"
     if finish: self._leave(seq.id)
-    k,n,events = seq.request.params.logprobs,len(tokens),[]
-    first = len(seq.outputs)==n
+    k,events = seq.request.params.logprobs,[]
+    first,last = len(seq.outputs)==len(tokens),len(tokens)-1
     for j,t in enumerate(tokens):
-        why,waited = finish if j==n-1 else None,seq.waited if first and j==0 else None
-        events.append(Event(seq.id, t, *_likely(out, i, j, k), why, waited=waited))
+        chance,top = _likely(out, i, j, k)
+        why = finish if j==last else None
+        waited = seq.waited if first and j==0 else None
+        e = Event(seq.id, t, chance, top, why, waited=waited)
+        events.append(e)
     return events
 
 def _likely(out, i, j, k):
     "Log probability of token `j` in line `i`, and the `k` likeliest with theirs, if asked for"
     if k is None: return None,None
-    top = zip(out.top_ids[i,j,:k].tolist(), out.top_logprobs[i,j,:k].tolist())
-    return float(out.logprobs[i,j]),list(top)
+    ids = out.top_ids[i,j,:k].tolist()
+    chances = out.top_logprobs[i,j,:k].tolist()
+    return float(out.logprobs[i,j]),list(zip(ids, chances))
 
 # %% ../../nbs/5_engine/04_engine.ipynb #ee68cf5c
 @patch
@@ -295,6 +339,12 @@ def _fail(self:Engine, seq)->Event:
     return Event(seq.id, finish='error', error='The model produced logits that are not finite numbers', code=NumericError.code)
 
 @patch
+def _lost(self:Engine, seqs, counts)->list[Event]:
+    "The ends of answers that got no token"
+    lost = [s for s,n in zip(seqs, counts) if n==0]
+    return [self._fail(s) for s in lost if not s.finish_reason]
+
+@patch
 def _whole(self:Engine, seqs)->list[Event]:
     "The ends of answers whose guides have ended"
     done = [s for s,g in self._guided(seqs) if g.ended]
@@ -304,11 +354,12 @@ def _whole(self:Engine, seqs)->list[Event]:
     return [Event(s.id, finish='stop') for s in done]
 
 @patch
-def _shed(self:Engine, plan, error)->list[Event]:
+def _shed(self:Engine, plan, error):
     "End the requests whose prompts found no memory; everybody else is planned again"
     if not plan.prefill: raise error
     why = 'There was no memory for the prompt while others were being answered; a shorter one, or another try later, may find some'
     for s,*_ in plan.prefill:
         self.scheduler.fail(s)
         self._leave(s.id)
-    return [Event(s.id, finish='error', error=why, code=OutOfMemoryError.code) for s,*_ in plan.prefill]
+        e = Event(s.id, finish='error', error=why, code=OutOfMemoryError.code)
+        self._events.append(e)

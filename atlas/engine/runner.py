@@ -13,7 +13,8 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 from fastcore.basics import patch
-from ..ground.core import AtlasError,CudaFault,EngineError,OutOfMemoryError,UnsupportedError
+from ..ground.core import AtlasError,CudaFault,EngineError,OutOfMemoryError
+from ..ground.core import RequestError,UnsupportedError
 from ..ground.requests import Event,Request
 
 # %% ../../nbs/5_engine/08_runner.ipynb #26f52976
@@ -21,12 +22,11 @@ class Runner:
     "Steps an engine: notes come in from any thread, and what came of them goes to a sink"
     pause = .1 # Seconds between two reports of numbers
     def __init__(self,
-        engine, # `Engine`, or whatever has `add`, `abort`, `step`, `has_work` and `stats`; from now on only `run` touches it
+        engine, # Has `add`, `abort`, `step`, `has_work` and `stats`; only `run` touches it now
         sink, # Has `events(pairs, stats)`, `result(n, value)` and `failed(n, error)`
         ops:dict|None=None, # Name -> function: computations beside requests, made between two steps
-        late=None, # Function that gives what was compiled after the engine was ready; for the numbers
     ):
-        self.engine,self.sink,self.ops,self.late = engine,sink,ops or {},late
+        self.engine,self.sink,self.ops = engine,sink,ops or {}
         self.inbox,self.wake,self.open = deque(),threading.Condition(),True
         self.compiling,self.pool = set(),ThreadPoolExecutor(1, 'guide') # Numbers whose guides are being compiled
         self.numbers,self.ids = {},{} # id -> number, number -> id
@@ -76,10 +76,12 @@ def end(self:Runner):
 @patch
 def run(self:Runner):
     "Step until `end`; an exception is a fault of the engine"
-    while self._wait():
-        self.began = monotonic()
-        self._tell(self._read()+self.engine.step())
-        self.began = None
+    try:
+        while self._wait():
+            self.began = monotonic()
+            self._tell(self._read()+self.engine.step())
+            self.began = None
+    finally: self.pool.shutdown(wait=False, cancel_futures=True)
 
 @patch
 def _wait(self:Runner)->bool:
@@ -102,37 +104,53 @@ def _read(self:Runner)->list[Event]:
 @patch
 def _tell(self:Runner, events):
     "Hand on the events of a step, and numbers if some are due"
-    out = [(n, e) for e in events if (n := self.numbers.get(e.id)) is not None]
+    out,stats = [],None
+    for e in events:
+        n = self.numbers.get(e.id)
+        if n is not None: out.append((n, e))
     for e in events:
         if e.finish: self.ids.pop(self.numbers.pop(e.id, None), None)
-    self.news,stats = self.news or bool(events),None
+    self.news = self.news or bool(events)
     if self.news and monotonic()-self.told>=self.pause:
-        stats,self.news,self.told = self.stats(),bool(self.engine.has_work),monotonic()
+        stats = self.engine.stats()
+        self.news,self.told = bool(self.engine.has_work),monotonic()
     if out or stats: self.sink.events(out, stats)
-
-@patch
-def stats(self:Runner)->dict:
-    "The engine's numbers, and what was compiled late"
-    late = list(self.late() or ()) if self.late else []
-    return self.engine.stats()|dict(late=late, jit_after_ready_total=len(late))
 
 # %% ../../nbs/5_engine/08_runner.ipynb #cd276976
 @patch
 def _add(self:Runner, n, request):
-    self.numbers[request.id],self.ids[n],self.news = n,request.id,True
-    if request.guide is None or not getattr(self.engine, 'guides', None): return self._begin(request)
+    if request.id in self.numbers: return self._taken(n, request.id)
+    self._know(n, request.id)
+    guides = getattr(self.engine, 'guides', None)
+    if request.guide is None or not guides: return self._begin(request)
     self.compiling.add(n)
     self.pool.submit(self._compile, n, request)
+
+@patch
+def _know(self:Runner, n, rid):
+    "From now on `n` is the number of request `rid`"
+    self.numbers[rid],self.ids[n] = n,rid
+    self.news = True
+
+@patch
+def _taken(self:Runner, n, rid):
+    "Refuse request `n`, whose id is another's; that one does not notice"
+    said = f'A request with id {rid!r} is still being served'
+    e = RequestError(said, hint='Give each request its own id', param='id')
+    event = _failed(rid, e)
+    self.sink.events([(n, event)], None)
 
 @patch
 def _begin(self:Runner, request):
     try: self.engine.add(request)
     except CudaFault: raise
-    except (AtlasError,MemoryError) as e: return [_failed(request.id, own_error(e))]
+    except (AtlasError,MemoryError) as e:
+        return [_failed(request.id, own_error(e))]
 
+# %% ../../nbs/5_engine/08_runner.ipynb #b48e2d17
 @patch
 def _refuse(self:Runner, n, rid, e):
-    self.numbers[rid],self.ids[n],self.news = n,rid,True
+    self._know(n, rid)
     return [_failed(rid, e)]
 
 @patch
@@ -177,4 +195,5 @@ def _call(self:Runner, n, op, kw):
         if op not in self.ops: raise UnsupportedError(f'This model does not offer {op!r}')
         self.sink.result(n, self.ops[op](**kw))
     except CudaFault: raise
-    except (AtlasError,MemoryError) as e: self.sink.failed(n, own_error(e))
+    except (AtlasError,MemoryError) as e:
+        self.sink.failed(n, own_error(e))

@@ -122,11 +122,14 @@ class Plan:
     width:int=1 # Rows of a sequence that decodes: its newest token, and drafts after it
 
     def __post_init__(self):
-        self.first = [s for s,start,n in self.prefill if start+n==s.prompt_len and not s.outputs] # Whose prompts are complete
+        done = [s for s,start,n in self.prefill if start+n==s.prompt_len]
+        self.first = [s for s in done if not s.outputs] # Whose prompts are complete
         self.sampled = self.first+self.decode # Who gets tokens
     def __bool__(self): return bool(self.prefill or self.replay or self.decode)
     @property
-    def num_rows(self)->int: return self.width*len(self.decode)+sum(n for _,_,n in self.prefill+self.replay)
+    def num_rows(self)->int:
+        tiles = sum(n for _,_,n in self.prefill+self.replay)
+        return tiles+self.width*len(self.decode)
     @property
     def seqs(self)->list[Seq]: return [s for s,_,_ in self.prefill+self.replay]+self.decode
 
@@ -142,13 +145,15 @@ def __repr__(self:Plan):
 @patch
 def halves(self:Plan)->list[Plan]:
     "What prefills or replays, and what decodes, as plans of their own, where there are any"
-    parts = Plan(self.prefill, self.replay),Plan(decode=self.decode, width=self.width)
-    return [p for p in parts if p]
+    fills = Plan(self.prefill, self.replay)
+    decodes = Plan(decode=self.decode, width=self.width)
+    return [p for p in (fills,decodes) if p]
 
 @patch
 def living(self:Plan)->Plan:
     "The same without sequences that have ended since and were to decode"
-    return Plan(self.prefill, self.replay, [s for s in self.decode if not s.finish_reason], self.width)
+    alive = [s for s in self.decode if not s.finish_reason]
+    return Plan(self.prefill, self.replay, alive, self.width)
 
 # %% ../../nbs/5_engine/03_scheduler.ipynb #55b27bad
 class Scheduler:
@@ -240,7 +245,8 @@ def _stop(self:Scheduler, seq):
     self.promised -= self._need(seq)
     seq.table.release()
     self.states.append(seq.states)
-    seq.running,seq.flying,seq.states = False,0,(0,0)
+    seq.running,seq.flying = False,0
+    seq.states = 0,0
 
 @patch
 def _preempt(self:Scheduler, seq):
@@ -313,7 +319,8 @@ def accept(self:Scheduler,
             seq.num_computed -= plan.width-len(new)
             seq.flying -= 1
         out.append((seq, *self._take(seq, new)))
-    self.totals['generation_tokens'] += sum(len(new) for _,new,_ in out)
+    said = sum(len(new) for _,new,_ in out)
+    self.totals['generation_tokens'] += said
     return out
 
 @patch
@@ -328,7 +335,10 @@ def _take(self:Scheduler, seq, tokens):
 
 # %% ../../nbs/5_engine/03_scheduler.ipynb #5da82429
 @patch
-def commit(self:Scheduler, plan:Plan, tokens)->list[tuple[Seq,list[int],str|None]]:
+def commit(self:Scheduler,
+    plan:Plan,
+    tokens, # This and what comes back: as for `accept`
+)->list[tuple[Seq,list[int],str|None]]:
     "`advance` and `accept`"
     self.advance(plan)
     return self.accept(plan, tokens)
@@ -371,9 +381,13 @@ def fail(self:Scheduler, seq:Seq)->tuple[Seq,None,str]:
 @patch
 def steady(self:Scheduler, seqs:list[Seq])->bool:
     "Will the next plan decode exactly `seqs`, unless somebody has to leave for want of blocks?"
-    if (w := self.waiting.head()) and self._victims(w) is not None: return False
-    same = len(self.running)==len(seqs) and all(a is b for a,b in zip(self.running, seqs))
-    return same and all(s.state=='decode' and s.num_computed<s.depth for s in seqs)
+    waits = self.waiting.head()
+    if waits and self._victims(waits) is not None: return False
+    if len(self.running)!=len(seqs): return False
+    for s,runs in zip(seqs, self.running):
+        goes_on = s.state=='decode' and s.num_computed<s.depth
+        if s is not runs or not goes_on: return False
+    return True
 
 # %% ../../nbs/5_engine/03_scheduler.ipynb #11d1a7ed
 @patch(as_prop=True)

@@ -35,8 +35,9 @@ def hidden(self:LoadedModel,
 ): # Yields the states after the last norm, float32 [n, H] on the device, of as many tokens as a step takes
     "What the output matrix would see, for each of `ids`"
     ids = self.ids(ids, 0)
-    with self.borrow(len(ids)) as (blocks,slots), self.engine.stepper.here():
-        for a in range(0, len(ids), n := self.engine.scheduler.chunk):
+    n,here = self.engine.scheduler.chunk,self.engine.stepper.here
+    with self.borrow(len(ids)) as (blocks,slots), here():
+        for a in range(0, len(ids), n):
             part = ids[a:a+n]; slots = slots[::-1]
             b = make_batch([Piece(part, a, blocks, len(part), slots[0], slots[1])], True, self.cache.pool.block_size, self.device)
             yield self.model.final(self.model.trunk(b, self.cache)[b.out])

@@ -83,9 +83,14 @@ class AttentionConfig:
     q_only:bool=False # Reads another model's cache; there are no k_proj and v_proj
 
     def __post_init__(self):
-        require(self.num_heads%self.num_kv_heads==0, 'num_kv_heads', f'{self.num_heads} query heads cannot share {self.num_kv_heads} key heads evenly')
-        require(self.head_dim<=MAX_HEAD, 'head_dim', f'heads of {self.head_dim:,} elements'); _width(self.num_heads*self.head_dim, 'num_heads')
-        require(self.rope is None or self.rope.dim<=self.head_dim, 'rope', f'{self.rope and self.rope.dim} rotary elements in a head of {self.head_dim}')
+        heads,shared = self.num_heads,self.num_kv_heads
+        require(heads%shared==0, 'num_kv_heads',
+            f'{heads} query heads cannot share {shared} key heads evenly')
+        require(self.head_dim<=MAX_HEAD, 'head_dim', f'heads of {self.head_dim:,} elements')
+        _width(heads*self.head_dim, 'num_heads')
+        turned = self.rope and self.rope.dim
+        require(self.rope is None or turned<=self.head_dim, 'rope',
+            f'{turned} rotary elements in a head of {self.head_dim}')
         if self.qk_norm not in ('none','head','all'): raise UnsupportedError(f'Query and key norm {self.qk_norm!r} is not supported', param='qk_norm')
 
 # %% ../../nbs/1_ground/04_config.ipynb #b849339b
@@ -101,7 +106,9 @@ class DeltaConfig:
     fused:bool=False # Are the projections stored fused and grouped by key head?
 
     def __post_init__(self):
-        require(self.num_v_heads%self.num_k_heads==0, 'linear_num_value_heads', f'{self.num_v_heads} value heads cannot share {self.num_k_heads} key heads evenly')
+        values,keys = self.num_v_heads,self.num_k_heads
+        require(values%keys==0, 'linear_num_value_heads',
+            f'{values} value heads cannot share {keys} key heads evenly')
         _width(2*self.num_k_heads*self.k_dim+2*self.num_v_heads*self.v_dim, 'linear_num_value_heads')
         if self.gate_act not in ('silu','sigmoid'): raise UnsupportedError(f'Output gate {self.gate_act!r} is not supported', param='output_gate_type')
 
@@ -117,7 +124,8 @@ class MambaConfig:
     proj_bias:bool=False
 
     def __post_init__(self):
-        require(self.num_heads%self.n_groups==0, 'n_groups', f'{self.num_heads} heads cannot form {self.n_groups} groups evenly')
+        require(self.num_heads%self.n_groups==0, 'n_groups',
+            f'{self.num_heads} heads cannot form {self.n_groups} groups evenly')
 
 # %% ../../nbs/1_ground/04_config.ipynb #a922668a
 @dataclass(frozen=True)
@@ -132,14 +140,18 @@ class MoEConfig:
     correction:bool=False # Is a bias added to the scores for picking only?
     router_bias:bool=False
     expert_bias:bool=False
-    router_norm:bool=False # The router sees the residual, normed without a weight, times its own scale and hidden_size**-0.5
+    # Does the router see the residual, normed without a weight, times its own scale
+    # and hidden_size**-0.5?
+    router_norm:bool=False
     per_expert_scale:bool=False # A learned factor on each expert's weight
     shared_size:int=0 # Width of the expert that every token uses; 0 for none
     shared_gate:bool=False # A sigmoid gate on it
 
     def __post_init__(self):
-        require(0<self.top_k<=self.num_experts, 'num_experts_per_tok', f'{self.top_k} of {self.num_experts} experts a token')
-        require(self.num_experts<=MAX_EXPERTS, 'num_experts', f'{self.num_experts:,} experts'); _width(self.intermediate_size, 'moe_intermediate_size')
+        require(0<self.top_k<=self.num_experts, 'num_experts_per_tok',
+            f'{self.top_k} of {self.num_experts} experts a token')
+        require(self.num_experts<=MAX_EXPERTS, 'num_experts', f'{self.num_experts:,} experts')
+        _width(self.intermediate_size, 'moe_intermediate_size')
         if self.score not in ('softmax','sigmoid','topk_softmax'): raise UnsupportedError(f'Router score {self.score!r} is not supported', param='scoring_func')
 
 # %% ../../nbs/1_ground/04_config.ipynb #3baeb0f7
@@ -164,13 +176,20 @@ class VisionConfig:
     vision_end_id:int|None=None
 
     def __post_init__(self):
-        require(self.hidden_size%(4*self.num_heads)==0, 'num_heads', f'{self.num_heads} heads of pairs in two directions in a width of {self.hidden_size}')
-        require(math.isqrt(self.num_positions)**2==self.num_positions, 'num_position_embeddings', f'{self.num_positions} positions are no square')
+        require(self.hidden_size%(4*self.num_heads)==0, 'num_heads',
+            f'{self.num_heads} heads of pairs in two directions in a width of {self.hidden_size}')
+        side = math.isqrt(self.num_positions)
+        require(side**2==self.num_positions, 'num_position_embeddings',
+            f'{self.num_positions} positions are no square')
         require(self.depth<=1024, 'depth', f'{self.depth:,} blocks of vision')
-        for i in self.deepstack: require(0<=i<self.depth, 'deepstack_visual_indexes', f'{i} is not one of {self.depth} blocks')
-        require(len({*self.deepstack})==len(self.deepstack), 'deepstack_visual_indexes', 'a block is there twice')
+        key = 'deepstack_visual_indexes'
+        for i in self.deepstack:
+            require(0<=i<self.depth, key, f'{i} is not one of {self.depth} blocks')
+        once = len({*self.deepstack})==len(self.deepstack)
+        require(once, key, 'a block is there twice')
         if self.act!='gelu_tanh': raise UnsupportedError(f'Vision activation {self.act!r} is not supported', hint='Supported: gelu_tanh', param='hidden_act')
 
+# %% ../../nbs/1_ground/04_config.ipynb #bba4eb29
 @dataclass(frozen=True)
 class DrafterConfig:
     "What makes a model the assistant of another"
@@ -220,21 +239,53 @@ class ModelConfig:
     def __post_init__(self): _check(self)
 
 # %% ../../nbs/1_ground/04_config.ipynb #2ed1a3e8
-def _check(c):
-    require(0<len(c.mixers)==len(c.ffns), 'num_hidden_layers', f'{len(c.mixers)} mixers and {len(c.ffns)} feed-forward parts')
-    for kinds,known in ((c.mixers,MIXERS), (c.ffns,FFNS), ((c.act,),ACTS)):
+def _check_kinds(c):
+    "Is every layer made of parts that Atlas knows?"
+    require(0<len(c.mixers)==len(c.ffns), 'num_hidden_layers',
+        f'{len(c.mixers)} mixers and {len(c.ffns)} feed-forward parts')
+    for key,kinds,known in (
+        ('layer_types', c.mixers, MIXERS),
+        ('layer_types', c.ffns, FFNS),
+        ('hidden_act', (c.act,), ACTS),
+    ):
         for k in kinds:
-            if k not in known: raise unsupported('hidden_act' if known is ACTS else 'layer_types', k, known)
-    require(('none','none') not in zip(c.mixers, c.ffns), 'layer_types', 'a layer without parts')
-    for k in set(c.mixers)-{'none'}: require(getattr(c, k) is not None, 'layer_types', f'there are {k} layers, and nothing describes them')
-    require('sliding' not in c.mixers or c.sliding.window, 'sliding_window', 'there are sliding layers, and no window')
-    require(c.moe or not any('moe' in f for f in c.ffns), 'num_experts', 'there are layers of experts, and nothing describes them')
-    require(c.intermediate_size>0 or not any('mlp' in f for f in c.ffns), 'intermediate_size', 'there are MLP layers without a width')
-    require(c.act!='swiglu_oai' or c.act_limit, 'swiglu_limit', 'the activation is clamped, and there is no limit')
-    require(c.mtp_layers==0 or c.attention, 'mtp_num_hidden_layers', 'the drafting layers attend, and nothing describes how')
-    if c.vision: require(c.vision.out_hidden_size==c.hidden_size, 'out_hidden_size', f'images come {c.vision.out_hidden_size} wide to a model of {c.hidden_size}')
-    for i in c.eos_ids: require(0<=i<c.vocab_size, 'eos_token_id', f'{i} is outside the vocabulary of {c.vocab_size}')
-    require(c.drafter or not any(a and a.q_only for a in (c.attention, c.sliding)), 'num_kv_shared_layers', 'layers without keys in a model that is no assistant')
+            if k not in known: raise unsupported(key, k, known)
+    for layer in zip(c.mixers, c.ffns):
+        require(layer!=('none','none'), 'layer_types', 'a layer without parts')
+
+# %% ../../nbs/1_ground/04_config.ipynb #80b98e45
+def _check_described(c):
+    "Is there a description of each part?"
+    for k in set(c.mixers)-{'none'}:
+        require(getattr(c, k) is not None, 'layer_types',
+            f'there are {k} layers, and nothing describes them')
+    require('sliding' not in c.mixers or c.sliding.window, 'sliding_window',
+        'there are sliding layers, and no window')
+    experts = any('moe' in f for f in c.ffns)
+    require(c.moe or not experts, 'num_experts',
+        'there are layers of experts, and nothing describes them')
+    mlp = any('mlp' in f for f in c.ffns)
+    require(c.intermediate_size>0 or not mlp, 'intermediate_size',
+        'there are MLP layers without a width')
+    require(c.act!='swiglu_oai' or c.act_limit, 'swiglu_limit',
+        'the activation is clamped, and there is no limit')
+    require(c.mtp_layers==0 or c.attention, 'mtp_num_hidden_layers',
+        'the drafting layers attend, and nothing describes how')
+
+def _check(c):
+    "Raise what the fields of `c` contradict each other in"
+    _check_kinds(c)
+    _check_described(c)
+    if c.vision:
+        width = c.vision.out_hidden_size
+        require(width==c.hidden_size, 'out_hidden_size',
+            f'images come {width} wide to a model of {c.hidden_size}')
+    for i in c.eos_ids:
+        require(0<=i<c.vocab_size, 'eos_token_id',
+            f'{i} is outside the vocabulary of {c.vocab_size}')
+    keyless = any(a and a.q_only for a in (c.attention, c.sliding))
+    require(c.drafter or not keyless, 'num_kv_shared_layers',
+        'layers without keys in a model that is no assistant')
 
 # %% ../../nbs/1_ground/04_config.ipynb #90ff6831
 @patch(as_prop=True)
@@ -346,10 +397,12 @@ def state_elements(self:ModelConfig)->int:
     return sum(math.prod(s) for i in range(self.num_layers) for s in self.state_shapes(i).values())
 
 # %% ../../nbs/1_ground/04_config.ipynb #a418ed4c
+_PLUGINS = 'atlas.model.families' # Where families are found
+
 @dataclass(frozen=True)
 class Family:
     "A family of models: whose files it reads, and what builds them"
-    name:str # Module of `atlas.model.families` whose `build` makes the model, and file of its presets
+    name:str # Module of `atlas.model.families` whose `build` makes the model; its presets' file
     hf:dict[str,Callable] # `model_type` of a config.json -> what reads it, as `HFModel` does
     gguf:dict[str,Callable] # `general.architecture` of a GGUF file -> the same, as `GGUFModel` does
     ignore:tuple[str,...]=() # Patterns of tensors that its checkpoints may hold and nobody reads
@@ -357,19 +410,21 @@ class Family:
 
     def build(self, c:'ModelConfig'):
         "The empty model that `c` describes"
-        return import_module(f'atlas.model.families.{self.name}').build(c)
+        return import_module(f'{_PLUGINS}.{self.name}').build(c)
 
 @cache
 def families()->tuple[Family,...]:
     "All families: the `FAMILY` of each module of `atlas.model.families` that has a file of presets"
-    found = (p.name for p in files('atlas.model.families').iterdir())
-    names = sorted(n.removesuffix('.toml') for n in found if n.endswith('.toml'))
-    return tuple(import_module(f'atlas.model.families.{n}').FAMILY for n in names)
+    found = (p.name for p in files(_PLUGINS).iterdir())
+    names = [n.removesuffix('.toml') for n in found if n.endswith('.toml')]
+    return tuple(import_module(f'{_PLUGINS}.{n}').FAMILY for n in sorted(names))
 
 # %% ../../nbs/1_ground/04_config.ipynb #c2b3b145
 def family_of(c:'ModelConfig')->Family:
     "The family of `c`; an `UnsupportedError` where there is none"
-    found = {reader.family:f for f in families() for reader in f.hf.values()}
+    found = {}
+    for f in families():
+        found |= {reader.family:f for reader in f.hf.values()}
     if c.family not in found: raise unsupported('family', c.family, found)
     return found[c.family]
 
@@ -381,14 +436,18 @@ def from_hf(cls:ModelConfig,
     quant:dict|None=None, # The parsed `hf_quant_config.json`, where there is one
 )->ModelConfig:
     "Translate a Hugging Face description; a `ConfigError` or `UnsupportedError` names the key that is at fault"
-    for x in (d, generation or {}, quant or {}): expect(x, dict, 'config.json', 'an object')
+    generation,quant = generation or {},quant or {}
+    for x in (d, generation, quant): expect(x, dict, 'config.json', 'an object')
     d = d if isinstance(d, Keys) else Keys(d)
-    read = d.word('model_type', {k:r for f in families() for k,r in f.hf.items()})
-    return read(d, Keys(generation or {}), Keys(quant or {}))
+    readers = {}
+    for f in families(): readers |= f.hf
+    read = d.word('model_type', readers)
+    return read(d, Keys(generation), Keys(quant))
 
 def gguf_model(arch)->Callable:
     "What reads GGUF files of the architecture `arch`, as `GGUFModel` does"
-    known = {k:r for f in families() for k,r in f.gguf.items()}
+    known = {}
+    for f in families(): known |= f.gguf
     if isinstance(arch, str) and arch in known: return known[arch]
     hint = f'Supported: {", ".join(known)}'
     raise UnsupportedError(f'GGUF architecture {arch!r} is not supported', hint=hint,
@@ -419,16 +478,19 @@ def _keys(d, path=''):
 
 def check_preset(file:str, name:str, d:dict):
     "Raise what is wrong with a preset: a `ConfigError` or its kin that names file, preset and key"
-    own = next((f.hf for f in families() if f.name==file.removesuffix('.toml')), None)
+    readers = {f.name:f.hf for f in families()}
+    own = readers.get(file.removesuffix('.toml'))
     if own is None: raise ConfigError(f'{file}: there is no family of this name', param=file)
     keys = Keys(d)
-    named_config(f'{file}: {name}', lambda: (keys.word('model_type', own),
-        ModelConfig.from_hf(keys)))
+    def read():
+        keys.word('model_type', own)
+        return ModelConfig.from_hf(keys)
+    named_config(f'{file}: {name}', read)
     unread = [k for k in _keys(d) if k not in keys.seen]
-    if unread: raise ConfigError(f'{file}: {name}: nobody reads {", ".join(unread)}',
-        param=unread[0])
+    said = f'{file}: {name}: nobody reads {", ".join(unread)}'
+    if unread: raise ConfigError(said, param=unread[0])
 
-PRESETS = Presets('atlas.model.families', check_preset)
+PRESETS = Presets(_PLUGINS, check_preset)
 
 @patch(cls_method=True)
 def preset(cls:ModelConfig,

@@ -19,42 +19,62 @@ from .core import UnsupportedError
 from .keys import Keys,expect,unsupported
 
 # %% ../../nbs/1_ground/06_config_gguf.ipynb #d83cc81a
-def gguf_rope(m:Keys, a:str, dim:int, freq_factors=None, swa:str='', **kw)->RopeConfig:
-    "Rope settings of metadata `m` under architecture `a`; `swa` ends the keys of layers that slide"
+def gguf_rope(
+    m:Keys, # The metadata
+    a:str, # Architecture, with which its keys begin
+    dim:int, # Elements that turn, where it does not say
+    freq_factors=None, # As for `from_gguf`
+    swa:str='', # What ends the keys of layers that slide
+    **kw,
+)->RopeConfig:
+    "Rope settings of the layers that attend; `kw` are further fields"
     k,kinds = f'{a}.rope.',dict(none='default', linear='linear', yarn='yarn')
     kind = m.word(f'{k}scaling.type', kinds, 'default')
-    dim,theta = m.whole(f'{k}dimension_count{swa}', dim),m.number(f'{k}freq_base{swa}', 10000.)
+    dim = m.whole(f'{k}dimension_count{swa}', dim)
+    theta = m.number(f'{k}freq_base{swa}', 10000.)
     if freq_factors is not None: return _factors(theta, dim, [float(f) for f in freq_factors], **kw)
     if swa or kind=='default': return RopeConfig(theta, dim, **kw)
     factor = m.number(k+'scaling.factor', 1.)
     if kind=='linear': return RopeConfig(theta, dim, kind, factor, **kw)
     return _yarn(m, k+'scaling.', theta, dim, factor, **kw)
 
+# %% ../../nbs/1_ground/06_config_gguf.ipynb #76900597
 def _yarn(m, k, theta, dim, factor, **kw):
     "GGUF's yarn factor multiplies the usual one"
     y = k+'yarn_'
     for key in (y+'ext_factor', y+'log_multiplier'):
         if key in m: raise UnsupportedError(f'The rope setting {key!r} is not supported', param=key)
-    attn = m.number(k+'attn_factor', 1.)*m.number(y+'attn_factor', 1.)
+    attn = m.number(k+'attn_factor', 1.)
+    attn *= m.number(y+'attn_factor', 1.)
     return RopeConfig(theta, dim, 'yarn', factor,
         original_max=m.whole(k+'original_context_length', 0, lo=0),
         attention_factor=None if attn==1 else attn*(.1*math.log(factor)+1),
-        beta_fast=m.number(y+'beta_fast', 32.), beta_slow=m.number(y+'beta_slow', 1.), **kw)
+        beta_fast=m.number(y+'beta_fast', 32.),
+        beta_slow=m.number(y+'beta_slow', 1.),
+        **kw)
 
 def _factors(theta, dim, fs, **kw):
     "Divisors of the speeds; 1 for some pairs and no speed for the rest is proportional rope"
     n = sum(f==1 for f in fs)
-    if all(f==1 for f in fs[:n]) and all(f>1e29 for f in fs[n:]) and 0<n<len(fs)==dim//2:
+    turn,rest = fs[:n],fs[n:]
+    part = all(f==1 for f in turn) and all(f>1e29 for f in rest)
+    if part and 0<n<len(fs)==dim//2:
         return RopeConfig(theta, dim, 'proportional', pairs=n, **kw)
     return RopeConfig(theta, dim, 'factors', freq_factors=tuple(fs), **kw)
 
 # %% ../../nbs/1_ground/06_config_gguf.ipynb #f3839003
-def gguf_each(m:Keys, key:str, L:int, *default)->tuple[int,...]:
-    "Whole number `key` of each of `L` layers: one for all, or a list (which may go on)"
+def gguf_each(
+    m:Keys, # The metadata
+    key:str,
+    L:int, # Layers
+    *default, # Where it does not say
+)->tuple[int,...]:
+    "A whole number for each layer: one for all, or a list (which may go on)"
     v = m.value(key, *default)
     vs = v if isinstance(v, list) else [v]*L
     require(len(vs)>=L, key, f'{len(vs)} values for {L} layers')
-    return tuple(Keys({key:i}).whole(key, lo=0) for i in vs[:L])
+    alone = [Keys({key:i}) for i in vs[:L]]
+    return tuple(d.whole(key, lo=0) for d in alone)
 
 def gguf_one(vs, key:str)->int:
     "The one number of `vs` that is not 0"
@@ -64,13 +84,20 @@ def gguf_one(vs, key:str)->int:
     require(vs, key, 'it is 0')
     return vs.pop()
 
-def gguf_pattern(m:Keys, key:str, L:int, every:int)->tuple[str,...]:
+def gguf_pattern(
+    m:Keys, # The metadata
+    key:str,
+    L:int, # Layers
+    every:int, # The period where it does not say
+)->tuple[str,...]:
     "Which layers slide: a list, or the period of those that do not"
     p = m.value(key, every)
-    if isinstance(p, int) and p>0: p = [bool((i+1)%p) for i in range(L)]
+    if isinstance(p, int) and p>0:
+        p = [bool(i%p) for i in range(1, L+1)]
     expect(p, list, key, 'a period or a list')
     require(len(p)==L, key, f'{len(p)} values for {L} layers')
-    return tuple('sliding' if expect(s, int, key, 'true or false') else 'attention' for s in p)
+    for s in p: expect(s, int, key, 'true or false')
+    return tuple('sliding' if s else 'attention' for s in p)
 
 def gguf_has(names:set, tail:str, default:bool=False)->bool:
     "Is there a tensor that ends so? `default` where no names are known"
@@ -87,22 +114,34 @@ def gguf_attention(
     **kw,
 )->AttentionConfig:
     "Heads, biases and rope of the layers that attend; `kw` are further fields"
-    k,kv = f'{a}.attention.',f'{a}.attention.head_count_kv'
-    heads = gguf_one(gguf_each(m, k+'head_count', L), k+'head_count')
+    k = f'{a}.attention.'
+    heads = _same(m, k+'head_count', L)
     hd = m.whole(k+'key_length', m.whole(f'{a}.embedding_length')//heads)
-    m.only(**{k+'value_length':hd, k+'causal':True, k+'temperature_scale':0.})
-    kv = kw.pop('num_kv_heads', None) or gguf_one(gguf_each(m, kv, L, heads), kv)
-    rope = gguf_rope(m, a, hd, freq_factors, mrope=_sections(m, a)) if turns else None
-    b,o = kw.pop('bias', False),kw.pop('o_bias', False)
-    bias = dict(bias=all(gguf_has(names, f'.attn_{x}.bias', b) for x in 'qkv'),
-        o_bias=gguf_has(names, '.attn_output.bias', o))
-    return AttentionConfig(heads, kv, hd, rope, **dict(scale=m.number(k+'scale', None))|bias|kw)
+    only = dict(value_length=hd, causal=True, temperature_scale=0.)
+    m.only(**{k+key:v for key,v in only.items()})
+    shared = kw.pop('num_kv_heads', None)
+    if not shared: shared = _same(m, k+'head_count_kv', L, heads)
+    rope = None
+    if turns: rope = gguf_rope(m, a, hd, freq_factors, mrope=_sections(m, a))
+    own = _biases(names, kw.pop('bias', False), kw.pop('o_bias', False))
+    own['scale'] = m.number(k+'scale', None)
+    return AttentionConfig(heads, shared, hd, rope, **own|kw)
+
+def _same(m, key, L, *default)->int:
+    "The whole number `key` of every layer that has one"
+    return gguf_one(gguf_each(m, key, L, *default), key)
+
+def _biases(names, bias, o_bias)->dict:
+    "Have queries, keys and values a bias, and has the output? As given where no names are known"
+    each = [gguf_has(names, f'.attn_{x}.bias', bias) for x in 'qkv']
+    return dict(bias=all(each), o_bias=gguf_has(names, '.attn_output.bias', o_bias))
 
 def _sections(m, a):
     "Pairs that follow each of three positions; none where positions are one number"
-    k = f'{a}.rope.dimension_sections'; s = m.wholes(k)
-    require(len(s) in (0,3,4) and s[3:] in ((),(0,)), k,
-        f'{list(s)} are not the sections of three positions')
+    k = f'{a}.rope.dimension_sections'
+    s = m.wholes(k)
+    fits = len(s) in (0,3,4) and not any(s[3:])
+    require(fits, k, f'{list(s)} are not the sections of three positions')
     return s[:3] if any(s) else ()
 
 # %% ../../nbs/1_ground/06_config_gguf.ipynb #8e64c0a3
@@ -118,14 +157,28 @@ def gguf_experts(m:Keys, a:str, **kw)->MoEConfig|None:
     return MoEConfig(E, k, I, renormalise=m.flag(f'{a}.expert_weights_norm', True),
         scaling=m.number(f'{a}.expert_weights_scale', 1.), **kw)
 
-def gguf_alike(m:Keys, a:str, L:int, names:set, freq_factors, moe:MoEConfig|None=None, **kw)->dict:
-    "Fields of a model of equal layers: attention, with fields `kw`, then an MLP or the experts `moe`"
+def gguf_alike(
+    m:Keys, # The metadata
+    a:str, # Architecture, with which its keys begin
+    L:int, # Layers
+    names:set, # Of the tensors
+    freq_factors, # As for `from_gguf`
+    moe:MoEConfig|None=None, # Experts instead of an MLP
+    **kw, # Fields of the attention
+)->dict:
+    "Fields of a model whose layers are all alike"
     k = f'{a}.attention.sliding_window'
     w,pattern = m.whole(k, None),k+'_pattern'
-    if w and pattern in m: raise unsupported(pattern, m[pattern], ['none'])
+    if w and pattern in m:
+        raise unsupported(pattern, m[pattern], ['none'])
     if not moe: m.only(**{f'{a}.expert_count':0})
     att = gguf_attention(m, a, L, names, freq_factors, window=w, **kw)
-    return dict(mixers=('attention',)*L, ffns=('moe' if moe else 'mlp',)*L, moe=moe, attention=att,
+    ffn = 'moe' if moe else 'mlp'
+    return dict(
+        mixers=('attention',)*L,
+        ffns=(ffn,)*L,
+        moe=moe,
+        attention=att,
         mlp_bias=gguf_has(names, '.ffn_up.bias'))
 
 # %% ../../nbs/1_ground/06_config_gguf.ipynb #9393cb20
@@ -196,26 +249,36 @@ class GGUFModel:
         "As `ModelConfig.from_gguf`"
         a = m.value('general.architecture')
         for k in _REFUSED:
-            if k in self.reads: continue
-            k = f'{a}.{k}'
-            if m.get(k): raise UnsupportedError(f'{k} is not supported', param=k)
-        n = lambda k,*default,**kw: m.whole(f'{a}.{k}', *default, **kw)
-        mtp = n('nextn_predict_layers', 0, lo=0); L = n('block_count', lo=mtp+1, hi=1024)-mtp
+            if k not in self.reads: _refuse(m, f'{a}.{k}')
+        mtp = m.whole(f'{a}.nextn_predict_layers', 0, lo=0)
+        L = m.whole(f'{a}.block_count', lo=mtp+1, hi=1024)-mtp
         f = self.fields(m, a, L, set(tensors), freq_factors)
-        if tie_embeddings is None: tie_embeddings = bool(tensors) and 'output.weight' not in tensors
-        k = f'{a}.feed_forward_length'
+        if tie_embeddings is None:
+            tie_embeddings = bool(tensors) and 'output.weight' not in tensors
         dense = 'moe' not in f['ffns'] and 'intermediate_size' not in f
-        if dense: f['intermediate_size'] = gguf_one(gguf_each(m, k, L), k)
-        return ModelConfig(family=self.family, vocab_size=n('vocab_size', _vocabulary(m, tensors)),
-            hidden_size=n('embedding_length'), max_seq_len=n('context_length'),
-            mtp_layers=mtp if self.drafts else 0, tie_embeddings=tie_embeddings,
-            norm_eps=m.number(f'{a}.attention.layer_norm_rms_epsilon', hi=1.),
-            bos_id=m.whole('tokenizer.ggml.bos_token_id', None, lo=0),
-            eos_ids=token_ids(*(m.get(f'tokenizer.ggml.{k}_token_id') for k in ('eos','eot'))),
-            dtype='F16', name=str(m.get('general.name') or ''), **f)
+        if dense: f['intermediate_size'] = _same(m, f'{a}.feed_forward_length', L)
+        V = m.whole(f'{a}.vocab_size', _vocabulary(m, tensors))
+        return ModelConfig(family=self.family, vocab_size=V, tie_embeddings=tie_embeddings,
+            mtp_layers=mtp if self.drafts else 0, dtype='F16', **_shared(m, a), **f)
+
+# %% ../../nbs/1_ground/06_config_gguf.ipynb #13ae21a6
+def _refuse(m, k):
+    if m.get(k): raise UnsupportedError(f'{k} is not supported', param=k)
+
+def _shared(m, a)->dict:
+    "Fields that are plain keys in the files of every family"
+    ends = [m.get(f'tokenizer.ggml.{k}_token_id') for k in ('eos','eot')]
+    return dict(
+        hidden_size=m.whole(f'{a}.embedding_length'),
+        max_seq_len=m.whole(f'{a}.context_length'),
+        norm_eps=m.number(f'{a}.attention.layer_norm_rms_epsilon', hi=1.),
+        bos_id=m.whole('tokenizer.ggml.bos_token_id', None, lo=0),
+        eos_ids=token_ids(*ends),
+        name=str(m.get('general.name') or ''))
 
 def _vocabulary(m, tensors)->int:
     "How many tokens there are, as the list of them or the embedding tells"
     words = m.get('tokenizer.ggml.tokens')
     if isinstance(words, list): return len(words)
-    return tensors.get('token_embd.weight', (0,))[0] if isinstance(tensors, dict) else 0
+    if not isinstance(tensors, dict): return 0
+    return tensors.get('token_embd.weight', (0,))[0]

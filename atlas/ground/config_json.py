@@ -12,6 +12,7 @@ __all__ = ['read_rope', 'read_mixers', 'mixed', 'read_attention', 'read_experts'
 import math
 from collections.abc import Callable
 from dataclasses import dataclass,field,replace
+from fastcore.basics import patch
 from .config import ROPE_KINDS,AttentionConfig,ModelConfig,MoEConfig,RopeConfig,require
 from .core import ConfigError,UnsupportedError
 from .keys import Keys,expect,unsupported
@@ -24,12 +25,18 @@ _ROPE_KEYS = set('''rope_type type rope_theta factor low_freq_factor high_freq_f
 
 def _yarn(d, r, O):
     "Yarn's own settings; `factor` may be left to the ratio of the contexts"
-    factor = r.number('factor', None) or d.number('max_position_embeddings')/max(O, 1)
-    scale = lambda m: .1*m*math.log(factor)+1 if factor>1 else 1.
+    factor = r.number('factor', None)
+    if factor is None: factor = d.number('max_position_embeddings')/max(O, 1)
+    def scale(m): return .1*m*math.log(factor)+1 if factor>1 else 1.
     m,n = r.number('mscale', None),r.number('mscale_all_dim', None)
-    return dict(factor=factor, original_max=O, truncate=r.flag('truncate', True),
-        beta_fast=r.number('beta_fast', 32.), beta_slow=r.number('beta_slow', 1.),
-        attention_factor=r.number('attention_factor', scale(m)/scale(n) if m and n else None))
+    both = m is not None and n is not None
+    return dict(
+        factor=factor,
+        original_max=O,
+        truncate=r.flag('truncate', True),
+        beta_fast=r.number('beta_fast', 32.),
+        beta_slow=r.number('beta_slow', 1.),
+        attention_factor=r.number('attention_factor', scale(m)/scale(n) if both else None))
 
 def _mrope(r, default):
     "Sections of positions in three parts"
@@ -41,13 +48,29 @@ def _mrope(r, default):
 # %% ../../nbs/1_ground/05_config_json.ipynb #91625401
 def _rope_settings(d)->Keys:
     "The settings of either generation, in one place"
-    r = (d.table('rope_parameters') or d.table('rope_scaling', Keys())).given()
+    r = d.table('rope_parameters') or d.table('rope_scaling', Keys())
+    r = r.given()
     if 'rope_theta' not in r and 'rope_theta' in d: r = r|dict(rope_theta=d['rope_theta'])
     for k in sorted(r.keys()-_ROPE_KEYS):
         raise UnsupportedError(f'The rope setting {k!r} is not supported', param=k)
     if 'factor' in r: r.value(r.named('rope_type', 'type'))  # it scales, and how must be said
     return r
 
+def _scaling(d, r, kind)->dict:
+    "What a rope of this kind is scaled by"
+    old = 'original_max_position_embeddings'
+    O = d.whole(old, None) or r.whole(old, None)
+    if O is None: O = d.whole('max_position_embeddings', 0, lo=0)
+    if kind=='default': return {}
+    if kind=='yarn': return _yarn(d, r, O)
+    if kind=='proportional': return dict(factor=r.number('factor', 1.))
+    own = dict(factor=r.number('factor'))
+    if kind=='llama3':
+        for k in ('low_freq_factor','high_freq_factor'): own[k] = r.number(k)
+        own['original_max'] = O
+    return own
+
+# %% ../../nbs/1_ground/05_config_json.ipynb #5103203e
 def read_rope(
     d:Keys, # The `config.json`
     head_dim:int,
@@ -57,17 +80,16 @@ def read_rope(
     r = _rope_settings(d)
     kinds = {k:k for k in ROPE_KINDS if k!='factors'}
     kind = r.word(r.named('rope_type', 'type'), kinds, 'default')
-    p,old = 'partial_rotary_factor','original_max_position_embeddings'
-    part = r.number(p, None, hi=1.) or d.number(p, 1., hi=1.)
-    O = d.whole(old, None) or r.whole(old, None) or d.whole('max_position_embeddings', 0, lo=0)
-    may_lack = [1.] if kind in ('yarn','proportional') else []
-    own = {} if kind=='default' else dict(factor=r.number('factor', *may_lack))
-    if kind=='llama3':
-        own |= {k:r.number(k) for k in ('low_freq_factor','high_freq_factor')}|dict(original_max=O)
-    if kind=='yarn': own = _yarn(d, r, O)
-    if kind=='proportional': own |= dict(pairs=int(part*head_dim//2)); part = 1
-    return RopeConfig(theta=r.number('rope_theta', 10000.), dim=int(head_dim*part), kind=kind,
-        mrope=_mrope(r, mrope), **own)
+    p = 'partial_rotary_factor'
+    part = r.number(p, None, hi=1.)
+    if part is None: part = d.number(p, 1., hi=1.)
+    own = _scaling(d, r, kind)
+    dim = int(head_dim*part)
+    if kind=='proportional':
+        own['pairs'] = int(part*head_dim//2)
+        dim = head_dim
+    theta = r.number('rope_theta', 10000.)
+    return RopeConfig(theta=theta, dim=dim, kind=kind, mrope=_mrope(r, mrope), **own)
 
 # %% ../../nbs/1_ground/05_config_json.ipynb #4a8a1dcd
 _LAYERS = dict(full_attention='attention', attention='attention', sliding_attention='sliding',
@@ -78,10 +100,12 @@ def read_mixers(d:Keys,
 )->tuple[str,...]:
     "The mixer of each layer"
     L = d.whole('num_hidden_layers', hi=1024)
-    types = expect(d.value('layer_types', None), (list,type(None)), 'layer_types', 'a list')
+    types = d.value('layer_types', None)
     if types is None: return tuple(default(i) for i in range(L))
+    expect(types, list, 'layer_types', 'a list')
     require(len(types)==L, 'layer_types', f'{len(types)} layer types for {L} layers')
-    return tuple(Keys(dict(layer_types=t)).word('layer_types', _LAYERS) for t in types)
+    alone = [Keys(dict(layer_types=t)) for t in types]
+    return tuple(d.word('layer_types', _LAYERS) for d in alone)
 
 def mixed(
     kinds:tuple[str,...], # The mixer of each layer
@@ -96,9 +120,16 @@ def mixed(
     return dict(mixers=tuple('attention' if k=='sliding' else k for k in kinds), attention=slide)
 
 # %% ../../nbs/1_ground/05_config_json.ipynb #eae9e854
-def read_attention(d:Keys, rope:bool=True, mrope:tuple=(), **kw)->AttentionConfig:
+def read_attention(
+    d:Keys, # The `config.json`
+    rope:bool=True, # Are there positions?
+    mrope:tuple=(), # As for `read_rope`
+    **kw,
+)->AttentionConfig:
     "Heads, rope and biases; `kw` are further fields"
-    H,heads,bias = d.whole('hidden_size'),d.whole('num_attention_heads'),d.flag('attention_bias')
+    H = d.whole('hidden_size')
+    heads = d.whole('num_attention_heads')
+    bias = d.flag('attention_bias')
     require(d.get('head_dim') or H%heads==0, 'head_dim', f'{heads} heads in a width of {H}')
     size = d.whole('head_dim', H//heads)
     angles = read_rope(d, size, mrope) if rope else None
@@ -108,14 +139,16 @@ def read_attention(d:Keys, rope:bool=True, mrope:tuple=(), **kw)->AttentionConfi
 # %% ../../nbs/1_ground/05_config_json.ipynb #a89ac0d1
 def read_experts(d:Keys, **kw)->MoEConfig|None:
     "A router and its experts, under any of their names; None without. `kw` are further fields"
-    E = d.whole(d.named('num_experts', 'num_local_experts', 'n_routed_experts'), 0, lo=0)
+    key = d.named('num_experts', 'num_local_experts', 'n_routed_experts')
+    E = d.whole(key, 0, lo=0)
     d.only(n_group=1, topk_group=1, shared_intermediate_size=0)
     if d.value('moe_latent_size', None) is not None:
         raise unsupported('moe_latent_size', d['moe_latent_size'], ['none'])
     if not E: return None
     k = d.whole(d.named('num_experts_per_tok', 'experts_per_token', 'top_k_experts'))
     I = d.whole(d.named('moe_intermediate_size', 'intermediate_size'))
-    return MoEConfig(E, k, I, **dict(renormalise=d.flag('norm_topk_prob', True))|kw)
+    renormalise = d.flag('norm_topk_prob', True)
+    return MoEConfig(E, k, I, **dict(renormalise=renormalise)|kw)
 
 def read_width(d:Keys, ffns:tuple[str,...])->int:
     "Width of the MLP; 0 where no layer has one"
@@ -123,16 +156,19 @@ def read_width(d:Keys, ffns:tuple[str,...])->int:
 
 def read_act(d:Keys, key:str='hidden_act')->str:
     "The activation"
-    return d.word(key, dict(silu='silu', swish='silu', gelu_pytorch_tanh='gelu_tanh'), 'silu')
+    known = dict(silu='silu', swish='silu', gelu_pytorch_tanh='gelu_tanh')
+    return d.word(key, known, 'silu')
 
 # %% ../../nbs/1_ground/05_config_json.ipynb #f1542c54
 _ALGOS = 'NVFP4 W4A16_NVFP4 FP8 FP8_PER_CHANNEL_PER_TOKEN FP8_PB_WO MXFP4 MIXED_PRECISION'.split()
-_CT_FORMATS = '''pack-quantized nvfp4-pack-quantized mxfp4-pack-quantized float-quantized naive-quantized
-    mixed-precision dense'''.split()
+_CT_FORMATS = '''pack-quantized nvfp4-pack-quantized mxfp4-pack-quantized
+    float-quantized naive-quantized mixed-precision dense'''.split()
 
 def _parts(q, key, what):
     "The settings, and those of each of their parts"
-    return [q, *(Keys(expect(l, dict, key, what)) for l in q.table(key, Keys()).values())]
+    parts = q.table(key, Keys()).values()
+    for part in parts: expect(part, dict, key, what)
+    return [q, *map(Keys, parts)]
 
 def _check_modelopt(q):
     for d in _parts(q, 'quantized_layers', 'an object for each layer'):
@@ -148,8 +184,8 @@ def _check_ct(q):
 
 def _check_fp8(q):
     q.word('fmt', dict(e4m3=1, float8_e4m3fn=1), 1)
-    tiles = q.value('weight_block_size', None)
-    if tiles not in (None,[128,128]): raise unsupported('weight_block_size', tiles, [[128,128]])
+    tiles,known = q.value('weight_block_size', None),[128,128]
+    if tiles not in (None,known): raise unsupported('weight_block_size', tiles, [known])
 
 def _check_mxfp4(q): "There is one kind of it"
 
@@ -162,12 +198,18 @@ _METHODS = {'modelopt':_check_modelopt, 'compressed-tensors':_check_ct, 'fp8':_c
     'mxfp4':_check_mxfp4, 'awq':_check_int4, 'gptq':_check_int4}
 
 # %% ../../nbs/1_ground/05_config_json.ipynb #4d1c70aa
+def _with_method(q):
+    "Settings that say their method: older versions of modelopt, and they alone, leave it out"
+    left_out = 'quant_method' not in q and 'quant_algo' in q
+    return q|dict(quant_method='modelopt') if left_out else q
+
 def read_quantization(d:Keys, quant:Keys)->dict|None:
     "What `quantization_config` or `hf_quant_config.json` say; refused where Atlas does not read it"
-    own,beside = d.table('quantization_config', Keys()),quant.table('quantization', Keys())
-    both = [q for q in (own, beside if beside.get('quant_algo') else {}) if q]
-    old = lambda q: 'quant_method' not in q and 'quant_algo' in q  # as modelopt alone says it
-    both = [q|dict(quant_method='modelopt') if old(q) else q for q in both]
+    own = d.table('quantization_config', Keys())
+    beside = quant.table('quantization', Keys())
+    both = [own] if own else []
+    if beside.get('quant_algo'): both.append(beside)
+    both = [_with_method(q) for q in both]
     for q in both: q.word('quant_method', _METHODS)(q)
     return dict(both[0]) if both else None
 
@@ -182,6 +224,9 @@ def token_ids(*vs)->tuple[int,...]:
 
 _DTYPES = dict(float32='F32', float16='F16', bfloat16='BF16')
 
+def _word(d, key, default): return expect(d.value(key, default), str, key, 'a word')
+
+# %% ../../nbs/1_ground/05_config_json.ipynb #0045b9b3
 @dataclass(frozen=True)
 class HFModel:
     "How the `config.json` of one `model_type` is read"
@@ -195,23 +240,41 @@ class HFModel:
         "The model that `d` describes, with the files that stand beside it"
         return self.model(d, d, generation, quant)
 
-    def model(self, f, d, generation, quant):
-        "As `__call__`; `f` are the keys that tell of the language model"
-        f = f.like(self.absent|{k:v for k,v in f.items() if v is not None or k=='sliding_window'})
-        if 'per_layer_config' not in self.own: f.only(per_layer_config={})
-        V = f.whole('vocab_size')
-        ends = token_ids(*(x.get('eos_token_id') for x in (generation, f, d)))
-        f.table('vision_config')  # an object, also where nobody looks into it
-        dtype = expect(f.value(k := f.named('dtype', 'torch_dtype'), 'bfloat16'), str, k, 'a word')
-        shared = dict(family=self.family, vocab_size=V, hidden_size=f.whole('hidden_size'),
-            max_seq_len=f.whole('max_position_embeddings'),
-            norm_eps=f.number(f.named(*self.eps), hi=1.),
-            tie_embeddings=f.flag('tie_word_embeddings'),
-            bos_id=f.whole('bos_token_id', None, lo=0),
-            eos_ids=tuple(i for i in ends if i<V), dtype=_DTYPES.get(dtype, 'BF16'),
-            name=expect(d.value('_name_or_path', ''), str, '_name_or_path', 'a word'),
-            quantization=read_quantization(f, quant))
-        return ModelConfig(**shared|self.fields(f))
+# %% ../../nbs/1_ground/05_config_json.ipynb #91a7ea88
+@patch
+def _complete(self:HFModel, f):
+    "The keys `f`, with what absent ones mean"
+    said = {k:v for k,v in f.items() if v is not None or k=='sliding_window'}
+    f = f.like(self.absent|said)
+    if 'per_layer_config' not in self.own: f.only(per_layer_config={})
+    return f
+
+@patch
+def _shared(self:HFModel, f):
+    "Fields that are plain keys in the files of every family"
+    return dict(
+        family=self.family,
+        hidden_size=f.whole('hidden_size'),
+        max_seq_len=f.whole('max_position_embeddings'),
+        norm_eps=f.number(f.named(*self.eps), hi=1.),
+        tie_embeddings=f.flag('tie_word_embeddings'),
+        bos_id=f.whole('bos_token_id', None, lo=0))
+
+@patch
+def model(self:HFModel, f:Keys, d:Keys, generation:Keys, quant:Keys)->ModelConfig:
+    "As `__call__`; `f` are the keys that tell of the language model"
+    f = self._complete(f)
+    V = f.whole('vocab_size')
+    ends = token_ids(*(x.get('eos_token_id') for x in (generation, f, d)))
+    f.table('vision_config')  # an object, also where nobody looks into it
+    dtype = _word(f, f.named('dtype', 'torch_dtype'), 'bfloat16')
+    own = self._shared(f)
+    own['name'] = _word(d, '_name_or_path', '')
+    own['quantization'] = read_quantization(f, quant)
+    own['dtype'] = _DTYPES.get(dtype, 'BF16')
+    own['vocab_size'] = V
+    own['eos_ids'] = tuple(i for i in ends if i<V)
+    return ModelConfig(**own|self.fields(f))
 
 # %% ../../nbs/1_ground/05_config_json.ipynb #4df4b0b4
 @dataclass(frozen=True)
@@ -227,5 +290,6 @@ class Wrapped:
         "As `HFModel`'s"
         t = d.table('text_config', Keys())
         inner = t.word('model_type', self.models, self.models[self.text])
-        tied = {k:d[k] for k in ('tie_word_embeddings',) if d.get(k) is not None}
-        return inner.model(d|t|tied, d, generation, quant)
+        f,key = d|t,'tie_word_embeddings'
+        if d.get(key) is not None: f = f|{key:d[key]}
+        return inner.model(f, d, generation, quant)

@@ -22,7 +22,7 @@ from functools import partial
 from fastcore.basics import first,patch
 from .core import CheckpointError,UnsupportedError,human
 from .config import ModelConfig,named_config
-from .formats import E8M0,FORMATS,FP8_TILE,QTensor,pack4
+from .formats import E8M0,FORMATS,FP8_TILE,QTensor
 
 # %% ../../nbs/1_ground/08_files.ipynb #07b2da1c
 AGAIN = 'The file is damaged or incomplete: download it again'
@@ -143,7 +143,10 @@ ST_PACKED = ( # payload's ending and type, scale's ending and types, global scal
     ('_blocks',        'U8',      '_scales',       _E8M0,        None,                   'MXFP4'),
     ('',               'F8_E4M3', '_scale_inv',    _REAL,        None,                   'FP8_BLOCK'),
     ('',               'F8_E4M3', '_scale',        _REAL,        None,                   'FP8'))
-SCALES = ('.weight_scale','.weight_scale_2','.weight_global_scale','_scale_inv','_scales','.scales','.qzeros','.g_idx','.weight_zero_point','.weight_shape','.weight_g_idx') # Endings of names that mean nothing without a weight
+SCALES = ( # Endings of names that mean nothing without a weight
+    '.weight_scale','.weight_scale_2','.weight_global_scale','_scale_inv','_scales',
+    '.scales','.qzeros','.g_idx',
+    '.weight_zero_point','.weight_shape','.weight_g_idx')
 PAYLOADS = ('.weight_packed','.qweight','_blocks') # And of names that mean nothing without a scale
 
 def _match(name, spans):
@@ -195,77 +198,198 @@ def _packed(fmt, spans, stored)->TensorInfo:
     return TensorInfo('', fmt, shape, spans, stored=stored)
 
 # %% ../../nbs/1_ground/08_files.ipynb #7e393661
-_AWQ = np.argsort([0,2,4,6,1,3,5,7]) # Where in a word of AutoAWQ each of eight columns is
+_AWQ_ORDER = 0,2,4,6,1,3,5,7 # Which of eight columns each integer of a word is, in AutoAWQ
 
-def _nibbles(b:np.ndarray, shape)->np.ndarray: # uint8 [*shape, 8]
-    "The eight integers in each word of the bytes `b`"
-    b = b.reshape(*shape, 4)
-    return np.stack([b&15,b>>4], -1).reshape(*shape, 8)
+def _numbers(s:Span, b:np.ndarray)->np.ndarray:
+    "float32 numbers in the bytes `b` of the scale `s`"
+    f = FORMATS[s.dtype]
+    dtype,_ = f.layout(())['data']
+    parts = dict(data=b.view(dtype))
+    return np.asarray(f.decode(parts, None), np.float32)
 
+def _words(got, spans, part):
+    "The words of 32 bits of a part, in its shape"
+    return got[part].view(np.uint32).reshape(spans[part].shape)
+
+def _nibbles(
+    words:np.ndarray, # uint32 [a, b]
+    places=range(8), # Where in a word each of its eight integers is
+)->np.ndarray: # uint8 [a, b*8]
+    "The eight integers in each of the words"
+    out = np.empty((*words.shape,8), np.uint8)
+    for i,place in enumerate(places):
+        out[...,i] = words>>np.uint32(4*place) & 15
+    return out.reshape(len(words), -1)
+
+# %% ../../nbs/1_ground/08_files.ipynb #362fe531
 def _ct_codes(spans, got, n):
     "Codes [out, in/2] and zero points [out, groups] as compressed-tensors packs them"
-    z = spans.get('zero')
-    zero = np.moveaxis(_nibbles(got['zero'], z.shape), 2, 1).reshape(-1, z.shape[1])[:n] if z else np.full((n,spans['scale'].shape[1]), 8, np.uint8)
-    return got['data'].reshape(n, -1),zero
+    data = got['data'].reshape(n, -1)
+    if 'zero' not in spans:
+        groups = spans['scale'].shape[1]
+        return data,np.full((n,groups), 8, np.uint8)
+    zero = _nibbles(_words(got, spans, 'zero').T)
+    return data,zero.T[:n]
 
 def _gptq_codes(spans, got, n, less=1):
     "The same of GPTQ, whose zero points are `less` than they should be"
-    q = _nibbles(got['data'], spans['data'].shape).swapaxes(0, 1).reshape(n, -1)
-    return pack4(np.ascontiguousarray(q)),(_nibbles(got['zero'], spans['zero'].shape).reshape(-1, n).T+less)&15
+    data = np.ascontiguousarray(_words(got, spans, 'data').T)
+    zero = _nibbles(_words(got, spans, 'zero')).T
+    return data.view(np.uint8),zero+less & 15
 
 def _awq_codes(spans, got, n):
     "The same of AutoAWQ"
-    q,z = (_nibbles(got[k], spans[k].shape)[...,_AWQ].reshape(-1, n).T for k in ('data','zero'))
-    return pack4(np.ascontiguousarray(q)),z
+    words = np.ascontiguousarray(_words(got, spans, 'data').T)
+    even,odd = words[:,::2],words[:,1::2]
+    low = np.uint32(0x0F0F0F0F)
+    data = np.empty((len(words),8,even.shape[1]), np.uint8)
+    lower = even&low | (odd&low)<<4     # of two inputs, in every byte
+    upper = even>>4&low | odd&~low
+    for i,p in enumerate((lower, upper)):
+        b = p.view(np.uint8).reshape(*p.shape, 4)
+        for j in range(4):
+            data[:,_AWQ_ORDER[2*j+i]] = b[...,j]
+    zero = _nibbles(_words(got, spans, 'zero'), np.argsort(_AWQ_ORDER))
+    return data.reshape(n, -1),zero.T
 
-def _int4_parts(spans, codes, stored, shape, *raw):
-    "Parts of the INT4 tensor of `shape` whose `spans` hold the bytes `raw`"
-    got,(n,k) = dict(zip(spans, raw)),shape
-    data,zero = codes(spans, got, n)
-    s = spans['scale']; scale = FORMATS[s.dtype].decode(dict(data=got['scale'].view(FORMATS[s.dtype].layout(())['data'][0])), None).reshape(s.shape)
-    if scale.shape!=zero.shape: scale = scale.T
-    if 'shape' in got and (was := got['shape'].view(np.int64).tolist())!=[n,k]:
-        raise s.file.bad(f'{stored!r} is {[n,k]}, and its weight_shape says {was}', param=stored)
-    def spread(a): return np.ascontiguousarray(a.repeat(k//32//a.shape[1], 1))
-    return dict(data=data, scale=spread(scale.astype(np.float32)), zero=spread(zero.astype(np.uint8)))
+# %% ../../nbs/1_ground/08_files.ipynb #47f79f43
+def _check_shape(info, got, shape):
+    "A `CheckpointError` where there is a part `shape` that says something else"
+    if 'shape' not in got: return
+    was = got['shape'].view(np.int64).tolist()
+    if was==shape: return
+    said = f'{info.stored!r} is {shape}, and its weight_shape says {was}'
+    raise info.spans['data'].file.bad(said, param=info.stored)
+
+def _decode_scattered(data, scale, zero, group):
+    "Numbers of a matrix whose column i is of the group `group[i]`"
+    q = np.stack([data&15,data>>4], -1)
+    q = q.reshape(len(data), -1)
+    zero = zero.astype(np.float32)
+    return (q-zero.take(group, 1))*scale.take(group, 1)
+
+def _int4_parts(info, codes, shape, *raw):
+    "Parts of the tensor of `shape` that `info` describes, whose spans hold the bytes `raw`"
+    got = dict(zip(info.spans, raw))
+    n,k = shape
+    _check_shape(info, got, [n,k])
+    data,zero = codes(info.spans, got, n)
+    s = info.spans['scale']
+    scale = _numbers(s, got['scale']).reshape(s.shape)
+    if codes is not _ct_codes: scale = scale.T
+    if info.fmt=='INT4_DESC_ACT':
+        group = got['groups'].view(np.int32)
+        return dict(data=_decode_scattered(data, scale, zero, group))
+    def spread(a):
+        times = k//32//a.shape[1]
+        return np.ascontiguousarray(a.repeat(times, 1))
+    return dict(data=data, scale=spread(scale), zero=spread(zero))
 
 # %% ../../nbs/1_ground/08_files.ipynb #ca890e2f
-_CT_PARTS = dict(data='.weight_packed', scale='.weight_scale', zero='.weight_zero_point', shape='.weight_shape', groups='.weight_g_idx')
-_Q_PARTS = dict(data='.qweight', scale='.scales', zero='.qzeros', groups='.g_idx')
+_CT_PARTS = dict(scale='.weight_scale', zero='.weight_zero_point',
+    shape='.weight_shape', groups='.weight_g_idx')
+_Q_PARTS = dict(scale='.scales', zero='.qzeros', groups='.g_idx')
+_INT4_TYPES = dict(scale=('F32','BF16','F16'), shape=('I64',)) # of what is not I32
 
-def _int4_shape(spans, n, k, turned):
-    "[n, k], if all parts of a packed matrix agree on that; `turned`: inputs are their first axis"
-    s,z,g = (spans[p].shape if p in spans else None for p in ('scale','zero','groups'))
-    if len(s)!=2 or s[int(turned)]!=n: return
-    groups = s[0] if turned else s[1]
-    if not groups or k%groups or turned and n%8 or g not in (None,(k,)): return
-    return (n,k) if z in (None,(groups,n//8) if turned else (-(-n//8),groups)) else None
+def _int4_names(name, spans):
+    "Names of the parts of the packed matrix whose payload is `name`; None if it is none"
+    turned = name.endswith('.qweight')
+    packed = turned or name.endswith('.weight_packed')
+    if spans[name].dtype!='I32' or not packed: return
+    base = name.rsplit('.', 1)[0]
+    bad = spans[name].file.bad
+    parts = _Q_PARTS if turned else _CT_PARTS
+    for p in ('scale','zero') if turned else ('scale',):
+        k = base+parts[p]
+        if k not in spans: raise bad(f'{name!r} is packed, and {k!r} is not there', param=name)
+    names = dict(data=name)
+    for p,end in parts.items():
+        if base+end in spans: names[p] = base+end
+    for p,k in names.items():
+        dtype = spans[k].dtype
+        types = _INT4_TYPES.get(p, ('I32',))
+        if dtype in types: continue
+        raise bad(f'{k!r} is {dtype}, expected {" or ".join(types)}', param=name)
+    return names
+
+# %% ../../nbs/1_ground/08_files.ipynb #e1039e29
+@dataclass(frozen=True)
+class _Int4Kind:
+    "What the shapes of its parts say of a matrix of packed integers"
+    shape:tuple[int,int] # Rows and columns
+    groups:int # Of a row
+    awq:bool # Is it AutoAWQ's?
+
+def _int4_kind(
+    spans, # By part
+    turned, # Is the first axis the input's?
+)->_Int4Kind|None:
+    "The kind of a matrix from the spans of its parts; None where they contradict each other"
+    d,s = spans['data'].shape,spans['scale'].shape
+    if len(d)!=2 or len(s)!=2: return
+    awq = turned and d[1]*8==s[1]
+    k,n = d if turned else d[::-1]
+    if awq: n *= 8
+    else: k *= 8
+    groups,rows = s if turned else s[::-1]
+    if rows!=n or not n*groups or k%groups: return
+    if turned and n%8: return
+    if awq and 'groups' in spans: return  # AutoAWQ knows no order of columns
+    words = -(-n//8)
+    zero = (groups,words) if turned else (words,groups)
+    for p,shape in dict(groups=(k,), zero=zero).items():
+        if p in spans and spans[p].shape!=shape: return
+    return _Int4Kind((n,k), groups, awq)
+
+def _scattered(s:Span, name, groups):
+    "Do the columns of some group lie apart? `s`: the group of each column"
+    out = np.empty(s.shape, np.int32)
+    idx = s.file.read_into(out, s.offset)
+    in_order = np.arange(len(idx))//(len(idx)//groups)
+    if not np.array_equal(np.sort(idx), in_order):
+        said = f'the columns of {name!r} are not shared out evenly among its {groups} groups'
+        raise s.file.bad(said, param=name)
+    return not np.array_equal(idx, in_order)
+
+# %% ../../nbs/1_ground/08_files.ipynb #6f5bea4a
+def _codes_of(turned, awq, v2):
+    "What reads the codes and zero points of a matrix"
+    if awq: return _awq_codes
+    return partial(_gptq_codes, less=int(not v2)) if turned else _ct_codes
 
 def _int4_info(name, spans, v2):
     "The packed matrix whose payload is `name`, and names of its parts; None if it is none"
-    ends = next((e for e in (_CT_PARTS,_Q_PARTS) if name.endswith(e['data'])), None)
-    if ends is None or spans[name].dtype!='I32': return
-    base,file = name.removesuffix(ends['data']),spans[name].file
-    names = {k:base+e for k,e in ends.items() if base+e in spans}; mine = {k:spans[v] for k,v in names.items()}
-    for k in ('scale',*('zero',)*(ends is _Q_PARTS)):
-        if k not in mine: raise file.bad(f'{name!r} is packed, and {base+ends[k]!r} is not there', param=name)
-    for k,types in dict(scale=('F32','BF16','F16'), zero=('I32',), groups=('I32',), shape=('I64',)).items():
-        if k in mine and mine[k].dtype not in types: raise file.bad(f'{names[k]!r} is {mine[k].dtype}, expected {" or ".join(types)}', param=name)
-    d,s = mine['data'].shape,mine['scale'].shape; awq = ends is _Q_PARTS and len(d)==len(s)==2 and d[1]*8==s[1]
-    n,k = (0,0) if len(d)!=2 else (d[0],d[1]*8) if ends is _CT_PARTS else (d[1]*8,d[0]) if awq else (d[1],d[0]*8)
-    if not n or not (shape := _int4_shape(mine, n, k, ends is _Q_PARTS)): raise file.bad(f'the parts of {name!r} contradict each other: {({names[p]:list(x.shape) for p,x in mine.items()})}', param=name)
-    if k//(g := s[0] if ends is _Q_PARTS else s[1])%32: raise UnsupportedError(f'{name!r} in {file.name} has groups of {k//g} weights, and Atlas reads multiples of 32', param=name)
-    codes = _ct_codes if ends is _CT_PARTS else _awq_codes if awq else partial(_gptq_codes, less=int(not v2))
-    info = TensorInfo(base+'.weight', 'INT4', shape, mine, stored=name)
-    return replace(info, unpack=partial(_int4_parts, mine, codes, name)),set(names.values())
+    if not (names := _int4_names(name, spans)): return
+    mine = {p:spans[k] for p,k in names.items()}
+    file,turned = spans[name].file,name.endswith('.qweight')
+    if not (kind := _int4_kind(mine, turned)):
+        shapes = {names[p]:list(s.shape) for p,s in mine.items()}
+        raise file.bad(f'the parts of {name!r} contradict each other: {shapes}', param=name)
+    apart = 'groups' in mine and _scattered(mine['groups'], name, kind.groups)
+    size = kind.shape[1]//kind.groups
+    if size%32 and not apart:
+        said = f'{name!r} in {file.name} has groups of {size} weights'
+        raise UnsupportedError(f'{said}, and Atlas reads multiples of 32', param=name)
+    codes = _codes_of(turned, kind.awq, v2)
+    fmt = 'INT4_DESC_ACT' if apart else 'INT4'
+    whole = name.rsplit('.', 1)[0]+'.weight'
+    info = TensorInfo(whole, fmt, kind.shape, mine, stored=name)
+    info = replace(info, unpack=partial(_int4_parts, info, codes))
+    return info,set(names.values())
 
 # %% ../../nbs/1_ground/08_files.ipynb #5a34ef28
-def st_infos(spans:dict[str,Span], quantization:dict|None=None)->list[TensorInfo]:
+def st_infos(
+    spans:dict[str,Span], # By stored name
+    quantization:dict|None=None, # As in `ModelConfig`
+)->list[TensorInfo]:
     "Tensors, with those that are stored in parts put together; `name` is the stored one, but for the ending"
     infos,used = [],set()
     v2 = (quantization or {}).get('checkpoint_format')=='gptq_v2'
     for k in spans:
-        if found := _int4_info(k, spans, v2): infos.append(found[0]); used |= found[1]; continue
+        if found := _int4_info(k, spans, v2):
+            infos.append(found[0])
+            used |= found[1]
+            continue
         if not (m := _match(k, spans)): continue
         fmt,parts = m; used |= set(parts.values())
         t = _packed(fmt, {p:replace(spans[n], reciprocal=True) if n.endswith('.weight_global_scale') else spans[n] for p,n in parts.items()}, k)
@@ -300,8 +424,10 @@ def _no_scale(s:Span, b:np.ndarray, part:str)->bool:
     "Do the bytes `b` of a scale hold NaN, infinity, a number below zero, or zero where it is global?"
     if s.dtype=='F8_E4M3': return bool((b>=0x7F).any())                  # the sign is the highest bit
     if s.dtype in _E8M0: return bool((b==0xFF).any())
-    a = FORMATS[s.dtype].decode(dict(data=np.frombuffer(b, FORMATS[s.dtype].layout(())['data'][0])), None)
-    return not (np.isfinite(a)&(a>=0)).all() or part=='global' and not a.all()
+    a = _numbers(s, b)
+    if not np.isfinite(a).all(): return True
+    if part=='signed': return False
+    return bool((a<0).any()) or part=='global' and not a.all()
 
 def _runs(spans, gap:int=1<<16, most:int=1<<24):
     "Lists of the (stored name, `Span`, part) triples that are close enough to be read at once"
@@ -311,21 +437,29 @@ def _runs(spans, gap:int=1<<16, most:int=1<<24):
         run.append((k,s,p))
     if run: yield run
 
-def _in_order(name, s:Span, b):
-    "Refuse groups that are scattered over a row"
-    idx = b.view(np.int32); n = int(idx.max(initial=0))+1
-    if len(idx)%n or not np.array_equal(idx, np.arange(len(idx))//(len(idx)//n)):
-        raise UnsupportedError(f'{name!r} in {s.file.name} was quantised in an activation order (desc_act, actorder), which Atlas does not read', param=name)
+def _check_run(run):
+    "`check_scales` of scales that are read at once"
+    start,end = run[0][1],run[-1][1]
+    nbytes = end.offset+end.nbytes-start.offset
+    buf = np.empty(nbytes, np.uint8)
+    buf = start.file.read_into(buf, start.offset)
+    for k,s,p in run:
+        at = s.offset-start.offset
+        b = buf[at:at+s.nbytes]
+        if not _no_scale(s, b, p): continue
+        more = '' if p=='signed' else ' above zero'
+        raise s.file.bad(f'a scale of {k!r} is not a finite number{more}', param=k)
 
 def check_scales(tensors:Iterable[TensorInfo]):
     "Read the scales of packed tensors; a `CheckpointError` names one that holds what cannot be a scale"
-    def check(run):
-        first,last = run[0][1],run[-1][1]; buf = first.file.read_into(np.empty(last.offset+last.nbytes-first.offset, np.uint8), first.offset)
-        for k,s,p in run:
-            if p=='groups': _in_order(k, s, buf[(i := s.offset-first.offset):i+s.nbytes])
-            elif _no_scale(s, buf[(i := s.offset-first.offset):i+s.nbytes], p): raise s.file.bad(f'a scale of {k!r} is not a finite number above zero', param=k)
+    scales = []
+    for t in tensors:
+        for p,s in t.spans.items():
+            if p not in ('scale','global'): continue
+            if t.fmt.startswith('INT4'): p = 'signed'  # AutoRound's may be below zero
+            scales.append((t.stored, s, p))
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        for _ in pool.map(check, _runs((t.stored,s,p) for t in tensors for p,s in t.spans.items() if p in ('scale','global','groups'))): pass
+        for _ in pool.map(_check_run, _runs(scales)): pass
 
 # %% ../../nbs/1_ground/08_files.ipynb #1ad165cf
 _EMBED = re.compile(r'(.*\.)?(?:embed_tokens|embeddings)\.weight')

@@ -186,23 +186,38 @@ _add('MXFP4', 4.25, 32, _mxfp4_layout, _mxfp4_decode, _mxfp4_encode)
 # %% ../../nbs/1_ground/07_formats.ipynb #53fb89e3
 def _int4_layout(s):
     groups = _scales('INT4', 32)(s)
-    return dict(data=('uint8',(*s[:-1],s[-1]//2)), scale=('float32',groups), zero=('uint8',groups))
+    codes = *s[:-1],s[-1]//2
+    return dict(
+        data=('uint8',codes),
+        scale=('float32',groups),
+        zero=('uint8',groups))
 
 def _int4_decode(p, shape):
-    s,b = p['scale'],p['data']
-    q = np.stack([b&15,b>>4], -1).reshape(*s.shape, 32).astype(np.float32)
-    return ((q-p['zero'][...,None])*s[...,None]).reshape(shape)
+    s,z,b = p['scale'],p['zero'],p['data']
+    q = np.stack([b&15,b>>4], -1)
+    q = q.reshape(*s.shape, 32).astype(np.float32)
+    x = (q-z[...,None])*s[...,None]
+    return x.reshape(shape)
 
 def _int4_encode(w):
-    b = w.reshape(_scales('INT4', 32)(w.shape)+(32,))
-    lo,hi = np.minimum(b.min(-1), 0),np.maximum(b.max(-1), 0)
+    groups = _scales('INT4', 32)(w.shape)
+    b = w.reshape(*groups, 32)
+    lo = np.minimum(b.min(-1), 0)
+    hi = np.maximum(b.max(-1), 0)
     s = (hi-lo)/np.float32(15)
     s = np.where(s==0, np.float32(1), s)
     z = np.rint(-lo/s)
     q = np.rint(b/s[...,None])+z[...,None]
-    return dict(data=pack4(q.clip(0, 15).astype(np.uint8).reshape(w.shape)), scale=s, zero=z.astype(np.uint8))
+    codes = q.clip(0, 15).astype(np.uint8)
+    data = pack4(codes.reshape(w.shape))
+    return dict(data=data, scale=s, zero=z.astype(np.uint8))
 
 _add('INT4', 5.25, 32, _int4_layout, _int4_decode, _int4_encode)
+
+def _decoded_layout(s): return dict(data=('float32',s))
+def _decoded(p, shape): return p['data']
+
+_add('INT4_DESC_ACT', 32, 1, _decoded_layout, _decoded)
 
 # %% ../../nbs/1_ground/07_formats.ipynb #5c79d955
 GGUF_BLOCKS = { # name: (weights, bytes) of a block
@@ -268,6 +283,9 @@ def encode(cls:QTensor, w:np.ndarray, fmt:str)->QTensor:
 # %% ../../nbs/1_ground/07_formats.ipynb #642c2921
 _HALVES = dict(Q4_0=(0,), Q4_1=(0,2), Q5_0=(0,), Q5_1=(0,2), Q8_0=(0,), Q4_K=(0,2), Q5_K=(0,2), Q6_K=(208,)) # Bytes of a GGUF block where a float16 begins
 
+# Parts of which every pattern of bits is a number
+_CODES = dict(NVFP4=('data',), MXFP4=('data',), INT4=('data','zero'))
+
 def _sound(fmt:str, part:str, p:np.ndarray)->bool:
     "Are the numbers in `p`, from a part of a `fmt` tensor, finite?"
     if p.dtype in (np.float32,np.float16): return bool(np.isfinite(p).all())
@@ -276,7 +294,8 @@ def _sound(fmt:str, part:str, p:np.ndarray)->bool:
         b = p.reshape(-1, GGUF_BLOCKS[fmt][1])
         return all(np.isfinite(np.ascontiguousarray(b[:,o:o+2]).view(np.float16)).all() for o in _HALVES[fmt])
     if (fmt,part)==('MXFP4','scale'): return p.max(initial=0)<0xFF
-    return (fmt,part) in (('NVFP4','data'),('MXFP4','data'),('INT4','data'),('INT4','zero')) or (p<<1).max(initial=0)<0xFE    # what is left is E4M3
+    if part in _CODES.get(fmt, ()): return True
+    return (p<<1).max(initial=0)<0xFE    # what is left is E4M3
 
 def _finite(fmt, part, p, n=18<<14):
     "`_sound` of all of `p`, as many numbers at a time as stay in the cache and are whole blocks"

@@ -296,7 +296,10 @@ def resolve(
 # %% ../../nbs/1_ground/11_hub.ipynb #980e06c5
 def name_of(model:str)->str:
     "What a model that was given as `model` is called: a path by its last part"
-    return Path(model).resolve().name if Path(model).exists() else model
+    p = Path(model).expanduser()
+    if not p.exists(): return model
+    if p.name not in ('','..'): return p.name
+    return p.resolve().name or model
 
 # %% ../../nbs/1_ground/11_hub.ipynb #e63e7baa
 @dataclass(frozen=True)

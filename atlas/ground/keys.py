@@ -17,17 +17,29 @@ def expect(v, kind, key:str, what:str):
     if not isinstance(v, kind): raise ConfigError(f'{key} is {v!r}, expected {what}', param=key)
     return v
 
-def whole(v, key:str, lo:int=1, hi:int=2**31-1)->int:
+def whole(
+    v,
+    key:str, # Where it stands
+    lo:int=1, # The least that it may be
+    hi:int=2**31-1, # The most
+)->int:
     "`v`, which must be a whole number between `lo` and `hi`"
-    if isinstance(v, bool) or not isinstance(v, int) or not lo<=v<=hi:
+    kind = isinstance(v, int) and not isinstance(v, bool)
+    if not kind or not lo<=v<=hi:
         raise ConfigError(f'{key} is {v!r}, expected a whole number from {lo} to {hi}', param=key)
     return v
 
-def number(v, key:str, lo:float=0., hi:float=1e12)->float:
+def number(
+    v,
+    key:str, # Where it stands
+    lo:float=0., # What it must be above
+    hi:float=1e12, # The most that it may be
+)->float:
     "`v`, which must be a finite number above `lo` and up to `hi`"
-    if isinstance(v, bool) or not isinstance(v, (int,float)) or not lo<v<=hi:
-        raise ConfigError(f'{key} is {v!r}, expected a number above {lo:g} and up to {hi:g}',
-            param=key)
+    kind = isinstance(v, (int,float)) and not isinstance(v, bool)
+    if not kind or not lo<v<=hi:
+        said = f'{key} is {v!r}, expected a number above {lo:g} and up to {hi:g}'
+        raise ConfigError(said, param=key)
     return float(v)
 
 def unsupported(key:str, v, known)->UnsupportedError:
@@ -46,14 +58,23 @@ class Keys(dict):
         super().__init__(d)
         self.seen,self.path = set() if seen is None else seen,path
 
-    def get(self, key, default=None): self.seen.add(self.path+key); return super().get(key, default)
-    def __getitem__(self, key): self.seen.add(self.path+key); return super().__getitem__(key)
-    def __contains__(self, key): self.seen.add(self.path+key); return super().__contains__(key)
+    def get(self, key, default=None):
+        self.seen.add(self.path+key)
+        return super().get(key, default)
+    def __getitem__(self, key):
+        self.seen.add(self.path+key)
+        return super().__getitem__(key)
+    def __contains__(self, key):
+        self.seen.add(self.path+key)
+        return super().__contains__(key)
 
-    def like(self, d)->'Keys': "The keys of `d`, noted where these are"; return Keys(d, self.seen,
-        self.path)
-    def given(self)->'Keys': "Without those that are null"; return self.like({k:v for k,
-        v in self.items() if v is not None})
+    def like(self, d)->'Keys':
+        "The keys of `d`, noted where these are"
+        return Keys(d, self.seen, self.path)
+    def given(self)->'Keys':
+        "Without those that are null"
+        there = {k:v for k,v in self.items() if v is not None}
+        return self.like(there)
     def __or__(self, d): return self.like({**self, **d})
     def __ror__(self, d): return self.like({**d, **self})
 
@@ -75,14 +96,22 @@ def _taken(self, key, default, check):
     return v if v is default else check(v)
 
 @patch
-def whole(self:Keys, key:str, default=_missing, lo:int=1, hi:int=2**31-1)->int:
+def whole(self:Keys,
+    key:str, default=_missing,
+    lo:int=1, hi:int=2**31-1,
+)->int:
     "The whole number `key`, between `lo` and `hi`"
-    return _taken(self, key, default, lambda v: whole(v, key, lo, hi))
+    def check(v): return whole(v, key, lo, hi)
+    return _taken(self, key, default, check)
 
 @patch
-def number(self:Keys, key:str, default=_missing, lo:float=0., hi:float=1e12)->float:
+def number(self:Keys,
+    key:str, default=_missing,
+    lo:float=0., hi:float=1e12,
+)->float:
     "The finite number `key`, above `lo` and up to `hi`"
-    return _taken(self, key, default, lambda v: number(v, key, lo, hi))
+    def check(v): return number(v, key, lo, hi)
+    return _taken(self, key, default, check)
 
 @patch
 def flag(self:Keys, key:str, default:bool=False)->bool:
@@ -95,7 +124,8 @@ def word(self:Keys, key:str, known:dict, default=_missing):
     "What the table `known` has for the word `key`"
     v = self.value(key, default)
     if v is default: return v
-    if expect(v, str, key, 'a word') not in known: raise unsupported(key, v, known)
+    expect(v, str, key, 'a word')
+    if v not in known: raise unsupported(key, v, known)
     return known[v]
 
 @patch
@@ -109,16 +139,20 @@ def table(self:Keys, key:str, default=None)->Keys:
 def wholes(self:Keys, key:str)->tuple[int,...]:
     "The list of whole numbers `key`; empty where it is absent"
     each = expect(self.value(key, []), list, key, 'a list of whole numbers')
-    return tuple(Keys({key:i}).whole(key, lo=0) for i in each)
+    alone = [Keys({key:i}) for i in each]
+    return tuple(d.whole(key, lo=0) for d in alone)
 
 @patch
 def only(self:Keys, **keys):
     "Refuse keys whose value, given as a keyword, is the only one that is supported; absent is fine"
     for key,v in keys.items():
         got = self.value(key, v)
-        if got!=v or type(got)!=type(v): raise unsupported(key, got, [v])
+        alike = got==v and type(got)==type(v)
+        if not alike: raise unsupported(key, got, [v])
 
 @patch
 def named(self:Keys, *keys:str)->str:
     "The first of `keys` that is there; the first where none is"
-    return next((k for k in keys if self.get(k) is not None), keys[0])
+    for k in keys:
+        if self.get(k) is not None: return k
+    return keys[0]

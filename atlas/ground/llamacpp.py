@@ -147,7 +147,8 @@ def _grouped(kh:int, vh:int, d:int)->np.ndarray:
     return np.arange(vh*d).reshape(vh//kh, kh, d).swapaxes(0,1).ravel()
 
 def _delta_order(delta, module:str)->tuple:
-    "Rows and columns of tensor `module` of a delta net whose value heads are tiled: how many, and what makes their order; None where it is as it should be"
+    """Rows and columns of tensor `module` of a delta net whose value heads are tiled: how many,
+    and what makes their order; None where it is as it should be"""
     kh,vh,dv = delta.num_k_heads,delta.num_v_heads,delta.v_dim; qk = 2*kh*delta.k_dim
     d = {'in_proj_z':dv, 'in_proj_b':1, 'in_proj_a':1, 'A':1, 'dt_bias':1}.get(module)
     if d: return (vh*d, lambda: _grouped(kh, vh, d)),None
@@ -231,7 +232,8 @@ def gguf_open(path:Path, es:ExitStack):
 
 def _describe(f:File, meta:dict, spans:dict[str,Span]):
     "Config and tensors"
-    names = named_config(f.name, lambda: gguf_model(meta.get('general.architecture'))).names
+    arch = meta.get('general.architecture')
+    names = named_config(f.name, lambda: gguf_model(arch)).names
     freqs = _rope_freqs(spans.pop('rope_freqs.weight', None))
     cfg = named_config(f.name, lambda: ModelConfig.from_gguf(meta, 'output.weight' not in spans, freqs, {k:s.shape for k,s in spans.items()}))
     rope = cfg.attention and cfg.attention.rope

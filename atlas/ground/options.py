@@ -10,17 +10,25 @@ __all__ = ['option', 'EngineConfig', 'differs']
 # %% ../../nbs/1_ground/15_options.ipynb #f2e41d70
 import numbers
 from dataclasses import dataclass,field,fields
+from typing import get_args
 from .core import RequestError
 
 # %% ../../nbs/1_ground/15_options.ipynb #f8fd8d56
+_formats = 'bf16','fp8','nvfp4','mxfp4','int4','mixed','nvfp4-experts' # Of dummy weights
+_anew = 'nvfp4','fp8' # Of projections that are stored anew
+_caches = 'f16','bf16','f32','fp8','nvfp4' # Of keys and values
+
 def option(
     default, # Where nobody says otherwise
     help:str, # For people, also on the command line
     flag:bool=True, # Does the command line offer it?
+    words:tuple=(), # What it may be, where it is a word
+    step:int=1, # What it is a multiple of, where it is a whole number
     **cli, # How it is read there: `min`, or `size` for bytes
 ):
     "A field of `EngineConfig`"
-    return field(default=default, metadata=dict(help=help, flag=flag, cli=cli))
+    said = dict(help=help, flag=flag, words=words, step=step, cli=cli)
+    return field(default=default, metadata=said)
 
 # %% ../../nbs/1_ground/15_options.ipynb #8ff13ea5
 @dataclass(frozen=True)
@@ -28,46 +36,86 @@ class EngineConfig:
     "What an engine is loaded with; a `RequestError` at birth names the field that is wrong"
     model:str # Directory, file, Hugging Face id, or 'demo'
     device:str=option('auto', 'Where to run: auto, cpu, cuda or cuda:N.')
-    max_seq_len:int|None=option(None, "Context in tokens, prompt and answer together. [default: the model's own]", min=2)
+    max_seq_len:int|None=option(None, min=2,
+        help="Context in tokens, prompt and answer together. [default: the model's own]")
     max_num_seqs:int=option(8, 'Sequences that are answered at the same time.', min=1)
-    kv_cache_memory:int|None=option(None, 'Memory for the key-value cache, such as 4GiB. [default: 40 % of what is free]', size=True)
-    chunk:int|None=option(None, 'Prompt tokens in a step, beside decoding. [default: 256, on a card 2,048]', min=1)
-    overcommit:float=option(1., 'Promise this multiple of the cache; above 1, sequences may be preempted.', min=1)
+    kv_cache_memory:int|None=option(None, size=True,
+        help='Memory for the key-value cache, such as 4GiB. [default: 40 % of what is free]')
+    chunk:int|None=option(None, step=64, min=64,
+        help='Prompt tokens in a step, beside decoding: a multiple of 64. '
+            '[default: 256, on a card 2,048]')
+    overcommit:float=option(1., min=1,
+        help='Promise this multiple of the cache; above 1, sequences may be preempted.')
     max_queue:int=option(256, 'Requests that may run and wait; more are answered with 503.', min=1)
-    load_format:str=option('auto', 'auto, or dummy for random weights; MODEL may then be a shape such as qwen3.6-35b-a3b.')
-    weights:str|None=option(None, 'Format of dummy weights: bf16, fp8, nvfp4, mxfp4, int4, mixed (FP8 attention, NVFP4 elsewhere) or nvfp4-experts (the rest BF16). [default: as the model has them]')
-    packed:bool|None=option(None, 'On the host: keep quantised weights as stored, and decode them at each use. [default: where they would not fit otherwise]')
+    load_format:str=option('auto', words=('auto','dummy'),
+        help='auto, or dummy for random weights; '
+            'MODEL may then be a shape such as qwen3.6-35b-a3b.')
+    weights:str|None=option(None, words=_formats,
+        help='Format of dummy weights: bf16, fp8, nvfp4, mxfp4, int4, '
+            'mixed (FP8 attention, NVFP4 elsewhere) or nvfp4-experts (the rest BF16). '
+            '[default: as the model has them]')
+    packed:bool|None=option(None,
+        help='On the host: keep quantised weights as stored, and decode them at each use. '
+            '[default: where they would not fit otherwise]')
     drafting:bool=option(False, "Load the model's own drafting head too.", flag=False)
-    quantization:str|None=option(None, 'On a card: store projections anew in nvfp4 or fp8. [default: as shipped]')
-    lm_head_dtype:str|None=option(None, 'On a card: the same for the output matrix. [default: as shipped]')
-    kv_cache_dtype:str|None=option(None, 'On a card: keys and values in f16, bf16, f32, fp8 or nvfp4. [default: f16]')
-    kv_high_precision_layers:int=option(0, 'On a card: so many attention layers at both ends keep theirs in 16 bits.', min=0)
+    quantization:str|None=option(None, words=_anew,
+        help='On a card: store projections anew in nvfp4 or fp8. [default: as shipped]')
+    lm_head_dtype:str|None=option(None, words=_anew,
+        help='On a card: the same for the output matrix. [default: as shipped]')
+    kv_cache_dtype:str|None=option(None, words=_caches,
+        help='On a card: keys and values in f16, bf16, f32, fp8 or nvfp4. [default: f16]')
+    kv_high_precision_layers:int=option(0, min=0,
+        help='On a card: so many attention layers at both ends keep theirs in 16 bits.')
 
-    def __post_init__(self):
-        object.__setattr__(self, 'model', str(self.model))
-        for k in ('max_seq_len','max_num_seqs','kv_cache_memory','chunk','max_queue'): _whole(self, k)
-        _known_weights(self.load_format, self.weights)
+    def __post_init__(self): _check(self)
 
 # %% ../../nbs/1_ground/15_options.ipynb #ecb8918e
-_optional = {f.name for f in fields(EngineConfig) if f.default is None}
+def _whole(v, how):
+    "Is `v` a whole number in the steps of an option, and what should it be?"
+    least,step = how['cli'].get('min', 1),how['step']
+    whole = isinstance(v, numbers.Integral) and not isinstance(v, bool)
+    expected = f'a multiple of {step}' if step>1 else f'a whole number above {least-1}'
+    return whole and v>=least and v%step==0,expected
 
-def _whole(c, name):
-    "Refuse an option that is no whole number above zero"
-    v = getattr(c, name)
-    if v is None and name in _optional: return
-    if isinstance(v, bool) or not isinstance(v, numbers.Integral) or v<1:
-        raise RequestError(f'{name} is {v!r}, expected a whole number above 0', param=name)
-    object.__setattr__(c, name, int(v))
+def _number(v, how):
+    "Is `v` a number that the cache may be multiplied by?"
+    real = isinstance(v, numbers.Real) and not isinstance(v, bool)
+    return real and 1<=v<=1000,'a number from 1 to 1000'
 
-def _known_weights(load_format, weights):
-    "Refuse formats that nobody knows, and made-up weights where real ones are read"
-    if load_format not in ('auto','dummy'):
-        raise RequestError(f'load_format is {load_format!r}, expected auto or dummy', param='load_format')
-    if load_format=='auto' and weights:
-        said = f'weights={weights!r} is for load_format=dummy'
-        raise RequestError(said, hint='"atlas quantize" changes the format of a model', param='weights')
+def _truth(v, how): return isinstance(v, bool),'True or False'
+
+def _word(v, how):
+    "Is `v` one of the words of an option, if it has any?"
+    words = how['words']
+    return not words or isinstance(v, str) and v in words,f'one of {", ".join(words)}'
+
+_kinds = {int:_whole, float:_number, bool:_truth, str:_word}
+
+# %% ../../nbs/1_ground/15_options.ipynb #e6ecaf22
+def _checked(f, v):
+    "What the field `f` is where somebody says `v`; a `RequestError` where it cannot be that"
+    if not f.metadata or v is None and f.default is None: return v
+    kind = (get_args(f.type) or (f.type,))[0]
+    ok,expected = _kinds[kind](v, f.metadata)
+    if not ok: raise RequestError(f'{f.name} is {v!r}, expected {expected}', param=f.name)
+    return v if kind is str else kind(v)
+
+def _check(c):
+    "Make each field of a new `EngineConfig` what it is kept as, and see whether they fit together"
+    object.__setattr__(c, 'model', str(c.model))
+    for f in fields(c):
+        v = _checked(f, getattr(c, f.name))
+        object.__setattr__(c, f.name, v)
+    if c.load_format=='auto' and c.weights:
+        said = f'weights={c.weights!r} is for load_format=dummy'
+        hint = '"atlas quantize" changes the format of a model'
+        raise RequestError(said, hint=hint, param='weights')
 
 # %% ../../nbs/1_ground/15_options.ipynb #68b2ce50
 def differs(o)->dict:
     "Fields of a dataclass that are not as they are by default"
-    return {f.name:v for f in fields(o) if (v := getattr(o, f.name)) is not f.default and v!=f.default}
+    found = {}
+    for f in fields(o):
+        v = getattr(o, f.name)
+        if v is not f.default and v!=f.default: found[f.name] = v
+    return found

@@ -18,8 +18,11 @@ from .core import ConfigError
 # %% ../../nbs/1_ground/03_presets.ipynb #0806841b
 def _over(base:dict, d:dict)->dict:
     "`base`, with what `d` says otherwise, in tables within tables too"
-    both = lambda k: isinstance(base.get(k), dict) and isinstance(d[k], dict)
-    return base|{k:_over(base[k], d[k]) if both(k) else d[k] for k in d}
+    out = dict(base)
+    for k,v in d.items():
+        tables = isinstance(base.get(k), dict) and isinstance(v, dict)
+        out[k] = _over(base[k], v) if tables else v
+    return out
 
 def _preset(d, known:dict, bad:Callable)->dict:
     "The table `d`, completed from one of `known`; `bad(key, msg)` makes the error"
@@ -46,7 +49,8 @@ def read_presets(
         raise ConfigError(f'{file} is not valid TOML: {e}', param=file) from e
     out = {}
     for name,d in tables.items():
-        bad = lambda key,msg: ConfigError(f'{file}: {name}: {msg}', param=key or name)
+        def bad(key, msg):
+            return ConfigError(f'{file}: {name}: {msg}', param=key or name)
         out[name] = _preset(d, out, bad)
     return out
 
@@ -62,9 +66,11 @@ class Presets(UserDict):
     def data(self)->dict:
         "All presets, file by file"
         out = {}
-        for p in sorted(files(self.package).iterdir(), key=lambda p: p.name):
+        beside = files(self.package).iterdir()
+        for p in sorted(beside, key=lambda p: p.name):
             if not p.name.endswith('.toml'): continue
-            for name,d in read_presets(p.read_text(encoding='utf-8'), p.name).items():
+            text = p.read_text(encoding='utf-8')
+            for name,d in read_presets(text, p.name).items():
                 twice = f'{p.name}: {name}: another file has a preset of this name'
                 if name in out: raise ConfigError(twice, param=name)
                 self.check(p.name, name, d)

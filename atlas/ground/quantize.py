@@ -21,8 +21,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from fastcore.basics import first,patch
 from .. import __version__
-from .core import AtlasError,CheckpointError,ConfigError,SourceError,UnsupportedError,human,progress
-from .files import AGAIN,INDEX,ST_SIZES,Span,TensorInfo,trunk_prefix,shards,st_infos,st_spans,canonical,json_file,read_tensor
+from .core import (AtlasError,CheckpointError,ConfigError,SourceError,
+    UnsupportedError,human,progress)
+from .files import (AGAIN,INDEX,ST_SIZES,Span,TensorInfo,
+    trunk_prefix,shards,st_infos,st_spans,canonical,json_file,read_tensor)
 from .formats import FORMATS,f32_to_bf16
 from .weights import quantizable
 
@@ -281,7 +283,7 @@ def _infos(spans:dict)->dict[str,TensorInfo]:
     return infos
 
 # %% ../../nbs/1_ground/12_quantize.ipynb #d81693d9
-_PACKED = 'NVFP4','MXFP4','INT4','FP8_TENSOR','FP8_CHANNEL','FP8_BLOCK'
+_PACKED = 'NVFP4','MXFP4','INT4','INT4_DESC_ACT','FP8_TENSOR','FP8_CHANNEL','FP8_BLOCK'
 
 def _stored(ts:Iterable[TensorInfo], spans:dict)->set[str]:
     "Names of all raw tensors that `ts` are made of, and of what only belongs to their format"

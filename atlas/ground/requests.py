@@ -120,10 +120,12 @@ def check_ids(
     param:str='prompt', # The field that they came in
 ):
     "Refuse token ids that the model does not have"
-    low,high = min(ids, default=0),max(ids, default=0)
+    low = min(ids, default=0)
+    high = max(ids, default=0)
     if low>=0 and high<vocab_size: return
     bad = high if high>=vocab_size else low
-    raise RequestError(f'{param} has token {bad}, and the vocabulary ends at {vocab_size-1}', param=param)
+    said = f'{param} has token {bad}, and the vocabulary ends at {vocab_size-1}'
+    raise RequestError(said, param=param)
 
 # %% ../../nbs/1_ground/13_requests.ipynb #2f5931a9
 def check_prompt(
@@ -133,7 +135,8 @@ def check_prompt(
 ):
     "`ContextLengthError`, with both numbers, if a prompt leaves no room for its answer"
     if n+answer<=max_seq_len: return
-    said = f'The prompt has {n:,} tokens and the context holds {max_seq_len:,}'+', answer included'*(answer>0)
+    said = f'The prompt has {n:,} tokens and the context holds {max_seq_len:,}'
+    if answer>0: said += ', answer included'
     hint = 'Shorten the prompt, or raise max_seq_len (--max-seq-len) if the model allows more'
     raise _too_long(n, max_seq_len-answer, said, hint, 'prompt')
 
@@ -145,7 +148,8 @@ def check_text(
     "The same for a text whose tokens nobody has counted: there are at least so many"
     least = -(-n//longest)
     if least<=max_seq_len: return
-    said = f'The prompt has {n:,} characters, which is at least {least:,} tokens, and the context holds {max_seq_len:,}'
+    said = f'The prompt has {n:,} characters, which is at least {least:,} tokens'
+    said += f', and the context holds {max_seq_len:,}'
     raise _too_long(least, max_seq_len, said, 'Shorten the prompt')
 
 def _too_long(tokens, limit, said, hint, param=None):

@@ -23,10 +23,13 @@ from threading import Lock
 from types import SimpleNamespace
 from zlib import crc32
 from fastcore.basics import first,patch
-from .core import CheckpointError,ConfigError,OutOfMemoryError,SourceError,UnsupportedError,human,progress
+from .core import (CheckpointError,ConfigError,OutOfMemoryError,SourceError,
+    UnsupportedError,human,progress)
 from .config import ModelConfig,family_of
-from .files import AGAIN,INDEX,PAYLOADS,SCALES,Span,TensorInfo,check_scales,read_tensor,st_open
-from .formats import FORMATS,GGUF_BLOCKS,QStack,QTensor,decode_rows,f32_to_e2m1,f32_to_e4m3,pack4,pile
+from .files import (AGAIN,INDEX,PAYLOADS,SCALES,Span,TensorInfo,
+    check_scales,read_tensor,st_open)
+from .formats import (FORMATS,GGUF_BLOCKS,QStack,QTensor,
+    decode_rows,f32_to_e2m1,f32_to_e4m3,pack4,pile)
 from .llamacpp import gguf_open,gguf_parts
 
 # %% ../../nbs/1_ground/10_weights.ipynb #0b6c768b
@@ -289,6 +292,12 @@ def _load_with(ckpt, plan, device, show, put):
     return out
 
 # %% ../../nbs/1_ground/10_weights.ipynb #3d1ff893
+def _read_bytes(t:TensorInfo)->int:
+    "Bytes of a tensor that is kept as it is stored, once it has been read"
+    if t.fmt not in FORMATS: return t.nbytes
+    parts = FORMATS[t.fmt].layout(t.shape).values()
+    return sum(np.dtype(d).itemsize*math.prod(shape) for d,shape in parts)
+
 def load(
     ckpt:Checkpoint,
     wants:Iterable[Want], # The plan
@@ -304,7 +313,10 @@ def load(
     if put: return _load_with(ckpt, plan, device, show, put)
     keep = {w.name for w,o,_ in plan if o and packed and not (w.exact or o.exact or o.fn) and len(w.shape)>1}
     todo = [(w,o,seen) for w,o,seen in plan if o]; plain = [w for w,_,_ in todo if w.name not in keep]
-    need = sum(ckpt.tensors[s].nbytes for w,o,_ in todo if w.name in keep for s in o.sources)+4*sum(math.prod(w.shape) for w in plain)
+    need = 4*sum(math.prod(w.shape) for w in plain)
+    for w,o,_ in todo:
+        if w.name not in keep: continue
+        need += sum(_read_bytes(ckpt.tensors[s]) for s in o.sources)
     if need>(free := device.memory().available):
         raise OutOfMemoryError(f'The weights of {ckpt.path.name} need {human(need)} on {device.name}, where {human(free)} are available',
             hint='Free some memory, or choose a smaller model'+(', or keep the weights packed' if not packed else ''))
@@ -322,7 +334,8 @@ def load(
 
 # %% ../../nbs/1_ground/10_weights.ipynb #7b92e3f4
 _QUANTIZED = re.compile(r'model\.layers\.\d+\.(?:self_attn|mixer)\.[qkvo]_proj\.weight|model\.layers\.\d+\.linear_attn\.(?:in_proj_qkvz?|in_proj_z|out_proj)\.weight'
-    r'|model\.layers\.\d+\.(?:mixer|mamba)\.(?:in|out)_proj\.weight|model\.layers\.\d+\.shared_mlp\.(?:in|out)put_linear\.weight'
+    r'|model\.layers\.\d+\.(?:mixer|mamba)\.(?:in|out)_proj\.weight'
+    r'|model\.layers\.\d+\.shared_mlp\.(?:in|out)put_linear\.weight'
     r'|model\.layers\.\d+\.(?:(?:mlp|mixer|block_sparse_moe|shared_mlp)\.)?'
     r'(?:(?:experts\.(?:\d+\.)?|shared_experts?\.)?(?:gate|up|down|gate_up)_proj|experts\.(?:\d+\.)?w[123])(?:\.weight)?')
 
@@ -347,17 +360,21 @@ def _blocks(fmt, std, rng):
 def _pool(fmt:str, e:int, seed:int)->np.ndarray:
     "Bytes of codes in `fmt`, of numbers with the standard deviation 2**e where the format has no scale"
     rng = np.random.default_rng(seed)
+    if fmt=='INT4_DESC_ACT': fmt = 'F32'  # which it is once it has been read
     if fmt in GGUF_BLOCKS: return _blocks(fmt, 2.**e, rng)
     x = rng.standard_normal(_POOL//4, np.float32)
     if fmt in ('F32','F16','BF16','F8_E4M3'): return FORMATS[fmt].encode(x*np.float32(2.**e))['data'].view(np.uint8)
-    if fmt=='INT4': return pack4(np.rint(2*x+8).clip(0, 15).astype(np.uint8))
+    if fmt=='INT4':
+        codes = np.rint(2*x+8).clip(0, 15)
+        return pack4(codes.astype(np.uint8))
     return pack4(f32_to_e2m1(2*x)) if fmt in ('NVFP4','MXFP4') else f32_to_e4m3(64*x)
 
 # %% ../../nbs/1_ground/10_weights.ipynb #35d417d6
 def _scale(fmt, part, dtype, shape, e):
     "The scale that goes with `_pool`'s codes"
     if part=='zero': return np.full(shape, 8, np.uint8)
-    if part=='global' or fmt=='INT4': return np.full(shape, 2.**(e-1), np.float32)
+    if part=='global' or fmt=='INT4':
+        return np.full(shape, 2.**(e-1), np.float32)
     if fmt=='NVFP4': return np.full(shape, 0x38, np.uint8) # 1.0
     return np.full(shape, e-1+127, np.uint8) if fmt=='MXFP4' else np.full(shape, 2.**(e-6), np.float32)
 
@@ -377,7 +394,14 @@ def _random(name:str, fmt:str, shape, seed:int)->QTensor:
 # %% ../../nbs/1_ground/10_weights.ipynb #bb81258f
 def _mixed(name)->str: return 'FP8_TENSOR' if re.search('attn|mixer', name) and 'expert' not in name else 'NVFP4'
 def _experts(name)->str: return 'NVFP4' if re.search('(?<!shared_)experts', name) else 'BF16'
-WEIGHTS = dict(bf16='BF16', fp8='FP8_BLOCK', nvfp4='NVFP4', mxfp4='MXFP4', int4='INT4') | {'mixed':_mixed, 'nvfp4-experts':_experts} # A format, or what says it for a tensor's name
+WEIGHTS = { # A format, or what says it for a tensor's name
+    'bf16':'BF16',
+    'fp8':'FP8_BLOCK',
+    'nvfp4':'NVFP4',
+    'mxfp4':'MXFP4',
+    'int4':'INT4',
+    'mixed':_mixed,
+    'nvfp4-experts':_experts}
 
 class Dummy(Checkpoint):
     "A checkpoint of made-up weights"
@@ -397,7 +421,8 @@ class Dummy(Checkpoint):
 def _shipped(cfg:ModelConfig, name:str)->str:
     "The format in which `name` is published, as far as family and `quantization` tell"
     q = cfg.quantization or {}
-    algo = str(q.get('quant_algo') or q.get('format') or q.get('quant_method') or family_of(cfg).published).lower()
+    said = q.get('quant_algo') or q.get('format') or q.get('quant_method')
+    algo = str(said or family_of(cfg).published).lower()
     if 'mxfp4' in algo: return 'MXFP4' if 'experts' in name else 'BF16'
     if algo=='mixed_precision': return _mixed(name)
     return 'NVFP4' if 'nvfp4' in algo else 'FP8_BLOCK' if 'fp8' in algo or 'float' in algo else 'BF16'
@@ -414,7 +439,7 @@ def _sources(w:Want, like)->list[tuple]:
 def dummy_checkpoint(
     cfg:ModelConfig,
     wants:Iterable[Want], # The model's plan
-    weights:str='bf16', # 'bf16', 'fp8' (tiles), 'nvfp4', 'mxfp4', 'int4', 'mixed', 'nvfp4-experts' or 'as-shipped'
+    weights:str='bf16', # A key of `WEIGHTS` ('fp8' has a scale for each tile), or 'as-shipped'
     seed:int=0,
     like:Checkpoint|None=None, # One whose names, shapes, tokenizer and (as-shipped) formats to take
 )->Checkpoint: # `kind` is 'dummy'

@@ -16,7 +16,8 @@ from fastcore.basics import patch
 from ..ground.config import ModelConfig
 from ..ground.weights import Want
 from ..ops.delta import ungroup_ba,ungroup_qkvz
-from ..ops.vocabulary import AttentionWeights,DeltaWeights,MLPWeights,MambaWeights,MoEWeights,Norm,Step
+from ..ops.vocabulary import AttentionWeights,DeltaWeights,MLPWeights,MambaWeights,MoEWeights
+from ..ops.vocabulary import Norm,Step
 
 # %% ../../nbs/4_model/01_layers.ipynb #0de01d76
 def bind(root, name:str, value):
@@ -76,8 +77,10 @@ def _gain(o): return None if o is None else o.weight
 @patch
 def weights(self:Attention)->AttentionWeights:
     "What `attend` reads"
-    gains = (_gain(getattr(self, n, None)) for n in ('q_norm','k_norm'))
-    return AttentionWeights(self._a, self._scale, self._window, self._c.norm_eps, *gains, getattr(self, 'sinks', None))
+    q,k = getattr(self, 'q_norm', None),getattr(self, 'k_norm', None)
+    sinks = getattr(self, 'sinks', None)
+    return AttentionWeights(self._a, self._scale, self._window, self._c.norm_eps,
+        _gain(q), _gain(k), sinks)
 
 @patch
 def __call__(self:Attention,
@@ -88,7 +91,8 @@ def __call__(self:Attention,
 ): # [R,H]
     "Attend"
     p = s.ops.project(s, x, self.qkv_proj, norm)  # (R, gates + queries + keys + values)
-    o = s.ops.attend(s, p, self.weights(), s.cache.kv[self._i], s.angles[self._kind])  # (R, heads*d)
+    pool,angles = s.cache.kv[self._i],s.angles[self._kind]
+    o = s.ops.attend(s, p, self.weights(), pool, angles)  # (R, heads*d)
     return s.ops.project(s, o, self.o_proj, add=add)
 
 # %% ../../nbs/4_model/01_layers.ipynb #75228b52
@@ -115,13 +119,16 @@ class DeltaNet:
     def weights(self)->DeltaWeights:
         "What `gated_delta` reads"
         d = self._d
-        w = self.conv1d.weight,self.A,self.dt_bias,self.norm.weight
-        return DeltaWeights(*w, self._c.norm_eps, d.num_k_heads, d.gate_act)
+        return DeltaWeights(self.conv1d.weight, self.A, self.dt_bias, self.norm.weight,
+            self._c.norm_eps, d.num_k_heads, d.gate_act)
 
     def __call__(self, x, norm, s, add=None):
         "As `Attention`"
-        p = s.ops.project(s, x, self.in_proj, norm, extra=self.ba_proj.weight)  # (R, qkv + z + b + a)
-        o,left = s.ops.gated_delta(s, p, self.weights(), s.cache.conv[self._i], s.cache.rec[self._i])
+        b_a = self.ba_proj.weight
+        p = s.ops.project(s, x, self.in_proj, norm, extra=b_a)  # (R, qkv + z + b + a)
+        conv = s.cache.conv[self._i]
+        rec = s.cache.rec[self._i]
+        o,left = s.ops.gated_delta(s, p, self.weights(), conv, rec)
         return s.ops.project(s, o, self.out_proj, left, add)
 
 def decay(dst, src, n):
@@ -145,13 +152,16 @@ class Mamba:
 
     def weights(self)->MambaWeights:
         "What `mamba` reads"
-        w = self.conv1d.weight,self.conv1d.bias,self.A,self.D,self.dt_bias,self.norm.weight
-        return MambaWeights(*w, self._c.norm_eps, self._m.n_groups)
+        conv = self.conv1d
+        return MambaWeights(conv.weight, conv.bias, self.A, self.D, self.dt_bias,
+            self.norm.weight, self._c.norm_eps, self._m.n_groups)
 
     def __call__(self, x, norm, s, add=None):
         "As `Attention`"
         p = s.ops.project(s, x, self.in_proj, norm)
-        o,left = s.ops.mamba(s, p, self.weights(), s.cache.conv[self._i], s.cache.rec[self._i])
+        conv = s.cache.conv[self._i]
+        rec = s.cache.rec[self._i]
+        o,left = s.ops.mamba(s, p, self.weights(), conv, rec)
         return s.ops.project(s, o, self.out_proj, left, add)
 
 # %% ../../nbs/4_model/01_layers.ipynb #3b766017
@@ -167,7 +177,8 @@ class MLP:
 
     def weights(self, gate=None)->MLPWeights:
         "What `mlp` reads; with the `gate` of a shared expert"
-        return MLPWeights(self.gate_up_proj, self.down_proj, self._c.act, self._c.act_limit, gate)
+        c = self._c
+        return MLPWeights(self.gate_up_proj, self.down_proj, c.act, c.act_limit, gate)
 
     def __call__(self, x, norm, s, add=None):
         "As `Attention`"
@@ -202,12 +213,15 @@ class MoE:
     "A mixture of experts"
     def __init__(self, c:ModelConfig, names:MoENames=MoENames()):
         self._c,self.config,self._n = c,c.moe,names
-        self.shared = MLP(c, c.moe.shared_size) if c.moe.shared_size else None
-        self.joined,self.then = False,None  # for a device that keeps the shared expert in the bank, or asks ahead
+        size = c.moe.shared_size
+        self.shared = MLP(c, size) if size else None
+        # for a device that keeps the shared expert in the bank, or asks ahead
+        self.joined,self.then = False,None
 
     def wants(self, dst, src):
         "As `Attention.wants`"
-        c,m,n,H,E,I = self._c,self.config,self._n,self._c.hidden_size,self.config.num_experts,self.config.intermediate_size
+        c,m,n = self._c,self.config,self._n
+        H,E,I = c.hidden_size,m.num_experts,m.intermediate_size
         ins = {n.gate:I, n.up:I} if c.gated else {n.up:I}
         order = dict(order=_halves(I)) if n.interleaved else {}
         base,joint = src+'experts.','gate_up_proj' if c.gated else n.up
@@ -221,7 +235,8 @@ class MoE:
 @patch
 def _bias_wants(self:MoE, dst, base, ins, n):
     if not self.config.expert_bias: return []
-    E,I,H = self.config.num_experts,sum(ins.values()),self._c.hidden_size
+    E,H = self.config.num_experts,self._c.hidden_size
+    I = sum(ins.values())
     parts = Want(dst+'experts.gate_up_proj_bias', tuple(f'{base}{k}_bias' for k in ins), (E,I), tuple(ins.values()), axis=1, exact=True)
     cols = _halves(I//2) if n.interleaved else None
     return [vector(dst+'experts.gate_up_proj_bias', base+'gate_up_proj_bias', E, I, cols=cols, alts=(parts,), pair=len(ins)>1), vector(dst+'experts.down_proj_bias', base+'down_proj_bias', E, H)]
@@ -238,15 +253,19 @@ def _shared_wants(self:MoE, dst, src):
 def weights(self:MoE)->MoEWeights:
     "What `moe` reads"
     c,r,e = self._c,self.router,self.experts
-    shared = self.shared and self.shared.weights(getattr(self, 'shared_gate', None))
-    more = getattr(r, 'correction', None),getattr(r, 'per_expert_scale', None)
-    biases = getattr(e, 'gate_up_proj_bias', None),getattr(e, 'down_proj_bias', None)
-    return MoEWeights(self.config, r, e.gate_up_proj, e.down_proj, c.act, c.act_limit, *more, *biases, shared, self.joined, self.then)
+    gate = getattr(self, 'shared_gate', None)
+    return MoEWeights(self.config, r, e.gate_up_proj, e.down_proj, c.act, c.act_limit,
+        correction=getattr(r, 'correction', None),
+        per_expert=getattr(r, 'per_expert_scale', None),
+        up_bias=getattr(e, 'gate_up_proj_bias', None),
+        down_bias=getattr(e, 'down_proj_bias', None),
+        shared=self.shared and self.shared.weights(gate),
+        joined=self.joined, then=self.then)
 
 @patch
-def __call__(self:MoE, x, norm, s:Step, add=None, router_norm=None):
-    "As `Attention`; the router sees the rows normed by `router_norm`, where that is another"
-    return s.ops.moe(s, x, self.weights(), norm, add, router_norm)
+def __call__(self:MoE, x, norm, s:Step, add=None, router_gain=None):
+    "As `Attention`; the router sees the rows normed with `router_gain`, where that is another"
+    return s.ops.moe(s, x, self.weights(), norm, add, router_gain)
 
 # %% ../../nbs/4_model/01_layers.ipynb #5d6fac09
 @dataclass(frozen=True)
@@ -275,6 +294,6 @@ class Block:
     def __call__(self, x, s):
         "The stream `x` [R,H] after this block"
         for h in self._halves:
-            norm = Norm(getattr(self, h.attr+'_norm').weight, self._c.norm_eps)
-            x = h.layer(x, norm, s, add=x)
+            gain = getattr(self, h.attr+'_norm').weight
+            x = h.layer(x, Norm(gain, self._c.norm_eps), s, add=x)
         return x

@@ -126,16 +126,27 @@ def _cover(table, pool, n):
 def _normed(x, w, a, eps):
     "Heads x [R,heads,d], each by itself or all of a row together, as `a.qk_norm` says"
     if w is None: return x
-    return rmsnorm(x if a.qk_norm=='head' else x.reshape(len(x), -1), w, eps).reshape(x.shape)
+    by_head = a.qk_norm=='head'
+    rows = x if by_head else x.reshape(len(x), -1)
+    return rmsnorm(rows, w, eps).reshape(x.shape)
+
+def _normed_heads(qk, a, q_norm, k_norm, eps):
+    "Queries and keys [R,heads,d], each with its norm"
+    if q_norm is None: return qk
+    n = a.num_heads
+    q,k = qk[:,:n],qk[:,n:]
+    q = _normed(q, q_norm, a, eps)
+    if not a.q_only: k = _normed(k, k_norm, a, eps)
+    return np.concatenate([q,k], 1)
 
 def _heads(qkv, a, angles, q_norm, k_norm, eps):
     "Queries, keys and values [R,heads,d] of projected rows, normed and rotated"
-    h,nq,nk = qkv.reshape(len(qkv), -1, a.head_dim),a.num_heads,a.num_kv_heads*(not a.q_only)
-    v = h[:,nq:nq+nk] if a.k_eq_v else h[:,nq+nk:]
+    h = qkv.reshape(len(qkv), -1, a.head_dim)
+    nq = a.num_heads
+    n = nq+a.num_kv_heads*(not a.q_only)
+    v = h[:,nq:n] if a.k_eq_v else h[:,n:]
     if a.v_norm: v = rmsnorm(v, np.float32(1), eps)
-    qk = [_normed(h[:,:nq], q_norm, a, eps)]
-    if nk: qk.append(_normed(h[:,nq:nq+nk], k_norm, a, eps))
-    qk = h[:,:nq+nk] if q_norm is None else np.concatenate(qk, 1)
+    qk = _normed_heads(h[:,:n], a, q_norm, k_norm, eps)
     if angles is not None: qk = rope(qk, *angles)
     return qk[:,:nq],qk[:,nq:],v
 
@@ -143,7 +154,7 @@ def _heads(qkv, a, angles, q_norm, k_norm, eps):
 def attend(
     qkv, # [R, width] float32: gate? | q | k | v of each row, before norms and rotation
     b, # The step's rows: `slots`, `tables`, `starts`, `counts`, `tiled`
-    kv, # `kv.k` and `kv.v` are pools [blocks, block_size, kv_heads, head_dim]: written at `b.slots`, unless `a.q_only`
+    kv, # Pools `k`, `v` [blocks, block_size, kv_heads, d]: written at `b.slots`, unless `a.q_only`
     a, # `AttentionConfig`
     scale:float, # Of the scores
     window:int|None, # A row sees itself and the `window-1` tokens before it
@@ -157,7 +168,8 @@ def attend(
     n = a.num_heads*a.head_dim*a.gate
     q,k,v = _heads(qkv[:,n:], a, angles, q_norm, k_norm, eps)
     if not a.q_only: write_kv(k, v, kv.k, kv.v, b.slots)
-    o = attention(q, kv.k, kv.v, b.tables, b.starts, b.counts, b.tiled, scale, window, sinks=sinks)
+    where = b.tables,b.starts,b.counts,b.tiled
+    o = attention(q, kv.k, kv.v, *where, scale, window, sinks=sinks)
     o = o.reshape(len(o), -1)
     if a.gate: o *= sigmoid(qkv[:,:n])
     return o

@@ -105,7 +105,7 @@ def fused_linear(
     w, # [out, in], as for `linear`; for an activation gate rows on top of up rows
     gain=None, # [in]: the input is `rmsnorm(x, gain, eps)`
     eps:float=0., # Of the norm
-    parts=None, # [rows, in/group, P]: sums of squares of each group of `x`, which is still to be normed
+    parts=None, # [rows, in/group, P]: sums of squares of each group of `x`, still to be normed
     group:int=0, # Columns of a group
     extra=None, # [more, in]: outputs after the others
     bias=None, # [out+more]
@@ -113,11 +113,13 @@ def fused_linear(
     act:str|None=None, # Of `ACTS`
     limit:float|None=None, # Of `swiglu_oai`
     cap:float|None=None, # `cap*tanh(y/cap)`
-    gate=None, # (logits [rows, any], a column of them): the result is multiplied by its sigmoid, before `add`
+    gate=None, # (logits [rows, any], a column of them): its sigmoid is a factor, before `add`
 ): # [..., out+more], or half of it after an activation of pairs
-    "`act(f(x) @ w.T + bias) * sigmoid(gate) + add`; f is nothing, a norm, or the norm of each group"
+    "`act(f(x) @ w.T + bias) * sigmoid(gate) + add`; f: nothing, a norm, or that of each group"
     h = x if gain is None else rmsnorm(x, gain, eps)
-    if parts is not None: h = h/np.sqrt(parts.sum(-1)/group+np.float32(eps)).repeat(group, -1)
+    if parts is not None:
+        mean = parts.sum(-1)/group
+        h = h/np.sqrt(mean+np.float32(eps)).repeat(group, -1)
     y = linear(h, w)
     if extra is not None: y = np.concatenate([y, linear(h, extra)], -1)
     if bias is not None: y += bias

@@ -64,7 +64,8 @@ class SampleState:
         eos_ids=(), # Ids that end the output, barred until `min_tokens`
         guide=None, # Says before each token which may be chosen
     ):
-        for name in ('logit_bias','stop_token_ids'): check_ids(getattr(params, name) or (), vocab_size, name)
+        for name in ('logit_bias','stop_token_ids'):
+            check_ids(getattr(params, name) or (), vocab_size, name)
         seed = params.seed if seed is None else seed
         self.seed = (int.from_bytes(os.urandom(8),'little') if seed is None else seed) & (2**64-1)
         self.params,self.position,self.in_prompt,self.counts,self.guide = params,0,None,None,guide
@@ -199,16 +200,17 @@ def top(x, k):
 class Sampled:
     "Tokens chosen for R rows, with K alternatives"
     ids:np.ndarray # int32 [R]; -1 marks a row that cannot be sampled
-    logprobs:np.ndarray|None=None # f32 [R], of the model's own distribution; NaN where not asked for
+    logprobs:np.ndarray|None=None # f32 [R], of the model's distribution; NaN where not asked for
     top_ids:np.ndarray|None=None # int32 [R,K]; -1 beyond what a row asked for
     top_logprobs:np.ndarray|None=None # f32 [R,K]
-    counts:np.ndarray|None=None # int32 [S]: how many tokens of each sequence are accepted, where R is [S, rows]
+    counts:np.ndarray|None=None # int32 [S]: tokens accepted of each sequence, where R is [S, rows]
 
     def by_seq(self)->'Sampled':
         "The same with a sequence for each row: R is [S, 1], and what can be sampled is accepted"
         arrays = self.ids,self.logprobs,self.top_ids,self.top_logprobs
         more = [a if a is None else a[:,None] for a in arrays]
-        return Sampled(*more, counts=(self.ids>=0).astype(np.int32))
+        accepted = (self.ids>=0).astype(np.int32)
+        return Sampled(*more, counts=accepted)
 
 # %% ../../nbs/3_ops/sample/60_ops.sample.ipynb #09d35dca
 def _pick(x, r):

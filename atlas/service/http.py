@@ -22,7 +22,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from ..ground.core import AtlasError,ConfigError,RequestError
 from .protocol import anthropic
-from .protocol.openai import error_body
+from .protocol.chunks import error_body
 
 # %% ../../nbs/7_service/08_http.ipynb #06580095
 try:

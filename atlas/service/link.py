@@ -76,8 +76,13 @@ class Frames:
 # %% ../../nbs/7_service/14_link.ipynb #c330275c
 def pack_request(r:Request)->dict:
     "A request without its images, as plain data"
-    d = {f.name:getattr(r, f.name) for f in dataclasses.fields(r) if f.name!='images'}
-    return {k:v for k,v in d.items() if v is not None and v!=() and k!='params'}|dict(params=differs(r.params))
+    d = {}
+    for f in dataclasses.fields(r):
+        if f.name in ('images','params'): continue
+        v = getattr(r, f.name)
+        if v is not None and v!=(): d[f.name] = v
+    d['params'] = differs(r.params)
+    return d
 
 # %% ../../nbs/7_service/14_link.ipynb #ba30d038
 def unpack_request(d:dict, images=())->Request:
@@ -151,7 +156,7 @@ class Link:
     def close(self):
         "End it, also for a thread that is reading"
         try: self.sock.shutdown(socket.SHUT_RDWR)
-        except OSError: pass  # the other side was first
+        except OSError: pass  # not connected any more, or closed already: nobody is reading
         self.sock.close()
 
 # %% ../../nbs/7_service/14_link.ipynb #1e028bb6

@@ -10,10 +10,10 @@ __all__ = ['COMMAND', 'Wire', 'Stream', 'RemoteRunner', 'unavailable', 'Child', 
 # %% ../../nbs/7_service/16_remote.ipynb #5a225b14
 import asyncio,itertools,os,signal,socket,subprocess,sys,threading,time
 from fastcore.basics import patch
-from ..ground.core import AtlasError,EngineError,QueueFullError,RequestError
+from ..ground.core import AtlasError,QueueFullError,RequestError
 from ..ground.requests import Event
-from .link import Frames,LinkError,frame,pack_images,pack_request,unpack_error,unpack_event
-from ..ground.requests import check_prompt
+from .link import Frames,LinkError,frame
+from .link import pack_images,pack_request,unpack_error,unpack_event
 from .turn import UnavailableError
 
 # %% ../../nbs/7_service/16_remote.ipynb #10c0ef67
@@ -37,7 +37,9 @@ class Wire(asyncio.Protocol):
 # %% ../../nbs/7_service/16_remote.ipynb #eabbc17d
 class Stream:
     "Events of one request, in order: `async for e in stream`"
-    def __init__(self, runner, rid): self._runner,self.id,self._q,self._done = runner,rid,asyncio.Queue(),False
+    def __init__(self, runner, rid):
+        self._runner,self.id = runner,rid
+        self._q,self._done = asyncio.Queue(),False
     def __aiter__(self): return self
     async def __anext__(self)->Event:
         if self._done: raise StopAsyncIteration
@@ -98,7 +100,6 @@ def unavailable(
 @patch
 def _check(self:RemoteRunner, request):
     self._check_open()
-    check_prompt(len(request.prompt), self.info['max_seq_len'])
     n,room = len(self._streams),self.info.get('max_queue')
     if room is not None and n>=room: raise QueueFullError(f'{n} requests are waiting or running already', hint='Try again in a moment')
     if request.id in self._numbers: raise AtlasError(f'A request called {request.id!r} is already running')

@@ -21,14 +21,14 @@ from ..ground.core import ContextLengthError,RequestError
 from ..text.fetch import inline_images
 from ..text.images import place_images,prepare_images
 from ..text.deltas import Token
-from ..text.generation import fan_out
+from ..text.generation import ChoiceReader,fan_out,verbatim
 from .metrics import Metrics
 from .protocol.base import Ask,NotOfferedError,Writer
 from .protocol.chunks import TextAsk,prompt_tokens_of
 from ..text.parsers import REASONING_PARSERS,Splitter,begins,kept
 from ..text.sandbox import SafeTemplate
 from ..ground.requests import Request,check_ids,check_prompt,check_text
-from .turn import Turn,UnavailableError,ChoiceReader
+from .turn import Turn,UnavailableError
 
 # %% ../../nbs/7_service/12_service.ipynb #a130da31
 @dataclass
@@ -42,7 +42,7 @@ class Upstream:
     spec:object=None # How the model wants images; None: it reads only text
     guides:object=None # Checks guides; None: answers cannot be constrained
     parsers:tuple=(None,None) # Names of the parsers of tool calls and of reasoning
-    runner:object=None # `submit`, `stats`, `healthy`, `close`, and perhaps `call`
+    runner:object=None # `info`, `submit`, `stats`, `healthy`, and perhaps `call`
 
 # %% ../../nbs/7_service/12_service.ipynb #3921da01
 class Service:
@@ -260,25 +260,38 @@ async def guide(self:Service, u:Upstream, ask:Ask, p:Prompt)->dict|None:
     return spec
 
 # %% ../../nbs/7_service/12_service.ipynb #f903d66d
-def keep(u:Upstream, tools:bool)->tuple:
+def keep(u:Upstream, tools:bool)->frozenset[int]:
     "Ids of the marks that parsers look for"
     if not hasattr(u, '_keep'): u._keep = {}
     if tools not in u._keep:
         marks = kept(u.parsers[1], (u.parsers[0] or 'hermes') if tools else None)
-        u._keep[tools] = tuple(i for m in marks if (i := u.tokenizer.inner.token_to_id(m)) is not None)
+        u._keep[tools] = u.tokenizer.marks(marks)
     return u._keep[tools]
 
 # %% ../../nbs/7_service/12_service.ipynb #5f6f1bc5
 def reader(u:Upstream, ask:Ask, r:Request, p:Prompt)->ChoiceReader:
     "Who reads one choice"
-    calls = bool(ask.tools) and ask.tool_choice!='none' and not isinstance(ask, TextAsk)
-    parser = (u.parsers[0] or ('hermes' if ask.tool_choice=='required' else None)) if calls else None
-    plain = isinstance(ask, TextAsk) or not (parser or u.parsers[1])
-    tools,before = ask.tools if parser else None,p.text if ask.continuing else ''
-    s = None if plain else Splitter(u.parsers[1], parser, tools, p.thinking, p.opened, before)
-    want,spec = ask.params.logprobs is not None or getattr(ask, 'token_ids', False),getattr(r, 'guide', None)
-    within = ask.continuing or isinstance(ask, TextAsk) or bool(spec and not spec.get('after'))
-    return ChoiceReader(u.tokenizer.detokenizer(keep=() if plain else keep(u, bool(parser)), continuing=within), r.params, s, want, ask.parallel, calls and ask.tool_choice=='required')
+    plain = isinstance(ask, TextAsk)
+    forced = bool(ask.tools) and ask.tool_choice=='required' and not plain
+    parser = None if plain else _tool_parser(u, ask)
+    s = None if plain else _splitter(u, ask, p, parser)
+    marks = () if s is None else keep(u, bool(parser))
+    within = ask.continuing or plain or verbatim(r.guide)
+    detok = u.tokenizer.detokenizer(keep=marks, continuing=within)
+    want = ask.params.logprobs is not None or getattr(ask, 'token_ids', False)
+    return ChoiceReader(detok, r.params, s, want, ask.parallel, forced)
+
+def _tool_parser(u, ask):
+    "The name of the parser of calls; None where there are to be no calls"
+    if not ask.tools or ask.tool_choice=='none': return None
+    return u.parsers[0] or ('hermes' if ask.tool_choice=='required' else None)
+
+def _splitter(u, ask, p, parser):
+    "What parts thoughts and calls from content; None where all is content"
+    if not (parser or u.parsers[1]): return None
+    tools = ask.tools if parser else None
+    before = p.text if ask.continuing else ''
+    return Splitter(u.parsers[1], parser, tools, p.thinking, p.opened, before)
 
 # %% ../../nbs/7_service/12_service.ipynb #74419a18
 @patch
@@ -309,7 +322,10 @@ async def begin(self:Service, ask:Ask, make, model:str|None=None)->tuple[Turn,Wr
     if getattr(ask, 'silent', False): t = Turn(u.runner, [], [], m, total)
     else:
         reqs = self.requests(u, ask, w.id, prompts, spec)
-        t = Turn(u.runner, reqs, [reader(u, ask, r, prompts[k//n]) for k,r in enumerate(reqs)], m, total, n)
+        readers = []
+        for k,r in enumerate(reqs):
+            readers.append(reader(u, ask, r, prompts[k//n]))
+        t = Turn(u.runner, reqs, readers, m, total, n)
     w.now,w.abort,t.silent = t.usage,t.close,len(prompts)*n if getattr(ask, 'silent', False) else 0
     return t,w
 

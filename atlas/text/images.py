@@ -51,7 +51,9 @@ def _file(path, where, limits):
         _no(where, f'is an address ({m[1][:20].lower()}://), and Atlas fetches nothing', 'Send the image itself, as data:image/png;base64,…')
     try:
         p = Path(path)
-        if not p.is_file(): _no(where, 'is no file' + ('' if str(path) in where else f': {str(path)[:80]!r}'))
+        if not p.is_file():
+            which = '' if str(path) in where else f': {str(path)[:80]!r}'
+            _no(where, f'is no file{which}')
         if p.stat().st_size>limits.nbytes: _no(where, f'is larger than {limits.nbytes:,} bytes', 'Use a smaller image')
         return p.read_bytes()
     except RequestError: raise

@@ -20,15 +20,18 @@ from .tokenizer import Tokenizer,byte_tokenizer,load_tokenizer
 
 # %% ../../nbs/6_text/19_processor.ipynb #f223f6ad
 class Processor:
-    "What a model reads and writes with"
+    "A model's tokenizer, chat template, image format and parsers"
     def __init__(self,
         ck, # Open checkpoint
-        parsers=(None,None), # Names of the parsers of tool calls and of reasoning; None: those that the model was made for
+        parsers=(None,None), # Of tool calls and of reasoning; None: those the model was made for
     ):
-        self.config,self._tokenizer,self.template = ck.config,_try_tokenizer(ck),load_template(ck)
-        self.image_spec = image_spec(ck.folder, ck.config.vision) if ck.config.vision else None
-        found = default_parsers(ck.config, self.template.source if self.template else None)
-        self.parsers = tuple(a or b for a,b in zip(parsers, found))
+        self.config = c = ck.config
+        self._tokenizer = _try_tokenizer(ck)
+        self.template = load_template(ck)
+        self.image_spec = image_spec(ck.folder, c.vision) if c.vision else None
+        source = self.template.source if self.template else None
+        calls,thoughts = default_parsers(c, source)
+        self.parsers = parsers[0] or calls,parsers[1] or thoughts
     @property
     def has_text(self)->bool: return not isinstance(self._tokenizer, SourceError)
     @property
@@ -43,19 +46,19 @@ class Processor:
         return tuple(dict.fromkeys((*self.config.eos_ids, *more)))
 
 def _try_tokenizer(ck):
-    "The checkpoint's tokenizer, or the error that says it has none; made-up models read and write bytes"
+    "The checkpoint's tokenizer, or the error that says it has none; a made-up model's are bytes"
     try: return load_tokenizer(ck)
     except SourceError as e: return byte_tokenizer() if ck.kind=='dummy' else e
 
 # %% ../../nbs/6_text/19_processor.ipynb #25ab61f9
 @patch
 def guides(self:Processor, sandbox=None)->Guides|None:
-    "What holds answers to a form; None without a tokenizer"
+    "What holds its answers to a form, such as a schema; None without a tokenizer"
     if not self.has_text: return None
     return Guides(self._tokenizer, self.config.vocab_size, self.eos_ids, sandbox)
 
 def read_text(options:EngineConfig, parsers=(None,None))->Processor:
-    "The processor of a model none of whose weights are read; a `SourceError` where it has no tokenizer"
+    "The processor of a model, without its weights; a `SourceError` where it has no tokenizer"
     with open_model(options) as ck: p = Processor(ck, parsers)
     p.tokenizer  # raises
     return p

@@ -73,9 +73,9 @@ def feed(self:Reasoner,
     self.buf,self.i = self.buf[self.i:]+text,0
     try: next(self.machine)
     except StopIteration: self.machine = None
-    t = Delta(''.join(self._think), ''.join(self._answer))
+    thought,text = ''.join(self._think),''.join(self._answer)
     self._think,self._answer = [],[]
-    return t
+    return Delta(thought, text)
 @patch
 def finish(self:Reasoner)->Delta:
     "The model has ended"

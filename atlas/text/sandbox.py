@@ -22,7 +22,11 @@ from ..ground.core import AtlasError,EngineError,QueueFullError,RequestError,typ
 from .chat import ChatTemplate,check_variables
 
 # %% ../../nbs/6_text/03_sandbox.ipynb #35c84906
-JOBS = {'render':'atlas.text.sandbox:render', 'check_guide':'atlas.text.guide:check_alone'} # What a child can do: module:function
+# What a child can do: module:function
+JOBS = {
+    'render':'atlas.text.sandbox:render',
+    'check_guide':'atlas.text.guide:check_alone',
+}
 
 class OverrunError(RequestError):
     "Work that took more time, memory or output than one request may have"
@@ -132,7 +136,8 @@ class Child:
     def __init__(self, jobs, seconds, memory, output):
         self.output,self.fresh = output,True
         spec = json.dumps(dict(jobs=jobs, memory=memory, seconds=seconds, parent=os.getpid()))
-        self.p = subprocess.Popen([sys.executable,'-P','-m','atlas.text.sandbox',spec], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        command = [sys.executable,'-P','-m','atlas.text.sandbox',spec]
+        self.p = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, env=_environ(), start_new_session=True)
         self.into,self.out = self.p.stdin.fileno(),self.p.stdout.fileno()
         for fd in (self.into,self.out): os.set_blocking(fd, False)

@@ -125,11 +125,14 @@ def decode(self:Tokenizer,
 def _unlead(b, n): return b[min(len(b)-len(b.lstrip(b' ')), n):]
 
 # %% ../../nbs/6_text/01_tokenizer.ipynb #cd1dee36
-def byte_tokenizer()->Tokenizer:
-    "256 tokens, one for each byte"
+def byte_tokenizer(*specials:str)->Tokenizer:
+    "256 tokens, one for each byte, and after them special ones"
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    t = hf.Tokenizer(models.BPE({c:i for i,c in enumerate(alphabet)}, []))
-    t.pre_tokenizer,t.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),decoders.ByteLevel()
+    ids = {c:i for i,c in enumerate(alphabet)}
+    t = hf.Tokenizer(models.BPE(ids, []))
+    t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    t.decoder = decoders.ByteLevel()
+    t.add_special_tokens(list(specials))
     return Tokenizer(t)
 
 # %% ../../nbs/6_text/01_tokenizer.ipynb #57afc0aa
@@ -243,7 +246,10 @@ class Pre:
 
 _llama3,_qwen2 = Pre((_LLAMA3,), whole=True, bos=True),Pre((_LLAMA3.replace('{1,3}',''),), nfc=True)
 PRES = {'gpt-2':Pre((_GPT2,)), 'smollm':Pre((r'\p{N}',_GPT2)), 'llama-bpe':_llama3, 'qwen2':_qwen2, 'qwen35':Pre((_QWEN35,),nfc=True),
-    'default':Pre((r'[\p{P}\$\+<=>\^~\|]+',_GPT2,r'\p{N}+','[0-9][0-9][0-9]')), 'tekken':Pre((_TEKKEN,),whole=True,bos=True), 'gpt-4o':Pre((_GPT4O,))}
+    'default':Pre((r'[\p{P}\$\+<=>\^~\|]+',_GPT2,r'\p{N}+','[0-9][0-9][0-9]')),
+    'tekken':Pre((_TEKKEN,),whole=True,bos=True),
+    'gpt-4o':Pre((_GPT4O,)),
+    'dbrx':Pre((_LLAMA3,))}
 PRES |= {a:PRES[b] for a,b in {'starcoder':'smollm', 'refact':'smollm', 'command-r':'smollm', 'codeshell':'smollm', 'phi-2':'gpt-2', 'olmo':'gpt-2',
     'llama3':'llama-bpe', 'llama-v3':'llama-bpe', 'pixtral':'llama-bpe', 'deepseek-r1-qwen':'qwen2', 'stablelm2':'qwen2', 'minimax-m2':'gpt-4o'}.items()}
 

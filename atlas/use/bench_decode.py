@@ -9,12 +9,13 @@ __all__ = ['GB10', 'distinct', 'step_bytes', 'Point', 'pretend', 'measure', 'gra
            'bench_decode', 'roofline']
 
 # %% ../../nbs/8_use/05_bench_decode.ipynb #c0123c2c
+import math
 import numpy as np
 from dataclasses import asdict,dataclass,field
 from time import perf_counter
 from fastcore.basics import patch
-from ..card.card import _params,microseconds,run
-from ..ground.core import DeviceError,EngineError,human
+from ..card.card import _params,run
+from ..ground.core import EngineError,human
 from ..cuda.vocabulary import packed_in
 from ..card.launch import Source,compilations,recording
 from ..ground.requests import Request,SamplingParams
@@ -67,22 +68,19 @@ def measure(llm, batch:int=1, context:int=0, steps:int=64, params=None)->Point:
     for _ in range(steps): e.step()
     if len(e.scheduler.running)!=batch: raise EngineError('A sequence ended while it was timed', hint='Are the logits finite?')
     llm.device.synchronize(); us = (perf_counter()-start)/steps*1e6
-    graph = graph_time(e.stepper) if llm.device.kind=='cuda' else None
-    with e.stepper.here(), recording(launch=False) as r: e.stepper.body(e.stepper.last)
+    graph,stepper = graph_time(e.stepper),e.stepper
+    with stepper.here(), recording(launch=False) as r:
+        stepper.body(stepper.last)
     for s in list(e.scheduler.seqs): e.abort(s)
     while e.has_work: e.step()
     e.land()
+    graph = None if math.isnan(graph) else graph
     return Point(batch, context, us, graph, len(r.calls), sum(step_bytes(llm, batch, context).values()))
 
 def graph_time(s, n:int=20)->float:
-    "Microseconds of the last graph of stepper `s`, replayed alone"
-    cp,times = s.card.xp,[]
-    with s.here():
-        for _ in range(n):
-            a,b = cp.cuda.Event(),cp.cuda.Event()
-            a.record(s.stream); s.replay(s.last); b.record(s.stream); b.synchronize()
-            times.append(cp.cuda.get_elapsed_time(a, b)*1e3)
-    return float(np.median(times[3:]))
+    "Microseconds of the last graph of stepper `s`, replayed alone; NaN where they say nothing"
+    def again(): s.replay(s.last)
+    with s.here(): return s.stream.microseconds(again, n)
 
 # %% ../../nbs/8_use/05_bench_decode.ipynb #cf8eee0b
 @dataclass
@@ -112,7 +110,9 @@ def stages(llm, batch:int=1, context:int=0)->list[Stage]:
     "The launches of a decode step by kind, each timed alone"
     e = llm.engine
     pretend(llm, batch, context, 64); e.step(); e.step()
-    with e.stepper.here(), recording(launch=True, args=True) as r: e.stepper.body(e.stepper.last)
+    stepper = e.stepper
+    with stepper.here(), recording(launch=True, args=True) as r:
+        stepper.body(stepper.last)
     groups = {}
     for n,g,b,args,sh,pdl,d in r.calls: groups.setdefault((n, str(g), tuple(sorted(d.items()))), []).append((g, b, args, sh, pdl, d))
     out = []
@@ -121,7 +121,7 @@ def stages(llm, batch:int=1, context:int=0)->list[Stage]:
         def again(calls=calls, n=n):
             for g,b,args,sh,pdl,d in calls: run(n, g, b, *args, shared=sh, pdl=pdl, **d)
         w = next((a for k,a in zip(names, calls[0][2]) if k in ('w','uw')), None)
-        us = microseconds(again)/len(calls) if llm.device.kind=='cuda' else float('nan')
+        us = llm.device.microseconds(again)/len(calls)
         out.append(Stage(n, '' if w is None else 'x'.join(map(str, w.shape)), len(calls), us, float(np.mean([_traffic(n, names, c[2], llm, batch, context) for c in calls]))))
     for s in list(e.scheduler.seqs): e.abort(s)
     while e.has_work: e.step()
@@ -165,7 +165,8 @@ def __str__(self:DecodeReport):
 # %% ../../nbs/8_use/05_bench_decode.ipynb #65379e3c
 def bench_decode(llm, batches=(1,), contexts=(0,), steps:int=64, kernels:bool=False)->DecodeReport:
     "Measure `llm`, which must be on a card and hold `max(batches)` sequences of `max(contexts)` tokens"
-    if llm.device.kind=='cpu': raise DeviceError('bench decode measures a graphics card', hint='"atlas bench MODEL" measures the host')
+    hint = '"atlas bench MODEL" measures the host'
+    llm.device.need_card('bench decode measures a graphics card', hint)
     ps = list(packed_in(llm.model))
     by = {}
     for p in ps: by[p.fmt] = by.get(p.fmt, 0)+p.nbytes
@@ -174,8 +175,12 @@ def bench_decode(llm, batches=(1,), contexts=(0,), steps:int=64, kernels:bool=Fa
             if a is not None: a.fill(0)  # nobody has written what the sequences are told to have behind them
     llm.device.synchronize()
     points = [measure(llm, b, c, steps) for c in contexts for b in batches]
-    return DecodeReport(llm.name, llm.device.describe(), ', '.join(f'{k} {human(v, 1000)}' for k,v in by.items()), llm.device.copy_rate(1<<30) if llm.device.kind=='cuda' else float('nan'),
-        points, stages(llm, batches[0], contexts[0]) if kernels else [], compilations.after_ready, llm.load_seconds)
+    weights = ', '.join(f'{k} {human(v, 1000)}' for k,v in by.items())
+    copy = llm.device.copy_rate(1<<30)
+    kinds = stages(llm, batches[0], contexts[0]) if kernels else []
+    machine,late = llm.device.describe(),compilations.after_ready
+    return DecodeReport(llm.name, machine, weights, copy,
+        points, kinds, late, llm.load_seconds)
 
 # %% ../../nbs/8_use/05_bench_decode.ipynb #86985c33
 def _label(s):

@@ -12,7 +12,6 @@ __all__ = ['Pace', 'serve_nothing', 'paced', 'work_for_nothing', 'post', 'read_a
 import argparse,json,os,re,selectors,socket,statistics,subprocess,sys,time
 from dataclasses import asdict,dataclass
 from pathlib import Path
-from fastcore.basics import patch
 from ..text.chat import ChatTemplate
 from ..ground.core import EngineError
 from ..ground.requests import Event
@@ -50,14 +49,16 @@ def serve_nothing(
     from atlas.service.worker import ThreadWorker
     text = dict(tokenizer=byte_tokenizer(), template=ChatTemplate(DUMMY_TEMPLATE), spec=None, parsers=parsers)
     command = (sys.executable, '-m', 'atlas.use.bench_server', '--worker', str(rate))
-    if not apart: command = lambda name: ThreadWorker(paced(rate))
-    serve('nothing', port=0, text=lambda config: text, command=command, log_level='error')
+    def thread(name): return ThreadWorker(paced(rate))
+    serve('nothing', port=0, text=lambda config: text,
+        command=command if apart else thread, log_level='error')
 
 def paced(rate:float):
     "What a worker loads: a `Pace`"
     from atlas.service.worker import Workload
     ids = byte_tokenizer().encode('The quick brown fox jumps over the lazy dog. ')
-    about = dict(name='nothing', max_seq_len=1<<20, vocab_size=256, eos_ids=[], max_queue=256)
+    about = dict(name='nothing', max_seq_len=1<<20,
+        vocab_size=256, eos_ids=[], max_queue=256)
     return lambda options,meter: Workload(Pace(rate, ids), about)
 
 def work_for_nothing():
@@ -136,7 +137,10 @@ def measure(
     apart:bool=False, # With the engine in a worker, as `atlas serve` has it? Then the gateway's processor time is what counts
 )->Cost:
     "Start a server, stream from it, and see what that cost"
-    p = subprocess.Popen([sys.executable, '-m', 'atlas.use.bench_server', '--serve', str(rate), '--parsers', parsers, *['--apart']*apart], stdout=subprocess.PIPE, text=True)
+    flags = ['--serve', str(rate), '--parsers', parsers]
+    if apart: flags.append('--apart')
+    command = [sys.executable, '-m', 'atlas.use.bench_server', *flags]
+    p = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         port = int(re.search(r'(?:127.0.0.1:)?(\d+)(?:,|$)', p.stdout.readline().strip())[1])
         bytes_,tokens_ = zip(*first_byte(port, api)[5:])
@@ -146,18 +150,36 @@ def measure(
     finally: p.kill(); p.wait(); p.stdout.close()
 
 # %% ../../nbs/8_use/08_bench_server.ipynb #921de34a
+def _arguments():
+    "What the command line says, by name"
+    a = argparse.ArgumentParser(prog='atlas.use.bench_server',
+        description='What the service costs, without a model')
+    options = [
+        ('streams', 64, 'at once'),
+        ('tokens', 400, 'of each'),
+        ('rate', 10_000., 'tokens a second of the engine'),
+        ('api', 'chat', ' or '.join(_paths)),
+        ('parsers', '', 'such as hermes,qwen3')]
+    for name,default,said in options:
+        a.add_argument(f'--{name}', type=type(default), default=default, help=said)
+    a.add_argument('--serve', type=float, help=argparse.SUPPRESS)
+    a.add_argument('--json', action='store_true', help='print JSON')
+    a.add_argument('--output', '-o', help='write the numbers to this file too, as JSON')
+    a.add_argument('--apart', action='store_true',
+        help='with a gateway and a worker, as atlas serve')
+    return vars(a.parse_args())
+
 def main():
     "Command line: `python -m atlas.use.bench_server`"
-    a = argparse.ArgumentParser(prog='atlas.use.bench_server', description='What the service costs, without a model')
-    for k,v,h in ('streams',64,'at once'), ('tokens',400,'of each'), ('rate',10_000.,'tokens a second of the engine'), ('api','chat',' or '.join(_paths)), ('parsers','','such as hermes,qwen3'): a.add_argument('--'+k, type=type(v), default=v, help=h)
-    a.add_argument('--serve', type=float, help=argparse.SUPPRESS); a.add_argument('--json', action='store_true', help='print JSON')
-    a.add_argument('--output', '-o', help='write the numbers to this file too, as JSON')
-    a.add_argument('--apart', action='store_true', help='with a gateway and a worker, as atlas serve')
-    o = vars(a.parse_args())
-    as_json,output,rate = o.pop('json'),o.pop('output'),o.pop('serve')
-    if rate is not None: return serve_nothing(rate, tuple(o['parsers'].split(',')) if o['parsers'] else (None,None), o['apart'])
+    o = _arguments()
+    as_json,output = o.pop('json'),o.pop('output')
+    rate,names = o.pop('serve'),o['parsers']
+    if rate is not None:
+        parsers = tuple(names.split(',')) if names else (None,None)
+        return serve_nothing(rate, parsers, o['apart'])
     c = measure(**o)
-    numbers = json.dumps(asdict(c)|dict(rate=c.rate, us=c.us), indent=1)
+    figures = asdict(c)|dict(rate=c.rate, us=c.us)
+    numbers = json.dumps(figures, indent=1)
     if output: Path(output).write_text(numbers)
     print(numbers if as_json else c)
 

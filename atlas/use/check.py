@@ -37,7 +37,8 @@ from ..ops.linear import TILE,fused_linear
 from ..ops.moe import experts,route
 from ..ops.rope import rope_table
 from ..ops.sample import SampleState,SamplingParams,sample
-from ..ops.vocabulary import AttentionWeights,DeltaWeights,MLPWeights,MambaWeights,Matrix,MoEWeights,Norm,RotaryTable,Step
+from ..ops.vocabulary import AttentionWeights,DeltaWeights,MLPWeights,MambaWeights
+from ..ops.vocabulary import Matrix,MoEWeights,Norm,RotaryTable,Step
 
 # %% ../../nbs/8_use/06_check.ipynb #a0321b15
 class Row(NamedTuple):
@@ -92,7 +93,7 @@ class _Run:
     def __init__(self, card): self.card,self.ms = card,np.nan
     def __call__(self, f):
         self.card.synchronize()
-        if self.card.kind=='cuda': f(); self.card.synchronize()
+        self.card.warm_up(f)
         start = perf_counter(); res = f(); self.card.synchronize()
         self.ms = (perf_counter()-start)*1e3
         return res
@@ -106,7 +107,9 @@ def _sized(rng, fmt, *shape):
 def _up(card, a): return None if a is None else card.upload(a)
 
 # %% ../../nbs/8_use/06_check.ipynb #2758d0f5
-@_case('pack', 'gate and up rows', **_formats('NVFP4','MXFP4','INT4','FP8_BLOCK','BF16','F32'))
+_PACKED = _formats('NVFP4','MXFP4','INT4','FP8_BLOCK','BF16','F32')
+
+@_case('pack', 'gate and up rows', **_PACKED)
 def _pack(card, rng, run, fmt):
     q = _sized(rng, fmt, 12, 160)
     p,h = run(lambda: pack(q, card, True, True)),pack(q, Host(), True, True)
@@ -119,21 +122,26 @@ def _quantize(card, rng, run, fmt, full):
     return [(unpack(p), np.concatenate([QTensor.encode(r[None], full).decode() for r in q.decode()]), 0)]
 
 # %% ../../nbs/8_use/06_check.ipynb #cab6eb21
-@_case('gemv', '3 rows', **_formats('NVFP4','MXFP4','INT4','FP8_CHANNEL','FP8_BLOCK','BF16','F16','F32'), norm_and_swiglu=dict(fmt='NVFP4', act='silu', more=True),
-    norm_and_bias=dict(fmt='NVFP4', more=True))
+_FORMATS = _formats('NVFP4','MXFP4','INT4','FP8_CHANNEL','FP8_BLOCK','BF16','F16','F32')
+_SWIGLU = dict(fmt='NVFP4', act='silu', more=True)
+_BIAS = dict(fmt='NVFP4', more=True)
+
+@_case('gemv', '3 rows', **_FORMATS, norm_and_swiglu=_SWIGLU, norm_and_bias=_BIAS)
 def _gemv(card, rng, run, fmt, act=None, more=False):
     w = pack(_sized(rng, fmt, 52, 192), card, act is not None, True); x = _normal(rng, 3, 192); x[1] *= 1e9
     gain,bias = (1+_normal(rng, 192)/4,_normal(rng, 52)) if more else (None,None)
-    want = fused_linear(x, unpack(w), gain, 1e-6, bias=bias, act=act)
+    whole = unpack(w)
+    want = fused_linear(x, whole, gain, 1e-6, bias=bias, act=act)
     args = card.upload(x),w,_up(card, gain),1e-6
     b = None if bias is None else pair_bias(bias, w, card) if act else card.upload(bias)
     return [(card.download(run(lambda: gemv(*args, bias=b, act=act))), want, 2e-5 if fmt in ('BF16','F32') else 2e-3)]
 
-@_case('gemm', '64 rows', **_formats('NVFP4','MXFP4','INT4','FP8_CHANNEL','FP8_BLOCK','BF16','F16','F32'), norm_and_swiglu=dict(fmt='NVFP4', act='silu', more=True))
+@_case('gemm', '64 rows', **_FORMATS, norm_and_swiglu=_SWIGLU)
 def _gemm(card, rng, run, fmt, act=None, more=False):
     w = pack(_sized(rng, fmt, 132, 192), card, act is not None, True); x = _normal(rng, 64, 192); x[1] *= 1e9
     gain = 1+_normal(rng, 192)/4 if more else None
-    want,args = fused_linear(x, unpack(w), gain, 1e-6, act=act),(card.upload(x),w,_up(card, gain),1e-6)
+    want = fused_linear(x, unpack(w), gain, 1e-6, act=act)
+    args = card.upload(x),w,_up(card, gain),1e-6
     return [(card.download(run(lambda: gemm(*args, act=act))), want, 1e-5 if fmt=='F32' else 2e-3)]
 
 # %% ../../nbs/8_use/06_check.ipynb #5c20d0ad
@@ -156,7 +164,8 @@ def _norm_add(card, rng, run, both):
     x,y,add = (_normal(rng, 3, 320)*np.float32([[1],[1e9],[1e-3]]) for _ in range(3)); w,its,own = (_normal(rng, 320) for _ in range(3))
     put = [card.upload(a) for a in (x,w,add,np.float32([.5]))]; beside = tuple(map(card.upload, (y,its,own))) if both else None
     got = run(lambda: norm_add(put[0], put[1], 1e-6, put[2], put[3], beside))
-    want = host_words.norm_add(x, w, 1e-6, add, np.float32([.5]), (y,its,own) if both else None)
+    other = (y,its,own) if both else None
+    want = host_words.norm_add(x, w, 1e-6, add, np.float32([.5]), other)
     return [(card.download(got), want, 1e-5)]
 
 # %% ../../nbs/8_use/06_check.ipynb #2d1487db
@@ -164,7 +173,8 @@ _MIXTURES = dict(Qwen=dict(fmt='NVFP4', shared=True), gpt_oss=dict(fmt='MXFP4', 
     Nemotron=dict(fmt='FP8_CHANNEL', act='relu2', score='sigmoid', scaling=2.5))
 
 @_case('router + experts', '9 rows', Qwen_wide=dict(fmt='NVFP4', shared=True, H=256, I=512, R=9))
-@_case('router + experts', '2 rows', **_MIXTURES, Qwen_INT4=dict(fmt='INT4', shared=True))
+@_case('router + experts', '2 rows',
+    **_MIXTURES, Qwen_INT4=dict(fmt='INT4', shared=True))
 def _moe(card, rng, run, fmt, act='silu', score='softmax', bias=False, shared=False, scaling=1., E=20, H=160, I=64, R=2):
     m,wide,n = MoEConfig(E, 4, I, score=score, scaling=scaling),1+(act!='relu2'),E+shared
     up,down = pack(_sized(rng, fmt, n, wide*I, H), card, wide>1),pack(_sized(rng, fmt, n, H, I), card)
@@ -173,12 +183,19 @@ def _moe(card, rng, run, fmt, act='silu', score='softmax', bias=False, shared=Fa
     limit = 2. if act=='swiglu_oai' else None
     args = [card.upload(a) for a in (x,gain)]; rows = [None if b is None else row_bias(b, p, card) for b,p in ((ub,up),(db,down))]; put = _up(card, rb)
     y = run(lambda: moe(*args, 1e-6, router, up, down, m, act, limit, put, up_bias=rows[0], down_bias=rows[1], shared=shared, shared_gate=shared, then=router if R>8 else None))
-    r,(u,d) = unpack(router),map(unpack, (up,down))
-    beside = MLPWeights(Matrix(u[E]), Matrix(d[E]), act, limit, r[E:]) if shared else None
-    w = MoEWeights(m, Matrix(r[:E], rb), u[:E], d[:E], act, limit, up_bias=ub, down_bias=db, shared=beside)
-    want = host_words.moe(Step(NS(tiled=False), None, {}, host_words), x, w, Norm(gain, 1e-6))
+    r,u,d = map(unpack, (router,up,down))
+    beside = None
+    if shared:
+        one,back = Matrix(u[E]),Matrix(d[E])
+        beside = MLPWeights(one, back, act, limit, r[E:])
+    scores = Matrix(r[:E], rb)
+    w = MoEWeights(m, scores, u[:E], d[:E],
+        act, limit, up_bias=ub, down_bias=db, shared=beside)
+    s = Step(NS(tiled=False), None, {}, host_words)
+    want = host_words.moe(s, x, w, Norm(gain, 1e-6))
     return [(card.download(y), want, 3e-3)]
 
+# %% ../../nbs/8_use/06_check.ipynb #3fa90b64
 @_case('gemm + route_many', '64 rows', **{k: dict(score=v.get('score', 'softmax'), scaling=v.get('scaling', 1.)) for k,v in _MIXTURES.items()})
 def _route(card, rng, run, score, scaling):
     x,q = _normal(rng, 64, 160),_sized(rng, 'BF16', 20, 160)
@@ -187,7 +204,8 @@ def _route(card, rng, run, score, scaling):
     want = route(x, q.decode(), 4, score, scaling=scaling)
     return [(card.download(ids), want[0], 0),(card.download(weights), want[1], 2e-5)]
 
-@_case('moe_sort + gemm + moe_gather', '64 rows', **_formats('NVFP4','MXFP4','INT4','FP8_CHANNEL','BF16'))
+@_case('moe_sort + gemm + moe_gather', '64 rows',
+    **_formats('NVFP4','MXFP4','INT4','FP8_CHANNEL','BF16'))
 def _many(card, rng, run, fmt, E=6, H=96, I=64):
     up,down = pack(_sized(rng, fmt, E, 2*I, H), card, True),pack(_sized(rng, fmt, E, H, I), card)
     x,weights,ids = _normal(rng, 64, H),_normal(rng, 64, 2)**2,rng.random((64,E)).argsort(-1)[:,:2].astype(np.int32)
@@ -210,7 +228,11 @@ def _step(card, rng, seqs, tiled, block=16):
         state_in=np.arange(len(seqs)), state_out=np.where(kept, len(seqs)+np.cumsum(kept)-1, -1))
     if tiled: h |= dict(zip(('tile_seq','tile_start','tile_lo','tile_hi'), zip(*tiles)))
     h = {k: np.array(v, np.int32) for k,v in h.items()}|dict(slots=slots.astype(np.int64))
-    more = dict(pos3=None, num_rows=len(rows), num_seqs=len(seqs), longest=max(a+n for a,n in seqs), tiled=tiled, real=real, blocks=int(at[-1]), states=len(seqs)+int(kept.sum()))
+    longest = max(a+n for a,n in seqs)
+    states = len(seqs)+int(kept.sum())
+    more = dict(pos3=None, num_rows=len(rows), num_seqs=len(seqs),
+        longest=longest, tiled=tiled, real=real,
+        blocks=int(at[-1]), states=states)
     return NS(**{k: card.upload(v) for k,v in h.items()}, **more),NS(**h, **more)
 
 # %% ../../nbs/8_use/06_check.ipynb #24fa82c7
@@ -218,12 +240,20 @@ _STORED = dict(bf16=8e-3, f16=1e-3, f32=1e-6, fp8=.07, nvfp4=.3) # A number's la
 _HEADS = dict(Qwen=AttentionConfig(8, 2, 64, RopeConfig(dim=32), gate=True, qk_norm='head'), gpt_oss=AttentionConfig(4, 2, 64, RopeConfig(dim=64), sinks=True))
 _KINDS = dict(Qwen=dict(kind='Qwen'), Qwen_f16=dict(kind='Qwen', fmt='f16'), Qwen_f32=dict(kind='Qwen', fmt='f32'), Qwen_fp8=dict(kind='Qwen', fmt='fp8'), Qwen_nvfp4=dict(kind='Qwen', fmt='nvfp4'), gpt_oss=dict(kind='gpt_oss', window=50))
 
+def _rows_of(pool, slots):
+    "What lies at `slots` of the keys or values of a pool"
+    return pool.reshape(-1, *pool.shape[2:])[slots]
+
 def _written(s, x, w, angles, blocks, block=16):
     "Keys and values [rows, kv_heads, d] that the host writes for the rows `x` of the step `s`"
-    kv = NS(**{n: np.zeros((blocks,block,w.config.num_kv_heads,w.config.head_dim), np.float32) for n in 'kv'})
-    host_words.attend(s, x, w, kv, angles)
-    return [p.reshape(-1, *p.shape[2:])[s.b.slots[s.b.real]] for p in (kv.k,kv.v)]
+    shape = blocks,block,w.config.num_kv_heads,w.config.head_dim
+    k,v = (np.zeros(shape, np.float32) for _ in 'kv')
+    pool = NS(k=k, v=v)
+    host_words.attend(s, x, w, pool, angles)
+    slots = s.b.slots[s.b.real]
+    return [_rows_of(p, slots) for p in (k,v)]
 
+# %% ../../nbs/8_use/06_check.ipynb #7c1e52a9
 def _attend(card, rng, run, kind, tiled, fmt='bf16', window=None):
     a,seqs = _HEADS[kind],[(70,100),(0,30)] if tiled else [(70,3),(130,1),(0,1)]
     (b,host),d,W = _step(card, rng, seqs, tiled),a.head_dim,a.num_heads*a.head_dim
@@ -236,13 +266,22 @@ def _attend(card, rng, run, kind, tiled, fmt='bf16', window=None):
     args = card.upload(x),b,pool,a,d**-.5,window,Angles(*map(card.upload, table), b.pos),*([card.upload(g) for g in gains] if gains else (None,None)),1e-6,_up(card, sinks)
     y = card.download(run(lambda: (flash if tiled else attend)(*args)))
     s = Step(host, None, {}, host_words)
-    w = AttentionWeights(a, d**-.5, window, 1e-6, *(gains or (None,None)), sinks)
+    of_q,of_k = gains or (None,None)
+    w = AttentionWeights(a, d**-.5, window, 1e-6, of_q, of_k, sinks)
     turned = host_words.angles(RotaryTable(*table), host)
-    new,kept = _written(s, x, w, turned, host.blocks),unpack_pool(pool)
-    queries,reads = x[:,:(1+a.gate)*W],replace(w, config=replace(a, q_only=True)) # the cache as the kernel left it is read, and nothing written
-    want = host_words.attend(s, queries, reads, NS(k=kept[0], v=kept[1]), turned)
+    new = _written(s, x, w, turned, host.blocks)
+    # the cache as the kernel left it is read, and nothing written
+    kept = k,v = unpack_pool(pool)
+    queries = x[:,:(1+a.gate)*W]
+    reads = replace(w, config=replace(a, q_only=True))
+    left = NS(k=k, v=v)
+    want = host_words.attend(s, queries, reads, left, turned)
     r = host.real
-    return [(y[r], want[r], 2e-3 if tiled else 1e-4),(y[~r], 0*y[~r], 0),*((p.reshape(-1, *p.shape[2:])[host.slots[r]], n, _STORED[fmt]) for p,n in zip(kept, new))]
+    res = [(y[r], want[r], 2e-3 if tiled else 1e-4)]
+    res.append((y[~r], 0*y[~r], 0))
+    for p,n in zip(kept, new):
+        res.append((_rows_of(p, host.slots[r]), n, _STORED[fmt]))
+    return res
 
 @_case('attn_decode + attn_merge', '5 rows', **_KINDS)
 def _attend_rows(card, rng, run, **kw): return _attend(card, rng, run, tiled=False, **kw)
@@ -263,7 +302,9 @@ def _delta(card, rng, run, tiled, kh, vh, d):
     else:
         y,parts = map(card.download, run(lambda: delta_step(*args, b, kh)))
         y = (y.reshape(R, vh, d)/np.sqrt(parts.sum(-1, keepdims=True)/d+1e-6)).reshape(R, -1)
-    want,_ = host_words.gated_delta(Step(host, None, {}, host_words), x, DeltaWeights(*w, 1e-6, kh), *pools) # writes into the pools
+    s = Step(host, None, {}, host_words)
+    net = DeltaWeights(*w, 1e-6, kh)
+    want,_ = host_words.gated_delta(s, x, net, *pools) # writes into the pools
     return [(y[host.real], want[host.real], 1e-3 if tiled else 1e-5),*((card.download(a), p, t) for a,p,t in zip(args[5:], pools, (0,3e-5 if tiled else 1e-5)))]
 
 @_case('delta_step', '7 rows', **_NETS)
@@ -285,7 +326,9 @@ def _mamba(card, rng, run, tiled, nh, hd, N, G):
     else:
         y,parts = map(card.download, run(lambda: mamba_step(*args, b, G)))
         y = (y.reshape(R, G, -1)/np.sqrt(parts.sum(-1, keepdims=True)*G/I+1e-5)).reshape(R, -1)
-    want,_ = host_words.mamba(Step(host, None, {}, host_words), x, MambaWeights(*w, 1e-5, G), *pools)
+    s = Step(host, None, {}, host_words)
+    net = MambaWeights(*w, 1e-5, G)
+    want,_ = host_words.mamba(s, x, net, *pools)
     return [(y[host.real], want[host.real], 1e-3 if tiled else 1e-5),*((card.download(a), p, t) for a,p,t in zip(args[7:], pools, (0,3e-5 if tiled else 1e-5)))]
 
 @_case('mamba_step', '7 rows', **_MIXERS)
@@ -325,32 +368,51 @@ def _advance(card, rng, run):
         (card.download(b.state_in), was['state_out' if n%2 else 'state_in'], 0)]
 
 # %% ../../nbs/8_use/06_check.ipynb #24a868aa
-_WORK = dict(rmsnorm='norm_rows', project='gemv gemm', mlp='gemv gemm', logits='gemv gemm', angles='attn_decode flash_prep',
-    attend='attn_decode attn_merge flash_prep flash', gated_delta='delta_step delta_prep delta_many gated_norm',
-    mamba='mamba_step mamba_prep mamba_many gated_norm', moe='router experts route_many moe_sort moe_gather', prepare='pack',
-    halve='gemm', units='gemm', silu_mul='gemv', rope='attn_decode flash_prep', argmax='greedy') # Words of layers, helpers and examples of pages, and the kernels that do their work
+# Words of layers, helpers and examples of pages, and the kernels that do their work
+_WORK = dict(
+    rmsnorm='norm_rows',
+    project='gemv gemm',
+    mlp='gemv gemm',
+    logits='gemv gemm',
+    angles='attn_decode flash_prep',
+    attend='attn_decode attn_merge flash_prep flash',
+    gated_delta='delta_step delta_prep delta_many gated_norm',
+    mamba='mamba_step mamba_prep mamba_many gated_norm',
+    moe='router experts route_many moe_sort moe_gather',
+    prepare='pack',
+    halve='gemm',
+    units='gemm',
+    silu_mul='gemv',
+    rope='attn_decode flash_prep',
+    argmax='greedy')
 
-def _kernels(case:str)->list[str]: "Names of the kernels of a case"; return case.replace('+ _', '+ sample_').split(' + ')
+def _kernels(case:str)->list[str]:
+    "Names of the kernels of a case"
+    return case.replace('+ _', '+ sample_').split(' + ')
 
 def _meant(asked:str, case:str)->bool:
     "Does somebody who asks for a name, or a part of one, mean this case?"
     own = _kernels(case)
-    return any(asked in k for k in [case,*own]) or bool(set(own) & set(_WORK.get(asked, '').split()))
+    if any(asked in k for k in [case,*own]): return True
+    works = _WORK.get(asked, '').split()
+    return any(k in works for k in own)
 
 def names()->list[str]:
     "What `check` can be asked for: kernels, then words"
-    return list(dict.fromkeys([*(k for case,*_ in _cases for k in _kernels(case)), *_WORK]))
+    kernels = [k for case,*_ in _cases for k in _kernels(case)]
+    return list(dict.fromkeys([*kernels, *_WORK]))
 
 # %% ../../nbs/8_use/06_check.ipynb #48f3f359
 def check(
     card, # `Cuda` or `Emulator`
-    only=None, # Parts of kernels' names, or words of layers, one or several: the others are left out
+    only=None, # Part of a kernel's name, a word of layers, or several: the others are left out
     tell=None, # Called with every `Row` as it comes
 )->Report:
     "Run every kernel on `card` and compare it with its twin"
     res,lost = Report(),None
+    asked = listify(only)
     for kernels,case,variant,f,kw in _cases:
-        if only and not any(_meant(o, kernels) for o in listify(only)): continue
+        if asked and not any(_meant(o, kernels) for o in asked): continue
         run,error = _Run(card),np.nan
         if lost: verdict = f'not run: the card is lost since {lost}'
         else:

@@ -33,7 +33,8 @@ class _Group(typer.core.TyperGroup):
         except Exception as e:
             from atlas.ground.core import AtlasError
             if not isinstance(e, AtlasError): raise
-            if not e.logged: typer.echo(f'atlas: {e.msg}' + (f'\n       {e.hint}' if e.hint else ''), err=True)
+            hint = f'\n       {e.hint}' if e.hint else ''
+            if not e.logged: typer.echo(f'atlas: {e.msg}{hint}', err=True)
             raise typer.Exit(1)
 
 # %% ../../nbs/8_use/09_cli.ipynb #44c3cc71
@@ -80,11 +81,19 @@ def flag(f):
     "A field of `EngineConfig` as a parameter of a command"
     m = f.metadata
     how = dict(m['cli'], show_default=f.default is not None)
-    if how.pop('size', False): how |= dict(parser=_bytes, metavar='SIZE')
+    size = how.pop('size', False)
+    if size: how |= dict(parser=_bytes, metavar='SIZE')
     kind = Annotated[f.type, _opt(m['help'], **how)]
     return Parameter(f.name, Parameter.KEYWORD_ONLY, default=f.default, annotation=kind)
 
-FLAGS = {f.name:flag(f) for f in fields(EngineConfig) if f.metadata.get('flag')}
+_flagged = [f for f in fields(EngineConfig) if f.metadata.get('flag')]
+FLAGS = {f.name:flag(f) for f in _flagged}
+
+def _own(f):
+    "Parameters of a command but for its `**options`, all by keyword"
+    ps = signature(f).parameters.values()
+    named = [p for p in ps if p.kind!=p.VAR_KEYWORD]
+    return [p.replace(kind=p.KEYWORD_ONLY) for p in named]
 
 def engine_flags(
     *names:str, # Fields of `EngineConfig`; none: all that have a flag
@@ -92,11 +101,12 @@ def engine_flags(
 ):
     "Decorates a command whose `**options` take these flags"
     def add(f):
-        ps = [p for p in signature(f).parameters.values() if p.kind!=p.VAR_KEYWORD]
-        more = [FLAGS[n].replace(default=defaults.get(n, FLAGS[n].default)) for n in names or FLAGS]
-        own = [p.replace(kind=p.KEYWORD_ONLY) for p in ps]
-        f.__signature__ = Signature(own+more)
-        f.__annotations__ = {p.name:p.annotation for p in own+more}
+        ps = _own(f)
+        for n in names or FLAGS:
+            default = defaults.get(n, FLAGS[n].default)
+            ps.append(FLAGS[n].replace(default=default))
+        f.__signature__ = Signature(ps)
+        f.__annotations__ = {p.name:p.annotation for p in ps}
         return f
     return add
 
@@ -156,7 +166,9 @@ def _shapes(incomplete:str):
     return sorted({*_complete(incomplete), *(n for n in PRESETS if n.startswith(incomplete))})
 
 Shape = Annotated[str, typer.Argument(metavar='MODEL', help='A model, or a known shape such as qwen3.6-35b-a3b.', autocompletion=_shapes)]
-Weights = Annotated[str|None, _opt('Imagine the weights as bf16, fp8, nvfp4, mxfp4, int4, mixed or nvfp4-experts. [default: as they are, or are published]', show_default=False)]
+Weights = Annotated[str|None, _opt(
+    'Imagine the weights as bf16, fp8, nvfp4, mxfp4, int4, mixed or nvfp4-experts. '
+    '[default: as they are, or are published]', show_default=False)]
 
 @app.command(epilog=_examples('atlas inspect demo', 'atlas inspect ./my-model --json', 'atlas inspect qwen3.6-35b-a3b --weights nvfp4'))
 def inspect(model:Shape, weights:Weights=None, as_json:Json=False):
@@ -190,9 +202,15 @@ def _prompt(arg):
 
 def _messages(prompt, system=None, images=None):
     "The conversation so far; pictures come before the question about them"
-    pictures = [dict(type='image', path=i, where=f'--image {i}') for i in images or ()] # what errors call it
-    content = [*pictures, dict(type='text', text=prompt)] if images else prompt
+    content = prompt
+    if images:
+        content = [_picture(i) for i in images]
+        content.append(dict(type='text', text=prompt))
     return ([dict(role='system', content=system)] if system else []) + [dict(role='user', content=content)]
+
+def _picture(path):
+    "A part of a message; `where` is what errors call it"
+    return dict(type='image', path=path, where=f'--image {path}')
 
 def _llm(model, **options):
     "Load a model to talk to: one sequence at a time"
@@ -205,7 +223,9 @@ def _params(**kw):
     return SamplingParams(**{k:v for k,v in kw.items() if v is not None})
 
 # %% ../../nbs/8_use/09_cli.ipynb #9c37a274
-Temperature = Annotated[float|None, _opt('0 always takes the likeliest token; higher is more varied. [default: 1, as in the API]', '--temperature', '-t', min=0, max=100, show_default=False)]
+Temperature = Annotated[float|None, _opt(
+    '0 always takes the likeliest token; higher is more varied. [default: 1, as in the API]',
+    '--temperature', '-t', min=0, max=100, show_default=False)]
 MaxTokens = Annotated[int|None, _opt('Longest answer, in tokens. [default: what is left of the context]', '--max-tokens', '-n', min=1, show_default=False)]
 Seed = Annotated[int|None, _opt('Make the same choices again. [default: other ones each time]', show_default=False)]
 System = Annotated[str|None, _opt('A system message: how to answer.')]
@@ -217,7 +237,8 @@ System = Annotated[str|None, _opt('A system message: how to answer.')]
 @engine_flags('device', 'max_seq_len', 'load_format', 'weights')
 def run(model:Model,
     prompt:Annotated[str|None, typer.Argument(metavar='PROMPT', help='What to ask; "-" or nothing reads it from stdin.', show_default=False)]=None,
-    temperature:Temperature=None, max_tokens:MaxTokens=None, seed:Seed=None, system:System=None,
+    temperature:Temperature=None, max_tokens:MaxTokens=None,
+    seed:Seed=None, system:System=None,
     raw:Annotated[bool, _opt('Continue the text as it stands, without the chat template.', '--raw')]=False,
     images:Annotated[list[str]|None, _opt('A picture to ask about; may be given several times.', '--image', metavar='FILE', show_default=False)]=None,
     as_json:Json=False, **options,
@@ -226,7 +247,8 @@ def run(model:Model,
     for v,name in ((system,'--system'), (images,'--image')):
         if raw and v: raise typer.BadParameter('has no place in a --raw prompt', param_hint=f"'{name}'")
     prompt = _prompt(prompt)
-    params,llm = _params(temperature=temperature, max_tokens=max_tokens, seed=seed),_llm(model, **options)
+    params = _params(temperature=temperature, max_tokens=max_tokens, seed=seed)
+    llm = _llm(model, **options)
     if as_json: return _print_answer(llm.generate(prompt, params) if raw else llm.chat(_messages(prompt, system, images), params))
     meter = Meter()
     for d in llm.stream(prompt, params) if raw else llm.chat(_messages(prompt, system, images), params, stream=True):
@@ -305,14 +327,19 @@ def _line(mark):
 
 @app.command(epilog=_examples('atlas chat demo', 'atlas chat demo --system "Answer in one sentence." --temperature 0.2'))
 @engine_flags('device', 'max_seq_len', 'load_format', 'weights')
-def chat(model:Model, system:System=None, temperature:Temperature=None, max_tokens:MaxTokens=None, seed:Seed=None, **options):
+def chat(model:Model, system:System=None, temperature:Temperature=None,
+    max_tokens:MaxTokens=None, seed:Seed=None, **options):
     "Talk with a model in the terminal. /help lists what can be done there."
     from atlas.ground.hub import name_of
     try: import readline  # noqa: F401
     except ImportError: readline = None  # an input line without editing keys still works
-    c = Conversation(_llm(model, **options), _params(temperature=temperature, max_tokens=max_tokens, seed=seed), system)
+    llm = _llm(model, **options)
+    params = _params(temperature=temperature, max_tokens=max_tokens, seed=seed)
+    c = Conversation(llm, params, system)
     person = sys.stdin.isatty()
-    if person: typer.echo(f'{name_of(model)}, context {c.llm.max_seq_len:,} tokens. /help lists the commands.', err=True)
+    if person:
+        about = f'{name_of(model)}, context {llm.max_seq_len:,} tokens'
+        typer.echo(f'{about}. /help lists the commands.', err=True)
     while (line := _line('> ' if person else '')) is not None:
         if line and _turn(c, line): break
     if person and line is None: typer.echo()
@@ -353,9 +380,16 @@ def serve(models:Models,
     "Serve models: a chat page at /, the APIs of OpenAI and Anthropic at /v1."
     from atlas.service.gateway import serve
     configs = [EngineConfig(m, **options) for m in models]
-    serve(configs, host=host, port=port, served_model_name=served_model_name, alias=alias or (), first=() if lazy else None, autoload=autoload,
-        api_key_file=api_key_file, insecure=insecure, allowed_hosts=allowed_host or (), cors_origins=cors_origin or (), rate_limit=rate_limit, tls_cert=tls_cert, tls_key=tls_key, tls_ca=tls_ca,
-        fetch_images=fetch_images, tool_parser=tool_call_parser, reasoning_parser=reasoning_parser, drain=drain, log_format=log_format, log_level=log_level)
+    serve(configs, host=host, port=port,
+        served_model_name=served_model_name, alias=alias or (),
+        first=() if lazy else None, autoload=autoload,
+        api_key_file=api_key_file, insecure=insecure,
+        allowed_hosts=allowed_host or (), cors_origins=cors_origin or (),
+        rate_limit=rate_limit,
+        tls_cert=tls_cert, tls_key=tls_key, tls_ca=tls_ca,
+        fetch_images=fetch_images,
+        tool_parser=tool_call_parser, reasoning_parser=reasoning_parser,
+        drain=drain, log_format=log_format, log_level=log_level)
 
 # %% ../../nbs/8_use/09_cli.ipynb #0ebd65a1
 @app.command(context_settings=dict(allow_extra_args=True, ignore_unknown_options=True), epilog=_examples('atlas launch codex', 'atlas launch claude --model mine', 'atlas launch opencode --print', 'atlas launch codex -- exec "Explain this folder"'))
@@ -431,7 +465,8 @@ benches = typer.Typer(cls=_Bench, no_args_is_help=True, rich_markup_mode=None, h
 app.add_typer(benches, name='bench')
 
 Batches = Annotated[str, _opt('How many sequences to decode side by side; several with commas between them.')]
-Output = Annotated[Path|None, _opt('Write all numbers to this file too, as JSON.', '--output', '-o', metavar='FILE', show_default=False)]
+Output = Annotated[Path|None, _opt('Write all numbers to this file too, as JSON.',
+    '--output', '-o', metavar='FILE', show_default=False)]
 Contexts = Annotated[str, _opt('Tokens that the sequences are to have behind them; several with commas between them.')]
 
 # %% ../../nbs/8_use/09_cli.ipynb #f2c4a37f
@@ -446,13 +481,15 @@ def bench(model:Model,
     from atlas.use.bench import bench as measure
     from atlas.use.llm import LLM
     batches = _counts(batch)
-    report = measure(LLM(EngineConfig(model, max_num_seqs=max(batches), **options)), batches, prompt, tokens)
+    config = EngineConfig(model, max_num_seqs=max(batches), **options)
+    report = measure(LLM(config), batches, prompt, tokens)
     _print_report(report, as_json, output)
 
 def _print_report(report, as_json, output):
     "Print a measurement, and write it to the file `output`"
-    if output: output.write_text(json.dumps(report.to_dict(), indent=1))
-    _print(report.to_dict(), as_json, str(report))
+    numbers = report.to_dict()
+    if output: output.write_text(json.dumps(numbers, indent=1))
+    _print(numbers, as_json, str(report))
 
 # %% ../../nbs/8_use/09_cli.ipynb #42e16c0b
 def _card(name, without):
@@ -461,8 +498,7 @@ def _card(name, without):
     from atlas.card.device import get_device
     try: d = get_device(name)
     except DeviceError as e: raise DeviceError(e.msg, hint='; '.join(filter(None, [re.sub(r'(, or u|^U)se --device cpu$', '', e.hint), without]))) from e
-    if d.kind=='cpu': raise DeviceError(f'--device {name} is no graphics card here', hint=without)
-    return d
+    return d.need_card(f'--device {name} is no graphics card here', without)
 
 # %% ../../nbs/8_use/09_cli.ipynb #8e58a3b9
 CARD_FLAGS = 'device load_format weights quantization lm_head_dtype'.split()
@@ -480,8 +516,10 @@ def bench_decode(model:Model, batch:Batches='1',
     from atlas.use.llm import LLM
     batches,contexts = _counts(batch),_counts(context, 0)
     card = _card(options.pop('device', 'cuda'), '"atlas bench MODEL" measures the processor')
-    length = _longest(EngineConfig(model, **options), max(contexts)+2*steps+64)
-    llm = LLM(EngineConfig(model, card, length, max(batches), **options))
+    most = max(contexts)+2*steps+64
+    length = _longest(EngineConfig(model, **options), most)
+    config = EngineConfig(model, card, length, max(batches), **options)
+    llm = LLM(config)
     report = bench_decode(llm, batches, contexts, steps, kernels)
     _print_report(report, as_json, output)
 
@@ -503,13 +541,18 @@ def bench_kernels(model:Model, batch:Batches='1',
 # %% ../../nbs/8_use/09_cli.ipynb #008bc335
 @app.command(epilog=_examples('atlas check', 'atlas check --device emulator --only gemv'))
 def check(device:Annotated[str, _opt('A card: cuda or cuda:N; or emulator, which needs a C++ compiler instead.')]='cuda',
-    only:Annotated[str|None, _opt('Only kernels whose names contain this, or that do the work of this word of a layer, such as rmsnorm or attend.', show_default=False)]=None):
+    only:Annotated[str|None, _opt(
+        'Only kernels whose names contain this, or that do the work of this word of a layer, '
+        'such as rmsnorm or attend.', show_default=False)]=None):
     "Try every kernel on this machine's card."
     from atlas.use.check import check,names
     from atlas.ground.core import AtlasError
     from atlas.card.emulator import Emulator
     report = check(Emulator() if device=='emulator' else _card(device, '"atlas check --device emulator" needs none, only a C++ compiler'), only)
-    if not report: raise AtlasError(f'No kernel has {only!r} in its name', hint=f'There are {", ".join(names())}', param='only')
+    if not report:
+        there = ', '.join(names())
+        said = f'No kernel has {only!r} in its name'
+        raise AtlasError(said, hint=f'There are {there}', param='only')
     typer.echo(str(report))
     raise typer.Exit(min(report.failures, 125))
 

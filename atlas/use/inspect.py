@@ -14,10 +14,12 @@ from dataclasses import dataclass,field,replace
 from pathlib import Path
 from fastcore.basics import first,patch
 from ..text.chat import load_template
-from ..ground.config import ModelConfig,PRESETS
-from ..ground.core import AtlasError,human
+from ..ground.config import ModelConfig
+from ..ground.core import DeviceError,human
 from ..card.device import get_device
+from ..cuda.vocabulary import words_of
 from ..ground.hub import resolve
+from ..ground.opening import is_shape
 from ..model.model import imagine,plan
 from ..ground.weights import open_checkpoint
 
@@ -104,6 +106,7 @@ class Sheet:
     tokenizer:bool=False # Are these there?
     chat_template:bool=False
     fits:list[dict]=field(default_factory=list) # What this machine can hold; see `fit`
+    tensors:dict=field(default_factory=dict, repr=False) # In use, by name: `shape`, `fmt`, `nbytes`
 
     @property
     def nbytes(self)->int: "Bytes of all tensors"; return sum(r.nbytes for r in self.rows)
@@ -125,36 +128,62 @@ def by(self:Sheet, key:str)->dict: # `key` -> Row of sums, the largest first
     return {k:Row(k if key=='part' else '', k if key=='fmt' else '', **s) for k,s in sorted(out.items(), key=lambda x: -x[1]['nbytes'])}
 
 # %% ../../nbs/8_use/02_inspect.ipynb #429a8f2c
+def _weights_on(s, device):
+    "Bytes of a model's weights on a device, whether they are packed, and in what form"
+    d = words_of(device).DEFAULTS
+    rows = [r for r in s.rows if r.part!='unused']
+    wide = 4*sum(r.weights for r in rows)
+    unpacked = d.unpacks and wide<=device.memory().available/2
+    form = 'as stored' if d.unpacks else 'packed'
+    if unpacked: form = 'as float32'
+    parts = '','vision','mtp'
+    held = words_of(device).weight_bytes(s.tensors, parts, not unpacked)
+    return held,not unpacked,form
+
+# %% ../../nbs/8_use/02_inspect.ipynb #c87a3e50
 def fit(
     s:Sheet,
-    device, # A `Device`: its memory, and whether numbers are 4 bytes there or 2
+    device, # A `Device`: its memory, and in what form its words keep weights, keys and values
     contexts=(4096, 32768), # Tokens a sequence, beside the most that the model was made for
 )->dict: # Bytes of the weights and what is left, longest context of one sequence, and sequences by context
     "What `device` can hold of a model"
-    c,left = s.config,device.budget().left; size = 4 if device.kind=='cpu' else 2
-    stored = sum(r.nbytes for r in s.rows if r.part!='unused'); wide = 4*sum(r.weights for r in s.rows if r.part!='unused')
-    held = wide if device.kind=='cpu' and wide<=device.memory().available/2 else stored
+    c,ops = s.config,words_of(device)
+    left = device.budget().left
+    held,packed,form = _weights_on(s, device)
+    size = ops.kv_bytes(1, 16, ops.DEFAULTS.kv_format)//32 # of a number: a head of 16 has 2*16
     kv,state,rest = size*c.kv_elements_per_token,2*4*c.state_elements,left-held
     most = c.max_seq_len if not kv else max(0, min(c.max_seq_len, (rest-state)//kv))
     many = {n:max(0, rest//(kv*n+state)) if kv*n+state else 0 for n in sorted({*(n for n in contexts if n<c.max_seq_len), c.max_seq_len})}
-    return dict(device=device.name, memory=device.memory().total, budget=left, weights=held, packed=held==stored, kv_bytes_per_token=kv, state_bytes=state//2,
-        fits=rest>0, max_context=int(most), sequences={n:int(k) for n,k in many.items()})
+    return dict(
+        device=device.name,
+        memory=device.memory().total,
+        budget=left,
+        weights=held,
+        packed=packed,
+        form=form,
+        kv_bytes_per_token=kv,
+        state_bytes=state//2,
+        fits=rest>0,
+        max_context=int(most),
+        sequences={n:int(k) for n,k in many.items()})
 
 def devices()->list:
     "The host, and a card where there is one"
     out = [get_device('cpu')]
     try: out.append(get_device('cuda'))
-    except AtlasError: pass
+    except DeviceError: pass  # there is none, or none that Atlas can use
     return out
 
 # %% ../../nbs/8_use/02_inspect.ipynb #e8e4955e
 def open_shape(
     name:str, # A preset, or what `resolve` finds
-    weights:str|None=None, # Format to imagine its weights in: 'bf16', 'fp8', 'nvfp4', 'mxfp4', 'int4', 'mixed' or 'nvfp4-experts'; None for that of the files, or for what is published
+    # Format to imagine its weights in: 'bf16', 'fp8', 'nvfp4', 'mxfp4', 'int4', 'mixed' or
+    # 'nvfp4-experts'; None for that of the files, or for what is published
+    weights:str|None=None,
 ):
     "An open checkpoint: the one called `name`, or one without files in the shape of a preset, or of that checkpoint in other `weights`"
-    known = name in PRESETS and not Path(name).exists()
-    return imagine(name, weights) if known or weights else open_checkpoint(resolve(name))
+    if weights or is_shape(name): return imagine(name, weights)
+    return open_checkpoint(resolve(name))
 
 def look(
     name:str, # As for `open_shape`
@@ -167,8 +196,12 @@ def look(
 # %% ../../nbs/8_use/02_inspect.ipynb #ab4912bc
 def sheet(ck, name:str='', on=None)->Sheet:
     "The `Sheet` of an open checkpoint"
-    made = ck.kind=='dummy'
-    s = Sheet(name or ck.config.name, ck.config, ck.kind, tally(ck, plan(ck)[1]), None if made else ck.path)
+    made,wants = ck.kind=='dummy',plan(ck)[1]
+    names = _sources(ck, wants)
+    used = {k:t for k,t in ck.tensors.items() if k in names}
+    path = None if made else ck.path
+    s = Sheet(name or ck.config.name, ck.config, ck.kind,
+        tally(ck, wants), path, tensors=used)
     if not made: s = replace(s, tokenizer='tokenizer.ggml.model' in ck.meta or (ck.folder/'tokenizer.json').is_file(), chat_template=load_template(ck) is not None)
     return replace(s, fits=[fit(s, d) for d in (devices() if on is None else on)])
 
@@ -205,7 +238,7 @@ def _parts(s):
 
 def _fit_line(f, c):
     "What one device can hold, in words"
-    head = f'weights {human(f["weights"])}{" as stored" if f["packed"] else " as float32"} of {human(f["budget"])}'
+    head = f'weights {human(f["weights"])} {f["form"]} of {human(f["budget"])}'
     if not f['fits']: return head+': they do not fit'
     if not c.kv_elements_per_token: return head
     room = ' or '.join(f'{k:,} of {n:,}' for n,k in f['sequences'].items() if k)

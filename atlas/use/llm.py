@@ -16,9 +16,9 @@ from pathlib import Path
 from fastcore.basics import patch
 from ..engine.cache import KVCache
 from ..ground.core import RequestError
-from ..text.deltas import Delta
+from ..text.deltas import Choice,Delta,gather
 from ..engine.draft import AssistantDrafter,MTPDrafter
-from ..text.generation import Generation,Output,fan_out
+from ..text.generation import ChoiceReader,Output,fan_out,verbatim
 from ..ground.hub import resolve
 from ..text.images import place_images,prepare_images
 from ..engine.loading import LoadedModel
@@ -38,7 +38,9 @@ class LLM(LoadedModel):
         *fields, show=None, # Progress bar; None: when somebody watches
         **more,
     ):
-        if not isinstance(options, EngineConfig): options = EngineConfig(options, *fields, **more)
+        if not isinstance(options, EngineConfig):
+            options = EngineConfig(options, *fields, **more)
+        elif fields or more: raise TypeError('Fields have no place beside an EngineConfig')
         super().__init__(options, show, Processor)
         self.template,self.eos_ids = self.text.template,self.text.eos_ids
         self.image_spec = self.text.image_spec if self.model.vision else None
@@ -54,16 +56,17 @@ def _encode(self:LLM, prompt, answer:int=1, images=())->tuple[list[int],str|None
     "Ids of a prompt that leaves room for `answer` tokens, its text where there is one, and the pixels of its images"
     self._open()
     ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-    ids,pics = place_images(self.ids(ids, 0), images, self.image_spec)
+    ids = self.ids(ids, 0)
+    ids,pics = place_images(ids, images, self.image_spec)
     check_prompt(len(ids), self.max_seq_len, answer)
     return ids,prompt if isinstance(prompt, str) else None,pics
 
 @patch
-def generation(self:LLM, params:SamplingParams, guide:dict|None=None)->Generation:
-    "A new answer's text; stop strings need a tokenizer"
-    exact = guide is not None and not guide.get('after') # what a guide made is not to be trimmed
+def reader(self:LLM, params:SamplingParams, guide:dict|None=None)->ChoiceReader:
+    "Who reads a new answer; stop strings need a tokenizer"
     tokenizer = self.tokenizer if params.stop or self.text.has_text else None
-    return Generation(tokenizer, params, exact)
+    detok = tokenizer and tokenizer.detokenizer(continuing=verbatim(guide))
+    return ChoiceReader(detok, params, tokens=True)
 
 @patch
 def request(self:LLM, ids, params:SamplingParams, rid:str|None=None, **kw)->Request:
@@ -92,17 +95,23 @@ def _drop(self:LLM, rid:str):
 # %% ../../nbs/8_use/01_llm.ipynb #def8ec8a
 @patch
 def _run(self:LLM, reqs:list[Request]):
-    "Yields (index, `Generation`, `Delta`) until all of `reqs` have ended"
-    live,todo,box = {r.id:(i, self.generation(r.params, r.guide)) for i,r in enumerate(reqs)},deque(reqs),deque()
+    "Yields (index, `Delta`) until all of `reqs` have ended"
+    live = {}
+    for i,r in enumerate(reqs):
+        live[r.id] = i,self.reader(r.params, r.guide)
+    todo,box = deque(reqs),deque()
     try:
         while live:
             self._step(todo, box)
             while box:
                 e = box.popleft()
-                i,g = live[e.id]
-                d = g.feed(e)
-                if d.finish_reason: del live[e.id]; self._drop(e.id)
-                yield i,g,d
+                if e.id not in live: continue  # a stop string came before the end
+                i,reader = live[e.id]
+                for d in reader.feed([e]):
+                    if d.finish:
+                        del live[e.id]
+                        self._drop(e.id)
+                    yield i,d
     finally:
         for rid in live: self._drop(rid)
 
@@ -123,12 +132,17 @@ def generate(self:LLM,
     enc = [self._encode(p, images=images) for p in prompts]
     self._guide(guide); owner,reqs = [],[]
     for i,((ids,_,pics),p) in enumerate(zip(enc, params)): reqs += [self.request(ids, q, images=pics, guide=guide) for q in fan_out(p)]; owner += [i]*p.n
-    done = {i:g for i,g,d in self._run(reqs) if d.finish_reason}
+    said = [[] for _ in reqs]
+    for k,d in self._run(reqs): said[k].append(d)
     outs = [[] for _ in prompts]
-    for k,i in enumerate(owner): outs[i].append(_output(done[k], params[i], *enc[i][:2]))
+    for ds,i in zip(said, owner):
+        ids,text,_ = enc[i]
+        o = _output(gather(ds), params[i], ids, text)
+        outs[i].append(o)
     for o in outs: o[0].choices = o if len(o)>1 else []
     return outs[0][0] if one else [o[0] for o in outs]
 
+# %% ../../nbs/8_use/01_llm.ipynb #52d7f0ac
 @patch
 def _guide(self:LLM, guide):
     "Refuse a guide that cannot be followed, and compile one that can while others run"
@@ -136,12 +150,14 @@ def _guide(self:LLM, guide):
     if self.guides is None: raise RequestError(f'{self.name} has no tokenizer, so its answers cannot be guided', param='response_format')
     self.guides.check(guide)
 
-def _output(g:Generation, p:SamplingParams, ids, text)->Output:
-    "The finished form of `g`"
-    if g.error: raise g.error
-    n = len(g.tokens)
+def _output(c:Choice, p:SamplingParams, ids, text)->Output:
+    "An answer with what it took; its error, if that is how it ended"
+    if c.error: raise c.error
+    n = len(c.tokens)
+    likely = None if p.logprobs is None else c.tokens
     usage = dict(prompt_tokens=len(ids), completion_tokens=n, total_tokens=len(ids)+n)
-    return Output(g.text, g.token_ids, g.finish_reason, usage, None if p.logprobs is None else g.tokens, text, ids)
+    said = [t.id for t in c.tokens]
+    return Output(c.content, said, c.finish, usage, likely, text, ids)
 
 # %% ../../nbs/8_use/01_llm.ipynb #4b8e99fa
 @patch
@@ -152,7 +168,7 @@ def stream(self:LLM, prompt, params:SamplingParams|None=None, images=(), guide:d
     ids,_,pics = self._encode(prompt, images=images); self._guide(guide)
     events = self._run([self.request(ids, p, images=pics, guide=guide)])
     try:
-        for _,_,d in events:
+        for _,d in events:
             if d.error: raise d.error
             yield d
     finally: events.close()
@@ -189,15 +205,28 @@ class Trace:
     states:dict # Layer -> dict(conv=…, rec=…) after the prompt
     def __repr__(self): return f'Trace({self.layers.shape[1]} tokens, {len(self.layers)} layers, {len(self.routes)} with experts, {len(self.states)} with states)'
 
+# %% ../../nbs/8_use/01_llm.ipynb #94b3c6e1
 @patch
 def trace(self:LLM, ids, images=())->Trace:
     "Follow `ids` through the model"
     b,cache = self._alone(ids, images)
     out,layers,routes,host = b.out,[],[],self.device.download
-    x = self.model.trunk(b, cache, lambda i,x: layers.append(host(x.reshape(-1, x.shape[-1])[out])), routes)
+    def rows(a): return host(a.reshape(-1, a.shape[-1])[out])
+    def tap(i, x): layers.append(rows(x))
+    x = self.model.trunk(b, cache, tap, routes)
     h = self.model.final(x[out]); moe = [i for i,f in enumerate(self.config.ffns) if 'moe' in f]
-    return Trace(host(self.model.head(h)), host(h), np.stack(layers), {i:tuple(host(a.reshape(-1, a.shape[-1])[out]) for a in r) for i,r in zip(moe, routes)},
-        {i:dict(conv=host(cache.conv[i][1]), rec=host(cache.rec[i][1])) for i in cache.rec})
+    stream = np.stack(layers)*np.float32(self.model.unit)
+    logits = host(self.model.head(h))
+    picked = {i:tuple(map(rows, r)) for i,r in zip(moe, routes)}
+    return Trace(logits, host(h), stream, picked, _states(cache, host))
+
+def _states(cache, host):
+    "What each recurrent layer keeps of a prompt, on the host"
+    out = {}
+    for i in cache.rec:
+        conv,rec = cache.conv[i][1],cache.rec[i][1]
+        out[i] = dict(conv=host(conv), rec=host(rec))
+    return out
 
 @patch
 def _alone(self:LLM, ids, images=(), more=0, **kw):
@@ -241,4 +270,8 @@ def list_model(
     **options, # As it will be loaded: weights, quantization, lm_head_dtype, …
 )->dict[str,int]: # How many variants each architecture has
     "Put the kernels that `model` needs on the list that wheels are built with"
-    return list_variants(model, lambda card: LLM(model, card, load_format='dummy', show=False, **options).engine.warm(), path)
+    def warm(card):
+        llm = LLM(model, card, load_format='dummy', show=False, **options)
+        llm.engine.warm()
+        llm.close()  # or its addresses are missing for the next
+    return list_variants(model, warm, path)

@@ -8,17 +8,16 @@ Docs: https://atlas-inference.github.io/atlas/8_use/timeline.html.md"""
 __all__ = ['stamped', 'stamp_files', 'clock_step', 'clocks', 'Span', 'spans', 'beside', 'Timeline', 'timeline', 'read_timeline']
 
 # %% ../../nbs/8_use/07_timeline.ipynb #f9b69b85
-import ctypes,re,shutil
+import re,shutil
 import numpy as np
-from contextlib import nullcontext
 from dataclasses import asdict,dataclass,field,replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from fastcore.basics import patch
 from .bench_decode import graph_time,pretend
-from ..card.card import Arguments,_array,_driver,_letter,_params,_ready,_three,capturing,card_of
-from ..ground.core import AtlasError,DeviceError,kernel_dir
-from ..card.launch import Source,options_of,prepare,recording
+from ..card.card import Arguments,_array,_letter,_params,_ready,_three,card_of
+from ..ground.core import AtlasError,kernel_dir
+from ..card.launch import Source,options_of,recording
 
 # %% ../../nbs/8_use/07_timeline.ipynb #0fa5c616
 def stamped(
@@ -125,20 +124,16 @@ def beside(
 # %% ../../nbs/8_use/07_timeline.ipynb #2090aa00
 def _facts(name, defines, grid, block, shared, card):
     "Registers, shared memory and blocks on a multiprocessor of the kernel as it is used"
-    if card.kind!='cuda': return 0,shared,1
-    d,f,n = _driver(),ctypes.c_void_p(_ready(name, tuple(sorted(defines.items())), card).k.function.ptr),ctypes.c_int()
-    def attribute(i): d.cuFuncGetAttribute(ctypes.byref(n), i, f); return n.value
-    registers,static = attribute(4),attribute(1)
-    d.cuOccupancyMaxActiveBlocksPerMultiprocessor(ctypes.byref(n), f, int(np.prod(block)), ctypes.c_size_t(shared))
-    return registers,static+shared,n.value
+    values = tuple(sorted(defines.items()))
+    kernel = _ready(name, values, card).k
+    return kernel.footprint(int(np.prod(block)), shared)
 
 def _load(calls, card):
     "The stamped kernel of each call"
     keys = [(c[0], options_of(c[6])) for c in calls]
     with TemporaryDirectory() as d:
         stamp_files({n for n,_ in keys}, d)
-        if card.kind=='cuda': prepare(keys, card.arch, root=d)
-        ks = {k: card.load(Source(k[0], d), k[1]) for k in dict.fromkeys(keys)}
+        ks = card.load_all(keys, d)
     return [ks[k] for k in keys]
 
 def _memory(name, args, card, notes):
@@ -168,12 +163,13 @@ def timeline(
     replays:int=9,
 )->Timeline:
     "Where a decode step's time goes; a `DeviceError` on the host"
-    if llm.device.kind=='cpu': raise DeviceError('A timeline is of a graphics card', hint='"atlas bench MODEL" measures the host')
+    hint = '"atlas bench MODEL" measures the host'
+    llm.device.need_card('A timeline is of a graphics card', hint)
     e,stepper = llm.engine,llm.engine.stepper
     pretend(llm, batch, context, 64+2*replays); e.step(); e.step()
-    with stepper.here(), recording(launch=False, args=True) as r: stepper.body(stepper.last)
-    cuda = llm.device.kind=='cuda'
-    us = graph_time(stepper) if cuda else float('nan')
+    with stepper.here(), recording(launch=False, args=True) as r:
+        stepper.body(stepper.last)
+    us = graph_time(stepper)
     runs = _replays(stepper, r.calls, card_of(stepper.rows.ids), replays)
     for s in list(e.scheduler.seqs): e.abort(s)
     while e.has_work: e.step()
@@ -191,13 +187,12 @@ def _replays(stepper, calls, card, n):
         notes = card.zeros((int(ends[-1]),8), 'uint32'); card.synchronize()
         memory = [_memory(c[0], c[3], card, card.address(notes)+32*int(end-w)) for c,end,w in zip(calls, ends, warps)]
         def go():
-            for k,(_,g,b,_,sh,pdl,_),m in zip(ks, calls, memory): k(_three(g), _three(b), m.pointers if card.kind=='cuda' else m.values, sh, pdl)
-        if card.kind=='cuda':
-            with capturing(stepper.stream) as c: go()
-        out = []
+            for k,c,m in zip(ks, calls, memory):
+                grid,block = _three(c[1]),_three(c[2])
+                k(grid, block, m.pointers, c[4], c[5])
+        again,out = stepper.stream.captured(go),[]
         for _ in range(n):
-            if card.kind=='cuda': c.graph.launch(stepper.stream); stepper.stream.synchronize()
-            else: go()
+            again()
             w = card.download(notes); times = np.split(clocks(w), ends[:-1])
             s = spans(calls, times, facts)
             out.append((s[-1].begun+s[-1].us, clock_step(w), s))

@@ -16,7 +16,8 @@ __device__ __forceinline__ void cp_async16_or_zero(void* to, const void* from, b
 #endif
 }
 // N bytes (4, 8 or 16), likewise.
-template <int N> __device__ __forceinline__ void cp_async_or_zero(void* to, const void* from, bool on) {
+template <int N>
+__device__ __forceinline__ void cp_async_or_zero(void* to, const void* from, bool on) {
 #if defined(__CUDA_ARCH__)
     const unsigned at = (unsigned)__cvta_generic_to_shared(to);
     if (N == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(at), "l"(from), "r"(on ? 16 : 0) : "memory");

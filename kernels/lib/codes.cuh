@@ -16,7 +16,8 @@ __device__ __forceinline__ unsigned e4m3_halves(unsigned v) {
     return bits_of_half2(__hmul2(half2_from(h), __float2half2_rn(256.f)));
 #endif
 }
-// The eight e2m1 numbers of word `w` (layout: lib/formats.cuh), times 2^-14 and `f`: a magnitude's three bits in bits 9 to 11 of an fp16 are the number times 2^-14.
+// The eight e2m1 numbers of word `w` (layout: lib/formats.cuh), times 2^-14 and `f`: a magnitude's
+// three bits in bits 9 to 11 of an fp16 are the number times 2^-14.
 __device__ __forceinline__ void e2m1_pairs(unsigned w, __half2 f, unsigned* h) {
     const unsigned a = w & 0x8E8E8E8Eu, b = ((w << 7) & 0x80808080u) | ((w >> 3) & 0x0E0E0E0Eu);
     h[0] = bits_of_half2(__hmul2(half2_from(__byte_perm(a, 0, 0x1404)), f));

@@ -61,26 +61,46 @@ template <class F, int R, int LD, int PLANE> __device__ __forceinline__ void add
     }
 }
 
-// A unit of format F in shared memory: sixteen rows of codes, then the scales of their chunks, or of 128 columns of each row.
+// A unit of format F in shared memory: sixteen rows of codes, then the scales of their chunks, or
+// of 128 columns of each row.
 template <class F, int C> struct Unit {
-    static constexpr int SKEW = F::CHUNK < 64 ? 64 / F::CHUNK : 1, UNITS = F::CHUNK < 32 ? 32 / F::CHUNK : 1, KB = (C + 3) / 4;
-    static constexpr int LB = 4 * UNITS * F::CHUNK, SB = F::TILE ? 4 : 16 * UNITS * F::SCALE, BYTES = 16 * LB + 64 * UNITS * F::SCALE + 64 * F::TILE;
-    static constexpr unsigned LINE = F::CHUNK * C, SLINE = F::TILE ? 16 * KB : 4 * F::SCALE * C;
+    static constexpr int SKEW = F::CHUNK < 64 ? 64 / F::CHUNK : 1;
+    static constexpr int UNITS = F::CHUNK < 32 ? 32 / F::CHUNK : 1;
+    static constexpr int KB = (C + 3) / 4;
+    static constexpr int FOUR = 4 * F::SCALE;  // bytes of the scales of four rows and a chunk
+    static constexpr int LB = 4 * UNITS * F::CHUNK;
+    static constexpr int SB = F::TILE ? 4 : 4 * UNITS * FOUR;
+    static constexpr int BYTES = 16 * LB + 16 * UNITS * FOUR + 64 * F::TILE;
+    static constexpr unsigned LINE = F::CHUNK * C;
+    static constexpr unsigned SLINE = F::TILE ? 16 * KB : FOUR * C;
     static constexpr bool TWO = F::TWO;
     typedef Lines<LB, LINE> L;
-    // where the scales of four rows and a chunk are, if they have two bytes and more: exchanged by fours as the codes of `Lines` are
-    static __device__ __forceinline__ int place(int four, int c) { return L::BYTES + four * 32 * F::SCALE + (c ^ (F::SCALE == 4 ? four % 2 : four / 2) * 4) * 4 * F::SCALE; }
+    // where the scales of four rows and a chunk are, if they have two bytes and more: exchanged by
+    // fours as the codes of `Lines` are
+    static __device__ __forceinline__ int place(int four, int c) {
+        const int odd = F::SCALE == 4 ? four % 2 : four / 2;
+        return L::BYTES + four * 32 * F::SCALE + (c ^ odd * 4) * FOUR;
+    }
+    // where those that lane l copies are
+    static __device__ __forceinline__ int copied(int l) {
+        return F::SCALE == 1 ? L::BYTES + l * 4 : place(l / 8, l % 8);
+    }
     static __device__ __forceinline__ void first(Bytes& p, Bytes& q, size_t row, int u, int l) {
         p = L::first(p, row, u, l);
-        if (F::SCALE) q += (row / 4 + l / 8) * SLINE + u * SB + l % 8 * (4 * F::SCALE);
+        if (F::SCALE) q += (row / 4 + l / 8) * SLINE + u * SB + l % 8 * FOUR;
         if (F::TILE) q += ((row + l % 16) * KB + u) * 4;
     }
-    static __device__ __forceinline__ void fetch(unsigned char* at, Bytes p, Bytes q, int rows, int u, int l) {
+    static __device__ __forceinline__ void fetch(
+            unsigned char* at, Bytes p, Bytes q, int rows, int u, int l) {
         L::fetch(at, p, rows, u, l);
-        if constexpr (F::SCALE > 0) cp_async_or_zero<4 * F::SCALE>(at + (F::SCALE == 1 ? L::BYTES + l * 4 : place(l / 8, l % 8)), q, l / 8 * 4 < rows && (C % 8 == 0 || 8 * u + l % 8 < C));
+        if constexpr (F::SCALE > 0)
+            cp_async_or_zero<FOUR>(at + copied(l), q,
+                l / 8 * 4 < rows && (C % 8 == 0 || 8 * u + l % 8 < C));
         if (F::TILE && l < 16) cp_async_or_zero<4>(at + L::BYTES + l * 4, q, l < rows);
     }
-    static __device__ __forceinline__ float row_scale(Bytes s, const float* gs, size_t row) { return F::row_scale(s, gs, row); }
+    static __device__ __forceinline__ float row_scale(Bytes s, const float* gs, size_t row) {
+        return F::row_scale(s, gs, row);
+    }
 };
 
 template <class F, int C, int CHUNK = F::CHUNK> struct Fragment;
@@ -92,8 +112,14 @@ template <class F, int C> struct Fragment<F, C, 16> : Unit<F, C> {  // four bits
     typename F::Pair s;
     template <int LD> static __device__ __forceinline__ int own(int t) { return t; }
     __device__ __forceinline__ void read(const unsigned char* at, int b, int g, int t) {
-        w[0] = U::L::get(at, 2 * g, 4 * b + t); w[1] = U::L::get(at, 2 * g + 1, 4 * b + t);
-        s.read(at + (F::SCALE == 1 ? U::L::BYTES + (g / 2 * 8 + 4 * b + t) * 4 : U::place(g / 2, 4 * b + t)) + g % 2 * (2 * F::SCALE));
+        w[0] = U::L::get(at, 2 * g, 4 * b + t);
+        w[1] = U::L::get(at, 2 * g + 1, 4 * b + t);
+        s.read(
+            at
+            + (F::SCALE == 1
+                ? U::L::BYTES + (g / 2 * 8 + 4 * b + t) * 4
+                : U::place(g / 2, 4 * b + t))
+            + g % 2 * (2 * F::SCALE));
     }
     template <int LD, int PLANE> __device__ __forceinline__ void dot(float (*d)[4], const uint4* x) const {
         typename F::Factor f[2][2];
@@ -120,8 +146,10 @@ template <class F, int C> struct Fragment<F, C, 32> : Unit<F, C> {  // e4m3
     __device__ __forceinline__ void read(const unsigned char* at, int, int g, int t) {
         #pragma unroll
         for (int r = 0; r < 2; r++) {
-            w[r][0] = U::L::get(at, 2 * g + r, t); w[r][1] = U::L::get(at, 2 * g + r, 4 + t);
-            s[r] = F::TILE ? *(const float*)(at + U::L::BYTES + (2 * g + r) * 4) : 1.f;
+            const int row = 2 * g + r;
+            w[r][0] = U::L::get(at, row, t);
+            w[r][1] = U::L::get(at, row, 4 + t);
+            s[r] = F::TILE ? *(const float*)(at + U::L::BYTES + row * 4) : 1.f;
         }
     }
     template <int LD> static __device__ __forceinline__ int own(int t) { return t % 2 * 2 * LD + t / 2; }
@@ -149,7 +177,9 @@ template <class F, int C> struct Fragment<F, C, 64> : Unit<F, C> {  // bf16, f16
     uint4 w[2][4];
     __device__ __forceinline__ void read(const unsigned char* at, int, int g, int t) {
         #pragma unroll
-        for (int i = 0; i < 8; i++) w[i / 4][i % 4] = U::L::get(at, 2 * g + i / 4, i % 4 * 4 + t);
+        for (int i = 0; i < 8; i++)
+            w[i / 4][i % 4] = U::L::get(
+                at, 2 * g + i / 4, i % 4 * 4 + t);
     }
     template <int LD> static __device__ __forceinline__ int own(int t) { return t * LD; }
     template <int LD, int PLANE> __device__ __forceinline__ void dot(float (*d)[4], const uint4* x) const {
@@ -160,21 +190,27 @@ template <class F, int C> struct Fragment<F, C, 64> : Unit<F, C> {  // bf16, f16
             for (int m = 0; m < 2; m++) {
                 const unsigned a[4] = {word(w[0][i], 2 * m), word(w[1][i], 2 * m), word(w[0][i], 2 * m + 1), word(w[1][i], 2 * m + 1)};
                 const unsigned b[2] = {word(v, 2 * m), word(v, 2 * m + 1)}, c[2] = {word(u, 2 * m), word(u, 2 * m + 1)};
-                if (F::TWO) { mma_bf16(d[0], a, c); mma_bf16(d[1], a, b); }
-                else mma_f16(d[m], a, b);
+                if (F::TWO) {
+                    mma_bf16(d[0], a, c);
+                    mma_bf16(d[1], a, b);
+                } else
+                    mma_f16(d[m], a, b);
             }
         }
     }
     __device__ __forceinline__ float scale(int) const { return 1.f; }
 };
 
-template <class F, int C> struct Fragment<F, C, 128> : Unit<F, C> {  // f32: a weight is three bf16 numbers, x two
+// f32: a weight is three bf16 numbers, x two
+template <class F, int C> struct Fragment<F, C, 128> : Unit<F, C> {
     typedef Unit<F, C> U;
     static constexpr bool CROSSED = false, SCALED = false;
     uint4 w[2][8];
     __device__ __forceinline__ void read(const unsigned char* at, int, int g, int t) {
         #pragma unroll
-        for (int i = 0; i < 16; i++) w[i / 8][i % 8] = U::L::get(at, 2 * g + i / 8, i % 8 * 4 + t);
+        for (int i = 0; i < 16; i++)
+            w[i / 8][i % 8] = U::L::get(
+                at, 2 * g + i / 8, i % 8 * 4 + t);
     }
     template <int LD> static __device__ __forceinline__ int own(int t) { return t / 2 * LD; }
     template <int LD, int PLANE> __device__ __forceinline__ void dot(float (*d)[4], const uint4* x) const {

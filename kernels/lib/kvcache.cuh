@@ -2,7 +2,8 @@
 // Keys and values as the pools hold them, a row (token and head) of N elements at a time; 16 divides N. F:
 //   0 bf16    u16 [N]
 //   1 fp8     e4m3 u8 [N], times a float32 a row
-//   2 nvfp4   u8 [N/2], words of eight as in lib/formats.cuh, times an e4m3 for 16 elements (`sub`), times a float32 a row
+//   2 nvfp4   u8 [N/2], words of eight as in lib/formats.cuh, times an e4m3 for 16 elements
+//             (`sub`), times a float32 a row
 //   3 f16     u16 [N], finite numbers beyond the largest become the largest
 //   4 f32     u16 [N/16, 2, 16]: of sixteen elements the nearest f16, then the nearest f16 of what is left: 22 bits
 // Whoever computes with them wants bf16: an element of any format but the last two, without the row's float32, is one exactly. Times KV_UNIT, that is, which a kernel folds

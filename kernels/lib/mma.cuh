@@ -29,7 +29,8 @@ template <bool BF16> __device__ inline void mma_emulated(float* d, const unsigne
     }
     for (int i = 0; i < 4; i++) {
         double s = 0;
-        for (int k = 0; k < 16; k++) s += (double)rows[i / 2][k] * cols[i % 2][k];
+        for (int k = 0; k < 16; k++)
+            s += (double)rows[i / 2][k] * cols[i % 2][k];
         d[i] += (float)s;
     }
 }

@@ -17,17 +17,28 @@ template <int POWER> __device__ __forceinline__ float2 chunk_power(float top) {
 namespace quads {
 // A chunk's place: 16-byte pieces [VECTORS][32 lanes], then scales [32 lanes].
 template <class F> struct Quad : F {
-    static constexpr int VECTORS = F::CHUNK / 4, SCALES = F::BY_ROW ? 16 : 4 * F::SCALE, SIZE = 32 * (16 * VECTORS + SCALES);
+    static constexpr int VECTORS = F::CHUNK / 4;
+    static constexpr int SCALES = F::BY_ROW ? 16 : 4 * F::SCALE;
+    static constexpr int SIZE = 32 * (16 * VECTORS + SCALES);
     static __device__ __forceinline__ uint4* vector(unsigned char* p, int i) { return (uint4*)p + i * 32 + threadIdx.x % 32; }
-    static __device__ __forceinline__ unsigned char* scales(unsigned char* p) { return p + 512 * VECTORS + threadIdx.x % 32 * SCALES; }
+    static __device__ __forceinline__ unsigned char* scales(unsigned char* p) {
+        return p + 512 * VECTORS + threadIdx.x % 32 * SCALES;
+    }
     static __device__ __forceinline__ void fetch(unsigned char* p, Bytes w, Bytes s, size_t row, int c, int chunks, int kb, bool on) {
         constexpr int V = VECTORS / 4;  // of a row
         #pragma unroll
-        for (int i = 0; i < VECTORS; i++) cp_async_or_zero<16>(vector(p, i), (const uint4*)w + ((row + i / V) * chunks + c) * V + i % V, on);
-        if constexpr (F::SCALE > 0) cp_async_or_zero<SCALES>(scales(p), s + (row / 4 * chunks + c) * SCALES, on);
+        for (int i = 0; i < VECTORS; i++) {
+            const uint4* from = (const uint4*)w + ((row + i / V) * chunks + c) * V;
+            cp_async_or_zero<16>(vector(p, i), from + i % V, on);
+        }
+        if constexpr (F::SCALE > 0)
+            cp_async_or_zero<SCALES>(scales(p), s + (row / 4 * chunks + c) * SCALES, on);
         if constexpr (F::BY_ROW)
             #pragma unroll
-            for (int r = 0; r < 4; r++) cp_async_or_zero<4>(scales(p) + 4 * r, (const float*)s + (row + r) * kb + (kb > 1 ? c / 4 : 0), on);
+            for (int r = 0; r < 4; r++) {
+                const float* from = (const float*)s + (row + r) * kb;
+                cp_async_or_zero<4>(scales(p) + 4 * r, from + (kb > 1 ? c / 4 : 0), on);
+            }
     }
     static __device__ __forceinline__ void dot(unsigned char* p, const uint4* x, float z, float* y) {
         F::template dot<Quad>(p, x, z, y);

@@ -51,21 +51,36 @@ template <int F, int N, int PARTS> struct Slice {
             const int i = k * 32 + lane, r = i / OWN, c = i % OWN + part * OWN;
             const bool on = r >= first && r < end;
             if ((OWN % 2 && i >= 16 * OWN) || (OWN * PARTS != UNITS && c >= UNITS)) continue;
-            if (UNIT == 16) cp_async16_or_zero(p + r * STRIDE + c * 16, pool + r * kv * ROW + c * 16, on);
-            else            cp_async_or_zero<8>(p + r * STRIDE + c * 8, pool + r * kv * ROW + c * 8, on);
+            if (UNIT == 16)
+                cp_async16_or_zero(p + r * STRIDE + c * 16,
+                    pool + r * kv * ROW + c * 16, on);
+            else
+                cp_async_or_zero<8>(p + r * STRIDE + c * 8,
+                    pool + r * kv * ROW + c * 8, on);
         }
         const int  r = lane % 16;
         const bool on = r >= first && r < end;
-        if (KV_CODED<F> && k_scales) cp_async_or_zero<4>(extra + lane * 4, (lane < 16 ? k_scales : v_scales) + row + r * kv, on);
+        if (KV_CODED<F> && k_scales)
+            cp_async_or_zero<4>(extra + lane * 4,
+                (lane < 16 ? k_scales : v_scales) + row + r * kv, on);
         if (F == 2) {
             const unsigned char* from = subs + (row + r * kv) * (N / 16) + (APART ? part * SUB : 0);
             unsigned char* to = extra + 128 + r * SUB;
             #pragma unroll
             for (int k = 0; k < SUB;)
-                if (SUB % 16 == 0)     { if (lane / 16 == k / 16 % 2) cp_async16_or_zero(to + k, from + k, on); k += 16; }
-                else if (SUB % 8 == 0) { if (lane < 16) cp_async_or_zero<8>(to + k, from + k, on); k += 8; }
-                else if (SUB % 4 == 0) { if (lane < 16) cp_async_or_zero<4>(to + k, from + k, on); k += 4; }
-                else                   { if (lane < 16) to[k] = on ? from[k] : 0; k++; }
+                if (SUB % 16 == 0) {
+                    if (lane / 16 == k / 16 % 2) cp_async16_or_zero(to + k, from + k, on);
+                    k += 16;
+                } else if (SUB % 8 == 0) {
+                    if (lane < 16) cp_async_or_zero<8>(to + k, from + k, on);
+                    k += 8;
+                } else if (SUB % 4 == 0) {
+                    if (lane < 16) cp_async_or_zero<4>(to + k, from + k, on);
+                    k += 4;
+                } else {
+                    if (lane < 16) to[k] = on ? from[k] : 0;
+                    k++;
+                }
         }
     }
     // Row r: number `from` of rows that lie as KvRow stores them

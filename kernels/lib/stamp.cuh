@@ -1,5 +1,6 @@
 #pragma once
-// Where the time of a step goes. atlas.use.timeline puts these words into a copy of a kernel's text; the kernels themselves know nothing of them.
+// Where the time of a step goes. atlas.use.timeline puts these words into a copy of a kernel's
+// text; the kernels themselves know nothing of them.
 // Lane 0 of each warp writes eight words down: the card's clock (two) and which multiprocessor + 1, and by that multiprocessor's clock when the warp
 // came, let the next kernel in, began to wait for the one before, was let go, and ended. What it did not do stays 0.
 #include "lib/pdl.cuh"

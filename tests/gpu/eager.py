@@ -9,14 +9,18 @@ from toys import TOYS,arguments,greedy,prompt,toy,verdict
 def watch(e, eager):
     "Have `e` keep the logits of its steps; with `eager` without graphs"
     forward,kept,s = e.model.forward,{},e.stepper
-    def keeping(b, cache): kept[s.last] = y = forward(b, cache); return y
+    def keeping(b, cache):
+        kept[s.last] = y = forward(b, cache)
+        return y
     if eager: s.replay = s.body
-    s.graphs.clear(); e.model.forward = keeping
+    s.graphs.clear()
+    e.model.forward = keeping
     return kept,lambda: setattr(e.model, 'forward', forward)
 
 def run(llm, n, steps, eager):
     "Logits of each decode step and all tokens of `n` sequences"
-    e,s,V = llm.engine,llm.engine.stepper,llm.config.vocab_size
+    e,V = llm.engine,llm.config.vocab_size
+    s = e.stepper
     kept,undo = watch(e, eager)
     for i in range(n): e.add(greedy(f'r{i}', prompt(9+31*i, V, i), steps+i))
     logits,tokens = [],{}
@@ -24,8 +28,12 @@ def run(llm, n, steps, eager):
         s.last = None
         for ev in e.step(): tokens.setdefault(ev.id, []).append(ev.token)
         s.card.synchronize()
-        if s.last: logits.append(np.array(s.card.download(kept[s.last])))
-    undo(); vars(s).pop('replay', None); s.graphs.clear()
+        if not s.last: continue
+        now = s.card.download(kept[s.last])
+        logits.append(np.array(now))
+    undo()
+    vars(s).pop('replay', None)
+    s.graphs.clear()
     return logits,tokens
 
 def one(name, emulator):

@@ -10,8 +10,10 @@ from atlas.card.launch import compilations
 def held(s):
     "Bytes that the card has given away, that CuPy's pools have, and those of them in use"
     if s.card.kind!='cuda': return 0,0,0
-    cp = s.card.xp; s.card.synchronize()
-    free,total = cp.cuda.runtime.memGetInfo(); pools = cp.get_default_memory_pool(),s.memory
+    cp = s.card.xp
+    s.card.synchronize()
+    free,total = cp.cuda.runtime.memGetInfo()
+    pools = cp.get_default_memory_pool(),s.stream.memory
     return total-free,sum(p.total_bytes() for p in pools),sum(p.used_bytes() for p in pools)
 
 def traffic(e, steps, V, seed, most, span):
@@ -31,16 +33,23 @@ def main():
     a = arguments(__doc__, model=dict(default='qwen3.6-moe'), steps=dict(type=int, default=10_000))
     if a.emulator: a.steps = min(a.steps, 30)
     span,most = (100,2) if a.emulator else (400,8)
-    llm = toy(a.model, a.emulator, most, span); e,s,V = llm.engine,llm.engine.stepper,llm.config.vocab_size
+    llm = toy(a.model, a.emulator, most, span)
+    e,V = llm.engine,llm.config.vocab_size
+    s = e.stepper
     for i in range(1 if a.emulator else 6):  # until every kind of step has been recorded
-        graphs = len(s.graphs); traffic(e, a.steps//5, V, i, most, span)
+        graphs = len(s.graphs)
+        traffic(e, a.steps//5, V, i, most, span)
         if graphs==len(s.graphs): break
     before,graphs = held(s),len(s.graphs)
     t = time.perf_counter(); steps,n,spoke = traffic(e, a.steps, V, 9, most, span); t = time.perf_counter()-t
     after = held(s)
     bad = [f'{what}: {x:,} bytes before, {y:,} after' for what,x,y in zip(('the card','pools','in use'), before, after) if y!=x]
     if compilations.after_ready: bad.append(f'compiled late: {compilations.late}')
-    if (u := e.scheduler.pool.used) or s.lanes or len(s.free)!=s.rows.most+1: bad.append(f'{u} blocks and {len(s.lanes)} lanes are still taken')
-    verdict(bad, f'{steps:,} decode steps of {a.model}, {n} sequences, {spoke:,} tokens in {t:.1f} s; {after[0]:,} bytes taken on the card, {after[1]:,} in pools; {graphs}->{len(s.graphs)} graphs')
+    blocks,lanes = e.scheduler.pool.used,len(s.lanes)
+    if blocks or lanes or len(s.free)!=s.rows.most+1:
+        bad.append(f'{blocks} blocks and {lanes} lanes are still taken')
+    done = f'{steps:,} decode steps of {a.model}, {n} sequences, {spoke:,} tokens in {t:.1f} s'
+    taken = f'{after[0]:,} bytes taken on the card, {after[1]:,} in pools'
+    verdict(bad, f'{done}; {taken}; {graphs}->{len(s.graphs)} graphs')
 
 if __name__=='__main__': main()

@@ -14,7 +14,9 @@ def check(emulator):
     from atlas.use.check import check
     from atlas.card.device import Cuda
     from atlas.card.emulator import Emulator
-    if emulator: import atlas.use.check as c; c._cases[:] = c._cases[::12]  # all of them are run by their page
+    if emulator:  # all of them are run by their page
+        import atlas.use.check as c
+        c._cases[:] = c._cases[::12]
     r = check(Emulator() if emulator else Cuda()); print(f'check: {len(r)} cases, {r.failures} failed', flush=True)
     return [f'{x.kernel} {x.variant}: {x.verdict}' for x in r if x.verdict!='ok']
 

@@ -16,14 +16,29 @@ TOYS = {'llama': ('llama-3.1-8b', {}, 'fp8'), 'smollm': ('smollm2-135m', dict(he
     'gemma': ('gemma-4-26b-a4b', dict(num_hidden_layers=6, head_dim=256, global_head_dim=512, num_global_key_value_heads=1, num_experts=32, top_k_experts=4, moe_intermediate_size=192, sliding_window=100), 'nvfp4-experts'),
     'nemotron': ('nemotron-3-nano-30b-a3b', dict(hybrid_override_pattern='MEM*E', num_hidden_layers=5, mamba_num_heads=16, n_groups=2, n_routed_experts=32, num_experts_per_tok=4,
         moe_intermediate_size=160, moe_shared_expert_intermediate_size=320), 'nvfp4'),
-    'granite': ('granite-4.0-h-tiny', dict(layer_types=['mamba','mamba','attention','mamba'], mamba_n_heads=16, mamba_d_head=64, num_local_experts=32, num_experts_per_tok=4, intermediate_size=256,
+    'granite': ('granite-4.0-h-tiny', dict(
+        layer_types=['mamba','mamba','attention','mamba'],
+        mamba_n_heads=16,
+        mamba_d_head=64,
+        num_local_experts=32,
+        num_experts_per_tok=4,
+        intermediate_size=256,
         shared_intermediate_size=512), 'nvfp4'),
     'minimax': ('minimax-m2', dict(num_local_experts=32, num_experts_per_tok=4, intermediate_size=256), 'fp8')}
 _TINY = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32, intermediate_size=64, vocab_size=256)
 _TINIER = {'qwen3.5': dict(num_hidden_layers=4, linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=32, linear_value_head_dim=32),
     'gemma': dict(num_hidden_layers=6, global_head_dim=64, num_experts=4, top_k_experts=2, moe_intermediate_size=32, sliding_window=16),
     'nemotron': dict(num_hidden_layers=5, mamba_num_heads=4, mamba_head_dim=16, ssm_state_size=16, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, moe_shared_expert_intermediate_size=32),
-    'granite': dict(num_hidden_layers=3, layer_types=['mamba','attention','mamba'], mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16, num_local_experts=4, num_experts_per_tok=2, intermediate_size=32, shared_intermediate_size=32),
+    'granite': dict(
+        num_hidden_layers=3,
+        layer_types=['mamba','attention','mamba'],
+        mamba_n_heads=8,
+        mamba_d_head=16,
+        mamba_d_state=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        intermediate_size=32,
+        shared_intermediate_size=32),
     'gpt-oss': dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=16)}
 _TINIER['qwen3.6-moe'] = _TINIER['qwen3.5']|dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32)
 

@@ -51,7 +51,8 @@ def no_numbers(llm):
     for _ in range(6): e.step()
     e.land()
     victim,pool = next(s for s in e.scheduler.running if s.id=='spoiled'),next(iter(e.cache.kv.values())).arrays[0]
-    with e.stepper.here(): pool[victim.table.blocks[0]] = 0x7FC0
+    first = victim.table.blocks[0]
+    with e.stepper.here(): pool[first] = 0x7FC0
     e.stepper.card.synchronize()
     how = {}
     while e.has_work: how |= {ev.id: (ev.finish, ev.code, ev.error) for ev in e.step() if ev.finish}

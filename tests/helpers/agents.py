@@ -10,6 +10,7 @@ They are large and no part of the package, so that tests skip without them. To i
 import json,os,shutil,subprocess
 from pathlib import Path
 import pytest
+from helpers.waiting import WAIT
 
 BIN = Path(os.environ.get('ATLAS_AGENTS') or '~/agents').expanduser().absolute()/'node_modules'/'.bin'
 PATH = f'{BIN}{os.pathsep}{os.environ["PATH"]}'
@@ -23,7 +24,9 @@ def run(cmd, home, ok=True, **env):
     "Run an agent in an empty project of its own, with nothing of this user's; its output"
     (project := home/'project').mkdir(exist_ok=True)
     keep = {k:os.environ[k] for k in ('LANG','TERM') if k in os.environ}
-    r = subprocess.run(cmd, cwd=project, env=keep|dict(PATH=PATH, HOME=str(home), NO_PROXY='127.0.0.1')|env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=240)
+    env = keep|dict(PATH=PATH, HOME=str(home), NO_PROXY='127.0.0.1')|env
+    r = subprocess.run(cmd, cwd=project, env=env, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=WAIT)
     assert not ok or r.returncode==0, f'{r.stdout[-3000:]}\n{r.stderr[-3000:]}'
     return r.stdout
 

@@ -1,12 +1,12 @@
 "A browser without a window, where Chromium is installed: `with browser() as b: page = b.open(url)`, spoken to over its DevTools protocol."
-import json,os,shutil,subprocess,tempfile,time,urllib.request
+import json,os,shutil,subprocess,tempfile,urllib.request
 from contextlib import ExitStack,contextmanager
 from pathlib import Path
 import pytest
+from helpers.waiting import WAIT,until
 
 FLAGS = ('--headless','--no-sandbox','--disable-gpu','--disable-dev-shm-usage','--disable-background-networking','--disable-component-update','--disable-sync','--no-first-run',
     '--disable-renderer-backgrounding','--remote-debugging-port=0','--remote-allow-origins=*')
-WAIT = 30
 
 def chromium():
     "The browser's path; skips where there is none"
@@ -30,10 +30,7 @@ class Page:
         assert 'exceptionDetails' not in r, r['exceptionDetails']['exception'].get('description', r)
         return r['result'].get('value')
     def until(self, code):
-        end = time.monotonic()+WAIT
-        while not self.js(f'Boolean({code})'):
-            assert time.monotonic()<end, f'never true: {code}'
-            time.sleep(.02)
+        until(lambda: self.js(f'Boolean({code})'), code, again=.02)
     def key(self, name, code=0, text=None, shift=False):
         for kind in ('keyDown','keyUp'): self.send('Input.dispatchKeyEvent', type=kind, key=name, code=name, windowsVirtualKeyCode=code, modifiers=8*shift, **({'text':text} if text and kind=='keyDown' else {}))
     def tab(self, shift=False): self.key('Tab', 9, shift=shift)
@@ -62,7 +59,9 @@ def browser():
     exe,home = chromium(),tempfile.mkdtemp()
     p = subprocess.Popen([exe, *FLAGS, f'--user-data-dir={home}', 'about:blank'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ|dict(HOME=home))
     try:
-        port,end = Path(home)/'DevToolsActivePort',time.monotonic()+WAIT
-        while not (port.exists() and port.read_text()): assert p.poll() is None and time.monotonic()<end, 'Chromium did not start'; time.sleep(.05)
+        port = Path(home)/'DevToolsActivePort'
+        def started(): return port.exists() and port.read_text()
+        until(lambda: p.poll() is not None or started(), 'the start of Chromium')
+        assert p.poll() is None, 'Chromium did not start'
         with ExitStack() as stack: yield Browser('127.0.0.1:'+port.read_text().split()[0], stack)
     finally: p.terminate(); p.wait(WAIT); shutil.rmtree(home, ignore_errors=True)

@@ -1,4 +1,5 @@
-"A gateway in front of scripted workers, in a process of its own: `fake_gateway.py '{\"models\": [...], ...}'`; the keywords are those of `atlas.service.gateway.serve`."
+"""A gateway in front of scripted workers, in a process of its own:
+`fake_gateway.py '{"models": [...], ...}'`, with the keywords of `atlas.service.gateway.serve`."""
 import json,sys
 from pathlib import Path
 from atlas.ground.core import SourceError
@@ -11,9 +12,17 @@ def text(options):
     "Bytes are tokens, and a conversation is its last message"
     return dict(tokenizer=byte_tokenizer(), template=ChatTemplate('{{ messages[-1].content }}'))
 
-def no_text(options): raise SourceError('There is no tokenizer')
+def missing(options): raise SourceError('There is no tokenizer')
 
-if __name__=='__main__':
-    kw = json.loads(sys.argv[1])
-    text = no_text if kw.pop('no_text', False) else text
-    serve(**kw|dict(policy=Policy(**kw.get('policy', {})), config=ScriptConfig, text=text, command=(sys.executable, Path(__file__).parent/'fake_worker.py'), port=kw.get('port', 0)))
+COMMAND = (sys.executable, Path(__file__).parent/'fake_worker.py')
+
+def main(policy=None, no_text=False, port=0, **kw):
+    "Serve; with `no_text` the tokenizers of all models are missing"
+    serve(**kw,
+        policy=Policy(**policy or {}),
+        port=port,
+        config=ScriptConfig,
+        text=missing if no_text else text,
+        command=COMMAND)
+
+if __name__=='__main__': main(**json.loads(sys.argv[1]))

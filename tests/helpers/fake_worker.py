@@ -1,20 +1,25 @@
-"""A worker whose engine follows a script: what each prompt says in <marks> is what goes wrong. `atlas.service.worker` does the rest, as for a model.
+"""A worker whose engine follows a script: what each prompt says in <marks> is what goes wrong.
+`atlas.service.worker` does the rest, as for a model.
 
 Options of the model: those of `ScriptConfig`, `max_seq_len` and `max_queue`."""
-import itertools,os,random,signal,sys,time
+import itertools,os,signal,sys,time
 from pathlib import Path
-from tokenizers import pre_tokenizers
 from atlas.ground.core import CudaFault,NumericError,OutOfMemoryError
 from atlas.ground.requests import Event
 from atlas.service.worker import Workload,main
+from atlas.text.tokenizer import byte_tokenizer
 
-CHARS = sorted(pre_tokenizers.ByteLevel.alphabet())
-IDS = {c:i for i,c in enumerate(CHARS)}
+TOK = byte_tokenizer()
 
-class Scripted:
+class ScriptedEngine:
     "Says `say`, a byte a step, and then an end, to everyone; a request has a block for each 16 tokens"
-    def __init__(self, say): self.say,self.live,self.corrupted,self.steps = [IDS[c] for c in say.replace(' ', 'Ġ')],{},0,0
-    def add(self, r): self.live[r.id] = [r, ''.join(CHARS[i] for i in r.prompt), 0]
+    def __init__(self, say):
+        self.say = TOK.encode(say)
+        self.live = {}  # by id: the request, the text of its prompt, and how many tokens it has
+        self.corrupted,self.steps = 0,0
+    def add(self, r):
+        said = TOK.decode(list(r.prompt))
+        self.live[r.id] = [r, said, 0]
     def abort(self, rid): return [Event(rid, finish='abort')] if self.live.pop(rid, None) else []
     has_work = property(lambda self: bool(self.live))
     def stats(self):
@@ -60,7 +65,19 @@ def load(options, meter):
     meter.stage('weights')
     with meter(100, 'loading') as bar:
         for _ in range(100): bar.update(1)
-    return Workload(Scripted(options.get('say', 'Hello there, reader.')), dict(name=options['name'], max_seq_len=options.get('max_seq_len', 4096), vocab_size=256, eos_ids=[], max_queue=options.get('max_queue', 64)),
-        dict(double=lambda x: 2*x, nap=lambda seconds: time.sleep(seconds) or 'rested'))
+    info = dict(
+        name=options['name'],
+        max_seq_len=options.get('max_seq_len', 4096),
+        vocab_size=256,
+        eos_ids=[],
+        max_queue=options.get('max_queue', 64))
+    engine = ScriptedEngine(options.get('say', 'Hello there, reader.'))
+    return Workload(engine, info, dict(double=double, nap=nap))
+
+def double(x): return 2*x
+
+def nap(seconds):
+    time.sleep(seconds)
+    return 'rested'
 
 if __name__=='__main__': main(load)

@@ -7,11 +7,24 @@ from pathlib import Path
 import gguf, numpy as np
 
 ARCHS = {'llama':'LLAMA', 'mistral':'LLAMA', 'qwen2':'QWEN2', 'qwen3':'QWEN3', 'qwen3_moe':'QWEN3MOE', 'qwen3_next':'QWEN3NEXT', 'qwen3_5':'QWEN35', 'qwen3_5_moe':'QWEN35MOE',
-    'gpt_oss':'GPT_OSS', 'gemma4':'GEMMA4', 'nemotron_h':'NEMOTRON_H_MOE', 'granitemoehybrid':'GRANITE_HYBRID', 'minimax_m2':'MINIMAXM2', 'qwen3_vl':'QWEN3VL', 'qwen3_vl_moe':'QWEN3VLMOE'}
+    'gpt_oss':'GPT_OSS', 'gemma4':'GEMMA4', 'nemotron_h':'NEMOTRON_H_MOE',
+    'minimax_m2':'MINIMAXM2', 'qwen3_vl':'QWEN3VL', 'qwen3_vl_moe':'QWEN3VLMOE',
+    'granite':'GRANITE', 'granitemoe':'GRANITE_MOE', 'granitemoeshared':'GRANITE_MOE',
+    'granitemoehybrid':'GRANITE_HYBRID'}
 _TILES = ('tile_qkv','tile_z','tile_b','tile_a','tile_A','tile_dt','tile_conv','tile_out')
 STEPS = {  # what a step of the conversion is called, by family
     'llama':('permute',), 'mistral':('permute',), 'qwen3_next':('plus_one','neg_exp','ungroup'), 'qwen3_5':('plus_one','neg_exp',*_TILES), 'qwen3_5_moe':('plus_one','neg_exp',*_TILES),
-    'gpt_oss':('split','transpose'), 'gpt_oss-mxfp4':('split','nibbles'), 'qwen3_vl_moe':('transpose',), 'nemotron_h':('neg_exp',), 'granitemoehybrid':('neg_exp','permute')}
+    'gpt_oss':('split','transpose'), 'gpt_oss-mxfp4':('split','nibbles'),
+    'qwen3_vl_moe':('transpose',), 'nemotron_h':('neg_exp',),
+    'granitemoehybrid':('neg_exp','permute'),
+    **dict.fromkeys(('granite','granitemoe','granitemoeshared'), ('permute',))}
+
+def architecture(c):
+    "Of the file; a hybrid that attends in every layer is written as a Granite without Mamba"
+    kind = c['model_type']
+    if kind=='granitemoehybrid' and {*c['layer_types']}=={'attention'}:
+        kind = 'granitemoe' if c['num_experts_per_tok'] else 'granite'
+    return gguf.MODEL_ARCH[ARCHS[kind]]
 
 # ---- reading
 
@@ -119,13 +132,22 @@ def _nemotron(c, name, a, without):
 
 def _granite(c, name, a, without):
     "As Nemotron's, and gate and up rows apart"
+    mlp = 'mlp.shared_expert' if c.get('num_local_experts') else 'mlp'
     if 'input_linear' in name:
-        stem = 'block_sparse_moe.experts' if 'sparse' in name else 'mlp.shared_expert' if c['num_local_experts'] else 'mlp'
-        parts = ('w1','w3') if 'sparse' in name else ('gate_proj','up_proj')
-        for x,half in zip(parts, np.split(a, 2, -2)): yield re.sub(r'(block_sparse_moe|shared_mlp)\.input_linear', f'{stem}.{x}', name),np.ascontiguousarray(half)
-    elif name.endswith('mamba.norm.weight'): yield name,a.reshape(c['mamba_n_groups'], -1)
+        stem,parts = mlp,('gate_proj','up_proj')
+        if 'sparse' in name: stem,parts = 'block_sparse_moe.experts',('w1','w3')
+        for part,half in zip(parts, np.split(a, 2, -2)):
+            to = f'{stem}.{part}'
+            to = re.sub(r'(block_sparse_moe|shared_mlp)\.input_linear', to, name)
+            yield to,np.ascontiguousarray(half)
+    elif mlp=='mlp' and 'shared_mlp.output' in name:
+        yield name.replace('shared_mlp.output_linear', 'mlp.down_proj'),a
+    elif name.endswith('mamba.norm.weight'):
+        yield name,a.reshape(c['mamba_n_groups'], -1)
     elif name.endswith('mamba.D'): yield name,a.reshape(-1, 1)
-    else: yield from _nemotron(c, name.replace('dt_bias', 'dt_proj.bias'), a, without)
+    else:
+        name = name.replace('dt_bias', 'dt_proj.bias')
+        yield from _nemotron(c, name, a, without)
 
 def _vl_experts(c, name, a, without):
     "Qwen3-VL's stacks are [E, in, out]"
@@ -135,7 +157,11 @@ def _vl_experts(c, name, a, without):
 def _gemma(c, name, a, without):
     yield (name if name.endswith(('.weight','scale')) else name+'.weight'),a
 
-MODIFY = dict(llama=_heads, mistral=_heads, qwen3_next=_delta, qwen3_5=_delta, qwen3_5_moe=_delta, gpt_oss=_gptoss, nemotron_h=_nemotron, granitemoehybrid=_granite, gemma4=_gemma, qwen3_vl_moe=_vl_experts)
+GRANITES = 'granitemoehybrid','granitemoeshared','granitemoe','granite'
+MODIFY = dict(llama=_heads, mistral=_heads, gpt_oss=_gptoss, gemma4=_gemma)
+MODIFY |= dict.fromkeys(('qwen3_next','qwen3_5','qwen3_5_moe'), _delta)
+MODIFY |= dict(qwen3_vl_moe=_vl_experts, nemotron_h=_nemotron)
+MODIFY |= dict.fromkeys(GRANITES, _granite)
 
 # ---- names
 
@@ -180,9 +206,12 @@ GEMMA = {'attention.sliding_window':'sliding_window', 'attention.shared_kv_layer
 NEMOTRON = {'ssm.conv_kernel':'conv_kernel', 'ssm.state_size':'ssm_state_size', 'ssm.group_count':'n_groups', 'ssm.time_step_rank':'mamba_num_heads', 'expert_count':'n_routed_experts',
     'expert_shared_count':'n_shared_experts', 'expert_shared_feed_forward_length':'moe_shared_expert_intermediate_size', 'expert_weights_norm':'norm_topk_prob',
     'expert_weights_scale':'routed_scaling_factor', 'expert_group_count':'n_group', 'expert_group_used_count':'topk_group'}
-GRANITE = {'ssm.conv_kernel':'mamba_d_conv', 'ssm.state_size':'mamba_d_state', 'ssm.group_count':'mamba_n_groups', 'ssm.time_step_rank':'mamba_n_heads',
-    'expert_shared_feed_forward_length':'shared_intermediate_size'}
-GRANITE_SCALES = {'attention.scale':'attention_multiplier', 'embedding_scale':'embedding_multiplier', 'residual_scale':'residual_multiplier', 'logit_scale':'logits_scaling'}
+GRANITE = {'ssm.conv_kernel':'mamba_d_conv', 'ssm.state_size':'mamba_d_state',
+    'ssm.group_count':'mamba_n_groups', 'ssm.time_step_rank':'mamba_n_heads'}
+GRANITE_SCALES = {'attention.scale':'attention_multiplier',
+    'embedding_scale':'embedding_multiplier',
+    'residual_scale':'residual_multiplier',
+    'logit_scale':'logits_scaling'}
 MINIMAX = {'expert_feed_forward_length':'intermediate_size', 'rope.dimension_count':'rotary_dim'}
 
 def renamed(c, table):
@@ -228,13 +257,26 @@ def _nemo(c, d):
         'rope.scaling.finetuned':False, 'rope.dimension_count':c['hidden_size']//c['num_attention_heads'], 'ssm.inner_size':c['mamba_num_heads']*c['mamba_head_dim']}
 
 def _hybrid(c, d):
-    return renamed(c, GRANITE)|{'attention.head_count_kv':[c['num_key_value_heads']*(k=='attention') for k in c['layer_types']], 'rope.scaling.finetuned':False, 'context_length':2**20,
-        'ssm.inner_size':c['mamba_expand']*c['hidden_size']}|{k:float(c[n]) for k,n in GRANITE_SCALES.items()}
+    kinds,kv = c['layer_types'],c['num_key_value_heads']
+    turns = {*kinds}=={'attention'}
+    keys = _granite_keys(c, d)|renamed(c, GRANITE)
+    return keys|{
+        'attention.head_count_kv':[kv*(k=='attention') for k in kinds],
+        'rope.scaling.finetuned':turns, 'ssm.inner_size':c['mamba_expand']*c['hidden_size'],
+        'context_length':c['max_position_embeddings'] if turns else 2**20}
+
+def _granite_keys(c, d):
+    scales = {k:float(c[n]) for k,n in GRANITE_SCALES.items()}
+    shared = {'expert_shared_feed_forward_length':'shared_intermediate_size'}
+    return _llama(c, d)|scales|renamed(c, shared)
 
 def _minimax(c, d): return renamed(c, MINIMAX)
 def _vl(c, d): return {'n_deepstack_layers':len((c.get('vision_config') or {}).get('deepstack_visual_indexes') or [])}
 
-MORE = dict(llama=_llama, mistral=_llama, qwen3_next=_next, qwen3_5=_next, qwen3_5_moe=_next, gpt_oss=_oss, gemma4=_gemma4, nemotron_h=_nemo, granitemoehybrid=_hybrid, minimax_m2=_minimax, qwen3_vl=_vl, qwen3_vl_moe=_vl)
+MORE = dict(llama=_llama, mistral=_llama, gpt_oss=_oss, gemma4=_gemma4)
+MORE |= dict.fromkeys(('qwen3_next','qwen3_5','qwen3_5_moe'), _next)
+MORE |= dict(qwen3_vl=_vl, qwen3_vl_moe=_vl, nemotron_h=_nemo, minimax_m2=_minimax)
+MORE |= dict.fromkeys(GRANITES, _granite_keys)|dict(granitemoehybrid=_hybrid)
 
 # ---- the file
 
@@ -272,7 +314,7 @@ def _packed(c, ts, name, without):
 def convert(folder, quant='F32', without=(), arch=None):
     "Architecture, keys and tensors (array, or packed array and type) of the GGUF file of `folder`"
     c,ts = hf_read(folder); mt = c['model_type']
-    arch = gguf.MODEL_ARCH[arch or ARCHS[mt]]
+    arch = gguf.MODEL_ARCH[arch] if arch else architecture(c)
     extra = len({k.split('.')[2] for k in ts if k.startswith('mtp.layers.')}); name = _names(c, arch, extra)
     keys = meta(c, ts, arch, extra); out = _packed(c, ts, name, without); t = gguf.GGMLQuantizationType[quant]
     for k,a in _stack_experts(ts).items():

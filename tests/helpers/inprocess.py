@@ -1,36 +1,25 @@
-"""Models of the gateway whose engines live in this very process: behind a runner that is given, or in a worker's thread.
+"""Models of the gateway whose engines live in this very process:
+behind a runner that is given, or in a worker's thread.
 
-Everything but the process is what `atlas serve` has: `Models` of the gateway, a link, and a worker's loop at its end."""
+Everything but the process is what `atlas serve` has:
+`Models` of the gateway, a link, and a worker's loop at its end."""
 from contextlib import suppress
 import atlas.engine.score
 import uvicorn
-from atlas.service.gateway import Model,Models,Policy
+from atlas.service.gateway import Model,Models,Policy,Served
 from atlas.service.http import server_config
 from atlas.ground.options import EngineConfig
 from atlas.service.server import create_app
 from atlas.service.service import Upstream
-from atlas.service.turn import UnavailableError
-from atlas.service.worker import ThreadWorker,Workload
+from atlas.service.worker import ThreadWorker,Workload,workload
 
 QUICK = Policy(beat=.1, stalled=30., start=60., grace=2., pause=.05, longest=.2)
 
-class Always(Model):
-    "A model that is always there: nothing is started for it, and its runner is `runner`"
-    def __init__(self, runner, tokenizer, template=None, names=(), spec=None, parsers=(None,None), guides=None):
-        names = list(names) or [runner.info['name']]
-        super().__init__(EngineConfig(names[0]), names)
-        self.runner,self.state = runner,'loaded'
-        self.upstream = Upstream(names[0], names, runner.info, tokenizer, template, spec, guides, tuple(parsers), runner)
-    @property
-    def condition(self): return 'loaded' if self.runner.healthy else 'failed'
-    async def up(self, autoload=True):
-        if not self.runner.healthy: raise UnavailableError('The engine is not running', hint='GET /health tells when it is back')
-        return self.upstream
-    def abort(self, peace=True): self.runner.close()
-
-def always(runner, tokenizer, template=None, kind=Models, **side):
-    "`Models` with one that is always there"
-    return kind([Always(runner, tokenizer, template, **side)])
+def always(runner, tokenizer, template=None, kind=Models, names=(), **side):
+    "`Models` with one that is always there: nothing is started for it, and its runner is `runner`"
+    names = list(names) or [runner.info['name']]
+    upstream = Upstream(names[0], names, runner.info, tokenizer, template, runner=runner, **side)
+    return kind([Served(names, upstream)])
 
 def app_of(runner, tokenizer, template=None, **kw):
     "The application in front of a runner"
@@ -39,17 +28,20 @@ def app_of(runner, tokenizer, template=None, **kw):
 
 def run(app, sock, drain):
     "Serve until SIGINT or SIGTERM"
-    with suppress(KeyboardInterrupt): uvicorn.Server(server_config(app, drain=drain)).run(sockets=[sock])
+    server = uvicorn.Server(server_config(app, drain=drain))
+    with suppress(KeyboardInterrupt): server.run(sockets=[sock])
 
 def threaded(engine, info, tokenizer, template=None, ops=None, **side):
     "`Models` with one, whose engine steps in a worker's thread"
+    names = side.pop('names', [info['name']])
     def load(options, meter): return Workload(engine, info, ops or {})
+    def worker(name): return ThreadWorker(load)
     def text(config): return dict(tokenizer=tokenizer, template=template, **side)
-    m = Model(EngineConfig(info['name']), side.pop('names', [info['name']]), policy=QUICK, command=lambda name: ThreadWorker(load), text=text)
-    return Models([m])
+    config = EngineConfig(info['name'])
+    return Models([Model(config, names, policy=QUICK, command=worker, text=text)])
 
 def loaded(llm, names, template=None):
     "`Models` with an `LLM` that is loaded already"
-    info = dict(name=names[0], max_seq_len=llm.max_seq_len, vocab_size=llm.config.vocab_size, eos_ids=list(llm.eos_ids), max_queue=256, vision=bool(llm.model.vision))
     side = dict(names=names, spec=llm.image_spec, guides=llm.guides, parsers=llm.text.parsers)
-    return threaded(llm.engine, info, llm.tokenizer, llm.template, dict(score=llm.score, embed=llm.embed), **side)
+    w = workload(llm, names[0])
+    return threaded(w.engine, w.info, llm.tokenizer, llm.template, w.ops, **side)

@@ -4,6 +4,7 @@ A layout is a row of `LAYOUTS`. Its folder is written twice: as published, and p
 Both must load as the same arrays."""
 import json,re
 import numpy as np
+from dataclasses import dataclass
 from atlas.ground.config import ModelConfig
 from atlas.ground.formats import E2M1,E4M3,E8M0,QTensor,bf16_to_f32,f32_to_bf16
 from atlas.model.model import build
@@ -83,26 +84,90 @@ def _stacked(n, a, end, fmt):
     return {n:(d,'F8_E4M3'), n+end:(s,'F32')},(E4M3[d]*(s[:,None,None] if fmt=='FP8_TENSOR' else _tiles(s, a.shape))).astype(np.float32)
 
 def _words(q, axis):
-    "Eight integers along `axis` in each word of 32 bits, the first one lowest; zeros where the last word is not full"
-    q = np.moveaxis(np.asarray(q, np.int64), axis, -1); q = np.pad(q, [(0,0)]*(q.ndim-1)+[(0,-q.shape[-1]%8)])
-    return np.moveaxis(sum(q[...,i::8]<<4*i for i in range(8)).astype(np.uint32).view(np.int32), -1, axis)
+    "Eight integers along `axis` in a word of 32 bits, the first one lowest; the last is filled up"
+    q = np.asarray(q, np.int64)
+    q = np.moveaxis(q, axis, -1)
+    fill = np.zeros((*q.shape[:-1],-q.shape[-1]%8), int)
+    q = np.concatenate([q,fill], -1)
+    words = sum(q[...,i::8]<<4*i for i in range(8))
+    words = words.astype(np.uint32)
+    return np.moveaxis(words.view(np.int32), -1, axis)
+
+@dataclass
+class _Groups:
+    "A matrix in groups of four-bit integers"
+    codes:np.ndarray # (out,inner), columns where they are in the matrix
+    zeros:np.ndarray # (out,groups)
+    scale:tuple # stored (out,groups), and its type
+    group_of:np.ndarray # (inner,) the group of each column
+    numbers:np.ndarray # (out,inner) that they stand for
+
+def _limits(b, symmetric):
+    "What the least and the greatest integer stand for in each group of `b`"
+    if symmetric:
+        hi = np.abs(b).max(-1)
+        return -hi,hi
+    return np.minimum(b.min(-1), 0),np.maximum(b.max(-1), 0)
+
+def _half(s, kind):
+    "`s` as it is stored in 16 bits, and the numbers that these are"
+    stored = s.astype(np.float16) if kind=='F16' else f32_to_bf16(s)
+    return stored,stored.astype(np.float32) if kind=='F16' else bf16_to_f32(stored)
+
+def _integers(x): return np.rint(x).clip(0, 15).astype(int)
+
+def _grouped(a, at, group, symmetric, kind):
+    "`a` in groups of so many of its columns, taken in the order `at`; scales of this type"
+    b = np.ascontiguousarray(a[:,at])
+    b = b.reshape(len(a), -1, group)
+    lo,hi = _limits(b, symmetric)
+    scale = ((hi-lo)/15+1e-6).astype(np.float32)
+    stored,scale = _half(scale, kind)
+    zeros = np.full(scale.shape, 8) if symmetric else _integers(-lo/scale)
+    z,s = zeros[...,None],scale[...,None]
+    codes = _integers(np.rint(b/s)+z)
+    numbers = ((codes-z)*s).astype(a.dtype)
+    back = np.argsort(at)
+    def placed(x): return x.reshape(a.shape)[:,back]
+    return _Groups(placed(codes), zeros, (stored,kind), back//group, placed(numbers))
+
+def _ct_parts(g, symmetric):
+    "compressed-tensors: words along a row, zero points along a column"
+    parts = dict(weight_packed=(_words(g.codes, 1),'I32'))
+    parts['weight_scale'] = g.scale
+    parts['weight_shape'] = np.int64(g.codes.shape),'I64'
+    if not symmetric: parts['weight_zero_point'] = _words(g.zeros, 0),'I32'
+    return parts
+
+def _awq_parts(g):
+    "AutoAWQ: all turned, eight columns in an order of its own"
+    order = [0,2,4,6,1,3,5,7]
+    def mixed(x):
+        eights = x.reshape(len(x), -1, 8)
+        return eights[...,order].reshape(x.shape)
+    codes,zeros = mixed(g.codes.T),mixed(g.zeros.T)
+    return dict(qweight=_words(codes, 1), qzeros=_words(zeros, 1))
+
+def _gptq_parts(g):
+    "AutoGPTQ: all turned, zero points less one"
+    codes,zeros = g.codes.T,(g.zeros.T-1)%16
+    parts = dict(qweight=_words(codes, 0), qzeros=_words(zeros, 1))
+    return parts|dict(g_idx=g.group_of.astype(np.int32))
 
 def _int4(n, a, how, group=32, symmetric=False, half=True):
     "Four-bit integers in groups as three programs pack them; `group` 0: a row is one"
-    out,inner = a.shape; g = group or inner; b = a.reshape(out, -1, g)
-    lo,hi = (-np.abs(b).max(-1),np.abs(b).max(-1)) if symmetric else (np.minimum(b.min(-1), 0),np.maximum(b.max(-1), 0))
-    s = ((hi-lo)/15+1e-6).astype(np.float32)
-    s,scale,kind = (s.astype(np.float16),s.astype(np.float16).astype(np.float32),'F16') if half else (*_bf16(s),'BF16')
-    z = np.full(s.shape, 8) if symmetric else np.rint(-lo/scale).clip(0, 15).astype(int)
-    q = (np.rint(b/scale[...,None])+z[...,None]).clip(0, 15).astype(int)
-    numbers,q,m = ((q-z[...,None])*scale[...,None]).astype(np.float32).reshape(a.shape),q.reshape(a.shape),n.removesuffix('.weight')
-    idx = (np.arange(inner)//g).astype(np.int32)
-    if how=='ct':
-        parts = {m+'.weight_packed':(_words(q, 1),'I32'), m+'.weight_scale':(s,kind), m+'.weight_shape':(np.int64([out,inner]),'I64')}
-        return parts|({} if symmetric else {m+'.weight_zero_point':(_words(z, 0),'I32')}),numbers
-    if how=='gptq': return {m+'.qweight':(_words(q.T, 0),'I32'), m+'.qzeros':(_words((z.T-1)%16, 1),'I32'), m+'.scales':(s.T.copy(),kind), m+'.g_idx':(idx,'I32')},numbers
-    order = [0,2,4,6,1,3,5,7]; mix = lambda x: _words(x.reshape(len(x), -1, 8)[...,order].reshape(x.shape), 1)
-    return {m+'.qweight':(mix(q.T),'I32'), m+'.qzeros':(mix(z.T),'I32'), m+'.scales':(s.T.copy(),kind)},numbers
+    inner = a.shape[1]
+    at = np.arange(inner)  # columns, group by group
+    if how=='gptq-order': at = np.random.default_rng(inner).permutation(inner)
+    g = _grouped(a, at, group or inner, symmetric, 'F16' if half else 'BF16')
+    if how=='ct': parts = _ct_parts(g, symmetric)
+    else:
+        scales,kind = g.scale
+        parts = dict(scales=(scales.T.copy(),kind))
+        words = _awq_parts(g) if how=='awq' else _gptq_parts(g)
+        for k,w in words.items(): parts[k] = w,'I32'
+    m = n.removesuffix('.weight')
+    return {f'{m}.{k}':v for k,v in parts.items()},g.numbers
 
 HOW = {  # name, array -> ({stored name: (array, type)}, numbers)
     'f32': lambda n,a: ({n:(a,'F32')},a), 'bf16': lambda n,a: ({n:(f32_to_bf16(a),'BF16')},a), 'f16': lambda n,a: ({n:((h := a.astype(np.float16)),'F16')},h.astype(np.float32)),
@@ -113,7 +178,11 @@ HOW = {  # name, array -> ({stored name: (array, type)}, numbers)
     'fp8-block-e8m0': lambda n,a: _fp8_as(n, a, 'FP8_BLOCK', '_scale_inv', _pow2, 'F8_E8M0'),
     'fp8-pb-wo': lambda n,a: _fp8_as(n, a, 'FP8_BLOCK', '_scale', shape=lambda s: (s.shape[0],1,s.shape[1],1)),
     'nvfp4': lambda n,a: _nvfp4(n, a, False, False), 'nvfp4-one': lambda n,a: _nvfp4(n, a, False, True), 'nvfp4-ct': lambda n,a: _nvfp4(n, a, True, True),
-    'int4-ct': lambda n,a: _int4(n, a, 'ct', half=False), 'int4-ct-symmetric': lambda n,a: _int4(n, a, 'ct', 0, True), 'int4-gptq': lambda n,a: _int4(n, a, 'gptq'), 'int4-awq': lambda n,a: _int4(n, a, 'awq'),
+    'int4-ct': lambda n,a: _int4(n, a, 'ct', half=False),
+    'int4-ct-symmetric': lambda n,a: _int4(n, a, 'ct', 0, True),
+    'int4-gptq': lambda n,a: _int4(n, a, 'gptq'),
+    'int4-gptq-order': lambda n,a: _int4(n, a, 'gptq-order'),
+    'int4-awq': lambda n,a: _int4(n, a, 'awq'),
     'mxfp4': lambda n,a: _mxfp4(n, a, '.weight'), 'mxfp4-ct': lambda n,a: _mxfp4(n, a, '.weight_packed'), 'mxfp4-e8m0': lambda n,a: _mxfp4(n, a, '.weight_packed', 'F8_E8M0')}
 STACK_HOW = {'bf16': HOW['bf16'], 'mxfp4-blocks': lambda n,a: _mxfp4(n, a, 'blocks'), 'fp8-stack': lambda n,a: _stacked(n, a, '_scale', 'FP8_TENSOR'), 'fp8-block-stack': lambda n,a: _stacked(n, a, '_scale_inv', 'FP8_BLOCK')}
 
@@ -145,7 +214,10 @@ LAYOUTS = {
     'llama': ('llama','plain','',[]), 'mistral': ('mistral','plain','',[]), 'smollm2': ('smollm2','plain','',[]), 'mistral3': ('mistral3','mistral3','',[]), 'llama-bare': ('llama','bare','',[(ALL,'f16')]),
     'qwen3': ('qwen3','plain','',[]), 'qwen3-tied': ('qwen3_tied','plain','',[]), 'qwen3-fp8-tensor': ('qwen3','plain','',[(ALL,'fp8-tensor')]), 'qwen3-fp8-channel': ('qwen3','plain','',[(ALL,'fp8-channel')]),
     'qwen3-fp8-half': ('qwen3','odd','',[(ALL,'fp8-block-f16')]), 'llama-mxfp4-ct': ('llama','plain','',[(ALL,'mxfp4-ct')]), 'llama-fp8-pb-wo': ('llama','plain','',[(ALL,'fp8-pb-wo')]),
-    'llama-int4-ct': ('llama','plain','',[(ALL,'int4-ct')]), 'llama-gptq': ('llama','plain','',[(ALL,'int4-gptq')]), 'qwen3-awq': ('qwen3','plain','',[(ALL,'int4-awq')]), 'qwen3-moe-int4-ct': ('qwen3_moe','plain','each',[(ALL,'int4-ct-symmetric')]),
+    'llama-int4-ct': ('llama','plain','',[(ALL,'int4-ct')]),
+    'llama-gptq': ('llama','plain','',[(ALL,'int4-gptq')]),
+    'qwen3-awq': ('qwen3','plain','',[(ALL,'int4-awq')]),
+    'qwen3-moe-int4-ct': ('qwen3_moe','plain','each',[(ALL,'int4-ct-symmetric')]),
     'qwen3-moe': ('qwen3_moe','plain','each',[]), 'qwen3-moe-nvfp4-ct': ('qwen3_moe','plain','each',[(ALL,'nvfp4-ct')]), 'qwen3-moe-fp8-block': ('qwen3_moe','plain','each',[(ALL,'fp8-block')]),
     'qwen3-next': ('qwen3_next','plain','each',[]), 'qwen3-next-fp8-block': ('qwen3_next','plain','each',[(ALL,'fp8-block-bf16')]), 'qwen3.5': ('qwen3_5','wrapped','',[]), 'qwen3.5-e8m0': ('qwen3_5','wrapped','',[(ALL,'fp8-block-e8m0')]),
     'qwen3.5-moe': ('qwen3_5_moe','wrapped','stack',[]), 'qwen3.5-moe-each': ('qwen3_5_moe','plain','each',[]), 'qwen3.5-moe-fp8-block': ('qwen3_5_moe','wrapped','each',[('.*','fp8-block-bf16')]),

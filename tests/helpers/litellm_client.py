@@ -12,7 +12,8 @@ TOOL = dict(type='function', function=dict(name='weather', description='The weat
 SCHEMA = dict(type='json_schema', json_schema=dict(name='place', strict=True, schema=PARAMETERS))
 
 def call(provider, to=model, **kw):
-    at = dict(api_base=url if provider=='anthropic' else f'{url}/v1', api_key='none', num_retries=0, timeout=20)
+    base = url if provider=='anthropic' else f'{url}/v1'
+    at = dict(api_base=base, api_key='none', num_retries=0, timeout=300)
     return litellm.completion(f'{provider}/{to}', **dict(messages=HELLO, max_tokens=400)|at|kw)
 
 def told(r):

@@ -1,11 +1,16 @@
 """Which tests go with which page.
 
-    pytest --page 4_model/01_layers     the page, and the pages and test files that import its module
-    pytest --changed            the same for all that differs from the last commit (--changed=main: from that one)
-    pytest --page layers --far  those that import it through others, too
+    pytest --page 4_model/01_layers
+        the page, and the pages and test files that import its module
+    pytest --changed
+        the same for all that differs from the last commit (--changed=main: from that one)
+    pytest --page layers --far
+        those that import it through others, too
 
-The map is what stands in the imports: of notebooks, of test files, and of what these run in other processes."""
+The map is what stands in the imports: of notebooks, of test files,
+and of what these run in other processes."""
 import functools,json,re,subprocess
+from fnmatch import fnmatchcase
 from pathlib import Path
 import pytest
 
@@ -13,9 +18,13 @@ ROOT = Path(__file__).parents[2]
 
 def pytest_addoption(parser):
     group = parser.getgroup('atlas')
-    group.addoption('--page', help='only the tests of a page, by the name of its file or of its module')
-    group.addoption('--changed', nargs='?', const='HEAD', metavar='COMMIT', help='only the tests of pages, kernels and test files that differ from a commit, the last by default')
-    group.addoption('--far', action='store_true', help='with --page or --changed: what imports them through others, too')
+    group.addoption('--page',
+        help='only the tests of a page, by the name of its file or of its module')
+    group.addoption('--changed', nargs='?', const='HEAD', metavar='COMMIT',
+        help='only the tests of pages, kernels and test files that differ from a commit, '
+             'the last by default')
+    group.addoption('--far', action='store_true',
+        help='with --page or --changed: what imports them through others, too')
 
 def page_name(path):
     "A page by its place below nbs/: `5_engine/03_scheduler`"
@@ -25,32 +34,63 @@ def short(page):
     "A page's name without chapter and number"
     return re.sub(r'^(?:.*/)?\d+_', '', page)
 
+def code_of(notebook):
+    "The code cells of a notebook, as one text"
+    cells = json.loads(notebook.read_text(encoding='utf-8'))['cells']
+    return '\n'.join(''.join(c['source']) for c in cells if c['cell_type']=='code')
+
 @functools.cache
 def texts():
-    "Code of every page, by stem, and text of every test file and helper, by path"
-    def code(p): return '\n'.join(''.join(c['source']) for c in json.loads(p.read_text(encoding='utf-8'))['cells'] if c['cell_type']=='code')
-    notebooks = {page_name(p): code(p) for p in (ROOT/'nbs').rglob('*.ipynb') if '.ipynb_checkpoints' not in p.parts}
-    tests = [p for d in ('','helpers') for p in (ROOT/'tests'/d).glob('*.py')]
-    return notebooks|{p.relative_to(ROOT).as_posix(): p.read_text(encoding='utf-8') for p in tests}
+    "Code of every page, by its place, and text of every test file and helper, by path"
+    found = {}
+    for p in (ROOT/'nbs').rglob('*.ipynb'):
+        if '.ipynb_checkpoints' not in p.parts: found[page_name(p)] = code_of(p)
+    for folder in (ROOT/'tests', ROOT/'tests'/'helpers'):
+        for p in folder.glob('*.py'):
+            found[p.relative_to(ROOT).as_posix()] = p.read_text(encoding='utf-8')
+    return found
+
+def is_page(name):
+    "Is it a page, and no test file?"
+    return not name.endswith('.py')
 
 @functools.cache
 def makers():
     "The page that each module is made by"
-    found = {p: re.search(r'#\|\s*default_exp\s+(\S+)', t) for p,t in texts().items() if not p.endswith('.py')}
-    return {m[1]: p for p,m in found.items() if m}
+    found = {}
+    for page in filter(is_page, texts()):
+        directive = re.search(r'#\|\s*default_exp\s+(\S+)', texts()[page])
+        if directive: found[directive[1]] = page
+    return found
+
+def modules_in(text):
+    "Modules of the package that a text may import, by all the names that it has for them"
+    from atlas import _doors
+    found = set(re.findall(r'\batlas\.([a-z_][\w.]*)', text))
+    for names in re.findall(r'from\s+atlas\s+import\s+([\w, ]+)', text):
+        for name in names.split(','):
+            plain = name.split(' as ')[0].strip()
+            found.add(_doors.get(plain, name.strip()))
+    for module,names in re.findall(r'from\s+atlas\.([\w.]+)\s+import\s+([\w, ]+)', text):
+        found |= {f'{module}.{name.strip()}' for name in names.split(',')}
+    return found
+
+def test_files_in(text):
+    "Test files and helpers that a text imports, or runs by their paths"
+    imported = re.findall(r'(?:from|import)\s+\.?(?:helpers\.)?(\w+)', text)
+    by_path = re.findall(r'helpers[\'"]?/[\'"]?(\w+)', text)
+    for m in imported+by_path:
+        for file in (f'tests/helpers/{m}.py', f'tests/{m}.py'):
+            if file in texts(): yield file
 
 def named(text):
     "Pages and files that a text imports"
-    from atlas import _doors
-    doors = re.findall(r'from\s+atlas\s+import\s+([\w, ]+)', text)
-    modules = set(re.findall(r'\batlas\.([a-z_][\w.]*)', text))
-    modules |= {_doors.get(n.split(' as ')[0].strip(), n.strip()) for names in doors for n in names.split(',')}
-    modules |= {f'{m}.{n.strip()}' for m,names in re.findall(r'from\s+atlas\.([\w.]+)\s+import\s+([\w, ]+)', text) for n in names.split(',')}
-    for m in modules:
+    for m in modules_in(text):
         parts = m.removeprefix('atlas.').split('.')
-        yield from (makers()[p] for n in range(len(parts)) if (p := '.'.join(parts[:n+1])) in makers())
-    for m in re.findall(r'(?:from|import)\s+\.?(?:helpers\.)?(\w+)', text)+re.findall(r'helpers[\'"]?/[\'"]?(\w+)', text):
-        yield from (f for f in (f'tests/helpers/{m}.py',f'tests/{m}.py') if f in texts())
+        for n in range(len(parts)):
+            module = '.'.join(parts[:n+1])
+            if module in makers(): yield makers()[module]
+    yield from test_files_in(text)
 
 @functools.cache
 def graph():
@@ -67,30 +107,99 @@ def users(roots, far=False):
         todo += [p for p in new if far or p.startswith('tests/helpers/')]
     return found
 
+@functools.cache
+def includes():
+    "For every file below kernels/ that is compiled, what it includes"
+    found = {}
+    for p in (ROOT/'kernels').rglob('*.*'):
+        if p.suffix not in ('.cu','.cuh','.h'): continue
+        names = re.findall(r'#include\s+[<"]([^>"]+)', p.read_text())
+        found[p.relative_to(ROOT/'kernels').as_posix()] = set(names)
+    return found
+
 def kernels(path):
     "Names of the kernels that a file below kernels/ goes into"
-    includes = {p.relative_to(ROOT/'kernels').as_posix(): set(re.findall(r'#include\s+[<"]([^>"]+)', p.read_text())) for p in (ROOT/'kernels').rglob('*.*') if p.suffix in ('.cu','.cuh','.h')}
-    found = {path.removeprefix('kernels/')} if not path.startswith('kernels/emulator/') else set(includes)  # every kernel is compiled with those
-    while new := {p for p,names in includes.items() if names&found}-found: found |= new
+    found = {path.removeprefix('kernels/')}
+    if path.startswith('kernels/emulator/'): found = set(includes())  # all are compiled with those
+    while new := {p for p,names in includes().items() if names&found}-found: found |= new
     return {Path(p).stem for p in found if p.endswith('.cu')}
 
 def pages_of(name):
     "The page that `name` means; a usage error if there is none"
-    if found := [p for p in texts() if name in (p,short(p)) or makers().get(name)==p]: return found
-    raise pytest.UsageError(f'there is no page {name!r}. There are: {", ".join(p for p in sorted(texts()) if not p.endswith(".py"))}')
+    def meant(p): return name in (p,short(p)) or makers().get(name)==p
+    found = list(filter(meant, texts()))
+    if found: return found
+    there = ', '.join(sorted(filter(is_page, texts())))
+    raise pytest.UsageError(f'there is no page {name!r}. There are: {there}')
+
+def has_quoted(text, word): return f"'{word}'" in text or f'"{word}"' in text
+
+def named_in(folder, word):
+    "Pages or test files below `folder` that have `word` in quotes"
+    inside = [f for f in texts() if f.startswith('tests/')==(folder=='tests')]
+    return {f for f in inside if has_quoted(texts()[f], word)}
+
+# Files that no import names, by pattern -> modules whose pages read them, and test files that do
+READ = {
+    'atlas/model/families/*.toml': ('ground.presets','ground.config'),
+    'atlas/service/static/*': ('service.server',
+        'tests/test_cli.py','tests/test_http.py','tests/test_page.py'),
+    'atlas/*.py': ('tests/test_repo.py',),
+    'kernels/variants.json': ('card.variants','tests/test_kernels.py','tests/test_memory.py'),
+    'kernels/*': ('tests/test_kernels.py','tests/test_repo.py'),
+    'tests/data/*': ('tests/helpers/reference.py',),
+    'tests/gpu/*': ('tests/test_gpu_scripts.py',),
+    'tests/durations.json': ('tests/test_selection.py',),
+    'setup.py': ('tests/test_kernels.py','tests/test_repo.py'),
+    'settings.ini': ('tests/test_kernels.py','tests/test_repo.py'),
+    '.ci/*': ('tests/test_repo.py',),
+    'pyproject.toml': ('tests/test_repo.py',),
+    '_quarto.yml': ('tests/test_repo.py',),
+    'README.md': ('tests/test_repo.py',),
+    '.gitignore': ('tests/test_repo.py',),
+}
+
+def readers(path):
+    "Pages and test files that read a file which nothing imports"
+    p = Path(path)
+    patterns = [pattern for pattern in READ if fnmatchcase(path, pattern)]
+    names = set(READ[patterns[0]]) if patterns else set()
+    if path.startswith('atlas/model/families/'): names.add(f'model.families.{p.stem}')
+    found = {makers().get(n, n) for n in names}&set(texts())
+    if path.startswith('tests/data/'): found |= named_in('tests', p.parts[2])
+    if path.startswith('nbs/'): found |= named_in('nbs', p.name)
+    return found
+
+def launchers(path):
+    "Pages and test files that name a kernel which a file below kernels/ goes into"
+    quoted = [f"'{k}'" for k in kernels(path)]
+    return {f for f,text in texts().items() if any(k in text for k in quoted)}
+
+def own_page(path):
+    "The page that a notebook is, or that a module is made by"
+    p = Path(path)
+    if path.startswith('nbs/') and p.suffix=='.ipynb': return page_name(ROOT/p)
+    module = '.'.join(p.with_suffix('').parts[1:])
+    if path.startswith('atlas/') and p.suffix=='.py': return makers().get(module)
 
 def roots_of(path):
-    "Pages and test files that a changed file is a part of"
-    p = Path(path)
-    if path.startswith('nbs/') and p.suffix=='.ipynb': return {page_name(ROOT/p)}&set(texts())
-    if path.startswith('atlas/') and p.suffix=='.py': return {makers()[m] for m in ['.'.join(p.with_suffix('').parts[1:])] if m in makers()}
-    if path.startswith('kernels/'): return {f for f,t in texts().items() for k in kernels(path) if f"'{k}'" in t}
-    return {path}&set(texts())
+    "Pages and test files that a changed file is a part of, or that read it"
+    if page := own_page(path): return {page}&set(texts())
+    own = launchers(path) if path.startswith('kernels/') else {path}&set(texts())
+    return own or readers(path)
 
 def changed(commit):
     "Files that differ from `commit`, new ones included"
-    def git(*args): return subprocess.run(['git', *args], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    def git(*args):
+        return subprocess.check_output(['git', *args], cwd=ROOT, text=True).splitlines()
     return git('diff', '--name-only', commit)+git('ls-files', '--others', '--exclude-standard')
+
+def pytest_report_header(config):
+    "What has changed, and no test is known to read"
+    commit = config.option.changed
+    if not commit: return
+    unknown = [p for p in changed(commit) if not roots_of(p)]
+    if unknown: return f'changed, and read by no test that is known: {", ".join(unknown)}'
 
 def wanted(config):
     "Pages and files whose tests are asked for; None: all"
@@ -103,9 +212,9 @@ def wanted(config):
 def belongs(item, those):
     "Is a test one of a page or file among `those`?"
     params = getattr(getattr(item, 'callspec', None), 'params', {})
-    nb,page,module = params.get('nb'),params.get('page'),params.get('mod') or params.get('module')
-    if nb: return page_name(nb) in those
-    if page or module: return (page or makers().get(module)) in those
+    if nb := params.get('nb'): return page_name(nb) in those
+    if page := params.get('page'): return page in those
+    if module := params.get('mod') or params.get('module'): return makers().get(module) in those
     return item.path.relative_to(ROOT).as_posix() in those
 
 def pytest_collection_modifyitems(config, items):

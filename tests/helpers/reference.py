@@ -16,6 +16,10 @@ def having(key):
     "Names of the folders whose reference has `key`"
     return [n for n,r in refs.items() if key in r]
 
+# Folders with integers in groups that a library packed, and what reads them in atlas.ground.files
+INT4 = {'llama-ct-int4':'_ct_codes', 'llama-ct-int4-zeros':'_ct_codes',
+    'llama-gptq':'_gptq_codes', 'qwen3-awq':'_awq_codes'}
+
 def error(got, want):
     assert got.shape==want.shape
     return float(np.abs(got-want).max()/np.abs(want).max())

@@ -1,6 +1,8 @@
 "The checkpoints of tests/data: config.json as a publisher would have written it, at sizes that nobody published, and how the weights are stored."
+import torch
 from dataclasses import dataclass,field
 from .reference_formats import fp8,fp8_block,fp8_block_4d,fp8_block_bf16,fp8_channel,mxfp4,mxfp4_packed,nvfp4,nvfp4_a16,nvfp4_packed
+from .reference_integers import awq_int4,ct_int4,ct_scheme,gptq_int4
 
 V = 160
 
@@ -17,6 +19,8 @@ class Case:
     scales:dict=field(default_factory=dict) # further scalars in the file
     mtp:bool=False # with an MTP head
     target:str=None # a drafter's
+    # the library loads the folder itself, 'packed' or 'dequantized'; else plain weights
+    as_stored:str=''
 
 # The shape everything else is a variation of: untied, two layers, two query heads to a key head.
 BASE = dict(model_type='llama', architectures=['LlamaForCausalLM'], vocab_size=V, hidden_size=48, intermediate_size=80, num_hidden_layers=2,
@@ -149,15 +153,49 @@ MINIMAX = dict(model_type='minimax_m2', architectures=['MiniMaxM2ForCausalLM'], 
     max_position_embeddings=512, tie_word_embeddings=False, use_mtp=True, num_mtp_modules=3, mtp_transformer_layers=1, bos_token_id=1, eos_token_id=2)
 CASES['minimax-m2'] = Case(MINIMAX, 73, keep32='e_score_correction_bias')
 
-# as Granite 4.0 H: a mixer and a feed-forward half in every layer, all four multipliers, attention without positions; no width that 32 divides
-GRANITE = dict(model_type='granitemoehybrid', architectures=['GraniteMoeHybridForCausalLM'], vocab_size=112, hidden_size=48, intermediate_size=24,
-    num_hidden_layers=4, layer_types=['mamba','attention','mamba','mamba'], num_attention_heads=4, num_key_value_heads=2, mamba_n_heads=6, mamba_d_head=16,
-    mamba_n_groups=1, mamba_d_state=10, mamba_d_conv=4, mamba_expand=2, mamba_chunk_size=24, mamba_conv_bias=True, mamba_proj_bias=False,
-    num_local_experts=7, num_experts_per_tok=3, shared_intermediate_size=40, embedding_multiplier=3.5, attention_multiplier=0.125,
-    residual_multiplier=0.35, logits_scaling=1.5, position_embedding_type='nope', normalization_function='rmsnorm', hidden_act='silu',
-    rms_norm_eps=1e-5, max_position_embeddings=512, rope_theta=10000, attention_bias=False, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
-    torch_dtype='bfloat16')
+# as Granite 4.0 H: a mixer and a feed-forward half in every layer, all four multipliers,
+# attention without positions; no width that 32 divides
+GRANITE = dict(
+    model_type='granitemoehybrid',
+    architectures=['GraniteMoeHybridForCausalLM'],
+    vocab_size=112, hidden_size=48, intermediate_size=24, num_hidden_layers=4,
+    layer_types=['mamba','attention','mamba','mamba'],
+    num_attention_heads=4, num_key_value_heads=2,
+    mamba_n_heads=6, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=10, mamba_d_conv=4,
+    mamba_expand=2, mamba_chunk_size=24, mamba_conv_bias=True, mamba_proj_bias=False,
+    num_local_experts=7, num_experts_per_tok=3, shared_intermediate_size=40,
+    embedding_multiplier=3.5, attention_multiplier=0.125,
+    residual_multiplier=0.35, logits_scaling=1.5,
+    position_embedding_type='nope', normalization_function='rmsnorm', hidden_act='silu',
+    rms_norm_eps=1e-5, max_position_embeddings=512, rope_theta=10000,
+    attention_bias=False, tie_word_embeddings=False,
+    bos_token_id=1, eos_token_id=2, torch_dtype='bfloat16')
 CASES['granite-hybrid'] = Case(GRANITE, 70, keep32='A_log')
+# multipliers that let a small tied net say something else than its last token
+MILD = dict(embedding_multiplier=.75, residual_multiplier=.85, tie_word_embeddings=True)
+DENSE = MILD|dict(num_local_experts=0, num_experts_per_tok=0)
+# as Granite 4.0 H Micro: no experts, tied; and what no published one has, groups and other biases
+TIED = GRANITE|DENSE|dict(
+    vocab_size=96, hidden_size=40, num_hidden_layers=3,
+    layer_types=['mamba','attention','mamba'],
+    mamba_n_heads=4, mamba_d_head=20, mamba_n_groups=2,
+    mamba_conv_bias=False, mamba_proj_bias=True, attention_bias=True,
+    shared_intermediate_size=56)
+CASES['granite-tied'] = Case(TIED, 68, keep32='A_log')
+# as Granite 4.0 Micro: the same type, attention with positions in every layer, tied
+ATTENTION = without(GRANITE, 'intermediate_size')|DENSE|dict(
+    vocab_size=96, num_hidden_layers=3, layer_types=['attention']*3,
+    position_embedding_type='rope', rope_theta=10000000)
+CASES['granite-attention'] = Case(ATTENTION|dict(intermediate_size=40), 66)
+# as Granite 3 and 4.1, and Granite 3 with experts: types of their own
+OLDER = without(BASE, 'mlp_bias')|MILD|dict(
+    vocab_size=96, attention_multiplier=.125, logits_scaling=.5)
+CASES['granite-dense'] = Case(OLDER|dict(model_type='granite', mlp_bias=False,
+    architectures=['GraniteForCausalLM']), 66)
+CASES['granite-moe'] = Case(OLDER|dict(model_type='granitemoe', intermediate_size=24,
+    architectures=['GraniteMoeForCausalLM'], num_local_experts=5, num_experts_per_tok=2), 66)
+CASES['granite-moe-shared'] = Case(CASES['granite-moe'].cfg|dict(model_type='granitemoeshared',
+    architectures=['GraniteMoeSharedForCausalLM'], shared_intermediate_size=32), 66)
 
 VL = dict(vocab_size=112, hidden_size=40, intermediate_size=56, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=24,
     hidden_act='silu', rms_norm_eps=1e-6, rope_theta=5000000, rope_scaling=dict(mrope_interleaved=True, mrope_section=[5,4,3], rope_type='default'),
@@ -226,3 +264,40 @@ CASES['qwen35-mixed'] = Case(TEXT35|dict(model_type='qwen3_5_text', architecture
     {f'model.layers.2.self_attn.{n}_proj':dict(quant_algo='FP8') for n in 'qkvo'} | {n:dict(quant_algo='W4A16_NVFP4',
     group_size=16) for n in ['lm_head']+[f'model.layers.{i}.mlp.{x}_proj' for i in range(3) for x in ('gate','up','down')]}),
     scales={f'model.layers.2.self_attn.{n}_proj.{n}_scale':.05 for n in 'kv'})
+
+# INT4 in groups, of a size that a card's cache takes, packed by the libraries themselves
+SMALL = dict(
+    vocab_size=40, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+    num_attention_heads=2, num_key_value_heads=1, head_dim=32)
+
+def grouped(**scheme):
+    "What config.json of a compressed-tensors folder says"
+    group = dict(targets=['Linear'], weights=ct_scheme(**scheme))
+    group['input_activations'] = None
+    return dict(
+        quant_method='compressed-tensors',
+        format='pack-quantized',
+        quantization_status='compressed',
+        ignore=['lm_head'],
+        config_groups=dict(group_0=group))
+
+# without zero points, and scales in BF16
+CASES['llama-ct-int4'] = Case(LLAMA|SMALL, 34, as_stored='packed',
+    rules=[(LINEAR, ct_int4(True, 64))],
+    quant=grouped(symmetric=True, group=64))
+# with them, and scales in float32
+CASES['llama-ct-int4-zeros'] = Case(LLAMA|SMALL, 34, as_stored='dequantized',
+    rules=[(LINEAR, ct_int4(False, 32, torch.float32))],
+    quant=grouped(symmetric=False, group=32))
+# rounded in the order of activations, with groups that stay where they are
+GPTQ = dict(
+    quant_method='gptq', bits=4, group_size=32, desc_act=True, static_groups=True,
+    sym=False, damp_percent=0.01, true_sequential=True, checkpoint_format='gptq')
+CASES['llama-gptq'] = Case(LLAMA|SMALL, 34, rules=[(LINEAR, gptq_int4(32))], quant=GPTQ)
+AWQ = dict(
+    quant_method='awq', bits=4, group_size=32,
+    zero_point=True, version='gemm', modules_to_not_convert=None)
+CASES['qwen3-awq'] = Case(
+    QWEN3|SMALL|dict(max_window_layers=1, tie_word_embeddings=False), 34,
+    rules=[(LINEAR, awq_int4(32))],
+    quant=AWQ)

@@ -1,17 +1,21 @@
 """A server of the Responses API with a script instead of a model: the pages `protocol.responses` and `protocol.stored`, and nothing else of Atlas.
 
 `serve(script)` runs it on a free port. `script(ask, turn)` gives the pieces of an answer, with `await` points in between where it is an async generator."""
-import asyncio,socket,tempfile,threading
+import asyncio,socket,threading
 from contextlib import contextmanager
 import uvicorn
+from helpers.waiting import WAIT
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse,StreamingResponse
 from starlette.routing import Route
 from atlas.ground.core import AtlasError
-from atlas.service.protocol.base import NotOfferedError,Usage,gather
+from atlas.ground.requests import Event
+from atlas.service.protocol.base import Usage
+from atlas.text.deltas import gather
+from atlas.text.tokenizer import byte_tokenizer
 from atlas.service.protocol.responses import Store,error_body,parse,reply
 
-class Scripted:
+class ResponsesApp:
     "One store, one script, and all that was asked"
     def __init__(self, script): self.script,self.store,self.asks,self.bodies,self.aborted,self.tasks = script,Store(),[],[],[],set()
 
@@ -83,31 +87,23 @@ def running(app):
     t = threading.Thread(target=server.run, kwargs=dict(sockets=[sock]), daemon=True)
     t.start()
     try: yield f'http://127.0.0.1:{sock.getsockname()[1]}'
-    finally: server.should_exit = True; t.join(10); sock.close()
+    finally:
+        server.should_exit = True
+        t.join(WAIT)
+        sock.close()
 
 @contextmanager
 def serve(script):
-    "Run a `Scripted` on a free port; gives it, with its `url`"
-    s = Scripted(script)
+    "Run a `ResponsesApp` on a free port; gives it, with its `url`"
+    s = ResponsesApp(script)
     with running(s.app()) as s.url: yield s
 
-# -- the whole service, with a script in the place of its engine -------------------------------------------------------------
+# -- the whole service, with a script in the place of its runner ---------------------------------
 
-END = 256
+END = 256  # comes after the bytes, and ends an answer
 TEMPLATE = '''{% for t in tools or [] %}tool {{ t | tojson }}
 {% endfor %}{% for m in messages %}{{ m.role }}: {{ m.content or '' }}{% for c in m.tool_calls or [] %} call {{ c.function.name }}{% endfor %}
 {% endfor %}assistant: '''
-
-def byte_tokenizer():
-    "One token a byte, and an end-of-sequence token"
-    from tokenizers import Tokenizer as HFTokenizer,decoders,models,pre_tokenizers
-    from atlas.text.tokenizer import Tokenizer
-    t = HFTokenizer(models.BPE(vocab={c:i for i,c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
-    t.pre_tokenizer,t.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),decoders.ByteLevel()
-    t.add_special_tokens(['<end>'])
-    with tempfile.TemporaryDirectory() as d:
-        t.save(f'{d}/tokenizer.json')
-        return Tokenizer.from_file(f'{d}/tokenizer.json')
 
 class Speaker:
     "A runner: `script` gives the answer, markup and all, to the text of a prompt"
@@ -125,7 +121,6 @@ class Line:
     def __init__(self, speaker, r, ids): self.speaker,self.r,self.ids,self.n,self.over = speaker,r,ids,0,False
     def __aiter__(self): return self
     async def __anext__(self):
-        from atlas.ground.requests import Event
         await asyncio.sleep(0)
         if self.over: raise StopAsyncIteration
         n,self.n = self.n,self.n+1
@@ -141,4 +136,5 @@ def service(script, parsers=('hermes','qwen3'), template=TEMPLATE, **kw):
     from atlas.text.chat import ChatTemplate
     from inprocess import app_of
     s = Speaker(script)
-    with running(app_of(s, s.tok, ChatTemplate(template), parsers=parsers, **kw)) as s.url: yield s
+    app = app_of(s, s.tok, ChatTemplate(template), parsers=parsers, **kw)
+    with running(app) as s.url: yield s

@@ -14,19 +14,26 @@ NAMES = ('left','right')
 
 def serve(trace):
     "The gateway: two scripted models with guides, and a small store"
-    from fake_gateway import ScriptConfig,text
+    from fake_gateway import COMMAND,ScriptConfig,text
     from atlas.service.gateway import serve
     from atlas.text.guide import Guides
-    from atlas.service.protocol import responses
     from atlas.text.sandbox import Sandbox
-    kept = responses.Store.__init__
-    responses.Store.__init__ = lambda self, most=300, size=8<<20, **kw: kept(self, most, size, **kw)
+    small_store()
     if trace: _trace()
     box = Sandbox()
     def side(options):
         d = text(options)
-        return d|dict(guides=Guides(d['tokenizer'], 256, [0], box), parsers=('hermes','qwen3'))
-    serve([dict(model=n, name=n, say='x'*200, max_queue=200) for n in NAMES], port=0, config=ScriptConfig, text=side, command=(sys.executable, here/'helpers'/'fake_worker.py'), log_level='error')
+        guides = Guides(d['tokenizer'], 256, [0], box)
+        return d|dict(guides=guides, parsers=('hermes','qwen3'))
+    models = [dict(model=n, name=n, say='x'*200, max_queue=200) for n in NAMES]
+    serve(models, port=0, config=ScriptConfig, text=side, command=COMMAND, log_level='error')
+
+def small_store():
+    "Stores of responses hold little, so that they are full soon"
+    from atlas.service.protocol import responses
+    kept = responses.Store.__init__
+    def small(self, most=300, size=8<<20, **kw): kept(self, most, size, **kw)
+    responses.Store.__init__ = small
 
 def _trace():
     "SIGUSR1: remember, and then say what grew"

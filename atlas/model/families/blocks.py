@@ -12,7 +12,8 @@ from ...ground.config import ModelConfig
 
 # %% ../../../nbs/4_model/07_families.qwen.ipynb #77faac8d
 from ...ground.config import ModelConfig
-from ..layers import Attention,Block,DeltaNet,Half,MLP,MoE,MoENames,norm,stack
+from ..layers import Attention,Block,DeltaNet,Half,MLP,MoE,MoENames
+from ..layers import norm,stack
 from ..model import Batch,Decoder
 
 # %% ../../../nbs/4_model/07_families.qwen.ipynb #c1e9e369
@@ -41,10 +42,12 @@ class MTPHead:
         cache, # Its layers come after the model's
     ): # [R, H]: what `m.head` makes logits of
         "Drafting states for pairs of a hidden state and the token after it"
-        ops,eps,s = m.ops,self._c.norm_eps,m.step(b, cache)
+        ops,eps = m.ops,self._c.norm_eps
+        s = m.step(b, cache)
         token = ops.rmsnorm(m.embed(b), self.pre_fc_norm_embedding.weight, eps)
         before = ops.rmsnorm(h, self.pre_fc_norm_hidden.weight, eps)
-        x = ops.project(s, m.device.xp.concatenate([token, before], -1), self.fc)  # (R,2H) -> (R,H)
+        both = m.device.xp.concatenate([token, before], -1)  # (R,2H)
+        x = ops.project(s, both, self.fc)  # (R,H)
         for l in self.layers: x = l(x, s)
         return ops.rmsnorm(x, self.norm.weight, eps)
 
@@ -85,7 +88,8 @@ class GemmaBlock:
 @patch
 def parts(self:GemmaBlock)->list:
     "As `Block.parts`"
-    return [self.mixer,self.mlp]+([self.moe] if self._moe else [])
+    both = [self.mixer,self.mlp]
+    return [*both,self.moe] if self._moe else both
 
 @patch
 def _norm(self:GemmaBlock, name:str)->Norm:
@@ -93,9 +97,9 @@ def _norm(self:GemmaBlock, name:str)->Norm:
 
 @patch
 def _experts(self:GemmaBlock, r, s):
-    "What experts make of the stream `r`, with the gains of its norm and of the MLP's, as `norm_add` wants it"
-    own = Norm(self.moe.router.norm, self._c.norm_eps)
-    y = self.moe(r, self._norm('pre_feedforward_layernorm_2'), s, router_norm=own)
+    "What experts make of `r`, with the gains of its norm and of the MLP's, as `norm_add` wants it"
+    norm = self._norm('pre_feedforward_layernorm_2')
+    y = self.moe(r, norm, s, router_gain=self.moe.router.norm)
     return y,self.post_feedforward_layernorm_2.weight,self.post_feedforward_layernorm_1.weight
 
 @patch
@@ -105,7 +109,8 @@ def __call__(self:GemmaBlock, x, s):
     r = s.ops.norm_add(y, *self._norm('post_attention_layernorm'), x)
     y = self.mlp(r, self._norm('pre_feedforward_layernorm'), s)
     beside = self._experts(r, s) if self._moe else None
-    return s.ops.norm_add(y, *self._norm('post_feedforward_layernorm'), r, self.layer_scalar, beside)
+    norm = self._norm('post_feedforward_layernorm')
+    return s.ops.norm_add(y, *norm, r, self.layer_scalar, beside)
 
 # %% ../../../nbs/4_model/09_families.gemma.ipynb #97ae22a1
 def _permutation(w):
@@ -131,7 +136,8 @@ class Assistant(Decoder):
     ): # Logits [R, vocab] and the next h
         "Score the token after the newest one"
         last = {k:max(i for i,m in enumerate(target.c.mixers) if m==k) for k in set(self.c.mixers)}
-        view = SimpleNamespace(kv={i:cache.kv[last[m]] for i,m in enumerate(self.c.mixers)})
+        kv = {i:cache.kv[last[m]] for i,m in enumerate(self.c.mixers)}
+        view = SimpleNamespace(kv=kv)
         both = target.device.empty((len(h),2*h.shape[1])); both[:,:h.shape[1]],both[:,h.shape[1]:] = target.embed(b),h
         s = self.step(b, view)
         x = s.ops.project(s, both, self.pre_projection)
@@ -148,7 +154,8 @@ def _scores(self:Assistant, n):
     if not d.ordered: return y
     e = self.masked_embedding
     clusters = host(e.token_ordering).astype(np.int64).reshape(d.num_centroids, -1)
-    for row,score in zip(y, host(self.ops.logits(n, e.centroids))):
+    scores = host(self.ops.logits(n, e.centroids))
+    for row,score in zip(y, scores):
         ids = clusters[np.argsort(-score, kind='stable')[:d.centroid_top_k]].ravel()
         kept = row[ids]; row[:] = kept.min()-1; row[ids] = kept
     return y
@@ -158,24 +165,26 @@ import numpy as np
 from dataclasses import replace
 from functools import partial
 from ...ground.config import ModelConfig
-from ...ground.weights import Want
 from ..layers import MLP,MoE,MoENames
 from ..model import Decoder
 
 # %% ../../../nbs/4_model/12_families.granite.ipynb #0822e8f3
 class SharedMLP(MLP):
-    "An MLP whose gate and up rows are stored as one matrix"
+    "An MLP called `shared_mlp`, gate and up rows in one matrix, or `mlp`, where they are two"
     def wants(self, dst, src):
-        "As `MLP.wants`"
+        "As `MLP.wants`, for `src` that ends in `mlp.`"
         up,down = super().wants(dst, src)
-        whole = Want(up.name, (f'{src}input_linear.weight',), up.shape)
-        return [replace(up, alts=(whole,)), replace(down, sources=(f'{src}output_linear.weight',))]
+        whole = f'{src.removesuffix("mlp.")}shared_mlp.'
+        def named(w, name):
+            source = f'{whole}{name}.weight'
+            return replace(w, sources=(source,), rows=(), alts=(w,))
+        return [named(up, 'input_linear'), named(down, 'output_linear')]
 
 class SharedMoE(MoE):
-    "Experts of `block_sparse_moe`, beside a `shared_mlp` of the layer"
+    "Experts of `block_sparse_moe`, beside an MLP of the layer"
     def __init__(self, c:ModelConfig):
         super().__init__(c, MoENames(router='router.layer'))
-        self.shared = SharedMLP(c, c.moe.shared_size)
+        if self.shared: self.shared = SharedMLP(c, c.moe.shared_size)
 
     def wants(self, dst, src):
         "As `MoE.wants`"
@@ -184,17 +193,21 @@ class SharedMoE(MoE):
         def named(w):
             "`w` or, where it is a stack, that by its name"
             sources = tuple(told.get(n, n) for n in w.sources)
-            return replace(w, sources=sources, alts=tuple(map(named, w.alts)))
+            alts = tuple(map(named, w.alts))
+            return replace(w, sources=sources, alts=alts)
         return [named(w) for w in super().wants(dst, src)]
 
     def _shared_wants(self, dst, src):
-        layer = src.removesuffix('block_sparse_moe.')
-        return self.shared.wants(dst+'shared.', layer+'shared_mlp.')
+        if not self.shared: return []
+        return self.shared.wants(dst+'shared.', f'{src.removesuffix("block_sparse_moe.")}mlp.')
 
 # %% ../../../nbs/4_model/12_families.granite.ipynb #07a0ca6e
 class ScaledDecoder(Decoder):
     "A decoder whose logits are scaled, by the gain of the norm before them"
+    scales = 'logit_scale',
     def wants(self):
         "As `Decoder.wants`"
         scaled = partial(np.multiply, np.float32(self.c.logit_scale))
-        return [replace(w, fn=scaled) if w.name=='norm.weight' else w for w in super().wants()]
+        def of(w):
+            return replace(w, fn=scaled) if w.name=='norm.weight' else w
+        return [of(w) for w in super().wants()]

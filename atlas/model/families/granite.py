@@ -1,4 +1,4 @@
-"""Granite 4.0 H: Mamba-2 with a little attention, experts beside an MLP, and four multipliers
+"""Granite 3 and 4: attention, Mamba-2, experts beside an MLP, and four multipliers
 
 Docs: https://atlas-inference.github.io/atlas/4_model/families.granite.html.md"""
 
@@ -12,103 +12,156 @@ from dataclasses import replace
 from math import inf
 from ...ground.config import Family,MambaConfig,ModelConfig,require
 from ...ground.config_json import HFModel,read_act,read_attention,read_experts
-from ...ground.config_gguf import GGUF_ATTENTION,GGUF_FFN_NORM,GGUF_ROPED,GGUFModel,GGUFNames,gguf_attention,gguf_each,gguf_experts,gguf_has,gguf_mlp,gguf_moe,gguf_one
-from ...ground.keys import Keys,expect
+from ...ground.config_gguf import GGUF_ATTENTION,GGUF_FFN_NORM,GGUF_ROPED,GGUFModel,GGUFNames
+from ...ground.config_gguf import gguf_attention,gguf_each,gguf_experts,gguf_has
+from ...ground.config_gguf import gguf_mlp,gguf_moe,gguf_one
+from ...ground.keys import Keys,expect,unsupported
 
 # %% ../../../nbs/4_model/12_families.granite.ipynb #392456de
 _WORDS = dict(mamba='mamba', linear_attention='mamba', attention='attention',
     full_attention='attention')
 _ROPE = dict(nope=False, rope=True)
+_UNCLAMPED = ([0.,inf],[0.,{'__float__':'Infinity'}])
 
 def _mixers(d):
     L = d.whole('num_hidden_layers', hi=1024)
-    types = expect(d.value('layer_types', ['mamba']*L), list, 'layer_types', 'a list')
-    require(len(types)==L, 'layer_types', f'{len(types)} layer types for {L} layers')
-    return tuple(Keys(dict(layer_types=t)).word('layer_types', _WORDS) for t in types)
+    k = d.named('layer_types', 'layers_block_type')
+    types = expect(d.value(k, ['mamba']*L), list, k, 'a list')
+    require(len(types)==L, k, f'{len(types)} layer types for {L} layers')
+    return tuple(Keys({k:t}).word(k, _WORDS) for t in types)
 
 def _mamba(d):
-    d.only(hidden_act='silu', time_step_limit=[0.,inf], normalization_function='rmsnorm')
-    heads,width = d.whole('mamba_n_heads'),d.whole('mamba_expand')*d.whole('hidden_size')
+    d.only(hidden_act='silu')
+    limit = d.value('time_step_limit', _UNCLAMPED[0])
+    if limit not in _UNCLAMPED: raise unsupported('time_step_limit', limit, _UNCLAMPED[:1])
+    heads = d.whole('mamba_n_heads')
+    width = d.whole('mamba_expand')*d.whole('hidden_size')
     require(width%heads==0, 'mamba_n_heads', f'{heads} heads in a width of {width}')
-    size = width//heads if d.value('mamba_d_head')=='auto' else d.whole('mamba_d_head')
+    size = width//heads
+    if d.value('mamba_d_head')!='auto': size = d.whole('mamba_d_head')
     require(size*heads==width, 'mamba_d_head', f'{heads} heads of {size} in a width of {width}')
-    return MambaConfig(heads, size, d.whole('mamba_n_groups'), d.whole('mamba_d_state'),
-        conv=d.whole('mamba_d_conv', lo=2), conv_bias=d.flag('mamba_conv_bias', True),
+    groups,state = d.whole('mamba_n_groups'),d.whole('mamba_d_state')
+    return MambaConfig(heads, size, groups, state,
+        conv=d.whole('mamba_d_conv', lo=2),
+        conv_bias=d.flag('mamba_conv_bias', True),
         proj_bias=d.flag('mamba_proj_bias'))
 
 # %% ../../../nbs/4_model/12_families.granite.ipynb #bc8960a9
-def hf_fields(d:Keys)->dict:
-    "Granite 4.0 H; where there are no experts, the MLP is all there is"
-    mixers,shared = _mixers(d),d.whole('shared_intermediate_size')
+def _feed_forward(d):
+    "Experts, and the width of the MLP where it is alone"
     alone = d|dict(shared_intermediate_size=0)
-    moe = read_experts(alone, score='topk_softmax', shared_size=shared)
-    f = dict(mixers=mixers, ffns=('moe' if moe else 'mlp',)*len(mixers), moe=moe,
-        intermediate_size=0 if moe else shared, act=read_act(d),
-        embed_scale=d.number('embedding_multiplier', 1.),
-        residual_scale=d.number('residual_multiplier', 1.),
-        logit_scale=1/d.number('logits_scaling', 1.))
-    if 'mamba' in mixers: f['mamba'] = _mamba(d)
-    if 'attention' not in mixers: return f
+    width = d.whole('shared_intermediate_size', lo=0 if d['num_local_experts'] else 1)
+    moe = read_experts(alone, score='topk_softmax', shared_size=width)
+    return moe,0 if moe else width
+
+def _attention(d):
     rope = d.word('position_embedding_type', _ROPE, False)
-    f['attention'] = read_attention(d, rope, scale=d.number('attention_multiplier', 1.))
+    scale = d.number('attention_multiplier', 1.)
+    return read_attention(d, rope, scale=scale)
+
+def hf_fields(d:Keys)->dict:
+    "Granite 4.0; where there are no experts, the MLP is all there is"
+    d.only(normalization_function='rmsnorm')
+    mixers = _mixers(d)
+    moe,width = _feed_forward(d)
+    ffns = ('moe' if moe else 'mlp',)*len(mixers)
+    f = dict(mixers=mixers, ffns=ffns, moe=moe, intermediate_size=width, act=read_act(d))
+    f['embed_scale'] = d.number('embedding_multiplier', 1.)
+    f['residual_scale'] = d.number('residual_multiplier', 1.)
+    f['logit_scale'] = 1/d.number('logits_scaling', 1.)
+    if 'mamba' in mixers: f['mamba'] = _mamba(d)
+    if 'attention' in mixers: f['attention'] = _attention(d)
     return f
 
-_ABSENT = dict(max_position_embeddings=2048, rms_norm_eps=1e-6, intermediate_size=11008,
-    num_local_experts=8, num_experts_per_tok=2, shared_intermediate_size=1024,
-    mamba_n_heads=128, mamba_n_groups=1, mamba_d_state=256, mamba_d_head='auto',
-    mamba_d_conv=4, mamba_expand=2)
-HF = dict(granitemoehybrid=HFModel('granite', hf_fields, _ABSENT))
+# %% ../../../nbs/4_model/12_families.granite.ipynb #7be4c913
+def _attending(d, **kw):
+    types = ['attention']*d.whole('num_hidden_layers', hi=1024)
+    return hf_fields(d|dict(layer_types=types, position_embedding_type='rope', **kw))
+
+def _dense(d):
+    d.only(mlp_bias=False)
+    width = d.whole('intermediate_size')
+    return _attending(d, num_local_experts=0, shared_intermediate_size=width)
+
+_DENSE = dict(max_position_embeddings=2048, rms_norm_eps=1e-6, intermediate_size=11008)
+_MOE = _DENSE|dict(num_local_experts=8, num_experts_per_tok=2, shared_intermediate_size=0)
+_HYBRID = _MOE|dict(shared_intermediate_size=1024, mamba_n_heads=128, mamba_n_groups=1,
+    mamba_d_state=256, mamba_d_head='auto', mamba_d_conv=4, mamba_expand=2)
+HF = dict(
+    granitemoehybrid=HFModel('granite', hf_fields, _HYBRID),
+    granitemoeshared=HFModel('granite', _attending, _MOE),
+    granitemoe=HFModel('granite', _attending, _MOE),
+    granite=HFModel('granite', _dense, _DENSE))
 
 # %% ../../../nbs/4_model/12_families.granite.ipynb #ad3c2d6d
 _SCALES = ('embedding_scale','residual_scale','logit_scale')
 
 def _gguf_mamba(m, a, names):
-    n = lambda k,**kw: m.whole(f'{a}.ssm.{k}', **kw)
+    def n(k, **kw): return m.whole(f'{a}.ssm.{k}', **kw)
     heads,width = n('time_step_rank'),n('inner_size')
     require(width%heads==0, f'{a}.ssm.inner_size', f'{heads} heads in a width of {width}')
-    return MambaConfig(heads, width//heads, n('group_count'), n('state_size'),
-        conv=n('conv_kernel', lo=2), conv_bias=gguf_has(names, '.ssm_conv1d.bias', True),
+    groups,state = n('group_count'),n('state_size')
+    return MambaConfig(heads, width//heads, groups, state,
+        conv=n('conv_kernel', lo=2),
+        conv_bias=gguf_has(names, '.ssm_conv1d.bias', True),
         proj_bias=gguf_has(names, '.ssm_in.bias'))
 
-def gguf_fields(m, a, L, names, ff)->dict:
-    "Granite 4.0 H"
-    kv,k = gguf_each(m, f'{a}.attention.head_count_kv', L),f'{a}.feed_forward_length'
-    mixers = tuple('attention' if n else 'mamba' for n in kv)
+def _gguf_ffn(m, a, L):
+    "Experts, and the width of the MLP"
+    k,shared = f'{a}.feed_forward_length',f'{a}.expert_shared_feed_forward_length'
     width = gguf_one(gguf_each(m, k, L), k)
-    shared = m.whole(f'{a}.expert_shared_feed_forward_length', width)
-    moe = gguf_experts(m|{f'{a}.expert_feed_forward_length':width}, a, score='topk_softmax',
-        shared_size=shared)
+    beside = m.whole(shared, 0, lo=0)
+    told = m|{f'{a}.expert_feed_forward_length':width}
+    moe = gguf_experts(told, a, score='topk_softmax', shared_size=beside)
+    return moe,0 if moe else beside or width
+
+def gguf_fields(m, a, L, names, ff)->dict:
+    "Granite 4.0 H, or one that attends in every layer"
+    heads = m.value(f'{a}.attention.head_count')
+    kv = gguf_each(m, f'{a}.attention.head_count_kv', L, heads)
+    mixers = tuple('attention' if n else 'mamba' for n in kv)
+    moe,width = _gguf_ffn(m, a, L)
     embed,residual,divisor = (m.number(f'{a}.{k}', 1.) for k in _SCALES)
     turns = m.flag(f'{a}.rope.scaling.finetuned', True)
-    return dict(mixers=mixers, ffns=('moe' if moe else 'mlp',)*L, moe=moe,
-        intermediate_size=0 if moe else shared, embed_scale=embed, residual_scale=residual,
-        logit_scale=1/divisor, mamba=_gguf_mamba(m, a, names) if 'mamba' in mixers else None,
-        attention=gguf_attention(m, a, L, names, ff, turns) if 'attention' in mixers else None)
+    f = dict(mixers=mixers, ffns=('moe' if moe else 'mlp',)*L, moe=moe)
+    f |= dict(intermediate_size=width, embed_scale=embed, residual_scale=residual)
+    f['logit_scale'] = 1/divisor
+    if 'mamba' in mixers: f['mamba'] = _gguf_mamba(m, a, names)
+    if 'attention' in mixers: f['attention'] = gguf_attention(m, a, L, names, ff, turns)
+    return f
 
 # %% ../../../nbs/4_model/12_families.granite.ipynb #e465e150
 _MAMBA = {k:f'mamba.{v}' for k,v in {
     'ssm_in':'in_proj', 'ssm_conv1d':'conv1d', 'ssm_norm':'norm', 'ssm_out':'out_proj',
     'ssm_a.':'A', 'ssm_d.':'D', 'ssm_dt.bias':'dt_bias'}.items()}
-_MLP = {f'ffn_{k}{end}':f'shared_mlp.{v}' for end in ('','_shexp')
-    for k,v in dict(gate='gate_proj', up='up_proj', down='output_linear').items()}
-_MOE = gguf_moe('block_sparse_moe.', router='router.layer')
+_SHARED = {f'{k}_shexp':v for k,v in gguf_mlp().items()}
+_EXPERTS = gguf_moe('block_sparse_moe.', router='router.layer')
 _DOWN = {'ffn_down_exps.weight':'block_sparse_moe.output_linear.weight'}
-_NAMES = GGUF_ATTENTION|GGUF_FFN_NORM|_MAMBA|_MLP|_MOE|_DOWN
+_NAMES = GGUF_ATTENTION|GGUF_FFN_NORM|_MAMBA|gguf_mlp()|_SHARED|_EXPERTS|_DOWN
 _FLAT = ('mamba.A','mamba.D','mamba.norm.weight')
-GGUF = GGUFModel('granite', gguf_fields, GGUFNames(_NAMES, GGUF_ROPED, flat=_FLAT), reads=_SCALES)
-FAMILY = Family('granite', HF, dict(granitehybrid=GGUF))
+_GGUF_NAMES = GGUFNames(_NAMES, GGUF_ROPED, flat=_FLAT)
+GGUF = GGUFModel('granite', gguf_fields, _GGUF_NAMES, reads=_SCALES)
+FAMILY = Family('granite', HF, dict(granitehybrid=GGUF, granitemoe=GGUF, granite=GGUF))
 
 # %% ../../../nbs/4_model/12_families.granite.ipynb #37f8a88b
+def _divided(c):
+    "The config for what reads or begins a stream that is divided by `residual_scale`"
+    m = c.residual_scale
+    scale,eps = c.embed_scale/m,c.norm_eps/m**2
+    return replace(c, embed_scale=scale, norm_eps=eps, residual_scale=1.)
+
 def build(c:ModelConfig):
-    "Granite 4.0 H, of any size; its stream is kept divided by `residual_scale`"
+    "Granite, of any size; its stream is kept divided by `residual_scale`"
     from atlas.model.families.blocks import ScaledDecoder,SharedMLP,SharedMoE
     from atlas.model.layers import Attention,Block,Half,Mamba
-    m = c.residual_scale
-    divided = replace(c, embed_scale=c.embed_scale/m, norm_eps=c.norm_eps/m**2)
-    def layer(i):
-        "A mixer and a feed-forward half"
-        mixer = (Mamba(c, i),'mamba') if c.mixers[i]=='mamba' else (Attention(c, i),'self_attn')
-        ffn = (SharedMoE(c),'block_sparse_moe') if c.moe else (SharedMLP(c),'shared_mlp')
-        seq = Half(mixer[0], 'mixer', mixer[1], 'input_layernorm')
-        return Block(divided, seq, Half(ffn[0], 'mlp', ffn[1], 'post_attention_layernorm'))
-    return ScaledDecoder(divided, [layer(i) for i in range(c.num_layers)])
+    divided = _divided(c)
+    def mixer(i):
+        if c.mixers[i]=='mamba': return Half(Mamba(c, i), 'mixer', 'mamba', 'input_layernorm')
+        return Half(Attention(c, i), 'mixer', 'self_attn', 'input_layernorm')
+    def ffn():
+        layer,name = (SharedMoE(c),'block_sparse_moe') if c.moe else (SharedMLP(c),'mlp')
+        return Half(layer, 'mlp', name, 'post_attention_layernorm')
+    layers = [Block(divided, mixer(i), ffn()) for i in range(c.num_layers)]
+    decoder = ScaledDecoder(divided, layers)
+    decoder.unit = c.residual_scale
+    return decoder

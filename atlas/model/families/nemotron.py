@@ -10,26 +10,31 @@ __all__ = ['HF', 'GGUF', 'FAMILY', 'hf_fields', 'gguf_fields', 'build']
 # %% ../../../nbs/4_model/10_families.nemotron.ipynb #e73bc2ba
 from ...ground.config import Family,MambaConfig,ModelConfig,require
 from ...ground.config_json import HFModel,read_attention,read_experts,read_width
-from ...ground.config_gguf import GGUF_ROPED,GGUFModel,GGUFNames,gguf_attention,gguf_each,gguf_experts,gguf_has,gguf_mlp,gguf_moe,gguf_one
+from ...ground.config_gguf import GGUF_ROPED,GGUFModel,GGUFNames,gguf_attention
+from ...ground.config_gguf import gguf_each,gguf_experts,gguf_has,gguf_mlp,gguf_moe,gguf_one
 from ...ground.keys import Keys,expect,unsupported
 
 # %% ../../../nbs/4_model/10_families.nemotron.ipynb #ba74e0cd
-_WORDS = {('mamba','none'):'M mamba linear_attention', ('none','moe'):'E moe',
-    ('none','mlp'):'- mlp', ('attention','none'):'* attention full_attention'}
-_HALVES = {w:halves for halves,words in _WORDS.items() for w in words.split()}
+_HALVES = (dict.fromkeys(('M','mamba','linear_attention'), ('mamba','none'))
+    |dict.fromkeys(('E','moe'), ('none','moe'))
+    |dict.fromkeys(('-','mlp'), ('none','mlp'))
+    |dict.fromkeys(('*','attention','full_attention'), ('attention','none')))
 
 def _blocks(d)->tuple:
     "Mixers and feed-forward parts, one of them a block"
     key = d.named('layers_block_type', 'layer_types', 'hybrid_override_pattern')
-    types = expect(d.value(key), (list,str), key, 'a list or a word of M, E, * and -')
+    types = d.value(key)
+    expect(types, (list,str), key, 'a list or a word of M, E, * and -')
     L = d.whole('num_hidden_layers', len(types))
     require(len(types)==L, key, f'{len(types)} layer types for {d.get("num_hidden_layers")} layers')
-    return tuple(zip(*(Keys({key:t}).word(key, _HALVES) for t in types or [''])))
+    halves = [Keys({key:t}).word(key, _HALVES) for t in types or ['']]
+    return tuple(zip(*halves))
 
 # %% ../../../nbs/4_model/10_families.nemotron.ipynb #53606285
 def _mamba(d):
     d.only(mamba_hidden_act='silu', mamba_proj_bias=d.flag('use_bias'))
-    sizes = [d.whole(k) for k in ('mamba_num_heads','mamba_head_dim','n_groups','ssm_state_size')]
+    keys = ('mamba_num_heads','mamba_head_dim','n_groups','ssm_state_size')
+    sizes = [d.whole(k) for k in keys]
     return MambaConfig(*sizes, conv=d.whole('conv_kernel', lo=2),
         conv_bias=d.flag('use_conv_bias', True), proj_bias=d.flag('use_bias'))
 
@@ -44,8 +49,9 @@ def hf_fields(d:Keys)->dict:
     mixers,ffns = _blocks(d)
     window = d.value('sliding_window', None)
     if window is not None: raise unsupported('sliding_window', window, ['none'])
-    f = dict(mixers=mixers, ffns=ffns, intermediate_size=read_width(d, ffns),
-        act=d.word('mlp_hidden_act', dict(relu2='relu2')), mlp_bias=d.flag('mlp_bias'))
+    f = dict(mixers=mixers, ffns=ffns, intermediate_size=read_width(d, ffns))
+    f['act'] = d.word('mlp_hidden_act', dict(relu2='relu2'))
+    f['mlp_bias'] = d.flag('mlp_bias')
     if 'moe' in ffns: f['moe'] = _experts(d)
     if 'mamba' in mixers: f['mamba'] = _mamba(d)
     if 'attention' not in mixers: return f
@@ -66,32 +72,46 @@ def _gguf_heads(m, a):
 
 def _gguf_mamba(m, a, names, heads):
     groups,state = (m.whole(f'{a}.ssm.{k}') for k in ('group_count','state_size'))
-    return MambaConfig(*heads, groups, state, conv=m.whole(f'{a}.ssm.conv_kernel', lo=2),
+    conv = m.whole(f'{a}.ssm.conv_kernel', lo=2)
+    return MambaConfig(*heads, groups, state, conv=conv,
         conv_bias=gguf_has(names, '.ssm_conv1d.bias', True),
         proj_bias=gguf_has(names, '.ssm_in.bias'))
 
 def _gguf_experts(m, a):
     shared = m.whole(f'{a}.expert_shared_count', 1, lo=0, hi=1)
     width = m.whole(f'{a}.expert_shared_feed_forward_length', 0, lo=0)
-    return gguf_experts(m, a, score='sigmoid', correction=True, shared_size=shared*width)
+    size = shared*width
+    return gguf_experts(m, a, score='sigmoid', correction=True, shared_size=size)
+
+# %% ../../../nbs/4_model/10_families.nemotron.ipynb #d93c15be
+def _gguf_mixer(kv_heads, width):
+    if width: return 'none'
+    return 'attention' if kv_heads else 'mamba'
+
+def _gguf_ffn(i, width, names, moe):
+    "Of layer `i`: a router tells of experts or, without names, the width does"
+    if not width: return 'none'
+    if not moe: return 'mlp'
+    routed = width==moe.intermediate_size
+    if names: routed = f'blk.{i}.ffn_gate_inp.weight' in names
+    return 'moe' if routed else 'mlp'
 
 def gguf_fields(m, a, L, names, ff)->dict:
     "Nemotron-H"
     k = f'{a}.feed_forward_length'
-    kv,width = gguf_each(m, f'{a}.attention.head_count_kv', L),gguf_each(m, k, L)
-    mixers = tuple('none' if w else 'attention' if n else 'mamba' for n,w in zip(kv, width))
+    kv = gguf_each(m, f'{a}.attention.head_count_kv', L)
+    width = gguf_each(m, k, L)
+    mixers = tuple(map(_gguf_mixer, kv, width))
     moe,heads = _gguf_experts(m, a),_gguf_heads(m, a)
-    def ffn(i, w):
-        if not w or not moe: return 'mlp' if w else 'none'
-        routed = f'blk.{i}.ffn_gate_inp.weight' in names if names else w==moe.intermediate_size
-        return 'moe' if routed else 'mlp'
-    ffns = tuple(ffn(i, w) for i,w in enumerate(width))
+    ffns = tuple(_gguf_ffn(i, w, names, moe) for i,w in enumerate(width))
     mlps = [w for w,f in zip(width, ffns) if f=='mlp']
-    return dict(mixers=mixers, ffns=ffns, moe=moe if 'moe' in ffns else None, act='relu2',
-        intermediate_size=gguf_one(mlps, k) if mlps else 0,
-        mlp_bias=gguf_has(names, '.ffn_up.bias'),
-        attention=gguf_attention(m, a, L, names, turns=False) if 'attention' in mixers else None,
-        mamba=_gguf_mamba(m, a, names, heads) if 'mamba' in mixers else None)
+    f = dict(mixers=mixers, ffns=ffns, act='relu2')
+    f['intermediate_size'] = gguf_one(mlps, k) if mlps else 0
+    f['mlp_bias'] = gguf_has(names, '.ffn_up.bias')
+    if 'moe' in ffns: f['moe'] = moe
+    if 'attention' in mixers: f['attention'] = gguf_attention(m, a, L, names, turns=False)
+    if 'mamba' in mixers: f['mamba'] = _gguf_mamba(m, a, names, heads)
+    return f
 
 # %% ../../../nbs/4_model/10_families.nemotron.ipynb #653a76b5
 _MIXER = {k:f'mixer.{v}' for k,v in {
@@ -104,7 +124,7 @@ _NAMES = gguf_moe('mixer.')|_MIXER|dict(attn_norm='norm')|gguf_mlp('mixer')
 _ROPED = {k.replace('self_attn', 'mixer'):v for k,v in GGUF_ROPED.items()}
 _FLAT = ('mixer.A','mixer.D','mixer.norm.weight')
 GGUF = GGUFModel('nemotron', gguf_fields, GGUFNames(_NAMES, _ROPED, flat=_FLAT))
-FAMILY = Family('nemotron', HF, dict.fromkeys(('nemotron_h','nemotron_h_moe'), GGUF),
+FAMILY = Family('nemotron', HF, dict(nemotron_h=GGUF, nemotron_h_moe=GGUF),
     ignore=('mtp.*',))
 
 # %% ../../../nbs/4_model/10_families.nemotron.ipynb #18a86a3f
@@ -118,6 +138,7 @@ def build(c:ModelConfig):
         if c.ffns[i]=='moe': return MoE(c, names)
         if c.ffns[i]=='mlp': return MLP(c)
         return Mamba(c, i) if c.mixers[i]=='mamba' else Attention(c, i)
-    where = lambda i: 'mlp' if c.mixers[i]=='none' else 'mixer'
-    halves = [Half(part(i), where(i), 'mixer', 'norm') for i in range(c.num_layers)]
-    return Decoder(c, [Block(c, h) for h in halves])
+    def block(i):
+        where = 'mlp' if c.mixers[i]=='none' else 'mixer'
+        return Block(c, Half(part(i), where, 'mixer', 'norm'))
+    return Decoder(c, [block(i) for i in range(c.num_layers)])

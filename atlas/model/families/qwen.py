@@ -11,8 +11,11 @@ __all__ = ['HF', 'WRAPPED', 'GGUF', 'FAMILY', 'Generation', 'hf_fields', 'gguf_e
 from dataclasses import dataclass
 from functools import partial
 from ...ground.config import DeltaConfig,Family,ModelConfig,VisionConfig,require
-from ...ground.config_json import HFModel,Wrapped,mixed,read_act,read_attention,read_experts,read_mixers,read_width
-from ...ground.config_gguf import GGUF_ATTENTION,GGUF_FFN_NORM,GGUF_POST_NORM,GGUFModel,GGUFNames,gguf_alike,gguf_attention,gguf_experts,gguf_mlp,gguf_moe
+from ...ground.config_json import HFModel,Wrapped,mixed,read_act,read_attention
+from ...ground.config_json import read_experts,read_mixers,read_width
+from ...ground.config_gguf import GGUF_ATTENTION,GGUF_FFN_NORM,GGUF_POST_NORM
+from ...ground.config_gguf import GGUFModel,GGUFNames,gguf_alike,gguf_attention
+from ...ground.config_gguf import gguf_experts,gguf_mlp,gguf_moe
 from ...ground.keys import Keys,expect
 
 # %% ../../../nbs/4_model/07_families.qwen.ipynb #0ff8dfc0
@@ -28,8 +31,10 @@ class Generation:
 def _mixers(d, g, window):
     "Newer ones alternate; those before may let layers slide from `max_window_layers` on"
     if not g.delta:
-        first = lambda: d.whole('max_window_layers', 0, lo=0)
-        return read_mixers(d, lambda i: 'sliding' if window and i>=first() else 'attention')
+        def mixer(i):
+            slides = window and i>=d.whole('max_window_layers', 0, lo=0)
+            return 'sliding' if slides else 'attention'
+        return read_mixers(d, mixer)
     every = d.whole('full_attention_interval', 4)
     return read_mixers(d, lambda i: 'delta' if (i+1)%every else 'attention')
 
@@ -41,11 +46,18 @@ def _ffns(d, L, moe):
 def _delta(d, g):
     keys = ('num_key_heads','num_value_heads','key_head_dim','value_head_dim')
     sizes = [d.whole(f'linear_{k}') for k in keys]
-    act = d.word('output_gate_type', dict(swish='silu', silu='silu', sigmoid='sigmoid'), 'silu')
-    return DeltaConfig(*sizes, conv=d.whole('linear_conv_kernel_dim', 4, lo=2), gate_act=act,
-        fused=g.delta=='fused')
+    acts = dict(swish='silu', silu='silu', sigmoid='sigmoid')
+    act = d.word('output_gate_type', acts, 'silu')
+    conv = d.whole('linear_conv_kernel_dim', 4, lo=2)
+    return DeltaConfig(*sizes, conv=conv, gate_act=act, fused=g.delta=='fused')
 
 # %% ../../../nbs/4_model/07_families.qwen.ipynb #a4d1577a
+def _video_tokens(d):
+    "Tokens that stand for a video, and around what is seen"
+    keys = dict(video_token_id='video_token_id', vision_start_id='vision_start_token_id',
+        vision_end_id='vision_end_token_id')
+    return {k:d.whole(word, None, lo=0) for k,word in keys.items()}
+
 def _vision(d, g):
     "The tower; None where there is none, or where the file says not to use it"
     v = d.table('vision_config')
@@ -60,25 +72,39 @@ def _vision(d, g):
         num_positions=v.whole('num_position_embeddings', 2304),
         deepstack=v.wholes('deepstack_visual_indexes'),
         act=v.word('hidden_act', dict(gelu_pytorch_tanh='gelu_tanh'), 'gelu_tanh'),
-        video_token_id=d.whole('video_token_id', None, lo=0),
-        vision_start_id=d.whole('vision_start_token_id', None, lo=0),
-        vision_end_id=d.whole('vision_end_token_id', None, lo=0))
+        **_video_tokens(d))
+
+# %% ../../../nbs/4_model/07_families.qwen.ipynb #5c0de7a1
+def _attention(d, g):
+    gate = bool(g.delta) and d.flag('attn_output_gate', True)
+    bias = {} if g.bias is None else dict(bias=g.bias, o_bias=False)
+    return read_attention(d, mrope=g.mrope, qk_norm=g.qk_norm, gate=gate, **bias)
+
+def _mixture(d, g):
+    "Experts, if this generation may have them"
+    shared = d.whole('shared_expert_intermediate_size', 0, lo=0)
+    if g.moe: return read_experts(d, shared_size=shared, shared_gate=shared>0)
+
+def _drafting(d):
+    "How many layers draft"
+    layers = d.whole('mtp_num_hidden_layers', 0, lo=0, hi=64)
+    if layers: d.only(mtp_use_dedicated_embeddings=False)
+    return layers
 
 def hf_fields(d:Keys, g:Generation=Generation())->dict:
     "Every Qwen from the second generation on"
     vision = _vision(d, g)
     window = d.whole('sliding_window', None) if d.flag('use_sliding_window') else None
-    kinds,new = _mixers(d, g, window),bool(g.delta)
-    bias = {} if g.bias is None else dict(bias=g.bias, o_bias=False)
-    att = read_attention(d, mrope=g.mrope, qk_norm=g.qk_norm,
-        gate=new and d.flag('attn_output_gate', True), **bias)
-    S = d.whole('shared_expert_intermediate_size', 0, lo=0)
-    moe = read_experts(d, shared_size=S, shared_gate=S>0) if g.moe else None
-    ffns,mtp = _ffns(d, len(kinds), moe),d.whole('mtp_num_hidden_layers', 0, lo=0, hi=64)
-    if mtp: d.only(mtp_use_dedicated_embeddings=False)
-    return dict(mixed(kinds, att, window), ffns=ffns, moe=moe,
-        delta=_delta(d, g) if 'delta' in kinds else None, vision=vision, act=read_act(d),
-        intermediate_size=read_width(d, ffns), norm_plus_one=new, mtp_layers=mtp)
+    kinds = _mixers(d, g, window)
+    att,moe = _attention(d, g),_mixture(d, g)
+    ffns = _ffns(d, len(kinds), moe)
+    drafting = _drafting(d)
+    layers = mixed(kinds, att, window)
+    delta = _delta(d, g) if 'delta' in kinds else None
+    return dict(layers, ffns=ffns, moe=moe, delta=delta, vision=vision,
+        act=read_act(d),
+        intermediate_size=read_width(d, ffns), norm_plus_one=bool(g.delta),
+        mtp_layers=drafting)
 
 # %% ../../../nbs/4_model/07_families.qwen.ipynb #f90e18d7
 _ABSENT = dict(rms_norm_eps=1e-6, max_window_layers=28, sliding_window=4096)
@@ -89,7 +115,9 @@ _NEW = _ABSENT|dict(partial_rotary_factor=.25, vision_start_token_id=248053,
     vision_end_token_id=248054)
 _VL,_Q35 = (24,20,20),(11,11,10)
 
-def _model(absent, **kw): return HFModel('qwen', partial(hf_fields, g=Generation(**kw)), absent)
+def _model(absent, **kw):
+    fields = partial(hf_fields, g=Generation(**kw))
+    return HFModel('qwen', fields, absent)
 
 HF = dict(
     qwen2=_model(_ABSENT, qk_norm='none', bias=True),
@@ -100,29 +128,45 @@ HF = dict(
     qwen3_next=_model(_MOE|_NEXT, moe=True, delta='fused'),
     qwen3_5_text=_model(_NEW, delta='split', mrope=_Q35),
     qwen3_5_moe_text=_model(_NEW, moe=True, delta='split', mrope=_Q35))
-WRAPPED = {k:Wrapped(f'{k}_text', HF) for k in ('qwen3_vl','qwen3_vl_moe','qwen3_5','qwen3_5_moe')}
+_WRAPPED = ('qwen3_vl','qwen3_vl_moe','qwen3_5','qwen3_5_moe')
+WRAPPED = {k:Wrapped(f'{k}_text', HF) for k in _WRAPPED}
 
 # %% ../../../nbs/4_model/07_families.qwen.ipynb #8cc1e239
 def gguf_experts_alike(m, a, L, names, ff)->dict:
     "A Qwen without delta nets, with experts"
     return gguf_alike(m, a, L, names, ff, moe=gguf_experts(m, a), qk_norm='head')
 
+def _gguf_recurrent(m, a, L):
+    "Is each layer a delta net? All but every so many-th, where no list says it"
+    every = m.whole(f'{a}.full_attention_interval', 4)
+    k = f'{a}.attention.recurrent_layers'
+    usual = [(i+1)%every!=0 for i in range(L)]
+    rec = expect(m.value(k, usual), list, k, 'a list')
+    require(len(rec)>=L, k, f'{len(rec)} values for {L} layers')
+    return rec[:L]
+
+def _gguf_heads(m, a):
+    "How many heads of values there are, and how wide they are"
+    heads,width = (m.whole(f'{a}.ssm.{k}') for k in ('time_step_rank','inner_size'))
+    require(width%heads==0, f'{a}.ssm.inner_size', f'{heads} heads in a width of {width}')
+    return heads,width//heads
+
+def _gguf_mixture(m, a):
+    shared = m.whole(f'{a}.expert_shared_feed_forward_length', 0, lo=0)
+    return gguf_experts(m, a, shared_size=shared, shared_gate=shared>0)
+
 def gguf_delta(m, a, L, names, ff, fused=False)->dict:
     "A Qwen with delta nets, from Qwen3-Next on"
-    every,s = m.whole(f'{a}.full_attention_interval', 4),lambda k: m.whole(f'{a}.ssm.{k}')
-    k = f'{a}.attention.recurrent_layers'
-    rec = expect(m.value(k, [(i+1)%every!=0 for i in range(L)]), list, k, 'a list')
-    require(len(rec)>=L, k, f'{len(rec)} values for {L} layers')
-    vh = s('time_step_rank')
-    require(s('inner_size')%vh==0, f'{a}.ssm.inner_size',
-        f'{vh} heads in a width of {s("inner_size")}')
-    S = m.whole(f'{a}.expert_shared_feed_forward_length', 0, lo=0)
-    moe = gguf_experts(m, a, shared_size=S, shared_gate=S>0)
-    delta = DeltaConfig(s('group_count'), vh, s('state_size'), s('inner_size')//vh,
-        conv=m.whole(f'{a}.ssm.conv_kernel', lo=2), fused=fused)
-    return dict(mixers=tuple('delta' if r else 'attention' for r in rec[:L]),
-        ffns=('moe' if moe else 'mlp',)*L, moe=moe, delta=delta,
-        attention=gguf_attention(m, a, L, names, ff, qk_norm='head', gate=True))
+    rec = _gguf_recurrent(m, a, L)
+    heads,width = _gguf_heads(m, a)
+    moe = _gguf_mixture(m, a)
+    groups,state = (m.whole(f'{a}.ssm.{k}') for k in ('group_count','state_size'))
+    conv = m.whole(f'{a}.ssm.conv_kernel', lo=2)
+    delta = DeltaConfig(groups, heads, state, width, conv=conv, fused=fused)
+    mixers = tuple('delta' if r else 'attention' for r in rec)
+    att = gguf_attention(m, a, L, names, ff, qk_norm='head', gate=True)
+    return dict(mixers=mixers, attention=att, delta=delta,
+        ffns=('moe' if moe else 'mlp',)*L, moe=moe)
 
 # %% ../../../nbs/4_model/07_families.qwen.ipynb #69a0bb8f
 _DELTA = {k:f'linear_attn.{v}' for k,v in {'attn_qkv':'in_proj_qkv', 'attn_gate':'in_proj_z',
@@ -137,13 +181,14 @@ def _gguf(fields, names, **kw):
     return GGUFModel('qwen', fields, GGUFNames(names, **kw), drafts=True)
 
 _plain,_experts = partial(gguf_alike, qk_norm='head'),gguf_experts_alike
+_next = partial(gguf_delta, fused=True)
 GGUF = dict(
     qwen2=_gguf(partial(gguf_alike, bias=True), _OLD|gguf_mlp()),
     qwen3=_gguf(_plain, _OLD|gguf_mlp()),
     qwen3moe=_gguf(_experts, _OLD|gguf_moe()),
     qwen3vl=_gguf(_plain, _OLD|gguf_mlp()),
     qwen3vlmoe=_gguf(_experts, _OLD|gguf_moe()),
-    qwen3next=_gguf(partial(gguf_delta, fused=True), _NEWER|gguf_moe()|_SHARED),
+    qwen3next=_gguf(_next, _NEWER|gguf_moe()|_SHARED),
     qwen35=_gguf(gguf_delta, _NEWER|gguf_mlp(), tiled=True),
     qwen35moe=_gguf(gguf_delta, _NEWER|gguf_moe()|_SHARED, tiled=True))
 

@@ -20,8 +20,9 @@ from pydantic_core import from_json,to_json
 from structlog.contextvars import get_contextvars
 from ...ground.core import AtlasError,ContextLengthError,RequestError
 from ...ground.requests import SamplingParams
-from ...text.deltas import CallDelta,Delta
-from .base import Ask,Choice,Int,Usage,Writer,found,ignored,quote,sse,think,validate
+from ...text.deltas import CallDelta,Choice,Delta
+from .base import OPEN,Ask,Int,Usage,Writer
+from .base import found,ignored,quote,sse,think,validate
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #bdb4134d
 _strict = ConfigDict(strict=True, allow_inf_nan=False)
@@ -73,7 +74,7 @@ class Tool(BaseModel):
 
 class ToolChoice(BaseModel):
     "Which tools may, or must, be called"
-    model_config = _strict
+    model_config = OPEN
     type: Literal['auto','any','tool','none']
     name: str|None = None
     disable_parallel_tool_use: bool|None = None
@@ -81,27 +82,27 @@ class ToolChoice(BaseModel):
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #f6b7b420
 class Thinking(BaseModel):
     "How much thought an answer may cost"
-    model_config = _strict
+    model_config = OPEN
     type: Literal['enabled','disabled','adaptive','between_tools']
     budget_tokens: Annotated[Int, Field(ge=0)]|None = None
     display: str|None = None
 
 class Format(BaseModel):
     "What the text of an answer has to be like"
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, populate_by_name=True)
+    model_config = OPEN | dict(populate_by_name=True)
     type: Literal['json_schema']
     scheme: dict[str,Any] = Field(alias='schema')
 
 class OutputConfig(BaseModel):
     "`output_config`"
-    model_config = _strict
+    model_config = OPEN
     effort: Literal['low','medium','high','xhigh','max']|None = None
     format: Format|None = None
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #8cf13784
 class MessagesBody(BaseModel):
     "`POST /v1/messages`, and without `max_tokens` `/v1/messages/count_tokens`"
-    model_config = _strict | dict(extra='allow')
+    model_config = OPEN
     model: Annotated[str, Field(max_length=512)]|None = None
     messages: Annotated[list[Turn], Field(min_length=1, max_length=100_000)]
     system: str|list[Block]|None = None
@@ -362,8 +363,13 @@ def _ask(body:MessagesBody)->MessagesAsk:
     r = Reader()
     form = (body.output_config and body.output_config.format) or body.output_format
     hidden = bool(body.thinking and body.thinking.display=='omitted')
-    ask = MessagesAsk(r.turns(body), body.params(), model=body.model, mute=body.max_tokens==0, hidden=hidden, format=dict(kind='json_schema', schema=form.scheme) if form else None, format_at='output_config.format',
-        stream=bool(body.stream), priority=body.priority or 0, ignored=ignored(body), **r.tools(body), **body.thoughts())
+    ask = MessagesAsk(r.turns(body), body.params(),
+        model=body.model, mute=body.max_tokens==0, hidden=hidden,
+        format=dict(kind='json_schema', schema=form.scheme) if form else None,
+        format_at='output_config.format',
+        stream=bool(body.stream), priority=body.priority or 0,
+        ignored=ignored(body),
+        **r.tools(body), **body.thoughts())
     if body.mcp_servers: r.skip('mcp_servers')
     ask.warnings += r.left_out
     return ask

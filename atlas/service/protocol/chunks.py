@@ -12,8 +12,8 @@ __all__ = ['ChatAsk', 'TextAsk', 'error_body', 'usage', 'token_logprobs', 'chat_
 from dataclasses import dataclass,field,replace
 from fastcore.basics import patch
 from ...ground.core import AtlasError
-from ...text.deltas import Delta
-from .base import DONE,Ask,Choice,Usage,Writer,quote,sse
+from ...text.deltas import Choice,Delta
+from .base import DONE,Ask,Usage,Writer,quote,sse
 
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #36bcf26d
 @dataclass

@@ -17,22 +17,23 @@ from pydantic import AliasChoices,BaseModel,ConfigDict,Field
 from ...text.chat import IMAGE_PARTS,check_variables
 from ...ground.core import RequestError
 from ...ground.requests import SamplingParams
-from .base import DONE,Ask,Budget,Ids,Int,NotOfferedError,Writer,blame,format_of,found,ignored,merge_system,read_json,sse,think,validate
-from .chunks import ChatAsk,ChatWriter,TextAsk,TextWriter,error_body,usage
+from .base import OPEN,Ask,Budget,Ids,Int,NotOfferedError,Writer
+from .base import format_of,found,ignored,merge_system
+from .base import read_json,think,validate
+from .chunks import ChatAsk,ChatWriter,TextAsk,TextWriter
 
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #d2ffe418
-_strict = ConfigDict(strict=True, allow_inf_nan=False)
 _Text = Annotated[str, Field(max_length=1<<20)]
 
 class StreamOptions(BaseModel):
     "`stream_options`"
-    model_config = _strict
+    model_config = OPEN
     include_usage: bool|None = None
     continuous_usage_stats: bool|None = None
 
 class StructuredOutputs(BaseModel):
     "`structured_outputs`: what the answer must be like, one of these"
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = OPEN | dict(protected_namespaces=())
     json_: dict[str,Any]|_Text|None = Field(None, alias='json')
     regex: _Text|None = None
     choice: Annotated[list[_Text], Field(min_length=1, max_length=4096)]|None = None
@@ -43,7 +44,7 @@ class StructuredOutputs(BaseModel):
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #f0e39f2d
 class Body(BaseModel):
     "The fields that both completion endpoints have"
-    model_config = _strict | dict(extra='allow')
+    model_config = OPEN
     model: Annotated[str, Field(max_length=512)]|None = None
     stream: bool|None = None
     stream_options: StreamOptions|None = None
@@ -132,7 +133,7 @@ class Message(BaseModel):
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #2052c555
 class Thinking(BaseModel):
     "`thinking` and `reasoning`: how much to think, in other services' words"
-    model_config = _strict
+    model_config = OPEN
     type: Literal['enabled','disabled','auto','adaptive']|None = None
     enabled: bool|None = None
     effort: str|None = None
@@ -351,6 +352,7 @@ def _common(b):
     return dict(params=b.params(), model=b.model, **b.shape(), stream=bool(b.stream), include_usage=bool(o.include_usage), priority=b.priority or 0,
         continuous=bool(o.include_usage and o.continuous_usage_stats), token_ids=bool(b.return_token_ids), as_ids=bool(b.return_tokens_as_token_ids), prompt_logprobs=b.prompt_logprobs)
 
+# %% ../../../nbs/7_service/03_protocol.openai.ipynb #91d4a6fe
 def parse(
     raw:bytes, # The body of a request to chat completions
 )->ChatAsk:
@@ -361,8 +363,14 @@ def parse(
     choice,name,tools = choice_of(b.tool_choice, tools, len(tools or ())<len(b.tools or ()))
     template,budget = b.thought(warnings)
     if b.add_generation_prompt is not None: template['add_generation_prompt'] = b.add_generation_prompt
-    return ChatAsk(b.turns(), tools=tools, tool_choice=choice, tool_name=name, parallel=b.parallel_tool_calls is not False, template=template, thinking_budget=budget,
-        continuing=bool(b.continue_final_message), quiet=b.include_reasoning is False or bool(b.reasoning and b.reasoning.exclude), warnings=warnings, ignored=ignored(b), **_common(b))
+    excluded = bool(b.reasoning and b.reasoning.exclude)
+    return ChatAsk(b.turns(),
+        tools=tools, tool_choice=choice, tool_name=name,
+        parallel=b.parallel_tool_calls is not False,
+        template=template, thinking_budget=budget,
+        continuing=bool(b.continue_final_message),
+        quiet=b.include_reasoning is False or excluded,
+        warnings=warnings, ignored=ignored(b), **_common(b))
 
 def parse_text(
     raw:bytes, # The body of a request to completions
@@ -372,7 +380,12 @@ def parse_text(
     if b.suffix and b.echo: raise RequestError('suffix and echo are both given', hint='Choose one', param='suffix')
     kw = _common(b)
     best = (b.n or 1) if kw['params'].n>(b.n or 1) else None
-    return TextAsk([], prompts=b.prompts, echo=bool(b.echo), suffix=b.suffix or None, silent=bool(b.echo and b.max_tokens==0), best=best, unscored=b.logprobs is None, warnings=unoffered(b), ignored=ignored(b), **kw)
+    return TextAsk([],
+        prompts=b.prompts,
+        echo=bool(b.echo), suffix=b.suffix or None,
+        silent=bool(b.echo and b.max_tokens==0),
+        best=best, unscored=b.logprobs is None,
+        warnings=unoffered(b), ignored=ignored(b), **kw)
 
 def reply(ask:Ask, model:str, id:str|None=None, created:int|None=None)->Writer:
     "The writer of an answer"

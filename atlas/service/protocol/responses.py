@@ -13,14 +13,16 @@ import json,time,uuid
 from dataclasses import dataclass,field
 from typing import Annotated,Any,Literal
 from fastcore.basics import patch
-from pydantic import BaseModel,ConfigDict,Field
+from pydantic import BaseModel,Field
 from ...ground.core import RequestError
 from ...ground.requests import SamplingParams
-from ...text.deltas import CallDelta,Delta
-from .base import DONE,Ask,Budget,Choice,Int,NotOfferedError,Usage,Writer,format_of,found,ignored,quote,sse,think,validate
-from .chunks import token_logprobs
-from .items import Item,Name,Tool,choose,item_id,keep_item,messages,offered,seal,unseal
-from .openai import Shaped,error_body,unoffered,variables
+from ...text.deltas import CallDelta,Choice,Delta
+from .base import DONE,OPEN,Ask,Budget,Int,NotOfferedError,Usage
+from .base import Writer,format_of,ignored,quote,sse,think,validate
+from .chunks import error_body,token_logprobs
+from .items import Item,Name,Tool,choose,item_id,keep_item
+from .items import messages,offered,seal,unseal
+from .openai import Shaped,unoffered,variables
 from .stored import NotStoredError,PreviousResponseError,Record,Store
 
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #d8e72543
@@ -29,7 +31,7 @@ _all_ = ['Store','NotStoredError','error_body']
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #ad0c9267
 class Format(BaseModel):
     "What the text of the answer must be"
-    model_config = ConfigDict(strict=True, populate_by_name=True)
+    model_config = OPEN | dict(populate_by_name=True)
     type: Literal['text','json_object','json_schema']
     name: Name|None = None
     description: str|None = None
@@ -38,13 +40,13 @@ class Format(BaseModel):
 
 class Text(BaseModel):
     "`text`"
-    model_config = ConfigDict(strict=True)
+    model_config = OPEN
     format: Format|None = None
     verbosity: Literal['low','medium','high']|None = None
 
 class Reasoning(BaseModel):
     "`reasoning`"
-    model_config = ConfigDict(strict=True)
+    model_config = OPEN
     effort: Literal['none','minimal','low','medium','high','xhigh','max']|None = None
     summary: Literal['auto','concise','detailed']|None = None
     generate_summary: Literal['auto','concise','detailed']|None = None
@@ -188,8 +190,15 @@ def parse(
     tools,mode,name = choose(b.tool_choice, fs, len(fs)<len(b.tools or ()), t.warn)
     p,r = _params(b),b.reasoning or Reasoning()
     given,(vars,budget) = variables(b.chat_template_kwargs, left := []),think(b.enable_thinking, r.effort, b.thinking_budget, 'reasoning.effort')
-    return ResponsesAsk(t.all(), p, b.model, tools, mode, name, b.parallel_tool_calls is not False, template=given|vars, thinking_budget=budget,
-        continuing=_going(before+new, t.messages), stream=bool(b.stream), **_form(b), priority=b.priority or 0, warnings=[*t.warnings, *left, *unoffered(b)], ignored=ignored(b),
+    return ResponsesAsk(t.all(), p, b.model,
+        tools=tools, tool_choice=mode, tool_name=name,
+        parallel=b.parallel_tool_calls is not False,
+        template=given|vars, thinking_budget=budget,
+        continuing=_going(before+new, t.messages),
+        stream=bool(b.stream), **_form(b),
+        priority=b.priority or 0,
+        warnings=[*t.warnings, *left, *unoffered(b)],
+        ignored=ignored(b),
         id=rid, echo=_echo(b, p, fs, custom, keep), items=new, store=store if keep else None, owner=owner,
         size=len(raw), background=bool(b.background), truncation=b.truncation or 'disabled',
         summary=bool(r.summary or r.generate_summary), sealed='reasoning.encrypted_content' in (b.include or ()), custom=frozenset(custom))
@@ -431,10 +440,18 @@ def whole(self:ResponsesWriter, choices:list[Choice], usage:Usage)->dict:
     if not self.told:
         self._register()
         if not self.output and not self.open:
-            self.piece(0, Delta(c.reasoning, c.content or '', tuple(CallDelta(k, x.id, x.name, x.arguments) for k,x in enumerate(c.calls)), tuple(c.tokens), c.finish))
+            self.piece(0, _at_once(c))
         self.finish = c.finish
         self.end(usage)
     return self.resource()
+
+def _at_once(c):
+    "A whole answer as one delta"
+    calls = []
+    for k,x in enumerate(c.calls):
+        calls.append(CallDelta(k, x.id, x.name, x.arguments))
+    text = c.content or ''
+    return Delta(c.reasoning, text, tuple(calls), tuple(c.tokens), c.finish)
 
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #87303158
 @patch

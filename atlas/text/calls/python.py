@@ -118,7 +118,7 @@ def gvalue(s:str, i:int, depth:int)->tuple[object,int]:
     if c=='[': return gitems(s, i+1, depth+1)
     if m:=_jstr(s, i):
         try: return loads(m[0]),m.end()
-        except ValueError: pass
+        except ValueError: pass  # no JSON, as with an escape that JSON has not: bare text, then
     m = _bare(s, i)
     return m[0].strip(),m.end()
 

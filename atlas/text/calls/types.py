@@ -93,7 +93,7 @@ def typed(
     if allowed & {'object','array'} or 'string' not in allowed:
         for read in _finite,lambda t: _python(t, allowed),lambda t: _escaped(t, allowed):
             try: return read(t)
-            except ValueError: pass
+            except ValueError: pass  # of another notation, or of a type not allowed: try the next
     return text
 
 # %% ../../../nbs/6_text/08_calls.types.ipynb #18042a6b
