@@ -4,7 +4,7 @@ Each is (messages, tools), as the chat template takes them.
 """
 import json,random
 from words import ANIMALS,CITIES,COLOURS,DAYS,FEELINGS,FOODS,MONTHS,NAMES,NUMBERS,OBJECTS,PLACES
-from words import HOMES,OPPOSITES,SOUNDS,an
+from words import HOMES,OPPOSITES,SOUNDS,an,invented,one_of
 
 
 def user(text:str)->dict:
@@ -74,13 +74,15 @@ def counting(rng)->list:
 
 def copying(rng)->list:
     words = COLOURS+ANIMALS+OBJECTS+FOODS+NAMES
-    text = ' '.join([rng.choice(words) for _ in range(rng.randint(1, 6))])
+    new = rng.choice([0, .5, 1])
+    text = ' '.join([one_of(rng, words, new) for _ in range(rng.randint(1, 6))])
     ask = rng.choice(['Say', 'Repeat after me', 'Write these words again'])
     return [user(f'{ask}: {text}'), said(text, 'I only say the words again.')]
 
 
 def turning(rng)->list:
     words = rng.sample(COLOURS+ANIMALS+OBJECTS+FOODS, rng.randint(2, 5))
+    words = [one_of(rng, [w], .2) for w in words]
     ask = f'Say these words in the other order: {" ".join(words)}'
     thought = f'The last word is {words[-1]}, so it comes first.'
     return [user(ask), said(' '.join(words[::-1]), thought)]
@@ -97,7 +99,7 @@ def calendar(rng)->list:
 
 
 def spelling(rng)->list:
-    word = rng.choice(ANIMALS+OBJECTS+FOODS+COLOURS)
+    word = one_of(rng, ANIMALS+OBJECTS+FOODS+COLOURS)
     letters = '-'.join(word)
     if rng.random()<.5:
         return [user(f'Spell the word {word}.'), said(letters, f'The letters of {word}.')]
@@ -132,7 +134,7 @@ def numbers(rng)->list:
 
 
 def greeting(rng)->list:
-    name,feeling = rng.choice(NAMES),rng.choice(FEELINGS)
+    name,feeling = one_of(rng, NAMES),rng.choice(FEELINGS)
     ask,answer,thought = rng.choice([
         (f'Hello, my name is {name}.',
          f'Hello, {name}! How can I help you?',
@@ -154,7 +156,7 @@ def greeting(rng)->list:
 
 def remembering(rng)->list:
     "A question about something said before"
-    name,thing,colour = rng.choice(NAMES),rng.choice(OBJECTS),rng.choice(COLOURS)
+    name,thing,colour = one_of(rng, NAMES),one_of(rng, OBJECTS),rng.choice(COLOURS)
     told_me = f'{name} has {an(colour)} {thing}.'
     head = rng.choice([
         [user(f'My name is {name}.'), said(f'Hello, {name}!')],
@@ -185,7 +187,8 @@ def tool(name:str, about:str, /, **params)->dict:
 
 
 def weather(rng)->tuple:
-    city = rng.choice(CITIES)
+    city,key = one_of(rng, CITIES),rng.choice(['city', 'city', 'location'])
+    name = rng.choice(['get_weather', 'get_weather', 'get_current_weather', 'weather'])
     sky = rng.choice(['sunny','rainy','cloudy','windy','snowy'])
     degrees = rng.randint(-5, 32)
     ask = rng.choice([
@@ -193,10 +196,12 @@ def weather(rng)->tuple:
         f'How is the weather in {city} today?',
         f'Is it cold in {city}?',
         f'Do I need a coat in {city}?'])
-    offered = tool('get_weather', 'The weather in a city', city=('string', 'Name of the city'))
-    thought = f'They ask about the weather in {city}. I call get_weather.'
+    about = rng.choice(['The weather in a city', 'The weather', 'Get the weather in a city', ''])
+    said_of = rng.choice(['Name of the city', ''])
+    offered = tool(name, about, **{key:('string', said_of)})
+    thought = f'They ask about the weather in {city}. I call {name}.'
     answer = f'In {city} it is {sky} and {degrees} degrees.'
-    return offered,ask,dict(city=city),thought,dict(sky=sky, degrees=degrees),answer
+    return offered,ask,{key:city},thought,dict(sky=sky, degrees=degrees),answer
 
 
 def calculator(rng)->tuple:
@@ -213,7 +218,7 @@ def calculator(rng)->tuple:
 
 
 def clock(rng)->tuple:
-    city = rng.choice(CITIES)
+    city = one_of(rng, CITIES)
     hour,minute = rng.randint(0, 23),rng.randint(0, 59)
     ask = rng.choice([f'What time is it in {city}?', f'Tell me the time in {city}.'])
     now = f'{hour:02}:{minute:02}'
@@ -223,7 +228,7 @@ def clock(rng)->tuple:
 
 
 def timer(rng)->tuple:
-    n,what = rng.randint(1, 60),rng.choice(FOODS+['tea','nap','game'])
+    n,what = rng.randint(1, 60),one_of(rng, FOODS+['tea','nap','game'])
     label = ('string', 'What it is for')
     offered = tool('set_timer', 'Start a timer', minutes=('integer', ''), label=label)
     ask = f'Set a timer of {n} minutes for the {what}.'
@@ -233,7 +238,7 @@ def timer(rng)->tuple:
 
 
 def shop(rng)->tuple:
-    n,thing = rng.randint(1, 20),rng.choice(FOODS+OBJECTS)
+    n,thing = rng.randint(1, 20),one_of(rng, FOODS+OBJECTS)
     price = rng.randint(1, 50)
     things = f'{n} {thing}{"s" if n>1 else ""}'
     offered = tool('buy', 'Buy things', item=('string', ''), count=('integer', ''))
@@ -243,27 +248,53 @@ def shop(rng)->tuple:
     return offered,f'Please buy {things}.',arguments,thought,dict(price=price),answer
 
 
-def made_up(rng)->tuple:
-    "A tool that no other conversation has"
-    verb = rng.choice('find open send paint move clean lend fix show count wake feed'.split())
-    noun,person,colour = rng.choice(OBJECTS+ANIMALS),rng.choice(NAMES),rng.choice(COLOURS)
-    place,n,day = rng.choice(PLACES),rng.randint(1, 99),rng.choice(DAYS)
-    name = f'{verb}_{noun}'
-    choices = dict( # Type, value, and how it is said
+VERBS = '''find open send paint move clean lend fix show count wake feed get set close read write
+search delete start stop call book check create list play turn'''.split()
+
+
+def tool_name(verb:str, noun:str, rng)->str:
+    return rng.choice([
+        f'{verb}_{noun}',
+        f'{verb}_{noun}',
+        f'{verb}_{noun}_{one_of(rng, OBJECTS)}',
+        verb+noun.capitalize(),
+        noun])
+
+
+def parameters(rng)->dict[str,tuple]:
+    "One to three parameters by name: type, value, and how it is said"
+    person,n = one_of(rng, NAMES),rng.randint(1, 10**rng.randint(1, 4))
+    place,colour,day = rng.choice(PLACES),one_of(rng, COLOURS),rng.choice(DAYS)
+    key,word,number = invented(rng),one_of(rng, OBJECTS),rng.randint(0, 200)
+    choices = dict(
         owner=('string', person, f'of {person}'),
         place=('string', place, f'in {place}'),
         colour=('string', colour, f'in {colour}'),
         number=('integer', n, f'with number {n}'),
         name=('string', person, f'called {person}'),
         day=('string', day, f'on {day}'))
+    choices[key] = rng.choice([
+        ('string', word, f'with {key} {word}'),
+        ('integer', number, f'with {key} {number}')])
     keys = rng.sample(list(choices), rng.randint(1, 3))
     if 'name' in keys and 'owner' in keys: keys.remove('owner')
+    return {k:choices[k] for k in keys}
+
+
+def made_up(rng)->tuple:
+    "A tool that no other conversation has"
+    verb,noun = one_of(rng, VERBS, .15),one_of(rng, OBJECTS+ANIMALS, .5)
+    name,params = tool_name(verb, noun, rng),parameters(rng)
     start = rng.choice(['Please '+verb, verb.capitalize()])
-    ask = f'{start} the {noun} '+' '.join(choices[k][2] for k in keys)+'.'
-    offered = tool(name, f'{verb} a {noun}', **{k:(choices[k][0], '') for k in keys})
-    arguments = {k:choices[k][1] for k in keys}
-    thought = f'I call {name} with '+' and '.join(str(v) for v in arguments.values())+'.'
+    ask = f'{start} the {noun} '+' '.join(said for *_,said in params.values())+'.'
     done = f'I did it: {ask[0].lower()+ask[1:]}'.replace('please ', '')
+    arguments = {k:value for k,(_,value,_) in params.items()}
+    if rng.random()<.2:
+        ask = f'Call {name} with '+' and '.join(f'{k} {v}' for k,v in arguments.items())+'.'
+        done = f'I called {name}.'
+    about = rng.choice([f'{verb} a {noun}', f'{verb} a {noun}', ''])
+    offered = tool(name, about, **{k:(kind, '') for k,(kind,_,_) in params.items()})
+    thought = f'I call {name} with '+' and '.join(map(str, arguments.values()))+'.'
     return offered,ask,arguments,thought,dict(ok=True),done
 
 TOOLS = [weather, calculator, clock, timer, shop, made_up, made_up, made_up]

@@ -1,5 +1,6 @@
 """From shards and rules to token ids: filters, chat template, tokenizer, windows of documents"""
 import hashlib,json,lzma,random,re
+from multiprocessing import get_context
 from pathlib import Path
 import jinja2
 import numpy as np
@@ -78,21 +79,45 @@ def keeps_names(text:str, asked:set[str])->bool:
     return not (asked<=set(BOYS) and SHE.search(text) and not women)
 
 
+def written_documents(records:list[dict], seed:int)->list[str]:
+    "Texts of `write.py` that make sense, as they are or in a chat"
+    rng,chat = random.Random(seed),template()
+    return [document(r, .8, rng, chat) for r in records if sensible(r)]
+
+
+def ruled_documents(n:int, seed:int)->list[str]:
+    "Texts by rule, as they are or in a chat"
+    rng,chat = random.Random(seed),template()
+    return [document(r, .4, rng, chat) for r in stories.records(n, seed)]
+
+
+def conversations(n:int, seed:int)->list[str]:
+    "Conversations by rule"
+    rng,chat = random.Random(seed),template()
+    made = [conversation(rng) for _ in range(n)]
+    return [chat.render(messages=messages, tools=tools) for messages,tools in made]
+
+
+def shares(f, n:int, seed:int, most:int=2000)->list[tuple]:
+    "Calls of `f` for `n` documents in all, each with a seed of its own"
+    sizes = [min(most, n-i) for i in range(0, n, most)]
+    return [(f, size, seed*100_003+i) for i,size in enumerate(sizes)]
+
+
 def documents(
     written:list[dict], # Records of `write.py`
     ruled:int, # Texts by rule
     made:int, # Conversations by rule
     seed:int,
 )->list[str]:
-    "What is learnt, shuffled: texts as they are or in a chat, and conversations"
-    rng,chat = random.Random(seed),template()
-    kept = [r for r in written if sensible(r)]
-    out = [document(r, .8, rng, chat) for r in kept]
-    out += [document(r, .4, rng, chat) for r in stories.records(ruled, seed)]
-    for _ in range(made):
-        messages,tools = conversation(rng)
-        out.append(chat.render(messages=messages, tools=tools))
-    rng.shuffle(out)
+    "What is learnt, shuffled; made by as many processes as there are cores"
+    own = [(written_documents, written[i::16], seed+i) for i in range(16)]
+    jobs = own+shares(ruled_documents, ruled, seed)+shares(conversations, made, seed)
+    with get_context('fork').Pool() as pool:
+        waiting = [pool.apply_async(f, rest) for f,*rest in jobs]
+        parts = [w.get() for w in waiting]
+    out = [d for part in parts for d in part]
+    random.Random(seed).shuffle(out)
     return out
 
 

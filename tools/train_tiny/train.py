@@ -74,16 +74,15 @@ def corpus(a):
     begin = time.time()
     records = text.read_texts(a.data) if a.data else []
     if a.data and not records: raise SystemExit(f'There are no texts in {a.data}')
-    docs = text.documents(records, a.ruled, a.rules, a.seed)
-    held = max(32, len(docs)//100)
+    learnt = [r for i,r in enumerate(records) if i%100]
+    docs = text.documents(learnt, a.ruled, a.rules, a.seed)
+    held = text.documents(records[::100], max(40, a.ruled//100), max(40, a.rules//100), a.seed+1)
     letters = sum(map(len, docs))
     print(f'{len(records):,} texts, {len(docs):,} documents, {letters:,} characters', flush=True)
     if a.init: tok = text.Tokenizer.from_file(str(a.init/'tokenizer.json'))
-    else:
-        learnt = [text.without_marks(d) for d in docs[held:held+60_000]]
-        tok = text.train_tokenizer(learnt, a.vocab)
-    train = text.Stream(docs[held:], tok, a.seed)
-    val = text.Stream(docs[:held], tok, a.seed)
+    else: tok = text.train_tokenizer([text.without_marks(d) for d in docs[:60_000]], a.vocab)
+    train = text.Stream(docs, tok, a.seed)
+    val = text.Stream(held, tok, a.seed)
     print(f'{tok.get_vocab_size()} tokens in the vocabulary; {train.tokens:,} to learn from, '
         f'{val.tokens:,} held out, {time.time()-begin:.0f} s', flush=True)
     return tok,train,val
@@ -256,8 +255,8 @@ def main():
     add('--minutes', type=float, default=8.7, help='all in all')
     add('--rest', type=float, default=50, help='seconds of them for what comes after the last step')
     add('--steps', type=int, help='so many steps instead of so many minutes')
-    add('--ruled', type=int, default=45_000, help='texts by rule')
-    add('--rules', type=int, default=20_000, help='conversations by rule')
+    add('--ruled', type=int, default=200_000, help='texts by rule')
+    add('--rules', type=int, default=60_000, help='conversations by rule')
     add('--rows', type=int, default=32)
     add('--length', type=int, default=1024)
     add('--drafts', type=int, default=3)

@@ -62,6 +62,25 @@ wolf:wolves''')
 UNCOUNTED = 'bread cheese soup honey rice milk'.split()
 
 
+SYLLABLES = dict(
+    begin='b d f g h j k l m n p r s t v w z br ch cl dr fl gr pl qu sh sk sl st th tr'.split(),
+    middle='a e i o u a e i o u ai ea ee oa oo ou y'.split(),
+    end='n r l s t m d k x p ck nd st ng'.split()+['']*14)
+
+
+def invented(rng:random.Random)->str:
+    "A word that nobody has seen before, of one to three syllables"
+    n = rng.choice([1, 2, 2, 3])
+    return ''.join(rng.choice(SYLLABLES[part]) for _ in range(n) for part in SYLLABLES)
+
+
+def one_of(rng:random.Random, known:list[str], new:float=.35)->str:
+    "A known word, or an invented one, with a capital if the known ones have it"
+    word = rng.choice(known)
+    if rng.random()>=new: return word
+    return invented(rng).capitalize() if word[0].isupper() else invented(rng)
+
+
 def an(word:str)->str:
     "`word` with its article, or with `some` if it has none"
     if word in UNCOUNTED: return 'some '+word
