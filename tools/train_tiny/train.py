@@ -269,7 +269,7 @@ def main():
     add('--places', type=int, default=64, help='of each prompt, for acceptance')
     add('--save-every', type=float, default=60)
     add('--init', type=Path, help='a folder to begin with instead of random weights')
-    add('--compile-seconds', type=int, default=80, help='most to spend on compiling layers')
+    add('--compile-seconds', type=int, default=150, help='most to spend on compiling layers')
     add('--device', default='cuda')
     add('--no-compile', dest='compile', action='store_false')
     a = p.parse_args()
