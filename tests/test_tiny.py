@@ -1,5 +1,6 @@
 "The model that comes with Atlas: found without a network, loaded, spoken to, and drafted for."
 import json,pytest
+import numpy as np
 from pathlib import Path
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
@@ -12,6 +13,7 @@ from atlas.service.server import create_app
 from helpers.inprocess import loaded
 from test_kernels import build
 
+ROOT = Path(__file__).parents[1]
 FOLDER = Path(atlas.__file__).parent/'models'/'tiny'
 def tool(name, about, *params):
     "A tool with some whole numbers"
@@ -104,6 +106,22 @@ def test_it_goes_on_with_what_the_tool_said(llm):
     asked = dict(role='assistant', content='', tool_calls=[call])
     messages = [*user('What is 310 plus 25?'), asked, told]
     assert '335' in llm.chat(messages, greedy(40), [ADD], enable_thinking=False).text
+
+def log_p(llm, ids):
+    "Logarithms of what the model gives to each of `ids` but the first"
+    logits = llm.logits(ids[:-1]).astype(np.float64)
+    x = logits-logits.max(-1, keepdims=True)
+    x -= np.log(np.exp(x).sum(-1, keepdims=True))
+    return x[np.arange(len(x)),ids[1:]]
+
+def test_its_perplexity_is_what_the_book_says(llm):
+    "On the text that comes with it, in windows of 500 tokens as the table of formats has it"
+    text = (FOLDER/'held_out.txt').read_text()
+    ids = llm.tokenizer.encode(text, add_special=False)
+    found = np.concatenate([log_p(llm, ids[i:i+501]) for i in range(0, 2000, 500)])
+    rows = json.loads((ROOT/'nbs'/'1_ground'/'tiny_formats.json').read_text())
+    said, = (r['perplexity'] for r in rows if r['format']=='nvfp4')
+    assert abs(np.exp(-found.mean())/said-1)<.002
 
 # Its drafts
 

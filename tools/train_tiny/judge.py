@@ -1,7 +1,8 @@
 """How good a model is: loss by kind of text, drafts accepted, skills, and samples.
 
     python tools/train_tiny/judge.py FOLDER [--data SHARDS]
-"""
+
+With --write FILE it only puts some of the text that was not learnt into a file."""
 import argparse,functools,json,random,re
 from pathlib import Path
 import numpy as np
@@ -189,6 +190,12 @@ def samples(m, tok, amp, n:int=100)->list[str]:
     return [p+a for p,a in zip(prompts(), answers(m, tok, prompts(), n, amp))]
 
 
+def write(docs:dict[str,list[str]], path:Path, n:int):
+    "`n` documents of each kind in turn, as they follow each other in training"
+    rows = zip(*(d[:n] for d in docs.values()))
+    path.write_text(''.join(f'{d}<|endoftext|>' for row in rows for d in row)+'\n')
+
+
 def main():
     as_it_is = argparse.RawDescriptionHelpFormatter
     p = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_is)
@@ -196,12 +203,14 @@ def main():
     p.add_argument('--data', type=Path, help='folder of *.jsonl.xz')
     p.add_argument('--n', type=int, default=64, help='questions of each skill')
     p.add_argument('--device', default='cuda')
+    p.add_argument('--write', type=Path, help='a file to be written')
     a = p.parse_args()
+    docs = kinds(text.read_texts(a.data) if a.data else [], 4*a.n)
+    if a.write: return write(docs, a.write, a.n)
     import train
     m = train.load(a.folder, a.device)
     tok = text.Tokenizer.from_file(str(a.folder/'tokenizer.json'))
     amp = torch.autocast(a.device, torch.bfloat16, enabled=a.device=='cuda')
-    docs = kinds(text.read_texts(a.data) if a.data else [], 4*a.n)
     known = {kind:by_kind(m, tok, d, amp) for kind,d in docs.items()}
     starts = [tok.encode(d, add_special_tokens=False).ids[:40] for ds in docs.values() for d in ds]
     starts = torch.tensor([s for s in starts if len(s)==40][:2*a.n])

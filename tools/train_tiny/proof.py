@@ -2,9 +2,10 @@
 
     python tools/train_tiny/proof.py FOLDER [--tokens 150]
 
-Needs Atlas and PyTorch, no card. Every line ends in "ok", or the program fails.
+Needs Atlas and PyTorch, no card. Every line ends in "ok", or the program fails. --write FILE keeps
+what each format costs, by the text that is shipped, which was not learnt.
 """
-import argparse,sys,tempfile
+import argparse,json,sys,tempfile
 from pathlib import Path
 import numpy as np
 import torch
@@ -109,11 +110,20 @@ def talking(llm):
     check('chat', True, repr(out.text))
 
 
-def perplexity(llm, ids:list[int])->float:
-    x = llm.logits(ids[:-1]).astype(np.float64)
-    x = x-x.max(-1, keepdims=True)
-    logp = x-np.log(np.exp(x).sum(-1, keepdims=True))
-    return float(np.exp(-logp[np.arange(len(x)),ids[1:]].mean()))
+HELD_OUT = Path(text.HERE).parents[1]/'atlas'/'models'/'tiny'/'held_out.txt'
+
+
+def perplexity(llm, tokens:int=2000, window:int=500)->float:
+    "Of the first tokens of the text that was not learnt, in windows"
+    ids = llm.tokenizer.encode(HELD_OUT.read_text(), add_special=False)[:tokens]
+    logp = []
+    for i in range(0, tokens, window):
+        now,after = ids[i:i+window],ids[i+1:i+window+1]
+        x = llm.logits(now).astype(np.float64)[:len(after)]
+        x = x-x.max(-1, keepdims=True)
+        x = x-np.log(np.exp(x).sum(-1, keepdims=True))
+        logp += x[np.arange(len(after)),after].tolist()
+    return float(np.exp(-np.mean(logp)))
 
 
 def size(folder:Path)->int:
@@ -163,8 +173,9 @@ def emulated(folder:Path, host, ids:list[int]):
     check(f'{name}, greedy', a[:2]==b[:2], f'{a} {b}')
 
 
-def formats(a, ids:list[int]):
+def formats(a, ids:list[int])->list[dict]:
     "Quantised copies: layout, size, error, perplexity, cards"
+    out = []
     with tempfile.TemporaryDirectory() as d:
         for fmt in a.formats.split(','):
             to = Path(d)/fmt
@@ -172,11 +183,12 @@ def formats(a, ids:list[int]):
             q = LLM(str(to), device='cpu', show=False, drafting=True, max_seq_len=2048)
             good = q.drafts(ids[:70], 3)[2].shape==(3, q.config.vocab_size)
             small = fmt!='nvfp4' or size(to)<=6_000_000
-            seen = f'{size(to):,} bytes, error {100*r.error:.2f} %, '
-            seen += f'perplexity {perplexity(q, ids[:1500]):.3f}'
+            out.append(dict(format=fmt, bytes=size(to), error=r.error, perplexity=perplexity(q)))
+            seen = '{bytes:,} bytes, error {error:.4f}, perplexity {perplexity:.4f}'.format(**out[-1])
             check(f'{fmt}, layout {r.layout}', good and small, seen)
             if not a.no_cards: cards(to, ids)
             if a.emulator: emulated(to, q, ids[:40])
+    return out
 
 
 def main():
@@ -184,7 +196,8 @@ def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_is)
     p.add_argument('folder', type=Path)
     p.add_argument('--tokens', type=int, default=150)
-    p.add_argument('--formats', default='fp8,nvfp4')
+    p.add_argument('--formats', default='fp8,mxfp4,nvfp4')
+    p.add_argument('--write', type=Path)
     p.add_argument('--no-cards', action='store_true')
     p.add_argument('--emulator', action='store_true', help='run the kernels on the processor, too')
     a = p.parse_args()
@@ -196,8 +209,10 @@ def main():
     ids = llm.tokenizer.encode('<|endoftext|>'.join(docs), add_special=False)
     numbers(m, llm, ids[:a.tokens])
     talking(llm)
-    print(f'bf16: {size(a.folder):,} bytes, perplexity {perplexity(llm, ids[:1500]):.3f}')
-    formats(a, ids)
+    bf16 = dict(format='bf16', bytes=size(a.folder), error=0., perplexity=perplexity(llm))
+    print('bf16: {bytes:,} bytes, perplexity {perplexity:.4f}'.format(**bf16))
+    rows = [bf16, *formats(a, ids)]
+    if a.write: a.write.write_text(json.dumps(rows, indent=1)+'\n')
 
 
 if __name__=='__main__': main()
