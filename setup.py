@@ -90,7 +90,10 @@ def readme():
     return p.read_text(encoding='utf-8') if p.exists() else cfg['description']
 
 data_files = {o: ['*.cu', '*.cuh', '*.h', '*.json', '*.md'] for o in kpkgs}
-data_files |= {'atlas.service.static': ['*'], 'atlas.model.families': ['*.toml']}
+data_files |= {
+    'atlas.service.static': ['*'],
+    'atlas.models.tiny': ['*'],
+    'atlas.model.families': ['*.toml']}
 
 setup(
     name=cfg['lib_name'], version=cfg['version'], description=cfg['description'], license='Apache-2.0',
@@ -99,7 +102,7 @@ setup(
     python_requires=f'>={cfg["min_python"]}',
     install_requires=shlex.split(cfg.get('requirements', '')),
     extras_require=dict(dev=shlex.split(cfg.get('dev_requirements', '')), cuda=shlex.split(cfg.get('cuda_requirements', ''))),
-    packages=find_packages(include=['atlas', 'atlas.*']) + ['atlas.service.static'] + kpkgs,
+    packages=find_packages(include=['atlas', 'atlas.*']) + ['atlas.service.static', 'atlas.models.tiny'] + kpkgs,
     package_dir={'atlas.kernels': 'kernels'},
     package_data=data_files,
     entry_points=dict(console_scripts=shlex.split(cfg.get('console_scripts', '')), nbdev=['atlas=atlas._modidx:d']),

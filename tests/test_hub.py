@@ -286,9 +286,10 @@ def test_hub_download_then_offline(tmp_path):
         assert not [p for p in s.paths if re.search('README|pytorch|original|onnx|consolidated', p)]
     assert hf(tmp_path, show, HF_HUB_OFFLINE='1')[:2]==(0, want)
     assert hf(tmp_path, show)[:2]==(0, want)   # no offline switch, but no server either
-    rc,out,err = hf(tmp_path, "print([(e.name, e.kind) for e in cached()], remove('org/m')); print(cached())", HF_HUB_OFFLINE='1')
+    fetched = "print([(e.name, e.kind) for e in cached() if e.name!='tiny'])"
+    rc,out,err = hf(tmp_path, f"{fetched}; print(remove('org/m')); {fetched}", HF_HUB_OFFLINE='1')
     n = sum(len(REPO[f]) for f in ('chat_template.jinja', 'config.json', 'model.safetensors', 'tokenizer.json'))
-    assert out==f"[('org/m', 'safetensors')] {n}\n[]\n", err
+    assert out==f"[('org/m', 'safetensors')]\n{n}\n[]\n", err
     rc,_,err = hf(tmp_path, "resolve('org/m')", HF_HUB_OFFLINE='1')
     assert rc and 'SourceError' in err and 'HF_HUB_OFFLINE' in err
 
