@@ -37,8 +37,8 @@ def option(
 class Speculation:
     "Whether tokens are drafted, and how"
     speculative:bool|str=option(False, words=_drafters, text='[WORD]',
-        help='Draft tokens and verify them together: faster, the same answers. Alone, or with a '
-            'word for what drafts: mtp, draft or ngram. --no-speculative turns it off.')
+        help='Draft tokens and verify them together: faster, the same answers. With a word for '
+            'what drafts: mtp, draft, ngram, or auto, as without one; off is --no-speculative.')
     num_speculative_tokens:int|None=option(None, min=1, max=7,
         help='Drafts in a step, from 1 to 7. [default: what suits the drafter]')
     draft_model:str|None=option(None,
