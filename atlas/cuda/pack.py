@@ -20,7 +20,7 @@ from ..card.card import card_of,run
 from ..ground.core import ConfigError,UnsupportedError,human
 from ..ground.formats import E2M1,E4M3,E8M0,FP8_TILE,QStack,QTensor
 from ..ground.formats import bf16_to_f32,f32_to_bf16,f32_to_e4m3
-from ..ground.weights import Want,quantizable
+from ..ground.weights import Want,head_quantizable,quantizable
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #09c1fe82
 def e2m1_words(
@@ -550,15 +550,21 @@ class packer:
         card, # Where to
         quantization:str|None=None, # Of `REQUANTIZED`, for projections; None: as shipped
         head:str|None=None, # The same for the output matrix
+        drafting:str|None=None, # The same for the projections of a drafting head
     ):
-        for n,v in (('quantization',quantization), ('lm_head_dtype',head)):
+        asked = dict(quantization=quantization, lm_head_dtype=head, draft_quantization=drafting)
+        for n,v in asked.items():
             if v not in (None,*REQUANTIZED): raise ConfigError(f'{n} is {v!r}, expected one of {", ".join(REQUANTIZED)}', param=n)
         self.card,self.quantization,self.head = card,quantization,head
+        self.drafting = drafting
 
     def anew(self, w:Want)->str|None:
         "Format in which the matrix `w` is to be stored anew"
         if w.shape[-1]%16: return None
-        return self.head if w.name=='lm_head.weight' else self.quantization if not w.exact and all(map(quantizable, w.sources)) else None
+        if w.name=='lm_head.weight': return self.head
+        if w.part=='mtp': fmt,large = self.drafting,head_quantizable
+        else: fmt,large = self.quantization,quantizable
+        return None if w.exact or not all(map(large, w.sources)) else fmt
 
     def __call__(self, w:Want, q):
         "What the layers keep of `q`"

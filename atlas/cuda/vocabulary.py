@@ -14,7 +14,7 @@ import math,sys
 from ..card.card import card_of,run
 from ..card.device import Host
 from ..ground.core import ConfigError
-from ..ground.weights import quantizable
+from ..ground.weights import head_quantizable,quantizable
 from .attend import Angles,attend as attend_rows,make_pool,pool_bytes,pool_words
 from .delta import delta_step
 from .experts import moe as moe_rows
@@ -283,12 +283,13 @@ def ngram(history, line, end, k:int, least:int=2, most:int=4):
 DEFAULTS = Defaults(2048, 1<<15, 64, 'f16', False)
 
 def placement(
-    device, parts, quantization:str|None=None, head:str|None=None
+    device, parts, quantization:str|None=None, head:str|None=None,
+    drafting:str|None=None
 )->list[tuple]:
     "Where the parts of a model are loaded: (parts, device, `put` of `load`) each"
     rest = [p for p in parts if p!='vision']
     seeing = [p for p in parts if p=='vision']
-    put = packer(device, quantization, head)
+    put = packer(device, quantization, head, drafting)
     found = [(rest,device,put)]
     if seeing: found.append((seeing,Host(),None))
     return found
@@ -303,12 +304,14 @@ def _packed_bytes(t, anew):
 
 def weight_bytes(
     tensors:dict, parts, packed:bool=False,
-    quantization:str|None=None, head:str|None=None
+    quantization:str|None=None, head:str|None=None,
+    drafting:str|None=None
 )->int:
     "Bytes that the weights of a model take, as well as can be told before they are there"
     left_out = ('visual.',) if 'mtp' in parts else ('visual.','mtp.')
     def anew(name):
         if name=='lm_head.weight': return head
+        if head_quantizable(name): return drafting
         return quantization if quantizable(name) else None
     total = 0
     for name,t in tensors.items():

@@ -69,6 +69,7 @@ class LoadedModel:
             self.max_seq_len = _context(ck.config, options.max_seq_len)
             self.text = text(ck) if text else None
             self.drafting = drafting(options, ck, files)
+            self.speculative = str(self.drafting) if self.drafting.kind else None
             self._load(ck, show)
         self.guides = self.text.guides() if self.text else None
         self.engine = self._engine()
@@ -165,7 +166,7 @@ def _load(self:LoadedModel, ck, show):
     head = o.drafting or by.kind=='mtp'
     parts = ('','vision')+('mtp',)*head
     packed = ifnone(o.packed, _tight(ck, self.device))
-    anew = o.quantization,o.lm_head_dtype
+    anew = o.quantization,o.lm_head_dtype,ifnone(o.draft_quantization, _few_bits(ck, self.ops))
     self._kv = dict(
         block_size=d.block_size,
         dtype=o.kv_cache_dtype or d.kv_format,
@@ -267,6 +268,13 @@ def _fit(cfg, ops, left, asked, seqs, context, **kv)->int: # Blocks
     said = f'The cache was to have {human(takes)}, and {human(left)} are left for it'
     hint = 'Lower --kv-cache-memory, or free memory'
     raise OutOfMemoryError(said, hint=hint, param='kv_cache_memory')
+
+_FOUR = 'nvfp4','mxfp4','int4','q4_0','q4_1','q4_k'
+
+def _few_bits(ck, ops)->str|None:
+    "How a drafting head is stored: in four bits where the model is, if that is possible here"
+    four = any(t.fmt.lower() in _FOUR for t in ck.tensors.values())
+    return 'nvfp4' if four and 'draft_quantization' not in ops.DEFAULTS.foreign else None
 
 # %% ../../nbs/5_engine/07_loading.ipynb #62987dff
 @patch

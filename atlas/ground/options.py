@@ -45,7 +45,10 @@ class Speculation:
         help='A small model with the same vocabulary, or an assistant, that drafts.')
     draft_vocab:int|None=option(None, min=1,
         help='Draft only from so many of the most frequent tokens, which is faster. '
-            '[default: from all]')
+            '[default: from 65,536 of a large vocabulary]')
+    draft_quantization:str|None=option(None, words=_anew,
+        help='On a card: store the projections of a drafting head anew in nvfp4 or fp8. '
+            '[default: nvfp4 where the model has four bits, else as shipped]')
     speculative_config:dict|str|None=option(None, text='JSON',
         help='The same as vLLM has it: method, num_speculative_tokens, model.')
     speculative_adaptive:bool=option(True,

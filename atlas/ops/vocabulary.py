@@ -419,7 +419,7 @@ class Defaults:
     unpacks:bool # Are weights kept as float32 where that takes no more than half of what is free?
     foreign:tuple=() # Options that mean nothing here
 
-_CARDS = 'quantization','lm_head_dtype','kv_cache_dtype','kv_high_precision_layers'
+_CARDS = 'quantization','lm_head_dtype','draft_quantization','kv_cache_dtype','kv_high_precision_layers'
 DEFAULTS = Defaults(256, math.inf, 16, 'float32', True, _CARDS)
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #790d9e8a
@@ -428,6 +428,7 @@ def placement(
     parts, # To be loaded: of '', 'mtp' and 'vision'
     quantization:str|None=None, # Format that large matrices are stored in anew, on a card
     head:str|None=None, # Likewise the output matrix
+    drafting:str|None=None, # Likewise the large matrices of a drafting head
 )->list[tuple]: # (parts, device, `put` of `load`) each
     "Where the parts of a model are loaded, and in which form"
     return [(parts,device,None)]
@@ -438,6 +439,7 @@ def weight_bytes(
     packed:bool=False, # Kept as they are stored?
     quantization:str|None=None, # As for `placement`
     head:str|None=None,
+    drafting:str|None=None,
 )->int:
     "Bytes that the weights of a model take, as well as can be told before they are there"
     prefixes = dict(vision='visual.', mtp='mtp.')
