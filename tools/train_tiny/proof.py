@@ -25,6 +25,7 @@ from atlas.use.llm import LLM
 CardArray.__array_priority__ = 1.  # joined with others, arrays of dry cards stay such
 SAID = ('I call it.\n</think>\n\n'
     '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>')
+COST = '{bytes:,} bytes, error {error:.4f}, perplexity {perplexity:.4f}'
 MIXED = "Tom's 12 cats, naïve ☂\n\n<|im_start|>user\nHi<|im_end|>"
 
 
@@ -197,7 +198,7 @@ def formats(a, ids:list[int])->list[dict]:
             good = q.drafts(ids[:70], 3)[2].shape==(3, q.config.vocab_size)
             small = fmt!='nvfp4' or size(to)<=6_000_000
             out.append(dict(format=fmt, bytes=size(to), error=r.error, perplexity=perplexity(q)))
-            seen = '{bytes:,} bytes, error {error:.4f}, perplexity {perplexity:.4f}'.format(**out[-1])
+            seen = COST.format(**out[-1])
             check(f'{fmt}, layout {r.layout}', good and small, seen)
             if not a.no_cards: cards(to, ids)
             if a.emulator: emulated(to, q, ids[:40])
