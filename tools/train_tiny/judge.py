@@ -119,21 +119,26 @@ def same(a:str, b:str, kind:str)->bool:
     return a==b
 
 
+def questions(kind:str, n:int, seed:int)->tuple[list[str],list[str]]:
+    "Prompts, and what is to be answered"
+    rng,chat = random.Random(f'{seed}-{kind}'),text.template()
+    prompts,wanted = [],[]
+    for _ in range(n):
+        asked,last,tools = SKILLS[kind](rng)
+        prompts.append(chat.render(messages=asked, tools=tools, add_generation_prompt=True))
+        whole = chat.render(messages=[*asked, last], tools=tools)
+        wanted.append(answered(whole.removesuffix('<|im_end|>\n')))
+    return prompts,wanted
+
+
 def skills(m, tok, amp, n:int=64, seed:int=1234)->dict[str,float]:
     "The part of `n` questions of each rule that is answered rightly"
-    chat,out = text.template(),{}
-    for kind,ask in SKILLS.items():
-        rng = random.Random(f'{seed}-{kind}')
-        prompts,wanted = [],[]
-        for _ in range(n):
-            asked,last,tools = ask(rng)
-            before = chat.render(messages=asked, tools=tools, add_generation_prompt=True)
-            whole = chat.render(messages=[*asked, last], tools=tools)
-            prompts.append(before)
-            wanted.append(answered(whole.removesuffix('<|im_end|>\n')))
+    out = {}
+    for kind in SKILLS:
+        prompts,wanted = questions(kind, n, seed)
         said = [answered(s) for s in answers(m, tok, prompts, 110, amp)]
-        out[kind] = sum(same(s, w, kind) for s,w in zip(said, wanted))/n
         wrong = [(w, s) for s,w in zip(said, wanted) if not same(s, w, kind)]
+        out[kind] = 1-len(wrong)/n
         for pair in wrong[:2]: print(kind, *map(repr, pair), sep='\n    ')
     return out
 
@@ -190,6 +195,16 @@ def samples(m, tok, amp, n:int=100)->list[str]:
     return [p+a for p,a in zip(prompts(), answers(m, tok, prompts(), n, amp))]
 
 
+def judge(m, tok, docs:dict[str,list[str]], amp, n:int)->dict:
+    "All numbers"
+    known = {kind:by_kind(m, tok, d, amp) for kind,d in docs.items()}
+    starts = [tok.encode(d, add_special_tokens=False).ids[:40] for ds in docs.values() for d in ds]
+    starts = torch.tensor([s for s in starts if len(s)==40][:2*n])
+    known['acceptance'] = acceptance(m, starts, 64, amp)
+    known['skills'] = skills(m, tok, amp, n)
+    return known
+
+
 def write(docs:dict[str,list[str]], path:Path, n:int):
     "`n` documents of each kind in turn, as they follow each other in training"
     rows = zip(*(d[:n] for d in docs.values()))
@@ -211,12 +226,7 @@ def main():
     m = train.load(a.folder, a.device)
     tok = text.Tokenizer.from_file(str(a.folder/'tokenizer.json'))
     amp = torch.autocast(a.device, torch.bfloat16, enabled=a.device=='cuda')
-    known = {kind:by_kind(m, tok, d, amp) for kind,d in docs.items()}
-    starts = [tok.encode(d, add_special_tokens=False).ids[:40] for ds in docs.values() for d in ds]
-    starts = torch.tensor([s for s in starts if len(s)==40][:2*a.n])
-    known['acceptance'] = acceptance(m, starts, 64, amp)
-    known['skills'] = skills(m, tok, amp, a.n)
-    print(json.dumps(known, indent=1))
+    print(json.dumps(judge(m, tok, docs, amp, a.n), indent=1))
     for s in samples(m, tok, amp): print('---\n'+s)
 
 

@@ -267,18 +267,22 @@ class Attention(nn.Module):
         c = self.c
         both = self.q_proj(x).unflatten(-1, (c.heads,-1))  # [query | gate] of each head
         q,gate = both.chunk(2, -1)
-        k = self.k_proj(x).unflatten(-1, (c.kv_heads,-1))
-        v = self.v_proj(x).unflatten(-1, (c.kv_heads,-1))
         pos = torch.arange(shift, shift+x.shape[1], device=x.device)
-        r = c.heads//c.kv_heads
-        q = turn(self.q_norm(q), pos, c).to(v.dtype)
-        k = turn(self.k_norm(k), pos, c).to(v.dtype).repeat_interleave(r, 2)
-        v = v.repeat_interleave(r, 2)
-        q,k,v = (a.transpose(1, 2) for a in (q, k, v))  # (B,h,T,d)
+        k,v = self._keys(x, pos)
+        q = turn(self.q_norm(q), pos, c).to(v.dtype).transpose(1, 2)  # (B,h,T,d)
         if past: o = beside(q, [*past, (k,v)])
         else: o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         o = o.transpose(1, 2).flatten(2)
         return self.o_proj(o*gate.flatten(2).sigmoid()),(k,v)
+
+    def _keys(self, x, pos):
+        "Keys, turned, and values, each as often as there are queries for it: (B,h,T,d)"
+        c = self.c
+        k = self.k_proj(x).unflatten(-1, (c.kv_heads,-1))
+        v = self.v_proj(x).unflatten(-1, (c.kv_heads,-1))
+        k = turn(self.k_norm(k), pos, c).to(v.dtype)
+        r = c.heads//c.kv_heads
+        return (a.repeat_interleave(r, 2).transpose(1, 2) for a in (k, v))
 
 
 def beside(q, pairs:list):

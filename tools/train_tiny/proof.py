@@ -25,6 +25,7 @@ from atlas.use.llm import LLM
 CardArray.__array_priority__ = 1.  # joined with others, arrays of dry cards stay such
 SAID = ('I call it.\n</think>\n\n'
     '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>')
+COST = '{bytes:,} bytes, error {error:.4f}, perplexity {perplexity:.4f}'
 MIXED = "Tom's 12 cats, naïve ☂\n\n<|im_start|>user\nHi<|im_end|>"
 
 
@@ -95,19 +96,24 @@ def talking(llm):
     check('prompt with tools', opened and '"get_weather"' in prompt, len(prompt))
     off = llm.render([rules.user('Hi')], enable_thinking=False)
     check('prompt without thoughts', off.endswith('<think>\n\n</think>\n\n'), repr(off[-22:]))
-    s = Splitter('qwen3', 'hermes', tools, opened=True)
-    for c in SAID: s.feed(c)
-    if hasattr(s, 'finish'): s.finish()
-    r = s.result()
-    thought = r.reasoning.strip()
-    check('answer with a call', r.calls[0].name=='get_weather' and thought=='I call it.', r)
+    calling(tools)
     ids = llm.tokenizer.encode(MIXED)
     same = llm.tokenizer.decode(ids, skip_special=False)==MIXED
     check('text and back', same, f'{len(ids)} tokens')
     marks = text.SPECIAL+text.MARKS
     check('marks are tokens', all(len(llm.tokenizer.encode(x))==1 for x in marks), marks)
     out = llm.chat([rules.user('What is 7 plus 5?')], SamplingParams(temperature=0, max_tokens=40))
-    check('chat', True, repr(out.text))
+    check('chat', '12' in out.text, repr(out.text))
+
+
+def calling(tools:list[dict]):
+    "An answer with a thought and a call, as the parsers split it"
+    s = Splitter('qwen3', 'hermes', tools, opened=True)
+    for c in SAID: s.feed(c)
+    if hasattr(s, 'finish'): s.finish()
+    r = s.result()
+    thought = r.reasoning.strip()
+    check('answer with a call', r.calls[0].name=='get_weather' and thought=='I call it.', r)
 
 
 HELD_OUT = Path(text.HERE).parents[1]/'atlas'/'models'/'tiny'/'held_out.txt'
@@ -173,6 +179,14 @@ def emulated(folder:Path, host, ids:list[int]):
     check(f'{name}, greedy', a[:2]==b[:2], f'{a} {b}')
 
 
+def caches(folder:Path):
+    "What formats of keys and values cost, by the kernels on the emulator"
+    for kv in ('f16','fp8','nvfp4'):
+        sizes = dict(max_seq_len=512, max_num_seqs=2, kv_cache_memory=1<<26)
+        llm = LLM(str(folder), device=Emulator(), show=False, kv_cache_dtype=kv, **sizes)
+        print(f'cache in {kv}: perplexity {perplexity(llm, 400, 400):.4f}', flush=True)
+
+
 def formats(a, ids:list[int])->list[dict]:
     "Quantised copies: layout, size, error, perplexity, cards"
     out = []
@@ -184,10 +198,11 @@ def formats(a, ids:list[int])->list[dict]:
             good = q.drafts(ids[:70], 3)[2].shape==(3, q.config.vocab_size)
             small = fmt!='nvfp4' or size(to)<=6_000_000
             out.append(dict(format=fmt, bytes=size(to), error=r.error, perplexity=perplexity(q)))
-            seen = '{bytes:,} bytes, error {error:.4f}, perplexity {perplexity:.4f}'.format(**out[-1])
+            seen = COST.format(**out[-1])
             check(f'{fmt}, layout {r.layout}', good and small, seen)
             if not a.no_cards: cards(to, ids)
             if a.emulator: emulated(to, q, ids[:40])
+            if a.emulator and fmt=='nvfp4': caches(to)
     return out
 
 

@@ -38,7 +38,9 @@ NAMES = dict( # Of the sizes in config.json
 
 def weights(m:Model)->dict:
     "Tensors by the names of the real checkpoints, in bfloat16"
-    def saved(v): return v.detach().to('cpu', torch.bfloat16).contiguous().clone()
+    def saved(v):
+        on_host = v.detach().to('cpu', torch.bfloat16)
+        return on_host.contiguous().clone()
     return {k:saved(v) for k,v in m.state_dict().items()}
 
 
@@ -50,11 +52,16 @@ def save(m:Model, tok, folder:Path):
     part.chmod(0o644)
     part.replace(folder/'model.safetensors')
     (folder/'config.json').write_text(json.dumps(m.c.to_json(), indent=1)+'\n')
+    save_generation(tok, folder)
+    text.save_tokenizer(tok, folder)
+
+
+def save_generation(tok, folder:Path):
+    "Where answers end, and how they are sampled"
     ends = [tok.token_to_id(s) for s in ('<|im_end|>','<|endoftext|>')]
     sampling = dict(do_sample=True, temperature=.7, top_p=.9)
     generation = dict(eos_token_id=ends, pad_token_id=ends[1], **sampling)
     (folder/'generation_config.json').write_text(json.dumps(generation, indent=1)+'\n')
-    text.save_tokenizer(tok, folder)
 
 
 def load(folder:Path, device:str='cpu')->Model:
@@ -134,6 +141,13 @@ class Run:
         torch.manual_seed(a.seed)
         torch.set_float32_matmul_precision('high')
         self.amp = torch.autocast(self.device, torch.bfloat16, enabled=self.device=='cuda')
+        self.read()
+        self.curve,self.seen = [],[]
+        self.step,self.more = 0,{}
+
+    def read(self):
+        "Texts and a model"
+        a = self.a
         self.tok,self.stream,held = corpus(a)
         eos = tuple(self.tok.token_to_id(s) for s in ('<|endoftext|>','<|im_end|>'))
         config = Config(vocab=a.vocab, eos=eos)
@@ -143,8 +157,6 @@ class Run:
         self.source = self.stream.batches(a.rows, length)
         heldout = held.batches(a.rows, length)
         self.tests = [self.batch(heldout) for _ in range(a.tests)]
-        self.curve,self.seen = [],[]
-        self.step,self.more = 0,{}
 
     def batch(self, source):
         return torch.from_numpy(next(source)).to(self.device, torch.int64, non_blocking=True)
@@ -169,21 +181,26 @@ class Run:
         self.start = saved = time.time()
         while (done := self.done())<1:
             factor = schedule(done)
-            for g in adam.param_groups: g['lr'] = a.adam_lr*factor
-            ids = self.cut(self.batch(self.source), a.drafts)
-            with self.amp: loss,parts,balance = m.loss(ids, a.drafts)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(m.parameters(), 1.)
-            muon.step(factor)
-            adam.step()
-            m.zero_grad(set_to_none=True)
-            self.seen.append((parts[0], balance.detach()))
-            self.step += 1
+            self.update(muon, adam, factor)
             if self.step%a.every and self.step not in (1,25,100): continue
             self.note(factor)
             if time.time()-saved>a.save_every:
                 self.report()
                 saved = time.time()
+
+    def update(self, muon, adam, factor:float):
+        "One step, with `factor` of the learning rates"
+        a,m = self.a,self.m
+        for g in adam.param_groups: g['lr'] = a.adam_lr*factor
+        ids = self.cut(self.batch(self.source), a.drafts)
+        with self.amp: loss,parts,balance = m.loss(ids, a.drafts)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(m.parameters(), 1.)
+        muon.step(factor)
+        adam.step()
+        m.zero_grad(set_to_none=True)
+        self.seen.append((parts[0], balance.detach()))
+        self.step += 1
 
     def note(self, factor:float):
         "One more point of the curve"
@@ -196,10 +213,15 @@ class Run:
         seconds,tokens = time.time()-self.start,self.step*a.rows*a.length
         point = dict(step=self.step, seconds=seconds, tokens=tokens, lr=factor)
         self.curve.append(dict(point, train=loss, val=val, drafts=drafts))
-        if len(self.curve)>6 and len(self.curve)%3: return
-        first = f'{drafts[0]:.3f}' if drafts else ''
-        row = (self.step, f'{seconds:.0f}', f'{tokens/1e6:.1f}', f'{loss:.3f}', f'{val:.3f}', first)
-        print(LINE.format(*row, f'{balance:.2f}', f'{tokens/seconds:,.0f}'), flush=True)
+        if len(self.curve)<7 or not len(self.curve)%3: self.tell(self.curve[-1], balance)
+
+    def tell(self, c:dict, balance:float):
+        "A line of the table"
+        first = f'{c["drafts"][0]:.3f}' if c['drafts'] else ''
+        losses = f'{c["train"]:.3f}',f'{c["val"]:.3f}',first
+        speed = f'{c["tokens"]/c["seconds"]:,.0f}'
+        seen = self.step,f'{c["seconds"]:.0f}',f'{c["tokens"]/1e6:.1f}'
+        print(LINE.format(*seen, *losses, f'{balance:.2f}', speed), flush=True)
 
     def report(self):
         "Everything that is known so far, in files"
@@ -207,10 +229,10 @@ class Run:
         known = dict(self.more, curve=self.curve)
         (self.a.out/'training.json').write_text(json.dumps(known, indent=1)+'\n')
 
-    def judge(self):
-        "The last word, by the weights as they were saved"
-        a,m,amp = self.a,self.m,self.amp
-        self.more = dict(
+    def facts(self)->dict:
+        "What was done, with what"
+        a,m = self.a,self.m
+        return dict(
             steps=self.step,
             tokens=self.step*a.rows*a.length,
             epochs=self.stream.epochs,
@@ -222,6 +244,11 @@ class Run:
             device=torch.cuda.get_device_name() if self.device=='cuda' else 'cpu',
             torch=torch.__version__,
             parameters=sum(p.numel() for p in m.parameters()))
+
+    def judge(self):
+        "The last word, by the weights as they were saved"
+        a,m,amp = self.a,self.m,self.amp
+        self.more = self.facts()
         self.report()
         m.load_state_dict({k:v.float() for k,v in weights(m).items()})
         short = torch.cat([t[:,:48] for t in self.tests])[:64]
@@ -246,15 +273,22 @@ class Run:
         print(f'{size:,} bytes of weights, {time.time()-self.begin:.0f} s in all', flush=True)
 
 
-def main():
-    as_it_is = argparse.RawDescriptionHelpFormatter
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_is)
-    add = p.add_argument
+def add_times(add):
+    "Where from, where to, and how long"
     add('out', type=Path)
     add('--data', type=Path, help='folder of *.jsonl.xz; none: rules alone')
     add('--minutes', type=float, default=8.7, help='all in all')
     add('--rest', type=float, default=50, help='seconds of them for what comes after the last step')
     add('--steps', type=int, help='so many steps instead of so many minutes')
+    add('--save-every', type=float, default=60)
+    add('--init', type=Path, help='a folder to begin with instead of random weights')
+    add('--compile-seconds', type=int, default=150, help='most to spend on compiling layers')
+    add('--device', default='cuda')
+    add('--no-compile', dest='compile', action='store_false')
+
+
+def add_sizes(add):
+    "What is learnt, and how fast"
     add('--ruled', type=int, default=200_000, help='texts by rule')
     add('--rules', type=int, default=60_000, help='conversations by rule')
     add('--rows', type=int, default=32)
@@ -267,11 +301,13 @@ def main():
     add('--every', type=int, default=200, help='steps between points of the curve')
     add('--tests', type=int, default=4, help='held-out batches')
     add('--places', type=int, default=64, help='of each prompt, for acceptance')
-    add('--save-every', type=float, default=60)
-    add('--init', type=Path, help='a folder to begin with instead of random weights')
-    add('--compile-seconds', type=int, default=150, help='most to spend on compiling layers')
-    add('--device', default='cuda')
-    add('--no-compile', dest='compile', action='store_false')
+
+
+def main():
+    as_it_is = argparse.RawDescriptionHelpFormatter
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_is)
+    add_times(p.add_argument)
+    add_sizes(p.add_argument)
     a = p.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
     run = Run(a)
