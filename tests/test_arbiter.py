@@ -159,7 +159,7 @@ def test_never_right_is_none(most, seqs, price, ahead, before):
     card.run(200, 0)
     seen = card.run(1200, 0)
     assert card.arb.k==0
-    assert sum(k>0 for k in seen)<=.05*len(seen)
+    assert sum(k>0 for k in seen)<=len(seen)/16+8  # probes may take a sixteenth of all steps
 
 @settings(deadline=None, max_examples=25)
 @given(price=st.floats(0, 1.5), **cards)

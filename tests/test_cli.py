@@ -412,6 +412,7 @@ ENGINE = {
     '--num-speculative-tokens 3': dict(num_speculative_tokens=3),
     '--draft-model small': dict(draft_model='small'),
     '--draft-vocab 8192': dict(draft_vocab=8192),
+    '--draft-quantization fp8': dict(draft_quantization='fp8'),
     '--speculative-config {"prompt_lookup_max":6}':
         dict(speculative_config=dict(prompt_lookup_max=6)),
     '--no-speculative-adaptive': dict(speculative_adaptive=False)}

@@ -179,9 +179,16 @@ class AssistantDrafter(Drafter):
         ids = ends.newest
         for i in range(k):
             n,h = a.draft_rows(self.target, ends.looking(ids), h, self._cache)
-            ids = self._likeliest(n, None, ends.out(i), tap)
+            if tap: ids = self._defined(n, tap)
+            else: ids = self._likeliest(n, None, ends.out(i))
             out.append(ids)
         return out
+
+    def _defined(self, n, tap):
+        "The likeliest tokens after rows n, of those that the assistant's clusters let be drafted"
+        scores = self.assistant._scores(n)
+        tap(scores)
+        return self.target.device.upload(scores.argmax(-1).astype(np.int32))
 
 # %% ../../nbs/5_engine/02_draft.ipynb #d14a0004
 class ModelDrafter(Drafter):

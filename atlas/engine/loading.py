@@ -69,7 +69,7 @@ class LoadedModel:
             self.max_seq_len = _context(ck.config, options.max_seq_len)
             self.text = text(ck) if text else None
             self.drafting = drafting(options, ck, files)
-            self.speculative = str(self.drafting) if self.drafting.kind else None
+            self.speculative = str(self.drafting) if self.drafting.who else None
             self._load(ck, show)
         self.guides = self.text.guides() if self.text else None
         self.engine = self._engine()
@@ -87,14 +87,14 @@ FREQUENT = 1<<16 # Tokens that drafts of a larger vocabulary are chosen from, wh
 @dataclass
 class Drafting:
     "Who guesses what comes next, and how far"
-    kind:str|None=None # 'mtp', 'draft' or 'ngram'; None: nobody
+    who:str|None=None # 'mtp', 'draft' or 'ngram'; None: nobody
     k:int=0 # Drafts of a step
     ck:object=None # The open checkpoint of a draft model
     why:str='' # Why it is this one, where that needs a word
 
     def __str__(self):
-        if not self.kind: return 'off'
-        drafts = f'{self.kind}, {self.k} draft{"s"*(self.k>1)}'
+        if not self.who: return 'off'
+        drafts = f'{self.who}, {self.k} draft{"s"*(self.k>1)}'
         return f'{drafts} ({self.why})' if self.why else drafts
 
 def _has_head(ck):
@@ -142,7 +142,7 @@ def _engine(self:LoadedModel):
 @patch
 def _drafter(self:LoadedModel)->Drafter|None:
     "Who guesses what comes next"
-    if self.drafting.kind is None: return None
+    if self.drafting.who is None: return None
     drafter,size = self._made(),self.options.draft_vocab
     if size is None and self.config.vocab_size>2*FREQUENT: size = FREQUENT
     if size: drafter.narrow(size)
@@ -152,8 +152,8 @@ def _drafter(self:LoadedModel)->Drafter|None:
 def _made(self:LoadedModel)->Drafter:
     "The drafter as it is made"
     o,d = self.options,self.drafting
-    if d.kind=='ngram': return NgramDrafter(self.model, d.k, o.ngram_least, o.ngram_most)
-    if d.kind=='mtp': return MTPDrafter(self.model, self.cache, d.k)
+    if d.who=='ngram': return NgramDrafter(self.model, d.k, o.ngram_least, o.ngram_most)
+    if d.who=='mtp': return MTPDrafter(self.model, self.cache, d.k)
     if self.draft_model.c.drafter:
         return AssistantDrafter(self.model, self.cache, self.draft_model, d.k)
     return ModelDrafter(self.model, self.draft_cache, self.draft_model, d.k)
@@ -163,7 +163,7 @@ def _made(self:LoadedModel)->Drafter:
 def _load(self:LoadedModel, ck, show):
     "Weights and cache of the open checkpoint"
     o,d,by = self.options,self.ops.DEFAULTS,self.drafting
-    head = o.drafting or by.kind=='mtp'
+    head = o.drafting or by.who=='mtp'
     parts = ('','vision')+('mtp',)*head
     packed = ifnone(o.packed, _tight(ck, self.device))
     anew = o.quantization,o.lm_head_dtype,ifnone(o.draft_quantization, _few_bits(ck, self.ops))
@@ -195,7 +195,7 @@ def _make_cache(self:LoadedModel, steps:int):
     self.arena.budget.take('steps', steps, '--chunk')
     with self._region('cache').allocating():
         self.cache = KVCache(self.config, self.device, n,
-            num_states=states, drafting=by.kind=='mtp', **self._kv)
+            num_states=states, drafting=by.who=='mtp', **self._kv)
         self.draft_cache = None
         if by.ck and not by.ck.config.drafter:
             more = states+2*seqs
@@ -209,7 +209,7 @@ def _blocks(self:LoadedModel, others:int)->int:
     left,unasked = self.arena.beside(others)
     asked = ifnone(o.kv_cache_memory, unasked)
     by = self.drafting
-    more = dict(drafting=by.kind=='mtp', drafts=by.k, beside=self._beside())
+    more = dict(drafting=by.who=='mtp', drafts=by.k, beside=self._beside())
     return _fit(self.config, self.ops, left, asked,
         o.max_num_seqs, self.max_seq_len, **self._kv, **more)
 

@@ -261,7 +261,7 @@ def drafts(self:LLM,
     h = drafter.see(b, x, self.device.upload(then))
     ends = Ends([End(first, n, n+k, table)], cache, self.device)
     rows = []
-    found = drafter.propose(h, b.out[-1:], ends, lambda y: rows.append(self.device.download(y)[0]))
+    found = drafter.propose(h, b.out[-1:], ends, k, lambda y: rows.append(self.device.download(y)[0]))
     drafts = [int(self.device.download(d)[0]) for d in found]
     return first,drafts,np.stack(rows)
 

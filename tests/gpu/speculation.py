@@ -41,7 +41,7 @@ def one(name, emulator, tokens):
         wrong = [r.id for r in wanted if got[r.id]!=alone[r.id]]
         s = llm.engine.stats()
         right,tried = (s[f'spec_decode_num_{k}_tokens_total'] for k in ('accepted','draft'))
-        kind,k,late = llm.drafting.kind,llm.drafting.k,s['jit_after_ready_total']
+        kind,k,late = llm.drafting.who,llm.drafting.k,s['jit_after_ready_total']
         print(f'{name}, {kind} {k}: {len(wrong)} differ {wrong}; {right} of {tried} drafts accepted; '
             f'{late} compiled late', flush=True)
         bad += [f'{name}, {kind} {k}: {rid}' for rid in wrong]

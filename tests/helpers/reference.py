@@ -3,8 +3,10 @@ import json,shutil
 from pathlib import Path
 import numpy as np
 from atlas.engine.cache import KVCache
+from atlas.engine.draft import AssistantDrafter,End,Ends,MTPDrafter
 from atlas.card.device import get_device
 from atlas.model.model import Piece,build,load_model,make_batch
+from atlas.ops.linear import MAX_ROWS
 from atlas.ground.weights import load,open_checkpoint
 from .checkpoints import st_bytes
 
@@ -55,22 +57,40 @@ class Run:
         return {f'{n}{i}':a[1] for n in ('rec','conv') for i,a in getattr(self.cache, n).items()}
 
 def mtp(name, sizes=None, see=Run.hidden):
-    "Logits of the head's first pass, and the tokens and logits of two drafts; the head is shown what the model `see`s of the prompt in pieces of `sizes`"
-    from atlas.engine.draft import MTPDrafter
-    r = refs[name]; run = Run(model(name)); m = run.model
-    ids,h = [*r['ids'].tolist()[1:],int(r['greedy'][0])],see(run, r['ids'])
-    d = MTPDrafter(m, run.cache, run.table.blocks); one,at = [],0
-    for n in sizes or [len(ids)]: one.append(d.extend(ids[at:at+n], h[at:at+n], at)); at += n
+    """Logits of the head's first pass, and the tokens and logits of two drafts;
+    the head is shown what the model `see`s of the prompt in pieces of `sizes`"""
+    r = refs[name]
+    run = Run(model(name))
+    m,h = run.model,see(run, r['ids'])
+    ids = [*r['ids'].tolist()[1:],int(r['greedy'][0])]
+    one,at = [],0
+    for n in sizes or [len(ids)]:
+        b = run.batch(ids[at:at+n], at, n>MAX_ROWS)
+        rows = np.zeros((b.num_rows,h.shape[1]), np.float32)
+        rows[b.out] = h[at:at+n]
+        one.append(m.mtp(m, b, rows, run.cache)[b.out])
+        at += n
     assert at==len(ids)
-    return m.head(np.concatenate(one)),*d.propose(2)
+    last = np.array([len(one[-1])-1])
+    drafter = MTPDrafter(m, run.cache, 2)
+    return m.head(np.concatenate(one)),*proposed(drafter, run, one[-1], last, ids[-1], at)
+
+def proposed(drafter, run, h, last, newest, at):
+    "Tokens and logits that `drafter` proposes after `newest`, which is at position `at`"
+    rows = []
+    ends = Ends([End(newest, at, 255, run.table.blocks)], run.cache, host)
+    found = drafter.propose(h, last, ends, drafter.k, rows.append)
+    return [int(ids[0]) for ids in found],np.concatenate(rows)
 
 def drafts(name, beyond=0, spoil=lambda assistant: None):
     "Three drafts of an assistant, and their logits; its query stands `beyond` where it should"
-    from atlas.engine.draft import AssistantDrafter
-    r = refs[name]; run,a = Run(model(r['target'].item())),model(name)
+    r = refs[name]
+    run,a = Run(model(r['target'].item())),model(name)
     spoil(a)
-    h = run.hidden(r['draft_ids'])[-1:]
-    return AssistantDrafter(a, run.model, run.cache, run.table.blocks).propose(int(r['draft_first'][0]), h, len(r['draft_ids'])+beyond, 3)
+    h,at = run.hidden(r['draft_ids']),len(r['draft_ids'])+beyond
+    drafter = AssistantDrafter(run.model, run.cache, a, 3)
+    last,newest = np.array([len(h)-1]),int(r['draft_first'][0])
+    return proposed(drafter, run, h, last, newest, at)
 
 def seen(name, m):
     "`Media` of the reference's two images"
