@@ -154,6 +154,8 @@ READ = {
     'settings.ini': ('tests/test_kernels.py','tests/test_repo.py'),
     '.ci/*': ('tests/test_repo.py',),
     'pyproject.toml': ('tests/test_repo.py',),
+    'atlas/models/tiny/*': ('tests/test_tiny.py',),
+    'tools/train_tiny/*': ('tests/test_train_tiny.py',),
     '_quarto.yml': ('tests/test_repo.py',),
     'README.md': ('tests/test_repo.py',),
     '.gitignore': ('tests/test_repo.py',),
