@@ -3,11 +3,22 @@
 A made-up hybrid is run by NumPy, at once or one step late. Every answer is to be
 the one that its request gets alone and without drafts: tokens, log probabilities and end."""
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 import numpy as np,pytest
 from hypothesis import given,settings,strategies as st
-from helpers.small_engine import V,ask,left_clean,said,serve
-from helpers.speculation import Dice,KINDS,MODEL,Watched,alone,as_alone,beyond,count_ends,engine
-from helpers.speculation import watch_aborts
+import atlas.engine.engine
+from atlas.model.model import Piece,make_batch
+from atlas.ops.accept import accept
+from atlas.ops.sample import candidates
+from atlas.ground.core import RequestError,SourceError,UnsupportedError
+from atlas.engine.scheduler import Request
+from atlas.ops.sample import SamplingParams
+from atlas.use.llm import LLM
+from helpers.reference import model,refs
+from helpers.small_engine import V,ask,left_clean,said,serve,small_cache,tokens
+from helpers.speculation import CONFIG,Dice,KINDS,MODEL,Watched,alone,as_alone,beyond
+from helpers.speculation import count_ends,engine,watch_aborts
 
 either_way = pytest.mark.parametrize('late', (False,True))
 each_kind = pytest.mark.parametrize('kind', KINDS)
@@ -247,3 +258,172 @@ def test_the_arbiter_is_told_what_was_checked(late):
     e.arbiter.drafts = lambda *_: 3
     serve(e, some)
     assert dice.noted[True]>9 and not dice.noted[False]
+
+# What is drawn
+
+DRAWS = 600
+HOW = dict(temperature=1.2, top_k=3)
+
+def after(ids):
+    "Logits after `ids`"
+    cache = small_cache(CONFIG, 4, 2)
+    b = make_batch([Piece(ids, 0, [0], 1, 0, 1)], True, 16, MODEL.device)
+    return MODEL.forward(b, cache)[0]
+
+def chances(ids, n, params):
+    "Every text of `n` tokens after `ids`, and its probability"
+    if not n: return {(): 1.}
+    tokens,w = candidates(after(ids), params)
+    out = {}
+    for t,p in zip(tokens.tolist(), w/w.sum()):
+        rest = chances([*ids,t], n-1, params)
+        for text,q in rest.items(): out[(t,*text)] = float(p)*q
+    return out
+
+def surprise(found, expected):
+    "Standard deviations of a normal that chi-square of the counts stands for; rare texts are one"
+    n = sum(found.values())
+    rare = [t for t,p in expected.items() if n*p<5]
+    cells = [(found[t],n*p) for t,p in expected.items() if n*p>=5]
+    if rare: cells.append((sum(found[t] for t in rare), n*sum(expected[t] for t in rare)))
+    chi,k = sum((f-e)**2/e for f,e in cells),len(cells)-1
+    v = 2/(9*k)
+    return ((chi/k)**(1/3)-(1-v))/v**.5
+
+def texts():
+    "How often each text of three tokens came, drawn with drafts; and the share of drafts"
+    e = engine('draft', 2, True, 96, 32)
+    some = [ask(i, 5, 3, **HOW, seed=i) for i in range(DRAWS)]
+    some = [(replace(r, prompt=some[0].prompt), i//20) for i,r in enumerate(some)]
+    got,_ = serve(e, some)
+    found = Counter(tuple(tokens(events)) for events in got.values())
+    drafted = [v.drafted for events in got.values() for v in events]
+    return found,sum(drafted)/len(drafted)
+
+def expected_texts():
+    "Of a request of `texts`"
+    r = ask(0, 5, 3, **HOW)
+    return chances(list(r.prompt), 3, r.params)
+
+def test_drawn_as_without_drafts():
+    "The chances of the first three tokens are the model's, over many seeds"
+    found,drafted = texts()
+    assert set(found)<=set(expected_texts())
+    assert abs(surprise(found, expected_texts()))<4
+    assert .1<drafted<.6
+
+def likely_drafts(out, least):
+    "Wrong: a draft of more than `least` chance is what was said"
+    def by_seq(said, first, turns):
+        s = out(said, first, turns)
+        for i,t in enumerate(turns, first):
+            for j,d in enumerate(t.ids[1:]):
+                p = np.exp(s.top_logprobs[i,j][s.top_ids[i,j]==d])
+                if p.size and p[0]>least and s.counts[i]>j: s.ids[i,j],s.counts[i] = d,j+2
+        return s
+    return by_seq
+
+def all_drafts(said, drafts, live):
+    "Wrong: every draft was right, and what was said after it counts"
+    return live
+
+def half_of_the_drafts(said, drafts, live):
+    "Wrong: a coin says whether a draft is right, and then it is what was said"
+    coins = np.random.default_rng(int(said.sum())).random(drafts.shape)<.5
+    said[:,:-1] = np.where(coins&(drafts>=0), drafts, said[:,:-1])
+    return accept(said, drafts, live)
+
+WRONG = [all_drafts,half_of_the_drafts]
+
+@pytest.mark.parametrize('rule', WRONG, ids=lambda f: f.__name__)
+def test_a_wrong_rule_is_seen(rule, monkeypatch):
+    monkeypatch.setattr(atlas.engine.engine, 'accept', rule)
+    found,_ = texts()
+    wrong = surprise(Counter({t: found[t] for t in expected_texts()}), expected_texts())
+    assert wrong>5 or set(found)-set(expected_texts())
+
+def test_likely_drafts_are_seen(monkeypatch):
+    "Who takes a draft because it is likely draws it too often"
+    real = atlas.engine.engine._by_seq
+    monkeypatch.setattr(atlas.engine.engine, '_by_seq', likely_drafts(real, .4))
+    monkeypatch.setitem(HOW, 'logprobs', 3)
+    found,_ = texts()
+    assert surprise(found, expected_texts())>5
+
+# Images in the prompt
+
+@pytest.fixture(scope='module')
+def seer():
+    "A model that sees, with a drafting head, and a prompt with two images"
+    name = 'qwen35-moe-stacked'
+    r,m = refs[name],model(name)
+    cut = int(np.prod(r['grid'][0]))
+    pixels = r['pixels'].astype(np.float32)
+    grids = [tuple(g) for g in r['grid'].tolist()]
+    images = tuple(zip((pixels[:cut],pixels[cut:]), grids))
+    return m,tuple(r['image_ids'].tolist()),images
+
+@pytest.mark.parametrize('kind', ['mtp','draft','oracle'])
+@either_way
+def test_images_in_the_prompt(seer, kind, late):
+    "Rows behind images have other positions; drafts and answers do not mind"
+    m,ids,images = seer
+    def asked(i, **how):
+        params = SamplingParams(**dict(temperature=0, max_tokens=14, ignore_eos=True)|how)
+        return Request(f'r{i}', ids, params, images=images)
+    some = [asked(0, logprobs=1), asked(1, temperature=1., seed=1), asked(2, frequency_penalty=.8)]
+    text = Request('text', ids[:3], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    arrivals = [(r, 2*i) for i,r in enumerate([*some,text])]
+    def serve_with(*how, **more):
+        e = engine(*how, model=m, **more)
+        return serve(e, arrivals)[0]
+    plain = serve_with()
+    answers = [r.prompt+tuple(tokens(plain[r.id])) for r,_ in arrivals]
+    for k in (1,4):
+        got = serve_with(kind, k, late, who=dict(answers=answers))
+        assert {i: said(v) for i,v in got.items()}=={i: said(v) for i,v in plain.items()}
+        if kind!='mtp': assert any(v.drafted for v in got['r0'])
+    assert tokens(plain['r0'])!=tokens(plain['r2'])
+
+# What does not go together
+
+DATA = Path(__file__).parent/'data'
+def load(name, **kw):
+    kw = {k: str(DATA/v) if k=='draft_model' else v for k,v in kw.items()}
+    return LLM(str(DATA/name), 'cpu', max_seq_len=128, max_num_seqs=2, show=False, **kw)
+
+BAD = [
+    ('smollm2-tied', dict(speculative='mtp'), UnsupportedError, 'no drafting head'),
+    ('smollm2-tied', dict(speculative='draft'), RequestError, 'needs a model that drafts'),
+    ('smollm2-tied', dict(speculative='eagle'), RequestError, 'eagle'),
+    ('smollm2-tied', dict(draft_model='qwen3-tied-wide'), UnsupportedError, '144 tokens .* 160'),
+    ('smollm2-tied', dict(draft_model='nothing'), SourceError, 'not a file or folder'),
+    ('gemma4-dense', dict(draft_model='gemma4-assistant'), UnsupportedError, 'does not fit'),
+    ('qwen35-moe-stacked', dict(speculative=True, num_speculative_tokens=8), RequestError, '8'),
+    ('qwen35-moe-stacked', dict(speculative=True, num_speculative_tokens=0), RequestError, '0'),
+]
+
+@pytest.mark.parametrize('name,how,error,said', BAD)
+def test_what_does_not_fit_is_refused(name, how, error, said):
+    with pytest.raises(error, match=said) as e: load(name, **how)
+    assert e.value.hint or 'expected' in str(e.value)
+
+GOOD = [
+    ('smollm2-tied', dict(speculative=True), 'ngram, 4 drafts (the model has no head of its own)'),
+    ('smollm2-tied', dict(), 'off'),
+    ('qwen35-moe-stacked', dict(speculative=True), 'mtp, 2 drafts'),
+    ('qwen35-moe-stacked', dict(num_speculative_tokens=1), 'mtp, 1 draft'),
+    ('qwen35-moe-stacked', dict(speculative='ngram', num_speculative_tokens=7), 'ngram, 7 drafts'),
+    ('gemma4-moe', dict(draft_model='gemma4-assistant'), 'draft, 3 drafts'),
+    ('nemotron-h', dict(speculative=True, draft_model='nemotron-h'), 'draft, 3 drafts'),
+]
+
+@pytest.mark.parametrize('name,how,word', GOOD)
+def test_it_is_said_who_drafts(name, how, word):
+    "And the answer is the one without drafts"
+    prompt,params = [5,6,7,5,6,7,5],SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    plain,drafted = load(name),load(name, **how)
+    assert str(drafted.drafting)==word
+    assert drafted.generate(prompt, params).token_ids==plain.generate(prompt, params).token_ids
+    plain.close()
+    drafted.close()
