@@ -60,6 +60,8 @@ def left_clean(e):
     s = e.scheduler
     assert e.flying is None and not getattr(e.stepper, '_air', None)
     assert not e._samplers and s.pool.used==0
+    assert not s.seqs and not s.waiting and not s.running and not s.promised
+    assert not getattr(e.arbiter, 'limits', None), 'the arbiter knows somebody who has left'
     states = [i for slots in s.states for i in slots]
     assert sorted(states)==list(range((2+s.drafts)*s.max_num_seqs))
 

@@ -1,0 +1,179 @@
+"""A made-up hybrid with a drafting head, those who guess for it, engines that check their guesses,
+and what happened in them."""
+import functools
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+import numpy as np
+from atlas.engine.draft import Drafter,MTPDrafter,ModelDrafter,NgramDrafter
+from atlas.engine.engine import Engine,HostStepper
+from atlas.engine.scheduler import Scheduler
+from helpers import small_engine
+from helpers.small_engine import V,made_up,said,serve,small_cache,tokens
+
+CONFIG = replace(small_engine.CONFIG, mtp_layers=1)
+MODEL = made_up(CONFIG)
+
+class Guide:
+    "Lets each of `sets` come once, in that order; then it is whole"
+    error,code = None,'guide_failed'
+    def __init__(self, sets, n=0): self.sets,self.n = sets,n
+    ended = property(lambda self: self.n>=len(self.sets))
+    def accept(self, t):
+        assert not self.ended and t in self.sets[self.n]
+        self.n += 1
+    def fork(self): return Guide(self.sets, self.n)
+    def mask(self):
+        bits = np.zeros(-(-V//32)*32, bool)
+        if not self.ended: bits[list(self.sets[self.n])] = True
+        return np.packbits(bits, bitorder='little').view(np.uint32)
+GUIDES = SimpleNamespace(start=Guide)
+
+class Oracle(Drafter):
+    "Knows what will be said; lies now and then, and now and then it says nothing"
+    name = 'oracle'
+    def __init__(self, target, k,
+        answers=(), # Prompts and what comes after them, as tuples
+        lies=.3, # Share of its guesses that are wrong
+        gaps=0., # Share of them that are missing
+        seed=0,
+    ):
+        super().__init__(target, k)
+        self.answers,self.lies,self.gaps = answers,lies,gaps
+        self.rng = np.random.default_rng(seed)
+
+    def propose(self, h, last, ends, k, tap=None):
+        rows = [self._after(tuple(e.history), k) for e in ends.ends]
+        return list(np.array(rows, np.int32).T)
+
+    def _after(self, history, k):
+        n,known = len(history),()
+        for answer in self.answers:
+            if answer[:n]==history: known = answer[n:n+k]
+        out = [self._say(t) for t in known]
+        return out+[-1]*(k-len(out))
+
+    def _say(self, token):
+        luck = self.rng.random(2)
+        if luck[0]<self.gaps: return -1
+        return (token+1)%V if luck[1]<self.lies else token
+
+class Broken(MTPDrafter):
+    "A head whose numbers are none, now and then"
+    def __init__(self, *args, share=.5):
+        super().__init__(*args)
+        self.share,self.rng = share,np.random.default_rng(0)
+    def _likeliest(self, h, *args):
+        bad = self.rng.random(len(h))<self.share
+        return super()._likeliest(np.where(bad[:,None], np.float32(np.nan), h), *args)
+
+def own_cache(model, k, seqs, blocks):
+    "The cache of a draft model"
+    return small_cache(model.c, blocks, (k+2)*seqs+2*seqs)
+
+def drafter(kind, model, cache, k, seqs, **how):
+    "Who guesses: by name"
+    if kind=='none': return None
+    if kind=='mtp': return MTPDrafter(model, cache, k)
+    if kind=='broken': return Broken(model, cache, k)
+    if kind=='ngram': return NgramDrafter(model, k, 1, 3)
+    if kind=='draft':
+        return ModelDrafter(model, own_cache(model, k, seqs, cache.pool.num_blocks), model, k)
+    return Oracle(model, k, gaps=.2*(kind=='gaps'), **how)
+KINDS = ['mtp','draft','ngram','oracle','gaps','broken']
+
+def engine(kind='none', k=0, late=False, blocks=40, seqs=4, stepper=HostStepper,
+        guides=GUIDES, arbiter=None, model=MODEL, who=None, **kw):
+    "An engine in which `kind` guesses `k` tokens a step; `who` is told to an oracle"
+    cache = small_cache(model.c, blocks, (k+2)*seqs, drafting=True)
+    d = drafter(kind, model, cache, k, seqs, **(who or {}))
+    s = Scheduler(cache.pool, seqs, 200, 64, drafts=k, **kw)
+    return Engine(s, stepper(model, cache, late, d), guides, arbiter)
+
+@functools.cache
+def alone(r, model=MODEL):
+    "What `r` is answered without drafts when nothing else exists"
+    out,_ = serve(engine(model=model), [(r,0)])
+    return out[r.id]
+
+@functools.cache
+def beyond(r):
+    "The prompt of `r`, its answer, and what the model would say after that"
+    p = r.params
+    if p.min_tokens or r.guide: return r.prompt+tuple(tokens(alone(r)))
+    more = replace(p, stop_token_ids=(), max_tokens=p.max_tokens+8)
+    return r.prompt+tuple(tokens(alone(replace(r, params=more))))
+
+def as_alone(r, mine):
+    "What `r` was answered is what it is answered alone, up to where it was aborted"
+    want = alone(r)
+    if mine and mine[-1].finish!='abort':
+        assert said(mine)==said(want)
+        assert mine[-1].finish==want[-1].finish
+        assert mine[-1].code==want[-1].code
+    else:
+        n = len(said(mine))
+        assert said(mine)==said(want)[:n]
+
+# What happened
+
+class Watched(HostStepper):
+    "Counts in `seen` what becomes of drafts"
+    seen = Counter()
+    def _turn(self, *args):
+        t = super()._turn(*args)
+        self.turns.append(len(t.ids))
+        return t
+    def launch(self, plan, samplers):
+        self.turns = []
+        flight = super().launch(plan, samplers)
+        n = len(plan.first)
+        for rows,count in zip(self.turns, flight.sampled.counts[n:].tolist()):
+            if rows>1: self.seen[_became(rows, count)] += 1
+        if plan.decode:
+            last,self.width = getattr(self, 'width', plan.width),plan.width
+            self.seen['widths changed'] += last!=plan.width
+        self.seen['chunks'] += any(start for _,start,_ in plan.prefill)
+        self.seen['replays'] += len(plan.replay)
+        return flight
+
+def _became(rows, count):
+    if count==rows: return 'all accepted'
+    return 'some accepted' if count>1 else 'none accepted'
+
+def watch_aborts(e, seen):
+    "Count in `seen` those who are aborted while a step of theirs is in the air"
+    real = e.abort
+    def abort(rid):
+        up = e.flying.plan.decode if e.flying else ()
+        seen['aborted in the air'] += rid in [s.id for s in up if not s.finish_reason]
+        return real(rid)
+    e.abort = abort
+
+def count_ends(events, seen):
+    "Count in `seen` how an answer ended whose last step accepted a draft"
+    last = events[-1]
+    n = len(events)-1
+    before = bool(n and events[n-1].drafted)
+    if last.finish=='stop' and last.token is not None: seen['stopped inside'] += bool(last.drafted)
+    if last.finish=='length': seen['full inside'] += before
+    whole = last.finish=='stop' and last.token is None
+    if whole: seen['guide ended inside'] += bool(n>1 and events[n-2].drafted)
+
+class Dice:
+    "An arbiter who throws dice"
+    def __init__(self, most, seed, calm=.8):
+        self.most,self.calm,self.rng = most,calm,np.random.default_rng(seed)
+        self.k,self.limits,self.noted = most,{},Counter()
+    def _thrown(self): return int(self.rng.integers(0, self.most+1))
+    def drafts(self, seqs, context=0):
+        if self.rng.random()>self.calm: self.k = self._thrown()
+        return self.k
+    def limit(self, id):
+        stays = id in self.limits and self.rng.random()<self.calm
+        if not stays: self.limits[id] = max(self._thrown(), self._thrown())
+        return self.limits[id]
+    def note(self, k, accepted, seconds, context=0):
+        for checked,n in accepted.values(): self.noted[n<=checked<=k<=self.most] += 1
+    def leave(self, id): self.limits.pop(id, None)
+    def stats(self): return {}

@@ -1,0 +1,429 @@
+"""Drafts change nothing: whoever guesses, however many are checked, and whatever comes between.
+
+A made-up hybrid is run by NumPy, at once or one step late. Every answer is to be
+the one that its request gets alone and without drafts: tokens, log probabilities and end."""
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+import numpy as np,pytest
+from hypothesis import given,settings,strategies as st
+import atlas.engine.engine
+from atlas.model.model import Piece,make_batch
+from atlas.ops.accept import accept
+from atlas.ops.sample import candidates
+from atlas.ground.core import RequestError,SourceError,UnsupportedError
+from atlas.engine.scheduler import Request
+from atlas.ops.sample import SamplingParams
+from atlas.use.llm import LLM
+from helpers.reference import model,refs
+from helpers.small_engine import V,ask,left_clean,said,serve,small_cache,tokens
+from helpers.speculation import CONFIG,Dice,KINDS,MODEL,Watched,alone,as_alone,beyond
+from helpers.speculation import count_ends,engine,watch_aborts
+
+either_way = pytest.mark.parametrize('late', (False,True))
+each_kind = pytest.mark.parametrize('kind', KINDS)
+
+SETS = tuple(tuple(range(i, V, 3)) for i in (0,1,2,1))
+HOWS = [
+    {},
+    dict(temperature=.9, seed=3),
+    dict(logprobs=2),
+    dict(temperature=.8, seed=5, presence_penalty=.5, repetition_penalty=1.3, logprobs=0),
+    dict(stop_token_ids=tuple(range(0, V, 9))),
+    dict(min_tokens=3, ignore_eos=False, stop_token_ids=tuple(range(0, V, 6))),
+    dict(temperature=1., seed=1, top_p=.8, frequency_penalty=.4),
+    dict(guide=((7,),(3,),(9,))*3, logprobs=1),
+    dict(guide=SETS*2, temperature=1., seed=2),
+    dict(guide=SETS, repetition_penalty=1.5),
+]
+
+# Random schedules
+
+one = st.tuples(
+    st.sampled_from([1,5,30,64,70,130]),  # tokens of its prompt
+    st.sampled_from([1,7,20,30]),  # tokens at most
+    st.sampled_from([0,0,-1,1]),  # priority
+    st.sampled_from(HOWS),
+    st.integers(0, 12))  # the step before which it arrives
+asked = st.lists(one, min_size=3, max_size=7)
+left = st.tuples(st.integers(0, 4), st.integers(3, 18))  # who is aborted, before which step
+DRAWN = dict(
+    asks=asked,
+    blocks=st.sampled_from([13,13,16,40]),
+    seqs=st.sampled_from([1,2,4,4]),
+    over=st.sampled_from([1.,4.,4.]),
+    gone=st.lists(left, min_size=1, max_size=3),
+    kind=st.sampled_from([*KINDS,'oracle','gaps']),
+    k=st.integers(1, 7),
+    lies=st.sampled_from([0.,.2,.5]),
+    dice=st.none()|st.none()|st.integers(0, 99))
+
+def requests(asks):
+    "Requests with the steps before which they arrive"
+    out = []
+    for i,(n,most,priority,how,at) in enumerate(asks):
+        most = max(most, how.get('min_tokens', 0))
+        out.append((ask(i, n, most, priority, **how), at))
+    return out
+
+def schedule(seen, asks, blocks, seqs, over, gone, kind, k, lies, dice, late):
+    "Serve all of it; every answer is what it is alone"
+    arrivals = requests(asks)
+    class Counted(Watched): pass
+    Counted.seen = seen
+    who = dict(answers=[beyond(r) for r,_ in arrivals], lies=lies)
+    arbiter = None if dice is None else Dice(k, dice)
+    e = engine(kind, k, late, blocks, seqs, Counted, arbiter=arbiter, who=who, overcommit=over)
+    watch_aborts(e, seen)
+    got,_ = serve(e, arrivals, [(f'r{i}', at) for i,at in gone])
+    for r,_ in arrivals:
+        mine = got.get(r.id, [])
+        as_alone(r, mine)
+        if mine: count_ends(mine, seen)
+    seen['preemptions'] += e.scheduler.totals['preemptions']
+    assert not (arbiter and arbiter.limits), 'somebody who left is still known'
+
+HAPPENED = ['all accepted','some accepted','none accepted','stopped inside','full inside',
+    'guide ended inside','aborted in the air','widths changed','preemptions','chunks','replays']
+
+def test_random_schedules():
+    "Arrivals, aborts, priorities, little room, chunks, all kinds of requests, drafters and K"
+    seen = Counter()
+    @settings(max_examples=50, deadline=None, derandomize=True, database=None)
+    @given(**DRAWN)
+    def run(**drawn):
+        for late in (False,True): schedule(seen, **drawn, late=late)
+    run()
+    missing = [what for what in HAPPENED if seen[what]<3]
+    assert not missing, f'{missing} hardly happened: {seen}'
+
+FULL = [(5,20), (64,30), (130,7), (1,40), (70,30), (63,25), (10,12)]
+
+@each_kind
+@either_way
+def test_much_at_once(kind, late):
+    "All kinds of requests in one engine with little room"
+    some = [(ask(i, n, most, **HOWS[i]), i) for i,(n,most) in enumerate(FULL)]
+    some += [(ask(7+i, 9, 20, **how), 9+i) for i,how in enumerate(HOWS[7:])]
+    who = dict(answers=[beyond(r) for r,_ in some])
+    for k in (1,4):
+        e = engine(kind, k, late, 16, who=who, overcommit=4.)
+        got,_ = serve(e, some)
+        for r,_ in some: as_alone(r, got[r.id])
+        assert any(v.drafted for events in got.values() for v in events)
+
+# What breaks
+
+def interrupted(e, holder, name, at, error):
+    "Raise `error` at call `at` of method `name` of `holder`, after it is done"
+    calls,real = 0,getattr(holder, name)
+    def cut_off(*args, **kw):
+        nonlocal calls
+        out = real(*args, **kw)
+        calls += 1
+        if calls==at: raise error
+        return out
+    setattr(holder, name, cut_off)
+    return lambda: calls
+
+def patient(e, error):
+    "Events of all that `e` has to do, whatever is raised"
+    got,n = [],0
+    while e.has_work:
+        try: got += e.step()
+        except error: n += 1
+    assert n==1
+    left_clean(e)
+    return got
+
+@pytest.mark.parametrize('error', [KeyboardInterrupt,RuntimeError])
+@pytest.mark.parametrize('kind', ['mtp','draft','oracle'])
+@either_way
+def test_interrupted(late, kind, error):
+    """A launch that is cut off in the drafter, or when it is done, has destroyed nothing:
+    with a Ctrl-C, or with an error of the drafter, which is an error of the step"""
+    r = ask(0, 70, 12, temperature=.8, seed=5, repetition_penalty=1.3, logprobs=1)
+    who = dict(answers=[beyond(r)])
+    places = ['see','propose'] if late else ['see','propose','launch']
+    for name in places:
+        for at in range(1, 6):
+            e = engine(kind, 3, late, who=who)
+            holder = e.stepper if name=='launch' else e.stepper.drafter
+            calls = interrupted(e, holder, name, at, error)
+            e.add(r)
+            assert said(patient(e, error))==said(alone(r))
+            assert calls()>at
+
+@pytest.mark.xfail(strict=True, reason='HostStepper has no `lost`: it keeps what it has in the air')
+def test_interrupted_when_it_is_in_the_air():
+    "A launch that is cut off when a late step is done counts for nothing"
+    r = ask(0, 70, 12)
+    e = engine('mtp', 3, True)
+    interrupted(e, e.stepper, 'launch', 3, KeyboardInterrupt)
+    e.add(r)
+    assert said(patient(e, KeyboardInterrupt))==said(alone(r))
+
+@each_kind
+@either_way
+def test_a_prompt_without_memory(late, kind):
+    "It is shed, and who decodes goes on with the drafts that he has"
+    first,second = ask(0, most=25, logprobs=0),ask(1, 20)
+    e = engine(kind, 3, late, who=dict(answers=[beyond(first)]))
+    launch = e.stepper.launch
+    def tight(plan, samplers):
+        out = launch(plan, samplers)
+        prompts = [s.id for s,*_ in plan.prefill]
+        if 'r1' in prompts: raise MemoryError
+        return out
+    e.stepper.launch = tight
+    got,_ = serve(e, [(first,0), (second,3)])
+    assert got['r1'][-1].code=='out_of_memory'
+    assert said(got['r0'])==said(alone(first))
+
+@either_way
+def test_logits_that_are_no_numbers(late):
+    "What was said before them counts; then the row fails, and nobody else notices"
+    first,other = ask(0, 20, 30),ask(1, 20, 30)
+    e = engine('oracle', 3, late, who=dict(answers=[beyond(first),beyond(other)]))
+    e.add(first)
+    e.add(other)
+    before = [v for _ in range(4) for v in e.step()]
+    block = e.scheduler.seqs['r0'].table.blocks[0]
+    e.cache.kv[1].k[block] = np.nan
+    rest,_ = serve(e, [])
+    assert rest['r0'][-1].code=='corrupted_output'
+    assert e.stats()['corrupted_requests_total']==1
+    mine = said([v for v in before if v.id=='r0']+rest['r0'])
+    assert mine==said(alone(first))[:len(mine)]
+    assert said([v for v in before if v.id=='r1']+rest['r1'])==said(alone(other))
+
+@either_way
+def test_a_drafter_without_numbers(late):
+    "Its guesses are dropped, and the answers go on, with those drafts that it has"
+    r = ask(3, 9, 30)
+    def steps(share):
+        e = engine('broken', 3, late)
+        e.stepper.drafter.share = share
+        got,_ = serve(e, [(r,0)])
+        as_alone(r, got[r.id])
+        return e.steps
+    e = engine('mtp', 3, late)
+    serve(e, [(r,0)])
+    assert steps(1.)==steps(1.)>=30
+    assert steps(0.)==e.steps<30
+
+# Many of them
+
+@pytest.mark.parametrize('n', [300,10_000])
+def test_many_come_and_go(n):
+    "Random requests with random aborts: each ends once, and nothing of them is left"
+    rng = np.random.default_rng(n)
+    dice = Dice(3, n)
+    e = engine('draft', 3, True, 30, 16, arbiter=dice, overcommit=3.)
+    ended,came = Counter(),0
+    while came<n or e.has_work:
+        for _ in range(int(rng.integers(0, 7))):
+            if came==n or len(e.scheduler.seqs)>24: break
+            e.add(short(came, rng))
+            came += 1
+        events = e.step()
+        if rng.random()<.5: events += leave_one(e, rng)
+        for v in events: ended[v.id] += v.finish is not None
+    left_clean(e)
+    assert len(ended)==n and set(ended.values())=={1}
+    assert sum(e.scheduler.finished.values())==n
+    assert e.scheduler.finished['abort']>n/50 and e.scheduler.finished['length']>n/50
+    assert dice.noted[True]>n/4
+
+def short(i, rng):
+    "A short request"
+    n,most = int(rng.integers(1, 20)),int(rng.integers(1, 9))
+    how = HOWS[rng.integers(len(HOWS))]
+    return ask(i, n, max(most, how.get('min_tokens', 0)), int(rng.integers(-1, 2)), **how)
+
+def leave_one(e, rng):
+    "Abort somebody"
+    ids = list(e.scheduler.seqs)
+    return e.abort(ids[rng.integers(len(ids))]) if ids else []
+
+MORE = 'a limit that is changed while a step is in the air counts for that step already'
+
+@pytest.mark.parametrize('late', [False,pytest.param(True, marks=pytest.mark.xfail(
+    strict=True, reason=MORE))])
+def test_the_arbiter_is_told_what_was_checked(late):
+    "Never fewer drafts than were accepted"
+    some = [(ask(i, 9, 30), 0) for i in range(4)]
+    dice = Dice(3, 0, calm=.5)
+    e = engine('draft', 3, late, arbiter=dice)
+    e.arbiter.drafts = lambda *_: 3
+    serve(e, some)
+    assert dice.noted[True]>9 and not dice.noted[False]
+
+# What is drawn
+
+DRAWS = 600
+HOW = dict(temperature=1.2, top_k=3)
+
+def after(ids):
+    "Logits after `ids`"
+    cache = small_cache(CONFIG, 4, 2)
+    b = make_batch([Piece(ids, 0, [0], 1, 0, 1)], True, 16, MODEL.device)
+    return MODEL.forward(b, cache)[0]
+
+def chances(ids, n, params):
+    "Every text of `n` tokens after `ids`, and its probability"
+    if not n: return {(): 1.}
+    tokens,w = candidates(after(ids), params)
+    out = {}
+    for t,p in zip(tokens.tolist(), w/w.sum()):
+        rest = chances([*ids,t], n-1, params)
+        for text,q in rest.items(): out[(t,*text)] = float(p)*q
+    return out
+
+def surprise(found, expected):
+    "Standard deviations of a normal that chi-square of the counts stands for; rare texts are one"
+    n = sum(found.values())
+    rare = [t for t,p in expected.items() if n*p<5]
+    cells = [(found[t],n*p) for t,p in expected.items() if n*p>=5]
+    if rare: cells.append((sum(found[t] for t in rare), n*sum(expected[t] for t in rare)))
+    chi,k = sum((f-e)**2/e for f,e in cells),len(cells)-1
+    v = 2/(9*k)
+    return ((chi/k)**(1/3)-(1-v))/v**.5
+
+def texts():
+    "How often each text of three tokens came, drawn with drafts; and the share of drafts"
+    e = engine('draft', 2, True, 96, 32)
+    some = [ask(i, 5, 3, **HOW, seed=i) for i in range(DRAWS)]
+    some = [(replace(r, prompt=some[0].prompt), i//20) for i,r in enumerate(some)]
+    got,_ = serve(e, some)
+    found = Counter(tuple(tokens(events)) for events in got.values())
+    drafted = [v.drafted for events in got.values() for v in events]
+    return found,sum(drafted)/len(drafted)
+
+def expected_texts():
+    "Of a request of `texts`"
+    r = ask(0, 5, 3, **HOW)
+    return chances(list(r.prompt), 3, r.params)
+
+def test_drawn_as_without_drafts():
+    "The chances of the first three tokens are the model's, over many seeds"
+    found,drafted = texts()
+    assert set(found)<=set(expected_texts())
+    assert abs(surprise(found, expected_texts()))<4
+    assert .1<drafted<.6
+
+def likely_drafts(out, least):
+    "Wrong: a draft of more than `least` chance is what was said"
+    def by_seq(said, first, turns):
+        s = out(said, first, turns)
+        for i,t in enumerate(turns, first):
+            for j,d in enumerate(t.ids[1:]):
+                p = np.exp(s.top_logprobs[i,j][s.top_ids[i,j]==d])
+                if p.size and p[0]>least and s.counts[i]>j: s.ids[i,j],s.counts[i] = d,j+2
+        return s
+    return by_seq
+
+def all_drafts(said, drafts, live):
+    "Wrong: every draft was right, and what was said after it counts"
+    return live
+
+def half_of_the_drafts(said, drafts, live):
+    "Wrong: a coin says whether a draft is right, and then it is what was said"
+    coins = np.random.default_rng(int(said.sum())).random(drafts.shape)<.5
+    said[:,:-1] = np.where(coins&(drafts>=0), drafts, said[:,:-1])
+    return accept(said, drafts, live)
+
+WRONG = [all_drafts,half_of_the_drafts]
+
+@pytest.mark.parametrize('rule', WRONG, ids=lambda f: f.__name__)
+def test_a_wrong_rule_is_seen(rule, monkeypatch):
+    monkeypatch.setattr(atlas.engine.engine, 'accept', rule)
+    found,_ = texts()
+    wrong = surprise(Counter({t: found[t] for t in expected_texts()}), expected_texts())
+    assert wrong>5 or set(found)-set(expected_texts())
+
+def test_likely_drafts_are_seen(monkeypatch):
+    "Who takes a draft because it is likely draws it too often"
+    real = atlas.engine.engine._by_seq
+    monkeypatch.setattr(atlas.engine.engine, '_by_seq', likely_drafts(real, .4))
+    monkeypatch.setitem(HOW, 'logprobs', 3)
+    found,_ = texts()
+    assert surprise(found, expected_texts())>5
+
+# Images in the prompt
+
+@pytest.fixture(scope='module')
+def seer():
+    "A model that sees, with a drafting head, and a prompt with two images"
+    name = 'qwen35-moe-stacked'
+    r,m = refs[name],model(name)
+    cut = int(np.prod(r['grid'][0]))
+    pixels = r['pixels'].astype(np.float32)
+    grids = [tuple(g) for g in r['grid'].tolist()]
+    images = tuple(zip((pixels[:cut],pixels[cut:]), grids))
+    return m,tuple(r['image_ids'].tolist()),images
+
+@pytest.mark.parametrize('kind', ['mtp','draft','oracle'])
+@either_way
+def test_images_in_the_prompt(seer, kind, late):
+    "Rows behind images have other positions; drafts and answers do not mind"
+    m,ids,images = seer
+    def asked(i, **how):
+        params = SamplingParams(**dict(temperature=0, max_tokens=14, ignore_eos=True)|how)
+        return Request(f'r{i}', ids, params, images=images)
+    some = [asked(0, logprobs=1), asked(1, temperature=1., seed=1), asked(2, frequency_penalty=.8)]
+    text = Request('text', ids[:3], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    arrivals = [(r, 2*i) for i,r in enumerate([*some,text])]
+    def serve_with(*how, **more):
+        e = engine(*how, model=m, **more)
+        return serve(e, arrivals)[0]
+    plain = serve_with()
+    answers = [r.prompt+tuple(tokens(plain[r.id])) for r,_ in arrivals]
+    for k in (1,4):
+        got = serve_with(kind, k, late, who=dict(answers=answers))
+        assert {i: said(v) for i,v in got.items()}=={i: said(v) for i,v in plain.items()}
+        if kind!='mtp': assert any(v.drafted for v in got['r0'])
+    assert tokens(plain['r0'])!=tokens(plain['r2'])
+
+# What does not go together
+
+DATA = Path(__file__).parent/'data'
+def load(name, **kw):
+    kw = {k: str(DATA/v) if k=='draft_model' else v for k,v in kw.items()}
+    return LLM(str(DATA/name), 'cpu', max_seq_len=128, max_num_seqs=2, show=False, **kw)
+
+BAD = [
+    ('smollm2-tied', dict(speculative='mtp'), UnsupportedError, 'no drafting head'),
+    ('smollm2-tied', dict(speculative='draft'), RequestError, 'needs a model that drafts'),
+    ('smollm2-tied', dict(speculative='eagle'), RequestError, 'eagle'),
+    ('smollm2-tied', dict(draft_model='qwen3-tied-wide'), UnsupportedError, '144 tokens .* 160'),
+    ('smollm2-tied', dict(draft_model='nothing'), SourceError, 'not a file or folder'),
+    ('gemma4-dense', dict(draft_model='gemma4-assistant'), UnsupportedError, 'does not fit'),
+    ('qwen35-moe-stacked', dict(speculative=True, num_speculative_tokens=8), RequestError, '8'),
+    ('qwen35-moe-stacked', dict(speculative=True, num_speculative_tokens=0), RequestError, '0'),
+]
+
+@pytest.mark.parametrize('name,how,error,said', BAD)
+def test_what_does_not_fit_is_refused(name, how, error, said):
+    with pytest.raises(error, match=said) as e: load(name, **how)
+    assert e.value.hint or 'expected' in str(e.value)
+
+GOOD = [
+    ('smollm2-tied', dict(speculative=True), 'ngram, 4 drafts (the model has no head of its own)'),
+    ('smollm2-tied', dict(), 'off'),
+    ('qwen35-moe-stacked', dict(speculative=True), 'mtp, 2 drafts'),
+    ('qwen35-moe-stacked', dict(num_speculative_tokens=1), 'mtp, 1 draft'),
+    ('qwen35-moe-stacked', dict(speculative='ngram', num_speculative_tokens=7), 'ngram, 7 drafts'),
+    ('gemma4-moe', dict(draft_model='gemma4-assistant'), 'draft, 3 drafts'),
+    ('nemotron-h', dict(speculative=True, draft_model='nemotron-h'), 'draft, 3 drafts'),
+]
+
+@pytest.mark.parametrize('name,how,word', GOOD)
+def test_it_is_said_who_drafts(name, how, word):
+    "And the answer is the one without drafts"
+    prompt,params = [5,6,7,5,6,7,5],SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    plain,drafted = load(name),load(name, **how)
+    assert str(drafted.drafting)==word
+    assert drafted.generate(prompt, params).token_ids==plain.generate(prompt, params).token_ids
+    plain.close()
+    drafted.close()
