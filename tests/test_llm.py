@@ -75,7 +75,7 @@ def test_more_prompts_than_the_queue_holds():
 @pytest.mark.parametrize('where', ('forward','sample'))
 def test_an_exception_in_a_step(llm, monkeypatch, where):
     "The call that was under way fails, whoever else waits goes on, and nothing leaks"
-    import atlas.engine.engine as E
+    import atlas.engine.stepper as E
     want,s = llm.generate(A, greedy(8)).token_ids,llm.stream(A, greedy(8)); got = [next(s)]
     def broken(*_): raise ArithmeticError
     with monkeypatch.context() as m:
