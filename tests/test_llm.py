@@ -72,24 +72,24 @@ def test_more_prompts_than_the_queue_holds():
     assert [o.token_ids for o in llm.generate(prompts, greedy(3))]==[llm.generate(p, greedy(3)).token_ids for p in prompts]
     assert llm.generate(prompts, replace(greedy(2), n=2))[10].choices[1].token_ids==llm.generate(prompts[10], greedy(2)).token_ids and idle(llm)
 
-@pytest.mark.parametrize('where', ('forward','sample'))
+@pytest.mark.parametrize('where', ('trunk','sample'))
 def test_an_exception_in_a_step(llm, monkeypatch, where):
     "The call that was under way fails, whoever else waits goes on, and nothing leaks"
     import atlas.engine.stepper as E
     want,s = llm.generate(A, greedy(8)).token_ids,llm.stream(A, greedy(8)); got = [next(s)]
     def broken(*_): raise ArithmeticError
     with monkeypatch.context() as m:
-        m.setattr(*((llm.model,'forward') if where=='forward' else (E,'sample')), broken)
+        m.setattr(*((llm.model,'trunk') if where=='trunk' else (E,'sample')), broken)
         with pytest.raises(ArithmeticError): llm.generate(B, greedy(3))
     assert ids(got+list(s))==want
 
 def test_aborted_while_the_model_runs(llm, monkeypatch):
     "As when a forgotten stream is collected in the middle of a step: its mates do not notice"
-    want,forward = llm.generate([A,B], greedy(6)),llm.model.forward
+    want,trunk = llm.generate([A,B], greedy(6)),llm.model.trunk
     llm.engine.add(Request('left', tuple(A), greedy(50)))
-    def collected(*a): llm.engine.abort('left'); return forward(*a)
+    def collected(*a): llm.engine.abort('left'); return trunk(*a)
     with monkeypatch.context() as m:
-        m.setattr(llm.model, 'forward', collected)
+        m.setattr(llm.model, 'trunk', collected)
         got = llm.generate([A,B], greedy(6))
     assert [o.token_ids for o in got]==[o.token_ids for o in want]
 

@@ -46,8 +46,11 @@ def replays(plan:Plan)->list[Piece]:
     "What `plan` replays"
     return [piece(*r) for r in plan.replay]
 
-def following(rows, first:dict|None=None)->list[list[int]]:
-    "The token after each of `rows` (sequence, start, n), where `first` has those just sampled"
+def following(
+    rows:list, # Of each sequence: (sequence, first position, rows)
+    first:dict|None=None, # The tokens that were just sampled, by sequence
+)->list[list[int]]:
+    "The token after each row; 0 where nobody knows it"
     out = []
     for s,start,n in rows:
         ids = s.span(start+1, n)
@@ -220,24 +223,24 @@ def _passes(self:HostStepper, plan, turns)->list[Pass]:
 
 @patch
 def _logits(self:HostStepper, passes):
-    "Logits of `plan.sampled`, in that order"
+    "Logits of all that is sampled: prompts, then each row that decodes"
     model = self.model
     parts = [model.head(p.x[p.b.out], model.last_norm) for p in passes]
     return parts[0] if len(parts)==1 else model.device.xp.concatenate(parts)
 
+# %% ../../nbs/5_engine/05_stepper.ipynb #5e000007
 def _by_seq(out:Sampled, first:int, turns)->Sampled:
-    "What rows said, sequence by sequence, and how many of each count"
-    sizes = [1]*first+[len(t.ids) for t in turns]
+    "What rows said, sequence by sequence, and how many of each count; prompts come `first`"
+    sizes = np.array([1]*first+[len(t.ids) for t in turns], np.int32)
     most = max(sizes, default=1)
-    ends = np.cumsum([0,*sizes])
-    lines = [np.arange(e, e+most) for e in ends[:-1]]
-    at = np.minimum(np.array(lines, int).reshape(-1, most), max(len(out.ids)-1, 0))
+    begins = np.cumsum(sizes)-sizes
+    rows = begins[:,None]+np.arange(most)
+    rows = np.minimum(rows, len(out.ids)-1)  # a shorter line is filled up, and masked
     drafts = np.full((len(sizes), most-1), -1, np.int32)
     for i,t in enumerate(turns, first): drafts[i,:len(t.ids)-1] = t.ids[1:]
     arrays = out.ids,out.logprobs,out.top_ids,out.top_logprobs
-    said = [a[at] for a in arrays]
-    counts = accept(said[0], drafts, np.array(sizes, np.int32))
-    return Sampled(*said, counts=counts)
+    said = [a[rows] for a in arrays]
+    return Sampled(*said, counts=accept(said[0], drafts, sizes))
 
 # %% ../../nbs/5_engine/05_stepper.ipynb #291657ee
 def _counted(sampled)->list[list[int]]:
@@ -246,8 +249,14 @@ def _counted(sampled)->list[list[int]]:
     return [np.maximum(ids[:max(n, 1)], 0).tolist() for ids,n in pairs]
 
 @patch
-def _guess(self:Stepper, p:Pass, then, last=None, ends=(), k=0)->list[list[int]]:
-    "Show a pass to the drafter, and ask for `k` drafts after `ends`, who said rows `last`"
+def _guess(self:Stepper,
+    p:Pass,
+    then, # The token after each row, piece by piece
+    last=None, # Rows of `p` that said the newest tokens
+    ends=(), # Who said them
+    k:int=0, # Drafts of each
+)->list[list[int]]:
+    "Show a pass to the drafter, and ask it for drafts"
     ids = spread(p.pieces, p.b.tiled, then)
     h = self.drafter.see(p.b, p.x, self.model.device.upload(ids))
     if not (ends and k): return [[] for _ in ends]
@@ -281,14 +290,16 @@ def _after_rows(self:HostStepper, p:Pass, plan, turns, rows, said)->list[list[in
     "Drafts for each of `turns`, whose rows say `rows`, of which `said` count"
     answers = [ids[:len(t.ids)].tolist() for t,ids in zip(turns, rows)]
     ends = [_end(t, ids) for t,ids in zip(turns, said)]
-    begins = np.cumsum([0,*(len(t.ids) for t in turns)])[:-1]
-    at = begins+[len(ids)-1 for ids in said]
-    last = p.b.out[at.astype(int)]
+    last,begin = [],0
+    for t,ids in zip(turns, said):
+        last.append(begin+len(ids)-1)
+        begin += len(t.ids)
+    last = p.b.out[np.array(last, int)]
     return self._guess(p, following(plan.replay)+answers, last, ends, plan.width-1)
 
 def _end(turn, said)->End:
     "Where a sequence stands that has just `said` these tokens"
-    at,s = turn.stand,turn.seq
-    history = [*s.request.prompt,*s.outputs,*sum(at.air, []),*said]
-    place,n = at.start+len(said),len(said)
-    return End(said[-1], place, s.depth-1, s.table.blocks, at.states[n], history)
+    at,s,n = turn.stand,turn.seq,len(said)
+    in_air = [t for tokens in at.air for t in tokens]
+    history = [*s.request.prompt,*s.outputs,*in_air,*said]
+    return End(said[-1], at.start+n, s.depth-1, s.table.blocks, at.states[n], history)
