@@ -122,18 +122,26 @@ def _step(self:Engine):
     if self.flying and not self._goes_on(plan):
         self.land()
         plan = plan and plan.living()
-    if not plan: return
+    if plan: self._go(plan)
+
+@patch
+def _go(self:Engine, plan):
+    "Launch `plan`, and take in all but what stays in the air"
     self.steps += 1
-    if self.flying is None: self._begun = None if plan.prefill or plan.replay else perf_counter()
+    if self.flying is None: self._begun = _begins(plan)
     try: flights = self._launch(plan)
     except (MemoryError,OutOfMemoryError) as e: return self._shed(plan, e)
     self.scheduler.advance(plan)
-    behind = flights.pop() if self.stepper.overlap and plan.decode else None
+    stays = flights.pop() if self.stepper.overlap and plan.decode else None
+    if self.flying: flights.append(self.flying)
+    self.flying = stays
     for f in flights: self._take_in(f)
-    self.land()
-    self.flying = behind
 
-# %% ../../nbs/5_engine/06_engine.ipynb #18eada0d
+def _begins(plan)->float|None:
+    "The time, if `plan` does nothing but decode"
+    return None if plan.prefill or plan.replay else perf_counter()
+
+# %% ../../nbs/5_engine/06_engine.ipynb #e6000002
 @patch
 def _drafts(self:Engine)->int:
     "How many drafts the next step checks"
@@ -144,6 +152,7 @@ def _drafts(self:Engine)->int:
     for seq in s.running: seq.most_drafts = self.arbiter.limit(seq.id)
     return self.arbiter.drafts(len(s.running), context)
 
+# %% ../../nbs/5_engine/06_engine.ipynb #18eada0d
 @patch
 def _steady(self:Engine, width)->bool:
     "May the step in the air wait until the next one, of `width` rows a sequence, is launched?"
@@ -198,6 +207,18 @@ def _take_in(self:Engine, flight):
     self._events += self._whole(seqs)
 
 @patch
+def _heard(self:Engine, seq, tokens)->list[int]:
+    "Tell the sampler of `seq` what was accepted, up to where its guide ends: those tokens"
+    if seq.finish_reason: return tokens
+    state,last = self._samplers[seq.id],len(tokens)
+    for n,t in enumerate(tokens, 1):
+        state.add(t)
+        guide = state.guide if n<last else None
+        if guide is not None and guide.ended: return tokens[:n]
+    return tokens
+
+# %% ../../nbs/5_engine/06_engine.ipynb #e6000004
+@patch
 def _note(self:Engine, plan, counts):
     "Tell the arbiter how long a step took, and what became of its drafts"
     now,checked = perf_counter(),{}
@@ -209,17 +230,6 @@ def _note(self:Engine, plan, counts):
     self._begun = now if self.flying else None
     context = max(map(len, plan.decode))
     self.arbiter.note(plan.width-1, checked, took, context)
-
-@patch
-def _heard(self:Engine, seq, tokens)->list[int]:
-    "Tell the sampler of `seq` what was accepted, up to where its guide ends: those tokens"
-    if seq.finish_reason: return tokens
-    state,last = self._samplers[seq.id],len(tokens)
-    for n,t in enumerate(tokens, 1):
-        state.add(t)
-        guide = state.guide if n<last else None
-        if guide is not None and guide.ended: return tokens[:n]
-    return tokens
 
 # %% ../../nbs/5_engine/06_engine.ipynb #1a6d8f35
 @patch
