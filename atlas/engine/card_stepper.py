@@ -33,7 +33,7 @@ def bucket(n:int, least:int=1)->int:
     return max(least, 1<<max(0, n-1).bit_length())
 
 class Rows:
-    "The rows of decode steps, on the card: the fields of a `Batch`, one for each sequence"
+    "The rows of decode steps without drafts, on the card: the fields of a `Batch`"
     def __init__(self, card, most:int, max_blocks:int, block_size:int):
         self.card,self.most,self.size = card,bucket(most),block_size
         self.seqs,self.width,self.media = [],1,False
@@ -231,7 +231,7 @@ class StepShape:
     cuts:bool # Is there a row with top-k or top-p?
     stamp:int=0 # Of the sampler's arrays, which are made when somebody first needs them
     media:bool=False # Do rotary positions differ from positions?
-    width:int=1 # Rows of a sequence
+    width:int=1 # Rows of a sequence: its newest token, and drafts
 
 @dataclass
 class CardFlight(Flight):

@@ -237,7 +237,7 @@ def _said(self:Engine, seq, tokens, finish, out, i)->list[Event]:
     "An event for each of the new `tokens` of `seq`, line `i` of what was sampled"
     if finish: self._leave(seq.id)
     k,events = seq.request.params.logprobs,[]
-    drafted = out.counts[i]-1 # The last that counts is the model's own
+    drafted = int(out.counts[i])-1 # The last that counts is the model's own
     first,last = len(seq.outputs)==len(tokens),len(tokens)-1
     for j,t in enumerate(tokens):
         chance,top = _likely(out, i, j, k)
