@@ -9,7 +9,8 @@ from atlas.ground.core import RequestError
 from atlas.engine.card_stepper import CardStepper,StepShape
 from atlas.card.device import Host
 from atlas.card.emulator import Emulator,find_cxx
-from atlas.engine.engine import Engine,HostStepper
+from atlas.engine.engine import Engine
+from atlas.engine.stepper import HostStepper
 from atlas.card.launch import recording
 from atlas.ops.vocabulary import Step
 from atlas.model.model import Piece,imagine,load_model,make_batch

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np,pytest
 from hypothesis import given,settings,strategies as st
 from helpers.small_engine import MODEL,V,alone,ask,engine,note,said,serve,tokens
-from atlas.engine.engine import Flight,HostStepper
+from atlas.engine.stepper import Flight,HostStepper
 from atlas.ops.sample import Sampled
 
 either_way = pytest.mark.parametrize('late', (False,True))

@@ -14,7 +14,8 @@ from atlas.ground.core import RequestError,typed_error
 from atlas.engine.card_stepper import CardStepper
 from atlas.card.device import Host
 from atlas.card.emulator import Emulator,find_cxx
-from atlas.engine.engine import Engine,HostStepper
+from atlas.engine.engine import Engine
+from atlas.engine.stepper import HostStepper
 from atlas.text.guide import Guides,_sandbox,pack,unpack
 from atlas.text.tokenizer import byte_tokenizer
 from atlas.model.model import imagine,load_model

@@ -5,7 +5,8 @@ from atlas.engine.cache import KVCache
 from atlas.ground.config import AttentionConfig,DeltaConfig,MambaConfig,ModelConfig,MoEConfig
 from atlas.ground.config import RopeConfig
 from atlas.card.device import Host
-from atlas.engine.engine import Engine,HostStepper
+from atlas.engine.engine import Engine
+from atlas.engine.stepper import HostStepper
 from atlas.model.model import build
 from atlas.ops.sample import SamplingParams
 from atlas.engine.scheduler import Request,Scheduler

@@ -75,7 +75,7 @@ def test_more_prompts_than_the_queue_holds():
 @pytest.mark.parametrize('where', ('trunk','sample'))
 def test_an_exception_in_a_step(llm, monkeypatch, where):
     "The call that was under way fails, whoever else waits goes on, and nothing leaks"
-    import atlas.engine.engine as E
+    import atlas.engine.stepper as E
     want,s = llm.generate(A, greedy(8)).token_ids,llm.stream(A, greedy(8)); got = [next(s)]
     def broken(*_): raise ArithmeticError
     with monkeypatch.context() as m:
@@ -85,9 +85,9 @@ def test_an_exception_in_a_step(llm, monkeypatch, where):
 
 def test_aborted_while_the_model_runs(llm, monkeypatch):
     "As when a forgotten stream is collected in the middle of a step: its mates do not notice"
-    want,forward = llm.generate([A,B], greedy(6)),llm.model.trunk
+    want,trunk = llm.generate([A,B], greedy(6)),llm.model.trunk
     llm.engine.add(Request('left', tuple(A), greedy(50)))
-    def collected(*a): llm.engine.abort('left'); return forward(*a)
+    def collected(*a): llm.engine.abort('left'); return trunk(*a)
     with monkeypatch.context() as m:
         m.setattr(llm.model, 'trunk', collected)
         got = llm.generate([A,B], greedy(6))

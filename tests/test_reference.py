@@ -4,7 +4,8 @@ import numpy as np, pytest
 import atlas.ground.files
 from atlas import LLM,SamplingParams
 from atlas.engine.cache import KVCache
-from atlas.engine.engine import Engine,HostStepper
+from atlas.engine.engine import Engine
+from atlas.engine.stepper import HostStepper
 from atlas.engine.scheduler import Request,Scheduler
 from helpers.gguf_writer import to_gguf
 from helpers.reference import INT4,TOL,Run,data,drafts,error,having,host

@@ -126,7 +126,8 @@ class Machine(RuleBasedStateMachine):
         width=st.sampled_from([1,2,4]))
     def start(self, block, length, spare, seqs, chunk, over, queue, behind, width=1):
         pool = BlockPool(-(-length//block)+spare, block)
-        self.sc = Scheduler(pool, seqs, length, chunk=chunk, overcommit=over, max_queue=queue)
+        self.sc = Scheduler(pool, seqs, length,
+            chunk=chunk, overcommit=over, max_queue=queue, drafts=width-1)
         self.sc.width = width
         self.over,self.d,self.all,self.n = over,Driver(self.sc, behind),[],0
 
