@@ -122,7 +122,7 @@ class Drafter:
         raise NotImplementedError
     def __repr__(self): return f'{type(self).__name__}({self.k} drafts of {self.target!r})'
 
-# %% ../../nbs/5_engine/02_draft.ipynb #b594977e
+# %% ../../nbs/5_engine/02_draft.ipynb #f9bb129d
 @patch
 def _likeliest(self:Drafter, h, norm=None, out=None, tap=None):
     "The likeliest tokens after rows h [S, H], [S]"
@@ -185,7 +185,7 @@ class AssistantDrafter(Drafter):
             raise UnsupportedError(f'{assistant!r} does not fit {target!r}', hint=hint)
         self.assistant,self._cache = assistant,cache
 
-# %% ../../nbs/5_engine/02_draft.ipynb #2f6ac93b
+# %% ../../nbs/5_engine/02_draft.ipynb #3a1e52b9
 @patch
 def see(self:AssistantDrafter, b, x, then): return self.target.final(x)
 
@@ -256,7 +256,7 @@ def look_up(self:Ends, k:int, least:int, most:int)->list:
     line = np.arange(len(at), dtype=np.int32)
     return list(ngram(rows, line, at, k, least, most))
 
-# %% ../../nbs/5_engine/02_draft.ipynb #2780cbcb
+# %% ../../nbs/5_engine/02_draft.ipynb #067ebb4c
 LAST = 512 # Tokens at the end of a vocabulary that stay: those that mark turns, thoughts and calls
 
 @patch
