@@ -28,32 +28,47 @@ class End:
     state:int=0 # Slot of the state after the token before the newest
     history:list[int]=() # All its tokens
 
+# %% ../../nbs/5_engine/02_draft.ipynb #d14a0006
 class Ends:
     "What a drafter may ask about sequences that have just said something"
-    def __init__(self, ends:list[End], cache:KVCache, device):
+    def __init__(self,
+        ends:list[End],
+        cache:KVCache, # The target's
+        device,
+    ):
         self.ends,self.cache,self.device = ends,cache,device
-        self.newest = device.upload(np.array([e.newest for e in ends], np.int32))
+        newest = [e.newest for e in ends]
+        self.newest = device.upload(np.array(newest, np.int32))
 
     def rows(self,
         i:int, # The newest tokens have 0
         ids, # [S] int32: token `i` of each sequence from its newest on
     )->Batch:
         "One row of each sequence"
-        size,scratch = self.cache.pool.block_size,self.cache.num_states
-        pieces = []
-        for s,(e,t) in enumerate(zip(self.ends, self.device.download(ids).tolist())):
-            a,b = scratch+2*s+(i+1)%2,scratch+2*s+i%2
-            state = a if i else e.state
-            pieces.append(Piece([max(t, 0)], min(e.at+i, e.last), e.table, 1, state, b))
-        return make_batch(pieces, False, size, self.device)
+        tokens,pieces = self.device.download(ids).tolist(),[]
+        for s,(e,t) in enumerate(zip(self.ends, tokens)):
+            at = min(e.at+i, e.last)
+            before,after = self._states(s, i)
+            pieces.append(Piece([max(t, 0)], at, e.table, 1, before, after))
+        return make_batch(pieces, False, self.cache.pool.block_size, self.device)
 
-    def looking(self, ids)->Batch:
-        "One row of each that sees what came before its newest token"
-        b = self.rows(0, ids)
-        return replace(b, starts=b.starts-1)
-    def out(self, i:int): "Where draft `i` goes; None: to an array of its own"; return None
+    def _states(self, s, i):
+        "Slots of the states before and after row `i` of sequence `s`"
+        own = self.cache.num_states+2*s
+        before = own+(i-1)%2 if i else self.ends[s].state
+        return before,own+i%2
+
+    def out(self, i:int):
+        "Where draft `i` goes; None: to an array of its own"
+        return None
 
 # %% ../../nbs/5_engine/02_draft.ipynb #d14a0001
+@patch
+def looking(self:Ends, ids)->Batch:
+    "One row of each that sees what came before its newest token"
+    b = self.rows(0, ids)
+    return replace(b, starts=b.starts-1)
+
 @patch(as_prop=True)
 def history(self:Ends):
     "Tokens of all, [S, longest] int32, and where the newest of each is, [S]"
@@ -95,6 +110,7 @@ class Drafter:
         then, # [R] int32: the token after each; any where nobody knows it
     ): # [R, n] or None: what `propose` wants of each row
         "Take in what the target has computed; rows that did not count are written over later"
+
     def propose(self,
         h, # As `see` returned it
         last, # [S] int32: rows of `h` that said the newest tokens
@@ -106,20 +122,14 @@ class Drafter:
         raise NotImplementedError
     def __repr__(self): return f'{type(self).__name__}({self.k} drafts of {self.target!r})'
 
-    def _likeliest(self, h, norm=None, out=None, tap=None):
-        "The likeliest tokens after rows h [S, H], [S]"
-        ops = self.by.ops
-        logits = ops.logits(h, self.head, norm, self.by.c.logit_softcap)
-        if tap: tap(logits)
-        return ops.likeliest(logits, self.names, out)
-
-LAST = 512 # Tokens at the end of a vocabulary that stay: those that mark turns, thoughts and calls
-
+# %% ../../nbs/5_engine/02_draft.ipynb #f9bb129d
 @patch
-def narrow(self:Drafter, size:int):
-    "Draft only the first `size` tokens, which are the most frequent, and the last `LAST`"
-    V = self.by.c.vocab_size
-    self.head,self.names = draft_head(self.by, size, range(max(V-LAST, 0), V))
+def _likeliest(self:Drafter, h, norm=None, out=None, tap=None):
+    "The likeliest tokens after rows h [S, H], [S]"
+    ops = self.by.ops
+    logits = ops.logits(h, self.head, norm, self.by.c.logit_softcap)
+    if tap: tap(logits)
+    return ops.likeliest(logits, self.names, out)
 
 # %% ../../nbs/5_engine/02_draft.ipynb #d14a0003
 class MTPDrafter(Drafter):
@@ -131,7 +141,9 @@ class MTPDrafter(Drafter):
         k:int=1,
     ):
         super().__init__(target, k)
-        if not target.mtp: raise UnsupportedError(f'{target!r} has no drafting head', hint='Its checkpoint has no mtp.* tensors, or they were not loaded')
+        if not target.mtp:
+            hint = 'Its checkpoint has no mtp.* tensors, or they were not loaded'
+            raise UnsupportedError(f'{target!r} has no drafting head', hint=hint)
         self._cache = cache
 
     def see(self, b, x, then):
@@ -168,27 +180,33 @@ class AssistantDrafter(Drafter):
     ):
         super().__init__(target, k, assistant)
         if not _fits(assistant.c, target.c):
-            raise UnsupportedError(f'{assistant!r} does not fit {target!r}', hint='An assistant is made for one target: hidden size, vocabulary, layer kinds and heads must agree')
+            hint = 'An assistant is made for one target: hidden size, vocabulary, ' \
+                'layer kinds and heads must agree'
+            raise UnsupportedError(f'{assistant!r} does not fit {target!r}', hint=hint)
         self.assistant,self._cache = assistant,cache
 
-    def see(self, b, x, then): return self.target.final(x)
+# %% ../../nbs/5_engine/02_draft.ipynb #3a1e52b9
+@patch
+def see(self:AssistantDrafter, b, x, then): return self.target.final(x)
 
-    def propose(self, h, last, ends, k, tap=None):
-        a,out = self.assistant,[]
-        h = self.target.ops.pick(h, last)
-        ids = ends.newest
-        for i in range(k):
-            n,h = a.draft_rows(self.target, ends.looking(ids), h, self._cache)
-            if tap: ids = self._defined(n, tap)
-            else: ids = self._likeliest(n, None, ends.out(i))
-            out.append(ids)
-        return out
+@patch
+def propose(self:AssistantDrafter, h, last, ends, k, tap=None):
+    a,out = self.assistant,[]
+    h = self.target.ops.pick(h, last)
+    ids = ends.newest
+    for i in range(k):
+        n,h = a.draft_rows(self.target, ends.looking(ids), h, self._cache)
+        if tap: ids = self._defined(n, tap)
+        else: ids = self._likeliest(n, None, ends.out(i))
+        out.append(ids)
+    return out
 
-    def _defined(self, n, tap):
-        "The likeliest tokens after rows n, of those that the assistant's clusters let be drafted"
-        scores = self.assistant._scores(n)
-        tap(scores)
-        return self.target.device.upload(scores.argmax(-1).astype(np.int32))
+@patch
+def _defined(self:AssistantDrafter, n, tap):
+    "The likeliest tokens after rows n, of those that the assistant's clusters let be drafted"
+    scores = self.assistant._scores(n)
+    tap(scores)
+    return self.target.device.upload(scores.argmax(-1).astype(np.int32))
 
 # %% ../../nbs/5_engine/02_draft.ipynb #d14a0004
 class ModelDrafter(Drafter):
@@ -202,7 +220,10 @@ class ModelDrafter(Drafter):
     ):
         super().__init__(target, k, model)
         a,b = model.c.vocab_size,target.c.vocab_size
-        if a!=b: raise UnsupportedError(f'{model!r} has {a:,} tokens and {target!r} has {b:,}', hint='A draft model needs the vocabulary of its target', param='draft_model')
+        if a!=b:
+            said = f'{model!r} has {a:,} tokens and {target!r} has {b:,}'
+            hint = 'A draft model needs the vocabulary of its target'
+            raise UnsupportedError(said, hint=hint, param='draft_model')
         self.model,self.cache = model,cache
 
     def _own(self, b):
@@ -242,3 +263,12 @@ def look_up(self:Ends, k:int, least:int, most:int)->list:
     rows,at = self.history
     line = np.arange(len(at), dtype=np.int32)
     return list(ngram(rows, line, at, k, least, most))
+
+# %% ../../nbs/5_engine/02_draft.ipynb #067ebb4c
+LAST = 512 # Tokens at the end of a vocabulary that stay: those that mark turns, thoughts and calls
+
+@patch
+def narrow(self:Drafter, size:int):
+    "Draft only the first `size` tokens, which are the most frequent, and the last `LAST`"
+    V = self.by.c.vocab_size
+    self.head,self.names = draft_head(self.by, size, range(max(V-LAST, 0), V))
