@@ -33,8 +33,9 @@ def drawn(chances, seed, steps, skipped=7, at=1):
     n = 0
     for i in range(skipped+steps):
         checked = chances if i else [] # nobody has drafted before the first step
-        right = [uniform(seed^OTHER_SEED, at+j)<np.float32(c) for j,c in enumerate(checked)]
-        said = 1+int(np.cumprod(right).sum()) if right else 1
+        numbers = [uniform(seed^OTHER_SEED, at+j) for j in range(len(checked))]
+        right = np.array(numbers)<np.float32(checked)
+        said = 1+int(np.cumprod(right).sum())
         at += said
         if i>=skipped: n += said
     return n/steps
@@ -69,21 +70,29 @@ def test_nothing_is_simulated_afterwards(llm, report):
     p = measure(llm, steps=4, drafts=1)
     assert p.tokens_per_step==p.expected<1.5
 
-def test_a_step_moves_its_drafts_too(llm):
+def picked(llm, rows):
+    "Experts that so many rows read, the shared one with them"
+    c = llm.config.moe
+    return distinct(c.num_experts, c.top_k, rows)+1
+
+def test_a_step_moves_more_for_its_drafts(llm):
     plain,two = (step_bytes(llm, 2, 64, k) for k in (0,2))
-    for k in ('projections','head','kv'): assert two[k]==plain[k]
-    E,k = llm.config.moe.num_experts,llm.config.moe.top_k
-    def picked(rows): return distinct(E, k, rows)+1 # and the shared one
-    assert two['experts']==pytest.approx(plain['experts']*picked(6)/picked(2))
-    assert two['states']==2*plain['states']
     assert 'drafting' not in plain
+    for k in ('projections','head','kv'): assert two[k]==plain[k]
+    more = picked(llm, 6)/picked(llm, 2)
+    assert two['experts']==pytest.approx(plain['experts']*more)
+    assert two['states']==2*plain['states']
+
+def test_drafting_moves_a_head_twice(llm):
+    "Three rows of two sequences, and then one of each"
     own = list(packed_in(llm.model.mtp))
     dense = sum(p.nbytes for p in own if not p.experts)
     each = sum(p.nbytes/p.experts for p in own if p.experts)
     kv = llm.cache.bytes_per_token/len(llm.cache.kv)*64*2
     heads = 2*llm.model.lm_head.weight.nbytes
-    banks = each*(picked(6)+picked(2)) # three rows of each sequence, then one
-    assert two['drafting']==pytest.approx(heads+2*(dense+kv)+banks)
+    banks = each*(picked(llm, 6)+picked(llm, 2))
+    moved = drafting_bytes(llm, 2, 64, 2)
+    assert moved==pytest.approx(heads+2*(dense+kv)+banks)
 
 @pytest.mark.parametrize('kind', ['ngram','draft'])
 def test_other_drafters_are_counted(kind):

@@ -7,7 +7,7 @@ Docs: https://atlas-inference.github.io/atlas/8_use/bench_decode.html.md"""
 # %% auto #0
 __all__ = ['GB10', 'distinct', 'matrix_bytes', 'kv_bytes', 'Guessing', 'guessing', 'drafting_bytes', 'step_bytes', 'Point',
            'pretend', 'graph_time', 'tokens_ahead', 'checking', 'measure', 'Stage', 'stages', 'DecodeReport',
-           'bench_decode', 'roofline']
+           'simulating', 'bench_decode', 'roofline']
 
 # %% ../../nbs/8_use/05_bench_decode.ipynb #c0123c2c
 import math
@@ -73,16 +73,18 @@ def guessing(
 )->Guessing:
     "What the drafter of `llm` runs"
     d,cache = llm.engine.stepper.drafter,llm.cache
-    c,by = d.target.c,d.by
-    first,chain = drafts+1,(1,)*drafts
     if d.name=='ngram': return Guessing()
-    if d.name=='mtp':
-        own = tuple(i for i in cache.kv if i>=c.num_layers)
-        return Guessing(d.target.mtp, c, cache, own, (first,*chain[1:]))
-    if d.cache is None: # it reads the model's cache
-        return Guessing(by.layers, by.c, cache, range(by.c.num_layers), chain)
-    states = 3*drafts+2
-    return Guessing(by.layers, by.c, d.cache, tuple(d.cache.kv), (first,*chain), states)
+    if d.name=='draft': return _other_model(d, cache, drafts)
+    c,passes = d.target.c,(drafts+1,*[1]*(drafts-1))
+    own = tuple(i for i in cache.kv if i>=c.num_layers)
+    return Guessing(d.target.mtp, c, cache, own, passes)
+
+def _other_model(d, cache, drafts):
+    "As `guessing`, where another model drafts; without a cache of its own it reads `cache`"
+    m,chain = d.by,(1,)*drafts
+    if d.cache is None: return Guessing(m.layers, m.c, cache, range(m.c.num_layers), chain)
+    own,passes = tuple(d.cache.kv),(drafts+1,*chain)
+    return Guessing(m.layers, m.c, d.cache, own, passes, 3*drafts+2)
 
 
 # %% ../../nbs/8_use/05_bench_decode.ipynb #b8e1c0b3
@@ -97,7 +99,8 @@ def drafting_bytes(llm, batch:int=1, context:int=0, drafts:int=1)->float:
 
 def step_bytes(llm, batch:int=1, context:int=0, drafts:int=0)->dict:
     "Bytes that a decode step of `batch` sequences must move, by kind"
-    c,m,cache,rows = llm.config,llm.model,llm.cache,drafts+1
+    c,m,cache = llm.config,llm.model,llm.cache
+    rows = drafts+1
     experts,dense = matrix_bytes(m.layers, c, batch*rows)
     own = [i for i in cache.kv if i<c.num_layers]
     found = dict(projections=dense, experts=experts, head=m.lm_head.weight.nbytes)
@@ -232,11 +235,16 @@ def _traffic(name, names, args, llm, batch, context, drafts=0):
     if name=='experts':
         rows = len(a['x'])*batch//bucket(batch) # all that are checked, or one of each sequence
         E = c.moe.num_experts; more = max(p.experts for p in packed_in(llm.model.layers))-E # the shared expert, if it is in the bank
-        return size(('uw','us','ugs','ubias','dw','ds','dgs','dbias'))*(distinct(E, c.moe.top_k, rows)+more)/(E+more)+size(('x','h','h','y'))
-    if name.endswith('_step'): return (2+drafts)*batch*llm.cache.bytes_per_state/max(1, len(llm.cache.rec))+size(('x','y'))
+        bank = size(('uw','us','ugs','ubias','dw','ds','dgs','dbias'))
+        read = distinct(E, c.moe.top_k, rows)+more
+        return bank*read/(E+more)+size(('x','h','h','y'))
+    if name.endswith('_step'):
+        state = llm.cache.bytes_per_state/max(1, len(llm.cache.rec))
+        return (2+drafts)*batch*state+size(('x','y'))
     if name.startswith('attn'): return batch*llm.cache.bytes_per_token/max(1, len(llm.cache.kv))*context
     if name in ('embed','greedy'): return size(('x','y','logits'))
-    if name in ('accept','next_rows','ngram'): return size(('ids','said','drafts')) # of tables a few words
+    small = 'accept','next_rows','ngram' # of tables they read a few words
+    if name in small: return size(('ids','said','drafts'))
     return size(a)
 
 # %% ../../nbs/8_use/05_bench_decode.ipynb #9eb712d0
@@ -258,7 +266,9 @@ def stages(llm, batch:int=1, context:int=0, drafts:int=0)->list[Stage]:
             for g,b,args,sh,pdl,d in calls: run(n, g, b, *args, shared=sh, pdl=pdl, **d)
         w = next((a for k,a in zip(names, calls[0][2]) if k in ('w','uw')), None)
         us = llm.device.microseconds(again)/len(calls)
-        out.append(Stage(n, '' if w is None else 'x'.join(map(str, w.shape)), len(calls), us, float(np.mean([_traffic(n, names, c[2], llm, batch, context, drafts) for c in calls]))))
+        what = '' if w is None else 'x'.join(map(str, w.shape))
+        moved = [_traffic(n, names, c[2], llm, batch, context, drafts) for c in calls]
+        out.append(Stage(n, what, len(calls), us, float(np.mean(moved))))
     _clear(e)
     return sorted(out, key=lambda s: -s.us*s.launches)
 
@@ -304,32 +314,14 @@ def __str__(self:DecodeReport):
     for s in self.stages: rows.append(f'{s.kernel:14} {s.what:>22} {s.launches:8} {s.us:8.2f} {s.us*s.launches:8.1f} {s.bytes/1e6:8.2f} {s.bytes/self.copy*1e6/s.us:8.0%}')
     return '\n'.join(rows)
 
-# %% ../../nbs/8_use/05_bench_decode.ipynb #65379e3c
-def bench_decode(llm,
-    batches=(1,), # Sequences side by side
-    contexts=(0,), # Tokens that each has behind it
-    steps:int=64, # To time
-    kernels:bool=False, # Time each kind of kernel, too?
-    simulate=None, # Chances of the first, second, … draft to be accepted, if those before it were
-)->DecodeReport:
-    "Measure `llm`, which is on a card; where it drafts, with one draft a step, two, … all of them"
-    hint = '"atlas bench MODEL" measures the host'
-    llm.device.need_card('bench decode measures a graphics card', hint)
-    most = llm.engine.scheduler.drafts
-    _check_chances(simulate, most)
-    _blank(llm)
-    counts = range(1, most+1) if most else [0]
-    if simulate: llm.engine.stepper.simulate(simulate)
-    points = [measure(llm, b, c, steps, None, k, simulate)
-        for c in contexts for b in batches for k in counts]
-    weights = _weights(llm)
-    copy = llm.device.copy_rate(1<<30)
-    kinds = stages(llm, batches[0], contexts[0], most) if kernels else []
-    if simulate: llm.engine.stepper.simulate()
-    machine,late = llm.device.describe(),compilations.after_ready
-    drafter = str(llm.drafting) if most else ''
-    return DecodeReport(llm.name, machine, weights, copy,
-        points, kinds, late, llm.load_seconds, drafter, simulate)
+# %% ../../nbs/8_use/05_bench_decode.ipynb #b8e1c0f1
+@contextmanager
+def simulating(stepper, chances):
+    "Accept drafts by `chances` meanwhile, if there are any"
+    if chances: stepper.simulate(chances)
+    try: yield
+    finally:
+        if chances: stepper.simulate()
 
 def _blank(llm):
     "Fill with zeros what sequences are told to have behind them, and nobody has written"
@@ -355,6 +347,30 @@ def _check_chances(simulate, drafts):
     if len(simulate)<drafts:
         said = f'{len(simulate)} chances for {drafts} drafts a step'
         raise AtlasError(said, hint='Give one for each draft', param=flag)
+
+# %% ../../nbs/8_use/05_bench_decode.ipynb #65379e3c
+def bench_decode(llm,
+    batches=(1,), # Sequences side by side
+    contexts=(0,), # Tokens that each has behind it
+    steps:int=64, # To time
+    kernels:bool=False, # Time each kind of kernel, too?
+    simulate=None, # Chances of the first, second, … draft to be accepted, if those before it were
+)->DecodeReport:
+    "Measure `llm`, which is on a card; where it drafts, with one draft a step, two, … all of them"
+    hint = '"atlas bench MODEL" measures the host'
+    llm.device.need_card('bench decode measures a graphics card', hint)
+    most,kinds = llm.engine.scheduler.drafts,[]
+    _check_chances(simulate, most)
+    _blank(llm)
+    counts = range(1, most+1) if most else [0]
+    with simulating(llm.engine.stepper, simulate):
+        points = [measure(llm, b, c, steps, None, k, simulate)
+            for c in contexts for b in batches for k in counts]
+        if kernels: kinds = stages(llm, batches[0], contexts[0], most)
+    about = llm.name,llm.device.describe(),_weights(llm),llm.device.copy_rate(1<<30)
+    drafter = str(llm.drafting) if most else ''
+    return DecodeReport(*about, points, kinds,
+        compilations.after_ready, llm.load_seconds, drafter, simulate)
 
 # %% ../../nbs/8_use/05_bench_decode.ipynb #86985c33
 def _label(s):
