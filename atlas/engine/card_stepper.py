@@ -248,7 +248,6 @@ class CardStepper(Stepper):
         scheduler, # For its bounds: how many sequences run, and how long they get
         room=None, # A `Region` for arrays that stay
         drafter=None, # Guesses what comes next
-        chances=None, # Of each draft to be accepted, whatever it is: for benchmarks
     ):
         super().__init__(model, cache, drafter)
         self.scheduler,self.room,self.card = scheduler,room,model.device
@@ -261,7 +260,7 @@ class CardStepper(Stepper):
             rows = max(n+1, n*(drafts+1))
             self.table = SampleTable(self.card, n+1, model.c.vocab_size, rows=rows, width=drafts+1)
             self.history = self._history(n+1)
-            self.chances = None if chances is None else self.card.upload(np.array(chances, 'f4'))
+        self.chances = None # Of each draft to be accepted, where that is not compared
         # the stepper's stream waits for no other: weights and cache are to be there
         self.card.synchronize()
         self.stream = self.card.own_stream()
@@ -374,6 +373,16 @@ def _forget(self:CardStepper, stamp):
     "Drop graphs of arrays that are no more, of other stamps than this"
     graphs = self.graphs.items()
     self.graphs = {k:g for k,g in graphs if k.stamp==stamp}
+
+# %% ../../nbs/5_engine/08_card_stepper.ipynb #b8e1c0a2
+@patch
+def simulate(self:CardStepper,
+    chances=None, # Of each draft, if those before it were accepted; None: what is right counts
+):
+    "Accept drafts by chance from the next step on, whatever they are"
+    self.card.synchronize()
+    if chances is not None: chances = self.card.upload(np.array(chances, 'f4'))
+    self.chances,self.graphs = chances,{}
 
 # %% ../../nbs/5_engine/08_card_stepper.ipynb #94934a8b
 @patch

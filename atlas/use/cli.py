@@ -567,7 +567,7 @@ def bench_decode(model:Model, batch:Batches='1',
     card = _card(options.pop('device', 'cuda'), '"atlas bench MODEL" measures the processor')
     config = EngineConfig(model, **options)
     rows = 8 if config.speculative else 1 # Most tokens of a step
-    length = _longest(config, max(contexts)+2*steps*rows+64)
+    length = _longest(config, max(contexts)+(2*steps+64)*rows)
     config = EngineConfig(model, card, length, max(batches), **options)
     llm = LLM(config)
     more = dict(simulate=simulate) if simulate else {}
