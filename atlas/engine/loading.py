@@ -112,6 +112,7 @@ def _kind(o, ck)->tuple[str,str]:
     if o.draft_model: return 'draft',''
     return 'ngram','the model has no head of its own'
 
+# %% ../../nbs/5_engine/09_loading.ipynb #150693fb
 def drafting(
     o:EngineConfig,
     ck, # The open checkpoint of the model
@@ -187,6 +188,7 @@ def _load(self:LoadedModel, ck, show):
     self.arena.trim()
     self._make_cache(steps)
 
+# %% ../../nbs/5_engine/09_loading.ipynb #2ed0d1c5
 @patch
 def _make_cache(self:LoadedModel, steps:int):
     "The cache, beside steps that take so many bytes"
@@ -258,6 +260,7 @@ def _fits(ck, budget, need, steps):
     hint = 'Choose a smaller model, store it in fewer bits (--quantization nvfp4), or free memory'
     raise OutOfMemoryError(said, hint=hint)
 
+# %% ../../nbs/5_engine/09_loading.ipynb #5a608694
 def _fit(cfg, ops, left, asked, seqs, context, **kv)->int: # Blocks
     "Blocks of a cache of `asked` bytes; errors as for `fit_blocks`, and one if `left` are too few"
     n = fit_blocks(cfg, ops, asked, seqs, context, **kv)

@@ -170,7 +170,7 @@ def timeline(
     with stepper.here(), recording(launch=False, args=True) as r:
         stepper.body(stepper.last)
     us = graph_time(stepper)
-    runs = _replays(stepper, r.calls, card_of(stepper.rows.ids), replays)
+    runs = _replays(stepper, r.calls, stepper.card, replays)
     for s in list(e.scheduler.seqs): e.abort(s)
     while e.has_work: e.step()
     e.land()
