@@ -7,18 +7,18 @@ Docs: https://atlas-inference.github.io/atlas/5_engine/rollback.html.md"""
 # %% auto #0
 __all__ = ['state_slots', 'input_bytes', 'Rollback', 'rollback_bytes']
 
-# %% ../../nbs/5_engine/03_rollback.ipynb #aef7358c
+# %% ../../nbs/5_engine/03_rollback.ipynb #2e3b5145
 from dataclasses import dataclass
 from .cache import state_bytes
 from ..ground.config import ModelConfig
 
-# %% ../../nbs/5_engine/03_rollback.ipynb #1db71849
+# %% ../../nbs/5_engine/03_rollback.ipynb #68e33fb1
 def state_slots(seqs:int, drafts:int=0)->list[list[int]]:
     "Slots of recurrent states for so many sequences: one to read, and one for each row of a step"
     n = drafts+2
     return [list(range(n*i, n*i+n)) for i in range(seqs)][::-1]
 
-# %% ../../nbs/5_engine/03_rollback.ipynb #154b2ea3
+# %% ../../nbs/5_engine/03_rollback.ipynb #bdb68097
 def input_bytes(cfg:ModelConfig)->int:
     "Bytes of what one row folds into the recurrent states, over all layers"
     d,m,numbers = cfg.delta,cfg.mamba,0

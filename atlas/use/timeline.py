@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from fastcore.basics import patch
 from .bench_decode import graph_time,pretend
-from ..card.card import Arguments,_array,_letter,_params,_ready,_three,card_of
+from ..card.card import Arguments,_array,_letter,_params,_ready,_three
 from ..ground.core import AtlasError,kernel_dir
 from ..card.launch import Source,options_of,recording
 
