@@ -74,6 +74,17 @@ class Placed:
     state_out:np.ndarray
     live:np.ndarray # [S]: rows of each sequence
 
+def _fed(s, width)->list[int]:
+    "The newest token of `s`, and its drafts as far as it may check them"
+    most = min(width-1, s.most_drafts, s.depth-1-s.num_computed)
+    return [s.outputs[-1],*s.drafts[:max(most, 0)]]
+
+def _nobody(most, width)->Placed:
+    "Rows that nobody has"
+    def full(v, kind=np.int32): return np.full((most,width), v, kind)
+    live = np.zeros(most, np.int32)
+    return Placed(full(0), full(0), full(-1), full(-1, np.int64), full(-1), live)
+
 def place_rows(
     seqs, # `Seq`s that decode, in their order
     most:int, # Sequences that there is room for
@@ -81,21 +92,19 @@ def place_rows(
     size:int, # Positions in a block
 )->Placed:
     "The rows of the next step: the newest token of each sequence, and its drafts"
-    shape = most,width
-    ids,pos = np.zeros(shape, np.int32),np.zeros(shape, np.int32)
-    seq,out = np.full(shape, -1, np.int32),np.full(shape, -1, np.int32)
-    slots,live = np.full(shape, -1, np.int64),np.zeros(most, np.int32)
+    p = _nobody(most, width)
     for i,s in enumerate(seqs):
-        p,blocks = s.num_computed,np.array(s.table.blocks, np.int64)
-        drafts = s.drafts[:max(0, min(width-1, s.most_drafts, s.depth-1-p))]
-        live[i] = n = 1+len(drafts)
-        ids[i,:n] = [s.outputs[-1],*drafts]
-        pos[i] = at = np.minimum(np.arange(p, p+width), s.depth)
-        seq[i,:n] = i
-        slots[i,:n] = blocks[at[:n]//size]*size+at[:n]%size
-        out[i] = s.states[1:width+1]
-    return Placed(ids, pos, seq, slots, out, live)
+        ids,first = _fed(s, width),s.num_computed
+        n,blocks = len(ids),np.array(s.table.blocks, np.int64)
+        at = np.minimum(np.arange(first, first+width), s.depth)
+        p.live[i],p.pos[i] = n,at
+        p.ids[i,:n],p.seq[i,:n] = ids,i
+        at = at[:n]
+        p.slots[i,:n] = blocks[at//size]*size+at%size
+        p.state_out[i] = s.states[1:width+1]
+    return p
 
+# %% ../../nbs/5_engine/08_card_stepper.ipynb #c500000a
 @patch
 def place(self:Rows,
     seqs, # `Seq`s that decode, in the order of their rows
@@ -104,8 +113,7 @@ def place(self:Rows,
 ):
     "Say anew who is in which row"
     self.seqs,self.known,self.width = list(seqs),[0]*self.most,width
-    p = place_rows(seqs, self.most, width, self.size)
-    line = np.array([*lanes,*[-1]*(self.most-len(lanes))], np.int32)
+    p,line = place_rows(seqs, self.most, width, self.size),self._padded(lanes, -1)
     for k in ('ids','pos','seq','slots','state_out'): self._write(k, getattr(p, k))
     self._write('lanes', np.where(p.seq<0, -1, line[:,None]))
     self._each('starts', [s.num_computed for s in seqs])
@@ -118,13 +126,21 @@ def place(self:Rows,
 def _write(self:Rows, name, values):
     "Write the whole array `name`"
     a = getattr(self.at, name)
-    self.card.write(a, np.ascontiguousarray(values).astype(a.dtype).reshape(a.shape))
+    values = np.ascontiguousarray(values).astype(a.dtype)
+    self.card.write(a, values.reshape(a.shape))
+
+@patch
+def _padded(self:Rows, values, nobody=0):
+    "A number for each sequence that there is room for"
+    rest = [nobody]*(self.most-len(values))
+    return np.array([*values,*rest], np.int32)
 
 @patch
 def _each(self:Rows, name, values):
-    "A number for each sequence, 0 for those that are not there"
-    self._write(name, np.array([*values,*[0]*(self.most-len(values))]))
+    "Write a number for each sequence, 0 for those that are not there"
+    self._write(name, self._padded(values))
 
+# %% ../../nbs/5_engine/08_card_stepper.ipynb #c500000b
 @patch
 def _turned(self:Rows, seqs, pos):
     "Rotary positions: behind images they differ from positions"
@@ -134,7 +150,8 @@ def _turned(self:Rows, seqs, pos):
     n = bucket(len(seqs))
     at = pos[:n].copy()
     for row,m in zip(at, media): row += m.delta if m else 0
-    self.card.write(self.at.pos3.reshape(-1)[:3*at.size], np.tile(at.ravel(), 3))
+    to = self.at.pos3.reshape(-1)
+    self.card.write(to[:3*at.size], np.tile(at.ravel(), 3))
 
 @patch
 def watch(self:Rows, seqs, line, live): "Write what else steps need of each sequence"
@@ -145,7 +162,8 @@ def grow(self:Rows):
     for r,s in enumerate(self.seqs):
         b,k = s.table.blocks,self.known[r]
         if len(b)==k: continue
-        self.card.write(self.at.tables[r,k:len(b)], np.array(b[k:], np.int32))
+        to = self.at.tables[r,k:len(b)]
+        self.card.write(to, np.array(b[k:], np.int32))
         self.known[r] = len(b)
 
 # %% ../../nbs/5_engine/08_card_stepper.ipynb #d14b0001
@@ -153,17 +171,22 @@ class CheckedRows(Rows):
     "Rows of steps that check drafts: a layout for each number of them"
     def __init__(self, card, most:int, max_blocks:int, block_size:int,
         drafts:int, # Most of a sequence
-        scratch:int=-1, # State slots that a draft model may use, two for each sequence, from this one on
+        scratch:int=-1, # The first of a draft model's own state slots, two for each sequence
     ):
         self.card,self.most,self.size = card,bucket(most),block_size
-        self.seqs,self.width,self.media,self.turn = [],1,False,0
-        S,self.known = self.most,[0]*self.most
-        ends,widths = np.arange(S+1, dtype=np.int32),range(1, drafts+2)
+        self.seqs,self.width,self.media = [],1,False
+        self.known,self.turn = [0]*self.most,0
+        ends,widths = np.arange(self.most+1, dtype=np.int32),range(1, drafts+2)
         self.firsts = {w:card.upload(ends*w) for w in widths}
-        self.by = {w:VerifyRows(card, S, w, max_blocks, block_size,
-            steps=max(w-1, 1), scratch=scratch, media=True) for w in widths}
-        self._drafts = card.zeros(S*max(drafts, 1), 'int32')
+        self.by = {w:self._layout(w, max_blocks, scratch) for w in widths}
+        self._drafts = card.zeros(self.most*max(drafts, 1), 'int32')
         self._some = {} # Arrays of fewer sequences
+
+    def _layout(self, width, max_blocks, scratch):
+        "Arrays of steps with so many rows a sequence"
+        steps = max(width-1, 1)
+        return VerifyRows(self.card, self.most, width, max_blocks, self.size,
+            steps, scratch, media=True)
 
     @property
     def at(self): return self.by[self.width]
@@ -196,11 +219,13 @@ class CheckedRows(Rows):
 class CardEnds:
     "What a drafter may ask in a step's graph; as `Ends`"
     def __init__(self, rows:CheckedRows, n:int, longest:int, history=None):
-        self.a,self.n,self.longest,self._history = rows.of(n),n,longest,history
+        self.a,self.longest,self._history = rows.of(n),longest,history
         self.first,self.media = rows.firsts[1][:n+1],rows.media
         self.drafts,self.newest = rows.drafts(n),self.a.newest
 
-    def out(self, i:int): "Where draft `i` goes"; return self.drafts[i]
+    def out(self, i:int):
+        "Where draft `i` goes"
+        return self.drafts[i]
 
     def _batch(self, i, ids, starts):
         a = self.a
@@ -219,7 +244,8 @@ class CardEnds:
 
     def look_up(self, k:int, least:int, most:int)->list:
         "What came after the last tokens of each sequence, where it had them before: `k` times [S]"
-        return ngram(self._history, self.a.line, self.a.c_pos[0], k, least, most, self.drafts)
+        a = self.a
+        return ngram(self._history, a.line, a.c_pos[0], k, least, most, self.drafts)
 
 # %% ../../nbs/5_engine/08_card_stepper.ipynb #401fc304
 @dataclass(frozen=True)
@@ -254,9 +280,10 @@ class CardStepper(Stepper):
         n = bucket(scheduler.max_num_seqs)
         with self.staying():
             drafts = scheduler.drafts
-            size = cache.blocks_for(scheduler.max_seq_len),cache.pool.block_size
-            self.rows = Rows(self.card, n, *size)
-            if drafter: self.rows = CheckedRows(self.card, n, *size, drafts, _scratch(cache, drafter))
+            most = cache.blocks_for(scheduler.max_seq_len)
+            size = self.card,n,most,cache.pool.block_size
+            if drafter: self.rows = CheckedRows(*size, drafts, _scratch(cache, drafter))
+            else: self.rows = Rows(*size)
             rows = max(n+1, n*(drafts+1))
             self.table = SampleTable(self.card, n+1, model.c.vocab_size, rows=rows, width=drafts+1)
             self.history = self._history(n+1)
@@ -302,7 +329,7 @@ def _scratch(cache, drafter):
 def _enough(rows, drafts):
     "Refuse more drafts than a step can check"
     if drafts<rows: return
-    said = f'num_speculative_tokens is {drafts}, and this model checks at most {rows-1} drafts a step'
+    said = f'num_speculative_tokens is {drafts}, and this model checks at most {rows-1}'
     raise UnsupportedError(said, param='num_speculative_tokens')
 
 @patch
@@ -343,19 +370,23 @@ def _plain(self:CardStepper, shape):
 @patch
 def _verify(self:CardStepper, shape):
     "What each row says, how many of them count, drafts of what comes next, and on to that"
-    n,w,m = shape.seqs,shape.width,self.model
+    n,m = shape.seqs,self.model
     b,r = self.rows.batch(n, shape.longest),self.rows.of(n)
     x = m.trunk(b, self.cache)
     logits = m.head(x, m.last_norm)
     sample_rows(logits, self.table, r.said, r.lanes,
-        greedy=not shape.full, cuts=shape.cuts, width=w, given=r.ids)
+        greedy=not shape.full, cuts=shape.cuts, width=shape.width, given=r.ids)
     accept_rows(r, self.table, shape.full, self.chances, self.history)
-    h,drafts = self.drafter.see(b, x, r.said),None
-    if w>1:
-        ends = CardEnds(self.rows, n, shape.longest, self.history)
-        self.drafter.propose(h, r.last, ends, w-1)
-        drafts = ends.drafts
-    next_rows(r, drafts)
+    h = self.drafter.see(b, x, r.said)
+    next_rows(r, self._propose(shape, h, r.last))
+
+@patch
+def _propose(self:CardStepper, shape, h, last):
+    "Drafts of what comes next, [K, S]; None where a step checks none"
+    if shape.width==1: return None
+    ends = CardEnds(self.rows, shape.seqs, shape.longest, self.history)
+    self.drafter.propose(h, last, ends, shape.width-1)
+    return ends.drafts
 
 @patch
 def replay(self:CardStepper, shape:StepShape):
@@ -514,7 +545,8 @@ def _first(self:CardStepper, plan, samplers)->Flight:
 @patch
 def _after_fills(self:CardStepper, plan, passes, sampled)->list:
     "Drafts for each of `plan.first`"
-    said,out = [[max(i, 0)] for i in sampled.ids[:,0].tolist()],[]
+    ids,out = sampled.ids[:,0].tolist(),[]
+    said = [[max(i, 0)] for i in ids]
     for p in passes:
         if p.b.tiled: out += self._after_prompts(p, plan, said)
         else: self._guess(p, following(plan.replay))

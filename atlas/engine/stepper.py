@@ -144,22 +144,23 @@ class HostStepper(Stepper):
         if self._air and plan.decode!=list(self._air):
             raise EngineError('Other sequences are in the air')
         n = len(plan.first)
-        turns = [self._turn(s, state, plan.width) for s,state in zip(plan.decode, samplers[n:])]
+        turns = self._turns(plan, samplers[n:])
         passes = self._passes(plan, turns)
         params = [state.row() for state in samplers[:n]]
         for t in turns: params += t.params
-        out = sample(self._logits(passes), params)
-        sampled = _by_seq(out, n, turns)
-        drafts = self._drafts(plan, turns, passes, sampled) if self.drafter else None
-        if self.overlap: self._keep(turns, sampled, drafts, n)
-        return Flight(plan, sampled, drafts)
+        said = sample(self._logits(passes), params)
+        flight = Flight(plan, _by_seq(said, n, turns))
+        if self.drafter: flight.drafts = self._drafts(plan, turns, passes, flight.sampled)
+        if self.overlap: self._keep(turns, flight)
+        return flight
 
-    def _keep(self, turns, sampled, drafts, first):
+    def _keep(self, turns, flight):
         "What `turns` have said is in the air now"
-        for i,t in enumerate(turns, first):
-            said = sampled.ids[i,:sampled.counts[i]].tolist()
-            then = drafts[i] if drafts else []
-            self._air[t.seq] = t.stand.after(said, then)
+        out = flight.sampled
+        for i,t in enumerate(turns, len(flight.plan.first)):
+            said = out.ids[i,:out.counts[i]].tolist()
+            drafts = flight.drafts[i] if flight.drafts else []
+            self._air[t.seq] = t.stand.after(said, drafts)
 
     def land(self, flight:Flight)->Sampled:
         "What was computed at the launch"
@@ -182,24 +183,32 @@ def lets(state, token)->bool:
     mask = state.allowed()
     return mask is None or bool(mask[token//32]>>(token%32)&1)
 
+def _told(state, tokens):
+    "A copy of `state` that was told of `tokens`"
+    state = fork(state)
+    for t in tokens: state.add(t)
+    return state
+
+@patch
+def _turns(self:HostStepper, plan, samplers)->list[Turn]:
+    "What `plan` does for each sequence that decodes"
+    pairs = zip(plan.decode, samplers)
+    return [self._turn(s, state, plan.width) for s,state in pairs]
+
 @patch
 def _turn(self:HostStepper, seq, state, width)->Turn:
     "The rows of `seq` in a step of at most `width` for each sequence"
     at = self._air.get(seq) or Stand.of(seq)
+    for tokens in at.air: state = _told(state, tokens)
     most = min(width-1, seq.most_drafts, seq.depth-1-at.start)
-    drafts = at.drafts[:max(most, 0)]
-    if at.air: state = fork(state)
-    for tokens in at.air:
-        for t in tokens: state.add(t)
-    ids,params = [at.newest],[state.row()]
-    for t in drafts:
+    turn = Turn(seq, at, [at.newest], [state.row()])
+    for t in at.drafts[:max(most, 0)]:
         if not lets(state, t): break
-        state = fork(state)
-        state.add(t)
+        state = _told(state, [t])
         if state.guide is not None and state.guide.ended: break
-        ids.append(t)
-        params.append(state.row())
-    return Turn(seq, at, ids, params)
+        turn.ids.append(t)
+        turn.params.append(state.row())
+    return turn
 
 # %% ../../nbs/5_engine/06_stepper.ipynb #636e85e5
 @dataclass
@@ -236,11 +245,16 @@ def _by_seq(out:Sampled, first:int, turns)->Sampled:
     begins = np.cumsum(sizes)-sizes
     rows = begins[:,None]+np.arange(most)
     rows = np.minimum(rows, len(out.ids)-1)  # a shorter line is filled up, and masked
-    drafts = np.full((len(sizes), most-1), -1, np.int32)
-    for i,t in enumerate(turns, first): drafts[i,:len(t.ids)-1] = t.ids[1:]
     arrays = out.ids,out.logprobs,out.top_ids,out.top_logprobs
     said = [a[rows] for a in arrays]
+    drafts = _fed(turns, first, most-1)
     return Sampled(*said, counts=accept(said[0], drafts, sizes))
+
+def _fed(turns, first, k):
+    "Drafts that rows were fed, [S, k]; -1 for none, and for prompts, which come `first`"
+    drafts = np.full((first+len(turns), k), -1, np.int32)
+    for row,t in zip(drafts[first:], turns): row[:len(t.ids)-1] = t.ids[1:]
+    return drafts
 
 # %% ../../nbs/5_engine/06_stepper.ipynb #291657ee
 def _counted(sampled)->list[list[int]]:
