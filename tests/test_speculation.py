@@ -154,7 +154,6 @@ def test_interrupted(late, kind, error):
             assert said(patient(e, error))==said(alone(r))
             assert calls()>at
 
-@pytest.mark.xfail(strict=True, reason='HostStepper has no `lost`: it keeps what it has in the air')
 def test_interrupted_when_it_is_in_the_air():
     "A launch that is cut off when a late step is done counts for nothing"
     r = ask(0, 70, 12)
@@ -246,10 +245,7 @@ def leave_one(e, rng):
     ids = list(e.scheduler.seqs)
     return e.abort(ids[rng.integers(len(ids))]) if ids else []
 
-MORE = 'a limit that is changed while a step is in the air counts for that step already'
-
-@pytest.mark.parametrize('late', [False,pytest.param(True, marks=pytest.mark.xfail(
-    strict=True, reason=MORE))])
+@either_way
 def test_the_arbiter_is_told_what_was_checked(late):
     "Never fewer drafts than were accepted"
     some = [(ask(i, 9, 30), 0) for i in range(4)]

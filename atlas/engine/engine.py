@@ -224,8 +224,8 @@ def _note(self:Engine, plan, counts):
     now,checked = perf_counter(),{}
     k = len(plan.first)
     for s,n in zip(plan.decode, counts[k:]):
-        drafts = min(plan.width-1, len(s.drafts), s.most_drafts)
-        checked[s.id] = drafts,max(n-1, 0)
+        drafts,right = min(plan.width-1, len(s.drafts), s.most_drafts),max(n-1, 0)
+        checked[s.id] = max(drafts, right),right  # its limit may be another since the launch
     took = None if self._begun is None else now-self._begun
     self._begun = now if self.flying else None
     context = max(map(len, plan.decode))

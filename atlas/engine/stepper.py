@@ -138,12 +138,13 @@ class HostStepper(Stepper):
     ):
         super().__init__(model, cache, drafter)
         self.overlap,self._air = overlap,{} # The `Stand` of each sequence that has a step in the air
+        self._before = {} # The same, before the newest launch
 
     def launch(self, plan:Plan, samplers:list[SampleState])->Flight:
         "Compute `plan`, choose tokens, and see which of them count"
         if self._air and plan.decode!=list(self._air):
             raise EngineError('Other sequences are in the air')
-        n = len(plan.first)
+        self._before,n = dict(self._air),len(plan.first)
         turns = self._turns(plan, samplers[n:])
         passes = self._passes(plan, turns)
         params = [state.row() for state in samplers[:n]]
@@ -169,6 +170,8 @@ class HostStepper(Stepper):
             stand.air.pop(0)
             if not stand.air: del self._air[s]
         return flight.sampled
+
+    def lost(self, plan): self._air = self._before
 
 # %% ../../nbs/5_engine/06_stepper.ipynb #a24ac9c1
 def fork(state:SampleState)->SampleState:
