@@ -380,6 +380,7 @@ def _verify(self:CardStepper, shape):
     h = self.drafter.see(b, x, r.said)
     next_rows(r, self._propose(shape, h, r.last))
 
+# %% ../../nbs/5_engine/08_card_stepper.ipynb #81d4833c
 @patch
 def _propose(self:CardStepper, shape, h, last):
     "Drafts of what comes next, [K, S]; None where a step checks none"
@@ -445,6 +446,7 @@ def _halves(self:CardStepper, seqs)->tuple:
     self.rows.turn += 1
     return ((self.rows.turn-1)%2,)*len(seqs)
 
+# %% ../../nbs/5_engine/08_card_stepper.ipynb #18df151b
 @patch
 def _shape(self:CardStepper, seqs)->StepShape:
     "Of a step that decodes `seqs`"
@@ -499,6 +501,7 @@ def lost(self:CardStepper, plan):
     self.rows.seqs = []
     for s in plan.sampled: self.leave(s.id)
 
+# %% ../../nbs/5_engine/08_card_stepper.ipynb #709153ea
 @patch
 def _allow(self:CardStepper, seqs, samplers):
     "Tell the sampler what guides let come next, and after each draft"
@@ -552,6 +555,7 @@ def _after_fills(self:CardStepper, plan, passes, sampled)->list:
         else: self._guess(p, following(plan.replay))
     return out
 
+# %% ../../nbs/5_engine/08_card_stepper.ipynb #ff2cdaff
 @patch
 def _logits(self:CardStepper, p:Pass):
     "Of the rows that want them"
@@ -635,6 +639,7 @@ def _try_drafts(self:CardStepper, b, x):
     where = Ends(ends, self.cache, self.card)
     self.drafter.propose(h, b.out, where, self.scheduler.drafts)
 
+# %% ../../nbs/5_engine/08_card_stepper.ipynb #fc7caeac
 @patch
 def _buckets(self:CardStepper)->list[int]:
     "Numbers of rows that decode steps have"
