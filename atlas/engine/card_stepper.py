@@ -85,6 +85,7 @@ def _nobody(most, width)->Placed:
     live = np.zeros(most, np.int32)
     return Placed(full(0), full(0), full(-1), full(-1, np.int64), full(-1), live)
 
+# %% ../../nbs/5_engine/07_card_stepper.ipynb #8aff02ef
 def place_rows(
     seqs, # `Seq`s that decode, in their order
     most:int, # Sequences that there is room for
@@ -199,21 +200,24 @@ class CheckedRows(Rows):
         k = self.width-1
         return self._drafts[:k*n].reshape(k, n)
 
-    def watch(self, seqs, line, live):
-        self._write('line', line)
-        self._write('live', live)
-        self._each('limit', [s.depth for s in seqs])
-        self._write('tick', [0])
-        self.turn = 0 # Steps since
-        self.most_drafts = None
-        self.narrow()
+# %% ../../nbs/5_engine/07_card_stepper.ipynb #c19228ae
+@patch
+def watch(self:CheckedRows, seqs, line, live):
+    self._write('line', line)
+    self._write('live', live)
+    self._each('limit', [s.depth for s in seqs])
+    self._write('tick', [0])
+    self.turn = 0 # Steps since
+    self.most_drafts = None
+    self.narrow()
 
-    def narrow(self):
-        "Say how many drafts each sequence may have, where that has changed"
-        most = [s.most_drafts for s in self.seqs]
-        if most==self.most_drafts: return
-        self._each('kmax', most)
-        self.most_drafts = most
+@patch
+def narrow(self:CheckedRows):
+    "Say how many drafts each sequence may have, where that has changed"
+    most = [s.most_drafts for s in self.seqs]
+    if most==self.most_drafts: return
+    self._each('kmax', most)
+    self.most_drafts = most
 
 # %% ../../nbs/5_engine/07_card_stepper.ipynb #d14b0002
 class CardEnds:
@@ -305,14 +309,19 @@ class CardStepper(Stepper):
         "One for what `scheduler` plans, with its own lasting arrays in the region `room`"
         return cls(model, cache, scheduler, room, drafter)
 
-    @contextmanager
-    def here(self):
-        "A context for kernels on the stepper's stream; arrays are none of a model being loaded"
-        with self.card.making_in(None), self.stream.here(): yield
+# %% ../../nbs/5_engine/07_card_stepper.ipynb #d7537ad4
+@patch
+@contextmanager
 
-    def staying(self):
-        "A context in which arrays are made that stay: in `room`, if there is one"
-        return self.room.allocating() if self.room else nullcontext()
+@patch
+def here(self:CardStepper):
+    "A context for kernels on the stepper's stream; arrays are none of a model being loaded"
+    with self.card.making_in(None), self.stream.here(): yield
+
+@patch
+def staying(self:CardStepper):
+    "A context in which arrays are made that stay: in `room`, if there is one"
+    return self.room.allocating() if self.room else nullcontext()
 
 # %% ../../nbs/5_engine/07_card_stepper.ipynb #0d5b7e92
 @patch
@@ -381,6 +390,7 @@ def _verify(self:CardStepper, shape):
     h = self.drafter.see(b, x, r.said)
     next_rows(r, self._propose(shape, h, r.last))
 
+# %% ../../nbs/5_engine/07_card_stepper.ipynb #ced86393
 @patch
 def _propose(self:CardStepper, shape, h, last):
     "Drafts of what comes next, [K, S]; None where a step checks none"
@@ -436,6 +446,7 @@ def _halves(self:CardStepper, seqs)->tuple:
     self.rows.turn += 1
     return ((self.rows.turn-1)%2,)*len(seqs)
 
+# %% ../../nbs/5_engine/07_card_stepper.ipynb #9f2d81fa
 @patch
 def _shape(self:CardStepper, seqs)->StepShape:
     "Of a step that decodes `seqs`"
@@ -490,6 +501,7 @@ def lost(self:CardStepper, plan):
     self.rows.seqs = []
     for s in plan.sampled: self.leave(s.id)
 
+# %% ../../nbs/5_engine/07_card_stepper.ipynb #b2523e03
 @patch
 def _allow(self:CardStepper, seqs, samplers):
     "Tell the sampler what guides let come next, and after each draft"
@@ -543,6 +555,7 @@ def _after_fills(self:CardStepper, plan, passes, sampled)->list:
         else: self._guess(p, following(plan.replay))
     return out
 
+# %% ../../nbs/5_engine/07_card_stepper.ipynb #b2f1f5bb
 @patch
 def _logits(self:CardStepper, p:Pass):
     "Of the rows that want them"
@@ -626,6 +639,7 @@ def _try_drafts(self:CardStepper, b, x):
     where = Ends(ends, self.cache, self.card)
     self.drafter.propose(h, b.out, where, self.scheduler.drafts)
 
+# %% ../../nbs/5_engine/07_card_stepper.ipynb #5ed2513d
 @patch
 def _buckets(self:CardStepper)->list[int]:
     "Numbers of rows that decode steps have"

@@ -162,13 +162,15 @@ class HostStepper(Stepper):
             drafts = flight.drafts[i] if flight.drafts else []
             self._air[t.seq] = t.stand.after(said, drafts)
 
-    def land(self, flight:Flight)->Sampled:
-        "What was computed at the launch"
-        for s in flight.plan.decode if self.overlap else ():
-            stand = self._air[s]
-            stand.air.pop(0)
-            if not stand.air: del self._air[s]
-        return flight.sampled
+# %% ../../nbs/5_engine/05_stepper.ipynb #fe6dd526
+@patch
+def land(self:HostStepper, flight:Flight)->Sampled:
+    "What was computed at the launch"
+    for s in flight.plan.decode if self.overlap else ():
+        stand = self._air[s]
+        stand.air.pop(0)
+        if not stand.air: del self._air[s]
+    return flight.sampled
 
 # %% ../../nbs/5_engine/05_stepper.ipynb #a24ac9c1
 def fork(state:SampleState)->SampleState:
