@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 import numpy as np,pytest
 from hypothesis import given,settings,strategies as st
-import atlas.engine.engine
+import atlas.engine.stepper
 from atlas.model.model import Piece,make_batch
 from atlas.ops.accept import accept
 from atlas.ops.sample import candidates
@@ -333,15 +333,15 @@ WRONG = [all_drafts,half_of_the_drafts]
 
 @pytest.mark.parametrize('rule', WRONG, ids=lambda f: f.__name__)
 def test_a_wrong_rule_is_seen(rule, monkeypatch):
-    monkeypatch.setattr(atlas.engine.engine, 'accept', rule)
+    monkeypatch.setattr(atlas.engine.stepper, 'accept', rule)
     found,_ = texts()
     wrong = surprise(Counter({t: found[t] for t in expected_texts()}), expected_texts())
     assert wrong>5 or set(found)-set(expected_texts())
 
 def test_likely_drafts_are_seen(monkeypatch):
     "Who takes a draft because it is likely draws it too often"
-    real = atlas.engine.engine._by_seq
-    monkeypatch.setattr(atlas.engine.engine, '_by_seq', likely_drafts(real, .4))
+    real = atlas.engine.stepper._by_seq
+    monkeypatch.setattr(atlas.engine.stepper, '_by_seq', likely_drafts(real, .4))
     monkeypatch.setitem(HOW, 'logprobs', 3)
     found,_ = texts()
     assert surprise(found, expected_texts())>5

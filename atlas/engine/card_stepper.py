@@ -85,6 +85,7 @@ def _nobody(most, width)->Placed:
     live = np.zeros(most, np.int32)
     return Placed(full(0), full(0), full(-1), full(-1, np.int64), full(-1), live)
 
+# %% ../../nbs/5_engine/08_card_stepper.ipynb #8aff02ef
 def place_rows(
     seqs, # `Seq`s that decode, in their order
     most:int, # Sequences that there is room for
@@ -199,21 +200,24 @@ class CheckedRows(Rows):
         k = self.width-1
         return self._drafts[:k*n].reshape(k, n)
 
-    def watch(self, seqs, line, live):
-        self._write('line', line)
-        self._write('live', live)
-        self._each('limit', [s.depth for s in seqs])
-        self._write('tick', [0])
-        self.turn = 0 # Steps since
-        self.most_drafts = None
-        self.narrow()
+# %% ../../nbs/5_engine/08_card_stepper.ipynb #c19228ae
+@patch
+def watch(self:CheckedRows, seqs, line, live):
+    self._write('line', line)
+    self._write('live', live)
+    self._each('limit', [s.depth for s in seqs])
+    self._write('tick', [0])
+    self.turn = 0 # Steps since
+    self.most_drafts = None
+    self.narrow()
 
-    def narrow(self):
-        "Say how many drafts each sequence may have, where that has changed"
-        most = [s.most_drafts for s in self.seqs]
-        if most==self.most_drafts: return
-        self._each('kmax', most)
-        self.most_drafts = most
+@patch
+def narrow(self:CheckedRows):
+    "Say how many drafts each sequence may have, where that has changed"
+    most = [s.most_drafts for s in self.seqs]
+    if most==self.most_drafts: return
+    self._each('kmax', most)
+    self.most_drafts = most
 
 # %% ../../nbs/5_engine/08_card_stepper.ipynb #d14b0002
 class CardEnds:
@@ -304,14 +308,19 @@ class CardStepper(Stepper):
         "One for what `scheduler` plans, with its own lasting arrays in the region `room`"
         return cls(model, cache, scheduler, room, drafter)
 
-    @contextmanager
-    def here(self):
-        "A context for kernels on the stepper's stream; arrays are none of a model being loaded"
-        with self.card.making_in(None), self.stream.here(): yield
+# %% ../../nbs/5_engine/08_card_stepper.ipynb #d7537ad4
+@patch
+@contextmanager
 
-    def staying(self):
-        "A context in which arrays are made that stay: in `room`, if there is one"
-        return self.room.allocating() if self.room else nullcontext()
+@patch
+def here(self:CardStepper):
+    "A context for kernels on the stepper's stream; arrays are none of a model being loaded"
+    with self.card.making_in(None), self.stream.here(): yield
+
+@patch
+def staying(self:CardStepper):
+    "A context in which arrays are made that stay: in `room`, if there is one"
+    return self.room.allocating() if self.room else nullcontext()
 
 # %% ../../nbs/5_engine/08_card_stepper.ipynb #0d5b7e92
 @patch
@@ -380,6 +389,32 @@ def _verify(self:CardStepper, shape):
     h = self.drafter.see(b, x, r.said)
     next_rows(r, self._propose(shape, h, r.last))
 
+# %% ../../nbs/5_engine/08_card_stepper.ipynb #ced86393
+@patch
+def _propose(self:CardStepper, shape, h, last):
+    "Drafts of what comes next, [K, S]; None where a step checks none"
+    if shape.width==1: return None
+    ends = CardEnds(self.rows, shape.seqs, shape.longest, self.history)
+    self.drafter.propose(h, last, ends, shape.width-1)
+    return ends.drafts
+
+@patch
+def replay(self:CardStepper, shape:StepShape):
+    "The same, as a graph, which is recorded when it is first asked for"
+    if shape not in self.graphs:
+        self._forget(shape.stamp)
+        name = f'a step of {shape.seqs*shape.width} rows'
+        def body(): self.body(shape)
+        raw = self.stream.raw
+        self.graphs[shape] = Graph(body, self.card, name, stream=raw, warm=False)
+    self.graphs[shape]()
+
+@patch
+def _forget(self:CardStepper, stamp):
+    "Drop graphs of arrays that are no more, of other stamps than this"
+    graphs = self.graphs.items()
+    self.graphs = {k:g for k,g in graphs if k.stamp==stamp}
+
 # %% ../../nbs/5_engine/08_card_stepper.ipynb #81d4833c
 @patch
 def _propose(self:CardStepper, shape, h, last):
@@ -446,6 +481,26 @@ def _halves(self:CardStepper, seqs)->tuple:
     self.rows.turn += 1
     return ((self.rows.turn-1)%2,)*len(seqs)
 
+# %% ../../nbs/5_engine/08_card_stepper.ipynb #9f2d81fa
+@patch
+def _shape(self:CardStepper, seqs)->StepShape:
+    "Of a step that decodes `seqs`"
+    width = self.rows.width
+    beyond = 2*width if self.drafter else 1  # drafting looks as far ahead
+    tokens = max(s.num_computed for s in seqs)+beyond
+    longest = min(bucket(tokens, 128), self.scheduler.max_seq_len)
+    n,stamp = bucket(len(seqs)),self.table.stamp
+    full,cuts = self._asked(seqs)
+    return StepShape(n, longest, full, cuts, stamp, self.rows.media, width)
+
+@patch
+def _asked(self:CardStepper, seqs)->tuple[bool,bool]:
+    "Does anybody ask for more than the largest logit, and anybody for cuts?"
+    lanes = [self.lanes[s.id] for s in seqs]
+    lines = [self.table.lines[i] for i in lanes]
+    full = any(full for full,_ in lines)
+    return full,any(cuts for _,cuts in lines)
+
 # %% ../../nbs/5_engine/08_card_stepper.ipynb #18df151b
 @patch
 def _shape(self:CardStepper, seqs)->StepShape:
@@ -501,6 +556,26 @@ def lost(self:CardStepper, plan):
     self.rows.seqs = []
     for s in plan.sampled: self.leave(s.id)
 
+# %% ../../nbs/5_engine/08_card_stepper.ipynb #b2523e03
+@patch
+def _allow(self:CardStepper, seqs, samplers):
+    "Tell the sampler what guides let come next, and after each draft"
+    for s,state in zip(seqs, samplers):
+        if state.guide is None: continue
+        lane,drafts = self.lanes[s.id],s.drafts[:self.rows.width-1]
+        for row,mask in enumerate(_masks(state, drafts)):
+            with self.staying(): self.table.allow(lane, mask, row)
+
+def _masks(state, drafts):
+    "What may come next, and after each of `drafts`, as far as they are allowed"
+    yield state.allowed()
+    for t in drafts:
+        if not lets(state, t): return
+        state = fork(state)
+        state.add(t)
+        if state.guide.ended: return
+        yield state.allowed()
+
 # %% ../../nbs/5_engine/08_card_stepper.ipynb #709153ea
 @patch
 def _allow(self:CardStepper, seqs, samplers):
@@ -554,6 +629,26 @@ def _after_fills(self:CardStepper, plan, passes, sampled)->list:
         if p.b.tiled: out += self._after_prompts(p, plan, said)
         else: self._guess(p, following(plan.replay))
     return out
+
+# %% ../../nbs/5_engine/08_card_stepper.ipynb #b2f1f5bb
+@patch
+def _logits(self:CardStepper, p:Pass):
+    "Of the rows that want them"
+    return self.model.head(self.model.final(p.x[p.b.out]))
+
+@patch
+def _sample(self:CardStepper, logits, seqs, samplers)->Sampled:
+    "A token for each of `seqs`, of its `logits`; waits for them"
+    t,lanes = self.table,self._lanes(seqs, samplers)
+    ids = self.card.empty(len(seqs), 'int32')
+    rows = self.card.upload(np.array(lanes, np.int32))
+    self._allow(seqs, samplers)
+    full,cuts = self._asked(seqs)
+    sample_rows(logits, t, ids, rows, greedy=not full, cuts=cuts)
+    arrays = [ids]
+    if full: arrays += [t.logprobs, t.top_ids, t.top_logprobs]
+    got = [self.card.download(a)[:len(seqs)] for a in arrays]
+    return Sampled(*got)
 
 # %% ../../nbs/5_engine/08_card_stepper.ipynb #ff2cdaff
 @patch
@@ -638,6 +733,22 @@ def _try_drafts(self:CardStepper, b, x):
     ends = [End(0, 0, 0, [0], 0, [0]*8) for _ in range(b.num_seqs)]
     where = Ends(ends, self.cache, self.card)
     self.drafter.propose(h, b.out, where, self.scheduler.drafts)
+
+# %% ../../nbs/5_engine/08_card_stepper.ipynb #5ed2513d
+@patch
+def _buckets(self:CardStepper)->list[int]:
+    "Numbers of rows that decode steps have"
+    return [1<<i for i in range(self.rows.most.bit_length())]
+
+@patch
+def _try_decode(self:CardStepper, longest):
+    "Run decode steps of all numbers of rows, for sequences up to `longest`"
+    for width in range(1, self.scheduler.drafts+2):
+        self.rows.place([], [], width)
+        for k in self._buckets():
+            for f in (True,False):
+                shape = StepShape(k, longest, f, f, self.table.stamp, width=width)
+                self.body(shape)
 
 # %% ../../nbs/5_engine/08_card_stepper.ipynb #fc7caeac
 @patch

@@ -163,15 +163,18 @@ class HostStepper(Stepper):
             drafts = flight.drafts[i] if flight.drafts else []
             self._air[t.seq] = t.stand.after(said, drafts)
 
-    def land(self, flight:Flight)->Sampled:
-        "What was computed at the launch"
-        for s in flight.plan.decode if self.overlap else ():
-            stand = self._air[s]
-            stand.air.pop(0)
-            if not stand.air: del self._air[s]
-        return flight.sampled
+# %% ../../nbs/5_engine/06_stepper.ipynb #fe6dd526
+@patch
+def land(self:HostStepper, flight:Flight)->Sampled:
+    "What was computed at the launch"
+    for s in flight.plan.decode if self.overlap else ():
+        stand = self._air[s]
+        stand.air.pop(0)
+        if not stand.air: del self._air[s]
+    return flight.sampled
 
-    def lost(self, plan): self._air = self._before
+@patch
+def lost(self:HostStepper, plan): self._air = self._before
 
 # %% ../../nbs/5_engine/06_stepper.ipynb #a24ac9c1
 def fork(state:SampleState)->SampleState:

@@ -6,7 +6,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 import numpy as np
 from atlas.engine.draft import Drafter,MTPDrafter,ModelDrafter,NgramDrafter
-from atlas.engine.engine import Engine,HostStepper
+from atlas.engine.engine import Engine
+from atlas.engine.stepper import HostStepper
 from atlas.engine.scheduler import Scheduler
 from helpers import small_engine
 from helpers.small_engine import V,made_up,said,serve,small_cache,tokens
