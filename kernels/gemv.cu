@@ -1,6 +1,7 @@
 // y = act(W f(x) + bias) * sigmoid(gate) + add: the linear layer of a decode step, for W of every format (lib/fragment.cuh), with the norm before it, the bias, the activation and
 // the residual after it folded in. W is read and decoded once for all rows. A warp takes 16 rows of W and every SPLIT-th unit of their columns; DEEP such
-// units are on their way to shared memory before it waits for the kernel that makes x, the next ones while it works. A row's bits do not depend on how many rows there are.
+// units are on their way to shared memory before it waits for the kernel that makes x, the next ones while it works. Where x is long, the warps of a row are in TEAM blocks
+// (lib/team.cuh), each of which stages what its own warps multiply, and adds up a part of the results. A row's bits do not depend on how many rows there are.
 //   w     : [n4, w_bytes]          u8    rows padded to a multiple of 4 (Packed.raw)
 //   s     : [s_rows, s_bytes]      u8    their scales; or null
 //   gs    : [n4]                   f32   nvfp4, int4: scale of each row; or null
@@ -16,12 +17,17 @@
 //   -D NORM=   0: f(x) = x;  1: f(x) = rmsnorm(x, gain);  2: f(x) = x / rms of its group, of GROUP= values in PARTS=
 //   -D ACT=    of lib/act.cuh    -D CAP=  1: results are cap * tanh(result / cap)    -D W= SPLIT=  warps of a block, and those that share a row of W
 //   -D STAGED= DEEP=  128s of x held at a time, and places of a warp for units on their way; ESTAGED= EDEEP= for the extra rows, 16 a block
-//   launch: <<<main + ceil(m/16), 32*W, shared bytes: see atlas.cuda.gemv>>>, `main` <= ceil(n/span) blocks for W, which take `span` rows at a time, a multiple of 4 up to 16*W/SPLIT
+//   -D TEAM=   blocks of a team, 1 by default: of 4 bits, with no extra rows and no NORM 1; all sizes above are those of one block, `main` counts teams
+//   launch: <<<main*TEAM + ceil(m/16), 32*W, shared bytes: see atlas.cuda.gemv>>>, `main` <= ceil(n/span) blocks for W, which take `span` rows at a time, a multiple of 4 up to 16*W/SPLIT
+#ifndef TEAM
+#define TEAM 1
+#endif
 #include "lib/fragment.cuh"
 #include "lib/act.cuh"
 #include "lib/async.cuh"
 #include "lib/pdl.cuh"
 #include "lib/reduce.cuh"
+#include "lib/team.cuh"
 #ifndef FORMAT
 #define FORMAT fragment_nvfp4
 #endif
@@ -73,14 +79,14 @@
 constexpr int C = (K + 31) / 32, B = (C + 3) / 4, SEGMENTS = (K + 255) / 256;  // chunks of 32; blocks of 128; of 256, which a warp stages together
 constexpr int SLOTS = SEGMENTS < W ? SEGMENTS : W;  // warps that stage one row together
 constexpr bool PAIR = ACT != ACT_NONE && ACT != ACT_RELU2;
-static_assert(W % SPLIT == 0 && STAGED % 2 == 0 && ESTAGED % 2 == 0, "see the contract");
+static_assert(SPLIT % TEAM == 0 && W % (SPLIT / TEAM) == 0 && (TEAM == 1 || NORM != 1) && STAGED % 2 == 0 && ESTAGED % 2 == 0, "see the contract");
 
 struct Job {  // one matrix
     const unsigned char *w, *s;
     const float *gs, *x, *gain, *parts, *bias, *gate, *add;
     float* y;
     float eps, limit, cap;
-    int rows, n, ld, at, width, span, group, step;  // `at`: where its outputs begin; rows come in groups of `span`, and this block has every `step`-th from `group` on
+    int rows, n, ld, at, width, span, group, step, member;  // `member` of its team; `at`: where its outputs begin; rows come in groups of `span`, and this block has every `step`-th from `group` on
 };
 
 __device__ __forceinline__ void load_x(const float* p, int v, bool in, float* a) {  // eights of a row where `in`, zeros beyond its end
@@ -94,7 +100,7 @@ __device__ __forceinline__ void load_x(const float* p, int v, bool in, float* a)
 __shared__ float squares[ROWS][W], part[2][W][16][ROWS];  // sums of squares of x, and of the warps; those of one group while those of the next are made
 
 // x of 128s [first, first + HELD) into shared memory, for fragment F: two of them a warp at a time. OWN: a warp takes those that it will multiply, else they lie together.
-template <class F, int HELD, bool OWN> __device__ __forceinline__ void stage(const Job& o, int first, bool fresh, const float* g0, float* sums, uint4* xs, float* es) {
+template <class F, int HELD, bool OWN, int HERE, int MEMBERS> __device__ __forceinline__ void stage(const Job& o, int first, bool fresh, const float* g0, float* sums, uint4* xs, float* es) {
     using S = Staged<F, 4 * HELD>;
     constexpr int TEAMS = OWN ? 1 : W / SLOTS, MINE = (ROWS + TEAMS - 1) / TEAMS, STRIDE = OWN ? 2 * W : 2 * SLOTS;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, slot = OWN ? warp : warp % SLOTS, team = OWN ? 0 : warp / SLOTS;
@@ -102,7 +108,9 @@ template <class F, int HELD, bool OWN> __device__ __forceinline__ void stage(con
     if (team >= TEAMS) return;
     #pragma unroll
     for (int u = 0; u < (HELD + STRIDE - 1) / STRIDE; u++) {
-        const int local = begin + u * STRIDE, v = (first + local) * 16 + lane % 16;
+        constexpr int PART = HERE * F::UNITS;  // blocks of 128 of a step that this member of the team has
+        const int local = begin + u * STRIDE, b = first + local;
+        const int v = (MEMBERS == 1 ? b : (b / PART * MEMBERS + o.member) * PART + b % PART) * 16 + lane % 16;
         const bool in = local < HELD;
         if (!OWN && HELD % STRIDE && !in) continue;  // all lanes or none
         float g[8];
@@ -151,14 +159,15 @@ template <class F, int HELD, bool OWN> __device__ __forceinline__ void stage(con
 }
 
 // The block's groups of rows of one matrix, one at a time: PER tiles of 16, each by HERE warps, which have PLACES places each for weights on their way.
-template <class F, int PER, int HERE, int HELD, int PLACES> __device__ __forceinline__ void matrix(const Job& o, uint4* xs) {
+template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> __device__ __forceinline__ void matrix(const Job& o, uint4* xs) {
     using S = Staged<F, 4 * HELD>;
-    constexpr int N = (B + F::UNITS - 1) / F::UNITS, STEPS = (N + HERE - 1) / HERE, OUT = PAIR ? 8 : 16, PLANE = ROWS * S::LDR;  // units; those of a warp; outputs of a tile
-    constexpr bool ALL = HELD >= B, OWN = HERE == W;
-    constexpr int RESULTS = PER * OUT * ROWS, ITEMS = (RESULTS + THREADS - 1) / THREADS;  // of a group, of a thread
+    constexpr int N = (B + F::UNITS - 1) / F::UNITS, ALONG = HERE * MEMBERS, STEPS = (N + ALONG - 1) / ALONG, OUT = PAIR ? 8 : 16, PLANE = ROWS * S::LDR;  // units; those of a warp; outputs of a tile
+    constexpr int MINE = MEMBERS == 1 ? B : STEPS * HERE * F::UNITS;  // blocks of 128 of x that this block of the team needs
+    constexpr bool ALL = HELD >= MINE, OWN = HERE == W && MEMBERS == 1;
+    constexpr int RESULTS = PER * OUT * ROWS, MANY = (RESULTS + MEMBERS - 1) / MEMBERS, ITEMS = (MANY + THREADS - 1) / THREADS;  // of a group, of a block, of a thread
     static_assert(PER * HERE <= W && (ALL || HELD % (HERE * F::UNITS) == 0), "x is staged for whole steps");
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4, tile = warp / HERE, share = warp % HERE;
-    const int n4 = (o.n + 3) / 4 * 4, groups = (n4 + o.span - 1) / o.span, mine = N % HERE == 0 || share < N % HERE ? STEPS : STEPS - 1;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4, tile = warp / HERE, share = o.member * HERE + warp % HERE;
+    const int n4 = (o.n + 3) / 4 * 4, groups = (n4 + o.span - 1) / o.span, mine = N % ALONG == 0 || share < N % ALONG ? STEPS : STEPS - 1;
     float* const es = (float*)(xs + PLANE * S::PLANES);
     unsigned char* const ring = (unsigned char*)(es + (HELD * ROWS + 3) / 4 * 4) + min(warp, PER * HERE - 1) * PLACES * F::BYTES;
     const bool works = tile < PER && tile * 16 < o.span;
@@ -168,17 +177,17 @@ template <class F, int PER, int HERE, int HELD, int PLACES> __device__ __forcein
     F::first(w, s, n4 - rest, share, lane);
     auto fetch = [&](unsigned char* to) {
         left--;
-        F::fetch(to, w, s, min(rest, o.span - tile * 16), step * HERE + share, lane);
-        w += HERE * F::LB; s += HERE * F::SB;
+        F::fetch(to, w, s, min(rest, o.span - tile * 16), step * ALONG + share, lane);
+        w += ALONG * F::LB; s += ALONG * F::SB;
         if (++step == mine) {
-            w += (size_t)skip * F::LINE - mine * HERE * F::LB; s += (size_t)(skip / 4) * F::SLINE - mine * HERE * F::SB;
+            w += (size_t)skip * F::LINE - mine * ALONG * F::LB; s += (size_t)(skip / 4) * F::SLINE - mine * ALONG * F::SB;
             step = 0; rest -= skip;
         }
     };
     #pragma unroll 1
     for (int i = 0; i < PLACES; i++) { if (left > 0) fetch(ring + i * F::BYTES); cp_async_commit(); }
     unsigned spot = 0;  // where in the ring is what is multiplied next
-    const uint4* const own_x = xs + min(g, ROWS - 1) * S::LDR + 4 * F::UNITS * share + F::template own<S::LD>(t);
+    const uint4* const own_x = xs + min(g, ROWS - 1) * S::LDR + 4 * F::UNITS * (warp % HERE) + F::template own<S::LD>(t);
     float g0[8], sums[ROWS] = {};
     if (NORM == 1) { const int b = OWN && F::UNITS == 1 ? warp + lane / 16 * W : warp % (OWN ? W : SLOTS) * 2 + lane / 16; load_x(o.gain, b * 16 + lane % 16, b < HELD, g0); }
     for (int group = o.group, round = 0; group < groups; group += o.step, round ^= 1) {
@@ -187,7 +196,7 @@ template <class F, int PER, int HERE, int HELD, int PLACES> __device__ __forcein
         float unit[ITEMS][2], bias[ITEMS][2], prior[ITEMS], open[ITEMS], acc[4] = {};
         #pragma unroll
         for (int i = 0; i < ITEMS; i++) {  // what the results will need
-            const int item = i * THREADS + threadIdx.x, r = item % (PER * OUT), at = base + (PAIR ? r / 2 * 4 + r % 2 : r);
+            const int item = o.member * MANY + i * THREADS + threadIdx.x, r = item % (PER * OUT), at = base + (PAIR ? r / 2 * 4 + r % 2 : r);
             #pragma unroll
             for (int j = 0; j < 1 + PAIR; j++) {
                 const bool on = item < RESULTS && at + 2 * j < to;
@@ -198,20 +207,20 @@ template <class F, int PER, int HERE, int HELD, int PLACES> __device__ __forcein
         if (begin) pdl_wait();
         #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
-            const int item = i * THREADS + threadIdx.x, r = item % (PER * OUT), row = item / (PER * OUT), out = (PAIR ? base / 2 : base) + r;
+            const int item = o.member * MANY + i * THREADS + threadIdx.x, r = item % (PER * OUT), row = item / (PER * OUT), out = (PAIR ? base / 2 : base) + r;
             const bool on = row < o.rows && out < (PAIR ? o.n / 2 : o.n);
             prior[i] = o.add && on ? o.add[(size_t)row * o.width + o.at + out] : 0.f;
             open[i] = o.gate && row < o.rows ? times_sigmoid(1.f, o.gate[(size_t)row * o.ld]) : 1.f;
         }
         #pragma unroll 1
-        for (int first = 0; first < B; first += HELD) {
+        for (int first = 0; first < MINE; first += HELD) {
             if (!ALL || begin) {
                 if (first || !begin) { if (OWN) __syncwarp(); else __syncthreads(); }
-                stage<F, HELD, OWN>(o, first, begin, g0, sums, xs, es);
+                stage<F, HELD, OWN, HERE, MEMBERS>(o, first, begin, g0, sums, xs, es);
                 if (OWN) __syncwarp(); else __syncthreads();
             }
             const uint4* x = own_x;
-            const float* e = es + share * F::UNITS * ROWS;
+            const float* e = es + warp % HERE * F::UNITS * ROWS;
             const int steps = works ? ALL ? mine : min(HELD / (HERE * F::UNITS), mine - first / (HERE * F::UNITS)) : 0;
             #pragma unroll 1
             for (int i = 0; i < steps; i++) {
@@ -233,10 +242,11 @@ template <class F, int PER, int HERE, int HELD, int PLACES> __device__ __forcein
         #pragma unroll
         for (int j = 0; j < 4; j++)
             if (works && 2 * t + j % 2 < ROWS) part[round][warp][2 * g + j / 2][2 * t + j % 2] = acc[j];
-        __syncthreads();
+        if (MEMBERS == 1) __syncthreads(); else team_sync();
         #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
-            const int item = i * THREADS + threadIdx.x, r = item % (PER * OUT), row = item / (PER * OUT), out = (PAIR ? base / 2 : base) + r;
+            const int item = o.member * MANY + i * THREADS + threadIdx.x, r = item % (PER * OUT), row = item / (PER * OUT), out = (PAIR ? base / 2 : base) + r;
+            if (MEMBERS > 1 && i * THREADS + threadIdx.x >= MANY) continue;
             if (row >= o.rows || out >= (PAIR ? min(o.n, to) / 2 : min(o.n, to))) continue;
             float inv = 1.f, v[2];
             if (NORM == 1) {
@@ -250,7 +260,7 @@ template <class F, int PER, int HERE, int HELD, int PLACES> __device__ __forcein
                 const int at = r / OUT * HERE, line = PAIR ? r % 8 / 2 * 4 + r % 2 + 2 * j : r % 16;
                 v[j] = 0.f;
                 #pragma unroll
-                for (int m = 0; m < HERE; m++) v[j] += part[round][at + m][line][row];
+                for (int m = 0; m < ALONG; m++) v[j] += MEMBERS == 1 ? part[round][at + m][line][row] : of_member(&part[round][at + m % HERE][line][row], m / HERE);
                 v[j] = fmaf(__fmul_rn(v[j], inv), unit[i][j], bias[i][j]);
             }
             if (CAP) v[0] = __fmul_rn(o.cap, tanhf(v[0] / o.cap));
@@ -258,22 +268,23 @@ template <class F, int PER, int HERE, int HELD, int PLACES> __device__ __forcein
             o.y[(size_t)row * o.width + o.at + out] = fmaf(v[0], open[i], prior[i]);
         }
     }
+    if (MEMBERS > 1) team_sync();  // nobody leaves while others read what it found
 }
 
-extern "C" __global__ void __launch_bounds__(LIMITS) gemv(const unsigned char* __restrict__ w, const unsigned char* __restrict__ s,
+extern "C" TEAM_OF(TEAM) __global__ void __launch_bounds__(LIMITS) gemv(const unsigned char* __restrict__ w, const unsigned char* __restrict__ s,
         const float* __restrict__ gs, const unsigned char* __restrict__ extra, const float* x, const float* __restrict__ gain, const float* parts,
         const float* __restrict__ bias, const float* gate, const float* add, float* y, float eps, float limit, float cap, int rows, int n, int m, int ld,
         int column, int width, int main, int span) {
     DYNAMIC_SHARED(uint4, xs);
     pdl_trigger();
-    Job o = {w, s, gs, x, gain, parts, bias, gate ? gate + column : nullptr, add, y, eps, limit, cap, rows, n, ld, 0, width, span, (int)blockIdx.x, main};
+    Job o = {w, s, gs, x, gain, parts, bias, gate ? gate + column : nullptr, add, y, eps, limit, cap, rows, n, ld, 0, width, span, (int)blockIdx.x / TEAM, main, (int)blockIdx.x % TEAM};
 #ifdef EXTRA
     if ((int)blockIdx.x >= main) {
         o.w = extra; o.s = nullptr; o.n = m; o.at = n; o.span = 16; o.group = blockIdx.x - main; o.step = gridDim.x - main;
         if (bias) o.bias = bias + n;
-        matrix<EXTRA<C>, 1, W, ESTAGED, EDEEP>(o, xs);
+        matrix<EXTRA<C>, 1, W, ESTAGED, EDEEP, 1>(o, xs);
         return;
     }
 #endif
-    matrix<FORMAT<C>, W / SPLIT, SPLIT, STAGED, DEEP>(o, xs);
+    matrix<FORMAT<C>, W / (SPLIT / TEAM), SPLIT / TEAM, STAGED, DEEP, TEAM>(o, xs);
 }

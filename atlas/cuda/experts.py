@@ -75,14 +75,18 @@ def _variant(card, H, up, down, m, act, norm, shared, gate, corrected, rows, blo
 # %% ../../nbs/3_ops/moe/51_cuda.experts.ipynb #74dfae1a
 def _raw(a): return None if a is None else a.reshape(-1).view('uint8')
 
-def _route(x, gain, eps, router, bias, logits, met, E):
-    "The router's logits of rows `x`. A block asks for so much that one, and no more, finds room beside a block of experts.cu"
-    (R,H),n,card = x.shape,router.n,card_of(x)
+def _beside(card, d):
+    "Shared memory that a block of the router asks for: so much that one, and no more, finds room beside a block of experts.cu; 0 if none does"
+    l = limits(card)
+    return l.third if d['ROWS']==1 or d['ROOM']+l.third<=l.shared-4096 else 0
+
+def _route(x, gain, eps, router, bias, logits, met, E, room):
+    "The router's logits of rows `x`"
+    (R,H),n = x.shape,router.n
     each,pieces = _ceil(n, 160),_ceil(H, 256); W = _ceil(pieces, _ceil(pieces, 8))
     grid = _ceil(n, each),_ceil(R, 2)
     arrays = _raw(router.w),bias,gain,x,logits,met
     sizes = n,logits.shape[1],R
-    room = limits(card).third if R==1 else 0
     variant = dict(
         HIDDEN=H,
         EXPERTS=E,
@@ -148,7 +152,7 @@ def moe(
     logits,h,met = card.empty((n,ld)),card.empty((n,m.top_k+shared,_ceil(down.k, 4)*4)),card.empty(1, 'int32')
     for i in range(0, R, n):
         r,(ids,weights) = min(n, R-i),(of(a, i) for a in routes or (None,None))
-        _route(x[i:i+n], gain if router_gain is None else router_gain, float(eps), router, bias, logits[:r], met, E)
+        _route(x[i:i+n], gain if router_gain is None else router_gain, float(eps), router, bias, logits[:r], met, E, _beside(card, d))
         for halves in (3,) if card.kind=='cuda' else (1,2): # the emulator runs one block after the other
             run('experts', blocks, 32*d['WARPS'], *map(_raw, (up.w,down.w,up.s,down.s)), up.gs, down.gs, up_bias, down_bias, logits[:r], correction, per_expert, gain, x[i:i+n], h[:r], ids, weights,
                 of(add, i), out[i:i+n], met, *later, float(eps), 3.4e38 if limit is None else float(limit), float(m.scaling), ld, r, halves, *sixteens, shared=d['ROOM'], **d)

@@ -84,6 +84,18 @@ def plan(
     span = -(-n//(4*groups))*4
     return W,split,min(sms, -(-n//span)),span
 
+def _team(card, f, k, rows, opts, alone):
+    "Blocks of a team: two where several long rows of x would be staged by each block"
+    plain = f.narrow and opts['NORM']!=1 and opts['ACT'] in (0,4)
+    return 2 if card.arch=='sm_90a' and plain and alone and rows>1 and k>=1<<14 else 1
+
+def _shared_out(n, sms, team, split):
+    "Warps of a block, teams, and rows of a group, where teams of blocks share rows among `split` warps"
+    here,teams = split//team,sms//team
+    rounds = -(-n//(teams*16*(16//here)))
+    span = -(-n//(4*teams*rounds))*4
+    return -(-span//16)*here,min(teams, -(-n//span)),span
+
 # %% ../../nbs/3_ops/linear/12_cuda.gemv.ipynb #e35760d1
 def gemv(
     x, # Rows, f32 [R, k]
@@ -134,12 +146,17 @@ def _launch(card, x, w, gain, parts, extra, bias, gate, add, out, eps, group, ac
     rows = 1<<(len(x)-1).bit_length()
     more = _extra_blocks(w, extra, card.multiprocessors)
     W,split,main,span = plan(f, w.rows, k, card.multiprocessors-more)
-    steps = -(-w.rows//(span*main))*-(-k//(128*f.blocks*split))
-    held,deep,shared = _staged(f, k, rows, card, W, split, steps)
     opts = dict(FORMAT=f'fragment_{f.name}', K=k, ROWS=rows)
     opts |= dict(ACT=_ACT.get(act, 0), CAP=int(bool(cap)))
-    opts |= dict(W=W, SPLIT=split, STAGED=held, DEEP=deep)
     opts |= _norm_of(gain, parts, group)
+    units,mine = -(-k//(128*f.blocks*split)),k
+    team = _team(card, f, k, rows, opts, extra is None)
+    if team>1:
+        W,main,span = _shared_out(w.rows, card.multiprocessors, team, split)
+        mine,opts['TEAM'] = units*split//team*128*f.blocks,team
+    steps = -(-w.rows//(span*main))*units
+    held,deep,shared = _staged(f, mine, rows, card, W, split//team, steps)
+    opts |= dict(W=W, SPLIT=split, STAGED=held, DEEP=deep)
     if extra is not None:
         e,steps = extra.format,-(-k//(128*W))
         held,deep,least = _staged(e, k, rows, card, W, W, steps)
@@ -149,7 +166,7 @@ def _launch(card, x, w, gain, parts, extra, bias, gate, add, out, eps, group, ac
     logits,column = gate
     columns = 0 if logits is None else logits.shape[1]
     top = np.inf if limit is None else limit
-    run('gemv', main+more, 32*W,
+    run('gemv', main*team+more, 32*W,
         *w.raw, w.gs, more_w,
         x, gain, parts, bias, logits, add, out,
         float(eps), float(top), float(cap or 0),
