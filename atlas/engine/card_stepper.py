@@ -291,7 +291,7 @@ class CardStepper(Stepper):
             rows = max(n+1, n*(drafts+1))
             self.table = SampleTable(self.card, n+1, model.c.vocab_size, rows=rows, width=drafts+1)
             self.history = self._history(n+1)
-        self.chances = None # Of each draft to be accepted, where that is not compared
+            self.chances = None # Of each draft to be accepted, where that is not compared
         # the stepper's stream waits for no other: weights and cache are to be there
         self.card.synchronize()
         self.stream = self.card.own_stream()
@@ -311,8 +311,6 @@ class CardStepper(Stepper):
 # %% ../../nbs/5_engine/08_card_stepper.ipynb #d7537ad4
 @patch
 @contextmanager
-
-@patch
 def here(self:CardStepper):
     "A context for kernels on the stepper's stream; arrays are none of a model being loaded"
     with self.card.making_in(None), self.stream.here(): yield
@@ -415,32 +413,6 @@ def _forget(self:CardStepper, stamp):
     graphs = self.graphs.items()
     self.graphs = {k:g for k,g in graphs if k.stamp==stamp}
 
-# %% ../../nbs/5_engine/08_card_stepper.ipynb #81d4833c
-@patch
-def _propose(self:CardStepper, shape, h, last):
-    "Drafts of what comes next, [K, S]; None where a step checks none"
-    if shape.width==1: return None
-    ends = CardEnds(self.rows, shape.seqs, shape.longest, self.history)
-    self.drafter.propose(h, last, ends, shape.width-1)
-    return ends.drafts
-
-@patch
-def replay(self:CardStepper, shape:StepShape):
-    "The same, as a graph, which is recorded when it is first asked for"
-    if shape not in self.graphs:
-        self._forget(shape.stamp)
-        name = f'a step of {shape.seqs*shape.width} rows'
-        def body(): self.body(shape)
-        raw = self.stream.raw
-        self.graphs[shape] = Graph(body, self.card, name, stream=raw, warm=False)
-    self.graphs[shape]()
-
-@patch
-def _forget(self:CardStepper, stamp):
-    "Drop graphs of arrays that are no more, of other stamps than this"
-    graphs = self.graphs.items()
-    self.graphs = {k:g for k,g in graphs if k.stamp==stamp}
-
 # %% ../../nbs/5_engine/08_card_stepper.ipynb #b8e1c0a2
 @patch
 def simulate(self:CardStepper,
@@ -482,26 +454,6 @@ def _halves(self:CardStepper, seqs)->tuple:
     return ((self.rows.turn-1)%2,)*len(seqs)
 
 # %% ../../nbs/5_engine/08_card_stepper.ipynb #9f2d81fa
-@patch
-def _shape(self:CardStepper, seqs)->StepShape:
-    "Of a step that decodes `seqs`"
-    width = self.rows.width
-    beyond = 2*width if self.drafter else 1  # drafting looks as far ahead
-    tokens = max(s.num_computed for s in seqs)+beyond
-    longest = min(bucket(tokens, 128), self.scheduler.max_seq_len)
-    n,stamp = bucket(len(seqs)),self.table.stamp
-    full,cuts = self._asked(seqs)
-    return StepShape(n, longest, full, cuts, stamp, self.rows.media, width)
-
-@patch
-def _asked(self:CardStepper, seqs)->tuple[bool,bool]:
-    "Does anybody ask for more than the largest logit, and anybody for cuts?"
-    lanes = [self.lanes[s.id] for s in seqs]
-    lines = [self.table.lines[i] for i in lanes]
-    full = any(full for full,_ in lines)
-    return full,any(cuts for _,cuts in lines)
-
-# %% ../../nbs/5_engine/08_card_stepper.ipynb #18df151b
 @patch
 def _shape(self:CardStepper, seqs)->StepShape:
     "Of a step that decodes `seqs`"
@@ -576,26 +528,6 @@ def _masks(state, drafts):
         if state.guide.ended: return
         yield state.allowed()
 
-# %% ../../nbs/5_engine/08_card_stepper.ipynb #709153ea
-@patch
-def _allow(self:CardStepper, seqs, samplers):
-    "Tell the sampler what guides let come next, and after each draft"
-    for s,state in zip(seqs, samplers):
-        if state.guide is None: continue
-        lane,drafts = self.lanes[s.id],s.drafts[:self.rows.width-1]
-        for row,mask in enumerate(_masks(state, drafts)):
-            with self.staying(): self.table.allow(lane, mask, row)
-
-def _masks(state, drafts):
-    "What may come next, and after each of `drafts`, as far as they are allowed"
-    yield state.allowed()
-    for t in drafts:
-        if not lets(state, t): return
-        state = fork(state)
-        state.add(t)
-        if state.guide.ended: return
-        yield state.allowed()
-
 # %% ../../nbs/5_engine/08_card_stepper.ipynb #c271946a
 @patch
 def _passes(self:CardStepper, plan)->list[Pass]:
@@ -631,26 +563,6 @@ def _after_fills(self:CardStepper, plan, passes, sampled)->list:
     return out
 
 # %% ../../nbs/5_engine/08_card_stepper.ipynb #b2f1f5bb
-@patch
-def _logits(self:CardStepper, p:Pass):
-    "Of the rows that want them"
-    return self.model.head(self.model.final(p.x[p.b.out]))
-
-@patch
-def _sample(self:CardStepper, logits, seqs, samplers)->Sampled:
-    "A token for each of `seqs`, of its `logits`; waits for them"
-    t,lanes = self.table,self._lanes(seqs, samplers)
-    ids = self.card.empty(len(seqs), 'int32')
-    rows = self.card.upload(np.array(lanes, np.int32))
-    self._allow(seqs, samplers)
-    full,cuts = self._asked(seqs)
-    sample_rows(logits, t, ids, rows, greedy=not full, cuts=cuts)
-    arrays = [ids]
-    if full: arrays += [t.logprobs, t.top_ids, t.top_logprobs]
-    got = [self.card.download(a)[:len(seqs)] for a in arrays]
-    return Sampled(*got)
-
-# %% ../../nbs/5_engine/08_card_stepper.ipynb #ff2cdaff
 @patch
 def _logits(self:CardStepper, p:Pass):
     "Of the rows that want them"
@@ -735,22 +647,6 @@ def _try_drafts(self:CardStepper, b, x):
     self.drafter.propose(h, b.out, where, self.scheduler.drafts)
 
 # %% ../../nbs/5_engine/08_card_stepper.ipynb #5ed2513d
-@patch
-def _buckets(self:CardStepper)->list[int]:
-    "Numbers of rows that decode steps have"
-    return [1<<i for i in range(self.rows.most.bit_length())]
-
-@patch
-def _try_decode(self:CardStepper, longest):
-    "Run decode steps of all numbers of rows, for sequences up to `longest`"
-    for width in range(1, self.scheduler.drafts+2):
-        self.rows.place([], [], width)
-        for k in self._buckets():
-            for f in (True,False):
-                shape = StepShape(k, longest, f, f, self.table.stamp, width=width)
-                self.body(shape)
-
-# %% ../../nbs/5_engine/08_card_stepper.ipynb #fc7caeac
 @patch
 def _buckets(self:CardStepper)->list[int]:
     "Numbers of rows that decode steps have"

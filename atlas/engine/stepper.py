@@ -11,7 +11,7 @@ __all__ = ['Flight', 'piece', 'tiles', 'replays', 'following', 'Stepper', 'Stand
 import numpy as np
 from contextlib import nullcontext
 from copy import copy
-from dataclasses import dataclass,field
+from dataclasses import dataclass,field,replace
 from fastcore.basics import patch
 from .cache import KVCache
 from ..ground.core import EngineError
@@ -98,6 +98,7 @@ class Stand:
     states:list[int] # As `Seq.states`
     drafts:list[int]
     air:list=field(default_factory=list) # Tokens of each step that has not landed
+    before:'Stand|None'=None # Where it was without the newest of them
 
     @classmethod
     def of(cls, seq):
@@ -107,10 +108,11 @@ class Stand:
 
     def after(self, said:list[int], drafts:list[int])->'Stand':
         "The same when a step has `said` so many tokens, and guessed `drafts` after them"
-        if not said: return Stand(self.start, self.newest, self.states, [], [*self.air,[]])
+        air,before = [*self.air,said],replace(self, before=None)
+        if not said: return Stand(self.start, self.newest, self.states, [], air, before)
         states,n = list(self.states),len(said)
         states[0],states[n] = states[n],states[0]
-        return Stand(self.start+n, said[-1], states, drafts, [*self.air,said])
+        return Stand(self.start+n, said[-1], states, drafts, air, before)
 
 @dataclass
 class Turn:
@@ -138,13 +140,12 @@ class HostStepper(Stepper):
     ):
         super().__init__(model, cache, drafter)
         self.overlap,self._air = overlap,{} # The `Stand` of each sequence that has a step in the air
-        self._before = {} # The same, before the newest launch
 
     def launch(self, plan:Plan, samplers:list[SampleState])->Flight:
         "Compute `plan`, choose tokens, and see which of them count"
         if self._air and plan.decode!=list(self._air):
             raise EngineError('Other sequences are in the air')
-        self._before,n = dict(self._air),len(plan.first)
+        n = len(plan.first)
         turns = self._turns(plan, samplers[n:])
         passes = self._passes(plan, turns)
         params = [state.row() for state in samplers[:n]]
@@ -174,7 +175,13 @@ def land(self:HostStepper, flight:Flight)->Sampled:
     return flight.sampled
 
 @patch
-def lost(self:HostStepper, plan): self._air = self._before
+def lost(self:HostStepper, plan):
+    "What a launch that was cut off has put into the air is not there"
+    for s in plan.decode:
+        stand = self._air.get(s)
+        if stand is None or len(stand.air)<=s.flying: continue
+        if s.flying: self._air[s] = stand.before
+        else: del self._air[s]
 
 # %% ../../nbs/5_engine/06_stepper.ipynb #a24ac9c1
 def fork(state:SampleState)->SampleState:
