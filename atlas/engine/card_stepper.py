@@ -309,15 +309,13 @@ class CardStepper(Stepper):
         "One for what `scheduler` plans, with its own lasting arrays in the region `room`"
         return cls(model, cache, scheduler, room, drafter)
 
+    @contextmanager
+    def here(self):
+        "A context for kernels on the stepper's stream; arrays are none of a model being loaded"
+        with self.card.making_in(None), self.stream.here(): yield
+
 # %% ../../nbs/5_engine/07_card_stepper.ipynb #d7537ad4
 @patch
-@contextmanager
-
-@patch
-def here(self:CardStepper):
-    "A context for kernels on the stepper's stream; arrays are none of a model being loaded"
-    with self.card.making_in(None), self.stream.here(): yield
-
 @patch
 def staying(self:CardStepper):
     "A context in which arrays are made that stay: in `room`, if there is one"
