@@ -84,6 +84,7 @@ def plan(
     span = -(-n//(4*groups))*4
     return W,split,min(sms, -(-n//span)),span
 
+# %% ../../nbs/3_ops/linear/12_cuda.gemv.ipynb #5e1b7c42
 def _team(card, f, k, rows, opts, alone):
     "Blocks of a team: two where several long rows of x would be staged by each block"
     plain = f.narrow and opts['NORM']!=1 and opts['ACT'] in (0,4)
