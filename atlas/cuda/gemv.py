@@ -84,6 +84,7 @@ def plan(
     span = -(-n//(4*groups))*4
     return W,split,min(sms, -(-n//span)),span
 
+# %% ../../nbs/3_ops/linear/12_cuda.gemv.ipynb #5e1b7c42
 def _team(card, f, k, rows, opts, alone):
     "Blocks of a team: two where several long rows of x would be staged by each block"
     plain = f.narrow and opts['NORM']!=1 and opts['ACT'] in (0,4)
@@ -95,6 +96,16 @@ def _shared_out(n, sms, team, split):
     rounds = -(-n//(teams*16*(16//here)))
     span = -(-n//(4*teams*rounds))*4
     return -(-span//16)*here,min(teams, -(-n//span)),span
+
+def _staged(f, k, rows, card, W, split, steps):
+    "As `_shares`, and the bytes of shared memory for both"
+    held,deep = _shares(f, k, rows, card, W, split, steps)
+    return held,deep,_x_bytes(f, rows, held)+W*deep*f.unit
+
+def _norm_of(gain, parts, group):
+    "How gemv.cu norms x"
+    if parts is None: return dict(NORM=int(gain is not None))
+    return dict(NORM=2, GROUP=group, PARTS=parts.shape[2])
 
 # %% ../../nbs/3_ops/linear/12_cuda.gemv.ipynb #e35760d1
 def gemv(
@@ -130,16 +141,6 @@ def _extra_blocks(w, extra, sms):
     return min(-(-tiles//max(1, w.nbytes*tiles//(sms*extra.nbytes))), sms//2)
 
 # %% ../../nbs/3_ops/linear/12_cuda.gemv.ipynb #bef77c76
-def _staged(f, k, rows, card, W, split, steps):
-    "As `_shares`, and the bytes of shared memory for both"
-    held,deep = _shares(f, k, rows, card, W, split, steps)
-    return held,deep,_x_bytes(f, rows, held)+W*deep*f.unit
-
-def _norm_of(gain, parts, group):
-    "How gemv.cu norms x"
-    if parts is None: return dict(NORM=int(gain is not None))
-    return dict(NORM=2, GROUP=group, PARTS=parts.shape[2])
-
 def _launch(card, x, w, gain, parts, extra, bias, gate, add, out, eps, group, act, limit, cap, width):
     "At most `MAX_ROWS` rows"
     f,k = w.format,w.k
