@@ -105,6 +105,7 @@ def _checked(H, router, up, down, m, act, shared, gate):
         if p.shape!=shape: raise AtlasError(f'moe: {name} is {list(p.shape)}, and should be {list(shape)}', param=name)
     if up.pair!=(wide>1): raise AtlasError(f'moe: gate and up rows are {"" if up.pair else "not "}interleaved, and the activation is {act}', param='up')
 
+# %% ../../nbs/3_ops/moe/51_cuda.experts.ipynb #3907c622
 def _most(card, asked):
     "How many blocks there may be: on a card all must run at once"
     n = card.multiprocessors
