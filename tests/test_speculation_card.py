@@ -212,7 +212,7 @@ def test_a_draft_model_leaves_nothing(load):
 def test_more_rows_than_a_step_can_check(monkeypatch):
     "A model whose attention takes few rows at once"
     monkeypatch.setattr('atlas.engine.card_stepper.most_rows', lambda *_: 4)
-    with pytest.raises(UnsupportedError, match='checks at most 3 drafts') as e:
+    with pytest.raises(UnsupportedError, match='checks at most 3') as e:
         engine(hybrid(), 'ngram', 4)
     assert e.value.param=='num_speculative_tokens'
     assert engine(hybrid(), 'ngram', 3).stepper.replay_rows==4
