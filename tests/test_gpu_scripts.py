@@ -21,6 +21,7 @@ SCRIPTS = [
     ('demo', []),
     ('endurance', ['--steps','12']),
     ('company', ['--models','llama','--tokens','6']),
+    ('speculation', ['--models','llama','--tokens','6']),
     ('sanitize', ['--part','engine'])]
 
 @pytest.mark.parametrize('name,more', SCRIPTS)
