@@ -21,8 +21,8 @@ SCRIPTS = [
     ('demo', []),
     ('endurance', ['--steps','12']),
     ('company', ['--models','llama','--tokens','6']),
-    ('speculation', ['--models','llama','--tokens','6']),
-    ('sanitize', ['--part','engine'])]
+    ('sanitize', ['--part','engine']),
+    ('speculation', ['--models','llama','--tokens','6'])]
 
 @pytest.mark.parametrize('name,more', SCRIPTS)
 def test_on_the_emulator(name, more):
