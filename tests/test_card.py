@@ -415,14 +415,14 @@ def test_no_memory_while_rows_are_placed(monkeypatch):
     some = [*asks(2, logprobs=1),(Request('late', tuple(ids_of(9, 5)), short),4)]
     want = serve(engine(m), some)
     import atlas.engine.card_stepper as at
-    real = at.advance
+    real = at.place_rows
     def full(*args):
         nonlocal n
         n += 1
         came = 'late' in {s.id for s in e.scheduler.running}
         if came and e.scheduler.seqs['late'].num_computed==0: raise MemoryError
         return real(*args)
-    monkeypatch.setattr(at, 'advance', full)
+    monkeypatch.setattr(at, 'place_rows', full)
     e = engine(m)
     got = serve(e, some)
     assert got['late'].finish=='error'

@@ -644,12 +644,12 @@ def test_a_card_loses_nothing_without_guides():
         serve(e, *reqs, each=lambda _: airborne.append(e.flying is not None))
         return list(airborne)
     plain = run(ask(0, None, most=20)); assert plain.count(True)==19
-    e.add(ask(1, None, most=40)); [e.step() for _ in range(5)]; assert e._steady()
+    e.add(ask(1, None, most=40)); [e.step() for _ in range(5)]; assert e._steady(1)
     e.add(ask(2, SPECS[1]))
     for _ in range(2): e.step()
-    assert not e._steady() and e.flying
+    assert not e._steady(1) and e.flying
     while 'r2' in e._samplers: e.step()
-    e.step(); e.step(); assert e._steady()
+    e.step(); e.step(); assert e._steady(1)
     while e.has_work: e.step()
 
 @pytest.mark.parametrize('device', DEVICES)

@@ -6,14 +6,14 @@ from atlas.service.worker import load_model,main
 def load(options, meter):
     work = load_model(options, meter)
     model = work.engine.model
-    forward = model.forward
+    trunk = model.trunk
     def faulty(batch, cache, *a, **kw):
         first = [int(np.asarray(batch.ids).reshape(-1)[0])] if batch.tiled else []
         if 8 in first: raise OutOfMemoryError('There was to be an array of 3 GiB')
-        out = forward(batch, cache, *a, **kw)
+        out = trunk(batch, cache, *a, **kw)
         if 7 in first: out[:] = np.nan
         return out
-    model.forward = faulty
+    model.trunk = faulty
     return work
 
 if __name__=='__main__': main(load)
