@@ -184,7 +184,8 @@ def sample_rows(
     rows=None, # i32 [R]: the line of each row, -1 for padding, which stays as it is; None: row i has line i
     greedy:bool=False, # One launch: the largest logit of each row, nothing else is written
     cuts:bool=True, # Is there a line with top-k or top-p?
-    then=None, # (`Batch`, positions in a block): the decode step that this ends; its rows go on as `advance` says, and `table.heard` gets what was chosen
+    # (`Batch`, positions in a block): the step that this ends; its rows go on, and the host hears
+    then=None, # in `table.heard` what was chosen
     width:int=1, # Rows of a sequence, side by side: row j chooses the token after j drafts
     given=None, # i32 [R]: tokens that the rows were fed with; then nothing is counted
 ):

@@ -10,15 +10,13 @@ __all__ = ['bucket', 'Rows', 'Placed', 'place_rows', 'CheckedRows', 'CardEnds', 
 # %% ../../nbs/5_engine/08_card_stepper.ipynb #7563a15f
 import numpy as np
 from contextlib import contextmanager,nullcontext
-from dataclasses import dataclass
-from types import SimpleNamespace
+from dataclasses import dataclass,replace
 from functools import partial
 from fastcore.basics import patch
 from ..cuda.accept import VerifyRows,accept_rows,next_rows
 from ..cuda.attend import most_rows
-from ..cuda.ngram import ngram
 from ..cuda.sample import SampleTable,sample_rows
-from .draft import End,Ends
+from .draft import DraftInput,End,Ends
 from .stepper import Flight,Pass,Stepper,following,fork,lets,replays,tiles
 from ..card.graph import Graph,Mark
 from ..ground.core import UnsupportedError
@@ -34,34 +32,60 @@ def bucket(n:int, least:int=1)->int:
 
 class Rows:
     "The rows of decode steps without drafts, on the card: the fields of a `Batch`"
-    def __init__(self, card, most:int, max_blocks:int, block_size:int):
+    def __init__(self, card, most:int, max_blocks:int, block_size:int,
+        drafts:int=0, # Most of a sequence
+    ):
         self.card,self.most,self.size = card,bucket(most),block_size
         self.seqs,self.width,self.media = [],1,False
-        n = self.most
-        self.known = [0]*n # Blocks of each sequence that the card was told of
-        self.firsts = {1:card.upload(np.arange(n+1, dtype=np.int32))}
-        self.at = _arrays(card, n, max_blocks)
+        self.known = [0]*self.most # Blocks of each sequence that the card was told of
+        ends = np.arange(self.most+1, dtype=np.int32)
+        self.firsts = {w: card.upload(ends*w) for w in range(1, drafts+2)}
+        self.by = {w: self._layout(w, max_blocks) for w in self.firsts}
+        self._some = {} # Arrays of fewer sequences
+
+    def _layout(self, width, max_blocks):
+        "Arrays of steps with so many rows a sequence"
+        return _Arrays(self.card, self.most, max_blocks)
+
+    @property
+    def at(self):
+        "Those of steps as wide as they are now"
+        return self.by[self.width]
+
+    def of(self, n:int):
+        "Those of the first `n` sequences"
+        key = self.width,n
+        if key not in self._some: self._some[key] = self.at.of(n)
+        return self._some[key]
 
     def batch(self, n:int, longest:int)->Batch:
         "The rows of the first `n` sequences, none beyond `longest` tokens"
         w,a = self.width,self.of(n)
         pos3 = a.pos3.reshape(3, n*w) if self.media else None
-        return Batch(a.ids, a.pos, a.slots, a.tables, a.starts, a.live, a.state_in, a.state_out,
-            None, False, pos3, seq=a.seq, first=self.firsts[w][:n+1], longest=longest)
+        where = a.pos,a.slots,a.tables,a.starts,a.live
+        first = self.firsts[w][:n+1]
+        return Batch(a.ids, *where, a.state_in, a.state_out,
+            None, False, pos3, seq=a.seq, first=first, longest=longest)
 
-    def of(self, n:int):
-        "The arrays of the first `n` sequences"
-        a = {k:v[:n] for k,v in vars(self.at).items()}
-        return SimpleNamespace(**a|dict(pos3=self.at.pos3[:3*n]))
+# %% ../../nbs/5_engine/08_card_stepper.ipynb #5d90c1e4
+class _Arrays:
+    "What a step of `n` rows without drafts reads"
+    def __init__(self, card, n, max_blocks):
+        def full(shape, v, kind=np.int32):
+            return card.upload(np.full(shape, v, kind))
+        self.tables = full((n,max_blocks), 0)
+        self.pos3 = full(3*n, 0)
+        for k in ('ids','pos','starts','state_in'): setattr(self, k, full(n, 0))
+        for k in ('seq','state_out','lanes'): setattr(self, k, full(n, -1))
+        self.live,self.slots = full(n, 1),full(n, -1, np.int64)
 
-def _arrays(card, n, max_blocks):
-    "What a step of `n` rows reads"
-    def full(shape, v, dtype=np.int32): return card.upload(np.full(shape, v, dtype))
-    a = SimpleNamespace(tables=full((n,max_blocks), 0), pos3=full(3*n, 0))
-    for k in ('ids','pos','starts','state_in'): setattr(a, k, full(n, 0))
-    for k in ('seq','state_out','lanes'): setattr(a, k, full(n, -1))
-    a.live,a.slots = full(n, 1),full(n, -1, np.int64)
-    return a
+    def of(self, n):
+        "Those of the first `n` rows"
+        some = object.__new__(_Arrays)
+        for k,v in vars(self).items():
+            size = 3*n if k=='pos3' else n
+            setattr(some, k, v[:size])
+        return some
 
 # %% ../../nbs/5_engine/08_card_stepper.ipynb #b2f4505e
 @dataclass
@@ -174,27 +198,15 @@ class CheckedRows(Rows):
         drafts:int, # Most of a sequence
         scratch:int=-1, # The first of a draft model's own state slots, two for each sequence
     ):
-        self.card,self.most,self.size = card,bucket(most),block_size
-        self.seqs,self.width,self.media = [],1,False
-        self.known,self.turn = [0]*self.most,0
-        ends,widths = np.arange(self.most+1, dtype=np.int32),range(1, drafts+2)
-        self.firsts = {w:card.upload(ends*w) for w in widths}
-        self.by = {w:self._layout(w, max_blocks, scratch) for w in widths}
+        self.scratch,self.turn = scratch,0
+        super().__init__(card, most, max_blocks, block_size, drafts)
         self._drafts = card.zeros(self.most*max(drafts, 1), 'int32')
-        self._some = {} # Arrays of fewer sequences
 
-    def _layout(self, width, max_blocks, scratch):
-        "Arrays of steps with so many rows a sequence"
+    def _layout(self, width, max_blocks):
         steps = max(width-1, 1)
         return VerifyRows(self.card, self.most, width, max_blocks, self.size,
-            steps, scratch, media=True)
+            steps, self.scratch, media=True)
 
-    @property
-    def at(self): return self.by[self.width]
-    def of(self, n:int):
-        key = self.width,n
-        if key not in self._some: self._some[key] = self.at.of(n)
-        return self._some[key]
     def drafts(self, n:int):
         "Where drafts go, [K, n]"
         k = self.width-1
@@ -220,36 +232,27 @@ def narrow(self:CheckedRows):
     self.most_drafts = most
 
 # %% ../../nbs/5_engine/08_card_stepper.ipynb #d14b0002
-class CardEnds:
-    "What a drafter may ask in a step's graph; as `Ends`"
+class CardEnds(DraftInput):
+    "The same in a step's graph, where the card has written it"
     def __init__(self, rows:CheckedRows, n:int, longest:int, history=None):
-        self.a,self.longest,self._history = rows.of(n),longest,history
-        self.first,self.media = rows.firsts[1][:n+1],rows.media
-        self.drafts,self.newest = rows.drafts(n),self.a.newest
-
-    def out(self, i:int):
-        "Where draft `i` goes"
-        return self.drafts[i]
-
-    def _batch(self, i, ids, starts):
-        a = self.a
-        pos3 = a.c_pos3[i] if self.media else None
-        return Batch(ids, a.c_pos[i], a.c_slots[i], a.tables, starts, a.live,
-            a.c_in[i], a.c_out[i], None, False, pos3,
-            seq=a.c_seq[i], first=self.first, longest=self.longest)
+        a = self.a = rows.of(n)
+        self.first,self.longest = rows.firsts[1][:n+1],longest
+        self.newest,self.drafts = a.newest,rows.drafts(n)
+        self.history = history,a.line,a.c_pos[0]
+        self.media = rows.media
 
     def rows(self, i:int, ids)->Batch:
         "One row of each sequence: token `i` from its newest on"
-        return self._batch(i, ids, self.a.c_starts[i])
+        a = self.a
+        where = a.c_pos[i],a.c_slots[i],a.tables,a.c_starts[i],a.live
+        states = a.c_in[i],a.c_out[i]
+        pos3 = a.c_pos3[i] if self.media else None
+        return Batch(ids, *where, *states, None, False, pos3,
+            seq=a.c_seq[i], first=self.first, longest=self.longest)
 
     def looking(self, ids)->Batch:
         "One row of each that sees what came before its newest token"
-        return self._batch(0, ids, self.a.seen)
-
-    def look_up(self, k:int, least:int, most:int)->list:
-        "What came after the last tokens of each sequence, where it had them before: `k` times [S]"
-        a = self.a
-        return ngram(self._history, a.line, a.c_pos[0], k, least, most, self.drafts)
+        return replace(self.rows(0, ids), starts=self.a.seen)
 
 # %% ../../nbs/5_engine/08_card_stepper.ipynb #401fc304
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from ..card.device import CudaFault,Host
 from ..ground.formats import QTensor
 from ..cuda.accept import VerifyRows,accept_on_host,accept_rows,next_on_host,next_rows
 from ..cuda.attend import Angles,attend,encode_row,make_pool,unpack_pool
-from ..cuda.advance import advance
 from ..cuda.delta import delta_step
 from ..cuda.experts import moe,row_bias
 from ..cuda.experts_many import experts_many,route_many
@@ -359,14 +358,23 @@ def _sample(card, rng, run):
     ids,top,lp = map(card.download, run(draw)); want = sample(x, [s.row() for s in states])
     return [(ids, want.ids, 0),(top[0,:3], want.top_ids[0,:3], 0),(lp[:1,:3], want.top_logprobs[:1,:3], 1e-5)]
 
-@_case('advance_rows', '5 rows', decode={})
-def _advance(card, rng, run):
-    b,host = _step(card, rng, [(14,1),(3,1),(40,1),(0,1),(7,1)], False)
-    was = {k: getattr(host, k).copy() for k in ('pos','starts','state_in','state_out')}
-    go = lambda: advance(b, b.tables, 16)
-    run(go); n = card.download(b.pos)[0]-was['pos'][0] # done once or twice
-    return [(n in (1,2), True, 0),(card.download(b.pos), was['pos']+n, 0),(card.download(b.starts), was['starts']+n, 0),
-        (card.download(b.state_in), was['state_out' if n%2 else 'state_in'], 0)]
+def _moves(card, rng, run, greedy):
+    "The end of a step: its rows go on to the next one"
+    starts = 14,3,40,0,7
+    b,host = _step(card, rng, [(p,1) for p in starts], False)
+    put,ids,table = card.upload(_normal(rng, 5, 300)),card.empty(5, 'int32'),SampleTable(card, 5, 300)
+    for i in range(5): table.set(i, SampleState(SamplingParams(temperature=0), [1], 300))
+    was = host.pos.copy(),host.state_in.copy(),host.state_out.copy()
+    run(lambda: sample_rows(put, table, ids, greedy=greedy, cuts=False, then=(b,16)))
+    n = card.download(b.pos)[0]-was[0][0]  # done once or twice
+    return [(n in (1,2), True, 0),(card.download(b.pos), was[0]+n, 0),(card.download(b.starts), was[0]+n, 0),
+        (card.download(b.state_in), was[1+n%2], 0)]
+
+@_case('greedy', '5 rows', on_to_the_next_step={})
+def _greedy_moves(card, rng, run): return _moves(card, rng, run, True)
+
+@_case('sample_scan + _draw', '5 rows', on_to_the_next_step={})
+def _draw_moves(card, rng, run): return _moves(card, rng, run, False)
 
 # %% ../../nbs/8_use/06_check.ipynb #7be1a402
 @_case('sample_scan + _bins + _cut + _draw', '2 sequences of 3 rows', drafts={})
