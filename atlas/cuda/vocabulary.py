@@ -278,7 +278,10 @@ def likeliest(logits, names=None, out=None):
     return ids
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #0e681c66
-def ngram(history, line, end, k:int, least:int=2, most:int=4, out=None):
+def ngram(
+    history, line, end,
+    k:int, least:int=2, most:int=4, out=None
+):
     "What followed the last time that each sequence ended as it ends now: [k, S], -1 for none"
     return look_up(history, line, end, k, least, most, out)
 
