@@ -82,9 +82,10 @@ class Ends(DraftInput):
 @patch(as_prop=True)
 def history(self:Ends)->list:
     "A line for each sequence, and where its newest token is"
-    at = np.array([len(e.history)-1 for e in self.ends], np.int32)
-    said = np.zeros((len(at), at.max()+1), np.int32)
-    for row,e in zip(said, self.ends): row[:len(e.history)] = e.history
+    lengths = [len(e.history) for e in self.ends]
+    at = np.array(lengths, np.int32)-1
+    said = np.zeros((len(at),max(lengths)), np.int32)
+    for row,n,e in zip(said, lengths, self.ends): row[:n] = e.history
     line = np.arange(len(at), dtype=np.int32)
     return [self.device.upload(a) for a in (said, line, at)]
 
@@ -106,7 +107,8 @@ class Drafter:
     "Guesses what comes next, for sequences of a step; this is what one has to offer"
     name = '' # What it is called in options
     reads = False # Does it read what was said?
-    cache = None # Its own `KVCache`, whose blocks have the numbers of the target's; None: it needs none
+    # Its own `KVCache`, whose blocks have the numbers of the target's; None: it needs none
+    cache = None
     def __init__(self,
         target:Decoder, # The model that checks its guesses
         k:int=1, # How many it makes at most
@@ -166,7 +168,9 @@ class MTPDrafter(Drafter):
         m,out = self.target,[]
         h = m.ops.pick(h, last)
         for i in range(k):
-            if i: h = m.mtp(m, ends.rows(i-1, out[-1]), h, self._cache)
+            if i:
+                rows = ends.rows(i-1, out[-1])
+                h = m.mtp(m, rows, h, self._cache)
             out.append(self._likeliest(h, None, ends.out(i), tap))
         return out
 
@@ -241,12 +245,14 @@ class ModelDrafter(Drafter):
         "Rows of the target as those of a model that sees no images"
         return replace(b, patches=None, pos3=None)
 
-    def see(self, b, x, then): self.model.trunk(self._own(b), self.cache)
+    def see(self, b, x, then):
+        self.model.trunk(self._own(b), self.cache)
 
     def propose(self, h, last, ends, k, tap=None):
         m,ids,out = self.model,ends.newest,[]
         for i in range(k):
-            x = m.trunk(self._own(ends.rows(i, ids)), self.cache)
+            rows = self._own(ends.rows(i, ids))
+            x = m.trunk(rows, self.cache)
             ids = self._likeliest(x, m.last_norm, ends.out(i), tap)
             out.append(ids)
         return out
@@ -266,8 +272,9 @@ class NgramDrafter(Drafter):
         self.least,self.most = least,most
 
     def propose(self, h, last, ends, k, tap=None):
-        ops = self.target.ops
-        return list(ops.ngram(*ends.history, k, self.least, self.most, out=ends.drafts))
+        sizes = k,self.least,self.most
+        look_up = self.target.ops.ngram
+        return list(look_up(*ends.history, *sizes, out=ends.drafts))
 
 # %% ../../nbs/5_engine/02_draft.ipynb #067ebb4c
 LAST = 512 # Tokens at the end of a vocabulary that stay: those that mark turns, thoughts and calls
@@ -276,4 +283,5 @@ LAST = 512 # Tokens at the end of a vocabulary that stay: those that mark turns,
 def narrow(self:Drafter, size:int):
     "Draft only the first `size` tokens, which are the most frequent, and the last `LAST`"
     V = self.by.c.vocab_size
-    self.head,self.names = draft_head(self.by, size, range(max(V-LAST, 0), V))
+    last = range(max(V-LAST, 0), V)
+    self.head,self.names = draft_head(self.by, size, last)
