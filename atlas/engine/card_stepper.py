@@ -39,8 +39,9 @@ class Rows:
         self.seqs,self.width,self.media = [],1,False
         self.known = [0]*self.most # Blocks of each sequence that the card was told of
         ends = np.arange(self.most+1, dtype=np.int32)
-        self.firsts = {w: card.upload(ends*w) for w in range(1, drafts+2)}
-        self.by = {w: self._layout(w, max_blocks) for w in self.firsts}
+        widths = range(1, drafts+2)
+        self.firsts = {w: card.upload(ends*w) for w in widths}
+        self.by = {w: self._layout(w, max_blocks) for w in widths}
         self._some = {} # Arrays of fewer sequences
 
     def _layout(self, width, max_blocks):
@@ -75,9 +76,11 @@ class _Arrays:
             return card.upload(np.full(shape, v, kind))
         self.tables = full((n,max_blocks), 0)
         self.pos3 = full(3*n, 0)
-        for k in ('ids','pos','starts','state_in'): setattr(self, k, full(n, 0))
-        for k in ('seq','state_out','lanes'): setattr(self, k, full(n, -1))
-        self.live,self.slots = full(n, 1),full(n, -1, np.int64)
+        zero,none = 'ids pos starts state_in','seq state_out lanes'
+        for k in zero.split(): setattr(self, k, full(n, 0))
+        for k in none.split(): setattr(self, k, full(n, -1))
+        self.live = full(n, 1)
+        self.slots = full(n, -1, np.int64)
 
     def of(self, n):
         "Those of the first `n` rows"
@@ -100,14 +103,17 @@ class Placed:
 
 def _fed(s, width)->list[int]:
     "The newest token of `s`, and its drafts as far as it may check them"
-    most = min(width-1, s.most_drafts, s.depth-1-s.num_computed)
-    return [s.outputs[-1],*s.drafts[:max(most, 0)]]
+    room = s.depth-1-s.num_computed
+    most = max(0, min(width-1, s.most_drafts, room))
+    return [s.outputs[-1],*s.drafts[:most]]
 
 def _nobody(most, width)->Placed:
     "Rows that nobody has"
-    def full(v, kind=np.int32): return np.full((most,width), v, kind)
-    live = np.zeros(most, np.int32)
-    return Placed(full(0), full(0), full(-1), full(-1, np.int64), full(-1), live)
+    zeros = np.zeros((most,width), np.int32)
+    ids,pos,live = zeros,zeros.copy(),zeros[:,0].copy()
+    seq,states = zeros-1,zeros-1
+    slots = seq.astype(np.int64)
+    return Placed(ids, pos, seq, slots, states, live)
 
 # %% ../../nbs/5_engine/08_card_stepper.ipynb #8aff02ef
 def place_rows(
@@ -119,15 +125,20 @@ def place_rows(
     "The rows of the next step: the newest token of each sequence, and its drafts"
     p = _nobody(most, width)
     for i,s in enumerate(seqs):
-        ids,first = _fed(s, width),s.num_computed
-        n,blocks = len(ids),np.array(s.table.blocks, np.int64)
-        at = np.minimum(np.arange(first, first+width), s.depth)
-        p.live[i],p.pos[i] = n,at
-        p.ids[i,:n],p.seq[i,:n] = ids,i
-        at = at[:n]
-        p.slots[i,:n] = blocks[at//size]*size+at%size
+        ids = _fed(s, width)
+        n,at = len(ids),s.num_computed+np.arange(width)
+        p.live[i] = n
+        p.pos[i] = np.minimum(at, s.depth)
+        p.ids[i,:n] = ids
+        p.seq[i,:n] = i
+        p.slots[i,:n] = _slots(s, p.pos[i,:n], size)
         p.state_out[i] = s.states[1:width+1]
     return p
+
+def _slots(s, pos, size):
+    "Places in the cache of positions of `s`"
+    blocks = np.array(s.table.blocks, np.int64)
+    return blocks[pos//size]*size+pos%size
 
 # %% ../../nbs/5_engine/08_card_stepper.ipynb #c500000a
 @patch
@@ -137,9 +148,12 @@ def place(self:Rows,
     width:int=1, # Rows of each
 ):
     "Say anew who is in which row"
-    self.seqs,self.known,self.width = list(seqs),[0]*self.most,width
-    p,line = place_rows(seqs, self.most, width, self.size),self._padded(lanes, -1)
-    for k in ('ids','pos','seq','slots','state_out'): self._write(k, getattr(p, k))
+    self.seqs,self.width = list(seqs),width
+    self.known = [0]*self.most
+    p = place_rows(seqs, self.most, width, self.size)
+    line = self._padded(lanes, -1)
+    names = 'ids','pos','seq','slots','state_out'
+    for k in names: self._write(k, getattr(p, k))
     self._write('lanes', np.where(p.seq<0, -1, line[:,None]))
     self._each('starts', [s.num_computed for s in seqs])
     self._each('state_in', [s.states[0] for s in seqs])
@@ -175,8 +189,9 @@ def _turned(self:Rows, seqs, pos):
     n = bucket(len(seqs))
     at = pos[:n].copy()
     for row,m in zip(at, media): row += m.delta if m else 0
+    three = np.tile(at.ravel(), 3)
     to = self.at.pos3.reshape(-1)
-    self.card.write(to[:3*at.size], np.tile(at.ravel(), 3))
+    self.card.write(to[:len(three)], three)
 
 @patch
 def watch(self:Rows, seqs, line, live): "Write what else steps need of each sequence"
@@ -244,10 +259,10 @@ class CardEnds(DraftInput):
     def rows(self, i:int, ids)->Batch:
         "One row of each sequence: token `i` from its newest on"
         a = self.a
-        where = a.c_pos[i],a.c_slots[i],a.tables,a.c_starts[i],a.live
-        states = a.c_in[i],a.c_out[i]
+        places = a.c_pos[i],a.c_slots[i],a.tables
+        rows,states = (a.c_starts[i],a.live),(a.c_in[i],a.c_out[i])
         pos3 = a.c_pos3[i] if self.media else None
-        return Batch(ids, *where, *states, None, False, pos3,
+        return Batch(ids, *places, *rows, *states, None, False, pos3,
             seq=a.c_seq[i], first=self.first, longest=self.longest)
 
     def looking(self, ids)->Batch:
@@ -289,10 +304,11 @@ class CardStepper(Stepper):
             drafts = scheduler.drafts
             most = cache.blocks_for(scheduler.max_seq_len)
             size = self.card,n,most,cache.pool.block_size
-            if drafter: self.rows = CheckedRows(*size, drafts, _scratch(cache, drafter))
-            else: self.rows = Rows(*size)
-            rows = max(n+1, n*(drafts+1))
-            self.table = SampleTable(self.card, n+1, model.c.vocab_size, rows=rows, width=drafts+1)
+            if not drafter: self.rows = Rows(*size)
+            else: self.rows = CheckedRows(*size, drafts, _scratch(cache, drafter))
+            rows,width = max(n+1, n*(drafts+1)),drafts+1
+            V = model.c.vocab_size
+            self.table = SampleTable(self.card, n+1, V, rows=rows, width=width)
             self.history = self._history(n+1)
             self.chances = None # Of each draft to be accepted, where that is not compared
         # the stepper's stream waits for no other: weights and cache are to be there
@@ -355,8 +371,9 @@ def _write_history(self:CardStepper, seqs):
     if self.history is None: return
     for s in seqs:
         i,n = self.lanes[s.id],len(s)
-        ids = np.array(s.span(self.written[i], n), np.int32)
-        self.card.write(self.history[i,self.written[i]:n], ids)
+        first = self.written[i]
+        ids = np.array(s.span(first, n), np.int32)
+        self.card.write(self.history[i,first:n], ids)
         self.written[i] = n
 
 # %% ../../nbs/5_engine/08_card_stepper.ipynb #86db83e8
@@ -569,7 +586,8 @@ def _after_fills(self:CardStepper, plan, passes, sampled)->list:
 @patch
 def _logits(self:CardStepper, p:Pass):
     "Of the rows that want them"
-    return self.model.head(self.model.final(p.x[p.b.out]))
+    x = self.model.final(p.x[p.b.out])
+    return self.model.head(x)
 
 @patch
 def _sample(self:CardStepper, logits, seqs, samplers)->Sampled:
@@ -601,10 +619,11 @@ def land(self:CardStepper, flight)->Sampled:
 def _counted(self:CardStepper, flight)->Sampled:
     "What a step said whose rows were checked; its drafts go to the flight"
     n,w = len(flight.plan.decode),flight.plan.width
-    half = flight.halves[0]
+    half,rows = flight.halves[0],self.rows.of(bucket(n))
     heard = self.table.heard[half,:n*w].reshape(n, w)
-    told = self.rows.of(bucket(n)).heard_seq[half,:n].copy()
-    flight.drafts = [_until(-1, row) for row in told[:,1:w].tolist()]
+    told = rows.heard_seq[half,:n].copy()
+    drafts = told[:,1:w].tolist()
+    flight.drafts = [_until(-1, row) for row in drafts]
     names = heard.dtype.names if flight.full else ('id',)
     said = [heard[k].copy() for k in names]
     said += [None]*(4-len(said))
@@ -645,8 +664,8 @@ def _try_replay(self:CardStepper, rows):
 def _try_drafts(self:CardStepper, b, x):
     "Draft after the prompts of `b`, which are over"
     h = self.drafter.see(b, x, b.ids)
-    ends = [End(0, 0, 0, [0], 0, [0]*8) for _ in range(b.num_seqs)]
-    where = Ends(ends, self.cache, self.card)
+    end = End(0, 0, 0, [0], 0, [0]*8)
+    where = Ends([end]*b.num_seqs, self.cache, self.card)
     self.drafter.propose(h, b.out, where, self.scheduler.drafts)
 
 # %% ../../nbs/5_engine/08_card_stepper.ipynb #5ed2513d
