@@ -104,7 +104,9 @@ def on_host(self:VerifyRows)->SimpleNamespace:
     "A copy of everything for the host"
     d = dict(pos3=None)
     names = 'width','block_size','steps','scratch'
-    for k in self._flat: d[k] = self.card.download(getattr(self, k))
+    for k in self._flat:
+        a = getattr(self, k)
+        d[k] = self.card.download(a)
     for k in names: d[k] = getattr(self, k)
     d['told_seq'] = self.heard_seq.copy()
     return SimpleNamespace(**d)
@@ -132,9 +134,10 @@ def accept_rows(
     card_of(r.ids).plain = True  # the drafter's kernels read their positions early
 
 def _sizes(r, t, longest):
-    rows = r.width,t.vocab,r.tables.shape[1],r.block_size
+    blocks,places = r.tables.shape[1],t._told.shape[1]
+    rows = r.width,t.vocab,blocks,r.block_size
     chain = longest,len(r.c_pos),r.scratch
-    return *rows,*chain,t._told.shape[1],r.told_seq.shape[2]
+    return *rows,*chain,places,r.told_seq.shape[2]
 
 def _of(a, names):
     return [getattr(a, k) for k in names.split()]
@@ -169,6 +172,7 @@ def _newest(r, n):
     r.seen[:] = r.pos[first]+j
     r.newest[:] = np.where(n>0, r.said[r.last], 0)
 
+# %% ../../nbs/3_ops/sample/64_cuda.accept.ipynb #7d3f5a04
 def _counts(r, t, said, chances):
     "Rows accepted of each sequence"
     drafts = r.ids.reshape(said.shape)[:,1:]
@@ -205,11 +209,13 @@ def _tops(r):
 
 def _slots(r, s, pos, real):
     "Places in the cache of positions of sequences `s`; -1 where not `real`"
-    block,place = np.divmod(np.where(real, pos, 0), r.block_size)
+    pos = np.where(real, pos, 0)
+    block,place = np.divmod(pos, r.block_size)
     blocks = r.tables[s,block].astype(np.int64)
     slots = blocks*r.block_size+place
     return np.where(real, slots, -1)
 
+# %% ../../nbs/3_ops/sample/64_cuda.accept.ipynb #7d3f5a05
 def _chain(r, i):
     "Step `i` of the drafter's chain"
     seqs = np.arange(len(r.live))
@@ -218,7 +224,9 @@ def _chain(r, i):
     real = (r.counts>0)&(to<_ends(r))
     to = np.minimum(to, _tops(r))
     r.c_pos[i] = r.c_starts[i] = to
-    if r.pos3 is not None: r.c_pos3[i] = to+(r.pos3-r.pos)[:,first]
+    if r.pos3 is not None:
+        shift = r.pos3[:,first]-r.pos[first]
+        r.c_pos3[i] = to+shift
     r.c_seq[i] = np.where(real, seqs, -1)
     r.c_slots[i] = _slots(r, seqs, to, real)
     _states(r, i)
@@ -232,7 +240,8 @@ def _states(r, i):
 def _scratch(r, i):
     "State slots that step `i` of the chain writes"
     if r.scratch<0: return -1
-    return r.scratch+2*np.arange(len(r.live))+i%2
+    seqs = np.arange(len(r.live))
+    return r.scratch+2*seqs+i%2
 
 # %% ../../nbs/3_ops/sample/64_cuda.accept.ipynb #9d58707b
 def _tell(r, t, full):

@@ -30,6 +30,7 @@ def bucket(n:int, least:int=1)->int:
     "The smallest power of two from `least` on that `n` fits in"
     return max(least, 1<<max(0, n-1).bit_length())
 
+# %% ../../nbs/5_engine/08_card_stepper.ipynb #5d90c1e5
 class Rows:
     "The rows of decode steps without drafts, on the card: the fields of a `Batch`"
     def __init__(self, card, most:int, max_blocks:int, block_size:int,

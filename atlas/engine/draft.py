@@ -69,7 +69,8 @@ class Ends(DraftInput):
         for s,(e,t) in enumerate(zip(self.ends, tokens)):
             at = min(e.at+i, e.last)
             before,after = self._states(s, i)
-            pieces.append(Piece([max(t, 0)], at, e.table, 1, before, after))
+            ids = [max(t, 0)]
+            pieces.append(Piece(ids, at, e.table, 1, before, after))
         return make_batch(pieces, False, self.cache.pool.block_size, self.device)
 
     def _states(self, s, i):
@@ -85,7 +86,8 @@ def history(self:Ends)->list:
     lengths = [len(e.history) for e in self.ends]
     at = np.array(lengths, np.int32)-1
     said = np.zeros((len(at),max(lengths)), np.int32)
-    for row,n,e in zip(said, lengths, self.ends): row[:n] = e.history
+    for row,n,e in zip(said, lengths, self.ends):
+        row[:n] = e.history
     line = np.arange(len(at), dtype=np.int32)
     return [self.device.upload(a) for a in (said, line, at)]
 
@@ -202,7 +204,8 @@ class AssistantDrafter(Drafter):
 
 # %% ../../nbs/5_engine/02_draft.ipynb #3a1e52b9
 @patch
-def see(self:AssistantDrafter, b, x, then): return self.target.final(x)
+def see(self:AssistantDrafter, b, x, then):
+    return self.target.final(x)
 
 @patch
 def propose(self:AssistantDrafter, h, last, ends, k, tap=None):
@@ -210,7 +213,8 @@ def propose(self:AssistantDrafter, h, last, ends, k, tap=None):
     h = self.target.ops.pick(h, last)
     ids = ends.newest
     for i in range(k):
-        n,h = a.draft_rows(self.target, ends.looking(ids), h, self._cache)
+        rows = ends.looking(ids)
+        n,h = a.draft_rows(self.target, rows, h, self._cache)
         if tap: ids = self._defined(n, tap)
         else: ids = self._likeliest(n, None, ends.out(i))
         out.append(ids)
@@ -221,7 +225,8 @@ def _defined(self:AssistantDrafter, n, tap):
     "The likeliest tokens after rows n, of those that the assistant's clusters let be drafted"
     scores = self.assistant._scores(n)
     tap(scores)
-    return self.target.device.upload(scores.argmax(-1).astype(np.int32))
+    ids = scores.argmax(-1).astype(np.int32)
+    return self.target.device.upload(ids)
 
 # %% ../../nbs/5_engine/02_draft.ipynb #d14a0004
 class ModelDrafter(Drafter):

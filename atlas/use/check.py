@@ -358,6 +358,7 @@ def _sample(card, rng, run):
     ids,top,lp = map(card.download, run(draw)); want = sample(x, [s.row() for s in states])
     return [(ids, want.ids, 0),(top[0,:3], want.top_ids[0,:3], 0),(lp[:1,:3], want.top_logprobs[:1,:3], 1e-5)]
 
+# %% ../../nbs/8_use/06_check.ipynb #5d90c1e6
 def _moves(card, rng, run, greedy):
     "The end of a step: its rows go on to the next one"
     b,host = _step(card, rng, [(p, 1) for p in (14,3,40,0,7)], False)
