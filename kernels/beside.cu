@@ -5,6 +5,7 @@
 //   wb : [m]            f32   likewise of b; or null
 //   y  : [rows, width]  f32   n + m columns
 //   launch: <<<(2, rows), 256>>>; where 4 divides n and m a thread moves 16 bytes at a time
+#include "lib/ahead.cuh"
 #include "lib/pdl.cuh"
 #include "lib/rms.cuh"
 
@@ -17,7 +18,9 @@ extern "C" __global__ void __launch_bounds__(256) beside(const float* a, const f
     const float* w = second ? wb : wa;
     y += (size_t)blockIdx.y * (n + m) + (second ? n : 0);
     const bool wide = size % 4 == 0 && ((size_t)x | (size_t)w) % 16 == 0;  // the same for all threads of a block
-    const int n4 = wide && (size_t)y % 16 == 0 ? size / 4 : 0;
+    const bool whole = wide && (size_t)y % 16 == 0;  // 16 bytes can be written at a time, too
+    const int n4 = whole ? size / 4 : 0;
+    if (w) ahead((const unsigned char*)w, size / 4, threadIdx.x, 256);
     pdl_trigger();
     pdl_wait();
     if (!w) {
@@ -25,11 +28,11 @@ extern "C" __global__ void __launch_bounds__(256) beside(const float* a, const f
         for (int i = n4 * 4 + threadIdx.x; i < size; i += 256) y[i] = x[i];
         return;
     }
-    const float inv = rms_inverse(x, size, wide, second ? eb : ea);
-    // The row is read a second time, out of the L1 cache.
-    for (int i = threadIdx.x; i < n4; i += 256) {
-        const float4 v = ((const float4*)x)[i], g = ((const float4*)w)[i];
+    NormRow row;
+    const float inv = row.inverse(x, size, wide, second ? eb : ea);
+    if (whole) row.each([&](int i, float4 v) {
+        const float4 g = ((const float4*)w)[i];
         ((float4*)y)[i] = make_float4(normed(v.x, inv, g.x), normed(v.y, inv, g.y), normed(v.z, inv, g.z), normed(v.w, inv, g.w));
-    }
+    });
     for (int i = n4 * 4 + threadIdx.x; i < size; i += 256) y[i] = normed(x[i], inv, w[i]);
 }

@@ -17,10 +17,14 @@
 //   -D NORM=   0: f(x) = x;  1: f(x) = rmsnorm(x, gain);  2: f(x) = x / rms of its group, of GROUP= values in PARTS=
 //   -D ACT=    of lib/act.cuh    -D CAP=  1: results are cap * tanh(result / cap)    -D W= SPLIT=  warps of a block, and those that share a row of W
 //   -D STAGED= DEEP=  128s of x held at a time, and places of a warp for units on their way; ESTAGED= EDEEP= for the extra rows, 16 a block
+//   -D PIPE=   1: x is staged in pieces, each while the one before it is multiplied; for several rows where that pays, 0 by default
 //   -D TEAM=   blocks of a team, 1 by default: of 4 bits, with no extra rows and no NORM 1; all sizes above are those of one block, `main` counts teams
 //   launch: <<<main*TEAM + ceil(m/16), 32*W, shared bytes: see atlas.cuda.gemv>>>, `main` <= ceil(n/span) blocks for W, which take `span` rows at a time, a multiple of 4 up to 16*W/SPLIT
 #ifndef TEAM
 #define TEAM 1
+#endif
+#ifndef PIPE
+#define PIPE 0
 #endif
 #include "lib/fragment.cuh"
 #include "lib/act.cuh"
@@ -97,7 +101,30 @@ __device__ __forceinline__ void load_x(const float* p, int v, bool in, float* a)
         for (int i = 0; i < 8; i++) a[i] = in && v * 8 + i < K ? p[v * 8 + i] : 0.f;
 }
 
+__device__ __forceinline__ float sum_of_parts(const float* q) {
+    if (PARTS == 4 && GROUP % 4 == 0) { const float4 v = *(const float4*)q; return v.x + v.y + v.z + v.w; }
+    float z = q[0];
+    #pragma unroll
+    for (int j = 1; j < PARTS; j++) z += q[j];
+    return z;
+}
+
 __shared__ float squares[ROWS][W], part[2][W][16][ROWS];  // sums of squares of x, and of the warps; those of one group while those of the next are made
+
+// Columns 8v to 8v + 7 of row t, which are of block `local` of those held: sixteen lanes that follow each other have a block.
+template <class F, int HELD> __device__ __forceinline__ void put8(const float* a, bool in, int t, int local, int v, uint4* xs, float* es) {
+    using S = Staged<F, 4 * HELD>;
+    uint4* to = xs + t * S::LDR + v % 4 * S::LD + 4 * local + threadIdx.x % 16 / 4;
+    if (F::TWO) { if (in) split8(a, to[0], to[ROWS * S::LDR]); }
+    else {
+        float top = top8(a);
+        #pragma unroll
+        for (int m = 1; m < 16; m *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
+        const float2 f = chunk_scale(top);
+        if (in) *to = F::CROSSED ? to_half8_crossed(a, f.x) : to_half8(a, f.x);
+        if (in && threadIdx.x % 16 == 0) es[local * ROWS + t] = f.y;
+    }
+}
 
 // x of 128s [first, first + HELD) into shared memory, for fragment F: two of them a warp at a time. OWN: a warp takes those that it will multiply, else they lie together.
 template <class F, int HELD, bool OWN, int HERE, int MEMBERS> __device__ __forceinline__ void stage(const Job& o, int first, bool fresh, const float* g0, float* sums, uint4* xs, float* es) {
@@ -129,24 +156,12 @@ template <class F, int HELD, bool OWN, int HERE, int MEMBERS> __device__ __force
             }
             if (NORM == 2 && in && v * 8 < K) {
                 const float* q = o.parts + ((size_t)r * (K / GROUP) + v * 8 / GROUP) * PARTS;
-                float z = q[0];
-                #pragma unroll
-                for (int j = 1; j < PARTS; j++) z += q[j];
+                float z = sum_of_parts(q);
                 z = rsqrtf(fmaf(z, 1.f / GROUP, o.eps));
                 #pragma unroll
                 for (int j = 0; j < 8; j++) a[j] = __fmul_rn(a[j], z);
             }
-            if (t >= ROWS) continue;
-            uint4* to = xs + t * S::LDR + v % 4 * S::LD + 4 * local + lane % 16 / 4;
-            if (F::TWO) { if (in) split8(a, to[0], to[ROWS * S::LDR]); }
-            else {
-                float top = top8(a);
-                #pragma unroll
-                for (int m = 1; m < 16; m *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
-                const float2 f = chunk_scale(top);
-                if (in) *to = F::CROSSED ? to_half8_crossed(a, f.x) : to_half8(a, f.x);
-                if (in && lane % 16 == 0) es[local * ROWS + t] = f.y;
-            }
+            if (t < ROWS) put8<F, HELD>(a, in, t, local, v, xs, es);
         }
     }
     if (NORM == 1 && fresh && first + HELD >= B) {
@@ -157,6 +172,41 @@ template <class F, int HELD, bool OWN, int HERE, int MEMBERS> __device__ __force
         }
     }
 }
+
+// The same in pieces, of which a thread holds one in registers from `load` to `put`: time for what lies between them.
+template <class F, int HELD, int HERE, int MEMBERS> struct Ahead {
+    static constexpr int STRIDE = 2 * SLOTS, PIECES = (HELD + STRIDE - 1) / STRIDE, PART = HERE * F::UNITS;
+    static constexpr bool FITS = HERE * MEMBERS != W && SLOTS == W && STRIDE % PART == 0 && PIECES > 1;
+    float a[ROWS][8], g[8], sums[ROWS] = {};
+
+    static __device__ __forceinline__ int local(int piece) { return 2 * (threadIdx.x / 32) + threadIdx.x % 32 / 16 + piece * STRIDE; }
+    static __device__ __forceinline__ int eight(const Job& o, int b) { return (MEMBERS == 1 ? b : (b / PART * MEMBERS + o.member) * PART + b % PART) * 16 + threadIdx.x % 16; }
+    __device__ __forceinline__ void load_gain(const Job& o, int piece) {
+        if (NORM == 1) load_x(o.gain, eight(o, local(piece)), local(piece) < HELD, g);
+    }
+    __device__ __forceinline__ void load(const Job& o, int piece) {
+        #pragma unroll
+        for (int r = 0; r < ROWS; r++) load_x(o.x + (size_t)min(r, o.rows - 1) * K, eight(o, local(piece)), local(piece) < HELD, a[r]);
+    }
+    __device__ __forceinline__ void put(const Job& o, int piece, uint4* xs, float* es) {
+        const int at = local(piece);
+        if (HELD % STRIDE == 0 || at / 2 * 2 < HELD)  // all lanes or none
+            #pragma unroll
+            for (int r = 0; r < ROWS; r++) {
+                #pragma unroll
+                for (int j = 0; NORM == 1 && j < 8; j++) { sums[r] = fmaf(a[r][j], a[r][j], sums[r]); a[r][j] = __fmul_rn(a[r][j], g[j]); }
+                put8<F, HELD>(a[r], at < HELD, r, at, eight(o, at), xs, es);
+            }
+        if (NORM == 1 && piece == PIECES - 1) put_squares();
+    }
+    __device__ __forceinline__ void put_squares() {
+        #pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            const float z = warp_sum(sums[r]);
+            if (threadIdx.x % 32 == 0) squares[r][threadIdx.x / 32] = z;
+        }
+    }
+};
 
 // The block's groups of rows of one matrix, one at a time: PER tiles of 16, each by HERE warps, which have PLACES places each for weights on their way.
 template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> __device__ __forceinline__ void matrix(const Job& o, uint4* xs) {
@@ -190,6 +240,10 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> __devic
     const uint4* const own_x = xs + min(g, ROWS - 1) * S::LDR + 4 * F::UNITS * (warp % HERE) + F::template own<S::LD>(t);
     float g0[8], sums[ROWS] = {};
     if (NORM == 1) { const int b = OWN && F::UNITS == 1 ? warp + lane / 16 * W : warp % (OWN ? W : SLOTS) * 2 + lane / 16; load_x(o.gain, b * 16 + lane % 16, b < HELD, g0); }
+    typedef Ahead<F, HELD, HERE, MEMBERS> Pieces;
+    constexpr bool PIPED = PIPE && ROWS > 1 && ALL && !OWN && NORM != 2 && Pieces::FITS;
+    Pieces ahead;
+    if (PIPED) ahead.load_gain(o, 0);
     for (int group = o.group, round = 0; group < groups; group += o.step, round ^= 1) {
         const bool begin = group == o.group;
         const int to = min(group * o.span + o.span, n4), base = group * o.span;
@@ -212,16 +266,10 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> __devic
             prior[i] = o.add && on ? o.add[(size_t)row * o.width + o.at + out] : 0.f;
             open[i] = o.gate && row < o.rows ? times_sigmoid(1.f, o.gate[(size_t)row * o.ld]) : 1.f;
         }
-        #pragma unroll 1
-        for (int first = 0; first < MINE; first += HELD) {
-            if (!ALL || begin) {
-                if (first || !begin) { if (OWN) __syncwarp(); else __syncthreads(); }
-                stage<F, HELD, OWN, HERE, MEMBERS>(o, first, begin, g0, sums, xs, es);
-                if (OWN) __syncwarp(); else __syncthreads();
-            }
-            const uint4* x = own_x;
-            const float* e = es + warp % HERE * F::UNITS * ROWS;
-            const int steps = works ? ALL ? mine : min(HELD / (HERE * F::UNITS), mine - first / (HERE * F::UNITS)) : 0;
+        const uint4* x;
+        const float* e;
+        auto from_start = [&] { x = own_x; e = es + warp % HERE * F::UNITS * ROWS; };
+        auto multiply = [&](int steps) {
             #pragma unroll 1
             for (int i = 0; i < steps; i++) {
                 cp_async_wait<PLACES - 1>();
@@ -237,6 +285,32 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> __devic
                 if (left > 0) { __syncwarp(); fetch(place); }
                 cp_async_commit();
                 spot = spot == (PLACES - 1) * F::BYTES ? 0 : spot + F::BYTES;
+            }
+        };
+        if constexpr (PIPED) {
+            from_start();
+            #pragma unroll 1
+            for (int piece = 0, rest = works ? mine : 0; begin ? piece < Pieces::PIECES : !piece; piece++) {
+                if (begin) {
+                    if (!piece) ahead.load(o, 0);
+                    ahead.put(o, piece, xs, es);
+                    if (piece + 1 < Pieces::PIECES) { ahead.load_gain(o, piece + 1); ahead.load(o, piece + 1); }
+                    __syncthreads();
+                }
+                const int steps = begin ? min(Pieces::STRIDE / Pieces::PART, rest) : rest;
+                multiply(steps);
+                rest -= steps;
+            }
+        } else {
+            #pragma unroll 1
+            for (int first = 0; first < MINE; first += HELD) {
+                if (!ALL || begin) {
+                    if (first || !begin) { if (OWN) __syncwarp(); else __syncthreads(); }
+                    stage<F, HELD, OWN, HERE, MEMBERS>(o, first, begin, g0, sums, xs, es);
+                    if (OWN) __syncwarp(); else __syncthreads();
+                }
+                from_start();
+                multiply(works ? ALL ? mine : min(HELD / (HERE * F::UNITS), mine - first / (HERE * F::UNITS)) : 0);
             }
         }
         #pragma unroll

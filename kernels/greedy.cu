@@ -3,7 +3,7 @@
 //   logits    : [rows, v]      f32
 //   best      : [lines, 128]   i64   scratch, 0 before the first call and after each
 //   ids       : [rows]         i32   -1 where a logit is not finite
-//   seq       : [rows]         i32   this and what follows as in advance_rows.cu; or null: nothing moves on
+//   seq       : [rows]         i32   this and what follows as in lib/advance.cuh; or null: nothing moves on
 //   pos       : [rows]         i32   or null
 //   pos3      : [3, rows]      i32   or null
 //   slots     : [rows]         i64   or null
@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(512) greedy(const float* logits, lo
     __shared__ u64 part[2][16];
     __shared__ Move next;
     const int t = blockIdx.y, last = gridDim.x - 1;
-    const Rows b = {seq, nullptr, nullptr, tables, pos, pos3, starts, state_in, state_out, slots, (int)gridDim.y, most, block_size};
+    const Rows b = {seq, tables, pos, pos3, starts, state_in, state_out, slots, (int)gridDim.y, most, block_size};
     pdl_trigger();
     if ((int)blockIdx.x == last && threadIdx.x == 511) next = look(b, t);
     pdl_wait();

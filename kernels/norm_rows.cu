@@ -5,6 +5,7 @@
 //   scale : [one]       f32   or null
 //   y     : [rows, n]   f32   may be x
 //   launch: <<<(groups, rows), 256>>>, groups divides n; where 4 divides what is left a thread moves 16 bytes at a time
+#include "lib/ahead.cuh"
 #include "lib/pdl.cuh"
 #include "lib/rms.cuh"
 
@@ -18,18 +19,16 @@ extern "C" __global__ void __launch_bounds__(256) norm_rows(const float* x, cons
     x += at; y += at;
     if (add) add += at;
     const bool wide = size % 4 == 0 && ((size_t)x | (size_t)y | (size_t)w | (size_t)add) % 16 == 0;  // the same for all threads of a block
-    const int  n4   = wide ? size / 4 : 0;
     const float by = scale ? scale[0] : 1.f;
+    if (w) ahead((const unsigned char*)w, size / 4, threadIdx.x, 256);
     pdl_trigger();
     pdl_wait();
-
-    const float inv = rms_inverse(x, size, wide, eps);
-
-    // The row is read a second time, out of the L1 cache.
+    NormRow row;
+    const float inv = row.inverse(x, size, wide, eps);
     const float4 one = make_float4(1.f, 1.f, 1.f, 1.f), zero = make_float4(0.f, 0.f, 0.f, 0.f);
-    for (int i = threadIdx.x; i < n4; i += 256) {
-        const float4 v = ((const float4*)x)[i], g = w ? ((const float4*)w)[i] : one, a = add ? ((const float4*)add)[i] : zero;
+    row.each([&](int i, float4 v) {
+        const float4 g = w ? ((const float4*)w)[i] : one, a = add ? ((const float4*)add)[i] : zero;
         ((float4*)y)[i] = make_float4(normed(v.x, inv, g.x, a.x, by), normed(v.y, inv, g.y, a.y, by), normed(v.z, inv, g.z, a.z, by), normed(v.w, inv, g.w, a.w, by));
-    }
-    for (int i = n4 * 4 + threadIdx.x; i < size; i += 256) y[i] = normed(x[i], inv, w ? w[i] : 1.f, add ? add[i] : 0.f, by);
+    });
+    for (int i = row.n4 * 4 + threadIdx.x; i < size; i += 256) y[i] = normed(x[i], inv, w ? w[i] : 1.f, add ? add[i] : 0.f, by);
 }

@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(256) sample_draw(const float* logit
         const long long* work, long long* spans, int* ids, float* logprobs, const int* top_ids, const float* top_logprobs, const int* seq, int* pos, int* pos3, long long* slots, int* starts, int* state_in, int* state_out,
         const int* tables, int* told, int v, int most, int block_size, int places, int width, int counted) {
     const int row = blockIdx.y, slot = who ? who[row] : row;
-    const Rows b = {seq, nullptr, nullptr, tables, pos, pos3, starts, state_in, state_out, slots, (int)gridDim.y, most, block_size};
+    const Rows b = {seq, tables, pos, pos3, starts, state_in, state_out, slots, (int)gridDim.y, most, block_size};
     pdl_trigger();
     const How h = ((const How*)how)[max(slot, 0)];
     const long long at = position[max(slot, 0)];

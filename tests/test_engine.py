@@ -6,27 +6,14 @@ a request is answered as it is alone, at once or late."""
 from types import SimpleNamespace
 import numpy as np,pytest
 from hypothesis import given,settings,strategies as st
-from helpers.small_engine import MODEL,V,alone,ask,engine,note,said,serve,tokens
+from helpers.small_engine import MODEL,V,alone,arrivals,as_alone,ask
+from helpers.small_engine import drawn,engine,note,said,serve,tokens
 from atlas.engine.stepper import Flight,HostStepper
 from atlas.ops.sample import Sampled
 
 either_way = pytest.mark.parametrize('late', (False,True))
 
-HOWS = [
-    {},
-    dict(temperature=.9, seed=3),
-    dict(logprobs=2),
-    dict(temperature=.8, seed=5, presence_penalty=.5, repetition_penalty=1.3, logprobs=0),
-    dict(stop_token_ids=tuple(range(0, V, 7))),
-    dict(min_tokens=3, ignore_eos=False, stop_token_ids=tuple(range(0, V, 2))),
-    dict(temperature=1., seed=1, top_p=.8, frequency_penalty=.4),
-]
-one = st.tuples(
-    st.sampled_from([1,5,63,64,70,130]),  # tokens of its prompt
-    st.sampled_from([1,2,7,20]),  # tokens at most
-    st.sampled_from([0,0,-1,1]),  # priority
-    st.sampled_from(HOWS),
-    st.integers(0, 12))  # the step before which it arrives
+one = drawn([1,5,63,64,70,130], [1,2,7,20])
 asked = st.lists(one, min_size=1, max_size=8)
 left = st.tuples(st.integers(0, 7), st.integers(0, 40))  # who is aborted, before which step
 
@@ -40,26 +27,12 @@ left = st.tuples(st.integers(0, 7), st.integers(0, 40))  # who is aborted, befor
 def test_late_as_at_once(asks, blocks, seqs, over, aborts):
     """Random arrivals, aborts, priorities and pools:
     everybody's tokens are those of the same request alone, whenever steps land"""
-    arrivals = []
-    for i,(n,most,priority,how,at) in enumerate(asks):
-        most = max(most, how.get('min_tokens', 0))
-        arrivals.append((ask(i, n, most, priority, **how), at))
+    some = arrivals(asks)
     gone = [(f'r{i}', at) for i,at in aborts]
     for late in (False,True):
         e = engine(late, blocks, seqs, overcommit=over)
-        got,_ = serve(e, arrivals, gone)
-        for r,_ in arrivals:
-            as_alone(r, got.get(r.id, []))
-
-def as_alone(r, mine):
-    "What `r` was answered is what it is answered alone, up to where it was aborted"
-    want = alone(r)
-    if mine and mine[-1].finish!='abort':
-        assert said(mine)==said(want)
-        assert mine[-1].finish==want[-1].finish
-    else:
-        n = len(said(mine))
-        assert said(mine)==said(want)[:n]
+        got,_ = serve(e, some, gone)
+        for r,_ in some: as_alone(got.get(r.id, []), alone(r))
 
 def test_the_next_step_is_launched_before_the_last_one_lands():
     calls = []

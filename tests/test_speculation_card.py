@@ -57,39 +57,50 @@ def drafter(kind, m, cache, k, seqs):
     if kind=='none': return None
     if kind=='mtp': return MTPDrafter(m, cache, k)
     if kind=='ngram': return NgramDrafter(m, k, 1, 3)
-    if kind=='draft': return ModelDrafter(m, cache_of(m, (k+4)*seqs, cache.pool.num_blocks), m, k)
+    if kind=='draft':
+        own = cache_of(m, (k+4)*seqs, cache.pool.num_blocks)
+        return ModelDrafter(m, own, m, k)
     return AssistantDrafter(m, cache, assistant(), k)
 
 class Guide:
     "Lets each of `may` come once, in that order; then it is whole"
     error,code = None,'guide_failed'
-    def __init__(self, may, n=0): self.may,self.n = may,n
+    def __init__(self, may, n=0):
+        self.may = may
+        self.n = n
     ended = property(lambda self: self.n>=len(self.may))
     def accept(self, t): self.n += 1
     def fork(self): return Guide(self.may, self.n)
     def mask(self):
         bits = np.zeros(256, bool)
-        if not self.ended: bits[list(self.may[self.n])] = True
+        if self.ended: may = []
+        else: may = list(self.may[self.n])
+        bits[may] = True
         return np.packbits(bits, bitorder='little').view(np.uint32)
 
 class Guides: start = staticmethod(Guide)
 
-def engine(m, kind='none', k=0, seqs=4, blocks=40, longest=200, **kw):
+def engine(m, kind='none', k=0, seqs=4,
+        blocks=40, longest=200, **kw):
     "An engine in which `kind` guesses `k` tokens a step"
-    cache = cache_of(m, (2+k)*seqs, blocks, drafting=bool(m.mtp))
+    slots,head = (2+k)*seqs,bool(m.mtp)
+    cache = cache_of(m, slots, blocks, drafting=head)
     d = drafter(kind, m, cache, k, seqs)
-    s = Scheduler(cache.pool, seqs, longest, 64, drafts=k, **kw)
+    sizes = seqs,longest,64
+    s = Scheduler(cache.pool, *sizes, drafts=k, **kw)
     return Engine(s, CardStepper(m, cache, s, drafter=d), Guides)
 
-TEXT = tuple((t,) for t in (7,3,9)*3)
-SETS = tuple(tuple(range(i, 256, 2)) for i in (1,0,1,0,0,1))
+TEXT = (7,),(3,),(9,)
+EVEN,ODD = tuple(range(0, 256, 2)),tuple(range(1, 256, 2))
 HOWS = [
     dict(logprobs=1),
     dict(temperature=.9, seed=3),
-    dict(temperature=.8, seed=5, presence_penalty=.5, repetition_penalty=1.3, logprobs=2),
-    dict(min_tokens=4, stop_token_ids=tuple(range(0, 256, 2))),
-    dict(guide=TEXT, logprobs=0),
-    dict(guide=SETS, temperature=1., seed=2, frequency_penalty=.5),
+    dict(temperature=.8, seed=5, logprobs=2,
+        presence_penalty=.5, repetition_penalty=1.3),
+    dict(min_tokens=4, stop_token_ids=EVEN),
+    dict(guide=TEXT*3, logprobs=0),
+    dict(guide=(ODD,EVEN,ODD,EVEN,EVEN,ODD),
+        temperature=1., seed=2, frequency_penalty=.5),
 ]
 
 def asked(i, n, most, V, guide=None, **how):
@@ -98,30 +109,43 @@ def asked(i, n, most, V, guide=None, **how):
     ids = tuple(t%V for t in ids_of(n, i))
     return Request(f'r{i}', ids, SamplingParams(**params), guide=guide)
 
+LENGTHS = 5,20,70,9,6,12
+MOST = 12,12,10,12,12,12
+
 def requests(V, n=6):
     "Of all kinds, with the steps at which they arrive"
-    lengths = [(5,12), (20,12), (70,10), (9,12), (6,12), (12,12)]
-    return [(asked(i, *lengths[i], V, **HOWS[i]), 2*i) for i in range(n)]
+    some = []
+    for i,how in enumerate(HOWS[:n]):
+        r = asked(i, LENGTHS[i], MOST[i], V, **how)
+        some.append((r, 2*i))
+    return some
 
 @functools.cache
 def alone(of, V, n):
     "What each is answered without drafts when nothing else exists"
     out = {}
-    for r,_ in requests(V, n): out |= serve(engine(of()), [(r,0)])[0]
+    for r,_ in requests(V, n):
+        got,_ = serve(engine(of()), [(r,0)])
+        out |= got
     return out
 
-def as_alone(of, kind, k, V=256, n=6, **kw):
-    "Serve all of them at once with drafts; drafts that were accepted, and the engine"
-    want,e = alone(of, V, n),engine(of(), kind, k, **kw)
-    got,_ = serve(e, requests(V, n))
+def are(got, want):
+    "It is asserted that everybody said what is wanted"
     for rid,mine in got.items():
         assert said(mine)==said(want[rid]), rid
         assert mine[-1].finish==want[rid][-1].finish
+
+def as_alone(of, kind, k, V=256, n=6, **kw):
+    "Serve all of them at once with drafts; drafts that were accepted, and the engine"
+    e = engine(of(), kind, k, **kw)
+    got,_ = serve(e, requests(V, n))
+    are(got, alone(of, V, n))
     assert len(e.stepper.free)==e.stepper.rows.most+1
     every = [v for events in got.values() for v in events]
     return sum(bool(v.drafted) for v in every),e
 
-@pytest.mark.parametrize('kind,k', [('mtp',2), ('draft',3), ('ngram',4)])
+KINDS = [('mtp',2), ('draft',3), ('ngram',4)]
+@pytest.mark.parametrize('kind,k', KINDS)
 def test_hybrid(kind, k):
     "Everybody's answer; some of what a model drafts for itself is right"
     accepted,e = as_alone(hybrid, kind, k)
@@ -129,11 +153,11 @@ def test_hybrid(kind, k):
 
 def test_little_room():
     "Sequences push each other out, and are replayed to where they were"
-    want = alone(hybrid, 256, 4)
-    e = engine(hybrid(), 'draft', 2, blocks=6, longest=90, overcommit=4.)
+    little = dict(blocks=6, longest=90, overcommit=4.)
+    e = engine(hybrid(), 'draft', 2, **little)
     got,_ = serve(e, requests(256, 4))
     assert e.scheduler.totals['preemptions']>0
-    for rid,mine in got.items(): assert said(mine)==said(want[rid]), rid
+    are(got, alone(hybrid, 256, 4))
 
 def test_an_assistant():
     "Which is made up, as its target is: hardly a guess is right"
@@ -157,19 +181,20 @@ def test_interrupted(where, at, monkeypatch):
     e.step = patient
     got,_ = serve(e, requests(256, 3))
     assert n>at
-    for rid,mine in got.items(): assert said(mine)==said(alone(hybrid, 256, 3)[rid]), rid
+    are(got, alone(hybrid, 256, 3))
 
 def test_aborted_in_the_air():
     e = engine(hybrid(), 'draft', 2)
-    (first,_),(other,_),*_ = requests(256, 3)
+    first,other,_ = [r for r,_ in requests(256, 3)]
     e.add(first)
     e.add(other)
     got = [v for _ in range(3) for v in e.step()]
     assert e.flying
-    assert [v.finish for v in e.abort(first.id)]==['abort']
-    got += [v for v in serve(e, [])[0][other.id]]
-    mine = said([v for v in got if v.id==other.id])
-    assert mine==said(alone(hybrid, 256, 3)[other.id])
+    ended = e.abort(first.id)
+    assert [v.finish for v in ended]==['abort']
+    rest,_ = serve(e, [])
+    mine = [v for v in got if v.id==other.id]+rest[other.id]
+    are({other.id: mine}, alone(hybrid, 256, 3))
     assert len(e.stepper.free)==e.stepper.rows.most+1
 
 # What does not fit
@@ -183,7 +208,8 @@ def load(monkeypatch):
         return Arena(self, budgets[-1], step=1<<20)
     monkeypatch.setattr(Emulator, 'arena', arena)
     def f(name, **kw):
-        options = dict(max_seq_len=128, max_num_seqs=2, show=False, kv_cache_memory=1<<22)
+        options = dict(max_seq_len=128, max_num_seqs=2)
+        options |= dict(show=False, kv_cache_memory=1<<22)
         return LLM(str(DATA/name), Emulator(), **options|kw)
     yield f
     gc.collect()
@@ -199,14 +225,16 @@ BAD = [
 
 @pytest.mark.parametrize('name,draft,said', BAD)
 def test_what_does_not_fit_leaves_nothing(load, name, draft, said):
-    with pytest.raises(UnsupportedError, match=said): load(name, draft_model=str(DATA/draft))
+    model = str(DATA/draft)
+    with pytest.raises(UnsupportedError, match=said): load(name, draft_model=model)
 
 def test_a_draft_model_leaves_nothing(load):
     "What was loaded with one is given back as a whole"
     llm = load('smollm2-tied', draft_model=str(DATA/'smollm2-tied'))
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     plain = load('smollm2-tied')
-    assert llm.generate([5,6,7], params).token_ids==plain.generate([5,6,7], params).token_ids
+    got,want = (m.generate([5,6,7], params) for m in (llm,plain))
+    assert got.token_ids==want.token_ids
     assert llm.close()==plain.close()==0
 
 def test_more_rows_than_a_step_can_check(monkeypatch):

@@ -25,7 +25,8 @@ _ARRAYS = { # Names by shape
     'KS': 'c_pos c_starts c_seq c_in c_out c_slots',
     'K3S': 'c_pos3',
     '1': 'tick'}
-_SHAPES = {k: shape for shape,names in _ARRAYS.items() for k in names.split()}
+_SHAPES = {}
+for shape,names in _ARRAYS.items(): _SHAPES |= dict.fromkeys(names.split(), shape)
 _NONE = 'seq lanes slots state_out line c_seq c_in c_out c_slots'.split() # -1 at first
 _CHAIN = 'c_pos c_pos3 c_starts c_seq c_in c_out c_slots' # As the kernel takes them
 _LONG = 'slots','c_slots' # 64 bits, the others have 32
@@ -61,8 +62,10 @@ class VerifyRows:
 @patch
 def _shape(self:VerifyRows, name, seqs):
     "Of an array for so many sequences"
-    of = dict(S=seqs, R=seqs*self.width, M=self.most, K=self.steps)
-    return tuple(of[c] if c in of else int(c) for c in _SHAPES[name])
+    rows = seqs*self.width
+    of = dict(S=seqs, R=rows, M=self.most, K=self.steps)
+    sizes = of|{'1':1, '3':3}
+    return tuple(sizes[c] for c in _SHAPES[name])
 
 @patch
 def _made(self:VerifyRows, name, seqs):
@@ -81,7 +84,8 @@ def _lay(self:VerifyRows, seqs):
         n = int(np.prod(shape))
         setattr(self, name, a[:n].reshape(shape))
     shape = 2,seqs,self.width
-    told = [a[:2*seqs*self.width].reshape(shape) for a in self._told]
+    n = int(np.prod(shape))
+    told = [a[:n].reshape(shape) for a in self._told]
     self.told_seq,self.heard_seq = told  # as the card sees it, and as the host does
 
 # %% ../../nbs/3_ops/sample/64_cuda.accept.ipynb #5ae4e6de
@@ -99,8 +103,11 @@ def of(self:VerifyRows,
 def on_host(self:VerifyRows)->SimpleNamespace:
     "A copy of everything for the host"
     d = dict(pos3=None)
-    for k in self._flat: d[k] = self.card.download(getattr(self, k))
-    for k in ('width','block_size','steps','scratch'): d[k] = getattr(self, k)
+    names = 'width','block_size','steps','scratch'
+    for k in self._flat:
+        a = getattr(self, k)
+        d[k] = self.card.download(a)
+    for k in names: d[k] = getattr(self, k)
     d['told_seq'] = self.heard_seq.copy()
     return SimpleNamespace(**d)
 
@@ -123,14 +130,17 @@ def accept_rows(
         *_of(t, 'how position counts'), chances, history,
         *_of(r, 'counts last newest seen'), *_of(r, _CHAIN), r.tick,
         *report, t._told, r.told_seq,
-        *_sizes(r, t, longest), t._told.shape[1], r.told_seq.shape[2])
+        *_sizes(r, t, longest))
     card_of(r.ids).plain = True  # the drafter's kernels read their positions early
 
 def _sizes(r, t, longest):
-    blocks = r.tables.shape[1]
-    return r.width,t.vocab,blocks,r.block_size,longest,len(r.c_pos),r.scratch
+    blocks,places = r.tables.shape[1],t._told.shape[1]
+    rows = r.width,t.vocab,blocks,r.block_size
+    chain = longest,len(r.c_pos),r.scratch
+    return *rows,*chain,places,r.told_seq.shape[2]
 
-def _of(a, names): return [getattr(a, k) for k in names.split()]
+def _of(a, names):
+    return [getattr(a, k) for k in names.split()]
 
 def _check(r, t, chances):
     "An `AtlasError` unless the table and the chances are for such rows"
@@ -145,16 +155,24 @@ def accept_on_host(rows, table, full=False, chances=None, history=None):
     r,t = rows,table
     said = r.said.reshape(-1, r.width)
     n = _counts(r, t, said, chances)
-    r.counts[:] = n
-    r.last[:] = np.arange(len(n))*r.width+np.maximum(n, 1)-1
-    r.newest[:] = np.where(n>0, r.said[r.last], 0)
-    r.seen[:] = r.pos[::r.width]+np.maximum(n, 1)-1
+    _newest(r, n)
     for s in np.flatnonzero(n):
-        _count(r, t, s, said[s,:n[s]])
-        if history is not None: _keep(r, s, said[s,:n[s]], history)
+        ids = said[s,:n[s]]
+        _count(r, t, s, ids)
+        if history is not None: _keep(r, s, ids, history)
     for i in range(len(r.c_pos)): _chain(r, i)
     _tell(r, t, full)
 
+def _newest(r, n):
+    "Where each sequence stands that `n` rows are accepted of"
+    first = np.arange(0, len(r.ids), r.width)
+    r.counts[:] = n
+    j = np.maximum(n, 1)-1
+    r.last[:] = first+j
+    r.seen[:] = r.pos[first]+j
+    r.newest[:] = np.where(n>0, r.said[r.last], 0)
+
+# %% ../../nbs/3_ops/sample/64_cuda.accept.ipynb #7d3f5a04
 def _counts(r, t, said, chances):
     "Rows accepted of each sequence"
     drafts = r.ids.reshape(said.shape)[:,1:]
@@ -168,46 +186,62 @@ def _count(r, t, s, ids):
     "Sequence `s` has `ids` more"
     line = r.line[s]
     t.position[line] += len(ids)
+    if t.counts is None: return
     counted = t.how['flags'][line]&PENALTIES
-    if t.counts is not None and counted: np.add.at(t.counts[line], ids, 1)
+    if counted: np.add.at(t.counts[line], ids, 1)
 
 def _keep(r, s, ids, history):
     "Write `ids` behind the newest token of sequence `s`"
-    to = history[r.line[s],r.pos[s*r.width]+1:]
+    at = r.pos[s*r.width]
+    to = history[r.line[s],at+1:]
     n = min(len(ids), len(to))
     to[:n] = ids[:n]
 
 # %% ../../nbs/3_ops/sample/64_cuda.accept.ipynb #b4ade776
 def _ends(r):
     "Positions that each sequence can have"
-    return np.minimum(r.limit, r.tables.shape[1]*r.block_size)
+    room = r.tables.shape[1]*r.block_size
+    return np.minimum(r.limit, room)
 
-def _tops(r): "The last of them"; return np.maximum(_ends(r)-1, 0)
+def _tops(r):
+    "The last of them"
+    return np.maximum(_ends(r)-1, 0)
 
 def _slots(r, s, pos, real):
     "Places in the cache of positions of sequences `s`; -1 where not `real`"
-    at = np.where(real, pos, 0)
-    blocks = r.tables[s,at//r.block_size].astype(np.int64)
-    return np.where(real, blocks*r.block_size+at%r.block_size, -1)
+    pos = np.where(real, pos, 0)
+    block,place = np.divmod(pos, r.block_size)
+    blocks = r.tables[s,block].astype(np.int64)
+    slots = blocks*r.block_size+place
+    return np.where(real, slots, -1)
 
+# %% ../../nbs/3_ops/sample/64_cuda.accept.ipynb #7d3f5a05
 def _chain(r, i):
     "Step `i` of the drafter's chain"
     seqs = np.arange(len(r.live))
-    to = r.pos[::r.width]+r.counts+i
+    first = seqs*r.width
+    to = r.pos[first]+r.counts+i
     real = (r.counts>0)&(to<_ends(r))
     to = np.minimum(to, _tops(r))
-    r.c_pos[i] = to
-    r.c_starts[i] = to
-    if r.pos3 is not None: r.c_pos3[i] = to+(r.pos3-r.pos)[:,::r.width]
+    r.c_pos[i] = r.c_starts[i] = to
+    if r.pos3 is not None:
+        shift = r.pos3[:,first]-r.pos[first]
+        r.c_pos3[i] = to+shift
     r.c_seq[i] = np.where(real, seqs, -1)
     r.c_slots[i] = _slots(r, seqs, to, real)
+    _states(r, i)
+
+def _states(r, i):
+    "State slots that step `i` of the chain reads and writes"
+    r.c_in[i] = _scratch(r, i-1)
     r.c_out[i] = _scratch(r, i)
-    r.c_in[i] = _scratch(r, i-1) if i else r.state_out[r.last]
+    if not i: r.c_in[i] = r.state_out[r.last]
 
 def _scratch(r, i):
     "State slots that step `i` of the chain writes"
-    slots = r.scratch+2*np.arange(len(r.live))+i%2
-    return slots if r.scratch>=0 else np.full(len(slots), -1)
+    if r.scratch<0: return -1
+    seqs = np.arange(len(r.live))
+    return r.scratch+2*seqs+i%2
 
 # %% ../../nbs/3_ops/sample/64_cuda.accept.ipynb #9d58707b
 def _tell(r, t, full):
@@ -245,13 +279,14 @@ def next_rows(
 def next_on_host(rows, drafts=None):
     "The twin of `next_rows`, on arrays of the host"
     r = rows
-    if drafts is None: drafts = np.empty((0,len(r.live)), int)
+    if drafts is None: drafts = np.empty((0,*r.live.shape), int)
     told = r.told_seq[r.tick[0]%2]
     told[:,1:r.width] = -1
-    for s in np.flatnonzero((r.counts>0)&(r.line>=0)):
+    going = (r.counts>0)&(r.line>=0)
+    for s in np.flatnonzero(going):
         _place(r, s, drafts[:,s])
-        n = r.live[s]
-        if n: told[s,1:n] = r.ids[s*r.width:][1:n]
+        n,first = r.live[s],s*r.width
+        if n: told[s,1:n] = r.ids[first+1:first+n]
         _swap(r, s)
     r.tick[0] += 1
 
@@ -267,18 +302,21 @@ def _live(r, s, drafts, p):
 def _place(r, s, drafts):
     "The next rows of sequence `s`"
     W,first = r.width,s*r.width
-    at = slice(first, first+W)
+    at,j = slice(first, first+W),np.arange(W)
     p = r.pos[first]+r.counts[s]
     r.live[s] = _live(r, s, drafts, p)
-    real = np.arange(W)<r.live[s]
-    pos = np.minimum(p+np.arange(W), _tops(r)[s])
+    pos = np.minimum(p+j, _tops(r)[s])
     if r.pos3 is not None: _turn(r, at, pos)
     r.pos[at] = pos
     r.starts[s] = pos[0]
-    r.slots[at] = _slots(r, s, pos, real)
+    r.ids[at] = _fed(r, s, drafts)
+    _mask(r, s, at, j<r.live[s])
+
+def _mask(r, s, at, real):
+    "Whose rows `at` are: those of sequence `s` that are real"
+    r.slots[at] = _slots(r, s, r.pos[at], real)
     r.seq[at] = np.where(real, s, -1)
     r.lanes[at] = np.where(real, r.line[s], -1)
-    r.ids[at] = _fed(r, s, drafts)
 
 def _turn(r, at, pos):
     "Rotary positions stay as far from positions as they are"
@@ -287,9 +325,9 @@ def _turn(r, at, pos):
 
 def _fed(r, s, drafts):
     "What the next rows of sequence `s` are fed with"
+    given = [r.newest[s], *drafts][:r.width]
     ids = np.full(r.width, -1)
-    ids[0] = r.newest[s]
-    ids[1:1+len(drafts)] = drafts[:r.width-1]
+    ids[:len(given)] = given
     return ids
 
 def _swap(r, s):

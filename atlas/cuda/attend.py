@@ -177,10 +177,11 @@ def _rooms(card):
     half = l.half-1024  # a multiprocessor keeps some for other things
     return min(l.block, half),l.block
 
-def _variant(card, a, pool, half, b):
-    "`_defines` for step `b`: a block takes as many rows of a sequence as it has registers and room for"
+def _variant(card, a, pool, half, b, crowded):
+    "`_defines` for step `b`: a block takes a row, or where it is `crowded` as many of a sequence as it has registers and room for"
     if b.num_rows==b.num_seqs: return _defines(a, pool, half, 1, 1)
-    ways = [_defines(a, pool, half, s, n) for s,n in ((4,8),(2,8),(1,8),(1,6))]
+    shares = ((4,8),(2,8),(1,8),(1,6))[0 if crowded else 2:]
+    ways = [_defines(a, pool, half, s, n) for s,n in shares]
     return next(d for most in _rooms(card) for d in ways if d['BYTES']<=most and d['SHARE']*a.head_dim<=512)
 
 def most_rows(card, a, pool:KVPool)->int:
@@ -190,11 +191,13 @@ def most_rows(card, a, pool:KVPool)->int:
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #34a3aad9
 _GIVEN = 8 # Pieces of a row that blocks add up among themselves
 
+def _sms(card): return getattr(card, 'multiprocessors', 132)
+
 def _split(card, d, blocks, pieces, rows, window):
     "How the work is shared out: pieces of a block one after the other, how many blocks of a row may add up its pieces (0: attn_merge), and least blocks a multiprocessor"
-    sms = getattr(card, 'multiprocessors', 132); all_ = blocks*pieces*rows
+    sms,all_ = _sms(card),blocks*pieces*rows
     per = 1 if window or rows==1 else max(1, min(8, all_//(4*sms)))
-    crowded = all_>per*sms
+    crowded = all_>sms
     return per,0 if crowded or per>1 or pieces>_GIVEN else 1 if card.kind=='emulator' else _GIVEN,(1,2)[crowded] if d>128 else (2,3)[crowded] if d>64 else (2,5)[crowded]
 
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #19af3707
@@ -215,10 +218,10 @@ def attend(
     "Attention of 1 to 8 rows of each sequence over the cache, from projection to projection"
     card,R,d,h = card_of(qkv),len(qkv),a.head_dim,a.num_heads
     half = angles.cos.shape[1] if angles else 0
-    defines = _variant(card, a, pool, half, b)
     y = card.empty((R, h*d)) if out is None else out
     blocks = _blocks(h, a.num_kv_heads)
     n,many = num_pieces(b.longest, window, blocks, d)
+    defines = _variant(card, a, pool, half, b, blocks*n*R>_sms(card))
     o,ml = (card.empty((R,n,h,d)),card.empty((R,n,h,2))) if n>1 else (None,None)
     per,mergers,least = _split(card, d, blocks, n, R, window)
     words = pool.words if mergers and n>1 else None

@@ -155,6 +155,7 @@ def _launch(card, x, w, gain, parts, extra, bias, gate, add, out, eps, group, ac
     if team>1:
         W,main,span = _shared_out(w.rows, card.multiprocessors, team, split)
         mine,opts['TEAM'] = units*split//team*128*f.blocks,team
+    if rows>1 and f.narrow and (w.pair or not opts['NORM']): opts['PIPE'] = 1
     steps = -(-w.rows//(span*main))*units
     held,deep,shared = _staged(f, mine, rows, card, W, split//team, steps)
     opts |= dict(W=W, SPLIT=split, STAGED=held, DEEP=deep)

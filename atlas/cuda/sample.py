@@ -54,8 +54,10 @@ class SampleTable:
         self.lines,self._lists,self._masked = {},{},{}
         self._how = np.zeros(lines, HOW)
         zeros,empty = card.zeros,card.empty
-        self.how,self.position = zeros((lines,16), 'int32'),zeros(lines, 'int64')
-        self.work,self.bins = zeros((rows,8), 'int64'),zeros((rows,BINS), 'int64')
+        self.how = zeros((lines,16), 'int32')
+        self.position = zeros(lines, 'int64')
+        self.work = zeros((rows,8), 'int64')
+        self.bins = zeros((rows,BINS), 'int64')
         self.best = zeros((rows,MOST), 'int64')
         self.list,self.spans = empty((rows,room), 'uint32'),empty((rows,SPANS), 'int64')
         self.sums,self.bests = empty((rows,SPANS,2), 'float64'),empty((rows,SPANS,REPORT), 'int64')
@@ -64,7 +66,9 @@ class SampleTable:
         self.counts = self.prompt = self.mask = self.bias_ids = self.bias = self.ends = self.adjusted = None
     @property
     def nbytes(self): "On the card"; return sum(a.nbytes for k,a in vars(self).items() if hasattr(a, 'nbytes') and k not in ('_how','_told','heard'))
-    def __repr__(self): return f'SampleTable({self.size} lines of {self.vocab:,}, {len(self.lines)} in use, {self.nbytes:,} bytes)'
+    def __repr__(self):
+        size = f'{self.size} lines of {self.vocab:,}, {len(self.lines)} in use'
+        return f'SampleTable({size}, {self.nbytes:,} bytes)'
 
 # %% ../../nbs/3_ops/sample/61_cuda.sample.ipynb #e8d57fd1
 @patch
@@ -114,7 +118,8 @@ def set(self:SampleTable,
     self._how[i] = (0. if p.temperature==0 else max(p.temperature, 1e-30), p.top_k, p.min_p, max(p.repetition_penalty, 1e-6), p.frequency_penalty, p.presence_penalty,
         p.top_p, state.seed & (2**64-1), least if ends else 0, len(bias), len(ends), -1 if p.logprobs is None else p.logprobs, PENALTIES*penal, 0)
     if penal:
-        counts = self._need('counts', (self.size,self.vocab), 'int32', zero=True)
+        shape = self.size,self.vocab
+        counts = self._need('counts', shape, 'int32', zero=True)
         self.card.write(counts[i], state.counts)
         if state.in_prompt is not None: self._bits('prompt', i, state.in_prompt)
         elif self.prompt is not None: self._bits('prompt', i, np.zeros(self.vocab, bool))
@@ -154,8 +159,13 @@ def allow(self:SampleTable,
         masked.add(row)
         self._mask(i, row, tokens)
     # a line is masked or not: where one of its rows is, the others need a mask too
-    free = [j for j in others if masked and j not in masked]
+    free = {*others}-masked if masked else ()
     for j in free: self._mask(i, j, np.ones(self.vocab, bool))
+    self._flag(i, bool(masked))
+
+@patch
+def _flag(self:SampleTable, i, masked):
+    "Say whether line `i` has masks"
     h = self._how[i]
     was = h['flags'].item()
     h['flags'] = was|MASK if masked else was&~MASK
@@ -184,7 +194,8 @@ def sample_rows(
     rows=None, # i32 [R]: the line of each row, -1 for padding, which stays as it is; None: row i has line i
     greedy:bool=False, # One launch: the largest logit of each row, nothing else is written
     cuts:bool=True, # Is there a line with top-k or top-p?
-    then=None, # (`Batch`, positions in a block): the decode step that this ends; its rows go on as `advance` says, and `table.heard` gets what was chosen
+    # (`Batch`, positions in a block): the step that this ends; its rows go on, and the host hears
+    then=None, # in `table.heard` what was chosen
     width:int=1, # Rows of a sequence, side by side: row j chooses the token after j drafts
     given=None, # i32 [R]: tokens that the rows were fed with; then nothing is counted
 ):
@@ -216,8 +227,11 @@ def _drawn(logits, t, ids_out, rows, cuts, width, given, arrays, sizes):
         given, V, words, bias, ends, width, t.width)
     if cuts:
         go('sample_bins', t.adjusted, rows, t.how, t.work, t.bins, V)
-        go('sample_cut', t.adjusted, rows, t.how, t.position, t.work, t.bins, t.list, V, t.room, width)
-    go('sample_draw', t.adjusted, rows, t.how, t.position, t.counts, t.work, t.spans, ids_out, t.logprobs, t.top_ids, t.top_logprobs, *arrays, V, *sizes, width, int(given is None))
+        go('sample_cut', t.adjusted, rows, t.how, t.position,
+            t.work, t.bins, t.list, V, t.room, width)
+    go('sample_draw', t.adjusted, rows, t.how, t.position, t.counts,
+        t.work, t.spans, ids_out, t.logprobs, t.top_ids, t.top_logprobs,
+        *arrays, V, *sizes, width, int(given is None))
 
 def _blocks(R, V):
     "Blocks of a greedy row: about one a multiprocessor, beside those of the product before"

@@ -278,9 +278,12 @@ def likeliest(logits, names=None, out=None):
     return ids
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #0e681c66
-def ngram(history, line, end, k:int, least:int=2, most:int=4):
+def ngram(
+    history, line, end,
+    k:int, least:int=2, most:int=4, out=None
+):
     "What followed the last time that each sequence ended as it ends now: [k, S], -1 for none"
-    return look_up(history, line, end, k, least, most)
+    return look_up(history, line, end, k, least, most, out)
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #5869786e
 DEFAULTS = Defaults(2048, 1<<15, 64, 'f16', False)

@@ -10,15 +10,13 @@ __all__ = ['bucket', 'Rows', 'Placed', 'place_rows', 'CheckedRows', 'CardEnds', 
 # %% ../../nbs/5_engine/08_card_stepper.ipynb #7563a15f
 import numpy as np
 from contextlib import contextmanager,nullcontext
-from dataclasses import dataclass
-from types import SimpleNamespace
+from dataclasses import dataclass,replace
 from functools import partial
 from fastcore.basics import patch
 from ..cuda.accept import VerifyRows,accept_rows,next_rows
 from ..cuda.attend import most_rows
-from ..cuda.ngram import ngram
 from ..cuda.sample import SampleTable,sample_rows
-from .draft import End,Ends
+from .draft import DraftInput,End,Ends
 from .stepper import Flight,Pass,Stepper,following,fork,lets,replays,tiles
 from ..card.graph import Graph,Mark
 from ..ground.core import UnsupportedError
@@ -32,36 +30,66 @@ def bucket(n:int, least:int=1)->int:
     "The smallest power of two from `least` on that `n` fits in"
     return max(least, 1<<max(0, n-1).bit_length())
 
+# %% ../../nbs/5_engine/08_card_stepper.ipynb #5d90c1e5
 class Rows:
     "The rows of decode steps without drafts, on the card: the fields of a `Batch`"
-    def __init__(self, card, most:int, max_blocks:int, block_size:int):
+    def __init__(self, card, most:int, max_blocks:int, block_size:int,
+        drafts:int=0, # Most of a sequence
+    ):
         self.card,self.most,self.size = card,bucket(most),block_size
         self.seqs,self.width,self.media = [],1,False
-        n = self.most
-        self.known = [0]*n # Blocks of each sequence that the card was told of
-        self.firsts = {1:card.upload(np.arange(n+1, dtype=np.int32))}
-        self.at = _arrays(card, n, max_blocks)
+        self.known = [0]*self.most # Blocks of each sequence that the card was told of
+        ends = np.arange(self.most+1, dtype=np.int32)
+        widths = range(1, drafts+2)
+        self.firsts = {w: card.upload(ends*w) for w in widths}
+        self.by = {w: self._layout(w, max_blocks) for w in widths}
+        self._some = {} # Arrays of fewer sequences
+
+    def _layout(self, width, max_blocks):
+        "Arrays of steps with so many rows a sequence"
+        return _Arrays(self.card, self.most, max_blocks)
+
+    @property
+    def at(self):
+        "Those of steps as wide as they are now"
+        return self.by[self.width]
+
+    def of(self, n:int):
+        "Those of the first `n` sequences"
+        key = self.width,n
+        if key not in self._some: self._some[key] = self.at.of(n)
+        return self._some[key]
 
     def batch(self, n:int, longest:int)->Batch:
         "The rows of the first `n` sequences, none beyond `longest` tokens"
         w,a = self.width,self.of(n)
         pos3 = a.pos3.reshape(3, n*w) if self.media else None
-        return Batch(a.ids, a.pos, a.slots, a.tables, a.starts, a.live, a.state_in, a.state_out,
-            None, False, pos3, seq=a.seq, first=self.firsts[w][:n+1], longest=longest)
+        where = a.pos,a.slots,a.tables,a.starts,a.live
+        first = self.firsts[w][:n+1]
+        return Batch(a.ids, *where, a.state_in, a.state_out,
+            None, False, pos3, seq=a.seq, first=first, longest=longest)
 
-    def of(self, n:int):
-        "The arrays of the first `n` sequences"
-        a = {k:v[:n] for k,v in vars(self.at).items()}
-        return SimpleNamespace(**a|dict(pos3=self.at.pos3[:3*n]))
+# %% ../../nbs/5_engine/08_card_stepper.ipynb #5d90c1e4
+class _Arrays:
+    "What a step of `n` rows without drafts reads"
+    def __init__(self, card, n, max_blocks):
+        def full(shape, v, kind=np.int32):
+            return card.upload(np.full(shape, v, kind))
+        self.tables = full((n,max_blocks), 0)
+        self.pos3 = full(3*n, 0)
+        zero,none = 'ids pos starts state_in','seq state_out lanes'
+        for k in zero.split(): setattr(self, k, full(n, 0))
+        for k in none.split(): setattr(self, k, full(n, -1))
+        self.live = full(n, 1)
+        self.slots = full(n, -1, np.int64)
 
-def _arrays(card, n, max_blocks):
-    "What a step of `n` rows reads"
-    def full(shape, v, dtype=np.int32): return card.upload(np.full(shape, v, dtype))
-    a = SimpleNamespace(tables=full((n,max_blocks), 0), pos3=full(3*n, 0))
-    for k in ('ids','pos','starts','state_in'): setattr(a, k, full(n, 0))
-    for k in ('seq','state_out','lanes'): setattr(a, k, full(n, -1))
-    a.live,a.slots = full(n, 1),full(n, -1, np.int64)
-    return a
+    def of(self, n):
+        "Those of the first `n` rows"
+        some = object.__new__(_Arrays)
+        for k,v in vars(self).items():
+            size = 3*n if k=='pos3' else n
+            setattr(some, k, v[:size])
+        return some
 
 # %% ../../nbs/5_engine/08_card_stepper.ipynb #b2f4505e
 @dataclass
@@ -76,14 +104,17 @@ class Placed:
 
 def _fed(s, width)->list[int]:
     "The newest token of `s`, and its drafts as far as it may check them"
-    most = min(width-1, s.most_drafts, s.depth-1-s.num_computed)
-    return [s.outputs[-1],*s.drafts[:max(most, 0)]]
+    room = s.depth-1-s.num_computed
+    most = max(0, min(width-1, s.most_drafts, room))
+    return [s.outputs[-1],*s.drafts[:most]]
 
 def _nobody(most, width)->Placed:
     "Rows that nobody has"
-    def full(v, kind=np.int32): return np.full((most,width), v, kind)
-    live = np.zeros(most, np.int32)
-    return Placed(full(0), full(0), full(-1), full(-1, np.int64), full(-1), live)
+    zeros = np.zeros((most,width), np.int32)
+    ids,pos,live = zeros,zeros.copy(),zeros[:,0].copy()
+    seq,states = zeros-1,zeros-1
+    slots = seq.astype(np.int64)
+    return Placed(ids, pos, seq, slots, states, live)
 
 # %% ../../nbs/5_engine/08_card_stepper.ipynb #8aff02ef
 def place_rows(
@@ -95,15 +126,20 @@ def place_rows(
     "The rows of the next step: the newest token of each sequence, and its drafts"
     p = _nobody(most, width)
     for i,s in enumerate(seqs):
-        ids,first = _fed(s, width),s.num_computed
-        n,blocks = len(ids),np.array(s.table.blocks, np.int64)
-        at = np.minimum(np.arange(first, first+width), s.depth)
-        p.live[i],p.pos[i] = n,at
-        p.ids[i,:n],p.seq[i,:n] = ids,i
-        at = at[:n]
-        p.slots[i,:n] = blocks[at//size]*size+at%size
+        ids = _fed(s, width)
+        n,at = len(ids),s.num_computed+np.arange(width)
+        p.live[i] = n
+        p.pos[i] = np.minimum(at, s.depth)
+        p.ids[i,:n] = ids
+        p.seq[i,:n] = i
+        p.slots[i,:n] = _slots(s, p.pos[i,:n], size)
         p.state_out[i] = s.states[1:width+1]
     return p
+
+def _slots(s, pos, size):
+    "Places in the cache of positions of `s`"
+    blocks = np.array(s.table.blocks, np.int64)
+    return blocks[pos//size]*size+pos%size
 
 # %% ../../nbs/5_engine/08_card_stepper.ipynb #c500000a
 @patch
@@ -113,9 +149,12 @@ def place(self:Rows,
     width:int=1, # Rows of each
 ):
     "Say anew who is in which row"
-    self.seqs,self.known,self.width = list(seqs),[0]*self.most,width
-    p,line = place_rows(seqs, self.most, width, self.size),self._padded(lanes, -1)
-    for k in ('ids','pos','seq','slots','state_out'): self._write(k, getattr(p, k))
+    self.seqs,self.width = list(seqs),width
+    self.known = [0]*self.most
+    p = place_rows(seqs, self.most, width, self.size)
+    line = self._padded(lanes, -1)
+    names = 'ids','pos','seq','slots','state_out'
+    for k in names: self._write(k, getattr(p, k))
     self._write('lanes', np.where(p.seq<0, -1, line[:,None]))
     self._each('starts', [s.num_computed for s in seqs])
     self._each('state_in', [s.states[0] for s in seqs])
@@ -151,8 +190,9 @@ def _turned(self:Rows, seqs, pos):
     n = bucket(len(seqs))
     at = pos[:n].copy()
     for row,m in zip(at, media): row += m.delta if m else 0
+    three = np.tile(at.ravel(), 3)
     to = self.at.pos3.reshape(-1)
-    self.card.write(to[:3*at.size], np.tile(at.ravel(), 3))
+    self.card.write(to[:len(three)], three)
 
 @patch
 def watch(self:Rows, seqs, line, live): "Write what else steps need of each sequence"
@@ -174,27 +214,15 @@ class CheckedRows(Rows):
         drafts:int, # Most of a sequence
         scratch:int=-1, # The first of a draft model's own state slots, two for each sequence
     ):
-        self.card,self.most,self.size = card,bucket(most),block_size
-        self.seqs,self.width,self.media = [],1,False
-        self.known,self.turn = [0]*self.most,0
-        ends,widths = np.arange(self.most+1, dtype=np.int32),range(1, drafts+2)
-        self.firsts = {w:card.upload(ends*w) for w in widths}
-        self.by = {w:self._layout(w, max_blocks, scratch) for w in widths}
+        self.scratch,self.turn = scratch,0
+        super().__init__(card, most, max_blocks, block_size, drafts)
         self._drafts = card.zeros(self.most*max(drafts, 1), 'int32')
-        self._some = {} # Arrays of fewer sequences
 
-    def _layout(self, width, max_blocks, scratch):
-        "Arrays of steps with so many rows a sequence"
+    def _layout(self, width, max_blocks):
         steps = max(width-1, 1)
         return VerifyRows(self.card, self.most, width, max_blocks, self.size,
-            steps, scratch, media=True)
+            steps, self.scratch, media=True)
 
-    @property
-    def at(self): return self.by[self.width]
-    def of(self, n:int):
-        key = self.width,n
-        if key not in self._some: self._some[key] = self.at.of(n)
-        return self._some[key]
     def drafts(self, n:int):
         "Where drafts go, [K, n]"
         k = self.width-1
@@ -220,36 +248,27 @@ def narrow(self:CheckedRows):
     self.most_drafts = most
 
 # %% ../../nbs/5_engine/08_card_stepper.ipynb #d14b0002
-class CardEnds:
-    "What a drafter may ask in a step's graph; as `Ends`"
+class CardEnds(DraftInput):
+    "The same in a step's graph, where the card has written it"
     def __init__(self, rows:CheckedRows, n:int, longest:int, history=None):
-        self.a,self.longest,self._history = rows.of(n),longest,history
-        self.first,self.media = rows.firsts[1][:n+1],rows.media
-        self.drafts,self.newest = rows.drafts(n),self.a.newest
-
-    def out(self, i:int):
-        "Where draft `i` goes"
-        return self.drafts[i]
-
-    def _batch(self, i, ids, starts):
-        a = self.a
-        pos3 = a.c_pos3[i] if self.media else None
-        return Batch(ids, a.c_pos[i], a.c_slots[i], a.tables, starts, a.live,
-            a.c_in[i], a.c_out[i], None, False, pos3,
-            seq=a.c_seq[i], first=self.first, longest=self.longest)
+        a = self.a = rows.of(n)
+        self.first,self.longest = rows.firsts[1][:n+1],longest
+        self.newest,self.drafts = a.newest,rows.drafts(n)
+        self.history = history,a.line,a.c_pos[0]
+        self.media = rows.media
 
     def rows(self, i:int, ids)->Batch:
         "One row of each sequence: token `i` from its newest on"
-        return self._batch(i, ids, self.a.c_starts[i])
+        a = self.a
+        places = a.c_pos[i],a.c_slots[i],a.tables
+        rows,states = (a.c_starts[i],a.live),(a.c_in[i],a.c_out[i])
+        pos3 = a.c_pos3[i] if self.media else None
+        return Batch(ids, *places, *rows, *states, None, False, pos3,
+            seq=a.c_seq[i], first=self.first, longest=self.longest)
 
     def looking(self, ids)->Batch:
         "One row of each that sees what came before its newest token"
-        return self._batch(0, ids, self.a.seen)
-
-    def look_up(self, k:int, least:int, most:int)->list:
-        "What came after the last tokens of each sequence, where it had them before: `k` times [S]"
-        a = self.a
-        return ngram(self._history, a.line, a.c_pos[0], k, least, most, self.drafts)
+        return replace(self.rows(0, ids), starts=self.a.seen)
 
 # %% ../../nbs/5_engine/08_card_stepper.ipynb #401fc304
 @dataclass(frozen=True)
@@ -286,10 +305,11 @@ class CardStepper(Stepper):
             drafts = scheduler.drafts
             most = cache.blocks_for(scheduler.max_seq_len)
             size = self.card,n,most,cache.pool.block_size
-            if drafter: self.rows = CheckedRows(*size, drafts, _scratch(cache, drafter))
-            else: self.rows = Rows(*size)
-            rows = max(n+1, n*(drafts+1))
-            self.table = SampleTable(self.card, n+1, model.c.vocab_size, rows=rows, width=drafts+1)
+            if not drafter: self.rows = Rows(*size)
+            else: self.rows = CheckedRows(*size, drafts, _scratch(cache, drafter))
+            rows,width = max(n+1, n*(drafts+1)),drafts+1
+            V = model.c.vocab_size
+            self.table = SampleTable(self.card, n+1, V, rows=rows, width=width)
             self.history = self._history(n+1)
             self.chances = None # Of each draft to be accepted, where that is not compared
         # the stepper's stream waits for no other: weights and cache are to be there
@@ -352,8 +372,9 @@ def _write_history(self:CardStepper, seqs):
     if self.history is None: return
     for s in seqs:
         i,n = self.lanes[s.id],len(s)
-        ids = np.array(s.span(self.written[i], n), np.int32)
-        self.card.write(self.history[i,self.written[i]:n], ids)
+        first = self.written[i]
+        ids = np.array(s.span(first, n), np.int32)
+        self.card.write(self.history[i,first:n], ids)
         self.written[i] = n
 
 # %% ../../nbs/5_engine/08_card_stepper.ipynb #86db83e8
@@ -566,7 +587,8 @@ def _after_fills(self:CardStepper, plan, passes, sampled)->list:
 @patch
 def _logits(self:CardStepper, p:Pass):
     "Of the rows that want them"
-    return self.model.head(self.model.final(p.x[p.b.out]))
+    x = self.model.final(p.x[p.b.out])
+    return self.model.head(x)
 
 @patch
 def _sample(self:CardStepper, logits, seqs, samplers)->Sampled:
@@ -598,10 +620,11 @@ def land(self:CardStepper, flight)->Sampled:
 def _counted(self:CardStepper, flight)->Sampled:
     "What a step said whose rows were checked; its drafts go to the flight"
     n,w = len(flight.plan.decode),flight.plan.width
-    half = flight.halves[0]
+    half,rows = flight.halves[0],self.rows.of(bucket(n))
     heard = self.table.heard[half,:n*w].reshape(n, w)
-    told = self.rows.of(bucket(n)).heard_seq[half,:n].copy()
-    flight.drafts = [_until(-1, row) for row in told[:,1:w].tolist()]
+    told = rows.heard_seq[half,:n].copy()
+    drafts = told[:,1:w].tolist()
+    flight.drafts = [_until(-1, row) for row in drafts]
     names = heard.dtype.names if flight.full else ('id',)
     said = [heard[k].copy() for k in names]
     said += [None]*(4-len(said))
@@ -642,8 +665,8 @@ def _try_replay(self:CardStepper, rows):
 def _try_drafts(self:CardStepper, b, x):
     "Draft after the prompts of `b`, which are over"
     h = self.drafter.see(b, x, b.ids)
-    ends = [End(0, 0, 0, [0], 0, [0]*8) for _ in range(b.num_seqs)]
-    where = Ends(ends, self.cache, self.card)
+    end = End(0, 0, 0, [0], 0, [0]*8)
+    where = Ends([end]*b.num_seqs, self.cache, self.card)
     self.drafter.propose(h, b.out, where, self.scheduler.drafts)
 
 # %% ../../nbs/5_engine/08_card_stepper.ipynb #5ed2513d

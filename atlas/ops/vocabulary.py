@@ -339,9 +339,13 @@ def ngram(
     k:int, # Drafts of each
     least:int=2, # Tokens that have to match
     most:int=4, # Tokens that are compared
+    out=None, # [k, S] int32: where to write
 ): # [k, S] int32, -1 for none
     "What followed the last time that a sequence ended as it ends now"
-    return look_up(history, line, end, k, least, most)
+    found = look_up(history, line, end, k, least, most)
+    if out is None: return found
+    out[:] = found
+    return out
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #e2f07202
 @dataclass(frozen=True)

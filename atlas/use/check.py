@@ -20,7 +20,6 @@ from ..card.device import CudaFault,Host
 from ..ground.formats import QTensor
 from ..cuda.accept import VerifyRows,accept_on_host,accept_rows,next_on_host,next_rows
 from ..cuda.attend import Angles,attend,encode_row,make_pool,unpack_pool
-from ..cuda.advance import advance
 from ..cuda.delta import delta_step
 from ..cuda.experts import moe,row_bias
 from ..cuda.experts_many import experts_many,route_many
@@ -359,19 +358,40 @@ def _sample(card, rng, run):
     ids,top,lp = map(card.download, run(draw)); want = sample(x, [s.row() for s in states])
     return [(ids, want.ids, 0),(top[0,:3], want.top_ids[0,:3], 0),(lp[:1,:3], want.top_logprobs[:1,:3], 1e-5)]
 
-@_case('advance_rows', '5 rows', decode={})
-def _advance(card, rng, run):
-    b,host = _step(card, rng, [(14,1),(3,1),(40,1),(0,1),(7,1)], False)
-    was = {k: getattr(host, k).copy() for k in ('pos','starts','state_in','state_out')}
-    go = lambda: advance(b, b.tables, 16)
-    run(go); n = card.download(b.pos)[0]-was['pos'][0] # done once or twice
-    return [(n in (1,2), True, 0),(card.download(b.pos), was['pos']+n, 0),(card.download(b.starts), was['starts']+n, 0),
-        (card.download(b.state_in), was['state_out' if n%2 else 'state_in'], 0)]
+# %% ../../nbs/8_use/06_check.ipynb #5d90c1e6
+def _moves(card, rng, run, greedy):
+    "The end of a step: its rows go on to the next one"
+    b,host = _step(card, rng, [(p, 1) for p in (14,3,40,0,7)], False)
+    x,ids = card.upload(_normal(rng, 5, 300)),card.empty(5, 'int32')
+    table = SampleTable(card, 5, 300)
+    likely = SampleState(SamplingParams(temperature=0), [1], 300)
+    for i in range(5): table.set(i, likely)
+    how = dict(greedy=greedy, cuts=False, then=(b,16))
+    run(lambda: sample_rows(x, table, ids, **how))
+    n = card.download(b.pos)[0]-host.pos[0]  # done once or twice
+    return [(n in (1,2), True, 0), *_moved(card, b, host, n)]
+
+def _moved(card, b, host, n):
+    "Where rows stand after `n` steps, and where they should"
+    pos,states = host.pos+n,[host.state_in,host.state_out]
+    block,place = np.divmod(pos, 16)
+    blocks = host.tables[range(5),block]
+    if n%2: states = states[::-1]
+    want = dict(pos=pos, starts=pos, slots=np.int64(blocks)*16+place)
+    want |= zip(('state_in','state_out'), states)
+    return [(card.download(getattr(b, k)), v, 0) for k,v in want.items()]
+
+@_case('greedy', '5 rows', on_to_the_next_step={})
+def _greedy_moves(card, rng, run): return _moves(card, rng, run, True)
+
+@_case('sample_scan + _draw', '5 rows', on_to_the_next_step={})
+def _draw_moves(card, rng, run): return _moves(card, rng, run, False)
 
 # %% ../../nbs/8_use/06_check.ipynb #7be1a402
 @_case('sample_scan + _bins + _cut + _draw', '2 sequences of 3 rows', drafts={})
 def _sample_drafts(card, rng, run, W=3, V=3000):
-    fed,x = np.int32([[5,7,7],[4,8,9]]),_normal(rng, 2*W, V)*3
+    fed = np.int32([5,7,7, 4,8,9]).reshape(2, W)
+    x = _normal(rng, 2*W, V)*3
     one = SamplingParams(frequency_penalty=.5, top_p=.9)
     other = SamplingParams(top_k=40, presence_penalty=1.)
     put,ids = card.upload(x),card.empty(2*W, 'int32')
@@ -385,7 +405,8 @@ def _sample_drafts(card, rng, run, W=3, V=3000):
         for s in range(2): t.set(1-s, behind(s, []))
         sample_rows(put, t, ids, lines, width=W, given=given)
     run(draw)
-    rows = [behind(s, fed[s,1:j+1]) for s in range(2) for j in range(W)]
+    rows = []
+    for s in range(2): rows += [behind(s, fed[s,1:j]) for j in range(1, W+1)]
     return [(card.download(ids), sample(x, rows).ids, 0)]
 
 # %% ../../nbs/8_use/06_check.ipynb #7be1a403
@@ -394,17 +415,21 @@ def _verified(card, rng, S, W):
     r = VerifyRows(card, S, W, 4, 16, W-1, 100, True)
     t = SampleTable(card, S, 9, rows=S*W, width=W)
     p = SamplingParams(frequency_penalty=1.)
-    for s in range(S): t.set(s, SampleState(p, [1], 9, seed=s))
-    bounds = dict(ids=(-1,3), said=(-1,3), pos3=(0,99), live=(0,W+1), limit=(1,64), kmax=(0,W))
-    given = {k: rng.integers(*b, getattr(r, k).shape) for k,b in bounds.items()}
-    given['pos'] = np.repeat(rng.integers(0, 60, S), W)+np.tile(np.arange(W), S)
+    for s in range(S):
+        state = SampleState(p, [1], 9, seed=s)
+        t.set(s, state)
+    bounds,given = dict(ids=(-1,3), said=(-1,3), pos3=(0,99)),{}
+    bounds |= dict(live=(0,W+1), limit=(1,64), kmax=(0,W))
+    for k,b in bounds.items(): given[k] = rng.integers(*b, getattr(r, k).shape)
+    first = rng.integers(0, 60, S)
+    given['pos'] = first[:,None]+np.arange(W)
     given['tables'] = rng.permutation(4*S).reshape(S, 4)
     given['line'] = rng.permutation(S)
     given['state_in'] = S*W+np.arange(S)
     given['state_out'] = np.arange(S*W)
     for k,a in given.items():
         to = getattr(r, k)
-        card.write(to, a.astype(np.int32))
+        card.write(to, a.reshape(to.shape).astype(np.int32))
     return r,t
 
 # %% ../../nbs/8_use/06_check.ipynb #7be1a404
@@ -435,7 +460,8 @@ def _table(card, t):
 
 def _pairs(a, b):
     "Numbers of the same name, which are to have the same bits"
-    names = [k for k,v in vars(b).items() if isinstance(v, np.ndarray) and not v.dtype.names]
+    arrays = {k:v for k,v in vars(b).items() if isinstance(v, np.ndarray)}
+    names = [k for k,v in arrays.items() if not v.dtype.names]
     return [(getattr(a, k), getattr(b, k), 0) for k in names]
 
 # %% ../../nbs/8_use/06_check.ipynb #d15f6efb

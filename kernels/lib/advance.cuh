@@ -1,10 +1,18 @@
 #pragma once
-// A row of a decode step goes on to its sequence's next position. What is read for that are step tables, so `look` may come before `pdl_wait`;
-// `go` writes them, so every kernel of the step must have ended.
-struct Rows {  // of kernels/advance_rows.cu; seq null: nothing moves
-    const int *seq, *active, *limit, *tables;
-    int *pos, *pos3, *starts, *state_in, *state_out;
-    long long* slots;
+// At the end of a decode step with one row a sequence: each row goes on to its sequence's next
+// position, where sampling has put its token already. What is read for that are step tables, so
+// `look` may come before `pdl_wait`; `go` writes them, so every kernel of the step must have ended.
+// Kernels after it read them before they wait: the next launch must be a plain one (lib/pdl.cuh).
+struct Rows {
+    const int* seq;          // [rows]        sequence of a row; -1: padding, which stays as it is.
+                             //               Null: nothing moves, and the rest may be null too
+    const int* tables;       // [seqs, most]  blocks of a sequence
+    int* pos;                // [rows]        a row that would leave its table stays, with slot -1
+    int* pos3;               // [3, rows]     rotary positions, where they are not `pos`; or null
+    int* starts;             // [seqs]        position of a sequence's first row
+    int* state_in;           // [seqs]        recurrent state to read: what this step wrote
+    int* state_out;          // [rows]        and to write: what this step read; -1 for none
+    long long* slots;        // [rows]        place in the cache of the row's key and value
     int rows, most, block_size;
 };
 struct Move { int seq, pos, start, in, out, axis[3]; long long slot; bool stay; };
@@ -12,15 +20,17 @@ struct Move { int seq, pos, start, in, out, axis[3]; long long slot; bool stay; 
 __device__ __forceinline__ Move look(const Rows& b, int r) {
     Move m = {};
     m.seq = b.seq ? b.seq[r] : -1;
-    if (m.seq < 0 || (b.active && !b.active[r])) { m.seq = -1; return m; }
+    if (m.seq < 0) return m;
     m.pos = b.pos[r] + 1;
-    m.stay = m.pos >= min(b.limit ? b.limit[m.seq] : b.most * b.block_size, b.most * b.block_size);
+    m.stay = m.pos >= b.most * b.block_size;
     if (m.stay) return m;
     m.start = b.starts[m.seq] + 1;
     m.in = b.state_in[m.seq];
     m.out = b.state_out[r];
     if (b.pos3) for (int i = 0; i < 3; i++) m.axis[i] = b.pos3[i * b.rows + r] + 1;
-    m.slot = (long long)b.tables[(size_t)m.seq * b.most + m.pos / b.block_size] * b.block_size + m.pos % b.block_size;
+    const int* blocks = b.tables + (size_t)m.seq * b.most;
+    const long long block = blocks[m.pos / b.block_size];
+    m.slot = block * b.block_size + m.pos % b.block_size;
     return m;
 }
 __device__ __forceinline__ void go(const Rows& b, int r, const Move& m) {

@@ -134,7 +134,26 @@ template <int MANY, int BEST, int ALSO, int FEW, int EACH> struct Slots {
     __device__ __forceinline__ int* of(int row) { return FEW == 1 ? expert + ALSO : ids + row * BEST; }  // where its picks are to be put
     __device__ __forceinline__ void group(int rows, int threads) {  // between two barriers
         if (FEW == 1) return;
-        const int lane = threadIdx.x % 32, many = rows * BEST;
+        if (FEW * BEST <= 32) { if (threadIdx.x < 32) group_by_warp(rows * BEST); }
+        else group_by_block(rows * BEST, threads);
+    }
+    // A lane an entry: those that have the same expert find each other.
+    __device__ __forceinline__ void group_by_warp(int many) {
+        const unsigned below = (1u << threadIdx.x) - 1;
+        const int id = (int)threadIdx.x < many ? ids[threadIdx.x] : -1;
+        const unsigned same = __match_any_sync(~0u, id) & below;
+        const int place = __popc(same) % EACH;
+        const unsigned opens = __ballot_sync(~0u, id >= 0 && !place);
+        unsigned opener = same;  // the last of them opened the slot, unless others came between
+        for (int i = 1; i < place; i++) opener &= ~(1u << (31 - __clz(opener)));
+        const int mine = FIRST + __popc(opens & (place ? (1u << (31 - __clz(opener))) - 1 : below));
+        if (!threadIdx.x) number = FIRST + __popc(opens);
+        if (id < 0) return;
+        if (!place) expert[mine] = id;
+        who[mine][EACH == FEW ? threadIdx.x / BEST : place] = threadIdx.x / BEST * PICKS + threadIdx.x % BEST;
+    }
+    __device__ __forceinline__ void group_by_block(int many, int threads) {
+        const int lane = threadIdx.x % 32;
         for (int i = threadIdx.x; i < many; i += threads) {
             int before = 0, first = i;
             #pragma unroll 4

@@ -62,23 +62,27 @@ def mtp(name, sizes=None, see=Run.hidden):
     r = refs[name]
     run = Run(model(name))
     m,h = run.model,see(run, r['ids'])
-    ids = [*r['ids'].tolist()[1:],int(r['greedy'][0])]
+    ids = r['ids'].tolist()[1:]
+    ids.append(int(r['greedy'][0]))
     one,at = [],0
     for n in sizes or [len(ids)]:
         b = run.batch(ids[at:at+n], at, n>MAX_ROWS)
         rows = np.zeros((b.num_rows,h.shape[1]), np.float32)
         rows[b.out] = h[at:at+n]
-        one.append(m.mtp(m, b, rows, run.cache)[b.out])
+        out = m.mtp(m, b, rows, run.cache)
+        one.append(out[b.out])
         at += n
     assert at==len(ids)
     last = np.array([len(one[-1])-1])
     drafter = MTPDrafter(m, run.cache, 2)
-    return m.head(np.concatenate(one)),*proposed(drafter, run, one[-1], last, ids[-1], at)
+    logits = m.head(np.concatenate(one))
+    return logits,*proposed(drafter, run, one[-1], last, ids[-1], at)
 
 def proposed(drafter, run, h, last, newest, at):
     "Tokens and logits that `drafter` proposes after `newest`, which is at position `at`"
     rows = []
-    ends = Ends([End(newest, at, 255, run.table.blocks)], run.cache, host)
+    end = End(newest, at, 255, run.table.blocks)
+    ends = Ends([end], run.cache, host)
     found = drafter.propose(h, last, ends, drafter.k, rows.append)
     return [int(ids[0]) for ids in found],np.concatenate(rows)
 
@@ -87,9 +91,10 @@ def drafts(name, beyond=0, spoil=lambda assistant: None):
     r = refs[name]
     run,a = Run(model(r['target'].item())),model(name)
     spoil(a)
-    h,at = run.hidden(r['draft_ids']),len(r['draft_ids'])+beyond
+    ids,newest = r['draft_ids'],int(r['draft_first'][0])
+    h,at = run.hidden(ids),len(ids)+beyond
     drafter = AssistantDrafter(run.model, run.cache, a, 3)
-    last,newest = np.array([len(h)-1]),int(r['draft_first'][0])
+    last = np.array([len(h)-1])
     return proposed(drafter, run, h, last, newest, at)
 
 def seen(name, m):

@@ -2,6 +2,7 @@
 what they answer, and that nothing is left behind."""
 import functools
 import numpy as np
+from hypothesis import strategies as st
 from atlas.engine.cache import KVCache
 from atlas.ground.config import AttentionConfig,DeltaConfig,ModelConfig,RopeConfig
 from atlas.card.device import Host
@@ -41,11 +42,30 @@ def small_cache(config, blocks, states, drafting=False):
         for a in states.values(): a[...] = np.nan
     return cache
 
-def engine(overlap=False, blocks=40, seqs=4, stepper=HostStepper, guides=None, drafts=0, **kw):
+def engine(overlap=False, blocks=40, seqs=4,
+        stepper=HostStepper, guides=None, drafts=0, **kw):
     "An engine of `MODEL`"
     cache = small_cache(CONFIG, blocks, (2+drafts)*seqs)
-    scheduler = Scheduler(cache.pool, seqs, 200, 64, drafts=drafts, **kw)
+    sizes = seqs,200,64
+    scheduler = Scheduler(cache.pool, *sizes, drafts=drafts, **kw)
     return Engine(scheduler, stepper(MODEL, cache, overlap), guides)
+
+# What is asked
+
+def every(n):
+    "Every `n`th token"
+    return tuple(range(0, V, n))
+
+HOWS = [
+    {},
+    dict(temperature=.9, seed=3),
+    dict(logprobs=2),
+    dict(temperature=.8, seed=5, logprobs=0,
+        presence_penalty=.5, repetition_penalty=1.3),
+    dict(stop_token_ids=every(9)),
+    dict(min_tokens=3, ignore_eos=False, stop_token_ids=every(6)),
+    dict(temperature=1., seed=1, top_p=.8, frequency_penalty=.4),
+]
 
 def ask(i, n=10, most=8, priority=0, guide=None, **kw):
     "Request `i`: `n` tokens of its own, and `most` to come"
@@ -54,6 +74,24 @@ def ask(i, n=10, most=8, priority=0, guide=None, **kw):
     params = SamplingParams(**how)
     ids = tuple(prompt.tolist())
     return Request(f'r{i}', ids, params, priority, eos_ids=(V-1,), guide=guide)
+
+def drawn(lengths, most, hows=HOWS):
+    "A request that hypothesis draws, and when it arrives: what `arrivals` takes"
+    return st.tuples(
+        st.sampled_from(lengths),  # tokens of its prompt
+        st.sampled_from(most),  # tokens at most
+        st.sampled_from([0,0,-1,1]),  # priority
+        st.sampled_from(hows),
+        st.integers(0, 12))  # the step before which it arrives
+
+def arrivals(asks):
+    "Requests with the steps before which they arrive"
+    out = []
+    for i,(n,most,priority,how,at) in enumerate(asks):
+        most = max(most, how.get('min_tokens', 0))
+        r = ask(i, n, most, priority, **how)
+        out.append((r, at))
+    return out
 
 def left_clean(e):
     "Nothing of any request is left in an engine that has no work"
@@ -64,7 +102,8 @@ def left_clean(e):
     assert not s.seqs and not s.waiting and not s.running and not s.promised
     assert not getattr(e.arbiter, 'limits', None), 'the arbiter knows somebody who has left'
     states = [i for slots in s.states for i in slots]
-    assert sorted(states)==list(range((2+s.drafts)*s.max_num_seqs))
+    slots = (2+s.drafts)*s.max_num_seqs
+    assert sorted(states)==list(range(slots))
 
 def note(events, out):
     "Put each event to those of its request, which must not have ended"
@@ -95,6 +134,16 @@ def serve(e, arrivals, aborts=(), most=2000):
 def said(events):
     "What was said, each token with its probabilities"
     return [(ev.token, ev.logprob, ev.top) for ev in events if ev.token is not None]
+
+def as_alone(mine, want):
+    "What was answered is what is answered alone, up to where it was aborted"
+    if mine and mine[-1].finish!='abort':
+        assert said(mine)==said(want)
+        assert mine[-1].finish==want[-1].finish
+        assert mine[-1].code==want[-1].code
+    else:
+        n = len(said(mine))
+        assert said(mine)==said(want)[:n]
 
 def tokens(events):
     "The tokens that were said"

@@ -10,7 +10,7 @@ from atlas.engine.engine import Engine
 from atlas.engine.stepper import HostStepper
 from atlas.engine.scheduler import Scheduler
 from helpers import small_engine
-from helpers.small_engine import V,made_up,said,serve,small_cache,tokens
+from helpers.small_engine import V,made_up,serve,small_cache,tokens
 
 CONFIG = replace(small_engine.CONFIG, mtp_layers=1)
 MODEL = made_up(CONFIG)
@@ -18,7 +18,9 @@ MODEL = made_up(CONFIG)
 class Guide:
     "Lets each of `sets` come once, in that order; then it is whole"
     error,code = None,'guide_failed'
-    def __init__(self, sets, n=0): self.sets,self.n = sets,n
+    def __init__(self, sets, n=0):
+        self.sets = sets
+        self.n = n
     ended = property(lambda self: self.n>=len(self.sets))
     def accept(self, t):
         assert not self.ended and t in self.sets[self.n]
@@ -26,7 +28,9 @@ class Guide:
     def fork(self): return Guide(self.sets, self.n)
     def mask(self):
         bits = np.zeros(-(-V//32)*32, bool)
-        if not self.ended: bits[list(self.sets[self.n])] = True
+        if self.ended: may = []
+        else: may = list(self.sets[self.n])
+        bits[may] = True
         return np.packbits(bits, bitorder='little').view(np.uint32)
 GUIDES = SimpleNamespace(start=Guide)
 
@@ -44,7 +48,8 @@ class Oracle(Drafter):
         self.rng = np.random.default_rng(seed)
 
     def propose(self, h, last, ends, k, tap=None):
-        rows = [self._after(tuple(e.history), k) for e in ends.ends]
+        said = [tuple(e.history) for e in ends.ends]
+        rows = [self._after(h, k) for h in said]
         return list(np.array(rows, np.int32).T)
 
     def _after(self, history, k):
@@ -66,11 +71,13 @@ class Broken(MTPDrafter):
         self.share,self.rng = share,np.random.default_rng(0)
     def _likeliest(self, h, *args):
         bad = self.rng.random(len(h))<self.share
-        return super()._likeliest(np.where(bad[:,None], np.float32(np.nan), h), *args)
+        h = np.array(h)
+        h[bad] = np.nan
+        return super()._likeliest(h, *args)
 
 def own_cache(model, k, seqs, blocks):
     "The cache of a draft model"
-    return small_cache(model.c, blocks, (k+2)*seqs+2*seqs)
+    return small_cache(model.c, blocks, (k+4)*seqs)
 
 def drafter(kind, model, cache, k, seqs, **how):
     "Who guesses: by name"
@@ -79,16 +86,20 @@ def drafter(kind, model, cache, k, seqs, **how):
     if kind=='broken': return Broken(model, cache, k)
     if kind=='ngram': return NgramDrafter(model, k, 1, 3)
     if kind=='draft':
-        return ModelDrafter(model, own_cache(model, k, seqs, cache.pool.num_blocks), model, k)
+        own = own_cache(model, k, seqs, cache.pool.num_blocks)
+        return ModelDrafter(model, own, model, k)
     return Oracle(model, k, gaps=.2*(kind=='gaps'), **how)
 KINDS = ['mtp','draft','ngram','oracle','gaps','broken']
 
-def engine(kind='none', k=0, late=False, blocks=40, seqs=4, stepper=HostStepper,
-        guides=GUIDES, arbiter=None, model=MODEL, who=None, **kw):
+def engine(kind='none', k=0, late=False, blocks=40, seqs=4,
+        stepper=HostStepper, guides=GUIDES, arbiter=None,
+        model=MODEL, who=None, **kw):
     "An engine in which `kind` guesses `k` tokens a step; `who` is told to an oracle"
-    cache = small_cache(model.c, blocks, (k+2)*seqs, drafting=True)
-    d = drafter(kind, model, cache, k, seqs, **(who or {}))
-    s = Scheduler(cache.pool, seqs, 200, 64, drafts=k, **kw)
+    slots,sizes = (k+2)*seqs,(seqs,200,64)
+    cache = small_cache(model.c, blocks, slots, drafting=True)
+    who = who or {}
+    d = drafter(kind, model, cache, k, seqs, **who)
+    s = Scheduler(cache.pool, *sizes, drafts=k, **kw)
     return Engine(s, stepper(model, cache, late, d), guides, arbiter)
 
 @functools.cache
@@ -101,20 +112,10 @@ def alone(r, model=MODEL):
 def beyond(r):
     "The prompt of `r`, its answer, and what the model would say after that"
     p = r.params
-    if p.min_tokens or r.guide: return r.prompt+tuple(tokens(alone(r)))
-    more = replace(p, stop_token_ids=(), max_tokens=p.max_tokens+8)
-    return r.prompt+tuple(tokens(alone(replace(r, params=more))))
-
-def as_alone(r, mine):
-    "What `r` was answered is what it is answered alone, up to where it was aborted"
-    want = alone(r)
-    if mine and mine[-1].finish!='abort':
-        assert said(mine)==said(want)
-        assert mine[-1].finish==want[-1].finish
-        assert mine[-1].code==want[-1].code
-    else:
-        n = len(said(mine))
-        assert said(mine)==said(want)[:n]
+    if not (p.min_tokens or r.guide):
+        more = replace(p, stop_token_ids=(), max_tokens=p.max_tokens+8)
+        r = replace(r, params=more)
+    return (*r.prompt, *tokens(alone(r)))
 
 # What happened
 
@@ -129,12 +130,14 @@ class Watched(HostStepper):
         self.turns = []
         flight = super().launch(plan, samplers)
         n = len(plan.first)
-        for rows,count in zip(self.turns, flight.sampled.counts[n:].tolist()):
+        counts = flight.sampled.counts[n:].tolist()
+        for rows,count in zip(self.turns, counts):
             if rows>1: self.seen[_became(rows, count)] += 1
         if plan.decode:
             last,self.width = getattr(self, 'width', plan.width),plan.width
             self.seen['widths changed'] += last!=plan.width
-        self.seen['chunks'] += any(start for _,start,_ in plan.prefill)
+        starts = [start for _,start,_ in plan.prefill]
+        self.seen['chunks'] += any(starts)
         self.seen['replays'] += len(plan.replay)
         return flight
 
@@ -147,7 +150,8 @@ def watch_aborts(e, seen):
     real = e.abort
     def abort(rid):
         up = e.flying.plan.decode if e.flying else ()
-        seen['aborted in the air'] += rid in [s.id for s in up if not s.finish_reason]
+        there = [s.id for s in up if not s.finish_reason]
+        seen['aborted in the air'] += rid in there
         return real(rid)
     e.abort = abort
 
@@ -156,25 +160,32 @@ def count_ends(events, seen):
     last = events[-1]
     n = len(events)-1
     before = bool(n and events[n-1].drafted)
-    if last.finish=='stop' and last.token is not None: seen['stopped inside'] += bool(last.drafted)
     if last.finish=='length': seen['full inside'] += before
-    whole = last.finish=='stop' and last.token is None
-    if whole: seen['guide ended inside'] += bool(n>1 and events[n-2].drafted)
+    if last.finish!='stop': return
+    if last.token is None:
+        seen['guide ended inside'] += bool(n>1 and events[n-2].drafted)
+    else: seen['stopped inside'] += bool(last.drafted)
 
 class Dice:
     "An arbiter who throws dice"
     def __init__(self, most, seed, calm=.8):
-        self.most,self.calm,self.rng = most,calm,np.random.default_rng(seed)
+        self.most,self.calm = most,calm
+        self.rng = np.random.default_rng(seed)
         self.k,self.limits,self.noted = most,{},Counter()
-    def _thrown(self): return int(self.rng.integers(0, self.most+1))
+    def _thrown(self):
+        return int(self.rng.integers(0, self.most+1))
+    def _stays(self): return self.rng.random()<=self.calm
     def drafts(self, seqs, context=0):
-        if self.rng.random()>self.calm: self.k = self._thrown()
+        if not self._stays(): self.k = self._thrown()
         return self.k
     def limit(self, id):
-        stays = id in self.limits and self.rng.random()<self.calm
-        if not stays: self.limits[id] = max(self._thrown(), self._thrown())
+        if not (id in self.limits and self._stays()):
+            one,other = self._thrown(),self._thrown()
+            self.limits[id] = max(one, other)
         return self.limits[id]
     def note(self, k, accepted, seconds, context=0):
-        for checked,n in accepted.values(): self.noted[n<=checked<=k<=self.most] += 1
+        for checked,n in accepted.values():
+            fine = n<=checked<=k<=self.most
+            self.noted[fine] += 1
     def leave(self, id): self.limits.pop(id, None)
     def stats(self): return {}
