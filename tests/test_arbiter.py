@@ -55,7 +55,7 @@ def bounds(most, arb, running, k, limits):
 def counts(arb, m):
     "What holds of the metrics"
     def total(name): return m[f'spec_decode_{name}_total']
-    assert total('probe_steps')<=T.share*arb.steps+T.probe
+    assert total('probe_steps')<=T.share*arb.steps+3*T.probe # Ahead; a peek; what it leads to
     moves = total('changes')-2*total('probes')
     assert moves<=1+arb.steps/T.dwell
     assert total('num_accepted_tokens')<=total('num_draft_tokens')
@@ -246,8 +246,9 @@ def test_text_that_flickers_moves_no_sooner_than_it_may():
 
 def test_what_a_probe_found_is_not_masked():
     "The limits that fell in hard text are lifted with the probe"
-    card = Card(3, 1, .3)
-    card.run(300, 0)
+    card = Card(3, 4, .2)
+    card.run(200, 3, wrong=0)
+    card.run(200, 0)
     assert card.arb.k==0
     assert card.arb.limits['r0'].limit==0
     while not card.arb.k: card.run(1, 3)
