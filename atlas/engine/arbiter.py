@@ -305,7 +305,7 @@ def decide(self:Arbiter, b, times:list[float]):
 # %% ../../nbs/5_engine/04_arbiter.ipynb #02c36556
 @patch
 def hope(self:Arbiter, b, times:list[float], first:float|None=None)->list[float]: # [most+1]
-    "Tokens a second and sequence with each K, if all is good but the `first` draft, if given"
+    "Tokens a second and sequence with each K, if all that is not known is good; `first` is known"
     a,t = self.acceptance.rates,self.tuning
     a[self.k:] = [max(x, t.easy) for x in a[self.k:]]
     if first is not None: a[0] = first
@@ -313,13 +313,14 @@ def hope(self:Arbiter, b, times:list[float], first:float|None=None)->list[float]
     for n,seconds,c in zip(expected(a), times, self.choices(b)):
         age = min((self.steps-c.seen)/t.stale, 1)
         if c.time.mean is None: age = 1
+        if first is not None: age = 0
         hopes.append(n/seconds/(1-.2*age))
     if self.choices(b)[0].time.mean is None: hopes[0] = inf
     return hopes
 
 @patch
 def promising(self:Arbiter, b, times, ks, first=None)->int|None:
-    "The K of most hope among `ks`, if that is better than the one now"
+    "The K of most hope among `ks`, if it is better than the one now; `first` drafts are that good"
     hope = self.hope(b, times, first)
     k = max(ks, key=hope.__getitem__, default=self.k)
     if hope[k]>self.speed(times)[self.k]*(1+self.tuning.gain): return k
