@@ -196,5 +196,6 @@ def test_wrong_configs_are_refused(text, said):
 
 def test_twice_and_different():
     with pytest.raises(RequestError, match='is 3 beside it') as e:
-        EngineConfig('m', num_speculative_tokens=3, speculative_config='{"num_speculative_tokens":2}')
+        EngineConfig('m', num_speculative_tokens=3,
+            speculative_config='{"num_speculative_tokens":2}')
     assert e.value.param=='speculative_config'

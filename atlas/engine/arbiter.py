@@ -6,7 +6,7 @@ Docs: https://atlas-inference.github.io/atlas/5_engine/arbiter.html.md"""
 
 # %% auto #0
 __all__ = ['Tuning', 'Acceptance', 'tally', 'survival', 'expected', 'StepTime', 'Choice', 'bucket', 'line', 'SeqLimit', 'Arbiter',
-           'Probe']
+           'Probe', 'expected_speed']
 
 # %% ../../nbs/5_engine/04_arbiter.ipynb #dab94a71
 from collections import Counter,deque
@@ -267,10 +267,14 @@ def doubt(self:Arbiter, k:int)->float:
     variance = sum(s*(1-s)/n for s,n in zip(chances, a.tried))
     return sqrt(variance)/(1+sum(chances))
 
+def expected_speed(rates, times)->list[float]:
+    "Tokens a second and sequence of steps with 0, 1, … drafts, which take so many seconds"
+    return [n/s for n,s in zip(expected(rates), times)]
+
 @patch
 def speed(self:Arbiter, times:list[float])->list[float]: # [most+1]
     "Tokens a second and sequence with each K"
-    return [n/s for n,s in zip(expected(self.acceptance.rates), times)]
+    return expected_speed(self.acceptance.rates, times)
 
 @patch
 def better(self:Arbiter, times:list[float])->int:
@@ -305,18 +309,21 @@ def decide(self:Arbiter, b, times:list[float]):
 # %% ../../nbs/5_engine/04_arbiter.ipynb #02c36556
 @patch
 def hope(self:Arbiter, b, times:list[float], first:float|None=None)->list[float]: # [most+1]
-    "Tokens a second and sequence with each K, if all that is not known is good; `first` is known"
-    a,t = self.acceptance.rates,self.tuning
-    a[self.k:] = [max(x, t.easy) for x in a[self.k:]]
-    if first is not None: a[0] = first
+    "Tokens a second and sequence with each K, if all but `first` drafts, where given, are good"
+    a,k = self.acceptance.rates,self.k
+    a[k:] = [max(x, self.tuning.easy) for x in a[k:]]
+    if first is not None: return expected_speed([first,*a[1:]], times)
     hopes = []
-    for n,seconds,c in zip(expected(a), times, self.choices(b)):
-        age = min((self.steps-c.seen)/t.stale, 1)
-        if c.time.mean is None: age = 1
-        if first is not None: age = 0
-        hopes.append(n/seconds/(1-.2*age))
+    for speed,c in zip(expected_speed(a, times), self.choices(b)):
+        hopes.append(speed/(1-.2*self.age(c)))
     if self.choices(b)[0].time.mean is None: hopes[0] = inf
     return hopes
+
+@patch
+def age(self:Arbiter, c:Choice)->float:
+    "How old the time of a K is, from 0 to 1; 1 if it is estimated"
+    if c.time.mean is None: return 1.
+    return min((self.steps-c.seen)/self.tuning.stale, 1)
 
 @patch
 def promising(self:Arbiter, b, times, ks, first=None)->int|None:
@@ -394,14 +401,18 @@ def finish(self:Arbiter, b, times:list[float]):
     "A probe is over: move at once if it found something better, else come back later"
     p,self.probe = self.probe,None
     if p.peek: return self.looked(b, times, p)
-    choices,best = self.choices(p.bucket),self.better(times)
-    c = choices[p.k]
-    if best!=self.k:
-        self.move(b, best)
-        c.wait = self.tuning.wait
-        c.due = self.steps+c.wait
-        return
+    c,best = self.choices(p.bucket)[p.k],self.better(times)
+    if best==self.k: return self.failed(p, times)
+    self.move(b, best)
+    c.wait = self.tuning.wait
+    c.due = self.steps+c.wait
+
+@patch
+def failed(self:Arbiter, p:Probe, times:list[float]):
+    "The probe `p` has found nothing better: come back later"
     if not self.k: self.look_later(times)
+    choices = self.choices(p.bucket)
+    c = choices[p.k]
     put_off = choices[self.k+1:] if p.k>self.k else [c]
     for o in put_off: o.due = max(o.due, self.steps+c.wait)
     c.wait = min(2*c.wait, self.tuning.longest)

@@ -142,7 +142,8 @@ def drafting(
 def _opened(o, files):
     "The open checkpoint of a draft model"
     alone = {f.name: f.default for f in fields(Speculation)}
-    try: return files.enter_context(open_model(replace(o, model=o.draft_model, **alone), model_wants))
+    how = replace(o, model=o.draft_model, **alone)
+    try: return files.enter_context(open_model(how, model_wants))
     except AtlasError as e:
         said = f'The draft model cannot be opened: {e.msg}'
         raise type(e)(said, hint=e.hint, param='draft_model') from e
@@ -226,9 +227,10 @@ def _load(self:LoadedModel, ck, show):
     self.arena.trim()
     self._make_cache(steps)
 
+# %% ../../nbs/5_engine/09_loading.ipynb #fa170003
 @patch
 def _plan(self:LoadedModel, ck, need:int, steps:int):
-    "An `OutOfMemoryError` unless weights of `need` bytes, steps and caches fit: target's and drafter's"
+    "An `OutOfMemoryError` unless weights of `need` bytes, steps and caches fit"
     by,left = self.drafting.ck,self.arena.budget.left
     if by: left = min(left, self.device.memory().available)
     names = _named(ck)+(f' and {_named(by)}, which drafts for it,' if by else '')
@@ -239,10 +241,11 @@ def _plan(self:LoadedModel, ck, need:int, steps:int):
 def _steps(self:LoadedModel, ck, packed, anew)->int:
     "Bytes of a step: of the larger model, with a row for each draft, and of rows to draft from"
     o,by = self.options,self.drafting
-    rows,models = o.max_num_seqs*(1+by.k),[ck]+[by.ck]*(by.ck is not None)
-    most = max(_step_bytes(c, self.chunk, rows) for c in models)
-    size = self._narrow()
-    return most+(_head_bytes(models[-1], self.ops, size, packed, *anew) if size else 0)
+    rows,models = o.max_num_seqs*(1+by.k),[ck]
+    if by.ck: models.append(by.ck)
+    most,size = max(_step_bytes(c, self.chunk, rows) for c in models),self._narrow()
+    if size is None: return most
+    return most+_head_bytes(models[-1], self.ops, size, packed, *anew)
 
 @patch
 def _narrow(self:LoadedModel)->int|None:
@@ -318,10 +321,10 @@ def _step_bytes(ck, rows, seqs)->int:
     return (256<<20)+4*(rows+64)*row+logits
 
 def _head_bytes(ck, ops, size, *how)->int:
-    "Bytes of the rows of the output matrix that drafts are read off, if they are `size` and the last"
-    names = 'lm_head.weight','model.embed_tokens.weight'
-    head = {n: ck.tensors[n] for n in names if n in ck.tensors}
-    whole = ops.weight_bytes(dict(list(head.items())[:1]), ('',), *how)
+    "Bytes of the rows of an output matrix that drafts are read off: `size` and the last"
+    name,tied = 'lm_head.weight','model.embed_tokens.weight'
+    if name not in ck.tensors: name = tied
+    whole = ops.weight_bytes({name: ck.tensors[name]}, ('',), *how)
     return int(whole*min((size+LAST)/ck.config.vocab_size, 1))
 
 def _fits(names, budget, left, need, steps):

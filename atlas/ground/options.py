@@ -243,16 +243,16 @@ def _method(word, draft):
 
 def _fields(said:dict, model:str)->dict:
     "Fields of an `EngineConfig` for `model` that are meant by an object of vLLM's"
-    known = ['method', *_VLLM]
-    if strange := [k for k in said if k not in known]:
-        names = ', '.join(map(str, strange))
+    known = 'method',*_VLLM
+    if strange := [str(k) for k in said if k not in known]:
+        names = ', '.join(strange)
         hint = f'It may have {", ".join(known)}'
         _refuse(f'speculative_config has {names}', 'speculative_config', hint)
     told = {k:v for k,v in said.items() if v is not None}
     found = {_VLLM[k]:v for k,v in told.items() if k!='method'}
     if found.get('draft_model')==model: del found['draft_model']
     by = _method(said.get('method'), found.get('draft_model'))
-    if by is True and {'ngram_least','ngram_most'} & set(found): by = 'ngram'
+    if by is True and any(k.startswith('ngram') for k in found): by = 'ngram'
     return _window(found)|dict(speculative=by)
 
 # %% ../../nbs/1_ground/15_options.ipynb #1ed625dc
@@ -273,7 +273,7 @@ def _translate(c):
         free = k=='speculative' and said in (True,'auto')
         if not free and said not in (_UNSAID[k],v):
             why = f'speculative_config says {k}={v!r}, and {k} is {said!r} beside it'
-            _refuse(why, 'speculative_config')
+            _refuse(why, 'speculative_config', 'Leave one out')
         _put(c, **{k:v})
     _put(c, speculative_config=None)
 
