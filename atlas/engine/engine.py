@@ -188,6 +188,7 @@ def _launch(self:Engine, plan)->list[Flight]:
     self._cut = False
     return flights
 
+# %% ../../nbs/5_engine/07_engine.ipynb #18eada0e
 @patch
 def land(self:Engine):
     "Take in the step in the air, if there is one"

@@ -178,6 +178,7 @@ def unused(
     def idle(name): return getattr(c, name)!=_UNSAID[name] and by not in _USERS[name]
     return {name:_USERS[name][-1] for name in _USERS if idle(name)}
 
+# %% ../../nbs/1_ground/15_options.ipynb #7ab1f505
 def _speculation(c):
     "Settle who drafts, and refuse what does not go together"
     by = _drafter(c)
@@ -232,6 +233,7 @@ def _once(pairs):
         _refuse(said, 'speculative_config', 'Say it once')
     return dict(pairs)
 
+# %% ../../nbs/1_ground/15_options.ipynb #c9eb15c0
 def _method(word, draft):
     "The drafter that vLLM calls `word`, where the model `draft` is named or None is"
     if word is None: return 'draft' if draft else True
