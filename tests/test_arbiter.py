@@ -59,7 +59,7 @@ def bounds(most, arb, running, k, limits):
 def counts(arb, m):
     "What holds of the metrics"
     def total(name): return m[f'spec_decode_{name}_total']
-    assert total('probe_steps')<=T.share*arb.steps+T.probe
+    assert total('probe_steps')<=T.share*arb.steps+3*T.probe # Ahead; a peek; what it leads to
     moves = total('changes')-2*total('probes')
     assert moves<=1+arb.steps/T.dwell
     assert total('num_accepted_tokens')<=total('num_draft_tokens')
@@ -106,6 +106,22 @@ def test_the_first_step_after_a_change_is_not_timed():
         arb.note(k, dict(r=(k,0)), seconds)
     assert arb.known((0,0))=={0: 1., 1: 2.}
 
+def test_the_first_step_after_a_raise_counts_for_no_acceptance():
+    "It has the drafts that the step before made, of which there are fewer, or none"
+    arb = Arbiter(2)
+    arb.note(0, dict(r=(0,0)), 1.)
+    rates = arb.acceptance.rates
+    arb.note(2, dict(r=(0,0)), 3.)
+    assert arb.acceptance.rates==rates
+    arb.note(2, dict(r=(2,0)), 2.)
+    assert arb.acceptance.rates!=rates
+
+def test_what_a_change_takes_is_measured():
+    arb = Arbiter(1)
+    for k,seconds in ((1,2.),(0,9.),(0,1.),(1,2.5),(0,1.5),(1,2.5)):
+        arb.note(k, dict(r=(k,0)), seconds)
+    assert arb.toll.mean==.5
+
 def test_contexts_of_all_lengths_are_few_buckets():
     arb = Arbiter(1)
     for seqs in (1,2,1000,10**9):
@@ -116,11 +132,12 @@ def test_contexts_of_all_lengths_are_few_buckets():
 
 class Card:
     "Steps whose time is a line in K, one of them in the air"
-    def __init__(self, most, seqs, price, ahead=0, timed=True, **tuning):
+    def __init__(self, most, seqs, price, ahead=0, timed=True, toll=1., **tuning):
         self.arb = Arbiter(most, **tuning)
         self.seqs,self.price = seqs,price
         self.ahead,self.timed = ahead,timed
-        self.air,self.last = [],most
+        self.toll = toll # What a change of K takes
+        self.air,self.last = [],most # `last` is how many drafts the step before has made
         self.seconds,self.tokens = 0.,0
 
     def run(self, n, right, wrong=None):
@@ -140,9 +157,9 @@ class Card:
     def land(self, k, right, wrong):
         accepted = {}
         for i in range(self.seqs):
-            checked = min(k, self.arb.limit(f'r{i}'))
+            checked = min(k, self.last, self.arb.limit(f'r{i}'))
             accepted[f'r{i}'] = checked,min(checked, 0 if i==wrong else right)
-        seconds = 1+self.price*k+(k!=self.last)
+        seconds = 1+self.price*k+self.toll*(k!=self.last)
         self.arb.note(k, accepted, seconds if self.timed else None)
         self.last = k
         self.seconds += seconds
@@ -180,6 +197,66 @@ def test_never_right_costs_little(most, seqs, price, ahead):
     card = Card(most, seqs, price/most, ahead)
     card.run(3000, 0)
     assert card.tokens/seqs>=.93*card.seconds
+
+changes = st.floats(0, 3)
+
+@settings(deadline=None, max_examples=40)
+@given(price=st.floats(.08, .8), toll=changes, **cards)
+def test_peeks_cost_less_than_two_percent(most, seqs, price, toll, ahead):
+    "Of the time, once it is known that no draft is ever right"
+    card = Card(most, seqs, price, ahead, toll=toll)
+    card.run(1000, 0)
+    before = card.seconds
+    peeks = card.arb.totals['probes']
+    seen = card.run(4000, 0)
+    assert set(seen)<={0,1}, 'nothing deeper than a peek'
+    if price<.5: assert card.arb.totals['probes']>peeks+5, 'it goes on to look'
+    assert card.seconds-before<1.02*4000
+
+def noticed(toll, ahead, seqs, hard, price=.4):
+    "Steps from where the text turns easy to the first with more drafts than a peek has"
+    card = Card(3, seqs, price, ahead, toll=toll)
+    card.run(hard, 0)
+    assert card.arb.k==0
+    for n in range(1000):
+        if card.run(1, 3)[0]>1: return n
+
+@pytest.mark.parametrize('ahead', [0,1])
+@pytest.mark.parametrize('seqs', [1,4])
+@pytest.mark.parametrize('toll,wait', [(0,64),(.3,96),(1,192)])
+def test_easy_text_is_noticed(toll, wait, seqs, ahead):
+    "On average within 64 steps where a change costs up to a third of a step, else within 96"
+    waits = [noticed(toll, ahead, seqs, n) for n in range(800, 1000, 5)]
+    assert max(waits)<=wait
+    assert sum(waits)/len(waits)<=(64 if toll<1 else 96)
+
+def test_a_fall_is_soon_looked_at_again():
+    "After 16 steps, then 32, then 64"
+    card = Card(3, 1, .4)
+    seen = card.run(200, 0)
+    peeks = [i for i in range(1, 200) if seen[i]==1 and seen[i-1]==0]
+    assert [b-a for a,b in zip(peeks, peeks[1:])]==[34,66]
+    assert peeks[0]-seen.index(0)<=26
+
+def test_what_was_worth_it_for_a_moment_is_looked_at_later():
+    "Falls that follow each other soon wait longer and longer: hysteresis"
+    card,waits = Card(3, 1, .4),[]
+    for _ in range(5):
+        while card.arb.k: card.run(1, 0)
+        waits.append(card.arb.peeks.wait)
+        while not card.arb.k: card.run(1, 3)
+    assert waits==[16,32,64,128,256]
+
+def test_a_peek_that_is_lost_ends():
+    "Its steps never land with drafts, as where everybody left: it is over after five others"
+    card = Card(3, 1, .4)
+    card.run(500, 0)
+    arb = card.arb
+    while not arb.probe: card.run(1, 0)
+    for _ in range(6):
+        arb.drafts(1)
+        arb.note(0, dict(r0=(0,0)), 1.)
+    assert arb.probe is None and arb.k==0
 
 @pytest.mark.parametrize('most', [1,3,7])
 def test_dear_drafts_are_not_even_probed(most):
@@ -262,8 +339,9 @@ def test_text_that_flickers_moves_no_sooner_than_it_may():
 
 def test_what_a_probe_found_is_not_masked():
     "The limits that fell in hard text are lifted with the probe"
-    card = Card(3, 1, .3)
-    card.run(300, 0)
+    card = Card(3, 4, .2)
+    card.run(200, 3, wrong=0)
+    card.run(200, 0)
     assert card.arb.k==0
     assert card.arb.limits['r0'].limit==0
     while not card.arb.k: card.run(1, 3)

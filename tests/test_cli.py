@@ -413,8 +413,8 @@ ENGINE = {
     '--draft-model small': dict(draft_model='small'),
     '--draft-vocab 8192': dict(draft_vocab=8192),
     '--draft-quantization fp8': dict(draft_quantization='fp8'),
-    '--speculative-config {"prompt_lookup_max":6}':
-        dict(speculative_config=dict(prompt_lookup_max=6)),
+    '--speculative-config {"model":"small"}':
+        dict(speculative_config=dict(model='small')),
     '--no-speculative-adaptive': dict(speculative_adaptive=False)}
 # The same of the gateway's
 GATEWAY = {
@@ -507,7 +507,8 @@ def test_other_commands_that_load_read_speculation(fake, monkeypatch, name):
     ('--speculative draft', (1,'needs a model that drafts')),
     ('--speculative=eagle', (1,'speculative is \'eagle\'')),
     ('--speculative-config {', (1,'speculative_config is no JSON')),
-    ('--speculative-config {"method":"mtp","gamma":3}', (1,'speculative_config has gamma'))])
+    ('--speculative-config {"method":"mtp","gamma":3}', (1,'speculative_config has gamma')),
+    ('--speculative mtp --speculative-config {"prompt_lookup_max":6}', (1,"is 'mtp' beside it"))])
 def test_wrong_speculation_is_refused(serve, said, why):
     code,text = why
     r = run('serve', 'm', *said.split())

@@ -6,12 +6,12 @@ Docs: https://atlas-inference.github.io/atlas/5_engine/arbiter.html.md"""
 
 # %% auto #0
 __all__ = ['Tuning', 'Acceptance', 'tally', 'survival', 'expected', 'StepTime', 'Choice', 'bucket', 'line', 'SeqLimit', 'Arbiter',
-           'Probe']
+           'Probe', 'expected_speed']
 
 # %% ../../nbs/5_engine/04_arbiter.ipynb #dab94a71
 from collections import Counter,deque
 from dataclasses import dataclass,field
-from math import inf,sqrt
+from math import ceil,inf,sqrt
 from fastcore.basics import patch
 from ..ground.core import AtlasError
 
@@ -27,6 +27,8 @@ class Tuning:
     share:float=1/16 # Most of all steps that are in probes
     wait:int=128 # From a failed probe to the next; doubled by each that fails
     longest:int=512 # But no more than this
+    peek:int=16 # From a fall to K = 0 to the first look at a draft; doubled by each that fails
+    spend:float=.018 # But so far apart that looks take no more than this share of the time
     stale:int=4096 # After which a step's time may be off by a fifth
     guess:float=.4 # A draft's cost in plain steps, before any was measured
     easy:float=.9 # Acceptance to hope for where none was measured
@@ -198,6 +200,8 @@ class Arbiter:
         self.steps = 0 # That landed
         self.changed = self.timed = 0 # The step when K changed last, and the last that was timed
         self.want,self.streak = most,0 # The K that looked better, how often in a row
+        self.toll = StepTime() # Seconds that a change of K takes, beside the steps
+        self.peeks = Choice(self.tuning.peek) # When to look at a draft from K = 0
         self.least = 0. # Chance to be accepted that a row must have
         self.totals,self.by_place = Counter(),[0]*most
 
@@ -208,6 +212,15 @@ class Probe:
     k:int
     left:int # Steps
     bucket:tuple[int,int] # Where it began
+    hand:float # Steps of K that are still to be handed out
+    peek:bool=False # One look at a draft from K = 0?
+    tried:int=0 # First drafts that were seen in it
+    right:int=0 # Those that were right
+
+    def give(self, otherwise:int)->int:
+        "K of the next step; `otherwise` where all is handed out, and has not landed"
+        self.hand -= 1
+        return self.k if self.hand>=0 else otherwise
 
 # %% ../../nbs/5_engine/04_arbiter.ipynb #0f124b66
 @patch
@@ -254,10 +267,14 @@ def doubt(self:Arbiter, k:int)->float:
     variance = sum(s*(1-s)/n for s,n in zip(chances, a.tried))
     return sqrt(variance)/(1+sum(chances))
 
+def expected_speed(rates, times)->list[float]:
+    "Tokens a second and sequence of steps with 0, 1, … drafts, which take so many seconds"
+    return [n/s for n,s in zip(expected(rates), times)]
+
 @patch
 def speed(self:Arbiter, times:list[float])->list[float]: # [most+1]
     "Tokens a second and sequence with each K"
-    return [n/s for n,s in zip(expected(self.acceptance.rates), times)]
+    return expected_speed(self.acceptance.rates, times)
 
 @patch
 def better(self:Arbiter, times:list[float])->int:
@@ -271,8 +288,12 @@ def better(self:Arbiter, times:list[float])->int:
 @patch
 def move(self:Arbiter, b, k:int):
     "Have K be `k` from now on"
-    after = self.steps+self.tuning.wait
+    t,after = self.tuning,self.steps+self.tuning.wait
     for c in self.choices(b)[k+1:]: c.due = max(c.due, after)
+    if not k:
+        again = self.changed and self.steps<self.changed+t.wait
+        self.peeks.wait = min(2*self.peeks.wait, t.longest) if again else t.peek
+        self.peeks.due = self.steps+self.peeks.wait
     self.k,self.changed,self.streak = k,self.steps,0
 
 @patch
@@ -287,24 +308,37 @@ def decide(self:Arbiter, b, times:list[float]):
 
 # %% ../../nbs/5_engine/04_arbiter.ipynb #02c36556
 @patch
-def hope(self:Arbiter, b, times:list[float])->list[float]: # [most+1]
-    "Tokens a second and sequence with each K, if all that is not known is good"
-    a,t = self.acceptance.rates,self.tuning
-    a[self.k:] = [max(x, t.easy) for x in a[self.k:]]
+def hope(self:Arbiter, b, times:list[float], first:float|None=None)->list[float]: # [most+1]
+    "Tokens a second and sequence with each K, if all but `first` drafts, where given, are good"
+    a,k = self.acceptance.rates,self.k
+    a[k:] = [max(x, self.tuning.easy) for x in a[k:]]
+    if first is not None: return expected_speed([first,*a[1:]], times)
     hopes = []
-    for n,seconds,c in zip(expected(a), times, self.choices(b)):
-        age = min((self.steps-c.seen)/t.stale, 1)
-        if c.time.mean is None: age = 1
-        hopes.append(n/seconds/(1-.2*age))
+    for speed,c in zip(expected_speed(a, times), self.choices(b)):
+        hopes.append(speed/(1-.2*self.age(c)))
     if self.choices(b)[0].time.mean is None: hopes[0] = inf
     return hopes
+
+@patch
+def age(self:Arbiter, c:Choice)->float:
+    "How old the time of a K is, from 0 to 1; 1 if it is estimated"
+    if c.time.mean is None: return 1.
+    return min((self.steps-c.seen)/self.tuning.stale, 1)
+
+@patch
+def promising(self:Arbiter, b, times, ks, first=None)->int|None:
+    "The K of most hope among `ks`, if it is better than the one now; `first` drafts are that good"
+    hope = self.hope(b, times, first)
+    k = max(ks, key=hope.__getitem__, default=self.k)
+    if hope[k]>self.speed(times)[self.k]*(1+self.tuning.gain): return k
 
 # %% ../../nbs/5_engine/04_arbiter.ipynb #61b2825e
 @patch
 def may_probe(self:Arbiter, now:Choice)->bool:
     "Are there not too many probes, and is enough known of K `now` to compare with?"
     t = self.tuning
-    if self.totals['probing']>t.share*self.steps: return False
+    ahead = 0 if self.k else t.probe
+    if self.totals['probing']>t.share*self.steps+ahead: return False
     patience = t.dwell if now.time.mean is None else 0
     return self.steps>=max(self.changed+t.probe, self.timed+patience)
 
@@ -312,33 +346,73 @@ def may_probe(self:Arbiter, now:Choice)->bool:
 def candidate(self:Arbiter, b, times:list[float])->int|None:
     "The K to probe now, if one is due and there is hope"
     choices = self.choices(b)
-    due = [k for k,c in enumerate(choices) if k!=self.k and self.steps>=c.due]
-    if not due or not self.may_probe(choices[self.k]): return
-    hope = self.hope(b, times)
-    k = max(due, key=hope.__getitem__)
-    if hope[k]>self.speed(times)[self.k]*(1+self.tuning.gain): return k
+    if not self.may_probe(choices[self.k]): return
+    if self.k: due = [k for k,c in enumerate(choices) if k!=self.k and self.steps>=c.due]
+    else: due = range(1, self.most+1) if self.steps>=self.peeks.due else ()
+    return self.promising(b, times, due)
 
 @patch
 def begin(self:Arbiter, b, k:int):
-    "Probe `k`"
-    t = self.tuning
-    self.probe = Probe(k, max(t.probe-b[0], t.probe//2), b)
+    "Probe `k`; from 0 with a peek"
     self.totals['probes'] += 1
+    if self.k: return self.run(b, k)
+    self.probe = Probe(1, 5, b, 2, peek=True)
+    self.acceptance.forget(0, 1)
+
+@patch
+def run(self:Arbiter, b, k:int):
+    "Some steps with `k`"
+    t = self.tuning
+    self.probe = Probe(k, max(t.probe-b[0], t.probe//2), b, inf)
     self.acceptance.forget(self.k, k)
     for s in self.limits.values(): s.lift()
+
+# %% ../../nbs/5_engine/04_arbiter.ipynb #a7b30c11
+@patch
+def over(self:Arbiter, b, times:list[float])->bool:
+    "Has the running probe shown what it can? One from 0 has when there is no more hope"
+    p = self.probe
+    if p.left<=0: return True
+    if self.k or not p.tried: return False
+    return p.peek or self.promising(b, times, [p.k], p.right/p.tried) is None
+
+@patch
+def looked(self:Arbiter, b, times:list[float], p:Probe):
+    "The peek `p` is over: go on if there is hope, else come back later"
+    first = p.right/p.tried if p.tried else 0.
+    k = self.promising(b, times, range(1, self.most+1), first)
+    if k is None: return self.look_later(times)
+    self.run(b, k)
+    self.probe.tried,self.probe.right = p.tried,p.right
+
+@patch
+def look_later(self:Arbiter, times:list[float]):
+    "The next peek after twice as long, or when it costs no more than its share of the time"
+    t,p,(plain,one,*_) = self.tuning,self.peeks,times
+    toll = plain if self.toll.mean is None else self.toll.mean
+    cost = 2*toll+2*max(one-plain, 0)
+    rest = max(ceil(min(cost/plain/t.spend, t.longest)), t.peek)
+    p.wait = min(2*p.wait, rest)
+    p.due = self.steps+p.wait
 
 # %% ../../nbs/5_engine/04_arbiter.ipynb #c5d02825
 @patch
 def finish(self:Arbiter, b, times:list[float]):
     "A probe is over: move at once if it found something better, else come back later"
     p,self.probe = self.probe,None
-    choices,best = self.choices(p.bucket),self.better(times)
+    if p.peek: return self.looked(b, times, p)
+    c,best = self.choices(p.bucket)[p.k],self.better(times)
+    if best==self.k: return self.failed(p, times)
+    self.move(b, best)
+    c.wait = self.tuning.wait
+    c.due = self.steps+c.wait
+
+@patch
+def failed(self:Arbiter, p:Probe, times:list[float]):
+    "The probe `p` has found nothing better: come back later"
+    if not self.k: self.look_later(times)
+    choices = self.choices(p.bucket)
     c = choices[p.k]
-    if best!=self.k:
-        self.move(b, best)
-        c.wait = self.tuning.wait
-        c.due = self.steps+c.wait
-        return
     put_off = choices[self.k+1:] if p.k>self.k else [c]
     for o in put_off: o.due = max(o.due, self.steps+c.wait)
     c.wait = min(2*c.wait, self.tuning.longest)
@@ -364,8 +438,8 @@ def drafts(self:Arbiter,
         self.decide(b, times)
         k = self.candidate(b, times)
         if k is not None: self.begin(b, k)
-    elif self.probe.left<=0: self.finish(b, times)
-    k = self.probe.k if self.probe else self.k
+    elif self.over(b, times): self.finish(b, times)
+    k = self.probe.give(self.k) if self.probe else self.k
     self.least = self.row_price(k, times)
     self.totals['changes'] += k!=self.handed
     self.handed = k
@@ -398,19 +472,28 @@ def note(self:Arbiter,
     if self.probe:
         self.probe.left -= 1
         self.totals['probing'] += 1
-    if seconds and 0<seconds<inf and k==self.noted:
-        c = self.choices(bucket(len(accepted), context))[k]
-        c.time.note(seconds)
-        c.seen = self.timed = self.steps
-    self.noted = k
-    if k: self._count(k, accepted)
+    c = self.choices(bucket(len(accepted), context))[k]
+    if seconds and 0<seconds<inf: self._time(c, seconds, k!=self.noted)
+    more,self.noted = k>self.noted,k
+    if k: self._count(k, accepted, more)
 
 # %% ../../nbs/5_engine/04_arbiter.ipynb #6c1300eb
 @patch
-def _count(self:Arbiter, k, accepted):
-    "Learn from a step that had drafts"
+def _time(self:Arbiter, c:Choice, seconds, changed):
+    "Learn from the time of a step, or of a change of K"
+    if not changed:
+        c.time.note(seconds)
+        c.seen = self.timed = self.steps
+    elif c.time.mean is not None: self.toll.note(max(seconds-c.time.mean, 0.))
+
+@patch
+def _count(self:Arbiter, k, accepted, more):
+    "Learn from a step that had drafts, and as many as it has rows for unless K became `more`"
     tried,right = tally(k, [n for _,n in accepted.values()])
-    self.acceptance.note(tried, right)
+    if not more: self.acceptance.note(tried, right)
+    if self.probe and not more:
+        self.probe.tried += tried[0]
+        self.probe.right += right[0]
     for j,n in enumerate(right): self.by_place[j] += n
     self.totals['accepted'] += sum(right)
     for id,(checked,n) in accepted.items():

@@ -199,7 +199,8 @@ class AssistantDrafter(Drafter):
         if not _fits(assistant.c, target.c):
             hint = 'An assistant is made for one target: hidden size, vocabulary, ' \
                 'layer kinds and heads must agree'
-            raise UnsupportedError(f'{assistant!r} does not fit {target!r}', hint=hint)
+            said = f'{assistant!r} does not fit {target!r}'
+            raise UnsupportedError(said, hint=hint, param='draft_model')
         self.assistant,self._cache = assistant,cache
 
 # %% ../../nbs/5_engine/02_draft.ipynb #3a1e52b9

@@ -34,7 +34,9 @@ class Engine:
         self.steps = self.corrupted = 0
         self._samplers,self._seen = {},(None,None)
         self._events,self._cut = [],False # What nobody was told yet; was the last launch cut off?
+        self._landing = [] # Flights that come down, the oldest first
         self._begun = None # When the step began that lands next, if it is known
+        self._turning = False # Does this step have another width than the one in the air?
         scheduler.rows = min(scheduler.rows, stepper.replay_rows)
         if stepper.drafter or stepper.overlap: scheduler.ahead = 1+scheduler.drafts
 
@@ -102,7 +104,7 @@ def warm(self:Engine):
 @patch
 def close(self:Engine):
     "Give back what only steps need; it takes none afterwards"
-    self.flying = None
+    self.flying,self._landing = None,[]
     self.stepper.close()
 
 # %% ../../nbs/5_engine/07_engine.ipynb #36aba930
@@ -115,7 +117,9 @@ def step(self:Engine)->list[Event]:
 
 @patch
 def _step(self:Engine):
+    self._settle()  # what an interruption left
     width = 1+self._drafts()
+    self._turning = self.flying is not None and width!=self.flying.plan.width
     if not self._steady(width): self.land()
     self.scheduler.width = width
     plan = self.scheduler.schedule()
@@ -128,18 +132,19 @@ def _step(self:Engine):
 def _go(self:Engine, plan):
     "Launch `plan`, and take in all but what stays in the air"
     self.steps += 1
-    if self.flying is None: self._begun = _begins(plan)
+    if self.flying is None: self._begun = _begins(plan, self._begun if self._turning else None)
     try: flights = self._launch(plan)
     except (MemoryError,OutOfMemoryError) as e: return self._shed(plan, e)
     self.scheduler.advance(plan)
     stays = flights.pop() if self.stepper.overlap and plan.decode else None
     if self.flying: flights.append(self.flying)
-    self.flying = stays
-    for f in flights: self._take_in(f)
+    self.flying,self._landing = stays,flights
+    self._settle()
 
-def _begins(plan)->float|None:
-    "The time, if `plan` does nothing but decode"
-    return None if plan.prefill or plan.replay else perf_counter()
+def _begins(plan, since)->float|None:
+    "The time, or that of a landing `since` which it begins, if `plan` does nothing but decode"
+    if plan.prefill or plan.replay: return None
+    return perf_counter() if since is None else since
 
 # %% ../../nbs/5_engine/07_engine.ipynb #e6000002
 @patch
@@ -183,18 +188,26 @@ def _launch(self:Engine, plan)->list[Flight]:
     self._cut = False
     return flights
 
+# %% ../../nbs/5_engine/07_engine.ipynb #18eada0e
 @patch
 def land(self:Engine):
     "Take in the step in the air, if there is one"
-    flight,self.flying = self.flying,None
-    if flight: self._take_in(flight)
+    if self.flying: self._landing.append(self.flying)
+    self.flying = None
+    self._settle()
+
+@patch
+def _settle(self:Engine):
+    "Take in what comes down; a flight stays in line until its results are there"
+    while self._landing:
+        out = self.stepper.land(self._landing[0])
+        self._take_in(self._landing.pop(0), out)
 
 # %% ../../nbs/5_engine/07_engine.ipynb #fd00de23
 @patch
-def _take_in(self:Engine, flight):
-    "Note the events of a step that lands: failures, tokens, and ends of guides"
-    seqs,out = flight.plan.sampled,self.stepper.land(flight)
-    counts = out.counts.tolist()
+def _take_in(self:Engine, flight, out):
+    "Note the events of a step that said `out`: failures, tokens, and ends of guides"
+    seqs,counts = flight.plan.sampled,out.counts.tolist()
     if self.arbiter and flight.plan.decode: self._note(flight.plan, counts)
     for s,drafts in zip(seqs, flight.drafts or ()): s.drafts = drafts
     self._events += self._lost(seqs, counts)
@@ -227,7 +240,7 @@ def _note(self:Engine, plan, counts):
         drafts,right = min(plan.width-1, len(s.drafts), s.most_drafts),max(n-1, 0)
         checked[s.id] = max(drafts, right),right  # its limit may be another since the launch
     took = None if self._begun is None else now-self._begun
-    self._begun = now if self.flying else None
+    self._begun = now if self.flying or self._turning else None
     context = max(map(len, plan.decode))
     self.arbiter.note(plan.width-1, checked, took, context)
 

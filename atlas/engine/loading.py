@@ -10,14 +10,16 @@ __all__ = ['DRAFTS', 'FREQUENT', 'LoadedModel', 'Drafting', 'drafting']
 # %% ../../nbs/5_engine/09_loading.ipynb #2782e97f
 import gc,threading
 from contextlib import ExitStack
-from dataclasses import dataclass,replace
+from dataclasses import dataclass,fields,replace
 from operator import index
 from time import perf_counter
 from fastcore.basics import ifnone,patch
 from .cache import KVCache,fit_blocks,state_bytes,token_bytes
-from ..ground.core import EngineError,OutOfMemoryError,RequestError,UnsupportedError,human
+from ..ground.core import AtlasError,EngineError,OutOfMemoryError,RequestError
+from ..ground.core import UnsupportedError,human
 from .arbiter import Arbiter
 from .draft import AssistantDrafter,Drafter,MTPDrafter,ModelDrafter,NgramDrafter
+from .draft import LAST,_fits as _reads_cache
 from .card_stepper import CardStepper
 from ..cuda import vocabulary as card_words
 from ..cuda.vocabulary import words_of
@@ -26,7 +28,7 @@ from .engine import Engine
 from ..ground.hub import name_of
 from ..model.model import load_model,model_wants
 from ..ground.opening import open_model
-from ..ground.options import EngineConfig
+from ..ground.options import EngineConfig,Speculation,unused
 from ..ground.requests import check_ids,check_prompt
 from .scheduler import Scheduler
 from .stepper import HostStepper
@@ -79,6 +81,7 @@ class LoadedModel:
     def __repr__(self):
         where = f'on {self.device.name}, context {self.max_seq_len:,}'
         about = f'{self.model!r} {where}' if self.engine else 'closed'
+        if self.engine and self.speculative: about += f', speculative: {self.speculative}'
         return f'{type(self).__name__}({self.name}: {about})'
 
 # %% ../../nbs/5_engine/09_loading.ipynb #d14d0002
@@ -101,16 +104,25 @@ class Drafting:
 def _has_head(ck):
     return ck.config.mtp_layers>0 and any(k.startswith('mtp.') for k in ck.tensors)
 
+def _named(ck): return ck.config.name or ck.path.name
+
 def _kind(o, ck)->tuple[str,str]:
     "Who drafts for the model in `ck`, and why"
     if o.speculative=='mtp' and not _has_head(ck):
-        said = f'{ck.config.name or ck.config.family} has no drafting head'
+        said = f'{_named(ck)} has no drafting head'
         hint = '--speculative takes what there is'
         raise UnsupportedError(said, hint=hint, param='speculative')
     if o.speculative is not True: return o.speculative,''
-    if _has_head(ck): return 'mtp',''
-    if o.draft_model: return 'draft',''
-    return 'ngram','the model has no head of its own'
+    kind = 'mtp' if _has_head(ck) else 'draft' if o.draft_model else 'ngram'
+    return kind,'; '.join(_reasons(o, kind))
+
+def _reasons(o, kind):
+    "Why the best drafter is of this `kind`, and who would have a use for what it has none for"
+    idle = unused(o, kind)
+    if kind=='ngram': yield 'the model has no head of its own'
+    if kind=='mtp' and 'draft_model' in idle: yield "the model's own head"
+    for name,by in idle.items():
+        yield f'{name}={getattr(o, name)!r} is for speculative={by!r}'
 
 # %% ../../nbs/5_engine/09_loading.ipynb #150693fb
 def drafting(
@@ -118,14 +130,43 @@ def drafting(
     ck, # The open checkpoint of the model
     files:ExitStack, # Closes that of a draft model
 )->Drafting:
-    "Who drafts; an `UnsupportedError` where that cannot be"
+    "Who drafts; an `UnsupportedError` where that cannot be. No weight is read for it"
     if not o.speculative: return Drafting()
     kind,why = _kind(o, ck)
     k = ifnone(o.num_speculative_tokens, DRAFTS[kind])
     if kind!='draft': return Drafting(kind, k, None, why)
-    how = replace(o, model=o.draft_model, speculative=False, num_speculative_tokens=None,
-        draft_model=None, draft_vocab=None)
-    return Drafting(kind, k, files.enter_context(open_model(how, model_wants)), why)
+    by = _opened(o, files)
+    _match(by, ck)
+    return Drafting(kind, k, by, why)
+
+def _opened(o, files):
+    "The open checkpoint of a draft model"
+    alone = {f.name: f.default for f in fields(Speculation)}
+    how = replace(o, model=o.draft_model, **alone)
+    try: return files.enter_context(open_model(how, model_wants))
+    except AtlasError as e:
+        said = f'The draft model cannot be opened: {e.msg}'
+        raise type(e)(said, hint=e.hint, param='draft_model') from e
+
+# %% ../../nbs/5_engine/09_loading.ipynb #fa170002
+def _match(by, ck):
+    "An `UnsupportedError` unless the model in `by` can draft for the one in `ck`"
+    a,b = by.config,ck.config
+    same = a.vocab_size==b.vocab_size
+    if _reads_cache(a, b) if a.drafter else same: return
+    said = f'{_named(by)} has {a.vocab_size:,} tokens and {_named(ck)} has {b.vocab_size:,}'
+    hint = 'A draft model needs the vocabulary of its target'
+    if a.drafter:
+        said = f'{_named(by)} does not fit {_named(ck)}: {_misfit(a, b)}'
+        hint = 'Name the assistant that was made for this model, or use --speculative ngram'
+    raise UnsupportedError(said, hint=hint, param='draft_model')
+
+def _misfit(a, b)->str:
+    "What is wrong with an assistant of config `a` for a model of config `b`"
+    wide,V = a.drafter.backbone_size,a.vocab_size
+    if wide!=b.hidden_size: return f'made for a width of {wide:,}, which is {b.hidden_size:,} there'
+    if V!=b.vocab_size: return f'made for {V:,} tokens, and there are {b.vocab_size:,}'
+    return 'their kinds of layers or heads differ'
 
 # %% ../../nbs/5_engine/09_loading.ipynb #ac1a5fea
 _STEPPERS = {host_words:HostStepper, card_words:CardStepper} # What runs models of a vocabulary
@@ -145,8 +186,7 @@ def _engine(self:LoadedModel):
 def _drafter(self:LoadedModel)->Drafter|None:
     "Who guesses what comes next"
     if self.drafting.who is None: return None
-    drafter,size = self._made(),self.options.draft_vocab
-    if size is None and self.config.vocab_size>2*FREQUENT: size = FREQUENT
+    drafter,size = self._made(),self._narrow()
     if size: drafter.narrow(size)
     return drafter
 
@@ -167,26 +207,52 @@ def _load(self:LoadedModel, ck, show):
     o,d,by = self.options,self.ops.DEFAULTS,self.drafting
     head = o.drafting or by.who=='mtp'
     parts = ('','vision')+('mtp',)*head
-    packed = ifnone(o.packed, _tight(ck, self.device))
+    packed = ifnone(o.packed, _tight(self.device, ck, by.ck))
     anew = o.quantization,o.lm_head_dtype,ifnone(o.draft_quantization, _few_bits(ck, self.ops))
     self._kv = dict(
         block_size=d.block_size,
         dtype=o.kv_cache_dtype or d.kv_format,
         high_precision=o.kv_high_precision_layers)
     self.arena = self.device.arena()
-    steps = _step_bytes(ck, self.chunk, o.max_num_seqs)
+    steps = self._steps(ck, packed, anew)
     need = self.ops.weight_bytes(ck.tensors, parts, packed, *anew)
     if by.ck: need += self.ops.weight_bytes(by.ck.tensors, ('',), packed, *anew)
-    _fits(ck, self.arena.budget, need, steps)
-    self._blocks(steps+need)  # what cannot fit now will not fit beside the weights
+    self._plan(ck, need, steps)
     with self._region('weights').allocating(True):
-        self.model = load_model(ck, self.device, self.max_seq_len,
-            show, parts, packed, *anew)
-        self.draft_model = None
+        self.draft_model = None  # the smaller one first: what is wrong with it is heard sooner
         if by.ck: self.draft_model = load_model(by.ck, self.device, self.max_seq_len,
             show, ('',), packed, *anew)
+        self.model = load_model(ck, self.device, self.max_seq_len,
+            show, parts, packed, *anew)
     self.arena.trim()
     self._make_cache(steps)
+
+# %% ../../nbs/5_engine/09_loading.ipynb #fa170003
+@patch
+def _plan(self:LoadedModel, ck, need:int, steps:int):
+    "An `OutOfMemoryError` unless weights of `need` bytes, steps and caches fit"
+    by,left = self.drafting.ck,self.arena.budget.left
+    if by: left = min(left, self.device.memory().available)
+    names = _named(ck)+(f' and {_named(by)}, which drafts for it,' if by else '')
+    _fits(names, self.arena.budget, left, need, steps)
+    self._blocks(steps+need, need if by else 0)  # what does not fit now never will
+
+@patch
+def _steps(self:LoadedModel, ck, packed, anew)->int:
+    "Bytes of a step: of the larger model, with a row for each draft, and of rows to draft from"
+    o,by = self.options,self.drafting
+    rows,models = o.max_num_seqs*(1+by.k),[ck]
+    if by.ck: models.append(by.ck)
+    most,size = max(_step_bytes(c, self.chunk, rows) for c in models),self._narrow()
+    if size is None: return most
+    return most+_head_bytes(models[-1], self.ops, size, packed, *anew)
+
+@patch
+def _narrow(self:LoadedModel)->int|None:
+    "How many tokens drafts are chosen from; None: all"
+    if self.drafting.who in (None,'ngram'): return None
+    if self.options.draft_vocab: return self.options.draft_vocab
+    return FREQUENT if self.config.vocab_size>2*FREQUENT else None
 
 # %% ../../nbs/5_engine/09_loading.ipynb #2ed0d1c5
 @patch
@@ -206,10 +272,12 @@ def _make_cache(self:LoadedModel, steps:int):
 
 # %% ../../nbs/5_engine/09_loading.ipynb #e09d4c73
 @patch
-def _blocks(self:LoadedModel, others:int)->int:
-    "Blocks of the cache where `others` bytes are set aside"
+def _blocks(self:LoadedModel, others:int, ahead:int=0)->int:
+    "Blocks of the cache beside `others` bytes; `ahead` of them have to come from what is free"
     o = self.options
     left,unasked = self.arena.beside(others)
+    if ahead: left = min(left, max(self.device.memory().available-ahead, 0))
+    unasked = min(unasked, left)
     asked = ifnone(o.kv_cache_memory, unasked)
     by = self.drafting
     more = dict(drafting=by.who=='mtp', drafts=by.k, beside=self._beside())
@@ -234,9 +302,10 @@ def _region(self:LoadedModel, name:str):
     return self.arena.region(name, most, _FLAGS[name])
 
 # %% ../../nbs/5_engine/09_loading.ipynb #e46ee7ee
-def _tight(ck, device)->bool:
-    "Would the weights of `ck`, as float32, take more than half of what is free?"
-    return 4*ck.config.num_params>device.memory().available/2
+def _tight(device, *cks)->bool:
+    "Would the weights of `cks`, as float32, take more than half of what is free?"
+    weights = sum(c.config.num_params for c in cks if c)
+    return 4*weights>device.memory().available/2
 
 def _step_bytes(ck, rows, seqs)->int:
     "Bytes that the arrays of a step of so many rows take, at most"
@@ -251,12 +320,19 @@ def _step_bytes(ck, rows, seqs)->int:
     logits = 12*seqs*c.vocab_size
     return (256<<20)+4*(rows+64)*row+logits
 
-def _fits(ck, budget, need, steps):
-    "An `OutOfMemoryError` unless there is room for weights and steps"
-    if need+steps<=budget.left: return
-    name = ck.config.name or ck.path.name
-    there = f'{human(budget.left)} can be used of {human(budget.available)} that are free'
-    said = f'The weights of {name} take {human(need)} and a step {human(steps)}; {there}'
+def _head_bytes(ck, ops, size, *how)->int:
+    "Bytes of the rows of an output matrix that drafts are read off: `size` and the last"
+    name,tied = 'lm_head.weight','model.embed_tokens.weight'
+    if name not in ck.tensors: name = tied
+    whole = ops.weight_bytes({name: ck.tensors[name]}, ('',), *how)
+    return int(whole*min((size+LAST)/ck.config.vocab_size, 1))
+
+def _fits(names, budget, left, need, steps):
+    "An `OutOfMemoryError` unless there is room for weights and steps in `left` bytes"
+    if need+steps<=left: return
+    there = f'{human(left)} can be used of {human(budget.available)} that are free'
+    if left<budget.left: there = f'{human(left)} are free'
+    said = f'The weights of {names} take {human(need)} and a step {human(steps)}; {there}'
     hint = 'Choose a smaller model, store it in fewer bits (--quantization nvfp4), or free memory'
     raise OutOfMemoryError(said, hint=hint)
 
