@@ -10,7 +10,8 @@ from atlas.engine.arbiter import expected
 from atlas.ground.core import AtlasError
 from atlas.ops.sample import uniform
 from atlas.ops.accept import OTHER_SEED
-from atlas.use.bench_decode import bench_decode,distinct,drafting_bytes,measure,step_bytes
+from atlas.use.bench_decode import bench_decode,checking,distinct,drafting_bytes,make_room
+from atlas.use.bench_decode import measure,pretend,step_bytes
 sys.path.insert(0, str(Path(__file__).parent/'gpu'))
 from toys import toy  # noqa: E402
 
@@ -51,6 +52,21 @@ def test_simulated_acceptance_is_counted(report):
         assert p.tokens_per_step==drawn(chances, 0, 6)>1
         assert p.expected==expected(chances)[-1]
         assert p.tokens==pytest.approx(1e6*p.tokens_per_step/p.us)
+
+def test_replays_stay_within_the_graph(llm):
+    "It has no blocks for longer sequences, and those that are there would wait for theirs"
+    e,width = llm.engine,3
+    pretend(llm, 1, 40, 200)
+    with checking(e, 2):
+        for _ in range(3): e.step()
+        assert e.stepper.last.longest==128
+        make_room(e, 40)
+    last,= e.scheduler.running
+    beyond = last.num_computed+42*width
+    assert min(beyond, e.scheduler.max_seq_len)<=e.stepper.last.longest
+    e.abort(last.id)
+    while e.has_work: e.step()
+    e.land()
 
 def test_numbers_are_written(report):
     d = json.loads(json.dumps(report.to_dict()))

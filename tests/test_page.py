@@ -184,11 +184,11 @@ def test_accepted_drafts_are_counted_and_shown(drafting, guessing):
     n = len(('<think>Well.</think>'+SPEECH).encode())+1  # a byte is a token; and the end
     accepted = n-(n+3)//4
     assert f'{n} tokens' in p.js(META)
-    share = round(100*accepted/n)
-    assert f'{n/(n-accepted):.1f} a step, {share} % from drafts' in p.js(META)
+    assert f'{accepted} accepted drafts, {n/(n-accepted):.1f} a step' in p.js(META)
     drawn = p.js(f'{BODY}.innerHTML')
     press(p, 'Show drafts')
-    assert p.js(f'{BODY}.textContent')==SPEECH, 'the answer as it was written'
+    assert p.js(f'{BODY}.firstChild.textContent')==SPEECH, 'the answer as it was written'
+    assert p.js(f'{BODY}.lastChild.textContent').startswith('Underlined: drafted')
     before = len('<think>Well.</think>')
     drafted = [(before+i)%4>0 for i in range(len(SPEECH))]
     told = p.js(f'''[...{BODY}.firstChild.childNodes].flatMap(
@@ -196,6 +196,19 @@ def test_accepted_drafts_are_counted_and_shown(drafting, guessing):
     assert told==drafted
     press(p, 'Hide drafts')
     assert p.js(f'{BODY}.innerHTML')==drawn and '<strong>bold</strong>' in drawn
+
+def test_drafts_begin_where_the_words_do(drafting):
+    "Blank lines between a thought and its answer are not shown"
+    drawn = drafting.js('''(() => {
+        const m = {content: '\\n\\n  One two', marks: [1, 2, 4, 2, 2]}, e = drafts(m);
+        return [...e.childNodes].map(c => [c.nodeName, c.textContent]); })()''')
+    assert drawn==[['#text', 'One'], ['U', ' t'], ['#text', 'wo']]
+
+def test_what_to_ask_suits_the_model(page):
+    assert 'cow' not in page.js('$("log").textContent')
+    page.js('$("model").append(new Option("tiny")); $("model").value = "tiny"')
+    page.js('$("model").onchange()')
+    assert 'What does a cow eat?' in page.js('$("log").textContent')
 
 def test_drafts_are_still_there_when_the_page_is_opened_anew(drafting, guessing):
     p = drafting

@@ -6,8 +6,8 @@ Docs: https://atlas-inference.github.io/atlas/8_use/bench_decode.html.md"""
 
 # %% auto #0
 __all__ = ['GB10', 'distinct', 'matrix_bytes', 'kv_bytes', 'Guessing', 'guessing', 'drafting_bytes', 'step_bytes', 'Point',
-           'pretend', 'graph_time', 'tokens_ahead', 'checking', 'measure', 'Stage', 'stages', 'DecodeReport',
-           'simulating', 'bench_decode', 'roofline']
+           'pretend', 'make_room', 'graph_time', 'tokens_ahead', 'checking', 'measure', 'Stage', 'stages',
+           'DecodeReport', 'simulating', 'bench_decode', 'roofline']
 
 # %% ../../nbs/8_use/05_bench_decode.ipynb #c0123c2c
 import math
@@ -143,6 +143,18 @@ def pretend(llm, batch:int, context:int, tokens:int, params=None, seed:int=0):
         s.num_computed,s.outputs = s.prompt_len,[int(rng.integers(0, llm.config.vocab_size))]
         e._samplers[s.id].add(s.outputs[0]); s.table.ensure(s.num_computed+1)
 
+def make_room(e,
+    replays:int=20, # Of the graph of the last step
+):
+    "Step the engine `e` until that graph has room for them: it has no blocks for longer sequences"
+    while e.stepper.last.longest<e.scheduler.max_seq_len and _room(e)<replays: e.step()
+
+def _room(e)->int:
+    "How often the graph of the last step may be replayed"
+    last,running = e.stepper.last,e.scheduler.running
+    if not running: raise EngineError('A sequence ended while it was timed', hint='Are the logits finite?')
+    return (last.longest-max(s.num_computed for s in running))//last.width-2
+
 def graph_time(s, n:int=20)->float:
     "Microseconds of the last graph of stepper `s`, replayed alone; NaN where they say nothing"
     def again(): s.replay(s.last)
@@ -153,9 +165,8 @@ def tokens_ahead(
     steps:int, # To time
     drafts:int=0, # Of a step
 )->int:
-    "Most tokens that a sequence gets while it is timed; where it drafts, replays count too"
-    replays = 32 if drafts else 0
-    return (steps+16+replays)*(drafts+1)
+    "Most tokens that a sequence gets while it is timed, with steps to make room and replays"
+    return (steps+16+44)*(drafts+1)
 
 @contextmanager
 def checking(e, drafts:int):
@@ -174,7 +185,6 @@ def _clear(e):
     for s in list(e.scheduler.seqs): e.abort(s)
     while e.has_work: e.step()
     e.land()
-
 
 # %% ../../nbs/8_use/05_bench_decode.ipynb #b8e1c0c3
 def _timed(llm, batch, context, steps, params, drafts)->tuple[float,float]:
@@ -204,6 +214,7 @@ def measure(llm, batch:int=1, context:int=0, steps:int=64, params=None,
             _timed(*asked)
             _clear(e)
         us,said = _timed(*asked)
+        make_room(e)
         graph,launches = _last_step(e.stepper)
         _clear(e)
     moved = sum(step_bytes(llm, batch, context, drafts).values())
@@ -215,7 +226,6 @@ def _last_step(s)->tuple[float|None,int]:
     us = graph_time(s)
     with s.here(), recording(launch=False) as r: s.body(s.last)
     return None if math.isnan(us) else us,len(r.calls)
-
 
 # %% ../../nbs/8_use/05_bench_decode.ipynb #cf8eee0b
 @dataclass
@@ -255,6 +265,7 @@ def stages(llm, batch:int=1, context:int=0, drafts:int=0)->list[Stage]:
     stepper = e.stepper
     with checking(e, drafts):
         for _ in range(2): e.step()
+        make_room(e, 24) # launches that move rows on are replayed, too
     with stepper.here(), recording(launch=True, args=True) as r:
         stepper.body(stepper.last)
     groups = {}

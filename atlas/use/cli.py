@@ -60,9 +60,14 @@ def _examples(*lines):
 
 app = typer.Typer(name='atlas', cls=_Group, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
     context_settings=dict(help_option_names=['-h','--help'], max_content_width=100),
-    help='Run language models on this machine. "demo" is a small model to begin with: 98 MB, fetched once.',
-    epilog=_examples('atlas serve demo                    a chat page and an OpenAI-compatible server',
-                     'atlas run demo "Why is the sky blue?"', 'atlas chat demo', 'atlas COMMAND --help                what else a command can do'))
+    help='Run language models on this machine. "tiny" comes with Atlas and runs anywhere; '
+        '"demo" is a larger one to begin with: 98 MB, fetched once.',
+    epilog=_examples(
+        'atlas serve tiny                    a chat page and an OpenAI-compatible server',
+        'atlas run tiny "What does a cow eat?"',
+        'atlas serve tiny --speculative      the same answers, drafted and verified',
+        'atlas chat demo',
+        'atlas COMMAND --help                what else a command can do'))
 
 # %% ../../nbs/8_use/09_cli.ipynb #a27b0e16
 def _complete(incomplete:str):
@@ -78,7 +83,10 @@ def _clients(incomplete:str):
 
 def _opt(help, *names, **kw): return typer.Option(*names, help=help, **kw)
 
-Model = Annotated[str, typer.Argument(metavar='MODEL', help='"demo", a folder, a file, or a Hugging Face id such as org/name.', autocompletion=_complete)]
+Model = Annotated[str, typer.Argument(
+    metavar='MODEL',
+    help='"tiny", "demo", a folder, a file, or a Hugging Face id such as org/name.',
+    autocompletion=_complete)]
 Json = Annotated[bool, _opt('Print JSON.', '--json')]
 
 # %% ../../nbs/8_use/09_cli.ipynb #eb95b43c
@@ -191,7 +199,7 @@ Weights = Annotated[str|None, _opt(
     'Imagine the weights as bf16, fp8, nvfp4, mxfp4, int4, mixed or nvfp4-experts. '
     '[default: as they are, or are published]', show_default=False)]
 
-@app.command(epilog=_examples('atlas inspect demo', 'atlas inspect ./my-model --json', 'atlas inspect qwen3.6-35b-a3b --weights nvfp4'))
+@app.command(epilog=_examples('atlas inspect tiny', 'atlas inspect ./my-model --json', 'atlas inspect qwen3.6-35b-a3b --weights nvfp4'))
 def inspect(model:Shape, weights:Weights=None, as_json:Json=False):
     "Say what a model is made of, what each token of it reads, and how much fits here. Its weights are not loaded."
     from atlas.use.inspect import look
@@ -261,7 +269,7 @@ Seed = Annotated[int|None, _opt('Make the same choices again. [default: other on
 System = Annotated[str|None, _opt('A system message: how to answer.')]
 
 # %% ../../nbs/8_use/09_cli.ipynb #1b42fc01
-@app.command(epilog=_examples('atlas run demo "Why is the sky blue?"', 'atlas run demo --raw --temperature 0 "The capital of France is"',
+@app.command(epilog=_examples('atlas run tiny "What does a cow eat?"', 'atlas run demo --raw --temperature 0 "The capital of France is"',
                               'git diff | atlas run demo --system "Describe this change in one line." -',
                               'atlas run ./qwen3-vl-2b --image photo.jpg "What is this?"'))
 @engine_flags('device', 'max_seq_len', 'load_format', 'weights', *SPECULATION)
@@ -358,7 +366,7 @@ def _line(mark):
     except EOFError: return None
     except KeyboardInterrupt: typer.echo('\n(Ctrl-D or /quit leaves)', err=True); return ''
 
-@app.command(epilog=_examples('atlas chat demo', 'atlas chat demo --system "Answer in one sentence." --temperature 0.2'))
+@app.command(epilog=_examples('atlas chat tiny', 'atlas chat demo --system "Answer in one sentence." --temperature 0.2'))
 @engine_flags('device', 'max_seq_len', 'load_format', 'weights', *SPECULATION)
 def chat(model:Model, system:System=None, temperature:Temperature=None,
     max_tokens:MaxTokens=None, seed:Seed=None, **options):
@@ -379,7 +387,11 @@ def chat(model:Model, system:System=None, temperature:Temperature=None,
 
 # %% ../../nbs/8_use/09_cli.ipynb #17c4dd79
 Many = lambda help, name, metavar: Annotated[list[str]|None, _opt(help, name, metavar=metavar, show_default=False)]
-Models = Annotated[list[str], typer.Argument(metavar='MODEL…', help='"demo", a folder, a file, or a Hugging Face id such as org/name. The first is the one that answers when no name is given.', autocompletion=_complete)]
+Models = Annotated[list[str], typer.Argument(
+    metavar='MODEL…',
+    help='"tiny", "demo", a folder, a file, or a Hugging Face id such as org/name. '
+        'The first is the one that answers when no name is given.',
+    autocompletion=_complete)]
 Name = Annotated[str|None, _opt("The first model's name for clients. [default: MODEL]", show_default=False)]
 Alias = Many('One more name of the first model; "*" stands for every name that no model has.', '--alias', 'NAME')
 KeyFile = Annotated[str|None, _opt('API keys, one on each line; "admin KEY" for one that may load and unload models. ATLAS_API_KEY and ATLAS_ADMIN_KEY work too.', metavar='FILE', show_default=False)]
@@ -391,9 +403,14 @@ Reasons = Annotated[str|None, _opt("How the model marks its thoughts. [default: 
 Tools = Annotated[str|None, _opt("How the model calls tools: hermes, qwen3_coder, mistral, llama3_json, … [default: as its family does]", show_default=False)]
 
 # %% ../../nbs/8_use/09_cli.ipynb #055e814d
-@app.command(epilog=_examples('atlas serve demo', 'atlas serve ./my-model --port 9000 --served-model-name mine', 'atlas serve ./coder ./small --lazy',
+@app.command(epilog=_examples(
+    'atlas serve tiny',
+    'atlas serve tiny --speculative --num-speculative-tokens 3',
+    'atlas serve ./my-model --port 9000 --served-model-name mine',
+    'atlas serve ./coder ./small --lazy',
     'ATLAS_API_KEY=secret atlas serve demo --host 0.0.0.0',
-    'curl localhost:8888/v1/chat/completions -H "Content-Type: application/json" \\', '''  -d '{"model": "demo", "messages": [{"role": "user", "content": "Hello"}]}\''''))
+    'curl localhost:8888/v1/chat/completions -H "Content-Type: application/json" \\',
+    '''  -d '{"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}\''''))
 @engine_flags()
 def serve(models:Models,
     host:Annotated[str, _opt('Address to listen on; 0.0.0.0 lets other machines in, who then need a key.')]='127.0.0.1',
@@ -501,7 +518,7 @@ class _Bench(_Group):
     def list_commands(self, ctx): return ['all','decode','kernels']
 
 benches = typer.Typer(cls=_Bench, no_args_is_help=True, rich_markup_mode=None, help='Measure how fast a model is here. "atlas bench MODEL" is short for "atlas bench all MODEL".',
-    epilog=_examples('atlas bench demo', 'atlas bench decode qwen3.6-35b-a3b --load-format dummy --weights nvfp4'), invoke_without_command=False)
+    epilog=_examples('atlas bench tiny', 'atlas bench decode qwen3.6-35b-a3b --load-format dummy --weights nvfp4'), invoke_without_command=False)
 app.add_typer(benches, name='bench')
 
 Batches = Annotated[str, _opt('How many sequences to decode side by side; several with commas between them.')]

@@ -14,7 +14,7 @@ from dataclasses import asdict,dataclass,field,replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from fastcore.basics import patch
-from .bench_decode import graph_time,pretend
+from .bench_decode import graph_time,make_room,pretend
 from ..card.card import Arguments,_array,_letter,_params,_ready,_three
 from ..ground.core import AtlasError,kernel_dir
 from ..card.launch import Source,options_of,recording
@@ -167,6 +167,7 @@ def timeline(
     llm.device.need_card('A timeline is of a graphics card', hint)
     e,stepper = llm.engine,llm.engine.stepper
     pretend(llm, batch, context, 64+2*replays); e.step(); e.step()
+    make_room(e, 20+replays)
     with stepper.here(), recording(launch=False, args=True) as r:
         stepper.body(stepper.last)
     us = graph_time(stepper)

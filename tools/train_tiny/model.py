@@ -150,27 +150,35 @@ def in_chunks(x, C:int):
     return x.unflatten(2, (-1,C))
 
 
-def delta_chunks(q, k, v, beta, g, C:int=64):
-    "The same in chunks of C tokens: a triangular system in each, a product from state to state"
-    T,dk,dv = q.shape[1],q.shape[3],v.shape[3]
-    q,k,v,beta,g = (in_chunks(x, C) for x in (q, k, v, beta, g))
-    G = g.cumsum(-1)  # (B,h,N,C)
-    lower = torch.ones(C, C, dtype=torch.bool, device=q.device).tril()
+def decays(g):
+    "From token j to token i of a chunk (B,h,N,C,C), and the sum from its beginning (B,h,N,C)"
+    G = g.cumsum(-1)
+    C = G.shape[-1]
+    lower = torch.ones(C, C, dtype=torch.bool, device=g.device).tril()
     D = G[...,:,None]-G[...,None,:]
-    D = D.masked_fill(~lower, -torch.inf).exp()  # decay from token j to token i
-    beta,decay = beta[...,None],G.exp()[...,None]
+    return D.masked_fill(~lower, -torch.inf).exp(),G
+
+
+def corrections(k, v, beta, D, decay):
+    "U and W of each chunk: its tokens write U - W S, where S is the state before it"
     A = (((k*beta)@k.mT)*D).tril(-1)
     right = torch.cat([v*beta, k*(beta*decay)], -1)
     solved = torch.linalg.solve_triangular(A, right, upper=False, unitriangular=True)
-    U,W = solved.split([dv, dk], -1)
-    last = G[...,-1:]
+    return solved.split([v.shape[-1], k.shape[-1]], -1)
+
+
+def delta_chunks(q, k, v, beta, g, C:int=64):
+    "The same in chunks of C tokens: a triangular system in each, a product from state to state"
+    T,dk = q.shape[1],q.shape[3]
+    q,k,v,beta,g = (in_chunks(x, C) for x in (q, k, v, beta, g))
+    D,G = decays(g)
+    decay,last = G.exp()[...,None],G[...,-1:]
+    U,W = corrections(k, v, beta[...,None], D, decay)
     K = k*(last-G).exp()[...,None]
     eye = torch.eye(dk, device=q.device)
     M = last.exp()[...,None]*eye-K.mT@W  # the state after a chunk is M S + N
-    N = K.mT@U
-    S = states_between(M, N)
-    o = (q*decay)@S
-    o = o+((q@k.mT)*D)@(U-W@S)
+    S = states_between(M, K.mT@U)
+    o = (q*decay)@S+((q@k.mT)*D)@(U-W@S)
     return o.flatten(2, 3)[:,:,:T].transpose(1, 2)
 
 

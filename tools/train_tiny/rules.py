@@ -33,17 +33,17 @@ def sums(rng)->list:
     if op=='minus': a,b = max(a, b),min(a, b)
     value = dict(plus=a+b, minus=a-b, times=a*b)[op]
     sign = dict(plus='+', minus='-', times='*')[op]
-    asks = [
-        f'What is {a} {op} {b}?',
-        f'What is {a} {sign} {b}?',
-        f'How much is {a} {op} {b}?',
-        f'{a} {sign} {b} = ?']
-    answers = [
-        f'{a} {op} {b} is {value}.',
+    spoken,written = f'{a} {op} {b}',f'{a} {sign} {b}'
+    ask = rng.choice([
+        f'What is {spoken}?',
+        f'What is {written}?',
+        f'How much is {spoken}?',
+        f'{written} = ?'])
+    answer = rng.choice([
+        f'{spoken} is {value}.',
         f'The answer is {value}.',
-        f'{a} {sign} {b} = {value}']
-    ask = rng.choice(asks)
-    return [user(ask), said(rng.choice(answers), f'I need {a} {sign} {b}. That makes {value}.')]
+        f'{written} = {value}'])
+    return [user(ask), said(answer, f'I need {written}. That makes {value}.')]
 
 
 def story_sum(rng)->list:
@@ -265,7 +265,6 @@ def parameters(rng)->dict[str,tuple]:
     "One to three parameters by name: type, value, and how it is said"
     person,n = one_of(rng, NAMES),rng.randint(1, 10**rng.randint(1, 4))
     place,colour,day = rng.choice(PLACES),one_of(rng, COLOURS),rng.choice(DAYS)
-    key,word,number = invented(rng),one_of(rng, OBJECTS),rng.randint(0, 200)
     choices = dict(
         owner=('string', person, f'of {person}'),
         place=('string', place, f'in {place}'),
@@ -273,25 +272,36 @@ def parameters(rng)->dict[str,tuple]:
         number=('integer', n, f'with number {n}'),
         name=('string', person, f'called {person}'),
         day=('string', day, f'on {day}'))
-    choices[key] = rng.choice([
-        ('string', word, f'with {key} {word}'),
-        ('integer', number, f'with {key} {number}')])
+    choices |= new_parameter(rng)
     keys = rng.sample(list(choices), rng.randint(1, 3))
     if 'name' in keys and 'owner' in keys: keys.remove('owner')
     return {k:choices[k] for k in keys}
+
+
+def new_parameter(rng)->dict[str,tuple]:
+    "One with a name made up for it"
+    key,word,number = invented(rng),one_of(rng, OBJECTS),rng.randint(0, 200)
+    return {key:rng.choice([
+        ('string', word, f'with {key} {word}'),
+        ('integer', number, f'with {key} {number}')])}
+
+
+def wish(name:str, verb:str, noun:str, params:dict, rng)->tuple[str,str]:
+    "How a tool is asked for, and what is said when it has done it"
+    start = rng.choice(['Please '+verb, verb.capitalize()])
+    ask = f'{start} the {noun} '+' '.join(said for *_,said in params.values())+'.'
+    done = f'I did it: {ask[0].lower()+ask[1:]}'.replace('please ', '')
+    if rng.random()>=.2: return ask,done
+    values = ' and '.join(f'{k} {v}' for k,(_,v,_) in params.items())
+    return f'Call {name} with {values}.',f'I called {name}.'
 
 
 def made_up(rng)->tuple:
     "A tool that no other conversation has"
     verb,noun = one_of(rng, VERBS, .15),one_of(rng, OBJECTS+ANIMALS, .5)
     name,params = tool_name(verb, noun, rng),parameters(rng)
-    start = rng.choice(['Please '+verb, verb.capitalize()])
-    ask = f'{start} the {noun} '+' '.join(said for *_,said in params.values())+'.'
-    done = f'I did it: {ask[0].lower()+ask[1:]}'.replace('please ', '')
+    ask,done = wish(name, verb, noun, params, rng)
     arguments = {k:value for k,(_,value,_) in params.items()}
-    if rng.random()<.2:
-        ask = f'Call {name} with '+' and '.join(f'{k} {v}' for k,v in arguments.items())+'.'
-        done = f'I called {name}.'
     about = rng.choice([f'{verb} a {noun}', f'{verb} a {noun}', ''])
     offered = tool(name, about, **{k:(kind, '') for k,(kind,_,_) in params.items()})
     thought = f'I call {name} with '+' and '.join(map(str, arguments.values()))+'.'
@@ -300,17 +310,23 @@ def made_up(rng)->tuple:
 TOOLS = [weather, calculator, clock, timer, shop, made_up, made_up, made_up]
 
 
+def offering(made:list[tuple], rng)->list[dict]:
+    "The tools of `made`, the first for certain, in any order, each name once"
+    own = made[0][0]
+    by_name = {m[0]['function']['name']:m[0] for m in made}
+    by_name[own['function']['name']] = own
+    tools = [own]+[t for t in by_name.values() if t is not own]
+    rng.shuffle(tools)
+    return tools
+
+
 def calling(rng)->tuple[list,list]: # Messages, tools
     "A tool call, mostly with its result and an answer; sometimes a question that needs no tool"
     made = [f(rng) for f in rng.sample(TOOLS, rng.randint(1, 3))]
     own,ask,arguments,thought,result,answer = made[0]
-    name = own['function']['name']
-    by_name = {m[0]['function']['name']:m[0] for m in made}
-    tools = list((by_name|{name:own}).values())
-    tools = [own]+[t for t in tools if t is not own]
-    rng.shuffle(tools)
+    tools = offering(made, rng)
     if rng.random()<.2: return rng.choice(SIMPLE[1:])(rng),tools
-    messages = [user(ask), called(name, arguments, thought)]
+    messages = [user(ask), called(own['function']['name'], arguments, thought)]
     if rng.random()<.8: messages += [told(result), said(answer, 'The tool has answered.')]
     return messages,tools
 

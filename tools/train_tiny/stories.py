@@ -42,6 +42,11 @@ CHOICES = dict( # Slots of which any will do
     bad=['tired', 'sleepy', 'hungry'],
     a_cake=['a cake', 'an apple pie', 'a nut cake', 'some cookies'],
     clock=['two', 'three', 'four', 'five'])
+SHE,HE = ('she','her','her'),('he','him','his')
+WOMEN = ['mother', 'grandmother', 'aunt', 'big sister']
+MEN = ['father', 'grandfather', 'uncle', 'big brother']
+PIECES = re.compile(r'\{\w+\}|<\w+>|[\[\]]|\||[^\[\]{}<|]+')
+BRACKETS = {'{':'slot', '<':'rule'}
 BARE = re.compile('^(a|an|many|two|some) ')
 
 
@@ -85,7 +90,7 @@ def grammar()->tuple[dict,list]:
 
 def parse(template:str)->list:
     "A template as a list of text, ('slot', name), ('rule', name) and lists of alternatives"
-    pieces = re.findall(r'\{\w+\}|<\w+>|[\[\]]|\||[^\[\]{}<|]+', template)
+    pieces = PIECES.findall(template)
     stack = [[[]]]
     for p in pieces:
         now = stack[-1]
@@ -94,9 +99,7 @@ def parse(template:str)->list:
             options = stack.pop()
             stack[-1][-1].append(options if len(options)>1 else options+[[]])
         elif p=='|' and len(stack)>1: now.append([])
-        elif p[0]=='{': now[-1].append(('slot', p[1:-1]))
-        elif p[0]=='<': now[-1].append(('rule', p[1:-1]))
-        else: now[-1].append(p)
+        else: now[-1].append((BRACKETS[p[0]], p[1:-1]) if p[0] in BRACKETS else p)
     if len(stack)>1: raise ValueError(f'[ without ] in {template[:60]!r}')
     return stack[0][0]
 
@@ -152,10 +155,16 @@ def person(kind:str, prefix:str, rng:random.Random)->dict:
     if kind=='worker' and job in ('king','queen'): girl = job=='queen'
     name = rng.choice(GIRLS if girl else BOYS)
     what = dict(child='girl' if girl else 'boy', animal=rng.choice(HEROES), worker=job)[kind]
-    a_kind = an(f'{rng.choice(LIKE[kind])} {what}'.strip())
-    he,him,his = ('she','her','her') if girl else ('he','him','his')
-    slots = dict(name=name, he=he, him=him, his=his, kind=what, a_kind=a_kind)
+    slots = dict(name=name, kind=what, a_kind=an(f'{rng.choice(LIKE[kind])} {what}'.strip()))
+    slots['he'],slots['him'],slots['his'] = SHE if girl else HE
     return {prefix+k:v for k,v in slots.items()}
+
+
+def elder_of(his:str, rng:random.Random)->dict:
+    "Somebody older of the hero's family"
+    woman = rng.random()<.5
+    elder = f'{his} {rng.choice(WOMEN if woman else MEN)}'
+    return dict(elder=elder, elder_s=elder+"'s", ehe='she' if woman else 'he')
 
 
 def people(kind:str, rng:random.Random)->dict:
@@ -164,95 +173,85 @@ def people(kind:str, rng:random.Random)->dict:
     hero,other = person(kind, '', rng),person(like, 'f', rng)
     while other['fname']==hero['name'] or other['fkind']==hero['kind'] and rng.random()<.7:
         other = person(like, 'f', rng)
+    w = hero|other|elder_of(hero['his'], rng)
     name,friend = hero['name'],other['fname']
-    his = hero['his']
-    woman = rng.random()<.5
-    women = ['mother','grandmother','aunt','big sister']
-    men = ['father','grandfather','uncle','big brother']
-    elder = f'{his} {rng.choice(women if woman else men)}'
-    near = f'{his} friend {friend}'
-    return dict(
-        hero,
-        **other,
-        hero=name,
-        hero_s=name+"'s",
-        a_hero=f'{hero["a_kind"]} named {name}',
-        a_kind_bare=an(hero['kind']),
-        friend=friend,
-        friend_s=friend+"'s",
-        a_friend=rng.choice([near, near, f'{other["fa_kind"]} named {friend}']),
-        elder=elder,
-        elder_s=elder+"'s",
-        ehe='she' if woman else 'he')
+    near = f'{hero["his"]} friend {friend}'
+    w |= dict(hero=name, hero_s=name+"'s", friend=friend, friend_s=friend+"'s")
+    w |= dict(a_hero=f'{hero["a_kind"]} named {name}', a_kind_bare=an(hero['kind']))
+    w['a_friend'] = rng.choice([near, near, f'{other["fa_kind"]} named {friend}'])
+    return w
 
 
 def things(fit:list[str], rng:random.Random)->dict:
     "A thing and its colour, food, an animal, numbers"
     thing = rng.choice(fit or [o for o in OBJECTS if o not in ('ladder','swing','chair')])
     colour = rng.choice(COLOURS)
+    w = dict(thing=thing, colour=colour, a_thing=an(f'{colour} {thing}'))
+    w['the_thing'] = [f'the {thing}', f'the {thing}', f'the {colour} {thing}']
+    return w|foods(rng)|pet_of(rng)|counts(rng)
+
+
+def foods(rng:random.Random)->dict:
+    "Something to eat, as often as plots ask for it, and another"
     food,food2 = rng.sample(SNACKS, 2)
+    w = dict(food_one=food, a_food=an(food), an_apple=an(food))
+    w |= dict.fromkeys(('foods','foods_the','foods_n'), many(food))
+    w['foods2'] = many(food2)
+    w['taste'] = next(f['taste'] for f in facts()['foods'] if f['name']==food)
+    return w
+
+
+def pet_of(rng:random.Random)->dict:
+    "An animal, how it looks, what it eats and said"
     pet = rng.choice([a for a in facts()['animals'] if a['name'] in PETS])
-    sound = pet['sound']
+    name,sound = pet['name'],pet['sound']
     stem = sound[:-2] if sound.endswith(('sses','zzes')) else sound[:-1]
+    w = dict(pet=name, a_pet=an(name), pet_look=pet['look'], pet_eats=pet['eats'])
+    return w|dict(pet_sound=stem+'ed')
+
+
+def counts(rng:random.Random)->dict:
+    "Numbers, a sum and a double"
     n = rng.randint(3, 12)
     a,b = rng.randint(1, 10),rng.randint(1, 10)
-    return dict(
-        thing=thing,
-        colour=colour,
-        a_thing=an(f'{colour} {thing}'),
-        the_thing=[f'the {thing}', f'the {thing}', f'the {colour} {thing}'],
-        food_one=food,
-        a_food=an(food),
-        an_apple=an(food),
-        foods=many(food),
-        foods2=many(food2),
-        foods_the=many(food),
-        foods_n=many(food),
-        taste=next(f['taste'] for f in facts()['foods'] if f['name']==food),
-        pet=pet['name'],
-        a_pet=an(pet['name']),
-        pet_look=pet['look'],
-        pet_eats=pet['eats'],
-        pet_sound=stem+'ed',
-        n=n,
-        a=a,
-        b=b,
-        sum=a+b,
-        double=2*b)
+    return dict(n=n, a=a, b=b, sum=a+b, double=2*b)
 
 
 def is_inside(place:dict)->bool:
     return place['name'].split()[-1] in INDOORS
 
 
+def jobs(rng:random.Random)->dict:
+    "Two jobs and somebody who helps"
+    job,job2,helper = rng.sample(facts()['people'], 3)
+    w = dict(a_job=an(job['name']), job_does=job['does'], a_job2=an(job2['name']))
+    w |= dict(person=an(helper['name']), person_the=f'the {helper["name"]}')
+    return w|dict(person2=an(job['name']))
+
+
+def place_slots(place:dict)->dict:
+    "What is known of a place"
+    name = place['name']
+    w = dict(place=name, to_place=f'to {name}')
+    return w|dict(in_place=place['in'], place_is=place['is'], place_do=place['do'])
+
+
+def sights(place:dict, rng:random.Random)->dict:
+    "What there is to see, and where to hide"
+    first,second = rng.sample(place['sees'].split(', '), 2)
+    hiding = rng.sample(HIDING['indoors' if is_inside(place) else 'outdoors'], 2)
+    w = dict(sees1=first, sees2=second, sees_bare=BARE.sub('', first))
+    return w|dict(sees_there=hiding[0], sees_there2=hiding[1])
+
+
 def somewhere(outside:bool, rng:random.Random)->dict:
     "A place and what is there, another place, jobs, and the rest"
     places = facts()['places']
     place = rng.choice([p for p in places if not (outside and is_inside(p))])
-    sees = rng.sample(place['sees'].split(', '), 2)
-    hiding = rng.sample(HIDING['indoors' if is_inside(place) else 'outdoors'], 2)
-    job,job2,helper = rng.sample(facts()['people'], 3)
-    w = dict(
-        place=place['name'],
-        in_place=place['in'],
-        to_place=f'to {place["name"]}',
-        place_is=place['is'],
-        place_do=place['do'],
-        place2=rng.choice([p['name'] for p in places if p is not place]),
-        sees1=sees[0],
-        sees2=sees[1],
-        sees_bare=BARE.sub('', sees[0]),
-        sees_there=hiding[0],
-        sees_there2=hiding[1],
-        a_job=an(job['name']),
-        job_does=job['does'],
-        a_job2=an(job2['name']),
-        person=an(helper['name']),
-        person2=an(job['name']),
-        person_the=f'the {helper["name"]}',
-        day=rng.choice(DAYS),
-        dream=rng.choice(DREAMS),
-        **CHOICES)
+    w = place_slots(place)|sights(place, rng)|jobs(rng)|CHOICES
+    w['place2'] = rng.choice([p['name'] for p in places if p is not place])
+    w['day'] = rng.choice(DAYS)
+    w['dream'] = rng.choice(DREAMS)
     w['mood'],w['mood2'] = rng.sample(MOODS, 2)
     return w
 
@@ -283,19 +282,24 @@ def introduced(text:str, w:dict, rng:random.Random)->str:
     return text[:at]+(capital(name) if starts else name)+text[at+len(friend):]
 
 
+def subjects(text:str, w:dict)->list[str]:
+    "What may be asked for, of what is in the story"
+    about = [w['a_hero']]
+    if w['friend'] in text: about.append(f'{w["hero"]} and {w["friend"]}')
+    if text.count(w['thing'])>1: about.append(f'{w["a_hero"]} and {an(w["thing"])}')
+    if w['place'] in text: about.append(f'{w["a_hero"]} {w["in_place"]}')
+    return about
+
+
 def story(rng:random.Random)->dict:
     fit,body,asks = rng.choice(grammar()[1])
     w = world_of(fit, rng)
     text = introduced(say(body, w, rng), w, rng)
     asks = rng.sample(asks, min(2, len(asks)))
     pairs = [fill(a, w, rng).split('|') for a in asks]
-    about = [w['a_hero']]
-    if w['friend'] in text: about.append(f'{w["hero"]} and {w["friend"]}')
-    if text.count(w['thing'])>1: about.append(f'{w["a_hero"]} and {an(w["thing"])}')
-    if w['place'] in text: about.append(f'{w["a_hero"]} {w["in_place"]}')
     how = rng.choice(HOWS)
     ask = rng.choice(TELL)
-    prompt = f'{ask}{how} about {rng.choice(about)}.'
+    prompt = f'{ask}{how} about {rng.choice(subjects(text, w))}.'
     more = [[capital(x.strip()) for x in pair] for pair in pairs]
     return dict(kind='story', prompt=prompt, text=text, more=more)
 
@@ -304,20 +308,22 @@ def row_of(rng:random.Random)->tuple[str,dict]: # Table, and a row's slots
     "One row of the facts"
     table = rng.choices(list(facts()), [30, 29, 20, 25, 21, 15, 21])[0]
     row = rng.choice(facts()[table])
-    name = row['name']
-    bare = table in ('places','feelings','topics') or name in UNCOUNTED
     listed = (row.get('sees') or row.get('needs') or '').split(', ')
     owner = rng.choice(GIRLS+BOYS)
     colour = row.get('colour') or rng.choice(COLOURS)
-    some = rng.sample(listed, min(3, len(listed)))
-    return table,dict(
-        row,
+    *some,last = rng.sample(listed, min(3, len(listed)))
+    w = row|dict(colour=colour, name_s=f"{owner}'s {row['name']}")
+    return table,w|numbers_of(table, row['name'])|dict(some=', '.join(some)+' and '+last)
+
+
+def numbers_of(table:str, name:str)->dict:
+    "A row's name with an article, and in the plural"
+    bare = table in ('places','feelings','topics') or name in UNCOUNTED
+    counted = table in ('animals','objects','people')
+    return dict(
         a_name=name if bare else an(name),
-        name_s=f"{owner}'s {name}",
-        colour=colour,
-        names=many(name) if table in ('animals','objects','people') else name,
-        foods_own=name if name in UNCOUNTED else many(name),
-        some=', '.join(some[:-1])+' and '+some[-1])
+        names=many(name) if counted else name,
+        foods_own=name if name in UNCOUNTED else many(name))
 
 
 def describe(rng:random.Random)->dict:
@@ -340,14 +346,10 @@ def question(rng:random.Random)->dict:
     return dict(kind='question', prompt=ask.replace('.?', '.'), text=clean(answer))
 
 
-def listing(rng:random.Random)->dict:
+def lists()->list[tuple[str,list]]:
+    "What there are lists of, wherever one is"
     tables = facts()
-    place,worker = rng.choice(tables['places']),rng.choice(tables['people'])
-    seen = (f'things you see {place["in"]}', place['sees'].split(', '))
-    what,items = rng.choice([
-        seen,
-        seen,
-        (f'things that {an(worker["name"])} needs', worker['needs'].split(', ')),
+    return [
         ('animals', [an(a['name']) for a in tables['animals']]),
         ('fruits', FRUITS),
         ('toys', TOYS),
@@ -355,7 +357,14 @@ def listing(rng:random.Random)->dict:
         ('colours', COLOURS),
         ('things to eat', [an(f['name']) for f in tables['foods']]),
         ('names', GIRLS+BOYS),
-        ('days', DAYS)])
+        ('days', DAYS)]
+
+
+def listing(rng:random.Random)->dict:
+    place,worker = rng.choice(facts()['places']),rng.choice(facts()['people'])
+    seen = (f'things you see {place["in"]}', place['sees'].split(', '))
+    needed = (f'things that {an(worker["name"])} needs', worker['needs'].split(', '))
+    what,items = rng.choice([seen, seen, needed, *lists()])
     n = rng.randint(3, 5)
     word = ['three','four','five'][n-3]
     lines = [f'{i+1}. {capital(x)}' for i,x in enumerate(rng.sample(items, n))]

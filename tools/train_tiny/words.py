@@ -164,53 +164,82 @@ def writing_prompt(kind:str, rng:random.Random)->tuple[str,str,int]:
     """One cell of the grid: a text of a kind, about things drawn at random
 
     Gives the prompt, how the answer begins, and the most tokens of it."""
+    w = drawn(rng)
+    return dict(
+        story=ask_story,
+        question=ask_question,
+        describe=ask_description,
+        list=ask_list,
+        dialogue=ask_dialogue)[kind](w, rng.choice)
+
+
+def drawn(rng:random.Random)->dict:
+    "Somebody, something, somewhere"
     pick = rng.choice
     child = pick(NAMES)
     person = f'{pick(PEOPLE)} named {pick(NAMES)}'
     beast = f'{an(pick(ANIMALS))} named {pick(NAMES)}'
-    who = pick([child, person, beast])
-    thing,place,topic = an(pick(OBJECTS+FOODS)),pick(PLACES),pick(TOPICS)
-    animal,feeling = pick(ANIMALS),pick(FEELINGS)
-    name = pick(NAMES)
-    if kind=='story':
-        begin = pick(['', '', *BEGINS]).format(name)
-        about = pick([
-            f'{who} and {thing}',
-            f'{who} in {place}',
-            f'{who} and {topic}',
-            f'{who} who is {feeling}',
-            f'{who} and {an(animal)} who become friends'])
-        return f'Write a very short story {pick(STYLES)} about {about}.',begin,160
-    if kind=='question':
-        ask = pick([
-            f'What is {thing}?',
-            f'What does {an(animal)} eat?',
-            f'Where does {an(animal)} live?',
-            f'What can you do with {thing}?',
-            f'What do people do in {place}?',
-            f'Why do people feel {feeling}?',
-            f'What should I do when I am {feeling}?',
-            f'Why do we like {topic}?',
-            f'What does {pick(PEOPLE)} do?',
-            f'What colour is {an(pick(FOODS))}?',
-            f'How do you take care of {an(animal)}?',
-            f'Tell me one fact about {many(animal)}.'])
-        return f'{ask} Answer in one or two short sentences.','',60
-    if kind=='describe':
-        what = pick([thing, place, an(animal), pick(PEOPLE), topic])
-        return f'Describe {what} in three short and simple sentences.','',80
-    if kind=='list':
-        what = pick([
-            f'things you see in {place}',
-            'animals',
-            'fruits',
-            'toys',
-            'colours',
-            f'things to do when you are {feeling}',
-            f'things that {pick(PEOPLE)} needs',
-            'kind words'])
-        return f'Write a list of five {what}. One short line each.','1.',60
+    w = dict(who=pick([child, person, beast]), thing=an(pick(OBJECTS+FOODS)))
+    w |= dict(place=pick(PLACES), topic=pick(TOPICS))
+    return w|dict(animal=pick(ANIMALS), feeling=pick(FEELINGS), name=pick(NAMES))
+
+
+def ask_story(w:dict, pick)->tuple[str,str,int]:
+    "For a story: prompt, how it begins, most tokens; so do all below"
+    begin = pick(['', '', *BEGINS]).format(w['name'])
+    who = w['who']
+    about = pick([
+        f'{who} and {w["thing"]}',
+        f'{who} in {w["place"]}',
+        f'{who} and {w["topic"]}',
+        f'{who} who is {w["feeling"]}',
+        f'{who} and {an(w["animal"])} who become friends'])
+    return f'Write a very short story {pick(STYLES)} about {about}.',begin,160
+
+
+def ask_question(w:dict, pick)->tuple[str,str,int]:
+    "For a short answer"
+    thing,animal,feeling = w['thing'],an(w['animal']),w['feeling']
+    ask = pick([
+        f'What is {thing}?',
+        f'What does {animal} eat?',
+        f'Where does {animal} live?',
+        f'What can you do with {thing}?',
+        f'What do people do in {w["place"]}?',
+        f'Why do people feel {feeling}?',
+        f'What should I do when I am {feeling}?',
+        f'Why do we like {w["topic"]}?',
+        f'What does {pick(PEOPLE)} do?',
+        f'What colour is {an(pick(FOODS))}?',
+        f'How do you take care of {animal}?',
+        f'Tell me one fact about {many(w["animal"])}.'])
+    return f'{ask} Answer in one or two short sentences.','',60
+
+
+def ask_description(w:dict, pick)->tuple[str,str,int]:
+    "For three sentences"
+    what = pick([w['thing'], w['place'], an(w['animal']), pick(PEOPLE), w['topic']])
+    return f'Describe {what} in three short and simple sentences.','',80
+
+
+def ask_list(w:dict, pick)->tuple[str,str,int]:
+    "For five lines"
+    what = pick([
+        f'things you see in {w["place"]}',
+        'animals',
+        'fruits',
+        'toys',
+        'colours',
+        f'things to do when you are {w["feeling"]}',
+        f'things that {pick(PEOPLE)} needs',
+        'kind words'])
+    return f'Write a list of five {what}. One short line each.','1.',60
+
+
+def ask_dialogue(w:dict, pick)->tuple[str,str,int]:
+    "For two who talk"
+    name = w['name']
     other = pick([n for n in NAMES if n!=name])
-    about = pick([topic, thing])
+    about = pick([w['topic'], w['thing']])
     ask = f'Write a short and simple dialogue between {name} and {other} about {about}.'
     return ask,f'{name}:',120
