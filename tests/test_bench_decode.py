@@ -10,8 +10,8 @@ from atlas.engine.arbiter import expected
 from atlas.ground.core import AtlasError
 from atlas.ops.sample import uniform
 from atlas.ops.accept import OTHER_SEED
-from atlas.use.bench_decode import bench_decode,checking,distinct,drafting_bytes,make_room
-from atlas.use.bench_decode import measure,pretend,step_bytes
+from atlas.use.bench_decode import _blank,bench_decode,checking,distinct,drafting_bytes
+from atlas.use.bench_decode import make_room,measure,pretend,step_bytes
 sys.path.insert(0, str(Path(__file__).parent/'gpu'))
 from toys import toy  # noqa: E402
 
@@ -56,6 +56,7 @@ def test_simulated_acceptance_is_counted(report):
 def test_replays_stay_within_the_graph(llm):
     "It has no blocks for longer sequences, and those that are there would wait for theirs"
     e,width = llm.engine,3
+    _blank(llm)
     pretend(llm, 1, 40, 200)
     with checking(e, 2):
         for _ in range(3): e.step()

@@ -28,7 +28,7 @@ from ..cuda.gemm import gemm
 from ..cuda.gemv import embed,gemv,pair_bias
 from ..cuda.gemv import rmsnorm as norm_rows
 from ..cuda.mamba import mamba_step
-from ..cuda.pack import pack,requantize,unpack
+from ..cuda.pack import CARD_FORMATS,invented,pack,requantize,unpack
 from ..cuda.sample import HOW,SampleTable,sample_rows
 from ..cuda.scan import delta_many,mamba_many
 from ..cuda.vocabulary import beside,likeliest,ngram,norm_add,pick
@@ -135,6 +135,14 @@ def _gemv(card, rng, run, fmt, act=None, more=False):
     args = card.upload(x),w,_up(card, gain),1e-6
     b = None if bias is None else pair_bias(bias, w, card) if act else card.upload(bias)
     return [(card.download(run(lambda: gemv(*args, bias=b, act=act))), want, 2e-5 if fmt in ('BF16','F32') else 2e-3)]
+
+@_case('gemv', '3 long rows', in_pieces=dict(k=3200, act='silu'), by_teams=dict(k=17408))
+def _gemv_long(card, rng, run, k, act=None):
+    w = invented(card, (40*card.multiprocessors,k), CARD_FORMATS['nvfp4'], act is not None)
+    x,gain = _normal(rng, 3, k),None if act is None else _up(card, 1+_normal(rng, k)/4)
+    def go(rows): return card.download(gemv(card.upload(rows), w, gain, 1e-6, act=act))
+    alone = [go(x[i:i+1]) for i in range(3)]
+    return [(run(lambda: go(x)), np.concatenate(alone), 0)]
 
 @_case('gemm', '64 rows', **_FORMATS, norm_and_swiglu=_SWIGLU)
 def _gemm(card, rng, run, fmt, act=None, more=False):
