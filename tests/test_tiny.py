@@ -10,6 +10,7 @@ from atlas import LLM,SamplingParams
 from atlas.ground.core import SourceError
 from atlas.ground.hub import NAMED,cached,pull,remove,resolve
 from atlas.service.server import create_app
+from atlas.text.deltas import gather
 from helpers.inprocess import loaded
 from test_kernels import build
 
@@ -82,13 +83,13 @@ def test_it_travels_in_the_wheel(tmp_path):
 
 @pytest.mark.parametrize('a,b', [(7, 5), (2, 2), (9, 4)])
 def test_it_adds(llm, a, b):
-    said = llm.chat(user(f'What is {a} plus {b}?'), greedy(40)).text
-    thought,answer = said.split('</think>')
-    assert str(a+b) in thought and str(a+b) in answer
+    said = llm.chat(user(f'What is {a} plus {b}?'), greedy(40))
+    assert str(a+b) in said.reasoning and str(a+b) in said.text
+    assert '</think>' not in said.reasoning+said.text
 
 def test_it_answers_without_a_thought(llm):
-    said = llm.chat(user('Which day comes after Monday?'), greedy(20), enable_thinking=False).text
-    assert 'Tuesday' in said and '</think>' not in said
+    said = llm.chat(user('Which day comes after Monday?'), greedy(20), enable_thinking=False)
+    assert 'Tuesday' in said.text and not said.reasoning
 
 def test_its_parsers_are_found(llm): assert llm.text.parsers==('hermes', 'qwen3')
 
@@ -99,6 +100,24 @@ def test_it_calls_a_tool(client):
     call, = choice['message']['tool_calls']
     assert choice['finish_reason']=='tool_calls' and call['function']['name']=='open_door'
     assert json.loads(call['function']['arguments'])==dict(number=3)
+
+def test_a_notebook_tells_apart_what_the_service_does(llm, client):
+    "The same parsers read both: thought, answer and call are the same, streamed or whole"
+    asked = [(user('What does an owl eat?'), None), (user('Open the door number 3.'), [OPEN_DOOR])]
+    for messages,tools in asked:
+        ask = dict(messages=messages, temperature=0, max_tokens=80)|({'tools': tools} if tools else {})
+        m = client.post('/v1/chat/completions', json=ask).json()['choices'][0]['message']
+        out = llm.chat(messages, greedy(80), tools)
+        streamed = gather(llm.chat(messages, greedy(80), tools, stream=True))
+        called = [(c['function']['name'], c['function']['arguments']) for c in m.get('tool_calls') or ()]
+        for said,text in ((out,out.text), (streamed,streamed.content)):
+            assert (said.reasoning,text or None)==(m['reasoning_content'],m['content'])
+            assert [(c.name,c.arguments) for c in said.calls]==called
+    assert called and out.finish_reason=='tool_calls'
+
+def test_commands_print_its_answer_alone(alone):
+    r = CliRunner().invoke(cli.app, 'run tiny -t 0 --device cpu'.split()+['What does an owl eat?'])
+    assert (r.exit_code,r.stdout,r.stderr)==(0, 'An owl eats mice.\n', '')
 
 def test_it_goes_on_with_what_the_tool_said(llm):
     call = dict(type='function', function=dict(name='add', arguments=dict(a=310, b=25)))
