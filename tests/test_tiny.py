@@ -101,19 +101,20 @@ def test_it_calls_a_tool(client):
     assert choice['finish_reason']=='tool_calls' and call['function']['name']=='open_door'
     assert json.loads(call['function']['arguments'])==dict(number=3)
 
-def test_a_notebook_tells_apart_what_the_service_does(llm, client):
+@pytest.mark.parametrize('text,tools', [
+    ('What does an owl eat?', {}), ('Open the door number 3.', dict(tools=[OPEN_DOOR]))])
+def test_a_notebook_tells_apart_what_the_service_does(llm, client, text, tools):
     "The same parsers read both: thought, answer and call are the same, streamed or whole"
-    asked = [(user('What does an owl eat?'), None), (user('Open the door number 3.'), [OPEN_DOOR])]
-    for messages,tools in asked:
-        ask = dict(messages=messages, temperature=0, max_tokens=80)|({'tools': tools} if tools else {})
-        m = client.post('/v1/chat/completions', json=ask).json()['choices'][0]['message']
-        out = llm.chat(messages, greedy(80), tools)
-        streamed = gather(llm.chat(messages, greedy(80), tools, stream=True))
-        called = [(c['function']['name'], c['function']['arguments']) for c in m.get('tool_calls') or ()]
-        for said,text in ((out,out.text), (streamed,streamed.content)):
-            assert (said.reasoning,text or None)==(m['reasoning_content'],m['content'])
-            assert [(c.name,c.arguments) for c in said.calls]==called
-    assert called and out.finish_reason=='tool_calls'
+    ask = dict(messages=user(text), temperature=0, max_tokens=80)
+    choice = client.post('/v1/chat/completions', json=ask|tools).json()['choices'][0]
+    m = choice['message']
+    out = llm.chat(user(text), greedy(80), **tools)
+    assert (out.reasoning, out.text or None)==(m['reasoning_content'], m['content'])
+    assert out.finish_reason==choice['finish_reason'] and bool(out.calls)==bool(tools)
+    called = [c['function'] for c in m.get('tool_calls') or ()]
+    assert [dict(name=c.name, arguments=c.arguments) for c in out.calls]==called
+    streamed = gather(llm.chat(user(text), greedy(80), stream=True, **tools))
+    assert (streamed.reasoning,streamed.content,streamed.calls)==(out.reasoning,out.text,out.calls)
 
 def test_commands_print_its_answer_alone(alone):
     r = CliRunner().invoke(cli.app, 'run tiny -t 0 --device cpu'.split()+['What does an owl eat?'])

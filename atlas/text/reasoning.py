@@ -237,7 +237,7 @@ def closing(
     thinking:bool, # As `beginning` says
     opened:bool, # As `beginning` says
     asked:bool=False, # Was a thought asked for?
-    formed:bool=False, # Must a new message have a form? In harmony even that without a thought has a channel
+    formed:bool=False, # Must a new message have a form? In harmony it has a channel, thought or not
 )->dict:
     "The part of a guide that waits for the end of a thought; nothing where none is sure to come"
     harmony = parser=='openai_gptoss'

@@ -326,9 +326,12 @@ def _template(think):
     return {} if think is None else dict(enable_thinking=think)
 
 # %% ../../nbs/8_use/09_cli.ipynb #1b42fc01
-@app.command(epilog=_examples('atlas run tiny "What does a cow eat?"', 'atlas run tiny --no-think "What does a cow eat?"', 'atlas run demo --raw --temperature 0 "The capital of France is"',
-                              'git diff | atlas run demo --system "Describe this change in one line." -',
-                              'atlas run ./qwen3-vl-2b --image photo.jpg "What is this?"'))
+@app.command(epilog=_examples(
+    'atlas run tiny "What does a cow eat?"',
+    'atlas run tiny --no-think "What does a cow eat?"',
+    'atlas run demo --raw --temperature 0 "The capital of France is"',
+    'git diff | atlas run demo --system "Describe this change in one line." -',
+    'atlas run ./qwen3-vl-2b --image photo.jpg "What is this?"'))
 @engine_flags('device', 'max_seq_len', 'load_format', 'weights', *SPECULATION)
 def run(model:Model,
     prompt:Annotated[str|None, typer.Argument(metavar='PROMPT', help='What to ask; "-" or nothing reads it from stdin.', show_default=False)]=None,
@@ -373,9 +376,9 @@ class Conversation:
         "Yield the answer's pieces to `text`, until it ends or `stop()`"
         self.turns.append(dict(role='user', content=text))
         answer,after = '',False
-        how = _template(self.think)
+        how = _template(self.think)|dict(stream=True)
         try:
-            for d in (pieces := self.llm.chat(self.messages, self.params, stream=True, **how)):
+            for d in (pieces := self.llm.chat(self.messages, self.params, **how)):
                 after = after or bool(d.reasoning)
                 answer += d.text
                 yield d

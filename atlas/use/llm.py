@@ -139,7 +139,8 @@ def generate(self:LLM,
     params = [p or SamplingParams() for p in (params if isinstance(params, (list,tuple)) else [params]*len(prompts))]
     if len(params)!=len(prompts): raise RequestError(f'{len(prompts)} prompts and {len(params)} SamplingParams', param='params')
     if images and not one: raise RequestError('images belong to one prompt', hint='Call generate once for each', param='images')
-    asked = [(self._encode(p, images=images), q) for p,q in zip(prompts, params)]
+    encoded = [self._encode(p, images=images) for p in prompts]
+    asked = list(zip(encoded, params))
     outs = self._answers(asked, guide)
     return outs[0] if one else outs
 
@@ -155,19 +156,21 @@ def _guide(self:LLM, guide):
 def _answers(self:LLM, asked, guide=None, split=None)->list[Output]:
     "The first answer to each of the prompts `asked`, which are encoded and have parameters"
     self._guide(guide)
-    reqs,owners = [],[]
-    for i,((ids,_,pics),p) in enumerate(asked):
+    reqs = []
+    for (ids,_,pics),p in asked:
         reqs += [self.request(ids, q, images=pics, guide=guide) for q in fan_out(p)]
-        owners += [i]*p.n
     readers = [self.reader(r.params, guide, split) for r in reqs]
     said = [[] for _ in reqs]
     for k,d in self._run(reqs, readers): said[k].append(d)
-    outs = [[] for _ in asked]
-    for reader,ds,i in zip(readers, said, owners):
-        (ids,text,_),p = asked[i]
-        outs[i].append(_output(reader.choice(ds), p, ids, text))
-    for o in outs: o[0].choices = o if len(o)>1 else []
-    return [o[0] for o in outs]
+    choices = (r.choice(ds) for r,ds in zip(readers, said))
+    return [_outputs(choices, *a) for a in asked]
+
+def _outputs(choices, encoded, p):
+    "The next `p.n` of `choices`, all answers to one prompt: the first, which holds the others"
+    ids,text,_ = encoded
+    outs = [_output(next(choices), p, ids, text) for _ in range(p.n)]
+    outs[0].choices = outs if len(outs)>1 else []
+    return outs[0]
 
 def _output(c:Choice, p:SamplingParams, ids, text)->Output:
     "An answer with what it took; its error, if that is how it ended"
@@ -214,11 +217,7 @@ def chat(self:LLM,
     messages,images = prepare_images(messages, paths=True)
     prompt = self.render(messages, tools, **kwargs)
     ids = self.tokenizer.encode(prompt, add_special=False)
-    last = messages[-1] if kwargs.get('continue_final_message') else None
-    thinking = kwargs.get('enable_thinking')
-    begin = beginning(self.text.parsers[1], prompt, thinking, last)
-    split = self._split(prompt, tools, begin, last)
-    if guide: guide = self._behind(guide, begin, thinking, last)
+    split,guide = self._parted(messages, prompt, tools, guide, kwargs)
     if stream: return self._stream(ids, params, images, guide, split)
     asked = self._encode(ids, images=images),params or SamplingParams()
     return self._answers([asked], guide, split)[0]
@@ -231,12 +230,17 @@ def render(self:LLM, messages, tools=None, **kwargs)->str:
 
 # %% ../../nbs/8_use/01_llm.ipynb #d5be3cd8
 @patch
-def _split(self:LLM, prompt, tools, begin, last):
-    "What makes a `Splitter` for each answer that begins so; None where all is text"
+def _parted(self:LLM, messages, prompt, tools, guide, how):
+    "What makes an answer's `Splitter`, None where all is text; and the guide of such an answer"
+    last = messages[-1] if how.get('continue_final_message') else None
+    thinking = how.get('enable_thinking')
     calls,thoughts = self.text.parsers
+    begin = beginning(thoughts, prompt, thinking, last)
+    if guide: guide = self._behind(guide, begin, thinking, last)
     calls = calls if tools else None
+    if not (calls or thoughts): return None,guide
     before = '' if last is None else prompt
-    return partial(Splitter, thoughts, calls, tools, *begin, before) if calls or thoughts else None
+    return partial(Splitter, thoughts, calls, tools, *begin, before),guide
 
 @patch
 def _behind(self:LLM, guide, begin, asked, last):
