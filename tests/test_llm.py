@@ -336,6 +336,14 @@ def test_a_thought_that_never_ends(tiny, monkeypatch):
     assert heard(tiny, HI)[:2]==('Two and', '')
     assert tiny.chat(HI).finish_reason=='length'
 
+def test_marks_are_seen_where_they_are_special_tokens(tiny, monkeypatch):
+    t = tiny.tokenizer
+    mark = t.inner.token_to_id('</think>')
+    monkeypatch.setattr(t, 'special_ids', t.special_ids|{mark})
+    speak(monkeypatch, tiny, 'Two</think>Four')
+    assert heard(tiny, HI)==('Two', 'Four', [])
+    assert tiny.generate('hi').text=='TwoFour'
+
 def test_stop_strings_are_of_the_answer(tiny, monkeypatch):
     speak(monkeypatch, tiny, 'a. b</think>c. d')
     out = tiny.chat(HI, SamplingParams(stop='.'))
