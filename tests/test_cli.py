@@ -11,6 +11,8 @@ from atlas.ground import hub
 from atlas.ground.core import AtlasError,ContextLengthError
 from atlas.ground.hub import Entry
 from atlas.ground.options import EngineConfig
+from atlas.text.deltas import Delta
+from atlas.text.generation import Output
 from helpers.waiting import WAIT
 
 root = Path(__file__).parents[1]
@@ -21,9 +23,9 @@ def run(*args, input=None):
     if r.exception and not isinstance(r.exception, SystemExit): raise r.exception
     return r
 
-def said(text):
+def said(text, reasoning=''):
     "A piece of an answer, of one token"
-    return SimpleNamespace(text=text, tokens=(1,), drafted=0)
+    return Delta(reasoning, text, tokens=(1,))
 
 class Fake:
     "Stands for `LLM`: remembers what it was given, and says `answer`"
@@ -36,8 +38,13 @@ class Fake:
         Fake.asked = dict(prompt=prompt, params=params)
         for w in self.answer: yield said(w)
         if self.error: raise self.error
-    def generate(self, prompt, params): return SimpleNamespace(text=''.join(d.text for d in self.stream(prompt, params)), finish_reason='stop', usage=dict(total_tokens=5))
-    def chat(self, messages, params, stream=False): return self.stream(list(messages), params) if stream else self.generate(list(messages), params)
+    def generate(self, prompt, params):
+        ds = list(self.stream(prompt, params))
+        text,thought = (''.join(getattr(d, of) for d in ds) for of in ('text','reasoning'))
+        return Output(text, [], 'stop', dict(total_tokens=5), reasoning=thought)
+    def chat(self, messages, params, stream=False, **template):
+        Fake.told = template
+        return (self.stream if stream else self.generate)(list(messages), params)
 
 @pytest.fixture
 def fake(monkeypatch):
@@ -286,6 +293,60 @@ def test_run_refused_midway(fake):
     r = run('run', 'm', 'hi')
     assert (r.exit_code,r.stderr)==(1, 'atlas: Too long\n       Shorten it\n')
 
+# Thoughts
+
+@pytest.fixture
+def thinker(fake):
+    "A model that thinks before it answers, as its template has it"
+    thought,answer = ['Hm.',' So\n'],['\n\nHello ','you']
+    fake.pieces = [*(said('', t) for t in thought), *map(said, answer)]
+    def stream(self, prompt, params):
+        Fake.asked = dict(prompt=prompt, params=params)
+        yield from self.pieces
+        yield Delta(finish='stop')
+    fake.stream = stream
+    return fake
+
+SHOWN = 'thinking…\nHm. So\n\n'
+
+@pytest.mark.parametrize('flags,err', [([],''), (['--hide-thinking'],''),
+                                       (['--show-thinking'],SHOWN)])
+def test_a_pipe_gets_the_answer_alone(thinker, flags, err):
+    r = run('run', 'm', 'hi', *flags)
+    assert (r.exit_code,r.stdout,r.stderr)==(0, 'Hello you\n', err)
+    r = run('chat', 'm', *flags, input='hi\n')
+    assert (r.stdout,r.stderr)==('Hello you\n', err)
+
+def test_json_has_the_thought_by_itself(thinker):
+    d = json.loads(run('run', 'm', 'hi', '--json').stdout)
+    assert (d['reasoning'],d['text'])==('Hm. So\n', '\n\nHello you')
+
+@pytest.mark.parametrize('why,hint', [('length',True), ('stop',False)])
+def test_a_thought_that_never_ends(thinker, why, hint):
+    "Nothing goes to the pipe, and it is said why"
+    def stream(self, *_): yield from (said('', 'Hm.'), Delta(finish=why))
+    thinker.stream = stream
+    r = run('run', 'm', 'hi')
+    assert (r.exit_code,r.stdout)==(0,'') and 'Hm' not in r.stderr
+    assert 'only thoughts, and no answer' in r.stderr
+    assert ('--max-tokens' in r.stderr)==hint
+
+def test_thoughts_are_no_part_of_a_conversation(thinker):
+    assert run('chat', 'm', input='one\ntwo\n').stdout=='Hello you\n'*2
+    before = [('user','one'), ('assistant','Hello you'), ('user','two')]
+    assert Fake.asked['prompt']==[dict(role=r, content=c) for r,c in before]
+    thinker.pieces = thinker.pieces[:2]  # no answer: the question is taken back
+    run('chat', 'm', input='one\ntwo\n')
+    assert Fake.asked['prompt']==[dict(role='user', content='two')]
+
+@pytest.mark.parametrize('flags,told', [([],{}), (['--think'],dict(enable_thinking=True)),
+                                        (['--no-think'],dict(enable_thinking=False))])
+def test_whether_to_think_is_told_to_the_template(fake, flags, told):
+    for args in (['run','m','hi'], ['run','m','hi','--json'], ['chat','m']):
+        assert run(*args, *flags, input='hi\n').exit_code==0
+        assert Fake.told==told
+    if flags: assert run('run', 'm', '--raw', 'hi', *flags).exit_code==2
+
 # Chat
 
 def test_chat(fake, monkeypatch):
@@ -389,6 +450,26 @@ from atlas.use.cli import main
     try: assert 'Traceback' not in t.expect('\0')
     except OSError: assert 'Traceback' not in t.seen      # the terminal is closed: the process has gone
     assert t.status()==130
+
+def test_thoughts_in_a_terminal(terminal):
+    "Dimmed behind a line that says so, then the answer; where they are hidden the line alone"
+    start = f'''import sys
+sys.path.insert(0, {str(root/'tests')!r})
+from test_cli import Fake,SimpleNamespace,said
+def stream(*_): yield from (said('', 'Hm.'), said('', ' So\\n'), said('\\n\\nHello'))
+Fake.stream = stream
+sys.modules['atlas.use.llm'] = SimpleNamespace(LLM=Fake)
+from atlas.use.cli import main
+'''
+    DIM,END = '\x1b[2m','\x1b[0m'
+    line = f'{DIM}thinking…\r\n{END}'
+    t = terminal(start+"sys.argv = ['atlas','run','m','hi']; main()")
+    shown = f'{line}{DIM}Hm.{END}{DIM} So\r\n{END}{DIM}\r\n{END}'
+    assert t.expect('Hello')==shown
+    t.expect('(3 tokens, ')
+    assert t.status()==0
+    t = terminal(start+"sys.argv = ['atlas','run','m','hi','--hide-thinking']; main()")
+    assert t.expect('Hello')==line
 
 # Serving
 

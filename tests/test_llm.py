@@ -12,6 +12,8 @@ from atlas.ground.core import AtlasError,ContextLengthError,OutOfMemoryError
 from atlas.ground.core import RequestError,SourceError
 from atlas.card.device import Host,Memory
 from atlas.engine.scheduler import Request
+from atlas.ground.requests import Event
+from atlas.text.deltas import gather
 
 data = Path(__file__).parent/'data'
 def load(name='smollm2-tied', **kw): return LLM(str(data/name), device='cpu', **dict(max_seq_len=256)|kw)
@@ -286,3 +288,88 @@ def test_a_folder_is_called_by_its_own_name(mine, given, name):
     asked = dict(model=given, device='cpu', max_seq_len=16)
     worker = load_model(asked, Meter(Mock()))
     assert worker.info['name']==name
+
+# thoughts and calls
+
+@pytest.fixture(scope='module')
+def tiny(): return LLM('tiny', 'cpu', max_seq_len=512, show=False)
+
+HI = [dict(role='user', content='hi')]
+ADD = [dict(type='function', function=dict(name='add', parameters=dict(type='object')))]
+
+def speak(monkeypatch, llm, text, size=1, finish='stop'):
+    "Have `llm` say `text`, so many tokens at once"
+    ids = llm.tokenizer.encode(text, add_special=False)
+    events = [Event('r', i) for i in ids]+[Event('r', llm.eos_ids[0], finish=finish)]
+    def run(reqs, readers):
+        for k,reader in enumerate(readers):
+            for i in range(0, len(events), size):
+                for d in reader.feed(events[i:i+size]): yield k,d
+    monkeypatch.setattr(llm, '_run', run)
+
+def heard(llm, *args, **kw):
+    "Thought, answer and calls of an answer, which must be what is streamed"
+    out,ds = llm.chat(*args, **kw),llm.chat(*args, stream=True, **kw)
+    c = gather(ds)
+    calls = [(x.name,x.arguments) for x in out.calls]
+    assert (c.reasoning,c.content)==(out.reasoning,out.text)
+    assert [(x.name,x.arguments) for x in c.calls]==calls
+    assert c.finish==out.finish_reason
+    return out.reasoning,out.text,calls
+
+@pytest.mark.parametrize('size', [1,2,3,99])
+def test_a_thought_is_told_apart(tiny, monkeypatch, size):
+    speak(monkeypatch, tiny, 'Two and\n</think>\n\nFour.', size)
+    assert heard(tiny, HI)==('Two and\n', '\n\nFour.', [])
+    three = tiny.chat(HI, SamplingParams(n=3)).choices
+    assert [o.text for o in three]==['\n\nFour.']*3
+
+@pytest.mark.parametrize('size', [1,2,3,99])
+def test_a_call_is_told_apart_where_tools_are_offered(tiny, monkeypatch, size):
+    call = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
+    speak(monkeypatch, tiny, f'Hm</think>\n{call}', size)
+    assert heard(tiny, HI, tools=ADD)==('Hm', '', [('add','{}')])
+    assert heard(tiny, HI)==('Hm', f'\n{call}', [])  # nothing is lost where none are
+
+def test_a_thought_that_never_ends(tiny, monkeypatch):
+    speak(monkeypatch, tiny, 'Two and', finish='length')
+    assert heard(tiny, HI)[:2]==('Two and', '')
+    assert tiny.chat(HI).finish_reason=='length'
+
+def test_marks_are_seen_where_they_are_special_tokens(tiny, monkeypatch):
+    t = tiny.tokenizer
+    mark = t.inner.token_to_id('</think>')
+    monkeypatch.setattr(t, 'special_ids', t.special_ids|{mark})
+    speak(monkeypatch, tiny, 'Two</think>Four')
+    assert heard(tiny, HI)==('Two', 'Four', [])
+    assert tiny.generate('hi').text=='TwoFour'
+
+def test_stop_strings_are_of_the_answer(tiny, monkeypatch):
+    speak(monkeypatch, tiny, 'a. b</think>c. d')
+    out = tiny.chat(HI, SamplingParams(stop='.'))
+    assert (out.reasoning,out.text,out.finish_reason)==('a. b', 'c', 'stop')
+
+def test_who_does_not_think_only_answers(tiny, monkeypatch):
+    "Switched off, gone on with, or not of such a family: all of it is the answer"
+    text = 'Two</think>'
+    speak(monkeypatch, tiny, 'Two')
+    assert heard(tiny, HI, enable_thinking=False)[:2]==('', 'Two')
+    begun = [*HI, dict(role='assistant', content='It is')]
+    on = dict(add_generation_prompt=False, continue_final_message=True)
+    assert heard(tiny, begun, **on)[:2]==('', 'Two')
+    speak(monkeypatch, tiny, text)
+    monkeypatch.setattr(tiny.text, 'parsers', (None,None))
+    assert heard(tiny, HI)[:2]==('', text)
+
+def test_generate_takes_nothing_away(tiny, monkeypatch):
+    speak(monkeypatch, tiny, 'Two</think>Four')
+    assert tiny.generate('hi').text=='Two</think>Four'
+
+def test_a_guide_waits_for_the_end_of_the_thought(tiny):
+    yes = dict(kind='choice', choices=['hay','mice'])
+    for stream in (False,True):
+        out = tiny.chat(HI, SamplingParams(temperature=0, max_tokens=60), stream=stream, guide=yes)
+        c = gather(out) if stream else out
+        assert c.reasoning and str(c.content if stream else c.text) in yes['choices']
+    out = tiny.chat(HI, SamplingParams(temperature=0), guide=yes, enable_thinking=False)
+    assert not out.reasoning and out.text in yes['choices']

@@ -10,6 +10,7 @@ from atlas import LLM,SamplingParams
 from atlas.ground.core import SourceError
 from atlas.ground.hub import NAMED,cached,pull,remove,resolve
 from atlas.service.server import create_app
+from atlas.text.deltas import gather
 from helpers.inprocess import loaded
 from test_kernels import build
 
@@ -82,13 +83,13 @@ def test_it_travels_in_the_wheel(tmp_path):
 
 @pytest.mark.parametrize('a,b', [(7, 5), (2, 2), (9, 4)])
 def test_it_adds(llm, a, b):
-    said = llm.chat(user(f'What is {a} plus {b}?'), greedy(40)).text
-    thought,answer = said.split('</think>')
-    assert str(a+b) in thought and str(a+b) in answer
+    said = llm.chat(user(f'What is {a} plus {b}?'), greedy(40))
+    assert str(a+b) in said.reasoning and str(a+b) in said.text
+    assert '</think>' not in said.reasoning+said.text
 
 def test_it_answers_without_a_thought(llm):
-    said = llm.chat(user('Which day comes after Monday?'), greedy(20), enable_thinking=False).text
-    assert 'Tuesday' in said and '</think>' not in said
+    said = llm.chat(user('Which day comes after Monday?'), greedy(20), enable_thinking=False)
+    assert 'Tuesday' in said.text and not said.reasoning
 
 def test_its_parsers_are_found(llm): assert llm.text.parsers==('hermes', 'qwen3')
 
@@ -99,6 +100,25 @@ def test_it_calls_a_tool(client):
     call, = choice['message']['tool_calls']
     assert choice['finish_reason']=='tool_calls' and call['function']['name']=='open_door'
     assert json.loads(call['function']['arguments'])==dict(number=3)
+
+@pytest.mark.parametrize('text,tools', [
+    ('What does an owl eat?', {}), ('Open the door number 3.', dict(tools=[OPEN_DOOR]))])
+def test_a_notebook_tells_apart_what_the_service_does(llm, client, text, tools):
+    "The same parsers read both: thought, answer and call are the same, streamed or whole"
+    ask = dict(messages=user(text), temperature=0, max_tokens=80)
+    choice = client.post('/v1/chat/completions', json=ask|tools).json()['choices'][0]
+    m = choice['message']
+    out = llm.chat(user(text), greedy(80), **tools)
+    assert (out.reasoning, out.text or None)==(m['reasoning_content'], m['content'])
+    assert out.finish_reason==choice['finish_reason'] and bool(out.calls)==bool(tools)
+    called = [c['function'] for c in m.get('tool_calls') or ()]
+    assert [dict(name=c.name, arguments=c.arguments) for c in out.calls]==called
+    streamed = gather(llm.chat(user(text), greedy(80), stream=True, **tools))
+    assert (streamed.reasoning,streamed.content,streamed.calls)==(out.reasoning,out.text,out.calls)
+
+def test_commands_print_its_answer_alone(alone):
+    r = CliRunner().invoke(cli.app, 'run tiny -t 0 --device cpu'.split()+['What does an owl eat?'])
+    assert (r.exit_code,r.stdout,r.stderr)==(0, 'An owl eats mice.\n', '')
 
 def test_it_goes_on_with_what_the_tool_said(llm):
     call = dict(type='function', function=dict(name='add', arguments=dict(a=310, b=25)))

@@ -11,7 +11,7 @@ __all__ = ['ChoiceReader', 'verbatim', 'Output', 'fan_out']
 from dataclasses import dataclass,field,replace
 from fastcore.basics import patch
 from ..ground.core import typed_error
-from .deltas import Choice,Delta,Token,gather
+from .deltas import Call,Choice,Delta,Token,gather
 from .parsers import TOOL_PARSERS,Splitter
 from ..ground.requests import Event,SamplingParams
 from .tokenizer import StopStrings
@@ -174,16 +174,22 @@ def verbatim(guide:dict|None)->bool:
 @dataclass
 class Output:
     "One answer"
-    text:str
+    text:str # Without thoughts and calls, where they are told apart
     token_ids:list[int]
-    finish_reason:str # 'stop', 'length', 'abort' or 'error'
+    finish_reason:str # 'stop', 'length', 'tool_calls', 'abort' or 'error'
     usage:dict # prompt_tokens, completion_tokens, total_tokens
     logprobs:list[Token]|None=None # When asked for
     prompt:str|None=None
     prompt_token_ids:list[int]=field(default_factory=list)
     choices:list['Output']=field(default_factory=list) # All n answers, this one first, when n > 1
+    reasoning:str='' # The thought before the answer
+    calls:list[Call]=field(default_factory=list) # Of tools
     def __str__(self): return self.text
-    def __repr__(self): return f'{self.text!r}  ({self.usage["completion_tokens"]} tokens, {self.finish_reason})'
+    def __repr__(self):
+        thought = f'thought {self.reasoning!r}, ' if self.reasoning else ''
+        calls = ''.join(f', {c.name}({c.arguments})' for c in self.calls)
+        how = f'({self.usage["completion_tokens"]} tokens, {self.finish_reason})'
+        return f'{thought}{self.text!r}{calls}  {how}'
 
 # %% ../../nbs/6_text/18_generation.ipynb #fcec9aa7
 def fan_out(p:SamplingParams)->list[SamplingParams]:

@@ -44,6 +44,7 @@ class Splitter:
         self.thoughts = ReasoningStream(reasoning, thinking, opened) if reasoning and not self.harmony else None
         self.parser = ToolStream(tools, tool_list) if tools and not self.harmony else None
         self.plain,self.blanks,self.tail = [],[] if self.parser else None,''
+        self.continuing = bool(prompt)
         if self.harmony: self.harmony.feed(_header(prompt))
     @property
     def thinking(self)->bool:

@@ -6,10 +6,11 @@ Docs: https://atlas-inference.github.io/atlas/8_use/cli.html.md"""
 
 # %% auto #0
 __all__ = ['ORDER', 'app', 'Model', 'Json', 'FLAGS', 'SPECULATION', 'Shape', 'Weights', 'Temperature', 'MaxTokens', 'Seed',
-           'System', 'COMMANDS', 'Many', 'Models', 'Name', 'Alias', 'KeyFile', 'Hosts', 'Origins', 'Drain', 'LogFormat',
-           'Reasons', 'Tools', 'benches', 'Batches', 'Output', 'Simulated', 'Contexts', 'CARD_FLAGS', 'flag',
-           'engine_flags', 'pull', 'list_', 'rm', 'inspect', 'Meter', 'run', 'Conversation', 'chat', 'serve', 'launch',
-           'quantize', 'version', 'bench', 'bench_decode', 'bench_kernels', 'check', 'main']
+           'System', 'Think', 'ShowThinking', 'COMMANDS', 'Many', 'Models', 'Name', 'Alias', 'KeyFile', 'Hosts',
+           'Origins', 'Drain', 'LogFormat', 'Reasons', 'Tools', 'benches', 'Batches', 'Output', 'Simulated', 'Contexts',
+           'CARD_FLAGS', 'flag', 'engine_flags', 'pull', 'list_', 'rm', 'inspect', 'Meter', 'Printer', 'run',
+           'Conversation', 'chat', 'serve', 'launch', 'quantize', 'version', 'bench', 'bench_decode', 'bench_kernels',
+           'check', 'main']
 
 # %% ../../nbs/8_use/09_cli.ipynb #aa7ee505
 import json,os,re,signal,sys,threading
@@ -222,13 +223,59 @@ class Meter:
     def __str__(self):
         if not self.n: return 'no tokens'
         rate = f', {(self.n-1)/(self.last-self.first):.1f} tokens/s' if self.last>self.first else ''
-        share = f', {self.drafted/self.n:.0%} from drafts' if self.drafted else ''
+        share = f', {self.drafts}' if self.drafted else ''
         wait = f'the first after {self.first-self.start:.2f} s'
         return f'{self.n} token{"s"*(self.n>1)}{rate}{share}, {wait}'
+    @property
+    def drafts(self):
+        "How many tokens were drafts, and what that made of a step"
+        each = self.n/max(self.n-self.drafted, 1)
+        return f'{self.drafted} accepted draft{"s"*(self.drafted>1)}, {each:.1f} a step'
 
 def _tell(meter):
     "The rate, on stderr, when somebody watches"
     if sys.stderr.isatty(): typer.secho(f'({meter})', err=True, dim=True)
+
+# %% ../../nbs/8_use/09_cli.ipynb #32367b33
+_NO_ANSWER = 'atlas: there are only thoughts, and no answer'
+_LENGTH = '\n       It ran out of tokens: raise --max-tokens, or try --no-think'
+
+class Printer:
+    "Prints an answer: its text to stdout, all else to stderr"
+    def __init__(self, show=None):
+        self.meter = Meter()
+        self.watched = sys.stderr.isatty()
+        if show is None: show = self.watched and sys.stdout.isatty()
+        self.show = show # Are thoughts shown?
+        self.thought = self.said = False # Was there one, was there an answer?
+        self.last,self.finish = '',None # Piece of a thought; why it ended
+    def add(self, d):
+        "One more `Delta`"
+        self.meter.add(len(d.tokens), d.drafted)
+        self.finish = d.finish
+        if d.reasoning: self.think(d.reasoning)
+        text = d.text if self.said or not self.thought else d.text.lstrip()
+        if text and not self.said:
+            self.said = True
+            self._closed()
+        if text: typer.echo(text, nl=False)
+    def think(self, text):
+        "More of a thought"
+        if not self.thought and (self.show or self.watched): _aside('thinking…\n')
+        self.thought,self.last = True,text
+        if self.show: _aside(text)
+    def _closed(self):
+        "A thought that was shown has ended: a blank line parts it from what follows"
+        if self.thought and self.show: _aside('\n' if self.last.endswith('\n') else '\n\n')
+    def end(self):
+        "There is no more of the answer"
+        if self.thought and not self.said:
+            self._closed()
+            typer.echo(_NO_ANSWER+_LENGTH*(self.finish=='length'), err=True)
+        else: typer.echo()
+        _tell(self.meter)
+
+def _aside(text): typer.secho(text, err=True, dim=True, nl=False)
 
 # %% ../../nbs/8_use/09_cli.ipynb #949251b6
 def _prompt(arg):
@@ -267,11 +314,24 @@ Temperature = Annotated[float|None, _opt(
 MaxTokens = Annotated[int|None, _opt('Longest answer, in tokens. [default: what is left of the context]', '--max-tokens', '-n', min=1, show_default=False)]
 Seed = Annotated[int|None, _opt('Make the same choices again. [default: other ones each time]', show_default=False)]
 System = Annotated[str|None, _opt('A system message: how to answer.')]
+Think = Annotated[bool|None, _opt(
+    'Have the model think before it answers, or not, where its template lets one choose. '
+    '[default: as the template has it]', '--think/--no-think', show_default=False)]
+ShowThinking = Annotated[bool|None, _opt(
+    'Show its thoughts, on stderr. [default: on a terminal]',
+    '--show-thinking/--hide-thinking', show_default=False)]
+
+def _template(think):
+    "What a template is told of thinking: nothing, unless something was said"
+    return {} if think is None else dict(enable_thinking=think)
 
 # %% ../../nbs/8_use/09_cli.ipynb #1b42fc01
-@app.command(epilog=_examples('atlas run tiny "What does a cow eat?"', 'atlas run demo --raw --temperature 0 "The capital of France is"',
-                              'git diff | atlas run demo --system "Describe this change in one line." -',
-                              'atlas run ./qwen3-vl-2b --image photo.jpg "What is this?"'))
+@app.command(epilog=_examples(
+    'atlas run tiny "What does a cow eat?"',
+    'atlas run tiny --no-think "What does a cow eat?"',
+    'atlas run demo --raw --temperature 0 "The capital of France is"',
+    'git diff | atlas run demo --system "Describe this change in one line." -',
+    'atlas run ./qwen3-vl-2b --image photo.jpg "What is this?"'))
 @engine_flags('device', 'max_seq_len', 'load_format', 'weights', *SPECULATION)
 def run(model:Model,
     prompt:Annotated[str|None, typer.Argument(metavar='PROMPT', help='What to ask; "-" or nothing reads it from stdin.', show_default=False)]=None,
@@ -279,40 +339,52 @@ def run(model:Model,
     seed:Seed=None, system:System=None,
     raw:Annotated[bool, _opt('Continue the text as it stands, without the chat template.', '--raw')]=False,
     images:Annotated[list[str]|None, _opt('A picture to ask about; may be given several times.', '--image', metavar='FILE', show_default=False)]=None,
+    think:Think=None, show_thinking:ShowThinking=None,
     as_json:Json=False, **options,
 ):
     "Answer one prompt, printing the answer as it is made."
-    for v,name in ((system,'--system'), (images,'--image')):
+    for v,name in ((system,'--system'), (images,'--image'), (think is not None,'--think')):
         if raw and v: raise typer.BadParameter('has no place in a --raw prompt', param_hint=f"'{name}'")
     prompt = _prompt(prompt)
     params = _params(temperature=temperature, max_tokens=max_tokens, seed=seed)
     llm = _llm(model, **options)
-    if as_json: return _print_answer(llm.generate(prompt, params) if raw else llm.chat(_messages(prompt, system, images), params))
-    meter = Meter()
-    for d in llm.stream(prompt, params) if raw else llm.chat(_messages(prompt, system, images), params, stream=True):
-        meter.add(len(d.tokens), d.drafted)
-        typer.echo(d.text, nl=False)
-    typer.echo(); _tell(meter)
+    def ask(stream):
+        if raw: return (llm.stream if stream else llm.generate)(prompt, params)
+        messages = _messages(prompt, system, images)
+        return llm.chat(messages, params, stream=stream, **_template(think))
+    if as_json: return _print_answer(ask(False))
+    p = Printer(show_thinking)
+    for d in ask(True): p.add(d)
+    p.end()
 
 # %% ../../nbs/8_use/09_cli.ipynb #ec1e3733
-def _print_answer(out): _print(dict(text=out.text, finish_reason=out.finish_reason, usage=out.usage), True, '')
+def _print_answer(out):
+    "An answer as JSON"
+    d = dict(text=out.text, finish_reason=out.finish_reason, usage=out.usage)
+    if out.reasoning: d = dict(reasoning=out.reasoning)|d
+    _print(d, True, '')
 
 # %% ../../nbs/8_use/09_cli.ipynb #a0434e8e
 class Conversation:
     "Messages to and fro with `llm`"
-    def __init__(self, llm, params, system=None): self.llm,self.params,self.system,self.turns = llm,params,system,[]
+    def __init__(self, llm, params, system=None, think=None):
+        self.llm,self.params,self.system = llm,params,system
+        self.think,self.turns = think,[]
     @property
     def messages(self): return ([dict(role='system', content=self.system)] if self.system else []) + self.turns
     def say(self, text, stop=lambda: False):
         "Yield the answer's pieces to `text`, until it ends or `stop()`"
         self.turns.append(dict(role='user', content=text))
-        answer = ''
+        answer,after = '',False
+        how = _template(self.think)|dict(stream=True)
         try:
-            for d in (pieces := self.llm.chat(self.messages, self.params, stream=True)):
+            for d in (pieces := self.llm.chat(self.messages, self.params, **how)):
+                after = after or bool(d.reasoning)
                 answer += d.text
                 yield d
                 if stop(): pieces.close(); break
         finally:
+            if after: answer = answer.lstrip()
             if answer: self.turns.append(dict(role='assistant', content=answer))
             else: self.turns.pop()
 
@@ -342,19 +414,17 @@ COMMANDS = {'/reset': (_reset, 'forget the conversation'), '/system': (_system, 
             '/help': (_help, 'this list'), '/quit': (_quit, 'leave')}
 
 # %% ../../nbs/8_use/09_cli.ipynb #09d8de8a
-def _turn(c, line):
+def _turn(c, line, show=None):
     "Carry out one line of a chat; true when it is time to leave"
     from atlas.ground.core import AtlasError
     name,_,rest = line.partition(' ')
     if name in COMMANDS: return COMMANDS[name][0](c, rest.strip())
     if name.startswith('/') and name.count('/')==1: return typer.echo(f'No command is called {name}; /help lists them.', err=True)
-    meter = Meter()
+    p = Printer(show)
     try:
         with _ctrl_c() as stop:
-            for d in c.say(line, stop):
-                meter.add(len(d.tokens), d.drafted)
-                typer.echo(d.text, nl=False)
-        typer.echo(); _tell(meter)
+            for d in c.say(line, stop): p.add(d)
+        p.end()
     except AtlasError as e: typer.echo(f'atlas: {e}', err=True)
 
 # %% ../../nbs/8_use/09_cli.ipynb #b163b717
@@ -369,20 +439,21 @@ def _line(mark):
 @app.command(epilog=_examples('atlas chat tiny', 'atlas chat demo --system "Answer in one sentence." --temperature 0.2'))
 @engine_flags('device', 'max_seq_len', 'load_format', 'weights', *SPECULATION)
 def chat(model:Model, system:System=None, temperature:Temperature=None,
-    max_tokens:MaxTokens=None, seed:Seed=None, **options):
+    max_tokens:MaxTokens=None, seed:Seed=None,
+    think:Think=None, show_thinking:ShowThinking=None, **options):
     "Talk with a model in the terminal. /help lists what can be done there."
     from atlas.ground.hub import name_of
     try: import readline  # noqa: F401
     except ImportError: readline = None  # an input line without editing keys still works
     llm = _llm(model, **options)
     params = _params(temperature=temperature, max_tokens=max_tokens, seed=seed)
-    c = Conversation(llm, params, system)
+    c = Conversation(llm, params, system, think)
     person = sys.stdin.isatty()
     if person:
         about = f'{name_of(model)}, context {llm.max_seq_len:,} tokens'
         typer.echo(f'{about}. /help lists the commands.', err=True)
     while (line := _line('> ' if person else '')) is not None:
-        if line and _turn(c, line): break
+        if line and _turn(c, line, show_thinking): break
     if person and line is None: typer.echo()
 
 # %% ../../nbs/8_use/09_cli.ipynb #17c4dd79

@@ -12,11 +12,12 @@ import itertools
 import numpy as np
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from fastcore.basics import patch
 from ..engine.cache import KVCache
 from ..ground.core import RequestError
-from ..text.deltas import Choice,Delta,gather
+from ..text.deltas import Choice,Delta
 from ..engine.draft import AssistantDrafter,End,Ends,MTPDrafter
 from ..text.generation import ChoiceReader,Output,fan_out,verbatim
 from ..ground.hub import resolve
@@ -24,7 +25,9 @@ from ..text.images import place_images,prepare_images
 from ..engine.loading import LoadedModel
 from ..model.model import Decoder,Piece,load_model,make_batch
 from ..ground.options import EngineConfig
+from ..text.parsers import Splitter,kept
 from ..text.processor import Processor
+from ..text.reasoning import beginning,closing
 from ..ground.requests import Event,Request,SamplingParams,check_prompt
 from ..text.tokenizer import Tokenizer
 from ..card.variants import list_variants
@@ -62,11 +65,18 @@ def _encode(self:LLM, prompt, answer:int=1, images=())->tuple[list[int],str|None
     return ids,prompt if isinstance(prompt, str) else None,pics
 
 @patch
-def reader(self:LLM, params:SamplingParams, guide:dict|None=None)->ChoiceReader:
+def reader(self:LLM,
+    params:SamplingParams,
+    guide:dict|None=None,
+    split=None, # Makes a `Splitter`, for an answer whose thoughts and calls are told apart
+)->ChoiceReader:
     "Who reads a new answer; stop strings need a tokenizer"
     tokenizer = self.tokenizer if params.stop or self.text.has_text else None
-    detok = tokenizer and tokenizer.detokenizer(continuing=verbatim(guide))
-    return ChoiceReader(detok, params, tokens=True)
+    s = split() if split else None
+    marks = tokenizer.marks(kept(s.reasoning, s.tools)) if s else ()
+    within = verbatim(guide) or bool(s and s.continuing)
+    detok = tokenizer and tokenizer.detokenizer(continuing=within, keep=marks)
+    return ChoiceReader(detok, params, s, tokens=True)
 
 @patch
 def request(self:LLM, ids, params:SamplingParams, rid:str|None=None, **kw)->Request:
@@ -94,11 +104,11 @@ def _drop(self:LLM, rid:str):
 
 # %% ../../nbs/8_use/01_llm.ipynb #def8ec8a
 @patch
-def _run(self:LLM, reqs:list[Request]):
+def _run(self:LLM, reqs:list[Request], readers:list[ChoiceReader]):
     "Yields (index, `Delta`) until all of `reqs` have ended"
     live = {}
-    for i,r in enumerate(reqs):
-        live[r.id] = i,self.reader(r.params, r.guide)
+    for i,(r,reader) in enumerate(zip(reqs, readers)):
+        live[r.id] = i,reader
     todo,box = deque(reqs),deque()
     try:
         while live:
@@ -129,18 +139,10 @@ def generate(self:LLM,
     params = [p or SamplingParams() for p in (params if isinstance(params, (list,tuple)) else [params]*len(prompts))]
     if len(params)!=len(prompts): raise RequestError(f'{len(prompts)} prompts and {len(params)} SamplingParams', param='params')
     if images and not one: raise RequestError('images belong to one prompt', hint='Call generate once for each', param='images')
-    enc = [self._encode(p, images=images) for p in prompts]
-    self._guide(guide); owner,reqs = [],[]
-    for i,((ids,_,pics),p) in enumerate(zip(enc, params)): reqs += [self.request(ids, q, images=pics, guide=guide) for q in fan_out(p)]; owner += [i]*p.n
-    said = [[] for _ in reqs]
-    for k,d in self._run(reqs): said[k].append(d)
-    outs = [[] for _ in prompts]
-    for ds,i in zip(said, owner):
-        ids,text,_ = enc[i]
-        o = _output(gather(ds), params[i], ids, text)
-        outs[i].append(o)
-    for o in outs: o[0].choices = o if len(o)>1 else []
-    return outs[0][0] if one else [o[0] for o in outs]
+    encoded = [self._encode(p, images=images) for p in prompts]
+    asked = list(zip(encoded, params))
+    outs = self._answers(asked, guide)
+    return outs[0] if one else outs
 
 # %% ../../nbs/8_use/01_llm.ipynb #52d7f0ac
 @patch
@@ -150,6 +152,26 @@ def _guide(self:LLM, guide):
     if self.guides is None: raise RequestError(f'{self.name} has no tokenizer, so its answers cannot be guided', param='response_format')
     self.guides.check(guide)
 
+@patch
+def _answers(self:LLM, asked, guide=None, split=None)->list[Output]:
+    "The first answer to each of the prompts `asked`, which are encoded and have parameters"
+    self._guide(guide)
+    reqs = []
+    for (ids,_,pics),p in asked:
+        reqs += [self.request(ids, q, images=pics, guide=guide) for q in fan_out(p)]
+    readers = [self.reader(r.params, guide, split) for r in reqs]
+    said = [[] for _ in reqs]
+    for k,d in self._run(reqs, readers): said[k].append(d)
+    choices = (r.choice(ds) for r,ds in zip(readers, said))
+    return [_outputs(choices, *a) for a in asked]
+
+def _outputs(choices, encoded, p):
+    "The next `p.n` of `choices`, all answers to one prompt: the first, which holds the others"
+    ids,text,_ = encoded
+    outs = [_output(next(choices), p, ids, text) for _ in range(p.n)]
+    outs[0].choices = outs if len(outs)>1 else []
+    return outs[0]
+
 def _output(c:Choice, p:SamplingParams, ids, text)->Output:
     "An answer with what it took; its error, if that is how it ended"
     if c.error: raise c.error
@@ -157,16 +179,24 @@ def _output(c:Choice, p:SamplingParams, ids, text)->Output:
     likely = None if p.logprobs is None else c.tokens
     usage = dict(prompt_tokens=len(ids), completion_tokens=n, total_tokens=len(ids)+n)
     said = [t.id for t in c.tokens]
-    return Output(c.content, said, c.finish, usage, likely, text, ids)
+    parted = dict(reasoning=c.reasoning, calls=c.calls)
+    return Output(c.content, said, c.finish, usage, likely, text, ids, **parted)
 
 # %% ../../nbs/8_use/01_llm.ipynb #4b8e99fa
 @patch
 def stream(self:LLM, prompt, params:SamplingParams|None=None, images=(), guide:dict|None=None):
     "Yield the answer to one prompt as it is made: `Delta`s whose `.text` add up to the whole"
+    return self._stream(prompt, params, images, guide)
+
+@patch
+def _stream(self:LLM, prompt, params, images, guide, split=None):
+    "The same, with thoughts and calls told apart if there is a `split`"
     p = params or SamplingParams()
     if p.n!=1: raise RequestError('Only one answer can be streamed here', hint='Use generate for n > 1', param='n')
-    ids,_,pics = self._encode(prompt, images=images); self._guide(guide)
-    events = self._run([self.request(ids, p, images=pics, guide=guide)])
+    ids,_,pics = self._encode(prompt, images=images)
+    self._guide(guide)
+    r = self.request(ids, p, images=pics, guide=guide)
+    events = self._run([r], [self.reader(p, guide, split)])
     try:
         for _,d in events:
             if d.error: raise d.error
@@ -185,14 +215,40 @@ def chat(self:LLM,
 ):
     "The model's next message"
     messages,images = prepare_images(messages, paths=True)
-    ids = self.tokenizer.encode(self.render(messages, tools, **kwargs), add_special=False)
-    return (self.stream if stream else self.generate)(ids, params, images=images, guide=guide)
+    prompt = self.render(messages, tools, **kwargs)
+    ids = self.tokenizer.encode(prompt, add_special=False)
+    split,guide = self._parted(messages, prompt, tools, guide, kwargs)
+    if stream: return self._stream(ids, params, images, guide, split)
+    asked = self._encode(ids, images=images),params or SamplingParams()
+    return self._answers([asked], guide, split)[0]
 
 @patch
 def render(self:LLM, messages, tools=None, **kwargs)->str:
     "The prompt that the model's template makes of `messages`"
     if self.template is None: raise RequestError(f'{self.name} has no chat template', hint='Use generate, or a model made for chat')
     return self.template.render(messages, tools=tools, **kwargs)
+
+# %% ../../nbs/8_use/01_llm.ipynb #d5be3cd8
+@patch
+def _parted(self:LLM, messages, prompt, tools, guide, how):
+    "What makes an answer's `Splitter`, None where all is text; and the guide of such an answer"
+    last = messages[-1] if how.get('continue_final_message') else None
+    thinking = how.get('enable_thinking')
+    calls,thoughts = self.text.parsers
+    begin = beginning(thoughts, prompt, thinking, last)
+    if guide: guide = self._behind(guide, begin, thinking, last)
+    calls = calls if tools else None
+    if not (calls or thoughts): return None,guide
+    before = '' if last is None else prompt
+    return partial(Splitter, thoughts, calls, tools, *begin, before),guide
+
+@patch
+def _behind(self:LLM, guide, begin, asked, last):
+    "`guide`, for an answer that may begin with a thought"
+    calls,thoughts = self.text.parsers
+    whole = guide.get('kind')=='tools' and not guide.get('format')
+    if calls=='openai' and whole: return guide # its grammar begins with the thought
+    return closing(thoughts, *begin, asked is True, last is None)|guide
 
 # %% ../../nbs/8_use/01_llm.ipynb #ce9f621f
 @dataclass
