@@ -86,12 +86,12 @@ ASKED = [
 ]
 
 def asks():
-    "All questions: where to, and what"
-    for how in HOWS:
-        for a in CHATS: yield CHAT,user()|a|how
-        for a in PROMPTS: yield TEXT,a|how
-        for a in INPUTS: yield RESPONSES,dict(input='Hello')|a|how
-        for a in ASKED: yield MESSAGES,user()|a|how
+    "All questions: where to, and what; every other is drawn"
+    some = [(CHAT, user()|a) for a in CHATS]
+    some += [(TEXT, a) for a in PROMPTS]
+    some += [(RESPONSES, dict(input='Hello')|a) for a in INPUTS]
+    some += [(MESSAGES, user()|a) for a in ASKED]
+    for i,(path,body) in enumerate(some): yield path,body|HOWS[i%2]
 
 # What is answered
 
@@ -182,7 +182,7 @@ def test_every_api(plain, k, late, lies):
     for (path,body,whole,stream),mine in zip(plain[0], got):
         assert mine[2]==whole, (path, body)
         assert mine[3]==stream, (path, body)
-    assert accepted>=20
+    assert accepted>=12
     left_clean(e)
 
 # Clients that leave
