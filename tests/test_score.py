@@ -36,6 +36,29 @@ def test_between_steps_of_others(name):
         if i in (0,3,7): assert llm.score(ids)==said
     assert got==alone
 
+@pytest.mark.parametrize('kind', ['mtp','ngram'])
+@pytest.mark.parametrize('pooling', ['last','mean'])
+def test_with_drafts_nothing_changes(kind, pooling):
+    "A sequence has more slots for states then; a text of several chunks takes the same two"
+    plain = load('qwen35-moe-stacked')
+    llm = load('qwen35-moe-stacked', speculative=kind, num_speculative_tokens=3)
+    for n in (65,150,200):
+        ids = text(llm, n)
+        assert llm.score(ids, 2)==plain.score(ids, 2)
+        assert llm.embed(ids, pooling)==plain.embed(ids, pooling)
+    states = llm.engine.scheduler.states
+    assert sorted(i for slots in states for i in slots)==list(range(3*5))
+
+def test_between_steps_that_check_drafts():
+    "As `test_between_steps_of_others`"
+    name,p = 'qwen35-moe-stacked',SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    plain,llm = load(name),load(name, speculative=True, num_speculative_tokens=3)
+    ids,got = text(llm, 90),[]
+    for d in llm.stream(ids[:20], p):
+        got += [t.id for t in d.tokens]
+        assert llm.score(ids)==plain.score(ids)
+    assert got==plain.generate(ids[:20], p).token_ids
+
 def test_no_room_is_said_and_leaves_nothing():
     llm = load('smollm2-tied', max_num_seqs=1, max_seq_len=64); ids = text(llm, 64)
     s = llm.stream(ids[:32], SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)); next(s)

@@ -25,7 +25,7 @@ def borrow(self:LoadedModel, n:int):
         s = self._open().scheduler
         if s.pool.free<s.pool.blocks_for(n) or not s.states: raise QueueFullError(f'The cache has no room for {n:,} tokens now', hint='Try again later')
         blocks,slots = s.pool.take(s.pool.blocks_for(n)),s.states.pop()
-        try: yield blocks,slots
+        try: yield blocks,slots[:2]  # the others are for drafts
         finally: s.pool.give(blocks); s.states.append(slots)
 
 # %% ../../nbs/5_engine/10_score.ipynb #2a12ae1d

@@ -54,7 +54,7 @@ def _singly(self:ChoiceReader, events)->bool:
     "Must these events be read one by one?"
     s = self.splitter
     told = self.apart and any(e.drafted for e in events)
-    return self.stops or told or (s and s.thinking)
+    return self.stops or self.tokens or told or (s and s.may_think)
 
 @patch
 def _feed(self:ChoiceReader, events):

@@ -60,6 +60,14 @@ class Splitter:
         "Did markup of calls lead to no call?"
         return bool(self.parser and self.parser.lost)
 
+# %% ../../nbs/6_text/13_parsers.ipynb #7b2e94a1
+@patch(as_prop=True)
+def may_think(self:Splitter)->bool:
+    "Is the text inside a thought, or may another one begin?"
+    t = self.thoughts
+    if t is None: return self.harmony is not None
+    return t.thinking or t.style.again and t.machine is not None
+
 # %% ../../nbs/6_text/13_parsers.ipynb #9f643083
 @patch
 def feed(self:Splitter,
