@@ -162,12 +162,6 @@ def place(self:Rows,
     self.grow()
 
 @patch
-def _stand(self:Rows, seqs):
-    "Write where each of `seqs` stands, and which state it reads"
-    self._each('starts', [s.num_computed for s in seqs])
-    self._each('state_in', [s.states[0] for s in seqs])
-
-@patch
 def _write(self:Rows, name, values):
     "Write the whole array `name`"
     a = getattr(self.at, name)
@@ -186,6 +180,12 @@ def _each(self:Rows, name, values):
     self._write(name, self._padded(values))
 
 # %% ../../nbs/5_engine/08_card_stepper.ipynb #c500000b
+@patch
+def _stand(self:Rows, seqs):
+    "Write where each of `seqs` stands, and which state it reads"
+    self._each('starts', [s.num_computed for s in seqs])
+    self._each('state_in', [s.states[0] for s in seqs])
+
 @patch
 def _turned(self:Rows, seqs, pos):
     "Rotary positions: behind images they differ from positions"
