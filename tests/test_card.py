@@ -21,6 +21,7 @@ from atlas.cuda.pack import unpack
 from atlas.ground.weights import open_checkpoint
 from helpers.layouts import CONFS,LAYOUTS,folder,stored
 from helpers.reference import INT4,refs
+from helpers.small_engine import interrupted
 
 DATA = Path(__file__).parent/'data'
 pytestmark = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
@@ -390,23 +391,18 @@ LAUNCHES = [
     ('_first',3)]
 
 @pytest.mark.parametrize('where,at', LAUNCHES)
-def test_interrupted(where, at, monkeypatch):
+def test_interrupted(where, at):
     "A Ctrl-C after the card's part of a launch changes no tokens, log probabilities or draws"
-    m,n,real = models('qwen3.6-moe', 'nvfp4')[1],0,getattr(CardStepper, where)
+    m = models('qwen3.6-moe', 'nvfp4')[1]
     drawn = SamplingParams(temperature=.9, seed=3, frequency_penalty=.5,
         max_tokens=7, ignore_eos=True, logprobs=1)
     some = [*asks(3, logprobs=1),(Request('drawn', tuple(ids_of(12, 7)), drawn),1)]
     want = serve(engine(m), some)
-    def cut_off(self, *args):
-        nonlocal n
-        out,n = real(self, *args),n+1
-        if n==at: raise KeyboardInterrupt
-        return out
-    monkeypatch.setattr(CardStepper, where, cut_off)
     e = engine(m)
+    calls = interrupted(e.stepper, where, at)
     e.step = patient(e.step)
     got = serve(e, some)
-    assert n>at and got==want
+    assert calls()>at and got==want
 
 def test_no_memory_while_rows_are_placed(monkeypatch):
     "The prompt of that step is shed, and the others go on as if nothing had been"

@@ -17,7 +17,7 @@ from atlas.ops.sample import SamplingParams
 from atlas.use.llm import LLM
 from helpers.reference import model,refs
 from helpers.small_engine import HOWS as PLAIN,V,arrivals,as_alone,ask,drawn
-from helpers.small_engine import left_clean,said,serve,small_cache,tokens
+from helpers.small_engine import interrupted,left_clean,said,serve,small_cache,tokens
 from helpers.speculation import CONFIG,Dice,KINDS,MODEL,Watched,alone,beyond
 from helpers.speculation import count_ends,engine,watch_aborts
 
@@ -112,18 +112,6 @@ def drafted(got):
 
 # What breaks
 
-def interrupted(e, holder, name, at, error):
-    "Raise `error` at call `at` of method `name` of `holder`, after it is done"
-    calls,real = 0,getattr(holder, name)
-    def cut_off(*args, **kw):
-        nonlocal calls
-        out = real(*args, **kw)
-        calls += 1
-        if calls==at: raise error
-        return out
-    setattr(holder, name, cut_off)
-    return lambda: calls
-
 def patient(e, error):
     "Events of all that `e` has to do, whatever is raised"
     got,n = [],0
@@ -147,7 +135,7 @@ def test_interrupted(late, kind, error):
         for at in range(1, 6):
             e = engine(kind, 3, late, who=who)
             holder = e.stepper if name=='launch' else e.stepper.drafter
-            calls = interrupted(e, holder, name, at, error)
+            calls = interrupted(holder, name, at, error)
             e.add(r)
             assert said(patient(e, error))==said(alone(r))
             assert calls()>at
@@ -156,7 +144,7 @@ def test_interrupted_when_it_is_in_the_air():
     "A launch that is cut off when a late step is done counts for nothing"
     r = ask(0, 70, 12)
     e = engine('mtp', 3, True)
-    interrupted(e, e.stepper, 'launch', 3, KeyboardInterrupt)
+    interrupted(e.stepper, 'launch', 3)
     e.add(r)
     assert said(patient(e, KeyboardInterrupt))==said(alone(r))
 

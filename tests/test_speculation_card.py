@@ -16,8 +16,8 @@ from atlas.ground.config import PRESETS
 from atlas.ground.core import UnsupportedError
 from atlas.model.model import imagine,load_model
 from atlas.ops.sample import SamplingParams
-from helpers.small_engine import said,serve
-from test_card import _GDN,_LESS,_MOE,_SMALL,ids_of,models
+from helpers.small_engine import interrupted,said,serve
+from test_card import _GDN,_LESS,_MOE,_SMALL,ids_of,models,patient
 
 DATA = Path(__file__).parent/'data'
 pytestmark = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
@@ -164,23 +164,13 @@ def test_an_assistant():
     as_alone(gemma, 'assistant', 2, n=2)
 
 @pytest.mark.parametrize('where,at', [('replay',2), ('_first',2)])
-def test_interrupted(where, at, monkeypatch):
+def test_interrupted(where, at):
     "A Ctrl-C after the card's part of a launch changes nothing"
-    n,real = 0,getattr(CardStepper, where)
-    def cut_off(self, *args):
-        nonlocal n
-        out,n = real(self, *args),n+1
-        if n==at: raise KeyboardInterrupt
-        return out
-    monkeypatch.setattr(CardStepper, where, cut_off)
     e = engine(hybrid(), 'draft', 2)
-    step = e.step
-    def patient():
-        try: return step()
-        except KeyboardInterrupt: return []
-    e.step = patient
+    calls = interrupted(e.stepper, where, at)
+    e.step = patient(e.step)
     got,_ = serve(e, requests(256, 3))
-    assert n>at
+    assert calls()>at
     are(got, alone(hybrid, 256, 3))
 
 def test_aborted_in_the_air():

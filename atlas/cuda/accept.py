@@ -1,4 +1,4 @@
-"""What is accepted of a step with drafts, and the rows of the next one, without a word to the host
+"""What is accepted of a step with drafts, and the rows of the next one, without waiting for the host
 
 Docs: https://atlas-inference.github.io/atlas/3_ops/sample/cuda.accept.html.md"""
 

@@ -106,7 +106,7 @@ class KVCache:
         num_blocks:int, # See `fit_blocks`
         block_size:int|None=None, # Tokens in a block; None here and below: the device's default
         dtype=None, # Format of keys and values, as its `kv_formats` takes it; states are float32
-        num_states:int=2, # State slots: two for each sequence that runs, and one more for each draft
+        num_states:int=2, # State slots: of each running sequence two, and one more a draft
         drafting:bool=False, # Room for the layers of an MTP head too, after the model's?
         high_precision:int=0, # On a card: so many attention layers at both ends keep 16 bits
     ):

@@ -16,7 +16,7 @@ from fastcore.basics import patch
 from ..cuda.accept import VerifyRows,accept_rows,next_rows
 from ..cuda.attend import most_rows
 from ..cuda.sample import SampleTable,sample_rows
-from .draft import DraftInput,End,Ends
+from .draft import DraftInput,End,Ends,given
 from .stepper import Flight,Pass,Stepper,following,fork,lets,replays,tiles
 from ..card.graph import Graph,Mark
 from ..ground.core import UnsupportedError
@@ -156,8 +156,7 @@ def place(self:Rows,
     names = 'ids','pos','seq','slots','state_out'
     for k in names: self._write(k, getattr(p, k))
     self._write('lanes', np.where(p.seq<0, -1, line[:,None]))
-    self._each('starts', [s.num_computed for s in seqs])
-    self._each('state_in', [s.states[0] for s in seqs])
+    self._stand(seqs)
     self._turned(seqs, p.pos)
     self.watch(seqs, line, p.live)
     self.grow()
@@ -181,6 +180,12 @@ def _each(self:Rows, name, values):
     self._write(name, self._padded(values))
 
 # %% ../../nbs/5_engine/08_card_stepper.ipynb #c500000b
+@patch
+def _stand(self:Rows, seqs):
+    "Write where each of `seqs` stands, and which state it reads"
+    self._each('starts', [s.num_computed for s in seqs])
+    self._each('state_in', [s.states[0] for s in seqs])
+
 @patch
 def _turned(self:Rows, seqs, pos):
     "Rotary positions: behind images they differ from positions"
@@ -249,7 +254,7 @@ def narrow(self:CheckedRows):
 
 # %% ../../nbs/5_engine/08_card_stepper.ipynb #d14b0002
 class CardEnds(DraftInput):
-    "The same in a step's graph, where the card has written it"
+    "A `DraftInput` in a step's graph, made of what the card has written"
     def __init__(self, rows:CheckedRows, n:int, longest:int, history=None):
         a = self.a = rows.of(n)
         self.first,self.longest = rows.firsts[1][:n+1],longest
@@ -621,18 +626,12 @@ def _counted(self:CardStepper, flight)->Sampled:
     "What a step said whose rows were checked; its drafts go to the flight"
     n,w = len(flight.plan.decode),flight.plan.width
     half,rows = flight.halves[0],self.rows.of(bucket(n))
-    heard = self.table.heard[half,:n*w].reshape(n, w)
     told = rows.heard_seq[half,:n].copy()
-    drafts = told[:,1:w].tolist()
-    flight.drafts = [_until(-1, row) for row in drafts]
+    flight.drafts = [given(row) for row in told[:,1:w].tolist()]
+    heard = self.table.heard[half,:n*w].reshape(n, w)
     names = heard.dtype.names if flight.full else ('id',)
     said = [heard[k].copy() for k in names]
-    said += [None]*(4-len(said))
     return Sampled(*said, counts=told[:,0])
-
-def _until(end, row):
-    "`row` before the first `end`"
-    return row[:row.index(end)] if end in row else row
 
 # %% ../../nbs/5_engine/08_card_stepper.ipynb #61eaf9b3
 @patch

@@ -19,7 +19,7 @@ from ..ground.core import AtlasError,EngineError,OutOfMemoryError,RequestError
 from ..ground.core import UnsupportedError,human
 from .arbiter import Arbiter
 from .draft import AssistantDrafter,Drafter,MTPDrafter,ModelDrafter,NgramDrafter
-from .draft import LAST,_fits as _reads_cache
+from .draft import LAST,reads_cache
 from .card_stepper import CardStepper
 from ..cuda import vocabulary as card_words
 from ..cuda.vocabulary import words_of
@@ -153,7 +153,7 @@ def _match(by, ck):
     "An `UnsupportedError` unless the model in `by` can draft for the one in `ck`"
     a,b = by.config,ck.config
     same = a.vocab_size==b.vocab_size
-    if _reads_cache(a, b) if a.drafter else same: return
+    if reads_cache(a, b) if a.drafter else same: return
     said = f'{_named(by)} has {a.vocab_size:,} tokens and {_named(ck)} has {b.vocab_size:,}'
     hint = 'A draft model needs the vocabulary of its target'
     if a.drafter:

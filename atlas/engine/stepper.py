@@ -139,7 +139,8 @@ class HostStepper(Stepper):
         drafter:Drafter|None=None,
     ):
         super().__init__(model, cache, drafter)
-        self.overlap,self._air = overlap,{} # The `Stand` of each sequence that has a step in the air
+        self.overlap = overlap
+        self._air = {} # The `Stand` of each sequence that has a step in the air
 
     def launch(self, plan:Plan, samplers:list[SampleState])->Flight:
         "Compute `plan`, choose tokens, and see which of them count"

@@ -50,7 +50,8 @@ class Speculation:
         help='On a card: store the projections of a drafting head anew in nvfp4 or fp8. '
             '[default: nvfp4 where the model has four bits, else as shipped]')
     speculative_config:dict|str|None=option(None, text='JSON',
-        help='The same as vLLM has it: method, num_speculative_tokens, model.')
+        help='The same as vLLM has it: method, num_speculative_tokens, model, '
+            'prompt_lookup_min, prompt_lookup_max.')
     speculative_adaptive:bool=option(True,
         help='Draft less where drafts cost more than they bring.')
     ngram_least:int=option(2, 'Shortest run of tokens to look up.', flag=False, min=1)
@@ -250,8 +251,7 @@ def _fields(said:dict, model:str)->dict:
         names = ', '.join(strange)
         hint = f'It may have {", ".join(known)}'
         _refuse(f'speculative_config has {names}', 'speculative_config', hint)
-    told = {k:v for k,v in said.items() if v is not None}
-    found = {_VLLM[k]:v for k,v in told.items() if k!='method'}
+    found = {_VLLM[k]:v for k,v in said.items() if k!='method' and v is not None}
     if found.get('draft_model')==model: del found['draft_model']
     by = _method(said.get('method'), found.get('draft_model'))
     if by is True and any(k.startswith('ngram') for k in found): by = 'ngram'

@@ -143,6 +143,8 @@ def pretend(llm, batch:int, context:int, tokens:int, params=None, seed:int=0):
         s.num_computed,s.outputs = s.prompt_len,[int(rng.integers(0, llm.config.vocab_size))]
         e._samplers[s.id].add(s.outputs[0]); s.table.ensure(s.num_computed+1)
 
+_ENDED,_FINITE = 'A sequence ended while it was timed','Are the logits finite?'
+
 def make_room(e,
     replays:int=20, # Of the graph of the last step
 ):
@@ -152,7 +154,7 @@ def make_room(e,
 def _room(e)->int:
     "How often the graph of the last step may be replayed"
     last,running = e.stepper.last,e.scheduler.running
-    if not running: raise EngineError('A sequence ended while it was timed', hint='Are the logits finite?')
+    if not running: raise EngineError(_ENDED, hint=_FINITE)
     return (last.longest-max(s.num_computed for s in running))//last.width-2
 
 def graph_time(s, n:int=20)->float:
@@ -197,7 +199,7 @@ def _timed(llm, batch, context, steps, params, drafts)->tuple[float,float]:
     start = perf_counter()
     for _ in range(steps): e.step()
     if len(s.running)!=batch:
-        raise EngineError('A sequence ended while it was timed', hint='Are the logits finite?')
+        raise EngineError(_ENDED, hint=_FINITE)
     llm.device.synchronize()
     us = (perf_counter()-start)/steps*1e6
     said = s.totals['generation_tokens']-said
@@ -373,15 +375,20 @@ def bench_decode(llm,
     most,kinds = llm.engine.scheduler.drafts,[]
     _check_chances(simulate, most)
     _blank(llm)
-    counts = range(1, most+1) if most else [0]
     with simulating(llm.engine.stepper, simulate):
-        points = [measure(llm, b, c, steps, None, k, simulate)
-            for c in contexts for b in batches for k in counts]
+        points = _points(llm, batches, contexts, steps, simulate)
         if kernels: kinds = stages(llm, batches[0], contexts[0], most)
     about = llm.name,llm.device.describe(),_weights(llm),llm.device.copy_rate(1<<30)
     drafter = str(llm.drafting) if most else ''
     return DecodeReport(*about, points, kinds,
         compilations.after_ready, llm.load_seconds, drafter, simulate)
+
+def _points(llm, batches, contexts, steps, simulate)->list[Point]:
+    "A measurement for each context, batch and number of drafts"
+    most = llm.engine.scheduler.drafts
+    counts = range(1, most+1) if most else [0]
+    return [measure(llm, b, c, steps, None, k, simulate)
+        for c in contexts for b in batches for k in counts]
 
 # %% ../../nbs/8_use/05_bench_decode.ipynb #86985c33
 def _label(s):

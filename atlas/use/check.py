@@ -400,22 +400,25 @@ def _draw_moves(card, rng, run): return _moves(card, rng, run, False)
 def _sample_drafts(card, rng, run, W=3, V=3000):
     fed = np.int32([5,7,7, 4,8,9]).reshape(2, W)
     x = _normal(rng, 2*W, V)*3
-    one = SamplingParams(frequency_penalty=.5, top_p=.9)
-    other = SamplingParams(top_k=40, presence_penalty=1.)
     put,ids = card.upload(x),card.empty(2*W, 'int32')
     lines = card.upload(np.repeat(np.int32([1,0]), W))
     given = card.upload(fed.ravel())
-    def behind(s, drafts):
-        counts = np.bincount(drafts, minlength=V).astype(np.int32)
-        return RowParams((one,other)[s], s, len(drafts), counts=counts)
     def draw():
         t = SampleTable(card, 2, V, rows=2*W, width=W)
-        for s in range(2): t.set(1-s, behind(s, []))
+        for s in range(2): t.set(1-s, _behind(s, [], V))
         sample_rows(put, t, ids, lines, width=W, given=given)
     run(draw)
-    rows = []
-    for s in range(2): rows += [behind(s, fed[s,1:j]) for j in range(1, W+1)]
+    rows = [_behind(s, fed[s,1:j], V) for s in range(2) for j in range(1, W+1)]
     return [(card.download(ids), sample(x, rows).ids, 0)]
+
+_ASKED = ( # Of both sequences
+    SamplingParams(frequency_penalty=.5, top_p=.9),
+    SamplingParams(top_k=40, presence_penalty=1.))
+
+def _behind(s, drafts, V):
+    "What the row of sequence `s` behind `drafts` is sampled by"
+    counts = np.bincount(drafts, minlength=V).astype(np.int32)
+    return RowParams(_ASKED[s], s, len(drafts), counts=counts)
 
 # %% ../../nbs/8_use/06_check.ipynb #7be1a403
 def _verified(card, rng, S, W):
@@ -426,6 +429,13 @@ def _verified(card, rng, S, W):
     for s in range(S):
         state = SampleState(p, [1], 9, seed=s)
         t.set(s, state)
+    for k,a in _any_step(rng, r, S, W).items():
+        to = getattr(r, k)
+        card.write(to, a.reshape(to.shape).astype(np.int32))
+    return r,t
+
+def _any_step(rng, r, S, W)->dict:
+    "Values for arrays of the step `r`"
     bounds,given = dict(ids=(-1,3), said=(-1,3), pos3=(0,99)),{}
     bounds |= dict(live=(0,W+1), limit=(1,64), kmax=(0,W))
     for k,b in bounds.items(): given[k] = rng.integers(*b, getattr(r, k).shape)
@@ -435,10 +445,7 @@ def _verified(card, rng, S, W):
     given['line'] = rng.permutation(S)
     given['state_in'] = S*W+np.arange(S)
     given['state_out'] = np.arange(S*W)
-    for k,a in given.items():
-        to = getattr(r, k)
-        card.write(to, a.reshape(to.shape).astype(np.int32))
-    return r,t
+    return given
 
 # %% ../../nbs/8_use/06_check.ipynb #7be1a404
 @_case('accept + next_rows', '64 sequences', four_rows=dict(W=4), eight_rows=dict(W=8))

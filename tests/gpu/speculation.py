@@ -6,7 +6,7 @@ and in company in steps that check drafts, whoever guesses them.
 A model that drafts for itself is right wherever an answer is greedy, and sometimes where it is
 drawn; a made-up head is nearly never right. So steps accept all, some and none of their drafts."""
 import subprocess,sys
-from toys import TOYS,arguments,greedy,prompt,serve,toy,verdict
+from toys import arguments,greedy,prompt,serve,toy,verdict
 
 MODELS = ['llama','mistral','qwen3.6-drafts','gpt-oss','gemma','nemotron','granite']
 HOW = [{}, dict(temperature=.7, seed=3), dict(logprobs=1),

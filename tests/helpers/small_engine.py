@@ -131,6 +131,18 @@ def serve(e, arrivals, aborts=(), most=2000):
     left_clean(e)
     return out,order
 
+def interrupted(holder, name, at, error=KeyboardInterrupt):
+    "Raise `error` after call `at` of method `name` of `holder`; what is returned counts its calls"
+    calls,real = 0,getattr(holder, name)
+    def cut_off(*args, **kw):
+        nonlocal calls
+        out = real(*args, **kw)
+        calls += 1
+        if calls==at: raise error
+        return out
+    setattr(holder, name, cut_off)
+    return lambda: calls
+
 def said(events):
     "What was said, each token with its probabilities"
     return [(ev.token, ev.logprob, ev.top) for ev in events if ev.token is not None]
