@@ -1,8 +1,8 @@
-// A draft for each row: the largest of its logits, the lowest column among equals, and the token that this column stands for. A row with a logit that is not finite has none.
+// A draft for each row: the largest of its logits, the lowest column among equals, and the token that this column stands for. A row with a logit that is not finite has none: -2.
 // TEAM blocks (lib/team.cuh) have a row, and nothing is kept between launches, so a step that breaks off leaves nothing behind; greedy.cu shares a row among many.
 //   logits : [rows, v]  f32
 //   names  : [v]        i32   or null: a column is its token
-//   ids    : [rows]     i32   -1 where a logit is not finite
+//   ids    : [rows]     i32   -2 where a logit is not finite
 //   -D TEAM= 1 (by default), 2, 4 or 8
 //   launch: <<<rows*TEAM, 1024>>>
 #ifndef TEAM
@@ -49,6 +49,6 @@ extern "C" TEAM_OF(TEAM) __global__ void __launch_bounds__(1024) likeliest(const
         if (blockIdx.x % TEAM) return;
     }
     if (threadIdx.x) return;
-    const int id = (unsigned)(key >> 32) == ~0u ? -1 : (int)~(unsigned)key;
+    const int id = (unsigned)(key >> 32) == ~0u ? -2 : (int)~(unsigned)key;
     ids[blockIdx.x / TEAM] = id >= 0 && names ? names[id] : id;
 }

@@ -22,7 +22,8 @@
 //   state_out : [rows]          i32  that of the last accepted row; -1 for none
 //   tick      : [1]             i32  counted up
 //   told_seq  : [2, seqs, ahead] i32 memory of the host: after the first word the drafts that the
-//                                    next step looks at, -1 for none
+//                                    next step looks at, -1 for none, or -2
+//                                    where the drafter had no numbers for it
 //   launch: <<<1, 256>>>, at most 256 sequences
 #include "lib/pdl.cuh"
 
@@ -88,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(256) next_rows(
         int id = a.newest;
         if (j) {
             id = drafts && j <= k ? drafts[(j - 1) * seqs + s] : -1;
-            told_seq[(half * seqs + s) * ahead + j] = real ? id : -1;
+            told_seq[(half * seqs + s) * ahead + j] = real ? id : a.n ? min(id, -1) : -1;
         }
         if (!a.n) continue;
         const int* blocks = tables + (size_t)s * most;

@@ -159,6 +159,17 @@ def test_little_room():
     assert e.scheduler.totals['preemptions']>0
     are(got, alone(hybrid, 256, 4))
 
+def test_a_drafter_without_numbers():
+    "Its guesses are dropped and counted, and the answers go on"
+    e = engine(hybrid(), 'mtp', 2)
+    drafter = e.stepper.drafter
+    drafter.narrow(64)
+    drafter.head.weight.w.view('uint8')[:] = 255 # which is no number
+    got,_ = serve(e, requests(256, 3))
+    are(got, alone(hybrid, 256, 3))
+    assert e.stats()['spec_decode_invalid_total']>e.steps/2
+    assert not any(v.drafted for events in got.values() for v in events)
+
 def test_an_assistant():
     "Which is made up, as its target is: hardly a guess is right"
     as_alone(gemma, 'assistant', 2, n=2)

@@ -286,7 +286,9 @@ def next_on_host(rows, drafts=None):
     for s in np.flatnonzero(going):
         _place(r, s, drafts[:,s])
         n,first = r.live[s],s*r.width
-        if n: told[s,1:n] = r.ids[first+1:first+n]
+        ids = r.ids[first+1:first+r.width]
+        real = np.arange(1, r.width)<n
+        told[s,1:r.width] = np.where(real, ids, np.minimum(ids, -1))
         _swap(r, s)
     r.tick[0] += 1
 

@@ -268,7 +268,7 @@ def pick(x, rows):
     return out
 
 def likeliest(logits, names=None, out=None):
-    "The token of each row's largest logit, or `names` of its column: [S], -1 if one is not finite"
+    "The token of each row's largest logit, or `names` of its column: [S], -2 if one is not finite"
     S,V = logits.shape
     ids = card_of(logits).empty(S, 'int32') if out is None else out
     several = card_of(logits).arch=='sm_90a' and V>1<<14

@@ -16,7 +16,7 @@ from fastcore.basics import patch
 from ..cuda.accept import VerifyRows,accept_rows,next_rows
 from ..cuda.attend import most_rows
 from ..cuda.sample import SampleTable,sample_rows
-from .draft import DraftInput,End,Ends,given
+from .draft import INVALID,DraftInput,End,Ends,given
 from .stepper import Flight,Pass,Stepper,following,fork,lets,replays,tiles
 from ..card.graph import Graph,Mark
 from ..ground.core import UnsupportedError
@@ -627,7 +627,9 @@ def _counted(self:CardStepper, flight)->Sampled:
     n,w = len(flight.plan.decode),flight.plan.width
     half,rows = flight.halves[0],self.rows.of(bucket(n))
     told = rows.heard_seq[half,:n].copy()
-    flight.drafts = [given(row) for row in told[:,1:w].tolist()]
+    drafts = told[:,1:w].tolist()
+    flight.drafts = [given(row) for row in drafts]
+    self.drafter.invalid += sum(INVALID in row for row in drafts)
     heard = self.table.heard[half,:n*w].reshape(n, w)
     names = heard.dtype.names if flight.full else ('id',)
     said = [heard[k].copy() for k in names]

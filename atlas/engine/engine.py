@@ -48,6 +48,8 @@ class Engine:
         more |= dict(steps_total=self.steps, corrupted_requests_total=self.corrupted)
         more |= dict(jit_after_ready_total=len(self.late or ()))
         if self.arbiter: more |= self.arbiter.stats()
+        drafter = self.stepper.drafter
+        if drafter: more |= dict(spec_decode_invalid_total=drafter.invalid)
         return self.scheduler.stats()|more
     def __repr__(self): return f'Engine({self.model!r}, {self.scheduler!r})'
 

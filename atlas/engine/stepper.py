@@ -289,7 +289,9 @@ def _guess(self:Stepper,
     h = self.drafter.see(p.b, p.x, self.model.device.upload(ids))
     if not (ends and k): return [[] for _ in ends]
     where = Ends(ends, self.cache, self.model.device)
-    return where.lists(self.drafter.propose(h, last, where, k))
+    drafts = where.lists(self.drafter.propose(h, last, where, k))
+    self.drafter.invalid += where.invalid
+    return drafts
 
 @patch
 def _after_prompts(self:Stepper, p:Pass, plan, said)->list[list[int]]:

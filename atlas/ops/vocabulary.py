@@ -321,12 +321,12 @@ def likeliest(
     logits, # [S, V']
     names=None, # [V'] int32: the token of each column; None: its number
     out=None, # [S] int32: where to write
-): # [S] int32, -1 where a logit is not finite
+): # [S] int32, -2 where a logit is not finite
     "The token with the largest logit of each row, that of the lowest column among equals"
     ids = logits.argmax(-1)
     if names is not None: ids = names[ids]
     finite = np.isfinite(logits).all(-1)
-    found = np.where(finite, ids, -1).astype(np.int32)
+    found = np.where(finite, ids, -2).astype(np.int32)
     if out is None: return found
     out[:] = found
     return out

@@ -122,7 +122,7 @@ _engine = dict(
     corrupted_requests_total='Requests failed because logits were not finite',
     prefix_cache_queries_total='Prompt tokens that were looked up in the prefix cache', prefix_cache_hits_total='Prompt tokens that it had',
     spec_decode_num_drafts_total='Times that tokens were drafted', spec_decode_num_draft_tokens_total='Tokens drafted',
-    spec_decode_num_accepted_tokens_total='Drafted tokens that were accepted',
+    spec_decode_num_accepted_tokens_total='Drafted tokens that were accepted, those behind an answer\'s end too',
     spec_decode_invalid_total='Drafts left out because their logits were not finite',
     spec_decode_drafts='Tokens to draft in a step, as it is now',
     spec_decode_changes_total='Times that this number was changed',
