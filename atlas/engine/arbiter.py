@@ -425,6 +425,12 @@ def row_price(self:Arbiter, k:int, times:list[float])->float:
     tokens = expected(self.acceptance.rates)[k]
     return min(max(1-times[0]/times[k], 0)*tokens/k, 1)/2
 
+@patch(as_prop=True)
+def reach(self:Arbiter)->int:
+    "Drafts worth checking for some sequence, but at least one: without any nothing is learnt"
+    limits = [s.limit for s in self.limits.values()]
+    return max(limits, default=self.most) or 1
+
 @patch
 def drafts(self:Arbiter,
     seqs:int, # Sequences of the next step
@@ -439,7 +445,7 @@ def drafts(self:Arbiter,
         k = self.candidate(b, times)
         if k is not None: self.begin(b, k)
     elif self.over(b, times): self.finish(b, times)
-    k = self.probe.give(self.k) if self.probe else self.k
+    k = self.probe.give(self.k) if self.probe else min(self.k, self.reach)
     self.least = self.row_price(k, times)
     self.totals['changes'] += k!=self.handed
     self.handed = k
