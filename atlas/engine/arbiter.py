@@ -193,6 +193,7 @@ class Arbiter:
         self.most,self.adaptive,self.tuning = most,adaptive,Tuning(**tuning)
         self.k = most # Drafts a step, probes aside
         self.handed = self.noted = most # K of the newest step asked for; of the newest landed
+        self.chosen = most # The first, before it was cut to what sequences have a use for
         self.acceptance = Acceptance(most, self.tuning.memory)
         self.buckets = {} # Bucket -> a `Choice` for each K
         self.limits = {} # Id of a running request -> `SeqLimit`
@@ -445,11 +446,12 @@ def drafts(self:Arbiter,
         k = self.candidate(b, times)
         if k is not None: self.begin(b, k)
     elif self.over(b, times): self.finish(b, times)
-    k = self.probe.give(self.k) if self.probe else min(self.k, self.reach)
-    self.least = self.row_price(k, times)
-    self.totals['changes'] += k!=self.handed
-    self.handed = k
-    return k
+    k = self.probe.give(self.k) if self.probe else self.k
+    self.totals['changes'] += k!=self.chosen
+    self.chosen = k
+    self.handed = k if self.probe else min(k, self.reach)
+    self.least = self.row_price(self.handed, times)
+    return self.handed
 
 # %% ../../nbs/5_engine/04_arbiter.ipynb #3e2ed062
 @patch
