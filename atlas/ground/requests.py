@@ -96,9 +96,14 @@ class Request:
     eos_ids:tuple[int,...]=() # Each ends the answer, unless `params.ignore_eos`
     images:tuple=field(default=(), compare=False, repr=False) # (pixels, grid) of each image whose tokens are in the prompt
     guide:dict|None=field(default=None, compare=False, repr=False) # What the answer must look like, see the guide page
+    salt:str='' # Prefixes of prompts are shared by requests with the same salt, and by nobody else
+    boundaries:tuple[int,...]=() # So many tokens into the prompt a message ends: there, others may go on
+    prefill_only:bool=False # Nothing is said: the prompt goes to the prefix cache while the device is idle
 
     def __post_init__(self):
         if not self.prompt: raise RequestError('The prompt is empty', hint='Send at least one token', param='prompt')
+        if not isinstance(self.salt, str):
+            raise RequestError(f'cache_salt is {self.salt!r:.40}, expected a string', param='cache_salt')
 
 # %% ../../nbs/1_ground/13_requests.ipynb #38f6c457
 @dataclass(frozen=True)
@@ -112,6 +117,7 @@ class Event:
     error:str|None=None # What went wrong
     code:str|None=None # Which of the typed errors that is
     waited:float|None=field(default=None, compare=False) # Seconds until the request was admitted, with its first token
+    cached:int|None=field(default=None, compare=False) # Tokens of the prompt that the prefix cache had, with its first token
     drafted:bool=field(default=False, compare=False) # Was the token an accepted draft?
 
 # %% ../../nbs/1_ground/13_requests.ipynb #46749680

@@ -80,7 +80,7 @@ def pack_request(r:Request)->dict:
     for f in dataclasses.fields(r):
         if f.name in ('images','params'): continue
         v = getattr(r, f.name)
-        if v is not None and v!=(): d[f.name] = v
+        if v!=f.default: d[f.name] = v
     d['params'] = differs(r.params)
     return d
 
@@ -88,8 +88,9 @@ def pack_request(r:Request)->dict:
 def unpack_request(d:dict, images=())->Request:
     "The request again; a `RequestError` if it is none"
     d = dict(d)
-    params,prompt,eos = SamplingParams(**d.pop('params')),tuple(d.pop('prompt')),tuple(d.pop('eos_ids', ()))
-    return Request(prompt=prompt, params=params, eos_ids=eos, images=images, **d)
+    params = SamplingParams(**d.pop('params'))
+    lists = {k:tuple(d.pop(k, ())) for k in ('prompt','eos_ids','boundaries')}
+    return Request(params=params, images=images, **lists, **d)
 
 # %% ../../nbs/7_service/14_link.ipynb #95aa8fc4
 def pack_images(images)->list:
