@@ -77,6 +77,8 @@ class PrefixTree:
     def trail(self, request, keys:list[bytes])->Trail:
         "One for `request`, whose tiles have these keys"
         return Trail(keys, request.salt.encode('utf-8', 'surrogatepass'))
+    def mark(self, trail:Trail, start:int, end:int): "A step will compute tokens `start..end` of `trail`"
+    def unmark(self, trail:Trail): "It was not launched"
     def __repr__(self):
         kept = f'{self.pool.reclaimable} blocks in nobody\'s use'
         return f'{type(self).__name__}({self.nodes} tiles, {kept})'
