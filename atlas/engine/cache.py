@@ -24,6 +24,7 @@ class BlockPool:
         self.num_blocks,self.block_size = num_blocks,block_size
         self.refs = [0]*num_blocks
         self.kept = bytearray(num_blocks) # Which are a prefix tree's
+        self.num_kept = 0 # How many that are
         self.reclaimable = 0 # Blocks that only the tree has
         self.evict = None # `evict(n)` of the tree frees `n` of these
         self._free = list(range(num_blocks))[::-1]
@@ -94,6 +95,7 @@ def _owned(self:BlockPool, i):
 def keep(self:BlockPool, ids:list[int]):
     "The tree becomes an owner of each of `ids`, which somebody owns"
     self.share(ids)
+    self.num_kept += len(ids)
     for i in ids: self.kept[i] = 1
 
 @patch
@@ -102,6 +104,7 @@ def drop(self:BlockPool, ids:list[int]):
     for i in ids:
         self.reclaimable -= self.alone(i)
         self.kept[i] = 0
+    self.num_kept -= len(ids)
     self.give(ids)
 
 @patch

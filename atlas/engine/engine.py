@@ -60,7 +60,7 @@ def add(self:Engine, request:Request):
     check_ids(request.prompt, self.model.c.vocab_size); self.scheduler.check(request)
     state = SampleState(request.params, request.prompt, self.model.c.vocab_size, eos_ids=request.eos_ids, guide=self._guide(request))  # may refuse, so it comes first
     media = self._look(request)
-    seq = self.scheduler.add(request)
+    seq = self.scheduler.add(request, () if request.images else None)
     state.seed,seq.media = seq.seed,media
     self._samplers[request.id] = state
 
@@ -114,6 +114,7 @@ def close(self:Engine):
 def step(self:Engine)->list[Event]:
     "Do one step's work and say what came of it, or of the step before it"
     with compilations.serving(self.late): self._step()
+    self._events += self._filled()
     events,self._events = self._events,[]
     return events
 
@@ -257,8 +258,9 @@ def _said(self:Engine, seq, tokens, finish, out, i)->list[Event]:
     for j,t in enumerate(tokens):
         chance,top = _likely(out, i, j, k)
         why = finish if j==last else None
-        waited = seq.waited if first and j==0 else None
-        e = Event(seq.id, t, chance, top, why, waited=waited, drafted=j<drafted)
+        told = {}
+        if first and j==0: told = dict(waited=seq.waited, cached=seq.cached)
+        e = Event(seq.id, t, chance, top, why, drafted=j<drafted, **told)
         events.append(e)
     return events
 
@@ -305,3 +307,10 @@ def _shed(self:Engine, plan, error):
         self._leave(s.id)
         e = Event(s.id, finish='error', error=why, code=OutOfMemoryError.code)
         self._events.append(e)
+
+@patch
+def _filled(self:Engine)->list[Event]:
+    "The ends of requests that were only to fill the tree of prefixes"
+    done,self.scheduler.filled = self.scheduler.filled,[]
+    for s in done: self._leave(s.id)
+    return [Event(s.id, finish='stop', cached=s.cached) for s in done]

@@ -30,7 +30,9 @@ from ..model.model import load_model,model_wants
 from ..ground.opening import open_model
 from ..ground.options import EngineConfig,Speculation,unused
 from ..ground.requests import check_ids,check_prompt
+from .prefix import PrefixTree
 from .scheduler import Scheduler
+from .snapshots import SnapshotTree
 from .stepper import HostStepper
 from ..ops import vocabulary as host_words
 
@@ -176,11 +178,21 @@ def _engine(self:LoadedModel):
     "Scheduler and engine over the cache"
     o,k = self.options,self.drafting.k
     s = Scheduler(self.cache.pool, o.max_num_seqs, self.max_seq_len,
-        chunk=self.chunk, overcommit=o.overcommit, max_queue=o.max_queue, drafts=k)
+        chunk=self.chunk, overcommit=o.overcommit, max_queue=o.max_queue, drafts=k,
+        states=self.cache.states, prefix=self._prefix())
     made_by,room = _STEPPERS[self.ops],self._region('tables')
     stepper = made_by.serving(self.model, self.cache, s, room, self._drafter())
     arbiter = Arbiter(k, adaptive=o.speculative_adaptive) if k else None
     return Engine(s, stepper, self.guides, arbiter)
+
+@patch
+def _prefix(self:LoadedModel)->PrefixTree|None:
+    "The tree of prefixes over the cache, if there is to be one"
+    o,c = self.options,self.cache
+    if not o.enable_prefix_caching: return None
+    recurrent = c.rec or self.draft_cache and self.draft_cache.rec
+    if not recurrent: return PrefixTree(c.pool)
+    return SnapshotTree(c.pool, c.states, o.state_checkpoint_interval)
 
 @patch
 def _drafter(self:LoadedModel)->Drafter|None:
@@ -258,9 +270,9 @@ def _narrow(self:LoadedModel)->int|None:
 @patch
 def _make_cache(self:LoadedModel, steps:int):
     "The cache, beside steps that take so many bytes"
-    n,seqs = self._blocks(steps),self.options.max_num_seqs
-    by = self.drafting
-    states = (2+by.k)*seqs
+    by,seqs = self.drafting,self.options.max_num_seqs
+    n,snapshots = self._blocks(steps)
+    states = (2+by.k)*seqs+snapshots
     self.arena.budget.take('steps', steps, '--chunk')
     with self._region('cache').allocating():
         self.cache = KVCache(self.config, self.device, n,
@@ -272,17 +284,35 @@ def _make_cache(self:LoadedModel, steps:int):
 
 # %% ../../nbs/5_engine/13_loading.ipynb #e09d4c73
 @patch
-def _blocks(self:LoadedModel, others:int, ahead:int=0)->int:
-    "Blocks of the cache beside `others` bytes; `ahead` of them have to come from what is free"
+def _blocks(self:LoadedModel, others:int, ahead:int=0)->tuple[int,int]:
+    "Blocks and snapshots of the cache beside `others` bytes; `ahead` of them have to come from what is free"
     o = self.options
     left,unasked = self.arena.beside(others)
     if ahead: left = min(left, max(self.device.memory().available-ahead, 0))
     unasked = min(unasked, left)
     asked = ifnone(o.kv_cache_memory, unasked)
-    by = self.drafting
+    n,one = self._snapshots(asked)
+    try: return self._fitting(left-n*one, asked-n*one),n
+    except OutOfMemoryError:
+        if o.state_snapshots or not n: raise
+        return self._fitting(left, asked),0 # nobody asked for them
+
+@patch
+def _fitting(self:LoadedModel, left, asked)->int:
+    "Blocks of a cache of `asked` bytes without snapshots"
+    o,by = self.options,self.drafting
     more = dict(drafting=by.who=='mtp', drafts=by.k, beside=self._beside())
     return _fit(self.config, self.ops, left, asked,
         o.max_num_seqs, self.max_seq_len, **self._kv, **more)
+
+@patch
+def _snapshots(self:LoadedModel, asked)->tuple[int,int]:
+    "How many snapshots to make room for in a cache of `asked` bytes, and the bytes of one"
+    o,by = self.options,self.drafting.ck
+    one = state_bytes(self.config)
+    if by and not by.config.drafter: one += state_bytes(by.config)
+    if not (one and o.enable_prefix_caching): return 0,0
+    return ifnone(o.state_snapshots, min(64, asked//10//one)),one
 
 @patch
 def _beside(self:LoadedModel)->tuple[int,int]:

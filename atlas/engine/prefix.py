@@ -79,6 +79,9 @@ class PrefixTree:
         return Trail(keys, request.salt.encode('utf-8', 'surrogatepass'))
     def mark(self, trail:Trail, start:int, end:int): "A step will compute tokens `start..end` of `trail`"
     def unmark(self, trail:Trail): "It was not launched"
+    def stats(self)->dict:
+        "More that there is to tell of it"
+        return {}
     def __repr__(self):
         kept = f'{self.pool.reclaimable} blocks in nobody\'s use'
         return f'{type(self).__name__}({self.nodes} tiles, {kept})'

@@ -47,6 +47,10 @@ class SnapshotTree(PrefixTree):
         trail.points = snapshot_points(n, last, request.boundaries, self.interval)
         return trail
 
+    def stats(self)->dict:
+        return dict(prefix_cache_snapshots=self.snapshots, prefix_cache_restores_total=self.restores,
+            prefix_cache_snapshot_evictions_total=self.snapshot_evictions)
+
     def usable(self, nodes:list[Node])->list[Node]:
         "The first of `nodes`, up to the last with a snapshot"
         kept = (i for i,n in enumerate(nodes, 1) if n.snapshot is not None)

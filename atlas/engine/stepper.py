@@ -34,7 +34,8 @@ class Flight:
 def piece(seq, start:int, n:int, want:int=0)->Piece:
     "Rows `start..start+n-1` of `seq`, the last `want` with logits"
     ids,blocks = seq.span(start, n),seq.table.blocks
-    return Piece(ids, start, blocks, want, *seq.states[:2], seq.media)
+    read,marks = seq.reads,tuple(seq.trail.marks) if seq.trail else ()
+    return Piece(ids, start, blocks, want, read, seq.states[1], seq.media, marks)
 
 def tiles(plan:Plan)->list[Piece]:
     "What `plan` prefills, with logits where a prompt is complete"

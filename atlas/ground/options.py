@@ -71,6 +71,13 @@ class EngineConfig(Speculation):
     chunk:int|None=option(None, step=64, min=64,
         help='Prompt tokens in a step, beside decoding: a multiple of 64. '
             '[default: 256, on a card 2,048]')
+    enable_prefix_caching:bool=option(True,
+        help='Keep what prompts have in common, and compute it once.')
+    state_checkpoint_interval:int=option(4096, step=64, min=64,
+        help='Of models with recurrent layers: keep states of a long prompt every so many tokens.')
+    state_snapshots:int|None=option(None, min=0,
+        help='Room for so many such states, beside what running sequences have. '
+            '[default: up to 64, in a tenth of the cache]')
     overcommit:float=option(1., min=1,
         help='Promise this multiple of the cache; above 1, sequences may be preempted.')
     max_queue:int=option(256, 'Requests that may run and wait; more are answered with 503.', min=1)

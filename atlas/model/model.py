@@ -64,6 +64,7 @@ class Piece:
     # Slot for the state after the last row, or one for each row; None: the same
     keep:int|tuple|None=None
     media:object=None # `Media` of the prompt, where it has images
+    marks:tuple=() # (position, slot): where else to keep the state, before a position that begins a tile
 
 @dataclass(frozen=True)
 class Media:
@@ -105,6 +106,7 @@ def make_batch(pieces:list[Piece], tiled:bool, block_size:int, device)->Batch:
         slots[rows] = tables[i,positions//block_size].astype(np.int64)*block_size+positions%block_size
         kept = _kept(p)
         keep[rows.stop-len(kept):rows.stop] = kept
+        for end,slot in p.marks: keep[rows.start+end-p.start-1] = slot
         out += range(rows.stop-p.want, rows.stop)
         at.append(rows.start); r += n
     up = device.upload
