@@ -256,7 +256,7 @@ class Room:
     "What there would be for a sequence that waits"
     def __init__(self, scheduler, seq):
         self.s,self.pool = scheduler,scheduler.pool
-        self.found = {b for n in scheduler._found(seq) for b in n.blocks}
+        self.found = {b for n in scheduler._within_reach(seq) for b in n.blocks}
         pinned = sum(map(self.pool.alone, self.found)) # Blocks that would be nobody's but its
         self.need = self.pool.blocks_for(seq.depth)-len(self.found)+pinned
         self.at_once = self.pool.blocks_for(scheduler._at_once(seq))-len(self.found)+pinned
@@ -328,7 +328,7 @@ def _admit(self:Scheduler):
         for v in victims: self._preempt(v)
         self.waiting.pop()
         self._look_up(seq)
-        self._adopt(seq, self._found(seq))
+        self._adopt(seq, self._within_reach(seq))
         seq.table.ensure(self._at_once(seq))
         seq.running,seq.states = True,self.states.take(2+self.drafts)
         if not seq.outputs: seq.waited = perf_counter()-seq.born
@@ -346,6 +346,13 @@ def _found(self:Scheduler, seq)->list[Node]:
     "What the tree has of what `seq` needs next"
     if not self.prefix or seq.num_computed%TILE: return []
     return self.prefix.find(seq.trail, seq.prompt_len)
+
+@patch
+def _within_reach(self:Scheduler, seq)->list[Node]:
+    "The same for one that waits: nothing, if the states there would take a slot that it needs itself"
+    nodes = self._found(seq)
+    pins = bool(nodes) and nodes[-1].snapshot is not None
+    return nodes if self.states.available-pins>=2+self.drafts else []
 
 @patch
 def _adopt(self:Scheduler, seq, nodes):
@@ -427,9 +434,10 @@ def _prefill(self:Scheduler, seq, left, planned)->int:
     "Add the next piece of a prompt to those that are `planned`, if there is one: its tokens"
     if self.prefix:
         self._adopt(seq, self._found(seq))
+        self._fill(seq)
         if any(self.prefix.leaves(s.trail, seq.trail) for s,*_ in planned): return 0
     n,at = seq._piece(left),seq.num_computed
-    if not n: return 0
+    if not n or seq.finish_reason: return 0
     if self.prefix: self.prefix.mark(seq.trail, at, at+n)
     planned.append((seq, at, n))
     return n
