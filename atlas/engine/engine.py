@@ -308,6 +308,7 @@ def _shed(self:Engine, plan, error):
         e = Event(s.id, finish='error', error=why, code=OutOfMemoryError.code)
         self._events.append(e)
 
+# %% ../../nbs/5_engine/11_engine.ipynb #53b175ad
 @patch
 def _filled(self:Engine)->list[Event]:
     "The ends of requests that were only to fill the tree of prefixes"

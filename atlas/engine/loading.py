@@ -185,6 +185,7 @@ def _engine(self:LoadedModel):
     arbiter = Arbiter(k, adaptive=o.speculative_adaptive) if k else None
     return Engine(s, stepper, self.guides, arbiter)
 
+# %% ../../nbs/5_engine/13_loading.ipynb #204f8ffa
 @patch
 def _prefix(self:LoadedModel)->PrefixTree|None:
     "The tree of prefixes over the cache, if there is to be one"
@@ -194,6 +195,7 @@ def _prefix(self:LoadedModel)->PrefixTree|None:
     if not recurrent: return PrefixTree(c.pool)
     return SnapshotTree(c.pool, c.states, o.state_checkpoint_interval)
 
+# %% ../../nbs/5_engine/13_loading.ipynb #439c1c59
 @patch
 def _drafter(self:LoadedModel)->Drafter|None:
     "Who guesses what comes next"
@@ -314,6 +316,7 @@ def _snapshots(self:LoadedModel, asked)->tuple[int,int]:
     if not (one and o.enable_prefix_caching): return 0,0
     return ifnone(o.state_snapshots, min(64, asked//10//one)),one
 
+# %% ../../nbs/5_engine/13_loading.ipynb #12963c9d
 @patch
 def _beside(self:LoadedModel)->tuple[int,int]:
     "Bytes of a token and of a sequence that a draft model keeps"

@@ -369,6 +369,13 @@ def _adopt(self:Scheduler, seq, nodes):
     self.totals['hits'] += new
     seq.reached = max(seq.reached, seq.num_computed)
 
+@patch
+def _fill(self:Scheduler, seq):
+    "End a sequence that was only to fill the tree, if it has"
+    if not seq.request.prefill_only or seq.num_computed<seq.prompt_len: return
+    self._finish(seq, 'stop')
+    self.filled.append(seq)
+
 # %% ../../nbs/5_engine/09_scheduler.ipynb #5f31e53e
 @patch
 def _stop(self:Scheduler, seq):
@@ -485,6 +492,7 @@ def accept(self:Scheduler,
     self.totals['generation_tokens'] += said
     return out
 
+# %% ../../nbs/5_engine/09_scheduler.ipynb #a7186419
 @patch
 def _take(self:Scheduler, seq, tokens):
     "Append `tokens` to what `seq` has said, up to one that ends it: those, and why it ended"
@@ -495,6 +503,7 @@ def _take(self:Scheduler, seq, tokens):
             return tokens[:n],reason
     return tokens,None
 
+# %% ../../nbs/5_engine/09_scheduler.ipynb #552b5991
 @patch
 def _prefilled(self:Scheduler, seq, end):
     "The prompt of `seq` is computed up to `end`"
@@ -504,13 +513,6 @@ def _prefilled(self:Scheduler, seq, end):
     if self.prefix: self.prefix.commit(seq.trail, seq.table, end)
     if not (seq.trail and seq.trail.restored is not None): seq.settle(1)
     self._fill(seq)
-
-@patch
-def _fill(self:Scheduler, seq):
-    "End a sequence that was only to fill the tree, if it has"
-    if not seq.request.prefill_only or seq.num_computed<seq.prompt_len: return
-    self._finish(seq, 'stop')
-    self.filled.append(seq)
 
 # %% ../../nbs/5_engine/09_scheduler.ipynb #5da82429
 @patch
