@@ -69,18 +69,6 @@ def add(self:Engine, request:Request):
     self._samplers[request.id] = state
 
 @patch
-def _media(self:Engine, request):
-    "What the request's images will put into its prompt"
-    if not request.images: return None
-    media = self.model.media(request.prompt, request.images, self._images)
-    self._images.update(media.images)
-    return media
-
-def _without_pixels(request):
-    "The same request, in whose images only grids are left"
-    return replace(request, images=tuple((None,grid) for _,grid in request.images))
-
-@patch
 def _guide(self:Engine, request):
     "What the answer must look like, if it must"
     if request.guide is None: return None
@@ -91,6 +79,19 @@ def _guide(self:Engine, request):
 def _guided(self:Engine, seqs)->list:
     "(sequence, guide) of those that have one"
     return [(s, st.guide) for s in seqs if (st := self._samplers.get(s.id)) is not None and st.guide is not None]
+
+# %% ../../nbs/5_engine/11_engine.ipynb #8ec778e9
+@patch
+def _media(self:Engine, request):
+    "What the request's images will put into its prompt"
+    if not request.images: return None
+    media = self.model.media(request.prompt, request.images, self._images)
+    self._images.update(media.images)
+    return media
+
+def _without_pixels(request):
+    "The same request, in whose images only grids are left"
+    return replace(request, images=tuple((None,grid) for _,grid in request.images))
 
 # %% ../../nbs/5_engine/11_engine.ipynb #15608c30
 @patch
@@ -104,7 +105,10 @@ def _leave(self:Engine, rid:str):
 def abort(self:Engine, rid:str)->list[Event]:
     "End request `rid`, if it has not ended already"
     self._leave(rid)
-    return [Event(rid, finish='abort')] if self.scheduler.abort(rid) else []
+    seq = self.scheduler.abort(rid)
+    if seq is None: return []
+    seq.media = None  # its place in the queue may be struck later
+    return [Event(rid, finish='abort')]
 
 @patch
 def warm(self:Engine):
@@ -162,7 +166,7 @@ def _begins(plan, since)->float|None:
 # %% ../../nbs/5_engine/11_engine.ipynb #00521747
 @patch
 def _look(self:Engine, plan)->list:
-    "Look at the images of which `plan` computes rows; those sequences for which there was no memory"
+    "Look at images of which `plan` computes rows; the sequences that found no memory for it"
     blind = []
     for seq,start,n in plan.prefill:
         if not seq.media: continue
@@ -317,6 +321,7 @@ def _whole(self:Engine, seqs)->list[Event]:
         self._leave(s.id)
     return [Event(s.id, finish='stop') for s in done]
 
+# %% ../../nbs/5_engine/11_engine.ipynb #a7bdb81b
 @patch
 def _shed(self:Engine, plan, error):
     "End the requests whose prompts found no memory; everybody else is planned again"

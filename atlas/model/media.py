@@ -96,13 +96,16 @@ def look(self:Media, start:int, n:int):
     for image,*_ in self.within(start, n): image.features()
 
 @patch
-def patches(self:Media, start:int, n:int)->list: # Of each image: rows [k], values [k, H], and deepstack levels, each [k, H]
-    "Embeddings that tokens `start..start+n-1` have from images, which are looked at if nobody has"
+def patches(self:Media,
+    start:int, n:int, # Tokens `start..start+n-1`
+)->list: # Of each image that has rows there: these [k], values [k, H], deepstack levels [k, H]
+    "Embeddings from images, which are looked at if nobody has"
     out = []
     for image,rows,here in self.within(start, n):
         values,deep = image.features()
         part = slice(here.start-rows.start, here.stop-rows.start)
-        out.append((np.array(here), values[part], [d[part] for d in deep]))
+        levels = [d[part] for d in deep]
+        out.append((np.array(here), values[part], levels))
     return out
 
 # %% ../../nbs/4_model/03_media.ipynb #395bddf9
@@ -113,11 +116,12 @@ def make_media(
     images, # (pixels, grid) of each image, in order
     known=(), # Images of other requests: what shows the same arrays is shared
 )->Media:
-    "What `images` will put into a prompt; a `RequestError` where tokens, grids and pixels do not match"
-    grids = [g for _,g in images]
-    rows = image_rows(ids, grids, v.image_token_id, v.merge_size)
-    places = mrope_positions(ids, v.image_token_id, grids, v.merge_size)
+    "What `images` will put into a prompt; a `RequestError` where they do not match its tokens"
     def lazy(pixels, grid):
         same = [k for k in known if k.shows(pixels, grid)]
         return same[0] if same else LazyImage(tower, pixels, grid)
-    return Media(rows, [lazy(*i) for i in images], *places)
+    lazies = [lazy(*i) for i in images]
+    grids = [i.grid for i in lazies]
+    rows = image_rows(ids, grids, v.image_token_id, v.merge_size)
+    places = mrope_positions(ids, v.image_token_id, grids, v.merge_size)
+    return Media(rows, lazies, *places)

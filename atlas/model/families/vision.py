@@ -102,11 +102,17 @@ def check(self:VisionTower,
     merge,weight = self._v.merge_size,self.patch_embed.proj.weight
     sizes = [[int(n) for n in g] for g in grids]
     want = [sum(map(math.prod, sizes)), math.prod(weight.shape[1:])]
-    whole = all(n>0 and n%m==0 for g in sizes for n,m in zip(g, (1,merge,merge)))
+    whole = all(_fits(g, merge) for g in sizes)
     if list(pixels.shape)==want and whole and pixels.dtype==np.float32: return
     said = f'Patches of shape {list(pixels.shape)} and type {pixels.dtype} for grids {sizes}'
     raise RequestError(f'{said}, expected {want} and float32', param='images')
 
+def _fits(grid, merge):
+    "Can `grid` be that of an image?"
+    if len(grid)!=3 or min(grid)<1: return False
+    return not any(n%merge for n in grid[1:])
+
+# %% ../../../nbs/4_model/02_families.vision.ipynb #e4aae8f6
 @patch
 def forward(self:VisionTower,
     pixels, # [N, C*T*P*P] float32: patches of all images
@@ -115,11 +121,18 @@ def forward(self:VisionTower,
     "Rows for the language model, one for each `merge²` patches"
     self.check(pixels, grids)
     seen,at = [],0
-    for h,w in [(int(h),int(w)) for t,h,w in grids for _ in range(t)]:
-        seen.append(self.frame(pixels[at:at+h*w], h, w))
+    for h,w in _frames(grids):
+        one = np.ascontiguousarray(pixels[at:at+h*w])  # else products may sum in another order
+        seen.append(self.frame(one, h, w))
         at += h*w
     rows,*deep = (np.concatenate(r) for r in zip(*seen))
     return rows,deep
+
+def _frames(grids):
+    "Height and width of each frame"
+    out = []
+    for t,h,w in grids: out += [(int(h),int(w))]*int(t)
+    return out
 
 # %% ../../../nbs/4_model/02_families.vision.ipynb #52f076de
 def image_rows(
@@ -138,7 +151,8 @@ def image_rows(
     for n in sizes:
         first,last = int(at[k]),int(at[k+n-1])
         if last-first!=n-1:
-            raise RequestError(f'The tokens of an image are torn apart at {first}', param='messages')
+            said = f'The tokens of an image are torn apart at {first}'
+            raise RequestError(said, param='messages')
         out.append(range(first, last+1))
         k += n
     return out
@@ -152,14 +166,19 @@ def mrope_positions(
 )->tuple[np.ndarray,int]: # [3,T] int32: time, height, width; what later tokens add to their index
     "Rotary positions of a prompt with images (M-RoPE, Wang et al. 2024)"
     rows = image_rows(ids, grids, image_token_id, merge)
-    out,p,done = np.empty((3,len(ids)), np.int32),0,0
-    for r,(t,h,w) in zip(rows, grids):
-        words = r.start-done
-        out[:,done:r.start] = np.arange(p, p+words)
-        size = int(t),int(h)//merge,int(w)//merge
-        p += words
-        out[:,r.start:r.stop] = p+np.indices(size).reshape(3, -1)
-        p += max(size[1:])
+    T = len(ids)
+    out,p,done = np.empty((3,T), np.int32),0,0
+    for r,grid in zip(rows, grids):
+        q = p+r.start-done
+        out[:,done:r.start] = np.arange(p, q)
+        out[:,r.start:r.stop],p = _picture(q, grid, merge)
         done = r.stop
-    out[:,done:] = np.arange(p, p+len(ids)-done)
-    return out,int(out.max(initial=-1))+1-len(ids)
+    out[:,done:] = np.arange(p, p+T-done)
+    return out,int(out.max(initial=-1))+1-T
+
+def _picture(p, grid, merge):
+    "Positions [3,n] of a picture that begins at `p`, and that of the next word"
+    t,h,w = map(int, grid)
+    h,w = h//merge,w//merge
+    at = np.indices((t,h,w)).reshape(3, -1)
+    return p+at,p+max(h, w)
