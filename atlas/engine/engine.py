@@ -8,7 +8,9 @@ Docs: https://atlas-inference.github.io/atlas/5_engine/engine.html.md"""
 __all__ = ['Engine']
 
 # %% ../../nbs/5_engine/11_engine.ipynb #199bdf96
+from dataclasses import replace
 from time import perf_counter
+from weakref import WeakSet
 from fastcore.basics import patch
 from ..ground.core import NumericError,OutOfMemoryError,RequestError
 from ..card.launch import compilations
@@ -32,7 +34,8 @@ class Engine:
         self.flying = None # The `Flight` in the air
         self.late = None # Kernels that steps compiled since the engine was warm; None: it is not
         self.steps = self.corrupted = 0
-        self._samplers,self._seen = {},(None,None)
+        self._samplers = {}
+        self._images = WeakSet() # `LazyImage`s of requests that have not ended
         self._events,self._cut = [],False # What nobody was told yet; was the last launch cut off?
         self._landing = [] # Flights that come down, the oldest first
         self._begun = None # When the step began that lands next, if it is known
@@ -59,17 +62,11 @@ def add(self:Engine, request:Request):
     "Queue `request`; refuses what can never be served"
     check_ids(request.prompt, self.model.c.vocab_size); self.scheduler.check(request)
     state = SampleState(request.params, request.prompt, self.model.c.vocab_size, eos_ids=request.eos_ids, guide=self._guide(request))  # may refuse, so it comes first
-    media = self._look(request)
-    seq = self.scheduler.add(request, () if request.images else None)
+    media = self._media(request)
+    seq = self.scheduler.add(request, media and media.tokens(request.prompt))
     state.seed,seq.media = seq.seed,media
+    if media: seq.request = _without_pixels(request)
     self._samplers[request.id] = state
-
-@patch
-def _look(self:Engine, request):
-    "What the request's images are to the model; several answers to one prompt look once"
-    if not request.images: return None
-    if self._seen[0] is not request.images: self._seen = request.images,self.model.media(request.prompt, request.images)
-    return self._seen[1]
 
 @patch
 def _guide(self:Engine, request):
@@ -83,6 +80,19 @@ def _guided(self:Engine, seqs)->list:
     "(sequence, guide) of those that have one"
     return [(s, st.guide) for s in seqs if (st := self._samplers.get(s.id)) is not None and st.guide is not None]
 
+# %% ../../nbs/5_engine/11_engine.ipynb #8ec778e9
+@patch
+def _media(self:Engine, request):
+    "What the request's images will put into its prompt"
+    if not request.images: return None
+    media = self.model.media(request.prompt, request.images, self._images)
+    self._images.update(media.images)
+    return media
+
+def _without_pixels(request):
+    "The same request, in whose images only grids are left"
+    return replace(request, images=tuple((None,grid) for _,grid in request.images))
+
 # %% ../../nbs/5_engine/11_engine.ipynb #15608c30
 @patch
 def _leave(self:Engine, rid:str):
@@ -95,7 +105,10 @@ def _leave(self:Engine, rid:str):
 def abort(self:Engine, rid:str)->list[Event]:
     "End request `rid`, if it has not ended already"
     self._leave(rid)
-    return [Event(rid, finish='abort')] if self.scheduler.abort(rid) else []
+    seq = self.scheduler.abort(rid)
+    if seq is None: return []
+    seq.media = None  # its place in the queue may be struck later
+    return [Event(rid, finish='abort')]
 
 @patch
 def warm(self:Engine):
@@ -134,6 +147,8 @@ def _step(self:Engine):
 @patch
 def _go(self:Engine, plan):
     "Launch `plan`, and take in all but what stays in the air"
+    blind = self._look(plan)
+    if blind: return self._without_memory(blind, 'to look at the images', 'smaller ones')
     self.steps += 1
     if self.flying is None: self._begun = _begins(plan, self._begun if self._turning else None)
     try: flights = self._launch(plan)
@@ -148,6 +163,17 @@ def _begins(plan, since)->float|None:
     "The time, or that of a landing `since` which it begins, if `plan` does nothing but decode"
     if plan.prefill or plan.replay: return None
     return perf_counter() if since is None else since
+
+# %% ../../nbs/5_engine/11_engine.ipynb #00521747
+@patch
+def _look(self:Engine, plan)->list:
+    "Look at images of which `plan` computes rows; the sequences that found no memory for it"
+    blind = []
+    for seq,start,n in plan.prefill:
+        if not seq.media: continue
+        try: seq.media.look(start, n)
+        except MemoryError: blind.append(seq)
+    return blind
 
 # %% ../../nbs/5_engine/11_engine.ipynb #e6000002
 @patch
@@ -297,12 +323,20 @@ def _whole(self:Engine, seqs)->list[Event]:
         self._leave(s.id)
     return [Event(s.id, finish='stop') for s in done]
 
+# %% ../../nbs/5_engine/11_engine.ipynb #a7bdb81b
 @patch
 def _shed(self:Engine, plan, error):
     "End the requests whose prompts found no memory; everybody else is planned again"
     if not plan.prefill: raise error
-    why = 'There was no memory for the prompt while others were being answered; a shorter one, or another try later, may find some'
-    for s,*_ in plan.prefill:
+    seqs = [s for s,*_ in plan.prefill]
+    self._without_memory(seqs, 'for the prompt', 'a shorter one')
+
+@patch
+def _without_memory(self:Engine, seqs, what, less):
+    "End `seqs`: there was no memory for what is to be done, and `less` may find some"
+    why = f'There was no memory {what} while others were being answered'
+    why += f'; {less}, or another try later, may find some'
+    for s in seqs:
         self.scheduler.fail(s)
         self._leave(s.id)
         e = Event(s.id, finish='error', error=why, code=OutOfMemoryError.code)
