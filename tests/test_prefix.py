@@ -215,3 +215,138 @@ def compare(some, got, seen):
             assert not said(mine)
             seen['filled'] += bool(mine) and mine[-1].finish=='stop'
         else: as_alone(mine, alone(r))
+
+# One thing at a time
+
+def answer(e, r, seen=None):
+    "What is said to `r`, and how many tokens of prompts were computed for it"
+    before = e.scheduler.totals['prefill_tokens']
+    out = run(e, [(r,0)], (), Counter() if seen is None else seen)
+    return said(out[r.id]),e.scheduler.totals['prefill_tokens']-before
+
+def named(r, i): return Request(f'again{i}', r.prompt, r.params, boundaries=r.boundaries)
+
+@pytest.mark.parametrize('late', (False,True))
+def test_twelve_replays(late):
+    "The same request again and again: the same answer, and only the rest of a tile to compute"
+    e,r = engine('mtp', 2, late, prefix=4),talk(1, 0, 150, 3, 12, dict(temperature=.9, seed=3, logprobs=2))
+    first,whole = answer(e, r)
+    assert whole==153 and first==said(alone(r))
+    for i in range(12):
+        again,computed = answer(e, named(r, i))
+        assert again==first and computed==153-128
+
+def test_only_what_changed_is_computed():
+    "A prompt whose end is another, and one whose beginning is"
+    e = engine(prefix=6)
+    answer(e, talk(1, 0, 190, 0, 3, {}, ends=(70,130)))
+    assert answer(e, talk(2, 0, 140, 40, 3, {}))[1]==180-128
+    assert answer(e, talk(3, 0, 70, 90, 3, {}))[1]==160-64
+    assert answer(e, talk(4, 1, 190, 0, 3, {}))[1]==190
+
+def test_salts_keep_apart():
+    e = engine(prefix=6)
+    r = [talk(i, 0, 150, 0, 3, {}, salt=s) for i,s in enumerate(('','a','b','a'))]
+    assert [answer(e, x)[1] for x in r]==[150,150,150,150-128]
+
+def test_one_prompt_for_all_its_answers():
+    "Who needs what another computes in this step waits for it"
+    e = engine(prefix=6)
+    for i in range(4): e.add(talk(i, 0, 150, 0, 5, dict(temperature=1., seed=i)))
+    while e.has_work: e.step()
+    t = e.scheduler.totals
+    assert t['prefill_tokens']==150+3*22 and t['hits']==3*128
+
+def test_a_preempted_answer_finds_its_prompt():
+    "What it costs is the rest of a tile, and its answer once more"
+    e,r = engine(prefix=6, seqs=1),talk(1, 0, 150, 0, 20, {})
+    e.add(r)
+    for _ in range(8): e.step()
+    before = Counter(e.scheduler.totals)
+    got = run(e, [(talk(2, 1, 20, 0, 3, {}, priority=-1),0)], (), Counter())
+    t = e.scheduler.totals
+    assert t['preemptions']==1 and t['replay_tokens']>0
+    assert t['prefill_tokens']-before['prefill_tokens']==20+150-128
+    assert said(got['r1'])==said(alone(r))[-len(said(got['r1'])):]
+
+def test_a_fill_gives_way_and_is_of_use():
+    "It computes nothing while an answer is wanted, and the next turn finds what it has computed"
+    e = engine(prefix=6)
+    fill,other = talk(1, 0, 190, 0, 1, {}, fill=True),talk(2, 1, 100, 0, 6, {})
+    e.add(fill)
+    e.step()
+    e.add(other)
+    while len(e.scheduler.seqs)>1:
+        e.step()
+        up = [s.id for s in e.scheduler.running]
+        assert 'r1' not in up or len(e.scheduler.seqs)==1
+    done = [v for _ in range(5) for v in e.step()]
+    assert [(v.id, v.finish, v.token) for v in done]==[('r1','stop',None)]
+    assert answer(e, talk(3, 0, 190, 0, 3, {}))[1]==190-128
+    assert e.scheduler.stats()['request_success_total']==dict(length=2)
+
+def test_cached_tokens_are_told_with_the_first_token():
+    e,r = engine(prefix=6),talk(1, 0, 150, 0, 3, {})
+    told = [[v.cached for v in run(e, [(x,0)], (), Counter())[x.id]] for x in (r,named(r, 0))]
+    assert told==[[0,None,None],[128,None,None]]
+
+@pytest.mark.parametrize('error', [KeyboardInterrupt,MemoryError])
+@pytest.mark.parametrize('late', (False,True))
+def test_a_launch_that_is_cut_off_leaves_nothing_wrong(late, error):
+    "Neither a slot, nor a tile that was not computed"
+    r = talk(1, 0, 190, 0, 6, {}, ends=(70,130))
+    for at in range(1, 4):
+        e = engine(late=late, prefix=4)
+        interrupted(e.stepper, '_passes', at, error)
+        e.add(r)
+        while e.has_work:
+            try: e.step()
+            except KeyboardInterrupt: pass
+            check_tree(e.scheduler.prefix, going(e))
+        left_clean(e)
+        assert answer(e, named(r, at))[0]==said(alone(r))
+
+def test_tiles_of_an_answer_that_failed_are_forgotten():
+    "Keys that are no numbers make its logits none; the next one computes its own"
+    e,r = engine(prefix=4),talk(1, 0, 150, 0, 6, {})
+    e.add(r)
+    e.step()
+    seq, = e.scheduler.running
+    e.cache.kv[1].k[seq.table.blocks[0]] = np.nan
+    events = [v for _ in range(9) for v in e.step()]
+    assert events[-1].finish=='error' and e.scheduler.prefix.nodes==0
+    assert answer(e, named(r, 1))[0]==said(alone(r))
+
+def test_rows_of_answers_are_not_in_the_tree():
+    "A prompt that goes on with an answer computes the answer's tokens as a prompt's"
+    e,r = engine(prefix=6),talk(1, 0, 120, 0, 60, {})
+    told = [t for t,*_ in answer(e, r)[0]]
+    more = Request('more', r.prompt+tuple(told)+(5,), r.params)
+    assert more.prompt[:128]!=r.prompt[:128] and len(more.prompt)>128
+    assert answer(e, more)[1]==len(more.prompt)-64
+
+@pytest.mark.parametrize('n', [200,10_000])
+def test_many_come_and_go(n):
+    "Random requests with random aborts: each ends once, and no block, slot or tile is left"
+    rng,came,ended = np.random.default_rng(n),0,Counter()
+    e = engine('draft', 2, True, 60, 16, prefix=8, overcommit=3., chunk=192)
+    while came<n or e.has_work:
+        for _ in range(int(rng.integers(0, 7))):
+            if came==n or len(e.scheduler.seqs)>24: break
+            e.add(anybody(came, rng))
+            came += 1
+        events = e.step()
+        if rng.random()<.5 and e.scheduler.seqs:
+            events += e.abort(str(rng.choice(list(e.scheduler.seqs))))
+        for v in events: ended[v.id] += v.finish is not None
+        if came%50==0: check_tree(e.scheduler.prefix, going(e))
+    left_clean(e)
+    emptied(e.scheduler.prefix)
+    assert len(ended)==n and set(ended.values())=={1}
+    assert e.scheduler.totals['hits']>n
+
+def anybody(i, rng):
+    "A request with few tokens of its own"
+    def draw(lo, hi): return int(rng.integers(lo, hi))
+    n,own,most,fill = draw(1, 140),draw(1, 4),draw(1, 6),draw(0, 10)==0
+    return talk(i, i%2, n, own, most, {}, draw(-1, 2), ends=(draw(0, 140),), fill=fill)
