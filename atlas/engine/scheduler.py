@@ -324,7 +324,8 @@ def _at_once(self:Scheduler, seq)->int:
 @patch
 def _admit(self:Scheduler):
     "Start waiting sequences, best first, until one does not fit"
-    while (seq := self.waiting.head()) and (victims := self._victims(seq)) is not None:
+    while (seq := self.waiting.head()) is not None:
+        if (victims := self._victims(seq)) is None: return
         for v in victims: self._preempt(v)
         self.waiting.pop()
         self._look_up(seq)
@@ -566,7 +567,7 @@ def fail(self:Scheduler, seq:Seq)->tuple[Seq,None,str]:
 def steady(self:Scheduler, seqs:list[Seq])->bool:
     "Will the next plan decode exactly `seqs`, unless somebody has to leave for want of blocks?"
     waits = self.waiting.head()
-    if waits and self._victims(waits) is not None: return False
+    if waits is not None and self._victims(waits) is not None: return False
     if len(self.running)!=len(seqs): return False
     for s,runs in zip(seqs, self.running):
         goes_on = s.state=='decode' and s.num_computed<s.depth
