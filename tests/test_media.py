@@ -5,6 +5,7 @@ from weakref import ref
 import numpy as np
 import pytest
 from hypothesis import given,settings,strategies as st
+from atlas.card.emulator import find_cxx
 from atlas.engine.cache import KVCache
 from atlas.engine.engine import Engine
 from atlas.engine.scheduler import Scheduler
@@ -17,6 +18,7 @@ from atlas.model.media import LazyImage,image_digests
 from atlas.service.link import Frames,frame,pack_images,pack_request,unpack_images,unpack_request
 from helpers.reference import Run,having,host,model
 from helpers.small_engine import interrupted,note,said
+from test_card import TOYS,_GDN,engine as card_engine,models
 
 NAMES = having('pixels')
 each = pytest.mark.parametrize('name', NAMES)
@@ -405,6 +407,38 @@ def test_a_preempted_prompt_looks_once(late, monkeypatch):
     assert e.scheduler.totals['preemptions']==1
     assert seen==grids_of(images)
     assert said(out['r0'])==want
+
+# ---- on a card, whose tower is on the host
+
+_TOWER = dict(depth=2, hidden_size=32, num_heads=2, intermediate_size=48,
+    out_hidden_size=128, patch_size=4, num_position_embeddings=16,
+    deepstack_visual_indexes=[])
+_SEES = dict(vision_config=_TOWER, image_token_id=250, mtp_num_hidden_layers=0)
+
+@pytest.fixture
+def on_card(monkeypatch):
+    "A model that sees, on the emulator"
+    monkeypatch.setitem(TOYS, 'sees', ('qwen3.6-27b', _GDN|_SEES))
+    return models('sees', 'bf16')[1]
+
+def card_says(m, requests, out=None, **kw):
+    return serve(card_engine(m, **kw), requests, out)
+
+@pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
+def test_on_a_card(on_card, monkeypatch):
+    """Chunks with images say what one prompt says, in company and alone;
+    where there is no memory for images, that request ends while others decode"""
+    m = on_card
+    asked = [ask(m, 0, pictures(m, (2,3), (5,6), (3,2)), words=20), ask(m, 1, words=9)]
+    want = [said(card_says(m, [r], chunk=128)[r.id]) for r in asked]
+    out = card_says(m, asked, chunk=64)
+    assert [said(out[r.id]) for r in asked]==want
+    grid = image(m, 5, 6)[1]
+    seen = noting(m, monkeypatch, failing(grid))
+    e = card_engine(m)
+    out = serve(e, asked[:1], begun(e, asked[1], 3))
+    assert [v.code for v in out['r0']]==['out_of_memory'] and grid in seen
+    assert said(out['r1'])==want[1]
 
 # ---- names of images, and rows
 
