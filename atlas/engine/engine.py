@@ -105,10 +105,7 @@ def _leave(self:Engine, rid:str):
 def abort(self:Engine, rid:str)->list[Event]:
     "End request `rid`, if it has not ended already"
     self._leave(rid)
-    seq = self.scheduler.abort(rid)
-    if seq is None: return []
-    seq.media = None  # its place in the queue may be struck later
-    return [Event(rid, finish='abort')]
+    return [Event(rid, finish='abort')] if self.scheduler.abort(rid) else []
 
 @patch
 def warm(self:Engine):

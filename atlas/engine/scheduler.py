@@ -538,6 +538,7 @@ def _finish(self:Scheduler, seq, reason):
     "The one road out, from wherever `seq` is"
     self._stop(seq) if seq.running else self.waiting.remove(seq)
     seq.finish_reason = reason
+    seq.media = None  # a queue or a stepper may hold the sequence for longer
     del self.seqs[seq.id]
     if seq.request.prefill_only: self.fills -= 1
     else: self.finished[reason] += 1

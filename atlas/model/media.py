@@ -43,7 +43,8 @@ class LazyImage:
 
     def features(self)->tuple: # [n, H] float32; for each deepstack level the same
         "What the tower makes of it; nothing has changed after a `MemoryError`"
-        if self._seen is None: self._seen = self._tower.forward(self._pixels, [self.grid])
+        if not self.seen:
+            self._seen = self._tower.forward(self._pixels, [self.grid])
         self._pixels = None
         return self._seen
 

@@ -237,7 +237,7 @@ def media(self:Decoder,
     images, # (pixels, grid) of each image, in order
     known=(), # `LazyImage`s of other requests, to be shared
 )->Media|None: # None where there are no images
-    "What `images` will put into the prompt; a `RequestError` where it does not fit, or none can be seen"
+    "What `images` will put into the prompt; a `RequestError` where they cannot be, or do not fit"
     if not images: return None
     if not self.vision: raise RequestError(f'{self!r} cannot see images', hint='Use a model with a vision tower', param='messages')
     return make_media(self.vision, self.c.vision, ids, images, known)
