@@ -55,6 +55,7 @@ class Seq:
     @property
     def id(self)->str: return self.request.id
     def __len__(self): return self.prompt_len+len(self.outputs)
+    def __bool__(self): return True # also without a token
 
 # %% ../../nbs/5_engine/09_scheduler.ipynb #5d383437
 @patch(as_prop=True)
@@ -324,7 +325,7 @@ def _at_once(self:Scheduler, seq)->int:
 @patch
 def _admit(self:Scheduler):
     "Start waiting sequences, best first, until one does not fit"
-    while (seq := self.waiting.head()) is not None:
+    while seq := self.waiting.head():
         if (victims := self._victims(seq)) is None: return
         for v in victims: self._preempt(v)
         self.waiting.pop()
@@ -568,7 +569,7 @@ def fail(self:Scheduler, seq:Seq)->tuple[Seq,None,str]:
 def steady(self:Scheduler, seqs:list[Seq])->bool:
     "Will the next plan decode exactly `seqs`, unless somebody has to leave for want of blocks?"
     waits = self.waiting.head()
-    if waits is not None and self._victims(waits) is not None: return False
+    if waits and self._victims(waits) is not None: return False
     if len(self.running)!=len(seqs): return False
     for s,runs in zip(seqs, self.running):
         goes_on = s.state=='decode' and s.num_computed<s.depth
