@@ -71,7 +71,7 @@ class EngineConfig(Speculation):
     chunk:int|None=option(None, step=64, min=64,
         help='Prompt tokens in a step, beside decoding: a multiple of 64. '
             '[default: 256, on a card 2,048]')
-    overcommit:float=option(1., min=1,
+    overcommit:float=option(1., min=1, max=1000,
         help='Promise this multiple of the cache; above 1, sequences may be preempted.')
     max_queue:int=option(256, 'Requests that may run and wait; more are answered with 503.', min=1)
     load_format:str=option('auto', words=('auto','dummy'),
@@ -93,6 +93,14 @@ class EngineConfig(Speculation):
         help='On a card: keys and values in f16, bf16, f32, fp8 or nvfp4. [default: f16]')
     kv_high_precision_layers:int=option(0, min=0,
         help='On a card: so many attention layers at both ends keep theirs in 16 bits.')
+    kv_spill_dir:str|None=option(None,
+        help='Folder on a fast disk for what the key-value cache has no room for. '
+            '[default: none]')
+    kv_spill_gb:float|None=option(None, min=.001, max=1e6,
+        help='Most GB of it, in that folder or, without one, in memory of the host. '
+            '[default: 32 with a folder, else 0]')
+    kv_spill_keep:bool=option(False,
+        help='Keep what is in that folder for the next time that this model is loaded.')
 
     def __post_init__(self): _check(self)
 
@@ -108,9 +116,10 @@ def _whole(v, how):
     return fits and v%step==0,expected
 
 def _number(v, how):
-    "Is `v` a number that the cache may be multiplied by?"
+    "Is `v` a number within the bounds of an option?"
+    least,most = how['cli']['min'],how['cli']['max']
     real = isinstance(v, numbers.Real) and not isinstance(v, bool)
-    return real and 1<=v<=1000,'a number from 1 to 1000'
+    return real and least<=v<=most,f'a number from {least:,} to {most:,.0f}'
 
 def _truth(v, how): return isinstance(v, bool),'True or False'
 
@@ -147,10 +156,23 @@ def _check(c):
         v = _checked(f, getattr(c, f.name))
         _put(c, **{f.name:v})
     _speculation(c)
+    _spilling(c)
     if c.load_format=='auto' and c.weights:
         said = f'weights={c.weights!r} is for load_format=dummy'
         hint = '"atlas quantize" changes the format of a model'
         raise RequestError(said, hint=hint, param='weights')
+
+# %% ../../nbs/1_ground/15_options.ipynb #5e11b002
+_SPILL_GB = 32. # Of a spill file, where nobody says how much
+
+def _spilling(c):
+    "Settle where the cache spills to, and refuse what does not go together"
+    if c.kv_spill_dir is None:
+        hint = 'Say where with kv_spill_dir (--kv-spill-dir)'
+        if c.kv_spill_keep: _refuse('kv_spill_keep needs a folder', 'kv_spill_keep', hint)
+        return
+    _put(c, kv_spill_dir=_named(c, 'kv_spill_dir'))
+    if c.kv_spill_gb is None: _put(c, kv_spill_gb=_SPILL_GB)
 
 # %% ../../nbs/1_ground/15_options.ipynb #7ab1f504
 def _refuse(said, param, hint=None): raise RequestError(said, hint=hint, param=param)
@@ -185,7 +207,7 @@ def _speculation(c):
     by = _drafter(c)
     if by=='off': return _put(c, **_UNSAID)
     _put(c, speculative=by)
-    if c.draft_model is not None: _put(c, draft_model=_named(c.draft_model))
+    if c.draft_model is not None: _put(c, draft_model=_named(c, 'draft_model'))
     if by=='draft' and not c.draft_model:
         hint = 'Say which with draft_model (--draft-model)'
         _refuse("speculative='draft' needs a model that drafts", 'draft_model', hint)
@@ -201,10 +223,11 @@ def _called(name):
     theirs = {v:k for k,v in _VLLM.items() if k.startswith('prompt')}
     return f'{name} ({theirs[name]})' if name in theirs else name
 
-def _named(model)->str:
-    "The name or path of a draft model"
-    if isinstance(model, str|Path) and str(model).strip(): return str(model)
-    _refuse(f'draft_model is {model!r}, expected a name or a path', 'draft_model')
+def _named(c, field)->str:
+    "The name or path that a field says"
+    said = getattr(c, field)
+    if isinstance(said, str|Path) and str(said).strip(): return str(said)
+    _refuse(f'{field} is {said!r}, expected a name or a path', field)
 
 # %% ../../nbs/1_ground/15_options.ipynb #c9eb15bf
 _VLLM = dict( # What vLLM calls our fields
