@@ -61,16 +61,20 @@ def left_clean(store):
     "All buffers are idle, all units are somebody's or free; then it is closed, and its threads end"
     store.settle()
     for name in list(store._reads): store.release(*name)
-    until(lambda: not any(r.busy for r in store.records.values()))
-    held = sorted(u for r in store.records.values() for u in r.units)
-    free = store.units.back+list(range(store.units.end, store.units.count))
-    until(lambda: sorted(held+free)==list(range(store.units.count)))
-    few = {k:{len(v) for (kind,_),v in store._idle.items() if kind==k} for k in SIZES}
-    assert all(len(n)==1 for n in few.values()), 'a buffer is missing'
+    until(lambda: all_idle(store), 'every buffer is back')
+    u = store.units
+    held = [i for r in store.records.values() for i in r.units]
+    free = [*u.back,*range(u.end, u.count)]
+    assert sorted(held+free)==list(range(u.count))
     threads = store._threads
     store.close()
     store.close()
     assert not any(t.is_alive() for t in threads)
+
+def all_idle(store):
+    "Are all buffers there, as many to read as to write, and is no record in use?"
+    def count(use): return [len(store._idle[kind,use]) for kind in SIZES]
+    return count('read')==count('write') and not any(r.busy for r in store.records.values())
 
 # -- faults --------------------------------------------------------------------------------------
 
@@ -131,7 +135,9 @@ def run_ops(store, ops, harmed=lambda: None):
     for op,(kind,i) in ops:
         name = kind,i
         if op=='put':
-            if put(store, kind, i, wait=True): model.put(name)
+            was_off = store.off
+            assert put(store, kind, i, wait=True)!=bool(was_off)
+            model.put(name)
             store.settle()
         if op=='get':
             there = name in model.records
