@@ -183,6 +183,7 @@ def test_faults_are_misses(ops, way, nth, at):
     run_ops(store, ops, harmed=lambda: place.happened)
     assert bool(store.off)==(place.happened in SWITCH_OFF)
     if place.happened is None: assert store.errors==0
+    if place.happened=='cut short': assert store.errors==1
     if store.off:
         assert store.errors==1 and not store.records
         assert not put(store, 'tile', 99) and not store.want('tile', ident(1))
@@ -220,14 +221,28 @@ def test_the_log_tells_it_once(caplog, fault):
 # -- nobody waits --------------------------------------------------------------------------------
 
 class Slow(HostMemory):
-    "Memory that writes when it is told to"
-    def __init__(self):
+    "Memory that writes, or reads, when it is told to"
+    def __init__(self, reads=False, fails=False):
         super().__init__(PAGE+64*UNIT)
-        self.go,self.begun = threading.Event(),threading.Event()
-    def write(self, data, at):
-        self.begun.set()
+        self.reads,self.fails = reads,fails
+        self.go,self.begun = threading.Event(),threading.Semaphore(0)
+    def waits(self):
+        self.begun.release()
         assert self.go.wait(WAIT)
+        if self.fails: raise OSError(errno.EIO, 'Input/output error')
+    def write(self, data, at):
+        if not self.reads: self.waits()
         super().write(data, at)
+    def read(self, data, at):
+        if self.reads: self.waits()
+        return super().read(data, at)
+
+def full_of_tiles(place):
+    "A store of six units, each with a tile"
+    store = store_in(place)
+    for i in range(6): put(store, 'tile', i)
+    store.settle()
+    return store
 
 def test_a_slow_disk_drops_and_never_waits():
     place = Slow()
@@ -236,7 +251,7 @@ def test_a_slow_disk_drops_and_never_waits():
     assert taken==[True]*4+[False]*5  # as many as there are buffers
     assert store.stats()['kv_spill_dropped_total']==5
     assert store.want('tile', ident(0)) and store.ready('tile', ident(0)) is None
-    assert place.begun.wait(WAIT)
+    assert place.begun.acquire(timeout=WAIT)
     place.go.set()
     store.settle()
     assert [is_right(store, 'tile', i) for i in range(9)]==taken
@@ -250,6 +265,49 @@ def test_who_closes_waits_for_buffers():
     assert all(put(store, 'tile', i, wait=True) for i in range(9))
     store.settle()
     assert all(is_right(store, 'tile', i) for i in range(9))
+    left_clean(store)
+
+def test_what_is_being_written_is_not_dropped():
+    place = Slow()
+    store = store_in(place, 6, held=0)
+    assert all(put(store, 'tile', i) for i in range(4)) and put(store, 'state', 1)
+    assert not put(store, 'state', 2) and store.units.end==6
+    place.go.set()
+    store.settle()
+    assert put(store, 'state', 2) and len(store.records)==4
+    left_clean(store)
+
+def test_what_is_wanted_is_not_dropped():
+    place = Slow(reads=True)
+    store = full_of_tiles(place)
+    for i in range(6): assert store.want('tile', ident(i))
+    assert not put(store, 'tile', 6) and store.dropped==1
+    place.go.set()
+    assert all(is_right(store, 'tile', i) for i in range(6))
+    assert put(store, 'tile', 6)
+    left_clean(store)
+
+@pytest.mark.parametrize('forgotten', [False,True])
+def test_nobody_wants_it_any_more(forgotten):
+    "While it is read: its buffer comes back"
+    place = Slow(reads=True)
+    store = full_of_tiles(place)
+    store.want('tile', ident(2))
+    assert place.begun.acquire(timeout=WAIT)
+    if forgotten: store.forget('tile', ident(2))
+    store.release('tile', ident(2))
+    place.go.set()
+    left_clean(store)
+
+def test_two_readers_meet_the_same_trouble(caplog):
+    place = Slow(reads=True, fails=True)
+    store = full_of_tiles(place)
+    for i in range(4): store.want('tile', ident(i))
+    for _ in range(2): assert place.begun.acquire(timeout=WAIT)
+    place.go.set()
+    assert not any(store.ready('tile', ident(i), wait=True) for i in range(4))
+    until(lambda: store.errors==2)
+    assert len(caplog.records)==1 and len(store.lost)==6
     left_clean(store)
 
 class Late(Mark):
@@ -384,6 +442,19 @@ def test_what_was_there_is_there(tmp_path_factory, n, order, forgotten):
         assert is_right(store, r.kind, i)
         if r.kind=='tile': assert (r.parent,r.depth,r.key)==(ident(i-1),i-1,b'%d'%i)
     put_chain(store, n)
+    left_clean(store)
+
+def test_an_index_is_read_once(tmp_path):
+    "Who has read it may change the file, and die: the next one begins anew"
+    store = kept_store(tmp_path)
+    put_chain(store, 3)
+    store.close()
+    store = kept_store(tmp_path)
+    assert len(store.kept)==4
+    store.place.path = None  # so it closes as a process that is killed would
+    store.close()
+    store = kept_store(tmp_path)
+    assert not store.kept and not store.records
     left_clean(store)
 
 def test_less_room_than_before(tmp_path):
