@@ -471,7 +471,8 @@ def hold(self:Cuda, o): self.faults.hold(o)
 def identity(self:Cuda)->str:
     "As of any device"
     libraries = self.xp.cuda.runtime.runtimeGetVersion(),self.xp.cuda.nvrtc.getVersion()
-    return f'{self.card}, {self.arch}, {self.multiprocessors}, CuPy {self.xp.__version__}, {libraries}'
+    card = f'{self.card}, {self.arch}, {self.multiprocessors} multiprocessors'
+    return f'{card}, CuPy {self.xp.__version__}, {libraries}'
 
 # %% ../../nbs/2_card/01_device.ipynb #9e77fc26
 def get_device(

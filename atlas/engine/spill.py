@@ -444,6 +444,7 @@ def _write(self:SpillStore, r, buffer, mark):
         r.written = True
         self.written += len(r.units)*self.unit
 
+# %% ../../nbs/5_engine/04_spill.ipynb #a7bbc359
 @patch
 def _parts(self:SpillStore, r, buffer):
     "Parts of `buffer`, and where in the file each belongs"
