@@ -320,10 +320,15 @@ def _begin(self:SpillStore, stream, held, readers):
         self._idle['state',use] = self._buffers(stream, 'state', 2)
     self._stop,self._writes,self._writing = False,deque(),0
     self._reads = {} # `_Reading`s by name, the first wanted first
-    targets = [self._writer]+[self._reader]*readers
-    how = dict(name='atlas-spill', daemon=True)
-    self._threads = [threading.Thread(target=t, **how) for t in targets]
-    for t in self._threads: t.start()
+    self._threads = [self._thread(self._writer)]
+    for _ in range(readers): self._threads.append(self._thread(self._reader))
+
+@patch
+def _thread(self:SpillStore, f):
+    "A thread that does `f`"
+    t = threading.Thread(target=f, name='atlas-spill', daemon=True)
+    t.start()
+    return t
 
 @patch
 def _buffers(self:SpillStore, stream, kind, count):
@@ -342,7 +347,7 @@ def used_bytes(self:SpillStore)->int:
     "Bytes of `place` that are in use"
     return (self.units.count-self.units.left)*self.unit
 
-# %% ../../nbs/5_engine/04_spill.ipynb #595b720c
+# %% ../../nbs/5_engine/04_spill.ipynb #2469257a
 @patch
 def put(self:SpillStore,
     kind:str,
@@ -357,7 +362,8 @@ def put(self:SpillStore,
     with self._turn:
         if self.touch(kind, ident): return True
         r = Record(kind, ident, self.sizes[kind], [], parent, depth, key)
-        if (buffer := self._take(r, wait)) is None: return False
+        buffer = self._take(r, wait)
+    if buffer is None: return False
     try: mark = fill(buffer[HEAD:HEAD+r.nbytes])
     except BaseException:
         self._wrote(r, buffer)
@@ -444,7 +450,7 @@ def _write(self:SpillStore, r, buffer, mark):
         r.written = True
         self.written += len(r.units)*self.unit
 
-# %% ../../nbs/5_engine/04_spill.ipynb #a7bbc359
+# %% ../../nbs/5_engine/04_spill.ipynb #e337ef47
 @patch
 def _parts(self:SpillStore, r, buffer):
     "Parts of `buffer`, and where in the file each belongs"
@@ -473,6 +479,18 @@ def _leave(self:SpillStore, r):
     "A thread is done with record `r`"
     r.busy -= 1
     if r.gone and not r.busy: self.units.give(r.units)
+
+@patch
+def settle(self:SpillStore):
+    "Sleep until all that was put is written"
+    with self._turn: self._turn.wait_for(lambda: not self._writing)
+
+@patch
+def forget(self:SpillStore, kind:str, ident:bytes):
+    "A record is not to be found any more, if it is there"
+    with self._turn:
+        if r := self.records.get((kind,ident)): self._drop(r)
+        self._turn.notify_all()
 
 # %% ../../nbs/5_engine/04_spill.ipynb #2c884092
 class _Reading:
@@ -505,7 +523,7 @@ def ready(self:SpillStore, kind:str, ident:bytes,
         del self._reads[kind,ident]
         return False
 
-# %% ../../nbs/5_engine/04_spill.ipynb #b2914748
+# %% ../../nbs/5_engine/04_spill.ipynb #618a1aba
 @patch
 def release(self:SpillStore, kind:str, ident:bytes,
     mark:Mark=Mark(), # Passed when its bytes are not needed any more
@@ -522,18 +540,6 @@ def wait(self:SpillStore, seconds:float|None=None)->bool:
     done = 'there','failed'
     def known(): return any(x.state in done for x in self._reads.values())
     with self._turn: return self._turn.wait_for(known, seconds)
-
-@patch
-def settle(self:SpillStore):
-    "Sleep until all that was put is written"
-    with self._turn: self._turn.wait_for(lambda: not self._writing)
-
-@patch
-def forget(self:SpillStore, kind:str, ident:bytes):
-    "A record is not to be found any more, if it is there"
-    with self._turn:
-        if r := self.records.get((kind,ident)): self._drop(r)
-        self._turn.notify_all()
 
 # %% ../../nbs/5_engine/04_spill.ipynb #977e2442
 @patch
@@ -620,7 +626,7 @@ def stats(self:SpillStore)->dict:
         kv_spill_errors_total=self.errors,
         kv_spill_dropped_total=self.dropped)
 
-# %% ../../nbs/5_engine/04_spill.ipynb #c82d9642
+# %% ../../nbs/5_engine/04_spill.ipynb #dc0bd0e7
 _TOP = struct.Struct('<8sI32sQI') # Mark, version, fingerprint, bytes of a unit, records
 _ROW = struct.Struct('<8s16s16sIQII') # Kind, ident, parent, depth, bytes, those of the key, units
 _DIGEST = 16 # Bytes
@@ -645,9 +651,8 @@ def _unpacked(body, at):
     end = units+4*n
     if end>len(body): raise ValueError('its index is cut short')
     where = np.frombuffer(body, '<u4', n, units).tolist()
-    kind,ident,*before,nbytes = who
-    kind = kind.rstrip(b'\0').decode('ascii')
-    return Record(kind, ident, nbytes, where, *before, body[key:units], True),end
+    kind,ident = who[0].rstrip(b'\0').decode('ascii'),who[1]
+    return Record(kind, ident, who[4], where, *who[2:4], body[key:units], True),end
 
 # %% ../../nbs/5_engine/04_spill.ipynb #965d6a4a
 def unpack_index(
