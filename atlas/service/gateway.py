@@ -16,7 +16,7 @@ from pathlib import Path
 from fastcore.basics import patch
 import uvicorn
 from functools import partial
-from ..ground.core import AtlasError,RequestError,SourceError
+from ..ground.core import AtlasError,ConfigError,RequestError,SourceError
 from .link import STAGES,pack_error,unpack_error
 from ..ground.options import EngineConfig,differs
 from ..text.processor import read_text
@@ -669,10 +669,10 @@ def _worker(log_format, log_level):
     "The command of a worker that logs as the gateway does"
     return (*COMMAND, f'--log={log_format}:{log_level}')
 
-def _app(models, rules, sandbox, max_body, fetch_images):
+def _app(models, rules, sandbox, fetch_images, **kw):
     "The application, with a line in the log for each request"
     fetch = FetchRules() if fetch_images else None
-    app = create_app(models, rules=rules, sandbox=sandbox, max_body=max_body, fetch=fetch)
+    app = create_app(models, rules=rules, sandbox=sandbox, fetch=fetch, **kw)
     app.add_middleware(Access)
     return app
 
@@ -700,6 +700,8 @@ def serve(
     max_body:int=64<<20, max_connections:int=1024, # Bytes of a request; connections at once
     log_format:str='auto', log_level:str='info', # As `configure` takes them
     fetch_images:bool=False, # Fetch images that have an address
+    cache_salt_per_key:bool=False, # Does each API key have prompts of its own in the prefix cache?
+    prefill_next_turn:bool=True, # Compute ahead what next turns will begin with, while nobody waits?
     tool_parser:str|None=None, reasoning_parser:str|None=None, # None: those that a model was made for
     policy:Policy=Policy(),
     command=None, # Starts a worker; None: `python -m atlas.service.worker`
@@ -711,6 +713,7 @@ def serve(
     _doors(); _heap()
     keys,tls,parsers = read_keys(api_key_file),tls_options(tls_cert, tls_key, tls_ca),(tool_parser,reasoning_parser)
     check_bind(host, keys, insecure); _known(parsers); configure(log_format, log_level)
+    if cache_salt_per_key and not keys: raise ConfigError('Each API key is to have a salt of its own, and there is no key', hint='Set ATLAS_API_KEY or give --api-key-file')
     rules = Rules(keys, host_names(host, allowed_hosts), tuple(cors_origins), Rate(rate_limit) if rate_limit else None, max_body)
     names,box = [served_model_name] if isinstance(served_model_name, str) else served_model_name or (),Sandbox()
     try:
@@ -718,7 +721,7 @@ def serve(
         own['text'] = text or partial(open_text, parsers=parsers, sandbox=box)
         ms = Models(modelled(models, names, alias, options, **own), autoload, first)
         with listen(host, port) as sock:
-            app = _app(ms, rules, box, max_body, fetch_images)
+            app = _app(ms, rules, box, fetch_images, max_body=max_body, salt_keys=cache_salt_per_key, prefill_next_turn=prefill_next_turn)
             g = _behind(sock, app, ms, drain, tls, bounds=Bounds(body=max_body, connections=descriptors(max_connections)))
             with suppress(KeyboardInterrupt): g.run(sockets=[sock])
         if g.error: raise g.error

@@ -65,6 +65,7 @@ class RemoteRunner:
         self.name,self.info,self.on,self.open,self.stalled = name,dict(name=name),on,True,False
         self._wire,self._ready,self._stats,self._images = None,False,{},()
         self._streams,self._numbers,self._calls,self._count = {},{},{},itertools.count(1)
+        self._aside = set() # Numbers of those that only fill the prefix cache
         self.gone,self.idle = asyncio.Event(),asyncio.Event() # No process; no streams, and no calls
         self.gone.set(); self.idle.set()
 
@@ -75,7 +76,11 @@ class RemoteRunner:
     @property
     def running(self)->int:
         "Requests and computations that have not ended"
-        return len(self._streams)+len(self._calls)
+        return self.asked+len(self._calls)
+    @property
+    def asked(self)->int:
+        "Requests that somebody waits for"
+        return len(self._streams)-len(self._aside)
     def stats(self)->dict:
         "Numbers of a moment ago; none without a process"
         return self._stats
@@ -100,8 +105,8 @@ def unavailable(
 @patch
 def _check(self:RemoteRunner, request):
     self._check_open()
-    n,room = len(self._streams),self.info.get('max_queue')
-    if room is not None and n>=room: raise QueueFullError(f'{n} requests are waiting or running already', hint='Try again in a moment')
+    n,room = self.asked,self.info.get('max_queue')
+    if room is not None and n>=room and not request.prefill_only: raise QueueFullError(f'{n} requests are waiting or running already', hint='Try again in a moment')
     if request.id in self._numbers: raise AtlasError(f'A request called {request.id!r} is already running')
 
 @patch
@@ -120,7 +125,8 @@ def submit(self:RemoteRunner, request)->Stream:
     except LinkError as e: raise RequestError('The request holds something that cannot be passed on', hint='Make it smaller or less deep') from e
     s = self._streams[n] = Stream(self, request.id)
     self._numbers[request.id],self._images = n,pics
-    self.idle.clear()
+    if request.prefill_only: self._aside.add(n)
+    else: self.idle.clear()
     self._wire.write(message)
     return s
 
@@ -162,11 +168,12 @@ def _events(self:RemoteRunner, events, stats):
 @patch
 def _forget(self:RemoteRunner, n):
     self._numbers.pop(self._streams.pop(n).id, None)
+    self._aside.discard(n)
     self._rest()
 
 @patch
 def _rest(self:RemoteRunner):
-    if not (self._streams or self._calls): self.idle.set()
+    if not self.running: self.idle.set()
 
 # %% ../../nbs/7_service/17_remote.ipynb #b2b78d83
 @patch
@@ -212,6 +219,7 @@ def _answer(self:RemoteRunner, what, n, v):
 async def drain(self:RemoteRunner, seconds:float)->bool:
     "Take nothing new, and let what runs finish for so long; did all finish?"
     self.open = False
+    for n in self._aside: self._streams[n].abort()
     try: await asyncio.wait_for(self.idle.wait(), seconds)
     except TimeoutError: return False
     return True

@@ -32,6 +32,7 @@ from .protocol.base import OPEN,Ask,Ids,NotOfferedError,ignored,sse,validate
 from .protocol.chunks import error_body
 from ..ground.requests import check_ids
 from ..text.sandbox import asker
+from .reanchor import NextTurns
 from .service import Service,packed
 from .turn import EventStream,Turn,Unless,events,gone,whole
 
@@ -109,7 +110,14 @@ def warned(response:Response, ask:Ask)->Response:
 async def complete(self:Service, api:API, request:Request)->Response:
     "Answer a question of any API"
     ask = await self.read(request, api.parse)
-    return await self.answer(ask, api.reply, request)
+    return await self.answer(self.salted(ask, request), api.reply, request)
+
+@patch
+def salted(self:Service, ask:Ask, request:Request)->Ask:
+    "`ask`, whose prompts are kept apart from those of other API keys, if they are to be"
+    key = request.scope.get('atlas.salt') if self.salt_keys else None
+    if key: ask.salt = f'{key}:{ask.salt}'
+    return ask
 
 @patch
 async def answer(self:Service, ask:Ask, reply, request:Request)->Response:
@@ -181,7 +189,8 @@ def store(self:Service)->responses.Store:
 async def create_response(self:Service, request:Request)->Response:
     "Answer, as OpenAI's responses do"
     ask = await self.read(request, responses.parse, self.store, owner(request))
-    return await (self.background if ask.background else self.answer)(ask, responses.reply, request)
+    answer = self.background if ask.background else self.answer
+    return await answer(self.salted(ask, request), responses.reply, request)
 
 @patch
 async def background(self:Service, ask:Ask, reply, request:Request)->Response:
@@ -515,10 +524,12 @@ def create_app(
     on_ready=None, # Called when it has started
     drain:float=0., # Seconds that running answers have when it ends
     rules:Rules|None=None, # Whom to answer; None: everybody
+    prefill_next_turn:bool=True, # Compute ahead what next turns will begin with?
     **kw, # `max_body` and the like, for `Service`
 )->FastAPI:
     "The application: endpoints, errors, and the door around them"
     service = Service(models, **kw)
+    if prefill_next_turn: service.follow = NextTurns(service)
     @asynccontextmanager
     async def life(app):
         await models.start()

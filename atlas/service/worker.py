@@ -201,6 +201,7 @@ def workload(
         name=name or m.name,
         device=m.device.name,
         vision=bool(m.model.vision),
+        prefix_caching=bool(getattr(m.options, 'enable_prefix_caching', False)),
         max_seq_len=m.max_seq_len,
         max_queue=m.options.max_queue,
         vocab_size=m.config.vocab_size,
