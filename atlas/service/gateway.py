@@ -701,7 +701,7 @@ def serve(
     log_format:str='auto', log_level:str='info', # As `configure` takes them
     fetch_images:bool=False, # Fetch images that have an address
     cache_salt_per_key:bool=False, # Does each API key have prompts of its own in the prefix cache?
-    prefill_next_turn:bool=True, # Compute ahead what next turns will begin with, while nobody waits?
+    prefill_next_turn:bool=True, # While idle, compute what next turns will begin with?
     tool_parser:str|None=None, reasoning_parser:str|None=None, # None: those that a model was made for
     policy:Policy=Policy(),
     command=None, # Starts a worker; None: `python -m atlas.service.worker`
@@ -713,7 +713,7 @@ def serve(
     _doors(); _heap()
     keys,tls,parsers = read_keys(api_key_file),tls_options(tls_cert, tls_key, tls_ca),(tool_parser,reasoning_parser)
     check_bind(host, keys, insecure); _known(parsers); configure(log_format, log_level)
-    if cache_salt_per_key and not keys: raise ConfigError('Each API key is to have a salt of its own, and there is no key', hint='Set ATLAS_API_KEY or give --api-key-file')
+    if cache_salt_per_key and not keys: raise ConfigError('There is no API key to have a salt of its own', hint='Set ATLAS_API_KEY or give --api-key-file')
     rules = Rules(keys, host_names(host, allowed_hosts), tuple(cors_origins), Rate(rate_limit) if rate_limit else None, max_body)
     names,box = [served_model_name] if isinstance(served_model_name, str) else served_model_name or (),Sandbox()
     try:
@@ -721,7 +721,8 @@ def serve(
         own['text'] = text or partial(open_text, parsers=parsers, sandbox=box)
         ms = Models(modelled(models, names, alias, options, **own), autoload, first)
         with listen(host, port) as sock:
-            app = _app(ms, rules, box, fetch_images, max_body=max_body, salt_keys=cache_salt_per_key, prefill_next_turn=prefill_next_turn)
+            cached = dict(salt_keys=cache_salt_per_key, prefill_next_turn=prefill_next_turn)
+            app = _app(ms, rules, box, fetch_images, max_body=max_body, **cached)
             g = _behind(sock, app, ms, drain, tls, bounds=Bounds(body=max_body, connections=descriptors(max_connections)))
             with suppress(KeyboardInterrupt): g.run(sockets=[sock])
         if g.error: raise g.error

@@ -58,7 +58,7 @@ _by = dict( # Label, what it is, and the label's values that are known
     aborted_requests=('why', 'Requests that were stopped early, by cause', ('client_gone','error','shutdown')),
     admission_rejections=('reason', 'Requests that were turned away', ('queue_full',)),
     tool_parse_failures=('parser', 'Answers that began a tool call which could not be read', ()),
-    next_turn_prefills=('outcome', 'Beginnings of next prompts that were computed ahead, or given up, or needless',
+    next_turn_prefills=('outcome', 'Beginnings of next prompts, to be computed ahead',
         ('begun','finished','needless','given_up')))
 
 # %% ../../nbs/7_service/09_metrics.ipynb #5ceb5de7
@@ -125,7 +125,7 @@ _engine = dict(
     prefix_cache_queries_total='Prompt tokens that were looked up in the prefix cache', prefix_cache_hits_total='Prompt tokens that it had',
     kv_blocks_live='Blocks of the KV cache that requests use',
     prefix_cache_blocks='Blocks of the KV cache that the prefix cache keeps',
-    prefix_cache_reclaimable_blocks='Those of them that nothing else uses: free for whoever needs them',
+    prefix_cache_reclaimable_blocks='Those of them that are free for whoever needs them',
     prefix_cache_snapshots='States of recurrent layers that the prefix cache keeps',
     prefix_cache_evictions_total='Blocks that had to leave the prefix cache',
     prefix_cache_snapshot_evictions_total='States that had to leave it',

@@ -37,7 +37,8 @@ def answered(
 
 def _call(w, k):
     "One call of it"
-    return dict(id=w.call_id(k.id), type='function', function=dict(name=k.name, arguments=k.arguments))
+    f = dict(name=k.name, arguments=k.arguments)
+    return dict(id=w.call_id(k.id), type='function', function=f)
 
 # %% ../../nbs/7_service/13_reanchor.ipynb #3b05e392
 LAST = 2**31 # A priority behind all that a body can ask for
@@ -54,13 +55,14 @@ class Ahead:
     salt:str=''
     named:bool=False # Do results have the names of their tools?
 
-    def __repr__(self): return f'Ahead({self.id} of {self.upstream.name}, behind {len(self.prompt.ids)} tokens)'
+    def __repr__(self):
+        n = len(self.prompt.ids)
+        return f'Ahead({self.id} of {self.upstream.name}, behind {n} tokens)'
 
 def ahead(u:Upstream, ask:Ask, p:Prompt, w:Writer, c:Choice)->Ahead:
     "What follows the answer `c`"
     m = answered(w, c)
-    if ask.continuing:
-        p,m = _continued(p, m)
+    if ask.continuing: p,m = _continued(p, m)
     tools = None if ask.tool_choice=='none' else ask.tools
     return Ahead(u, w.id, p, m, tools, ask.template, ask.salt, w.names_results)
 
@@ -68,8 +70,9 @@ def _continued(p, m):
     "The prompt without its last message, and that message with its end"
     *before,last = p.messages
     begun,more = last.get('content') or '',m.get('content') or ''
-    if not isinstance(begun, str): raise RequestError('The answer goes on from parts', param='messages')
-    return Prompt(p.ids, images=p.images, messages=before),last|m|dict(content=begun+more)
+    if not isinstance(begun, str): raise RequestError('An answer went on with parts')
+    shorter = Prompt(p.ids, images=p.images, messages=before)
+    return shorter,last|m|dict(content=begun+more)
 
 # %% ../../nbs/7_service/13_reanchor.ipynb #25ac45a0
 @patch
@@ -78,13 +81,20 @@ def tokens(self:Ahead,
 )->list[int]:
     "The ids that the next prompt will begin with; none if they are those of this one, or too many"
     u,p = self.upstream,self.prompt
-    how = self.variables|dict(add_generation_prompt=False, continue_final_message=False)
-    def render(messages): return template.render(thoughts_named(messages), tools=self.tools, **how)
+    render = partial(self._render, template)
     encode = partial(u.tokenizer.encode, add_special=False)
     ids = foresee(render, encode, turn_marks(u), p.messages, self.answer, self.named)
-    if p.images: ids = expand_images(ids, u.spec.token, [tokens_of(g, u.spec.merge) for _,g in p.images])
-    fits = len(ids)<u.info['max_seq_len']
-    return ids if fits and shared(ids, list(p.ids))<len(ids) else []
+    if p.images:
+        each = [tokens_of(grid, u.spec.merge) for _,grid in p.images]
+        ids = expand_images(ids, u.spec.token, each)
+    new = len(ids)-shared(ids, list(p.ids))
+    return ids if new and len(ids)<u.info['max_seq_len'] else []
+
+@patch
+def _render(self:Ahead, template, messages):
+    "A prompt that stops behind its last message"
+    how = dict(add_generation_prompt=False, continue_final_message=False)
+    return template.render(thoughts_named(messages), tools=self.tools, **self.variables|how)
 
 @patch
 def request(self:Ahead, ids:list[int])->Request:
@@ -104,7 +114,8 @@ class NextTurns:
         most:int=16, # That are under way; of more the oldest are given up
     ):
         self.service,self.most = service,most
-        self.tasks,self.turn = {},asyncio.Lock() # In the order of their beginning; held while one renders
+        self.tasks = {} # In the order of their beginning
+        self.turn = asyncio.Lock() # Held while one renders
     def __repr__(self): return f'NextTurns({len(self.tasks)} of at most {self.most} under way)'
 
     def __call__(self, turn:Turn, u:Upstream, ask:Ask, p:Prompt, w:Writer):
@@ -112,7 +123,8 @@ class NextTurns:
         if foreseeable(u, ask): turn.then = partial(self.begin, u, ask, p, w)
     def begin(self, u:Upstream, ask:Ask, p:Prompt, w:Writer, c:Choice):
         "An answer has ended, and it was this"
-        if self.service.models.draining or not (c.calls or (c.content or '').strip()): return
+        said = c.calls or (c.content or '').strip()
+        if self.service.models.draining or not said: return
         self.service.metrics.of(u.name).next_turn_prefills['begun'] += 1
         task = asyncio.create_task(self._follow(ahead(u, ask, p, w, c)))
         self.tasks[task] = None

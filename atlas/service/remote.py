@@ -106,7 +106,8 @@ def unavailable(
 def _check(self:RemoteRunner, request):
     self._check_open()
     n,room = self.asked,self.info.get('max_queue')
-    if room is not None and n>=room and not request.prefill_only: raise QueueFullError(f'{n} requests are waiting or running already', hint='Try again in a moment')
+    full = room is not None and n>=room and not request.prefill_only
+    if full: raise QueueFullError(f'{n} requests are waiting or running already', hint='Try again in a moment')
     if request.id in self._numbers: raise AtlasError(f'A request called {request.id!r} is already running')
 
 @patch

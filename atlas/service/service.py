@@ -49,7 +49,7 @@ class Upstream:
 # %% ../../nbs/7_service/12_service.ipynb #3921da01
 class Service:
     "Models, and what it takes to ask them"
-    follow = None # Called with each turn of a conversation that begins: what its end is to be followed by
+    follow = None # Called with each turn that begins, and what it is about
     def __init__(self,
         models, # `Models` of the gateway: `get`, `stats`, `draining` and the like
         max_body:int=32<<20, # Bytes

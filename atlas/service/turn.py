@@ -41,7 +41,8 @@ class Turn:
     ):
         self.metrics,self.readers = metrics,readers
         self.prompt,self.each = prompt,each
-        self.streams,self.watches,self.said = [],[],[] # `said`: deltas of the first choice, for `then`
+        self.streams,self.watches = [],[]
+        self.said = [] # Deltas of the first choice, for `then`
         try:
             for r in requests:
                 self.streams.append(runner.submit(r))

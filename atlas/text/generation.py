@@ -183,7 +183,7 @@ class Output:
     text:str # Without thoughts and calls, where they are told apart
     token_ids:list[int]
     finish_reason:str # 'stop', 'length', 'tool_calls', 'abort' or 'error'
-    usage:dict # prompt_tokens, completion_tokens, total_tokens, and cached_tokens: of the prompt, from the prefix cache
+    usage:dict # prompt_tokens, and of these cached_tokens; completion_tokens, total_tokens
     logprobs:list[Token]|None=None # When asked for
     prompt:str|None=None
     prompt_token_ids:list[int]=field(default_factory=list)

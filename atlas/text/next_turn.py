@@ -12,12 +12,13 @@ import numpy as np
 from fastcore.basics import patch
 
 # %% ../../nbs/6_text/20_next_turn.ipynb #e794ee14
+# Marks behind a message, and marks before one
 ENDS = """<|im_end|> <|eot_id|> <|eom_id|> <end_of_turn> <turn|> <|end|> <|return|> <|call|> </s>
     [/INST] [/SYSTEM_PROMPT] [/AVAILABLE_TOOLS] [/TOOL_RESULTS] [e~[ <|end_of_text|> <|endoftext|>
-    <|end_of_turn|> <|END_OF_TURN_TOKEN|> <|END_RESPONSE|> <｜end▁of▁sentence｜>""".split() # Marks behind a message
-STARTS = """<|im_start|> <|start_header_id|> <start_of_turn> <|turn> <|start|> <|start_of_role|> ]~b]
-    <|system|> <|user|> <|assistant|> <|observation|> [INST] [TOOL_RESULTS]
-    <|START_OF_TURN_TOKEN|> <｜User｜> <｜Assistant｜>""".split() # Marks before one
+    <|end_of_turn|> <|END_OF_TURN_TOKEN|> <|END_RESPONSE|> <｜end▁of▁sentence｜>""".split()
+STARTS = """<|im_start|> <|start_header_id|> <start_of_turn> <|turn> <|start|>
+    <|start_of_role|> ]~b] <|system|> <|user|> <|assistant|> <|observation|> [INST] [TOOL_RESULTS]
+    <|START_OF_TURN_TOKEN|> <｜User｜> <｜Assistant｜>""".split()
 
 class TurnMarks:
     "The tokens of a model that stand between messages"
@@ -33,7 +34,9 @@ class TurnMarks:
         "Ids of those of `texts` that are tokens here"
         ids = {tok.inner.token_to_id(t) for t in texts} if tok else set()
         return ids & self.added
-    def __repr__(self): return f'{type(self).__name__}({len(self.ends)} end a message, {len(self.starts)} begin one)'
+    def __repr__(self):
+        how = f'{len(self.ends)} end a message, {len(self.starts)} begin one'
+        return f'{type(self).__name__}({how})'
 
 # %% ../../nbs/6_text/20_next_turn.ipynb #26b563b1
 @patch
@@ -99,6 +102,7 @@ def foresee(
     named:bool=False, # Do results have the names of their tools?
 )->list[int]:
     "Token ids that the next turn's prompt begins with, whatever is said next"
-    a,b = (render([*messages, answer, *following(answer, x, named)]) for x in SAMPLES)
+    so_far = [*messages, answer]
+    a,b = (render(so_far+following(answer, x, named)) for x in SAMPLES)
     ids = encode(a[:shared(a, b)])
     return ids[:marks.settled(ids)]

@@ -469,9 +469,11 @@ KeyFile = Annotated[str|None, _opt('API keys, one on each line; "admin KEY" for 
 Hosts = Many('A name that this server goes by, beside localhost.', '--allowed-host', 'NAME')
 Origins = Many('A web page that may ask from a browser, such as https://chat.example.com.', '--cors-origin', 'URL')
 Drain = Annotated[float, _opt('Seconds that running answers have when the server stops.', min=0, max=86400)]
-Apart = Annotated[bool, _opt('Nobody is served from the prefix cache what another API key has asked.', '--cache-salt-per-key')]
+Apart = Annotated[bool, _opt(
+    'Nobody is served from the prefix cache what another API key has asked.',
+    '--cache-salt-per-key')]
 NextTurn = Annotated[bool, _opt(
-    'While a model has nothing else to do, prefill what the next turns of its conversations will begin with.',
+    'While a model is idle, prefill what the next turns of its conversations will begin with.',
     '--prefill-next-turn/--no-prefill-next-turn')]
 LogFormat = Annotated[Literal['auto','console','json'], _opt('Lines for people or for programs; auto: for people where one is watching.')]
 Reasons = Annotated[str|None, _opt("How the model marks its thoughts. [default: as its family does]", show_default=False)]

@@ -84,8 +84,8 @@ def reader(self:LLM,
 @patch
 def request(self:LLM, ids, params:SamplingParams, rid:str|None=None, **kw)->Request:
     "An engine request for `ids`"
-    ends = self._marks.boundaries(ids)
-    return Request(rid or f'llm-{next(self._ids)}', tuple(ids), params, eos_ids=self.eos_ids, boundaries=ends, **kw)
+    kw |= dict(eos_ids=self.eos_ids, boundaries=self._marks.boundaries(ids))
+    return Request(rid or f'llm-{next(self._ids)}', tuple(ids), params, **kw)
 
 # %% ../../nbs/8_use/01_llm.ipynb #b104e58a
 @patch
@@ -181,7 +181,8 @@ def _output(c:Choice, cached:int, p:SamplingParams, ids, text)->Output:
     if c.error: raise c.error
     n = len(c.tokens)
     likely = None if p.logprobs is None else c.tokens
-    usage = dict(prompt_tokens=len(ids), completion_tokens=n, total_tokens=len(ids)+n, cached_tokens=cached)
+    usage = dict(prompt_tokens=len(ids), completion_tokens=n, total_tokens=len(ids)+n)
+    usage['cached_tokens'] = cached
     said = [t.id for t in c.tokens]
     parted = dict(reasoning=c.reasoning, calls=c.calls)
     return Output(c.content, said, c.finish, usage, likely, text, ids, **parted)
