@@ -79,13 +79,19 @@ def _read(self:ChoiceReader, events):
         if e.token is not None:
             self.n += 1
             self.drafted += e.drafted
-            if self.n==1: self.waited = e.waited or 0.
+            if self.n==1: self._first(e)
             if self.tokens:
                 top = tuple(e.top or ())
                 tokens += (Token(e.token, e.logprob, top),)
             if e.finish!='stop': text += self.detok.put(e.token)
         if e.finish: return text+self.detok.finish(),tokens,e
     return text,tokens,None
+
+@patch
+def _first(self:ChoiceReader, e):
+    "What comes with the first token: how long the request waited, and what the prefix cache had"
+    self.waited = e.waited or 0.
+    self.cached = e.cached or 0
 
 # %% ../../nbs/6_text/18_generation.ipynb #d61bfba9
 @patch
@@ -177,7 +183,7 @@ class Output:
     text:str # Without thoughts and calls, where they are told apart
     token_ids:list[int]
     finish_reason:str # 'stop', 'length', 'tool_calls', 'abort' or 'error'
-    usage:dict # prompt_tokens, completion_tokens, total_tokens
+    usage:dict # prompt_tokens, and of these cached_tokens; completion_tokens, total_tokens
     logprobs:list[Token]|None=None # When asked for
     prompt:str|None=None
     prompt_token_ids:list[int]=field(default_factory=list)

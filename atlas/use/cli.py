@@ -7,10 +7,10 @@ Docs: https://atlas-inference.github.io/atlas/8_use/cli.html.md"""
 # %% auto #0
 __all__ = ['ORDER', 'app', 'Model', 'Json', 'FLAGS', 'SPECULATION', 'Shape', 'Weights', 'Temperature', 'MaxTokens', 'Seed',
            'System', 'Think', 'ShowThinking', 'COMMANDS', 'Many', 'Models', 'Name', 'Alias', 'KeyFile', 'Hosts',
-           'Origins', 'Drain', 'LogFormat', 'Reasons', 'Tools', 'benches', 'Batches', 'Output', 'Simulated', 'Contexts',
-           'CARD_FLAGS', 'flag', 'engine_flags', 'pull', 'list_', 'rm', 'inspect', 'Meter', 'Printer', 'run',
-           'Conversation', 'chat', 'serve', 'launch', 'quantize', 'version', 'bench', 'bench_decode', 'bench_kernels',
-           'check', 'main']
+           'Origins', 'Drain', 'Apart', 'NextTurn', 'LogFormat', 'Reasons', 'Tools', 'benches', 'Batches', 'Output',
+           'Simulated', 'Contexts', 'CARD_FLAGS', 'flag', 'engine_flags', 'pull', 'list_', 'rm', 'inspect', 'Meter',
+           'Printer', 'run', 'Conversation', 'chat', 'serve', 'launch', 'quantize', 'version', 'bench', 'bench_decode',
+           'bench_kernels', 'check', 'main']
 
 # %% ../../nbs/8_use/09_cli.ipynb #aa7ee505
 import json,os,re,signal,sys,threading
@@ -469,6 +469,12 @@ KeyFile = Annotated[str|None, _opt('API keys, one on each line; "admin KEY" for 
 Hosts = Many('A name that this server goes by, beside localhost.', '--allowed-host', 'NAME')
 Origins = Many('A web page that may ask from a browser, such as https://chat.example.com.', '--cors-origin', 'URL')
 Drain = Annotated[float, _opt('Seconds that running answers have when the server stops.', min=0, max=86400)]
+Apart = Annotated[bool, _opt(
+    'Nobody is served from the prefix cache what another API key has asked.',
+    '--cache-salt-per-key')]
+NextTurn = Annotated[bool, _opt(
+    'While a model is idle, prefill what the next turns of its conversations will begin with.',
+    '--prefill-next-turn/--no-prefill-next-turn')]
 LogFormat = Annotated[Literal['auto','console','json'], _opt('Lines for people or for programs; auto: for people where one is watching.')]
 Reasons = Annotated[str|None, _opt("How the model marks its thoughts. [default: as its family does]", show_default=False)]
 Tools = Annotated[str|None, _opt("How the model calls tools: hermes, qwen3_coder, mistral, llama3_json, … [default: as its family does]", show_default=False)]
@@ -495,6 +501,7 @@ def serve(models:Models,
     tls_key:Annotated[str|None, _opt('Its key, if it is not in the same file.', metavar='FILE', show_default=False)]=None,
     tls_ca:Annotated[str|None, _opt("Roots that clients' certificates must come from.", metavar='FILE', show_default=False)]=None,
     fetch_images:Annotated[bool, _opt('Fetch pictures that a request gives by address; private addresses never.', '--fetch-images')]=False,
+    cache_salt_per_key:Apart=False, prefill_next_turn:NextTurn=True,
     tool_call_parser:Tools=None, reasoning_parser:Reasons=None,
     drain:Drain=10., log_format:LogFormat='auto', log_level:Annotated[Literal['debug','info','warning','error'], _opt('What to log.')]='info',
     **options):
@@ -509,6 +516,7 @@ def serve(models:Models,
         rate_limit=rate_limit,
         tls_cert=tls_cert, tls_key=tls_key, tls_ca=tls_ca,
         fetch_images=fetch_images,
+        cache_salt_per_key=cache_salt_per_key, prefill_next_turn=prefill_next_turn,
         tool_parser=tool_call_parser, reasoning_parser=reasoning_parser,
         drain=drain, log_format=log_format, log_level=log_level)
 

@@ -22,6 +22,7 @@ from ..engine.draft import AssistantDrafter,End,Ends,MTPDrafter
 from ..text.generation import ChoiceReader,Output,fan_out,verbatim
 from ..ground.hub import resolve
 from ..text.images import place_images,prepare_images
+from ..text.next_turn import TurnMarks
 from ..engine.loading import LoadedModel
 from ..model.model import Decoder,Piece,load_model,make_batch
 from ..ground.options import EngineConfig
@@ -48,6 +49,8 @@ class LLM(LoadedModel):
         self.template,self.eos_ids = self.text.template,self.text.eos_ids
         self.image_spec = self.text.image_spec if self.model.vision else None
         self._ids,self._boxes = itertools.count(),{}
+        tok = self.tokenizer if self.text.has_text else None
+        self._marks = TurnMarks(tok, self.eos_ids)
     @property
     def tokenizer(self)->Tokenizer:
         "Text to ids and back; `SourceError` when the checkpoint has none: then ids go in and ids come out"
@@ -81,7 +84,8 @@ def reader(self:LLM,
 @patch
 def request(self:LLM, ids, params:SamplingParams, rid:str|None=None, **kw)->Request:
     "An engine request for `ids`"
-    return Request(rid or f'llm-{next(self._ids)}', tuple(ids), params, eos_ids=self.eos_ids, **kw)
+    kw |= dict(eos_ids=self.eos_ids, boundaries=self._marks.boundaries(ids))
+    return Request(rid or f'llm-{next(self._ids)}', tuple(ids), params, **kw)
 
 # %% ../../nbs/8_use/01_llm.ipynb #b104e58a
 @patch
@@ -162,22 +166,23 @@ def _answers(self:LLM, asked, guide=None, split=None)->list[Output]:
     readers = [self.reader(r.params, guide, split) for r in reqs]
     said = [[] for _ in reqs]
     for k,d in self._run(reqs, readers): said[k].append(d)
-    choices = (r.choice(ds) for r,ds in zip(readers, said))
+    choices = ((r.choice(ds), r.cached) for r,ds in zip(readers, said))
     return [_outputs(choices, *a) for a in asked]
 
 def _outputs(choices, encoded, p):
     "The next `p.n` of `choices`, all answers to one prompt: the first, which holds the others"
     ids,text,_ = encoded
-    outs = [_output(next(choices), p, ids, text) for _ in range(p.n)]
+    outs = [_output(*next(choices), p, ids, text) for _ in range(p.n)]
     outs[0].choices = outs if len(outs)>1 else []
     return outs[0]
 
-def _output(c:Choice, p:SamplingParams, ids, text)->Output:
+def _output(c:Choice, cached:int, p:SamplingParams, ids, text)->Output:
     "An answer with what it took; its error, if that is how it ended"
     if c.error: raise c.error
     n = len(c.tokens)
     likely = None if p.logprobs is None else c.tokens
     usage = dict(prompt_tokens=len(ids), completion_tokens=n, total_tokens=len(ids)+n)
+    usage['cached_tokens'] = cached
     said = [t.id for t in c.tokens]
     parted = dict(reasoning=c.reasoning, calls=c.calls)
     return Output(c.content, said, c.finish, usage, likely, text, ids, **parted)
