@@ -33,6 +33,7 @@ from ..ground.requests import check_ids,check_prompt
 from .prefix import PrefixTree
 from .scheduler import Scheduler
 from .snapshots import SnapshotTree
+from .spill import Records,SpillTier,open_spill
 from .stepper import HostStepper
 from ..ops import vocabulary as host_words
 
@@ -182,6 +183,7 @@ def _engine(self:LoadedModel):
         states=self.cache.states, prefix=self._prefix())
     made_by,room = _STEPPERS[self.ops],self._region('tables')
     stepper = made_by.serving(self.model, self.cache, s, room, self._drafter())
+    self.tier = self._spill(s.prefix, stepper.copies())
     arbiter = Arbiter(k, adaptive=o.speculative_adaptive) if k else None
     return Engine(s, stepper, self.guides, arbiter)
 
@@ -194,6 +196,22 @@ def _prefix(self:LoadedModel)->PrefixTree|None:
     recurrent = c.rec or self.draft_cache and self.draft_cache.rec
     if not recurrent: return PrefixTree(c.pool)
     return SnapshotTree(c.pool, c.states, o.state_checkpoint_interval)
+
+@patch
+def _spill(self:LoadedModel, tree, stream)->SpillTier|None:
+    "A second tier of `tree`, if there is to be one; its copies keep the order of `stream`"
+    o = self.options
+    if tree is None or not o.kv_spill_gb: return None
+    caches = [c for c in (self.cache,self.draft_cache) if c]
+    records = Records(caches, stream, self._identity())
+    store = open_spill(records, o.kv_spill_gb, o.kv_spill_dir, o.kv_spill_keep)
+    return SpillTier(tree, records, store)
+
+@patch
+def _identity(self:LoadedModel)->str:
+    "What tells this model from others whose caches look alike"
+    o = self.options
+    return f'{self.path} {self.config} {o.weights} {o.quantization} {o.lm_head_dtype} {o.draft_model}'
 
 # %% ../../nbs/5_engine/13_loading.ipynb #439c1c59
 @patch
@@ -415,6 +433,7 @@ def close(self:LoadedModel)->int: # Bytes of a card's memory in arrays that some
     "End every answer and give back all that the model took; nothing can be asked of it afterwards"
     with self._lock:
         if self.engine is None: return 0
+        if self.tier: self.tier.close(self.options.kv_spill_keep)
         self.engine.close()
         self.engine = self.model = self.cache = None
         self.draft_model = self.draft_cache = None

@@ -17,6 +17,7 @@ from time import perf_counter
 from fastcore.basics import ifnone,patch
 from .cache import BlockPool,BlockTable
 from .prefix import Node,PrefixTree,Trail,tile_keys
+from .spill import Fetch
 from ..ground.core import AtlasError,OutOfMemoryError,QueueFullError,RequestError
 from ..ops.linear import MAX_ROWS,TILE
 from ..ground.requests import Request,check_prompt
@@ -35,6 +36,7 @@ class Seq:
     media:object=None # What its images put into the prompt, a `Media`
     # Slots of its recurrent state while it runs: the one to read, and one for each row of a step
     states:list[int]=field(default_factory=lambda: [0,0])
+    fetch:Fetch|None=None # What a second tier is reading for it
     trail:Trail|None=None # Its prompt's way through the tree of prefixes; None: there is no tree
     cached:int=0 # Tokens of its prompt that the tree had
     reached:int=0 # Most tokens of its prompt that were ever computed for it, or had from the tree
@@ -335,6 +337,7 @@ def _admit(self:Scheduler):
         seq.running,seq.states = True,self.states.take(2+self.drafts)
         if not seq.outputs: seq.waited = perf_counter()-seq.born
         insort(self.running, seq, key=lambda s: s.order)
+        self._fetch(seq)
         self._fill(seq)
 
 @patch
@@ -365,6 +368,11 @@ def _adopt(self:Scheduler, seq, nodes):
     own = seq.table.blocks[first:first+len(blocks)]
     seq.table.blocks[first:first+len(blocks)] = blocks
     self.pool.give(own)
+    self._had(seq)
+
+@patch
+def _had(self:Scheduler, seq):
+    "`seq` has all that its trail has"
     seq.num_computed = seq.trail.tokens
     new = max(0, seq.num_computed-seq.reached)
     seq.cached += new
@@ -378,23 +386,47 @@ def _fill(self:Scheduler, seq):
     self._finish(seq, 'stop')
     self.filled.append(seq)
 
+# %% ../../nbs/5_engine/09_scheduler.ipynb #39390611
+@patch
+def _fetch(self:Scheduler, seq):
+    "Have a second tier read what `seq` needs next, if it has that"
+    tier = self.prefix and self.prefix.tier
+    if tier: seq.fetch = tier.begin(seq.trail, seq.prompt_len)
+
+@patch
+def _fetched(self:Scheduler, seq)->bool:
+    "Is all there that was read for `seq`?"
+    there = self.prefix.tier.go_on(seq.fetch, seq.trail, seq.table)
+    if there is None: return False
+    seq.fetch = None
+    if there: self._had(seq)
+    else: self._again(seq)
+    return there
+
 # %% ../../nbs/5_engine/09_scheduler.ipynb #5f31e53e
 @patch
 def _stop(self:Scheduler, seq):
     "Take `seq` off the running list, and its blocks back"
     self.running.remove(seq)
     seq.table.release()
+    if seq.fetch: self.prefix.tier.cancel(seq.fetch)
     if self.prefix: self.prefix.leave(seq.trail)
     self.states.give(seq.states)
+    seq.fetch = None
     seq.running,seq.flying = False,0
     seq.states = [0,0]
 
 @patch
-def _preempt(self:Scheduler, seq):
-    "Make room: `seq` will wait, and be computed again"
+def _again(self:Scheduler, seq):
+    "`seq` waits once more, and begins anew"
     self._stop(seq)
     seq.num_computed = 0
     self.waiting.push(seq)
+
+@patch
+def _preempt(self:Scheduler, seq):
+    "Make room: `seq` will wait, and be computed again"
+    self._again(seq)
     self.totals['preemptions'] += not seq.request.prefill_only
 
 # %% ../../nbs/5_engine/09_scheduler.ipynb #8c53e2a3
@@ -436,12 +468,15 @@ def schedule(self:Scheduler)->Plan|None:
         elif state=='replay' and (n := seq._piece(left, self.rows)):
             replay.append((seq, seq.num_computed, n))
             left -= n
-    return Plan(prefill, replay, decode, self.width) or None
+    plan = Plan(prefill, replay, decode, self.width)
+    if not plan and any(s.fetch for s in self.running): self.prefix.tier.store.wait(.01)
+    return plan or None
 
 @patch
 def _prefill(self:Scheduler, seq, left, planned)->int:
     "Add the next piece of a prompt to those that are `planned`, if there is one: its tokens"
     if self.prefix:
+        if seq.fetch and not self._fetched(seq): return 0
         self._adopt(seq, self._found(seq))
         self._fill(seq)
         if any(self.prefix.leaves(s.trail, seq.trail) for s,*_ in planned): return 0
@@ -600,6 +635,7 @@ def _prefix_stats(self:Scheduler)->dict:
     out = dict(prefix_cache_queries_total=t['queries'], prefix_cache_hits_total=t['hits'],
         prefix_cache_blocks=tree.nodes*tree.per, prefix_cache_evictions_total=tree.evictions,
         prefix_cache_reclaimable_blocks=self.pool.reclaimable, kv_blocks_live=self.pool.used)
+    if tree.tier: out |= tree.tier.store.stats()
     return out|tree.stats()
 
 @patch

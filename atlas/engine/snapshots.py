@@ -61,12 +61,16 @@ class SnapshotTree(PrefixTree):
 def enter(self:SnapshotTree, trail:Trail, nodes:list[Node])->list[int]:
     blocks = super(SnapshotTree, self).enter(trail, nodes)
     if not nodes: return blocks
-    last = nodes[-1]
-    last.read = self.clock
-    self._offer_snapshot(last)
-    self._read(trail, last.snapshot)
-    self.restores += 1
+    self.restore(trail, nodes[-1])
     return blocks
+
+@patch
+def restore(self:SnapshotTree, trail:Trail, node:Node):
+    "The next rows of `trail` go on behind `node`, which has a snapshot"
+    node.read = self.clock
+    self._offer_snapshot(node)
+    self._read(trail, node.snapshot)
+    self.restores += 1
 
 @patch
 def _read(self:SnapshotTree, trail, slot):
@@ -135,7 +139,8 @@ def evict_snapshots(self:SnapshotTree, n:int):
 
 @patch
 def drop_snapshot(self:SnapshotTree, node:Node):
-    "Forget the states after `node`"
+    "Forget the states after `node`; a second tier may take them"
+    if self.tier: self.tier.put('state', node, [node.snapshot])
     self.states.drop([node.snapshot])
     node.snapshot = None
     self.snapshots -= 1

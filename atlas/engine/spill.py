@@ -7,21 +7,22 @@ Docs: https://atlas-inference.github.io/atlas/5_engine/spill.html.md"""
 # %% auto #0
 __all__ = ['KINDS', 'VERSION', 'PAGE', 'HEAD', 'NOBODY', 'neighbours', 'Records', 'code_digest', 'Record', 'seal', 'is_sealed',
            'HostMemory', 'SpillFile', 'spill_file', 'unit_of', 'Units', 'SpillStore', 'pack_index', 'unpack_index',
-           'open_spill']
+           'open_spill', 'Fetch', 'SpillTier']
 
 # %% ../../nbs/5_engine/04_spill.ipynb #3d501ac3
 import errno,fcntl,hashlib,json,logging,mmap
 import os,struct,tempfile,threading
 from collections import OrderedDict,deque
 from dataclasses import dataclass
-from functools import cache
+from functools import cache,partial
 from pathlib import Path
 from zlib import crc32
 import numpy as np
 from fastcore.basics import patch
 import atlas
 from ..card.graph import Mark,Stream
-from .cache import KVCache
+from .cache import BlockTable,KVCache
+from .prefix import Node,PrefixTree,Trail,ident_of
 from ..ground.core import RequestError,human,kernel_dir
 from ..ops.linear import TILE
 
@@ -810,3 +811,145 @@ def _memory(nbytes):
     try: return HostMemory(PAGE+nbytes)
     except (OSError,ValueError,OverflowError) as e:
         raise RequestError(f'{human(nbytes, 1000)} of memory: {e}', param='kv_spill_gb') from e
+
+# %% ../../nbs/5_engine/04_spill.ipynb #1a4efe49
+@dataclass
+class Fetch:
+    "Tiles that a prompt has the store read, and states after the last"
+    tiles:list[bytes] # Idents, in order
+    state:bytes|None=None # Ident of the tile with the states, where the store has them
+    done:int=0 # Tiles that are there
+
+class SpillTier:
+    "What a tree of prefixes does with a store"
+    def __init__(self,
+        tree:PrefixTree,
+        records:Records,
+        store:SpillStore,
+    ):
+        self.tree,self.records,self.store = tree,records,store
+        self.states = getattr(tree, 'states', None)
+        tree.tier = self
+
+    def put(self, kind:str, node:Node, numbers, wait:bool=False):
+        "`node` is about to leave the tree, or its states"
+        fill,parent = partial(self.records.read, kind, numbers),node.parent.ident
+        self.store.put(kind, node.ident, fill, parent, node.depth, node.key, wait)
+
+    def forget(self, node:Node):
+        "What is kept of `node` is no good"
+        for kind in KINDS: self.store.forget(kind, node.ident)
+    def __repr__(self): return f'SpillTier({self.store!r})'
+
+# %% ../../nbs/5_engine/04_spill.ipynb #ae2fb0f9
+@patch
+def begin(self:SpillTier,
+    trail:Trail,
+    most:int, # Tokens that may be had at most
+)->Fetch|None: # None: the store has nothing that the tree has not
+    "Have the store read what `trail` could go on along"
+    tiles,at = [],0
+    for node,ident in self._way(trail, most):
+        if node is None and not self.store.has('tile', ident): break
+        tiles.append(ident)
+        if self._goes_on(node, ident): at = len(tiles)
+    f = Fetch(tiles[:at])
+    if not at: return None
+    if self.states and self.store.has('state', f.tiles[-1]): f.state = f.tiles[-1]
+    for name in self._names(f): self.store.want(*name)
+    return f
+
+@patch
+def _way(self:SpillTier, trail, most):
+    "(node in the tree or None, ident) of each tile that comes next"
+    node = self.tree._end(trail)
+    ident = node.ident if node else ident_of(b'', trail.salt)
+    for key in trail.keys[len(trail.path):most//TILE]:
+        node = node and node.children.get(key)
+        ident = ident_of(ident, key)
+        yield node,ident
+
+@patch
+def _goes_on(self:SpillTier, node, ident)->bool:
+    "Can a prompt go on after this tile?"
+    if not self.states or node and node.snapshot is not None: return True
+    return self.store.has('state', ident)
+
+@patch
+def _names(self:SpillTier, f):
+    "Records that `f` wants, the states first: without them the others are of no use"
+    if f.state: yield 'state',f.state
+    for ident in f.tiles[f.done:]:
+        if self.store.has('tile', ident): yield 'tile',ident
+
+# %% ../../nbs/5_engine/04_spill.ipynb #c2790f56
+@patch
+def go_on(self:SpillTier,
+    f:Fetch,
+    trail:Trail,
+    table:BlockTable, # Has blocks for all of it
+)->bool|None: # Is all of it there? None: not yet; False: it will never be
+    "Take in what has been read of `f`"
+    while f.done<len(f.tiles):
+        if not (got := self._tile(f, trail, table)): return self._gave_up(f, got)
+        f.done += 1
+    if not self.states: return True
+    node = trail.path[-1]
+    if node.snapshot is None and not (got := self._state(f, node)): return self._gave_up(f, got)
+    self.cancel(f)
+    self.tree.restore(trail, node)
+    return True
+
+@patch
+def _tile(self:SpillTier, f, trail, table)->bool|None:
+    "Take in the next tile, out of the tree or of the store; as `go_on`"
+    k,ident = len(trail.path),f.tiles[f.done]
+    node = self.tree._end(trail)
+    if not (node and trail.keys[k] in node.children):
+        data = self._wanted('tile', ident)
+        if data is None or data is False: return data
+        part = slice(k*self.tree.per, (k+1)*self.tree.per)
+        mark = self.records.write('tile', table.blocks[part], data)
+        self.store.release('tile', ident, mark)
+    self.tree.add(trail, table)
+    return True
+
+@patch
+def _state(self:SpillTier, f, node)->bool|None:
+    "Take in the states after `node`; as `go_on`"
+    data = self._wanted('state', f.tiles[-1])
+    if data is None: return None
+    if data is False or not self.states.available: return False
+    slot, = self.states.take(1)
+    mark = self.records.write('state', [slot], data)
+    self.store.release('state', f.tiles[-1], mark)
+    self.tree._snap(node, slot)
+    return True
+
+# %% ../../nbs/5_engine/04_spill.ipynb #a6af91ce
+@patch
+def _wanted(self:SpillTier, kind, ident):
+    "What `ready` says; also of what the tree had until a moment ago"
+    return self.store.want(kind, ident) and self.store.ready(kind, ident)
+
+@patch
+def _gave_up(self:SpillTier, f, got):
+    "`got`; if it says that something cannot be had, nothing else is wanted either"
+    if got is False: self.cancel(f)
+    return got
+
+@patch
+def cancel(self:SpillTier, f:Fetch):
+    "Nothing more of `f` is wanted"
+    self.store.release('state', f.tiles[-1])
+    for ident in f.tiles[f.done:]: self.store.release('tile', ident)
+
+@patch
+def close(self:SpillTier, keep:bool=False):
+    "Give the store up; to `keep` what is in the tree, put it there first, what was used longest ago first"
+    self.tree.tier = None
+    nodes = self.tree.all() if keep else ()
+    for n in sorted(nodes, key=lambda n: (n.used, n.depth)):
+        self.put('tile', n, n.blocks, True)
+        if n.snapshot is not None: self.put('state', n, [n.snapshot], True)
+    self.store.close()

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass,field,replace
 from fastcore.basics import patch
+from ..card.graph import Stream
 from .cache import KVCache
 from ..ground.core import EngineError
 from .draft import Drafter,End,Ends
@@ -85,6 +86,9 @@ class Stepper:
     def leave(self, rid:str): "Request `rid` has ended"
     def lost(self, plan:Plan): "A launch of `plan` was cut off: nothing that it began counts"
     def warm(self): "Do now what a first step would have to wait for"
+    def copies(self)->Stream:
+        "A stream for copies in and out of the cache, in the order of steps"
+        return self.model.device.own_stream()
     def close(self): "Give back what only steps need; no step follows"
     def here(self):
         "A context for work between two steps, in their order"

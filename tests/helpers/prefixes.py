@@ -1,6 +1,6 @@
 """The books of a tree of prefixes: what must be true of it, its pools and those who go along it."""
 from collections import Counter
-from hashlib import blake2b
+from atlas.engine.prefix import ident_of
 
 def nodes_of(tree):
     "All nodes of `tree` that hold a tile"
@@ -13,7 +13,7 @@ def nodes_of(tree):
 def check_node(tree, node):
     "What must be true of one node"
     assert not node.gone and node.parent.children[node.key] is node
-    assert node.ident==blake2b(node.parent.ident+node.key, digest_size=16).digest()
+    assert node.ident==ident_of(node.parent.ident, node.key)
     assert len(node.blocks)==tree.per and all(tree.pool.kept[b] for b in node.blocks)
     if all(map(tree.pool.alone, node.blocks)):
         below = [b for c in node.children.values() for b in c.blocks]
