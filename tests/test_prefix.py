@@ -136,6 +136,7 @@ DRAWN = dict(
     seqs=st.sampled_from([4,2,4,1]),
     over=st.sampled_from([1.,4.,4.]),
     extra=st.sampled_from([0,1,2,6]),
+    spill=st.sampled_from([None,1<<17,1<<22]),
     chunk=st.sampled_from([64,128,192]),
     gone=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 12)), max_size=3),
     kind=st.sampled_from(['none',*KINDS,'oracle']),
@@ -175,6 +176,7 @@ def tell(e, seen):
     seen['hits'] += s.totals['hits']>0
     seen['preemptions'] += s.totals['preemptions']
     for k in ('evictions','restores','snapshot_evictions'): seen[k] += getattr(tree, k)
+    if tree.tier: seen['fetched'] += tree.tier.store.read>0
 
 def knowing(some, kind):
     "What an oracle is told of requests that arrive"
@@ -182,14 +184,14 @@ def knowing(some, kind):
     return dict(answers=[beyond(r) for r,_ in some if not r.prefill_only])
 
 HAPPENED = ['hits','restores','evictions','snapshot_evictions','preemptions','shared',
-    'some accepted','all accepted','chunks','replays','filled','aborted']
+    'some accepted','all accepted','chunks','replays','filled','aborted','fetched']
 
 def test_random_schedules():
     "Arrivals, aborts, priorities, little room, chunks, salts, fills, drafters and K"
     seen = Counter()
     @settings(max_examples=70, deadline=None, derandomize=True, database=None)
     @given(**DRAWN)
-    def drawn(asks, blocks, seqs, over, extra, chunk, gone, kind, k, dice):
+    def drawn(asks, blocks, seqs, over, extra, chunk, gone, kind, k, dice, spill):
         some = [(talk(i, **how), at) for i,(how,at) in enumerate(asks)]
         k = k if kind!='none' else 0
         class Counted(Watched): pass
@@ -197,11 +199,13 @@ def test_random_schedules():
         for late in (False,True):
             arbiter = None if dice is None or not k else Dice(k, dice)
             e = engine(kind, k, late, blocks, seqs, Counted, arbiter=arbiter,
-                who=knowing(some, kind), prefix=extra, chunk=chunk, overcommit=over)
+                who=knowing(some, kind), prefix=extra, chunk=chunk, spill=spill, overcommit=over)
+            tier = e.scheduler.prefix.tier
             got = run(e, some, [(f'r{i}', at) for i,at in gone], seen)
             compare(some, got, seen)
             tell(e, seen)
             emptied(e.scheduler.prefix)
+            if tier: tier.close()
     drawn()
     missing = [what for what in HAPPENED if seen[what]<3]
     assert not missing, f'{missing} hardly happened: {seen}'
@@ -350,3 +354,67 @@ def anybody(i, rng):
     def draw(lo, hi): return int(rng.integers(lo, hi))
     n,own,most,fill = draw(1, 140),draw(1, 4),draw(1, 6),draw(0, 10)==0
     return talk(i, i%2, n, own, most, {}, draw(-1, 2), ends=(draw(0, 140),), fill=fill)
+
+# The second tier
+
+def spilled(kind='none', k=0, **kw):
+    "An engine whose second tier has the prompt of a request, and whose tree is empty; and that request"
+    e,r = engine(kind, k, prefix=4, spill=1<<24, **kw),talk(1, 0, 190, 0, 9, {})
+    answer(e, r)
+    tree = e.scheduler.prefix
+    emptied(tree)
+    tree.tier.store.settle()
+    return e,r,tree.tier.store
+
+def damage(store, kind, depth):
+    "Turn a bit of a record over"
+    r = next(r for r in store.records.values() if r.kind==kind and r.depth==depth)
+    store.place.a[4096+r.units[0]*store.unit+200] ^= 1
+
+@pytest.mark.parametrize('late', (False,True))
+@pytest.mark.parametrize('kind,k', [('none',0),('mtp',2),('draft',2)])
+def test_what_was_evicted_comes_back(kind, k, late):
+    e,r,store = spilled(kind, k, late=late)
+    said_now,computed = answer(e, named(r, 1))
+    assert said_now==said(alone(r)) and computed==190-128
+    assert store.read>0 and not store._reads
+    e.scheduler.prefix.tier.close()
+
+@pytest.mark.parametrize('kind,depth', [('tile',0),('tile',1),('state',1)])
+def test_what_is_damaged_is_computed(kind, depth):
+    "A bit that has turned over is noticed; the prompt is computed, and what is good is of use again"
+    e,r,store = spilled()
+    damage(store, kind, depth)
+    assert answer(e, named(r, 1))==(said(alone(r)),190)
+    assert store.errors==1 and not store._reads
+    emptied(e.scheduler.prefix)
+    store.settle()
+    assert answer(e, named(r, 2))==(said(alone(r)),190-128)
+    e.scheduler.prefix.tier.close()
+
+def test_a_disk_that_fails_harms_nobody():
+    "Neither while it is written nor while it is read"
+    for name in ('write','read'):
+        e,r,store = spilled()
+        def fails(*args): raise OSError('it is gone')
+        setattr(store.place, name, fails)
+        other = talk(5, 1, 190, 0, 3, {})
+        assert answer(e, other)[0]==said(alone(other))
+        emptied(e.scheduler.prefix)
+        store.settle()
+        assert answer(e, named(r, 1))[0]==said(alone(r))
+        assert store.off and store.stats()['kv_spill_errors_total']
+        left_clean(e)
+        e.scheduler.prefix.tier.close()
+
+def test_who_waits_for_the_store_can_leave():
+    "An abort while records are being read leaves nothing behind"
+    e,r,store = spilled()
+    e.add(named(r, 1))
+    e.scheduler.schedule()
+    assert e.scheduler.running[0].fetch
+    e.abort('again1')
+    left_clean(e)
+    assert not store._reads
+    assert answer(e, named(r, 2))==(said(alone(r)),190-128)
+    e.scheduler.prefix.tier.close()

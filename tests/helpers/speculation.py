@@ -10,6 +10,7 @@ from atlas.engine.engine import Engine
 from atlas.engine.stepper import HostStepper
 from atlas.engine.scheduler import Scheduler
 from atlas.engine.snapshots import SnapshotTree
+from atlas.engine.spill import Records,SpillTier,open_spill
 from helpers import small_engine
 from helpers.small_engine import V,made_up,serve,small_cache,tokens
 
@@ -94,17 +95,25 @@ KINDS = ['mtp','draft','ngram','oracle','gaps','broken']
 
 def engine(kind='none', k=0, late=False, blocks=40, seqs=4,
         stepper=HostStepper, guides=GUIDES, arbiter=None,
-        model=MODEL, who=None, prefix=None, chunk=64, **kw):
+        model=MODEL, who=None, prefix=None, chunk=64, spill=None, **kw):
     """An engine in which `kind` guesses `k` tokens a step; `who` is told to an oracle.
-    With a tree of prefixes there are `prefix` more slots for states."""
+    With a tree of prefixes there are `prefix` more slots for states, and with a
+    second tier `spill` bytes for what it evicts."""
     slots,sizes = (k+2)*seqs+(prefix or 0),(seqs,200,chunk)
     cache = small_cache(model.c, blocks, slots, drafting=True)
     who = who or {}
     d = drafter(kind, model, cache, k, seqs, **who)
     if prefix is not None:
-        kw |= dict(prefix=SnapshotTree(cache.pool, cache.states, 128), states=cache.states)
+        tree = SnapshotTree(cache.pool, cache.states, 128)
+        kw |= dict(prefix=tree, states=cache.states)
+        if spill: second_tier(tree, [cache,d.cache] if d and d.cache else [cache], spill)
     s = Scheduler(cache.pool, *sizes, drafts=k, **kw)
     return Engine(s, stepper(model, cache, late, d), guides, arbiter)
+
+def second_tier(tree, caches, nbytes):
+    "One in memory, for what `tree` evicts"
+    records = Records(caches, MODEL.device.own_stream())
+    return SpillTier(tree, records, open_spill(records, nbytes/1e9))
 
 @functools.cache
 def alone(r, model=MODEL):
