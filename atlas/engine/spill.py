@@ -493,6 +493,13 @@ def forget(self:SpillStore, kind:str, ident:bytes):
         if r := self.records.get((kind,ident)): self._drop(r)
         self._turn.notify_all()
 
+@patch
+def take_lost(self:SpillStore)->list[tuple[str,bytes]]:
+    "Names of records that are gone since the last time, for room, damage or a disk that failed"
+    with self._turn:
+        lost,self.lost = self.lost,[]
+        return lost
+
 # %% ../../nbs/5_engine/04_spill.ipynb #2c884092
 class _Reading:
     "A record that somebody wants"
