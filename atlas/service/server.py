@@ -524,7 +524,7 @@ def create_app(
     on_ready=None, # Called when it has started
     drain:float=0., # Seconds that running answers have when it ends
     rules:Rules|None=None, # Whom to answer; None: everybody
-    prefill_next_turn:bool=True, # Compute ahead what next turns will begin with?
+    prefill_next_turn:bool=True, # Compute what next turns will begin with?
     **kw, # `max_body` and the like, for `Service`
 )->FastAPI:
     "The application: endpoints, errors, and the door around them"
