@@ -13,9 +13,12 @@ from bisect import insort
 from collections import Counter
 from dataclasses import dataclass,field
 from heapq import heapify,heappop,heappush
+from math import inf
+from operator import attrgetter
 from time import perf_counter
 from fastcore.basics import ifnone,patch
 from .cache import BlockPool,BlockTable
+from .policy import Policy,by_order
 from .rollback import state_slots
 from ..ground.core import AtlasError,OutOfMemoryError,QueueFullError,RequestError
 from ..ops.linear import MAX_ROWS,TILE
@@ -39,9 +42,13 @@ class Seq:
     most_drafts:int=MAX_ROWS # Most of them to check in a step
     running:bool=False # Admitted, and not preempted since
     flying:int=0 # Decode steps that were launched since, and not accepted
-    finish_reason:str|None=None # 'stop', 'length', 'abort' or 'error'
+    finish_reason:str|None=None # 'stop', 'length', 'abort', 'timeout' or 'error'
     born:float=field(default_factory=perf_counter) # When it came
     waited:float|None=None # Seconds until it was admitted
+    cached:int=0 # Tokens of its prompt that a cache has: they are no work
+    said:float=0. # When its newest tokens came
+    patience:float=inf # Seconds that it may still idle until it goes first
+    due:float=inf # When they are used up, while it idles
 
     def __post_init__(self):
         r = self.request
@@ -90,36 +97,50 @@ def __repr__(self:Seq):
 # %% ../../nbs/5_engine/09_scheduler.ipynb #2335c5b1
 class Queue:
     "Waiting sequences, best first"
-    def __init__(self): self._heap,self._live = [],{}
+    def __init__(self,
+        key=by_order, # How a sequence compares with others when it comes: the lowest leaves first
+    ):
+        self._heap,self._live,self._key = [],{},key
+        self._pushed = 0
+        self.tokens = 0 # Of the prompts that wait
     def __len__(self): return len(self._live)
-    def __iter__(self): return iter(sorted(self._live.values(), key=lambda s: s.order))
+    def __iter__(self): return (s for *_,s in sorted(self._live.values()))
 
     def push(self, seq):
-        self._live[seq.id] = seq
-        heappush(self._heap, (seq.order, seq))
+        "Come in; or, for one that waits already, be compared anew"
+        if seq.id not in self._live: self.tokens += seq.prompt_len
+        self._pushed += 1
+        entry = self._live[seq.id] = self._key(seq),self._pushed,seq
+        heappush(self._heap, entry)
 
     def head(self)->Seq|None:
         "The next to leave, or None"
-        while self._heap and not self._waits(self._heap[0][1]): heappop(self._heap)
-        return self._heap[0][1] if self._heap else None
+        while self._heap and not self._waits(self._heap[0]): heappop(self._heap)
+        return self._heap[0][-1] if self._heap else None
 
 # %% ../../nbs/5_engine/09_scheduler.ipynb #32a08ae7
 @patch
-def _waits(self:Queue, seq): return self._live.get(seq.id) is seq
+def _waits(self:Queue, entry): return self._live.get(entry[-1].id) is entry
 
 @patch
 def pop(self:Queue)->Seq:
     "Let the head go"
     seq = self.head()
     heappop(self._heap)
-    return self._live.pop(seq.id)
+    return self._struck(seq)
+
+@patch
+def _struck(self:Queue, seq):
+    del self._live[seq.id]
+    self.tokens -= seq.prompt_len
+    return seq
 
 @patch
 def remove(self:Queue, seq:Seq):
     "Strike `seq`, wherever it stands; it does not come back"
-    del self._live[seq.id]
+    self._struck(seq)
     if len(self._heap)>2*len(self._live)+8:
-        self._heap = [e for e in self._heap if self._waits(e[1])]
+        self._heap = [e for e in self._heap if self._waits(e)]
         heapify(self._heap)
 
 # %% ../../nbs/5_engine/09_scheduler.ipynb #bb6bfbd9
@@ -176,11 +197,18 @@ class Scheduler:
         overcommit:float=1., # Blocks that may be promised, as a multiple of those that exist
         max_queue:int=1024, # Requests that may wait
         drafts:int=0, # Most drafts of a sequence that a step checks
+        policy:Policy|None=None, # Who goes first; None: by priority and arrival, and no deadlines
+        max_queue_tokens:int|None=None, # Tokens of prompts that may wait; None: any number
+        clock=perf_counter, # Tells the time in seconds
     ):
         self.pool,self.max_num_seqs,self.max_seq_len,self.chunk,self.max_queue = pool,max_num_seqs,max_seq_len,chunk,max_queue
+        self.max_queue_tokens = max_queue_tokens
         self._check(overcommit)
         self.limit,self.promised = int(pool.num_blocks*overcommit),0
-        self.waiting,self.running,self.seqs = Queue(),[],{}
+        self.policy = ifnone(policy, Policy())
+        self.clock,self.now = clock,clock() # And when the newest step was planned
+        self._limits = [] # Heap of (when, arrival, sequence): of those with a time limit
+        self.waiting,self.running,self.seqs = Queue(self.policy.key),[],{}
         self.states = state_slots(max_num_seqs, drafts) # Those that nobody has
         self._arrivals,self.totals,self.finished = 0,Counter(),Counter()
         self.rows = MAX_ROWS # Most to replay of one sequence in a step; a device may want fewer
@@ -195,6 +223,8 @@ def _check(self:Scheduler, overcommit):
         if not ok: raise AtlasError(f'{name} is {value!r}, expected {expected}', param=name)
     need(self.max_num_seqs>0, 'max_num_seqs', self.max_num_seqs, 'at least 1')
     need(self.max_queue>0, 'max_queue', self.max_queue, 'at least 1')
+    tokens = self.max_queue_tokens
+    need(tokens is None or tokens>0, 'max_queue_tokens', tokens, 'at least 1')
     need(self.max_seq_len>1, 'max_seq_len', self.max_seq_len, 'at least 2')
     need(self.chunk>0 and self.chunk%TILE==0, 'chunk', self.chunk, f'a multiple of {TILE}')
     need(1<=overcommit<=1000, 'overcommit', overcommit, 'a number from 1 to 1000')
@@ -205,22 +235,38 @@ def _check(self:Scheduler, overcommit):
 # %% ../../nbs/5_engine/09_scheduler.ipynb #30120b9d
 @patch
 def check(self:Scheduler, request:Request):
-    "What `add` would refuse: `ContextLengthError` if the prompt fills the context, `QueueFullError` if too many wait, `RequestError` for an id in use"
+    "What `add` refuses: `ContextLengthError` if the prompt fills the context, `QueueFullError`, `RequestError` for an id in use"
     if request.id in self.seqs:
         raise RequestError(f'A request with id {request.id!r} is still being served', hint='Give each request its own id', param='id')
     check_prompt(len(request.prompt), self.max_seq_len)
-    if len(self.waiting)>=self.max_queue: raise QueueFullError(f'{len(self.waiting)} requests are waiting already', hint='Try again later')
+    self._has_room(len(request.prompt))
 
 @patch
 def add(self:Scheduler, request:Request)->Seq:
     "Queue `request`; errors as for `check`"
     self.check(request)
     p,left = request.params,self.max_seq_len-len(request.prompt)
-    seq = Seq(request, self._arrivals, min(ifnone(p.max_tokens, left), left), BlockTable(self.pool), ifnone(p.seed, secrets.randbits(63)))
+    most,seed = min(ifnone(p.max_tokens, left), left),ifnone(p.seed, secrets.randbits(63))
+    more = dict(born=self.clock(), patience=self.policy.max_wait)
+    seq = Seq(request, self._arrivals, most, BlockTable(self.pool), seed, **more)
     self._arrivals += 1
     self.seqs[seq.id] = seq
-    self.waiting.push(seq)
+    self._limit(seq)
+    self._wait(seq, seq.born)
     return seq
+
+# %% ../../nbs/5_engine/09_scheduler.ipynb #5c0a1e04
+@patch
+def full(self:Scheduler, tokens:int)->str|None:
+    "Why a prompt of so many tokens may not wait, or None"
+    n,t,most = len(self.waiting),self.waiting.tokens,self.max_queue_tokens
+    if n>=self.max_queue: return f'{n} requests are waiting already'
+    if n and most and t+tokens>most:
+        return f'{t:,} tokens are waiting already, and with these {tokens:,} it would be more than {most:,}'
+
+@patch
+def _has_room(self:Scheduler, tokens):
+    if why := self.full(tokens): raise QueueFullError(why, hint='Try again later')
 
 # %% ../../nbs/5_engine/09_scheduler.ipynb #ee999ac9
 @patch
@@ -230,7 +276,7 @@ def _victims(self:Scheduler, seq)->list[Seq]|None:
     out,worst = [],reversed(self.running)
     while slots<1 or promise<self._need(seq) or free<seq.table.missing(self._at_once(seq)):
         s = next(worst, None)
-        if s is None or s.request.priority<=seq.request.priority: return None
+        if s is None or s.order[0]<=seq.request.priority: return None
         slots,promise,free = slots+1,promise+self._need(s),free+self.pool.freed_by(s.table.blocks)
         out.append(s)
     return out
@@ -252,7 +298,7 @@ def _admit(self:Scheduler):
         self.waiting.pop()
         seq.table.ensure(self._at_once(seq))
         seq.running,seq.states = True,self.states.pop()
-        if not seq.outputs: seq.waited = perf_counter()-seq.born
+        if not seq.outputs: seq.waited = self.now-seq.born
         self.promised += self._need(seq)
         insort(self.running, seq, key=lambda s: s.order)
 
@@ -272,7 +318,7 @@ def _preempt(self:Scheduler, seq):
     "Make room: `seq` will wait, and be computed again"
     self._stop(seq)
     seq.num_computed = 0
-    self.waiting.push(seq)
+    self._wait(seq, self.now)
     self.totals['preemptions'] += 1
 
 # %% ../../nbs/5_engine/09_scheduler.ipynb #8c53e2a3
@@ -303,15 +349,47 @@ def _piece(self:Seq,
 @patch
 def schedule(self:Scheduler)->Plan|None:
     "Plan the next step; None if there is nothing to do"
+    self.now = self.clock()
+    self._ripen()
     self._admit()
-    prefill,replay,decode,left = [],[],[],self.chunk
-    for seq in tuple(self.running):
-        if (state := seq.state)=='decode':
-            if seq.num_computed<seq.depth and self._grow(seq): decode.append(seq)
-        elif state!='waiting' and (n := seq._piece(left, self.rows)):
-            (prefill if state=='prefill' else replay).append((seq, seq.num_computed, n))
-            left -= n
+    decode = [s for s in tuple(self.running) if self._goes_on(s)]
+    prefill,replay = self._fills(decode)
     return Plan(prefill, replay, decode, self.width) or None
+
+@patch
+def _goes_on(self:Scheduler, seq)->bool:
+    "Does `seq` decode in the next step, and is there room for its rows?"
+    return seq.state=='decode' and seq.num_computed<seq.depth and self._grow(seq)
+
+# %% ../../nbs/5_engine/09_scheduler.ipynb #5c0a1e02
+@patch
+def _fills(self:Scheduler, decode)->tuple[list,list]:
+    "Runs of prompts and of replays that go beside `decode`"
+    prefill,replay,now = [],[],self.now
+    line = self.policy.line([s for s in self.running if s.state in ('prefill','replay')])
+    left = self.policy.room(line, decode, self.chunk, self.width, now)
+    for seq in line:
+        n = seq._piece(left, self.rows)
+        if not n:
+            self.policy.rest(seq, now)
+            continue
+        self.policy.goes(seq, now)
+        (prefill if seq.state=='prefill' else replay).append((seq, seq.num_computed, n))
+        left -= n
+    return prefill,replay
+
+@patch
+def _wait(self:Scheduler, seq, now):
+    "Put `seq` into the queue"
+    self.waiting.push(seq)
+    self.policy.rest(seq, now)
+
+@patch
+def _ripen(self:Scheduler):
+    "Whoever has idled for too long goes first from now on"
+    for seq in self.policy.ripe(self.waiting, self.running, self.now):
+        if seq.running: self.running.sort(key=by_order)
+        else: self.waiting.push(seq)
 
 # %% ../../nbs/5_engine/09_scheduler.ipynb #54434ee2
 @patch
@@ -331,13 +409,14 @@ def accept(self:Scheduler,
     tokens:list, # A list for each of `plan.sampled`: what was accepted, at most `plan.width`
 )->list[tuple[Seq,list[int],str|None]]: # Sequence, its new tokens, and why it ended if it did
     "Take in what was sampled, in order; sequences that have ended meanwhile are passed over"
-    out,decode = [],set(plan.decode)
+    out,decode,now = [],set(plan.decode),self.clock()
     for seq,new in zip(plan.sampled, tokens, strict=True):
         if seq.finish_reason: continue
         if seq in decode and seq.flying:
             seq.num_computed -= plan.width-len(new)
             seq.flying -= 1
             if new: seq.settle(len(new))
+        seq.said = now
         out.append((seq, *self._take(seq, new)))
     said = sum(len(new) for _,new,_ in out)
     self.totals['generation_tokens'] += said
@@ -396,6 +475,27 @@ def fail(self:Scheduler, seq:Seq)->tuple[Seq,None,str]:
     "End a sequence that cannot go on; the event that says so"
     if not seq.finish_reason: self._finish(seq, 'error')
     return seq,None,seq.finish_reason
+
+# %% ../../nbs/5_engine/09_scheduler.ipynb #5c0a1e07
+@patch
+def _limit(self:Scheduler, seq):
+    "Remember when the time of `seq` is up, if it has a limit"
+    if seq.request.timeout is None: return
+    heappush(self._limits, (seq.born+seq.request.timeout, seq.arrival, seq))
+    if len(self._limits)<=2*len(self.seqs)+8: return
+    self._limits = [e for e in self._limits if not e[-1].finish_reason]
+    heapify(self._limits)
+
+@patch
+def expire(self:Scheduler)->list[Seq]:
+    "End requests whose time is up, wherever they are: those"
+    out,now = [],self.clock() if self._limits else 0.
+    while self._limits and self._limits[0][0]<=now:
+        *_,seq = heappop(self._limits)
+        if seq.finish_reason: continue
+        self._finish(seq, 'timeout')
+        out.append(seq)
+    return out
 
 # %% ../../nbs/5_engine/09_scheduler.ipynb #ed0a8a55
 @patch
