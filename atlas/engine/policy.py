@@ -294,8 +294,8 @@ def room(self:Policy,
     fits = self.times.tokens_in(.98*self.deadline, chunk, *beside)  # times scatter
     return min(max(fits, self.least(chunk, *beside)), chunk)
 
-# %% ../../nbs/5_engine/08_policy.ipynb #535e0131
+# %% ../../nbs/5_engine/08_policy.ipynb #4daa835b
 @patch
-def note(self:Policy, load:Load, seconds:float|None):
+def note(self:Policy, load:Load|None, seconds:float|None):
     "Steps have ended that took so long"
-    if self.deadline: self.times.note(load, seconds)
+    if self.deadline and load: self.times.note(load, seconds)
