@@ -30,6 +30,7 @@ from ..model.model import load_model,model_wants
 from ..ground.opening import open_model
 from ..ground.options import EngineConfig,Speculation,unused
 from ..ground.requests import check_ids,check_prompt
+from .policy import Policy
 from .scheduler import Scheduler
 from .stepper import HostStepper
 from ..ops import vocabulary as host_words
@@ -176,11 +177,17 @@ def _engine(self:LoadedModel):
     "Scheduler and engine over the cache"
     o,k = self.options,self.drafting.k
     s = Scheduler(self.cache.pool, o.max_num_seqs, self.max_seq_len,
-        chunk=self.chunk, overcommit=o.overcommit, max_queue=o.max_queue, drafts=k)
+        chunk=self.chunk, overcommit=o.overcommit, max_queue=o.max_queue, drafts=k,
+        policy=_policy(o), max_queue_tokens=o.max_queue_tokens)
     made_by,room = _STEPPERS[self.ops],self._region('tables')
     stepper = made_by.serving(self.model, self.cache, s, room, self._drafter())
     arbiter = Arbiter(k, adaptive=o.speculative_adaptive) if k else None
     return Engine(s, stepper, self.guides, arbiter)
+
+def _policy(o)->Policy:
+    "What options say of the order and of deadlines, in seconds"
+    deadline,patience = [(ms or 0)/1000 for ms in (o.tbt_deadline_ms,o.max_wait_ms)]
+    return Policy(o.scheduling_policy, deadline, patience)
 
 @patch
 def _drafter(self:LoadedModel)->Drafter|None:

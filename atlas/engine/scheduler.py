@@ -232,6 +232,34 @@ def _check(self:Scheduler, overcommit):
     if have<n: raise OutOfMemoryError(f'A sequence of {self.max_seq_len:,} tokens takes {n} cache blocks, and there are {have}',
         hint='Lower --max-seq-len, or give the cache more memory', param='max_seq_len')
 
+# %% ../../nbs/5_engine/09_scheduler.ipynb #5c0a1e04
+@patch
+def full(self:Scheduler, tokens:int)->str|None:
+    "Why a prompt of so many tokens may not wait, or None"
+    n,t,most = len(self.waiting),self.waiting.tokens,self.max_queue_tokens
+    if n>=self.max_queue: return f'{n} requests are waiting already'
+    if n and most and t+tokens>most:
+        return f'{t:,} tokens are waiting already, and with these {tokens:,} it would be more than {most:,}'
+
+@patch
+def _has_room(self:Scheduler, tokens):
+    if why := self.full(tokens): raise QueueFullError(why, hint='Try again later')
+
+@patch
+def _wait(self:Scheduler, seq, now):
+    "Put `seq` into the queue"
+    self.waiting.push(seq)
+    self.policy.rest(seq, now)
+
+@patch
+def _limit(self:Scheduler, seq):
+    "Remember when the time of `seq` is up, if it has a limit"
+    if seq.request.timeout is None: return
+    heappush(self._limits, (seq.born+seq.request.timeout, seq.arrival, seq))
+    if len(self._limits)<=2*len(self.seqs)+8: return
+    self._limits = [e for e in self._limits if not e[-1].finish_reason]
+    heapify(self._limits)
+
 # %% ../../nbs/5_engine/09_scheduler.ipynb #30120b9d
 @patch
 def check(self:Scheduler, request:Request):
@@ -254,19 +282,6 @@ def add(self:Scheduler, request:Request)->Seq:
     self._limit(seq)
     self._wait(seq, seq.born)
     return seq
-
-# %% ../../nbs/5_engine/09_scheduler.ipynb #5c0a1e04
-@patch
-def full(self:Scheduler, tokens:int)->str|None:
-    "Why a prompt of so many tokens may not wait, or None"
-    n,t,most = len(self.waiting),self.waiting.tokens,self.max_queue_tokens
-    if n>=self.max_queue: return f'{n} requests are waiting already'
-    if n and most and t+tokens>most:
-        return f'{t:,} tokens are waiting already, and with these {tokens:,} it would be more than {most:,}'
-
-@patch
-def _has_room(self:Scheduler, tokens):
-    if why := self.full(tokens): raise QueueFullError(why, hint='Try again later')
 
 # %% ../../nbs/5_engine/09_scheduler.ipynb #ee999ac9
 @patch
@@ -379,12 +394,6 @@ def _fills(self:Scheduler, decode)->tuple[list,list]:
     return prefill,replay
 
 @patch
-def _wait(self:Scheduler, seq, now):
-    "Put `seq` into the queue"
-    self.waiting.push(seq)
-    self.policy.rest(seq, now)
-
-@patch
 def _ripen(self:Scheduler):
     "Whoever has idled for too long goes first from now on"
     for seq in self.policy.ripe(self.waiting, self.running, self.now):
@@ -477,15 +486,6 @@ def fail(self:Scheduler, seq:Seq)->tuple[Seq,None,str]:
     return seq,None,seq.finish_reason
 
 # %% ../../nbs/5_engine/09_scheduler.ipynb #5c0a1e07
-@patch
-def _limit(self:Scheduler, seq):
-    "Remember when the time of `seq` is up, if it has a limit"
-    if seq.request.timeout is None: return
-    heappush(self._limits, (seq.born+seq.request.timeout, seq.arrival, seq))
-    if len(self._limits)<=2*len(self.seqs)+8: return
-    self._limits = [e for e in self._limits if not e[-1].finish_reason]
-    heapify(self._limits)
-
 @patch
 def expire(self:Scheduler)->list[Seq]:
     "End requests whose time is up, wherever they are: those"

@@ -290,7 +290,8 @@ def requests(self:Service, u:Upstream, ask:Ask, rid:str, prompts:list[Prompt], s
     "An engine request for each choice of each prompt"
     eos = tuple(u.info.get('eos_ids') or u.tokenizer.eos_ids)
     more = {} if spec is None else dict(guide=spec)
-    return [Request(f'{rid}-{k*ask.params.n+i}', tuple(p.ids), q, priority=ask.priority, eos_ids=eos, images=p.images, **more)
+    more |= dict(priority=ask.priority, timeout=ask.timeout, eos_ids=eos)
+    return [Request(f'{rid}-{k*ask.params.n+i}', tuple(p.ids), q, images=p.images, **more)
         for k,p in enumerate(prompts) for i,q in enumerate(fan_out(ask.params))]
 
 # %% ../../nbs/7_service/12_service.ipynb #51266bd4
