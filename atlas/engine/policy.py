@@ -153,8 +153,9 @@ def _expected(self:StepTimes, tokens, reach):
 # %% ../../nbs/5_engine/08_policy.ipynb #0036ce22
 @patch(as_prop=True)
 def _bias(self:StepTimes)->float:
-    "What chunks beside answers took lately, in what the line says: the second highest"
-    return sorted(self.ratios)[max(len(self.ratios)-2, 0)] if self.ratios else 1.
+    "What chunks beside answers took lately, in what the line says: the second highest of five"
+    if not self.ratios: return 1.
+    return sorted(self.ratios)[-2 if len(self.ratios)>2 else -1]
 
 @patch
 def step(self:StepTimes,
@@ -188,8 +189,10 @@ def tokens_in(self:StepTimes,
     def time(n): return self.step(n, seqs, width, context)
     sizes = self.rungs(most)
     fits = TILE*bisect_right(sizes, seconds, key=time)
-    if not self.mixed or self.mixed[-1][1]>seconds/2: return fits
-    return min(max(fits, 2*int(self.mixed[-1][0])//TILE*TILE), most)
+    n,took = self.mixed[-1] if self.mixed else (0,inf)
+    if took<=seconds and self.rate is None: fits = max(fits, int(n)//TILE*TILE+TILE)
+    if took<=seconds/2: fits = max(fits, 2*int(n)//TILE*TILE)
+    return min(fits, most)
 
 # %% ../../nbs/5_engine/08_policy.ipynb #9369448b
 POLICIES = 'fifo','slai'

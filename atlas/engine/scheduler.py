@@ -249,6 +249,7 @@ def _has_room(self:Scheduler, tokens):
 def _wait(self:Scheduler, seq, now):
     "Put `seq` into the queue"
     self.waiting.push(seq)
+    self.policy.goes(seq, now)  # what it idled among the running is over, and counted
     self.policy.rest(seq, now)
 
 @patch
