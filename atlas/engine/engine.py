@@ -9,13 +9,13 @@ __all__ = ['Engine']
 
 # %% ../../nbs/5_engine/11_engine.ipynb #199bdf96
 from dataclasses import replace
-from time import perf_counter
 from weakref import WeakSet
 from fastcore.basics import patch
 from ..ground.core import NumericError,OutOfMemoryError,RequestError
 from ..card.launch import compilations
 from ..ops.sample import SampleState
 from ..ground.requests import Event,Request,check_ids
+from .policy import load_of
 from .scheduler import Scheduler
 from .stepper import Flight,Stepper
 
@@ -38,7 +38,8 @@ class Engine:
         self._images = WeakSet() # `LazyImage`s of requests that have not ended
         self._events,self._cut = [],False # What nobody was told yet; was the last launch cut off?
         self._landing = [] # Flights that come down, the oldest first
-        self._begun = None # When the step began that lands next, if it is known
+        self._begun = None # When that began whose end is the next landing, if it is known
+        self._load = None # What was computed since and nobody waited for; None: nothing
         self._turning = False # Does this step have another width than the one in the air?
         scheduler.rows = min(scheduler.rows, stepper.replay_rows)
         if stepper.drafter or stepper.overlap: scheduler.ahead = 1+scheduler.drafts
@@ -63,6 +64,7 @@ def add(self:Engine, request:Request):
     check_ids(request.prompt, self.model.c.vocab_size); self.scheduler.check(request)
     state = SampleState(request.params, request.prompt, self.model.c.vocab_size, eos_ids=request.eos_ids, guide=self._guide(request))  # may refuse, so it comes first
     media = self._media(request)
+    if not self.has_work: self._load = None  # who had left something undone is gone
     seq = self.scheduler.add(request, media and media.tokens(request.prompt))
     state.seed,seq.media = seq.seed,media
     if media: seq.request = _without_pixels(request)
@@ -119,6 +121,14 @@ def close(self:Engine):
     self.flying,self._landing = None,[]
     self.stepper.close()
 
+# %% ../../nbs/5_engine/11_engine.ipynb #e6000015
+@patch
+def _expired(self:Engine)->list[Event]:
+    "The ends of requests whose time is up"
+    late = self.scheduler.expire()
+    for s in late: self._leave(s.id)
+    return [Event(s.id, finish='timeout') for s in late]
+
 # %% ../../nbs/5_engine/11_engine.ipynb #36aba930
 @patch
 def step(self:Engine)->list[Event]:
@@ -131,6 +141,7 @@ def step(self:Engine)->list[Event]:
 @patch
 def _step(self:Engine):
     self._settle()  # what an interruption left
+    self._events += self._expired()
     width = 1+self._drafts()
     self._turning = self.flying is not None and width!=self.flying.plan.width
     if not self._steady(width): self.land()
@@ -147,19 +158,22 @@ def _go(self:Engine, plan):
     blind = self._look(plan)
     if blind: return self._without_memory(blind, 'to look at the images', 'smaller ones')
     self.steps += 1
-    if self.flying is None: self._begun = _begins(plan, self._begun if self._turning else None)
+    if self.flying is None: self._begin()
     try: flights = self._launch(plan)
     except (MemoryError,OutOfMemoryError) as e: return self._shed(plan, e)
     self.scheduler.advance(plan)
+    flights[-1].load = load_of(plan)
     stays = flights.pop() if self.stepper.overlap and plan.decode else None
     if self.flying: flights.append(self.flying)
     self.flying,self._landing = stays,flights
     self._settle()
 
-def _begins(plan, since)->float|None:
-    "The time, or that of a landing `since` which it begins, if `plan` does nothing but decode"
-    if plan.prefill or plan.replay: return None
-    return perf_counter() if since is None else since
+@patch
+def _begin(self:Engine):
+    "A step begins with nothing in the air: now, at the landing whose wait it brought, or it goes on"
+    if self._load is not None: return
+    since = self._begun if self._turning else None
+    self._begun = self.scheduler.clock() if since is None else since
 
 # %% ../../nbs/5_engine/11_engine.ipynb #00521747
 @patch
@@ -234,7 +248,9 @@ def _settle(self:Engine):
 def _take_in(self:Engine, flight, out):
     "Note the events of a step that said `out`: failures, tokens, and ends of guides"
     seqs,counts = flight.plan.sampled,out.counts.tolist()
-    if self.arbiter and flight.plan.decode: self._note(flight.plan, counts)
+    load,took = self._timed(flight)
+    self.scheduler.policy.note(load, took)
+    if self.arbiter and flight.plan.decode: self._note(flight.plan, counts, load, took)
     for s,drafts in zip(seqs, flight.drafts or ()): s.drafts = drafts
     self._events += self._lost(seqs, counts)
     tokens = []
@@ -256,17 +272,30 @@ def _heard(self:Engine, seq, tokens)->list[int]:
         if guide is not None and guide.ended: return tokens[:n]
     return tokens
 
+# %% ../../nbs/5_engine/11_engine.ipynb #e6000013
+@patch
+def _timed(self:Engine, flight)->tuple:
+    "What has been computed with the landing of `flight`, and its seconds; None where nobody knows"
+    load = flight.load
+    if load is None: return None,None  # the first half of a step
+    if self._load is not None: load = self._load+load
+    waited = bool(flight.plan.sampled)
+    self._load = None if waited else load
+    if not waited: return None,None
+    now,begun = self.scheduler.clock(),self._begun
+    self._begun = now if self.flying or self._turning else None
+    return load,None if begun is None else now-begun
+
 # %% ../../nbs/5_engine/11_engine.ipynb #e6000004
 @patch
-def _note(self:Engine, plan, counts):
+def _note(self:Engine, plan, counts, load, took):
     "Tell the arbiter how long a step took, and what became of its drafts"
-    now,checked = perf_counter(),{}
+    checked = {}
     k = len(plan.first)
     for s,n in zip(plan.decode, counts[k:]):
         drafts,right = min(plan.width-1, len(s.drafts), s.most_drafts),max(n-1, 0)
         checked[s.id] = max(drafts, right),right  # its limit may be another since the launch
-    took = None if self._begun is None else now-self._begun
-    self._begun = now if self.flying or self._turning else None
+    if load is None or load.chunks or load.replays: took = None
     context = max(map(len, plan.decode))
     self.arbiter.note(plan.width-1, checked, took, context)
 

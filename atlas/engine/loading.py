@@ -30,6 +30,7 @@ from ..model.model import load_model,model_wants
 from ..ground.opening import open_model
 from ..ground.options import EngineConfig,Speculation,unused
 from ..ground.requests import check_ids,check_prompt
+from .policy import Policy
 from .prefix import PrefixTree
 from .scheduler import Scheduler
 from .snapshots import SnapshotTree
@@ -180,12 +181,18 @@ def _engine(self:LoadedModel):
     o,k = self.options,self.drafting.k
     s = Scheduler(self.cache.pool, o.max_num_seqs, self.max_seq_len,
         chunk=self.chunk, overcommit=o.overcommit, max_queue=o.max_queue, drafts=k,
-        states=self.cache.states, prefix=self._prefix())
+        states=self.cache.states, prefix=self._prefix(),
+        policy=_policy(o), max_queue_tokens=o.max_queue_tokens)
     made_by,room = _STEPPERS[self.ops],self._region('tables')
     stepper = made_by.serving(self.model, self.cache, s, room, self._drafter())
     self.tier = self._spill(s.prefix, stepper.copies())
     arbiter = Arbiter(k, adaptive=o.speculative_adaptive) if k else None
     return Engine(s, stepper, self.guides, arbiter)
+
+def _policy(o)->Policy:
+    "What options say of the order and of deadlines, in seconds"
+    deadline,patience = [(ms or 0)/1000 for ms in (o.tbt_deadline_ms,o.max_wait_ms)]
+    return Policy(o.scheduling_policy, deadline, patience)
 
 # %% ../../nbs/5_engine/13_loading.ipynb #204f8ffa
 @patch

@@ -31,6 +31,7 @@ class Flight:
     sampled:Sampled|None=None # What it says, where that is known already
     # Drafts of what comes next, for each of `plan.sampled`; known when it has landed
     drafts:list|None=None
+    load = None # What its step computes, in the flight that lands last of it; set by the engine
 
 def piece(seq, start:int, n:int, want:int=0)->Piece:
     "Rows `start..start+n-1` of `seq`, the last `want` with logits"

@@ -18,6 +18,7 @@ from .core import RequestError
 _formats = 'bf16','fp8','nvfp4','mxfp4','int4','mixed','nvfp4-experts' # Of dummy weights
 _anew = 'nvfp4','fp8' # Of projections that are stored anew
 _caches = 'f16','bf16','f32','fp8','nvfp4' # Of keys and values
+_policies = 'fifo','slai' # Of a scheduler
 _drafters = 'auto','mtp','draft','ngram','off' # Of drafts; True is auto, False is off
 
 def option(
@@ -88,12 +89,24 @@ class EngineConfig(Caching, Speculation):
     max_num_seqs:int=option(8, 'Sequences that are answered at the same time.', min=1)
     kv_cache_memory:int|None=option(None, size=True,
         help='Memory for the key-value cache, such as 4GiB. [default: 40 % of what is free]')
-    chunk:int|None=option(None, step=64, min=64,
+    chunk:int|None=option(None, step=64, min=64, alias='--max-num-batched-tokens',
         help='Prompt tokens in a step, beside decoding: a multiple of 64. '
             '[default: 256, on a card 2,048]')
     overcommit:float=option(1., min=1, max=1000,
         help='Promise this multiple of the cache; above 1, sequences may be preempted.')
     max_queue:int=option(256, 'Requests that may run and wait; more are answered with 503.', min=1)
+    max_queue_tokens:int|None=option(None, min=1,
+        help='Tokens of prompts that may wait; beyond, requests are answered with 503. '
+            '[default: any number]')
+    scheduling_policy:str=option('fifo', words=_policies,
+        help='Who goes first among equal priorities: fifo, who came first; '
+            'slai, who has the least of a prompt left to compute.')
+    tbt_deadline_ms:int|None=option(100, min=0,
+        help='Milliseconds between two tokens of an answer that prompts beside it may not exceed; '
+            '0: no deadline.')
+    max_wait_ms:int|None=option(10_000, min=0,
+        help='Milliseconds without progress after which a request goes first, '
+            'whatever its priority and length; 0: never.')
     load_format:str=option('auto', words=('auto','dummy'),
         help='auto, or dummy for random weights; '
             'MODEL may then be a shape such as qwen3.6-35b-a3b.')
@@ -150,7 +163,8 @@ _kinds = {int:_whole, float:_number, bool:_truth, str:_word, bool|str:_switch}
 # %% ../../nbs/1_ground/15_options.ipynb #e6ecaf22
 def _checked(f, v):
     "What the field `f` is where somebody says `v`; a `RequestError` where it cannot be that"
-    if not f.metadata or v is None and f.default is None: return v
+    may_be_none = f.default is None or type(None) in get_args(f.type)
+    if not f.metadata or v is None and may_be_none: return v
     kind = f.type if f.type in _kinds else get_args(f.type)[0]
     ok,expected = _kinds[kind](v, f.metadata)
     if not ok: raise RequestError(f'{f.name} is {v!r}, expected {expected}', param=f.name)

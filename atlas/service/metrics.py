@@ -54,7 +54,7 @@ _counts = dict(
     generation_tokens='Tokens of answers', reasoning_tokens='Tokens of answers spent thinking',
     requests_submitted='Requests given to the engine; each ends once in request_success')
 _by = dict( # Label, what it is, and the label's values that are known
-    request_success=('finished_reason', 'Requests that ended, by reason', ('stop','length','tool_calls','abort','error')),
+    request_success=('finished_reason', 'Requests that ended, by reason', ('stop','length','tool_calls','timeout','abort','error')),
     aborted_requests=('why', 'Requests that were stopped early, by cause', ('client_gone','error','shutdown')),
     admission_rejections=('reason', 'Requests that were turned away', ('queue_full',)),
     tool_parse_failures=('parser', 'Answers that began a tool call which could not be read', ()),

@@ -305,7 +305,7 @@ def _splitter(u, ask, p, parser):
 @patch
 def requests(self:Service, u:Upstream, ask:Ask, rid:str, prompts:list[Prompt], spec:dict|None)->list[Request]:
     "An engine request for each choice of each prompt"
-    common = dict(priority=ask.priority, eos_ids=eos_ids(u), salt=ask.salt)
+    common = dict(priority=ask.priority, timeout=ask.timeout, eos_ids=eos_ids(u), salt=ask.salt)
     if spec is not None: common['guide'] = spec
     out = []
     for p in prompts:

@@ -99,6 +99,7 @@ def feed(self:Turn, i:int, events:list)->list[Delta]:
         if v.cut: self.streams[i].abort()
         self._ended(v, w)
         if v.finish=='abort': raise UnavailableError('The answer was stopped', hint='The server is shutting down')
+        if v.finish=='timeout': ps[-1].finish,ps[-1].stop = 'length','timeout'
     return ps
 
 @patch

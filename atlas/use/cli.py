@@ -109,9 +109,10 @@ def flag(f):
     m = f.metadata
     how = dict(m['cli'], show_default=f.default is not None)
     size,text = how.pop('size', False),how.pop('text', None)
+    names = [f'--{f.name}',how.pop('alias')] if 'alias' in how else []
     if size: how |= dict(parser=_bytes, metavar='SIZE')
     if text: how |= dict(parser=_as_it_is, metavar=text, show_default=False)
-    kind = Annotated[str|None if text else f.type, _opt(m['help'], **how)]
+    kind = Annotated[str|None if text else f.type, _opt(m['help'], *names, **how)]
     return Parameter(f.name, Parameter.KEYWORD_ONLY, default=f.default, annotation=kind)
 
 _flagged = [f for f in fields(EngineConfig) if f.metadata.get('flag')]

@@ -93,7 +93,9 @@ def _step(self:LLM, todo:deque, box:deque):
     "Queue what there is room for of `todo`, whose events go to `box`; if that is empty, make a step for everybody"
     with self._lock:
         s = self._open().scheduler
-        while todo and len(s.waiting)<s.max_queue: self.engine.add(todo[0]); self._boxes[todo.popleft().id] = box
+        while todo and not s.full(len(todo[0].prompt)):
+            self.engine.add(todo[0])
+            self._boxes[todo.popleft().id] = box
         if box: return
         for e in self.engine.step():
             if e.id in self._boxes: self._boxes[e.id].append(e)

@@ -21,7 +21,7 @@ from structlog.contextvars import get_contextvars
 from ...ground.core import AtlasError,ContextLengthError,RequestError
 from ...ground.requests import SamplingParams
 from ...text.deltas import CallDelta,Choice,Delta
-from .base import OPEN,Ask,Int,Salt,Usage,Writer
+from .base import OPEN,Ask,Int,Salt,Seconds,Usage,Writer
 from .base import found,ignored,quote,sse,think,validate
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #bdb4134d
@@ -123,6 +123,7 @@ class MessagesBody(BaseModel):
     thread: dict[str,Any]|None = None
     priority: Annotated[int, Field(ge=-2**31, lt=2**31)]|None = None
     cache_salt: Salt|None = None
+    timeout: Seconds|None = None
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #c65535eb
 def joined(
@@ -368,7 +369,8 @@ def _ask(body:MessagesBody)->MessagesAsk:
         model=body.model, mute=body.max_tokens==0, hidden=hidden,
         format=dict(kind='json_schema', schema=form.scheme) if form else None,
         format_at='output_config.format',
-        stream=bool(body.stream), priority=body.priority or 0, salt=body.cache_salt or '',
+        stream=bool(body.stream), priority=body.priority or 0,
+        salt=body.cache_salt or '', timeout=body.timeout,
         ignored=ignored(body),
         **r.tools(body), **body.thoughts())
     if body.mcp_servers: r.skip('mcp_servers')

@@ -196,7 +196,7 @@ def parse(
         template=given|vars, thinking_budget=budget,
         continuing=_going(before+new, t.messages),
         stream=bool(b.stream), **_form(b),
-        priority=b.priority or 0, salt=b.cache_salt or '',
+        priority=b.priority or 0, salt=b.cache_salt or '', timeout=b.timeout,
         warnings=[*t.warnings, *left, *unoffered(b)],
         ignored=ignored(b),
         id=rid, echo=_echo(b, p, fs, custom, keep), items=new, store=store if keep else None, owner=owner,
