@@ -93,7 +93,7 @@ class Machine(RuleBasedStateMachine):
         "A prefix of a waiting prompt turns out to be in the cache"
         waits = list(self.sc.waiting)
         s = waits[i%len(waits)]
-        s.cached = int(share*s.prompt_len)//TILE*TILE
+        s.there = int(share*s.prompt_len)//TILE*TILE
         self.sc.waiting.push(s)
 
     @rule(pause=st.sampled_from([.001,.06,.3]))
@@ -154,7 +154,7 @@ class Machine(RuleBasedStateMachine):
         elif not first: assert self.rank(s)<self.rank(w), f'{s} overtook {w}'
 
     def rank(self, s):
-        p,n = s.request.priority,s.prompt_len-s.cached
+        p,n = s.request.priority,s.prompt_len-s.there
         return (p, s.arrival) if self.policy.name=='fifo' else (p, n, s.arrival)
 
     def check_line(self, went, plan):
@@ -251,12 +251,12 @@ def test_cached_tokens_do_not_count():
     sc = Scheduler(BlockPool(200), 2, 2000, chunk=64, policy=Policy('slai'))
     long,short,last = [sc.add(request(i, n, 1)) for i,n in enumerate((1000, 200, 1900))]
     assert [s.id for s in sc.waiting]==['1','0','2']
-    long.cached = 960
+    long.there = 960
     sc.waiting.push(long)
     assert [s.id for s in sc.waiting]==['0','1','2'] and sc.waiting.tokens==3100
     plan = sc.schedule()
     assert [s for s,*_ in plan.prefill]==[long]
-    short.cached,long.cached = 192,0
+    short.there,long.there = 192,0
     sc.commit(plan, [])
     assert [s for s,*_ in sc.schedule().prefill]==[short]
 

@@ -481,6 +481,7 @@ def _leave(self:SpillStore, r):
     r.busy -= 1
     if r.gone and not r.busy: self.units.give(r.units)
 
+# %% ../../nbs/5_engine/04_spill.ipynb #2f5cb930
 @patch
 def settle(self:SpillStore):
     "Sleep until all that was put is written"
