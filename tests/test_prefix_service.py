@@ -8,15 +8,17 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 import httpx,pytest
 from hypothesis import HealthCheck,given,settings,strategies as st
-from atlas.ground.core import ConfigError,QueueFullError
+from atlas.ground.core import ConfigError,QueueFullError,RequestError
 from atlas.ground.options import EngineConfig
 from atlas.ground.requests import Event,Request,SamplingParams
-from atlas.service.gateway import serve
+from atlas.service.gateway import _app,serve
 from atlas.service.http import Keys,Rules
 from atlas.service.log import configure
 from atlas.service.metrics import _engine
-from atlas.service.reanchor import LAST
+from atlas.service.reanchor import LAST,Ahead
+from atlas.service.service import Prompt,Upstream
 from atlas.text.chat import ChatTemplate
+from atlas.text.images import expand_images,tokens_of
 from atlas.text.next_turn import TurnMarks,foresee,shared
 from atlas.text.processor import read_text
 from atlas.text.tokenizer import byte_tokenizer
@@ -412,6 +414,42 @@ def test_it_can_be_turned_off():
     with served(prefill_next_turn=False) as c:
         asked(c, CHAT)
         assert c.service.follow is None and outcomes(c)=={} and not c.engine.ahead
+
+@pytest.mark.parametrize('on', [False, True])
+def test_the_gateway_passes_both_on(on):
+    app = _app(None, None, None, False, salt_keys=on, prefill_next_turn=on)
+    s = app.state.service
+    assert (s.salt_keys, s.follow is not None)==(on, on)
+
+SHOWS = '''
+{%- for m in messages -%}
+<|im_start|>
+{%- if m.content is string -%}{{ m.content }}
+{%- else -%}{%- for p in m.content -%}{{ p.text or '<|image|>' }}{%- endfor -%}
+{%- endif -%}<|im_end|>
+{%- endfor -%}'''
+
+def looked(tok, pad, template, *grids):
+    "A conversation about images of these grids that was answered"
+    spec = SimpleNamespace(token=pad, merge=2)
+    u = Upstream('eyes', ['eyes'], dict(max_seq_len=999), tok, spec=spec)
+    messages = [message('user', [dict(type='image')]*len(grids))]
+    ids = tok.encode(template.render(messages))
+    ids = expand_images(ids, pad, [tokens_of(g, 2) for g in grids])
+    p = Prompt(ids, images=tuple((None, g) for g in grids), messages=messages)
+    return Ahead(u, 'x', p, message('assistant', 'Two cats.'), None, {})
+
+def test_images_are_those_of_the_prompt():
+    "Their marks become as many tokens as there, and nothing is looked at again"
+    tok = byte_tokenizer('<|im_start|>','<|im_end|>','<|image|>')
+    pad, = tok.encode('<|image|>')
+    template = ChatTemplate(SHOWS)
+    a = looked(tok, pad, template, (1,4,8), (1,2,2))
+    p,found = a.prompt,a.tokens(template)
+    assert found[:len(p.ids)]==p.ids and found.count(pad)==9
+    assert a.request(found).images is p.images
+    p.images = p.images[:1]
+    with pytest.raises(RequestError): a.tokens(template)
 
 def test_a_client_that_left_is_not_followed():
     with served(Engine(script, hold=lambda r: not r.prefill_only)) as c:

@@ -665,6 +665,12 @@ def _known(parsers):
     for name,known,what in zip(parsers, (TOOL_PARSERS,REASONING_PARSERS), ('tool_parser','reasoning_parser')):
         if name is not None and name not in known: raise RequestError(f'There is no {what} called {name!r}', hint=f'Use {", ".join(sorted(known))}', param=what)
 
+def _apart(wanted, keys):
+    "Are API keys to be kept apart? A `ConfigError` where they are, and there is none"
+    if keys or not wanted: return wanted
+    hint = 'Set ATLAS_API_KEY or give --api-key-file'
+    raise ConfigError('There is no API key to have a salt of its own', hint=hint)
+
 def _worker(log_format, log_level):
     "The command of a worker that logs as the gateway does"
     return (*COMMAND, f'--log={log_format}:{log_level}')
@@ -676,11 +682,18 @@ def _app(models, rules, sandbox, fetch_images, **kw):
     app.add_middleware(Access)
     return app
 
-def _behind(sock, app, models, drain, tls, **kw):
+def _behind(sock, app, models, drain, tls, body, connections):
     "A `Gateway` that listens on `sock`"
+    bounds = Bounds(body=body, connections=descriptors(connections))
     at,on = sock.getsockname()[:2]
     url = f'http{"s"*bool(tls)}://'+(f'[{at}]:{on}' if ':' in at else f'{at}:{on}')
-    return Gateway(server_config(app, drain=2., tls=tls, **kw), models, drain, partial(_ready, models, url))
+    config = server_config(app, drain=2., tls=tls, bounds=bounds)
+    return Gateway(config, models, drain, partial(_ready, models, url))
+
+def _run(g, sock):
+    "Serve until there is an end; raises the error that is the reason for it"
+    with suppress(KeyboardInterrupt): g.run(sockets=[sock])
+    if g.error: raise g.error
 
 # %% ../../nbs/7_service/18_gateway.ipynb #4746a4b0
 def serve(
@@ -704,8 +717,7 @@ def serve(
     prefill_next_turn:bool=True, # While idle, compute what next turns will begin with?
     tool_parser:str|None=None, reasoning_parser:str|None=None, # None: those that a model was made for
     policy:Policy=Policy(),
-    command=None, # Starts a worker; None: `python -m atlas.service.worker`
-    text=None, # Gives a model's text side; None: `open_text`
+    command=None, text=None, # Starts a worker; gives a model's text side; None: as `Model` has it
     config=EngineConfig, # Makes a model's config of its fields
     **options, # Fields of all models that are no `EngineConfig`
 ):
@@ -713,17 +725,13 @@ def serve(
     _doors(); _heap()
     keys,tls,parsers = read_keys(api_key_file),tls_options(tls_cert, tls_key, tls_ca),(tool_parser,reasoning_parser)
     check_bind(host, keys, insecure); _known(parsers); configure(log_format, log_level)
-    if cache_salt_per_key and not keys: raise ConfigError('There is no API key to have a salt of its own', hint='Set ATLAS_API_KEY or give --api-key-file')
+    cached = dict(salt_keys=_apart(cache_salt_per_key, keys), prefill_next_turn=prefill_next_turn)
     rules = Rules(keys, host_names(host, allowed_hosts), tuple(cors_origins), Rate(rate_limit) if rate_limit else None, max_body)
-    names,box = [served_model_name] if isinstance(served_model_name, str) else served_model_name or (),Sandbox()
-    try:
+    names = [served_model_name] if isinstance(served_model_name, str) else served_model_name or ()
+    with Sandbox() as box:
         own = dict(policy=policy, config=config, command=command or _worker(log_format, log_level))
         own['text'] = text or partial(open_text, parsers=parsers, sandbox=box)
         ms = Models(modelled(models, names, alias, options, **own), autoload, first)
         with listen(host, port) as sock:
-            cached = dict(salt_keys=cache_salt_per_key, prefill_next_turn=prefill_next_turn)
             app = _app(ms, rules, box, fetch_images, max_body=max_body, **cached)
-            g = _behind(sock, app, ms, drain, tls, bounds=Bounds(body=max_body, connections=descriptors(max_connections)))
-            with suppress(KeyboardInterrupt): g.run(sockets=[sock])
-        if g.error: raise g.error
-    finally: box.close()
+            _run(_behind(sock, app, ms, drain, tls, max_body, max_connections), sock)

@@ -107,7 +107,8 @@ def _check(self:RemoteRunner, request):
     self._check_open()
     n,room = self.asked,self.info.get('max_queue')
     full = room is not None and n>=room and not request.prefill_only
-    if full: raise QueueFullError(f'{n} requests are waiting or running already', hint='Try again in a moment')
+    said = f'{n} requests are waiting or running already'
+    if full: raise QueueFullError(said, hint='Try again in a moment')
     if request.id in self._numbers: raise AtlasError(f'A request called {request.id!r} is already running')
 
 @patch

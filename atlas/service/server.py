@@ -106,6 +106,7 @@ def warned(response:Response, ask:Ask)->Response:
     for w in ask.warnings[:16]: response.headers.append('x-atlas-warning', re.sub(r'[^\x20-\x7e]', '?', w)[:500])
     return unheeded(response, ask.ignored)
 
+# %% ../../nbs/7_service/14_server.ipynb #fd0ba3a5
 @patch
 async def complete(self:Service, api:API, request:Request)->Response:
     "Answer a question of any API"

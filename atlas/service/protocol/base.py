@@ -13,6 +13,7 @@ __all__ = ['MANY', 'Int', 'Budget', 'Seconds', 'Ids', 'OPEN', 'Salt', 'HARMLESS'
 import math,re,time,uuid
 from dataclasses import dataclass,field
 from typing import Annotated
+from fastcore.basics import patch
 from pydantic import BaseModel,BeforeValidator,ConfigDict,Field,ValidationError
 from pydantic_core import from_json,to_json
 from ...ground.core import AtlasError,RequestError
@@ -237,7 +238,7 @@ class Writer:
     prefix = '' # Of ids
     show,raw = str,None # From a token id to its text, and to its bytes; the server sets both
     abort = None # Stops what is being written; the server sets it
-    names_results = False # Do results of tools have their names in this API?
+    names_results = False # Do results of tools have their names?
     def __init__(self,
         ask:Ask,
         model:str, # The name that the client knows the model by
@@ -266,10 +267,14 @@ class Writer:
     def ping(self)->bytes:
         "What keeps a quiet stream open: a comment"
         return b': still here\n\n'
-    def call_id(self, id:str|None)->str|None:
-        "A call's id as clients see it"
-        return id
-    @property
-    def thoughts_return(self)->bool:
-        "Do clients send thoughts back with their next turn? These do if they have"
-        return any(m.get('reasoning') for m in self.ask.messages)
+
+# %% ../../../nbs/7_service/01_protocol.base.ipynb #1942d7be
+@patch
+def call_id(self:Writer, id:str|None)->str|None:
+    "A call's id as clients see it"
+    return id
+
+@patch(as_prop=True)
+def thoughts_return(self:Writer)->bool:
+    "Do clients send thoughts back with their next turn? Those do that have done so before"
+    return any(m.get('reasoning') for m in self.ask.messages)
