@@ -111,13 +111,18 @@ def _chunk(self:StepTimes, load, seconds):
     if load.seqs:
         self.mixed.append((n, seconds))
         if self.kinds: self._compare(own/self._expected(n, reach))
+    self._kind(n, reach).note(own)
+    self.largest,self._line = max(self.largest, int(n)),None
+
+@patch
+def _kind(self:StepTimes, n, reach)->StepTime:
+    "What is known of chunks like this one; the kind that was seen last the longest ago may go for it"
     at = int(-(-n//TILE)),int(reach/n)>>12
     kind = self.kinds.setdefault(at, Kind())
-    kind.time.note(own)
     kind.tokens,kind.reach = n,reach
     self.kinds.move_to_end(at)
     if len(self.kinds)>self.most: self.kinds.popitem(last=False)
-    self.largest,self._line = max(self.largest, int(n)),None
+    return kind.time
 
 @patch
 def _compare(self:StepTimes, ratio): self.ratios.append(min(max(ratio, .5), 2.))
@@ -138,9 +143,8 @@ def _squares(A, y)->np.ndarray: # [3]
 def line(self:StepTimes)->np.ndarray: # [3]
     "a, b and k of the chunks that were seen, in seconds"
     if self._line is None:
-        kinds = self.kinds.values()
-        t = np.array([k.time.mean for k in kinds])
-        n,reach = [np.array([getattr(k, f) for k in kinds]) for f in ('tokens','reach')]
+        facts = [(k.tokens, k.reach, k.time.mean) for k in self.kinds.values()]
+        n,reach,t = np.array(facts).T
         near = 1/(1+4*np.log2(n/self.usual)**2)
         A = np.stack([np.ones(len(t)), n, reach], 1)/_SCALE
         wish,wished = self._wishes(t)
@@ -153,8 +157,9 @@ def line(self:StepTimes)->np.ndarray: # [3]
 def _wishes(self:StepTimes, t):
     "Faint equations beside those of times `t`: a is a plain step, or is nothing, and so is k"
     plain = min((s.mean for s in self.plain_steps.values()), default=None)
-    a = t.min() if plain is None else plain
-    return np.diag([.1/a, 0, 1e-3/t.max()]),[0 if plain is None else .1, 0, 0]
+    a,wished = (t.min(),0) if plain is None else (plain,.1)
+    wishes = np.diag([.1/a, 0, 1e-3/t.max()])
+    return wishes,[wished, 0, 0]
 
 @patch
 def _expected(self:StepTimes, tokens, reach):
