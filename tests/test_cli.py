@@ -553,6 +553,11 @@ def test_serve_hands_everything_over(serve):
     untold = [n for n,f in cli.FLAGS.items() if engine[n]==f.default]
     assert not untold, 'these would arrive though nobody handed them over'
 
+def test_serve_knows_the_chunk_by_another_name(serve):
+    "What others call --chunk"
+    run('serve', 'm', '--max-num-batched-tokens', '8192')
+    assert serve.call_args.args==([EngineConfig('m', chunk=8192)],)
+
 def test_serve_without_flags(serve):
     run('serve', 'm')
     assert serve.call_args.args==([EngineConfig('m')],)

@@ -168,13 +168,6 @@ def _go(self:Engine, plan):
     self.flying,self._landing = stays,flights
     self._settle()
 
-@patch
-def _begin(self:Engine):
-    "A step begins with nothing in the air: now, at the landing whose wait it brought, or it goes on"
-    if self._load is not None: return
-    since = self._begun if self._turning else None
-    self._begun = self.scheduler.clock() if since is None else since
-
 # %% ../../nbs/5_engine/11_engine.ipynb #00521747
 @patch
 def _look(self:Engine, plan)->list:
@@ -285,6 +278,13 @@ def _timed(self:Engine, flight)->tuple:
     now,begun = self.scheduler.clock(),self._begun
     self._begun = now if self.flying or self._turning else None
     return load,None if begun is None else now-begun
+
+@patch
+def _begin(self:Engine):
+    "A step begins with nothing in the air: now, or at the landing that it had to wait for"
+    if self._load is not None: return
+    since = self._begun if self._turning else None
+    self._begun = self.scheduler.clock() if since is None else since
 
 # %% ../../nbs/5_engine/11_engine.ipynb #e6000004
 @patch

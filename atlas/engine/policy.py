@@ -83,7 +83,7 @@ def _class(seqs, width): return width,(seqs-1).bit_length()
 
 @patch
 def plain(self:StepTimes, seqs:int, width:int=1)->float:
-    "Seconds of a step that only decodes; of one like it, if there was none; 0 if there was none at all"
+    "Seconds of a step that only decodes, or of one like it; 0 if there was none at all"
     if not (seqs and self.plain_steps): return 0.
     w,c = _class(seqs, width)
     def far(k): return abs(k[0]-w),abs(k[1]-c)
@@ -106,17 +106,26 @@ def note(self:StepTimes,
 def _chunk(self:StepTimes, load, seconds):
     "Learn from steps with prompts"
     n,reach = load.tokens/load.chunks,load.reach/load.chunks
-    own = max(seconds-self.plain(load.seqs, load.width), seconds/10)/load.chunks
+    own = seconds-self.plain(load.seqs, load.width)
+    own = max(own, seconds/10)/load.chunks
     if load.seqs:
         self.mixed.append((n, seconds))
-        if self.kinds: self.ratios.append(min(max(own/self._expected(n, reach), .5), 2.))
+        if self.kinds: self._compare(own/self._expected(n, reach))
+    self._kind(n, reach).note(own)
+    self.largest,self._line = max(self.largest, int(n)),None
+
+@patch
+def _kind(self:StepTimes, n, reach)->StepTime:
+    "What is known of chunks like this one; the kind that was seen last the longest ago may go for it"
     at = int(-(-n//TILE)),int(reach/n)>>12
     kind = self.kinds.setdefault(at, Kind())
-    kind.time.note(own)
     kind.tokens,kind.reach = n,reach
     self.kinds.move_to_end(at)
     if len(self.kinds)>self.most: self.kinds.popitem(last=False)
-    self.largest,self._line = max(self.largest, int(n)),None
+    return kind.time
+
+@patch
+def _compare(self:StepTimes, ratio): self.ratios.append(min(max(ratio, .5), 2.))
 
 # %% ../../nbs/5_engine/08_policy.ipynb #a8f46d46
 _SCALE = np.array([1, TILE, TILE*4096]) # Of the columns, so that a wish weighs the same in each
@@ -134,16 +143,23 @@ def _squares(A, y)->np.ndarray: # [3]
 def line(self:StepTimes)->np.ndarray: # [3]
     "a, b and k of the chunks that were seen, in seconds"
     if self._line is None:
-        kinds = self.kinds.values()
-        t = np.array([k.time.mean for k in kinds])
-        n = np.array([k.tokens for k in kinds])
+        facts = [(k.tokens, k.reach, k.time.mean) for k in self.kinds.values()]
+        n,reach,t = np.array(facts).T
         near = 1/(1+4*np.log2(n/self.usual)**2)
-        A = np.array([(1, k.tokens, k.reach) for k in kinds])/_SCALE*(near/t)[:,None]
-        base = self.plain_steps and min(s.mean for s in self.plain_steps.values())
-        wish = np.diag([.1/base if base else .1/t.min(), 0, 1e-3/t.max()])
-        y = np.concatenate([near, [.1 if base else 0, 0, 0]])
-        self._line = _squares(np.concatenate([A, wish]), y)/_SCALE
+        A = np.stack([np.ones(len(t)), n, reach], 1)/_SCALE
+        wish,wished = self._wishes(t)
+        A = np.concatenate([A*(near/t)[:,None], wish])
+        y = np.concatenate([near, wished])
+        self._line = _squares(A, y)/_SCALE
     return self._line
+
+@patch
+def _wishes(self:StepTimes, t):
+    "Faint equations beside those of times `t`: a is a plain step, or is nothing, and so is k"
+    plain = min((s.mean for s in self.plain_steps.values()), default=None)
+    a,wished = (t.min(),0) if plain is None else (plain,.1)
+    wishes = np.diag([.1/a, 0, 1e-3/t.max()])
+    return wishes,[wished, 0, 0]
 
 @patch
 def _expected(self:StepTimes, tokens, reach):
@@ -175,7 +191,8 @@ def step(self:StepTimes,
 def rungs(self:StepTimes, most:int)->range:
     "Sizes of chunks that may be tried, up to `most`"
     tiles = int(self.usual)//TILE
-    return range(TILE, min(most, (tiles+max(tiles//2, 1))*TILE)+1, TILE)
+    tiles += max(tiles//2, 1)
+    return range(TILE, min(most, tiles*TILE)+1, TILE)
 
 @patch
 def tokens_in(self:StepTimes,

@@ -263,7 +263,7 @@ def full(self:Scheduler, tokens:int)->str|None:
     n -= sum(s.request.prefill_only for s in self.waiting) if self.fills else 0
     if n>=self.max_queue: return f'{n} requests are waiting already'
     if n and most and t+tokens>most:
-        return f'{t:,} tokens are waiting already, and with these {tokens:,} it would be more than {most:,}'
+        return f'{t:,} tokens are waiting already, and {tokens:,} more would be above {most:,}'
 
 @patch
 def _has_room(self:Scheduler, request):
@@ -291,7 +291,7 @@ def _limit(self:Scheduler, seq):
 # %% ../../nbs/5_engine/09_scheduler.ipynb #30120b9d
 @patch
 def check(self:Scheduler, request:Request):
-    "What `add` refuses: `ContextLengthError` if the prompt fills the context, `QueueFullError`, `RequestError` for an id in use"
+    "What `add` refuses: a prompt that fills the context, an id in use, and all when the queue is full"
     if request.id in self.seqs:
         raise RequestError(f'A request with id {request.id!r} is still being served', hint='Give each request its own id', param='id')
     check_prompt(len(request.prompt), self.max_seq_len)
