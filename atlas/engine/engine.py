@@ -152,6 +152,7 @@ def _step(self:Engine):
         plan = plan and plan.living()
     if plan: self._go(plan)
 
+# %% ../../nbs/5_engine/11_engine.ipynb #e8a0175b
 @patch
 def _go(self:Engine, plan):
     "Launch `plan`, and take in all but what stays in the air"

@@ -30,6 +30,7 @@ def rank(r:Request)->float:
     "Lower goes first; what only fills the tree comes after all others"
     return inf if r.prefill_only else r.priority
 
+# %% ../../nbs/5_engine/09_scheduler.ipynb #68587f96
 @dataclass(eq=False, repr=False)
 class Seq:
     "A request on its way through the engine"
@@ -565,6 +566,7 @@ def _chunk(self:Scheduler)->int:
     "Most tokens of prompts in a step in which nobody decodes"
     return self.idle_chunk if len(self.seqs)==self.fills else self.chunk
 
+# %% ../../nbs/5_engine/09_scheduler.ipynb #11104fe5
 @patch
 def _replay(self:Scheduler, seq, left, planned)->int:
     "Add the next rows of a replay to those that are `planned`: how many"
@@ -730,7 +732,8 @@ def has_work(self:Scheduler)->bool:
 def stats(self:Scheduler)->dict:
     "Gauges, and totals since the start; `kv_cache_usage_perc` is from 0 to 1"
     p,t = self.pool,self.totals
-    running,waiting = len(self.running),len(self.waiting)
+    running = sum(not s.request.prefill_only for s in self.running)
+    waiting = len(self.seqs)-self.fills-running
     return dict(num_requests_running=running, num_requests_waiting=waiting, kv_cache_usage_perc=p.used/p.num_blocks,
         blocks_used=p.used, blocks_promised=self.promised, blocks_total=p.num_blocks, num_preemptions_total=t['preemptions'],
         prefill_tokens_total=t['prefill_tokens'], replay_tokens_total=t['replay_tokens'], generation_tokens_total=t['generation_tokens'],

@@ -411,6 +411,7 @@ def _make_room(self:SpillStore, r)->bool:
     for o in oldest: self._lose(o)
     return True
 
+# %% ../../nbs/5_engine/04_spill.ipynb #031b7980
 @patch
 def _drop(self:SpillStore, r):
     "Nobody finds record `r` any more; its units are free when no thread is at work on it"
@@ -922,6 +923,7 @@ def _tile(self:SpillTier, f, trail, table)->bool|None:
     self.tree.add(trail, table)
     return True
 
+# %% ../../nbs/5_engine/04_spill.ipynb #bc64110a
 @patch
 def _state(self:SpillTier, f, node)->bool|None:
     "Take in the states after `node`; as `go_on`"

@@ -377,6 +377,7 @@ def _ask(body:MessagesBody)->MessagesAsk:
     ask.warnings += r.left_out
     return ask
 
+# %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #35319954
 def parse_count(
     raw:bytes, # The body of `/v1/messages/count_tokens`
 )->Ask:
