@@ -41,6 +41,7 @@ class Policy:
     hung:float=900. # That one step may take
     start:float=1800. # That loading may take without getting on
     grace:float=5. # That a process has to end by itself
+    keep:float=120. # The same where it has a cache to write down, with kv_spill_keep
     pause:float=.5 # Before a process is started again; doubles each time
     longest:float=30. # Pause
     well:float=20. # Of health after which the next pause is short again
@@ -373,7 +374,9 @@ def abort(self:Model,
     if child := self.child:
         peace = peace and self.runner._ready
         if peace: self.runner.send('bye')
-        asyncio.get_running_loop().call_later(self.policy.grace if peace else 0, child.kill)
+        keeps = getattr(self.config, 'kv_spill_keep', False)
+        grace = self.policy.keep if keeps else self.policy.grace
+        asyncio.get_running_loop().call_later(grace if peace else 0, child.kill)
 
 # %% ../../nbs/7_service/18_gateway.ipynb #d6585efb
 def _again(e):

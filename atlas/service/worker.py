@@ -57,6 +57,7 @@ class Workload:
     engine:object # `Engine`, or whatever has `add`, `abort`, `step`, `has_work` and `stats`
     info:dict # What clients may know: name, max_seq_len, vocab_size, eos_ids, max_queue…
     ops:dict=field(default_factory=dict) # Name -> function: computations beside requests, as 'score' and 'embed'
+    close:object=lambda: None # Called when no step follows: what is to be kept is written then
 
 # %% ../../nbs/7_service/16_worker.ipynb #156c0402
 class Meter:
@@ -138,6 +139,7 @@ def work(
         listen = partial(_listen, inbox, runner, faults)
         threading.Thread(target=listen, name='link', daemon=True).start()
         runner.run()
+        if not faults: loaded.close()
         return FATAL if faults else 0
     except (ConnectionError,StopIteration): return 0  # the gateway is gone
     except Exception as e:
@@ -209,7 +211,7 @@ def workload(
     drafts = getattr(m, 'speculative', None) # 'mtp, 3 drafts'
     if drafts: info['speculative'] = drafts
     ops = dict(score=m.score, embed=m.embed)
-    return Workload(m.engine, info, ops)
+    return Workload(m.engine, info, ops, m.close)
 
 # %% ../../nbs/7_service/16_worker.ipynb #8bacb7c4
 def leave(code:int):
