@@ -12,6 +12,7 @@ from atlas.engine.scheduler import Request
 from atlas.engine.snapshots import SnapshotTree
 from atlas.ops.linear import TILE
 from atlas.ops.sample import SamplingParams
+from atlas.use.llm import LLM
 from helpers.prefixes import check_tree,emptied
 from helpers.small_engine import V,arrivals,as_alone,interrupted,left_clean,note,said
 from helpers.speculation import Dice,KINDS,Watched,alone,beyond,engine
@@ -252,6 +253,21 @@ def test_salts_keep_apart():
     e = engine(prefix=6)
     r = [talk(i, 0, 150, 0, 3, {}, salt=s) for i,s in enumerate(('','a','b','a'))]
     assert [answer(e, x)[1] for x in r]==[150,150,150,150-128]
+
+def test_forty_turns_cost_what_is_new_in_them():
+    "`tiny` has recurrent layers: a turn computes its new tokens and less than two tiles more"
+    llm,p = LLM('tiny', device='cpu'),SamplingParams(temperature=0, max_tokens=1)
+    messages,before = [dict(role='system', content='You help with a village. '*12)],0
+    for i in range(40):
+        seen = ' '.join(f'{i*j%10} cows' for j in range(6))
+        messages.append(dict(role='user', content=f'Step {i}: there are {seen}. What now?'))
+        computed = -llm.engine.stats()['prefill_tokens_total']
+        n = llm.chat(messages, p).usage['prompt_tokens']
+        computed += llm.engine.stats()['prefill_tokens_total']
+        assert computed<n-before+2*TILE
+        before = n
+        messages.append(dict(role='assistant', content='Look at the river next.'))
+    assert before>20*TILE
 
 def test_one_prompt_for_all_its_answers():
     "Who needs what another computes in this step waits for it"
