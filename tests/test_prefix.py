@@ -206,7 +206,9 @@ def test_random_schedules():
             compare(some, got, seen)
             tell(e, seen)
             emptied(e.scheduler.prefix)
-            if tier: tier.close()
+            if tier:
+                assert not tier.store._reads
+                tier.close()
     drawn()
     missing = [what for what in HAPPENED if seen[what]<3]
     assert not missing, f'{missing} hardly happened: {seen}'
@@ -394,6 +396,29 @@ def test_what_was_evicted_comes_back(kind, k, late):
     said_now,computed = answer(e, named(r, 1))
     assert said_now==said(alone(r)) and computed==190-128
     assert store.read>0 and not store._reads
+    e.scheduler.prefix.tier.close()
+
+def test_what_both_tiers_have_is_not_read_in_vain():
+    "States alone come back, and no buffer of the store is left with a tile that the tree had"
+    e,r,store = spilled()
+    for i in range(4):
+        assert answer(e, named(r, i))==(said(alone(r)),190-128)
+        assert not store._reads
+        store.settle()
+        e.scheduler.prefix.evict_snapshots(9)
+        store.settle()
+    e.scheduler.prefix.tier.close()
+
+def test_who_finds_no_slot_for_states_computes_them():
+    "Rather than read them again and again until there is one"
+    e,r,store = spilled(seqs=1)
+    states = e.scheduler.states
+    others = states.take(states.num_blocks-2)
+    e.add(named(r, 1))
+    events = [v for _ in range(40) for v in e.step()]
+    states.give(others)
+    left_clean(e)
+    assert said(events)==said(alone(r))
     e.scheduler.prefix.tier.close()
 
 @pytest.mark.parametrize('kind,depth', [('tile',0),('tile',1),('state',1)])

@@ -310,6 +310,22 @@ def test_nobody_wants_it_any_more(forgotten):
     place.go.set()
     left_clean(store)
 
+def test_who_goes_on_in_order_gets_a_buffer():
+    "Also where somebody else gave up what both had wanted, and all buffers have what comes later"
+    store = store_in(HostMemory(PAGE+60*UNIT), 60, held=0)
+    def there(some): return all(store._reads[('tile',ident(i))].state=='there' for i in some)
+    for i in range(9): put(store, 'tile', i, wait=True)
+    store.settle()
+    for i in range(9): store.want('tile', ident(i))
+    until(lambda: there(range(4)))
+    for i in range(4): store.release('tile', ident(i))
+    until(lambda: there(range(4, 8)))
+    for i in range(9):
+        assert store.want('tile', ident(i))
+        until(lambda: store.ready('tile', ident(i)) is not None)
+        assert is_right(store, 'tile', i)
+    left_clean(store)
+
 def test_two_readers_meet_the_same_trouble(caplog):
     place = Slow(reads=True, fails=True)
     store = full_of_tiles(place)

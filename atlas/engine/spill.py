@@ -320,7 +320,7 @@ def _begin(self:SpillStore, stream, held, readers):
         self._idle['tile',use] = self._buffers(stream, 'tile', tiles)
         self._idle['state',use] = self._buffers(stream, 'state', 2)
     self._stop,self._writes,self._writing = False,deque(),0
-    self._reads = {} # `_Reading`s by name, the first wanted first
+    self._reads = OrderedDict() # `_Reading`s by name: what is asked for, then the first wanted first
     self._threads = [self._thread(self._writer)]
     for _ in range(readers): self._threads.append(self._thread(self._reader))
 
@@ -508,6 +508,7 @@ class _Reading:
     def __init__(self, record):
         self.record,self.state = record,'waits' # then 'reads', then 'there' or 'failed'
         self.buffer,self.mark = None,Mark()
+        self.asked = False # Has somebody come for it?
 
 @patch
 def want(self:SpillStore, kind:str, ident:bytes)->bool: # Is there such a record?
@@ -526,12 +527,26 @@ def ready(self:SpillStore, kind:str, ident:bytes,
     "A record that was wanted; its bytes are good until it is released"
     with self._turn:
         x = self._reads.get((kind,ident))
+        if x: self._asked(x)
         while wait and x and x.state in ('waits','reads'): self._turn.wait()
         if x is None: return False
         if x.state=='there': return x.buffer[HEAD:HEAD+x.record.nbytes]
         if x.state!='failed': return None
         del self._reads[kind,ident]
         return False
+
+@patch
+def _asked(self:SpillStore, x):
+    "Somebody who comes for `x` can do nothing without it: it is next, in a buffer of what nobody has come for"
+    x.asked,idle = True,self._idle[x.record.kind,'read']
+    if x.state!='waits': return
+    self._reads.move_to_end(x.record.name, last=False)
+    if idle or not x.record.written: return
+    for y in reversed(self._reads.values()):
+        if y.asked or y.state!='there' or y.record.kind!=x.record.kind: continue
+        y.state = 'failed' if y.record.gone else 'waits'
+        idle.append((y.buffer, Mark()))
+        return self._turn.notify_all()
 
 # %% ../../nbs/5_engine/04_spill.ipynb #618a1aba
 @patch
@@ -865,6 +880,7 @@ def begin(self:SpillTier,
     f = Fetch(tiles[:at])
     if not at: return None
     if self.states and self.store.has('state', f.tiles[-1]): f.state = f.tiles[-1]
+    if f.state and not self.states.available: return None
     for name in self._names(f): self.store.want(*name)
     return f
 
@@ -914,7 +930,8 @@ def _tile(self:SpillTier, f, trail, table)->bool|None:
     "Take in the next tile, out of the tree or of the store; as `go_on`"
     k,ident = len(trail.path),f.tiles[f.done]
     node = self.tree._end(trail)
-    if not (node and trail.keys[k] in node.children):
+    if node and trail.keys[k] in node.children: self.store.release('tile', ident)
+    else:
         data = self._wanted('tile', ident)
         if data is None or data is False: return data
         part = slice(k*self.tree.per, (k+1)*self.tree.per)
