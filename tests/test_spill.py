@@ -14,6 +14,7 @@ from atlas.engine.cache import KVCache
 from atlas.engine.spill import (HEAD,PAGE,HostMemory,Record,Records,SpillFile,SpillStore,
     _digest,is_sealed,open_spill,pack_index,seal,spill_file,unit_of,unpack_index)
 from atlas.ground.core import OutOfMemoryError,RequestError
+from atlas.use.llm import LLM
 from helpers.small_engine import CONFIG
 from helpers.waiting import WAIT,until
 
@@ -505,6 +506,26 @@ def test_an_index_is_read_once(tmp_path):
     store = kept_store(tmp_path)
     assert not store.kept and not store.records
     left_clean(store)
+
+def kept_by(path, folder, **kw):
+    "What the second tier of a model writes on its records"
+    llm = LLM(str(path), device='cpu', kv_spill_gb=.01, kv_spill_dir=folder, kv_spill_keep=True, **kw)
+    try: return llm.tier.store.fingerprint
+    finally: llm.close()
+
+def test_a_folder_knows_weights_by_their_files(tmp_path):
+    "Others at the same place are another model, and so are made-up ones"
+    here = tmp_path/'model'
+    shutil.copytree(LLM('tiny', device='cpu').path, here)
+    file = next(here.glob('*.safetensors'))
+    times = file.stat().st_atime_ns,file.stat().st_mtime_ns
+    def kept(**kw): return kept_by(here, tmp_path/'kept', **kw)
+    first = kept()
+    assert kept()==first and kept(load_format='dummy')!=first
+    os.utime(file, ns=(times[0],times[1]+1))
+    assert kept()!=first
+    os.utime(file, ns=times)
+    assert kept()==first
 
 def test_less_room_than_before(tmp_path):
     store = kept_store(tmp_path)
