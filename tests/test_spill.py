@@ -5,17 +5,20 @@ import numpy as np,pytest
 from collections import OrderedDict
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from hypothesis import HealthCheck,example,given,settings,strategies as st
 from hypothesis.extra.numpy import arrays
 from atlas.card.device import Host
 from atlas.card.emulator import Emulator
 from atlas.card.graph import Mark
 from atlas.engine.cache import KVCache
-from atlas.engine.spill import (HEAD,PAGE,HostMemory,Record,Records,SpillFile,SpillStore,
+from atlas.engine.prefix import PrefixTree,tile_keys
+from atlas.engine.spill import (HEAD,PAGE,HostMemory,Record,Records,SpillFile,SpillStore,SpillTier,
     _digest,is_sealed,open_spill,pack_index,seal,spill_file,unit_of,unpack_index)
 from atlas.ground.core import OutOfMemoryError,RequestError
 from atlas.use.llm import LLM
-from helpers.small_engine import CONFIG
+from atlas.ops.linear import TILE
+from helpers.small_engine import CONFIG,small_cache
 from helpers.waiting import WAIT,until
 
 some = settings(max_examples=50, deadline=None, derandomize=True,
@@ -526,6 +529,46 @@ def test_a_folder_knows_weights_by_their_files(tmp_path):
     assert kept()!=first
     os.utime(file, ns=times)
     assert kept()==first
+
+@pytest.mark.parametrize('room', [1,3,5])
+@pytest.mark.parametrize('slow', [False,True])
+def test_little_room_keeps_beginnings(tmp_path, room, slow):
+    "Without its first tiles the others of a prompt are of no use"
+    cache = small_cache(CONFIG, 40, 2)
+    records = Records([cache], stream)
+    tree = PrefixTree(cache.pool)
+    trail = tree.trail(SimpleNamespace(salt=''), tile_keys(range(6*TILE)))
+    table = cache.table()
+    table.ensure(6*TILE)
+    tree.commit(trail, table, 6*TILE)
+    size = (room+.5)*unit_of(records.sizes)/1e9
+    def opened(): return open_spill(records, size, tmp_path, True)
+    tier = SpillTier(tree, records, opened())
+    real = tier.store.put
+    def put(*args):
+        real(*args)
+        if not slow: tier.store.settle()
+    tier.store.put = put
+    tier.close(keep=True)
+    store = opened()
+    assert {r.depth for r in store.kept}==set(range(room))
+    store.close()
+
+def test_a_card_that_fails_at_the_end(tmp_path):
+    "Nothing is kept, and the store is closed all the same"
+    cache = small_cache(CONFIG, 40, 2)
+    records = Records([cache], stream)
+    tree,table = PrefixTree(cache.pool),cache.table()
+    table.ensure(TILE)
+    tree.commit(tree.trail(SimpleNamespace(salt=''), tile_keys(range(TILE))), table, TILE)
+    tier = SpillTier(tree, records, open_spill(records, .001, tmp_path, True))
+    def broken(*args): raise RuntimeError('it is gone')
+    records.read = broken
+    tier.close(keep=True)
+    assert tier.store.closed and not any(t.is_alive() for t in tier.store._threads)
+    store = open_spill(records, .001, tmp_path, True)
+    assert not store.kept
+    store.close()
 
 def test_less_room_than_before(tmp_path):
     store = kept_store(tmp_path)

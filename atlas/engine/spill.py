@@ -357,7 +357,7 @@ def put(self:SpillStore,
     parent:bytes=NOBODY, # What follows is for `Record`: of a tile, for a tree to find it again
     depth:int=0,
     key:bytes=b'',
-    wait:bool=False, # For a buffer, rather than drop the record?
+    wait:bool=False, # For a buffer and for room, rather than drop the record?
 )->bool: # Is it kept?
     "Keep a record"
     with self._turn:
@@ -388,9 +388,10 @@ def touch(self:SpillStore, kind:str, ident:bytes)->bool:
 def _take(self:SpillStore, r, wait):
     "A buffer for record `r`, which has its units then; None if there is none, and it is counted"
     idle = self._idle.get((r.kind,'write'))
-    while wait and self._writing and not idle: self._turn.wait()
+    def fits(): return not self.off and idle and self._make_room(r)
+    while not (there := fits()) and wait and self._writing: self._turn.wait()
     if self.off or self.closed: return None
-    if not idle or not self._make_room(r):
+    if not there:
         self.dropped += 1
         return None
     r.units,r.busy = self.units.take(self.units_of(r.kind)),1
@@ -621,6 +622,11 @@ def _damaged(self:SpillStore, r, error):
     said = 'A record of the second tier is damaged, and dropped: %s'
     if self.errors==1: _log.warning(said, error)
     if not r.gone: self._lose(r)
+
+@patch
+def switch_off(self:SpillStore, error:Exception):
+    "Something beside it has failed: nothing is kept"
+    with self._turn: self._fail(error)
 
 @patch
 def _fail(self:SpillStore, error):
@@ -973,10 +979,14 @@ def cancel(self:SpillTier, f:Fetch):
 
 @patch
 def close(self:SpillTier, keep:bool=False):
-    "Give the store up; to `keep` what is in the tree, put it there first, what was used longest ago first"
+    "Give the store up; to `keep` what is in the tree, put it there first, what may go soonest first"
     self.tree.tier = None
-    nodes = self.tree.all() if keep else ()
-    for n in sorted(nodes, key=lambda n: (n.used, n.depth)):
+    if keep and (error := _tried(self._put_all)): self.store.switch_off(error)
+    self.store.close()
+
+@patch
+def _put_all(self:SpillTier):
+    nodes = self.tree.all()
+    for n in sorted(nodes, key=lambda n: (n.used, -n.depth)):  # beginnings last
         self.put('tile', n, n.blocks, True)
         if n.snapshot is not None: self.put('state', n, [n.snapshot], True)
-    self.store.close()
