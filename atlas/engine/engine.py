@@ -339,8 +339,15 @@ def _fail(self:Engine, seq)->Event:
 def _lost(self:Engine, seqs, counts)->list[Event]:
     "The ends of answers that got no token"
     lost = [s for s,n in zip(seqs, counts) if n==0 and not s.finish_reason]
-    for_good = [s for s in lost if self._stuck(s) or not self.scheduler.doubt(s)]
+    for_good = [s for s in lost if self._stuck(s) or not self._doubted(s)]
     return [self._fail(s) for s in for_good]
+
+@patch
+def _doubted(self:Engine, seq)->bool:
+    "Is `seq` computed anew, as tiles of others may be bad? Then the device knows nothing of it"
+    if not self.scheduler.doubt(seq): return False
+    self.stepper.leave(seq.id)
+    return True
 
 @patch
 def _stuck(self:Engine, seq):
