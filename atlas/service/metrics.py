@@ -135,6 +135,8 @@ _engine = dict(
     kv_spill_read_bytes_total='Bytes read back from it',
     kv_spill_used_bytes='Bytes that it holds',
     kv_spill_errors_total='Times that it could not be written or read',
+    kv_spill_dropped_total='Blocks and states that it had no buffer or no room for',
+    kv_spill_evictions_total='Those that left it for newer ones',
     spec_decode_num_drafts_total='Times that tokens were drafted', spec_decode_num_draft_tokens_total='Tokens drafted',
     spec_decode_num_accepted_tokens_total='Drafted tokens that were accepted, those behind an answer\'s end too',
     spec_decode_invalid_total='Drafts left out because their logits were not finite',
