@@ -338,22 +338,24 @@ def test_tiles_of_an_answer_that_failed_are_forgotten():
     "Keys that are no numbers make its logits none; the next one computes its own"
     e,r = engine(prefix=4),talk(1, 0, 150, 0, 6, {})
     e.add(r)
-    e.step()
-    seq, = e.scheduler.running
-    e.cache.kv[1].k[seq.table.blocks[0]] = np.nan
+    spoil_first_tile(e)
     events = [v for _ in range(9) for v in e.step()]
     assert events[-1].finish=='error' and e.scheduler.prefix.nodes==0
     assert answer(e, named(r, 1))[0]==said(alone(r))
 
-@pytest.mark.parametrize('late', (False,True))
-def test_a_bad_tile_harms_one_alone(late):
-    "Who shares it, and has said nothing yet, is computed anew; so is who comes later"
-    e,first = engine(late=late, prefix=6),talk(1, 0, 190, 0, 6, {})
-    others = [talk(i, 0, 128, 3, 6, {}, ends=(128,)) for i in (2,3,4)]
-    e.add(first)
+def spoil_first_tile(e):
+    "Take a step; keys of whom it computes are no numbers"
     e.step()
     seq, = e.scheduler.running
     e.cache.kv[1].k[seq.table.blocks[0]] = np.nan
+
+@pytest.mark.parametrize('late', (False,True))
+def test_a_bad_tile_harms_one_alone(late):
+    "Who shares it, and has said nothing yet, is computed anew; so is who comes later"
+    e = engine(late=late, prefix=6)
+    others = [talk(i, 0, 128, 3, 6, {}, ends=(128,)) for i in (2,3,4)]
+    e.add(talk(1, 0, 190, 0, 6, {}))
+    spoil_first_tile(e)
     got = run(e, [(r, i) for i,r in enumerate(others)], (), Counter())
     assert got['r1'][-1].finish=='error'
     for r in others: as_alone(got[r.id], alone(r))
@@ -362,9 +364,7 @@ def test_a_fill_that_went_wrong_harms_nobody():
     "What comes next has no first token from its tiles, and computes its own"
     e = engine(prefix=6)
     e.add(talk(1, 0, 190, 0, 1, {}, fill=True))
-    e.step()
-    seq, = e.scheduler.running
-    e.cache.kv[1].k[seq.table.blocks[0]] = np.nan
+    spoil_first_tile(e)
     while e.has_work: e.step()
     for i in (2,3):
         r = talk(i, 0, 190, 3, 6, {})

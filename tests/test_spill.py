@@ -317,16 +317,16 @@ def test_nobody_wants_it_any_more(forgotten):
 def test_who_goes_on_in_order_gets_a_buffer():
     "Also where somebody else gave up what both had wanted, and all buffers have what comes later"
     store = store_in(HostMemory(PAGE+60*UNIT), 60, held=0)
-    def there(some): return all(store._reads[('tile',ident(i))].state=='there' for i in some)
+    names = [('tile',ident(i)) for i in range(9)]
+    def there(some): return all(store._reads[n].state=='there' for n in some)
     for i in range(9): put(store, 'tile', i, wait=True)
-    store.settle()
-    for i in range(9): store.want('tile', ident(i))
-    until(lambda: there(range(4)))
-    for i in range(4): store.release('tile', ident(i))
-    until(lambda: there(range(4, 8)))
-    for i in range(9):
-        assert store.want('tile', ident(i))
-        until(lambda: store.ready('tile', ident(i)) is not None)
+    for n in names: store.want(*n)
+    until(lambda: there(names[:4]))
+    for n in names[:4]: store.release(*n)
+    until(lambda: there(names[4:8]))
+    for i,n in enumerate(names):
+        assert store.want(*n)
+        until(lambda: store.ready(*n) is not None)
         assert is_right(store, 'tile', i)
     left_clean(store)
 
@@ -512,7 +512,8 @@ def test_an_index_is_read_once(tmp_path):
 
 def kept_by(path, folder, **kw):
     "What the second tier of a model writes on its records"
-    llm = LLM(str(path), device='cpu', kv_spill_gb=.01, kv_spill_dir=folder, kv_spill_keep=True, **kw)
+    kw |= dict(kv_spill_gb=.01, kv_spill_dir=folder, kv_spill_keep=True)
+    llm = LLM(str(path), device='cpu', **kw)
     try: return llm.tier.store.fingerprint
     finally: llm.close()
 
@@ -530,37 +531,35 @@ def test_a_folder_knows_weights_by_their_files(tmp_path):
     os.utime(file, ns=times)
     assert kept()==first
 
+def tree_of(n):
+    "A tree with a prompt of `n` tiles, and what copies its records"
+    cache = small_cache(CONFIG, 40, 2)
+    tree,table = PrefixTree(cache.pool),cache.table()
+    table.ensure(n*TILE)
+    trail = tree.trail(SimpleNamespace(salt=''), tile_keys(range(n*TILE)))
+    tree.commit(trail, table, n*TILE)
+    return tree,Records([cache], stream)
+
 @pytest.mark.parametrize('room', [1,3,5])
 @pytest.mark.parametrize('slow', [False,True])
 def test_little_room_keeps_beginnings(tmp_path, room, slow):
     "Without its first tiles the others of a prompt are of no use"
-    cache = small_cache(CONFIG, 40, 2)
-    records = Records([cache], stream)
-    tree = PrefixTree(cache.pool)
-    trail = tree.trail(SimpleNamespace(salt=''), tile_keys(range(6*TILE)))
-    table = cache.table()
-    table.ensure(6*TILE)
-    tree.commit(trail, table, 6*TILE)
+    tree,records = tree_of(6)
     size = (room+.5)*unit_of(records.sizes)/1e9
-    def opened(): return open_spill(records, size, tmp_path, True)
-    tier = SpillTier(tree, records, opened())
+    tier = SpillTier(tree, records, open_spill(records, size, tmp_path, True))
     real = tier.store.put
     def put(*args):
         real(*args)
         if not slow: tier.store.settle()
     tier.store.put = put
     tier.close(keep=True)
-    store = opened()
+    store = open_spill(records, size, tmp_path, True)
     assert {r.depth for r in store.kept}==set(range(room))
     store.close()
 
 def test_a_card_that_fails_at_the_end(tmp_path):
     "Nothing is kept, and the store is closed all the same"
-    cache = small_cache(CONFIG, 40, 2)
-    records = Records([cache], stream)
-    tree,table = PrefixTree(cache.pool),cache.table()
-    table.ensure(TILE)
-    tree.commit(tree.trail(SimpleNamespace(salt=''), tile_keys(range(TILE))), table, TILE)
+    tree,records = tree_of(1)
     tier = SpillTier(tree, records, open_spill(records, .001, tmp_path, True))
     def broken(*args): raise RuntimeError('it is gone')
     records.read = broken

@@ -223,7 +223,7 @@ def _identity(self:LoadedModel)->str:
     return f'{self.path} {self.config} {asked} {self._made_of}'
 
 def _made_of(ck)->list:
-    "Where the numbers of a checkpoint come from: its files, with their sizes and times, if it has any"
+    "Where the numbers of a checkpoint come from: its files, with sizes and times, if any"
     spans = [s for t in ck.tensors.values() for s in t.spans.values()]
     paths = {getattr(s.file, 'path', None) for s in spans}-{None}
     stats = [(p.name, p.stat()) for p in sorted(paths)]

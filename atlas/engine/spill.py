@@ -355,7 +355,7 @@ def _begin(self:SpillStore, stream, held, readers):
         for use in ('write','read'):
             self._idle[kind,use] = deque((stream.buffer(size), Mark()) for _ in range(n))
     self._stop,self._writes,self._writing = False,deque(),0
-    self._reads = OrderedDict() # `_Reading`s by name: what is asked for, then the first wanted first
+    self._reads = OrderedDict() # `_Reading`s by name, the first to read first
     self._threads = [self._thread(self._writer)]
     for _ in range(readers): self._threads.append(self._thread(self._reader))
 
@@ -548,7 +548,7 @@ def ready(self:SpillStore, kind:str, ident:bytes,
 
 @patch
 def _asked(self:SpillStore, x):
-    "Somebody who comes for `x` can do nothing without it: it is next, in a buffer of what nobody has come for"
+    "Who comes for `x` needs it now: it is next, if need be in a buffer that nobody came for"
     x.asked,idle = True,self._idle[x.record.kind,'read']
     if x.state!='waits': return
     self._reads.move_to_end(x.record.name, last=False)
