@@ -410,8 +410,9 @@ def _admit(self:Scheduler):
 
 @patch
 def _look_up(self:Scheduler, seq):
-    "Count the tokens that are looked for, once"
-    if self.prefix and seq.waited is None: self.totals['queries'] += seq.prompt_len
+    "Count the tokens that are looked for, once, and only for who wants an answer"
+    first = seq.waited is None and not seq.request.prefill_only
+    if self.prefix and first: self.totals['queries'] += seq.prompt_len
 
 # %% ../../nbs/5_engine/09_scheduler.ipynb #b1a46195
 @patch
@@ -444,7 +445,7 @@ def _had(self:Scheduler, seq):
     seq.num_computed = seq.trail.tokens
     new = max(0, seq.num_computed-seq.reached)
     seq.cached += new
-    self.totals['hits'] += new
+    if not seq.request.prefill_only: self.totals['hits'] += new
     seq.reached = max(seq.reached, seq.num_computed)
 
 @patch
