@@ -593,7 +593,7 @@ def test_serve_reads_speculation(serve, said):
 
 @pytest.mark.parametrize('name', ['run','chat'])
 def test_what_is_kept_of_prompts(fake, name):
-    "Options of the prefix cache arrive, and what is to be kept is written down: the model is closed, even after an error"
+    "Options of the prefix cache arrive, and the model is closed, which writes down what is to be kept"
     flags = '--no-enable-prefix-caching','--kv-spill-dir d --kv-spill-gb 1 --kv-spill-keep'
     wanted = dict(enable_prefix_caching=False),dict(kv_spill_dir='d', kv_spill_gb=1., kv_spill_keep=True)
     for said,fields in zip(flags, wanted):
@@ -602,6 +602,9 @@ def test_what_is_kept_of_prompts(fake, name):
         assert r.exit_code==0, r.stderr
         assert fake.made==EngineConfig('m', max_num_seqs=1, **fields)
         assert isinstance(Fake.closed, fake)
+
+@pytest.mark.parametrize('name', ['run','chat'])
+def test_a_model_is_closed_after_an_error(fake, name):
     Fake.closed,fake.error = None,AtlasError('It broke')
     r = run(name, 'm', *['hi']*(name=='run'), input='hi\n')
     assert 'It broke' in r.stderr
