@@ -39,7 +39,7 @@ class Fake:
         Fake.asked = dict(prompt=prompt, params=params)
         for w in self.answer: yield said(w)
         if self.error: raise self.error
-        yield Delta(finish='stop', cached=self.cached)
+        if self.cached: yield Delta(finish='stop', cached=self.cached)
     def generate(self, prompt, params):
         ds = list(self.stream(prompt, params))
         text,thought = (''.join(getattr(d, of) for d in ds) for of in ('text','reasoning'))
@@ -497,6 +497,9 @@ ENGINE = {
     '--kv-cache-dtype fp8': dict(kv_cache_dtype='fp8'),
     '--kv-high-precision-layers 2': dict(kv_high_precision_layers=2),
     '--chunk 128': dict(chunk=128),
+    '--no-enable-prefix-caching': dict(enable_prefix_caching=False),
+    '--state-checkpoint-interval 128': dict(state_checkpoint_interval=128),
+    '--state-snapshots 3': dict(state_snapshots=3),
     '--kv-spill-dir spilled': dict(kv_spill_dir='spilled'),
     '--kv-spill-gb 2.5': dict(kv_spill_gb=2.5),
     '--kv-spill-keep': dict(kv_spill_keep=True),
