@@ -596,12 +596,14 @@ def test_serve_reads_speculation(serve, said):
 
 @pytest.mark.parametrize('name', ['run','chat'])
 def test_what_is_kept_of_prompts(fake, name):
-    "Options of the prefix cache arrive, and the model is closed, which writes down what is to be kept"
+    "Options of the prefix cache arrive; and the model is closed, which writes down what is kept"
     flags = '--no-enable-prefix-caching','--kv-spill-dir d --kv-spill-gb 1 --kv-spill-keep'
-    wanted = dict(enable_prefix_caching=False),dict(kv_spill_dir='d', kv_spill_gb=1., kv_spill_keep=True)
+    kept = dict(kv_spill_dir='d', kv_spill_gb=1., kv_spill_keep=True)
+    wanted = dict(enable_prefix_caching=False),kept
+    prompt = ['hi']*(name=='run')
     for said,fields in zip(flags, wanted):
         Fake.closed = None
-        r = run(name, 'm', *said.split(), *['hi']*(name=='run'), input='hi\n')
+        r = run(name, 'm', *said.split(), *prompt, input='hi\n')
         assert r.exit_code==0, r.stderr
         assert fake.made==EngineConfig('m', max_num_seqs=1, **fields)
         assert isinstance(Fake.closed, fake)
