@@ -65,7 +65,8 @@ class Caching:
     enable_prefix_caching:bool=option(True,
         help='Keep what prompts have in common, and compute it once.')
     state_checkpoint_interval:int=option(4096, step=64, min=64,
-        help='Of models with recurrent layers: keep states of a long prompt every so many tokens.')
+        help='Of models with recurrent layers: keep states of a long prompt every so many tokens, '
+            'a multiple of 64.')
     state_snapshots:int|None=option(None, min=0,
         help='Room for so many such states, beside what running sequences have. '
             '[default: up to 64, in a tenth of the cache]')
