@@ -546,6 +546,7 @@ def ready(self:SpillStore, kind:str, ident:bytes,
         del self._reads[kind,ident]
         return False
 
+# %% ../../nbs/5_engine/04_spill.ipynb #7c1d90ae
 @patch
 def _asked(self:SpillStore, x):
     "Who comes for `x` needs it now: it is next, if need be in a buffer that nobody came for"
@@ -648,6 +649,7 @@ def _fail(self:SpillStore, error):
     self._clear()
     _log.warning('The second tier of the prefix cache is switched off: %s', self.off)
 
+# %% ../../nbs/5_engine/04_spill.ipynb #7c1d90af
 @patch
 def _clear(self:SpillStore):
     "What is still to be written is not"
