@@ -199,6 +199,9 @@ _SPILL_GB = 32. # Of a spill file, where nobody says how much
 
 def _spilling(c):
     "Settle where the cache spills to, and refuse what does not go together"
+    for name in ('kv_spill_dir','kv_spill_gb'):
+        if c.enable_prefix_caching or getattr(c, name) is None: continue
+        _refuse(f'{name} is of no use without a prefix cache', name, 'Leave enable_prefix_caching on')
     if c.kv_spill_dir is None:
         hint = 'Say where with kv_spill_dir (--kv-spill-dir)'
         if c.kv_spill_keep: _refuse('kv_spill_keep needs a folder', 'kv_spill_keep', hint)
