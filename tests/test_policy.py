@@ -8,6 +8,7 @@ from collections import Counter,namedtuple
 from contextlib import nullcontext
 from dataclasses import replace
 from math import inf,isfinite
+from types import SimpleNamespace
 import numpy as np
 import pytest
 from hypothesis import given,settings,strategies as st
@@ -375,6 +376,33 @@ def test_one_slow_step_changes_nothing_for_long(at):
     assert min(good[20:])>=512
     assert min(bad[max(at+12, 20):])>=448
     if at>=20: assert min(bad[at+1:])>=448, 'one step too slow, and chunks are small'
+
+def asked(c, deadline, speeds, chunk=2048):
+    """Tokens that a policy gives a prompt beside four answers, step by step; a step takes as many
+    times as long as `speeds` say. And what the steps took"""
+    p,now,sizes,times = Policy('slai', deadline),0.,[],[]
+    p.note(Load(seqs=4), c.plain)
+    for slow in speeds:
+        who = SimpleNamespace(num_computed=0, said=now)
+        sizes.append(p.room([who], [who]*4, chunk, 1, now))
+        load = Load(1, sizes[-1], 0, 4)
+        times.append(slow*seconds(c, load))
+        now += times[-1]
+        p.note(load, times[-1])
+    return np.array(sizes),np.array(times)
+
+LARGE,SMALL = Costs(.0022, .008, 0., .179e-3),Costs(.025, .015, .070, .16e-3)
+
+@pytest.mark.parametrize('machine,deadline', [(LARGE,.1), (SMALL,.2), (SMALL,.1)])
+@pytest.mark.parametrize('slow', (1.5, 2, 3, 10, 100))
+def test_another_process_takes_the_card(machine, deadline, slow):
+    "Chunks are never longer than before while all is slower, and are as long as before soon after"
+    sizes,times = asked(machine, deadline, [1]*30+[slow]*30+[1]*30)
+    before = sizes[29]
+    assert sizes[30:60].max()<=before
+    floor = slow*seconds(machine, Load(1, TILE, 0, 4))
+    assert times[36:60].max()<=2.2*max(deadline, floor)
+    assert sizes[75:].min()>=.7*before and sizes[75:].max()<=1.4*before
 
 class Wall:
     "A prompt of N tokens comes to four answers: times between tokens meanwhile, and its own"

@@ -65,6 +65,7 @@ class StepTimes:
         self.largest = 0 # Tokens of the largest chunk that was seen
         self.mixed = deque(maxlen=5) # Tokens and seconds of the newest steps beside answers
         self.ratios = deque(maxlen=5) # Of such steps: seconds of the chunk, in those expected
+        self.newest = deque(maxlen=3) # Chunks: tokens, reach, seconds, and these in those expected
         self._line = None # a, b and k, until something is noted
 
     @property
@@ -108,10 +109,13 @@ def _chunk(self:StepTimes, load, seconds):
     n,reach = load.tokens/load.chunks,load.reach/load.chunks
     own = seconds-self.plain(load.seqs, load.width)
     own = max(own, seconds/10)/load.chunks
+    ratio = own/self._expected(n, reach) if self.kinds else 1.
+    self.newest.append((n, reach, own, ratio))
     if load.seqs:
         self.mixed.append((n, seconds))
-        if self.kinds: self._compare(own/self._expected(n, reach))
+        self.ratios.append(min(max(ratio, .5), 2.))
     self._kind(n, reach).note(own)
+    if self._moved: self._forget()
     self.largest,self._line = max(self.largest, int(n)),None
 
 @patch
@@ -124,8 +128,20 @@ def _kind(self:StepTimes, n, reach)->StepTime:
     if len(self.kinds)>self.most: self.kinds.popitem(last=False)
     return kind.time
 
+# %% ../../nbs/5_engine/08_policy.ipynb #5c0a1f01
+@patch(as_prop=True)
+def _moved(self:StepTimes)->bool:
+    "Did the last three chunks all take twice the time expected, or all take half of it?"
+    ratios = [r for *_,r in self.newest]
+    return len(ratios)==3 and (min(ratios)>2 or max(ratios)<.5)
+
 @patch
-def _compare(self:StepTimes, ratio): self.ratios.append(min(max(ratio, .5), 2.))
+def _forget(self:StepTimes):
+    "The machine is another now: only the last three chunks count"
+    self.kinds.clear()
+    self.ratios.clear()
+    for n,reach,own,_ in self.newest: self._kind(n, reach).note(own)
+    self.newest.clear()
 
 # %% ../../nbs/5_engine/08_policy.ipynb #a8f46d46
 _SCALE = np.array([1, TILE, TILE*4096]) # Of the columns, so that a wish weighs the same in each
@@ -168,7 +184,7 @@ def _expected(self:StepTimes, tokens, reach):
 
 # %% ../../nbs/5_engine/08_policy.ipynb #0036ce22
 @patch(as_prop=True)
-def _bias(self:StepTimes)->float:
+def bias(self:StepTimes)->float:
     "What chunks beside answers took lately, in what the line says: the second highest of five"
     if not self.ratios: return 1.
     return sorted(self.ratios)[-2 if len(self.ratios)>2 else -1]
@@ -184,7 +200,7 @@ def step(self:StepTimes,
     plain = self.plain(seqs, width)
     if not (tokens and self.kinds): return plain
     own = self._expected(tokens, tokens*context)
-    return plain+own*self._bias
+    return plain+own*self.bias
 
 # %% ../../nbs/5_engine/08_policy.ipynb #d3d96395
 @patch
@@ -292,6 +308,7 @@ def least(self:Policy, chunk:int, *beside)->int:
     "The smallest chunk that keeps a prompt within `stretch`; one tile while too little is known"
     t = self.times
     if (rate := t.rate) is None: return TILE
+    rate *= t.bias
     def good(n): return t.step(n, *beside)<=self.stretch*rate*n
     return TILE*bisect_left(t.rungs(chunk), True, key=good)+TILE
 
