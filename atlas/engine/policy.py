@@ -112,7 +112,7 @@ def _chunk(self:StepTimes, load, seconds):
     self.newest.append((n, reach, own, ratio))
     if load.seqs:
         self.mixed.append((n, seconds))
-        self.ratios.append(min(max(ratio, .5), 2.))
+        self.ratios.append(min(max(ratio, 1.), 2.))
     self._kind(n, reach).note(own)
     if self._moved: self._forget()
     self.largest,self._line = max(self.largest, int(n)),None
