@@ -20,6 +20,7 @@ from atlas.ground.core import AtlasError,QueueFullError,RequestError
 from atlas.ground.requests import MAX_TIMEOUT,Request,SamplingParams
 from atlas.ops.linear import TILE
 from atlas.service.protocol import anthropic,openai,responses
+from atlas.service.remote import RemoteRunner
 from helpers.small_engine import alone,ask,engine,left_clean
 from test_scheduler import Driver,calls,request
 
@@ -509,6 +510,33 @@ def test_tokens_that_wait(sizes, most):
         refused = pytest.raises(QueueFullError, match='tokens are waiting already')
         with refused if full else nullcontext(): sc.add(request(i, n, 1))
         if i%3==2: sc.schedule()
+
+def test_who_only_fills_the_cache_is_not_in_the_queue():
+    "Prompts that nobody waits for count neither as requests nor as tokens"
+    sc,_ = scheduler(max_queue=2, max_queue_tokens=100)
+    sc.add(request('runs', 60, 9))
+    step(sc)
+    for i in range(3): sc.add(replace(request(f'fill{i}', 300, 1), prefill_only=True))
+    for id,n in (('b',60),('c',40)): sc.add(request(id, n, 1))
+    assert sc.waiting.tokens==sc.stats()['num_tokens_waiting']==100
+    with pytest.raises(QueueFullError, match='2 requests'): sc.add(request('d', 1, 1))
+    while step(sc): pass
+    assert sc.waiting.tokens==0 and not sc.has_work
+
+def test_a_gateway_knows_that_the_queue_is_full():
+    "It refuses before an answer has begun, so that a stream has a status"
+    r = RemoteRunner('m')
+    r._ready,r.info = True,dict(max_queue=9, max_queue_tokens=100)
+    def asked(n, waiting, **kw):
+        r._stats = dict(num_tokens_waiting=waiting)
+        return r._check(replace(request('a', n, 1), **kw))
+    asked(500, 0)
+    asked(60, 40)
+    with pytest.raises(QueueFullError, match='40 tokens of prompts are waiting') as e: asked(61, 40)
+    assert e.value.status==503
+    asked(61, 40, prefill_only=True)
+    r.info = dict(max_queue=9, max_queue_tokens=None)
+    asked(500, 400)
 
 HELLO = [dict(role='user', content='Hi')]
 APIS = {

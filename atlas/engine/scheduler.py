@@ -114,6 +114,8 @@ def __repr__(self:Seq):
     return f'Seq({self.id}: {self.finish_reason or self.state}, {P}+{m} tokens, {c} computed, {b} blocks)'
 
 # %% ../../nbs/5_engine/09_scheduler.ipynb #2335c5b1
+def _asked(seq)->int: return 0 if seq.request.prefill_only else seq.prompt_len
+
 class Queue:
     "Waiting sequences, best first"
     def __init__(self,
@@ -121,13 +123,13 @@ class Queue:
     ):
         self._heap,self._live,self._key = [],{},key
         self._pushed = 0
-        self.tokens = 0 # Of the prompts that wait
+        self.tokens = 0 # Of the prompts that wait for an answer
     def __len__(self): return len(self._live)
     def __iter__(self): return (s for *_,s in sorted(self._live.values()))
 
     def push(self, seq):
         "Come in; or, for one that waits already, be compared anew"
-        if seq.id not in self._live: self.tokens += seq.prompt_len
+        if seq.id not in self._live: self.tokens += _asked(seq)
         self._pushed += 1
         entry = self._live[seq.id] = self._key(seq),self._pushed,seq
         heappush(self._heap, entry)
@@ -151,7 +153,7 @@ def pop(self:Queue)->Seq:
 @patch
 def _struck(self:Queue, seq):
     del self._live[seq.id]
-    self.tokens -= seq.prompt_len
+    self.tokens -= _asked(seq)
     return seq
 
 @patch
@@ -261,7 +263,7 @@ def _check(self:Scheduler, overcommit):
 def full(self:Scheduler, tokens:int)->str|None:
     "Why a prompt of so many tokens may not wait, or None"
     n,t,most = len(self.waiting),self.waiting.tokens,self.max_queue_tokens
-    n -= sum(s.request.prefill_only for s in self.waiting) if self.fills else 0
+    n -= self.fills-sum(s.request.prefill_only for s in self.running)
     if n>=self.max_queue: return f'{n} requests are waiting already'
     if n and most and t+tokens>most:
         return f'{t:,} tokens are waiting already, and {tokens:,} more would be above {most:,}'
@@ -734,7 +736,8 @@ def stats(self:Scheduler)->dict:
     p,t = self.pool,self.totals
     running = sum(not s.request.prefill_only for s in self.running)
     waiting = len(self.seqs)-self.fills-running
-    return dict(num_requests_running=running, num_requests_waiting=waiting, kv_cache_usage_perc=p.used/p.num_blocks,
+    return dict(num_requests_running=running, num_requests_waiting=waiting,
+        num_tokens_waiting=self.waiting.tokens, kv_cache_usage_perc=p.used/p.num_blocks,
         blocks_used=p.used, blocks_promised=self.promised, blocks_total=p.num_blocks, num_preemptions_total=t['preemptions'],
         prefill_tokens_total=t['prefill_tokens'], replay_tokens_total=t['replay_tokens'], generation_tokens_total=t['generation_tokens'],
         request_success_total=dict(self.finished), **self._prefix_stats())
