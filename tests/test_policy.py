@@ -331,6 +331,18 @@ def test_patience_is_kept_through_preemption():
         assert x.running==first
         assert bool(urgent.finish_reason)!=first
 
+def test_a_clock_that_goes_back():
+    "Nobody gains patience by it"
+    sc,now = scheduler(Policy(max_wait=3.))
+    now[0] = 100.
+    sc.add(request('first', 60, 50, ignore_eos=True))
+    x = sc.add(request('x', 60, 50, ignore_eos=True))
+    step(sc)
+    now[0] = 5.
+    sc.abort('first')
+    step(sc)
+    assert x.running and x.patience<=3
+
 def test_a_step_reads_no_queue():
     "As many calls with 5,000 waiting as with 30, whatever the policy"
     def work(name, waiting):
@@ -496,6 +508,47 @@ def test_time_limits_in_an_engine(asks, late, abort):
         if r.timeout: assert when-at<r.timeout+1
         if why=='timeout': assert r.timeout<=when-at
         assert said[r.id]==(whole if why=='length' else whole[:len(said[r.id])])
+
+def staged(stage, late):
+    "An engine in which request r0, of three, is at `stage`; its clock, and all events until then"
+    now,events = [0.],[]
+    e = engine(late, seqs=1 if stage in ('waiting','preempted','replay') else 2,
+        policy=Policy('slai', .1), clock=lambda: now[0])
+    s = e.scheduler
+    if stage=='waiting': e.add(ask(1, 10, 9))
+    e.add(replace(ask(0, 150, 20), timeout=5.))
+    def at(): return s.seqs['r0'].state,len(s.seqs['r0'].outputs)
+    def until(test):
+        for _ in range(100):
+            if test(*at()): return
+            events.extend(e.step())
+        raise AssertionError(f'{stage} was never reached')
+    if stage=='prefill': until(lambda state,n: state=='prefill' and s.seqs['r0'].num_computed>0)
+    if stage in ('decode','preempted','replay'): until(lambda state,n: n==9)
+    if stage in ('preempted','replay'):
+        e.add(ask(1, 10, 9, priority=-1))
+        until(lambda state,n: state=='waiting')
+    if stage=='replay': until(lambda state,n: state=='replay')
+    assert at()[0]==dict(preempted='waiting').get(stage, stage)
+    return e,now,events
+
+@pytest.mark.parametrize('late', (False,True))
+@pytest.mark.parametrize('stage', ('waiting','prefill','decode','preempted','replay'))
+def test_time_is_up_at(stage, late):
+    "It ends once with the beginning of what it says alone, and whoever is there goes on"
+    e,now,events = staged(stage, late)
+    e.add(ask(2, 10, 9))
+    now[0] += 6
+    for _ in range(100): events += e.step()
+    left_clean(e)
+    def of(i): return [v for v in events if v.id==f'r{i}']
+    assert [v.finish for v in of(0) if v.finish]==['timeout'] and of(0)[-1].finish
+    said = tokens_of(of(0))
+    assert said==tokens_of(alone(ask(0, 150, 20)))[:len(said)]
+    assert (len(said)>=9)==(stage in ('decode','preempted','replay'))
+    for i in (1,2):
+        if of(i): assert tokens_of(of(i))==tokens_of(alone(ask(i, 10, 9)))
+    assert of(2)
 
 def tokens_of(events): return [v.token for v in events if v.token is not None]
 

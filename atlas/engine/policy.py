@@ -294,7 +294,7 @@ def rest(self:Policy, seq, now:float):
 @patch
 def goes(self:Policy, seq, now:float):
     "`seq` makes progress"
-    if seq.due<inf: seq.patience = max(seq.due-now, 0.)
+    if seq.due<inf: seq.patience = min(max(seq.due-now, 0.), seq.patience)
     seq.due = inf
 
 @patch
