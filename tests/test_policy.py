@@ -390,11 +390,12 @@ def test_one_slow_step_changes_nothing_for_long(at):
     assert min(bad[max(at+12, 20):])>=448
     if at>=20: assert min(bad[at+1:])>=448, 'one step too slow, and chunks are small'
 
-def asked(c, deadline, speeds, chunk=2048):
+def asked(c, deadline, speeds, chunk=2048, first=None):
     """Tokens that a policy gives a prompt beside four answers, step by step; a step takes as many
-    times as long as `speeds` say. And what the steps took"""
+    times as long as `speeds` say. And what the steps took. A prompt alone may have taken a `first` step"""
     p,now,sizes,times = Policy('slai', deadline),0.,[],[]
     p.note(Load(seqs=4), c.plain)
+    if first: p.note(Load(1, chunk), first)
     for slow in speeds:
         who = SimpleNamespace(num_computed=0, said=now)
         sizes.append(p.room([who], [who]*4, chunk, 1, now))
@@ -416,6 +417,12 @@ def test_another_process_takes_the_card(machine, deadline, slow):
     floor = slow*seconds(machine, Load(1, TILE, 0, 4))
     assert times[36:60].max()<=2.2*max(deadline, floor)
     assert sizes[75:].min()>=.7*before and sizes[75:].max()<=1.4*before
+
+@pytest.mark.parametrize('machine,deadline', [(LARGE,.1), (SMALL,.2), (SMALL,.1)])
+def test_a_prompt_that_had_to_compile(machine, deadline):
+    "A first chunk that took a hundred times as long does not keep those beside answers small"
+    good,bad = [asked(machine, deadline, [1]*40, first=s)[0] for s in (None,33.)]
+    assert bad[20:].min()>=.6*good[20:].mean()
 
 @pytest.mark.parametrize('deadline', (.001, .05, .1))
 @pytest.mark.parametrize('machine', (LARGE,SMALL))

@@ -78,6 +78,12 @@ class StepTimes:
         "Sizes of chunks that were seen, in tiles"
         return {tiles for tiles,_ in self.kinds}
 
+    @property
+    def naive(self)->bool:
+        "Is nothing known of what more tokens than a tile cost, or of what fewer than these do?"
+        sizes = self.sizes
+        return len(sizes)<2 or 1 in sizes and 2 not in sizes
+
 # %% ../../nbs/5_engine/08_policy.ipynb #63ca8a8c
 def _class(seqs, width): return width,(seqs-1).bit_length()
 
@@ -210,10 +216,10 @@ def rate(self:StepTimes, chunk:int)->float|None:
 
 # %% ../../nbs/5_engine/08_policy.ipynb #d3d96395
 @patch
-def rungs(self:StepTimes, most:int)->range:
-    "Sizes of chunks that may be tried, up to `most`"
+def rungs(self:StepTimes, most:int, share:int=2)->range:
+    "Sizes of chunks that may be tried, up to `most`; by one part of `share` longer than the usual"
     tiles = int(self.usual)//TILE
-    tiles += max(tiles//2, 1)
+    tiles += max(tiles//share, 1)
     return range(TILE, min(most, tiles*TILE)+1, TILE)
 
 @patch
@@ -229,7 +235,7 @@ def tokens_in(self:StepTimes,
     sizes = self.rungs(most)
     fits = TILE*bisect_right(sizes, seconds, key=time)
     n,took = self.mixed[-1] if self.mixed else (0,inf)
-    if took<=seconds and len(self.sizes)<2: fits = max(fits, int(n)//TILE*TILE+TILE)
+    if took<=seconds and self.naive: fits = max(fits, int(n)//TILE*TILE+TILE)
     if took<=seconds/2: fits = max(fits, 2*int(n)//TILE*TILE)
     return min(fits, most)
 
@@ -316,7 +322,8 @@ def least(self:Policy, stretch:float, chunk:int, *beside)->int:
     t = self.times
     if (rate := t.rate(chunk)) is None: return TILE
     def good(n): return t.step(n, *beside)<=stretch*rate*n
-    return TILE*bisect_left(t.rungs(chunk), True, key=good)+TILE
+    rungs = t.rungs(chunk, 4)
+    return rungs[min(bisect_left(rungs, True, key=good), len(rungs)-1)]
 
 @patch
 def room(self:Policy,
@@ -338,7 +345,7 @@ def room(self:Policy,
     times = .98*self.deadline,.95*longer  # they scatter
     fits,most = [t.tokens_in(s, chunk, *beside) for s in times]
     swift,least = [self.least(s, chunk, *beside) for s in (SWIFT,self.stretch)]
-    if not fits and 1 in t.sizes and 2 not in t.sizes: least = max(least, 2*TILE)
+    if not fits and 1 in t.sizes and t.naive: least = max(least, 2*TILE)
     return min(max(fits, min(most, swift), least), chunk)
 
 # %% ../../nbs/5_engine/08_policy.ipynb #4daa835b
