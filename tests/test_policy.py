@@ -317,6 +317,35 @@ def test_the_impatient_are_not_preempted(max_wait, stays):
     step(sc)
     assert x.running==stays
 
+def test_the_impatient_keep_their_blocks():
+    "Nor when there is a place, and only room in the cache is wanting"
+    sc,now = scheduler(Policy(max_wait=1.), 2)
+    sc.add(request('first', 550, 50, ignore_eos=True))
+    step(sc)
+    x = sc.add(request('x', 550, 50, ignore_eos=True))
+    now[0] += 2
+    sc.abort('first')
+    step(sc)
+    urgent = sc.add(request('urgent', 400, 5, priority=-1))
+    step(sc)
+    assert x.running and not urgent.running
+
+def test_decoding_goes_first_only_where_it_has_waited():
+    "Once, when more than a quarter of the deadline went by between two steps"
+    sc,now = scheduler(Policy('slai', .1), 2, 200, 2000, chunk=128)
+    sc.add(request('answer', 60, 300, ignore_eos=True))
+    step(sc)
+    sc.add(request('prompt', 1900, 2))
+    def kinds(pause):
+        now[0] += pause
+        plan = sc.schedule()
+        now[0] += .05
+        sc.commit(plan, [[5]]*len(plan.sampled))
+        return bool(plan.prefill),bool(plan.decode)
+    pauses = 0,0,.01,.03,.03,0,.03,0,0
+    want = [True,True,True,False,True,True,False,True,True]
+    assert [kinds(p) for p in pauses]==[(p,True) for p in want]
+
 def test_patience_is_kept_through_preemption():
     "Seconds in the queue add up, and those in a step do not count"
     sc,now = scheduler(Policy(max_wait=3.))
@@ -432,6 +461,15 @@ def test_a_deadline_that_no_chunk_keeps(machine, deadline):
     alone = seconds(machine, Load(1, 2048))/2048
     assert times[15:].sum()<=2.3*alone*sizes[15:].sum()
 
+def test_one_slow_step_is_no_median():
+    t = StepTimes()
+    t.note(Load(seqs=4), .02)
+    def seen(n, slow=1): t.note(Load(1, n, 0, 4), .02+slow*(.01+1e-4*n))
+    for n in (64, 128, 512)*5: seen(n)
+    before = t.step(512, 4)
+    seen(512, 100)
+    assert abs(t.step(512, 4)/before-1)<.05
+
 class Wall:
     "A prompt of N tokens comes to four answers: times between tokens meanwhile, and its own"
     def __init__(self, policy, costs, N=12_000):
@@ -472,6 +510,13 @@ def test_both_lines(plain, fixed, each):
     w = Wall(Policy('slai', D), c)
     assert w.p99<=D+plain
     assert w.took<=1.3*alone+D
+
+def test_a_plain_step_more(monkeypatch):
+    "Where the deadline alone would make a prompt far slower, steps are longer by a plain one at most"
+    w = Wall(Policy('slai', .1), SMALL)
+    assert w.p99<=.1+SMALL.plain
+    monkeypatch.setattr('atlas.engine.policy.SWIFT', 99.)
+    assert w.took<.97*Wall(Policy('slai', .1), SMALL).took
 
 # -- time limits and bounds ----------------------------------------------------------------------
 

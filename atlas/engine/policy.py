@@ -211,8 +211,9 @@ def step(self:StepTimes,
 def rate(self:StepTimes, chunk:int)->float|None:
     "Seconds a token of a prompt by itself, in chunks of `chunk` tokens; None until there were two sizes"
     if len(self.sizes)<2: return None
-    seen = min(k.time.mean/k.tokens for k in self.kinds.values())
-    return self.bias*min(seen, self._expected(chunk, 0)/chunk)
+    seen,tokens = min((k.time.mean/k.tokens, k.tokens) for k in self.kinds.values())
+    if tokens<chunk/2: seen = min(seen, self._expected(chunk, 0)/chunk)
+    return self.bias*seen
 
 # %% ../../nbs/5_engine/08_policy.ipynb #d3d96395
 @patch
