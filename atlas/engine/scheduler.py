@@ -275,6 +275,12 @@ def _has_room(self:Scheduler, request):
     if why: raise QueueFullError(why, hint='Try again later')
 
 @patch
+def _found(self:Scheduler, seq)->list[Node]:
+    "What the tree has of what `seq` needs next"
+    if not self.prefix or seq.num_computed%TILE: return []
+    return self.prefix.find(seq.trail, seq.prompt_len)
+
+@patch
 def _wait(self:Scheduler, seq, now):
     "Put `seq` into the queue"
     seq.there = len(self._found(seq))*TILE
@@ -416,12 +422,6 @@ def _look_up(self:Scheduler, seq):
     if self.prefix and seq.waited is None: self.totals['queries'] += seq.prompt_len
 
 # %% ../../nbs/5_engine/09_scheduler.ipynb #b1a46195
-@patch
-def _found(self:Scheduler, seq)->list[Node]:
-    "What the tree has of what `seq` needs next"
-    if not self.prefix or seq.num_computed%TILE: return []
-    return self.prefix.find(seq.trail, seq.prompt_len)
-
 @patch
 def _within_reach(self:Scheduler, seq)->list[Node]:
     "The same for one that waits: nothing, if the states there would take a slot that it needs itself"
