@@ -29,15 +29,17 @@ def said(text, reasoning=''):
 
 class Fake:
     "Stands for `LLM`: remembers what it was given, and says `answer`"
-    answer,error = ['Hel','lo ','you'],None
+    answer,error,cached = ['Hel','lo ','you'],None,0
     def __init__(self, options):
         model,Fake.made = options.model,options
         self.name,self.max_seq_len,self.load_seconds,self.device = model,512,1.5,SimpleNamespace(name='cpu')
         self.config,self.engine,self.tokenizer,self.template = SimpleNamespace(vocab_size=99),'engine','tokenizer','template'
+    def close(self): Fake.closed = self
     def stream(self, prompt, params):
         Fake.asked = dict(prompt=prompt, params=params)
         for w in self.answer: yield said(w)
         if self.error: raise self.error
+        if self.cached: yield Delta(finish='stop', cached=self.cached)
     def generate(self, prompt, params):
         ds = list(self.stream(prompt, params))
         text,thought = (''.join(getattr(d, of) for d in ds) for of in ('text','reasoning'))
@@ -442,6 +444,10 @@ from atlas.use.cli import main
 '''
     t = terminal(start+"sys.argv = ['atlas','run','m','hi']; main()")
     t.expect('Hello you'); t.expect('(3 tokens, '); assert t.status()==0
+    t = terminal(start+"Fake.cached = 1920; sys.argv = ['atlas','run','m','hi']; main()")
+    t.expect('Hello you')
+    t.expect(' s, 1,920 of the prompt cached)')
+    assert t.status()==0
     t = terminal(start+"sys.argv = ['atlas','run','m']; main()")
     t.expect('give a prompt, or pipe one in'); assert t.status()==2
     endless = "Fake.stream = lambda *a: iter(lambda: time.sleep(.001) or said('.'), 0)\n"
@@ -491,6 +497,9 @@ ENGINE = {
     '--kv-cache-dtype fp8': dict(kv_cache_dtype='fp8'),
     '--kv-high-precision-layers 2': dict(kv_high_precision_layers=2),
     '--chunk 128': dict(chunk=128),
+    '--no-enable-prefix-caching': dict(enable_prefix_caching=False),
+    '--state-checkpoint-interval 128': dict(state_checkpoint_interval=128),
+    '--state-snapshots 3': dict(state_snapshots=3),
     '--kv-spill-dir spilled': dict(kv_spill_dir='spilled'),
     '--kv-spill-gb 2.5': dict(kv_spill_gb=2.5),
     '--kv-spill-keep': dict(kv_spill_keep=True),
@@ -584,6 +593,27 @@ def test_serve_reads_speculation(serve, said):
         r = run('serve', *args)
         assert r.exit_code==0, r.stderr
         assert serve.call_args.args==(wanted,)
+
+@pytest.mark.parametrize('name', ['run','chat'])
+def test_what_is_kept_of_prompts(fake, name):
+    "Options of the prefix cache arrive; and the model is closed, which writes down what is kept"
+    flags = '--no-enable-prefix-caching','--kv-spill-dir d --kv-spill-gb 1 --kv-spill-keep'
+    kept = dict(kv_spill_dir='d', kv_spill_gb=1., kv_spill_keep=True)
+    wanted = dict(enable_prefix_caching=False),kept
+    prompt = ['hi']*(name=='run')
+    for said,fields in zip(flags, wanted):
+        Fake.closed = None
+        r = run(name, 'm', *said.split(), *prompt, input='hi\n')
+        assert r.exit_code==0, r.stderr
+        assert fake.made==EngineConfig('m', max_num_seqs=1, **fields)
+        assert isinstance(Fake.closed, fake)
+
+@pytest.mark.parametrize('name', ['run','chat'])
+def test_a_model_is_closed_after_an_error(fake, name):
+    Fake.closed,fake.error = None,AtlasError('It broke')
+    r = run(name, 'm', *['hi']*(name=='run'), input='hi\n')
+    assert 'It broke' in r.stderr
+    assert isinstance(Fake.closed, fake)
 
 @pytest.mark.parametrize('name', ['run','chat','all','decode'])
 def test_other_commands_that_load_read_speculation(fake, monkeypatch, name):

@@ -250,6 +250,12 @@ def test_only_what_changed_is_computed():
     assert answer(e, talk(3, 0, 70, 90, 3, {}))[1]==160-64
     assert answer(e, talk(4, 1, 190, 0, 3, {}))[1]==190
 
+def test_an_end_that_changed_costs_little_of_bare_ids_too():
+    "Nobody says where messages end, and the last hundred tokens are others"
+    e = engine(prefix=6)
+    for i,cached in ((1,0),(2,64)):
+        assert answer(e, talk(i, 0, 96, 100, 3, {}))[1]==196-cached
+
 def test_salts_keep_apart():
     e = engine(prefix=6)
     r = [talk(i, 0, 150, 0, 3, {}, salt=s) for i,s in enumerate(('','a','b','a'))]

@@ -622,8 +622,8 @@ def test_a_request_crosses_the_link():
 NUMBERS = '''prefix_cache_queries_total prefix_cache_hits_total
     prefix_cache_blocks prefix_cache_reclaimable_blocks prefix_cache_snapshots
     prefix_cache_evictions_total prefix_cache_snapshot_evictions_total prefix_cache_restores_total
-    kv_spill_written_bytes_total kv_spill_read_bytes_total kv_spill_used_bytes kv_spill_errors_total
-    prefill_only_requests_total kv_blocks_live'''.split()
+    kv_spill_written_bytes_total kv_spill_read_bytes_total kv_spill_used_bytes
+    kv_spill_errors_total kv_spill_dropped_total kv_blocks_live'''.split()
 
 def test_numbers_of_the_cache_are_passed_on():
     assert set(NUMBERS)<=_engine.keys()
@@ -634,6 +634,29 @@ def test_numbers_of_the_cache_are_passed_on():
         assert f'atlas:{k}{{model_name="tiny"}} {i+1}.0\n' in text
         kind = 'counter' if k.endswith('_total') else 'gauge'
         assert re.search(rf'# TYPE atlas:{k.removesuffix("_total")}(_total)? {kind}\n', text)
+
+def test_numbers_come_from_a_real_engine():
+    "None that `/metrics` offers is one that no engine ever tells"
+    from atlas.use.llm import LLM
+    m = LLM('tiny', 'cpu', show=False, kv_spill_gb=.1, speculative=True)
+    told = m.engine.stats()
+    m.close()
+    assert set(_engine)<=told.keys()
+
+@pytest.mark.parametrize('fill', [False,True])
+def test_what_is_computed_ahead_is_no_hit(fill):
+    "The share of tokens found is of prompts that somebody asked"
+    from atlas.use.llm import LLM
+    m = LLM('tiny', 'cpu', show=False)
+    ids = tuple(range(10, 210))
+    for i,n in enumerate((130,200)):
+        r = Request(str(i), ids[:n], SamplingParams(max_tokens=1), prefill_only=fill and i>0)
+        m.engine.add(r)
+        while m.engine.has_work: m.engine.step()
+    s = m.engine.stats()
+    m.close()
+    found = s['prefix_cache_queries_total'],s['prefix_cache_hits_total']
+    assert found==((130,0) if fill else (330,128))
 
 # -- in process --------------------------------------------------------------------------------
 

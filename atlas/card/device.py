@@ -548,5 +548,10 @@ def budget(self:Device,
 )->Budget:
     "A budget of what is available here now"
     m = self.memory()
-    own = self.kind=='cuda' and not self.integrated
-    return Budget(m.available, ifnone(reserve, m.total//(50 if own else 10)), utilization)
+    part = 10 if self.shares_host else 50
+    return Budget(m.available, ifnone(reserve, m.total//part), utilization)
+
+@patch(as_prop=True)
+def shares_host(self:Device)->bool:
+    "Is its memory the host's?"
+    return self.kind!='cuda' or self.integrated

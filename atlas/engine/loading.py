@@ -34,9 +34,10 @@ from .policy import Policy
 from .prefix import PrefixTree
 from .scheduler import Scheduler
 from .snapshots import SnapshotTree
-from .spill import Records,SpillTier,open_spill
+from .spill import Records,SpillTier,open_spill,spill_needs
 from .stepper import HostStepper
 from ..ops import vocabulary as host_words
+from ..ops.linear import TILE
 
 # %% ../../nbs/5_engine/13_loading.ipynb #85a89bb5
 def _suits(c:EngineConfig, device, defaults, chunk):
@@ -253,6 +254,7 @@ def _load(self:LoadedModel, ck, show):
         dtype=o.kv_cache_dtype or d.kv_format,
         high_precision=o.kv_high_precision_layers)
     self.arena = self.device.arena()
+    self._set_aside()
     steps = self._steps(ck, packed, anew)
     need = self.ops.weight_bytes(ck.tensors, parts, packed, *anew)
     if by.ck: need += self.ops.weight_bytes(by.ck.tensors, ('',), packed, *anew)
@@ -335,9 +337,7 @@ def _fitting(self:LoadedModel, left, asked)->int:
 @patch
 def _snapshots(self:LoadedModel, asked)->tuple[int,int]:
     "How many snapshots to make room for in a cache of `asked` bytes, and the bytes of one"
-    o,by = self.options,self.drafting.ck
-    one = state_bytes(self.config)
-    if by and not by.config.drafter: one += state_bytes(by.config)
+    o,one = self.options,self._one_state()
     if not (one and o.enable_prefix_caching): return 0,0
     return ifnone(o.state_snapshots, min(64, asked//10//one)),one
 
@@ -351,6 +351,12 @@ def _beside(self:LoadedModel)->tuple[int,int]:
     token = token_bytes(c, self.ops, kv['dtype'], False, kv['high_precision'])
     return token,(by.k+4)*state_bytes(c)
 
+@patch
+def _one_state(self:LoadedModel)->int:
+    "Bytes of the states of a sequence: the model's, and those of a model that drafts"
+    one,by = state_bytes(self.config),self.drafting.ck
+    return one+(state_bytes(by.config) if by and not by.config.drafter else 0)
+
 _FLAGS = dict(weights='--quantization', cache='--max-seq-len', tables='--max-num-seqs')
 
 @patch
@@ -358,6 +364,24 @@ def _region(self:LoadedModel, name:str):
     "A new region of the arena, for arrays that stay"
     most = 2*self.device.memory().total
     return self.arena.region(name, most, _FLAGS[name])
+
+# %% ../../nbs/5_engine/13_loading.ipynb #5e7a51de
+@patch
+def _set_aside(self:LoadedModel):
+    "Take what the second tier has of the host's memory out of the budget; refuse what will not do"
+    o = self.options
+    if not (o.enable_prefix_caching and o.kv_spill_gb): return
+    need = spill_needs(self._record_sizes(), o.kv_spill_gb, o.kv_spill_dir)
+    budgets = [get_device('cpu').budget()]
+    if self.device.shares_host: budgets.append(self.arena.budget)
+    for b in budgets: b.take('spill', need, '--kv-spill-gb')
+
+@patch
+def _record_sizes(self:LoadedModel)->dict[str,int]:
+    "Bytes of a tile of the cache, and of the states of a sequence"
+    kv,own = self._kv,self.drafting.who=='mtp'
+    token = token_bytes(self.config, self.ops, kv['dtype'], own, kv['high_precision'])
+    return dict(tile=TILE*(token+self._beside()[0]), state=self._one_state())
 
 # %% ../../nbs/5_engine/13_loading.ipynb #e46ee7ee
 def _tight(device, *cks)->bool:
@@ -446,5 +470,5 @@ def close(self:LoadedModel)->int: # Bytes of a card's memory in arrays that some
         self.draft_model = self.draft_cache = None
     gc.collect()
     self.device.tidy()
-    self.arena.budget.give('steps')
+    for part in ('steps','spill'): self.arena.budget.give(part)
     return self.arena.close()

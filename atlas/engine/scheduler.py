@@ -114,8 +114,6 @@ def __repr__(self:Seq):
     return f'Seq({self.id}: {self.finish_reason or self.state}, {P}+{m} tokens, {c} computed, {b} blocks)'
 
 # %% ../../nbs/5_engine/09_scheduler.ipynb #2335c5b1
-def _asked(seq)->int: return 0 if seq.request.prefill_only else seq.prompt_len
-
 class Queue:
     "Waiting sequences, best first"
     def __init__(self,
@@ -123,13 +121,13 @@ class Queue:
     ):
         self._heap,self._live,self._key = [],{},key
         self._pushed = 0
-        self.tokens = 0 # Of the prompts that wait for an answer
+        self.tokens = 0 # Of the prompts that wait, and that somebody wants answered
     def __len__(self): return len(self._live)
     def __iter__(self): return (s for *_,s in sorted(self._live.values()))
 
     def push(self, seq):
         "Come in; or, for one that waits already, be compared anew"
-        if seq.id not in self._live: self.tokens += _asked(seq)
+        if seq.id not in self._live: self.tokens += self._asked(seq)
         self._pushed += 1
         entry = self._live[seq.id] = self._key(seq),self._pushed,seq
         heappush(self._heap, entry)
@@ -153,8 +151,13 @@ def pop(self:Queue)->Seq:
 @patch
 def _struck(self:Queue, seq):
     del self._live[seq.id]
-    self.tokens -= _asked(seq)
+    self.tokens -= self._asked(seq)
     return seq
+
+@patch
+def _asked(self:Queue, seq)->int:
+    "Tokens of a prompt that somebody waits for"
+    return 0 if seq.request.prefill_only else seq.prompt_len
 
 @patch
 def remove(self:Queue, seq:Seq):
@@ -418,8 +421,9 @@ def _admit(self:Scheduler):
 
 @patch
 def _look_up(self:Scheduler, seq):
-    "Count the tokens that are looked for, once"
-    if self.prefix and seq.waited is None: self.totals['queries'] += seq.prompt_len
+    "Count the tokens that are looked for, once, and only for who wants an answer"
+    first = seq.waited is None and not seq.request.prefill_only
+    if self.prefix and first: self.totals['queries'] += seq.prompt_len
 
 # %% ../../nbs/5_engine/09_scheduler.ipynb #b1a46195
 @patch
@@ -446,7 +450,7 @@ def _had(self:Scheduler, seq):
     seq.num_computed = seq.trail.tokens
     new = max(0, seq.num_computed-seq.reached)
     seq.cached += new
-    self.totals['hits'] += new
+    if not seq.request.prefill_only: self.totals['hits'] += new
     seq.reached = max(seq.reached, seq.num_computed)
 
 @patch

@@ -22,6 +22,7 @@ def snapshot_points(
 )->list[int]: # Multiples of TILE, ascending
     "Where a prompt's states are worth keeping"
     ends = [*(b for b in boundaries if 0<b<=length), last]
+    if not boundaries: ends.append(last-2*TILE)
     step = interval-interval%TILE
     if step: ends += range(step, last, step)
     found = {e-e%TILE for e in ends if e<last+TILE}

@@ -6,8 +6,8 @@ Docs: https://atlas-inference.github.io/atlas/5_engine/spill.html.md"""
 
 # %% auto #0
 __all__ = ['KINDS', 'VERSION', 'PAGE', 'HEAD', 'NOBODY', 'neighbours', 'Records', 'code_digest', 'Record', 'seal', 'is_sealed',
-           'HostMemory', 'SpillFile', 'spill_file', 'unit_of', 'Units', 'SpillStore', 'pack_index', 'unpack_index',
-           'open_spill', 'Fetch', 'SpillTier']
+           'HostMemory', 'SpillFile', 'spill_file', 'unit_of', 'Units', 'SpillStore', 'buffers_for', 'spill_needs',
+           'pack_index', 'unpack_index', 'open_spill', 'Fetch', 'SpillTier']
 
 # %% ../../nbs/5_engine/04_spill.ipynb #3d501ac3
 import errno,fcntl,hashlib,json,logging,mmap
@@ -293,8 +293,9 @@ class SpillStore:
         self.unit = unit_of(sizes)
         self.units = Units(nbytes//self.unit)
         self.records = OrderedDict() # `Record`s by name, the least recently used first
-        self.kept,self.lost = [],[] # Records of an earlier run; names of those that are gone
-        self.written = self.read = self.errors = self.dropped = 0
+        self.kept = [] # Records of an earlier run
+        self.written = self.read = self.errors = 0
+        self.dropped = self.evicted = 0 # Records that were not kept, and that left for newer ones
         self.off,self.closed = None,False # Why nothing is kept any more
         self._turn = threading.Condition()
         self._begin(stream, held, readers)
@@ -304,21 +305,55 @@ class SpillStore:
         return (kind,ident) in self.records
     def units_of(self, kind:str)->int:
         "How many units a record takes"
-        return -(-(HEAD+self.sizes[kind])//self.unit)
+        return _units(self.sizes[kind], self.unit)
     def __repr__(self):
         room = f'{human(self.used_bytes)} of {human(self.units.count*self.unit)}'
         state = f'off: {self.off}' if self.off else f'{len(self.records)} records'
         return f'SpillStore({room} in {self.place}, {state})'
 
+# %% ../../nbs/5_engine/04_spill.ipynb #b0ffe401
+def _units(nbytes, unit): return -(-(HEAD+nbytes)//unit)
+
+def buffers_for(
+    sizes:dict, # Kind -> bytes of a record
+    units:int, # Of the place
+    held:int=1<<27, # Bytes of the buffers for tiles
+)->dict[str,tuple[int,int]]: # Kind -> buffers of each direction, and bytes of one
+    "Buffers of a store; none for records that have no room in its place"
+    unit = unit_of(sizes)
+    count = dict(tile=min(64, max(4, held//unit)), state=2)
+    takes = {k: _units(n, unit) for k,n in sizes.items()}
+    return {k: (count[k]*(n<=units), n*unit) for k,n in takes.items()}
+
+def _spilled_bytes(sizes, gb):
+    "`gb` in bytes, with room for a record at least"
+    nbytes,unit = int(gb*1e9),unit_of(sizes)
+    if nbytes>=unit: return nbytes
+    said = f'{gb:g} GB have no room for {human(unit, 1000)}'
+    hint = f'That is one record: the keys and values of {TILE} tokens'
+    raise RequestError(said, hint=hint, param='kv_spill_gb')
+
+def spill_needs(
+    sizes:dict, # Kind -> bytes of a record
+    gb:float, # 10^9 bytes that records may take
+    folder=None, # Of their file; None: in memory of the host
+)->int:
+    "Bytes of the host's memory that a store takes; a `RequestError` where size or folder will not do"
+    nbytes = _spilled_bytes(sizes, gb)
+    buffers = buffers_for(sizes, nbytes//unit_of(sizes)).values()
+    both = 2*sum(n*size for n,size in buffers)
+    if folder is None: return both+PAGE+nbytes
+    spill_file(folder, NOBODY).close()
+    return both
+
 # %% ../../nbs/5_engine/04_spill.ipynb #8261dd0f
 @patch
 def _begin(self:SpillStore, stream, held, readers):
     "Make buffers and threads"
-    tiles = min(64, max(4, held//self.unit))
     self._idle = {} # (kind, use) -> buffers, each with the mark that its last user left
-    for use in ('write','read'):
-        self._idle['tile',use] = self._buffers(stream, 'tile', tiles)
-        self._idle['state',use] = self._buffers(stream, 'state', 2)
+    for kind,(n,size) in buffers_for(self.sizes, self.units.count, held).items():
+        for use in ('write','read'):
+            self._idle[kind,use] = deque((stream.buffer(size), Mark()) for _ in range(n))
     self._stop,self._writes,self._writing = False,deque(),0
     self._reads = {} # `_Reading`s by name, the first wanted first
     self._threads = [self._thread(self._writer)]
@@ -330,19 +365,6 @@ def _thread(self:SpillStore, f):
     t = threading.Thread(target=f, name='atlas-spill', daemon=True)
     t.start()
     return t
-
-@patch
-def _buffers(self:SpillStore, stream, kind, count):
-    "Buffers for records of a kind; none where no such record fits"
-    n = self.units_of(kind)
-    if n>self.units.count: count = 0
-    return deque((stream.buffer(n*self.unit), Mark()) for _ in range(count))
-
-@patch(as_prop=True)
-def buffer_bytes(self:SpillStore)->int:
-    "Bytes of all buffers"
-    return sum(b.nbytes for those in self._idle.values() for b,_ in those)
-
 @patch(as_prop=True)
 def used_bytes(self:SpillStore)->int:
     "Bytes of `place` that are in use"
@@ -408,7 +430,8 @@ def _make_room(self:SpillStore, r)->bool:
         oldest.append(o)
         need -= len(o.units)
     if need>0: return False
-    for o in oldest: self._lose(o)
+    for o in oldest: self._drop(o)
+    self.evicted += len(oldest)
     return True
 
 # %% ../../nbs/5_engine/04_spill.ipynb #031b7980
@@ -419,12 +442,6 @@ def _drop(self:SpillStore, r):
     r.gone = True
     if (x := self._reads.get(r.name)) and x.state=='waits': x.state = 'failed'
     if not r.busy: self.units.give(r.units)
-
-@patch
-def _lose(self:SpillStore, r):
-    "Drop record `r`, and remember to say so"
-    self._drop(r)
-    self.lost.append(r.name)
 
 # %% ../../nbs/5_engine/04_spill.ipynb #d91318f3
 @patch
@@ -494,13 +511,6 @@ def forget(self:SpillStore, kind:str, ident:bytes):
     with self._turn:
         if r := self.records.get((kind,ident)): self._drop(r)
         self._turn.notify_all()
-
-@patch
-def take_lost(self:SpillStore)->list[tuple[str,bytes]]:
-    "Names of records that are gone since the last time, for room, damage or a disk that failed"
-    with self._turn:
-        lost,self.lost = self.lost,[]
-        return lost
 
 # %% ../../nbs/5_engine/04_spill.ipynb #2c884092
 class _Reading:
@@ -605,7 +615,7 @@ def _damaged(self:SpillStore, r, error):
     self.errors += 1
     said = 'A record of the second tier is damaged, and dropped: %s'
     if self.errors==1: _log.warning(said, error)
-    if not r.gone: self._lose(r)
+    if not r.gone: self._drop(r)
 
 @patch
 def _fail(self:SpillStore, error):
@@ -613,7 +623,7 @@ def _fail(self:SpillStore, error):
     self.errors += 1
     if self.off: return
     self.off = str(error) or type(error).__name__
-    for r in list(self.records.values()): self._lose(r)
+    for r in list(self.records.values()): self._drop(r)
     self._clear()
     _log.warning('The second tier of the prefix cache is switched off: %s', self.off)
 
@@ -634,7 +644,8 @@ def stats(self:SpillStore)->dict:
         kv_spill_read_bytes_total=self.read,
         kv_spill_used_bytes=self.used_bytes,
         kv_spill_errors_total=self.errors,
-        kv_spill_dropped_total=self.dropped)
+        kv_spill_dropped_total=self.dropped,
+        kv_spill_evictions_total=self.evicted)
 
 # %% ../../nbs/5_engine/04_spill.ipynb #dc0bd0e7
 _TOP = struct.Struct('<8sI32sQI') # Mark, version, fingerprint, bytes of a unit, records
@@ -802,12 +813,7 @@ def open_spill(
     keep:bool=False, # Take up what is there of this model, and leave it there at the end
 )->SpillStore:
     "A store for `records`; a `RequestError` where the folder or the size will not do"
-    printed,unit = records.fingerprint(),unit_of(records.sizes)
-    nbytes = int(gb*1e9)
-    if nbytes<unit:
-        said = f'{gb:g} GB have no room for {human(unit, 1000)}'
-        hint = f'That is one record: the keys and values of {TILE} tokens'
-        raise RequestError(said, hint=hint, param='kv_spill_gb')
+    printed,nbytes = records.fingerprint(),_spilled_bytes(records.sizes, gb)
     place = _memory(nbytes) if folder is None else spill_file(folder, printed, keep)
     store = SpillStore(place, records.stream, records.sizes, nbytes, printed)
     if place.path: store.take_up()

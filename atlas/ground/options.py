@@ -65,7 +65,8 @@ class Caching:
     enable_prefix_caching:bool=option(True,
         help='Keep what prompts have in common, and compute it once.')
     state_checkpoint_interval:int=option(4096, step=64, min=64,
-        help='Of models with recurrent layers: keep states of a long prompt every so many tokens.')
+        help='Of models with recurrent layers: keep states of a long prompt every so many tokens, '
+            'a multiple of 64.')
     state_snapshots:int|None=option(None, min=0,
         help='Room for so many such states, beside what running sequences have. '
             '[default: up to 64, in a tenth of the cache]')
@@ -199,6 +200,9 @@ _SPILL_GB = 32. # Of a spill file, where nobody says how much
 
 def _spilling(c):
     "Settle where the cache spills to, and refuse what does not go together"
+    for name in ('kv_spill_dir','kv_spill_gb'):
+        if c.enable_prefix_caching or getattr(c, name) is None: continue
+        _refuse(f'{name} is of no use without a prefix cache', name, 'Leave enable_prefix_caching on')
     if c.kv_spill_dir is None:
         hint = 'Say where with kv_spill_dir (--kv-spill-dir)'
         if c.kv_spill_keep: _refuse('kv_spill_keep needs a folder', 'kv_spill_keep', hint)

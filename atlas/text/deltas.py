@@ -45,6 +45,7 @@ class Delta:
     stop:str|int|None=None # The stop string or stop token id that ended it
     error:AtlasError|None=None # Why it ended, if that was an error
     drafted:int=field(default=0, compare=False) # So many of its tokens were accepted drafts
+    cached:int=field(default=0, compare=False) # With the last: prompt tokens that a cache had
 
     @property
     def text(self)->str:

@@ -152,6 +152,7 @@ def _end(self:ChoiceReader, d, end):
         if why=='stop' and stop_token: d.stop = end.token
     if why=='stop' and s and s.calling and not self.cut: why = 'tool_calls'
     self.finish = d.finish = why
+    d.cached = self.cached
 
 # %% ../../nbs/6_text/18_generation.ipynb #1946c722
 @patch
