@@ -550,16 +550,21 @@ def serve(monkeypatch):
     monkeypatch.setattr(atlas.service.gateway, 'serve', spy)
     return spy
 
-def test_serve_hands_everything_over(serve):
+@pytest.mark.parametrize('without', ['no-enable-prefix-caching','kv-spill'])
+def test_serve_hands_everything_over(serve, without):
     "Every option arrives: an engine's in its config, the others under names that the gateway knows"
-    flags = ' '.join([*GATEWAY, *ENGINE]).split()
+    own = {k:v for k,v in ENGINE.items() if without not in k}
+    flags = ' '.join([*GATEWAY, *own]).split()
     assert run('serve', 'm', 'other', *flags).exit_code==0
-    engine,gateway = merged(ENGINE),merged(GATEWAY)
+    engine,gateway = merged(own),merged(GATEWAY)
     configs = [EngineConfig(m, **engine) for m in ('m','other')]
     assert serve.call_args.args==(configs,)
     assert serve.call_args.kwargs==gateway
     assert set(gateway)<=set(inspect.signature(serve).parameters)
-    untold = [n for n,f in cli.FLAGS.items() if engine[n]==f.default]
+
+def test_every_flag_is_handed_over_by_the_test():
+    told = merged(ENGINE)
+    untold = [n for n,f in cli.FLAGS.items() if told[n]==f.default]
     assert not untold, 'these would arrive though nobody handed them over'
 
 def test_serve_knows_the_chunk_by_another_name(serve):

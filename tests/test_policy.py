@@ -8,6 +8,7 @@ from collections import Counter,namedtuple
 from contextlib import nullcontext
 from dataclasses import replace
 from math import inf,isfinite
+from types import SimpleNamespace
 import numpy as np
 import pytest
 from hypothesis import given,settings,strategies as st
@@ -19,6 +20,7 @@ from atlas.ground.core import AtlasError,QueueFullError,RequestError
 from atlas.ground.requests import MAX_TIMEOUT,Request,SamplingParams
 from atlas.ops.linear import TILE
 from atlas.service.protocol import anthropic,openai,responses
+from atlas.service.remote import RemoteRunner
 from helpers.small_engine import alone,ask,engine,left_clean
 from test_scheduler import Driver,calls,request
 
@@ -315,6 +317,35 @@ def test_the_impatient_are_not_preempted(max_wait, stays):
     step(sc)
     assert x.running==stays
 
+def test_the_impatient_keep_their_blocks():
+    "Nor when there is a place, and only room in the cache is wanting"
+    sc,now = scheduler(Policy(max_wait=1.), 2)
+    sc.add(request('first', 550, 50, ignore_eos=True))
+    step(sc)
+    x = sc.add(request('x', 550, 50, ignore_eos=True))
+    now[0] += 2
+    sc.abort('first')
+    step(sc)
+    urgent = sc.add(request('urgent', 400, 5, priority=-1))
+    step(sc)
+    assert x.running and not urgent.running
+
+def test_decoding_goes_first_only_where_it_has_waited():
+    "Once, when more than a quarter of the deadline went by between two steps"
+    sc,now = scheduler(Policy('slai', .1), 2, 200, 2000, chunk=128)
+    sc.add(request('answer', 60, 300, ignore_eos=True))
+    step(sc)
+    sc.add(request('prompt', 1900, 2))
+    def kinds(pause):
+        now[0] += pause
+        plan = sc.schedule()
+        now[0] += .05
+        sc.commit(plan, [[5]]*len(plan.sampled))
+        return bool(plan.prefill),bool(plan.decode)
+    pauses = 0,0,.01,.03,.03,0,.03,0,0
+    want = [True,True,True,False,True,True,False,True,True]
+    assert [kinds(p) for p in pauses]==[(p,True) for p in want]
+
 def test_patience_is_kept_through_preemption():
     "Seconds in the queue add up, and those in a step do not count"
     sc,now = scheduler(Policy(max_wait=3.))
@@ -328,6 +359,18 @@ def test_patience_is_kept_through_preemption():
         step(sc)
         assert x.running==first
         assert bool(urgent.finish_reason)!=first
+
+def test_a_clock_that_goes_back():
+    "Nobody gains patience by it"
+    sc,now = scheduler(Policy(max_wait=3.))
+    now[0] = 100.
+    sc.add(request('first', 60, 50, ignore_eos=True))
+    x = sc.add(request('x', 60, 50, ignore_eos=True))
+    step(sc)
+    now[0] = 5.
+    sc.abort('first')
+    step(sc)
+    assert x.running and x.patience<=3
 
 def test_a_step_reads_no_queue():
     "As many calls with 5,000 waiting as with 30, whatever the policy"
@@ -376,6 +419,57 @@ def test_one_slow_step_changes_nothing_for_long(at):
     assert min(bad[max(at+12, 20):])>=448
     if at>=20: assert min(bad[at+1:])>=448, 'one step too slow, and chunks are small'
 
+def asked(c, deadline, speeds, chunk=2048, first=None):
+    """Tokens that a policy gives a prompt beside four answers, step by step; a step takes as many
+    times as long as `speeds` say. And what the steps took. A prompt alone may have taken a `first` step"""
+    p,now,sizes,times = Policy('slai', deadline),0.,[],[]
+    p.note(Load(seqs=4), c.plain)
+    if first: p.note(Load(1, chunk), first)
+    for slow in speeds:
+        who = SimpleNamespace(num_computed=0, said=now)
+        sizes.append(p.room([who], [who]*4, chunk, 1, now))
+        load = Load(1, sizes[-1], 0, 4)
+        times.append(slow*seconds(c, load))
+        now += times[-1]
+        p.note(load, times[-1])
+    return np.array(sizes),np.array(times)
+
+LARGE,SMALL = Costs(.0022, .008, 0., .179e-3),Costs(.025, .015, .070, .16e-3)
+
+@pytest.mark.parametrize('machine,deadline', [(LARGE,.1), (SMALL,.2), (SMALL,.1)])
+@pytest.mark.parametrize('slow', (1.5, 2, 3, 10, 100))
+def test_another_process_takes_the_card(machine, deadline, slow):
+    "Chunks do not climb while all is slower, and are as long as before soon after"
+    sizes,times = asked(machine, deadline, [1]*30+[slow]*30+[1]*30)
+    before = sizes[29]
+    assert sizes[30:60].max()<=1.5*before
+    floor = slow*seconds(machine, Load(1, TILE, 0, 4))
+    assert times[36:60].max()<=2.2*max(deadline, floor)
+    assert sizes[75:].min()>=.7*before and sizes[75:].max()<=1.4*before
+
+@pytest.mark.parametrize('machine,deadline', [(LARGE,.1), (SMALL,.2), (SMALL,.1)])
+def test_a_prompt_that_had_to_compile(machine, deadline):
+    "A first chunk that took a hundred times as long does not keep those beside answers small"
+    good,bad = [asked(machine, deadline, [1]*40, first=s)[0] for s in (None,33.)]
+    assert bad[20:].min()>=.6*good[20:].mean()
+
+@pytest.mark.parametrize('deadline', (.001, .05, .1))
+@pytest.mark.parametrize('machine', (LARGE,SMALL))
+def test_a_deadline_that_no_chunk_keeps(machine, deadline):
+    "Nothing is known at first; soon a prompt takes about twice its time alone at most"
+    sizes,times = asked(machine, deadline, [1]*40)
+    alone = seconds(machine, Load(1, 2048))/2048
+    assert times[15:].sum()<=2.3*alone*sizes[15:].sum()
+
+def test_one_slow_step_is_no_median():
+    t = StepTimes()
+    t.note(Load(seqs=4), .02)
+    def seen(n, slow=1): t.note(Load(1, n, 0, 4), .02+slow*(.01+1e-4*n))
+    for n in (64, 128, 512)*5: seen(n)
+    before = t.step(512, 4)
+    seen(512, 100)
+    assert abs(t.step(512, 4)/before-1)<.05
+
 class Wall:
     "A prompt of N tokens comes to four answers: times between tokens meanwhile, and its own"
     def __init__(self, policy, costs, N=12_000):
@@ -416,6 +510,13 @@ def test_both_lines(plain, fixed, each):
     w = Wall(Policy('slai', D), c)
     assert w.p99<=D+plain
     assert w.took<=1.3*alone+D
+
+def test_a_plain_step_more(monkeypatch):
+    "Where the deadline alone would make a prompt far slower, steps are longer by a plain one at most"
+    w = Wall(Policy('slai', .1), SMALL)
+    assert w.p99<=.1+SMALL.plain
+    monkeypatch.setattr('atlas.engine.policy.SWIFT', 99.)
+    assert w.took<.97*Wall(Policy('slai', .1), SMALL).took
 
 # -- time limits and bounds ----------------------------------------------------------------------
 
@@ -460,6 +561,47 @@ def test_time_limits_in_an_engine(asks, late, abort):
         if why=='timeout': assert r.timeout<=when-at
         assert said[r.id]==(whole if why=='length' else whole[:len(said[r.id])])
 
+def staged(stage, late):
+    "An engine in which request r0, of three, is at `stage`; its clock, and all events until then"
+    now,events = [0.],[]
+    e = engine(late, seqs=1 if stage in ('waiting','preempted','replay') else 2,
+        policy=Policy('slai', .1), clock=lambda: now[0])
+    s = e.scheduler
+    if stage=='waiting': e.add(ask(1, 10, 9))
+    e.add(replace(ask(0, 150, 20), timeout=5.))
+    def at(): return s.seqs['r0'].state,len(s.seqs['r0'].outputs)
+    def until(test):
+        for _ in range(100):
+            if test(*at()): return
+            events.extend(e.step())
+        raise AssertionError(f'{stage} was never reached')
+    if stage=='prefill': until(lambda state,n: state=='prefill' and s.seqs['r0'].num_computed>0)
+    if stage in ('decode','preempted','replay'): until(lambda state,n: n==9)
+    if stage in ('preempted','replay'):
+        e.add(ask(1, 10, 9, priority=-1))
+        until(lambda state,n: state=='waiting')
+    if stage=='replay': until(lambda state,n: state=='replay')
+    assert at()[0]==dict(preempted='waiting').get(stage, stage)
+    return e,now,events
+
+@pytest.mark.parametrize('late', (False,True))
+@pytest.mark.parametrize('stage', ('waiting','prefill','decode','preempted','replay'))
+def test_time_is_up_at(stage, late):
+    "It ends once with the beginning of what it says alone, and whoever is there goes on"
+    e,now,events = staged(stage, late)
+    e.add(ask(2, 10, 9))
+    now[0] += 6
+    for _ in range(100): events += e.step()
+    left_clean(e)
+    def of(i): return [v for v in events if v.id==f'r{i}']
+    assert [v.finish for v in of(0) if v.finish]==['timeout'] and of(0)[-1].finish
+    said = tokens_of(of(0))
+    assert said==tokens_of(alone(ask(0, 150, 20)))[:len(said)]
+    assert (len(said)>=9)==(stage in ('decode','preempted','replay'))
+    for i in (1,2):
+        if of(i): assert tokens_of(of(i))==tokens_of(alone(ask(i, 10, 9)))
+    assert of(2)
+
 def tokens_of(events): return [v.token for v in events if v.token is not None]
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=20), st.integers(1, 600))
@@ -473,6 +615,33 @@ def test_tokens_that_wait(sizes, most):
         refused = pytest.raises(QueueFullError, match='tokens are waiting already')
         with refused if full else nullcontext(): sc.add(request(i, n, 1))
         if i%3==2: sc.schedule()
+
+def test_who_only_fills_the_cache_is_not_in_the_queue():
+    "Prompts that nobody waits for count neither as requests nor as tokens"
+    sc,_ = scheduler(max_queue=2, max_queue_tokens=100)
+    sc.add(request('runs', 60, 9))
+    step(sc)
+    for i in range(3): sc.add(replace(request(f'fill{i}', 300, 1), prefill_only=True))
+    for id,n in (('b',60),('c',40)): sc.add(request(id, n, 1))
+    assert sc.waiting.tokens==sc.stats()['num_tokens_waiting']==100
+    with pytest.raises(QueueFullError, match='2 requests'): sc.add(request('d', 1, 1))
+    while step(sc): pass
+    assert sc.waiting.tokens==0 and not sc.has_work
+
+def test_a_gateway_knows_that_the_queue_is_full():
+    "It refuses before an answer has begun, so that a stream has a status"
+    r = RemoteRunner('m')
+    r._ready,r.info = True,dict(max_queue=9, max_queue_tokens=100)
+    def asked(n, waiting, **kw):
+        r._stats = dict(num_tokens_waiting=waiting)
+        return r._check(replace(request('a', n, 1), **kw))
+    asked(500, 0)
+    asked(60, 40)
+    with pytest.raises(QueueFullError, match='40 tokens of prompts are waiting') as e: asked(61, 40)
+    assert e.value.status==503
+    asked(61, 40, prefill_only=True)
+    r.info = dict(max_queue=9, max_queue_tokens=None)
+    asked(500, 400)
 
 HELLO = [dict(role='user', content='Hi')]
 APIS = {

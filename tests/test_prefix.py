@@ -1,6 +1,7 @@
 """The tree of prefixes: its books are right whatever happens, and a hit answers what a miss answers, to the bit.
 
 A made-up hybrid is run by NumPy; in its states whatever was not written is no number."""
+from dataclasses import replace
 from collections import Counter
 from types import SimpleNamespace
 import numpy as np,pytest
@@ -480,13 +481,18 @@ def test_a_disk_that_fails_harms_nobody():
         left_clean(e)
         e.scheduler.prefix.tier.close()
 
-def test_who_waits_for_the_store_can_leave():
-    "An abort while records are being read leaves nothing behind"
+@pytest.mark.parametrize('why', ('abort','timeout'))
+def test_who_waits_for_the_store_can_leave(why):
+    "An end while records are being read leaves nothing behind"
     e,r,store = spilled()
-    e.add(named(r, 1))
-    e.scheduler.schedule()
-    assert e.scheduler.running[0].fetch
-    e.abort('again1')
+    s,now = e.scheduler,[0.]
+    s.clock = lambda: now[0]
+    e.add(replace(named(r, 1), timeout=5.))
+    s.schedule()
+    assert s.running[0].fetch
+    now[0] += 6*(why=='timeout')
+    ends = e.step() if why=='timeout' else e.abort('again1')
+    assert [v.finish for v in ends]==[why]
     left_clean(e)
     assert not store._reads
     assert answer(e, named(r, 2))==(said(alone(r)),190-128)

@@ -268,7 +268,7 @@ def _check(self:Scheduler, overcommit):
 def full(self:Scheduler, tokens:int)->str|None:
     "Why a prompt of so many tokens may not wait, or None"
     n,t,most = len(self.waiting),self.waiting.tokens,self.max_queue_tokens
-    n -= sum(s.request.prefill_only for s in self.waiting) if self.fills else 0
+    n -= self.fills-sum(s.request.prefill_only for s in self.running)
     if n>=self.max_queue: return f'{n} requests are waiting already'
     if n and most and t+tokens>most:
         return f'{t:,} tokens are waiting already, and {tokens:,} more would be above {most:,}'
@@ -764,7 +764,8 @@ def stats(self:Scheduler)->dict:
     p,t = self.pool,self.totals
     running = sum(not s.request.prefill_only for s in self.running)
     waiting = len(self.seqs)-self.fills-running
-    return dict(num_requests_running=running, num_requests_waiting=waiting, kv_cache_usage_perc=p.used/p.num_blocks,
+    return dict(num_requests_running=running, num_requests_waiting=waiting,
+        num_tokens_waiting=self.waiting.tokens, kv_cache_usage_perc=p.used/p.num_blocks,
         blocks_used=p.used, blocks_promised=self.promised, blocks_total=p.num_blocks, num_preemptions_total=t['preemptions'],
         prefill_tokens_total=t['prefill_tokens'], replay_tokens_total=t['replay_tokens'], generation_tokens_total=t['generation_tokens'],
         request_success_total=dict(self.finished), **self._prefix_stats())

@@ -83,17 +83,18 @@ class Caching:
 @dataclass(frozen=True, kw_only=True)
 class Queueing:
     "How many requests may wait, and who of them goes first"
-    max_queue:int=option(256, 'Requests that may run and wait; more are answered with 503.', min=1)
-    max_queue_tokens:int|None=option(None, min=1,
+    max_queue:int=option(256, min=1, max=10**6,
+        help='Requests that may run and wait; more are answered with 503.')
+    max_queue_tokens:int|None=option(None, min=1, max=10**12,
         help='Tokens of prompts that may wait; beyond, requests are answered with 503. '
             '[default: any number]')
     scheduling_policy:str=option('fifo', words=_policies,
         help='Who goes first among equal priorities: fifo, who came first; '
             'slai, who has the least of a prompt left to compute.')
-    tbt_deadline_ms:int|None=option(100, min=0,
-        help='Milliseconds between two tokens of an answer that prompts beside it may not exceed; '
-            '0: no deadline.')
-    max_wait_ms:int|None=option(10_000, min=0,
+    tbt_deadline_ms:int|None=option(100, min=0, max=3_600_000,
+        help='Milliseconds that may pass between two tokens of an answer while prompts are '
+            'computed beside it, in smaller pieces if need be; 0: no deadline.')
+    max_wait_ms:int|None=option(10_000, min=0, max=86_400_000,
         help='Milliseconds without progress after which a request goes first, '
             'whatever its priority and length; 0: never.')
 
@@ -108,8 +109,8 @@ class EngineConfig(Caching, Queueing, Speculation):
     max_num_seqs:int=option(8, 'Sequences that are answered at the same time.', min=1)
     kv_cache_memory:int|None=option(None, size=True,
         help='Memory for the key-value cache, such as 4GiB. [default: 40 % of what is free]')
-    chunk:int|None=option(None, step=64, min=64, alias='--max-num-batched-tokens',
-        help='Prompt tokens in a step, beside decoding: a multiple of 64. '
+    chunk:int|None=option(None, step=64, min=64, max=1<<20, alias='--max-num-batched-tokens',
+        help='Most prompt tokens in a step, beside decoding: a multiple of 64. '
             '[default: 256, on a card 2,048]')
     overcommit:float=option(1., min=1, max=1000,
         help='Promise this multiple of the cache; above 1, sequences may be preempted.')
@@ -141,8 +142,8 @@ def _whole(v, how):
     least,most = how['cli'].get('min', 1),how['cli'].get('max')
     step = how['step']
     whole = isinstance(v, numbers.Integral) and not isinstance(v, bool)
-    expected = f'a multiple of {step}' if step>1 else f'a whole number above {least-1}'
-    if most: expected = f'a whole number from {least} to {most}'
+    kind = f'a multiple of {step}' if step>1 else 'a whole number'
+    expected = f'{kind} from {least:,} to {most:,}' if most else kind+f' above {least-1}'*(step==1)
     fits = whole and least<=v and (most is None or v<=most)
     return fits and v%step==0,expected
 

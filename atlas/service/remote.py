@@ -105,10 +105,8 @@ def unavailable(
 @patch
 def _check(self:RemoteRunner, request):
     self._check_open()
-    n,room = self.asked,self.info.get('max_queue')
-    full = room is not None and n>=room and not request.prefill_only
-    said = f'{n} requests are waiting or running already'
-    if full: raise QueueFullError(said, hint='Try again in a moment')
+    full = None if request.prefill_only else self._full(len(request.prompt))
+    if full: raise QueueFullError(full, hint='Try again in a moment')
     if request.id in self._numbers: raise AtlasError(f'A request called {request.id!r} is already running')
 
 @patch
@@ -116,6 +114,14 @@ def _check_open(self:RemoteRunner):
     if not self.open: raise unavailable('The server is shutting down', after=5)
     if not self._ready: raise unavailable(f'The process of {self.name} is not running', hint='GET /health tells when it is back')
     if self.stalled: raise unavailable(f'The process of {self.name} does not answer', hint='GET /health tells when it does', after=5)
+
+@patch
+def _full(self:RemoteRunner, tokens)->str|None:
+    "Why a prompt of so many tokens may not come in, as far as is known here, or None"
+    n,room = self.asked,self.info.get('max_queue')
+    if room is not None and n>=room: return f'{n} requests are waiting or running already'
+    t,most = self._stats.get('num_tokens_waiting', 0),self.info.get('max_queue_tokens')
+    if t and most and t+tokens>most: return f'{t:,} tokens of prompts are waiting already'
 
 # %% ../../nbs/7_service/17_remote.ipynb #e85d8186
 @patch

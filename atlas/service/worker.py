@@ -206,6 +206,7 @@ def workload(
         prefix_caching=bool(getattr(m.options, 'enable_prefix_caching', False)),
         max_seq_len=m.max_seq_len,
         max_queue=m.options.max_queue,
+        max_queue_tokens=getattr(m.options, 'max_queue_tokens', None),
         vocab_size=m.config.vocab_size,
         eos_ids=list(m.text.eos_ids))
     drafts = getattr(m, 'speculative', None) # 'mtp, 3 drafts'

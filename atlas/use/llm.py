@@ -138,6 +138,7 @@ def generate(self:LLM,
     params:SamplingParams|list|None=None, # One for all, or one for each
     images=(), # For one prompt: what its image tokens stand for, in order: paths, data URLs, bytes or PIL images
     guide:dict|None=None, # What the answers must look like, see the guide page
+    timeout:float|None=None, # Seconds that the engine has for each, which then ends as it is; None: no limit
 ): # `Output`, or a list of them for a list of prompts
     "Answers to one prompt or many, computed together"
     one = isinstance(prompts, str) or (len(prompts)>0 and isinstance(prompts[0], (int,np.integer)))
@@ -147,7 +148,7 @@ def generate(self:LLM,
     if images and not one: raise RequestError('images belong to one prompt', hint='Call generate once for each', param='images')
     encoded = [self._encode(p, images=images) for p in prompts]
     asked = list(zip(encoded, params))
-    outs = self._answers(asked, guide)
+    outs = self._answers(asked, guide, timeout=timeout)
     return outs[0] if one else outs
 
 # %% ../../nbs/8_use/01_llm.ipynb #52d7f0ac
@@ -159,12 +160,13 @@ def _guide(self:LLM, guide):
     self.guides.check(guide)
 
 @patch
-def _answers(self:LLM, asked, guide=None, split=None)->list[Output]:
+def _answers(self:LLM, asked, guide=None, split=None, timeout=None)->list[Output]:
     "The first answer to each of the prompts `asked`, which are encoded and have parameters"
     self._guide(guide)
     reqs = []
     for (ids,_,pics),p in asked:
-        reqs += [self.request(ids, q, images=pics, guide=guide) for q in fan_out(p)]
+        how = dict(images=pics, guide=guide, timeout=timeout)
+        reqs += [self.request(ids, q, **how) for q in fan_out(p)]
     readers = [self.reader(r.params, guide, split) for r in reqs]
     said = [[] for _ in reqs]
     for k,d in self._run(reqs, readers): said[k].append(d)
@@ -191,18 +193,24 @@ def _output(c:Choice, cached:int, p:SamplingParams, ids, text)->Output:
 
 # %% ../../nbs/8_use/01_llm.ipynb #4b8e99fa
 @patch
-def stream(self:LLM, prompt, params:SamplingParams|None=None, images=(), guide:dict|None=None):
+def stream(self:LLM,
+    prompt, # This and what follows: as for `generate`
+    params:SamplingParams|None=None,
+    images=(),
+    guide:dict|None=None,
+    timeout:float|None=None,
+):
     "Yield the answer to one prompt as it is made: `Delta`s whose `.text` add up to the whole"
-    return self._stream(prompt, params, images, guide)
+    return self._stream(prompt, params, images, guide, timeout=timeout)
 
 @patch
-def _stream(self:LLM, prompt, params, images, guide, split=None):
+def _stream(self:LLM, prompt, params, images, guide, split=None, timeout=None):
     "The same, with thoughts and calls told apart if there is a `split`"
     p = params or SamplingParams()
     if p.n!=1: raise RequestError('Only one answer can be streamed here', hint='Use generate for n > 1', param='n')
     ids,_,pics = self._encode(prompt, images=images)
     self._guide(guide)
-    r = self.request(ids, p, images=pics, guide=guide)
+    r = self.request(ids, p, images=pics, guide=guide, timeout=timeout)
     events = self._run([r], [self.reader(p, guide, split)])
     try:
         for _,d in events:
@@ -218,6 +226,7 @@ def chat(self:LLM,
     tools:list|None=None, # Tools to offer, as JSON schemas; handed to the template
     stream:bool=False, # Yield `Delta`s instead
     guide:dict|None=None, # What the answer must look like
+    timeout:float|None=None, # As for `generate`
     **kwargs, # More for the template, such as enable_thinking
 ):
     "The model's next message"
@@ -225,9 +234,9 @@ def chat(self:LLM,
     prompt = self.render(messages, tools, **kwargs)
     ids = self.tokenizer.encode(prompt, add_special=False)
     split,guide = self._parted(messages, prompt, tools, guide, kwargs)
-    if stream: return self._stream(ids, params, images, guide, split)
+    if stream: return self._stream(ids, params, images, guide, split, timeout)
     asked = self._encode(ids, images=images),params or SamplingParams()
-    return self._answers([asked], guide, split)[0]
+    return self._answers([asked], guide, split, timeout)[0]
 
 @patch
 def render(self:LLM, messages, tools=None, **kwargs)->str:
