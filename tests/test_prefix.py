@@ -207,7 +207,9 @@ def test_random_schedules():
             compare(some, got, seen)
             tell(e, seen)
             emptied(e.scheduler.prefix)
-            if tier: tier.close()
+            if tier:
+                assert not tier.store._reads
+                tier.close()
     drawn()
     missing = [what for what in HAPPENED if seen[what]<3]
     assert not missing, f'{missing} hardly happened: {seen}'
@@ -337,12 +339,38 @@ def test_tiles_of_an_answer_that_failed_are_forgotten():
     "Keys that are no numbers make its logits none; the next one computes its own"
     e,r = engine(prefix=4),talk(1, 0, 150, 0, 6, {})
     e.add(r)
-    e.step()
-    seq, = e.scheduler.running
-    e.cache.kv[1].k[seq.table.blocks[0]] = np.nan
+    spoil_first_tile(e)
     events = [v for _ in range(9) for v in e.step()]
     assert events[-1].finish=='error' and e.scheduler.prefix.nodes==0
     assert answer(e, named(r, 1))[0]==said(alone(r))
+
+def spoil_first_tile(e):
+    "Take a step; keys of whom it computes are no numbers"
+    e.step()
+    seq, = e.scheduler.running
+    e.cache.kv[1].k[seq.table.blocks[0]] = np.nan
+
+@pytest.mark.parametrize('late', (False,True))
+def test_a_bad_tile_harms_one_alone(late):
+    "Who shares it, and has said nothing yet, is computed anew; so is who comes later"
+    e = engine(late=late, prefix=6)
+    others = [talk(i, 0, 128, 3, 6, {}, ends=(128,)) for i in (2,3,4)]
+    e.add(talk(1, 0, 190, 0, 6, {}))
+    spoil_first_tile(e)
+    got = run(e, [(r, i) for i,r in enumerate(others)], (), Counter())
+    assert got['r1'][-1].finish=='error'
+    for r in others: as_alone(got[r.id], alone(r))
+
+def test_a_fill_that_went_wrong_harms_nobody():
+    "What comes next has no first token from its tiles, and computes its own"
+    e = engine(prefix=6)
+    e.add(talk(1, 0, 190, 0, 1, {}, fill=True))
+    spoil_first_tile(e)
+    while e.has_work: e.step()
+    for i in (2,3):
+        r = talk(i, 0, 190, 3, 6, {})
+        assert answer(e, r)[0]==said(alone(r))
+    assert e.scheduler.prefix.nodes==4 and not e.corrupted
 
 def test_rows_of_answers_are_not_in_the_tree():
     "A prompt that goes on with an answer computes the answer's tokens as a prompt's"
@@ -401,6 +429,29 @@ def test_what_was_evicted_comes_back(kind, k, late):
     said_now,computed = answer(e, named(r, 1))
     assert said_now==said(alone(r)) and computed==190-128
     assert store.read>0 and not store._reads
+    e.scheduler.prefix.tier.close()
+
+def test_what_both_tiers_have_is_not_read_in_vain():
+    "States alone come back, and no buffer of the store is left with a tile that the tree had"
+    e,r,store = spilled()
+    for i in range(4):
+        assert answer(e, named(r, i))==(said(alone(r)),190-128)
+        assert not store._reads
+        store.settle()
+        e.scheduler.prefix.evict_snapshots(9)
+        store.settle()
+    e.scheduler.prefix.tier.close()
+
+def test_who_finds_no_slot_for_states_computes_them():
+    "Rather than read them again and again until there is one"
+    e,r,store = spilled(seqs=1)
+    states = e.scheduler.states
+    others = states.take(states.num_blocks-2)
+    e.add(named(r, 1))
+    events = [v for _ in range(40) for v in e.step()]
+    states.give(others)
+    left_clean(e)
+    assert said(events)==said(alone(r))
     e.scheduler.prefix.tier.close()
 
 @pytest.mark.parametrize('kind,depth', [('tile',0),('tile',1),('state',1)])

@@ -5,16 +5,20 @@ import numpy as np,pytest
 from collections import OrderedDict
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from hypothesis import HealthCheck,example,given,settings,strategies as st
 from hypothesis.extra.numpy import arrays
 from atlas.card.device import Host
 from atlas.card.emulator import Emulator
 from atlas.card.graph import Mark
 from atlas.engine.cache import KVCache
-from atlas.engine.spill import (HEAD,PAGE,HostMemory,Record,Records,SpillFile,SpillStore,
+from atlas.engine.prefix import PrefixTree,tile_keys
+from atlas.engine.spill import (HEAD,PAGE,HostMemory,Record,Records,SpillFile,SpillStore,SpillTier,
     _digest,is_sealed,open_spill,pack_index,seal,spill_file,unit_of,unpack_index)
 from atlas.ground.core import OutOfMemoryError,RequestError
-from helpers.small_engine import CONFIG
+from atlas.use.llm import LLM
+from atlas.ops.linear import TILE
+from helpers.small_engine import CONFIG,small_cache
 from helpers.waiting import WAIT,until
 
 some = settings(max_examples=50, deadline=None, derandomize=True,
@@ -310,6 +314,22 @@ def test_nobody_wants_it_any_more(forgotten):
     place.go.set()
     left_clean(store)
 
+def test_who_goes_on_in_order_gets_a_buffer():
+    "Also where somebody else gave up what both had wanted, and all buffers have what comes later"
+    store = store_in(HostMemory(PAGE+60*UNIT), 60, held=0)
+    names = [('tile',ident(i)) for i in range(9)]
+    def there(some): return all(store._reads[n].state=='there' for n in some)
+    for i in range(9): put(store, 'tile', i, wait=True)
+    for n in names: store.want(*n)
+    until(lambda: there(names[:4]))
+    for n in names[:4]: store.release(*n)
+    until(lambda: there(names[4:8]))
+    for i,n in enumerate(names):
+        assert store.want(*n)
+        until(lambda: store.ready(*n) is not None)
+        assert is_right(store, 'tile', i)
+    left_clean(store)
+
 def test_two_readers_meet_the_same_trouble(caplog):
     place = Slow(reads=True, fails=True)
     store = full_of_tiles(place)
@@ -489,6 +509,65 @@ def test_an_index_is_read_once(tmp_path):
     store = kept_store(tmp_path)
     assert not store.kept and not store.records
     left_clean(store)
+
+def kept_by(path, folder, **kw):
+    "What the second tier of a model writes on its records"
+    kw |= dict(kv_spill_gb=.01, kv_spill_dir=folder, kv_spill_keep=True)
+    llm = LLM(str(path), device='cpu', **kw)
+    try: return llm.tier.store.fingerprint
+    finally: llm.close()
+
+def test_a_folder_knows_weights_by_their_files(tmp_path):
+    "Others at the same place are another model, and so are made-up ones"
+    here = tmp_path/'model'
+    shutil.copytree(LLM('tiny', device='cpu').path, here)
+    file = next(here.glob('*.safetensors'))
+    times = file.stat().st_atime_ns,file.stat().st_mtime_ns
+    def kept(**kw): return kept_by(here, tmp_path/'kept', **kw)
+    first = kept()
+    assert kept()==first and kept(load_format='dummy')!=first
+    os.utime(file, ns=(times[0],times[1]+1))
+    assert kept()!=first
+    os.utime(file, ns=times)
+    assert kept()==first
+
+def tree_of(n):
+    "A tree with a prompt of `n` tiles, and what copies its records"
+    cache = small_cache(CONFIG, 40, 2)
+    tree,table = PrefixTree(cache.pool),cache.table()
+    table.ensure(n*TILE)
+    trail = tree.trail(SimpleNamespace(salt=''), tile_keys(range(n*TILE)))
+    tree.commit(trail, table, n*TILE)
+    return tree,Records([cache], stream)
+
+@pytest.mark.parametrize('room', [1,3,5])
+@pytest.mark.parametrize('slow', [False,True])
+def test_little_room_keeps_beginnings(tmp_path, room, slow):
+    "Without its first tiles the others of a prompt are of no use"
+    tree,records = tree_of(6)
+    size = (room+.5)*unit_of(records.sizes)/1e9
+    tier = SpillTier(tree, records, open_spill(records, size, tmp_path, True))
+    real = tier.store.put
+    def put(*args):
+        real(*args)
+        if not slow: tier.store.settle()
+    tier.store.put = put
+    tier.close(keep=True)
+    store = open_spill(records, size, tmp_path, True)
+    assert {r.depth for r in store.kept}==set(range(room))
+    store.close()
+
+def test_a_card_that_fails_at_the_end(tmp_path):
+    "Nothing is kept, and the store is closed all the same"
+    tree,records = tree_of(1)
+    tier = SpillTier(tree, records, open_spill(records, .001, tmp_path, True))
+    def broken(*args): raise RuntimeError('it is gone')
+    records.read = broken
+    tier.close(keep=True)
+    assert tier.store.closed and not any(t.is_alive() for t in tier.store._threads)
+    store = open_spill(records, .001, tmp_path, True)
+    assert not store.kept
+    store.close()
 
 def test_less_room_than_before(tmp_path):
     store = kept_store(tmp_path)

@@ -328,18 +328,32 @@ def _likely(out, i, j, k):
 @patch
 def _fail(self:Engine, seq)->Event:
     "End `seq`, whose logits are not finite, or whose guide allows no token"
-    self.scheduler.fail(seq)
-    guide = self._samplers[seq.id].guide
+    guide = self._stuck(seq)
+    self.scheduler.fail(seq, not guide)
     self._leave(seq.id)
-    if guide is not None and guide.error: return Event(seq.id, finish='error', error=guide.error, code=guide.code)
+    if guide: return Event(seq.id, finish='error', error=guide.error, code=guide.code)
     self.corrupted += 1
     return Event(seq.id, finish='error', error='The model produced logits that are not finite numbers', code=NumericError.code)
 
 @patch
 def _lost(self:Engine, seqs, counts)->list[Event]:
     "The ends of answers that got no token"
-    lost = [s for s,n in zip(seqs, counts) if n==0]
-    return [self._fail(s) for s in lost if not s.finish_reason]
+    lost = [s for s,n in zip(seqs, counts) if n==0 and not s.finish_reason]
+    for_good = [s for s in lost if self._stuck(s) or not self._doubted(s)]
+    return [self._fail(s) for s in for_good]
+
+@patch
+def _doubted(self:Engine, seq)->bool:
+    "Is `seq` computed anew, as tiles of others may be bad? Then the device knows nothing of it"
+    if not self.scheduler.doubt(seq): return False
+    self.stepper.leave(seq.id)
+    return True
+
+@patch
+def _stuck(self:Engine, seq):
+    "The guide of `seq`, if it allows no token"
+    guide = self._samplers[seq.id].guide
+    return guide if guide is not None and guide.error else None
 
 @patch
 def _whole(self:Engine, seqs)->list[Event]:

@@ -219,7 +219,15 @@ def _spill(self:LoadedModel, tree, stream)->SpillTier|None:
 def _identity(self:LoadedModel)->str:
     "What tells this model from others whose caches look alike"
     o = self.options
-    return f'{self.path} {self.config} {o.weights} {o.quantization} {o.lm_head_dtype} {o.draft_model}'
+    asked = o.weights,o.quantization,o.lm_head_dtype,o.draft_model
+    return f'{self.path} {self.config} {asked} {self._made_of}'
+
+def _made_of(ck)->list:
+    "Where the numbers of a checkpoint come from: its files, with sizes and times, if any"
+    spans = [s for t in ck.tensors.values() for s in t.spans.values()]
+    paths = {getattr(s.file, 'path', None) for s in spans}-{None}
+    stats = [(p.name, p.stat()) for p in sorted(paths)]
+    return [ck.kind, *((name, s.st_size, s.st_mtime_ns) for name,s in stats)]
 
 # %% ../../nbs/5_engine/13_loading.ipynb #439c1c59
 @patch
@@ -248,6 +256,7 @@ def _load(self:LoadedModel, ck, show):
     head = o.drafting or by.who=='mtp'
     parts = ('','vision')+('mtp',)*head
     packed = ifnone(o.packed, _tight(self.device, ck, by.ck))
+    self._made_of = [packed, *(_made_of(c) for c in (ck,by.ck) if c)]
     anew = o.quantization,o.lm_head_dtype,ifnone(o.draft_quantization, _few_bits(ck, self.ops))
     self._kv = dict(
         block_size=d.block_size,

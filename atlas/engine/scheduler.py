@@ -59,6 +59,7 @@ class Seq:
     said:float=0. # When its newest tokens came
     patience:float=inf # Seconds that it may still idle until it goes first
     due:float=inf # When they are used up, while it idles
+    doubted:bool=False # Was it computed anew, because tiles of others may have been bad?
 
     def __post_init__(self):
         r = self.request
@@ -207,9 +208,10 @@ def halves(self:Plan)->list[Plan]:
 
 @patch
 def living(self:Plan)->Plan:
-    "The same without sequences that have ended since and were to decode"
+    "The same without sequences that have ended since, or have to begin anew"
     alive = [s for s in self.decode if not s.finish_reason]
-    return Plan(self.prefill, self.replay, alive, self.width)
+    fills = [[r for r in runs if r[0].running] for runs in (self.prefill,self.replay)]
+    return Plan(*fills, alive, self.width)
 
 # %% ../../nbs/5_engine/09_scheduler.ipynb #55b27bad
 class Scheduler:
@@ -697,12 +699,34 @@ def end(self:Scheduler, seq:Seq):
     if not seq.finish_reason: self._finish(seq, 'stop')
 
 @patch
-def fail(self:Scheduler, seq:Seq)->tuple[Seq,None,str]:
+def fail(self:Scheduler,
+    seq:Seq,
+    bad:bool=False, # Are its numbers none? Then the tiles that it used may be the cause
+)->tuple[Seq,None,str]:
     "End a sequence that cannot go on; the event that says so"
-    path = list(seq.trail.path) if seq.trail else ()
+    path = list(seq.trail.path) if bad and seq.trail else ()
     if not seq.finish_reason: self._finish(seq, 'error')
-    if path: self.prefix.prune(path)
+    if path: self._distrust(path)
     return seq,None,seq.finish_reason
+
+@patch
+def doubt(self:Scheduler, seq:Seq)->bool: # Is it?
+    "`seq` got no first token; if tiles of others may be the cause it is computed anew, once"
+    if seq.outputs or seq.doubted or not seq.cached: return False
+    path,seq.doubted = list(seq.trail.path),True
+    self._again(seq)
+    self._distrust(path)
+    return True
+
+@patch
+def _distrust(self:Scheduler, path):
+    "Forget the tiles of `path` with which nobody has said anything; whoever was to begins anew"
+    good = [n for s in self.running if s.outputs and s.state=='decode' for n in s.trail.path]
+    doubt = set(path).difference(good)
+    for s in tuple(self.running):
+        begins = s.state in ('prefill','replay')
+        if begins and not doubt.isdisjoint(s.trail.path): self._again(s)
+    self.prefix.prune(path)
 
 # %% ../../nbs/5_engine/09_scheduler.ipynb #5c0a1e07
 @patch

@@ -355,7 +355,7 @@ def _begin(self:SpillStore, stream, held, readers):
         for use in ('write','read'):
             self._idle[kind,use] = deque((stream.buffer(size), Mark()) for _ in range(n))
     self._stop,self._writes,self._writing = False,deque(),0
-    self._reads = {} # `_Reading`s by name, the first wanted first
+    self._reads = OrderedDict() # `_Reading`s by name, the first to read first
     self._threads = [self._thread(self._writer)]
     for _ in range(readers): self._threads.append(self._thread(self._reader))
 
@@ -379,7 +379,7 @@ def put(self:SpillStore,
     parent:bytes=NOBODY, # What follows is for `Record`: of a tile, for a tree to find it again
     depth:int=0,
     key:bytes=b'',
-    wait:bool=False, # For a buffer, rather than drop the record?
+    wait:bool=False, # For a buffer and for room, rather than drop the record?
 )->bool: # Is it kept?
     "Keep a record"
     with self._turn:
@@ -410,9 +410,10 @@ def touch(self:SpillStore, kind:str, ident:bytes)->bool:
 def _take(self:SpillStore, r, wait):
     "A buffer for record `r`, which has its units then; None if there is none, and it is counted"
     idle = self._idle.get((r.kind,'write'))
-    while wait and self._writing and not idle: self._turn.wait()
+    def fits(): return not self.off and idle and self._make_room(r)
+    while not (there := fits()) and wait and self._writing: self._turn.wait()
     if self.off or self.closed: return None
-    if not idle or not self._make_room(r):
+    if not there:
         self.dropped += 1
         return None
     r.units,r.busy = self.units.take(self.units_of(r.kind)),1
@@ -518,6 +519,7 @@ class _Reading:
     def __init__(self, record):
         self.record,self.state = record,'waits' # then 'reads', then 'there' or 'failed'
         self.buffer,self.mark = None,Mark()
+        self.asked = False # Has somebody come for it?
 
 @patch
 def want(self:SpillStore, kind:str, ident:bytes)->bool: # Is there such a record?
@@ -536,12 +538,27 @@ def ready(self:SpillStore, kind:str, ident:bytes,
     "A record that was wanted; its bytes are good until it is released"
     with self._turn:
         x = self._reads.get((kind,ident))
+        if x: self._asked(x)
         while wait and x and x.state in ('waits','reads'): self._turn.wait()
         if x is None: return False
         if x.state=='there': return x.buffer[HEAD:HEAD+x.record.nbytes]
         if x.state!='failed': return None
         del self._reads[kind,ident]
         return False
+
+# %% ../../nbs/5_engine/04_spill.ipynb #7c1d90ae
+@patch
+def _asked(self:SpillStore, x):
+    "Who comes for `x` needs it now: it is next, if need be in a buffer that nobody came for"
+    x.asked,idle = True,self._idle[x.record.kind,'read']
+    if x.state!='waits': return
+    self._reads.move_to_end(x.record.name, last=False)
+    if idle or not x.record.written: return
+    for y in reversed(self._reads.values()):
+        if y.asked or y.state!='there' or y.record.kind!=x.record.kind: continue
+        y.state = 'failed' if y.record.gone else 'waits'
+        idle.append((y.buffer, Mark()))
+        return self._turn.notify_all()
 
 # %% ../../nbs/5_engine/04_spill.ipynb #618a1aba
 @patch
@@ -618,6 +635,11 @@ def _damaged(self:SpillStore, r, error):
     if not r.gone: self._drop(r)
 
 @patch
+def switch_off(self:SpillStore, error:Exception):
+    "Something beside it has failed: nothing is kept"
+    with self._turn: self._fail(error)
+
+@patch
 def _fail(self:SpillStore, error):
     "Switch everything off"
     self.errors += 1
@@ -627,6 +649,7 @@ def _fail(self:SpillStore, error):
     self._clear()
     _log.warning('The second tier of the prefix cache is switched off: %s', self.off)
 
+# %% ../../nbs/5_engine/04_spill.ipynb #7c1d90af
 @patch
 def _clear(self:SpillStore):
     "What is still to be written is not"
@@ -871,6 +894,7 @@ def begin(self:SpillTier,
     f = Fetch(tiles[:at])
     if not at: return None
     if self.states and self.store.has('state', f.tiles[-1]): f.state = f.tiles[-1]
+    if f.state and not self.states.available: return None
     for name in self._names(f): self.store.want(*name)
     return f
 
@@ -920,7 +944,8 @@ def _tile(self:SpillTier, f, trail, table)->bool|None:
     "Take in the next tile, out of the tree or of the store; as `go_on`"
     k,ident = len(trail.path),f.tiles[f.done]
     node = self.tree._end(trail)
-    if not (node and trail.keys[k] in node.children):
+    if node and trail.keys[k] in node.children: self.store.release('tile', ident)
+    else:
         data = self._wanted('tile', ident)
         if data is None or data is False: return data
         part = slice(k*self.tree.per, (k+1)*self.tree.per)
@@ -962,10 +987,14 @@ def cancel(self:SpillTier, f:Fetch):
 
 @patch
 def close(self:SpillTier, keep:bool=False):
-    "Give the store up; to `keep` what is in the tree, put it there first, what was used longest ago first"
+    "Give the store up; to `keep` what is in the tree, put it there first, what may go soonest first"
     self.tree.tier = None
-    nodes = self.tree.all() if keep else ()
-    for n in sorted(nodes, key=lambda n: (n.used, n.depth)):
+    if keep and (error := _tried(self._put_all)): self.store.switch_off(error)
+    self.store.close()
+
+@patch
+def _put_all(self:SpillTier):
+    nodes = self.tree.all()
+    for n in sorted(nodes, key=lambda n: (n.used, -n.depth)):  # beginnings last
         self.put('tile', n, n.blocks, True)
         if n.snapshot is not None: self.put('state', n, [n.snapshot], True)
-    self.store.close()
