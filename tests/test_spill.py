@@ -14,7 +14,7 @@ from atlas.card.graph import Mark
 from atlas.engine.cache import KVCache
 from atlas.engine.prefix import PrefixTree,tile_keys
 from atlas.engine.spill import (HEAD,PAGE,HostMemory,Record,Records,SpillFile,SpillStore,SpillTier,
-    _digest,is_sealed,open_spill,pack_index,seal,spill_file,unit_of,unpack_index)
+    _digest,_kept_name,is_sealed,open_spill,pack_index,seal,spill_file,unit_of,unpack_index)
 from atlas.ground.core import OutOfMemoryError,RequestError
 from atlas.use.llm import LLM
 from atlas.ops.linear import TILE
@@ -662,7 +662,7 @@ def test_any_records_in_an_index(tmp_path_factory, rows, more):
     "What contradicts itself is thrown away; the store works all the same, and never raises"
     folder = tmp_path_factory.mktemp('f')
     index = pack_index([record_of(*row) for row in rows], FP, UNIT)
-    path = folder/f'{FP.hex()[:24]}-0.index'
+    path = folder/f'{_kept_name(FP)}-0.index'
     path.write_bytes(signed(index[:-16]+more))
     store = kept_store(folder, units=6)
     units = [u for r in store.kept for u in r.units]
@@ -753,6 +753,19 @@ def test_engines_share_a_folder(tmp_path):
     again = [kept_store(tmp_path) for _ in range(2)]
     assert [len(s.kept) for s in again]==[2,3]
     for s in again: s.close()
+
+def test_what_another_version_has_kept_is_deleted(tmp_path):
+    "And what somebody has locked is not, nor what is no file of ours"
+    old = 'f'*8+'-'+'0'*24
+    names = [f'{old}-{i}.{kind}' for i in (0,1) for kind in ('spill','index')]
+    for name in (*names,'mine.spill',f'{old}-x.spill'): (tmp_path/name).write_text('kept')
+    with (tmp_path/names[2]).open('r+') as locked:
+        fcntl.flock(locked, fcntl.LOCK_EX)
+        left_clean(store_in(spill_file(tmp_path, FP)))
+        assert all((tmp_path/name).exists() for name in names)
+        left_clean(kept_store(tmp_path))
+        assert [(tmp_path/name).exists() for name in names]==[False,False,True,True]
+    assert (tmp_path/'mine.spill').exists() and (tmp_path/f'{old}-x.spill').exists()
 
 SCRIPT = '''
 import sys,signal,os,resource

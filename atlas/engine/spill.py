@@ -11,7 +11,7 @@ __all__ = ['KINDS', 'VERSION', 'PAGE', 'HEAD', 'NOBODY', 'neighbours', 'Records'
 
 # %% ../../nbs/5_engine/04_spill.ipynb #3d501ac3
 import errno,fcntl,hashlib,json,logging,mmap
-import os,struct,tempfile,threading
+import os,re,struct,tempfile,threading
 from collections import OrderedDict,deque
 from dataclasses import dataclass
 from functools import cache,partial
@@ -223,6 +223,8 @@ def read(self:SpillFile, data, at:int)->int:
     return len(data)-len(rest)
 
 # %% ../../nbs/5_engine/04_spill.ipynb #df5970dc
+_log = logging.getLogger('atlas')
+
 def _own(folder, name):
     "The first file of that name that nobody else has, opened and locked, and its path"
     for i in range(1000):
@@ -234,6 +236,19 @@ def _own(folder, name):
         else: return file,path
     raise OSError(errno.EBUSY, 'All its files are locked')
 
+def _kept_name(fingerprint): return f'{code_digest().hex()[:8]}-{fingerprint.hex()[:24]}'
+
+def _sweep(folder):
+    "Delete what other versions of Atlas have kept and nobody has locked"
+    for p in folder.glob('*.spill'):
+        made_by = re.fullmatch(r'([0-9a-f]{8})-[0-9a-f]{24}-\d+', p.stem)
+        if not made_by or made_by[1]==_kept_name(NOBODY)[:8]: continue
+        with p.open('r+b') as f:
+            try: fcntl.flock(f, fcntl.LOCK_EX|fcntl.LOCK_NB)
+            except BlockingIOError: continue
+            for old in (p.with_suffix('.index'),p): old.unlink(missing_ok=True)
+        _log.info('%s, which another version of Atlas has kept, is deleted', p.name)
+
 def spill_file(
     folder, # Made if it is not there
     fingerprint:bytes,
@@ -243,7 +258,9 @@ def spill_file(
     try:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        if keep: return SpillFile(*_own(folder, fingerprint.hex()[:24]))
+        if keep:
+            _sweep(folder)
+            return SpillFile(*_own(folder, _kept_name(fingerprint)))
         return SpillFile(tempfile.TemporaryFile(dir=folder, buffering=0))
     except (OSError,ValueError) as e:
         why = getattr(e, 'strerror', None) or e
@@ -276,8 +293,6 @@ class Units:
         self.back += reversed(units)
 
 # %% ../../nbs/5_engine/04_spill.ipynb #f0095007
-_log = logging.getLogger('atlas')
-
 class SpillStore:
     "Records by kind and ident, in a place that is slow; a thread writes them, others read them"
     def __init__(self,
