@@ -29,15 +29,17 @@ def said(text, reasoning=''):
 
 class Fake:
     "Stands for `LLM`: remembers what it was given, and says `answer`"
-    answer,error = ['Hel','lo ','you'],None
+    answer,error,cached = ['Hel','lo ','you'],None,0
     def __init__(self, options):
         model,Fake.made = options.model,options
         self.name,self.max_seq_len,self.load_seconds,self.device = model,512,1.5,SimpleNamespace(name='cpu')
         self.config,self.engine,self.tokenizer,self.template = SimpleNamespace(vocab_size=99),'engine','tokenizer','template'
+    def close(self): Fake.closed = self
     def stream(self, prompt, params):
         Fake.asked = dict(prompt=prompt, params=params)
         for w in self.answer: yield said(w)
         if self.error: raise self.error
+        if self.cached: yield Delta(finish='stop', cached=self.cached)
     def generate(self, prompt, params):
         ds = list(self.stream(prompt, params))
         text,thought = (''.join(getattr(d, of) for d in ds) for of in ('text','reasoning'))
@@ -442,6 +444,10 @@ from atlas.use.cli import main
 '''
     t = terminal(start+"sys.argv = ['atlas','run','m','hi']; main()")
     t.expect('Hello you'); t.expect('(3 tokens, '); assert t.status()==0
+    t = terminal(start+"Fake.cached = 1920; sys.argv = ['atlas','run','m','hi']; main()")
+    t.expect('Hello you')
+    t.expect(' s, 1,920 of the prompt cached)')
+    assert t.status()==0
     t = terminal(start+"sys.argv = ['atlas','run','m']; main()")
     t.expect('give a prompt, or pipe one in'); assert t.status()==2
     endless = "Fake.stream = lambda *a: iter(lambda: time.sleep(.001) or said('.'), 0)\n"
@@ -480,6 +486,10 @@ ENGINE = {
     '--max-num-seqs 3': dict(max_num_seqs=3),
     '--kv-cache-memory 1.5GiB': dict(kv_cache_memory=3<<29),
     '--max-queue 17': dict(max_queue=17),
+    '--max-queue-tokens 5000': dict(max_queue_tokens=5000),
+    '--scheduling-policy slai': dict(scheduling_policy='slai'),
+    '--tbt-deadline-ms 0': dict(tbt_deadline_ms=0),
+    '--max-wait-ms 3000': dict(max_wait_ms=3000),
     '--load-format dummy': dict(load_format='dummy'),
     '--weights fp8': dict(weights='fp8'),
     '--quantization nvfp4': dict(quantization='nvfp4'),
@@ -487,6 +497,12 @@ ENGINE = {
     '--kv-cache-dtype fp8': dict(kv_cache_dtype='fp8'),
     '--kv-high-precision-layers 2': dict(kv_high_precision_layers=2),
     '--chunk 128': dict(chunk=128),
+    '--no-enable-prefix-caching': dict(enable_prefix_caching=False),
+    '--state-checkpoint-interval 128': dict(state_checkpoint_interval=128),
+    '--state-snapshots 3': dict(state_snapshots=3),
+    '--kv-spill-dir spilled': dict(kv_spill_dir='spilled'),
+    '--kv-spill-gb 2.5': dict(kv_spill_gb=2.5),
+    '--kv-spill-keep': dict(kv_spill_keep=True),
     '--overcommit 2': dict(overcommit=2.),
     '--packed': dict(packed=True),
     '--speculative draft': dict(speculative='draft'),
@@ -514,6 +530,8 @@ GATEWAY = {
     '--tls-key k': dict(tls_key='k'),
     '--tls-ca r': dict(tls_ca='r'),
     '--fetch-images': dict(fetch_images=True),
+    '--cache-salt-per-key': dict(cache_salt_per_key=True),
+    '--no-prefill-next-turn': dict(prefill_next_turn=False),
     '--tool-call-parser hermes': dict(tool_parser='hermes'),
     '--reasoning-parser qwen3': dict(reasoning_parser='qwen3'),
     '--drain 3': dict(drain=3.),
@@ -532,17 +550,27 @@ def serve(monkeypatch):
     monkeypatch.setattr(atlas.service.gateway, 'serve', spy)
     return spy
 
-def test_serve_hands_everything_over(serve):
+@pytest.mark.parametrize('without', ['no-enable-prefix-caching','kv-spill'])
+def test_serve_hands_everything_over(serve, without):
     "Every option arrives: an engine's in its config, the others under names that the gateway knows"
-    flags = ' '.join([*GATEWAY, *ENGINE]).split()
+    own = {k:v for k,v in ENGINE.items() if without not in k}
+    flags = ' '.join([*GATEWAY, *own]).split()
     assert run('serve', 'm', 'other', *flags).exit_code==0
-    engine,gateway = merged(ENGINE),merged(GATEWAY)
+    engine,gateway = merged(own),merged(GATEWAY)
     configs = [EngineConfig(m, **engine) for m in ('m','other')]
     assert serve.call_args.args==(configs,)
     assert serve.call_args.kwargs==gateway
     assert set(gateway)<=set(inspect.signature(serve).parameters)
-    untold = [n for n,f in cli.FLAGS.items() if engine[n]==f.default]
+
+def test_every_flag_is_handed_over_by_the_test():
+    told = merged(ENGINE)
+    untold = [n for n,f in cli.FLAGS.items() if told[n]==f.default]
     assert not untold, 'these would arrive though nobody handed them over'
+
+def test_serve_knows_the_chunk_by_another_name(serve):
+    "What others call --chunk"
+    run('serve', 'm', '--max-num-batched-tokens', '8192')
+    assert serve.call_args.args==([EngineConfig('m', chunk=8192)],)
 
 def test_serve_without_flags(serve):
     run('serve', 'm')
@@ -570,6 +598,27 @@ def test_serve_reads_speculation(serve, said):
         r = run('serve', *args)
         assert r.exit_code==0, r.stderr
         assert serve.call_args.args==(wanted,)
+
+@pytest.mark.parametrize('name', ['run','chat'])
+def test_what_is_kept_of_prompts(fake, name):
+    "Options of the prefix cache arrive; and the model is closed, which writes down what is kept"
+    flags = '--no-enable-prefix-caching','--kv-spill-dir d --kv-spill-gb 1 --kv-spill-keep'
+    kept = dict(kv_spill_dir='d', kv_spill_gb=1., kv_spill_keep=True)
+    wanted = dict(enable_prefix_caching=False),kept
+    prompt = ['hi']*(name=='run')
+    for said,fields in zip(flags, wanted):
+        Fake.closed = None
+        r = run(name, 'm', *said.split(), *prompt, input='hi\n')
+        assert r.exit_code==0, r.stderr
+        assert fake.made==EngineConfig('m', max_num_seqs=1, **fields)
+        assert isinstance(Fake.closed, fake)
+
+@pytest.mark.parametrize('name', ['run','chat'])
+def test_a_model_is_closed_after_an_error(fake, name):
+    Fake.closed,fake.error = None,AtlasError('It broke')
+    r = run(name, 'm', *['hi']*(name=='run'), input='hi\n')
+    assert 'It broke' in r.stderr
+    assert isinstance(Fake.closed, fake)
 
 @pytest.mark.parametrize('name', ['run','chat','all','decode'])
 def test_other_commands_that_load_read_speculation(fake, monkeypatch, name):

@@ -22,7 +22,8 @@ SCRIPTS = [
     ('endurance', ['--steps','12']),
     ('company', ['--models','llama','--tokens','6']),
     ('sanitize', ['--part','engine']),
-    ('speculation', ['--models','llama','--tokens','6'])]
+    ('speculation', ['--models','llama','--tokens','6']),
+    ('prefixes', ['--models','llama','--tokens','6'])]
 
 @pytest.mark.parametrize('name,more', SCRIPTS)
 def test_on_the_emulator(name, more):

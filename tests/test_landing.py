@@ -1,7 +1,6 @@
 """Steps that come down: one whose wait is interrupted is not lost, and the arbiter hears what a
 change of the number of drafts takes."""
 import pytest
-from atlas.engine import engine as module
 from atlas.engine.draft import NgramDrafter
 from atlas.engine.engine import Engine
 from atlas.engine.stepper import HostStepper
@@ -101,10 +100,10 @@ class Turns:
     def note(self, k, checked, seconds, context): self.told.append((k,seconds))
     def leave(self, rid): pass
 
-def clocked(monkeypatch, e):
+def clocked(e):
     "A clock by which a plan takes 1, and a wait for results until 10 after the launch"
     now = [0.]
-    monkeypatch.setattr(module, 'perf_counter', lambda: now[0])
+    e.scheduler.clock = lambda: now[0]
     plan,launch,land = e.scheduler.schedule,e.stepper.launch,e.stepper.land
     ready = {}
     free = [0.]
@@ -120,10 +119,10 @@ def clocked(monkeypatch, e):
         return land(flight)
     e.scheduler.schedule,e.stepper.launch,e.stepper.land = planned,launched,landed
 
-def test_a_change_is_told_with_its_wait(monkeypatch):
+def test_a_change_is_told_with_its_wait():
     "Late steps take 10, as the plan hides behind them; the first of another width takes 11"
     e = drafted(True, 2, Turns())
-    clocked(monkeypatch, e)
+    clocked(e)
     e.add(ask(0, 10, 60))
     rest(e)
     e.land()

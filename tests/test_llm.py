@@ -74,6 +74,24 @@ def test_more_prompts_than_the_queue_holds():
     assert [o.token_ids for o in llm.generate(prompts, greedy(3))]==[llm.generate(p, greedy(3)).token_ids for p in prompts]
     assert llm.generate(prompts, replace(greedy(2), n=2))[10].choices[1].token_ids==llm.generate(prompts[10], greedy(2)).token_ids and idle(llm)
 
+def test_time_limits(llm):
+    "Whoever has no time left ends with what was said, and the others do not notice"
+    for o in llm.generate([A,B], greedy(20), timeout=1e-9): assert o.finish_reason=='timeout'
+    s = llm.engine.scheduler
+    now,real = [s.clock()],s.clock
+    s.clock = lambda: now[0]
+    try:
+        got = []
+        for d in llm.stream(A, greedy(20), timeout=5.):
+            got.append(d)
+            now[0] += 1.
+    finally: s.clock = real
+    said = ids(got)
+    assert got[-1].finish=='timeout' and 0<len(said)<20
+    assert llm.generate(A, greedy(20), timeout=1000).token_ids[:len(said)]==said and idle(llm)
+    with pytest.raises(RequestError) as e: llm.generate(A, timeout=0)
+    assert e.value.param=='timeout'
+
 @pytest.mark.parametrize('where', ('trunk','sample'))
 def test_an_exception_in_a_step(llm, monkeypatch, where):
     "The call that was under way fails, whoever else waits goes on, and nothing leaks"

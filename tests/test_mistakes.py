@@ -2,6 +2,7 @@
 import re
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 import numpy as np, pytest
 from atlas import LLM
 from atlas.ground.config import ModelConfig,PRESETS,RopeConfig
@@ -225,18 +226,34 @@ def test_of_the_assistant(name, wrong): far(drafts(name, **wrong)[1], refs[name]
 
 # -- images ----------------------------------------------------------------------------------------------------------------------
 
-IMAGES = dict(
-    plain_positions=lambda x: replace(x, pos3=np.tile(np.arange(x.pos3.shape[1], dtype=np.int32), (3,1)), delta=0),
-    height_for_width=lambda x: replace(x, pos3=x.pos3[[0,2,1]]),
-    features_out_of_order=lambda x: replace(x, values=x.values[::-1]),
-    no_deepstack=lambda x: replace(x, deep=()),
-    deepstack_a_layer_late=lambda x: replace(x, deep=(np.zeros_like(x.deep[0]),*x.deep[:-1])))
+def misseen(media, wrong):
+    "`media` whose images are seen as (values, levels) -> `wrong(values, levels)`"
+    def seen(image): return SimpleNamespace(features=lambda: wrong(*image.features()))
+    return replace(media, images=[seen(i) for i in media.images])
+
+def plain_positions(media):
+    line = np.arange(media.pos3.shape[1], dtype=np.int32)
+    return replace(media, pos3=np.tile(line, (3,1)), delta=0)
+
+def height_for_width(media): return replace(media, pos3=media.pos3[[0,2,1]])
+
+def features_out_of_order(media): return misseen(media, lambda values,deep: (values[::-1],deep))
+
+def no_deepstack(media): return misseen(media, lambda values,deep: (values,()))
+
+def deepstack_a_layer_late(media):
+    def late(values, deep): return values,(np.zeros_like(deep[0]),*deep[:-1])
+    return misseen(media, late)
+
+MISTAKES = plain_positions,height_for_width,features_out_of_order,no_deepstack,deepstack_a_layer_late
+IMAGES = {f.__name__:f for f in MISTAKES}
 
 @pytest.mark.parametrize('wrong', IMAGES)
 @pytest.mark.parametrize('name', having('pixels'))
 def test_of_images(name, wrong):
     r = refs[name]; m = model(name); media = seen(name, m)
-    if 'deepstack' in wrong and not media.deep: pytest.skip('a tower without deepstack')
+    deep = media.images[0].features()[1]
+    if 'deepstack' in wrong and not deep: pytest.skip('a tower without deepstack')
     far(Run(m).prefill(r['image_ids'], IMAGES[wrong](media)), r['image_logits'])
 
 @pytest.mark.parametrize('name', having('pixels'))

@@ -197,6 +197,17 @@ def test_accepted_drafts_are_counted_and_shown(drafting, guessing):
     press(p, 'Hide drafts')
     assert p.js(f'{BODY}.innerHTML')==drawn and '<strong>bold</strong>' in drawn
 
+def test_cached_tokens_are_shown(drafting, guessing):
+    "Beside the length of the prompt, and nothing where there are none"
+    p = drafting
+    said = []
+    for guessing.cached in (3,0):
+        press(p, 'New chat')
+        say(p, 'hello')
+        said.append(p.js(META).split('prompt ')[1])
+    n = said[1]
+    assert said==[f'{n}, 3 cached', n] and n.isdecimal()
+
 def test_drafts_begin_where_the_words_do(drafting):
     "Blank lines between a thought and its answer are not shown"
     drawn = drafting.js('''(() => {

@@ -150,11 +150,15 @@ def test_assistant(name):
 
 @each('pixels')
 def test_vision_features(name):
-    r = refs[name]; media = seen(name, model(name))
-    assert error(media.values, r['features'])<TOL
+    r = refs[name]
+    media = seen(name, model(name))
+    rows,values,levels = zip(*media.patches(0, len(r['image_ids'])))
+    assert len(rows)==2
+    assert error(np.concatenate(values), r['features'])<TOL
     deep = [r[f'deep{j}'] for j in range(9) if f'deep{j}' in r]
-    assert len(media.deep)==len(deep)
-    for a,b in zip(media.deep, deep): assert error(a, b)<TOL
+    got = [np.concatenate(d) for d in zip(*levels)]
+    assert len(got)==len(deep)
+    for a,b in zip(got, deep): assert error(a, b)<TOL
     assert (media.pos3==r['image_pos']).all()
 
 @each('pixels')

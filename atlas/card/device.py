@@ -10,7 +10,7 @@ __all__ = ['STICKY', 'faults', 'quiet', 'MIN_CAPABILITY', 'Memory', 'meminfo', '
            'get_device', 'Budget']
 
 # %% ../../nbs/2_card/01_device.ipynb #c746dde5
-import ctypes,functools,math,os,re,threading,warnings,weakref
+import ctypes,functools,math,os,platform,re,threading,warnings,weakref
 from collections import deque
 from contextlib import contextmanager,nullcontext
 from importlib.util import find_spec
@@ -150,6 +150,12 @@ def need_card(self:Device,
 )->Device: # This one
     "A device that runs kernels; a `DeviceError` on the host"
     return self
+
+# %% ../../nbs/2_card/01_device.ipynb #5e11a002
+@patch
+def identity(self:Device)->str:
+    "What the bits of results depend on, beside the model and our code: the processor and libraries"
+    return f'{self.kind}, NumPy {np.__version__}, {platform.machine()}, {cores()} cores'
 
 # %% ../../nbs/2_card/01_device.ipynb #48704297
 def cores()->int:
@@ -461,6 +467,13 @@ def warm_up(self:Cuda, f):
 @patch
 def hold(self:Cuda, o): self.faults.hold(o)
 
+@patch
+def identity(self:Cuda)->str:
+    "As of any device"
+    libraries = self.xp.cuda.runtime.runtimeGetVersion(),self.xp.cuda.nvrtc.getVersion()
+    card = f'{self.card}, {self.arch}, {self.multiprocessors} multiprocessors'
+    return f'{card}, CuPy {self.xp.__version__}, {libraries}'
+
 # %% ../../nbs/2_card/01_device.ipynb #9e77fc26
 def get_device(
     name:str|Device='auto' # `'auto'`, `'cpu'`, `'cuda'` or `'cuda:1'`; a device is returned as it is
@@ -535,5 +548,10 @@ def budget(self:Device,
 )->Budget:
     "A budget of what is available here now"
     m = self.memory()
-    own = self.kind=='cuda' and not self.integrated
-    return Budget(m.available, ifnone(reserve, m.total//(50 if own else 10)), utilization)
+    part = 10 if self.shares_host else 50
+    return Budget(m.available, ifnone(reserve, m.total//part), utilization)
+
+@patch(as_prop=True)
+def shares_host(self:Device)->bool:
+    "Is its memory the host's?"
+    return self.kind!='cuda' or self.integrated

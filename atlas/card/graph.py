@@ -8,7 +8,7 @@ Docs: https://atlas-inference.github.io/atlas/2_card/graph.html.md"""
 __all__ = ['Graph', 'Ring', 'Mark', 'Stream', 'CudaMark', 'CudaStream']
 
 # %% ../../nbs/2_card/06_graph.ipynb #525d4202
-import contextlib,threading,weakref
+import contextlib,ctypes,mmap,threading,weakref
 from collections import deque
 import numpy as np
 from fastcore.basics import patch
@@ -150,8 +150,8 @@ class Stream:
     def turn(self):
         "A context in which kernels may be launched whose blocks wait for each other"
         return contextlib.nullcontext()
-    def mark(self)->Mark:
-        "Where it is now"
+    def mark(self, asleep:bool=False)->Mark:
+        "Where it is now; who waits for it shall sleep?"
         return Mark()
     def captured(self, f):
         "A function that does again, and waits for, what `f()` launches"
@@ -191,9 +191,9 @@ class CudaStream(Stream):
     def temporaries(self):
         "A context in which arrays lie in its own memory"
         return self.card.xp.cuda.using_allocator(self.memory.malloc)
-    def mark(self)->CudaMark:
-        "Where it is now"
-        event = self.card.xp.cuda.Event(disable_timing=True)
+    def mark(self, asleep:bool=False)->CudaMark:
+        "Where it is now; who waits for it shall sleep, or look again and again?"
+        event = self.card.xp.cuda.Event(block=asleep, disable_timing=True)
         event.record(self.raw)
         return CudaMark(self.card.faults, event)
     def close(self):
@@ -246,3 +246,71 @@ def turn(self:CudaStream):
         finally:
             with contextlib.suppress(Exception):  # a card that has failed says so by itself
                 t.stream,t.end = self.raw,self.raw.record()
+
+# %% ../../nbs/2_card/06_graph.ipynb #5e11a004
+@patch
+def buffer(self:Stream,
+    nbytes:int,
+)->np.ndarray: # uint8 zeros
+    "Memory of the host that begins at a page, and that the device can reach by itself"
+    whole = self._bytes(nbytes+mmap.PAGESIZE)
+    at = -whole.ctypes.data%mmap.PAGESIZE
+    out = whole[at:at+nbytes]
+    out[:] = 0
+    return out
+
+@patch
+def _bytes(self:Stream, n): return np.empty(n, np.uint8)
+
+@patch
+def _bytes(self:CudaStream, n):
+    with self.card.use(): memory = self.card.xp.cuda.alloc_pinned_memory(n)
+    return np.frombuffer(memory, np.uint8, n)
+
+# %% ../../nbs/2_card/06_graph.ipynb #5e11a005
+@patch
+def gather(self:Stream,
+    runs, # Memory of the device: (address, bytes) of each
+    out:np.ndarray, # uint8: memory of `buffer`
+)->Mark: # Passed when all of it is there
+    "Copy `runs` to the host, one behind the other"
+    at = _room(runs, out)
+    with self._copying() as copy:
+        for address,n in runs:
+            copy(at, address, n, 2)  # 2: to the host
+            at += n
+        return self.mark(asleep=True)
+
+@patch
+def scatter(self:Stream,
+    data:np.ndarray, # As `gather` left it; to be left alone until the mark is passed
+    runs,
+)->Mark:
+    "Copy `data` of the host back to `runs`"
+    at = _room(runs, data)
+    with self._copying() as copy:
+        for address,n in runs:
+            copy(address, at, n, 1)  # 1: from the host
+            at += n
+        return self.mark(asleep=True)
+
+# %% ../../nbs/2_card/06_graph.ipynb #5e11a006
+def _room(runs, data):
+    "Where `data` begins; an `AtlasError` if it is less than `runs`"
+    need = sum(n for _,n in runs)
+    if data.nbytes>=need and data.flags.c_contiguous: return data.ctypes.data
+    raise AtlasError(f'{need:,} bytes are to be copied, and the buffer has {data.nbytes:,}')
+
+@patch
+@contextlib.contextmanager
+def _copying(self:Stream):
+    "A context with what copies: to, from, bytes, direction"
+    def copy(to, at, n, how): ctypes.memmove(to, at, n)
+    yield copy
+
+@patch
+@contextlib.contextmanager
+def _copying(self:CudaStream):
+    c,raw = self.card.xp.cuda,self.raw.ptr
+    def copy(to, at, n, how): c.runtime.memcpyAsync(to, at, n, how, raw)
+    with self.card.use(): yield copy

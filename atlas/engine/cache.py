@@ -23,25 +23,41 @@ class BlockPool:
     ):
         self.num_blocks,self.block_size = num_blocks,block_size
         self.refs = [0]*num_blocks
+        self.kept = bytearray(num_blocks) # Which are a prefix tree's
+        self.num_kept = 0 # How many that are
+        self.reclaimable = 0 # Blocks that only the tree has
+        self.evict = None # `evict(n)` of the tree frees `n` of these
         self._free = list(range(num_blocks))[::-1]
 
     @property
     def free(self)->int: return len(self._free)
     @property
-    def used(self)->int: return self.num_blocks-self.free
+    def available(self)->int:
+        "Blocks that can be had: free, or only kept in case that somebody needs them again"
+        return self.free+self.reclaimable
+    @property
+    def used(self)->int:
+        "Blocks that somebody works with"
+        return self.num_blocks-self.available
     def blocks_for(self, tokens:int)->int:
         "Blocks that `tokens` tokens take"
         return -(-tokens//self.block_size)
-    def __repr__(self): return f'BlockPool({self.used} of {self.num_blocks} blocks of {self.block_size} tokens used)'
+    def __repr__(self):
+        kept = f', {self.reclaimable} kept' if self.reclaimable else ''
+        used = f'{self.used} of {self.num_blocks} blocks of {self.block_size} tokens used'
+        return f'BlockPool({used}{kept})'
 
 # %% ../../nbs/5_engine/01_cache.ipynb #c9415645
 @patch
 def take(self:BlockPool,
     n:int # Blocks wanted
 )->list[int]: # Their numbers; the caller owns one reference to each
-    "Take `n` free blocks; `OutOfMemoryError` if there are fewer, and then none is taken"
-    if n>self.free:
-        raise OutOfMemoryError(f'{n} cache blocks were asked for, and {self.free} of {self.num_blocks} are free', hint='Let a sequence finish first')
+    "Take `n` blocks; `OutOfMemoryError` if there are fewer, and then none is taken"
+    if n>self.available:
+        there = f'{self.available} of {self.num_blocks} are free'
+        said = f'{n} cache blocks were asked for, and {there}'
+        raise OutOfMemoryError(said, hint='Let a sequence finish first')
+    if n>self.free: self.evict(n-self.free)
     ids = [self._free.pop() for _ in range(n)]
     for i in ids: self.refs[i] = 1
     return ids
@@ -50,15 +66,25 @@ def take(self:BlockPool,
 @patch
 def share(self:BlockPool, ids:list[int])->list[int]:
     "Add an owner to each of `ids`, which must be in use"
-    for i in ids: self._owned(i); self.refs[i] += 1
+    for i in ids:
+        self._owned(i)
+        self.reclaimable -= self.alone(i)
+        self.refs[i] += 1
     return ids
 
 @patch
 def give(self:BlockPool, ids:list[int]):
     "Drop one reference to each of `ids`; blocks without owners are free again"
     for i in ids:
-        self._owned(i); self.refs[i] -= 1
+        self._owned(i)
+        self.refs[i] -= 1
+        self.reclaimable += self.alone(i)
         if not self.refs[i]: self._free.append(i)
+
+@patch
+def alone(self:BlockPool, i)->bool:
+    "Is block `i` the tree's alone?"
+    return bool(self.kept[i]) and self.refs[i]==1
 
 @patch
 def _owned(self:BlockPool, i):
@@ -66,9 +92,25 @@ def _owned(self:BlockPool, i):
 
 # %% ../../nbs/5_engine/01_cache.ipynb #df0b0252
 @patch
+def keep(self:BlockPool, ids:list[int]):
+    "The tree becomes an owner of each of `ids`, which somebody owns"
+    self.share(ids)
+    self.num_kept += len(ids)
+    for i in ids: self.kept[i] = 1
+
+@patch
+def drop(self:BlockPool, ids:list[int]):
+    "The tree gives up each of `ids`"
+    for i in ids:
+        self.reclaimable -= self.alone(i)
+        self.kept[i] = 0
+    self.num_kept -= len(ids)
+    self.give(ids)
+
+@patch
 def freed_by(self:BlockPool, ids:list[int])->int:
-    "How many of `ids` have no other owner"
-    return sum(self.refs[i]==1 for i in ids)
+    "How many of `ids` could be had if their owner left"
+    return sum(self.refs[i]-self.kept[i]==1 for i in ids)
 
 # %% ../../nbs/5_engine/01_cache.ipynb #dbe82cc4
 class BlockTable:
@@ -113,6 +155,7 @@ class KVCache:
         ops = words_of(device)
         self.pool = BlockPool(num_blocks, block_size or ops.DEFAULTS.block_size)
         self.num_states,self.bytes_per_state = num_states,state_bytes(cfg)
+        self.states = BlockPool(num_states, 1) # Deals the state slots out
         self.bytes_per_token = token_bytes(cfg, ops, dtype, drafting, high_precision)
         shapes = kv_shapes(cfg, drafting)
         formats = ops.kv_formats(shapes, dtype, high_precision)

@@ -347,6 +347,10 @@ def staying(self:CardStepper):
 
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #0d5b7e92
 @patch
+def copies(self:CardStepper):
+    return self.stream
+
+@patch
 def _most_rows(self:CardStepper)->int:
     "Rows that one sequence can have in a replay"
     most,c = [MAX_ROWS],self.model.c

@@ -8,12 +8,14 @@ Docs: https://atlas-inference.github.io/atlas/5_engine/engine.html.md"""
 __all__ = ['Engine']
 
 # %% ../../nbs/5_engine/11_engine.ipynb #199bdf96
-from time import perf_counter
+from dataclasses import replace
+from weakref import WeakSet
 from fastcore.basics import patch
 from ..ground.core import NumericError,OutOfMemoryError,RequestError
 from ..card.launch import compilations
 from ..ops.sample import SampleState
 from ..ground.requests import Event,Request,check_ids
+from .policy import load_of
 from .scheduler import Scheduler
 from .stepper import Flight,Stepper
 
@@ -32,10 +34,12 @@ class Engine:
         self.flying = None # The `Flight` in the air
         self.late = None # Kernels that steps compiled since the engine was warm; None: it is not
         self.steps = self.corrupted = 0
-        self._samplers,self._seen = {},(None,None)
+        self._samplers = {}
+        self._images = WeakSet() # `LazyImage`s of requests that have not ended
         self._events,self._cut = [],False # What nobody was told yet; was the last launch cut off?
         self._landing = [] # Flights that come down, the oldest first
-        self._begun = None # When the step began that lands next, if it is known
+        self._begun = None # When that began whose end is the next landing, if it is known
+        self._load = None # What was computed since and nobody waited for; None: nothing
         self._turning = False # Does this step have another width than the one in the air?
         scheduler.rows = min(scheduler.rows, stepper.replay_rows)
         if stepper.drafter or stepper.overlap: scheduler.ahead = 1+scheduler.drafts
@@ -59,17 +63,12 @@ def add(self:Engine, request:Request):
     "Queue `request`; refuses what can never be served"
     check_ids(request.prompt, self.model.c.vocab_size); self.scheduler.check(request)
     state = SampleState(request.params, request.prompt, self.model.c.vocab_size, eos_ids=request.eos_ids, guide=self._guide(request))  # may refuse, so it comes first
-    media = self._look(request)
-    seq = self.scheduler.add(request)
+    media = self._media(request)
+    if not self.has_work: self._load = None  # who had left something undone is gone
+    seq = self.scheduler.add(request, media and media.tokens(request.prompt))
     state.seed,seq.media = seq.seed,media
+    if media: seq.request = _without_pixels(request)
     self._samplers[request.id] = state
-
-@patch
-def _look(self:Engine, request):
-    "What the request's images are to the model; several answers to one prompt look once"
-    if not request.images: return None
-    if self._seen[0] is not request.images: self._seen = request.images,self.model.media(request.prompt, request.images)
-    return self._seen[1]
 
 @patch
 def _guide(self:Engine, request):
@@ -82,6 +81,19 @@ def _guide(self:Engine, request):
 def _guided(self:Engine, seqs)->list:
     "(sequence, guide) of those that have one"
     return [(s, st.guide) for s in seqs if (st := self._samplers.get(s.id)) is not None and st.guide is not None]
+
+# %% ../../nbs/5_engine/11_engine.ipynb #8ec778e9
+@patch
+def _media(self:Engine, request):
+    "What the request's images will put into its prompt"
+    if not request.images: return None
+    media = self.model.media(request.prompt, request.images, self._images)
+    self._images.update(media.images)
+    return media
+
+def _without_pixels(request):
+    "The same request, in whose images only grids are left"
+    return replace(request, images=tuple((None,grid) for _,grid in request.images))
 
 # %% ../../nbs/5_engine/11_engine.ipynb #15608c30
 @patch
@@ -109,17 +121,27 @@ def close(self:Engine):
     self.flying,self._landing = None,[]
     self.stepper.close()
 
+# %% ../../nbs/5_engine/11_engine.ipynb #e6000015
+@patch
+def _expired(self:Engine)->list[Event]:
+    "The ends of requests whose time is up"
+    late = self.scheduler.expire()
+    for s in late: self._leave(s.id)
+    return [Event(s.id, finish='timeout') for s in late]
+
 # %% ../../nbs/5_engine/11_engine.ipynb #36aba930
 @patch
 def step(self:Engine)->list[Event]:
     "Do one step's work and say what came of it, or of the step before it"
     with compilations.serving(self.late): self._step()
+    self._events += self._filled()
     events,self._events = self._events,[]
     return events
 
 @patch
 def _step(self:Engine):
     self._settle()  # what an interruption left
+    self._events += self._expired()
     width = 1+self._drafts()
     self._turning = self.flying is not None and width!=self.flying.plan.width
     if not self._steady(width): self.land()
@@ -130,23 +152,33 @@ def _step(self:Engine):
         plan = plan and plan.living()
     if plan: self._go(plan)
 
+# %% ../../nbs/5_engine/11_engine.ipynb #e8a0175b
 @patch
 def _go(self:Engine, plan):
     "Launch `plan`, and take in all but what stays in the air"
+    blind = self._look(plan)
+    if blind: return self._without_memory(blind, 'to look at the images', 'smaller ones')
     self.steps += 1
-    if self.flying is None: self._begun = _begins(plan, self._begun if self._turning else None)
+    if self.flying is None: self._begin()
     try: flights = self._launch(plan)
     except (MemoryError,OutOfMemoryError) as e: return self._shed(plan, e)
     self.scheduler.advance(plan)
+    flights[-1].load = load_of(plan)
     stays = flights.pop() if self.stepper.overlap and plan.decode else None
     if self.flying: flights.append(self.flying)
     self.flying,self._landing = stays,flights
     self._settle()
 
-def _begins(plan, since)->float|None:
-    "The time, or that of a landing `since` which it begins, if `plan` does nothing but decode"
-    if plan.prefill or plan.replay: return None
-    return perf_counter() if since is None else since
+# %% ../../nbs/5_engine/11_engine.ipynb #00521747
+@patch
+def _look(self:Engine, plan)->list:
+    "Look at images of which `plan` computes rows; the sequences that found no memory for it"
+    blind = []
+    for seq,start,n in plan.prefill:
+        if not seq.media: continue
+        try: seq.media.look(start, n)
+        except MemoryError: blind.append(seq)
+    return blind
 
 # %% ../../nbs/5_engine/11_engine.ipynb #e6000002
 @patch
@@ -210,7 +242,9 @@ def _settle(self:Engine):
 def _take_in(self:Engine, flight, out):
     "Note the events of a step that said `out`: failures, tokens, and ends of guides"
     seqs,counts = flight.plan.sampled,out.counts.tolist()
-    if self.arbiter and flight.plan.decode: self._note(flight.plan, counts)
+    load,took = self._timed(flight)
+    self.scheduler.policy.note(load, took)
+    if self.arbiter and flight.plan.decode: self._note(flight.plan, counts, load, took)
     for s,drafts in zip(seqs, flight.drafts or ()): s.drafts = drafts
     self._events += self._lost(seqs, counts)
     tokens = []
@@ -232,17 +266,37 @@ def _heard(self:Engine, seq, tokens)->list[int]:
         if guide is not None and guide.ended: return tokens[:n]
     return tokens
 
+# %% ../../nbs/5_engine/11_engine.ipynb #e6000013
+@patch
+def _timed(self:Engine, flight)->tuple:
+    "What has been computed with the landing of `flight`, and its seconds; None where nobody knows"
+    load = flight.load
+    if load is None: return None,None  # the first half of a step
+    if self._load is not None: load = self._load+load
+    waited = bool(flight.plan.sampled)
+    self._load = None if waited else load
+    if not waited: return None,None
+    now,begun = self.scheduler.clock(),self._begun
+    self._begun = now if self.flying or self._turning else None
+    return load,None if begun is None else now-begun
+
+@patch
+def _begin(self:Engine):
+    "A step begins with nothing in the air: now, or at the landing that it had to wait for"
+    if self._load is not None: return
+    since = self._begun if self._turning else None
+    self._begun = self.scheduler.clock() if since is None else since
+
 # %% ../../nbs/5_engine/11_engine.ipynb #e6000004
 @patch
-def _note(self:Engine, plan, counts):
+def _note(self:Engine, plan, counts, load, took):
     "Tell the arbiter how long a step took, and what became of its drafts"
-    now,checked = perf_counter(),{}
+    checked = {}
     k = len(plan.first)
     for s,n in zip(plan.decode, counts[k:]):
         drafts,right = min(plan.width-1, len(s.drafts), s.most_drafts),max(n-1, 0)
         checked[s.id] = max(drafts, right),right  # its limit may be another since the launch
-    took = None if self._begun is None else now-self._begun
-    self._begun = now if self.flying or self._turning else None
+    if load is None or load.chunks or load.replays: took = None
     context = max(map(len, plan.decode))
     self.arbiter.note(plan.width-1, checked, took, context)
 
@@ -257,8 +311,9 @@ def _said(self:Engine, seq, tokens, finish, out, i)->list[Event]:
     for j,t in enumerate(tokens):
         chance,top = _likely(out, i, j, k)
         why = finish if j==last else None
-        waited = seq.waited if first and j==0 else None
-        e = Event(seq.id, t, chance, top, why, waited=waited, drafted=j<drafted)
+        told = {}
+        if first and j==0: told = dict(waited=seq.waited, cached=seq.cached)
+        e = Event(seq.id, t, chance, top, why, drafted=j<drafted, **told)
         events.append(e)
     return events
 
@@ -273,18 +328,32 @@ def _likely(out, i, j, k):
 @patch
 def _fail(self:Engine, seq)->Event:
     "End `seq`, whose logits are not finite, or whose guide allows no token"
-    self.scheduler.fail(seq)
-    guide = self._samplers[seq.id].guide
+    guide = self._stuck(seq)
+    self.scheduler.fail(seq, not guide)
     self._leave(seq.id)
-    if guide is not None and guide.error: return Event(seq.id, finish='error', error=guide.error, code=guide.code)
+    if guide: return Event(seq.id, finish='error', error=guide.error, code=guide.code)
     self.corrupted += 1
     return Event(seq.id, finish='error', error='The model produced logits that are not finite numbers', code=NumericError.code)
 
 @patch
 def _lost(self:Engine, seqs, counts)->list[Event]:
     "The ends of answers that got no token"
-    lost = [s for s,n in zip(seqs, counts) if n==0]
-    return [self._fail(s) for s in lost if not s.finish_reason]
+    lost = [s for s,n in zip(seqs, counts) if n==0 and not s.finish_reason]
+    for_good = [s for s in lost if self._stuck(s) or not self._doubted(s)]
+    return [self._fail(s) for s in for_good]
+
+@patch
+def _doubted(self:Engine, seq)->bool:
+    "Is `seq` computed anew, as tiles of others may be bad? Then the device knows nothing of it"
+    if not self.scheduler.doubt(seq): return False
+    self.stepper.leave(seq.id)
+    return True
+
+@patch
+def _stuck(self:Engine, seq):
+    "The guide of `seq`, if it allows no token"
+    guide = self._samplers[seq.id].guide
+    return guide if guide is not None and guide.error else None
 
 @patch
 def _whole(self:Engine, seqs)->list[Event]:
@@ -295,13 +364,29 @@ def _whole(self:Engine, seqs)->list[Event]:
         self._leave(s.id)
     return [Event(s.id, finish='stop') for s in done]
 
+# %% ../../nbs/5_engine/11_engine.ipynb #a7bdb81b
 @patch
 def _shed(self:Engine, plan, error):
     "End the requests whose prompts found no memory; everybody else is planned again"
     if not plan.prefill: raise error
-    why = 'There was no memory for the prompt while others were being answered; a shorter one, or another try later, may find some'
-    for s,*_ in plan.prefill:
+    seqs = [s for s,*_ in plan.prefill]
+    self._without_memory(seqs, 'for the prompt', 'a shorter one')
+
+@patch
+def _without_memory(self:Engine, seqs, what, less):
+    "End `seqs`: there was no memory for what is to be done, and `less` may find some"
+    why = f'There was no memory {what} while others were being answered'
+    why += f'; {less}, or another try later, may find some'
+    for s in seqs:
         self.scheduler.fail(s)
         self._leave(s.id)
         e = Event(s.id, finish='error', error=why, code=OutOfMemoryError.code)
         self._events.append(e)
+
+# %% ../../nbs/5_engine/11_engine.ipynb #53b175ad
+@patch
+def _filled(self:Engine)->list[Event]:
+    "The ends of requests that were only to fill the tree of prefixes"
+    done,self.scheduler.filled = self.scheduler.filled,[]
+    for s in done: self._leave(s.id)
+    return [Event(s.id, finish='stop', cached=s.cached) for s in done]

@@ -30,9 +30,14 @@ from ..model.model import load_model,model_wants
 from ..ground.opening import open_model
 from ..ground.options import EngineConfig,Speculation,unused
 from ..ground.requests import check_ids,check_prompt
+from .policy import Policy
+from .prefix import PrefixTree
 from .scheduler import Scheduler
+from .snapshots import SnapshotTree
+from .spill import Records,SpillTier,open_spill,spill_needs
 from .stepper import HostStepper
 from ..ops import vocabulary as host_words
+from ..ops.linear import TILE
 
 # %% ../../nbs/5_engine/13_loading.ipynb #85a89bb5
 def _suits(c:EngineConfig, device, defaults, chunk):
@@ -176,12 +181,55 @@ def _engine(self:LoadedModel):
     "Scheduler and engine over the cache"
     o,k = self.options,self.drafting.k
     s = Scheduler(self.cache.pool, o.max_num_seqs, self.max_seq_len,
-        chunk=self.chunk, overcommit=o.overcommit, max_queue=o.max_queue, drafts=k)
+        chunk=self.chunk, overcommit=o.overcommit, max_queue=o.max_queue, drafts=k,
+        states=self.cache.states, prefix=self._prefix(),
+        policy=_policy(o), max_queue_tokens=o.max_queue_tokens)
     made_by,room = _STEPPERS[self.ops],self._region('tables')
     stepper = made_by.serving(self.model, self.cache, s, room, self._drafter())
+    self.tier = self._spill(s.prefix, stepper.copies())
     arbiter = Arbiter(k, adaptive=o.speculative_adaptive) if k else None
     return Engine(s, stepper, self.guides, arbiter)
 
+def _policy(o)->Policy:
+    "What options say of the order and of deadlines, in seconds"
+    deadline,patience = [(ms or 0)/1000 for ms in (o.tbt_deadline_ms,o.max_wait_ms)]
+    return Policy(o.scheduling_policy, deadline, patience)
+
+# %% ../../nbs/5_engine/13_loading.ipynb #204f8ffa
+@patch
+def _prefix(self:LoadedModel)->PrefixTree|None:
+    "The tree of prefixes over the cache, if there is to be one"
+    o,c = self.options,self.cache
+    if not o.enable_prefix_caching: return None
+    recurrent = c.rec or self.draft_cache and self.draft_cache.rec
+    if not recurrent: return PrefixTree(c.pool)
+    return SnapshotTree(c.pool, c.states, o.state_checkpoint_interval)
+
+@patch
+def _spill(self:LoadedModel, tree, stream)->SpillTier|None:
+    "A second tier of `tree`, if there is to be one; its copies keep the order of `stream`"
+    o = self.options
+    if tree is None or not o.kv_spill_gb: return None
+    caches = [c for c in (self.cache,self.draft_cache) if c]
+    records = Records(caches, stream, self._identity())
+    store = open_spill(records, o.kv_spill_gb, o.kv_spill_dir, o.kv_spill_keep)
+    return SpillTier(tree, records, store)
+
+@patch
+def _identity(self:LoadedModel)->str:
+    "What tells this model from others whose caches look alike"
+    o = self.options
+    asked = o.weights,o.quantization,o.lm_head_dtype,o.draft_model
+    return f'{self.path} {self.config} {asked} {self._made_of}'
+
+def _made_of(ck)->list:
+    "Where the numbers of a checkpoint come from: its files, with sizes and times, if any"
+    spans = [s for t in ck.tensors.values() for s in t.spans.values()]
+    paths = {getattr(s.file, 'path', None) for s in spans}-{None}
+    stats = [(p.name, p.stat()) for p in sorted(paths)]
+    return [ck.kind, *((name, s.st_size, s.st_mtime_ns) for name,s in stats)]
+
+# %% ../../nbs/5_engine/13_loading.ipynb #439c1c59
 @patch
 def _drafter(self:LoadedModel)->Drafter|None:
     "Who guesses what comes next"
@@ -208,12 +256,14 @@ def _load(self:LoadedModel, ck, show):
     head = o.drafting or by.who=='mtp'
     parts = ('','vision')+('mtp',)*head
     packed = ifnone(o.packed, _tight(self.device, ck, by.ck))
+    self._made_of = [packed, *(_made_of(c) for c in (ck,by.ck) if c)]
     anew = o.quantization,o.lm_head_dtype,ifnone(o.draft_quantization, _few_bits(ck, self.ops))
     self._kv = dict(
         block_size=d.block_size,
         dtype=o.kv_cache_dtype or d.kv_format,
         high_precision=o.kv_high_precision_layers)
     self.arena = self.device.arena()
+    self._set_aside()
     steps = self._steps(ck, packed, anew)
     need = self.ops.weight_bytes(ck.tensors, parts, packed, *anew)
     if by.ck: need += self.ops.weight_bytes(by.ck.tensors, ('',), packed, *anew)
@@ -258,9 +308,9 @@ def _narrow(self:LoadedModel)->int|None:
 @patch
 def _make_cache(self:LoadedModel, steps:int):
     "The cache, beside steps that take so many bytes"
-    n,seqs = self._blocks(steps),self.options.max_num_seqs
-    by = self.drafting
-    states = (2+by.k)*seqs
+    by,seqs = self.drafting,self.options.max_num_seqs
+    n,snapshots = self._blocks(steps)
+    states = (2+by.k)*seqs+snapshots
     self.arena.budget.take('steps', steps, '--chunk')
     with self._region('cache').allocating():
         self.cache = KVCache(self.config, self.device, n,
@@ -272,18 +322,35 @@ def _make_cache(self:LoadedModel, steps:int):
 
 # %% ../../nbs/5_engine/13_loading.ipynb #e09d4c73
 @patch
-def _blocks(self:LoadedModel, others:int, ahead:int=0)->int:
-    "Blocks of the cache beside `others` bytes; `ahead` of them have to come from what is free"
+def _blocks(self:LoadedModel, others:int, ahead:int=0)->tuple[int,int]:
+    "Blocks and snapshots of the cache beside `others` bytes; `ahead` of them have to come from what is free"
     o = self.options
     left,unasked = self.arena.beside(others)
     if ahead: left = min(left, max(self.device.memory().available-ahead, 0))
     unasked = min(unasked, left)
     asked = ifnone(o.kv_cache_memory, unasked)
-    by = self.drafting
+    n,one = self._snapshots(asked)
+    try: return self._fitting(left-n*one, asked-n*one),n
+    except OutOfMemoryError:
+        if o.state_snapshots or not n: raise
+        return self._fitting(left, asked),0 # nobody asked for them
+
+@patch
+def _fitting(self:LoadedModel, left, asked)->int:
+    "Blocks of a cache of `asked` bytes without snapshots"
+    o,by = self.options,self.drafting
     more = dict(drafting=by.who=='mtp', drafts=by.k, beside=self._beside())
     return _fit(self.config, self.ops, left, asked,
         o.max_num_seqs, self.max_seq_len, **self._kv, **more)
 
+@patch
+def _snapshots(self:LoadedModel, asked)->tuple[int,int]:
+    "How many snapshots to make room for in a cache of `asked` bytes, and the bytes of one"
+    o,one = self.options,self._one_state()
+    if not (one and o.enable_prefix_caching): return 0,0
+    return ifnone(o.state_snapshots, min(64, asked//10//one)),one
+
+# %% ../../nbs/5_engine/13_loading.ipynb #12963c9d
 @patch
 def _beside(self:LoadedModel)->tuple[int,int]:
     "Bytes of a token and of a sequence that a draft model keeps"
@@ -293,6 +360,12 @@ def _beside(self:LoadedModel)->tuple[int,int]:
     token = token_bytes(c, self.ops, kv['dtype'], False, kv['high_precision'])
     return token,(by.k+4)*state_bytes(c)
 
+@patch
+def _one_state(self:LoadedModel)->int:
+    "Bytes of the states of a sequence: the model's, and those of a model that drafts"
+    one,by = state_bytes(self.config),self.drafting.ck
+    return one+(state_bytes(by.config) if by and not by.config.drafter else 0)
+
 _FLAGS = dict(weights='--quantization', cache='--max-seq-len', tables='--max-num-seqs')
 
 @patch
@@ -300,6 +373,24 @@ def _region(self:LoadedModel, name:str):
     "A new region of the arena, for arrays that stay"
     most = 2*self.device.memory().total
     return self.arena.region(name, most, _FLAGS[name])
+
+# %% ../../nbs/5_engine/13_loading.ipynb #5e7a51de
+@patch
+def _set_aside(self:LoadedModel):
+    "Take what the second tier has of the host's memory out of the budget; refuse what will not do"
+    o = self.options
+    if not (o.enable_prefix_caching and o.kv_spill_gb): return
+    need = spill_needs(self._record_sizes(), o.kv_spill_gb, o.kv_spill_dir)
+    budgets = [get_device('cpu').budget()]
+    if self.device.shares_host: budgets.append(self.arena.budget)
+    for b in budgets: b.take('spill', need, '--kv-spill-gb')
+
+@patch
+def _record_sizes(self:LoadedModel)->dict[str,int]:
+    "Bytes of a tile of the cache, and of the states of a sequence"
+    kv,own = self._kv,self.drafting.who=='mtp'
+    token = token_bytes(self.config, self.ops, kv['dtype'], own, kv['high_precision'])
+    return dict(tile=TILE*(token+self._beside()[0]), state=self._one_state())
 
 # %% ../../nbs/5_engine/13_loading.ipynb #e46ee7ee
 def _tight(device, *cks)->bool:
@@ -382,10 +473,11 @@ def close(self:LoadedModel)->int: # Bytes of a card's memory in arrays that some
     "End every answer and give back all that the model took; nothing can be asked of it afterwards"
     with self._lock:
         if self.engine is None: return 0
+        if self.tier: self.tier.close(self.options.kv_spill_keep)
         self.engine.close()
         self.engine = self.model = self.cache = None
         self.draft_model = self.draft_cache = None
     gc.collect()
     self.device.tidy()
-    self.arena.budget.give('steps')
+    for part in ('steps','spill'): self.arena.budget.give(part)
     return self.arena.close()

@@ -23,10 +23,15 @@ def borrow(self:LoadedModel, n:int):
     "Blocks for `n` tokens and the two state slots of a sequence, from the engine's own cache, until its next step; `QueueFullError` if they are in use"
     with self._lock:
         s = self._open().scheduler
-        if s.pool.free<s.pool.blocks_for(n) or not s.states: raise QueueFullError(f'The cache has no room for {n:,} tokens now', hint='Try again later')
-        blocks,slots = s.pool.take(s.pool.blocks_for(n)),s.states.pop()
-        try: yield blocks,slots[:2]  # the others are for drafts
-        finally: s.pool.give(blocks); s.states.append(slots)
+        need = s.pool.blocks_for(n)
+        if s.pool.available<need or s.states.available<2:
+            said = f'The cache has no room for {n:,} tokens now'
+            raise QueueFullError(said, hint='Try again later')
+        blocks,slots = s.pool.take(need),s.states.take(2)
+        try: yield blocks,slots
+        finally:
+            s.pool.give(blocks)
+            s.states.give(slots)
 
 # %% ../../nbs/5_engine/14_score.ipynb #2a12ae1d
 @patch

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass,field,replace
 from fastcore.basics import patch
+from ..card.graph import Stream
 from .cache import KVCache
 from ..ground.core import EngineError
 from .draft import Drafter,End,Ends
@@ -30,11 +31,13 @@ class Flight:
     sampled:Sampled|None=None # What it says, where that is known already
     # Drafts of what comes next, for each of `plan.sampled`; known when it has landed
     drafts:list|None=None
+    load = None # What its step computes, in the flight that lands last of it; set by the engine
 
 def piece(seq, start:int, n:int, want:int=0)->Piece:
     "Rows `start..start+n-1` of `seq`, the last `want` with logits"
     ids,blocks = seq.span(start, n),seq.table.blocks
-    return Piece(ids, start, blocks, want, *seq.states[:2], seq.media)
+    read,marks = seq.reads,tuple(seq.trail.marks) if seq.trail else ()
+    return Piece(ids, start, blocks, want, read, seq.states[1], seq.media, marks)
 
 def tiles(plan:Plan)->list[Piece]:
     "What `plan` prefills, with logits where a prompt is complete"
@@ -84,6 +87,9 @@ class Stepper:
     def leave(self, rid:str): "Request `rid` has ended"
     def lost(self, plan:Plan): "A launch of `plan` was cut off: nothing that it began counts"
     def warm(self): "Do now what a first step would have to wait for"
+    def copies(self)->Stream:
+        "A stream for copies in and out of the cache, in the order of steps"
+        return self.model.device.own_stream()
     def close(self): "Give back what only steps need; no step follows"
     def here(self):
         "A context for work between two steps, in their order"

@@ -485,6 +485,10 @@ class KVArrays(NamedTuple):
     "Keys and values of one layer"
     k:object # [blocks, block_size, kv, d]
     v:object
+    @property
+    def fmt(self)->str: "Format of the numbers"; return str(self.k.dtype)
+    @property
+    def arrays(self)->tuple: "k and v"; return self.k,self.v
 
 def kv_pools(
     device,

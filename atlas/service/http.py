@@ -6,8 +6,8 @@ Docs: https://atlas-inference.github.io/atlas/7_service/http.html.md"""
 
 # %% auto #0
 __all__ = ['Bounds', 'Counted', 'Refusal', 'Careful', 'HttpTools', 'Parser', 'H11', 'http_protocol', 'descriptors', 'TLSError',
-           'tls_options', 'server_config', 'InsecureError', 'loopback', 'check_bind', 'Keys', 'read_keys', 'Rate',
-           'Rules', 'host_names', 'UnknownKeyError', 'RightsError', 'HostError', 'RateError', 'TooLargeError',
+           'tls_options', 'server_config', 'InsecureError', 'loopback', 'check_bind', 'key_salt', 'Keys', 'read_keys',
+           'Rate', 'Rules', 'host_names', 'UnknownKeyError', 'RightsError', 'HostError', 'RateError', 'TooLargeError',
            'refusal', 'BadHeaderError', 'Headers', 'Guard', 'reply']
 
 # %% ../../nbs/7_service/08_http.ipynb #5e81fcb5
@@ -350,6 +350,10 @@ def check_bind(host:str, keys, insecure:bool=False):
 # %% ../../nbs/7_service/08_http.ipynb #0e9d52e8
 def _digest(key): return hashlib.sha256(key if isinstance(key, bytes) else key.encode()).digest()
 
+def key_salt(key:bytes)->str:
+    "What stands for an API key where prompts of different keys are kept apart"
+    return hashlib.blake2b(key, digest_size=16, person=b'atlas salt').hexdigest()
+
 class Keys:
     "API keys, and what each may do"
     def __init__(self, roles:dict[str,str]): # Key → 'user' or 'admin', maybe followed by a name
@@ -544,6 +548,7 @@ def check_key(self:Guard, scope, h)->tuple|UnknownKeyError|None:
     who = keys.find(given)
     if who is None: return UnknownKeyError('This API key is not known')
     if path in self.rules.admin and who[1]!='admin': raise RightsError('This needs the key of an admin', hint='ATLAS_ADMIN_KEY sets one where the server starts')
+    scope['atlas.salt'] = key_salt(given)
     return who
 
 # %% ../../nbs/7_service/08_http.ipynb #042f601c

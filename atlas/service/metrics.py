@@ -54,10 +54,12 @@ _counts = dict(
     generation_tokens='Tokens of answers', reasoning_tokens='Tokens of answers spent thinking',
     requests_submitted='Requests given to the engine; each ends once in request_success')
 _by = dict( # Label, what it is, and the label's values that are known
-    request_success=('finished_reason', 'Requests that ended, by reason', ('stop','length','tool_calls','abort','error')),
+    request_success=('finished_reason', 'Requests that ended, by reason', ('stop','length','tool_calls','timeout','abort','error')),
     aborted_requests=('why', 'Requests that were stopped early, by cause', ('client_gone','error','shutdown')),
     admission_rejections=('reason', 'Requests that were turned away', ('queue_full',)),
-    tool_parse_failures=('parser', 'Answers that began a tool call which could not be read', ()))
+    tool_parse_failures=('parser', 'Answers that began a tool call which could not be read', ()),
+    next_turn_prefills=('outcome', 'Beginnings of next prompts, to be computed ahead',
+        ('begun','finished','needless','given_up')))
 
 # %% ../../nbs/7_service/09_metrics.ipynb #5ceb5de7
 class ModelMetrics:
@@ -121,6 +123,19 @@ _engine = dict(
     num_preemptions_total='Requests that had to give their place to another',
     corrupted_requests_total='Requests failed because logits were not finite',
     prefix_cache_queries_total='Prompt tokens that were looked up in the prefix cache', prefix_cache_hits_total='Prompt tokens that it had',
+    kv_blocks_live='Blocks of the KV cache that requests use',
+    prefix_cache_blocks='Blocks of the KV cache that the prefix cache keeps',
+    prefix_cache_reclaimable_blocks='Those of them that are free for whoever needs them',
+    prefix_cache_snapshots='States of recurrent layers that the prefix cache keeps',
+    prefix_cache_evictions_total='Tiles of 64 tokens that had to leave the prefix cache',
+    prefix_cache_snapshot_evictions_total='States that had to leave it',
+    prefix_cache_restores_total='Prompts that went on from a state that was kept',
+    kv_spill_written_bytes_total='Bytes of blocks and states written to the second tier',
+    kv_spill_read_bytes_total='Bytes read back from it',
+    kv_spill_used_bytes='Bytes that it holds',
+    kv_spill_errors_total='Times that it could not be written or read',
+    kv_spill_dropped_total='Blocks and states that it did not take: it was busy, or has no room',
+    kv_spill_evictions_total='Those that left it for newer ones',
     spec_decode_num_drafts_total='Times that tokens were drafted', spec_decode_num_draft_tokens_total='Tokens drafted',
     spec_decode_num_accepted_tokens_total='Drafted tokens that were accepted, those behind an answer\'s end too',
     spec_decode_invalid_total='Drafts left out because their logits were not finite',

@@ -30,6 +30,7 @@ class UnavailableError(AtlasError):
 class Turn:
     "One client's request: its streams of events, and the readers that make deltas of them"
     silent = 0 # So many choices end before they begin: only the prompt was asked about
+    then = None # Called with the first choice, once, when that has ended by itself
     def __init__(self,
         runner, # Whatever has `submit`
         requests:list[Request], # One for each choice
@@ -41,6 +42,7 @@ class Turn:
         self.metrics,self.readers = metrics,readers
         self.prompt,self.each = prompt,each
         self.streams,self.watches = [],[]
+        self.said = [] # Deltas of the first choice, for `then`
         try:
             for r in requests:
                 self.streams.append(runner.submit(r))
@@ -64,13 +66,23 @@ def close(self:Turn,
             try: s.abort()
             except Exception: _log.exception('A choice could not be stopped')
         self._ended(v, w)
+    self._over()
+
+@patch
+def _over(self:Turn):
+    "Tell `then` of an answer that ended by itself"
+    then,self.then = self.then,None
+    if not then or self.readers[0].finish not in ('stop','tool_calls'): return
+    try: then(self.readers[0].choice(self.said))
+    except Exception: _log.exception('What was to follow an answer failed')
 
 @patch
 def _ended(self:Turn, v, w):
     "Count a choice that is over, once"
     if w.m is None: return
     w.end(v.finish); w.m = None
-    self.metrics.reasoning_tokens += v.reasoning; self.metrics.prompt_tokens_cached += v.cached
+    self.metrics.reasoning_tokens += v.reasoning
+    if v in self.readers[::self.each]: self.metrics.prompt_tokens_cached += v.cached
     if v.finish in ('stop','tool_calls') and v.failed: self.metrics.tool_parse_failures[v.splitter.tools] += 1
 
 # %% ../../nbs/7_service/11_turn.ipynb #87395bcf
@@ -80,12 +92,14 @@ def feed(self:Turn, i:int, events:list)->list[Delta]:
     v,w = self.readers[i],self.watches[i]
     before = v.n
     ps = v.feed(events)
+    if self.then and i==0: self.said += ps
     if ps and ps[-1].error: raise ps[-1].error
     if v.n>before: w.tokens(v.n-before, v.waited)
     if v.finish:
         if v.cut: self.streams[i].abort()
         self._ended(v, w)
         if v.finish=='abort': raise UnavailableError('The answer was stopped', hint='The server is shutting down')
+        if v.finish=='timeout': ps[-1].finish,ps[-1].stop = 'length','timeout'
     return ps
 
 @patch

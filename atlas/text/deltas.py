@@ -41,10 +41,11 @@ class Delta:
     content:str='' # Text for the reader, without markup
     calls:tuple[CallDelta,...]=()
     tokens:tuple[Token,...]=() # When log-probabilities or ids were asked for
-    finish:str|None=None # 'stop', 'length', 'tool_calls', 'error' or 'abort'
+    finish:str|None=None # 'stop', 'length', 'tool_calls', 'timeout', 'error' or 'abort'
     stop:str|int|None=None # The stop string or stop token id that ended it
     error:AtlasError|None=None # Why it ended, if that was an error
     drafted:int=field(default=0, compare=False) # So many of its tokens were accepted drafts
+    cached:int=field(default=0, compare=False) # With the last: prompt tokens that a cache had
 
     @property
     def text(self)->str:

@@ -22,6 +22,7 @@ from ..engine.draft import AssistantDrafter,End,Ends,MTPDrafter
 from ..text.generation import ChoiceReader,Output,fan_out,verbatim
 from ..ground.hub import resolve
 from ..text.images import place_images,prepare_images
+from ..text.next_turn import TurnMarks
 from ..engine.loading import LoadedModel
 from ..model.model import Decoder,Piece,load_model,make_batch
 from ..ground.options import EngineConfig
@@ -48,6 +49,8 @@ class LLM(LoadedModel):
         self.template,self.eos_ids = self.text.template,self.text.eos_ids
         self.image_spec = self.text.image_spec if self.model.vision else None
         self._ids,self._boxes = itertools.count(),{}
+        tok = self.tokenizer if self.text.has_text else None
+        self._marks = TurnMarks(tok, self.eos_ids)
     @property
     def tokenizer(self)->Tokenizer:
         "Text to ids and back; `SourceError` when the checkpoint has none: then ids go in and ids come out"
@@ -81,7 +84,8 @@ def reader(self:LLM,
 @patch
 def request(self:LLM, ids, params:SamplingParams, rid:str|None=None, **kw)->Request:
     "An engine request for `ids`"
-    return Request(rid or f'llm-{next(self._ids)}', tuple(ids), params, eos_ids=self.eos_ids, **kw)
+    kw |= dict(eos_ids=self.eos_ids, boundaries=self._marks.boundaries(ids))
+    return Request(rid or f'llm-{next(self._ids)}', tuple(ids), params, **kw)
 
 # %% ../../nbs/8_use/01_llm.ipynb #b104e58a
 @patch
@@ -89,7 +93,9 @@ def _step(self:LLM, todo:deque, box:deque):
     "Queue what there is room for of `todo`, whose events go to `box`; if that is empty, make a step for everybody"
     with self._lock:
         s = self._open().scheduler
-        while todo and len(s.waiting)<s.max_queue: self.engine.add(todo[0]); self._boxes[todo.popleft().id] = box
+        while todo and not s.full(len(todo[0].prompt)):
+            self.engine.add(todo[0])
+            self._boxes[todo.popleft().id] = box
         if box: return
         for e in self.engine.step():
             if e.id in self._boxes: self._boxes[e.id].append(e)
@@ -132,6 +138,7 @@ def generate(self:LLM,
     params:SamplingParams|list|None=None, # One for all, or one for each
     images=(), # For one prompt: what its image tokens stand for, in order: paths, data URLs, bytes or PIL images
     guide:dict|None=None, # What the answers must look like, see the guide page
+    timeout:float|None=None, # Seconds that the engine has for each, which then ends as it is; None: no limit
 ): # `Output`, or a list of them for a list of prompts
     "Answers to one prompt or many, computed together"
     one = isinstance(prompts, str) or (len(prompts)>0 and isinstance(prompts[0], (int,np.integer)))
@@ -141,7 +148,7 @@ def generate(self:LLM,
     if images and not one: raise RequestError('images belong to one prompt', hint='Call generate once for each', param='images')
     encoded = [self._encode(p, images=images) for p in prompts]
     asked = list(zip(encoded, params))
-    outs = self._answers(asked, guide)
+    outs = self._answers(asked, guide, timeout=timeout)
     return outs[0] if one else outs
 
 # %% ../../nbs/8_use/01_llm.ipynb #52d7f0ac
@@ -153,49 +160,57 @@ def _guide(self:LLM, guide):
     self.guides.check(guide)
 
 @patch
-def _answers(self:LLM, asked, guide=None, split=None)->list[Output]:
+def _answers(self:LLM, asked, guide=None, split=None, timeout=None)->list[Output]:
     "The first answer to each of the prompts `asked`, which are encoded and have parameters"
     self._guide(guide)
     reqs = []
     for (ids,_,pics),p in asked:
-        reqs += [self.request(ids, q, images=pics, guide=guide) for q in fan_out(p)]
+        how = dict(images=pics, guide=guide, timeout=timeout)
+        reqs += [self.request(ids, q, **how) for q in fan_out(p)]
     readers = [self.reader(r.params, guide, split) for r in reqs]
     said = [[] for _ in reqs]
     for k,d in self._run(reqs, readers): said[k].append(d)
-    choices = (r.choice(ds) for r,ds in zip(readers, said))
+    choices = ((r.choice(ds), r.cached) for r,ds in zip(readers, said))
     return [_outputs(choices, *a) for a in asked]
 
 def _outputs(choices, encoded, p):
     "The next `p.n` of `choices`, all answers to one prompt: the first, which holds the others"
     ids,text,_ = encoded
-    outs = [_output(next(choices), p, ids, text) for _ in range(p.n)]
+    outs = [_output(*next(choices), p, ids, text) for _ in range(p.n)]
     outs[0].choices = outs if len(outs)>1 else []
     return outs[0]
 
-def _output(c:Choice, p:SamplingParams, ids, text)->Output:
+def _output(c:Choice, cached:int, p:SamplingParams, ids, text)->Output:
     "An answer with what it took; its error, if that is how it ended"
     if c.error: raise c.error
     n = len(c.tokens)
     likely = None if p.logprobs is None else c.tokens
     usage = dict(prompt_tokens=len(ids), completion_tokens=n, total_tokens=len(ids)+n)
+    usage['cached_tokens'] = cached
     said = [t.id for t in c.tokens]
     parted = dict(reasoning=c.reasoning, calls=c.calls)
     return Output(c.content, said, c.finish, usage, likely, text, ids, **parted)
 
 # %% ../../nbs/8_use/01_llm.ipynb #4b8e99fa
 @patch
-def stream(self:LLM, prompt, params:SamplingParams|None=None, images=(), guide:dict|None=None):
+def stream(self:LLM,
+    prompt, # This and what follows: as for `generate`
+    params:SamplingParams|None=None,
+    images=(),
+    guide:dict|None=None,
+    timeout:float|None=None,
+):
     "Yield the answer to one prompt as it is made: `Delta`s whose `.text` add up to the whole"
-    return self._stream(prompt, params, images, guide)
+    return self._stream(prompt, params, images, guide, timeout=timeout)
 
 @patch
-def _stream(self:LLM, prompt, params, images, guide, split=None):
+def _stream(self:LLM, prompt, params, images, guide, split=None, timeout=None):
     "The same, with thoughts and calls told apart if there is a `split`"
     p = params or SamplingParams()
     if p.n!=1: raise RequestError('Only one answer can be streamed here', hint='Use generate for n > 1', param='n')
     ids,_,pics = self._encode(prompt, images=images)
     self._guide(guide)
-    r = self.request(ids, p, images=pics, guide=guide)
+    r = self.request(ids, p, images=pics, guide=guide, timeout=timeout)
     events = self._run([r], [self.reader(p, guide, split)])
     try:
         for _,d in events:
@@ -211,6 +226,7 @@ def chat(self:LLM,
     tools:list|None=None, # Tools to offer, as JSON schemas; handed to the template
     stream:bool=False, # Yield `Delta`s instead
     guide:dict|None=None, # What the answer must look like
+    timeout:float|None=None, # As for `generate`
     **kwargs, # More for the template, such as enable_thinking
 ):
     "The model's next message"
@@ -218,9 +234,9 @@ def chat(self:LLM,
     prompt = self.render(messages, tools, **kwargs)
     ids = self.tokenizer.encode(prompt, add_special=False)
     split,guide = self._parted(messages, prompt, tools, guide, kwargs)
-    if stream: return self._stream(ids, params, images, guide, split)
+    if stream: return self._stream(ids, params, images, guide, split, timeout)
     asked = self._encode(ids, images=images),params or SamplingParams()
-    return self._answers([asked], guide, split)[0]
+    return self._answers([asked], guide, split, timeout)[0]
 
 @patch
 def render(self:LLM, messages, tools=None, **kwargs)->str:

@@ -111,6 +111,7 @@ class Speaker:
     `drafts`: each step says so many tokens more, which were drafted."""
     def __init__(self, script, drafts=0):
         self.drafts = drafts
+        self.cached = 0 # Tokens of each prompt that come from a cache, as its first event says
         self.tok,self.script,self.healthy,self.prompts,self.aborted = byte_tokenizer(),script,True,[],0
         self.info = dict(name='scripted', max_seq_len=400_000, vocab_size=257, eos_ids=[END])
         if drafts: self.info['speculative'] = f'mtp, {drafts} drafts'
@@ -138,7 +139,8 @@ class Line:
         finish = 'stop' if self.n==len(self.ids) else 'length' if self.n==self.r.params.max_tokens else None
         self.over = finish is not None
         drafted = n%(self.speaker.drafts+1)>0
-        return Event(self.r.id, self.ids[n], finish=finish, drafted=drafted)
+        cached = None if n else self.speaker.cached
+        return Event(self.r.id, self.ids[n], finish=finish, drafted=drafted, cached=cached)
     def abort(self):
         if not self.over: self.over = True; self.speaker.aborted += 1
 

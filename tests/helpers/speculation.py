@@ -9,6 +9,8 @@ from atlas.engine.draft import Drafter,MTPDrafter,ModelDrafter,NgramDrafter
 from atlas.engine.engine import Engine
 from atlas.engine.stepper import HostStepper
 from atlas.engine.scheduler import Scheduler
+from atlas.engine.snapshots import SnapshotTree
+from atlas.engine.spill import Records,SpillTier,open_spill
 from helpers import small_engine
 from helpers.small_engine import V,made_up,serve,small_cache,tokens
 
@@ -75,9 +77,9 @@ class Broken(MTPDrafter):
         h[bad] = np.nan
         return super()._likeliest(h, *args)
 
-def own_cache(model, k, seqs, blocks):
+def own_cache(model, seqs, cache):
     "The cache of a draft model"
-    return small_cache(model.c, blocks, (k+4)*seqs)
+    return small_cache(model.c, cache.pool.num_blocks, cache.num_states+2*seqs)
 
 def drafter(kind, model, cache, k, seqs, **how):
     "Who guesses: by name"
@@ -86,21 +88,32 @@ def drafter(kind, model, cache, k, seqs, **how):
     if kind=='broken': return Broken(model, cache, k)
     if kind=='ngram': return NgramDrafter(model, k, 1, 3)
     if kind=='draft':
-        own = own_cache(model, k, seqs, cache.pool.num_blocks)
+        own = own_cache(model, seqs, cache)
         return ModelDrafter(model, own, model, k)
     return Oracle(model, k, gaps=.2*(kind=='gaps'), **how)
 KINDS = ['mtp','draft','ngram','oracle','gaps','broken']
 
 def engine(kind='none', k=0, late=False, blocks=40, seqs=4,
         stepper=HostStepper, guides=GUIDES, arbiter=None,
-        model=MODEL, who=None, **kw):
-    "An engine in which `kind` guesses `k` tokens a step; `who` is told to an oracle"
-    slots,sizes = (k+2)*seqs,(seqs,200,64)
+        model=MODEL, who=None, prefix=None, chunk=64, spill=None, **kw):
+    """An engine in which `kind` guesses `k` tokens a step; `who` is told to an oracle.
+    With a tree of prefixes there are `prefix` more slots for states, and with a
+    second tier `spill` bytes for what it evicts."""
+    slots,sizes = (k+2)*seqs+(prefix or 0),(seqs,200,chunk)
     cache = small_cache(model.c, blocks, slots, drafting=True)
     who = who or {}
     d = drafter(kind, model, cache, k, seqs, **who)
+    if prefix is not None:
+        tree = SnapshotTree(cache.pool, cache.states, 128)
+        kw |= dict(prefix=tree, states=cache.states)
+        if spill: second_tier(tree, [cache,d.cache] if d and d.cache else [cache], spill)
     s = Scheduler(cache.pool, *sizes, drafts=k, **kw)
     return Engine(s, stepper(model, cache, late, d), guides, arbiter)
+
+def second_tier(tree, caches, nbytes):
+    "One in memory, for what `tree` evicts"
+    records = Records(caches, MODEL.device.own_stream())
+    return SpillTier(tree, records, open_spill(records, nbytes/1e9))
 
 @functools.cache
 def alone(r, model=MODEL):

@@ -21,7 +21,7 @@ from structlog.contextvars import get_contextvars
 from ...ground.core import AtlasError,ContextLengthError,RequestError
 from ...ground.requests import SamplingParams
 from ...text.deltas import CallDelta,Choice,Delta
-from .base import OPEN,Ask,Int,Usage,Writer
+from .base import OPEN,Ask,Int,Salt,Seconds,Usage,Writer
 from .base import found,ignored,quote,sse,think,validate
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #bdb4134d
@@ -122,6 +122,8 @@ class MessagesBody(BaseModel):
     mcp_servers: list[Any]|None = None
     thread: dict[str,Any]|None = None
     priority: Annotated[int, Field(ge=-2**31, lt=2**31)]|None = None
+    cache_salt: Salt|None = None
+    timeout: Seconds|None = None
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #c65535eb
 def joined(
@@ -368,12 +370,14 @@ def _ask(body:MessagesBody)->MessagesAsk:
         format=dict(kind='json_schema', schema=form.scheme) if form else None,
         format_at='output_config.format',
         stream=bool(body.stream), priority=body.priority or 0,
+        salt=body.cache_salt or '', timeout=body.timeout,
         ignored=ignored(body),
         **r.tools(body), **body.thoughts())
     if body.mcp_servers: r.skip('mcp_servers')
     ask.warnings += r.left_out
     return ask
 
+# %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #35319954
 def parse_count(
     raw:bytes, # The body of `/v1/messages/count_tokens`
 )->Ask:
@@ -420,11 +424,13 @@ def usage(u:Usage)->dict:
 class Reply(Writer):
     "The answer to one request"
     prefix = 'msg_'
+    names_results = thoughts_return = True
     def __init__(self, *args, **kw):
         super().__init__(*args, **kw)
         self.open,self.at,self.called,self.last = None,-1,False,(None,None)
         self.held,self.holds = '','text' # White space that waits, and for what
         self.thought = [] # The open thought, where it is not shown
+    def call_id(self, id): return tool_id(id)
     def message(self, content, reason, sequence, u:Usage)->dict:
         "The `message` object"
         return dict(id=self.id, type='message', role='assistant', model=self.model, content=content, stop_reason=reason, stop_sequence=sequence, stop_details=None, usage=usage(u))

@@ -17,7 +17,8 @@ from pydantic import AliasChoices,BaseModel,ConfigDict,Field
 from ...text.chat import IMAGE_PARTS,check_variables
 from ...ground.core import RequestError
 from ...ground.requests import SamplingParams
-from .base import OPEN,Ask,Budget,Ids,Int,NotOfferedError,Writer
+from .base import OPEN,Ask,Budget,Ids,Int,NotOfferedError
+from .base import Salt,Seconds,Writer
 from .base import format_of,found,ignored,merge_system
 from .base import read_json,think,validate
 from .chunks import ChatAsk,ChatWriter,TextAsk,TextWriter
@@ -65,6 +66,8 @@ class Body(BaseModel):
     ignore_eos: bool|None = None
     n: Int|None = None
     priority: Annotated[Int, Field(ge=-2**31, lt=2**31)]|None = None
+    cache_salt: Salt|None = None
+    timeout: Seconds|None = None
     return_token_ids: bool|None = None
     return_tokens_as_token_ids: bool|None = None
     prompt_logprobs: Annotated[Int, Field(ge=0, le=20)]|None = None
@@ -354,6 +357,7 @@ def _common(b):
     return dict(
         params=b.params(), model=b.model, **b.shape(),
         stream=bool(b.stream), priority=b.priority or 0,
+        salt=b.cache_salt or '', timeout=b.timeout,
         include_usage=counts, continuous=counts and bool(o.continuous_usage_stats),
         drafts=bool(b.stream and o.atlas_drafts), token_ids=bool(b.return_token_ids),
         as_ids=bool(b.return_tokens_as_token_ids), prompt_logprobs=b.prompt_logprobs)

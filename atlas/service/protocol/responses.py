@@ -196,7 +196,7 @@ def parse(
         template=given|vars, thinking_budget=budget,
         continuing=_going(before+new, t.messages),
         stream=bool(b.stream), **_form(b),
-        priority=b.priority or 0,
+        priority=b.priority or 0, salt=b.cache_salt or '', timeout=b.timeout,
         warnings=[*t.warnings, *left, *unoffered(b)],
         ignored=ignored(b),
         id=rid, echo=_echo(b, p, fs, custom, keep), items=new, store=store if keep else None, owner=owner,
@@ -227,6 +227,7 @@ def count(u:Usage)->dict:
 class ResponsesWriter(Writer):
     "The answer to a `ResponsesAsk`, and its record in the store"
     prefix = 'resp_'
+    names_results = thoughts_return = True
     def __init__(self, ask:ResponsesAsk, model:str, id:str|None=None, created:int|None=None):
         super().__init__(ask, model, id or ask.id or None, created)
         self.n,self.output,self.open,self.finish = 0,[],None,None
