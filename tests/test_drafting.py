@@ -137,7 +137,7 @@ SAID = [
     (PLAIN, dict(ngram_most=6), 'ngram, 4 drafts'),
 ]
 
-@pytest.mark.parametrize('name,how,word', SAID)
+@pytest.mark.parametrize('name,how,word', SAID, ids=[word for *_,word in SAID])
 def test_it_is_said(reads, opened, name, how, word):
     "Who drafts, why, and what is of no use; a model that is of none is not opened"
     llm = load(name, **how)

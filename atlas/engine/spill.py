@@ -236,6 +236,7 @@ def _own(folder, name):
         else: return file,path
     raise OSError(errno.EBUSY, 'All its files are locked')
 
+# %% ../../nbs/5_engine/04_spill.ipynb #df5970dd
 def _kept_name(fingerprint): return f'{code_digest().hex()[:8]}-{fingerprint.hex()[:24]}'
 
 def _sweep(folder):
@@ -249,6 +250,7 @@ def _sweep(folder):
             for old in (p.with_suffix('.index'),p): old.unlink(missing_ok=True)
         _log.info('%s, which another version of Atlas has kept, is deleted', p.name)
 
+# %% ../../nbs/5_engine/04_spill.ipynb #df5970de
 def spill_file(
     folder, # Made if it is not there
     fingerprint:bytes,
