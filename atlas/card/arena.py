@@ -396,3 +396,14 @@ def arena(self:Device)->Arena:
 def arena(self:Host)->HostArena:
     "What stands for one"
     return HostArena(self)
+
+# %% ../../nbs/2_card/02_arena.ipynb #7a6be002
+@patch
+def take_host(self:Arena|HostArena,
+    name:str, # What the bytes are for; `budget.give` of it returns them
+    nbytes:int,
+    flag:str='', # As for `Budget.take`, as is the error
+):
+    "Take bytes of the host's memory, and off the budget where it is the device's too"
+    Host().budget().take(name, nbytes, flag)
+    if self.device.shares_host: self.budget.take(name, nbytes, flag)

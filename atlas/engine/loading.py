@@ -381,9 +381,7 @@ def _set_aside(self:LoadedModel):
     o = self.options
     if not (o.enable_prefix_caching and o.kv_spill_gb): return
     need = spill_needs(self._record_sizes(), o.kv_spill_gb, o.kv_spill_dir)
-    budgets = [get_device('cpu').budget()]
-    if self.device.shares_host: budgets.append(self.arena.budget)
-    for b in budgets: b.take('spill', need, '--kv-spill-gb')
+    self.arena.take_host('spill', need, '--kv-spill-gb')
 
 @patch
 def _record_sizes(self:LoadedModel)->dict[str,int]:
