@@ -51,6 +51,19 @@ def test_the_next_step_is_launched_before_the_last_one_lands():
     # the prompt, and three steps
     assert kinds(True)=='launch land launch launch land launch land land'
 
+def test_tokens_are_told_before_a_prompt_is_launched():
+    "Who speaks does not wait while the host launches the next piece of another's prompt"
+    e,seen = engine(overlap=True, blocks=80),[]
+    e.add(ask(0, 5, 30))
+    for _ in range(4): e.step()
+    e.add(ask(1, 180, 1))
+    while 'r1' in e.scheduler.seqs:
+        before = e.steps
+        told = [ev.id for ev in e.step()]
+        seen.append((e.steps-before, told))
+    pieces = [i for i,(launched,_) in enumerate(seen) if launched]
+    assert len(pieces)==3 and all(seen[i-1]==(0,['r0']) for i in pieces[1:]), seen
+
 def test_late_by_one_step():
     "The same events, those of decoding one step later, and no more steps than that"
     first,second = ask(0, 70, 9),ask(1, 5, 12)

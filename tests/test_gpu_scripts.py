@@ -23,7 +23,8 @@ SCRIPTS = [
     ('company', ['--models','llama','--tokens','6']),
     ('sanitize', ['--part','engine']),
     ('speculation', ['--models','llama','--tokens','6']),
-    ('prefixes', ['--models','llama','--tokens','6'])]
+    ('prefixes', ['--models','llama','--tokens','6']),
+    ('turns', [])]
 
 @pytest.mark.parametrize('name,more', SCRIPTS)
 def test_on_the_emulator(name, more):

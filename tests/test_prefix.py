@@ -431,6 +431,33 @@ def test_what_was_evicted_comes_back(kind, k, late):
     assert store.read>0 and not store._reads
     e.scheduler.prefix.tier.close()
 
+def test_a_long_prompt_pushes_out_a_step_at_a_time():
+    "Blocks are promised when it starts, and taken as its steps need them"
+    e = engine(blocks=16, prefix=4)
+    answer(e, talk(1, 0, 190, 0, 1, {}))
+    tree,left = e.scheduler.prefix,[]
+    e.add(talk(2, 1, 190, 0, 1, {}))
+    while e.has_work:
+        e.step()
+        left.append(tree.evictions)
+    assert left==[0,0,1], left
+
+def test_what_is_fetched_waits_for_what_it_pushes_out():
+    "No tile leaves for one that comes back while there is no buffer for it"
+    e,r,store = spilled(blocks=13)
+    answer(e, talk(2, 1, 190, 0, 1, {}))
+    tree,left = e.scheduler.prefix,[]
+    def full(kind):
+        left.append(tree.evictions)
+        return len(left)<5
+    store.full = full
+    before = tree.evictions
+    assert answer(e, named(r, 1))==(said(alone(r)),190-128)
+    assert left[:5]==[before]*5 and tree.evictions>before
+    store.settle()
+    assert not store.dropped
+    tree.tier.close()
+
 def test_what_both_tiers_have_is_not_read_in_vain():
     "States alone come back, and no buffer of the store is left with a tile that the tree had"
     e,r,store = spilled()

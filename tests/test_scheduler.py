@@ -193,7 +193,9 @@ class Machine(RuleBasedStateMachine):
                 assert s.order<w.order or s.request.priority>w.request.priority, 'somebody was overtaken'
                 if s not in before: assert s.order<w.order, 'somebody was overtaken'
         if (w := sc.waiting.head()) and not preempted: # nobody waits who fits
-            assert len(sc.running)==sc.max_num_seqs or sc.promised+sc.pool.blocks_for(w.depth)>sc.limit or w.table.missing(len(w))>sc.pool.free
+            full = len(sc.running)==sc.max_num_seqs
+            beyond = sc.promised+sc.pool.blocks_for(w.depth)>sc.limit
+            assert full or beyond or w.table.missing(len(w))>sc.unpromised
         if self.over==1 and all(s.request.priority==0 for s in self.all): assert not sc.totals['preemptions']
 
     @invariant()
@@ -202,6 +204,7 @@ class Machine(RuleBasedStateMachine):
         sc = self.sc
         owned = [b for s in sc.running for b in s.table.blocks]
         assert len(set(owned))==len(owned)==sc.pool.used and all(sc.pool.refs[b]==1 for b in owned)
+        assert sc.unpromised>=0, 'a block was promised to two'
         assert sc.promised==sum(sc.pool.blocks_for(s.depth) for s in sc.running)<=sc.limit<=sc.pool.num_blocks*self.over
         assert len(sc.running)<=sc.max_num_seqs and sc.running==sorted(sc.running, key=lambda s: s.order)
         for s in sc.running:

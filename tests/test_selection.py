@@ -48,6 +48,7 @@ DATA = {
     'settings.ini': {'tests/test_repo.py'},
     '.ci/run': {'tests/test_repo.py'},
     'nbs/8_use/decode_h200.json': {'bench_decode'},
+    'nbs/5_engine/prefixes_h200.json': {'snapshots','spill','policy'},
 }
 
 @pytest.mark.parametrize('path', DATA)

@@ -252,10 +252,10 @@ class Slow(HostMemory):
         if self.reads: self.waits()
         return super().read(data, at)
 
-def full_of_tiles(place):
+def full_of_tiles(place, **kw):
     "A store of six units, each with a tile"
-    store = store_in(place)
-    for i in range(6): put(store, 'tile', i)
+    store = store_in(place, **kw)
+    for i in range(6): put(store, 'tile', i, wait=True)
     store.settle()
     return store
 
@@ -332,7 +332,7 @@ def test_who_goes_on_in_order_gets_a_buffer():
 
 def test_two_readers_meet_the_same_trouble(caplog):
     place = Slow(reads=True, fails=True)
-    store = full_of_tiles(place)
+    store = full_of_tiles(place, readers=2)
     for i in range(4): store.want('tile', ident(i))
     for _ in range(2): assert place.begun.acquire(timeout=WAIT)
     place.go.set()
@@ -556,6 +556,30 @@ def test_little_room_keeps_beginnings(tmp_path, room, slow):
     store = open_spill(records, size, tmp_path, True)
     assert {r.depth for r in store.kept}==set(range(room))
     store.close()
+
+class Held(HostMemory):
+    "The first unit is written when `go` is set"
+    def __init__(self):
+        super().__init__(PAGE+2*UNIT)
+        self.go = threading.Event()
+    def write(self, data, at):
+        if at==PAGE: assert self.go.wait(WAIT)
+        super().write(data, at)
+
+def test_who_waits_for_room_waits_for_the_oldest():
+    "Though another is written before it"
+    place = Held()
+    store = store_in(place, 2)
+    for i in range(2): put(store, 'tile', i)
+    until(lambda: store.records['tile',ident(1)].written)
+    last = threading.Thread(target=put, args=(store,'tile',2), kwargs=dict(wait=True))
+    last.start()
+    last.join(.1)
+    place.go.set()
+    last.join()
+    store.settle()
+    assert [i for _,i in store.records]==[ident(1),ident(2)]
+    left_clean(store)
 
 def test_a_card_that_fails_at_the_end(tmp_path):
     "Nothing is kept, and the store is closed all the same"

@@ -58,7 +58,7 @@ def take(self:BlockPool,
         said = f'{n} cache blocks were asked for, and {there}'
         raise OutOfMemoryError(said, hint='Let a sequence finish first')
     if n>self.free: self.evict(n-self.free)
-    ids = [self._free.pop() for _ in range(n)]
+    ids = sorted(self._free.pop() for _ in range(n))  # neighbours are copied together
     for i in ids: self.refs[i] = 1
     return ids
 
@@ -115,7 +115,13 @@ def freed_by(self:BlockPool, ids:list[int])->int:
 # %% ../../nbs/5_engine/01_cache.ipynb #dbe82cc4
 class BlockTable:
     "The blocks of one sequence, in order"
-    def __init__(self, pool:BlockPool): self.pool,self.blocks = pool,[]
+    def __init__(self, pool:BlockPool):
+        self.pool,self.blocks = pool,[]
+        self.promised = 0 # Blocks that nobody else is to have
+    @property
+    def owed(self)->int:
+        "Blocks that were promised and that it has not got yet"
+        return max(0, self.promised-len(self.blocks))
     def missing(self, tokens:int)->int:
         "Blocks to add until `tokens` tokens fit"
         return max(0, self.pool.blocks_for(tokens)-len(self.blocks))
@@ -127,7 +133,8 @@ class BlockTable:
 
     def release(self):
         "Give every block back"
-        self.pool.give(self.blocks); self.blocks = []
+        self.pool.give(self.blocks)
+        self.blocks,self.promised = [],0
 
 # %% ../../nbs/5_engine/01_cache.ipynb #bbf212e3
 @patch

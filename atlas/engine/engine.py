@@ -139,9 +139,18 @@ def step(self:Engine)->list[Event]:
     return events
 
 @patch
+def _told_first(self:Engine)->bool:
+    "Land what is in the air before a prompt is launched, which takes long: was something said?"
+    fills = any(s.state!='decode' and not s.fetch for s in self.scheduler.running)
+    if self.flying is None or not fills: return False
+    self.land()
+    return bool(self._events)
+
+@patch
 def _step(self:Engine):
     self._settle()  # what an interruption left
     self._events += self._expired()
+    if self._told_first(): return
     width = 1+self._drafts()
     self._turning = self.flying is not None and width!=self.flying.plan.width
     if not self._steady(width): self.land()

@@ -347,7 +347,7 @@ class Room:
         self.need = self.pool.blocks_for(seq.depth)-len(self.found)+pinned
         self.at_once = self.pool.blocks_for(scheduler._at_once(seq))-len(self.found)+pinned
         self.promise = scheduler.limit-scheduler.promised
-        self.blocks,self.states = self.pool.available,scheduler.states.available
+        self.blocks,self.states = scheduler.unpromised,scheduler.states.available
     @property
     def fits(self)->bool:
         states = self.states>=2+self.s.drafts
@@ -359,8 +359,13 @@ class Room:
         mine = [b for b in s.table.blocks if b not in self.found]
         shared = self.pool.freed_by([b for b in mine if b in path])
         self.promise += self.s._need(s)+shared
-        self.blocks += self.pool.freed_by(mine)
+        self.blocks += self.pool.freed_by(mine)+s.table.owed
         self.states += len(s.states)
+
+@patch(as_prop=True)
+def unpromised(self:Scheduler)->int:
+    "Blocks that can be had and that no running sequence waits for"
+    return self.pool.available-sum(s.table.owed for s in self.running)
 
 @patch(as_prop=True)
 def promised(self:Scheduler)->int:
@@ -414,7 +419,7 @@ def _admit(self:Scheduler):
         self.waiting.pop()
         self._look_up(seq)
         self._adopt(seq, self._within_reach(seq))
-        seq.table.ensure(self._at_once(seq))
+        seq.table.promised = self.pool.blocks_for(self._at_once(seq))
         seq.running,seq.states = True,self.states.take(2+self.drafts)
         if not seq.outputs: seq.waited = self.now-seq.born
         insort(self.running, seq, key=lambda s: s.order)
@@ -510,7 +515,7 @@ def _preempt(self:Scheduler, seq):
 def _grow(self:Scheduler, seq)->bool:
     "Find room for the next rows of `seq`, at the cost of the worst; False if that is `seq` itself"
     end = min(seq.num_computed+self.width+self.ahead, seq.depth)
-    while seq.table.missing(end)>self.pool.available:
+    while (n := seq.table.missing(end)) and n-seq.table.owed>self.unpromised:
         victim = self.running[-1]
         self._preempt(victim)
         if victim is seq: return False
@@ -540,8 +545,13 @@ def schedule(self:Scheduler)->Plan|None:
     decode = [s for s in tuple(self.running) if self._goes_on(s)]
     prefill,replay = self._fills(decode)
     plan = Plan(prefill, replay, decode, self.width)
-    if not plan and any(s.fetch for s in self.running): self.prefix.tier.store.wait(.01)
+    if not plan: self._sleep()
     return plan or None
+
+@patch
+def _sleep(self:Scheduler):
+    "Nobody goes on before the second tier has read something: sleep until it has, but not for long"
+    if fetches := [s.fetch for s in self.running if s.fetch]: self.prefix.tier.wait(fetches, .01)
 
 @patch
 def _goes_on(self:Scheduler, seq)->bool:
@@ -579,8 +589,15 @@ def _chunk(self:Scheduler)->int:
 def _replay(self:Scheduler, seq, left, planned)->int:
     "Add the next rows of a replay to those that are `planned`: how many"
     n = seq._piece(left, self.rows)
-    if n: planned.append((seq, seq.num_computed, n))
+    if n: self._plan(seq, n, planned)
     return n
+
+@patch
+def _plan(self:Scheduler, seq, n, planned):
+    "`seq` computes `n` more rows, and gets blocks for them, and for drafts behind them"
+    at = seq.num_computed
+    seq.table.ensure(min(at+n+self.ahead, self._at_once(seq)))
+    planned.append((seq, at, n))
 
 @patch
 def _prefill(self:Scheduler, seq, left, planned)->int:
@@ -593,7 +610,7 @@ def _prefill(self:Scheduler, seq, left, planned)->int:
     n,at = seq._piece(left),seq.num_computed
     if not n or seq.finish_reason: return 0
     if self.prefix: self.prefix.mark(seq.trail, at, at+n)
-    planned.append((seq, at, n))
+    self._plan(seq, n, planned)
     return n
 
 @patch

@@ -296,15 +296,16 @@ class Units:
 
 # %% ../../nbs/5_engine/04_spill.ipynb #f0095007
 class SpillStore:
-    "Records by kind and ident, in a place that is slow; a thread writes them, others read them"
+    "Records by kind and ident, in a place that is slow; some threads write them, others read them"
     def __init__(self,
         place, # `HostMemory` or `SpillFile`, its alone
         stream:Stream, # Whose buffers it takes
         sizes:dict, # Kind -> bytes of a record
         nbytes:int, # Most that it may take in `place`
         fingerprint:bytes, # Of all that the bits of a record depend on
-        held:int=1<<27, # Bytes of the buffers for tiles
-        readers:int=2, # Threads that read
+        held:int=1<<28, # As for `buffers_for`
+        readers:int=8, # Threads that read
+        writers:int=4, # Threads that write
     ):
         self.place,self.sizes,self.fingerprint = place,sizes,fingerprint
         self.unit = unit_of(sizes)
@@ -315,7 +316,7 @@ class SpillStore:
         self.dropped = self.evicted = 0 # Records that were not kept, and that left for newer ones
         self.off,self.closed = None,False # Why nothing is kept any more
         self._turn = threading.Condition()
-        self._begin(stream, held, readers)
+        self._begin(stream, held, readers, writers)
 
     def has(self, kind:str, ident:bytes)->bool:
         "Is there such a record?"
@@ -334,11 +335,12 @@ def _units(nbytes, unit): return -(-(HEAD+nbytes)//unit)
 def buffers_for(
     sizes:dict, # Kind -> bytes of a record
     units:int, # Of the place
-    held:int=1<<27, # Bytes of the buffers for tiles
+    held:int=1<<28, # Bytes of those for tiles, and for states; at most an eighth of the place
 )->dict[str,tuple[int,int]]: # Kind -> buffers of each direction, and bytes of one
     "Buffers of a store; none for records that have no room in its place"
     unit = unit_of(sizes)
-    count = dict(tile=min(64, max(4, held//unit)), state=2)
+    held,state = min(held, units*unit//8),_units(sizes['state'], unit)*unit
+    count = dict(tile=min(128, max(4, held//unit)), state=min(4, max(2, held//state)))
     takes = {k: _units(n, unit) for k,n in sizes.items()}
     return {k: (count[k]*(n<=units), n*unit) for k,n in takes.items()}
 
@@ -365,7 +367,7 @@ def spill_needs(
 
 # %% ../../nbs/5_engine/04_spill.ipynb #8261dd0f
 @patch
-def _begin(self:SpillStore, stream, held, readers):
+def _begin(self:SpillStore, stream, held, readers, writers):
     "Make buffers and threads"
     self._idle = {} # (kind, use) -> buffers, each with the mark that its last user left
     for kind,(n,size) in buffers_for(self.sizes, self.units.count, held).items():
@@ -373,7 +375,7 @@ def _begin(self:SpillStore, stream, held, readers):
             self._idle[kind,use] = deque((stream.buffer(size), Mark()) for _ in range(n))
     self._stop,self._writes,self._writing = False,deque(),0
     self._reads = OrderedDict() # `_Reading`s by name, the first to read first
-    self._threads = [self._thread(self._writer)]
+    self._threads = [self._thread(self._writer) for _ in range(writers)]
     for _ in range(readers): self._threads.append(self._thread(self._reader))
 
 @patch
@@ -427,7 +429,7 @@ def touch(self:SpillStore, kind:str, ident:bytes)->bool:
 def _take(self:SpillStore, r, wait):
     "A buffer for record `r`, which has its units then; None if there is none, and it is counted"
     idle = self._idle.get((r.kind,'write'))
-    def fits(): return not self.off and idle and self._make_room(r)
+    def fits(): return not self.off and idle and self._make_room(r, wait)
     while not (there := fits()) and wait and self._writing: self._turn.wait()
     if self.off or self.closed: return None
     if not there:
@@ -439,11 +441,12 @@ def _take(self:SpillStore, r, wait):
     return idle.popleft()[0]
 
 @patch
-def _make_room(self:SpillStore, r)->bool:
-    "Drop records until `r` has room; is there some?"
+def _make_room(self:SpillStore, r, wait)->bool:
+    "Drop records until `r` has room; is there some? Who can `wait` does so for the oldest"
     need,oldest = self.units_of(r.kind)-self.units.left,[]
     for o in self.records.values():
         if need<=0: break
+        if wait and o.busy: return False
         if o.busy or o.name in self._reads: continue
         oldest.append(o)
         need -= len(o.units)
@@ -464,7 +467,7 @@ def _drop(self:SpillStore, r):
 # %% ../../nbs/5_engine/04_spill.ipynb #d91318f3
 @patch
 def _writer(self:SpillStore):
-    "The thread that writes"
+    "A thread that writes"
     while job := self._next_write():
         error = _tried(self._write, *job)
         self._wrote(*job[:2], error)
@@ -589,11 +592,21 @@ def release(self:SpillStore, kind:str, ident:bytes,
         self._turn.notify_all()
 
 @patch
-def wait(self:SpillStore, seconds:float|None=None)->bool:
-    "Sleep until something wanted is there or has failed, or until `seconds` are over: is it?"
-    done = 'there','failed'
-    def known(): return any(x.state in done for x in self._reads.values())
-    with self._turn: return self._turn.wait_for(known, seconds)
+def wait(self:SpillStore,
+    names:list[tuple], # Kind and ident of each of some records
+    seconds:float|None=None,
+)->bool:
+    "Sleep until one of them can be taken in, or will never be, or until `seconds` are over"
+    def known(kind, ident):
+        x = self._reads.get((kind,ident))
+        return x is None or x.state in ('there','failed') and not self.full(kind)
+    def some(): return any(known(*name) for name in names)
+    with self._turn: return self._turn.wait_for(some, seconds)
+
+@patch
+def full(self:SpillStore, kind:str)->bool:
+    "Would a record be dropped now that is not, if it is put a little later?"
+    return bool(self._writing) and not self._idle[kind,'write']
 
 # %% ../../nbs/5_engine/04_spill.ipynb #977e2442
 @patch
@@ -874,6 +887,11 @@ class Fetch:
     tiles:list[bytes] # Idents, in order
     state:bytes|None=None # Ident of the tile with the states, where the store has them
     done:int=0 # Tiles that are there
+    @property
+    def next(self)->tuple:
+        "Kind and ident of the record without which it cannot go on"
+        if self.done<len(self.tiles): return 'tile',self.tiles[self.done]
+        return 'state',self.tiles[-1]
 
 class SpillTier:
     "What a tree of prefixes does with a store"
@@ -943,7 +961,7 @@ def _names(self:SpillTier, f):
 def go_on(self:SpillTier,
     f:Fetch,
     trail:Trail,
-    table:BlockTable, # Has blocks for all of it
+    table:BlockTable, # Was promised blocks for all of it
 )->bool|None: # Is all of it there? None: not yet; False: it will never be
     "Take in what has been read of `f`"
     while f.done<len(f.tiles):
@@ -965,6 +983,8 @@ def _tile(self:SpillTier, f, trail, table)->bool|None:
     else:
         data = self._wanted('tile', ident)
         if data is None or data is False: return data
+        if table.missing((k+1)*TILE)>self.tree.pool.free and self.store.full('tile'): return None
+        table.ensure((k+1)*TILE)
         part = slice(k*self.tree.per, (k+1)*self.tree.per)
         mark = self.records.write('tile', table.blocks[part], data)
         self.store.release('tile', ident, mark)
@@ -978,6 +998,7 @@ def _state(self:SpillTier, f, node)->bool|None:
     data = self._wanted('state', f.tiles[-1])
     if data is None: return None
     if data is False or not self.states.available: return False
+    if not self.states.free and self.store.full('state'): return None
     slot, = self.states.take(1)
     mark = self.records.write('state', [slot], data)
     self.store.release('state', f.tiles[-1], mark)
@@ -985,6 +1006,11 @@ def _state(self:SpillTier, f, node)->bool|None:
     return True
 
 # %% ../../nbs/5_engine/04_spill.ipynb #a6af91ce
+@patch
+def wait(self:SpillTier, fetches:list[Fetch], seconds:float):
+    "Sleep until one of `fetches` can go on, or until `seconds` are over"
+    self.store.wait([f.next for f in fetches], seconds)
+
 @patch
 def _wanted(self:SpillTier, kind, ident):
     "What `ready` says; also of what the tree had until a moment ago"

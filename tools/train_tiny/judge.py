@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import rules,text
-from model import Block
+from model import Block,load
 
 EAGER = Block.forward
 
@@ -222,8 +222,7 @@ def main():
     a = p.parse_args()
     docs = kinds(text.read_texts(a.data) if a.data else [], 4*a.n)
     if a.write: return write(docs, a.write, a.n)
-    import train
-    m = train.load(a.folder, a.device)
+    m = load(a.folder, a.device)
     tok = text.Tokenizer.from_file(str(a.folder/'tokenizer.json'))
     amp = torch.autocast(a.device, torch.bfloat16, enabled=a.device=='cuda')
     print(json.dumps(judge(m, tok, docs, amp, a.n), indent=1))

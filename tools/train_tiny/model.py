@@ -4,9 +4,11 @@ The maths is that of Atlas's own pages: gated delta net (Yang et al. 2025), gate
 experts, and one more layer that predicts the token after the next one. Parameters are float32;
 saved ones bfloat16.
 """
-import math
+import json,math
 from dataclasses import dataclass
+from pathlib import Path
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 
@@ -470,3 +472,32 @@ class Model(nn.Module):
     def _entropy(self, h, ids):
         logits = self.head(h).float()
         return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+NAMES = dict( # Of the sizes in config.json
+    vocab='vocab_size',
+    hidden='hidden_size',
+    layers='num_hidden_layers',
+    every='full_attention_interval',
+    heads='num_attention_heads',
+    kv_heads='num_key_value_heads',
+    head_dim='head_dim',
+    key_heads='linear_num_key_heads',
+    value_heads='linear_num_value_heads',
+    key_dim='linear_key_head_dim',
+    value_dim='linear_value_head_dim',
+    experts='num_experts',
+    top_k='num_experts_per_tok',
+    width='moe_intermediate_size',
+    context='max_position_embeddings')
+
+
+def load(folder:Path, device:str='cpu')->Model:
+    "The model of a folder"
+    t = json.loads((Path(folder)/'config.json').read_text())['text_config']
+    rotary = int(t['head_dim']*t['rope_parameters']['partial_rotary_factor'])
+    sizes = {k:t[v] for k,v in NAMES.items()}
+    m = Model(Config(**sizes, rotary=rotary))
+    tensors = load_file(Path(folder)/'model.safetensors')
+    m.load_state_dict({k:v.float() for k,v in tensors.items()})
+    return m.to(device)

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import torch
 sys.path[:0] = [str(Path(__file__).parents[2])]
-import rules,text,train
-from model import delta_chunks,delta_steps,l2
+import rules,text
+from model import delta_chunks,delta_steps,l2,load
 from atlas.card.emulator import CardArray,Emulator
 from atlas.card.launch import recording
 from atlas.card.variants import CARDS,Dry
@@ -218,7 +218,7 @@ def main():
     a = p.parse_args()
     torch.manual_seed(0)
     recurrence()
-    m = train.load(a.folder)
+    m = load(a.folder)
     llm = LLM(str(a.folder), device='cpu', show=False, drafting=True, max_seq_len=2048)
     docs = text.documents([], 80, 40, 99)
     ids = llm.tokenizer.encode('<|endoftext|>'.join(docs), add_special=False)

@@ -10,30 +10,14 @@ import argparse,json,signal,time
 from pathlib import Path
 import numpy as np
 import torch
-from safetensors.torch import load_file,save_file
+from safetensors.torch import save_file
 import text
 from judge import EAGER,acceptance,samples,validate
-from model import Block,Config,Model
+from model import Block,Config,Model,load
 from muon import optimizers,schedule
 
 LINE = '{:>7} {:>7} {:>8} {:>8} {:>8} {:>8} {:>9} {:>8}'
 HEAD = LINE.format('step', 'seconds', 'Mtokens', 'loss', 'held out', 'draft 1', 'balance', 'tok/s')
-NAMES = dict( # Of the sizes in config.json
-    vocab='vocab_size',
-    hidden='hidden_size',
-    layers='num_hidden_layers',
-    every='full_attention_interval',
-    heads='num_attention_heads',
-    kv_heads='num_key_value_heads',
-    head_dim='head_dim',
-    key_heads='linear_num_key_heads',
-    value_heads='linear_num_value_heads',
-    key_dim='linear_key_head_dim',
-    value_dim='linear_value_head_dim',
-    experts='num_experts',
-    top_k='num_experts_per_tok',
-    width='moe_intermediate_size',
-    context='max_position_embeddings')
 
 
 def weights(m:Model)->dict:
@@ -63,16 +47,6 @@ def save_generation(tok, folder:Path):
     generation = dict(eos_token_id=ends, pad_token_id=ends[1], **sampling)
     (folder/'generation_config.json').write_text(json.dumps(generation, indent=1)+'\n')
 
-
-def load(folder:Path, device:str='cpu')->Model:
-    "The model of a folder"
-    t = json.loads((Path(folder)/'config.json').read_text())['text_config']
-    rotary = int(t['head_dim']*t['rope_parameters']['partial_rotary_factor'])
-    sizes = {k:t[v] for k,v in NAMES.items()}
-    m = Model(Config(**sizes, rotary=rotary))
-    tensors = load_file(Path(folder)/'model.safetensors')
-    m.load_state_dict({k:v.float() for k,v in tensors.items()})
-    return m.to(device)
 
 # ------------------------------------------------------------------------------------------
 

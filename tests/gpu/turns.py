@@ -1,0 +1,169 @@
+"""What a tree of prefixes, a second tier and a deadline bring: a long prompt again, forty turns,
+a long prompt beside answers, conversations that come back from memory and from a file.
+
+    python tests/gpu/turns.py [--emulator] [--folder FOLDER] [--output turns.json]
+
+Times are not judged; that answers are the same and as much was cached as was kept is."""
+import json,tempfile
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from types import SimpleNamespace
+import numpy as np
+from toys import arguments,greedy,prompt,toy,verdict
+from atlas.ops.linear import TILE
+
+# Tokens of prompts and how many of them there are, bytes of the small cache, GB of its second tier;
+# prompts are drawn below `vocab`, and `between` are steps
+CARD = SimpleNamespace(model='qwen3.6-35b-a3b', vocab=200_000, context=40960, long=32768,
+    replays=12, stem=2000, turn=400, turns=40, beside=12288, prompts=3, between=40,
+    spilled=24576, conversations=6, cache=2<<30, spill_gb=8)
+TINY = SimpleNamespace(model='qwen3.6-drafts', vocab=256, context=512, long=260, replays=2,
+    stem=40, turn=40, turns=3, beside=100, prompts=1, between=4,
+    spilled=300, conversations=3, cache=540<<10, spill_gb=.05)
+
+class Bench:
+    "Engines of one model, requests with names of their own, and what should not have been"
+    def __init__(self, emulator):
+        self.sizes,self.emulator,self.asked,self.bad = TINY if emulator else CARD,emulator,0,[]
+
+    def load(self, **kw):
+        return toy(self.sizes.model, self.emulator, 8, self.sizes.context, show=False, **kw)
+
+    def close(self, llm):
+        self.must(not llm.engine.stats()['jit_after_ready_total'], 'something was compiled late')
+        llm.close()
+
+    def must(self, holds, what):
+        if not holds: self.bad.append(what)
+    def ids(self, n, seed): return prompt(n, self.sizes.vocab, seed)
+
+    def request(self, ids, answer, ends=()):
+        "A greedy request; messages of its prompt end at `ends`"
+        self.asked += 1
+        return replace(greedy(f'r{self.asked}', ids, answer), boundaries=tuple(ends))
+
+    def ask(self, llm, *what):
+        "What a request gets alone: ms to its first token, tokens, and how many were `cached`"
+        r,e,said = self.request(*what),llm.engine,[]
+        llm.device.synchronize()
+        began = perf_counter()
+        e.add(r)
+        while e.has_work:
+            events = [ev for ev in e.step() if ev.token is not None]
+            if events and not said: ms,cached = (perf_counter()-began)*1e3,events[0].cached
+            said += [ev.token for ev in events]
+        return SimpleNamespace(ms=ms, tokens=said, cached=cached)
+
+def kept(n): return (n-1)//TILE*TILE
+
+def again(b, llm):
+    "A long prompt: cold, warm, with another end, and some more times"
+    n,runs = b.sizes.long,b.sizes.replays
+    b.ask(llm, b.ids(n, 3), 4)  # the first of its length is slow
+    ids = b.ids(n, 2)
+    cold,warm = [b.ask(llm, ids, 16) for _ in range(2)]
+    tail = b.ask(llm, ids[:-100]+b.ids(100, 4), 4)
+    equal = sum(b.ask(llm, ids, 16).tokens==cold.tokens for _ in range(runs))
+    b.must(warm.tokens==cold.tokens and equal==runs, f'{runs-equal} replays have another answer')
+    found,want = (cold.cached, warm.cached, tail.cached),(0, kept(n), kept(n)-2*TILE)
+    b.must(found==want, f'of {n} tokens {found} were there, not {want}')
+    return dict(tokens=n, cold_ms=cold.ms, warm_ms=warm.ms, tail_ms=tail.ms,
+        cached=warm.cached, tail_cached=tail.cached, replays=runs, equal=equal)
+
+def turns(b, tree, whole):
+    "A conversation that is sent again with each turn, to an engine with a tree and to one without"
+    out,ends,ids,known = [],[],b.ids(b.sizes.stem, 5),0
+    for i in range(1, b.sizes.turns+1):
+        ids += b.ids(b.sizes.turn, 100+i)
+        ends.append(n := len(ids))
+        warm,cold = b.ask(tree, ids, 1, ends),b.ask(whole, ids, 1)
+        b.must(warm.tokens==cold.tokens, f'turn {i} has another answer')
+        b.must(warm.cached==known, f'turn {i}: {warm.cached} were there, not {known}')
+        out.append(dict(tokens=n, computed=n-warm.cached, tree_ms=warm.ms, whole_ms=cold.ms))
+        known = kept(n)
+    return out
+
+class Company:
+    "Four answers that are written, and the milliseconds between their tokens"
+    def __init__(self, b, llm):
+        self.engine,self.last,self.gaps = llm.engine,{},[]
+        for i in range(4): self.engine.add(b.request(b.ids(64, 60+i), b.sizes.context//8))
+
+    def step(self):
+        "One step; who said something"
+        said = [ev.id for ev in self.engine.step() if ev.token is not None]
+        now = perf_counter()
+        self.gaps += [(now-self.last[i])*1e3 for i in said if i in self.last]
+        self.last |= dict.fromkeys(said, now)
+        return said
+
+    def prompt(self, r):
+        "Milliseconds to the first token of `r`, and the gaps meanwhile"
+        self.gaps,began = [],perf_counter()
+        self.engine.add(r)
+        while r.id not in self.step(): pass
+        return (perf_counter()-began)*1e3,self.gaps
+
+    def plain(self, n):
+        "The gap of `n` steps, in the middle"
+        self.gaps = []
+        for _ in range(n): self.step()
+        return np.median(self.gaps)
+
+def mixed(b, policy, deadline=100):
+    "Prompts that come, one after the other, while answers are written"
+    llm = b.load(scheduling_policy=policy, tbt_deadline_ms=deadline)
+    s,rows = b.sizes,[]
+    alone = [b.ask(llm, b.ids(s.beside, 40+i), 2).ms for i in range(2*s.prompts)]
+    company = Company(b, llm)
+    company.plain(12)  # until all of them write
+    plain = company.plain(s.between)
+    for i in range(s.prompts):
+        ms,gaps = company.prompt(b.request(b.ids(s.beside, 70+i), 1))
+        quantiles = {f'p{p}_ms': np.percentile(gaps, p) for p in (50,95,99)}
+        rows.append(dict(policy=policy, deadline_ms=deadline, tokens=s.beside, plain_ms=plain,
+            alone_ms=min(alone[s.prompts:]), beside_ms=ms, **quantiles, most_ms=max(gaps)))
+        company.plain(s.between)
+    line = list(llm.engine.scheduler.policy.times.line)
+    for i in company.last: llm.engine.abort(i)
+    while llm.engine.has_work: llm.engine.step()
+    b.close(llm)
+    return [row|dict(line=line) for row in rows]
+
+def spill(b, folder):
+    "Conversations for which there is too little room, and which come back"
+    s,n = b.sizes,b.sizes.spilled
+    llm = b.load(kv_cache_memory=s.cache, kv_spill_gb=s.spill_gb, kv_spill_dir=folder)
+    b.ask(llm, b.ids(n//3, 1), 2)
+    prompts = [b.ids(n, 200+i) for i in range(s.conversations)]
+    cold = [b.ask(llm, ids, 2) for ids in prompts]
+    llm.tier.store.settle()
+    back = [b.ask(llm, ids, 2) for ids in prompts]
+    place,stats = 'file' if folder else 'memory',llm.engine.stats()
+    read,dropped = [stats[f'kv_spill_{k}_total'] for k in ('read_bytes','dropped')]
+    gone = sum(a.cached!=kept(n) for a in back)
+    b.must([a.tokens for a in back]==[a.tokens for a in cold], f'other answers from {place}')
+    b.must(read and (dropped or not gone), f'{gone} not back from {place}, {read} B read')
+    b.close(llm)
+    return dict(place=place, tokens=n, cold_ms=[a.ms for a in cold], back_ms=[a.ms for a in back],
+        cached=[a.cached for a in back], dropped=dropped, read=read)
+
+def measured(b, folder):
+    tree,whole = b.load(),b.load(enable_prefix_caching=False)
+    out = dict(model=b.sizes.model, machine=tree.device.describe().split(', memory')[0])
+    out |= dict(long=again(b, tree), turns=turns(b, tree, whole))
+    for llm in (tree,whole): b.close(llm)
+    out['mixed'] = [row for policy in ('fifo','slai') for row in mixed(b, policy)]
+    return out|dict(spill=[spill(b, where) for where in (None,folder)])
+
+if __name__=='__main__':
+    a = arguments(__doc__, folder=dict(help='where the file lies; else a temporary folder'),
+        output=dict(help='a file for the numbers'))
+    b = Bench(a.emulator)
+    with tempfile.TemporaryDirectory(dir=a.folder) as folder: out = measured(b, folder)
+    out = json.loads(json.dumps(out), parse_float=lambda x: float(f'{float(x):.5g}'))
+    for row in (out['long'], out['turns'][-1], *out['mixed'], *out['spill']):
+        print(*(f'{k} {v}' for k,v in row.items()), sep=', ')
+    if a.output: Path(a.output).write_text(json.dumps(out, indent=1)+'\n')
+    verdict(b.bad, f'{len(out["turns"])} turns, {len(out["mixed"])} prompts beside answers')
