@@ -33,7 +33,8 @@ def little(llm, seqs, snapshots):
 def ways(name, llm):
     "Options of engines with a tree; in the second they have little room, and some must give way"
     small = dict(kv_cache_memory=little(llm, 4, 3), state_snapshots=3)
-    found = [dict(), small|dict(overcommit=8., max_num_seqs=4)]
+    # steps of one size, however long they take, so that the same ones always give way
+    found = [dict(), small|dict(overcommit=8., max_num_seqs=4, chunk=64, tbt_deadline_ms=0)]
     found.append(dict(state_snapshots=2, chunk=128))
     if 'drafts' in name: found.append(dict(speculative='mtp', num_speculative_tokens=2))
     if 'drafts' not in name: found.append(dict(speculative='ngram', num_speculative_tokens=3))
