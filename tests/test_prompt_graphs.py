@@ -1,0 +1,118 @@
+"""Passes over prompts as graphs, on the emulator: the same tokens and log probabilities, to the bit, as
+launched one by one; recorded when a shape comes again, and dropped with the memory that they remember."""
+import numpy as np,pytest
+from atlas.card.device import Host
+from atlas.card.emulator import Emulator,find_cxx
+from atlas.engine import card_stepper
+from atlas.engine.card_stepper import PromptGraphs,PromptShape
+from atlas.model.model import Piece,make_batch
+from helpers.small_engine import said,serve
+from test_card import models
+from test_speculation_card import asked,engine,hybrid
+
+pytestmark = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
+
+@pytest.fixture
+def graphs(monkeypatch): monkeypatch.setattr(card_stepper, 'PROMPT_GRAPHS', True)
+
+LENGTHS = 70,20,30,25,40,28,33
+ARRIVE = 0,4,4,8,8,12,12
+
+def requests(V):
+    "One prompt of two chunks, and three times two that arrive together"
+    every = [asked(i, n, 2, V, logprobs=1) for i,n in enumerate(LENGTHS)]
+    return list(zip(every, ARRIVE))
+
+def answers(m, *how, **kw):
+    "What everybody is told, and the engine"
+    e = engine(m, *how, blocks=60, **kw)
+    got,_ = serve(e, requests(m.c.vocab_size))
+    return {rid: said(events) for rid,events in got.items()},e
+
+def replayed(e):
+    "Shapes that have a graph"
+    return {shape for shape,g in e.stepper.prompts.kept.items() if g}
+
+def same(m, monkeypatch, *how):
+    "The answers with graphs are those without; the engine that has graphs"
+    with monkeypatch.context() as off:
+        off.setattr(card_stepper, 'PROMPT_GRAPHS', False)
+        want,e = answers(m, *how)
+        assert not e.stepper.prompts.kept
+    got,e = answers(m, *how)
+    assert got==want
+    return e
+
+FAMILIES = [('llama','bf16'), ('qwen3.6-moe','nvfp4'), ('gpt-oss','mxfp4'), ('gemma','nvfp4'),
+    ('nemotron','nvfp4')]
+@pytest.mark.parametrize('toy,weights', FAMILIES)
+def test_the_same_bits(toy, weights, graphs, monkeypatch):
+    "Chunks at different places of a prompt are one graph"
+    e = same(models(toy, weights)[1], monkeypatch)
+    assert replayed(e)=={PromptShape(64, 1),PromptShape(128, 2)}
+
+@pytest.mark.parametrize('kind,k', [('mtp',2), ('ngram',3)])
+def test_drafters_see_all_rows(kind, k, graphs, monkeypatch):
+    assert replayed(same(hybrid(), monkeypatch, kind, k))
+
+def test_a_graph_only_launches(graphs, monkeypatch):
+    "While one is recorded nothing is uploaded, read back or waited for: a card refuses that"
+    inside = []
+    real = PromptGraphs._recorded
+    def recorded(self, b):
+        inside.append(True)
+        try: return real(self, b)
+        finally: inside.pop()
+    monkeypatch.setattr(PromptGraphs, '_recorded', recorded)
+    for name in ('download','synchronize','write'):
+        def refused(self, *args, name=name, f=getattr(Emulator, name)):
+            assert not inside, name
+            return f(self, *args)
+        monkeypatch.setattr(Emulator, name, refused)
+    uploads = []
+    real_upload = Emulator.upload
+    def upload(self, a):
+        if inside: uploads.append(np.shape(a))
+        return real_upload(self, a)
+    monkeypatch.setattr(Emulator, 'upload', upload)
+    _,e = answers(hybrid())
+    b = make_batch([Piece([1,2], 0, [0], 1)], True, 16, Host())
+    arrays = len(card_stepper._arrays(b))
+    assert len(uploads)==arrays*len(replayed(e))
+
+def test_memory_that_is_gone(graphs, monkeypatch):
+    "A pool that was refused has given back what graphs write to"
+    e = engine(models('llama', 'bf16')[1])
+    e.add(asked(0, 140, 2, 256))
+    while e.has_work: e.step()
+    old = e.stepper.prompts.kept[PromptShape(64, 1)]
+    assert old
+    e.stepper.prompts.scratch.refused = 1
+    e.add(asked(1, 70, 2, 256))
+    while e.has_work: e.step()
+    assert e.stepper.prompts.kept[PromptShape(64, 1)] not in (old,None)
+
+def test_the_one_used_longest_ago_goes(graphs, monkeypatch):
+    monkeypatch.setattr(card_stepper, 'MOST_PROMPT_GRAPHS', 1)
+    _,e = answers(models('llama', 'bf16')[1])
+    assert set(e.stepper.prompts.kept)=={PromptShape(128, 2)}
+
+def test_cut_off_while_recording(graphs, monkeypatch):
+    "What was cut off is computed anew, and says the same"
+    m = models('llama', 'bf16')[1]
+    want,_ = answers(m)
+    real,calls = PromptGraphs._recorded,[]
+    def once(self, b):
+        calls.append(b)
+        if len(calls)==1: raise KeyboardInterrupt
+        return real(self, b)
+    monkeypatch.setattr(PromptGraphs, '_recorded', once)
+    e = engine(m, blocks=60)
+    every,out = requests(256),{}
+    for r,_ in every: e.add(r)
+    while e.has_work:
+        try: events = e.step()
+        except KeyboardInterrupt: continue
+        for ev in events: out.setdefault(ev.id, []).append(ev)
+    assert {rid: said(v) for rid,v in out.items()}==want
+    assert len(calls)>1
