@@ -1,15 +1,16 @@
 """Many requests at once: what is counted of them, what servers may do to their client, and the command."""
 import json,socket,threading
 from contextlib import contextmanager
+from pathlib import Path
 from unittest import mock
 import numpy as np,pytest
 from typer.testing import CliRunner
 from atlas import LLM
-from atlas.ground.core import RequestError
+from atlas.ground.core import EngineError,RequestError
 from atlas.ground.options import EngineConfig
 from atlas.use import cli
 from atlas.use.bench_throughput import Answer,Plan,fitting,flags_of,load_of,ordinary,percentiles
-from atlas.use.bench_throughput import prompts_of,through_engine,through_http
+from atlas.use.bench_throughput import prompts_of,serving,through_engine,through_http
 
 def run(*args): return CliRunner().invoke(cli.app, list(args), prog_name='atlas')
 
@@ -172,6 +173,27 @@ def test_nobody_listens():
     with socket.create_server(('127.0.0.1', 0)) as s: port = s.getsockname()[1]
     answers = through_http(port, [[1]]*2, 2, 5)
     assert all('onnect' in a.error for a in answers)
+
+DATA = Path(__file__).parent/'data'
+
+def test_who_cannot_be_served(monkeypatch):
+    "It is told before the engine is measured; and what does not start is told as well"
+    never = mock.Mock(side_effect=AssertionError)
+    monkeypatch.setattr('atlas.use.bench_throughput.rounds', never)
+    flags = '--requests', '2', '--concurrency', '1', '--prompt', '9', '--tokens', '3'
+    r = run('bench', 'throughput', str(DATA/'smollm2-tied'), *flags)
+    assert r.exit_code==1 and 'no tokenizer' in r.stderr and '--no-http' in r.stderr
+    with pytest.raises(EngineError, match='did not start') as e:
+        with serving(EngineConfig(str(DATA/'nothing'))): pass
+    assert '--no-http' in e.value.hint
+
+def test_the_engine_alone(monkeypatch):
+    "A model that has no words"
+    monkeypatch.setattr('atlas.use.bench_throughput.serving', mock.Mock(side_effect=AssertionError))
+    flags = '--requests', '2', '--concurrency', '1,2', '--prompt', '9', '--tokens', '3', '--no-http'
+    r = run('bench', 'throughput', str(DATA/'smollm2-tied'), *flags, '--json', '--device', 'cpu')
+    assert r.exit_code==0, r.stderr
+    assert [l['tokens'] for l in json.loads(r.stdout)['loads']]==[6]*4
 
 # All of it
 

@@ -232,6 +232,8 @@ def flags_of(config:EngineConfig)->list[str]:
         else: out.append(f'--{flag}={v}')
     return out
 
+_ALONE = '--no-http measures the engine alone'
+
 @contextmanager
 def serving(config:EngineConfig):
     "A context with a server of the model of `config`: its port"
@@ -243,7 +245,7 @@ def serving(config:EngineConfig):
     try:
         said = p.stdout.readline()
         address = re.search(r'http://127\.0\.0\.1:(\d+)', said)
-        if not address: raise EngineError(f'"atlas serve {config.model}" did not start: {said}')
+        if not address: raise EngineError(f'"atlas serve {config.model}" did not start', hint=_ALONE)
         yield int(address[1])
     finally: _end(p)
 
@@ -385,6 +387,7 @@ def bench_throughput(
     from atlas.use.llm import LLM
     with closing(LLM(config)) as llm:
         device = llm.device
+        if http: _servable(llm)
         llm.engine.warm()
         ids = ordinary(llm.config)
         def ask(*args): return through_engine(llm, *args)
@@ -396,6 +399,11 @@ def bench_throughput(
             def ask(*args): return through_http(port, *args)
             report.loads += rounds('http', ask, p, ids)
     return report
+
+def _servable(llm):
+    "Refuse now what a server would refuse after all the rounds of an engine"
+    if llm.text.has_text: return
+    raise RequestError(f'{llm.name} has no tokenizer, so nobody can serve it', hint=_ALONE)
 
 def _about(llm, config, p, loads)->Throughput:
     "A report with all but what a server says"
