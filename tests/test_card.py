@@ -11,6 +11,7 @@ from atlas.card.device import Host
 from atlas.card.emulator import Emulator,find_cxx
 from atlas.engine.engine import Engine
 from atlas.engine.stepper import HostStepper
+from atlas.card import card as card_calls
 from atlas.card.launch import recording
 from atlas.ops.vocabulary import Step
 from atlas.model.model import Piece,imagine,load_model,make_batch
@@ -295,6 +296,38 @@ def test_a_warm_engine_compiles_no_more(toy, weights, monkeypatch):
     for k in (1,2,4):
         shapes = StepShape(k, 200, True, True),StepShape(k, 128, True, False)
         assert variants(*(partial(body, shape) for shape in shapes))<=known, k
+
+@pytest.fixture
+def larger(monkeypatch):
+    "An emulator with so many multiprocessors, which has no kernel yet"
+    def f(n):
+        monkeypatch.setattr(Emulator, 'multiprocessors', n)
+        monkeypatch.setattr(card_calls, '_variants', {})
+        card_calls._ready.cache_clear()
+    yield f
+    card_calls._ready.cache_clear()
+
+CROWDS = [('llama','bf16'), ('mistral','nvfp4')]
+
+@pytest.mark.parametrize('toy,weights', CROWDS)
+def test_replays_of_several_sequences_compile_no_more(toy, weights, larger):
+    "Three sequences give way to one, and are replayed side by side: more blocks at once than the card has room for"
+    larger(24)
+    _,m = models(toy, weights)
+    e,side_by_side = engine(m, blocks=13, overcommit=4.),[]
+    e.warm()
+    launch = e.stepper.launch
+    def seen(plan, samplers):
+        side_by_side.append(sum(n for *_,n in plan.replay))
+        return launch(plan, samplers)
+    e.stepper.launch = seen
+    def ask(i, prompt, most, first):
+        params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
+        return Request(f'r{i}', tuple(ids_of(prompt, i)), params, priority=first)
+    got = serve(e, [*((ask(i, 5+i, 14, 1), 0) for i in range(3)), (ask(3, 190, 2, 0), 11)])
+    assert e.scheduler.totals['preemptions']==3 and max(side_by_side)==24
+    assert [len(got[f'r{i}'].tokens) for i in range(4)]==[14,14,14,2]
+    assert e.late==[] and e.stats()['jit_after_ready_total']==0
 
 def test_end_tokens_and_aborts():
     _,m = models('llama', 'bf16')

@@ -620,13 +620,16 @@ def test_a_model_is_closed_after_an_error(fake, name):
     assert 'It broke' in r.stderr
     assert isinstance(Fake.closed, fake)
 
-@pytest.mark.parametrize('name', ['run','chat','all','decode'])
+@pytest.mark.parametrize('name', ['run','chat','all','decode','throughput'])
 def test_other_commands_that_load_read_speculation(fake, monkeypatch, name):
     monkeypatch.setattr(cli, '_card', lambda *_: 'card')
     monkeypatch.setattr(cli, '_longest', lambda *_: 99)
     for module in ('bench','bench_decode'):
         monkeypatch.setattr(f'atlas.use.{module}.{module}', lambda *_: Report())
-    where = ['bench',name] if name in ('all','decode') else [name]
+    def measured(config, *_): return fake(config) and Report()
+    monkeypatch.setattr('atlas.use.bench_throughput.bench_throughput', measured)
+    monkeypatch.setattr('atlas.use.bench_throughput.fitting', lambda config, *_: config)
+    where = ['bench',name] if name in ('all','decode','throughput') else [name]
     prompt = ['hi']*(name=='run')
     r = run(*where, 'm', '--speculative', *prompt, '--num-speculative-tokens', '2', input='')
     assert r.exit_code==0, r.stderr
@@ -766,7 +769,8 @@ class Report(SimpleNamespace):
     def __str__(self): return '5 tokens/s'
     def to_dict(self): return dict(rate=5)
 
-BENCHES = [('all','bench'), ('decode','bench_decode'), ('kernels','bench_decode')]
+BENCHES = [('all','bench'), ('decode','bench_decode'), ('kernels','bench_decode'),
+    ('throughput','bench_throughput')]
 
 @pytest.mark.parametrize('to_file', [False,True])
 @pytest.mark.parametrize('as_json', [False,True])
@@ -777,6 +781,7 @@ def test_every_bench_writes_the_same_way(fake, bench, module, as_json, to_file, 
     monkeypatch.setattr(f'atlas.use.{module}.{module}', lambda *_: Report())
     monkeypatch.setattr(cli, '_card', lambda *_: 'card')
     monkeypatch.setattr(cli, '_longest', lambda *_: 99)
+    monkeypatch.setattr('atlas.use.bench_throughput.fitting', lambda *_: None)
     file = tmp_path/'numbers.json'
     flags = ['--json']*as_json+['--output', str(file)]*to_file
     r = run('bench', bench, 'm', *flags)

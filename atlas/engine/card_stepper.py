@@ -16,7 +16,7 @@ from dataclasses import dataclass,fields,replace
 from functools import partial
 from fastcore.basics import patch
 from ..cuda.accept import VerifyRows,accept_rows,next_rows
-from ..cuda.attend import most_rows
+from ..cuda.attend import PIECE,most_rows
 from ..cuda.sample import SampleTable,sample_rows
 from .draft import INVALID,DraftInput,End,Ends,given
 from .stepper import Flight,Pass,Stepper,following,fork,lets,replays,tiles
@@ -762,9 +762,9 @@ def _try_prompt(self:CardStepper, tokens=1, pieces=1):
     if self.drafter: self._try_drafts(b, x)
 
 @patch
-def _try_replay(self:CardStepper, rows):
-    "Run a replay of so many rows"
-    b = self._zeros(rows, start=1, want=0)
+def _try_replay(self:CardStepper, rows, pieces=1, start=1):
+    "Run a replay of so many rows of each of some sequences, from position `start` on"
+    b = self._zeros(rows, pieces, start, want=0)
     x = self.model.trunk(b, self.cache)
     if self.drafter: self.drafter.see(b, x, b.ids)
 
@@ -803,15 +803,27 @@ def _prompts(self:CardStepper, long)->list[tuple[int,int]]:
     out += [(1, k) for k in self._buckets()]
     return [*out, (share, s.max_num_seqs)]  # which has as many rows as a step can have
 
+_CROWD = 32 # Sequences, or pieces of one, with whose rows attention has more blocks than any card runs at once
+
+@patch
+def _replays(self:CardStepper, longest)->list[tuple[int,...]]:
+    "Rows and numbers of sequences that replays differ in, and where they begin; none ends beyond `longest`"
+    s,rows = self.scheduler,self.replay_rows
+    few = [(k,) for k in (1,2,4,rows)]
+    seqs = max(1, min(_CROWD, s.max_num_seqs, s.chunk//rows))
+    behind = -(-_CROWD//seqs)*PIECE
+    return [*few, (rows, seqs, max(1, min(behind, longest)-rows))]
+
+# %% ../../nbs/5_engine/12_card_stepper.ipynb #91083759
 @patch
 def warm(self:CardStepper):
     "Compile what any step needs, and run each kind once, on blocks and slots that nobody has yet"
     end,pool = self.scheduler.max_seq_len,self.cache.pool
-    long = min(self.scheduler.chunk, end, pool.num_blocks*pool.block_size)
+    most = min(end, pool.num_blocks*pool.block_size)
+    long = min(self.scheduler.chunk, most)
     prompts = [partial(self._try_prompt, *p) for p in self._prompts(long)]
-    rows,longest = (1,2,4,self.replay_rows),(min(128, end),end)
-    replays = [partial(self._try_replay, k) for k in rows]
-    decodes = [partial(self._try_decode, n) for n in longest]
+    replays = [partial(self._try_replay, *r) for r in self._replays(most)]
+    decodes = [partial(self._try_decode, n) for n in (min(128, end),end)]
     with self.here():
         make_ready(self.card, *prompts, *replays, *decodes)
         self._try_prompt(long)
