@@ -1,0 +1,82 @@
+#pragma once
+// Copies of many bytes from global to shared memory that one thread asks for (PTX cp.async.bulk), and
+// barriers in shared memory by which others see that they are there, or that nobody reads what was
+// (PTX mbarrier). A barrier has phases: it is in phase 0 at first, and in the next one whenever as many
+// have arrived as `meet_init` said and all bytes announced have come.
+//   meet_init(b, n)            by one thread, for n arrivals a phase
+//   meet_ready()               by that thread then; after a barrier of the block others may use them
+//   meet_arrive(b)             what this thread has read before is read
+//   bulk_expect(b, bytes)      arrive, and announce bytes
+//   bulk_copy(to, from, bytes, b)      multiples of 16, addresses too
+//   meet_wait(b, parity)       until the phase of that parity (0 for the first) is over
+typedef unsigned long long Meeting;
+
+#if defined(ATLAS_EMULATE)
+struct EmulatedMeeting { unsigned bytes; unsigned short left; unsigned char count, phase; };
+static_assert(sizeof(EmulatedMeeting) == sizeof(Meeting), "a barrier is 64 bits");
+__device__ inline void meet_change(Meeting* b, int arrivals, int bytes) {
+    EmulatedMeeting m;
+    memcpy(&m, b, sizeof m);
+    m.left -= arrivals;
+    m.bytes += bytes;
+    if (!m.left && !m.bytes) { m.phase ^= 1; m.left = m.count; }
+    memcpy(b, &m, sizeof m);
+    emu::progress++;
+}
+#endif
+
+__device__ __forceinline__ void meet_init(Meeting* b, int n) {
+#if defined(__CUDA_ARCH__)
+    const unsigned at = (unsigned)__cvta_generic_to_shared(b);
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(at), "r"(n) : "memory");
+#elif defined(ATLAS_EMULATE)
+    const EmulatedMeeting m = {0, (unsigned short)n, (unsigned char)n, 0};
+    memcpy(b, &m, sizeof m);
+#endif
+}
+__device__ __forceinline__ void meet_ready() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.mbarrier_init.release.cluster;\n fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void meet_arrive(Meeting* b) {
+#if defined(__CUDA_ARCH__)
+    const unsigned at = (unsigned)__cvta_generic_to_shared(b);
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(at) : "memory");
+#elif defined(ATLAS_EMULATE)
+    meet_change(b, 1, 0);
+#endif
+}
+__device__ __forceinline__ void bulk_expect(Meeting* b, unsigned bytes) {
+#if __CUDA_ARCH__ >= 900
+    const unsigned at = (unsigned)__cvta_generic_to_shared(b);
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+        :: "r"(at), "r"(bytes) : "memory");
+#elif defined(ATLAS_EMULATE)
+    meet_change(b, 1, bytes);
+#endif
+}
+__device__ __forceinline__ void bulk_copy(void* to, const void* from, unsigned bytes, Meeting* b) {
+#if __CUDA_ARCH__ >= 900
+    const unsigned at = (unsigned)__cvta_generic_to_shared(to);
+    const unsigned meet = (unsigned)__cvta_generic_to_shared(b);
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+        :: "r"(at), "l"(from), "r"(bytes), "r"(meet) : "memory");
+#elif defined(ATLAS_EMULATE)
+    if ((size_t)to % 16 || (size_t)from % 16 || bytes % 16) emu::trap();
+    memcpy(to, from, bytes);
+    meet_change(b, 0, -(int)bytes);
+#endif
+}
+__device__ __forceinline__ void meet_wait(Meeting* b, unsigned parity) {
+#if defined(__CUDA_ARCH__)
+    const unsigned at = (unsigned)__cvta_generic_to_shared(b);
+    unsigned over;
+    do asm volatile("{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        " selp.u32 %0, 1, 0, p;\n}" : "=r"(over) : "r"(at), "r"(parity) : "memory");
+    while (!over);
+#elif defined(ATLAS_EMULATE)
+    EmulatedMeeting m;
+    while (memcpy(&m, b, sizeof m), m.phase == parity) emu::yield();
+#endif
+}
