@@ -109,16 +109,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) gemv_halves(
     sum = warp_sum(sum);
     if (!lane) squares[0][warp] = sum;  // beyond SLOTS nothing
 #ifdef EXTRA
-    constexpr bool OTHER = true;
+    constexpr bool BOTH = true;
 #else
-    constexpr bool OTHER = OWN;
+    constexpr bool BOTH = false;
 #endif
-    if (OTHER) {
+    if (OWN || BOTH) {
         const float z = own_squares(mine, warp, lane);
         if (!lane) squares[1][warp] = z;
     }
     __syncthreads();
-    if (threadIdx.x > OTHER) return;
+    if (threadIdx.x > BOTH) return;
     float z = 0.f;
     #pragma unroll
     for (int j = 0; j < W; j++) z += squares[OWN || threadIdx.x][j];

@@ -7,7 +7,7 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/linear/cuda.gemv_wide.html.m
 # %% auto #0
 __all__ = ['Tiling', 'gemv_wide']
 
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #615d1378
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #74fb6b7f
 import functools
 import numpy as np
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from .gemv import _ACT,_extra_blocks,_norm_of,gemv,plan
 from .pack import CardFormat,Packed
 from ..ops.linear import MAX_ROWS
 
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #3adbdb85
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #c10ff9f2
 def _up(a, b): return -(-a//b)
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Tiling:
     @property
     def warps(self)->int: "Warps of a block"; return self.down*self.along
 
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #2d43f54e
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #355654e6
 def _tile_bytes(f):
     "Bytes of eight rows of x and a unit of columns, with their powers of two"
     return f.blocks*(2048*f.planes+32*(f.planes==1))
@@ -61,7 +61,7 @@ def _rings(card, f, tiles, strips, warps, along, steps, rounds):
     wants += [(1, steps, most)]
     return next(((d,h) for d,h,room in wants if d<=deep and fits(d, h, room)), None)
 
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #dfa6c9fb
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #5ed832bd
 def _work(f):
     "Instructions to decode 16 rows of 128 columns, and products of a tensor core with a tile"
     if f.parts>1: return 300,40
@@ -87,7 +87,7 @@ def _cycles(f, n, k, sms, split, groups, rounds, o):
         alone]
     return max(busy)+sum(busy)/4
 
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #ab522e6b
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #7e201347
 def _tilings(card, f, n, k, sms, split, tiles):
     "Ways to share out `tiles` eights of rows: (cycles, Tiling)"
     units = _up(k, 128*f.blocks)
@@ -126,7 +126,7 @@ def tiling(
     found = _tilings(card, f, n, k, sms, split, _up(rows, 8))
     return min(found, key=lambda o: o[0], default=(inf,None))[1]
 
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #a71f8a0a
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #68354cbd
 def gemv_wide(
     x, # Rows, f32 [R, k]
     w:Packed, # [n, k]
@@ -163,7 +163,7 @@ def gemv_wide(
     _products(card, o, W, w, extra, halves, bias, gate, add, out, numbers, width, tiles, opts)
     return out
 
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #e113e34f
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #3ba3a2bc
 def _halves(card, x, w, gain, eps, parts, extra, tiles, W, opts):
     "Rows `x` as tiles, for the extra rows too, and 1/rms of each"
     def room(p):
@@ -198,6 +198,8 @@ def _products(card, o, W, w, extra, x, bias, gate, add, out, numbers, width, til
         opts |= dict(ESPLIT=W, EALONG=along, EDEEP=deep, EHELD=held)
     logits,column = gate or (None,0)
     columns = 0 if logits is None else logits.shape[1]
+    # as for gemv.cu, no multiprocessor should get two large blocks while another has none
+    if shared>=64<<10 and card.kind!='emulator': shared = max(shared, limits(card).alone)
     run('gemv_wide', (o.blocks+more,tiles//o.tiles), 32*o.warps,
         *w.raw, w.gs, extra.raw[0] if extra else None,
         *x, bias, logits, add, out,
