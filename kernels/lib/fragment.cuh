@@ -56,18 +56,23 @@ template <class F, int CP> struct Staged {
 // acc += the two sums of a block, times f.x and f.y: what columns 2t, 2t+1 of B are to be multiplied by.
 template <class F> __device__ __forceinline__ void fold(const F& q, float* acc, const float (*d)[4], float2 f) {
     #pragma unroll
-    for (int j = 0; j < 4; j++) {
-        const float by = j % 2 ? f.y : f.x;
-        acc[j] = fmaf(d[0][j] + d[1][j], F::SCALED ? __fmul_rn(by, q.scale(j / 2)) : by, acc[j]);
+    for (int j = 0; j < 2; j++) {
+        const float by = j ? f.y : f.x;
+        acc[j] = fmaf(d[0][j] + d[1][j], F::SCALED ? __fmul_rn(by, q.scale(0)) : by, acc[j]);
+        acc[2 + j] = fmaf(d[0][2 + j] + d[1][2 + j],
+            F::SCALED ? __fmul_rn(by, q.scale(1)) : by, acc[2 + j]);
     }
 }
 // acc += a block of W times its columns of up to R rows of x, in two sums that do not wait for each other.
 template <class F, int R, int LD, int PLANE> __device__ __forceinline__ void add(const F& q, float* acc, const uint4* x, const float* e, int t) {
     float d[2][4] = {};
-    float2 f = make_float2(1.f, 1.f);
     q.template dot<LD, PLANE>(d, x);
-    if (!F::TWO) f = make_float2(e[min(2 * t, R - 1)], e[min(2 * t + 1, R - 1)]);
-    fold(q, acc, d, f);
+    #pragma unroll
+    for (int j = 0; j < 2; j++) {
+        const float f = F::TWO ? 1.f : e[min(2 * t + j, R - 1)];
+        acc[j] = fmaf(d[0][j] + d[1][j], F::SCALED ? __fmul_rn(f, q.scale(0)) : f, acc[j]);
+        acc[2 + j] = fmaf(d[0][2 + j] + d[1][2 + j], F::SCALED ? __fmul_rn(f, q.scale(1)) : f, acc[2 + j]);
+    }
 }
 
 // A unit of format F in shared memory: sixteen rows of codes, then the scales of their chunks, or
@@ -130,13 +135,13 @@ template <class F, int C> struct Fragment<F, C, 16> : Unit<F, C> {  // four bits
                 : U::place(g / 2, 4 * b + t))
             + g % 2 * (2 * F::SCALE));
     }
-    struct Aids { typename F::Factor f[2][2]; };
+    typedef typename F::Factor Aids[2][2];
     static constexpr int LENGTH = 8;
-    __device__ __forceinline__ void aids(Aids& o) const { s.factors(o.f); }
-    __device__ __forceinline__ void piece(const Aids& o, int j, unsigned* a) const {
+    __device__ __forceinline__ void aids(Aids& f) const { s.factors(f); }
+    __device__ __forceinline__ void piece(const Aids& f, int j, unsigned* a) const {
         unsigned h[2][4];
-        F::times(word(w[0], j), o.f[0][j / 2], h[0]);
-        F::times(word(w[1], j), o.f[1][j / 2], h[1]);
+        F::times(word(w[0], j), f[0][j / 2], h[0]);
+        F::times(word(w[1], j), f[1][j / 2], h[1]);
         #pragma unroll
         for (int i = 0; i < 8; i++) a[i] = h[i % 2][i / 2];
     }
@@ -146,15 +151,19 @@ template <class F, int C> struct Fragment<F, C, 16> : Unit<F, C> {  // four bits
         mma_f16(d[0], a, b);
         mma_f16(d[1], a + 4, b + 2);
     }
+    // as `piece` and `times`, written out: this is what was measured, to the instruction
     template <int LD, int PLANE> __device__ __forceinline__ void dot(float (*d)[4], const uint4* x) const {
-        Aids f;
-        aids(f);
+        typename F::Factor f[2][2];
+        s.factors(f);
         #pragma unroll
         for (int j = 0; j < 4; j++) {
-            unsigned a[LENGTH];
-            piece(f, j, a);
+            unsigned h[2][4];
+            F::times(word(w[0], j), f[0][j / 2], h[0]);
+            F::times(word(w[1], j), f[1][j / 2], h[1]);
             const uint4 v = x[j * LD];
-            times(d, a, v, v);
+            const unsigned a[8] = {h[0][0], h[1][0], h[0][1], h[1][1], h[0][2], h[1][2], h[0][3], h[1][3]}, b[4] = {v.x, v.y, v.z, v.w};
+            mma_f16(d[0], a, b);
+            mma_f16(d[1], a + 4, b + 2);
         }
     }
     static __device__ __forceinline__ void put(uint4* x, int r, int e, const uint4& v) {
@@ -200,14 +209,21 @@ template <class F, int C> struct Fragment<F, C, 32> : Unit<F, C> {  // e4m3
             mma_f16(d[m], a + 4 * m, b);
         }
     }
+    // written out, too
     template <int LD, int PLANE> __device__ __forceinline__ void dot(float (*d)[4], const uint4* x) const {
         #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            unsigned a[LENGTH];
-            piece({}, i, a);
-            const uint4 v = x[i % 2 * LD + i / 2 * 2];
-            times(d, a, v, v);
-        }
+        for (int i = 0; i < 2; i++)
+            #pragma unroll
+            for (int j = 0; j < 2; j++) {
+                const uint4 v = x[j * LD + 2 * i];
+                #pragma unroll
+                for (int m = 0; m < 2; m++) {
+                    const unsigned p = word(w[0][i], 2 * j + m), q = word(w[1][i], 2 * j + m);
+                    const unsigned a[4] = {e4m3_halves(p & 0xFFFFu), e4m3_halves(q & 0xFFFFu), e4m3_halves(p >> 16), e4m3_halves(q >> 16)};
+                    const unsigned b[2] = {word(v, 2 * m), word(v, 2 * m + 1)};
+                    mma_f16(d[m], a, b);
+                }
+            }
     }
     static __device__ __forceinline__ void put(uint4* x, int r, int e, const uint4& v) {
         x[(e / 8 * 2 + e % 2) * 32 + r * 4 + e / 4 % 2 * 2 + e / 2 % 2] = v;
