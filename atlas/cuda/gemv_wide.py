@@ -7,7 +7,7 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/linear/cuda.gemv_wide.html.m
 # %% auto #0
 __all__ = ['Tiling', 'gemv_wide']
 
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #74fb6b7f
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #2d67f042
 import functools
 import numpy as np
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from .gemv import _ACT,_extra_blocks,_norm_of,gemv,plan
 from .pack import CardFormat,Packed
 from ..ops.linear import MAX_ROWS
 
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #c10ff9f2
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #4a9b8aaa
 def _up(a, b): return -(-a//b)
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Tiling:
     @property
     def warps(self)->int: "Warps of a block"; return self.down*self.along
 
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #355654e6
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #15eda5a1
 def _tile_bytes(f):
     "Bytes of eight rows of x and a unit of columns, with their powers of two"
     return f.blocks*(2048*f.planes+32*(f.planes==1))
@@ -50,18 +50,18 @@ def _memory(f, tiles, strips, warps, along, deep, held):
 def _rings(card, f, tiles, strips, warps, along, steps, rounds):
     "Places for weights, and pieces of x, that there is room for; or None"
     l = limits(card)
-    most,once = l.block-1024,_memory(f, tiles, strips, warps, along, 0, steps)
+    most = l.block-1024
     deep = max(2, _up(40<<10, warps*strips*f.unit))
     deep = min(deep, rounds*steps)
     def fits(deep, held, room): return _memory(f, tiles, strips, warps, along, deep, held)<=room
-    # all of x where it is read more than once, or is not much; else a few pieces
+    # all of x, or a few pieces; better beside another block than with more on the way
     few = min(steps, 4)
-    wants = [(deep, steps, most)] if rounds>1 else [(deep, steps, l.half)]
+    wants = [(deep, steps, l.half), (deep, steps, most)]
     wants += [(d, h, r) for r in (l.half,most) for h in (few,3,2) for d in (deep,2) if h<=steps]
     wants += [(1, steps, most)]
     return next(((d,h) for d,h,room in wants if d<=deep and fits(d, h, room)), None)
 
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #5ed832bd
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #351e452f
 def _work(f):
     "Instructions to decode 16 rows of 128 columns, and products of a tensor core with a tile"
     if f.parts>1: return 300,40
@@ -71,23 +71,22 @@ def _cycles(f, n, k, sms, split, groups, rounds, o):
     "Cycles that a multiprocessor is likely to need"
     decode,products = _work(f)
     units = _up(k, 128*f.blocks)
-    columns,steps = units*f.blocks,_up(units, o.along)
-    visits = rounds*o.span/16*columns # of 16 rows and 128 columns, by a warp
+    steps = _up(units, o.along)
+    mine = rounds*steps*f.blocks*o.strips # 16 rows and 128 columns each, of a warp
     one = decode+o.tiles*(products+14)
     row,x = f.bits*k/8,8*o.tiles*k*2*f.planes
     reads = 1 if o.held>=steps else rounds
-    turns = split//o.along*(450 if o.along>1 else 100)
-    alone = rounds*(steps*f.blocks*(200+1.5*o.strips*one)+turns)
+    turns = rounds*split//o.along*(450 if o.along>1 else 100)
     busy = [
-        visits*one/3, # instructions
-        visits*o.tiles*products*2, # tensor cores
-        visits*(16*o.tiles*f.planes/o.strips+f.chunk), # shared memory
+        _up(o.warps, 4)*mine*one*1.2, # instructions, of a quarter
+        _up(o.warps, 4)*mine*o.tiles*products*8, # its tensor core
+        o.warps*mine*(16*o.tiles*f.planes/o.strips+f.chunk), # shared memory
         groups*(n*row+o.blocks*reads*x)/(24*sms), # L2
         n*row/(18*sms), # memory
-        alone]
-    return max(busy)+sum(busy)/4
+        mine*(200+1.5*one)+turns] # a warp by itself
+    return max(busy)+sum(busy)/8
 
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #7e201347
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #3200c033
 def _tilings(card, f, n, k, sms, split, tiles):
     "Ways to share out `tiles` eights of rows: (cycles, Tiling)"
     units = _up(k, 128*f.blocks)
@@ -126,7 +125,7 @@ def tiling(
     found = _tilings(card, f, n, k, sms, split, _up(rows, 8))
     return min(found, key=lambda o: o[0], default=(inf,None))[1]
 
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #68354cbd
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #63e273fc
 def gemv_wide(
     x, # Rows, f32 [R, k]
     w:Packed, # [n, k]
@@ -163,7 +162,7 @@ def gemv_wide(
     _products(card, o, W, w, extra, halves, bias, gate, add, out, numbers, width, tiles, opts)
     return out
 
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #3ba3a2bc
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #7884c1fc
 def _halves(card, x, w, gain, eps, parts, extra, tiles, W, opts):
     "Rows `x` as tiles, for the extra rows too, and 1/rms of each"
     def room(p):
