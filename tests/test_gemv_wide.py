@@ -2,6 +2,7 @@
 import numpy as np,pytest
 from types import SimpleNamespace
 from atlas.card.emulator import Emulator,find_cxx
+from atlas.card.card import limits
 from atlas.card.launch import recording
 from atlas.cuda import gemv as few,gemv_wide as many,vocabulary
 from atlas.cuda.pack import CARD_FORMATS,pack
@@ -93,7 +94,7 @@ def test_every_product_has_a_way():
             for n,k in shapes:
                 W,split,_,_ = few.plan(f, n, k, sms)
                 for rows in (9,64,256):
-                    o = many.tiling.__wrapped__(at, f, n, k, sms, split, rows)
+                    o = many.tiling.__wrapped__(limits(at), f, n, k, sms, split, rows)
                     assert o and o.shared<=most and o.warps<=16 and split%o.along==0, (f, n, k)
                     assert o.span<=16*o.strips*o.down and o.deep>0<o.held
 

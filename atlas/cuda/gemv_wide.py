@@ -7,18 +7,18 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/linear/cuda.gemv_wide.html.m
 # %% auto #0
 __all__ = ['Tiling', 'gemv_wide']
 
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #2d67f042
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #e0423be0
 import functools
-import numpy as np
 from dataclasses import dataclass
+from fastcore.basics import patch
 from math import inf
-from ..card.card import card_of,limits,run
+from ..card.card import Limits,card_of,limits,run
 from ..ground.core import ConfigError
 from .gemv import _ACT,_extra_blocks,_norm_of,gemv,plan
 from .pack import CardFormat,Packed
 from ..ops.linear import MAX_ROWS
 
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #4a9b8aaa
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #fc52f2fc
 def _up(a, b): return -(-a//b)
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Tiling:
     @property
     def warps(self)->int: "Warps of a block"; return self.down*self.along
 
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #15eda5a1
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #27528a51
 def _tile_bytes(f):
     "Bytes of eight rows of x and a unit of columns, with their powers of two"
     return f.blocks*(2048*f.planes+32*(f.planes==1))
@@ -47,9 +47,8 @@ def _memory(f, tiles, strips, warps, along, deep, held):
     sums = warps*strips*tiles*512 if along>1 else 0
     return x+warps*deep*strips*f.unit+sums
 
-def _rings(card, f, tiles, strips, warps, along, steps, rounds):
+def _rings(l, f, tiles, strips, warps, along, steps, rounds):
     "Places for weights, and pieces of x, that there is room for; or None"
-    l = limits(card)
     most = l.block-1024
     deep = max(2, _up(40<<10, warps*strips*f.unit))
     deep = min(deep, rounds*steps)
@@ -61,7 +60,7 @@ def _rings(card, f, tiles, strips, warps, along, steps, rounds):
     wants += [(1, steps, most)]
     return next(((d,h) for d,h,room in wants if d<=deep and fits(d, h, room)), None)
 
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #351e452f
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #f5ff7a8c
 def _work(f):
     "Instructions to decode 16 rows of 128 columns, and products of a tensor core with a tile"
     if f.parts>1: return 300,40
@@ -86,8 +85,8 @@ def _cycles(f, n, k, sms, split, groups, rounds, o):
         mine*(200+1.5*one)+turns] # a warp by itself
     return max(busy)+sum(busy)/8
 
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #3200c033
-def _tilings(card, f, n, k, sms, split, tiles):
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #42e4b270
+def _tilings(room, f, n, k, sms, split, tiles):
     "Ways to share out `tiles` eights of rows: (cycles, Tiling)"
     units = _up(k, 128*f.blocks)
     for t in dict.fromkeys(_up(tiles, g) for g in range(1, tiles+1)):
@@ -100,7 +99,7 @@ def _tilings(card, f, n, k, sms, split, tiles):
                     rounds = _up(n, blocks*16*strips*down)
                     span = _up(n, 4*blocks*rounds)*4
                     if span<=16*strips*(down-1): continue
-                    rings = _rings(card, f, t, strips, down*along, along, _up(units, along), rounds)
+                    rings = _rings(room, f, t, strips, down*along, along, _up(units, along), rounds)
                     if rings is None: continue
                     shared = _memory(f, t, strips, down*along, along, *rings)
                     o = Tiling(t, strips, down, along, *rings, min(blocks, _up(n, span)), span, shared)
@@ -113,7 +112,7 @@ def _most_warps(f, quads):
 
 @functools.cache
 def tiling(
-    card, # A `Cuda`, an `Emulator`, or what stands for one
+    room:Limits, # Of the card
     f:CardFormat, # Of the weights
     n:int, # Rows of the weights, padded
     k:int, # Columns
@@ -122,10 +121,73 @@ def tiling(
     rows:int, # Of x
 )->Tiling:
     "The way to share out a product that takes the least time"
-    found = _tilings(card, f, n, k, sms, split, _up(rows, 8))
+    found = _tilings(room, f, n, k, sms, split, _up(rows, 8))
     return min(found, key=lambda o: o[0], default=(inf,None))[1]
 
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #63e273fc
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #434c107d
+class _Product:
+    "Rows times one matrix, and the extra rows after it"
+    def __init__(self, card, w, extra, rows):
+        f,sms = w.format,card.multiprocessors
+        self.card,self.w,self.extra = card,w,extra
+        self.more = _extra_blocks(w, extra, sms)
+        self.W,self.split,_,_ = plan(f, w.rows, w.k, sms-self.more)
+        self.o = tiling(limits(card), f, w.rows, w.k, sms-self.more, self.split, rows)
+        self.groups = _up(rows, 8*self.o.tiles)
+        self.tiles = self.groups*self.o.tiles
+        self.opts = dict(FORMAT=f'fragment_{f.name}', K=w.k, SPLIT=self.split)
+        if extra: self.opts['EXTRA'] = f'fragment_{extra.format.name}'
+
+    def halves(self, x, gain, eps, parts, norm):
+        "Rows `x` as tiles, for the extra rows too, and 1/rms of each"
+        def room(p):
+            f = p.format
+            return self.card.empty((_up(p.k, 128*f.blocks),self.tiles*_tile_bytes(f)), 'uint8')
+        halves,more = room(self.w),room(self.extra) if self.extra else None
+        normed,R = norm['NORM']==1,len(x)
+        inverse = self.card.empty((1+bool(self.extra),R)) if normed else None
+        warps = self.W if normed else 8
+        run('gemv_halves', (R,1 if normed else _up(self.w.k, 256*warps)), 32*warps,
+            x, gain, parts, halves, more, inverse,
+            float(eps), R, self.tiles,
+            W=self.W, **norm, **self.opts)
+        return halves,more,inverse
+
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #b110c869
+@patch
+def extra_share(self:_Product):
+    "Options for the extra rows, and their shared memory: all of a block's warps along them, or fewer"
+    f,split = self.extra.format,self.W
+    units,tiles = _up(self.w.k, 128*f.blocks),self.o.tiles
+    for along in range(min(split, self.o.warps), 0, -1):
+        if split%along: continue
+        rings = _rings(limits(self.card), f, tiles, 1, along, along, _up(units, along), 1)
+        if not rings: continue
+        deep,held = rings
+        opts = dict(ESPLIT=split, EALONG=along, EDEEP=deep, EHELD=held)
+        return opts,_memory(f, tiles, 1, along, along, deep, held)
+    raise ConfigError(f'{8*tiles} rows of {self.w.k} columns have no room')
+
+@patch
+def __call__(self:_Product, x, bias, gate, add, out, numbers, opts):
+    "Launch `gemv_wide`; `x` as `halves` gives it"
+    o,w,shared = self.o,self.w,self.o.shared
+    opts = self.opts|opts|dict(TILES=o.tiles, STRIPS=o.strips, DOWN=o.down, ALONG=o.along)
+    opts |= dict(DEEP=o.deep, HELD=o.held)
+    if self.extra:
+        more,least = self.extra_share()
+        opts,shared = opts|more,max(shared, least)
+    # as for gemv.cu, no multiprocessor should get two large blocks while another has none
+    if shared>=64<<10 and self.card.kind!='emulator': shared = max(shared, limits(self.card).alone)
+    rows,m = (self.extra.raw[0],self.extra.n) if self.extra else (None,0)
+    logits,column = gate
+    columns = 0 if logits is None else logits.shape[1]
+    run('gemv_wide', (o.blocks+self.more,self.groups), 32*o.warps,
+        *w.raw, w.gs, rows, *x, bias, logits, add, out, *numbers,
+        len(out), w.n, m, columns, column, out.shape[1], o.blocks, o.span, self.tiles,
+        shared=shared, **opts)
+
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #1b668d40
 def gemv_wide(
     x, # Rows, f32 [R, k]
     w:Packed, # [n, k]
@@ -143,65 +205,15 @@ def gemv_wide(
     out=None, # f32 [R, N]: where to write; may be `add`
 ): # [R, N], N = n (n/2 of a pair) + m
     "As `gemv`, to the bit, and faster for more than eight rows"
-    card,pairs,m = card_of(x),act not in (None,'relu2'),extra.n if extra else 0
+    card,pairs = card_of(x),act not in (None,'relu2')
     if pairs!=w.pair or w.experts: raise ConfigError(f'{w} with the activation {act}')
-    width = (w.n//2 if pairs else w.n)+m
+    width = (w.n//2 if pairs else w.n)+(extra.n if extra else 0)
     if out is None: out = card.empty((len(x),width))
     if not len(x): return out
-    f,R = w.format,len(x)
-    more = _extra_blocks(w, extra, card.multiprocessors)
-    W,split,_,_ = plan(f, w.rows, w.k, card.multiprocessors-more)
-    o = tiling(card, f, w.rows, w.k, card.multiprocessors-more, split, R)
-    both = dict(FORMAT=f'fragment_{f.name}', K=w.k, SPLIT=split)
-    if extra: both['EXTRA'] = f'fragment_{extra.format.name}'
+    p = _Product(card, w, extra, len(x))
     norm = _norm_of(gain, parts, group)
-    tiles = _up(R, 8*o.tiles)*o.tiles
-    halves = _halves(card, x, w, gain, eps, parts, extra, tiles, W, norm|both)
-    opts = both|dict(NORM=int(norm['NORM']==1), ACT=_ACT.get(act, 0), CAP=int(bool(cap)))
+    halves = p.halves(x, gain, eps, parts, norm)
+    opts = dict(NORM=int(norm['NORM']==1), ACT=_ACT.get(act, 0), CAP=int(bool(cap)))
     numbers = float(inf if limit is None else limit),float(cap or 0)
-    _products(card, o, W, w, extra, halves, bias, gate, add, out, numbers, width, tiles, opts)
+    p(halves, bias, gate or (None,0), add, out, numbers, opts)
     return out
-
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #7884c1fc
-def _halves(card, x, w, gain, eps, parts, extra, tiles, W, opts):
-    "Rows `x` as tiles, for the extra rows too, and 1/rms of each"
-    def room(p):
-        f = p.format
-        return card.empty((_up(p.k, 128*f.blocks),tiles*_tile_bytes(f)), 'uint8')
-    normed = opts['NORM']==1
-    halves,more = room(w),room(extra) if extra else None
-    inverse = card.empty((1+bool(extra),len(x))) if normed else None
-    warps = W if normed else 8
-    grid = len(x),1 if normed else _up(w.k, 256*warps)
-    run('gemv_halves', grid, 32*warps,
-        x, gain, parts, halves, more, inverse,
-        float(eps), len(x), tiles, W=W, **opts)
-    return halves,more,inverse
-
-def _extra_share(card, f, k, tiles, split, warps):
-    "Warps along a strip of the extra rows, their places and pieces, and the shared memory for them"
-    units = _up(k, 128*f.blocks)
-    for along in range(min(split, warps), 0, -1):
-        if split%along: continue
-        rings = _rings(card, f, tiles, 1, along, along, _up(units, along), 1)
-        if rings: return along,*rings,_memory(f, tiles, 1, along, along, *rings)
-    raise ConfigError(f'{tiles} tiles of {k} columns have no room')
-
-def _products(card, o, W, w, extra, x, bias, gate, add, out, numbers, width, tiles, opts):
-    "Launch `gemv_wide`"
-    more,shared = _extra_blocks(w, extra, card.multiprocessors),o.shared
-    opts |= dict(TILES=o.tiles, STRIPS=o.strips, DOWN=o.down, ALONG=o.along, DEEP=o.deep, HELD=o.held)
-    if extra:
-        along,deep,held,least = _extra_share(card, extra.format, w.k, o.tiles, W, o.warps)
-        shared = max(shared, least)
-        opts |= dict(ESPLIT=W, EALONG=along, EDEEP=deep, EHELD=held)
-    logits,column = gate or (None,0)
-    columns = 0 if logits is None else logits.shape[1]
-    # as for gemv.cu, no multiprocessor should get two large blocks while another has none
-    if shared>=64<<10 and card.kind!='emulator': shared = max(shared, limits(card).alone)
-    run('gemv_wide', (o.blocks+more,tiles//o.tiles), 32*o.warps,
-        *w.raw, w.gs, extra.raw[0] if extra else None,
-        *x, bias, logits, add, out,
-        *numbers, len(out), w.n, extra.n if extra else 0, columns, column, width,
-        o.blocks, o.span, tiles,
-        shared=shared, **opts)

@@ -32,7 +32,7 @@ __device__ inline void meet_change(Meeting* b, int arrivals, int bytes) {
 __device__ __forceinline__ void meet_init(Meeting* b, int n) {
 #if defined(__CUDA_ARCH__)
     const unsigned at = (unsigned)__cvta_generic_to_shared(b);
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(at), "r"(n) : "memory");
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(at), "r"(n) : "memory");
 #elif defined(ATLAS_EMULATE)
     const EmulatedMeeting m = {0, (unsigned short)n, (unsigned char)n, 0};
     memcpy(b, &m, sizeof m);
@@ -46,7 +46,7 @@ __device__ __forceinline__ void meet_ready() {
 __device__ __forceinline__ void meet_arrive(Meeting* b) {
 #if defined(__CUDA_ARCH__)
     const unsigned at = (unsigned)__cvta_generic_to_shared(b);
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(at) : "memory");
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(at) : "memory");
 #elif defined(ATLAS_EMULATE)
     meet_change(b, 1, 0);
 #endif
@@ -54,7 +54,7 @@ __device__ __forceinline__ void meet_arrive(Meeting* b) {
 __device__ __forceinline__ void bulk_expect(Meeting* b, unsigned bytes) {
 #if __CUDA_ARCH__ >= 900
     const unsigned at = (unsigned)__cvta_generic_to_shared(b);
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
         :: "r"(at), "r"(bytes) : "memory");
 #elif defined(ATLAS_EMULATE)
     meet_change(b, 1, bytes);
@@ -66,6 +66,9 @@ __device__ __forceinline__ void bulk_copy(void* to, const void* from, unsigned b
     const unsigned meet = (unsigned)__cvta_generic_to_shared(b);
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
         :: "r"(at), "l"(from), "r"(bytes), "r"(meet) : "memory");
+#elif defined(__CUDA_ARCH__)  // no such copies: by this thread, who then arrives
+    for (unsigned i = 0; i < bytes / 16; i++) ((uint4*)to)[i] = ((const uint4*)from)[i];
+    meet_arrive(b);
 #elif defined(ATLAS_EMULATE)
     if ((size_t)to % 16 || (size_t)from % 16 || bytes % 16) emu::trap();
     if (late_many == 256) emu::trap();
@@ -79,7 +82,12 @@ __device__ __forceinline__ void meet_wait(Meeting* b, unsigned parity) {
 #if defined(__CUDA_ARCH__)
     const unsigned at = (unsigned)__cvta_generic_to_shared(b);
     unsigned over;
-    do asm volatile("{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+#if __CUDA_ARCH__ >= 900
+#define MEET_ASK "try_wait"  // which sleeps a little
+#else
+#define MEET_ASK "test_wait"
+#endif
+    do asm volatile("{\n .reg .pred p;\n mbarrier." MEET_ASK ".parity.shared.b64 p, [%1], %2;\n"
         " selp.u32 %0, 1, 0, p;\n}" : "=r"(over) : "r"(at), "r"(parity) : "memory");
     while (!over);
 #elif defined(ATLAS_EMULATE)
