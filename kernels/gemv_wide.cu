@@ -185,7 +185,7 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
     constexpr int N = (B + F::UNITS - 1) / F::UNITS, PASSES = SHARES / PER, QUADS = MANY * TILES;
     constexpr int OWN = (QUADS + PER - 1) / PER, PIECE = TILES * Tile<F>::BYTES;
     constexpr int UNIT = MANY * F::BYTES;
-    constexpr bool ALL = ROOM >= (N + PER - 1) / PER, EARLY = OWN <= 2;
+    constexpr bool ALL = ROOM >= (N + PER - 1) / PER, EARLY = OWN == 1;
     // Is a piece asked for only when the next one is multiplied? Nobody has to be waited for then.
     constexpr bool LATE = ROOM > 2;
     static_assert(SHARES % PER == 0, "see the contract");
@@ -202,6 +202,29 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
     float4* const sums = part + (here ? warp : 0) * QUADS * 32 + lane;
     Meeting* const full = (Meeting*)(part + (PER > 1 ? BESIDE * PER * QUADS * 32 : 0)) + h * 2 * ROOM;
     Meeting* const empty = full + ROOM;
+    typedef Walk<N, SHARES, PER> Units;
+    Units next = {h, 0}, wanted = {h, 0};  // weights, and x, to be fetched next
+    int left = works ? rounds * mine : 0, rest = n4 - o.group * o.span - strip, asked = 0;
+    const unsigned char *w = o.w, *s = o.s;  // where the lane's part of unit 0 of those rows is
+    F::first(w, s, n4 - rest, 0, lane);
+    auto fetch = [&](unsigned char* to) {
+        const unsigned char *p = w + next.unit * F::LB, *q = s + next.unit * F::SB;
+        const int rows = min(rest, o.span - strip);
+        #pragma unroll
+        for (int i = 0; i < MANY; i++)
+            F::fetch(to + i * F::BYTES, p + (size_t)(16 * i) * F::LINE,
+                q + (size_t)(4 * i) * F::SLINE, rows - 16 * i, next.unit, lane);
+        left--;
+        if (!next.next(h)) return;
+        rest -= o.step * o.span;
+        w += (size_t)(o.step * o.span) * F::LINE;
+        s += (size_t)(o.step * o.span / 4) * F::SLINE;
+    };
+    #pragma unroll 1
+    for (int i = 0; i < PLACES; i++) {
+        if (left > 0) fetch(ring + i * UNIT);
+        cp_async_commit();
+    }
     const bool asks = works && !down && !lane;  // for x, on behalf of all that have its share
     if (asks) {
         for (int i = 0; i < ROOM; i++) {
@@ -209,26 +232,6 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
             meet_init(empty + i, min(BESIDE, (o.span + 16 * MANY - 1) / (16 * MANY)));
         }
         meet_ready();
-    }
-
-    typedef Walk<N, SHARES, PER> Units;
-    Units next = {h, 0}, wanted = {h, 0};  // weights, and x, to be fetched next
-    int left = works ? rounds * mine : 0, base = o.group * o.span, asked = 0;
-    auto fetch = [&](unsigned char* to) {
-        const int row = base + strip, rows = min(n4 - row, o.span - strip);
-        const unsigned char *w = o.w, *s = o.s;
-        F::first(w, s, row, next.unit, lane);
-        #pragma unroll
-        for (int i = 0; i < MANY; i++)
-            F::fetch(to + i * F::BYTES, w + (size_t)(16 * i) * F::LINE,
-                s + (size_t)(4 * i) * F::SLINE, rows - 16 * i, next.unit, lane);
-        left--;
-        if (next.next(h)) base += o.step * o.span;
-    };
-    #pragma unroll 1
-    for (int i = 0; i < PLACES; i++) {
-        if (left > 0) fetch(ring + i * UNIT);
-        cp_async_commit();
     }
     auto ask = [&](int slot) {
         bulk_expect(full + slot, PIECE);
@@ -268,7 +271,7 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
                 cp_async_wait<PLACES - 1>();
                 __syncwarp();
                 meet_wait(full + slot, phase);
-                #pragma unroll 1
+                #pragma unroll (QUADS > 2 ? 1 : F::UNITS)
                 for (int b = 0; b < F::UNITS; b++)
                     add<F, MANY>(acc, ring + spot, xs + slot * PIECE, b);
                 __syncwarp();
