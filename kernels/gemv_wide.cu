@@ -204,7 +204,7 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
     Meeting* const empty = full + ROOM;
     typedef Walk<N, SHARES, PER> Units;
     Units next = {h, 0}, wanted = {h, 0};  // weights, and x, to be fetched next
-    int left = works ? rounds * mine : 0, rest = n4 - o.group * o.span - strip, asked = 0;
+    int left = works ? rounds * mine : 0, rest = n4 - o.group * o.span - strip;
     const unsigned char *w = o.w, *s = o.s;  // where the lane's part of unit 0 of those rows is
     F::first(w, s, n4 - rest, 0, lane);
     auto fetch = [&](unsigned char* to) {
@@ -238,17 +238,15 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
         const size_t tile = (size_t)wanted.unit * o.tiles + o.first;
         bulk_copy(xs + slot * PIECE, o.x + tile * Tile<F>::BYTES, PIECE, full + slot);
         wanted.next(h);
-        asked++;
     };
-    const int pieces = asks ? ALL ? mine : rounds * mine : 0;
+    int more = asks ? ALL ? mine : rounds * mine : 0;  // pieces to be asked for
     pdl_wait();
     #pragma unroll 1
-    for (int i = 0; i < ROOM && i < pieces; i++) ask(i);
+    for (int i = 0; i < ROOM && more > 0; i++, more--) ask(i);
     __syncthreads();  // the barriers are there
 
-    int spot = 0, slot = 0;
+    int spot = 0, slot = 0, free = -1;  // which piece is to be asked for next, and where
     unsigned phase = 0;
-    bool taken = false;
     #pragma unroll 1
     for (int group = o.group; group < groups; group += o.step) {
         const int to = min(group * o.span + o.span, n4);
@@ -271,7 +269,7 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
                 cp_async_wait<PLACES - 1>();
                 __syncwarp();
                 meet_wait(full + slot, phase);
-                #pragma unroll (QUADS > 2 ? 1 : F::UNITS)
+                #pragma unroll (QUADS > 2 || BESIDE * PER > 12 ? 1 : F::UNITS)
                 for (int b = 0; b < F::UNITS; b++)
                     add<F, MANY>(acc, ring + spot, xs + slot * PIECE, b);
                 __syncwarp();
@@ -279,13 +277,14 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
                 cp_async_commit();
                 spot = spot == (PLACES - 1) * UNIT ? 0 : spot + UNIT;
                 if (!ALL && !lane) meet_arrive(empty + slot);
-                if (!ALL && asks && asked < pieces && (taken || !LATE)) {
-                    const int of = LATE ? (slot ? slot : ROOM) - 1 : slot;
-                    meet_wait(empty + of, LATE && !slot ? phase ^ 1 : phase);
-                    ask(of);
+                if (!LATE) free = slot;
+                if (!ALL && more > 0 && free >= 0) {
+                    meet_wait(empty + free, free > slot ? phase ^ 1 : phase);
+                    ask(free);
+                    more--;
                 }
+                free = slot;
                 __syncwarp();
-                taken = true;
                 if (++slot == ROOM && !ALL) { slot = 0; phase ^= 1; }
             }
             if (PER == 1) {

@@ -7,7 +7,7 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/linear/cuda.gemv_wide.html.m
 # %% auto #0
 __all__ = ['Tiling', 'gemv_wide']
 
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #e0423be0
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #8b16084b
 import functools
 from dataclasses import dataclass
 from fastcore.basics import patch
@@ -18,7 +18,7 @@ from .gemv import _ACT,_extra_blocks,_norm_of,gemv,plan
 from .pack import CardFormat,Packed
 from ..ops.linear import MAX_ROWS
 
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #fc52f2fc
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #ad6e9eab
 def _up(a, b): return -(-a//b)
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Tiling:
     @property
     def warps(self)->int: "Warps of a block"; return self.down*self.along
 
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #27528a51
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #5e4353f7
 def _tile_bytes(f):
     "Bytes of eight rows of x and a unit of columns, with their powers of two"
     return f.blocks*(2048*f.planes+32*(f.planes==1))
@@ -60,7 +60,7 @@ def _rings(l, f, tiles, strips, warps, along, steps, rounds):
     wants += [(1, steps, most)]
     return next(((d,h) for d,h,room in wants if d<=deep and fits(d, h, room)), None)
 
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #f5ff7a8c
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #36f19c45
 def _work(f):
     "Instructions to decode 16 rows of 128 columns, and products of a tensor core with a tile"
     if f.parts>1: return 300,40
@@ -85,7 +85,7 @@ def _cycles(f, n, k, sms, split, groups, rounds, o):
         mine*(200+1.5*one)+turns] # a warp by itself
     return max(busy)+sum(busy)/8
 
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #42e4b270
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #0b4970b2
 def _tilings(room, f, n, k, sms, split, tiles):
     "Ways to share out `tiles` eights of rows: (cycles, Tiling)"
     units = _up(k, 128*f.blocks)
@@ -95,7 +95,7 @@ def _tilings(room, f, n, k, sms, split, tiles):
         for strips in (1,2):
             if t>4 or t*strips>4 and f.parts>1: continue
             for along in (a for a in range(1, split+1) if split%a==0):
-                for down in range(1, _most_warps(f, t*strips)//along+1):
+                for down in range(1, _most_warps(room, f, t*strips)//along+1):
                     rounds = _up(n, blocks*16*strips*down)
                     span = _up(n, 4*blocks*rounds)*4
                     if span<=16*strips*(down-1): continue
@@ -105,9 +105,11 @@ def _tilings(room, f, n, k, sms, split, tiles):
                     o = Tiling(t, strips, down, along, *rings, min(blocks, _up(n, span)), span, shared)
                     yield _cycles(f, n, k, sms, split, groups, rounds, o),o
 
-def _most_warps(f, quads):
+def _most_warps(room, f, quads):
     "Warps that have registers for the sums of so many tiles"
     if f.parts>1: return 8
+    # where shared memory is small, compilers want more registers for the same
+    if room.block<128<<10: return 12 if quads<=2 else 8 if quads<=6 else 0
     return 16 if quads<=2 else 12 if quads<=4 else 8
 
 @functools.cache
@@ -124,7 +126,7 @@ def tiling(
     found = _tilings(room, f, n, k, sms, split, _up(rows, 8))
     return min(found, key=lambda o: o[0], default=(inf,None))[1]
 
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #434c107d
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #4be92528
 class _Product:
     "Rows times one matrix, and the extra rows after it"
     def __init__(self, card, w, extra, rows):
@@ -153,7 +155,7 @@ class _Product:
             W=self.W, **norm, **self.opts)
         return halves,more,inverse
 
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #b110c869
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #62e170c4
 @patch
 def extra_share(self:_Product):
     "Options for the extra rows, and their shared memory: all of a block's warps along them, or fewer"
@@ -187,7 +189,7 @@ def __call__(self:_Product, x, bias, gate, add, out, numbers, opts):
         len(out), w.n, m, columns, column, out.shape[1], o.blocks, o.span, self.tiles,
         shared=shared, **opts)
 
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #1b668d40
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #7911c105
 def gemv_wide(
     x, # Rows, f32 [R, k]
     w:Packed, # [n, k]
