@@ -94,9 +94,15 @@ def test_every_product_has_a_way():
             for n,k in shapes:
                 W,split,_,_ = few.plan(f, n, k, sms)
                 for rows in (9,64,256):
-                    o = many.tiling.__wrapped__(limits(at), f, n, k, sms, split, rows)
+                    o = many.tiling.__wrapped__(limits(at), f, n, k, sms, split, rows, 4)
+                    groups = -(-rows//(8*o.tiles))
+                    assert groups*(o.blocks+-(-4//groups))<=sms or o.blocks==1
                     assert o and o.shared<=most and o.warps<=16 and split%o.along==0, (f, n, k)
                     assert o.span<=16*o.strips*o.down and o.deep>0<o.held
+                    more = SimpleNamespace(format=CARD_FORMATS['bf16' if f.parts==1 else 'f32'])
+                    beside = SimpleNamespace(card=at, w=SimpleNamespace(k=k), extra=more, W=W, o=o)
+                    opts,shared = many._Product.extra_share(beside)
+                    assert shared<=most and W%opts['EALONG']==0 and opts['EALONG']<=o.warps
 
 def test_a_step_uses_it_where_it_may(monkeypatch):
     rng = np.random.default_rng(0)

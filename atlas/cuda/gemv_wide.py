@@ -7,9 +7,9 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/linear/cuda.gemv_wide.html.m
 # %% auto #0
 __all__ = ['Tiling', 'gemv_wide']
 
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #8b16084b
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #5bb78119
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass,replace
 from fastcore.basics import patch
 from math import inf
 from ..card.card import Limits,card_of,limits,run
@@ -18,7 +18,7 @@ from .gemv import _ACT,_extra_blocks,_norm_of,gemv,plan
 from .pack import CardFormat,Packed
 from ..ops.linear import MAX_ROWS
 
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #ad6e9eab
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #5acf0e7d
 def _up(a, b): return -(-a//b)
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Tiling:
     @property
     def warps(self)->int: "Warps of a block"; return self.down*self.along
 
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #5e4353f7
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #b956c28c
 def _tile_bytes(f):
     "Bytes of eight rows of x and a unit of columns, with their powers of two"
     return f.blocks*(2048*f.planes+32*(f.planes==1))
@@ -60,7 +60,7 @@ def _rings(l, f, tiles, strips, warps, along, steps, rounds):
     wants += [(1, steps, most)]
     return next(((d,h) for d,h,room in wants if d<=deep and fits(d, h, room)), None)
 
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #36f19c45
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #c63796ea
 def _work(f):
     "Instructions to decode 16 rows of 128 columns, and products of a tensor core with a tile"
     if f.parts>1: return 300,40
@@ -85,13 +85,13 @@ def _cycles(f, n, k, sms, split, groups, rounds, o):
         mine*(200+1.5*one)+turns] # a warp by itself
     return max(busy)+sum(busy)/8
 
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #0b4970b2
-def _tilings(room, f, n, k, sms, split, tiles):
-    "Ways to share out `tiles` eights of rows: (cycles, Tiling)"
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #4484f0d1
+def _tilings(room, f, n, k, sms, split, tiles, more=0):
+    "Ways to share out `tiles` eights of rows, beside `more` blocks: (cycles, Tiling)"
     units = _up(k, 128*f.blocks)
     for t in dict.fromkeys(_up(tiles, g) for g in range(1, tiles+1)):
         groups = _up(tiles, t)
-        blocks = max(1, sms//groups)
+        blocks = max(1, sms//groups-_up(more, groups))
         for strips in (1,2):
             if t>4 or t*strips>4 and f.parts>1: continue
             for along in (a for a in range(1, split+1) if split%a==0):
@@ -118,24 +118,26 @@ def tiling(
     f:CardFormat, # Of the weights
     n:int, # Rows of the weights, padded
     k:int, # Columns
-    sms:int, # Multiprocessors
+    sms:int, # Multiprocessors of the card
     split:int, # Shares of a row, of `plan`
     rows:int, # Of x
+    more:int=0, # Blocks for other rows
 )->Tiling:
     "The way to share out a product that takes the least time"
-    found = _tilings(room, f, n, k, sms, split, _up(rows, 8))
+    found = _tilings(room, f, n, k, sms, split, _up(rows, 8), more)
     return min(found, key=lambda o: o[0], default=(inf,None))[1]
 
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #4be92528
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #2fc04933
 class _Product:
     "Rows times one matrix, and the extra rows after it"
     def __init__(self, card, w, extra, rows):
         f,sms = w.format,card.multiprocessors
         self.card,self.w,self.extra = card,w,extra
-        self.more = _extra_blocks(w, extra, sms)
-        self.W,self.split,_,_ = plan(f, w.rows, w.k, sms-self.more)
-        self.o = tiling(limits(card), f, w.rows, w.k, sms-self.more, self.split, rows)
+        more = _extra_blocks(w, extra, sms)
+        self.W,self.split,_,_ = plan(f, w.rows, w.k, sms-more)
+        self.o = tiling(limits(card), f, w.rows, w.k, sms, self.split, rows, more)
         self.groups = _up(rows, 8*self.o.tiles)
+        self.more = _up(more, self.groups) # Blocks for the extra rows, of those that have the same rows of x
         self.tiles = self.groups*self.o.tiles
         self.opts = dict(FORMAT=f'fragment_{f.name}', K=w.k, SPLIT=self.split)
         if extra: self.opts['EXTRA'] = f'fragment_{extra.format.name}'
@@ -155,19 +157,21 @@ class _Product:
             W=self.W, **norm, **self.opts)
         return halves,more,inverse
 
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #62e170c4
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #23101016
 @patch
 def extra_share(self:_Product):
-    "Options for the extra rows, and their shared memory: all of a block's warps along them, or fewer"
+    "Options for the extra rows, and their shared memory: no more than the others have, if they can"
     f,split = self.extra.format,self.W
-    units,tiles = _up(self.w.k, 128*f.blocks),self.o.tiles
-    for along in range(min(split, self.o.warps), 0, -1):
-        if split%along: continue
-        rings = _rings(limits(self.card), f, tiles, 1, along, along, _up(units, along), 1)
-        if not rings: continue
-        deep,held = rings
-        opts = dict(ESPLIT=split, EALONG=along, EDEEP=deep, EHELD=held)
-        return opts,_memory(f, tiles, 1, along, along, deep, held)
+    units,tiles,l = _up(self.w.k, 128*f.blocks),self.o.tiles,limits(self.card)
+    for room in (max(self.o.shared, l.half),l.block-1024):
+        within = replace(l, half=room, block=room+1024)
+        for along in range(min(split, self.o.warps), 0, -1):
+            if split%along: continue
+            rings = _rings(within, f, tiles, 1, along, along, _up(units, along), 1)
+            if not rings: continue
+            deep,held = rings
+            opts = dict(ESPLIT=split, EALONG=along, EDEEP=deep, EHELD=held)
+            return opts,_memory(f, tiles, 1, along, along, deep, held)
     raise ConfigError(f'{8*tiles} rows of {self.w.k} columns have no room')
 
 @patch
@@ -189,7 +193,7 @@ def __call__(self:_Product, x, bias, gate, add, out, numbers, opts):
         len(out), w.n, m, columns, column, out.shape[1], o.blocks, o.span, self.tiles,
         shared=shared, **opts)
 
-# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #7911c105
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #b3c68083
 def gemv_wide(
     x, # Rows, f32 [R, k]
     w:Packed, # [n, k]
