@@ -7,6 +7,10 @@ import atlas.card.card as card,atlas.card.launch
 from atlas.card.graph import Graph
 from atlas.ground.core import kernel_dir
 from atlas.card.emulator import Emulator,find_cxx
+from atlas.cuda.gemv import rmsnorm
+from atlas.cuda.gemv_wide import gemv_wide
+from atlas.cuda.pack import pack
+from atlas.ground.formats import QTensor
 from test_card import SamplingParams,Request,engine,ids_of,models,serve
 
 pytestmark = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
@@ -60,6 +64,24 @@ def test_nothing_is_read_before_it_is_written(toy, weights, kernels, overlap):
     overlap.on = False
     want = serve(engine(m, seqs=2), ask())
     assert [(got[i].tokens,got[i].logprobs) for i in 'ab']==[(want[i].tokens,want[i].logprobs) for i in 'ab']
+
+def chain(rng):
+    "A norm and two products of many rows, each of what the one before has made"
+    card = Emulator()
+    def up(*shape): return card.upload(rng.standard_normal(shape, dtype='f4'))
+    def matrix(n, k):
+        return pack(QTensor.encode(rng.standard_normal((n,k), dtype='f4'), 'NVFP4'), card)
+    x,gain,first,back = up(17,256),up(256),matrix(64, 256),matrix(256, 64)
+    y = rmsnorm(x, gain, 1e-6)
+    h = gemv_wide(y, first, gain=gain, eps=1e-6)
+    return card.download(gemv_wide(h, back, add=y))
+
+def test_products_of_many_rows_wait(overlap):
+    got = chain(np.random.default_rng(0))
+    assert {'gemv_halves','gemv_wide'}<=overlap.names and overlap.hidden>10_000
+    overlap.on = False
+    want = chain(np.random.default_rng(0))
+    assert (got==want).all()
 
 def test_a_kernel_that_forgets_to_wait_is_seen(overlap, tmp_path):
     m,p = models('llama', 'bf16')[1],tmp_path/'kernels'/'gemv.cu'

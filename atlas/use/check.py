@@ -27,6 +27,7 @@ from ..cuda.flash import flash
 from ..cuda.gemm import gemm
 from ..cuda.gemv import embed,gemv,pair_bias
 from ..cuda.gemv import rmsnorm as norm_rows
+from ..cuda.gemv_wide import gemv_wide
 from ..cuda.mamba import mamba_step
 from ..cuda.pack import CARD_FORMATS,invented,pack,requantize,unpack
 from ..cuda.sample import HOW,SampleTable,sample_rows
@@ -151,6 +152,21 @@ def _gemm(card, rng, run, fmt, act=None, more=False):
     want = fused_linear(x, unpack(w), gain, 1e-6, act=act)
     args = card.upload(x),w,_up(card, gain),1e-6
     return [(card.download(run(lambda: gemm(*args, act=act))), want, 1e-5 if fmt=='F32' else 2e-3)]
+
+# %% ../../nbs/8_use/06_check.ipynb #7ed833d7
+_WIDE = 'NVFP4','FP8_CHANNEL','BF16'
+
+@_case('gemv_halves + gemv_wide', '16 rows', **_formats(*_WIDE, act='silu'))
+@_case('gemv_halves + gemv_wide', '33 rows', **_formats('MXFP4','INT4','F32', m=5))
+@_case('gemv_halves + gemv_wide', '128 rows', **_formats(*_WIDE, m=20))
+def _gemv_wide(card, rng, run, fmt, act=None, m=0):
+    R = {0:16, 5:33, 20:128}[m]
+    w = pack(_sized(rng, fmt, 84, 416), card, act is not None, True)
+    extra = pack(_sized(rng, 'BF16', m, 416), card, exact=True) if m else None
+    x,gain = card.upload(_normal(rng, R, 416)),card.upload(1+_normal(rng, 416)/4)
+    kw = dict(gain=gain, eps=1e-6, extra=extra, act=act)
+    y = run(lambda: gemv_wide(x, w, **kw))
+    return [(card.download(y), card.download(gemv(x, w, **kw)), 0)]
 
 # %% ../../nbs/8_use/06_check.ipynb #5c20d0ad
 @_case('embed', '5 ids', **_formats('NVFP4','BF16'))
@@ -528,9 +544,9 @@ def _ngram(card, rng, run):
 # Words of layers, helpers and examples of pages, and the kernels that do their work
 _WORK = dict(
     rmsnorm='norm_rows',
-    project='gemv gemm',
-    mlp='gemv gemm',
-    logits='gemv gemm',
+    project='gemv gemv_halves gemv_wide gemm',
+    mlp='gemv gemv_halves gemv_wide gemm',
+    logits='gemv gemv_halves gemv_wide gemm',
     angles='attn_decode flash_prep',
     attend='attn_decode attn_merge flash_prep flash',
     gated_delta='delta_step delta_prep delta_many gated_norm',

@@ -6,7 +6,11 @@
 //   first(w, s, row, u, l)        where what lane l copies of unit u of rows `row`.. begins, weights and scales; a unit on is LB and SB bytes on, four rows on 4*LINE and SLINE
 //   fetch(at, w, s, rows, u, l)   copy the unit to `at`, of which `rows` rows are there; zeros for columns beyond the end
 //   read(at, b, g, t)             128 columns, the b-th of the unit, in registers
-//   dot(d, x)                     d[0] + d[1] += rows 2g (two of four), 2g+1 times columns 2t, 2t+1 of B; `x`: own(t) further than this block of row g of x (Staged)
+//   aids(f)                       what `piece` wants to know of the block
+//   piece(f, i, a)                the i-th quarter of the block's columns, as registers of A
+//   times(d, a, x, low)           d[0] + d[1] += rows 2g (two of four), 2g+1 times columns 2t, 2t+1 of B; of these the lane's sixteen bytes, and of TWO planes those of the lower
+//   dot(d, x)                     all four; `x`: own(t) further than this block of row g of x (Staged)
+//   put(x, r, e, v)               v, which are columns 8e.. of row r of eight, where lanes find them side by side: lane l the i-th sixteen bytes in x[32*i + l]
 //   scale(i)                      what the sums of row 2g+i of this block are to be multiplied by, if SCALED
 //   row_scale(s, gs, row)         and those of a whole row
 // CROSSED: x in the order of to_half8_crossed.
@@ -49,6 +53,16 @@ template <class F, int CP> struct Staged {
     static constexpr int LD = CP + 2, LDR = 4 * LD + (8 + F::SKEW - 4 * LD % 8) % 8, PLANES = F::TWO ? 2 : 1;
 };
 
+// acc += the two sums of a block, times f.x and f.y: what columns 2t, 2t+1 of B are to be multiplied by.
+template <class F> __device__ __forceinline__ void fold(const F& q, float* acc, const float (*d)[4], float2 f) {
+    #pragma unroll
+    for (int j = 0; j < 2; j++) {
+        const float by = j ? f.y : f.x;
+        acc[j] = fmaf(d[0][j] + d[1][j], F::SCALED ? __fmul_rn(by, q.scale(0)) : by, acc[j]);
+        acc[2 + j] = fmaf(d[0][2 + j] + d[1][2 + j],
+            F::SCALED ? __fmul_rn(by, q.scale(1)) : by, acc[2 + j]);
+    }
+}
 // acc += a block of W times its columns of up to R rows of x, in two sums that do not wait for each other.
 template <class F, int R, int LD, int PLANE> __device__ __forceinline__ void add(const F& q, float* acc, const uint4* x, const float* e, int t) {
     float d[2][4] = {};
@@ -121,6 +135,23 @@ template <class F, int C> struct Fragment<F, C, 16> : Unit<F, C> {  // four bits
                 : U::place(g / 2, 4 * b + t))
             + g % 2 * (2 * F::SCALE));
     }
+    typedef typename F::Factor Aids[2][2];
+    static constexpr int LENGTH = 8;
+    __device__ __forceinline__ void aids(Aids& f) const { s.factors(f); }
+    __device__ __forceinline__ void piece(const Aids& f, int j, unsigned* a) const {
+        unsigned h[2][4];
+        F::times(word(w[0], j), f[0][j / 2], h[0]);
+        F::times(word(w[1], j), f[1][j / 2], h[1]);
+        #pragma unroll
+        for (int i = 0; i < 8; i++) a[i] = h[i % 2][i / 2];
+    }
+    static __device__ __forceinline__ void times(
+            float (*d)[4], const unsigned* a, const uint4& v, const uint4&) {
+        const unsigned b[4] = {v.x, v.y, v.z, v.w};
+        mma_f16(d[0], a, b);
+        mma_f16(d[1], a + 4, b + 2);
+    }
+    // as `piece` and `times`, written out: this is what was measured, to the instruction
     template <int LD, int PLANE> __device__ __forceinline__ void dot(float (*d)[4], const uint4* x) const {
         typename F::Factor f[2][2];
         s.factors(f);
@@ -134,6 +165,9 @@ template <class F, int C> struct Fragment<F, C, 16> : Unit<F, C> {  // four bits
             mma_f16(d[0], a, b);
             mma_f16(d[1], a + 4, b + 2);
         }
+    }
+    static __device__ __forceinline__ void put(uint4* x, int r, int e, const uint4& v) {
+        x[e % 4 * 32 + r * 4 + e / 4] = v;
     }
     __device__ __forceinline__ float scale(int i) const { return s.scale(i); }
 };
@@ -153,6 +187,29 @@ template <class F, int C> struct Fragment<F, C, 32> : Unit<F, C> {  // e4m3
         }
     }
     template <int LD> static __device__ __forceinline__ int own(int t) { return t % 2 * 2 * LD + t / 2; }
+    struct Aids {};
+    static constexpr int LENGTH = 8;
+    __device__ __forceinline__ void aids(Aids&) const {}
+    __device__ __forceinline__ void piece(const Aids&, int i, unsigned* a) const {
+        #pragma unroll
+        for (int m = 0; m < 2; m++) {
+            const unsigned p = word(w[0][i / 2], i % 2 * 2 + m);
+            const unsigned q = word(w[1][i / 2], i % 2 * 2 + m);
+            a[4 * m] = e4m3_halves(p & 0xFFFFu);
+            a[4 * m + 1] = e4m3_halves(q & 0xFFFFu);
+            a[4 * m + 2] = e4m3_halves(p >> 16);
+            a[4 * m + 3] = e4m3_halves(q >> 16);
+        }
+    }
+    static __device__ __forceinline__ void times(
+            float (*d)[4], const unsigned* a, const uint4& v, const uint4&) {
+        #pragma unroll
+        for (int m = 0; m < 2; m++) {
+            const unsigned b[2] = {word(v, 2 * m), word(v, 2 * m + 1)};
+            mma_f16(d[m], a + 4 * m, b);
+        }
+    }
+    // written out, too
     template <int LD, int PLANE> __device__ __forceinline__ void dot(float (*d)[4], const uint4* x) const {
         #pragma unroll
         for (int i = 0; i < 2; i++)
@@ -168,6 +225,9 @@ template <class F, int C> struct Fragment<F, C, 32> : Unit<F, C> {  // e4m3
                 }
             }
     }
+    static __device__ __forceinline__ void put(uint4* x, int r, int e, const uint4& v) {
+        x[(e / 8 * 2 + e % 2) * 32 + r * 4 + e / 4 % 2 * 2 + e / 2 % 2] = v;
+    }
     __device__ __forceinline__ float scale(int i) const { return s[i]; }
 };
 
@@ -182,21 +242,37 @@ template <class F, int C> struct Fragment<F, C, 64> : Unit<F, C> {  // bf16, f16
                 at, 2 * g + i / 4, i % 4 * 4 + t);
     }
     template <int LD> static __device__ __forceinline__ int own(int t) { return t * LD; }
+    struct Aids {};
+    static constexpr int LENGTH = 8;
+    __device__ __forceinline__ void aids(Aids&) const {}
+    __device__ __forceinline__ void piece(const Aids&, int i, unsigned* a) const {
+        #pragma unroll
+        for (int m = 0; m < 8; m++) a[m] = word(w[m % 2][i], m / 4 * 2 + m / 2 % 2);
+    }
+    static __device__ __forceinline__ void times(
+            float (*d)[4], const unsigned* a, const uint4& v, const uint4& u) {
+        #pragma unroll
+        for (int m = 0; m < 2; m++) {
+            const unsigned b[2] = {word(v, 2 * m), word(v, 2 * m + 1)};
+            const unsigned c[2] = {word(u, 2 * m), word(u, 2 * m + 1)};
+            if (F::TWO) {
+                mma_bf16(d[0], a + 4 * m, c);
+                mma_bf16(d[1], a + 4 * m, b);
+            } else
+                mma_f16(d[m], a + 4 * m, b);
+        }
+    }
     template <int LD, int PLANE> __device__ __forceinline__ void dot(float (*d)[4], const uint4* x) const {
         #pragma unroll
         for (int i = 0; i < 4; i++) {
+            unsigned a[LENGTH];
+            piece({}, i, a);
             const uint4 v = x[i], u = F::TWO ? x[PLANE + i] : v;
-            #pragma unroll
-            for (int m = 0; m < 2; m++) {
-                const unsigned a[4] = {word(w[0][i], 2 * m), word(w[1][i], 2 * m), word(w[0][i], 2 * m + 1), word(w[1][i], 2 * m + 1)};
-                const unsigned b[2] = {word(v, 2 * m), word(v, 2 * m + 1)}, c[2] = {word(u, 2 * m), word(u, 2 * m + 1)};
-                if (F::TWO) {
-                    mma_bf16(d[0], a, c);
-                    mma_bf16(d[1], a, b);
-                } else
-                    mma_f16(d[m], a, b);
-            }
+            times(d, a, v, u);
         }
+    }
+    static __device__ __forceinline__ void put(uint4* x, int r, int e, const uint4& v) {
+        x[e / 4 * 32 + r * 4 + e % 4] = v;
     }
     __device__ __forceinline__ float scale(int) const { return 1.f; }
 };
@@ -213,25 +289,49 @@ template <class F, int C> struct Fragment<F, C, 128> : Unit<F, C> {
                 at, 2 * g + i / 8, i % 8 * 4 + t);
     }
     template <int LD> static __device__ __forceinline__ int own(int t) { return t / 2 * LD; }
-    template <int LD, int PLANE> __device__ __forceinline__ void dot(float (*d)[4], const uint4* x) const {
+    struct Aids {};
+    static constexpr int LENGTH = 24;
+    __device__ __forceinline__ void aids(Aids&) const {}
+    __device__ __forceinline__ void piece(const Aids&, int i, unsigned* a) const {
         #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const uint2* at = (const uint2*)(x + i % 2 * 2 * LD + i / 2) + threadIdx.x % 2;
-            const uint2 v = *at, u = at[2 * PLANE];
-            const unsigned b[2] = {v.x, v.y}, c[2] = {u.x, u.y};
-            unsigned a[3][4];
+        for (int h = 0; h < 2; h++)
             #pragma unroll
             for (int j = 0; j < 4; j++) {
-                const uint4& q = w[j % 2][i];
+                const uint4& q = w[j % 2][2 * i + h];
                 float p = __uint_as_float(word(q, j / 2 * 2)), r = __uint_as_float(word(q, j / 2 * 2 + 1));
                 #pragma unroll
                 for (int m = 0; m < 3; m++) {
-                    a[m][j] = bf16_pair(p, r);
-                    p -= bf16_low(a[m][j]); r -= bf16_high(a[m][j]);
+                    const unsigned v = bf16_pair(p, r);
+                    a[12 * h + 4 * m + j] = v;
+                    p -= bf16_low(v); r -= bf16_high(v);
                 }
             }
-            mma_bf16(d[0], a[2], b); mma_bf16(d[0], a[1], c); mma_bf16(d[0], a[1], b); mma_bf16(d[1], a[0], c); mma_bf16(d[1], a[0], b);
+    }
+    static __device__ __forceinline__ void times(
+            float (*d)[4], const unsigned* a, const uint4& v, const uint4& u) {
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const unsigned b[2] = {word(v, 2 * h), word(v, 2 * h + 1)};
+            const unsigned c[2] = {word(u, 2 * h), word(u, 2 * h + 1)};
+            const unsigned* p = a + 12 * h;
+            mma_bf16(d[0], p + 8, b); mma_bf16(d[0], p + 4, c); mma_bf16(d[0], p + 4, b);
+            mma_bf16(d[1], p, c); mma_bf16(d[1], p, b);
         }
+    }
+    template <int LD, int PLANE> __device__ __forceinline__ void dot(float (*d)[4], const uint4* x) const {
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const uint2* at = (const uint2*)(x + i) + threadIdx.x % 2;
+            const uint2 v = at[0], u = at[2 * PLANE], w = at[4 * LD], z = at[4 * LD + 2 * PLANE];
+            unsigned a[LENGTH];
+            piece({}, i, a);
+            times(d, a, {v.x, v.y, w.x, w.y}, {u.x, u.y, z.x, z.y});
+        }
+    }
+    static __device__ __forceinline__ void put(uint4* x, int r, int e, const uint4& v) {
+        uint2* const to = (uint2*)(x + e / 4 * 32 + r * 4 + e % 2 * 2) + e / 2 % 2;
+        to[0] = make_uint2(v.x, v.y);
+        to[2] = make_uint2(v.z, v.w);
     }
     __device__ __forceinline__ float scale(int) const { return 1.f; }
 };

@@ -1,0 +1,126 @@
+// Rows of x, normed with its gain, as gemv_wide.cu multiplies them, and what the norm leaves to it:
+// once for all blocks. The bits are those that gemv.cu makes of each row by itself: the same powers
+// of two, and squares that are added up in the order of its warps.
+//   x       : [rows, k]             f32
+//   gain    : [k]                   f32  NORM 1; or null
+//   parts   : [rows, heads, p]      f32  NORM 2: sums of squares of each GROUP of x; or null
+//   halves  : [units, line]         u8   tiles of rows (lib/tiles.cuh), line = tiles * bytes
+//   more    : [parcels, ld]         u8   the same for EXTRA; or null
+//   inverse : [both, rows]          f32  NORM 1: 1/rms; then that for EXTRA, whose squares
+//                                        are added up in another order. Or null
+//   -D FORMAT= EXTRA= K= NORM= GROUP= PARTS= W= SPLIT=   as for gemv.cu
+//   launch: <<<(rows, NORM 1: 1, else any), 32 * (NORM 1: W, else 8)>>>
+#include "lib/tiles.cuh"
+#include "lib/pdl.cuh"
+#include "lib/reduce.cuh"
+#ifndef FORMAT
+#define FORMAT fragment_nvfp4
+#endif
+#ifndef K
+#define K 2048
+#endif
+#ifndef NORM
+#define NORM 1
+#endif
+#ifndef GROUP
+#define GROUP 128
+#endif
+#ifndef PARTS
+#define PARTS 4
+#endif
+#ifndef W
+#define W 12
+#endif
+#ifndef SPLIT
+#define SPLIT 4
+#endif
+constexpr int C = (K + 31) / 32, B = (C + 3) / 4, SEGMENTS = (K + 255) / 256;
+constexpr int SLOTS = SEGMENTS < W ? SEGMENTS : W;  // warps of gemv.cu that have squares of a row
+constexpr int WARPS = NORM == 1 ? W : 8;
+typedef FORMAT<C> Main;
+// Does a warp of gemv.cu stage what it multiplies, by 128 columns? Then it adds up those squares.
+constexpr bool OWN = SPLIT == W && Main::UNITS == 1;
+
+__device__ __forceinline__ void load_x(const float* p, int v, float* a) {
+    if (K % 8 == 0 && v < K / 8) load8(p + v * 8, a);
+    else for (int i = 0; i < 8; i++) a[i] = v * 8 + i < K ? p[v * 8 + i] : 0.f;
+}
+__device__ __forceinline__ float add_squares(const float* a, float sum) {
+    #pragma unroll
+    for (int j = 0; j < 8; j++) sum = fmaf(a[j], a[j], sum);
+    return sum;
+}
+__device__ __forceinline__ float sum_of_parts(const float* q) {
+    float z = q[0];
+    #pragma unroll
+    for (int j = 1; j < PARTS; j++) z += q[j];
+    return z;
+}
+template <class F> __device__ __forceinline__ void put(
+        unsigned char* to, int tiles, int row, int b, int e, const float* a) {
+    const size_t tile = (size_t)(b / F::UNITS) * tiles + row / 8;
+    const bool in = b < (B + F::UNITS - 1) / F::UNITS * F::UNITS;
+    Tile<F>::put(to + tile * Tile<F>::BYTES, row % 8, b % F::UNITS, e, a, in);
+}
+// The squares of warp `slot` of gemv.cu, where each has every W-th 128 columns.
+__device__ __forceinline__ float own_squares(const float* x, int slot, int lane) {
+    float sum = 0.f;
+    for (int b = slot + lane / 16 * W; b < B; b += 2 * W) {
+        float a[8];
+        load_x(x, b * 16 + lane % 16, a);
+        sum = add_squares(a, sum);
+    }
+    return warp_sum(sum);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS) gemv_halves(
+        const float* x, const float* __restrict__ gain, const float* parts, unsigned char* halves,
+        unsigned char* more, float* inverse, float eps, int rows, int tiles) {
+    __shared__ float squares[2][W];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = blockIdx.x;
+    const int warps = NORM == 1 ? SLOTS : WARPS, e = lane % 16;
+    const float* const mine = x + (size_t)row * K;
+    float sum = 0.f;
+    pdl_trigger();
+    pdl_wait();
+    #pragma unroll 1
+    for (int u = blockIdx.y * warps + warp; u < SEGMENTS && warp < warps; u += gridDim.y * warps) {
+        const int b = 2 * u + lane / 16, v = b * 16 + e;
+        float a[8], g[8];
+        load_x(mine, v, a);
+        if (NORM == 1) {
+            load_x(gain, v, g);
+            sum = add_squares(a, sum);
+            #pragma unroll
+            for (int j = 0; j < 8; j++) a[j] = __fmul_rn(a[j], g[j]);
+        }
+        if (NORM == 2 && v * 8 < K) {
+            float z = sum_of_parts(parts + ((size_t)row * (K / GROUP) + v * 8 / GROUP) * PARTS);
+            z = rsqrtf(fmaf(z, 1.f / GROUP, eps));
+            #pragma unroll
+            for (int j = 0; j < 8; j++) a[j] = __fmul_rn(a[j], z);
+        }
+        put<Main>(halves, tiles, row, b, e, a);
+#ifdef EXTRA
+        put<EXTRA<C>>(more, tiles, row, b, e, a);
+#endif
+    }
+    if (NORM != 1) return;
+    sum = warp_sum(sum);
+    if (!lane) squares[0][warp] = sum;  // beyond SLOTS nothing
+#ifdef EXTRA
+    constexpr bool BOTH = true;
+#else
+    constexpr bool BOTH = false;
+#endif
+    if (OWN || BOTH) {
+        const float z = own_squares(mine, warp, lane);
+        if (!lane) squares[1][warp] = z;
+    }
+    __syncthreads();
+    if (threadIdx.x > BOTH) return;
+    float z = 0.f;
+    #pragma unroll
+    for (int j = 0; j < W; j++) z += squares[OWN || threadIdx.x][j];
+    inverse[(size_t)threadIdx.x * rows + row] = rsqrtf(fmaf(z, 1.f / K, eps));
+}

@@ -1,0 +1,345 @@
+// y = act(W f(x) + bias) * sigmoid(gate) + add for any number of rows: gemv.cu's product, and its bits,
+// with x as gemv_halves.cu leaves it. A block has some rows of W and 8*TILES rows of x; a warp STRIPS
+// times 16 rows of W, of whose columns ALONG warps have shares. gemv.cu's SPLIT shares of a row are
+// added up here one after the other, too: a warp takes every ALONG-th of them. Weights are decoded once
+// for all of a block's rows of x, which come a piece at a time (lib/bulk.cuh).
+//   w       : [n4, w_bytes]          u8   as for gemv.cu
+//   s       : [s_rows, s_bytes]      u8   or null
+//   gs      : [n4]                   f32  or null
+//   extra   : [m4, extra_bytes]      u8   or null
+//   halves  : [units, line]          u8   x (gemv_halves.cu), line = tiles * bytes
+//   more    : [parcels, pitch]       u8   x for EXTRA; or null
+//   inverse : [both, rows]           f32  NORM 1: 1/rms of each row, then that for EXTRA; or null
+//   bias    : [biases]               f32  or null
+//   gate    : [rows, ld]             f32  or null
+//   add     : [rows, width]          f32  may be y; or null
+//   y       : [rows, width]          f32
+//   -D FORMAT= EXTRA= K= ACT= CAP= SPLIT=      as for gemv.cu
+//   -D NORM=   1: results are multiplied by `inverse`    -D TILES= eights of rows of x
+//   -D STRIPS= DOWN= ALONG=   warps: DOWN beside each other times ALONG that share columns
+//   -D DEEP= HELD=   places of a warp for units of weights on their way; pieces of x for its share
+//   -D ESPLIT= EALONG= EDEEP= EHELD=   the same for the extra rows, 16 a block
+//   launch: <<<(main + ceil(m/16) or less, ceil(rows/(8*TILES))), 32*DOWN*ALONG, shared bytes: see
+//   atlas.cuda.gemv_wide>>>, `main` blocks have groups of `span` <= 16*STRIPS*DOWN rows of W, and
+//   `tiles` is a multiple of TILES
+#include "lib/tiles.cuh"
+#include "lib/act.cuh"
+#include "lib/bulk.cuh"
+#include "lib/pdl.cuh"
+#ifndef FORMAT
+#define FORMAT fragment_nvfp4
+#endif
+#ifndef K
+#define K 2048
+#endif
+#ifndef NORM
+#define NORM 1
+#endif
+#ifndef ACT
+#define ACT 0
+#endif
+#ifndef CAP
+#define CAP 0
+#endif
+#ifndef SPLIT
+#define SPLIT 4
+#endif
+#ifndef TILES
+#define TILES 2
+#endif
+#ifndef STRIPS
+#define STRIPS 1
+#endif
+#ifndef DOWN
+#define DOWN 4
+#endif
+#ifndef ALONG
+#define ALONG 2
+#endif
+#ifndef DEEP
+#define DEEP 2
+#endif
+#ifndef HELD
+#define HELD 4
+#endif
+constexpr int C = (K + 31) / 32, B = (C + 3) / 4;  // chunks of 32, blocks of 128
+constexpr bool PAIR = ACT != ACT_NONE && ACT != ACT_RELU2;
+
+struct Job {  // one matrix
+    const unsigned char *w, *s, *x;
+    const float *gs, *inverse, *bias, *gate, *add;
+    float* y;
+    float limit, cap;
+    // `at`: where its outputs begin; its rows come in groups of `span`, and this block has every
+    // `step`-th from `group` on; of x it has tiles from `first` on
+    int rows, n, ld, at, width, span, group, step, tiles, first;
+};
+
+// Units of columns that warp `h` of those that share them has: share after share.
+template <int N, int SHARES, int PER> struct Walk {
+    int unit, pass;
+    __device__ __forceinline__ bool next(int h) {  // true at the end, where it begins anew
+        unit += SHARES;
+        if (unit >= N) unit = h + ++pass * PER;
+        const bool end = pass >= SHARES / PER || unit >= N;
+        if (end) { unit = h; pass = 0; }
+        return end;
+    }
+};
+
+// What becomes of sums of a warp's quad: rows r, r+1 of W by columns c, c+1 of x.
+struct Finish {
+    float unit[2], bias[2], prior[PAIR ? 2 : 4], open[2], inverse[2];
+    int out, column;
+    static __device__ __forceinline__ bool odd() { return threadIdx.x & 4; }  // PAIR: rows of up
+    template <class F> __device__ __forceinline__ void weights(const Job& o, int r, int to) {
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int at = r + i;
+            unit[i] = at < to ? F::row_scale(o.s, o.gs, at) : 0.f;
+            bias[i] = at < to && o.bias && (PAIR || at < o.n) ? o.bias[at] : 0.f;
+        }
+    }
+    // where a lane's results go: all four, or of a pair's two lanes a column each
+    __device__ __forceinline__ bool there(const Job& o, int to, int i, int j) const {
+        return column + j < o.rows && out + i < (PAIR ? min(o.n, to) / 2 : min(o.n, to));
+    }
+    __device__ __forceinline__ void rows(const Job& o, int r, int c, int to) {
+        out = PAIR ? r / 4 * 2 : r;
+        column = PAIR ? c + odd() : c;
+        #pragma unroll
+        for (int j = 0; j < 2; j++) {
+            const bool on = c + j < o.rows;
+            inverse[j] = NORM == 1 && on ? o.inverse[c + j] : 1.f;
+            const bool opens = o.gate && column + j < o.rows;
+            open[j] = opens ? times_sigmoid(1.f, o.gate[(size_t)(column + j) * o.ld]) : 1.f;
+            #pragma unroll
+            for (int i = 0; i < 2 && (!PAIR || !j); i++)
+                prior[2 * j + i] = o.add && there(o, to, i, j) ? o.add[place(o, i, j)] : 0.f;
+        }
+    }
+    __device__ __forceinline__ size_t place(const Job& o, int i, int j) const {
+        return (size_t)(column + j) * o.width + o.at + out + i;
+    }
+    __device__ __forceinline__ void put(const Job& o, int to, int i, int j, float v, float up) {
+        if (CAP) v = __fmul_rn(o.cap, tanhf(v / o.cap));
+        if (ACT) v = act_mul<ACT>(v, up, o.limit);
+        if (there(o, to, i, j)) o.y[place(o, i, j)] = fmaf(v, open[j], prior[2 * j + i]);
+    }
+    __device__ __forceinline__ void operator()(const Job& o, int to, const float* sums) {
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float v[2];
+            #pragma unroll
+            for (int j = 0; j < 2; j++)
+                v[j] = fmaf(__fmul_rn(sums[2 * i + j], inverse[j]), unit[i], bias[i]);
+            if (PAIR) {
+                const float got = __shfl_xor_sync(~0u, odd() ? v[0] : v[1], 4);
+                put(o, to, i, 0, odd() ? got : v[0], odd() ? v[1] : got);
+            } else {
+                put(o, to, i, 0, v[0], v[0]);
+                put(o, to, i, 1, v[1], v[1]);
+            }
+        }
+    }
+};
+
+// acc += 128 columns of STRIPS times 16 rows of W, times those of eights of rows of x.
+template <class F, int MANY> __device__ __forceinline__ void add(
+        float (*acc)[TILES][4], const unsigned char* at, const unsigned char* x, int b) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    F q[MANY];
+    typename F::Aids aids[MANY];
+    float d[MANY][TILES][2][4] = {};
+    #pragma unroll
+    for (int s = 0; s < MANY; s++) {
+        q[s].read(at + s * F::BYTES, b, g, t);
+        q[s].aids(aids[s]);
+    }
+    #pragma unroll
+    for (int i = 0; i < 4; i++) {
+        unsigned a[MANY][F::LENGTH];
+        #pragma unroll
+        for (int s = 0; s < MANY; s++) q[s].piece(aids[s], i, a[s]);
+        #pragma unroll
+        for (int j = 0; j < TILES; j++) {
+            const uint4* const from = (const uint4*)(x + j * Tile<F>::BYTES + b * Tile<F>::BLOCK);
+            const uint4 v = from[32 * i + lane], low = F::TWO ? from[128 + 32 * i + lane] : v;
+            #pragma unroll
+            for (int s = 0; s < MANY; s++) F::times(d[s][j], a[s], v, low);
+        }
+    }
+    #pragma unroll
+    for (int j = 0; j < TILES; j++) {
+        float2 f = make_float2(1.f, 1.f);
+        if (!F::TWO) f = *((const float2*)(x + j * Tile<F>::BYTES + Tile<F>::SCALES) + 4 * b + t);
+        #pragma unroll
+        for (int s = 0; s < MANY; s++) fold(q[s], acc[s][j], d[s][j], f);
+    }
+}
+
+// The block's groups of rows of one matrix: MANY times 16 rows a warp, BESIDE warps, PER of them
+// to each; ROOM pieces of x for each share, and PLACES places of a warp for weights on their way.
+template <class F, int SHARES, int MANY, int BESIDE, int PER, int PLACES, int ROOM>
+__device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
+    constexpr int N = (B + F::UNITS - 1) / F::UNITS, PASSES = SHARES / PER, QUADS = MANY * TILES;
+    constexpr int OWN = (QUADS + PER - 1) / PER, PIECE = TILES * Tile<F>::BYTES;
+    constexpr int UNIT = MANY * F::BYTES;
+    constexpr bool ALL = ROOM >= (N + PER - 1) / PER, EARLY = OWN == 1;
+    // Is a piece asked for only when the next one is multiplied? Nobody has to be waited for then.
+    constexpr bool LATE = ROOM > 2;
+    static_assert(SHARES % PER == 0, "see the contract");
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int warp = threadIdx.x / 32, down = warp / PER, h = warp % PER;
+    const int n4 = (o.n + 3) / 4 * 4, groups = (n4 + o.span - 1) / o.span;
+    const int strip = down * MANY * 16;  // the warp's first row of a group
+    const bool here = down < BESIDE && strip < o.span, works = here && h < N;
+    const int rounds = (groups - o.group + o.step - 1) / o.step, mine = (N - h + PER - 1) / PER;
+    unsigned char* const xs = shared + h * ROOM * PIECE;
+    unsigned char* const ring = shared + PER * ROOM * PIECE
+        + (down < BESIDE ? warp : 0) * PLACES * UNIT;
+    float4* const part = (float4*)(shared + PER * ROOM * PIECE + BESIDE * PER * PLACES * UNIT);
+    float4* const sums = part + (here ? warp : 0) * QUADS * 32 + lane;
+    Meeting* const full = (Meeting*)(part + (PER > 1 ? BESIDE * PER * QUADS * 32 : 0)) + h * 2 * ROOM;
+    Meeting* const empty = full + ROOM;
+    typedef Walk<N, SHARES, PER> Units;
+    Units next = {h, 0}, wanted = {h, 0};  // weights, and x, to be fetched next
+    int left = works ? rounds * mine : 0, rest = n4 - o.group * o.span - strip;
+    const unsigned char *w = o.w, *s = o.s;  // where the lane's part of unit 0 of those rows is
+    F::first(w, s, n4 - rest, 0, lane);
+    auto fetch = [&](unsigned char* to) {
+        const unsigned char *p = w + next.unit * F::LB, *q = s + next.unit * F::SB;
+        const int rows = min(rest, o.span - strip);
+        #pragma unroll
+        for (int i = 0; i < MANY; i++)
+            F::fetch(to + i * F::BYTES, p + (size_t)(16 * i) * F::LINE,
+                q + (size_t)(4 * i) * F::SLINE, rows - 16 * i, next.unit, lane);
+        left--;
+        if (!next.next(h)) return;
+        rest -= o.step * o.span;
+        w += (size_t)(o.step * o.span) * F::LINE;
+        s += (size_t)(o.step * o.span / 4) * F::SLINE;
+    };
+    #pragma unroll 1
+    for (int i = 0; i < PLACES; i++) {
+        if (left > 0) fetch(ring + i * UNIT);
+        cp_async_commit();
+    }
+    const bool asks = works && !down && !lane;  // for x, on behalf of all that have its share
+    if (asks) {
+        for (int i = 0; i < ROOM; i++) {
+            meet_init(full + i, 1);
+            meet_init(empty + i, min(BESIDE, (o.span + 16 * MANY - 1) / (16 * MANY)));
+        }
+        meet_ready();
+    }
+    auto ask = [&](int slot) {
+        bulk_expect(full + slot, PIECE);
+        const size_t tile = (size_t)wanted.unit * o.tiles + o.first;
+        bulk_copy(xs + slot * PIECE, o.x + tile * Tile<F>::BYTES, PIECE, full + slot);
+        wanted.next(h);
+    };
+    int more = asks ? ALL ? mine : rounds * mine : 0;  // pieces to be asked for
+    pdl_wait();
+    #pragma unroll 1
+    for (int i = 0; i < ROOM && more > 0; i++, more--) ask(i);
+    __syncthreads();  // the barriers are there
+
+    int spot = 0, slot = 0, free = -1;  // which piece is to be asked for next, and where
+    unsigned phase = 0;
+    #pragma unroll 1
+    for (int group = o.group; group < groups; group += o.step) {
+        const int to = min(group * o.span + o.span, n4);
+        float total[OWN][4] = {};
+        Finish finish[EARLY ? OWN : 1];
+        auto prepare = [&](Finish& f, int q) {
+            const int r = group * o.span + strip + q / TILES * 16 + 2 * g;
+            f.weights<F>(o, r, to);
+            f.rows(o, r, (o.first + q % TILES) * 8 + 2 * t, to);
+        };
+        #pragma unroll
+        for (int i = 0; EARLY && i < OWN; i++)
+            if (here && i * PER + h < QUADS) prepare(finish[i], i * PER + h);
+        if (ALL) slot = 0;
+        #pragma unroll 1
+        for (int pass = 0; pass < PASSES; pass++) {
+            float acc[MANY][TILES][4] = {};
+            #pragma unroll 1
+            for (int unit = works ? h + pass * PER : N; unit < N; unit += SHARES) {
+                cp_async_wait<PLACES - 1>();
+                __syncwarp();
+                meet_wait(full + slot, phase);
+                #pragma unroll (QUADS > 2 || BESIDE * PER > 12 ? 1 : F::UNITS)
+                for (int b = 0; b < F::UNITS; b++)
+                    add<F, MANY>(acc, ring + spot, xs + slot * PIECE, b);
+                __syncwarp();
+                if (left > 0) fetch(ring + spot);
+                cp_async_commit();
+                spot = spot == (PLACES - 1) * UNIT ? 0 : spot + UNIT;
+                if (!ALL && !lane) meet_arrive(empty + slot);
+                if (!LATE) free = slot;
+                if (!ALL && more > 0 && free >= 0) {
+                    meet_wait(empty + free, free > slot ? phase ^ 1 : phase);
+                    ask(free);
+                    more--;
+                }
+                free = slot;
+                __syncwarp();
+                if (++slot == ROOM && !ALL) { slot = 0; phase ^= 1; }
+            }
+            if (PER == 1) {
+                #pragma unroll
+                for (int i = 0; i < 4 * QUADS; i++)
+                    total[i / 4 % OWN][i % 4] += acc[i / 4 / TILES][i / 4 % TILES][i % 4];
+                continue;
+            }
+            if (pass || group != o.group) __syncthreads();  // all have read the last ones
+            #pragma unroll
+            for (int i = 0; i < QUADS; i++) {
+                const float* v = acc[i / TILES][i % TILES];
+                if (here) sums[i * 32] = make_float4(v[0], v[1], v[2], v[3]);
+            }
+            __syncthreads();
+            #pragma unroll
+            for (int i = 0; i < OWN; i++)
+                #pragma unroll
+                for (int j = 0; j < PER; j++) {
+                    if (!here || i * PER + h >= QUADS) continue;
+                    const float4 v = sums[((j - h) * QUADS + i * PER + h) * 32];
+                    total[i][0] += v.x; total[i][1] += v.y;
+                    total[i][2] += v.z; total[i][3] += v.w;
+                }
+        }
+        #pragma unroll
+        for (int i = 0; i < OWN; i++) {
+            const int q = i * PER + h;
+            if (!here || q >= QUADS) continue;
+            if (!EARLY) prepare(finish[0], q);
+            finish[EARLY ? i : 0](o, to, total[i]);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * DOWN * ALONG, 1) gemv_wide(
+        const unsigned char* __restrict__ w, const unsigned char* __restrict__ s,
+        const float* __restrict__ gs, const unsigned char* __restrict__ extra,
+        const unsigned char* halves, const unsigned char* more, const float* inverse,
+        const float* __restrict__ bias, const float* gate, const float* add, float* y,
+        float limit, float cap, int rows, int n, int m, int ld, int column, int width,
+        int main, int span, int tiles) {
+    DYNAMIC_SHARED(unsigned char, shared);
+    pdl_trigger();
+    Job o = {w, s, halves, gs, inverse, bias, gate ? gate + column : nullptr, add, y, limit, cap,
+        rows, n, ld, 0, width, span, (int)blockIdx.x, main, tiles, (int)blockIdx.y * TILES};
+#ifdef EXTRA
+    if ((int)blockIdx.x >= main) {
+        o.w = extra; o.s = nullptr; o.x = more; o.n = m; o.at = n; o.span = 16;
+        o.group = blockIdx.x - main; o.step = gridDim.x - main;
+        if (bias) o.bias = bias + n;
+        if (NORM == 1) o.inverse = inverse + rows;
+        matrix<EXTRA<C>, ESPLIT, 1, 1, EALONG, EDEEP, EHELD>(o, shared);
+        return;
+    }
+#endif
+    matrix<FORMAT<C>, SPLIT, STRIPS, DOWN, ALONG, DEEP, HELD>(o, shared);
+}

@@ -1,0 +1,115 @@
+"Many rows of a step in one product: every row has the bits that `gemv` gives it"
+import numpy as np,pytest
+from types import SimpleNamespace
+from atlas.card.emulator import Emulator,find_cxx
+from atlas.card.card import limits
+from atlas.card.launch import recording
+from atlas.cuda import gemv as few,gemv_wide as many,vocabulary
+from atlas.cuda.pack import CARD_FORMATS,pack
+from atlas.ground.formats import QTensor
+from atlas.ops.linear import MAX_ROWS
+from atlas.ops.vocabulary import Matrix
+
+pytestmark = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
+card = Emulator() if find_cxx() else None
+
+def packed(rng, fmt, n, k, pair=False):
+    w = rng.standard_normal((n,k), dtype='f4')*np.exp(rng.standard_normal((n,1), dtype='f4'))
+    return pack(w if fmt=='F32' else QTensor.encode(w, fmt), card, pair=pair, exact=True)
+
+def options(rng, w, rows, extra=0, gain=0, group=0, bias=0, add=0, gate=0, **kw):
+    "Arguments for `gemv`, on the card"
+    def up(*shape): return card.upload(rng.standard_normal(shape, dtype='f4'))
+    n = w.n//2 if w.pair else w.n+extra
+    if gain: kw |= dict(gain=up(w.k), eps=1e-6)
+    if group:
+        squares = np.abs(rng.standard_normal((rows,w.k//group,3), dtype='f4'))*9+1
+        kw |= dict(parts=card.upload(squares), group=group, eps=1e-5)
+    if bias: kw['bias'] = up(w.rows if w.pair else n)
+    if add: kw['add'] = up(rows, n)
+    if gate: kw['gate'] = up(rows, 5),3
+    if extra: kw['extra'] = packed(rng, 'F32' if w.fmt=='f32' else 'BF16', extra, w.k)
+    return kw
+
+def bits(a): return card.download(a).view('u4')
+
+# Rows of x, of weights, columns; neither 16 nor 128 need divide them
+CASES = dict(
+    nvfp4=('NVFP4', 16, 100, 512, dict(extra=37, gain=1, bias=1, add=1)),
+    nvfp4_along=('NVFP4', 33, 36, 2816, dict(extra=20, gain=1)),
+    nvfp4_pair=('NVFP4', 128, 70, 208, dict(act='silu', gain=1)),
+    nvfp4_long=('NVFP4', 9, 20, 17408, dict(add=1)),
+    mxfp4=('MXFP4', 17, 18, 2880, dict(act='swiglu_oai', limit=7., bias=1)),
+    int4=('INT4', 33, 36, 160, dict(extra=5, gain=1, add=1)),
+    fp8=('FP8_CHANNEL', 16, 20, 1024, dict(group=64, gate=1, add=1)),
+    fp8_tiled=('FP8_BLOCK', 9, 40, 320, dict(act='relu2', gain=1)),
+    bf16=('BF16', 16, 24, 2688, dict(extra=1, gain=1, bias=1, cap=30.)),
+    f16=('F16', 33, 10, 256, dict(act='gelu_tanh', bias=1, gate=1)),
+    f32=('F32', 10, 12, 96, dict(extra=7, gain=1, bias=1)))
+
+@pytest.mark.parametrize('name', CASES)
+def test_rows_have_the_bits_they_have_alone(name):
+    fmt,rows,n,k,kw = CASES[name]
+    rng = np.random.default_rng(len(name))
+    w = packed(rng, fmt, n, k, kw.get('act') not in (None,'relu2'))
+    x = rng.standard_normal((rows,k), dtype='f4')
+    x[0,:k//3] *= 1e3
+    x[1] *= 1e9
+    spoilt = rows//2
+    x[spoilt,k//2] = np.nan
+    x,kw = card.upload(x),options(rng, w, rows, **kw)
+    want = bits(few.gemv(x, w, **kw))
+    got = bits(many.gemv_wide(x, w, **kw))
+    finite = np.arange(rows)!=spoilt
+    np.testing.assert_array_equal(got[finite], want[finite])
+    assert np.isfinite(got[finite].view('f4')).all()
+    assert np.isnan(got[spoilt].view('f4')).all()
+
+def tile(tiles, strips, down, along, deep, held, blocks, n, f):
+    "A way to share out that nothing would choose"
+    span = 4*-(-n//(4*blocks))
+    while span>16*strips*down: span = -(-span//8)*4
+    shared = many._memory(f, tiles, strips, down*along, along, deep, held)
+    return many.Tiling(tiles, strips, down, along, deep, held, blocks, span, shared)
+
+# (tiles, strips, down, along, deep, held), of six shares
+WAYS = [(1,1,1,1,1,2), (2,2,1,1,2,3), (4,2,1,2,1,2), (3,1,2,3,2,3), (4,1,3,6,1,1), (1,2,2,6,3,1)]
+@pytest.mark.parametrize('way', WAYS, ids=lambda w: ''.join(map(str, w)))
+def test_however_it_is_shared_out(way, monkeypatch):
+    "Pieces of x in a ring or all at once, several groups of rows, several shares a warp after each other"
+    rng = np.random.default_rng(3)
+    w,x = packed(rng, 'NVFP4', 84, 2096),card.upload(rng.standard_normal((35,2096), dtype='f4'))
+    monkeypatch.setattr(many, 'tiling', lambda *a: tile(*way, 1, w.rows, w.format))
+    monkeypatch.setattr(many, 'plan', lambda f, n, k, sms: (12,6,1,n))
+    monkeypatch.setattr(few, 'plan', lambda f, n, k, sms: (12,6,1,32))
+    kw = options(rng, w, 35, gain=1, add=1)
+    np.testing.assert_array_equal(bits(many.gemv_wide(x, w, **kw)), bits(few.gemv(x, w, **kw)))
+
+def test_every_product_has_a_way():
+    "Of true models, for one card and another, and it has room there"
+    shapes = (12288,2048), (2048,4096), (248320,2048), (5120,17408), (34816,5120), (96,576)
+    for arch,sms,most in (('sm_90a',132,227<<10), ('sm_121a',48,99<<10)):
+        at = SimpleNamespace(arch=arch)
+        for f in CARD_FORMATS.values():
+            for n,k in shapes:
+                W,split,_,_ = few.plan(f, n, k, sms)
+                for rows in (9,64,256):
+                    o = many.tiling.__wrapped__(limits(at), f, n, k, sms, split, rows, 4)
+                    groups = -(-rows//(8*o.tiles))
+                    assert groups*(o.blocks+-(-4//groups))<=sms or o.blocks==1
+                    assert o and o.shared<=most and o.warps<=16 and split%o.along==0, (f, n, k)
+                    assert o.span<=16*o.strips*o.down and o.deep>0<o.held
+                    more = SimpleNamespace(format=CARD_FORMATS['bf16' if f.parts==1 else 'f32'])
+                    beside = SimpleNamespace(card=at, w=SimpleNamespace(k=k), extra=more, W=W, o=o)
+                    opts,shared = many._Product.extra_share(beside)
+                    assert shared<=most and W%opts['EALONG']==0 and opts['EALONG']<=o.warps
+
+def test_a_step_uses_it_where_it_may(monkeypatch):
+    rng = np.random.default_rng(0)
+    w = Matrix(packed(rng, 'NVFP4', 40, 256))
+    def kernels(rows):
+        with recording() as seen: vocabulary.logits(card.upload(np.ones((rows,256), 'f4')), w)
+        return [k for k,*_ in seen.calls]
+    assert not vocabulary.WIDE and kernels(MAX_ROWS+1)==['gemv']*2
+    monkeypatch.setattr(vocabulary, 'WIDE', True)
+    assert kernels(MAX_ROWS)==['gemv'] and kernels(MAX_ROWS+1)==['gemv_halves','gemv_wide']
