@@ -1,0 +1,365 @@
+// y = add + sum over a row's experts of weight_e * down_e (act(gate_e x) * up_e x), the shared expert
+// as one more; the norm before them folded in. What experts.cu computes, by tensor cores and in the
+// order of lib/strips.cuh, and so with the bits that a kernel of many rows can have too. In two
+// halves: hidden values first, then, when all blocks have met, their products. An expert is read and
+// decoded once for all rows: column c of a product is row c of x. Strips of the first half are dealt
+// out to teams of USPLIT warps of all blocks; of the second, a block owns SPAN outputs, for every
+// expert, and teams of DSPLIT warps take their strips. Warps of a team share a strip's columns and
+// wait for each other, not for the block. DEEP units of a warp are on their way to shared memory:
+// those of the second half follow those of the first, before anybody has met.
+// A row's bits do not depend on how many rows there are.
+//   uw     : [ubytes]    u8    bank of up to EXPERTS + 1 matrices [n4, HIDDEN] in UP; rows
+//                              4q..4q+3 are the gates of outputs 2q, 2q+1, then their ups; without
+//                              gates (relu2) rows are outputs. The shared expert is the last
+//   dw     : [dbytes]    u8    the same of [HIDDEN, INNER] in DOWN
+//   us     : [uscales]   u8    scales; or null
+//   ds     : [dscales]   u8    or null
+//   ugs    : [urows]     f32   nvfp4, int4: scale of each row; or null
+//   dgs    : [drows]     f32   or null
+//   ubias  : [urows]     f32   of the rows as they are stored; or null
+//   dbias  : [drows]     f32   or null
+//   logits : [r, ld]             f32   of the router; with GATE the one after the experts' is the
+//                                      shared expert's gate
+//   correction : [experts]       f32   added to the scores for picking only (CORRECTED 1); or null
+//   per_expert : [experts]       f32   a factor on the weight of each expert; or null
+//   gain   : [k]                 f32   of the norm (NORM 1); or null
+//   x      : [r, k]              f32
+//   h      : [r, picks, width]   f32   width = INNER to a multiple of 4; picks = TOP_K (+ 1: the
+//                                      shared expert's)
+//   ids    : [r, top_k]          i32   who was picked, best first; or null
+//   weights : [r, top_k]         f32   their weights; or null
+//   add    : [r, k]              f32   residual; or null; may be y
+//   y      : [r, k]              f32
+//   met    : [1]                 i32   a multiple of the number of blocks, before and after
+//                                      (router.cu begins with 0)
+//   later_w : [tbytes]    u8    of which the first 16 * later_w16 bytes will be read next: they are
+//                               asked for once all blocks have met; or null
+//   later_s : [tscales]   u8    likewise; or null
+//   -D UP= DOWN= (of lib/fragment.cuh)  HIDDEN= (k, a multiple of 32)  INNER=  EXPERTS=  TOP_K=
+//   -D SHARED= GATE= (of the shared expert: 0 or 1)  SCORE= (of lib/picks.cuh)  CORRECTED= (0 or 1)
+//   -D RENORM=  NORM= (0 or 1)  ACT= (of lib/act.cuh)  ROWS= (1, 2, 4, 8: at most so many)
+//   -D WARPS= (a multiple of 4)  DEEP=  SPAN= outputs of a block, a multiple of 4
+//   -D ROOM= bytes of shared memory
+//   halves: 1: the first only; 2: the second only; 3: both, and all blocks must be running at once
+//   launch: <<<any number from ceil(k/SPAN), 32*WARPS, ROOM>>>, see atlas.cuda.experts_fused
+#include "lib/act.cuh"
+#include "lib/ahead.cuh"
+#include "lib/async.cuh"
+#include "lib/meet.cuh"
+#include "lib/pdl.cuh"
+#include "lib/picks.cuh"
+#include "lib/strips.cuh"
+#ifndef HIDDEN
+#define UP fragment_nvfp4
+#define DOWN fragment_nvfp4
+#define HIDDEN 2048
+#define INNER 512
+#define EXPERTS 256
+#define TOP_K 8
+#define SHARED 1
+#define GATE 1
+#define SCORE SCORE_SOFTMAX
+#define CORRECTED 0
+#define RENORM 1
+#define NORM 1
+#define ACT ACT_SILU
+#define ROWS 1
+#define WARPS 20
+#define DEEP 2
+#define SPAN 16
+#define ROOM 118784
+#endif
+typedef UP<(HIDDEN + 31) / 32> U;
+typedef DOWN<(INNER + 31) / 32> D;
+constexpr int K = HIDDEN, I = INNER, E = EXPERTS, PICKS = TOP_K + SHARED, THREADS = 32 * WARPS;
+constexpr int N = (E + 31) / 32, WIDTH = (I + 3) / 4 * 4;
+constexpr bool PAIR = ACT != ACT_RELU2;
+constexpr int UROWS = ((PAIR ? 2 * I : I) + 3) / 4 * 4, STRIPS = (UROWS + 15) / 16;  // of an expert
+constexpr int OUT = PAIR ? 8 : 16, OWN = (SPAN + 15) / 16;  // outputs of a strip; strips of a block
+typedef Shares<U, K, 4> UShares;
+typedef Shares<D, I, 2> DShares;
+constexpr int USPLIT = UShares::SPLIT, DSPLIT = DShares::SPLIT;
+// who asks for what comes next: the last warps pick, and this one has little else to do
+constexpr int ASKS = WARPS - 1 - (WARPS > ROWS ? ROWS : 0);
+struct Place {  // for a unit; with an item's last one come scales and biases of its rows
+    unsigned char weights[U::BYTES > D::BYTES ? U::BYTES : D::BYTES];
+    float scale[16], bias[16];
+};
+typedef StagedRows<U, K, ROWS> X;
+typedef StagedRows<D, I, ROWS * PICKS> H;
+constexpr int PARTS = X::PARTS, HPARTS = H::PARTS;  // pieces of 256 of a row
+struct Shared {
+    Place ring[WARPS][DEEP];
+    union { X x; H h; };
+    float part[2][WARPS][16][ROWS];  // of one item while those of the next are made
+    float squares[ROWS][PARTS], share[ROWS * PICKS], done[ROWS * PICKS][OWN * 16];
+    Slots<E, TOP_K, SHARED, ROWS, ROWS> slots;
+};
+static_assert(sizeof(Shared) <= ROOM && ROWS <= WARPS && WARPS % 4 == 0, "see the contract");
+
+// What a warp fetches next of a strip: where, how many of its rows there are, and which unit.
+struct Next {
+    Bytes w, s;
+    const float *scale, *bias;  // of its rows, or null
+    int rest, step;
+    template <class F> __device__ __forceinline__ void first(Bytes w_, Bytes s_, const float* scale_,
+            const float* bias_, size_t row, int rest_, int share, int lane) {
+        w = w_; s = s_; rest = rest_;
+        F::first(w, s, row, share, lane);
+        scale = scale_ ? scale_ + row : nullptr;
+        bias = bias_ ? bias_ + row : nullptr;
+    }
+    // True: that was the item's last unit.
+    template <class F, class S> __device__ __forceinline__ bool fetch(Place& p, int share, int lane) {
+        F::fetch(p.weights, w, s, rest, step * S::SPLIT + share, lane);
+        w += S::SPLIT * F::LB;
+        s += S::SPLIT * F::SB;
+        if (++step < S::of(share)) return false;
+        const bool on = lane * 4 < rest;
+        if (scale && lane < 4) cp_async_or_zero<16>(p.scale + lane * 4, scale + lane * 4, on);
+        if (bias && lane < 4) cp_async_or_zero<16>(p.bias + lane * 4, bias + lane * 4, on);
+        step = 0;
+        return true;
+    }
+};
+
+// Pieces of 256 values, MOST at most, dealt out to warps: a lane has eight, and up to four pieces
+// of a warp are on their way at once.
+template <int MOST, class Load, class Put> __device__ __forceinline__ void stage(int pieces,
+        Load load, Put put) {
+    constexpr int ROUNDS = (MOST + WARPS - 1) / WARPS, MANY = ROUNDS < 4 ? ROUNDS : 4;
+    #pragma unroll 1
+    for (int from = threadIdx.x / 32; from < pieces; from += MANY * WARPS) {
+        float a[MANY][8];
+        #pragma unroll
+        for (int k = 0; k < MANY; k++) load(min(from + k * WARPS, pieces - 1), a[k]);
+        #pragma unroll
+        for (int k = 0; k < MANY; k++)
+            if (from + k * WARPS < pieces) put(from + k * WARPS, a[k]);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_fused(
+        const unsigned char* __restrict__ uw, const unsigned char* __restrict__ dw,
+        const unsigned char* __restrict__ us, const unsigned char* __restrict__ ds,
+        const float* __restrict__ ugs, const float* __restrict__ dgs,
+        const float* __restrict__ ubias, const float* __restrict__ dbias, const float* logits,
+        const float* __restrict__ correction, const float* __restrict__ per_expert,
+        const float* __restrict__ gain, const float* x, float* h, int* ids, float* weights,
+        const float* add, float* y, unsigned* met, const unsigned char* later_w,
+        const unsigned char* later_s, float eps, float limit, float scaling, int ld, int rows,
+        int halves, int later_w16, int later_s16) {
+    DYNAMIC_SHARED(Shared, sm);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    const int ushare = warp % USPLIT, dshare = warp % DSPLIT;
+    const int first = blockIdx.x + gridDim.x * (warp / USPLIT), stride = gridDim.x * (WARPS / USPLIT);
+    const int base = blockIdx.x * SPAN, span = min(SPAN, K - base);  // the block's outputs
+    int unit = first, total = 0, down = warp / DSPLIT, all = 0;  // strips of which more is to come
+    int place = 0, here = 0, round = 0;
+    Next o;
+    o.step = 0;
+    auto next_up = [&] {
+        if (o.step == 0) {
+            const int slot = unit / STRIPS, from = unit % STRIPS * 16;
+            const int e = SHARED && slot < sm->slots.FIRST ? E : sm->slots.expert[slot];
+            o.first<U>(uw, us, RowScales<U>::IN_S ? (const float*)us : ugs, ubias,
+                (size_t)e * UROWS + from, UROWS - from, ushare, lane);
+        }
+        if (o.fetch<U, UShares>(sm->ring[warp][place], ushare, lane)) unit += stride;
+    };
+    auto next_down = [&] {
+        if (o.step == 0) {
+            const int from = down % OWN * 16;
+            const size_t row = (size_t)sm->slots.expert[down / OWN] * K + base + from;
+            o.first<D>(dw, ds, RowScales<D>::IN_S ? (const float*)ds : dgs, dbias, row, span - from,
+                dshare, lane);
+        }
+        if (o.fetch<D, DShares>(sm->ring[warp][place], dshare, lane)) down += WARPS / DSPLIT;
+    };
+    auto forth = [&] {
+        cp_async_commit();
+        place = place == DEEP - 1 ? 0 : place + 1;
+    };
+    sm->slots.clear(rows, THREADS);
+    int begun = 0;
+    if (SHARED && (halves & 1))  // needs no router
+        #pragma unroll 1
+        for (; begun < DEEP && unit < STRIPS; begun++) { next_up(); forth(); }
+    pdl_trigger();
+    pdl_wait();
+    const int picker = WARPS - 1 - warp;  // whose row this warp picks for
+    float near[N];
+    if (picker < rows) {
+        near_logits<E, N>(logits + (size_t)picker * ld, lane, near);
+        pick<E, TOP_K, SCORE, CORRECTED, N>(near, correction, lane, sm->slots.of(picker));
+    }
+    auto stage_x = [&] {
+        stage<ROWS * PARTS>(rows * PARTS, [&](int i, float* a) {
+            const int v = i % PARTS * 32 + lane;
+            if (v * 8 < K) load8(x + (size_t)(i / PARTS) * K + v * 8, a);
+            else for (int j = 0; j < 8; j++) a[j] = 0.f;
+        }, [&](int i, float* a) {
+            const int r = i / PARTS, v = i % PARTS * 32 + lane;
+            float w[8] = {}, sum = 0.f;
+            if (NORM && v * 8 < K) load8(gain + v * 8, w);
+            #pragma unroll
+            for (int j = 0; NORM && j < 8; j++) {
+                sum = fmaf(a[j], a[j], sum);
+                a[j] = __fmul_rn(a[j], w[j]);
+            }
+            sm->x.put(r, v, a);
+            if (NORM) sum = warp_sum(sum);
+            if (NORM && !lane) sm->squares[r][i % PARTS] = sum;
+        });
+    };
+    if (ROWS == 1 && (halves & 1)) stage_x();  // beside the warp that picks
+    __syncthreads();
+    if (ROWS > 1) { sm->slots.group(rows, THREADS); __syncthreads(); }
+    const int slots = ROWS == 1 ? PICKS : sm->slots.number;
+    total = halves & 1 ? slots * STRIPS : 0;
+    all = halves & 2 && span > 0 ? slots * OWN : 0;
+    auto next = [&] {
+        if (unit < total) next_up();
+        else if (down < all) next_down();
+        forth();
+    };
+    #pragma unroll 1
+    for (; begun < DEEP; begun++) next();
+    if (ROWS > 1 && (halves & 1)) { stage_x(); __syncthreads(); }  // weights are on their way
+    if (picker < rows) {
+        const float* p = logits + (size_t)picker * ld;
+        const int id = sm->slots.of(picker)[lane < TOP_K ? lane : 0];
+        float v = pick_weight<E, TOP_K, SCORE, RENORM, N>(near, __ldcg(p + id), scaling, lane);
+        if (per_expert) v = __fmul_rn(v, per_expert[id]);
+        if (lane < TOP_K) sm->share[picker * PICKS + lane] = v;
+        if (SHARED && lane == TOP_K)
+            sm->share[picker * PICKS + TOP_K] = GATE ? logistic(__ldcg(p + E)) : 1.f;
+    }
+    float before = 0.f;
+    if (add && threadIdx.x < rows * SPAN && (int)threadIdx.x % SPAN < span)
+        before = add[(size_t)(threadIdx.x / SPAN) * K + base + threadIdx.x % SPAN];
+    auto after = [&] { here = here == DEEP - 1 ? 0 : here + 1; };  // a unit has been multiplied
+    if (halves & 1) {
+        constexpr int TEAM = 32 * USPLIT, ITEMS = (OUT * ROWS + TEAM - 1) / TEAM;
+        const int mine = threadIdx.x % TEAM, r = mine % OUT, line = PAIR ? r / 2 * 4 + r % 2 : r;
+        float inverse = 1.f;  // of the row that the lane stands for
+        if (NORM) {
+            float sum = 0.f;
+            #pragma unroll
+            for (int i = 0; i < PARTS; i++) sum += sm->squares[lane % ROWS][i];
+            inverse = rsqrtf(fmaf(sum, 1.f / K, eps));
+        }
+        #pragma unroll 1
+        for (int u = first; u < total; u += stride, round ^= 1) {
+            const int slot = u / STRIPS, o = u % STRIPS * OUT + r;
+            const uint4* at = sm->x.of(min(g, ROWS - 1), ushare, t);
+            const float* e0 = sm->x.e[min(2 * t, ROWS - 1)] + ushare * U::UNITS;
+            const float* e1 = sm->x.e[min(2 * t + 1, ROWS - 1)] + ushare * U::UNITS;
+            float acc[4] = {}, scale[2], more[2] = {};
+            #pragma unroll 1
+            for (int i = UShares::of(ushare); i; i--) {
+                cp_async_wait<DEEP - 1>();
+                __syncwarp();
+                const Place& p = sm->ring[warp][here];
+                multiply<U, X>(p.weights, acc, at, e0, e1, g, t);
+                at += 4 * U::UNITS * USPLIT; e0 += U::UNITS * USPLIT; e1 += U::UNITS * USPLIT;
+                if (i == 1)
+                    #pragma unroll
+                    for (int j = 0; j < 1 + PAIR; j++) {
+                        scale[j] = U::row_scale((Bytes)p.scale, p.scale, line + 2 * j);
+                        if (ubias) more[j] = p.bias[line + 2 * j];
+                    }
+                __syncwarp();
+                next();
+                after();
+            }
+            put_part(sm->part[round][warp], acc, g, t);
+            sync_warps<USPLIT>(warp / USPLIT);
+            #pragma unroll
+            for (int i = 0; i < ITEMS; i++) {
+                const int c = (mine + i * TEAM) / OUT;
+                const float inv = ROWS == 1 ? inverse : __shfl_sync(~0u, inverse, c % ROWS);
+                const int entry = c < ROWS ? sm->slots.who[slot][c] : -1;
+                if (entry < 0 || o >= I) continue;
+                float v[2];
+                #pragma unroll
+                for (int j = 0; j < 1 + PAIR; j++) {
+                    v[j] = sum_parts<USPLIT>(sm->part[round] + warp - ushare, line + 2 * j, c);
+                    v[j] = fmaf(__fmul_rn(v[j], inv), scale[j], more[j]);
+                }
+                h[(size_t)entry * WIDTH + o] = act_mul<ACT>(v[0], v[PAIR], limit);
+            }
+        }
+    }
+    if (!(halves & 2)) return;
+    if (halves & 1) meet(met, gridDim.x);
+    if (later_w && warp == ASKS) {  // memory idles now
+        ahead(later_w, later_w16, blockIdx.x * 32 + lane, gridDim.x * 32);
+        if (later_s) ahead(later_s, later_s16, blockIdx.x * 32 + lane, gridDim.x * 32);
+    }
+    stage<ROWS * PICKS * HPARTS>(rows * PICKS * HPARTS, [&](int i, float* a) {
+        const int v = i % HPARTS * 32 + lane;
+        const float* from = h + (size_t)(i / HPARTS) * WIDTH + v * 8;
+        #pragma unroll
+        for (int j = 0; j < 8; j += 4)
+            *(float4*)(a + j) = v * 8 + j < I ? __ldcg((const float4*)(from + j))
+                                              : make_float4(0.f, 0.f, 0.f, 0.f);
+        #pragma unroll
+        for (int j = 0; I % 4 && j < 8; j++) a[j] = v * 8 + j < I ? a[j] : 0.f;
+    }, [&](int i, float* a) { sm->h.put(i / HPARTS, i % HPARTS * 32 + lane, a); });
+    __syncthreads();
+    constexpr int TEAM = 32 * DSPLIT, ITEMS = (16 * ROWS + TEAM - 1) / TEAM;
+    const int mine = threadIdx.x % TEAM, line = mine % 16;
+    #pragma unroll 1
+    for (int u = warp / DSPLIT; u < all; u += WARPS / DSPLIT, round ^= 1) {
+        const int slot = u / OWN;
+        auto entry = [&](int c) { return max(0, (int)sm->slots.who[slot][min(c, ROWS - 1)]); };
+        const uint4* at = sm->h.of(entry(g), dshare, t);
+        const float* e0 = sm->h.e[entry(2 * t)] + dshare * D::UNITS;
+        const float* e1 = sm->h.e[entry(2 * t + 1)] + dshare * D::UNITS;
+        float acc[4] = {}, scale = 1.f, more = 0.f;
+        #pragma unroll 1
+        for (int i = DShares::of(dshare); i; i--) {
+            cp_async_wait<DEEP - 1>();
+            __syncwarp();
+            const Place& p = sm->ring[warp][here];
+            multiply<D, H>(p.weights, acc, at, e0, e1, g, t);
+            at += 4 * D::UNITS * DSPLIT; e0 += D::UNITS * DSPLIT; e1 += D::UNITS * DSPLIT;
+            if (i == 1) {
+                scale = D::row_scale((Bytes)p.scale, p.scale, line);
+                if (dbias) more = p.bias[line];
+            }
+            __syncwarp();
+            if (down < all) next_down();
+            forth();
+            after();
+        }
+        put_part(sm->part[round][warp], acc, g, t);
+        sync_warps<DSPLIT>(warp / DSPLIT);
+        #pragma unroll
+        for (int i = 0; i < ITEMS; i++) {
+            const int c = mine / 16 + i * (TEAM / 16);
+            const int to = c < ROWS ? sm->slots.who[slot][c] : -1;
+            if (to < 0) continue;
+            const float v = sum_parts<DSPLIT>(sm->part[round] + warp - dshare, line, c);
+            sm->done[to][u % OWN * 16 + line] = fmaf(v, scale, more);
+        }
+    }
+    __syncthreads();
+    #pragma unroll 1
+    for (int i = threadIdx.x; i < rows * SPAN; i += THREADS) {
+        const int r = i / SPAN, c = i % SPAN;
+        if (c >= span) continue;
+        float v = 0.f;
+        #pragma unroll
+        for (int p = 0; p < PICKS; p++)
+            v = fmaf(sm->share[r * PICKS + p], sm->done[r * PICKS + p][c], v);
+        const float prior = i < THREADS ? before : add ? add[(size_t)r * K + base + c] : 0.f;
+        y[(size_t)r * K + base + c] = prior + v;
+    }
+    if (!blockIdx.x && threadIdx.x < rows * TOP_K) {
+        const int r = threadIdx.x / TOP_K, j = threadIdx.x % TOP_K;
+        if (ids) ids[threadIdx.x] = sm->slots.of(r)[j];
+        if (weights) weights[threadIdx.x] = sm->share[r * PICKS + j];
+    }
+}
