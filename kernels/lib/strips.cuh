@@ -7,9 +7,9 @@
 #include "lib/fragment.cuh"
 #include "lib/warps.cuh"
 
-// How the K columns of a strip are shared, by MOST warps (a power of two) at most.
-template <class F, int K, int MOST> struct Shares {
-    static constexpr int N = (K + 128 * F::UNITS - 1) / (128 * F::UNITS);  // units
+// How COLS columns of a strip are shared, by MOST warps (a power of two) at most.
+template <class F, int COLS, int MOST> struct Shares {
+    static constexpr int N = (COLS + 128 * F::UNITS - 1) / (128 * F::UNITS);  // units
     static constexpr int SPLIT = MOST >= 4 && N >= 4 ? 4 : MOST >= 2 && N >= 2 ? 2 : 1;
     static __device__ __forceinline__ int of(int share) { return (N - 1 - share) / SPLIT + 1; }
 };
@@ -20,16 +20,16 @@ template <class F, int C, int CHUNK> struct RowScales<Fragment<F, C, CHUNK>> {
     static constexpr bool IN_S = F::BY_ROW && !F::TILE;
 };
 
-// ROWS rows of K numbers in shared memory, as F multiplies them: zeros beyond the end. Rows that
+// MANY rows of COLS numbers in shared memory, as F multiplies them: zeros beyond the end. Rows that
 // were never put may hold anything, as long as nobody needs their products.
-template <class F, int K, int ROWS> struct StagedRows {
-    static constexpr int N = (K + 128 * F::UNITS - 1) / (128 * F::UNITS);
+template <class F, int COLS, int MANY> struct StagedRows {
+    static constexpr int N = (COLS + 128 * F::UNITS - 1) / (128 * F::UNITS);
     static constexpr int HELD = (N * F::UNITS + 1) / 2 * 2;  // 128s of a row
     static constexpr int PARTS = HELD / 2;                   // what a warp puts at a time: 256s
     typedef Staged<F, 4 * HELD> S;
-    static constexpr int LD = S::LD, PLANE = ROWS * S::LDR;
+    static constexpr int LD = S::LD, PLANE = MANY * S::LDR;
     uint4 at[S::PLANES * PLANE];
-    float e[ROWS][HELD];
+    float e[MANY][HELD];
     // Columns 8v to 8v + 7 of a row; sixteen lanes that follow each other have 128, or nothing.
     __device__ __forceinline__ void put(int row, int v, const float* a) {
         uint4* const to = at + row * S::LDR + v % 4 * LD + v / 4;
