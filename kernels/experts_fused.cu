@@ -97,27 +97,37 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= ROOM && ROWS <= WARPS && WARPS % 4 == 0, "see the contract");
 
-// What a warp fetches next of a strip: where, how many of its rows there are, and which unit.
+// What a warp fetches next: `row`.. of a bank, REST of its rows, or `rest` if REST is 0; which unit.
+template <class F> struct Bank {
+    Bytes w, s;  // where the lane's part of its warp's first unit is
+    const float *scale, *bias;
+    __device__ __forceinline__ Bank(Bytes w_, Bytes s_, const float* gs, const float* bias_, int share,
+            int lane) : w(w_), s(s_), scale(RowScales<F>::IN_S ? (const float*)s_ : gs), bias(bias_) {
+        F::first(w, s, 0, share, lane);
+    }
+};
 struct Next {
     Bytes w, s;
-    const float *scale, *bias;  // of its rows, or null
+    unsigned row;
     int rest, step;
-    template <class F> __device__ __forceinline__ void first(Bytes w_, Bytes s_, const float* scale_,
-            const float* bias_, size_t row, int rest_, int share, int lane) {
-        w = w_; s = s_; rest = rest_;
-        F::first(w, s, row, share, lane);
-        scale = scale_ ? scale_ + row : nullptr;
-        bias = bias_ ? bias_ + row : nullptr;
+    template <class F> __device__ __forceinline__ void first(const Bank<F>& of, unsigned row_) {
+        row = row_;
+        w = of.w + (size_t)row * F::LINE;
+        s = of.s + (size_t)(row / 4) * F::SLINE;
     }
-    // True: that was the item's last unit.
-    template <class F, class S> __device__ __forceinline__ bool fetch(Place& p, int share, int lane) {
-        F::fetch(p.weights, w, s, rest, step * S::SPLIT + share, lane);
+    // True: that was the strip's last unit.
+    template <class F, class S, int REST> __device__ __forceinline__ bool fetch(const Bank<F>& of,
+            Place& p, int share, int lane) {
+        const int rows = REST ? REST : rest;
+        F::fetch(p.weights, w, s, rows, step * S::SPLIT + share, lane);
         w += S::SPLIT * F::LB;
         s += S::SPLIT * F::SB;
         if (++step < S::of(share)) return false;
-        const bool on = lane * 4 < rest;
-        if (scale && lane < 4) cp_async_or_zero<16>(p.scale + lane * 4, scale + lane * 4, on);
-        if (bias && lane < 4) cp_async_or_zero<16>(p.bias + lane * 4, bias + lane * 4, on);
+        const unsigned from = row + lane * 4;
+        if (lane < 4) {
+            if (of.scale) cp_async_or_zero<16>(p.scale + lane * 4, of.scale + from, lane * 4 < rows);
+            if (of.bias) cp_async_or_zero<16>(p.bias + lane * 4, of.bias + from, lane * 4 < rows);
+        }
         step = 0;
         return true;
     }
@@ -154,27 +164,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_fused(
     const int ushare = warp % USPLIT, dshare = warp % DSPLIT;
     const int first = blockIdx.x + gridDim.x * (warp / USPLIT), stride = gridDim.x * (WARPS / USPLIT);
     const int base = blockIdx.x * SPAN, span = min(SPAN, K - base);  // the block's outputs
-    int unit = first, total = 0, down = warp / DSPLIT, all = 0;  // strips of which more is to come
+    unsigned unit = first, total = 0, down = warp / DSPLIT, all = 0;  // strips yet to be fetched
     int place = 0, here = 0, round = 0;
+    const Bank<U> ubank(uw, us, ugs, ubias, ushare, lane);
+    const Bank<D> dbank(dw, ds, dgs, dbias, dshare, lane);
     Next o;
     o.step = 0;
     auto next_up = [&] {
         if (o.step == 0) {
-            const int slot = unit / STRIPS, from = unit % STRIPS * 16;
-            const int e = SHARED && slot < sm->slots.FIRST ? E : sm->slots.expert[slot];
-            o.first<U>(uw, us, RowScales<U>::IN_S ? (const float*)us : ugs, ubias,
-                (size_t)e * UROWS + from, UROWS - from, ushare, lane);
+            const unsigned slot = unit / STRIPS, from = unit % STRIPS * 16;
+            const unsigned e = SHARED && slot < sm->slots.FIRST ? E : sm->slots.expert[slot];
+            o.first(ubank, e * UROWS + from);
+            o.rest = UROWS - from;
         }
-        if (o.fetch<U, UShares>(sm->ring[warp][place], ushare, lane)) unit += stride;
+        constexpr int REST = UROWS % 16 ? 0 : 16;
+        if (o.fetch<U, UShares, REST>(ubank, sm->ring[warp][place], ushare, lane)) unit += stride;
     };
     auto next_down = [&] {
         if (o.step == 0) {
-            const int from = down % OWN * 16;
-            const size_t row = (size_t)sm->slots.expert[down / OWN] * K + base + from;
-            o.first<D>(dw, ds, RowScales<D>::IN_S ? (const float*)ds : dgs, dbias, row, span - from,
-                dshare, lane);
+            const unsigned from = down % OWN * 16;
+            o.first(dbank, sm->slots.expert[down / OWN] * K + base + from);
+            o.rest = span - from;
         }
-        if (o.fetch<D, DShares>(sm->ring[warp][place], dshare, lane)) down += WARPS / DSPLIT;
+        constexpr int REST = SPAN % 16 || K % SPAN ? 0 : 16;
+        if (o.fetch<D, DShares, REST>(dbank, sm->ring[warp][place], dshare, lane))
+            down += WARPS / DSPLIT;
     };
     auto forth = [&] {
         cp_async_commit();
@@ -196,12 +210,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_fused(
     auto stage_x = [&] {
         stage<ROWS * PARTS>(rows * PARTS, [&](int i, float* a) {
             const int v = i % PARTS * 32 + lane;
-            if (v * 8 < K) load8(x + (size_t)(i / PARTS) * K + v * 8, a);
+            if (K % 256 == 0 || v * 8 < K) load8(x + (size_t)(i / PARTS) * K + v * 8, a);
             else for (int j = 0; j < 8; j++) a[j] = 0.f;
         }, [&](int i, float* a) {
             const int r = i / PARTS, v = i % PARTS * 32 + lane;
             float w[8] = {}, sum = 0.f;
-            if (NORM && v * 8 < K) load8(gain + v * 8, w);
+            if (NORM && (K % 256 == 0 || v * 8 < K)) load8(gain + v * 8, w);
             #pragma unroll
             for (int j = 0; NORM && j < 8; j++) {
                 sum = fmaf(a[j], a[j], sum);
@@ -250,8 +264,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_fused(
             inverse = rsqrtf(fmaf(sum, 1.f / K, eps));
         }
         #pragma unroll 1
-        for (int u = first; u < total; u += stride, round ^= 1) {
-            const int slot = u / STRIPS, o = u % STRIPS * OUT + r;
+        for (unsigned u = first; u < total; u += stride, round ^= 1) {
+            const unsigned slot = u / STRIPS, o = u % STRIPS * OUT + r;
             const uint4* at = sm->x.of(min(g, ROWS - 1), ushare, t);
             const float* e0 = sm->x.e[min(2 * t, ROWS - 1)] + ushare * U::UNITS;
             const float* e1 = sm->x.e[min(2 * t + 1, ROWS - 1)] + ushare * U::UNITS;
@@ -302,7 +316,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_fused(
         const float* from = h + (size_t)(i / HPARTS) * WIDTH + v * 8;
         #pragma unroll
         for (int j = 0; j < 8; j += 4)
-            *(float4*)(a + j) = v * 8 + j < I ? __ldcg((const float4*)(from + j))
+            *(float4*)(a + j) = I % 256 == 0 || v * 8 + j < I ? __ldcg((const float4*)(from + j))
                                               : make_float4(0.f, 0.f, 0.f, 0.f);
         #pragma unroll
         for (int j = 0; I % 4 && j < 8; j++) a[j] = v * 8 + j < I ? a[j] : 0.f;
@@ -311,8 +325,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_fused(
     constexpr int TEAM = 32 * DSPLIT, ITEMS = (16 * ROWS + TEAM - 1) / TEAM;
     const int mine = threadIdx.x % TEAM, line = mine % 16;
     #pragma unroll 1
-    for (int u = warp / DSPLIT; u < all; u += WARPS / DSPLIT, round ^= 1) {
-        const int slot = u / OWN;
+    for (unsigned u = warp / DSPLIT; u < all; u += WARPS / DSPLIT, round ^= 1) {
+        const unsigned slot = u / OWN;
         auto entry = [&](int c) { return max(0, (int)sm->slots.who[slot][min(c, ROWS - 1)]); };
         const uint4* at = sm->h.of(entry(g), dshare, t);
         const float* e0 = sm->h.e[entry(2 * t)] + dshare * D::UNITS;
