@@ -69,6 +69,12 @@
 #define SPAN 16
 #define ROOM 118784
 #endif
+#if ROWS == 1 && WARPS == 20 && __CUDA_ARCH__ == 900
+// 80 registers, so that a block of the router finds some beside this one
+#define LIMIT 768
+#else
+#define LIMIT 32 * WARPS
+#endif
 typedef UP<(HIDDEN + 31) / 32> U;
 typedef DOWN<(INNER + 31) / 32> D;
 constexpr int K = HIDDEN, I = INNER, E = EXPERTS, PICKS = TOP_K + SHARED, THREADS = 32 * WARPS;
@@ -79,6 +85,9 @@ constexpr int OUT = PAIR ? 8 : 16, OWN = (SPAN + 15) / 16;  // outputs of a stri
 typedef Shares<U, K, 4> UShares;
 typedef Shares<D, I, 2> DShares;
 constexpr int USPLIT = UShares::SPLIT, DSPLIT = DShares::SPLIT;
+// Has each warp just one unit of the second half, and does it stage what it multiplies by itself?
+constexpr bool ALONE = ROWS == 1 && OWN == 1 && D::UNITS == 2 && DShares::N == DSPLIT
+    && PICKS * DSPLIT <= WARPS;
 // who asks for what comes next: the last warps pick, and this one has little else to do
 constexpr int ASKS = WARPS - 1 - (WARPS > ROWS ? ROWS : 0);
 struct Place {  // for a unit; with an item's last one come scales and biases of its rows
@@ -149,7 +158,7 @@ template <int MOST, class Load, class Put> __device__ __forceinline__ void stage
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_fused(
+extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_fused(
         const unsigned char* __restrict__ uw, const unsigned char* __restrict__ dw,
         const unsigned char* __restrict__ us, const unsigned char* __restrict__ ds,
         const float* __restrict__ ugs, const float* __restrict__ dgs,
@@ -321,7 +330,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_fused(
         #pragma unroll
         for (int j = 0; I % 4 && j < 8; j++) a[j] = v * 8 + j < I ? a[j] : 0.f;
     }, [&](int i, float* a) { sm->h.put(i / HPARTS, i % HPARTS * 32 + lane, a); });
-    __syncthreads();
+    if (ALONE) __syncwarp(); else __syncthreads();
     constexpr int TEAM = 32 * DSPLIT, ITEMS = (16 * ROWS + TEAM - 1) / TEAM;
     const int mine = threadIdx.x % TEAM, line = mine % 16;
     #pragma unroll 1

@@ -7,7 +7,7 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/moe/cuda.experts_fused.html.
 # %% auto #0
 __all__ = ['moe_fused']
 
-# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #e8f9c06d
+# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #dfaf738d
 from ..card.card import card_of,limits,run
 from ..ground.config import MoEConfig
 from ..ground.core import AtlasError
@@ -15,7 +15,7 @@ from .experts import _ACTS,_asked,_beside,_ceil,_checked,_most,_raw,_route
 from .gemv import _x_bytes
 from .pack import Packed
 
-# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #309801ab
+# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #b56d8fd3
 def _units(p): return _ceil(p.k, 128*p.format.blocks)
 
 def _split(p, most):
@@ -28,7 +28,7 @@ def _staged(p, rows):
     f = p.format
     return _x_bytes(f, rows, _ceil(_units(p)*f.blocks, 2)*2)
 
-# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #61e3880f
+# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #84a5a230
 def _place(*banks):
     "Bytes of a place: a unit, scales and biases of its rows"
     return max(p.format.unit for p in banks)+128
@@ -44,39 +44,39 @@ def _bytes(d, up, down):
     words = sums+results+slots
     return W*d['DEEP']*_place(up, down)+inputs+_ceil(4*words, 16)*16
 
-# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #b05496d2
+# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #7d9ca58f
 def _rooms(card):
     "Shared memory that leaves a block of the router its place, and all that a block may have"
     l = limits(card)
     return *((l.shared-l.third-4096,) if l.third else ()),l.block
 
-def _fitted(card, d, up, down, pieces):
-    "`d` with as many places a warp as do some good, at least two if they fit; None if not one does"
-    most = min(4, pieces)
-    for least in sorted({min(2, most),1}, reverse=True):
-        for room in _rooms(card):
-            for deep in range(most, least-1, -1):
-                v = d|dict(DEEP=deep)
-                need = _bytes(v, up, down)
-                if need<=room: return v|dict(ROOM=max(need, limits(card).alone))
+def _fitted(card, d, up, down, pieces, least):
+    "`d` with as many places a warp as do some good, `least` or more; None if they do not fit"
+    first,second = pieces
+    most = min(4, max(2, first), first+second)
+    for room in _rooms(card):
+        for deep in range(most, min(least, most)-1, -1):
+            v = d|dict(DEEP=deep)
+            need = _bytes(v, up, down)
+            if need<=room: return v|dict(ROOM=max(need, limits(card).alone))
 
-# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #2897faca
+# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #e63ddbe3
 def _pieces(d, up, down, blocks):
-    "Units that a warp does at most"
+    "Units that a warp does at most, of each half"
     W,slots = d['WARPS'],d['ROWS']*(d['TOP_K']+d['SHARED'])
     us,ds = _split(up, 4),_split(down, 2)
-    first = _ceil(slots*_ceil(up.rows, 16), blocks*W//us)
+    first = _ceil(slots*_ceil(up.rows, 16), blocks*(W//us))
     second = _ceil(slots*_ceil(d['SPAN'], 16), W//ds)
-    return first*_ceil(_units(up), us)+second*_ceil(_units(down), ds)
+    return first*_ceil(_units(up), us),second*_ceil(_units(down), ds)
 
 def _warps(d, up, down, blocks):
     "How many warps to try: those that need the fewest rounds of one row first"
     most = 16 if max(p.format.chunk for p in (up,down))>=64 else 24
     if d['ROWS']>1: return range(min(20, most), 11, -4)
-    def rounds(w): return _pieces(d|dict(WARPS=w), up, down, blocks)
-    return sorted(range(4, most+1, 4), key=lambda w: (rounds(w),w))
+    def rounds(w): return sum(_pieces(d|dict(WARPS=w), up, down, blocks))
+    return sorted(range(8, most+1, 4), key=lambda w: (rounds(w),w))
 
-# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #b7f79b0d
+# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #a214a250
 def _plan(card, H, up, down, m, act, norm, shared, gate, corrected, rows, blocks):
     "Options of experts_fused.cu for at most `rows`, and its number of blocks"
     picks,strips = m.top_k+shared,_ceil(up.rows, 16)
@@ -88,13 +88,13 @@ def _plan(card, H, up, down, m, act, norm, shared, gate, corrected, rows, blocks
         if r>=2*rows: continue
         n = min(blocks, max(r*picks*strips, H//16))
         d |= dict(ROWS=r, SPAN=4*_ceil(H, 4*n))
-        for w in _warps(d, up, down, n):
-            d['WARPS'] = w
-            v = _fitted(card, d, up, down, _pieces(d, up, down, n)) if w>=r else None
-            if v: return v,n
+        for least in (2,1):  # rather fewer warps than none whose next unit is under way
+            for w in _warps(d, up, down, n):
+                d['WARPS'] = w
+                if v := _fitted(card, d, up, down, _pieces(d, up, down, n), least): return v,n
     raise AtlasError(f'Experts of {down.k:,} on {H:,} values need more shared memory than a block has')
 
-# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #7601f937
+# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #7c1a7edc
 def moe_fused(
     x, # [R, H] float32
     gain, # [H] of the norm, or None: `x` is normed
