@@ -7,7 +7,7 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/moe/cuda.experts_fused.html.
 # %% auto #0
 __all__ = ['moe_fused']
 
-# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #dfaf738d
+# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #c3e213a4
 from ..card.card import card_of,limits,run
 from ..ground.config import MoEConfig
 from ..ground.core import AtlasError
@@ -15,7 +15,7 @@ from .experts import _ACTS,_asked,_beside,_ceil,_checked,_most,_raw,_route
 from .gemv import _x_bytes
 from .pack import Packed
 
-# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #b56d8fd3
+# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #2cd32e4f
 def _units(p): return _ceil(p.k, 128*p.format.blocks)
 
 def _split(p, most):
@@ -28,7 +28,7 @@ def _staged(p, rows):
     f = p.format
     return _x_bytes(f, rows, _ceil(_units(p)*f.blocks, 2)*2)
 
-# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #84a5a230
+# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #51e85989
 def _place(*banks):
     "Bytes of a place: a unit, scales and biases of its rows"
     return max(p.format.unit for p in banks)+128
@@ -44,7 +44,7 @@ def _bytes(d, up, down):
     words = sums+results+slots
     return W*d['DEEP']*_place(up, down)+inputs+_ceil(4*words, 16)*16
 
-# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #7d9ca58f
+# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #b5de07c0
 def _rooms(card):
     "Shared memory that leaves a block of the router its place, and all that a block may have"
     l = limits(card)
@@ -60,7 +60,7 @@ def _fitted(card, d, up, down, pieces, least):
             need = _bytes(v, up, down)
             if need<=room: return v|dict(ROOM=max(need, limits(card).alone))
 
-# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #e63ddbe3
+# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #4ab9701b
 def _pieces(d, up, down, blocks):
     "Units that a warp does at most, of each half"
     W,slots = d['WARPS'],d['ROWS']*(d['TOP_K']+d['SHARED'])
@@ -76,7 +76,7 @@ def _warps(d, up, down, blocks):
     def rounds(w): return sum(_pieces(d|dict(WARPS=w), up, down, blocks))
     return sorted(range(8, most+1, 4), key=lambda w: (rounds(w),w))
 
-# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #a214a250
+# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #6c9942f9
 def _plan(card, H, up, down, m, act, norm, shared, gate, corrected, rows, blocks):
     "Options of experts_fused.cu for at most `rows`, and its number of blocks"
     picks,strips = m.top_k+shared,_ceil(up.rows, 16)
@@ -94,7 +94,7 @@ def _plan(card, H, up, down, m, act, norm, shared, gate, corrected, rows, blocks
                 if v := _fitted(card, d, up, down, _pieces(d, up, down, n), least): return v,n
     raise AtlasError(f'Experts of {down.k:,} on {H:,} values need more shared memory than a block has')
 
-# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #7c1a7edc
+# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #7ae0abc7
 def moe_fused(
     x, # [R, H] float32
     gain, # [H] of the norm, or None: `x` is normed
