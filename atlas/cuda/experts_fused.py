@@ -7,7 +7,7 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/moe/cuda.experts_fused.html.
 # %% auto #0
 __all__ = ['moe_fused']
 
-# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #c3e213a4
+# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #9e5edb50
 from ..card.card import card_of,limits,run
 from ..ground.config import MoEConfig
 from ..ground.core import AtlasError
@@ -15,7 +15,7 @@ from .experts import _ACTS,_asked,_beside,_ceil,_checked,_most,_raw,_route
 from .gemv import _x_bytes
 from .pack import Packed
 
-# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #2cd32e4f
+# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #a4fc3dfc
 def _units(p): return _ceil(p.k, 128*p.format.blocks)
 
 def _split(p, most):
@@ -28,7 +28,7 @@ def _staged(p, rows):
     f = p.format
     return _x_bytes(f, rows, _ceil(_units(p)*f.blocks, 2)*2)
 
-# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #51e85989
+# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #bf0f2642
 def _place(*banks):
     "Bytes of a place: a unit, scales and biases of its rows"
     return max(p.format.unit for p in banks)+128
@@ -44,7 +44,7 @@ def _bytes(d, up, down):
     words = sums+results+slots
     return W*d['DEEP']*_place(up, down)+inputs+_ceil(4*words, 16)*16
 
-# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #b5de07c0
+# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #a639f4c3
 def _rooms(card):
     "Shared memory that leaves a block of the router its place, and all that a block may have"
     l = limits(card)
@@ -60,7 +60,7 @@ def _fitted(card, d, up, down, pieces, least):
             need = _bytes(v, up, down)
             if need<=room: return v|dict(ROOM=max(need, limits(card).alone))
 
-# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #4ab9701b
+# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #e52153b3
 def _pieces(d, up, down, blocks):
     "Units that a warp does at most, of each half"
     W,slots = d['WARPS'],d['ROWS']*(d['TOP_K']+d['SHARED'])
@@ -76,7 +76,7 @@ def _warps(d, up, down, blocks):
     def rounds(w): return sum(_pieces(d|dict(WARPS=w), up, down, blocks))
     return sorted(range(8, most+1, 4), key=lambda w: (rounds(w),w))
 
-# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #6c9942f9
+# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #4ca22dda
 def _plan(card, H, up, down, m, act, norm, shared, gate, corrected, rows, blocks):
     "Options of experts_fused.cu for at most `rows`, and its number of blocks"
     picks,strips = m.top_k+shared,_ceil(up.rows, 16)
@@ -94,7 +94,19 @@ def _plan(card, H, up, down, m, act, norm, shared, gate, corrected, rows, blocks
                 if v := _fitted(card, d, up, down, _pieces(d, up, down, n), least): return v,n
     raise AtlasError(f'Experts of {down.k:,} on {H:,} values need more shared memory than a block has')
 
-# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #7ae0abc7
+# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #6ae1ff4a
+def _scratch(card, d, router, down):
+    "Rows of a launch; their logits, their hidden values, and the counter of blocks that have met"
+    n,picks = d['ROWS'],d['TOP_K']+d['SHARED']
+    logits,h = card.empty((n,_ceil(router.n, 4)*4)),card.empty((n,picks,_ceil(down.k, 4)*4))
+    return n,logits,h,card.empty(1, 'int32')
+
+def _halves(card, d, blocks, args, sixteens):
+    "Both halves in a launch; in two on the emulator, which runs one block after the other"
+    for halves in (3,) if card.kind=='cuda' else (1,2):
+        run('experts_fused', blocks, 32*d['WARPS'], *args, halves, *sixteens, shared=d['ROOM'], **d)
+
+# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #411ec117
 def moe_fused(
     x, # [R, H] float32
     gain, # [H] of the norm, or None: `x` is normed
@@ -120,26 +132,18 @@ def moe_fused(
     then:Packed|None=None, # The matrix that the next launch reads: asked for while memory idles
 ): # [R, H]: residual and weighted sum of the experts' MLPs
     "As `atlas.cuda.experts.moe`, by tensor cores; no row's bits depend on another row"
-    card,(R,H),E = card_of(x),x.shape,m.num_experts
+    card,(R,H) = card_of(x),x.shape
     _checked(H, router, up, down, m, act, shared, shared_gate)
     if out is None: out = card.empty((R,H))
-    corrected,most = correction is not None,_most(card, blocks)
-    d,blocks = _plan(card, H, up, down, m, act, gain is not None, shared, shared_gate, corrected, max(1, R), most)
-    n,ld,width = d['ROWS'],_ceil(router.n, 4)*4,_ceil(down.k, 4)*4
-    (later,sixteens),top = _asked(then, card),3.4e38 if limit is None else float(limit)
-    logits,met = card.empty((n,ld)),card.empty(1, 'int32')
-    h = card.empty((n,m.top_k+shared,width))
+    how = act,gain is not None,shared,shared_gate,correction is not None,max(1, R)
+    d,blocks = _plan(card, H, up, down, m, *how, _most(card, blocks))
+    (n,logits,h,met),(later,sixteens) = _scratch(card, d, router, down),_asked(then, card)
     banks = *map(_raw, (up.w,down.w,up.s,down.s)),up.gs,down.gs,up_bias,down_bias
-    seen = gain if router_gain is None else router_gain
-    def of(a, i): return None if a is None else a[i:i+n]
+    sizes = float(eps),3.4e38 if limit is None else float(limit),float(m.scaling),logits.shape[1]
     for i in range(0, R, n):
-        r,rows = min(n, R-i),x[i:i+n]
-        ids,weights = (of(a, i) for a in routes or (None,None))
-        _route(rows, seen, float(eps), router, bias, logits[:r], met, E, _beside(card, d))
-        for halves in (3,) if card.kind=='cuda' else (1,2): # the emulator runs one block after the other
-            run('experts_fused', blocks, 32*d['WARPS'],
-                *banks, logits[:r], correction, per_expert, gain,
-                rows, h[:r], ids, weights, of(add, i), out[i:i+n], met, *later,
-                float(eps), top, float(m.scaling), ld, r, halves, *sixteens,
-                shared=d['ROOM'], **d)
+        mine,ids,w,its,y = (None if a is None else a[i:i+n] for a in (x,*(routes or (None,None)),add,out))
+        r,seen = len(mine),gain if router_gain is None else router_gain
+        _route(mine, seen, float(eps), router, bias, logits[:r], met, m.num_experts, _beside(card, d))
+        rows = logits[:r],correction,per_expert,gain,mine,h[:r],ids,w,its,y
+        _halves(card, d, blocks, (*banks,*rows,met,*later,*sizes,r), sixteens)
     return out
