@@ -7,6 +7,7 @@ import atlas.card.card as card,atlas.card.launch
 from atlas.card.graph import Graph
 from atlas.ground.core import kernel_dir
 from atlas.card.emulator import Emulator,find_cxx
+from atlas.cuda.experts_fused import moe_fused
 from test_card import SamplingParams,Request,engine,ids_of,models,serve
 
 pytestmark = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
@@ -60,6 +61,10 @@ def test_nothing_is_read_before_it_is_written(toy, weights, kernels, overlap):
     overlap.on = False
     want = serve(engine(m, seqs=2), ask())
     assert [(got[i].tokens,got[i].logprobs) for i in 'ab']==[(want[i].tokens,want[i].logprobs) for i in 'ab']
+
+def test_experts_of_tensor_cores_read_nothing_early(overlap, monkeypatch):
+    monkeypatch.setattr('atlas.cuda.vocabulary.moe_rows', moe_fused)
+    test_nothing_is_read_before_it_is_written('qwen3.6-moe', 'nvfp4', 'router experts_fused', overlap)
 
 def test_a_kernel_that_forgets_to_wait_is_seen(overlap, tmp_path):
     m,p = models('llama', 'bf16')[1],tmp_path/'kernels'/'gemv.cu'
