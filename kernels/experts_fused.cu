@@ -69,12 +69,6 @@
 #define SPAN 16
 #define ROOM 118784
 #endif
-#if ROWS == 1 && WARPS == 20 && __CUDA_ARCH__ == 900
-// 80 registers, so that a block of the router finds some beside this one
-#define LIMIT 768
-#else
-#define LIMIT 32 * WARPS
-#endif
 typedef UP<(HIDDEN + 31) / 32> U;
 typedef DOWN<(INNER + 31) / 32> D;
 constexpr int K = HIDDEN, I = INNER, E = EXPERTS, PICKS = TOP_K + SHARED, THREADS = 32 * WARPS;
@@ -82,6 +76,12 @@ constexpr int N = (E + 31) / 32, WIDTH = (I + 3) / 4 * 4;
 constexpr bool PAIR = ACT != ACT_RELU2;
 constexpr int UROWS = ((PAIR ? 2 * I : I) + 3) / 4 * 4, STRIPS = (UROWS + 15) / 16;  // of an expert
 constexpr int OUT = PAIR ? 8 : 16, OWN = (SPAN + 15) / 16;  // outputs of a strip; strips of a block
+#if __CUDA_ARCH__ == 900  // 80 registers, so that a block of the router finds some beside this one
+constexpr bool ROOMY = ROWS == 1 && WARPS == 20 && U::FOUR < 16 && D::FOUR < 16;
+constexpr int LIMIT = ROOMY ? 768 : THREADS;
+#else
+constexpr int LIMIT = THREADS;
+#endif
 typedef Shares<U, K, 4> UShares;
 typedef Shares<D, I, 2> DShares;
 constexpr int USPLIT = UShares::SPLIT, DSPLIT = DShares::SPLIT;
@@ -97,14 +97,52 @@ struct Place {  // for a unit; with an item's last one come scales and biases of
 typedef StagedRows<U, K, ROWS> X;
 typedef StagedRows<D, I, ROWS * PICKS> H;
 constexpr int PARTS = X::PARTS, HPARTS = H::PARTS;  // pieces of 256 of a row
+typedef Slots<E, TOP_K, SHARED, ROWS, ROWS> Table;
 struct Shared {
     Place ring[WARPS][DEEP];
     union { X x; H h; };
     float part[2][WARPS][16][ROWS];  // of one item while those of the next are made
     float squares[ROWS][PARTS], share[ROWS * PICKS], done[ROWS * PICKS][OWN * 16];
-    Slots<E, TOP_K, SHARED, ROWS, ROWS> slots;
+    Table slots;
+    int seen[ROWS > 1 ? E : 1];
 };
 static_assert(sizeof(Shared) <= ROOM && ROWS <= WARPS && WARPS % 4 == 0, "see the contract");
+
+// Which experts are needed and for whom, where a slot has room for all rows (as Slots::group): a
+// lane has entries lane, lane + 32, ...; `seen`: of each expert the first entry that picked it.
+__device__ __forceinline__ void group_rows(Table& s, int* seen, int many, int lane) {
+    constexpr int M = (ROWS * TOP_K + 31) / 32;
+    int id[M], opener[M];
+    unsigned opens[M];
+    #pragma unroll
+    for (int i = 0; i < M; i++) {
+        id[i] = lane + i * 32 < many ? s.ids[lane + i * 32] : -1;
+        if (id[i] >= 0) atomicMin(seen + id[i], lane + i * 32);
+    }
+    __syncwarp();
+    #pragma unroll
+    for (int i = 0; i < M; i++) {
+        opener[i] = id[i] >= 0 ? seen[id[i]] : -1;
+        opens[i] = __ballot_sync(~0u, opener[i] == lane + i * 32);
+    }
+    #pragma unroll
+    for (int i = 0; i < M; i++) {
+        if (id[i] < 0) continue;
+        int slot = s.FIRST;  // those that were opened before
+        #pragma unroll
+        for (int j = 0; j < M; j++) {
+            const int before = opener[i] - 32 * j;
+            slot += __popc(before >= 32 ? opens[j] : before > 0 ? opens[j] & ((1u << before) - 1) : 0u);
+        }
+        const int entry = lane + i * 32;
+        if (opener[i] == entry) s.expert[slot] = id[i];
+        s.who[slot][entry / TOP_K] = entry / TOP_K * PICKS + entry % TOP_K;
+    }
+    int all = s.FIRST;
+    #pragma unroll
+    for (int j = 0; j < M; j++) all += __popc(opens[j]);
+    if (!lane) s.number = all;
+}
 
 // What a warp fetches next: `row`.. of a bank, REST of its rows, or `rest` if REST is 0; which unit.
 template <class F> struct Bank {
@@ -204,6 +242,7 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_fused(
         place = place == DEEP - 1 ? 0 : place + 1;
     };
     sm->slots.clear(rows, THREADS);
+    for (int i = threadIdx.x; ROWS > 1 && i < E; i += THREADS) sm->seen[i] = ROWS * TOP_K;
     int begun = 0;
     if (SHARED && (halves & 1))  // needs no router
         #pragma unroll 1
@@ -237,7 +276,10 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_fused(
     };
     if (ROWS == 1 && (halves & 1)) stage_x();  // beside the warp that picks
     __syncthreads();
-    if (ROWS > 1) { sm->slots.group(rows, THREADS); __syncthreads(); }
+    if (ROWS > 1) {
+        if (!warp) group_rows(sm->slots, sm->seen, rows * TOP_K, lane);
+        __syncthreads();
+    }
     const int slots = ROWS == 1 ? PICKS : sm->slots.number;
     total = halves & 1 ? slots * STRIPS : 0;
     all = halves & 2 && span > 0 ? slots * OWN : 0;

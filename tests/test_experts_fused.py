@@ -130,10 +130,11 @@ def test_bytes_are_those_of_the_struct(name, i):
     assert not size_of(d, need-65), 'much more than is needed'
 
 @needs_nvcc
-@pytest.mark.parametrize('name,fmt,arch', [
-    ('qwen3.6-35b-a3b','nvfp4','sm_90a'), ('gpt-oss-20b','mxfp4','sm_90a'), ('qwen3.6-35b-a3b','bf16','sm_121a')])
-def test_many_rows_spill_nothing(name, fmt, arch, cache):
-    *_,d,_ = [p for p in plans(name, [(fmt,fmt)], [8]) if p[0]==arch][-1]
+@pytest.mark.parametrize('name,fmt,rows,arch', [
+    ('qwen3.6-35b-a3b','nvfp4',8,'sm_90a'), ('gpt-oss-20b','mxfp4',8,'sm_90a'),
+    ('qwen3-30b-a3b','int4',1,'sm_90a'), ('qwen3.6-35b-a3b','bf16',8,'sm_121a')])
+def test_spills_nothing(name, fmt, rows, arch, cache):
+    *_,d,_ = [p for p in plans(name, [(fmt,fmt)], [rows]) if p[0]==arch][-1]
     said = built(cache, 'experts_fused', arch, (*OPTIONS, *options_of(d))).said
     assert re.findall(r'(\d+) bytes stack frame, (\d+) bytes spill stores', said)==[('0','0')], said
 

@@ -7,7 +7,7 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/moe/cuda.experts_fused.html.
 # %% auto #0
 __all__ = ['moe_fused']
 
-# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #9e5edb50
+# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #63b32287
 from ..card.card import card_of,limits,run
 from ..ground.config import MoEConfig
 from ..ground.core import AtlasError
@@ -15,7 +15,7 @@ from .experts import _ACTS,_asked,_beside,_ceil,_checked,_most,_raw,_route
 from .gemv import _x_bytes
 from .pack import Packed
 
-# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #a4fc3dfc
+# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #9f384bf3
 def _units(p): return _ceil(p.k, 128*p.format.blocks)
 
 def _split(p, most):
@@ -28,7 +28,7 @@ def _staged(p, rows):
     f = p.format
     return _x_bytes(f, rows, _ceil(_units(p)*f.blocks, 2)*2)
 
-# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #bf0f2642
+# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #280976f0
 def _place(*banks):
     "Bytes of a place: a unit, scales and biases of its rows"
     return max(p.format.unit for p in banks)+128
@@ -40,11 +40,11 @@ def _bytes(d, up, down):
     inputs = max(_staged(up, r), _staged(down, entries))
     sums = 32*W*r+r*_ceil(d['HIDDEN'], 256)
     results = entries*(1+16*_ceil(d['SPAN'], 16))
-    slots = 3*r*top+most+1+_ceil(most*r, 2)
+    slots = 3*r*top+most+1+_ceil(most*r, 2)+(d['EXPERTS'] if r>1 else 1)
     words = sums+results+slots
     return W*d['DEEP']*_place(up, down)+inputs+_ceil(4*words, 16)*16
 
-# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #a639f4c3
+# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #69fd3ee9
 def _rooms(card):
     "Shared memory that leaves a block of the router its place, and all that a block may have"
     l = limits(card)
@@ -60,7 +60,7 @@ def _fitted(card, d, up, down, pieces, least):
             need = _bytes(v, up, down)
             if need<=room: return v|dict(ROOM=max(need, limits(card).alone))
 
-# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #e52153b3
+# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #95b8734f
 def _pieces(d, up, down, blocks):
     "Units that a warp does at most, of each half"
     W,slots = d['WARPS'],d['ROWS']*(d['TOP_K']+d['SHARED'])
@@ -71,12 +71,13 @@ def _pieces(d, up, down, blocks):
 
 def _warps(d, up, down, blocks):
     "How many warps to try: those that need the fewest rounds of one row first"
-    most = 16 if max(p.format.chunk for p in (up,down))>=64 else 24
+    wide,scales = (max(getattr(p.format, k) for p in (up,down)) for k in ('chunk','scale'))
+    most = 16 if wide>=64 else 20 if scales>=4 else 24 # by registers
     if d['ROWS']>1: return range(min(20, most), 11, -4)
     def rounds(w): return sum(_pieces(d|dict(WARPS=w), up, down, blocks))
     return sorted(range(8, most+1, 4), key=lambda w: (rounds(w),w))
 
-# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #4ca22dda
+# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #fe353d0f
 def _plan(card, H, up, down, m, act, norm, shared, gate, corrected, rows, blocks):
     "Options of experts_fused.cu for at most `rows`, and its number of blocks"
     picks,strips = m.top_k+shared,_ceil(up.rows, 16)
@@ -94,7 +95,7 @@ def _plan(card, H, up, down, m, act, norm, shared, gate, corrected, rows, blocks
                 if v := _fitted(card, d, up, down, _pieces(d, up, down, n), least): return v,n
     raise AtlasError(f'Experts of {down.k:,} on {H:,} values need more shared memory than a block has')
 
-# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #6ae1ff4a
+# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #5399d635
 def _scratch(card, d, router, down):
     "Rows of a launch; their logits, their hidden values, and the counter of blocks that have met"
     n,picks = d['ROWS'],d['TOP_K']+d['SHARED']
@@ -106,7 +107,7 @@ def _halves(card, d, blocks, args, sixteens):
     for halves in (3,) if card.kind=='cuda' else (1,2):
         run('experts_fused', blocks, 32*d['WARPS'], *args, halves, *sixteens, shared=d['ROOM'], **d)
 
-# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #411ec117
+# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #438d652d
 def moe_fused(
     x, # [R, H] float32
     gain, # [H] of the norm, or None: `x` is normed
