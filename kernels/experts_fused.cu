@@ -77,7 +77,8 @@ constexpr bool PAIR = ACT != ACT_RELU2;
 constexpr int UROWS = ((PAIR ? 2 * I : I) + 3) / 4 * 4, STRIPS = (UROWS + 15) / 16;  // of an expert
 constexpr int OUT = PAIR ? 8 : 16, OWN = (SPAN + 15) / 16;  // outputs of a strip; strips of a block
 #if __CUDA_ARCH__ == 900  // 80 registers, so that a block of the router finds some beside this one
-constexpr bool ROOMY = ROWS == 1 && WARPS == 20 && U::FOUR < 16 && D::FOUR < 16;
+constexpr bool SCALED = U::SCALED || D::SCALED, INT4 = U::FOUR == 16 || D::FOUR == 16;
+constexpr bool ROOMY = WARPS == 20 && !INT4 && ROWS <= (SCALED ? 1 : 2);
 constexpr int LIMIT = ROOMY ? 768 : THREADS;
 #else
 constexpr int LIMIT = THREADS;
@@ -212,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_fused(
     const int first = blockIdx.x + gridDim.x * (warp / USPLIT), stride = gridDim.x * (WARPS / USPLIT);
     const int base = blockIdx.x * SPAN, span = min(SPAN, K - base);  // the block's outputs
     unsigned unit = first, total = 0, down = warp / DSPLIT, all = 0;  // strips yet to be fetched
-    int place = 0, here = 0, round = 0;
+    int place = 0, round = 0;  // of the unit that is multiplied next, which leaves it to another
     const Bank<U> ubank(uw, us, ugs, ubias, ushare, lane);
     const Bank<D> dbank(dw, ds, dgs, dbias, dshare, lane);
     Next o;
@@ -300,10 +301,6 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_fused(
         if (SHARED && lane == TOP_K)
             sm->share[picker * PICKS + TOP_K] = GATE ? logistic(__ldcg(p + E)) : 1.f;
     }
-    float before = 0.f;
-    if (add && threadIdx.x < rows * SPAN && (int)threadIdx.x % SPAN < span)
-        before = add[(size_t)(threadIdx.x / SPAN) * K + base + threadIdx.x % SPAN];
-    auto after = [&] { here = here == DEEP - 1 ? 0 : here + 1; };  // a unit has been multiplied
     if (halves & 1) {
         constexpr int TEAM = 32 * USPLIT, ITEMS = (OUT * ROWS + TEAM - 1) / TEAM;
         const int mine = threadIdx.x % TEAM, r = mine % OUT, line = PAIR ? r / 2 * 4 + r % 2 : r;
@@ -318,16 +315,16 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_fused(
         for (unsigned u = first; u < total; u += stride, round ^= 1) {
             const unsigned slot = u / STRIPS, o = u % STRIPS * OUT + r;
             const uint4* at = sm->x.of(min(g, ROWS - 1), ushare, t);
-            const float* e0 = sm->x.e[min(2 * t, ROWS - 1)] + ushare * U::UNITS;
-            const float* e1 = sm->x.e[min(2 * t + 1, ROWS - 1)] + ushare * U::UNITS;
+            const float* e = sm->x.e[max(0, min(2 * t, ROWS - 2))] + ushare * U::UNITS;
             float acc[4] = {}, scale[2], more[2] = {};
             #pragma unroll 1
             for (int i = UShares::of(ushare); i; i--) {
                 cp_async_wait<DEEP - 1>();
                 __syncwarp();
-                const Place& p = sm->ring[warp][here];
-                multiply<U, X>(p.weights, acc, at, e0, e1, g, t);
-                at += 4 * U::UNITS * USPLIT; e0 += U::UNITS * USPLIT; e1 += U::UNITS * USPLIT;
+                const Place& p = sm->ring[warp][place];
+                multiply<U, X>(p.weights, acc, at, e, e + (ROWS > 1 ? X::HELD : 0), g, t);
+                at += 4 * U::UNITS * USPLIT;
+                e += U::UNITS * USPLIT;
                 if (i == 1)
                     #pragma unroll
                     for (int j = 0; j < 1 + PAIR; j++) {
@@ -336,7 +333,6 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_fused(
                     }
                 __syncwarp();
                 next();
-                after();
             }
             put_part(sm->part[round][warp], acc, g, t);
             sync_warps<USPLIT>(warp / USPLIT);
@@ -362,6 +358,9 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_fused(
         ahead(later_w, later_w16, blockIdx.x * 32 + lane, gridDim.x * 32);
         if (later_s) ahead(later_s, later_s16, blockIdx.x * 32 + lane, gridDim.x * 32);
     }
+    float before = 0.f;
+    if (add && threadIdx.x < rows * SPAN && (int)threadIdx.x % SPAN < span)
+        before = add[(size_t)(threadIdx.x / SPAN) * K + base + threadIdx.x % SPAN];
     stage<ROWS * PICKS * HPARTS>(rows * PICKS * HPARTS, [&](int i, float* a) {
         const int v = i % HPARTS * 32 + lane;
         const float* from = h + (size_t)(i / HPARTS) * WIDTH + v * 8;
@@ -387,7 +386,7 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_fused(
         for (int i = DShares::of(dshare); i; i--) {
             cp_async_wait<DEEP - 1>();
             __syncwarp();
-            const Place& p = sm->ring[warp][here];
+            const Place& p = sm->ring[warp][place];
             multiply<D, H>(p.weights, acc, at, e0, e1, g, t);
             at += 4 * D::UNITS * DSPLIT; e0 += D::UNITS * DSPLIT; e1 += D::UNITS * DSPLIT;
             if (i == 1) {
@@ -397,7 +396,6 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_fused(
             __syncwarp();
             if (down < all) next_down();
             forth();
-            after();
         }
         put_part(sm->part[round][warp], acc, g, t);
         sync_warps<DSPLIT>(warp / DSPLIT);
