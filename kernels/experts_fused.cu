@@ -1,12 +1,12 @@
-// y = add + sum over a row's experts of weight_e * down_e (act(gate_e x) * up_e x), the shared expert
+// y = add + sum over a row's experts of weight_e * down_e (act(gate_e x) * up_e x), the shared one
 // as one more; the norm before them folded in. What experts.cu computes, by tensor cores and in the
 // order of lib/strips.cuh, and so with the bits that a kernel of many rows can have too. In two
-// halves: hidden values first, then, when all blocks have met, their products. An expert is read and
-// decoded once for all rows: column c of a product is row c of x. Strips of the first half are dealt
-// out to teams of USPLIT warps of all blocks; of the second, a block owns SPAN outputs, for every
-// expert, and teams of DSPLIT warps take their strips. Warps of a team share a strip's columns and
-// wait for each other, not for the block. DEEP units of a warp are on their way to shared memory:
-// those of the second half follow those of the first, before anybody has met.
+// halves: hidden values first, then, when all blocks have met, their products. An expert is read
+// and decoded once for all rows: column c of a product is row c of x. Strips of the first half are
+// dealt out to teams of USPLIT warps of all blocks; of the second, a block owns SPAN outputs, for
+// every expert, and teams of DSPLIT warps take their strips. Warps of a team share a strip's
+// columns and wait for each other, not for the block. DEEP units of a warp are on their way to
+// shared memory: those of the second half follow those of the first, before anybody has met.
 // A row's bits do not depend on how many rows there are.
 //   uw     : [ubytes]    u8    bank of up to EXPERTS + 1 matrices [n4, HIDDEN] in UP; rows
 //                              4q..4q+3 are the gates of outputs 2q, 2q+1, then their ups; without
@@ -91,9 +91,9 @@ constexpr bool ALONE = ROWS == 1 && OWN == 1 && D::UNITS == 2 && DShares::N == D
     && PICKS * DSPLIT <= WARPS;
 // who asks for what comes next: the last warps pick, and this one has little else to do
 constexpr int ASKS = WARPS - 1 - (WARPS > ROWS ? ROWS : 0);
-struct Place {  // for a unit; with an item's last one come scales and biases of its rows
+struct Place {  // for a unit; with a strip's last one come scales and biases of its rows
     unsigned char weights[U::BYTES > D::BYTES ? U::BYTES : D::BYTES];
-    float scale[16], bias[16];
+    float tail[32];
 };
 typedef StagedRows<U, K, ROWS> X;
 typedef StagedRows<D, I, ROWS * PICKS> H;
@@ -102,7 +102,8 @@ typedef Slots<E, TOP_K, SHARED, ROWS, ROWS> Table;
 struct Shared {
     Place ring[WARPS][DEEP];
     union { X x; H h; };
-    float part[2][WARPS][16][ROWS];  // of one item while those of the next are made
+    float part[2][WARPS][16][ROWS];  // of one strip while those of the next are made
+    float tail[WARPS][32];  // scales and biases of its rows, when its last place has been left
     float squares[ROWS][PARTS], share[ROWS * PICKS], done[ROWS * PICKS][OWN * 16];
     Table slots;
     int seen[ROWS > 1 ? E : 1];
@@ -133,7 +134,8 @@ __device__ __forceinline__ void group_rows(Table& s, int* seen, int many, int la
         #pragma unroll
         for (int j = 0; j < M; j++) {
             const int before = opener[i] - 32 * j;
-            slot += __popc(before >= 32 ? opens[j] : before > 0 ? opens[j] & ((1u << before) - 1) : 0u);
+            const unsigned below = before >= 32 ? ~0u : before > 0 ? (1u << before) - 1 : 0u;
+            slot += __popc(opens[j] & below);
         }
         const int entry = lane + i * 32;
         if (opener[i] == entry) s.expert[slot] = id[i];
@@ -145,12 +147,13 @@ __device__ __forceinline__ void group_rows(Table& s, int* seen, int many, int la
     if (!lane) s.number = all;
 }
 
-// What a warp fetches next: `row`.. of a bank, REST of its rows, or `rest` if REST is 0; which unit.
+// What a warp fetches next of a bank: REST rows from `row` on (`rest` if it is 0), and which unit.
 template <class F> struct Bank {
     Bytes w, s;  // where the lane's part of its warp's first unit is
     const float *scale, *bias;
-    __device__ __forceinline__ Bank(Bytes w_, Bytes s_, const float* gs, const float* bias_, int share,
-            int lane) : w(w_), s(s_), scale(RowScales<F>::IN_S ? (const float*)s_ : gs), bias(bias_) {
+    __device__ __forceinline__ Bank(Bytes w_, Bytes s_, const float* gs, const float* bias_,
+            int share, int lane) : w(w_), s(s_), bias(bias_) {
+        scale = RowScales<F>::IN_S ? (const float*)s_ : gs;
         F::first(w, s, 0, share, lane);
     }
 };
@@ -171,15 +174,25 @@ struct Next {
         w += S::SPLIT * F::LB;
         s += S::SPLIT * F::SB;
         if (++step < S::of(share)) return false;
-        const unsigned from = row + lane * 4;
+        const unsigned at = lane * 4;
+        const bool on = lane * 4 < rows;
         if (lane < 4) {
-            if (of.scale) cp_async_or_zero<16>(p.scale + lane * 4, of.scale + from, lane * 4 < rows);
-            if (of.bias) cp_async_or_zero<16>(p.bias + lane * 4, of.bias + from, lane * 4 < rows);
+            if (of.scale) cp_async_or_zero<16>(p.tail + at, of.scale + row + at, on);
+            if (of.bias) cp_async_or_zero<16>(p.tail + 16 + at, of.bias + row + at, on);
         }
         step = 0;
         return true;
     }
 };
+
+// The same number, of which the compiler knows nothing: what follows from it is found anew for each
+// strip, and not kept in registers meanwhile.
+__device__ __forceinline__ int anew(int v) {
+#if defined(__CUDA_ARCH__)
+    asm volatile("" : "+r"(v));
+#endif
+    return v;
+}
 
 // Pieces of 256 values, MOST at most, dealt out to warps: a lane has eight, and up to four pieces
 // of a warp are on their way at once.
@@ -210,7 +223,8 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_fused(
     DYNAMIC_SHARED(Shared, sm);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int ushare = warp % USPLIT, dshare = warp % DSPLIT;
-    const int first = blockIdx.x + gridDim.x * (warp / USPLIT), stride = gridDim.x * (WARPS / USPLIT);
+    const unsigned first = blockIdx.x + gridDim.x * (warp / USPLIT);
+    const unsigned stride = gridDim.x * (WARPS / USPLIT);
     const int base = blockIdx.x * SPAN, span = min(SPAN, K - base);  // the block's outputs
     unsigned unit = first, total = 0, down = warp / DSPLIT, all = 0;  // strips yet to be fetched
     int place = 0, round = 0;  // of the unit that is multiplied next, which leaves it to another
@@ -303,7 +317,6 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_fused(
     }
     if (halves & 1) {
         constexpr int TEAM = 32 * USPLIT, ITEMS = (OUT * ROWS + TEAM - 1) / TEAM;
-        const int mine = threadIdx.x % TEAM, r = mine % OUT, line = PAIR ? r / 2 * 4 + r % 2 : r;
         float inverse = 1.f;  // of the row that the lane stands for
         if (NORM) {
             float sum = 0.f;
@@ -313,10 +326,10 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_fused(
         }
         #pragma unroll 1
         for (unsigned u = first; u < total; u += stride, round ^= 1) {
-            const unsigned slot = u / STRIPS, o = u % STRIPS * OUT + r;
-            const uint4* at = sm->x.of(min(g, ROWS - 1), ushare, t);
-            const float* e = sm->x.e[max(0, min(2 * t, ROWS - 2))] + ushare * U::UNITS;
-            float acc[4] = {}, scale[2], more[2] = {};
+            const int l = anew(lane);
+            const uint4* at = sm->x.of(min(l / 4, ROWS - 1), ushare, l % 4);
+            const float* e = sm->x.e[max(0, min(l % 4 * 2, ROWS - 2))] + ushare * U::UNITS;
+            float acc[4] = {};
             #pragma unroll 1
             for (int i = UShares::of(ushare); i; i--) {
                 cp_async_wait<DEEP - 1>();
@@ -325,16 +338,21 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_fused(
                 multiply<U, X>(p.weights, acc, at, e, e + (ROWS > 1 ? X::HELD : 0), g, t);
                 at += 4 * U::UNITS * USPLIT;
                 e += U::UNITS * USPLIT;
-                if (i == 1)
-                    #pragma unroll
-                    for (int j = 0; j < 1 + PAIR; j++) {
-                        scale[j] = U::row_scale((Bytes)p.scale, p.scale, line + 2 * j);
-                        if (ubias) more[j] = p.bias[line + 2 * j];
-                    }
+                if (i == 1) sm->tail[warp][lane] = p.tail[lane];
                 __syncwarp();
                 next();
             }
             put_part(sm->part[round][warp], acc, g, t);
+            const int mine = anew(threadIdx.x) % TEAM, r = mine % OUT;
+            const int line = PAIR ? r / 2 * 4 + r % 2 : r;
+            const unsigned slot = u / STRIPS, o = u % STRIPS * OUT + r;
+            float scale[2], more[2];
+            #pragma unroll
+            for (int j = 0; j < 1 + PAIR; j++) {
+                const float* tail = sm->tail[warp];
+                scale[j] = U::row_scale((Bytes)tail, tail, line + 2 * j);
+                more[j] = ubias ? tail[16 + line + 2 * j] : 0.f;
+            }
             sync_warps<USPLIT>(warp / USPLIT);
             #pragma unroll
             for (int i = 0; i < ITEMS; i++) {
@@ -373,7 +391,6 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_fused(
     }, [&](int i, float* a) { sm->h.put(i / HPARTS, i % HPARTS * 32 + lane, a); });
     if (ALONE) __syncwarp(); else __syncthreads();
     constexpr int TEAM = 32 * DSPLIT, ITEMS = (16 * ROWS + TEAM - 1) / TEAM;
-    const int mine = threadIdx.x % TEAM, line = mine % 16;
     #pragma unroll 1
     for (unsigned u = warp / DSPLIT; u < all; u += WARPS / DSPLIT, round ^= 1) {
         const unsigned slot = u / OWN;
@@ -381,7 +398,7 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_fused(
         const uint4* at = sm->h.of(entry(g), dshare, t);
         const float* e0 = sm->h.e[entry(2 * t)] + dshare * D::UNITS;
         const float* e1 = sm->h.e[entry(2 * t + 1)] + dshare * D::UNITS;
-        float acc[4] = {}, scale = 1.f, more = 0.f;
+        float acc[4] = {};
         #pragma unroll 1
         for (int i = DShares::of(dshare); i; i--) {
             cp_async_wait<DEEP - 1>();
@@ -389,15 +406,16 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_fused(
             const Place& p = sm->ring[warp][place];
             multiply<D, H>(p.weights, acc, at, e0, e1, g, t);
             at += 4 * D::UNITS * DSPLIT; e0 += D::UNITS * DSPLIT; e1 += D::UNITS * DSPLIT;
-            if (i == 1) {
-                scale = D::row_scale((Bytes)p.scale, p.scale, line);
-                if (dbias) more = p.bias[line];
-            }
+            if (i == 1) sm->tail[warp][lane] = p.tail[lane];
             __syncwarp();
             if (down < all) next_down();
             forth();
         }
         put_part(sm->part[round][warp], acc, g, t);
+        const int mine = anew(threadIdx.x) % TEAM, line = mine % 16;
+        const float* tail = sm->tail[warp];
+        const float scale = D::row_scale((Bytes)tail, tail, line);
+        const float more = dbias ? tail[16 + line] : 0.f;
         sync_warps<DSPLIT>(warp / DSPLIT);
         #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
