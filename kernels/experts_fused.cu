@@ -104,6 +104,7 @@ struct Shared {
     union { X x; H h; };
     float part[2][WARPS][16][ROWS];  // of one strip while those of the next are made
     float tail[WARPS][32];  // scales and biases of its rows, when its last place has been left
+    float inverse[WARPS][ROWS];  // of the root of a row's mean square
     float squares[ROWS][PARTS], share[ROWS * PICKS], done[ROWS * PICKS][OWN * 16];
     Table slots;
     int seen[ROWS > 1 ? E : 1];
@@ -226,7 +227,10 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_fused(
     const unsigned first = blockIdx.x + gridDim.x * (warp / USPLIT);
     const unsigned stride = gridDim.x * (WARPS / USPLIT);
     const int base = blockIdx.x * SPAN, span = min(SPAN, K - base);  // the block's outputs
-    unsigned unit = first, total = 0, down = warp / DSPLIT, all = 0;  // strips yet to be fetched
+    constexpr unsigned NONE = ~0u;
+    unsigned unit = halves & 1 ? first : NONE;  // the strips that are fetched next
+    unsigned down = halves & 2 && span > 0 ? warp / DSPLIT : NONE;
+    auto slots = [&] { return ROWS == 1 ? PICKS : sm->slots.number; };
     int place = 0, round = 0;  // of the unit that is multiplied next, which leaves it to another
     const Bank<U> ubank(uw, us, ugs, ubias, ushare, lane);
     const Bank<D> dbank(dw, ds, dgs, dbias, dshare, lane);
@@ -259,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_fused(
     sm->slots.clear(rows, THREADS);
     for (int i = threadIdx.x; ROWS > 1 && i < E; i += THREADS) sm->seen[i] = ROWS * TOP_K;
     int begun = 0;
-    if (SHARED && (halves & 1))  // needs no router
+    if (SHARED)  // needs no router
         #pragma unroll 1
         for (; begun < DEEP && unit < STRIPS; begun++) { next_up(); forth(); }
     pdl_trigger();
@@ -295,12 +299,9 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_fused(
         if (!warp) group_rows(sm->slots, sm->seen, rows * TOP_K, lane);
         __syncthreads();
     }
-    const int slots = ROWS == 1 ? PICKS : sm->slots.number;
-    total = halves & 1 ? slots * STRIPS : 0;
-    all = halves & 2 && span > 0 ? slots * OWN : 0;
     auto next = [&] {
-        if (unit < total) next_up();
-        else if (down < all) next_down();
+        if (unit < slots() * STRIPS) next_up();
+        else if (down < slots() * OWN) next_down();
         forth();
     };
     #pragma unroll 1
@@ -317,15 +318,15 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_fused(
     }
     if (halves & 1) {
         constexpr int TEAM = 32 * USPLIT, ITEMS = (OUT * ROWS + TEAM - 1) / TEAM;
-        float inverse = 1.f;  // of the row that the lane stands for
         if (NORM) {
             float sum = 0.f;
             #pragma unroll
             for (int i = 0; i < PARTS; i++) sum += sm->squares[lane % ROWS][i];
-            inverse = rsqrtf(fmaf(sum, 1.f / K, eps));
+            sm->inverse[warp][lane % ROWS] = rsqrtf(fmaf(sum, 1.f / K, eps));
+            __syncwarp();
         }
         #pragma unroll 1
-        for (unsigned u = first; u < total; u += stride, round ^= 1) {
+        for (unsigned u = first; u < slots() * STRIPS; u += stride, round ^= 1) {
             const int l = anew(lane);
             const uint4* at = sm->x.of(min(l / 4, ROWS - 1), ushare, l % 4);
             const float* e = sm->x.e[max(0, min(l % 4 * 2, ROWS - 2))] + ushare * U::UNITS;
@@ -357,9 +358,9 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_fused(
             #pragma unroll
             for (int i = 0; i < ITEMS; i++) {
                 const int c = (mine + i * TEAM) / OUT;
-                const float inv = ROWS == 1 ? inverse : __shfl_sync(~0u, inverse, c % ROWS);
                 const int entry = c < ROWS ? sm->slots.who[slot][c] : -1;
                 if (entry < 0 || o >= I) continue;
+                const float inv = NORM ? sm->inverse[warp][c] : 1.f;
                 float v[2];
                 #pragma unroll
                 for (int j = 0; j < 1 + PAIR; j++) {
@@ -391,8 +392,9 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_fused(
     }, [&](int i, float* a) { sm->h.put(i / HPARTS, i % HPARTS * 32 + lane, a); });
     if (ALONE) __syncwarp(); else __syncthreads();
     constexpr int TEAM = 32 * DSPLIT, ITEMS = (16 * ROWS + TEAM - 1) / TEAM;
+    const unsigned begin = span > 0 ? warp / DSPLIT : NONE;
     #pragma unroll 1
-    for (unsigned u = warp / DSPLIT; u < all; u += WARPS / DSPLIT, round ^= 1) {
+    for (unsigned u = begin; u < slots() * OWN; u += WARPS / DSPLIT, round ^= 1) {
         const unsigned slot = u / OWN;
         auto entry = [&](int c) { return max(0, (int)sm->slots.who[slot][min(c, ROWS - 1)]); };
         const uint4* at = sm->h.of(entry(g), dshare, t);
@@ -408,7 +410,7 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_fused(
             at += 4 * D::UNITS * DSPLIT; e0 += D::UNITS * DSPLIT; e1 += D::UNITS * DSPLIT;
             if (i == 1) sm->tail[warp][lane] = p.tail[lane];
             __syncwarp();
-            if (down < all) next_down();
+            if (down < slots() * OWN) next_down();
             forth();
         }
         put_part(sm->part[round][warp], acc, g, t);
