@@ -7,7 +7,7 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/moe/cuda.experts_fused.html.
 # %% auto #0
 __all__ = ['moe_fused']
 
-# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #d0757ba2
+# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #6937b90f
 from ..card.card import card_of,limits,run
 from ..ground.config import MoEConfig
 from ..ground.core import AtlasError
@@ -15,7 +15,7 @@ from .experts import _ACTS,_asked,_beside,_ceil,_checked,_most,_raw,_route
 from .gemv import _x_bytes
 from .pack import Packed
 
-# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #93294f9a
+# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #967f27d3
 def _units(p): return _ceil(p.k, 128*p.format.blocks)
 
 def _split(p, most):
@@ -28,7 +28,7 @@ def _staged(p, rows):
     f = p.format
     return _x_bytes(f, rows, _ceil(_units(p)*f.blocks, 2)*2)
 
-# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #2d65db44
+# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #49edb6fe
 def _place(*banks):
     "Bytes of a place: a unit, scales and biases of its rows"
     return max(p.format.unit for p in banks)+128
@@ -44,7 +44,7 @@ def _bytes(d, up, down):
     words = sums+results+slots
     return W*d['DEEP']*_place(up, down)+inputs+_ceil(4*words, 16)*16
 
-# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #e3d193d1
+# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #f7c31f89
 def _rooms(card):
     "Shared memory that leaves a block of the router its place, and all that a block may have"
     l = limits(card)
@@ -60,7 +60,7 @@ def _fitted(card, d, up, down, pieces, least):
             need = _bytes(v, up, down)
             if need<=room: return v|dict(ROOM=max(need, limits(card).alone))
 
-# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #17f8335a
+# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #740b12ad
 def _pieces(d, up, down, blocks):
     "Units that a warp does at most, of each half"
     W,slots = d['WARPS'],d['ROWS']*(d['TOP_K']+d['SHARED'])
@@ -77,7 +77,7 @@ def _warps(d, up, down, blocks):
     def rounds(w): return sum(_pieces(d|dict(WARPS=w), up, down, blocks))
     return sorted(range(8, most+1, 4), key=lambda w: (rounds(w),w))
 
-# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #f5b215a7
+# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #0c817c92
 def _plan(card, H, up, down, m, act, norm, shared, gate, corrected, rows, blocks):
     "Options of experts_fused.cu for at most `rows`, and its number of blocks"
     picks,strips = m.top_k+shared,_ceil(up.rows, 16)
@@ -95,7 +95,7 @@ def _plan(card, H, up, down, m, act, norm, shared, gate, corrected, rows, blocks
                 if v := _fitted(card, d, up, down, _pieces(d, up, down, n), least): return v,n
     raise AtlasError(f'Experts of {down.k:,} on {H:,} values need more shared memory than a block has')
 
-# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #558680a7
+# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #72491817
 def _scratch(card, d, router, down):
     "Rows of a launch; their logits, their hidden values, and the counter of blocks that have met"
     n,picks = d['ROWS'],d['TOP_K']+d['SHARED']
@@ -107,7 +107,7 @@ def _halves(card, d, blocks, args, sixteens):
     for halves in (3,) if card.kind=='cuda' else (1,2):
         run('experts_fused', blocks, 32*d['WARPS'], *args, halves, *sixteens, shared=d['ROOM'], **d)
 
-# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #87ff0ea8
+# %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #caa7bac2
 def moe_fused(
     x, # [R, H] float32
     gain, # [H] of the norm, or None: `x` is normed
