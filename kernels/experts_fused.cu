@@ -380,16 +380,17 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_fused(
     float before = 0.f;
     if (add && threadIdx.x < rows * SPAN && (int)threadIdx.x % SPAN < span)
         before = add[(size_t)(threadIdx.x / SPAN) * K + base + threadIdx.x % SPAN];
+    auto staged = [&](int i) { return ALONE ? sm->slots.who[i / HPARTS][0] : i / HPARTS; };
     stage<ROWS * PICKS * HPARTS>(rows * PICKS * HPARTS, [&](int i, float* a) {
         const int v = i % HPARTS * 32 + lane;
-        const float* from = h + (size_t)(i / HPARTS) * WIDTH + v * 8;
+        const float* from = h + (size_t)staged(i) * WIDTH + v * 8;
         #pragma unroll
         for (int j = 0; j < 8; j += 4)
             *(float4*)(a + j) = I % 256 == 0 || v * 8 + j < I ? __ldcg((const float4*)(from + j))
                                               : make_float4(0.f, 0.f, 0.f, 0.f);
         #pragma unroll
         for (int j = 0; I % 4 && j < 8; j++) a[j] = v * 8 + j < I ? a[j] : 0.f;
-    }, [&](int i, float* a) { sm->h.put(i / HPARTS, i % HPARTS * 32 + lane, a); });
+    }, [&](int i, float* a) { sm->h.put(staged(i), i % HPARTS * 32 + lane, a); });
     if (ALONE) __syncwarp(); else __syncthreads();
     constexpr int TEAM = 32 * DSPLIT, ITEMS = (16 * ROWS + TEAM - 1) / TEAM;
     const unsigned begin = span > 0 ? warp / DSPLIT : NONE;

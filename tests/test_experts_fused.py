@@ -1,9 +1,9 @@
 """Experts by tensor cores, 1 to 8 rows a launch: what the host says, and the same bits in any company, from any number of blocks.
 
 Nets, and both halves in one launch on the emulator, are those of test_experts.py."""
-import re,subprocess
+import functools,re,shutil,subprocess
 import numpy as np,pytest
-import test_experts as T
+import atlas.card.card as card,atlas.card.launch,test_experts as T
 from dataclasses import replace
 from types import SimpleNamespace as NS
 from unittest.mock import patch
@@ -25,8 +25,11 @@ class Fused(Net):
     def __call__(self, x, add, **kw):
         with patch.object(T, 'moe', moe_fused): return super().__call__(x, add, **kw)
 
+# a unit of the second half for each warp, which then waits for nobody
+ALONE = dict(H=96, I=512, experts=8, top=3, fmt='NVFP4', shared=2)
+
 @pytest.fixture(scope='module')
-def nets(): return {k: Fused(i, Emulator(), **kw) for i,(k,kw) in enumerate(NETS.items())}
+def nets(): return {k: Fused(i, Emulator(), **kw) for i,(k,kw) in enumerate((NETS|dict(alone=ALONE)).items())}
 
 def together(run, card):
     "`run` with both halves in a launch: what the first of two writes, but for hidden values, is thrown away"
@@ -51,8 +54,34 @@ def check(net, rows, monkeypatch):
         for b in (1,7): assert same(net(x, add, blocks=b), got), f'{b} blocks, both halves in a launch'
 
 @needs_cxx
-@pytest.mark.parametrize('name,rows', [('qwen',8), ('oss',3), ('nemotron',2), ('mixed',1), ('integers',5)])
+@pytest.mark.parametrize('name,rows', [('qwen',8), ('oss',3), ('nemotron',2), ('mixed',1), ('integers',5),
+    ('alone',1), ('alone',4)])
 def test_a_mixture(name, rows, nets, monkeypatch): check(nets[name], rows, monkeypatch)
+
+@pytest.fixture
+def late(tmp_path, monkeypatch):
+    "Warps of experts_fused.cu come late, each by a time of its own, wherever they wait for copies or for each other"
+    root,put = tmp_path/'kernels',monkeypatch.setattr
+    shutil.copytree(kernel_dir(), root)
+    p = root/'experts_fused.cu'
+    pause = 'for (int i = 0; i < 40 * (warp * 7 % 5); i++) { emu::progress++; emu::yield(); }'
+    text,n = re.subn(r'^ +(?:stage|cp_async_wait|sync_warps)<', rf'{pause}\n\g<0>', p.read_text(), flags=re.M)
+    assert n==6
+    p.write_text(text)
+    put(atlas.card.launch, 'kernel_dir', lambda: root)
+    put(card, '_variants', {})
+    put(card, '_ready', functools.cache(card._ready.__wrapped__))
+
+@needs_cxx
+@pytest.mark.parametrize('name,rows', [('qwen',2), ('alone',1)])
+def test_warps_that_come_late(name, rows, late, nets):
+    "wait for what they need of each other, and nobody overtakes them"
+    n = nets[name]
+    x,add = n.x[:rows],n.add[:rows]
+    with patch.object(n, 'card', Emulator()): y,ids,w = n(x, add, blocks=7)
+    want,wids,_ = n.host(x)
+    assert np.array_equal(ids, wids)
+    assert (abs(y-add-want).max(1)<=4e-3*abs(want).max(1)).all()
 
 @needs_cxx
 def test_a_block_with_little_room(nets, monkeypatch):
