@@ -22,6 +22,7 @@ from ..cuda.accept import VerifyRows,accept_on_host,accept_rows,next_on_host,nex
 from ..cuda.attend import Angles,attend,encode_row,make_pool,unpack_pool
 from ..cuda.delta import delta_step
 from ..cuda.experts import moe,row_bias
+from ..cuda.experts_fused import moe_fused
 from ..cuda.experts_many import experts_many,route_many
 from ..cuda.flash import flash
 from ..cuda.gemm import gemm
@@ -196,17 +197,20 @@ def _norm_add(card, rng, run, both):
 _MIXTURES = dict(Qwen=dict(fmt='NVFP4', shared=True), gpt_oss=dict(fmt='MXFP4', act='swiglu_oai', score='topk_softmax', bias=True),
     Nemotron=dict(fmt='FP8_CHANNEL', act='relu2', score='sigmoid', scaling=2.5))
 
+_FUSED = {k: v|dict(f=moe_fused, R=5) for k,v in _MIXTURES.items()}
+
+@_case('router + experts_fused', '5 rows', **_FUSED)
 @_case('router + experts', '9 rows', Qwen_wide=dict(fmt='NVFP4', shared=True, H=256, I=512, R=9))
 @_case('router + experts', '2 rows',
     **_MIXTURES, Qwen_INT4=dict(fmt='INT4', shared=True))
-def _moe(card, rng, run, fmt, act='silu', score='softmax', bias=False, shared=False, scaling=1., E=20, H=160, I=64, R=2):
+def _moe(card, rng, run, fmt, act='silu', score='softmax', bias=False, shared=False, scaling=1., E=20, H=160, I=64, R=2, f=moe):
     m,wide,n = MoEConfig(E, 4, I, score=score, scaling=scaling),1+(act!='relu2'),E+shared
     up,down = pack(_sized(rng, fmt, n, wide*I, H), card, wide>1),pack(_sized(rng, fmt, n, H, I), card)
     router,gain,x = pack(_sized(rng, 'BF16', n, H), card, exact=True),1+_normal(rng, H)/4,_normal(rng, R, H)
     rb,ub,db = (_normal(rng, *s) if bias else None for s in ((E,),(n,wide*I),(n,H)))
     limit = 2. if act=='swiglu_oai' else None
     args = [card.upload(a) for a in (x,gain)]; rows = [None if b is None else row_bias(b, p, card) for b,p in ((ub,up),(db,down))]; put = _up(card, rb)
-    y = run(lambda: moe(*args, 1e-6, router, up, down, m, act, limit, put, up_bias=rows[0], down_bias=rows[1], shared=shared, shared_gate=shared, then=router if R>8 else None))
+    y = run(lambda: f(*args, 1e-6, router, up, down, m, act, limit, put, up_bias=rows[0], down_bias=rows[1], shared=shared, shared_gate=shared, then=router if R>8 else None))
     r,u,d = map(unpack, (router,up,down))
     beside = None
     if shared:

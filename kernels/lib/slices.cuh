@@ -5,19 +5,7 @@
 #include "lib/async.cuh"
 #include "lib/kvcache.cuh"
 #include "lib/limbs.cuh"
-
-// A barrier of COUNT neighbouring warps, the block's group number `group`.
-template <int COUNT> __device__ __forceinline__ void sync_warps(int group) {
-#if defined(__CUDA_ARCH__)
-    asm volatile("bar.sync %0, %1;" :: "r"(group + 1), "n"(COUNT * 32) : "memory");
-#else
-    static int came[16], turn[16];
-    const int now = turn[group];
-    emu::progress++;
-    if (++came[group] == COUNT * 32) { came[group] = 0; turn[group]++; }
-    while (turn[group] == now) emu::yield();
-#endif
-}
+#include "lib/warps.cuh"
 
 template <int F, int N, int PARTS> struct Slice {
     static constexpr int STEPS = F == 2 ? (N + 31) / 32 * 2 : N / 16;                 // of 16 elements: of a query, and of a weighted value

@@ -1,0 +1,449 @@
+// y = add + sum over a row's experts of weight_e * down_e (act(gate_e x) * up_e x), the shared one
+// as one more; the norm before them folded in. What experts.cu computes, by tensor cores and in the
+// order of lib/strips.cuh, and so with the bits that a kernel of many rows can have too. In two
+// halves: hidden values first, then, when all blocks have met, their products. An expert is read
+// and decoded once for all rows: column c of a product is row c of x. Strips of the first half are
+// dealt out to teams of USPLIT warps of all blocks; of the second, a block owns SPAN outputs, for
+// every expert, and teams of DSPLIT warps take their strips. Warps of a team share a strip's
+// columns and wait for each other, not for the block. DEEP units of a warp are on their way to
+// shared memory: those of the second half follow those of the first, before anybody has met.
+// A row's bits do not depend on how many rows there are.
+//   uw     : [ubytes]    u8    bank of up to EXPERTS + 1 matrices [n4, HIDDEN] in UP; rows
+//                              4q..4q+3 are the gates of outputs 2q, 2q+1, then their ups; without
+//                              gates (relu2) rows are outputs. The shared expert is the last
+//   dw     : [dbytes]    u8    the same of [HIDDEN, INNER] in DOWN
+//   us     : [uscales]   u8    scales; or null
+//   ds     : [dscales]   u8    or null
+//   ugs    : [urows]     f32   nvfp4, int4: scale of each row; or null
+//   dgs    : [drows]     f32   or null
+//   ubias  : [urows]     f32   of the rows as they are stored; or null
+//   dbias  : [drows]     f32   or null
+//   logits : [r, ld]             f32   of the router; with GATE the one after the experts' is the
+//                                      shared expert's gate
+//   correction : [experts]       f32   added to the scores for picking only (CORRECTED 1); or null
+//   per_expert : [experts]       f32   a factor on the weight of each expert; or null
+//   gain   : [k]                 f32   of the norm (NORM 1); or null
+//   x      : [r, k]              f32
+//   h      : [r, picks, width]   f32   width = INNER to a multiple of 4; picks = TOP_K (+ 1: the
+//                                      shared expert's)
+//   ids    : [r, top_k]          i32   who was picked, best first; or null
+//   weights : [r, top_k]         f32   their weights; or null
+//   add    : [r, k]              f32   residual; or null; may be y
+//   y      : [r, k]              f32
+//   met    : [1]                 i32   a multiple of the number of blocks, before and after
+//                                      (router.cu begins with 0)
+//   later_w : [tbytes]    u8    of which the first 16 * later_w16 bytes will be read next: they are
+//                               asked for once all blocks have met; or null
+//   later_s : [tscales]   u8    likewise; or null
+//   -D UP= DOWN= (of lib/fragment.cuh)  HIDDEN= (k, a multiple of 32)  INNER=  EXPERTS=  TOP_K=
+//   -D SHARED= GATE= (of the shared expert: 0 or 1)  SCORE= (of lib/picks.cuh)  CORRECTED= (0 or 1)
+//   -D RENORM=  NORM= (0 or 1)  ACT= (of lib/act.cuh)  ROWS= (1, 2, 4, 8: at most so many)
+//   -D WARPS= (a multiple of 4)  DEEP=  SPAN= outputs of a block, a multiple of 4
+//   -D ROOM= bytes of shared memory
+//   halves: 1: the first only; 2: the second only; 3: both, and all blocks must be running at once
+//   launch: <<<any number from ceil(k/SPAN), 32*WARPS, ROOM>>>, see atlas.cuda.experts_fused
+#include "lib/act.cuh"
+#include "lib/ahead.cuh"
+#include "lib/async.cuh"
+#include "lib/meet.cuh"
+#include "lib/pdl.cuh"
+#include "lib/picks.cuh"
+#include "lib/strips.cuh"
+#ifndef HIDDEN
+#define UP fragment_nvfp4
+#define DOWN fragment_nvfp4
+#define HIDDEN 2048
+#define INNER 512
+#define EXPERTS 256
+#define TOP_K 8
+#define SHARED 1
+#define GATE 1
+#define SCORE SCORE_SOFTMAX
+#define CORRECTED 0
+#define RENORM 1
+#define NORM 1
+#define ACT ACT_SILU
+#define ROWS 1
+#define WARPS 20
+#define DEEP 2
+#define SPAN 16
+#define ROOM 118784
+#endif
+typedef UP<(HIDDEN + 31) / 32> U;
+typedef DOWN<(INNER + 31) / 32> D;
+constexpr int K = HIDDEN, I = INNER, E = EXPERTS, PICKS = TOP_K + SHARED, THREADS = 32 * WARPS;
+constexpr int N = (E + 31) / 32, WIDTH = (I + 3) / 4 * 4;
+constexpr bool PAIR = ACT != ACT_RELU2;
+constexpr int UROWS = ((PAIR ? 2 * I : I) + 3) / 4 * 4, STRIPS = (UROWS + 15) / 16;  // of an expert
+constexpr int OUT = PAIR ? 8 : 16, OWN = (SPAN + 15) / 16;  // outputs of a strip; strips of a block
+#if __CUDA_ARCH__ == 900  // 80 registers, so that a block of the router finds some beside this one
+constexpr bool SCALED = U::SCALED || D::SCALED, INT4 = U::FOUR == 16 || D::FOUR == 16;
+constexpr bool ROOMY = WARPS == 20 && !INT4 && ROWS <= (SCALED ? 1 : 2);
+constexpr int LIMIT = ROOMY ? 768 : THREADS;
+#else
+constexpr int LIMIT = THREADS;
+#endif
+typedef Shares<U, K, 4> UShares;
+typedef Shares<D, I, 2> DShares;
+constexpr int USPLIT = UShares::SPLIT, DSPLIT = DShares::SPLIT;
+// Has each warp just one unit of the second half, and does it stage what it multiplies by itself?
+constexpr bool ALONE = ROWS == 1 && OWN == 1 && D::UNITS == 2 && DShares::N == DSPLIT
+    && PICKS * DSPLIT <= WARPS;
+// who asks for what comes next: the last warps pick, and this one has little else to do
+constexpr int ASKS = WARPS - 1 - (WARPS > ROWS ? ROWS : 0);
+struct Place {  // for a unit; with a strip's last one come scales and biases of its rows
+    unsigned char weights[U::BYTES > D::BYTES ? U::BYTES : D::BYTES];
+    float tail[32];
+};
+typedef StagedRows<U, K, ROWS> X;
+typedef StagedRows<D, I, ROWS * PICKS> H;
+constexpr int PARTS = X::PARTS, HPARTS = H::PARTS;  // pieces of 256 of a row
+typedef Slots<E, TOP_K, SHARED, ROWS, ROWS> Table;
+struct Shared {
+    Place ring[WARPS][DEEP];
+    union { X x; H h; };
+    float part[2][WARPS][16][ROWS];  // of one strip while those of the next are made
+    float tail[WARPS][32];  // scales and biases of its rows, when its last place has been left
+    float inverse[WARPS][ROWS];  // of the root of a row's mean square
+    float squares[ROWS][PARTS], share[ROWS * PICKS], done[ROWS * PICKS][OWN * 16];
+    Table slots;
+    int seen[ROWS > 1 ? E : 1];
+};
+static_assert(sizeof(Shared) <= ROOM && ROWS <= WARPS && WARPS % 4 == 0, "see the contract");
+
+// Which experts are needed and for whom, where a slot has room for all rows (as Slots::group): a
+// lane has entries lane, lane + 32, ...; `seen`: of each expert the first entry that picked it.
+__device__ __forceinline__ void group_rows(Table& s, int* seen, int many, int lane) {
+    constexpr int M = (ROWS * TOP_K + 31) / 32;
+    int id[M], opener[M];
+    unsigned opens[M];
+    #pragma unroll
+    for (int i = 0; i < M; i++) {
+        id[i] = lane + i * 32 < many ? s.ids[lane + i * 32] : -1;
+        if (id[i] >= 0) atomicMin(seen + id[i], lane + i * 32);
+    }
+    __syncwarp();
+    #pragma unroll
+    for (int i = 0; i < M; i++) {
+        opener[i] = id[i] >= 0 ? seen[id[i]] : -1;
+        opens[i] = __ballot_sync(~0u, opener[i] == lane + i * 32);
+    }
+    #pragma unroll
+    for (int i = 0; i < M; i++) {
+        if (id[i] < 0) continue;
+        int slot = s.FIRST;  // those that were opened before
+        #pragma unroll
+        for (int j = 0; j < M; j++) {
+            const int before = opener[i] - 32 * j;
+            const unsigned below = before >= 32 ? ~0u : before > 0 ? (1u << before) - 1 : 0u;
+            slot += __popc(opens[j] & below);
+        }
+        const int entry = lane + i * 32;
+        if (opener[i] == entry) s.expert[slot] = id[i];
+        s.who[slot][entry / TOP_K] = entry / TOP_K * PICKS + entry % TOP_K;
+    }
+    int all = s.FIRST;
+    #pragma unroll
+    for (int j = 0; j < M; j++) all += __popc(opens[j]);
+    if (!lane) s.number = all;
+}
+
+// What a warp fetches next of a bank: REST rows from `row` on (`rest` if it is 0), and which unit.
+template <class F> struct Bank {
+    Bytes w, s;  // where the lane's part of its warp's first unit is
+    const float *scale, *bias;
+    __device__ __forceinline__ Bank(Bytes w_, Bytes s_, const float* gs, const float* bias_,
+            int share, int lane) : w(w_), s(s_), bias(bias_) {
+        scale = RowScales<F>::IN_S ? (const float*)s_ : gs;
+        F::first(w, s, 0, share, lane);
+    }
+};
+struct Next {
+    Bytes w, s;
+    unsigned row;
+    int rest, step;
+    template <class F> __device__ __forceinline__ void first(const Bank<F>& of, unsigned row_) {
+        row = row_;
+        w = of.w + (size_t)row * F::LINE;
+        s = of.s + (size_t)(row / 4) * F::SLINE;
+    }
+    // True: that was the strip's last unit.
+    template <class F, class S, int REST> __device__ __forceinline__ bool fetch(const Bank<F>& of,
+            Place& p, int share, int lane) {
+        const int rows = REST ? REST : rest;
+        F::fetch(p.weights, w, s, rows, step * S::SPLIT + share, lane);
+        w += S::SPLIT * F::LB;
+        s += S::SPLIT * F::SB;
+        if (++step < S::of(share)) return false;
+        const unsigned at = lane * 4;
+        const bool on = lane * 4 < rows;
+        if (lane < 4) {
+            if (of.scale) cp_async_or_zero<16>(p.tail + at, of.scale + row + at, on);
+            if (of.bias) cp_async_or_zero<16>(p.tail + 16 + at, of.bias + row + at, on);
+        }
+        step = 0;
+        return true;
+    }
+};
+
+// The same number, of which the compiler knows nothing: what follows from it is found anew for each
+// strip, and not kept in registers meanwhile.
+__device__ __forceinline__ int anew(int v) {
+#if defined(__CUDA_ARCH__)
+    asm volatile("" : "+r"(v));
+#endif
+    return v;
+}
+
+// Pieces of 256 values, MOST at most, dealt out to warps: a lane has eight, and up to four pieces
+// of a warp are on their way at once.
+template <int MOST, class Load, class Put> __device__ __forceinline__ void stage(int pieces,
+        Load load, Put put) {
+    constexpr int ROUNDS = (MOST + WARPS - 1) / WARPS, MANY = ROUNDS < 4 ? ROUNDS : 4;
+    #pragma unroll 1
+    for (int from = threadIdx.x / 32; from < pieces; from += MANY * WARPS) {
+        float a[MANY][8];
+        #pragma unroll
+        for (int k = 0; k < MANY; k++) load(min(from + k * WARPS, pieces - 1), a[k]);
+        #pragma unroll
+        for (int k = 0; k < MANY; k++)
+            if (from + k * WARPS < pieces) put(from + k * WARPS, a[k]);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_fused(
+        const unsigned char* __restrict__ uw, const unsigned char* __restrict__ dw,
+        const unsigned char* __restrict__ us, const unsigned char* __restrict__ ds,
+        const float* __restrict__ ugs, const float* __restrict__ dgs,
+        const float* __restrict__ ubias, const float* __restrict__ dbias, const float* logits,
+        const float* __restrict__ correction, const float* __restrict__ per_expert,
+        const float* __restrict__ gain, const float* x, float* h, int* ids, float* weights,
+        const float* add, float* y, unsigned* met, const unsigned char* later_w,
+        const unsigned char* later_s, float eps, float limit, float scaling, int ld, int rows,
+        int halves, int later_w16, int later_s16) {
+    DYNAMIC_SHARED(Shared, sm);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    const int ushare = warp % USPLIT, dshare = warp % DSPLIT;
+    const unsigned first = blockIdx.x + gridDim.x * (warp / USPLIT);
+    const unsigned stride = gridDim.x * (WARPS / USPLIT);
+    const int base = blockIdx.x * SPAN, span = min(SPAN, K - base);  // the block's outputs
+    constexpr unsigned NONE = ~0u;
+    unsigned unit = halves & 1 ? first : NONE;  // the strips that are fetched next
+    unsigned down = halves & 2 && span > 0 ? warp / DSPLIT : NONE;
+    auto slots = [&] { return ROWS == 1 ? PICKS : sm->slots.number; };
+    int place = 0, round = 0;  // of the unit that is multiplied next, which leaves it to another
+    const Bank<U> ubank(uw, us, ugs, ubias, ushare, lane);
+    const Bank<D> dbank(dw, ds, dgs, dbias, dshare, lane);
+    Next o;
+    o.step = 0;
+    auto next_up = [&] {
+        if (o.step == 0) {
+            const unsigned slot = unit / STRIPS, from = unit % STRIPS * 16;
+            const unsigned e = SHARED && slot < sm->slots.FIRST ? E : sm->slots.expert[slot];
+            o.first(ubank, e * UROWS + from);
+            o.rest = UROWS - from;
+        }
+        constexpr int REST = UROWS % 16 ? 0 : 16;
+        if (o.fetch<U, UShares, REST>(ubank, sm->ring[warp][place], ushare, lane)) unit += stride;
+    };
+    auto next_down = [&] {
+        if (o.step == 0) {
+            const unsigned from = down % OWN * 16;
+            o.first(dbank, sm->slots.expert[down / OWN] * K + base + from);
+            o.rest = span - from;
+        }
+        constexpr int REST = SPAN % 16 || K % SPAN ? 0 : 16;
+        if (o.fetch<D, DShares, REST>(dbank, sm->ring[warp][place], dshare, lane))
+            down += WARPS / DSPLIT;
+    };
+    auto forth = [&] {
+        cp_async_commit();
+        place = place == DEEP - 1 ? 0 : place + 1;
+    };
+    sm->slots.clear(rows, THREADS);
+    for (int i = threadIdx.x; ROWS > 1 && i < E; i += THREADS) sm->seen[i] = ROWS * TOP_K;
+    int begun = 0;
+    if (SHARED)  // needs no router
+        #pragma unroll 1
+        for (; begun < DEEP && unit < STRIPS; begun++) { next_up(); forth(); }
+    pdl_trigger();
+    pdl_wait();
+    const int picker = WARPS - 1 - warp;  // whose row this warp picks for
+    float near[N];
+    if (picker < rows) {
+        near_logits<E, N>(logits + (size_t)picker * ld, lane, near);
+        pick<E, TOP_K, SCORE, CORRECTED, N>(near, correction, lane, sm->slots.of(picker));
+    }
+    auto stage_x = [&] {
+        stage<ROWS * PARTS>(rows * PARTS, [&](int i, float* a) {
+            const int v = i % PARTS * 32 + lane;
+            if (K % 256 == 0 || v * 8 < K) load8(x + (size_t)(i / PARTS) * K + v * 8, a);
+            else for (int j = 0; j < 8; j++) a[j] = 0.f;
+        }, [&](int i, float* a) {
+            const int r = i / PARTS, v = i % PARTS * 32 + lane;
+            float w[8] = {}, sum = 0.f;
+            if (NORM && (K % 256 == 0 || v * 8 < K)) load8(gain + v * 8, w);
+            #pragma unroll
+            for (int j = 0; NORM && j < 8; j++) {
+                sum = fmaf(a[j], a[j], sum);
+                a[j] = __fmul_rn(a[j], w[j]);
+            }
+            sm->x.put(r, v, a);
+            if (NORM) sum = warp_sum(sum);
+            if (NORM && !lane) sm->squares[r][i % PARTS] = sum;
+        });
+    };
+    if (ROWS == 1 && (halves & 1)) stage_x();  // beside the warp that picks
+    __syncthreads();
+    if (ROWS > 1) {
+        if (!warp) group_rows(sm->slots, sm->seen, rows * TOP_K, lane);
+        __syncthreads();
+    }
+    auto next = [&] {
+        if (unit < slots() * STRIPS) next_up();
+        else if (down < slots() * OWN) next_down();
+        forth();
+    };
+    #pragma unroll 1
+    for (; begun < DEEP; begun++) next();
+    if (ROWS > 1 && (halves & 1)) { stage_x(); __syncthreads(); }  // weights are on their way
+    if (picker < rows) {
+        const float* p = logits + (size_t)picker * ld;
+        const int id = sm->slots.of(picker)[lane < TOP_K ? lane : 0];
+        float v = pick_weight<E, TOP_K, SCORE, RENORM, N>(near, __ldcg(p + id), scaling, lane);
+        if (per_expert) v = __fmul_rn(v, per_expert[id]);
+        if (lane < TOP_K) sm->share[picker * PICKS + lane] = v;
+        if (SHARED && lane == TOP_K)
+            sm->share[picker * PICKS + TOP_K] = GATE ? logistic(__ldcg(p + E)) : 1.f;
+    }
+    if (halves & 1) {
+        constexpr int TEAM = 32 * USPLIT, ITEMS = (OUT * ROWS + TEAM - 1) / TEAM;
+        if (NORM) {
+            float sum = 0.f;
+            #pragma unroll
+            for (int i = 0; i < PARTS; i++) sum += sm->squares[lane % ROWS][i];
+            sm->inverse[warp][lane % ROWS] = rsqrtf(fmaf(sum, 1.f / K, eps));
+            __syncwarp();
+        }
+        #pragma unroll 1
+        for (unsigned u = first; u < slots() * STRIPS; u += stride, round ^= 1) {
+            const int l = anew(lane);
+            const uint4* at = sm->x.of(min(l / 4, ROWS - 1), ushare, l % 4);
+            const float* e = sm->x.e[max(0, min(l % 4 * 2, ROWS - 2))] + ushare * U::UNITS;
+            float acc[4] = {};
+            #pragma unroll 1
+            for (int i = UShares::of(ushare); i; i--) {
+                cp_async_wait<DEEP - 1>();
+                __syncwarp();
+                const Place& p = sm->ring[warp][place];
+                multiply<U, X>(p.weights, acc, at, e, e + (ROWS > 1 ? X::HELD : 0), g, t);
+                at += 4 * U::UNITS * USPLIT;
+                e += U::UNITS * USPLIT;
+                if (i == 1) sm->tail[warp][lane] = p.tail[lane];
+                __syncwarp();
+                next();
+            }
+            put_part(sm->part[round][warp], acc, g, t);
+            const int mine = anew(threadIdx.x) % TEAM, r = mine % OUT;
+            const int line = PAIR ? r / 2 * 4 + r % 2 : r;
+            const unsigned slot = u / STRIPS, o = u % STRIPS * OUT + r;
+            float scale[2], more[2];
+            #pragma unroll
+            for (int j = 0; j < 1 + PAIR; j++) {
+                const float* tail = sm->tail[warp];
+                scale[j] = U::row_scale((Bytes)tail, tail, line + 2 * j);
+                more[j] = ubias ? tail[16 + line + 2 * j] : 0.f;
+            }
+            sync_warps<USPLIT>(warp / USPLIT);
+            #pragma unroll
+            for (int i = 0; i < ITEMS; i++) {
+                const int c = (mine + i * TEAM) / OUT;
+                const int entry = c < ROWS ? sm->slots.who[slot][c] : -1;
+                if (entry < 0 || o >= I) continue;
+                const float inv = NORM ? sm->inverse[warp][c] : 1.f;
+                float v[2];
+                #pragma unroll
+                for (int j = 0; j < 1 + PAIR; j++) {
+                    v[j] = sum_parts<USPLIT>(sm->part[round] + warp - ushare, line + 2 * j, c);
+                    v[j] = fmaf(__fmul_rn(v[j], inv), scale[j], more[j]);
+                }
+                h[(size_t)entry * WIDTH + o] = act_mul<ACT>(v[0], v[PAIR], limit);
+            }
+        }
+    }
+    if (!(halves & 2)) return;
+    if (halves & 1) meet(met, gridDim.x);
+    if (later_w && warp == ASKS) {  // memory idles now
+        ahead(later_w, later_w16, blockIdx.x * 32 + lane, gridDim.x * 32);
+        if (later_s) ahead(later_s, later_s16, blockIdx.x * 32 + lane, gridDim.x * 32);
+    }
+    float before = 0.f;
+    if (add && threadIdx.x < rows * SPAN && (int)threadIdx.x % SPAN < span)
+        before = add[(size_t)(threadIdx.x / SPAN) * K + base + threadIdx.x % SPAN];
+    auto staged = [&](int i) { return ALONE ? sm->slots.who[i / HPARTS][0] : i / HPARTS; };
+    stage<ROWS * PICKS * HPARTS>(rows * PICKS * HPARTS, [&](int i, float* a) {
+        const int v = i % HPARTS * 32 + lane;
+        const float* from = h + (size_t)staged(i) * WIDTH + v * 8;
+        #pragma unroll
+        for (int j = 0; j < 8; j += 4)
+            *(float4*)(a + j) = I % 256 == 0 || v * 8 + j < I ? __ldcg((const float4*)(from + j))
+                                              : make_float4(0.f, 0.f, 0.f, 0.f);
+        #pragma unroll
+        for (int j = 0; I % 4 && j < 8; j++) a[j] = v * 8 + j < I ? a[j] : 0.f;
+    }, [&](int i, float* a) { sm->h.put(staged(i), i % HPARTS * 32 + lane, a); });
+    if (ALONE) __syncwarp(); else __syncthreads();
+    constexpr int TEAM = 32 * DSPLIT, ITEMS = (16 * ROWS + TEAM - 1) / TEAM;
+    const unsigned begin = span > 0 ? warp / DSPLIT : NONE;
+    #pragma unroll 1
+    for (unsigned u = begin; u < slots() * OWN; u += WARPS / DSPLIT, round ^= 1) {
+        const unsigned slot = u / OWN;
+        auto entry = [&](int c) { return max(0, (int)sm->slots.who[slot][min(c, ROWS - 1)]); };
+        const uint4* at = sm->h.of(entry(g), dshare, t);
+        const float* e0 = sm->h.e[entry(2 * t)] + dshare * D::UNITS;
+        const float* e1 = sm->h.e[entry(2 * t + 1)] + dshare * D::UNITS;
+        float acc[4] = {};
+        #pragma unroll 1
+        for (int i = DShares::of(dshare); i; i--) {
+            cp_async_wait<DEEP - 1>();
+            __syncwarp();
+            const Place& p = sm->ring[warp][place];
+            multiply<D, H>(p.weights, acc, at, e0, e1, g, t);
+            at += 4 * D::UNITS * DSPLIT; e0 += D::UNITS * DSPLIT; e1 += D::UNITS * DSPLIT;
+            if (i == 1) sm->tail[warp][lane] = p.tail[lane];
+            __syncwarp();
+            if (down < slots() * OWN) next_down();
+            forth();
+        }
+        put_part(sm->part[round][warp], acc, g, t);
+        const int mine = anew(threadIdx.x) % TEAM, line = mine % 16;
+        const float* tail = sm->tail[warp];
+        const float scale = D::row_scale((Bytes)tail, tail, line);
+        const float more = dbias ? tail[16 + line] : 0.f;
+        sync_warps<DSPLIT>(warp / DSPLIT);
+        #pragma unroll
+        for (int i = 0; i < ITEMS; i++) {
+            const int c = mine / 16 + i * (TEAM / 16);
+            const int to = c < ROWS ? sm->slots.who[slot][c] : -1;
+            if (to < 0) continue;
+            const float v = sum_parts<DSPLIT>(sm->part[round] + warp - dshare, line, c);
+            sm->done[to][u % OWN * 16 + line] = fmaf(v, scale, more);
+        }
+    }
+    __syncthreads();
+    #pragma unroll 1
+    for (int i = threadIdx.x; i < rows * SPAN; i += THREADS) {
+        const int r = i / SPAN, c = i % SPAN;
+        if (c >= span) continue;
+        float v = 0.f;
+        #pragma unroll
+        for (int p = 0; p < PICKS; p++)
+            v = fmaf(sm->share[r * PICKS + p], sm->done[r * PICKS + p][c], v);
+        const float prior = i < THREADS ? before : add ? add[(size_t)r * K + base + c] : 0.f;
+        y[(size_t)r * K + base + c] = prior + v;
+    }
+    if (!blockIdx.x && threadIdx.x < rows * TOP_K) {
+        const int r = threadIdx.x / TOP_K, j = threadIdx.x % TOP_K;
+        if (ids) ids[threadIdx.x] = sm->slots.of(r)[j];
+        if (weights) weights[threadIdx.x] = sm->share[r * PICKS + j];
+    }
+}
