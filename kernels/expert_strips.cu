@@ -1,0 +1,240 @@
+// Half of the MLPs of a mixture of experts, for many rows of a decode step (expert_slots.cu has
+// listed who needs whom): y of an entry = act(W f(x) + bias), W the entry's expert. A warp takes 16
+// rows of an expert's matrix at a time (a strip) times all entries of a slot by tensor cores
+// (lib/fragment.cuh), alone from the first column to the last: it adds up shares of the columns one
+// after the other, as many warps do elsewhere, and meets nobody. Strips of all slots are one line,
+// of which a block has a piece; DEEP units of a warp are on their way to shared memory, those of
+// the next strip or slot after this one's. Only where a slot ends do the warps of a block meet, to
+// stage the rows of the next. An entry's bits depend on nothing but its row and its expert.
+//   w      : [bytes]         u8    bank of matrices [n4, k] in FORMAT; the shared expert is the last
+//   s      : [scales]        u8    their scales; or null
+//   gs     : [wrows]         f32   nvfp4, int4: scale of each row; or null
+//   bias   : [wrows]         f32   of rows as they are stored; or null
+//   slots  : [most, record]  i32   of expert_slots.cu, record = ENTRIES + 2
+//   number : [1]             i32   slots in use
+//   x      : [xrows, width]  f32   width >= K, a multiple of 4; UP 1: of each row, UP 0: each entry
+//   gain   : [k]             f32   of the norm (NORM 1); or null
+//   y      : [yrows, outs]    f32   outs >= outputs, a multiple of 4
+//   -D FORMAT= fragment of W  -D K= columns  -D STORED= rows of a matrix as stored, a multiple of 4
+//   -D OUTPUTS= of a matrix  -D PICKS= entries of a row  -D ENTRIES= of a slot: 1, 2, 4, 8 or 16
+//   -D SPLIT= shares of the columns  -D ACT= of lib/act.cuh  -D NORM= (0 or 1)
+//   -D UP= 1: slots are what the kernel before this one wrote; 0: what the one before that did
+//   -D WARPS=  DEEP=  ROOM= bytes of shared memory but for slots
+//   launch: <<<any number, 32*WARPS, shared bytes: see atlas.cuda.experts_wide>>>; `span`: at
+//           least as many slots as a block has strips of
+#include "lib/act.cuh"
+#include "lib/fragment.cuh"
+#include "lib/pdl.cuh"
+#include "lib/reduce.cuh"
+#ifndef FORMAT
+#define FORMAT fragment_nvfp4
+#define K 2048
+#define STORED 1024
+#define OUTPUTS 512
+#define PICKS 9
+#define ENTRIES 8
+#define SPLIT 4
+#define ACT ACT_SILU
+#define NORM 1
+#define UP 1
+#define WARPS 16
+#define DEEP 4
+#define ROOM 181760
+#endif
+constexpr bool PAIR = ACT == ACT_SILU || ACT == ACT_GELU || ACT == ACT_OAI;
+// chunks of 32 columns; blocks of 128; pieces of 256
+constexpr int C = (K + 31) / 32, HELD = (K + 255) / 256 * 2, PARTS = HELD / 2;
+constexpr int THREADS = 32 * WARPS, RECORD = ENTRIES + 2, TILES = (ENTRIES + 7) / 8, COLUMNS = 8 * TILES;
+constexpr int STRIPS = (STORED + 15) / 16;
+typedef FORMAT<C> F;
+typedef Staged<F, 4 * HELD> S;
+constexpr int UNITS = ((C + 3) / 4 + F::UNITS - 1) / F::UNITS, PLANE = ENTRIES * S::LDR;
+static_assert(SPLIT <= UNITS && STORED % 4 == 0, "see the contract");
+
+struct Shared {  // and then the records of the block's slots
+    uint4 x[S::PLANES * PLANE];
+    unsigned char ring[WARPS][DEEP][F::BYTES];
+    float e[HELD][COLUMNS], squares[ENTRIES][PARTS];
+};
+static_assert(sizeof(Shared) == ROOM, "see the contract");
+
+// Rows of a slot, normed but for their length, into shared memory: 256 columns a warp at a time.
+__device__ __forceinline__ void stage(Shared* sm, const int* record, const float* x,
+        const float* __restrict__ gain, int width) {
+    const int lane = threadIdx.x % 32;
+    #pragma unroll 1
+    for (int i = threadIdx.x / 32; i < record[1] * PARTS; i += WARPS) {
+        const int r = i / PARTS, v = i % PARTS * 32 + lane, entry = record[2 + r];
+        const float* const from = x + (size_t)(UP ? entry / PICKS : entry) * width + v * 8;
+        float a[8] = {}, g[8], sum = 0.f;
+        #pragma unroll
+        for (int j = 0; j < 8; j += 4)
+            if (v * 8 + j < K) *(float4*)(a + j) = __ldcg((const float4*)(from + j));
+        if (NORM && v * 8 < K) load8(gain + v * 8, g);
+        #pragma unroll
+        for (int j = 0; j < 8; j++) {
+            if (K % 4) a[j] = v * 8 + j < K ? a[j] : 0.f;
+            if (NORM) {
+                sum = fmaf(a[j], a[j], sum);
+                a[j] = v * 8 < K ? __fmul_rn(a[j], g[j]) : 0.f;
+            }
+        }
+        if (NORM) sum = warp_sum(sum);
+        if (NORM && !lane) sm->squares[r][i % PARTS] = sum;
+        uint4* const to = sm->x + r * S::LDR + v % 4 * S::LD + v / 4;
+        if (F::TWO) split8(a, to[0], to[F::TWO ? PLANE : 0]);
+        else {
+            float top = top8(a);
+            #pragma unroll
+            for (int m = 1; m < 16; m *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
+            const float2 f = chunk_scale(top);
+            *to = F::CROSSED ? to_half8_crossed(a, f.x) : to_half8(a, f.x);
+            if (lane % 16 == 0) sm->e[v / 16][r] = f.y;
+        }
+    }
+}
+
+// What the results of row r of a slot are to be multiplied by.
+__device__ __forceinline__ float length(const Shared* sm, int r, float eps) {
+    if (!NORM) return 1.f;
+    float sum = 0.f;
+    #pragma unroll
+    for (int i = 0; i < PARTS; i++) sum += sm->squares[r][i];
+    return rsqrtf(fmaf(sum, 1.f / K, eps));
+}
+
+// Rows 2g and 2g+1 of a strip times columns `at` and `at` + 1 of a slot. Of gates and ups, which
+// neighbours have, each gets those of one column.
+__device__ __forceinline__ void put(const float* z, const int* record, int at, int strip, float* y,
+        int outs, float limit) {
+    const int g = threadIdx.x % 32 / 4, count = record[1];
+    if (PAIR) {
+        const bool odd = g % 2;
+        const float a = __shfl_xor_sync(~0u, odd ? z[0] : z[1], 4);
+        const float b = __shfl_xor_sync(~0u, odd ? z[2] : z[3], 4);
+        const float p = act_mul<ACT>(odd ? a : z[0], odd ? z[1] : a, limit);
+        const float q = act_mul<ACT>(odd ? b : z[2], odd ? z[3] : b, limit);
+        const int o = strip * 8 + g / 2 * 2, column = at + odd;
+        if (column < count && o < OUTPUTS)
+            *(float2*)(y + (size_t)record[2 + column] * outs + o) = make_float2(p, q);
+    } else {
+        const int o = strip * 16 + 2 * g;
+        #pragma unroll
+        for (int j = 0; j < 2; j++) {
+            float2 v = make_float2(z[j], z[2 + j]);
+            if (ACT) v = make_float2(act_mul<ACT>(v.x, 0.f, limit), act_mul<ACT>(v.y, 0.f, limit));
+            if (at + j < count && o < OUTPUTS)
+                *(float2*)(y + (size_t)record[2 + at + j] * outs + o) = v;
+        }
+    }
+}
+
+// What a warp fetches next: a unit of a strip of the block, where strips are dealt out to warps.
+struct Next {
+    const unsigned char *w, *s;
+    int strip, share, unit, rest;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
+        const unsigned char* __restrict__ w, const unsigned char* __restrict__ s,
+        const float* __restrict__ gs, const float* __restrict__ bias, const int* slots,
+        const int* number, const float* x, const float* __restrict__ gain, float* y, float eps,
+        float limit, int width, int outs, int span) {
+    DYNAMIC_SHARED(Shared, sm);
+    int* const records = (int*)(sm + 1);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    if (!UP) pdl_trigger();
+    if (UP) pdl_wait();
+    if (UP) pdl_trigger();  // the next kernel reads slots before it waits
+    const int all = __ldcg(number) * STRIPS, begin = (int)((long long)all * blockIdx.x / gridDim.x);
+    const int end = (int)((long long)all * (blockIdx.x + 1) / gridDim.x), slot0 = begin / STRIPS;
+    for (int i = threadIdx.x; i < min((end - 1) / STRIPS - slot0 + 1, span) * RECORD; i += THREADS)
+        records[i] = __ldcg(slots + slot0 * RECORD + i);
+    __syncthreads();
+    unsigned char* const ring = sm->ring[warp][0];
+    Next next = {nullptr, nullptr, begin + warp, 0, 0, 0};
+    auto fetch = [&](unsigned char* to) {
+        if (next.strip < end) {
+            if (next.share == 0 && next.unit == 0) {
+                const int expert = records[(next.strip / STRIPS - slot0) * RECORD];
+                const int row = next.strip % STRIPS * 16;
+                next.w = w;
+                next.s = s;
+                next.rest = min(STORED - row, 16);
+                F::first(next.w, next.s, (size_t)expert * STORED + row, 0, lane);
+            }
+            const int u = next.share + next.unit;
+            F::fetch(to, next.w + u * F::LB, next.s + u * F::SB, next.rest, u, lane);
+            next.unit += SPLIT;
+            if (u + SPLIT >= UNITS) { next.unit = 0; next.share++; }
+            if (next.share == SPLIT) { next.share = 0; next.strip += WARPS; }
+        }
+        cp_async_commit();
+    };
+    #pragma unroll 1
+    for (int i = 0; i < DEEP; i++) fetch(ring + i * F::BYTES);
+    if (!UP) pdl_wait();
+    int spot = 0, strip = begin + warp;
+    #pragma unroll 1
+    for (int from = begin; from < end; from = (from / STRIPS + 1) * STRIPS) {
+        const int* const record = records + (from / STRIPS - slot0) * RECORD;
+        const int count = record[1], to = min((from / STRIPS + 1) * STRIPS, end);
+        if (from > begin) __syncthreads();
+        stage(sm, record, x, gain, width);
+        __syncthreads();
+        const size_t expert = (size_t)record[0] * STORED;
+        float inverse[TILES][2];
+        #pragma unroll
+        for (int i = 0; i < 2 * TILES; i++)
+            inverse[i / 2][i % 2] = length(sm, min(i / 2 * 8 + 2 * t + i % 2, count - 1), eps);
+        #pragma unroll 1
+        for (; strip < to; strip += WARPS) {
+            const int row = strip % STRIPS * 16 + 2 * g;
+            float unit[2], more[2], v[TILES][4] = {};
+            #pragma unroll
+            for (int i = 0; i < 2; i++) {
+                unit[i] = row + i < STORED ? F::row_scale(s, gs, expert + row + i) : 0.f;
+                more[i] = bias && row + i < STORED ? bias[expert + row + i] : 0.f;
+            }
+            #pragma unroll 1
+            for (int share = 0; share < SPLIT; share++) {
+                float acc[TILES][4] = {};
+                #pragma unroll 1
+                for (int u = share; u < UNITS; u += SPLIT) {
+                    unsigned char* const place = ring + spot;
+                    F q[F::UNITS];
+                    cp_async_wait<DEEP - 1>();
+                    __syncwarp();
+                    #pragma unroll
+                    for (int b = 0; b < F::UNITS; b++) q[b].read(place, b, g, t);
+                    __syncwarp();
+                    fetch(place);
+                    spot = spot == (DEEP - 1) * F::BYTES ? 0 : spot + F::BYTES;
+                    #pragma unroll
+                    for (int b = 0; b < F::UNITS; b++)
+                        #pragma unroll
+                        for (int i = 0; i < TILES; i++) {
+                            if (i && count <= 8 * i) break;
+                            const uint4* const at = sm->x + min(8 * i + g, count - 1) * S::LDR;
+                            const int block = u * F::UNITS + b;
+                            add<F, 8, S::LD, PLANE>(q[b], acc[i],
+                                at + F::template own<S::LD>(t) + 4 * block, sm->e[block] + 8 * i, t);
+                        }
+                }
+                #pragma unroll
+                for (int i = 0; i < TILES; i++)
+                    #pragma unroll
+                    for (int j = 0; j < 4; j++) v[i][j] += acc[i][j];
+            }
+            #pragma unroll
+            for (int i = 0; i < TILES; i++) {
+                if (i && count <= 8 * i) break;
+                float z[4];
+                #pragma unroll
+                for (int j = 0; j < 4; j++)
+                    z[j] = fmaf(__fmul_rn(v[i][j], inverse[i][j % 2]), unit[j / 2], more[j / 2]);
+                put(z, record, 8 * i + 2 * t, strip % STRIPS, y, outs, limit);
+            }
+        }
+    }
+}
