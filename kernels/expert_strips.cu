@@ -49,6 +49,7 @@ constexpr int STRIPS = (STORED + 15) / 16;
 typedef FORMAT<C> F;
 typedef Staged<F, 4 * HELD> S;
 constexpr int UNITS = ((C + 3) / 4 + F::UNITS - 1) / F::UNITS, PLANE = ENTRIES * S::LDR;
+constexpr int UNROLLED = UNITS == SPLIT ? SPLIT : 1;  // shares of one unit
 static_assert(SPLIT <= UNITS && STORED % 4 == 0, "see the contract");
 
 struct Shared {  // and then the records of the block's slots
@@ -103,36 +104,69 @@ __device__ __forceinline__ float length(const Shared* sm, int r, float eps) {
     return rsqrtf(fmaf(sum, 1.f / K, eps));
 }
 
-// Rows 2g and 2g+1 of a strip times columns `at` and `at` + 1 of a slot. Of gates and ups, which
-// neighbours have, each gets those of one column.
-__device__ __forceinline__ void put(const float* z, const int* record, int at, int strip, float* y,
-        int outs, float limit) {
-    const int g = threadIdx.x % 32 / 4, count = record[1];
-    if (PAIR) {
-        const bool odd = g % 2;
-        const float a = __shfl_xor_sync(~0u, odd ? z[0] : z[1], 4);
-        const float b = __shfl_xor_sync(~0u, odd ? z[2] : z[3], 4);
-        const float p = act_mul<ACT>(odd ? a : z[0], odd ? z[1] : a, limit);
-        const float q = act_mul<ACT>(odd ? b : z[2], odd ? z[3] : b, limit);
-        const int o = strip * 8 + g / 2 * 2, column = at + odd;
-        if (column < count && o < OUTPUTS)
-            *(float2*)(y + (size_t)record[2 + column] * outs + o) = make_float2(p, q);
-    } else {
-        const int o = strip * 16 + 2 * g;
+// Where a lane's results of a tile of eight columns go, from `y` on: of gates and ups, which
+// neighbours have, each lane gets those of one column.
+struct To {
+    static constexpr int MANY = PAIR ? 1 : 2;
+    static constexpr unsigned NOWHERE = ~0u;
+    unsigned at[MANY];
+    __device__ __forceinline__ void find(const int* record, int column, int outs) {
+        const int g = threadIdx.x % 32 / 4;
         #pragma unroll
-        for (int j = 0; j < 2; j++) {
-            float2 v = make_float2(z[j], z[2 + j]);
-            if (ACT) v = make_float2(act_mul<ACT>(v.x, 0.f, limit), act_mul<ACT>(v.y, 0.f, limit));
-            if (at + j < count && o < OUTPUTS)
-                *(float2*)(y + (size_t)record[2 + at + j] * outs + o) = v;
+        for (int j = 0; j < MANY; j++) {
+            const int c = column + (PAIR ? g % 2 : j), o = PAIR ? g / 2 * 2 : 2 * g;
+            at[j] = c < record[1] ? record[2 + c] * outs + o : NOWHERE;
         }
     }
-}
+    // z: rows 2g and 2g+1 of strip `strip` times the two columns.
+    __device__ __forceinline__ void put(const float* z, int strip, float* y, float limit) const {
+        const int g = threadIdx.x % 32 / 4, first = strip * (PAIR ? 8 : 16);
+        const bool in = OUTPUTS % 8 == 0 || first + (PAIR ? g / 2 * 2 : 2 * g) < OUTPUTS;
+        float2 v[2] = {{z[0], z[2]}, {z[1], z[3]}};
+        if (PAIR) {
+            const bool odd = g % 2;
+            const float a = __shfl_xor_sync(~0u, odd ? z[0] : z[1], 4);
+            const float b = __shfl_xor_sync(~0u, odd ? z[2] : z[3], 4);
+            v[0].x = act_mul<ACT>(odd ? a : z[0], odd ? z[1] : a, limit);
+            v[0].y = act_mul<ACT>(odd ? b : z[2], odd ? z[3] : b, limit);
+        } else if (ACT)
+            #pragma unroll
+            for (int j = 0; j < 2; j++) {
+                v[j].x = act_mul<ACT>(v[j].x, 0.f, limit);
+                v[j].y = act_mul<ACT>(v[j].y, 0.f, limit);
+            }
+        #pragma unroll
+        for (int j = 0; j < MANY; j++)
+            if (in && at[j] != NOWHERE) *(float2*)(y + first + at[j]) = v[j];
+    }
+};
 
-// What a warp fetches next: a unit of a strip of the block, where strips are dealt out to warps.
+// What a warp fetches next: unit `unit` of strip `strip` of the line, where a slot's strips end.
 struct Next {
-    const unsigned char *w, *s;
-    int strip, share, unit, rest;
+    Bytes w, s;
+    int strip, unit, slot_end, rest;
+    __device__ __forceinline__ void begin(Bytes bank, Bytes scales, int expert, int lane) {
+        const int row = strip % STRIPS * 16;
+        w = bank;
+        s = scales;
+        F::first(w, s, (size_t)expert * STORED + row, 0, lane);
+        slot_end = (strip / STRIPS + 1) * STRIPS;
+        rest = STORED - row;
+    }
+    // True: that was the strip's last unit.
+    __device__ __forceinline__ void fetch(unsigned char* to, int lane) {
+        const int rows = STORED % 16 ? rest : 16;
+        F::fetch(to, w + unit * F::LB, s + unit * F::SB, rows, unit, lane);
+        unit += SPLIT;
+        if (unit < UNITS) return;
+        unit = unit % SPLIT + 1;
+        if (unit < SPLIT) return;
+        unit = 0;
+        strip += WARPS;
+        rest -= 16 * WARPS;
+        w += (size_t)16 * WARPS * F::LINE;
+        s += (size_t)4 * WARPS * F::SLINE;
+    }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
@@ -155,19 +189,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
     Next next = {nullptr, nullptr, begin + warp, 0, 0, 0};
     auto fetch = [&](unsigned char* to) {
         if (next.strip < end) {
-            if (next.share == 0 && next.unit == 0) {
-                const int expert = records[(next.strip / STRIPS - slot0) * RECORD];
-                const int row = next.strip % STRIPS * 16;
-                next.w = w;
-                next.s = s;
-                next.rest = min(STORED - row, 16);
-                F::first(next.w, next.s, (size_t)expert * STORED + row, 0, lane);
-            }
-            const int u = next.share + next.unit;
-            F::fetch(to, next.w + u * F::LB, next.s + u * F::SB, next.rest, u, lane);
-            next.unit += SPLIT;
-            if (u + SPLIT >= UNITS) { next.unit = 0; next.share++; }
-            if (next.share == SPLIT) { next.share = 0; next.strip += WARPS; }
+            if (next.strip >= next.slot_end)
+                next.begin(w, s, records[(next.strip / STRIPS - slot0) * RECORD], lane);
+            next.fetch(to, lane);
         }
         cp_async_commit();
     };
@@ -184,23 +208,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
         __syncthreads();
         const size_t expert = (size_t)record[0] * STORED;
         float inverse[TILES][2];
+        To where[TILES];
+        const uint4* x_of[TILES];
         #pragma unroll
-        for (int i = 0; i < 2 * TILES; i++)
-            inverse[i / 2][i % 2] = length(sm, min(i / 2 * 8 + 2 * t + i % 2, count - 1), eps);
+        for (int i = 0; i < TILES; i++) {
+            const int c = 8 * i + 2 * t;
+            where[i].find(record, c, outs);
+            inverse[i][0] = length(sm, min(c, count - 1), eps);
+            inverse[i][1] = length(sm, min(c + 1, count - 1), eps);
+            x_of[i] = sm->x + min(8 * i + g, count - 1) * S::LDR + F::template own<S::LD>(t);
+        }
         #pragma unroll 1
         for (; strip < to; strip += WARPS) {
             const int row = strip % STRIPS * 16 + 2 * g;
             float unit[2], more[2], v[TILES][4] = {};
             #pragma unroll
             for (int i = 0; i < 2; i++) {
-                unit[i] = row + i < STORED ? F::row_scale(s, gs, expert + row + i) : 0.f;
-                more[i] = bias && row + i < STORED ? bias[expert + row + i] : 0.f;
+                const bool in = STORED % 16 == 0 || row + i < STORED;
+                unit[i] = in ? F::row_scale(s, gs, expert + row + i) : 0.f;
+                more[i] = bias && in ? bias[expert + row + i] : 0.f;
             }
-            #pragma unroll 1
+            #pragma unroll UNROLLED
             for (int share = 0; share < SPLIT; share++) {
                 float acc[TILES][4] = {};
                 #pragma unroll 1
-                for (int u = share; u < UNITS; u += SPLIT) {
+                for (int u = share; u < (UNITS == SPLIT ? share + 1 : UNITS); u += SPLIT) {
                     unsigned char* const place = ring + spot;
                     F q[F::UNITS];
                     cp_async_wait<DEEP - 1>();
@@ -215,10 +247,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
                         #pragma unroll
                         for (int i = 0; i < TILES; i++) {
                             if (i && count <= 8 * i) break;
-                            const uint4* const at = sm->x + min(8 * i + g, count - 1) * S::LDR;
                             const int block = u * F::UNITS + b;
-                            add<F, 8, S::LD, PLANE>(q[b], acc[i],
-                                at + F::template own<S::LD>(t) + 4 * block, sm->e[block] + 8 * i, t);
+                            add<F, 8, S::LD, PLANE>(q[b], acc[i], x_of[i] + 4 * block,
+                                sm->e[block] + 8 * i, t);
                         }
                 }
                 #pragma unroll
@@ -233,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
                 #pragma unroll
                 for (int j = 0; j < 4; j++)
                     z[j] = fmaf(__fmul_rn(v[i][j], inverse[i][j % 2]), unit[j / 2], more[j / 2]);
-                put(z, record, 8 * i + 2 * t, strip % STRIPS, y, outs, limit);
+                where[i].put(z, strip % STRIPS, y, limit);
             }
         }
     }
