@@ -7,16 +7,16 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/moe/cuda.experts_wide.html.m
 # %% auto #0
 __all__ = ['MOST_ROWS', 'moe_wide']
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #043cfce0
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #438bedf6
 from types import SimpleNamespace as NS
 from ..card.card import card_of,limits,run
 from ..ground.config import MoEConfig
 from ..ground.core import AtlasError
-from .experts import _ACTS,_asked,_ceil,_checked,_raw,_route
+from .experts import _ACTS,_asked,_ceil,_checked,_raw
 from .gemv import _x_bytes
 from .pack import Packed
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #7adb05b6
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #d647772e
 MOST_ROWS = 256 # Of a launch: expert_slots.cu has room for their picks
 
 def _likely(R, m)->int:
@@ -33,16 +33,20 @@ def _shares(units, most)->int:
     "Shares of a row's columns, a power of two"
     return 1<<(min(units, most).bit_length()-1)
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #ae01d297
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #9a7182af
 def _room(card, f, K, entries):
     "Warps of a block, units on their way of each, and bytes of shared memory; None if there is no room"
     held,most = _ceil(K, 256)*2,limits(card).block-4096
     columns = 8*_ceil(entries, 8)
     rows = _rows_bytes(f, held, entries)+4*held*columns+4*entries*held//2
-    # a warp of many registers takes the room of two
-    for W in (16,12,8,4) if f.chunk<64 else (8,4):
+    for W in _warps(f, entries):
         deep = min(8, (most-rows)//(W*f.unit))
         if deep>=(3 if W>4 else 1): return W,deep,_ceil(rows+W*deep*f.unit, 16)*16
+
+def _warps(f, entries):
+    "Warps that a block may have: 16 leave each 128 registers, and few are worth no large slots"
+    if f.chunk>=64: return (8,) if entries>8 else (8,4)
+    return (12,8) if entries>8 else (16,12,8,4)
 
 def _rows_bytes(f, held, entries):
     "Bytes of `entries` staged rows of `held` blocks of 128 columns"
@@ -76,7 +80,28 @@ def _halves(card, up, down, act, norm, picks, entries):
         if u['ENTRIES']==d['ENTRIES']: return u,d
         entries = d['ENTRIES']
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #ca52a1de
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #e838e720
+def _router_grid(H, n, R, sms):
+    "Warps of a block of router.cu, rows of weights of each, and blocks"
+    pieces = _ceil(H, 256)
+    W = _ceil(pieces, _ceil(pieces, 8))
+    each = max(1, min(8//_ceil(pieces, W), 4*W))
+    across = _ceil(n, each)
+    down = max(_ceil(R, 8), min(_ceil(R, 2), sms//across))
+    return W,each,(across,down)
+
+def _logits(x, router, bias, gain, eps, E, sms):
+    "The router's logits of rows `x`, and the counter that expert_slots.cu needs"
+    card,(R,H),n = card_of(x),x.shape,router.n
+    W,each,grid = _router_grid(H, n, R, sms)
+    logits,met = card.empty((R,_ceil(n, 4)*4)),card.empty(1, 'int32')
+    options = dict(HIDDEN=H, EXPERTS=E, FORMAT=router.fmt, NORM=int(gain is not None),
+        ROWS=min(R, 2), WARPS=W, EACH=each)
+    run('router', grid, 32*W, _raw(router.w), bias, gain, x, logits, met, eps, n,
+        logits.shape[1], R, **options)
+    return logits,met
+
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #85c68330
 def _slots(logits, m, correction, per_expert, ids, weights, shared, gate, entries, met):
     "Weights of the picks of rows with these logits, slots, and their number"
     card,R = card_of(logits),len(logits)
@@ -100,7 +125,7 @@ def _products(x, p, bias, gain, slots, number, y, eps, limit, blocks, d):
     run('expert_strips', blocks, 32*d['WARPS'], _raw(p.w), _raw(p.s), p.gs, bias, slots, number,
         x, gain, y, eps, limit, x.shape[1], y.shape[1], span, shared=max(shared, l.alone), **d)
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #bfd989dc
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #622a65d8
 def moe_wide(
     x, # [R, H] float32
     gain, # [H] of the norm, or None: `x` is normed
@@ -139,14 +164,13 @@ def moe_wide(
         _rows(part(x, i), router, up, down, how, part(add, i), [part(a, i) for a in routes], part(out, i))
     return out
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #670aab89
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #5a6f0fef
 def _rows(x, router, up, down, o, add, routes, out):
     "Rows of one launch, into `out`"
     card,(R,H),m = card_of(x),x.shape,o.m
     picks = m.top_k+o.shared
     d = _halves(card, up, down, o.act, o.gain is not None, picks, _likely(R, m))
-    logits,met = card.empty((R,_ceil(router.n, 4)*4)),card.empty(1, 'int32')
-    _route(x, o.seen, o.eps, router, o.bias, logits, met, m.num_experts, 0)
+    logits,met = _logits(x, router, o.bias, o.seen, o.eps, m.num_experts, card.multiprocessors)
     entries = d[0]['ENTRIES']
     found = _slots(logits, m, o.correction, o.per_expert, *routes, o.shared, o.gate, entries, met)
     share,slots = found[0],found[1:]
