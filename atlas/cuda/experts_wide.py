@@ -7,7 +7,7 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/moe/cuda.experts_wide.html.m
 # %% auto #0
 __all__ = ['MOST_ROWS', 'moe_wide']
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #438bedf6
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #6feafade
 from types import SimpleNamespace as NS
 from ..card.card import card_of,limits,run
 from ..ground.config import MoEConfig
@@ -16,7 +16,7 @@ from .experts import _ACTS,_asked,_ceil,_checked,_raw
 from .gemv import _x_bytes
 from .pack import Packed
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #d647772e
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #a3982a51
 MOST_ROWS = 256 # Of a launch: expert_slots.cu has room for their picks
 
 def _likely(R, m)->int:
@@ -33,7 +33,7 @@ def _shares(units, most)->int:
     "Shares of a row's columns, a power of two"
     return 1<<(min(units, most).bit_length()-1)
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #9a7182af
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #e38edabd
 def _room(card, f, K, entries):
     "Warps of a block, units on their way of each, and bytes of shared memory; None if there is no room"
     held,most = _ceil(K, 256)*2,limits(card).block-4096
@@ -80,7 +80,7 @@ def _halves(card, up, down, act, norm, picks, entries):
         if u['ENTRIES']==d['ENTRIES']: return u,d
         entries = d['ENTRIES']
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #e838e720
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #b7db22e0
 def _router_grid(H, n, R, sms):
     "Warps of a block of router.cu, rows of weights of each, and blocks"
     pieces = _ceil(H, 256)
@@ -101,7 +101,7 @@ def _logits(x, router, bias, gain, eps, E, sms):
         logits.shape[1], R, **options)
     return logits,met
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #85c68330
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #5cccffda
 def _slots(logits, m, correction, per_expert, ids, weights, shared, gate, entries, met):
     "Weights of the picks of rows with these logits, slots, and their number"
     card,R = card_of(logits),len(logits)
@@ -125,7 +125,7 @@ def _products(x, p, bias, gain, slots, number, y, eps, limit, blocks, d):
     run('expert_strips', blocks, 32*d['WARPS'], _raw(p.w), _raw(p.s), p.gs, bias, slots, number,
         x, gain, y, eps, limit, x.shape[1], y.shape[1], span, shared=max(shared, l.alone), **d)
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #622a65d8
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #2ac447ab
 def moe_wide(
     x, # [R, H] float32
     gain, # [H] of the norm, or None: `x` is normed
@@ -164,7 +164,7 @@ def moe_wide(
         _rows(part(x, i), router, up, down, how, part(add, i), [part(a, i) for a in routes], part(out, i))
     return out
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #5a6f0fef
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #0dca9f6d
 def _rows(x, router, up, down, o, add, routes, out):
     "Rows of one launch, into `out`"
     card,(R,H),m = card_of(x),x.shape,o.m
