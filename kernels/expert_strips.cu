@@ -38,8 +38,8 @@
 #define NORM 1
 #define UP 1
 #define WARPS 16
-#define DEEP 4
-#define ROOM 181760
+#define DEEP 5
+#define ROOM 219392
 #endif
 constexpr bool PAIR = ACT == ACT_SILU || ACT == ACT_GELU || ACT == ACT_OAI;
 // chunks of 32 columns; blocks of 128; pieces of 256

@@ -7,7 +7,7 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/moe/cuda.experts_wide.html.m
 # %% auto #0
 __all__ = ['MOST_ROWS', 'moe_wide']
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #6feafade
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #857299c1
 from types import SimpleNamespace as NS
 from ..card.card import card_of,limits,run
 from ..ground.config import MoEConfig
@@ -16,7 +16,7 @@ from .experts import _ACTS,_asked,_ceil,_checked,_raw
 from .gemv import _x_bytes
 from .pack import Packed
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #a3982a51
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #e43f720f
 MOST_ROWS = 256 # Of a launch: expert_slots.cu has room for their picks
 
 def _likely(R, m)->int:
@@ -33,7 +33,7 @@ def _shares(units, most)->int:
     "Shares of a row's columns, a power of two"
     return 1<<(min(units, most).bit_length()-1)
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #e38edabd
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #92bdec85
 def _room(card, f, K, entries):
     "Warps of a block, units on their way of each, and bytes of shared memory; None if there is no room"
     held,most = _ceil(K, 256)*2,limits(card).block-4096
@@ -52,6 +52,7 @@ def _rows_bytes(f, held, entries):
     "Bytes of `entries` staged rows of `held` blocks of 128 columns"
     return _x_bytes(f, entries, held)-_ceil(held*entries, 4)*16
 
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #2981b29d
 def _strips(card, p, up, entries, act, norm, picks):
     "Options of expert_strips.cu for the bank `p`, with slots of at most `entries`"
     f,pair = p.format,up and act!='relu2'
@@ -80,7 +81,7 @@ def _halves(card, up, down, act, norm, picks, entries):
         if u['ENTRIES']==d['ENTRIES']: return u,d
         entries = d['ENTRIES']
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #b7db22e0
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #66b6d6b1
 def _router_grid(H, n, R, sms):
     "Warps of a block of router.cu, rows of weights of each, and blocks"
     pieces = _ceil(H, 256)
@@ -101,7 +102,7 @@ def _logits(x, router, bias, gain, eps, E, sms):
         logits.shape[1], R, **options)
     return logits,met
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #5cccffda
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #a6a0313a
 def _slots(logits, m, correction, per_expert, ids, weights, shared, gate, entries, met):
     "Weights of the picks of rows with these logits, slots, and their number"
     card,R = card_of(logits),len(logits)
@@ -125,7 +126,7 @@ def _products(x, p, bias, gain, slots, number, y, eps, limit, blocks, d):
     run('expert_strips', blocks, 32*d['WARPS'], _raw(p.w), _raw(p.s), p.gs, bias, slots, number,
         x, gain, y, eps, limit, x.shape[1], y.shape[1], span, shared=max(shared, l.alone), **d)
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #2ac447ab
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #3bee377f
 def moe_wide(
     x, # [R, H] float32
     gain, # [H] of the norm, or None: `x` is normed
@@ -155,19 +156,19 @@ def moe_wide(
     _checked(H, router, up, down, m, act, shared, shared_gate)
     if out is None: out = card.empty((R,H))
     if routes is None: routes = card.empty((R,m.top_k), 'int32'),None
-    seen = gain if router_gain is None else router_gain
-    how = NS(seen=seen, gain=gain, eps=float(eps), m=m, act=act, bias=bias, correction=correction,
-        limit=3.4e38 if limit is None else float(limit), per_expert=per_expert, shared=shared,
-        gate=shared_gate, biases=(up_bias,down_bias), blocks=blocks or card.multiprocessors, then=then)
-    def part(a, i): return None if a is None else a[i:i+MOST_ROWS]
+    o = NS(seen=gain if router_gain is None else router_gain, gain=gain, eps=float(eps), m=m, act=act,
+        limit=3.4e38 if limit is None else float(limit), bias=bias, correction=correction, then=then,
+        per_expert=per_expert, shared=shared, gate=shared_gate, biases=(up_bias,down_bias), blocks=blocks)
     for i in range(0, R, MOST_ROWS):
-        _rows(part(x, i), router, up, down, how, part(add, i), [part(a, i) for a in routes], part(out, i))
+        part = [None if a is None else a[i:i+MOST_ROWS] for a in (x,add,out,*routes)]
+        _rows(router, up, down, o, *part)
     return out
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #0dca9f6d
-def _rows(x, router, up, down, o, add, routes, out):
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #e730419f
+def _rows(router, up, down, o, x, add, out, *routes):
     "Rows of one launch, into `out`"
     card,(R,H),m = card_of(x),x.shape,o.m
+    blocks = o.blocks or card.multiprocessors
     picks = m.top_k+o.shared
     d = _halves(card, up, down, o.act, o.gain is not None, picks, _likely(R, m))
     logits,met = _logits(x, router, o.bias, o.seen, o.eps, m.num_experts, card.multiprocessors)
@@ -176,8 +177,8 @@ def _rows(x, router, up, down, o, add, routes, out):
     share,slots = found[0],found[1:]
     h = card.empty((R*picks,_ceil(down.k, 4)*4))
     y = card.empty((R*picks,H))
-    _products(x, up, o.biases[0], o.gain, *slots, h, o.eps, o.limit, o.blocks, d[0])
-    _products(h, down, o.biases[1], None, *slots, y, o.eps, o.limit, o.blocks, d[1])
+    _products(x, up, o.biases[0], o.gain, *slots, h, o.eps, o.limit, blocks, d[0])
+    _products(h, down, o.biases[1], None, *slots, y, o.eps, o.limit, blocks, d[1])
     later,sixteens = _asked(o.then, card)
     run('expert_sum', (_ceil(H, 512),R), 128, share, y.reshape(R, picks, H), add, out, *later, *sixteens,
         HIDDEN=H, PICKS=picks)
