@@ -10,7 +10,9 @@
 //   ids        : [r, top_k]          i32   who was picked, best first
 //   weights    : [r, top_k]          f32   their weights; or null
 //   share      : [r, picks]          f32   the same, and the shared expert's
-//   slots      : [most, record]      i32   expert, how many entries, and these; record = ENTRIES + 2
+//   experts    : [most]              i32   of each slot; -1 where no slot is
+//   slots      : [most, record]      i32   how many entries a slot has, and these; record =
+//                                          ENTRIES + 1
 //   number     : [1]                 i32   slots in use
 //   met        : [1]                 i32   0, before and after (router.cu begins with 0)
 //   -D EXPERTS=  TOP_K=  SHARED= GATE= (of the shared expert: 0 or 1)  ENTRIES=
@@ -29,7 +31,7 @@
 #define RENORM 1
 #define CORRECTED 0
 #endif
-constexpr int E = EXPERTS, PICKS = TOP_K + SHARED, N = (E + 31) / 32, RECORD = ENTRIES + 2;
+constexpr int E = EXPERTS, PICKS = TOP_K + SHARED, N = (E + 31) / 32, RECORD = ENTRIES + 1;
 constexpr int WARPS = 16, THREADS = 32 * WARPS, MANY = 256 * TOP_K, PER = (E + THREADS - 1) / THREADS;
 
 // Sum of `v` over the threads before this one; `all`: over all of them.
@@ -47,33 +49,14 @@ __device__ __forceinline__ int before(int v, int* parts, int& all) {
     return base + sum - v;
 }
 
-__device__ __forceinline__ void pick_row(int r, const float* logits, const float* correction,
-        const float* per_expert, int* ids, float* weights, float* share, float scaling, int* mine) {
-    const int lane = threadIdx.x % 32;
-    float near[N];
-    near_logits<E, N>(logits, lane, near);
-    pick<E, TOP_K, SCORE, CORRECTED, N>(near, correction, lane, mine);
-    __syncwarp();
-    const int id = mine[lane < TOP_K ? lane : 0];
-    float v = pick_weight<E, TOP_K, SCORE, RENORM, N>(near, __ldcg(logits + id), scaling, lane);
-    if (per_expert) v = __fmul_rn(v, per_expert[id]);
-    if (lane < TOP_K) {
-        ids[r * TOP_K + lane] = id;
-        if (weights) weights[r * TOP_K + lane] = v;
-        share[r * PICKS + lane] = v;
-    }
-    if (SHARED && lane == TOP_K)
-        share[r * PICKS + TOP_K] = GATE ? logistic(__ldcg(logits + E)) : 1.f;
-}
-
 // A warp has a stretch of all picks to itself: where each stands among those of its expert there,
 // and how many there are of each.
-__device__ __forceinline__ void count(const int* ids, int from, int to, unsigned short* found,
-        unsigned short* rank) {
+template <class Id> __device__ __forceinline__ void count(Id id, int from, int to,
+        unsigned short* found, unsigned short* rank) {
     const int lane = threadIdx.x % 32;
     #pragma unroll 1
     for (int p = from + lane; p - lane < to; p += 32) {
-        const int e = p < to ? __ldcg(ids + p) : -1;
+        const int e = p < to ? id(p) : -1;
         const unsigned same = __match_any_sync(~0u, e), below = same & ((1u << lane) - 1);
         const int place = e < 0 ? 0 : found[e] + __popc(below);
         __syncwarp();
@@ -85,23 +68,17 @@ __device__ __forceinline__ void count(const int* ids, int from, int to, unsigned
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) expert_slots(const float* logits,
-        const float* __restrict__ correction, const float* __restrict__ per_expert, int* ids,
-        float* weights, float* share, int* slots, int* number, unsigned* met, float scaling, int ld,
-        int rows) {
-    __shared__ int picked[WARPS][TOP_K], first[E], parts[WARPS];
+// The list of slots, of `rows` rows whose picks id(row * TOP_K + pick) tells.
+template <class Id> __device__ __forceinline__ void list(Id id, int rows, int* experts, int* slots,
+        int* number, int most) {
+    __shared__ int first[E], parts[WARPS];
     __shared__ unsigned short found[WARPS][E], rank[MANY];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = blockIdx.x * WARPS + warp;
-    for (int i = threadIdx.x; i < WARPS * E; i += THREADS) found[i / E][i % E] = 0;
-    pdl_trigger();
-    pdl_wait();
-    if (r < rows)
-        pick_row(r, logits + (size_t)r * ld, correction, per_expert, ids, weights, share, scaling,
-            picked[warp]);
-    if (!arrived_last(met, gridDim.x)) return;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int many = rows * TOP_K, stretch = (many + WARPS - 1) / WARPS;
     const int from = min(warp * stretch, many), to = min(from + stretch, many);
-    count(ids, from, to, found[warp], rank);
+    for (int i = lane; i < E; i += 32) found[warp][i] = 0;
+    __syncwarp();
+    count(id, from, to, found[warp], rank);
     __syncthreads();
     int total[PER], mine = 0, all;
     #pragma unroll
@@ -109,6 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) expert_slots(const float* 
         const int e = threadIdx.x * PER + i;
         total[i] = 0;
         if (e < E)
+            #pragma unroll
             for (int w = 0; w < WARPS; w++) {
                 const int n = found[w][e];
                 found[w][e] = total[i];
@@ -122,22 +100,64 @@ extern "C" __global__ void __launch_bounds__(THREADS) expert_slots(const float* 
     for (int i = 0; i < PER; i++) {
         const int e = threadIdx.x * PER + i;
         if (e < E) first[e] = at;
+        #pragma unroll 1
         for (int left = total[i]; left > 0; left -= ENTRIES, at++) {
-            slots[at * RECORD] = e;
-            slots[at * RECORD + 1] = min(left, ENTRIES);
+            experts[at] = e;
+            slots[at * RECORD] = min(left, ENTRIES);
         }
     }
     __syncthreads();
     if (!threadIdx.x) *number = ahead + all;
+    for (int i = ahead + all + threadIdx.x; i < most; i += THREADS) experts[i] = -1;
     #pragma unroll 1
     for (int p = from + lane; p < to; p += 32) {
-        const int e = __ldcg(ids + p), place = found[warp][e] + rank[p];
-        slots[(first[e] + place / ENTRIES) * RECORD + 2 + place % ENTRIES] = p / TOP_K * PICKS + p % TOP_K;
+        const int e = id(p), place = found[warp][e] + rank[p];
+        int* const slot = slots + (first[e] + place / ENTRIES) * RECORD;
+        slot[1 + place % ENTRIES] = p / TOP_K * PICKS + p % TOP_K;
     }
     #pragma unroll 1
     for (int i = threadIdx.x; SHARED && i < rows; i += THREADS) {
         int* const slot = slots + i / ENTRIES * RECORD;
-        slot[2 + i % ENTRIES] = i * PICKS + TOP_K;
-        if (i % ENTRIES == 0) { slot[0] = E; slot[1] = min(rows - i, ENTRIES); }
+        slot[1 + i % ENTRIES] = i * PICKS + TOP_K;
+        if (i % ENTRIES == 0) {
+            experts[i / ENTRIES] = E;
+            slot[0] = min(rows - i, ENTRIES);
+        }
     }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) expert_slots(const float* logits,
+        const float* __restrict__ correction, const float* __restrict__ per_expert, int* ids,
+        float* weights, float* share, int* experts, int* slots, int* number, unsigned* met,
+        float scaling, int ld, int rows, int most) {
+    __shared__ int picked[WARPS][TOP_K];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = blockIdx.x * WARPS + warp;
+    const float* const p = logits + (size_t)r * ld;
+    pdl_trigger();
+    pdl_wait();
+    float near[N], logit = 0.f, gate = 0.f;
+    int id = 0;
+    if (r < rows) {
+        near_logits<E, N>(p, lane, near);
+        if (SHARED && GATE) gate = __ldcg(p + E);
+        pick<E, TOP_K, SCORE, CORRECTED, N>(near, correction, lane, picked[warp]);
+        __syncwarp();
+        id = picked[warp][lane < TOP_K ? lane : 0];
+        if (lane < TOP_K) ids[r * TOP_K + lane] = id;
+        logit = __ldcg(p + id);  // what follows does not wait for it
+    }
+    const bool alone = gridDim.x == 1;
+    if (arrived_last(met, gridDim.x)) {
+        const int* const own = picked[0];
+        auto of = [&](int i) { return alone ? own[i] : __ldcg(ids + i); };
+        list(of, rows, experts, slots, number, most);
+    }
+    if (r >= rows) return;
+    float v = pick_weight<E, TOP_K, SCORE, RENORM, N>(near, logit, scaling, lane);
+    if (per_expert) v = __fmul_rn(v, per_expert[id]);
+    if (lane < TOP_K) {
+        if (weights) weights[r * TOP_K + lane] = v;
+        share[r * PICKS + lane] = v;
+    }
+    if (SHARED && lane == TOP_K) share[r * PICKS + TOP_K] = GATE ? logistic(gate) : 1.f;
 }

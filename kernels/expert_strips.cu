@@ -10,7 +10,8 @@
 //   s      : [scales]        u8    their scales; or null
 //   gs     : [wrows]         f32   nvfp4, int4: scale of each row; or null
 //   bias   : [wrows]         f32   of rows as they are stored; or null
-//   slots  : [most, record]  i32   of expert_slots.cu, record = ENTRIES + 2
+//   experts : [most]         i32   of the slots, as expert_slots.cu has listed them
+//   slots  : [most, record]  i32   their entries; record = ENTRIES + 1
 //   number : [1]             i32   slots in use
 //   x      : [xrows, width]  f32   width >= K, a multiple of 4; UP 1: of each row, UP 0: each entry
 //   gain   : [k]             f32   of the norm (NORM 1); or null
@@ -44,7 +45,7 @@
 constexpr bool PAIR = ACT == ACT_SILU || ACT == ACT_GELU || ACT == ACT_OAI;
 // chunks of 32 columns; blocks of 128; pieces of 256
 constexpr int C = (K + 31) / 32, HELD = (K + 255) / 256 * 2, PARTS = HELD / 2;
-constexpr int THREADS = 32 * WARPS, RECORD = ENTRIES + 2, TILES = (ENTRIES + 7) / 8, COLUMNS = 8 * TILES;
+constexpr int THREADS = 32 * WARPS, RECORD = ENTRIES + 1, TILES = (ENTRIES + 7) / 8, COLUMNS = 8 * TILES;
 constexpr int STRIPS = (STORED + 15) / 16;
 typedef FORMAT<C> F;
 typedef Staged<F, 4 * HELD> S;
@@ -52,7 +53,7 @@ constexpr int UNITS = ((C + 3) / 4 + F::UNITS - 1) / F::UNITS, PLANE = ENTRIES *
 constexpr int UNROLLED = UNITS == SPLIT ? SPLIT : 1;  // shares of one unit
 static_assert(SPLIT <= UNITS && STORED % 4 == 0, "see the contract");
 
-struct Shared {  // and then the records of the block's slots
+struct Shared {  // and then the experts of all slots, and the entries of the block's
     uint4 x[S::PLANES * PLANE];
     unsigned char ring[WARPS][DEEP][F::BYTES];
     float e[HELD][COLUMNS], squares[ENTRIES][PARTS];
@@ -64,8 +65,8 @@ __device__ __forceinline__ void stage(Shared* sm, const int* record, const float
         const float* __restrict__ gain, int width) {
     const int lane = threadIdx.x % 32;
     #pragma unroll 1
-    for (int i = threadIdx.x / 32; i < record[1] * PARTS; i += WARPS) {
-        const int r = i / PARTS, v = i % PARTS * 32 + lane, entry = record[2 + r];
+    for (int i = threadIdx.x / 32; i < record[0] * PARTS; i += WARPS) {
+        const int r = i / PARTS, v = i % PARTS * 32 + lane, entry = record[1 + r];
         const float* const from = x + (size_t)(UP ? entry / PICKS : entry) * width + v * 8;
         float a[8] = {}, g[8], sum = 0.f;
         #pragma unroll
@@ -115,7 +116,7 @@ struct To {
         #pragma unroll
         for (int j = 0; j < MANY; j++) {
             const int c = column + (PAIR ? g % 2 : j), o = PAIR ? g / 2 * 2 : 2 * g;
-            at[j] = c < record[1] ? record[2 + c] * outs + o : NOWHERE;
+            at[j] = c < record[0] ? record[1 + c] * outs + o : NOWHERE;
         }
     }
     // z: rows 2g and 2g+1 of strip `strip` times the two columns.
@@ -171,42 +172,45 @@ struct Next {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
         const unsigned char* __restrict__ w, const unsigned char* __restrict__ s,
-        const float* __restrict__ gs, const float* __restrict__ bias, const int* slots,
-        const int* number, const float* x, const float* __restrict__ gain, float* y, float eps,
-        float limit, int width, int outs, int span) {
+        const float* __restrict__ gs, const float* __restrict__ bias, const int* experts,
+        const int* slots, const int* number, const float* x, const float* __restrict__ gain,
+        float* y, float eps, float limit, int most, int width, int outs, int span) {
     DYNAMIC_SHARED(Shared, sm);
-    int* const records = (int*)(sm + 1);
+    int* const expert_of = (int*)(sm + 1), *const records = expert_of + most;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     if (!UP) pdl_trigger();
     if (UP) pdl_wait();
     if (UP) pdl_trigger();  // the next kernel reads slots before it waits
+    for (int i = threadIdx.x; i < most; i += THREADS) expert_of[i] = __ldcg(experts + i);
     const int all = __ldcg(number) * STRIPS, begin = (int)((long long)all * blockIdx.x / gridDim.x);
     const int end = (int)((long long)all * (blockIdx.x + 1) / gridDim.x), slot0 = begin / STRIPS;
-    for (int i = threadIdx.x; i < min((end - 1) / STRIPS - slot0 + 1, span) * RECORD; i += THREADS)
-        records[i] = __ldcg(slots + slot0 * RECORD + i);
     __syncthreads();
     unsigned char* const ring = sm->ring[warp][0];
     Next next = {nullptr, nullptr, begin + warp, 0, 0, 0};
     auto fetch = [&](unsigned char* to) {
         if (next.strip < end) {
             if (next.strip >= next.slot_end)
-                next.begin(w, s, records[(next.strip / STRIPS - slot0) * RECORD], lane);
+                next.begin(w, s, expert_of[next.strip / STRIPS], lane);
             next.fetch(to, lane);
         }
         cp_async_commit();
     };
     #pragma unroll 1
     for (int i = 0; i < DEEP; i++) fetch(ring + i * F::BYTES);
+    const int own = min((end - 1) / STRIPS - slot0 + 1, span) * RECORD;
+    for (int i = threadIdx.x; i < own; i += THREADS)
+        records[i] = __ldcg(slots + slot0 * RECORD + i);
     if (!UP) pdl_wait();
     int spot = 0, strip = begin + warp;
     #pragma unroll 1
     for (int from = begin; from < end; from = (from / STRIPS + 1) * STRIPS) {
         const int* const record = records + (from / STRIPS - slot0) * RECORD;
-        const int count = record[1], to = min((from / STRIPS + 1) * STRIPS, end);
-        if (from > begin) __syncthreads();
+        const int to = min((from / STRIPS + 1) * STRIPS, end);
+        __syncthreads();
         stage(sm, record, x, gain, width);
         __syncthreads();
-        const size_t expert = (size_t)record[0] * STORED;
+        const int count = record[0];
+        const size_t expert = (size_t)expert_of[from / STRIPS] * STORED;
         float inverse[TILES][2];
         To where[TILES];
         const uint4* x_of[TILES];

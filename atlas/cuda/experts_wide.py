@@ -7,7 +7,7 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/moe/cuda.experts_wide.html.m
 # %% auto #0
 __all__ = ['MOST_ROWS', 'moe_wide']
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #857299c1
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #b3c89d1f
 from types import SimpleNamespace as NS
 from ..card.card import card_of,limits,run
 from ..ground.config import MoEConfig
@@ -16,7 +16,7 @@ from .experts import _ACTS,_asked,_ceil,_checked,_raw
 from .gemv import _x_bytes
 from .pack import Packed
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #e43f720f
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #d6ae5661
 MOST_ROWS = 256 # Of a launch: expert_slots.cu has room for their picks
 
 def _likely(R, m)->int:
@@ -33,10 +33,10 @@ def _shares(units, most)->int:
     "Shares of a row's columns, a power of two"
     return 1<<(min(units, most).bit_length()-1)
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #92bdec85
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #54e6e817
 def _room(card, f, K, entries):
     "Warps of a block, units on their way of each, and bytes of shared memory; None if there is no room"
-    held,most = _ceil(K, 256)*2,limits(card).block-4096
+    held,most = _ceil(K, 256)*2,limits(card).block-6144
     columns = 8*_ceil(entries, 8)
     rows = _rows_bytes(f, held, entries)+4*held*columns+4*entries*held//2
     for W in _warps(f, entries):
@@ -52,7 +52,7 @@ def _rows_bytes(f, held, entries):
     "Bytes of `entries` staged rows of `held` blocks of 128 columns"
     return _x_bytes(f, entries, held)-_ceil(held*entries, 4)*16
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #2981b29d
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #efc3c469
 def _strips(card, p, up, entries, act, norm, picks):
     "Options of expert_strips.cu for the bank `p`, with slots of at most `entries`"
     f,pair = p.format,up and act!='relu2'
@@ -81,7 +81,7 @@ def _halves(card, up, down, act, norm, picks, entries):
         if u['ENTRIES']==d['ENTRIES']: return u,d
         entries = d['ENTRIES']
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #66b6d6b1
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #45c6f54b
 def _router_grid(H, n, R, sms):
     "Warps of a block of router.cu, rows of weights of each, and blocks"
     pieces = _ceil(H, 256)
@@ -102,31 +102,31 @@ def _logits(x, router, bias, gain, eps, E, sms):
         logits.shape[1], R, **options)
     return logits,met
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #a6a0313a
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #cc81e535
 def _slots(logits, m, correction, per_expert, ids, weights, shared, gate, entries, met):
-    "Weights of the picks of rows with these logits, slots, and their number"
+    "Weights of the picks of rows with these logits; experts and entries of slots, and their number"
     card,R = card_of(logits),len(logits)
     most = _most_slots(R, m, shared, entries)
     share,number = card.empty((R,m.top_k+shared)),card.empty(1, 'int32')
-    slots = card.empty((most,entries+2), 'int32')
+    listed = card.empty(most, 'int32'),card.empty((most,entries+1), 'int32'),number
     options = dict(EXPERTS=m.num_experts, TOP_K=m.top_k, SHARED=int(shared), GATE=int(gate),
         ENTRIES=entries, SCORE=f'SCORE_{m.score.upper()}', RENORM=int(m.renormalise), CORRECTED=int(correction is not None))
-    arrays = ids,weights,share,slots,number,met
+    arrays = ids,weights,share,*listed,met
     run('expert_slots', _ceil(R, 16), 512, logits, correction, per_expert, *arrays,
-        float(m.scaling), logits.shape[1], R, **options)
-    return share,slots,number
+        float(m.scaling), logits.shape[1], R, most, **options)
+    return share,listed
 
-def _products(x, p, bias, gain, slots, number, y, eps, limit, blocks, d):
+def _products(x, p, bias, gain, slots, y, eps, limit, blocks, d):
     "One half: `y` of each entry"
-    strips = _ceil(p.rows, 16)
-    span = (_ceil(len(slots)*strips, blocks)-1)//strips+2
-    shared = d['ROOM']+4*span*slots.shape[1]
+    strips,most = _ceil(p.rows, 16),len(slots[0])
+    span = (_ceil(most*strips, blocks)-1)//strips+2
+    shared = d['ROOM']+4*(most+span*slots[1].shape[1])
     l = limits(card_of(x))
     if shared>l.block: raise AtlasError(f'{blocks} blocks have {span} slots each, and no room for them')
-    run('expert_strips', blocks, 32*d['WARPS'], _raw(p.w), _raw(p.s), p.gs, bias, slots, number,
-        x, gain, y, eps, limit, x.shape[1], y.shape[1], span, shared=max(shared, l.alone), **d)
+    run('expert_strips', blocks, 32*d['WARPS'], _raw(p.w), _raw(p.s), p.gs, bias, *slots,
+        x, gain, y, eps, limit, most, x.shape[1], y.shape[1], span, shared=max(shared, l.alone), **d)
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #3bee377f
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #0b618b3f
 def moe_wide(
     x, # [R, H] float32
     gain, # [H] of the norm, or None: `x` is normed
@@ -164,7 +164,7 @@ def moe_wide(
         _rows(router, up, down, o, *part)
     return out
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #e730419f
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #031283fc
 def _rows(router, up, down, o, x, add, out, *routes):
     "Rows of one launch, into `out`"
     card,(R,H),m = card_of(x),x.shape,o.m
@@ -173,12 +173,11 @@ def _rows(router, up, down, o, x, add, out, *routes):
     d = _halves(card, up, down, o.act, o.gain is not None, picks, _likely(R, m))
     logits,met = _logits(x, router, o.bias, o.seen, o.eps, m.num_experts, card.multiprocessors)
     entries = d[0]['ENTRIES']
-    found = _slots(logits, m, o.correction, o.per_expert, *routes, o.shared, o.gate, entries, met)
-    share,slots = found[0],found[1:]
+    share,slots = _slots(logits, m, o.correction, o.per_expert, *routes, o.shared, o.gate, entries, met)
     h = card.empty((R*picks,_ceil(down.k, 4)*4))
     y = card.empty((R*picks,H))
-    _products(x, up, o.biases[0], o.gain, *slots, h, o.eps, o.limit, blocks, d[0])
-    _products(h, down, o.biases[1], None, *slots, y, o.eps, o.limit, blocks, d[1])
+    _products(x, up, o.biases[0], o.gain, slots, h, o.eps, o.limit, blocks, d[0])
+    _products(h, down, o.biases[1], None, slots, y, o.eps, o.limit, blocks, d[1])
     later,sixteens = _asked(o.then, card)
     run('expert_sum', (_ceil(H, 512),R), 128, share, y.reshape(R, picks, H), add, out, *later, *sixteens,
         HIDDEN=H, PICKS=picks)
