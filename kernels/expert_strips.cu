@@ -21,8 +21,7 @@
 //   -D SPLIT= shares of the columns  -D ACT= of lib/act.cuh  -D NORM= (0 or 1)
 //   -D UP= 1: slots are what the kernel before this one wrote; 0: what the one before that did
 //   -D WARPS=  DEEP=  ROOM= bytes of shared memory but for slots
-//   launch: <<<any number, 32*WARPS, shared bytes: see atlas.cuda.experts_wide>>>; `span`: at
-//           least as many slots as a block has strips of
+//   launch: <<<any number, 32*WARPS, shared bytes: see atlas.cuda.experts_wide>>>
 #include "lib/act.cuh"
 #include "lib/fragment.cuh"
 #include "lib/pdl.cuh"
@@ -46,10 +45,10 @@ constexpr bool PAIR = ACT == ACT_SILU || ACT == ACT_GELU || ACT == ACT_OAI;
 // chunks of 32 columns; blocks of 128; pieces of 256
 constexpr int C = (K + 31) / 32, HELD = (K + 255) / 256 * 2, PARTS = HELD / 2;
 constexpr int THREADS = 32 * WARPS, RECORD = ENTRIES + 1, TILES = (ENTRIES + 7) / 8, COLUMNS = 8 * TILES;
-constexpr int STRIPS = (STORED + 15) / 16;
+constexpr unsigned STRIPS = (STORED + 15) / 16;
 typedef FORMAT<C> F;
 typedef Staged<F, 4 * HELD> S;
-constexpr int UNITS = ((C + 3) / 4 + F::UNITS - 1) / F::UNITS, PLANE = ENTRIES * S::LDR;
+constexpr unsigned UNITS = ((C + 3) / 4 + F::UNITS - 1) / F::UNITS, PLANE = ENTRIES * S::LDR;
 constexpr int UNROLLED = UNITS == SPLIT ? SPLIT : 1;  // shares of one unit
 static_assert(SPLIT <= UNITS && STORED % 4 == 0, "see the contract");
 
@@ -145,9 +144,10 @@ struct To {
 // What a warp fetches next: unit `unit` of strip `strip` of the line, where a slot's strips end.
 struct Next {
     Bytes w, s;
-    int strip, unit, slot_end, rest;
+    unsigned strip, unit, slot_end;
+    int rest;
     __device__ __forceinline__ void begin(Bytes bank, Bytes scales, int expert, int lane) {
-        const int row = strip % STRIPS * 16;
+        const unsigned row = strip % STRIPS * 16;
         w = bank;
         s = scales;
         F::first(w, s, (size_t)expert * STORED + row, 0, lane);
@@ -174,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
         const unsigned char* __restrict__ w, const unsigned char* __restrict__ s,
         const float* __restrict__ gs, const float* __restrict__ bias, const int* experts,
         const int* slots, const int* number, const float* x, const float* __restrict__ gain,
-        float* y, float eps, float limit, int most, int width, int outs, int span) {
+        float* y, float eps, float limit, int most, int width, int outs) {
     DYNAMIC_SHARED(Shared, sm);
     int* const expert_of = (int*)(sm + 1), *const records = expert_of + most;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
@@ -182,14 +182,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
     if (UP) pdl_wait();
     if (UP) pdl_trigger();  // the next kernel reads slots before it waits
     for (int i = threadIdx.x; i < most; i += THREADS) expert_of[i] = __ldcg(experts + i);
-    const int all = __ldcg(number) * STRIPS, begin = (int)((long long)all * blockIdx.x / gridDim.x);
-    const int end = (int)((long long)all * (blockIdx.x + 1) / gridDim.x), slot0 = begin / STRIPS;
+    typedef unsigned long long Long;
+    const unsigned all = __ldcg(number) * STRIPS;
+    const unsigned begin = (unsigned)((Long)all * blockIdx.x / gridDim.x);
+    const unsigned end = (unsigned)((Long)all * (blockIdx.x + 1) / gridDim.x);
+    const unsigned slot0 = begin / STRIPS;
     __syncthreads();
     unsigned char* const ring = sm->ring[warp][0];
     Next next = {nullptr, nullptr, begin + warp, 0, 0, 0};
     auto fetch = [&](unsigned char* to) {
         if (next.strip < end) {
-            if (next.strip >= next.slot_end)
+            if (next.strip >= next.slot_end)  // where is that?
                 next.begin(w, s, expert_of[next.strip / STRIPS], lane);
             next.fetch(to, lane);
         }
@@ -197,15 +200,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
     };
     #pragma unroll 1
     for (int i = 0; i < DEEP; i++) fetch(ring + i * F::BYTES);
-    const int own = min((end - 1) / STRIPS - slot0 + 1, span) * RECORD;
-    for (int i = threadIdx.x; i < own; i += THREADS)
+    const unsigned own = begin < end ? ((end - 1) / STRIPS - slot0 + 1) * RECORD : 0;
+    for (unsigned i = threadIdx.x; i < own; i += THREADS)
         records[i] = __ldcg(slots + slot0 * RECORD + i);
     if (!UP) pdl_wait();
-    int spot = 0, strip = begin + warp;
+    unsigned strip = begin + warp;
+    int spot = 0;
     #pragma unroll 1
-    for (int from = begin; from < end; from = (from / STRIPS + 1) * STRIPS) {
+    for (unsigned from = begin; from < end; from = (from / STRIPS + 1) * STRIPS) {
         const int* const record = records + (from / STRIPS - slot0) * RECORD;
-        const int to = min((from / STRIPS + 1) * STRIPS, end);
+        const unsigned to = min((from / STRIPS + 1) * STRIPS, end);
         __syncthreads();
         stage(sm, record, x, gain, width);
         __syncthreads();
@@ -233,10 +237,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
                 more[i] = bias && in ? bias[expert + row + i] : 0.f;
             }
             #pragma unroll UNROLLED
-            for (int share = 0; share < SPLIT; share++) {
+            for (unsigned share = 0; share < SPLIT; share++) {
                 float acc[TILES][4] = {};
                 #pragma unroll 1
-                for (int u = share; u < (UNITS == SPLIT ? share + 1 : UNITS); u += SPLIT) {
+                for (unsigned u = share; u < (UNITS == SPLIT ? share + 1 : UNITS); u += SPLIT) {
                     unsigned char* const place = ring + spot;
                     F q[F::UNITS];
                     cp_async_wait<DEEP - 1>();

@@ -3,6 +3,7 @@ import subprocess
 import numpy as np,pytest
 from types import SimpleNamespace as NS
 import test_experts
+from atlas.card import card
 from atlas.card.card import limits
 from atlas.card.emulator import Emulator,find_cxx
 from atlas.card.launch import kernel_dir,options_of
@@ -11,6 +12,7 @@ from atlas.cuda import experts_wide as W
 from atlas.cuda.experts_wide import moe_wide
 from atlas.ground.config import MoEConfig,ModelConfig
 from test_experts import NETS,Net,bank
+from test_races import overlap
 
 pytestmark = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
 
@@ -78,6 +80,48 @@ def test_any_number_of_rows(R):
     y,ids,w = n(x, 0*add)
     assert (y==y[0]).all() and (ids==ids[0]).all() and (w==w[0]).all()
 
+# Kernels that start early
+
+@pytest.fixture
+def kept(monkeypatch):
+    "Nobody gets memory that may still be hidden from kernels"
+    kept,empty = [],Emulator.empty
+    def keeping(*a, **kw): return kept.append(empty(*a, **kw)) or kept[-1]
+    monkeypatch.setattr(Emulator, 'empty', keeping)
+
+def twice(n):
+    "Two calls after each other, the second with what the first one made"
+    x,gain = (n.card.upload(a) for a in (rows_of(n, 20)[0],n.gain))
+    for _ in 'ab':
+        x = moe_wide(x, gain, 1e-6, n.router, n.up, n.down, n.m, n.act, shared=True,
+            shared_gate=True, add=x)
+    return n.card.download(x)
+
+def test_nothing_is_read_before_it_is_written(overlap, kept):
+    "Each kernel starts as early as it may, and finds 0xFF where others have yet to write"
+    n = Net(0, Emulator(), **NETS['qwen'])
+    overlap.on = True
+    got = twice(n)
+    assert {'router','expert_slots','expert_strips','expert_sum'}<=overlap.names
+    overlap.on = False
+    assert np.array_equal(got, twice(n))
+
+# Without the others somebody would look for slots anywhere
+FORGOTTEN = [('expert_strips','if (!UP) pdl_wait();'), ('expert_sum','pdl_wait();')]
+
+@pytest.mark.parametrize('kernel,wait', FORGOTTEN)
+def test_a_wait_that_is_forgotten_is_seen(kernel, wait, overlap, kept, tmp_path):
+    n = Net(0, Emulator(), 32, 32, 12, 2, 'NVFP4', shared=2)
+    want,p = twice(n),tmp_path/'kernels'/f'{kernel}.cu'
+    text = p.read_text()
+    assert text.count(wait)==1
+    p.write_text(text.replace(wait, ''))
+    card._variants.clear()
+    card._ready.cache_clear()
+    overlap.on = True
+    with np.errstate(all='ignore'): got = twice(n)
+    assert not np.array_equal(got, want)
+
 # Slots
 
 def listed(ids, E, shared, entries):
@@ -90,16 +134,16 @@ def listed(ids, E, shared, entries):
 @pytest.mark.parametrize('R,E,k,shared,entries', [(1,5,2,1,8), (33,300,4,0,8), (256,40,16,1,16), (17,12,3,1,2)])
 def test_slots(R, E, k, shared, entries):
     "Every pick has its place, by expert and row; the counter that tells the last block is 0 again"
-    card,m = Emulator(),MoEConfig(E, k, 8)
+    c,m = Emulator(),MoEConfig(E, k, 8)
     rng = np.random.default_rng(R)
     logits = rng.standard_normal((R,-(-(E+1)//4)*4), dtype='f4')
     logits[R//2:,3] += 9 # a favourite
-    ids,met = card.empty((R,k), 'int32'),card.upload(np.zeros(1, 'i4'))
+    ids,met = c.empty((R,k), 'int32'),c.upload(np.zeros(1, 'i4'))
     how = m,None,None,ids,None,shared,False,entries,met
-    _,slots = W._slots(card.upload(logits), *how)
-    ids,(which,who,number) = card.download(ids),map(card.download, slots)
+    _,slots = W._slots(c.upload(logits), *how)
+    ids,(which,who,number) = c.download(ids),map(c.download, slots)
     want = np.argsort(-logits[:,:E], 1, kind='stable')[:,:k]
-    assert np.array_equal(ids, want) and not card.download(met).any()
+    assert np.array_equal(ids, want) and not c.download(met).any()
     n, = number
     got = [(e,who[:c]) for e,(c,*who) in zip(which[:n].tolist(), who.tolist())]
     assert got==listed(ids, E, shared, entries) and (which[n:]==-1).all()
@@ -121,11 +165,11 @@ def test_every_shape_has_room(name):
     pair = c.act!='relu2'
     for up,down in FORMATS:
         for arch,a in CARDS.items():
-            card = NS(arch=arch, **a)
+            on = NS(arch=arch, **a)
             for R in (1,16,256):
                 banks = bank(up, I*(1+pair), H, m.num_experts, pair),bank(down, H, I, m.num_experts)
-                u,d = W._halves(card, *banks, c.act, True, m.top_k, W._likely(R, m))
-                most = limits(card).block
+                u,d = W._halves(on, *banks, c.act, True, m.top_k, W._likely(R, m))
+                most = limits(on).block
                 slots = W._most_slots(R, m, False, u['ENTRIES'])
                 for o in (u,d):
                     span = -(-slots//a['multiprocessors'])+2
