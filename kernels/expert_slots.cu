@@ -5,12 +5,13 @@
 // one block, which waits for nobody.
 //   logits     : [r, ld]             f32   of the router; with GATE the one after the experts'
 //                                          is the shared expert's gate
-//   correction : [experts]           f32   added to the scores for picking only (CORRECTED 1); or null
+//   correction : [experts]           f32   added to the scores for picking only (CORRECTED 1);
+//                                          or null
 //   per_expert : [experts]           f32   a factor on the weight of each expert; or null
 //   ids        : [r, top_k]          i32   who was picked, best first
 //   weights    : [r, top_k]          f32   their weights; or null
 //   share      : [r, picks]          f32   the same, and the shared expert's
-//   experts    : [most]              i32   of each slot; -1 where no slot is
+//   which      : [most]              i32   expert of each slot; -1 where no slot is
 //   slots      : [most, record]      i32   how many entries a slot has, and these; record =
 //                                          ENTRIES + 1
 //   number     : [1]                 i32   slots in use
@@ -32,7 +33,8 @@
 #define CORRECTED 0
 #endif
 constexpr int E = EXPERTS, PICKS = TOP_K + SHARED, N = (E + 31) / 32, RECORD = ENTRIES + 1;
-constexpr int WARPS = 16, THREADS = 32 * WARPS, MANY = 256 * TOP_K, PER = (E + THREADS - 1) / THREADS;
+constexpr int WARPS = 16, THREADS = 32 * WARPS, MANY = 256 * TOP_K;  // picks of most rows
+constexpr int PER = (E + THREADS - 1) / THREADS;  // experts of a thread
 
 // Sum of `v` over the threads before this one; `all`: over all of them.
 __device__ __forceinline__ int before(int v, int* parts, int& all) {
@@ -69,7 +71,7 @@ template <class Id> __device__ __forceinline__ void count(Id id, int from, int t
 }
 
 // The list of slots, of `rows` rows whose picks id(row * TOP_K + pick) tells.
-template <class Id> __device__ __forceinline__ void list(Id id, int rows, int* experts, int* slots,
+template <class Id> __device__ __forceinline__ void list(Id id, int rows, int* which, int* slots,
         int* number, int most) {
     __shared__ int first[E], parts[WARPS];
     __shared__ unsigned short found[WARPS][E], rank[MANY];
@@ -102,13 +104,13 @@ template <class Id> __device__ __forceinline__ void list(Id id, int rows, int* e
         if (e < E) first[e] = at;
         #pragma unroll 1
         for (int left = total[i]; left > 0; left -= ENTRIES, at++) {
-            experts[at] = e;
+            which[at] = e;
             slots[at * RECORD] = min(left, ENTRIES);
         }
     }
     __syncthreads();
     if (!threadIdx.x) *number = ahead + all;
-    for (int i = ahead + all + threadIdx.x; i < most; i += THREADS) experts[i] = -1;
+    for (int i = ahead + all + threadIdx.x; i < most; i += THREADS) which[i] = -1;
     #pragma unroll 1
     for (int p = from + lane; p < to; p += 32) {
         const int e = id(p), place = found[warp][e] + rank[p];
@@ -120,7 +122,7 @@ template <class Id> __device__ __forceinline__ void list(Id id, int rows, int* e
         int* const slot = slots + i / ENTRIES * RECORD;
         slot[1 + i % ENTRIES] = i * PICKS + TOP_K;
         if (i % ENTRIES == 0) {
-            experts[i / ENTRIES] = E;
+            which[i / ENTRIES] = E;
             slot[0] = min(rows - i, ENTRIES);
         }
     }
@@ -128,7 +130,7 @@ template <class Id> __device__ __forceinline__ void list(Id id, int rows, int* e
 
 extern "C" __global__ void __launch_bounds__(THREADS) expert_slots(const float* logits,
         const float* __restrict__ correction, const float* __restrict__ per_expert, int* ids,
-        float* weights, float* share, int* experts, int* slots, int* number, unsigned* met,
+        float* weights, float* share, int* which, int* slots, int* number, unsigned* met,
         float scaling, int ld, int rows, int most) {
     __shared__ int picked[WARPS][TOP_K];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = blockIdx.x * WARPS + warp;
@@ -150,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) expert_slots(const float* 
     if (arrived_last(met, gridDim.x)) {
         const int* const own = picked[0];
         auto of = [&](int i) { return alone ? own[i] : __ldcg(ids + i); };
-        list(of, rows, experts, slots, number, most);
+        list(of, rows, which, slots, number, most);
     }
     if (r >= rows) return;
     float v = pick_weight<E, TOP_K, SCORE, RENORM, N>(near, logit, scaling, lane);

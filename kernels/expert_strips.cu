@@ -10,7 +10,7 @@
 //   s      : [scales]        u8    their scales; or null
 //   gs     : [wrows]         f32   nvfp4, int4: scale of each row; or null
 //   bias   : [wrows]         f32   of rows as they are stored; or null
-//   experts : [most]         i32   of the slots, as expert_slots.cu has listed them
+//   which  : [most]          i32   expert of each slot, as expert_slots.cu has listed them
 //   slots  : [most, record]  i32   their entries; record = ENTRIES + 1
 //   number : [1]             i32   slots in use
 //   x      : [xrows, width]  f32   width >= K, a multiple of 4; UP 1: of each row, UP 0: each entry
@@ -44,7 +44,8 @@
 constexpr bool PAIR = ACT == ACT_SILU || ACT == ACT_GELU || ACT == ACT_OAI;
 // chunks of 32 columns; blocks of 128; pieces of 256
 constexpr int C = (K + 31) / 32, HELD = (K + 255) / 256 * 2, PARTS = HELD / 2;
-constexpr int THREADS = 32 * WARPS, RECORD = ENTRIES + 1, TILES = (ENTRIES + 7) / 8, COLUMNS = 8 * TILES;
+constexpr int THREADS = 32 * WARPS, RECORD = ENTRIES + 1;
+constexpr int TILES = (ENTRIES + 7) / 8, COLUMNS = 8 * TILES;  // of a product
 constexpr unsigned STRIPS = (STORED + 15) / 16;
 typedef FORMAT<C> F;
 typedef Staged<F, 4 * HELD> S;
@@ -172,7 +173,7 @@ struct Next {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
         const unsigned char* __restrict__ w, const unsigned char* __restrict__ s,
-        const float* __restrict__ gs, const float* __restrict__ bias, const int* experts,
+        const float* __restrict__ gs, const float* __restrict__ bias, const int* which,
         const int* slots, const int* number, const float* x, const float* __restrict__ gain,
         float* y, float eps, float limit, int most, int width, int outs) {
     DYNAMIC_SHARED(Shared, sm);
@@ -181,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
     if (!UP) pdl_trigger();
     if (UP) pdl_wait();
     if (UP) pdl_trigger();  // the next kernel reads slots before it waits
-    for (int i = threadIdx.x; i < most; i += THREADS) expert_of[i] = __ldcg(experts + i);
+    for (int i = threadIdx.x; i < most; i += THREADS) expert_of[i] = __ldcg(which + i);
     typedef unsigned long long Long;
     const unsigned all = __ldcg(number) * STRIPS;
     const unsigned begin = (unsigned)((Long)all * blockIdx.x / gridDim.x);
@@ -205,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
         records[i] = __ldcg(slots + slot0 * RECORD + i);
     if (!UP) pdl_wait();
     unsigned strip = begin + warp;
-    int spot = 0;
+    unsigned char* place = ring;
     #pragma unroll 1
     for (unsigned from = begin; from < end; from = (from / STRIPS + 1) * STRIPS) {
         const int* const record = records + (from / STRIPS - slot0) * RECORD;
@@ -241,7 +242,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
                 float acc[TILES][4] = {};
                 #pragma unroll 1
                 for (unsigned u = share; u < (UNITS == SPLIT ? share + 1 : UNITS); u += SPLIT) {
-                    unsigned char* const place = ring + spot;
                     F q[F::UNITS];
                     cp_async_wait<DEEP - 1>();
                     __syncwarp();
@@ -249,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
                     for (int b = 0; b < F::UNITS; b++) q[b].read(place, b, g, t);
                     __syncwarp();
                     fetch(place);
-                    spot = spot == (DEEP - 1) * F::BYTES ? 0 : spot + F::BYTES;
+                    place = place == sm->ring[warp][DEEP - 1] ? ring : place + F::BYTES;
                     #pragma unroll
                     for (int b = 0; b < F::UNITS; b++)
                         #pragma unroll

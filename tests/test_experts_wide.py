@@ -1,4 +1,5 @@
-"""Experts of many rows: what the host says, the same bits in any company, and slots that hold what they should."""
+"""Experts of many rows: what the host says, the same bits in any company, and slots that hold
+what they should."""
 import subprocess
 import numpy as np,pytest
 from types import SimpleNamespace as NS
@@ -18,7 +19,8 @@ pytestmark = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
 
 MORE = dict(
     floats=dict(H=64, I=40, experts=6, top=2, fmt='F16', down='F32', shared=1),
-    channels=dict(H=544, I=288, experts=5, top=2, fmt='FP8_CHANNEL', score='sigmoid', correction=True))
+    channels=dict(H=544, I=288, experts=5, top=2, fmt='FP8_CHANNEL', score='sigmoid',
+        correction=True))
 
 @pytest.fixture(scope='module')
 def nets(): return {k: Net(i, Emulator(), **kw) for i,(k,kw) in enumerate((NETS|MORE).items())}
@@ -37,7 +39,8 @@ def rows_of(net, R):
 def same(a, b): return all(map(np.array_equal, a, b))
 
 def check(net, R):
-    "What the host says; the same bits alone, in another order, in fewer rows, and from any number of blocks"
+    """What the host says; the same bits alone, in another order, in fewer rows, and from any
+    number of blocks"""
     x,add = rows_of(net, R)
     got = y,ids,w = net(x, add)
     want,wids,ww = net.host(x)
@@ -49,7 +52,14 @@ def check(net, R):
         assert same(net(x[p], add[p]), [a[p] for a in got]), f'{n} rows'
     for b in (1, 3, 40): assert same(net(x, add, blocks=b, then=net.down), got), f'{b} blocks'
 
-CASES = [('qwen',11), ('oss',33), ('nemotron',9), ('mixed',9), ('integers',17), ('floats',12), ('channels',24)]
+CASES = [
+    ('qwen',11),
+    ('oss',33),
+    ('nemotron',9),
+    ('mixed',9),
+    ('integers',17),
+    ('floats',12),
+    ('channels',24)]
 
 @pytest.mark.parametrize('name,rows', CASES)
 def test_a_mixture(name, rows, nets): check(nets[name], rows)
@@ -131,7 +141,9 @@ def listed(ids, E, shared, entries):
     if shared: who = {E: [r*(k+1)+k for r in range(R)]}|who
     return [(e,a[i:i+entries]) for e,a in who.items() for i in range(0, len(a), entries)]
 
-@pytest.mark.parametrize('R,E,k,shared,entries', [(1,5,2,1,8), (33,300,4,0,8), (256,40,16,1,16), (17,12,3,1,2)])
+LISTS = [(1,5,2,1,8), (33,300,4,0,8), (256,40,16,1,16), (17,12,3,1,2)]
+
+@pytest.mark.parametrize('R,E,k,shared,entries', LISTS)
 def test_slots(R, E, k, shared, entries):
     "Every pick has its place, by expert and row; the counter that tells the last block is 0 again"
     c,m = Emulator(),MoEConfig(E, k, 8)
