@@ -78,6 +78,7 @@ template <class Id> __device__ __forceinline__ void list(Id id, int rows, int* w
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int many = rows * TOP_K, stretch = (many + WARPS - 1) / WARPS;
     const int from = min(warp * stretch, many), to = min(from + stretch, many);
+    #pragma unroll 1
     for (int i = lane; i < E; i += 32) found[warp][i] = 0;
     __syncwarp();
     count(id, from, to, found[warp], rank);
@@ -110,6 +111,7 @@ template <class Id> __device__ __forceinline__ void list(Id id, int rows, int* w
     }
     __syncthreads();
     if (!threadIdx.x) *number = ahead + all;
+    #pragma unroll 1
     for (int i = ahead + all + threadIdx.x; i < most; i += THREADS) which[i] = -1;
     #pragma unroll 1
     for (int p = from + lane; p < to; p += 32) {

@@ -6,7 +6,7 @@
 // of which a block has a piece; DEEP units of a warp are on their way to shared memory, those of
 // the next strip or slot after this one's. Only where a slot ends do the warps of a block meet, to
 // stage the rows of the next. An entry's bits depend on nothing but its row and its expert.
-//   w      : [bytes]         u8    bank of matrices [n4, k] in FORMAT; the shared expert is the last
+//   w      : [bytes]         u8    bank of matrices [n4, k] in FORMAT, the shared expert's last
 //   s      : [scales]        u8    their scales; or null
 //   gs     : [wrows]         f32   nvfp4, int4: scale of each row; or null
 //   bias   : [wrows]         f32   of rows as they are stored; or null
@@ -60,38 +60,56 @@ struct Shared {  // and then the experts of all slots, and the entries of the bl
 };
 static_assert(sizeof(Shared) == ROOM, "see the contract");
 
-// Rows of a slot, normed but for their length, into shared memory: 256 columns a warp at a time.
+// Columns 8v to 8v + 7 of row r of a slot, normed but for its length, into shared memory.
+__device__ __forceinline__ void put_row(Shared* sm, int r, int v, float* a,
+        const float* __restrict__ gain) {
+    const int lane = threadIdx.x % 32;
+    float g[8], sum = 0.f;
+    if (NORM && v * 8 < K) load8(gain + v * 8, g);
+    #pragma unroll
+    for (int j = 0; j < 8; j++) {
+        if (K % 4) a[j] = v * 8 + j < K ? a[j] : 0.f;
+        if (NORM) {
+            sum = fmaf(a[j], a[j], sum);
+            a[j] = v * 8 < K ? __fmul_rn(a[j], g[j]) : 0.f;
+        }
+    }
+    if (NORM) sum = warp_sum(sum);
+    if (NORM && !lane) sm->squares[r][v / 32] = sum;
+    uint4* const to = sm->x + r * S::LDR + v % 4 * S::LD + v / 4;
+    if (F::TWO) split8(a, to[0], to[F::TWO ? PLANE : 0]);
+    else {
+        float top = top8(a);
+        #pragma unroll
+        for (int m = 1; m < 16; m *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
+        const float2 f = chunk_scale(top);
+        *to = F::CROSSED ? to_half8_crossed(a, f.x) : to_half8(a, f.x);
+        if (lane % 16 == 0) sm->e[v / 16][r] = f.y;
+    }
+}
+
+// All rows of a slot: pieces of 256 columns are dealt out to warps, MANY of each on their way.
 __device__ __forceinline__ void stage(Shared* sm, const int* record, const float* x,
         const float* __restrict__ gain, int width) {
-    const int lane = threadIdx.x % 32;
+    constexpr int ROUNDS = (ENTRIES * PARTS + WARPS - 1) / WARPS, MANY = ROUNDS < 4 ? ROUNDS : 4;
+    const int pieces = record[0] * PARTS;
     #pragma unroll 1
-    for (int i = threadIdx.x / 32; i < record[0] * PARTS; i += WARPS) {
-        const int r = i / PARTS, v = i % PARTS * 32 + lane, entry = record[1 + r];
-        const float* const from = x + (size_t)(UP ? entry / PICKS : entry) * width + v * 8;
-        float a[8] = {}, g[8], sum = 0.f;
+    for (int from = threadIdx.x / 32; from < pieces; from += MANY * WARPS) {
+        float a[MANY][8] = {};
         #pragma unroll
-        for (int j = 0; j < 8; j += 4)
-            if (v * 8 + j < K) *(float4*)(a + j) = __ldcg((const float4*)(from + j));
-        if (NORM && v * 8 < K) load8(gain + v * 8, g);
-        #pragma unroll
-        for (int j = 0; j < 8; j++) {
-            if (K % 4) a[j] = v * 8 + j < K ? a[j] : 0.f;
-            if (NORM) {
-                sum = fmaf(a[j], a[j], sum);
-                a[j] = v * 8 < K ? __fmul_rn(a[j], g[j]) : 0.f;
-            }
-        }
-        if (NORM) sum = warp_sum(sum);
-        if (NORM && !lane) sm->squares[r][i % PARTS] = sum;
-        uint4* const to = sm->x + r * S::LDR + v % 4 * S::LD + v / 4;
-        if (F::TWO) split8(a, to[0], to[F::TWO ? PLANE : 0]);
-        else {
-            float top = top8(a);
+        for (int k = 0; k < MANY; k++) {
+            const int i = from + k * WARPS, v = i % PARTS * 32 + threadIdx.x % 32;
+            if (i >= pieces) break;
+            const int entry = record[1 + i / PARTS], row = UP ? entry / PICKS : entry;
+            const float* const at = x + (size_t)row * width + v * 8;
             #pragma unroll
-            for (int m = 1; m < 16; m *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
-            const float2 f = chunk_scale(top);
-            *to = F::CROSSED ? to_half8_crossed(a, f.x) : to_half8(a, f.x);
-            if (lane % 16 == 0) sm->e[v / 16][r] = f.y;
+            for (int j = 0; j < 8; j += 4)
+                if (v * 8 + j < K) *(float4*)(a[k] + j) = __ldcg((const float4*)(at + j));
+        }
+        #pragma unroll
+        for (int k = 0; k < MANY; k++) {
+            const int i = from + k * WARPS;
+            if (i < pieces) put_row(sm, i / PARTS, i % PARTS * 32 + threadIdx.x % 32, a[k], gain);
         }
     }
 }
@@ -182,6 +200,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
     if (!UP) pdl_trigger();
     if (UP) pdl_wait();
     if (UP) pdl_trigger();  // the next kernel reads slots before it waits
+    #pragma unroll 1
     for (int i = threadIdx.x; i < most; i += THREADS) expert_of[i] = __ldcg(which + i);
     typedef unsigned long long Long;
     const unsigned all = __ldcg(number) * STRIPS;
@@ -202,6 +221,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
     #pragma unroll 1
     for (int i = 0; i < DEEP; i++) fetch(ring + i * F::BYTES);
     const unsigned own = begin < end ? ((end - 1) / STRIPS - slot0 + 1) * RECORD : 0;
+    #pragma unroll 1
     for (unsigned i = threadIdx.x; i < own; i += THREADS)
         records[i] = __ldcg(slots + slot0 * RECORD + i);
     if (!UP) pdl_wait();

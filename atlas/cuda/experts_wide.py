@@ -7,7 +7,7 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/moe/cuda.experts_wide.html.m
 # %% auto #0
 __all__ = ['MOST_ROWS', 'moe_wide']
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #d80bfcaf
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #82b90710
 from types import SimpleNamespace as NS
 from ..card.card import card_of,limits,run
 from ..ground.config import MoEConfig
@@ -16,7 +16,7 @@ from .experts import _ACTS,_asked,_ceil,_checked,_raw
 from .gemv import _x_bytes
 from .pack import Packed
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #fac597e6
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #c3b450f5
 MOST_ROWS = 256 # Of a launch: expert_slots.cu has room for their picks
 
 def _likely(R, m)->int:
@@ -33,7 +33,7 @@ def _shares(units, most)->int:
     "Shares of a row's columns, a power of two"
     return 1<<(min(units, most).bit_length()-1)
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #532a25a3
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #5f3488f8
 def _room(card, f, K, entries):
     "Warps of a block, units on their way of each, and bytes of shared memory; None if there is no room"
     held,most = _ceil(K, 256)*2,limits(card).block-6144
@@ -52,7 +52,7 @@ def _rows_bytes(f, held, entries):
     "Bytes of `entries` staged rows of `held` blocks of 128 columns"
     return _x_bytes(f, entries, held)-_ceil(held*entries, 4)*16
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #488f27b2
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #0ac1a8be
 def _strips(card, p, up, entries, act, norm, picks):
     "Options of expert_strips.cu for the bank `p`, with slots of at most `entries`"
     f,pair = p.format,up and act!='relu2'
@@ -81,7 +81,7 @@ def _halves(card, up, down, act, norm, picks, entries):
         if u['ENTRIES']==d['ENTRIES']: return u,d
         entries = d['ENTRIES']
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #ba7253a3
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #ffe5cfd7
 def _router_grid(H, n, R, sms):
     "Warps of a block of router.cu, rows of weights of each, and blocks"
     pieces = _ceil(H, 256)
@@ -102,7 +102,7 @@ def _logits(x, router, bias, gain, eps, E, sms):
         logits.shape[1], R, **options)
     return logits,met
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #5c4b27ed
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #23e6e18b
 def _slots(logits, m, correction, per_expert, ids, weights, shared, gate, entries, met):
     "Weights of the picks of rows with these logits; experts and entries of slots, and their number"
     card,R = card_of(logits),len(logits)
@@ -126,7 +126,7 @@ def _products(x, p, bias, gain, slots, y, eps, limit, blocks, d):
     run('expert_strips', blocks, 32*d['WARPS'], _raw(p.w), _raw(p.s), p.gs, bias, *slots,
         x, gain, y, eps, limit, most, x.shape[1], y.shape[1], shared=max(shared, l.alone), **d)
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #71bed005
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #5153271d
 def moe_wide(
     x, # [R, H] float32
     gain, # [H] of the norm, or None: `x` is normed
@@ -164,7 +164,7 @@ def moe_wide(
         _rows(router, up, down, o, *part)
     return out
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #16362f30
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #059843ba
 def _rows(router, up, down, o, x, add, out, *routes):
     "Rows of one launch, into `out`"
     card,(R,H),m = card_of(x),x.shape,o.m
