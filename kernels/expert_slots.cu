@@ -1,8 +1,8 @@
 // Which experts the rows of a wide decode step need, and for whom. A warp picks for a row
 // (lib/picks.cuh); the block that ends last then lists the slots: one expert, and up to ENTRIES
 // entries (row * PICKS + pick) of rows that picked it. The shared expert (number EXPERTS) comes
-// first, the others by number; an expert's entries come in the order of rows. Sixteen rows are
-// one block, which waits for nobody.
+// first, the others by number; an expert's entries come in the order of rows. As many rows
+// as a block has warps wait for nobody.
 //   logits     : [r, ld]             f32   of the router; with GATE the one after the experts'
 //                                          is the shared expert's gate
 //   correction : [experts]           f32   added to the scores for picking only (CORRECTED 1);
@@ -17,8 +17,8 @@
 //   number     : [1]                 i32   slots in use
 //   met        : [1]                 i32   0, before and after (router.cu begins with 0)
 //   -D EXPERTS=  TOP_K=  SHARED= GATE= (of the shared expert: 0 or 1)  ENTRIES=
-//   -D SCORE= (of lib/picks.cuh)  RENORM= CORRECTED= (0 or 1)
-//   launch: <<<ceil(r/16), 512>>>, up to 256 rows
+//   -D SCORE= (of lib/picks.cuh)  RENORM= CORRECTED= (0 or 1)  WARPS=
+//   launch: <<<ceil(r/WARPS), 32*WARPS>>>, up to 256 rows
 #include "lib/arrived.cuh"
 #include "lib/pdl.cuh"
 #include "lib/picks.cuh"
@@ -31,9 +31,10 @@
 #define SCORE SCORE_SOFTMAX
 #define RENORM 1
 #define CORRECTED 0
+#define WARPS 16
 #endif
 constexpr int E = EXPERTS, PICKS = TOP_K + SHARED, N = (E + 31) / 32, RECORD = ENTRIES + 1;
-constexpr int WARPS = 16, THREADS = 32 * WARPS, MANY = 256 * TOP_K;  // picks of most rows
+constexpr int THREADS = 32 * WARPS, MANY = 256 * TOP_K;  // picks of most rows
 constexpr int PER = (E + THREADS - 1) / THREADS;  // experts of a thread
 
 // Sum of `v` over the threads before this one; `all`: over all of them.

@@ -7,7 +7,7 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/moe/cuda.experts_wide.html.m
 # %% auto #0
 __all__ = ['MOST_ROWS', 'moe_wide']
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #82b90710
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #78e86f26
 from types import SimpleNamespace as NS
 from ..card.card import card_of,limits,run
 from ..ground.config import MoEConfig
@@ -16,7 +16,7 @@ from .experts import _ACTS,_asked,_ceil,_checked,_raw
 from .gemv import _x_bytes
 from .pack import Packed
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #c3b450f5
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #b147c240
 MOST_ROWS = 256 # Of a launch: expert_slots.cu has room for their picks
 
 def _likely(R, m)->int:
@@ -33,7 +33,7 @@ def _shares(units, most)->int:
     "Shares of a row's columns, a power of two"
     return 1<<(min(units, most).bit_length()-1)
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #5f3488f8
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #4a3c439b
 def _room(card, f, K, entries):
     "Warps of a block, units on their way of each, and bytes of shared memory; None if there is no room"
     held,most = _ceil(K, 256)*2,limits(card).block-6144
@@ -52,7 +52,7 @@ def _rows_bytes(f, held, entries):
     "Bytes of `entries` staged rows of `held` blocks of 128 columns"
     return _x_bytes(f, entries, held)-_ceil(held*entries, 4)*16
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #0ac1a8be
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #cfd61406
 def _strips(card, p, up, entries, act, norm, picks):
     "Options of expert_strips.cu for the bank `p`, with slots of at most `entries`"
     f,pair = p.format,up and act!='relu2'
@@ -81,7 +81,7 @@ def _halves(card, up, down, act, norm, picks, entries):
         if u['ENTRIES']==d['ENTRIES']: return u,d
         entries = d['ENTRIES']
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #ffe5cfd7
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #9430abfa
 def _router_grid(H, n, R, sms):
     "Warps of a block of router.cu, rows of weights of each, and blocks"
     pieces = _ceil(H, 256)
@@ -102,7 +102,7 @@ def _logits(x, router, bias, gain, eps, E, sms):
         logits.shape[1], R, **options)
     return logits,met
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #23e6e18b
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #0325b888
 def _slots(logits, m, correction, per_expert, ids, weights, shared, gate, entries, met):
     "Weights of the picks of rows with these logits; experts and entries of slots, and their number"
     card,R = card_of(logits),len(logits)
@@ -112,8 +112,10 @@ def _slots(logits, m, correction, per_expert, ids, weights, shared, gate, entrie
     options = dict(EXPERTS=m.num_experts, TOP_K=m.top_k, SHARED=int(shared), GATE=int(gate),
         ENTRIES=entries, SCORE=f'SCORE_{m.score.upper()}', RENORM=int(m.renormalise), CORRECTED=int(correction is not None))
     arrays = ids,weights,share,*listed,met
-    run('expert_slots', _ceil(R, 16), 512, logits, correction, per_expert, *arrays,
-        float(m.scaling), logits.shape[1], R, most, **options)
+    # 32 rows are one block as well, if its warps' counts of all experts find room
+    W = 32 if 16<R<=32 and m.num_experts<=256 else 16
+    run('expert_slots', _ceil(R, W), 32*W, logits, correction, per_expert, *arrays,
+        float(m.scaling), logits.shape[1], R, most, WARPS=W, **options)
     return share,listed
 
 def _products(x, p, bias, gain, slots, y, eps, limit, blocks, d):
@@ -126,7 +128,7 @@ def _products(x, p, bias, gain, slots, y, eps, limit, blocks, d):
     run('expert_strips', blocks, 32*d['WARPS'], _raw(p.w), _raw(p.s), p.gs, bias, *slots,
         x, gain, y, eps, limit, most, x.shape[1], y.shape[1], shared=max(shared, l.alone), **d)
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #5153271d
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #ec5ad039
 def moe_wide(
     x, # [R, H] float32
     gain, # [H] of the norm, or None: `x` is normed
@@ -164,7 +166,7 @@ def moe_wide(
         _rows(router, up, down, o, *part)
     return out
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #059843ba
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #096c7cbf
 def _rows(router, up, down, o, x, add, out, *routes):
     "Rows of one launch, into `out`"
     card,(R,H),m = card_of(x),x.shape,o.m
