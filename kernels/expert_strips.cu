@@ -21,8 +21,10 @@
 //   -D SPLIT= shares of the columns  -D ACT= of lib/act.cuh  -D NORM= (0 or 1)
 //   -D UP= 1: slots are what the kernel before this one wrote; 0: what the one before that did
 //   -D WARPS=  DEEP=  ROOM= bytes of shared memory but for slots
+//   shared: the matrix that all rows need, asked for before anybody knows the slots; or -1
 //   launch: <<<any number, 32*WARPS, shared bytes: see atlas.cuda.experts_wide>>>
 #include "lib/act.cuh"
+#include "lib/ahead.cuh"
 #include "lib/fragment.cuh"
 #include "lib/pdl.cuh"
 #include "lib/reduce.cuh"
@@ -193,11 +195,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
         const unsigned char* __restrict__ w, const unsigned char* __restrict__ s,
         const float* __restrict__ gs, const float* __restrict__ bias, const int* which,
         const int* slots, const int* number, const float* x, const float* __restrict__ gain,
-        float* y, float eps, float limit, int most, int width, int outs) {
+        float* y, float eps, float limit, int shared, int most, int width, int outs) {
     DYNAMIC_SHARED(Shared, sm);
     int* const expert_of = (int*)(sm + 1), *const records = expert_of + most;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     if (!UP) pdl_trigger();
+    if (UP && shared >= 0) {  // memory idles
+        const int thread = blockIdx.x * THREADS + threadIdx.x, threads = gridDim.x * THREADS;
+        const size_t row = (size_t)shared * STORED;
+        ahead(w + row * F::LINE, STORED * (F::LINE / 16), thread, threads);
+        if (s) ahead(s + row / 4 * F::SLINE, STORED / 4 * F::SLINE / 16, thread, threads);
+    }
     if (UP) pdl_wait();
     if (UP) pdl_trigger();  // the next kernel reads slots before it waits
     #pragma unroll 1

@@ -7,7 +7,7 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/moe/cuda.experts_wide.html.m
 # %% auto #0
 __all__ = ['MOST_ROWS', 'moe_wide']
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #78e86f26
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #30332e45
 from types import SimpleNamespace as NS
 from ..card.card import card_of,limits,run
 from ..ground.config import MoEConfig
@@ -16,7 +16,7 @@ from .experts import _ACTS,_asked,_ceil,_checked,_raw
 from .gemv import _x_bytes
 from .pack import Packed
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #b147c240
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #36af4b39
 MOST_ROWS = 256 # Of a launch: expert_slots.cu has room for their picks
 
 def _likely(R, m)->int:
@@ -33,7 +33,7 @@ def _shares(units, most)->int:
     "Shares of a row's columns, a power of two"
     return 1<<(min(units, most).bit_length()-1)
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #4a3c439b
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #8b02a73e
 def _room(card, f, K, entries):
     "Warps of a block, units on their way of each, and bytes of shared memory; None if there is no room"
     held,most = _ceil(K, 256)*2,limits(card).block-6144
@@ -52,7 +52,7 @@ def _rows_bytes(f, held, entries):
     "Bytes of `entries` staged rows of `held` blocks of 128 columns"
     return _x_bytes(f, entries, held)-_ceil(held*entries, 4)*16
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #cfd61406
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #3b181c49
 def _strips(card, p, up, entries, act, norm, picks):
     "Options of expert_strips.cu for the bank `p`, with slots of at most `entries`"
     f,pair = p.format,up and act!='relu2'
@@ -81,7 +81,7 @@ def _halves(card, up, down, act, norm, picks, entries):
         if u['ENTRIES']==d['ENTRIES']: return u,d
         entries = d['ENTRIES']
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #9430abfa
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #77233d23
 def _router_grid(H, n, R, sms):
     "Warps of a block of router.cu, rows of weights of each, and blocks"
     pieces = _ceil(H, 256)
@@ -102,7 +102,7 @@ def _logits(x, router, bias, gain, eps, E, sms):
         logits.shape[1], R, **options)
     return logits,met
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #0325b888
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #cb225b88
 def _slots(logits, m, correction, per_expert, ids, weights, shared, gate, entries, met):
     "Weights of the picks of rows with these logits; experts and entries of slots, and their number"
     card,R = card_of(logits),len(logits)
@@ -118,17 +118,18 @@ def _slots(logits, m, correction, per_expert, ids, weights, shared, gate, entrie
         float(m.scaling), logits.shape[1], R, most, WARPS=W, **options)
     return share,listed
 
-def _products(x, p, bias, gain, slots, y, eps, limit, blocks, d):
+def _products(x, p, bias, gain, slots, y, eps, limit, shared, blocks, d):
     "One half: `y` of each entry"
     strips,most = _ceil(p.rows, 16),len(slots[0])
     span = (_ceil(most*strips, blocks)-1)//strips+2
-    shared = d['ROOM']+4*(most+span*slots[1].shape[1])
+    room = d['ROOM']+4*(most+span*slots[1].shape[1])
     l = limits(card_of(x))
-    if shared>l.block: raise AtlasError(f'{blocks} blocks have {span} slots each, and no room for them')
+    if room>l.block: raise AtlasError(f'{blocks} blocks have {span} slots each, and no room for them')
     run('expert_strips', blocks, 32*d['WARPS'], _raw(p.w), _raw(p.s), p.gs, bias, *slots,
-        x, gain, y, eps, limit, most, x.shape[1], y.shape[1], shared=max(shared, l.alone), **d)
+        x, gain, y, eps, limit, shared, most, x.shape[1], y.shape[1],
+        shared=max(room, l.alone), **d)
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #ec5ad039
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #b3503a71
 def moe_wide(
     x, # [R, H] float32
     gain, # [H] of the norm, or None: `x` is normed
@@ -166,7 +167,7 @@ def moe_wide(
         _rows(router, up, down, o, *part)
     return out
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #096c7cbf
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #05ebe209
 def _rows(router, up, down, o, x, add, out, *routes):
     "Rows of one launch, into `out`"
     card,(R,H),m = card_of(x),x.shape,o.m
@@ -178,8 +179,9 @@ def _rows(router, up, down, o, x, add, out, *routes):
     share,slots = _slots(logits, m, o.correction, o.per_expert, *routes, o.shared, o.gate, entries, met)
     h = card.empty((R*picks,_ceil(down.k, 4)*4))
     y = card.empty((R*picks,H))
-    _products(x, up, o.biases[0], o.gain, slots, h, o.eps, o.limit, blocks, d[0])
-    _products(h, down, o.biases[1], None, slots, y, o.eps, o.limit, blocks, d[1])
+    always = m.num_experts if o.shared else -1 # The expert that all rows have
+    _products(x, up, o.biases[0], o.gain, slots, h, o.eps, o.limit, always, blocks, d[0])
+    _products(h, down, o.biases[1], None, slots, y, o.eps, o.limit, always, blocks, d[1])
     later,sixteens = _asked(o.then, card)
     run('expert_sum', (_ceil(H, 512),R), 128, share, y.reshape(R, picks, H), add, out, *later, *sixteens,
         HIDDEN=H, PICKS=picks)
