@@ -1,0 +1,307 @@
+// Half of the MLPs of a mixture of experts, for many rows of a decode step (expert_slots.cu has
+// listed who needs whom): y of an entry = act(W f(x) + bias), W the entry's expert. A warp takes 16
+// rows of an expert's matrix at a time (a strip) times all entries of a slot by tensor cores
+// (lib/fragment.cuh), alone from the first column to the last: it adds up shares of the columns one
+// after the other, as many warps do elsewhere, and meets nobody. Strips of all slots are one line,
+// of which a block has a piece; DEEP units of a warp are on their way to shared memory, those of
+// the next strip or slot after this one's. Only where a slot ends do the warps of a block meet, to
+// stage the rows of the next. An entry's bits depend on nothing but its row and its expert.
+//   w      : [bytes]         u8    bank of matrices [n4, k] in FORMAT, the shared expert's last
+//   s      : [scales]        u8    their scales; or null
+//   gs     : [wrows]         f32   nvfp4, int4: scale of each row; or null
+//   bias   : [wrows]         f32   of rows as they are stored; or null
+//   which  : [most]          i32   expert of each slot, as expert_slots.cu has listed them
+//   slots  : [most, record]  i32   their entries; record = ENTRIES + 1
+//   number : [1]             i32   slots in use
+//   x      : [xrows, width]  f32   width >= K, a multiple of 4; UP 1: of each row, UP 0: each entry
+//   gain   : [k]             f32   of the norm (NORM 1); or null
+//   y      : [yrows, outs]    f32   outs >= outputs, a multiple of 4
+//   -D FORMAT= fragment of W  -D K= columns  -D STORED= rows of a matrix as stored, a multiple of 4
+//   -D OUTPUTS= of a matrix  -D PICKS= entries of a row  -D ENTRIES= of a slot: 1, 2, 4, 8 or 16
+//   -D SPLIT= shares of the columns  -D ACT= of lib/act.cuh  -D NORM= (0 or 1)
+//   -D UP= 1: slots are what the kernel before this one wrote; 0: what the one before that did
+//   -D WARPS=  DEEP=  ROOM= bytes of shared memory but for slots
+//   shared: the matrix that all rows need, asked for before anybody knows the slots; or -1
+//   launch: <<<any number, 32*WARPS, shared bytes: see atlas.cuda.experts_wide>>>
+#include "lib/act.cuh"
+#include "lib/ahead.cuh"
+#include "lib/fragment.cuh"
+#include "lib/pdl.cuh"
+#include "lib/reduce.cuh"
+#ifndef FORMAT
+#define FORMAT fragment_nvfp4
+#define K 2048
+#define STORED 1024
+#define OUTPUTS 512
+#define PICKS 9
+#define ENTRIES 8
+#define SPLIT 4
+#define ACT ACT_SILU
+#define NORM 1
+#define UP 1
+#define WARPS 16
+#define DEEP 5
+#define ROOM 219392
+#endif
+constexpr bool PAIR = ACT == ACT_SILU || ACT == ACT_GELU || ACT == ACT_OAI;
+// chunks of 32 columns; blocks of 128; pieces of 256
+constexpr int C = (K + 31) / 32, HELD = (K + 255) / 256 * 2, PARTS = HELD / 2;
+constexpr int THREADS = 32 * WARPS, RECORD = ENTRIES + 1;
+constexpr int TILES = (ENTRIES + 7) / 8, COLUMNS = 8 * TILES;  // of a product
+constexpr unsigned STRIPS = (STORED + 15) / 16;
+typedef FORMAT<C> F;
+typedef Staged<F, 4 * HELD> S;
+constexpr unsigned UNITS = ((C + 3) / 4 + F::UNITS - 1) / F::UNITS, PLANE = ENTRIES * S::LDR;
+constexpr int UNROLLED = UNITS == SPLIT ? SPLIT : 1;  // shares of one unit
+static_assert(SPLIT <= UNITS && STORED % 4 == 0, "see the contract");
+
+struct Shared {  // and then the experts of all slots, and the entries of the block's
+    uint4 x[S::PLANES * PLANE];
+    unsigned char ring[WARPS][DEEP][F::BYTES];
+    float e[HELD][COLUMNS], squares[ENTRIES][PARTS];
+};
+static_assert(sizeof(Shared) == ROOM, "see the contract");
+
+// Columns 8v to 8v + 7 of row r of a slot, normed but for its length, into shared memory.
+__device__ __forceinline__ void put_row(Shared* sm, int r, int v, float* a,
+        const float* __restrict__ gain) {
+    const int lane = threadIdx.x % 32;
+    float g[8], sum = 0.f;
+    if (NORM && v * 8 < K) load8(gain + v * 8, g);
+    #pragma unroll
+    for (int j = 0; j < 8; j++) {
+        if (K % 4) a[j] = v * 8 + j < K ? a[j] : 0.f;
+        if (NORM) {
+            sum = fmaf(a[j], a[j], sum);
+            a[j] = v * 8 < K ? __fmul_rn(a[j], g[j]) : 0.f;
+        }
+    }
+    if (NORM) sum = warp_sum(sum);
+    if (NORM && !lane) sm->squares[r][v / 32] = sum;
+    uint4* const to = sm->x + r * S::LDR + v % 4 * S::LD + v / 4;
+    if (F::TWO) split8(a, to[0], to[F::TWO ? PLANE : 0]);
+    else {
+        float top = top8(a);
+        #pragma unroll
+        for (int m = 1; m < 16; m *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
+        const float2 f = chunk_scale(top);
+        *to = F::CROSSED ? to_half8_crossed(a, f.x) : to_half8(a, f.x);
+        if (lane % 16 == 0) sm->e[v / 16][r] = f.y;
+    }
+}
+
+// All rows of a slot: pieces of 256 columns are dealt out to warps, MANY of each on their way.
+__device__ __forceinline__ void stage(Shared* sm, const int* record, const float* x,
+        const float* __restrict__ gain, int width) {
+    constexpr int ROUNDS = (ENTRIES * PARTS + WARPS - 1) / WARPS, MANY = ROUNDS < 4 ? ROUNDS : 4;
+    const int pieces = record[0] * PARTS;
+    #pragma unroll 1
+    for (int from = threadIdx.x / 32; from < pieces; from += MANY * WARPS) {
+        float a[MANY][8] = {};
+        #pragma unroll
+        for (int k = 0; k < MANY; k++) {
+            const int i = from + k * WARPS, v = i % PARTS * 32 + threadIdx.x % 32;
+            if (i >= pieces) break;
+            const int entry = record[1 + i / PARTS], row = UP ? entry / PICKS : entry;
+            const float* const at = x + (size_t)row * width + v * 8;
+            #pragma unroll
+            for (int j = 0; j < 8; j += 4)
+                if (v * 8 + j < K) *(float4*)(a[k] + j) = __ldcg((const float4*)(at + j));
+        }
+        #pragma unroll
+        for (int k = 0; k < MANY; k++) {
+            const int i = from + k * WARPS;
+            if (i < pieces) put_row(sm, i / PARTS, i % PARTS * 32 + threadIdx.x % 32, a[k], gain);
+        }
+    }
+}
+
+// What the results of row r of a slot are to be multiplied by.
+__device__ __forceinline__ float length(const Shared* sm, int r, float eps) {
+    if (!NORM) return 1.f;
+    float sum = 0.f;
+    #pragma unroll
+    for (int i = 0; i < PARTS; i++) sum += sm->squares[r][i];
+    return rsqrtf(fmaf(sum, 1.f / K, eps));
+}
+
+// Where a lane's results of a tile of eight columns go, from `y` on: of gates and ups, which
+// neighbours have, each lane gets those of one column.
+struct To {
+    static constexpr int MANY = PAIR ? 1 : 2;
+    static constexpr unsigned NOWHERE = ~0u;
+    unsigned at[MANY];
+    __device__ __forceinline__ void find(const int* record, int column, int outs) {
+        const int g = threadIdx.x % 32 / 4;
+        #pragma unroll
+        for (int j = 0; j < MANY; j++) {
+            const int c = column + (PAIR ? g % 2 : j), o = PAIR ? g / 2 * 2 : 2 * g;
+            at[j] = c < record[0] ? record[1 + c] * outs + o : NOWHERE;
+        }
+    }
+    // z: rows 2g and 2g+1 of strip `strip` times the two columns.
+    __device__ __forceinline__ void put(const float* z, int strip, float* y, float limit) const {
+        const int g = threadIdx.x % 32 / 4, first = strip * (PAIR ? 8 : 16);
+        const bool in = OUTPUTS % 8 == 0 || first + (PAIR ? g / 2 * 2 : 2 * g) < OUTPUTS;
+        float2 v[2] = {{z[0], z[2]}, {z[1], z[3]}};
+        if (PAIR) {
+            const bool odd = g % 2;
+            const float a = __shfl_xor_sync(~0u, odd ? z[0] : z[1], 4);
+            const float b = __shfl_xor_sync(~0u, odd ? z[2] : z[3], 4);
+            v[0].x = act_mul<ACT>(odd ? a : z[0], odd ? z[1] : a, limit);
+            v[0].y = act_mul<ACT>(odd ? b : z[2], odd ? z[3] : b, limit);
+        } else if (ACT)
+            #pragma unroll
+            for (int j = 0; j < 2; j++) {
+                v[j].x = act_mul<ACT>(v[j].x, 0.f, limit);
+                v[j].y = act_mul<ACT>(v[j].y, 0.f, limit);
+            }
+        #pragma unroll
+        for (int j = 0; j < MANY; j++)
+            if (in && at[j] != NOWHERE) *(float2*)(y + first + at[j]) = v[j];
+    }
+};
+
+// What a warp fetches next: unit `unit` of strip `strip` of the line, where a slot's strips end.
+struct Next {
+    Bytes w, s;
+    unsigned strip, unit, slot_end;
+    int rest;
+    __device__ __forceinline__ void begin(Bytes bank, Bytes scales, int expert, int lane) {
+        const unsigned row = strip % STRIPS * 16;
+        w = bank;
+        s = scales;
+        F::first(w, s, (size_t)expert * STORED + row, 0, lane);
+        slot_end = (strip / STRIPS + 1) * STRIPS;
+        rest = STORED - row;
+    }
+    // True: that was the strip's last unit.
+    __device__ __forceinline__ void fetch(unsigned char* to, int lane) {
+        const int rows = STORED % 16 ? rest : 16;
+        F::fetch(to, w + unit * F::LB, s + unit * F::SB, rows, unit, lane);
+        unit += SPLIT;
+        if (unit < UNITS) return;
+        unit = unit % SPLIT + 1;
+        if (unit < SPLIT) return;
+        unit = 0;
+        strip += WARPS;
+        rest -= 16 * WARPS;
+        w += (size_t)16 * WARPS * F::LINE;
+        s += (size_t)4 * WARPS * F::SLINE;
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
+        const unsigned char* __restrict__ w, const unsigned char* __restrict__ s,
+        const float* __restrict__ gs, const float* __restrict__ bias, const int* which,
+        const int* slots, const int* number, const float* x, const float* __restrict__ gain,
+        float* y, float eps, float limit, int shared, int most, int width, int outs) {
+    DYNAMIC_SHARED(Shared, sm);
+    int* const expert_of = (int*)(sm + 1), *const records = expert_of + most;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    if (!UP) pdl_trigger();
+    if (UP && shared >= 0) {  // memory idles
+        const int thread = blockIdx.x * THREADS + threadIdx.x, threads = gridDim.x * THREADS;
+        const size_t row = (size_t)shared * STORED;
+        ahead(w + row * F::LINE, STORED * (F::LINE / 16), thread, threads);
+        if (s) ahead(s + row / 4 * F::SLINE, STORED / 4 * F::SLINE / 16, thread, threads);
+    }
+    if (UP) pdl_wait();
+    if (UP) pdl_trigger();  // the next kernel reads slots before it waits
+    #pragma unroll 1
+    for (int i = threadIdx.x; i < most; i += THREADS) expert_of[i] = __ldcg(which + i);
+    typedef unsigned long long Long;
+    const unsigned all = __ldcg(number) * STRIPS;
+    const unsigned begin = (unsigned)((Long)all * blockIdx.x / gridDim.x);
+    const unsigned end = (unsigned)((Long)all * (blockIdx.x + 1) / gridDim.x);
+    const unsigned slot0 = begin / STRIPS;
+    __syncthreads();
+    unsigned char* const ring = sm->ring[warp][0];
+    Next next = {nullptr, nullptr, begin + warp, 0, 0, 0};
+    auto fetch = [&](unsigned char* to) {
+        if (next.strip < end) {
+            if (next.strip >= next.slot_end)  // where is that?
+                next.begin(w, s, expert_of[next.strip / STRIPS], lane);
+            next.fetch(to, lane);
+        }
+        cp_async_commit();
+    };
+    #pragma unroll 1
+    for (int i = 0; i < DEEP; i++) fetch(ring + i * F::BYTES);
+    const unsigned own = begin < end ? ((end - 1) / STRIPS - slot0 + 1) * RECORD : 0;
+    #pragma unroll 1
+    for (unsigned i = threadIdx.x; i < own; i += THREADS)
+        records[i] = __ldcg(slots + slot0 * RECORD + i);
+    if (!UP) pdl_wait();
+    unsigned strip = begin + warp;
+    unsigned char* place = ring;
+    #pragma unroll 1
+    for (unsigned from = begin; from < end; from = (from / STRIPS + 1) * STRIPS) {
+        const int* const record = records + (from / STRIPS - slot0) * RECORD;
+        const unsigned to = min((from / STRIPS + 1) * STRIPS, end);
+        __syncthreads();
+        stage(sm, record, x, gain, width);
+        __syncthreads();
+        const int count = record[0];
+        const size_t expert = (size_t)expert_of[from / STRIPS] * STORED;
+        float inverse[TILES][2];
+        To where[TILES];
+        const uint4* x_of[TILES];
+        #pragma unroll
+        for (int i = 0; i < TILES; i++) {
+            const int c = 8 * i + 2 * t;
+            where[i].find(record, c, outs);
+            inverse[i][0] = length(sm, min(c, count - 1), eps);
+            inverse[i][1] = length(sm, min(c + 1, count - 1), eps);
+            x_of[i] = sm->x + min(8 * i + g, count - 1) * S::LDR + F::template own<S::LD>(t);
+        }
+        #pragma unroll 1
+        for (; strip < to; strip += WARPS) {
+            const int row = strip % STRIPS * 16 + 2 * g;
+            float unit[2], more[2], v[TILES][4] = {};
+            #pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const bool in = STORED % 16 == 0 || row + i < STORED;
+                unit[i] = in ? F::row_scale(s, gs, expert + row + i) : 0.f;
+                more[i] = bias && in ? bias[expert + row + i] : 0.f;
+            }
+            #pragma unroll UNROLLED
+            for (unsigned share = 0; share < SPLIT; share++) {
+                float acc[TILES][4] = {};
+                #pragma unroll 1
+                for (unsigned u = share; u < (UNITS == SPLIT ? share + 1 : UNITS); u += SPLIT) {
+                    F q[F::UNITS];
+                    cp_async_wait<DEEP - 1>();
+                    __syncwarp();
+                    #pragma unroll
+                    for (int b = 0; b < F::UNITS; b++) q[b].read(place, b, g, t);
+                    __syncwarp();
+                    fetch(place);
+                    place = place == sm->ring[warp][DEEP - 1] ? ring : place + F::BYTES;
+                    #pragma unroll
+                    for (int b = 0; b < F::UNITS; b++)
+                        #pragma unroll
+                        for (int i = 0; i < TILES; i++) {
+                            if (i && count <= 8 * i) break;
+                            const int block = u * F::UNITS + b;
+                            add<F, 8, S::LD, PLANE>(q[b], acc[i], x_of[i] + 4 * block,
+                                sm->e[block] + 8 * i, t);
+                        }
+                }
+                #pragma unroll
+                for (int i = 0; i < TILES; i++)
+                    #pragma unroll
+                    for (int j = 0; j < 4; j++) v[i][j] += acc[i][j];
+            }
+            #pragma unroll
+            for (int i = 0; i < TILES; i++) {
+                if (i && count <= 8 * i) break;
+                float z[4];
+                #pragma unroll
+                for (int j = 0; j < 4; j++)
+                    z[j] = fmaf(__fmul_rn(v[i][j], inverse[i][j % 2]), unit[j / 2], more[j / 2]);
+                where[i].put(z, strip % STRIPS, y, limit);
+            }
+        }
+    }
+}

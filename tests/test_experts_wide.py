@@ -1,0 +1,208 @@
+"""Experts of many rows: what the host says, the same bits in any company, and slots that hold
+what they should."""
+import subprocess
+import numpy as np,pytest
+from types import SimpleNamespace as NS
+import test_experts
+from atlas.card import card
+from atlas.card.card import limits
+from atlas.card.emulator import Emulator,find_cxx
+from atlas.card.launch import kernel_dir,options_of
+from atlas.card.variants import CARDS
+from atlas.cuda import experts_wide as W
+from atlas.cuda.experts_wide import moe_wide
+from atlas.ground.config import MoEConfig,ModelConfig
+from test_experts import NETS,Net,bank
+from test_races import overlap
+
+pytestmark = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
+
+MORE = dict(
+    floats=dict(H=64, I=40, experts=6, top=2, fmt='F16', down='F32', shared=1),
+    channels=dict(H=544, I=288, experts=5, top=2, fmt='FP8_CHANNEL', score='sigmoid',
+        correction=True))
+
+@pytest.fixture(scope='module')
+def nets(): return {k: Net(i, Emulator(), **kw) for i,(k,kw) in enumerate((NETS|MORE).items())}
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch): monkeypatch.setattr(test_experts, 'moe', moe_wide)
+
+def rows_of(net, R):
+    "Rows of very different sizes: some the same, which pick the same experts, and others"
+    rng = np.random.default_rng(R)
+    x,add = (rng.standard_normal((R,net.H), dtype='f4') for _ in 'xa')
+    x *= np.exp(2*rng.standard_normal((R,1), dtype='f4'))
+    x[R//2:R//2+R//3] = x[0]
+    return x,add
+
+def same(a, b): return all(map(np.array_equal, a, b))
+
+def check(net, R):
+    """What the host says; the same bits alone, in another order, in fewer rows, and from any
+    number of blocks"""
+    x,add = rows_of(net, R)
+    got = y,ids,w = net(x, add)
+    want,wids,ww = net.host(x)
+    assert np.array_equal(ids, wids) and abs(w-ww).max()<=4e-6*abs(ww).max()
+    assert (abs(y-add-want).max(1)<=4e-3*abs(want).max(1)).all()
+    rng = np.random.default_rng(R)
+    for n in (1, 2, R//2+1, R):
+        p = rng.permutation(R)[:n]
+        assert same(net(x[p], add[p]), [a[p] for a in got]), f'{n} rows'
+    for b in (1, 3, 40): assert same(net(x, add, blocks=b, then=net.down), got), f'{b} blocks'
+
+CASES = [
+    ('qwen',11),
+    ('oss',33),
+    ('nemotron',9),
+    ('mixed',9),
+    ('integers',17),
+    ('floats',12),
+    ('channels',24)]
+
+@pytest.mark.parametrize('name,rows', CASES)
+def test_a_mixture(name, rows, nets): check(nets[name], rows)
+
+def test_rows_that_are_no_numbers(nets):
+    "leave their neighbours alone, in slots that they share with them"
+    n = nets['qwen']
+    x,add = rows_of(n, 12)
+    good = n(x, add)
+    for i,v in enumerate((np.nan,np.inf,-np.inf,3e38)):
+        bad = x.copy()
+        bad[i,7] = v
+        y,ids,w = got = n(bad, add)
+        rest = np.arange(12)!=i
+        assert same([a[rest] for a in got], [a[rest] for a in good])
+        assert ((ids>=0)&(ids<n.E)).all() and (v!=v)<=np.isnan(y[i]).all()
+
+@pytest.mark.parametrize('R', [1,40,255,256,300])
+def test_any_number_of_rows(R):
+    "All rows pick the same experts, or each others; more rows than a launch takes come in two"
+    n = Net(3, Emulator(), 32, 32, 12, 2, 'NVFP4', shared=2)
+    x,add = rows_of(n, R)
+    got = n(x, add)
+    for some in ([0], [R-1], range(R//2, min(R//2+9, R))):
+        some = list(some)
+        assert same(n(x[some], add[some]), [a[some] for a in got])
+    x[:] = x[0]
+    y,ids,w = n(x, 0*add)
+    assert (y==y[0]).all() and (ids==ids[0]).all() and (w==w[0]).all()
+
+# Kernels that start early
+
+@pytest.fixture
+def kept(monkeypatch):
+    "Nobody gets memory that may still be hidden from kernels"
+    kept,empty = [],Emulator.empty
+    def keeping(*a, **kw): return kept.append(empty(*a, **kw)) or kept[-1]
+    monkeypatch.setattr(Emulator, 'empty', keeping)
+
+def twice(n):
+    "Two calls after each other, the second with what the first one made"
+    x,gain = (n.card.upload(a) for a in (rows_of(n, 20)[0],n.gain))
+    for _ in 'ab':
+        x = moe_wide(x, gain, 1e-6, n.router, n.up, n.down, n.m, n.act, shared=True,
+            shared_gate=True, add=x)
+    return n.card.download(x)
+
+def test_nothing_is_read_before_it_is_written(overlap, kept):
+    "Each kernel starts as early as it may, and finds 0xFF where others have yet to write"
+    n = Net(0, Emulator(), **NETS['qwen'])
+    overlap.on = True
+    got = twice(n)
+    assert {'router','expert_slots','expert_strips','expert_sum'}<=overlap.names
+    overlap.on = False
+    assert np.array_equal(got, twice(n))
+
+# Without the others somebody would look for slots anywhere
+FORGOTTEN = [('expert_strips','if (!UP) pdl_wait();'), ('expert_sum','pdl_wait();')]
+
+@pytest.mark.parametrize('kernel,wait', FORGOTTEN)
+def test_a_wait_that_is_forgotten_is_seen(kernel, wait, overlap, kept, tmp_path):
+    n = Net(0, Emulator(), 32, 32, 12, 2, 'NVFP4', shared=2)
+    want,p = twice(n),tmp_path/'kernels'/f'{kernel}.cu'
+    text = p.read_text()
+    assert text.count(wait)==1
+    p.write_text(text.replace(wait, ''))
+    card._variants.clear()
+    card._ready.cache_clear()
+    overlap.on = True
+    with np.errstate(all='ignore'): got = twice(n)
+    assert not np.array_equal(got, want)
+
+# Slots
+
+def listed(ids, E, shared, entries):
+    "The list of slots, in plain Python"
+    R,k = ids.shape
+    who = {e: [r*(k+shared)+j for r in range(R) for j in range(k) if ids[r,j]==e] for e in range(E)}
+    if shared: who = {E: [r*(k+1)+k for r in range(R)]}|who
+    return [(e,a[i:i+entries]) for e,a in who.items() for i in range(0, len(a), entries)]
+
+LISTS = [(1,5,2,1,8), (33,300,4,0,8), (256,40,16,1,16), (17,12,3,1,2)]
+
+@pytest.mark.parametrize('R,E,k,shared,entries', LISTS)
+def test_slots(R, E, k, shared, entries):
+    "Every pick has its place, by expert and row; the counter that tells the last block is 0 again"
+    c,m = Emulator(),MoEConfig(E, k, 8)
+    rng = np.random.default_rng(R)
+    logits = rng.standard_normal((R,-(-(E+1)//4)*4), dtype='f4')
+    logits[R//2:,3] += 9 # a favourite
+    ids,met = c.empty((R,k), 'int32'),c.upload(np.zeros(1, 'i4'))
+    how = m,None,None,ids,None,shared,False,entries,met
+    _,slots = W._slots(c.upload(logits), *how)
+    ids,(which,who,number) = c.download(ids),map(c.download, slots)
+    want = np.argsort(-logits[:,:E], 1, kind='stable')[:,:k]
+    assert np.array_equal(ids, want) and not c.download(met).any()
+    n, = number
+    got = [(e,who[:c]) for e,(c,*who) in zip(which[:n].tolist(), who.tolist())]
+    assert got==listed(ids, E, shared, entries) and (which[n:]==-1).all()
+
+# Variants
+
+FORMATS = [
+    ('nvfp4','nvfp4'),
+    ('mxfp4','int4'),
+    ('fp8','fp8'),
+    ('bf16','f16'),
+    ('f32','nvfp4')]
+
+@pytest.mark.parametrize('name', test_experts.MIXTURES)
+def test_every_shape_has_room(name):
+    "Both halves have slots of the same size, and a block the memory for them"
+    c = ModelConfig.preset(name)
+    m,H,I = c.moe,c.hidden_size,c.moe.intermediate_size
+    pair = c.act!='relu2'
+    for up,down in FORMATS:
+        for arch,a in CARDS.items():
+            on = NS(arch=arch, **a)
+            for R in (1,16,256):
+                banks = bank(up, I*(1+pair), H, m.num_experts, pair),bank(down, H, I, m.num_experts)
+                u,d = W._halves(on, *banks, c.act, True, m.top_k, W._likely(R, m))
+                most = limits(on).block
+                slots = W._most_slots(R, m, False, u['ENTRIES'])
+                for o in (u,d):
+                    span = -(-slots//a['multiprocessors'])+2
+                    assert o['ROOM']+4*(slots+span*(u['ENTRIES']+1))<=most
+                    assert o['ENTRIES']==u['ENTRIES'] and o['WARPS']*o['DEEP']>=4
+
+@pytest.mark.parametrize('fmt', ['nvfp4','mxfp4','int4','fp8','bf16','f16','f32'])
+@pytest.mark.parametrize('R', [16,256])
+def test_bytes_are_those_of_the_struct(fmt, R):
+    "A static assertion of the kernel compares them"
+    m = MoEConfig(64, 8, 704)
+    banks = bank(fmt, 1408, 1152, 64, True),bank(fmt, 1152, 704, 64)
+    for o in W._halves(Emulator(), *banks, 'silu', True, 8, W._likely(R, m)):
+        said = syntax(o)
+        assert not said, said
+    assert 'see the contract' in syntax(o|dict(ROOM=o['ROOM']+16))
+
+def syntax(o):
+    "What g++ says of expert_strips.cu with options `o`"
+    k = kernel_dir()
+    flags = '-fsyntax-only -x c++ -std=c++17 -w -fpermissive -DATLAS_EMULATE'.split()
+    files = f'-I{k}',f'-I{k}/emulator','-include','emulate.h'
+    cmd = [find_cxx(), *flags, *files, *options_of(o), f'{k}/expert_strips.cu']
+    return subprocess.run(cmd, capture_output=True, text=True).stderr
