@@ -2,6 +2,7 @@
 what they should."""
 import subprocess
 import numpy as np,pytest
+from dataclasses import replace
 from types import SimpleNamespace as NS
 import test_experts
 from atlas.card import card
@@ -9,9 +10,11 @@ from atlas.card.card import limits
 from atlas.card.emulator import Emulator,find_cxx
 from atlas.card.launch import kernel_dir,options_of
 from atlas.card.variants import CARDS
-from atlas.cuda import experts_wide as W
+from atlas.cuda import experts_wide as W,gemv as G
 from atlas.cuda.experts_wide import moe_wide
+from atlas.cuda.pack import pack
 from atlas.ground.config import MoEConfig,ModelConfig
+from atlas.ground.formats import QTensor
 from test_experts import NETS,Net,bank
 from test_races import overlap
 
@@ -89,6 +92,26 @@ def test_any_number_of_rows(R):
     x[:] = x[0]
     y,ids,w = n(x, 0*add)
     assert (y==y[0]).all() and (ids==ids[0]).all() and (w==w[0]).all()
+
+# The order of sums
+
+@pytest.mark.parametrize('fmt', ['NVFP4','BF16','FP8_BLOCK','F32'])
+def test_bits_of_a_linear_layer(fmt, monkeypatch):
+    "One expert, and no norm: what gemv.cu makes of its two matrices, if as many warps share a row"
+    c,m,(H,I) = Emulator(),MoEConfig(1, 1, 640),(1152,640)
+    rng = np.random.default_rng(0)
+    def bank(*s): return QTensor.encode(rng.standard_normal(s, dtype='f4')/s[-1]**.5, fmt)
+    first,second = pack(bank(1, 2*I, H), c, pair=True),pack(bank(1, H, I), c)
+    router = pack(rng.standard_normal((1,H), dtype='f4'), c, exact=True)
+    x = c.upload(rng.standard_normal((5,H), dtype='f4'))
+    got = moe_wide(x, None, 0., router, first, second, m, 'silu')
+    def layer(x, p, shares, **kw):
+        monkeypatch.setattr(G, 'plan', lambda f, n, k, sms: (8,shares,3,128//shares))
+        return G.gemv(x, replace(p, experts=0), **kw)
+    want = layer(layer(x, first, 4, act='silu'), second, 2)
+    assert np.array_equal(c.download(got), c.download(want))
+    other = layer(layer(x, first, 2, act='silu'), second, 2)
+    assert not np.array_equal(c.download(got), c.download(other)), 'a test must be able to fail'
 
 # Kernels that start early
 
