@@ -265,10 +265,17 @@ template <class F, int C> struct Fragment<F, C, 64> : Unit<F, C> {  // bf16, f16
     template <int LD, int PLANE> __device__ __forceinline__ void dot(float (*d)[4], const uint4* x) const {
         #pragma unroll
         for (int i = 0; i < 4; i++) {
-            unsigned a[LENGTH];
-            piece({}, i, a);
             const uint4 v = x[i], u = F::TWO ? x[PLANE + i] : v;
-            times(d, a, v, u);
+            #pragma unroll
+            for (int m = 0; m < 2; m++) {
+                const unsigned a[4] = {word(w[0][i], 2 * m), word(w[1][i], 2 * m), word(w[0][i], 2 * m + 1), word(w[1][i], 2 * m + 1)};
+                const unsigned b[2] = {word(v, 2 * m), word(v, 2 * m + 1)}, c[2] = {word(u, 2 * m), word(u, 2 * m + 1)};
+                if (F::TWO) {
+                    mma_bf16(d[0], a, c);
+                    mma_bf16(d[1], a, b);
+                } else
+                    mma_f16(d[m], a, b);
+            }
         }
     }
     static __device__ __forceinline__ void put(uint4* x, int r, int e, const uint4& v) {
