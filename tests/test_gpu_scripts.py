@@ -24,7 +24,8 @@ SCRIPTS = [
     ('sanitize', ['--part','engine']),
     ('speculation', ['--models','llama','--tokens','6']),
     ('prefixes', ['--models','llama','--tokens','6']),
-    ('turns', [])]
+    ('turns', []),
+    ('wide', ['--rows','16','--sweep','1'])]
 
 @pytest.mark.parametrize('name,more', SCRIPTS)
 def test_on_the_emulator(name, more):

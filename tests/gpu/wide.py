@@ -1,0 +1,181 @@
+"""Kernels for wide steps that no step uses yet, beside those in use: times, and whether bits agree.
+
+    python tests/gpu/wide.py [--emulator] [--part products|experts|all] [--rows 16,128]
+        [--formats nvfp4,fp8,bf16] [--shapes 2048x4096] [--sweep 6] [--models gpt-oss-120b]
+
+Products: `gemv` and `gemv_wide`, whose halves are timed alone, too; `--sweep N` times the N ways
+to share out that the cost model likes best. Experts: `moe`, `moe_fused`, `moe_wide`, and what each
+launch adds: the time of all up to it less that of those before. All by graphs over random weights,
+more than caches hold. Bits can fail, times cannot."""
+from contextlib import contextmanager
+from dataclasses import replace
+import numpy as np
+from atlas.card.card import limits
+from atlas.card.device import Cuda
+from atlas.card.emulator import Emulator
+from atlas.cuda import experts,experts_fused,experts_wide,gemv_wide as wide
+from atlas.cuda.experts import moe
+from atlas.cuda.experts_fused import moe_fused
+from atlas.cuda.experts_wide import moe_wide
+from atlas.cuda.gemv import _norm_of,gemv
+from atlas.cuda.gemv_wide import gemv_wide
+from atlas.cuda.pack import CARD_FORMATS,invented
+from atlas.ground.config import ModelConfig
+from toys import arguments,verdict
+
+rng = np.random.default_rng(0)
+def normal(*shape): return rng.standard_normal(shape, dtype='f4')
+
+def us(card, f, weights):
+    "Microseconds of `f` with each of `weights`, by a graph of all; NaN on the emulator"
+    def go():
+        for w in weights: f(w)
+    go()
+    return card.microseconds(go)/len(weights)
+
+def differ(what, a, b):
+    "What to say if `a` has other bits than `b`, or what are no numbers"
+    off = ((a.view('u4')!=b.view('u4')) | ~np.isfinite(a)).mean()
+    return [f'{what}: {off:.2%} have other bits'] if off else []
+
+@contextmanager
+def instead(value, name, *modules):
+    "While open, `value` is what `modules` have as `name`"
+    before = getattr(modules[0], name)
+    for m in modules: setattr(m, name, value)
+    try: yield
+    finally:
+        for m in modules: setattr(m, name, before)
+
+def shown(o):
+    "A tiling in a few words"
+    return (f't{o.tiles} s{o.strips} {o.down}x{o.along} deep {o.deep} held {o.held}, '
+        f'{o.blocks} blocks of {o.span} rows, {o.shared>>10} KB')
+
+def likely(card, p, rows, n):
+    "The `n` best (cycles, tiling) by the cost model, each of other tiles, strips or shares"
+    sizes,best = (p.w.rows,p.w.k,card.multiprocessors,p.split,-(-rows//8)),{}
+    found = wide._tilings(limits(card), p.w.format, *sizes)
+    for cycles,o in sorted(found, key=lambda x: x[0]):
+        best.setdefault((o.tiles,o.strips,o.along), (cycles,o))
+    return list(best.values())[:n]
+
+def product(card, name, ws, rows, sweep):
+    "A line of the table, and those of a sweep; what is wrong"
+    w,norm = ws[0],{}
+    if w.n>w.k: norm = dict(gain=card.upload(1+normal(w.k)/4), eps=1e-6)
+    x,out = card.upload(normal(rows, w.k)),card.empty((rows,w.n))
+    p,how = wide._Product(card, w, None, rows),_norm_of(norm.get('gain'), None, 0)
+    def result(f): return card.download(f(x, w, **norm))
+    def time(f): return us(card, lambda w: f(x, w, out=out, **norm), ws)
+    halves = us(card, lambda w: p.halves(x, norm.get('gain'), 1e-6, None, how), ws)
+    times = f'{time(gemv):8.1f} {time(gemv_wide):8.1f} {halves:8.1f}'
+    print(f'{name} {rows:4}  {times}  {shown(p.o)}', flush=True)
+    want = result(gemv)
+    bad = differ(f'{name} {rows} rows', result(gemv_wide), want)
+    for cycles,o in likely(card, p, rows, sweep):
+        with instead(lambda *_: o, 'tiling', wide):
+            print(f'{time(gemv_wide):42.1f}  {shown(o)}; {cycles:.0f} cycles likely', flush=True)
+            bad += differ(f'{name} {rows} rows, {shown(o)}', result(gemv_wide), want)
+    return bad
+
+def products(card, formats, shapes, rows, sweep, tiny):
+    "The table of products; what is wrong"
+    print('products, us       rows      gemv     wide   halves')
+    bad = []
+    for fmt,shape in ((f,s) for f in formats for s in shapes):
+        (n,k),f = map(int, shape.split('x')),CARD_FORMATS[fmt]
+        many = 2 if tiny else int(np.clip((150<<23)/(n*k*f.bits)+1, 2, 12))
+        ws = [invented(card, (n,k), f, seed=i) for i in range(many)]
+        for r in rows: bad += product(card, f'{fmt:5} {shape:12}', ws, r, sweep)
+    return bad
+
+LAUNCHES = {moe: ['router','experts'], moe_fused: ['router','experts_fused'],
+    moe_wide: ['router','expert_slots','up','down','expert_sum']}
+
+def only(names):
+    "While open, words for experts make no launches but these"
+    run = experts.run
+    def chosen(name, *args, **kw):
+        part = ('up' if kw['UP'] else 'down') if name=='expert_strips' else name
+        if part in names: run(name, *args, **kw)
+    return instead(chosen, 'run', experts, experts_fused, experts_wide)
+
+class Mixture:
+    "Layers of a model's experts, as many as fit"
+    def __init__(self, card, name, tiny):
+        c = ModelConfig.preset(name)
+        self.card,self.c = card,c
+        self.H,m = c.hidden_size,c.moe
+        self.fmt = 'mxfp4' if name.startswith('gpt-oss') else 'nvfp4'
+        self.shared = m.shared_size==m.intermediate_size
+        if tiny: m,self.H = replace(m, num_experts=6, top_k=2, intermediate_size=64),160
+        self.m,self.gain = m,card.upload(1+normal(self.H)/4)
+        self.correction = card.upload(normal(m.num_experts)/100) if m.correction else None
+        self.layers = [self.layer(0)]
+        self.nbytes = sum(p.nbytes for p in self.layers[0])
+        many = 2 if tiny else max(2, min(c.num_layers, (40<<30)//self.nbytes))
+        self.layers += [self.layer(i) for i in range(1, many)]
+
+    def layer(self, seed):
+        "Router, and both banks"
+        pair,H,I = self.c.act!='relu2',self.H,self.m.intermediate_size
+        n,f = self.m.num_experts+self.shared,CARD_FORMATS[self.fmt]
+        router = invented(self.card, (n,H), CARD_FORMATS['bf16'], seed=seed)
+        up = invented(self.card, (n,(1+pair)*I,H), f, pair, seed=seed)
+        return router,up,invented(self.card, (n,H,I), f, seed=seed)
+
+    def __call__(self, f, x, layer, **kw):
+        "Rows `x` by `f`"
+        c,s = self.c,self.shared
+        kw |= dict(correction=self.correction, shared=s, shared_gate=s, add=x)
+        return f(x, self.gain, 1e-6, *layer, self.m, c.act, c.act_limit, **kw)
+
+    def times(self, f, rows):
+        "Microseconds a layer, and what each launch adds"
+        x,out = self.card.upload(normal(rows, self.H)),self.card.empty((rows,self.H))
+        names,sums = LAUNCHES[f],[0]
+        for i in range(len(names)):
+            with only(names[:i+1]):
+                sums.append(us(self.card, lambda layer: self(f, x, layer, out=out), self.layers))
+        adds = [f'{n} {t:.1f}' for n,t in zip(names, np.diff(sums))]
+        return f'{f.__name__:9} {sums[-1]:8.1f}   {", ".join(adds)}'
+
+    def bits(self, few, n):
+        "Rows in company, alone and by `moe_fused`; what is wrong"
+        x = self.card.upload(normal(n, self.H))
+        def result(f, x, **kw): return self.card.download(self(f, x, self.layers[0], **kw))
+        y,old = result(moe_wide, x),result(moe, x)
+        off = abs(y-old).max(1)/abs(old-self.card.download(x)).max(1)
+        print(f'bits: moe_wide is within {off.max():.1e} of what moe adds')
+        bad = differ('fewer blocks', result(moe_wide, x, blocks=self.card.multiprocessors-1), y)
+        for k,f in [(n//3,moe_wide)]+[(k,f) for k in few for f in (moe_wide,moe_fused)]:
+            at = slice(n-k-1, n-1)
+            bad += differ(f'{k} rows alone by {f.__name__}', result(f, x[at]), y[at])
+        return bad
+
+def mixture(card, name, rows, tiny):
+    "The table of a model's experts; what is wrong"
+    e,few = Mixture(card, name, tiny),(8,) if tiny else (1,2,4,8)
+    size = f'{len(e.layers)} layers of {e.nbytes/1e6:.0f} MB'
+    print(f'{name}, {e.fmt}, {size}: us a layer, and what each launch adds')
+    bad = e.bits(few, 16 if tiny else 100)
+    for r in sorted({*few,*rows}):
+        words = [moe]+[moe_fused]*(r in few)+[moe_wide]*(r in rows)
+        for f in words: print(f'{r:4} rows  {e.times(f, r)}', flush=True)
+    return [f'{name}, {b}' for b in bad]
+
+if __name__=='__main__':
+    a = arguments(__doc__, part=dict(default='all', choices=['products','experts','all']),
+        rows=dict(default=''), formats=dict(default=''), shapes=dict(default=''),
+        models=dict(default='qwen3.6-35b-a3b'), sweep=dict(type=int, default=0))
+    card,tiny,bad = Emulator() if a.emulator else Cuda(),a.emulator,[]
+    def listed(given, usual, least): return (given or (least if tiny else usual)).split(',')
+    formats = listed(a.formats, 'nvfp4,fp8,bf16', 'nvfp4')
+    shapes = listed(a.shapes, '2048x4096,12288x2048,248320x2048', '84x416')
+    rows = [int(r) for r in listed(a.rows, '8,16,32,64,128,256', '16')]
+    print(card.describe(), flush=True)
+    if a.part!='experts': bad += products(card, formats, shapes, rows, a.sweep, tiny)
+    for name in a.models.split(',') if a.part!='products' else ():
+        bad += mixture(card, name, rows, tiny)
+    verdict(bad, f'bits of kernels for wide steps, {a.part}')
