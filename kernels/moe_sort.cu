@@ -2,7 +2,7 @@
 // stretches says where its own picks of each expert begin; it writes them in their order. Nobody waits for anybody, and the result is the same every time.
 //   ids    : [rows, top]       i32   experts of each row
 //   seq    : [rows]            i32   negative: the row is padding, and picks nothing; or null
-//   counts : [stretches, e]    i32   of each expert in each stretch; stretches = ceil(rows * top / 1024)
+//   counts : [stretches, e]    i32   of each expert in each stretch; stretches = ceil(rows * top / 1024). Or null: each block counts all picks by itself
 //   order  : [picks]           i32   picks = rows * top: number of the pick (row * top + j) at each place; what is left over at the end is not written
 //   tiles  : [slots, 3]        i32   expert, first place, end of the places of a tile; expert -1 in those left over. slots >= experts + picks / BM
 //   others : [more, 3]         i32   the same for tiles of OTHER places; or null
@@ -65,6 +65,17 @@ template <int SIZE> __device__ __forceinline__ void list(const int* total, int* 
     for (int i = used + threadIdx.x; i < slots; i += 256) tiles[i * 3] = -1;
 }
 
+// Picks of each expert: all, and those before this block's.
+__device__ __forceinline__ void count_all(const int* ids, const int* seq, int picks, int top, int* all, int* earlier) {
+    for (int p = threadIdx.x; p < picks; p += 256) {
+        const int e = expert_of(ids, seq, p, picks, top);
+        if (e < 0) continue;
+        atomicAdd(all + e, 1);
+        if (p < blockIdx.x * STRETCH) atomicAdd(earlier + e, 1);
+    }
+    __syncthreads();
+}
+
 extern "C" __global__ void __launch_bounds__(256) moe_sort(const int* __restrict__ ids,
         const int* __restrict__ seq, const int* __restrict__ counts, int* order, int* tiles, int* others,
         int picks, int top, int slots, int more) {
@@ -72,17 +83,21 @@ extern "C" __global__ void __launch_bounds__(256) moe_sort(const int* __restrict
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int lo = blockIdx.x * STRETCH + warp * OWN;
     for (int i = threadIdx.x; i < WARPS * E; i += 256) next[i / E][i % E] = 0;
+    __syncthreads();
     int total[PER], earlier[PER];  // picks of this thread's experts: all, and in stretches before
+    if (!counts) count_all(ids, seq, picks, top, next[0], next[1]);
     #pragma unroll
     for (int i = 0; i < PER; i++) {
         const int e = threadIdx.x * PER + i;
-        total[i] = earlier[i] = 0;
+        total[i] = counts || e >= E ? 0 : next[0][e];
+        earlier[i] = counts || e >= E ? 0 : next[1][e];
         #pragma unroll 4
-        for (int j = 0; e < E && j < gridDim.x; j++) {
+        for (int j = 0; counts && e < E && j < gridDim.x; j++) {
             const int n = counts[j * E + e];
             earlier[i] += j < blockIdx.x ? n : 0;
             total[i] += n;
         }
+        for (int w = 0; !counts && e < E && w < 2; w++) next[w][e] = 0;
     }
     __syncthreads();
     #pragma unroll

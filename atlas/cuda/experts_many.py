@@ -38,6 +38,7 @@ def route_many(
 
 # %% ../../nbs/3_ops/moe/52_cuda.experts_many.ipynb #04a8fc04
 STRETCH = 1024 # Picks of a block, as lib/stretch.cuh has it
+_FEW = 8 # Stretches that each block counts by itself
 
 def sort_picks(
     ids, # [R, k] int32
@@ -49,9 +50,11 @@ def sort_picks(
     "Picks sorted by expert, and the tiles to compute"
     picks,top,card = ids.size,ids.shape[1],card_of(ids)
     stretches = -(-picks//STRETCH)
-    counts = card.empty((stretches, experts), 'int32')
-    run('moe_count', stretches, 256, ids, real, counts, picks, top, pdl=False, E=experts)
-    order,(tiles,others) = card.empty(picks, 'int32'),[_tiles(card, experts, picks, n) for n in (places, other)]
+    order,counts = card.empty(picks, 'int32'),None
+    tiles,others = (_tiles(card, experts, picks, n) for n in (places, other))
+    if stretches>_FEW:
+        counts = card.empty((stretches, experts), 'int32')
+        run('moe_count', stretches, 256, ids, real, counts, picks, top, pdl=False, E=experts)
     run('moe_sort', stretches, 256,
         ids, real, counts, order, tiles, others,
         picks, top, len(tiles), 0 if others is None else len(others),

@@ -171,6 +171,14 @@ def mamba(s:Step, x, w:MambaWeights, conv, rec):
     y,parts = mamba_step(x, **weights, **where)
     return y,GroupNorm(parts, y.shape[1]//w.groups, w.eps)
 
+# %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #d7387458
+STRIPS = False # Are experts of rows multiplied by tensor cores? Exact, but not yet timed on a card
+
+def _moe_of(rows):
+    "What multiplies the experts of so many rows; the last two give a row the same bits"
+    if not STRIPS: return moe_rows
+    return moe_fused if rows<=MAX_ROWS else moe_wide
+
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #ec90b79e
 def _routes(s, x, top_k):
     "Arrays for what a step of rows picks, if somebody wants to see it"
@@ -181,13 +189,6 @@ def _routes(s, x, top_k):
     return s.routes[-1]
 
 def _flat(a): return None if a is None else a.reshape(-1)
-
-STRIPS = False # Are experts of rows multiplied by tensor cores? Exact, but not yet timed on a card
-
-def _moe_of(rows):
-    "What multiplies the experts of so many rows; the last two give a row the same bits"
-    if not STRIPS: return moe_rows
-    return moe_fused if rows<=MAX_ROWS else moe_wide
 
 def _experts_of_rows(s, x, w, norm, add, router_gain):
     "Routed experts of a few rows, weighted, plus `add`"
