@@ -360,6 +360,11 @@ class PromptGraphs:
         s = self.stepper
         return PromptGraph(s.over, b, self.card, s.stream)
 
+    def close(self):
+        "Give back the memory of graphs"
+        self.clear()
+        self.scratch.close()
+
     def _drop(self):
         "Drop the graph that was used longest ago"
         self.card.synchronize()
@@ -395,7 +400,7 @@ class CardStepper(Stepper):
         self.lanes = {} # Lane of each request
         self.free = list(range(n+1))[::-1] # Lanes that are left
         self.graphs = {} # Graph of each `StepShape`
-        self.prompts = PromptGraphs(self)
+        self.prompts = PromptGraphs(self) if PROMPT_GRAPHS else None
         self.last = None # `StepShape` of the newest decode step
         self.replay_rows = self._most_rows()
         _enough(self.replay_rows, drafts)
@@ -651,7 +656,7 @@ def _fixed(self:CardStepper, b:Batch)->Batch:
 def _prompt_pass(self:CardStepper, pieces)->Pass:
     "Run prompts"
     size,up = self.cache.pool.block_size,self.card.upload
-    if not PROMPT_GRAPHS or any(p.media for p in pieces):
+    if not self.prompts or any(p.media for p in pieces):
         b = make_batch(pieces, True, size, self.card)
         return Pass(b, self.model.trunk(b, self.cache), pieces)
     b = make_batch(pieces, True, size, Host())
@@ -754,7 +759,7 @@ def _try_prompt(self:CardStepper, tokens=1, pieces=1):
     "Run so many prompts of zeros, and sample"
     b,model = self._zeros(tokens, pieces),self.model
     x = model.trunk(b, self.cache)
-    if PROMPT_GRAPHS and not self.drafter: model.ops.pick(x, b.out)  # what a graph ends with
+    if self.prompts and not self.drafter: model.ops.pick(x, b.out)  # what a graph ends with
     logits = model.head(model.final(x[b.out]))
     ids = self.card.empty(pieces, 'int32')
     rows = self.card.upload(np.full(pieces, -1, np.int32))
@@ -835,6 +840,5 @@ def close(self:CardStepper):
     "Give back the memory of its graphs"
     self.card.synchronize()
     self.graphs = {}
-    self.prompts.clear()
-    self.prompts.scratch.close()
+    if self.prompts: self.prompts.close()
     self.stream.close()
