@@ -23,7 +23,7 @@ from ..cuda.attend import Angles,attend,encode_row,make_pool,unpack_pool
 from ..cuda.delta import delta_step
 from ..cuda.experts import moe,row_bias
 from ..cuda.experts_fused import moe_fused
-from ..cuda.experts_many import experts_many,route_many
+from ..cuda.experts_many import experts_many,route_many,sort_picks
 from ..cuda.experts_wide import moe_wide
 from ..cuda.flash import flash
 from ..cuda.gemm import gemm
@@ -246,6 +246,15 @@ def _many(card, rng, run, fmt, E=6, H=96, I=64):
     x,weights,ids = _normal(rng, 64, H),_normal(rng, 64, 2)**2,rng.random((64,E)).argsort(-1)[:,:2].astype(np.int32)
     args = [card.upload(a) for a in (x,ids,weights)]
     return [(card.download(run(lambda: experts_many(*args, up, down))), experts(x, ids, weights, unpack(up), unpack(down)), 6e-3)]
+
+# %% ../../nbs/8_use/06_check.ipynb #40e05fbb
+@_case('moe_count + moe_sort', '10,000 picks', eight_of_40=dict(experts=40, top=8))
+def _sorted(card, rng, run, experts, top):
+    ids = rng.random((1250,experts)).argsort(-1)[:,:top].astype(np.int32)
+    put = card.upload(ids)
+    order,*_ = run(lambda: sort_picks(put, experts, 64))
+    want = np.argsort(ids.reshape(-1), kind='stable').astype(np.int32)
+    return [(card.download(order), want, 0)]
 
 # %% ../../nbs/8_use/06_check.ipynb #b851f8d9
 def _step(card, rng, seqs, tiled, block=16):
