@@ -1,12 +1,13 @@
 // y = add + sum over a row's experts of weight_e * down_e (act(gate_e x) * up_e x), the shared one
 // as one more; the norm before them folded in. What experts.cu computes, by tensor cores and in the
 // order of lib/strips.cuh, and so with the bits that a kernel of many rows can have too. In two
-// halves: hidden values first, then, when all blocks have met, their products. An expert is read
+// halves: hidden values first, then their products; each value says for itself whether it is there
+// (lib/given.cuh), so that nobody waits for more than what it needs. An expert is read
 // and decoded once for all rows: column c of a product is row c of x. Strips of the first half are
 // dealt out to teams of USPLIT warps of all blocks; of the second, a block owns SPAN outputs, for
 // every expert, and teams of DSPLIT warps take their strips. Warps of a team share a strip's
 // columns and wait for each other, not for the block. DEEP units of a warp are on their way to
-// shared memory: those of the second half follow those of the first, before anybody has met.
+// shared memory: those of the second half follow those of the first, before these are there.
 // A row's bits do not depend on how many rows there are.
 //   uw     : [ubytes]    u8    bank of up to EXPERTS + 1 matrices [n4, HIDDEN] in UP; rows
 //                              4q..4q+3 are the gates of outputs 2q, 2q+1, then their ups; without
@@ -25,27 +26,26 @@
 //   gain   : [k]                 f32   of the norm (NORM 1); or null
 //   x      : [r, k]              f32
 //   h      : [r, picks, width]   f32   width = INNER to a multiple of 4; picks = TOP_K (+ 1: the
-//                                      shared expert's)
+//                                      shared expert's); EMPTY before (router.cu)
 //   ids    : [r, top_k]          i32   who was picked, best first; or null
 //   weights : [r, top_k]         f32   their weights; or null
 //   add    : [r, k]              f32   residual; or null; may be y
 //   y      : [r, k]              f32
-//   met    : [1]                 i32   a multiple of the number of blocks, before and after
-//                                      (router.cu begins with 0)
 //   later_w : [tbytes]    u8    of which the first 16 * later_w16 bytes will be read next: they are
-//                               asked for once all blocks have met; or null
+//                               asked for once hidden values are there; or null
 //   later_s : [tscales]   u8    likewise; or null
 //   -D UP= DOWN= (of lib/fragment.cuh)  HIDDEN= (k, a multiple of 32)  INNER=  EXPERTS=  TOP_K=
 //   -D SHARED= GATE= (of the shared expert: 0 or 1)  SCORE= (of lib/picks.cuh)  CORRECTED= (0 or 1)
 //   -D RENORM=  NORM= (0 or 1)  ACT= (of lib/act.cuh)  ROWS= (1, 2, 4, 8: at most so many)
 //   -D WARPS= (a multiple of 4)  DEEP=  SPAN= outputs of a block, a multiple of 4
+//   -D APART= do inputs of the two halves have places of their own? (1 for a single row only)
 //   -D ROOM= bytes of shared memory
 //   halves: 1: the first only; 2: the second only; 3: both, and all blocks must be running at once
 //   launch: <<<any number from ceil(k/SPAN), 32*WARPS, ROOM>>>, see atlas.cuda.experts_fused
 #include "lib/act.cuh"
 #include "lib/ahead.cuh"
 #include "lib/async.cuh"
-#include "lib/meet.cuh"
+#include "lib/given.cuh"
 #include "lib/pdl.cuh"
 #include "lib/picks.cuh"
 #include "lib/strips.cuh"
@@ -67,6 +67,7 @@
 #define WARPS 20
 #define DEEP 2
 #define SPAN 16
+#define APART 1
 #define ROOM 118784
 #endif
 typedef UP<(HIDDEN + 31) / 32> U;
@@ -87,7 +88,7 @@ typedef Shares<U, K, 4> UShares;
 typedef Shares<D, I, 2> DShares;
 constexpr int USPLIT = UShares::SPLIT, DSPLIT = DShares::SPLIT;
 // Has each warp just one unit of the second half, and does it stage what it multiplies by itself?
-constexpr bool ALONE = ROWS == 1 && OWN == 1 && D::UNITS == 2 && DShares::N == DSPLIT
+constexpr bool ALONE = APART && OWN == 1 && D::UNITS == 2 && DShares::N == DSPLIT
     && PICKS * DSPLIT <= WARPS;
 // who asks for what comes next: the last warps pick, and this one has little else to do
 constexpr int ASKS = WARPS - 1 - (WARPS > ROWS ? ROWS : 0);
@@ -99,9 +100,12 @@ typedef StagedRows<U, K, ROWS> X;
 typedef StagedRows<D, I, ROWS * PICKS> H;
 constexpr int PARTS = X::PARTS, HPARTS = H::PARTS;  // pieces of 256 of a row
 typedef Slots<E, TOP_K, SHARED, ROWS, ROWS> Table;
+// What strips of a half are multiplied by. Apart, warps go on to the second half alone.
+template <bool> struct Inputs { union { X x; H h; }; };
+template <> struct Inputs<true> { X x; H h; };
 struct Shared {
     Place ring[WARPS][DEEP];
-    union { X x; H h; };
+    Inputs<APART> in;
     float part[2][WARPS][16][ROWS];  // of one strip while those of the next are made
     float tail[WARPS][32];  // scales and biases of its rows, when its last place has been left
     float inverse[WARPS][ROWS];  // of the root of a row's mean square
@@ -110,6 +114,7 @@ struct Shared {
     int seen[ROWS > 1 ? E : 1];
 };
 static_assert(sizeof(Shared) <= ROOM && ROWS <= WARPS && WARPS % 4 == 0, "see the contract");
+static_assert(!APART || ROWS == 1, "see the contract");
 
 // Which experts are needed and for whom, where a slot has room for all rows (as Slots::group): a
 // lane has entries lane, lane + 32, ...; `seen`: of each expert the first entry that picked it.
@@ -218,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_fused(
         const float* __restrict__ ubias, const float* __restrict__ dbias, const float* logits,
         const float* __restrict__ correction, const float* __restrict__ per_expert,
         const float* __restrict__ gain, const float* x, float* h, int* ids, float* weights,
-        const float* add, float* y, unsigned* met, const unsigned char* later_w,
+        const float* add, float* y, const unsigned char* later_w,
         const unsigned char* later_s, float eps, float limit, float scaling, int ld, int rows,
         int halves, int later_w16, int later_s16) {
     DYNAMIC_SHARED(Shared, sm);
@@ -288,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_fused(
                 sum = fmaf(a[j], a[j], sum);
                 a[j] = __fmul_rn(a[j], w[j]);
             }
-            sm->x.put(r, v, a);
+            sm->in.x.put(r, v, a);
             if (NORM) sum = warp_sum(sum);
             if (NORM && !lane) sm->squares[r][i % PARTS] = sum;
         });
@@ -328,8 +333,8 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_fused(
         #pragma unroll 1
         for (unsigned u = first; u < slots() * STRIPS; u += stride, round ^= 1) {
             const int l = anew(lane);
-            const uint4* at = sm->x.of(min(l / 4, ROWS - 1), ushare, l % 4);
-            const float* e = sm->x.e[max(0, min(l % 4 * 2, ROWS - 2))] + ushare * U::UNITS;
+            const uint4* at = sm->in.x.of(min(l / 4, ROWS - 1), ushare, l % 4);
+            const float* e = sm->in.x.e[max(0, min(l % 4 * 2, ROWS - 2))] + ushare * U::UNITS;
             float acc[4] = {};
             #pragma unroll 1
             for (int i = UShares::of(ushare); i; i--) {
@@ -367,30 +372,45 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_fused(
                     v[j] = sum_parts<USPLIT>(sm->part[round] + warp - ushare, line + 2 * j, c);
                     v[j] = fmaf(__fmul_rn(v[j], inv), scale[j], more[j]);
                 }
-                h[(size_t)entry * WIDTH + o] = act_mul<ACT>(v[0], v[PAIR], limit);
+                give(h + (size_t)entry * WIDTH + o, act_mul<ACT>(v[0], v[PAIR], limit));
             }
         }
     }
     if (!(halves & 2)) return;
-    if (halves & 1) meet(met, gridDim.x);
-    if (later_w && warp == ASKS) {  // memory idles now
-        ahead(later_w, later_w16, blockIdx.x * 32 + lane, gridDim.x * 32);
-        if (later_s) ahead(later_s, later_s16, blockIdx.x * 32 + lane, gridDim.x * 32);
-    }
+    if (!APART) __syncthreads();  // before what is staged takes the place of x
     float before = 0.f;
     if (add && threadIdx.x < rows * SPAN && (int)threadIdx.x % SPAN < span)
         before = add[(size_t)(threadIdx.x / SPAN) * K + base + threadIdx.x % SPAN];
     auto staged = [&](int i) { return ALONE ? sm->slots.who[i / HPARTS][0] : i / HPARTS; };
-    stage<ROWS * PICKS * HPARTS>(rows * PICKS * HPARTS, [&](int i, float* a) {
+    auto ask = [&](int i, float* a) {  // true: they are there
         const int v = i % HPARTS * 32 + lane;
-        const float* from = h + (size_t)staged(i) * WIDTH + v * 8;
+        const float* const from = h + (size_t)staged(i) * WIDTH + v * 8;
+        bool all = true;
         #pragma unroll
         for (int j = 0; j < 8; j += 4)
-            *(float4*)(a + j) = I % 256 == 0 || v * 8 + j < I ? __ldcg((const float4*)(from + j))
+            *(float4*)(a + j) = I % 256 == 0 || v * 8 + j < I ? peek4(from + j)
                                               : make_float4(0.f, 0.f, 0.f, 0.f);
         #pragma unroll
-        for (int j = 0; I % 4 && j < 8; j++) a[j] = v * 8 + j < I ? a[j] : 0.f;
-    }, [&](int i, float* a) { sm->h.put(staged(i), i % HPARTS * 32 + lane, a); });
+        for (int j = 0; j < 8; j++) {
+            if (I % 4) a[j] = v * 8 + j < I ? a[j] : 0.f;
+            all = all && there(a[j]);
+        }
+        return all;
+    };
+    stage<ROWS * PICKS * HPARTS>(rows * PICKS * HPARTS, ask, [&](int i, float* a) {
+        bool all = true;
+        #pragma unroll
+        for (int j = 0; j < 8; j++) all = all && there(a[j]);
+        while (!all) all = ask(i, a);
+        __syncwarp();
+        sm->in.h.put(staged(i), i % HPARTS * 32 + lane, a);
+    });
+    if (later_w && warp == ASKS) {  // memory idles when these are there
+        float a[8];
+        while (!ask(rows * PICKS * HPARTS - 1, a));
+        ahead(later_w, later_w16, blockIdx.x * 32 + lane, gridDim.x * 32);
+        if (later_s) ahead(later_s, later_s16, blockIdx.x * 32 + lane, gridDim.x * 32);
+    }
     if (ALONE) __syncwarp(); else __syncthreads();
     constexpr int TEAM = 32 * DSPLIT, ITEMS = (16 * ROWS + TEAM - 1) / TEAM;
     const unsigned begin = span > 0 ? warp / DSPLIT : NONE;
@@ -398,9 +418,9 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_fused(
     for (unsigned u = begin; u < slots() * OWN; u += WARPS / DSPLIT, round ^= 1) {
         const unsigned slot = u / OWN;
         auto entry = [&](int c) { return max(0, (int)sm->slots.who[slot][min(c, ROWS - 1)]); };
-        const uint4* at = sm->h.of(entry(g), dshare, t);
-        const float* e0 = sm->h.e[entry(2 * t)] + dshare * D::UNITS;
-        const float* e1 = sm->h.e[entry(2 * t + 1)] + dshare * D::UNITS;
+        const uint4* at = sm->in.h.of(entry(g), dshare, t);
+        const float* e0 = sm->in.h.e[entry(2 * t)] + dshare * D::UNITS;
+        const float* e1 = sm->in.h.e[entry(2 * t + 1)] + dshare * D::UNITS;
         float acc[4] = {};
         #pragma unroll 1
         for (int i = DShares::of(dshare); i; i--) {

@@ -5,9 +5,12 @@
 //   gain   : [k]         f32    of the norm (NORM 1); or null
 //   x      : [r, k]   f32
 //   logits : [r, ld]  f32
-//   met    : [1]      i32    gets the 0 that experts.cu counts from
+//   met    : [1]      i32    gets the 0 that those who pick count from; or null
+//   empty  : [r, picks, width]  f32  4 * fours words, left EMPTY (lib/given.cuh) for
+//                            experts_fused.cu; or null
 //   -D HIDDEN= (k, a multiple of 32)  EXPERTS=  FORMAT=  NORM= (0 or 1)  ROWS= (1 or 2: of x at a time)  WARPS=  EACH=
 //   launch: <<<(ceil(n/EACH), any), 32*WARPS, any>>>, `rows` dealt out to blockIdx.y; at most 8 for each
+#include "lib/given.cuh"
 #include "lib/pdl.cuh"
 #include "lib/reduce.cuh"
 #include "lib/stage.cuh"
@@ -53,7 +56,8 @@ __device__ __forceinline__ int sums_of_sixteen(float* v, int lane) {
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS) router(const unsigned char* __restrict__ w, const float* __restrict__ bias,
-        const float* __restrict__ gain, const float* x, float* logits, int* met, float eps, int n, int ld, int rows) {
+        const float* __restrict__ gain, const float* x, float* logits, int* met, float* empty,
+        float eps, int n, int ld, int rows, int fours) {
     __shared__ float part[8][EACH + 1][WARPS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r0 = blockIdx.x * EACH;
     float v[MINE][EACH][8];
@@ -71,7 +75,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) router(const unsigned c
     const float more = bias && r0 + mine < EXPERTS ? bias[r0 + mine] : 0.f;
     pdl_trigger();
     pdl_wait();
-    if (!blockIdx.x && !blockIdx.y && !threadIdx.x) *met = 0;
+    if (met && !blockIdx.x && !blockIdx.y && !threadIdx.x) *met = 0;
+    const int threads = gridDim.x * gridDim.y * 32 * WARPS;
+    #pragma unroll 1
+    for (int i = (blockIdx.y * gridDim.x + blockIdx.x) * 32 * WARPS + threadIdx.x; i < fours;
+            i += threads)
+        emptied(empty + 4 * (size_t)i, 4);
     int used = 0;
     #pragma unroll 1
     for (int t = blockIdx.y * ROWS; t < rows; t += gridDim.y * ROWS) {

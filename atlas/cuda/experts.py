@@ -80,13 +80,13 @@ def _beside(card, d):
     l = limits(card)
     return l.third if d['ROWS']==1 or d['ROOM']+l.third<=l.shared-4096 else 0
 
-def _route(x, gain, eps, router, bias, logits, met, E, room):
-    "The router's logits of rows `x`"
+def _route(x, gain, eps, router, bias, logits, met, E, room, empty=None):
+    "The router's logits of rows `x`; `empty` is emptied for the launch after it"
     (R,H),n = x.shape,router.n
     each,pieces = _ceil(n, 160),_ceil(H, 256); W = _ceil(pieces, _ceil(pieces, 8))
     grid = _ceil(n, each),_ceil(R, 2)
-    arrays = _raw(router.w),bias,gain,x,logits,met
-    sizes = n,logits.shape[1],R
+    arrays = _raw(router.w),bias,gain,x,logits,met,empty
+    sizes = n,logits.shape[1],R,0 if empty is None else empty.size//4
     variant = dict(
         HIDDEN=H,
         EXPERTS=E,

@@ -34,10 +34,10 @@ def _place(*banks):
     return max(p.format.unit for p in banks)+128
 
 def _bytes(d, up, down):
-    "Bytes of shared memory: places, inputs of the first half or of the second, sums, slots"
+    "Bytes of shared memory: places, inputs of one half or of both, sums, slots"
     r,W,top = d['ROWS'],d['WARPS'],d['TOP_K']
     entries,most = r*(top+d['SHARED']),r*top+d['SHARED']
-    inputs = max(_staged(up, r), _staged(down, entries))
+    inputs = (sum if d['APART'] else max)((_staged(up, r), _staged(down, entries)))
     sums = W*(33*r+32)+r*_ceil(d['HIDDEN'], 256)
     results = entries*(1+16*_ceil(d['SPAN'], 16))
     slots = 3*r*top+most+1+_ceil(most*r, 2)+(d['EXPERTS'] if r>1 else 1)
@@ -88,7 +88,8 @@ def _plan(card, H, up, down, m, act, norm, shared, gate, corrected, rows, blocks
     for r in (8,4,2,1):
         if r>=2*rows: continue
         n = min(blocks, max(r*picks*strips, H//16))
-        d |= dict(ROWS=r, SPAN=4*_ceil(H, 4*n))
+        apart = r==1 and _staged(up, 1)+_staged(down, picks)<=32<<10
+        d |= dict(ROWS=r, SPAN=4*_ceil(H, 4*n), APART=int(apart))
         for least in (2,1):  # rather fewer warps than none whose next unit is under way
             for w in _warps(d, up, down, n):
                 d['WARPS'] = w
@@ -97,10 +98,9 @@ def _plan(card, H, up, down, m, act, norm, shared, gate, corrected, rows, blocks
 
 # %% ../../nbs/3_ops/moe/53_cuda.experts_fused.ipynb #72491817
 def _scratch(card, d, router, down):
-    "Rows of a launch; their logits, their hidden values, and the counter of blocks that have met"
+    "Rows of a launch, their logits and their hidden values"
     n,picks = d['ROWS'],d['TOP_K']+d['SHARED']
-    logits,h = card.empty((n,_ceil(router.n, 4)*4)),card.empty((n,picks,_ceil(down.k, 4)*4))
-    return n,logits,h,card.empty(1, 'int32')
+    return n,card.empty((n,_ceil(router.n, 4)*4)),card.empty((n,picks,_ceil(down.k, 4)*4))
 
 def _halves(card, d, blocks, args, sixteens):
     "Both halves in a launch; in two on the emulator, which runs one block after the other"
@@ -138,13 +138,14 @@ def moe_fused(
     if out is None: out = card.empty((R,H))
     how = act,gain is not None,shared,shared_gate,correction is not None,max(1, R)
     d,blocks = _plan(card, H, up, down, m, *how, _most(card, blocks))
-    (n,logits,h,met),(later,sixteens) = _scratch(card, d, router, down),_asked(then, card)
+    (n,logits,hidden),(later,sixteens) = _scratch(card, d, router, down),_asked(then, card)
     banks = *map(_raw, (up.w,down.w,up.s,down.s)),up.gs,down.gs,up_bias,down_bias
     sizes = float(eps),3.4e38 if limit is None else float(limit),float(m.scaling),logits.shape[1]
     for i in range(0, R, n):
         mine,ids,w,its,y = (None if a is None else a[i:i+n] for a in (x,*(routes or (None,None)),add,out))
         r,seen = len(mine),gain if router_gain is None else router_gain
-        _route(mine, seen, float(eps), router, bias, logits[:r], met, m.num_experts, _beside(card, d))
-        rows = logits[:r],correction,per_expert,gain,mine,h[:r],ids,w,its,y
-        _halves(card, d, blocks, (*banks,*rows,met,*later,*sizes,r), sixteens)
+        to,h,room = logits[:r],hidden[:r],_beside(card, d)
+        _route(mine, seen, float(eps), router, bias, to, None, m.num_experts, room, h)
+        rows = to,correction,per_expert,gain,mine,h,ids,w,its,y
+        _halves(card, d, blocks, (*banks,*rows,*later,*sizes,r), sixteens)
     return out

@@ -98,8 +98,8 @@ def _logits(x, router, bias, gain, eps, E, sms):
     logits,met = card.empty((R,_ceil(n, 4)*4)),card.empty(1, 'int32')
     options = dict(HIDDEN=H, EXPERTS=E, FORMAT=router.fmt, NORM=int(gain is not None),
         ROWS=min(R, 2), WARPS=W, EACH=each)
-    run('router', grid, 32*W, _raw(router.w), bias, gain, x, logits, met, eps, n,
-        logits.shape[1], R, **options)
+    run('router', grid, 32*W, _raw(router.w), bias, gain, x, logits, met, None, eps, n,
+        logits.shape[1], R, 0, **options)
     return logits,met
 
 # %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #cb225b88
