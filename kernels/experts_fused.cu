@@ -87,8 +87,11 @@ constexpr int LIMIT = THREADS;
 typedef Shares<U, K, 4> UShares;
 typedef Shares<D, I, 2> DShares;
 constexpr int USPLIT = UShares::SPLIT, DSPLIT = DShares::SPLIT;
+// Groups of the second half meet at barriers of their own, if they are not those of the first.
+constexpr int AFTER = USPLIT == DSPLIT || USPLIT == 1 ? 0 : WARPS / USPLIT;
+constexpr bool DISTINCT = DSPLIT == 1 || AFTER + WARPS / DSPLIT <= 15;
 // Has each warp just one unit of the second half, and does it stage what it multiplies by itself?
-constexpr bool ALONE = APART && OWN == 1 && D::UNITS == 2 && DShares::N == DSPLIT
+constexpr bool ALONE = APART && DISTINCT && OWN == 1 && D::UNITS == 2 && DShares::N == DSPLIT
     && PICKS * DSPLIT <= WARPS;
 // who asks for what comes next: the last warps pick, and this one has little else to do
 constexpr int ASKS = WARPS - 1 - (WARPS > ROWS ? ROWS : 0);
@@ -439,7 +442,7 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_fused(
         const float* tail = sm->tail[warp];
         const float scale = D::row_scale((Bytes)tail, tail, line);
         const float more = dbias ? tail[16 + line] : 0.f;
-        sync_warps<DSPLIT>(warp / DSPLIT);
+        sync_warps<DSPLIT, ALONE ? AFTER : 0>(warp / DSPLIT);
         #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
             const int c = mine / 16 + i * (TEAM / 16);

@@ -28,9 +28,10 @@ class Fused(Net):
 
 # a unit of the second half for each warp, which then waits for nobody
 ALONE = dict(H=96, I=512, experts=8, top=3, fmt='NVFP4', shared=2)
+MORE = dict(alone=ALONE, shared=ALONE|dict(H=1056, experts=5)) # and teams of four before those of two
 
 @pytest.fixture(scope='module')
-def nets(): return {k: Fused(i, Emulator(), **kw) for i,(k,kw) in enumerate((NETS|dict(alone=ALONE)).items())}
+def nets(): return {k: Fused(i, Emulator(), **kw) for i,(k,kw) in enumerate((NETS|MORE).items())}
 
 def together(run):
     "`run` with both halves in the second launch, which finds the hidden values of all blocks"
@@ -58,7 +59,7 @@ def check(net, rows, monkeypatch):
 
 @needs_cxx
 @pytest.mark.parametrize('name,rows', [('qwen',8), ('oss',3), ('nemotron',2), ('mixed',1), ('integers',5),
-    ('alone',1), ('alone',4)])
+    ('alone',1), ('alone',4), ('shared',1)])
 def test_a_mixture(name, rows, nets, monkeypatch): check(nets[name], rows, monkeypatch)
 
 @pytest.fixture
@@ -68,7 +69,7 @@ def late(tmp_path, monkeypatch):
     shutil.copytree(kernel_dir(), root)
     p = root/'experts_fused.cu'
     def pause(n): return f'for (int i = 0; i < {n}; i++) {{ emu::progress++; emu::yield(); }}'
-    early,after = pause('8 * (warp * 7 % 5)'),pause('(warp % 2 ? 0 : 90)')
+    early,after = pause('8 * (warp * 7 % 5) + (warp == 6 ? 300 : 0)'),pause('(warp % 2 ? 0 : 90)')
     text,n = re.subn(r'^ +(?:stage|cp_async_wait|sync_warps)<', rf'{early}\n\g<0>', p.read_text(), flags=re.M)
     text,m = re.subn(r'^ +sync_warps<.*;', rf'\g<0>\n{after}', text, flags=re.M)
     assert (n,m)==(6,2)
@@ -78,12 +79,13 @@ def late(tmp_path, monkeypatch):
     put(card, '_ready', functools.cache(card._ready.__wrapped__))
 
 @needs_cxx
-@pytest.mark.parametrize('name,rows', [('qwen',2), ('alone',1)])
+@pytest.mark.parametrize('name,rows', [('qwen',2), ('alone',1), ('shared',1)])
 def test_warps_that_come_late(name, rows, late, nets):
     "wait for what they need of each other, and nobody overtakes them"
     n = nets[name]
     x,add = n.x[:rows],n.add[:rows]
-    with patch.object(n, 'card', Emulator()): y,ids,w = n(x, add, blocks=7)
+    with patch.object(n, 'card', Emulator()), patch.object(F, 'run', together(F.run)):
+        y,ids,w = n(x, add, blocks=max(7, n.H//16)) # 16 outputs each
     want,wids,_ = n.host(x)
     assert np.array_equal(ids, wids)
     assert (abs(y-add-want).max(1)<=4e-3*abs(want).max(1)).all()

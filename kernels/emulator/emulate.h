@@ -48,6 +48,7 @@ alignas(128) extern unsigned char dynamic[232 << 10];
 inline int lane() { return current % 32; }
 void yield();
 void barrier();
+void barrier(int id, int count);                               // of `count` threads
 unsigned alive();                                              // lanes of this warp that have not ended
 unsigned took();                                               // lanes of the exchange that this lane came from
 const void* exchange(unsigned mask, const void* v, unsigned bytes);  // every lane of `mask` shows `v`; returns what all have shown

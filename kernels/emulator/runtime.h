@@ -74,6 +74,15 @@ void barrier() {
     release();
     while (generation == g) yield();
 }
+int came[16], size_of[16], turn[16];
+void barrier(int id, int count) {
+    const int now = turn[id];
+    if (came[id] && size_of[id] != count) fault = "groups of two sizes meet at one barrier";
+    size_of[id] = count;
+    progress++;
+    if (++came[id] == count) { came[id] = 0; turn[id]++; }
+    while (turn[id] == now) yield();
+}
 bool complete(unsigned mask) {  // a lane that has ended is no longer waited for
     Warp& w = warp();
     const unsigned need = mask & w.alive;
@@ -118,6 +127,7 @@ void wait(int newest) {
 
 bool run_threads() {
     live = threads; waiting = 0; generation = 0;
+    memset(came, 0, sizeof came);
     for (int i = 0; i < (threads + 31) / 32; i++) {
         memset(&warps[i], 0, sizeof(Warp));
         const int n = threads - i * 32;
@@ -153,6 +163,7 @@ bool run_threads() {
             swapcontext(&main_context, &contexts[current]);
 #endif
         }
+        if (fault) return false;
         if (progress == before) { fault = "threads wait for each other at a barrier or a warp primitive"; return false; }
     }
     return true;
