@@ -38,7 +38,7 @@
 //   -D SHARED= GATE= (of the shared expert: 0 or 1)  SCORE= (of lib/picks.cuh)  CORRECTED= (0 or 1)
 //   -D RENORM=  NORM= (0 or 1)  ACT= (of lib/act.cuh)  ROWS= (1, 2, 4, 8: at most so many)
 //   -D WARPS= (a multiple of 4)  DEEP=  SPAN= outputs of a block, a multiple of 4
-//   -D APART= do inputs of the two halves have places of their own? (1 for a single row only)
+//   -D APART= do inputs of the two halves have places of their own? (0 or 1)
 //   -D ROOM= bytes of shared memory
 //   halves: 1: the first only; 2: the second only; 3: both, and all blocks must be running at once
 //   launch: <<<any number from ceil(k/SPAN), 32*WARPS, ROOM>>>, see atlas.cuda.experts_fused
@@ -91,8 +91,10 @@ constexpr int USPLIT = UShares::SPLIT, DSPLIT = DShares::SPLIT;
 constexpr int AFTER = USPLIT == DSPLIT || USPLIT == 1 ? 0 : WARPS / USPLIT;
 constexpr bool DISTINCT = DSPLIT == 1 || AFTER + WARPS / DSPLIT <= 15;
 // Has each warp just one unit of the second half, and does it stage what it multiplies by itself?
-constexpr bool ALONE = APART && DISTINCT && OWN == 1 && D::UNITS == 2 && DShares::N == DSPLIT
-    && PICKS * DSPLIT <= WARPS;
+constexpr bool ALONE = APART && ROWS == 1 && DISTINCT && OWN == 1 && D::UNITS == 2
+    && DShares::N == DSPLIT && PICKS * DSPLIT <= WARPS;
+// the first so many warps stage x, while the others pick
+constexpr int STAGE = WARPS - ROWS >= 4 ? WARPS - ROWS : WARPS;
 // who asks for what comes next: the last warps pick, and this one has little else to do
 constexpr int ASKS = WARPS - 1 - (WARPS > ROWS ? ROWS : 0);
 struct Place {  // for a unit; with a strip's last one come scales and biases of its rows
@@ -117,7 +119,6 @@ struct Shared {
     int seen[ROWS > 1 ? E : 1];
 };
 static_assert(sizeof(Shared) <= ROOM && ROWS <= WARPS && WARPS % 4 == 0, "see the contract");
-static_assert(!APART || ROWS == 1, "see the contract");
 
 // Which experts are needed and for whom, where a slot has room for all rows (as Slots::group): a
 // lane has entries lane, lane + 32, ...; `seen`: of each expert the first entry that picked it.
@@ -203,19 +204,20 @@ __device__ __forceinline__ int anew(int v) {
     return v;
 }
 
-// Pieces of 256 values, MOST at most, dealt out to warps: a lane has eight, and up to four pieces
-// of a warp are on their way at once.
-template <int MOST, class Load, class Put> __device__ __forceinline__ void stage(int pieces,
-        Load load, Put put) {
-    constexpr int ROUNDS = (MOST + WARPS - 1) / WARPS, MANY = ROUNDS < 4 ? ROUNDS : 4;
+// Pieces of 256 values, MOST at most, dealt out to the first BY warps: a lane has eight, and up to
+// so many pieces of a warp are on their way at once.
+template <int MOST, int BY, int AT_ONCE, class Load, class Put> __device__ __forceinline__
+        void stage(int pieces, Load load, Put put) {
+    constexpr int ROUNDS = (MOST + BY - 1) / BY, MANY = ROUNDS < AT_ONCE ? ROUNDS : AT_ONCE;
+    const int warp = threadIdx.x / 32;
     #pragma unroll 1
-    for (int from = threadIdx.x / 32; from < pieces; from += MANY * WARPS) {
+    for (int from = warp < BY ? warp : pieces; from < pieces; from += MANY * BY) {
         float a[MANY][8];
         #pragma unroll
-        for (int k = 0; k < MANY; k++) load(min(from + k * WARPS, pieces - 1), a[k]);
+        for (int k = 0; k < MANY; k++) load(min(from + k * BY, pieces - 1), a[k]);
         #pragma unroll
         for (int k = 0; k < MANY; k++)
-            if (from + k * WARPS < pieces) put(from + k * WARPS, a[k]);
+            if (from + k * BY < pieces) put(from + k * BY, a[k]);
     }
 }
 
@@ -283,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_fused(
         pick<E, TOP_K, SCORE, CORRECTED, N>(near, correction, lane, sm->slots.of(picker));
     }
     auto stage_x = [&] {
-        stage<ROWS * PARTS>(rows * PARTS, [&](int i, float* a) {
+        stage<ROWS * PARTS, STAGE, 3>(rows * PARTS, [&](int i, float* a) {
             const int v = i % PARTS * 32 + lane;
             if (K % 256 == 0 || v * 8 < K) load8(x + (size_t)(i / PARTS) * K + v * 8, a);
             else for (int j = 0; j < 8; j++) a[j] = 0.f;
@@ -301,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_fused(
             if (NORM && !lane) sm->squares[r][i % PARTS] = sum;
         });
     };
-    if (ROWS == 1 && (halves & 1)) stage_x();  // beside the warp that picks
+    if (halves & 1) stage_x();  // beside the warps that pick
     __syncthreads();
     if (ROWS > 1) {
         if (!warp) group_rows(sm->slots, sm->seen, rows * TOP_K, lane);
@@ -314,7 +316,6 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_fused(
     };
     #pragma unroll 1
     for (; begun < DEEP; begun++) next();
-    if (ROWS > 1 && (halves & 1)) { stage_x(); __syncthreads(); }  // weights are on their way
     if (picker < rows) {
         const float* p = logits + (size_t)picker * ld;
         const int id = sm->slots.of(picker)[lane < TOP_K ? lane : 0];
@@ -400,7 +401,7 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_fused(
         }
         return all;
     };
-    stage<ROWS * PICKS * HPARTS>(rows * PICKS * HPARTS, ask, [&](int i, float* a) {
+    stage<ROWS * PICKS * HPARTS, WARPS, 4>(rows * PICKS * HPARTS, ask, [&](int i, float* a) {
         bool all = true;
         #pragma unroll
         for (int j = 0; j < 8; j++) all = all && there(a[j]);

@@ -88,7 +88,7 @@ def _plan(card, H, up, down, m, act, norm, shared, gate, corrected, rows, blocks
     for r in (8,4,2,1):
         if r>=2*rows: continue
         n = min(blocks, max(r*picks*strips, H//16))
-        apart = r==1 and _staged(up, 1)+_staged(down, picks)<=32<<10
+        apart = 4*(_staged(up, r)+_staged(down, r*picks))<=limits(card).block
         d |= dict(ROWS=r, SPAN=4*_ceil(H, 4*n), APART=int(apart))
         for least in (2,1):  # rather fewer warps than none whose next unit is under way
             for w in _warps(d, up, down, n):
