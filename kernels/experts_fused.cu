@@ -285,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_fused(
         pick<E, TOP_K, SCORE, CORRECTED, N>(near, correction, lane, sm->slots.of(picker));
     }
     auto stage_x = [&] {
-        stage<ROWS * PARTS, STAGE, 3>(rows * PARTS, [&](int i, float* a) {
+        stage<ROWS * PARTS, STAGE, 4>(rows * PARTS, [&](int i, float* a) {
             const int v = i % PARTS * 32 + lane;
             if (K % 256 == 0 || v * 8 < K) load8(x + (size_t)(i / PARTS) * K + v * 8, a);
             else for (int j = 0; j < 8; j++) a[j] = 0.f;
@@ -401,7 +401,8 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_fused(
         }
         return all;
     };
-    stage<ROWS * PICKS * HPARTS, WARPS, 4>(rows * PICKS * HPARTS, ask, [&](int i, float* a) {
+    stage<ROWS * PICKS * HPARTS, WARPS, OWN == 1 ? 4 : 3>(
+            rows * PICKS * HPARTS, ask, [&](int i, float* a) {
         bool all = true;
         #pragma unroll
         for (int j = 0; j < 8; j++) all = all && there(a[j]);
