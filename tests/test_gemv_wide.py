@@ -104,12 +104,10 @@ def test_every_product_has_a_way():
                     opts,shared = many._Product.extra_share(beside)
                     assert shared<=most and W%opts['EALONG']==0 and opts['EALONG']<=o.warps
 
-def test_a_step_uses_it_where_it_may(monkeypatch):
+def test_a_step_uses_it():
     rng = np.random.default_rng(0)
     w = Matrix(packed(rng, 'NVFP4', 40, 256))
     def kernels(rows):
         with recording() as seen: vocabulary.logits(card.upload(np.ones((rows,256), 'f4')), w)
         return [k for k,*_ in seen.calls]
-    assert not vocabulary.WIDE and kernels(MAX_ROWS+1)==['gemv']*2
-    monkeypatch.setattr(vocabulary, 'WIDE', True)
     assert kernels(MAX_ROWS)==['gemv'] and kernels(MAX_ROWS+1)==['gemv_halves','gemv_wide']

@@ -12,9 +12,6 @@ from test_speculation_card import asked,engine,hybrid
 
 pytestmark = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
 
-@pytest.fixture
-def graphs(monkeypatch): monkeypatch.setattr(card_stepper, 'PROMPT_GRAPHS', True)
-
 LENGTHS = 70,20,30,25,40,28,33
 ARRIVE = 0,4,4,8,8,12,12
 
@@ -36,7 +33,7 @@ def replayed(e):
 def same(m, monkeypatch, *how):
     "The answers with graphs are those without; the engine that has graphs"
     with monkeypatch.context() as off:
-        off.setattr(card_stepper, 'PROMPT_GRAPHS', False)
+        off.setattr(card_stepper, 'MOST_PROMPT_GRAPHS', 0)
         want,e = answers(m, *how)
         assert e.stepper.prompts is None
     got,e = answers(m, *how)
@@ -46,16 +43,16 @@ def same(m, monkeypatch, *how):
 FAMILIES = [('llama','bf16'), ('qwen3.6-moe','nvfp4'), ('gpt-oss','mxfp4'), ('gemma','nvfp4'),
     ('nemotron','nvfp4')]
 @pytest.mark.parametrize('toy,weights', FAMILIES)
-def test_the_same_bits(toy, weights, graphs, monkeypatch):
+def test_the_same_bits(toy, weights, monkeypatch):
     "Chunks at different places of a prompt are one graph"
     e = same(models(toy, weights)[1], monkeypatch)
     assert replayed(e)=={PromptShape(64, 1),PromptShape(128, 2)}
 
 @pytest.mark.parametrize('kind,k', [('mtp',2), ('ngram',3)])
-def test_drafters_see_all_rows(kind, k, graphs, monkeypatch):
+def test_drafters_see_all_rows(kind, k, monkeypatch):
     assert replayed(same(hybrid(), monkeypatch, kind, k))
 
-def test_a_graph_only_launches(graphs, monkeypatch):
+def test_a_graph_only_launches(monkeypatch):
     "While one is recorded nothing is uploaded, read back or waited for: a card refuses that"
     inside = []
     real = PromptGraphs._recorded
@@ -80,7 +77,7 @@ def test_a_graph_only_launches(graphs, monkeypatch):
     arrays = len(card_stepper._arrays(b))
     assert len(uploads)==arrays*len(replayed(e))
 
-def test_memory_that_is_gone(graphs, monkeypatch):
+def test_memory_that_is_gone(monkeypatch):
     "A pool that was refused has given back what graphs write to"
     e = engine(models('llama', 'bf16')[1])
     e.add(asked(0, 140, 2, 256))
@@ -92,12 +89,12 @@ def test_memory_that_is_gone(graphs, monkeypatch):
     while e.has_work: e.step()
     assert e.stepper.prompts.kept[PromptShape(64, 1)] not in (old,None)
 
-def test_the_one_used_longest_ago_goes(graphs, monkeypatch):
+def test_the_one_used_longest_ago_goes(monkeypatch):
     monkeypatch.setattr(card_stepper, 'MOST_PROMPT_GRAPHS', 1)
     _,e = answers(models('llama', 'bf16')[1])
     assert set(e.stepper.prompts.kept)=={PromptShape(128, 2)}
 
-def test_cut_off_while_recording(graphs, monkeypatch):
+def test_cut_off_while_recording(monkeypatch):
     "What was cut off is computed anew, and says the same"
     m = models('llama', 'bf16')[1]
     want,_ = answers(m)

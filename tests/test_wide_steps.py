@@ -2,7 +2,6 @@
 row has alone, whoever is beside it, and so has every row of a sequence that checks drafts."""
 import numpy as np,pytest
 from atlas.card.emulator import find_cxx
-from atlas.cuda import vocabulary
 from atlas.model.model import Piece
 from helpers.small_engine import said,serve
 from test_card import cache_of,forward,ids_of,models
@@ -10,17 +9,12 @@ from test_speculation_card import engine,hybrid,requests
 
 pytestmark = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
 
-@pytest.fixture
-def wide(monkeypatch):
-    "Kernels for many rows"
-    for name in ('WIDE','STRIPS'): monkeypatch.setattr(vocabulary, name, True)
-
 def piece(i, t):
     "The first token of sequence `i`"
     return Piece([t], 0, [i], 1, state=0, keep=1+i)
 
 @pytest.mark.parametrize('toy,weights', [('llama','fp8'), ('qwen3.6-moe','nvfp4')])
-def test_thirty_three_sequences(toy, weights, wide):
+def test_thirty_three_sequences(toy, weights):
     "One row of each"
     m = models(toy, weights)[1]
     tokens = ids_of(33, 5)
@@ -29,7 +23,7 @@ def test_thirty_three_sequences(toy, weights, wide):
         alone = forward(m, cache_of(m, 40), [piece(i, tokens[i])], False)
         assert (together[i]==alone[0]).all(), i
 
-def test_sequences_that_check_drafts(wide):
+def test_sequences_that_check_drafts():
     "Four of them, with three drafts each: sixteen rows a step"
     m = hybrid()
     def answers(*how):
