@@ -41,7 +41,7 @@
 #define UP 1
 #define WARPS 16
 #define DEEP 5
-#define ROOM 219392
+#define ROOM 221440
 #endif
 constexpr bool PAIR = ACT == ACT_SILU || ACT == ACT_GELU || ACT == ACT_OAI;
 // chunks of 32 columns; blocks of 128; pieces of 256
@@ -53,11 +53,13 @@ typedef FORMAT<C> F;
 typedef Staged<F, 4 * HELD> S;
 constexpr unsigned UNITS = ((C + 3) / 4 + F::UNITS - 1) / F::UNITS, PLANE = ENTRIES * S::LDR;
 constexpr int UNROLLED = UNITS == SPLIT ? SPLIT : 1;  // shares of one unit
+constexpr int TAILS = DEEP / UNITS + 1;  // strips whose last units are on their way, or just read
 static_assert(SPLIT <= UNITS && STORED % 4 == 0, "see the contract");
 
-struct Shared {  // and then the experts of all slots, and the entries of the block's
+struct Shared {  // and then the experts of the block's slots, and their entries
     uint4 x[S::PLANES * PLANE];
     unsigned char ring[WARPS][DEEP][F::BYTES];
+    float tail[WARPS][TAILS][32];  // scales of a strip's rows, then biases
     float e[HELD][COLUMNS], squares[ENTRIES][PARTS];
 };
 static_assert(sizeof(Shared) == ROOM, "see the contract");
@@ -163,19 +165,32 @@ struct To {
 };
 
 // What a warp fetches next: unit `unit` of strip `strip` of the line, where a slot's strips end.
+// Scales and biases of the strip's rows, from `row` of the bank on, come with its last unit.
 struct Next {
     Bytes w, s;
-    unsigned strip, unit, slot_end;
+    const float *scale, *bias;
+    float* tails;
+    unsigned strip, unit, slot_end, row, tail;
     int rest;
     __device__ __forceinline__ void begin(Bytes bank, Bytes scales, int expert, int lane) {
-        const unsigned row = strip % STRIPS * 16;
+        const unsigned from = strip % STRIPS * 16;
         w = bank;
         s = scales;
-        F::first(w, s, (size_t)expert * STORED + row, 0, lane);
+        row = expert * STORED + from;
+        F::first(w, s, row, 0, lane);
         slot_end = (strip / STRIPS + 1) * STRIPS;
-        rest = STORED - row;
+        rest = STORED - from;
     }
-    // True: that was the strip's last unit.
+    __device__ __forceinline__ void fetch_tail(int rows, int lane) {
+        const unsigned at = lane * 4;
+        if (lane < 4) {
+            float* const to = tails + (TAILS > 1 ? tail * 32 : 0) + at;
+            const bool on = lane * 4 < rows;
+            if (scale) cp_async_or_zero<16>(to, scale + row + at, on);
+            if (bias) cp_async_or_zero<16>(to + 16, bias + row + at, on);
+        }
+        tail = tail == TAILS - 1 ? 0 : tail + 1;
+    }
     __device__ __forceinline__ void fetch(unsigned char* to, int lane) {
         const int rows = STORED % 16 ? rest : 16;
         F::fetch(to, w + unit * F::LB, s + unit * F::SB, rows, unit, lane);
@@ -183,8 +198,10 @@ struct Next {
         if (unit < UNITS) return;
         unit = unit % SPLIT + 1;
         if (unit < SPLIT) return;
+        fetch_tail(rows, lane);
         unit = 0;
         strip += WARPS;
+        row += 16 * WARPS;
         rest -= 16 * WARPS;
         w += (size_t)16 * WARPS * F::LINE;
         s += (size_t)4 * WARPS * F::SLINE;
@@ -195,10 +212,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
         const unsigned char* __restrict__ w, const unsigned char* __restrict__ s,
         const float* __restrict__ gs, const float* __restrict__ bias, const int* which,
         const int* slots, const int* number, const float* x, const float* __restrict__ gain,
-        float* y, float eps, float limit, int shared, int most, int width, int outs) {
+        float* y, float eps, float limit, int shared, int width, int outs) {
     DYNAMIC_SHARED(Shared, sm);
-    int* const expert_of = (int*)(sm + 1), *const records = expert_of + most;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the compiler learns: one for all
     if (!UP) pdl_trigger();
     if (UP && shared >= 0) {  // memory idles
         const int thread = blockIdx.x * THREADS + threadIdx.x, threads = gridDim.x * THREADS;
@@ -208,33 +225,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
     }
     if (UP) pdl_wait();
     if (UP) pdl_trigger();  // the next kernel reads slots before it waits
-    #pragma unroll 1
-    for (int i = threadIdx.x; i < most; i += THREADS) expert_of[i] = __ldcg(which + i);
     typedef unsigned long long Long;
     const unsigned all = __ldcg(number) * STRIPS;
     const unsigned begin = (unsigned)((Long)all * blockIdx.x / gridDim.x);
     const unsigned end = (unsigned)((Long)all * (blockIdx.x + 1) / gridDim.x);
-    const unsigned slot0 = begin / STRIPS;
+    const unsigned slot0 = begin / STRIPS, own = begin < end ? (end - 1) / STRIPS - slot0 + 1 : 0;
+    int* const experts = (int*)(sm + 1), *const records = experts + own;  // of the block's slots
+    #pragma unroll 1
+    for (unsigned i = threadIdx.x; i < own * RECORD; i += THREADS) {
+        if (i < own) experts[i] = __ldcg(which + slot0 + i);
+        records[i] = __ldcg(slots + slot0 * RECORD + i);
+    }
     __syncthreads();
     unsigned char* const ring = sm->ring[warp][0];
-    Next next = {nullptr, nullptr, begin + warp, 0, 0, 0};
+    float* const tails = sm->tail[warp][0];
+    Next next = {};
+    next.scale = RowScales<F>::IN_S ? (const float*)s : gs;
+    next.bias = bias;
+    next.tails = tails;
+    next.strip = begin + warp;
     auto fetch = [&](unsigned char* to) {
         if (next.strip < end) {
             if (next.strip >= next.slot_end)  // where is that?
-                next.begin(w, s, expert_of[next.strip / STRIPS], lane);
+                next.begin(w, s, experts[next.strip / STRIPS - slot0], lane);
             next.fetch(to, lane);
         }
         cp_async_commit();
     };
     #pragma unroll 1
     for (int i = 0; i < DEEP; i++) fetch(ring + i * F::BYTES);
-    const unsigned own = begin < end ? ((end - 1) / STRIPS - slot0 + 1) * RECORD : 0;
-    #pragma unroll 1
-    for (unsigned i = threadIdx.x; i < own; i += THREADS)
-        records[i] = __ldcg(slots + slot0 * RECORD + i);
     if (!UP) pdl_wait();
     unsigned strip = begin + warp;
     unsigned char* place = ring;
+    int tail = 0;
     #pragma unroll 1
     for (unsigned from = begin; from < end; from = (from / STRIPS + 1) * STRIPS) {
         const int* const record = records + (from / STRIPS - slot0) * RECORD;
@@ -243,7 +266,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
         stage(sm, record, x, gain, width);
         __syncthreads();
         const int count = record[0];
-        const size_t expert = (size_t)expert_of[from / STRIPS] * STORED;
         float inverse[TILES][2];
         To where[TILES];
         const uint4* x_of[TILES];
@@ -257,14 +279,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
         }
         #pragma unroll 1
         for (; strip < to; strip += WARPS) {
-            const int row = strip % STRIPS * 16 + 2 * g;
-            float unit[2], more[2], v[TILES][4] = {};
-            #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const bool in = STORED % 16 == 0 || row + i < STORED;
-                unit[i] = in ? F::row_scale(s, gs, expert + row + i) : 0.f;
-                more[i] = bias && in ? bias[expert + row + i] : 0.f;
-            }
+            float v[TILES][4] = {};
             #pragma unroll UNROLLED
             for (unsigned share = 0; share < SPLIT; share++) {
                 float acc[TILES][4] = {};
@@ -293,6 +308,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
                     #pragma unroll
                     for (int j = 0; j < 4; j++) v[i][j] += acc[i][j];
             }
+            const float* const with = tails + (TAILS > 1 ? tail * 32 : 0);
+            float unit[2], more[2];
+            #pragma unroll
+            for (int i = 0; i < 2; i++) {
+                unit[i] = F::row_scale((Bytes)with, with, 2 * g + i);
+                more[i] = bias ? with[16 + 2 * g + i] : 0.f;
+            }
+            tail = tail == TAILS - 1 ? 0 : tail + 1;
             #pragma unroll
             for (int i = 0; i < TILES; i++) {
                 if (i && count <= 8 * i) break;

@@ -36,12 +36,17 @@ def _shares(units, most)->int:
 # %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #8b02a73e
 def _room(card, f, K, entries):
     "Warps of a block, units on their way of each, and bytes of shared memory; None if there is no room"
-    held,most = _ceil(K, 256)*2,limits(card).block-6144
+    held,most = _ceil(K, 256)*2,limits(card).block-4096
     columns = 8*_ceil(entries, 8)
     rows = _rows_bytes(f, held, entries)+4*held*columns+4*entries*held//2
     for W in _warps(f, entries):
         deep = min(8, (most-rows)//(W*f.unit))
-        if deep>=(3 if W>4 else 1): return W,deep,_ceil(rows+W*deep*f.unit, 16)*16
+        while (all := rows+W*(deep*f.unit+_tails(f, K, deep)))>most: deep -= 1
+        if deep>=(3 if W>4 else 1): return W,deep,_ceil(all, 16)*16
+
+def _tails(f, K, deep):
+    "Bytes of the scales and biases of a warp's strips whose last units are on their way, or just read"
+    return 128*(deep//_ceil(K, 128*f.blocks)+1)
 
 def _warps(f, entries):
     "Warps that a block may have: 16 leave each 128 registers, and few are worth no large slots"
@@ -122,12 +127,11 @@ def _products(x, p, bias, gain, slots, y, eps, limit, shared, blocks, d):
     "One half: `y` of each entry"
     strips,most = _ceil(p.rows, 16),len(slots[0])
     span = (_ceil(most*strips, blocks)-1)//strips+2
-    room = d['ROOM']+4*(most+span*slots[1].shape[1])
+    room = d['ROOM']+4*span*(1+slots[1].shape[1])
     l = limits(card_of(x))
     if room>l.block: raise AtlasError(f'{blocks} blocks have {span} slots each, and no room for them')
     run('expert_strips', blocks, 32*d['WARPS'], _raw(p.w), _raw(p.s), p.gs, bias, *slots,
-        x, gain, y, eps, limit, shared, most, x.shape[1], y.shape[1],
-        shared=max(room, l.alone), **d)
+        x, gain, y, eps, limit, shared, x.shape[1], y.shape[1], shared=max(room, l.alone), **d)
 
 # %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #b3503a71
 def moe_wide(
