@@ -4,8 +4,10 @@
 // (lib/fragment.cuh), alone from the first column to the last: it adds up shares of the columns one
 // after the other, as many warps do elsewhere, and meets nobody. Strips of all slots are one line,
 // of which a block has a piece; DEEP units of a warp are on their way to shared memory, those of
-// the next strip or slot after this one's. Only where a slot ends do the warps of a block meet, to
-// stage the rows of the next. An entry's bits depend on nothing but its row and its expert.
+// the next strip or slot after this one's. Rows of BUFFERS slots are staged at a time, by all
+// warps: those of the next slot while this one's strips are computed, once all warps have left the
+// slot that was there before. So no warp waits for others unless they are far behind.
+// An entry's bits depend on nothing but its row and its expert.
 //   w      : [bytes]         u8    bank of matrices [n4, k] in FORMAT, the shared expert's last
 //   s      : [scales]        u8    their scales; or null
 //   gs     : [wrows]         f32   nvfp4, int4: scale of each row; or null
@@ -20,11 +22,12 @@
 //   -D OUTPUTS= of a matrix  -D PICKS= entries of a row  -D ENTRIES= of a slot: 1, 2, 4, 8 or 16
 //   -D SPLIT= shares of the columns  -D ACT= of lib/act.cuh  -D NORM= (0 or 1)
 //   -D UP= 1: slots are what the kernel before this one wrote; 0: what the one before that did
-//   -D WARPS=  DEEP=  ROOM= bytes of shared memory but for slots
+//   -D WARPS=  DEEP=  BUFFERS=  ROOM= bytes of shared memory but for slots
 //   shared: the matrix that all rows need, asked for before anybody knows the slots; or -1
 //   launch: <<<any number, 32*WARPS, shared bytes: see atlas.cuda.experts_wide>>>
 #include "lib/act.cuh"
 #include "lib/ahead.cuh"
+#include "lib/bulk.cuh"
 #include "lib/fragment.cuh"
 #include "lib/pdl.cuh"
 #include "lib/reduce.cuh"
@@ -40,7 +43,8 @@
 #define NORM 1
 #define UP 1
 #define WARPS 16
-#define DEEP 5
+#define DEEP 4
+#define BUFFERS 2
 #define ROOM 221440
 #endif
 constexpr bool PAIR = ACT == ACT_SILU || ACT == ACT_GELU || ACT == ACT_OAI;
@@ -56,16 +60,20 @@ constexpr int UNROLLED = UNITS == SPLIT ? SPLIT : 1;  // shares of one unit
 constexpr int TAILS = DEEP / UNITS + 1;  // strips whose last units are on their way, or just read
 static_assert(SPLIT <= UNITS && STORED % 4 == 0, "see the contract");
 
-struct Shared {  // and then the experts of the block's slots, and their entries
+struct Rows {  // of a slot
     uint4 x[S::PLANES * PLANE];
+    float e[HELD][COLUMNS], squares[ENTRIES][PARTS];
+};
+struct Shared {  // and then the experts of the block's slots, and their entries
+    Rows rows[BUFFERS];
     unsigned char ring[WARPS][DEEP][F::BYTES];
     float tail[WARPS][TAILS][32];  // scales of a strip's rows, then biases
-    float e[HELD][COLUMNS], squares[ENTRIES][PARTS];
+    Meeting staged[2], left[2];  // of each buffer: by all warps
 };
 static_assert(sizeof(Shared) == ROOM, "see the contract");
 
 // Columns 8v to 8v + 7 of row r of a slot, normed but for its length, into shared memory.
-__device__ __forceinline__ void put_row(Shared* sm, int r, int v, float* a,
+__device__ __forceinline__ void put_row(Rows* rows, int r, int v, float* a,
         const float* __restrict__ gain) {
     const int lane = threadIdx.x % 32;
     float g[8], sum = 0.f;
@@ -79,8 +87,8 @@ __device__ __forceinline__ void put_row(Shared* sm, int r, int v, float* a,
         }
     }
     if (NORM) sum = warp_sum(sum);
-    if (NORM && !lane) sm->squares[r][v / 32] = sum;
-    uint4* const to = sm->x + r * S::LDR + v % 4 * S::LD + v / 4;
+    if (NORM && !lane) rows->squares[r][v / 32] = sum;
+    uint4* const to = rows->x + r * S::LDR + v % 4 * S::LD + v / 4;
     if (F::TWO) split8(a, to[0], to[F::TWO ? PLANE : 0]);
     else {
         float top = top8(a);
@@ -88,12 +96,12 @@ __device__ __forceinline__ void put_row(Shared* sm, int r, int v, float* a,
         for (int m = 1; m < 16; m *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
         const float2 f = chunk_scale(top);
         *to = F::CROSSED ? to_half8_crossed(a, f.x) : to_half8(a, f.x);
-        if (lane % 16 == 0) sm->e[v / 16][r] = f.y;
+        if (lane % 16 == 0) rows->e[v / 16][r] = f.y;
     }
 }
 
 // All rows of a slot: pieces of 256 columns are dealt out to warps, MANY of each on their way.
-__device__ __forceinline__ void stage(Shared* sm, const int* record, const float* x,
+__device__ __forceinline__ void stage(Rows* rows, const int* record, const float* x,
         const float* __restrict__ gain, int width) {
     constexpr int ROUNDS = (ENTRIES * PARTS + WARPS - 1) / WARPS, MANY = ROUNDS < 4 ? ROUNDS : 4;
     const int pieces = record[0] * PARTS;
@@ -113,17 +121,17 @@ __device__ __forceinline__ void stage(Shared* sm, const int* record, const float
         #pragma unroll
         for (int k = 0; k < MANY; k++) {
             const int i = from + k * WARPS;
-            if (i < pieces) put_row(sm, i / PARTS, i % PARTS * 32 + threadIdx.x % 32, a[k], gain);
+            if (i < pieces) put_row(rows, i / PARTS, i % PARTS * 32 + threadIdx.x % 32, a[k], gain);
         }
     }
 }
 
 // What the results of row r of a slot are to be multiplied by.
-__device__ __forceinline__ float length(const Shared* sm, int r, float eps) {
+__device__ __forceinline__ float length(const Rows* rows, int r, float eps) {
     if (!NORM) return 1.f;
     float sum = 0.f;
     #pragma unroll
-    for (int i = 0; i < PARTS; i++) sum += sm->squares[r][i];
+    for (int i = 0; i < PARTS; i++) sum += rows->squares[r][i];
     return rsqrtf(fmaf(sum, 1.f / K, eps));
 }
 
@@ -236,6 +244,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
         if (i < own) experts[i] = __ldcg(which + slot0 + i);
         records[i] = __ldcg(slots + slot0 * RECORD + i);
     }
+    if (!threadIdx.x) {
+        for (int i = 0; i < BUFFERS; i++) {
+            meet_init(sm->staged + i, WARPS);
+            meet_init(sm->left + i, WARPS);
+        }
+        meet_ready();
+    }
     __syncthreads();
     unsigned char* const ring = sm->ring[warp][0];
     float* const tails = sm->tail[warp][0];
@@ -255,30 +270,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
     #pragma unroll 1
     for (int i = 0; i < DEEP; i++) fetch(ring + i * F::BYTES);
     if (!UP) pdl_wait();
-    unsigned strip = begin + warp;
+    unsigned strip = begin + warp, put = 0;  // slots of whose rows this warp has put its part
     unsigned char* place = ring;
     int tail = 0;
+    auto left = [&](unsigned n) { return sm->left + n % BUFFERS; };
     #pragma unroll 1
-    for (unsigned from = begin; from < end; from = (from / STRIPS + 1) * STRIPS) {
-        const int* const record = records + (from / STRIPS - slot0) * RECORD;
-        const unsigned to = min((from / STRIPS + 1) * STRIPS, end);
-        __syncthreads();
-        stage(sm, record, x, gain, width);
-        __syncthreads();
+    for (unsigned n = 0; n < own; n++) {
+        const int* const record = records + n * RECORD;
         const int count = record[0];
+        Rows* const rows = sm->rows + n % BUFFERS;
+        const unsigned to = min((slot0 + n + 1) * STRIPS, end);
         float inverse[TILES][2];
         To where[TILES];
         const uint4* x_of[TILES];
-        #pragma unroll
-        for (int i = 0; i < TILES; i++) {
-            const int c = 8 * i + 2 * t;
-            where[i].find(record, c, outs);
-            inverse[i][0] = length(sm, min(c, count - 1), eps);
-            inverse[i][1] = length(sm, min(c + 1, count - 1), eps);
-            x_of[i] = sm->x + min(8 * i + g, count - 1) * S::LDR + F::template own<S::LD>(t);
-        }
         #pragma unroll 1
-        for (; strip < to; strip += WARPS) {
+        for (bool fresh = true;; fresh = false, strip += WARPS) {
+            #pragma unroll 1
+            for (; put < min(n + BUFFERS, own); put++) {  // what is due, and what finds room
+                const unsigned parity = put / BUFFERS + 1 & 1;
+                const bool room = put < BUFFERS || meet_over(left(put), parity);
+                if (!__all_sync(~0u, room)) {
+                    if (put > n) break;
+                    meet_wait(left(put), parity);
+                }
+                stage(sm->rows + put % BUFFERS, records + put * RECORD, x, gain, width);
+                __syncwarp();
+                if (!lane) meet_arrive(sm->staged + put % BUFFERS);
+            }
+            if (fresh) {
+                meet_wait(sm->staged + n % BUFFERS, n / BUFFERS % 2);
+                #pragma unroll
+                for (int i = 0; i < TILES; i++) {
+                    const int c = 8 * i + 2 * t;
+                    where[i].find(record, c, outs);
+                    inverse[i][0] = length(rows, min(c, count - 1), eps);
+                    inverse[i][1] = length(rows, min(c + 1, count - 1), eps);
+                    x_of[i] = rows->x + min(8 * i + g, count - 1) * S::LDR
+                        + F::template own<S::LD>(t);
+                }
+            }
+            if (strip >= to) break;
             float v[TILES][4] = {};
             #pragma unroll UNROLLED
             for (unsigned share = 0; share < SPLIT; share++) {
@@ -300,7 +331,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
                             if (i && count <= 8 * i) break;
                             const int block = u * F::UNITS + b;
                             add<F, 8, S::LD, PLANE>(q[b], acc[i], x_of[i] + 4 * block,
-                                sm->e[block] + 8 * i, t);
+                                rows->e[block] + 8 * i, t);
                         }
                 }
                 #pragma unroll
@@ -326,5 +357,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
                 where[i].put(z, strip % STRIPS, y, limit);
             }
         }
+        __syncwarp();
+        if (!lane) meet_arrive(left(n));
     }
 }
