@@ -6,7 +6,8 @@
 // of which a block has a piece; DEEP units of a warp are on their way to shared memory, those of
 // the next strip or slot after this one's. Rows of BUFFERS slots are staged at a time, by all
 // warps: those of the next slot while this one's strips are computed, once all warps have left the
-// slot that was there before. So no warp waits for others unless they are far behind.
+// slot that was there before. So no warp waits for others unless they are far behind. Strips at the
+// end of a piece that are fewer than warps are shared by teams of SPLIT warps, a share each.
 // An entry's bits depend on nothing but its row and its expert.
 //   w      : [bytes]         u8    bank of matrices [n4, k] in FORMAT, the shared expert's last
 //   s      : [scales]        u8    their scales; or null
@@ -31,6 +32,7 @@
 #include "lib/fragment.cuh"
 #include "lib/pdl.cuh"
 #include "lib/reduce.cuh"
+#include "lib/warps.cuh"
 #ifndef FORMAT
 #define FORMAT fragment_nvfp4
 #define K 2048
@@ -57,8 +59,12 @@ typedef FORMAT<C> F;
 typedef Staged<F, 4 * HELD> S;
 constexpr unsigned UNITS = ((C + 3) / 4 + F::UNITS - 1) / F::UNITS, PLANE = ENTRIES * S::LDR;
 constexpr int UNROLLED = UNITS == SPLIT ? SPLIT : 1;  // shares of one unit
-constexpr int TAILS = DEEP / UNITS + 1;  // strips whose last units are on their way, or just read
-static_assert(SPLIT <= UNITS && STORED % 4 == 0, "see the contract");
+constexpr unsigned TEAMS = WARPS / SPLIT;
+// Strips whose last units are on their way, or just read: whole ones, and then shared ones.
+constexpr int FEWEST = UNITS / SPLIT, OF_TEAM = DEEP / FEWEST < SPLIT ? DEEP / FEWEST : SPLIT;
+constexpr int TAILS = 1 + OF_TEAM + (DEEP - OF_TEAM * FEWEST) / UNITS;
+static_assert(SPLIT <= UNITS && STORED % 4 == 0 && WARPS % SPLIT == 0, "see the contract");
+static_assert(F::BYTES >= 512 * TILES, "a warp's sums find room in place of a unit");
 
 struct Rows {  // of a slot
     uint4 x[S::PLANES * PLANE];
@@ -68,6 +74,7 @@ struct Shared {  // and then the experts of the block's slots, and their entries
     Rows rows[BUFFERS];
     unsigned char ring[WARPS][DEEP][F::BYTES];
     float tail[WARPS][TAILS][32];  // scales of a strip's rows, then biases
+    float4* sums[WARPS];  // of a share
     Meeting staged[2], left[2];  // of each buffer: by all warps
 };
 static_assert(sizeof(Shared) == ROOM, "see the contract");
@@ -172,47 +179,84 @@ struct To {
     }
 };
 
-// What a warp fetches next: unit `unit` of strip `strip` of the line, where a slot's strips end.
-// Scales and biases of the strip's rows, from `row` of the bank on, come with its last unit.
+// The strips of a block's piece that a warp takes, in order: every WARPS-th, alone; and of the last
+// ones, from `divided` on, one of its team's, of which it has a share.
+struct Deal {
+    unsigned begin, end, divided, warp;
+    __device__ __forceinline__ Deal(unsigned begin_, unsigned end_, unsigned warp_)
+        : begin(begin_), end(end_), divided(end_), warp(warp_) {
+        if (SPLIT > 1) divided = begin + (end - begin) / WARPS * WARPS;
+    }
+    __device__ __forceinline__ bool is_divided(unsigned strip) const {
+        return SPLIT > 1 && strip >= divided;
+    }
+    __device__ __forceinline__ unsigned share() const { return warp % SPLIT; }
+    __device__ __forceinline__ unsigned team() const { return warp / SPLIT; }
+    __device__ __forceinline__ unsigned first() const {
+        return begin + (is_divided(begin) ? team() : warp);
+    }
+    __device__ __forceinline__ unsigned after(unsigned strip) const {
+        if (is_divided(strip)) return strip + TEAMS;
+        return is_divided(strip + WARPS) ? divided + team() : strip + WARPS;
+    }
+};
+
+// The sums of all shares of a strip, for the first warp of the team. `own`: room for a warp's.
+__device__ __forceinline__ void sum_up(float4** sums, float (*v)[4], float4* own,
+        const Deal& deal) {
+    const int lane = threadIdx.x % 32;
+    #pragma unroll
+    for (int i = 0; i < TILES; i++) own[32 * i + lane] = make_float4(v[i][0], v[i][1], v[i][2], v[i][3]);
+    if (!lane) sums[deal.warp] = own;
+    sync_warps<SPLIT>(deal.team());
+    #pragma unroll 1
+    for (int m = 1; m < SPLIT && !deal.share(); m++)
+        #pragma unroll
+        for (int i = 0; i < TILES; i++) {
+            const float4 a = sums[deal.warp + m][32 * i + lane];
+            v[i][0] += a.x; v[i][1] += a.y; v[i][2] += a.z; v[i][3] += a.w;
+        }
+    sync_warps<SPLIT>(deal.team());
+}
+
+// What a warp fetches next: unit `unit` of strip `strip` of the line. Scales and biases of the
+// strip's rows come with its last unit.
 struct Next {
     Bytes w, s;
-    const float *scale, *bias;
-    float* tails;
-    unsigned strip, unit, slot_end, row, tail;
-    int rest;
-    __device__ __forceinline__ void begin(Bytes bank, Bytes scales, int expert, int lane) {
+    unsigned strip, unit, shares, tail;  // of the first so many shares of the columns
+    int expert, rest;
+    __device__ __forceinline__ void begin(Bytes bank, Bytes scales, int expert_, int lane) {
         const unsigned from = strip % STRIPS * 16;
         w = bank;
         s = scales;
-        row = expert * STORED + from;
-        F::first(w, s, row, 0, lane);
-        slot_end = (strip / STRIPS + 1) * STRIPS;
+        expert = expert_;
+        F::first(w, s, (size_t)expert * STORED + from, 0, lane);
         rest = STORED - from;
     }
-    __device__ __forceinline__ void fetch_tail(int rows, int lane) {
-        const unsigned at = lane * 4;
-        if (lane < 4) {
-            float* const to = tails + (TAILS > 1 ? tail * 32 : 0) + at;
-            const bool on = lane * 4 < rows;
-            if (scale) cp_async_or_zero<16>(to, scale + row + at, on);
-            if (bias) cp_async_or_zero<16>(to + 16, bias + row + at, on);
-        }
-        tail = tail == TAILS - 1 ? 0 : tail + 1;
+    __device__ __forceinline__ void further(unsigned strips) {
+        rest -= 16 * strips;
+        w += (size_t)16 * strips * F::LINE;
+        s += (size_t)4 * strips * F::SLINE;
     }
-    __device__ __forceinline__ void fetch(unsigned char* to, int lane) {
+    // True: that was the last unit of the strip, or of the warp's share of it.
+    __device__ __forceinline__ bool fetch(unsigned char* to, int lane) {
         const int rows = STORED % 16 ? rest : 16;
         F::fetch(to, w + unit * F::LB, s + unit * F::SB, rows, unit, lane);
         unit += SPLIT;
-        if (unit < UNITS) return;
+        if (unit < UNITS) return false;
         unit = unit % SPLIT + 1;
-        if (unit < SPLIT) return;
-        fetch_tail(rows, lane);
-        unit = 0;
-        strip += WARPS;
-        row += 16 * WARPS;
-        rest -= 16 * WARPS;
-        w += (size_t)16 * WARPS * F::LINE;
-        s += (size_t)4 * WARPS * F::SLINE;
+        return unit >= shares;
+    }
+    __device__ __forceinline__ void fetch_tail(float (*tails)[32], const float* scale,
+            const float* bias, int lane) {
+        if (lane < 4) {
+            float* const to = tails[TAILS > 1 ? tail : 0] + lane * 4;
+            const bool on = STORED % 16 == 0 || lane * 4 < rest;
+            const size_t row = (size_t)expert * STORED + strip % STRIPS * 16 + lane * 4;
+            if (scale) cp_async_or_zero<16>(to, scale + row, on);
+            if (bias) cp_async_or_zero<16>(to + 16, bias + row, on);
+        }
+        tail = tail == TAILS - 1 ? 0 : tail + 1;
     }
 };
 
@@ -253,24 +297,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
     }
     __syncthreads();
     unsigned char* const ring = sm->ring[warp][0];
-    float* const tails = sm->tail[warp][0];
+    float (*const tails)[32] = sm->tail[warp];
+    const Deal deal(begin, end, warp);
     Next next = {};
-    next.scale = RowScales<F>::IN_S ? (const float*)s : gs;
-    next.bias = bias;
-    next.tails = tails;
-    next.strip = begin + warp;
+    next.strip = deal.first();
+    auto opened = [&](bool slot) {
+        if (slot && next.strip < end)
+            next.begin(w, s, experts[next.strip / STRIPS - slot0], lane);
+        const bool divided = deal.is_divided(next.strip);
+        next.unit = divided ? deal.share() : 0;
+        next.shares = divided ? deal.share() + 1 : SPLIT;
+    };
     auto fetch = [&](unsigned char* to) {
-        if (next.strip < end) {
-            if (next.strip >= next.slot_end)  // where is that?
-                next.begin(w, s, experts[next.strip / STRIPS - slot0], lane);
-            next.fetch(to, lane);
+        if (next.strip < end && next.fetch(to, lane)) {
+            next.fetch_tail(tails, RowScales<F>::IN_S ? (const float*)s : gs, bias, lane);
+            const unsigned before = next.strip;
+            next.strip = deal.after(before);
+            next.further(next.strip - before);
+            opened(next.strip / STRIPS != before / STRIPS);
         }
         cp_async_commit();
     };
+    opened(true);
     #pragma unroll 1
     for (int i = 0; i < DEEP; i++) fetch(ring + i * F::BYTES);
     if (!UP) pdl_wait();
-    unsigned strip = begin + warp, put = 0;  // slots of whose rows this warp has put its part
+    unsigned strip = deal.first(), put = 0;  // slots of whose rows this warp has put its part
     unsigned char* place = ring;
     int tail = 0;
     auto left = [&](unsigned n) { return sm->left + n % BUFFERS; };
@@ -284,7 +336,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
         To where[TILES];
         const uint4* x_of[TILES];
         #pragma unroll 1
-        for (bool fresh = true;; fresh = false, strip += WARPS) {
+        for (bool fresh = true;; fresh = false, strip = deal.after(strip)) {
             #pragma unroll 1
             for (; put < min(n + BUFFERS, own); put++) {  // what is due, and what finds room
                 const unsigned parity = put / BUFFERS + 1 & 1;
@@ -310,9 +362,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
                 }
             }
             if (strip >= to) break;
+            const bool divided = deal.is_divided(strip);
+            unsigned char* last = place;  // of a share, where its sums go
             float v[TILES][4] = {};
             #pragma unroll UNROLLED
             for (unsigned share = 0; share < SPLIT; share++) {
+                if (divided && share != deal.share()) continue;
                 float acc[TILES][4] = {};
                 #pragma unroll 1
                 for (unsigned u = share; u < (UNITS == SPLIT ? share + 1 : UNITS); u += SPLIT) {
@@ -322,7 +377,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
                     #pragma unroll
                     for (int b = 0; b < F::UNITS; b++) q[b].read(place, b, g, t);
                     __syncwarp();
-                    fetch(place);
+                    if (divided && u + SPLIT >= UNITS) last = place;
+                    else fetch(place);
                     place = place == sm->ring[warp][DEEP - 1] ? ring : place + F::BYTES;
                     #pragma unroll
                     for (int b = 0; b < F::UNITS; b++)
@@ -339,7 +395,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
                     #pragma unroll
                     for (int j = 0; j < 4; j++) v[i][j] += acc[i][j];
             }
-            const float* const with = tails + (TAILS > 1 ? tail * 32 : 0);
+            if (divided) {
+                sum_up(sm->sums, v, (float4*)last, deal);
+                fetch(last);
+            }
+            const float* const with = tails[TAILS > 1 ? tail : 0];
             float unit[2], more[2];
             #pragma unroll
             for (int i = 0; i < 2; i++) {
@@ -347,6 +407,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
                 more[i] = bias ? with[16 + 2 * g + i] : 0.f;
             }
             tail = tail == TAILS - 1 ? 0 : tail + 1;
+            if (divided && deal.share()) continue;
             #pragma unroll
             for (int i = 0; i < TILES; i++) {
                 if (i && count <= 8 * i) break;

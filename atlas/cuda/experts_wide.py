@@ -36,21 +36,27 @@ def _shares(units, most)->int:
 # %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #8b02a73e
 BUFFERS = 2 # Slots whose rows a block stages at a time, where there is room for so many
 
-def _room(card, f, K, entries):
-    "Warps of a block, units on their way of each, staged slots, and bytes of shared memory; None if there is no room"
-    held,most = _ceil(K, 256)*2,limits(card).block-4096
+def _room(card, f, K, entries, most):
+    """Warps of a block, units on their way of each, staged slots, and bytes of shared memory; None if there is no room
+
+    `most`: shares of the columns at most."""
+    held,room = _ceil(K, 256)*2,limits(card).block-3072
     columns = 8*_ceil(entries, 8)
     rows = _rows_bytes(f, held, entries)+4*held*columns+4*entries*held//2
     rows = _ceil(rows, 16)*16
+    units = _ceil(K, 128*f.blocks)
     for W in _warps(f, entries):
         for B in range(BUFFERS, 0, -1):
-            deep = min(8, (most-B*rows)//(W*f.unit))
-            while (all := B*rows+W*(deep*f.unit+_tails(f, K, deep))+32)>most: deep -= 1
+            deep = min(8, (room-B*rows)//(W*f.unit))
+            while (all := B*rows+W*(deep*f.unit+_tails(units, most, deep)+8)+32)>room: deep -= 1
             if deep>=(3 if W>4 else 1): return W,deep,B,_ceil(all, 16)*16
 
-def _tails(f, K, deep):
+def _tails(units, most, deep):
     "Bytes of the scales and biases of a warp's strips whose last units are on their way, or just read"
-    return 128*(deep//_ceil(K, 128*f.blocks)+1)
+    shares = _shares(units, most)
+    each = units//shares
+    last = min(deep//each, shares)
+    return 128*(1+last+(deep-last*each)//units)
 
 def _warps(f, entries):
     "Warps that a block may have: 16 leave each 128 registers, and few are worth no large slots"
@@ -64,9 +70,9 @@ def _rows_bytes(f, held, entries):
 # %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #3b181c49
 def _strips(card, p, up, entries, act, norm, picks):
     "Options of expert_strips.cu for the bank `p`, with slots of at most `entries`"
-    f,pair = p.format,up and act!='relu2'
+    f,pair,most = p.format,up and act!='relu2',4 if up else 2
     units = _ceil(p.k, 128*f.blocks)
-    while (room := _room(card, f, p.k, entries)) is None:
+    while (room := _room(card, f, p.k, entries, most)) is None:
         entries //= 2
         if not entries: raise AtlasError(f'Rows of {p.k:,} values need more shared memory than a block has')
     return dict(
@@ -76,7 +82,7 @@ def _strips(card, p, up, entries, act, norm, picks):
         OUTPUTS=p.n//2 if pair else p.n,
         PICKS=picks,
         ENTRIES=entries,
-        SPLIT=_shares(units, 4 if up else 2),
+        SPLIT=_shares(units, most),
         ACT=_ACTS[act] if up else 'ACT_NONE',
         NORM=int(norm),
         UP=int(up),
