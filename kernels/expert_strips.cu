@@ -363,7 +363,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
             }
             if (strip >= to) break;
             const bool divided = deal.is_divided(strip);
-            unsigned char* last = place;  // of a share, where its sums go
             float v[TILES][4] = {};
             #pragma unroll UNROLLED
             for (unsigned share = 0; share < SPLIT; share++) {
@@ -377,8 +376,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
                     #pragma unroll
                     for (int b = 0; b < F::UNITS; b++) q[b].read(place, b, g, t);
                     __syncwarp();
-                    if (divided && u + SPLIT >= UNITS) last = place;
-                    else fetch(place);
+                    if (!divided || u + SPLIT < UNITS) fetch(place);
                     place = place == sm->ring[warp][DEEP - 1] ? ring : place + F::BYTES;
                     #pragma unroll
                     for (int b = 0; b < F::UNITS; b++)
@@ -395,7 +393,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
                     #pragma unroll
                     for (int j = 0; j < 4; j++) v[i][j] += acc[i][j];
             }
-            if (divided) {
+            if (divided) {  // in place of the last unit
+                unsigned char* const last = (place == ring ? ring + DEEP * F::BYTES : place)
+                    - F::BYTES;
                 sum_up(sm->sums, v, (float4*)last, deal);
                 fetch(last);
             }
