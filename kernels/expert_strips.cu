@@ -25,6 +25,10 @@
 //   -D UP= 1: slots are what the kernel before this one wrote; 0: what the one before that did
 //   -D WARPS=  DEEP=  BUFFERS=  ROOM= bytes of shared memory but for slots
 //   shared: the matrix that all rows need, asked for before anybody knows the slots; or -1
+//   later_w : [tbytes]    u8    bank of which an equal grid's launch will have the same slots next; or
+//                               null. later_rows: of a matrix, of later_line bytes each
+//   later_s : [tscales]   u8    its scales, later_quad bytes of four rows; or null
+//   later: so many strips of its piece a block asks for at its end (UP 1)
 //   launch: <<<any number, 32*WARPS, shared bytes: see atlas.cuda.experts_wide>>>
 #include "lib/act.cuh"
 #include "lib/ahead.cuh"
@@ -260,11 +264,33 @@ struct Next {
     }
 };
 
+// A bank that will be read by the next launch: of the strips of the block's piece of it, the first
+// ones are asked for. Memory idles while blocks of one launch end and those of the next begin.
+struct Later {
+    Bytes w, s;
+    int strips, rows, line, quad;
+    __device__ __forceinline__ void ask(const int* which, unsigned slots, unsigned warp) const {
+        const unsigned each = (rows + 15) / 16, lane = threadIdx.x % 32;
+        const unsigned long long all = (unsigned long long)slots * each;
+        const unsigned begin = (unsigned)(all * blockIdx.x / gridDim.x);
+        const unsigned end = (unsigned)(all * (blockIdx.x + 1) / gridDim.x);
+        #pragma unroll 1
+        for (unsigned i = begin + warp; i < min(begin + strips, end); i += WARPS) {
+            const int from = i % each * 16, many = min(16, rows - from);
+            const size_t row = (size_t)__ldcg(which + i / each) * rows + from;
+            ahead(w + row * line, many * line / 16, lane, 32);
+            if (s) ahead(s + row / 4 * quad, many / 4 * quad / 16, lane, 32);
+        }
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
         const unsigned char* __restrict__ w, const unsigned char* __restrict__ s,
         const float* __restrict__ gs, const float* __restrict__ bias, const int* which,
         const int* slots, const int* number, const float* x, const float* __restrict__ gain,
-        float* y, float eps, float limit, int shared, int width, int outs) {
+        float* y, const unsigned char* later_w, const unsigned char* later_s, float eps,
+        float limit, int shared, int width, int outs, int later, int later_rows, int later_line,
+        int later_quad) {
     DYNAMIC_SHARED(Shared, sm);
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the compiler learns: one for all
@@ -278,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
     if (UP) pdl_wait();
     if (UP) pdl_trigger();  // the next kernel reads slots before it waits
     typedef unsigned long long Long;
-    const unsigned all = __ldcg(number) * STRIPS;
+    const unsigned slots_used = __ldcg(number), all = slots_used * STRIPS;
     const unsigned begin = (unsigned)((Long)all * blockIdx.x / gridDim.x);
     const unsigned end = (unsigned)((Long)all * (blockIdx.x + 1) / gridDim.x);
     const unsigned slot0 = begin / STRIPS, own = begin < end ? (end - 1) / STRIPS - slot0 + 1 : 0;
@@ -421,4 +447,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
         __syncwarp();
         if (!lane) meet_arrive(left(n));
     }
+    const Later next_bank = {later_w, later_s, later, later_rows, later_line, later_quad};
+    if (UP && later_w) next_bank.ask(which, slots_used, warp);
 }
