@@ -51,7 +51,7 @@
 #define WARPS 16
 #define DEEP 4
 #define BUFFERS 2
-#define ROOM 221440
+#define ROOM 223904
 #endif
 constexpr bool PAIR = ACT == ACT_SILU || ACT == ACT_GELU || ACT == ACT_OAI;
 // chunks of 32 columns; blocks of 128; pieces of 256
