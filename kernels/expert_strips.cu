@@ -24,12 +24,16 @@
 //   -D SPLIT= shares of the columns  -D ACT= of lib/act.cuh  -D NORM= (0 or 1)
 //   -D UP= 1: slots are what the kernel before this one wrote; 0: what the one before that did
 //   -D WARPS=  DEEP=  BUFFERS=  ROOM= bytes of shared memory but for slots
+//   -D ASIDE= 1: copies bring 256 bytes to the L2 cache, which are lines of two units; 0: 128
 //   shared: the matrix that all rows need, asked for before anybody knows the slots; or -1
 //   later_w : [tbytes]    u8    bank of which an equal grid's launch will have the same slots next; or
 //                               null. later_rows: of a matrix, of later_line bytes each
 //   later_s : [tscales]   u8    its scales, later_quad bytes of four rows; or null
 //   later: so many strips of its piece a block asks for at its end (UP 1)
 //   launch: <<<any number, 32*WARPS, shared bytes: see atlas.cuda.experts_wide>>>
+#if ASIDE
+#define ASKS_L2 ".L2::256B"
+#endif
 #include "lib/act.cuh"
 #include "lib/ahead.cuh"
 #include "lib/bulk.cuh"
@@ -51,6 +55,7 @@
 #define WARPS 16
 #define DEEP 4
 #define BUFFERS 2
+#define ASIDE 0
 #define ROOM 223904
 #endif
 constexpr bool PAIR = ACT == ACT_SILU || ACT == ACT_GELU || ACT == ACT_OAI;
@@ -349,7 +354,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
     for (int i = 0; i < DEEP; i++) fetch(ring + i * F::BYTES);
     if (!UP) pdl_wait();
     unsigned strip = deal.first(), put = 0;  // slots of whose rows this warp has put its part
-    unsigned char* place = ring;
+    unsigned place = 0;  // of the unit that is multiplied next, in the ring
     int tail = 0;
     auto left = [&](unsigned n) { return sm->left + n % BUFFERS; };
     #pragma unroll 1
@@ -400,10 +405,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
                     cp_async_wait<DEEP - 1>();
                     __syncwarp();
                     #pragma unroll
-                    for (int b = 0; b < F::UNITS; b++) q[b].read(place, b, g, t);
+                    for (int b = 0; b < F::UNITS; b++) q[b].read(ring + place, b, g, t);
                     __syncwarp();
-                    if (!divided || u + SPLIT < UNITS) fetch(place);
-                    place = place == sm->ring[warp][DEEP - 1] ? ring : place + F::BYTES;
+                    if (!divided || u + SPLIT < UNITS) fetch(ring + place);
+                    place = place == (DEEP - 1) * F::BYTES ? 0 : place + F::BYTES;
                     #pragma unroll
                     for (int b = 0; b < F::UNITS; b++)
                         #pragma unroll
@@ -420,8 +425,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
                     for (int j = 0; j < 4; j++) v[i][j] += acc[i][j];
             }
             if (divided) {  // in place of the last unit
-                unsigned char* const last = (place == ring ? ring + DEEP * F::BYTES : place)
-                    - F::BYTES;
+                unsigned char* const last = ring + (place ? place : DEEP * F::BYTES) - F::BYTES;
                 sum_up(sm->sums, v, (float4*)last, deal);
                 fetch(last);
             }
