@@ -233,16 +233,18 @@ __device__ __forceinline__ void sum_up(float4** sums, float (*v)[4], float4* own
 struct Next {
     Bytes w, s;
     unsigned strip, unit, shares, tail;  // of the first so many shares of the columns
-    int expert, rest;
-    __device__ __forceinline__ void begin(Bytes bank, Bytes scales, int expert_, int lane) {
+    unsigned row;                        // of the bank: the strip's first
+    int rest;                            // rows of the matrix from there on
+    __device__ __forceinline__ void begin(Bytes bank, Bytes scales, int expert, int lane) {
         const unsigned from = strip % STRIPS * 16;
         w = bank;
         s = scales;
-        expert = expert_;
-        F::first(w, s, (size_t)expert * STORED + from, 0, lane);
+        row = expert * STORED + from;
+        F::first(w, s, row, 0, lane);
         rest = STORED - from;
     }
     __device__ __forceinline__ void further(unsigned strips) {
+        row += 16 * strips;
         rest -= 16 * strips;
         w += (size_t)16 * strips * F::LINE;
         s += (size_t)4 * strips * F::SLINE;
@@ -261,9 +263,9 @@ struct Next {
         if (lane < 4) {
             float* const to = tails[TAILS > 1 ? tail : 0] + lane * 4;
             const bool on = STORED % 16 == 0 || lane * 4 < rest;
-            const size_t row = (size_t)expert * STORED + strip % STRIPS * 16 + lane * 4;
-            if (scale) cp_async_or_zero<16>(to, scale + row, on);
-            if (bias) cp_async_or_zero<16>(to + 16, bias + row, on);
+            const unsigned at = row + lane * 4;
+            if (scale) cp_async_or_zero<16>(to, scale + at, on);
+            if (bias) cp_async_or_zero<16>(to + 16, bias + at, on);
         }
         tail = tail == TAILS - 1 ? 0 : tail + 1;
     }
