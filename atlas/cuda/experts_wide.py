@@ -37,22 +37,22 @@ def _shares(units, most)->int:
 BUFFERS = 2 # Slots whose rows a block stages at a time, where there is room for so many
 
 def _room(card, f, K, entries, most):
-    """Warps of a block, units on their way of each, staged slots, and bytes of shared memory; None if there is no room
+    """Warps of a block, units on their way of each, staged slots, and bytes of shared memory
 
-    `most`: shares of the columns at most."""
+    None if there is no room. `most`: shares of the columns at most."""
     held,room = _ceil(K, 256)*2,limits(card).block-3072
-    columns = 8*_ceil(entries, 8)
+    columns,units = 8*_ceil(entries, 8),_ceil(K, 128*f.blocks)
     rows = _rows_bytes(f, held, entries)+4*held*columns+4*entries*held//2
     rows = _ceil(rows, 16)*16
-    units = _ceil(K, 128*f.blocks)
+    def bytes_of(W, deep, B): return B*rows+W*(deep*f.unit+_tails(units, most, deep)+8)+32
     for W in _warps(f, entries):
         for B in range(BUFFERS, 0, -1):
-            deep = min(8, (room-B*rows)//(W*f.unit))
-            while (all := B*rows+W*(deep*f.unit+_tails(units, most, deep)+8)+32)>room: deep -= 1
-            if deep>=(3 if W>4 else 1): return W,deep,B,_ceil(all, 16)*16
+            least = 3 if W>4 or B>1 else 1
+            fit = [d for d in range(least, 9) if bytes_of(W, d, B)<=room]
+            if fit: return W,fit[-1],B,_ceil(bytes_of(W, fit[-1], B), 16)*16
 
 def _tails(units, most, deep):
-    "Bytes of the scales and biases of a warp's strips whose last units are on their way, or just read"
+    "Bytes of scales and biases: of a warp's strips whose last units are on their way, or just read"
     shares = _shares(units, most)
     each = units//shares
     last = min(deep//each, shares)
@@ -136,6 +136,7 @@ def _slots(logits, m, correction, per_expert, ids, weights, shared, gate, entrie
         float(m.scaling), logits.shape[1], R, most, WARPS=W, **options)
     return share,listed
 
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #8ab91fa7
 LATER = 32 # Strips of the second half that a block asks for at the end of the first
 
 def _later(p):
