@@ -24,6 +24,7 @@
 //   -D SPLIT= shares of the columns  -D ACT= of lib/act.cuh  -D NORM= (0 or 1)
 //   -D UP= 1: slots are what the kernel before this one wrote; 0: what the one before that did
 //   -D WARPS=  DEEP=  BUFFERS=  ROOM= bytes of shared memory but for slots
+//   -D JOINT= 1: teams share the last strips of a piece; 0: one warp each
 //   -D ASIDE= 1: copies bring 256 bytes to the L2 cache, which are lines of two units; 0: 128
 //   shared: the matrix that all rows need, asked for before anybody knows the slots; or -1
 //   later_w : [tbytes]    u8    bank of which an equal grid's launch will have the same slots next; or
@@ -55,6 +56,7 @@
 #define WARPS 16
 #define DEEP 4
 #define BUFFERS 2
+#define JOINT 1
 #define ASIDE 0
 #define ROOM 223904
 #endif
@@ -70,7 +72,8 @@ constexpr unsigned UNITS = ((C + 3) / 4 + F::UNITS - 1) / F::UNITS, PLANE = ENTR
 constexpr int UNROLLED = UNITS == SPLIT ? SPLIT : 1;  // shares of one unit
 constexpr unsigned TEAMS = WARPS / SPLIT;
 // Strips whose last units are on their way, or just read: whole ones, and then shared ones.
-constexpr int FEWEST = UNITS / SPLIT, OF_TEAM = DEEP / FEWEST < SPLIT ? DEEP / FEWEST : SPLIT;
+constexpr int FEWEST = UNITS / SPLIT, FULL = DEEP / FEWEST < SPLIT ? DEEP / FEWEST : SPLIT;
+constexpr int OF_TEAM = JOINT ? FULL : 0;
 constexpr int TAILS = 1 + OF_TEAM + (DEEP - OF_TEAM * FEWEST) / UNITS;
 static_assert(SPLIT <= UNITS && STORED % 4 == 0 && WARPS % SPLIT == 0, "see the contract");
 static_assert(F::BYTES >= 512 * TILES, "a warp's sums find room in place of a unit");
@@ -194,10 +197,10 @@ struct Deal {
     unsigned begin, end, divided, warp;
     __device__ __forceinline__ Deal(unsigned begin_, unsigned end_, unsigned warp_)
         : begin(begin_), end(end_), divided(end_), warp(warp_) {
-        if (SPLIT > 1) divided = begin + (end - begin) / WARPS * WARPS;
+        if (JOINT) divided = begin + (end - begin) / WARPS * WARPS;
     }
     __device__ __forceinline__ bool is_divided(unsigned strip) const {
-        return SPLIT > 1 && strip >= divided;
+        return JOINT && strip >= divided;
     }
     __device__ __forceinline__ unsigned share() const { return warp % SPLIT; }
     __device__ __forceinline__ unsigned team() const { return warp / SPLIT; }
