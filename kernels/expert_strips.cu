@@ -235,9 +235,9 @@ __device__ __forceinline__ void sum_up(float4** sums, float (*v)[4], float4* own
 // strip's rows come with its last unit.
 struct Next {
     Bytes w, s;
-    unsigned strip, unit, shares, tail;  // of the first so many shares of the columns
-    unsigned row;                        // of the bank: the strip's first
-    int rest;                            // rows of the matrix from there on
+    unsigned strip, unit, tail;
+    unsigned row;  // of the bank: the strip's first
+    int rest;      // rows of the matrix from there on
     __device__ __forceinline__ void begin(Bytes bank, Bytes scales, int expert, int lane) {
         const unsigned from = strip % STRIPS * 16;
         w = bank;
@@ -252,14 +252,14 @@ struct Next {
         w += (size_t)16 * strips * F::LINE;
         s += (size_t)4 * strips * F::SLINE;
     }
-    // True: that was the last unit of the strip, or of the warp's share of it.
+    // True: that was the last unit of a share, and `unit` is the next share's first.
     __device__ __forceinline__ bool fetch(unsigned char* to, int lane) {
         const int rows = STORED % 16 ? rest : 16;
         F::fetch(to, w + unit * F::LB, s + unit * F::SB, rows, unit, lane);
         unit += SPLIT;
         if (unit < UNITS) return false;
         unit = unit % SPLIT + 1;
-        return unit >= shares;
+        return true;
     }
     __device__ __forceinline__ void fetch_tail(float (*tails)[32], const float* scale,
             const float* bias, int lane) {
@@ -340,12 +340,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
     auto opened = [&](bool slot) {
         if (slot && next.strip < end)
             next.begin(w, s, experts[next.strip / STRIPS - slot0], lane);
-        const bool divided = deal.is_divided(next.strip);
-        next.unit = divided ? deal.share() : 0;
-        next.shares = divided ? deal.share() + 1 : SPLIT;
+        next.unit = deal.is_divided(next.strip) ? deal.share() : 0;
     };
     auto fetch = [&](unsigned char* to) {
-        if (next.strip < end && next.fetch(to, lane)) {
+        if (next.strip < end && next.fetch(to, lane)
+                && (next.unit == SPLIT || deal.is_divided(next.strip))) {
             next.fetch_tail(tails, RowScales<F>::IN_S ? (const float*)s : gs, bias, lane);
             const unsigned before = next.strip;
             next.strip = deal.after(before);
@@ -375,7 +374,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
         for (bool fresh = true;; fresh = false, strip = deal.after(strip)) {
             #pragma unroll 1
             for (; put < min(n + BUFFERS, own); put++) {  // what is due, and what finds room
-                const unsigned parity = put / BUFFERS + 1 & 1;
+                const unsigned parity = (put / BUFFERS + 1) % 2;
                 const bool room = put < BUFFERS || meet_over(left(put), parity);
                 if (!__all_sync(~0u, room)) {
                     if (put > n) break;
