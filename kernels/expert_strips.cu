@@ -191,6 +191,11 @@ struct To {
     }
 };
 
+// Where piece i of n equal ones of a line begins: all * i / n, without the 64 bits that it needs.
+__device__ __forceinline__ unsigned piece_of(unsigned all, unsigned i, unsigned n) {
+    return all / n * i + all % n * i / n;
+}
+
 // The strips of a block's piece that a warp takes, in order: every WARPS-th, alone; and of the last
 // ones, from `divided` on, one of its team's, of which it has a share.
 struct Deal {
@@ -281,9 +286,8 @@ struct Later {
     int strips, rows, line, quad;
     __device__ __forceinline__ void ask(const int* which, unsigned slots, unsigned warp) const {
         const unsigned each = (rows + 15) / 16, lane = threadIdx.x % 32;
-        const unsigned long long all = (unsigned long long)slots * each;
-        const unsigned begin = (unsigned)(all * blockIdx.x / gridDim.x);
-        const unsigned end = (unsigned)(all * (blockIdx.x + 1) / gridDim.x);
+        const unsigned begin = piece_of(slots * each, blockIdx.x, gridDim.x);
+        const unsigned end = piece_of(slots * each, blockIdx.x + 1, gridDim.x);
         #pragma unroll 1
         for (unsigned i = begin + warp; i < min(begin + strips, end); i += WARPS) {
             const int from = i % each * 16, many = min(16, rows - from);
@@ -313,10 +317,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
     }
     if (UP) pdl_wait();
     if (UP) pdl_trigger();  // the next kernel reads slots before it waits
-    typedef unsigned long long Long;
     const unsigned slots_used = __ldcg(number), all = slots_used * STRIPS;
-    const unsigned begin = (unsigned)((Long)all * blockIdx.x / gridDim.x);
-    const unsigned end = (unsigned)((Long)all * (blockIdx.x + 1) / gridDim.x);
+    const unsigned begin = piece_of(all, blockIdx.x, gridDim.x);
+    const unsigned end = piece_of(all, blockIdx.x + 1, gridDim.x);
     const unsigned slot0 = begin / STRIPS, own = begin < end ? (end - 1) / STRIPS - slot0 + 1 : 0;
     int* const experts = (int*)(sm + 1), *const records = experts + own;  // of the block's slots
     #pragma unroll 1
