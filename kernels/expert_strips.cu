@@ -223,7 +223,8 @@ __device__ __forceinline__ void sum_up(float4** sums, float (*v)[4], float4* own
         const Deal& deal) {
     const int lane = threadIdx.x % 32;
     #pragma unroll
-    for (int i = 0; i < TILES; i++) own[32 * i + lane] = make_float4(v[i][0], v[i][1], v[i][2], v[i][3]);
+    for (int i = 0; i < TILES; i++)
+        own[32 * i + lane] = make_float4(v[i][0], v[i][1], v[i][2], v[i][3]);
     if (!lane) sums[deal.warp] = own;
     sync_warps<SPLIT>(deal.team());
     #pragma unroll 1
