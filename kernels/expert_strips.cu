@@ -27,7 +27,7 @@
 //   -D JOINT= 1: teams share the last strips of a piece; 0: one warp each
 //   -D ASIDE= 1: copies bring 256 bytes to the L2 cache, which are lines of two units; 0: 128
 //   shared: the matrix that all rows need, asked for before anybody knows the slots; or -1
-//   later_w : [tbytes]    u8    bank of which an equal grid's launch will have the same slots next; or
+//   later_w : [tbytes]    u8    bank of which a launch of as many blocks has these slots next; or
 //                               null. later_rows: of a matrix, of later_line bytes each
 //   later_s : [tscales]   u8    its scales, later_quad bytes of four rows; or null
 //   later: so many strips of its piece a block asks for at its end (UP 1)
