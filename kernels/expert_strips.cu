@@ -4,8 +4,11 @@
 // (lib/fragment.cuh), alone from the first column to the last: it adds up shares of the columns one
 // after the other, as many warps do elsewhere, and meets nobody. Strips of all slots are one line,
 // of which a block has a piece; DEEP units of a warp are on their way to shared memory, those of
-// the next strip or slot after this one's. Only where a slot ends do the warps of a block meet, to
-// stage the rows of the next. An entry's bits depend on nothing but its row and its expert.
+// the next strip or slot after this one's. Rows of BUFFERS slots are staged at a time, by all
+// warps: those of the next slot while this one's strips are computed, once all warps have left the
+// slot that was there before. So no warp waits for others unless they are far behind. Strips at the
+// end of a piece that are fewer than warps are shared by teams of SPLIT warps, a share each.
+// An entry's bits depend on nothing but its row and its expert.
 //   w      : [bytes]         u8    bank of matrices [n4, k] in FORMAT, the shared expert's last
 //   s      : [scales]        u8    their scales; or null
 //   gs     : [wrows]         f32   nvfp4, int4: scale of each row; or null
@@ -20,14 +23,25 @@
 //   -D OUTPUTS= of a matrix  -D PICKS= entries of a row  -D ENTRIES= of a slot: 1, 2, 4, 8 or 16
 //   -D SPLIT= shares of the columns  -D ACT= of lib/act.cuh  -D NORM= (0 or 1)
 //   -D UP= 1: slots are what the kernel before this one wrote; 0: what the one before that did
-//   -D WARPS=  DEEP=  ROOM= bytes of shared memory but for slots
+//   -D WARPS=  DEEP=  BUFFERS=  ROOM= bytes of shared memory but for slots
+//   -D JOINT= 1: teams share the last strips of a piece; 0: one warp each
+//   -D ASIDE= 1: copies bring 256 bytes to the L2 cache, which are lines of two units; 0: 128
 //   shared: the matrix that all rows need, asked for before anybody knows the slots; or -1
+//   later_w : [tbytes]    u8    bank of which a launch of as many blocks has these slots next; or
+//                               null. later_rows: of a matrix, of later_line bytes each
+//   later_s : [tscales]   u8    its scales, later_quad bytes of four rows; or null
+//   later: so many strips of its piece a block asks for at its end (UP 1)
 //   launch: <<<any number, 32*WARPS, shared bytes: see atlas.cuda.experts_wide>>>
+#if ASIDE
+#define ASKS_L2 ".L2::256B"
+#endif
 #include "lib/act.cuh"
 #include "lib/ahead.cuh"
+#include "lib/bulk.cuh"
 #include "lib/fragment.cuh"
 #include "lib/pdl.cuh"
 #include "lib/reduce.cuh"
+#include "lib/warps.cuh"
 #ifndef FORMAT
 #define FORMAT fragment_nvfp4
 #define K 2048
@@ -40,8 +54,11 @@
 #define NORM 1
 #define UP 1
 #define WARPS 16
-#define DEEP 5
-#define ROOM 219392
+#define DEEP 4
+#define BUFFERS 2
+#define JOINT 1
+#define ASIDE 0
+#define ROOM 223904
 #endif
 constexpr bool PAIR = ACT == ACT_SILU || ACT == ACT_GELU || ACT == ACT_OAI;
 // chunks of 32 columns; blocks of 128; pieces of 256
@@ -53,17 +70,29 @@ typedef FORMAT<C> F;
 typedef Staged<F, 4 * HELD> S;
 constexpr unsigned UNITS = ((C + 3) / 4 + F::UNITS - 1) / F::UNITS, PLANE = ENTRIES * S::LDR;
 constexpr int UNROLLED = UNITS == SPLIT ? SPLIT : 1;  // shares of one unit
-static_assert(SPLIT <= UNITS && STORED % 4 == 0, "see the contract");
+constexpr unsigned TEAMS = WARPS / SPLIT;
+// Strips whose last units are on their way, or just read: whole ones, and then shared ones.
+constexpr int FEWEST = UNITS / SPLIT, FULL = DEEP / FEWEST < SPLIT ? DEEP / FEWEST : SPLIT;
+constexpr int OF_TEAM = JOINT ? FULL : 0;
+constexpr int TAILS = 1 + OF_TEAM + (DEEP - OF_TEAM * FEWEST) / UNITS;
+static_assert(SPLIT <= UNITS && STORED % 4 == 0 && WARPS % SPLIT == 0, "see the contract");
+static_assert(F::BYTES >= 512 * TILES, "a warp's sums find room in place of a unit");
 
-struct Shared {  // and then the experts of all slots, and the entries of the block's
+struct Rows {  // of a slot
     uint4 x[S::PLANES * PLANE];
-    unsigned char ring[WARPS][DEEP][F::BYTES];
     float e[HELD][COLUMNS], squares[ENTRIES][PARTS];
+};
+struct Shared {  // and then the experts of the block's slots, and their entries
+    Rows rows[BUFFERS];
+    unsigned char ring[WARPS][DEEP][F::BYTES];
+    float tail[WARPS][TAILS][32];  // scales of a strip's rows, then biases
+    float4* sums[WARPS];  // of a share
+    Meeting staged[2], left[2];  // of each buffer: by all warps
 };
 static_assert(sizeof(Shared) == ROOM, "see the contract");
 
 // Columns 8v to 8v + 7 of row r of a slot, normed but for its length, into shared memory.
-__device__ __forceinline__ void put_row(Shared* sm, int r, int v, float* a,
+__device__ __forceinline__ void put_row(Rows* rows, int r, int v, float* a,
         const float* __restrict__ gain) {
     const int lane = threadIdx.x % 32;
     float g[8], sum = 0.f;
@@ -77,8 +106,8 @@ __device__ __forceinline__ void put_row(Shared* sm, int r, int v, float* a,
         }
     }
     if (NORM) sum = warp_sum(sum);
-    if (NORM && !lane) sm->squares[r][v / 32] = sum;
-    uint4* const to = sm->x + r * S::LDR + v % 4 * S::LD + v / 4;
+    if (NORM && !lane) rows->squares[r][v / 32] = sum;
+    uint4* const to = rows->x + r * S::LDR + v % 4 * S::LD + v / 4;
     if (F::TWO) split8(a, to[0], to[F::TWO ? PLANE : 0]);
     else {
         float top = top8(a);
@@ -86,12 +115,12 @@ __device__ __forceinline__ void put_row(Shared* sm, int r, int v, float* a,
         for (int m = 1; m < 16; m *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
         const float2 f = chunk_scale(top);
         *to = F::CROSSED ? to_half8_crossed(a, f.x) : to_half8(a, f.x);
-        if (lane % 16 == 0) sm->e[v / 16][r] = f.y;
+        if (lane % 16 == 0) rows->e[v / 16][r] = f.y;
     }
 }
 
 // All rows of a slot: pieces of 256 columns are dealt out to warps, MANY of each on their way.
-__device__ __forceinline__ void stage(Shared* sm, const int* record, const float* x,
+__device__ __forceinline__ void stage(Rows* rows, const int* record, const float* x,
         const float* __restrict__ gain, int width) {
     constexpr int ROUNDS = (ENTRIES * PARTS + WARPS - 1) / WARPS, MANY = ROUNDS < 4 ? ROUNDS : 4;
     const int pieces = record[0] * PARTS;
@@ -111,17 +140,17 @@ __device__ __forceinline__ void stage(Shared* sm, const int* record, const float
         #pragma unroll
         for (int k = 0; k < MANY; k++) {
             const int i = from + k * WARPS;
-            if (i < pieces) put_row(sm, i / PARTS, i % PARTS * 32 + threadIdx.x % 32, a[k], gain);
+            if (i < pieces) put_row(rows, i / PARTS, i % PARTS * 32 + threadIdx.x % 32, a[k], gain);
         }
     }
 }
 
 // What the results of row r of a slot are to be multiplied by.
-__device__ __forceinline__ float length(const Shared* sm, int r, float eps) {
+__device__ __forceinline__ float length(const Rows* rows, int r, float eps) {
     if (!NORM) return 1.f;
     float sum = 0.f;
     #pragma unroll
-    for (int i = 0; i < PARTS; i++) sum += sm->squares[r][i];
+    for (int i = 0; i < PARTS; i++) sum += rows->squares[r][i];
     return rsqrtf(fmaf(sum, 1.f / K, eps));
 }
 
@@ -162,32 +191,111 @@ struct To {
     }
 };
 
-// What a warp fetches next: unit `unit` of strip `strip` of the line, where a slot's strips end.
+// Where piece i of n equal ones of a line begins: all * i / n, without the 64 bits that it needs.
+__device__ __forceinline__ unsigned piece_of(unsigned all, unsigned i, unsigned n) {
+    return all / n * i + all % n * i / n;
+}
+
+// The strips of a block's piece that a warp takes, in order: every WARPS-th, alone; and of the last
+// ones, from `divided` on, one of its team's, of which it has a share.
+struct Deal {
+    unsigned begin, end, divided, warp;
+    __device__ __forceinline__ Deal(unsigned begin_, unsigned end_, unsigned warp_)
+        : begin(begin_), end(end_), divided(end_), warp(warp_) {
+        if (JOINT) divided = begin + (end - begin) / WARPS * WARPS;
+    }
+    __device__ __forceinline__ bool is_divided(unsigned strip) const {
+        return JOINT && strip >= divided;
+    }
+    __device__ __forceinline__ unsigned share() const { return warp % SPLIT; }
+    __device__ __forceinline__ unsigned team() const { return warp / SPLIT; }
+    __device__ __forceinline__ unsigned first() const {
+        return begin + (is_divided(begin) ? team() : warp);
+    }
+    __device__ __forceinline__ unsigned after(unsigned strip) const {
+        if (is_divided(strip)) return strip + TEAMS;
+        return is_divided(strip + WARPS) ? divided + team() : strip + WARPS;
+    }
+};
+
+// The sums of all shares of a strip, for the first warp of the team. `own`: room for a warp's.
+__device__ __forceinline__ void sum_up(float4** sums, float (*v)[4], float4* own,
+        const Deal& deal) {
+    const int lane = threadIdx.x % 32;
+    #pragma unroll
+    for (int i = 0; i < TILES; i++)
+        own[32 * i + lane] = make_float4(v[i][0], v[i][1], v[i][2], v[i][3]);
+    if (!lane) sums[deal.warp] = own;
+    sync_warps<SPLIT>(deal.team());
+    #pragma unroll 1
+    for (int m = 1; m < SPLIT && !deal.share(); m++)
+        #pragma unroll
+        for (int i = 0; i < TILES; i++) {
+            const float4 a = sums[deal.warp + m][32 * i + lane];
+            v[i][0] += a.x; v[i][1] += a.y; v[i][2] += a.z; v[i][3] += a.w;
+        }
+    sync_warps<SPLIT>(deal.team());
+}
+
+// What a warp fetches next: unit `unit` of strip `strip` of the line. Scales and biases of the
+// strip's rows come with its last unit.
 struct Next {
     Bytes w, s;
-    unsigned strip, unit, slot_end;
-    int rest;
+    unsigned strip, unit, tail;
+    unsigned row;  // of the bank: the strip's first
+    int rest;      // rows of the matrix from there on
     __device__ __forceinline__ void begin(Bytes bank, Bytes scales, int expert, int lane) {
-        const unsigned row = strip % STRIPS * 16;
+        const unsigned from = strip % STRIPS * 16;
         w = bank;
         s = scales;
-        F::first(w, s, (size_t)expert * STORED + row, 0, lane);
-        slot_end = (strip / STRIPS + 1) * STRIPS;
-        rest = STORED - row;
+        row = expert * STORED + from;
+        F::first(w, s, row, 0, lane);
+        rest = STORED - from;
     }
-    // True: that was the strip's last unit.
-    __device__ __forceinline__ void fetch(unsigned char* to, int lane) {
+    __device__ __forceinline__ void further(unsigned strips) {
+        row += 16 * strips;
+        rest -= 16 * strips;
+        w += (size_t)16 * strips * F::LINE;
+        s += (size_t)4 * strips * F::SLINE;
+    }
+    // True: that was the last unit of a share, and `unit` is the next share's first.
+    __device__ __forceinline__ bool fetch(unsigned char* to, int lane) {
         const int rows = STORED % 16 ? rest : 16;
         F::fetch(to, w + unit * F::LB, s + unit * F::SB, rows, unit, lane);
         unit += SPLIT;
-        if (unit < UNITS) return;
+        if (unit < UNITS) return false;
         unit = unit % SPLIT + 1;
-        if (unit < SPLIT) return;
-        unit = 0;
-        strip += WARPS;
-        rest -= 16 * WARPS;
-        w += (size_t)16 * WARPS * F::LINE;
-        s += (size_t)4 * WARPS * F::SLINE;
+        return true;
+    }
+    __device__ __forceinline__ void fetch_tail(float (*tails)[32], const float* scale,
+            const float* bias, int lane) {
+        if (lane < 4) {
+            float* const to = tails[TAILS > 1 ? tail : 0] + lane * 4;
+            const bool on = STORED % 16 == 0 || lane * 4 < rest;
+            const unsigned at = row + lane * 4;
+            if (scale) cp_async_or_zero<16>(to, scale + at, on);
+            if (bias) cp_async_or_zero<16>(to + 16, bias + at, on);
+        }
+        tail = tail == TAILS - 1 ? 0 : tail + 1;
+    }
+};
+
+// A bank that will be read by the next launch: of the strips of the block's piece of it, the first
+// ones are asked for. Memory idles while blocks of one launch end and those of the next begin.
+struct Later {
+    Bytes w, s;
+    int strips, rows, line, quad;
+    __device__ __forceinline__ void ask(const int* which, unsigned slots, unsigned warp) const {
+        const unsigned each = (rows + 15) / 16, lane = threadIdx.x % 32;
+        const unsigned begin = piece_of(slots * each, blockIdx.x, gridDim.x);
+        const unsigned end = piece_of(slots * each, blockIdx.x + 1, gridDim.x);
+        #pragma unroll 1
+        for (unsigned i = begin + warp; i < min(begin + strips, end); i += WARPS) {
+            const int from = i % each * 16, many = min(16, rows - from);
+            const size_t row = (size_t)__ldcg(which + i / each) * rows + from;
+            ahead(w + row * line, many * line / 16, lane, 32);
+            if (s) ahead(s + row / 4 * quad, many / 4 * quad / 16, lane, 32);
+        }
     }
 };
 
@@ -195,10 +303,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
         const unsigned char* __restrict__ w, const unsigned char* __restrict__ s,
         const float* __restrict__ gs, const float* __restrict__ bias, const int* which,
         const int* slots, const int* number, const float* x, const float* __restrict__ gain,
-        float* y, float eps, float limit, int shared, int most, int width, int outs) {
+        float* y, const unsigned char* later_w, const unsigned char* later_s, float eps,
+        float limit, int shared, int width, int outs, int later, int later_rows, int later_line,
+        int later_quad) {
     DYNAMIC_SHARED(Shared, sm);
-    int* const expert_of = (int*)(sm + 1), *const records = expert_of + most;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the compiler learns: one for all
     if (!UP) pdl_trigger();
     if (UP && shared >= 0) {  // memory idles
         const int thread = blockIdx.x * THREADS + threadIdx.x, threads = gridDim.x * THREADS;
@@ -208,65 +318,94 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
     }
     if (UP) pdl_wait();
     if (UP) pdl_trigger();  // the next kernel reads slots before it waits
+    const unsigned slots_used = __ldcg(number), all = slots_used * STRIPS;
+    const unsigned begin = piece_of(all, blockIdx.x, gridDim.x);
+    const unsigned end = piece_of(all, blockIdx.x + 1, gridDim.x);
+    const unsigned slot0 = begin / STRIPS, own = begin < end ? (end - 1) / STRIPS - slot0 + 1 : 0;
+    int* const experts = (int*)(sm + 1), *const records = experts + own;  // of the block's slots
     #pragma unroll 1
-    for (int i = threadIdx.x; i < most; i += THREADS) expert_of[i] = __ldcg(which + i);
-    typedef unsigned long long Long;
-    const unsigned all = __ldcg(number) * STRIPS;
-    const unsigned begin = (unsigned)((Long)all * blockIdx.x / gridDim.x);
-    const unsigned end = (unsigned)((Long)all * (blockIdx.x + 1) / gridDim.x);
-    const unsigned slot0 = begin / STRIPS;
+    for (unsigned i = threadIdx.x; i < own * RECORD; i += THREADS) {
+        if (i < own) experts[i] = __ldcg(which + slot0 + i);
+        records[i] = __ldcg(slots + slot0 * RECORD + i);
+    }
+    if (!threadIdx.x) {
+        for (int i = 0; i < BUFFERS; i++) {
+            meet_init(sm->staged + i, WARPS);
+            meet_init(sm->left + i, WARPS);
+        }
+        meet_ready();
+    }
     __syncthreads();
     unsigned char* const ring = sm->ring[warp][0];
-    Next next = {nullptr, nullptr, begin + warp, 0, 0, 0};
+    float (*const tails)[32] = sm->tail[warp];
+    const Deal deal(begin, end, warp);
+    Next next = {};
+    next.strip = deal.first();
+    auto opened = [&](bool slot) {
+        if (slot && next.strip < end)
+            next.begin(w, s, experts[next.strip / STRIPS - slot0], lane);
+        next.unit = deal.is_divided(next.strip) ? deal.share() : 0;
+    };
     auto fetch = [&](unsigned char* to) {
-        if (next.strip < end) {
-            if (next.strip >= next.slot_end)  // where is that?
-                next.begin(w, s, expert_of[next.strip / STRIPS], lane);
-            next.fetch(to, lane);
+        if (next.strip < end && next.fetch(to, lane)
+                && (next.unit == SPLIT || deal.is_divided(next.strip))) {
+            next.fetch_tail(tails, RowScales<F>::IN_S ? (const float*)s : gs, bias, lane);
+            const unsigned before = next.strip;
+            next.strip = deal.after(before);
+            next.further(next.strip - before);
+            opened(next.strip / STRIPS != before / STRIPS);
         }
         cp_async_commit();
     };
+    opened(true);
     #pragma unroll 1
     for (int i = 0; i < DEEP; i++) fetch(ring + i * F::BYTES);
-    const unsigned own = begin < end ? ((end - 1) / STRIPS - slot0 + 1) * RECORD : 0;
-    #pragma unroll 1
-    for (unsigned i = threadIdx.x; i < own; i += THREADS)
-        records[i] = __ldcg(slots + slot0 * RECORD + i);
     if (!UP) pdl_wait();
-    unsigned strip = begin + warp;
-    unsigned char* place = ring;
+    unsigned strip = deal.first(), put = 0;  // slots of whose rows this warp has put its part
+    unsigned place = 0;  // of the unit that is multiplied next, in the ring
+    int tail = 0;
+    auto left = [&](unsigned n) { return sm->left + n % BUFFERS; };
     #pragma unroll 1
-    for (unsigned from = begin; from < end; from = (from / STRIPS + 1) * STRIPS) {
-        const int* const record = records + (from / STRIPS - slot0) * RECORD;
-        const unsigned to = min((from / STRIPS + 1) * STRIPS, end);
-        __syncthreads();
-        stage(sm, record, x, gain, width);
-        __syncthreads();
+    for (unsigned n = 0; n < own; n++) {
+        const int* const record = records + n * RECORD;
         const int count = record[0];
-        const size_t expert = (size_t)expert_of[from / STRIPS] * STORED;
+        Rows* const rows = sm->rows + n % BUFFERS;
+        const unsigned to = min((slot0 + n + 1) * STRIPS, end);
         float inverse[TILES][2];
         To where[TILES];
         const uint4* x_of[TILES];
-        #pragma unroll
-        for (int i = 0; i < TILES; i++) {
-            const int c = 8 * i + 2 * t;
-            where[i].find(record, c, outs);
-            inverse[i][0] = length(sm, min(c, count - 1), eps);
-            inverse[i][1] = length(sm, min(c + 1, count - 1), eps);
-            x_of[i] = sm->x + min(8 * i + g, count - 1) * S::LDR + F::template own<S::LD>(t);
-        }
         #pragma unroll 1
-        for (; strip < to; strip += WARPS) {
-            const int row = strip % STRIPS * 16 + 2 * g;
-            float unit[2], more[2], v[TILES][4] = {};
-            #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const bool in = STORED % 16 == 0 || row + i < STORED;
-                unit[i] = in ? F::row_scale(s, gs, expert + row + i) : 0.f;
-                more[i] = bias && in ? bias[expert + row + i] : 0.f;
+        for (bool fresh = true;; fresh = false, strip = deal.after(strip)) {
+            #pragma unroll 1
+            for (; put < min(n + BUFFERS, own); put++) {  // what is due, and what finds room
+                const unsigned parity = (put / BUFFERS + 1) % 2;
+                const bool room = put < BUFFERS || meet_over(left(put), parity);
+                if (!__all_sync(~0u, room)) {
+                    if (put > n) break;
+                    meet_wait(left(put), parity);
+                }
+                stage(sm->rows + put % BUFFERS, records + put * RECORD, x, gain, width);
+                __syncwarp();
+                if (!lane) meet_arrive(sm->staged + put % BUFFERS);
             }
+            if (fresh) {
+                meet_wait(sm->staged + n % BUFFERS, n / BUFFERS % 2);
+                #pragma unroll
+                for (int i = 0; i < TILES; i++) {
+                    const int c = 8 * i + 2 * t;
+                    where[i].find(record, c, outs);
+                    inverse[i][0] = length(rows, min(c, count - 1), eps);
+                    inverse[i][1] = length(rows, min(c + 1, count - 1), eps);
+                    x_of[i] = rows->x + min(8 * i + g, count - 1) * S::LDR
+                        + F::template own<S::LD>(t);
+                }
+            }
+            if (strip >= to) break;
+            const bool divided = deal.is_divided(strip);
+            float v[TILES][4] = {};
             #pragma unroll UNROLLED
             for (unsigned share = 0; share < SPLIT; share++) {
+                if (divided && share != deal.share()) continue;
                 float acc[TILES][4] = {};
                 #pragma unroll 1
                 for (unsigned u = share; u < (UNITS == SPLIT ? share + 1 : UNITS); u += SPLIT) {
@@ -274,10 +413,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
                     cp_async_wait<DEEP - 1>();
                     __syncwarp();
                     #pragma unroll
-                    for (int b = 0; b < F::UNITS; b++) q[b].read(place, b, g, t);
+                    for (int b = 0; b < F::UNITS; b++) q[b].read(ring + place, b, g, t);
                     __syncwarp();
-                    fetch(place);
-                    place = place == sm->ring[warp][DEEP - 1] ? ring : place + F::BYTES;
+                    if (!divided || u + SPLIT < UNITS) fetch(ring + place);
+                    place = place == (DEEP - 1) * F::BYTES ? 0 : place + F::BYTES;
                     #pragma unroll
                     for (int b = 0; b < F::UNITS; b++)
                         #pragma unroll
@@ -285,7 +424,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
                             if (i && count <= 8 * i) break;
                             const int block = u * F::UNITS + b;
                             add<F, 8, S::LD, PLANE>(q[b], acc[i], x_of[i] + 4 * block,
-                                sm->e[block] + 8 * i, t);
+                                rows->e[block] + 8 * i, t);
                         }
                 }
                 #pragma unroll
@@ -293,6 +432,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
                     #pragma unroll
                     for (int j = 0; j < 4; j++) v[i][j] += acc[i][j];
             }
+            if (divided) {  // in place of the last unit
+                unsigned char* const last = ring + (place ? place : DEEP * F::BYTES) - F::BYTES;
+                sum_up(sm->sums, v, (float4*)last, deal);
+                fetch(last);
+            }
+            const float* const with = tails[TAILS > 1 ? tail : 0];
+            float unit[2], more[2];
+            #pragma unroll
+            for (int i = 0; i < 2; i++) {
+                unit[i] = F::row_scale((Bytes)with, with, 2 * g + i);
+                more[i] = bias ? with[16 + 2 * g + i] : 0.f;
+            }
+            tail = tail == TAILS - 1 ? 0 : tail + 1;
+            if (divided && deal.share()) continue;
             #pragma unroll
             for (int i = 0; i < TILES; i++) {
                 if (i && count <= 8 * i) break;
@@ -303,5 +456,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
                 where[i].put(z, strip % STRIPS, y, limit);
             }
         }
+        __syncwarp();
+        if (!lane) meet_arrive(left(n));
     }
+    const Later next_bank = {later_w, later_s, later, later_rows, later_line, later_quad};
+    if (UP && later_w) next_bank.ask(which, slots_used, warp);
 }

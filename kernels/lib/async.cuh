@@ -1,5 +1,8 @@
 #pragma once
 // Copies from global to shared memory that run beside the thread (PTX cp.async): 16 bytes each, committed in groups, waited for by group.
+#ifndef ASKS_L2
+#define ASKS_L2 ""  // or ".L2::256B": what stands beside the 16 bytes comes to the L2 cache, too
+#endif
 __device__ __forceinline__ void cp_async16(void* to, const void* from) {
 #if defined(__CUDA_ARCH__)
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from) : "memory");
@@ -10,7 +13,9 @@ __device__ __forceinline__ void cp_async16(void* to, const void* from) {
 // Like cp_async16 where `on`, and 16 zero bytes where not; `from` is not read then.
 __device__ __forceinline__ void cp_async16_or_zero(void* to, const void* from, bool on) {
 #if defined(__CUDA_ARCH__)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "r"(on ? 16 : 0) : "memory");
+    const unsigned at = (unsigned)__cvta_generic_to_shared(to);
+    asm volatile("cp.async.cg.shared.global" ASKS_L2 " [%0], [%1], 16, %2;"
+        :: "r"(at), "l"(from), "r"(on ? 16 : 0) : "memory");
 #else
     emu::copy(to, from, 16, on);
 #endif

@@ -8,7 +8,8 @@
 //   meet_arrive(b)             what this thread has read before is read
 //   bulk_expect(b, bytes)      arrive, and announce bytes
 //   bulk_copy(to, from, bytes, b)      multiples of 16, addresses too
-//   meet_wait(b, parity)       until the phase of that parity (0 for the first) is over
+//   meet_over(b, parity)       is the phase of that parity (0 for the first) over?
+//   meet_wait(b, parity)       until it is
 typedef unsigned long long Meeting;
 
 #if defined(ATLAS_EMULATE)
@@ -76,6 +77,19 @@ __device__ __forceinline__ void bulk_copy(void* to, const void* from, unsigned b
     memcpy(held, from, bytes);
     memset(to, 0xFF, bytes);
     late_copies[late_many++] = {to, held, bytes, b};
+#endif
+}
+__device__ __forceinline__ bool meet_over(Meeting* b, unsigned parity) {
+#if defined(__CUDA_ARCH__)
+    const unsigned at = (unsigned)__cvta_generic_to_shared(b);
+    unsigned over;
+    asm volatile("{\n .reg .pred p;\n mbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
+        " selp.u32 %0, 1, 0, p;\n}" : "=r"(over) : "r"(at), "r"(parity) : "memory");
+    return over;
+#elif defined(ATLAS_EMULATE)
+    EmulatedMeeting m;
+    memcpy(&m, b, sizeof m);
+    return m.phase != parity;
 #endif
 }
 __device__ __forceinline__ void meet_wait(Meeting* b, unsigned parity) {

@@ -343,6 +343,12 @@ template <class F, int C> struct Fragment<F, C, 128> : Unit<F, C> {
     __device__ __forceinline__ float scale(int) const { return 1.f; }
 };
 
+// Has each row a float32 scale in `s`, not in `gs`?
+template <class F> struct RowScales;
+template <class F, int C, int CHUNK> struct RowScales<Fragment<F, C, CHUNK>> {
+    static constexpr bool IN_S = F::BY_ROW && !F::TILE;
+};
+
 #define NAMED(f) template <int C> using fragment_##f = Fragment<formats::f, C>;
 EACH_FORMAT(NAMED)
 #undef NAMED

@@ -14,12 +14,6 @@ template <class F, int COLS, int MOST> struct Shares {
     static __device__ __forceinline__ int of(int share) { return (N - 1 - share) / SPLIT + 1; }
 };
 
-// Has each row a float32 scale in `s`, not in `gs`?
-template <class F> struct RowScales;
-template <class F, int C, int CHUNK> struct RowScales<Fragment<F, C, CHUNK>> {
-    static constexpr bool IN_S = F::BY_ROW && !F::TILE;
-};
-
 // MANY rows of COLS numbers in shared memory, as F multiplies them: zeros beyond the end. Rows that
 // were never put may hold anything, as long as nobody needs their products.
 template <class F, int COLS, int MANY> struct StagedRows {
