@@ -164,7 +164,7 @@ def listed(ids, E, shared, entries):
     if shared: who = {E: [r*(k+1)+k for r in range(R)]}|who
     return [(e,a[i:i+entries]) for e,a in who.items() for i in range(0, len(a), entries)]
 
-LISTS = [(1,5,2,1,8), (33,300,4,0,8), (256,40,16,1,16), (17,12,3,1,2)]
+LISTS = [(1,5,2,1,8), (33,300,4,0,8), (256,40,16,1,16), (17,12,3,1,2), (16,256,8,1,8)]
 
 @pytest.mark.parametrize('R,E,k,shared,entries', LISTS)
 def test_slots(R, E, k, shared, entries):
@@ -173,6 +173,7 @@ def test_slots(R, E, k, shared, entries):
     rng = np.random.default_rng(R)
     logits = rng.standard_normal((R,-(-(E+1)//4)*4), dtype='f4')
     logits[R//2:,3] += 9 # a favourite
+    logits[1::3] = logits[1::3].round() # equal ones, of which the first come first
     ids,met = c.empty((R,k), 'int32'),c.upload(np.zeros(1, 'i4'))
     how = m,None,None,ids,None,shared,False,entries,met
     _,slots = W._slots(c.upload(logits), *how)
