@@ -113,6 +113,24 @@ def test_bits_of_a_linear_layer(fmt, monkeypatch):
     other = layer(layer(x, first, 2, act='silu'), second, 2)
     assert not np.array_equal(c.download(got), c.download(other)), 'a test must be able to fail'
 
+LOGITS = [('BF16',2048,37,40), ('BF16',2880,9,9), ('F32',544,12,16), ('BF16',5120,5,11)]
+
+@pytest.mark.parametrize('fmt,H,n,R', LOGITS)
+def test_bits_of_logits(fmt, H, n, R):
+    "Those of a row alone, in a step of few rows"
+    c,rng = Emulator(),np.random.default_rng(H)
+    w = rng.standard_normal((n,H), dtype='f4')
+    router = pack(QTensor.encode(w, fmt), c, exact=True)
+    x = rng.standard_normal((R,H), dtype='f4')*np.exp(rng.standard_normal((R,1), dtype='f4'))
+    gain,bias = (c.upload(rng.standard_normal(k, dtype='f4')) for k in (H,n-1))
+    got,_ = W._logits(c.upload(x), router, bias, gain, 1e-6, n-1, 132)
+    met,size = c.empty(1, 'int32'),got.shape[1]
+    def alone(r):
+        y = c.empty((1,size))
+        test_experts.E._route(c.upload(x[r:r+1]), gain, 1e-6, router, bias, y, met, n-1, 0)
+        return c.download(y)[0]
+    assert np.array_equal(c.download(got)[:,:n], [alone(r)[:n] for r in range(R)])
+
 # Kernels that start early
 
 @pytest.fixture
