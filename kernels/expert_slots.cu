@@ -126,10 +126,10 @@ __device__ __forceinline__ void list(Listing* l, int rows, int* which, int* slot
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) expert_slots(const float* logits,
-        const float* __restrict__ correction, const float* __restrict__ per_expert, int* ids,
-        float* weights, float* share, int* which, int* slots, int* number, unsigned* met,
-        float scaling, int ld, int rows, int most) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_slots(
+        const float* logits, const float* __restrict__ correction,
+        const float* __restrict__ per_expert, int* ids, float* weights, float* share, int* which,
+        int* slots, int* number, unsigned* met, float scaling, int ld, int rows, int most) {
     __shared__ Listing listing;
     __shared__ int room[WARPS][TOP_K];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = blockIdx.x * WARPS + warp;
