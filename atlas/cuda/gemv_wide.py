@@ -69,21 +69,17 @@ def _work(f):
 def _cycles(f, n, k, sms, split, groups, rounds, o):
     "Cycles that a multiprocessor is likely to need"
     decode,products = _work(f)
-    units = _up(k, 128*f.blocks)
-    steps = _up(units, o.along)
+    steps = _up(_up(k, 128*f.blocks), o.along)
     mine = rounds*steps*f.blocks*o.strips # 16 rows and 128 columns each, of a warp
     one = decode+o.tiles*(products+14)
     row,x = f.bits*k/8,8*o.tiles*k*2*f.planes
     reads = 1 if o.held>=steps else rounds
-    turns = rounds*split//o.along*(450 if o.along>1 else 100)
-    busy = [
-        _up(o.warps, 4)*mine*one*1.2, # instructions, of a quarter
-        _up(o.warps, 4)*mine*o.tiles*products*8, # its tensor core
-        o.warps*mine*(16*o.tiles*f.planes/o.strips+f.chunk), # shared memory
-        groups*(n*row+o.blocks*reads*x)/(24*sms), # L2
-        n*row/(18*sms), # memory
-        mine*(200+1.5*one)+turns] # a warp by itself
-    return max(busy)+sum(busy)/8
+    turns = rounds*split//o.along*(640 if o.along>1 else 130)
+    work = _up(o.warps, 4)*mine*(one+8*o.tiles*products) # instructions of a quarter, its tensor core
+    shared = o.warps*mine*(16*o.tiles*f.planes/o.strips+f.chunk)
+    through = groups*(n*row+o.blocks*reads*x)/sms # bytes out of the L2 cache
+    alone = mine*(200+1.5*one)+turns # a warp by itself
+    return max(5100+.8*work+.32*shared+through/49+turns, 2*alone, n*row/(18*sms))
 
 # %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #4484f0d1
 def _tilings(room, f, n, k, sms, split, tiles, more=0):
