@@ -44,7 +44,7 @@ def _tile_bytes(f):
 def _memory(f, tiles, strips, warps, along, deep, held):
     "Shared memory of a block: x, weights, sums, and barriers for each piece of x"
     x = along*held*(tiles*_tile_bytes(f)+16)
-    sums = warps*strips*tiles*512 if along>1 else 0
+    sums = warps*strips*tiles*512 if along>1 or tiles>4 else 0
     return x+warps*deep*strips*f.unit+sums
 
 def _rings(l, f, tiles, strips, warps, along, steps, rounds):
@@ -81,6 +81,13 @@ def _cycles(f, n, k, sms, split, groups, rounds, o):
     alone = mine*(200+1.5*one)+turns # a warp by itself
     return max(5100+.8*work+.32*shared+through/49+turns, 2*alone, n*row/(18*sms))
 
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #f2f48f16
+MOST_TILES = 8 # Of a block; 4: what is decoded is never kept
+
+def _most_tiles(f):
+    "Eights of rows of x that a block may have: more than four pay where decoding is dear"
+    return MOST_TILES if f.parts==1 and f.chunk<64 else 4
+
 # %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #4484f0d1
 def _tilings(room, f, n, k, sms, split, tiles, more=0):
     "Ways to share out `tiles` eights of rows, beside `more` blocks: (cycles, Tiling)"
@@ -89,7 +96,7 @@ def _tilings(room, f, n, k, sms, split, tiles, more=0):
         groups = _up(tiles, t)
         blocks = max(1, sms//groups-_up(more, groups))
         for strips in (1,2):
-            if t>4 or t*strips>4 and f.parts>1: continue
+            if t>_most_tiles(f) or t*strips>4 and f.parts>1: continue
             for along in (a for a in range(1, split+1) if split%a==0):
                 for down in range(1, _most_warps(room, f, t*strips)//along+1):
                     rounds = _up(n, blocks*16*strips*down)
