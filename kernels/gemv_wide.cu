@@ -90,14 +90,14 @@ template <int N, int SHARES, int PER> struct Walk {
 
 // What becomes of sums of a warp's quad: rows r, r+1 of W by columns c, c+1 of x.
 struct Finish {
-    float unit[2], bias[2], prior[PAIR ? 2 : 4], open[2], inverse[2];
+    float raw[2], bias[2], prior[PAIR ? 2 : 4], open[2], inverse[2];
     int out, column;
     static __device__ __forceinline__ bool odd() { return threadIdx.x & 4; }  // PAIR: rows of up
     template <class F> __device__ __forceinline__ void weights(const Job& o, int r, int to) {
         #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int at = r + i;
-            unit[i] = at < to ? F::row_scale(o.s, o.gs, at) : 0.f;
+            raw[i] = at < to ? F::row_raw(o.s, o.gs, at) : 0.f;  // not waited for yet
             bias[i] = at < to && o.bias && (PAIR || at < o.n) ? o.bias[at] : 0.f;
         }
     }
@@ -127,13 +127,15 @@ struct Finish {
         if (ACT) v = act_mul<ACT>(v, up, o.limit);
         if (there(o, to, i, j)) o.y[place(o, i, j)] = fmaf(v, open[j], prior[2 * j + i]);
     }
-    __device__ __forceinline__ void operator()(const Job& o, int to, const float* sums) {
+    template <class F> __device__ __forceinline__ void end(
+            const Job& o, int to, const float* sums) {
         #pragma unroll
         for (int i = 0; i < 2; i++) {
+            const float unit = F::row_scale((Bytes)(raw + i), raw + i, 0);
             float v[2];
             #pragma unroll
             for (int j = 0; j < 2; j++)
-                v[j] = fmaf(__fmul_rn(sums[2 * i + j], inverse[j]), unit[i], bias[i]);
+                v[j] = fmaf(__fmul_rn(sums[2 * i + j], inverse[j]), unit, bias[i]);
             if (PAIR) {
                 const float got = __shfl_xor_sync(~0u, odd() ? v[0] : v[1], 4);
                 put(o, to, i, 0, odd() ? got : v[0], odd() ? v[1] : got);
@@ -284,6 +286,12 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
         wanted.next(h);
     };
     int more = asks ? ALL ? mine : rounds * mine : 0;  // pieces to be asked for
+    Finish finish[EARLY ? OWN : 1];
+    if (EARLY && here && h < QUADS) {  // those of the first group, which nobody writes meanwhile
+        const int from = o.group * o.span;
+        finish[0].template weights<F>(
+            o, from + strip + h / TILES * 16 + 2 * g, min(from + o.span, n4));
+    }
     pdl_wait();
     #pragma unroll 1
     for (int i = 0; i < ROOM && more > 0; i++, more--) ask(i);
@@ -295,15 +303,15 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
     for (int group = o.group; group < groups; group += o.step) {
         const int to = min(group * o.span + o.span, n4);
         float total[OWN][4] = {};
-        Finish finish[EARLY ? OWN : 1];
-        auto prepare = [&](Finish& f, int q) {
+        auto prepare = [&](Finish& f, int q, bool known = false) {
             const int r = group * o.span + strip + q / TILES * 16 + 2 * g;
-            f.weights<F>(o, r, to);
+            if (!known) f.template weights<F>(o, r, to);
             f.rows(o, r, (o.first + q % TILES) * 8 + 2 * t, to);
         };
         #pragma unroll
         for (int i = 0; EARLY && i < OWN; i++)
-            if (here && i * PER + h < QUADS) prepare(finish[i], i * PER + h);
+            if (here && i * PER + h < QUADS)
+                prepare(finish[i], i * PER + h, group == o.group);
         if (ALL) slot = 0;
         #pragma unroll 1
         for (int pass = 0; pass < PASSES; pass++) {
@@ -375,7 +383,7 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
                 if (first + i >= QUADS) continue;
                 const float4 v = sums[(first + i) * 32];
                 const float all[4] = {v.x, v.y, v.z, v.w};
-                ends[i](o, to, all);
+                ends[i].template end<F>(o, to, all);
             }
         }
         #pragma unroll
@@ -383,7 +391,7 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
             const int q = i * PER + h;
             if (!here || q >= QUADS) continue;
             if (!EARLY) prepare(finish[0], q);
-            finish[EARLY ? i : 0](o, to, total[i]);
+            finish[EARLY ? i : 0].template end<F>(o, to, total[i]);
         }
     }
 }
