@@ -230,7 +230,9 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
     constexpr bool STASH = PER == 1 && TILES > 4;
     constexpr int OWN = STASH ? 4 : (QUADS + PER - 1) / PER, PIECE = TILES * Tile<F>::BYTES;
     constexpr int UNIT = MANY * F::BYTES;
-    constexpr bool ALL = ROOM >= (N + PER - 1) / PER, EARLY = OWN == 1;
+    constexpr bool ALL = ROOM >= (N + PER - 1) / PER;
+    // Have a lane's ends registers while all is added up? Then nobody waits for what they need.
+    constexpr bool EARLY = OWN <= (DOWN * ALONG > 12 ? 1 : 2);
     // Is a piece asked for only when the next one is multiplied? Nobody has to be waited for then.
     constexpr bool LATE = ROOM > 2;
     static_assert(SHARES % PER == 0, "see the contract");
@@ -287,10 +289,12 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
     };
     int more = asks ? ALL ? mine : rounds * mine : 0;  // pieces to be asked for
     Finish finish[EARLY ? OWN : 1];
-    if (EARLY && here && h < QUADS) {  // those of the first group, which nobody writes meanwhile
-        const int from = o.group * o.span;
-        finish[0].template weights<F>(
-            o, from + strip + h / TILES * 16 + 2 * g, min(from + o.span, n4));
+    #pragma unroll
+    for (int i = 0; EARLY && i < OWN; i++) {  // of the first group: nobody writes them meanwhile
+        const int from = o.group * o.span, q = i * PER + h;
+        if (here && q < QUADS)
+            finish[i].template weights<F>(
+                o, from + strip + q / TILES * 16 + 2 * g, min(from + o.span, n4));
     }
     pdl_wait();
     #pragma unroll 1
