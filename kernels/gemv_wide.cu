@@ -232,7 +232,8 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
     constexpr int UNIT = MANY * F::BYTES;
     constexpr bool ALL = ROOM >= (N + PER - 1) / PER;
     // Have a lane's ends registers while all is added up? Then nobody waits for what they need.
-    constexpr bool EARLY = OWN <= (DOWN * ALONG > 12 ? 1 : 2);
+    constexpr bool EARLY = OWN <= (DOWN * ALONG > (PER > 1 ? 12 : 8) ? 1 : 2);
+    constexpr bool HALF = PER == 1 && !EARLY;  // for what belongs to rows of W they have
     // Is a piece asked for only when the next one is multiplied? Nobody has to be waited for then.
     constexpr bool LATE = ROOM > 2;
     static_assert(SHARES % PER == 0, "see the contract");
@@ -307,9 +308,19 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
     for (int group = o.group; group < groups; group += o.step) {
         const int to = min(group * o.span + o.span, n4);
         float total[OWN][4] = {};
+        Finish strips[HALF ? MANY : 1];
+        #pragma unroll
+        for (int i = 0; HALF && i < MANY; i++)
+            strips[i].template weights<F>(
+                o, group * o.span + strip + 16 * i + 2 * g, here ? to : 0);
         auto prepare = [&](Finish& f, int q, bool known = false) {
             const int r = group * o.span + strip + q / TILES * 16 + 2 * g;
-            if (!known) f.template weights<F>(o, r, to);
+            #pragma unroll
+            for (int i = 0; HALF && i < 2; i++) {
+                f.raw[i] = q < TILES ? strips[0].raw[i] : strips[MANY - 1].raw[i];
+                f.bias[i] = q < TILES ? strips[0].bias[i] : strips[MANY - 1].bias[i];
+            }
+            if (!known && !HALF) f.template weights<F>(o, r, to);
             f.rows(o, r, (o.first + q % TILES) * 8 + 2 * t, to);
         };
         #pragma unroll
