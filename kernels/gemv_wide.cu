@@ -63,6 +63,7 @@
 #define HELD 4
 #endif
 constexpr int C = (K + 31) / 32, B = (C + 3) / 4;  // chunks of 32, blocks of 128
+constexpr int AT_ONCE = 2;  // tiles of more than four whose sums of a block have registers
 constexpr bool PAIR = ACT != ACT_NONE && ACT != ACT_RELU2;
 
 struct Job {  // one matrix
@@ -89,14 +90,14 @@ template <int N, int SHARES, int PER> struct Walk {
 
 // What becomes of sums of a warp's quad: rows r, r+1 of W by columns c, c+1 of x.
 struct Finish {
-    float unit[2], bias[2], prior[PAIR ? 2 : 4], open[2], inverse[2];
+    float raw[2], bias[2], prior[PAIR ? 2 : 4], open[2], inverse[2];
     int out, column;
     static __device__ __forceinline__ bool odd() { return threadIdx.x & 4; }  // PAIR: rows of up
     template <class F> __device__ __forceinline__ void weights(const Job& o, int r, int to) {
         #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int at = r + i;
-            unit[i] = at < to ? F::row_scale(o.s, o.gs, at) : 0.f;
+            raw[i] = at < to ? F::row_raw(o.s, o.gs, at) : 0.f;  // not waited for yet
             bias[i] = at < to && o.bias && (PAIR || at < o.n) ? o.bias[at] : 0.f;
         }
     }
@@ -126,13 +127,15 @@ struct Finish {
         if (ACT) v = act_mul<ACT>(v, up, o.limit);
         if (there(o, to, i, j)) o.y[place(o, i, j)] = fmaf(v, open[j], prior[2 * j + i]);
     }
-    __device__ __forceinline__ void operator()(const Job& o, int to, const float* sums) {
+    template <class F> __device__ __forceinline__ void end(
+            const Job& o, int to, const float* sums) {
         #pragma unroll
         for (int i = 0; i < 2; i++) {
+            const float unit = F::row_scale((Bytes)(raw + i), raw + i, 0);
             float v[2];
             #pragma unroll
             for (int j = 0; j < 2; j++)
-                v[j] = fmaf(__fmul_rn(sums[2 * i + j], inverse[j]), unit[i], bias[i]);
+                v[j] = fmaf(__fmul_rn(sums[2 * i + j], inverse[j]), unit, bias[i]);
             if (PAIR) {
                 const float got = __shfl_xor_sync(~0u, odd() ? v[0] : v[1], 4);
                 put(o, to, i, 0, odd() ? got : v[0], odd() ? v[1] : got);
@@ -144,37 +147,77 @@ struct Finish {
     }
 };
 
+// d[..][j] += the i-th quarter of a block of W times that of a tile of x.
+template <class F, int MANY, int N> __device__ __forceinline__ void multiply(
+        float (*d)[N][2][4], int j, const unsigned (*a)[F::LENGTH], const unsigned char* x, int b,
+        int i) {
+    const uint4* const from = (const uint4*)(x + b * Tile<F>::BLOCK) + threadIdx.x % 32;
+    const uint4 v = from[32 * i], low = F::TWO ? from[128 + 32 * i] : v;
+    #pragma unroll
+    for (int s = 0; s < MANY; s++) F::times(d[s][j], a[s], v, low);
+}
+// acc[..][j] += d[..][at], times what tile j of x is to be multiplied by.
+template <class F, int MANY, int N> __device__ __forceinline__ void fold_tile(
+        const F* q, float (*acc)[TILES][4], float (*d)[N][2][4], int j, int at,
+        const unsigned char* x, int b) {
+    const unsigned char* const scales = x + j * Tile<F>::BYTES + Tile<F>::SCALES;
+    float2 f = make_float2(1.f, 1.f);
+    if (!F::TWO) f = *((const float2*)scales + 4 * b + threadIdx.x % 4);
+    #pragma unroll
+    for (int s = 0; s < MANY; s++) fold(q[s], acc[s][j], d[s][at], f);
+}
+
 // acc += 128 columns of STRIPS times 16 rows of W, times those of eights of rows of x.
 template <class F, int MANY> __device__ __forceinline__ void add(
         float (*acc)[TILES][4], const unsigned char* at, const unsigned char* x, int b) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     F q[MANY];
     typename F::Aids aids[MANY];
-    float d[MANY][TILES][2][4] = {};
     #pragma unroll
     for (int s = 0; s < MANY; s++) {
         q[s].read(at + s * F::BYTES, b, g, t);
         q[s].aids(aids[s]);
     }
-    #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        unsigned a[MANY][F::LENGTH];
-        #pragma unroll
-        for (int s = 0; s < MANY; s++) q[s].piece(aids[s], i, a[s]);
-        #pragma unroll
-        for (int j = 0; j < TILES; j++) {
-            const uint4* const from = (const uint4*)(x + j * Tile<F>::BYTES + b * Tile<F>::BLOCK);
-            const uint4 v = from[32 * i + lane], low = F::TWO ? from[128 + 32 * i + lane] : v;
+    if constexpr (TILES > 4) {
+        // Only a few tiles at a time have room for their sums: what is decoded is kept for all of
+        // them, unless it is little more than what was read.
+        constexpr bool KEPT = !F::TWO;
+        unsigned a[KEPT ? 4 : 1][MANY][F::LENGTH];
+        auto decode = [&](int i) {
             #pragma unroll
-            for (int s = 0; s < MANY; s++) F::times(d[s][j], a[s], v, low);
-        }
-    }
-    #pragma unroll
-    for (int j = 0; j < TILES; j++) {
-        float2 f = make_float2(1.f, 1.f);
-        if (!F::TWO) f = *((const float2*)(x + j * Tile<F>::BYTES + Tile<F>::SCALES) + 4 * b + t);
+            for (int s = 0; s < MANY; s++) q[s].piece(aids[s], i, a[KEPT ? i : 0][s]);
+        };
         #pragma unroll
-        for (int s = 0; s < MANY; s++) fold(q[s], acc[s][j], d[s][j], f);
+        for (int i = 0; i < 4 && KEPT; i++) decode(i);
+        #pragma unroll
+        for (int first = 0; first < TILES; first += AT_ONCE) {
+            float d[MANY][AT_ONCE][2][4] = {};
+            #pragma unroll
+            for (int i = 0; i < 4; i++) {
+                if (!KEPT) decode(i);
+                #pragma unroll
+                for (int j = first; j < first + AT_ONCE && j < TILES; j++)
+                    multiply<F, MANY>(
+                        d, j - first, a[KEPT ? i : 0], x + j * Tile<F>::BYTES, b, i);
+            }
+            #pragma unroll
+            for (int j = first; j < first + AT_ONCE && j < TILES; j++)
+                fold_tile<F, MANY>(q, acc, d, j, j - first, x, b);
+        }
+        return;
+    } else {
+        float d[MANY][TILES][2][4] = {};
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+            unsigned a[MANY][F::LENGTH];
+            #pragma unroll
+            for (int s = 0; s < MANY; s++) q[s].piece(aids[s], i, a[s]);
+            #pragma unroll
+            for (int j = 0; j < TILES; j++)
+                multiply<F, MANY>(d, j, a, x + j * Tile<F>::BYTES, b, i);
+        }
+        #pragma unroll
+        for (int j = 0; j < TILES; j++) fold_tile<F, MANY>(q, acc, d, j, j, x, b);
     }
 }
 
@@ -183,9 +226,14 @@ template <class F, int MANY> __device__ __forceinline__ void add(
 template <class F, int SHARES, int MANY, int BESIDE, int PER, int PLACES, int ROOM>
 __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
     constexpr int N = (B + F::UNITS - 1) / F::UNITS, PASSES = SHARES / PER, QUADS = MANY * TILES;
-    constexpr int OWN = (QUADS + PER - 1) / PER, PIECE = TILES * Tile<F>::BYTES;
+    // Sums of many tiles have no registers to wait in until all shares are added up.
+    constexpr bool STASH = PER == 1 && TILES > 4;
+    constexpr int OWN = STASH ? 4 : (QUADS + PER - 1) / PER, PIECE = TILES * Tile<F>::BYTES;
     constexpr int UNIT = MANY * F::BYTES;
-    constexpr bool ALL = ROOM >= (N + PER - 1) / PER, EARLY = OWN == 1;
+    constexpr bool ALL = ROOM >= (N + PER - 1) / PER;
+    // Have a lane's ends registers while all is added up? Then nobody waits for what they need.
+    constexpr bool EARLY = OWN <= (DOWN * ALONG > (PER > 1 ? 12 : 8) ? 1 : 2);
+    constexpr bool HALF = PER == 1 && !EARLY;  // for what belongs to rows of W they have
     // Is a piece asked for only when the next one is multiplied? Nobody has to be waited for then.
     constexpr bool LATE = ROOM > 2;
     static_assert(SHARES % PER == 0, "see the contract");
@@ -200,7 +248,8 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
         + (down < BESIDE ? warp : 0) * PLACES * UNIT;
     float4* const part = (float4*)(shared + PER * ROOM * PIECE + BESIDE * PER * PLACES * UNIT);
     float4* const sums = part + (here ? warp : 0) * QUADS * 32 + lane;
-    Meeting* const full = (Meeting*)(part + (PER > 1 ? BESIDE * PER * QUADS * 32 : 0)) + h * 2 * ROOM;
+    Meeting* const full = (Meeting*)(part + (PER > 1 || STASH ? BESIDE * PER * QUADS * 32 : 0))
+        + h * 2 * ROOM;
     Meeting* const empty = full + ROOM;
     typedef Walk<N, SHARES, PER> Units;
     Units next = {h, 0}, wanted = {h, 0};  // weights, and x, to be fetched next
@@ -240,6 +289,14 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
         wanted.next(h);
     };
     int more = asks ? ALL ? mine : rounds * mine : 0;  // pieces to be asked for
+    Finish finish[EARLY ? OWN : 1];
+    #pragma unroll
+    for (int i = 0; EARLY && i < OWN; i++) {  // of the first group: nobody writes them meanwhile
+        const int from = o.group * o.span, q = i * PER + h;
+        if (here && q < QUADS)
+            finish[i].template weights<F>(
+                o, from + strip + q / TILES * 16 + 2 * g, min(from + o.span, n4));
+    }
     pdl_wait();
     #pragma unroll 1
     for (int i = 0; i < ROOM && more > 0; i++, more--) ask(i);
@@ -251,15 +308,25 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
     for (int group = o.group; group < groups; group += o.step) {
         const int to = min(group * o.span + o.span, n4);
         float total[OWN][4] = {};
-        Finish finish[EARLY ? OWN : 1];
-        auto prepare = [&](Finish& f, int q) {
+        Finish strips[HALF ? MANY : 1];
+        #pragma unroll
+        for (int i = 0; HALF && i < MANY; i++)
+            strips[i].template weights<F>(
+                o, group * o.span + strip + 16 * i + 2 * g, here ? to : 0);
+        auto prepare = [&](Finish& f, int q, bool known = false) {
             const int r = group * o.span + strip + q / TILES * 16 + 2 * g;
-            f.weights<F>(o, r, to);
+            #pragma unroll
+            for (int i = 0; HALF && i < 2; i++) {
+                f.raw[i] = q < TILES ? strips[0].raw[i] : strips[MANY - 1].raw[i];
+                f.bias[i] = q < TILES ? strips[0].bias[i] : strips[MANY - 1].bias[i];
+            }
+            if (!known && !HALF) f.template weights<F>(o, r, to);
             f.rows(o, r, (o.first + q % TILES) * 8 + 2 * t, to);
         };
         #pragma unroll
         for (int i = 0; EARLY && i < OWN; i++)
-            if (here && i * PER + h < QUADS) prepare(finish[i], i * PER + h);
+            if (here && i * PER + h < QUADS)
+                prepare(finish[i], i * PER + h, group == o.group);
         if (ALL) slot = 0;
         #pragma unroll 1
         for (int pass = 0; pass < PASSES; pass++) {
@@ -287,6 +354,17 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
                 __syncwarp();
                 if (++slot == ROOM && !ALL) { slot = 0; phase ^= 1; }
             }
+            if (STASH) {
+                #pragma unroll
+                for (int i = 0; i < QUADS; i++) {
+                    const float* v = acc[i / TILES][i % TILES];
+                    float4 z = make_float4(0.f, 0.f, 0.f, 0.f);
+                    if (!here) continue;
+                    if (pass) z = sums[i * 32];
+                    sums[i * 32] = make_float4(z.x + v[0], z.y + v[1], z.z + v[2], z.w + v[3]);
+                }
+                continue;
+            }
             if (PER == 1) {
                 #pragma unroll
                 for (int i = 0; i < 4 * QUADS; i++)
@@ -310,12 +388,25 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
                     total[i][2] += v.z; total[i][3] += v.w;
                 }
         }
+        #pragma unroll 1
+        for (int first = 0; STASH && here && first < QUADS; first += OWN) {
+            Finish ends[OWN];  // what they need is asked for at once
+            #pragma unroll
+            for (int i = 0; i < OWN; i++) prepare(ends[i], min(first + i, QUADS - 1));
+            #pragma unroll
+            for (int i = 0; i < OWN; i++) {
+                if (first + i >= QUADS) continue;
+                const float4 v = sums[(first + i) * 32];
+                const float all[4] = {v.x, v.y, v.z, v.w};
+                ends[i].template end<F>(o, to, all);
+            }
+        }
         #pragma unroll
-        for (int i = 0; i < OWN; i++) {
+        for (int i = 0; i < OWN && !STASH; i++) {
             const int q = i * PER + h;
             if (!here || q >= QUADS) continue;
             if (!EARLY) prepare(finish[0], q);
-            finish[EARLY ? i : 0](o, to, total[i]);
+            finish[EARLY ? i : 0].template end<F>(o, to, total[i]);
         }
     }
 }

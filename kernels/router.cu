@@ -9,7 +9,8 @@
 //   empty  : [r, picks, width]  f32  4 * fours words, left EMPTY (lib/given.cuh) for
 //                            experts_fused.cu; or null
 //   -D HIDDEN= (k, a multiple of 32)  EXPERTS=  FORMAT=  NORM= (0 or 1)  ROWS= (1 or 2: of x at a time)  WARPS=  EACH=
-//   launch: <<<(ceil(n/EACH), any), 32*WARPS, any>>>, `rows` dealt out to blockIdx.y; at most 8 for each
+//   -D WIDE=   1: for many rows
+//   launch: <<<(ceil(n/EACH), any), 32*WARPS, any>>>, `rows` dealt out to blockIdx.y; at most 8 for each, with WIDE 32
 #include "lib/given.cuh"
 #include "lib/pdl.cuh"
 #include "lib/reduce.cuh"
@@ -22,6 +23,9 @@
 #define ROWS 1
 #define WARPS 8
 #define EACH 2
+#endif
+#ifndef WIDE
+#define WIDE 0
 #endif
 constexpr int K = HIDDEN, PIECES = (K + 255) / 256, MINE = (PIECES + WARPS - 1) / WARPS;  // of 256 columns; of a warp
 
@@ -36,25 +40,128 @@ struct bf16 {
 struct f32 { static __device__ __forceinline__ void load(const unsigned char* __restrict__ w, size_t at, float* v) { load8((const float*)w + at, v); } };
 }  // namespace formats
 
-// Sums of sixteen values over the lanes of a warp, each pair of lanes' in v[0]: whose, it returns.
-// The same additions as if all lanes exchanged all values, in a third of the instructions.
-__device__ __forceinline__ int sums_of_sixteen(float* v, int lane) {
-    int mine = 0;
-    #pragma unroll
-    for (int n = 8; n; n >>= 1) {
-        const bool high = lane & 2 * n;
-        #pragma unroll
-        for (int i = 0; i < 8; i++)
-            if (i < n) {
-                const float other = __shfl_xor_sync(~0u, high ? v[i] : v[i + n], 2 * n);
-                v[i] = (high ? v[i + n] : v[i]) + other;
-            }
-        mine += high ? n : 0;
-    }
-    v[0] += __shfl_xor_sync(~0u, v[0], 1);
-    return mine;
+// What the launch after this one waits for, by all blocks.
+__device__ __forceinline__ void empty_all(float* empty, int fours) {
+    const int threads = gridDim.x * gridDim.y * 32 * WARPS;
+    const int block = blockIdx.y * gridDim.x + blockIdx.x;
+    #pragma unroll 1
+    for (int i = block * 32 * WARPS + threadIdx.x; i < fours; i += threads)
+        emptied(empty + 4 * (size_t)i, 4);
 }
 
+#if WIDE
+// Many rows: a block keeps its weights for all of its rows, at most HELD of them.
+//
+// A sum over lanes takes the same additions from fewer exchanges if lanes have different values to
+// begin with: of VALUES sums, a lane has the one numbered i ^ own at place i, so that what it gives
+// away always lies in the upper half, and nothing is chosen. At the end number `own` is in v[0], in
+// all lanes that differ in lower bits than those exchanged here.
+constexpr int HELD = 32, VALUES = ROWS * EACH, LANES = 32 / VALUES;
+constexpr bool FULL = K == 256 * WARPS * MINE;  // all lanes have columns
+static_assert(32 * WARPS % EACH == 0 && (VALUES & (VALUES - 1)) == 0 && VALUES <= 32, "sums of lanes are halved");
+
+template <int N> __device__ __forceinline__ float fold(float* v) {
+    #pragma unroll
+    for (int l = 0; l < 5; l++)
+        #pragma unroll
+        for (int i = 0; i < (N > 1 ? N / 2 : 1); i++)
+            if (i < max(N >> (l + 1), 1))
+                v[i] += __shfl_xor_sync(~0u, v[i + (N >> (l + 1))], 16 >> l);
+    return v[0];
+}
+
+struct Rows {  // a lane's columns of ROWS rows of x
+    float a[ROWS][MINE][8];
+    __device__ __forceinline__ void load(const float* x, int t, int own, int first, int rows) {
+        #pragma unroll
+        for (int k = 0; k < ROWS; k++)
+            #pragma unroll
+            for (int i = 0; i < MINE; i++) {
+                const int at = i * WARPS * 256 + first;
+                if (FULL || at < K) load8(x + (size_t)min(t + (k ^ own), rows - 1) * K + at, a[k][i]);
+            }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS) router(
+        const unsigned char* __restrict__ w, const float* __restrict__ bias,
+        const float* __restrict__ gain, const float* x, float* logits, int* met, float* empty,
+        float eps, int n, int ld, int rows, int fours) {
+    __shared__ float part[HELD][EACH + 1][WARPS];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r0 = blockIdx.x * EACH;
+    const int own = lane / LANES, first = warp * 256 + lane * 8;
+    pdl_trigger();
+    float v[MINE][EACH][8];
+    #pragma unroll
+    for (int i = 0; i < MINE; i++) {
+        const int at = i * WARPS * 256 + first;
+        #pragma unroll
+        for (int r = 0; r < EACH; r++) {
+            const int row = min(r0 + (r ^ own % EACH), n - 1);
+            if (FULL || at < K) formats::FORMAT::load(w, (size_t)row * K + at, v[i][r]);
+        }
+    }
+    #pragma unroll
+    for (int i = 0; i < MINE; i++) {
+        const int at = i * WARPS * 256 + first;
+        float g[8] = {};
+        if (NORM && (FULL || at < K)) load8(gain + at, g);
+        #pragma unroll
+        for (int r = 0; r < EACH; r++)
+            #pragma unroll
+            for (int j = 0; j < 8; j++)
+                v[i][r][j] = FULL || at < K ? NORM ? v[i][r][j] * g[j] : v[i][r][j] : 0.f;
+#if defined(__CUDA_ARCH__)
+        #pragma unroll
+        for (int r = 0; r < 8 * EACH; r++)  // now, and not when x is there
+            asm volatile("" : "+f"(v[i][r / 8][r % 8]));
+#endif
+    }
+    pdl_wait();
+    if (met && !blockIdx.x && !blockIdx.y && !threadIdx.x) *met = 0;
+    empty_all(empty, fours);
+    const int step = gridDim.y * ROWS;
+    Rows now = {}, next = {};
+    now.load(x, blockIdx.y * ROWS, own / EACH, first, rows);
+    int used = 0;
+    #pragma unroll 2
+    for (int t = blockIdx.y * ROWS; t < rows; t += step, used += ROWS) {
+        if (t + step < rows) next.load(x, t + step, own / EACH, first, rows);
+        float dot[VALUES] = {}, sum[ROWS] = {};
+        #pragma unroll
+        for (int i = 0; i < MINE; i++)
+            #pragma unroll
+            for (int j = 0; j < 8; j++)
+                #pragma unroll
+                for (int k = 0; k < ROWS; k++) {
+                    const float a = now.a[k][i][j];
+                    if (NORM) sum[k] = fmaf(a, a, sum[k]);
+                    #pragma unroll
+                    for (int r = 0; r < EACH; r++)
+                        dot[k * EACH + r] = fmaf(a, v[i][r][j], dot[k * EACH + r]);
+                }
+        const float z = NORM ? fold<ROWS>(sum) : 0.f, s = fold<VALUES>(dot);
+        const int k = used + own / EACH;
+        if (lane % LANES == 0) part[k][own % EACH][warp] = s;
+        if (lane % (32 / ROWS) == 0) part[k][EACH][warp] = z;
+        now = next;
+    }
+    __syncthreads();
+    const bool biased = bias && r0 + threadIdx.x % EACH < EXPERTS;
+    const float more = biased ? bias[r0 + threadIdx.x % EACH] : 0.f;
+    #pragma unroll 1
+    for (int p = threadIdx.x; p < used * EACH; p += 32 * WARPS) {
+        const int i = p / EACH, r = r0 + p % EACH;
+        const int t = (blockIdx.y + i / ROWS * gridDim.y) * ROWS + i % ROWS;
+        if (t >= rows || r >= n) continue;
+        float s = 0.f, z = 0.f;
+        #pragma unroll
+        for (int m = 0; m < WARPS; m++) { s += part[i][p % EACH][m]; z += part[i][EACH][m]; }
+        if (NORM) s = __fmul_rn(s, rsqrtf(fmaf(z, 1.f / K, eps)));
+        logits[(size_t)t * ld + r] = s + more;
+    }
+}
+#else
 extern "C" __global__ void __launch_bounds__(32 * WARPS) router(const unsigned char* __restrict__ w, const float* __restrict__ bias,
         const float* __restrict__ gain, const float* x, float* logits, int* met, float* empty,
         float eps, int n, int ld, int rows, int fours) {
@@ -76,11 +183,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) router(const unsigned c
     pdl_trigger();
     pdl_wait();
     if (met && !blockIdx.x && !blockIdx.y && !threadIdx.x) *met = 0;
-    const int threads = gridDim.x * gridDim.y * 32 * WARPS;
-    #pragma unroll 1
-    for (int i = (blockIdx.y * gridDim.x + blockIdx.x) * 32 * WARPS + threadIdx.x; i < fours;
-            i += threads)
-        emptied(empty + 4 * (size_t)i, 4);
+    empty_all(empty, fours);
     int used = 0;
     #pragma unroll 1
     for (int t = blockIdx.y * ROWS; t < rows; t += gridDim.y * ROWS) {
@@ -100,25 +203,20 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) router(const unsigned c
                     #pragma unroll
                     for (int r = 0; r < EACH; r++) dot[k][r] = fmaf(a[k][i][j], v[i][r][j], dot[k][r]);
                 }
-        constexpr bool MANY = ROWS * EACH == 16;
         #pragma unroll
         for (int m = 16; m; m >>= 1)
             #pragma unroll
             for (int k = 0; k < ROWS; k++) {
                 if (NORM) sum[k] += __shfl_xor_sync(~0u, sum[k], m);
                 #pragma unroll
-                for (int r = 0; r < EACH && !MANY; r++) dot[k][r] += __shfl_xor_sync(~0u, dot[k][r], m);
+                for (int r = 0; r < EACH; r++) dot[k][r] += __shfl_xor_sync(~0u, dot[k][r], m);
             }
-        if (MANY) {
-            const int mine = sums_of_sixteen(dot[0], lane);
-            if (lane % 2 == 0) part[used + mine / EACH][mine % EACH][warp] = dot[0][0];
-        }
         #pragma unroll
         for (int k = 0; k < ROWS; k++, used++)
             if (!lane) {
                 part[used][EACH][warp] = sum[k];
                 #pragma unroll
-                for (int r = 0; r < EACH && !MANY; r++) part[used][r][warp] = dot[k][r];
+                for (int r = 0; r < EACH; r++) part[used][r][warp] = dot[k][r];
             }
     }
     __syncthreads();
@@ -130,3 +228,4 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) router(const unsigned c
     if (NORM) s = __fmul_rn(s, rsqrtf(fmaf(z, 1.f / K, eps)));
     logits[(size_t)t * ld + r0 + mine] = s + more;
 }
+#endif

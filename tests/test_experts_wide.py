@@ -124,6 +124,24 @@ def test_bits_of_a_linear_layer(fmt, monkeypatch):
     other = layer(layer(x, first, 2, act='silu'), second, 2)
     assert not np.array_equal(c.download(got), c.download(other)), 'a test must be able to fail'
 
+LOGITS = [('BF16',2048,37,40), ('BF16',2880,9,9), ('F32',544,12,16), ('BF16',5120,5,11)]
+
+@pytest.mark.parametrize('fmt,H,n,R', LOGITS)
+def test_bits_of_logits(fmt, H, n, R):
+    "Those of a row alone, in a step of few rows"
+    c,rng = Emulator(),np.random.default_rng(H)
+    w = rng.standard_normal((n,H), dtype='f4')
+    router = pack(QTensor.encode(w, fmt), c, exact=True)
+    x = rng.standard_normal((R,H), dtype='f4')*np.exp(rng.standard_normal((R,1), dtype='f4'))
+    gain,bias = (c.upload(rng.standard_normal(k, dtype='f4')) for k in (H,n-1))
+    got,_ = W._logits(c.upload(x), router, bias, gain, 1e-6, n-1, 132)
+    met,size = c.empty(1, 'int32'),got.shape[1]
+    def alone(r):
+        y = c.empty((1,size))
+        test_experts.E._route(c.upload(x[r:r+1]), gain, 1e-6, router, bias, y, met, n-1, 0)
+        return c.download(y)[0]
+    assert np.array_equal(c.download(got)[:,:n], [alone(r)[:n] for r in range(R)])
+
 # Kernels that start early
 
 @pytest.fixture
@@ -175,7 +193,7 @@ def listed(ids, E, shared, entries):
     if shared: who = {E: [r*(k+1)+k for r in range(R)]}|who
     return [(e,a[i:i+entries]) for e,a in who.items() for i in range(0, len(a), entries)]
 
-LISTS = [(1,5,2,1,8), (33,300,4,0,8), (256,40,16,1,16), (17,12,3,1,2)]
+LISTS = [(1,5,2,1,8), (33,300,4,0,8), (256,40,16,1,16), (17,12,3,1,2), (16,256,8,1,8)]
 
 @pytest.mark.parametrize('R,E,k,shared,entries', LISTS)
 def test_slots(R, E, k, shared, entries):
@@ -184,6 +202,7 @@ def test_slots(R, E, k, shared, entries):
     rng = np.random.default_rng(R)
     logits = rng.standard_normal((R,-(-(E+1)//4)*4), dtype='f4')
     logits[R//2:,3] += 9 # a favourite
+    logits[1::3] = logits[1::3].round() # equal ones, of which the first come first
     ids,met = c.empty((R,k), 'int32'),c.upload(np.zeros(1, 'i4'))
     how = m,None,None,ids,None,shared,False,entries,met
     _,slots = W._slots(c.upload(logits), *how)

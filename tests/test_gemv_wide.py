@@ -73,7 +73,8 @@ def tile(tiles, strips, down, along, deep, held, blocks, n, f):
     return many.Tiling(tiles, strips, down, along, deep, held, blocks, span, shared)
 
 # (tiles, strips, down, along, deep, held), of six shares
-WAYS = [(1,1,1,1,1,2), (2,2,1,1,2,3), (4,2,1,2,1,2), (3,1,2,3,2,3), (4,1,3,6,1,1), (1,2,2,6,3,1)]
+WAYS = [(1,1,1,1,1,2), (2,2,1,1,2,3), (4,2,1,2,1,2), (3,1,2,3,2,3), (4,1,3,6,1,1), (1,2,2,6,3,1),
+    (8,2,2,1,2,2), (5,1,2,1,2,3), (7,2,1,2,2,2), (6,1,1,3,1,2)]
 @pytest.mark.parametrize('way', WAYS, ids=lambda w: ''.join(map(str, w)))
 def test_however_it_is_shared_out(way, monkeypatch):
     "Pieces of x in a ring or all at once, several groups of rows, several shares a warp after each other"

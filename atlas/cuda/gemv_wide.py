@@ -44,7 +44,7 @@ def _tile_bytes(f):
 def _memory(f, tiles, strips, warps, along, deep, held):
     "Shared memory of a block: x, weights, sums, and barriers for each piece of x"
     x = along*held*(tiles*_tile_bytes(f)+16)
-    sums = warps*strips*tiles*512 if along>1 else 0
+    sums = warps*strips*tiles*512 if along>1 or tiles>4 else 0
     return x+warps*deep*strips*f.unit+sums
 
 def _rings(l, f, tiles, strips, warps, along, steps, rounds):
@@ -69,21 +69,24 @@ def _work(f):
 def _cycles(f, n, k, sms, split, groups, rounds, o):
     "Cycles that a multiprocessor is likely to need"
     decode,products = _work(f)
-    units = _up(k, 128*f.blocks)
-    steps = _up(units, o.along)
+    steps = _up(_up(k, 128*f.blocks), o.along)
     mine = rounds*steps*f.blocks*o.strips # 16 rows and 128 columns each, of a warp
     one = decode+o.tiles*(products+14)
     row,x = f.bits*k/8,8*o.tiles*k*2*f.planes
     reads = 1 if o.held>=steps else rounds
-    turns = rounds*split//o.along*(450 if o.along>1 else 100)
-    busy = [
-        _up(o.warps, 4)*mine*one*1.2, # instructions, of a quarter
-        _up(o.warps, 4)*mine*o.tiles*products*8, # its tensor core
-        o.warps*mine*(16*o.tiles*f.planes/o.strips+f.chunk), # shared memory
-        groups*(n*row+o.blocks*reads*x)/(24*sms), # L2
-        n*row/(18*sms), # memory
-        mine*(200+1.5*one)+turns] # a warp by itself
-    return max(busy)+sum(busy)/8
+    turns = rounds*split//o.along*(640 if o.along>1 else 130)
+    work = _up(o.warps, 4)*mine*(one+8*o.tiles*products) # instructions of a quarter, its tensor core
+    shared = o.warps*mine*(16*o.tiles*f.planes/o.strips+f.chunk)
+    through = groups*(n*row+o.blocks*reads*x)/sms # bytes out of the L2 cache
+    alone = mine*(200+1.5*one)+turns # a warp by itself
+    return max(5100+.8*work+.32*shared+through/49+turns, 2*alone, n*row/(18*sms))
+
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #f2f48f16
+MOST_TILES = 8 # Of a block; 4: what is decoded is never kept
+
+def _most_tiles(f):
+    "Eights of rows of x that a block may have: more than four pay where decoding is dear"
+    return MOST_TILES if f.parts==1 and f.chunk<64 else 4
 
 # %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #4484f0d1
 def _tilings(room, f, n, k, sms, split, tiles, more=0):
@@ -93,7 +96,7 @@ def _tilings(room, f, n, k, sms, split, tiles, more=0):
         groups = _up(tiles, t)
         blocks = max(1, sms//groups-_up(more, groups))
         for strips in (1,2):
-            if t>4 or t*strips>4 and f.parts>1: continue
+            if t>_most_tiles(f) or t*strips>4 and f.parts>1: continue
             for along in (a for a in range(1, split+1) if split%a==0):
                 for down in range(1, _most_warps(room, f, t*strips)//along+1):
                     rounds = _up(n, blocks*16*strips*down)

@@ -36,6 +36,7 @@
 //                        of to_half8_crossed if CROSSED, else as they come
 //   row_scale(s, gs, row)
 //                        what the sums of a whole row are to be multiplied by
+//   row_raw(s, gs, row)  what that reads: row_scale of one row makes of it the same
 //
 // Four bits: a chunk is 32 weights of one row: 16 bytes, and in NVFP4 two e4m3 scales (one for 16
 // weights).
@@ -174,6 +175,9 @@ struct nvfp4 : e2m1, itself {
     static __device__ __forceinline__ float row_scale(Bytes, const float* gs, size_t row) {
         return gs[row] * 16384.f;
     }
+    static __device__ __forceinline__ float row_raw(Bytes, const float* gs, size_t row) {
+        return gs[row];
+    }
 };
 
 struct mxfp4 : e2m1 {
@@ -248,6 +252,7 @@ struct mxfp4 : e2m1 {
         __device__ __forceinline__ float scale(int i) const { return power(top >> (8 * i) & 255u); }
     };
     static __device__ __forceinline__ float row_scale(Bytes, const float*, size_t) { return 1.f; }
+    static __device__ __forceinline__ float row_raw(Bytes, const float*, size_t) { return 1.f; }
 };
 
 struct int4 : itself {
@@ -333,6 +338,9 @@ struct int4 : itself {
     static __device__ __forceinline__ float row_scale(Bytes, const float* gs, size_t row) {
         return gs[row];
     }
+    static __device__ __forceinline__ float row_raw(Bytes, const float* gs, size_t row) {
+        return gs[row];
+    }
 };
 
 template <bool TILED> struct e4m3 {
@@ -378,6 +386,9 @@ template <bool TILED> struct e4m3 {
     }
     static __device__ __forceinline__ float row_scale(Bytes s, const float*, size_t row) {
         return TILED ? 1.f : ((const float*)s)[row];
+    }
+    static __device__ __forceinline__ float row_raw(Bytes s, const float* gs, size_t row) {
+        return row_scale(s, gs, row);
     }
 };
 struct fp8 : e4m3<false>, itself {
@@ -433,6 +444,7 @@ template <bool BF16> struct sixteen {
         }
     }
     static __device__ __forceinline__ float row_scale(Bytes, const float*, size_t) { return 1.f; }
+    static __device__ __forceinline__ float row_raw(Bytes, const float*, size_t) { return 1.f; }
 };
 struct bf16 : sixteen<true>, inverse {
     static __device__ __forceinline__ void floats(
@@ -497,5 +509,6 @@ struct f32 : inverse {
     }
     static __device__ __forceinline__ float unit_of(float top) { return chunk_scale(top).y; }
     static __device__ __forceinline__ float row_scale(Bytes, const float*, size_t) { return 1.f; }
+    static __device__ __forceinline__ float row_raw(Bytes, const float*, size_t) { return 1.f; }
 };
 }  // namespace formats

@@ -12,7 +12,7 @@
 //   dot(d, x)                     all four; `x`: own(t) further than this block of row g of x (Staged)
 //   put(x, r, e, v)               v, which are columns 8e.. of row r of eight, where lanes find them side by side: lane l the i-th sixteen bytes in x[32*i + l]
 //   scale(i)                      what the sums of row 2g+i of this block are to be multiplied by, if SCALED
-//   row_scale(s, gs, row)         and those of a whole row
+//   row_scale(s, gs, row)         and those of a whole row; row_raw what that reads (lib/formats.cuh)
 // CROSSED: x in the order of to_half8_crossed.
 // A NaN among x stays in its own row.
 #include "lib/async.cuh"
@@ -114,6 +114,9 @@ template <class F, int C> struct Unit {
     }
     static __device__ __forceinline__ float row_scale(Bytes s, const float* gs, size_t row) {
         return F::row_scale(s, gs, row);
+    }
+    static __device__ __forceinline__ float row_raw(Bytes s, const float* gs, size_t row) {
+        return F::row_raw(s, gs, row);
     }
 };
 
