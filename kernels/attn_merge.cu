@@ -10,7 +10,9 @@
 //   sinks  : [heads]                   f32   one more logit for each head, or null
 //   y      : [rows, heads, d]          f32
 //   -D D=  -D GATE=  -D W= N= warps, and pieces that each has under way
-//   launch: <<<(ceil(D/32), heads, rows), 32*W>>>; window and many as for attn_decode
+//   launch: <<<(ceil(D/32), heads, any), 32*W>>>; window and many as for attn_decode
+// Blocks along z share the rows. A thread looks at one: few may have anything to add, and a block for each
+// would cost its launch for nothing.
 #include "lib/pdl.cuh"
 #include "lib/pieces.cuh"
 #ifndef D
@@ -26,51 +28,106 @@
 #define N 8
 #endif
 
-extern "C" __global__ void __launch_bounds__(32 * W) attn_merge(const float* o, const float* ml, const float* qkv, const int* __restrict__ seq, const int* __restrict__ first,
-        const int* __restrict__ starts, const float* __restrict__ sinks, float* y, int window, int many, int max_pieces, int width) {
-    __shared__ float part[W][32], tops[W], sums[W];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, d = blockIdx.x * 32 + lane, h = blockIdx.y, heads = gridDim.y, t = blockIdx.z, s = seq[t];
+constexpr int LOOKS = 32 * W;  // rows that a block looks at in one go
+
+// A row's pieces: those that a warp of this block adds, and what comes of all.
+struct Merge {
+    const float *o, *ml;  // of this head: the first piece's
+    int count, heads;     // pieces; o and ml of the next one are `heads` further
+    bool mine;            // is there an element for this lane?
+    // Pieces warp, warp+W, ...: their sum of weights and of weighted values, against `top`
+    __device__ __forceinline__ void add(int warp, float& top, float& sum, float& v) const {
+        top = NONE; sum = 0.f; v = 0.f;
+        #pragma unroll 1
+        for (int i = warp; i < count; i += W * N) {
+            float2 w[N];
+            float  x[N], m = top;
+            #pragma unroll
+            for (int k = 0; k < N; k++) {
+                const size_t at = (size_t)(i + W * k) * heads;
+                const bool on = i + W * k < count;
+                w[k] = on ? *(const float2*)(ml + at * 2) : make_float2(NONE, 0.f);
+                x[k] = on && mine ? o[at * D] : 0.f;
+            }
+            #pragma unroll
+            for (int k = 0; k < N; k++) m = fmaxf(m, w[k].x);
+            const float base = m == NONE ? 0.f : m, f = exp2f(__fsub_rn(top, base));
+            sum = __fmul_rn(sum, f); v = __fmul_rn(v, f); top = m;
+            #pragma unroll
+            for (int k = 0; k < N; k++) {
+                const float e = exp2f(__fsub_rn(w[k].x, base));
+                sum = fmaf(e, w[k].y, sum);
+                v = fmaf(e, x[k], v);
+            }
+        }
+    }
+};
+
+// What the warps of a block have found of a row.
+struct Found {
+    float part[W][32], tops[W], sums[W];
+    __device__ __forceinline__ float all(float sink, int lane) const {
+        float base = sink, r = 0.f;
+        #pragma unroll
+        for (int i = 0; i < W; i++) base = fmaxf(base, tops[i]);
+        if (base == NONE) base = 0.f;  // nothing but NaN
+        float all = exp2f(__fsub_rn(sink, base));
+        #pragma unroll
+        for (int i = 0; i < W; i++) {
+            const float e = exp2f(__fsub_rn(tops[i], base));
+            all = fmaf(e, sums[i], all);
+            r = fmaf(e, part[i][lane], r);
+        }
+        return r / all;
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(32 * W, 2) attn_merge(const float* o, const float* ml,
+        const float* qkv, const int* __restrict__ seq, const int* __restrict__ first,
+        const int* __restrict__ starts, const float* __restrict__ sinks, float* y, int window, int many,
+        int max_pieces, int width, int rows) {
+    __shared__ Found found[2];
+    __shared__ int sees[LOOKS];         // pieces of a row
+    __shared__ unsigned waiting[W];     // rows of several
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, h = blockIdx.y, heads = gridDim.y;
+    const int d = blockIdx.x * 32 + lane, step = gridDim.z;
     const Pieces pieces{many};
-    const int  p = s < 0 ? 0 : starts[s] + t - first[s], a = pieces.of(window ? max(0, p - window + 1) : 0), count = pieces.of(p) - a + 1;
     const bool mine = D % 32 == 0 || d < D;
     const float sink = sinks ? __fmul_rn(sinks[h], LOG2E) : NONE;
     pdl_trigger();
-    pdl_wait();
-    if (s < 0 || count == 1) return;
-    const float gate = GATE && !warp && mine ? qkv[(size_t)t * width + h * D + d] : 0.f;
-    o  += ((size_t)t * max_pieces * heads + h) * D + d;
-    ml += ((size_t)t * max_pieces * heads + h) * 2;
-    float top = NONE, sum = 0.f, v = 0.f;
+    int turn = 0;  // rows done
     #pragma unroll 1
-    for (int i = warp; i < count; i += W * N) {
-        float2 w[N];
-        float  x[N], m = top;
-        #pragma unroll
-        for (int k = 0; k < N; k++) {
-            const size_t at = (size_t)(i + W * k) * heads;
-            const bool on = i + W * k < count;
-            w[k] = on ? *(const float2*)(ml + at * 2) : make_float2(NONE, 0.f);
-            x[k] = on && mine ? o[at * D] : 0.f;
-        }
-        #pragma unroll
-        for (int k = 0; k < N; k++) m = fmaxf(m, w[k].x);
-        const float base = m == NONE ? 0.f : m, f = exp2f(__fsub_rn(top, base));
-        sum = __fmul_rn(sum, f); v = __fmul_rn(v, f); top = m;
-        #pragma unroll
-        for (int k = 0; k < N; k++) { const float e = exp2f(__fsub_rn(w[k].x, base)); sum = fmaf(e, w[k].y, sum); v = fmaf(e, x[k], v); }
+    for (int t0 = blockIdx.z; t0 < rows; t0 += LOOKS * step) {
+        // A thread looks at a row
+        const int own = t0 + threadIdx.x * step, s = own < rows ? seq[own] : -1;
+        const int p = s < 0 ? 0 : starts[s] + own - first[s];
+        const int a = pieces.of(window ? max(0, p - window + 1) : 0), count = pieces.of(p) - a + 1;
+        const unsigned several = __ballot_sync(~0u, count > 1);
+        if (t0 == blockIdx.z) pdl_wait();
+        else __syncthreads();
+        sees[threadIdx.x] = count;
+        if (!lane) waiting[warp] = several;
+        __syncthreads();
+        #pragma unroll 1
+        for (int w = 0; w < W && t0 + w * 32 * step < rows; w++)
+            #pragma unroll 1
+            for (unsigned todo = waiting[w]; todo; todo &= todo - 1, turn++) {
+                const int which = w * 32 + __ffs(todo) - 1, t = t0 + which * step;
+                const size_t from = (size_t)t * max_pieces * heads + h;
+                const Merge m{o + from * D + d, ml + from * 2, sees[which], heads, mine};
+                const bool ends = warp == turn % W;  // the others go on to the next row
+                const size_t at = (size_t)t * width + h * D + d;
+                const float gate = GATE && ends && mine ? qkv[at] : 0.f;
+                Found& f = found[turn % 2];
+                float top, sum, v;
+                m.add(warp, top, sum, v);
+                f.part[warp][lane] = v;
+                if (!lane) { f.tops[warp] = top; f.sums[warp] = sum; }
+                __syncthreads();
+                if (!ends) continue;
+                float r = f.all(sink, lane);
+                if (GATE) r = gated(r, gate);
+                if (mine) y[((size_t)t * heads + h) * D + d] = r;
+            }
     }
-    part[warp][lane] = v;
-    if (!lane) { tops[warp] = top; sums[warp] = sum; }
-    __syncthreads();
-    if (warp) return;
-    float base = sink, all, r = 0.f;
-    #pragma unroll
-    for (int i = 0; i < W; i++) base = fmaxf(base, tops[i]);
-    if (base == NONE) base = 0.f;  // nothing but NaN
-    all = exp2f(__fsub_rn(sink, base));
-    #pragma unroll
-    for (int i = 0; i < W; i++) { const float e = exp2f(__fsub_rn(tops[i], base)); all = fmaf(e, sums[i], all); r = fmaf(e, part[i][lane], r); }
-    r /= all;
-    if (GATE) r = gated(r, gate);
-    if (mine) y[((size_t)t * heads + h) * D + d] = r;
 }

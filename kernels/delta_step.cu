@@ -21,6 +21,7 @@
 #include "lib/reduce.cuh"
 #include "lib/pdl.cuh"
 #include "lib/conv.cuh"
+#include "lib/delta.cuh"
 #ifndef DK
 #define DK 128
 #endif
@@ -36,15 +37,8 @@
 #ifndef RESIDENT
 #define RESIDENT 4
 #endif
-constexpr int N = DK / 16, H = N < 4 ? N : 4, PARTS = DV / 32;  // rows of the state that a thread has a part of
+constexpr int N = DK / 16, PARTS = DV / 32;  // rows of the state that a thread has a part of
 static_assert((DK == 32 || DK == 64 || DK == 128) && DV % 32 == 0, "a head's sizes");
-
-// M (2, or a multiple of 4) neighbouring floats of shared memory.
-template <int M> __device__ __forceinline__ void load(const float* p, float* v) {
-    #pragma unroll
-    for (int i = 0; i < M / 2; i++) *(float2*)(v + 2 * i) = *(const float2*)(p + 2 * i);
-}
-__device__ __forceinline__ float4 add4(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 
 // The rows of one sequence that are in hand: what they are made of, and what the state's warps add up.
 struct Rows {
@@ -71,9 +65,9 @@ extern "C" __global__ void __launch_bounds__(160, RESIDENT) delta_step(const flo
     const int row0 = tid / 8 * N, c4 = lane % 8 * 4;
     const size_t pool = (size_t)vh * DK * DV;
     float* const state = rec + (size_t)(head * DK + row0) * DV + part * 32 + c4;
-    float4 S[N];
+    Columns<N> mem;
     #pragma unroll
-    for (int i = 0; i < N; i++) S[i] = start && !side ? __ldcs((const float4*)(state + from * pool + i * DV)) : make_float4(0.f, 0.f, 0.f, 0.f);
+    for (int i = 0; i < N; i++) mem.S[i] = start && !side ? __ldcs((const float4*)(state + from * pool + i * DV)) : make_float4(0.f, 0.f, 0.f, 0.f);
     float4 taps[2];  // of a channel, the last for the newest input
     float seen[2][3];
     #pragma unroll
@@ -130,67 +124,24 @@ extern "C" __global__ void __launch_bounds__(160, RESIDENT) delta_step(const flo
                 const float a = tid < DK ? m.now[i][tid] : 0.f, b = tid < DK ? m.now[i][DK + tid] : 0.f;
                 const float dot = warp_sum4(__fmul_rn(a, b), __fmul_rn(a, a), __fmul_rn(b, b), 0.f);  // q.k, q.q, k.k
                 if (lane % 8 == 0) m.cross[i % 2][warp][lane / 8] = dot;
-                float4 kS = make_float4(0, 0, 0, 0), qS = kS;
-                #pragma unroll
-                for (int h = 0; h < N; h += H) {
-                    float qh[H], kh[H];
-                    load<H>(q + h, qh);
-                    load<H>(q + DK + h, kh);
-                    #pragma unroll
-                    for (int m = 0; m < H; m++) {
-                        const float4 s = S[h + m];
-                        kS.x = fmaf(kh[m], s.x, kS.x); kS.y = fmaf(kh[m], s.y, kS.y); kS.z = fmaf(kh[m], s.z, kS.z); kS.w = fmaf(kh[m], s.w, kS.w);
-                        qS.x = fmaf(qh[m], s.x, qS.x); qS.y = fmaf(qh[m], s.y, qS.y); qS.z = fmaf(qh[m], s.z, qS.z); qS.w = fmaf(qh[m], s.w, qS.w);
-                    }
-                }
-                // Lanes 8 apart have other rows of the same columns: each keeps half of what it has and sends the rest.
-                const bool hi = lane & 16, odd = lane & 8;
-                float t[4], s[2];
-                #pragma unroll
-                for (int m = 0; m < 4; m++) t[m] = (hi ? (&qS.x)[m] : (&kS.x)[m]) + __shfl_xor_sync(~0u, hi ? (&kS.x)[m] : (&qS.x)[m], 16);
-                #pragma unroll
-                for (int m = 0; m < 2; m++) s[m] = (odd ? t[2 + m] : t[m]) + __shfl_xor_sync(~0u, odd ? t[m] : t[2 + m], 8);
-                *(float2*)&m.red[i % 2][warp][hi * 32 + c4 + odd * 2] = make_float2(s[0], s[1]);
+                mem.products(q, q + DK, lane, m.red[i % 2][warp]);
             }
             __syncthreads();
-            const auto sum4 = [&](const float (*a)[64], int at) {
-                return add4(add4(*(const float4*)&a[0][at], *(const float4*)&a[1][at]), add4(*(const float4*)&a[2][at], *(const float4*)&a[3][at]));
-            };
-            const auto* cross = m.cross[i % 2];
-            const float4 dot = add4(add4(*(const float4*)cross[0], *(const float4*)cross[1]), add4(*(const float4*)cross[2], *(const float4*)cross[3]));
-            const float beta = v[64], eg = v[65], nk = rsqrtf(dot.z + 1e-6f), old = __fmul_rn(eg, nk), rate = __fmul_rn(beta, nk);
-            const float4 sums = sum4(m.red[i % 2], c4), v4 = *(const float4*)(v + c4);
+            const Rule rule(sum_of_cross(m.cross[i % 2]), v[64], v[65]);
             float d[4];
-            #pragma unroll
-            for (int m = 0; m < 4; m++) d[m] = __fmul_rn(fmaf(-old, (&sums.x)[m], (&v4.x)[m]), rate);
+            rule.change(sum_of_warps(m.red[i % 2], c4), *(const float4*)(v + c4), d);
             if (side) {
-                const float4 read = sum4(m.red[i % 2], 32 + c4), g4 = *(const float4*)(v + 32 + c4), w4 = *(const float4*)(m.gain + c4);
-                const float nq = rsqrtf(dot.y + 1e-6f) * SCALE;
-                float o[4], ss = 0.f;
-                #pragma unroll
-                for (int m = 0; m < 4; m++) {
-                    const float e = __fmul_rn(nq, fmaf(dot.x, d[m], __fmul_rn(eg, (&read.x)[m])));
-                    ss = fmaf(e, e, ss);
-                    o[m] = __fmul_rn(__fmul_rn(e, (&w4.x)[m]), (&g4.x)[m]);
-                }
-                #pragma unroll
-                for (int m = 4; m; m /= 2) ss += __shfl_xor_sync(~0u, ss, m);
-                if (lane < 8) __stcg((float4*)(y + (size_t)(base + i) * vh * DV + own32 + c4), make_float4(o[0], o[1], o[2], o[3]));
+                const float4 read = sum_of_warps(m.red[i % 2], 32 + c4), gate = *(const float4*)(v + 32 + c4);
+                float ss;
+                const float4 o = rule.read(read, d, *(const float4*)(m.gain + c4), gate, SCALE, ss);
+                if (lane < 8) __stcg((float4*)(y + (size_t)(base + i) * vh * DV + own32 + c4), o);
                 if (!lane) parts[((size_t)(base + i) * vh + head) * PARTS + part] = ss;
             } else {
-                #pragma unroll
-                for (int h = 0; h < N; h += H) {
-                    float kh[H];
-                    load<H>(q + DK + h, kh);
-                    #pragma unroll
-                    for (int m = 0; m < H; m++)
-                        #pragma unroll
-                        for (int k = 0; k < 4; k++) (&S[h + m].x)[k] = fmaf(kh[m], d[k], __fmul_rn((&S[h + m].x)[k], eg));
-                }
+                mem.take(q + DK, d, rule.eg);
                 if (out >= 0) {
                     float* const to = state + out * pool;
                     #pragma unroll
-                    for (int m = 0; m < N; m++) __stcs((float4*)(to + m * DV), S[m]);
+                    for (int m = 0; m < N; m++) __stcs((float4*)(to + m * DV), mem.S[m]);
                 }
             }
         }

@@ -7,6 +7,7 @@ import atlas.card.card as card,atlas.card.launch
 from atlas.card.graph import Graph
 from atlas.ground.core import kernel_dir
 from atlas.card.emulator import Emulator,find_cxx
+from atlas.cuda import delta
 from atlas.cuda.gemv import rmsnorm
 from atlas.cuda.gemv_wide import gemv_wide
 from atlas.cuda.pack import pack
@@ -55,8 +56,9 @@ def overlap(tmp_path, monkeypatch):
         put(kind, name, whole(getattr(kind, name)))
     return o
 
-@pytest.mark.parametrize('toy,weights,kernels', [('llama','bf16','gemv attn_decode attn_merge'), ('qwen3.6-moe','nvfp4','delta_step router experts'), ('gemma','nvfp4','norm_add'), ('nemotron','nvfp4','mamba_step')])
-def test_nothing_is_read_before_it_is_written(toy, weights, kernels, overlap):
+@pytest.mark.parametrize('toy,weights,kernels', [('llama','bf16','gemv attn_decode attn_merge'), ('qwen3.6-moe','nvfp4','delta_step router experts'), ('qwen3.6-moe','nvfp4','delta_wide'), ('gemma','nvfp4','norm_add'), ('nemotron','nvfp4','mamba_step')])
+def test_nothing_is_read_before_it_is_written(toy, weights, kernels, overlap, monkeypatch):
+    if 'delta_wide' in kernels: monkeypatch.setattr(delta, '_WIDE', 1)
     _,m = models(toy, weights)
     ask = lambda: [(Request('a', tuple(ids_of(70 if toy=='llama' else 6)), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)),0),
         (Request('b', tuple(ids_of(20, 1)), SamplingParams(temperature=.9, top_k=20, seed=3, max_tokens=3, ignore_eos=True, logprobs=2)),2)]

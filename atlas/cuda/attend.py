@@ -190,6 +190,7 @@ def most_rows(card, a, pool:KVPool)->int:
 
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #34a3aad9
 _GIVEN = 8 # Pieces of a row that blocks add up among themselves
+_MERGING = 2 # Blocks of attn_merge that a multiprocessor has at once
 
 def _sms(card): return getattr(card, 'multiprocessors', 132)
 
@@ -199,6 +200,11 @@ def _split(card, d, blocks, pieces, rows, window):
     per = 1 if window or rows==1 else max(1, min(8, all_//(4*sms)))
     crowded = all_>sms
     return per,0 if crowded or per>1 or pieces>_GIVEN else 1 if card.kind=='emulator' else _GIVEN,(1,2)[crowded] if d>128 else (2,3)[crowded] if d>64 else (2,5)[crowded]
+
+def _merging(card, d, heads, rows):
+    "Blocks of attn_merge: as many as run at once, which share the rows if there are more"
+    across = -(-d//32)
+    return across,heads,min(rows, max(1, _MERGING*_sms(card)//(across*heads)))
 
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #19af3707
 def attend(
@@ -231,5 +237,6 @@ def attend(
     y3 = y.reshape(R, h, d)
     run('attn_decode', (blocks,-(-n//per),R), 32*_parts(d)*(2 if d>256 else 4), qkv, *norms, *turn, *pools, b.tables, b.seq, b.first, b.starts, b.slots, sinks,
         o, ml, words, y3, float(eps), float(scale), window or 0, many, b.tables.shape[1], len(b.tables), mergers, n, per, shared=defines['BYTES'], MINB=least, **defines)
-    if n>1 and words is None: run('attn_merge', (-(-d//32),h,R), 512, o, ml, qkv, b.seq, b.first, b.starts, sinks, y3, window or 0, many, n, qkv.shape[1], D=d, GATE=int(a.gate))
+    if n>1 and words is None: run('attn_merge', _merging(card, d, h, R), 512, o, ml, qkv, b.seq, b.first, b.starts, sinks, y3,
+        window or 0, many, n, qkv.shape[1], R, D=d, GATE=int(a.gate))
     return y

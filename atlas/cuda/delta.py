@@ -8,11 +8,26 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/delta/cuda.delta.html.md"""
 __all__ = ['check_sizes', 'delta_step']
 
 # %% ../../nbs/3_ops/delta/31_cuda.delta.ipynb #ef6c263b
-from ..card.card import card_of,run
+from ..card.card import card_of,limits,run
 from ..ground.core import UnsupportedError
 
 # %% ../../nbs/3_ops/delta/31_cuda.delta.ipynb #735f4f3a
 _FEW = 264 # Blocks: two for each multiprocessor of an H200
+_WIDE = 8 # Sequences from which `delta_wide` takes over
+_DEPTH = 3 # States that its blocks have on their way
+_MOST = 256 # Sequences that one of them can have
+
+def _room(dk, dv):
+    "Bytes of shared memory of a block of `delta_wide`"
+    row = 2*dk+2*dv+4
+    sums = dv//32*4*64+4*4
+    return _DEPTH*(4*dk*dv+8)+4*(2*row+sums+dv+4+2)+12*_MOST
+
+def _beside(card, vh, dk, dv, seqs):
+    "Blocks of `delta_wide` that share a head's sequences; 0: not for it"
+    if seqs<_WIDE or _room(dk, dv)>limits(card).block: return 0
+    n = min(seqs, max(1, card.multiprocessors//vh))
+    return n if -(-seqs//n)<=_MOST else 0
 
 # %% ../../nbs/3_ops/delta/31_cuda.delta.ipynb #bcff9e4a
 def check_sizes(what:str, sizes:dict, steps:dict):
@@ -39,7 +54,13 @@ def delta_step(
     card,(vh,dk,dv) = card_of(x),rec.shape[1:]
     check_sizes('A delta net', {'key heads':dk, 'value heads':dv}, _DELTA)
     y,parts = out or (card.empty((len(x), vh*dv)),card.empty((len(x), vh, dv//32)))
-    few = len(x)>b.num_seqs and vh*dv//32*b.num_seqs<=_FEW  # verified rows of few sequences: registers rather than company
-    run('delta_step', (vh//kh*dv//32, kh, b.num_seqs), 160, x, conv_w, A, dt_bias, norm_w, conv, rec, b.first, b.starts, b.state_in, b.state_out,
-        y.reshape(-1, vh, dv), parts, len(x), DK=dk, DV=dv, SIGMOID=int(gate_act=='sigmoid'), ROWS=4 if few else 1, RESIDENT=2 if few else 4)
+    rows,seqs,act = len(x),b.num_seqs,int(gate_act=='sigmoid')
+    what = x,conv_w,A,dt_bias,norm_w,conv,rec,b.first,b.starts,b.state_in,b.state_out,y.reshape(-1, vh, dv),parts
+    if n := _beside(card, vh, dk, dv, seqs):
+        run('delta_wide', (vh,n), 5*dv, *what, kh, seqs, rows,
+            shared=_room(dk, dv), DK=dk, DV=dv, SIGMOID=act, DEPTH=_DEPTH, BYTES=_room(dk, dv))
+        return y,parts
+    few = rows>seqs and vh*dv//32*seqs<=_FEW  # verified rows of few sequences: registers rather than company
+    run('delta_step', (vh//kh*dv//32, kh, seqs), 160, *what, rows,
+        DK=dk, DV=dv, SIGMOID=act, ROWS=4 if few else 1, RESIDENT=2 if few else 4)
     return y,parts

@@ -336,8 +336,12 @@ def _attend_tiles(card, rng, run, **kw): return _attend(card, rng, run, tiled=Tr
 # %% ../../nbs/8_use/06_check.ipynb #9a45cfd3
 _NETS = dict(Qwen=dict(kh=2, vh=4, d=128), heads_of_32=dict(kh=2, vh=4, d=32))
 
-def _delta(card, rng, run, tiled, kh, vh, d):
-    b,host = _step(card, rng, [(70,100),(0,30)] if tiled else [(70,5),(0,2)], tiled); R = len(host.pos)
+# Several sequences for each block of `delta_wide`
+_MANY_NETS = dict(Qwen=dict(kh=16, vh=32, d=128), heads_of_32=dict(kh=16, vh=32, d=32))
+_CROWD = [(70,3),(0,2),*[(9,1)]*11]
+
+def _delta(card, rng, run, tiled, kh, vh, d, seqs=((70,5),(0,2))):
+    b,host = _step(card, rng, [(70,100),(0,30)] if tiled else list(seqs), tiled); R = len(host.pos)
     C = 2*kh*d+vh*d; Z = C+vh*d
     w,x = (_normal(rng, C, 4)/2,-np.exp(_normal(rng, vh)),_normal(rng, vh),1+_normal(rng, d)/4),_normal(rng, R, Z+2*vh)
     pools = _normal(rng, host.states, 3, C),_normal(rng, host.states, vh, d, d)
@@ -353,6 +357,9 @@ def _delta(card, rng, run, tiled, kh, vh, d):
 
 @_case('delta_step', '7 rows', **_NETS)
 def _delta_rows(card, rng, run, **kw): return _delta(card, rng, run, False, **kw)
+
+@_case('delta_wide', '16 rows', **_MANY_NETS)
+def _delta_wide(card, rng, run, **kw): return _delta(card, rng, run, False, seqs=_CROWD, **kw)
 
 @_case('delta_prep + delta_many + gated_norm', '4 tiles', **_NETS)
 def _delta_tiles(card, rng, run, **kw): return _delta(card, rng, run, True, **kw)
@@ -569,7 +576,7 @@ _WORK = dict(
     logits='gemv gemv_halves gemv_wide gemm',
     angles='attn_decode flash_prep',
     attend='attn_decode attn_merge flash_prep flash',
-    gated_delta='delta_step delta_prep delta_many gated_norm',
+    gated_delta='delta_step delta_wide delta_prep delta_many gated_norm',
     mamba='mamba_step mamba_prep mamba_many gated_norm',
     moe='router experts route_many moe_count moe_sort moe_gather '
         'experts_fused expert_slots expert_strips expert_sum',

@@ -7,7 +7,7 @@
 //   meet_ready()               by that thread then; after a barrier of the block others may use them
 //   meet_arrive(b)             what this thread has read before is read
 //   bulk_expect(b, bytes)      arrive, and announce bytes
-//   bulk_copy(to, from, bytes, b)      multiples of 16, addresses too
+//   bulk_copy(to, from, bytes, b)      multiples of 16, addresses too; bulk_copy_once: likewise
 //   meet_over(b, parity)       is the phase of that parity (0 for the first) over?
 //   meet_wait(b, parity)       until it is
 typedef unsigned long long Meeting;
@@ -90,6 +90,18 @@ __device__ __forceinline__ bool meet_over(Meeting* b, unsigned parity) {
     EmulatedMeeting m;
     memcpy(&m, b, sizeof m);
     return m.phase != parity;
+#endif
+}
+// The same for what nobody will read again: it leaves the L2 cache first.
+__device__ __forceinline__ void bulk_copy_once(void* to, const void* from, unsigned bytes, Meeting* b) {
+#if __CUDA_ARCH__ >= 900
+    const unsigned at = (unsigned)__cvta_generic_to_shared(to);
+    const unsigned meet = (unsigned)__cvta_generic_to_shared(b);
+    asm volatile("{\n .reg .b64 p;\n createpolicy.fractional.L2::evict_first.b64 p, 1.0;\n"
+        " cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1], %2, [%3], p;\n}" :: "r"(at), "l"(from), "r"(bytes), "r"(meet) : "memory");
+#else
+    bulk_copy(to, from, bytes, b);
 #endif
 }
 __device__ __forceinline__ void meet_wait(Meeting* b, unsigned parity) {

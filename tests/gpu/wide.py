@@ -1,13 +1,14 @@
 """Kernels for wide steps that no step uses yet, beside those in use: times, and whether bits agree.
 
-    python tests/gpu/wide.py [--emulator] [--part products|experts|all] [--rows 16,128]
+    python tests/gpu/wide.py [--emulator] [--part products|experts|states|all] [--rows 16,128]
         [--formats nvfp4,fp8,bf16] [--shapes 2048x4096] [--sweep 6] [--models gpt-oss-120b]
         [--strips LATER=0,ASIDE=1,BUFFERS=1,JOINT=99]
 
 Products: `gemv` and `gemv_wide`, whose halves are timed alone, too; `--sweep N` times the N ways
 to share out that the cost model likes best. Experts: `moe`, `moe_fused`, `moe_wide`, and what each
 launch adds: the time of all up to it less that of those before. `--strips` times `moe_wide` again
-with each of these constants of its page changed. All by graphs over random weights,
+with each of these constants of its page changed. States: a delta net's `delta_step` and
+`delta_wide`, by sequences of one row. All by graphs over random weights,
 more than caches hold. Bits can fail, times cannot."""
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +16,7 @@ import numpy as np
 from atlas.card.card import limits
 from atlas.card.device import Cuda
 from atlas.card.emulator import Emulator
-from atlas.cuda import experts,experts_fused,experts_wide,gemv_wide as wide
+from atlas.cuda import delta,experts,experts_fused,experts_wide,gemv_wide as wide
 from atlas.cuda.experts import moe
 from atlas.cuda.experts_fused import moe_fused
 from atlas.cuda.experts_wide import moe_wide
@@ -24,6 +25,7 @@ from atlas.cuda.gemv_wide import gemv_wide
 from atlas.cuda.pack import CARD_FORMATS,invented
 from atlas.ground.config import ModelConfig
 from toys import arguments,verdict
+from types import SimpleNamespace as NS
 
 rng = np.random.default_rng(0)
 def normal(*shape): return rng.standard_normal(shape, dtype='f4')
@@ -180,8 +182,54 @@ def mixture(card, name, rows, tiny, settings):
     bad += changed(e, rows, settings)
     return [f'{name}, {b}' for b in bad]
 
+class DeltaNet:
+    "Layers of `seqs` states, each sequence with a row to go on with"
+    def __init__(self, card, seqs, heads, d, layers):
+        self.card,self.seqs,self.heads,self.shape = card,seqs,heads,(heads,d,d)
+        self.C,i32 = 4*heads//2*d+heads*d,lambda a: card.upload(np.asarray(a, np.int32))
+        self.x = card.upload(normal(seqs, self.C+heads*d+2*heads))
+        self.w = [card.upload(a) for a in
+            (normal(self.C, 4)/2, -np.exp(normal(heads)), normal(heads), 1+normal(d)/5)]
+        ids = np.arange(seqs)
+        self.b = NS(first=i32(np.arange(seqs+1)), starts=i32([9]*seqs), state_in=i32(ids),
+            state_out=i32(seqs+ids), num_seqs=seqs)
+        first = normal(seqs, 3, self.C),normal(seqs, *self.shape)
+        self.layers = [tuple(map(self.pool, first)) for _ in range(layers)]
+
+    def pool(self, first):
+        "Slots to read, and to write"
+        p = self.card.zeros((2*self.seqs,*first.shape[1:]))
+        p[:self.seqs] = self.card.upload(first)
+        return p
+
+    def __call__(self, layer):
+        "The step in a layer: y, and sums of squares"
+        return delta.delta_step(self.x, *self.w, *layer, self.b, self.heads//2)
+
+    def bits(self):
+        "All that the step leaves"
+        conv,rec = self.layers[0]
+        left = *self(self.layers[0]),conv[self.seqs:],rec[self.seqs:]
+        return np.concatenate([self.card.download(a).ravel() for a in left])
+
+def states(card, rows, tiny):
+    "The table of delta nets; what is wrong"
+    print('states, us         sequences   delta_step  delta_wide   bytes at 4.2 TB/s')
+    bad,(heads,d) = [],(2,32) if tiny else (32,128)
+    for n in rows:
+        size = 2*n*heads*d*d*4
+        net = DeltaNet(card, n, heads, d, 2 if tiny else max(2, min(30, (16<<30)//size)))
+        found = []
+        for wide_from in (n+1,1):
+            with instead(wide_from, '_WIDE', delta):
+                found.append((us(card, net, net.layers),net.bits()))
+        times = '  '.join(f'{t:11.1f}' for t,_ in found)
+        print(f'{heads} heads of {d} {n:12}  {times}  {size/4.2e6:12.1f}', flush=True)
+        bad += differ(f'states of {n} sequences', found[1][1], found[0][1])
+    return bad
+
 if __name__=='__main__':
-    a = arguments(__doc__, part=dict(default='all', choices=['products','experts','all']),
+    a = arguments(__doc__, part=dict(default='all', choices=['products','experts','states','all']),
         rows=dict(default=''), formats=dict(default=''), shapes=dict(default=''),
         models=dict(default='qwen3.6-35b-a3b'), strips=dict(default=''), sweep=dict(type=int, default=0))
     card,tiny,bad = Emulator() if a.emulator else Cuda(),a.emulator,[]
@@ -190,7 +238,9 @@ if __name__=='__main__':
     shapes = listed(a.shapes, '2048x4096,12288x2048,248320x2048', '84x416')
     rows = [int(r) for r in listed(a.rows, '8,16,32,64,128,256', '16')]
     print(card.describe(), flush=True)
-    if a.part!='experts': bad += products(card, formats, shapes, rows, a.sweep, tiny)
-    for name in a.models.split(',') if a.part!='products' else ():
+    def wanted(part): return a.part in (part,'all')
+    if wanted('products'): bad += products(card, formats, shapes, rows, a.sweep, tiny)
+    if wanted('states'): bad += states(card, rows, tiny)
+    for name in a.models.split(',') if wanted('experts') else ():
         bad += mixture(card, name, rows, tiny, a.strips.split(',') if a.strips else [])
     verdict(bad, f'bits of kernels for wide steps, {a.part}')

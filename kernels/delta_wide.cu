@@ -1,0 +1,228 @@
+// delta_step.cu for many sequences, and its bits. A block has a whole head, and sequences one after the other:
+// their states are on the way to shared memory, DEPTH at a time, long before it is their turn (lib/bulk.cuh).
+// In delta_step.cu every block waits for its own loads, and memory waits meanwhile for blocks to ask and to write.
+// Warps of four have 32 columns, as there; a warp besides for each 32 has v, the gate, and in the end y.
+//   x      : [r, width]            f32   q | k | v | z | b | a, width = 2*kh*dk + 2*vh*dv + 2*vh
+//   conv_w : [c, 4]                f32   c = 2*kh*dk + vh*dv
+//   decay  : [vh]                  f32   A = -exp(A_log)
+//   dt_bias: [vh]                  f32
+//   norm_w : [dv]                  f32
+//   conv   : [slots, 3, c]         f32   inputs of the three positions before, oldest first
+//   rec    : [slots, vh, dk, dv]   f32
+//   first  : [seqs1]               i32   rows of sequence s: first[s] .. first[s+1]-1; rows after the last
+//                                        sequence's get zeros
+//   starts : [seqs]                i32   position of its first row
+//   state_in : [seqs]              i32   slot to begin from (unread at position 0)
+//   state_out : [r]                i32   slot for the state after a row, or -1; never one that is read in this step
+//   y      : [r, vh, dv]           f32
+//   parts  : [r, vh, p]            f32   sums of squares of y before norm_w and gate, of each 32 columns
+//   launch: <<<(vh, any), 5*DV>>> and 4*DK*DV*DEPTH + sizeof(Room) bytes; a block has at most MOST of `count`
+//   sequences: blockIdx.y, + gridDim.y, ...   -D DK=, DV= 32, 64 or 128   -D SIGMOID= 1: of the gate, else silu
+//   -D DEPTH= states on their way, at least 2
+#include "lib/reduce.cuh"
+#include "lib/bulk.cuh"
+#include "lib/pdl.cuh"
+#include "lib/conv.cuh"
+#include "lib/delta.cuh"
+#ifndef DK
+#define DK 128
+#endif
+#ifndef DV
+#define DV 128
+#endif
+#ifndef SIGMOID
+#define SIGMOID 0
+#endif
+#ifndef DEPTH
+#define DEPTH 3
+#endif
+constexpr int N = DK / 16, PARTS = DV / 32, WARPS = 4 * PARTS, THREADS = 32 * (WARPS + PARTS);
+constexpr int STATE = DK * DV, MOST = 256;  // numbers of a state; sequences of a block
+constexpr int Q = 0, K = DK, V = 2 * DK, GATE = V + DV, BETA = GATE + DV;  // where things are in Room::now
+static_assert((DK == 32 || DK == 64 || DK == 128) && DV % 32 == 0 && DEPTH > 1, "a head's sizes");
+
+struct Sequence { int r0, r1, from; };  // its rows, and where its state is; -1: nowhere
+struct Room {
+    float now[2][BETA + 4];              // a row, and the next one: q | k | v | gate | beta, exp(g)
+    float red[PARTS][4][64], cross[4][4], gain[DV], own[4];  // A, dt_bias
+    Meeting full[DEPTH];
+    int asked, unused;                   // states that have been asked for
+    Sequence all[MOST];
+};
+#ifdef BYTES
+static_assert(BYTES == 4 * STATE * DEPTH + sizeof(Room), "the launch gives other shared memory than the kernel wants");
+#endif
+
+// What a thread has of the channels: q or v, and k or the gate, which is no channel.
+struct Channels {
+    int col[2];
+    bool has[2];
+    float4 taps[2];  // the last for the newest input
+    float seen[2][3], in[2];
+    __device__ __forceinline__ void weights(const float* __restrict__ w) {
+        #pragma unroll
+        for (int k = 0; k < 2; k++) taps[k] = has[k] ? *(const float4*)(w + col[k] * 4) : make_float4(0.f, 0.f, 0.f, 0.f);
+    }
+    __device__ __forceinline__ void tail(const float* conv, int from, int c) {
+        #pragma unroll
+        for (int k = 0; k < 2; k++)
+            #pragma unroll
+            for (int t = 0; t < 3; t++)
+                seen[k][t] = from >= 0 && has[k] ? conv[((size_t)from * 3 + t) * c + col[k]] : 0.f;
+    }
+    __device__ __forceinline__ void ask(const float* row, bool on) {
+        #pragma unroll
+        for (int k = 0; k < 2; k++) in[k] = on ? row[col[k]] : 0.f;
+    }
+    // Convolved, and the row's inputs have been seen.
+    __device__ __forceinline__ float step(int k) {
+        const float4 w = taps[k];
+        const float older = fmaf(seen[k][2], w.z, fmaf(seen[k][1], w.y, __fmul_rn(seen[k][0], w.x)));
+        seen[k][0] = seen[k][1]; seen[k][1] = seen[k][2]; seen[k][2] = in[k];
+        return silu(fmaf(in[k], w.w, older));
+    }
+    __device__ __forceinline__ void keep(float* conv, int out, int c) const {
+        #pragma unroll
+        for (int k = 0; k < 2; k++)
+            if (has[k])
+                #pragma unroll
+                for (int t = 0; t < 3; t++) conv[((size_t)out * 3 + t) * c + col[k]] = seen[k][t];
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float* x,
+        const float* __restrict__ conv_w, const float* __restrict__ decay, const float* __restrict__ dt_bias,
+        const float* __restrict__ norm_w, float* conv, float* rec, const int* __restrict__ first,
+        const int* __restrict__ starts, const int* __restrict__ state_in, const int* __restrict__ state_out,
+        float* y, float* parts, int kh, int seqs, int rows) {
+    constexpr float SCALE = DK == 128 ? 0.08838834764831845f : DK == 64 ? 0.125f : 0.17677669529663687f;  // 1/sqrt(DK)
+    DYNAMIC_SHARED(float, states);
+    Room& m = *(Room*)(states + STATE * DEPTH);
+    const int tid = threadIdx.x, lane = tid % 32, warp = __shfl_sync(~0u, tid / 32, 0);
+    const int head = blockIdx.x, vh = gridDim.x, key = head / (vh / kh), z = blockIdx.y, step = gridDim.y;
+    const int c = 2 * kh * DK + vh * DV, width = c + vh * DV + 2 * vh, mine = seqs > z ? (seqs - z + step - 1) / step : 0;
+    const bool side = warp >= WARPS, keyed = tid < DK, asks = tid == 32 * WARPS;
+    const size_t pool = (size_t)vh * STATE;
+    const auto begin = [&](int i) -> Sequence {
+        const int s = z + i * step, r0 = first[s], r1 = first[s + 1], start = starts[s], from = state_in[s];
+        return {r0, r1, r1 > r0 && start ? from : -1};
+    };
+    // One thread asks for states. The first are asked for before anything else is known.
+    const auto fetch = [&](int i, int from) {
+        Meeting* const b = m.full + i % DEPTH;
+        bulk_expect(b, from < 0 ? 0 : 4 * STATE);
+        if (from >= 0) bulk_copy_once(states + i % DEPTH * STATE, rec + from * pool + head * STATE, 4 * STATE, b);
+    };
+    if (asks) {
+        int from[DEPTH];
+        #pragma unroll
+        for (int i = 0; i < DEPTH; i++) from[i] = i < mine ? begin(i).from : -1;
+        for (int i = 0; i < DEPTH; i++) meet_init(m.full + i, 1);
+        meet_ready();
+        #pragma unroll
+        for (int i = 0; i < DEPTH; i++) fetch(i, from[i]);
+        m.asked = DEPTH;
+    }
+    if (mine > MOST) __trap();
+    for (int i = tid; i < mine; i += THREADS) m.all[i] = begin(i);
+    // q and k are a thread's of the first warps, v and the gate of those besides; the last of the others has the scalars.
+    const int part = side ? warp - WARPS : warp / 4, column = side ? part * 32 + lane : tid;
+    const bool scalars = warp == WARPS - 1 && lane < 2, keeps = side || (keyed && head % (vh / kh) == 0);
+    Channels ch;
+    ch.has[0] = side || keyed;
+    ch.has[1] = keyed;
+    ch.col[0] = side ? 2 * kh * DK + head * DV + column : key * DK + tid;
+    ch.col[1] = side ? c + head * DV + column : (kh + key) * DK + tid;
+    ch.weights(conv_w);
+    if (tid < DV) m.gain[tid] = norm_w[tid];
+    if (scalars) m.own[lane] = (lane ? dt_bias : decay)[head];
+    // Four columns of rows row0 .. row0+N-1 of the state.
+    const int row0 = tid % 128 / 8 * N, c4 = lane % 8 * 4, at = row0 * DV + part * 32 + c4;
+    Columns<N> mem;
+    __syncthreads();
+    int i = 0;  // which of this block's sequences
+    while (i < mine && m.all[i].r0 == m.all[i].r1) i++;
+    if (i < mine) ch.tail(conv, m.all[i].from, c);
+    int r = i < mine ? m.all[i].r0 : 0, out = -1, turn = 0;
+    float ba = 0.f;
+    const auto ask = [&]() {
+        const float* const row = x + (size_t)r * width;
+        ch.ask(row, ch.has[0]);
+        if (scalars) ba = row[width - 2 * vh + head + lane * vh];
+        out = state_out[r];
+    };
+    pdl_wait();
+    if (i < mine) ask();
+    int read = 0;  // states that have been read
+    #pragma unroll 1
+    while (i < mine) {
+        float* const now = m.now[turn++ % 2];
+        const int row = r, to = out;
+        // All but the state
+        if (ch.has[0]) {
+            now[side ? V + column : Q + tid] = ch.step(0);
+            if (keyed) now[K + tid] = ch.step(1);
+            else now[GATE + column] = SIGMOID ? sigmoid(ch.in[1]) : silu(ch.in[1]);
+            if (to >= 0 && keeps) ch.keep(conv, to, c);
+        }
+        if (scalars) now[BETA + lane] = lane ? expf(__fmul_rn(m.own[0], softplus(ba + m.own[1]))) : sigmoid(ba);
+        const int own = i;
+        const bool begins = row == m.all[own].r0, known = m.all[own].from >= 0;
+        // The next row's inputs are asked for while this one is worked on
+        if (++r == m.all[own].r1) {
+            do i++; while (i < mine && m.all[i].r0 == m.all[i].r1);
+            if (i < mine) { r = m.all[i].r0; ch.tail(conv, m.all[i].from, c); }
+            else pdl_trigger();
+        }
+        if (i < mine) ask();
+        if (begins) {
+            #pragma unroll 1
+            for (; read <= own; read++) meet_wait(m.full + read % DEPTH, read / DEPTH % 2);  // some may have no rows
+            if (!side) {
+                const float4* const s = (const float4*)(states + own % DEPTH * STATE + at);
+                #pragma unroll
+                for (int n = 0; n < N; n++) mem.S[n] = known ? s[n * DV / 4] : make_float4(0.f, 0.f, 0.f, 0.f);
+            }
+        }
+        __syncthreads();
+        if (asks)
+            #pragma unroll 1
+            for (; m.asked < min(mine, read + DEPTH); m.asked++) fetch(m.asked, m.all[m.asked].from);
+        // The row's products with the state; then, behind the barrier, the state takes it up.
+        if (!side) {
+            if (warp < 4) {
+                const float a = keyed ? now[Q + tid] : 0.f, b = keyed ? now[K + tid] : 0.f;
+                const float dot = warp_sum4(__fmul_rn(a, b), __fmul_rn(a, a), __fmul_rn(b, b), 0.f);  // q.k, q.q, k.k
+                if (lane % 8 == 0) m.cross[warp][lane / 8] = dot;
+            }
+            mem.products(now + Q + row0, now + K + row0, lane, m.red[part][warp % 4]);
+        }
+        __syncthreads();
+        const Rule rule(sum_of_cross(m.cross), now[BETA], now[BETA + 1]);
+        const int four = part * 32 + c4;
+        float d[4];
+        rule.change(sum_of_warps(m.red[part], c4), *(const float4*)(now + V + four), d);
+        if (side) {
+            const float4 qS = sum_of_warps(m.red[part], 32 + c4), gate = *(const float4*)(now + GATE + four);
+            float ss;
+            const float4 o = rule.read(qS, d, *(const float4*)(m.gain + four), gate, SCALE, ss);
+            const size_t place = (size_t)row * vh + head;
+            if (lane < 8) __stcg((float4*)(y + place * DV + four), o);
+            if (!lane) parts[place * PARTS + part] = ss;
+        } else {
+            mem.take(now + K + row0, d, rule.eg);
+            if (to >= 0) {
+                float* const p = rec + to * pool + head * STATE + at;
+                #pragma unroll
+                for (int n = 0; n < N; n++) __stcs((float4*)(p + n * DV), mem.S[n]);
+            }
+        }
+    }
+    if (z == 0)
+        #pragma unroll 1
+        for (int r = first[seqs]; r < rows; r++) {
+            const size_t place = (size_t)r * vh + head;
+            if (tid < DV) y[place * DV + tid] = 0.f;
+            if (tid < PARTS) parts[place * PARTS + tid] = 0.f;
+        }
+}
