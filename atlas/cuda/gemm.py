@@ -71,7 +71,7 @@ def tile_of(
     "How a block divides its work: the largest tile that keeps the whole card busy. A row's bits are the same for all"
     large = f.narrow and k>=2048 and rows>=96
     small = max(parts, f.parts)>1 or grouped and not large
-    shapes = [(8,4),(4,4),(2,4)][small:]
+    shapes = [(8,4),(4,4),(2,4)][small+(f.parts>2):]
     enough = lambda s: rows>=24 if grouped else -(-rows//(16*s[0]))*-(-n//(32*s[1]))>=cores
     MT,NT = next(filter(enough, shapes), shapes[-1])
     stages = 2 if f.parts>1 else 3
@@ -81,7 +81,8 @@ def launch_of(f:CardFormat, d:dict)->tuple:
     "BM, BN, threads and bytes of shared memory of a block"
     bm,bn = 16*d['MT']*d['WM'],8*d['NT']*d['WN']
     threads = 32*d['WM']*d['WN']
-    stage = 2*bm*BK + bn*BK//32*f.chunk + bn*f.stage
+    parts = 1+(f.parts>2)
+    stage = 2*bm*BK*parts + bn*BK//32*f.chunk + bn*f.stage
     return bm,bn,threads,d['STAGES']*stage
 
 # %% ../../nbs/3_ops/linear/13_cuda.gemm.ipynb #936133d0
