@@ -94,7 +94,7 @@ constexpr bool DISTINCT = DSPLIT == 1 || AFTER + WARPS / DSPLIT <= 15;
 constexpr bool ALONE = APART && ROWS == 1 && DISTINCT && OWN == 1 && D::UNITS == 2
     && DShares::N == DSPLIT && PICKS * DSPLIT <= WARPS;
 // the first so many warps stage x, while the others pick
-constexpr int STAGE = WARPS - ROWS >= 4 ? WARPS - ROWS : WARPS;
+constexpr int STAGE = ROWS > 1 && WARPS - ROWS >= 4 ? WARPS - ROWS : WARPS;
 // who asks for what comes next: the last warps pick, and this one has little else to do
 constexpr int ASKS = WARPS - 1 - (WARPS > ROWS ? ROWS : 0);
 struct Place {  // for a unit; with a strip's last one come scales and biases of its rows
@@ -211,7 +211,7 @@ template <int MOST, int BY, int AT_ONCE, class Load, class Put> __device__ __for
     constexpr int ROUNDS = (MOST + BY - 1) / BY, MANY = ROUNDS < AT_ONCE ? ROUNDS : AT_ONCE;
     const int warp = threadIdx.x / 32;
     #pragma unroll 1
-    for (int from = warp < BY ? warp : pieces; from < pieces; from += MANY * BY) {
+    for (int from = BY == WARPS || warp < BY ? warp : pieces; from < pieces; from += MANY * BY) {
         float a[MANY][8];
         #pragma unroll
         for (int k = 0; k < MANY; k++) load(min(from + k * BY, pieces - 1), a[k]);
