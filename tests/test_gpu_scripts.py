@@ -25,6 +25,7 @@ SCRIPTS = [
     ('speculation', ['--models','llama','--tokens','6']),
     ('prefixes', ['--models','llama','--tokens','6']),
     ('turns', []),
+    ('next_turns', ['--turns','3']),
     ('wide', ['--rows','16','--sweep','1'])]
 
 @pytest.mark.parametrize('name,more', SCRIPTS)

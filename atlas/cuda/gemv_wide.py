@@ -115,6 +115,10 @@ def _most_warps(room, f, quads):
     if room.block<128<<10: return 12 if quads<=2 else 8 if quads<=6 else 0
     return 16 if quads<=2 else 12 if quads<=4 else 8
 
+def alike(rows:int)->int:
+    "So many rows are shared out as `rows` are: few kinds of kernels serve all numbers"
+    return min(256, max(16, 1<<(rows-1).bit_length()))
+
 @functools.cache
 def tiling(
     room:Limits, # Of the card
@@ -138,7 +142,8 @@ class _Product:
         self.card,self.w,self.extra = card,w,extra
         more = _extra_blocks(w, extra, sms)
         self.W,self.split,_,_ = plan(f, w.rows, w.k, sms-more)
-        self.o = tiling(limits(card), f, w.rows, w.k, sms, self.split, rows, more)
+        shape = f,w.rows,w.k
+        self.o = tiling(limits(card), *shape, sms, self.split, alike(rows), more)
         self.groups = _up(rows, 8*self.o.tiles)
         self.more = _up(more, self.groups) # Blocks for the extra rows, of those that have the same rows of x
         self.tiles = self.groups*self.o.tiles

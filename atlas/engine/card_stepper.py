@@ -814,9 +814,10 @@ def _replays(self:CardStepper, longest)->list[tuple[int,...]]:
     "Rows and numbers of sequences that replays differ in, and where they begin; none ends beyond `longest`"
     s,rows = self.scheduler,self.replay_rows
     few = [(k,) for k in (1,2,4,rows)]
-    seqs = max(1, min(_CROWD, s.max_num_seqs, s.chunk//rows))
-    behind = -(-_CROWD//seqs)*PIECE
-    return [*few, (rows, seqs, max(1, min(behind, longest)-rows))]
+    most = max(1, min(_CROWD, s.max_num_seqs, s.chunk//rows))
+    many = [most, *(1<<i for i in range(1, most.bit_length()))]  # as products are shared out
+    def start(seqs): return max(1, min(-(-_CROWD//seqs)*PIECE, longest)-rows)
+    return [*few, *((rows, n, start(n)) for n in sorted(set(many)))]
 
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #91083759
 @patch
