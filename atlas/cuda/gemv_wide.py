@@ -117,7 +117,7 @@ def _most_warps(room, f, quads):
 
 def alike(rows:int)->int:
     "So many rows are shared out as `rows` are: few kinds of kernels serve all numbers"
-    return min(256, max(16, 1<<(rows-1).bit_length()))
+    return min(256, max(8, 1<<(rows-1).bit_length()))
 
 @functools.cache
 def tiling(

@@ -81,7 +81,7 @@ def norm_add(
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #87ee795c
 def _rows(x, *args, **kw):
     "Rows of a step times a matrix, as `gemv`"
-    return (gemv_wide if len(x)>MAX_ROWS else gemv)(x, *args, **kw)
+    return (gemv_wide if len(x)>MAX_ROWS//2 else gemv)(x, *args, **kw)
 
 def _exact(s):
     "Are a prompt's activations multiplied in two parts? Only where keys and values have 32 bits"
