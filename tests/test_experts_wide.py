@@ -240,17 +240,19 @@ def test_every_shape_has_room(name):
                     assert o['ROOM']+4*span*(u['ENTRIES']+2)<=most
                     assert o['ENTRIES']==u['ENTRIES'] and o['WARPS']*o['DEEP']>=4
 
-def test_rows_of_a_bucket_have_the_same_variants(nets, monkeypatch):
+@pytest.mark.parametrize('name', ['qwen','oss','integers'])
+def test_rows_of_a_bucket_have_the_same_variants(name, nets, monkeypatch):
     "From one power of two to the next; beyond 16 rows copies bring more to the L2 cache"
-    n,used = nets['qwen'],[]
-    monkeypatch.setattr(W, 'run', lambda *args, shared=0, **kw: used.append((args[0],kw)))
-    def strips(R):
+    n,used = nets[name],[]
+    monkeypatch.setattr(W, 'run', lambda name, *args, shared=0, **kw: used.append((name,kw)))
+    def variants(R):
         used.clear()
         n(*rows_of(n, R))
-        return [kw for name,kw in used if name=='expert_strips']
-    for least,most in ((9,16), (17,32), (33,64)):
-        assert strips(least)==strips(most)
-        assert [kw['ASIDE'] for kw in strips(most)]==2*[int(most>16)]
+        return used.copy()
+    for most in (16,32,64,128,256):
+        want = variants(most)
+        for R in (most//2+1, most*3//4): assert variants(R)==want
+        assert [kw['ASIDE'] for name,kw in want if name=='expert_strips']==2*[int(most>16)]
 
 @pytest.mark.parametrize('fmt', ['nvfp4','mxfp4','int4','fp8','bf16','f16','f32'])
 @pytest.mark.parametrize('R', [16,256])
