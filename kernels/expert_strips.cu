@@ -6,8 +6,7 @@
 // of which a block has a piece; DEEP units of a warp are on their way to shared memory, those of
 // the next strip or slot after this one's. Rows of BUFFERS slots are staged at a time, by all
 // warps: those of the next slot while this one's strips are computed, once all warps have left the
-// slot that was there before. So no warp waits for others unless they are far behind. Strips at the
-// end of a piece that are fewer than warps are shared by teams of SPLIT warps, a share each.
+// slot that was there before. So no warp waits for others unless they are far behind.
 // An entry's bits depend on nothing but its row and its expert.
 //   w      : [bytes]         u8    bank of matrices [n4, k] in FORMAT, the shared expert's last
 //   s      : [scales]        u8    their scales; or null
@@ -24,13 +23,8 @@
 //   -D SPLIT= shares of the columns  -D ACT= of lib/act.cuh  -D NORM= (0 or 1)
 //   -D UP= 1: slots are what the kernel before this one wrote; 0: what the one before that did
 //   -D WARPS=  DEEP=  BUFFERS=  ROOM= bytes of shared memory but for slots
-//   -D JOINT= 1: teams share the last strips of a piece; 0: one warp each
 //   -D ASIDE= 1: copies bring 256 bytes to the L2 cache, which are lines of two units; 0: 128
 //   shared: the matrix that all rows need, asked for before anybody knows the slots; or -1
-//   later_w : [tbytes]    u8    bank of which a launch of as many blocks has these slots next; or
-//                               null. later_rows: of a matrix, of later_line bytes each
-//   later_s : [tscales]   u8    its scales, later_quad bytes of four rows; or null
-//   later: so many strips of its piece a block asks for at its end (UP 1)
 //   launch: <<<any number, 32*WARPS, shared bytes: see atlas.cuda.experts_wide>>>
 #if ASIDE
 #define ASKS_L2 ".L2::256B"
@@ -41,7 +35,6 @@
 #include "lib/fragment.cuh"
 #include "lib/pdl.cuh"
 #include "lib/reduce.cuh"
-#include "lib/warps.cuh"
 #ifndef FORMAT
 #define FORMAT fragment_nvfp4
 #define K 2048
@@ -56,9 +49,8 @@
 #define WARPS 16
 #define DEEP 4
 #define BUFFERS 2
-#define JOINT 1
 #define ASIDE 0
-#define ROOM 223904
+#define ROOM 219680
 #endif
 constexpr bool PAIR = ACT == ACT_SILU || ACT == ACT_GELU || ACT == ACT_OAI;
 // chunks of 32 columns; blocks of 128; pieces of 256
@@ -70,13 +62,8 @@ typedef FORMAT<C> F;
 typedef Staged<F, 4 * HELD> S;
 constexpr unsigned UNITS = ((C + 3) / 4 + F::UNITS - 1) / F::UNITS, PLANE = ENTRIES * S::LDR;
 constexpr int UNROLLED = UNITS == SPLIT ? SPLIT : 1;  // shares of one unit
-constexpr unsigned TEAMS = WARPS / SPLIT;
-// Strips whose last units are on their way, or just read: whole ones, and then shared ones.
-constexpr int FEWEST = UNITS / SPLIT, FULL = DEEP / FEWEST < SPLIT ? DEEP / FEWEST : SPLIT;
-constexpr int OF_TEAM = JOINT ? FULL : 0;
-constexpr int TAILS = 1 + OF_TEAM + (DEEP - OF_TEAM * FEWEST) / UNITS;
-static_assert(SPLIT <= UNITS && STORED % 4 == 0 && WARPS % SPLIT == 0, "see the contract");
-static_assert(F::BYTES >= 512 * TILES, "a warp's sums find room in place of a unit");
+constexpr int TAILS = 1 + DEEP / UNITS;  // strips whose last units are on their way, or just read
+static_assert(SPLIT <= UNITS && STORED % 4 == 0, "see the contract");
 
 struct Rows {  // of a slot
     uint4 x[S::PLANES * PLANE];
@@ -86,7 +73,6 @@ struct Shared {  // and then the experts of the block's slots, and their entries
     Rows rows[BUFFERS];
     unsigned char ring[WARPS][DEEP][F::BYTES];
     float tail[WARPS][TAILS][32];  // scales of a strip's rows, then biases
-    float4* sums[WARPS];  // of a share
     Meeting staged[2], left[2];  // of each buffer: by all warps
 };
 static_assert(sizeof(Shared) == ROOM, "see the contract");
@@ -196,47 +182,6 @@ __device__ __forceinline__ unsigned piece_of(unsigned all, unsigned i, unsigned 
     return all / n * i + all % n * i / n;
 }
 
-// The strips of a block's piece that a warp takes, in order: every WARPS-th, alone; and of the last
-// ones, from `divided` on, one of its team's, of which it has a share.
-struct Deal {
-    unsigned begin, end, divided, warp;
-    __device__ __forceinline__ Deal(unsigned begin_, unsigned end_, unsigned warp_)
-        : begin(begin_), end(end_), divided(end_), warp(warp_) {
-        if (JOINT) divided = begin + (end - begin) / WARPS * WARPS;
-    }
-    __device__ __forceinline__ bool is_divided(unsigned strip) const {
-        return JOINT && strip >= divided;
-    }
-    __device__ __forceinline__ unsigned share() const { return warp % SPLIT; }
-    __device__ __forceinline__ unsigned team() const { return warp / SPLIT; }
-    __device__ __forceinline__ unsigned first() const {
-        return begin + (is_divided(begin) ? team() : warp);
-    }
-    __device__ __forceinline__ unsigned after(unsigned strip) const {
-        if (is_divided(strip)) return strip + TEAMS;
-        return is_divided(strip + WARPS) ? divided + team() : strip + WARPS;
-    }
-};
-
-// The sums of all shares of a strip, for the first warp of the team. `own`: room for a warp's.
-__device__ __forceinline__ void sum_up(float4** sums, float (*v)[4], float4* own,
-        const Deal& deal) {
-    const int lane = threadIdx.x % 32;
-    #pragma unroll
-    for (int i = 0; i < TILES; i++)
-        own[32 * i + lane] = make_float4(v[i][0], v[i][1], v[i][2], v[i][3]);
-    if (!lane) sums[deal.warp] = own;
-    sync_warps<SPLIT>(deal.team());
-    #pragma unroll 1
-    for (int m = 1; m < SPLIT && !deal.share(); m++)
-        #pragma unroll
-        for (int i = 0; i < TILES; i++) {
-            const float4 a = sums[deal.warp + m][32 * i + lane];
-            v[i][0] += a.x; v[i][1] += a.y; v[i][2] += a.z; v[i][3] += a.w;
-        }
-    sync_warps<SPLIT>(deal.team());
-}
-
 // What a warp fetches next: unit `unit` of strip `strip` of the line. Scales and biases of the
 // strip's rows come with its last unit.
 struct Next {
@@ -252,20 +197,22 @@ struct Next {
         F::first(w, s, row, 0, lane);
         rest = STORED - from;
     }
-    __device__ __forceinline__ void further(unsigned strips) {
-        row += 16 * strips;
-        rest -= 16 * strips;
-        w += (size_t)16 * strips * F::LINE;
-        s += (size_t)4 * strips * F::SLINE;
+    __device__ __forceinline__ void further() {
+        strip += WARPS;
+        unit = 0;
+        row += 16 * WARPS;
+        rest -= 16 * WARPS;
+        w += (size_t)16 * WARPS * F::LINE;
+        s += (size_t)4 * WARPS * F::SLINE;
     }
-    // True: that was the last unit of a share, and `unit` is the next share's first.
+    // Share by share. True: that was the last unit of the strip.
     __device__ __forceinline__ bool fetch(unsigned char* to, int lane) {
         const int rows = STORED % 16 ? rest : 16;
         F::fetch(to, w + unit * F::LB, s + unit * F::SB, rows, unit, lane);
         unit += SPLIT;
         if (unit < UNITS) return false;
         unit = unit % SPLIT + 1;
-        return true;
+        return unit == SPLIT;
     }
     __device__ __forceinline__ void fetch_tail(float (*tails)[32], const float* scale,
             const float* bias, int lane) {
@@ -280,32 +227,11 @@ struct Next {
     }
 };
 
-// A bank that will be read by the next launch: of the strips of the block's piece of it, the first
-// ones are asked for. Memory idles while blocks of one launch end and those of the next begin.
-struct Later {
-    Bytes w, s;
-    int strips, rows, line, quad;
-    __device__ __forceinline__ void ask(const int* which, unsigned slots, unsigned warp) const {
-        const unsigned each = (rows + 15) / 16, lane = threadIdx.x % 32;
-        const unsigned begin = piece_of(slots * each, blockIdx.x, gridDim.x);
-        const unsigned end = piece_of(slots * each, blockIdx.x + 1, gridDim.x);
-        #pragma unroll 1
-        for (unsigned i = begin + warp; i < min(begin + strips, end); i += WARPS) {
-            const int from = i % each * 16, many = min(16, rows - from);
-            const size_t row = (size_t)__ldcg(which + i / each) * rows + from;
-            ahead(w + row * line, many * line / 16, lane, 32);
-            if (s) ahead(s + row / 4 * quad, many / 4 * quad / 16, lane, 32);
-        }
-    }
-};
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
         const unsigned char* __restrict__ w, const unsigned char* __restrict__ s,
         const float* __restrict__ gs, const float* __restrict__ bias, const int* which,
         const int* slots, const int* number, const float* x, const float* __restrict__ gain,
-        float* y, const unsigned char* later_w, const unsigned char* later_s, float eps,
-        float limit, int shared, int width, int outs, int later, int later_rows, int later_line,
-        int later_quad) {
+        float* y, float eps, float limit, int shared, int width, int outs) {
     DYNAMIC_SHARED(Shared, sm);
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the compiler learns: one for all
@@ -318,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
     }
     if (UP) pdl_wait();
     if (UP) pdl_trigger();  // the next kernel reads slots before it waits
-    const unsigned slots_used = __ldcg(number), all = slots_used * STRIPS;
+    const unsigned all = __ldcg(number) * STRIPS;
     const unsigned begin = piece_of(all, blockIdx.x, gridDim.x);
     const unsigned end = piece_of(all, blockIdx.x + 1, gridDim.x);
     const unsigned slot0 = begin / STRIPS, own = begin < end ? (end - 1) / STRIPS - slot0 + 1 : 0;
@@ -338,30 +264,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
     __syncthreads();
     unsigned char* const ring = sm->ring[warp][0];
     float (*const tails)[32] = sm->tail[warp];
-    const Deal deal(begin, end, warp);
     Next next = {};
-    next.strip = deal.first();
-    auto opened = [&](bool slot) {
-        if (slot && next.strip < end)
-            next.begin(w, s, experts[next.strip / STRIPS - slot0], lane);
-        next.unit = deal.is_divided(next.strip) ? deal.share() : 0;
+    next.strip = begin + warp;
+    auto open = [&]() {
+        if (next.strip < end) next.begin(w, s, experts[next.strip / STRIPS - slot0], lane);
     };
     auto fetch = [&](unsigned char* to) {
-        if (next.strip < end && next.fetch(to, lane)
-                && (next.unit == SPLIT || deal.is_divided(next.strip))) {
+        if (next.strip < end && next.fetch(to, lane)) {
             next.fetch_tail(tails, RowScales<F>::IN_S ? (const float*)s : gs, bias, lane);
-            const unsigned before = next.strip;
-            next.strip = deal.after(before);
-            next.further(next.strip - before);
-            opened(next.strip / STRIPS != before / STRIPS);
+            const unsigned slot = next.strip / STRIPS;
+            next.further();
+            if (next.strip / STRIPS != slot) open();
         }
         cp_async_commit();
     };
-    opened(true);
+    open();
     #pragma unroll 1
     for (int i = 0; i < DEEP; i++) fetch(ring + i * F::BYTES);
     if (!UP) pdl_wait();
-    unsigned strip = deal.first(), put = 0;  // slots of whose rows this warp has put its part
+    unsigned strip = begin + warp, put = 0;  // slots of whose rows this warp has put its part
     unsigned place = 0;  // of the unit that is multiplied next, in the ring
     int tail = 0;
     auto left = [&](unsigned n) { return sm->left + n % BUFFERS; };
@@ -375,7 +296,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
         To where[TILES];
         const uint4* x_of[TILES];
         #pragma unroll 1
-        for (bool fresh = true;; fresh = false, strip = deal.after(strip)) {
+        for (bool fresh = true;; fresh = false, strip += WARPS) {
             #pragma unroll 1
             for (; put < min(n + BUFFERS, own); put++) {  // what is due, and what finds room
                 const unsigned parity = (put / BUFFERS + 1) % 2;
@@ -401,11 +322,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
                 }
             }
             if (strip >= to) break;
-            const bool divided = deal.is_divided(strip);
             float v[TILES][4] = {};
             #pragma unroll UNROLLED
             for (unsigned share = 0; share < SPLIT; share++) {
-                if (divided && share != deal.share()) continue;
                 float acc[TILES][4] = {};
                 #pragma unroll 1
                 for (unsigned u = share; u < (UNITS == SPLIT ? share + 1 : UNITS); u += SPLIT) {
@@ -415,7 +334,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
                     #pragma unroll
                     for (int b = 0; b < F::UNITS; b++) q[b].read(ring + place, b, g, t);
                     __syncwarp();
-                    if (!divided || u + SPLIT < UNITS) fetch(ring + place);
+                    fetch(ring + place);
                     place = place == (DEEP - 1) * F::BYTES ? 0 : place + F::BYTES;
                     #pragma unroll
                     for (int b = 0; b < F::UNITS; b++)
@@ -432,11 +351,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
                     #pragma unroll
                     for (int j = 0; j < 4; j++) v[i][j] += acc[i][j];
             }
-            if (divided) {  // in place of the last unit
-                unsigned char* const last = ring + (place ? place : DEEP * F::BYTES) - F::BYTES;
-                sum_up(sm->sums, v, (float4*)last, deal);
-                fetch(last);
-            }
             const float* const with = tails[TAILS > 1 ? tail : 0];
             float unit[2], more[2];
             #pragma unroll
@@ -445,7 +359,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
                 more[i] = bias ? with[16 + 2 * g + i] : 0.f;
             }
             tail = tail == TAILS - 1 ? 0 : tail + 1;
-            if (divided && deal.share()) continue;
             #pragma unroll
             for (int i = 0; i < TILES; i++) {
                 if (i && count <= 8 * i) break;
@@ -459,6 +372,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
         __syncwarp();
         if (!lane) meet_arrive(left(n));
     }
-    const Later next_bank = {later_w, later_s, later, later_rows, later_line, later_quad};
-    if (UP && later_w) next_bank.ask(which, slots_used, warp);
 }

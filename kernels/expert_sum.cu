@@ -7,7 +7,6 @@
 //   later_w : [tbytes]    u8    of which the first 16 * later_w16 bytes will be read next; or null
 //   later_s : [tscales]   u8    likewise; or null
 //   -D HIDDEN= (k, a multiple of 32)  PICKS=
-//   -D FIRST=   1: that is asked for before the wait, and not at the end
 //   launch: <<<(ceil(k/512), r), 128>>>
 #include "lib/ahead.cuh"
 #include "lib/pdl.cuh"
@@ -15,23 +14,13 @@
 #define HIDDEN 2048
 #define PICKS 9
 #endif
-#ifndef FIRST
-#define FIRST 0
-#endif
 
 // With no number of blocks asked for, ptxas keeps to 32 registers, and loads wait for each other.
 extern "C" __global__ void __launch_bounds__(128, 4) expert_sum(const float* share,
         const float* part, const float* add, float* y, const unsigned char* later_w,
         const unsigned char* later_s, int later_w16, int later_s16) {
     const int o = (blockIdx.x * 128 + threadIdx.x) * 4, r = blockIdx.y;
-    const int thread = (r * gridDim.x + blockIdx.x) * 128 + threadIdx.x;
-    const int threads = gridDim.x * gridDim.y * 128;
-    auto ask = [&]() {
-        if (later_w) ahead(later_w, later_w16, thread, threads);
-        if (later_s) ahead(later_s, later_s16, thread, threads);
-    };
     pdl_trigger();
-    if (FIRST) ask();
     pdl_wait();
     if (o < HIDDEN) {
         const size_t at = (size_t)r * HIDDEN + o;
@@ -52,5 +41,8 @@ extern "C" __global__ void __launch_bounds__(128, 4) expert_sum(const float* sha
         }
         *(float4*)(y + at) = make_float4(b.x + v.x, b.y + v.y, b.z + v.z, b.w + v.w);
     }
-    if (!FIRST) ask();
+    const int thread = (r * gridDim.x + blockIdx.x) * 128 + threadIdx.x;
+    const int threads = gridDim.x * gridDim.y * 128;
+    if (later_w) ahead(later_w, later_w16, thread, threads);
+    if (later_s) ahead(later_s, later_s16, thread, threads);
 }

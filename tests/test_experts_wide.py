@@ -69,11 +69,10 @@ def test_a_mixture(name, rows, nets): check(nets[name], rows)
 
 @pytest.mark.parametrize('name,rows', [('qwen',11), ('integers',17), ('channels',24)])
 def test_who_has_what_changes_no_bits(name, rows, nets, monkeypatch):
-    "Last strips by teams or by a warp each, rows of one slot staged or of two, on few blocks and many"
+    "Rows of one slot staged or of two, on few blocks and many"
     net,got = nets[name],[]
     x,add = rows_of(net, rows)
-    for joint,buffers in ((1,1), (1,2), (99,1), (99,2)):
-        monkeypatch.setattr(W, 'JOINT', joint)
+    for buffers in (1,2):
         monkeypatch.setattr(W, 'BUFFERS', buffers)
         got += [net(x, add, blocks=b) for b in (1,7)]
     assert all(same(g, got[0]) for g in got)
@@ -240,6 +239,20 @@ def test_every_shape_has_room(name):
                     span = -(-slots//a['multiprocessors'])+2
                     assert o['ROOM']+4*span*(u['ENTRIES']+2)<=most
                     assert o['ENTRIES']==u['ENTRIES'] and o['WARPS']*o['DEEP']>=4
+
+@pytest.mark.parametrize('name', ['qwen','oss','integers'])
+def test_rows_of_a_bucket_have_the_same_variants(name, nets, monkeypatch):
+    "From one power of two to the next; beyond 16 rows copies bring more to the L2 cache"
+    n,used = nets[name],[]
+    monkeypatch.setattr(W, 'run', lambda name, *args, shared=0, **kw: used.append((name,kw)))
+    def variants(R):
+        used.clear()
+        n(*rows_of(n, R))
+        return used.copy()
+    for most in (16,32,64,128,256):
+        want = variants(most)
+        for R in (most//2+1, most*3//4): assert variants(R)==want
+        assert [kw['ASIDE'] for name,kw in want if name=='expert_strips']==2*[int(most>16)]
 
 @pytest.mark.parametrize('fmt', ['nvfp4','mxfp4','int4','fp8','bf16','f16','f32'])
 @pytest.mark.parametrize('R', [16,256])
