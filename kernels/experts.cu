@@ -104,7 +104,7 @@ struct Place {  // for a unit; with a strip's last one come scales and biases of
 typedef StagedRows<U, K, ROWS> X;
 typedef StagedRows<D, I, ROWS * PICKS> H;
 constexpr int PARTS = X::PARTS, HPARTS = H::PARTS;  // pieces of 256 of a row
-typedef Slots<E, TOP_K, SHARED, ROWS, ROWS> Table;
+typedef Slots<E, TOP_K, SHARED, ROWS> Table;
 // What strips of a half are multiplied by. Apart, warps go on to the second half alone.
 template <bool> struct Inputs { union { X x; H h; }; };
 template <> struct Inputs<true> { X x; H h; };
@@ -120,8 +120,8 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= ROOM && ROWS <= WARPS && WARPS % 4 == 0, "see the contract");
 
-// Which experts are needed and for whom, where a slot has room for all rows (as Slots::group): a
-// lane has entries lane, lane + 32, ...; `seen`: of each expert the first entry that picked it.
+// Which experts are needed and for whom, found by one warp: a lane has entries lane, lane + 32,
+// and so on; `seen`: of each expert the first entry that picked it.
 __device__ __forceinline__ void group_rows(Table& s, int* seen, int many, int lane) {
     constexpr int M = (ROWS * TOP_K + 31) / 32;
     int id[M], opener[M];

@@ -44,7 +44,7 @@ def _bytes(d, up, down):
     inputs = (sum if d['APART'] else max)((_staged(up, r), _staged(down, entries)))
     sums = W*(33*r+32)+r*_ceil(d['HIDDEN'], 256)
     results = entries*(1+16*_ceil(d['SPAN'], 16))
-    slots = 3*r*top+most+1+_ceil(most*r, 2)+(d['EXPERTS'] if r>1 else 1)
+    slots = r*top+most+1+_ceil(most*r, 2)+(d['EXPERTS'] if r>1 else 1)
     words = sums+results+slots
     return W*d['DEEP']*_place(up, down)+inputs+_ceil(4*words, 16)*16
 
