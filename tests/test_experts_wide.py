@@ -136,7 +136,7 @@ def test_bits_of_logits(fmt, H, n, R):
     gain,bias = (c.upload(rng.standard_normal(k, dtype='f4')) for k in (H,n-1))
     got,_ = W._logits(c.upload(x), router, bias, gain, 1e-6, n-1, 132)
     size = got.shape[1]
-    empty = c.empty(4)
+    empty = c.empty((1,1,4))
     def alone(r):
         y = c.empty((1,size))
         test_experts.E._route(c.upload(x[r:r+1]), gain, 1e-6, router, bias, y, n-1, 0, empty)
