@@ -1,10 +1,17 @@
-// y = add + sum over a row's experts of weight_e * down_e (act(gate_e x) * up_e x), the shared expert as one more; the norm before them folded in. In two halves: hidden values
-// first, then, when all blocks have met, their products. Nothing is sorted, gathered or scattered. A lane has 32 columns of four rows of an expert's matrix (a quad), ULANES
-// or DLANES lanes a whole quad, a warp a unit of as many quads as it can. Units of the first half are dealt out to the warps of all blocks; of the second, a block owns some
-// outputs, for every expert. DEEP pieces of a warp are on their way to shared memory: those of the second half follow those of the first, before anybody has met.
+// y = add + sum over a row's experts of weight_e * down_e (act(gate_e x) * up_e x), the shared one
+// as one more; the norm before them folded in. By tensor cores, in the order of lib/strips.cuh, so
+// that a row has the bits that expert_strips.cu gives it among many. In two
+// halves: hidden values first, then their products; each value says for itself whether it is there
+// (lib/given.cuh), so that nobody waits for more than what it needs. An expert is read
+// and decoded once for all rows: column c of a product is row c of x. Strips of the first half are
+// dealt out to teams of USPLIT warps of all blocks; of the second, a block owns SPAN outputs, for
+// every expert, and teams of DSPLIT warps take their strips. Warps of a team share a strip's
+// columns and wait for each other, not for the block. DEEP units of a warp are on their way to
+// shared memory: those of the second half follow those of the first, before these are there.
 // A row's bits do not depend on how many rows there are.
-//   uw     : [ubytes]    u8    bank of up to EXPERTS + 1 matrices [n4, HIDDEN] in UP (lib/quads.cuh); rows 4q..4q+3 are the gates of outputs 2q, 2q+1, then their ups;
-//                              without gates (relu2) rows are outputs. The shared expert is the last
+//   uw     : [ubytes]    u8    bank of up to EXPERTS + 1 matrices [n4, HIDDEN] in UP; rows
+//                              4q..4q+3 are the gates of outputs 2q, 2q+1, then their ups; without
+//                              gates (relu2) rows are outputs. The shared expert is the last
 //   dw     : [dbytes]    u8    the same of [HIDDEN, INNER] in DOWN
 //   us     : [uscales]   u8    scales; or null
 //   ds     : [dscales]   u8    or null
@@ -12,36 +19,39 @@
 //   dgs    : [drows]     f32   or null
 //   ubias  : [urows]     f32   of the rows as they are stored; or null
 //   dbias  : [drows]     f32   or null
-//   logits : [r, ld]             f32   of the router; with GATE the one after the experts' is the shared expert's gate
+//   logits : [r, ld]             f32   of the router; with GATE the one after the experts' is the
+//                                      shared expert's gate
 //   correction : [experts]       f32   added to the scores for picking only (CORRECTED 1); or null
 //   per_expert : [experts]       f32   a factor on the weight of each expert; or null
 //   gain   : [k]                 f32   of the norm (NORM 1); or null
 //   x      : [r, k]              f32
-//   h      : [r, picks, width]   f32   width = INNER to a multiple of 4; picks = TOP_K (+ 1: the shared expert's)
+//   h      : [r, picks, width]   f32   width = INNER to a multiple of 4; picks = TOP_K (+ 1: the
+//                                      shared expert's); EMPTY before (router.cu)
 //   ids    : [r, top_k]          i32   who was picked, best first; or null
 //   weights : [r, top_k]         f32   their weights; or null
 //   add    : [r, k]              f32   residual; or null; may be y
 //   y      : [r, k]              f32
-//   met    : [1]                 i32   a multiple of the number of blocks, before and after (router.cu begins with 0)
-//   later_w : [tbytes]    u8    of which the first 16 * later_w16 bytes will be read next: they are asked for once all blocks have met; or null
+//   later_w : [tbytes]    u8    of which the first 16 * later_w16 bytes will be read next: they are
+//                               asked for once hidden values are there; or null
 //   later_s : [tscales]   u8    likewise; or null
-//   -D UP= DOWN= UKB= DKB= (fp8: columns of scales)  HIDDEN= (k, a multiple of 32)  INNER=  EXPERTS=  TOP_K=  SHARED= GATE= (of the shared expert: 0 or 1)
-//   -D SCORE= (of lib/picks.cuh) CORRECTED= (0 or 1)  RENORM=  NORM= (0 or 1)  ACT= (of lib/act.cuh)  ROWS= (1, 2, 4, 8: at most so many)  ULANES= DLANES= (4, 8, 16, 32)
-//   -D WARPS=  DEEP=  OWN= groups of outputs of a block  ROOM= bytes of shared memory
+//   -D UP= DOWN= (of lib/fragment.cuh)  HIDDEN= (k, a multiple of 32)  INNER=  EXPERTS=  TOP_K=
+//   -D SHARED= GATE= (of the shared expert: 0 or 1)  SCORE= (of lib/picks.cuh)  CORRECTED= (0 or 1)
+//   -D RENORM=  NORM= (0 or 1)  ACT= (of lib/act.cuh)  ROWS= (1, 2, 4, 8: at most so many)
+//   -D WARPS= (a multiple of 4)  DEEP=  SPAN= outputs of a block, a multiple of 4
+//   -D APART= do inputs of the two halves have places of their own? (0 or 1)
+//   -D ROOM= bytes of shared memory
 //   halves: 1: the first only; 2: the second only; 3: both, and all blocks must be running at once
-//   launch: <<<any number from ceil(k/4*DLANES/32/OWN), 32*WARPS, ROOM>>>, see atlas.cuda.experts
+//   launch: <<<any number from ceil(k/SPAN), 32*WARPS, ROOM>>>, see atlas.cuda.experts
 #include "lib/act.cuh"
 #include "lib/ahead.cuh"
 #include "lib/async.cuh"
-#include "lib/meet.cuh"
+#include "lib/given.cuh"
 #include "lib/pdl.cuh"
 #include "lib/picks.cuh"
-#include "lib/quads.cuh"
+#include "lib/strips.cuh"
 #ifndef HIDDEN
-#define UP nvfp4
-#define DOWN nvfp4
-#define UKB 1
-#define DKB 1
+#define UP fragment_nvfp4
+#define DOWN fragment_nvfp4
 #define HIDDEN 2048
 #define INNER 512
 #define EXPERTS 256
@@ -54,75 +64,218 @@
 #define NORM 1
 #define ACT ACT_SILU
 #define ROWS 1
-#define ULANES 32
-#define DLANES 16
 #define WARPS 20
 #define DEEP 2
-#define OWN 2
+#define SPAN 16
+#define APART 1
 #define ROOM 118784
 #endif
-typedef quads::UP U;
-typedef quads::DOWN D;
-constexpr int K = HIDDEN, I = INNER, E = EXPERTS, THREADS = 32 * WARPS, PICKS = TOP_K + SHARED, N = (E + 31) / 32, EACH = ROWS > 1 ? 2 : 1, WIDTH = (I + 3) / 4 * 4;
+typedef UP<(HIDDEN + 31) / 32> U;
+typedef DOWN<(INNER + 31) / 32> D;
+constexpr int K = HIDDEN, I = INNER, E = EXPERTS, PICKS = TOP_K + SHARED, THREADS = 32 * WARPS;
+constexpr int N = (E + 31) / 32, WIDTH = (I + 3) / 4 * 4;
 constexpr bool PAIR = ACT != ACT_RELU2;
-constexpr int UC = K / 32, UQUADS = ((PAIR ? 2 * I : I) + 3) / 4, UT = 32 / ULANES, UNITS = (UQUADS + UT - 1) / UT, USTEPS = (UC + ULANES - 1) / ULANES;  // chunks of a row; quads; of a unit
-constexpr int DC = (I + 31) / 32, DQUADS = K / 4, DT = 32 / DLANES, DSTEPS = (DC + DLANES - 1) / DLANES, OUTS = OWN * DT * 4;
-constexpr int ASKS = WARPS - 1 - (WARPS > ROWS ? ROWS : 0);  // who asks for what comes next: the last warps pick, and this one has little else to do
-constexpr int XPARTS = (K + 255) / 256, HPARTS = (I + 255) / 256, T = UT > DT ? UT : DT, SIZE = U::SIZE > D::SIZE ? U::SIZE : D::SIZE;
-struct Place { unsigned char weights[SIZE]; float scale[4 * T], bias[4 * T]; };
+constexpr int UROWS = ((PAIR ? 2 * I : I) + 3) / 4 * 4, STRIPS = (UROWS + 15) / 16;  // of an expert
+constexpr int OUT = PAIR ? 8 : 16, OWN = (SPAN + 15) / 16;  // outputs of a strip; strips of a block
+#if __CUDA_ARCH__ == 900  // 80 registers, so that a block of the router finds some beside this one
+constexpr bool SCALED = U::SCALED || D::SCALED, INT4 = U::FOUR == 16 || D::FOUR == 16;
+constexpr bool ROOMY = WARPS == 20 && !INT4 && ROWS <= (SCALED ? 1 : 2);
+constexpr int LIMIT = ROOMY ? 768 : THREADS;
+#else
+constexpr int LIMIT = THREADS;
+#endif
+typedef Shares<U, K, 4> UShares;
+typedef Shares<D, I, 2> DShares;
+constexpr int USPLIT = UShares::SPLIT, DSPLIT = DShares::SPLIT;
+// Groups of the second half meet at barriers of their own, if they are not those of the first.
+constexpr int AFTER = USPLIT == DSPLIT || USPLIT == 1 ? 0 : WARPS / USPLIT;
+constexpr bool DISTINCT = DSPLIT == 1 || AFTER + WARPS / DSPLIT <= 15;
+// Has each warp just one unit of the second half, and does it stage what it multiplies by itself?
+constexpr bool ALONE = APART && ROWS == 1 && DISTINCT && OWN == 1 && D::UNITS == 2
+    && DShares::N == DSPLIT && PICKS * DSPLIT <= WARPS;
+// the first so many warps stage x, while the others pick
+constexpr int STAGE = ROWS > 1 && WARPS - ROWS >= 4 ? WARPS - ROWS : WARPS;
+// who asks for what comes next: the last warps pick, and this one has little else to do
+constexpr int ASKS = WARPS - 1 - (WARPS > ROWS ? ROWS : 0);
+struct Place {  // for a unit; with a strip's last one come scales and biases of its rows
+    unsigned char weights[U::BYTES > D::BYTES ? U::BYTES : D::BYTES];
+    float tail[32];
+};
+typedef StagedRows<U, K, ROWS> X;
+typedef StagedRows<D, I, ROWS * PICKS> H;
+constexpr int PARTS = X::PARTS, HPARTS = H::PARTS;  // pieces of 256 of a row
+typedef Slots<E, TOP_K, SHARED, ROWS> Table;
+// What strips of a half are multiplied by. Apart, warps go on to the second half alone.
+template <bool> struct Inputs { union { X x; H h; }; };
+template <> struct Inputs<true> { X x; H h; };
 struct Shared {
     Place ring[WARPS][DEEP];
-    union { Inputs<K, ROWS, U::POWER> x; Inputs<I, ROWS * PICKS, D::POWER> h; };
-    float squares[ROWS][XPARTS], share[ROWS * PICKS], done[ROWS * PICKS][OUTS];
-    Slots<E, TOP_K, SHARED, ROWS, EACH> slots;
+    Inputs<APART> in;
+    float part[2][WARPS][16][ROWS];  // of one strip while those of the next are made
+    float tail[WARPS][32];  // scales and biases of its rows, when its last place has been left
+    float inverse[WARPS][ROWS];  // of the root of a row's mean square
+    float squares[ROWS][PARTS], share[ROWS * PICKS], done[ROWS * PICKS][OWN * 16];
+    Table slots;
+    int seen[ROWS > 1 ? E : 1];
 };
-static_assert(sizeof(Shared) <= ROOM && ROWS <= WARPS, "see the contract");
+static_assert(sizeof(Shared) <= ROOM && ROWS <= WARPS && WARPS % 4 == 0, "see the contract");
 
-// A piece of four rows from `row` on, which has C chunks: chunk `c` of a lane; with the last one what the rows are multiplied by, and what is added.
-template <class F, int LANES, int C, int KB> __device__ __forceinline__ void fetch(Place& p, const unsigned char* w, const unsigned char* s, const float* gs, const float* bias,
-        size_t row, int step, bool on, int lane) {
-    const int c = step * LANES + lane % LANES;
-    F::fetch(p.weights, w, s, row, c < C ? c : 0, C, KB, on && (C % LANES == 0 || c < C));
-    if (step == (C + LANES - 1) / LANES - 1 && lane % LANES == 0) {
-        if (gs) cp_async_or_zero<16>(p.scale + lane / LANES * 4, gs + row, on);
-        if (bias) cp_async_or_zero<16>(p.bias + lane / LANES * 4, bias + row, on);
+// Which experts are needed and for whom, found by one warp: a lane has entries lane, lane + 32,
+// and so on; `seen`: of each expert the first entry that picked it.
+__device__ __forceinline__ void group_rows(Table& s, int* seen, int many, int lane) {
+    constexpr int M = (ROWS * TOP_K + 31) / 32;
+    int id[M], opener[M];
+    unsigned opens[M];
+    #pragma unroll
+    for (int i = 0; i < M; i++) {
+        id[i] = lane + i * 32 < many ? s.ids[lane + i * 32] : -1;
+        if (id[i] >= 0) atomicMin(seen + id[i], lane + i * 32);
+    }
+    __syncwarp();
+    #pragma unroll
+    for (int i = 0; i < M; i++) {
+        opener[i] = id[i] >= 0 ? seen[id[i]] : -1;
+        opens[i] = __ballot_sync(~0u, opener[i] == lane + i * 32);
+    }
+    #pragma unroll
+    for (int i = 0; i < M; i++) {
+        if (id[i] < 0) continue;
+        int slot = s.FIRST;  // those that were opened before
+        #pragma unroll
+        for (int j = 0; j < M; j++) {
+            const int before = opener[i] - 32 * j;
+            const unsigned below = before >= 32 ? ~0u : before > 0 ? (1u << before) - 1 : 0u;
+            slot += __popc(opens[j] & below);
+        }
+        const int entry = lane + i * 32;
+        if (opener[i] == entry) s.expert[slot] = id[i];
+        s.who[slot][entry / TOP_K] = entry / TOP_K * PICKS + entry % TOP_K;
+    }
+    int all = s.FIRST;
+    #pragma unroll
+    for (int j = 0; j < M; j++) all += __popc(opens[j]);
+    if (!lane) s.number = all;
+}
+
+// What a warp fetches next of a bank: REST rows from `row` on (`rest` if it is 0), and which unit.
+template <class F> struct Bank {
+    Bytes w, s;  // where the lane's part of its warp's first unit is
+    const float *scale, *bias;
+    __device__ __forceinline__ Bank(Bytes w_, Bytes s_, const float* gs, const float* bias_,
+            int share, int lane) : w(w_), s(s_), bias(bias_) {
+        scale = RowScales<F>::IN_S ? (const float*)s_ : gs;
+        F::first(w, s, 0, share, lane);
+    }
+};
+struct Next {
+    Bytes w, s;
+    unsigned row;
+    int rest, step;
+    template <class F> __device__ __forceinline__ void first(const Bank<F>& of, unsigned row_) {
+        row = row_;
+        w = of.w + (size_t)row * F::LINE;
+        s = of.s + (size_t)(row / 4) * F::SLINE;
+    }
+    // True: that was the strip's last unit.
+    template <class F, class S, int REST> __device__ __forceinline__ bool fetch(const Bank<F>& of,
+            Place& p, int share, int lane) {
+        const int rows = REST ? REST : rest;
+        F::fetch(p.weights, w, s, rows, step * S::SPLIT + share, lane);
+        w += S::SPLIT * F::LB;
+        s += S::SPLIT * F::SB;
+        if (++step < S::of(share)) return false;
+        const unsigned at = lane * 4;
+        const bool on = lane * 4 < rows;
+        if (lane < 4) {
+            if (of.scale) cp_async_or_zero<16>(p.tail + at, of.scale + row + at, on);
+            if (of.bias) cp_async_or_zero<16>(p.tail + 16 + at, of.bias + row + at, on);
+        }
+        step = 0;
+        return true;
+    }
+};
+
+// The same number, of which the compiler knows nothing: what follows from it is found anew for each
+// strip, and not kept in registers meanwhile.
+__device__ __forceinline__ int anew(int v) {
+#if defined(__CUDA_ARCH__)
+    asm volatile("" : "+r"(v));
+#endif
+    return v;
+}
+
+// Pieces of 256 values, MOST at most, dealt out to the first BY warps: a lane has eight, and up to
+// so many pieces of a warp are on their way at once.
+template <int MOST, int BY, int AT_ONCE, class Load, class Put> __device__ __forceinline__
+        void stage(int pieces, Load load, Put put) {
+    constexpr int ROUNDS = (MOST + BY - 1) / BY, MANY = ROUNDS < AT_ONCE ? ROUNDS : AT_ONCE;
+    const int warp = threadIdx.x / 32;
+    #pragma unroll 1
+    for (int from = BY == WARPS || warp < BY ? warp : pieces; from < pieces; from += MANY * BY) {
+        float a[MANY][8];
+        #pragma unroll
+        for (int k = 0; k < MANY; k++) load(min(from + k * BY, pieces - 1), a[k]);
+        #pragma unroll
+        for (int k = 0; k < MANY; k++)
+            if (from + k * BY < pieces) put(from + k * BY, a[k]);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const unsigned char* __restrict__ uw, const unsigned char* __restrict__ dw, const unsigned char* __restrict__ us,
-        const unsigned char* __restrict__ ds, const float* __restrict__ ugs, const float* __restrict__ dgs, const float* __restrict__ ubias, const float* __restrict__ dbias,
-        const float* logits, const float* __restrict__ correction, const float* __restrict__ per_expert, const float* __restrict__ gain, const float* x, float* h, int* ids,
-        float* weights, const float* add, float* y, unsigned* met, const unsigned char* later_w, const unsigned char* later_s, float eps, float limit, float scaling, int ld, int rows, int halves, int later_w16, int later_s16) {
+extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
+        const unsigned char* __restrict__ uw, const unsigned char* __restrict__ dw,
+        const unsigned char* __restrict__ us, const unsigned char* __restrict__ ds,
+        const float* __restrict__ ugs, const float* __restrict__ dgs,
+        const float* __restrict__ ubias, const float* __restrict__ dbias, const float* logits,
+        const float* __restrict__ correction, const float* __restrict__ per_expert,
+        const float* __restrict__ gain, const float* x, float* h, int* ids, float* weights,
+        const float* add, float* y, const unsigned char* later_w,
+        const unsigned char* later_s, float eps, float limit, float scaling, int ld, int rows,
+        int halves, int later_w16, int later_s16) {
     DYNAMIC_SHARED(Shared, sm);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = blockIdx.x + gridDim.x * warp, stride = gridDim.x * WARPS;
-    int unit = first, total = 0, down = warp, all = 0, step = 0, place = 0, here = 0;  // what is fetched next: a unit of the first half, one of the second; and where to
-    size_t row = 0;
-    bool on = false;
-    auto next = [&] {
-        Place& p = sm->ring[warp][place];
-        if (unit < total) {
-            if (step == 0) {
-                const int slot = unit / UNITS, quad = unit % UNITS * UT + lane / ULANES;
-                on = quad < UQUADS;
-                row = ((size_t)(SHARED && slot < sm->slots.FIRST ? E : sm->slots.expert[slot]) * UQUADS + (on ? quad : 0)) * 4;
-            }
-            fetch<U, ULANES, UC, UKB>(p, uw, us, ugs, ubias, row, step, on, lane);
-            if (++step == USTEPS) { step = 0; unit += stride; }
-        } else if (down < all) {
-            if (step == 0) {
-                const int quad = (blockIdx.x + gridDim.x * (down % OWN)) * DT + lane / DLANES;
-                on = quad < DQUADS;
-                row = ((size_t)sm->slots.expert[down / OWN] * DQUADS + (on ? quad : 0)) * 4;
-            }
-            fetch<D, DLANES, DC, DKB>(p, dw, ds, dgs, dbias, row, step, on, lane);
-            if (++step == DSTEPS) { step = 0; down += WARPS; }
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    const int ushare = warp % USPLIT, dshare = warp % DSPLIT;
+    const unsigned first = blockIdx.x + gridDim.x * (warp / USPLIT);
+    const unsigned stride = gridDim.x * (WARPS / USPLIT);
+    const int base = blockIdx.x * SPAN, span = min(SPAN, K - base);  // the block's outputs
+    constexpr unsigned NONE = ~0u;
+    unsigned unit = halves & 1 ? first : NONE;  // the strips that are fetched next
+    unsigned down = halves & 2 && span > 0 ? warp / DSPLIT : NONE;
+    auto slots = [&] { return ROWS == 1 ? PICKS : sm->slots.number; };
+    int place = 0, round = 0;  // of the unit that is multiplied next, which leaves it to another
+    const Bank<U> ubank(uw, us, ugs, ubias, ushare, lane);
+    const Bank<D> dbank(dw, ds, dgs, dbias, dshare, lane);
+    Next o;
+    o.step = 0;
+    auto next_up = [&] {
+        if (o.step == 0) {
+            const unsigned slot = unit / STRIPS, from = unit % STRIPS * 16;
+            const unsigned e = SHARED && slot < sm->slots.FIRST ? E : sm->slots.expert[slot];
+            o.first(ubank, e * UROWS + from);
+            o.rest = UROWS - from;
         }
+        constexpr int REST = UROWS % 16 ? 0 : 16;
+        if (o.fetch<U, UShares, REST>(ubank, sm->ring[warp][place], ushare, lane)) unit += stride;
+    };
+    auto next_down = [&] {
+        if (o.step == 0) {
+            const unsigned from = down % OWN * 16;
+            o.first(dbank, sm->slots.expert[down / OWN] * K + base + from);
+            o.rest = span - from;
+        }
+        constexpr int REST = SPAN % 16 || K % SPAN ? 0 : 16;
+        if (o.fetch<D, DShares, REST>(dbank, sm->ring[warp][place], dshare, lane))
+            down += WARPS / DSPLIT;
+    };
+    auto forth = [&] {
         cp_async_commit();
         place = place == DEEP - 1 ? 0 : place + 1;
     };
     sm->slots.clear(rows, THREADS);
+    for (int i = threadIdx.x; ROWS > 1 && i < E; i += THREADS) sm->seen[i] = ROWS * TOP_K;
     int begun = 0;
-    if (SHARED && (halves & 1)) for (total = UNITS; begun < DEEP && unit < UNITS; begun++) next();  // needs no router
+    if (SHARED)  // needs no router
+        #pragma unroll 1
+        for (; begun < DEEP && unit < STRIPS; begun++) { next_up(); forth(); }
     pdl_trigger();
     pdl_wait();
     const int picker = WARPS - 1 - warp;  // whose row this warp picks for
@@ -131,24 +284,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const unsigned 
         near_logits<E, N>(logits + (size_t)picker * ld, lane, near);
         pick<E, TOP_K, SCORE, CORRECTED, N>(near, correction, lane, sm->slots.of(picker));
     }
-    if (halves & 1)
-        #pragma unroll 1
-        for (int i = warp; i < rows * XPARTS; i += WARPS) {
-            const int r = i / XPARTS, v = i % XPARTS * 32 + lane;
-            float a[8] = {}, g[8], sum = 0.f;
-            if (v * 8 < K) load8(x + (size_t)r * K + v * 8, a);
-            if (NORM && v * 8 < K) load8(gain + v * 8, g);
+    auto stage_x = [&] {
+        stage<ROWS * PARTS, STAGE, 4>(rows * PARTS, [&](int i, float* a) {
+            const int v = i % PARTS * 32 + lane;
+            if (K % 256 == 0 || v * 8 < K) load8(x + (size_t)(i / PARTS) * K + v * 8, a);
+            else for (int j = 0; j < 8; j++) a[j] = 0.f;
+        }, [&](int i, float* a) {
+            const int r = i / PARTS, v = i % PARTS * 32 + lane;
+            float w[8] = {}, sum = 0.f;
+            if (NORM && (K % 256 == 0 || v * 8 < K)) load8(gain + v * 8, w);
             #pragma unroll
-            for (int j = 0; j < 8; j++) if (NORM) { sum = fmaf(a[j], a[j], sum); a[j] = v * 8 < K ? __fmul_rn(a[j], g[j]) : 0.f; }
-            sm->x.put(r, v, a);
+            for (int j = 0; NORM && j < 8; j++) {
+                sum = fmaf(a[j], a[j], sum);
+                a[j] = __fmul_rn(a[j], w[j]);
+            }
+            sm->in.x.put(r, v, a);
             if (NORM) sum = warp_sum(sum);
-            if (NORM && !lane) sm->squares[r][i % XPARTS] = sum;
-        }
+            if (NORM && !lane) sm->squares[r][i % PARTS] = sum;
+        });
+    };
+    if (halves & 1) stage_x();  // beside the warps that pick
     __syncthreads();
-    if (ROWS > 1) { sm->slots.group(rows, THREADS); __syncthreads(); }
-    const int slots = ROWS == 1 ? PICKS : sm->slots.number;
-    total = halves & 1 ? slots * UNITS : 0;
-    all = halves & 2 ? slots * OWN : 0;
+    if (ROWS > 1) {
+        if (!warp) group_rows(sm->slots, sm->seen, rows * TOP_K, lane);
+        __syncthreads();
+    }
+    auto next = [&] {
+        if (unit < slots() * STRIPS) next_up();
+        else if (down < slots() * OWN) next_down();
+        forth();
+    };
     #pragma unroll 1
     for (; begun < DEEP; begun++) next();
     if (picker < rows) {
@@ -157,117 +322,149 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const unsigned 
         float v = pick_weight<E, TOP_K, SCORE, RENORM, N>(near, __ldcg(p + id), scaling, lane);
         if (per_expert) v = __fmul_rn(v, per_expert[id]);
         if (lane < TOP_K) sm->share[picker * PICKS + lane] = v;
-        if (SHARED && lane == TOP_K) sm->share[picker * PICKS + TOP_K] = GATE ? logistic(__ldcg(p + E)) : 1.f;
+        if (SHARED && lane == TOP_K)
+            sm->share[picker * PICKS + TOP_K] = GATE ? logistic(__ldcg(p + E)) : 1.f;
     }
-    auto out_of = [&](int i) { return (blockIdx.x + gridDim.x * (i % OUTS / (4 * DT))) * 4 * DT + i % (4 * DT); };  // where result i of the block goes in its row
-    float before = 0.f;
-    if (add && threadIdx.x < rows * OUTS && out_of(threadIdx.x) < K) before = add[(size_t)(threadIdx.x / OUTS) * K + out_of(threadIdx.x)];
-    auto after = [&] {  // a piece has been multiplied
-        next();
-        here = here == DEEP - 1 ? 0 : here + 1;
-    };
     if (halves & 1) {
-        float inverse = 0.f;  // of the row that the lane stands for
+        constexpr int TEAM = 32 * USPLIT, ITEMS = (OUT * ROWS + TEAM - 1) / TEAM;
         if (NORM) {
+            float sum = 0.f;
             #pragma unroll
-            for (int i = 0; i < XPARTS; i++) inverse += sm->squares[lane % ROWS][i];
-            inverse = rsqrtf(fmaf(inverse, 1.f / K, eps));
+            for (int i = 0; i < PARTS; i++) sum += sm->squares[lane % ROWS][i];
+            sm->inverse[warp][lane % ROWS] = rsqrtf(fmaf(sum, 1.f / K, eps));
+            __syncwarp();
         }
         #pragma unroll 1
-        for (int u = first; u < total; u += stride) {
-            const int slot = u / UNITS, quad = u % UNITS * UT + lane / ULANES;
-            const int at = lane / ULANES * 4 + lane % ULANES / (ULANES / 4), o = quad * (PAIR ? 2 : 4) + lane % ULANES / (ULANES / 4);
-            float v[EACH][4] = {}, scale = U::UNIT, more = 0.f;
+        for (unsigned u = first; u < slots() * STRIPS; u += stride, round ^= 1) {
+            const int l = anew(lane);
+            const uint4* at = sm->in.x.of(min(l / 4, ROWS - 1), ushare, l % 4);
+            const float* e = sm->in.x.e[max(0, min(l % 4 * 2, ROWS - 2))] + ushare * U::UNITS;
+            float acc[4] = {};
             #pragma unroll 1
-            for (int i = 0; i < USTEPS; i++) {
-                const int c = min(i * ULANES + lane % ULANES, UC - 1);
+            for (int i = UShares::of(ushare); i; i--) {
                 cp_async_wait<DEEP - 1>();
-                #pragma unroll
-                for (int r = 0; r < EACH; r++) {
-                    const int entry = ROWS == 1 ? 0 : sm->slots.who[slot][r];
-                    if (entry >= 0) sm->x.template dot<U>(sm->ring[warp][here].weights, entry / PICKS, c, v[r]);
-                }
-                if (i == USTEPS - 1) {
-                    __syncwarp();
-                    if (ugs) scale = __fmul_rn(U::UNIT, sm->ring[warp][here].scale[at]);
-                    if (ubias) more = sm->ring[warp][here].bias[at];
-                }
                 __syncwarp();
-                after();
+                const Place& p = sm->ring[warp][place];
+                multiply<U, X>(p.weights, acc, at, e, e + (ROWS > 1 ? X::HELD : 0), g, t);
+                at += 4 * U::UNITS * USPLIT;
+                e += U::UNITS * USPLIT;
+                if (i == 1) sm->tail[warp][lane] = p.tail[lane];
+                __syncwarp();
+                next();
             }
+            put_part(sm->part[round][warp], acc, g, t);
+            const int mine = anew(threadIdx.x) % TEAM, r = mine % OUT;
+            const int line = PAIR ? r / 2 * 4 + r % 2 : r;
+            const unsigned slot = u / STRIPS, o = u % STRIPS * OUT + r;
+            float scale[2], more[2];
             #pragma unroll
-            for (int r = 0; r < EACH; r++) {
-                const int entry = sm->slots.who[slot][r];
-                if (ROWS > 1 && entry < 0) continue;
-                float s = group_sum4<ULANES>(v[r][0], v[r][1], v[r][2], v[r][3]);
-                if (NORM) s = __fmul_rn(s, ROWS == 1 ? inverse : __shfl_sync(~0u, inverse, entry / PICKS));
-                s = fmaf(s, scale, more);
-                const float z = act_mul<ACT>(s, PAIR ? __shfl_xor_sync(~0u, s, ULANES / 2) : 0.f, limit);
-                if (lane % (ULANES / 4) == 0 && (!PAIR || lane % ULANES < ULANES / 2) && quad < UQUADS && o < I) h[(size_t)entry * WIDTH + o] = z;
+            for (int j = 0; j < 1 + PAIR; j++) {
+                const float* tail = sm->tail[warp];
+                scale[j] = U::row_scale((Bytes)tail, tail, line + 2 * j);
+                more[j] = ubias ? tail[16 + line + 2 * j] : 0.f;
+            }
+            sync_warps<USPLIT>(warp / USPLIT);
+            #pragma unroll
+            for (int i = 0; i < ITEMS; i++) {
+                const int c = (mine + i * TEAM) / OUT;
+                const int entry = c < ROWS ? sm->slots.who[slot][c] : -1;
+                if (entry < 0 || o >= I) continue;
+                const float inv = NORM ? sm->inverse[warp][c] : 1.f;
+                float v[2];
+                #pragma unroll
+                for (int j = 0; j < 1 + PAIR; j++) {
+                    v[j] = sum_parts<USPLIT>(sm->part[round] + warp - ushare, line + 2 * j, c);
+                    v[j] = fmaf(__fmul_rn(v[j], inv), scale[j], more[j]);
+                }
+                give(h + (size_t)entry * WIDTH + o, act_mul<ACT>(v[0], v[PAIR], limit));
             }
         }
     }
     if (!(halves & 2)) return;
-    if (halves & 1) meet(met, gridDim.x);
-    if (later_w && warp == ASKS) {  // memory idles now
+    if (!APART) __syncthreads();  // before what is staged takes the place of x
+    float before = 0.f;
+    if (add && threadIdx.x < rows * SPAN && (int)threadIdx.x % SPAN < span)
+        before = add[(size_t)(threadIdx.x / SPAN) * K + base + threadIdx.x % SPAN];
+    auto staged = [&](int i) { return ALONE ? sm->slots.who[i / HPARTS][0] : i / HPARTS; };
+    auto ask = [&](int i, float* a) {  // true: they are there
+        const int v = i % HPARTS * 32 + lane;
+        const float* const from = h + (size_t)staged(i) * WIDTH + v * 8;
+        bool all = true;
+        #pragma unroll
+        for (int j = 0; j < 8; j += 4)
+            *(float4*)(a + j) = I % 256 == 0 || v * 8 + j < I ? peek4(from + j)
+                                              : make_float4(0.f, 0.f, 0.f, 0.f);
+        #pragma unroll
+        for (int j = 0; j < 8; j++) {
+            if (I % 4) a[j] = v * 8 + j < I ? a[j] : 0.f;
+            all = all && there(a[j]);
+        }
+        return all;
+    };
+    stage<ROWS * PICKS * HPARTS, WARPS, OWN == 1 ? 4 : 3>(
+            rows * PICKS * HPARTS, ask, [&](int i, float* a) {
+        bool all = true;
+        #pragma unroll
+        for (int j = 0; j < 8; j++) all = all && there(a[j]);
+        while (!all) all = ask(i, a);
+        __syncwarp();
+        sm->in.h.put(staged(i), i % HPARTS * 32 + lane, a);
+    });
+    if (later_w && warp == ASKS) {  // memory idles when these are there
+        float a[8];
+        while (!ask(rows * PICKS * HPARTS - 1, a));
         ahead(later_w, later_w16, blockIdx.x * 32 + lane, gridDim.x * 32);
         if (later_s) ahead(later_s, later_s16, blockIdx.x * 32 + lane, gridDim.x * 32);
     }
+    if (ALONE) __syncwarp(); else __syncthreads();
+    constexpr int TEAM = 32 * DSPLIT, ITEMS = (16 * ROWS + TEAM - 1) / TEAM;
+    const unsigned begin = span > 0 ? warp / DSPLIT : NONE;
     #pragma unroll 1
-    for (int from = warp; from < rows * PICKS * HPARTS; from += 2 * WARPS) {
-        float a[2][8] = {};
-        #pragma unroll
-        for (int k = 0; k < 2; k++) {
-            const int i = from + k * WARPS, v = i % HPARTS * 32 + lane;
-            #pragma unroll
-            for (int j = 0; j < 8; j += 4)
-                if (i < rows * PICKS * HPARTS && v * 8 + j < I) *(float4*)(a[k] + j) = __ldcg((const float4*)(h + (size_t)(i / HPARTS) * WIDTH + v * 8 + j));
-            if (I % 4)
-                #pragma unroll
-                for (int j = 0; j < 8; j++) a[k][j] = v * 8 + j < I ? a[k][j] : 0.f;
-        }
-        #pragma unroll
-        for (int k = 0; k < 2; k++) if (from + k * WARPS < rows * PICKS * HPARTS) sm->h.put((from + k * WARPS) / HPARTS, (from + k * WARPS) % HPARTS * 32 + lane, a[k]);
-    }
-    __syncthreads();
-    #pragma unroll 1
-    for (int u = warp; u < all; u += WARPS) {
-        const int slot = u / OWN, at = lane / DLANES * 4 + lane % DLANES / (DLANES / 4);
-        float v[EACH][4] = {}, scale = D::UNIT, more = 0.f;
+    for (unsigned u = begin; u < slots() * OWN; u += WARPS / DSPLIT, round ^= 1) {
+        const unsigned slot = u / OWN;
+        auto entry = [&](int c) { return max(0, (int)sm->slots.who[slot][min(c, ROWS - 1)]); };
+        const uint4* at = sm->in.h.of(entry(g), dshare, t);
+        const float* e0 = sm->in.h.e[entry(2 * t)] + dshare * D::UNITS;
+        const float* e1 = sm->in.h.e[entry(2 * t + 1)] + dshare * D::UNITS;
+        float acc[4] = {};
         #pragma unroll 1
-        for (int i = 0; i < DSTEPS; i++) {
-            const int c = min(i * DLANES + lane % DLANES, DC - 1);
+        for (int i = DShares::of(dshare); i; i--) {
             cp_async_wait<DEEP - 1>();
-            #pragma unroll
-            for (int r = 0; r < EACH; r++) {
-                const int entry = sm->slots.who[slot][r];
-                if (ROWS == 1 || entry >= 0) sm->h.template dot<D>(sm->ring[warp][here].weights, entry, c, v[r]);
-            }
-            if (i == DSTEPS - 1) {
-                __syncwarp();
-                if (dgs) scale = __fmul_rn(D::UNIT, sm->ring[warp][here].scale[at]);
-                if (dbias) more = sm->ring[warp][here].bias[at];
-            }
             __syncwarp();
-            after();
+            const Place& p = sm->ring[warp][place];
+            multiply<D, H>(p.weights, acc, at, e0, e1, g, t);
+            at += 4 * D::UNITS * DSPLIT; e0 += D::UNITS * DSPLIT; e1 += D::UNITS * DSPLIT;
+            if (i == 1) sm->tail[warp][lane] = p.tail[lane];
+            __syncwarp();
+            if (down < slots() * OWN) next_down();
+            forth();
         }
+        put_part(sm->part[round][warp], acc, g, t);
+        const int mine = anew(threadIdx.x) % TEAM, line = mine % 16;
+        const float* tail = sm->tail[warp];
+        const float scale = D::row_scale((Bytes)tail, tail, line);
+        const float more = dbias ? tail[16 + line] : 0.f;
+        sync_warps<DSPLIT, ALONE ? AFTER : 0>(warp / DSPLIT);
         #pragma unroll
-        for (int r = 0; r < EACH; r++) {
-            const int entry = sm->slots.who[slot][r];
-            if (ROWS > 1 && entry < 0) continue;
-            const float z = fmaf(group_sum4<DLANES>(v[r][0], v[r][1], v[r][2], v[r][3]), scale, more);
-            if (lane % (DLANES / 4) == 0) sm->done[entry][u % OWN * 4 * DT + at] = z;
+        for (int i = 0; i < ITEMS; i++) {
+            const int c = mine / 16 + i * (TEAM / 16);
+            const int to = c < ROWS ? sm->slots.who[slot][c] : -1;
+            if (to < 0) continue;
+            const float v = sum_parts<DSPLIT>(sm->part[round] + warp - dshare, line, c);
+            sm->done[to][u % OWN * 16 + line] = fmaf(v, scale, more);
         }
     }
     __syncthreads();
     #pragma unroll 1
-    for (int i = threadIdx.x; i < rows * OUTS; i += THREADS) {
-        const int r = i / OUTS, o = out_of(i);
-        if (o >= K) continue;
+    for (int i = threadIdx.x; i < rows * SPAN; i += THREADS) {
+        const int r = i / SPAN, c = i % SPAN;
+        if (c >= span) continue;
         float v = 0.f;
         #pragma unroll
-        for (int p = 0; p < PICKS; p++) v = fmaf(sm->share[r * PICKS + p], sm->done[r * PICKS + p][i % OUTS], v);
-        y[(size_t)r * K + o] = (i < THREADS ? before : add ? add[(size_t)r * K + o] : 0.f) + v;
+        for (int p = 0; p < PICKS; p++)
+            v = fmaf(sm->share[r * PICKS + p], sm->done[r * PICKS + p][c], v);
+        const float prior = i < THREADS ? before : add ? add[(size_t)r * K + base + c] : 0.f;
+        y[(size_t)r * K + base + c] = prior + v;
     }
     if (!blockIdx.x && threadIdx.x < rows * TOP_K) {
         const int r = threadIdx.x / TOP_K, j = threadIdx.x % TOP_K;

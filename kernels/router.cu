@@ -5,9 +5,9 @@
 //   gain   : [k]         f32    of the norm (NORM 1); or null
 //   x      : [r, k]   f32
 //   logits : [r, ld]  f32
-//   met    : [1]      i32    gets the 0 that those who pick count from; or null
+//   met    : [1]      i32    gets the 0 that expert_slots.cu counts from; or null
 //   empty  : [r, picks, width]  f32  4 * fours words, left EMPTY (lib/given.cuh) for
-//                            experts_fused.cu; or null
+//                            experts.cu; or null
 //   -D HIDDEN= (k, a multiple of 32)  EXPERTS=  FORMAT=  NORM= (0 or 1)  ROWS= (1 or 2: of x at a time)  WARPS=  EACH=
 //   -D WIDE=   1: for many rows
 //   launch: <<<(ceil(n/EACH), any), 32*WARPS, any>>>, `rows` dealt out to blockIdx.y; at most 8 for each, with WIDE 32

@@ -1,19 +1,21 @@
 """Experts at decode: both halves in one launch as on a card, shapes of every family, and whom a launch may meet.
 
-The emulator runs one block after the other, so blocks cannot wait for each other there. `together` launches both halves twice: the second launch finds the hidden values of all blocks."""
-import subprocess
+The emulator runs one block after the other, so blocks cannot wait for each other there. `together` launches both halves once the first has run: that launch finds the hidden values of all blocks."""
+import functools,re,shutil,subprocess
 import numpy as np,pytest
+import atlas.card.card as card,atlas.card.launch
 from dataclasses import replace
 from types import SimpleNamespace as NS
+from unittest.mock import patch
 from atlas.ground.config import MoEConfig,ModelConfig,PRESETS
 from atlas.cuda import experts as E,vocabulary as card_words
 from atlas.cuda.experts import moe,row_bias
 from atlas.cuda.vocabulary import _look_ahead,packed_in
-from atlas.cuda.pack import CARD_FORMATS,Packed,pack,unpack
+from atlas.cuda.pack import Packed,pack,unpack
 from atlas.card.emulator import Emulator,find_cxx
 from atlas.ground.formats import QTensor
 from atlas.card.card import _params,limits
-from atlas.card.launch import Source,kernel_dir,options_of
+from atlas.card.launch import OPTIONS,Source,find_nvcc,kernel_dir,options_of
 from atlas.model.layers import Block,Half,MoE,bind
 from atlas.model.model import build
 from atlas.ops import vocabulary as host_words
@@ -22,7 +24,9 @@ from atlas.ops.moe import experts,route
 from atlas.ops.norm import rmsnorm
 from atlas.ops.vocabulary import Step
 from atlas.card.variants import CARDS,Dry
+from helpers.nvcc import built
 
+needs_nvcc = pytest.mark.skipif(not find_nvcc(), reason='no nvcc')
 needs_cxx = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
 MIXTURES = [k for k in PRESETS if ModelConfig.preset(k).moe]
 
@@ -63,60 +67,103 @@ NETS = dict(
     integers=dict(H=160, I=96, experts=12, top=3,
         fmt='INT4', shared=1))
 
-@pytest.fixture(scope='module')
-def nets(): return {k: Net(i, Emulator(), **kw) for i,(k,kw) in enumerate(NETS.items())}
+# a unit of the second half for each warp, which then waits for nobody
+ALONE = dict(H=96, I=512, experts=8, top=3, fmt='NVFP4', shared=2)
+MORE = dict(alone=ALONE, shared=ALONE|dict(H=1056, experts=5)) # and teams of four before those of two
 
-def together(run, card):
-    "`run` with both halves in a launch: what the first of two writes, but for hidden values, is thrown away"
-    def _run(name, grid, block, *args, **kw):
-        if name!='experts': return run(name, grid, block, *args, **kw)
-        halves,*_ = args[-3:]; assert halves in (1,2)
-        lost = [None if a is None else card.empty(a.shape, a.dtype) for a in (*args[14:16],args[17])]
-        args = (*args[:14],*lost[:2],args[16],lost[2],*args[18:-3],3,*args[-2:]) if halves==1 else (*args[:-3],3,*args[-2:])
-        run(name, grid, block, *args, **kw)
-    return _run
+@pytest.fixture(scope='module')
+def nets(): return {k: Net(i, Emulator(), **kw) for i,(k,kw) in enumerate((NETS|MORE).items())}
 
 same = lambda a,b: all(map(np.array_equal, a, b))
 
+def together(run):
+    "`run` with both halves in the second launch, which finds the hidden values of all blocks"
+    def _run(name, *a, **kw):
+        if name=='experts' and a[-3]==2: a = (*a[:-3],3,*a[-2:])
+        run(name, *a, **kw)
+    return _run
+
 def check(net, rows, monkeypatch):
     "What the host says; the same bits alone, in another order, from any number of blocks, and with both halves in one launch"
-    x,add = net.x[:rows],net.add[:rows]; x[rows//2] = x[0]  # two rows with the same picks
-    got = y,ids,w = net(x, add); want,wids,ww = net.host(x)
+    x,add = net.x[:rows].copy(),net.add[:rows]
+    x[rows//2] = x[0]  # two rows with the same picks
+    got = y,ids,w = net(x, add)
+    want,wids,ww = net.host(x)
     assert np.array_equal(ids, wids) and abs(w-ww).max()<=4e-6*abs(ww).max()
     assert (abs(y-add-want).max(1)<=4e-3*abs(want).max(1)).all()
-    r = np.random.default_rng(rows); one,p = int(r.integers(rows)),r.permutation(rows)
-    assert same(net(x[one:one+1], add[one:one+1]), [a[one:one+1] for a in got]) and same(net(x[p], add[p]), [a[p] for a in got])
-    assert same(net(x, add, blocks=1), got) and same(net(x, add, blocks=7, then=net.down), got)
+    r = np.random.default_rng(rows)
+    one,p = int(r.integers(rows)),r.permutation(rows)
+    assert same(net(x[one:one+1], add[one:one+1]), [a[one:one+1] for a in got])
+    assert same(net(x[p], add[p]), [a[p] for a in got])
+    assert same(net(x, add, blocks=3, then=net.down), got)
     with monkeypatch.context() as m:
-        m.setattr(E, 'run', together(E.run, net.card))
-        for b in (1,3): assert same(net(x, add, blocks=b), got), f'{b} blocks, both halves in a launch'
-        several_places_a_warp = dict(ring=200<<10, alone=0)
-        m.setattr(E, 'limits', lambda card: replace(limits(card), **several_places_a_warp))
-        assert same(net(x, add, blocks=2), got)
+        m.setattr(E, 'run', together(E.run))
+        for b in (1,7): assert same(net(x, add, blocks=b), got), f'{b} blocks, both halves in a launch'
 
 @needs_cxx
-@pytest.mark.parametrize('name,rows', [('qwen',8), ('oss',3), ('nemotron',2), ('mixed',1)])
+@pytest.mark.parametrize('name,rows', [('qwen',8), ('oss',3), ('nemotron',2), ('mixed',1), ('integers',5),
+    ('alone',1), ('alone',4), ('shared',1)])
 def test_a_mixture(name, rows, nets, monkeypatch): check(nets[name], rows, monkeypatch)
+
+@pytest.fixture
+def late(tmp_path, monkeypatch):
+    "Warps of experts.cu come late, each by a time of its own, wherever they wait for copies or for each other; and every other one is slow afterwards"
+    root,put = tmp_path/'kernels',monkeypatch.setattr
+    shutil.copytree(kernel_dir(), root)
+    p = root/'experts.cu'
+    def pause(n): return f'for (int i = 0; i < {n}; i++) {{ emu::progress++; emu::yield(); }}'
+    early,after = pause('8 * (warp * 7 % 5) + (warp == 6 ? 300 : 0)'),pause('(warp % 2 ? 0 : 90)')
+    text,n = re.subn(r'^ +(?:stage|cp_async_wait|sync_warps)<', rf'{early}\n\g<0>', p.read_text(), flags=re.M)
+    text,m = re.subn(r'^ +sync_warps<.*;', rf'\g<0>\n{after}', text, flags=re.M)
+    assert (n,m)==(6,2)
+    p.write_text(text)
+    put(atlas.card.launch, 'kernel_dir', lambda: root)
+    put(card, '_variants', {})
+    put(card, '_ready', functools.cache(card._ready.__wrapped__))
+
+@needs_cxx
+@pytest.mark.parametrize('name,rows', [('qwen',2), ('alone',1), ('shared',1)])
+def test_warps_that_come_late(name, rows, late, nets):
+    "wait for what they need of each other, and nobody overtakes them"
+    n = nets[name]
+    x,add = n.x[:rows],n.add[:rows]
+    with patch.object(n, 'card', Emulator()), patch.object(E, 'run', together(E.run)):
+        y,ids,w = n(x, add, blocks=max(7, n.H//16)) # 16 outputs each
+    want,wids,_ = n.host(x)
+    assert np.array_equal(ids, wids)
+    assert (abs(y-add-want).max(1)<=4e-3*abs(want).max(1)).all()
+
+@needs_cxx
+@pytest.mark.parametrize('room', [46<<10, None])
+def test_more_rows_than_a_launch_takes(room, nets, monkeypatch):
+    "come one launch after the other; a block with little room has fewer warps, places and rows, and the same bits"
+    n,took = nets['oss'],[]
+    alone = [n(n.x[i:i+1], n.add[i:i+1]) for i in range(9)]
+    run = E.run
+    def counted(name, *a, **kw):
+        if name=='experts': took.append(kw)
+        run(name, *a, **kw)
+    monkeypatch.setattr(E, 'run', counted)
+    little = dict(block=room, third=0, alone=0)
+    if room: monkeypatch.setattr(E, 'limits', lambda card: replace(limits(card), **little))
+    assert same(n(n.x, n.add), [np.concatenate(a) for a in zip(*alone)])
+    assert len(took)==2*-(-9//took[0]['ROWS'])>2 and (took[0]['ROWS']<8)==bool(room)
+    assert took[0]['DEEP']==1 or not room
 
 @needs_cxx
 def test_rows_that_are_no_numbers(nets):
-    "leave their neighbours alone, in a launch that shares each expert's weights between them"
-    n = nets['qwen']; x,add = n.x[:8].copy(),n.add[:8]; good = n(x, add)
+    "leave their neighbours alone, though each expert is multiplied by all rows"
+    n = nets['qwen']
+    x,add = n.x[:8].copy(),n.add[:8]
+    good = n(x, add)
     for i,v in enumerate((np.nan,np.inf,-np.inf,3e38)):
-        bad = x.copy(); bad[i,7] = v; y,ids,w = got = n(bad, add); rest = np.arange(8)!=i
+        bad = x.copy()
+        bad[i,7] = v
+        y,ids,w = got = n(bad, add)
+        rest = np.arange(8)!=i
         assert same([a[rest] for a in got], [a[rest] for a in good])
-        assert ((ids>=0)&(ids<n.E)).all() and all(len(set(r))==len(r) for r in ids.tolist()) and (v!=v)<=np.isnan(y[i]).all()
-
-@needs_cxx
-@pytest.mark.parametrize('room', [60<<10, None])
-def test_more_rows_than_a_launch_takes(room, nets, monkeypatch):
-    "come one launch after the other, with ids and weights of all; a block with little room has fewer warps and rows, and the same bits"
-    n = nets['oss']; rows = [n(n.x[i:i+1], n.add[i:i+1]) for i in range(9)]; took = []
-    little = dict(block=room, ring=20<<10, alone=0)
-    if room: monkeypatch.setattr(E, 'limits', lambda card: replace(limits(card), **little))
-    run = E.run; monkeypatch.setattr(E, 'run', lambda name, *a, **k: (name=='experts' and took.append(k['ROWS']), run(name, *a, **k)))
-    assert same(n(n.x, n.add), [np.concatenate(a) for a in zip(*rows)])
-    assert len(took)==2*-(-9//took[0])>2 and (took[0]<8)==bool(room)
+        assert ((ids>=0)&(ids<n.E)).all() and (v==v or np.isnan(y[i]).all())
+        assert all(len(set(r))==len(r) for r in ids.tolist())
 
 # Shapes of every family
 
@@ -131,42 +178,59 @@ FORMATS = [
     ('nvfp4','fp8'),
     ('int4','int4')]
 
-def variants(name):
-    "What `_variant` says of a model in each format, on each card, for 1 to 8 rows"
-    c = ModelConfig.preset(name); m,H = c.moe,c.hidden_size; I = m.intermediate_size
-    for up,down in FORMATS:
+def plans(name, formats=FORMATS, rows=range(1, 9)):
+    "What `_plan` says of a model in each format, on each card, for 1 to 8 rows"
+    c = ModelConfig.preset(name)
+    m,H,I,pair = c.moe,c.hidden_size,c.moe.intermediate_size,c.act!='relu2'
+    for up,down in formats:
         for arch,a in CARDS.items():
-            for rows in range(1, 9):
+            for r in rows:
                 for shared in {False, m.shared_size==I}:
-                    banks = bank(up, I*(1+(c.act!='relu2')), H, m.num_experts+shared, c.act!='relu2'),bank(down, H, I, m.num_experts+shared)
+                    n = m.num_experts+shared
+                    banks = bank(up, I*(1+pair), H, n, pair),bank(down, H, I, n)
                     card,sms = NS(arch=arch, **a),a['multiprocessors']
-                    how = True,shared,False,m.correction,rows,sms
-                    yield arch,sms,rows,*E._variant(card, H, *banks, m, c.act, *how)
+                    how = c.act,True,shared,False,m.correction,r,sms
+                    yield arch,sms,*banks,*E._plan(card, H, *banks, m, *how)
 
 @pytest.mark.parametrize('name', MIXTURES)
 def test_every_block_has_a_place(name):
     "Blocks wait for each other: there are no more than multiprocessors, one of each fits, and all outputs belong to somebody"
-    for arch,sms,rows,d,blocks in variants(name):
+    for arch,sms,up,down,d,blocks in plans(name):
         large = arch=='sm_90a'
-        assert blocks<=sms and d['ROOM']<=(227 if large else 99)<<10 and d['ROOM']>(114 if large else 50)<<10
-        assert d['ROWS']<=min(d['WARPS'], 2*rows-1) and d['WARPS']*32<=1024 and d['DEEP']>=1
-        assert blocks*d['OWN']*(32//d['DLANES'])*4>=d['HIDDEN']
+        assert blocks<=sms and d['ROOM']<=(227 if large else 99)<<10
+        assert d['ROOM']>(114 if large else 50)<<10
+        assert d['ROWS']<=d['WARPS'] and d['WARPS']%4==0 and d['WARPS']<=24 and d['DEEP']>=1
+        assert blocks*d['SPAN']>=d['HIDDEN'] and d['SPAN']%4==0
+        assert d['WARPS']//E._split(down, 2)<=15 or E._split(down, 2)==1, 'barriers of a block'
 
 def size_of(d, room):
     "Does g++ find that `Shared` has at most `room` bytes?"
-    cmd = [find_cxx(), '-fsyntax-only', '-x', 'c++', '-std=c++17', '-w', '-fpermissive', '-DATLAS_EMULATE', f'-I{kernel_dir()}', f'-I{kernel_dir()}/emulator', '-include', 'emulate.h', *options_of(d|dict(ROOM=room)), f'{kernel_dir()}/experts.cu']
-    r = subprocess.run(cmd, capture_output=True, text=True)
+    d = options_of(d|dict(ROOM=room))
+    own = f'-I{kernel_dir()}',f'-I{kernel_dir()}/emulator','-include','emulate.h'
+    cxx = find_cxx(),'-fsyntax-only','-x','c++','-std=c++17','-w','-fpermissive','-DATLAS_EMULATE'
+    r = subprocess.run([*cxx, *own, *d, f'{kernel_dir()}/experts.cu'], capture_output=True, text=True)
     assert not r.returncode or 'see the contract' in r.stderr, r.stderr
     return not r.returncode
 
 @needs_cxx
-@pytest.mark.parametrize('name,i', [('qwen3.6-35b-a3b',0), ('gpt-oss-20b',1), ('nemotron-3-nano-30b-a3b',2), ('gemma-4-26b-a4b',3), ('minimax-m2',4), ('qwen3-next-80b-a3b',5)])
+@pytest.mark.parametrize('name,i', [
+    ('qwen3.6-35b-a3b',0), ('gpt-oss-20b',1), ('nemotron-3-nano-30b-a3b',2),
+    ('gemma-4-26b-a4b',3), ('minimax-m2',4), ('granite-4.0-h-tiny',5)])
 def test_bytes_are_those_of_the_struct(name, i):
-    vs = [d for *_,d,_ in variants(name)]; d = vs[np.random.default_rng(i).integers(len(vs))]
-    quad = max(CARD_FORMATS[d[k]].quad for k in ('UP','DOWN'))
-    need = E._bytes(d, d['DEEP'], quad)
-    assert need<=d['ROOM'] and size_of(d, need), (need, d)
+    found = list(plans(name))
+    _,_,up,down,d,_ = found[np.random.default_rng(i).integers(len(found))]
+    need = E._bytes(d, up, down)
+    assert need<=d['ROOM'] and size_of(d, need), (need,d)
     assert not size_of(d, need-65), 'much more than is needed'
+
+@needs_nvcc
+@pytest.mark.parametrize('name,fmt,rows,arch', [
+    ('qwen3.6-35b-a3b','nvfp4',8,'sm_90a'), ('gpt-oss-20b','mxfp4',8,'sm_90a'),
+    ('qwen3-30b-a3b','int4',1,'sm_90a'), ('qwen3.6-35b-a3b','bf16',8,'sm_121a')])
+def test_spills_nothing(name, fmt, rows, arch, cache):
+    *_,d,_ = [p for p in plans(name, [(fmt,fmt)], [rows]) if p[0]==arch][-1]
+    said = built(cache, 'experts', arch, (*OPTIONS, *options_of(d))).said
+    assert re.findall(r'(\d+) bytes stack frame, (\d+) bytes spill stores', said)==[('0','0')], said
 
 # What a step launches
 
@@ -183,14 +247,15 @@ def steps(name, rows, monkeypatch, arch='sm_90a', **kw):
 
 @pytest.mark.parametrize('name', ['qwen3-30b-a3b','gpt-oss-20b','nemotron-3-nano-30b-a3b'])
 @pytest.mark.parametrize('rows', [1,3,8,17])
-def test_the_count_is_zero_before_each_meeting(name, rows, monkeypatch):
-    "Each launch in which blocks meet follows a router that writes its zero, with the same rows, and no more blocks than multiprocessors"
+def test_each_launch_follows_its_router(name, rows, monkeypatch):
+    "Blocks wait for hidden values that the router before has emptied, all of them, with the same rows, and are no more than multiprocessors"
     card,calls = steps(name, rows, monkeypatch)
     assert [n for n,*_ in calls]==['router','experts']*(len(calls)//2) and sum(a['rows'] for n,_,a,_ in calls if n=='router')==rows
     for (_,_,r,_),(_,grid,e,d) in zip(calls[::2], calls[1::2]):
         at = lambda a: a.ctypes.data
         assert e['halves']==3 and grid<=card.multiprocessors and e['rows']==r['rows']==len(e['h'])<=d['ROWS']
-        assert at(r['met'])==at(e['met']) and at(r['logits'])==at(e['logits']) and at(r['x'])==at(e['x'])
+        assert at(r['empty'])==at(e['h']) and 4*r['fours']==e['h'].size
+        assert at(r['logits'])==at(e['logits']) and at(r['x'])==at(e['x'])
 
 @pytest.mark.parametrize('arch', CARDS)
 @pytest.mark.parametrize('size,scales', [(0x300,True), (1<<20,True), (1<<33,True), (5<<30,False), (16<<20,False)])
@@ -200,6 +265,21 @@ def test_asked_ahead_is_inside(size, scales, arch):
     most = min(size, limits(card).ahead)
     assert w.nbytes==size and 0<n*16<=most and n<2**31
     assert (s is None and k==0) if not scales else (k*16<=s.nbytes and abs(k*8-n)<=8), 'as much of the scales as of the weights'
+
+@needs_cxx
+@pytest.mark.parametrize('name,rows', [('qwen',8), ('mixed',1), ('nemotron',9)])
+def test_hidden_values_are_empty_before(name, rows, nets, monkeypatch):
+    "The router empties what the launch after it waits for, and no more blocks wait than can run"
+    n,emptied,run = nets[name],[],E.run
+    def seen(name, grid, block, *a, **kw):
+        if name=='experts' and a[-3]==1:
+            h = n.card.download(a[kernel.index('h')])
+            emptied.append((h.view('u4')==0xFFFFFFFF).all())
+        run(name, grid, block, *a, **kw)
+    kernel = _params(Source('experts').text, 'experts')
+    monkeypatch.setattr(E, 'run', seen)
+    n(np.resize(n.x, (rows,n.H)), np.resize(n.add, (rows,n.H)))
+    assert emptied==[True]*-(-rows//8)
 
 # What comes next
 

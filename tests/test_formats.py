@@ -4,7 +4,7 @@ import re,subprocess
 from pathlib import Path
 import pytest
 from atlas.card.card import limits
-from atlas.cuda import experts,gemm,gemv # each works out what its kernels need of a row
+from atlas.cuda import gemm,gemv # each works out what its kernels need of a row
 from atlas.cuda.pack import CARD_FORMATS
 from atlas.card.emulator import find_cxx
 from atlas.card.launch import kernel_dir
@@ -13,7 +13,6 @@ from atlas.card.variants import Dry
 root = Path(__file__).parents[1]
 STRUCT = '''#include "lib/fragment.cuh"
 #include "lib/unpack.cuh"
-#include "lib/quads.cuh"
 #include "lib/decode.cuh"
 template <class A, class B> constexpr bool same = false;
 template <class A> constexpr bool same<A, A> = true;
@@ -31,7 +30,6 @@ def claims(f):
     yield members(f'fragment_{f.name}<64>', BYTES=f.unit, UNITS=f.blocks, SKEW=skew, TWO=two)
     W = f'weights::{f.many}'
     yield f'{W}::BYTES*4=={f.chunk} && {W}::SCALE=={-1 if f.tile else f.scale}'
-    if f.parts==1: yield f'quads::{f.name}::SIZE=={f.quad}'
     yield f'same<decode_{f.name}, Decode<{F}>>'
 
 def agrees(lines)->str:

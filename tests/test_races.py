@@ -12,7 +12,6 @@ from atlas.cuda.gemv import rmsnorm
 from atlas.cuda.gemv_wide import gemv_wide
 from atlas.cuda.pack import pack
 from atlas.ground.formats import QTensor
-from atlas.cuda.experts_fused import moe_fused
 from test_card import SamplingParams,Request,engine,ids_of,models,serve
 
 pytestmark = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
@@ -85,9 +84,6 @@ def test_products_of_many_rows_wait(overlap):
     overlap.on = False
     want = chain(np.random.default_rng(0))
     assert (got==want).all()
-def test_experts_of_tensor_cores_read_nothing_early(overlap, monkeypatch):
-    monkeypatch.setattr('atlas.cuda.vocabulary.moe_rows', moe_fused)
-    test_nothing_is_read_before_it_is_written('qwen3.6-moe', 'nvfp4', 'router experts_fused', overlap)
 
 def test_a_kernel_that_forgets_to_wait_is_seen(overlap, tmp_path):
     m,p = models('llama', 'bf16')[1],tmp_path/'kernels'/'gemv.cu'

@@ -233,18 +233,17 @@ class Limits:
     half:int
     alone:int # More than half: no two blocks that ask for so much come to one multiprocessor
     third:int # So much that one block, and no more, fits beside one that is `alone`; 0: never
-    ring:int # For weights of experts on their way
-    # Of the next matrix to ask for: what memory gives while blocks meet, and the L2 cache holds
+    # Of the next matrix to ask for: what memory gives while blocks wait, and the L2 cache holds
     ahead:int
 
 _HOPPER = Limits(
     shared=228<<10, block=227<<10, half=111<<10,
     alone=116<<10, third=78<<10,
-    ring=92<<10, ahead=16<<20)
+    ahead=16<<20)
 _OTHERS = Limits(
     shared=100<<10, block=99<<10, half=99<<10,
     alone=51<<10, third=0,
-    ring=40<<10, ahead=2<<20)
+    ahead=2<<20)
 
 def limits(card)->Limits:
     "The limits of a `Cuda`, an `Emulator`, or what stands for one"

@@ -1,4 +1,4 @@
-"""A mixture of experts at decode, from the norm to the residual, in two launches
+"""A mixture of experts at decode by tensor cores, from the norm to the residual, in two launches
 
 Docs: https://atlas-inference.github.io/atlas/3_ops/moe/cuda.experts.html.md"""
 
@@ -9,68 +9,96 @@ __all__ = ['moe', 'row_bias']
 
 # %% ../../nbs/3_ops/moe/51_cuda.experts.ipynb #5427b7ca
 import numpy as np
-from fastcore.basics import patch
 from ..card.card import card_of,limits,run
 from ..ground.config import MoEConfig
 from ..ground.core import AtlasError
-from .pack import CardFormat,Packed,row_order
+from .gemv import _x_bytes
+from .pack import Packed,row_order
 
-# %% ../../nbs/3_ops/moe/51_cuda.experts.ipynb #f4a00f15
+# %% ../../nbs/3_ops/moe/51_cuda.experts.ipynb #967f27d3
 _ACTS = dict(silu='ACT_SILU', gelu_tanh='ACT_GELU', swiglu_oai='ACT_OAI', relu2='ACT_RELU2')
-
-@patch(as_prop=True)
-def quad(self:CardFormat)->int:
-    "Bytes of a chunk of four rows of each lane of a warp, with their scales"
-    return 128*(self.chunk+self.scale+4*(self.rows=='s'))
 
 def _ceil(a, b): return -(-a//b)
 
-def _lanes(k):
-    "Lanes for four rows of `k` columns: as many as are seldom idle"
-    C = _ceil(k, 32)
-    return max((l for l in (4,8,16,32) if C/(_ceil(C, l)*l)>.87), default=4)
+def _units(p): return _ceil(p.k, 128*p.format.blocks)
 
-# %% ../../nbs/3_ops/moe/51_cuda.experts.ipynb #ad87651d
-def _bytes(d, deep, place):
-    "Bytes of shared memory: places, inputs of the first half or of the second, floats, slots"
-    r,UC,DC,each = d['ROWS'],_ceil(d['HIDDEN'], 32),_ceil(d['INNER'], 32),min(d['ROWS'], 2)
-    picks,t = d['TOP_K']+d['SHARED'],32//min(d['ULANES'], d['DLANES'])
-    most,inputs = r*d['TOP_K']+d['SHARED']*_ceil(r, each),max(r*(68*UC+128), r*picks*(68*DC+128))
-    words = r*_ceil(d['HIDDEN'], 256)+r*picks*(1+d['OWN']*128//d['DLANES'])+3*r*d['TOP_K']+most+1+_ceil(most*each, 2)
-    return d['WARPS']*deep*(place+32*t)+_ceil(inputs, 16)*16+_ceil(4*words, 16)*16+48
+def _split(p, most):
+    "Warps that share a strip of the bank `p`: a power of two, at most `most` and its units"
+    units = _units(p)
+    return max(s for s in (1,2,4) if s<=min(most, units))
 
-def _fitted(card, d, pieces, place):
-    "`d` with its warps, places and bytes, if a warp of so many does `pieces`; fewer warps or, if it is for several rows, None where they do not fit"
+def _staged(p, rows):
+    "Bytes of `rows` rows of p's columns, as fragments"
+    f = p.format
+    return _x_bytes(f, rows, _ceil(_units(p)*f.blocks, 2)*2)
+
+# %% ../../nbs/3_ops/moe/51_cuda.experts.ipynb #49edb6fe
+def _place(*banks):
+    "Bytes of a place: a unit, scales and biases of its rows"
+    return max(p.format.unit for p in banks)+128
+
+def _bytes(d, up, down):
+    "Bytes of shared memory: places, inputs of one half or of both, sums, slots"
+    r,W,top = d['ROWS'],d['WARPS'],d['TOP_K']
+    entries,most = r*(top+d['SHARED']),r*top+d['SHARED']
+    inputs = (sum if d['APART'] else max)((_staged(up, r), _staged(down, entries)))
+    sums = W*(33*r+32)+r*_ceil(d['HIDDEN'], 256)
+    results = entries*(1+16*_ceil(d['SPAN'], 16))
+    slots = r*top+most+1+_ceil(most*r, 2)+(d['EXPERTS'] if r>1 else 1)
+    words = sums+results+slots
+    return W*d['DEEP']*_place(up, down)+inputs+_ceil(4*words, 16)*16
+
+# %% ../../nbs/3_ops/moe/51_cuda.experts.ipynb #f7c31f89
+def _rooms(card):
+    "Shared memory that leaves a block of the router its place, and all that a block may have"
     l = limits(card)
-    fewest = 1 if d['ROWS']==1 else d['WARPS']
-    for w in range(d['WARPS'], fewest-1, -1):
-        d = d|dict(WARPS=w)
-        deepest = min(l.ring//(w*place), pieces(w))
-        for deep in range(max(1, deepest), 0, -1):
-            need = _bytes(d, deep, place)
-            if need>l.block: continue
-            return d|dict(DEEP=deep, ROOM=max(need, l.alone))
+    return *((l.shared-l.third-4096,) if l.third else ()),l.block
 
-# %% ../../nbs/3_ops/moe/51_cuda.experts.ipynb #e5781a18
-def _variant(card, H, up, down, m, act, norm, shared, gate, corrected, rows, blocks):
+def _fitted(card, d, up, down, pieces, least):
+    "`d` with as many places a warp as do some good, `least` or more; None if they do not fit"
+    first,second = pieces
+    most = min(4, max(2, first), first+second)
+    for room in _rooms(card):
+        for deep in range(most, min(least, most)-1, -1):
+            v = d|dict(DEEP=deep)
+            need = _bytes(v, up, down)
+            if need<=room: return v|dict(ROOM=max(need, limits(card).alone))
+
+# %% ../../nbs/3_ops/moe/51_cuda.experts.ipynb #740b12ad
+def _pieces(d, up, down, blocks):
+    "Units that a warp does at most, of each half"
+    W,slots = d['WARPS'],d['ROWS']*(d['TOP_K']+d['SHARED'])
+    us,ds = _split(up, 4),_split(down, 2)
+    first = _ceil(slots*_ceil(up.rows, 16), blocks*(W//us))
+    second = _ceil(slots*_ceil(d['SPAN'], 16), W//ds)
+    return first*_ceil(_units(up), us),second*_ceil(_units(down), ds)
+
+def _warps(d, up, down, blocks):
+    "How many warps to try: those that need the fewest rounds of one row first"
+    wide,scales = (max(getattr(p.format, k) for p in (up,down)) for k in ('chunk','scale'))
+    most = 16 if wide>=64 else 20 if scales>=4 else 24 # by registers
+    if d['ROWS']>1: return range(min(20, most), 11, -4)
+    def rounds(w): return sum(_pieces(d|dict(WARPS=w), up, down, blocks))
+    return sorted(range(8, most+1, 4), key=lambda w: (rounds(w),w))
+
+# %% ../../nbs/3_ops/moe/51_cuda.experts.ipynb #0c817c92
+def _plan(card, H, up, down, m, act, norm, shared, gate, corrected, rows, blocks):
     "Options of experts.cu for at most `rows`, and its number of blocks"
-    I,picks = down.k,m.top_k+shared
-    f = up.format,down.format
-    most = 16 if max(g.chunk for g in f)>=64 else 24
-    place = max(g.quad for g in f)
-    def scales(p):
-        return p.s.shape[1] if p.format.rows=='s' else 1
-    ul,dl = _lanes(H),_lanes(I)
-    units,groups = picks*_ceil(_ceil(up.rows, 4), 32//ul),_ceil(H//4, 32//dl)
-    d = dict(UP=up.fmt, DOWN=down.fmt, UKB=scales(up), DKB=scales(down), HIDDEN=H, INNER=I, EXPERTS=m.num_experts, TOP_K=m.top_k, SHARED=int(shared), GATE=int(gate), SCORE=f'SCORE_{m.score.upper()}',
-        CORRECTED=int(corrected), RENORM=int(m.renormalise), NORM=int(norm), ACT=_ACTS[act], ULANES=ul, DLANES=dl)
+    picks,strips = m.top_k+shared,_ceil(up.rows, 16)
+    d = dict(UP=f'fragment_{up.format.name}', DOWN=f'fragment_{down.format.name}',
+        HIDDEN=H, INNER=down.k, EXPERTS=m.num_experts, TOP_K=m.top_k, SHARED=int(shared),
+        GATE=int(gate), SCORE=f'SCORE_{m.score.upper()}', CORRECTED=int(corrected),
+        RENORM=int(m.renormalise), NORM=int(norm), ACT=_ACTS[act])
     for r in (8,4,2,1):
         if r>=2*rows: continue
-        n = min(blocks, max(r*units, groups)); own = _ceil(groups, n)
-        def pieces(w): return _ceil(r*units, n*w)*_ceil(H, 32*ul)+_ceil(r*own*picks, w)*_ceil(I, 32*dl)
-        W = min(20, most) if r>1 else min(min(range(8, most+1), key=pieces)+2, most)
-        if v := _fitted(card, d|dict(ROWS=r, WARPS=W, OWN=own), pieces, place): return v,n
-    raise AtlasError(f'Experts of {I:,} on {H:,} values need more shared memory than a block has')
+        n = min(blocks, max(r*picks*strips, H//16))
+        apart = 4*(_staged(up, r)+_staged(down, r*picks))<=limits(card).block
+        d |= dict(ROWS=r, SPAN=4*_ceil(H, 4*n), APART=int(apart))
+        for least in (2,1):  # rather fewer warps than none whose next unit is under way
+            for w in _warps(d, up, down, n):
+                d['WARPS'] = w
+                if v := _fitted(card, d, up, down, _pieces(d, up, down, n), least): return v,n
+    raise AtlasError(f'Experts of {down.k:,} on {H:,} values need more shared memory than a block has')
 
 # %% ../../nbs/3_ops/moe/51_cuda.experts.ipynb #74dfae1a
 def _raw(a): return None if a is None else a.reshape(-1).view('uint8')
@@ -80,13 +108,13 @@ def _beside(card, d):
     l = limits(card)
     return l.third if d['ROWS']==1 or d['ROOM']+l.third<=l.shared-4096 else 0
 
-def _route(x, gain, eps, router, bias, logits, met, E, room, empty=None):
+def _route(x, gain, eps, router, bias, logits, E, room, empty):
     "The router's logits of rows `x`; `empty` is emptied for the launch after it"
     (R,H),n = x.shape,router.n
     each,pieces = _ceil(n, 160),_ceil(H, 256); W = _ceil(pieces, _ceil(pieces, 8))
     grid = _ceil(n, each),_ceil(R, 2)
-    arrays = _raw(router.w),bias,gain,x,logits,met,empty
-    sizes = n,logits.shape[1],R,0 if empty is None else empty.size//4
+    arrays = _raw(router.w),bias,gain,x,logits,None,empty
+    sizes = n,logits.shape[1],R,empty.size//4
     variant = dict(
         HIDDEN=H,
         EXPERTS=E,
@@ -118,6 +146,17 @@ def _asked(p, card):
     part = min(1, limits(card).ahead/w.nbytes)
     return (w,s),tuple(0 if a is None else int(a.nbytes*part)//16 for a in (w,s))
 
+# %% ../../nbs/3_ops/moe/51_cuda.experts.ipynb #72491817
+def _scratch(card, d, router, down):
+    "Rows of a launch, their logits and their hidden values"
+    n,picks = d['ROWS'],d['TOP_K']+d['SHARED']
+    return n,card.empty((n,_ceil(router.n, 4)*4)),card.empty((n,picks,_ceil(down.k, 4)*4))
+
+def _halves(card, d, blocks, args, sixteens):
+    "Both halves in a launch; in two on the emulator, which runs one block after the other"
+    for halves in (3,) if card.kind=='cuda' else (1,2):
+        run('experts', blocks, 32*d['WARPS'], *args, halves, *sixteens, shared=d['ROOM'], **d)
+
 # %% ../../nbs/3_ops/moe/51_cuda.experts.ipynb #b104dbbc
 def moe(
     x, # [R, H] float32
@@ -143,20 +182,22 @@ def moe(
     blocks:int|None=None, # At most so many; one a multiprocessor by default, for all must run at once
     then:Packed|None=None, # The matrix that the next launch reads: asked for while memory idles
 ): # [R, H]: residual and weighted sum of the experts' MLPs
-    "Experts of up to 8 rows a launch; what `atlas.ops.moe` computes, and no row's bits depend on another row"
-    card,(R,H),E = card_of(x),x.shape,m.num_experts
+    "What `atlas.ops.moe` computes, by tensor cores; no row's bits depend on another row"
+    card,(R,H) = card_of(x),x.shape
     _checked(H, router, up, down, m, act, shared, shared_gate)
     if out is None: out = card.empty((R,H))
-    d,blocks = _variant(card, H, up, down, m, act, gain is not None, shared, shared_gate, correction is not None, max(1, R), _most(card, blocks))
-    n,ld,(later,sixteens) = d['ROWS'],_ceil(router.n, 4)*4,_asked(then, card)
-    def of(a, i): return None if a is None else a[i:i+n]
-    logits,h,met = card.empty((n,ld)),card.empty((n,m.top_k+shared,_ceil(down.k, 4)*4)),card.empty(1, 'int32')
+    how = act,gain is not None,shared,shared_gate,correction is not None,max(1, R)
+    d,blocks = _plan(card, H, up, down, m, *how, _most(card, blocks))
+    (n,logits,hidden),(later,sixteens) = _scratch(card, d, router, down),_asked(then, card)
+    banks = *map(_raw, (up.w,down.w,up.s,down.s)),up.gs,down.gs,up_bias,down_bias
+    sizes = float(eps),3.4e38 if limit is None else float(limit),float(m.scaling),logits.shape[1]
     for i in range(0, R, n):
-        r,(ids,weights) = min(n, R-i),(of(a, i) for a in routes or (None,None))
-        _route(x[i:i+n], gain if router_gain is None else router_gain, float(eps), router, bias, logits[:r], met, E, _beside(card, d))
-        for halves in (3,) if card.kind=='cuda' else (1,2): # the emulator runs one block after the other
-            run('experts', blocks, 32*d['WARPS'], *map(_raw, (up.w,down.w,up.s,down.s)), up.gs, down.gs, up_bias, down_bias, logits[:r], correction, per_expert, gain, x[i:i+n], h[:r], ids, weights,
-                of(add, i), out[i:i+n], met, *later, float(eps), 3.4e38 if limit is None else float(limit), float(m.scaling), ld, r, halves, *sixteens, shared=d['ROOM'], **d)
+        mine,ids,w,its,y = (None if a is None else a[i:i+n] for a in (x,*(routes or (None,None)),add,out))
+        r,seen = len(mine),gain if router_gain is None else router_gain
+        to,h,room = logits[:r],hidden[:r],_beside(card, d)
+        _route(mine, seen, float(eps), router, bias, to, m.num_experts, room, h)
+        rows = to,correction,per_expert,gain,mine,h,ids,w,its,y
+        _halves(card, d, blocks, (*banks,*rows,*later,*sizes,r), sixteens)
     return out
 
 # %% ../../nbs/3_ops/moe/51_cuda.experts.ipynb #2dc3cf7d

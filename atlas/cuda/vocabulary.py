@@ -17,7 +17,7 @@ from ..ground.core import ConfigError
 from ..ground.weights import head_quantizable,quantizable
 from .attend import Angles,attend as attend_rows,make_pool,pool_bytes,pool_words
 from .delta import delta_step
-from .experts_fused import moe_fused
+from .experts import moe as moe_rows
 from .experts_many import experts_many,route_many
 from .experts_wide import moe_wide
 from .flash import flash
@@ -171,7 +171,7 @@ def mamba(s:Step, x, w:MambaWeights, conv, rec):
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #d7387458
 def _moe_of(rows):
     "What multiplies the experts of so many rows; both give a row the same bits"
-    return moe_fused if rows<=MAX_ROWS else moe_wide
+    return moe_rows if rows<=MAX_ROWS else moe_wide
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #ec90b79e
 def _routes(s, x, top_k):

@@ -22,7 +22,6 @@ from ..cuda.accept import VerifyRows,accept_on_host,accept_rows,next_on_host,nex
 from ..cuda.attend import Angles,attend,encode_row,make_pool,unpack_pool
 from ..cuda.delta import delta_step
 from ..cuda.experts import moe,row_bias
-from ..cuda.experts_fused import moe_fused
 from ..cuda.experts_many import experts_many,route_many,sort_picks
 from ..cuda.experts_wide import moe_wide
 from ..cuda.flash import flash
@@ -198,10 +197,8 @@ def _norm_add(card, rng, run, both):
 _MIXTURES = dict(Qwen=dict(fmt='NVFP4', shared=True), gpt_oss=dict(fmt='MXFP4', act='swiglu_oai', score='topk_softmax', bias=True),
     Nemotron=dict(fmt='FP8_CHANNEL', act='relu2', score='sigmoid', scaling=2.5))
 
-_FUSED = {k: v|dict(word=moe_fused, R=5) for k,v in _MIXTURES.items()}
-
-@_case('router + experts_fused', '5 rows', **_FUSED)
 @_case('router + experts', '9 rows', Qwen_wide=dict(fmt='NVFP4', shared=True, H=256, I=512, R=9))
+@_case('router + experts', '5 rows', **{k: v|dict(R=5) for k,v in _MIXTURES.items()})
 @_case('router + experts', '2 rows',
     **_MIXTURES, Qwen_INT4=dict(fmt='INT4', shared=True))
 def _moe(card, rng, run, fmt, act='silu', score='softmax', bias=False, shared=False, scaling=1., E=20, H=160, I=64, R=2, word=moe):
@@ -579,7 +576,7 @@ _WORK = dict(
     gated_delta='delta_step delta_wide delta_prep delta_many gated_norm',
     mamba='mamba_step mamba_prep mamba_many gated_norm',
     moe='router experts route_many moe_count moe_sort moe_gather '
-        'experts_fused expert_slots expert_strips expert_sum',
+        'expert_slots expert_strips expert_sum',
     prepare='pack',
     halve='gemm',
     units='gemm',

@@ -1,6 +1,6 @@
 #pragma once
 // The formats that weights have on a card, a struct each: all that kernels know of one. What reads,
-// moves and multiplies (lib/decode.cuh, unpack.cuh, quads.cuh, fragment.cuh) is written once, over
+// moves and multiplies (lib/decode.cuh, unpack.cuh, fragment.cuh) is written once, over
 // these; the same rows are atlas.cuda.pack.CARD_FORMATS, and layouts are in kernels/README.md.
 //   CHUNK   bytes of 32 codes of a row, a chunk
 //   SCALE   bytes of its scales, those of four rows side by side; 0: none
@@ -21,12 +21,6 @@
 //                        of all of row r that its unit depends on, the i-th; -1 beyond the end.
 //                        Only where units are to be found (units.cu)
 //   unit_of(top)         the unit of a row whose largest piece is `top`
-// For products of few rows by plain arithmetic, 32 columns at a time, four rows side by side:
-//   POWER                the largest of 32 activations is brought into [2^POWER, 2^(POWER+1))
-//   UNIT                 what sums are to be multiplied by, once a row
-//   dot<P>(p, x, z, y)   y[r] += row r times x (32 halves) times z, the inverse of their power of
-//                        two. P::vector(p, i) and P::scales(p) have the pieces of the rows' chunk,
-//                        all rows' after each other, and the scales
 // For products of few rows by tensor cores, 128 columns at a time (lib/fragment.cuh):
 //   TWO                  x as two planes of bf16, not one of fp16
 //   Pair                 where chunks have scales: those of two rows. read(p); factors(f): a Factor
@@ -52,8 +46,6 @@
 //   scales:  uint4 [rows/4, K/32]. Of each of four rows the fp16 scale, in the lower half, and z,
 //            so that zeros stand for zeros. A row's power of two (`gs`) brings its largest scale
 //            into [2^11, 2^12).
-// Activations are fp16 with a power-of-two scale for each chunk (lib/stage.cuh), largest magnitude in [2^14, 2^15): a sum of eight products
-// stays below 8 * 6*2^-14 * 2^15 = 96, so nothing overflows, and what is lost below 2^-24 is 2^-29 of the chunk's largest.
 #include "lib/codes.cuh"
 #include "lib/stage.cuh"
 
@@ -85,26 +77,6 @@ __device__ __forceinline__ void multiply_pairs(unsigned* h, __half2 f) {
         h[i] = bits_of_half2(__hmul2(half2_from(h[i]), f));
 }
 
-// Eight weights of word `w` times x[0..3], added to `acc`.
-__device__ __forceinline__ __half2 nvfp4_word(unsigned w, const __half2* x, __half2 acc) {
-    const unsigned a = w & 0x8E8E8E8Eu, b = ((w << 7) & 0x80808080u) | ((w >> 3) & 0x0E0E0E0Eu);
-    acc = __hfma2(half2_from(__byte_perm(a, 0, 0x1404)), x[0], acc);
-    acc = __hfma2(half2_from(__byte_perm(a, 0, 0x3424)), x[1], acc);
-    acc = __hfma2(half2_from(__byte_perm(b, 0, 0x1404)), x[2], acc);
-    return __hfma2(half2_from(__byte_perm(b, 0, 0x3424)), x[3], acc);
-}
-
-// A chunk's dot product, without its activations' scale. `scales`: two e4m3.
-__device__ __forceinline__ float nvfp4_chunk(uint4 w, unsigned short scales, const __half2* x) {
-    const __half2 zero = __float2half2_rn(0.f);
-    const float2 u = __half22float2(nvfp4_word(w.y, x + 4, nvfp4_word(w.x, x, zero)));
-    const float2 v = __half22float2(nvfp4_word(w.w, x + 12, nvfp4_word(w.z, x + 8, zero)));
-    const float2 f = __half22float2(half2_from(e4m3_halves(scales)));
-    return fmaf(u.x + u.y, f.x, __fmul_rn(v.x + v.y, f.y));  // told apart, lest the compiler fuse them differently for other row counts
-}
-// The scales of row r%4 out of four.
-__device__ __forceinline__ unsigned short nvfp4_scales(uint2 s, int r) { return (unsigned short)((r & 2 ? s.y : s.x) >> ((r & 1) * 16)); }
-
 namespace formats {
 struct itself {
     static __device__ __forceinline__ float aid(float unit) { return unit; }
@@ -116,8 +88,7 @@ struct inverse {  // of a power of two
 };
 
 struct e2m1 {  // what nvfp4 and mxfp4 share
-    static constexpr int CHUNK = 16, POWER = 14;
-    static constexpr float UNIT = 16384.f;
+    static constexpr int CHUNK = 16;
     static constexpr bool BY_ROW = false, TILE = false, TWO = false, CROSSED = true;
     typedef __half2 Factor;
     static __device__ __forceinline__ void times(unsigned w, float f, float* a) {
@@ -146,17 +117,6 @@ struct nvfp4 : e2m1, itself {
         const unsigned codes = *(const unsigned*)w;
         const __half2 scale = half2_from(e4m3_halves(s[t / 2] * 0x101u));
         e2m1_pairs(codes, __hmul2(scale, __float2half2_rn(128.f)), h);
-    }
-    template <class P>
-    static __device__ __forceinline__ void dot(
-            unsigned char* p, const uint4* x, float z, float* y) {
-        const uint2 s = *(const uint2*)P::scales(p);
-        #pragma unroll
-        for (int r = 0; r < 4; r++) {
-            const uint4 w = *P::vector(p, r);
-            const float sum = nvfp4_chunk(w, nvfp4_scales(s, r), (const __half2*)x);
-            y[r] = fmaf(sum, z, y[r]);
-        }
     }
     struct Pair {  // exact in fp16: at most 6 * 448 * 2^-14, a multiple of 2^-24
         static constexpr bool SCALED = false;
@@ -213,20 +173,6 @@ struct mxfp4 : e2m1 {
     static __device__ __forceinline__ float unit_of(float top) {
         return __uint_as_float((unsigned)max((int)top, 1) << 23);
     }
-    template <class P>
-    static __device__ __forceinline__ void dot(
-            unsigned char* p, const uint4* x, float z, float* y) {
-        const __half2 zero = __float2half2_rn(0.f), *h = (const __half2*)x;
-        const unsigned s = *(const unsigned*)P::scales(p);
-        #pragma unroll
-        for (int r = 0; r < 4; r++) {
-            const uint4 w = *P::vector(p, r);
-            const float f = __uint_as_float((r < 3 ? s << (23 - 8 * r) : s >> 1) & 0x7F800000u);  // 2^-127 counts as nothing, NaN as infinity
-            const float2 u = __half22float2(nvfp4_word(w.y, h + 4, nvfp4_word(w.x, h, zero)));
-            const float2 v = __half22float2(nvfp4_word(w.w, h + 12, nvfp4_word(w.z, h + 8, zero)));
-            y[r] = fmaf(__fmul_rn(__fadd_rn(u.x + u.y, v.x + v.y), z), f, y[r]);
-        }
-    }
     // each chunk times its power of two over the largest of the four: exact, unless below 2^-23
     struct Pair {
         static constexpr bool SCALED = true;
@@ -257,8 +203,7 @@ struct mxfp4 : e2m1 {
 
 struct int4 : itself {
     static constexpr int CHUNK = 16, SCALE = 4;
-    static constexpr int POWER = 8;  // products of eight up to 8 * 15 * 2^9 = 61,440
-    static constexpr float UNIT = 1.f, UNITY = 1.f;
+    static constexpr float UNITY = 1.f;
     static constexpr bool BY_ROW = false, TILE = false, TWO = false, CROSSED = false;
     typedef unsigned Factor;  // scale and z
     static __device__ __forceinline__ float scale(Factor f) {
@@ -299,32 +244,6 @@ struct int4 : itself {
             Bytes w, Bytes s, int, float, bool, unsigned* h) {
         times(*(const unsigned*)w, *(const Factor*)s, h);
     }
-    template <class P>
-    static __device__ __forceinline__ void dot(
-            unsigned char* p, const uint4* x, float z, float* y) {
-        const uint4 s = *(const uint4*)P::scales(p);
-        #pragma unroll
-        for (int r = 0; r < 4; r++) {
-            const uint4 w = *P::vector(p, r);
-            float sum = 0.f;
-            #pragma unroll
-            for (int j = 0; j < 4; j += 2) {
-                unsigned h[8];
-                less(word(w, j), word(s, r), h);
-                less(word(w, j + 1), word(s, r), h + 4);
-                __half2 a = __float2half2_rn(0.f);
-                #pragma unroll
-                for (int i = 0; i < 8; i++) {
-                    const __half2 v = half2_from(word(x[j + i / 4], i % 4));
-                    a = __hfma2(half2_from(h[i]), v, a);
-                }
-                const float2 u = __half22float2(a);
-                sum += u.x + u.y;
-            }
-            const float at_one = __fmul_rn(sum, z);
-            y[r] = fmaf(at_one, scale(word(s, r)), y[r]);
-        }
-    }
     struct Pair {
         static constexpr bool SCALED = false;
         uint2 s;
@@ -345,8 +264,7 @@ struct int4 : itself {
 
 template <bool TILED> struct e4m3 {
     static constexpr int CHUNK = 32, SCALE = 0;
-    static constexpr int POWER = 3;  // products of eight below 8 * 448 * 16 = 57,344
-    static constexpr float UNIT = 1.f, UNITY = 1.f;
+    static constexpr float UNITY = 1.f;
     static constexpr bool BY_ROW = true, TILE = TILED, TWO = false;
     static __device__ __forceinline__ void pairs(const uint2 v, unsigned* h) {
         h[0] = e4m3_halves(v.x & 0xFFFFu);
@@ -360,29 +278,6 @@ template <bool TILED> struct e4m3 {
         pairs(eight<uint2>(w, row, C, v), h);
         const size_t at = TILED ? row * ((C + 3) / 4) + v / 16 : row;
         halves_to_floats(h, ((const float*)s)[at], a);
-    }
-    template <class P>
-    static __device__ __forceinline__ void dot(
-            unsigned char* p, const uint4* x, float z, float* y) {
-        const __half2* h = (const __half2*)x;
-        const float4 s = *(const float4*)P::scales(p);
-        #pragma unroll
-        for (int r = 0; r < 4; r++) {
-            float sum = 0.f;
-            #pragma unroll
-            for (int j = 0; j < 2; j++) {
-                const uint4 w = *P::vector(p, 2 * r + j);
-                __half2 a = __float2half2_rn(0.f);
-                #pragma unroll
-                for (int k = 0; k < 8; k++) {
-                    const unsigned codes = word(w, k / 2) >> (k % 2 * 16);
-                    a = __hfma2(half2_from(e4m3_halves(codes)), h[j * 8 + k], a);
-                }
-                const float2 f = __half22float2(a);
-                sum += f.x + f.y;
-            }
-            y[r] = fmaf(__fmul_rn(sum, z), (&s.x)[r], y[r]);
-        }
     }
     static __device__ __forceinline__ float row_scale(Bytes s, const float*, size_t row) {
         return TILED ? 1.f : ((const float*)s)[row];
@@ -416,33 +311,9 @@ struct fp8_tiled : e4m3<true>, inverse {
 };
 
 template <bool BF16> struct sixteen {
-    static constexpr int CHUNK = 64, SCALE = 0, POWER = 14;
-    static constexpr float UNIT = 1.f, UNITY = 1.f;
+    static constexpr int CHUNK = 64, SCALE = 0;
+    static constexpr float UNITY = 1.f;
     static constexpr bool BY_ROW = false, TILE = false, TWO = BF16;
-    static __device__ __forceinline__ float2 pair(unsigned v) {
-        if (BF16) return make_float2(bf16_low(v), bf16_high(v));
-        return __half22float2(half2_from(v));
-    }
-    // every product in float32
-    template <class P>
-    static __device__ __forceinline__ void dot(
-            unsigned char* p, const uint4* x, float z, float* y) {
-        #pragma unroll
-        for (int r = 0; r < 4; r++) {
-            float sum = 0.f;
-            #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                const uint4 w = *P::vector(p, 4 * r + j);
-                #pragma unroll
-                for (int k = 0; k < 4; k++) {
-                    const float2 u = pair(word(w, k));
-                    const float2 v = __half22float2(half2_from(word(x[j], k)));
-                    sum = fmaf(u.y, v.y, fmaf(u.x, v.x, sum));
-                }
-            }
-            y[r] = fmaf(sum, z, y[r]);
-        }
-    }
     static __device__ __forceinline__ float row_scale(Bytes, const float*, size_t) { return 1.f; }
     static __device__ __forceinline__ float row_raw(Bytes, const float*, size_t) { return 1.f; }
 };

@@ -120,58 +120,23 @@ template <int MANY, int BEST, int KIND, bool TO_ONE, int N> __device__ __forcein
     return __fmul_rn(w, scaling);
 }
 
-// Which experts a step needs, and for whom: a slot is one expert and up to EACH entries (row * PICKS + pick); an expert that more rows picked has several. The shared
-// expert (number MANY) has the first slots, the others follow in the order in which rows picked them. With EACH == FEW an entry's place in its slot is its row.
-template <int MANY, int BEST, int ALSO, int FEW, int EACH> struct Slots {
-    static constexpr int FIRST = ALSO ? (FEW + EACH - 1) / EACH : 0, MOST = FEW * BEST + FIRST, PICKS = BEST + ALSO, NOBODY = -1;
-    int ids[FEW * BEST], expert[MOST], opener[FEW * BEST], slot[FEW * BEST], number;
-    short who[MOST][EACH];
+// Which experts a step needs, and for whom: a slot is one expert, and the entry (row * PICKS + pick)
+// of each row that picked it. The shared expert (number MANY) has the first slot, the others follow
+// in the order in which rows picked them.
+template <int MANY, int BEST, int ALSO, int FEW> struct Slots {
+    static constexpr int FIRST = ALSO, MOST = FEW * BEST + FIRST, PICKS = BEST + ALSO, NOBODY = -1;
+    int ids[FEW * BEST], expert[MOST], number;
+    short who[MOST][FEW];
     __device__ __forceinline__ void clear(int rows, int threads) {
-        for (int i = threadIdx.x; i < MOST * EACH; i += threads) who[i / EACH][i % EACH] = ALSO && i < rows ? i * PICKS + BEST : FEW == 1 ? i - ALSO : NOBODY;
+        for (int i = threadIdx.x; i < MOST * FEW; i += threads) {
+            const int entry = ALSO && i < rows ? i * PICKS + BEST : NOBODY;
+            who[i / FEW][i % FEW] = FEW > 1 || (ALSO && i < rows) ? entry : i - ALSO;
+        }
         if (threadIdx.x < FIRST) expert[threadIdx.x] = MANY;
         if (FEW == 1 && !threadIdx.x) number = MOST;
     }
-    __device__ __forceinline__ int* of(int row) { return FEW == 1 ? expert + ALSO : ids + row * BEST; }  // where its picks are to be put
-    __device__ __forceinline__ void group(int rows, int threads) {  // between two barriers
-        if (FEW == 1) return;
-        if (FEW * BEST <= 32) { if (threadIdx.x < 32) group_by_warp(rows * BEST); }
-        else group_by_block(rows * BEST, threads);
-    }
-    // A lane an entry: those that have the same expert find each other.
-    __device__ __forceinline__ void group_by_warp(int many) {
-        const unsigned below = (1u << threadIdx.x) - 1;
-        const int id = (int)threadIdx.x < many ? ids[threadIdx.x] : -1;
-        const unsigned same = __match_any_sync(~0u, id) & below;
-        const int place = __popc(same) % EACH;
-        const unsigned opens = __ballot_sync(~0u, id >= 0 && !place);
-        unsigned opener = same;  // the last of them opened the slot, unless others came between
-        for (int i = 1; i < place; i++) opener &= ~(1u << (31 - __clz(opener)));
-        const int mine = FIRST + __popc(opens & (place ? (1u << (31 - __clz(opener))) - 1 : below));
-        if (!threadIdx.x) number = FIRST + __popc(opens);
-        if (id < 0) return;
-        if (!place) expert[mine] = id;
-        who[mine][EACH == FEW ? threadIdx.x / BEST : place] = threadIdx.x / BEST * PICKS + threadIdx.x % BEST;
-    }
-    __device__ __forceinline__ void group_by_block(int many, int threads) {
-        const int lane = threadIdx.x % 32;
-        for (int i = threadIdx.x; i < many; i += threads) {
-            int before = 0, first = i;
-            #pragma unroll 4
-            for (int j = 0; j < i; j++) if (ids[j] == ids[i]) { if (before % EACH == 0) first = j; before++; }
-            opener[i] = before % EACH ? first * EACH + before % EACH : i * EACH;
-        }
-        __syncthreads();
-        if (threadIdx.x < 32) {
-            int next = FIRST;
-            for (int i = lane; i - lane < many; i += 32) {
-                const bool opens = i < many && opener[i] == i * EACH;
-                const unsigned votes = __ballot_sync(~0u, opens);
-                if (opens) { slot[i] = next + __popc(votes & ((1u << lane) - 1)); expert[slot[i]] = ids[i]; }
-                next += __popc(votes);
-            }
-            if (!lane) number = next;
-        }
-        __syncthreads();
-        for (int i = threadIdx.x; i < many; i += threads) who[slot[opener[i] / EACH]][EACH == FEW ? i / BEST : opener[i] % EACH] = i / BEST * PICKS + i % BEST;
+    // Where a row's picks are to be put; of one row they are its slots.
+    __device__ __forceinline__ int* of(int row) {
+        return FEW == 1 ? expert + ALSO : ids + row * BEST;
     }
 };

@@ -1,12 +1,12 @@
-"""Kernels for wide steps that no step uses yet, beside those in use: times, and whether bits agree.
+"""Kernels for few rows and those for wide steps beside each other: times, and whether bits agree.
 
     python tests/gpu/wide.py [--emulator] [--part products|experts|states|all] [--rows 16,128]
         [--formats nvfp4,fp8,bf16] [--shapes 2048x4096] [--sweep 6] [--models gpt-oss-120b]
 
 Products: `gemv` and `gemv_wide`, whose halves are timed alone, too; `--sweep N` times the N ways
-to share out that the cost model likes best. Experts: `moe`, `moe_fused`, `moe_wide`, and what each
-launch adds: the time of all up to it less that of those before. States: a delta net's `delta_step`
-and `delta_wide`, by sequences of one row. All by graphs over random weights, more than caches hold.
+to share out that the cost model likes best. Experts: `moe` and `moe_wide`, and what each launch
+adds: the time of all up to it less that of those before. States: a delta net's `delta_step` and
+`delta_wide`, by sequences of one row. All by graphs over random weights, more than caches hold.
 Bits can fail, times cannot."""
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,9 +14,8 @@ import numpy as np
 from atlas.card.card import limits
 from atlas.card.device import Cuda
 from atlas.card.emulator import Emulator
-from atlas.cuda import delta,experts,experts_fused,experts_wide,gemv_wide as wide
+from atlas.cuda import delta,experts,experts_wide,gemv_wide as wide
 from atlas.cuda.experts import moe
-from atlas.cuda.experts_fused import moe_fused
 from atlas.cuda.experts_wide import moe_wide
 from atlas.cuda.gemv import _norm_of,gemv
 from atlas.cuda.gemv_wide import gemv_wide
@@ -92,7 +91,7 @@ def products(card, formats, shapes, rows, sweep, tiny):
         for r in rows: bad += product(card, f'{fmt:5} {shape:12}', ws, r, sweep)
     return bad
 
-LAUNCHES = {moe: ['router','experts'], moe_fused: ['router','experts_fused'],
+LAUNCHES = {moe: ['router','experts'],
     moe_wide: ['router','expert_slots','up','down','expert_sum']}
 
 def only(names):
@@ -101,7 +100,7 @@ def only(names):
     def chosen(name, *args, **kw):
         part = ('up' if kw['UP'] else 'down') if name=='expert_strips' else name
         if part in names: run(name, *args, **kw)
-    return instead(chosen, 'run', experts, experts_fused, experts_wide)
+    return instead(chosen, 'run', experts, experts_wide)
 
 class Mixture:
     "Layers of a model's experts, as many as fit"
@@ -144,14 +143,12 @@ class Mixture:
         return f'{f.__name__:9} {sums[-1]:8.1f}   {", ".join(adds)}'
 
     def bits(self, few, n):
-        "Rows in company, alone and by `moe_fused`; what is wrong"
+        "Rows in company, alone and by `moe`; what is wrong"
         x = self.card.upload(normal(n, self.H))
         def result(f, x, **kw): return self.card.download(self(f, x, self.layers[0], **kw))
-        y,old = result(moe_wide, x),result(moe, x)
-        off = abs(y-old).max(1)/abs(old-self.card.download(x)).max(1)
-        print(f'bits: moe_wide is within {off.max():.1e} of what moe adds')
+        y = result(moe_wide, x)
         bad = differ('fewer blocks', result(moe_wide, x, blocks=self.card.multiprocessors-1), y)
-        for k,f in [(n//3,moe_wide)]+[(k,f) for k in few for f in (moe_wide,moe_fused)]:
+        for k,f in [(n//3,moe_wide)]+[(k,f) for k in few for f in (moe_wide,moe)]:
             at = slice(n-k-1, n-1)
             bad += differ(f'{k} rows alone by {f.__name__}', result(f, x[at]), y[at])
         return bad
@@ -163,7 +160,7 @@ def mixture(card, name, rows, tiny):
     print(f'{name}, {e.fmt}, {size}: us a layer, and what each launch adds')
     bad = e.bits(few, 16 if tiny else 100)
     for r in sorted({*few,*rows}):
-        words = [moe]+[moe_fused]*(r in few)+[moe_wide]*(r in rows)
+        words = [moe]+[moe_wide]*(r in rows)
         for f in words: print(f'{r:4} rows  {e.times(f, r)}', flush=True)
     return [f'{name}, {b}' for b in bad]
 
