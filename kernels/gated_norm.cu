@@ -4,31 +4,36 @@
 //   norm_w   : [gains]      f32   of one group, or of the whole row
 //   tile_seq, tile_lo, tile_hi : [tiles] i32   sequence of a tile (-1: none), its real rows lo..hi-1
 //   -D GATE= (1: silu, 2: sigmoid, after the norm; 3: silu, before the norm)
+//   -D KEPT= shares of a lane in registers, 1 to 4: as many as a group has, for few registers let many loads be under way
 //   launch: <<<ceil(r*width/n / 8), 256>>>
 #include "lib/reduce.cuh"
 #ifndef GATE
 #define GATE 1
 #endif
+#ifndef KEPT
+#define KEPT 4
+#endif
 
-// Lane's share of a group: four numbers of every 128, the first four shares in registers.
-extern "C" __global__ void __launch_bounds__(256) gated_norm(float* y, const float* __restrict__ gate, const float* __restrict__ norm_w,
+// Lane's share of a group: four numbers of every 128, the first KEPT shares in registers.
+extern "C" __global__ void __launch_bounds__(256, KEPT == 1 ? 5 : 3) gated_norm(float* y, const float* __restrict__ gate, const float* __restrict__ norm_w,
         const int* __restrict__ tile_seq, const int* __restrict__ tile_lo, const int* __restrict__ tile_hi, float eps, int r, int width, int xw, int at, int n, int gains) {
-    constexpr int KEPT = 4;
     const int lane = threadIdx.x % 32, cell = blockIdx.x * 8 + threadIdx.x / 32, per = width / n, row = cell / per, from = cell % per * n;
     if (row >= r) return;
     const int t = row / 64;
-    const bool real = tile_seq[t] >= 0 && row % 64 >= tile_lo[t] && row % 64 < tile_hi[t];
+    const int seq = tile_seq[t], lo = tile_lo[t], hi = tile_hi[t];  // all asked for at once
+    const bool real = (seq >= 0) & (row % 64 >= lo) & (row % 64 < hi);
     float4* to = (float4*)(y + (size_t)row * width + from);
     const float *z = gate + (size_t)row * xw + at + from, *w = norm_w + (gains == n ? 0 : from);
-    auto value = [&](int i) { return real && i < n / 4 ? to[i] : make_float4(0.f, 0.f, 0.f, 0.f); };
     const bool wide = (size_t)gate % 16 == 0 && xw % 4 == 0 && at % 4 == 0;  // gates need not lie at multiples of 16 bytes
-    auto act = [&](int i) {
-        float4 g = make_float4(0.f, 0.f, 0.f, 0.f);
-        if (real && i < n / 4) {
-            g = wide ? ((const float4*)z)[i] : make_float4(z[4 * i], z[4 * i + 1], z[4 * i + 2], z[4 * i + 3]);
-            #pragma unroll
-            for (int j = 0; j < 4; j++) { const float x = (&g.x)[j], s = 1.f / (1.f + expf(-x)); (&g.x)[j] = GATE == 2 ? s : x * s; }
-        }
+    const float4 none = make_float4(0.f, 0.f, 0.f, 0.f);
+    auto value = [&](int i) { return real && i < n / 4 ? to[i] : none; };
+    auto raw = [&](int i) {
+        if (!real || i >= n / 4) return none;
+        return wide ? ((const float4*)z)[i] : make_float4(z[4 * i], z[4 * i + 1], z[4 * i + 2], z[4 * i + 3]);
+    };
+    auto act = [&](float4 g) {  // zero where there is no gate: its value is zero, too
+        #pragma unroll
+        for (int j = 0; j < 4; j++) { const float x = (&g.x)[j], s = 1.f / (1.f + expf(-x)); (&g.x)[j] = GATE == 2 ? s : x * s; }
         return g;
     };
     auto times = [](float4 a, float4 b) { return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w); };
@@ -36,17 +41,22 @@ extern "C" __global__ void __launch_bounds__(256) gated_norm(float* y, const flo
     float4 v[KEPT], g[KEPT];
     float sum = 0.f;
     #pragma unroll
-    for (int i = 0; i < KEPT; i++) {
+    for (int i = 0; i < KEPT; i++) {  // all loads before the first result
         v[i] = value(lane + 32 * i);
-        g[i] = act(lane + 32 * i);
+        g[i] = raw(lane + 32 * i);
+    }
+    #pragma unroll
+    for (int i = 0; i < KEPT; i++) {
+        if (32 * i >= n / 4) break;
+        g[i] = act(g[i]);
         sum += square(GATE == 3 ? times(v[i], g[i]) : v[i]);
     }
-    for (int i = lane + 32 * KEPT; i < n / 4; i += 32) sum += square(GATE == 3 ? times(value(i), act(i)) : value(i));
+    for (int i = lane + 32 * KEPT; i < n / 4; i += 32) sum += square(GATE == 3 ? times(value(i), act(raw(i))) : value(i));
     const float f = rsqrtf(warp_sum(sum) / n + eps);
     auto finish = [&](int i, float4 a, float4 b) {
         if (i < n / 4) to[i] = make_float4(a.x * b.x * (f * w[4 * i]), a.y * b.y * (f * w[4 * i + 1]), a.z * b.z * (f * w[4 * i + 2]), a.w * b.w * (f * w[4 * i + 3]));
     };
     #pragma unroll
     for (int i = 0; i < KEPT; i++) finish(lane + 32 * i, v[i], g[i]);
-    for (int i = lane + 32 * KEPT; i < n / 4; i += 32) finish(i, value(i), act(i));
+    for (int i = lane + 32 * KEPT; i < n / 4; i += 32) finish(i, value(i), act(raw(i)));
 }

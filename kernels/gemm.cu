@@ -97,8 +97,9 @@ struct Job {  // what all threads of a block know
 };
 
 // Brings what a step along K needs into a stage: each thread the same piece of every so manieth
-// row; step after step, tile after tile. Beyond the ends of W its last row and last chunk are read
-// again: the former gives results that nobody keeps, the latter meets zeros of x.
+// row; step after step, tile after tile. Beyond W's last row nothing is read: what lies in the stage
+// gives results that nobody keeps, and were the last row read again and again by all blocks, one
+// slice of the L2 cache would be all they wait for. Its last chunk is read again and meets zeros of x.
 template <int ROWS> struct Feed {
     static constexpr unsigned XP = CH * 4, WP = CH * PER;              // pieces of a row
     static constexpr unsigned XS = THREADS / XP, WS = THREADS / WP;    // rows that all threads bring at once
@@ -131,8 +132,8 @@ template <int ROWS> struct Feed {
         unsigned char* to = stage + A + chunk * BC + row * PER * 16 + piece % PER * 16;
         #pragma unroll
         for (int i = 0; i < BN / WS; i++) {
-            const unsigned r = min(n0 + row + i * WS, j.last);
-            cp_async_if<16>(to + i * WS * PER * 16, w + (size_t)(r * (j.chunks * PER)) * 16, on);
+            const unsigned r = n0 + row + i * WS;
+            cp_async_if<16>(to + i * WS * PER * 16, w + (size_t)(r * (j.chunks * PER)) * 16, on && r <= j.last);
         }
         if (W::SCALE > 0)  // those of four rows lie together
             #pragma unroll

@@ -17,26 +17,32 @@
 #define WARPS 8
 #endif
 constexpr int STEP = 128 * WARPS;  // numbers that a row's threads take at once
+constexpr int HELD = 4;            // times that they stay in registers; later ones are read again
 
-extern "C" __global__ void __launch_bounds__(256) halve(const float* __restrict__ x, const float* __restrict__ gain, float eps, __half* y, float* scale, int rows, int n, int kp) {
+extern "C" __global__ void __launch_bounds__(256, 4) halve(const float* __restrict__ x, const float* __restrict__ gain, float eps, __half* y, float* scale, int rows, int n, int kp) {
     const int r = blockIdx.x * (8 / WARPS) + threadIdx.x / (32 * WARPS), first = threadIdx.x % (32 * WARPS) * 4;
     const bool real = r < rows, wide = n % 4 == 0;
     const float* row = x + (size_t)(real ? r : 0) * n;
-    const auto four = [&](int i, float* v) {  // numbers i to i+3, with the gain; returns the sum of their squares without it
-        float4 q = make_float4(0.f, 0.f, 0.f, 0.f), f = make_float4(1.f, 1.f, 1.f, 1.f);
-        if (wide && i < n) {
-            q = *(const float4*)(row + i);
-            if (gain) f = *(const float4*)(gain + i);
+    const float4 none = make_float4(0.f, 0.f, 0.f, 0.f), one = make_float4(1.f, 1.f, 1.f, 1.f);
+    const auto fetch = [&](int i, float4& q, float4& f) {  // numbers i to i+3, and their gains
+        q = none; f = one;
+        if (wide) {
+            if (i < n) q = *(const float4*)(row + i);
+            if (gain && i < n) f = *(const float4*)(gain + i);
         } else for (int j = 0; j < 4; j++) if (i + j < n) { (&q.x)[j] = row[i + j]; if (gain) (&f.x)[j] = gain[i + j]; }
-        v[0] = q.x * f.x; v[1] = q.y * f.y; v[2] = q.z * f.z; v[3] = q.w * f.w;
-        return fmaf(q.x, q.x, fmaf(q.y, q.y, fmaf(q.z, q.z, q.w * q.w)));
     };
-    float sum = 0.f, top = 0.f, v[4];
-    #pragma unroll 2
-    for (int i = first; i < n; i += STEP) {
-        sum += four(i, v);
-        top = fmaxf(fmaxf(top, fmaxf(fabsf(v[0]), fabsf(v[1]))), fmaxf(fabsf(v[2]), fabsf(v[3])));
-    }
+    float sum = 0.f, top = 0.f;
+    const auto seen = [&](float4& q, float4 f) {  // q with its gain; the sum of squares is without
+        sum += fmaf(q.x, q.x, fmaf(q.y, q.y, fmaf(q.z, q.z, q.w * q.w)));
+        q = make_float4(q.x * f.x, q.y * f.y, q.z * f.z, q.w * f.w);
+        top = fmaxf(fmaxf(top, fmaxf(fabsf(q.x), fabsf(q.y))), fmaxf(fabsf(q.z), fabsf(q.w)));
+    };
+    float4 v[HELD], g[HELD], late, late_gain;
+    #pragma unroll
+    for (int j = 0; j < HELD; j++) fetch(first + j * STEP, v[j], g[j]);
+    #pragma unroll
+    for (int j = 0; j < HELD; j++) seen(v[j], g[j]);
+    for (int i = first + HELD * STEP; i < n; i += STEP) { fetch(i, late, late_gain); seen(late, late_gain); }
     sum = warp_sum(sum);
     for (int m = 16; m; m >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
     if (WARPS > 1) {
@@ -51,13 +57,12 @@ extern "C" __global__ void __launch_bounds__(256) halve(const float* __restrict_
     if (!real) return;
     const float2 f = chunk_scale(top);
     if (first == 0) scale[r] = gain ? f.y * rsqrtf(sum / n + eps) : f.y;
-    #pragma unroll 2
-    for (int i = first; i < kp; i += STEP) {
+    const auto put = [&](int i, float4 v) {
+        if (i >= kp) return;
         unsigned h[2 * PARTS];
-        four(i, v);
         #pragma unroll
         for (int j = 0; j < 2; j++) {
-            const float p = v[2 * j] * f.x, q = v[2 * j + 1] * f.x;
+            const float p = (&v.x)[2 * j] * f.x, q = (&v.x)[2 * j + 1] * f.x;
             __half2 a = __floats2half2_rn(p, q);
             const float2 b = __half22float2(a);
             h[j] = *(const unsigned*)&a;
@@ -69,5 +74,12 @@ extern "C" __global__ void __launch_bounds__(256) halve(const float* __restrict_
             to[0] = h[2 * p];
             to[4] = h[2 * p + 1];
         }
+    };
+    #pragma unroll
+    for (int j = 0; j < HELD; j++) put(first + j * STEP, v[j]);
+    for (int i = first + HELD * STEP; i < kp; i += STEP) {
+        fetch(i, late, late_gain);
+        seen(late, late_gain);
+        put(i, late);
     }
 }

@@ -71,10 +71,12 @@ def tile_of(
     "How a block divides its work: the largest tile that keeps the whole card busy. A row's bits are the same for all"
     large = f.narrow and k>=2048 and rows>=96
     small = max(parts, f.parts)>1 or grouped and not large
-    shapes = [(8,4),(4,4),(2,4)][small+(f.parts>2):]
+    wide = f.chunk>=64 and not grouped
+    shapes = [(8,4),(4,4),(4,2),(2,2),(2,1)] if wide else [(8,4),(4,4),(2,4)]
+    shapes = shapes[2:4] if f.parts>2 else shapes[small:]
     enough = lambda s: rows>=24 if grouped else -(-rows//(16*s[0]))*-(-n//(32*s[1]))>=cores
     MT,NT = next(filter(enough, shapes), shapes[-1])
-    stages = 2 if f.parts>1 else 3
+    stages = 2 if f.parts>1 else 3 if NT>2 else 4
     return dict(MT=MT, NT=NT, WM=1, WN=4, BK=BK, STAGES=stages)
 
 def launch_of(f:CardFormat, d:dict)->tuple:

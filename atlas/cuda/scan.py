@@ -27,7 +27,11 @@ def _pass(name, heads, dv, b, *args, **sizes):
 def _finish(y, x, at, norm_w, b, n, eps, gate):
     "Norm and gate in place, zeros in padding rows; the gates begin at column `at` of x"
     R,W = y.shape
-    run('gated_norm', -(-R*(W//n)//8), 256, y, x, norm_w, b.tile_seq, b.tile_lo, b.tile_hi, float(eps), R, W, x.shape[1], at, n, len(norm_w), pdl=False, GATE=gate)
+    tiles = (b.tile_seq, b.tile_lo, b.tile_hi)
+    run('gated_norm', -(-R*(W//n)//8), 256,
+        y, x, norm_w, *tiles, float(eps),
+        R, W, x.shape[1], at, n, len(norm_w),
+        pdl=False, GATE=gate, KEPT=min(4, -(-n//128)))
     return y
 
 # %% ../../nbs/3_ops/mamba/41_cuda.scan.ipynb #06eb1b3c
