@@ -193,11 +193,10 @@ def moe(
     sizes = float(eps),3.4e38 if limit is None else float(limit),float(m.scaling),logits.shape[1]
     for i in range(0, R, n):
         mine,ids,w,its,y = (None if a is None else a[i:i+n] for a in (x,*(routes or (None,None)),add,out))
-        r,seen = len(mine),gain if router_gain is None else router_gain
-        to,h,room = logits[:r],hidden[:r],_beside(card, d)
-        _route(mine, seen, float(eps), router, bias, to, m.num_experts, room, h)
+        seen,to,h = gain if router_gain is None else router_gain,logits[:R-i],hidden[:R-i]
+        _route(mine, seen, float(eps), router, bias, to, m.num_experts, _beside(card, d), h)
         rows = to,correction,per_expert,gain,mine,h,ids,w,its,y
-        _halves(card, d, blocks, (*banks,*rows,*later,*sizes,r), sixteens)
+        _halves(card, d, blocks, (*banks,*rows,*later,*sizes,len(h)), sixteens)
     return out
 
 # %% ../../nbs/3_ops/moe/51_cuda.experts.ipynb #2dc3cf7d
