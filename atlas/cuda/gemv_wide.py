@@ -88,6 +88,11 @@ def _most_tiles(f):
     "Eights of rows of x that a block may have: more than four pay where decoding is dear"
     return MOST_TILES if f.parts==1 and f.chunk<64 else 4
 
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #b9d63d29
+def alike(rows:int)->int:
+    "So many rows are shared out as `rows` are: few kinds of kernels serve all numbers"
+    return min(256, max(8, 1<<(rows-1).bit_length()))
+
 # %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #4484f0d1
 def _tilings(room, f, n, k, sms, split, tiles, more=0):
     "Ways to share out `tiles` eights of rows, beside `more` blocks: (cycles, Tiling)"
@@ -114,10 +119,6 @@ def _most_warps(room, f, quads):
     # where shared memory is small, compilers want more registers for the same
     if room.block<128<<10: return 12 if quads<=2 else 8 if quads<=6 else 0
     return 16 if quads<=2 else 12 if quads<=4 else 8
-
-def alike(rows:int)->int:
-    "So many rows are shared out as `rows` are: few kinds of kernels serve all numbers"
-    return min(256, max(8, 1<<(rows-1).bit_length()))
 
 @functools.cache
 def tiling(
