@@ -419,6 +419,7 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
     if (ALONE) __syncwarp(); else __syncthreads();
     constexpr int TEAM = 32 * DSPLIT, ITEMS = (16 * ROWS + TEAM - 1) / TEAM;
     const unsigned begin = span > 0 ? warp / DSPLIT : NONE;
+    if (USPLIT < DSPLIT) round = 0;  // warps of a team may have had different numbers of strips
     #pragma unroll 1
     for (unsigned u = begin; u < slots() * OWN; u += WARPS / DSPLIT, round ^= 1) {
         const unsigned slot = u / OWN;

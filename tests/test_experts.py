@@ -69,7 +69,8 @@ NETS = dict(
 
 # a unit of the second half for each warp, which then waits for nobody
 ALONE = dict(H=96, I=512, experts=8, top=3, fmt='NVFP4', shared=2)
-MORE = dict(alone=ALONE, shared=ALONE|dict(H=1056, experts=5)) # and teams of four before those of two
+# and teams of four before those of two; warps that have strips to themselves, as many as come
+MORE = dict(alone=ALONE, shared=ALONE|dict(H=1056, experts=5), odd=ALONE|dict(H=256, experts=20))
 
 @pytest.fixture(scope='module')
 def nets(): return {k: Net(i, Emulator(), **kw) for i,(k,kw) in enumerate((NETS|MORE).items())}
@@ -102,7 +103,7 @@ def check(net, rows, monkeypatch):
 
 @needs_cxx
 @pytest.mark.parametrize('name,rows', [('qwen',8), ('oss',3), ('nemotron',2), ('mixed',1), ('integers',5),
-    ('alone',1), ('alone',4), ('shared',1)])
+    ('alone',1), ('alone',4), ('shared',1), ('odd',8)])
 def test_a_mixture(name, rows, nets, monkeypatch): check(nets[name], rows, monkeypatch)
 
 @pytest.fixture
