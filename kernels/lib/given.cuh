@@ -45,9 +45,6 @@ __device__ __forceinline__ void emptied(float* p, int words) {
     if (words == 4) *(float4*)p = make_float4(e, e, e, e);
     else            *(float2*)p = make_float2(e, e);
 }
-__device__ __forceinline__ bool there4(float4 v) {
-    return there(v.x) && there(v.y) && there(v.z) && there(v.w);
-}
 __device__ __forceinline__ void give(float* p, float v) {
     v = given(v);
 #if defined(__CUDA_ARCH__)
