@@ -34,7 +34,7 @@ def overlap(tmp_path, monkeypatch):
     def early(self, grid, block, args, shared, pdl):
         emulator = card._emulator()
         plain,emulator.plain = getattr(emulator, 'plain', False),False
-        if plain or not pdl or not o.on: o.open = []
+        if plain or not pdl or not o.on: o.open,o.alive = [],[]
         sig = re.search(r'__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?'+self.src.name+r'\s*\(([^)]*)\)', self.src.text)[1].split(',')
         assert len(sig)==len(args)
         outs = [a for a,p in zip(args, sig) if '*' in p and not p.strip().startswith('const') and a is not None]
@@ -47,6 +47,7 @@ def overlap(tmp_path, monkeypatch):
         said = self.k.library.said()
         triggered,before = said&1,said&2
         o.open = (own+(o.open if before else [])) if triggered else []
+        o.alive = (outs+(o.alive if before else [])) if triggered else [] # what `show` writes to must not be freed
     put(card._Ready, '__call__', early)
     def whole(f):  # what the host puts into the queue waits for all before it
         def g(*a, **kw): o.open = []; r = f(*a, **kw); o.open = []; return r
