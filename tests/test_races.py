@@ -24,7 +24,10 @@ def flat(a): return np.frombuffer((ctypes.c_char*span(a)).from_address(a.ctypes.
 @pytest.fixture
 def overlap(tmp_path, monkeypatch):
     "Kernels start early from here on; an object whose `on` says so, with the names of kernels that did and the bytes that were hidden from them"
-    class Overlap: on,names,hidden,open = True,set(),0,[] # What may not have been written: (address, bytes that change)
+    class Overlap:
+        on,names,hidden = True,set(),0
+        open = [] # What may not have been written: (address, bytes that change)
+        alive = [] # The arrays it is in
     o,root,put = Overlap(),tmp_path/'kernels',monkeypatch.setattr
     shutil.copytree(kernel_dir(), root)
     put(atlas.card.launch, 'kernel_dir', lambda: root)
