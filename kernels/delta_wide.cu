@@ -16,14 +16,26 @@
 //   state_out : [r]                i32   slot for the state after a row, or -1; never one that is read in this step
 //   y      : [r, vh, dv]           f32
 //   parts  : [r, vh, p]            f32   sums of squares of y before norm_w and gate, of each 32 columns
+//   halves : [units, line]         u8    y, normed, as gemv_halves.cu leaves it for the next product; or null
 //   launch: <<<(vh, any), 5*DV>>> and 4*DK*DV*DEPTH + sizeof(Room) bytes; a block has at most MOST of `count`
 //   sequences: blockIdx.y, + gridDim.y, ...   -D DK=, DV= 32, 64 or 128   -D SIGMOID= 1: of the gate, else silu
 //   -D DEPTH= states on their way, at least 2
+//   -D FORMAT= CORES=  of that product (gemv_wide.cu), where DV is 128 and x has one plane; eps, of the norm,
+//   and tiles, of the rows, are for it alone
 #include "lib/reduce.cuh"
 #include "lib/bulk.cuh"
 #include "lib/pdl.cuh"
 #include "lib/conv.cuh"
 #include "lib/delta.cuh"
+#ifdef FORMAT
+#include "lib/tiles.cuh"
+#define HALVED 1
+#else
+#define HALVED 0
+#endif
+#ifndef CORES
+#define CORES 0
+#endif
 #ifndef DK
 #define DK 128
 #endif
@@ -45,12 +57,50 @@ struct Sequence { int r0, r1, from; };  // its rows, and where its state is; -1:
 struct Room {
     float now[2][BETA + 4];              // a row, and the next one: q | k | v | gate | beta, exp(g)
     float red[PARTS][4][64], cross[4][4], gain[DV], own[4];  // A, dt_bias
-    Meeting full[DEPTH];
+    Meeting full[DEPTH], ended;          // the second: warps have left what is in `ends`
     int asked, unused;                   // states that have been asked for
+    float2 ends[PARTS];                  // of 32 columns of y: sum of squares, largest magnitude
     Sequence all[MOST];
 };
-#ifdef BYTES
-static_assert(BYTES == 4 * STATE * DEPTH + sizeof(Room), "the launch gives other shared memory than the kernel wants");
+#ifdef ROOM
+static_assert(ROOM == 4 * STATE * DEPTH + sizeof(Room), "the launch gives other shared memory than the kernel wants");
+#endif
+
+#if HALVED
+// Four columns o of y, of which the warp `part` of the head has 32, as the next product wants them. All such warps
+// are here, for the n-th time.
+struct Halves {
+    typedef FORMAT<1024> F;  // rows of any length
+    typedef Tile<F, CORES> T;
+    unsigned char* to;
+    int tiles, head;
+    static_assert(DV == 128, "a head is a block");
+    __device__ __forceinline__ void put(int row, int e, const float* a, float top) const {
+        const size_t tile = (size_t)(head / F::UNITS) * tiles + row / 8;
+        T::put_below(to + tile * T::BYTES, row % 8, head % F::UNITS, e, a, top);
+    }
+    __device__ __forceinline__ void put(Room& m, int row, int part, float4 o, float ss, float eps, int n) const {
+        const int lane = threadIdx.x % 32;
+        float top = fmaxf(fmaxf(fabsf(o.x), fabsf(o.y)), fmaxf(fabsf(o.z), fabsf(o.w)));
+        #pragma unroll
+        for (int i = 4; i; i /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, i));
+        if (!lane) { m.ends[part] = make_float2(ss, top); meet_arrive(&m.ended); }
+        meet_wait(&m.ended, n % 2);
+        float z = m.ends[0].x;
+        #pragma unroll
+        for (int i = 1; i < PARTS; i++) z += m.ends[i].x;
+        #pragma unroll
+        for (int i = 0; i < PARTS; i++) top = fmaxf(top, m.ends[i].y);
+        z = rsqrtf(fmaf(z, 1.f / DV, eps));
+        float a[8];
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+            a[i] = __fmul_rn((&o.x)[i], z);
+            a[4 + i] = __shfl_xor_sync(~0u, a[i], 1);
+        }
+        if (lane < 8 && lane % 2 == 0) put(row, part * 4 + lane / 2, a, __fmul_rn(top, z));
+    }
+};
 #endif
 
 // What a thread has of the channels: q or v, and k or the gate, which is no channel.
@@ -94,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float*
         const float* __restrict__ conv_w, const float* __restrict__ decay, const float* __restrict__ dt_bias,
         const float* __restrict__ norm_w, float* conv, float* rec, const int* __restrict__ first,
         const int* __restrict__ starts, const int* __restrict__ state_in, const int* __restrict__ state_out,
-        float* y, float* parts, int kh, int seqs, int rows) {
+        float* y, float* parts, unsigned char* halves, float eps, int kh, int seqs, int rows, int tiles) {
     constexpr float SCALE = DK == 128 ? 0.08838834764831845f : DK == 64 ? 0.125f : 0.17677669529663687f;  // 1/sqrt(DK)
     DYNAMIC_SHARED(float, states);
     Room& m = *(Room*)(states + STATE * DEPTH);
@@ -118,6 +168,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float*
         #pragma unroll
         for (int i = 0; i < DEPTH; i++) from[i] = i < mine ? begin(i).from : -1;
         for (int i = 0; i < DEPTH; i++) meet_init(m.full + i, 1);
+        if (HALVED) meet_init(&m.ended, PARTS);
         meet_ready();
         #pragma unroll
         for (int i = 0; i < DEPTH; i++) fetch(i, from[i]);
@@ -144,6 +195,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float*
     while (i < mine && m.all[i].r0 == m.all[i].r1) i++;
     if (i < mine) ch.tail(conv, m.all[i].from, c);
     int r = i < mine ? m.all[i].r0 : 0, out = -1, turn = 0;
+#if HALVED
+    const Halves ends = {halves, tiles, head};
+#endif
     float ba = 0.f;
     const auto ask = [&]() {
         const float* const row = x + (size_t)r * width;
@@ -209,6 +263,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float*
             const size_t place = (size_t)row * vh + head;
             if (lane < 8) __stcg((float4*)(y + place * DV + four), o);
             if (!lane) parts[place * PARTS + part] = ss;
+#if HALVED
+            ends.put(m, row, part, o, ss, eps, turn - 1);
+#endif
         } else {
             mem.take(now + K + row0, d, rule.eg);
             if (to >= 0) {
@@ -224,5 +281,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float*
             const size_t place = (size_t)r * vh + head;
             if (tid < DV) y[place * DV + tid] = 0.f;
             if (tid < PARTS) parts[place * PARTS + tid] = 0.f;
+#if HALVED
+            const float none[8] = {};
+            if (tid < 16) ends.put(r, tid, none, 0.f);
+#endif
         }
 }

@@ -18,6 +18,7 @@
 //   -D NORM=   1: results are multiplied by `inverse`    -D TILES= eights of rows of x
 //   -D STRIPS= DOWN= ALONG=   warps: DOWN beside each other times ALONG that share columns
 //   -D DEEP= HELD=   places of a warp for units of weights on their way; pieces of x for its share
+//   -D CORES=  1, on Hopper: four warps beside each other multiply together (lib/wgmma.cuh), STRIPS is 1
 //   -D ESPLIT= EALONG= EDEEP= EHELD=   the same for the extra rows, 16 a block
 //   launch: <<<(main + ceil(m/16) or less, ceil(rows/(8*TILES))), 32*DOWN*ALONG, shared bytes: see
 //   atlas.cuda.gemv_wide>>>, `main` blocks have groups of `span` <= 16*STRIPS*DOWN rows of W, and
@@ -26,6 +27,7 @@
 #include "lib/act.cuh"
 #include "lib/bulk.cuh"
 #include "lib/pdl.cuh"
+#include "lib/wgmma.cuh"
 #ifndef FORMAT
 #define FORMAT fragment_nvfp4
 #endif
@@ -61,6 +63,9 @@
 #endif
 #ifndef HELD
 #define HELD 4
+#endif
+#ifndef CORES
+#define CORES 0
 #endif
 constexpr int C = (K + 31) / 32, B = (C + 3) / 4;  // chunks of 32, blocks of 128
 constexpr int AT_ONCE = 2;  // tiles of more than four whose sums of a block have registers
@@ -221,9 +226,39 @@ template <class F, int MANY> __device__ __forceinline__ void add(
     }
 }
 
+// The same of sixteen rows in each of four warps, whose products are asked for together.
+template <class F> __device__ __forceinline__ void add_together(
+        float (*acc)[4], const unsigned char* at, const unsigned char* x, int b) {
+    const int lane = threadIdx.x % 32;
+    F q;
+    typename F::Aids aids;
+    q.read(at, b, lane / 4, lane % 4);
+    q.aids(aids);
+    unsigned a[4][F::LENGTH];
+    #pragma unroll
+    for (int i = 0; i < 4; i++) q.piece(aids, i, a[i]);
+    float d[2][4 * TILES];
+    const WgmmaMatrix from = wgmma_cores(x + b * Tile<F>::BLOCK, Tile<F>::BYTES);
+    wgmma_fence();
+    #pragma unroll
+    for (int i = 0; i < 8; i++)
+        wgmma<8 * TILES, false>(d[i % 2], a[i / 2] + i % 2 * 4, from + 16 * i, i > 1);
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_own(d[0]);
+    wgmma_own(d[1]);
+    #pragma unroll
+    for (int j = 0; j < TILES; j++) {
+        const float* const p = d[0] + 4 * j, *const r = d[1] + 4 * j;
+        const float pair[2][4] = {{p[0], p[1], p[2], p[3]}, {r[0], r[1], r[2], r[3]}};
+        const unsigned char* const scales = x + j * Tile<F>::BYTES + Tile<F>::SCALES;
+        fold(q, acc[j], pair, *((const float2*)scales + 4 * b + lane % 4));
+    }
+}
+
 // The block's groups of rows of one matrix: MANY times 16 rows a warp, BESIDE warps, PER of them
 // to each; ROOM pieces of x for each share, and PLACES places of a warp for weights on their way.
-template <class F, int SHARES, int MANY, int BESIDE, int PER, int PLACES, int ROOM>
+template <class F, int SHARES, int MANY, int BESIDE, int PER, int PLACES, int ROOM, bool TOGETHER>
 __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
     constexpr int N = (B + F::UNITS - 1) / F::UNITS, PASSES = SHARES / PER, QUADS = MANY * TILES;
     // Sums of many tiles have no registers to wait in until all shares are added up.
@@ -238,10 +273,12 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
     constexpr bool LATE = ROOM > 2;
     static_assert(SHARES % PER == 0, "see the contract");
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int warp = threadIdx.x / 32, down = warp / PER, h = warp % PER;
+    constexpr int NEAR = TOGETHER ? 4 : 1;  // warps that follow each other and have the same share
+    const int warp = threadIdx.x / 32, h = warp / NEAR % PER;
+    const int down = warp / (NEAR * PER) * NEAR + warp % NEAR;
     const int n4 = (o.n + 3) / 4 * 4, groups = (n4 + o.span - 1) / o.span;
     const int strip = down * MANY * 16;  // the warp's first row of a group
-    const bool here = down < BESIDE && strip < o.span, works = here && h < N;
+    const bool here = down < BESIDE && down / NEAR * NEAR * MANY * 16 < o.span, works = here && h < N;
     const int rounds = (groups - o.group + o.step - 1) / o.step, mine = (N - h + PER - 1) / PER;
     unsigned char* const xs = shared + h * ROOM * PIECE;
     unsigned char* const ring = shared + PER * ROOM * PIECE
@@ -278,7 +315,8 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
     if (asks) {
         for (int i = 0; i < ROOM; i++) {
             meet_init(full + i, 1);
-            meet_init(empty + i, min(BESIDE, (o.span + 16 * MANY - 1) / (16 * MANY)));
+            constexpr int ROWS = 16 * MANY * NEAR;
+            meet_init(empty + i, min(BESIDE, (o.span + ROWS - 1) / ROWS * NEAR));
         }
         meet_ready();
     }
@@ -338,7 +376,8 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
                 meet_wait(full + slot, phase);
                 #pragma unroll (QUADS > 2 || BESIDE * PER > 12 ? 1 : F::UNITS)
                 for (int b = 0; b < F::UNITS; b++)
-                    add<F, MANY>(acc, ring + spot, xs + slot * PIECE, b);
+                    if constexpr (TOGETHER) add_together<F>(acc[0], ring + spot, xs + slot * PIECE, b);
+                    else add<F, MANY>(acc, ring + spot, xs + slot * PIECE, b);
                 __syncwarp();
                 if (left > 0) fetch(ring + spot);
                 cp_async_commit();
@@ -383,7 +422,7 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
                 #pragma unroll
                 for (int j = 0; j < PER; j++) {
                     if (!here || i * PER + h >= QUADS) continue;
-                    const float4 v = sums[((j - h) * QUADS + i * PER + h) * 32];
+                    const float4 v = sums[((j - h) * NEAR * QUADS + i * PER + h) * 32];
                     total[i][0] += v.x; total[i][1] += v.y;
                     total[i][2] += v.z; total[i][3] += v.w;
                 }
@@ -428,9 +467,9 @@ extern "C" __global__ void __launch_bounds__(32 * DOWN * ALONG, 1) gemv_wide(
         o.group = blockIdx.x - main; o.step = gridDim.x - main;
         if (bias) o.bias = bias + n;
         if (NORM == 1) o.inverse = inverse + rows;
-        matrix<EXTRA<C>, ESPLIT, 1, 1, EALONG, EDEEP, EHELD>(o, shared);
+        matrix<EXTRA<C>, ESPLIT, 1, 1, EALONG, EDEEP, EHELD, false>(o, shared);
         return;
     }
 #endif
-    matrix<FORMAT<C>, SPLIT, STRIPS, DOWN, ALONG, DEEP, HELD>(o, shared);
+    matrix<FORMAT<C>, SPLIT, STRIPS, DOWN, ALONG, DEEP, HELD, CORES>(o, shared);
 }
