@@ -19,7 +19,7 @@
 //   halves : [units, line]         u8    y, normed, as gemv_halves.cu leaves it for the next product; or null
 //   launch: <<<(vh, any), 5*DV>>> and 4*DK*DV*DEPTH + sizeof(Room) bytes; a block has at most MOST of `count`
 //   sequences: blockIdx.y, + gridDim.y, ...   -D DK=, DV= 32, 64 or 128   -D SIGMOID= 1: of the gate, else silu
-//   -D DEPTH= states on their way, at least 2
+//   -D DEPTH= states on their way, at least 2    -D ONCE= 1: they leave the L2 cache before others
 //   -D FORMAT= CORES=  of that product (gemv_wide.cu), where DV is 128 and x has one plane; eps, of the norm,
 //   and tiles, of the rows, are for it alone
 #include "lib/reduce.cuh"
@@ -44,6 +44,9 @@
 #endif
 #ifndef SIGMOID
 #define SIGMOID 0
+#endif
+#ifndef ONCE
+#define ONCE 1
 #endif
 #ifndef DEPTH
 #define DEPTH 3
@@ -161,7 +164,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float*
     const auto fetch = [&](int i, int from) {
         Meeting* const b = m.full + i % DEPTH;
         bulk_expect(b, from < 0 ? 0 : 4 * STATE);
-        if (from >= 0) bulk_copy_once(states + i % DEPTH * STATE, rec + from * pool + head * STATE, 4 * STATE, b);
+        float* const to = states + i % DEPTH * STATE, *const at = rec + from * pool + head * STATE;
+        if (from >= 0 && ONCE) bulk_copy_once(to, at, 4 * STATE, b);
+        if (from >= 0 && !ONCE) bulk_copy(to, at, 4 * STATE, b);
     };
     if (asks) {
         int from[DEPTH];

@@ -75,7 +75,8 @@ template <class F, bool CORED = false> __device__ __forceinline__ void put(
         unsigned char* to, int tiles, int row, int b, int e, const float* a) {
     const size_t tile = (size_t)(b / F::UNITS) * tiles + row / 8;
     const bool in = b < (B + F::UNITS - 1) / F::UNITS * F::UNITS;
-    Tile<F, CORED>::put(to + tile * Tile<F>::BYTES, row % 8, b % F::UNITS, e, a, in);
+    typedef Tile<F, CORED> T;
+    T::put(to + tile * T::BYTES, row % 8, b % F::UNITS, e, a, in);
 }
 // The v-th eight of a row: what its picks found, weighted, and what is added to that.
 __device__ __forceinline__ void sum_of_picks(

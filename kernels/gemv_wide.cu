@@ -14,6 +14,8 @@
 //   gate    : [rows, ld]             f32  or null
 //   add     : [rows, width]          f32  may be y; or null
 //   y       : [rows, width]          f32
+//   later   : [slots, piece]         u8   what the next launch reads first: `count` of these pieces,
+//   ids     : [seqs]                 i32  those of slots ids[0], ids[1], ..., parcel by parcel; or null
 //   -D FORMAT= EXTRA= K= ACT= CAP= SPLIT=      as for gemv.cu
 //   -D NORM=   1: results are multiplied by `inverse`    -D TILES= eights of rows of x
 //   -D STRIPS= DOWN= ALONG=   warps: DOWN beside each other times ALONG that share columns
@@ -63,6 +65,9 @@
 #endif
 #ifndef HELD
 #define HELD 4
+#endif
+#ifndef TURNS
+#define TURNS 1
 #endif
 #ifndef CORES
 #define CORES 0
@@ -226,24 +231,45 @@ template <class F, int MANY> __device__ __forceinline__ void add(
     }
 }
 
+// Warpgroups multiply in turn: one's products would else end when all others' do, for tensor cores
+// take from each in turn, and all would decode, and add up, while tensor cores wait.
+struct Turn {
+    Meeting *mine, *next;
+    unsigned phase;
+    bool waits;  // the first has the first turn
+    __device__ __forceinline__ void begin() {
+        if (!mine) return;
+        if (waits) { meet_wait(mine, phase); phase ^= 1; }
+        waits = true;
+    }
+    __device__ __forceinline__ void end() {
+        if (!mine) return;
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) meet_arrive(next);
+    }
+};
+
 // The same of sixteen rows in each of four warps, whose products are asked for together.
 template <class F> __device__ __forceinline__ void add_together(
-        float (*acc)[4], const unsigned char* at, const unsigned char* x, int b) {
+        float (*acc)[4], const unsigned char* at, const unsigned char* x, int b, Turn& turn) {
+    typedef Tile<F, true> T;
     const int lane = threadIdx.x % 32;
     F q;
     typename F::Aids aids;
     q.read(at, b, lane / 4, lane % 4);
     q.aids(aids);
     unsigned a[4][F::LENGTH];
+    float d[2][4 * TILES];
+    const WgmmaMatrix from = wgmma_cores(x + b * T::BLOCK, T::BYTES);
     #pragma unroll
     for (int i = 0; i < 4; i++) q.piece(aids, i, a[i]);
-    float d[2][4 * TILES];
-    const WgmmaMatrix from = wgmma_cores(x + b * Tile<F>::BLOCK, Tile<F>::BYTES);
+    turn.begin();
     wgmma_fence();
     #pragma unroll
     for (int i = 0; i < 8; i++)
         wgmma<8 * TILES, false>(d[i % 2], a[i / 2] + i % 2 * 4, from + 16 * i, i > 1);
     wgmma_commit();
+    turn.end();
     wgmma_wait<0>();
     wgmma_own(d[0]);
     wgmma_own(d[1]);
@@ -251,7 +277,7 @@ template <class F> __device__ __forceinline__ void add_together(
     for (int j = 0; j < TILES; j++) {
         const float* const p = d[0] + 4 * j, *const r = d[1] + 4 * j;
         const float pair[2][4] = {{p[0], p[1], p[2], p[3]}, {r[0], r[1], r[2], r[3]}};
-        const unsigned char* const scales = x + j * Tile<F>::BYTES + Tile<F>::SCALES;
+        const unsigned char* const scales = x + j * T::BYTES + T::SCALES;
         fold(q, acc[j], pair, *((const float2*)scales + 4 * b + lane % 4));
     }
 }
@@ -263,7 +289,8 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
     constexpr int N = (B + F::UNITS - 1) / F::UNITS, PASSES = SHARES / PER, QUADS = MANY * TILES;
     // Sums of many tiles have no registers to wait in until all shares are added up.
     constexpr bool STASH = PER == 1 && TILES > 4;
-    constexpr int OWN = STASH ? 4 : (QUADS + PER - 1) / PER, PIECE = TILES * Tile<F>::BYTES;
+    constexpr int OWN = STASH ? 4 : (QUADS + PER - 1) / PER;
+    constexpr int TILE = Tile<F, TOGETHER>::BYTES, PIECE = TILES * TILE;
     constexpr int UNIT = MANY * F::BYTES;
     constexpr bool ALL = ROOM >= (N + PER - 1) / PER;
     // Have a lane's ends registers while all is added up? Then nobody waits for what they need.
@@ -288,6 +315,13 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
     Meeting* const full = (Meeting*)(part + (PER > 1 || STASH ? BESIDE * PER * QUADS * 32 : 0))
         + h * 2 * ROOM;
     Meeting* const empty = full + ROOM;
+    // Warpgroups that have rows, shares of all of them: as many turns for each
+    const int crews = min(BESIDE / NEAR, (o.span + 16 * MANY * NEAR - 1) / (16 * MANY * NEAR)) * PER;
+    const int crew = warp / NEAR;
+    Meeting* const turns = full - h * 2 * ROOM + PER * 2 * ROOM;
+    Turn turn = {nullptr, nullptr, 0, crew > 0};
+    if (TURNS && TOGETHER && N % PER == 0 && crews > 1)
+        turn = {turns + crew, turns + (crew + 1) % crews, 0, crew > 0};
     typedef Walk<N, SHARES, PER> Units;
     Units next = {h, 0}, wanted = {h, 0};  // weights, and x, to be fetched next
     int left = works ? rounds * mine : 0, rest = n4 - o.group * o.span - strip;
@@ -318,12 +352,14 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
             constexpr int ROWS = 16 * MANY * NEAR;
             meet_init(empty + i, min(BESIDE, (o.span + ROWS - 1) / ROWS * NEAR));
         }
+        if (TOGETHER && !h)
+            for (int i = 0; i < crews; i++) meet_init(turns + i, NEAR);
         meet_ready();
     }
     auto ask = [&](int slot) {
         bulk_expect(full + slot, PIECE);
         const size_t tile = (size_t)wanted.unit * o.tiles + o.first;
-        bulk_copy(xs + slot * PIECE, o.x + tile * Tile<F>::BYTES, PIECE, full + slot);
+        bulk_copy(xs + slot * PIECE, o.x + tile * TILE, PIECE, full + slot);
         wanted.next(h);
     };
     int more = asks ? ALL ? mine : rounds * mine : 0;  // pieces to be asked for
@@ -376,7 +412,7 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
                 meet_wait(full + slot, phase);
                 #pragma unroll (QUADS > 2 || BESIDE * PER > 12 ? 1 : F::UNITS)
                 for (int b = 0; b < F::UNITS; b++)
-                    if constexpr (TOGETHER) add_together<F>(acc[0], ring + spot, xs + slot * PIECE, b);
+                    if constexpr (TOGETHER) add_together<F>(acc[0], ring + spot, xs + slot * PIECE, b, turn);
                     else add<F, MANY>(acc, ring + spot, xs + slot * PIECE, b);
                 __syncwarp();
                 if (left > 0) fetch(ring + spot);
@@ -450,15 +486,28 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
     }
 }
 
+// What the next launch reads first comes to the L2 cache while tensor cores are what is waited for.
+__device__ __forceinline__ void ask_ahead(
+        const unsigned char* later, const int* __restrict__ ids, int piece, int count) {
+    constexpr int PARCEL = 1 << 16;
+    const int each = piece / PARCEL, all = count * each, blocks = gridDim.x * gridDim.y;
+    for (int i = blockIdx.y * gridDim.x + blockIdx.x; i < all; i += blocks) {
+        const int id = ids[i / each];
+        if (id >= 0) bulk_ahead(later + (size_t)id * piece + i % each * PARCEL, PARCEL);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(32 * DOWN * ALONG, 1) gemv_wide(
         const unsigned char* __restrict__ w, const unsigned char* __restrict__ s,
         const float* __restrict__ gs, const unsigned char* __restrict__ extra,
         const unsigned char* halves, const unsigned char* more, const float* inverse,
         const float* __restrict__ bias, const float* gate, const float* add, float* y,
+        const unsigned char* later, const int* __restrict__ ids,
         float limit, float cap, int rows, int n, int m, int ld, int column, int width,
-        int main, int span, int tiles) {
+        int main, int span, int tiles, int piece, int count) {
     DYNAMIC_SHARED(unsigned char, shared);
     pdl_trigger();
+    if (later && threadIdx.x == 32 * DOWN * ALONG - 1) ask_ahead(later, ids, piece, count);
     Job o = {w, s, halves, gs, inverse, bias, gate ? gate + column : nullptr, add, y, limit, cap,
         rows, n, ld, 0, width, span, (int)blockIdx.x, main, tiles, (int)blockIdx.y * TILES};
 #ifdef EXTRA

@@ -27,7 +27,7 @@ def together(monkeypatch):
     def tiling(*args):
         o = usual(*args)
         sizes = args[1],2,1,4,1,o.deep,2
-        shared = many._memory(*sizes)
+        shared = many._memory(*sizes, True)
         return replace(o, tiles=2, strips=1, down=4, along=1, held=2, span=min(o.span, 64),
             blocks=-(-args[2]//min(o.span, 64)), shared=shared, cores=True)
     monkeypatch.setattr(many, 'tiling', tiling)

@@ -17,6 +17,7 @@ _FEW = 264 # Blocks: two for each multiprocessor of an H200
 _WIDE = 8 # Sequences from which `delta_wide` takes over
 _DEPTH = 3 # States that its blocks have on their way
 _MOST = 256 # Sequences that one of them can have
+_FIT = 32 # Sequences whose states should leave the L2 cache before others do
 
 def _room(dk, dv):
     "Bytes of shared memory of a block of `delta_wide`"
@@ -70,7 +71,7 @@ def delta_step(
         if halved: made.append(halved)
         run('delta_wide', (vh,n), 5*dv, *what, halved and halved.tiles[0],
             float(reader.eps if reader else 0), kh, seqs, rows, tiles, shared=_room(dk, dv),
-            DK=dk, DV=dv, SIGMOID=act, DEPTH=_DEPTH, ROOM=_room(dk, dv), **opts)
+            DK=dk, DV=dv, SIGMOID=act, DEPTH=_DEPTH, ONCE=int(seqs<=_FIT), ROOM=_room(dk, dv), **opts)
         return y,parts
     few = rows>seqs and vh*dv//32*seqs<=_FEW  # verified rows of few sequences: registers rather than company
     run('delta_step', (vh//kh*dv//32, kh, seqs), 160, *what, rows,

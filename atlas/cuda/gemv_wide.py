@@ -39,15 +39,17 @@ class Tiling:
     def warps(self)->int: "Warps of a block"; return self.down*self.along
 
 # %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #b956c28c
-def _tile_bytes(f):
+def _tile_bytes(f, cores=False):
     "Bytes of eight rows of x and a unit of columns, with their powers of two"
-    return f.blocks*(2048*f.planes+32*(f.planes==1))
+    ends = 128 if cores else 32*f.blocks*(f.planes==1)
+    return f.blocks*2048*f.planes+ends
 
-def _memory(f, tiles, strips, warps, along, deep, held):
+def _memory(f, tiles, strips, warps, along, deep, held, cores=False):
     "Shared memory of a block: x, weights, sums, and barriers for each piece of x"
-    x = along*held*(tiles*_tile_bytes(f)+16)
+    x = along*held*(tiles*_tile_bytes(f, cores)+16)
     sums = warps*strips*tiles*512 if along>1 or tiles>4 else 0
-    return x+warps*deep*strips*f.unit+sums
+    turns = 2*warps if cores else 0
+    return x+warps*deep*strips*f.unit+sums+turns
 
 def _rings(l, f, tiles, strips, warps, along, steps, rounds):
     "Places for weights, and pieces of x, that there is room for; or None"
@@ -83,6 +85,15 @@ def _cycles(f, n, k, sms, split, groups, rounds, o):
     alone = mine*(200+1.5*one)+turns # a warp by itself
     return max(5100+.8*work+.32*shared+through/49+turns, 2*alone, n*row/(18*sms))
 
+def _cycles_together(f, n, k, sms, split, rounds, o):
+    "The same where four warps multiply together"
+    decode,_ = _work(f)
+    mine = rounds*_up(_up(k, 128*f.blocks), o.along)*f.blocks
+    turns = rounds*split//o.along*(640 if o.along>1 else 130)
+    work = _up(o.warps, 4)*mine*(40+decode+75*o.tiles)
+    alone = mine*(800+50*o.tiles)
+    return max(12000+max(work, alone)+turns, n*f.bits*k/8/(18*sms))
+
 # %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #f2f48f16
 MOST_TILES = 8 # Of a block; 4: what is decoded is never kept
 
@@ -114,6 +125,26 @@ def _tilings(room, f, n, k, sms, split, tiles, more=0):
                     shared = _memory(f, t, strips, down*along, along, *rings)
                     o = Tiling(t, strips, down, along, *rings, min(blocks, _up(n, span)), span, shared)
                     yield _cycles(f, n, k, sms, split, groups, rounds, o),o
+            yield from _together(room, f, n, k, sms, split, t, blocks)
+
+RINGS = (3,4),(2,4),(2,3),(3,2),(2,2),(1,2) # Places for weights, and pieces of x: the best that fit
+
+def _together(room, f, n, k, sms, split, tiles, blocks):
+    "The same where four warps multiply together"
+    if not room.groups or f.planes>1 or tiles%2 or tiles>8: return
+    units = _up(k, 128*f.blocks)
+    for along in (a for a in (1,2,4) if split%a==0):
+        for down in range(4, (12 if tiles>4 else 16)//along+1, 4):
+            warps,rounds = down*along,_up(n, blocks*16*down)
+            span = _up(n, 4*blocks*rounds)*4
+            if span<=16*(down-4): continue
+            sizes = f,tiles,1,warps,along
+            fitting = ((d,h) for d,h in RINGS if h<=_up(units, along)
+                and _memory(*sizes, d, h, True)<=room.block-1024)
+            if (rings := next(fitting, None)) is None: continue
+            shared = _memory(*sizes, *rings, True)
+            o = Tiling(tiles, 1, down, along, *rings, min(blocks, _up(n, span)), span, shared, True)
+            yield _cycles_together(f, n, k, sms, split, rounds, o),o
 
 def _most_warps(room, f, quads):
     "Warps that have registers for the sums of so many tiles"
@@ -181,10 +212,11 @@ class _Product:
 
     def room(self, rows, normed):
         "Room for rows as tiles, for the extra rows too, and for 1/rms of each"
-        def tiles(p):
+        def tiles(p, cores=False):
             f = p.format
-            return self.card.empty((_up(p.k, 128*f.blocks),self.tiles*_tile_bytes(f)), 'uint8')
-        halves,more = tiles(self.w),tiles(self.extra) if self.extra else None
+            line = self.tiles*_tile_bytes(f, cores)
+            return self.card.empty((_up(p.k, 128*f.blocks),line), 'uint8')
+        halves,more = tiles(self.w, self.o.cores),tiles(self.extra) if self.extra else None
         inverse = self.card.empty((1+bool(self.extra),rows)) if normed else None
         return halves,more,inverse
 
@@ -216,9 +248,19 @@ def extra_share(self:_Product):
             return opts,_memory(f, tiles, 1, along, along, deep, held)
     raise ConfigError(f'{8*tiles} rows of {self.w.k} columns have no room')
 
+def _ahead(states, l):
+    "Which of the `states` that the next launch reads are asked for: pool and ids, bytes of one, how many"
+    if states is None: return None,None,0,0
+    pool,ids = states
+    pool = pool.reshape(len(pool), -1).view('uint8')
+    piece = pool.shape[1]
+    if piece%(1<<16): return None,None,0,0
+    return pool,ids,piece,min(len(ids), l.states//piece)
+
 @patch
-def __call__(self:_Product, x, bias, gate, add, out, numbers, opts):
+def __call__(self:_Product, x, bias, gate, add, out, numbers, opts, states=None):
     "Launch `gemv_wide`; `x` as `halves` gives it"
+    ahead = _ahead(states, limits(self.card))
     o,w,shared = self.o,self.w,self.o.shared
     opts = self.opts|opts|dict(TILES=o.tiles, STRIPS=o.strips, DOWN=o.down, ALONG=o.along)
     opts |= dict(DEEP=o.deep, HELD=o.held)
@@ -231,8 +273,8 @@ def __call__(self:_Product, x, bias, gate, add, out, numbers, opts):
     logits,column = gate
     columns = 0 if logits is None else logits.shape[1]
     run('gemv_wide', (o.blocks+self.more,self.groups), 32*o.warps,
-        *w.raw, w.gs, rows, *x, bias, logits, add, out, *numbers,
-        len(out), w.n, m, columns, column, out.shape[1], o.blocks, o.span, self.tiles,
+        *w.raw, w.gs, rows, *x, bias, logits, add, out, *ahead[:2], *numbers,
+        len(out), w.n, m, columns, column, out.shape[1], o.blocks, o.span, self.tiles, *ahead[2:],
         shared=shared, **opts)
 
 # %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #b3c68083
@@ -252,6 +294,7 @@ def gemv_wide(
     gate=None, # (f32 [R, any], a column of it): the result is multiplied by its sigmoid, before `add`
     out=None, # f32 [R, N]: where to write; may be `add`
     halved:Halved|None=None, # What is there of the rows
+    states:tuple|None=None, # (pool [slots, ...], slots i32 [S]): what the next launch reads
 ): # [R, N], N = n (n/2 of a pair) + m
     "As `gemv`, to the bit, and faster for more than eight rows"
     card,pairs = card_of(x),act not in (None,'relu2')
@@ -265,7 +308,7 @@ def gemv_wide(
     else: halves = p.halves(x, gain, eps, parts, norm)
     opts = dict(NORM=int(norm['NORM']==1), ACT=_ACT.get(act, 0), CAP=int(bool(cap)))
     numbers = float(inf if limit is None else limit),float(cap or 0)
-    p(halves, bias, gate or (None,0), add, out, numbers, opts)
+    p(halves, bias, gate or (None,0), add, out, numbers, opts, states)
     return out
 
 def halved_rows(x, r:Reader, found:Found)->Halved:
