@@ -1,5 +1,6 @@
-// delta_step.cu for many sequences, and its bits. A block has a whole head, and sequences one after the other:
+// delta_step.cu for many sequences, and its bits. A block has a whole head of a sequence, and others after it:
 // their states are on the way to shared memory, DEPTH at a time, long before it is their turn (lib/bulk.cuh).
+// After the first of them a block takes what nobody has taken yet: some are farther from memory than others.
 // In delta_step.cu every block waits for its own loads, and memory waits meanwhile for blocks to ask and to write.
 // Warps of four have 32 columns, as there; a warp besides for each 32 has v, the gate, and in the end y.
 //   x      : [r, width]            f32   q | k | v | z | b | a, width = 2*kh*dk + 2*vh*dv + 2*vh
@@ -17,8 +18,10 @@
 //   y      : [r, vh, dv]           f32
 //   parts  : [r, vh, p]            f32   sums of squares of y before norm_w and gate, of each 32 columns
 //   halves : [units, line]         u8    y, normed, as gemv_halves.cu leaves it for the next product; or null
-//   launch: <<<(vh, any), 5*DV>>> and 4*DK*DV*DEPTH + sizeof(Room) bytes; a block has at most MOST of `count`
-//   sequences: blockIdx.y, + gridDim.y, ...   -D DK=, DV= 32, 64 or 128   -D SIGMOID= 1: of the gate, else silu
+//   queue  : [one]                 i32   0 before and after: how many heads have been taken; null: those of
+//                                        block b are b, b + blocks, ... from the first one on
+//   launch: <<<any, 5*DV>>> and 4*DK*DV*DEPTH + sizeof(Room) bytes; at most MOST sequences
+//   -D DK=, DV= 32, 64 or 128   -D SIGMOID= 1: of the gate, else silu
 //   -D DEPTH= states on their way, at least 2    -D ONCE= 1: they leave the L2 cache before others
 //   -D FORMAT= CORES=  of that product (gemv_wide.cu), where DV is 128 and x has one plane; eps, of the norm,
 //   and tiles, of the rows, are for it alone
@@ -52,16 +55,17 @@
 #define DEPTH 3
 #endif
 constexpr int N = DK / 16, PARTS = DV / 32, WARPS = 4 * PARTS, THREADS = 32 * (WARPS + PARTS);
-constexpr int STATE = DK * DV, MOST = 256;  // numbers of a state; sequences of a block
+constexpr int STATE = DK * DV, MOST = 256, KNOWN = 4;  // numbers of a state; sequences; heads of a block at once
 constexpr int Q = 0, K = DK, V = 2 * DK, GATE = V + DV, BETA = GATE + DV;  // where things are in Room::now
+static_assert(DEPTH < KNOWN, "what is asked for is known");
 static_assert((DK == 32 || DK == 64 || DK == 128) && DV % 32 == 0 && DEPTH > 1, "a head's sizes");
 
 struct Sequence { int r0, r1, from; };  // its rows, and where its state is; -1: nowhere
 struct Room {
     float now[2][BETA + 4];              // a row, and the next one: q | k | v | gate | beta, exp(g)
-    float red[PARTS][4][64], cross[4][4], gain[DV], own[4];  // A, dt_bias
+    float red[PARTS][4][64], cross[4][4], gain[DV];
     Meeting full[DEPTH], ended;          // the second: warps have left what is in `ends`
-    int asked, unused;                   // states that have been asked for
+    int taken[KNOWN];                    // the block's i-th head in taken[i % KNOWN], sequence by sequence
     float2 ends[PARTS];                  // of 32 columns of y: sum of squares, largest magnitude
     Sequence all[MOST];
 };
@@ -147,96 +151,111 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float*
         const float* __restrict__ conv_w, const float* __restrict__ decay, const float* __restrict__ dt_bias,
         const float* __restrict__ norm_w, float* conv, float* rec, const int* __restrict__ first,
         const int* __restrict__ starts, const int* __restrict__ state_in, const int* __restrict__ state_out,
-        float* y, float* parts, unsigned char* halves, float eps, int kh, int seqs, int rows, int tiles) {
+        float* y, float* parts, unsigned char* halves, int* queue, float eps, int kh, int vh, int seqs, int rows,
+        int tiles) {
     constexpr float SCALE = DK == 128 ? 0.08838834764831845f : DK == 64 ? 0.125f : 0.17677669529663687f;  // 1/sqrt(DK)
     DYNAMIC_SHARED(float, states);
     Room& m = *(Room*)(states + STATE * DEPTH);
     const int tid = threadIdx.x, lane = tid % 32, warp = __shfl_sync(~0u, tid / 32, 0);
-    const int head = blockIdx.x, vh = gridDim.x, key = head / (vh / kh), z = blockIdx.y, step = gridDim.y;
-    const int c = 2 * kh * DK + vh * DV, width = c + vh * DV + 2 * vh, mine = seqs > z ? (seqs - z + step - 1) / step : 0;
+    const int blocks = gridDim.x, all = seqs * vh, early = min(all, DEPTH * blocks);  // not in the queue
+    const int c = 2 * kh * DK + vh * DV, width = c + vh * DV + 2 * vh;
     const bool side = warp >= WARPS, keyed = tid < DK, asks = tid == 32 * WARPS;
     const size_t pool = (size_t)vh * STATE;
-    const auto begin = [&](int i) -> Sequence {
-        const int s = z + i * step, r0 = first[s], r1 = first[s + 1], start = starts[s], from = state_in[s];
+    const auto begin = [&](int s) -> Sequence {
+        const int r0 = first[s], r1 = first[s + 1], start = starts[s], from = state_in[s];
         return {r0, r1, r1 > r0 && start ? from : -1};
     };
-    // One thread asks for states. The first are asked for before anything else is known.
-    const auto fetch = [&](int i, int from) {
+    // One thread takes heads, and asks for their states. The first are asked for before anything else is known.
+    int coming = blockIdx.x + (DEPTH - 1) * blocks;  // what the block takes next
+    const auto take = [&]() {
+        // From the queue as often as there are heads in it, and once more by each block: then it is 0 again
+        if (!queue) coming += blocks;
+        else if (early == all) coming = all;
+        else coming = early + (int)atomicInc((unsigned*)queue, (unsigned)(all - early + blocks - 1));
+    };
+    const auto fetch = [&](int i, int which, int from) {
         Meeting* const b = m.full + i % DEPTH;
+        m.taken[i % KNOWN] = which;
         bulk_expect(b, from < 0 ? 0 : 4 * STATE);
-        float* const to = states + i % DEPTH * STATE, *const at = rec + from * pool + head * STATE;
+        float* const to = states + i % DEPTH * STATE, *const at = rec + from * pool + which % vh * STATE;
         if (from >= 0 && ONCE) bulk_copy_once(to, at, 4 * STATE, b);
         if (from >= 0 && !ONCE) bulk_copy(to, at, 4 * STATE, b);
     };
     if (asks) {
         int from[DEPTH];
         #pragma unroll
-        for (int i = 0; i < DEPTH; i++) from[i] = i < mine ? begin(i).from : -1;
+        for (int i = 0; i < DEPTH; i++) {
+            const int which = blockIdx.x + i * blocks;
+            from[i] = which < all ? begin(which / vh).from : -1;
+        }
         for (int i = 0; i < DEPTH; i++) meet_init(m.full + i, 1);
         if (HALVED) meet_init(&m.ended, PARTS);
         meet_ready();
         #pragma unroll
-        for (int i = 0; i < DEPTH; i++) fetch(i, from[i]);
-        m.asked = DEPTH;
+        for (int i = 0; i < DEPTH; i++) fetch(i, min(all, (int)blockIdx.x + i * blocks), from[i]);
     }
-    if (mine > MOST) __trap();
-    for (int i = tid; i < mine; i += THREADS) m.all[i] = begin(i);
+    if (seqs > MOST) __trap();
+    for (int i = tid; i < seqs; i += THREADS) m.all[i] = begin(i);
     // q and k are a thread's of the first warps, v and the gate of those besides; the last of the others has the scalars.
     const int part = side ? warp - WARPS : warp / 4, column = side ? part * 32 + lane : tid;
-    const bool scalars = warp == WARPS - 1 && lane < 2, keeps = side || (keyed && head % (vh / kh) == 0);
+    const bool scalars = warp == WARPS - 1 && lane < 2;
     Channels ch;
     ch.has[0] = side || keyed;
     ch.has[1] = keyed;
-    ch.col[0] = side ? 2 * kh * DK + head * DV + column : key * DK + tid;
-    ch.col[1] = side ? c + head * DV + column : (kh + key) * DK + tid;
-    ch.weights(conv_w);
     if (tid < DV) m.gain[tid] = norm_w[tid];
-    if (scalars) m.own[lane] = (lane ? dt_bias : decay)[head];
     // Four columns of rows row0 .. row0+N-1 of the state.
     const int row0 = tid % 128 / 8 * N, c4 = lane % 8 * 4, at = row0 * DV + part * 32 + c4;
     Columns<N> mem;
     __syncthreads();
-    int i = 0;  // which of this block's sequences
-    while (i < mine && m.all[i].r0 == m.all[i].r1) i++;
-    if (i < mine) ch.tail(conv, m.all[i].from, c);
-    int r = i < mine ? m.all[i].r0 : 0, out = -1, turn = 0;
-#if HALVED
-    const Halves ends = {halves, tiles, head};
-#endif
-    float ba = 0.f;
+    int i = 0, mine = 0, r = 0, out = -1, turn = 0;  // which of the block's, and what that is; the next row
+    Sequence its = {0, 0, -1};
+    float ba = 0.f, decays = 0.f, bias = 0.f;
+    const auto open = [&]() {  // the i-th head of the block: false if there is none
+        mine = m.taken[i % KNOWN];
+        if (mine >= all) return false;
+        its = m.all[mine / vh];
+        r = its.r0;
+        const int head = mine % vh, key = head / (vh / kh);
+        ch.col[0] = side ? 2 * kh * DK + head * DV + column : key * DK + tid;
+        ch.col[1] = side ? c + head * DV + column : (kh + key) * DK + tid;
+        ch.weights(conv_w);
+        ch.tail(conv, its.from, c);
+        if (scalars) { decays = decay[head]; bias = dt_bias[head]; }
+        return true;
+    };
     const auto ask = [&]() {
         const float* const row = x + (size_t)r * width;
         ch.ask(row, ch.has[0]);
-        if (scalars) ba = row[width - 2 * vh + head + lane * vh];
+        if (scalars) ba = row[width - 2 * vh + mine % vh + lane * vh];
         out = state_out[r];
     };
+    bool more = open();
     pdl_wait();
-    if (i < mine) ask();
-    int read = 0;  // states that have been read
+    if (asks) take();
+    if (more && its.r0 < its.r1) ask();
     #pragma unroll 1
-    while (i < mine) {
+    while (more) {
         float* const now = m.now[turn++ % 2];
-        const int row = r, to = out;
+        const int own = i, head = mine % vh, row = r, to = out;
+        const bool begins = row == its.r0, known = its.from >= 0, idle = its.r0 == its.r1;
         // All but the state
-        if (ch.has[0]) {
+        if (ch.has[0] && !idle) {
             now[side ? V + column : Q + tid] = ch.step(0);
             if (keyed) now[K + tid] = ch.step(1);
             else now[GATE + column] = SIGMOID ? sigmoid(ch.in[1]) : silu(ch.in[1]);
-            if (to >= 0 && keeps) ch.keep(conv, to, c);
+            if (to >= 0 && (side || (keyed && head % (vh / kh) == 0))) ch.keep(conv, to, c);
         }
-        if (scalars) now[BETA + lane] = lane ? expf(__fmul_rn(m.own[0], softplus(ba + m.own[1]))) : sigmoid(ba);
-        const int own = i;
-        const bool begins = row == m.all[own].r0, known = m.all[own].from >= 0;
+        if (scalars && !idle)
+            now[BETA + lane] = lane ? expf(__fmul_rn(decays, softplus(ba + bias))) : sigmoid(ba);
         // The next row's inputs are asked for while this one is worked on
-        if (++r == m.all[own].r1) {
-            do i++; while (i < mine && m.all[i].r0 == m.all[i].r1);
-            if (i < mine) { r = m.all[i].r0; ch.tail(conv, m.all[i].from, c); }
-            else pdl_trigger();
+        if (idle || ++r == its.r1) {
+            i++;
+            more = open();
+            if (!more) pdl_trigger();
         }
-        if (i < mine) ask();
+        if (more && its.r0 < its.r1) ask();
         if (begins) {
-            #pragma unroll 1
-            for (; read <= own; read++) meet_wait(m.full + read % DEPTH, read / DEPTH % 2);  // some may have no rows
+            meet_wait(m.full + own % DEPTH, own / DEPTH % 2);
             if (!side) {
                 const float4* const s = (const float4*)(states + own % DEPTH * STATE + at);
                 #pragma unroll
@@ -244,9 +263,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float*
             }
         }
         __syncthreads();
-        if (asks)
-            #pragma unroll 1
-            for (; m.asked < min(mine, read + DEPTH); m.asked++) fetch(m.asked, m.all[m.asked].from);
+        if (asks && begins) {
+            fetch(own + DEPTH, min(coming, all), coming < all ? m.all[coming / vh].from : -1);
+            if (coming < all) take();
+        }
+        if (idle) { turn--; continue; }
         // The row's products with the state; then, behind the barrier, the state takes it up.
         if (!side) {
             if (warp < 4) {
@@ -269,6 +290,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float*
             if (lane < 8) __stcg((float4*)(y + place * DV + four), o);
             if (!lane) parts[place * PARTS + part] = ss;
 #if HALVED
+            const Halves ends = {halves, tiles, head};
             ends.put(m, row, part, o, ss, eps, turn - 1);
 #endif
         } else {
@@ -280,15 +302,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float*
             }
         }
     }
-    if (z == 0)
-        #pragma unroll 1
-        for (int r = first[seqs]; r < rows; r++) {
-            const size_t place = (size_t)r * vh + head;
-            if (tid < DV) y[place * DV + tid] = 0.f;
-            if (tid < PARTS) parts[place * PARTS + tid] = 0.f;
+    #pragma unroll 1
+    for (int i = blockIdx.x; i < (rows - first[seqs]) * vh; i += blocks) {
+        const int r = first[seqs] + i / vh, head = i % vh;
+        const size_t place = (size_t)r * vh + head;
+        if (tid < DV) y[place * DV + tid] = 0.f;
+        if (tid < PARTS) parts[place * PARTS + tid] = 0.f;
 #if HALVED
-            const float none[8] = {};
-            if (tid < 16) ends.put(r, tid, none, 0.f);
+        const float none[8] = {};
+        const Halves ends = {halves, tiles, head};
+        if (tid < 16) ends.put(r, tid, none, 0.f);
 #endif
-        }
+    }
 }

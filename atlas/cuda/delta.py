@@ -16,20 +16,19 @@ from .gemv_wide import Reader,halved_room
 _FEW = 264 # Blocks: two for each multiprocessor of an H200
 _WIDE = 8 # Sequences from which `delta_wide` takes over
 _DEPTH = 3 # States that its blocks have on their way
-_MOST = 256 # Sequences that one of them can have
+_MOST = 256 # Sequences that it can have
 _FIT = 32 # Sequences whose states should leave the L2 cache before others do
 
 def _room(dk, dv):
     "Bytes of shared memory of a block of `delta_wide`"
     row = 2*dk+2*dv+4
     sums = dv//32*4*64+4*4
-    return _DEPTH*(4*dk*dv+8)+8+4*(2*row+sums+dv+4+2+dv//32*2)+12*_MOST
+    return _DEPTH*(4*dk*dv+8)+8+4*(2*row+sums+dv+4+dv//32*2)+12*_MOST
 
 def _beside(card, vh, dk, dv, seqs):
-    "Blocks of `delta_wide` that share a head's sequences; 0: not for it"
-    if seqs<_WIDE or _room(dk, dv)>limits(card).block: return 0
-    n = min(seqs, max(1, card.multiprocessors//vh))
-    return n if -(-seqs//n)<=_MOST else 0
+    "Blocks of `delta_wide` that share the heads of all sequences; 0: not for it"
+    if not _WIDE<=seqs<=_MOST or _room(dk, dv)>limits(card).block: return 0
+    return min(seqs*vh, card.multiprocessors)
 
 # %% ../../nbs/3_ops/delta/31_cuda.delta.ipynb #bcff9e4a
 def check_sizes(what:str, sizes:dict, steps:dict):
@@ -69,8 +68,8 @@ def delta_step(
     if n := _beside(card, vh, dk, dv, seqs):
         halved,tiles,opts = _halved(y, reader, dv)
         if halved: made.append(halved)
-        run('delta_wide', (vh,n), 5*dv, *what, halved and halved.tiles[0],
-            float(reader.eps if reader else 0), kh, seqs, rows, tiles, shared=_room(dk, dv),
+        run('delta_wide', n, 5*dv, *what, halved and halved.tiles[0], getattr(b, 'queue', None),
+            float(reader.eps if reader else 0), kh, vh, seqs, rows, tiles, shared=_room(dk, dv),
             DK=dk, DV=dv, SIGMOID=act, DEPTH=_DEPTH, ONCE=int(seqs<=_FIT), ROOM=_room(dk, dv), **opts)
         return y,parts
     few = rows>seqs and vh*dv//32*seqs<=_FEW  # verified rows of few sequences: registers rather than company
