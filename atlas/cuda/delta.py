@@ -68,7 +68,7 @@ def delta_step(
     if n := _beside(card, vh, dk, dv, seqs):
         halved,tiles,opts = _halved(y, reader, dv)
         if halved: made.append(halved)
-        run('delta_wide', n, 5*dv, *what, halved and halved.tiles[0], getattr(b, 'queue', None),
+        run('delta_wide', n, 4*dv, *what, halved and halved.tiles[0], getattr(b, 'queue', None),
             float(reader.eps if reader else 0), kh, vh, seqs, rows, tiles, shared=_room(dk, dv),
             DK=dk, DV=dv, SIGMOID=act, DEPTH=_DEPTH, ONCE=int(seqs<=_FIT), ROOM=_room(dk, dv), **opts)
         return y,parts
