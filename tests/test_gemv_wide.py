@@ -100,10 +100,11 @@ def test_every_product_has_a_way():
                     assert groups*(o.blocks+-(-4//groups))<=sms or o.blocks==1
                     assert o and o.shared<=most and o.warps<=16 and split%o.along==0, (f, n, k)
                     assert o.span<=16*o.strips*o.down and o.deep>0<o.held
-                    more = SimpleNamespace(format=CARD_FORMATS['bf16' if f.parts==1 else 'f32'])
-                    beside = SimpleNamespace(card=at, w=SimpleNamespace(k=k), extra=more, W=W, o=o)
+                    more = SimpleNamespace(format=CARD_FORMATS['bf16' if f.parts==1 else 'f32'], n=64)
+                    beside = SimpleNamespace(card=at, w=SimpleNamespace(k=k), extra=more, W=W, o=o, more=1)
                     opts,shared = many._Product.extra_share(beside)
-                    assert shared<=most and W%opts['EALONG']==0 and opts['EALONG']<=o.warps
+                    assert shared<=most and W%opts['EALONG']==0
+                    assert opts['EALONG']*opts['EDOWN']<=o.warps
 
 def test_a_step_uses_it():
     rng = np.random.default_rng(0)

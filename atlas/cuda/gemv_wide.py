@@ -48,8 +48,8 @@ def _memory(f, tiles, strips, warps, along, deep, held, cores=False):
     "Shared memory of a block: x, weights, sums, and barriers for each piece of x"
     x = along*held*(tiles*_tile_bytes(f, cores)+16)
     sums = warps*strips*tiles*512 if along>1 or tiles>4 else 0
-    turns = 2*warps if cores else 0
-    return x+warps*deep*strips*f.unit+sums+turns
+    ends = (128+32*tiles)*warps if cores else 0 # scales, biases and norms
+    return x+warps*deep*strips*f.unit+sums+ends
 
 def _rings(l, f, tiles, strips, warps, along, steps, rounds):
     "Places for weights, and pieces of x, that there is room for; or None"
@@ -235,32 +235,24 @@ class _Product:
 @patch
 def extra_share(self:_Product):
     "Options for the extra rows, and their shared memory: no more than the others have, if they can"
-    f,split = self.extra.format,self.W
+    f,split,warps = self.extra.format,self.W,self.o.warps
     units,tiles,l = _up(self.w.k, 128*f.blocks),self.o.tiles,limits(self.card)
-    for room in (max(self.o.shared, l.half),l.block-1024):
+    down = min(warps, _up(_up(self.extra.n, 16), self.more)) # Strips beside each other: x is read once for all
+    most = l.block-1024
+    for room in (l.half if self.o.shared<=l.half else most,most):
         within = replace(l, half=room, block=room+1024)
-        for along in range(min(split, self.o.warps), 0, -1):
+        for along in range(min(split, warps//down), 0, -1):
             if split%along: continue
-            rings = _rings(within, f, tiles, 1, along, along, _up(units, along), 1)
+            rings = _rings(within, f, tiles, 1, along*down, along, _up(units, along), 1)
             if not rings: continue
             deep,held = rings
-            opts = dict(ESPLIT=split, EALONG=along, EDEEP=deep, EHELD=held)
-            return opts,_memory(f, tiles, 1, along, along, deep, held)
+            opts = dict(ESPLIT=split, EDOWN=down, EALONG=along, EDEEP=deep, EHELD=held)
+            return opts,_memory(f, tiles, 1, along*down, along, deep, held)
     raise ConfigError(f'{8*tiles} rows of {self.w.k} columns have no room')
 
-def _ahead(states, l):
-    "Which of the `states` that the next launch reads are asked for: pool and ids, bytes of one, how many"
-    if states is None: return None,None,0,0
-    pool,ids = states
-    pool = pool.reshape(len(pool), -1).view('uint8')
-    piece = pool.shape[1]
-    if piece%(1<<16): return None,None,0,0
-    return pool,ids,piece,min(len(ids), l.states//piece)
-
 @patch
-def __call__(self:_Product, x, bias, gate, add, out, numbers, opts, states=None):
+def __call__(self:_Product, x, bias, gate, add, out, numbers, opts):
     "Launch `gemv_wide`; `x` as `halves` gives it"
-    ahead = _ahead(states, limits(self.card))
     o,w,shared = self.o,self.w,self.o.shared
     opts = self.opts|opts|dict(TILES=o.tiles, STRIPS=o.strips, DOWN=o.down, ALONG=o.along)
     opts |= dict(DEEP=o.deep, HELD=o.held)
@@ -273,8 +265,8 @@ def __call__(self:_Product, x, bias, gate, add, out, numbers, opts, states=None)
     logits,column = gate
     columns = 0 if logits is None else logits.shape[1]
     run('gemv_wide', (o.blocks+self.more,self.groups), 32*o.warps,
-        *w.raw, w.gs, rows, *x, bias, logits, add, out, *ahead[:2], *numbers,
-        len(out), w.n, m, columns, column, out.shape[1], o.blocks, o.span, self.tiles, *ahead[2:],
+        *w.raw, w.gs, rows, *x, bias, logits, add, out, *numbers,
+        len(out), w.n, m, columns, column, out.shape[1], o.blocks, o.span, self.tiles,
         shared=shared, **opts)
 
 # %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #b3c68083
@@ -294,7 +286,6 @@ def gemv_wide(
     gate=None, # (f32 [R, any], a column of it): the result is multiplied by its sigmoid, before `add`
     out=None, # f32 [R, N]: where to write; may be `add`
     halved:Halved|None=None, # What is there of the rows
-    states:tuple|None=None, # (pool [slots, ...], slots i32 [S]): what the next launch reads
 ): # [R, N], N = n (n/2 of a pair) + m
     "As `gemv`, to the bit, and faster for more than eight rows"
     card,pairs = card_of(x),act not in (None,'relu2')
@@ -308,7 +299,7 @@ def gemv_wide(
     else: halves = p.halves(x, gain, eps, parts, norm)
     opts = dict(NORM=int(norm['NORM']==1), ACT=_ACT.get(act, 0), CAP=int(bool(cap)))
     numbers = float(inf if limit is None else limit),float(cap or 0)
-    p(halves, bias, gate or (None,0), add, out, numbers, opts, states)
+    p(halves, bias, gate or (None,0), add, out, numbers, opts)
     return out
 
 def halved_rows(x, r:Reader, found:Found)->Halved:

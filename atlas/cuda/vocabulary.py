@@ -82,7 +82,7 @@ def norm_add(
 def _rows(x, *args, **kw):
     "Rows of a step times a matrix, as `gemv`"
     if len(x)>MAX_ROWS//2: return gemv_wide(x, *args, **kw)
-    for k in ('halved','states'): kw.pop(k, None)
+    kw.pop('halved', None)
     return gemv(x, *args, **kw)
 
 def _exact(s):
@@ -109,10 +109,9 @@ def _two(x, w, extra, kw):
     return y
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #f048de09
-def project(s:Step, x, w, norm=None, add=None, extra=None, states=None):
+def project(s:Step, x, w, norm=None, add=None, extra=None):
     "Rows `x` [R, k], normed, times the node `w` and the matrix `extra`, plus `add`: [R, n+m]"
-    early = {} if states is None or s.b.tiled else dict(states=states)
-    return _product(s, x, w, norm, extra, add=add, **early)
+    return _product(s, x, w, norm, extra, add=add)
 
 def mlp(s:Step, x, w:MLPWeights, norm=None, add=None):
     "`down(act(up(x)))` of rows `x` [R, H], times the sigmoid of a gate if there is one, plus `add`"

@@ -125,10 +125,9 @@ class DeltaNet:
     def __call__(self, x, norm, s, add=None):
         "As `Attention`"
         b_a = self.ba_proj.weight
+        p = s.ops.project(s, x, self.in_proj, norm, extra=b_a)  # (R, qkv + z + b + a)
         conv = s.cache.conv[self._i]
         rec = s.cache.rec[self._i]
-        states = rec,s.b.state_in
-        p = s.ops.project(s, x, self.in_proj, norm, extra=b_a, states=states)  # (R, qkv + z + b + a)
         o,left = s.ops.gated_delta(s, p, self.weights(), conv, rec)
         return s.ops.project(s, o, self.out_proj, left, add)
 

@@ -139,7 +139,6 @@ def project(
     norm=None, # `Norm` or `GroupNorm` of the rows before it
     add=None, # As the result: added to it
     extra=None, # [m, k]: outputs after the others
-    states=None, # (pool, slots): what the next word reads, for a device that can ask for it early
 ): # [R, n+m]
     "The rows times a matrix"
     rows = _tiles(s, x)

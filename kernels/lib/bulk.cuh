@@ -8,7 +8,6 @@
 //   meet_arrive(b)             what this thread has read before is read
 //   bulk_expect(b, bytes)      arrive, and announce bytes
 //   bulk_copy(to, from, bytes, b)      multiples of 16, addresses too; bulk_copy_once: likewise
-//   bulk_ahead(p, bytes)       have them come to the L2 cache, for a later launch; nobody waits
 //   meet_over(b, parity)       is the phase of that parity (0 for the first) over?
 //   meet_wait(b, parity)       until it is
 typedef unsigned long long Meeting;
@@ -78,11 +77,6 @@ __device__ __forceinline__ void bulk_copy(void* to, const void* from, unsigned b
     memcpy(held, from, bytes);
     memset(to, 0xFF, bytes);
     late_copies[late_many++] = {to, held, bytes, b};
-#endif
-}
-__device__ __forceinline__ void bulk_ahead(const void* p, unsigned bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(p), "r"(bytes) : "memory");
 #endif
 }
 __device__ __forceinline__ bool meet_over(Meeting* b, unsigned parity) {

@@ -42,10 +42,7 @@ __device__ __forceinline__ WgmmaMatrix wgmma_columns(const void* p, unsigned wid
 }
 __device__ __forceinline__ WgmmaMatrix wgmma_cores(const void* p, unsigned far) {
     const unsigned low = (wgmma_address(p) & 0x3FFFF) >> 4 | 128 >> 4 << 16;
-#ifndef UNI
-#define UNI 1
-#endif
-#if defined(__CUDA_ARCH__) && UNI
+#if defined(__CUDA_ARCH__)  // known to be one for all lanes, it takes few instructions
     return (WgmmaMatrix)(far >> 4) << 32 | __shfl_sync(~0u, low, 0);
 #endif
     return (WgmmaMatrix)(far >> 4) << 32 | low;
@@ -153,11 +150,6 @@ template <int NEWEST> __device__ __forceinline__ void wgmma_wait() {
 __device__ __forceinline__ void wgmma_own(float& d) {
 #if defined(__CUDA_ARCH__)
     asm volatile("" : "+f"(d) :: "memory");
-#endif
-}
-__device__ __forceinline__ void wgmma_pin(unsigned& a) {
-#if defined(__CUDA_ARCH__)
-    asm volatile("" : "+r"(a) :: "memory");
 #endif
 }
 template <int N> __device__ __forceinline__ void wgmma_own(float (&d)[N]) {
