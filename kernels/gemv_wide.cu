@@ -19,8 +19,6 @@
 //   -D STRIPS= DOWN= ALONG=   warps: DOWN beside each other times ALONG that share columns
 //   -D DEEP= HELD=   places of a warp for units of weights on their way; pieces of x for its share
 //   -D CORES=  1, on Hopper: four warps beside each other multiply together (lib/wgmma.cuh), STRIPS is 1
-//   -D TEAM=   with CORES: blocks that get x together, each a part of it for all (lib/team.cuh); it divides
-//   TILES, `main` and the number of blocks along x
 //   -D ESPLIT= EDOWN= EALONG= EDEEP= EHELD=   the same for the extra rows, 16*EDOWN a block at a time
 //   launch: <<<(main + ceil(m/(16*EDOWN)) or less, ceil(rows/(8*TILES))), 32*DOWN*ALONG, shared bytes: see
 //   atlas.cuda.gemv_wide>>>, `main` blocks have groups of `span` <= 16*STRIPS*DOWN rows of W, and
@@ -30,10 +28,6 @@
 #include "lib/bulk.cuh"
 #include "lib/pdl.cuh"
 #include "lib/wgmma.cuh"
-#ifndef TEAM
-#define TEAM 1
-#endif
-#include "lib/team.cuh"
 #ifndef FORMAT
 #define FORMAT fragment_nvfp4
 #endif
@@ -75,7 +69,6 @@
 #endif
 constexpr int C = (K + 31) / 32, B = (C + 3) / 4;  // chunks of 32, blocks of 128
 constexpr int AT_ONCE = 2;  // tiles of more than four whose sums of a block have registers
-static_assert(TEAM == 1 || (CORES && TILES % TEAM == 0), "see the contract");
 constexpr bool PAIR = ACT != ACT_NONE && ACT != ACT_RELU2;
 
 struct Job {  // one matrix
@@ -316,15 +309,13 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
     constexpr bool LATE = ROOM > 2;
     static_assert(SHARES % PER == 0, "see the contract");
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    constexpr int CREW = TOGETHER ? TEAM : 1;  // blocks that get x together
     constexpr int NEAR = TOGETHER ? 4 : 1;  // warps that follow each other and have the same share
     const int warp = threadIdx.x / 32, h = warp / NEAR % PER;
     const int down = warp / (NEAR * PER) * NEAR + warp % NEAR;
     const int n4 = (o.n + 3) / 4 * 4, groups = (n4 + o.span - 1) / o.span;
     const int strip = down * MANY * 16;  // the warp's first row of a group
     const bool here = down < BESIDE && down / NEAR * NEAR * MANY * 16 < o.span, works = here && h < N;
-    // As many for all of a team, whose last members may have nothing to do in the end
-    const int rounds = (groups - o.group / CREW * CREW + o.step - 1) / o.step, mine = (N - h + PER - 1) / PER;
+    const int rounds = (groups - o.group + o.step - 1) / o.step, mine = (N - h + PER - 1) / PER;
     unsigned char* const xs = shared + h * ROOM * PIECE;
     unsigned char* const ring = shared + PER * ROOM * PIECE
         + (down < BESIDE ? warp : 0) * PLACES * UNIT;
@@ -363,18 +354,14 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
         for (int i = 0; i < ROOM; i++) {
             meet_init(full + i, 1);
             constexpr int ROWS = 16 * MANY * NEAR;
-            meet_init(empty + i, CREW * min(BESIDE, (o.span + ROWS - 1) / ROWS * NEAR));
+            meet_init(empty + i, min(BESIDE, (o.span + ROWS - 1) / ROWS * NEAR));
         }
         meet_ready();
     }
     auto ask = [&](int slot) {
         bulk_expect(full + slot, PIECE);
         const size_t tile = (size_t)wanted.unit * o.tiles + o.first;
-        constexpr int PART = TILES / CREW * TILE;
-        unsigned char* const to = xs + slot * PIECE + o.group % CREW * PART;
-        const unsigned char* const from = o.x + tile * TILE + o.group % CREW * PART;
-        if (CREW > 1) bulk_copy_to_all<CREW>(to, from, PART, full + slot);
-        else bulk_copy(to, from, PART, full + slot);
+        bulk_copy(xs + slot * PIECE, o.x + tile * TILE, PIECE, full + slot);
         wanted.next(h);
     };
     int more = asks ? ALL ? mine : rounds * mine : 0;  // pieces to be asked for
@@ -386,7 +373,6 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
             finish[i].template weights<F>(
                 o, from + strip + q / TILES * 16 + 2 * g, min(from + o.span, n4));
     }
-    if (CREW > 1) team_sync();  // the barriers of all are there
     pdl_wait();
     #pragma unroll 1
     for (int i = 0; i < ROOM && more > 0; i++, more--) ask(i);
@@ -399,8 +385,7 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
     int spot = 0, slot = 0, free = -1;  // which piece is to be asked for next, and where
     unsigned phase = 0;
     #pragma unroll 1
-    for (int round = 0; round < rounds; round++) {
-        const int group = o.group + round * o.step;
+    for (int group = o.group; group < groups; group += o.step) {
         const int to = min(group * o.span + o.span, n4);
         float total[OWN][4] = {};
         Finish strips[HALF ? MANY : 1];
@@ -450,10 +435,7 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
                 if (left > 0) fetch(ring + spot);
                 cp_async_commit();
                 spot = spot == (PLACES - 1) * UNIT ? 0 : spot + UNIT;
-                #pragma unroll
-                for (int m = 0; m < CREW && !ALL && !lane; m++)
-                    if (CREW > 1) meet_arrive_at(empty + slot, m);
-                    else meet_arrive(empty + slot);
+                if (!ALL && !lane) meet_arrive(empty + slot);
                 if (!LATE) free = slot;
                 if (!ALL && more > 0 && free >= 0) {
                     meet_wait(empty + free, free > slot ? phase ^ 1 : phase);
@@ -524,10 +506,9 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
             finish[EARLY ? i : 0].template end<F>(o, to, total[i]);
         }
     }
-    if (CREW > 1) team_sync();  // nobody leaves whom others may still tell something
 }
 
-extern "C" TEAM_OF(TEAM) __global__ void __launch_bounds__(32 * DOWN * ALONG, 1) gemv_wide(
+extern "C" __global__ void __launch_bounds__(32 * DOWN * ALONG, 1) gemv_wide(
         const unsigned char* __restrict__ w, const unsigned char* __restrict__ s,
         const float* __restrict__ gs, const unsigned char* __restrict__ extra,
         const unsigned char* halves, const unsigned char* more, const float* inverse,

@@ -10,37 +10,31 @@ __all__ = ['check_sizes', 'delta_step']
 # %% ../../nbs/3_ops/delta/31_cuda.delta.ipynb #ef6c263b
 from ..card.card import card_of,limits,run
 from ..ground.core import UnsupportedError
-from .gemv_wide import Reader,halved_room
 
 # %% ../../nbs/3_ops/delta/31_cuda.delta.ipynb #735f4f3a
 _FEW = 264 # Blocks: two for each multiprocessor of an H200
 _WIDE = 8 # Sequences from which `delta_wide` takes over
 _DEPTH = 3 # States that its blocks have on their way
-_MOST = 256 # Sequences that it can have
-_FIT = 32 # Sequences whose states should leave the L2 cache before others do
+_MOST = 256 # Sequences that one of them can have
+_FIT = 32 # Sequences whose states leave the L2 cache before others
 
 def _room(dk, dv):
     "Bytes of shared memory of a block of `delta_wide`"
     row = 2*dk+2*dv+4
     sums = dv//32*4*64+4*4
-    return _DEPTH*(4*dk*dv+8)+8+4*(2*row+sums+dv+4+dv//32*2)+12*_MOST
+    return _DEPTH*(4*dk*dv+8)+4*(2*row+sums+dv+4+2)+12*_MOST
 
 def _beside(card, vh, dk, dv, seqs):
-    "Blocks of `delta_wide` that share the heads of all sequences; 0: not for it"
-    if not _WIDE<=seqs<=_MOST or _room(dk, dv)>limits(card).block: return 0
-    return min(seqs*vh, card.multiprocessors)
+    "Blocks of `delta_wide` that share a head's sequences; 0: not for it"
+    if seqs<_WIDE or _room(dk, dv)>limits(card).block: return 0
+    n = min(seqs, max(1, card.multiprocessors//vh))
+    return n if -(-seqs//n)<=_MOST else 0
 
 # %% ../../nbs/3_ops/delta/31_cuda.delta.ipynb #bcff9e4a
 def check_sizes(what:str, sizes:dict, steps:dict):
     "`UnsupportedError` unless each size is one of those that kernels take"
     for k,v in sizes.items():
         if v not in steps[k]: raise UnsupportedError(f'{what} with {k} of {v}: kernels take {", ".join(map(str, steps[k]))}', hint='--device cpu runs it')
-
-def _halved(y, reader, dv):
-    "Room for `y` as its reader wants it, tiles of rows, and options; nothing where a head is no block of columns"
-    if reader is None or dv!=128 or reader.w.format.planes>1: return None,0,{}
-    halved,opts,tiles = halved_room(y, reader)
-    return halved,tiles,opts
 
 _DELTA = dict.fromkeys(('key heads','value heads'), (32,64,128))
 
@@ -56,9 +50,7 @@ def delta_step(
     kh:int, # Number of key heads
     gate_act:str='silu', # Or 'sigmoid'
     out=None, # Where to write: (y, parts)
-    reader:Reader|None=None, # Of `y`
-    made:list|None=None, # Where `y` goes for its reader, if it is made here
-): # y [R, vh*dv], gated, without the norm's 1/rms; parts [R, vh, dv/32]: sums of squares that make it up. Zeros in padding rows.
+): # y [R, vh*dv], gated, without the norm's 1/rms; parts [R, vh, dv/32]: sums of squares that make it up. Zeros in padding rows
     "`atlas.ops.delta.gated_delta` for rows of a decode or verify step, up to its norm"
     card,(vh,dk,dv) = card_of(x),rec.shape[1:]
     check_sizes('A delta net', {'key heads':dk, 'value heads':dv}, _DELTA)
@@ -66,11 +58,8 @@ def delta_step(
     rows,seqs,act = len(x),b.num_seqs,int(gate_act=='sigmoid')
     what = x,conv_w,A,dt_bias,norm_w,conv,rec,b.first,b.starts,b.state_in,b.state_out,y.reshape(-1, vh, dv),parts
     if n := _beside(card, vh, dk, dv, seqs):
-        halved,tiles,opts = _halved(y, reader, dv)
-        if halved: made.append(halved)
-        run('delta_wide', n, 4*dv, *what, halved and halved.tiles[0], getattr(b, 'queue', None),
-            float(reader.eps if reader else 0), kh, vh, seqs, rows, tiles, shared=_room(dk, dv),
-            DK=dk, DV=dv, SIGMOID=act, DEPTH=_DEPTH, ONCE=int(seqs<=_FIT), ROOM=_room(dk, dv), **opts)
+        run('delta_wide', (vh,n), 5*dv, *what, kh, seqs, rows,
+            shared=_room(dk, dv), DK=dk, DV=dv, SIGMOID=act, DEPTH=_DEPTH, ONCE=int(seqs<=_FIT), BYTES=_room(dk, dv))
         return y,parts
     few = rows>seqs and vh*dv//32*seqs<=_FEW  # verified rows of few sequences: registers rather than company
     run('delta_step', (vh//kh*dv//32, kh, seqs), 160, *what, rows,

@@ -151,8 +151,7 @@ def gated_delta(s:Step, x, w:DeltaWeights, conv, rec):
     weights = w.conv,w.A,w.dt_bias,w.norm
     args = x,*weights,conv,rec,s.b,w.key_heads,w.gate_act
     if s.b.tiled: return delta_many(*args, w.eps),None
-    reader = w.then and Reader(w.then, None, w.eps)
-    y,parts = delta_step(*args, reader=reader, made=s.made)
+    y,parts = delta_step(*args)
     return y,GroupNorm(parts, rec.shape[3], w.eps)
 
 def mamba(s:Step, x, w:MambaWeights, conv, rec):
@@ -398,7 +397,7 @@ def _join(l):
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #48c50ab2
 # Attributes that hold no weights, or another's
-_SKIPPED = {'c','_c','config','device','mtp','_mtp','vision','_vision','then'}
+_SKIPPED = {'c','_c','config','device','mtp','_mtp','vision','_vision','then','reader'}
 
 def _below(o):
     "What lies below `o` in the tree of a model"

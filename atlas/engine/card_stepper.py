@@ -42,7 +42,6 @@ class Rows:
         self.card,self.most,self.size = card,bucket(most),block_size
         self.seqs,self.width,self.media = [],1,False
         self.known = [0]*self.most # Blocks of each sequence that the card was told of
-        self.queue = card.zeros(1, 'int32')
         ends = np.arange(self.most+1, dtype=np.int32)
         widths = range(1, drafts+2)
         self.firsts = {w: card.upload(ends*w) for w in widths}
@@ -71,7 +70,7 @@ class Rows:
         where = a.pos,a.slots,a.tables,a.starts,a.live
         first = self.firsts[w][:n+1]
         return Batch(a.ids, *where, a.state_in, a.state_out,
-            None, False, pos3, seq=a.seq, first=first, longest=longest, queue=self.queue)
+            None, False, pos3, seq=a.seq, first=first, longest=longest)
 
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #5d90c1e4
 class _Arrays:
@@ -264,7 +263,7 @@ class CardEnds(DraftInput):
         self.first,self.longest = rows.firsts[1][:n+1],longest
         self.newest,self.drafts = a.newest,rows.drafts(n)
         self.history = history,a.line,a.c_pos[0]
-        self.media,self.queue = rows.media,rows.queue
+        self.media = rows.media
 
     def rows(self, i:int, ids)->Batch:
         "One row of each sequence: token `i` from its newest on"
@@ -273,7 +272,7 @@ class CardEnds(DraftInput):
         rows,states = (a.c_starts[i],a.live),(a.c_in[i],a.c_out[i])
         pos3 = a.c_pos3[i] if self.media else None
         return Batch(ids, *places, *rows, *states, None, False, pos3,
-            seq=a.c_seq[i], first=self.first, longest=self.longest, queue=self.queue)
+            seq=a.c_seq[i], first=self.first, longest=self.longest)
 
     def looking(self, ids)->Batch:
         "One row of each that sees what came before its newest token"

@@ -120,7 +120,7 @@ class DeltaNet:
         "What `gated_delta` reads"
         d = self._d
         return DeltaWeights(self.conv1d.weight, self.A, self.dt_bias, self.norm.weight,
-            self._c.norm_eps, d.num_k_heads, d.gate_act, self.out_proj.weight)
+            self._c.norm_eps, d.num_k_heads, d.gate_act)
 
     def __call__(self, x, norm, s, add=None):
         "As `Attention`"

@@ -46,7 +46,6 @@ class Batch:
     tile_start:object=None # [tiles] int32: position of its first row
     tile_lo:object=None # [tiles] int32: its real rows are lo..
     tile_hi:object=None # [tiles] int32: ..hi-1
-    queue:object=None # [1] int32, 0: where blocks of a kernel that share work out what nobody has taken
     @property
     def num_rows(self)->int: "R"; return len(self.ids)
     @property

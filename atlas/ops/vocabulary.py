@@ -224,7 +224,6 @@ class DeltaWeights:
     eps:float # Of that norm
     key_heads:int
     gate_act:str='silu' # Or 'sigmoid'
-    then:object=None # The matrix that reads the result
 
 def gated_delta(
     s:Step,

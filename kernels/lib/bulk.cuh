@@ -8,9 +8,6 @@
 //   meet_arrive(b)             what this thread has read before is read
 //   bulk_expect(b, bytes)      arrive, and announce bytes
 //   bulk_copy(to, from, bytes, b)      multiples of 16, addresses too; bulk_copy_once: likewise
-//   meet_arrive_at(b, m)       as meet_arrive, at the barrier of member m of the team (lib/team.cuh)
-//   bulk_copy_to_all<N>(to, from, bytes, b)    to the same place in all N blocks of the team, whose
-//                              barriers hear of it; each has to announce what comes from all
 //   meet_over(b, parity)       is the phase of that parity (0 for the first) over?
 //   meet_wait(b, parity)       until it is
 typedef unsigned long long Meeting;
@@ -105,25 +102,6 @@ __device__ __forceinline__ void bulk_copy_once(void* to, const void* from, unsig
         " [%0], [%1], %2, [%3], p;\n}" :: "r"(at), "l"(from), "r"(bytes), "r"(meet) : "memory");
 #else
     bulk_copy(to, from, bytes, b);
-#endif
-}
-// Not on the emulator, where teams have one member.
-__device__ __forceinline__ void meet_arrive_at(Meeting* b, int member) {
-#if __CUDA_ARCH__ >= 900
-    unsigned at;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
-        : "=r"(at) : "r"((unsigned)__cvta_generic_to_shared(b)), "r"(member));
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" :: "r"(at) : "memory");
-#endif
-}
-template <int N> __device__ __forceinline__ void bulk_copy_to_all(
-        void* to, const void* from, unsigned bytes, Meeting* b) {
-#if __CUDA_ARCH__ >= 900
-    const unsigned at = (unsigned)__cvta_generic_to_shared(to);
-    const unsigned meet = (unsigned)__cvta_generic_to_shared(b);
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-        " [%0], [%1], %2, [%3], %4;"
-        :: "r"(at), "l"(from), "r"(bytes), "r"(meet), "h"((unsigned short)((1 << N) - 1)) : "memory");
 #endif
 }
 __device__ __forceinline__ void meet_wait(Meeting* b, unsigned parity) {

@@ -28,13 +28,8 @@ template <class F, bool CORED = false> struct Tile {
         float top = top8(a);
         #pragma unroll
         for (int m = 1; m < 16; m *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
-        if (in) put_below(tile, r, b, e, a, top);
-    }
-    // The same where the largest magnitude of the 128 columns is known. Not for two planes.
-    static __device__ __forceinline__ void put_below(
-            unsigned char* tile, int r, int b, int e, const float* a, float top) {
-        uint4* const to = (uint4*)(tile + b * BLOCK);
         const float2 f = chunk_scale(top);
+        if (!in) return;
         const uint4 v = F::CROSSED ? to_half8_crossed(a, f.x) : to_half8(a, f.x);
         if constexpr (CORED) {
             const int at = F::place(r, e);
