@@ -114,9 +114,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float*
     const auto fetch = [&](int i, int from) {
         Meeting* const b = m.full + i % DEPTH;
         bulk_expect(b, from < 0 ? 0 : 4 * STATE);
-        float* const to = states + i % DEPTH * STATE, *const at = rec + from * pool + head * STATE;
-        if (from >= 0 && ONCE) bulk_copy_once(to, at, 4 * STATE, b);
-        if (from >= 0 && !ONCE) bulk_copy(to, at, 4 * STATE, b);
+        constexpr auto copy = ONCE ? bulk_copy_once : bulk_copy;
+        if (from >= 0) copy(states + i % DEPTH * STATE, rec + from * pool + head * STATE, 4 * STATE, b);
     };
     if (asks) {
         int from[DEPTH];
