@@ -127,6 +127,7 @@ def _tilings(room, f, n, k, sms, split, tiles, more=0):
                     yield _cycles(f, n, k, sms, split, groups, rounds, o),o
             yield from _together(room, f, n, k, sms, split, t, blocks)
 
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #56b42d25
 RINGS = (3,4),(2,4),(2,3),(3,2),(2,2),(1,2) # Places for weights, and pieces of x: the best that fit
 
 def _together(room, f, n, k, sms, split, tiles, blocks):
@@ -146,6 +147,7 @@ def _together(room, f, n, k, sms, split, tiles, blocks):
             o = Tiling(tiles, 1, down, along, *rings, min(blocks, _up(n, span)), span, shared, True)
             yield _cycles_together(f, n, k, sms, split, rounds, o),o
 
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #94ccce84
 def _most_warps(room, f, quads):
     "Warps that have registers for the sums of so many tiles"
     if f.parts>1: return 8
@@ -194,6 +196,7 @@ class Halved(NamedTuple):
         r = self.reader
         return self.x is x and r.w is w and r.gain is gain and r.eps==eps and r.extra is extra
 
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #94b517ea
 class _Product:
     "Rows times one matrix, and the extra rows after it"
     def __init__(self, card, w, extra, rows):

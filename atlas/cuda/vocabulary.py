@@ -7,7 +7,7 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/cuda.vocabulary.html.md"""
 # %% auto #0
 __all__ = ['DEFAULTS', 'KV_FORMATS', 'embed', 'angles', 'rmsnorm', 'norm_add', 'project', 'mlp', 'logits', 'attend',
            'gated_delta', 'mamba', 'moe', 'beside', 'pick', 'likeliest', 'ngram', 'placement', 'weight_bytes',
-           'take_rows', 'kv_formats', 'kv_bytes', 'kv_pools', 'packed_in', 'prepare', 'words_of']
+           'take_rows', 'kv_formats', 'kv_bytes', 'kv_pools', 'packed_in', 'words_of']
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #0af7b459
 import math,sys
@@ -421,6 +421,7 @@ def _begins_with(o):
     for n in names:
         if hasattr(o, n): return getattr(o, n).weight
 
+# %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #18554587
 def _before(block):
     "The norms before the layers of `block`; None where more is done to the rows"
     return block.norms() if hasattr(block, 'norms') else [None]*len(block.parts())
