@@ -84,7 +84,9 @@ def launch_of(f:CardFormat, d:dict)->tuple:
     bm,bn = 16*d['MT']*d['WM'],8*d['NT']*d['WN']
     threads = 32*d['WM']*d['WN']
     parts = 1+(f.parts>2)
-    stage = 2*bm*BK*parts + bn*BK//32*f.chunk + bn*f.stage
+    scales = d['BK']//32*f.scale or 4*bool(f.tile)
+    stage = 2*bm*d['BK']*parts + bn*d['BK']//32*f.chunk + bn*scales
+    if d.get('WGMMA'): return bm,bn,threads,d['STAGES']*-(-stage//1024)*1024+1024
     return bm,bn,threads,d['STAGES']*stage
 
 # %% ../../nbs/3_ops/linear/13_cuda.gemm.ipynb #936133d0

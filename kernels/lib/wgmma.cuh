@@ -50,6 +50,14 @@ __device__ __forceinline__ unsigned char* wgmma_aligned(unsigned char* p) {
     return p + (0u - wgmma_address(p)) % 1024;
 }
 
+// A word that the compiler does not find again wherever it is wanted.
+__device__ __forceinline__ WgmmaMatrix wgmma_kept(WgmmaMatrix m) {
+#if defined(__CUDA_ARCH__)
+    asm volatile("" : "+l"(m));
+#endif
+    return m;
+}
+
 #if defined(ATLAS_EMULATE)
 // A product reads memory, and changes D, as late as it may: when somebody waits for its group.
 struct LateProduct {
@@ -136,11 +144,14 @@ template <int K> __device__ __forceinline__ void wgmma_wait() {
     wgmma_finish(K);
 #endif
 }
-template <int N> __device__ __forceinline__ void wgmma_own(float (&d)[N]) {
+__device__ __forceinline__ void wgmma_own(float& d) {
 #if defined(__CUDA_ARCH__)
-    #pragma unroll
-    for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i]) :: "memory");
+    asm volatile("" : "+f"(d) :: "memory");
 #endif
+}
+template <int N> __device__ __forceinline__ void wgmma_own(float (&d)[N]) {
+    #pragma unroll
+    for (int i = 0; i < N; i++) wgmma_own(d[i]);
 }
 
 // What one instruction takes: sixteen columns are eight registers of D.
