@@ -60,10 +60,19 @@
 #ifndef WGMMA
 #define WGMMA 0
 #endif
+#ifndef FEEDS
+#define FEEDS 0
+#endif
+#ifndef MANY
+#define MANY 0
+#endif
+#ifndef FEW
+#define FEW 40
+#endif
 #ifndef NEAR
 #define NEAR 0
 #endif
-#define THREADS (32 * WM * WN)
+#define THREADS (32 * (WM * WN + FEEDS))
 using W = weights::FMT;
 constexpr int BM = 16 * MT * WM, BN = 8 * NT * WN, CH = BK / 32;
 constexpr int PER = W::BYTES / 4;                                   // 16-byte pieces of a row's chunk

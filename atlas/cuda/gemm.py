@@ -82,7 +82,7 @@ def tile_of(
 def launch_of(f:CardFormat, d:dict)->tuple:
     "BM, BN, threads and bytes of shared memory of a block"
     bm,bn = 16*d['MT']*d['WM'],8*d['NT']*d['WN']
-    threads = 32*d['WM']*d['WN']
+    threads = 32*(d['WM']*d['WN']+d.get('FEEDS', 0))
     parts = 1+(f.parts>2)
     scales = d['BK']//32*f.scale or 4*bool(f.tile)
     stage = 2*bm*d['BK']*parts + bn*d['BK']//32*f.chunk + bn*scales

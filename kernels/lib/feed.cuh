@@ -42,16 +42,19 @@ __device__ __forceinline__ unsigned place_of(unsigned row) {
     return row - r + place;
 }
 
+constexpr unsigned FEEDERS = FEEDS ? FEEDS * 32 : THREADS;  // threads that copy
+__device__ __forceinline__ unsigned feeder() { return threadIdx.x - (THREADS - FEEDERS); }
+
 // Brings what a step along K needs into a stage: each thread the same piece of every so manieth
 // row; step after step, tile after tile. Beyond W's last row nothing is read: what lies in the stage
 // gives results that nobody keeps, and were the last row read again and again by all blocks, one
 // slice of the L2 cache would be all they wait for. Its last chunk is read again and meets zeros of x.
 template <int ROWS> struct Feed {
     static constexpr unsigned XP = CH * 4, WP = CH * PER;              // pieces of a row
-    static constexpr unsigned XS = THREADS / XP, WS = THREADS / WP;    // rows that all threads bring at once
+    static constexpr unsigned XS = FEEDERS / XP, WS = FEEDERS / WP;    // rows that all threads bring at once
     static constexpr int OWN = (ROWS + XS - 1) / XS;
     static constexpr unsigned ROW = WGMMA ? 128 : BK * 2;
-    static_assert(THREADS % XP == 0 && THREADS % WP == 0 && BN % WS == 0, "whole rows");
+    static_assert(FEEDERS % XP == 0 && FEEDERS % WP == 0 && BN % WS == 0, "whole rows");
     static_assert(XS % 8 == 0 && (!WGMMA || WS % 16 == 0), "the same place of all rows");
     const Job& j;
     int step = 0, tile = 0;
@@ -59,12 +62,12 @@ template <int ROWS> struct Feed {
     __device__ __forceinline__ Feed(const Job& job) : j(job) {
         #pragma unroll
         for (int i = 0; i < OWN; i++) {
-            const unsigned row = min(threadIdx.x / XP + i * XS, ROWS - 1u);
-            at[i] = (unsigned)j.from[row] * (j.ld / 8) + threadIdx.x % XP;
+            const unsigned row = min(feeder() / XP + i * XS, ROWS - 1u);
+            at[i] = (unsigned)j.from[row] * (j.ld / 8) + feeder() % XP;
         }
     }
     __device__ __forceinline__ void rows(unsigned char* stage, const unsigned short* x, bool on) const {
-        const unsigned row = threadIdx.x / XP, piece = threadIdx.x % XP;
+        const unsigned row = feeder() / XP, piece = feeder() % XP;
         const unsigned block = WGMMA ? piece / 8 : 0;  // of 64 columns
         const unsigned place = (piece - block * 8) ^ row % 8;  // so that no bank is met twice
         unsigned char* to = stage + block * BM * 128 + row * ROW + place * 16;
@@ -75,7 +78,7 @@ template <int ROWS> struct Feed {
         }
     }
     __device__ __forceinline__ void weights(unsigned char* stage, int c0, bool on) const {
-        const unsigned tid = threadIdx.x, row = tid / WP, piece = tid % WP, chunk = piece / PER;
+        const unsigned tid = feeder(), row = tid / WP, piece = tid % WP, chunk = piece / PER;
         const unsigned n0 = tile * BN, c = min(c0 + (int)chunk, j.chunks - 1);
         const unsigned char* w = j.w + c * (PER * 16) + piece % PER * 16;
         unsigned char* to = stage + A + chunk * BC + place_of(row) * PER * 16 + piece % PER * 16;
@@ -86,7 +89,7 @@ template <int ROWS> struct Feed {
         }
         if (W::SCALE > 0)  // those of four rows lie together
             #pragma unroll
-            for (unsigned i = 0; i < BN / 4 * CH; i += THREADS) {
+            for (unsigned i = 0; i < BN / 4 * CH; i += FEEDERS) {
                 const unsigned p = i + tid, q = min(n0 / 4 + p / CH, j.last / 4);
                 const unsigned c = min(c0 + (int)(p % CH), j.chunks - 1);
                 cp_async_if<SC ? SC * 4 : 4>(stage + A + B + (p % CH * BN + p / CH * 4) * SC,
@@ -94,7 +97,7 @@ template <int ROWS> struct Feed {
             }
         if (W::SCALE < 0)
             #pragma unroll
-            for (unsigned i = 0; i < BN; i += THREADS) {
+            for (unsigned i = 0; i < BN; i += FEEDERS) {
                 const unsigned p = i + tid, r = min(n0 + p, j.last);
                 cp_async_if<4>(stage + A + B + p * 4, (const float*)j.s + r * j.blocks + c0 / 4, on && p < BN);
             }

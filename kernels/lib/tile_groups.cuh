@@ -3,6 +3,7 @@
 // rows a group and fragment, and the rows of x are the columns of the product, all of them at once,
 // so that a weight is decoded once for a whole tile. Over the constants of gemm.cu.
 #include "lib/feed.cuh"
+#include "lib/bulk.cuh"
 #include "lib/wgmma.cuh"
 constexpr int FRAGMENTS = NT / 2;  // of 64 rows, of each group
 static_assert(WN % 4 == 0 && NT % 2 == 0 && WM == 1 && STAGES >= 3, "see the contract");
@@ -38,12 +39,72 @@ __device__ __forceinline__ void decode(
             a[f][1][i + 2] = h[3];
         }
 }
+// Stages go round: when each is there, and when nobody reads it any more. All threads of a block
+// copy, and meet, or those of some warps do nothing else.
+struct Round {
+    Meeting *full, *empty;  // FEEDS: of each stage, in shared memory
+    int stage = 0, phase = 0;
+    __device__ __forceinline__ Round(Meeting* m) : full(m), empty(m + STAGES) {}
+    __device__ __forceinline__ void next() {
+        phase ^= stage == STAGES - 1;
+        stage = stage == STAGES - 1 ? 0 : stage + 1;
+    }
+};
+constexpr int LAG = STAGES - 2;  // steps that are under way before the first is waited for
+// Warps that copy: all of K of all tiles.
+template <class F> __device__ __forceinline__ void copy_all(F& feed, int steps, unsigned char* stages, Meeting* meetings) {
+    Round r(meetings), there(meetings);
+    for (int i = 0; i < steps + LAG; i++) {
+        if (i < steps) {
+            if (i >= STAGES) meet_wait(r.empty + r.stage, r.phase ^ 1);
+            feed(stages + r.stage * STAGE);
+            r.next();
+        } else cp_async_commit();
+        if (i < LAG) continue;
+        cp_async_wait<LAG>();
+        wgmma_seen();
+        meet_arrive(there.full + there.stage);
+        there.next();
+    }
+}
+template <int N> __device__ __forceinline__ void registers_up() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    if (N) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(N ? N : 8));
+#endif
+}
+template <int N> __device__ __forceinline__ void registers_down() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    if (N) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(N ? N : 8));
+#endif
+}
+
 // Tiles side by side of 16 * M rows of x: all of K through the pipeline, then `put(row of W in the
 // block, 64 x 16 * M results)` for each fragment; `meanwhile` before anything has come.
 // While products of a chunk run, weights of the next one are decoded.
 template <int M, class F, class G>
 __device__ __forceinline__ void tile(const Job& j, unsigned char* stages, F meanwhile, G put) {
     constexpr int N = 16 * M, V = N / 2;
+    __shared__ Meeting meetings[2 * STAGES];
+    if (FEEDS && threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; i++) {
+            meet_init(meetings + i, FEEDERS);
+            meet_init(meetings + STAGES + i, WN);
+        }
+        meet_ready();
+    }
+    if (FEEDS) {
+        meanwhile();
+        __syncthreads();
+        if (threadIdx.x >= WN * 32) {
+            registers_down<MANY ? FEW : 0>();
+            Feed<N> feed(j);
+            copy_all(feed, j.steps * j.tiles, stages, meetings);
+            return;
+        }
+        registers_up<MANY>();
+    }
+    Round r(meetings);
+#if !FEEDS
     Feed<N> feed(j);
     #pragma unroll
     for (int i = 0; i < STAGES - 1; i++) feed(stages + i * STAGE);
@@ -51,19 +112,21 @@ __device__ __forceinline__ void tile(const Job& j, unsigned char* stages, F mean
     cp_async_wait<STAGES - 2>();
     wgmma_seen();
     __syncthreads();
+#else
+    meet_wait(r.full, 0);
+#endif
     unsigned a[2][FRAGMENTS][2][4];
     decode(stages, 0, j.aids, a[0]);
     const WgmmaMatrix first = wgmma_kept(wgmma_rows(stages, 1024));
-    int stage = 0;
     for (int q = 0; q < j.tiles; q++) {
         float d[FRAGMENTS][V], own[FRAGMENTS][PARTS == 1 ? 1 : V];
         #pragma unroll
         for (int v = 0; v < FRAGMENTS * V; v++) d[v / V][v % V] = 0.f;
         for (int i = 0; i < j.steps; i++) {
-            const int ahead = stage == STAGES - 1 ? 0 : stage + 1;
-            const int done = stage == 0 ? STAGES - 1 : stage - 1;
-            const bool last = i + 1 == j.steps && q + 1 < j.tiles;
+            const int stage = r.stage, done = stage == 0 ? STAGES - 1 : stage - 1;
+            const bool end_of_tile = i + 1 == j.steps, last = end_of_tile && q + 1 < j.tiles;
             const WgmmaMatrix x = first + stage * (STAGE / 16);
+            r.next();
             #pragma unroll
             for (int c = 0; c < CH; c++) {
                 wgmma_fence();
@@ -78,14 +141,19 @@ __device__ __forceinline__ void tile(const Job& j, unsigned char* stages, F mean
                 wgmma_commit();
                 wgmma_wait<1>();
                 const bool end = c == CH - 1;
+#if FEEDS
+                if (c == 0 && q + i > 0 && threadIdx.x % 32 == 0) meet_arrive(r.empty + done);
+                if (end && !(end_of_tile && !last)) meet_wait(r.full + r.stage, r.phase);
+#else
                 if (end) {
                     cp_async_wait<STAGES - 3>();
                     wgmma_seen();
                     __syncthreads();
                     feed(stages + done * STAGE);
                 }
+#endif
                 const float* aids = j.aids + (end && last ? q + 1 : q) * BN;
-                decode(stages + (end ? ahead : stage) * STAGE, end ? 0 : c + 1, aids, a[(c + 1) % 2]);
+                decode(stages + (end ? r.stage : stage) * STAGE, end ? 0 : c + 1, aids, a[(c + 1) % 2]);
                 // Tensor cores cut off what a sum has no room for, which would add up along a row:
                 // of products in parts each 64 columns are summed by themselves.
                 if constexpr (PARTS > 1) if (c % 2) {
@@ -97,7 +165,6 @@ __device__ __forceinline__ void tile(const Job& j, unsigned char* stages, F mean
                     }
                 }
             }
-            stage = ahead;
         }
         wgmma_wait<0>();
         #pragma unroll
