@@ -91,7 +91,7 @@ static_assert((BK == 64 || BK == 128) && (GROUPED == 0 || WM == 1), "see the con
 #endif
 
 #define BOUNDS THREADS, BLOCKS
-#define CUT(m) case m: if constexpr (m <= MT) tile<m>(j, stages, meanwhile, put); break;
+#define CUT(m) case m: if constexpr (m <= MOST) tile<m>(j, stages, meanwhile, put); break;
 __device__ __forceinline__ unsigned char* aligned(unsigned char* p) {
 #if WGMMA
     return wgmma_aligned(p);
@@ -234,11 +234,13 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(const __half* __restri
     };
 #endif
 #if GROUPED
-    switch ((end - r0 + 15) / 16) {  // a tile that is not full is cut
+    constexpr int STEP = WGMMA ? 8 : 16, MOST = BM / STEP;
+    switch ((end - r0 + STEP - 1) / STEP) {  // a tile that is not full is cut
         CUT(1) CUT(2) CUT(3) CUT(4) CUT(5) CUT(6) CUT(7) CUT(8)
         CUT(9) CUT(10) CUT(11) CUT(12) CUT(13) CUT(14) CUT(15) CUT(16)
+        CUT(17) CUT(18) CUT(19) CUT(20) CUT(21) CUT(22) CUT(23) CUT(24)
     }
 #else
-    tile<MT>(j, stages, meanwhile, put);
+    tile<WGMMA ? 2 * MT : MT>(j, stages, meanwhile, put);
 #endif
 }

@@ -78,12 +78,12 @@ template <int N> __device__ __forceinline__ void registers_down() {
 #endif
 }
 
-// Tiles side by side of 16 * M rows of x: all of K through the pipeline, then `put(row of W in the
-// block, 64 x 16 * M results)` for each fragment; `meanwhile` before anything has come.
+// Tiles side by side of 8 * M rows of x: all of K through the pipeline, then `put(row of W in the
+// block, 64 x 8 * M results)` for each fragment; `meanwhile` before anything has come.
 // While products of a chunk run, weights of the next one are decoded.
 template <int M, class F, class G>
 __device__ __forceinline__ void tile(const Job& j, unsigned char* stages, F meanwhile, G put) {
-    constexpr int N = 16 * M, V = N / 2;
+    constexpr int N = 8 * M, V = N / 2;
     __shared__ Meeting meetings[2 * STAGES];
     if (FEEDS && threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
