@@ -140,51 +140,8 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(const __half* __restri
     const float* b = bias ? bias + (size_t)e * nb : nullptr;
     const float unity = W::UNITY;
 #if WGMMA
-    // A lane has two rows of W, of each eight columns two rows of x. The two rows of W are results
-    // side by side, or a gate and its up.
     const bool whole = (out | as | ys) % 2 == 0 && (((size_t)add | (size_t)y) & 7) == 0;
-    const auto put = [&](int c, auto& d) {
-        constexpr int V = sizeof(d) / 4;
-        float u[2], bs[2];
-        #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int row = c + row_of(i);
-            u[i] = __fmul_rn(W::unit(aids[row]), unity);
-            bs[i] = b && n0 + row < nb ? b[n0 + row] : 0.f;
-        }
-        const int o = PAIR ? (n0 + c) / 2 + g : n0 + c + 2 * g;
-        if (o >= out) return;
-        #pragma unroll
-        for (int k = 0; k < V; k += 4) {
-            const int2 rows = *(const int2*)(to + k * 2 + 2 * t);
-            const float2 mine = *(const float2*)(by + k * 2 + 2 * t);
-            const float2 f = *(const float2*)(gated + k * 2 + 2 * t);
-            #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const int r = i ? rows.y : rows.x;
-                const float m = i ? mine.y : mine.x;
-                float v = fmaf(__fmul_rn(d[k + i], m), u[0], bs[0]);
-                float w = fmaf(__fmul_rn(d[k + i + 2], m), u[1], bs[1]);
-                if (PAIR) v = act_mul<ACTIVATION>(v, w, limit);
-                else if (ACTIVATION != ACT_NONE) {
-                    v = act_mul<ACTIVATION>(v, 0.f, limit);
-                    w = act_mul<ACTIVATION>(w, 0.f, limit);
-                }
-                if (gate) v *= i ? f.y : f.x, w *= i ? f.y : f.x;
-                if (r < 0) continue;
-                float* const yr = y + (size_t)r * ys + o;
-                const float* const ar = add + (size_t)r * as + o;
-                if (PAIR) *yr = v + (add ? *ar : 0.f);
-                else if (whole) {
-                    const float2 z = add ? *(const float2*)ar : make_float2(0.f, 0.f);
-                    *(float2*)yr = make_float2(v + z.x, w + z.y);
-                } else {
-                    yr[0] = v + (add ? ar[0] : 0.f);
-                    if (o + 1 < out) yr[1] = w + (add ? ar[1] : 0.f);
-                }
-            }
-        }
-    };
+    const Put put = {aids, b, add, y, by, gated, to, n0, out, nb, as, ys, limit, gate != nullptr, whole};
 #else
     const int odd = t & 1;
     constexpr int WIDTH = PAIR ? 2 : 4;  // results of a lane that lie together

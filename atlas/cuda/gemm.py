@@ -119,7 +119,7 @@ def product(h, scale, w, out, rows, bias=None, add=None, act=None, limit=None, g
     cores = card_of(h).multiprocessors
     d = tile or tile_of(f, each, w.n, w.k, cores, bool(grouped), parts)
     bm,bn,threads,shared = launch_of(f, d)
-    across = -(-w.n//bn)
+    across = -(-w.n//(bn*d.get('SPAN', 1)))
     grid = (across, len(tiles)) if grouped else (-(-rows//bm), across)
     blocks = w.s.shape[-1] if f.tile else 0
     if bias is not None: bias = bias.reshape(-1, w.rows if w.pair else w.n)

@@ -19,6 +19,57 @@ __device__ __forceinline__ int rows_of(int f) {
     const int warp = threadIdx.x / 32;
     return (warp / 4 * FRAGMENTS + f) * 64 + warp % 4 * 16;
 }
+// Where results go. A lane has two rows of W, of each eight columns two rows of x. The two rows of
+// W are results side by side, or a gate and its up.
+struct Put {
+    const float *aids, *bias, *add;
+    float* y;
+    const float *by, *gated;
+    const int* to;
+    int n0, out, nb, as, ys;
+    float limit;
+    bool gate, whole;
+    __device__ __forceinline__ void one(int r, int o, float v, float w, float f) const {
+        if (PAIR) v = act_mul<ACTIVATION>(v, w, limit);
+        else if (ACTIVATION != ACT_NONE) {
+            v = act_mul<ACTIVATION>(v, 0.f, limit);
+            w = act_mul<ACTIVATION>(w, 0.f, limit);
+        }
+        if (gate) v *= f, w *= f;
+        if (r < 0) return;
+        float* const yr = y + (size_t)r * ys + o;
+        const float* const ar = add + (size_t)r * as + o;
+        if (PAIR) *yr = v + (add ? *ar : 0.f);
+        else if (whole) {
+            const float2 z = add ? *(const float2*)ar : make_float2(0.f, 0.f);
+            *(float2*)yr = make_float2(v + z.x, w + z.y);
+        } else {
+            yr[0] = v + (add ? ar[0] : 0.f);
+            if (o + 1 < out) yr[1] = w + (add ? ar[1] : 0.f);
+        }
+    }
+    // Results of 64 rows of W; this warp's begin at row c of the block.
+    template <int V> __device__ __forceinline__ void operator()(int c, float (&d)[V]) const {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        const int o = PAIR ? (n0 + c) / 2 + g : n0 + c + 2 * g;
+        float u[2], b[2];
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int row = c + row_of(i);
+            u[i] = __fmul_rn(W::unit(aids[row]), W::UNITY);
+            b[i] = bias && n0 + row < nb ? bias[n0 + row] : 0.f;
+        }
+        if (o >= out) return;
+        #pragma unroll
+        for (int k = 0; k < V; k++) {
+            if (k % 4 > 1) continue;
+            const int row = k / 4 * 8 + 2 * t + k % 2;
+            const float v = fmaf(__fmul_rn(d[k], by[row]), u[0], b[0]);
+            const float w = fmaf(__fmul_rn(d[k + 2], by[row]), u[1], b[1]);
+            one(to[row], o, v, w, gated[row]);
+        }
+    }
+};
 // Chunk c of a stage: what registers bring to two products.
 __device__ __forceinline__ void decode(
         const unsigned char* stage, int c, const float* aids, unsigned (*a)[2][4]) {
