@@ -91,7 +91,10 @@ static_assert((BK == 64 || BK == 128) && (GROUPED == 0 || WM == 1), "see the con
 #endif
 
 #define BOUNDS THREADS, BLOCKS
-#define CUT(m) case m: if constexpr (m <= MOST) tile<m>(j, stages, meanwhile, put); break;
+#ifndef LEAST
+#define LEAST 1
+#endif
+#define CUT(m) case m: if constexpr (m <= MOST) tile<(m < LEAST ? LEAST : m)>(j, stages, meanwhile, put); break;
 __device__ __forceinline__ unsigned char* aligned(unsigned char* p) {
 #if WGMMA
     return wgmma_aligned(p);

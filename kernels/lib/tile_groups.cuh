@@ -5,6 +5,9 @@
 #include "lib/feed.cuh"
 #include "lib/bulk.cuh"
 #include "lib/wgmma.cuh"
+#ifndef ABLATE
+#define ABLATE 0
+#endif
 constexpr int FRAGMENTS = NT / 2;  // of 64 rows, of each group
 static_assert(WN % 4 == 0 && NT % 2 == 0 && WM == 1 && STAGES >= 3, "see the contract");
 static_assert(PARTS < 3, "W in two parts is for single warps");
@@ -60,6 +63,7 @@ struct Put {
             b[i] = bias && n0 + row < nb ? bias[n0 + row] : 0.f;
         }
         if (o >= out) return;
+        if (ABLATE & 8) { float all = 0; for (int k = 0; k < V; k++) all += d[k]; if (all != 1.2345f) return; }
         #pragma unroll
         for (int k = 0; k < V; k++) {
             if (k % 4 > 1) continue;
@@ -70,26 +74,56 @@ struct Put {
         }
     }
 };
-// Chunk c of a stage: what registers bring to two products.
-__device__ __forceinline__ void decode(
-        const unsigned char* stage, int c, const float* aids, unsigned (*a)[2][4]) {
-    const int lane = threadIdx.x % 32, t = lane % 4;
-    #pragma unroll
-    for (int f = 0; f < FRAGMENTS; f++)
+// What registers bring to the products of UNIT chunks: codes and scales on their way, and decoded.
+#ifndef UNIT
+#define UNIT 1
+#endif
+constexpr int UNITS = CH / UNIT;  // of a stage
+static_assert(UNITS % 2 == 0, "two sets of registers take turns");
+template <int N> struct Words { typedef uint4 T; };
+template <> struct Words<8> { typedef uint2 T; };
+template <> struct Words<4> { typedef unsigned T; };
+struct Raw {
+    __align__(16) unsigned codes[W::BYTES / 4], scale;
+    __device__ __forceinline__ void fetch(const unsigned char* stage, int c, int place, int r) {
+        const int t = threadIdx.x % 4;
+        const unsigned char* w = stage + A + c * BC + (place * 4 + t) * W::BYTES;
+        const unsigned char* s = stage + A + B + ((W::SCALE < 0 ? 0 : c) * BN + r) * SC;
+        typedef Words<W::BYTES>::T Part;
         #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int first = rows_of(f), r = first + row_of(i);
-            const int place = first + i * 8 + lane / 4;
-            const unsigned char* w = stage + A + c * BC + (place * 4 + t) * W::BYTES;
-            const unsigned char* s = stage + A + B + ((W::SCALE < 0 ? 0 : c) * BN + r) * SC;
-            unsigned h[4];
-            W::halves(w, s, t, aids[r], false, h);
-            a[f][0][i] = h[0];
-            a[f][0][i + 2] = h[1];
-            a[f][1][i] = h[2];
-            a[f][1][i + 2] = h[3];
+        for (int i = 0; i < W::BYTES / (int)sizeof(Part); i++) ((Part*)codes)[i] = ((const Part*)w)[i];
+        if (W::SCALE == 2) scale = s[t / 2];
+        else if (W::SCALE == 1) scale = s[0];
+        else if (W::SCALE) scale = *(const unsigned*)s;
+    }
+    __device__ __forceinline__ void decode(float aid, unsigned* h) const {
+        const int t = threadIdx.x % 4;
+        const unsigned char* s = (const unsigned char*)&scale;
+        W::halves((const unsigned char*)codes, W::SCALE == 2 ? s - t / 2 : s, t, aid, false, h);
+    }
+};
+struct Weights {
+    Raw raw[FRAGMENTS][UNIT][2];
+    __device__ __forceinline__ void fetch(const unsigned char* stage, int u) {
+        #pragma unroll
+        for (int v = 0; v < FRAGMENTS * UNIT * 2; v++) {
+            const int f = v / 2 / UNIT, c = v / 2 % UNIT, i = v % 2, first = rows_of(f);
+            raw[f][c][i].fetch(stage, u * UNIT + c, first + i * 8 + threadIdx.x % 32 / 4, first + row_of(i));
         }
-}
+    }
+    __device__ __forceinline__ void decode(const float* aids, unsigned (*a)[UNIT][2][4]) const {
+        #pragma unroll
+        for (int v = 0; v < FRAGMENTS * UNIT * 2; v++) {
+            const int f = v / 2 / UNIT, c = v / 2 % UNIT, i = v % 2;
+            unsigned h[4];
+            raw[f][c][i].decode(aids[rows_of(f) + row_of(i)], h);
+            a[f][c][0][i] = h[0];
+            a[f][c][0][i + 2] = h[1];
+            a[f][c][1][i] = h[2];
+            a[f][c][1][i + 2] = h[3];
+        }
+    }
+};
 // Stages go round: when each is there, and when nobody reads it any more. All threads of a block
 // copy, and meet, or those of some warps do nothing else.
 struct Round {
@@ -166,8 +200,11 @@ __device__ __forceinline__ void tile(const Job& j, unsigned char* stages, F mean
 #else
     meet_wait(r.full, 0);
 #endif
-    unsigned a[2][FRAGMENTS][2][4];
-    decode(stages, 0, j.aids, a[0]);
+    unsigned a[2][FRAGMENTS][UNIT][2][4];
+    Weights w;
+    w.fetch(stages, 0);
+    w.decode(j.aids, a[0]);
+    w.fetch(stages, 1);
     const WgmmaMatrix first = wgmma_kept(wgmma_rows(stages, 1024));
     for (int q = 0; q < j.tiles; q++) {
         float d[FRAGMENTS][V], own[FRAGMENTS][PARTS == 1 ? 1 : V];
@@ -179,35 +216,35 @@ __device__ __forceinline__ void tile(const Job& j, unsigned char* stages, F mean
             const WgmmaMatrix x = first + stage * (STAGE / 16);
             r.next();
             #pragma unroll
-            for (int c = 0; c < CH; c++) {
-                wgmma_fence();
+            for (int u = 0; u < UNITS; u++) {
+                const bool end = u == UNITS - 1;
+                if (!(ABLATE & 16)) wgmma_fence();
                 #pragma unroll
-                for (int f = 0; f < FRAGMENTS; f++)
-                    #pragma unroll
-                    for (int h = 0; h < 2; h++) {
-                        const WgmmaMatrix b = x + c / 2 * (BM * 8) + (c % 2 * 2 + h) * WGMMA_K;
-                        if constexpr (PARTS == 1) wgmma<N, false>(d[f], a[c % 2][f][h], b, 1);
-                        else wgmma<N, false>(own[f], a[c % 2][f][h], b, c % 2 + h > 0);
-                    }
-                wgmma_commit();
-                wgmma_wait<1>();
-                const bool end = c == CH - 1;
+                for (int k = 0; k < UNIT * FRAGMENTS * 2; k++) {
+                    const int c = k / 2 / FRAGMENTS, f = k / 2 % FRAGMENTS, h = k % 2, at = u * UNIT + c;
+                    const WgmmaMatrix b = x + at / 2 * (BM * 8) + (at % 2 * 2 + h) * WGMMA_K;
+                    if constexpr (ABLATE & 16) for (int z = 0; z < 4; z++) d[f][h * 4 + z] += __uint_as_float(a[u % 2][f][c][h][z]);
+                    else if constexpr (PARTS == 1) wgmma<N, false>(d[f], a[u % 2][f][c][h], b, 1);
+                    else wgmma<N, false>(own[f], a[u % 2][f][c][h], b, at % 2 + h > 0);
+                }
+                if (!(ABLATE & 16)) wgmma_commit();
+                if (!(ABLATE & 16)) wgmma_wait<1>();
 #if FEEDS
-                if (c == 0 && q + i > 0 && threadIdx.x % 32 == 0) meet_arrive(r.empty + done);
-                if (end && !(end_of_tile && !last)) meet_wait(r.full + r.stage, r.phase);
+                if (u == 0 && q + i > 0 && threadIdx.x % 32 == 0) meet_arrive(r.empty + done);
+                if (u == UNITS - 2 && !(end_of_tile && !last)) meet_wait(r.full + r.stage, r.phase);
 #else
-                if (end) {
+                if (u == 0) {
                     cp_async_wait<STAGES - 3>();
-                    wgmma_seen();
-                    __syncthreads();
-                    feed(stages + done * STAGE);
+                    if (!(ABLATE & 4)) wgmma_seen();
+                    if (!(ABLATE & 32)) __syncthreads();
+                    if (!(ABLATE & 2)) feed(stages + done * STAGE);
                 }
 #endif
-                const float* aids = j.aids + (end && last ? q + 1 : q) * BN;
-                decode(stages + (end ? r.stage : stage) * STAGE, end ? 0 : c + 1, aids, a[(c + 1) % 2]);
+                if (!(ABLATE & 1)) w.decode(j.aids + (end && last ? q + 1 : q) * BN, a[(u + 1) % 2]);
+                if (!(ABLATE & 65)) w.fetch(stages + (u >= UNITS - 2 ? r.stage : stage) * STAGE, (u + 2) % UNITS);
                 // Tensor cores cut off what a sum has no room for, which would add up along a row:
                 // of products in parts each 64 columns are summed by themselves.
-                if constexpr (PARTS > 1) if (c % 2) {
+                if constexpr (PARTS > 1) if (UNIT == 2 || u % 2) {
                     wgmma_wait<0>();
                     #pragma unroll
                     for (int v = 0; v < FRAGMENTS * V; v++) {
