@@ -224,6 +224,10 @@ __device__ __forceinline__ void tile(const Job& j, unsigned char* stages, F mean
                     const int c = k / 2 / FRAGMENTS, f = k / 2 % FRAGMENTS, h = k % 2, at = u * UNIT + c;
                     const WgmmaMatrix b = x + at / 2 * (BM * 8) + (at % 2 * 2 + h) * WGMMA_K;
                     if constexpr (ABLATE & 16) for (int z = 0; z < 4; z++) d[f][h * 4 + z] += __uint_as_float(a[u % 2][f][c][h][z]);
+                    else if constexpr (ABLATE & 128) {
+                        if constexpr (!(ABLATE & 1)) for (int z = 0; z < 4; z++) asm volatile("" :: "r"(a[u % 2][f][c][h][z]));
+                        wgmma_shared<N, false, false>(d[f], x + f * 512 + (at % 2 * 2 + h) * WGMMA_K, b, 1);
+                    }
                     else if constexpr (PARTS == 1) wgmma<N, false>(d[f], a[u % 2][f][c][h], b, 1);
                     else wgmma<N, false>(own[f], a[u % 2][f][c][h], b, at % 2 + h > 0);
                 }
