@@ -3,13 +3,11 @@
 // rows a group and fragment, and the rows of x are the columns of the product, all of them at once,
 // so that a weight is decoded once for a whole tile. Over the constants of gemm.cu.
 #include "lib/feed.cuh"
-#include "lib/bulk.cuh"
 #include "lib/wgmma.cuh"
-#ifndef ABLATE
-#define ABLATE 0
-#endif
 constexpr int FRAGMENTS = NT / 2;  // of 64 rows, of each group
+constexpr int UNITS = CH / UNIT;   // of UNIT chunks, of a stage: what is decoded at once
 static_assert(WN % 4 == 0 && NT % 2 == 0 && WM == 1 && STAGES >= 3, "see the contract");
+static_assert(UNITS % 2 == 0, "two sets of registers take turns");
 static_assert(PARTS < 3, "W in two parts is for single warps");
 
 // Rows of a lane among its warp's sixteen: i = 0, 1.
@@ -22,6 +20,7 @@ __device__ __forceinline__ int rows_of(int f) {
     const int warp = threadIdx.x / 32;
     return (warp / 4 * FRAGMENTS + f) * 64 + warp % 4 * 16;
 }
+
 // Where results go. A lane has two rows of W, of each eight columns two rows of x. The two rows of
 // W are results side by side, or a gate and its up.
 struct Put {
@@ -32,13 +31,17 @@ struct Put {
     int n0, out, nb, as, ys;
     float limit;
     bool gate, whole;
+    // Two results of row r of y, from column o on; of a pair one.
     __device__ __forceinline__ void one(int r, int o, float v, float w, float f) const {
         if (PAIR) v = act_mul<ACTIVATION>(v, w, limit);
         else if (ACTIVATION != ACT_NONE) {
             v = act_mul<ACTIVATION>(v, 0.f, limit);
             w = act_mul<ACTIVATION>(w, 0.f, limit);
         }
-        if (gate) v *= f, w *= f;
+        if (gate) {
+            v *= f;
+            w *= f;
+        }
         if (r < 0) return;
         float* const yr = y + (size_t)r * ys + o;
         const float* const ar = add + (size_t)r * as + o;
@@ -55,6 +58,7 @@ struct Put {
     template <int V> __device__ __forceinline__ void operator()(int c, float (&d)[V]) const {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         const int o = PAIR ? (n0 + c) / 2 + g : n0 + c + 2 * g;
+        if (o >= out) return;
         float u[2], b[2];
         #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -62,8 +66,6 @@ struct Put {
             u[i] = __fmul_rn(W::unit(aids[row]), W::UNITY);
             b[i] = bias && n0 + row < nb ? bias[n0 + row] : 0.f;
         }
-        if (o >= out) return;
-        if (ABLATE & 8) { float all = 0; for (int k = 0; k < V; k++) all += d[k]; if (all != 1.2345f) return; }
         #pragma unroll
         for (int k = 0; k < V; k++) {
             if (k % 4 > 1) continue;
@@ -74,49 +76,50 @@ struct Put {
         }
     }
 };
-// What registers bring to the products of UNIT chunks: codes and scales on their way, and decoded.
-#ifndef UNIT
-#define UNIT 1
-#endif
-constexpr int UNITS = CH / UNIT;  // of a stage
-static_assert(UNITS % 2 == 0, "two sets of registers take turns");
+
+// Eight weights of a row and the bytes of their scale, on their way from shared memory.
 template <int N> struct Words { typedef uint4 T; };
 template <> struct Words<8> { typedef uint2 T; };
 template <> struct Words<4> { typedef unsigned T; };
-struct Raw {
-    __align__(16) unsigned codes[W::BYTES / 4], scale;
+struct Codes {
+    typedef Words<W::BYTES>::T Part;
+    static constexpr int PARTS_OF = W::BYTES / (int)sizeof(Part);
+    __align__(16) unsigned codes[W::BYTES / 4];
+    unsigned scale;
     __device__ __forceinline__ void fetch(const unsigned char* stage, int c, int place, int r) {
         const int t = threadIdx.x % 4;
         const unsigned char* w = stage + A + c * BC + (place * 4 + t) * W::BYTES;
         const unsigned char* s = stage + A + B + ((W::SCALE < 0 ? 0 : c) * BN + r) * SC;
-        typedef Words<W::BYTES>::T Part;
         #pragma unroll
-        for (int i = 0; i < W::BYTES / (int)sizeof(Part); i++) ((Part*)codes)[i] = ((const Part*)w)[i];
+        for (int i = 0; i < PARTS_OF; i++) ((Part*)codes)[i] = ((const Part*)w)[i];
         if (W::SCALE == 2) scale = s[t / 2];
         else if (W::SCALE == 1) scale = s[0];
         else if (W::SCALE) scale = *(const unsigned*)s;
     }
     __device__ __forceinline__ void decode(float aid, unsigned* h) const {
         const int t = threadIdx.x % 4;
-        const unsigned char* s = (const unsigned char*)&scale;
-        W::halves((const unsigned char*)codes, W::SCALE == 2 ? s - t / 2 : s, t, aid, false, h);
+        const Bytes s = (Bytes)&scale;
+        W::halves((Bytes)codes, W::SCALE == 2 ? s - t / 2 : s, t, aid, false, h);
     }
 };
+// What registers bring to the products of a unit.
 struct Weights {
-    Raw raw[FRAGMENTS][UNIT][2];
+    static constexpr int MANY = FRAGMENTS * UNIT * 2;
+    Codes codes[FRAGMENTS][UNIT][2];
     __device__ __forceinline__ void fetch(const unsigned char* stage, int u) {
         #pragma unroll
-        for (int v = 0; v < FRAGMENTS * UNIT * 2; v++) {
+        for (int v = 0; v < MANY; v++) {
             const int f = v / 2 / UNIT, c = v / 2 % UNIT, i = v % 2, first = rows_of(f);
-            raw[f][c][i].fetch(stage, u * UNIT + c, first + i * 8 + threadIdx.x % 32 / 4, first + row_of(i));
+            const int place = first + i * 8 + threadIdx.x % 32 / 4;
+            codes[f][c][i].fetch(stage, u * UNIT + c, place, first + row_of(i));
         }
     }
     __device__ __forceinline__ void decode(const float* aids, unsigned (*a)[UNIT][2][4]) const {
         #pragma unroll
-        for (int v = 0; v < FRAGMENTS * UNIT * 2; v++) {
+        for (int v = 0; v < MANY; v++) {
             const int f = v / 2 / UNIT, c = v / 2 % UNIT, i = v % 2;
             unsigned h[4];
-            raw[f][c][i].decode(aids[rows_of(f) + row_of(i)], h);
+            codes[f][c][i].decode(aids[rows_of(f) + row_of(i)], h);
             a[f][c][0][i] = h[0];
             a[f][c][0][i + 2] = h[1];
             a[f][c][1][i] = h[2];
@@ -124,72 +127,25 @@ struct Weights {
         }
     }
 };
-// Stages go round: when each is there, and when nobody reads it any more. All threads of a block
-// copy, and meet, or those of some warps do nothing else.
-struct Round {
-    Meeting *full, *empty;  // FEEDS: of each stage, in shared memory
-    int stage = 0, phase = 0;
-    __device__ __forceinline__ Round(Meeting* m) : full(m), empty(m + STAGES) {}
-    __device__ __forceinline__ void next() {
-        phase ^= stage == STAGES - 1;
-        stage = stage == STAGES - 1 ? 0 : stage + 1;
+// Products of unit u of the stage whose rows of x are `x`.
+template <int N, int V> __device__ __forceinline__ void multiply(
+        float (&d)[FRAGMENTS][V], unsigned (*a)[UNIT][2][4], WgmmaMatrix x, int u) {
+    wgmma_fence();
+    #pragma unroll
+    for (int k = 0; k < UNIT * FRAGMENTS * 2; k++) {
+        const int c = k / 2 / FRAGMENTS, f = k / 2 % FRAGMENTS, h = k % 2, at = u * UNIT + c;
+        const WgmmaMatrix b = x + at / 2 * (BM * 8) + (at % 2 * 2 + h) * WGMMA_K;
+        wgmma<N, false>(d[f], a[f][c][h], b, PARTS == 1 || at % 2 + h > 0);
     }
-};
-constexpr int LAG = STAGES - 2;  // steps that are under way before the first is waited for
-// Warps that copy: all of K of all tiles.
-template <class F> __device__ __forceinline__ void copy_all(F& feed, int steps, unsigned char* stages, Meeting* meetings) {
-    Round r(meetings), there(meetings);
-    for (int i = 0; i < steps + LAG; i++) {
-        if (i < steps) {
-            if (i >= STAGES) meet_wait(r.empty + r.stage, r.phase ^ 1);
-            feed(stages + r.stage * STAGE);
-            r.next();
-        } else cp_async_commit();
-        if (i < LAG) continue;
-        cp_async_wait<LAG>();
-        wgmma_seen();
-        meet_arrive(there.full + there.stage);
-        there.next();
-    }
-}
-template <int N> __device__ __forceinline__ void registers_up() {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    if (N) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(N ? N : 8));
-#endif
-}
-template <int N> __device__ __forceinline__ void registers_down() {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    if (N) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(N ? N : 8));
-#endif
+    wgmma_commit();
 }
 
-// Tiles side by side of 8 * M rows of x: all of K through the pipeline, then `put(row of W in the
-// block, 64 x 8 * M results)` for each fragment; `meanwhile` before anything has come.
-// While products of a chunk run, weights of the next one are decoded.
+// A tile of 8 * M rows of x: all of K through the pipeline, then `put(row of W in the block,
+// 64 x 8 * M results)` for each fragment; `meanwhile` before anything has come. While products of
+// a unit run, weights of the next one are decoded, and codes of the one after that fetched.
 template <int M, class F, class G>
 __device__ __forceinline__ void tile(const Job& j, unsigned char* stages, F meanwhile, G put) {
     constexpr int N = 8 * M, V = N / 2;
-    __shared__ Meeting meetings[2 * STAGES];
-    if (FEEDS && threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) {
-            meet_init(meetings + i, FEEDERS);
-            meet_init(meetings + STAGES + i, WN);
-        }
-        meet_ready();
-    }
-    if (FEEDS) {
-        meanwhile();
-        __syncthreads();
-        if (threadIdx.x >= WN * 32) {
-            registers_down<MANY ? FEW : 0>();
-            Feed<N> feed(j);
-            copy_all(feed, j.steps * j.tiles, stages, meetings);
-            return;
-        }
-        registers_up<MANY>();
-    }
-    Round r(meetings);
-#if !FEEDS
     Feed<N> feed(j);
     #pragma unroll
     for (int i = 0; i < STAGES - 1; i++) feed(stages + i * STAGE);
@@ -197,72 +153,50 @@ __device__ __forceinline__ void tile(const Job& j, unsigned char* stages, F mean
     cp_async_wait<STAGES - 2>();
     wgmma_seen();
     __syncthreads();
-#else
-    meet_wait(r.full, 0);
-#endif
     unsigned a[2][FRAGMENTS][UNIT][2][4];
     Weights w;
     w.fetch(stages, 0);
     w.decode(j.aids, a[0]);
     w.fetch(stages, 1);
     const WgmmaMatrix first = wgmma_kept(wgmma_rows(stages, 1024));
-    for (int q = 0; q < j.tiles; q++) {
-        float d[FRAGMENTS][V], own[FRAGMENTS][PARTS == 1 ? 1 : V];
+    float d[FRAGMENTS][V], own[FRAGMENTS][PARTS == 1 ? 1 : V];
+    #pragma unroll
+    for (int v = 0; v < FRAGMENTS * V; v++) d[v / V][v % V] = 0.f;
+    int stage = 0;
+    for (int i = 0; i < j.steps; i++) {
+        const int ahead = stage == STAGES - 1 ? 0 : stage + 1;
+        const int done = stage == 0 ? STAGES - 1 : stage - 1;
+        const WgmmaMatrix x = first + stage * (STAGE / 16);
         #pragma unroll
-        for (int v = 0; v < FRAGMENTS * V; v++) d[v / V][v % V] = 0.f;
-        for (int i = 0; i < j.steps; i++) {
-            const int stage = r.stage, done = stage == 0 ? STAGES - 1 : stage - 1;
-            const bool end_of_tile = i + 1 == j.steps, last = end_of_tile && q + 1 < j.tiles;
-            const WgmmaMatrix x = first + stage * (STAGE / 16);
-            r.next();
-            #pragma unroll
-            for (int u = 0; u < UNITS; u++) {
-                const bool end = u == UNITS - 1;
-                if (!(ABLATE & 16)) wgmma_fence();
+        for (int u = 0; u < UNITS; u++) {
+            if constexpr (PARTS == 1) multiply<N>(d, a[u % 2], x, u);
+            else multiply<N>(own, a[u % 2], x, u);
+            wgmma_wait<1>();
+            if (u == 0) {  // nobody reads the stage before this one any more
+                cp_async_wait<STAGES - 3>();
+                wgmma_seen();
+                __syncthreads();
+                feed(stages + done * STAGE);
+            }
+            w.decode(j.aids, a[(u + 1) % 2]);
+            w.fetch(stages + (u >= UNITS - 2 ? ahead : stage) * STAGE, (u + 2) % UNITS);
+            // Tensor cores cut off what a sum has no room for, which would add up along a row:
+            // of products in parts each 64 columns are summed by themselves.
+            if constexpr (PARTS > 1) if (UNIT == 2 || u % 2) {
+                wgmma_wait<0>();
                 #pragma unroll
-                for (int k = 0; k < UNIT * FRAGMENTS * 2; k++) {
-                    const int c = k / 2 / FRAGMENTS, f = k / 2 % FRAGMENTS, h = k % 2, at = u * UNIT + c;
-                    const WgmmaMatrix b = x + at / 2 * (BM * 8) + (at % 2 * 2 + h) * WGMMA_K;
-                    if constexpr (ABLATE & 16) for (int z = 0; z < 4; z++) d[f][h * 4 + z] += __uint_as_float(a[u % 2][f][c][h][z]);
-                    else if constexpr (ABLATE & 128) {
-                        if constexpr (!(ABLATE & 1)) for (int z = 0; z < 4; z++) asm volatile("" :: "r"(a[u % 2][f][c][h][z]));
-                        wgmma_shared<N, false, false>(d[f], x + f * 512 + (at % 2 * 2 + h) * WGMMA_K, b, 1);
-                    }
-                    else if constexpr (PARTS == 1) wgmma<N, false>(d[f], a[u % 2][f][c][h], b, 1);
-                    else wgmma<N, false>(own[f], a[u % 2][f][c][h], b, at % 2 + h > 0);
-                }
-                if (!(ABLATE & 16)) wgmma_commit();
-                if (!(ABLATE & 16)) wgmma_wait<1>();
-#if FEEDS
-                if (u == 0 && q + i > 0 && threadIdx.x % 32 == 0) meet_arrive(r.empty + done);
-                if (u == UNITS - 2 && !(end_of_tile && !last)) meet_wait(r.full + r.stage, r.phase);
-#else
-                if (u == 0) {
-                    cp_async_wait<STAGES - 3>();
-                    if (!(ABLATE & 4)) wgmma_seen();
-                    if (!(ABLATE & 32)) __syncthreads();
-                    if (!(ABLATE & 2)) feed(stages + done * STAGE);
-                }
-#endif
-                if (!(ABLATE & 1)) w.decode(j.aids + (end && last ? q + 1 : q) * BN, a[(u + 1) % 2]);
-                if (!(ABLATE & 65)) w.fetch(stages + (u >= UNITS - 2 ? r.stage : stage) * STAGE, (u + 2) % UNITS);
-                // Tensor cores cut off what a sum has no room for, which would add up along a row:
-                // of products in parts each 64 columns are summed by themselves.
-                if constexpr (PARTS > 1) if (UNIT == 2 || u % 2) {
-                    wgmma_wait<0>();
-                    #pragma unroll
-                    for (int v = 0; v < FRAGMENTS * V; v++) {
-                        wgmma_own(own[v / V][v % V]);
-                        d[v / V][v % V] += own[v / V][v % V];
-                    }
+                for (int v = 0; v < FRAGMENTS * V; v++) {
+                    wgmma_own(own[v / V][v % V]);
+                    d[v / V][v % V] += own[v / V][v % V];
                 }
             }
         }
-        wgmma_wait<0>();
-        #pragma unroll
-        for (int f = 0; f < FRAGMENTS; f++) {
-            wgmma_own(d[f]);
-            put(q * BN + rows_of(f), d[f]);
-        }
+        stage = ahead;
+    }
+    wgmma_wait<0>();
+    #pragma unroll
+    for (int f = 0; f < FRAGMENTS; f++) {
+        wgmma_own(d[f]);
+        put(rows_of(f), d[f]);
     }
 }
