@@ -17,7 +17,9 @@ from functools import partial
 from fastcore.basics import patch
 from ..cuda.accept import VerifyRows,accept_rows,next_rows
 from ..cuda.attend import PIECE,most_rows
-from ..cuda.sample import SampleTable,sample_rows
+from ..cuda.sample import SampleTable,sample_rows,table_bytes
+from ..cuda.vocabulary import DEFAULTS
+from .cache import state_in
 from .draft import INVALID,DraftInput,End,Ends,given
 from .stepper import Flight,Pass,Stepper,following,fork,lets,replays,tiles
 from ..card.device import Host
@@ -220,7 +222,7 @@ class CheckedRows(Rows):
     "Rows of steps that check drafts: a layout for each number of them"
     def __init__(self, card, most:int, max_blocks:int, block_size:int,
         drafts:int, # Most of a sequence
-        scratch:int=-1, # The first of a draft model's own state slots, two for each sequence
+        scratch:int=-1, # The first of a draft model's own states, two for each sequence
     ):
         self.scratch,self.turn = scratch,0
         super().__init__(card, most, max_blocks, block_size, drafts)
@@ -409,6 +411,14 @@ class CardStepper(Stepper):
         "One for what `scheduler` plans, with its own lasting arrays in the region `room`"
         return cls(model, cache, scheduler, room, drafter)
 
+    @staticmethod
+    def room_for(vocab:int, seqs:int, drafts:int, max_seq_len:int)->int:
+        n,width = bucket(seqs),1+drafts
+        rows = max(n+1, n*width)
+        most = -(-max_seq_len//DEFAULTS.block_size)
+        told = 4*n*width*most+(4*(n+1)*max_seq_len if drafts else 0) # tables, and a history
+        return table_bytes(n+1, vocab, rows, width)+told
+
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #d7537ad4
 @patch
 @contextmanager
@@ -435,8 +445,8 @@ def _most_rows(self:CardStepper)->int:
     return min(most)
 
 def _scratch(cache, drafter):
-    "The first of the state slots that only a draft model uses; -1: it has none"
-    return cache.num_states if drafter.cache and drafter.cache.rec else -1
+    "The first of the states that only a draft model uses; -1: it has none"
+    return state_in(cache.num_states) if drafter.cache and drafter.cache.rec else -1
 
 def _enough(rows, drafts):
     "Refuse more drafts than a step can check"

@@ -106,7 +106,9 @@ class EngineConfig(Caching, Queueing, Speculation):
     device:str=option('auto', 'Where to run: auto, cpu, cuda or cuda:N.')
     max_seq_len:int|None=option(None, min=2,
         help="Context in tokens, prompt and answer together. [default: the model's own]")
-    max_num_seqs:int=option(8, 'Sequences that are answered at the same time.', min=1)
+    max_num_seqs:int|None=option(None, min=1,
+        help='Sequences that are answered at the same time. '
+            '[default: 8, on a card up to 128, as memory allows]')
     kv_cache_memory:int|None=option(None, size=True,
         help='Memory for the key-value cache, such as 4GiB. [default: 40 % of what is free]')
     chunk:int|None=option(None, step=64, min=64, max=1<<20, alias='--max-num-batched-tokens',
