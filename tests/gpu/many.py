@@ -8,7 +8,7 @@ from time import perf_counter
 from types import SimpleNamespace as NS
 import numpy as np
 from atlas.use.bench_decode import pretend
-from toys import arguments,greedy,prompt,toy,verdict
+from toys import arguments,greedy,prompt,ready_for,toy,verdict
 
 CARD = NS(model='qwen3.6-35b-a3b', seqs=(8,32,128), context=512, chunk=2048, vocab=200_000,
     chunks=(2048,4096,8192), prompts=(512,2048,8192,32768), behind=400)
@@ -133,8 +133,11 @@ def alone(llm, s, n, seed):
 def chunks(s, emulator, long):
     "Tokens a second by the size of chunks, and the memory that their passes keep"
     most = max(s.prompts[-1], long or 0)
-    llm = toy(s.model, emulator, 2, most+8, show=False, chunk=s.chunks[-1],
-        enable_prefix_caching=False)
+    def passes(stepper):
+        for n in {*s.prompts,*s.chunks}: stepper._try_prompt(min(n, s.chunks[-1]))
+    with ready_for(passes):
+        llm = toy(s.model, emulator, 2, most+8, show=False, chunk=s.chunks[-1],
+            enable_prefix_caching=False)
     before = free(llm)
     for k in s.chunks:
         llm.engine.scheduler.chunk,rows = k,[]
