@@ -2,6 +2,7 @@
 with a chunk of a prompt beside answers, prompts by the size of chunks, and memory for each.
 
     python tests/gpu/many.py [--emulator] [--part start|beside|overlap|chunks|all] [--long 131072]
+        [--seqs 8,128] [--chunks 2048,8192]
 
 Numbers are shown, not judged."""
 from time import perf_counter
@@ -134,15 +135,15 @@ def chunks(s, emulator, long):
     "Tokens a second by the size of chunks, and the memory that their passes keep"
     most = max(s.prompts[-1], long or 0)
     def passes(stepper):
-        for n in {*s.prompts,*s.chunks}: stepper._try_prompt(min(n, s.chunks[-1]))
+        for n in {*s.prompts,*s.chunks}: stepper._try_prompt(min(n, max(s.chunks)))
     with ready_for(passes):
-        llm = toy(s.model, emulator, 2, most+8, show=False, chunk=s.chunks[-1],
+        llm = toy(s.model, emulator, 2, most+8, show=False, chunk=max(s.chunks),
             enable_prefix_caching=False)
     before = free(llm)
     for k in s.chunks:
         llm.engine.scheduler.chunk,rows = k,[]
         for n in s.prompts:
-            took = min(alone(llm, s, n, i) for i in range(3))
+            took = min(alone(llm, s, n, i) for i in range(4 if n<16384 else 2))
             rows.append(f'{n}: {n/took:,.0f}')
         kept = before-free(llm)
         say(f'chunk {k}: tokens/s {"; ".join(rows)}; memory kept {gb(kept)}')
@@ -154,8 +155,11 @@ def chunks(s, emulator, long):
     llm.close()
 
 if __name__=='__main__':
-    o = arguments(__doc__, part=dict(default='all'), long=dict(type=int, default=0))
+    o = arguments(__doc__, part=dict(default='all'), long=dict(type=int, default=0),
+        seqs=dict(default=''), chunks=dict(default=''))
     s = TINY if o.emulator else CARD
+    for k in ('seqs','chunks'):
+        if given := getattr(o, k): setattr(s, k, tuple(map(int, given.split(','))))
     if o.part in ('all','start'): start(s, o.emulator)
     if o.part in ('all','beside'): beside(s, o.emulator)
     if o.part=='overlap': overlap(s)

@@ -64,6 +64,15 @@ def measure(m, device, count, folder):
     print(f'{m}: {said}; {report.floor(p)/p.us:.0%} of a copy; '
         f'loaded in {report.load_seconds:.1f} s, in all {took:.0f} s', flush=True)
     if folder: (Path(folder)/f'{m}.json').write_text(json.dumps(report.to_dict(), indent=1))
+    return report
+
+def row(m, report, drafted):
+    "A line of the README's table"
+    at = {(p.batch,p.context): f'{p.tokens:,.0f}' for p in report.points}
+    p = report.points[0]
+    three = f'{drafted.points[-1].tokens:,.0f}' if drafted else ''
+    cells = m.name,m.how.get('weights', 'as shipped'),at[1,0],three,at[1,4096],at[8,0],at[32,0]
+    return ' | '.join(['',*cells,f'{report.floor(p)/p.us:.0%}','']).strip()
 
 def compile_ahead(m, arch):
     "Compile what a model will launch, without a card"
@@ -88,9 +97,15 @@ def main():
     if o.emulator:
         measure(Measured('llama', {}, (1,2), (0,)), 'emulator', 8, o.folder)
         verdict([], 'measured')
+    done = {}
     for m in TABLE:
         if o.only not in str(m): continue
-        try: compile_ahead(m, o.ahead) if o.ahead else measure(m, 'cuda', o.steps, o.folder)
+        try:
+            if o.ahead: compile_ahead(m, o.ahead)
+            else: done[str(m)] = m,measure(m, 'cuda', o.steps, o.folder)
         except Exception as e: print(f'FAILED {m}: {type(e).__name__}: {e}', flush=True)
+    for m,report in done.values():
+        drafted = done.get(f'{m.name}-drafts', (None,None))[1] if m.how==NVFP4 else None
+        if not m.chances: print(row(m, report, drafted), flush=True)
 
 if __name__=='__main__': main()
