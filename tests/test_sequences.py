@@ -4,6 +4,8 @@ from pathlib import Path
 import pytest
 from atlas import LLM
 from atlas.card.emulator import Emulator,find_cxx
+from atlas.cuda import vocabulary as card_words
+from atlas.engine import loading
 from atlas.engine.loading import FEW,MOST_ROWS,USUAL
 from atlas.service.worker import workload
 import atlas.engine.score
@@ -37,3 +39,14 @@ def test_it_is_told():
     llm = load()
     assert workload(llm).info['max_num_seqs']==FEW
     assert llm.engine.stats()['max_num_seqs']==FEW
+
+@pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
+def test_chunks_are_longer_where_memory_is_a_cards_own(monkeypatch):
+    "The emulator shares the host's memory, and does not"
+    card = Emulator()
+    most = card_words.DEFAULTS.large_chunk
+    assert load(card).chunk==card_words.DEFAULTS.chunk
+    monkeypatch.setattr(Emulator, 'shares_host', False)
+    assert load(card).chunk==most and load(card, chunk=128).chunk==128
+    monkeypatch.setattr(loading, 'SMALL', 1<<30)
+    assert load(card).chunk==card_words.DEFAULTS.chunk

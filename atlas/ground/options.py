@@ -113,7 +113,7 @@ class EngineConfig(Caching, Queueing, Speculation):
         help='Memory for the key-value cache, such as 4GiB. [default: 40 % of what is free]')
     chunk:int|None=option(None, step=64, min=64, max=1<<20, alias='--max-num-batched-tokens',
         help='Most prompt tokens in a step, beside decoding: a multiple of 64. '
-            '[default: 256, on a card 2,048]')
+            '[default: 256, on a card 2,048 to 8,192, as memory allows]')
     overcommit:float=option(1., min=1, max=1000,
         help='Promise this multiple of the cache; above 1, sequences may be preempted.')
     load_format:str=option('auto', words=('auto','dummy'),

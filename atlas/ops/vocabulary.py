@@ -417,6 +417,7 @@ def moe(
 class Defaults:
     "How a model is set up where nobody asks for anything else, and what may be asked for"
     chunk:int # Rows of prompts in a step
+    large_chunk:int # The same where there is memory of a card's own for more
     max_chunk:float # The most of them that may be asked for
     block_size:int # Tokens in a block of the cache
     kv_format:str # Of keys and values
@@ -425,7 +426,7 @@ class Defaults:
     foreign:tuple=() # Options that mean nothing here
 
 _CARDS = 'quantization','lm_head_dtype','draft_quantization','kv_cache_dtype','kv_high_precision_layers'
-DEFAULTS = Defaults(256, math.inf, 16, 'float32', True, 8, _CARDS)
+DEFAULTS = Defaults(256, 256, math.inf, 16, 'float32', True, 8, _CARDS)
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #790d9e8a
 def placement(

@@ -1,7 +1,7 @@
 """What many sequences and long prompts cost an engine: its start by the number of sequences, steps
 with a chunk of a prompt beside answers, prompts by the size of chunks, and memory for each.
 
-    python tests/gpu/many.py [--emulator] [--part start|beside|overlap|chunks|all] [--long 131072]
+    python tests/gpu/many.py [--emulator] [--part start|beside|overlap|waits|chunks|all] [--long 131072]
         [--seqs 8,128] [--chunks 2048,8192]
 
 Numbers are shown, not judged."""
@@ -122,6 +122,31 @@ def overlap(s):
         clear(llm)
         llm.close()
 
+def waits(s):
+    "Microseconds of a step, and of a processor's time, by how the host waits for what it says"
+    from time import process_time
+    from table import steps
+    counts = 1,s.seqs[-2]
+    with ready_for(steps(counts, 0)):
+        llm = toy(s.model, False, max(counts), 2048, show=False)
+    e,stream = llm.engine,llm.engine.stepper.stream
+    plain = stream.mark
+    for n in counts:
+        pretend(llm, n, 0, 1900)
+        timed(llm, 4)
+        for turn in range(3):
+            for name,mark in dict(spinning=plain, asleep=lambda: plain(asleep=True)).items():
+                stream.mark = mark
+                for _ in range(8): e.step()
+                began,busy = perf_counter(),process_time()
+                for _ in range(200): e.step()
+                took,busy = [(t-b)/200*1e6 for t,b in
+                    ((perf_counter(),began),(process_time(),busy))]
+                say(f'{n} sequences, {name}: {took:.1f} us a step, {busy:.1f} of a core')
+        stream.mark = plain
+        clear(llm)
+    llm.close()
+
 def alone(llm, s, n, seed):
     "Seconds to the first token of a prompt of `n` tokens"
     e,rid = llm.engine,f'q{n}-{seed}'
@@ -163,5 +188,6 @@ if __name__=='__main__':
     if o.part in ('all','start'): start(s, o.emulator)
     if o.part in ('all','beside'): beside(s, o.emulator)
     if o.part=='overlap': overlap(s)
+    if o.part=='waits': waits(s)
     if o.part in ('all','chunks'): chunks(s, o.emulator, o.long)
     verdict([], 'shown')
