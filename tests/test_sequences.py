@@ -7,7 +7,10 @@ from atlas.card.emulator import Emulator,find_cxx
 from atlas.cuda import vocabulary as card_words
 from atlas.engine import loading
 from atlas.engine.loading import FEW,MOST_ROWS,USUAL
+from atlas.service.server import create_app
 from atlas.service.worker import workload
+from helpers.inprocess import loaded
+from starlette.testclient import TestClient
 import atlas.engine.score
 
 DATA = Path(__file__).parent/'data'
@@ -50,3 +53,11 @@ def test_chunks_are_longer_where_memory_is_a_cards_own(monkeypatch):
     assert load(card).chunk==most and load(card, chunk=128).chunk==128
     monkeypatch.setattr(loading, 'SMALL', 1<<30)
     assert load(card).chunk==card_words.DEFAULTS.chunk
+
+def test_clients_are_told():
+    llm = LLM('tiny', 'cpu', 256, show=False)
+    with TestClient(create_app(loaded(llm, ['tiny']))) as c:
+        asked = dict(model='tiny', prompt='A', max_tokens=1)
+        assert c.post('/v1/completions', json=asked).status_code==200  # it is loaded then
+        assert c.get('/v1/models').json()['data'][0]['max_num_seqs']==FEW
+        assert f'atlas:max_num_seqs{{model_name="tiny"}} {FEW}.0' in c.get('/metrics').text
