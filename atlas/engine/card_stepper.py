@@ -129,22 +129,24 @@ def place_rows(
     size:int, # Positions in a block
 )->Placed:
     "The rows of the next step: the newest token of each sequence, and its drafts"
-    p = _nobody(most, width)
-    for i,s in enumerate(seqs):
-        ids = _fed(s, width)
-        n,at = len(ids),s.num_computed+np.arange(width)
-        p.live[i] = n
-        p.pos[i] = np.minimum(at, s.depth)
-        p.ids[i,:n] = ids
-        p.seq[i,:n] = i
-        p.slots[i,:n] = _slots(s, p.pos[i,:n], size)
-        p.state_out[i] = s.states[1:width+1]
+    p,S = _nobody(most, width),len(seqs)
+    if not S: return p
+    fed = [_fed(s, width) for s in seqs]
+    live = p.live[:S] = [len(ids) for ids in fed]
+    begin = np.array([(s.num_computed, s.depth) for s in seqs])
+    pos = p.pos[:S] = np.minimum(begin[:,:1]+np.arange(width), begin[:,1:])
+    real = np.arange(width)<p.live[:S,None]
+    p.ids[:S][real] = [t for ids in fed for t in ids]
+    p.seq[:S] = np.where(real, np.arange(S)[:,None], -1)
+    those = zip(seqs, pos.tolist(), live)
+    p.slots[:S][real] = [slot for s,at,n in those for slot in _slots(s, at[:n], size)]
+    p.state_out[:S] = [s.states[1:width+1] for s in seqs]
     return p
 
-def _slots(s, pos, size):
+def _slots(s, pos, size)->list[int]:
     "Places in the cache of positions of `s`"
-    blocks = np.array(s.table.blocks, np.int64)
-    return blocks[pos//size]*size+pos%size
+    blocks = s.table.blocks
+    return [blocks[at//size]*size+at%size for at in pos]
 
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #c500000a
 @patch
@@ -164,7 +166,7 @@ def place(self:Rows,
     self._stand(seqs)
     self._turned(seqs, p.pos)
     self.watch(seqs, line, p.live)
-    self.grow()
+    self._tell()
 
 @patch
 def _write(self:Rows, name, values):
@@ -204,8 +206,20 @@ def _turned(self:Rows, seqs, pos):
     to = self.at.pos3.reshape(-1)
     self.card.write(to[:len(three)], three)
 
+# %% ../../nbs/5_engine/12_card_stepper.ipynb #5c0000b2
 @patch
 def watch(self:Rows, seqs, line, live): "Write what else steps need of each sequence"
+
+@patch
+def _tell(self:Rows):
+    "Tell the card of all blocks of its sequences, in one copy"
+    known = [len(s.table.blocks) for s in self.seqs]
+    n,most = len(known),max(known, default=0)
+    if not most: return
+    tables = np.zeros((n,most), np.int32)
+    for row,s,k in zip(tables, self.seqs, known): row[:k] = s.table.blocks
+    self.card.write(self.at.tables[:n,:most], tables)
+    self.known[:n] = known
 
 @patch
 def grow(self:Rows):
@@ -411,13 +425,15 @@ class CardStepper(Stepper):
         "One for what `scheduler` plans, with its own lasting arrays in the region `room`"
         return cls(model, cache, scheduler, room, drafter)
 
-    @staticmethod
-    def room_for(vocab:int, seqs:int, drafts:int, max_seq_len:int)->int:
-        n,width = bucket(seqs),1+drafts
-        rows = max(n+1, n*width)
-        most = -(-max_seq_len//DEFAULTS.block_size)
-        told = 4*n*width*most+(4*(n+1)*max_seq_len if drafts else 0) # tables, and a history
-        return table_bytes(n+1, vocab, rows, width)+told
+# %% ../../nbs/5_engine/12_card_stepper.ipynb #656d6aa7
+@patch(cls_method=True)
+def room_for(cls:CardStepper, vocab:int, seqs:int, drafts:int, max_seq_len:int)->int:
+    "Bytes of its lasting arrays, at most"
+    n,width = bucket(seqs),1+drafts
+    rows = max(n+1, n*width)
+    most = -(-max_seq_len//DEFAULTS.block_size)
+    told = 4*n*width*most+(4*(n+1)*max_seq_len if drafts else 0) # tables, and a history
+    return table_bytes(n+1, vocab, rows, width)+told
 
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #d7537ad4
 @patch

@@ -329,6 +329,7 @@ def _room_for(self:LoadedModel, seqs, need, how)->bool:
     tokens = min(self.max_seq_len, USUAL)
     return seqs*self._sequence_bytes(tokens)<=.9*cache # a tenth is for snapshots
 
+# %% ../../nbs/5_engine/13_loading.ipynb #a51ec0e0
 @patch
 def _lengthen(self:LoadedModel, need, *how):
     "Take longer chunks of prompts while what a step takes is little of what weights leave of a card"

@@ -43,8 +43,7 @@ class Seq:
     num_computed:int=0 # Tokens whose keys and values are in the cache
     media:object=None # What its images put into the prompt, a `Media`
     slots:list[int]=field(default_factory=list) # For its recurrent states, while it runs
-    # Its states by number: the one to read, and one for each row of a step
-    states:list[int]=field(default_factory=lambda: [0,0])
+    states:list[int]=field(default_factory=lambda: [0,0]) # To read, and of each row of a step
     fetch:Fetch|None=None # What a second tier is reading for it
     trail:Trail|None=None # Its prompt's way through the tree of prefixes; None: there is no tree
     cached:int=0 # Tokens of its prompt that the tree had

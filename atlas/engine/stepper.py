@@ -74,21 +74,10 @@ class Stepper:
     ):
         self.model,self.cache,self.drafter = model,cache,drafter
 
-    @property
-    def overwrites(self)->bool:
-        "Are there states, which a step writes where it has read them?"
-        own = self.drafter and self.drafter.cache
-        return bool(self.cache.rec or own and own.rec)
-
     @classmethod
     def serving(cls, model, cache, scheduler, room, drafter=None):
         "One for what `scheduler` plans, with its own lasting arrays in the region `room`"
         return cls(model, cache, drafter=drafter)
-
-    @staticmethod
-    def room_for(vocab:int, seqs:int, drafts:int, max_seq_len:int)->int:
-        "Bytes of its lasting arrays, at most"
-        return 0
 
     def launch(self, plan:Plan, samplers:list[SampleState])->Flight:
         "Begin `plan`; `samplers` are those of `plan.sampled`"
@@ -106,6 +95,18 @@ class Stepper:
     def here(self):
         "A context for work between two steps, in their order"
         return nullcontext()
+
+# %% ../../nbs/5_engine/10_stepper.ipynb #12eaf1db
+@patch(as_prop=True)
+def overwrites(self:Stepper)->bool:
+    "Are there states, which a step writes where it has read them?"
+    own = self.drafter and self.drafter.cache
+    return bool(self.cache.rec or own and own.rec)
+
+@patch(cls_method=True)
+def room_for(cls:Stepper, vocab:int, seqs:int, drafts:int, max_seq_len:int)->int:
+    "Bytes of its lasting arrays, at most"
+    return 0
 
 # %% ../../nbs/5_engine/10_stepper.ipynb #e012446c
 @dataclass
