@@ -1,14 +1,14 @@
 """What many sequences and long prompts cost an engine: its start by the number of sequences, steps
 with a chunk of a prompt beside answers, prompts by the size of chunks, and memory for each.
 
-    python tests/gpu/many.py [--emulator] [--part start|beside|overlap|waits|chunks|all] [--long 131072]
+    python tests/gpu/many.py [--emulator] [--part start|beside|overlap|waits|between|chunks|all] [--long 131072]
         [--seqs 8,128] [--chunks 2048,8192]
 
 Numbers are shown, not judged."""
 from time import perf_counter
 from types import SimpleNamespace as NS
 import numpy as np
-from atlas.use.bench_decode import pretend
+from atlas.use.bench_decode import _blank,measure,pretend
 from toys import arguments,greedy,prompt,ready_for,toy,verdict
 
 CARD = NS(model='qwen3.6-35b-a3b', seqs=(8,32,128), context=512, chunk=2048, vocab=200_000,
@@ -147,6 +147,18 @@ def waits(s):
         clear(llm)
     llm.close()
 
+def between(s):
+    "Steps of numbers of sequences between two graphs: rows that nobody has are computed, too"
+    from table import steps
+    counts = 16,17,24,32,33,48,64,65,96,128
+    with ready_for(steps([c for c in counts if c&(c-1)==0], 0)):
+        llm = toy(s.model, False, max(counts), 2048, show=False)
+    _blank(llm)
+    for n in counts:
+        p = measure(llm, n, 0, 24)
+        say(f'{n} sequences: {p.us:.0f} us a step, {p.tokens:.0f} tokens/s')
+    llm.close()
+
 def alone(llm, s, n, seed):
     "Seconds to the first token of a prompt of `n` tokens"
     e,rid = llm.engine,f'q{n}-{seed}'
@@ -189,5 +201,6 @@ if __name__=='__main__':
     if o.part in ('all','beside'): beside(s, o.emulator)
     if o.part=='overlap': overlap(s)
     if o.part=='waits': waits(s)
+    if o.part=='between': between(s)
     if o.part in ('all','chunks'): chunks(s, o.emulator, o.long)
     verdict([], 'shown')
