@@ -295,7 +295,7 @@ def _steps(self:LoadedModel, seqs, ck, packed, anew)->int:
     "Bytes of a step: of the larger model, with a row for each draft, and of rows to draft from"
     by = self.drafting
     rows,models = seqs*(1+by.k),[ck]
-    tiles = max(self.chunk, TILE*seqs) # short prompts have a tile each
+    tiles = self.chunk+(TILE-1)*seqs # the last tile of each prompt may have one row
     if by.ck: models.append(by.ck)
     most,size = max(_step_bytes(c, tiles, rows) for c in models),self._narrow()
     if size is None: return most
@@ -311,7 +311,7 @@ def _narrow(self:LoadedModel)->int|None:
 # %% ../../nbs/5_engine/13_loading.ipynb #a51ec0df
 FEW,USUAL = 8,4096 # Sequences that run at once in any case, and tokens of one for which there is to be room
 MOST_ROWS = 256 # Of a step that decodes
-SMALL = 16 # A part of memory that is little for a step
+SMALL = 10 # A part of memory that is little for a step
 
 @patch
 def _as_many(self:LoadedModel, need:int, *how)->int:
