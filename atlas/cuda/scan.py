@@ -8,7 +8,7 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/mamba/cuda.scan.html.md"""
 __all__ = ['delta_many', 'mamba_many']
 
 # %% ../../nbs/3_ops/mamba/41_cuda.scan.ipynb #ee0a3a9b
-from ..card.card import card_of,run
+from ..card.card import card_of,limits,run
 from .delta import _DELTA,check_sizes
 from ..ops.linear import TILE
 
@@ -19,10 +19,17 @@ def _room(dk, dv, more):
     "Bytes of shared memory of a block that prepares a tile, `more` floats included"
     return TILE*(4*dk+4*max(dk, dv)+16)+4*more
 
-def _pass(name, heads, dv, b, *args, **sizes):
-    "The kernel that carries states from tile to tile"
-    n = 2 if dv%32==0 else 1  # warps a block
-    run(name, (heads*dv//16//n, b.num_seqs), 32*n, *args, shared=11*8192+2048, pdl=False, WARPS=n, DV=dv, **sizes)
+def _share(card)->tuple[int,int]:
+    "Columns of a state over 16 that a block of `delta_many` has, and tiles that lie in its shared memory"
+    return (2,2) if limits(card).block>200<<10 else (1,1)
+
+def _carry(dk, dv, vh, b, *args):
+    "The states of delta nets from tile to tile"
+    n,held = _share(card_of(args[0]))
+    shared = held*(512*dk+21504+5120*n)+8192*n+64
+    run('delta_many', (vh*dv//16//n, b.num_seqs), 64*n,
+        *args, shared=shared, pdl=False,
+        DK=dk, DV=dv, GROUPS=n, BUFFERS=held)
 
 def _finish(y, x, at, norm_w, b, n, eps, gate):
     "Norm and gate in place, zeros in padding rows; the gates begin at column `at` of x"
@@ -52,11 +59,14 @@ def delta_many(
     card,T,(vh,dk,dv) = card_of(x),len(x)//TILE,rec.shape[1:]
     check_sizes('A delta net', {'key heads':dk, 'value heads':dv}, _DELTA)
     y = card.empty((len(x), vh*dv)) if out is None else out
-    q,k,w,p = (card.empty((T,h,n), 'uint32') for h,n in ((kh,TILE*dk),(kh,TILE*dk),(vh,TILE*dk),(vh,TILE*TILE)))
-    u,s = card.empty((T,vh,TILE*dv)),card.empty((T,vh,2*TILE))
-    run('delta_prep', (T,kh), 256, x, conv_w, A, dt_bias, conv, *_rows(b), q, k, w, u, p, s, kh, vh, len(conv_w), x.shape[1],
-        shared=_room(dk, dv, TILE*(72+5)), pdl=False, DK=dk, DV=dv)
-    _pass('delta_many', vh, dv, b, q, k, w, u, p, s, rec, *_rows(b), y, T, kh, vh, DK=dk)
+    q,k = (card.empty((T,kh,TILE*dk), 'uint32') for _ in range(2))
+    t,p = (card.empty((T,vh,2560), 'uint32') for _ in range(2))
+    s,sizes = card.empty((T,vh,3*TILE)),(kh,vh,len(conv_w),x.shape[1])
+    run('delta_prep', (T,kh), 256,
+        x, conv_w, A, dt_bias, conv, *_rows(b), q, k, t, p, s, *sizes,
+        shared=max(512*dk, 36864)+1536, pdl=False, DK=dk)
+    _carry(dk, dv, vh, b,
+        q, k, t, p, s, x, conv_w, conv, rec, *_rows(b), y, T, *sizes)
     return _finish(y, x, len(conv_w), norm_w, b, dv, eps, 2 if gate_act=='sigmoid' else 1)
 
 # %% ../../nbs/3_ops/mamba/41_cuda.scan.ipynb #f1df6bea
@@ -83,5 +93,8 @@ def mamba_many(
     while per>4 and per%2==0: per //= 2
     run('mamba_prep', (T,groups,nh//groups//per), 256, x, conv_w, conv_b, A, dt_bias, conv, *_rows(b), q, k, u, p, s, groups, nh, per, len(conv_w), x.shape[1],
         shared=_room(dk, dv, TILE*5), pdl=False, DK=dk, DV=dv)
-    _pass('mamba_many', nh, dv, b, q, k, u, p, s, D, rec, *_rows(b), y, T, groups, nh, DK=dk)
+    warps = 2 if dv%32==0 else 1
+    run('mamba_many', (nh*dv//16//warps, b.num_seqs), 32*warps,
+        q, k, u, p, s, D, rec, *_rows(b), y, T, groups, nh,
+        shared=11*8192+2048, pdl=False, WARPS=warps, DV=dv, DK=dk)
     return _finish(y, x, 0, norm_w, b, nh*dv//groups, eps, 3)

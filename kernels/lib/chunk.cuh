@@ -97,42 +97,65 @@ __device__ __forceinline__ void put_limbs(unsigned char* row, int e, int apart, 
     to[apart] = __float2bfloat16(v - __bfloat162float(b));
 }
 
-// Limbs of matrices in shared memory, rows (tokens) of `STEP` bytes: `hi` is the address of row 0, `lo` lies `apart` bytes behind.
-template <int STEP> struct Matrix {
-    const unsigned char* hi;
-    int apart;
-    __device__ __forceinline__ const unsigned char* at(int row, int col) const { return hi + row * STEP + col * 2; }
+// Limbs of matrices in shared memory, a row for a token. `L` says where: at(row, col) is the address of the
+// high limb, low(p) of the low limb that belongs to it.
+template <class L> struct Operand : L {
+    using L::at;
+    using L::low;
+    __device__ __forceinline__ static void split(uint4* f, const Limbs& m) {
+        f[0] = make_uint4(m.hi[0], m.hi[1], m.lo[0], m.lo[1]);
+        f[1] = make_uint4(m.hi[2], m.hi[3], m.lo[2], m.lo[3]);
+    }
     // A operand: rows r.., columns c..
     __device__ __forceinline__ void a(Limbs& f, int r, int c) const {
         const int l = threadIdx.x % 32;
         const unsigned char* p = at(r + l % 16, c + l / 16 * 8);
-        f.load(p, p + apart);
+        f.load(p, low(p));
     }
     // A operand of the transposed: rows are columns c.. of the matrix, columns its rows r..
     __device__ __forceinline__ void a_turned(Limbs& f, int c, int r) const {
         const int l = threadIdx.x % 32;
         const unsigned char* p = at(r + l % 8 + l / 16 * 8, c + l / 8 % 2 * 8);
-        f.load_trans(p, p + apart);
+        f.load_trans(p, low(p));
     }
     // Two B fragments with the matrix's rows as columns: n = rows r.. and r+8.., k = columns c..
-    __device__ __forceinline__ void b_turned(uint4* f, int r, int c) const {
+    // FLIP 1: the other way round
+    __device__ __forceinline__ void b_turned(uint4* f, int r, int c, int flip = 0) const {
         const int l = threadIdx.x % 32;
-        const unsigned char* p = at(r + l % 8 + l / 16 * 8, c + l / 8 % 2 * 8);
+        const unsigned char* p = at(r + l % 8 + (l / 16 ^ flip) * 8, c + l / 8 % 2 * 8);
         Limbs m;
-        m.load(p, p + apart);
-        f[0] = make_uint4(m.hi[0], m.hi[1], m.lo[0], m.lo[1]);
-        f[1] = make_uint4(m.hi[2], m.hi[3], m.lo[2], m.lo[3]);
+        m.load(p, low(p));
+        split(f, m);
     }
     // Two B fragments: k = rows r.., n = columns c.. and c+8..
     __device__ __forceinline__ void b(uint4* f, int r, int c) const {
         const int l = threadIdx.x % 32;
         const unsigned char* p = at(r + l % 16, c + l / 16 * 8);
         Limbs m;
-        m.load_trans(p, p + apart);
-        f[0] = make_uint4(m.hi[0], m.hi[1], m.lo[0], m.lo[1]);
-        f[1] = make_uint4(m.hi[2], m.hi[3], m.lo[2], m.lo[3]);
+        m.load_trans(p, low(p));
+        split(f, m);
     }
 };
+// Rows of STEP bytes, padded so that no two of eight begin in the same banks; low limbs `apart` bytes behind.
+template <int STEP> struct Padded {
+    const unsigned char* hi;
+    int apart;
+    __device__ __forceinline__ const unsigned char* at(int row, int col) const { return hi + row * STEP + col * 2; }
+    __device__ __forceinline__ const unsigned char* low(const unsigned char* p) const { return p + apart; }
+};
+// Rows of COLS high limbs and as many low ones, without padding, at a multiple of 1,024 bytes: of each 128
+// bytes, the eighths stand in an order of their own in each of eight rows. COLS: 32, 64 or 128.
+template <int COLS> struct Mixed {
+    const unsigned char* hi;
+    static __device__ __forceinline__ int place(int row, int col) {
+        return row * 4 * COLS + ((col / 8 ^ row % 8) * 16) + col % 8 * 2;
+    }
+    __device__ __forceinline__ const unsigned char* at(int row, int col) const { return hi + place(row, col); }
+    __device__ __forceinline__ const unsigned char* low(const unsigned char* p) const {
+        return hi + ((p - hi) ^ (2 * COLS));
+    }
+};
+template <int STEP> using Matrix = Operand<Padded<STEP>>;
 
 // What the scan reads of a key head: fragments of q and of k. Warps share the work.
 template <int KD, int STEP> __device__ __forceinline__ void write_q(uint4* q, const Matrix<STEP>& Q) {
@@ -155,7 +178,7 @@ template <int KD, int STEP> __device__ __forceinline__ void write_k(uint4* k, co
     }
 }
 // c = A B' for warp w's part of [64, 64]: rows 16*(w%4).., columns 32*(w/4)..
-template <int KD, int STEP> __device__ __forceinline__ void products(float (*c)[4], const Matrix<STEP>& A, const Matrix<STEP>& B) {
+template <int KD, class M> __device__ __forceinline__ void products(float (*c)[4], const M& A, const M& B) {
     const int warp = threadIdx.x / 32;
     #pragma unroll 2
     for (int s = 0; s < KD / 16; s++) {
@@ -182,6 +205,20 @@ __device__ __forceinline__ void write_p(uint4* p, const float (*c)[4]) {
     for (int i = 0; i < 2; i++) {
         const float *a = c[2 * i], *b = c[2 * i + 1];
         uint4* to = p + ((warp / 4 * 2 + i) * 8 + 2 * m) * 32 + lane;
+        to[0] = b_fragment(limbs(a[0], a[1]), limbs(b[0], b[1]));
+        to[32] = b_fragment(limbs(a[2], a[3]), limbs(b[2], b[3]));
+    }
+}
+// Fragments of a triangle with k = j, n = i, on and below the diagonal: number of fragment n (of 8) of step s (of 4)
+__device__ __forceinline__ constexpr int triangle(int s, int n) { return 7 * s - s * s + n; }
+__device__ __forceinline__ void write_triangle(uint4* p, const float (*c)[4]) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, m = warp % 4;
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int s = warp / 4 * 2 + i;
+        if (m < s) continue;
+        const float *a = c[2 * i], *b = c[2 * i + 1];
+        uint4* to = p + triangle(s, 2 * m) * 32 + lane;
         to[0] = b_fragment(limbs(a[0], a[1]), limbs(b[0], b[1]));
         to[32] = b_fragment(limbs(a[2], a[3]), limbs(b[2], b[3]));
     }
