@@ -10,6 +10,7 @@ __all__ = ['delta_many', 'mamba_many']
 # %% ../../nbs/3_ops/mamba/41_cuda.scan.ipynb #ee0a3a9b
 from ..card.card import card_of,limits,run
 from .delta import _DELTA,check_sizes
+from .gemm import Halved
 from ..ops.linear import TILE
 
 # %% ../../nbs/3_ops/mamba/41_cuda.scan.ipynb #273ecd55
@@ -41,6 +42,26 @@ def _finish(y, x, at, norm_w, b, n, eps, gate):
         pdl=False, GATE=gate, KEPT=min(4, -(-n//128)))
     return y
 
+def _halvable(width, n)->bool:
+    "Can a block have a row of so many numbers, normed in groups of `n`, in registers?"
+    per,rest = divmod(width, 1024)
+    return not rest and n%128==0 and per<=8 and per%(n//128)==0
+
+def _finish_halved(y, x, at, norm_w, b, n, eps, gate, parts):
+    "As `_finish`, and as fp16 in so many parts"
+    (R,W),card = y.shape,card_of(y)
+    h = Halved(card.empty((R, parts*W), 'float16'), card.empty(R), parts)
+    run('gated_halves', R, 256,
+        y, x, norm_w, b.tile_seq, b.tile_lo, b.tile_hi, h.y, h.scale,
+        float(eps), W, x.shape[1], at, len(norm_w),
+        pdl=False, GATE=gate, PARTS=parts, SHARES=n//128, PER=W//1024)
+    return h
+
+def _finished(y, *how, parts):
+    "What the layer made, normed and gated: float32, or a `Halved` of so many parts"
+    if parts and _halvable(y.shape[1], how[4]): return _finish_halved(y, *how, parts)
+    return _finish(y, *how)
+
 # %% ../../nbs/3_ops/mamba/41_cuda.scan.ipynb #06eb1b3c
 def delta_many(
     x, # [R, C+vh*dv+2*vh] float32: q | k | v | z | b | a, as projected; C = 2*kh*dk + vh*dv; R = tiles*64
@@ -54,6 +75,7 @@ def delta_many(
     gate_act:str='silu', # Or 'sigmoid'
     eps:float=1e-6, # Of the norm
     out=None, # [R, vh*dv]
+    parts:int=0, # 1 or 2: as a `Halved` of so many parts, where there is a kernel for that
 ): # [R, vh*dv], normed and gated; zeros in padding rows
     "`atlas.ops.delta.gated_delta` for tiles of prompts"
     card,T,(vh,dk,dv) = card_of(x),len(x)//TILE,rec.shape[1:]
@@ -67,7 +89,8 @@ def delta_many(
         shared=max(512*dk, 36864)+1536, pdl=False, DK=dk)
     _carry(dk, dv, vh, b,
         q, k, t, p, s, x, conv_w, conv, rec, *_rows(b), y, T, *sizes)
-    return _finish(y, x, len(conv_w), norm_w, b, dv, eps, 2 if gate_act=='sigmoid' else 1)
+    gate = 2 if gate_act=='sigmoid' else 1
+    return _finished(y, x, len(conv_w), norm_w, b, dv, eps, gate, parts=parts)
 
 # %% ../../nbs/3_ops/mamba/41_cuda.scan.ipynb #f1df6bea
 def mamba_many(
@@ -82,6 +105,7 @@ def mamba_many(
     groups:int, # Number G of groups of heads that share B and C
     eps:float=1e-5, # Of the norm
     out=None, # [R, I]
+    parts:int=0, # As for `delta_many`
 ): # [R, I], gated and normed; zeros in padding rows
     "`atlas.ops.mamba.mamba2` for tiles of prompts"
     card,T,(nh,dv,dk) = card_of(x),len(x)//TILE,rec.shape[1:]
@@ -97,4 +121,4 @@ def mamba_many(
     run('mamba_many', (nh*dv//16//warps, b.num_seqs), 32*warps,
         q, k, u, p, s, D, rec, *_rows(b), y, T, groups, nh,
         shared=11*8192+2048, pdl=False, WARPS=warps, DV=dv, DK=dk)
-    return _finish(y, x, 0, norm_w, b, nh*dv//groups, eps, 3)
+    return _finished(y, x, 0, norm_w, b, nh*dv//groups, eps, 3, parts=parts)

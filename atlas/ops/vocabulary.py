@@ -223,6 +223,7 @@ class DeltaWeights:
     eps:float # Of that norm
     key_heads:int
     gate_act:str='silu' # Or 'sigmoid'
+    then:object=None # The matrix of the projection that follows, if it is known
 
 def gated_delta(
     s:Step,
@@ -266,6 +267,7 @@ class MambaWeights:
     norm:object # [I]: gain of the norm over each group
     eps:float # Of that norm
     groups:int # Of heads that share B and C
+    then:object=None # As `DeltaWeights`
 
 def mamba(
     s:Step,
