@@ -23,7 +23,7 @@
 #define DK 128
 #endif
 #ifndef BLOCKS
-#define BLOCKS 3
+#define BLOCKS 2
 #endif
 constexpr int AS = 72;  // floats of a row of A, so that fragments cost no bank conflicts
 constexpr int HALF = 128;  // threads that invert a matrix

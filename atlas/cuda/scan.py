@@ -27,8 +27,8 @@ def _share(card)->tuple[int,int]:
 def _carry(dk, dv, vh, b, *args):
     "The states of delta nets from tile to tile"
     n,held = _share(card_of(args[0]))
-    shared = held*(512*dk+21504+5120*n)+8192*n+64
-    run('delta_many', (vh*dv//16//n, b.num_seqs), 64*n,
+    shared = held*(512*dk+22272+4096*n)+8192*n+64
+    run('delta_many', (vh*dv//16//n, b.num_seqs), 128*n,
         *args, shared=shared, pdl=False,
         DK=dk, DV=dv, GROUPS=n, BUFFERS=held)
 
