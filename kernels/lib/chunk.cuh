@@ -19,17 +19,27 @@ struct Rows {
         if (rel + j >= 0) return j < hi ? x[(long long)j * width + at] : 0.f;
         return tail && rel + j >= -3 ? tail[(size_t)(3 + rel + j) * c + ch] : 0.f;
     }
+    // All rows are real, and so are the three before them
+    __device__ __forceinline__ bool inner() const { return lo == 0 && hi == TILE && rel >= 3; }
     // silu of the convolution over time of channel `ch` for rows j0..j0+15: f(row, value); zeros where rows are not real
-    template <class F> __device__ __forceinline__ void conv(int ch, int at, int j0, const float* __restrict__ conv_w, const float* __restrict__ bias, F f) const {
+    template <class F> __device__ __forceinline__ void conv(int ch, int at, int j0,
+            const float* __restrict__ conv_w, const float* __restrict__ bias, F f) const {
+        if (inner()) conv_of<true>(ch, at, j0, conv_w, bias, f);
+        else conv_of<false>(ch, at, j0, conv_w, bias, f);
+    }
+    template <bool INNER, class F> __device__ __forceinline__ void conv_of(int ch, int at, int j0,
+            const float* __restrict__ conv_w, const float* __restrict__ bias, F f) const {
         const float4 w = ((const float4*)conv_w)[ch];
         const float b = bias ? bias[ch] : 0.f;
+        const float* from = x + (long long)(j0 - 3) * width + at;
         float v[19];
         #pragma unroll
-        for (int i = 0; i < 19; i++) v[i] = in(j0 + i - 3, ch, at);
+        for (int i = 0; i < 19; i++) v[i] = INNER ? from[(long long)i * width] : in(j0 + i - 3, ch, at);
         #pragma unroll
         for (int i = 0; i < 16; i++) {
             const float y = fmaf(v[i + 3], w.w, fmaf(v[i + 2], w.z, fmaf(v[i + 1], w.y, v[i] * w.x))) + b;
-            f(j0 + i, j0 + i >= lo && j0 + i < hi ? __fdividef(y, 1.f + __expf(-y)) : 0.f);
+            const bool real = INNER || (j0 + i >= lo && j0 + i < hi);
+            f(j0 + i, real ? __fdividef(y, 1.f + __expf(-y)) : 0.f);
         }
     }
     __device__ __forceinline__ void keep_tail(int ch, int at) const {
