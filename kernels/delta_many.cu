@@ -12,15 +12,17 @@
 //   scal     : [tiles, vh, 192]       f32   decay from the tile's begin, decay to its end, beta
 //   x        : [r, width]             f32   q | k | v | z | b | a, width = 2*kh*DK + 2*vh*DV + 2*vh
 //   conv_w   : [c, 4]                 f32   c = 2*kh*DK + vh*DV
-//   conv     : [slots, 3, c]          f32   inputs before a sequence's first row, oldest first; written at state_out
-//   rec      : [slots, vh, dk, dv]    f32   states, read at state_in, written at state_out
+//   conv     : [states, 3, c]         f32   inputs before a sequence's first row, oldest first; written at state_out
+//   rec      : [slots, vh, dk, dv]    f32   states: n is in n/TAILS, read at state_in, written at state_out
 //   first    : [seqs1]                i32   a row in the first tile of each sequence
 //   starts   : [seqs]                 i32   position of a sequence's first row
-//   state_in : [seqs]                 i32   slot to begin from (unread at position 0)
-//   state_out : [r]                   i32   slot for the state after a row, or -1; looked at for the last row of each tile
+//   state_in : [seqs]                 i32   state to begin from (unread at position 0)
+//   state_out : [r]                   i32   state after a row, or -1; looked at for the last row of each tile. It may lie
+//                                           where the sequence's own begins: nobody else reads that
 //   tile_seq, tile_lo, tile_hi : [tiles] i32   sequence of a tile (-1: none), its real rows lo..hi-1
 //   y        : [r, vhd]               f32   real rows are written, vhd = vh*DV
 //   -D DK= DV= (32, 64 or 128) GROUPS= (1 or 2) BUFFERS= (1 or 2: tiles in shared memory)
+//   TAILS= (tails for each slot)
 //   launch: <<<(vh*DV/16/GROUPS, seqs), 128*GROUPS, BUFFERS*(512*DK + 22272 + 4096*GROUPS) + 8192*GROUPS + 64>>>
 #include "lib/bulk.cuh"
 #include "lib/chunk.cuh"
@@ -36,6 +38,9 @@
 #endif
 #ifndef BUFFERS
 #define BUFFERS 2
+#endif
+#ifndef TAILS
+#define TAILS 1
 #endif
 constexpr int WARPS = 2 * GROUPS, COLUMNS = 16 * GROUPS;  // that carry states, and as many that help
 constexpr int LINE = COLUMNS + 4;       // floats of a row of values: no bank conflicts in a warp
@@ -268,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(64 * WARPS) delta_many(const unsign
     Pass w;
     w.lane = lane; w.half = warp % 2; w.c2 = lane % 4 * 2;
     const int own = warp / 2 * 16;
-    const auto state = [&](int slot) { return rec + ((size_t)slot * vh + head) * DK * DV + col + own; };
+    const auto state = [&](int n) { return rec + ((size_t)(n / TAILS) * vh + head) * DK * DV + col + own; };
     if (starts[seq]) {
         const float* from = state(state_in[seq]);
         w.each([&](float& v, int r, int c) { v = from[r * DV + c]; });

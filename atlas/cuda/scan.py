@@ -24,13 +24,13 @@ def _share(card)->tuple[int,int]:
     "Columns of a state over 16 that a block of `delta_many` has, and tiles that lie in its shared memory"
     return (2,2) if limits(card).block>200<<10 else (1,1)
 
-def _carry(dk, dv, vh, b, *args):
-    "The states of delta nets from tile to tile"
+def _carry(dk, dv, vh, tails, b, *args):
+    "The states of delta nets from tile to tile; `tails` for each slot"
     n,held = _share(card_of(args[0]))
     shared = held*(512*dk+22272+4096*n)+8192*n+64
     run('delta_many', (vh*dv//16//n, b.num_seqs), 128*n,
         *args, shared=shared, pdl=False,
-        DK=dk, DV=dv, GROUPS=n, BUFFERS=held)
+        DK=dk, DV=dv, GROUPS=n, BUFFERS=held, TAILS=tails)
 
 def _finish(y, x, at, norm_w, b, n, eps, gate):
     "Norm and gate in place, zeros in padding rows; the gates begin at column `at` of x"
@@ -87,7 +87,7 @@ def delta_many(
     run('delta_prep', (T,kh), 256,
         x, conv_w, A, dt_bias, conv, *_rows(b), q, k, t, p, s, *sizes,
         shared=max(512*dk, 36864)+1536, pdl=False, DK=dk)
-    _carry(dk, dv, vh, b,
+    _carry(dk, dv, vh, len(conv)//len(rec), b,
         q, k, t, p, s, x, conv_w, conv, rec, *_rows(b), y, T, *sizes)
     gate = 2 if gate_act=='sigmoid' else 1
     return _finished(y, x, len(conv_w), norm_w, b, dv, eps, gate, parts=parts)

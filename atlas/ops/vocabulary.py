@@ -223,7 +223,7 @@ class DeltaWeights:
     eps:float # Of that norm
     key_heads:int
     gate_act:str='silu' # Or 'sigmoid'
-    then:object=None # The matrix of the projection that follows, if it is known
+    then:object=None # The matrix that reads the result
 
 def gated_delta(
     s:Step,
