@@ -24,22 +24,28 @@ struct Rows {
     // silu of the convolution over time of channel `ch` for rows j0..j0+15: f(row, value); zeros where rows are not real
     template <class F> __device__ __forceinline__ void conv(int ch, int at, int j0,
             const float* __restrict__ conv_w, const float* __restrict__ bias, F f) const {
-        if (inner()) conv_of<true>(ch, at, j0, conv_w, bias, f);
-        else conv_of<false>(ch, at, j0, conv_w, bias, f);
-    }
-    template <bool INNER, class F> __device__ __forceinline__ void conv_of(int ch, int at, int j0,
-            const float* __restrict__ conv_w, const float* __restrict__ bias, F f) const {
-        const float4 w = ((const float4*)conv_w)[ch];
-        const float b = bias ? bias[ch] : 0.f;
-        const float* from = x + (long long)(j0 - 3) * width + at;
         float v[19];
+        inputs(ch, at, j0, v);
+        convolved(v, ((const float4*)conv_w)[ch], bias ? bias[ch] : 0.f, j0, f);
+    }
+    // What that reads
+    __device__ __forceinline__ void inputs(int ch, int at, int j0, float* v) const {
+        if (!inner()) {
+            #pragma unroll
+            for (int i = 0; i < 19; i++) v[i] = in(j0 + i - 3, ch, at);
+            return;
+        }
+        const float* from = x + (long long)(j0 - 3) * width + at;
         #pragma unroll
-        for (int i = 0; i < 19; i++) v[i] = INNER ? from[(long long)i * width] : in(j0 + i - 3, ch, at);
+        for (int i = 0; i < 19; i++) v[i] = from[(long long)i * width];
+    }
+    template <class F> __device__ __forceinline__ void convolved(const float* v, float4 w, float b, int j0, F f) const {
+        const bool all = inner();
         #pragma unroll
         for (int i = 0; i < 16; i++) {
             const float y = fmaf(v[i + 3], w.w, fmaf(v[i + 2], w.z, fmaf(v[i + 1], w.y, v[i] * w.x))) + b;
-            const bool real = INNER || (j0 + i >= lo && j0 + i < hi);
-            f(j0 + i, real ? __fdividef(y, 1.f + __expf(-y)) : 0.f);
+            const float s = __fdividef(y, 1.f + __expf(-y));
+            f(j0 + i, all || (j0 + i >= lo && j0 + i < hi) ? s : 0.f);
         }
     }
     __device__ __forceinline__ void keep_tail(int ch, int at) const {
@@ -136,6 +142,15 @@ template <class L> struct Operand : L {
         Limbs m;
         m.load(p, low(p));
         split(f, m);
+    }
+    // Likewise, of rows r.. alone: k = columns c.. and c+16..
+    __device__ __forceinline__ void b_beside(uint4& f, uint4& g, int r, int c) const {
+        const int l = threadIdx.x % 32;
+        const unsigned char* p = at(r + l % 8, c + l / 8 * 8);
+        Limbs m;
+        m.load(p, low(p));
+        f = make_uint4(m.hi[0], m.hi[1], m.lo[0], m.lo[1]);
+        g = make_uint4(m.hi[2], m.hi[3], m.lo[2], m.lo[3]);
     }
     // Two B fragments: k = rows r.., n = columns c.. and c+8..
     __device__ __forceinline__ void b(uint4* f, int r, int c) const {
