@@ -31,6 +31,43 @@ constexpr int ROOM = 512 * DK > 36864 ? 512 * DK : 36864;
 typedef Operand<Mixed<DK>> Mat;
 typedef float Square[TILE][AS];
 
+// Keys and queries of a tile as they come in, a channel to a thread. They wait for the convolution where they
+// lie: all 64 rows are on their way at once.
+struct Inputs {
+    unsigned char* rows;
+    int first, apart;                   // channel of the first key; from a key's to its query's
+    __device__ __forceinline__ int channel(int e) const { return first + (e < DK ? e : e - DK - apart); }
+    __device__ __forceinline__ float* at(int e) const { return (float*)(rows + e / DK * 256 * DK) + e % DK; }
+    template <int N> __device__ __forceinline__ void fetch(const Rows& r) const {
+        constexpr int PER = 2 * DK * 4 / N;
+        #pragma unroll 4
+        for (int i = threadIdx.x; i < TILE * PER; i += 256) {
+            const int j = i / PER, e = i % PER * (N / 4);
+            const float* from = r.from(j, channel(e), channel(e));
+            cp_async_or_zero<N>(at(e) + j * DK, from ? from : r.x, from != nullptr);
+        }
+        cp_async_commit();
+    }
+    __device__ __forceinline__ void convolve(const Rows& r, const float* conv_w, int e, bool on) const {
+        const int ch = channel(e);
+        const float4 w = ((const float4*)conv_w)[ch];
+        float* const own = at(e);
+        float a = r.in(-3, ch, ch), b = r.in(-2, ch, ch), c = r.in(-1, ch, ch);
+        cp_async_wait<0>();
+        __syncthreads();
+        if (!on) return;
+        r.keep_tail(ch, ch);
+        const bool all = r.inner();
+        #pragma unroll 8
+        for (int j = 0; j < TILE; j++) {
+            const float d = own[j * DK], y = fmaf(d, w.w, fmaf(c, w.z, fmaf(b, w.y, a * w.x)));
+            const float v = __fdividef(y, 1.f + __expf(-y));
+            own[j * DK] = all || (j >= r.lo && j < r.hi) ? v : 0.f;
+            a = b; b = c; c = d;
+        }
+    }
+};
+
 // Rows of f32 keys, and of queries behind them, to unit length, as limbs in the same place; a warp to
 // eight rows.
 __device__ __forceinline__ void unit_limbs(unsigned char* rows) {
@@ -121,19 +158,32 @@ __device__ __forceinline__ void write_t(uint4* to, const Square& T, int tid) {
     }
 }
 
+// What gates are made of: of two rows a lane
+struct Raw {
+    float beta[2], decay[2];
+    __device__ __forceinline__ void load(const Rows& r, int h, int vh) {
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int j = 2 * (threadIdx.x % 32) + i;
+            const float* row = r.x + (size_t)j * r.width + r.width - 2 * vh + h;
+            const bool real = j >= r.lo && j < r.hi;
+            beta[i] = real ? row[0] : 0.f;
+            decay[i] = real ? row[vh] : 0.f;
+        }
+    }
+};
 // Decays and rates of a head, by one warp
 struct Gates {
     float hi[TILE], lo[TILE], beta[TILE];
-    __device__ __forceinline__ void find(const Rows& r, int h, int vh, float rate, float bias, float* scal) {
+    __device__ __forceinline__ void find(const Rows& r, const Raw& raw, float rate, float bias, float* scal) {
         const int lane = threadIdx.x % 32;
         float g[2], G[2];
         #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int j = 2 * lane + i;
             const bool real = j >= r.lo && j < r.hi;
-            const float* row = r.x + (size_t)j * r.width + r.width - 2 * vh + h;
-            g[i] = real ? rate * softplus(row[vh] + bias) : 0.f;
-            beta[j] = scal[2 * TILE + j] = real ? 1.f / (1.f + expf(-row[0])) : 0.f;
+            g[i] = real ? rate * softplus(raw.decay[i] + bias) : 0.f;
+            beta[j] = scal[2 * TILE + j] = real ? 1.f / (1.f + expf(-raw.beta[i])) : 0.f;
         }
         const float one[2] = {1.f, 1.f};
         decays(g, one, hi, lo, scal, G);
@@ -152,12 +202,13 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) delta_prep(const float
     const int tile = blockIdx.x, key = blockIdx.y, tid = threadIdx.x, warp = tid / 32, per = vh / kh;
     if (tile_seq[tile] < 0) return;
     const Rows r = rows_of(tile, x, width, c, conv, first, starts, state_in, state_out, tile_seq, tile_lo, tile_hi);
-    for (int i = tid; i < 2 * DK * 4; i += 256) {  // k, then q, of 16 rows
-        const int e = i % (2 * DK), ch = (e < DK ? kh * DK : -DK) + key * DK + e;
-        float* const to = (float*)(rows + e / DK * 256 * DK) + e % DK;
-        r.conv(ch, ch, i / (2 * DK) * 16, conv_w, nullptr, [&](int j, float v) { to[j * DK] = v; });
-        if (i < 2 * DK) r.keep_tail(ch, ch);
-    }
+    const Inputs in = {rows, kh * DK + key * DK, kh * DK};
+    if (width % 4 == 0) in.fetch<16>(r);
+    else in.fetch<8>(r);
+    const int half = tid / HALF, mine = tid % HALF;
+    Raw raw = {};
+    if (warp < min(2, per)) raw.load(r, key * per + warp, vh);
+    in.convolve(r, conv_w, tid % (2 * DK), tid < 2 * DK);
     __syncthreads();
     unit_limbs(rows);
     __syncthreads();
@@ -172,12 +223,12 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) delta_prep(const float
         products<DK>(kk, K, K);
         products<DK>(qk, Q, K);
     }
-    const int half = tid / HALF, mine = tid % HALF;
     #pragma unroll 1
     for (int h = key * per; h < (key + 1) * per; h += 2) {
         const int n = min(2, (key + 1) * per - h);
         const size_t cell = (size_t)tile * vh + h;
-        if (warp < n) gates[warp].find(r, h + warp, vh, decay[h + warp], dt_bias[h + warp], scal + (cell + warp) * 192);
+        if (warp < n) gates[warp].find(r, raw, decay[h + warp], dt_bias[h + warp], scal + (cell + warp) * 192);
+        if (h + 2 + warp < (key + 1) * per && warp < 2) raw.load(r, h + 2 + warp, vh);
         __syncthreads();  // also: nobody reads Q and K, or the last heads' T, any more
         #pragma unroll 1
         for (int i = 0; i < n; i++) {

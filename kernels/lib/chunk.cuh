@@ -14,10 +14,14 @@ struct Rows {
     const float* tail;   // [3, c]
     float* keep;         // where the last three inputs go, or null
     int width, c, lo, hi, rel, tile;
-    // Input channel `ch` (at column `at` of x) of row j >= -3
+    // Where input channel `ch` (at column `at` of x) of row j >= -3 is; null: it is zero
+    __device__ __forceinline__ const float* from(int j, int ch, int at) const {
+        if (rel + j >= 0) return j < hi ? x + (long long)j * width + at : nullptr;
+        return tail && rel + j >= -3 ? tail + (size_t)(3 + rel + j) * c + ch : nullptr;
+    }
     __device__ __forceinline__ float in(int j, int ch, int at) const {
-        if (rel + j >= 0) return j < hi ? x[(long long)j * width + at] : 0.f;
-        return tail && rel + j >= -3 ? tail[(size_t)(3 + rel + j) * c + ch] : 0.f;
+        const float* p = from(j, ch, at);
+        return p ? *p : 0.f;
     }
     // All rows are real, and so are the three before them
     __device__ __forceinline__ bool inner() const { return lo == 0 && hi == TILE && rel >= 3; }
