@@ -120,5 +120,6 @@ def mamba_many(
     warps = 2 if dv%32==0 else 1
     run('mamba_many', (nh*dv//16//warps, b.num_seqs), 32*warps,
         q, k, u, p, s, D, rec, *_rows(b), y, T, groups, nh,
-        shared=11*8192+2048, pdl=False, WARPS=warps, DV=dv, DK=dk)
+        shared=11*8192+2048, pdl=False,
+        WARPS=warps, DV=dv, DK=dk, TAILS=len(conv)//len(rec))
     return _finished(y, x, 0, norm_w, b, nh*dv//groups, eps, 3, parts=parts)
