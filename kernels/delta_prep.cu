@@ -22,7 +22,9 @@
 #ifndef DK
 #define DK 128
 #endif
-#ifndef BLOCKS
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ > 900
+#define BLOCKS 1  // so much is 99 KB of shared memory
+#else
 #define BLOCKS 2
 #endif
 constexpr int AS = 72;  // floats of a row of A, so that fragments cost no bank conflicts
@@ -107,7 +109,7 @@ template <int N> __device__ __forceinline__ void join(Square& A, int tid, bool o
     #pragma unroll
     for (int pass = 0; pass < 2; pass++) {  // A T, then -T2 (A T)
         float v[PER] = {};
-        #pragma unroll
+        #pragma unroll 2
         for (int j = 0; j < N; j += 4)
             #pragma unroll
             for (int e = 0; e < PER; e++) {
@@ -149,7 +151,7 @@ __device__ __forceinline__ void invert(Square& A, int tid, bool on) {
 // T as fragments with k = columns, n = rows, by four warps
 __device__ __forceinline__ void write_t(uint4* to, const Square& T, int tid) {
     const int lane = tid % 32, g = lane / 4, q = lane % 4 * 2;
-    #pragma unroll
+    #pragma unroll 1
     for (int i = tid / 32; i < 20; i += 4) {
         const int s = i < 8 ? 0 : i < 14 ? 1 : i < 18 ? 2 : 3, n = i - triangle(s, 0);
         const float* row = &T[8 * n + g][16 * s + q];
