@@ -1,5 +1,5 @@
 // The experts of each of many rows and their weights, from the router's logits: a warp a row, which picks as decoding does (lib/picks.cuh).
-//   logits     : [all, m]      f32   all = SUMS*rows: to be added up; m = E, and one more with SHARED 1: the gate of an expert that all rows share
+//   logits     : [rows, m]     f32   m = E, and one more with SHARED 1: the gate of an expert that all rows share
 //   bias       : [e]           f32   added to the logits; or null
 //   correction : [e]           f32   added to the scores for picking only; or null
 //   factor     : [e]           f32   of each expert's weight; or null
@@ -7,7 +7,6 @@
 //   weights    : [rows, out]   f32
 //   -D E= TOP=   experts, up to 1024, and how many are picked, up to 31
 //   -D SCORE=    0: softmax over all, 1: sigmoid of each, 2: softmax over the picked      -D RENORM=  1: the weights of the picked sum to one (SCORE 0, 1)
-//   -D SUMS=     of which a logit is made
 //   -D SHARED=   0: no shared expert, 1: its weight is the sigmoid of its gate, 2: its weight is 1
 //   launch: <<<ceil(rows/4), 128>>>
 #include "lib/picks.cuh"
@@ -23,9 +22,6 @@
 #ifndef RENORM
 #define RENORM 1
 #endif
-#ifndef SUMS
-#define SUMS 1
-#endif
 #ifndef SHARED
 #define SHARED 0
 #endif
@@ -38,16 +34,8 @@ extern "C" __global__ void __launch_bounds__(128) route_many(const float* __rest
     __shared__ unsigned room[4][64];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = blockIdx.x * 4 + warp;
     if (r >= rows) return;
-    constexpr int M = E + (SHARED == 1);
-    const auto sum = [&](int e) {
-        float v[SUMS];
-        #pragma unroll
-        for (int i = 0; i < SUMS; i++) v[i] = logits[((size_t)i * rows + r) * M + e];
-        #pragma unroll
-        for (int i = 1; i < SUMS; i++) v[0] += v[i];
-        return v[0];
-    };
-    const auto logit = [&](int e) { return sum(e) + (bias ? bias[e] : 0.f); };
+    const float* own = logits + (size_t)r * (E + (SHARED == 1));
+    const auto logit = [&](int e) { return own[e] + (bias ? bias[e] : 0.f); };
     float near[N];
     #pragma unroll
     for (int i = 0; i < N; i++) near[i] = lane * N + i < E ? logit(lane * N + i) : 0.f;
@@ -56,6 +44,6 @@ extern "C" __global__ void __launch_bounds__(128) route_many(const float* __rest
     int id = picked[warp][lane < TOP ? lane : 0];
     float g = pick_weight<E, TOP, SCORE, RENORM, N>(near, logit(id), scaling, lane);
     if (factor) g *= factor[id];
-    if (SHARED && lane == TOP) { id = E; g = SHARED == 1 ? logistic(sum(E)) : 1.f; }
+    if (SHARED && lane == TOP) { id = E; g = SHARED == 1 ? logistic(own[E]) : 1.f; }
     if (lane < OUT) { ids[(size_t)r * OUT + lane] = id; weights[(size_t)r * OUT + lane] = g; }
 }

@@ -9,29 +9,9 @@ __all__ = ['STRETCH', 'MOST', 'route_many', 'sort_picks', 'experts_many']
 
 # %% ../../nbs/3_ops/moe/52_cuda.experts_many.ipynb #b4ad0d06
 from ..card.card import card_of,run
-from .gemm import as_halves,gemm,product,tile_of,units
+from .gemm import as_halves,gemm,product,tile_of
 
 # %% ../../nbs/3_ops/moe/52_cuda.experts_many.ipynb #da1c0f4d
-_SUM = 512 # Columns of a router's product that a block has
-
-def _logits(
-    h, # `Halved` of two parts
-    router, # `Packed` [E, H]
-): # [sums*R, E]: what is to be added up to be the logits
-    "The router's product, as exact as float32"
-    if router.format.many not in ('bf16','f16'): return gemm(h, router, exact=True)
-    R,n,card = len(h),router.n,card_of(h.y)
-    kp = h.y.shape[1]//2
-    sums = -(-kp//_SUM)
-    tiles = min(5, -(-n//64))
-    w = router.w.reshape(router.rows, -1).view('uint8')
-    y = card.empty((sums*R, n))
-    run('logits_many', (-(-R//64), sums, -(-n//(64*tiles))), 256,
-        h.y, h.scale, w, units(router), y,
-        R, 2*kp, kp, w.shape[1], n,
-        shared=73728, pdl=False, FMT=router.format.many, TILES=tiles)
-    return y
-
 _SCORE = dict(softmax=0, sigmoid=1, topk_softmax=2)
 
 def route_many(
@@ -50,10 +30,10 @@ def route_many(
 ): # ids [R, top_k] int32, best first; weights [R, top_k] float32; one column more with `shared`
     "`atlas.ops.moe.route` on the card"
     R,out = len(x),top_k+(shared>0)
-    logits = _logits(as_halves(x, gain, eps, 2), router)
+    logits = gemm(x, router, gain, eps, exact=True)
     card = card_of(logits)
     ids,weights = card.empty((R, out), 'int32'),card.empty((R, out))
-    run('route_many', -(-R//4), 128, logits, bias, correction, per_expert, ids, weights, float(scaling), R, pdl=False, SUMS=len(logits)//R,
+    run('route_many', -(-R//4), 128, logits, bias, correction, per_expert, ids, weights, float(scaling), R, pdl=False,
         E=router.n-(shared==1), TOP=top_k, SCORE=_SCORE[score], RENORM=int(renormalise), SHARED=shared)
     return ids,weights
 

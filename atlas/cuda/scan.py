@@ -27,8 +27,8 @@ def _share(card)->tuple[int,int]:
 def _carry(dk, dv, vh, tails, b, *args):
     "The states of delta nets from tile to tile; `tails` for each slot"
     n,held = _share(card_of(args[0]))
-    shared = held*(512*dk+1792+4096*n)+(held>1)*40960+(8192+64*dk)*n+128
-    run('delta_many', (vh*dv//16//n, b.num_seqs), 192*n,
+    shared = held*(512*dk+22272+4096*n)+8192*n+64
+    run('delta_many', (vh*dv//16//n, b.num_seqs), 128*n,
         *args, shared=shared, pdl=False,
         DK=dk, DV=dv, GROUPS=n, BUFFERS=held, TAILS=tails)
 

@@ -147,15 +147,6 @@ template <class L> struct Operand : L {
         m.load(p, low(p));
         split(f, m);
     }
-    // Likewise, of rows r.. alone: k = columns c.. and c+16..
-    __device__ __forceinline__ void b_beside(uint4& f, uint4& g, int r, int c) const {
-        const int l = threadIdx.x % 32;
-        const unsigned char* p = at(r + l % 8, c + l / 8 * 8);
-        Limbs m;
-        m.load(p, low(p));
-        f = make_uint4(m.hi[0], m.hi[1], m.lo[0], m.lo[1]);
-        g = make_uint4(m.hi[2], m.hi[3], m.lo[2], m.lo[3]);
-    }
     // Two B fragments: k = rows r.., n = columns c.. and c+8..
     __device__ __forceinline__ void b(uint4* f, int r, int c) const {
         const int l = threadIdx.x % 32;
