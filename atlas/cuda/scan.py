@@ -32,6 +32,7 @@ def _carry(dk, dv, vh, tails, b, *args):
         *args, shared=shared, pdl=False,
         DK=dk, DV=dv, GROUPS=n, BUFFERS=held, TAILS=tails)
 
+# %% ../../nbs/3_ops/mamba/41_cuda.scan.ipynb #273ecd57
 def _finish(y, x, at, norm_w, b, n, eps, gate):
     "Norm and gate in place, zeros in padding rows; the gates begin at column `at` of x"
     R,W = y.shape

@@ -359,19 +359,6 @@ class PromptGraphs:
         s = self.stepper
         return PromptGraph(s.over, b, self.card, s.stream)
 
-    def record(self, batches):
-        "Have graphs for the shapes of `batches` of the host before they come"
-        with self.scratch.allocating():
-            for b in batches:
-                self.kept[PromptShape(b.num_rows, b.num_seqs)] = self._recorded(b)
-
-    def usual(self, long:int)->list[int]:
-        "Lengths of one prompt that are worth a graph from the start; none is longer than `long`"
-        every = list(range(TILE, long+1, TILE))
-        if len(every)<=self.most: return every
-        powers = [1<<i for i in range(6, long.bit_length())]
-        return sorted({long//TILE*TILE, *powers})[-self.most:]
-
     def close(self):
         "Give back the memory of graphs"
         self.clear()
@@ -381,6 +368,22 @@ class PromptGraphs:
         "Drop the graph that was used longest ago"
         self.card.synchronize()
         self.kept.popitem(last=False)
+
+# %% ../../nbs/5_engine/12_card_stepper.ipynb #6e6bf660
+@patch
+def record(self:PromptGraphs, batches):
+    "Have graphs for the shapes of `batches` of the host before they come"
+    with self.scratch.allocating():
+        for b in batches:
+            self.kept[PromptShape(b.num_rows, b.num_seqs)] = self._recorded(b)
+
+@patch
+def usual(self:PromptGraphs, long:int)->list[int]:
+    "Lengths of one prompt that are worth a graph from the start; none is longer than `long`"
+    every = list(range(TILE, long+1, TILE))
+    if len(every)<=self.most: return every
+    powers = [1<<i for i in range(6, long.bit_length())]
+    return sorted({long//TILE*TILE, *powers})[-self.most:]
 
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #656d6aa6
 class CardStepper(Stepper):
@@ -846,7 +849,7 @@ def warm(self:CardStepper):
         make_ready(self.card, *prompts, *replays, *decodes)
         self._try_prompt(long)
         with self.stream.turn(): self._try_decode(128)
-        if self.prompts and self.card.kind=='cuda': self._record_prompts(long)
+        if self.prompts: self._record_prompts(long)
         self.card.synchronize()
 
 @patch
