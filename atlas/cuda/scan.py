@@ -70,8 +70,10 @@ def delta_many(
     A, # [vh]: -exp(A_log)
     dt_bias, # [vh]
     norm_w, # [dv]: gain of the norm over each head
-    conv, rec, # [slots, 3, C], [slots, vh, dk, dv]: pools of states; dk, dv are 32, 64 or 128
-    b, # The step's tiles: `first`, `starts`, `state_in`, `state_out`, `tile_seq`, `tile_lo`, `tile_hi`, `num_seqs`. No slot that is read is written
+    conv, rec, # [tails, 3, C], [slots, vh, dk, dv]: pools of states, as for `scan`; dk, dv are 32, 64 or 128
+    # The step's tiles: `first`, `starts`, `state_in`, `state_out`, `tile_seq`, `tile_lo`, `tile_hi`, `num_seqs`.
+    # No tail that is read is written, and of slots only a sequence's own
+    b,
     kh:int, # Number of key heads
     gate_act:str='silu', # Or 'sigmoid'
     eps:float=1e-6, # Of the norm
@@ -101,7 +103,7 @@ def mamba_many(
     D, # [nh]
     dt_bias, # [nh]
     norm_w, # [I]: gain of the norm over each group
-    conv, rec, # [slots, 3, C], [slots, nh, hd, N]: pools of states; hd is a multiple of 16, N 16, 32, 64 or 128
+    conv, rec, # [tails, 3, C], [slots, nh, hd, N]: pools of states, as for `scan`; hd is a multiple of 16, N 16, 32, 64 or 128
     b, # As for `delta_many`
     groups:int, # Number G of groups of heads that share B and C
     eps:float=1e-5, # Of the norm
