@@ -32,12 +32,15 @@ def _warps(card, d, share, planes=1):
         if room<=most and (heads==1 or share%2==0 and d<=256): return cut
     raise DeviceError(f'{card.name} has no shared memory for heads of {d} elements')
 
-_PIECES = {64:(64,5), 128:(128,4), 256:(80,4)} # Size of heads: keys of a piece, stages
+# Size of a head: heads of a block, keys of a piece, stages, blocks of a multiprocessor
+_GROUPS = {
+    64: ((4,64,5,1), (1,128,5,2)),
+    128: ((2,128,4,1), (1,96,3,2)),
+    256: ((2,80,4,1), (1,80,4,1))}
 
-def _groups(card, d, share):
+def _groups(d, share):
     "By warpgroups: 64 rows of a head each, and one that fetches"
-    heads,(keys,stages) = 2-share%2,_PIECES[d]
-    side = 2 if heads==1 and d<256 else 1 # blocks of a multiprocessor
+    heads,keys,stages,side = next(g for g in _GROUPS[d] if share%g[0]==0)
     room = 1024+heads*TILE*2*d+stages*(keys*2*d+16)
     options = dict(WGMMA=1, HB=heads, KEYS=keys, STAGES=stages, SIDE=side)
     return _Cut(options, 128*(heads+1), room, heads)
@@ -45,7 +48,7 @@ def _groups(card, d, share):
 def _cut(card, d, share, fmt):
     "How `flash` is to compute heads of `d` elements, `share` of them to a key head"
     hopper = card.arch in ('sm_90a','emulated')
-    if hopper and fmt!='f32' and d in _PIECES: return _groups(card, d, share)
+    if hopper and fmt!='f32' and d in _GROUPS: return _groups(d, share)
     return _warps(card, d, share, 1+(fmt=='f32'))
 
 

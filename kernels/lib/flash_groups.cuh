@@ -86,8 +86,7 @@ struct Fetcher {
     // Where formats are widened: units of sixteen elements, turns of a warp, and how many of them
     // are under way at once
     static constexpr int UNITS = DIM / 16, STEP = 32 / UNITS, TURNS = ROWS / STEP;
-    static constexpr int MOST = TURNS % 4 ? TURNS % 5 ? TURNS % 3 ? 2 : 3 : 5 : 4;
-    static constexpr int AHEAD = FORMAT ? MOST : 2 - TURNS % 2;
+    static constexpr int AHEAD = TURNS > 3 ? TURNS / 2 : TURNS;
     const Job& job;
     const int *table, bs, kv, fresh, row0;  // fresh: position of the step's first row, its row0
     const int warp, lane;
@@ -134,7 +133,7 @@ struct Fetcher {
     // What the cache has in another format becomes halves on the way
     __device__ __forceinline__ void widen(const Row& row, float scale, const unsigned char* pool,
             const unsigned char* sub, const uint4* own) {
-        static_assert(TURNS % AHEAD == 0, "as many every time");
+        static_assert(ROWS % (STEP * AHEAD) == 0, "as many every time");
         #pragma unroll 1
         for (int j = 0; j < ROWS; j += AHEAD * STEP) {
             KvUnit<FORMAT> unit[AHEAD];
