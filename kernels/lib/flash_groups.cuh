@@ -79,19 +79,24 @@ struct Row {
     unsigned own, on;
     float key, value;  // what its elements are to be multiplied by
 };
+// Where keys, or values, come from: the cache, its scales of sixteen, and rows of this step.
+struct Origin {
+    const unsigned char *pool, *sub;
+    const __half* own;
+};
 
 // What fetches: a warp has a quarter of the rows of every piece, a lane looks up one of them.
+// What the cache has in another format lies where it will be as halves until it has arrived: then
+// he who asked for it turns it into them, while the next piece is on its way.
 struct Fetcher {
     static constexpr int ROWS = KEYS / 4, ONCE = CHUNKS < 32 ? 32 / CHUNKS : 1;
-    // Where formats are widened: units of sixteen elements, turns of a warp, and how many of them
-    // are under way at once
-    static constexpr int UNITS = DIM / 16, STEP = 32 / UNITS, TURNS = ROWS / STEP;
-    static constexpr int AHEAD = TURNS > 3 ? TURNS / 2 : TURNS;
+    static constexpr int UNITS = DIM / 16, STEP = 32 / UNITS;  // of sixteen elements; rows a turn
     const Job& job;
     const int *table, bs, kv, fresh, row0;  // fresh: position of the step's first row, its row0
     const int warp, lane;
     const float *k_scale, *v_scale;
     Place at;
+    struct { unsigned rows; float scale; int stage = -1; } asked;  // of the cache, not halves yet
     __device__ __forceinline__ Row locate(int i) const {
         const int p = job.begin + i * KEYS + warp * ROWS + lane;
         const bool on = lane < ROWS && p >= job.seen && p < job.start + job.hi;
@@ -106,72 +111,85 @@ struct Fetcher {
         }
         return row;
     }
+    // Where chunk c of row r of this warp goes
+    __device__ __forceinline__ unsigned char* place(int stage, int r, int c) const {
+        return job.ring + stage * PIECE + chunk_at(warp * ROWS + r, c, KEYS);
+    }
     // Halves, as they are
-    __device__ __forceinline__ void copy(const Row& row, const void* pool, const void* own) {
+    __device__ __forceinline__ void copy(const Row& row, const Origin& from) {
         const int c = lane % CHUNKS;
-        const unsigned char* mine = (const unsigned char*)(row.mine ? own : pool);
-        mine += (size_t)row.at * (DIM * 2);
-        unsigned char* const to = job.ring + at.stage * PIECE;
+        const void* first = row.mine ? (const void*)from.own : from.pool;
+        const size_t mine = (size_t)first + (size_t)row.at * (DIM * 2);
         meet_wait(job.empty + at.stage, at.parity ^ 1);
         #pragma unroll 8
         for (int j = 0; j < ROWS; j += ONCE) {
             const int r = j + lane / CHUNKS;
-            const void* from = (const void*)__shfl_sync(~0u, (size_t)mine, r);
-            cp_async16_or_zero(to + chunk_at(warp * ROWS + r, c, KEYS),
-                (const unsigned char*)from + c * 16, row.on >> r & 1);
+            const size_t p = __shfl_sync(~0u, mine, r) + c * 16;
+            cp_async16_or_zero(place(at.stage, r, c), (const void*)p, row.on >> r & 1);
         }
         meet_arrive_copied(job.full + at.stage);
-        at.next();
     }
-    // Sixteen elements of row r of this warp, as halves
-    __device__ __forceinline__ void put(int r, uint4 a, uint4 b) {
-        unsigned char* const to = job.ring + at.stage * PIECE;
-        const int c = 2 * (lane % UNITS);
-        *(uint4*)(to + chunk_at(warp * ROWS + r, c, KEYS)) = a;
-        *(uint4*)(to + chunk_at(warp * ROWS + r, c + 1, KEYS)) = b;
+    // Unit u of the row `n` of the cache, as it is there
+    __device__ __forceinline__ void ask_unit(const Origin& from, int r, size_t n, int u) const {
+        unsigned char* const to = place(at.stage, r, 2 * u + 1);
+        const unsigned char* p = from.pool + n * KV_BYTES<FORMAT, DIM> + u * KV_BYTES<FORMAT, 16>;
+        if (FORMAT == 0) cp_async16(place(at.stage, r, 2 * u), p);
+        if (FORMAT == 0) cp_async16(to, p + 16);
+        if (FORMAT == 1) cp_async16(to, p);
+        if (FORMAT == 2) cp_async_or_zero<8>(to, p, true);
+        if (FORMAT == 2) cp_async_or_zero<4>(to + 8, from.sub + n * UNITS + u / 4 * 4, true);
     }
-    // What the cache has in another format becomes halves on the way
-    __device__ __forceinline__ void widen(const Row& row, float scale, const unsigned char* pool,
-            const unsigned char* sub, const uint4* own) {
-        static_assert(ROWS % (STEP * AHEAD) == 0, "as many every time");
-        #pragma unroll 1
-        for (int j = 0; j < ROWS; j += AHEAD * STEP) {
-            KvUnit<FORMAT> unit[AHEAD];
-            #pragma unroll
-            for (int x = 0; x < AHEAD; x++) {
-                const int r = j + x * STEP + lane / UNITS;
-                const int from = __shfl_sync(~0u, row.at, r);
-                unit[x].zero();
-                if (row.on & ~row.own & 1u << r)
-                    unit[x].template load<DIM>(pool, sub, from, lane % UNITS);
-            }
-            if (!j) meet_wait(job.empty + at.stage, at.parity ^ 1);
-            #pragma unroll
-            for (int x = 0; x < AHEAD; x++) {
-                const int r = j + x * STEP + lane / UNITS;
-                const uint4* from = own + (size_t)__shfl_sync(~0u, row.at, r) * CHUNKS;
-                const float f = __shfl_sync(~0u, scale, r);
-                uint4 a, b;
-                unit[x].bf16(a, b);
-                a = kv_halves<FORMAT>(a, f);
-                b = kv_halves<FORMAT>(b, f);
-                if (row.on & row.own & 1u << r) {
-                    a = from[2 * (lane % UNITS)];
-                    b = from[2 * (lane % UNITS) + 1];
+    __device__ __forceinline__ void ask(const Row& row, const Origin& from) const {
+        const int u = lane % UNITS;
+        meet_wait(job.empty + at.stage, at.parity ^ 1);
+        #pragma unroll 2
+        for (int j = 0; j < ROWS; j += STEP) {
+            const int r = j + lane / UNITS, n = __shfl_sync(~0u, row.at, r);
+            const bool on = row.on >> r & 1;
+            if (on && !(row.own >> r & 1)) ask_unit(from, r, n, u);
+            else
+                for (int c = 2 * u; c < 2 * u + 2; c++) {
+                    const __half* p = from.own + (size_t)n * DIM + c * 8;
+                    cp_async16_or_zero(place(at.stage, r, c), on ? p : from.own, on);
                 }
-                put(r, a, b);
-            }
+        }
+        cp_async_commit();
+    }
+    // The same unit, arrived
+    __device__ __forceinline__ void take_unit(KvUnit<FORMAT>& unit, int stage, int r, int u) const {
+        const uint4 last = *(const uint4*)place(stage, r, 2 * u + 1);
+        unit.raw[0] = FORMAT == 0 ? *(const uint4*)place(stage, r, 2 * u) : last;
+        if (FORMAT == 0) unit.raw[FORMAT == 0] = last;
+        unit.sub = last.z >> u % 4 * 8;
+    }
+    __device__ __forceinline__ void widen() const {
+        const int u = lane % UNITS, stage = asked.stage;
+        #pragma unroll 2
+        for (int j = 0; j < ROWS; j += STEP) {
+            const int r = j + lane / UNITS;
+            const float f = __shfl_sync(~0u, asked.scale, r);
+            if (!(asked.rows >> r & 1)) continue;
+            KvUnit<FORMAT> unit;
+            uint4 a, b;
+            take_unit(unit, stage, r, u);
+            unit.bf16(a, b);
+            *(uint4*)place(stage, r, 2 * u) = kv_halves<FORMAT>(a, f);
+            *(uint4*)place(stage, r, 2 * u + 1) = kv_halves<FORMAT>(b, f);
         }
         wgmma_seen();
-        meet_arrive(job.full + at.stage);
+        meet_arrive(job.full + stage);
+    }
+    __device__ __forceinline__ void fetch(const Row& row, float scale, const Origin& from) {
+        if constexpr (FORMAT == 3) copy(row, from);
+        else {
+            ask(row, from);
+            cp_async_wait<1>();
+            if (asked.stage >= 0) widen();
+            asked = {row.on & ~row.own, scale, at.stage};
+        }
         at.next();
     }
-    struct Source { const unsigned char *pool, *sub; const __half* own; };
-    __device__ __forceinline__ void fetch(const Row& row, float scale, const Source& from) {
-        if constexpr (FORMAT == 3) copy(row, from.pool, from.own);
-        else widen(row, scale, from.pool, from.sub, (const uint4*)from.own);
-    }
-    __device__ __forceinline__ void all(const Source& k, const Source& v) {
+    __device__ __forceinline__ void all(const Origin& k, const Origin& v) {
         if (!job.pieces) return;
         Row now = locate(0);
         fetch(now, now.key, k);
@@ -183,6 +201,11 @@ struct Fetcher {
             now = next;
         }
         fetch(now, now.value, v);
+        if constexpr (FORMAT == 3) return;
+        else {
+            cp_async_wait<0>();
+            widen();
+        }
     }
 };
 
