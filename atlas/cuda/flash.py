@@ -38,18 +38,19 @@ _GROUPS = {
     128: ((2,128,4,1), (1,96,3,2)),
     256: ((2,80,4,1), (1,80,4,1))}
 
-def _groups(d, share):
+def _groups(d, share, tiles, multiprocessors):
     "By warpgroups: 64 rows of a head each, and one that fetches"
     heads,keys,stages,side = next(g for g in _GROUPS[d] if share%g[0]==0)
+    while heads>1 and 2*tiles<=heads*multiprocessors: heads //= 2 # some have nothing to do: smaller blocks
     room = 1024+heads*TILE*2*d+stages*(keys*2*d+16)
     options = dict(WGMMA=1, HB=heads, KEYS=keys, STAGES=stages, SIDE=side)
     return _Cut(options, 128*(heads+1), room, heads)
 
-def _cut(card, d, share, fmt):
-    "How `flash` is to compute heads of `d` elements, `share` of them to a key head"
+def _cut(card, d, share, fmt, tiles):
+    "How `flash` is to compute so many tiles of heads of `d` elements, `share` of them to a key head"
     hopper = card.arch in ('sm_90a','emulated')
-    if hopper and fmt!='f32' and d in _GROUPS: return _groups(d, share)
-    return _warps(card, d, share, 1+(fmt=='f32'))
+    if not hopper or fmt=='f32' or d not in _GROUPS: return _warps(card, d, share, 1+(fmt=='f32'))
+    return _groups(d, share, tiles, card.multiprocessors)
 
 
 # %% ../../nbs/3_ops/attention/22_cuda.flash.ipynb #4fc85b71
@@ -74,7 +75,7 @@ def flash(
     cos,sin,pos,axes = (None,)*4 if angles is None else (angles.cos,angles.sin,angles.pos.reshape(-1, R),angles.axes if angles.pos.ndim>1 else None)
     run('flash_prep', R, 256, qkv, q_norm, k_norm, cos, sin, pos, axes, b.slots, k, ks, kb, v, vs, vb, q, kf, vf, b.tile_lo, b.tile_hi, float(eps), R, width, heads, kv,
         0 if cos is None else cos.shape[1], a.gate, a.q_only, a.qk_norm=='all', pdl=False, DIM=d, FORMAT=pool.code, KEQV=int(a.k_eq_v), VNORM=int(a.v_norm))
-    cut = _cut(card, d, heads//kv, pool.fmt)
+    cut = _cut(card, d, heads//kv, pool.fmt, heads*R//TILE)
     run('flash', (heads//cut.heads, R//TILE), cut.threads, q, kf, vf, qkv if a.gate else None, k, ks, kb, v, vs, vb, b.tables, b.starts, b.tile_seq, b.tile_start, b.tile_lo, b.tile_hi,
         sinks, y, float(scale), window or 0, heads, kv, width, pool.block_size, b.tables.shape[1], shared=cut.shared, pdl=False, DIM=d, FORMAT=pool.code, **cut.options)
     return y
