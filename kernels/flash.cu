@@ -43,7 +43,9 @@
 #ifndef SIDE
 #define SIDE 1
 #endif
-constexpr int TILE = 64, THREADS = WGMMA ? 128 * (HB + 1) : 128 * HB * (DIM / DB), P = KV_PLANES<FORMAT>, WIDE = DIM * P, STEP = 2 * WIDE + 16;  // halves of a number, and of a row; bytes of a row: sixteen more than needed, against bank conflicts
+constexpr int TILE = 64, PARTS = DIM / DB, GROUPS = HB * PARTS, THREADS = 128 * (GROUPS + WGMMA);
+constexpr int P = KV_PLANES<FORMAT>, WIDE = DIM * P;  // halves of a number, and of a row
+constexpr int STEP = 2 * WIDE + 16;  // bytes of a row: sixteen more than needed, against bank conflicts
 #define NONE __int_as_float(0xFF800000)  // minus infinity; NVRTC knows no INFINITY
 
 #if WGMMA
@@ -91,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, SIDE) flash(const __half* 
     const int h0 = blockIdx.x * HB, seq = tile_seq[t], start = tile_start[t];
     const int lo = seq < 0 ? 0 : tile_lo[t], hi = seq < 0 ? 0 : tile_hi[t];
     const Job job(room, start, hi, window, h0 / (heads / kv));
-    if (warp >= 4 * HB) {
+    if (warp >= 4 * GROUPS) {
         share_out(true);
         const int fresh = kf && hi ? starts[seq] : 1 << 30;
         Fetcher f{job, tables + (size_t)seq * mb, bs, kv, fresh, t * TILE,
@@ -102,14 +104,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, SIDE) flash(const __half* 
     share_out(false);
     Softmax soft;
     soft.unit = scale * 1.4426950408889634f;
-    Multiplier m{job, warp / 4};
+    Multiplier m{job, warp / 4 % HB, warp / 4 / HB};
     if (job.pieces) {
         m.ask(q + ((size_t)t * TILE * heads + h0 + m.rank) * DIM, (size_t)heads * DIM);
         m.all(soft, window);
     }
     auto& o = m.o;
     const float *sum = soft.sum, *top = soft.top, unit = 1.f;
-    const int row0 = warp % 4 * 16 + lane / 4, c2 = lane % 4 * 2, from = 0;
+    const int row0 = warp % 4 * 16 + lane / 4, c2 = lane % 4 * 2, from = m.part * DB;
 #else
     DYNAMIC_SHARED(unsigned char, room);
     unsigned char *Q = room, *K = Q + TILE * HB * STEP, *V = K + KEYS * STEP;

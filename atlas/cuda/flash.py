@@ -36,15 +36,17 @@ def _warps(card, d, share, planes=1):
 _GROUPS = {
     64: ((4,64,5,1), (1,128,5,2)),
     128: ((2,128,4,1), (1,96,3,2)),
-    256: ((2,80,4,1), (1,80,4,1))}
+    256: ((2,80,4,1), (1,80,4,1)),
+    512: ((1,48,3,1),)}
 
 def _groups(d, share, tiles, multiprocessors):
     "By warpgroups: 64 rows of a head each, and one that fetches"
     heads,keys,stages,side = next(g for g in _GROUPS[d] if share%g[0]==0)
     while heads>1 and 2*tiles<=heads*multiprocessors: heads //= 2 # some have nothing to do: smaller blocks
     room = 1024+heads*TILE*2*d+stages*(keys*2*d+16)
-    options = dict(WGMMA=1, HB=heads, KEYS=keys, STAGES=stages, SIDE=side)
-    return _Cut(options, 128*(heads+1), room, heads)
+    columns = min(d, 256)
+    options = dict(WGMMA=1, DB=columns, HB=heads, KEYS=keys, STAGES=stages, SIDE=side)
+    return _Cut(options, 128*(heads*d//columns+1), room, heads)
 
 def _cut(card, d, share, fmt, tiles):
     "How `flash` is to compute so many tiles of heads of `d` elements, `share` of them to a key head"

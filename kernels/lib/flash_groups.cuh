@@ -10,16 +10,16 @@
 #include "lib/wgmma.cuh"
 
 #ifndef FEWER
-#define FEWER (HB > 2 ? 32 : HB > 1 ? 72 : 56)
+#define FEWER (GROUPS > 2 ? 32 : GROUPS > 1 ? 72 : 56)
 #endif
 #ifndef MORE
-#define MORE (HB > 2 ? 112 : HB > 1 ? 216 : 200)
+#define MORE (GROUPS > 2 ? 112 : GROUPS > 1 ? 216 : 200)
 #endif
 // Registers: as many a thread as fit at first, then FEWER for those who fetch and MORE for those
 // who multiply. A block of two groups that has its multiprocessor alone need not share them out.
-constexpr bool SHARED_OUT = HB > 1 || SIDE > 1;
+constexpr bool SHARED_OUT = GROUPS > 1 || SIDE > 1;
 constexpr int FIRST = 65536 / (THREADS * SIDE) / 8 * 8;
-static_assert(!SHARED_OUT || FEWER + HB * MORE <= FIRST * (HB + 1), "too many registers");
+static_assert(!SHARED_OUT || FEWER + GROUPS * MORE <= FIRST * (GROUPS + 1), "too many registers");
 __device__ __forceinline__ void share_out(bool fetches) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     if (!SHARED_OUT) return;
@@ -30,7 +30,9 @@ __device__ __forceinline__ void share_out(bool fetches) {
 constexpr int PIECE = KEYS * DIM * 2, ASKED = TILE * DIM * 2;  // bytes of a piece, of a head's rows
 constexpr int CHUNKS = DIM / 8;  // of 16 bytes in a row
 static_assert(KEYS <= 128, "a lane looks up a row of a quarter");
-static_assert(DIM == 64 || DIM == 128 || DIM == 256, "columns come in 64, a row to a warp");
+static_assert(DIM % 64 == 0 && (CHUNKS % 32 == 0 || 32 % CHUNKS == 0), "columns come in 64, a row "
+    "is a warp's, or warps'");
+static_assert(DB <= 256, "columns of one product");
 
 // Where chunk c of row r lies among `rows` rows.
 __device__ __forceinline__ int chunk_at(int r, int c, int rows) {
@@ -53,7 +55,7 @@ struct Job {
         empty = full + STAGES;
         if (threadIdx.x < STAGES) {
             meet_init(full + threadIdx.x, 128);
-            meet_init(empty + threadIdx.x, 4 * HB);
+            meet_init(empty + threadIdx.x, 4 * GROUPS);
             meet_ready();
         }
         __syncthreads();
@@ -117,15 +119,19 @@ struct Fetcher {
     }
     // Halves, as they are
     __device__ __forceinline__ void copy(const Row& row, const Origin& from) {
-        const int c = lane % CHUNKS;
         const void* first = row.mine ? (const void*)from.own : from.pool;
         const size_t mine = (size_t)first + (size_t)row.at * (DIM * 2);
         meet_wait(job.empty + at.stage, at.parity ^ 1);
         #pragma unroll 8
         for (int j = 0; j < ROWS; j += ONCE) {
             const int r = j + lane / CHUNKS;
-            const size_t p = __shfl_sync(~0u, mine, r) + c * 16;
-            cp_async16_or_zero(place(at.stage, r, c), (const void*)p, row.on >> r & 1);
+            const size_t p = __shfl_sync(~0u, mine, r);
+            #pragma unroll
+            for (int b = 0; b < CHUNKS; b += 32) {
+                const int c = b + lane % CHUNKS;
+                const void* from = (const void*)(p + c * 16);
+                cp_async16_or_zero(place(at.stage, r, c), from, row.on >> r & 1);
+            }
         }
         meet_arrive_copied(job.full + at.stage);
     }
@@ -242,30 +248,30 @@ struct Softmax {
     }
 };
 
-// What multiplies: the rows of one head.
+// What multiplies: the rows of one head, and all their columns of values, or the part'th DB of them.
 struct Multiplier {
     const Job& job;
-    const int rank;  // head in the block
+    const int rank, part;  // rank: of the head in the block
     Place at;
-    float o[DIM / 2] = {}, s[KEYS / 2];
+    float o[DB / 2] = {}, s[KEYS / 2];
     unsigned p[KEYS / 16][4];
-    // Rows of a head to shared memory, by the group that multiplies them.
+    // Rows of a head to shared memory, by who multiplies them.
     __device__ __forceinline__ void ask(const __half* q, size_t step) {
         unsigned char* const to = job.asked + rank * ASKED;
-        for (int i = threadIdx.x % 128; i < TILE * CHUNKS; i += 128) {
+        for (int i = part * 128 + threadIdx.x % 128; i < TILE * CHUNKS; i += 128 * PARTS) {
             const int r = i / CHUNKS, c = i % CHUNKS;
             cp_async16(to + chunk_at(r, c, TILE), q + r * step + c * 8);
         }
         cp_async_commit();
         cp_async_wait<0>();
         wgmma_seen();
-        group_sync();
+        head_sync();
     }
-    __device__ __forceinline__ void group_sync() {
+    __device__ __forceinline__ void head_sync() {
 #if defined(__CUDA_ARCH__)
-        asm volatile("bar.sync %0, 128;" :: "r"(1 + rank) : "memory");
+        asm volatile("bar.sync %0, %1;" :: "r"(1 + rank), "n"(128 * PARTS) : "memory");
 #else
-        emu::barrier(1 + rank, 128);
+        emu::barrier(1 + rank, 128 * PARTS);
 #endif
     }
     __device__ __forceinline__ const unsigned char* arrived() {
@@ -279,7 +285,10 @@ struct Multiplier {
     // s = rows times keys; begun only
     __device__ __forceinline__ void scores() {
         const unsigned char* const keys = arrived();
-        const WgmmaMatrix a = wgmma_rows(job.asked + rank * ASKED, 1024);
+        WgmmaMatrix a = wgmma_rows(job.asked + rank * ASKED, 1024);
+#if defined(__CUDA_ARCH__)
+        if (PARTS > 1) asm volatile("" : "+l"(a));  // 32 of them, made anew, take no registers
+#endif
         const WgmmaMatrix b = wgmma_rows(keys, 1024);
         wgmma_own(s);
         wgmma_fence();
@@ -293,11 +302,12 @@ struct Multiplier {
     }
     // o += weights times values; begun only
     __device__ __forceinline__ void values() {
-        const WgmmaMatrix b = wgmma_columns(arrived(), KEYS * 128, 1024);
+        const unsigned char* const mine = arrived() + part * (DB / 64) * KEYS * 128;
+        const WgmmaMatrix b = wgmma_columns(mine, KEYS * 128, 1024);
         wgmma_own(o);
         wgmma_fence();
         #pragma unroll
-        for (int e = 0; e < KEYS / 16; e++) wgmma<DIM, true>(o, p[e], b + e * 128, 1);
+        for (int e = 0; e < KEYS / 16; e++) wgmma<DB, true>(o, p[e], b + e * 128, 1);
         wgmma_commit();
     }
     __device__ __forceinline__ void mask(int i, int window) {
@@ -314,7 +324,7 @@ struct Multiplier {
     __device__ __forceinline__ void shrink(const float* f) {
         if (__all_sync(~0u, f[0] == 1.f && f[1] == 1.f)) return;
         #pragma unroll
-        for (int n = 0; n < DIM / 2; n++) o[n] *= f[n / 2 % 2];
+        for (int n = 0; n < DB / 2; n++) o[n] *= f[n / 2 % 2];
     }
     __device__ __forceinline__ void pack() {
         #pragma unroll
