@@ -1,6 +1,7 @@
 // Attention of a prefill step over the paged cache: tiles of 64 positions against all keys up to their own, without the scores ever leaving the
 // registers (Dao 2023). A block serves a tile's rows for HB query heads of one key head, a warp 16 rows of one head and DB columns of its values; keys come
 // in pieces at fixed positions, so that a row's bits depend on its own position only. fp16 products, float32 sums.
+// With WGMMA, for Hopper, a group of four warps has all 64 rows of a head, and one more fetches (lib/flash_groups.cuh).
 //   q        : [r, heads, halves]     f16   turned by flash_prep.cu; halves: DIM, or 2*DIM in format 4: what one half leaves is in another
 //   kf, vf   : [r, kv, halves]        f16   or null: keys and values of this step's rows, as the cache would give them
 //   qkv      : [r, width]             f32   gates in the first columns, or null: no gate
@@ -14,7 +15,9 @@
 //   out      : [r, qd]                f32   qd = heads*DIM; zeros in rows that are not real
 //   window 0: none
 //   -D DIM= (head size, a multiple of 16) DB= (columns of a warp: DIM, or a part of it) HB= (heads of a block) KEYS= (of a piece) FORMAT=
+//    WGMMA= (1: by warpgroups) STAGES= (pieces in shared memory) SIDE= (blocks of a multiprocessor)
 //   launch: <<<(heads/HB, tiles), 128*HB*DIM/DB, 64*HB*(2*halves+16) + KEYS*(4*halves+32) + 24*KEYS>>>
+//   or, WGMMA: <<<(heads/HB, tiles), 128*(HB*DIM/DB + 1), 1024 + 128*HB*DIM + STAGES*(2*KEYS*DIM + 16)>>>
 #include "lib/async.cuh"
 #include "lib/halves.cuh"
 #include "lib/kvcache.cuh"
