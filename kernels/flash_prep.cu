@@ -30,6 +30,7 @@
 #define VNORM 0
 #endif
 constexpr int I = (DIM / 4 + 31) / 32, P = KV_PLANES<FORMAT>;
+constexpr int SIDE = DIM == 256 ? 4 : 1;  // blocks of a multiprocessor, at least; others come to more
 
 struct Turn;
 // A head that a warp holds, a lane's elements as for KvRow.
@@ -100,7 +101,7 @@ __device__ __forceinline__ void Head::turn(const Turn& t, int half, float* room)
         }
 }
 
-extern "C" __global__ void __launch_bounds__(256) flash_prep(const float* __restrict__ qkv, const float* __restrict__ q_norm, const float* __restrict__ k_norm,
+extern "C" __global__ void __launch_bounds__(256, SIDE) flash_prep(const float* __restrict__ qkv, const float* __restrict__ q_norm, const float* __restrict__ k_norm,
         const float* __restrict__ cos, const float* __restrict__ sin, const int* __restrict__ pos, const int* __restrict__ axes, const long long* __restrict__ slots,
         unsigned char* k, float* k_scale, unsigned char* k_sub, unsigned char* v, float* v_scale, unsigned char* v_sub, __half* q,
         __half* kf, __half* vf, const int* __restrict__ tile_lo, const int* __restrict__ tile_hi, float eps, int r, int width, int heads, int kv, int half, int gate, int qonly, int together) {
