@@ -286,9 +286,7 @@ struct Multiplier {
     __device__ __forceinline__ void scores() {
         const unsigned char* const keys = arrived();
         WgmmaMatrix a = wgmma_rows(job.asked + rank * ASKED, 1024);
-#if defined(__CUDA_ARCH__)
-        if (PARTS > 1) asm volatile("" : "+l"(a));  // 32 of them, made anew, take no registers
-#endif
+        if (PARTS > 1) a = wgmma_kept(a);  // or the 32 words after it take registers
         const WgmmaMatrix b = wgmma_rows(keys, 1024);
         wgmma_own(s);
         wgmma_fence();
