@@ -26,6 +26,9 @@
 //   -D ASIDE= 1: copies bring 256 bytes to the L2 cache, which are lines of two units; 0: 128
 //   shared: the matrix that all rows need, asked for before anybody knows the slots; or -1
 //   launch: <<<any number, 32*WARPS, shared bytes: see atlas.cuda.experts_wide>>>
+#ifndef PROBE
+#define PROBE 0
+#endif
 #if ASIDE
 #define ASKS_L2 ".L2::256B"
 #endif
@@ -305,7 +308,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
                     if (put > n) break;
                     meet_wait(left(put), parity);
                 }
-                stage(sm->rows + put % BUFFERS, records + put * RECORD, x, gain, width);
+                if (PROBE != 4) stage(sm->rows + put % BUFFERS, records + put * RECORD, x, gain, width);
                 __syncwarp();
                 if (!lane) meet_arrive(sm->staged + put % BUFFERS);
             }
@@ -334,7 +337,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
                     #pragma unroll
                     for (int b = 0; b < F::UNITS; b++) q[b].read(ring + place, b, g, t);
                     __syncwarp();
-                    fetch(ring + place);
+                    if (PROBE != 2 || next.strip == 0x7FFFFFFF) fetch(ring + place);
                     place = place == (DEEP - 1) * F::BYTES ? 0 : place + F::BYTES;
                     #pragma unroll
                     for (int b = 0; b < F::UNITS; b++)
@@ -342,8 +345,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
                         for (int i = 0; i < TILES; i++) {
                             if (i && count <= 8 * i) break;
                             const int block = u * F::UNITS + b;
+#if PROBE == 1
+                            acc[i][0] += __uint_as_float(q[b].w[0].x ^ q[b].w[0].y ^ q[b].w[0].z ^ q[b].w[0].w ^ q[b].w[1].x ^ q[b].w[1].y ^ q[b].w[1].z ^ q[b].w[1].w ^ q[b].s.s);
+#elif PROBE == 3
+                            {
+                            float d[2][4] = {};
+                            q[b].template dot<0, PLANE>(d, x_of[i]);
+                            fold(q[b], acc[i], d, make_float2(1.f, 2.f));
+                            }
+#else
                             add<F, 8, S::LD, PLANE>(q[b], acc[i], x_of[i] + 4 * block,
                                 rows->e[block] + 8 * i, t);
+#endif
                         }
                 }
                 #pragma unroll

@@ -12,7 +12,7 @@ from types import SimpleNamespace as NS
 from ..card.card import card_of,limits,run
 from ..ground.config import MoEConfig
 from ..ground.core import AtlasError
-from .experts import _ACTS,_asked,_ceil,_checked,_raw
+from .experts import _ACTS,_asked,_ceil,_checked,_most,_raw
 from .gemv import _x_bytes
 from .pack import Packed
 
@@ -113,15 +113,15 @@ def _router_grid(H, n, R, sms):
     down = max(_ceil(R, 32), min(_ceil(R, ROUTER_ROWS), beside*sms//across))
     return W,each,(across,down)
 
-def _logits(x, router, bias, gain, eps, E, sms):
-    "The router's logits of rows `x`, and the counter that expert_slots.cu needs"
+def _logits(x, router, bias, gain, eps, E, sms, empty=None):
+    "The router's logits of rows `x`, and the counter that expert_slots.cu needs; `empty` is emptied"
     card,(R,H),n = card_of(x),x.shape,router.n
     W,each,grid = _router_grid(H, n, R, sms)
     logits,met = card.empty((R,_ceil(n, 4)*4)),card.empty(1, 'int32')
     options = dict(HIDDEN=H, EXPERTS=E, FORMAT=router.fmt, NORM=int(gain is not None),
         ROWS=2, WARPS=W, EACH=each, WIDE=1)
-    run('router', grid, 32*W, _raw(router.w), bias, gain, x, logits, met, None, eps, n,
-        logits.shape[1], R, 0, **options)
+    run('router', grid, 32*W, _raw(router.w), bias, gain, x, logits, met, empty, eps, n,
+        logits.shape[1], R, 0 if empty is None else empty.size//4, **options)
     return logits,met
 
 # %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #cb225b88
@@ -151,6 +151,48 @@ def _products(x, p, bias, gain, slots, y, eps, limit, shared, blocks, d):
     run('expert_strips', blocks, 32*d['WARPS'], _raw(p.w), _raw(p.s), p.gs, bias, *slots,
         x, gain, y, eps, limit, shared, x.shape[1], y.shape[1],
         shared=max(room, l.alone), **d)
+
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #5d1b7c20
+def _stage(p, many):
+    "Bytes of `16*many` rows of the bank `p` and their scales, in two parts that are set apart"
+    return 16*many*p.chunks*(p.format.chunk+p.format.scale)+192
+
+def _fixed(H, I, teams):
+    "Bytes of a block of `teams` besides stages: rows of a slot, shares of columns, barriers"
+    def line(k): return 4*(k//32+2)+4
+    rows = 8*16*max(line(H), line(I))
+    return rows+8192*teams+2*8*4*(H//128+H//256)+16
+
+def _whole(card, up, down, act, norm, picks):
+    "Options of experts_wide.cu for these banks; None if it does not take their shapes"
+    H,I,formats = up.k,down.k,(up.format,down.format)
+    if any(f.chunk!=16 for f in formats): return
+    if H not in (1024,2048) or I not in (256,512): return
+    stage = _ceil(max(_stage(up, 1), _stage(down, 4)), 128)*128
+    for teams in (4,2,1):
+        left = limits(card).block-3072-_fixed(H, I, teams)
+        ring = min(left//(stage+12), 12)//teams*teams # A place is always the same team's
+        if ring>teams: break
+    else: return
+    room = _ceil(ring*(stage+12)+_fixed(H, I, teams), 16)*16
+    return dict(UP=f'fragment_{up.format.name}', DOWN=f'fragment_{down.format.name}',
+        HIDDEN=H, INNER=I, PICKS=picks, ACT=_ACTS[act], NORM=int(norm), TEAMS=teams,
+        RING=ring, ROOM=room)
+
+
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #5d1b7c21
+def _both(x, up, down, biases, gain, slots, h, y, eps, limit, shared, blocks, d):
+    "Both halves in one launch: `y` of each entry; in two on the emulator"
+    card,most,span = card_of(x),len(slots[0]),0
+    blocks = _most(card, blocks)
+    for stages in (up.rows//16,down.rows//64):
+        span += (_ceil(most*stages, blocks)-1)//stages+2
+    room = max(d['ROOM']+4*span*(1+slots[1].shape[1]), limits(card).alone)
+    banks = *map(_raw, (up.w,down.w,up.s,down.s)),up.gs,down.gs,*biases
+    for halves in (3,) if card.kind=='cuda' else (1,2):
+        run('experts_wide', blocks, 128*d['TEAMS'], *banks, *slots, x, gain, h, y, eps, limit,
+            shared, halves, shared=room, **d)
+
 
 # %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #b3503a71
 def moe_wide(
@@ -192,8 +234,11 @@ def moe_wide(
 
 # %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #05ebe209
 def _variants(card, up, down, o, picks, R):
-    "Options of both halves, the same for all `R` of a bucket"
-    halves = _halves(card, up, down, o.act, o.gain is not None, picks, _likely(R, o.m))
+    "Options of both halves, the same for all `R` of a bucket: of one launch if there is one"
+    norm,entries = o.gain is not None,_likely(R, o.m)
+    both = entries==8 and _whole(card, up, down, o.act, norm, picks)
+    if both: return [both]
+    halves = _halves(card, up, down, o.act, norm, picks, entries)
     return [d|dict(ASIDE=int(_bucket(R)>FEW_ROWS)) for d in halves]
 
 def _rows(router, up, down, o, x, add, out, *routes):
@@ -202,14 +247,18 @@ def _rows(router, up, down, o, x, add, out, *routes):
     blocks = o.blocks or card.multiprocessors
     picks = m.top_k+o.shared
     d = _variants(card, up, down, o, picks, R)
-    logits,met = _logits(x, router, o.bias, o.seen, o.eps, m.num_experts, card.multiprocessors)
-    entries = d[0]['ENTRIES']
+    h,y = card.empty((R,picks,_ceil(down.k, 4)*4)),card.empty((R*picks,H))
+    logits,met = _logits(x, router, o.bias, o.seen, o.eps, m.num_experts, card.multiprocessors,
+        h if len(d)==1 else None)
+    h,entries = h.reshape(R*picks, -1),d[0].get('ENTRIES', 8)
     share,slots = _slots(logits, m, o.correction, o.per_expert, *routes, o.shared, o.gate, entries, met)
-    h = card.empty((R*picks,_ceil(down.k, 4)*4))
-    y = card.empty((R*picks,H))
     always = m.num_experts if o.shared else -1 # The expert that all rows have
-    _products(x, up, o.biases[0], o.gain, slots, h, o.eps, o.limit, always, blocks, d[0])
-    _products(h, down, o.biases[1], None, slots, y, o.eps, o.limit, always, blocks, d[1])
+    how = o.eps,o.limit,always,blocks
+    if len(d)==1: _both(x, up, down, o.biases, o.gain, slots, h, y, *how, *d)
+    else:
+        _products(x, up, o.biases[0], o.gain, slots, h, *how, d[0])
+        _products(h, down, o.biases[1], None, slots, y, *how, d[1])
     later,sixteens = _asked(o.then, card)
     run('expert_sum', (_ceil(H, 512),R), 128, share, y.reshape(R, picks, H), add, out, *later, *sixteens,
         HIDDEN=H, PICKS=picks)
+

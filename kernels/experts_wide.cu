@@ -1,0 +1,509 @@
+// Both halves of the MLPs of a mixture of experts, for many rows of a decode step, in one launch
+// (expert_slots.cu has listed who needs whom): y of an entry = D act(U f(x)). Matrices are read in
+// stages, 16 or 64 whole rows of one, which lie together in memory: the last warp asks for them,
+// RING at a time, those of the second half after those of the first. Stages of all slots are one
+// line for each half, of which a block has a piece, and its teams of four warps have these in turn.
+// Of a stage of U each warp of a team has a share of the columns, as everywhere; shares meet in
+// shared memory. Of a stage of D each has 16 rows. So a warp keeps its columns of a slot's rows of
+// x, as tensor cores want them, in registers. Rows are staged by all warps; those of the next slot
+// when all have taken what they need of this one. Hidden values say for themselves whether they are
+// there (lib/given.cuh). The order of sums is that of lib/strips.cuh.
+// An entry's bits depend on nothing but its row and its expert.
+//   uw     : [ubytes]        u8    bank of matrices [UROWS, HIDDEN] in UP, the shared expert's last
+//   dw     : [dbytes]        u8    the same of [HIDDEN, INNER] in DOWN
+//   us     : [uscales]       u8    scales
+//   ds     : [dscales]       u8    likewise
+//   ugs    : [urows]         f32   nvfp4, int4: scale of each row; or null
+//   dgs    : [drows]         f32   or null
+//   ubias  : [urows]         f32   of rows as they are stored; or null
+//   dbias  : [drows]         f32   or null
+//   which  : [most]          i32   expert of each slot, as expert_slots.cu has listed them
+//   slots  : [most, record]  i32   their entries; record = 9
+//   number : [1]             i32   slots in use
+//   x      : [xrows, k]      f32
+//   gain   : [k]             f32   of the norm (NORM 1); or null
+//   h      : [yrows, inner]  f32   of each entry; EMPTY before (router.cu)
+//   y      : [yrows, k]      f32
+//   -D UP= DOWN= (of lib/fragment.cuh, four bits)  HIDDEN= (k: 1024 or 2048)  INNER= (256 or 512)
+//   -D PICKS= entries of a row  -D ACT= of lib/act.cuh  -D NORM= (0 or 1)
+//   -D TEAMS=  RING=  ROOM= bytes of shared memory but for slots
+//   shared: the matrix that all rows need, asked for before anybody knows the slots; or -1
+//   halves: 1: the first only; 2: the second only; 3: both, and all blocks must be running at once
+//   launch: <<<any number, 32*(4*TEAMS + 1), shared bytes: see atlas.cuda.experts_wide>>>
+#include "lib/act.cuh"
+#include "lib/ahead.cuh"
+#include "lib/bulk.cuh"
+#include "lib/fragment.cuh"
+#include "lib/given.cuh"
+#include "lib/pdl.cuh"
+#include "lib/reduce.cuh"
+#include "lib/warps.cuh"
+#ifndef UP
+#define UP fragment_nvfp4
+#define DOWN fragment_nvfp4
+#define HIDDEN 2048
+#define INNER 512
+#define PICKS 9
+#define ACT ACT_SILU
+#define NORM 1
+#define TEAMS 4
+#define RING 8
+#define ROOM 219680
+#endif
+#ifndef PROBE
+#define PROBE 0
+#endif
+#ifndef PRE
+#define PRE 0
+#endif
+#ifndef ONCE
+#define ONCE 0
+#endif
+#ifndef MATRICES
+#define MATRICES 256
+#endif
+constexpr int TEAM = 4, WARPS = TEAM * TEAMS, THREADS = 32 * WARPS;
+constexpr int ENTRIES = 8, RECORD = ENTRIES + 1;
+constexpr bool PAIR = ACT != ACT_RELU2;
+
+// A half: [STORED, COLS] in F, MANY times 16 rows a stage, in shared memory as two parts. Lane l
+// has rows 2m and 2m + 1 of part g % 2, with g = l/4 and m = g/2: parts are shifted against each
+// other so that reads have no bank conflicts.
+template <class F_, int COLS_, int STORED_, int MANY_, int SPLIT_> struct Half {
+    typedef F_ F;
+    static constexpr int COLS = COLS_, STORED = STORED_, MANY = MANY_, SPLIT = SPLIT_;
+    static constexpr int UNITS = COLS / 256, ROWS = 16 * MANY, PART = ROWS / 2;
+    static constexpr unsigned STAGES = STORED / ROWS;  // of a matrix
+    static constexpr int W = PART * F::LINE, S = PART / 4 * F::SLINE;
+    static constexpr int W1 = W + 64, S0 = W1 + W, S1 = S0 + S + 64, BYTES = S1 + S + 64;
+    static constexpr int MINE = MANY == 1 ? UNITS / TEAM : UNITS;  // units of a warp
+    static constexpr int HELD = 2 * UNITS, PARTS = UNITS;          // 128s and 256s of a row
+    typedef Staged<F, 4 * HELD> X;
+    static_assert(COLS % 256 == 0 && STORED % ROWS == 0 && !F::TWO, "see the contract");
+};
+typedef Half<UP<HIDDEN / 32>, HIDDEN, (PAIR ? 2 : 1) * INNER, 1, 4> U;
+typedef Half<DOWN<INNER / 32>, INNER, HIDDEN, 4, INNER / 256> D;
+template <class A, class B> constexpr int larger(A a, B b) { return a > b ? a : b; }
+constexpr int STAGE = (larger(U::BYTES, D::BYTES) + 127) / 128 * 128;
+
+struct Shared {  // and then the experts of the block's slots, and their entries
+    unsigned char ring[RING][STAGE];
+    uint4 x[ENTRIES * larger(U::X::LDR, D::X::LDR)];
+    float4 part[TEAMS][TEAM][TEAM][32];  // of stages and shares
+    float e[2][larger(U::HELD, D::HELD)][ENTRIES], squares[2][ENTRIES][U::PARTS];
+    Meeting full[RING], staged, left;
+    unsigned left_by[RING];
+};
+static_assert(sizeof(Shared) == ROOM, "see the contract");
+static_assert(RING % TEAMS == 0, "nobody may wait for a phase after the next: it looks like the last");
+
+// Where piece i of n equal ones of a line begins: all * i / n, without the 64 bits that it needs.
+__device__ __forceinline__ unsigned piece_of(unsigned all, unsigned i, unsigned n) {
+    return all / n * i + all % n * i / n;
+}
+struct Piece {  // of a line of stages
+    unsigned begin, end, slot0, own;
+    __device__ __forceinline__ Piece(unsigned slots, unsigned stages) {
+        begin = piece_of(slots * stages, blockIdx.x, gridDim.x);
+        end = piece_of(slots * stages, blockIdx.x + 1, gridDim.x);
+        slot0 = begin / stages;
+        own = begin < end ? (end - 1) / stages - slot0 + 1 : 0;
+    }
+};
+
+// Columns 8v to 8v + 7 of row r of a slot.
+template <class H, bool NORMED> __device__ __forceinline__ void put_row(Shared* sm, int buffer,
+        int r, int v, float* a, const float* __restrict__ gain) {
+    const int lane = threadIdx.x % 32;
+    if (NORMED) {
+        float g[8], sum = 0.f;
+        load8(gain + v * 8, g);
+        #pragma unroll
+        for (int j = 0; j < 8; j++) {
+            sum = fmaf(a[j], a[j], sum);
+            a[j] = __fmul_rn(a[j], g[j]);
+        }
+        sum = warp_sum(sum);
+        if (!lane) sm->squares[buffer][r][v / 32] = sum;
+    }
+    float top = top8(a);
+    #pragma unroll
+    for (int m = 1; m < 16; m *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
+    const float2 f = chunk_scale(top);
+    uint4* const to = sm->x + r * H::X::LDR + v % 4 * H::X::LD + v / 4;
+    *to = H::F::CROSSED ? to_half8_crossed(a, f.x) : to_half8(a, f.x);
+    if (lane % 16 == 0) sm->e[buffer][v / 16][r] = f.y;
+}
+
+// All rows of a slot: pieces of 256 columns are dealt out to warps, MANY of each on their way.
+// `ask` says whether they are there.
+template <class H, bool NORMED, int MOST, class Ask> __device__ __forceinline__ void stage(Shared* sm,
+        int buffer, const int* record, const float* __restrict__ gain, Ask ask) {
+    constexpr int ROUNDS = (ENTRIES * H::PARTS + WARPS - 1) / WARPS, MANY = ROUNDS < MOST ? ROUNDS : MOST;
+    const int pieces = record[0] * H::PARTS;
+    #pragma unroll 1
+    for (int from = threadIdx.x / 32; from < pieces; from += MANY * WARPS) {
+        float a[MANY][8];
+        #pragma unroll
+        for (int k = 0; k < MANY; k++) {
+            const int i = min(from + k * WARPS, pieces - 1);
+            ask(record[1 + i / H::PARTS], i % H::PARTS * 256 + threadIdx.x % 32 * 8, a[k]);
+        }
+        #pragma unroll
+        for (int k = 0; k < MANY; k++) {
+            const int i = from + k * WARPS, v = i % H::PARTS * 32 + threadIdx.x % 32;
+            if (i >= pieces) break;
+            while (!ask.come(a[k])) ask(record[1 + i / H::PARTS], v * 8, a[k]);
+            __syncwarp();
+            put_row<H, NORMED>(sm, buffer, i / H::PARTS, v, a[k], gain);
+        }
+    }
+}
+template <int N_> struct Few { static constexpr int N = N_; };
+#ifndef FEW
+#define FEW 2
+#endif
+struct AskX {
+    const float* x;
+    __device__ __forceinline__ void operator()(int entry, int column, float* a) const {
+        const float* const at = x + (size_t)(entry / PICKS) * HIDDEN + column;
+        *(float4*)a = __ldcg((const float4*)at);
+        *(float4*)(a + 4) = __ldcg((const float4*)at + 1);
+    }
+    __device__ __forceinline__ bool come(const float*) const { return true; }
+};
+struct AskH {
+    const float* h;
+    __device__ __forceinline__ void operator()(int entry, int column, float* a) const {
+        const float* const at = h + (size_t)entry * INNER + column;
+        *(float4*)a = peek4(at);
+        *(float4*)(a + 4) = peek4(at + 4);
+    }
+    __device__ __forceinline__ bool come(const float* a) const {
+        bool all = true;
+        #pragma unroll
+        for (int j = 0; j < 8; j++) all = all && there(a[j]);
+        return all;
+    }
+};
+
+// What a lane keeps of a slot: its part of a warp's columns of eight rows.
+template <class H> struct Columns {
+    uint4 x[2 * H::MINE][4];
+    const float* e;
+    __device__ __forceinline__ void load(const Shared* sm, int buffer, int count, int unit0) {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        const uint4* const at = sm->x + min(g, count - 1) * H::X::LDR
+            + H::F::template own<H::X::LD>(t);
+        #pragma unroll
+        for (int b = 0; b < 2 * H::MINE; b++)
+            #pragma unroll
+            for (int j = 0; j < 4; j++) x[b][j] = at[j * H::X::LD + 4 * block(b, unit0)];
+        e = sm->e[buffer][2 * unit0] + 2 * t;
+    }
+    static __device__ __forceinline__ int block(int b, int unit0) {  // of the row
+        return 2 * (unit0 + b / 2 * (H::MANY == 1 ? TEAM : 1)) + b % 2;
+    }
+    // acc += unit i of the warp's in a stage times the columns
+    __device__ __forceinline__ void multiply(const unsigned char* w, const unsigned char* s, int i,
+            float* acc) const {
+        typedef typename H::F F;
+        constexpr int STEP = 8 * (H::MANY == 1 ? TEAM : 1);  // chunks from unit to unit
+        F q[2];
+        #pragma unroll
+        for (int b = 0; b < 2; b++)
+            q[b].read_lines(w + (i * STEP + 4 * b) * 16, s + (i * STEP + 4 * b) * F::FOUR);
+        #pragma unroll
+        for (int b = 0; b < 2; b++) {
+            float d[2][4] = {};
+            typename F::Aids f;
+            q[b].aids(f);
+            #pragma unroll
+            for (int j = 0; j < 4; j++) {
+                unsigned a[F::LENGTH];
+                q[b].piece(f, j, a);
+                F::times(d, a, x[2 * i + b][j], x[2 * i + b][j]);
+            }
+            const int at = 2 * i * (H::MANY == 1 ? TEAM : 1) + b;
+            fold(q[b], acc, d, *(const float2*)(e + at * ENTRIES));
+        }
+    }
+};
+
+// What the results of row r of a slot are to be multiplied by.
+__device__ __forceinline__ float length(const Shared* sm, int buffer, int r, float eps) {
+    if (!NORM) return 1.f;
+    float sum = 0.f;
+    #pragma unroll
+    for (int i = 0; i < U::PARTS; i++) sum += sm->squares[buffer][r][i];
+    return rsqrtf(fmaf(sum, 1.f / HIDDEN, eps));
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
+        const unsigned char* __restrict__ uw, const unsigned char* __restrict__ dw,
+        const unsigned char* __restrict__ us, const unsigned char* __restrict__ ds,
+        const float* __restrict__ ugs, const float* __restrict__ dgs,
+        const float* __restrict__ ubias, const float* __restrict__ dbias, const int* which,
+        const int* slots, const int* number, const float* x, const float* __restrict__ gain,
+        float* h, float* y, float eps, float limit, int shared, int halves) {
+    DYNAMIC_SHARED(Shared, sm);
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, m = g / 2;
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the compiler learns: one for all
+    const int team = warp / TEAM, share = warp % TEAM;
+    if (!threadIdx.x) {
+        for (int i = 0; i < RING; i++) {
+            meet_init(sm->full + i, 1);
+            sm->left_by[i] = 0;
+        }
+        meet_init(&sm->staged, WARPS);
+        meet_init(&sm->left, WARPS);
+        meet_ready();
+    }
+    if (shared >= 0 && halves & 1) {  // memory idles
+        const int thread = blockIdx.x * THREADS + threadIdx.x, threads = gridDim.x * THREADS;
+        ahead(uw + (size_t)shared * U::STORED * U::F::LINE, U::STORED * (U::F::LINE / 16), thread,
+            threads);
+        ahead(us + (size_t)shared * U::STORED / 4 * U::F::SLINE,
+            U::STORED / 4 * (U::F::SLINE / 16), thread, threads);
+    }
+#if PRE && __CUDA_ARCH__
+    if (halves & 1) {
+        for (int e = blockIdx.x * THREADS + threadIdx.x; e < MATRICES * (PRE / 4); e += gridDim.x * THREADS) {
+            const int ex = e % MATRICES, c = e / MATRICES;
+            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(uw + (size_t)ex * U::STORED * U::F::LINE + c * 4096), "r"(4096));
+            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(us + (size_t)ex * U::STORED / 4 * U::F::SLINE + c * 512), "r"(512));
+        }
+    }
+#endif
+    pdl_wait();
+    pdl_trigger();
+    const unsigned all = __ldcg(number);
+    Piece up(all, U::STAGES), down(all, D::STAGES);
+    if (!(halves & 1)) up.own = 0, up.end = up.begin;
+    if (!(halves & 2)) down.own = 0, down.end = down.begin;
+    const unsigned visits = up.own + down.own;
+    int* const experts = (int*)(sm + 1), *const records = experts + visits;
+    #pragma unroll 1
+    for (unsigned i = threadIdx.x; i < visits * RECORD; i += THREADS) {
+        const bool first = i < up.own * RECORD;
+        const unsigned k = first ? i : i - up.own * RECORD, slot0 = first ? up.slot0 : down.slot0;
+        records[i] = __ldcg(slots + slot0 * RECORD + k);
+        if (i < visits)
+            experts[i] = __ldcg(which + (i < up.own ? up.slot0 + i : down.slot0 + i - up.own));
+    }
+    __syncthreads();
+    const unsigned first_down = up.end - up.begin, many = first_down + down.end - down.begin;
+    auto ask_one = [&](auto half, unsigned k, unsigned place, int expert, Bytes w, Bytes s) {
+        typedef decltype(half) H;
+        typedef typename H::F F;
+        const unsigned row = expert * H::STORED + k % H::STAGES * H::ROWS;
+#if ONCE
+#define bulk_copy bulk_copy_once
+#endif
+        unsigned char* const to = sm->ring[place];
+        Meeting* const b = sm->full + place;
+#if PROBE == 2
+        if (k - (sizeof(half) ? 0 : 0) >= up.begin + RING || H::MANY > 1) { meet_arrive(b); return; }
+#endif
+        bulk_expect(b, 2 * (H::W + H::S));
+        bulk_copy(to, w + (size_t)row * F::LINE, H::W, b);
+        bulk_copy(to + H::W1, w + (size_t)(row + H::PART) * F::LINE, H::W, b);
+        bulk_copy(to + H::S0, s + (size_t)(row / 4) * F::SLINE, H::S, b);
+        bulk_copy(to + H::S1, s + (size_t)(row / 4 + H::PART / 4) * F::SLINE, H::S, b);
+    };
+    auto ask = [&](unsigned k, unsigned place) {  // for the block's k-th stage, by one thread
+        if (k < first_down) {
+            k += up.begin;
+            ask_one(U(), k, place, experts[k / U::STAGES - up.slot0], uw, us);
+        } else if (k < many) {
+            k += down.begin - first_down;
+            ask_one(D(), k, place, experts[up.own + k / D::STAGES - down.slot0], dw, ds);
+        }
+    };
+    if (!threadIdx.x)
+        #pragma unroll 1
+        for (int i = 0; i < RING; i++) ask(i, i);
+    auto leave = [&](unsigned q, unsigned place) {  // the last of a team asks for another stage
+        __syncwarp();
+        if (!lane && atomicAdd(&sm->left_by[place], 1u) % TEAM == TEAM - 1) ask(q + RING, place);
+    };
+    unsigned put = 0;  // visits to whose rows this warp has put its part
+    auto stage_up = [&](unsigned n, auto most) {  // rows for visit n, when all have left the one before it
+        if (n) meet_wait(&sm->left, (n + 1) % 2);
+        stage<U, NORM, decltype(most)::N>(sm, n % 2, records + n * RECORD, gain, AskX{x});
+    };
+    auto stage_down = [&](unsigned n, auto most) {
+        if (n) meet_wait(&sm->left, (n + 1) % 2);
+        stage<D, false, decltype(most)::N>(sm, n % 2, records + n * RECORD, nullptr, AskH{h});
+    };
+    auto go_on = [&](unsigned n, unsigned to, auto put_rows, auto most) {
+        #pragma unroll 1
+        for (; put < min(n + 2, to); put++) {  // what is due, and what finds room
+            if (put > n && !__all_sync(~0u, meet_over(&sm->left, (put + 1) % 2))) break;
+            put_rows(put, most);
+            __syncwarp();
+            if (!lane) meet_arrive(&sm->staged);
+        }
+    };
+    unsigned q = team;  // the stage that the team has next
+    const int part = g % 2, lines = 2 * m;
+    // where the lane's rows of a stage are, and the scales of these
+    auto weights = [&](auto half, unsigned place, int strip) {
+        typedef decltype(half) H;
+        return sm->ring[place] + part * H::W1 + (8 * strip + lines) * H::F::LINE + t * 16;
+    };
+    auto scales = [&](auto half, unsigned place, int strip) {
+        typedef decltype(half) H;
+        return sm->ring[place] + (part ? H::S1 : H::S0) + (2 * strip + m / 2) * H::F::SLINE
+            + t * H::F::FOUR + m % 2 * (H::F::FOUR / 2);
+    };
+    #pragma unroll 1
+    for (unsigned n = 0; n < up.own; n++) {
+        go_on(n, up.own, stage_up, Few<4>());
+        meet_wait(&sm->staged, n % 2);
+        const int* const record = records + n * RECORD;
+        const int count = record[0];
+        Columns<U> columns;
+        columns.load(sm, n % 2, count, share);
+        float inverse[2];
+        #pragma unroll
+        for (int j = 0; j < 2; j++)
+            inverse[j] = length(sm, n % 2, min(2 * t + j, count - 1), eps);
+        // of gates and ups, which neighbours have, each lane gets those of one column
+        constexpr unsigned NOWHERE = ~0u;
+        unsigned at[PAIR ? 1 : 2];
+        #pragma unroll
+        for (int j = 0; j < (PAIR ? 1 : 2); j++) {
+            const int c = 2 * t + (PAIR ? m % 2 : j);
+            const int o = PAIR ? 4 * part + m / 2 * 2 : 8 * part + 2 * m;
+            at[j] = c < count ? record[1 + c] * INNER + o : NOWHERE;
+        }
+        __syncwarp();
+        if (!lane) meet_arrive(&sm->left);
+        const unsigned before = (up.slot0 + n) * U::STAGES;
+        const unsigned to = min(before + U::STAGES, up.end) - up.begin;
+        #pragma unroll 1
+        while (q < to) {
+            go_on(n, up.own, stage_up, Few<FEW>());
+            const unsigned done = q + share * TEAMS;  // the stage that this warp completes
+            const unsigned strip = up.begin + done - before;
+            float raw[2] = {}, more[2] = {};
+            if (done < to) {
+                const unsigned row = experts[n] * U::STORED + strip * 16 + 8 * part + lines;
+                #pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    raw[i] = U::F::row_raw(us, ugs, row + i);
+                    if (ubias) more[i] = ubias[row + i];
+                }
+            }
+            int i = 0;
+            #pragma unroll 1
+            for (; i < TEAM && q < to; i++, q += TEAMS) {
+                const unsigned place = q % RING;
+                meet_wait(sm->full + place, q / RING % 2);
+                float acc[4] = {};
+                const unsigned char* const w = weights(U(), place, 0) + share * 128;
+                const unsigned char* const s = scales(U(), place, 0) + share * 8 * U::F::FOUR;
+                #pragma unroll
+                for (int u = 0; u < U::MINE; u++)
+#if PROBE == 1
+                    acc[u] += *(const float*)(w + u * 1024);
+#else
+                    columns.multiply(w, s, u, acc);
+#endif
+                leave(q, place);
+                if (!i) sync_warps<TEAM>(team);  // what was there before is read
+                sm->part[team][i][share][lane] = make_float4(acc[0], acc[1], acc[2], acc[3]);
+            }
+            sync_warps<TEAM>(team);
+            if (share >= i) continue;
+            float z[4] = {};
+            #pragma unroll
+            for (int j = 0; j < TEAM; j++) {
+                const float4 v = sm->part[team][share][j][lane];
+                z[0] += v.x;
+                z[1] += v.y;
+                z[2] += v.z;
+                z[3] += v.w;
+            }
+            #pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const float unit = U::F::row_scale((Bytes)raw, raw, j / 2);
+                z[j] = fmaf(__fmul_rn(z[j], inverse[j % 2]), unit, more[j / 2]);
+            }
+            float* const to_h = h + strip * (PAIR ? 8 : 16);
+            float2 v[2] = {{z[0], z[2]}, {z[1], z[3]}};
+            if (PAIR) {
+                const bool odd = m % 2;
+                const float a = __shfl_xor_sync(~0u, odd ? z[0] : z[1], 8);
+                const float b = __shfl_xor_sync(~0u, odd ? z[2] : z[3], 8);
+                v[0].x = act_mul<ACT>(odd ? a : z[0], odd ? z[1] : a, limit);
+                v[0].y = act_mul<ACT>(odd ? b : z[2], odd ? z[3] : b, limit);
+            } else
+                #pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    v[j].x = act_mul<ACT>(v[j].x, 0.f, limit);
+                    v[j].y = act_mul<ACT>(v[j].y, 0.f, limit);
+                }
+            #pragma unroll
+            for (int j = 0; j < (PAIR ? 1 : 2); j++)
+                if (at[j] != NOWHERE) give2(to_h + at[j], v[j]);
+        }
+    }
+    #pragma unroll 1
+    for (unsigned n = up.own; n < visits; n++) {
+        go_on(n, visits, stage_down, Few<4>());
+        meet_wait(&sm->staged, n % 2);
+        const int* const record = records + n * RECORD;
+        const int count = record[0];
+        Columns<D> columns;
+        columns.load(sm, n % 2, count, 0);
+        float* at[2];
+        #pragma unroll
+        for (int j = 0; j < 2; j++) {
+            const int c = 2 * t + j;
+            at[j] = c < count
+                ? y + (size_t)record[1 + c] * HIDDEN + 8 * share + D::PART * part + lines
+                : nullptr;
+        }
+        __syncwarp();
+        if (!lane) meet_arrive(&sm->left);
+        const unsigned before = (down.slot0 + n - up.own) * D::STAGES;
+        const unsigned to = first_down + min(before + D::STAGES, down.end) - down.begin;
+        #pragma unroll 1
+        for (; q < to; q += TEAMS) {
+            go_on(n, visits, stage_down, Few<FEW>());
+            const unsigned from = (down.begin + q - first_down - before) * D::ROWS;
+            const unsigned row = experts[n] * D::STORED + from + 8 * share + D::PART * part + lines;
+            float raw[2] = {}, more[2] = {};
+            #pragma unroll
+            for (int i = 0; i < 2; i++) {
+                raw[i] = D::F::row_raw(ds, dgs, row + i);
+                if (dbias) more[i] = dbias[row + i];
+            }
+            const unsigned place = q % RING;
+            meet_wait(sm->full + place, q / RING % 2);
+            const unsigned char* const w = weights(D(), place, share);
+            const unsigned char* const s = scales(D(), place, share);
+            float z[4] = {};
+            #pragma unroll
+            for (int u = 0; u < D::MINE; u++) {
+                float acc[4] = {};
+#if PROBE == 1
+                acc[u] += *(const float*)(w + u * 128);
+#else
+                columns.multiply(w, s, u, acc);
+#endif
+                #pragma unroll
+                for (int j = 0; j < 4; j++) z[j] += acc[j];
+            }
+            leave(q, place);
+            #pragma unroll
+            for (int j = 0; j < 4; j++)
+                z[j] = fmaf(z[j], D::F::row_scale((Bytes)raw, raw, j / 2), more[j / 2]);
+            #pragma unroll
+            for (int j = 0; j < 2; j++)
+                if (at[j]) *(float2*)(at[j] + from) = make_float2(z[j], z[2 + j]);
+        }
+    }
+}
