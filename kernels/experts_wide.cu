@@ -17,17 +17,23 @@
 //   dgs    : [drows]         f32   or null
 //   ubias  : [urows]         f32   of rows as they are stored; or null
 //   dbias  : [drows]         f32   or null
-//   which  : [most]          i32   expert of each slot, as expert_slots.cu has listed them
-//   slots  : [most, record]  i32   their entries; record = 9
-//   number : [1]             i32   slots in use
-//   x      : [xrows, k]      f32
+//   logits : [r, ld]         f32   of the router; with GATE the one after the experts' is the
+//                                  shared expert's gate
+//   correction : [experts]   f32   added to the scores for picking only (CORRECTED 1); or null
+//   per_expert : [experts]   f32   a factor on the weight of each expert; or null
+//   ids    : [r, top_k]      i32   who is picked, best first. CHOOSES 0: expert_slots.cu has written
+//                                  them; 1: they are written here; or null
+//   weights : [r, top_k]     f32   their weights; or null
+//   share  : [r, picks]      f32   the same, and the shared expert's; CHOOSES 1: written here
+//   x      : [r, k]          f32
 //   gain   : [k]             f32   of the norm (NORM 1); or null
 //   h      : [yrows, inner]  f32   of each entry; EMPTY before (router.cu)
 //   y      : [yrows, k]      f32
 //   -D UP= DOWN= (of lib/fragment.cuh, four bits)  HIDDEN= (k: 1024 or 2048)  INNER= (256 or 512)
-//   -D PICKS= entries of a row  -D ACT= of lib/act.cuh  -D NORM= (0 or 1)
+//   -D EXPERTS=  TOP_K=  SHARED= GATE= (of the shared expert: 0 or 1)
+//   -D SCORE= (of lib/picks.cuh)  RENORM= CORRECTED= (0 or 1)  CHOOSES= (0 or 1)
+//   -D ACT= of lib/act.cuh  -D NORM= (0 or 1)
 //   -D TEAMS=  RING=  ROOM= bytes of shared memory but for slots
-//   shared: the matrix that all rows need, asked for before anybody knows the slots; or -1
 //   halves: 1: the first only; 2: the second only; 3: both, and all blocks must be running at once
 //   launch: <<<any number, 32*(4*TEAMS + 1), shared bytes: see atlas.cuda.experts_wide>>>
 #include "lib/act.cuh"
@@ -35,15 +41,23 @@
 #include "lib/bulk.cuh"
 #include "lib/fragment.cuh"
 #include "lib/given.cuh"
+#include "lib/listing.cuh"
 #include "lib/pdl.cuh"
-#include "lib/reduce.cuh"
+#include "lib/ranked.cuh"
 #include "lib/warps.cuh"
 #ifndef UP
 #define UP fragment_nvfp4
 #define DOWN fragment_nvfp4
 #define HIDDEN 2048
 #define INNER 512
-#define PICKS 9
+#define EXPERTS 256
+#define TOP_K 8
+#define SHARED 1
+#define GATE 1
+#define SCORE SCORE_SOFTMAX
+#define RENORM 1
+#define CORRECTED 0
+#define CHOOSES 1
 #define ACT ACT_SILU
 #define NORM 1
 #define TEAMS 4
@@ -59,11 +73,10 @@
 #ifndef ONCE
 #define ONCE 0
 #endif
-#ifndef MATRICES
-#define MATRICES 256
-#endif
 constexpr int TEAM = 4, WARPS = TEAM * TEAMS, THREADS = 32 * WARPS;
 constexpr int ENTRIES = 8, RECORD = ENTRIES + 1;
+constexpr int E = EXPERTS, N = (E + 31) / 32, PICKS = TOP_K + SHARED;
+typedef Listing<E, TOP_K, SHARED, ENTRIES, WARPS> List;
 constexpr bool PAIR = ACT != ACT_RELU2;
 
 // A half: [STORED, COLS] in F, MANY times 16 rows a stage, in shared memory as two parts. Lane l
@@ -95,6 +108,7 @@ struct Shared {  // and then the experts of the block's slots, and their entries
     unsigned left_by[RING];
 };
 static_assert(sizeof(Shared) == ROOM, "see the contract");
+static_assert(sizeof(List) <= sizeof(Shared::x), "slots are listed where rows are staged later");
 static_assert(RING % TEAMS == 0, "nobody may wait for a phase after the next: it looks like the last");
 
 // Where piece i of n equal ones of a line begins: all * i / n, without the 64 bits that it needs.
@@ -243,13 +257,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
         const unsigned char* __restrict__ uw, const unsigned char* __restrict__ dw,
         const unsigned char* __restrict__ us, const unsigned char* __restrict__ ds,
         const float* __restrict__ ugs, const float* __restrict__ dgs,
-        const float* __restrict__ ubias, const float* __restrict__ dbias, const int* which,
-        const int* slots, const int* number, const float* x, const float* __restrict__ gain,
-        float* h, float* y, float eps, float limit, int shared, int halves) {
+        const float* __restrict__ ubias, const float* __restrict__ dbias,
+        const float* logits, const float* __restrict__ correction,
+        const float* __restrict__ per_expert, int* ids, float* weights, float* share, const float* x, const float* __restrict__ gain,
+        float* h, float* y, float eps, float limit, float scaling, int ld, int rows,
+        int halves) {
     DYNAMIC_SHARED(Shared, sm);
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, m = g / 2;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the compiler learns: one for all
-    const int team = warp / TEAM, share = warp % TEAM;
+    const int team = warp / TEAM, own = warp % TEAM;  // whose share is the own-th
     if (!threadIdx.x) {
         for (int i = 0; i < RING; i++) {
             meet_init(sm->full + i, 1);
@@ -259,17 +275,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
         meet_init(&sm->left, WARPS);
         meet_ready();
     }
-    if (shared >= 0 && halves & 1) {  // memory idles
+    List* const list = (List*)sm->x;
+    list->clear(rows);
+    if (SHARED && halves & 1) {  // memory idles
         const int thread = blockIdx.x * THREADS + threadIdx.x, threads = gridDim.x * THREADS;
-        ahead(uw + (size_t)shared * U::STORED * U::F::LINE, U::STORED * (U::F::LINE / 16), thread,
+        ahead(uw + (size_t)E * U::STORED * U::F::LINE, U::STORED * (U::F::LINE / 16), thread,
             threads);
-        ahead(us + (size_t)shared * U::STORED / 4 * U::F::SLINE,
+        ahead(us + (size_t)E * U::STORED / 4 * U::F::SLINE,
             U::STORED / 4 * (U::F::SLINE / 16), thread, threads);
     }
 #if PRE && __CUDA_ARCH__
     if (halves & 1) {
-        for (int e = blockIdx.x * THREADS + threadIdx.x; e < MATRICES * (PRE / 4); e += gridDim.x * THREADS) {
-            const int ex = e % MATRICES, c = e / MATRICES;
+        for (int e = blockIdx.x * THREADS + threadIdx.x; e < EXPERTS * (PRE / 4); e += gridDim.x * THREADS) {
+            const int ex = e % EXPERTS, c = e / EXPERTS;
             asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(uw + (size_t)ex * U::STORED * U::F::LINE + c * 4096), "r"(4096));
             asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(us + (size_t)ex * U::STORED / 4 * U::F::SLINE + c * 512), "r"(512));
         }
@@ -277,20 +295,52 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
 #endif
     pdl_wait();
     pdl_trigger();
-    const unsigned all = __ldcg(number);
+    if (CHOOSES) {
+        __syncthreads();
+        #pragma unroll 1
+        for (int r = warp; r < rows; r += WARPS) {
+            const float* const p = logits + (size_t)r * ld;
+            float near[N];
+            near_logits<E, N>(p, lane, near);
+            int* const room = (int*)sm->part + warp * TOP_K;
+            const int id = ranked<E, TOP_K, SCORE, CORRECTED, N>(near, correction, lane, room);
+            if (lane < TOP_K) list->note(r * TOP_K + lane, id);
+            if (r % gridDim.x != blockIdx.x || !(halves & 1)) continue;
+            if (ids && lane < TOP_K) ids[r * TOP_K + lane] = id;
+            const float gate = SHARED && GATE ? __ldcg(p + E) : 0.f;
+            give_weights<E, TOP_K, SCORE, RENORM, SHARED, N>(near, id, __ldcg(p + id),
+                GATE ? &gate : nullptr, per_expert, scaling, lane,
+                weights ? weights + r * TOP_K : nullptr, share + r * PICKS);
+        }
+    } else {
+        __syncthreads();
+        list->note_all(ids, rows);
+    }
+    __syncthreads();
+    const unsigned all = list->count(rows);
     Piece up(all, U::STAGES), down(all, D::STAGES);
     if (!(halves & 1)) up.own = 0, up.end = up.begin;
     if (!(halves & 2)) down.own = 0, down.end = down.begin;
     const unsigned visits = up.own + down.own;
     int* const experts = (int*)(sm + 1), *const records = experts + visits;
-    #pragma unroll 1
-    for (unsigned i = threadIdx.x; i < visits * RECORD; i += THREADS) {
-        const bool first = i < up.own * RECORD;
-        const unsigned k = first ? i : i - up.own * RECORD, slot0 = first ? up.slot0 : down.slot0;
-        records[i] = __ldcg(slots + slot0 * RECORD + k);
-        if (i < visits)
-            experts[i] = __ldcg(which + (i < up.own ? up.slot0 + i : down.slot0 + i - up.own));
-    }
+    __syncthreads();
+    // what the block needs of slot i, once for each half
+    auto each_visit = [&](unsigned i, auto put) {
+        if (i - up.slot0 < up.own) put(i - up.slot0);
+        if (i - down.slot0 < down.own) put(up.own + i - down.slot0);
+    };
+    auto slot = [&](int i, int expert, int entries) {
+        each_visit(i, [&](unsigned k) {
+            experts[k] = expert;
+            records[k * RECORD] = entries;
+        });
+    };
+    auto entry = [&](int i, int place, int value) {
+        each_visit(i, [&](unsigned k) { records[k * RECORD + 1 + place] = value; });
+    };
+    list->each_slot(rows, slot);
+    list->each_pick(rows, entry);
+    list->each_shared(rows, slot, entry);
     __syncthreads();
     const unsigned first_down = up.end - up.begin, many = first_down + down.end - down.begin;
     auto ask_one = [&](auto half, unsigned k, unsigned place, int expert, Bytes w, Bytes s) {
@@ -348,11 +398,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
     unsigned q = team;  // the stage that the team has next
     const int part = g % 2, lines = 2 * m;
     // where the lane's rows of a stage are, and the scales of these
-    auto weights = [&](auto half, unsigned place, int strip) {
+    auto weights_at = [&](auto half, unsigned place, int strip) {
         typedef decltype(half) H;
         return sm->ring[place] + part * H::W1 + (8 * strip + lines) * H::F::LINE + t * 16;
     };
-    auto scales = [&](auto half, unsigned place, int strip) {
+    auto scales_at = [&](auto half, unsigned place, int strip) {
         typedef decltype(half) H;
         return sm->ring[place] + (part ? H::S1 : H::S0) + (2 * strip + m / 2) * H::F::SLINE
             + t * H::F::FOUR + m % 2 * (H::F::FOUR / 2);
@@ -364,7 +414,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
         const int* const record = records + n * RECORD;
         const int count = record[0];
         Columns<U> columns;
-        columns.load(sm, n % 2, count, share);
+        columns.load(sm, n % 2, count, own);
         float inverse[2];
         #pragma unroll
         for (int j = 0; j < 2; j++)
@@ -385,7 +435,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
         #pragma unroll 1
         while (q < to) {
             go_on(n, up.own, stage_up, Few<FEW>());
-            const unsigned done = q + share * TEAMS;  // the stage that this warp completes
+            const unsigned done = q + own * TEAMS;  // the stage that this warp completes
             const unsigned strip = up.begin + done - before;
             float raw[2] = {}, more[2] = {};
             if (done < to) {
@@ -402,8 +452,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
                 const unsigned place = q % RING;
                 meet_wait(sm->full + place, q / RING % 2);
                 float acc[4] = {};
-                const unsigned char* const w = weights(U(), place, 0) + share * 128;
-                const unsigned char* const s = scales(U(), place, 0) + share * 8 * U::F::FOUR;
+                const unsigned char* const w = weights_at(U(), place, 0) + own * 128;
+                const unsigned char* const s = scales_at(U(), place, 0) + own * 8 * U::F::FOUR;
                 #pragma unroll
                 for (int u = 0; u < U::MINE; u++)
 #if PROBE == 1
@@ -413,14 +463,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
 #endif
                 leave(q, place);
                 if (!i) sync_warps<TEAM>(team);  // what was there before is read
-                sm->part[team][i][share][lane] = make_float4(acc[0], acc[1], acc[2], acc[3]);
+                sm->part[team][i][own][lane] = make_float4(acc[0], acc[1], acc[2], acc[3]);
             }
             sync_warps<TEAM>(team);
-            if (share >= i) continue;
+            if (own >= i) continue;
             float z[4] = {};
             #pragma unroll
             for (int j = 0; j < TEAM; j++) {
-                const float4 v = sm->part[team][share][j][lane];
+                const float4 v = sm->part[team][own][j][lane];
                 z[0] += v.x;
                 z[1] += v.y;
                 z[2] += v.z;
@@ -463,7 +513,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
         for (int j = 0; j < 2; j++) {
             const int c = 2 * t + j;
             at[j] = c < count
-                ? y + (size_t)record[1 + c] * HIDDEN + 8 * share + D::PART * part + lines
+                ? y + (size_t)record[1 + c] * HIDDEN + 8 * own + D::PART * part + lines
                 : nullptr;
         }
         __syncwarp();
@@ -474,7 +524,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
         for (; q < to; q += TEAMS) {
             go_on(n, visits, stage_down, Few<FEW>());
             const unsigned from = (down.begin + q - first_down - before) * D::ROWS;
-            const unsigned row = experts[n] * D::STORED + from + 8 * share + D::PART * part + lines;
+            const unsigned row = experts[n] * D::STORED + from + 8 * own + D::PART * part + lines;
             float raw[2] = {}, more[2] = {};
             #pragma unroll
             for (int i = 0; i < 2; i++) {
@@ -483,8 +533,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
             }
             const unsigned place = q % RING;
             meet_wait(sm->full + place, q / RING % 2);
-            const unsigned char* const w = weights(D(), place, share);
-            const unsigned char* const s = scales(D(), place, share);
+            const unsigned char* const w = weights_at(D(), place, own);
+            const unsigned char* const s = scales_at(D(), place, own);
             float z[4] = {};
             #pragma unroll
             for (int u = 0; u < D::MINE; u++) {
