@@ -96,14 +96,15 @@ template <class F_, int COLS_, int STORED_, int MANY_, int SPLIT_> struct Half {
 };
 typedef Half<UP<HIDDEN / 32>, HIDDEN, (PAIR ? 2 : 1) * INNER, 1, 4> U;
 typedef Half<DOWN<INNER / 32>, INNER, HIDDEN, 4, INNER / 256> D;
-template <class A, class B> constexpr int larger(A a, B b) { return a > b ? a : b; }
-constexpr int STAGE = (larger(U::BYTES, D::BYTES) + 127) / 128 * 128;
+constexpr int STAGE = ((U::BYTES > D::BYTES ? U::BYTES : D::BYTES) + 127) / 128 * 128;
+constexpr int HELD = U::HELD > D::HELD ? U::HELD : D::HELD;
+constexpr int LINE = U::X::LDR > D::X::LDR ? U::X::LDR : D::X::LDR;
 
 struct Shared {  // and then the experts of the block's slots, and their entries
     unsigned char ring[RING][STAGE];
-    uint4 x[ENTRIES * larger(U::X::LDR, D::X::LDR)];
+    uint4 x[ENTRIES * LINE];
     float4 part[TEAMS][TEAM][TEAM][32];  // of stages and shares
-    float e[2][larger(U::HELD, D::HELD)][ENTRIES], squares[2][ENTRIES][U::PARTS];
+    float e[2][HELD][ENTRIES], squares[2][ENTRIES][U::PARTS];
     Meeting full[RING], staged, left;
     unsigned left_by[RING];
 };
@@ -115,6 +116,38 @@ static_assert(RING % TEAMS == 0, "nobody may wait for a phase after the next: it
 __device__ __forceinline__ unsigned piece_of(unsigned all, unsigned i, unsigned n) {
     return all / n * i + all % n * i / n;
 }
+// Stage k of the line, of this expert, into its place.
+template <class H> __device__ __forceinline__ void ask_for(Shared* sm, unsigned k, unsigned place,
+        int expert, Bytes w, Bytes s) {
+    typedef typename H::F F;
+    const unsigned row = expert * H::STORED + k % H::STAGES * H::ROWS;
+#if ONCE
+#define bulk_copy bulk_copy_once
+#endif
+    unsigned char* const to = sm->ring[place];
+    Meeting* const b = sm->full + place;
+#if PROBE == 2
+    if (sm->left_by[place] >= 4) { meet_arrive(b); return; }
+#endif
+    bulk_expect(b, 2 * (H::W + H::S));
+    bulk_copy(to, w + (size_t)row * F::LINE, H::W, b);
+    bulk_copy(to + H::W1, w + (size_t)(row + H::PART) * F::LINE, H::W, b);
+    bulk_copy(to + H::S0, s + (size_t)(row / 4) * F::SLINE, H::S, b);
+    bulk_copy(to + H::S1, s + (size_t)(row / 4 + H::PART / 4) * F::SLINE, H::S, b);
+}
+// Where a lane's rows of a warp's strip are, and their scales.
+template <class H> __device__ __forceinline__ const unsigned char* weights_of(const Shared* sm,
+        unsigned place, int strip) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    return sm->ring[place] + g % 2 * H::W1 + (8 * strip + g / 2 * 2) * H::F::LINE + t * 16;
+}
+template <class H> __device__ __forceinline__ const unsigned char* scales_of(const Shared* sm,
+        unsigned place, int strip) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, m = g / 2;
+    return sm->ring[place] + (g % 2 ? H::S1 : H::S0) + (2 * strip + m / 2) * H::F::SLINE
+        + t * H::F::FOUR + m % 2 * (H::F::FOUR / 2);
+}
+
 struct Piece {  // of a line of stages
     unsigned begin, end, slot0, own;
     __device__ __forceinline__ Piece(unsigned slots, unsigned stages) {
@@ -173,7 +206,6 @@ template <class H, bool NORMED, int MOST, class Ask> __device__ __forceinline__ 
         }
     }
 }
-template <int N_> struct Few { static constexpr int N = N_; };
 #ifndef FEW
 #define FEW 2
 #endif
@@ -200,6 +232,22 @@ struct AskH {
         return all;
     }
 };
+
+// Rows for the visits that are due or find room, up to `to`: those for a visit when all have taken
+// what they need for the one before it. `put`: for how many this warp has put its part.
+template <class H, int MOST, class Ask> __device__ __forceinline__ void go_on(Shared* sm,
+        unsigned& put, unsigned n, unsigned to, const int* records, const float* __restrict__ gain,
+        Ask ask) {
+    constexpr bool NORMED = NORM && H::MANY == 1;
+    #pragma unroll 1
+    for (; put < min(n + 2, to); put++) {
+        if (put > n && !__all_sync(~0u, meet_over(&sm->left, (put + 1) % 2))) break;
+        if (put) meet_wait(&sm->left, (put + 1) % 2);
+        stage<H, NORMED, MOST>(sm, put % 2, records + put * RECORD, gain, ask);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) meet_arrive(&sm->staged);
+    }
+}
 
 // What a lane keeps of a slot: its part of a warp's columns of eight rows.
 template <class H> struct Columns {
@@ -324,50 +372,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
     const unsigned visits = up.own + down.own;
     int* const experts = (int*)(sm + 1), *const records = experts + visits;
     __syncthreads();
-    // what the block needs of slot i, once for each half
-    auto each_visit = [&](unsigned i, auto put) {
-        if (i - up.slot0 < up.own) put(i - up.slot0);
-        if (i - down.slot0 < down.own) put(up.own + i - down.slot0);
+    const unsigned later = up.own - down.slot0;
+    auto slot = [&](unsigned i, int expert, int entries) {  // once for each half that needs it
+        if (i - up.slot0 < up.own) records[(i - up.slot0) * RECORD] = entries;
+        if (i - up.slot0 < up.own) experts[i - up.slot0] = expert;
+        if (i - down.slot0 < down.own) records[(i + later) * RECORD] = entries;
+        if (i - down.slot0 < down.own) experts[i + later] = expert;
     };
-    auto slot = [&](int i, int expert, int entries) {
-        each_visit(i, [&](unsigned k) {
-            experts[k] = expert;
-            records[k * RECORD] = entries;
-        });
-    };
-    auto entry = [&](int i, int place, int value) {
-        each_visit(i, [&](unsigned k) { records[k * RECORD + 1 + place] = value; });
+    auto entry = [&](unsigned i, int place, int value) {
+        if (i - up.slot0 < up.own) records[(i - up.slot0) * RECORD + 1 + place] = value;
+        if (i - down.slot0 < down.own) records[(i + later) * RECORD + 1 + place] = value;
     };
     list->each_slot(rows, slot);
     list->each_pick(rows, entry);
     list->each_shared(rows, slot, entry);
     __syncthreads();
     const unsigned first_down = up.end - up.begin, many = first_down + down.end - down.begin;
-    auto ask_one = [&](auto half, unsigned k, unsigned place, int expert, Bytes w, Bytes s) {
-        typedef decltype(half) H;
-        typedef typename H::F F;
-        const unsigned row = expert * H::STORED + k % H::STAGES * H::ROWS;
-#if ONCE
-#define bulk_copy bulk_copy_once
-#endif
-        unsigned char* const to = sm->ring[place];
-        Meeting* const b = sm->full + place;
-#if PROBE == 2
-        if (k - (sizeof(half) ? 0 : 0) >= up.begin + RING || H::MANY > 1) { meet_arrive(b); return; }
-#endif
-        bulk_expect(b, 2 * (H::W + H::S));
-        bulk_copy(to, w + (size_t)row * F::LINE, H::W, b);
-        bulk_copy(to + H::W1, w + (size_t)(row + H::PART) * F::LINE, H::W, b);
-        bulk_copy(to + H::S0, s + (size_t)(row / 4) * F::SLINE, H::S, b);
-        bulk_copy(to + H::S1, s + (size_t)(row / 4 + H::PART / 4) * F::SLINE, H::S, b);
-    };
     auto ask = [&](unsigned k, unsigned place) {  // for the block's k-th stage, by one thread
         if (k < first_down) {
             k += up.begin;
-            ask_one(U(), k, place, experts[k / U::STAGES - up.slot0], uw, us);
+            ask_for<U>(sm, k, place, experts[k / U::STAGES - up.slot0], uw, us);
         } else if (k < many) {
             k += down.begin - first_down;
-            ask_one(D(), k, place, experts[up.own + k / D::STAGES - down.slot0], dw, ds);
+            ask_for<D>(sm, k, place, experts[up.own + k / D::STAGES - down.slot0], dw, ds);
         }
     };
     if (!threadIdx.x)
@@ -378,38 +405,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
         if (!lane && atomicAdd(&sm->left_by[place], 1u) % TEAM == TEAM - 1) ask(q + RING, place);
     };
     unsigned put = 0;  // visits to whose rows this warp has put its part
-    auto stage_up = [&](unsigned n, auto most) {  // rows for visit n, when all have left the one before it
-        if (n) meet_wait(&sm->left, (n + 1) % 2);
-        stage<U, NORM, decltype(most)::N>(sm, n % 2, records + n * RECORD, gain, AskX{x});
-    };
-    auto stage_down = [&](unsigned n, auto most) {
-        if (n) meet_wait(&sm->left, (n + 1) % 2);
-        stage<D, false, decltype(most)::N>(sm, n % 2, records + n * RECORD, nullptr, AskH{h});
-    };
-    auto go_on = [&](unsigned n, unsigned to, auto put_rows, auto most) {
-        #pragma unroll 1
-        for (; put < min(n + 2, to); put++) {  // what is due, and what finds room
-            if (put > n && !__all_sync(~0u, meet_over(&sm->left, (put + 1) % 2))) break;
-            put_rows(put, most);
-            __syncwarp();
-            if (!lane) meet_arrive(&sm->staged);
-        }
-    };
     unsigned q = team;  // the stage that the team has next
     const int part = g % 2, lines = 2 * m;
-    // where the lane's rows of a stage are, and the scales of these
-    auto weights_at = [&](auto half, unsigned place, int strip) {
-        typedef decltype(half) H;
-        return sm->ring[place] + part * H::W1 + (8 * strip + lines) * H::F::LINE + t * 16;
-    };
-    auto scales_at = [&](auto half, unsigned place, int strip) {
-        typedef decltype(half) H;
-        return sm->ring[place] + (part ? H::S1 : H::S0) + (2 * strip + m / 2) * H::F::SLINE
-            + t * H::F::FOUR + m % 2 * (H::F::FOUR / 2);
-    };
     #pragma unroll 1
     for (unsigned n = 0; n < up.own; n++) {
-        go_on(n, up.own, stage_up, Few<4>());
+        go_on<U, 4>(sm, put, n, up.own, records, gain, AskX{x});
         meet_wait(&sm->staged, n % 2);
         const int* const record = records + n * RECORD;
         const int count = record[0];
@@ -434,7 +434,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
         const unsigned to = min(before + U::STAGES, up.end) - up.begin;
         #pragma unroll 1
         while (q < to) {
-            go_on(n, up.own, stage_up, Few<FEW>());
+            go_on<U, FEW>(sm, put, n, up.own, records, gain, AskX{x});
             const unsigned done = q + own * TEAMS;  // the stage that this warp completes
             const unsigned strip = up.begin + done - before;
             float raw[2] = {}, more[2] = {};
@@ -452,8 +452,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
                 const unsigned place = q % RING;
                 meet_wait(sm->full + place, q / RING % 2);
                 float acc[4] = {};
-                const unsigned char* const w = weights_at(U(), place, 0) + own * 128;
-                const unsigned char* const s = scales_at(U(), place, 0) + own * 8 * U::F::FOUR;
+                const unsigned char* const w = weights_of<U>(sm, place, 0) + own * 128;
+                const unsigned char* const s = scales_of<U>(sm, place, 0) + own * 8 * U::F::FOUR;
                 #pragma unroll
                 for (int u = 0; u < U::MINE; u++)
 #if PROBE == 1
@@ -502,7 +502,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
     }
     #pragma unroll 1
     for (unsigned n = up.own; n < visits; n++) {
-        go_on(n, visits, stage_down, Few<4>());
+        go_on<D, 4>(sm, put, n, visits, records, gain, AskH{h});
         meet_wait(&sm->staged, n % 2);
         const int* const record = records + n * RECORD;
         const int count = record[0];
@@ -522,7 +522,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
         const unsigned to = first_down + min(before + D::STAGES, down.end) - down.begin;
         #pragma unroll 1
         for (; q < to; q += TEAMS) {
-            go_on(n, visits, stage_down, Few<FEW>());
+            go_on<D, FEW>(sm, put, n, visits, records, gain, AskH{h});
             const unsigned from = (down.begin + q - first_down - before) * D::ROWS;
             const unsigned row = experts[n] * D::STORED + from + 8 * own + D::PART * part + lines;
             float raw[2] = {}, more[2] = {};
@@ -533,8 +533,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
             }
             const unsigned place = q % RING;
             meet_wait(sm->full + place, q / RING % 2);
-            const unsigned char* const w = weights_at(D(), place, own);
-            const unsigned char* const s = scales_at(D(), place, own);
+            const unsigned char* const w = weights_of<D>(sm, place, own);
+            const unsigned char* const s = scales_of<D>(sm, place, own);
             float z[4] = {};
             #pragma unroll
             for (int u = 0; u < D::MINE; u++) {

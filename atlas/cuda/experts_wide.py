@@ -113,16 +113,29 @@ def _router_grid(H, n, R, sms):
     down = max(_ceil(R, 32), min(_ceil(R, ROUTER_ROWS), beside*sms//across))
     return W,each,(across,down)
 
-def _logits(x, router, bias, gain, eps, E, sms, empty=None):
-    "The router's logits of rows `x`, and the counter that expert_slots.cu needs; `empty` is emptied"
+def _ahead(card, up, R):
+    "Bytes of each matrix of the bank `up` that come to the L2 cache while a router works"
+    return 0
+
+def _logits(x, router, bias, gain, eps, E, sms, empty=None, up=None):
+    """The router's logits of rows `x`, and the counter that expert_slots.cu needs
+
+    `empty` is emptied, and part of the bank `up` asked for."""
     card,(R,H),n = card_of(x),x.shape,router.n
     W,each,grid = _router_grid(H, n, R, sms)
     logits,met = card.empty((R,_ceil(n, 4)*4)),card.empty(1, 'int32')
     options = dict(HIDDEN=H, EXPERTS=E, FORMAT=router.fmt, NORM=int(gain is not None),
         ROWS=2, WARPS=W, EACH=each, WIDE=1)
-    run('router', grid, 32*W, _raw(router.w), bias, gain, x, logits, met, empty, eps, n,
-        logits.shape[1], R, 0 if empty is None else empty.size//4, **options)
+    bank,sizes = (None,None),5*(0,)
+    if up is not None and (asked := _ahead(card, up, R)):
+        bank = _raw(up.w),_raw(up.s)
+        line,scales = up.chunks*up.format.chunk,up.chunks*up.format.scale
+        rows = asked//line//4*4
+        sizes = E,up.rows*line,rows*line,up.rows*scales,rows*scales
+    run('router', grid, 32*W, _raw(router.w), bias, gain, x, logits, met, empty, *bank, eps, n,
+        logits.shape[1], R, 0 if empty is None else empty.size//4, *sizes, **options)
     return logits,met
+
 
 # %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #cb225b88
 def _scores(m, shared, gate, correction):
@@ -265,7 +278,7 @@ def _rows(router, up, down, o, x, add, out, *routes):
     d = _variants(card, up, down, o, picks, R)
     h,y = card.empty((R,picks,_ceil(down.k, 4)*4)),card.empty((R*picks,H))
     logits,met = _logits(x, router, o.bias, o.seen, o.eps, m.num_experts, card.multiprocessors,
-        h if len(d)==1 else None)
+        *((h,up) if len(d)==1 else ()))
     h = h.reshape(R*picks, -1)
     if len(d)==1:
         share = card.empty((R,picks))
