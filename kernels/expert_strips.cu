@@ -29,6 +29,9 @@
 #ifndef PROBE
 #define PROBE 0
 #endif
+#if defined(ONCE) && ONCE
+#define ASKS_ONCE
+#endif
 #if ASIDE
 #define ASKS_L2 ".L2::256B"
 #endif

@@ -35,7 +35,7 @@
 //   -D ACT= of lib/act.cuh  -D NORM= (0 or 1)
 //   -D TEAMS=  RING=  ROOM= bytes of shared memory but for slots
 //   halves: 1: the first only; 2: the second only; 3: both, and all blocks must be running at once
-//   launch: <<<any number, 32*(4*TEAMS + 1), shared bytes: see atlas.cuda.experts_wide>>>
+//   launch: <<<any number, 32*(4*TEAMS + 4), shared bytes: see atlas.cuda.experts_wide>>>
 #include "lib/act.cuh"
 #include "lib/ahead.cuh"
 #include "lib/bulk.cuh"
@@ -73,10 +73,11 @@
 #ifndef ONCE
 #define ONCE 0
 #endif
-constexpr int TEAM = 4, WARPS = TEAM * TEAMS, THREADS = 32 * WARPS;
+constexpr int TEAM = 4, WARPS = TEAM * TEAMS;  // that multiply
+constexpr int STAGERS = 3, ALL = WARPS + STAGERS + 1, THREADS = 32 * ALL;
 constexpr int ENTRIES = 8, RECORD = ENTRIES + 1;
 constexpr int E = EXPERTS, N = (E + 31) / 32, PICKS = TOP_K + SHARED;
-typedef Listing<E, TOP_K, SHARED, ENTRIES, WARPS> List;
+typedef Listing<E, TOP_K, SHARED, ENTRIES, ALL> List;
 constexpr bool PAIR = ACT != ACT_RELU2;
 
 // A half: [STORED, COLS] in F, MANY times 16 rows a stage, in shared memory as two parts. Lane l
@@ -105,8 +106,7 @@ struct Shared {  // and then the experts of the block's slots, and their entries
     uint4 x[ENTRIES * LINE];
     float4 part[TEAMS][TEAM][TEAM][32];  // of stages and shares
     float e[2][HELD][ENTRIES], squares[2][ENTRIES][U::PARTS];
-    Meeting full[RING], staged, left;
-    unsigned left_by[RING];
+    Meeting full[RING], empty[RING], staged, left;
 };
 static_assert(sizeof(Shared) == ROOM, "see the contract");
 static_assert(sizeof(List) <= sizeof(Shared::x), "slots are listed where rows are staged later");
@@ -118,22 +118,23 @@ __device__ __forceinline__ unsigned piece_of(unsigned all, unsigned i, unsigned 
 }
 // Stage k of the line, of this expert, into its place.
 template <class H> __device__ __forceinline__ void ask_for(Shared* sm, unsigned k, unsigned place,
-        int expert, Bytes w, Bytes s) {
+        int expert, Bytes w, Bytes s, bool probed) {
     typedef typename H::F F;
     const unsigned row = expert * H::STORED + k % H::STAGES * H::ROWS;
-#if ONCE
-#define bulk_copy bulk_copy_once
-#endif
     unsigned char* const to = sm->ring[place];
     Meeting* const b = sm->full + place;
 #if PROBE == 2
-    if (sm->left_by[place] >= 4) { meet_arrive(b); return; }
+    if (probed) { meet_arrive(b); return; }
 #endif
     bulk_expect(b, 2 * (H::W + H::S));
-    bulk_copy(to, w + (size_t)row * F::LINE, H::W, b);
-    bulk_copy(to + H::W1, w + (size_t)(row + H::PART) * F::LINE, H::W, b);
-    bulk_copy(to + H::S0, s + (size_t)(row / 4) * F::SLINE, H::S, b);
-    bulk_copy(to + H::S1, s + (size_t)(row / 4 + H::PART / 4) * F::SLINE, H::S, b);
+    auto copy = [&](int at, Bytes from, int bytes) {  // all but the shared expert's are read once
+        if (ONCE && expert != E) bulk_copy_once(to + at, from, bytes, b);
+        else bulk_copy(to + at, from, bytes, b);
+    };
+    copy(0, w + (size_t)row * F::LINE, H::W);
+    copy(H::W1, w + (size_t)(row + H::PART) * F::LINE, H::W);
+    copy(H::S0, s + (size_t)(row / 4) * F::SLINE, H::S);
+    copy(H::S1, s + (size_t)(row / 4 + H::PART / 4) * F::SLINE, H::S);
 }
 // Where a lane's rows of a warp's strip are, and their scales.
 template <class H> __device__ __forceinline__ const unsigned char* weights_of(const Shared* sm,
@@ -182,23 +183,23 @@ template <class H, bool NORMED> __device__ __forceinline__ void put_row(Shared* 
     if (lane % 16 == 0) sm->e[buffer][v / 16][r] = f.y;
 }
 
-// All rows of a slot: pieces of 256 columns are dealt out to warps, MANY of each on their way.
-// `ask` says whether they are there.
-template <class H, bool NORMED, int MOST, class Ask> __device__ __forceinline__ void stage(Shared* sm,
-        int buffer, const int* record, const float* __restrict__ gain, Ask ask) {
-    constexpr int ROUNDS = (ENTRIES * H::PARTS + WARPS - 1) / WARPS, MANY = ROUNDS < MOST ? ROUNDS : MOST;
+// All rows of a slot: pieces of 256 columns are dealt out to BY warps, of which this is the i-th,
+// MANY of each on their way. `ask` says whether they are there.
+template <class H, bool NORMED, int BY, class Ask> __device__ __forceinline__ void stage(Shared* sm,
+        int warp, int buffer, const int* record, const float* __restrict__ gain, Ask ask) {
+    constexpr int ROUNDS = (ENTRIES * H::PARTS + BY - 1) / BY, MANY = ROUNDS < 4 ? ROUNDS : 4;
     const int pieces = record[0] * H::PARTS;
     #pragma unroll 1
-    for (int from = threadIdx.x / 32; from < pieces; from += MANY * WARPS) {
+    for (int from = warp; from < pieces; from += MANY * BY) {
         float a[MANY][8];
         #pragma unroll
         for (int k = 0; k < MANY; k++) {
-            const int i = min(from + k * WARPS, pieces - 1);
+            const int i = min(from + k * BY, pieces - 1);
             ask(record[1 + i / H::PARTS], i % H::PARTS * 256 + threadIdx.x % 32 * 8, a[k]);
         }
         #pragma unroll
         for (int k = 0; k < MANY; k++) {
-            const int i = from + k * WARPS, v = i % H::PARTS * 32 + threadIdx.x % 32;
+            const int i = from + k * BY, v = i % H::PARTS * 32 + threadIdx.x % 32;
             if (i >= pieces) break;
             while (!ask.come(a[k])) ask(record[1 + i / H::PARTS], v * 8, a[k]);
             __syncwarp();
@@ -206,9 +207,6 @@ template <class H, bool NORMED, int MOST, class Ask> __device__ __forceinline__ 
         }
     }
 }
-#ifndef FEW
-#define FEW 2
-#endif
 struct AskX {
     const float* x;
     __device__ __forceinline__ void operator()(int entry, int column, float* a) const {
@@ -232,22 +230,6 @@ struct AskH {
         return all;
     }
 };
-
-// Rows for the visits that are due or find room, up to `to`: those for a visit when all have taken
-// what they need for the one before it. `put`: for how many this warp has put its part.
-template <class H, int MOST, class Ask> __device__ __forceinline__ void go_on(Shared* sm,
-        unsigned& put, unsigned n, unsigned to, const int* records, const float* __restrict__ gain,
-        Ask ask) {
-    constexpr bool NORMED = NORM && H::MANY == 1;
-    #pragma unroll 1
-    for (; put < min(n + 2, to); put++) {
-        if (put > n && !__all_sync(~0u, meet_over(&sm->left, (put + 1) % 2))) break;
-        if (put) meet_wait(&sm->left, (put + 1) % 2);
-        stage<H, NORMED, MOST>(sm, put % 2, records + put * RECORD, gain, ask);
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) meet_arrive(&sm->staged);
-    }
-}
 
 // What a lane keeps of a slot: its part of a warp's columns of eight rows.
 template <class H> struct Columns {
@@ -317,9 +299,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
     if (!threadIdx.x) {
         for (int i = 0; i < RING; i++) {
             meet_init(sm->full + i, 1);
-            sm->left_by[i] = 0;
+            meet_init(sm->empty + i, TEAM);
         }
-        meet_init(&sm->staged, WARPS);
+        meet_init(&sm->staged, STAGERS);
         meet_init(&sm->left, WARPS);
         meet_ready();
     }
@@ -346,7 +328,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
     if (CHOOSES) {
         __syncthreads();
         #pragma unroll 1
-        for (int r = warp; r < rows; r += WARPS) {
+        for (int r = warp; r < rows; r += ALL) {
             const float* const p = logits + (size_t)r * ld;
             float near[N];
             near_logits<E, N>(p, lane, near);
@@ -388,29 +370,55 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
     list->each_shared(rows, slot, entry);
     __syncthreads();
     const unsigned first_down = up.end - up.begin, many = first_down + down.end - down.begin;
-    auto ask = [&](unsigned k, unsigned place) {  // for the block's k-th stage, by one thread
-        if (k < first_down) {
-            k += up.begin;
-            ask_for<U>(sm, k, place, experts[k / U::STAGES - up.slot0], uw, us);
-        } else if (k < many) {
-            k += down.begin - first_down;
-            ask_for<D>(sm, k, place, experts[up.own + k / D::STAGES - down.slot0], dw, ds);
+    auto ask = [&](unsigned q) {  // for the block's q-th stage, by one thread
+        const unsigned place = q % RING;
+        if (q < first_down) {
+            const unsigned k = up.begin + q;
+            ask_for<U>(sm, k, place, experts[k / U::STAGES - up.slot0], uw, us, q >= RING);
+        } else {
+            const unsigned k = down.begin + q - first_down;
+            const int expert = experts[up.own + k / D::STAGES - down.slot0];
+            ask_for<D>(sm, k, place, expert, dw, ds, q >= RING);
         }
     };
-    if (!threadIdx.x)
+    if (warp == ALL - 1) {
+        if (!lane)
+            #pragma unroll 1
+            for (unsigned i = 0; i < min(RING, many); i++) ask(i);
+    } else if (up.own) stage<U, NORM, ALL - 1>(sm, warp, 0, records, gain, AskX{x});
+    else if (visits) stage<D, false, ALL - 1>(sm, warp, 0, records, nullptr, AskH{h});
+    __syncthreads();
+    if (warp == ALL - 1) {
+        if (!lane)
+            #pragma unroll 1
+            for (unsigned i = RING; i < many; i++) {
+                meet_wait(sm->empty + i % RING, (i / RING + 1) % 2);
+                ask(i);
+            }
+        return;
+    }
+    if (warp >= WARPS) {
         #pragma unroll 1
-        for (int i = 0; i < RING; i++) ask(i, i);
-    auto leave = [&](unsigned q, unsigned place) {  // the last of a team asks for another stage
+        for (unsigned n = 1; n < visits; n++) {
+            meet_wait(&sm->left, (n + 1) % 2);
+            const int* const record = records + n * RECORD;
+            const int i = warp - WARPS;
+            if (n < up.own) stage<U, NORM, STAGERS>(sm, i, n % 2, record, gain, AskX{x});
+            else stage<D, false, STAGERS>(sm, i, n % 2, record, nullptr, AskH{h});
+            __syncwarp();
+            if (!lane) meet_arrive(&sm->staged);
+        }
+        return;
+    }
+    auto leave = [&](unsigned place) {
         __syncwarp();
-        if (!lane && atomicAdd(&sm->left_by[place], 1u) % TEAM == TEAM - 1) ask(q + RING, place);
+        if (!lane) meet_arrive(sm->empty + place);
     };
-    unsigned put = 0;  // visits to whose rows this warp has put its part
     unsigned q = team;  // the stage that the team has next
     const int part = g % 2, lines = 2 * m;
     #pragma unroll 1
     for (unsigned n = 0; n < up.own; n++) {
-        go_on<U, 4>(sm, put, n, up.own, records, gain, AskX{x});
-        meet_wait(&sm->staged, n % 2);
+        if (n) meet_wait(&sm->staged, (n + 1) % 2);
         const int* const record = records + n * RECORD;
         const int count = record[0];
         Columns<U> columns;
@@ -434,7 +442,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
         const unsigned to = min(before + U::STAGES, up.end) - up.begin;
         #pragma unroll 1
         while (q < to) {
-            go_on<U, FEW>(sm, put, n, up.own, records, gain, AskX{x});
             const unsigned done = q + own * TEAMS;  // the stage that this warp completes
             const unsigned strip = up.begin + done - before;
             float raw[2] = {}, more[2] = {};
@@ -461,7 +468,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
 #else
                     columns.multiply(w, s, u, acc);
 #endif
-                leave(q, place);
+                leave(place);
                 if (!i) sync_warps<TEAM>(team);  // what was there before is read
                 sm->part[team][i][own][lane] = make_float4(acc[0], acc[1], acc[2], acc[3]);
             }
@@ -502,8 +509,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
     }
     #pragma unroll 1
     for (unsigned n = up.own; n < visits; n++) {
-        go_on<D, 4>(sm, put, n, visits, records, gain, AskH{h});
-        meet_wait(&sm->staged, n % 2);
+        if (n) meet_wait(&sm->staged, (n + 1) % 2);
         const int* const record = records + n * RECORD;
         const int count = record[0];
         Columns<D> columns;
@@ -522,7 +528,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
         const unsigned to = first_down + min(before + D::STAGES, down.end) - down.begin;
         #pragma unroll 1
         for (; q < to; q += TEAMS) {
-            go_on<D, FEW>(sm, put, n, visits, records, gain, AskH{h});
             const unsigned from = (down.begin + q - first_down - before) * D::ROWS;
             const unsigned row = experts[n] * D::STORED + from + 8 * own + D::PART * part + lines;
             float raw[2] = {}, more[2] = {};
@@ -547,7 +552,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
                 #pragma unroll
                 for (int j = 0; j < 4; j++) z[j] += acc[j];
             }
-            leave(q, place);
+            leave(place);
             #pragma unroll
             for (int j = 0; j < 4; j++)
                 z[j] = fmaf(z[j], D::F::row_scale((Bytes)raw, raw, j / 2), more[j / 2]);

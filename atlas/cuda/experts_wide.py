@@ -194,12 +194,12 @@ def _whole(card, up, down, act, norm, R):
     if any(f.chunk!=16 for f in formats): return
     if H not in (1024,2048) or I not in (256,512): return
     stage = _ceil(max(_stage(up, 1), _stage(down, 4)), 128)*128
-    for teams in (4,2,1):
-        left = limits(card).block-3072-_fixed(H, I, teams)
-        ring = min(left//(stage+12), 12)//teams*teams # A place is always the same team's
+    for teams in (3,2,1):
+        left = limits(card).block-2048-_fixed(H, I, teams)
+        ring = min(left//(stage+16), 12)//teams*teams # A place is always the same team's
         if ring>teams: break
     else: return
-    room = _ceil(ring*(stage+12)+_fixed(H, I, teams), 16)*16
+    room = _ceil(ring*(stage+16)+_fixed(H, I, teams), 16)*16
     return dict(UP=f'fragment_{up.format.name}', DOWN=f'fragment_{down.format.name}',
         HIDDEN=H, INNER=I, ACT=_ACTS[act], NORM=int(norm), TEAMS=teams, RING=ring, ROOM=room,
         CHOOSES=int(R<=CHOOSE_ROWS))
@@ -220,7 +220,7 @@ def _both(x, up, down, logits, picked, h, y, o, d):
     banks = *map(_raw, (up.w,down.w,up.s,down.s)),up.gs,down.gs,*o.biases
     sizes = o.eps,o.limit,float(m.scaling),logits.shape[1],R
     for halves in (3,) if card.kind=='cuda' else (1,2):
-        run('experts_wide', blocks, 128*d['TEAMS'], *banks, *chosen, *picked, x, o.gain, h, y,
+        run('experts_wide', blocks, 128*(d['TEAMS']+1), *banks, *chosen, *picked, x, o.gain, h, y,
             *sizes, halves, shared=room, **d)
 
 
