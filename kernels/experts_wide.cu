@@ -32,7 +32,7 @@
 //   -D UP= DOWN= (of lib/fragment.cuh, four bits)  HIDDEN= (k: 1024 or 2048)  INNER= (256 or 512)
 //   -D EXPERTS=  TOP_K=  SHARED= GATE= (of the shared expert: 0 or 1)
 //   -D SCORE= (of lib/picks.cuh)  RENORM= CORRECTED= (0 or 1)  CHOOSES= (0 or 1)
-//   -D ACT= of lib/act.cuh  -D NORM= (0 or 1)
+//   -D BIASED= are there biases? (0 or 1)  ACT= of lib/act.cuh  -D NORM= (0 or 1)
 //   -D TEAMS=  RING=  ROOM= bytes of shared memory but for slots
 //   halves: 1: the first only; 2: the second only; 3: both, and all blocks must be running at once
 //   launch: <<<any number, 32*(4*TEAMS + 4), shared bytes: see atlas.cuda.experts_wide>>>
@@ -58,6 +58,7 @@
 #define RENORM 1
 #define CORRECTED 0
 #define CHOOSES 1
+#define BIASED 0
 #define ACT ACT_SILU
 #define NORM 1
 #define TEAMS 4
@@ -69,6 +70,14 @@
 #endif
 #ifndef PRE
 #define PRE 0
+#endif
+#ifndef STAMPS
+#define STAMPS 0
+#endif
+#if STAMPS
+#define STAMP(i) if (threadIdx.x % 32 == 0) stamps[i] = clock64();
+#else
+#define STAMP(i)
 #endif
 #ifndef ONCE
 #define ONCE 0
@@ -97,7 +106,8 @@ template <class F_, int COLS_, int STORED_, int MANY_, int SPLIT_> struct Half {
 };
 typedef Half<UP<HIDDEN / 32>, HIDDEN, (PAIR ? 2 : 1) * INNER, 1, 4> U;
 typedef Half<DOWN<INNER / 32>, INNER, HIDDEN, 4, INNER / 256> D;
-constexpr int STAGE = ((U::BYTES > D::BYTES ? U::BYTES : D::BYTES) + 127) / 128 * 128;
+constexpr int BOTH = U::BYTES > D::BYTES ? U::BYTES : D::BYTES;
+constexpr int TAIL = BOTH / 16 * 16, STAGE = TAIL + 256 * (1 + BIASED);  // scales, biases of rows
 constexpr int HELD = U::HELD > D::HELD ? U::HELD : D::HELD;
 constexpr int LINE = U::X::LDR > D::X::LDR ? U::X::LDR : D::X::LDR;
 
@@ -116,25 +126,32 @@ static_assert(RING % TEAMS == 0, "nobody may wait for a phase after the next: it
 __device__ __forceinline__ unsigned piece_of(unsigned all, unsigned i, unsigned n) {
     return all / n * i + all % n * i / n;
 }
-// Stage k of the line, of this expert, into its place.
-template <class H> __device__ __forceinline__ void ask_for(Shared* sm, unsigned k, unsigned place,
-        int expert, Bytes w, Bytes s, bool probed) {
-    typedef typename H::F F;
-    const unsigned row = expert * H::STORED + k % H::STAGES * H::ROWS;
+// What of a stage is where, for whoever asks for it.
+struct Lay {
+    int rows, part, stages, w, w1, s, s0, s1;  // of a matrix, of a part, bytes and places
+    unsigned line, sline;
+    template <class H> static __device__ __forceinline__ Lay of() {
+        return {H::STORED, H::PART, (int)H::STAGES, H::W, H::W1, H::S, H::S0, H::S1, H::F::LINE,
+            H::F::SLINE};
+    }
+};
+// Stage k of a matrix into its place. All but the shared expert's are read once.
+__device__ __forceinline__ void ask_for(const Lay& o, Shared* sm, unsigned place, int expert, int k,
+        Bytes w, Bytes s, const float* gs, const float* bias) {
+    const unsigned row = expert * o.rows + k * 2 * o.part;
     unsigned char* const to = sm->ring[place];
     Meeting* const b = sm->full + place;
-#if PROBE == 2
-    if (probed) { meet_arrive(b); return; }
-#endif
-    bulk_expect(b, 2 * (H::W + H::S));
-    auto copy = [&](int at, Bytes from, int bytes) {  // all but the shared expert's are read once
-        if (ONCE && expert != E) bulk_copy_once(to + at, from, bytes, b);
-        else bulk_copy(to + at, from, bytes, b);
-    };
-    copy(0, w + (size_t)row * F::LINE, H::W);
-    copy(H::W1, w + (size_t)(row + H::PART) * F::LINE, H::W);
-    copy(H::S0, s + (size_t)(row / 4) * F::SLINE, H::S);
-    copy(H::S1, s + (size_t)(row / 4 + H::PART / 4) * F::SLINE, H::S);
+    const int tail = 8 * o.part;
+    bulk_expect(b, 2 * (o.w + o.s) + (gs ? tail : 0) + (BIASED ? tail : 0));
+    const bool again = expert == E;
+    if (gs) bulk_copy(to + TAIL, gs + row, tail, b);
+    if (BIASED) bulk_copy(to + TAIL + 256, bias + row, tail, b);
+    #pragma unroll 1
+    for (int i = 0; i < 2; i++) {
+        const unsigned from = row + i * o.part;
+        bulk_copy_kept(to + i * o.w1, w + (size_t)from * o.line, o.w, b, again);
+        bulk_copy_kept(to + (i ? o.s1 : o.s0), s + (size_t)(from / 4) * o.sline, o.s, b, again);
+    }
 }
 // Where a lane's rows of a warp's strip are, and their scales.
 template <class H> __device__ __forceinline__ const unsigned char* weights_of(const Shared* sm,
@@ -147,6 +164,16 @@ template <class H> __device__ __forceinline__ const unsigned char* scales_of(con
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, m = g / 2;
     return sm->ring[place] + (g % 2 ? H::S1 : H::S0) + (2 * strip + m / 2) * H::F::SLINE
         + t * H::F::FOUR + m % 2 * (H::F::FOUR / 2);
+}
+
+// And scales and biases of these rows.
+template <class H> __device__ __forceinline__ void tail_of(const Shared* sm, unsigned place,
+        int strip, float* raw, float* more) {
+    const int g = threadIdx.x % 32 / 4;
+    const float* const at = (const float*)(sm->ring[place] + TAIL)
+        + g % 2 * H::PART + 8 * strip + g / 2 * 2;
+    *(float2*)raw = *(const float2*)at;
+    *(float2*)more = BIASED ? *(const float2*)(at + 64) : make_float2(0.f, 0.f);
 }
 
 struct Piece {  // of a line of stages
@@ -187,7 +214,7 @@ template <class H, bool NORMED> __device__ __forceinline__ void put_row(Shared* 
 // MANY of each on their way. `ask` says whether they are there.
 template <class H, bool NORMED, int BY, class Ask> __device__ __forceinline__ void stage(Shared* sm,
         int warp, int buffer, const int* record, const float* __restrict__ gain, Ask ask) {
-    constexpr int ROUNDS = (ENTRIES * H::PARTS + BY - 1) / BY, MANY = ROUNDS < 4 ? ROUNDS : 4;
+    constexpr int MANY = 1;
     const int pieces = record[0] * H::PARTS;
     #pragma unroll 1
     for (int from = warp; from < pieces; from += MANY * BY) {
@@ -293,6 +320,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
         float* h, float* y, float eps, float limit, float scaling, int ld, int rows,
         int halves) {
     DYNAMIC_SHARED(Shared, sm);
+#if STAMPS
+    __shared__ long long stamps[24];
+    if (!threadIdx.x) for (int i = 0; i < 24; i++) stamps[i] = 0;
+    if (!threadIdx.x) asm volatile("mov.u64 %0, %globaltimer;" : "=l"(stamps[20]));
+    STAMP(0)
+#endif
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, m = g / 2;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the compiler learns: one for all
     const int team = warp / TEAM, own = warp % TEAM;  // whose share is the own-th
@@ -324,6 +357,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
     }
 #endif
     pdl_wait();
+    STAMP(1)
     pdl_trigger();
     if (CHOOSES) {
         __syncthreads();
@@ -347,6 +381,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
         list->note_all(ids, rows);
     }
     __syncthreads();
+    STAMP(2)
     const unsigned all = list->count(rows);
     Piece up(all, U::STAGES), down(all, D::STAGES);
     if (!(halves & 1)) up.own = 0, up.end = up.begin;
@@ -369,34 +404,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
     list->each_pick(rows, entry);
     list->each_shared(rows, slot, entry);
     __syncthreads();
+    STAMP(3)
     const unsigned first_down = up.end - up.begin, many = first_down + down.end - down.begin;
-    auto ask = [&](unsigned q) {  // for the block's q-th stage, by one thread
-        const unsigned place = q % RING;
-        if (q < first_down) {
-            const unsigned k = up.begin + q;
-            ask_for<U>(sm, k, place, experts[k / U::STAGES - up.slot0], uw, us, q >= RING);
-        } else {
-            const unsigned k = down.begin + q - first_down;
-            const int expert = experts[up.own + k / D::STAGES - down.slot0];
-            ask_for<D>(sm, k, place, expert, dw, ds, q >= RING);
+    if (warp == ALL - 1) {
+        #pragma unroll 1
+        for (unsigned i = 0, place = 0, round = 1; i < (lane ? 0 : many); i++) {
+            const bool first = i < first_down;
+            const Lay o = first ? Lay::of<U>() : Lay::of<D>();
+            const unsigned k = first ? up.begin + i : down.begin + i - first_down;
+            const unsigned slot = k / o.stages;
+            const int expert = experts[first ? slot - up.slot0 : slot + later];
+            if (i >= RING) meet_wait(sm->empty + place, round % 2);
+#if PROBE == 2
+            if (i >= RING) meet_arrive(sm->full + place); else
+#endif
+            ask_for(o, sm, place, expert, k % o.stages, first ? uw : dw, first ? us : ds,
+                first ? ugs : dgs, first ? ubias : dbias);
+            if (++place == RING) place = 0, round++;
         }
-    };
-    if (warp == ALL - 1) {
-        if (!lane)
-            #pragma unroll 1
-            for (unsigned i = 0; i < min(RING, many); i++) ask(i);
-    } else if (up.own) stage<U, NORM, ALL - 1>(sm, warp, 0, records, gain, AskX{x});
-    else if (visits) stage<D, false, ALL - 1>(sm, warp, 0, records, nullptr, AskH{h});
-    __syncthreads();
-    if (warp == ALL - 1) {
-        if (!lane)
-            #pragma unroll 1
-            for (unsigned i = RING; i < many; i++) {
-                meet_wait(sm->empty + i % RING, (i / RING + 1) % 2);
-                ask(i);
-            }
+#if STAMPS
+        STAMP(10)
+#endif
         return;
     }
+    if (up.own) stage<U, NORM, ALL - 1>(sm, warp, 0, records, gain, AskX{x});
+    else if (visits) stage<D, false, ALL - 1>(sm, warp, 0, records, nullptr, AskH{h});
+    sync_warps<ALL - 1, TEAMS>(0);
+    STAMP(4)
     if (warp >= WARPS) {
         #pragma unroll 1
         for (unsigned n = 1; n < visits; n++) {
@@ -444,20 +478,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
         while (q < to) {
             const unsigned done = q + own * TEAMS;  // the stage that this warp completes
             const unsigned strip = up.begin + done - before;
-            float raw[2] = {}, more[2] = {};
-            if (done < to) {
-                const unsigned row = experts[n] * U::STORED + strip * 16 + 8 * part + lines;
-                #pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    raw[i] = U::F::row_raw(us, ugs, row + i);
-                    if (ubias) more[i] = ubias[row + i];
-                }
-            }
+            float raw[2], more[2];
             int i = 0;
             #pragma unroll 1
             for (; i < TEAM && q < to; i++, q += TEAMS) {
                 const unsigned place = q % RING;
                 meet_wait(sm->full + place, q / RING % 2);
+#if STAMPS
+                if (warp == 0 && q < TEAMS) STAMP(5)
+#endif
                 float acc[4] = {};
                 const unsigned char* const w = weights_of<U>(sm, place, 0) + own * 128;
                 const unsigned char* const s = scales_of<U>(sm, place, 0) + own * 8 * U::F::FOUR;
@@ -468,6 +497,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
 #else
                     columns.multiply(w, s, u, acc);
 #endif
+                if (i == own) tail_of<U>(sm, place, 0, raw, more);
                 leave(place);
                 if (!i) sync_warps<TEAM>(team);  // what was there before is read
                 sm->part[team][i][own][lane] = make_float4(acc[0], acc[1], acc[2], acc[3]);
@@ -507,11 +537,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
                 if (at[j] != NOWHERE) give2(to_h + at[j], v[j]);
         }
     }
+#if STAMPS
+    if (!warp) STAMP(6)
+#endif
     #pragma unroll 1
     for (unsigned n = up.own; n < visits; n++) {
         if (n) meet_wait(&sm->staged, (n + 1) % 2);
         const int* const record = records + n * RECORD;
         const int count = record[0];
+#if STAMPS
+        if (!warp && n == up.own) STAMP(7)
+#endif
         Columns<D> columns;
         columns.load(sm, n % 2, count, 0);
         float* at[2];
@@ -529,13 +565,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
         #pragma unroll 1
         for (; q < to; q += TEAMS) {
             const unsigned from = (down.begin + q - first_down - before) * D::ROWS;
-            const unsigned row = experts[n] * D::STORED + from + 8 * own + D::PART * part + lines;
-            float raw[2] = {}, more[2] = {};
-            #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                raw[i] = D::F::row_raw(ds, dgs, row + i);
-                if (dbias) more[i] = dbias[row + i];
-            }
             const unsigned place = q % RING;
             meet_wait(sm->full + place, q / RING % 2);
             const unsigned char* const w = weights_of<D>(sm, place, own);
@@ -552,6 +581,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
                 #pragma unroll
                 for (int j = 0; j < 4; j++) z[j] += acc[j];
             }
+            float raw[2], more[2];
+            tail_of<D>(sm, place, own, raw, more);
             leave(place);
             #pragma unroll
             for (int j = 0; j < 4; j++)
@@ -561,4 +592,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
                 if (at[j]) *(float2*)(at[j] + from) = make_float2(z[j], z[2 + j]);
         }
     }
+#if STAMPS
+    if (warp == 0) {
+        STAMP(8)
+        if (!lane) {
+            stamps[21] = many; stamps[22] = first_down; stamps[23] = visits;
+            long long t; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)); stamps[19] = t;
+            for (int i = 0; i < 24; i++) ((long long*)y)[blockIdx.x * 24 + i] = stamps[i];
+        }
+    }
+#endif
 }

@@ -188,21 +188,21 @@ def _fixed(H, I, teams):
 
 CHOOSE_ROWS = 32 # Of a launch; for more, blocks do not pick by themselves
 
-def _whole(card, up, down, act, norm, R):
+def _whole(card, up, down, act, norm, R, biased=False):
     "Options of experts_wide.cu for these banks; None if it does not take their shapes"
     H,I,formats = up.k,down.k,(up.format,down.format)
     if any(f.chunk!=16 for f in formats): return
     if H not in (1024,2048) or I not in (256,512): return
-    stage = _ceil(max(_stage(up, 1), _stage(down, 4)), 128)*128
+    stage = max(_stage(up, 1), _stage(down, 4))+256*(1+biased)
     for teams in (3,2,1):
-        left = limits(card).block-2048-_fixed(H, I, teams)
+        left = limits(card).block-1024-_fixed(H, I, teams)
         ring = min(left//(stage+16), 12)//teams*teams # A place is always the same team's
         if ring>teams: break
     else: return
     room = _ceil(ring*(stage+16)+_fixed(H, I, teams), 16)*16
     return dict(UP=f'fragment_{up.format.name}', DOWN=f'fragment_{down.format.name}',
         HIDDEN=H, INNER=I, ACT=_ACTS[act], NORM=int(norm), TEAMS=teams, RING=ring, ROOM=room,
-        CHOOSES=int(R<=CHOOSE_ROWS))
+        CHOOSES=int(R<=CHOOSE_ROWS), BIASED=int(biased))
 
 
 # %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #5d1b7c21
@@ -266,7 +266,7 @@ def moe_wide(
 def _variants(card, up, down, o, picks, R):
     "Options of both halves, the same for all `R` of a bucket: of one launch if there is one"
     norm,entries = o.gain is not None,_likely(R, o.m)
-    both = entries==8 and _whole(card, up, down, o.act, norm, R)
+    both = entries==8 and _whole(card, up, down, o.act, norm, R, o.biases[0] is not None)
     if both: return [both]
     halves = _halves(card, up, down, o.act, norm, picks, entries)
     return [d|dict(ASIDE=int(_bucket(R)>FEW_ROWS)) for d in halves]
