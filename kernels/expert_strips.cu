@@ -26,12 +26,6 @@
 //   -D ASIDE= 1: copies bring 256 bytes to the L2 cache, which are lines of two units; 0: 128
 //   shared: the matrix that all rows need, asked for before anybody knows the slots; or -1
 //   launch: <<<any number, 32*WARPS, shared bytes: see atlas.cuda.experts_wide>>>
-#ifndef PROBE
-#define PROBE 0
-#endif
-#if defined(ONCE) && ONCE
-#define ASKS_ONCE
-#endif
 #if ASIDE
 #define ASKS_L2 ".L2::256B"
 #endif
@@ -311,7 +305,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
                     if (put > n) break;
                     meet_wait(left(put), parity);
                 }
-                if (PROBE != 4) stage(sm->rows + put % BUFFERS, records + put * RECORD, x, gain, width);
+                stage(sm->rows + put % BUFFERS, records + put * RECORD, x, gain, width);
                 __syncwarp();
                 if (!lane) meet_arrive(sm->staged + put % BUFFERS);
             }
@@ -340,7 +334,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
                     #pragma unroll
                     for (int b = 0; b < F::UNITS; b++) q[b].read(ring + place, b, g, t);
                     __syncwarp();
-                    if (PROBE != 2 || next.strip == 0x7FFFFFFF) fetch(ring + place);
+                    fetch(ring + place);
                     place = place == (DEEP - 1) * F::BYTES ? 0 : place + F::BYTES;
                     #pragma unroll
                     for (int b = 0; b < F::UNITS; b++)
@@ -348,18 +342,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_strips(
                         for (int i = 0; i < TILES; i++) {
                             if (i && count <= 8 * i) break;
                             const int block = u * F::UNITS + b;
-#if PROBE == 1
-                            acc[i][0] += __uint_as_float(q[b].w[0].x ^ q[b].w[0].y ^ q[b].w[0].z ^ q[b].w[0].w ^ q[b].w[1].x ^ q[b].w[1].y ^ q[b].w[1].z ^ q[b].w[1].w ^ q[b].s.s);
-#elif PROBE == 3
-                            {
-                            float d[2][4] = {};
-                            q[b].template dot<0, PLANE>(d, x_of[i]);
-                            fold(q[b], acc[i], d, make_float2(1.f, 2.f));
-                            }
-#else
                             add<F, 8, S::LD, PLANE>(q[b], acc[i], x_of[i] + 4 * block,
                                 rows->e[block] + 8 * i, t);
-#endif
                         }
                 }
                 #pragma unroll

@@ -1,13 +1,14 @@
-// Both halves of the MLPs of a mixture of experts, for many rows of a decode step, in one launch
-// (expert_slots.cu has listed who needs whom): y of an entry = D act(U f(x)). Matrices are read in
-// stages, 16 or 64 whole rows of one, which lie together in memory: the last warp asks for them,
-// RING at a time, those of the second half after those of the first. Stages of all slots are one
-// line for each half, of which a block has a piece, and its teams of four warps have these in turn.
-// Of a stage of U each warp of a team has a share of the columns, as everywhere; shares meet in
-// shared memory. Of a stage of D each has 16 rows. So a warp keeps its columns of a slot's rows of
-// x, as tensor cores want them, in registers. Rows are staged by all warps; those of the next slot
-// when all have taken what they need of this one. Hidden values say for themselves whether they are
-// there (lib/given.cuh). The order of sums is that of lib/strips.cuh.
+// Both halves of the MLPs of a mixture of experts, for many rows of a decode step, in one launch:
+// y of an entry (row * PICKS + pick) = D act(U f(x)). Each block picks, or takes what expert_slots.cu
+// has picked, and lists by itself who needs whom (lib/listing.cuh): a slot is one expert and up to
+// eight entries. Matrices are read in stages, 16 rows of U or 64 of D, whole, which lie together in
+// memory. Stages of all slots are one line for each half, of which a block has a piece; its teams
+// of four warps take these in turn. Of a stage of U each warp of a team has a share of the columns,
+// and shares meet in shared memory, four stages at a time; of a stage of D each has 16 rows. So a
+// warp keeps its columns of a slot's rows, as tensor cores want them, in registers. The last warp
+// asks for stages, RING ahead of those that are left, D's after U's; three others stage the next
+// slot's rows once all teams have taken what they need of this one's. Hidden values say for
+// themselves whether they are there (lib/given.cuh). The order of sums is that of lib/strips.cuh.
 // An entry's bits depend on nothing but its row and its expert.
 //   uw     : [ubytes]        u8    bank of matrices [UROWS, HIDDEN] in UP, the shared expert's last
 //   dw     : [dbytes]        u8    the same of [HIDDEN, INNER] in DOWN
@@ -64,23 +65,6 @@
 #define TEAMS 4
 #define RING 8
 #define ROOM 219680
-#endif
-#ifndef PROBE
-#define PROBE 0
-#endif
-#ifndef PRE
-#define PRE 0
-#endif
-#ifndef STAMPS
-#define STAMPS 0
-#endif
-#if STAMPS
-#define STAMP(i) if (threadIdx.x % 32 == 0) stamps[i] = clock64();
-#else
-#define STAMP(i)
-#endif
-#ifndef ONCE
-#define ONCE 0
 #endif
 constexpr int TEAM = 4, WARPS = TEAM * TEAMS;  // that multiply
 constexpr int STAGERS = 3, ALL = WARPS + STAGERS + 1, THREADS = 32 * ALL;
@@ -320,12 +304,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
         float* h, float* y, float eps, float limit, float scaling, int ld, int rows,
         int halves) {
     DYNAMIC_SHARED(Shared, sm);
-#if STAMPS
-    __shared__ long long stamps[24];
-    if (!threadIdx.x) for (int i = 0; i < 24; i++) stamps[i] = 0;
-    if (!threadIdx.x) asm volatile("mov.u64 %0, %globaltimer;" : "=l"(stamps[20]));
-    STAMP(0)
-#endif
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, m = g / 2;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the compiler learns: one for all
     const int team = warp / TEAM, own = warp % TEAM;  // whose share is the own-th
@@ -347,17 +325,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
         ahead(us + (size_t)E * U::STORED / 4 * U::F::SLINE,
             U::STORED / 4 * (U::F::SLINE / 16), thread, threads);
     }
-#if PRE && __CUDA_ARCH__
-    if (halves & 1) {
-        for (int e = blockIdx.x * THREADS + threadIdx.x; e < EXPERTS * (PRE / 4); e += gridDim.x * THREADS) {
-            const int ex = e % EXPERTS, c = e / EXPERTS;
-            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(uw + (size_t)ex * U::STORED * U::F::LINE + c * 4096), "r"(4096));
-            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(us + (size_t)ex * U::STORED / 4 * U::F::SLINE + c * 512), "r"(512));
-        }
-    }
-#endif
     pdl_wait();
-    STAMP(1)
     pdl_trigger();
     if (CHOOSES) {
         __syncthreads();
@@ -381,7 +349,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
         list->note_all(ids, rows);
     }
     __syncthreads();
-    STAMP(2)
     const unsigned all = list->count(rows);
     Piece up(all, U::STAGES), down(all, D::STAGES);
     if (!(halves & 1)) up.own = 0, up.end = up.begin;
@@ -404,7 +371,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
     list->each_pick(rows, entry);
     list->each_shared(rows, slot, entry);
     __syncthreads();
-    STAMP(3)
     const unsigned first_down = up.end - up.begin, many = first_down + down.end - down.begin;
     if (warp == ALL - 1) {
         #pragma unroll 1
@@ -415,22 +381,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
             const unsigned slot = k / o.stages;
             const int expert = experts[first ? slot - up.slot0 : slot + later];
             if (i >= RING) meet_wait(sm->empty + place, round % 2);
-#if PROBE == 2
-            if (i >= RING) meet_arrive(sm->full + place); else
-#endif
             ask_for(o, sm, place, expert, k % o.stages, first ? uw : dw, first ? us : ds,
                 first ? ugs : dgs, first ? ubias : dbias);
             if (++place == RING) place = 0, round++;
         }
-#if STAMPS
-        STAMP(10)
-#endif
         return;
     }
     if (up.own) stage<U, NORM, ALL - 1>(sm, warp, 0, records, gain, AskX{x});
     else if (visits) stage<D, false, ALL - 1>(sm, warp, 0, records, nullptr, AskH{h});
     sync_warps<ALL - 1, TEAMS>(0);
-    STAMP(4)
     if (warp >= WARPS) {
         #pragma unroll 1
         for (unsigned n = 1; n < visits; n++) {
@@ -484,19 +443,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
             for (; i < TEAM && q < to; i++, q += TEAMS) {
                 const unsigned place = q % RING;
                 meet_wait(sm->full + place, q / RING % 2);
-#if STAMPS
-                if (warp == 0 && q < TEAMS) STAMP(5)
-#endif
                 float acc[4] = {};
                 const unsigned char* const w = weights_of<U>(sm, place, 0) + own * 128;
                 const unsigned char* const s = scales_of<U>(sm, place, 0) + own * 8 * U::F::FOUR;
                 #pragma unroll
                 for (int u = 0; u < U::MINE; u++)
-#if PROBE == 1
-                    acc[u] += *(const float*)(w + u * 1024);
-#else
                     columns.multiply(w, s, u, acc);
-#endif
                 if (i == own) tail_of<U>(sm, place, 0, raw, more);
                 leave(place);
                 if (!i) sync_warps<TEAM>(team);  // what was there before is read
@@ -537,17 +489,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
                 if (at[j] != NOWHERE) give2(to_h + at[j], v[j]);
         }
     }
-#if STAMPS
-    if (!warp) STAMP(6)
-#endif
     #pragma unroll 1
     for (unsigned n = up.own; n < visits; n++) {
         if (n) meet_wait(&sm->staged, (n + 1) % 2);
         const int* const record = records + n * RECORD;
         const int count = record[0];
-#if STAMPS
-        if (!warp && n == up.own) STAMP(7)
-#endif
         Columns<D> columns;
         columns.load(sm, n % 2, count, 0);
         float* at[2];
@@ -573,11 +519,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
             #pragma unroll
             for (int u = 0; u < D::MINE; u++) {
                 float acc[4] = {};
-#if PROBE == 1
-                acc[u] += *(const float*)(w + u * 128);
-#else
                 columns.multiply(w, s, u, acc);
-#endif
                 #pragma unroll
                 for (int j = 0; j < 4; j++) z[j] += acc[j];
             }
@@ -592,14 +534,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
                 if (at[j]) *(float2*)(at[j] + from) = make_float2(z[j], z[2 + j]);
         }
     }
-#if STAMPS
-    if (warp == 0) {
-        STAMP(8)
-        if (!lane) {
-            stamps[21] = many; stamps[22] = first_down; stamps[23] = visits;
-            long long t; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)); stamps[19] = t;
-            for (int i = 0; i < 24; i++) ((long long*)y)[blockIdx.x * 24 + i] = stamps[i];
-        }
-    }
-#endif
 }

@@ -8,13 +8,9 @@
 //   met    : [1]      i32    gets the 0 that expert_slots.cu counts from; or null
 //   empty  : [r, picks, width]  f32  4 * fours words, left EMPTY (lib/given.cuh) for
 //                            experts.cu; or null
-//   bank   : [bytes]     u8     WIDE: a bank of `matrices`, `step` bytes each, of which the first `asked` come to the L2
-//                            cache while memory idles; or null
-//   bank_s : [sbytes]    u8     likewise its scales; or null
 //   -D HIDDEN= (k, a multiple of 32)  EXPERTS=  FORMAT=  NORM= (0 or 1)  ROWS= (1 or 2: of x at a time)  WARPS=  EACH=
 //   -D WIDE=   1: for many rows
 //   launch: <<<(ceil(n/EACH), any), 32*WARPS, any>>>, `rows` dealt out to blockIdx.y; at most 8 for each, with WIDE 32
-#include "lib/ahead.cuh"
 #include "lib/given.cuh"
 #include "lib/pdl.cuh"
 #include "lib/reduce.cuh"
@@ -90,9 +86,7 @@ struct Rows {  // a lane's columns of ROWS rows of x
 extern "C" __global__ void __launch_bounds__(32 * WARPS) router(
         const unsigned char* __restrict__ w, const float* __restrict__ bias,
         const float* __restrict__ gain, const float* x, float* logits, int* met, float* empty,
-        const unsigned char* __restrict__ bank, const unsigned char* __restrict__ bank_s, float eps,
-        int n, int ld, int rows, int fours, int matrices, int step, int asked, int step_s,
-        int asked_s) {
+        float eps, int n, int ld, int rows, int fours) {
     __shared__ float part[HELD][EACH + 1][WARPS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r0 = blockIdx.x * EACH;
     const int own = lane / LANES, first = warp * 256 + lane * 8;
@@ -123,20 +117,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) router(
             asm volatile("" : "+f"(v[i][r / 8][r % 8]));
 #endif
     }
-    const int thread = (blockIdx.y * gridDim.x + blockIdx.x) * 32 * WARPS + threadIdx.x;
-    const int threads = gridDim.x * gridDim.y * 32 * WARPS;
-    if (bank) ahead_each(bank, step, asked, matrices, thread, threads);
-    if (bank_s) ahead_each(bank_s, step_s, asked_s, matrices, thread, threads);
     pdl_wait();
     if (met && !blockIdx.x && !blockIdx.y && !threadIdx.x) *met = 0;
     empty_all(empty, fours);
-    const int stride = gridDim.y * ROWS;
+    const int step = gridDim.y * ROWS;
     Rows now = {}, next = {};
     now.load(x, blockIdx.y * ROWS, own / EACH, first, rows);
     int used = 0;
     #pragma unroll 2
-    for (int t = blockIdx.y * ROWS; t < rows; t += stride, used += ROWS) {
-        if (t + stride < rows) next.load(x, t + stride, own / EACH, first, rows);
+    for (int t = blockIdx.y * ROWS; t < rows; t += step, used += ROWS) {
+        if (t + step < rows) next.load(x, t + step, own / EACH, first, rows);
         float dot[VALUES] = {}, sum[ROWS] = {};
         #pragma unroll
         for (int i = 0; i < MINE; i++)
@@ -174,9 +164,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) router(
 #else
 extern "C" __global__ void __launch_bounds__(32 * WARPS) router(const unsigned char* __restrict__ w, const float* __restrict__ bias,
         const float* __restrict__ gain, const float* x, float* logits, int* met, float* empty,
-        const unsigned char* __restrict__ bank, const unsigned char* __restrict__ bank_s, float eps,
-        int n, int ld, int rows, int fours, int matrices, int step, int asked, int step_s,
-        int asked_s) {
+        float eps, int n, int ld, int rows, int fours) {
     __shared__ float part[8][EACH + 1][WARPS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r0 = blockIdx.x * EACH;
     float v[MINE][EACH][8];

@@ -14,13 +14,8 @@ __device__ __forceinline__ void cp_async16(void* to, const void* from) {
 __device__ __forceinline__ void cp_async16_or_zero(void* to, const void* from, bool on) {
 #if defined(__CUDA_ARCH__)
     const unsigned at = (unsigned)__cvta_generic_to_shared(to);
-#ifdef ASKS_ONCE
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint" ASKS_L2 " [%0], [%1], 16, %2, %3;"
-        :: "r"(at), "l"(from), "r"(on ? 16 : 0), "l"(0x12F0000000000000ull) : "memory");
-#else
     asm volatile("cp.async.cg.shared.global" ASKS_L2 " [%0], [%1], 16, %2;"
         :: "r"(at), "l"(from), "r"(on ? 16 : 0) : "memory");
-#endif
 #else
     emu::copy(to, from, 16, on);
 #endif
