@@ -402,9 +402,9 @@ def record(self:PromptGraphs, batches):
 def usual(self:PromptGraphs, long:int)->list[int]:
     "Lengths of one prompt that are worth a graph from the start; none is longer than `long`"
     every = list(range(TILE, long+1, TILE))
-    if len(every)<=self.most: return every
-    powers = [1<<i for i in range(6, long.bit_length())]
-    return sorted({long//TILE*TILE, *powers})[-self.most:]
+    powers = {1<<i for i in range(6, long.bit_length())}|set(every[-1:])
+    others = [n for n in every if n not in powers] # the shortest have the most to gain
+    return sorted([*powers,*others[:max(self.most-len(powers), 0)]])[-self.most:]
 
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #656d6aa6
 class CardStepper(Stepper):
