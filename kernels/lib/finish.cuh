@@ -1,0 +1,67 @@
+#pragma once
+// What stands behind the sums of a matrix product of many rows: factors of rows and columns, bias,
+// the activation between gate and up, a gate of the whole row, and what the result is added to.
+#include "lib/act.cuh"
+
+struct Finish {
+    const float *bias;  // of the matrix, or null
+    const float *gate, *add;
+    float* y;
+    int n, n0;          // columns of the product; the first of the block
+    float limit;
+    int column, gs, as, ys;
+};
+
+// Results of 16 x 8*TILES sums. A lane has of each eight columns [g][2t], [g][2t+1], [g+8][2t],
+// [g+8][2t+1]: it gives two away, so that an even lane has four in a row of the upper eight rows,
+// an odd one of the lower. Of pairs these are two gates and their ups.
+//   c      first column, counted from f.n0
+//   r      row of y that this lane's row (g + 8*(t%2)) becomes; -1: nobody wants it
+//   mine   its factor
+//   units  factors of columns, from f.n0 on, in shared memory
+template <int ACT, int TILES> __device__ __forceinline__ void finish(
+        const Finish& f, int c, int r, float mine, const float* units, float (*d)[4]) {
+    constexpr bool PAIR = ACT != ACT_NONE && ACT != ACT_RELU2;
+    constexpr int WIDTH = PAIR ? 2 : 4;  // results of a lane that lie together
+    const int t = threadIdx.x % 4, odd = t & 1;
+    const int n4 = (f.n + 3) / 4 * 4, out = PAIR ? f.n / 2 : f.n, nb = PAIR ? n4 : f.n;
+    const size_t ends = (size_t)f.add | (size_t)f.y;
+    const bool whole = (out | f.as | f.ys) % WIDTH == 0 && (ends & (WIDTH * 4 - 1)) == 0;
+    float* const yr = f.y + (size_t)max(r, 0) * f.ys;
+    const float* const ar = f.add + (size_t)max(r, 0) * f.as;
+    float by = 1.f;
+    if (f.gate && r >= 0) by = 1.f / (1.f + expf(-f.gate[(size_t)r * f.gs + f.column]));
+    #pragma unroll
+    for (int i = 0; i < TILES; i++) {
+        const float p = __shfl_xor_sync(~0u, odd ? d[i][0] : d[i][2], 1);
+        const float q = __shfl_xor_sync(~0u, odd ? d[i][1] : d[i][3], 1);
+        float v[4] = {odd ? p : d[i][0], odd ? q : d[i][1], odd ? d[i][2] : p, odd ? d[i][3] : q};
+        const int col = c + i * 8 + t / 2 * 4, at = f.n0 + col;
+        const float4 u = *(const float4*)(units + col);
+        #pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const float b = f.bias && at + k < nb ? f.bias[at + k] : 0.f;
+            v[k] = fmaf(__fmul_rn(v[k], mine), (&u.x)[k], b);
+        }
+        if (PAIR) {
+            v[0] = act_mul<ACT>(v[0], v[2], f.limit);
+            v[1] = act_mul<ACT>(v[1], v[3], f.limit);
+        } else if (ACT != ACT_NONE)
+            #pragma unroll
+            for (int k = 0; k < 4; k++) v[k] = act_mul<ACT>(v[k], 0.f, f.limit);
+        if (f.gate)
+            #pragma unroll
+            for (int k = 0; k < WIDTH; k++) v[k] *= by;
+        const int o = at / (4 / WIDTH);
+        if (r < 0 || o >= out) continue;
+        if (!whole) {
+            for (int k = 0; k < WIDTH && o + k < out; k++) yr[o + k] = v[k] + (f.add ? ar[o + k] : 0.f);
+        } else if (PAIR) {
+            const float2 z = f.add ? *(const float2*)(ar + o) : make_float2(0.f, 0.f);
+            *(float2*)(yr + o) = make_float2(v[0] + z.x, v[1] + z.y);
+        } else {
+            const float4 z = f.add ? *(const float4*)(ar + o) : make_float4(0.f, 0.f, 0.f, 0.f);
+            *(float4*)(yr + o) = make_float4(v[0] + z.x, v[1] + z.y, v[2] + z.z, v[3] + z.w);
+        }
+    }
+}
