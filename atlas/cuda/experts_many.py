@@ -9,7 +9,8 @@ __all__ = ['STRETCH', 'MOST', 'route_many', 'sort_picks', 'experts_many']
 
 # %% ../../nbs/3_ops/moe/52_cuda.experts_many.ipynb #b4ad0d06
 from ..card.card import card_of,run
-from .gemm import gemm,halve,product,tile_of
+from .gemm import gemm
+from .gemm_scaled import grouped_product,grouped_rows
 
 # %% ../../nbs/3_ops/moe/52_cuda.experts_many.ipynb #da1c0f4d
 _SCORE = dict(softmax=0, sigmoid=1, topk_softmax=2)
@@ -82,25 +83,22 @@ def experts_many(
     add=None, # [R, H]: added to the result; may be `out`
     real=None, # [R] int32, the sequence of each row: negative for padding, which gets nothing from experts; or [R] uint8 or bool
     out=None, # [R, H]
+    activations:str='f16', # Of products with formats that have a way for it; or of `SCALED`
 ): # [R, H] float32
     "`atlas.ops.moe.experts` on the card, for many rows; no row's bits depend on another row"
     (R,k),card = ids.shape,card_of(x)
     if out is None: out = card.empty((R, down.n))
     if R>MOST:
         cut = lambda a, i: None if a is None else a[i:i+MOST]
-        for i in range(0, R, MOST): experts_many(cut(x, i), cut(ids, i), cut(weights, i), up, down, act, limit, up_bias, down_bias, cut(add, i), cut(real, i), cut(out, i))
+        for i in range(0, R, MOST): experts_many(cut(x, i), cut(ids, i), cut(weights, i), up, down, act, limit, up_bias, down_bias, cut(add, i), cut(real, i), cut(out, i), activations)
         return out
     if real is not None and real.dtype!='int32': real = real.view('int8').astype('int32')-1
-    def tile_rows(w):
-        each = R*k//w.experts
-        tile = tile_of(w.format, each, w.n, w.k, 0, True)
-        return 16*tile['MT']
-    places = [tile_rows(up),tile_rows(down)]
+    places = [grouped_rows(activations, w, R*k, card) for w in (up,down)]
     other = places[1] if places[1]!=places[0] else 0
     order,*lists = sort_picks(ids, up.experts, places[0], real, other)
     def grouped(x, w, out, bias, g, act=None):
         tiles = lists[g-1 if other else 0]
-        return product(*halve(x), w, out, R*k, bias, act=act, limit=limit, order=order, tiles=tiles, grouped=g, top=k)
+        return grouped_product(activations, x, w, out, R*k, bias=bias, act=act, limit=limit, order=order, tiles=tiles, grouped=g, top=k)
     y = grouped(x, up, card.empty((R*k, down.k)), up_bias, 1, act)
     d = grouped(y, down, card.empty((R*k, down.n)), down_bias, 2)
     run('moe_gather', (-(-down.n//512), R), 128, d, weights, real, add, out, down.n, k, pdl=False)

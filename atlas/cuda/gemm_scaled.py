@@ -6,7 +6,7 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/linear/cuda.gemm_scaled.html
 
 # %% auto #0
 __all__ = ['BK', 'SCALED', 'Narrow', 'narrow_on_host', 'narrow_values', 'narrow', 'rounded', 'tile_scaled', 'shared_of',
-           'product_scaled', 'gemm_scaled']
+           'product_scaled', 'gemm_scaled', 'can_scale', 'gemm_with', 'grouped_rows', 'grouped_product']
 
 # %% ../../nbs/3_ops/linear/15_cuda.gemm_scaled.ipynb #72c4b1fa
 import numpy as np
@@ -171,3 +171,36 @@ def gemm_scaled(
     "`gemm` with activations in fewer bits; no row's bits depend on another row"
     if out is None: out = card_of(x).empty((len(x), w.n//2 if w.pair else w.n))
     return product_scaled(narrow(x, fmt, gain, eps), fmt, w, out, len(x), **kw)
+
+# %% ../../nbs/3_ops/linear/15_cuda.gemm_scaled.ipynb #dd5718ac
+def can_scale(
+    card, # With an `arch`
+    fmt:str, # Of `SCALED`
+):
+    "An `UnsupportedError` unless the tensor cores of `card` multiply such numbers"
+    has = dict(nvfp4=('sm_120a','sm_121a','emulated'), fp8=('sm_90a','sm_120a','sm_121a','emulated'))
+    if card.arch in has[fmt]: return
+    said = f'prefill_activations={fmt!r} needs one of {", ".join(has[fmt][:-1])}'
+    raise UnsupportedError(f'{said}, and this card is {card.arch}', hint='Leave it out',
+        param='prefill_activations')
+
+def gemm_with(
+    activations:str, # 'f16', or of `SCALED`
+    x, w:Packed, # As for `gemm`
+    exact:bool=False, # Of products in fp16
+    **kw, # For `gemm` or `gemm_scaled`
+): # As `gemm`
+    "Rows times a matrix, in `activations` where its format has a way for it"
+    if activations in w.format.scaled: return gemm_scaled(x, w, activations, **kw)
+    return gemm(x, w, exact=exact, **kw)
+
+def grouped_rows(activations:str, w:Packed, rows:int, card)->int:
+    "Places of a tile of `grouped_product`, whose experts share so many rows"
+    f,each = w.format,rows//w.experts
+    if activations not in f.scaled: return 16*tile_of(f, each, w.n, w.k, 0, True)['MT']
+    return 16*tile_scaled(f, activations, each, w.n, card, True)['MT']
+
+def grouped_product(activations:str, x, w:Packed, out, rows:int, **kw):
+    "`product` with the experts of a bank, in `activations` where its format has a way for it"
+    if activations not in w.format.scaled: return product(*halve(x), w, out, rows, **kw)
+    return product_scaled(narrow(x, activations), activations, w, out, rows, **kw)
