@@ -82,9 +82,11 @@ def tile_of(
 def launch_of(f:CardFormat, d:dict)->tuple:
     "BM, BN, threads and bytes of shared memory of a block"
     bm,bn = 16*d['MT']*d['WM'],8*d['NT']*d['WN']
-    threads = 32*d['WM']*d['WN']
+    threads = 32*(d['WM']*d['WN']+d.get('FEEDS', 0))
     parts = 1+(f.parts>2)
-    stage = 2*bm*BK*parts + bn*BK//32*f.chunk + bn*f.stage
+    scales = d['BK']//32*f.scale or 4*bool(f.tile)
+    stage = 2*bm*d['BK']*parts + bn*d['BK']//32*f.chunk + bn*scales
+    if d.get('WGMMA'): return bm,bn,threads,d['STAGES']*-(-stage//1024)*1024+1024
     return bm,bn,threads,d['STAGES']*stage
 
 # %% ../../nbs/3_ops/linear/13_cuda.gemm.ipynb #936133d0
@@ -117,7 +119,7 @@ def product(h, scale, w, out, rows, bias=None, add=None, act=None, limit=None, g
     cores = card_of(h).multiprocessors
     d = tile or tile_of(f, each, w.n, w.k, cores, bool(grouped), parts)
     bm,bn,threads,shared = launch_of(f, d)
-    across = -(-w.n//bn)
+    across = -(-w.n//(bn*d.get('SPAN', 1)))
     grid = (across, len(tiles)) if grouped else (-(-rows//bm), across)
     blocks = w.s.shape[-1] if f.tile else 0
     if bias is not None: bias = bias.reshape(-1, w.rows if w.pair else w.n)
