@@ -79,9 +79,11 @@ constexpr int PER = W::BYTES / 4;                                   // 16-byte p
 constexpr int SC = W::SCALE < 0 ? 4 : W::SCALE, SCH = W::SCALE < 0 ? 1 : CH;  // scales: bytes of a row's chunk, chunks a stage
 constexpr int BC = BN * PER * 16;                                   // bytes of a chunk of all rows of W
 constexpr bool PAIR = ACTIVATION != ACT_NONE && ACTIVATION != ACT_RELU2;
-constexpr int XPARTS = PARTS == 3 ? 2 : 1, AP = BM * BK * 2;         // parts of x in a stage, bytes of one
+constexpr int XPARTS = PARTS == 3 ? 2 : 1, XROW = BK * 2;           // parts of x in a stage, bytes of a row of one
+constexpr int AP = BM * XROW, XSC = 0;                              // bytes of one; x has no scales
 constexpr int A = XPARTS * AP, B = CH * BC, BYTES = A + B + SCH * SC * BN;
 constexpr int STAGE = WGMMA ? (BYTES + 1023) / 1024 * 1024 : BYTES;
+__device__ __forceinline__ float factor(float aid) { return __fmul_rn(W::unit(aid), W::UNITY); }
 static_assert((BK == 64 || BK == 128) && (GROUPED == 0 || WM == 1), "see the contract");
 
 #if WGMMA
@@ -133,12 +135,11 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(const __half* __restri
     const size_t srow = W::SCALE < 0 ? (size_t)blocks * 4 : (size_t)chunks * SC;
     const size_t w0 = (size_t)e * n4 + n0;
     const int steps = kp / BK * (PARTS == 2 ? 2 : 1), own = min(SPAN, (n4 - n0 + BN - 1) / BN);
-    const Job j = {(const unsigned short*)x, w + w0 * row, s + w0 * srow, aids, from, ld, kp, chunks, blocks,
+    const Job j = {(const unsigned char*)x, nullptr, w + w0 * row, s + w0 * srow, aids, from, ld / 8, chunks, blocks,
                    steps, own, (unsigned)(n4 - 1 - n0)};
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int out = PAIR ? n / 2 : n, nb = PAIR ? n4 : n;
     const float* b = bias ? bias + (size_t)e * nb : nullptr;
-    const float unity = W::UNITY;
 #if WGMMA
     const bool whole = (out | as | ys) % 2 == 0 && (((size_t)add | (size_t)y) & 7) == 0;
     const Put put = {aids, b, add, y, by, gated, to, n0, out, nb, as, ys, limit, gate != nullptr, whole};
@@ -164,8 +165,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(const __half* __restri
             #pragma unroll
             for (int k = 0; k < 4; k++) {
                 v[k] = __fmul_rn(v[k], mine);
-                const float u = __fmul_rn(W::unit((&a.x)[k]), unity);
-                v[k] = fmaf(v[k], u, b && n0 + col + k < nb ? b[n0 + col + k] : 0.f);
+                v[k] = fmaf(v[k], factor((&a.x)[k]), b && n0 + col + k < nb ? b[n0 + col + k] : 0.f);
             }
             if (PAIR) {
                 v[0] = act_mul<ACTIVATION>(v[0], v[2], limit);

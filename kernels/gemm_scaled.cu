@@ -13,10 +13,10 @@
 //   order : [picks]               i32   GROUPED: number of the pick at each place, sorted by expert; or null
 //   tiles : [slots, 3]            i32   GROUPED: expert, first place, end of the places of a tile; expert -1: nothing to do; or null
 //   -D FMT=     nvfp4, mxfp4; fp8, fp8_block only with FP8    -D FP8=  1: x is FP8, 0: NVFP4 (sm_120a, sm_121a)
-//   -D ACTIVATION= GROUPED= MT= NT= WN= STAGES=   as in gemm.cu; a block is WN warps side by side, K goes by 128
-//   launch: <<<GROUPED ? (ceil(n/BN), slots) : (ceil(xrows/BM), ceil(n/BN)), 32*WN, STAGES * (A + B)>>>   with their scales; BM = 16*MT, BN = 8*NT*WN
-#include "lib/async.cuh"
-#include "lib/finish.cuh"
+//   -D ACTIVATION= GROUPED= MT= NT= WN= STAGES= WGMMA= FEEDS= MANY= FEW=   as in gemm.cu; a block is WN warps side by side, K goes by 128; WGMMA only with FP8
+//   -D FP8_APART=  1: with WGMMA, each 128 columns are summed by themselves
+//   launch: <<<GROUPED ? (ceil(n/BN), slots) : (ceil(xrows/BM), ceil(n/BN)), 32*(WN+FEEDS), STAGES * (A + B)>>>   with their scales; BM = 16*MT, BN = 8*NT*WN; with WGMMA a stage is a multiple of 1,024, and 1,024 more
+#include "lib/act.cuh"
 #include "lib/mma.cuh"
 #include "lib/mma_narrow.cuh"
 #include "lib/narrow.cuh"
@@ -44,90 +44,51 @@
 #ifndef STAGES
 #define STAGES 3
 #endif
-#define THREADS (32 * WN)
+#ifndef WGMMA
+#define WGMMA 0
+#endif
+#ifndef FEEDS
+#define FEEDS 0
+#endif
+#ifndef MANY
+#define MANY 0
+#endif
+#ifndef FEW
+#define FEW 40
+#endif
+#ifndef BLOCKS
+#define BLOCKS 1
+#endif
+#ifndef FP8_APART
+#define FP8_APART 0
+#endif
+#define NEAR 0
+#define PARTS 1
+#define WM 1
+#define THREADS (32 * (WN + FEEDS))
 using W = weights::FMT;
-using N = narrow_weights::FMT;
+using Narrow = narrow_weights::FMT;
 constexpr int BK = 128, CH = BK / 32, BM = 16 * MT, BN = 8 * NT * WN;
 constexpr int KS = FP8 ? CH : CH / 2;                        // products along K in a stage
-constexpr int XB = FP8 ? BK : BK / 2, XP = XB / 16;          // of a row of x: bytes, pieces
+constexpr int XROW = FP8 ? BK : BK / 2, XSC = FP8 ? 0 : BK / 16;  // of a row of x in a stage: bytes, scales
+constexpr int XPARTS = 1, AP = BM * XROW;
 constexpr int PER = W::BYTES / 4, BC = BN * PER * 16;        // of a row's chunk: pieces; bytes of all rows'
 constexpr bool TILED = W::SCALE < 0;                         // a scale for 128 columns of W
+constexpr bool PAIR = ACTIVATION != ACT_NONE && ACTIVATION != ACT_RELU2;
 constexpr int SC = TILED ? 4 : W::SCALE, SCH = TILED ? 1 : CH;
-constexpr int A = BM * XB, AS = FP8 ? 0 : BM * (BK / 16), B = CH * BC;
-constexpr int STAGE = A + AS + B + SCH * SC * BN;
+constexpr int A = AP + BM * XSC, B = CH * BC, BYTES = A + B + SCH * SC * BN;
+constexpr int STAGE = WGMMA ? (BYTES + 1023) / 1024 * 1024 : BYTES;
 static_assert(FP8 || W::BYTES == 4, "NVFP4 multiplies weights of four bits");
-
-// Where piece `piece` of row `row` of x lies, so that eight rows meet no bank twice.
-__device__ __forceinline__ int place(int row, int piece) {
-    return row * XB + (XP == 8 ? piece ^ row % 8 : piece ^ row / 2 % 4) * 16;
+static_assert(FP8 || !WGMMA, "products of warpgroups know no NVFP4");
+// What sums of a row of W are to be multiplied by
+__device__ __forceinline__ float factor(float aid) {
+    return TILED ? 1.f : __fmul_rn(W::unit(aid), FP8 ? Narrow::UNIT : Narrow::UNIT4);
 }
-
-struct Job {  // what all threads of a block know
-    const unsigned char *x, *xs, *w, *s;  // w, s: of the block's first row of W
-    const float* units;  // of the rows of W, in shared memory
-    const int* from;     // row of x of each row of the tile, in shared memory
-    int kp, chunks, blocks, last;  // last: the last row of W there is, counted from the first
-};
-
-// Brings 128 columns of both sides into a stage. Beyond W's last row or chunk the last one is read
-// again: nobody keeps what it gives, or it meets zeros of x.
-template <int ROWS> struct Feed {
-    static constexpr int WP = CH * PER, XS = THREADS / XP, WS = THREADS / WP;
-    static constexpr int OWN = (ROWS + XS - 1) / XS;
-    const Job& j;
-    int step = 0;
-    const unsigned char* at[OWN];  // where this thread's pieces of x begin
-    __device__ __forceinline__ Feed(const Job& job) : j(job) {
-        #pragma unroll
-        for (int i = 0; i < OWN; i++) {
-            const int row = min((int)threadIdx.x / XP + i * XS, ROWS - 1);
-            at[i] = j.x + (size_t)j.from[row] * (j.kp / BK * XB) + threadIdx.x % XP * 16;
-        }
-    }
-    __device__ __forceinline__ void rows(unsigned char* stage, bool on) const {
-        const int piece = threadIdx.x % XP;
-        #pragma unroll
-        for (int i = 0; i < OWN; i++) {
-            const int row = threadIdx.x / XP + i * XS;
-            if (on && row < ROWS) cp_async16(stage + place(row, piece), at[i] + step * XB);
-        }
-        if (FP8 || !on) return;
-        for (int row = threadIdx.x; row < ROWS; row += THREADS) {
-            const unsigned char* s = j.xs + (size_t)j.from[row] * (j.kp / 16);
-            cp_async_or_zero<8>(stage + A + row * 8, s + step * (BK / 16), true);
-        }
-    }
-    __device__ __forceinline__ void weights(unsigned char* stage) const {
-        const int piece = threadIdx.x % WP, chunk = piece / PER, c0 = step * CH;
-        const int c = min(c0 + chunk, j.chunks - 1);
-        const size_t line = (size_t)j.chunks * PER * 16;
-        unsigned char* to = stage + A + AS + chunk * BC + piece % PER * 16;
-        const unsigned char* w = j.w + c * (PER * 16) + piece % PER * 16;
-        #pragma unroll
-        for (int row = threadIdx.x / WP; row < BN; row += WS)
-            cp_async16(to + row * PER * 16, w + min(row, j.last) * line);
-        unsigned char* scales = stage + A + AS + B;
-        if constexpr (TILED)
-            for (int row = threadIdx.x; row < BN; row += THREADS) {
-                const float* s = (const float*)j.s + (size_t)min(row, j.last) * j.blocks;
-                cp_async_or_zero<4>(scales + row * 4, s + step, true);
-            }
-        else if constexpr (SC > 0)  // those of four rows lie together
-            for (int p = threadIdx.x; p < BN / 4 * CH; p += THREADS) {
-                const int four = min(p / CH, j.last / 4), c = min(c0 + p % CH, j.chunks - 1);
-                cp_async_or_zero<4 * SC>(scales + (p % CH * BN + p / CH * 4) * SC,
-                    j.s + ((size_t)four * j.chunks + c) * 4 * SC, true);
-            }
-    }
-    __device__ __forceinline__ void operator()(unsigned char* stage) {
-        const bool on = step < j.kp / BK;
-        rows(stage, on);
-        if (on) weights(stage);
-        step++;
-        cp_async_commit();
-    }
-};
-
+#if WGMMA
+#include "lib/tile_groups.cuh"
+#else
+#include "lib/feed.cuh"
+#include "lib/finish.cuh"
 // What a warp multiplies at once: 16*M rows of x, 8*NT of W, and of NVFP4 their scales.
 template <int M> struct Fragments {
     unsigned a[M][4], b[NT][2], sa[(M + 1) / 2], sb[(NT + 3) / 4];
@@ -136,14 +97,14 @@ template <int M> struct Fragments {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         #pragma unroll
         for (int m = 0; m < M; m++)
-            ldmatrix_x4(a[m], stage + place(m * 16 + lane % 16, k * 2 + lane / 16));
-        const unsigned char *w = stage + A + AS, *s = w + B;
+            ldmatrix_x4(a[m], stage + place_in_row<XROW>(m * 16 + lane % 16, k * 2 + lane / 16));
+        const unsigned char *w = stage + A, *s = w + B;
         #pragma unroll
         for (int n = 0; n < NT; n++) {
             const int row = n0 + n * 8 + g;
             if (FP8) {
                 const unsigned char* scale = s + ((TILED ? 0 : k) * BN + row) * SC;
-                N::eight(w + k * BC + (row * 4 + t) * W::BYTES, scale, t, j.units[BN + row], b[n]);
+                Narrow::eight(w + k * BC + (row * 4 + t) * W::BYTES, scale, t, j.aids[row], b[n]);
             } else
                 #pragma unroll
                 for (int h = 0; h < 2; h++)
@@ -153,7 +114,7 @@ template <int M> struct Fragments {
         #pragma unroll
         for (int i = 0; i < (M + 1) / 2; i++) {
             const int row = min(2 * i + t / 2, M - 1) * 16 + t % 2 * 8 + g;
-            sa[i] = *(const unsigned*)(stage + A + row * 8 + k * 4);
+            sa[i] = *(const unsigned*)(stage + AP + row * XSC + k * 4);
         }
         #pragma unroll
         for (int i = 0; i < (NT + 3) / 4; i++) {
@@ -161,7 +122,7 @@ template <int M> struct Fragments {
             unsigned two[2];
             #pragma unroll
             for (int h = 0; h < 2; h++)
-                two[h] = N::scale(s + ((k * 2 + h) * BN + row) * SC, j.units[BN + row]);
+                two[h] = Narrow::scale(s + ((k * 2 + h) * BN + row) * SC, j.aids[row]);
             sb[i] = two[0] | two[1] << 16;
         }
     }
@@ -179,7 +140,7 @@ template <int M> struct Fragments {
 // this one is multiplied.
 template <int M, class F, class G> __device__ __forceinline__ void tile(
         const Job& j, unsigned char* stages, F meanwhile, G put) {
-    const int n0 = threadIdx.x / 32 * NT * 8, steps = j.kp / BK;
+    const int n0 = threadIdx.x / 32 * NT * 8;
     Feed<M * 16> feed(j);
     #pragma unroll
     for (int i = 0; i < STAGES - 1; i++) feed(stages + i * STAGE);
@@ -190,10 +151,10 @@ template <int M, class F, class G> __device__ __forceinline__ void tile(
     f[0].load(stages, 0, n0, j);
     float d[M][NT][4] = {};
     int at = 0;
-    for (int i = 0; i < steps; i++) {
+    for (int i = 0; i < j.steps; i++) {
         float own[TILED ? M : 1][NT][4] = {};
         const int ahead = at + 1 == STAGES ? 0 : at + 1, done = at == 0 ? STAGES - 1 : at - 1;
-        const float* scales = (const float*)(stages + at * STAGE + A + AS + B);
+        const float* scales = (const float*)(stages + at * STAGE + A + B);
         float by[TILED ? NT : 1][2];
         #pragma unroll
         for (int n = 0; n < (TILED ? NT : 0); n++)
@@ -221,18 +182,25 @@ template <int M, class F, class G> __device__ __forceinline__ void tile(
     #pragma unroll
     for (int m = 0; m < M; m++) put(m * 16, n0, d[m]);
 }
+#endif
 
-#define CUT(m) case m: if constexpr (m <= MT) tile<m>(j, stages, meanwhile, put); break;
-extern "C" __global__ void __launch_bounds__(THREADS) gemm_scaled(
+#define CUT(m) case m: if constexpr (m <= MOST) tile<m>(j, stages, meanwhile, put); break;
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm_scaled(
         const unsigned char* __restrict__ x, const unsigned char* __restrict__ xs, const float* __restrict__ scale,
         const unsigned char* __restrict__ w, const unsigned char* __restrict__ s, const float* __restrict__ unit,
         const float* __restrict__ bias, const float* __restrict__ gate, const float* add, float* y,
         const int* __restrict__ order, const int* __restrict__ tiles,
         int rows, int kp, int chunks, int blocks, int n, float limit, int top, int column, int gs, int as, int ys) {
-    DYNAMIC_SHARED(unsigned char, stages);
-    __shared__ int from[BM], to[BM];  // of a row of the tile: row of x, and of y; -1: nobody wants it
-    __shared__ float by[BM];          // its scale
-    __shared__ __align__(16) float units[2 * BN];  // factors of rows of W, then their aids
+    DYNAMIC_SHARED(unsigned char, memory);
+#if WGMMA
+    unsigned char* const stages = wgmma_aligned(memory);
+#else
+    unsigned char* const stages = memory;
+#endif
+    __shared__ int from[BM];                          // row of x of each row of the tile
+    __shared__ __align__(8) int to[BM];               // and of y; -1: nobody wants it
+    __shared__ __align__(8) float by[BM], gated[BM];  // its scale, and its gate
+    __shared__ __align__(16) float aids[BN];          // of rows of W (lib/unpack.cuh)
     const int n4 = (n + 3) / 4 * 4, slot = GROUPED ? blockIdx.y : 0, e = GROUPED ? tiles[slot * 3] : 0;
     if (e < 0) return;
     const int r0 = GROUPED ? tiles[slot * 3 + 1] : (int)blockIdx.x * BM;
@@ -245,28 +213,36 @@ extern "C" __global__ void __launch_bounds__(THREADS) gemm_scaled(
     }
     __syncthreads();
     const auto meanwhile = [&] {
-        for (int i = threadIdx.x; i < BM; i += THREADS) by[i] = scale[from[i]];
-        for (int i = threadIdx.x; i < BN; i += THREADS) {
-            const float u = unit ? unit[(size_t)e * n4 + min(n0 + i, n4 - 1)] : 1.f;
-            units[i] = TILED ? 1.f : __fmul_rn(u, FP8 ? N::UNIT : N::UNIT4);
-            units[BN + i] = W::aid(u);
+        for (int i = threadIdx.x; i < BM; i += THREADS) {
+            by[i] = scale[from[i]];
+            const float g = gate && to[i] >= 0 ? gate[(size_t)to[i] * gs + column] : 0.f;
+            gated[i] = gate ? 1.f / (1.f + expf(-g)) : 1.f;
         }
+        for (int i = threadIdx.x; i < BN; i += THREADS)
+            aids[i] = W::aid(unit ? unit[(size_t)e * n4 + min(n0 + i, n4 - 1)] : 1.f);
     };
     const size_t row = (size_t)chunks * PER * 16, w0 = (size_t)e * n4 + n0;
     const size_t srow = TILED ? (size_t)blocks * 4 : (size_t)chunks * SC;
-    const Job j = {x, xs, w + w0 * row, s + w0 * srow, units, from, kp, chunks, blocks, n4 - 1 - n0};
-    constexpr bool PAIR = ACTIVATION != ACT_NONE && ACTIVATION != ACT_RELU2;
-    const float* b = bias ? bias + (size_t)e * (PAIR ? n4 : n) : nullptr;
-    const Finish f = {b, gate, add, y, n, n0, limit, column, gs, as, ys};
-    const auto put = [&](int m, int c, float (*d)[4]) {
-        const int mine = m + threadIdx.x % 32 / 4 + threadIdx.x % 2 * 8;
-        finish<ACTIVATION, NT>(f, c, to[mine], by[mine], units, d);
-    };
+    const int steps = kp / BK, line = steps * (XROW / 16);
+    const Job j = {x, xs, w + w0 * row, s + w0 * srow, aids, from, line, chunks, blocks,
+                   steps, 1, (unsigned)(n4 - 1 - n0)};
+    const int out = PAIR ? n / 2 : n, nb = PAIR ? n4 : n;
+    const float* b = bias ? bias + (size_t)e * nb : nullptr;
+#if WGMMA
+    const bool whole = (out | as | ys) % 2 == 0 && (((size_t)add | (size_t)y) & 7) == 0;
+    const Put put = {aids, b, add, y, by, gated, to, n0, out, nb, as, ys, limit, gate != nullptr, whole};
+#else
+    const Finish f = {aids, b, add, y, by, gated, to, n0, out, nb, as, ys, limit, gate != nullptr};
+    const auto put = [&](int m, int c, float (*d)[4]) { finish<ACTIVATION, NT>(f, m, c, d); };
+#endif
 #if GROUPED
-    switch ((end - r0 + 15) / 16) {  // a tile that is not full is cut
+    constexpr int STEP = WGMMA ? 8 : 16, MOST = BM / STEP;
+    switch ((end - r0 + STEP - 1) / STEP) {  // a tile that is not full is cut
         CUT(1) CUT(2) CUT(3) CUT(4) CUT(5) CUT(6) CUT(7) CUT(8)
+        CUT(9) CUT(10) CUT(11) CUT(12) CUT(13) CUT(14) CUT(15) CUT(16)
+        CUT(17) CUT(18) CUT(19) CUT(20) CUT(21) CUT(22) CUT(23) CUT(24)
     }
 #else
-    tile<MT>(j, stages, meanwhile, put);
+    tile<WGMMA ? 2 * MT : MT>(j, stages, meanwhile, put);
 #endif
 }

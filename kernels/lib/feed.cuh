@@ -24,11 +24,11 @@ __device__ __forceinline__ void cp_async_if(void* to, const void* from, bool on)
 }
 
 struct Job {  // what all threads of a block know
-    const unsigned short* x;
+    const unsigned char *x, *xs;  // xs: scales of x, where it has any (XSC bytes of a row and stage)
     const unsigned char *w, *s;  // of the first row of W in the block's first tile
     const float* aids;           // of the block's columns (lib/unpack.cuh), in shared memory
     const int* from;             // row of x of each row of the tile, in shared memory
-    int ld, kp, chunks, blocks;  // blocks: scales of a row, fp8_block
+    int line, chunks, blocks;    // sixteens of bytes of a row of x; scales of a row, fp8_block
     int steps, tiles;            // along K; tiles of columns that the block has
     unsigned last;               // the last row of W there is, counted from the first of the first tile
 };
@@ -42,6 +42,11 @@ __device__ __forceinline__ unsigned place_of(unsigned row) {
     return row - r + place;
 }
 
+// Where piece `piece` of row `row` of x lies among rows of ROW bytes: eight rows meet no bank twice.
+template <int ROW> __device__ __forceinline__ unsigned place_in_row(unsigned row, unsigned piece) {
+    return row * ROW + (ROW == 64 ? piece ^ row / 2 % 4 : piece ^ row % 8) * 16;
+}
+
 constexpr unsigned FEEDERS = FEEDS ? FEEDS * 32 : THREADS;  // threads that copy
 __device__ __forceinline__ unsigned feeder() { return threadIdx.x - (THREADS - FEEDERS); }
 
@@ -50,10 +55,10 @@ __device__ __forceinline__ unsigned feeder() { return threadIdx.x - (THREADS - F
 // gives results that nobody keeps, and were the last row read again and again by all blocks, one
 // slice of the L2 cache would be all they wait for. Its last chunk is read again and meets zeros of x.
 template <int ROWS> struct Feed {
-    static constexpr unsigned XP = CH * 4, WP = CH * PER;              // pieces of a row
+    static constexpr unsigned XP = XROW / 16, WP = CH * PER;           // pieces of a row
     static constexpr unsigned XS = FEEDERS / XP, WS = FEEDERS / WP;    // rows that all threads bring at once
     static constexpr int OWN = (ROWS + XS - 1) / XS;
-    static constexpr unsigned ROW = WGMMA ? 128 : BK * 2;
+    static constexpr unsigned ROW = WGMMA ? 128 : XROW;
     static_assert(FEEDERS % XP == 0 && FEEDERS % WP == 0 && BN % WS == 0, "whole rows");
     static_assert(XS % 8 == 0 && (!WGMMA || WS % 16 == 0), "the same place of all rows");
     const Job& j;
@@ -63,19 +68,24 @@ template <int ROWS> struct Feed {
         #pragma unroll
         for (int i = 0; i < OWN; i++) {
             const unsigned row = min(feeder() / XP + i * XS, ROWS - 1u);
-            at[i] = (unsigned)j.from[row] * (j.ld / 8) + feeder() % XP;
+            at[i] = (unsigned)j.from[row] * j.line + feeder() % XP;
         }
     }
-    __device__ __forceinline__ void rows(unsigned char* stage, const unsigned short* x, bool on) const {
+    __device__ __forceinline__ void rows(unsigned char* stage, const unsigned char* x, bool on) const {
         const unsigned row = feeder() / XP, piece = feeder() % XP;
-        const unsigned block = WGMMA ? piece / 8 : 0;  // of 64 columns
-        const unsigned place = (piece - block * 8) ^ row % 8;  // so that no bank is met twice
-        unsigned char* to = stage + block * BM * 128 + row * ROW + place * 16;
+        const unsigned block = WGMMA ? piece / 8 : 0;  // of 128 bytes of a row
+        unsigned char* to = stage + block * BM * 128 + place_in_row<ROW>(row, piece - block * 8);
         #pragma unroll
         for (int i = 0; i < OWN; i++) {
             const bool real = ROWS % XS == 0 || row + i * XS < ROWS;
-            cp_async_if<16>(to + i * XS * ROW, (const unsigned char*)x + (size_t)at[i] * 16, on && real);
+            cp_async_if<16>(to + i * XS * ROW, x + (size_t)at[i] * 16, on && real);
         }
+    }
+    __device__ __forceinline__ void scales(unsigned char* stage, bool on) const {
+        if constexpr (XSC > 0)
+            for (int row = feeder(); row < ROWS; row += FEEDERS)
+                cp_async_if<XSC ? XSC : 4>(stage + XPARTS * AP + row * XSC,
+                    j.xs + ((size_t)j.from[row] * j.steps + step) * XSC, on);
     }
     __device__ __forceinline__ void weights(unsigned char* stage, int c0, bool on) const {
         const unsigned tid = feeder(), row = tid / WP, piece = tid % WP, chunk = piece / PER;
@@ -104,10 +114,11 @@ template <int ROWS> struct Feed {
     }
     __device__ __forceinline__ void operator()(unsigned char* stage) {
         const bool on = tile < j.tiles;
-        const int steps = j.kp / BK, part = PARTS == 2 && step >= steps, k = (step - part * steps) * BK;
+        const int own = j.steps / (PARTS == 2 ? 2 : 1), k = step < own ? step : step - own;
         #pragma unroll
-        for (int i = 0; i < XPARTS; i++) rows(stage + i * AP, j.x + (part + i) * j.kp + k, on);
-        weights(stage, k / 32, on);
+        for (int i = 0; i < XPARTS; i++) rows(stage + i * AP, j.x + (step + i * j.steps) * XROW, on);
+        scales(stage, on);
+        weights(stage, k * CH, on);
         const bool more = step + 1 < j.steps;
         step = more ? step + 1 : 0;
         tile += !more;

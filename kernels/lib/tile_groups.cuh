@@ -6,6 +6,35 @@
 #include "lib/bulk.cuh"
 #include "lib/wgmma.cuh"
 constexpr int FRAGMENTS = NT / 2;  // of 64 rows, of each group
+#if FP8  // of gemm_scaled.cu: x is e4m3, and so become the weights (lib/narrow.cuh)
+constexpr int PRODUCTS = 1;           // of a chunk
+constexpr bool APART = FP8_APART || W::SCALE < 0;
+constexpr int SUMMED = 4;             // chunks that are summed by themselves, where APART
+template <int N> __device__ __forceinline__ void multiply(
+        float* d, const unsigned* a, WgmmaMatrix b, int add) {
+    wgmma_e4m3<N>(d, a, b, add);
+}
+// Eight weights of row i of a lane's two, for the products of a chunk
+__device__ __forceinline__ void eight(Bytes w, Bytes s, int t, float aid, int i, unsigned (*a)[4]) {
+    unsigned b[2];
+    Narrow::eight(w, s, t, aid, b);
+    a[0][i] = b[0];
+    a[0][i + 2] = b[1];
+}
+#else
+constexpr int PRODUCTS = 2, SUMMED = 2;
+constexpr bool APART = PARTS > 1;
+template <int N> __device__ __forceinline__ void multiply(
+        float* d, const unsigned* a, WgmmaMatrix b, int add) {
+    wgmma<N, false>(d, a, b, add);
+}
+__device__ __forceinline__ void eight(Bytes w, Bytes s, int t, float aid, int i, unsigned (*a)[4]) {
+    unsigned h[4];
+    W::halves(w, s, t, aid, false, h);
+    #pragma unroll
+    for (int p = 0; p < 4; p++) a[p / 2][i + p % 2 * 2] = h[p];
+}
+#endif
 static_assert(WN % 4 == 0 && NT % 2 == 0 && WM == 1 && STAGES >= 3, "see the contract");
 static_assert(PARTS < 3, "W in two parts is for single warps");
 
@@ -56,7 +85,7 @@ struct Put {
         #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int row = c + row_of(i);
-            u[i] = __fmul_rn(W::unit(aids[row]), W::UNITY);
+            u[i] = factor(aids[row]);
             b[i] = bias && n0 + row < nb ? bias[n0 + row] : 0.f;
         }
         if (o >= out) return;
@@ -72,7 +101,7 @@ struct Put {
 };
 // Chunk c of a stage: what registers bring to two products.
 __device__ __forceinline__ void decode(
-        const unsigned char* stage, int c, const float* aids, unsigned (*a)[2][4]) {
+        const unsigned char* stage, int c, const float* aids, unsigned (*a)[PRODUCTS][4]) {
     const int lane = threadIdx.x % 32, t = lane % 4;
     #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++)
@@ -82,12 +111,7 @@ __device__ __forceinline__ void decode(
             const int place = first + i * 8 + lane / 4;
             const unsigned char* w = stage + A + c * BC + (place * 4 + t) * W::BYTES;
             const unsigned char* s = stage + A + B + ((W::SCALE < 0 ? 0 : c) * BN + r) * SC;
-            unsigned h[4];
-            W::halves(w, s, t, aids[r], false, h);
-            a[f][0][i] = h[0];
-            a[f][0][i + 2] = h[1];
-            a[f][1][i] = h[2];
-            a[f][1][i + 2] = h[3];
+            eight(w, s, t, aids[r], i, a[f]);
         }
 }
 // Stages go round: when each is there, and when nobody reads it any more. All threads of a block
@@ -166,17 +190,24 @@ __device__ __forceinline__ void tile(const Job& j, unsigned char* stages, F mean
 #else
     meet_wait(r.full, 0);
 #endif
-    unsigned a[2][FRAGMENTS][2][4];
+    unsigned a[2][FRAGMENTS][PRODUCTS][4];
     decode(stages, 0, j.aids, a[0]);
     const WgmmaMatrix first = wgmma_kept(wgmma_rows(stages, 1024));
     for (int q = 0; q < j.tiles; q++) {
-        float d[FRAGMENTS][V], own[FRAGMENTS][PARTS == 1 ? 1 : V];
+        float d[FRAGMENTS][V], own[FRAGMENTS][APART ? V : 1];
         #pragma unroll
         for (int v = 0; v < FRAGMENTS * V; v++) d[v / V][v % V] = 0.f;
         for (int i = 0; i < j.steps; i++) {
             const int stage = r.stage, done = stage == 0 ? STAGES - 1 : stage - 1;
             const bool end_of_tile = i + 1 == j.steps, last = end_of_tile && q + 1 < j.tiles;
             const WgmmaMatrix x = first + stage * (STAGE / 16);
+            float by[FRAGMENTS][2];
+            if constexpr (APART && W::SCALE < 0 && PARTS == 1)
+                #pragma unroll
+                for (int v = 0; v < FRAGMENTS * 2; v++) {
+                    const float* scales = (const float*)(stages + stage * STAGE + A + B);
+                    by[v / 2][v % 2] = scales[rows_of(v / 2) + row_of(v % 2)];
+                }
             r.next();
             #pragma unroll
             for (int c = 0; c < CH; c++) {
@@ -184,10 +215,11 @@ __device__ __forceinline__ void tile(const Job& j, unsigned char* stages, F mean
                 #pragma unroll
                 for (int f = 0; f < FRAGMENTS; f++)
                     #pragma unroll
-                    for (int h = 0; h < 2; h++) {
-                        const WgmmaMatrix b = x + c / 2 * (BM * 8) + (c % 2 * 2 + h) * WGMMA_K;
-                        if constexpr (PARTS == 1) wgmma<N, false>(d[f], a[c % 2][f][h], b, 1);
-                        else wgmma<N, false>(own[f], a[c % 2][f][h], b, c % 2 + h > 0);
+                    for (int h = 0; h < PRODUCTS; h++) {
+                        const int k = c * PRODUCTS + h;  // 32 bytes of each row of x
+                        const WgmmaMatrix b = x + k / 4 * (BM * 8) + k % 4 * WGMMA_K;
+                        if constexpr (APART) multiply<N>(own[f], a[c % 2][f][h], b, c % SUMMED + h > 0);
+                        else multiply<N>(d[f], a[c % 2][f][h], b, 1);
                     }
                 wgmma_commit();
                 wgmma_wait<1>();
@@ -206,13 +238,15 @@ __device__ __forceinline__ void tile(const Job& j, unsigned char* stages, F mean
                 const float* aids = j.aids + (end && last ? q + 1 : q) * BN;
                 decode(stages + (end ? r.stage : stage) * STAGE, end ? 0 : c + 1, aids, a[(c + 1) % 2]);
                 // Tensor cores cut off what a sum has no room for, which would add up along a row:
-                // of products in parts each 64 columns are summed by themselves.
-                if constexpr (PARTS > 1) if (c % 2) {
+                // so many chunks are summed by themselves, and FP8 in blocks gets its scale then.
+                if constexpr (APART) if (c % SUMMED == SUMMED - 1) {
                     wgmma_wait<0>();
                     #pragma unroll
                     for (int v = 0; v < FRAGMENTS * V; v++) {
                         wgmma_own(own[v / V][v % V]);
-                        d[v / V][v % V] += own[v / V][v % V];
+                        if constexpr (W::SCALE < 0 && PARTS == 1)
+                            d[v / V][v % V] = fmaf(own[v / V][v % V], by[v / V][v / 2 % 2], d[v / V][v % V]);
+                        else d[v / V][v % V] += own[v / V][v % V];
                     }
                 }
             }
