@@ -21,6 +21,23 @@ def test_compiles_and_spills_nothing(name, arch, cache):
     said = built(cache, name, arch).said
     assert re.findall(r'(\d+) bytes stack frame, (\d+) bytes spill stores', said)==[('0','0')], said
 
+@needs_nvcc
+@pytest.mark.parametrize('arch,fmt,stored', [
+    ('sm_121a','nvfp4','nvfp4'), ('sm_121a','fp8','nvfp4'), ('sm_121a','fp8','fp8_tiled'),
+    ('sm_90a','fp8','nvfp4'), ('sm_90a','fp8','fp8')])
+def test_prompts_in_fewer_bits_spill_nothing(arch, fmt, stored, cache):
+    "The tiles that a prompt of 2,048 rows takes, for all rows and for experts"
+    from atlas.card.launch import options_of
+    from atlas.card.variants import Dry
+    from atlas.cuda.gemm_scaled import tile_scaled
+    from atlas.cuda.pack import CARD_FORMATS
+    f = CARD_FORMATS[stored]
+    for grouped in (0,2):
+        d = tile_scaled(f, fmt, 64 if grouped else 2048, 12288, Dry(arch), bool(grouped))
+        defines = dict(FMT=f.many, FP8=int(fmt=='fp8'), GROUPED=grouped)|d
+        said = built(cache, 'gemm_scaled', arch, (*OPTIONS, *options_of(defines))).said
+        assert re.findall(r'(\d+) bytes spill stores', said)==['0'], (d, said)
+
 @each
 @pytest.mark.parametrize('arch', archs)
 def test_nvrtc_compiles(name, arch):

@@ -10,7 +10,7 @@
 // one for 16 rows of a column of B. Four of them are a register: those of row g + 8*(t%2) of A in lanes
 // whose t/2 is `of_a`, those of column g of B where t is `of_b`; nobody looks at the others, so a
 // register has the scales of two A or of four B. PTX mma.m16n8k32 (Ada and later; on Hopper made of
-// products of fp16) and mma.m16n8k64.block_scale (sm_120a, sm_121a).
+// products of fp16) and mma.m16n8k64 with block_scale (sm_120a, sm_121a).
 #include "lib/encode.cuh"
 
 #if !defined(__CUDA_ARCH__) && defined(ATLAS_EMULATE)
@@ -56,7 +56,12 @@ template <int BITS> __device__ inline void narrow_emulated(
 #endif
 
 __device__ __forceinline__ void mma_e4m3(float* d, const unsigned* a, const unsigned* b) {
-#if defined(__CUDA_ARCH__)
+#if __CUDA_ARCH__ >= 1200  // with scales of one, which are said to double the rate of float32 sums
+    asm volatile("mma.sync.aligned.kind::mxf8f6f4.block_scale.scale_vec::1X.m16n8k32.row.col.f32.e4m3.e4m3.f32.ue8m0 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3}, {%10}, {%11,%11}, {%10}, {%11,%11};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(0x7F7F7F7F), "h"((short)0));
+#elif defined(__CUDA_ARCH__)
     asm volatile("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
