@@ -16,9 +16,11 @@
 //               columns are summed by themselves, then added up. Tiles have no say in the order of sums
 //   -D GROUPED= 0; 1: row of x is order[place]/top, row of y the place; 2: row of x is the place, row of y order[place]
 //   -D MT= NT= WM= WN= BK= STAGES=   a warp has 16*MT x 8*NT results, a block WM x WN warps, K goes by BK, 64 or 128; GROUPED: WM 1, MT 1 to 8
-//   -D SPAN=    tiles side by side that a block has, one after the other, in one pipeline
 //   -D BLOCKS=  that a multiprocessor is to hold at least
-//   launch: <<<GROUPED ? (ceil(n/(SPAN*BN)), slots) : (ceil(xrows/BM), ceil(n/(SPAN*BN))), 32*WM*WN, STAGES * (A + B + scales)>>>   A: two parts of x if PARTS is 3; BM = 16*MT*WM, BN = 8*NT*WN
+//   -D WGMMA=   0; 1: by warpgroups of Hopper (lib/wgmma.cuh). WM 1, WN in fours, NT even, MT to 16, STAGES from 3; PARTS 1 or 2
+//   -D UNIT=    there, chunks of 32 columns that are decoded at once: 1, or with BK 128 2
+//   launch: <<<GROUPED ? (ceil(n/BN), slots) : (ceil(xrows/BM), ceil(n/BN)), 32*WM*WN, STAGES * (A + B + scales)>>>   A: two parts of x if PARTS is 3; BM = 16*MT*WM, BN = 8*NT*WN
+//           WGMMA: each stage in whole 1,024 bytes, and 1,024 more
 #include "lib/unpack.cuh"
 #include "lib/act.cuh"
 #ifndef FMT
@@ -51,38 +53,27 @@
 #ifndef STAGES
 #define STAGES 4
 #endif
-#ifndef SPAN
-#define SPAN 1
-#endif
 #ifndef BLOCKS
 #define BLOCKS 1
 #endif
 #ifndef WGMMA
 #define WGMMA 0
 #endif
-#ifndef FEEDS
-#define FEEDS 0
+#ifndef UNIT
+#define UNIT 1
 #endif
-#ifndef MANY
-#define MANY 0
-#endif
-#ifndef FEW
-#define FEW 40
-#endif
-#ifndef NEAR
-#define NEAR 0
-#endif
-#define THREADS (32 * (WM * WN + FEEDS))
+#define THREADS (32 * WM * WN)
 using W = weights::FMT;
 constexpr int BM = 16 * MT * WM, BN = 8 * NT * WN, CH = BK / 32;
 constexpr int PER = W::BYTES / 4;                                   // 16-byte pieces of a row's chunk
 constexpr int SC = W::SCALE < 0 ? 4 : W::SCALE, SCH = W::SCALE < 0 ? 1 : CH;  // scales: bytes of a row's chunk, chunks a stage
 constexpr int BC = BN * PER * 16;                                   // bytes of a chunk of all rows of W
 constexpr bool PAIR = ACTIVATION != ACT_NONE && ACTIVATION != ACT_RELU2;
-constexpr int XPARTS = PARTS == 3 ? 2 : 1, XROW = BK * 2;           // parts of x in a stage, bytes of a row of one
-constexpr int AP = BM * XROW, XSC = 0;                              // bytes of one; x has no scales
+constexpr int XPARTS = PARTS == 3 ? 2 : 1;                          // parts of x in a stage
+constexpr int XROW = BK * 2, AP = BM * XROW, XSC = 0;               // of one, bytes of a row, and of all; no scales
 constexpr int A = XPARTS * AP, B = CH * BC, BYTES = A + B + SCH * SC * BN;
 constexpr int STAGE = WGMMA ? (BYTES + 1023) / 1024 * 1024 : BYTES;
+// What sums of a row of W are to be multiplied by
 __device__ __forceinline__ float factor(float aid) { return __fmul_rn(W::unit(aid), W::UNITY); }
 static_assert((BK == 64 || BK == 128) && (GROUPED == 0 || WM == 1), "see the contract");
 
@@ -90,10 +81,13 @@ static_assert((BK == 64 || BK == 128) && (GROUPED == 0 || WM == 1), "see the con
 #include "lib/tile_groups.cuh"
 #else
 #include "lib/tile_warps.cuh"
+#include "lib/finish.cuh"
 #endif
 
 #define BOUNDS THREADS, BLOCKS
-#define CUT(m) case m: if constexpr (m <= MOST) tile<m>(j, stages, meanwhile, put); break;
+constexpr int STEP = WGMMA ? 8 : 16, MOST = BM / STEP;  // rows by which a tile that is not full is cut
+__host__ __device__ constexpr int cut(int m) { return WGMMA && m <= MOST / 2 ? (m + 1) / 2 * 2 : m; }
+#define CUT(m) case m: if constexpr (m <= MOST) tile<cut(m)>(j, stages, meanwhile, put); break;
 __device__ __forceinline__ unsigned char* aligned(unsigned char* p) {
 #if WGMMA
     return wgmma_aligned(p);
@@ -110,12 +104,12 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(const __half* __restri
     __shared__ int from[BM];                           // row of x of each row of the tile
     __shared__ __align__(8) int to[BM];                // and of y; -1: nobody wants it
     __shared__ __align__(8) float by[BM], gated[BM];   // its scale, and its gate
-    __shared__ __align__(16) float aids[SPAN * BN];
+    __shared__ __align__(16) float aids[BN];
     const int n4 = (n + 3) / 4 * 4;
     const int slot = GROUPED ? blockIdx.y : 0, e = GROUPED ? tiles[slot * 3] : 0;
     if (e < 0) return;
     const int r0 = GROUPED ? tiles[slot * 3 + 1] : (int)blockIdx.x * BM, end = GROUPED ? tiles[slot * 3 + 2] : rows;
-    const int n0 = (GROUPED ? blockIdx.x : blockIdx.y) * (SPAN * BN);
+    const int n0 = (GROUPED ? blockIdx.x : blockIdx.y) * BN;
     for (int i = threadIdx.x; i < BM; i += THREADS) {
         const int r = min(r0 + i, end - 1), named = GROUPED ? order[r] : r;
         from[i] = GROUPED == 1 ? named / top : r;
@@ -128,76 +122,31 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(const __half* __restri
             const float g = gate && to[i] >= 0 ? gate[(size_t)to[i] * gs + column] : 0.f;
             gated[i] = gate ? 1.f / (1.f + expf(-g)) : 1.f;
         }
-        for (int i = threadIdx.x; i < SPAN * BN; i += THREADS)
+        for (int i = threadIdx.x; i < BN; i += THREADS)
             aids[i] = W::aid(unit ? unit[(size_t)e * n4 + min(n0 + i, n4 - 1)] : 1.f);
     };
     const size_t row = (size_t)chunks * PER * 16;
     const size_t srow = W::SCALE < 0 ? (size_t)blocks * 4 : (size_t)chunks * SC;
     const size_t w0 = (size_t)e * n4 + n0;
-    const int steps = kp / BK * (PARTS == 2 ? 2 : 1), own = min(SPAN, (n4 - n0 + BN - 1) / BN);
-    const Job j = {(const unsigned char*)x, nullptr, w + w0 * row, s + w0 * srow, aids, from, ld / 8, chunks, blocks,
-                   steps, own, (unsigned)(n4 - 1 - n0)};
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const int steps = kp / BK * (PARTS == 2 ? 2 : 1);
+    const Job j = {(const unsigned char*)x, nullptr, w + w0 * row, s + w0 * srow, aids, from, ld / 8, chunks,
+                   blocks, steps, (unsigned)(n4 - 1 - n0)};
     const int out = PAIR ? n / 2 : n, nb = PAIR ? n4 : n;
     const float* b = bias ? bias + (size_t)e * nb : nullptr;
 #if WGMMA
     const bool whole = (out | as | ys) % 2 == 0 && (((size_t)add | (size_t)y) & 7) == 0;
     const Put put = {aids, b, add, y, by, gated, to, n0, out, nb, as, ys, limit, gate != nullptr, whole};
 #else
-    const int odd = t & 1;
-    constexpr int WIDTH = PAIR ? 2 : 4;  // results of a lane that lie together
-    const bool whole = (out | as | ys) % WIDTH == 0 && (((size_t)add | (size_t)y) & (WIDTH * 4 - 1)) == 0;
-    // Of 16 x 8 results a lane has [g][2t], [g][2t+1], [g+8][2t], [g+8][2t+1]: it gives two away, so
-    // that an even lane has four in a row of the upper eight rows, an odd one of the lower. Of pairs
-    // these are two gates and their ups.
-    const auto put = [&](int m, int c, float (*d)[4]) {
-        const int at = m + g + 8 * odd, r = to[at];
-        const float mine = by[at];
-        const float f = gated[at];
-        float* const yr = y + (size_t)max(r, 0) * ys;
-        const float* const ar = add + (size_t)max(r, 0) * as;
-        #pragma unroll
-        for (int i = 0; i < NT; i++) {
-            const float p = __shfl_xor_sync(~0u, odd ? d[i][0] : d[i][2], 1), q = __shfl_xor_sync(~0u, odd ? d[i][1] : d[i][3], 1);
-            float v[4] = {odd ? p : d[i][0], odd ? q : d[i][1], odd ? d[i][2] : p, odd ? d[i][3] : q};
-            const int col = c + i * 8 + t / 2 * 4;
-            const float4 a = *(const float4*)(aids + col);
-            #pragma unroll
-            for (int k = 0; k < 4; k++) {
-                v[k] = __fmul_rn(v[k], mine);
-                v[k] = fmaf(v[k], factor((&a.x)[k]), b && n0 + col + k < nb ? b[n0 + col + k] : 0.f);
-            }
-            if (PAIR) {
-                v[0] = act_mul<ACTIVATION>(v[0], v[2], limit);
-                v[1] = act_mul<ACTIVATION>(v[1], v[3], limit);
-            } else if (ACTIVATION != ACT_NONE)
-                #pragma unroll
-                for (int k = 0; k < 4; k++) v[k] = act_mul<ACTIVATION>(v[k], 0.f, limit);
-            if (gate)
-                #pragma unroll
-                for (int k = 0; k < WIDTH; k++) v[k] *= f;
-            const int o = (n0 + col) / (4 / WIDTH);
-            if (r < 0 || o >= out) continue;
-            if (!whole) {
-                for (int k = 0; k < WIDTH && o + k < out; k++) yr[o + k] = v[k] + (add ? ar[o + k] : 0.f);
-            } else if (PAIR) {
-                const float2 z = add ? *(const float2*)(ar + o) : make_float2(0.f, 0.f);
-                *(float2*)(yr + o) = make_float2(v[0] + z.x, v[1] + z.y);
-            } else {
-                const float4 z = add ? *(const float4*)(ar + o) : make_float4(0.f, 0.f, 0.f, 0.f);
-                *(float4*)(yr + o) = make_float4(v[0] + z.x, v[1] + z.y, v[2] + z.z, v[3] + z.w);
-            }
-        }
-    };
+    const Finish f = {aids, b, add, y, by, gated, to, n0, out, nb, as, ys, limit, gate != nullptr};
+    const auto put = [&](int m, int c, float (*d)[4]) { finish<ACTIVATION, NT>(f, m, c, d); };
 #endif
 #if GROUPED
-    constexpr int STEP = WGMMA ? 8 : 16, MOST = BM / STEP;
-    switch ((end - r0 + STEP - 1) / STEP) {  // a tile that is not full is cut
+    switch ((end - r0 + STEP - 1) / STEP) {
         CUT(1) CUT(2) CUT(3) CUT(4) CUT(5) CUT(6) CUT(7) CUT(8)
         CUT(9) CUT(10) CUT(11) CUT(12) CUT(13) CUT(14) CUT(15) CUT(16)
         CUT(17) CUT(18) CUT(19) CUT(20) CUT(21) CUT(22) CUT(23) CUT(24)
     }
 #else
-    tile<WGMMA ? 2 * MT : MT>(j, stages, meanwhile, put);
+    tile<MOST / WM>(j, stages, meanwhile, put);
 #endif
 }

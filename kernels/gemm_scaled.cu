@@ -13,9 +13,8 @@
 //   order : [picks]               i32   GROUPED: number of the pick at each place, sorted by expert; or null
 //   tiles : [slots, 3]            i32   GROUPED: expert, first place, end of the places of a tile; expert -1: nothing to do; or null
 //   -D FMT=     nvfp4, mxfp4; fp8, fp8_block only with FP8    -D FP8=  1: x is FP8, 0: NVFP4 (sm_120a, sm_121a)
-//   -D ACTIVATION= GROUPED= MT= NT= WN= STAGES= WGMMA= FEEDS= MANY= FEW=   as in gemm.cu; a block is WN warps side by side, K goes by 128; WGMMA only with FP8
-//   -D FP8_APART=  1: with WGMMA, each 128 columns are summed by themselves
-//   launch: <<<GROUPED ? (ceil(n/BN), slots) : (ceil(xrows/BM), ceil(n/BN)), 32*(WN+FEEDS), STAGES * (A + B)>>>   with their scales; BM = 16*MT, BN = 8*NT*WN; with WGMMA a stage is a multiple of 1,024, and 1,024 more
+//   -D ACTIVATION= GROUPED= MT= NT= WN= STAGES= WGMMA= UNIT= BLOCKS=   as in gemm.cu; a block is WN warps side by side, K goes by 128; WGMMA only with FP8
+//   launch: <<<GROUPED ? (ceil(n/BN), slots) : (ceil(xrows/BM), ceil(n/BN)), 32*WN, STAGES * (A + B)>>>   with their scales; BM = 16*MT, BN = 8*NT*WN; with WGMMA a stage is a multiple of 1,024, and 1,024 more
 #include "lib/act.cuh"
 #include "lib/mma.cuh"
 #include "lib/mma_narrow.cuh"
@@ -47,25 +46,15 @@
 #ifndef WGMMA
 #define WGMMA 0
 #endif
-#ifndef FEEDS
-#define FEEDS 0
-#endif
-#ifndef MANY
-#define MANY 0
-#endif
-#ifndef FEW
-#define FEW 40
+#ifndef UNIT
+#define UNIT 1
 #endif
 #ifndef BLOCKS
 #define BLOCKS 1
 #endif
-#ifndef FP8_APART
-#define FP8_APART 0
-#endif
-#define NEAR 0
 #define PARTS 1
 #define WM 1
-#define THREADS (32 * (WN + FEEDS))
+#define THREADS (32 * WN)
 using W = weights::FMT;
 using Narrow = narrow_weights::FMT;
 constexpr int BK = 128, CH = BK / 32, BM = 16 * MT, BN = 8 * NT * WN;
@@ -82,7 +71,7 @@ static_assert(FP8 || W::BYTES == 4, "NVFP4 multiplies weights of four bits");
 static_assert(FP8 || !WGMMA, "products of warpgroups know no NVFP4");
 // What sums of a row of W are to be multiplied by
 __device__ __forceinline__ float factor(float aid) {
-    return TILED ? 1.f : __fmul_rn(W::unit(aid), FP8 ? Narrow::UNIT : Narrow::UNIT4);
+    return TILED ? 1.f : __fmul_rn(W::unit(aid), FP8 ? Narrow::BACK : Narrow::BACK4);
 }
 #if WGMMA
 #include "lib/tile_groups.cuh"
@@ -184,7 +173,9 @@ template <int M, class F, class G> __device__ __forceinline__ void tile(
 }
 #endif
 
-#define CUT(m) case m: if constexpr (m <= MOST) tile<m>(j, stages, meanwhile, put); break;
+constexpr int STEP = WGMMA ? 8 : 16, MOST = BM / STEP;  // rows by which a tile that is not full is cut
+__host__ __device__ constexpr int cut(int m) { return WGMMA && m <= MOST / 2 ? (m + 1) / 2 * 2 : m; }
+#define CUT(m) case m: if constexpr (m <= MOST) tile<cut(m)>(j, stages, meanwhile, put); break;
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm_scaled(
         const unsigned char* __restrict__ x, const unsigned char* __restrict__ xs, const float* __restrict__ scale,
         const unsigned char* __restrict__ w, const unsigned char* __restrict__ s, const float* __restrict__ unit,
@@ -225,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm_scaled(
     const size_t srow = TILED ? (size_t)blocks * 4 : (size_t)chunks * SC;
     const int steps = kp / BK, line = steps * (XROW / 16);
     const Job j = {x, xs, w + w0 * row, s + w0 * srow, aids, from, line, chunks, blocks,
-                   steps, 1, (unsigned)(n4 - 1 - n0)};
+                   steps, (unsigned)(n4 - 1 - n0)};
     const int out = PAIR ? n / 2 : n, nb = PAIR ? n4 : n;
     const float* b = bias ? bias + (size_t)e * nb : nullptr;
 #if WGMMA
@@ -236,13 +227,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gemm_scaled(
     const auto put = [&](int m, int c, float (*d)[4]) { finish<ACTIVATION, NT>(f, m, c, d); };
 #endif
 #if GROUPED
-    constexpr int STEP = WGMMA ? 8 : 16, MOST = BM / STEP;
     switch ((end - r0 + STEP - 1) / STEP) {  // a tile that is not full is cut
         CUT(1) CUT(2) CUT(3) CUT(4) CUT(5) CUT(6) CUT(7) CUT(8)
         CUT(9) CUT(10) CUT(11) CUT(12) CUT(13) CUT(14) CUT(15) CUT(16)
         CUT(17) CUT(18) CUT(19) CUT(20) CUT(21) CUT(22) CUT(23) CUT(24)
     }
 #else
-    tile<WGMMA ? 2 * MT : MT>(j, stages, meanwhile, put);
+    tile<MOST>(j, stages, meanwhile, put);
 #endif
 }

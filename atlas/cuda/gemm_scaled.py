@@ -8,11 +8,11 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/linear/cuda.gemm_scaled.html
 __all__ = ['BK', 'SCALED', 'Narrow', 'narrow_on_host', 'narrow_values', 'narrow', 'rounded', 'tile_scaled', 'launch_scaled',
            'product_scaled', 'gemm_scaled', 'can_scale', 'gemm_with', 'grouped_rows', 'grouped_product']
 
-# %% ../../nbs/3_ops/linear/15_cuda.gemm_scaled.ipynb #72c4b1fa
+# %% ../../nbs/3_ops/linear/15_cuda.gemm_scaled.ipynb #d8c1a543
 import numpy as np
 from typing import NamedTuple
 from ..card.card import card_of,limits,run
-from .gemm import _ACTS,_bytes,_ld,_rows,gemm,halve,product,tile_of,units
+from .gemm import _ACTS,_bytes,_ld,_rows,by_groups,gemm,halve,product,tile_of,units
 from .pack import CardFormat,Packed,stored_rows,unpack
 from ..ground.core import UnsupportedError
 from ..ground.formats import E2M1,E4M3,f32_to_e2m1,f32_to_e4m3
@@ -105,7 +105,7 @@ def rounded(
     lift = np.float32(_LIFT[w.fmt])/(unit/own)
     return unpack(w, E4M3[f32_to_e4m3(stored_rows(w, False)*lift)]/lift*own)
 
-# %% ../../nbs/3_ops/linear/15_cuda.gemm_scaled.ipynb #c94e3371
+# %% ../../nbs/3_ops/linear/15_cuda.gemm_scaled.ipynb #64a1ff3e
 def _by_warps(fmt, rows, n, card, grouped):
     "Tiles for products of single warps"
     sizes = (8,4,2) if fmt=='nvfp4' else (4,2)
@@ -119,7 +119,7 @@ def _by_groups(rows, n, card, grouped):
     if grouped: return dict(MT=6 if rows>=24 else 2, NT=2, WN=8, WGMMA=1)
     def enough(m): return -(-rows//(16*m))*-(-n//128)>=card.multiprocessors
     MT = next(filter(enough, (16,8,4)), 4)
-    return dict(MT=MT, NT=2, WN=8, WGMMA=1, FEEDS=4, MANY=232, FEW=40)
+    return dict(MT=MT, NT=2, WN=8, WGMMA=1)
 
 def tile_scaled(
     f:CardFormat, # Of the weights
@@ -143,7 +143,7 @@ def launch_scaled(f:CardFormat, fmt:str, d:dict)->tuple:
     stage = bm*x+bn*(BK//32*(f.chunk+f.scale)+4*bool(f.tile))
     more = 1024*('WGMMA' in d)
     if more: stage = -(-stage//more)*more
-    return bm,bn,32*(d['WN']+d.get('FEEDS', 0)),d['STAGES']*stage+more
+    return bm,bn,32*d['WN'],d['STAGES']*stage+more
 
 # %% ../../nbs/3_ops/linear/15_cuda.gemm_scaled.ipynb #5e37e6e5
 def product_scaled(
@@ -186,7 +186,7 @@ def gemm_scaled(
     if out is None: out = card_of(x).empty((len(x), w.n//2 if w.pair else w.n))
     return product_scaled(narrow(x, fmt, gain, eps), fmt, w, out, len(x), **kw)
 
-# %% ../../nbs/3_ops/linear/15_cuda.gemm_scaled.ipynb #dd5718ac
+# %% ../../nbs/3_ops/linear/15_cuda.gemm_scaled.ipynb #8c8279d5
 def can_scale(
     card, # With an `arch`
     fmt:str, # Of `SCALED`
@@ -211,7 +211,8 @@ def gemm_with(
 def grouped_rows(activations:str, w:Packed, rows:int, card)->int:
     "Places of a tile of `grouped_product`, whose experts share so many rows"
     f,each = w.format,rows//w.experts
-    if activations not in f.scaled: return 16*tile_of(f, each, w.n, w.k, 0, True)['MT']
+    if activations not in f.scaled:
+        return 16*tile_of(f, each, w.n, w.k, 0, True, groups=by_groups(card))['MT']
     return 16*tile_scaled(f, activations, each, w.n, card, True)['MT']
 
 def grouped_product(activations:str, x, w:Packed, out, rows:int, **kw):

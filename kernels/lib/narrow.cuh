@@ -2,9 +2,9 @@
 // Weights on their way to products of numbers of eight or four bits: eight of a row that follow
 // each other, from shared memory (as lib/unpack.cuh finds them) to what lib/mma_narrow.cuh takes.
 //   eight(w, s, t, aid, b)   FP8: as e4m3, two registers. Where their scale is in it they are rounded
-//   UNIT                     and what the row's unit is to be multiplied by then
+//   BACK                     and what the row's unit is to be multiplied by then
 //   scale(s, aid)            FP4: the e4m3 scales of two sixteens, in 16 bits; a word is plain_e2m1
-//   UNIT4                    likewise
+//   BACK4                    likewise
 #include "lib/encode.cuh"
 #include "lib/unpack.cuh"
 
@@ -30,7 +30,7 @@ __device__ __forceinline__ unsigned halves_to_e4m3(unsigned p, unsigned q) {
 namespace narrow_weights {
 // LIFT: a power of two that brings the largest fp16 weight near 448
 template <class F, int LIFT> struct rounded {
-    static constexpr float UNIT = F::UNITY / LIFT;
+    static constexpr float BACK = F::UNITY / LIFT;
     static __device__ __forceinline__ void eight(
             Bytes w, Bytes s, int t, float aid, unsigned* b) {
         unsigned h[4];
@@ -41,14 +41,14 @@ template <class F, int LIFT> struct rounded {
     }
 };
 struct nvfp4 : rounded<weights::nvfp4, 16> {  // 21 * 16 at most
-    static constexpr float UNIT4 = 1.f;
+    static constexpr float BACK4 = 1.f;
     static __device__ __forceinline__ unsigned scale(Bytes s, float) {
         return *(const unsigned short*)s;
     }
 };
 struct mxfp4 : rounded<weights::mxfp4, 64> {  // 6 * 64 at most
     // Powers of two over the row's largest, which becomes 2^8: down to 2^-17 of it
-    static constexpr float UNIT4 = .00390625f;
+    static constexpr float BACK4 = .00390625f;
     static __device__ __forceinline__ unsigned scale(Bytes s, float aid) {
         const int e = s[0] - (29 - __float_as_int(aid)) + 15;
         const unsigned code = e > 0 ? e << 3 : e > -3 ? 4 >> -e : 0;
@@ -56,7 +56,7 @@ struct mxfp4 : rounded<weights::mxfp4, 64> {  // 6 * 64 at most
     }
 };
 struct e4m3_codes {
-    static constexpr float UNIT = 1.f, UNIT4 = 1.f;
+    static constexpr float BACK = 1.f, BACK4 = 1.f;
     static __device__ __forceinline__ void eight(Bytes w, Bytes, int, float, unsigned* b) {
         const uint2 v = *(const uint2*)w;
         b[0] = v.x;
