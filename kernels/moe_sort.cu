@@ -54,7 +54,7 @@ template <int SIZE> __device__ __forceinline__ void list(const int* total, int* 
     int mine = 0, place = 0, all, used;
     #pragma unroll
     for (int i = 0; i < PER; i++) {
-        mine += (total[i] + even<SIZE>(total[i]) - 1) / even<SIZE>(total[i]);
+        mine += (total[i] + SIZE - 1) / SIZE;
         place += total[i];
     }
     int slot = before(mine, parts, used);

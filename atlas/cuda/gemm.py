@@ -8,8 +8,9 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/linear/cuda.gemm.html.md"""
 __all__ = ['BK', 'halve', 'units', 'by_groups', 'launch_of', 'tile_of', 'gemm', 'product']
 
 # %% ../../nbs/3_ops/linear/13_cuda.gemm.ipynb #cdef1a43
+from types import SimpleNamespace
 from fastcore.basics import patch
-from ..card.card import card_of,run
+from ..card.card import card_of,limits,run
 from .pack import CardFormat
 
 # %% ../../nbs/3_ops/linear/13_cuda.gemm.ipynb #03205b41
@@ -74,48 +75,19 @@ def launch_of(f:CardFormat, d:dict)->tuple:
     if not d.get('WGMMA'): return bm,bn,threads,d['STAGES']*stage
     return bm,bn,threads,d['STAGES']*-(-stage//1024)*1024+1024
 
-def tile_of(
-    f:CardFormat, # Of the weights
-    rows:int, # Of the activations; of one expert, on average
-    n:int, k:int, # Of the weights
-    cores:int, # Multiprocessors of the card
-    grouped:bool=False, # Do the rows belong to many experts?
-    parts:int=1, # Of the activations, or 3
-    groups:bool=False, # May it be by warpgroups?
-)->dict: # Compile-time options of gemm.cu
-    "How a block divides its work. A row's bits are the same for all, by single warps or by warpgroups"
-    if groups and max(parts, f.parts)<3:
-        if not grouped: return _by_groups(f, rows, n, k, cores, parts)
-        if rows>=48: return _experts_by_groups(f, rows)
-    large = f.narrow and k>=2048 and rows>=96
-    small = max(parts, f.parts)>1 or grouped and not large
-    wide = f.chunk>=64 and not grouped
-    shapes = [(8,4),(4,4),(4,2),(2,2),(2,1)] if wide else [(8,4),(4,4),(2,4)]
-    shapes = shapes[2:4] if f.parts>2 else shapes[small:]
-    enough = lambda s: rows>=24 if grouped else -(-rows//(16*s[0]))*-(-n//(32*s[1]))>=cores
-    MT,NT = next(filter(enough, shapes), shapes[-1])
-    stages = 2 if f.parts>1 else 3 if NT>2 else 4
-    return dict(MT=MT, NT=NT, WM=1, WN=4, BK=BK, STAGES=stages)
-
-
 # %% ../../nbs/3_ops/linear/13_cuda.gemm.ipynb #c1d2a702
 _SHAPES = { # (MT, WN): µs that 2,048 columns take alone on a multiprocessor, and two blocks together
     (16,8): (35,70), (8,8): (25,40), (4,8): (16,26), (4,4): (12,16)}
-_ROOM = 227<<10 # Shared memory of a multiprocessor
+_HOPPER = limits(SimpleNamespace(arch='sm_90a'))
 
 def _groups_tile(f, MT, WN, blocks, k=0):
     "A tile by warpgroups: stages as there is room for; k: columns, if units may be of two chunks"
     d = dict(MT=MT, NT=2, WM=1, WN=WN, BK=BK, STAGES=4, WGMMA=1, BLOCKS=blocks)
-    own = 16*16*MT+4*16*WN+1024
-    def fits(d): return blocks*(launch_of(f, d)[3]+own)<=_ROOM
+    own = 16*16*MT+4*16*WN+1024 # and what the card wants of each block
+    def fits(d): return blocks*(launch_of(f, d)[3]+own)<=_HOPPER.shared
     deep = d|dict(BK=2*BK, STAGES=3, UNIT=2)
     if k and -(-k//BK)%2==0 and fits(deep): return deep
     return d if fits(d) else d|dict(STAGES=3)
-
-def _experts_by_groups(f, rows):
-    "Most experts should need one tile"
-    MT = min(-(-int(rows+2*rows**.5)//16), 6)
-    return _groups_tile(f, MT, 8, 2)
 
 def _by_groups(f, rows, n, k, cores, parts):
     "Of what was measured, what should take least"
@@ -130,6 +102,30 @@ def _by_groups(f, rows, n, k, cores, parts):
     blocks = 2 if parts==1 and MT<=8 else 1
     return _groups_tile(f, MT, WN, blocks, k if MT==16 else 0)
 
+
+# %% ../../nbs/3_ops/linear/13_cuda.gemm.ipynb #c1d2a704
+def tile_of(
+    f:CardFormat, # Of the weights
+    rows:int, # Of the activations; of one expert, on average
+    n:int, k:int, # Of the weights
+    cores:int, # Multiprocessors of the card
+    grouped:bool=False, # Do the rows belong to many experts?
+    parts:int=1, # Of the activations, or 3
+    groups:bool=False, # May it be by warpgroups?
+)->dict: # Compile-time options of gemm.cu
+    "How a block divides its work. A row's bits are the same for all, by single warps or by warpgroups"
+    if groups and f.chunk<64: # of 16 bits: not measured
+        if not grouped: return _by_groups(f, rows, n, k, cores, parts)
+        if rows>=48: return _groups_tile(f, 6, 8, 2) # what is not full is cut by eights
+    large = f.narrow and k>=2048 and rows>=96
+    small = max(parts, f.parts)>1 or grouped and not large
+    wide = f.chunk>=64 and not grouped
+    shapes = [(8,4),(4,4),(4,2),(2,2),(2,1)] if wide else [(8,4),(4,4),(2,4)]
+    shapes = shapes[2:4] if f.parts>2 else shapes[small:]
+    enough = lambda s: rows>=24 if grouped else -(-rows//(16*s[0]))*-(-n//(32*s[1]))>=cores
+    MT,NT = next(filter(enough, shapes), shapes[-1])
+    stages = 2 if f.parts>1 else 3 if NT>2 else 4
+    return dict(MT=MT, NT=NT, WM=1, WN=4, BK=BK, STAGES=stages)
 
 # %% ../../nbs/3_ops/linear/13_cuda.gemm.ipynb #936133d0
 def gemm(

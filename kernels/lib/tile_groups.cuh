@@ -77,12 +77,17 @@ struct Put {
             b[i] = bias && n0 + row < nb ? bias[n0 + row] : 0.f;
         }
         #pragma unroll
-        for (int k = 0; k < V; k++) {
-            if (k % 4 > 1) continue;
-            const int row = k / 4 * 8 + 2 * t + k % 2;
-            const float v = fmaf(__fmul_rn(d[k], by[row]), u[0], b[0]);
-            const float w = fmaf(__fmul_rn(d[k + 2], by[row]), u[1], b[1]);
-            one(to[row], o, v, w, gated[row]);
+        for (int k = 0; k < V; k += 4) {
+            const int row = k * 2 + 2 * t;
+            const int2 r = *(const int2*)(to + row);
+            const float2 m = *(const float2*)(by + row), f = *(const float2*)(gated + row);
+            #pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const float mine = i ? m.y : m.x;
+                const float v = fmaf(__fmul_rn(d[k + i], mine), u[0], b[0]);
+                const float w = fmaf(__fmul_rn(d[k + i + 2], mine), u[1], b[1]);
+                one(i ? r.y : r.x, o, v, w, i ? f.y : f.x);
+            }
         }
     }
 };
