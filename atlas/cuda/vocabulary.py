@@ -23,8 +23,8 @@ from .experts import moe as moe_rows
 from .experts_many import experts_many,route_many
 from .experts_wide import moe_wide
 from .flash import flash
-from .gemm import gemm,units
-from .gemm_scaled import can_scale,gemm_with
+from .gemm import as_halves,parts_of,units
+from .gemm_scaled import Rows,can_scale,gemm_with
 from .gemv import embed as embed_rows,gemv,rmsnorm as norm_rows
 from .gemv_wide import gemv_wide
 from .mamba import mamba_step
@@ -105,9 +105,18 @@ def _product(s, x, w, norm, extra=None, **kw):
 def _two(s, x, w, extra, kw):
     "Many rows times two matrices, side by side; the second, a small one, always in fp16"
     y = card_of(x).empty((len(x), w.n+extra.n))
-    gemm_with(s.activations, x, w, out=y[:,:w.n], **kw)
-    gemm(x, extra, out=y[:,w.n:], **kw)
+    norm = kw.pop('gain', None),kw.pop('eps', 0.)
+    h = _shared(s, x, norm, w, extra)
+    gemm_with(s.activations, h, w, out=y[:,:w.n], **kw)
+    gemm_with('f16', h, extra, out=y[:,w.n:], **kw)
     return y
+
+def _shared(s, x, norm, *ws, parts=1):
+    "Rows of prompts, normed, for products with all of `ws`, in fp16 of so many parts: made once"
+    norm = norm or (None,0.)
+    parts = max(parts, *(parts_of(w, _exact(s)) for w in ws))
+    if any(s.activations in w.format.scaled for w in ws): return Rows(x, *norm, parts)
+    return as_halves(x, *norm, parts)
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #f048de09
 def project(s:Step, x, w, norm=None, add=None, extra=None):
@@ -117,6 +126,9 @@ def project(s:Step, x, w, norm=None, add=None, extra=None):
 def mlp(s:Step, x, w:MLPWeights, norm=None, add=None):
     "`down(act(up(x)))` of rows `x` [R, H], times the sigmoid of a gate if there is one, plus `add`"
     gate = None
+    if s.b.tiled:
+        ws = [m for m in (w.up.weight,w.gate) if m is not None]
+        x,norm = _shared(s, x, norm, *ws),None
     if w.gate is not None:
         gate = _product(replace(s, activations='f16'), x, Matrix(w.gate), norm),0
     act = dict(act=w.act, limit=w.limit)
@@ -147,11 +159,17 @@ def attend(s:Step, qkv, w:AttentionWeights, kv, angles):
     )
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #8c38a79d
+def _next_parts(s, w)->int:
+    "Parts of fp16 in which the projection after the recurrent layer `w` takes its rows; 0: not so"
+    if w.then is None or s.activations in w.then.format.scaled: return 0
+    return parts_of(w.then, _exact(s))
+
 def gated_delta(s:Step, x, w:DeltaWeights, conv, rec):
     "A gated delta net between its projections: [R, vh*dv], and what is left of its norm"
     weights = w.conv,w.A,w.dt_bias,w.norm
     args = x,*weights,conv,rec,s.b,w.key_heads,w.gate_act
-    if s.b.tiled: return delta_many(*args, w.eps),None
+    if s.b.tiled:
+        return delta_many(*args, w.eps, parts=_next_parts(s, w)),None
     y,parts = delta_step(*args)
     return y,GroupNorm(parts, rec.shape[3], w.eps)
 
@@ -168,7 +186,8 @@ def mamba(s:Step, x, w:MambaWeights, conv, rec):
     )
     where = dict(conv=conv, rec=rec, b=s.b)
     if s.b.tiled:
-        return mamba_many(x, **weights, **where, eps=w.eps),None
+        parts = _next_parts(s, w)
+        return mamba_many(x, **weights, **where, eps=w.eps, parts=parts),None
     y,parts = mamba_step(x, **weights, **where)
     return y,GroupNorm(parts, y.shape[1]//w.groups, w.eps)
 
@@ -235,8 +254,9 @@ def _picks_of_tiles(seen, w):
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #945b71dc
 def _experts_of_tiles(s, x, w, norm, add, router_gain):
     "Routed experts of many rows, weighted, plus `add`"
-    h = norm_rows(x, *norm)
-    seen = h if router_gain is None else norm_rows(x, router_gain, norm.eps)
+    own = router_gain is not None # Has the router a norm of its own?
+    h = _shared(s, x, norm, w.up, parts=1 if own else 2)
+    seen = as_halves(x, router_gain, norm.eps, 2) if own else h
     ids,weights = _picks_of_tiles(seen, w)
     k = w.config.top_k
     if s.routes is not None:
@@ -303,7 +323,7 @@ def ngram(
     return look_up(history, line, end, k, least, most, out)
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #5869786e
-DEFAULTS = Defaults(2048, 1<<15, 64, 'f16', False)
+DEFAULTS = Defaults(2048, 8192, 1<<15, 64, 'f16', False, 128)
 
 def placement(
     device, parts, quantization:str|None=None, head:str|None=None,

@@ -224,13 +224,14 @@ class DeltaWeights:
     eps:float # Of that norm
     key_heads:int
     gate_act:str='silu' # Or 'sigmoid'
+    then:object=None # The matrix that reads the result
 
 def gated_delta(
     s:Step,
     x, # [R, C+vh*dv+2*vh]: q | k | v | z | b | a, as projected
     w:DeltaWeights,
-    conv, # [slots, K-1, C]: the layer's pool of convolutions' tails, written at `s.b.state_out`
-    rec, # [slots, vh, dk, dv]: and of states
+    conv, # [tails, K-1, C]: the layer's pool of convolutions' tails, written at `s.b.state_out`
+    rec, # [slots, vh, dk, dv]: and of states, as for `scan`
 ): # ([R, vh*dv], what is left of the norm: a `GroupNorm` or None)
     "A gated delta net between its projections (Yang et al. 2025)"
     b,C = s.b,len(w.conv)
@@ -246,8 +247,7 @@ def gated_delta(
         eps=w.eps,
         conv=conv,
         rec=rec,
-        state_in=b.state_in,
-        state_out=b.state_out,
+        state_in=b.state_in, state_out=b.state_out,
         starts=b.starts,
         counts=b.counts,
         tiled=b.tiled,
@@ -267,13 +267,14 @@ class MambaWeights:
     norm:object # [I]: gain of the norm over each group
     eps:float # Of that norm
     groups:int # Of heads that share B and C
+    then:object=None # As `DeltaWeights`
 
 def mamba(
     s:Step,
     x, # [R, I+C+nh]: z | x | B | C | dt, as projected
     w:MambaWeights,
-    conv, # [slots, K-1, C]: the layer's pool of convolutions' tails, written at `s.b.state_out`
-    rec, # [slots, nh, hd, N]: and of states
+    conv, # [tails, K-1, C]: the layer's pool of convolutions' tails, written at `s.b.state_out`
+    rec, # [slots, nh, hd, N]: and of states, as for `scan`
 ): # ([R, I], what is left of the norm: a `GroupNorm` or None)
     "Mamba-2 between its projections (Dao & Gu 2024)"
     b = s.b
@@ -418,15 +419,17 @@ def moe(
 class Defaults:
     "How a model is set up where nobody asks for anything else, and what may be asked for"
     chunk:int # Rows of prompts in a step
+    large_chunk:int # The same where there is memory of a card's own for more
     max_chunk:float # The most of them that may be asked for
     block_size:int # Tokens in a block of the cache
     kv_format:str # Of keys and values
     unpacks:bool # Are weights kept as float32 where that takes no more than half of what is free?
+    seqs:int # The most sequences to answer at once
     foreign:tuple=() # Options that mean nothing here
 
 _CARDS = ('quantization','lm_head_dtype','draft_quantization',
     'prefill_activations','kv_cache_dtype','kv_high_precision_layers')
-DEFAULTS = Defaults(256, math.inf, 16, 'float32', True, _CARDS)
+DEFAULTS = Defaults(256, 256, math.inf, 16, 'float32', True, 8, _CARDS)
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #790d9e8a
 def placement(
