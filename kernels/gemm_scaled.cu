@@ -58,7 +58,6 @@
 using W = weights::FMT;
 using Narrow = narrow_weights::FMT;
 constexpr int BK = 128, CH = BK / 32, BM = 16 * MT, BN = 8 * NT * WN;
-constexpr int KS = FP8 ? CH : CH / 2;                        // products along K in a stage
 constexpr int XROW = FP8 ? BK : BK / 2, XSC = FP8 ? 0 : BK / 16;  // of a row of x in a stage: bytes, scales
 constexpr int XPARTS = 1, AP = BM * XROW;
 constexpr int PER = W::BYTES / 4, BC = BN * PER * 16;        // of a row's chunk: pieces; bytes of all rows'
@@ -78,6 +77,8 @@ __device__ __forceinline__ float factor(float aid) {
 #else
 #include "lib/feed.cuh"
 #include "lib/finish.cuh"
+constexpr int KS = FP8 ? CH : CH / 2;  // products along K in a stage
+
 // What a warp multiplies at once: 16*M rows of x, 8*NT of W, and of NVFP4 their scales.
 template <int M> struct Fragments {
     unsigned a[M][4], b[NT][2], sa[(M + 1) / 2], sb[(NT + 3) / 4];

@@ -133,8 +133,7 @@ class EngineConfig(Caching, Queueing, Speculation):
     lm_head_dtype:str|None=option(None, words=_anew,
         help='On a card: the same for the output matrix. [default: as shipped]')
     prefill_activations:str|None=option(None, words=_prompts,
-        help='On a card: multiply prompts in f16, or faster and less exactly in fp8 or nvfp4, '
-            'where the card and the format of the weights allow it. [default: f16]')
+        help='On a card: multiply prompts in f16, or faster in fp8 or nvfp4. [default: f16]')
     kv_cache_dtype:str|None=option(None, words=_caches,
         help='On a card: keys and values in f16, bf16, f32, fp8 or nvfp4. [default: f16]')
     kv_high_precision_layers:int=option(0, min=0,
