@@ -86,7 +86,7 @@ def norm_add(
 def _rows(x, *args, **kw):
     "Rows of a step times a matrix, as `gemv`"
     if len(x)>MAX_ROWS//2: return gemv_wide(x, *args, **kw)
-    kw.pop('halved', None)
+    kw.pop('prepared', None)
     return gemv(x, *args, **kw)
 
 def _exact(s):
@@ -99,7 +99,7 @@ def _product(s, x, w, norm, extra=None, **kw):
     kw['bias'] = w.bias
     if norm is not None: kw |= norm._asdict()
     if not s.b.tiled:
-        if s.made: kw['halved'] = s.made.pop()
+        if s.made: kw['prepared'] = s.made.pop()
         return _rows(x, w.weight, extra=extra, **kw)
     kw['exact'] = _exact(s)
     if extra is None: return gemm_with(s.activations, x, w.weight, **kw)
