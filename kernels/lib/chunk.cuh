@@ -7,6 +7,18 @@
 
 constexpr int TILE = 64;
 
+// y / (1 + e^-y) by few instructions; 0 where the exponential is infinite
+__device__ __forceinline__ float quick_silu(float y) {
+#if defined(__CUDA_ARCH__)
+    float e, d;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(y * -1.4426950408889634f));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(1.f + e));
+    return y * d;
+#else
+    return y / (1.f + expf(-y));
+#endif
+}
+
 // The rows of a tile: lo..hi-1 are real. `tail`: the three inputs before the sequence's first row in this step, or null; `rel` is this tile's row 0
 // counted from that first row.
 struct Rows {
@@ -48,7 +60,7 @@ struct Rows {
         #pragma unroll
         for (int i = 0; i < 16; i++) {
             const float y = fmaf(v[i + 3], w.w, fmaf(v[i + 2], w.z, fmaf(v[i + 1], w.y, v[i] * w.x))) + b;
-            const float s = __fdividef(y, 1.f + __expf(-y));
+            const float s = quick_silu(y);
             f(j0 + i, all || (j0 + i >= lo && j0 + i < hi) ? s : 0.f);
         }
     }
