@@ -63,7 +63,7 @@ struct Inputs {
         #pragma unroll 8
         for (int j = 0; j < TILE; j++) {
             const float d = own[j * DK], y = fmaf(d, w.w, fmaf(c, w.z, fmaf(b, w.y, a * w.x)));
-            const float v = quick_silu(y);
+            const float v = __fdividef(y, 1.f + __expf(-y));
             own[j * DK] = all || (j >= r.lo && j < r.hi) ? v : 0.f;
             a = b; b = c; c = d;
         }
