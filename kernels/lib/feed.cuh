@@ -45,62 +45,87 @@ __device__ __forceinline__ unsigned place_of(unsigned row) {
 template <int ROWS> struct Feed {
     static constexpr unsigned XP = CH * 4, WP = CH * PER;              // pieces of a row
     static constexpr unsigned XS = THREADS / XP, WS = THREADS / WP;    // rows that all threads bring at once
-    static constexpr int OWN = (ROWS + XS - 1) / XS;
+    static constexpr int OWN = (ROWS + XS - 1) / XS, WOWN = BN / WS;
     static constexpr unsigned ROW = WGMMA ? 128 : BK * 2;
+    static constexpr unsigned SPIECES = W::SCALE > 0 ? BN / 4 * CH : W::SCALE < 0 ? BN : 0;
+    static constexpr int SOWN = (SPIECES + THREADS - 1) / THREADS;     // pieces of scales
+    static constexpr unsigned SBYTES = W::SCALE > 0 ? 4 * SC : 4;      // of one
     static_assert(THREADS % XP == 0 && THREADS % WP == 0 && BN % WS == 0, "whole rows");
     static_assert(XS % 8 == 0 && (!WGMMA || WS % 16 == 0), "the same place of all rows");
+    static_assert(SOWN < 2 || THREADS % CH == 0, "the same chunk of all rows");
     const Job& j;
-    int step = 0;
-    unsigned at[OWN];  // where the pieces of x begin, in sixteens of bytes
+    int step = 0, c0 = 0;      // c0: the step's first chunk
+    unsigned at[OWN];          // where the pieces of x begin, in sixteens of bytes
+    const unsigned char *w, *s;
+    unsigned x_to, w_to, s_to; // in a stage
     __device__ __forceinline__ Feed(const Job& job) : j(job) {
+        const unsigned tid = threadIdx.x;
         #pragma unroll
         for (int i = 0; i < OWN; i++) {
-            const unsigned row = min(threadIdx.x / XP + i * XS, ROWS - 1u);
-            at[i] = (unsigned)j.from[row] * (j.ld / 8) + threadIdx.x % XP;
+            const unsigned row = min(tid / XP + i * XS, ROWS - 1u);
+            at[i] = (unsigned)j.from[row] * (j.ld / 8) + tid % XP;
         }
-    }
-    __device__ __forceinline__ void rows(unsigned char* stage, const unsigned short* x, bool on) const {
-        const unsigned row = threadIdx.x / XP, piece = threadIdx.x % XP;
+        const unsigned row = tid / XP, piece = tid % XP;
         const unsigned block = WGMMA ? piece / 8 : 0;  // of 64 columns
         const unsigned place = (piece - block * 8) ^ row % 8;  // so that no bank is met twice
-        unsigned char* to = stage + block * BM * 128 + row * ROW + place * 16;
+        x_to = block * BM * 128 + row * ROW + place * 16;
+        w_to = A + tid % WP / PER * BC + place_of(tid / WP) * PER * 16 + tid % PER * 16;
+        s_to = A + B + (W::SCALE > 0 ? tid % CH * BN + tid / CH * 4 : tid) * SC;
+        begin();
+    }
+    // At the first chunk of W.
+    __device__ __forceinline__ void begin() {
+        const unsigned tid = threadIdx.x, row = tid / WP;
+        const unsigned c = min((int)(tid % WP / PER), j.chunks - 1);
+        w = j.w + ((size_t)(row * j.chunks + c) * PER + tid % PER) * 16;
+        if (W::SCALE > 0) {
+            const unsigned q = min(tid / CH, j.last / 4), c = min((int)(tid % CH), j.chunks - 1);
+            s = j.s + (size_t)(q * j.chunks + c) * SBYTES;
+        } else s = j.s + (size_t)(min(tid, j.last) * j.blocks) * 4;
+        c0 = 0;
+    }
+    __device__ __forceinline__ void rows(unsigned char* stage, const unsigned short* x, bool on) const {
         #pragma unroll
         for (int i = 0; i < OWN; i++) {
-            const bool real = ROWS % XS == 0 || row + i * XS < ROWS;
-            cp_async_if<16>(to + i * XS * ROW, (const unsigned char*)x + (size_t)at[i] * 16, on && real);
+            const bool real = ROWS % XS == 0 || threadIdx.x / XP + i * XS < ROWS;
+            const unsigned char* from = (const unsigned char*)x + (size_t)at[i] * 16;
+            cp_async_if<16>(stage + x_to + i * XS * ROW, from, on && real);
         }
     }
-    __device__ __forceinline__ void weights(unsigned char* stage, int c0, bool on) const {
-        const unsigned tid = threadIdx.x, row = tid / WP, piece = tid % WP, chunk = piece / PER;
-        const unsigned c = min(c0 + (int)chunk, j.chunks - 1);
-        const unsigned char* w = j.w + c * (PER * 16) + piece % PER * 16;
-        unsigned char* to = stage + A + chunk * BC + place_of(row) * PER * 16 + piece % PER * 16;
+    __device__ __forceinline__ void weights(unsigned char* stage, bool on) const {
+        const unsigned tid = threadIdx.x;
         #pragma unroll
-        for (int i = 0; i < BN / WS; i++) {
-            const unsigned r = row + i * WS;
-            cp_async_if<16>(to + i * WS * PER * 16, w + (size_t)(r * (j.chunks * PER)) * 16, on && r <= j.last);
+        for (int i = 0; i < WOWN; i++) {
+            const bool real = tid / WP + i * WS <= j.last;
+            const unsigned char* from = w + (size_t)(i * WS) * (j.chunks * PER * 16);
+            cp_async_if<16>(stage + w_to + i * WS * PER * 16, from, on && real);
         }
-        if (W::SCALE > 0)  // those of four rows lie together
-            #pragma unroll
-            for (unsigned i = 0; i < BN / 4 * CH; i += THREADS) {
-                const unsigned p = i + tid, q = min(p / CH, j.last / 4);
-                const unsigned c = min(c0 + (int)(p % CH), j.chunks - 1);
-                cp_async_if<SC ? SC * 4 : 4>(stage + A + B + (p % CH * BN + p / CH * 4) * SC,
-                    j.s + (size_t)(q * j.chunks + c) * 4 * SC, on && p < BN / 4 * CH);
-            }
-        if (W::SCALE < 0)
-            #pragma unroll
-            for (unsigned i = 0; i < BN; i += THREADS) {
-                const unsigned p = i + tid, r = min(p, j.last);
-                cp_async_if<4>(stage + A + B + p * 4, (const float*)j.s + r * j.blocks + c0 / 4, on && p < BN);
-            }
+        #pragma unroll
+        for (int i = 0; i < SOWN; i++) {
+            const bool real = (i + 1) * THREADS <= SPIECES || i * THREADS + tid < SPIECES;
+            const unsigned first = W::SCALE > 0 ? tid / CH : tid, last = W::SCALE > 0 ? j.last / 4 : j.last;
+            const unsigned skip = min(first + i * (W::SCALE > 0 ? THREADS / CH : THREADS), last) - min(first, last);
+            const size_t pitch = W::SCALE > 0 ? j.chunks * SBYTES : j.blocks * 4;
+            cp_async_if<SBYTES>(stage + s_to + i * (W::SCALE > 0 ? THREADS / CH * 4 : THREADS) * SC, s + (i ? skip * pitch : 0), on && real);
+        }
+    }
+    // W's next step. A chunk that is not there is one that was: it meets zeros of x.
+    __device__ __forceinline__ void next() {
+        const unsigned tid = threadIdx.x;
+        c0 += CH;
+        const int mine = c0 + tid % WP / PER, its = c0 + tid % CH;
+        w += mine < j.chunks ? CH * PER * 16 : 0;
+        if (W::SCALE > 0) s += its < j.chunks ? CH * SBYTES : 0;
+        if (W::SCALE < 0) s += c0 % 4 == 0 && c0 < j.chunks ? 4 : 0;
     }
     __device__ __forceinline__ void operator()(unsigned char* stage) {
         const bool on = step < j.steps;
         const int steps = j.kp / BK, part = PARTS == 2 && step >= steps, k = (step - part * steps) * BK;
+        if (PARTS == 2 && step == steps) begin();
         #pragma unroll
         for (int i = 0; i < XPARTS; i++) rows(stage + i * AP, j.x + (part + i) * j.kp + k, on);
-        weights(stage, k / 32, on);
+        weights(stage, on);
+        next();
         step++;
         cp_async_commit();
     }

@@ -82,6 +82,13 @@ struct Put {
     }
 };
 
+// A number that the compiler does not find again wherever it is wanted.
+__device__ __forceinline__ void keep(unsigned& v) {
+#if defined(__CUDA_ARCH__)
+    asm volatile("" : "+r"(v));
+#endif
+}
+
 // Eight weights of a row and the bytes of their scale, on their way from shared memory.
 template <int N> struct Words { typedef uint4 T; };
 template <> struct Words<8> { typedef uint2 T; };
@@ -91,14 +98,10 @@ struct Codes {
     static constexpr int PARTS_OF = W::BYTES / (int)sizeof(Part);
     __align__(16) unsigned codes[W::BYTES / 4];
     unsigned scale;
-    __device__ __forceinline__ void fetch(const unsigned char* stage, int c, int place, int r) {
-        const int t = threadIdx.x % 4;
-        const unsigned char* w = stage + A + c * BC + (place * 4 + t) * W::BYTES;
-        const unsigned char* s = stage + A + B + ((W::SCALE < 0 ? 0 : c) * BN + r) * SC;
+    __device__ __forceinline__ void fetch(const unsigned char* w, const unsigned char* s) {
         #pragma unroll
         for (int i = 0; i < PARTS_OF; i++) ((Part*)codes)[i] = ((const Part*)w)[i];
-        if (W::SCALE == 2) scale = s[t / 2];
-        else if (W::SCALE == 1) scale = s[0];
+        if (W::SCALE == 2 || W::SCALE == 1) scale = *s;
         else if (W::SCALE) scale = *(const unsigned*)s;
     }
     __device__ __forceinline__ void decode(float aid, unsigned* h) const {
@@ -111,12 +114,21 @@ struct Codes {
 struct Weights {
     static constexpr int MANY = FRAGMENTS * UNIT * 2;
     Codes codes[FRAGMENTS][UNIT][2];
+    unsigned own, its;  // where a lane's first codes of a stage are, and their scale
+    __device__ __forceinline__ Weights() {
+        const int lane = threadIdx.x % 32, first = rows_of(0);
+        own = A + ((first + lane / 4) * 4 + lane % 4) * W::BYTES;
+        its = A + B + (first + row_of(0)) * SC + (W::SCALE == 2 ? lane % 4 / 2 : 0);
+        keep(own);
+        keep(its);
+    }
     __device__ __forceinline__ void fetch(const unsigned char* stage, int u) {
+        const unsigned char *w = stage + own, *s = stage + its;
         #pragma unroll
         for (int v = 0; v < MANY; v++) {
-            const int f = v / 2 / UNIT, c = v / 2 % UNIT, i = v % 2, first = rows_of(f);
-            const int place = first + i * 8 + threadIdx.x % 32 / 4;
-            codes[f][c][i].fetch(stage, u * UNIT + c, place, first + row_of(i));
+            const int f = v / 2 / UNIT, c = u * UNIT + v / 2 % UNIT, i = v % 2;
+            const int row = f * 64 + (PAIR ? i * 2 : i), chunk = W::SCALE < 0 ? 0 : c;
+            codes[f][v / 2 % UNIT][i].fetch(w + c * BC + (f * 64 + i * 8) * 4 * W::BYTES, s + (chunk * BN + row) * SC);
         }
     }
     __device__ __forceinline__ void decode(const float* aids, unsigned (*a)[UNIT][2][4]) const {
