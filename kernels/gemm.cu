@@ -159,11 +159,11 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(const __half* __restri
                 v[k] = fmaf(v[k], u, b && n0 + col + k < nb ? b[n0 + col + k] : 0.f);
             }
             if (PAIR) {
-                v[0] = act_mul<ACTIVATION>(v[0], v[2], limit);
-                v[1] = act_mul<ACTIVATION>(v[1], v[3], limit);
+                v[0] = act_mul<ACTIVATION, PARTS == 1>(v[0], v[2], limit);
+                v[1] = act_mul<ACTIVATION, PARTS == 1>(v[1], v[3], limit);
             } else if (ACTIVATION != ACT_NONE)
                 #pragma unroll
-                for (int k = 0; k < 4; k++) v[k] = act_mul<ACTIVATION>(v[k], 0.f, limit);
+                for (int k = 0; k < 4; k++) v[k] = act_mul<ACTIVATION, PARTS == 1>(v[k], 0.f, limit);
             if (gate)
                 #pragma unroll
                 for (int k = 0; k < WIDTH; k++) v[k] *= f;

@@ -33,10 +33,10 @@ struct Put {
     bool gate, whole;
     // Two results of row r of y, from column o on; of a pair one.
     __device__ __forceinline__ void one(int r, int o, float v, float w, float f) const {
-        if (PAIR) v = act_mul<ACTIVATION>(v, w, limit);
+        if (PAIR) v = act_mul<ACTIVATION, PARTS == 1>(v, w, limit);
         else if (ACTIVATION != ACT_NONE) {
-            v = act_mul<ACTIVATION>(v, 0.f, limit);
-            w = act_mul<ACTIVATION>(w, 0.f, limit);
+            v = act_mul<ACTIVATION, PARTS == 1>(v, 0.f, limit);
+            w = act_mul<ACTIVATION, PARTS == 1>(w, 0.f, limit);
         }
         if (gate) {
             v *= f;
