@@ -112,10 +112,12 @@ struct nvfp4 : e2m1, itself {
         times(codes, __fmul_rn(f.x, gs[row]), a);
     }
     // times 2^-14 of the block's e4m3 scale: at most .17, exact, a multiple of 2^-24
+    static __device__ __forceinline__ void halves(unsigned codes, unsigned scale, unsigned* h) {
+        e2m1_pairs(codes, half2_from(e4m3_halves(scale * 0x101u)), h);
+    }
     static __device__ __forceinline__ void halves(
             Bytes w, Bytes s, int t, float, bool, unsigned* h) {
-        const unsigned codes = *(const unsigned*)w;
-        e2m1_pairs(codes, half2_from(e4m3_halves(s[t / 2] * 0x101u)), h);
+        halves(*(const unsigned*)w, s[t / 2], h);
     }
     struct Pair {  // exact in fp16: at most 6 * 448 * 2^-14, a multiple of 2^-24
         static constexpr bool SCALED = false;

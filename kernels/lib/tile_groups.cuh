@@ -82,7 +82,7 @@ struct Put {
     }
 };
 
-// A number that the compiler does not find again wherever it is wanted.
+// A number that the compiler neither finds again wherever it is wanted, nor takes for a shorter one.
 __device__ __forceinline__ void keep(unsigned& v) {
 #if defined(__CUDA_ARCH__)
     asm volatile("" : "+r"(v));
@@ -103,11 +103,11 @@ struct Codes {
         for (int i = 0; i < PARTS_OF; i++) ((Part*)codes)[i] = ((const Part*)w)[i];
         if (W::SCALE == 2 || W::SCALE == 1) scale = *s;
         else if (W::SCALE) scale = *(const unsigned*)s;
+        keep(scale);
     }
     __device__ __forceinline__ void decode(float aid, unsigned* h) const {
-        const int t = threadIdx.x % 4;
-        const Bytes s = (Bytes)&scale;
-        W::halves((Bytes)codes, W::SCALE == 2 ? s - t / 2 : s, t, aid, false, h);
+        if constexpr (W::SCALE == 2) W::halves(codes[0], scale, h);
+        else W::halves((Bytes)codes, (Bytes)&scale, threadIdx.x % 4, aid, false, h);
     }
 };
 // What registers bring to the products of a unit.
@@ -179,11 +179,11 @@ __device__ __forceinline__ void tile(const Job& j, unsigned char* stages, F mean
     float d[FRAGMENTS][V], own[FRAGMENTS][PARTS == 1 ? 1 : V];
     #pragma unroll
     for (int v = 0; v < FRAGMENTS * V; v++) d[v / V][v % V] = 0.f;
-    int stage = 0;
+    constexpr int LAST = (STAGES - 1) * STAGE;
+    int stage = 0, done = LAST;  // where stages begin: that of this step, and of the one before
     for (int i = 0; i < j.steps; i++) {
-        const int ahead = stage == STAGES - 1 ? 0 : stage + 1;
-        const int done = stage == 0 ? STAGES - 1 : stage - 1;
-        const WgmmaMatrix x = first + stage * (STAGE / 16);
+        const int ahead = stage == LAST ? 0 : stage + STAGE;
+        const WgmmaMatrix x = first + (unsigned)stage / 16;
         #pragma unroll
         for (int u = 0; u < UNITS; u++) {
             if constexpr (PARTS == 1) multiply<N>(d, a[u % 2], x, u);
@@ -193,10 +193,10 @@ __device__ __forceinline__ void tile(const Job& j, unsigned char* stages, F mean
                 cp_async_wait<STAGES - 3>();
                 wgmma_seen();
                 __syncthreads();
-                feed(stages + done * STAGE);
+                feed(stages + done);
             }
             w.decode(j.aids, a[(u + 1) % 2]);
-            w.fetch(stages + (u >= UNITS - 2 ? ahead : stage) * STAGE, (u + 2) % UNITS);
+            w.fetch(stages + (u >= UNITS - 2 ? ahead : stage), (u + 2) % UNITS);
             // Tensor cores cut off what a sum has no room for, which would add up along a row:
             // of products in parts each 64 columns are summed by themselves.
             if constexpr (PARTS > 1) if (UNIT == 2 || u % 2) {
@@ -208,6 +208,7 @@ __device__ __forceinline__ void tile(const Job& j, unsigned char* stages, F mean
                 }
             }
         }
+        done = stage;
         stage = ahead;
     }
     wgmma_wait<0>();
