@@ -105,9 +105,9 @@ struct Codes {
         else if (W::SCALE) scale = *(const unsigned*)s;
         keep(scale);
     }
-    __device__ __forceinline__ void decode(float aid, unsigned* h) const {
-        if constexpr (W::SCALE == 2) W::halves(codes[0], scale, h);
-        else W::halves((Bytes)codes, (Bytes)&scale, threadIdx.x % 4, aid, false, h);
+    template <class F = W> __device__ __forceinline__ void decode(float aid, unsigned* h) const {
+        if constexpr (F::SCALE == 2) F::halves(codes[0], scale, h);
+        else F::halves((Bytes)codes, (Bytes)&scale, threadIdx.x % 4, aid, false, h);
     }
 };
 // What registers bring to the products of a unit.
