@@ -21,7 +21,7 @@ from .experts import moe as moe_rows
 from .experts_many import experts_many,route_many
 from .experts_wide import moe_wide
 from .flash import flash
-from .gemm import gemm,units
+from .gemm import as_halves,gemm,parts_of,units
 from .gemv import embed as embed_rows,gemv,rmsnorm as norm_rows
 from .gemv_wide import gemv_wide
 from .mamba import mamba_step
@@ -101,9 +101,16 @@ def _product(s, x, w, norm, extra=None, **kw):
 def _two(x, w, extra, kw):
     "Many rows times two matrices, side by side"
     y = card_of(x).empty((len(x), w.n+extra.n))
-    gemm(x, w, out=y[:,:w.n], **kw)
-    gemm(x, extra, out=y[:,w.n:], **kw)
+    norm = kw.pop('gain', None),kw.pop('eps', 0.)
+    h = _halves(x, norm, kw['exact'], w, extra)
+    gemm(h, w, out=y[:,:w.n], **kw)
+    gemm(h, extra, out=y[:,w.n:], **kw)
     return y
+
+def _halves(x, norm, exact, *ws):
+    "Rows of prompts, normed, as fp16: once for products with all of `ws`"
+    norm = norm or (None,0.)
+    return as_halves(x, *norm, max(parts_of(w, exact) for w in ws))
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #f048de09
 def project(s:Step, x, w, norm=None, add=None, extra=None):
@@ -113,6 +120,9 @@ def project(s:Step, x, w, norm=None, add=None, extra=None):
 def mlp(s:Step, x, w:MLPWeights, norm=None, add=None):
     "`down(act(up(x)))` of rows `x` [R, H], times the sigmoid of a gate if there is one, plus `add`"
     gate = None
+    if s.b.tiled:
+        ws = [m for m in (w.up.weight,w.gate) if m is not None]
+        x,norm = _halves(x, norm, _exact(s), *ws),None
     if w.gate is not None:
         gate = _product(s, x, Matrix(w.gate), norm),0
     act = dict(act=w.act, limit=w.limit)
@@ -143,11 +153,16 @@ def attend(s:Step, qkv, w:AttentionWeights, kv, angles):
     )
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #8c38a79d
+def _next_parts(s, w)->int:
+    "Parts in which the projection after the recurrent layer `w` takes its rows; 0: nobody knows"
+    return parts_of(w.then, _exact(s)) if w.then is not None else 0
+
 def gated_delta(s:Step, x, w:DeltaWeights, conv, rec):
     "A gated delta net between its projections: [R, vh*dv], and what is left of its norm"
     weights = w.conv,w.A,w.dt_bias,w.norm
     args = x,*weights,conv,rec,s.b,w.key_heads,w.gate_act
-    if s.b.tiled: return delta_many(*args, w.eps),None
+    if s.b.tiled:
+        return delta_many(*args, w.eps, parts=_next_parts(s, w)),None
     y,parts = delta_step(*args)
     return y,GroupNorm(parts, rec.shape[3], w.eps)
 
@@ -164,7 +179,8 @@ def mamba(s:Step, x, w:MambaWeights, conv, rec):
     )
     where = dict(conv=conv, rec=rec, b=s.b)
     if s.b.tiled:
-        return mamba_many(x, **weights, **where, eps=w.eps),None
+        parts = _next_parts(s, w)
+        return mamba_many(x, **weights, **where, eps=w.eps, parts=parts),None
     y,parts = mamba_step(x, **weights, **where)
     return y,GroupNorm(parts, y.shape[1]//w.groups, w.eps)
 
@@ -231,8 +247,9 @@ def _picks_of_tiles(seen, w):
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #945b71dc
 def _experts_of_tiles(s, x, w, norm, add, router_gain):
     "Routed experts of many rows, weighted, plus `add`"
-    h = norm_rows(x, *norm)
-    seen = h if router_gain is None else norm_rows(x, router_gain, norm.eps)
+    own = router_gain is not None # Has the router a norm of its own?
+    h = as_halves(x, *norm, parts_of(w.up) if own else 2)
+    seen = as_halves(x, router_gain, norm.eps, 2) if own else h
     ids,weights = _picks_of_tiles(seen, w)
     k = w.config.top_k
     if s.routes is not None:

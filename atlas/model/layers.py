@@ -120,7 +120,7 @@ class DeltaNet:
         "What `gated_delta` reads"
         d = self._d
         return DeltaWeights(self.conv1d.weight, self.A, self.dt_bias, self.norm.weight,
-            self._c.norm_eps, d.num_k_heads, d.gate_act)
+            self._c.norm_eps, d.num_k_heads, d.gate_act, self.out_proj.weight)
 
     def __call__(self, x, norm, s, add=None):
         "As `Attention`"
@@ -154,7 +154,7 @@ class Mamba:
         "What `mamba` reads"
         conv = self.conv1d
         return MambaWeights(conv.weight, conv.bias, self.A, self.D, self.dt_bias,
-            self.norm.weight, self._c.norm_eps, self._m.n_groups)
+            self.norm.weight, self._c.norm_eps, self._m.n_groups, self.out_proj.weight)
 
     def __call__(self, x, norm, s, add=None):
         "As `Attention`"

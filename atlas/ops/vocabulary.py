@@ -223,6 +223,7 @@ class DeltaWeights:
     eps:float # Of that norm
     key_heads:int
     gate_act:str='silu' # Or 'sigmoid'
+    then:object=None # The matrix that reads the result
 
 def gated_delta(
     s:Step,
@@ -245,8 +246,7 @@ def gated_delta(
         eps=w.eps,
         conv=conv,
         rec=rec,
-        state_in=b.state_in,
-        state_out=b.state_out,
+        state_in=b.state_in, state_out=b.state_out,
         starts=b.starts,
         counts=b.counts,
         tiled=b.tiled,
@@ -266,6 +266,7 @@ class MambaWeights:
     norm:object # [I]: gain of the norm over each group
     eps:float # Of that norm
     groups:int # Of heads that share B and C
+    then:object=None # As `DeltaWeights`
 
 def mamba(
     s:Step,

@@ -28,6 +28,16 @@ __device__ inline void meet_change(Meeting* b, int arrivals, int bytes) {
     memcpy(b, &m, sizeof m);
     emu::progress++;
 }
+__device__ inline void late_arrive(Meeting* b) {
+    for (int i = 0; i < late_many; i++) {
+        const LateCopy c = late_copies[i];
+        if (c.b != b) continue;
+        memcpy(c.to, c.held, c.bytes);
+        __builtin_free(c.held);
+        late_copies[i--] = late_copies[--late_many];
+        meet_change(b, 0, -(int)c.bytes);
+    }
+}
 #endif
 
 __device__ __forceinline__ void meet_init(Meeting* b, int n) {
@@ -118,16 +128,8 @@ __device__ __forceinline__ void meet_wait(Meeting* b, unsigned parity) {
     while (!over);
 #elif defined(ATLAS_EMULATE)
     EmulatedMeeting m;
-    for (int i = 0; i < late_many; i++) {
-        const LateCopy c = late_copies[i];
-        if (c.b != b) continue;
-        memcpy(c.to, c.held, c.bytes);
-        __builtin_free(c.held);
-        late_copies[i--] = late_copies[--late_many];
-        meet_change(b, 0, -(int)c.bytes);
-    }
     // some warps are later than others, so that nobody can rely on their pace
     for (int i = 0; i < emu::current / 32 % 4 * 2; i++) { emu::progress++; emu::yield(); }
-    while (memcpy(&m, b, sizeof m), m.phase == parity) emu::yield();
+    while (late_arrive(b), memcpy(&m, b, sizeof m), m.phase == parity) emu::yield();
 #endif
 }
