@@ -1,6 +1,8 @@
 #pragma once
-// What a block of gemm.cu multiplies, on its way to shared memory, stage by stage: over the
-// constants of that file, whose name for each is there.
+// What a block of gemm.cu or gemm_scaled.cu multiplies, on its way to shared memory, stage by stage:
+// over the constants of that file.
+//   XROW  bytes of a row of x in a stage, AP of all of them, XPARTS so many times; XSC bytes of its scales
+//   PER, BC, SC, SCH  of a row's chunk of W: pieces of 16 bytes; bytes of all rows'; of its scales; chunks that have any
 #include "lib/async.cuh"
 
 // N bytes (4, 8 or 16) beside the thread where `on`; a predicate, for a branch would keep the
@@ -20,11 +22,11 @@ template <int N> __device__ __forceinline__ void cp_async_if(void* to, const voi
 }
 
 struct Job {  // what all threads of a block know
-    const unsigned short* x;
+    const unsigned char *x, *xs;  // xs: scales of x, where it has any
     const unsigned char *w, *s;  // of the block's first row of W
     const float* aids;           // of the block's columns (lib/unpack.cuh), in shared memory
     const int* from;             // row of x of each row of the tile, in shared memory
-    int ld, kp, chunks, blocks;  // blocks: scales of a row, fp8_block
+    int line, chunks, blocks;    // sixteens of bytes of a row of x; scales of a row, fp8_block
     int steps;                   // along K
     unsigned last;               // the last row of W there is, counted from the block's first
 };
@@ -38,92 +40,95 @@ __device__ __forceinline__ unsigned place_of(unsigned row) {
     return row - r + place;
 }
 
+// Where piece `piece` of row `row` of x lies among rows of ROW bytes: eight rows meet no bank twice.
+template <int ROW>
+__device__ __forceinline__ unsigned place_in_row(unsigned row, unsigned piece) {
+    return row * ROW + (ROW == 64 ? piece ^ row / 2 % 4 : piece ^ row % 8) * 16;
+}
+
 // Brings what a step along K needs into a stage: each thread the same piece of every so manieth
 // row; step after step. Beyond W's last row nothing is read: what lies in the stage
 // gives results that nobody keeps, and were the last row read again and again by all blocks, one
 // slice of the L2 cache would be all they wait for. Its last chunk is read again and meets zeros of x.
 template <int ROWS> struct Feed {
-    static constexpr unsigned XP = CH * 4, WP = CH * PER;              // pieces of a row
+    static constexpr unsigned XP = XROW / 16, WP = CH * PER;           // pieces of a row
     static constexpr unsigned XS = THREADS / XP, WS = THREADS / WP;    // rows that all threads bring at once
-    static constexpr int OWN = (ROWS + XS - 1) / XS, WOWN = BN / WS;
-    static constexpr unsigned ROW = WGMMA ? 128 : BK * 2;
-    static constexpr unsigned SPIECES = W::SCALE > 0 ? BN / 4 * CH : W::SCALE < 0 ? BN : 0;
-    static constexpr int SOWN = (SPIECES + THREADS - 1) / THREADS;     // pieces of scales
-    static constexpr unsigned SBYTES = W::SCALE > 0 ? 4 * SC : 4;      // of one
+    static constexpr int OWN = (ROWS + XS - 1) / XS;
+    static constexpr unsigned ROW = WGMMA ? 128 : XROW;
+    // of scales of W: groups of rows whose scales lie together; bytes of a group and chunk
+    static constexpr bool FOURS = W::SCALE > 0;
+    static constexpr unsigned GROUPS = FOURS ? BN / 4 : BN, SBYTES = FOURS ? 4 * SC : 4;
+    static constexpr unsigned PIECES = W::SCALE ? GROUPS * (FOURS ? CH : 1) : 0, SS = FOURS ? THREADS / CH : THREADS;
     static_assert(THREADS % XP == 0 && THREADS % WP == 0 && BN % WS == 0, "whole rows");
     static_assert(XS % 8 == 0 && (!WGMMA || WS % 16 == 0), "the same place of all rows");
-    static_assert(SOWN < 2 || THREADS % CH == 0, "the same chunk of all rows");
     const Job& j;
-    int step = 0, c0 = 0;      // c0: the step's first chunk
-    unsigned at[OWN];          // where the pieces of x begin, in sixteens of bytes
-    const unsigned char *w, *s;
-    unsigned x_to, w_to, s_to; // in a stage
+    int step = 0, c0 = 0;       // c0: the step's first chunk
+    unsigned at[OWN];           // where the pieces of x begin, in sixteens of bytes
+    const unsigned char *w, *s; // what is next
+    unsigned x_to, w_to, s_to;  // in a stage
     __device__ __forceinline__ Feed(const Job& job) : j(job) {
-        const unsigned tid = threadIdx.x;
+        const unsigned tid = threadIdx.x, row = tid / XP, piece = tid % XP;
         #pragma unroll
-        for (int i = 0; i < OWN; i++) {
-            const unsigned row = min(tid / XP + i * XS, ROWS - 1u);
-            at[i] = (unsigned)j.from[row] * (j.ld / 8) + tid % XP;
-        }
-        const unsigned row = tid / XP, piece = tid % XP;
-        const unsigned block = WGMMA ? piece / 8 : 0;  // of 64 columns
-        const unsigned place = (piece - block * 8) ^ row % 8;  // so that no bank is met twice
-        x_to = block * BM * 128 + row * ROW + place * 16;
+        for (int i = 0; i < OWN; i++)
+            at[i] = (unsigned)j.from[min(row + i * XS, ROWS - 1u)] * j.line + piece;
+        const unsigned block = WGMMA ? piece / 8 : 0;  // of 128 bytes of a row
+        x_to = block * BM * 128 + place_in_row<ROW>(row, piece - block * 8);
         w_to = A + tid % WP / PER * BC + place_of(tid / WP) * PER * 16 + tid % PER * 16;
-        s_to = A + B + (W::SCALE > 0 ? tid % CH * BN + tid / CH * 4 : tid) * SC;
+        s_to = A + B + (FOURS ? tid % CH * BN + tid / CH * 4 : tid) * SC;
         begin();
     }
+    __device__ __forceinline__ unsigned group() const { return threadIdx.x / (FOURS ? CH : 1); }
+    __device__ __forceinline__ unsigned last() const { return FOURS ? j.last / 4 : j.last; }
+    __device__ __forceinline__ unsigned pitch() const { return FOURS ? j.chunks * SBYTES : j.blocks * 4; }
     // At the first chunk of W.
     __device__ __forceinline__ void begin() {
-        const unsigned tid = threadIdx.x, row = tid / WP;
-        const unsigned c = min((int)(tid % WP / PER), j.chunks - 1);
-        w = j.w + ((size_t)(row * j.chunks + c) * PER + tid % PER) * 16;
-        if (W::SCALE > 0) {
-            const unsigned q = min(tid / CH, j.last / 4), c = min((int)(tid % CH), j.chunks - 1);
-            s = j.s + (size_t)(q * j.chunks + c) * SBYTES;
-        } else s = j.s + (size_t)(min(tid, j.last) * j.blocks) * 4;
+        const unsigned tid = threadIdx.x, c = min((int)(tid % WP / PER), j.chunks - 1);
+        w = j.w + ((size_t)(tid / WP * j.chunks + c) * PER + tid % PER) * 16;
+        s = j.s + (size_t)min(group(), last()) * pitch();
+        if (FOURS) s += min((int)(tid % CH), j.chunks - 1) * SBYTES;
         c0 = 0;
     }
-    __device__ __forceinline__ void rows(unsigned char* stage, const unsigned short* x, bool on) const {
+    __device__ __forceinline__ void rows(unsigned char* stage, const unsigned char* x, bool on) const {
         #pragma unroll
         for (int i = 0; i < OWN; i++) {
             const bool real = ROWS % XS == 0 || threadIdx.x / XP + i * XS < ROWS;
-            const unsigned char* from = (const unsigned char*)x + (size_t)at[i] * 16;
-            cp_async_if<16>(stage + x_to + i * XS * ROW, from, on && real);
+            cp_async_if<16>(stage + x_to + i * XS * ROW, x + (size_t)at[i] * 16, on && real);
         }
+    }
+    __device__ __forceinline__ void scales(unsigned char* stage, bool on) const {
+        for (int row = threadIdx.x; row < (XSC ? ROWS : 0); row += THREADS)
+            cp_async_if<XSC ? XSC : 4>(stage + XPARTS * AP + row * XSC,
+                j.xs + ((size_t)j.from[row] * j.steps + step) * XSC, on);
     }
     __device__ __forceinline__ void weights(unsigned char* stage, bool on) const {
         const unsigned tid = threadIdx.x;
         #pragma unroll
-        for (int i = 0; i < WOWN; i++) {
+        for (int i = 0; i < BN / WS; i++) {
             const bool real = tid / WP + i * WS <= j.last;
             const unsigned char* from = w + (size_t)(i * WS) * (j.chunks * PER * 16);
             cp_async_if<16>(stage + w_to + i * WS * PER * 16, from, on && real);
         }
         #pragma unroll
-        for (int i = 0; i < SOWN; i++) {
-            const bool real = (i + 1) * THREADS <= SPIECES || i * THREADS + tid < SPIECES;
-            const unsigned first = W::SCALE > 0 ? tid / CH : tid, last = W::SCALE > 0 ? j.last / 4 : j.last;
-            const unsigned skip = min(first + i * (W::SCALE > 0 ? THREADS / CH : THREADS), last) - min(first, last);
-            const size_t pitch = W::SCALE > 0 ? j.chunks * SBYTES : j.blocks * 4;
-            cp_async_if<SBYTES>(stage + s_to + i * (W::SCALE > 0 ? THREADS / CH * 4 : THREADS) * SC, s + (i ? skip * pitch : 0), on && real);
+        for (unsigned i = 0; i * THREADS < PIECES; i++) {
+            const bool real = (i + 1) * THREADS <= PIECES || i * THREADS + tid < PIECES;
+            const unsigned skip = min(group() + i * SS, last()) - min(group(), last());
+            const unsigned char* from = s + (i ? (size_t)skip * pitch() : 0);
+            cp_async_if<SBYTES>(stage + s_to + i * SS * (FOURS ? 4 : 1) * SC, from, on && real);
         }
     }
-    // W's next step. A chunk that is not there is one that was: it meets zeros of x.
+    // On to W's next step. In place of a chunk that is not there one that was is read again.
     __device__ __forceinline__ void next() {
-        const unsigned tid = threadIdx.x;
         c0 += CH;
-        const int mine = c0 + tid % WP / PER, its = c0 + tid % CH;
-        w += mine < j.chunks ? CH * PER * 16 : 0;
-        if (W::SCALE > 0) s += its < j.chunks ? CH * SBYTES : 0;
+        w += c0 + (int)(threadIdx.x % WP / PER) < j.chunks ? CH * PER * 16 : 0;
+        if (FOURS) s += c0 + (int)(threadIdx.x % CH) < j.chunks ? CH * SBYTES : 0;
         if (W::SCALE < 0) s += c0 % 4 == 0 && c0 < j.chunks ? 4 : 0;
     }
     __device__ __forceinline__ void operator()(unsigned char* stage) {
         const bool on = step < j.steps;
-        const int steps = j.kp / BK, part = PARTS == 2 && step >= steps, k = (step - part * steps) * BK;
-        if (PARTS == 2 && step == steps) begin();
+        if (PARTS == 2 && step == j.steps / 2) begin();
         #pragma unroll
-        for (int i = 0; i < XPARTS; i++) rows(stage + i * AP, j.x + (part + i) * j.kp + k, on);
+        for (int i = 0; i < XPARTS; i++) rows(stage + i * AP, j.x + (step + i * j.steps) * XROW, on);
+        scales(stage, on);
         weights(stage, on);
         next();
         step++;
