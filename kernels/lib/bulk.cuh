@@ -6,6 +6,7 @@
 //   meet_init(b, n)            by one thread, for n arrivals a phase
 //   meet_ready()               by that thread then; after a barrier of the block others may use them
 //   meet_arrive(b)             what this thread has read before is read
+//   meet_arrive_copied(b)      arrive when all copies of lib/async.cuh that this thread asked for have
 //   bulk_expect(b, bytes)      arrive, and announce bytes
 //   bulk_copy(to, from, bytes, b)      multiples of 16, addresses too; bulk_copy_once: likewise
 //   meet_over(b, parity)       is the phase of that parity (0 for the first) over?
@@ -59,6 +60,16 @@ __device__ __forceinline__ void meet_arrive(Meeting* b) {
     const unsigned at = (unsigned)__cvta_generic_to_shared(b);
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(at) : "memory");
 #elif defined(ATLAS_EMULATE)
+    meet_change(b, 1, 0);
+#endif
+}
+__device__ __forceinline__ void meet_arrive_copied(Meeting* b) {
+#if defined(__CUDA_ARCH__)
+    const unsigned at = (unsigned)__cvta_generic_to_shared(b);
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(at) : "memory");
+#elif defined(ATLAS_EMULATE)
+    emu::commit();
+    emu::wait(0);
     meet_change(b, 1, 0);
 #endif
 }
