@@ -195,8 +195,8 @@ def _whole(card, up, down, act, norm, biased=False):
         BIASED=int(biased))
 
 def few_rows(card, up, down, act)->int:
-    "Most rows of a step that `moe` is faster for, with these banks"
-    return 3 if _whole(card, up, down, act, True) else 8
+    "Most rows of a step that `moe` is faster for, with these banks: a power of two"
+    return 2 if _whole(card, up, down, act, True) else 8
 
 
 # %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #5d1b7c21
