@@ -7,7 +7,7 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/cuda.vocabulary.html.md"""
 # %% auto #0
 __all__ = ['DEFAULTS', 'KV_FORMATS', 'embed', 'angles', 'rmsnorm', 'norm_add', 'project', 'mlp', 'logits', 'attend',
            'gated_delta', 'mamba', 'moe', 'beside', 'pick', 'likeliest', 'ngram', 'placement', 'weight_bytes',
-           'prefill_formats', 'take_rows', 'kv_formats', 'kv_bytes', 'kv_pools', 'packed_in', 'prepare', 'words_of']
+           'prefill_formats', 'take_rows', 'kv_formats', 'kv_bytes', 'kv_pools', 'packed_in', 'words_of']
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #0af7b459
 import math,sys
@@ -26,7 +26,7 @@ from .flash import flash
 from .gemm import as_halves,parts_of,units
 from .gemm_scaled import Rows,can_scale,gemm_with
 from .gemv import embed as embed_rows,gemv,rmsnorm as norm_rows
-from .gemv_wide import gemv_wide
+from .gemv_wide import Reader,gemv_wide
 from .mamba import mamba_step
 from .ngram import ngram as look_up
 from .pack import CARD_FORMATS,Packed,REQUANTIZED,can_join,card_format,join,packer
@@ -85,7 +85,9 @@ def norm_add(
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #87ee795c
 def _rows(x, *args, **kw):
     "Rows of a step times a matrix, as `gemv`"
-    return (gemv_wide if len(x)>MAX_ROWS//2 else gemv)(x, *args, **kw)
+    if len(x)>MAX_ROWS//2: return gemv_wide(x, *args, **kw)
+    kw.pop('halved', None)
+    return gemv(x, *args, **kw)
 
 def _exact(s):
     "Are a prompt's activations multiplied in two parts? Only where keys and values have 32 bits"
@@ -97,6 +99,7 @@ def _product(s, x, w, norm, extra=None, **kw):
     kw['bias'] = w.bias
     if norm is not None: kw |= norm._asdict()
     if not s.b.tiled:
+        if s.made: kw['halved'] = s.made.pop()
         return _rows(x, w.weight, extra=extra, **kw)
     kw['exact'] = _exact(s)
     if extra is None: return gemm_with(s.activations, x, w.weight, **kw)
@@ -209,8 +212,9 @@ def _flat(a): return None if a is None else a.reshape(-1)
 
 def _experts_of_rows(s, x, w, norm, add, router_gain):
     "Routed experts of a few rows, weighted, plus `add`"
-    m = w.config
-    return _moe_of(len(x))(
+    m,of = w.config,_moe_of(len(x))
+    more = dict(reader=w.reader, made=s.made) if of is moe_wide else {}
+    return of(
         x,
         *norm,
         w.router.weight,
@@ -230,6 +234,7 @@ def _experts_of_rows(s, x, w, norm, add, router_gain):
         add=add,
         routes=_routes(s, x, m.top_k),
         then=w.then,
+        **more,
     )
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #c41aa197
@@ -440,7 +445,7 @@ def _join(l):
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #48c50ab2
 # Attributes that hold no weights, or another's
-_SKIPPED = {'c','_c','config','device','mtp','_mtp','vision','_vision','then'}
+_SKIPPED = {'c','_c','config','device','mtp','_mtp','vision','_vision','then','reader'}
 
 def _below(o):
     "What lies below `o` in the tree of a model"
@@ -464,11 +469,24 @@ def _begins_with(o):
     for n in names:
         if hasattr(o, n): return getattr(o, n).weight
 
+# %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #18554587
+def _before(block):
+    "The norms before the layers of `block`; None where more is done to the rows"
+    return block.norms() if hasattr(block, 'norms') else [None]*len(block.parts())
+
+def _reader(layer, norm):
+    "The product that reads the stream first in `layer`"
+    if norm is None or (w := _begins_with(layer)) is None: return None
+    extra = getattr(layer, 'ba_proj', None)
+    return Reader(w, *norm, extra and extra.weight)
+
 def _look_ahead(model):
     "Tell each layer of experts what comes after it"
     order = [l for b in model.layers for l in b.parts()]
-    for a,b in zip(order, [*order[1:],model]):
-        if hasattr(a, 'experts'): a.then = _begins_with(b)
+    norms = [n for b in model.layers for n in _before(b)]
+    for a,b,n in zip(order, [*order[1:],model], [*norms[1:],None]):
+        if not hasattr(a, 'experts'): continue
+        a.then,a.reader = _begins_with(b),_reader(b, n)
 
 def prepare(model):
     "Arrange the weights of `model` as the words want them"

@@ -14,7 +14,7 @@ __all__ = ['WORDS', 'DRAFTING', 'SETUP', 'DEFAULTS', 'Step', 'embed', 'RotaryTab
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #592ad131
 import math
 import numpy as np
-from dataclasses import dataclass
+from dataclasses import dataclass,field
 from typing import NamedTuple
 from ..ground.config import AttentionConfig,MoEConfig
 from .attention import attend as attend_heads
@@ -43,6 +43,7 @@ class Step:
     ops:object # The words: this module, or `atlas.cuda.vocabulary`
     routes:list|None=None # Where `moe` leaves what it picked: (ids, weights), [R, top_k] each
     activations:str='f16' # In which a card multiplies prompts: 'f16', 'fp8' or 'nvfp4'
+    made:list=field(default_factory=list) # A device's: rows in the form that their reader wants
 
 def _tiles(s, x):
     "Rows [R,n] as products take them: the tiles of a prefill step apart"
@@ -366,6 +367,7 @@ class MoEWeights:
     shared:MLPWeights|None=None # The expert that every row goes to, beside the bank
     joined:bool=False # Is it in the bank, after the others, and its gate in the router?
     then:object=None # What the next layer begins with
+    reader:object=None # The same with the norm before it, where nothing else is done to the rows
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #369bcb9a
 def _picks(s, seen, w):

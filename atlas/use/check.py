@@ -269,6 +269,8 @@ def _moe(card, rng, run, fmt, act='silu', score='softmax', bias=False, shared=Fa
     return [(card.download(y), want, 3e-3)]
 
 # %% ../../nbs/8_use/06_check.ipynb #7717fa99
+@_case('router + experts_wide + expert_sum', '20 rows',
+    Qwen=dict(fmt='NVFP4', shared=True, H=1024, I=256, E=40))
 @_case('router + expert_slots + expert_strips + expert_sum', '20 rows',
     **_MIXTURES, Qwen_BF16=dict(fmt='BF16', shared=True))
 def _moe_wide(card, rng, run, **kw):
@@ -623,7 +625,7 @@ _WORK = dict(
     gated_delta='delta_step delta_wide delta_prep delta_many gated_norm',
     mamba='mamba_step mamba_prep mamba_many gated_norm',
     moe='router experts route_many moe_count moe_sort moe_gather '
-        'expert_slots expert_strips expert_sum',
+        'expert_slots expert_strips experts_wide expert_sum',
     prepare='pack',
     halve='gemm',
     prefill='gemm_scaled',

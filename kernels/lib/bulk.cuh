@@ -6,6 +6,7 @@
 //   meet_init(b, n)            by one thread, for n arrivals a phase
 //   meet_ready()               by that thread then; after a barrier of the block others may use them
 //   meet_arrive(b)             what this thread has read before is read
+//   meet_arrive_copied(b)      arrive when all copies of lib/async.cuh that this thread asked for have
 //   bulk_expect(b, bytes)      arrive, and announce bytes
 //   bulk_copy(to, from, bytes, b)      multiples of 16, addresses too; bulk_copy_once: likewise
 //   meet_over(b, parity)       is the phase of that parity (0 for the first) over?
@@ -62,6 +63,16 @@ __device__ __forceinline__ void meet_arrive(Meeting* b) {
     meet_change(b, 1, 0);
 #endif
 }
+__device__ __forceinline__ void meet_arrive_copied(Meeting* b) {
+#if defined(__CUDA_ARCH__)
+    const unsigned at = (unsigned)__cvta_generic_to_shared(b);
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(at) : "memory");
+#elif defined(ATLAS_EMULATE)
+    emu::commit();
+    emu::wait(0);
+    meet_change(b, 1, 0);
+#endif
+}
 __device__ __forceinline__ void bulk_expect(Meeting* b, unsigned bytes) {
 #if __CUDA_ARCH__ >= 900
     const unsigned at = (unsigned)__cvta_generic_to_shared(b);
@@ -110,6 +121,20 @@ __device__ __forceinline__ void bulk_copy_once(void* to, const void* from, unsig
     asm volatile("{\n .reg .b64 p;\n createpolicy.fractional.L2::evict_first.b64 p, 1.0;\n"
         " cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
         " [%0], [%1], %2, [%3], p;\n}" :: "r"(at), "l"(from), "r"(bytes), "r"(meet) : "memory");
+#else
+    bulk_copy(to, from, bytes, b);
+#endif
+}
+// The same, for what will be read `again`, or not.
+__device__ __forceinline__ void bulk_copy_kept(void* to, const void* from, unsigned bytes, Meeting* b, bool again) {
+#if __CUDA_ARCH__ >= 900
+    const unsigned at = (unsigned)__cvta_generic_to_shared(to);
+    const unsigned meet = (unsigned)__cvta_generic_to_shared(b);
+    // policies as createpolicy makes them: evict_normal, evict_first
+    const unsigned long long policy = again ? 0x1000000000000000ull : 0x12F0000000000000ull;
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1], %2, [%3], %4;"
+        :: "r"(at), "l"(from), "r"(bytes), "r"(meet), "l"(policy) : "memory");
 #else
     bulk_copy(to, from, bytes, b);
 #endif
