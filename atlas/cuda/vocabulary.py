@@ -24,7 +24,7 @@ from .experts_many import experts_many,route_many
 from .experts_wide import few_rows,moe_wide
 from .flash import flash
 from .gemm import as_halves,parts_of,units
-from .gemm_scaled import Rows,can_scale,gemm_with
+from .gemm_scaled import Rows,can_scale,gemm_with,takes
 from .gemv import embed as embed_rows,gemv,rmsnorm as norm_rows
 from .gemv_wide import Reader,gemv_wide
 from .mamba import mamba_step
@@ -114,11 +114,13 @@ def _two(s, x, w, extra, kw):
     gemm_with('f16', h, extra, out=y[:,w.n:], **kw)
     return y
 
+def _scales(s, w): "Do prompts meet the matrix `w` in fewer bits?"; return takes(w.format, s.activations, card_of(w.w))
+
 def _shared(s, x, norm, *ws, parts=1):
     "Rows of prompts, normed, for products with all of `ws`, in fp16 of so many parts: made once"
     norm = norm or (None,0.)
     parts = max(parts, *(parts_of(w, _exact(s)) for w in ws))
-    if any(s.activations in w.format.scaled for w in ws): return Rows(x, *norm, parts)
+    if any(_scales(s, w) for w in ws): return Rows(x, *norm, parts)
     return as_halves(x, *norm, parts)
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #f048de09
@@ -164,7 +166,7 @@ def attend(s:Step, qkv, w:AttentionWeights, kv, angles):
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #8c38a79d
 def _next_parts(s, w)->int:
     "Parts of fp16 in which the projection after the recurrent layer `w` takes its rows; 0: not so"
-    if w.then is None or s.activations in w.then.format.scaled: return 0
+    if w.then is None or _scales(s, w.then): return 0
     return parts_of(w.then, _exact(s))
 
 def gated_delta(s:Step, x, w:DeltaWeights, conv, rec):
@@ -378,17 +380,18 @@ def prefill_formats(
     for name,t in tensors.items():
         if not quantizable(name): continue
         f = card_format(t.fmt, quantization)
-        found[activations if activations in f.scaled else 'f16'] += math.prod(t.shape)
+        found[activations if takes(f, activations, device) else 'f16'] += math.prod(t.shape)
     if found[activations]: return dict(found)
     formats = sorted({t.fmt for name,t in tensors.items() if quantizable(name)})
-    said = f'prefill_activations={activations!r} is for weights in {_scaled(activations)}'
+    said = f'prefill_activations={activations!r} is for weights in {_scaled(activations, device)}'
     raise UnsupportedError(f'{said}, and these are {", ".join(formats) or "none"}',
         hint='Leave it out, or store them anew with --quantization nvfp4',
         param='prefill_activations')
 
-def _scaled(activations)->str:
+def _scaled(activations, device)->str:
     "Formats of files whose weights can be multiplied so"
-    return ', '.join(s for f in CARD_FORMATS.values() if activations in f.scaled for s in f.stored)
+    some = [f for f in CARD_FORMATS.values() if takes(f, activations, device)]
+    return ', '.join(s for f in some for s in f.stored)
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #b0614e7c
 def take_rows(w, index):
