@@ -7,7 +7,7 @@ Each answer is compared with what its request gets alone in an engine that compu
 import sys
 from dataclasses import replace
 from toys import arguments,greedy,prompt,serve,toy,verdict
-from atlas.engine.cache import state_bytes,token_bytes
+from atlas.engine.cache import slot_bytes,token_bytes
 
 MODELS = ['llama','mistral','qwen3.6-drafts','gpt-oss','gemma','nemotron','granite','qwen3.5']
 HOW = [{}, dict(temperature=.7, seed=3), dict(logprobs=1),
@@ -28,7 +28,7 @@ def asks(V, tokens, emulator):
 def little(llm, seqs, snapshots):
     "Bytes of a cache for `seqs` sequences that have little more than a context together"
     c,tokens = llm.config,llm.max_seq_len+20
-    return tokens*token_bytes(c, llm.ops)+(2*seqs+snapshots)*state_bytes(c)
+    return tokens*token_bytes(c, llm.ops)+(seqs+snapshots)*slot_bytes(c)
 
 def ways(name, llm):
     "Options of engines with a tree; in the second they have little room, and some must give way"
