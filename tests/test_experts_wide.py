@@ -208,15 +208,11 @@ def test_nothing_is_read_before_it_is_written_in_one_launch(overlap, kept):
     assert np.array_equal(got, twice(n))
 
 # Without the others somebody would look for slots anywhere
-FORGOTTEN = [
-    ('expert_strips','if (!UP) pdl_wait();',{}),
-    ('expert_sum','pdl_wait();',{}),
-    ('experts_wide','pdl_wait();',dict(H=1024, I=256))]
+FORGOTTEN = [('expert_strips','if (!UP) pdl_wait();'), ('expert_sum','pdl_wait();')]
 
-@pytest.mark.parametrize('kernel,wait,sizes', FORGOTTEN)
-def test_a_wait_that_is_forgotten_is_seen(kernel, wait, sizes, overlap, kept, tmp_path):
-    few = dict(H=32, I=32, experts=40 if sizes else 12, top=2, fmt='NVFP4', shared=2)
-    n = Net(0, Emulator(), **few|sizes)
+@pytest.mark.parametrize('kernel,wait', FORGOTTEN)
+def test_a_wait_that_is_forgotten_is_seen(kernel, wait, overlap, kept, tmp_path):
+    n = Net(0, Emulator(), 32, 32, 12, 2, 'NVFP4', shared=2)
     want,p = twice(n),tmp_path/'kernels'/f'{kernel}.cu'
     text = p.read_text()
     assert text.count(wait)==1
