@@ -75,7 +75,9 @@
 #define EDEEP 2
 #endif
 #define THREADS (32 * W)
-#if ROWS > 2
+#ifdef BOUND
+#define LIMITS BOUND, 2
+#elif ROWS > 2
 #define LIMITS 32 * W
 #else  // without the 1 the compiler holds registers down so that a second block would fit, which nobody wants
 #define LIMITS 32 * W, 1

@@ -167,6 +167,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) router(const unsigned c
         float eps, int n, int ld, int rows, int fours) {
     __shared__ float part[8][EACH + 1][WARPS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r0 = blockIdx.x * EACH;
+#ifdef EARLY
+    pdl_trigger();
+#endif
     float v[MINE][EACH][8];
     #pragma unroll
     for (int i = 0; i < MINE; i++) {
