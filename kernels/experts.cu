@@ -31,15 +31,6 @@
 //   weights : [r, top_k]         f32   their weights; or null
 //   add    : [r, k]              f32   residual; or null; may be y
 //   y      : [r, k]              f32
-//   before_w : [pbytes]   u8    FROM: the matrix [k, FROM_K] whose product x is made of; or null
-//   before_s : [pscales]  u8    its scales; or null
-//   before_gs : [prows]   f32   scale of each row; or null
-//   before_x : [r, from_k]         f32   its rows; or null
-//   before_parts : [r, heads, p]   f32   FROM_NORM 2: as for gemv.cu; or null
-//   routing : [routes]    u8    bf16: the router's matrix, rows of k; or null
-//   rbias  : [experts]    f32   on its logits; or null
-//   spare  : [spares]     f32   of which the first 4 * spare4 words are left EMPTY for another
-//                               launch; or null
 //   later_w : [tbytes]    u8    of which the first 16 * later_w16 bytes will be read next: they are
 //                               asked for once hidden values are there; or null
 //   later_s : [tscales]   u8    likewise; or null
@@ -49,13 +40,7 @@
 //   -D WARPS= (a multiple of 4)  DEEP=  SPAN= outputs of a block, a multiple of 4
 //   -D APART= do inputs of the two halves have places of their own? (0 or 1)
 //   -D ROOM= bytes of shared memory
-//   -D FROM= (of lib/fragment.cuh, 4 bits)  FROM_K=  FROM_NORM= (0 or 2)  FROM_GROUP=  FROM_PARTS=
-//   -D EACH= rows of the router of a block
-//            With FROM, what comes before is made here, too: x = add + before_w f(before_x), by the
-//            first blocks, `tall` rows each, in gemv.cu's order, then logits, in router.cu's. x, h
-//            and logits were EMPTY; add is of x, and x is the residual
-//   halves: 1: the first only; 2: the second only; 3: both, and all blocks must be running at once;
-//           with FROM, 4 and 8: x and logits, before
+//   halves: 1: the first only; 2: the second only; 3: both, and all blocks must be running at once
 //   launch: <<<any number from ceil(k/SPAN), 32*WARPS, ROOM>>>, see atlas.cuda.experts
 #include "lib/act.cuh"
 #include "lib/ahead.cuh"
@@ -64,9 +49,6 @@
 #include "lib/pdl.cuh"
 #include "lib/picks.cuh"
 #include "lib/strips.cuh"
-#ifndef LATER
-#define LATER 1
-#endif
 #ifndef HIDDEN
 #define UP fragment_nvfp4
 #define DOWN fragment_nvfp4
@@ -98,11 +80,7 @@ constexpr int OUT = PAIR ? 8 : 16, OWN = (SPAN + 15) / 16;  // outputs of a stri
 #if __CUDA_ARCH__ == 900  // 80 registers, so that a block of the router finds some beside this one
 constexpr bool SCALED = U::SCALED || D::SCALED, INT4 = U::FOUR == 16 || D::FOUR == 16;
 constexpr bool ROOMY = WARPS == 20 && !INT4 && ROWS <= (SCALED ? 1 : 2);
-#ifdef BOUND
-constexpr int LIMIT = BOUND;
-#else
 constexpr int LIMIT = ROOMY ? 768 : THREADS;
-#endif
 #else
 constexpr int LIMIT = THREADS;
 #endif
@@ -117,19 +95,6 @@ constexpr bool ALONE = APART && ROWS == 1 && DISTINCT && OWN == 1 && D::UNITS ==
     && DShares::N == DSPLIT && PICKS * DSPLIT <= WARPS;
 // the first so many warps stage x, while the others pick
 constexpr int STAGE = ROWS > 1 && WARPS - ROWS >= 4 ? WARPS - ROWS : WARPS;
-// who asks for what comes next: the last warps pick, and this one has little else to do
-constexpr int ASKS = WARPS - 1 - (WARPS > ROWS ? ROWS : 0);
-#ifdef FROM
-#ifndef FROM_GROUP
-#define FROM_GROUP 128
-#define FROM_PARTS 1
-#endif
-typedef FROM<(FROM_K + 31) / 32> P;
-constexpr int PN = (FROM_K + 255) / 256;  // its units, a warp each
-constexpr int BEGUN = DEEP - 1;           // places before what comes before has left its own
-#else
-constexpr int BEGUN = DEEP;
-#endif
 struct Place {  // for a unit; with a strip's last one come scales and biases of its rows
     unsigned char weights[U::BYTES > D::BYTES ? U::BYTES : D::BYTES];
     float tail[32];
@@ -139,15 +104,8 @@ typedef StagedRows<D, I, ROWS * PICKS> H;
 constexpr int PARTS = X::PARTS, HPARTS = H::PARTS;  // pieces of 256 of a row
 typedef Slots<E, TOP_K, SHARED, ROWS> Table;
 // What strips of a half are multiplied by. Apart, warps go on to the second half alone.
-#ifdef FROM
-typedef StagedRows<P, FROM_K, ROWS> B;
-static_assert(PN <= WARPS && P::UNITS == 2 && !P::TWO && K <= 2048 && N % 4 == 0, "see atlas.cuda.experts");
-template <bool> struct Inputs { union { B b; X x; H h; }; };
-template <> struct Inputs<true> { X x; union { B b; H h; }; };
-#else
 template <bool> struct Inputs { union { X x; H h; }; };
 template <> struct Inputs<true> { X x; H h; };
-#endif
 struct Shared {
     Place ring[WARPS][DEEP];
     Inputs<APART> in;
@@ -157,10 +115,6 @@ struct Shared {
     float squares[ROWS][PARTS], share[ROWS * PICKS], done[ROWS * PICKS][OWN * 16];
     Table slots;
     int seen[ROWS > 1 ? E : 1];
-#ifdef FROM
-    float routed[ROWS][EACH][PARTS];
-    uint4 routing[EACH][32 * PARTS];
-#endif
 };
 static_assert(sizeof(Shared) <= ROOM && ROWS <= WARPS && WARPS % 4 == 0, "see the contract");
 
@@ -265,77 +219,17 @@ template <int MOST, int BY, int AT_ONCE, class Load, class Put> __device__ __for
     }
 }
 
-#ifdef FROM
-static_assert(P::BYTES <= sizeof(Place::weights), "it is on its way where experts will be");
-// Eight values that another block gives.
-__device__ __forceinline__ void take8(const float* from, float* a) {
-    bool all = false;
-    while (!all) {
-        *(float4*)a = peek4(from);
-        *(float4*)(a + 4) = peek4(from + 4);
-        all = true;
-        #pragma unroll
-        for (int j = 0; j < 8; j++) all = all && there(a[j]);
-    }
-}
-// As near_logits of lib/picks.cuh.
-__device__ __forceinline__ void take_logits(const float* logits, int lane, float* near) {
-    #pragma unroll
-    for (int i = 0; i < N; i += 4) {
-        float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-        bool all = lane * N + i >= E;
-        while (!all) {
-            v = peek4(logits + lane * N + i);
-            all = there(v.x) && there(v.y) && there(v.z) && there(v.w);
-        }
-        near[i] = v.x; near[i + 1] = v.y; near[i + 2] = v.z; near[i + 3] = v.w;
-    }
-}
-// Eights v of rows of what comes before, normed as gemv.cu does it.
-__device__ __forceinline__ void stage_before(B& to, const float* x, const float* parts, float eps,
-        int rows, int v) {
-    #pragma unroll 1
-    for (int r = 0; r < rows; r++) {
-        float a[8];
-        if (FROM_K % 256 == 0 || v * 8 < FROM_K) load8(x + (size_t)r * FROM_K + v * 8, a);
-        else for (int j = 0; j < 8; j++) a[j] = 0.f;
-        if (FROM_NORM == 2 && v * 8 < FROM_K) {
-            const int group = r * (FROM_K / FROM_GROUP) + v * 8 / FROM_GROUP;
-            const float* q = parts + (size_t)group * FROM_PARTS;
-            float z = q[0];
-            #pragma unroll
-            for (int j = 1; j < FROM_PARTS; j++) z += q[j];
-            z = rsqrtf(fmaf(z, 1.f / FROM_GROUP, eps));
-            #pragma unroll
-            for (int j = 0; j < 8; j++) a[j] = __fmul_rn(a[j], z);
-        }
-        to.put(r, v, a);
-    }
-}
-#endif
-
-#ifdef MARKS
-__device__ unsigned long long marks[132 * 24 * 16];
-#define MARK(i) do { if (!(threadIdx.x % 32)) { unsigned long long t_; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t_) :: "memory"); marks[(blockIdx.x * WARPS + threadIdx.x / 32) * 16 + i] = t_; } } while (0)
-#else
-#define MARK(i)
-#endif
 extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
         const unsigned char* __restrict__ uw, const unsigned char* __restrict__ dw,
         const unsigned char* __restrict__ us, const unsigned char* __restrict__ ds,
         const float* __restrict__ ugs, const float* __restrict__ dgs,
-        const float* __restrict__ ubias, const float* __restrict__ dbias, float* logits,
+        const float* __restrict__ ubias, const float* __restrict__ dbias, const float* logits,
         const float* __restrict__ correction, const float* __restrict__ per_expert,
-        const float* __restrict__ gain, float* x, float* h, int* ids, float* weights,
-        const float* add, float* y, const unsigned char* __restrict__ before_w,
-        const unsigned char* __restrict__ before_s, const float* __restrict__ before_gs,
-        const float* before_x, const float* before_parts,
-        const unsigned char* __restrict__ routing, const float* __restrict__ rbias, float* spare,
-        const unsigned char* later_w,
-        const unsigned char* later_s, float eps, float limit, float scaling, float before_eps,
-        int ld, int rows, int halves, int tall, int n, int spare4, int later_w16, int later_s16) {
+        const float* __restrict__ gain, const float* x, float* h, int* ids, float* weights,
+        const float* add, float* y, const unsigned char* later_w,
+        const unsigned char* later_s, float eps, float limit, float scaling, int ld, int rows,
+        int halves, int later_w16, int later_s16) {
     DYNAMIC_SHARED(Shared, sm);
-    MARK(0);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int ushare = warp % USPLIT, dshare = warp % DSPLIT;
     const unsigned first = blockIdx.x + gridDim.x * (warp / USPLIT);
@@ -377,106 +271,26 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
     sm->slots.clear(rows, THREADS);
     for (int i = threadIdx.x; ROWS > 1 && i < E; i += THREADS) sm->seen[i] = ROWS * TOP_K;
     int begun = 0;
-#ifdef FROM
-    const int from = blockIdx.x * tall, high = min(tall, K - from);  // rows of what comes before
-    const int line = threadIdx.x % 16, column = threadIdx.x / 16;
-    const bool makes = halves & 4 && column < rows && line < high;
-    float unit_of = 0.f;
-    if (halves & 4 && warp < PN && high > 0) {
-        Bytes w = before_w, s = before_s;
-        P::first(w, s, from, warp, lane);
-        P::fetch(sm->ring[warp][DEEP - 1].weights, w, s, high, warp, lane);
-    }
-    if (makes) unit_of = P::row_scale(before_s, before_gs, from + line);
-    for (int i = threadIdx.x; halves & 8 && i < EACH * 32 * PARTS; i += THREADS) {
-        const int r = i / (32 * PARTS), v = i % (32 * PARTS);
-        const bool on = v * 8 < K && blockIdx.x * EACH + r < n;
-        const size_t at = on ? ((size_t)(blockIdx.x * EACH + r) * K + v * 8) * 2 : 0;
-        cp_async16_or_zero(&sm->routing[r][v], routing + at, on);
-    }
-    cp_async_commit();
-#endif
     if (SHARED)  // needs no router
         #pragma unroll 1
-        for (; begun < BEGUN && unit < STRIPS; begun++) { next_up(); forth(); }
-#ifdef FROM
-    for (int i = begun; i < BEGUN; i++) cp_async_commit();
-#endif
-#if LATER == 6
-    if (later_w) ahead(later_w, later_w16, blockIdx.x * THREADS + threadIdx.x, gridDim.x * THREADS);
-    if (later_s) ahead(later_s, later_s16, blockIdx.x * THREADS + threadIdx.x, gridDim.x * THREADS);
-#endif
+        for (; begun < DEEP && unit < STRIPS; begun++) { next_up(); forth(); }
     pdl_trigger();
-    MARK(1);
     pdl_wait();
-    MARK(2);
-#ifdef FROM
-    if (halves & 4) {
-        for (int i = blockIdx.x * THREADS + threadIdx.x; i < spare4; i += gridDim.x * THREADS)
-            emptied(spare + 4 * (size_t)i, 4);
-        const float prior = makes && add ? add[(size_t)column * K + from + line] : 0.f;
-        if (warp < PN && high > 0) {
-            stage_before(sm->in.b, before_x, before_parts, before_eps, rows, warp * 32 + lane);
-            cp_async_wait<BEGUN>();
-            __syncwarp();
-            const float* e = sm->in.b.e[max(0, min(t * 2, ROWS - 2))] + warp * P::UNITS;
-            float acc[4] = {};
-            multiply<P, B>(sm->ring[warp][DEEP - 1].weights, acc,
-                sm->in.b.of(min(g, ROWS - 1), warp, t), e, e + (ROWS > 1 ? B::HELD : 0), g, t);
-            put_part(sm->part[0][warp], acc, g, t);
-            MARK(3);
-        }
-        cp_async_wait<BEGUN>();  // the router's rows
-        __syncthreads();
-        if (makes) {
-            const float v = fmaf(sum_parts<PN>(sm->part[0], line, column), unit_of, 0.f);
-            give(x + (size_t)column * K + from + line, fmaf(v, 1.f, prior));
-        }
-    }
-#if LATER == 7
-    if (later_w) ahead(later_w, later_w16, blockIdx.x * THREADS + threadIdx.x, gridDim.x * THREADS);
-    if (later_s) ahead(later_s, later_s16, blockIdx.x * THREADS + threadIdx.x, gridDim.x * THREADS);
-#endif
-    MARK(4);
-    if (!(halves & 11)) return;
-    if ((halves & 12) == 8) { cp_async_wait<BEGUN>(); __syncthreads(); }
-#endif
     const int picker = WARPS - 1 - warp;  // whose row this warp picks for
     float near[N];
-#ifndef FROM
     if (picker < rows) {
         near_logits<E, N>(logits + (size_t)picker * ld, lane, near);
         pick<E, TOP_K, SCORE, CORRECTED, N>(near, correction, lane, sm->slots.of(picker));
     }
-#endif
     auto stage_x = [&] {
         stage<ROWS * PARTS, STAGE, 4>(rows * PARTS, [&](int i, float* a) {
             const int v = i % PARTS * 32 + lane;
-#ifdef FROM
-            if (K % 256 == 0 || v * 8 < K) take8(x + (size_t)(i / PARTS) * K + v * 8, a);
-#else
             if (K % 256 == 0 || v * 8 < K) load8(x + (size_t)(i / PARTS) * K + v * 8, a);
-#endif
             else for (int j = 0; j < 8; j++) a[j] = 0.f;
         }, [&](int i, float* a) {
             const int r = i / PARTS, v = i % PARTS * 32 + lane;
             float w[8] = {}, sum = 0.f;
             if (NORM && (K % 256 == 0 || v * 8 < K)) load8(gain + v * 8, w);
-#ifdef FROM
-            #pragma unroll
-            for (int q = 0; q < EACH; q++) {
-                const uint4 u = sm->routing[q][v];
-                float dot = 0.f;
-                #pragma unroll
-                for (int j = 0; j < 8; j++) {
-                    const unsigned two = (&u.x)[j / 2];
-                    const float f = __uint_as_float(j % 2 ? two & 0xFFFF0000u : two << 16);
-                    dot = fmaf(a[j], __fmul_rn(f, w[j]), dot);
-                }
-                dot = warp_sum(dot);
-                if (!lane) sm->routed[r][q][i % PARTS] = dot;
-            }
-#endif
             #pragma unroll
             for (int j = 0; NORM && j < 8; j++) {
                 sum = fmaf(a[j], a[j], sum);
@@ -487,31 +301,7 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
             if (NORM && !lane) sm->squares[r][i % PARTS] = sum;
         });
     };
-#ifdef FROM
-    if (halves & 9) stage_x();
-    MARK(5);
-    __syncthreads();
-    const int asked = threadIdx.x / EACH, which = blockIdx.x * EACH + threadIdx.x % EACH;
-    if (halves & 8 && asked < rows && which < n) {
-        float s = 0.f, z = 0.f;
-        #pragma unroll
-        for (int m = 0; m < PARTS; m++) {
-            s += sm->routed[asked][threadIdx.x % EACH][m];
-            z += sm->squares[asked][m];
-        }
-        s = __fmul_rn(s, rsqrtf(fmaf(z, 1.f / K, eps)));
-        give(logits + (size_t)asked * ld + which, s + (rbias && which < E ? rbias[which] : 0.f));
-    }
-    MARK(6);
-    if (!(halves & 3)) return;
-    if (picker < rows) {
-        take_logits(logits + (size_t)picker * ld, lane, near);
-        pick<E, TOP_K, SCORE, CORRECTED, N>(near, correction, lane, sm->slots.of(picker));
-    }
-#else
     if (halves & 1) stage_x();  // beside the warps that pick
-#endif
-    MARK(7);
     __syncthreads();
     if (ROWS > 1) {
         if (!warp) group_rows(sm->slots, sm->seen, rows * TOP_K, lane);
@@ -524,20 +314,14 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
     };
     #pragma unroll 1
     for (; begun < DEEP; begun++) next();
-    MARK(8);
     if (picker < rows) {
         const float* p = logits + (size_t)picker * ld;
         const int id = sm->slots.of(picker)[lane < TOP_K ? lane : 0];
         float v = pick_weight<E, TOP_K, SCORE, RENORM, N>(near, __ldcg(p + id), scaling, lane);
         if (per_expert) v = __fmul_rn(v, per_expert[id]);
         if (lane < TOP_K) sm->share[picker * PICKS + lane] = v;
-#ifdef FROM
-        float gate = 0.f;
-        if (SHARED && GATE && lane == TOP_K) do gate = peek4(p + E).x; while (!there(gate));
-#else
-        const float gate = SHARED && GATE && lane == TOP_K ? __ldcg(p + E) : 0.f;
-#endif
-        if (SHARED && lane == TOP_K) sm->share[picker * PICKS + TOP_K] = GATE ? logistic(gate) : 1.f;
+        if (SHARED && lane == TOP_K)
+            sm->share[picker * PICKS + TOP_K] = GATE ? logistic(__ldcg(p + E)) : 1.f;
     }
     if (halves & 1) {
         constexpr int TEAM = 32 * USPLIT, ITEMS = (OUT * ROWS + TEAM - 1) / TEAM;
@@ -594,17 +378,11 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
             }
         }
     }
-    MARK(9);
     if (!(halves & 2)) return;
     if (!APART) __syncthreads();  // before what is staged takes the place of x
-#ifdef FROM
-    const float* const stream = x;  // all of it is there
-#else
-    const float* const stream = add;
-#endif
     float before = 0.f;
-    if (stream && threadIdx.x < rows * SPAN && (int)threadIdx.x % SPAN < span)
-        before = __ldcg(stream + (size_t)(threadIdx.x / SPAN) * K + base + threadIdx.x % SPAN);
+    if (add && threadIdx.x < rows * SPAN && (int)threadIdx.x % SPAN < span)
+        before = add[(size_t)(threadIdx.x / SPAN) * K + base + threadIdx.x % SPAN];
     auto staged = [&](int i) { return ALONE ? sm->slots.who[i / HPARTS][0] : i / HPARTS; };
     auto ask = [&](int i, float* a) {  // true: they are there
         const int v = i % HPARTS * 32 + lane;
@@ -621,15 +399,6 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
         }
         return all;
     };
-#if LATER == 3
-    if (later_w) ahead(later_w, later_w16, blockIdx.x * THREADS + threadIdx.x, gridDim.x * THREADS);
-    if (later_s) ahead(later_s, later_s16, blockIdx.x * THREADS + threadIdx.x, gridDim.x * THREADS);
-#elif LATER == 5
-    if (later_w && warp >= WARPS - 2) {
-        ahead(later_w, later_w16, blockIdx.x * 64 + threadIdx.x - THREADS + 64, gridDim.x * 64);
-        if (later_s) ahead(later_s, later_s16, blockIdx.x * 64 + threadIdx.x - THREADS + 64, gridDim.x * 64);
-    }
-#endif
     stage<ROWS * PICKS * HPARTS, WARPS, OWN == 1 ? 4 : 3>(
             rows * PICKS * HPARTS, ask, [&](int i, float* a) {
         bool all = true;
@@ -639,18 +408,10 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
         __syncwarp();
         sm->in.h.put(staged(i), i % HPARTS * 32 + lane, a);
     });
-#if LATER == 1
-    if (later_w && warp == ASKS) {  // memory idles when these are there
-        float a[8];
-        while (!ask(rows * PICKS * HPARTS - 1, a));
-        ahead(later_w, later_w16, blockIdx.x * 32 + lane, gridDim.x * 32);
-        if (later_s) ahead(later_s, later_s16, blockIdx.x * 32 + lane, gridDim.x * 32);
-    }
-#elif LATER == 2
-    if (later_w) ahead(later_w, later_w16, blockIdx.x * THREADS + threadIdx.x, gridDim.x * THREADS);
-    if (later_s) ahead(later_s, later_s16, blockIdx.x * THREADS + threadIdx.x, gridDim.x * THREADS);
-#endif
-    MARK(10);
+    // memory idles when a warp's values are there
+    const int asks = blockIdx.x * THREADS + threadIdx.x;
+    if (later_w) ahead(later_w, later_w16, asks, gridDim.x * THREADS);
+    if (later_s) ahead(later_s, later_s16, asks, gridDim.x * THREADS);
     if (ALONE) __syncwarp(); else __syncthreads();
     constexpr int TEAM = 32 * DSPLIT, ITEMS = (16 * ROWS + TEAM - 1) / TEAM;
     const unsigned begin = span > 0 ? warp / DSPLIT : NONE;
@@ -690,11 +451,6 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
             sm->done[to][u % OWN * 16 + line] = fmaf(v, scale, more);
         }
     }
-#if LATER == 4
-    if (later_w) ahead(later_w, later_w16, blockIdx.x * THREADS + threadIdx.x, gridDim.x * THREADS);
-    if (later_s) ahead(later_s, later_s16, blockIdx.x * THREADS + threadIdx.x, gridDim.x * THREADS);
-#endif
-    MARK(11);
     __syncthreads();
     #pragma unroll 1
     for (int i = threadIdx.x; i < rows * SPAN; i += THREADS) {
@@ -704,11 +460,9 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
         #pragma unroll
         for (int p = 0; p < PICKS; p++)
             v = fmaf(sm->share[r * PICKS + p], sm->done[r * PICKS + p][c], v);
-        const float prior = i < THREADS ? before
-            : stream ? __ldcg(stream + (size_t)r * K + base + c) : 0.f;
+        const float prior = i < THREADS ? before : add ? add[(size_t)r * K + base + c] : 0.f;
         y[(size_t)r * K + base + c] = prior + v;
     }
-    MARK(12);
     if (!blockIdx.x && threadIdx.x < rows * TOP_K) {
         const int r = threadIdx.x / TOP_K, j = threadIdx.x % TOP_K;
         if (ids) ids[threadIdx.x] = sm->slots.of(r)[j];

@@ -167,9 +167,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) router(const unsigned c
         float eps, int n, int ld, int rows, int fours) {
     __shared__ float part[8][EACH + 1][WARPS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r0 = blockIdx.x * EACH;
-#ifdef EARLY
     pdl_trigger();
-#endif
     float v[MINE][EACH][8];
     #pragma unroll
     for (int i = 0; i < MINE; i++) {
@@ -183,7 +181,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) router(const unsigned c
     }
     const int mine = threadIdx.x % EACH;
     const float more = bias && r0 + mine < EXPERTS ? bias[r0 + mine] : 0.f;
-    pdl_trigger();
     pdl_wait();
     if (met && !blockIdx.x && !blockIdx.y && !threadIdx.x) *met = 0;
     empty_all(empty, fours);

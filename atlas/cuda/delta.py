@@ -60,7 +60,10 @@ def delta_step(
         run('delta_wide', (vh,n), 5*dv, *what, kh, seqs, rows,
             shared=_room(dk, dv), DK=dk, DV=dv, SIGMOID=act, DEPTH=_DEPTH, BYTES=_room(dk, dv))
         return y,parts
-    few = rows>seqs and vh*dv//32*seqs<=_FEW  # verified rows of few sequences: registers rather than company
+    blocks = vh*dv//32*seqs
+    few = rows>seqs and blocks<=_FEW  # verified rows of few sequences: registers rather than company
+    # one on a multiprocessor where that is enough: the launch after this one finds room beside it
+    alone = limits(card).third if blocks<=card.multiprocessors else 0
     run('delta_step', (vh//kh*dv//32, kh, seqs), 160, *what, rows,
-        DK=dk, DV=dv, SIGMOID=act, ROWS=4 if few else 1, RESIDENT=2 if few else 4)
+        shared=alone, DK=dk, DV=dv, SIGMOID=act, ROWS=4 if few else 1, RESIDENT=2 if few else 4)
     return y,parts

@@ -17,7 +17,7 @@ from ..ground.core import ConfigError
 from ..ground.weights import head_quantizable,quantizable
 from .attend import Angles,attend as attend_rows,make_pool,pool_bytes,pool_words
 from .delta import delta_step
-from .experts import Before,Given,can_make,moe as moe_rows
+from .experts import moe as moe_rows
 from .experts_many import experts_many,route_many
 from .experts_wide import moe_wide
 from .flash import flash
@@ -79,9 +79,15 @@ def norm_add(
     return out
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #87ee795c
-def _rows(x, *args, **kw):
-    "Rows of a step times a matrix, as `gemv`"
-    return (gemv_wide if len(x)>MAX_ROWS//2 else gemv)(x, *args, **kw)
+def _staged_once(rows, k)->bool:
+    "Are `rows` rows of `k` better staged once for all blocks than by each of them?"
+    if rows>MAX_ROWS: return True
+    few = rows<=MAX_ROWS//2 and (rows<3 or rows*k<=1<<14)
+    return k>=3072 and not few
+
+def _rows(x, w, **kw):
+    "Rows of a step times the matrix `w`, as `gemv`"
+    return (gemv_wide if _staged_once(len(x), w.k) else gemv)(x, w, **kw)
 
 def _exact(s):
     "Are a prompt's activations multiplied in two parts? Only where keys and values have 32 bits"
@@ -108,9 +114,6 @@ def _two(x, w, extra, kw):
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #f048de09
 def project(s:Step, x, w, norm=None, add=None, extra=None):
     "Rows `x` [R, k], normed, times the node `w` and the matrix `extra`, plus `add`: [R, n+m]"
-    given = getattr(w, 'given', None)
-    if given and not s.b.tiled and len(x)<=Given.MOST:
-        return Before(x, w.weight, *(norm or (None,0,0.)), add, given)
     return _product(s, x, w, norm, extra, add=add)
 
 def mlp(s:Step, x, w:MLPWeights, norm=None, add=None):
@@ -180,7 +183,6 @@ def _moe_of(rows):
 def _routes(s, x, top_k):
     "Arrays for what a step of rows picks, if somebody wants to see it"
     if s.routes is None: return None
-    x = x.x if isinstance(x, Before) else x
     card,shape = card_of(x),(len(x),top_k)
     ids,weights = card.empty(shape, 'int32'),card.empty(shape)
     s.routes.append((ids,weights))
@@ -191,8 +193,7 @@ def _flat(a): return None if a is None else a.reshape(-1)
 def _experts_of_rows(s, x, w, norm, add, router_gain):
     "Routed experts of a few rows, weighted, plus `add`"
     m = w.config
-    f = moe_rows if isinstance(x, Before) else _moe_of(len(x))
-    return f(
+    return _moe_of(len(x))(
         x,
         *norm,
         w.router.weight,
@@ -421,28 +422,6 @@ def _begins_with(o):
     for n in names:
         if hasattr(o, n): return getattr(o, n).weight
 
-def _makes_before(b):
-    "The product before the experts of the block `b`, if these can make it; or None"
-    if not getattr(b, 'streams', False) or len(b.parts())<2: return None
-    mixer,l = b.parts()
-    node = getattr(mixer, 'out_proj', getattr(mixer, 'o_proj', None))
-    if node is None or not hasattr(l, 'experts') or l.shared and not l.joined: return None
-    router,up = l.router.weight,l.experts.gate_up_proj
-    w,up = node.weight,getattr(up, 'weight', up)
-    if node.bias is not None or not isinstance(w, Packed): return None
-    return node if can_make(card_of(w.w), w, router, up, l.config) else None
-
-def _give(model):
-    "Have layers of experts make the products before them"
-    found = [(n,b.parts()[1]) for b in model.layers if (n := _makes_before(b))]
-    if len(found)<2: return
-    l = found[0][1]
-    down,H = l.experts.down_proj,model.c.hidden_size
-    down = getattr(down, 'weight', down)
-    card,picks = card_of(down.w),l.config.top_k+l.joined
-    given = Given(card, H, l.router.weight, down, picks, len(found))
-    for i,(n,_) in enumerate(found): n.given = given,i
-
 def _look_ahead(model):
     "Tell each layer of experts what comes after it"
     order = [l for b in model.layers for l in b.parts()]
@@ -458,7 +437,6 @@ def prepare(model):
             if hasattr(l, 'experts') and _fits(l): _join(l)
     for p in packed_in([model, model.mtp]): units(p)
     _look_ahead(model)
-    _give(model)
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #bde4edb4
 def words_of(device):

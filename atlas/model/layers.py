@@ -278,7 +278,6 @@ class Half:
 
 class Block:
     "Halves, one after the other"
-    streams = True # What one adds to the stream, the next begins with
     def __init__(self, c:ModelConfig, *halves:Half):
         self._c,self._halves = c,halves
         for h in halves: setattr(self, h.attr, h.layer)
