@@ -549,7 +549,7 @@ def _decode(self:CardStepper, plan, samplers)->CardFlight:
     self.last = self._shape(seqs)
     with self.stream.turn(): self.replay(self.last)
     halves = self._halves(seqs)
-    done = self.stream.mark()
+    done = self.stream.mark(asleep=True)
     return CardFlight(plan, None, None, halves, self.last.full, done)
 
 @patch
