@@ -7,7 +7,8 @@
 // dealt out to teams of USPLIT warps of all blocks; of the second, a block owns SPAN outputs, for
 // every expert, and teams of DSPLIT warps take their strips. Warps of a team share a strip's
 // columns and wait for each other, not for the block. DEEP units of a warp are on their way to
-// shared memory: those of the second half follow those of the first, before these are there.
+// shared memory: those of the second half when the warp is done with the first, before hidden
+// values are there.
 // A row's bits do not depend on how many rows there are.
 //   uw     : [ubytes]    u8    bank of up to EXPERTS + 1 matrices [n4, HIDDEN] in UP; rows
 //                              4q..4q+3 are the gates of outputs 2q, 2q+1, then their ups; without
@@ -48,7 +49,11 @@
 #include "lib/given.cuh"
 #include "lib/pdl.cuh"
 #include "lib/picks.cuh"
+#include "lib/ranked.cuh"
 #include "lib/strips.cuh"
+#ifndef PF
+#define PF 0
+#endif
 #ifndef HIDDEN
 #define UP fragment_nvfp4
 #define DOWN fragment_nvfp4
@@ -277,10 +282,12 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
     pdl_trigger();
     pdl_wait();
     const int picker = WARPS - 1 - warp;  // whose row this warp picks for
-    float near[N];
     if (picker < rows) {
+        float near[N];
         near_logits<E, N>(logits + (size_t)picker * ld, lane, near);
-        pick<E, TOP_K, SCORE, CORRECTED, N>(near, correction, lane, sm->slots.of(picker));
+        int* const to = sm->slots.of(picker);
+        const int id = ranked<E, TOP_K, SCORE, CORRECTED, N>(near, correction, lane, to);
+        if (lane < TOP_K) to[lane] = id;
     }
     auto stage_x = [&] {
         stage<ROWS * PARTS, STAGE, 4>(rows * PARTS, [&](int i, float* a) {
@@ -309,20 +316,10 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
     }
     auto next = [&] {
         if (unit < slots() * STRIPS) next_up();
-        else if (down < slots() * OWN) next_down();
         forth();
     };
     #pragma unroll 1
     for (; begun < DEEP; begun++) next();
-    if (picker < rows) {
-        const float* p = logits + (size_t)picker * ld;
-        const int id = sm->slots.of(picker)[lane < TOP_K ? lane : 0];
-        float v = pick_weight<E, TOP_K, SCORE, RENORM, N>(near, __ldcg(p + id), scaling, lane);
-        if (per_expert) v = __fmul_rn(v, per_expert[id]);
-        if (lane < TOP_K) sm->share[picker * PICKS + lane] = v;
-        if (SHARED && lane == TOP_K)
-            sm->share[picker * PICKS + TOP_K] = GATE ? logistic(__ldcg(p + E)) : 1.f;
-    }
     if (halves & 1) {
         constexpr int TEAM = 32 * USPLIT, ITEMS = (OUT * ROWS + TEAM - 1) / TEAM;
         if (NORM) {
@@ -379,7 +376,41 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
         }
     }
     if (!(halves & 2)) return;
+#if PF == 2
+    if (threadIdx.x == THREADS - 32) {
+        if (later_w) ahead_share(later_w, later_w16);
+        if (later_s) ahead_share(later_s, later_s16);
+    }
+#endif
+#if PF == 5
+    if (threadIdx.x == 0) {
+        if (later_w) ahead_share(later_w, later_w16);
+        if (later_s) ahead_share(later_s, later_s16);
+    }
+#endif
+    #pragma unroll 1
+    for (int i = 0; i < DEEP; i++) {  // not before: others still wait for the first half's
+        if (down < slots() * OWN) next_down();
+        forth();
+    }
+    if (picker < rows) {
+        const float* p = logits + (size_t)picker * ld;
+        float near[N];  // once more: registers are few meanwhile
+        near_logits<E, N>(p, lane, near);
+        const int id = sm->slots.of(picker)[lane < TOP_K ? lane : 0];
+        float v = pick_weight<E, TOP_K, SCORE, RENORM, N>(near, __ldcg(p + id), scaling, lane);
+        if (per_expert) v = __fmul_rn(v, per_expert[id]);
+        if (lane < TOP_K) sm->share[picker * PICKS + lane] = v;
+        if (SHARED && lane == TOP_K)
+            sm->share[picker * PICKS + TOP_K] = GATE ? logistic(__ldcg(p + E)) : 1.f;
+    }
     if (!APART) __syncthreads();  // before what is staged takes the place of x
+#if PF == 3
+    if (threadIdx.x == 0) {
+        if (later_w) ahead_share(later_w, later_w16);
+        if (later_s) ahead_share(later_s, later_s16);
+    }
+#endif
     float before = 0.f;
     if (add && threadIdx.x < rows * SPAN && (int)threadIdx.x % SPAN < span)
         before = add[(size_t)(threadIdx.x / SPAN) * K + base + threadIdx.x % SPAN];
@@ -408,10 +439,22 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
         __syncwarp();
         sm->in.h.put(staged(i), i % HPARTS * 32 + lane, a);
     });
+#if PF == 0
     // memory idles when a warp's values are there
     const int asks = blockIdx.x * THREADS + threadIdx.x;
     if (later_w) ahead(later_w, later_w16, asks, gridDim.x * THREADS);
     if (later_s) ahead(later_s, later_s16, asks, gridDim.x * THREADS);
+#elif PF == 1
+    if (threadIdx.x == 0) {
+        if (later_w) ahead_share(later_w, later_w16);
+        if (later_s) ahead_share(later_s, later_s16);
+    }
+#elif PF == 4
+    if (threadIdx.x == 32 * PICKS * HPARTS - 32) {
+        if (later_w) ahead_share(later_w, later_w16);
+        if (later_s) ahead_share(later_s, later_s16);
+    }
+#endif
     if (ALONE) __syncwarp(); else __syncthreads();
     constexpr int TEAM = 32 * DSPLIT, ITEMS = (16 * ROWS + TEAM - 1) / TEAM;
     const unsigned begin = span > 0 ? warp / DSPLIT : NONE;

@@ -8,9 +8,6 @@
 //   met    : [1]      i32    gets the 0 that expert_slots.cu counts from; or null
 //   empty  : [r, picks, width]  f32  4 * fours words, left EMPTY (lib/given.cuh) for
 //                            experts.cu; or null
-//   later_w : [tbytes]    u8    of which the first 16 * later_w16 bytes will be read: they are
-//                               asked for little by little while memory idles; or null
-//   later_s : [tscales]   u8    likewise; or null
 //   -D HIDDEN= (k, a multiple of 32)  EXPERTS=  FORMAT=  NORM= (0 or 1)  ROWS= (1 or 2: of x at a time)  WARPS=  EACH=
 //   -D WIDE=   1: for many rows
 //   launch: <<<(ceil(n/EACH), any), 32*WARPS, any>>>, `rows` dealt out to blockIdx.y; at most 8 for each, with WIDE 32
@@ -52,22 +49,6 @@ __device__ __forceinline__ void empty_all(float* empty, int fours) {
         emptied(empty + 4 * (size_t)i, 4);
 }
 
-#ifndef PACE
-#define PACE 40
-#endif
-#ifndef HINT
-#define HINT ""
-#endif
-// Memory that a later launch reads comes to the L2 cache, 32 lines of a block at a time.
-__device__ __forceinline__ void trickle(const unsigned char* p, int sixteens, int block, int blocks, int lane) {
-    for (int i = block * 32 + lane; i * 8 < sixteens; i += blocks * 32) {
-#if defined(__CUDA_ARCH__)
-        asm volatile("prefetch.global.L2" HINT " [%0];" :: "l"(p + (size_t)i * 128));
-        if (PACE) __nanosleep(PACE);
-#endif
-    }
-}
-
 #if WIDE
 // Many rows: a block keeps its weights for all of its rows, at most HELD of them.
 //
@@ -105,8 +86,7 @@ struct Rows {  // a lane's columns of ROWS rows of x
 extern "C" __global__ void __launch_bounds__(32 * WARPS) router(
         const unsigned char* __restrict__ w, const float* __restrict__ bias,
         const float* __restrict__ gain, const float* x, float* logits, int* met, float* empty,
-        const unsigned char* later_w, const unsigned char* later_s,
-        float eps, int n, int ld, int rows, int fours, int later_w16, int later_s16) {
+        float eps, int n, int ld, int rows, int fours) {
     __shared__ float part[HELD][EACH + 1][WARPS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r0 = blockIdx.x * EACH;
     const int own = lane / LANES, first = warp * 256 + lane * 8;
@@ -182,19 +162,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) router(
     }
 }
 #else
-extern "C" __global__ void __launch_bounds__(32 * WARPS + 32) router(const unsigned char* __restrict__ w, const float* __restrict__ bias,
+extern "C" __global__ void __launch_bounds__(32 * WARPS) router(const unsigned char* __restrict__ w, const float* __restrict__ bias,
         const float* __restrict__ gain, const float* x, float* logits, int* met, float* empty,
-        const unsigned char* later_w, const unsigned char* later_s,
-        float eps, int n, int ld, int rows, int fours, int later_w16, int later_s16) {
+        float eps, int n, int ld, int rows, int fours) {
     __shared__ float part[8][EACH + 1][WARPS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r0 = blockIdx.x * EACH;
     pdl_trigger();
-    if (warp == WARPS) {
-        const int block = blockIdx.y * gridDim.x + blockIdx.x, blocks = gridDim.x * gridDim.y;
-        trickle(later_w, later_w16, block, blocks, lane);
-        trickle(later_s, later_s16, block, blocks, lane);
-        return;
-    }
     float v[MINE][EACH][8];
     #pragma unroll
     for (int i = 0; i < MINE; i++) {

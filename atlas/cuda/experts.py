@@ -108,13 +108,13 @@ def _beside(card, d):
     l = limits(card)
     return l.third if d['ROWS']==1 or d['ROOM']+l.third<=l.shared-4096 else 0
 
-def _route(x, gain, eps, router, bias, logits, E, room, empty, later=(None,None), sixteens=(0,0)):
+def _route(x, gain, eps, router, bias, logits, E, room, empty):
     "The router's logits of rows `x`; `empty` is emptied for the launch after it"
     (R,H),n = x.shape,router.n
     each,pieces = _ceil(n, 160),_ceil(H, 256); W = _ceil(pieces, _ceil(pieces, 8))
     grid = _ceil(n, each),_ceil(R, 2)
-    arrays = _raw(router.w),bias,gain,x,logits,None,empty,*later
-    sizes = n,logits.shape[1],R,empty.size//4,*sixteens
+    arrays = _raw(router.w),bias,gain,x,logits,None,empty
+    sizes = n,logits.shape[1],R,empty.size//4
     variant = dict(
         HIDDEN=H,
         EXPERTS=E,
@@ -124,8 +124,7 @@ def _route(x, gain, eps, router, bias, logits, E, room, empty, later=(None,None)
         WARPS=W,
         EACH=each,
     )
-    one = later[0] is not None and card_of(x).kind=='cuda' # a warp for that
-    run('router', grid, 32*(W+one), *arrays, eps, *sizes, shared=room, **variant)
+    run('router', grid, 32*W, *arrays, eps, *sizes, shared=room, **variant)
 
 def _checked(H, router, up, down, m, act, shared, gate):
     "An `AtlasError` unless the matrices belong together"
@@ -148,8 +147,6 @@ def _asked(p, card):
     return (w,s),tuple(0 if a is None else int(a.nbytes*part)//16 for a in (w,s))
 
 # %% ../../nbs/3_ops/moe/51_cuda.experts.ipynb #72491817
-def _first(later, sixteens): return later,sixteens
-
 def _scratch(card, d, router, down):
     "Rows of a launch, their logits and their hidden values"
     n,picks = d['ROWS'],d['TOP_K']+d['SHARED']
@@ -197,7 +194,7 @@ def moe(
     for i in range(0, R, n):
         mine,ids,w,its,y = (None if a is None else a[i:i+n] for a in (x,*(routes or (None,None)),add,out))
         seen,to,h = gain if router_gain is None else router_gain,logits[:R-i],hidden[:R-i]
-        _route(mine, seen, float(eps), router, bias, to, m.num_experts, _beside(card, d), h, *_first(later, sixteens))
+        _route(mine, seen, float(eps), router, bias, to, m.num_experts, _beside(card, d), h)
         rows = to,correction,per_expert,gain,mine,h,ids,w,its,y
         _halves(card, d, blocks, (*banks,*rows,*later,*sizes,len(h)), sixteens)
     return out
