@@ -5,11 +5,11 @@
 //   conv_w   : [c, 4]                 f32   c = 2*kh*DK + vh*DV
 //   decay    : [vh]                   f32   A = -exp(A_log)
 //   dt_bias  : [vh]                   f32
-//   conv     : [slots, 3, c]          f32   inputs before a sequence's first row, oldest first; written at state_out
+//   conv     : [states, 3, c]         f32   inputs before a sequence's first row, oldest first; written at state_out
 //   first    : [seqs1]                i32   a row in the first tile of each sequence
 //   starts   : [seqs]                 i32   position of a sequence's first row
-//   state_in : [seqs]                 i32   slot to begin from (unread at position 0)
-//   state_out : [r]                   i32   slot for the state after a row, or -1; looked at for the last row of each tile
+//   state_in : [seqs]                 i32   tail to begin from (unread at position 0)
+//   state_out : [r]                   i32   tail after a row, or -1; looked at for the last row of each tile
 //   tile_seq, tile_lo, tile_hi : [tiles] i32   sequence of a tile (-1: none), its real rows lo..hi-1
 //   q, k     : [tiles, kh, qf]        u32   written, as are all below: fragments (lib/limbs.cuh), qf = 64*DK
 //   w        : [tiles, vh, qf]        u32

@@ -8,16 +8,17 @@
 //   decay  : [vh]                  f32   A = -exp(A_log)
 //   dt_bias: [vh]                  f32
 //   norm_w : [dv]                  f32
-//   conv   : [slots, 3, c]         f32   inputs of the three positions before, oldest first
-//   rec    : [slots, vh, dk, dv]   f32
+//   conv   : [states, 3, c]        f32   inputs of the three positions before, oldest first
+//   rec    : [slots, vh, dk, dv]   f32   state n has tail n, and the rest in n/TAILS
 //   first  : [seqs1]               i32   rows of sequence s: first[s] .. first[s+1]-1; rows after the last sequence's get zeros
 //   starts : [seqs]                i32   position of its first row
-//   state_in : [seqs]              i32   slot to begin from (unread at position 0)
-//   state_out : [r]                i32   slot for the state after a row, or -1; never one that is read in this step
+//   state_in : [seqs]              i32   state to begin from (unread at position 0)
+//   state_out : [r]                i32   state after a row, or -1; never one that is read in this step, but its rest
+//                                        may be where the sequence's own begins: nobody else reads it
 //   y      : [r, vh, dv]           f32
 //   parts  : [r, vh, p]            f32   sums of squares of y before norm_w and gate, of each 32 columns
 //   launch: <<<(vh/kh*dv/32, kh, seqs), 160>>>; -D DK=, DV= 32, 64 or 128   -D SIGMOID= 1: of the gate, else silu   -D ROWS= in hand at once
-//   -D RESIDENT= blocks of a multiprocessor
+//   -D RESIDENT= blocks of a multiprocessor   -D TAILS= tails for each slot
 #include "lib/reduce.cuh"
 #include "lib/pdl.cuh"
 #include "lib/conv.cuh"
@@ -36,6 +37,9 @@
 #endif
 #ifndef RESIDENT
 #define RESIDENT 4
+#endif
+#ifndef TAILS
+#define TAILS 1
 #endif
 constexpr int N = DK / 16, PARTS = DV / 32;  // rows of the state that a thread has a part of
 static_assert((DK == 32 || DK == 64 || DK == 128) && DV % 32 == 0, "a head's sizes");
@@ -67,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(160, RESIDENT) delta_step(const flo
     float* const state = rec + (size_t)(head * DK + row0) * DV + part * 32 + c4;
     Columns<N> mem;
     #pragma unroll
-    for (int i = 0; i < N; i++) mem.S[i] = start && !side ? __ldcs((const float4*)(state + from * pool + i * DV)) : make_float4(0.f, 0.f, 0.f, 0.f);
+    for (int i = 0; i < N; i++) mem.S[i] = start && !side ? __ldcs((const float4*)(state + (unsigned)from / TAILS * pool + i * DV)) : make_float4(0.f, 0.f, 0.f, 0.f);
     float4 taps[2];  // of a channel, the last for the newest input
     float seen[2][3];
     #pragma unroll
@@ -139,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(160, RESIDENT) delta_step(const flo
             } else {
                 mem.take(q + DK, d, rule.eg);
                 if (out >= 0) {
-                    float* const to = state + out * pool;
+                    float* const to = state + (unsigned)out / TAILS * pool;
                     #pragma unroll
                     for (int m = 0; m < N; m++) __stcs((float4*)(to + m * DV), mem.S[m]);
                 }

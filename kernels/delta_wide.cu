@@ -7,18 +7,19 @@
 //   decay  : [vh]                  f32   A = -exp(A_log)
 //   dt_bias: [vh]                  f32
 //   norm_w : [dv]                  f32
-//   conv   : [slots, 3, c]         f32   inputs of the three positions before, oldest first
-//   rec    : [slots, vh, dk, dv]   f32
+//   conv   : [states, 3, c]        f32   inputs of the three positions before, oldest first
+//   rec    : [slots, vh, dk, dv]   f32   state n has tail n, and the rest in n/TAILS
 //   first  : [seqs1]               i32   rows of sequence s: first[s] .. first[s+1]-1; rows after the last
 //                                        sequence's get zeros
 //   starts : [seqs]                i32   position of its first row
-//   state_in : [seqs]              i32   slot to begin from (unread at position 0)
-//   state_out : [r]                i32   slot for the state after a row, or -1; never one that is read in this step
+//   state_in : [seqs]              i32   state to begin from (unread at position 0)
+//   state_out : [r]                i32   state after a row, or -1; never one that is read in this step, but its rest
+//                                        may be where the sequence's own begins: nobody else reads it
 //   y      : [r, vh, dv]           f32
 //   parts  : [r, vh, p]            f32   sums of squares of y before norm_w and gate, of each 32 columns
 //   launch: <<<(vh, any), 5*DV>>> and 4*DK*DV*DEPTH + sizeof(Room) bytes; a block has at most MOST of `count`
 //   sequences: blockIdx.y, + gridDim.y, ...   -D DK=, DV= 32, 64 or 128   -D SIGMOID= 1: of the gate, else silu
-//   -D DEPTH= states on their way, at least 2
+//   -D DEPTH= states on their way, at least 2   -D TAILS= tails for each slot
 #include "lib/reduce.cuh"
 #include "lib/bulk.cuh"
 #include "lib/pdl.cuh"
@@ -35,6 +36,9 @@
 #endif
 #ifndef DEPTH
 #define DEPTH 3
+#endif
+#ifndef TAILS
+#define TAILS 1
 #endif
 constexpr int N = DK / 16, PARTS = DV / 32, WARPS = 4 * PARTS, THREADS = 32 * (WARPS + PARTS);
 constexpr int STATE = DK * DV, MOST = 256;  // numbers of a state; sequences of a block
@@ -102,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float*
     const int head = blockIdx.x, vh = gridDim.x, key = head / (vh / kh), z = blockIdx.y, step = gridDim.y;
     const int c = 2 * kh * DK + vh * DV, width = c + vh * DV + 2 * vh, mine = seqs > z ? (seqs - z + step - 1) / step : 0;
     const bool side = warp >= WARPS, keyed = tid < DK, asks = tid == 32 * WARPS;
-    const size_t pool = (size_t)vh * STATE;
+    const size_t pool = (size_t)vh * (STATE / TAILS);
     const auto begin = [&](int i) -> Sequence {
         const int s = z + i * step, r0 = first[s], r1 = first[s + 1], start = starts[s], from = state_in[s];
         return {r0, r1, r1 > r0 && start ? from : -1};
@@ -111,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float*
     const auto fetch = [&](int i, int from) {
         Meeting* const b = m.full + i % DEPTH;
         bulk_expect(b, from < 0 ? 0 : 4 * STATE);
-        if (from >= 0) bulk_copy_once(states + i % DEPTH * STATE, rec + from * pool + head * STATE, 4 * STATE, b);
+        if (from >= 0) bulk_copy_once(states + i % DEPTH * STATE, rec + (from & -TAILS) * pool + head * STATE, 4 * STATE, b);
     };
     if (asks) {
         int from[DEPTH];
@@ -212,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float*
         } else {
             mem.take(now + K + row0, d, rule.eg);
             if (to >= 0) {
-                float* const p = rec + to * pool + head * STATE + at;
+                float* const p = rec + (to & -TAILS) * pool + head * STATE + at;
                 #pragma unroll
                 for (int n = 0; n < N; n++) __stcs((float4*)(p + n * DV), mem.S[n]);
             }

@@ -5,11 +5,11 @@
 //   conv_b   : [c]                    f32   or null
 //   decay    : [nh]                   f32   A = -exp(A_log)
 //   dt_bias  : [nh]                   f32
-//   conv     : [slots, 3, c]          f32   inputs before a sequence's first row, oldest first; written at state_out
+//   conv     : [states, 3, c]         f32   inputs before a sequence's first row, oldest first; written at state_out
 //   first    : [seqs1]                i32   a row in the first tile of each sequence
 //   starts   : [seqs]                 i32   position of a sequence's first row
-//   state_in : [seqs]                 i32   slot to begin from (unread at position 0)
-//   state_out : [r]                   i32   slot for the state after a row, or -1; looked at for the last row of each tile
+//   state_in : [seqs]                 i32   tail to begin from (unread at position 0)
+//   state_out : [r]                   i32   tail after a row, or -1; looked at for the last row of each tile
 //   tile_seq, tile_lo, tile_hi : [tiles] i32   sequence of a tile (-1: none), its real rows lo..hi-1
 //   q, k     : [tiles, groups, qf]    u32   written, as are all below: fragments of C and of B (lib/limbs.cuh), qf = 64*DK
 //   u        : [tiles, nh, uf]        f32   x as sums, uf = 64*DV

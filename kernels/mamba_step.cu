@@ -8,15 +8,17 @@
 //   skip   : [nh]                  f32   D
 //   dt_bias: [nh]                  f32
 //   norm_w : [i]                   f32   i = nh*hd
-//   conv   : [slots, 3, c]         f32   inputs of the three positions before, oldest first
-//   rec    : [slots, nh, hd, ns]    f32
+//   conv   : [states, 3, c]        f32   inputs of the three positions before, oldest first
+//   rec    : [slots, nh, hd, ns]    f32  state n has tail n, and the rest in n/TAILS
 //   first  : [seqs1]               i32   rows of sequence s: first[s] .. first[s+1]-1; rows after the last sequence's get zeros
 //   starts : [seqs]                i32   position of its first row
-//   state_in : [seqs]              i32   slot to begin from (unread at position 0)
-//   state_out : [r]                i32   slot for the state after a row, or -1; never one that is read in this step
+//   state_in : [seqs]              i32   state to begin from (unread at position 0)
+//   state_out : [r]                i32   state after a row, or -1; never one that is read in this step, but its rest
+//                                        may be where the sequence's own begins: nobody else reads it
 //   y      : [r, i]                f32
 //   parts  : [r, groups, p]        f32   sums of squares of y before norm_w, of each PR columns: p = nh/groups*hd/PR
 //   launch: <<<(nh/groups*hd/PR, groups, seqs), 128>>>; -D HD: a multiple of 16, NS: 16, 32, .. 256, PR: 32 where 32 | hd and NS < 256, else 16
+//   -D TAILS= tails for each slot
 #include "lib/reduce.cuh"
 #include "lib/pdl.cuh"
 #include "lib/conv.cuh"
@@ -28,6 +30,9 @@
 #endif
 #ifndef PR
 #define PR 32
+#endif
+#ifndef TAILS
+#define TAILS 1
 #endif
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 1000
 #define RESIDENT 8  // blocks of a multiprocessor
@@ -102,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(128, RESIDENT) mamba_step(const flo
     for (int m = 0; m < MINE; m++)
         #pragma unroll
         for (int k = 0; k < WIDE; k++)
-            S[m][k] = start && on ? __ldcs((const float4*)(state + from * pool + m * STEP * NS + k * 128)) : make_float4(0, 0, 0, 0);
+            S[m][k] = start && on ? __ldcs((const float4*)(state + (unsigned)from / TAILS * pool + m * STEP * NS + k * 128)) : make_float4(0, 0, 0, 0);
     past.fetch_tail(start ? conv + (size_t)from * 3 * c : nullptr, c, col, has);
     pdl_trigger();
     cp_async_wait<0>();
@@ -158,7 +163,8 @@ extern "C" __global__ void __launch_bounds__(128, RESIDENT) mamba_step(const flo
                 #pragma unroll
                 for (int m = 0; m < MINE; m++)
                     #pragma unroll
-                    for (int k = 0; k < WIDE; k++) __stcs((float4*)(state + out * pool + m * STEP * NS + k * 128), S[m][k]);
+                    for (int k = 0; k < WIDE; k++) 
+                        __stcs((float4*)(state + (unsigned)out / TAILS * pool + m * STEP * NS + k * 128), S[m][k]);
             int which;
             const float s = row_sums(v, which);
             if (on) sum[i % 2][at + which * STEP] = s;  // all lanes that hold it write the same

@@ -19,7 +19,8 @@
 //   starts    : [seqs]          i32  position of row 0
 //   live      : [seqs]          i32  rows that are not masked
 //   state_in  : [seqs]          i32  changes places with
-//   state_out : [rows]          i32  that of the last accepted row; -1 for none
+//   state_out : [rows]          i32  that of the last accepted row; -1 for none. That of row 0 is the other
+//                                    of the two that share a slot with what it reads: 2n and 2n+1
 //   tick      : [1]             i32  counted up
 //   told_seq  : [2, seqs, ahead] i32 memory of the host: after the first word the drafts that the
 //                                    next step looks at, -1 for none, or -2
@@ -76,6 +77,7 @@ extern "C" __global__ void __launch_bounds__(256) next_rows(
             if (out >= 0) {
                 state_out[from] = state_in[i];
                 state_in[i] = out;
+                state_out[i * width] = out ^ 1;
             }
         }
     }

@@ -174,7 +174,7 @@ def test_rows_do_not_notice_each_other(toy, weights):
         assert (got==np.concatenate(ones[:n])).all(), n
     c = start(); other = ids_of(30, 1)
     forward(m, c, [Piece(other, 0, [20,21], 1, state=4, keep=5)], True)
-    got = forward(m, c, [Piece(ids[64:65], 64, table, 1, state=1, keep=2), Piece([7], 30, [20,21], 1, state=5, keep=6), Piece([9], 0, [30], 1, state=0, keep=7)], False)
+    got = forward(m, c, [Piece(ids[64:65], 64, table, 1, state=1, keep=2), Piece([7], 30, [20,21], 1, state=5, keep=6), Piece([9], 0, [30], 1, state=0, keep=8)], False)
     assert (got[0]==ones[0]).all()
 
 # The engine

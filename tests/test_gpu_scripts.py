@@ -26,7 +26,9 @@ SCRIPTS = [
     ('prefixes', ['--models','llama','--tokens','6']),
     ('turns', []),
     ('next_turns', ['--turns','3']),
-    ('wide', ['--rows','16','--sweep','1'])]
+    ('wide', ['--rows','16','--sweep','1']),
+    ('table', []),
+    ('many', ['--part','chunks'])]
 
 @pytest.mark.parametrize('name,more', SCRIPTS)
 def test_on_the_emulator(name, more):

@@ -2,6 +2,7 @@
 row has alone, whoever is beside it, and so has every row of a sequence that checks drafts."""
 import numpy as np,pytest
 from atlas.card.emulator import find_cxx
+from atlas.engine.cache import state_in
 from atlas.model.model import Piece
 from helpers.small_engine import said,serve
 from test_card import cache_of,forward,ids_of,models
@@ -11,7 +12,7 @@ pytestmark = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
 
 def piece(i, t):
     "The first token of sequence `i`"
-    return Piece([t], 0, [i], 1, state=0, keep=1+i)
+    return Piece([t], 0, [i], 1, state=0, keep=state_in(1+i))
 
 @pytest.mark.parametrize('toy,weights', [('llama','fp8'), ('qwen3.6-moe','nvfp4')])
 def test_thirty_three_sequences(toy, weights):

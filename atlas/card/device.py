@@ -434,9 +434,21 @@ def address(self:Cuda, a)->int: "Where `a` begins on the card, in bytes"; return
 
 @patch
 def write(self:Cuda, dst, a):
-    "Copy host array `a` into `dst`, an array of this device"
-    with self.use(): dst.set(np.ascontiguousarray(a, dst.dtype), stream=self.xp.cuda.get_current_stream())
+    "Copy host array `a` into `dst`, an array of this device, or rows that lie apart in one"
+    a = np.ascontiguousarray(a, dst.dtype)
+    with self.use():
+        stream = self.xp.cuda.get_current_stream()
+        if dst.flags.c_contiguous: dst.set(a, stream=stream)
+        else: self._write_rows(dst, a, stream)
 
+@patch
+def _write_rows(self:Cuda, dst, a, stream):
+    "The same for rows [n, m] of an array that has longer ones"
+    rt,(row,_) = self.xp.cuda.runtime,a.strides
+    to,apart = dst.data.ptr,dst.strides[0]
+    rt.memcpy2DAsync(to, apart, a.ctypes.data, row, row, len(a), rt.memcpyHostToDevice, stream.ptr)
+
+# %% ../../nbs/2_card/01_device.ipynb #8184d890
 @patch
 def download(self:Cuda, a):
     "Copy an array of the card to the host, when all work before it is done"

@@ -41,7 +41,7 @@ class VerifyRows:
         most:int, # Blocks that a sequence can have
         block_size:int, # Positions in a block
         steps:int=0, # Of the drafter's chain
-        # State slots of that chain: two for each sequence, from this one on; -1: it has none
+        # States of that chain: two for each sequence, from this one on; -1: it has none
         scratch:int=-1,
         media:bool=False, # Are there rotary positions that are not positions?
     ):
@@ -333,8 +333,9 @@ def _fed(r, s, drafts):
     return ids
 
 def _swap(r, s):
-    "The state after the last accepted row is the one to read"
+    "The state after the last accepted row is the one to read, and row 0 writes the other of its slot"
     row = r.last[s]
     i,o = r.state_in[s],r.state_out[row]
     if o<0: return
     r.state_in[s],r.state_out[row] = o,i
+    r.state_out[s*r.width] = o^1

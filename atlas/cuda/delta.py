@@ -44,26 +44,28 @@ def delta_step(
     A, # [vh]: -exp(A_log)
     dt_bias, # [vh]
     norm_w, # [dv]: gain of the norm over each head
-    conv, rec, # [slots, 3, C], [slots, vh, dk, dv]: pools of states; dk, dv are 32, 64 or 128
-    b, # The step's rows: `first`, `starts`, `state_in`, `state_out`, `num_seqs`. No slot that is read is written
+    conv, rec, # [tails, 3, C], [slots, vh, dk, dv]: pools of states, as for `scan`; dk, dv are 32, 64 or 128
+    # The step's rows: `first`, `starts`, `state_in`, `state_out`, `num_seqs`. No tail that is read is written,
+    # and of slots only a sequence's own
+    b,
     kh:int, # Number of key heads
     gate_act:str='silu', # Or 'sigmoid'
     out=None, # Where to write: (y, parts)
 ): # y [R, vh*dv], gated, without the norm's 1/rms; parts [R, vh, dv/32]: sums of squares that make it up. Zeros in padding rows
     "`atlas.ops.delta.gated_delta` for rows of a decode or verify step, up to its norm"
-    card,(vh,dk,dv) = card_of(x),rec.shape[1:]
+    card,(vh,dk,dv),tails = card_of(x),rec.shape[1:],len(conv)//len(rec)
     check_sizes('A delta net', {'key heads':dk, 'value heads':dv}, _DELTA)
     y,parts = out or (card.empty((len(x), vh*dv)),card.empty((len(x), vh, dv//32)))
     rows,seqs,act = len(x),b.num_seqs,int(gate_act=='sigmoid')
     what = x,conv_w,A,dt_bias,norm_w,conv,rec,b.first,b.starts,b.state_in,b.state_out,y.reshape(-1, vh, dv),parts
     if n := _beside(card, vh, dk, dv, seqs):
         run('delta_wide', (vh,n), 5*dv, *what, kh, seqs, rows,
-            shared=_room(dk, dv), DK=dk, DV=dv, SIGMOID=act, DEPTH=_DEPTH, BYTES=_room(dk, dv))
+            shared=_room(dk, dv), DK=dk, DV=dv, SIGMOID=act, DEPTH=_DEPTH, BYTES=_room(dk, dv), TAILS=tails)
         return y,parts
     blocks = vh*dv//32*seqs
     few = rows>seqs and blocks<=_FEW  # verified rows of few sequences: registers rather than company
     # one on a multiprocessor where that is enough: the launch after this one finds room beside it
     alone = limits(card).third if blocks<=card.multiprocessors else 0
     run('delta_step', (vh//kh*dv//32, kh, seqs), 160, *what, rows,
-        shared=alone, DK=dk, DV=dv, SIGMOID=act, ROWS=4 if few else 1, RESIDENT=2 if few else 4)
+        shared=alone, DK=dk, DV=dv, SIGMOID=act, ROWS=4 if few else 1, RESIDENT=2 if few else 4, TAILS=tails)
     return y,parts

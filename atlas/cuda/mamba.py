@@ -18,8 +18,8 @@ def mamba_step(
     D, # [nh]
     dt_bias, # [nh]
     norm_w, # [I]: gain of the norm over each group
-    conv, rec, # [slots, 3, C], [slots, nh, hd, N]: pools of states; 16 | hd, N is 16, 32, 64, 128 or 256
-    b, # The step's rows: `first`, `starts`, `state_in`, `state_out`, `num_seqs`. No slot that is read is written
+    conv, rec, # [tails, 3, C], [slots, nh, hd, N]: pools of states, as for `scan`; 16 | hd, N is 16, 32, 64, 128 or 256
+    b, # The step's rows, as for `delta_step`: `first`, `starts`, `state_in`, `state_out`, `num_seqs`
     groups:int, # Of heads that share B and C
     out=None, # Where to write: (y, parts)
 ): # y [R, I], gated, without the norm's 1/rms; parts [R, groups, P]: sums of squares that make it up. Zeros in padding rows
@@ -28,5 +28,5 @@ def mamba_step(
     own = 32 if hd%32==0 and ns<256 else 16  # rows of a head that a block has
     y,parts = out or (card.empty((len(zxbcdt), nh*hd)),card.empty((len(zxbcdt), groups, nh//groups*hd//own)))
     run('mamba_step', (nh//groups*hd//own, groups, b.num_seqs), 128, zxbcdt, conv_w, conv_b, A, D, dt_bias, norm_w, conv, rec, b.first, b.starts, b.state_in, b.state_out,
-        y, parts, len(zxbcdt), HD=hd, NS=ns, PR=own)
+        y, parts, len(zxbcdt), HD=hd, NS=ns, PR=own, TAILS=len(conv)//len(rec))
     return y,parts

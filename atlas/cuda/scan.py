@@ -41,8 +41,10 @@ def delta_many(
     A, # [vh]: -exp(A_log)
     dt_bias, # [vh]
     norm_w, # [dv]: gain of the norm over each head
-    conv, rec, # [slots, 3, C], [slots, vh, dk, dv]: pools of states; dk, dv are 32, 64 or 128
-    b, # The step's tiles: `first`, `starts`, `state_in`, `state_out`, `tile_seq`, `tile_lo`, `tile_hi`, `num_seqs`. No slot that is read is written
+    conv, rec, # [tails, 3, C], [slots, vh, dk, dv]: pools of states, as for `scan`; dk, dv are 32, 64 or 128
+    # The step's tiles: `first`, `starts`, `state_in`, `state_out`, `tile_seq`, `tile_lo`, `tile_hi`, `num_seqs`.
+    # No tail that is read is written, and of slots only a sequence's own
+    b,
     kh:int, # Number of key heads
     gate_act:str='silu', # Or 'sigmoid'
     eps:float=1e-6, # Of the norm
@@ -56,7 +58,7 @@ def delta_many(
     u,s = card.empty((T,vh,TILE*dv)),card.empty((T,vh,2*TILE))
     run('delta_prep', (T,kh), 256, x, conv_w, A, dt_bias, conv, *_rows(b), q, k, w, u, p, s, kh, vh, len(conv_w), x.shape[1],
         shared=_room(dk, dv, TILE*(72+5)), pdl=False, DK=dk, DV=dv)
-    _pass('delta_many', vh, dv, b, q, k, w, u, p, s, rec, *_rows(b), y, T, kh, vh, DK=dk)
+    _pass('delta_many', vh, dv, b, q, k, w, u, p, s, rec, *_rows(b), y, T, kh, vh, DK=dk, TAILS=len(conv)//len(rec))
     return _finish(y, x, len(conv_w), norm_w, b, dv, eps, 2 if gate_act=='sigmoid' else 1)
 
 # %% ../../nbs/3_ops/mamba/41_cuda.scan.ipynb #f1df6bea
@@ -67,7 +69,7 @@ def mamba_many(
     D, # [nh]
     dt_bias, # [nh]
     norm_w, # [I]: gain of the norm over each group
-    conv, rec, # [slots, 3, C], [slots, nh, hd, N]: pools of states; hd is a multiple of 16, N 16, 32, 64 or 128
+    conv, rec, # [tails, 3, C], [slots, nh, hd, N]: pools of states, as for `scan`; hd is a multiple of 16, N 16, 32, 64 or 128
     b, # As for `delta_many`
     groups:int, # Number G of groups of heads that share B and C
     eps:float=1e-5, # Of the norm
@@ -83,5 +85,5 @@ def mamba_many(
     while per>4 and per%2==0: per //= 2
     run('mamba_prep', (T,groups,nh//groups//per), 256, x, conv_w, conv_b, A, dt_bias, conv, *_rows(b), q, k, u, p, s, groups, nh, per, len(conv_w), x.shape[1],
         shared=_room(dk, dv, TILE*5), pdl=False, DK=dk, DV=dv)
-    _pass('mamba_many', nh, dv, b, q, k, u, p, s, D, rec, *_rows(b), y, T, groups, nh, DK=dk)
+    _pass('mamba_many', nh, dv, b, q, k, u, p, s, D, rec, *_rows(b), y, T, groups, nh, DK=dk, TAILS=len(conv)//len(rec))
     return _finish(y, x, 0, norm_w, b, nh*dv//groups, eps, 3)

@@ -304,7 +304,7 @@ def ngram(
     return look_up(history, line, end, k, least, most, out)
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #5869786e
-DEFAULTS = Defaults(2048, 1<<15, 64, 'f16', False)
+DEFAULTS = Defaults(2048, 8192, 1<<15, 64, 'f16', False, 128)
 
 def placement(
     device, parts, quantization:str|None=None, head:str|None=None,

@@ -12,7 +12,7 @@ __all__ = ['INVALID', 'LAST', 'End', 'DraftInput', 'Ends', 'given', 'Drafter', '
 import numpy as np
 from dataclasses import dataclass,replace
 from fastcore.basics import patch
-from .cache import KVCache
+from .cache import KVCache,state_in
 from ..ground.config import ModelConfig
 from ..ground.core import UnsupportedError
 from ..model.families.blocks import draft_head
@@ -26,7 +26,7 @@ class End:
     at:int # Position of that
     last:int # The last position that it may ever have in the cache
     table:list[int] # Its blocks
-    state:int=0 # Slot of the state after the token before the newest
+    state:int=0 # The state after the token before the newest
     history:list[int]=() # All its tokens
 
 # %% ../../nbs/5_engine/05_draft.ipynb #7be10d3a
@@ -76,8 +76,8 @@ class Ends(DraftInput):
         return make_batch(pieces, False, self.cache.pool.block_size, self.device)
 
     def _states(self, s, i):
-        "Slots of the states before and after row `i` of sequence `s`"
-        own = self.cache.num_states+2*s
+        "States before and after row `i` of sequence `s`"
+        own = state_in(self.cache.num_states+s)
         before = own+(i-1)%2 if i else self.ends[s].state
         return before,own+i%2
 
@@ -247,7 +247,7 @@ class ModelDrafter(Drafter):
     name = 'draft'
     def __init__(self,
         target:Decoder,
-        cache:KVCache, # Of `model`: as many blocks as the target's, and two more states a sequence
+        cache:KVCache, # Of `model`: as many blocks as the target's, and one more slot a sequence
         model:Decoder,
         k:int=1,
     ):

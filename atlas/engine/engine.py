@@ -36,7 +36,8 @@ class Engine:
         self.steps = self.corrupted = 0
         self._samplers = {}
         self._images = WeakSet() # `LazyImage`s of requests that have not ended
-        self._events,self._cut = [],False # What nobody was told yet; was the last launch cut off?
+        self._events = [] # What nobody was told yet
+        self._cut = [] # Whose rows were being launched when that was cut off
         self._landing = [] # Flights that come down, the oldest first
         self._begun = None # When that began whose end is the next landing, if it is known
         self._load = None # What was computed since and nobody waited for; None: nothing
@@ -149,6 +150,7 @@ def _told_first(self:Engine)->bool:
 @patch
 def _step(self:Engine):
     self._settle()  # what an interruption left
+    self._resume()
     self._events += self._expired()
     if self._told_first(): return
     width = 1+self._drafts()
@@ -204,7 +206,7 @@ def _drafts(self:Engine)->int:
 @patch
 def _steady(self:Engine, width)->bool:
     "May the step in the air wait until the next one, of `width` rows a sequence, is launched?"
-    if self.flying is None or self._cut: return False
+    if self.flying is None: return False
     if width!=self.flying.plan.width: return False
     seqs = self.flying.plan.decode
     return self.scheduler.steady(seqs) and not self._guided(seqs)
@@ -218,18 +220,27 @@ def _goes_on(self:Engine, plan)->bool:
 @patch
 def _launch(self:Engine, plan)->list[Flight]:
     "Begin `plan`, whole or in halves; all of it counts, or nothing"
-    self._cut,step = True,self.stepper
+    step = self.stepper
     parts = plan.halves() if step.overlap else [plan]
     flights = []
     try:
         for p in parts:
+            self._cut += p.seqs
             states = [self._samplers[s.id] for s in p.sampled]
             flights.append(step.launch(p, states))
     except BaseException:
         step.lost(plan)
         raise
-    self._cut = False
+    self._cut = []
     return flights
+
+@patch
+def _resume(self:Engine):
+    "Go on after a launch that was cut off; whose states it may have written over begin anew"
+    if not self._cut: return
+    self.land()
+    if self.stepper.overwrites: self.scheduler.renew(self._cut)
+    self._cut = []
 
 # %% ../../nbs/5_engine/11_engine.ipynb #18eada0e
 @patch

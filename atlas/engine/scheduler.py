@@ -17,7 +17,7 @@ from math import inf
 from operator import attrgetter
 from time import perf_counter
 from fastcore.basics import ifnone,patch
-from .cache import BlockPool,BlockTable
+from .cache import BlockPool,BlockTable,other_tail,state_in,states_in
 from .policy import Policy,by_order
 from .prefix import Node,PrefixTree,Trail,tile_keys
 from .spill import Fetch
@@ -42,8 +42,8 @@ class Seq:
     outputs:list[int]=field(default_factory=list) # Tokens produced
     num_computed:int=0 # Tokens whose keys and values are in the cache
     media:object=None # What its images put into the prompt, a `Media`
-    # Slots of its recurrent state while it runs: the one to read, and one for each row of a step
-    states:list[int]=field(default_factory=lambda: [0,0])
+    slots:list[int]=field(default_factory=list) # For its recurrent states, while it runs
+    states:list[int]=field(default_factory=lambda: [0,0]) # To read, and of each row of a step
     fetch:Fetch|None=None # What a second tier is reading for it
     trail:Trail|None=None # Its prompt's way through the tree of prefixes; None: there is no tree
     cached:int=0 # Tokens of its prompt that the tree had
@@ -92,12 +92,13 @@ def settle(self:Seq, rows:int):
     "The state after the first `rows` rows of a step is the one that the next step reads"
     s = self.states
     s[0],s[rows] = s[rows],s[0]
+    s[1] = other_tail(s[0])
 
 @patch(as_prop=True)
 def reads(self:Seq)->int:
-    "Slot of the state that its next rows read"
+    "The state that its next rows read"
     restored = self.trail and self.trail.restored
-    return self.states[0] if restored is None else restored
+    return self.states[0] if restored is None else state_in(restored)
 
 @patch
 def span(self:Seq,
@@ -224,7 +225,7 @@ class Scheduler:
         overcommit:float=1., # Blocks that may be promised, as a multiple of those that exist
         max_queue:int=1024, # Requests that may wait
         drafts:int=0, # Most drafts of a sequence that a step checks
-        states:BlockPool|None=None, # Of state slots, one to read and one for each row of a step
+        states:BlockPool|None=None, # Of state slots, one for each row of a step
         prefix:PrefixTree|None=None, # Of tiles that were computed; None: each prompt is computed whole
         policy:Policy|None=None, # Who goes first; None: by priority and arrival, and no deadlines
         max_queue_tokens:int|None=None, # Tokens of prompts that may wait; None: any number
@@ -238,7 +239,7 @@ class Scheduler:
         self.clock,self.now = clock,clock() # And when the newest step was planned
         self._limits = [] # Heap of (when, arrival, sequence): of those with a time limit
         self.waiting,self.running,self.seqs = Queue(self.policy.key),[],{}
-        self.states = ifnone(states, BlockPool(max_num_seqs*(2+drafts), 1))
+        self.states = ifnone(states, BlockPool(max_num_seqs*(1+drafts), 1))
         self._arrivals,self.totals,self.finished = 0,Counter(),Counter()
         self.rows = MAX_ROWS # Most to replay of one sequence in a step; a device may want fewer
         self.drafts = drafts
@@ -350,7 +351,7 @@ class Room:
         self.blocks,self.states = scheduler.unpromised,scheduler.states.available
     @property
     def fits(self)->bool:
-        states = self.states>=2+self.s.drafts
+        states = self.states>=1+self.s.drafts
         return states and self.promise>=self.need and self.blocks>=self.at_once
 
     def without(self, s:Seq):
@@ -360,7 +361,7 @@ class Room:
         shared = self.pool.freed_by([b for b in mine if b in path])
         self.promise += self.s._need(s)+shared
         self.blocks += self.pool.freed_by(mine)+s.table.owed
-        self.states += len(s.states)
+        self.states += len(s.slots)
 
 @patch(as_prop=True)
 def unpromised(self:Scheduler)->int:
@@ -420,7 +421,8 @@ def _admit(self:Scheduler):
         self._look_up(seq)
         self._adopt(seq, self._within_reach(seq))
         seq.table.promised = self.pool.blocks_for(self._at_once(seq))
-        seq.running,seq.states = True,self.states.take(2+self.drafts)
+        seq.running,seq.slots = True,self.states.take(1+self.drafts)
+        seq.states = states_in(seq.slots)
         if not seq.outputs: seq.waited = self.now-seq.born
         insort(self.running, seq, key=lambda s: s.order)
         self._fetch(seq)
@@ -438,7 +440,7 @@ def _within_reach(self:Scheduler, seq)->list[Node]:
     "The same for one that waits: nothing, if the states there would take a slot that it needs itself"
     nodes = self._found(seq)
     pins = bool(nodes) and nodes[-1].snapshot is not None
-    return nodes if self.states.available-pins>=2+self.drafts else []
+    return nodes if self.states.available-pins>=1+self.drafts else []
 
 @patch
 def _adopt(self:Scheduler, seq, nodes):
@@ -492,10 +494,10 @@ def _stop(self:Scheduler, seq):
     seq.table.release()
     if seq.fetch: self.prefix.tier.cancel(seq.fetch)
     if self.prefix: self.prefix.leave(seq.trail)
-    self.states.give(seq.states)
+    self.states.give(seq.slots)
     seq.fetch = None
     seq.running,seq.flying = False,0
-    seq.states = [0,0]
+    seq.slots,seq.states = [],[0,0]
 
 @patch
 def _again(self:Scheduler, seq):
@@ -509,6 +511,12 @@ def _preempt(self:Scheduler, seq):
     "Make room: `seq` will wait, and be computed again"
     self._again(seq)
     self.totals['preemptions'] += not seq.request.prefill_only
+
+@patch
+def renew(self:Scheduler, seqs:list[Seq]):
+    "Have `seqs` computed again, as far as they still run: nobody knows what their states are"
+    for s in seqs:
+        if s.running: self._preempt(s)
 
 # %% ../../nbs/5_engine/09_scheduler.ipynb #8c53e2a3
 @patch
@@ -781,7 +789,7 @@ def stats(self:Scheduler)->dict:
     p,t = self.pool,self.totals
     running = sum(not s.request.prefill_only for s in self.running)
     waiting = len(self.seqs)-self.fills-running
-    return dict(num_requests_running=running, num_requests_waiting=waiting,
+    return dict(num_requests_running=running, num_requests_waiting=waiting, max_num_seqs=self.max_num_seqs,
         num_tokens_waiting=self.waiting.tokens, kv_cache_usage_perc=p.used/p.num_blocks,
         blocks_used=p.used, blocks_promised=self.promised, blocks_total=p.num_blocks, num_preemptions_total=t['preemptions'],
         prefill_tokens_total=t['prefill_tokens'], replay_tokens_total=t['replay_tokens'], generation_tokens_total=t['generation_tokens'],

@@ -12,6 +12,7 @@ import numpy as np
 from contextlib import contextmanager
 from fastcore.basics import patch
 from ..ground.core import QueueFullError,RequestError
+from .cache import states_in
 from .loading import LoadedModel
 from ..model.model import Piece,make_batch
 from ..ops.sample import logsumexp,top
@@ -20,15 +21,15 @@ from ..ops.sample import logsumexp,top
 @patch
 @contextmanager
 def borrow(self:LoadedModel, n:int):
-    "Blocks for `n` tokens and the two state slots of a sequence, from the engine's own cache, until its next step; `QueueFullError` if they are in use"
+    "Blocks for `n` tokens and the two states of a sequence, from the engine's own cache, until its next step; `QueueFullError` if they are in use"
     with self._lock:
         s = self._open().scheduler
         need = s.pool.blocks_for(n)
-        if s.pool.available<need or s.states.available<2:
+        if s.pool.available<need or not s.states.available:
             said = f'The cache has no room for {n:,} tokens now'
             raise QueueFullError(said, hint='Try again later')
-        blocks,slots = s.pool.take(need),s.states.take(2)
-        try: yield blocks,slots
+        blocks,slots = s.pool.take(need),s.states.take(1)
+        try: yield blocks,states_in(slots)
         finally:
             s.pool.give(blocks)
             s.states.give(slots)
@@ -41,10 +42,11 @@ def hidden(self:LoadedModel,
     "What the output matrix would see, for each of `ids`"
     ids = self.ids(ids, 0)
     n,here = self.engine.scheduler.chunk,self.engine.stepper.here
-    with self.borrow(len(ids)) as (blocks,slots), here():
+    with self.borrow(len(ids)) as (blocks,states), here():
         for a in range(0, len(ids), n):
-            part = ids[a:a+n]; slots = slots[::-1]
-            b = make_batch([Piece(part, a, blocks, len(part), slots[0], slots[1])], True, self.cache.pool.block_size, self.device)
+            part,states = ids[a:a+n],states[::-1]
+            piece = Piece(part, a, blocks, len(part), *states)
+            b = make_batch([piece], True, self.cache.pool.block_size, self.device)
             yield self.model.final(self.model.trunk(b, self.cache)[b.out])
 
 # %% ../../nbs/5_engine/14_score.ipynb #2ba19e0b

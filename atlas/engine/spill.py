@@ -44,8 +44,9 @@ def _arrays(caches):
     "Arrays with a row a block, and arrays with a row a slot"
     pools = [p for c in caches for p in c.kv.values()]
     blocks = [a for p in pools for a in p.arrays if a is not None]
-    parts = [p for c in caches for p in (c.conv,c.rec)]
-    return blocks,[a for p in parts for a in p.values()]
+    def rows(a, c): return a.reshape(c.num_states, -1)
+    states = [rows(a, c) for c in caches for p in (c.conv,c.rec) for a in p.values()]
+    return blocks,states
 
 # %% ../../nbs/5_engine/04_spill.ipynb #ec95f0cb
 class Records:

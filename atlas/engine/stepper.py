@@ -14,7 +14,7 @@ from copy import copy
 from dataclasses import dataclass,field,replace
 from fastcore.basics import patch
 from ..card.graph import Stream
-from .cache import KVCache
+from .cache import KVCache,other_tail,state_in
 from ..ground.core import EngineError
 from .draft import Drafter,End,Ends
 from ..model.model import Batch,Decoder,Piece,make_batch,spread
@@ -36,7 +36,8 @@ class Flight:
 def piece(seq, start:int, n:int, want:int=0)->Piece:
     "Rows `start..start+n-1` of `seq`, the last `want` with logits"
     ids,blocks = seq.span(start, n),seq.table.blocks
-    read,marks = seq.reads,tuple(seq.trail.marks) if seq.trail else ()
+    marks = [(at,state_in(slot)) for at,slot in seq.trail.marks] if seq.trail else ()
+    read,marks = seq.reads,tuple(marks)
     return Piece(ids, start, blocks, want, read, seq.states[1], seq.media, marks)
 
 def tiles(plan:Plan)->list[Piece]:
@@ -95,6 +96,18 @@ class Stepper:
         "A context for work between two steps, in their order"
         return nullcontext()
 
+# %% ../../nbs/5_engine/10_stepper.ipynb #12eaf1db
+@patch(as_prop=True)
+def overwrites(self:Stepper)->bool:
+    "Are there states, which a step writes where it has read them?"
+    own = self.drafter and self.drafter.cache
+    return bool(self.cache.rec or own and own.rec)
+
+@patch(cls_method=True)
+def room_for(cls:Stepper, vocab:int, seqs:int, drafts:int, max_seq_len:int)->int:
+    "Bytes of its lasting arrays, at most"
+    return 0
+
 # %% ../../nbs/5_engine/10_stepper.ipynb #e012446c
 @dataclass
 class Stand:
@@ -118,6 +131,7 @@ class Stand:
         if not said: return Stand(self.start, self.newest, self.states, [], air, before)
         states,n = list(self.states),len(said)
         states[0],states[n] = states[n],states[0]
+        states[1] = other_tail(states[0])
         return Stand(self.start+n, said[-1], states, drafts, air, before)
 
 @dataclass

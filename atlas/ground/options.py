@@ -106,12 +106,14 @@ class EngineConfig(Caching, Queueing, Speculation):
     device:str=option('auto', 'Where to run: auto, cpu, cuda or cuda:N.')
     max_seq_len:int|None=option(None, min=2,
         help="Context in tokens, prompt and answer together. [default: the model's own]")
-    max_num_seqs:int=option(8, 'Sequences that are answered at the same time.', min=1)
+    max_num_seqs:int|None=option(None, min=1,
+        help='Sequences that are answered at the same time. '
+            '[default: 8, on a card up to 128, as memory allows]')
     kv_cache_memory:int|None=option(None, size=True,
         help='Memory for the key-value cache, such as 4GiB. [default: 40 % of what is free]')
     chunk:int|None=option(None, step=64, min=64, max=1<<20, alias='--max-num-batched-tokens',
         help='Most prompt tokens in a step, beside decoding: a multiple of 64. '
-            '[default: 256, on a card 2,048]')
+            '[default: 256, on a card 2,048 to 8,192, as memory allows]')
     overcommit:float=option(1., min=1, max=1000,
         help='Promise this multiple of the cache; above 1, sequences may be preempted.')
     load_format:str=option('auto', words=('auto','dummy'),

@@ -33,8 +33,8 @@ class Batch:
     tables:object # [S, max_blocks] int32: block tables
     starts:object # [S] int32: position of each sequence's first row
     counts:object # [S] int32: rows of each sequence
-    state_in:object # [S] int32: slot with each sequence's recurrent state; unread where it starts at 0
-    state_out:object # [R] int32: slot for the state after a row; -1 for none
+    state_in:object # [S] int32: number of each sequence's recurrent state; unread where it starts at 0
+    state_out:object # [R] int32: number for the state after a row; -1 for none
     out:object # [n] int32: rows whose logits are wanted; on a card None for all of them
     tiled:bool # Prefill, in tiles of TILE rows; else decode or verify
     pos3:object=None # [3,R] int32: time, height and width for rotary embeddings, where images make them differ from `pos`
@@ -59,14 +59,14 @@ class Piece:
     start:int # Position of the first
     table:list # Block numbers of the sequence
     want:int=0 # How many of the last rows want logits
-    state:int=0 # Slot of its recurrent state
-    # Slot for the state after the last row, or one for each row; None: the same
+    state:int=0 # Number of its recurrent state
+    # That of the state after the last row, or one for each row; None: the same
     keep:int|tuple|None=None
     media:object=None # `Media` of the prompt, where it has images
-    marks:tuple=() # (position, slot): where else to keep the state, before a position that begins a tile
+    marks:tuple=() # (position, number): where else to keep the state, before a position that begins a tile
 
 def _kept(p:Piece)->tuple:
-    "Slots for the states after its last rows"
+    "Numbers of the states after its last rows"
     if isinstance(p.keep, tuple): return p.keep
     return (p.state if p.keep is None else p.keep,)
 

@@ -92,19 +92,22 @@ def _heads(y, kh, dk, vh):
 def scan(
     step, # step(rows, at, tail, S) -> y [n, ...], tail, S, for a slice of 1 row, or of up to TILE rows that begin at row `at` of a tile
     out, # [R, ...]: written
-    conv, rec, # [slots, K-1, C] and [slots, ...]: pools of states, read and written
-    state_in, # [S]: slot to begin from; unread where a sequence starts at 0
-    state_out, # [R]: slot for the state after a row, or -1; when tiled only a sequence's or a tile's last row may have one
+    # [tails, K-1, C] and [slots, ...]: pools of states, read and written. State n has tail n; the rest of
+    # it is in slot n, or where there are two tails for each slot in n//2, which two states share
+    conv, rec,
+    state_in, # [S]: state to begin from; unread where a sequence starts at 0
+    state_out, # [R]: state after a row, or -1; when tiled only a sequence's or a tile's last row may have one
     starts, counts, tiled, # As for `spans`
 ):
     "Take each sequence of a step from state to state"
-    out[:] = 0
-    for (r,n),start,slot in zip(spans(starts, counts, tiled), starts, state_in):
-        tail,S = (p[slot] if start else np.zeros_like(p[0]) for p in (conv,rec))
+    out[:],per = 0,len(conv)//len(rec)
+    for (r,n),start,i in zip(spans(starts, counts, tiled), starts, state_in):
+        tail,S = conv[i],rec[i//per]
+        if not start: tail,S = np.zeros_like(tail),np.zeros_like(S)
         for a,b in _cuts(start, n, tiled):
             assert np.max(state_out[r+a:r+b-1], initial=-1)<0, 'a state to keep in the middle of a tile'
             out[r+a:r+b],tail,S = step(slice(r+a, r+b), (start+a)%TILE, tail, S)
-            if (keep := state_out[r+b-1])>=0: conv[keep],rec[keep] = tail,S
+            if (keep := state_out[r+b-1])>=0: conv[keep],rec[keep//per] = tail,S
     return out
 
 def _cuts(start, n, tiled):
@@ -128,8 +131,8 @@ def gated_delta(
     A, # [vh]: -exp(A_log)
     dt_bias, # [vh]
     norm_w, eps, # [dv]: gain of the norm over each head
-    conv, rec, # [slots, K-1, C], [slots, vh, dk, dv]: pools of states
-    state_in, state_out, # [S], [R]: slots, as for `scan`
+    conv, rec, # [tails, K-1, C], [slots, vh, dk, dv]: pools of states
+    state_in, state_out, # [S], [R]: states, as for `scan`
     starts, counts, tiled, # [S], [S]: as for `spans`
     kh, # Number of key heads
     gate_act='silu', # Or 'sigmoid'

@@ -53,8 +53,8 @@ def mamba2(
     D, # [nh]
     dt_bias, # [nh]
     norm_w, eps, # [I]: gain of the norm over each group
-    conv, rec, # [slots, K-1, C], [slots, nh, hd, N]: pools of states
-    state_in, state_out, # [S], [R]: slots, as for `scan`
+    conv, rec, # [tails, K-1, C], [slots, nh, hd, N]: pools of states
+    state_in, state_out, # [S], [R]: states, as for `scan`
     starts, counts, tiled, # [S], [S]: as for `spans`
     groups, # Number G of groups of heads that share B and C
     out=None, # [R, I]

@@ -228,8 +228,8 @@ def gated_delta(
     s:Step,
     x, # [R, C+vh*dv+2*vh]: q | k | v | z | b | a, as projected
     w:DeltaWeights,
-    conv, # [slots, K-1, C]: the layer's pool of convolutions' tails, written at `s.b.state_out`
-    rec, # [slots, vh, dk, dv]: and of states
+    conv, # [tails, K-1, C]: the layer's pool of convolutions' tails, written at `s.b.state_out`
+    rec, # [slots, vh, dk, dv]: and of states, as for `scan`
 ): # ([R, vh*dv], what is left of the norm: a `GroupNorm` or None)
     "A gated delta net between its projections (Yang et al. 2025)"
     b,C = s.b,len(w.conv)
@@ -271,8 +271,8 @@ def mamba(
     s:Step,
     x, # [R, I+C+nh]: z | x | B | C | dt, as projected
     w:MambaWeights,
-    conv, # [slots, K-1, C]: the layer's pool of convolutions' tails, written at `s.b.state_out`
-    rec, # [slots, nh, hd, N]: and of states
+    conv, # [tails, K-1, C]: the layer's pool of convolutions' tails, written at `s.b.state_out`
+    rec, # [slots, nh, hd, N]: and of states, as for `scan`
 ): # ([R, I], what is left of the norm: a `GroupNorm` or None)
     "Mamba-2 between its projections (Dao & Gu 2024)"
     b = s.b
@@ -417,14 +417,16 @@ def moe(
 class Defaults:
     "How a model is set up where nobody asks for anything else, and what may be asked for"
     chunk:int # Rows of prompts in a step
+    large_chunk:int # The same where there is memory of a card's own for more
     max_chunk:float # The most of them that may be asked for
     block_size:int # Tokens in a block of the cache
     kv_format:str # Of keys and values
     unpacks:bool # Are weights kept as float32 where that takes no more than half of what is free?
+    seqs:int # The most sequences to answer at once
     foreign:tuple=() # Options that mean nothing here
 
 _CARDS = 'quantization','lm_head_dtype','draft_quantization','kv_cache_dtype','kv_high_precision_layers'
-DEFAULTS = Defaults(256, math.inf, 16, 'float32', True, _CARDS)
+DEFAULTS = Defaults(256, 256, math.inf, 16, 'float32', True, 8, _CARDS)
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #790d9e8a
 def placement(

@@ -648,7 +648,10 @@ def _configured(m, options, config):
 def _ready(models, url):
     names = [u.name for u in models.upstreams]
     t = sum(sum(models.find(n).seconds.values()) for n in names)
-    with suppress(OSError): print(f'{", ".join(names) or "Atlas"} is ready ({t:.1f} s): chat at {url}, API at {url}/v1. Ctrl+C stops it.', flush=True)
+    many = [n for u in models.upstreams if (n := u.info.get('max_num_seqs'))]
+    at_once = f', {"/".join(map(str, many))} sequences at once' if many else ''
+    said = f'{", ".join(names) or "Atlas"} is ready ({t:.1f} s{at_once}): chat at {url}'
+    with suppress(OSError): print(f'{said}, API at {url}/v1. Ctrl+C stops it.', flush=True)
 
 def _doors():
     "Stdin, stdout and stderr, if we were started without: the next socket would be taken for one of them, and written to"

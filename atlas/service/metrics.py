@@ -119,6 +119,7 @@ def end(self:Stopwatch, reason:str):
 # %% ../../nbs/7_service/09_metrics.ipynb #e6a13a7c
 _engine = dict(
     num_requests_running='Requests that the engine is working on', num_requests_waiting='Requests that wait for the engine',
+    max_num_seqs='Requests that it works on at the same time, at most',
     kv_cache_usage_perc='Share of the KV cache in use, from 0 to 1',
     num_preemptions_total='Requests that had to give their place to another',
     corrupted_requests_total='Requests failed because logits were not finite',

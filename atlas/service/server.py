@@ -349,7 +349,7 @@ def _model(m, name):
     return dict(
         id=name, object='model', type='model', display_name=name, lifecycle='active',
         **_made(m.get('created') or info.get('created', 0)), owned_by='atlas',
-        max_model_len=info.get('max_seq_len'), root=m['id'],
+        max_model_len=info.get('max_seq_len'), max_num_seqs=info.get('max_num_seqs'), root=m['id'],
         aliases=[n for n in m['names'] if n!=name], status=m['status'],
         architecture=dict(input_modalities=reads, output_modalities=['text']))|more
 

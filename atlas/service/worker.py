@@ -205,6 +205,7 @@ def workload(
         vision=bool(m.model.vision),
         prefix_caching=bool(getattr(m.options, 'enable_prefix_caching', False)),
         max_seq_len=m.max_seq_len,
+        max_num_seqs=getattr(m, 'max_num_seqs', None),
         max_queue=m.options.max_queue,
         max_queue_tokens=getattr(m.options, 'max_queue_tokens', None),
         vocab_size=m.config.vocab_size,

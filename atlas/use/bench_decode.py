@@ -18,7 +18,7 @@ from fastcore.basics import patch
 from contextlib import contextmanager
 from ..engine.arbiter import expected
 from ..card.card import _params,run
-from ..engine.card_stepper import bucket
+from ..engine.card_stepper import seats
 from ..ground.core import AtlasError,EngineError,human
 from ..cuda.vocabulary import packed_in
 from ..card.launch import Source,compilations,recording
@@ -245,7 +245,7 @@ def _traffic(name, names, args, llm, batch, context, drafts=0):
     a,c = dict(zip(names, args)),llm.config
     size = lambda ks: sum(a[k].nbytes for k in ks if hasattr(a.get(k), 'nbytes'))
     if name=='experts':
-        rows = len(a['x'])*batch//bucket(batch) # all that are checked, or one of each sequence
+        rows = len(a['x'])*batch//seats(batch) # all that are checked, or one of each sequence
         E = c.moe.num_experts; more = max(p.experts for p in packed_in(llm.model.layers))-E # the shared expert, if it is in the bank
         bank = size(('uw','us','ugs','ubias','dw','ds','dgs','dbias'))
         read = distinct(E, c.moe.top_k, rows)+more

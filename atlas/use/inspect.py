@@ -18,6 +18,7 @@ from ..ground.config import ModelConfig
 from ..ground.core import DeviceError,human
 from ..card.device import get_device
 from ..cuda.vocabulary import words_of
+from ..engine.cache import slot_bytes,state_bytes
 from ..ground.hub import resolve
 from ..ground.opening import is_shape
 from ..model.model import imagine,plan
@@ -151,7 +152,7 @@ def fit(
     left = device.budget().left
     held,packed,form = _weights_on(s, device)
     size = ops.kv_bytes(1, 16, ops.DEFAULTS.kv_format)//32 # of a number: a head of 16 has 2*16
-    kv,state,rest = size*c.kv_elements_per_token,2*4*c.state_elements,left-held
+    kv,state,rest = size*c.kv_elements_per_token,slot_bytes(c),left-held
     most = c.max_seq_len if not kv else max(0, min(c.max_seq_len, (rest-state)//kv))
     many = {n:max(0, rest//(kv*n+state)) if kv*n+state else 0 for n in sorted({*(n for n in contexts if n<c.max_seq_len), c.max_seq_len})}
     return dict(
@@ -162,7 +163,7 @@ def fit(
         packed=packed,
         form=form,
         kv_bytes_per_token=kv,
-        state_bytes=state//2,
+        state_bytes=state_bytes(c),
         fits=rest>0,
         max_context=int(most),
         sequences={n:int(k) for n,k in many.items()})

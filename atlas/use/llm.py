@@ -296,7 +296,7 @@ def _states(cache, host):
     "What each recurrent layer keeps of a prompt, on the host"
     out = {}
     for i in cache.rec:
-        conv,rec = cache.conv[i][1],cache.rec[i][1]
+        conv,rec = cache.conv[i][1],cache.rec[i][0]
         out[i] = dict(conv=host(conv), rec=host(rec))
     return out
 

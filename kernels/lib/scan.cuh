@@ -125,7 +125,7 @@ template <int KD, int NW, bool DELTA> struct Scan {
 
 // The states' way of all of a step's sequences, a block to NW*16 columns of a head of one of them: DELTA: states are [KD][NV], else [NV][KD] and `skip` times
 // u is added to what they answer. Arrays as delta_many.cu and mamba_many.cu have them; a step has `tiles`, a tile `keys` of q and k and `heads` of the others.
-template <int KD, int NV, int NW, bool DELTA> __device__ __forceinline__ void scan_states(uint4* room, const unsigned* w, const unsigned* q, const unsigned* k,
+template <int KD, int NV, int NW, bool DELTA, int PER> __device__ __forceinline__ void scan_states(uint4* room, const unsigned* w, const unsigned* q, const unsigned* k,
         const float* u, const unsigned* p, const float* scal, const float* skip, float* rec, const int* first, const int* starts, const int* state_in,
         const int* state_out, const int* tile_seq, const int* tile_lo, const int* tile_hi, float* y, int tiles, int keys, int heads) {
     constexpr int PARTS = NV / 16 / NW, NT = KD / 8;
@@ -141,7 +141,9 @@ template <int KD, int NV, int NW, bool DELTA> __device__ __forceinline__ void sc
     scan.step = heads; scan.key_step = keys; scan.u_step = heads * (NV / 16);
     scan.ring = room; scan.factors = (float (*)[2 * TILE])(room + RING * STAGE);
     scan.start(f, end);
-    const auto state = [&](int slot) { return rec + ((size_t)slot * heads + head) * KD * NV + col * (DELTA ? 1 : KD); };  // this warp's columns
+    const auto state = [&](int n) {  // this warp's columns of state n
+        return rec + ((size_t)(n / PER) * heads + head) * KD * NV + col * (DELTA ? 1 : KD);
+    };
     const auto at = [&](int i, int j) {  // sum j of product i in them
         const int c = lane / 4 + j / 2 * 8, r = i * 8 + lane % 4 * 2 + j % 2;
         return DELTA ? (size_t)r * NV + c : (size_t)c * KD + r;

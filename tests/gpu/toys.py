@@ -1,6 +1,9 @@
 "Models that load in a second and have the mixers, norms, head sizes and weight formats of those they stand for; and what the scripts beside this one share."
 import argparse,sys,time
+from contextlib import contextmanager
 import numpy as np
+from atlas.card.variants import make_ready
+from atlas.engine.card_stepper import CardStepper
 from atlas.ground.config import PRESETS
 from atlas.use.llm import LLM
 from atlas.ops.sample import SamplingParams
@@ -75,6 +78,15 @@ def arguments(doc, **more):
     p.add_argument('--emulator', action='store_true', help='tiny, without a card')
     for k,v in more.items(): p.add_argument('--'+k.replace('_', '-'), **v)
     return p.parse_args()
+
+@contextmanager
+def ready_for(steps):
+    "While open, an engine's start makes ready only what `steps(stepper)` launches, which is quick"
+    def warm(self):
+        with self.here(): make_ready(self.card, lambda: steps(self))
+    before,CardStepper.warm = CardStepper.warm,warm
+    try: yield
+    finally: CardStepper.warm = before
 
 _began = time.perf_counter()
 def verdict(bad:list, good:str):
