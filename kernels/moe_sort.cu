@@ -42,7 +42,14 @@ __device__ __forceinline__ int before(int v, int* parts, int& all) {
     return base + sum - v;
 }
 
-// The list of tiles of SIZE places: a thread lists those of its own experts.
+// Places of each tile of an expert with n: as few tiles as there may be, and these as even as
+// sixteens allow.
+template <int SIZE> __device__ __forceinline__ int even(int n) {
+    const int many = max((n + SIZE - 1) / SIZE, 1);
+    return max((n + many - 1) / many + 15, 16) / 16 * 16;
+}
+
+// The list of tiles of up to SIZE places: a thread lists those of its own experts.
 template <int SIZE> __device__ __forceinline__ void list(const int* total, int* tiles, int slots, int* parts) {
     int mine = 0, place = 0, all, used;
     #pragma unroll
@@ -54,11 +61,11 @@ template <int SIZE> __device__ __forceinline__ void list(const int* total, int* 
     place = before(place, parts, all);
     #pragma unroll 1
     for (int i = 0; i < PER; i++) {
-        const int end = place + total[i];
-        for (; place < end; place += SIZE, slot++) {
+        const int end = place + total[i], size = even<SIZE>(total[i]);
+        for (; place < end; place += size, slot++) {
             tiles[slot * 3] = threadIdx.x * PER + i;
             tiles[slot * 3 + 1] = place;
-            tiles[slot * 3 + 2] = min(place + SIZE, end);
+            tiles[slot * 3 + 2] = min(place + size, end);
         }
         place = end;
     }

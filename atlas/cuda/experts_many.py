@@ -9,7 +9,7 @@ __all__ = ['STRETCH', 'MOST', 'route_many', 'sort_picks', 'experts_many']
 
 # %% ../../nbs/3_ops/moe/52_cuda.experts_many.ipynb #b4ad0d06
 from ..card.card import card_of,run
-from .gemm import gemm,halve,product,tile_of
+from .gemm import by_groups,gemm,halve,product,tile_of
 
 # %% ../../nbs/3_ops/moe/52_cuda.experts_many.ipynb #da1c0f4d
 _SCORE = dict(softmax=0, sigmoid=1, topk_softmax=2)
@@ -93,7 +93,7 @@ def experts_many(
     if real is not None and real.dtype!='int32': real = real.view('int8').astype('int32')-1
     def tile_rows(w):
         each = R*k//w.experts
-        tile = tile_of(w.format, each, w.n, w.k, 0, True)
+        tile = tile_of(w.format, each, w.n, w.k, 0, True, groups=by_groups(card))
         return 16*tile['MT']
     places = [tile_rows(up),tile_rows(down)]
     other = places[1] if places[1]!=places[0] else 0

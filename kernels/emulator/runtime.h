@@ -112,6 +112,7 @@ std::vector<Copy> copies[MOST];
 std::vector<size_t> groups[MOST];  // where each committed group of a thread ends
 void copy(void* to, const void* from, int bytes, bool on) {
     if ((size_t)to % bytes || (on && (size_t)from % bytes)) { fprintf(stderr, "a copy of %d bytes from %p to %p, which are no multiples\n", bytes, from, to); abort(); }
+    memset(to, 0xFF, bytes);  // nobody may read what was there
     copies[current].push_back({to, from, bytes, on});
 }
 void commit() { groups[current].push_back(copies[current].size()); }

@@ -1,0 +1,107 @@
+#pragma once
+// What a block of gemm.cu multiplies, on its way to shared memory, stage by stage: over the
+// constants of that file, whose name for each is there.
+#include "lib/async.cuh"
+
+// N bytes (4, 8 or 16) beside the thread where `on`; a predicate, for a branch would keep the
+// products around it apart.
+template <int N> __device__ __forceinline__ void cp_async_if(void* to, const void* from, bool on) {
+#if defined(__CUDA_ARCH__)
+    const unsigned at = (unsigned)__cvta_generic_to_shared(to);
+    if (N == 16)
+        asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16;}"
+                     :: "r"(at), "l"(from), "r"((unsigned)on) : "memory");
+    else
+        asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p cp.async.ca.shared.global [%0], [%1], %3;}"
+                     :: "r"(at), "l"(from), "r"((unsigned)on), "n"(N) : "memory");
+#else
+    if (on) emu::copy(to, from, N, true);
+#endif
+}
+
+struct Job {  // what all threads of a block know
+    const unsigned short* x;
+    const unsigned char *w, *s;  // of the block's first row of W
+    const float* aids;           // of the block's columns (lib/unpack.cuh), in shared memory
+    const int* from;             // row of x of each row of the tile, in shared memory
+    int ld, kp, chunks, blocks;  // blocks: scales of a row, fp8_block
+    int steps;                   // along K
+    unsigned last;               // the last row of W there is, counted from the block's first
+};
+
+// Where row `row` of W lies in a stage. A lane of a warpgroup has rows 2g and 2g+1 of its warp's
+// sixteen, or a gate and its up; those of eight lanes lie side by side, so that no bank is met twice.
+__device__ __forceinline__ unsigned place_of(unsigned row) {
+    if (!WGMMA) return row;
+    const unsigned r = row % 16;
+    const unsigned place = PAIR ? r / 2 % 2 * 8 + r / 4 * 2 + r % 2 : r % 2 * 8 + r / 2;
+    return row - r + place;
+}
+
+// Brings what a step along K needs into a stage: each thread the same piece of every so manieth
+// row; step after step. Beyond W's last row nothing is read: what lies in the stage
+// gives results that nobody keeps, and were the last row read again and again by all blocks, one
+// slice of the L2 cache would be all they wait for. Its last chunk is read again and meets zeros of x.
+template <int ROWS> struct Feed {
+    static constexpr unsigned XP = CH * 4, WP = CH * PER;              // pieces of a row
+    static constexpr unsigned XS = THREADS / XP, WS = THREADS / WP;    // rows that all threads bring at once
+    static constexpr int OWN = (ROWS + XS - 1) / XS;
+    static constexpr unsigned ROW = WGMMA ? 128 : BK * 2;
+    static_assert(THREADS % XP == 0 && THREADS % WP == 0 && BN % WS == 0, "whole rows");
+    static_assert(XS % 8 == 0 && (!WGMMA || WS % 16 == 0), "the same place of all rows");
+    const Job& j;
+    int step = 0;
+    unsigned at[OWN];  // where the pieces of x begin, in sixteens of bytes
+    __device__ __forceinline__ Feed(const Job& job) : j(job) {
+        #pragma unroll
+        for (int i = 0; i < OWN; i++) {
+            const unsigned row = min(threadIdx.x / XP + i * XS, ROWS - 1u);
+            at[i] = (unsigned)j.from[row] * (j.ld / 8) + threadIdx.x % XP;
+        }
+    }
+    __device__ __forceinline__ void rows(unsigned char* stage, const unsigned short* x, bool on) const {
+        const unsigned row = threadIdx.x / XP, piece = threadIdx.x % XP;
+        const unsigned block = WGMMA ? piece / 8 : 0;  // of 64 columns
+        const unsigned place = (piece - block * 8) ^ row % 8;  // so that no bank is met twice
+        unsigned char* to = stage + block * BM * 128 + row * ROW + place * 16;
+        #pragma unroll
+        for (int i = 0; i < OWN; i++) {
+            const bool real = ROWS % XS == 0 || row + i * XS < ROWS;
+            cp_async_if<16>(to + i * XS * ROW, (const unsigned char*)x + (size_t)at[i] * 16, on && real);
+        }
+    }
+    __device__ __forceinline__ void weights(unsigned char* stage, int c0, bool on) const {
+        const unsigned tid = threadIdx.x, row = tid / WP, piece = tid % WP, chunk = piece / PER;
+        const unsigned c = min(c0 + (int)chunk, j.chunks - 1);
+        const unsigned char* w = j.w + c * (PER * 16) + piece % PER * 16;
+        unsigned char* to = stage + A + chunk * BC + place_of(row) * PER * 16 + piece % PER * 16;
+        #pragma unroll
+        for (int i = 0; i < BN / WS; i++) {
+            const unsigned r = row + i * WS;
+            cp_async_if<16>(to + i * WS * PER * 16, w + (size_t)(r * (j.chunks * PER)) * 16, on && r <= j.last);
+        }
+        if (W::SCALE > 0)  // those of four rows lie together
+            #pragma unroll
+            for (unsigned i = 0; i < BN / 4 * CH; i += THREADS) {
+                const unsigned p = i + tid, q = min(p / CH, j.last / 4);
+                const unsigned c = min(c0 + (int)(p % CH), j.chunks - 1);
+                cp_async_if<SC ? SC * 4 : 4>(stage + A + B + (p % CH * BN + p / CH * 4) * SC,
+                    j.s + (size_t)(q * j.chunks + c) * 4 * SC, on && p < BN / 4 * CH);
+            }
+        if (W::SCALE < 0)
+            #pragma unroll
+            for (unsigned i = 0; i < BN; i += THREADS) {
+                const unsigned p = i + tid, r = min(p, j.last);
+                cp_async_if<4>(stage + A + B + p * 4, (const float*)j.s + r * j.blocks + c0 / 4, on && p < BN);
+            }
+    }
+    __device__ __forceinline__ void operator()(unsigned char* stage) {
+        const bool on = step < j.steps;
+        const int steps = j.kp / BK, part = PARTS == 2 && step >= steps, k = (step - part * steps) * BK;
+        #pragma unroll
+        for (int i = 0; i < XPARTS; i++) rows(stage + i * AP, j.x + (part + i) * j.kp + k, on);
+        weights(stage, k / 32, on);
+        step++;
+        cp_async_commit();
+    }
+};
