@@ -51,9 +51,6 @@
 #include "lib/picks.cuh"
 #include "lib/ranked.cuh"
 #include "lib/strips.cuh"
-#ifndef PF
-#define PF 0
-#endif
 #ifndef HIDDEN
 #define UP fragment_nvfp4
 #define DOWN fragment_nvfp4
@@ -376,18 +373,6 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
         }
     }
     if (!(halves & 2)) return;
-#if PF == 2
-    if (threadIdx.x == THREADS - 32) {
-        if (later_w) ahead_share(later_w, later_w16);
-        if (later_s) ahead_share(later_s, later_s16);
-    }
-#endif
-#if PF == 5
-    if (threadIdx.x == 0) {
-        if (later_w) ahead_share(later_w, later_w16);
-        if (later_s) ahead_share(later_s, later_s16);
-    }
-#endif
     #pragma unroll 1
     for (int i = 0; i < DEEP; i++) {  // not before: others still wait for the first half's
         if (down < slots() * OWN) next_down();
@@ -405,12 +390,6 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
             sm->share[picker * PICKS + TOP_K] = GATE ? logistic(__ldcg(p + E)) : 1.f;
     }
     if (!APART) __syncthreads();  // before what is staged takes the place of x
-#if PF == 3
-    if (threadIdx.x == 0) {
-        if (later_w) ahead_share(later_w, later_w16);
-        if (later_s) ahead_share(later_s, later_s16);
-    }
-#endif
     float before = 0.f;
     if (add && threadIdx.x < rows * SPAN && (int)threadIdx.x % SPAN < span)
         before = add[(size_t)(threadIdx.x / SPAN) * K + base + threadIdx.x % SPAN];
@@ -439,22 +418,10 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
         __syncwarp();
         sm->in.h.put(staged(i), i % HPARTS * 32 + lane, a);
     });
-#if PF == 0
     // memory idles when a warp's values are there
     const int asks = blockIdx.x * THREADS + threadIdx.x;
     if (later_w) ahead(later_w, later_w16, asks, gridDim.x * THREADS);
     if (later_s) ahead(later_s, later_s16, asks, gridDim.x * THREADS);
-#elif PF == 1
-    if (threadIdx.x == 0) {
-        if (later_w) ahead_share(later_w, later_w16);
-        if (later_s) ahead_share(later_s, later_s16);
-    }
-#elif PF == 4
-    if (threadIdx.x == 32 * PICKS * HPARTS - 32) {
-        if (later_w) ahead_share(later_w, later_w16);
-        if (later_s) ahead_share(later_s, later_s16);
-    }
-#endif
     if (ALONE) __syncwarp(); else __syncthreads();
     constexpr int TEAM = 32 * DSPLIT, ITEMS = (16 * ROWS + TEAM - 1) / TEAM;
     const unsigned begin = span > 0 ? warp / DSPLIT : NONE;

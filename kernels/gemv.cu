@@ -23,9 +23,6 @@
 #ifndef TEAM
 #define TEAM 1
 #endif
-#ifndef LATE
-#define LATE 0
-#endif
 #ifndef PIPE
 #define PIPE 0
 #endif
@@ -79,10 +76,10 @@
 #define EDEEP 2
 #endif
 #define THREADS (32 * W)
-#if ROWS == 1 && W == 16 && SPLIT == 16  // 80 registers: it fits beside a block of delta_step
-#define LIMITS 768, 1
-#elif ROWS == 1 && W == 12  // 96, likewise
-#define LIMITS 608, 1
+#if ROWS == 1 && __CUDA_ARCH__ == 900 && W == 16 && SPLIT == 16
+#define LIMITS 768, 1  // 80 registers: it finds room beside a block of delta_step
+#elif ROWS == 1 && __CUDA_ARCH__ == 900 && W == 12
+#define LIMITS 608, 1  // 96, so that one of those does beside it
 #elif ROWS > 2
 #define LIMITS 32 * W
 #else  // without the 1 the compiler holds registers down so that a second block would fit, which nobody wants
@@ -135,7 +132,7 @@ template <class F, int HELD> __device__ __forceinline__ void put8(const float* a
 }
 
 // x of 128s [first, first + HELD) into shared memory, for fragment F: two of them a warp at a time. OWN: a warp takes those that it will multiply, else they lie together.
-template <class F, int HELD, bool OWN, int HERE, int MEMBERS> __device__ __forceinline__ void stage(const Job& o, int first, bool fresh, const float* g0, const float* x0, float* sums, uint4* xs, float* es) {
+template <class F, int HELD, bool OWN, int HERE, int MEMBERS> __device__ __forceinline__ void stage(const Job& o, int first, bool fresh, const float* g0, float* sums, uint4* xs, float* es) {
     using S = Staged<F, 4 * HELD>;
     constexpr int TEAMS = OWN ? 1 : W / SLOTS, MINE = (ROWS + TEAMS - 1) / TEAMS, STRIDE = OWN ? 2 * W : 2 * SLOTS;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, slot = OWN ? warp : warp % SLOTS, team = OWN ? 0 : warp / SLOTS;
@@ -157,9 +154,7 @@ template <class F, int HELD, bool OWN, int HERE, int MEMBERS> __device__ __force
         for (int i = 0; i < MINE; i++) {
             const int t = team + i * TEAMS, r = min(t, o.rows - 1);  // rows that are not there: the last one again
             float a[8];
-            if (LATE && u == 0 && i == 0 && first == 0)
-                for (int j = 0; j < 8; j++) a[j] = x0[j];
-            else load_x(o.x + (size_t)r * K, v, in, a);
+            load_x(o.x + (size_t)r * K, v, in, a);
             if (NORM == 1) {
                 #pragma unroll
                 for (int j = 0; j < 8; j++) { sums[i] = fmaf(a[j], a[j], sums[i]); a[j] = __fmul_rn(a[j], g[j]); }
@@ -244,23 +239,12 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> __devic
             step = 0; rest -= skip;
         }
     };
-    const int beside = warp % (OWN ? W : SLOTS) * 2 + lane / 16;
-    const int front = OWN && F::UNITS == 1 ? warp + lane / 16 * W : beside;  // a 128 of x
-    float x0[8], g0[8], sums[ROWS] = {};
-    auto load_gain = [&] { if (NORM == 1) load_x(o.gain, front * 16 + lane % 16, front < HELD, g0); };
-    if (LATE == 2) { if (left > 0) fetch(ring); cp_async_commit(); }
-    if (LATE) {
-        load_gain();
-        pdl_wait();
-        const int team = OWN ? 0 : warp / SLOTS;
-        const bool on = front < HELD && team < (OWN ? 1 : W / SLOTS);
-        load_x(o.x + (size_t)min(team, o.rows - 1) * K, front * 16 + lane % 16, on, x0);
-    }
     #pragma unroll 1
-    for (int i = LATE == 2; i < PLACES; i++) { if (left > 0) fetch(ring + i * F::BYTES); cp_async_commit(); }
+    for (int i = 0; i < PLACES; i++) { if (left > 0) fetch(ring + i * F::BYTES); cp_async_commit(); }
     unsigned spot = 0;  // where in the ring is what is multiplied next
     const uint4* const own_x = xs + min(g, ROWS - 1) * S::LDR + 4 * F::UNITS * (warp % HERE) + F::template own<S::LD>(t);
-    if (!LATE) load_gain();
+    float g0[8], sums[ROWS] = {};
+    if (NORM == 1) { const int b = OWN && F::UNITS == 1 ? warp + lane / 16 * W : warp % (OWN ? W : SLOTS) * 2 + lane / 16; load_x(o.gain, b * 16 + lane % 16, b < HELD, g0); }
     typedef Ahead<F, HELD, HERE, MEMBERS> Pieces;
     constexpr bool PIPED = PIPE && ROWS > 1 && ALL && !OWN && NORM != 2 && Pieces::FITS;
     Pieces pieces;
@@ -293,7 +277,7 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> __devic
         };
         if (begin) {
             if (o.gs && threadIdx.x <= o.span / 32) ahead(o.gs + min(base + 32 * (int)threadIdx.x, n4 - 1));
-            if (!LATE) pdl_wait();
+            pdl_wait();
         }
         const uint4* x;
         const float* e;
@@ -336,7 +320,7 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> __devic
             for (int first = 0; first < MINE; first += HELD) {
                 if (!ALL || begin) {
                     if (first || !begin) { if (OWN) __syncwarp(); else __syncthreads(); }
-                    stage<F, HELD, OWN, HERE, MEMBERS>(o, first, begin, g0, x0, sums, xs, es);
+                    stage<F, HELD, OWN, HERE, MEMBERS>(o, first, begin, g0, sums, xs, es);
                     if (OWN) __syncwarp(); else __syncthreads();
                 }
                 if (!first) ask();

@@ -11,16 +11,3 @@ __device__ __forceinline__ void ahead(const void* p) {
     asm volatile("prefetch.global.L2 [%0];" :: "l"(p));
 #endif
 }
-// `bytes` from p on, a multiple of 16 both, asked for by one thread (PTX cp.async.bulk.prefetch), so
-// that other loads of the multiprocessor do not stand behind it.
-__device__ __forceinline__ void ahead_whole(const unsigned char* p, unsigned bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(p), "r"(bytes) : "memory");
-#endif
-}
-// A block's share of `sixteens` pieces of 16 bytes from p on.
-__device__ __forceinline__ void ahead_share(const unsigned char* p, int sixteens) {
-    const int each = (sixteens + gridDim.x - 1) / gridDim.x, from = blockIdx.x * each;
-    const int n = min(each, sixteens - from);
-    if (n > 0) ahead_whole(p + 16 * (size_t)from, 16u * n);
-}
