@@ -20,6 +20,7 @@
 //   launch: <<<(vh, any), 5*DV>>> and 4*DK*DV*DEPTH + sizeof(Room) bytes; a block has at most MOST of `count`
 //   sequences: blockIdx.y, + gridDim.y, ...   -D DK=, DV= 32, 64 or 128   -D SIGMOID= 1: of the gate, else silu
 //   -D DEPTH= states on their way, at least 2   -D TAILS= tails for each slot
+//   -D ONCE= 1: states leave the L2 cache before others
 #include "lib/reduce.cuh"
 #include "lib/bulk.cuh"
 #include "lib/pdl.cuh"
@@ -33,6 +34,9 @@
 #endif
 #ifndef SIGMOID
 #define SIGMOID 0
+#endif
+#ifndef ONCE
+#define ONCE 1
 #endif
 #ifndef DEPTH
 #define DEPTH 3
@@ -115,7 +119,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float*
     const auto fetch = [&](int i, int from) {
         Meeting* const b = m.full + i % DEPTH;
         bulk_expect(b, from < 0 ? 0 : 4 * STATE);
-        if (from >= 0) bulk_copy_once(states + i % DEPTH * STATE, rec + (from & -TAILS) * pool + head * STATE, 4 * STATE, b);
+        constexpr auto copy = ONCE ? bulk_copy_once : bulk_copy;
+        if (from >= 0) copy(states + i % DEPTH * STATE, rec + (from & -TAILS) * pool + head * STATE, 4 * STATE, b);
     };
     if (asks) {
         int from[DEPTH];

@@ -1,6 +1,7 @@
 // Attention of a prefill step over the paged cache: tiles of 64 positions against all keys up to their own, without the scores ever leaving the
 // registers (Dao 2023). A block serves a tile's rows for HB query heads of one key head, a warp 16 rows of one head and DB columns of its values; keys come
 // in pieces at fixed positions, so that a row's bits depend on its own position only. fp16 products, float32 sums.
+// With WGMMA, for Hopper, a group of four warps has all 64 rows of a head, and one more fetches (lib/flash_groups.cuh).
 //   q        : [r, heads, halves]     f16   turned by flash_prep.cu; halves: DIM, or 2*DIM in format 4: what one half leaves is in another
 //   kf, vf   : [r, kv, halves]        f16   or null: keys and values of this step's rows, as the cache would give them
 //   qkv      : [r, width]             f32   gates in the first columns, or null: no gate
@@ -14,7 +15,9 @@
 //   out      : [r, qd]                f32   qd = heads*DIM; zeros in rows that are not real
 //   window 0: none
 //   -D DIM= (head size, a multiple of 16) DB= (columns of a warp: DIM, or a part of it) HB= (heads of a block) KEYS= (of a piece) FORMAT=
+//    WGMMA= (1: by warpgroups) STAGES= (pieces in shared memory) SIDE= (blocks of a multiprocessor)
 //   launch: <<<(heads/HB, tiles), 128*HB*DIM/DB, 64*HB*(2*halves+16) + KEYS*(4*halves+32) + 24*KEYS>>>
+//   or, WGMMA: <<<(heads/HB, tiles), 128*(HB*DIM/DB + 1), 1024 + 128*HB*DIM + STAGES*(2*KEYS*DIM + 16)>>>
 #include "lib/async.cuh"
 #include "lib/halves.cuh"
 #include "lib/kvcache.cuh"
@@ -34,9 +37,23 @@
 #ifndef FORMAT
 #define FORMAT 0
 #endif
-constexpr int TILE = 64, THREADS = 128 * HB * (DIM / DB), P = KV_PLANES<FORMAT>, WIDE = DIM * P, STEP = 2 * WIDE + 16;  // halves of a number, and of a row; bytes of a row: sixteen more than needed, against bank conflicts
+#ifndef WGMMA
+#define WGMMA 0
+#endif
+#ifndef STAGES
+#define STAGES 4
+#endif
+#ifndef SIDE
+#define SIDE 1
+#endif
+constexpr int TILE = 64, PARTS = DIM / DB, GROUPS = HB * PARTS, THREADS = 128 * (GROUPS + WGMMA);
+constexpr int P = KV_PLANES<FORMAT>, WIDE = DIM * P;  // halves of a number, and of a row
+constexpr int STEP = 2 * WIDE + 16;  // bytes of a row: sixteen more than needed, against bank conflicts
 #define NONE __int_as_float(0xFF800000)  // minus infinity; NVRTC knows no INFINITY
 
+#if WGMMA
+#include "lib/flash_groups.cuh"
+#else
 // A piece of keys or values on its way to shared memory, as fp16 rows. A slot of the cache, or -1: nobody looks, zeros, or -2-r: row r of this step. A thread
 // converts what it has fetched itself, so nobody need wait in between.
 __device__ __forceinline__ void fetch(unsigned char* to, const unsigned char* pool, const __half* own, const int* slots, int kv, int head) {
@@ -66,12 +83,39 @@ __device__ __forceinline__ void finish(unsigned char* to, const unsigned char* p
         }
     }
 }
+#endif
 
-extern "C" __global__ void __launch_bounds__(THREADS) flash(const __half* __restrict__ q, const __half* __restrict__ kf, const __half* __restrict__ vf,
+extern "C" __global__ void __launch_bounds__(THREADS, SIDE) flash(const __half* __restrict__ q, const __half* __restrict__ kf, const __half* __restrict__ vf,
         const float* __restrict__ qkv, const unsigned char* __restrict__ k, const float* __restrict__ k_scale, const unsigned char* __restrict__ k_sub,
         const unsigned char* __restrict__ v, const float* __restrict__ v_scale, const unsigned char* __restrict__ v_sub, const int* __restrict__ tables,
         const int* __restrict__ starts, const int* __restrict__ tile_seq, const int* __restrict__ tile_start, const int* __restrict__ tile_lo,
         const int* __restrict__ tile_hi, const float* __restrict__ sinks, float* out, float scale, int window, int heads, int kv, int width, int bs, int mb) {
+#if WGMMA
+    DYNAMIC_SHARED(unsigned char, room);
+    const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, t = gridDim.y - 1 - blockIdx.y;
+    const int h0 = blockIdx.x * HB, seq = tile_seq[t], start = tile_start[t];
+    const int lo = seq < 0 ? 0 : tile_lo[t], hi = seq < 0 ? 0 : tile_hi[t];
+    const Job job(room, start, hi, window, h0 / (heads / kv));
+    if (warp >= 4 * GROUPS) {
+        share_out(true);
+        const int fresh = kf && hi ? starts[seq] : 1 << 30;
+        Fetcher f{job, tables + (size_t)seq * mb, bs, kv, fresh, t * TILE,
+            warp % 4, lane, k_scale, v_scale};
+        f.all({k, k_sub, kf}, {v, v_sub, vf});
+        return;
+    }
+    share_out(false);
+    Softmax soft;
+    soft.unit = scale * 1.4426950408889634f;
+    Multiplier m{job, warp / 4 % HB, warp / 4 / HB};
+    if (job.pieces) {
+        m.ask(q + ((size_t)t * TILE * heads + h0 + m.rank) * DIM, (size_t)heads * DIM);
+        m.all(soft, window);
+    }
+    auto& o = m.o;
+    const float *sum = soft.sum, *top = soft.top, unit = 1.f;
+    const int row0 = warp % 4 * 16 + lane / 4, c2 = lane % 4 * 2, from = m.part * DB;
+#else
     DYNAMIC_SHARED(unsigned char, room);
     unsigned char *Q = room, *K = Q + TILE * HB * STEP, *V = K + KEYS * STEP;
     int (*slots)[KEYS] = (int (*)[KEYS])(V + KEYS * STEP);
@@ -104,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash(const __half* __rest
         fetch(V, v, vf, slots[0], kv, head);
         cp_async_commit();
     }
-    float o[DB / 8][4] = {}, top[2] = {NONE, NONE}, sum[2] = {};
+    float o[DB / 2] = {}, top[2] = {NONE, NONE}, sum[2] = {};
     const int row0 = warp % 4 * 16 + lane / 4, c2 = lane % 4 * 2, from = warp / (4 * HB) * DB;
     const float unit = scale * 1.4426950408889634f;
     const unsigned char* mine = Q + (warp % (4 * HB) * 16 + lane % 16) * STEP + lane / 16 * 16;
@@ -165,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash(const __half* __rest
                 if (P == 2) p[P - 1][n / 2][n % 2 * 2 + r] = half2_rest(x, y);
             }
             #pragma unroll
-            for (int n = 0; n < DB / 8; n++) { o[n][2 * r] *= shrink; o[n][2 * r + 1] *= shrink; }
+            for (int n = 0; n < DB / 8; n++) { o[4 * n + 2 * r] *= shrink; o[4 * n + 2 * r + 1] *= shrink; }
         }
         cp_async_wait<1>();
         if (first < fresh) finish(V, v, v_sub, slots[i % 2], scales[i % 2][1], kv, head);
@@ -180,14 +224,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash(const __half* __rest
                     ldmatrix_x4_trans(b, V + (e * 16 + lane % 16) * STEP + ((from + n * 8) * P + y * 16 + lane / 16 * 8) * 2);
                     #pragma unroll
                     for (int x = 0; x < P - y; x++) {
-                        mma_f16(o[n], p[x][e], b);
-                        mma_f16(o[n + 1], p[x][e], b + 2);
+                        mma_f16(o + 4 * n, p[x][e], b);
+                        mma_f16(o + 4 * n + 4, p[x][e], b + 2);
                     }
                 }
         __syncthreads();
         if (i + 1 < pieces) fetch(V, v, vf, slots[(i + 1) % 2], kv, head);
         cp_async_commit();
     }
+#endif
     const int h = h0 + warp / 4 % HB;
     #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -207,11 +252,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash(const __half* __rest
         float* to = out + (at * heads + h) * DIM + from + c2;
         #pragma unroll
         for (int n = 0; n < DB / 8; n++) {
-            float2 y = make_float2(o[n][2 * r] * f, o[n][2 * r + 1] * f);
+            float2 y = make_float2(o[4 * n + 2 * r] * f, o[4 * n + 2 * r + 1] * f);
             if (gate && real) {
                 const float2 g = *(const float2*)(gate + n * 8);
-                y.x /= 1.f + expf(-g.x);
-                y.y /= 1.f + expf(-g.y);
+                y.x = __fdividef(y.x, 1.f + power2(-1.4426950408889634f * g.x));
+                y.y = __fdividef(y.y, 1.f + power2(-1.4426950408889634f * g.y));
             }
             *(float2*)(to + n * 8) = real ? y : make_float2(0.f, 0.f);
         }

@@ -30,6 +30,7 @@
 #define VNORM 0
 #endif
 constexpr int I = (DIM / 4 + 31) / 32, P = KV_PLANES<FORMAT>;
+constexpr int SIDE = DIM == 256 ? 4 : 1;  // blocks of a multiprocessor, at least; others come to more
 
 struct Turn;
 // A head that a warp holds, a lane's elements as for KvRow.
@@ -65,17 +66,21 @@ __device__ __forceinline__ int word(int i) { return P == 1 ? Head::at(i) / 2 : H
 // The angles of a row, for a lane's elements: element e turns with e + half, or e - half, and those from 2*half on stay.
 struct Turn {
     float cos[I][4], sin[I][4];
-    __device__ __forceinline__ Turn(const float* __restrict__ c, const float* __restrict__ s, const int* __restrict__ pos, const int* __restrict__ axes, int half, int r, int row) {
+    // All angles are asked for at once: where nothing turns, for one that nobody looks at.
+    __device__ __forceinline__ Turn(const float* __restrict__ c, const float* __restrict__ s,
+            const int* __restrict__ pos, const int* __restrict__ axes, int half, int r, int row) {
+        const int one = c && !axes ? pos[row] : 0;
         #pragma unroll
-        for (int i = 0; i < I; i++)
-            #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                const int e = Head::at(i) + j % 2 + j / 2 * 8, h = e < half ? e : e - half;
-                const bool on = c && Head::on(i) && e < 2 * half;
-                const size_t a = on ? (size_t)pos[axes ? axes[h] * r + row : row] * half + h : 0;
-                cos[i][j] = on ? c[a] : 1.f;
-                sin[i][j] = on ? (e < half ? -1.f : 1.f) * s[a] : 0.f;
-            }
+        for (int n = 0; n < 4 * I; n++) {
+            const int e = Head::at(n / 4) + n % 2 + n % 4 / 2 * 8;
+            const bool on = c && Head::on(n / 4) && e < 2 * half;
+            const int h = !on ? 0 : e < half ? e : e - half;
+            const int p = c && axes ? pos[axes[h] * r + row] : one;
+            const size_t a = (size_t)p * half + h;
+            const float x = c ? c[a] : 1.f, y = c ? s[a] : 0.f;
+            cos[n / 4][n % 4] = on ? x : 1.f;
+            sin[n / 4][n % 4] = !on ? 0.f : e < half ? -y : y;
+        }
     }
 };
 // `room`: DIM floats of this warp
@@ -96,13 +101,14 @@ __device__ __forceinline__ void Head::turn(const Turn& t, int half, float* room)
         }
 }
 
-extern "C" __global__ void __launch_bounds__(256) flash_prep(const float* __restrict__ qkv, const float* __restrict__ q_norm, const float* __restrict__ k_norm,
+extern "C" __global__ void __launch_bounds__(256, SIDE) flash_prep(const float* __restrict__ qkv, const float* __restrict__ q_norm, const float* __restrict__ k_norm,
         const float* __restrict__ cos, const float* __restrict__ sin, const int* __restrict__ pos, const int* __restrict__ axes, const long long* __restrict__ slots,
         unsigned char* k, float* k_scale, unsigned char* k_sub, unsigned char* v, float* v_scale, unsigned char* v_sub, __half* q,
         __half* kf, __half* vf, const int* __restrict__ tile_lo, const int* __restrict__ tile_hi, float eps, int r, int width, int heads, int kv, int half, int gate, int qonly, int together) {
     __shared__ float room[8][DIM], total[2];
     const int row = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (row % 64 < tile_lo[row / 64] || row % 64 >= tile_hi[row / 64]) return;
+    const int lo = tile_lo[row / 64], hi = tile_hi[row / 64];
+    if (row % 64 < lo || row % 64 >= hi) return;
     const float* p = qkv + (size_t)row * width + (gate ? heads * DIM : 0);
     const int keys = qonly || slots[row] < 0 ? 0 : kv;
     if (together) {
@@ -116,11 +122,11 @@ extern "C" __global__ void __launch_bounds__(256) flash_prep(const float* __rest
         }
         __syncthreads();
     }
-    const Turn turn(cos, sin, pos, axes, half, r, row);
     const int last = heads + 2 * keys;
     auto source = [&](int h) { return p + (size_t)(KEQV && h >= heads + keys ? h - keys : h) * DIM; };
     Head next;
     if (warp < last) next.load(source(warp));
+    const Turn turn(cos, sin, pos, axes, half, r, row);
     #pragma unroll 1
     for (int h = warp; h < last; h += 8) {
         const bool query = h < heads, value = h >= heads + keys;

@@ -6,6 +6,7 @@
 //   -D GATE= (1: silu, 2: sigmoid, after the norm; 3: silu, before the norm)
 //   -D KEPT= shares of a lane in registers, 1 to 4: as many as a group has, for few registers let many loads be under way
 //   launch: <<<ceil(r*width/n / 8), 256>>>
+#include "lib/gate.cuh"
 #include "lib/reduce.cuh"
 #ifndef GATE
 #define GATE 1
@@ -27,17 +28,8 @@ extern "C" __global__ void __launch_bounds__(256, KEPT == 1 ? 5 : 3) gated_norm(
     const bool wide = (size_t)gate % 16 == 0 && xw % 4 == 0 && at % 4 == 0;  // gates need not lie at multiples of 16 bytes
     const float4 none = make_float4(0.f, 0.f, 0.f, 0.f);
     auto value = [&](int i) { return real && i < n / 4 ? to[i] : none; };
-    auto raw = [&](int i) {
-        if (!real || i >= n / 4) return none;
-        return wide ? ((const float4*)z)[i] : make_float4(z[4 * i], z[4 * i + 1], z[4 * i + 2], z[4 * i + 3]);
-    };
-    auto act = [&](float4 g) {  // zero where there is no gate: its value is zero, too
-        #pragma unroll
-        for (int j = 0; j < 4; j++) { const float x = (&g.x)[j], s = 1.f / (1.f + expf(-x)); (&g.x)[j] = GATE == 2 ? s : x * s; }
-        return g;
-    };
-    auto times = [](float4 a, float4 b) { return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w); };
-    auto square = [](float4 a) { return a.x * a.x + a.y * a.y + a.z * a.z + a.w * a.w; };
+    auto raw = [&](int i) { return real && i < n / 4 ? four_of(z + 4 * i, wide) : none; };
+    auto act = [](float4 g) { return gates<GATE>(g); };  // zero where there is no gate: its value is zero, too
     float4 v[KEPT], g[KEPT];
     float sum = 0.f;
     #pragma unroll

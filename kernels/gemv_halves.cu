@@ -1,15 +1,23 @@
 // Rows of x, normed with its gain, as gemv_wide.cu multiplies them, and what the norm leaves to it:
 // once for all blocks. The bits are those that gemv.cu makes of each row by itself: the same powers
 // of two, and squares that are added up in the order of its warps.
-//   x       : [rows, k]             f32
+// PICKS: rows of x are what experts of the layer before found, added up as in expert_sum.cu.
+//   x       : [rows, k]             f32   PICKS: where they go to
 //   gain    : [k]                   f32  NORM 1; or null
 //   parts   : [rows, heads, p]      f32  NORM 2: sums of squares of each GROUP of x; or null
 //   halves  : [units, line]         u8   tiles of rows (lib/tiles.cuh), line = tiles * bytes
 //   more    : [parcels, ld]         u8   the same for EXTRA; or null
 //   inverse : [both, rows]          f32  NORM 1: 1/rms; then that for EXTRA, whose squares
 //                                        are added up in another order. Or null
+//   share   : [rows, picks]         f32   PICKS, this and what follows: as for expert_sum.cu. Or null
+//   part    : [rows, picks, k]      f32   or null
+//   add     : [rows, k]             f32   may be x; or null
+//   later_w : [tbytes]              u8    or null
+//   later_s : [tscales]             u8    or null
 //   -D FORMAT= EXTRA= K= NORM= GROUP= PARTS= W= SPLIT=   as for gemv.cu
+//   -D CORES= as for gemv_wide.cu    -D PICKS= 0, or of a row, with NORM 1
 //   launch: <<<(rows, NORM 1: 1, else any), 32 * (NORM 1: W, else 8)>>>
+#include "lib/ahead.cuh"
 #include "lib/tiles.cuh"
 #include "lib/pdl.cuh"
 #include "lib/reduce.cuh"
@@ -34,12 +42,19 @@
 #ifndef SPLIT
 #define SPLIT 4
 #endif
+#ifndef CORES
+#define CORES 0
+#endif
+#ifndef PICKS
+#define PICKS 0
+#endif
 constexpr int C = (K + 31) / 32, B = (C + 3) / 4, SEGMENTS = (K + 255) / 256;
 constexpr int SLOTS = SEGMENTS < W ? SEGMENTS : W;  // warps of gemv.cu that have squares of a row
 constexpr int WARPS = NORM == 1 ? W : 8;
 typedef FORMAT<C> Main;
 // Does a warp of gemv.cu stage what it multiplies, by 128 columns? Then it adds up those squares.
 constexpr bool OWN = SPLIT == W && Main::UNITS == 1;
+static_assert(!PICKS || (NORM == 1 && K % 32 == 0), "see the contract");
 
 __device__ __forceinline__ void load_x(const float* p, int v, float* a) {
     if (K % 8 == 0 && v < K / 8) load8(p + v * 8, a);
@@ -56,11 +71,33 @@ __device__ __forceinline__ float sum_of_parts(const float* q) {
     for (int j = 1; j < PARTS; j++) z += q[j];
     return z;
 }
-template <class F> __device__ __forceinline__ void put(
+template <class F, bool CORED = false> __device__ __forceinline__ void put(
         unsigned char* to, int tiles, int row, int b, int e, const float* a) {
     const size_t tile = (size_t)(b / F::UNITS) * tiles + row / 8;
     const bool in = b < (B + F::UNITS - 1) / F::UNITS * F::UNITS;
-    Tile<F>::put(to + tile * Tile<F>::BYTES, row % 8, b % F::UNITS, e, a, in);
+    typedef Tile<F, CORED> T;
+    T::put(to + tile * T::BYTES, row % 8, b % F::UNITS, e, a, in);
+}
+// The v-th eight of a row: what its picks found, weighted, and what is added to that.
+__device__ __forceinline__ void sum_of_picks(
+        const float* share, const float* part, const float* add, int v, float* a) {
+    constexpr int MANY = PICKS ? PICKS : 1;
+    float w[MANY], b[8] = {}, sum[8] = {};
+    float4 found[MANY][2];
+    if (add) load8(add + v * 8, b);
+    #pragma unroll
+    for (int p = 0; p < PICKS; p++) {
+        w[p] = __ldcg(share + p);
+        #pragma unroll
+        for (int i = 0; i < 2; i++)
+            found[p][i] = __ldcg((const float4*)(part + (size_t)p * K + v * 8) + i);
+    }
+    #pragma unroll
+    for (int p = 0; p < PICKS; p++)
+        #pragma unroll
+        for (int j = 0; j < 8; j++) sum[j] = fmaf(w[p], (&found[p][j / 4].x)[j % 4], sum[j]);
+    #pragma unroll
+    for (int j = 0; j < 8; j++) a[j] = b[j] + sum[j];
 }
 // The squares of warp `slot` of gemv.cu, where each has every W-th 128 columns.
 __device__ __forceinline__ float own_squares(const float* x, int slot, int lane) {
@@ -73,13 +110,18 @@ __device__ __forceinline__ float own_squares(const float* x, int slot, int lane)
     return warp_sum(sum);
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS) gemv_halves(
-        const float* x, const float* __restrict__ gain, const float* parts, unsigned char* halves,
-        unsigned char* more, float* inverse, float eps, int rows, int tiles) {
+// With no number of blocks asked for, ptxas has loads of picks wait for each other.
+#define BLOCKS (PICKS ? 1 : 0)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) gemv_halves(
+        float* x, const float* __restrict__ gain, const float* parts, unsigned char* halves,
+        unsigned char* more, float* inverse, const float* share, const float* part,
+        const float* add, const unsigned char* later_w, const unsigned char* later_s, float eps,
+        int rows, int tiles, int later_w16, int later_s16) {
     __shared__ float squares[2][W];
+    __shared__ float4 kept[PICKS ? K / 4 : 1];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = blockIdx.x;
     const int warps = NORM == 1 ? SLOTS : WARPS, e = lane % 16;
-    const float* const mine = x + (size_t)row * K;
+    float* const mine = x + (size_t)row * K;
     float sum = 0.f;
     pdl_trigger();
     pdl_wait();
@@ -87,7 +129,19 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) gemv_halves(
     for (int u = blockIdx.y * warps + warp; u < SEGMENTS && warp < warps; u += gridDim.y * warps) {
         const int b = 2 * u + lane / 16, v = b * 16 + e;
         float a[8], g[8];
-        load_x(mine, v, a);
+        if (PICKS) {
+            const size_t first = (size_t)row * PICKS;
+            if (v * 8 < K)
+                sum_of_picks(share + first, part + first * K, add ? add + (size_t)row * K : add, v, a);
+            else
+                load_x(mine, v, a);
+            #pragma unroll
+            for (int i = 0; i < 2 && v * 8 < K; i++) {
+                const float4 four = make_float4(a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3]);
+                ((float4*)mine)[2 * v + i] = kept[2 * v + i] = four;
+            }
+        } else
+            load_x(mine, v, a);
         if (NORM == 1) {
             load_x(gain, v, g);
             sum = add_squares(a, sum);
@@ -100,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) gemv_halves(
             #pragma unroll
             for (int j = 0; j < 8; j++) a[j] = __fmul_rn(a[j], z);
         }
-        put<Main>(halves, tiles, row, b, e, a);
+        put<Main, CORES>(halves, tiles, row, b, e, a);
 #ifdef EXTRA
         put<EXTRA<C>>(more, tiles, row, b, e, a);
 #endif
@@ -114,8 +168,15 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) gemv_halves(
     constexpr bool BOTH = false;
 #endif
     if (OWN || BOTH) {
-        const float z = own_squares(mine, warp, lane);
+        if (PICKS) __syncthreads();
+        const float z = own_squares(PICKS ? (const float*)kept : mine, warp, lane);
         if (!lane) squares[1][warp] = z;
+    }
+    constexpr int BUSY = SLOTS < W ? SLOTS : 0;  // warps; others have nothing else to do
+    if (PICKS && warp >= BUSY) {
+        const int each = 32 * (W - BUSY), thread = row * each + threadIdx.x - 32 * BUSY;
+        if (later_w) ahead(later_w, later_w16, thread, gridDim.x * each);
+        if (later_s) ahead(later_s, later_s16, thread, gridDim.x * each);
     }
     __syncthreads();
     if (threadIdx.x > BOTH) return;

@@ -18,14 +18,16 @@
 //   -D NORM=   1: results are multiplied by `inverse`    -D TILES= eights of rows of x
 //   -D STRIPS= DOWN= ALONG=   warps: DOWN beside each other times ALONG that share columns
 //   -D DEEP= HELD=   places of a warp for units of weights on their way; pieces of x for its share
-//   -D ESPLIT= EALONG= EDEEP= EHELD=   the same for the extra rows, 16 a block
-//   launch: <<<(main + ceil(m/16) or less, ceil(rows/(8*TILES))), 32*DOWN*ALONG, shared bytes: see
+//   -D CORES=  1, on Hopper: four warps beside each other multiply together (lib/wgmma.cuh), STRIPS is 1
+//   -D ESPLIT= EDOWN= EALONG= EDEEP= EHELD=   the same for the extra rows, 16*EDOWN a block at a time
+//   launch: <<<(main + ceil(m/(16*EDOWN)) or less, ceil(rows/(8*TILES))), 32*DOWN*ALONG, shared bytes: see
 //   atlas.cuda.gemv_wide>>>, `main` blocks have groups of `span` <= 16*STRIPS*DOWN rows of W, and
 //   `tiles` is a multiple of TILES
 #include "lib/tiles.cuh"
 #include "lib/act.cuh"
 #include "lib/bulk.cuh"
 #include "lib/pdl.cuh"
+#include "lib/wgmma.cuh"
 #ifndef FORMAT
 #define FORMAT fragment_nvfp4
 #endif
@@ -61,6 +63,9 @@
 #endif
 #ifndef HELD
 #define HELD 4
+#endif
+#ifndef CORES
+#define CORES 0
 #endif
 constexpr int C = (K + 31) / 32, B = (C + 3) / 4;  // chunks of 32, blocks of 128
 constexpr int AT_ONCE = 2;  // tiles of more than four whose sums of a block have registers
@@ -98,37 +103,70 @@ struct Finish {
         for (int i = 0; i < 2; i++) {
             const int at = r + i;
             raw[i] = at < to ? F::row_raw(o.s, o.gs, at) : 0.f;  // not waited for yet
-            bias[i] = at < to && o.bias && (PAIR || at < o.n) ? o.bias[at] : 0.f;
+            bias[i] = biased(o, at, to) ? o.bias[at] : 0.f;
+        }
+    }
+    static __device__ __forceinline__ bool biased(const Job& o, int at, int to) {
+        return at < to && o.bias && (PAIR || at < o.n);
+    }
+    // the same, where a warp has them in shared memory: the g-th and the next of its 16 rows
+    __device__ __forceinline__ void kept(const float* own, int g) {
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            raw[i] = own[g + i];
+            bias[i] = own[16 + g + i];
         }
     }
     // where a lane's results go: all four, or of a pair's two lanes a column each
     __device__ __forceinline__ bool there(const Job& o, int to, int i, int j) const {
         return column + j < o.rows && out + i < (PAIR ? min(o.n, to) / 2 : min(o.n, to));
     }
-    __device__ __forceinline__ void rows(const Job& o, int r, int c, int to) {
+    // `norms`: of columns c and c+1, if they are in shared memory
+    __device__ __forceinline__ void rows(
+            const Job& o, int r, int c, int to, const float* norms = nullptr) {
         out = PAIR ? r / 4 * 2 : r;
         column = PAIR ? c + odd() : c;
         #pragma unroll
         for (int j = 0; j < 2; j++) {
             const bool on = c + j < o.rows;
-            inverse[j] = NORM == 1 && on ? o.inverse[c + j] : 1.f;
+            if (norms) inverse[j] = norms[j];
+            else inverse[j] = NORM == 1 && on ? o.inverse[c + j] : 1.f;
             const bool opens = o.gate && column + j < o.rows;
             open[j] = opens ? times_sigmoid(1.f, o.gate[(size_t)(column + j) * o.ld]) : 1.f;
-            #pragma unroll
-            for (int i = 0; i < 2 && (!PAIR || !j); i++)
-                prior[2 * j + i] = o.add && there(o, to, i, j) ? o.add[place(o, i, j)] : 0.f;
+            if (PAIR && j) continue;
+            const bool one = o.add && there(o, to, 0, j), both = o.add && there(o, to, 1, j);
+            const float* const p = o.add + place(o, j);
+            float2 two = make_float2(0.f, 0.f);
+            if (both && (size_t)p % 8 == 0) two = *(const float2*)p;
+            else {
+                if (one) two.x = p[0];
+                if (both) two.y = p[1];
+            }
+            prior[2 * j] = two.x;
+            prior[2 * j + 1] = two.y;
         }
     }
-    __device__ __forceinline__ size_t place(const Job& o, int i, int j) const {
-        return (size_t)(column + j) * o.width + o.at + out + i;
+    __device__ __forceinline__ size_t place(const Job& o, int j) const {  // of the first of two
+        return (size_t)(column + j) * o.width + o.at + out;
     }
-    __device__ __forceinline__ void put(const Job& o, int to, int i, int j, float v, float up) {
+    __device__ __forceinline__ float made(const Job& o, int i, int j, float v, float up) const {
         if (CAP) v = __fmul_rn(o.cap, tanhf(v / o.cap));
         if (ACT) v = act_mul<ACT>(v, up, o.limit);
-        if (there(o, to, i, j)) o.y[place(o, i, j)] = fmaf(v, open[j], prior[2 * j + i]);
+        return fmaf(v, open[j], prior[2 * j + i]);
+    }
+    __device__ __forceinline__ void put(const Job& o, int to, int j, float2 v) const {
+        float* const p = o.y + place(o, j);
+        const bool both = there(o, to, 1, j);
+        if (both && (size_t)p % 8 == 0) {
+            *(float2*)p = v;
+            return;
+        }
+        if (there(o, to, 0, j)) p[0] = v.x;
+        if (both) p[1] = v.y;
     }
     template <class F> __device__ __forceinline__ void end(
             const Job& o, int to, const float* sums) {
+        float2 all[2];
         #pragma unroll
         for (int i = 0; i < 2; i++) {
             const float unit = F::row_scale((Bytes)(raw + i), raw + i, 0);
@@ -138,12 +176,13 @@ struct Finish {
                 v[j] = fmaf(__fmul_rn(sums[2 * i + j], inverse[j]), unit, bias[i]);
             if (PAIR) {
                 const float got = __shfl_xor_sync(~0u, odd() ? v[0] : v[1], 4);
-                put(o, to, i, 0, odd() ? got : v[0], odd() ? v[1] : got);
-            } else {
-                put(o, to, i, 0, v[0], v[0]);
-                put(o, to, i, 1, v[1], v[1]);
-            }
+                (&all[0].x)[i] = made(o, i, 0, odd() ? got : v[0], odd() ? v[1] : got);
+            } else
+                #pragma unroll
+                for (int j = 0; j < 2; j++) (&all[j].x)[i] = made(o, i, j, v[j], v[j]);
         }
+        #pragma unroll
+        for (int j = 0; j < (PAIR ? 1 : 2); j++) put(o, to, j, all[j]);
     }
 };
 
@@ -221,27 +260,61 @@ template <class F, int MANY> __device__ __forceinline__ void add(
     }
 }
 
+// The same of sixteen rows in each of four warps, whose products are asked for together.
+template <class F> __device__ __forceinline__ void add_together(
+        float (*acc)[4], const unsigned char* at, const unsigned char* x, int b) {
+    typedef Tile<F, true> T;
+    const int lane = threadIdx.x % 32;
+    F q;
+    typename F::Aids aids;
+    q.read(at, b, lane / 4, lane % 4);
+    q.aids(aids);
+    unsigned a[4][F::LENGTH];
+    float d[2][4 * TILES];
+    const WgmmaMatrix from = wgmma_cores(x + b * T::BLOCK, T::BYTES);
+    #pragma unroll
+    for (int i = 0; i < 4; i++) q.piece(aids, i, a[i]);
+    wgmma_fence();
+    #pragma unroll
+    for (int i = 0; i < 8; i++)
+        wgmma<8 * TILES, false>(d[i % 2], a[i / 2] + i % 2 * 4, from + 16 * i, i > 1);
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_own(d[0]);
+    wgmma_own(d[1]);
+    #pragma unroll
+    for (int j = 0; j < TILES; j++) {
+        const float* const p = d[0] + 4 * j, *const r = d[1] + 4 * j;
+        const float pair[2][4] = {{p[0], p[1], p[2], p[3]}, {r[0], r[1], r[2], r[3]}};
+        const unsigned char* const scales = x + j * T::BYTES + T::SCALES;
+        fold(q, acc[j], pair, *((const float2*)scales + 4 * b + lane % 4));
+    }
+}
+
 // The block's groups of rows of one matrix: MANY times 16 rows a warp, BESIDE warps, PER of them
 // to each; ROOM pieces of x for each share, and PLACES places of a warp for weights on their way.
-template <class F, int SHARES, int MANY, int BESIDE, int PER, int PLACES, int ROOM>
+template <class F, int SHARES, int MANY, int BESIDE, int PER, int PLACES, int ROOM, bool TOGETHER>
 __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
     constexpr int N = (B + F::UNITS - 1) / F::UNITS, PASSES = SHARES / PER, QUADS = MANY * TILES;
     // Sums of many tiles have no registers to wait in until all shares are added up.
     constexpr bool STASH = PER == 1 && TILES > 4;
-    constexpr int OWN = STASH ? 4 : (QUADS + PER - 1) / PER, PIECE = TILES * Tile<F>::BYTES;
+    constexpr int OWN = STASH ? 4 : (QUADS + PER - 1) / PER;
+    constexpr int TILE = Tile<F, TOGETHER>::BYTES, PIECE = TILES * TILE;
     constexpr int UNIT = MANY * F::BYTES;
     constexpr bool ALL = ROOM >= (N + PER - 1) / PER;
     // Have a lane's ends registers while all is added up? Then nobody waits for what they need.
-    constexpr bool EARLY = OWN <= (DOWN * ALONG > (PER > 1 ? 12 : 8) ? 1 : 2);
-    constexpr bool HALF = PER == 1 && !EARLY;  // for what belongs to rows of W they have
+    constexpr bool EARLY = !TOGETHER && OWN <= (DOWN * ALONG > (PER > 1 ? 12 : 8) ? 1 : 2);
+    constexpr bool HALF = PER == 1 && !EARLY && !TOGETHER;  // for what belongs to rows of W they have
     // Is a piece asked for only when the next one is multiplied? Nobody has to be waited for then.
     constexpr bool LATE = ROOM > 2;
     static_assert(SHARES % PER == 0, "see the contract");
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int warp = threadIdx.x / 32, down = warp / PER, h = warp % PER;
+    constexpr int NEAR = TOGETHER ? 4 : 1;  // warps that follow each other and have the same share
+    const int warp = threadIdx.x / 32, h = warp / NEAR % PER;
+    const int down = warp / (NEAR * PER) * NEAR + warp % NEAR;
     const int n4 = (o.n + 3) / 4 * 4, groups = (n4 + o.span - 1) / o.span;
     const int strip = down * MANY * 16;  // the warp's first row of a group
-    const bool here = down < BESIDE && strip < o.span, works = here && h < N;
+    const bool here = down < BESIDE && down / NEAR * NEAR * MANY * 16 < o.span, works = here && h < N;
     const int rounds = (groups - o.group + o.step - 1) / o.step, mine = (N - h + PER - 1) / PER;
     unsigned char* const xs = shared + h * ROOM * PIECE;
     unsigned char* const ring = shared + PER * ROOM * PIECE
@@ -251,6 +324,8 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
     Meeting* const full = (Meeting*)(part + (PER > 1 || STASH ? BESIDE * PER * QUADS * 32 : 0))
         + h * 2 * ROOM;
     Meeting* const empty = full + ROOM;
+    // TOGETHER: scales and biases of the warp's 16 rows of W, and the norms of the block's of x
+    float* const own = (float*)(full - h * 2 * ROOM + PER * 2 * ROOM) + warp * (32 + 8 * TILES);
     typedef Walk<N, SHARES, PER> Units;
     Units next = {h, 0}, wanted = {h, 0};  // weights, and x, to be fetched next
     int left = works ? rounds * mine : 0, rest = n4 - o.group * o.span - strip;
@@ -278,14 +353,15 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
     if (asks) {
         for (int i = 0; i < ROOM; i++) {
             meet_init(full + i, 1);
-            meet_init(empty + i, min(BESIDE, (o.span + 16 * MANY - 1) / (16 * MANY)));
+            constexpr int ROWS = 16 * MANY * NEAR;
+            meet_init(empty + i, min(BESIDE, (o.span + ROWS - 1) / ROWS * NEAR));
         }
         meet_ready();
     }
     auto ask = [&](int slot) {
         bulk_expect(full + slot, PIECE);
         const size_t tile = (size_t)wanted.unit * o.tiles + o.first;
-        bulk_copy(xs + slot * PIECE, o.x + tile * Tile<F>::BYTES, PIECE, full + slot);
+        bulk_copy(xs + slot * PIECE, o.x + tile * TILE, PIECE, full + slot);
         wanted.next(h);
     };
     int more = asks ? ALL ? mine : rounds * mine : 0;  // pieces to be asked for
@@ -300,6 +376,10 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
     pdl_wait();
     #pragma unroll 1
     for (int i = 0; i < ROOM && more > 0; i++, more--) ask(i);
+    for (int i = lane; TOGETHER && i < 8 * TILES; i += 32) {
+        const int c = o.first * 8 + i;
+        own[32 + i] = NORM == 1 && c < o.rows ? o.inverse[c] : 1.f;
+    }
     __syncthreads();  // the barriers are there
 
     int spot = 0, slot = 0, free = -1;  // which piece is to be asked for next, and where
@@ -313,8 +393,19 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
         for (int i = 0; HALF && i < MANY; i++)
             strips[i].template weights<F>(
                 o, group * o.span + strip + 16 * i + 2 * g, here ? to : 0);
+        float later = 0.f;  // what the lane has for `own`: not waited for yet
+        if (TOGETHER && here) {
+            const int at = group * o.span + strip + lane % 16;
+            if (lane < 16) later = at < to ? F::row_raw(o.s, o.gs, at) : 0.f;
+            else later = Finish::biased(o, at, to) ? o.bias[at] : 0.f;
+        }
         auto prepare = [&](Finish& f, int q, bool known = false) {
             const int r = group * o.span + strip + q / TILES * 16 + 2 * g;
+            if (TOGETHER) {
+                f.kept(own, 2 * g);
+                f.rows(o, r, (o.first + q) * 8 + 2 * t, to, own + 32 + q * 8 + 2 * t);
+                return;
+            }
             #pragma unroll
             for (int i = 0; HALF && i < 2; i++) {
                 f.raw[i] = q < TILES ? strips[0].raw[i] : strips[MANY - 1].raw[i];
@@ -338,7 +429,8 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
                 meet_wait(full + slot, phase);
                 #pragma unroll (QUADS > 2 || BESIDE * PER > 12 ? 1 : F::UNITS)
                 for (int b = 0; b < F::UNITS; b++)
-                    add<F, MANY>(acc, ring + spot, xs + slot * PIECE, b);
+                    if constexpr (TOGETHER) add_together<F>(acc[0], ring + spot, xs + slot * PIECE, b);
+                    else add<F, MANY>(acc, ring + spot, xs + slot * PIECE, b);
                 __syncwarp();
                 if (left > 0) fetch(ring + spot);
                 cp_async_commit();
@@ -383,10 +475,15 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
                 #pragma unroll
                 for (int j = 0; j < PER; j++) {
                     if (!here || i * PER + h >= QUADS) continue;
-                    const float4 v = sums[((j - h) * QUADS + i * PER + h) * 32];
+                    const float4 v = sums[((j - h) * NEAR * QUADS + i * PER + h) * 32];
                     total[i][0] += v.x; total[i][1] += v.y;
                     total[i][2] += v.z; total[i][3] += v.w;
                 }
+        }
+        if (TOGETHER) {
+            __syncwarp();
+            own[lane] = later;
+            __syncwarp();
         }
         #pragma unroll 1
         for (int first = 0; STASH && here && first < QUADS; first += OWN) {
@@ -424,13 +521,13 @@ extern "C" __global__ void __launch_bounds__(32 * DOWN * ALONG, 1) gemv_wide(
         rows, n, ld, 0, width, span, (int)blockIdx.x, main, tiles, (int)blockIdx.y * TILES};
 #ifdef EXTRA
     if ((int)blockIdx.x >= main) {
-        o.w = extra; o.s = nullptr; o.x = more; o.n = m; o.at = n; o.span = 16;
+        o.w = extra; o.s = nullptr; o.x = more; o.n = m; o.at = n; o.span = 16 * EDOWN;
         o.group = blockIdx.x - main; o.step = gridDim.x - main;
         if (bias) o.bias = bias + n;
         if (NORM == 1) o.inverse = inverse + rows;
-        matrix<EXTRA<C>, ESPLIT, 1, 1, EALONG, EDEEP, EHELD>(o, shared);
+        matrix<EXTRA<C>, ESPLIT, 1, EDOWN, EALONG, EDEEP, EHELD, false>(o, shared);
         return;
     }
 #endif
-    matrix<FORMAT<C>, SPLIT, STRIPS, DOWN, ALONG, DEEP, HELD>(o, shared);
+    matrix<FORMAT<C>, SPLIT, STRIPS, DOWN, ALONG, DEEP, HELD, CORES>(o, shared);
 }

@@ -4,11 +4,10 @@
 //   gain  : [k]               f32   of the norm; or null
 //   y     : [rows, ld]        f16   ld = parts * kp; kp: k rounded up to what the product takes at a time, zeros there. Part 0: rounded; part 1: what that left, rounded
 //   scale : [rows]            f32   of a row: x = y * scale
-// Columns are in an order of their own: of 32, column 8t + 4h + 2p + i is number 16h + 8p + 2t + i, so that a lane which multiplies eight weights that follow
-// each other finds its share in the fragments of tensor cores.
+// Columns are in the order of lib/halves_out.cuh.
 //   -D PARTS=  1 or 2        -D WARPS=  1, 2, 4 or 8: that share a row        32 must divide kp
 //   launch: <<<ceil(rows*WARPS/8), 256>>>
-#include "lib/stage.cuh"
+#include "lib/halves_out.cuh"
 #include "lib/reduce.cuh"
 #ifndef PARTS
 #define PARTS 1
@@ -58,22 +57,7 @@ extern "C" __global__ void __launch_bounds__(256, 4) halve(const float* __restri
     const float2 f = chunk_scale(top);
     if (first == 0) scale[r] = gain ? f.y * rsqrtf(sum / n + eps) : f.y;
     const auto put = [&](int i, float4 v) {
-        if (i >= kp) return;
-        unsigned h[2 * PARTS];
-        #pragma unroll
-        for (int j = 0; j < 2; j++) {
-            const float p = (&v.x)[2 * j] * f.x, q = (&v.x)[2 * j + 1] * f.x;
-            __half2 a = __floats2half2_rn(p, q);
-            const float2 b = __half22float2(a);
-            h[j] = *(const unsigned*)&a;
-            if (PARTS == 2) { a = __floats2half2_rn(p - b.x, q - b.y); h[(2 + j) % (2 * PARTS)] = *(const unsigned*)&a; }
-        }
-        #pragma unroll
-        for (int p = 0; p < PARTS; p++) {
-            unsigned* to = (unsigned*)(y + ((size_t)r * PARTS + p) * kp + i / 32 * 32) + i % 8 / 4 * 8 + i % 32 / 8;
-            to[0] = h[2 * p];
-            to[4] = h[2 * p + 1];
-        }
+        if (i < kp) put_halves<PARTS>(y + (size_t)r * PARTS * kp, kp, i, v, f.x);
     };
     #pragma unroll
     for (int j = 0; j < HELD; j++) put(first + j * STEP, v[j]);

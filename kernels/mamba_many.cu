@@ -36,5 +36,5 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) mamba_many(const unsign
         const int* __restrict__ starts, const int* __restrict__ state_in, const int* __restrict__ state_out, const int* __restrict__ tile_seq,
         const int* __restrict__ tile_lo, const int* __restrict__ tile_hi, float* y, int tiles, int groups, int nh) {
     DYNAMIC_SHARED(uint4, room);
-    scan_states<DK, DV, WARPS, false, TAILS>(room, nullptr, q, k, u, p, scal, skip, rec, first, starts, state_in, state_out, tile_seq, tile_lo, tile_hi, y, tiles, groups, nh);
+    scan_states<DK, DV, WARPS, TAILS>(room, q, k, u, p, scal, skip, rec, first, starts, state_in, state_out, tile_seq, tile_lo, tile_hi, y, tiles, groups, nh);
 }

@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) mamba_prep(const float* __r
         if (i < 2 * DK && blockIdx.z == 0) r.keep_tail(ch, inner + ch);
     }
     __syncthreads();
-    const Mat K = {rows, 2 * DK}, Q = {rows + 4 * DK, 2 * DK};
+    const Mat K = {{rows, 2 * DK}}, Q = {{rows + 4 * DK, 2 * DK}};
     if (blockIdx.z == 0) {
         write_q<DK>((uint4*)q + ((size_t)t * groups + group) * DK * 16, Q);
         write_k<DK>((uint4*)k + ((size_t)t * groups + group) * DK * 16, K);

@@ -770,7 +770,7 @@ class Report(SimpleNamespace):
     def to_dict(self): return dict(rate=5)
 
 BENCHES = [('all','bench'), ('decode','bench_decode'), ('kernels','bench_decode'),
-    ('throughput','bench_throughput')]
+    ('prefill','bench_prefill'), ('throughput','bench_throughput')]
 
 @pytest.mark.parametrize('to_file', [False,True])
 @pytest.mark.parametrize('as_json', [False,True])
@@ -804,6 +804,7 @@ def test_commands_for_cards_do_not_advise_the_processor(monkeypatch, hint):
     from atlas.ground.core import DeviceError
     def none(name): raise DeviceError('There is no card', hint=hint)
     monkeypatch.setattr('atlas.card.device.get_device', none)
-    for args in (('check',), ('bench','decode','demo'), ('bench','kernels','demo')):
+    for args in (('check',), ('bench','decode','demo'), ('bench','kernels','demo'),
+            ('bench','prefill','demo')):
         r = run(*args)
         assert r.exit_code==1 and 'There is no card' in r.stderr and '--device cpu' not in r.stderr and ('emulator' in r.stderr or 'atlas bench MODEL' in r.stderr) and ('pip install x;' in r.stderr)==('pip' in hint)

@@ -291,6 +291,7 @@ def shell(name):
     m = build(ModelConfig.preset(name)); m.mtp = m._mtp
     for w in m.wants():
         if len(w.shape)>1 and not w.array and not w.name.startswith('visual.'): bind(m, w.name, Packed('bf16', *w.shape[-2:], NS(nbytes=1, shape=w.shape), experts=w.shape[0] if len(w.shape)>2 else 0))
+        if w.name.endswith(('mixer_norm.weight','mlp_norm.weight')): bind(m, w.name, NS(of=w.name))
     if not hasattr(m, 'lm_head'): m.lm_head = m.embed_tokens
     return m
 
@@ -309,6 +310,13 @@ def test_then_is_what_comes_next(name):
         if i==len(m.layers)-1: want = m.lm_head.weight
         else: want = getattr(m.layers[i+1].mixer, first[m.c.mixers[i+1]]).weight if m.c.mixers[i+1]!='none' else None
         assert l.then is want, i
+        if i==len(m.layers)-1 or want is None or not hasattr(b, 'norms'):
+            assert l.reader is None, i
+            continue
+        after = m.layers[i+1]
+        ba = getattr(after.mixer, 'ba_proj', None)
+        assert l.reader.w is want and l.reader.gain is after.mixer_norm.weight, i
+        assert l.reader.extra is (ba and ba.weight) and l.reader.eps==m.c.norm_eps, i
 
 # A shared expert like the others
 

@@ -72,6 +72,12 @@ def tile(tiles, strips, down, along, deep, held, blocks, n, f):
     shared = many._memory(f, tiles, strips, down*along, along, deep, held)
     return many.Tiling(tiles, strips, down, along, deep, held, blocks, span, shared)
 
+def together(tiles, down, along, deep, held, n, f):
+    "The same where four warps multiply together"
+    span = min(4*-(-n//4), 16*down)
+    shared = many._memory(f, tiles, 1, down*along, along, deep, held, True)
+    return many.Tiling(tiles, 1, down, along, deep, held, 1, span, shared, True)
+
 # (tiles, strips, down, along, deep, held), of six shares
 WAYS = [(1,1,1,1,1,2), (2,2,1,1,2,3), (4,2,1,2,1,2), (3,1,2,3,2,3), (4,1,3,6,1,1), (1,2,2,6,3,1),
     (8,2,2,1,2,2), (5,1,2,1,2,3), (7,2,1,2,2,2), (6,1,1,3,1,2)]
@@ -85,6 +91,31 @@ def test_however_it_is_shared_out(way, monkeypatch):
     monkeypatch.setattr(few, 'plan', lambda f, n, k, sms: (12,6,1,32))
     kw = options(rng, w, 35, gain=1, add=1)
     np.testing.assert_array_equal(bits(many.gemv_wide(x, w, **kw)), bits(few.gemv(x, w, **kw)))
+
+# Formats, rows of x and of weights, columns, (tiles, down, along, deep, held); 1040: no whole units
+TOGETHER = dict(
+    nvfp4=('NVFP4', 35, 200, 1040, (4,4,1,2,3), dict(gain=1, add=1)),
+    several=('NVFP4', 64, 200, 2096, (8,8,1,2,3), dict(gain=1, add=1)),
+    along=('NVFP4', 33, 100, 1040, (4,4,2,2,2), dict(extra=37, gain=1, bias=1)),
+    mxfp4=('MXFP4', 70, 72, 320, (4,8,1,2,2), dict(act='swiglu_oai', limit=7., bias=1)),
+    int4=('INT4', 33, 80, 320, (4,8,1,2,2), dict(gain=1, add=1)),
+    fp8=('FP8_CHANNEL', 64, 70, 512, (8,4,2,2,2), dict(group=64, gate=1, add=1)),
+    fp8_tiled=('FP8_BLOCK', 20, 40, 320, (2,4,1,1,2), dict(act='relu2', gain=1)),
+    f16=('F16', 33, 100, 256, (2,4,1,2,2), dict(act='gelu_tanh', bias=1, gate=1)))
+
+@pytest.mark.parametrize('name', TOGETHER)
+def test_four_warps_together(name, monkeypatch):
+    fmt,rows,n,k,way,kw = TOGETHER[name]
+    rng = np.random.default_rng(3)
+    w = packed(rng, fmt, n, k, kw.get('act') not in (None,'relu2'))
+    x = card.upload(rng.standard_normal((rows,k), dtype='f4'))
+    monkeypatch.setattr(many, 'tiling', lambda *a: together(*way, w.rows, w.format))
+    monkeypatch.setattr(many, 'plan', lambda f, n, k, sms: (12,2,1,n))
+    monkeypatch.setattr(few, 'plan', lambda f, n, k, sms: (12,2,1,32))
+    kw = options(rng, w, rows, **kw)
+    with recording(launch=True) as seen: got = bits(many.gemv_wide(x, w, **kw))
+    assert all(d['CORES'] for _,*_,d in seen.calls)
+    np.testing.assert_array_equal(got, bits(few.gemv(x, w, **kw)))
 
 def test_every_product_has_a_way():
     "Of true models, for one card and another, and it has room there"
@@ -100,10 +131,12 @@ def test_every_product_has_a_way():
                     assert groups*(o.blocks+-(-4//groups))<=sms or o.blocks==1
                     assert o and o.shared<=most and o.warps<=16 and split%o.along==0, (f, n, k)
                     assert o.span<=16*o.strips*o.down and o.deep>0<o.held
-                    more = SimpleNamespace(format=CARD_FORMATS['bf16' if f.parts==1 else 'f32'])
-                    beside = SimpleNamespace(card=at, w=SimpleNamespace(k=k), extra=more, W=W, o=o)
+                    assert not o.cores or arch=='sm_90a' and o.down%4==0 and o.warps<=16
+                    more = SimpleNamespace(format=CARD_FORMATS['bf16' if f.parts==1 else 'f32'], n=64)
+                    beside = SimpleNamespace(card=at, w=SimpleNamespace(k=k), extra=more, W=W, o=o, more=1)
                     opts,shared = many._Product.extra_share(beside)
-                    assert shared<=most and W%opts['EALONG']==0 and opts['EALONG']<=o.warps
+                    assert shared<=most and W%opts['EALONG']==0
+                    assert opts['EALONG']*opts['EDOWN']<=o.warps
 
 def test_a_step_uses_it():
     "for more than eight rows, and for fewer that are long"

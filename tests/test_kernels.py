@@ -6,7 +6,8 @@ from pathlib import Path
 from atlas.ground.core import AtlasError,cp
 from atlas.card.launch import CubinStore,Nvrtc,OPTIONS,Source,ahead,compilations,compiled
 from atlas.card.launch import cubin_name,cuda_headers,find_nvcc,kernel_names,machine_code
-from atlas.card.launch import prepare,saved_variants,simulate
+from atlas.card.launch import options_of,prepare,saved_variants,simulate
+from atlas.cuda.flash import _groups
 from helpers.nvcc import built
 
 root = Path(__file__).parents[1]
@@ -20,6 +21,16 @@ each = pytest.mark.parametrize('name', kernel_names())
 def test_compiles_and_spills_nothing(name, arch, cache):
     said = built(cache, name, arch).said
     assert re.findall(r'(\d+) bytes stack frame, (\d+) bytes spill stores', said)==[('0','0')], said
+
+@needs_nvcc
+@pytest.mark.parametrize('d', [64,128,256])
+def test_products_of_warpgroups_run_on(d, cache):
+    "nvcc says so where it makes each wait for the one before, and where it shares out no registers"
+    for share in (1,4):
+        options = options_of(dict(DIM=d, FORMAT=3)|_groups(d, share, 1000, 132).options)
+        said = built(cache, 'flash', 'sm_90a', (*OPTIONS, *options)).said
+        assert 'Performance Loss' not in said, said
+        assert int(re.search(r'(\d+) bytes spill stores', said)[1])<=16, said
 
 @each
 @pytest.mark.parametrize('arch', archs)

@@ -77,6 +77,27 @@ def test_a_graph_only_launches(monkeypatch):
     arrays = len(card_stepper._arrays(b))
     assert len(uploads)==arrays*len(replayed(e))
 
+def test_recorded_before_they_come(monkeypatch):
+    "Passes of usual lengths are replayed from the first on, with the same bits"
+    m = models('llama', 'bf16')[1]
+    want,_ = answers(m)
+    e = engine(m, blocks=60)
+    with e.stepper.here(): e.stepper._record_prompts(128)
+    before = dict(e.stepper.prompts.kept)
+    assert set(before)=={PromptShape(64, 1),PromptShape(128, 1)} and all(before.values())
+    got,_ = serve(e, requests(m.c.vocab_size))
+    assert {rid: said(events) for rid,events in got.items()}==want
+    assert e.stepper.prompts.kept[PromptShape(64, 1)] is before[PromptShape(64, 1)]
+
+def test_usual_lengths():
+    "All if there is room for them, else powers of two and the longest"
+    p = engine(models('llama', 'bf16')[1]).stepper.prompts
+    p.most = 4
+    assert p.usual(256)==[64,128,192,256]
+    assert p.usual(320)==[64,128,256,320]
+    assert p.usual(2048)==[256,512,1024,2048]
+    assert p.usual(63)==[]
+
 def test_memory_that_is_gone(monkeypatch):
     "A pool that was refused has given back what graphs write to"
     e = engine(models('llama', 'bf16')[1])

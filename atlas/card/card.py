@@ -245,15 +245,16 @@ class Limits:
     third:int # So much that one block, and no more, fits beside one that is `alone`; 0: never
     # Of the next matrix to ask for: what memory gives while blocks wait, and the L2 cache holds
     ahead:int
+    groups:bool # Do four warps multiply together (lib/wgmma.cuh)?
 
 _HOPPER = Limits(
     shared=228<<10, block=227<<10, half=111<<10,
     alone=116<<10, third=78<<10,
-    ahead=16<<20)
+    ahead=16<<20, groups=True)
 _OTHERS = Limits(
     shared=100<<10, block=99<<10, half=99<<10,
     alone=51<<10, third=0,
-    ahead=2<<20)
+    ahead=2<<20, groups=False)
 
 def limits(card)->Limits:
     "The limits of a `Cuda`, an `Emulator`, or what stands for one"

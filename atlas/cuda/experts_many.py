@@ -9,13 +9,13 @@ __all__ = ['STRETCH', 'MOST', 'route_many', 'sort_picks', 'experts_many']
 
 # %% ../../nbs/3_ops/moe/52_cuda.experts_many.ipynb #b4ad0d06
 from ..card.card import card_of,run
-from .gemm import by_groups,gemm,halve,product,tile_of
+from .gemm import as_halves,by_groups,gemm,product,tile_of
 
 # %% ../../nbs/3_ops/moe/52_cuda.experts_many.ipynb #da1c0f4d
 _SCORE = dict(softmax=0, sigmoid=1, topk_softmax=2)
 
 def route_many(
-    x, # [R, H] float32
+    x, # [R, H] float32; or a `Halved` of two parts
     router, # `Packed` [E, H]
     bias=None, # [E]: added to the logits
     correction=None, # [E]: added to the scores for picking only
@@ -29,8 +29,9 @@ def route_many(
     eps:float=0.,
 ): # ids [R, top_k] int32, best first; weights [R, top_k] float32; one column more with `shared`
     "`atlas.ops.moe.route` on the card"
-    R,card,out = len(x),card_of(x),top_k+(shared>0)
+    R,out = len(x),top_k+(shared>0)
     logits = gemm(x, router, gain, eps, exact=True)
+    card = card_of(logits)
     ids,weights = card.empty((R, out), 'int32'),card.empty((R, out))
     run('route_many', -(-R//4), 128, logits, bias, correction, per_expert, ids, weights, float(scaling), R, pdl=False,
         E=router.n-(shared==1), TOP=top_k, SCORE=_SCORE[score], RENORM=int(renormalise), SHARED=shared)
@@ -70,7 +71,7 @@ def _tiles(card, experts, picks, places):
 MOST = 4096 # Rows at a time: what their picks give takes `4*top_k*H` bytes a row until it is gathered
 
 def experts_many(
-    x, # [R, H] float32
+    x, # [R, H] float32; or a `Halved`
     ids, # [R, k] int32
     weights, # [R, k] float32
     up, # `Packed` bank [E, 2*I, H] in pairs; [E, I, H] for relu2
@@ -84,7 +85,7 @@ def experts_many(
     out=None, # [R, H]
 ): # [R, H] float32
     "`atlas.ops.moe.experts` on the card, for many rows; no row's bits depend on another row"
-    (R,k),card = ids.shape,card_of(x)
+    (R,k),card = ids.shape,card_of(ids)
     if out is None: out = card.empty((R, down.n))
     if R>MOST:
         cut = lambda a, i: None if a is None else a[i:i+MOST]
@@ -100,7 +101,8 @@ def experts_many(
     order,*lists = sort_picks(ids, up.experts, places[0], real, other)
     def grouped(x, w, out, bias, g, act=None):
         tiles = lists[g-1 if other else 0]
-        return product(*halve(x), w, out, R*k, bias, act=act, limit=limit, order=order, tiles=tiles, grouped=g, top=k)
+        h = as_halves(x)
+        return product(h.y, h.scale, w, out, R*k, bias, act=act, limit=limit, order=order, tiles=tiles, grouped=g, top=k)
     y = grouped(x, up, card.empty((R*k, down.k)), up_bias, 1, act)
     d = grouped(y, down, card.empty((R*k, down.n)), down_bias, 2)
     run('moe_gather', (-(-down.n//512), R), 128, d, weights, real, add, out, down.n, k, pdl=False)

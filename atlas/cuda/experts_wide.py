@@ -14,6 +14,7 @@ from ..ground.config import MoEConfig
 from ..ground.core import AtlasError
 from .experts import _ACTS,_asked,_ceil,_checked,_raw
 from .gemv import _x_bytes
+from .gemv_wide import Found,Reader,halved_rows
 from .pack import Packed
 
 # %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #36af4b39
@@ -176,6 +177,8 @@ def moe_wide(
     out=None, # [R, H]
     blocks:int|None=None, # So many; one a multiprocessor by default
     then:Packed|None=None, # The matrix that the next launch reads: asked for at the end
+    reader:Reader|None=None, # Who reads the result next
+    made:list|None=None, # Where the result goes for its reader
 ): # [R, H]: residual and weighted sum of the experts' MLPs
     "What `moe` computes, for up to 256 rows at a time; no row's bits depend on another row"
     card,(R,H) = card_of(x),x.shape
@@ -185,6 +188,7 @@ def moe_wide(
     o = NS(seen=gain if router_gain is None else router_gain, gain=gain, eps=float(eps), m=m, act=act,
         limit=3.4e38 if limit is None else float(limit), bias=bias, correction=correction, then=then,
         per_expert=per_expert, shared=shared, gate=shared_gate, biases=(up_bias,down_bias), blocks=blocks)
+    o.reader,o.made = reader if R<=MOST_ROWS else None,made
     for i in range(0, R, MOST_ROWS):
         part = [None if a is None else a[i:i+MOST_ROWS] for a in (x,add,out,*routes)]
         _rows(router, up, down, o, *part)
@@ -211,5 +215,9 @@ def _rows(router, up, down, o, x, add, out, *routes):
     _products(x, up, o.biases[0], o.gain, slots, h, o.eps, o.limit, always, blocks, d[0])
     _products(h, down, o.biases[1], None, slots, y, o.eps, o.limit, always, blocks, d[1])
     later,sixteens = _asked(o.then, card)
+    if o.reader:
+        found = Found(share, y.reshape(R, picks, H), add, later, sixteens)
+        o.made.append(halved_rows(out, o.reader, found))
+        return
     run('expert_sum', (_ceil(H, 512),R), 128, share, y.reshape(R, picks, H), add, out, *later, *sixteens,
         HIDDEN=H, PICKS=picks)

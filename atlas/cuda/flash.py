@@ -8,18 +8,52 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/attention/cuda.flash.html.md
 __all__ = ['flash']
 
 # %% ../../nbs/3_ops/attention/22_cuda.flash.ipynb #d9bdad47
+from dataclasses import dataclass
 from ..card.card import card_of,limits,run
 from ..ground.core import DeviceError
 from ..ops.linear import TILE
 
 # %% ../../nbs/3_ops/attention/22_cuda.flash.ipynb #1ac8a730
-def _cut(card, d, share, planes=1):
-    "Heads and warps of a block, columns of a warp, keys of a piece, and shared memory"
-    most,db = limits(card).block,min(d, 256)
+@dataclass(frozen=True)
+class _Cut:
+    "What a block of `flash` is made of: options, threads, shared memory, and its heads"
+    options:dict
+    threads:int
+    shared:int
+    heads:int
+
+def _warps(card, d, share, planes=1):
+    "By warps: 16 rows of a head each, or part of its columns"
+    most,columns = limits(card).block,min(d, 256)
     for heads,keys in ((2,64),(2,48),(2,32),(1,64),(1,48),(1,32),(1,16)):
         room = heads*TILE*(2*d*planes+16)+keys*(4*d*planes+32+24)
-        if room<=most and (heads==1 or share%2==0 and d<=256): return heads,4*heads*d//db,db,keys,room
+        options = dict(DB=columns, HB=heads, KEYS=keys)
+        cut = _Cut(options, 128*heads*d//columns, room, heads)
+        if room<=most and (heads==1 or share%2==0 and d<=256): return cut
     raise DeviceError(f'{card.name} has no shared memory for heads of {d} elements')
+
+# Size of a head: heads of a block, keys of a piece, stages, blocks of a multiprocessor
+_GROUPS = {
+    64: ((4,64,5,1), (1,128,5,2)),
+    128: ((2,128,4,1), (1,96,3,2)),
+    256: ((2,80,4,1), (1,80,4,1)),
+    512: ((1,48,3,1),)}
+
+def _groups(d, share, tiles, multiprocessors):
+    "By warpgroups: 64 rows of a head each, and one that fetches"
+    heads,keys,stages,side = next(g for g in _GROUPS[d] if share%g[0]==0)
+    while heads>1 and 2*tiles<=heads*multiprocessors: heads //= 2 # some have nothing to do: smaller blocks
+    room = 1024+heads*TILE*2*d+stages*(keys*2*d+16)
+    columns = min(d, 256)
+    options = dict(WGMMA=1, DB=columns, HB=heads, KEYS=keys, STAGES=stages, SIDE=side)
+    return _Cut(options, 128*(heads*d//columns+1), room, heads)
+
+def _cut(card, d, share, fmt, tiles):
+    "How `flash` is to compute so many tiles of heads of `d` elements, `share` of them to a key head"
+    hopper = card.arch in ('sm_90a','emulated')
+    if not hopper or fmt=='f32' or d not in _GROUPS: return _warps(card, d, share, 1+(fmt=='f32'))
+    return _groups(d, share, tiles, card.multiprocessors)
+
 
 # %% ../../nbs/3_ops/attention/22_cuda.flash.ipynb #4fc85b71
 def flash(
@@ -43,7 +77,7 @@ def flash(
     cos,sin,pos,axes = (None,)*4 if angles is None else (angles.cos,angles.sin,angles.pos.reshape(-1, R),angles.axes if angles.pos.ndim>1 else None)
     run('flash_prep', R, 256, qkv, q_norm, k_norm, cos, sin, pos, axes, b.slots, k, ks, kb, v, vs, vb, q, kf, vf, b.tile_lo, b.tile_hi, float(eps), R, width, heads, kv,
         0 if cos is None else cos.shape[1], a.gate, a.q_only, a.qk_norm=='all', pdl=False, DIM=d, FORMAT=pool.code, KEQV=int(a.k_eq_v), VNORM=int(a.v_norm))
-    hb,warps,db,keys,room = _cut(card, d, heads//kv, planes)
-    run('flash', (heads//hb, R//TILE), 32*warps, q, kf, vf, qkv if a.gate else None, k, ks, kb, v, vs, vb, b.tables, b.starts, b.tile_seq, b.tile_start, b.tile_lo, b.tile_hi,
-        sinks, y, float(scale), window or 0, heads, kv, width, pool.block_size, b.tables.shape[1], shared=room, pdl=False, DIM=d, DB=db, HB=hb, KEYS=keys, FORMAT=pool.code)
+    cut = _cut(card, d, heads//kv, pool.fmt, heads*R//TILE)
+    run('flash', (heads//cut.heads, R//TILE), cut.threads, q, kf, vf, qkv if a.gate else None, k, ks, kb, v, vs, vb, b.tables, b.starts, b.tile_seq, b.tile_start, b.tile_lo, b.tile_hi,
+        sinks, y, float(scale), window or 0, heads, kv, width, pool.block_size, b.tables.shape[1], shared=cut.shared, pdl=False, DIM=d, FORMAT=pool.code, **cut.options)
     return y

@@ -8,8 +8,9 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/mamba/cuda.scan.html.md"""
 __all__ = ['delta_many', 'mamba_many']
 
 # %% ../../nbs/3_ops/mamba/41_cuda.scan.ipynb #ee0a3a9b
-from ..card.card import card_of,run
+from ..card.card import card_of,limits,run
 from .delta import _DELTA,check_sizes
+from .gemm import Halved
 from ..ops.linear import TILE
 
 # %% ../../nbs/3_ops/mamba/41_cuda.scan.ipynb #273ecd55
@@ -19,11 +20,19 @@ def _room(dk, dv, more):
     "Bytes of shared memory of a block that prepares a tile, `more` floats included"
     return TILE*(4*dk+4*max(dk, dv)+16)+4*more
 
-def _pass(name, heads, dv, b, *args, **sizes):
-    "The kernel that carries states from tile to tile"
-    n = 2 if dv%32==0 else 1  # warps a block
-    run(name, (heads*dv//16//n, b.num_seqs), 32*n, *args, shared=11*8192+2048, pdl=False, WARPS=n, DV=dv, **sizes)
+def _share(card)->tuple[int,int]:
+    "Columns of a state over 16 that a block of `delta_many` has, and tiles that lie in its shared memory"
+    return (2,2) if limits(card).block>200<<10 else (1,1)
 
+def _carry(dk, dv, vh, tails, b, *args):
+    "The states of delta nets from tile to tile; `tails` for each slot"
+    n,held = _share(card_of(args[0]))
+    shared = held*(512*dk+22272+4096*n)+8192*n+64
+    run('delta_many', (vh*dv//16//n, b.num_seqs), 128*n,
+        *args, shared=shared, pdl=False,
+        DK=dk, DV=dv, GROUPS=n, BUFFERS=held, TAILS=tails)
+
+# %% ../../nbs/3_ops/mamba/41_cuda.scan.ipynb #273ecd57
 def _finish(y, x, at, norm_w, b, n, eps, gate):
     "Norm and gate in place, zeros in padding rows; the gates begin at column `at` of x"
     R,W = y.shape
@@ -33,6 +42,26 @@ def _finish(y, x, at, norm_w, b, n, eps, gate):
         R, W, x.shape[1], at, n, len(norm_w),
         pdl=False, GATE=gate, KEPT=min(4, -(-n//128)))
     return y
+
+def _halvable(width, n)->bool:
+    "Can a block have a row of so many numbers, normed in groups of `n`, in registers?"
+    per,rest = divmod(width, 1024)
+    return not rest and n%128==0 and per<=8 and per%(n//128)==0
+
+def _finish_halved(y, x, at, norm_w, b, n, eps, gate, parts):
+    "As `_finish`, and as fp16 in so many parts"
+    (R,W),card = y.shape,card_of(y)
+    h = Halved(card.empty((R, parts*W), 'float16'), card.empty(R), parts)
+    run('gated_halves', R, 256,
+        y, x, norm_w, b.tile_seq, b.tile_lo, b.tile_hi, h.y, h.scale,
+        float(eps), W, x.shape[1], at, len(norm_w),
+        pdl=False, GATE=gate, PARTS=parts, SHARES=n//128, PER=W//1024)
+    return h
+
+def _finished(y, *how, parts):
+    "What the layer made, normed and gated: float32, or a `Halved` of so many parts"
+    if parts and _halvable(y.shape[1], how[4]): return _finish_halved(y, *how, parts)
+    return _finish(y, *how)
 
 # %% ../../nbs/3_ops/mamba/41_cuda.scan.ipynb #06eb1b3c
 def delta_many(
@@ -49,17 +78,22 @@ def delta_many(
     gate_act:str='silu', # Or 'sigmoid'
     eps:float=1e-6, # Of the norm
     out=None, # [R, vh*dv]
+    parts:int=0, # 1 or 2: as a `Halved` of so many parts, where there is a kernel for that
 ): # [R, vh*dv], normed and gated; zeros in padding rows
     "`atlas.ops.delta.gated_delta` for tiles of prompts"
     card,T,(vh,dk,dv) = card_of(x),len(x)//TILE,rec.shape[1:]
     check_sizes('A delta net', {'key heads':dk, 'value heads':dv}, _DELTA)
     y = card.empty((len(x), vh*dv)) if out is None else out
-    q,k,w,p = (card.empty((T,h,n), 'uint32') for h,n in ((kh,TILE*dk),(kh,TILE*dk),(vh,TILE*dk),(vh,TILE*TILE)))
-    u,s = card.empty((T,vh,TILE*dv)),card.empty((T,vh,2*TILE))
-    run('delta_prep', (T,kh), 256, x, conv_w, A, dt_bias, conv, *_rows(b), q, k, w, u, p, s, kh, vh, len(conv_w), x.shape[1],
-        shared=_room(dk, dv, TILE*(72+5)), pdl=False, DK=dk, DV=dv)
-    _pass('delta_many', vh, dv, b, q, k, w, u, p, s, rec, *_rows(b), y, T, kh, vh, DK=dk, TAILS=len(conv)//len(rec))
-    return _finish(y, x, len(conv_w), norm_w, b, dv, eps, 2 if gate_act=='sigmoid' else 1)
+    q,k = (card.empty((T,kh,TILE*dk), 'uint32') for _ in range(2))
+    t,p = (card.empty((T,vh,2560), 'uint32') for _ in range(2))
+    s,sizes = card.empty((T,vh,3*TILE)),(kh,vh,len(conv_w),x.shape[1])
+    run('delta_prep', (T,kh), 256,
+        x, conv_w, A, dt_bias, conv, *_rows(b), q, k, t, p, s, *sizes,
+        shared=max(512*dk, 36864)+1536, pdl=False, DK=dk)
+    _carry(dk, dv, vh, len(conv)//len(rec), b,
+        q, k, t, p, s, x, conv_w, conv, rec, *_rows(b), y, T, *sizes)
+    gate = 2 if gate_act=='sigmoid' else 1
+    return _finished(y, x, len(conv_w), norm_w, b, dv, eps, gate, parts=parts)
 
 # %% ../../nbs/3_ops/mamba/41_cuda.scan.ipynb #f1df6bea
 def mamba_many(
@@ -74,6 +108,7 @@ def mamba_many(
     groups:int, # Number G of groups of heads that share B and C
     eps:float=1e-5, # Of the norm
     out=None, # [R, I]
+    parts:int=0, # As for `delta_many`
 ): # [R, I], gated and normed; zeros in padding rows
     "`atlas.ops.mamba.mamba2` for tiles of prompts"
     card,T,(nh,dv,dk) = card_of(x),len(x)//TILE,rec.shape[1:]
@@ -85,5 +120,9 @@ def mamba_many(
     while per>4 and per%2==0: per //= 2
     run('mamba_prep', (T,groups,nh//groups//per), 256, x, conv_w, conv_b, A, dt_bias, conv, *_rows(b), q, k, u, p, s, groups, nh, per, len(conv_w), x.shape[1],
         shared=_room(dk, dv, TILE*5), pdl=False, DK=dk, DV=dv)
-    _pass('mamba_many', nh, dv, b, q, k, u, p, s, D, rec, *_rows(b), y, T, groups, nh, DK=dk, TAILS=len(conv)//len(rec))
-    return _finish(y, x, 0, norm_w, b, nh*dv//groups, eps, 3)
+    warps = 2 if dv%32==0 else 1
+    run('mamba_many', (nh*dv//16//warps, b.num_seqs), 32*warps,
+        q, k, u, p, s, D, rec, *_rows(b), y, T, groups, nh,
+        shared=11*8192+2048, pdl=False,
+        WARPS=warps, DV=dv, DK=dk, TAILS=len(conv)//len(rec))
+    return _finished(y, x, 0, norm_w, b, nh*dv//groups, eps, 3, parts=parts)

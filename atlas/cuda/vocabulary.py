@@ -7,7 +7,7 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/cuda.vocabulary.html.md"""
 # %% auto #0
 __all__ = ['DEFAULTS', 'KV_FORMATS', 'embed', 'angles', 'rmsnorm', 'norm_add', 'project', 'mlp', 'logits', 'attend',
            'gated_delta', 'mamba', 'moe', 'beside', 'pick', 'likeliest', 'ngram', 'placement', 'weight_bytes',
-           'take_rows', 'kv_formats', 'kv_bytes', 'kv_pools', 'packed_in', 'prepare', 'words_of']
+           'take_rows', 'kv_formats', 'kv_bytes', 'kv_pools', 'packed_in', 'words_of']
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #0af7b459
 import math,sys
@@ -21,9 +21,9 @@ from .experts import moe as moe_rows
 from .experts_many import experts_many,route_many
 from .experts_wide import moe_wide
 from .flash import flash
-from .gemm import gemm,units
+from .gemm import as_halves,gemm,parts_of,units
 from .gemv import embed as embed_rows,gemv,rmsnorm as norm_rows
-from .gemv_wide import gemv_wide
+from .gemv_wide import Reader,gemv_wide
 from .mamba import mamba_step
 from .ngram import ngram as look_up
 from .pack import Packed,REQUANTIZED,can_join,card_format,join,packer,taken_rows
@@ -87,7 +87,9 @@ def _staged_once(rows, k)->bool:
 
 def _rows(x, w, **kw):
     "Rows of a step times the matrix `w`, as `gemv`"
-    return (gemv_wide if _staged_once(len(x), w.k) else gemv)(x, w, **kw)
+    if _staged_once(len(x), w.k): return gemv_wide(x, w, **kw)
+    kw.pop('halved', None)
+    return gemv(x, w, **kw)
 
 def _exact(s):
     "Are a prompt's activations multiplied in two parts? Only where keys and values have 32 bits"
@@ -99,6 +101,7 @@ def _product(s, x, w, norm, extra=None, **kw):
     kw['bias'] = w.bias
     if norm is not None: kw |= norm._asdict()
     if not s.b.tiled:
+        if s.made: kw['halved'] = s.made.pop()
         return _rows(x, w.weight, extra=extra, **kw)
     kw['exact'] = _exact(s)
     if extra is None: return gemm(x, w.weight, **kw)
@@ -107,9 +110,16 @@ def _product(s, x, w, norm, extra=None, **kw):
 def _two(x, w, extra, kw):
     "Many rows times two matrices, side by side"
     y = card_of(x).empty((len(x), w.n+extra.n))
-    gemm(x, w, out=y[:,:w.n], **kw)
-    gemm(x, extra, out=y[:,w.n:], **kw)
+    norm = kw.pop('gain', None),kw.pop('eps', 0.)
+    h = _halves(x, norm, kw['exact'], w, extra)
+    gemm(h, w, out=y[:,:w.n], **kw)
+    gemm(h, extra, out=y[:,w.n:], **kw)
     return y
+
+def _halves(x, norm, exact, *ws):
+    "Rows of prompts, normed, as fp16: once for products with all of `ws`"
+    norm = norm or (None,0.)
+    return as_halves(x, *norm, max(parts_of(w, exact) for w in ws))
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #f048de09
 def project(s:Step, x, w, norm=None, add=None, extra=None):
@@ -119,6 +129,9 @@ def project(s:Step, x, w, norm=None, add=None, extra=None):
 def mlp(s:Step, x, w:MLPWeights, norm=None, add=None):
     "`down(act(up(x)))` of rows `x` [R, H], times the sigmoid of a gate if there is one, plus `add`"
     gate = None
+    if s.b.tiled:
+        ws = [m for m in (w.up.weight,w.gate) if m is not None]
+        x,norm = _halves(x, norm, _exact(s), *ws),None
     if w.gate is not None:
         gate = _product(s, x, Matrix(w.gate), norm),0
     act = dict(act=w.act, limit=w.limit)
@@ -149,11 +162,16 @@ def attend(s:Step, qkv, w:AttentionWeights, kv, angles):
     )
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #8c38a79d
+def _next_parts(s, w)->int:
+    "Parts in which the projection after the recurrent layer `w` takes its rows; 0: nobody knows"
+    return parts_of(w.then, _exact(s)) if w.then is not None else 0
+
 def gated_delta(s:Step, x, w:DeltaWeights, conv, rec):
     "A gated delta net between its projections: [R, vh*dv], and what is left of its norm"
     weights = w.conv,w.A,w.dt_bias,w.norm
     args = x,*weights,conv,rec,s.b,w.key_heads,w.gate_act
-    if s.b.tiled: return delta_many(*args, w.eps),None
+    if s.b.tiled:
+        return delta_many(*args, w.eps, parts=_next_parts(s, w)),None
     y,parts = delta_step(*args)
     return y,GroupNorm(parts, rec.shape[3], w.eps)
 
@@ -170,7 +188,8 @@ def mamba(s:Step, x, w:MambaWeights, conv, rec):
     )
     where = dict(conv=conv, rec=rec, b=s.b)
     if s.b.tiled:
-        return mamba_many(x, **weights, **where, eps=w.eps),None
+        parts = _next_parts(s, w)
+        return mamba_many(x, **weights, **where, eps=w.eps, parts=parts),None
     y,parts = mamba_step(x, **weights, **where)
     return y,GroupNorm(parts, y.shape[1]//w.groups, w.eps)
 
@@ -192,8 +211,9 @@ def _flat(a): return None if a is None else a.reshape(-1)
 
 def _experts_of_rows(s, x, w, norm, add, router_gain):
     "Routed experts of a few rows, weighted, plus `add`"
-    m = w.config
-    return _moe_of(len(x))(
+    m,of = w.config,_moe_of(len(x))
+    more = dict(reader=w.reader, made=s.made) if of is moe_wide else {}
+    return of(
         x,
         *norm,
         w.router.weight,
@@ -213,6 +233,7 @@ def _experts_of_rows(s, x, w, norm, add, router_gain):
         add=add,
         routes=_routes(s, x, m.top_k),
         then=w.then,
+        **more,
     )
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #c41aa197
@@ -237,8 +258,9 @@ def _picks_of_tiles(seen, w):
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #945b71dc
 def _experts_of_tiles(s, x, w, norm, add, router_gain):
     "Routed experts of many rows, weighted, plus `add`"
-    h = norm_rows(x, *norm)
-    seen = h if router_gain is None else norm_rows(x, router_gain, norm.eps)
+    own = router_gain is not None # Has the router a norm of its own?
+    h = as_halves(x, *norm, parts_of(w.up) if own else 2)
+    seen = as_halves(x, router_gain, norm.eps, 2) if own else h
     ids,weights = _picks_of_tiles(seen, w)
     k = w.config.top_k
     if s.routes is not None:
@@ -398,7 +420,7 @@ def _join(l):
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #48c50ab2
 # Attributes that hold no weights, or another's
-_SKIPPED = {'c','_c','config','device','mtp','_mtp','vision','_vision','then'}
+_SKIPPED = {'c','_c','config','device','mtp','_mtp','vision','_vision','then','reader'}
 
 def _below(o):
     "What lies below `o` in the tree of a model"
@@ -422,11 +444,24 @@ def _begins_with(o):
     for n in names:
         if hasattr(o, n): return getattr(o, n).weight
 
+# %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #18554587
+def _before(block):
+    "The norms before the layers of `block`; None where more is done to the rows"
+    return block.norms() if hasattr(block, 'norms') else [None]*len(block.parts())
+
+def _reader(layer, norm):
+    "The product that reads the stream first in `layer`"
+    if norm is None or (w := _begins_with(layer)) is None: return None
+    extra = getattr(layer, 'ba_proj', None)
+    return Reader(w, *norm, extra and extra.weight)
+
 def _look_ahead(model):
     "Tell each layer of experts what comes after it"
     order = [l for b in model.layers for l in b.parts()]
-    for a,b in zip(order, [*order[1:],model]):
-        if hasattr(a, 'experts'): a.then = _begins_with(b)
+    norms = [n for b in model.layers for n in _before(b)]
+    for a,b,n in zip(order, [*order[1:],model], [*norms[1:],None]):
+        if not hasattr(a, 'experts'): continue
+        a.then,a.reader = _begins_with(b),_reader(b, n)
 
 def prepare(model):
     "Arrange the weights of `model` as the words want them"

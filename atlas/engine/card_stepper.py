@@ -389,6 +389,22 @@ class PromptGraphs:
         self.card.synchronize()
         self.kept.popitem(last=False)
 
+# %% ../../nbs/5_engine/12_card_stepper.ipynb #6e6bf660
+@patch
+def record(self:PromptGraphs, batches):
+    "Have graphs for the shapes of `batches` of the host before they come"
+    with self.scratch.allocating():
+        for b in batches:
+            self.kept[PromptShape(b.num_rows, b.num_seqs)] = self._recorded(b)
+
+@patch
+def usual(self:PromptGraphs, long:int)->list[int]:
+    "Lengths of one prompt that are worth a graph from the start; none is longer than `long`"
+    every = list(range(TILE, long+1, TILE))
+    if len(every)<=self.most: return every
+    powers = [1<<i for i in range(6, long.bit_length())]
+    return sorted({long//TILE*TILE, *powers})[-self.most:]
+
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #656d6aa6
 class CardStepper(Stepper):
     "The steps of a model on a card"
@@ -776,12 +792,12 @@ def _counted(self:CardStepper, flight)->Sampled:
 
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #61eaf9b3
 @patch
-def _zeros(self:CardStepper, tokens, pieces=1, start=0, want=1):
+def _zeros(self:CardStepper, tokens, pieces=1, start=0, want=1, device=None):
     "A batch of zeros, on blocks and slots that nobody has yet"
     blocks = list(range(self.cache.blocks_for(start+tokens)))
     one = Piece([0]*tokens, start, blocks, want)
     size = self.cache.pool.block_size
-    return make_batch([one]*pieces, not start, size, self.card)
+    return make_batch([one]*pieces, not start, size, device or self.card)
 
 @patch
 def _try_prompt(self:CardStepper, tokens=1, pieces=1):
@@ -865,7 +881,15 @@ def warm(self:CardStepper):
         make_ready(self.card, *prompts, *replays, *decodes)
         self._try_prompt(long)
         with self.stream.turn(): self._try_decode(128)
+        if self.prompts: self._record_prompts(long)
         self.card.synchronize()
+
+@patch
+def _record_prompts(self:CardStepper, long):
+    "Have graphs for prompts of usual lengths"
+    lengths = self.prompts.usual(long)
+    zeros = [self._zeros(n, device=Host()) for n in lengths]
+    self.prompts.record(map(self._fixed, zeros))
 
 @patch
 def close(self:CardStepper):

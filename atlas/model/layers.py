@@ -120,7 +120,7 @@ class DeltaNet:
         "What `gated_delta` reads"
         d = self._d
         return DeltaWeights(self.conv1d.weight, self.A, self.dt_bias, self.norm.weight,
-            self._c.norm_eps, d.num_k_heads, d.gate_act)
+            self._c.norm_eps, d.num_k_heads, d.gate_act, self.out_proj.weight)
 
     def __call__(self, x, norm, s, add=None):
         "As `Attention`"
@@ -154,7 +154,7 @@ class Mamba:
         "What `mamba` reads"
         conv = self.conv1d
         return MambaWeights(conv.weight, conv.bias, self.A, self.D, self.dt_bias,
-            self.norm.weight, self._c.norm_eps, self._m.n_groups)
+            self.norm.weight, self._c.norm_eps, self._m.n_groups, self.out_proj.weight)
 
     def __call__(self, x, norm, s, add=None):
         "As `Attention`"
@@ -216,7 +216,7 @@ class MoE:
         size = c.moe.shared_size
         self.shared = MLP(c, size) if size else None
         # for a device that keeps the shared expert in the bank, or asks ahead
-        self.joined,self.then = False,None
+        self.joined,self.then,self.reader = False,None,None
 
     def wants(self, dst, src):
         "As `Attention.wants`"
@@ -260,7 +260,7 @@ def weights(self:MoE)->MoEWeights:
         up_bias=getattr(e, 'gate_up_proj_bias', None),
         down_bias=getattr(e, 'down_proj_bias', None),
         shared=self.shared and self.shared.weights(gate),
-        joined=self.joined, then=self.then)
+        joined=self.joined, then=self.then, reader=self.reader)
 
 @patch
 def __call__(self:MoE, x, norm, s:Step, add=None, router_gain=None):
@@ -290,6 +290,11 @@ class Block:
     def parts(self)->list:
         "Its layers, in order"
         return [h.layer for h in self._halves]
+
+    def norms(self)->list:
+        "The norm before each of them"
+        gains = [getattr(self, h.attr+'_norm').weight for h in self._halves]
+        return [Norm(g, self._c.norm_eps) for g in gains]
 
     def __call__(self, x, s):
         "The stream `x` [R,H] after this block"

@@ -14,7 +14,7 @@ __all__ = ['WORDS', 'DRAFTING', 'SETUP', 'DEFAULTS', 'Step', 'embed', 'RotaryTab
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #592ad131
 import math
 import numpy as np
-from dataclasses import dataclass
+from dataclasses import dataclass,field
 from typing import NamedTuple
 from ..ground.config import AttentionConfig,MoEConfig
 from .attention import attend as attend_heads
@@ -42,6 +42,7 @@ class Step:
     angles:dict # Kind of attention -> what `angles` made; None where it has no positions
     ops:object # The words: this module, or `atlas.cuda.vocabulary`
     routes:list|None=None # Where `moe` leaves what it picked: (ids, weights), [R, top_k] each
+    made:list=field(default_factory=list) # A device's: rows in the form that their reader wants
 
 def _tiles(s, x):
     "Rows [R,n] as products take them: the tiles of a prefill step apart"
@@ -223,6 +224,7 @@ class DeltaWeights:
     eps:float # Of that norm
     key_heads:int
     gate_act:str='silu' # Or 'sigmoid'
+    then:object=None # The matrix that reads the result
 
 def gated_delta(
     s:Step,
@@ -245,8 +247,7 @@ def gated_delta(
         eps=w.eps,
         conv=conv,
         rec=rec,
-        state_in=b.state_in,
-        state_out=b.state_out,
+        state_in=b.state_in, state_out=b.state_out,
         starts=b.starts,
         counts=b.counts,
         tiled=b.tiled,
@@ -266,6 +267,7 @@ class MambaWeights:
     norm:object # [I]: gain of the norm over each group
     eps:float # Of that norm
     groups:int # Of heads that share B and C
+    then:object=None # As `DeltaWeights`
 
 def mamba(
     s:Step,
@@ -364,6 +366,7 @@ class MoEWeights:
     shared:MLPWeights|None=None # The expert that every row goes to, beside the bank
     joined:bool=False # Is it in the bank, after the others, and its gate in the router?
     then:object=None # What the next layer begins with
+    reader:object=None # The same with the norm before it, where nothing else is done to the rows
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #369bcb9a
 def _picks(s, seen, w):

@@ -6,6 +6,7 @@
 //   meet_init(b, n)            by one thread, for n arrivals a phase
 //   meet_ready()               by that thread then; after a barrier of the block others may use them
 //   meet_arrive(b)             what this thread has read before is read
+//   meet_arrive_copied(b)      arrive when all copies of lib/async.cuh that this thread asked for have
 //   bulk_expect(b, bytes)      arrive, and announce bytes
 //   bulk_copy(to, from, bytes, b)      multiples of 16, addresses too; bulk_copy_once: likewise
 //   meet_over(b, parity)       is the phase of that parity (0 for the first) over?
@@ -28,6 +29,16 @@ __device__ inline void meet_change(Meeting* b, int arrivals, int bytes) {
     memcpy(b, &m, sizeof m);
     emu::progress++;
 }
+__device__ inline void late_arrive(Meeting* b) {
+    for (int i = 0; i < late_many; i++) {
+        const LateCopy c = late_copies[i];
+        if (c.b != b) continue;
+        memcpy(c.to, c.held, c.bytes);
+        __builtin_free(c.held);
+        late_copies[i--] = late_copies[--late_many];
+        meet_change(b, 0, -(int)c.bytes);
+    }
+}
 #endif
 
 __device__ __forceinline__ void meet_init(Meeting* b, int n) {
@@ -49,6 +60,16 @@ __device__ __forceinline__ void meet_arrive(Meeting* b) {
     const unsigned at = (unsigned)__cvta_generic_to_shared(b);
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(at) : "memory");
 #elif defined(ATLAS_EMULATE)
+    meet_change(b, 1, 0);
+#endif
+}
+__device__ __forceinline__ void meet_arrive_copied(Meeting* b) {
+#if defined(__CUDA_ARCH__)
+    const unsigned at = (unsigned)__cvta_generic_to_shared(b);
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(at) : "memory");
+#elif defined(ATLAS_EMULATE)
+    emu::commit();
+    emu::wait(0);
     meet_change(b, 1, 0);
 #endif
 }
@@ -118,16 +139,8 @@ __device__ __forceinline__ void meet_wait(Meeting* b, unsigned parity) {
     while (!over);
 #elif defined(ATLAS_EMULATE)
     EmulatedMeeting m;
-    for (int i = 0; i < late_many; i++) {
-        const LateCopy c = late_copies[i];
-        if (c.b != b) continue;
-        memcpy(c.to, c.held, c.bytes);
-        __builtin_free(c.held);
-        late_copies[i--] = late_copies[--late_many];
-        meet_change(b, 0, -(int)c.bytes);
-    }
     // some warps are later than others, so that nobody can rely on their pace
     for (int i = 0; i < emu::current / 32 % 4 * 2; i++) { emu::progress++; emu::yield(); }
-    while (memcpy(&m, b, sizeof m), m.phase == parity) emu::yield();
+    while (late_arrive(b), memcpy(&m, b, sizeof m), m.phase == parity) emu::yield();
 #endif
 }

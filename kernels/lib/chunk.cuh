@@ -14,22 +14,42 @@ struct Rows {
     const float* tail;   // [3, c]
     float* keep;         // where the last three inputs go, or null
     int width, c, lo, hi, rel, tile;
-    // Input channel `ch` (at column `at` of x) of row j >= -3
-    __device__ __forceinline__ float in(int j, int ch, int at) const {
-        if (rel + j >= 0) return j < hi ? x[(long long)j * width + at] : 0.f;
-        return tail && rel + j >= -3 ? tail[(size_t)(3 + rel + j) * c + ch] : 0.f;
+    // Where input channel `ch` (at column `at` of x) of row j >= -3 is; null: it is zero
+    __device__ __forceinline__ const float* from(int j, int ch, int at) const {
+        if (rel + j >= 0) return j < hi ? x + (long long)j * width + at : nullptr;
+        return tail && rel + j >= -3 ? tail + (size_t)(3 + rel + j) * c + ch : nullptr;
     }
+    __device__ __forceinline__ float in(int j, int ch, int at) const {
+        const float* p = from(j, ch, at);
+        return p ? *p : 0.f;
+    }
+    // All rows are real, and so are the three before them
+    __device__ __forceinline__ bool inner() const { return lo == 0 && hi == TILE && rel >= 3; }
     // silu of the convolution over time of channel `ch` for rows j0..j0+15: f(row, value); zeros where rows are not real
-    template <class F> __device__ __forceinline__ void conv(int ch, int at, int j0, const float* __restrict__ conv_w, const float* __restrict__ bias, F f) const {
-        const float4 w = ((const float4*)conv_w)[ch];
-        const float b = bias ? bias[ch] : 0.f;
+    template <class F> __device__ __forceinline__ void conv(int ch, int at, int j0,
+            const float* __restrict__ conv_w, const float* __restrict__ bias, F f) const {
         float v[19];
+        inputs(ch, at, j0, v);
+        convolved(v, ((const float4*)conv_w)[ch], bias ? bias[ch] : 0.f, j0, f);
+    }
+    // What that reads
+    __device__ __forceinline__ void inputs(int ch, int at, int j0, float* v) const {
+        if (!inner()) {
+            #pragma unroll
+            for (int i = 0; i < 19; i++) v[i] = in(j0 + i - 3, ch, at);
+            return;
+        }
+        const float* from = x + (long long)(j0 - 3) * width + at;
         #pragma unroll
-        for (int i = 0; i < 19; i++) v[i] = in(j0 + i - 3, ch, at);
+        for (int i = 0; i < 19; i++) v[i] = from[(long long)i * width];
+    }
+    template <class F> __device__ __forceinline__ void convolved(const float* v, float4 w, float b, int j0, F f) const {
+        const bool all = inner();
         #pragma unroll
         for (int i = 0; i < 16; i++) {
             const float y = fmaf(v[i + 3], w.w, fmaf(v[i + 2], w.z, fmaf(v[i + 1], w.y, v[i] * w.x))) + b;
-            f(j0 + i, j0 + i >= lo && j0 + i < hi ? __fdividef(y, 1.f + __expf(-y)) : 0.f);
+            const float s = __fdividef(y, 1.f + __expf(-y));
+            f(j0 + i, all || (j0 + i >= lo && j0 + i < hi) ? s : 0.f);
         }
     }
     __device__ __forceinline__ void keep_tail(int ch, int at) const {
@@ -97,42 +117,65 @@ __device__ __forceinline__ void put_limbs(unsigned char* row, int e, int apart, 
     to[apart] = __float2bfloat16(v - __bfloat162float(b));
 }
 
-// Limbs of matrices in shared memory, rows (tokens) of `STEP` bytes: `hi` is the address of row 0, `lo` lies `apart` bytes behind.
-template <int STEP> struct Matrix {
-    const unsigned char* hi;
-    int apart;
-    __device__ __forceinline__ const unsigned char* at(int row, int col) const { return hi + row * STEP + col * 2; }
+// Limbs of matrices in shared memory, a row for a token. `L` says where: at(row, col) is the address of the
+// high limb, low(p) of the low limb that belongs to it.
+template <class L> struct Operand : L {
+    using L::at;
+    using L::low;
+    __device__ __forceinline__ static void split(uint4* f, const Limbs& m) {
+        f[0] = make_uint4(m.hi[0], m.hi[1], m.lo[0], m.lo[1]);
+        f[1] = make_uint4(m.hi[2], m.hi[3], m.lo[2], m.lo[3]);
+    }
     // A operand: rows r.., columns c..
     __device__ __forceinline__ void a(Limbs& f, int r, int c) const {
         const int l = threadIdx.x % 32;
         const unsigned char* p = at(r + l % 16, c + l / 16 * 8);
-        f.load(p, p + apart);
+        f.load(p, low(p));
     }
     // A operand of the transposed: rows are columns c.. of the matrix, columns its rows r..
     __device__ __forceinline__ void a_turned(Limbs& f, int c, int r) const {
         const int l = threadIdx.x % 32;
         const unsigned char* p = at(r + l % 8 + l / 16 * 8, c + l / 8 % 2 * 8);
-        f.load_trans(p, p + apart);
+        f.load_trans(p, low(p));
     }
     // Two B fragments with the matrix's rows as columns: n = rows r.. and r+8.., k = columns c..
-    __device__ __forceinline__ void b_turned(uint4* f, int r, int c) const {
+    // FLIP 1: the other way round
+    __device__ __forceinline__ void b_turned(uint4* f, int r, int c, int flip = 0) const {
         const int l = threadIdx.x % 32;
-        const unsigned char* p = at(r + l % 8 + l / 16 * 8, c + l / 8 % 2 * 8);
+        const unsigned char* p = at(r + l % 8 + (l / 16 ^ flip) * 8, c + l / 8 % 2 * 8);
         Limbs m;
-        m.load(p, p + apart);
-        f[0] = make_uint4(m.hi[0], m.hi[1], m.lo[0], m.lo[1]);
-        f[1] = make_uint4(m.hi[2], m.hi[3], m.lo[2], m.lo[3]);
+        m.load(p, low(p));
+        split(f, m);
     }
     // Two B fragments: k = rows r.., n = columns c.. and c+8..
     __device__ __forceinline__ void b(uint4* f, int r, int c) const {
         const int l = threadIdx.x % 32;
         const unsigned char* p = at(r + l % 16, c + l / 16 * 8);
         Limbs m;
-        m.load_trans(p, p + apart);
-        f[0] = make_uint4(m.hi[0], m.hi[1], m.lo[0], m.lo[1]);
-        f[1] = make_uint4(m.hi[2], m.hi[3], m.lo[2], m.lo[3]);
+        m.load_trans(p, low(p));
+        split(f, m);
     }
 };
+// Rows of STEP bytes, padded so that no two of eight begin in the same banks; low limbs `apart` bytes behind.
+template <int STEP> struct Padded {
+    const unsigned char* hi;
+    int apart;
+    __device__ __forceinline__ const unsigned char* at(int row, int col) const { return hi + row * STEP + col * 2; }
+    __device__ __forceinline__ const unsigned char* low(const unsigned char* p) const { return p + apart; }
+};
+// Rows of COLS high limbs and as many low ones, without padding, at a multiple of 1,024 bytes: of each 128
+// bytes, the eighths stand in an order of their own in each of eight rows. COLS: 32, 64 or 128.
+template <int COLS> struct Mixed {
+    const unsigned char* hi;
+    static __device__ __forceinline__ int place(int row, int col) {
+        return row * 4 * COLS + ((col / 8 ^ row % 8) * 16) + col % 8 * 2;
+    }
+    __device__ __forceinline__ const unsigned char* at(int row, int col) const { return hi + place(row, col); }
+    __device__ __forceinline__ const unsigned char* low(const unsigned char* p) const {
+        return hi + ((p - hi) ^ (2 * COLS));
+    }
+};
+template <int STEP> using Matrix = Operand<Padded<STEP>>;
 
 // What the scan reads of a key head: fragments of q and of k. Warps share the work.
 template <int KD, int STEP> __device__ __forceinline__ void write_q(uint4* q, const Matrix<STEP>& Q) {
@@ -155,7 +198,7 @@ template <int KD, int STEP> __device__ __forceinline__ void write_k(uint4* k, co
     }
 }
 // c = A B' for warp w's part of [64, 64]: rows 16*(w%4).., columns 32*(w/4)..
-template <int KD, int STEP> __device__ __forceinline__ void products(float (*c)[4], const Matrix<STEP>& A, const Matrix<STEP>& B) {
+template <int KD, class M> __device__ __forceinline__ void products(float (*c)[4], const M& A, const M& B) {
     const int warp = threadIdx.x / 32;
     #pragma unroll 2
     for (int s = 0; s < KD / 16; s++) {
@@ -182,6 +225,20 @@ __device__ __forceinline__ void write_p(uint4* p, const float (*c)[4]) {
     for (int i = 0; i < 2; i++) {
         const float *a = c[2 * i], *b = c[2 * i + 1];
         uint4* to = p + ((warp / 4 * 2 + i) * 8 + 2 * m) * 32 + lane;
+        to[0] = b_fragment(limbs(a[0], a[1]), limbs(b[0], b[1]));
+        to[32] = b_fragment(limbs(a[2], a[3]), limbs(b[2], b[3]));
+    }
+}
+// Fragments of a triangle with k = j, n = i, on and below the diagonal: number of fragment n (of 8) of step s (of 4)
+__device__ __forceinline__ constexpr int triangle(int s, int n) { return 7 * s - s * s + n; }
+__device__ __forceinline__ void write_triangle(uint4* p, const float (*c)[4]) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, m = warp % 4;
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int s = warp / 4 * 2 + i;
+        if (m < s) continue;
+        const float *a = c[2 * i], *b = c[2 * i + 1];
+        uint4* to = p + triangle(s, 2 * m) * 32 + lane;
         to[0] = b_fragment(limbs(a[0], a[1]), limbs(b[0], b[1]));
         to[32] = b_fragment(limbs(a[2], a[3]), limbs(b[2], b[3]));
     }

@@ -11,6 +11,7 @@
 //   times(d, a, x, low)           d[0] + d[1] += rows 2g (two of four), 2g+1 times columns 2t, 2t+1 of B; of these the lane's sixteen bytes, and of TWO planes those of the lower
 //   dot(d, x)                     all four; `x`: own(t) further than this block of row g of x (Staged)
 //   put(x, r, e, v)               v, which are columns 8e.. of row r of eight, where lanes find them side by side: lane l the i-th sixteen bytes in x[32*i + l]
+//   place(r, e)                   where: i of x[i]; of formats with one plane
 //   scale(i)                      what the sums of row 2g+i of this block are to be multiplied by, if SCALED
 //   row_scale(s, gs, row)         and those of a whole row; row_raw what that reads (lib/formats.cuh)
 // CROSSED: x in the order of to_half8_crossed.
@@ -169,8 +170,11 @@ template <class F, int C> struct Fragment<F, C, 16> : Unit<F, C> {  // four bits
             mma_f16(d[1], a + 4, b + 2);
         }
     }
+    static __device__ __forceinline__ int place(int r, int e) {
+        return e % 4 * 32 + r * 4 + e / 4;
+    }
     static __device__ __forceinline__ void put(uint4* x, int r, int e, const uint4& v) {
-        x[e % 4 * 32 + r * 4 + e / 4] = v;
+        x[place(r, e)] = v;
     }
     __device__ __forceinline__ float scale(int i) const { return s.scale(i); }
 };
@@ -228,8 +232,11 @@ template <class F, int C> struct Fragment<F, C, 32> : Unit<F, C> {  // e4m3
                 }
             }
     }
+    static __device__ __forceinline__ int place(int r, int e) {
+        return (e / 8 * 2 + e % 2) * 32 + r * 4 + e / 4 % 2 * 2 + e / 2 % 2;
+    }
     static __device__ __forceinline__ void put(uint4* x, int r, int e, const uint4& v) {
-        x[(e / 8 * 2 + e % 2) * 32 + r * 4 + e / 4 % 2 * 2 + e / 2 % 2] = v;
+        x[place(r, e)] = v;
     }
     __device__ __forceinline__ float scale(int i) const { return s[i]; }
 };
@@ -281,8 +288,11 @@ template <class F, int C> struct Fragment<F, C, 64> : Unit<F, C> {  // bf16, f16
             }
         }
     }
+    static __device__ __forceinline__ int place(int r, int e) {
+        return e / 4 * 32 + r * 4 + e % 4;
+    }
     static __device__ __forceinline__ void put(uint4* x, int r, int e, const uint4& v) {
-        x[e / 4 * 32 + r * 4 + e % 4] = v;
+        x[place(r, e)] = v;
     }
     __device__ __forceinline__ float scale(int) const { return 1.f; }
 };

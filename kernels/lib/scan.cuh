@@ -1,19 +1,21 @@
 #pragma once
-// What the two recurrent layers' prefill shares: the state's way from tile to tile (64 positions) of a sequence. A warp owns 16 columns of a head's state and
-// keeps them, transposed (16 x KD), in the registers that a product leaves its sums in, which are also the registers that the next product takes its
-// left operand from. So warps never talk to each other; what they read (prepared by delta_prep or mamba_prep) comes through a ring in shared memory.
-//   O = G (Q S) + P N,   S = G[63] S + K' (E N),   N = U - W S (delta) or U (Mamba)
-// Fragments (lib/limbs.cuh) of a tile: q, w [KD/16][8]: column tiles of 8 rows of the tile; p [4][8]; k [4][KD/8]: column tiles of 8 of KD. u: [16 columns][8], sums.
+// Mamba's prefill: the state's way from tile to tile (64 positions) of a sequence. A warp owns 16 columns of a head's
+// state and keeps them, transposed (16 x KD), in the registers that a product leaves its sums in, which are also the
+// registers that the next product takes its left operand from. So warps never talk to each other; what they read
+// (prepared by mamba_prep) comes through a ring in shared memory.
+//   O = G (Q S) + P U,   S = G[63] S + K' (E U)
+// Fragments (lib/limbs.cuh) of a tile: q [KD/16][8]: column tiles of 8 rows of the tile; p [4][8]; k [4][KD/8]:
+// column tiles of 8 of KD. u: [16 columns][8], sums.
 #include "lib/limbs.cuh"
 #include "lib/async.cuh"
 
 constexpr int TILE = 64, RING = 11, STAGE = 16 * 32;  // stages of the ring; 16 fragments a stage, in units of 16 bytes
 
-template <int KD, int NW, bool DELTA> struct Scan {
+template <int KD, int NW> struct Scan {
     static constexpr int KS = KD / 16, NT = KD / 8, THREADS = 32 * NW;
-    static constexpr int SA = DELTA ? KS : (KS + 1) / 2, SU = (NW * 8 + 15) / 16, SP = 2, SK = (4 * NT + 15) / 16, STAGES = SA + SU + SP + SK;
+    static constexpr int SA = (KS + 1) / 2, SU = (NW * 8 + 15) / 16, SP = 2, SK = (4 * NT + 15) / 16, STAGES = SA + SU + SP + SK;
     static_assert(SU == 1 && (KD & (KD - 1)) == 0 && KD >= 16, "one or two warps, and stages that divide evenly");
-    const uint4 *w, *q, *u, *p, *k;  // of this head (or its key head) in tile 0 of the step
+    const uint4 *q, *u, *p, *k;      // of this head (or its key head) in tile 0 of the step
     const float* scal;               // G[64] | E[64]
     int step, key_step, u_step;      // from a tile to the next: heads, key heads in a tile, and u's fragments
     uint4 *ring, *slot;              // of the ring: its begin, and what is read next
@@ -30,8 +32,7 @@ template <int KD, int NW, bool DELTA> struct Scan {
             const unsigned mine = t * step, key = t * key_step;  // fragments of a step are counted in 32 bits
             if (s == 0 && threadIdx.x < 32) cp_async16(factors[t % 4] + threadIdx.x * 4, scal + mine * 2 * TILE + threadIdx.x * 4);
             if (s < SA) {
-                if (DELTA) { copy<256>(to, w + (mine * KS + s) * 256); copy<256>(to + 256, q + (key * KS + s) * 256); }
-                else if (2 * s + 1 < KS) copy<512>(to, q + (key * KS + 2 * s) * 256);
+                if (2 * s + 1 < KS) copy<512>(to, q + (key * KS + 2 * s) * 256);
                 else copy<256>(to, q + (key * KS + 2 * s) * 256);
             } else if (s < SA + SU) copy<NW * 256>(to, u + (unsigned)(t * u_step) * 256);
             else if (s < SA + SU + SP) copy<STAGE>(to, p + mine * 1024 + (s - SA - SU) * STAGE);
@@ -63,7 +64,7 @@ template <int KD, int NW, bool DELTA> struct Scan {
     // S through tile `t`; o gets what it answered, [16 columns][64 rows], and `skip` times u is added to it
     __device__ __forceinline__ void tile_step(int t, float (*S)[4], float (*o)[4], float skip) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c2 = lane % 4 * 2;
-        float n[8][4] = {};
+        float n[8][4];
         const uint4* st;
         #pragma unroll
         for (int i = 0; i < 8; i++) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0.f;
@@ -71,9 +72,8 @@ template <int KD, int NW, bool DELTA> struct Scan {
         for (int s = 0; s < KS; s++) {
             Limbs a;
             a.of_sums(S[2 * s], S[2 * s + 1]);
-            if (DELTA || s % 2 == 0) st = next(t, DELTA ? s : s / 2);
-            if (DELTA) eight(n, a, st + lane);
-            eight(o, a, st + (DELTA || s % 2 ? 256 : 0) + lane);
+            if (s % 2 == 0) st = next(t, s / 2);
+            eight(o, a, st + (s % 2 ? 256 : 0) + lane);
         }
         st = next(t, SA);
         const float *G = factors[t % 4], *E = G + TILE;
@@ -84,8 +84,8 @@ template <int KD, int NW, bool DELTA> struct Scan {
             #pragma unroll
             for (int j = 0; j < 4; j++) {
                 const float v = (&u.x)[j];
-                n[i][j] = v - n[i][j];
-                o[i][j] = o[i][j] * (j % 2 ? g1 : g0) + (DELTA ? 0.f : skip * v);
+                n[i][j] = v;
+                o[i][j] = o[i][j] * (j % 2 ? g1 : g0) + skip * v;
             }
         }
         #pragma unroll
@@ -123,18 +123,19 @@ template <int KD, int NW, bool DELTA> struct Scan {
     }
 };
 
-// The states' way of all of a step's sequences, a block to NW*16 columns of a head of one of them: DELTA: states are [KD][NV], else [NV][KD] and `skip` times
-// u is added to what they answer. Arrays as delta_many.cu and mamba_many.cu have them; a step has `tiles`, a tile `keys` of q and k and `heads` of the others.
-template <int KD, int NV, int NW, bool DELTA, int PER> __device__ __forceinline__ void scan_states(uint4* room, const unsigned* w, const unsigned* q, const unsigned* k,
-        const float* u, const unsigned* p, const float* scal, const float* skip, float* rec, const int* first, const int* starts, const int* state_in,
-        const int* state_out, const int* tile_seq, const int* tile_lo, const int* tile_hi, float* y, int tiles, int keys, int heads) {
+// The states' way of all of a step's sequences, a block to NW*16 columns of a head of one of them. States are [NV][KD],
+// PER numbers each; `skip` times u is added to what they answer. Arrays as mamba_many.cu has them; a step has `tiles`, a
+// tile `keys` of q and k and `heads` of the others.
+template <int KD, int NV, int NW, int PER> __device__ __forceinline__ void scan_states(uint4* room,
+        const unsigned* q, const unsigned* k, const float* u, const unsigned* p, const float* scal, const float* skip,
+        float* rec, const int* first, const int* starts, const int* state_in, const int* state_out,
+        const int* tile_seq, const int* tile_lo, const int* tile_hi, float* y, int tiles, int keys, int heads) {
     constexpr int PARTS = NV / 16 / NW, NT = KD / 8;
     const int lane = threadIdx.x % 32, head = blockIdx.x / PARTS, s = blockIdx.y, part = blockIdx.x % PARTS * NW, col = (part + threadIdx.x / 32) * 16;
     const int key = head / (heads / keys), f = first[s] / TILE;
     int end = f;
     while (end < tiles && tile_seq[end] == s) end++;
-    Scan<KD, NW, DELTA> scan;
-    if (DELTA) scan.w = (const uint4*)w + (size_t)head * KD * 16;
+    Scan<KD, NW> scan;
     scan.q = (const uint4*)q + (size_t)key * KD * 16; scan.k = (const uint4*)k + (size_t)key * KD * 16;
     scan.u = (const uint4*)u + ((size_t)head * (NV / 16) + part) * 256; scan.p = (const uint4*)p + (size_t)head * 1024;
     scan.scal = scal + (size_t)head * 2 * TILE;
@@ -142,14 +143,14 @@ template <int KD, int NV, int NW, bool DELTA, int PER> __device__ __forceinline_
     scan.ring = room; scan.factors = (float (*)[2 * TILE])(room + RING * STAGE);
     scan.start(f, end);
     const auto state = [&](int n) {  // this warp's columns of state n
-        return rec + ((size_t)(n / PER) * heads + head) * KD * NV + col * (DELTA ? 1 : KD);
+        return rec + ((size_t)(n / PER) * heads + head) * KD * NV + col * KD;
     };
     const auto at = [&](int i, int j) {  // sum j of product i in them
         const int c = lane / 4 + j / 2 * 8, r = i * 8 + lane % 4 * 2 + j % 2;
-        return DELTA ? (size_t)r * NV + c : (size_t)c * KD + r;
+        return (size_t)c * KD + r;
     };
     float S[NT][4] = {};
-    const float D = DELTA ? 0.f : skip[head];
+    const float D = skip[head];
     if (starts[s]) {
         const float* from = state(state_in[s]);
         #pragma unroll

@@ -10,7 +10,9 @@
 //   wgmma_columns(p, wide, far) the other way round, TRANS: row k has 64 fp16 of N that lie
 //                               together; wide: bytes from those 64 of N to the next 64; far: from
 //                               8 rows to the next 8. 16 further along K: + 2 * far / 16
-// Both with 16-byte piece i of row r at i ^ r % 8 (wgmma_piece), 8 rows at a multiple of 1,024 bytes.
+//   wgmma_cores(p, far)         K lies together by eights: row n of 8 has 16 bytes, right after row
+//                               n-1; the next 8 of K come 128 bytes on, the next 8 rows `far` bytes
+// The first two with 16-byte piece i of row r at i ^ r % 8 (wgmma_piece), 8 rows at a multiple of 1,024 bytes.
 // All threads of the group do the same in the same order:
 //   wgmma_seen()                what this thread wrote to shared memory, tensor cores may see: before
 //                               a barrier. After cp_async_wait, too
@@ -18,7 +20,7 @@
 //   wgmma<N, TRANS>(d, a, b, add)       A from registers; add: 0 sets d, 1 adds to it
 //   wgmma_shared<N, TRANS, TRANS_A>(d, a, b, add)      A from shared memory
 //   wgmma_commit()              products since the last one are a group
-//   wgmma_wait<K>()             until at most the K newest groups run. Until then nobody may touch
+//   wgmma_wait<NEWEST>()        until at most so many of the newest groups run. Until then nobody may touch
 //                               d, registers of a, or memory that they read
 //   wgmma_own(d)                after that: no compiler takes d to be older
 // Only where the kernel is made for Hopper (sm_90a), and on the emulator.
@@ -37,6 +39,13 @@ __device__ __forceinline__ WgmmaMatrix wgmma_columns(const void* p, unsigned wid
     const unsigned low = (wgmma_address(p) & 0x3FFFF) >> 4 | (wide >> 4) << 16;
     const unsigned high = far >> 4 | 1u << 30;  // 128 bytes that change places
     return (WgmmaMatrix)high << 32 | low;
+}
+__device__ __forceinline__ WgmmaMatrix wgmma_cores(const void* p, unsigned far) {
+    const unsigned low = (wgmma_address(p) & 0x3FFFF) >> 4 | 128 >> 4 << 16;
+#if defined(__CUDA_ARCH__)  // known to be one for all lanes, it takes few instructions
+    return (WgmmaMatrix)(far >> 4) << 32 | __shfl_sync(~0u, low, 0);
+#endif
+    return (WgmmaMatrix)(far >> 4) << 32 | low;
 }
 __device__ __forceinline__ WgmmaMatrix wgmma_rows(const void* p, unsigned far) {
     return wgmma_columns(p, 16, far);
@@ -71,9 +80,11 @@ static int late_count[1024], late_group[1024];
 __device__ inline float wgmma_element(WgmmaMatrix m, bool trans, int k, int n) {
     const unsigned wide = (m >> 16 & 0x3FFF) << 4, far = (m >> 32 & 0x3FFF) << 4;
     unsigned at = (m & 0x3FFF) << 4;
-    if (trans) at += n / 64 * wide + n % 64 * 2 + k % 8 * 128 + k / 8 * far;
+    const bool cores = !(m >> 62);
+    if (cores) at += n / 8 * far + n % 8 * 16 + k / 8 * wide + k % 8 * 2;
+    else if (trans) at += n / 64 * wide + n % 64 * 2 + k % 8 * 128 + k / 8 * far;
     else at += n / 8 * far + n % 8 * 128 + k * 2;
-    at ^= (at >> 7 & 7) << 4;
+    if (!cores) at ^= (at >> 7 & 7) << 4;
     unsigned short v;
     memcpy(&v, (const char*)((size_t)emu::dynamic & ~(size_t)1023) + at, 2);
     return __half2float(__ushort_as_half(v));
@@ -137,11 +148,11 @@ __device__ __forceinline__ void wgmma_commit() {
     late_group[emu::current]++;
 #endif
 }
-template <int K> __device__ __forceinline__ void wgmma_wait() {
+template <int NEWEST> __device__ __forceinline__ void wgmma_wait() {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(K) : "memory");
+    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(NEWEST) : "memory");
 #elif defined(ATLAS_EMULATE)
-    wgmma_finish(K);
+    wgmma_finish(NEWEST);
 #endif
 }
 __device__ __forceinline__ void wgmma_own(float& d) {
