@@ -162,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) router(
     }
 }
 #else
-extern "C" __global__ void __launch_bounds__(32 * WARPS) router(const unsigned char* __restrict__ w, const float* __restrict__ bias,
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 5) router(const unsigned char* __restrict__ w, const float* __restrict__ bias,
         const float* __restrict__ gain, const float* x, float* logits, int* met, float* empty,
         float eps, int n, int ld, int rows, int fours) {
     __shared__ float part[8][EACH + 1][WARPS];
