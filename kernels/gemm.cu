@@ -69,15 +69,19 @@ constexpr int PER = W::BYTES / 4;                                   // 16-byte p
 constexpr int SC = W::SCALE < 0 ? 4 : W::SCALE, SCH = W::SCALE < 0 ? 1 : CH;  // scales: bytes of a row's chunk, chunks a stage
 constexpr int BC = BN * PER * 16;                                   // bytes of a chunk of all rows of W
 constexpr bool PAIR = ACTIVATION != ACT_NONE && ACTIVATION != ACT_RELU2;
-constexpr int XPARTS = PARTS == 3 ? 2 : 1, AP = BM * BK * 2;         // parts of x in a stage, bytes of one
+constexpr int XPARTS = PARTS == 3 ? 2 : 1;                          // parts of x in a stage
+constexpr int XROW = BK * 2, AP = BM * XROW, XSC = 0;               // of one, bytes of a row, and of all; no scales
 constexpr int A = XPARTS * AP, B = CH * BC, BYTES = A + B + SCH * SC * BN;
 constexpr int STAGE = WGMMA ? (BYTES + 1023) / 1024 * 1024 : BYTES;
+// What sums of a row of W are to be multiplied by
+__device__ __forceinline__ float factor(float aid) { return __fmul_rn(W::unit(aid), W::UNITY); }
 static_assert((BK == 64 || BK == 128) && (GROUPED == 0 || WM == 1), "see the contract");
 
 #if WGMMA
 #include "lib/tile_groups.cuh"
 #else
 #include "lib/tile_warps.cuh"
+#include "lib/finish.cuh"
 #endif
 
 #define BOUNDS THREADS, BLOCKS
@@ -125,61 +129,16 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(const __half* __restri
     const size_t srow = W::SCALE < 0 ? (size_t)blocks * 4 : (size_t)chunks * SC;
     const size_t w0 = (size_t)e * n4 + n0;
     const int steps = kp / BK * (PARTS == 2 ? 2 : 1);
-    const Job j = {(const unsigned short*)x, w + w0 * row, s + w0 * srow, aids, from, ld, kp, chunks, blocks,
-                   steps, (unsigned)(n4 - 1 - n0)};
+    const Job j = {(const unsigned char*)x, nullptr, w + w0 * row, s + w0 * srow, aids, from, ld / 8, chunks,
+                   blocks, steps, (unsigned)(n4 - 1 - n0)};
     const int out = PAIR ? n / 2 : n, nb = PAIR ? n4 : n;
     const float* b = bias ? bias + (size_t)e * nb : nullptr;
 #if WGMMA
     const bool whole = (out | as | ys) % 2 == 0 && (((size_t)add | (size_t)y) & 7) == 0;
     const Put put = {aids, b, add, y, by, gated, to, n0, out, nb, as, ys, limit, gate != nullptr, whole};
 #else
-    const float unity = W::UNITY;
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, odd = t & 1;
-    constexpr int WIDTH = PAIR ? 2 : 4;  // results of a lane that lie together
-    const bool whole = (out | as | ys) % WIDTH == 0 && (((size_t)add | (size_t)y) & (WIDTH * 4 - 1)) == 0;
-    // Of 16 x 8 results a lane has [g][2t], [g][2t+1], [g+8][2t], [g+8][2t+1]: it gives two away, so
-    // that an even lane has four in a row of the upper eight rows, an odd one of the lower. Of pairs
-    // these are two gates and their ups.
-    const auto put = [&](int m, int c, float (*d)[4]) {
-        const int at = m + g + 8 * odd, r = to[at];
-        const float mine = by[at];
-        const float f = gated[at];
-        float* const yr = y + (size_t)max(r, 0) * ys;
-        const float* const ar = add + (size_t)max(r, 0) * as;
-        #pragma unroll
-        for (int i = 0; i < NT; i++) {
-            const float p = __shfl_xor_sync(~0u, odd ? d[i][0] : d[i][2], 1), q = __shfl_xor_sync(~0u, odd ? d[i][1] : d[i][3], 1);
-            float v[4] = {odd ? p : d[i][0], odd ? q : d[i][1], odd ? d[i][2] : p, odd ? d[i][3] : q};
-            const int col = c + i * 8 + t / 2 * 4;
-            const float4 a = *(const float4*)(aids + col);
-            #pragma unroll
-            for (int k = 0; k < 4; k++) {
-                v[k] = __fmul_rn(v[k], mine);
-                const float u = __fmul_rn(W::unit((&a.x)[k]), unity);
-                v[k] = fmaf(v[k], u, b && n0 + col + k < nb ? b[n0 + col + k] : 0.f);
-            }
-            if (PAIR) {
-                v[0] = act_mul<ACTIVATION>(v[0], v[2], limit);
-                v[1] = act_mul<ACTIVATION>(v[1], v[3], limit);
-            } else if (ACTIVATION != ACT_NONE)
-                #pragma unroll
-                for (int k = 0; k < 4; k++) v[k] = act_mul<ACTIVATION>(v[k], 0.f, limit);
-            if (gate)
-                #pragma unroll
-                for (int k = 0; k < WIDTH; k++) v[k] *= f;
-            const int o = (n0 + col) / (4 / WIDTH);
-            if (r < 0 || o >= out) continue;
-            if (!whole) {
-                for (int k = 0; k < WIDTH && o + k < out; k++) yr[o + k] = v[k] + (add ? ar[o + k] : 0.f);
-            } else if (PAIR) {
-                const float2 z = add ? *(const float2*)(ar + o) : make_float2(0.f, 0.f);
-                *(float2*)(yr + o) = make_float2(v[0] + z.x, v[1] + z.y);
-            } else {
-                const float4 z = add ? *(const float4*)(ar + o) : make_float4(0.f, 0.f, 0.f, 0.f);
-                *(float4*)(yr + o) = make_float4(v[0] + z.x, v[1] + z.y, v[2] + z.z, v[3] + z.w);
-            }
-        }
-    };
+    const Finish f = {aids, b, add, y, by, gated, to, n0, out, nb, as, ys, limit, gate != nullptr};
+    const auto put = [&](int m, int c, float (*d)[4]) { finish<ACTIVATION, NT>(f, m, c, d); };
 #endif
 #if GROUPED
     switch ((end - r0 + STEP - 1) / STEP) {

@@ -8,27 +8,13 @@
 //   -D FROM=  a way to decode of lib/decode.cuh    -D FP8=  1: to fp8, 0: to nvfp4
 //   launch: <<<n4, 256>>>
 #include "lib/decode.cuh"
+#include "lib/encode.cuh"
 #ifndef FROM
 #define FROM decode_bf16
 #endif
 #ifndef FP8
 #define FP8 0
 #endif
-
-// Nearest code, ties to even, |x| <= 6 or 448 and what is larger saturates.
-__device__ __forceinline__ unsigned to_e2m1(float x) {
-    const float a = fabsf(x);
-    return (x < 0.f ? 8u : 0u) + (a > .25f) + (a >= .75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) + (a >= 3.5f) + (a > 5.f);
-}
-__device__ __forceinline__ unsigned to_e4m3(float x) {
-    const unsigned sign = __float_as_uint(x) >> 24 & 128u;
-    const float a = fminf(fabsf(x), 448.f);
-    if (a < .015625f) return sign | (unsigned)rintf(a * 512.f);  // subnormal, or the first number that is not
-    unsigned u = __float_as_uint(a);
-    u += 0x7FFFFu + (u >> 20 & 1u);
-    return sign | min((u >> 20) - 960u, 126u);  // exponent 127 - 7 less, three bits of mantissa
-}
-__device__ __forceinline__ float e4m3_float(unsigned v) { return __half22float2(half2_from(e4m3_halves(v))).x; }
 
 extern "C" __global__ void __launch_bounds__(256) quantize(const unsigned char* __restrict__ w, const unsigned char* __restrict__ s, unsigned char* __restrict__ to,
         unsigned char* __restrict__ ts, float* __restrict__ tgs, int chunks) {
@@ -61,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(256) quantize(const unsigned char* 
         float f = most / 6.f / unit;
         if (f == 0.f) f = 1.f;
         const unsigned e = to_e4m3(fminf(fmaxf(f, .001953125f), 448.f));
-        const float by = e4m3_float(e) * unit;
+        const float by = of_e4m3(e) * unit;
         ts[((row / 4 * chunks + v / 2) * 4 + row % 4) * 2 + v % 2] = e;
         unsigned h[2] = {};
         for (int i = 0; i < 16; i++) {

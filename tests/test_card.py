@@ -380,7 +380,7 @@ def test_a_warm_engine_says_the_same():
 
 def test_options_of_a_card_are_refused_on_the_host():
     from atlas import LLM
-    for k,v in dict(quantization='nvfp4', lm_head_dtype='fp8', kv_cache_dtype='fp8', kv_high_precision_layers=2).items():
+    for k,v in dict(quantization='nvfp4', lm_head_dtype='fp8', kv_cache_dtype='fp8', kv_high_precision_layers=2, prefill_activations='fp8').items():
         with pytest.raises(RequestError, match=k): LLM(str(DATA/'smollm2-tied'), 'cpu', **{k:v})
 
 @pytest.mark.parametrize('how', [dict(quantization='nvfp4'), dict(quantization='fp8', lm_head_dtype='nvfp4'), dict(kv_cache_dtype='fp8'), dict(kv_cache_dtype='nvfp4', kv_high_precision_layers=1)], ids=str)
@@ -396,9 +396,69 @@ def test_fewer_bits(how):
     p = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     assert len(small.generate(ids, p).token_ids)==4
 
+@pytest.mark.parametrize('toy', ['smollm2-tied','qwen3-moe-ct-nvfp4'])
+@pytest.mark.parametrize('fmt', ['fp8','nvfp4'])
+def test_prompts_in_fewer_bits(toy, fmt):
+    """They are near what they stand for, the same however a prompt is cut,
+    and steps of rows are as before"""
+    from atlas import LLM
+    how = dict(quantization='nvfp4', max_seq_len=256, max_num_seqs=1)
+    def one(**kw): return LLM(str(DATA/toy), Emulator(), **how|kw)
+    plain,few = one(),one(prefill_activations=fmt)
+    ids = [i%100 for i in ids_of(140)]
+    a,b = plain.logits(ids),few.logits(ids)
+    off = np.linalg.norm(b-a)/np.linalg.norm(a)
+    assert 1e-4<off<.8 and f'prefill in {fmt}' in repr(few)
+    p = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0)
+    cut = one(prefill_activations=fmt, chunk=64)
+    want,got = few.generate(ids, p),cut.generate(ids, p)
+    assert got.token_ids==want.token_ids
+    assert [t.logprob for t in got.logprobs]==[t.logprob for t in want.logprobs]
+
+def _by_its_twin(fmt):
+    "`gemm_with` that multiplies rounded numbers on the host, where it would on the card"
+    from atlas.cuda import gemm_scaled as g
+    from atlas.ops.linear import fused_linear
+    real = g.gemm_with
+    def with_(activations, x, w, exact=False, gain=None, eps=0., out=None, **kw):
+        if activations not in w.format.scaled or w.pair:
+            more = dict(exact=exact, gain=gain, eps=eps, out=out)
+            return real(activations, x, w, **more, **kw)
+        with_.many += 1
+        h = g.narrow_on_host(x, fmt, gain, eps)
+        y = fused_linear(g.narrow_values(h, w.k), g.rounded(w, fmt), **kw)
+        if out is None: return Emulator().upload(y)
+        out[...] = y
+        return out
+    with_.many = 0
+    return with_
+
+@pytest.mark.parametrize('fmt', ['fp8','nvfp4'])
+def test_prompts_in_fewer_bits_by_their_definition(fmt, monkeypatch):
+    "A whole model, but for products of gates and ups: what the twin makes of it"
+    from atlas import LLM
+    from atlas.cuda import vocabulary
+    m = LLM(str(DATA/'qwen3-moe-ct-nvfp4'), Emulator(), max_seq_len=128,
+        max_num_seqs=1, prefill_activations=fmt)
+    ids = [i%100 for i in ids_of(70)]
+    got = m.logits(ids)
+    twin = _by_its_twin(fmt)
+    monkeypatch.setattr(vocabulary, 'gemm_with', twin)
+    want = m.logits(ids)
+    assert twin.many>=4
+    # a rounding may fall the other way, where a sum differs in its last bit
+    assert np.linalg.norm(got-want)<2e-2*np.linalg.norm(want)
+
+def test_prompts_in_fewer_bits_are_refused_where_nothing_has_them():
+    from atlas import LLM
+    from atlas.ground.core import UnsupportedError
+    with pytest.raises(UnsupportedError, match='weights in NVFP4') as e:
+        LLM(str(DATA/'smollm2-tied'), Emulator(), prefill_activations='nvfp4')
+    assert e.value.param=='prefill_activations'
+
 def test_unknown_formats_are_refused():
     from atlas import AtlasError,LLM
-    for k in ('quantization','lm_head_dtype','kv_cache_dtype'):
+    for k in ('quantization','lm_head_dtype','kv_cache_dtype','prefill_activations'):
         with pytest.raises(AtlasError, match='int3'):
             LLM(str(DATA/'smollm2-tied'), Emulator(),
                 max_seq_len=128, max_num_seqs=1, **{k:'int3'})

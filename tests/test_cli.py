@@ -494,6 +494,7 @@ ENGINE = {
     '--weights fp8': dict(weights='fp8'),
     '--quantization nvfp4': dict(quantization='nvfp4'),
     '--lm-head-dtype fp8': dict(lm_head_dtype='fp8'),
+    '--prefill-activations nvfp4': dict(prefill_activations='nvfp4'),
     '--kv-cache-dtype fp8': dict(kv_cache_dtype='fp8'),
     '--kv-high-precision-layers 2': dict(kv_high_precision_layers=2),
     '--chunk 128': dict(chunk=128),

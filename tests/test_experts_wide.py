@@ -20,7 +20,13 @@ from test_races import overlap
 
 pytestmark = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
 
+# both halves in one launch
+WHOLE = dict(H=1024, I=256, experts=24, top=3, fmt='NVFP4', shared=2)
 MORE = dict(
+    whole=WHOLE,
+    beside=WHOLE|dict(I=512, experts=9, top=1, fmt='MXFP4', act='relu2', shared=0, biases=True),
+    zeros=WHOLE|dict(H=2048, experts=8, top=1, fmt='INT4', act='swiglu_oai', limit=1.5,
+        score='topk_softmax', bias=True, shared=1),
     floats=dict(H=64, I=40, experts=6, top=2, fmt='F16', down='F32', shared=1),
     channels=dict(H=544, I=288, experts=5, top=2, fmt='FP8_CHANNEL', score='sigmoid',
         correction=True))
@@ -29,7 +35,9 @@ MORE = dict(
 def nets(): return {k: Net(i, Emulator(), **kw) for i,(k,kw) in enumerate((NETS|MORE).items())}
 
 @pytest.fixture(autouse=True)
-def wide(monkeypatch): monkeypatch.setattr(test_experts, 'moe', moe_wide)
+def wide(monkeypatch):
+    monkeypatch.setattr(test_experts, 'moe', moe_wide)
+    monkeypatch.setattr(W, 'WHOLE_ROWS', 0)
 
 def rows_of(net, R):
     "Rows of very different sizes: some the same, which pick the same experts, and others"
@@ -62,10 +70,41 @@ CASES = [
     ('mixed',9),
     ('integers',17),
     ('floats',12),
+    ('whole',15),
+    ('beside',11),
+    ('zeros',10),
     ('channels',24)]
 
 @pytest.mark.parametrize('name,rows', CASES)
 def test_a_mixture(name, rows, nets): check(nets[name], rows)
+
+def apart(monkeypatch): monkeypatch.setattr(W, '_whole', lambda *a: None)
+
+def together(run):
+    "`run` with both halves in the second launch, which finds the hidden values of all blocks"
+    def _run(name, *a, **kw):
+        if name=='experts_wide' and a[-1]==2: a = (*a[:-1],3)
+        run(name, *a, **kw)
+    return _run
+
+@pytest.mark.parametrize('rows', [1,9,16])
+def test_one_launch_has_the_bits_of_two(rows, nets, monkeypatch):
+    "On few blocks and many; blocks pick by themselves, or somebody has before"
+    net,used = nets['whole'],set()
+    x,add = rows_of(net, rows)
+    def noted(name, *a, **kw): used.add((name,kw.get('CHOOSES'))); W_run(name, *a, **kw)
+    W_run = together(W.run)
+    monkeypatch.setattr(W, 'run', noted)
+    for most in (32,0):
+        monkeypatch.setattr(W, 'CHOOSE_ROWS', most)
+        got = [net(x, add, blocks=b) for b in (1,5,40)]
+        assert ('experts_wide',int(most>0)) in used
+        assert ('expert_slots',None) not in used or not most
+        with monkeypatch.context() as m:
+            apart(m)
+            want = net(x, add)
+        assert all(same(g, want) for g in got)
+    assert ('expert_strips',None) in used
 
 @pytest.mark.parametrize('name,rows', [('qwen',11), ('integers',17), ('channels',24)])
 def test_who_has_what_changes_no_bits(name, rows, nets, monkeypatch):
@@ -168,12 +207,26 @@ def test_nothing_is_read_before_it_is_written(overlap, kept):
     overlap.on = False
     assert np.array_equal(got, twice(n))
 
-# Without the others somebody would look for slots anywhere
-FORGOTTEN = [('expert_strips','if (!UP) pdl_wait();'), ('expert_sum','pdl_wait();')]
+@pytest.mark.parametrize('most', [0,32])
+def test_nothing_is_read_before_it_is_written_in_one_launch(most, overlap, kept, monkeypatch):
+    n = Net(0, Emulator(), **WHOLE|dict(experts=40))
+    monkeypatch.setattr(W, 'CHOOSE_ROWS', most)
+    overlap.on = True
+    got = twice(n)
+    assert 'experts_wide' in overlap.names and most==32*('expert_slots' not in overlap.names)
+    overlap.on = False
+    assert np.array_equal(got, twice(n))
 
-@pytest.mark.parametrize('kernel,wait', FORGOTTEN)
-def test_a_wait_that_is_forgotten_is_seen(kernel, wait, overlap, kept, tmp_path):
-    n = Net(0, Emulator(), 32, 32, 12, 2, 'NVFP4', shared=2)
+# Without the others somebody would look for slots anywhere
+FORGOTTEN = [
+    ('expert_strips','if (!UP) pdl_wait();',{}),
+    ('expert_sum','pdl_wait();',{}),
+    ('experts_wide','pdl_wait();',dict(H=1024, I=256))]
+
+@pytest.mark.parametrize('kernel,wait,sizes', FORGOTTEN)
+def test_a_wait_that_is_forgotten_is_seen(kernel, wait, sizes, overlap, kept, tmp_path):
+    few = dict(H=32, I=32, experts=40 if sizes else 12, top=2, fmt='NVFP4', shared=2)
+    n = Net(0, Emulator(), **few|sizes)
     want,p = twice(n),tmp_path/'kernels'/f'{kernel}.cu'
     text = p.read_text()
     assert text.count(wait)==1
@@ -255,6 +308,25 @@ def test_rows_of_a_bucket_have_the_same_variants(name, nets, monkeypatch):
         for R in (most//2+1, most*3//4): assert variants(R)==want
         assert [kw['ASIDE'] for name,kw in want if name=='expert_strips']==2*[int(most>16)]
 
+@pytest.mark.parametrize('fmt', ['nvfp4','mxfp4','int4'])
+@pytest.mark.parametrize('biased', [False,True])
+def test_both_halves_have_room(fmt, biased):
+    "On every card, for the most slots that picks can make; bytes are those of the struct"
+    m,(H,I) = MoEConfig(256, 8, 512),(2048,512)
+    banks = bank(fmt, 2*I, H, 256, True),bank(fmt, H, I, 256)
+    for arch,a in CARDS.items():
+        on = NS(arch=arch, **a)
+        o,slots = W._whole(on, *banks, 'silu', True, 128, biased),W._most_slots(128, m, True, 8)
+        span = sum(-(-slots*s//a['multiprocessors'])//s+2 for s in (2*I//16,H//64))
+        assert o['ROOM']+40*span<=limits(on).block and o['RING']%o['TEAMS']==0
+        o |= W._scores(m, True, True, None)
+        said = syntax(o, 'experts_wide')
+        assert not said, said
+        assert 'see the contract' in syntax(o|dict(ROOM=o['ROOM']+16), 'experts_wide')
+    for other in (dict(H=2880), dict(I=768), dict(fmt='fp8')):
+        h,i,f = other.get('H', H),other.get('I', I),other.get('fmt', fmt)
+        assert W._whole(on, bank(f, 2*i, h, 256, True), bank(f, h, i, 256), 'silu', True, 16) is None
+
 @pytest.mark.parametrize('fmt', ['nvfp4','mxfp4','int4','fp8','bf16','f16','f32'])
 @pytest.mark.parametrize('R', [16,256])
 def test_bytes_are_those_of_the_struct(fmt, R):
@@ -266,10 +338,10 @@ def test_bytes_are_those_of_the_struct(fmt, R):
         assert not said, said
     assert 'see the contract' in syntax(o|dict(ROOM=o['ROOM']+16))
 
-def syntax(o):
-    "What g++ says of expert_strips.cu with options `o`"
+def syntax(o, kernel='expert_strips'):
+    "What g++ says of a kernel with options `o`"
     k = kernel_dir()
     flags = '-fsyntax-only -x c++ -std=c++17 -w -fpermissive -DATLAS_EMULATE'.split()
     files = f'-I{k}',f'-I{k}/emulator','-include','emulate.h'
-    cmd = [find_cxx(), *flags, *files, *options_of(o), f'{k}/expert_strips.cu']
+    cmd = [find_cxx(), *flags, *files, *options_of(o), f'{k}/{kernel}.cu']
     return subprocess.run(cmd, capture_output=True, text=True).stderr

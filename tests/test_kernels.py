@@ -7,7 +7,10 @@ from atlas.ground.core import AtlasError,cp
 from atlas.card.launch import CubinStore,Nvrtc,OPTIONS,Source,ahead,compilations,compiled
 from atlas.card.launch import cubin_name,cuda_headers,find_nvcc,kernel_names,machine_code
 from atlas.card.launch import options_of,prepare,saved_variants,simulate
+from atlas.card.variants import Dry
 from atlas.cuda.flash import _groups
+from atlas.cuda.gemm_scaled import tile_scaled
+from atlas.cuda.pack import CARD_FORMATS
 from helpers.nvcc import built
 
 root = Path(__file__).parents[1]
@@ -31,6 +34,19 @@ def test_products_of_warpgroups_run_on(d, cache):
         said = built(cache, 'flash', 'sm_90a', (*OPTIONS, *options)).said
         assert 'Performance Loss' not in said, said
         assert int(re.search(r'(\d+) bytes spill stores', said)[1])<=16, said
+
+@needs_nvcc
+@pytest.mark.parametrize('arch,fmt,stored', [
+    ('sm_121a','nvfp4','nvfp4'), ('sm_121a','fp8','nvfp4'), ('sm_121a','fp8','fp8_tiled'),
+    ('sm_90a','fp8','nvfp4'), ('sm_90a','fp8','fp8')])
+def test_prompts_in_fewer_bits_spill_nothing(arch, fmt, stored, cache):
+    "The tiles that a prompt of 2,048 rows takes, for all rows and for experts"
+    f = CARD_FORMATS[stored]
+    for grouped in (0,2):
+        d = tile_scaled(f, fmt, 64 if grouped else 2048, 12288, Dry(arch), bool(grouped))
+        defines = dict(FMT=f.many, FP8=int(fmt=='fp8'), GROUPED=grouped)|d
+        said = built(cache, 'gemm_scaled', arch, (*OPTIONS, *options_of(defines))).said
+        assert re.findall(r'(\d+) bytes spill stores', said)==['0'], (d, said)
 
 @each
 @pytest.mark.parametrize('arch', archs)

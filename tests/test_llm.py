@@ -157,6 +157,7 @@ def told():
 
 def test_options_are_those_of_who_takes_them(told):
     "What `EngineConfig` may be told is said on its own page, which is before all of theirs"
+    from atlas.cuda.gemm_scaled import SCALED
     from atlas.cuda.pack import REQUANTIZED
     from atlas.cuda.vocabulary import KV_FORMATS
     from atlas.ground.weights import WEIGHTS
@@ -164,6 +165,7 @@ def test_options_are_those_of_who_takes_them(told):
     def words(name): return told[name]['words']
     assert words('weights')==tuple(WEIGHTS)
     assert words('kv_cache_dtype')==KV_FORMATS
+    assert words('prefill_activations')==('f16',*SCALED)
     assert {*words('quantization')}=={*words('lm_head_dtype')}=={*REQUANTIZED}
     chunk = told['chunk']
     assert chunk['step']==TILE and f'a multiple of {TILE}' in chunk['help']

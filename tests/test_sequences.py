@@ -2,10 +2,10 @@
 a card, eight on the host; and what is said of it."""
 from pathlib import Path
 import pytest
-from atlas import LLM
+from atlas import LLM,SamplingParams
 from atlas.card.emulator import Emulator,find_cxx
 from atlas.cuda import vocabulary as card_words
-from atlas.engine import loading
+from atlas.engine import card_stepper,loading
 from atlas.engine.loading import FEW,MOST_ROWS,USUAL
 from atlas.service.server import create_app
 from atlas.service.worker import workload
@@ -61,3 +61,18 @@ def test_clients_are_told():
         assert c.post('/v1/completions', json=asked).status_code==200  # it is loaded then
         assert c.get('/v1/models').json()['data'][0]['max_num_seqs']==FEW
         assert f'atlas:max_num_seqs{{model_name="tiny"}} {FEW}.0' in c.get('/metrics').text
+
+@pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
+def test_few_graphs_are_kept(monkeypatch):
+    "Answers are the same with room for one, which is recorded again and again"
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    prompts = [[5+i]*(3+i) for i in range(3)]
+    def answers():
+        llm = LLM(str(DATA/'smollm2-tied'), Emulator(), 256, 4, show=False)
+        said = [llm.generate(p, params).token_ids for p in prompts]
+        together = [r.token_ids for r in llm.generate(prompts, params)]
+        assert together==said
+        return said,len(llm.engine.stepper.graphs)
+    many,kept = answers()
+    monkeypatch.setattr(card_stepper, 'MOST_STEP_GRAPHS', 1)
+    assert kept>1 and answers()==(many,1)

@@ -9,13 +9,14 @@ __all__ = ['STRETCH', 'MOST', 'route_many', 'sort_picks', 'experts_many']
 
 # %% ../../nbs/3_ops/moe/52_cuda.experts_many.ipynb #b4ad0d06
 from ..card.card import card_of,run
-from .gemm import as_halves,by_groups,gemm,product,tile_of
+from .gemm import gemm
+from .gemm_scaled import Rows,grouped_product,grouped_rows
 
 # %% ../../nbs/3_ops/moe/52_cuda.experts_many.ipynb #da1c0f4d
 _SCORE = dict(softmax=0, sigmoid=1, topk_softmax=2)
 
 def route_many(
-    x, # [R, H] float32; or a `Halved` of two parts
+    x, # [R, H] float32; or a `Halved` of two parts, or `Rows`
     router, # `Packed` [E, H]
     bias=None, # [E]: added to the logits
     correction=None, # [E]: added to the scores for picking only
@@ -30,6 +31,7 @@ def route_many(
 ): # ids [R, top_k] int32, best first; weights [R, top_k] float32; one column more with `shared`
     "`atlas.ops.moe.route` on the card"
     R,out = len(x),top_k+(shared>0)
+    if isinstance(x, Rows): x = x.halves
     logits = gemm(x, router, gain, eps, exact=True)
     card = card_of(logits)
     ids,weights = card.empty((R, out), 'int32'),card.empty((R, out))
@@ -71,7 +73,7 @@ def _tiles(card, experts, picks, places):
 MOST = 4096 # Rows at a time: what their picks give takes `4*top_k*H` bytes a row until it is gathered
 
 def experts_many(
-    x, # [R, H] float32; or a `Halved`
+    x, # [R, H] float32; or a `Halved`, or `Rows`
     ids, # [R, k] int32
     weights, # [R, k] float32
     up, # `Packed` bank [E, 2*I, H] in pairs; [E, I, H] for relu2
@@ -83,26 +85,22 @@ def experts_many(
     add=None, # [R, H]: added to the result; may be `out`
     real=None, # [R] int32, the sequence of each row: negative for padding, which gets nothing from experts; or [R] uint8 or bool
     out=None, # [R, H]
+    activations:str='f16', # Of products with formats that have a way for it; or of `SCALED`
 ): # [R, H] float32
     "`atlas.ops.moe.experts` on the card, for many rows; no row's bits depend on another row"
     (R,k),card = ids.shape,card_of(ids)
     if out is None: out = card.empty((R, down.n))
     if R>MOST:
         cut = lambda a, i: None if a is None else a[i:i+MOST]
-        for i in range(0, R, MOST): experts_many(cut(x, i), cut(ids, i), cut(weights, i), up, down, act, limit, up_bias, down_bias, cut(add, i), cut(real, i), cut(out, i))
+        for i in range(0, R, MOST): experts_many(cut(x, i), cut(ids, i), cut(weights, i), up, down, act, limit, up_bias, down_bias, cut(add, i), cut(real, i), cut(out, i), activations)
         return out
     if real is not None and real.dtype!='int32': real = real.view('int8').astype('int32')-1
-    def tile_rows(w):
-        each = R*k//w.experts
-        tile = tile_of(w.format, each, w.n, w.k, 0, True, groups=by_groups(card))
-        return 16*tile['MT']
-    places = [tile_rows(up),tile_rows(down)]
+    places = [grouped_rows(activations, w, R*k, card) for w in (up,down)]
     other = places[1] if places[1]!=places[0] else 0
     order,*lists = sort_picks(ids, up.experts, places[0], real, other)
     def grouped(x, w, out, bias, g, act=None):
         tiles = lists[g-1 if other else 0]
-        h = as_halves(x)
-        return product(h.y, h.scale, w, out, R*k, bias, act=act, limit=limit, order=order, tiles=tiles, grouped=g, top=k)
+        return grouped_product(activations, x, w, out, R*k, bias=bias, act=act, limit=limit, order=order, tiles=tiles, grouped=g, top=k)
     y = grouped(x, up, card.empty((R*k, down.k)), up_bias, 1, act)
     d = grouped(y, down, card.empty((R*k, down.n)), down_bias, 2)
     run('moe_gather', (-(-down.n//512), R), 128, d, weights, real, add, out, down.n, k, pdl=False)

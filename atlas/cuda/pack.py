@@ -7,7 +7,8 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/linear/cuda.pack.html.md"""
 # %% auto #0
 __all__ = ['CARD_FORMATS', 'KEPT', 'REQUANTIZED', 'e2m1_words', 'words_e2m1', 'int4_words', 'words_int4', 'f16_to_f32',
            'f32_to_f16', 'int4_records', 'int4_scales', 'int4_zeros', 'int4_parts', 'CardFormat', 'Packed', 'row_order',
-           'pack', 'unpack', 'can_join', 'join', 'taken_rows', 'card_format', 'requantize', 'packer', 'invented']
+           'pack', 'stored_rows', 'unpack', 'can_join', 'join', 'taken_rows', 'card_format', 'requantize', 'packer',
+           'invented']
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #36c054d2
 import numpy as np
@@ -123,6 +124,7 @@ class CardFormat:
     found:bool=False # Must units.cu find the factors by which gemm.cu multiplies rows?
     planes:int=1 # Numbers of 16 bits that x becomes for gemv.cu
     parts:int=1 # Parts in which gemm.cu takes x and weights: 3 where fp16 cannot hold a weight
+    scaled:tuple[str,...]=() # Formats of activations with which gemm_scaled.cu multiplies it
     deep:int=2 # Units that a warp of gemv.cu has on their way
     anew:float=0 # Tensors with more bits a weight can be stored anew in it. 0: none can
     even:Callable|None=None # Deviation of made-up weights -> (scale of chunks, factor of rows)
@@ -150,17 +152,18 @@ def _power(std):
 
 _row('nvfp4', ('NVFP4',), 16, 'uint8', words_e2m1,
     words=e2m1_words, kinds=(1,None,4),
-    scale=2, scales=E4M3.take, rows='gs', anew=5,
+    scale=2, scales=E4M3.take, rows='gs', anew=5, scaled=('fp8','nvfp4'),
     even=lambda std: (0x38,std/2.7))
 _row('mxfp4', ('MXFP4',), 16, 'uint8', words_e2m1,
     words=e2m1_words, kinds=(1,None,5),
-    scale=1, scales=E8M0.take, found=True, even=lambda std: (_power(std),None))
+    scale=1, scales=E8M0.take, found=True, scaled=('fp8','nvfp4'),
+    even=lambda std: (_power(std),None))
 _row('int4', ('INT4',), 16, 'uint8', words_int4,
     words=int4_words, taken=int4_parts, kinds=(7,None,6),
     scale=4, scales=int4_scales, zeros=int4_zeros, rows='gs',
     even=lambda std: (int4_records(np.float32(2048), 8),std/2048/4.6))
 
-_fp8 = dict(of=f32_to_e4m3, fmt='fp8', rows='s', deep=5,
+_fp8 = dict(of=f32_to_e4m3, fmt='fp8', rows='s', deep=5, scaled=('fp8',),
     even=lambda std: (std,None))
 _row('fp8', ('FP8_TENSOR','FP8_CHANNEL','F8_E4M3'), 32, 'uint8', E4M3.take,
     tiled='fp8_tiled', anew=9, **_fp8)
@@ -429,8 +432,11 @@ def _per_weight(a, shape):
     a = np.moveaxis(a, 1, 2).reshape(shape[0], -1)
     return a.repeat(shape[1]//a.shape[1], 1)
 
-def _floats(p):
-    "All stored rows in float32, [E*n4, 32*C]"
+def stored_rows(
+    p:Packed,
+    whole:bool=True, # With the factors of rows of four bits a weight
+)->np.ndarray: # float32 [E*n4, 32*C]
+    "All rows as they are stored, pairs and padding too"
     f = p.format
     w = f.floats(_host(p.w))
     if f.rows=='s':
@@ -441,13 +447,14 @@ def _floats(p):
     codes = _host(p.s)
     if f.zeros: w = w-_per_weight(f.zeros(codes), w.shape)
     s = _per_weight(f.scales(codes), w.shape)
-    return w*(s*_host(p.gs)[:,None] if f.rows=='gs' else s)
+    return w*(s*_host(p.gs)[:,None] if f.rows=='gs' and whole else s)
 
 def unpack(
     p:Packed,
+    rows=None, # As `stored_rows` gives them, where they are not to be those of `p`
 )->np.ndarray: # float32 [n, k] or [E, n, k], pairs undone
     "The matrix that `p` stands for"
-    f = _floats(p).reshape(p.experts or 1, p.rows, -1)[...,:p.k]
+    f = (stored_rows(p) if rows is None else rows).reshape(p.experts or 1, p.rows, -1)[...,:p.k]
     at = np.argsort(np.where((i := row_order(p.n, p.pair))<0, p.n, i), kind='stable')[:p.n]
     return f[:,at] if p.experts else f[0,at]
 

@@ -7,13 +7,15 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/cuda.vocabulary.html.md"""
 # %% auto #0
 __all__ = ['DEFAULTS', 'KV_FORMATS', 'embed', 'angles', 'rmsnorm', 'norm_add', 'project', 'mlp', 'logits', 'attend',
            'gated_delta', 'mamba', 'moe', 'beside', 'pick', 'likeliest', 'ngram', 'placement', 'weight_bytes',
-           'take_rows', 'kv_formats', 'kv_bytes', 'kv_pools', 'packed_in', 'words_of']
+           'prefill_formats', 'take_rows', 'kv_formats', 'kv_bytes', 'kv_pools', 'packed_in', 'words_of']
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #0af7b459
 import math,sys
+from collections import Counter
+from dataclasses import replace
 from ..card.card import card_of,run
 from ..card.device import Host
-from ..ground.core import ConfigError
+from ..ground.core import ConfigError,UnsupportedError
 from ..ground.weights import head_quantizable,quantizable
 from .attend import Angles,attend as attend_rows,make_pool,pool_bytes,pool_words
 from .delta import delta_step
@@ -21,12 +23,14 @@ from .experts import moe as moe_rows
 from .experts_many import experts_many,route_many
 from .experts_wide import moe_wide
 from .flash import flash
-from .gemm import as_halves,gemm,parts_of,units
+from .gemm import as_halves,parts_of,units
+from .gemm_scaled import Rows,can_scale,gemm_with
 from .gemv import embed as embed_rows,gemv,rmsnorm as norm_rows
 from .gemv_wide import Reader,gemv_wide
 from .mamba import mamba_step
 from .ngram import ngram as look_up
-from .pack import Packed,REQUANTIZED,can_join,card_format,join,packer,taken_rows
+from .pack import CARD_FORMATS,Packed,REQUANTIZED,can_join,card_format,join,packer
+from .pack import taken_rows
 from .scan import delta_many,mamba_many
 from ..ops.linear import MAX_ROWS
 from ..ops.vocabulary import AttentionWeights,DeltaWeights,MLPWeights,MambaWeights,MoEWeights
@@ -104,22 +108,24 @@ def _product(s, x, w, norm, extra=None, **kw):
         if s.made: kw['halved'] = s.made.pop()
         return _rows(x, w.weight, extra=extra, **kw)
     kw['exact'] = _exact(s)
-    if extra is None: return gemm(x, w.weight, **kw)
-    return _two(x, w.weight, extra, kw)
+    if extra is None: return gemm_with(s.activations, x, w.weight, **kw)
+    return _two(s, x, w.weight, extra, kw)
 
-def _two(x, w, extra, kw):
-    "Many rows times two matrices, side by side"
+def _two(s, x, w, extra, kw):
+    "Many rows times two matrices, side by side; the second, a small one, always in fp16"
     y = card_of(x).empty((len(x), w.n+extra.n))
     norm = kw.pop('gain', None),kw.pop('eps', 0.)
-    h = _halves(x, norm, kw['exact'], w, extra)
-    gemm(h, w, out=y[:,:w.n], **kw)
-    gemm(h, extra, out=y[:,w.n:], **kw)
+    h = _shared(s, x, norm, w, extra)
+    gemm_with(s.activations, h, w, out=y[:,:w.n], **kw)
+    gemm_with('f16', h, extra, out=y[:,w.n:], **kw)
     return y
 
-def _halves(x, norm, exact, *ws):
-    "Rows of prompts, normed, as fp16: once for products with all of `ws`"
+def _shared(s, x, norm, *ws, parts=1):
+    "Rows of prompts, normed, for products with all of `ws`, in fp16 of so many parts: made once"
     norm = norm or (None,0.)
-    return as_halves(x, *norm, max(parts_of(w, exact) for w in ws))
+    parts = max(parts, *(parts_of(w, _exact(s)) for w in ws))
+    if any(s.activations in w.format.scaled for w in ws): return Rows(x, *norm, parts)
+    return as_halves(x, *norm, parts)
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #f048de09
 def project(s:Step, x, w, norm=None, add=None, extra=None):
@@ -131,9 +137,9 @@ def mlp(s:Step, x, w:MLPWeights, norm=None, add=None):
     gate = None
     if s.b.tiled:
         ws = [m for m in (w.up.weight,w.gate) if m is not None]
-        x,norm = _halves(x, norm, _exact(s), *ws),None
+        x,norm = _shared(s, x, norm, *ws),None
     if w.gate is not None:
-        gate = _product(s, x, Matrix(w.gate), norm),0
+        gate = _product(replace(s, activations='f16'), x, Matrix(w.gate), norm),0
     act = dict(act=w.act, limit=w.limit)
     h = _product(s, x, w.up, norm, **act)
     return _product(s, h, w.down, None, add=add, gate=gate)
@@ -163,8 +169,9 @@ def attend(s:Step, qkv, w:AttentionWeights, kv, angles):
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #8c38a79d
 def _next_parts(s, w)->int:
-    "Parts in which the projection after the recurrent layer `w` takes its rows; 0: nobody knows"
-    return parts_of(w.then, _exact(s)) if w.then is not None else 0
+    "Parts of fp16 in which the projection after the recurrent layer `w` takes its rows; 0: not so"
+    if w.then is None or s.activations in w.then.format.scaled: return 0
+    return parts_of(w.then, _exact(s))
 
 def gated_delta(s:Step, x, w:DeltaWeights, conv, rec):
     "A gated delta net between its projections: [R, vh*dv], and what is left of its norm"
@@ -259,7 +266,7 @@ def _picks_of_tiles(seen, w):
 def _experts_of_tiles(s, x, w, norm, add, router_gain):
     "Routed experts of many rows, weighted, plus `add`"
     own = router_gain is not None # Has the router a norm of its own?
-    h = as_halves(x, *norm, parts_of(w.up) if own else 2)
+    h = _shared(s, x, norm, w.up, parts=1 if own else 2)
     seen = as_halves(x, router_gain, norm.eps, 2) if own else h
     ids,weights = _picks_of_tiles(seen, w)
     k = w.config.top_k
@@ -277,6 +284,7 @@ def _experts_of_tiles(s, x, w, norm, add, router_gain):
         down_bias=w.down_bias,
         add=add,
         real=s.b.seq,
+        activations=s.activations,
     )
 
 def moe(s:Step, x, w:MoEWeights, norm:Norm, add=None, router_gain=None):
@@ -363,6 +371,29 @@ def weight_bytes(
     for name,t in tensors.items():
         if not name.startswith(left_out): total += _packed_bytes(t, anew(name))
     return total
+
+# %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #78631887
+def prefill_formats(
+    device, tensors:dict, activations:str|None=None, quantization:str|None=None
+)->dict:
+    "How large matrices will multiply prompts, if it is not as always; an `UnsupportedError` where none can so"
+    if activations in (None,'f16'): return {}
+    can_scale(device, activations)
+    found = Counter()
+    for name,t in tensors.items():
+        if not quantizable(name): continue
+        f = card_format(t.fmt, quantization)
+        found[activations if activations in f.scaled else 'f16'] += math.prod(t.shape)
+    if found[activations]: return dict(found)
+    formats = sorted({t.fmt for name,t in tensors.items() if quantizable(name)})
+    said = f'prefill_activations={activations!r} is for weights in {_scaled(activations)}'
+    raise UnsupportedError(f'{said}, and these are {", ".join(formats) or "none"}',
+        hint='Leave it out, or store them anew with --quantization nvfp4',
+        param='prefill_activations')
+
+def _scaled(activations)->str:
+    "Formats of files whose weights can be multiplied so"
+    return ', '.join(s for f in CARD_FORMATS.values() if activations in f.scaled for s in f.stored)
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #b0614e7c
 def take_rows(w, index):

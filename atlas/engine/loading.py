@@ -87,6 +87,7 @@ class LoadedModel:
         where = f'on {self.device.name}, context {self.max_seq_len:,}'
         about = f'{self.model!r} {where}' if self.engine else 'closed'
         if self.engine and self.speculative: about += f', speculative: {self.speculative}'
+        if self.engine and self.prefill: about += f', prefill in {self.prefill}'
         return f'{type(self).__name__}({self.name}: {about})'
 
 # %% ../../nbs/5_engine/13_loading.ipynb #d14d0002
@@ -219,7 +220,7 @@ def _spill(self:LoadedModel, tree, stream)->SpillTier|None:
 def _identity(self:LoadedModel)->str:
     "What tells this model from others whose caches look alike"
     o = self.options
-    asked = o.weights,o.quantization,o.lm_head_dtype,o.draft_model
+    asked = o.weights,o.quantization,o.lm_head_dtype,o.draft_model,o.prefill_activations
     return f'{self.path} {self.config} {asked} {self._made_of}'
 
 def _made_of(ck)->list:
@@ -262,6 +263,8 @@ def _load(self:LoadedModel, ck, show):
         block_size=d.block_size,
         dtype=o.kv_cache_dtype or d.kv_format,
         high_precision=o.kv_high_precision_layers)
+    how = o.prefill_activations,o.quantization
+    self.prefill = _shares(self.ops.prefill_formats(self.device, ck.tensors, *how))
     self.arena = self.device.arena()
     self._set_aside()
     need = self.ops.weight_bytes(ck.tensors, parts, packed, *anew)
@@ -276,7 +279,7 @@ def _load(self:LoadedModel, ck, show):
         if by.ck: self.draft_model = load_model(by.ck, self.device, self.max_seq_len,
             show, ('',), packed, *anew)
         self.model = load_model(ck, self.device, self.max_seq_len,
-            show, parts, packed, *anew)
+            show, parts, packed, *anew, activations=o.prefill_activations)
     self.arena.trim()
     self._make_cache(steps)
 
@@ -490,6 +493,12 @@ def _fit(cfg, ops, left, asked, seqs, context, **kv)->int: # Blocks
     raise OutOfMemoryError(said, hint=hint, param='kv_cache_memory')
 
 _FOUR = 'nvfp4','mxfp4','int4','q4_0','q4_1','q4_k'
+
+def _shares(formats)->str|None:
+    "In words: which part of large matrices multiplies prompts in which format of activations"
+    whole = sum(formats.values())
+    said = [f'{k} ({n/whole:.0%})' for k,n in formats.items()]
+    return ' and '.join(said) or None
 
 def _few_bits(ck, ops)->str|None:
     "How a drafting head is stored: in four bits where the model is, if that is possible here"

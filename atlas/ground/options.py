@@ -18,6 +18,7 @@ from .core import RequestError
 _formats = 'bf16','fp8','nvfp4','mxfp4','int4','mixed','nvfp4-experts' # Of dummy weights
 _anew = 'nvfp4','fp8' # Of projections that are stored anew
 _caches = 'f16','bf16','f32','fp8','nvfp4' # Of keys and values
+_prompts = 'f16','fp8','nvfp4' # Of activations of prompts
 _policies = 'fifo','slai' # Of a scheduler
 _drafters = 'auto','mtp','draft','ngram','off' # Of drafts; True is auto, False is off
 
@@ -131,6 +132,8 @@ class EngineConfig(Caching, Queueing, Speculation):
         help='On a card: store projections anew in nvfp4 or fp8. [default: as shipped]')
     lm_head_dtype:str|None=option(None, words=_anew,
         help='On a card: the same for the output matrix. [default: as shipped]')
+    prefill_activations:str|None=option(None, words=_prompts,
+        help='On a card: multiply prompts in f16, or faster in fp8 or nvfp4. [default: f16]')
     kv_cache_dtype:str|None=option(None, words=_caches,
         help='On a card: keys and values in f16, bf16, f32, fp8 or nvfp4. [default: f16]')
     kv_high_precision_layers:int=option(0, min=0,

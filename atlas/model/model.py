@@ -152,6 +152,7 @@ class Decoder:
     ignore = () # Patterns of tensors of the checkpoint that are left unread, beside `IGNORE`
     scales = () # Of 'residual_scale' and 'logit_scale', those it multiplies by; others must be 1
     unit = 1. # What the stream is kept divided by
+    activations = 'f16' # In which a card multiplies prompts
     def __init__(self, c:ModelConfig, layers:list, mtp=None, vision=None):
         _unscaled(c, self.scales)
         self.c,self.layers,self._mtp,self._vision = c,layers,mtp,vision
@@ -203,7 +204,7 @@ def step(self:Decoder, b:Batch, cache, routes:list|None=None)->Step:
     angles = {}
     for kind,table in self._rotary.items():
         angles[kind] = table and self.ops.angles(table, b)
-    return Step(b, cache, angles, self.ops, routes)
+    return Step(b, cache, angles, self.ops, routes, self.activations)
 
 @patch
 def embed(self:Decoder, b:Batch):
@@ -285,9 +286,10 @@ def plan(ckpt)->tuple[Decoder,list[Want]]:
     has = lambda p: any(k.startswith(p) for k in ckpt.tensors)
     return m,[w for w in wants if not w.part or has({'mtp':'mtp.','vision':'visual.'}[w.part])]
 
-def load_model(ckpt, device, max_seq_len:int|None=None, show=None, parts=('','vision'), packed=False, quantization=None, head=None, drafting=None)->Decoder:
+def load_model(ckpt, device, max_seq_len:int|None=None, show=None, parts=('','vision'), packed=False, quantization=None, head=None, drafting=None, activations=None)->Decoder:
     "Build the model of an open `Checkpoint` and load its `parts` onto `device`, on a card requantised as `packer` says; errors as for `load`"
     m,wants = plan(ckpt)
+    if activations: m.activations = activations
     ignore = (*IGNORE,*m.ignore)
     how = dict(show=show, ignore=ignore, packed=packed)
     places = words_of(device).placement(device, parts, quantization, head, drafting)

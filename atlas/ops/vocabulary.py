@@ -1,4 +1,4 @@
-"""What a model may ask of a device: eleven words for its layers, four for drafts, seven for setting it up, and their meaning on the host
+"""What a model may ask of a device: eleven words for its layers, four for drafts, eight for setting it up, and their meaning on the host
 
 Docs: https://atlas-inference.github.io/atlas/3_ops/ops.vocabulary.html.md"""
 
@@ -8,8 +8,8 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/ops.vocabulary.html.md"""
 __all__ = ['WORDS', 'DRAFTING', 'SETUP', 'DEFAULTS', 'Step', 'embed', 'RotaryTable', 'angles', 'Norm', 'GroupNorm', 'rmsnorm',
            'norm_add', 'Matrix', 'MLPWeights', 'project', 'mlp', 'logits', 'AttentionWeights', 'attend', 'DeltaWeights',
            'gated_delta', 'MambaWeights', 'mamba', 'beside', 'pick', 'likeliest', 'ngram', 'MoEWeights', 'moe',
-           'Defaults', 'placement', 'weight_bytes', 'prepare', 'take_rows', 'kv_formats', 'kv_bytes', 'KVArrays',
-           'kv_pools']
+           'Defaults', 'placement', 'weight_bytes', 'prepare', 'take_rows', 'prefill_formats', 'kv_formats', 'kv_bytes',
+           'KVArrays', 'kv_pools']
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #592ad131
 import math
@@ -31,7 +31,7 @@ WORDS = ('embed','angles','rmsnorm','norm_add','project',
     'attend','gated_delta','mamba','mlp','moe','logits') # Of layers
 DRAFTING = ('beside','pick','likeliest','ngram') # Of what drafts
 SETUP = ('placement','weight_bytes','prepare','take_rows',
-    'kv_formats','kv_bytes','kv_pools') # Of who loads one
+    'prefill_formats','kv_formats','kv_bytes','kv_pools') # Of who loads one
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #005dcf35
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Step:
     angles:dict # Kind of attention -> what `angles` made; None where it has no positions
     ops:object # The words: this module, or `atlas.cuda.vocabulary`
     routes:list|None=None # Where `moe` leaves what it picked: (ids, weights), [R, top_k] each
+    activations:str='f16' # In which a card multiplies prompts: 'f16', 'fp8' or 'nvfp4'
     made:list=field(default_factory=list) # A device's: rows in the form that their reader wants
 
 def _tiles(s, x):
@@ -428,7 +429,8 @@ class Defaults:
     seqs:int # The most sequences to answer at once
     foreign:tuple=() # Options that mean nothing here
 
-_CARDS = 'quantization','lm_head_dtype','draft_quantization','kv_cache_dtype','kv_high_precision_layers'
+_CARDS = ('quantization','lm_head_dtype','draft_quantization',
+    'prefill_activations','kv_cache_dtype','kv_high_precision_layers')
 DEFAULTS = Defaults(256, 256, math.inf, 16, 'float32', True, 8, _CARDS)
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #790d9e8a
@@ -468,6 +470,16 @@ def take_rows(
 ): # A matrix of weights, [m, k]
     "Some rows of a matrix; None where they cannot be taken, of what is packed as in its file"
     return w[index] if isinstance(w, np.ndarray) else None
+
+# %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #8f10b0d0
+def prefill_formats(
+    device, # Of the model
+    tensors:dict, # Of a checkpoint, as for `weight_bytes`
+    activations:str|None=None, # Format that is asked for, on a card
+    quantization:str|None=None, # As for `placement`
+)->dict: # Format of activations -> weights (numbers) that are multiplied so
+    "How large matrices will multiply prompts, where it is not as it always is; here it always is"
+    return {}
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #a41be50f
 def kv_formats(

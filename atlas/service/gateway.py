@@ -155,8 +155,10 @@ def _set(self:Served, state:str|None=None):
     "A new state, which whoever waits for it hears"
     if state: self.state = state
     if state and state!='failed':
-        drafts = self.runner.info.get('speculative') if state=='loaded' else None
+        info = self.runner.info if state=='loaded' else {}
+        drafts,prefill = info.get('speculative'),info.get('prefill_activations')
         why = f', speculative: {drafts}' if drafts else ''
+        if prefill: why += f', prefill in {prefill}'
         if self.reason: why = f': {self.reason}'
         _log.info('%s is %s%s', self.name, self.condition, why)
     for f in self._waiting:

@@ -343,8 +343,7 @@ def _made(seconds):
 def _model(m, name):
     "An entry of the list of models"
     info = m.get('info') or {}
-    drafts = info.get('speculative')
-    more = dict(speculative=drafts) if drafts else {}
+    more = {k: info[k] for k in ('speculative','prefill_activations') if info.get(k)}
     reads = ['text']+['image']*bool(info.get('vision'))
     return dict(
         id=name, object='model', type='model', display_name=name, lifecycle='active',

@@ -212,6 +212,8 @@ def workload(
         eos_ids=list(m.text.eos_ids))
     drafts = getattr(m, 'speculative', None) # 'mtp, 3 drafts'
     if drafts: info['speculative'] = drafts
+    prefill = getattr(m, 'prefill', None) # 'nvfp4 (97%) and f16 (3%)'
+    if prefill: info['prefill_activations'] = prefill
     ops = dict(score=m.score, embed=m.embed)
     return Workload(m.engine, info, ops, m.close)
 

@@ -618,7 +618,7 @@ Contexts = Annotated[str, _opt('Tokens that the sequences are to have behind the
 
 # %% ../../nbs/8_use/11_cli.ipynb #f2c4a37f
 @benches.command('all', epilog=_examples('atlas bench demo', 'atlas bench demo --batch 1 --json'))
-@engine_flags('device', 'max_seq_len', 'load_format', 'weights', *SPECULATION)
+@engine_flags('device', 'max_seq_len', 'load_format', 'weights', 'prefill_activations', *SPECULATION)
 def bench(model:Model,
     batch:Batches='1,2,4,8',
     prompt:Annotated[int, _opt('Tokens of the prompt to prefill.', min=1)]=512,

@@ -125,6 +125,20 @@ __device__ __forceinline__ void bulk_copy_once(void* to, const void* from, unsig
     bulk_copy(to, from, bytes, b);
 #endif
 }
+// The same, for what will be read `again`, or not.
+__device__ __forceinline__ void bulk_copy_kept(void* to, const void* from, unsigned bytes, Meeting* b, bool again) {
+#if __CUDA_ARCH__ >= 900
+    const unsigned at = (unsigned)__cvta_generic_to_shared(to);
+    const unsigned meet = (unsigned)__cvta_generic_to_shared(b);
+    // policies as createpolicy makes them: evict_normal, evict_first
+    const unsigned long long policy = again ? 0x1000000000000000ull : 0x12F0000000000000ull;
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1], %2, [%3], %4;"
+        :: "r"(at), "l"(from), "r"(bytes), "r"(meet), "l"(policy) : "memory");
+#else
+    bulk_copy(to, from, bytes, b);
+#endif
+}
 __device__ __forceinline__ void meet_wait(Meeting* b, unsigned parity) {
 #if defined(__CUDA_ARCH__)
     const unsigned at = (unsigned)__cvta_generic_to_shared(b);

@@ -1,6 +1,8 @@
 #pragma once
-// What a block of gemm.cu multiplies, on its way to shared memory, stage by stage: over the
-// constants of that file, whose name for each is there.
+// What a block of gemm.cu or gemm_scaled.cu multiplies, on its way to shared memory, stage by stage:
+// over the constants of that file.
+//   XROW  bytes of a row of x in a stage, AP of all of them, XPARTS so many times; XSC bytes of its scales
+//   PER, BC, SC, SCH  of a row's chunk of W: pieces of 16 bytes; bytes of all rows'; of its scales; chunks that have any
 #include "lib/async.cuh"
 
 // N bytes (4, 8 or 16) beside the thread where `on`; a predicate, for a branch would keep the
@@ -20,11 +22,11 @@ template <int N> __device__ __forceinline__ void cp_async_if(void* to, const voi
 }
 
 struct Job {  // what all threads of a block know
-    const unsigned short* x;
+    const unsigned char *x, *xs;  // xs: scales of x, where it has any
     const unsigned char *w, *s;  // of the block's first row of W
     const float* aids;           // of the block's columns (lib/unpack.cuh), in shared memory
     const int* from;             // row of x of each row of the tile, in shared memory
-    int ld, kp, chunks, blocks;  // blocks: scales of a row, fp8_block
+    int line, chunks, blocks;    // sixteens of bytes of a row of x; scales of a row, fp8_block
     int steps;                   // along K
     unsigned last;               // the last row of W there is, counted from the block's first
 };
@@ -38,15 +40,21 @@ __device__ __forceinline__ unsigned place_of(unsigned row) {
     return row - r + place;
 }
 
+// Where piece `piece` of row `row` of x lies among rows of ROW bytes: eight rows meet no bank twice.
+template <int ROW>
+__device__ __forceinline__ unsigned place_in_row(unsigned row, unsigned piece) {
+    return row * ROW + (ROW == 64 ? piece ^ row / 2 % 4 : piece ^ row % 8) * 16;
+}
+
 // Brings what a step along K needs into a stage: each thread the same piece of every so manieth
 // row; step after step. Beyond W's last row nothing is read: what lies in the stage
 // gives results that nobody keeps, and were the last row read again and again by all blocks, one
 // slice of the L2 cache would be all they wait for. Its last chunk is read again and meets zeros of x.
 template <int ROWS> struct Feed {
-    static constexpr unsigned XP = CH * 4, WP = CH * PER;              // pieces of a row
+    static constexpr unsigned XP = XROW / 16, WP = CH * PER;           // pieces of a row
     static constexpr unsigned XS = THREADS / XP, WS = THREADS / WP;    // rows that all threads bring at once
     static constexpr int OWN = (ROWS + XS - 1) / XS;
-    static constexpr unsigned ROW = WGMMA ? 128 : BK * 2;
+    static constexpr unsigned ROW = WGMMA ? 128 : XROW;
     static_assert(THREADS % XP == 0 && THREADS % WP == 0 && BN % WS == 0, "whole rows");
     static_assert(XS % 8 == 0 && (!WGMMA || WS % 16 == 0), "the same place of all rows");
     const Job& j;
@@ -56,19 +64,23 @@ template <int ROWS> struct Feed {
         #pragma unroll
         for (int i = 0; i < OWN; i++) {
             const unsigned row = min(threadIdx.x / XP + i * XS, ROWS - 1u);
-            at[i] = (unsigned)j.from[row] * (j.ld / 8) + threadIdx.x % XP;
+            at[i] = (unsigned)j.from[row] * j.line + threadIdx.x % XP;
         }
     }
-    __device__ __forceinline__ void rows(unsigned char* stage, const unsigned short* x, bool on) const {
+    __device__ __forceinline__ void rows(unsigned char* stage, const unsigned char* x, bool on) const {
         const unsigned row = threadIdx.x / XP, piece = threadIdx.x % XP;
-        const unsigned block = WGMMA ? piece / 8 : 0;  // of 64 columns
-        const unsigned place = (piece - block * 8) ^ row % 8;  // so that no bank is met twice
-        unsigned char* to = stage + block * BM * 128 + row * ROW + place * 16;
+        const unsigned block = WGMMA ? piece / 8 : 0;  // of 128 bytes of a row
+        unsigned char* to = stage + block * BM * 128 + place_in_row<ROW>(row, piece - block * 8);
         #pragma unroll
         for (int i = 0; i < OWN; i++) {
             const bool real = ROWS % XS == 0 || row + i * XS < ROWS;
-            cp_async_if<16>(to + i * XS * ROW, (const unsigned char*)x + (size_t)at[i] * 16, on && real);
+            cp_async_if<16>(to + i * XS * ROW, x + (size_t)at[i] * 16, on && real);
         }
+    }
+    __device__ __forceinline__ void scales(unsigned char* stage, bool on) const {
+        for (int row = threadIdx.x; row < (XSC ? ROWS : 0); row += THREADS)
+            cp_async_if<XSC ? XSC : 4>(stage + XPARTS * AP + row * XSC,
+                j.xs + ((size_t)j.from[row] * j.steps + step) * XSC, on);
     }
     __device__ __forceinline__ void weights(unsigned char* stage, int c0, bool on) const {
         const unsigned tid = threadIdx.x, row = tid / WP, piece = tid % WP, chunk = piece / PER;
@@ -97,10 +109,11 @@ template <int ROWS> struct Feed {
     }
     __device__ __forceinline__ void operator()(unsigned char* stage) {
         const bool on = step < j.steps;
-        const int steps = j.kp / BK, part = PARTS == 2 && step >= steps, k = (step - part * steps) * BK;
+        const int half = PARTS == 2 ? j.steps / 2 : j.steps, k = step < half ? step : step - half;
         #pragma unroll
-        for (int i = 0; i < XPARTS; i++) rows(stage + i * AP, j.x + (part + i) * j.kp + k, on);
-        weights(stage, k / 32, on);
+        for (int i = 0; i < XPARTS; i++) rows(stage + i * AP, j.x + (step + i * j.steps) * XROW, on);
+        scales(stage, on);
+        weights(stage, k * CH, on);
         step++;
         cp_async_commit();
     }

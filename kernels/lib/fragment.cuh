@@ -139,6 +139,12 @@ template <class F, int C> struct Fragment<F, C, 16> : Unit<F, C> {  // four bits
                 : U::place(g / 2, 4 * b + t))
             + g % 2 * (2 * F::SCALE));
     }
+    // likewise out of whole lines of a matrix: the lane's first row and its scale there
+    __device__ __forceinline__ void read_lines(const unsigned char* at, const unsigned char* scale) {
+        w[0] = *(const uint4*)at;
+        w[1] = *(const uint4*)(at + U::LINE);
+        s.read(scale);
+    }
     typedef typename F::Factor Aids[2][2];
     static constexpr int LENGTH = 8;
     __device__ __forceinline__ void aids(Aids& f) const { s.factors(f); }

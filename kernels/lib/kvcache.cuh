@@ -8,6 +8,7 @@
 //   4 f32     u16 [N/16, 2, 16]: of sixteen elements the nearest f16, then the nearest f16 of what is left: 22 bits
 // Whoever computes with them wants bf16: an element of any format but the last two, without the row's float32, is one exactly. Times KV_UNIT, that is, which a kernel folds
 // into the row's scale.
+#include "lib/encode.cuh"
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -90,20 +91,6 @@ template <int F> struct KvUnit {
 };
 // What the elements of a row are to be multiplied by.
 template <int F> __device__ __forceinline__ float kv_scale(const float* scales, size_t row) { return KV_CODED<F> ? scales[row] * KV_UNIT<F> : 1.f; }
-
-// Nearest e4m3 of |v| <= 448 or a little more, ties to even, saturating; NaN stays NaN.
-__device__ __forceinline__ unsigned to_e4m3(float v) {
-    const unsigned u = __float_as_uint(v), sign = u >> 24 & 0x80, a = u & 0x7FFFFFFFu;
-    if (a > 0x7F800000u) return 0x7F;
-    if (a < 0x3C800000u) return sign | (unsigned)__float2int_rn(__uint_as_float(a) * 512.f);  // below 2^-6: multiples of 2^-9
-    return sign | min((a + 0x7FFFF + (a >> 20 & 1)) / (1u << 20) - (120u << 3), 0x7Eu);
-}
-__device__ __forceinline__ float of_e4m3(unsigned c) { return __uint_as_float((c & 0x80) << 24 | (c & 0x7F) << 20) * 1.329227995784916e36f; }  // 2^120
-// Nearest e2m1, ties to even, saturating.
-__device__ __forceinline__ unsigned to_e2m1(float v) {
-    const float a = fabsf(v);
-    return (unsigned)((a > .25f) + (a >= .75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) + (a >= 3.5f) + (a > 5.f)) | (v < 0.f ? 8u : 0u);
-}
 
 // A row that a warp holds and stores. Of quads u = lane, lane + 32, ... < N/4, a lane has elements 16*(u/4) + 2*(u%4) + {0, 1, 8, 9}: as in a fragment of
 // lib/mma.cuh. A row with a NaN or an infinity gets a NaN for its float32 where the format has one.

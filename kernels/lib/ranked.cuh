@@ -58,3 +58,19 @@ template <int MANY, int BEST, int KIND, bool MOVED, int N> __device__ __forceinl
     for (int i = 1; i < N; i++) at = __shfl_sync(~0u, own[i], whose) == top ? i : at;
     return lane < BEST ? whose * N + at : 0;
 }
+
+// What a row's results are to be multiplied by, by the warp that has ranked it: weights of its
+// picks in `weights`, if it is there, and in `share`, which the shared expert's ends if there is
+// one. `id`, `logit`: lane j's pick and its logit; `gate`: the shared expert's, or null.
+template <int MANY, int BEST, int KIND, bool TO_ONE, bool ALSO, int N> __device__ __forceinline__
+        void give_weights(const float* near, int id, float logit, const float* gate,
+        const float* __restrict__ per_expert, float scaling, int lane, float* weights,
+        float* share) {
+    float v = pick_weight<MANY, BEST, KIND, TO_ONE, N>(near, logit, scaling, lane);
+    if (per_expert) v = __fmul_rn(v, per_expert[id]);
+    if (lane < BEST) {
+        if (weights) weights[lane] = v;
+        share[lane] = v;
+    }
+    if (ALSO && lane == BEST) share[BEST] = gate ? logistic(*gate) : 1.f;
+}

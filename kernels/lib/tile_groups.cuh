@@ -1,11 +1,21 @@
 #pragma once
 // The products of a block of gemm.cu by warpgroups (lib/wgmma.cuh): W is what registers bring, 64
 // rows a group and fragment, and the rows of x are the columns of the product, all of them at once,
-// so that a weight is decoded once for a whole tile. Over the constants of gemm.cu.
+// so that a weight is decoded once for a whole tile. Over the constants of gemm.cu, or gemm_scaled.cu.
 #include "lib/feed.cuh"
 #include "lib/wgmma.cuh"
+#ifndef FP8
+#define FP8 0
+#endif
 constexpr int FRAGMENTS = NT / 2;  // of 64 rows, of each group
 constexpr int UNITS = CH / UNIT;   // of UNIT chunks, of a stage: what is decoded at once
+#if FP8  // of gemm_scaled.cu: x is e4m3, and so become the weights (lib/narrow.cuh)
+constexpr int PRODUCTS = 1, SUMMED = 4;  // products of a chunk; chunks that are summed by themselves, where APART
+constexpr bool APART = W::SCALE < 0;
+#else
+constexpr int PRODUCTS = 2, SUMMED = 2;
+constexpr bool APART = PARTS > 1;
+#endif
 static_assert(WN % 4 == 0 && NT % 2 == 0 && WM == 1 && STAGES >= 3, "see the contract");
 static_assert(UNITS % 2 == 0, "two sets of registers take turns");
 static_assert(PARTS < 3, "W in two parts is for single warps");
@@ -63,7 +73,7 @@ struct Put {
         #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int row = c + row_of(i);
-            u[i] = __fmul_rn(W::unit(aids[row]), W::UNITY);
+            u[i] = factor(aids[row]);
             b[i] = bias && n0 + row < nb ? bias[n0 + row] : 0.f;
         }
         #pragma unroll
@@ -101,10 +111,18 @@ struct Codes {
         else if (W::SCALE == 1) scale = s[0];
         else if (W::SCALE) scale = *(const unsigned*)s;
     }
-    __device__ __forceinline__ void decode(float aid, unsigned* h) const {
+    // as what a lane brings of them to the products of their chunk, in its row i of two
+    __device__ __forceinline__ void decode(float aid, int i, unsigned (*a)[4]) const {
         const int t = threadIdx.x % 4;
-        const Bytes s = (Bytes)&scale;
-        W::halves((Bytes)codes, W::SCALE == 2 ? s - t / 2 : s, t, aid, false, h);
+        const Bytes s = (Bytes)&scale, own = W::SCALE == 2 ? s - t / 2 : s;
+        unsigned h[2 * PRODUCTS];
+#if FP8
+        Narrow::eight((Bytes)codes, own, t, aid, h);
+#else
+        W::halves((Bytes)codes, own, t, aid, false, h);
+#endif
+        #pragma unroll
+        for (int p = 0; p < 2 * PRODUCTS; p++) a[p / 2][i + p % 2 * 2] = h[p];
     }
 };
 // What registers bring to the products of a unit.
@@ -119,28 +137,29 @@ struct Weights {
             codes[f][c][i].fetch(stage, u * UNIT + c, place, first + row_of(i));
         }
     }
-    __device__ __forceinline__ void decode(const float* aids, unsigned (*a)[UNIT][2][4]) const {
+    __device__ __forceinline__ void decode(const float* aids, unsigned (*a)[UNIT][PRODUCTS][4]) const {
         #pragma unroll
         for (int v = 0; v < MANY; v++) {
             const int f = v / 2 / UNIT, c = v / 2 % UNIT, i = v % 2;
-            unsigned h[4];
-            codes[f][c][i].decode(aids[rows_of(f) + row_of(i)], h);
-            a[f][c][0][i] = h[0];
-            a[f][c][0][i + 2] = h[1];
-            a[f][c][1][i] = h[2];
-            a[f][c][1][i + 2] = h[3];
+            codes[f][c][i].decode(aids[rows_of(f) + row_of(i)], i, a[f][c]);
         }
     }
 };
 // Products of unit u of the stage whose rows of x are `x`.
 template <int N, int V> __device__ __forceinline__ void multiply(
-        float (&d)[FRAGMENTS][V], unsigned (*a)[UNIT][2][4], WgmmaMatrix x, int u) {
+        float (&d)[FRAGMENTS][V], unsigned (*a)[UNIT][PRODUCTS][4], WgmmaMatrix x, int u) {
     wgmma_fence();
     #pragma unroll
-    for (int k = 0; k < UNIT * FRAGMENTS * 2; k++) {
-        const int c = k / 2 / FRAGMENTS, f = k / 2 % FRAGMENTS, h = k % 2, at = u * UNIT + c;
-        const WgmmaMatrix b = x + at / 2 * (BM * 8) + (at % 2 * 2 + h) * WGMMA_K;
-        wgmma<N, false>(d[f], a[f][c][h], b, PARTS == 1 || at % 2 + h > 0);
+    for (int k = 0; k < UNIT * FRAGMENTS * PRODUCTS; k++) {
+        const int c = k / PRODUCTS / FRAGMENTS, f = k / PRODUCTS % FRAGMENTS, h = k % PRODUCTS;
+        const int at = (u * UNIT + c) * PRODUCTS + h;  // 32 bytes of each row of x
+        const WgmmaMatrix b = x + at / 4 * (BM * 8) + at % 4 * WGMMA_K;
+        const bool add = !APART || at % (SUMMED * PRODUCTS) > 0;
+#if FP8
+        wgmma_e4m3<N>(d[f], a[f][c][h], b, add);
+#else
+        wgmma<N, false>(d[f], a[f][c][h], b, add);
+#endif
     }
     wgmma_commit();
 }
@@ -158,13 +177,13 @@ __device__ __forceinline__ void tile(const Job& j, unsigned char* stages, F mean
     cp_async_wait<STAGES - 2>();
     wgmma_seen();
     __syncthreads();
-    unsigned a[2][FRAGMENTS][UNIT][2][4];
+    unsigned a[2][FRAGMENTS][UNIT][PRODUCTS][4];
     Weights w;
     w.fetch(stages, 0);
     w.decode(j.aids, a[0]);
     w.fetch(stages, 1);
     const WgmmaMatrix first = wgmma_kept(wgmma_rows(stages, 1024));
-    float d[FRAGMENTS][V], own[FRAGMENTS][PARTS == 1 ? 1 : V];
+    float d[FRAGMENTS][V], own[FRAGMENTS][APART ? V : 1];
     #pragma unroll
     for (int v = 0; v < FRAGMENTS * V; v++) d[v / V][v % V] = 0.f;
     int stage = 0;
@@ -172,10 +191,16 @@ __device__ __forceinline__ void tile(const Job& j, unsigned char* stages, F mean
         const int ahead = stage == STAGES - 1 ? 0 : stage + 1;
         const int done = stage == 0 ? STAGES - 1 : stage - 1;
         const WgmmaMatrix x = first + stage * (STAGE / 16);
+        float by[FRAGMENTS][2];  // of blocks that share a scale
+        #pragma unroll
+        for (int v = 0; v < (APART && FP8 ? FRAGMENTS * 2 : 0); v++) {
+            const float* scales = (const float*)(stages + stage * STAGE + A + B);
+            by[v / 2][v % 2] = scales[rows_of(v / 2) + row_of(v % 2)];
+        }
         #pragma unroll
         for (int u = 0; u < UNITS; u++) {
-            if constexpr (PARTS == 1) multiply<N>(d, a[u % 2], x, u);
-            else multiply<N>(own, a[u % 2], x, u);
+            if constexpr (APART) multiply<N>(own, a[u % 2], x, u);
+            else multiply<N>(d, a[u % 2], x, u);
             wgmma_wait<1>();
             if (u == 0) {  // nobody reads the stage before this one any more
                 cp_async_wait<STAGES - 3>();
@@ -186,13 +211,16 @@ __device__ __forceinline__ void tile(const Job& j, unsigned char* stages, F mean
             w.decode(j.aids, a[(u + 1) % 2]);
             w.fetch(stages + (u >= UNITS - 2 ? ahead : stage) * STAGE, (u + 2) % UNITS);
             // Tensor cores cut off what a sum has no room for, which would add up along a row:
-            // of products in parts each 64 columns are summed by themselves.
-            if constexpr (PARTS > 1) if (UNIT == 2 || u % 2) {
+            // of products in parts each 64 columns are summed by themselves. So are those of FP8 in
+            // blocks that share a scale.
+            if constexpr (APART) if ((u + 1) * UNIT % SUMMED == 0) {
                 wgmma_wait<0>();
                 #pragma unroll
                 for (int v = 0; v < FRAGMENTS * V; v++) {
                     wgmma_own(own[v / V][v % V]);
-                    d[v / V][v % V] += own[v / V][v % V];
+                    float& sum = d[v / V][v % V];
+                    if constexpr (FP8) sum = fmaf(own[v / V][v % V], by[v / V][v / 2 % 2], sum);
+                    else sum += own[v / V][v % V];
                 }
             }
         }

@@ -25,6 +25,7 @@
 //   wgmma_own(d)                after that: no compiler takes d to be older
 // Only where the kernel is made for Hopper (sm_90a), and on the emulator.
 #include <cuda_fp16.h>
+#include "lib/encode.cuh"
 typedef unsigned long long WgmmaMatrix;
 #define WGMMA_K 2  // 32 bytes
 
@@ -70,13 +71,22 @@ __device__ __forceinline__ WgmmaMatrix wgmma_kept(WgmmaMatrix m) {
 #if defined(ATLAS_EMULATE)
 // A product reads memory, and changes D, as late as it may: when somebody waits for its group.
 struct LateProduct {
-    float *d, rows[2][16];  // of A: g and g+8
+    float *d, rows[2][32];  // of A: g and g+8
     WgmmaMatrix a, b;       // a: 0 if A came in registers
     int n, group;
-    bool trans, trans_a, add;
+    bool trans, trans_a, add, e4m3;
 };
 static LateProduct late_products[1024][64];
 static int late_count[1024], late_group[1024];
+__device__ inline const char* wgmma_memory() {
+    return (const char*)((size_t)emu::dynamic & ~(size_t)1023);
+}
+__device__ inline float wgmma_e4m3_element(WgmmaMatrix m, int k, int n) {
+    const unsigned far = (m >> 32 & 0x3FFF) << 4;
+    unsigned at = ((m & 0x3FFF) << 4) + n / 8 * far + n % 8 * 128 + k;
+    at ^= (at >> 7 & 7) << 4;
+    return of_e4m3((unsigned char)wgmma_memory()[at]);
+}
 __device__ inline float wgmma_element(WgmmaMatrix m, bool trans, int k, int n) {
     const unsigned wide = (m >> 16 & 0x3FFF) << 4, far = (m >> 32 & 0x3FFF) << 4;
     unsigned at = (m & 0x3FFF) << 4;
@@ -86,7 +96,7 @@ __device__ inline float wgmma_element(WgmmaMatrix m, bool trans, int k, int n) {
     else at += n / 8 * far + n % 8 * 128 + k * 2;
     if (!cores) at ^= (at >> 7 & 7) << 4;
     unsigned short v;
-    memcpy(&v, (const char*)((size_t)emu::dynamic & ~(size_t)1023) + at, 2);
+    memcpy(&v, wgmma_memory() + at, 2);
     return __half2float(__ushort_as_half(v));
 }
 __device__ inline void wgmma_do(LateProduct& p) {
@@ -96,8 +106,11 @@ __device__ inline void wgmma_do(LateProduct& p) {
     for (int v = 0; v < p.n / 2; v++) {
         const int column = v / 4 * 8 + 2 * t + v % 2;
         double s = 0;
-        for (int k = 0; k < 16; k++)
-            s += (double)p.rows[v / 2 % 2][k] * wgmma_element(p.b, p.trans, k, column);
+        for (int k = 0; k < (p.e4m3 ? 32 : 16); k++) {
+            const float b = p.e4m3 ? wgmma_e4m3_element(p.b, k, column)
+                : wgmma_element(p.b, p.trans, k, column);
+            s += (double)p.rows[v / 2 % 2][k] * b;
+        }
         p.d[v] = (p.add ? p.d[v] : 0.f) + (float)s;
     }
 }
@@ -113,7 +126,7 @@ __device__ inline LateProduct& wgmma_later(int n, float* d, WgmmaMatrix b, bool 
     int& many = late_count[emu::current];
     if (many == 64) emu::trap();
     LateProduct& p = late_products[emu::current][many++];
-    p = {d, {}, 0, b, n, late_group[emu::current] + 1, trans, false, add != 0};
+    p = {d, {}, 0, b, n, late_group[emu::current] + 1, trans, false, add != 0, false};
     return p;
 }
 struct WgmmaLane { unsigned a[4]; };
@@ -128,6 +141,18 @@ __device__ inline void wgmma_registers(LateProduct& p, const unsigned* a) {
         const unsigned short v = k % 2 ? pair >> 16 : pair & 0xFFFF;
         p.rows[i / 16][k] = __half2float(__ushort_as_half(v));
     }
+}
+// Four e4m3 a register: a[0]: A[g][4t..], a[1]: A[g+8][4t..], a[2] and a[3]: 16 further
+__device__ inline void wgmma_e4m3_registers(LateProduct& p, const unsigned* a) {
+    WgmmaLane mine;
+    for (int i = 0; i < 4; i++) mine.a[i] = a[i];
+    const WgmmaLane* all = emu::gather(~0u, mine);
+    for (int i = 0; i < 64; i++) {
+        const int k = i % 32;
+        const WgmmaLane l = emu::from(all, emu::lane() / 4 * 4 + k % 16 / 4);
+        p.rows[i / 32][k] = of_e4m3(l.a[i / 32 + k / 16 * 2] >> k % 4 * 8 & 255);
+    }
+    p.e4m3 = true;
 }
 #endif
 
@@ -239,6 +264,11 @@ template <int N> __device__ __forceinline__ void wgmma_own(float (&d)[N]) {
         "{%" #p ", %" #q ", %" #r ", %" #s "}, %" #t ", p, 1, 1, %" #v ";}" \
         : WGMMA_OUT##n : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), \
             "n"((int)TRANS) : "memory")
+#define WGMMA_E4M3(n, p, q, r, s, t, u) \
+    if constexpr (N == n) asm volatile(WGMMA_ADD(u) \
+        "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" WGMMA_TO##n "}, " \
+        "{%" #p ", %" #q ", %" #r ", %" #s "}, %" #t ", p, 1, 1;}" \
+        : WGMMA_OUT##n : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add) : "memory")
 #define WGMMA_SHARED(n, p, q, r, s, t) \
     if constexpr (N == n) asm volatile(WGMMA_ADD(r) WGMMA_NAME(n) WGMMA_TO##n "}, " \
         "%" #p ", %" #q ", p, 1, 1, %" #s ", %" #t ";}" \
@@ -282,6 +312,47 @@ template <int N, bool TRANS> __device__ __forceinline__ void wgmma(
     WGMMA_REGISTERS(256, 128, 129, 130, 131, 132, 133, 134);
 #elif defined(ATLAS_EMULATE)
     wgmma_registers(wgmma_later(N, d, b, TRANS, add), a);
+#endif
+}
+// D[64,N] += A[64,32] B[32,N] of e4m3: A as lib/mma_narrow.cuh has it, rows of B are 128 numbers
+template <int N> __device__ __forceinline__ void wgmma_e4m3(
+        float* d, const unsigned* a, WgmmaMatrix b, int add) {
+    static_assert(N % 8 == 0 && N <= 256, "columns come in eights");
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    WGMMA_E4M3(8, 4, 5, 6, 7, 8, 9);
+    WGMMA_E4M3(16, 8, 9, 10, 11, 12, 13);
+    WGMMA_E4M3(24, 12, 13, 14, 15, 16, 17);
+    WGMMA_E4M3(32, 16, 17, 18, 19, 20, 21);
+    WGMMA_E4M3(40, 20, 21, 22, 23, 24, 25);
+    WGMMA_E4M3(48, 24, 25, 26, 27, 28, 29);
+    WGMMA_E4M3(56, 28, 29, 30, 31, 32, 33);
+    WGMMA_E4M3(64, 32, 33, 34, 35, 36, 37);
+    WGMMA_E4M3(72, 36, 37, 38, 39, 40, 41);
+    WGMMA_E4M3(80, 40, 41, 42, 43, 44, 45);
+    WGMMA_E4M3(88, 44, 45, 46, 47, 48, 49);
+    WGMMA_E4M3(96, 48, 49, 50, 51, 52, 53);
+    WGMMA_E4M3(104, 52, 53, 54, 55, 56, 57);
+    WGMMA_E4M3(112, 56, 57, 58, 59, 60, 61);
+    WGMMA_E4M3(120, 60, 61, 62, 63, 64, 65);
+    WGMMA_E4M3(128, 64, 65, 66, 67, 68, 69);
+    WGMMA_E4M3(136, 68, 69, 70, 71, 72, 73);
+    WGMMA_E4M3(144, 72, 73, 74, 75, 76, 77);
+    WGMMA_E4M3(152, 76, 77, 78, 79, 80, 81);
+    WGMMA_E4M3(160, 80, 81, 82, 83, 84, 85);
+    WGMMA_E4M3(168, 84, 85, 86, 87, 88, 89);
+    WGMMA_E4M3(176, 88, 89, 90, 91, 92, 93);
+    WGMMA_E4M3(184, 92, 93, 94, 95, 96, 97);
+    WGMMA_E4M3(192, 96, 97, 98, 99, 100, 101);
+    WGMMA_E4M3(200, 100, 101, 102, 103, 104, 105);
+    WGMMA_E4M3(208, 104, 105, 106, 107, 108, 109);
+    WGMMA_E4M3(216, 108, 109, 110, 111, 112, 113);
+    WGMMA_E4M3(224, 112, 113, 114, 115, 116, 117);
+    WGMMA_E4M3(232, 116, 117, 118, 119, 120, 121);
+    WGMMA_E4M3(240, 120, 121, 122, 123, 124, 125);
+    WGMMA_E4M3(248, 124, 125, 126, 127, 128, 129);
+    WGMMA_E4M3(256, 128, 129, 130, 131, 132, 133);
+#elif defined(ATLAS_EMULATE)
+    wgmma_e4m3_registers(wgmma_later(N, d, b, false, add), a);
 #endif
 }
 template <int N, bool TRANS, bool TRANS_A> __device__ __forceinline__ void wgmma_shared(

@@ -92,7 +92,7 @@ def products(card, formats, shapes, rows, sweep, tiny):
     return bad
 
 LAUNCHES = {moe: ['router','experts'],
-    moe_wide: ['router','expert_slots','up','down','expert_sum']}
+    moe_wide: ['router','expert_slots','up','down','experts_wide','expert_sum']}
 
 def only(names):
     "While open, words for experts make no launches but these"

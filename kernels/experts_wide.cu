@@ -1,0 +1,537 @@
+// Both halves of the MLPs of a mixture of experts, for many rows of a decode step, in one launch:
+// y of an entry (row * PICKS + pick) = D act(U f(x)). Each block picks, or takes what expert_slots.cu
+// has picked, and lists by itself who needs whom (lib/listing.cuh): a slot is one expert and up to
+// eight entries. Matrices are read in stages, 16 rows of U or 64 of D, whole, which lie together in
+// memory. Stages of all slots are one line for each half, of which a block has a piece; its teams
+// of four warps take these in turn. Of a stage of U each warp of a team has a share of the columns,
+// and shares meet in shared memory, four stages at a time; of a stage of D each has 16 rows. So a
+// warp keeps its columns of a slot's rows, as tensor cores want them, in registers. The last warp
+// asks for stages, RING ahead of those that are left, D's after U's; three others stage the next
+// slot's rows once all teams have taken what they need of this one's. Hidden values say for
+// themselves whether they are there (lib/given.cuh). The order of sums is that of lib/strips.cuh.
+// An entry's bits depend on nothing but its row and its expert.
+//   uw     : [ubytes]        u8    bank of matrices [UROWS, HIDDEN] in UP, the shared expert's last
+//   dw     : [dbytes]        u8    the same of [HIDDEN, INNER] in DOWN
+//   us     : [uscales]       u8    scales
+//   ds     : [dscales]       u8    likewise
+//   ugs    : [urows]         f32   nvfp4, int4: scale of each row; or null
+//   dgs    : [drows]         f32   or null
+//   ubias  : [urows]         f32   of rows as they are stored; or null
+//   dbias  : [drows]         f32   or null
+//   logits : [r, ld]         f32   of the router; with GATE the one after the experts' is the
+//                                  shared expert's gate
+//   correction : [experts]   f32   added to the scores for picking only (CORRECTED 1); or null
+//   per_expert : [experts]   f32   a factor on the weight of each expert; or null
+//   ids    : [r, top_k]      i32   who is picked, best first. CHOOSES 0: expert_slots.cu has written
+//                                  them; 1: they are written here; or null
+//   weights : [r, top_k]     f32   their weights; or null
+//   share  : [r, picks]      f32   the same, and the shared expert's; CHOOSES 1: written here
+//   x      : [r, k]          f32
+//   gain   : [k]             f32   of the norm (NORM 1); or null
+//   h      : [yrows, inner]  f32   of each entry; EMPTY before (router.cu)
+//   y      : [yrows, k]      f32
+//   -D UP= DOWN= (of lib/fragment.cuh, four bits)  HIDDEN= (k: 1024 or 2048)  INNER= (256 or 512)
+//   -D EXPERTS=  TOP_K=  SHARED= GATE= (of the shared expert: 0 or 1)
+//   -D SCORE= (of lib/picks.cuh)  RENORM= CORRECTED= (0 or 1)  CHOOSES= (0 or 1)
+//   -D BIASED= are there biases? (0 or 1)  ACT= of lib/act.cuh  -D NORM= (0 or 1)
+//   -D TEAMS=  RING=  ROOM= bytes of shared memory but for slots
+//   halves: 1: the first only; 2: the second only; 3: both, and all blocks must be running at once
+//   launch: <<<any number, 32*(4*TEAMS + 4), shared bytes: see atlas.cuda.experts_wide>>>
+#include "lib/act.cuh"
+#include "lib/ahead.cuh"
+#include "lib/bulk.cuh"
+#include "lib/fragment.cuh"
+#include "lib/given.cuh"
+#include "lib/listing.cuh"
+#include "lib/pdl.cuh"
+#include "lib/ranked.cuh"
+#include "lib/warps.cuh"
+#ifndef UP
+#define UP fragment_nvfp4
+#define DOWN fragment_nvfp4
+#define HIDDEN 2048
+#define INNER 512
+#define EXPERTS 256
+#define TOP_K 8
+#define SHARED 1
+#define GATE 1
+#define SCORE SCORE_SOFTMAX
+#define RENORM 1
+#define CORRECTED 0
+#define CHOOSES 1
+#define BIASED 0
+#define ACT ACT_SILU
+#define NORM 1
+#define TEAMS 4
+#define RING 8
+#define ROOM 219680
+#endif
+constexpr int TEAM = 4, WARPS = TEAM * TEAMS;  // that multiply
+constexpr int STAGERS = 3, ALL = WARPS + STAGERS + 1, THREADS = 32 * ALL;
+constexpr int ENTRIES = 8, RECORD = ENTRIES + 1;
+constexpr int E = EXPERTS, N = (E + 31) / 32, PICKS = TOP_K + SHARED;
+typedef Listing<E, TOP_K, SHARED, ENTRIES, ALL> List;
+constexpr bool PAIR = ACT != ACT_RELU2;
+
+// A half: [STORED, COLS] in F, MANY times 16 rows a stage, in shared memory as two parts. Lane l
+// has rows 2m and 2m + 1 of part g % 2, with g = l/4 and m = g/2: parts are shifted against each
+// other so that reads have no bank conflicts.
+template <class F_, int COLS_, int STORED_, int MANY_, int SPLIT_> struct Half {
+    typedef F_ F;
+    static constexpr int COLS = COLS_, STORED = STORED_, MANY = MANY_, SPLIT = SPLIT_;
+    static constexpr int UNITS = COLS / 256, ROWS = 16 * MANY, PART = ROWS / 2;
+    static constexpr unsigned STAGES = STORED / ROWS;  // of a matrix
+    static constexpr int W = PART * F::LINE, S = PART / 4 * F::SLINE;
+    static constexpr int W1 = W + 64, S0 = W1 + W, S1 = S0 + S + 64, BYTES = S1 + S + 64;
+    static constexpr int MINE = MANY == 1 ? UNITS / TEAM : UNITS;  // units of a warp
+    static constexpr int HELD = 2 * UNITS, PARTS = UNITS;          // 128s and 256s of a row
+    typedef Staged<F, 4 * HELD> X;
+    static_assert(COLS % 256 == 0 && STORED % ROWS == 0 && !F::TWO, "see the contract");
+};
+typedef Half<UP<HIDDEN / 32>, HIDDEN, (PAIR ? 2 : 1) * INNER, 1, 4> U;
+typedef Half<DOWN<INNER / 32>, INNER, HIDDEN, 4, INNER / 256> D;
+constexpr int BOTH = U::BYTES > D::BYTES ? U::BYTES : D::BYTES;
+constexpr int TAIL = BOTH / 16 * 16, STAGE = TAIL + 256 * (1 + BIASED);  // scales, biases of rows
+constexpr int HELD = U::HELD > D::HELD ? U::HELD : D::HELD;
+constexpr int LINE = U::X::LDR > D::X::LDR ? U::X::LDR : D::X::LDR;
+
+struct Shared {  // and then the experts of the block's slots, and their entries
+    unsigned char ring[RING][STAGE];
+    uint4 x[ENTRIES * LINE];
+    float4 part[TEAMS][TEAM][TEAM][32];  // of stages and shares
+    float e[2][HELD][ENTRIES], squares[2][ENTRIES][U::PARTS];
+    Meeting full[RING], empty[RING], staged, left;
+};
+static_assert(sizeof(Shared) == ROOM, "see the contract");
+static_assert(sizeof(List) <= sizeof(Shared::x), "slots are listed where rows are staged later");
+static_assert(RING % TEAMS == 0, "nobody may wait for a phase after the next: it looks like the last");
+
+// Where piece i of n equal ones of a line begins: all * i / n, without the 64 bits that it needs.
+__device__ __forceinline__ unsigned piece_of(unsigned all, unsigned i, unsigned n) {
+    return all / n * i + all % n * i / n;
+}
+// What of a stage is where, for whoever asks for it.
+struct Lay {
+    int rows, part, stages, w, w1, s, s0, s1;  // of a matrix, of a part, bytes and places
+    unsigned line, sline;
+    template <class H> static __device__ __forceinline__ Lay of() {
+        return {H::STORED, H::PART, (int)H::STAGES, H::W, H::W1, H::S, H::S0, H::S1, H::F::LINE,
+            H::F::SLINE};
+    }
+};
+// Stage k of a matrix into its place. All but the shared expert's are read once.
+__device__ __forceinline__ void ask_for(const Lay& o, Shared* sm, unsigned place, int expert, int k,
+        Bytes w, Bytes s, const float* gs, const float* bias) {
+    const unsigned row = expert * o.rows + k * 2 * o.part;
+    unsigned char* const to = sm->ring[place];
+    Meeting* const b = sm->full + place;
+    const int tail = 8 * o.part;
+    bulk_expect(b, 2 * (o.w + o.s) + (gs ? tail : 0) + (BIASED ? tail : 0));
+    const bool again = expert == E;
+    if (gs) bulk_copy(to + TAIL, gs + row, tail, b);
+    if (BIASED) bulk_copy(to + TAIL + 256, bias + row, tail, b);
+    #pragma unroll 1
+    for (int i = 0; i < 2; i++) {
+        const unsigned from = row + i * o.part;
+        bulk_copy_kept(to + i * o.w1, w + (size_t)from * o.line, o.w, b, again);
+        bulk_copy_kept(to + (i ? o.s1 : o.s0), s + (size_t)(from / 4) * o.sline, o.s, b, again);
+    }
+}
+// Where a lane's rows of a warp's strip are, and their scales.
+template <class H> __device__ __forceinline__ const unsigned char* weights_of(const Shared* sm,
+        unsigned place, int strip) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    return sm->ring[place] + g % 2 * H::W1 + (8 * strip + g / 2 * 2) * H::F::LINE + t * 16;
+}
+template <class H> __device__ __forceinline__ const unsigned char* scales_of(const Shared* sm,
+        unsigned place, int strip) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, m = g / 2;
+    return sm->ring[place] + (g % 2 ? H::S1 : H::S0) + (2 * strip + m / 2) * H::F::SLINE
+        + t * H::F::FOUR + m % 2 * (H::F::FOUR / 2);
+}
+
+// And scales and biases of these rows.
+template <class H> __device__ __forceinline__ void tail_of(const Shared* sm, unsigned place,
+        int strip, float* raw, float* more) {
+    const int g = threadIdx.x % 32 / 4;
+    const float* const at = (const float*)(sm->ring[place] + TAIL)
+        + g % 2 * H::PART + 8 * strip + g / 2 * 2;
+    *(float2*)raw = *(const float2*)at;
+    *(float2*)more = BIASED ? *(const float2*)(at + 64) : make_float2(0.f, 0.f);
+}
+
+struct Piece {  // of a line of stages
+    unsigned begin, end, slot0, own;
+    __device__ __forceinline__ Piece(unsigned slots, unsigned stages) {
+        begin = piece_of(slots * stages, blockIdx.x, gridDim.x);
+        end = piece_of(slots * stages, blockIdx.x + 1, gridDim.x);
+        slot0 = begin / stages;
+        own = begin < end ? (end - 1) / stages - slot0 + 1 : 0;
+    }
+};
+
+// Columns 8v to 8v + 7 of row r of a slot.
+template <class H, bool NORMED> __device__ __forceinline__ void put_row(Shared* sm, int buffer,
+        int r, int v, float* a, const float* __restrict__ gain) {
+    const int lane = threadIdx.x % 32;
+    if (NORMED) {
+        float g[8], sum = 0.f;
+        load8(gain + v * 8, g);
+        #pragma unroll
+        for (int j = 0; j < 8; j++) {
+            sum = fmaf(a[j], a[j], sum);
+            a[j] = __fmul_rn(a[j], g[j]);
+        }
+        sum = warp_sum(sum);
+        if (!lane) sm->squares[buffer][r][v / 32] = sum;
+    }
+    float top = top8(a);
+    #pragma unroll
+    for (int m = 1; m < 16; m *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
+    const float2 f = chunk_scale(top);
+    uint4* const to = sm->x + r * H::X::LDR + v % 4 * H::X::LD + v / 4;
+    *to = H::F::CROSSED ? to_half8_crossed(a, f.x) : to_half8(a, f.x);
+    if (lane % 16 == 0) sm->e[buffer][v / 16][r] = f.y;
+}
+
+// All rows of a slot: pieces of 256 columns are dealt out to BY warps, of which this is the i-th,
+// MANY of each on their way. `ask` says whether they are there.
+template <class H, bool NORMED, int BY, class Ask> __device__ __forceinline__ void stage(Shared* sm,
+        int warp, int buffer, const int* record, const float* __restrict__ gain, Ask ask) {
+    constexpr int MANY = 1;
+    const int pieces = record[0] * H::PARTS;
+    #pragma unroll 1
+    for (int from = warp; from < pieces; from += MANY * BY) {
+        float a[MANY][8];
+        #pragma unroll
+        for (int k = 0; k < MANY; k++) {
+            const int i = min(from + k * BY, pieces - 1);
+            ask(record[1 + i / H::PARTS], i % H::PARTS * 256 + threadIdx.x % 32 * 8, a[k]);
+        }
+        #pragma unroll
+        for (int k = 0; k < MANY; k++) {
+            const int i = from + k * BY, v = i % H::PARTS * 32 + threadIdx.x % 32;
+            if (i >= pieces) break;
+            while (!ask.come(a[k])) ask(record[1 + i / H::PARTS], v * 8, a[k]);
+            __syncwarp();
+            put_row<H, NORMED>(sm, buffer, i / H::PARTS, v, a[k], gain);
+        }
+    }
+}
+struct AskX {
+    const float* x;
+    __device__ __forceinline__ void operator()(int entry, int column, float* a) const {
+        const float* const at = x + (size_t)(entry / PICKS) * HIDDEN + column;
+        *(float4*)a = __ldcg((const float4*)at);
+        *(float4*)(a + 4) = __ldcg((const float4*)at + 1);
+    }
+    __device__ __forceinline__ bool come(const float*) const { return true; }
+};
+struct AskH {
+    const float* h;
+    __device__ __forceinline__ void operator()(int entry, int column, float* a) const {
+        const float* const at = h + (size_t)entry * INNER + column;
+        *(float4*)a = peek4(at);
+        *(float4*)(a + 4) = peek4(at + 4);
+    }
+    __device__ __forceinline__ bool come(const float* a) const {
+        bool all = true;
+        #pragma unroll
+        for (int j = 0; j < 8; j++) all = all && there(a[j]);
+        return all;
+    }
+};
+
+// What a lane keeps of a slot: its part of a warp's columns of eight rows.
+template <class H> struct Columns {
+    uint4 x[2 * H::MINE][4];
+    const float* e;
+    __device__ __forceinline__ void load(const Shared* sm, int buffer, int count, int unit0) {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        const uint4* const at = sm->x + min(g, count - 1) * H::X::LDR
+            + H::F::template own<H::X::LD>(t);
+        #pragma unroll
+        for (int b = 0; b < 2 * H::MINE; b++)
+            #pragma unroll
+            for (int j = 0; j < 4; j++) x[b][j] = at[j * H::X::LD + 4 * block(b, unit0)];
+        e = sm->e[buffer][2 * unit0] + 2 * t;
+    }
+    static __device__ __forceinline__ int block(int b, int unit0) {  // of the row
+        return 2 * (unit0 + b / 2 * (H::MANY == 1 ? TEAM : 1)) + b % 2;
+    }
+    // acc += unit i of the warp's in a stage times the columns
+    __device__ __forceinline__ void multiply(const unsigned char* w, const unsigned char* s, int i,
+            float* acc) const {
+        typedef typename H::F F;
+        constexpr int STEP = 8 * (H::MANY == 1 ? TEAM : 1);  // chunks from unit to unit
+        F q[2];
+        #pragma unroll
+        for (int b = 0; b < 2; b++)
+            q[b].read_lines(w + (i * STEP + 4 * b) * 16, s + (i * STEP + 4 * b) * F::FOUR);
+        #pragma unroll
+        for (int b = 0; b < 2; b++) {
+            float d[2][4] = {};
+            typename F::Aids f;
+            q[b].aids(f);
+            #pragma unroll
+            for (int j = 0; j < 4; j++) {
+                unsigned a[F::LENGTH];
+                q[b].piece(f, j, a);
+                F::times(d, a, x[2 * i + b][j], x[2 * i + b][j]);
+            }
+            const int at = 2 * i * (H::MANY == 1 ? TEAM : 1) + b;
+            fold(q[b], acc, d, *(const float2*)(e + at * ENTRIES));
+        }
+    }
+};
+
+// What the results of row r of a slot are to be multiplied by.
+__device__ __forceinline__ float length(const Shared* sm, int buffer, int r, float eps) {
+    if (!NORM) return 1.f;
+    float sum = 0.f;
+    #pragma unroll
+    for (int i = 0; i < U::PARTS; i++) sum += sm->squares[buffer][r][i];
+    return rsqrtf(fmaf(sum, 1.f / HIDDEN, eps));
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
+        const unsigned char* __restrict__ uw, const unsigned char* __restrict__ dw,
+        const unsigned char* __restrict__ us, const unsigned char* __restrict__ ds,
+        const float* __restrict__ ugs, const float* __restrict__ dgs,
+        const float* __restrict__ ubias, const float* __restrict__ dbias,
+        const float* logits, const float* __restrict__ correction,
+        const float* __restrict__ per_expert, int* ids, float* weights, float* share, const float* x, const float* __restrict__ gain,
+        float* h, float* y, float eps, float limit, float scaling, int ld, int rows,
+        int halves) {
+    DYNAMIC_SHARED(Shared, sm);
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, m = g / 2;
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the compiler learns: one for all
+    const int team = warp / TEAM, own = warp % TEAM;  // whose share is the own-th
+    if (!threadIdx.x) {
+        for (int i = 0; i < RING; i++) {
+            meet_init(sm->full + i, 1);
+            meet_init(sm->empty + i, TEAM);
+        }
+        meet_init(&sm->staged, STAGERS);
+        meet_init(&sm->left, WARPS);
+        meet_ready();
+    }
+    List* const list = (List*)sm->x;
+    list->clear(rows);
+    if (SHARED && halves & 1) {  // memory idles
+        const int thread = blockIdx.x * THREADS + threadIdx.x, threads = gridDim.x * THREADS;
+        ahead(uw + (size_t)E * U::STORED * U::F::LINE, U::STORED * (U::F::LINE / 16), thread,
+            threads);
+        ahead(us + (size_t)E * U::STORED / 4 * U::F::SLINE,
+            U::STORED / 4 * (U::F::SLINE / 16), thread, threads);
+    }
+    pdl_wait();
+    pdl_trigger();
+    if (CHOOSES) {
+        __syncthreads();
+        #pragma unroll 1
+        for (int r = warp; r < rows; r += ALL) {
+            const float* const p = logits + (size_t)r * ld;
+            float near[N];
+            near_logits<E, N>(p, lane, near);
+            int* const room = (int*)sm->part + warp * TOP_K;
+            const int id = ranked<E, TOP_K, SCORE, CORRECTED, N>(near, correction, lane, room);
+            if (lane < TOP_K) list->note(r * TOP_K + lane, id);
+            if (r % gridDim.x != blockIdx.x || !(halves & 1)) continue;
+            if (ids && lane < TOP_K) ids[r * TOP_K + lane] = id;
+            const float gate = SHARED && GATE ? __ldcg(p + E) : 0.f;
+            give_weights<E, TOP_K, SCORE, RENORM, SHARED, N>(near, id, __ldcg(p + id),
+                GATE ? &gate : nullptr, per_expert, scaling, lane,
+                weights ? weights + r * TOP_K : nullptr, share + r * PICKS);
+        }
+    } else {
+        __syncthreads();
+        list->note_all(ids, rows);
+    }
+    __syncthreads();
+    const unsigned all = list->count(rows);
+    Piece up(all, U::STAGES), down(all, D::STAGES);
+    if (!(halves & 1)) up.own = 0, up.end = up.begin;
+    if (!(halves & 2)) down.own = 0, down.end = down.begin;
+    const unsigned visits = up.own + down.own;
+    int* const experts = (int*)(sm + 1), *const records = experts + visits;
+    __syncthreads();
+    const unsigned later = up.own - down.slot0;
+    auto slot = [&](unsigned i, int expert, int entries) {  // once for each half that needs it
+        if (i - up.slot0 < up.own) records[(i - up.slot0) * RECORD] = entries;
+        if (i - up.slot0 < up.own) experts[i - up.slot0] = expert;
+        if (i - down.slot0 < down.own) records[(i + later) * RECORD] = entries;
+        if (i - down.slot0 < down.own) experts[i + later] = expert;
+    };
+    auto entry = [&](unsigned i, int place, int value) {
+        if (i - up.slot0 < up.own) records[(i - up.slot0) * RECORD + 1 + place] = value;
+        if (i - down.slot0 < down.own) records[(i + later) * RECORD + 1 + place] = value;
+    };
+    list->each_slot(rows, slot);
+    list->each_pick(rows, entry);
+    list->each_shared(rows, slot, entry);
+    __syncthreads();
+    const unsigned first_down = up.end - up.begin, many = first_down + down.end - down.begin;
+    if (warp == ALL - 1) {
+        #pragma unroll 1
+        for (unsigned i = 0, place = 0, round = 1; i < (lane ? 0 : many); i++) {
+            const bool first = i < first_down;
+            const Lay o = first ? Lay::of<U>() : Lay::of<D>();
+            const unsigned k = first ? up.begin + i : down.begin + i - first_down;
+            const unsigned slot = k / o.stages;
+            const int expert = experts[first ? slot - up.slot0 : slot + later];
+            if (i >= RING) meet_wait(sm->empty + place, round % 2);
+            ask_for(o, sm, place, expert, k % o.stages, first ? uw : dw, first ? us : ds,
+                first ? ugs : dgs, first ? ubias : dbias);
+            if (++place == RING) place = 0, round++;
+        }
+        return;
+    }
+    if (up.own) stage<U, NORM, ALL - 1>(sm, warp, 0, records, gain, AskX{x});
+    else if (visits) stage<D, false, ALL - 1>(sm, warp, 0, records, nullptr, AskH{h});
+    sync_warps<ALL - 1, TEAMS>(0);
+    if (warp >= WARPS) {
+        #pragma unroll 1
+        for (unsigned n = 1; n < visits; n++) {
+            meet_wait(&sm->left, (n + 1) % 2);
+            const int* const record = records + n * RECORD;
+            const int i = warp - WARPS;
+            if (n < up.own) stage<U, NORM, STAGERS>(sm, i, n % 2, record, gain, AskX{x});
+            else stage<D, false, STAGERS>(sm, i, n % 2, record, nullptr, AskH{h});
+            __syncwarp();
+            if (!lane) meet_arrive(&sm->staged);
+        }
+        return;
+    }
+    auto leave = [&](unsigned place) {
+        __syncwarp();
+        if (!lane) meet_arrive(sm->empty + place);
+    };
+    unsigned q = team;  // the stage that the team has next
+    const int part = g % 2, lines = 2 * m;
+    #pragma unroll 1
+    for (unsigned n = 0; n < up.own; n++) {
+        if (n) meet_wait(&sm->staged, (n + 1) % 2);
+        const int* const record = records + n * RECORD;
+        const int count = record[0];
+        Columns<U> columns;
+        columns.load(sm, n % 2, count, own);
+        float inverse[2];
+        #pragma unroll
+        for (int j = 0; j < 2; j++)
+            inverse[j] = length(sm, n % 2, min(2 * t + j, count - 1), eps);
+        // of gates and ups, which neighbours have, each lane gets those of one column
+        constexpr unsigned NOWHERE = ~0u;
+        unsigned at[PAIR ? 1 : 2];
+        #pragma unroll
+        for (int j = 0; j < (PAIR ? 1 : 2); j++) {
+            const int c = 2 * t + (PAIR ? m % 2 : j);
+            const int o = PAIR ? 4 * part + m / 2 * 2 : 8 * part + 2 * m;
+            at[j] = c < count ? record[1 + c] * INNER + o : NOWHERE;
+        }
+        __syncwarp();
+        if (!lane) meet_arrive(&sm->left);
+        const unsigned before = (up.slot0 + n) * U::STAGES;
+        const unsigned to = min(before + U::STAGES, up.end) - up.begin;
+        #pragma unroll 1
+        while (q < to) {
+            const unsigned done = q + own * TEAMS;  // the stage that this warp completes
+            const unsigned strip = up.begin + done - before;
+            float raw[2], more[2];
+            int i = 0;
+            #pragma unroll 1
+            for (; i < TEAM && q < to; i++, q += TEAMS) {
+                const unsigned place = q % RING;
+                meet_wait(sm->full + place, q / RING % 2);
+                float acc[4] = {};
+                const unsigned char* const w = weights_of<U>(sm, place, 0) + own * 128;
+                const unsigned char* const s = scales_of<U>(sm, place, 0) + own * 8 * U::F::FOUR;
+                #pragma unroll
+                for (int u = 0; u < U::MINE; u++)
+                    columns.multiply(w, s, u, acc);
+                if (i == own) tail_of<U>(sm, place, 0, raw, more);
+                leave(place);
+                if (!i) sync_warps<TEAM>(team);  // what was there before is read
+                sm->part[team][i][own][lane] = make_float4(acc[0], acc[1], acc[2], acc[3]);
+            }
+            sync_warps<TEAM>(team);
+            if (own >= i) continue;
+            float z[4] = {};
+            #pragma unroll
+            for (int j = 0; j < TEAM; j++) {
+                const float4 v = sm->part[team][own][j][lane];
+                z[0] += v.x;
+                z[1] += v.y;
+                z[2] += v.z;
+                z[3] += v.w;
+            }
+            #pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const float unit = U::F::row_scale((Bytes)raw, raw, j / 2);
+                z[j] = fmaf(__fmul_rn(z[j], inverse[j % 2]), unit, more[j / 2]);
+            }
+            float* const to_h = h + strip * (PAIR ? 8 : 16);
+            float2 v[2] = {{z[0], z[2]}, {z[1], z[3]}};
+            if (PAIR) {
+                const bool odd = m % 2;
+                const float a = __shfl_xor_sync(~0u, odd ? z[0] : z[1], 8);
+                const float b = __shfl_xor_sync(~0u, odd ? z[2] : z[3], 8);
+                v[0].x = act_mul<ACT>(odd ? a : z[0], odd ? z[1] : a, limit);
+                v[0].y = act_mul<ACT>(odd ? b : z[2], odd ? z[3] : b, limit);
+            } else
+                #pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    v[j].x = act_mul<ACT>(v[j].x, 0.f, limit);
+                    v[j].y = act_mul<ACT>(v[j].y, 0.f, limit);
+                }
+            #pragma unroll
+            for (int j = 0; j < (PAIR ? 1 : 2); j++)
+                if (at[j] != NOWHERE) give2(to_h + at[j], v[j]);
+        }
+    }
+    #pragma unroll 1
+    for (unsigned n = up.own; n < visits; n++) {
+        if (n) meet_wait(&sm->staged, (n + 1) % 2);
+        const int* const record = records + n * RECORD;
+        const int count = record[0];
+        Columns<D> columns;
+        columns.load(sm, n % 2, count, 0);
+        float* at[2];
+        #pragma unroll
+        for (int j = 0; j < 2; j++) {
+            const int c = 2 * t + j;
+            at[j] = c < count
+                ? y + (size_t)record[1 + c] * HIDDEN + 8 * own + D::PART * part + lines
+                : nullptr;
+        }
+        __syncwarp();
+        if (!lane) meet_arrive(&sm->left);
+        const unsigned before = (down.slot0 + n - up.own) * D::STAGES;
+        const unsigned to = first_down + min(before + D::STAGES, down.end) - down.begin;
+        #pragma unroll 1
+        for (; q < to; q += TEAMS) {
+            const unsigned from = (down.begin + q - first_down - before) * D::ROWS;
+            const unsigned place = q % RING;
+            meet_wait(sm->full + place, q / RING % 2);
+            const unsigned char* const w = weights_of<D>(sm, place, own);
+            const unsigned char* const s = scales_of<D>(sm, place, own);
+            float z[4] = {};
+            #pragma unroll
+            for (int u = 0; u < D::MINE; u++) {
+                float acc[4] = {};
+                columns.multiply(w, s, u, acc);
+                #pragma unroll
+                for (int j = 0; j < 4; j++) z[j] += acc[j];
+            }
+            float raw[2], more[2];
+            tail_of<D>(sm, place, own, raw, more);
+            leave(place);
+            #pragma unroll
+            for (int j = 0; j < 4; j++)
+                z[j] = fmaf(z[j], D::F::row_scale((Bytes)raw, raw, j / 2), more[j / 2]);
+            #pragma unroll
+            for (int j = 0; j < 2; j++)
+                if (at[j]) *(float2*)(at[j] + from) = make_float2(z[j], z[2 + j]);
+        }
+    }
+}
