@@ -67,7 +67,7 @@ def delta_step(
     blocks = vh*dv//32*seqs
     few = rows>seqs and blocks<=_FEW  # verified rows of few sequences: registers rather than company
     # one on a multiprocessor where that is enough: the launch after this one finds room beside it
-    alone = limits(card).third if blocks<=card.multiprocessors else 0
+    alone = limits(card).third if blocks<=card.multiprocessors and not few else 0
     run('delta_step', (vh//kh*dv//32, kh, seqs), 160, *what, rows,
         shared=alone, DK=dk, DV=dv, SIGMOID=act, ROWS=4 if few else 1, RESIDENT=2 if few else 4, TAILS=tails)
     return y,parts
