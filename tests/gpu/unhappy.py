@@ -65,7 +65,7 @@ def too_little(llm, emulator):
     from atlas.use.llm import LLM
     card = llm.device
     bad = refused('a cache of a page', lambda: toy('llama', emulator, 8, 512, kv_cache_memory=4096), AtlasError, 'memory')
-    many = 1<<18 if emulator else 1<<16 # a bound alone is never an error: so many whole contexts would take a terabyte, on the emulator a quarter
+    many = 1<<14 if emulator else 1<<13 # a bound alone is never an error: so many whole contexts are 128 GiB, on the emulator 16
     bad += refused('a cache of a terabyte', lambda: toy('llama', emulator, many, 4096, kv_cache_memory=1<<42), OutOfMemoryError, 'The cache was to have', 'iB')
     if not emulator:
         bad += refused('a cache beyond the card', lambda: LLM('qwen3.6-35b-a3b', 'cuda', 1<<18, 64, load_format='dummy', weights='nvfp4', kv_cache_memory=1<<42), OutOfMemoryError, 'The cache was to have', 'iB')
