@@ -208,9 +208,15 @@ struct Pass {
     }
 };
 
-// By the warps that help: answers to where they belong. A warp has rows of its own.
+// By the warps that help: values of rows of a tile through the convolution, and answers to where they belong.
+// A warp has rows of its own.
 struct Help {
-    int tid, col, stride;  // col: first column in y
+    int tid, col, channel, stride;  // col: first column in y
+    __device__ __forceinline__ void values(Held& h, const Rows& r, const float* taps) const {
+        const int c = tid % COLUMNS;
+        r.conv(channel + c, channel + c, tid / COLUMNS * 16, taps, nullptr, [&](int j, float v) { h.v[j][c] = v; });
+        if (tid < COLUMNS) r.keep_tail(channel + c, channel + c);
+    }
     __device__ __forceinline__ void store(const Held& h, float* y, int tile, int lo, int hi) const {
         constexpr int PER = TILE / WARPS, FOURS = COLUMNS / 4;
         #pragma unroll
@@ -244,31 +250,21 @@ extern "C" __global__ void __launch_bounds__(64 * WARPS) delta_many(const unsign
     __syncthreads();
     if (warp >= WARPS) {
         const From f = {(const uint4*)q, (const uint4*)k, (const uint4*)t, (const uint4*)p, scal, kh, vh, head};
-        const int tid = threadIdx.x - 32 * WARPS, row = tid / COLUMNS * 16, own = tid % COLUMNS;
-        const int ch = 2 * kh * DK + head * DV + col + own;
-        const Help help = {tid, head * DV + col, vh * DV};
-        const float4 taps = ((const float4*)conv_w)[ch];
+        const int tid = threadIdx.x - 32 * WARPS;
+        const Help help = {tid, head * DV + col, 2 * kh * DK + head * DV + col, vh * DV};
         #pragma unroll 1
         for (int tile = begin; tile < end + BUFFERS; tile++) {
             const int i = tile - begin, at = i % BUFFERS, before = tile - BUFFERS;
-            const bool more = tile < end;
             Held& h = room->held[at];
-            Rows r;
-            float in[19];
-            if (more) {
-                r = ::rows_of(tile, x, width, c, conv, first, starts, state_in, state_out, tile_seq, tile_lo, tile_hi);
-                r.inputs(ch, ch, row, in);
-                if (tid < COLUMNS) r.keep_tail(ch, ch);
-            }
             if (before >= begin && before < end) {
-                const int lo = tile_lo[before], hi = tile_hi[before];
                 meet_wait(room->done + at, (i / BUFFERS + 1) % 2);
-                if (tid == 0 && more) f.fetch(h, room->full + at, tile);
-                help.store(h, y, before, lo, hi);
+                help.store(h, y, before, tile_lo[before], tile_hi[before]);
                 __syncwarp();
-            } else if (tid == 0 && more) f.fetch(h, room->full + at, tile);
-            if (!more) continue;
-            r.convolved(in, taps, 0.f, row, [&](int j, float v) { h.v[j][own] = v; });
+            }
+            if (tile >= end) continue;
+            if (tid == 0) f.fetch(h, room->full + at, tile);
+            const Rows r = ::rows_of(tile, x, width, c, conv, first, starts, state_in, state_out, tile_seq, tile_lo, tile_hi);
+            help.values(h, r, conv_w);
             __syncwarp();
             if (lane == 0) meet_arrive(room->full + at);
         }

@@ -5,6 +5,7 @@ from atlas.card.device import Host
 from atlas.card.emulator import Emulator,find_cxx
 from atlas.engine import card_stepper
 from atlas.engine.card_stepper import PromptGraphs,PromptShape
+from atlas.ground.core import OutOfMemoryError
 from atlas.model.model import Piece,make_batch
 from helpers.small_engine import said,serve
 from test_card import models
@@ -88,6 +89,19 @@ def test_recorded_before_they_come(monkeypatch):
     got,_ = serve(e, requests(m.c.vocab_size))
     assert {rid: said(events) for rid,events in got.items()}==want
     assert e.stepper.prompts.kept[PromptShape(64, 1)] is before[PromptShape(64, 1)]
+
+def test_recorded_as_far_as_memory_goes(monkeypatch):
+    "The longest first; where memory ends, a start goes on without the others"
+    m = models('llama', 'bf16')[1]
+    real = PromptGraphs._recorded
+    def none_for_short(self, b):
+        if b.num_rows<100: raise OutOfMemoryError('no more')
+        return real(self, b)
+    monkeypatch.setattr(PromptGraphs, '_recorded', none_for_short)
+    e = engine(m, blocks=60)
+    with e.stepper.here(): e.stepper._record_prompts(128)
+    kept = e.stepper.prompts.kept
+    assert kept and min(shape.rows for shape in kept)>=100
 
 def test_usual_lengths():
     "All if there is room for them, else powers of two and the longest"

@@ -24,7 +24,7 @@ from .draft import INVALID,DraftInput,End,Ends,given
 from .stepper import Flight,Pass,Stepper,following,fork,lets,replays,tiles
 from ..card.device import Host
 from ..card.graph import Graph,Mark
-from ..ground.core import UnsupportedError
+from ..ground.core import OutOfMemoryError,UnsupportedError
 from ..model.model import Batch,Piece,make_batch
 from ..ops.linear import MAX_ROWS,TILE
 from ..ops.sample import Sampled
@@ -393,10 +393,14 @@ class PromptGraphs:
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #6e6bf660
 @patch
 def record(self:PromptGraphs, batches):
-    "Have graphs for the shapes of `batches` of the host before they come"
+    "Have graphs for the shapes of `batches` of the host before they come, as far as memory goes"
+    longest_first = sorted(batches, key=lambda b: -b.num_rows) # shorter ones fit in what it left
     with self.scratch.allocating():
-        for b in batches:
-            self.kept[PromptShape(b.num_rows, b.num_seqs)] = self._recorded(b)
+        for b in longest_first:
+            try: graph = self._recorded(b)
+            except OutOfMemoryError: break # they are recorded when they come, or never
+            self.kept[PromptShape(b.num_rows, b.num_seqs)] = graph
+    self.kept = OrderedDict(reversed(self.kept.items()))
 
 @patch
 def usual(self:PromptGraphs, long:int)->list[int]:
@@ -887,10 +891,15 @@ def warm(self:CardStepper):
     decodes = [partial(self._try_decode, n) for n in (min(128, end),end)]
     with self.here():
         make_ready(self.card, *prompts, *replays, *decodes)
-        self._try_prompt(long)
+        with self.prompt_memory(): self._try_prompt(long)
         with self.stream.turn(): self._try_decode(128)
         if self.prompts: self._record_prompts(long)
         self.card.synchronize()
+
+@patch
+def prompt_memory(self:CardStepper):
+    "Where passes over prompts have their arrays: graphs and others share it"
+    return self.prompts.scratch.allocating() if self.prompts else nullcontext()
 
 @patch
 def _record_prompts(self:CardStepper, long):

@@ -82,11 +82,14 @@ def launches_of(llm, n:int, seed:int=1<<20)->Kinds:
 # %% ../../nbs/8_use/10_bench_prefill.ipynb #7d03c454
 _POOLS = 'slots','states','tails','blocks' # First axes of arrays that a launch touches a part of
 
+# Arrays that a kernel reads some columns of, or some rows
+_PARTLY = dict(embed='w', gated_halves='gate', gated_norm='gate', delta_prep='x', delta_many='x', mamba_prep='x')
+
 def _arrays(name, args)->dict:
-    "Arguments of a call by their names, and the bytes of arrays that are no pools"
+    "Arguments of a call by their names, and the bytes of arrays that are read or written whole"
     src = Source(name)
     a = dict(zip(_params(src.text, name), args))
-    pools = {k for k,(dims,_) in src.contract.items() if dims[0] in _POOLS}
+    pools = {k for k,(dims,_) in src.contract.items() if dims[0] in _POOLS}|{_PARTLY.get(name)}
     sizes = {k: v.nbytes for k,v in a.items() if hasattr(v, 'nbytes') and k not in pools}
     return a,sum(sizes.values())
 

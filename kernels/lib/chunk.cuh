@@ -28,28 +28,22 @@ struct Rows {
     // silu of the convolution over time of channel `ch` for rows j0..j0+15: f(row, value); zeros where rows are not real
     template <class F> __device__ __forceinline__ void conv(int ch, int at, int j0,
             const float* __restrict__ conv_w, const float* __restrict__ bias, F f) const {
-        float v[19];
-        inputs(ch, at, j0, v);
-        convolved(v, ((const float4*)conv_w)[ch], bias ? bias[ch] : 0.f, j0, f);
+        if (inner()) conv_of<true>(ch, at, j0, conv_w, bias, f);
+        else conv_of<false>(ch, at, j0, conv_w, bias, f);
     }
-    // What that reads
-    __device__ __forceinline__ void inputs(int ch, int at, int j0, float* v) const {
-        if (!inner()) {
-            #pragma unroll
-            for (int i = 0; i < 19; i++) v[i] = in(j0 + i - 3, ch, at);
-            return;
-        }
+    template <bool INNER, class F> __device__ __forceinline__ void conv_of(int ch, int at, int j0,
+            const float* __restrict__ conv_w, const float* __restrict__ bias, F f) const {
+        const float4 w = ((const float4*)conv_w)[ch];
+        const float b = bias ? bias[ch] : 0.f;
         const float* from = x + (long long)(j0 - 3) * width + at;
+        float v[19];
         #pragma unroll
-        for (int i = 0; i < 19; i++) v[i] = from[(long long)i * width];
-    }
-    template <class F> __device__ __forceinline__ void convolved(const float* v, float4 w, float b, int j0, F f) const {
-        const bool all = inner();
+        for (int i = 0; i < 19; i++) v[i] = INNER ? from[(long long)i * width] : in(j0 + i - 3, ch, at);
         #pragma unroll
         for (int i = 0; i < 16; i++) {
             const float y = fmaf(v[i + 3], w.w, fmaf(v[i + 2], w.z, fmaf(v[i + 1], w.y, v[i] * w.x))) + b;
-            const float s = __fdividef(y, 1.f + __expf(-y));
-            f(j0 + i, all || (j0 + i >= lo && j0 + i < hi) ? s : 0.f);
+            const bool real = INNER || (j0 + i >= lo && j0 + i < hi);
+            f(j0 + i, real ? __fdividef(y, 1.f + __expf(-y)) : 0.f);
         }
     }
     __device__ __forceinline__ void keep_tail(int ch, int at) const {
