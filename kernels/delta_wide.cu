@@ -46,6 +46,7 @@
 #endif
 constexpr int N = DK / 16, PARTS = DV / 32, WARPS = 4 * PARTS, THREADS = 32 * (WARPS + PARTS);
 constexpr int STATE = DK * DV, MOST = 256;  // numbers of a state; sequences of a block
+constexpr int OWN = 2 * DK + DV;  // channels of a head's q, k and v
 constexpr int Q = 0, K = DK, V = 2 * DK, GATE = V + DV, BETA = GATE + DV;  // where things are in Room::now
 static_assert((DK == 32 || DK == 64 || DK == 128) && DV % 32 == 0 && DEPTH > 1, "a head's sizes");
 
@@ -53,7 +54,8 @@ struct Sequence { int r0, r1, from; };  // its rows, and where its state is; -1:
 struct Room {
     float now[2][BETA + 4];              // a row, and the next one: q | k | v | gate | beta, exp(g)
     float red[PARTS][4][64], cross[4][4], gain[DV], own[4];  // A, dt_bias
-    Meeting full[DEPTH];
+    float tails[DEPTH][3][OWN];          // of convolutions, oldest input first
+    Meeting full[DEPTH], ready[DEPTH];   // are states there? And tails, which are smaller
     int asked, unused;                   // states that have been asked for
     Sequence all[MOST];
 };
@@ -71,12 +73,13 @@ struct Channels {
         #pragma unroll
         for (int k = 0; k < 2; k++) taps[k] = has[k] ? *(const float4*)(w + col[k] * 4) : make_float4(0.f, 0.f, 0.f, 0.f);
     }
-    __device__ __forceinline__ void tail(const float* conv, int from, int c) {
+    // `at`: where the first one is in the head's part of a tail; `apart`: where the other is, from there
+    __device__ __forceinline__ void tail(const float (*tails)[OWN], int at, int apart, bool known) {
         #pragma unroll
         for (int k = 0; k < 2; k++)
             #pragma unroll
             for (int t = 0; t < 3; t++)
-                seen[k][t] = from >= 0 && has[k] ? conv[((size_t)from * 3 + t) * c + col[k]] : 0.f;
+                seen[k][t] = known && has[k] ? tails[t][at + k * apart] : 0.f;
     }
     __device__ __forceinline__ void ask(const float* row, bool on) {
         #pragma unroll
@@ -117,16 +120,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float*
     };
     // One thread asks for states. The first are asked for before anything else is known.
     const auto fetch = [&](int i, int from) {
-        Meeting* const b = m.full + i % DEPTH;
-        bulk_expect(b, from < 0 ? 0 : 4 * STATE);
+        Meeting *const b = m.full + i % DEPTH, *const near = m.ready + i % DEPTH;
         constexpr auto copy = ONCE ? bulk_copy_once : bulk_copy;
-        if (from >= 0) copy(states + i % DEPTH * STATE, rec + (from & -TAILS) * pool + head * STATE, 4 * STATE, b);
+        bulk_expect(near, from < 0 ? 0 : 4 * 3 * OWN);
+        bulk_expect(b, from < 0 ? 0 : 4 * STATE);
+        if (from < 0) return;
+        #pragma unroll
+        for (int t = 0; t < 3; t++) {
+            const float* const tail = conv + ((size_t)from * 3 + t) * c;
+            float* const to = m.tails[i % DEPTH][t];
+            bulk_copy(to, tail + key * DK, 4 * DK, near);
+            bulk_copy(to + DK, tail + (kh + key) * DK, 4 * DK, near);
+            bulk_copy(to + 2 * DK, tail + 2 * kh * DK + head * DV, 4 * DV, near);
+        }
+        copy(states + i % DEPTH * STATE, rec + (from & -TAILS) * pool + head * STATE, 4 * STATE, b);
     };
     if (asks) {
         int from[DEPTH];
         #pragma unroll
         for (int i = 0; i < DEPTH; i++) from[i] = i < mine ? begin(i).from : -1;
-        for (int i = 0; i < DEPTH; i++) meet_init(m.full + i, 1);
+        for (int i = 0; i < DEPTH; i++) { meet_init(m.full + i, 1); meet_init(m.ready + i, 1); }
         meet_ready();
         #pragma unroll
         for (int i = 0; i < DEPTH; i++) fetch(i, from[i]);
@@ -151,7 +164,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float*
     __syncthreads();
     int i = 0;  // which of this block's sequences
     while (i < mine && m.all[i].r0 == m.all[i].r1) i++;
-    if (i < mine) ch.tail(conv, m.all[i].from, c);
     int r = i < mine ? m.all[i].r0 : 0, out = -1, turn = 0;
     float ba = 0.f;
     const auto ask = [&]() {
@@ -166,7 +178,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float*
     #pragma unroll 1
     while (i < mine) {
         float* const now = m.now[turn++ % 2];
-        const int row = r, to = out;
+        const int row = r, to = out, own = i;
+        const bool begins = row == m.all[own].r0, known = m.all[own].from >= 0;
+        if (begins) {
+            meet_wait(m.ready + own % DEPTH, own / DEPTH % 2);
+            ch.tail(m.tails[own % DEPTH], side ? 2 * DK + column : tid, DK, known);
+        }
         // All but the state
         if (ch.has[0]) {
             now[side ? V + column : Q + tid] = ch.step(0);
@@ -175,12 +192,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float*
             if (to >= 0 && keeps) ch.keep(conv, to, c);
         }
         if (scalars) now[BETA + lane] = lane ? expf(__fmul_rn(m.own[0], softplus(ba + m.own[1]))) : sigmoid(ba);
-        const int own = i;
-        const bool begins = row == m.all[own].r0, known = m.all[own].from >= 0;
         // The next row's inputs are asked for while this one is worked on
         if (++r == m.all[own].r1) {
             do i++; while (i < mine && m.all[i].r0 == m.all[i].r1);
-            if (i < mine) { r = m.all[i].r0; ch.tail(conv, m.all[i].from, c); }
+            if (i < mine) r = m.all[i].r0;
             else pdl_trigger();
         }
         if (i < mine) ask();

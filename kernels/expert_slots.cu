@@ -11,12 +11,11 @@
 //   ids        : [r, top_k]          i32   who was picked, best first
 //   weights    : [r, top_k]          f32   their weights; or null
 //   share      : [r, picks]          f32   the same, and the shared expert's
-//   which      : [most]              i32   expert of each slot; -1 where no slot is; or null, as
-//                                          the next three: nobody needs slots
+//   which      : [most]              i32   expert of each slot; -1 where no slot is
 //   slots      : [most, record]      i32   how many entries a slot has, and these; record =
-//                                          ENTRIES + 1; or null
-//   number     : [1]                 i32   slots in use; or null
-//   met        : [1]                 i32   0, before and after (router.cu begins with 0); or null
+//                                          ENTRIES + 1
+//   number     : [1]                 i32   slots in use
+//   met        : [1]                 i32   0, before and after (router.cu begins with 0)
 //   -D EXPERTS=  TOP_K=  SHARED= GATE= (of the shared expert: 0 or 1)  ENTRIES=
 //   -D SCORE= (of lib/picks.cuh)  RENORM= CORRECTED= (0 or 1)  WARPS=
 //   launch: <<<ceil(r/WARPS), 32*WARPS>>>, up to 256 rows
@@ -49,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_slots(
     const float* const p = logits + (size_t)r * ld;
     const bool alone = gridDim.x == 1;
     pdl_trigger();
-    if (which) list.clear(rows);
+    list.clear(rows);
     __syncthreads();
     pdl_wait();
     float near[N], logit = 0.f, gate = 0.f;
@@ -63,16 +62,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_slots(
         slots[i * RECORD] = entries;
     };
     auto entry = [&](int i, int place, int value) { slots[i * RECORD + 1 + place] = value; };
-    if (which && !blockIdx.x) list.each_shared(rows, slot, entry);  // while logits come
+    if (!blockIdx.x) list.each_shared(rows, slot, entry);  // while logits come
     if (r < rows) {
         id = ranked<E, TOP_K, SCORE, CORRECTED, N>(near, correction, lane, room[warp]);
         if (lane < TOP_K) {
             ids[r * TOP_K + lane] = id;
-            if (which && alone) list.note(r * TOP_K + lane, id);
+            if (alone) list.note(r * TOP_K + lane, id);
         }
         logit = __ldcg(p + id);  // what follows does not wait for it
     }
-    if (which && arrived_last(met, gridDim.x)) {
+    if (arrived_last(met, gridDim.x)) {
         if (!alone) {
             list.note_all(ids, rows);
             __syncthreads();

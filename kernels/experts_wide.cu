@@ -1,12 +1,11 @@
 // Both halves of the MLPs of a mixture of experts, for many rows of a decode step, in one launch:
-// y of an entry (row * PICKS + pick) = D act(U f(x)). Each block picks, or takes what expert_slots.cu
-// has picked, and lists by itself who needs whom (lib/listing.cuh): a slot is one expert and up to
-// eight entries. Matrices are read in stages, 16 rows of U or 64 of D, whole, which lie together in
+// y of an entry (row * PICKS + pick) = D act(U f(x)). Each block picks for all rows, and lists by
+// itself who needs whom (lib/listing.cuh): a slot is one expert and up to eight entries. Matrices are read in stages, 16 rows of U or 64 of D, whole, which lie together in
 // memory. Stages of all slots are one line for each half, of which a block has a piece; its teams
 // of four warps take these in turn. Of a stage of U each warp of a team has a share of the columns,
 // and shares meet in shared memory, four stages at a time; of a stage of D each has 16 rows. So a
 // warp keeps its columns of a slot's rows, as tensor cores want them, in registers. The last warp
-// asks for stages, RING ahead of those that are left, D's after U's; three others stage the next
+// asks for stages, DEEP ahead of those that are left, D's after U's; three others stage the next
 // slot's rows once all teams have taken what they need of this one's. Hidden values say for
 // themselves whether they are there (lib/given.cuh). The order of sums is that of lib/strips.cuh.
 // An entry's bits depend on nothing but its row and its expert.
@@ -22,19 +21,19 @@
 //                                  shared expert's gate
 //   correction : [experts]   f32   added to the scores for picking only (CORRECTED 1); or null
 //   per_expert : [experts]   f32   a factor on the weight of each expert; or null
-//   ids    : [r, top_k]      i32   who is picked, best first. CHOOSES 0: expert_slots.cu has written
-//                                  them; 1: they are written here; or null
+//   ids    : [r, top_k]      i32   who is picked, best first; or null
 //   weights : [r, top_k]     f32   their weights; or null
-//   share  : [r, picks]      f32   the same, and the shared expert's; CHOOSES 1: written here
+//   share  : [r, picks]      f32   the same, and the shared expert's
 //   x      : [r, k]          f32
 //   gain   : [k]             f32   of the norm (NORM 1); or null
 //   h      : [yrows, inner]  f32   of each entry; EMPTY before (router.cu)
 //   y      : [yrows, k]      f32
 //   -D UP= DOWN= (of lib/fragment.cuh, four bits)  HIDDEN= (k: 1024 or 2048)  INNER= (256 or 512)
 //   -D EXPERTS=  TOP_K=  SHARED= GATE= (of the shared expert: 0 or 1)
-//   -D SCORE= (of lib/picks.cuh)  RENORM= CORRECTED= (0 or 1)  CHOOSES= (0 or 1)
+//   -D SCORE= (of lib/picks.cuh)  RENORM= CORRECTED= (0 or 1)
 //   -D BIASED= are there biases? (0 or 1)  ACT= of lib/act.cuh  -D NORM= (0 or 1)
-//   -D TEAMS=  RING=  ROOM= bytes of shared memory but for slots
+//   -D TEAMS=  RING= places, a multiple of TEAMS  DEEP= of them in use, at most
+//   -D ROOM= bytes of shared memory but for slots
 //   halves: 1: the first only; 2: the second only; 3: both, and all blocks must be running at once
 //   launch: <<<any number, 32*(4*TEAMS + 4), shared bytes: see atlas.cuda.experts_wide>>>
 #include "lib/act.cuh"
@@ -58,13 +57,13 @@
 #define SCORE SCORE_SOFTMAX
 #define RENORM 1
 #define CORRECTED 0
-#define CHOOSES 1
 #define BIASED 0
 #define ACT ACT_SILU
 #define NORM 1
-#define TEAMS 4
-#define RING 8
-#define ROOM 219680
+#define TEAMS 3
+#define RING 6
+#define DEEP 4
+#define ROOM 173808
 #endif
 constexpr int TEAM = 4, WARPS = TEAM * TEAMS;  // that multiply
 constexpr int STAGERS = 3, ALL = WARPS + STAGERS + 1, THREADS = 32 * ALL;
@@ -110,32 +109,23 @@ static_assert(RING % TEAMS == 0, "nobody may wait for a phase after the next: it
 __device__ __forceinline__ unsigned piece_of(unsigned all, unsigned i, unsigned n) {
     return all / n * i + all % n * i / n;
 }
-// What of a stage is where, for whoever asks for it.
-struct Lay {
-    int rows, part, stages, w, w1, s, s0, s1;  // of a matrix, of a part, bytes and places
-    unsigned line, sline;
-    template <class H> static __device__ __forceinline__ Lay of() {
-        return {H::STORED, H::PART, (int)H::STAGES, H::W, H::W1, H::S, H::S0, H::S1, H::F::LINE,
-            H::F::SLINE};
-    }
-};
-// Stage k of a matrix into its place. All but the shared expert's are read once.
-__device__ __forceinline__ void ask_for(const Lay& o, Shared* sm, unsigned place, int expert, int k,
-        Bytes w, Bytes s, const float* gs, const float* bias) {
-    const unsigned row = expert * o.rows + k * 2 * o.part;
+// The stage whose rows begin at `row` of a bank into its place. All but the shared expert's are read
+// once.
+template <class H> __device__ __forceinline__ void ask_for(Shared* sm, unsigned place, unsigned row,
+        bool again, Bytes w, Bytes s, const float* gs, const float* bias) {
+    typedef typename H::F F;
     unsigned char* const to = sm->ring[place];
     Meeting* const b = sm->full + place;
-    const int tail = 8 * o.part;
-    bulk_expect(b, 2 * (o.w + o.s) + (gs ? tail : 0) + (BIASED ? tail : 0));
-    const bool again = expert == E;
-    if (gs) bulk_copy(to + TAIL, gs + row, tail, b);
-    if (BIASED) bulk_copy(to + TAIL + 256, bias + row, tail, b);
-    #pragma unroll 1
-    for (int i = 0; i < 2; i++) {
-        const unsigned from = row + i * o.part;
-        bulk_copy_kept(to + i * o.w1, w + (size_t)from * o.line, o.w, b, again);
-        bulk_copy_kept(to + (i ? o.s1 : o.s0), s + (size_t)(from / 4) * o.sline, o.s, b, again);
-    }
+    constexpr int ROWS = 4 * H::ROWS;  // bytes of their scales
+    bulk_expect(b, 2 * (H::W + H::S) + (gs ? ROWS : 0) + (BIASED ? ROWS : 0));
+    w += (size_t)row * F::LINE;
+    s += (size_t)(row / 4) * F::SLINE;
+    bulk_copy_kept(to, w, H::W, b, again);
+    bulk_copy_kept(to + H::W1, w + H::W, H::W, b, again);
+    bulk_copy_kept(to + H::S0, s, H::S, b, again);
+    bulk_copy_kept(to + H::S1, s + H::S, H::S, b, again);
+    if (gs) bulk_copy(to + TAIL, gs + row, ROWS, b);
+    if (BIASED) bulk_copy(to + TAIL + 256, bias + row, ROWS, b);
 }
 // Where a lane's rows of a warp's strip are, and their scales.
 template <class H> __device__ __forceinline__ const unsigned char* weights_of(const Shared* sm,
@@ -196,9 +186,8 @@ template <class H, bool NORMED> __device__ __forceinline__ void put_row(Shared* 
 
 // All rows of a slot: pieces of 256 columns are dealt out to BY warps, of which this is the i-th,
 // MANY of each on their way. `ask` says whether they are there.
-template <class H, bool NORMED, int BY, class Ask> __device__ __forceinline__ void stage(Shared* sm,
+template <class H, bool NORMED, int BY, int MANY, class Ask> __device__ __forceinline__ void stage(Shared* sm,
         int warp, int buffer, const int* record, const float* __restrict__ gain, Ask ask) {
-    constexpr int MANY = 1;
     const int pieces = record[0] * H::PARTS;
     #pragma unroll 1
     for (int from = warp; from < pieces; from += MANY * BY) {
@@ -327,26 +316,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
     }
     pdl_wait();
     pdl_trigger();
-    if (CHOOSES) {
-        __syncthreads();
-        #pragma unroll 1
-        for (int r = warp; r < rows; r += ALL) {
-            const float* const p = logits + (size_t)r * ld;
-            float near[N];
-            near_logits<E, N>(p, lane, near);
-            int* const room = (int*)sm->part + warp * TOP_K;
-            const int id = ranked<E, TOP_K, SCORE, CORRECTED, N>(near, correction, lane, room);
-            if (lane < TOP_K) list->note(r * TOP_K + lane, id);
-            if (r % gridDim.x != blockIdx.x || !(halves & 1)) continue;
-            if (ids && lane < TOP_K) ids[r * TOP_K + lane] = id;
-            const float gate = SHARED && GATE ? __ldcg(p + E) : 0.f;
-            give_weights<E, TOP_K, SCORE, RENORM, SHARED, N>(near, id, __ldcg(p + id),
-                GATE ? &gate : nullptr, per_expert, scaling, lane,
-                weights ? weights + r * TOP_K : nullptr, share + r * PICKS);
-        }
-    } else {
-        __syncthreads();
-        list->note_all(ids, rows);
+    __syncthreads();
+    #pragma unroll 1
+    for (int r = warp; r < rows; r += ALL) {
+        const float* const p = logits + (size_t)r * ld;
+        float near[N];
+        near_logits<E, N>(p, lane, near);
+        int* const room = (int*)sm->part + warp * TOP_K;
+        const int id = ranked<E, TOP_K, SCORE, CORRECTED, N>(near, correction, lane, room);
+        if (lane < TOP_K) list->note(r * TOP_K + lane, id);
+        if (r % gridDim.x != blockIdx.x || !(halves & 1)) continue;
+        if (ids && lane < TOP_K) ids[r * TOP_K + lane] = id;
+        const float gate = SHARED && GATE ? __ldcg(p + E) : 0.f;
+        give_weights<E, TOP_K, SCORE, RENORM, SHARED, N>(near, id, __ldcg(p + id),
+            GATE ? &gate : nullptr, per_expert, scaling, lane,
+            weights ? weights + r * TOP_K : nullptr, share + r * PICKS);
     }
     __syncthreads();
     const unsigned all = list->count(rows);
@@ -373,31 +357,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
     __syncthreads();
     const unsigned first_down = up.end - up.begin, many = first_down + down.end - down.begin;
     if (warp == ALL - 1) {
+        unsigned i = 0;
+        auto ready = [&] {  // is there a place for stage i, and is it time?
+            const unsigned before = i - DEEP;
+            if (i >= DEEP) meet_wait(sm->empty + before % RING, before / RING % 2);
+        };
         #pragma unroll 1
-        for (unsigned i = 0, place = 0, round = 1; i < (lane ? 0 : many); i++) {
-            const bool first = i < first_down;
-            const Lay o = first ? Lay::of<U>() : Lay::of<D>();
-            const unsigned k = first ? up.begin + i : down.begin + i - first_down;
-            const unsigned slot = k / o.stages;
-            const int expert = experts[first ? slot - up.slot0 : slot + later];
-            if (i >= RING) meet_wait(sm->empty + place, round % 2);
-            ask_for(o, sm, place, expert, k % o.stages, first ? uw : dw, first ? us : ds,
-                first ? ugs : dgs, first ? ubias : dbias);
-            if (++place == RING) place = 0, round++;
+        for (; i < first_down && !lane; i++) {
+            const unsigned k = up.begin + i;
+            const int expert = experts[k / U::STAGES - up.slot0];
+            const unsigned row = expert * U::STORED + k % U::STAGES * U::ROWS;
+            ready();
+            ask_for<U>(sm, i % RING, row, expert == E, uw, us, ugs, ubias);
+        }
+        #pragma unroll 1
+        for (; i < many && !lane; i++) {
+            const unsigned k = down.begin + i - first_down;
+            const int expert = experts[k / D::STAGES + later];
+            const unsigned row = expert * D::STORED + k % D::STAGES * D::ROWS;
+            ready();
+            ask_for<D>(sm, i % RING, row, expert == E, dw, ds, dgs, dbias);
         }
         return;
     }
-    if (up.own) stage<U, NORM, ALL - 1>(sm, warp, 0, records, gain, AskX{x});
-    else if (visits) stage<D, false, ALL - 1>(sm, warp, 0, records, nullptr, AskH{h});
-    sync_warps<ALL - 1, TEAMS>(0);
+    constexpr int FIRST = ALL - 1;  // warps that stage the first slot's rows
+    if (up.own) stage<U, NORM, FIRST, 1>(sm, warp, 0, records, gain, AskX{x});
+    else if (visits) stage<D, false, FIRST, 1>(sm, warp, 0, records, nullptr, AskH{h});
+    sync_warps<FIRST, TEAMS>(0);
     if (warp >= WARPS) {
         #pragma unroll 1
         for (unsigned n = 1; n < visits; n++) {
             meet_wait(&sm->left, (n + 1) % 2);
             const int* const record = records + n * RECORD;
             const int i = warp - WARPS;
-            if (n < up.own) stage<U, NORM, STAGERS>(sm, i, n % 2, record, gain, AskX{x});
-            else stage<D, false, STAGERS>(sm, i, n % 2, record, nullptr, AskH{h});
+            if (n < up.own) stage<U, NORM, STAGERS, 2>(sm, i, n % 2, record, gain, AskX{x});
+            else stage<D, false, STAGERS, 2>(sm, i, n % 2, record, nullptr, AskH{h});
             __syncwarp();
             if (!lane) meet_arrive(&sm->staged);
         }

@@ -106,7 +106,8 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(const __half* __restri
     __shared__ __align__(8) float by[BM], gated[BM];   // its scale, and its gate
     __shared__ __align__(16) float aids[BN];
     const int n4 = (n + 3) / 4 * 4;
-    const int slot = GROUPED ? blockIdx.y : 0, e = GROUPED ? tiles[slot * 3] : 0;
+    const int slot = GROUPED ? gridDim.y - 1 - blockIdx.y : 0;  // an expert that all share is last, and long
+    const int e = GROUPED ? tiles[slot * 3] : 0;
     if (e < 0) return;
     const int r0 = GROUPED ? tiles[slot * 3 + 1] : (int)blockIdx.x * BM, end = GROUPED ? tiles[slot * 3 + 2] : rows;
     const int n0 = (GROUPED ? blockIdx.x : blockIdx.y) * BN;

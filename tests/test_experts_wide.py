@@ -35,9 +35,7 @@ MORE = dict(
 def nets(): return {k: Net(i, Emulator(), **kw) for i,(k,kw) in enumerate((NETS|MORE).items())}
 
 @pytest.fixture(autouse=True)
-def wide(monkeypatch):
-    monkeypatch.setattr(test_experts, 'moe', moe_wide)
-    monkeypatch.setattr(W, 'WHOLE_ROWS', 0)
+def wide(monkeypatch): monkeypatch.setattr(test_experts, 'moe', moe_wide)
 
 def rows_of(net, R):
     "Rows of very different sizes: some the same, which pick the same experts, and others"
@@ -89,22 +87,16 @@ def together(run):
 
 @pytest.mark.parametrize('rows', [1,9,16])
 def test_one_launch_has_the_bits_of_two(rows, nets, monkeypatch):
-    "On few blocks and many; blocks pick by themselves, or somebody has before"
-    net,used = nets['whole'],set()
+    "On few blocks and many"
+    net,used,run = nets['whole'],set(),together(W.run)
     x,add = rows_of(net, rows)
-    def noted(name, *a, **kw): used.add((name,kw.get('CHOOSES'))); W_run(name, *a, **kw)
-    W_run = together(W.run)
+    def noted(name, *a, **kw): used.add(name); run(name, *a, **kw)
     monkeypatch.setattr(W, 'run', noted)
-    for most in (32,0):
-        monkeypatch.setattr(W, 'CHOOSE_ROWS', most)
-        got = [net(x, add, blocks=b) for b in (1,5,40)]
-        assert ('experts_wide',int(most>0)) in used
-        assert ('expert_slots',None) not in used or not most
-        with monkeypatch.context() as m:
-            apart(m)
-            want = net(x, add)
-        assert all(same(g, want) for g in got)
-    assert ('expert_strips',None) in used
+    got = [net(x, add, blocks=b) for b in (1,5,40)]
+    assert used=={'router','experts_wide','expert_sum'}
+    apart(monkeypatch)
+    want = net(x, add)
+    assert 'expert_strips' in used and all(same(g, want) for g in got)
 
 @pytest.mark.parametrize('name,rows', [('qwen',11), ('integers',17), ('channels',24)])
 def test_who_has_what_changes_no_bits(name, rows, nets, monkeypatch):
@@ -207,13 +199,11 @@ def test_nothing_is_read_before_it_is_written(overlap, kept):
     overlap.on = False
     assert np.array_equal(got, twice(n))
 
-@pytest.mark.parametrize('most', [0,32])
-def test_nothing_is_read_before_it_is_written_in_one_launch(most, overlap, kept, monkeypatch):
+def test_nothing_is_read_before_it_is_written_in_one_launch(overlap, kept):
     n = Net(0, Emulator(), **WHOLE|dict(experts=40))
-    monkeypatch.setattr(W, 'CHOOSE_ROWS', most)
     overlap.on = True
     got = twice(n)
-    assert 'experts_wide' in overlap.names and most==32*('expert_slots' not in overlap.names)
+    assert 'experts_wide' in overlap.names and 'expert_slots' not in overlap.names
     overlap.on = False
     assert np.array_equal(got, twice(n))
 
@@ -316,7 +306,7 @@ def test_both_halves_have_room(fmt, biased):
     banks = bank(fmt, 2*I, H, 256, True),bank(fmt, H, I, 256)
     for arch,a in CARDS.items():
         on = NS(arch=arch, **a)
-        o,slots = W._whole(on, *banks, 'silu', True, 128, biased),W._most_slots(128, m, True, 8)
+        o,slots = W._whole(on, *banks, 'silu', True, biased),W._most_slots(128, m, True, 8)
         span = sum(-(-slots*s//a['multiprocessors'])//s+2 for s in (2*I//16,H//64))
         assert o['ROOM']+40*span<=limits(on).block and o['RING']%o['TEAMS']==0
         o |= W._scores(m, True, True, None)
@@ -325,7 +315,7 @@ def test_both_halves_have_room(fmt, biased):
         assert 'see the contract' in syntax(o|dict(ROOM=o['ROOM']+16), 'experts_wide')
     for other in (dict(H=2880), dict(I=768), dict(fmt='fp8')):
         h,i,f = other.get('H', H),other.get('I', I),other.get('fmt', fmt)
-        assert W._whole(on, bank(f, 2*i, h, 256, True), bank(f, h, i, 256), 'silu', True, 16) is None
+        assert W._whole(on, bank(f, 2*i, h, 256, True), bank(f, h, i, 256), 'silu', True) is None
 
 @pytest.mark.parametrize('fmt', ['nvfp4','mxfp4','int4','fp8','bf16','f16','f32'])
 @pytest.mark.parametrize('R', [16,256])

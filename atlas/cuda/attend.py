@@ -180,7 +180,8 @@ def _rooms(card):
 def _variant(card, a, pool, half, b, crowded):
     "`_defines` for step `b`: a block takes a row, or where it is `crowded` as many of a sequence as it has registers and room for"
     if b.num_rows==b.num_seqs: return _defines(a, pool, half, 1, 1)
-    shares = ((4,8),(2,8),(1,8),(1,6))[0 if crowded else 2:]
+    shared = crowded and b.num_seqs==1 # blocks of many sequences are enough
+    shares = ((4,8),(2,8),(1,8),(1,6))[0 if shared else 2:]
     ways = [_defines(a, pool, half, s, n) for s,n in shares]
     return next(d for most in _rooms(card) for d in ways if d['BYTES']<=most and d['SHARE']*a.head_dim<=512)
 

@@ -22,7 +22,8 @@ def _room(dk, dv):
     "Bytes of shared memory of a block of `delta_wide`"
     row = 2*dk+2*dv+4
     sums = dv//32*4*64+4*4
-    return _DEPTH*(4*dk*dv+8)+4*(2*row+sums+dv+4+2)+12*_MOST
+    tails = 3*(2*dk+dv)
+    return _DEPTH*(4*dk*dv+4*tails+16)+4*(2*row+sums+dv+4+2)+12*_MOST
 
 def _beside(card, vh, dk, dv, seqs):
     "Blocks of `delta_wide` that share a head's sequences; 0: not for it"

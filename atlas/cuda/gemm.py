@@ -114,6 +114,11 @@ def _groups_tile(f, MT, WN, blocks, k=0):
     if k and -(-k//BK)%2==0 and fits(deep): return deep
     return d if fits(d) else d|dict(STAGES=3)
 
+def _experts_by_groups(f, rows, n):
+    "Most experts should need one tile; what is not full is cut by eights"
+    if rows>=128: return _groups_tile(f, 8, 8, 2)
+    return _groups_tile(f, 5, 12, 2) if -(-n//192)*192<1.05*n else _groups_tile(f, 6, 8, 2)
+
 def _by_groups(f, rows, n, k, cores, parts):
     "Of what was measured, what should take least"
     def cost(shape):
@@ -139,9 +144,9 @@ def tile_of(
     groups:bool=False, # May it be by warpgroups?
 )->dict: # Compile-time options of gemm.cu
     "How a block divides its work. A row's bits are the same for all, by single warps or by warpgroups"
-    if groups and f.chunk<64: # of 16 bits: not measured
-        if not grouped: return _by_groups(f, rows, n, k, cores, parts)
-        if rows>=48: return _groups_tile(f, 6, 8, 2) # what is not full is cut by eights
+    if groups and not grouped and (f.chunk<64 or parts==1 and f.chunk==64 and n>=1024):
+        return _by_groups(f, rows, n, k, cores, parts)
+    if groups and grouped and f.chunk<64 and rows>=48: return _experts_by_groups(f, rows, n)
     large = f.narrow and k>=2048 and rows>=96
     small = max(parts, f.parts)>1 or grouped and not large
     wide = f.chunk>=64 and not grouped

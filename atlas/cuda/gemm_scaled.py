@@ -6,7 +6,7 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/linear/cuda.gemm_scaled.html
 
 # %% auto #0
 __all__ = ['BK', 'SCALED', 'Narrow', 'narrow_on_host', 'narrow_values', 'narrow', 'Rows', 'rounded', 'tile_scaled',
-           'launch_scaled', 'product_scaled', 'gemm_scaled', 'can_scale', 'gemm_with', 'grouped_rows',
+           'launch_scaled', 'product_scaled', 'gemm_scaled', 'can_scale', 'takes', 'gemm_with', 'grouped_rows',
            'grouped_product']
 
 # %% ../../nbs/3_ops/linear/15_cuda.gemm_scaled.ipynb #03cd44e7
@@ -218,7 +218,16 @@ def can_scale(
     raise UnsupportedError(f'{said}, and this card is {card.arch}', hint='Leave it out',
         param='prefill_activations')
 
-# %% ../../nbs/3_ops/linear/15_cuda.gemm_scaled.ipynb #9b4edac9
+# %% ../../nbs/3_ops/linear/15_cuda.gemm_scaled.ipynb #0008b331
+def takes(
+    f:CardFormat, # Of weights
+    activations:str, # 'f16', or of `SCALED`
+    card, # With an `arch`
+)->bool:
+    "Is there a way to multiply such weights with such activations that is faster than fp16?"
+    slow = f.tile and card.arch=='sm_90a' # sums of each block apart: slower
+    return activations in f.scaled and not slow
+
 def gemm_with(
     activations:str, # 'f16', or of `SCALED`
     x, # [R, k] float32; or `Rows`; or, for a product in fp16, a `Halved`
@@ -228,20 +237,20 @@ def gemm_with(
     **kw, # For `gemm` or `gemm_scaled`
 ): # As `gemm`
     "Rows times a matrix, in `activations` where its format has a way for it"
-    if activations in w.format.scaled: return gemm_scaled(x, w, activations, gain, eps, **kw)
+    if takes(w.format, activations, card_of(w.w)): return gemm_scaled(x, w, activations, gain, eps, **kw)
     if isinstance(x, Rows): x = x.halves
     return gemm(x, w, gain, eps, exact=exact, **kw)
 
 def grouped_rows(activations:str, w:Packed, rows:int, card)->int:
     "Places of a tile of `grouped_product`, whose experts share so many rows"
     f,each = w.format,rows//w.experts
-    if activations not in f.scaled:
+    if not takes(f, activations, card):
         return 16*tile_of(f, each, w.n, w.k, 0, True, groups=by_groups(card))['MT']
     return 16*tile_scaled(f, activations, each, w.n, card, True)['MT']
 
 def grouped_product(activations:str, x, w:Packed, out, rows:int, **kw):
     "`product` with the experts of a bank, in `activations` where its format has a way for it"
-    if activations in w.format.scaled:
+    if takes(w.format, activations, card_of(w.w)):
         if not isinstance(x, Rows): x = Rows(x)
         return product_scaled(x.narrow(activations), activations, w, out, rows, **kw)
     h = x.halves if isinstance(x, Rows) else as_halves(x)

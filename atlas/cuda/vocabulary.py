@@ -21,10 +21,10 @@ from .attend import Angles,attend as attend_rows,make_pool,pool_bytes,pool_words
 from .delta import delta_step
 from .experts import moe as moe_rows
 from .experts_many import experts_many,route_many
-from .experts_wide import moe_wide
+from .experts_wide import few_rows,moe_wide
 from .flash import flash
 from .gemm import as_halves,parts_of,units
-from .gemm_scaled import Rows,can_scale,gemm_with
+from .gemm_scaled import Rows,can_scale,gemm_with,takes
 from .gemv import embed as embed_rows,gemv,rmsnorm as norm_rows
 from .gemv_wide import Reader,gemv_wide
 from .mamba import mamba_step
@@ -93,7 +93,7 @@ def _staged_once(rows, k)->bool:
 def _rows(x, w, **kw):
     "Rows of a step times the matrix `w`, as `gemv`"
     if _staged_once(len(x), w.k): return gemv_wide(x, w, **kw)
-    kw.pop('halved', None)
+    kw.pop('prepared', None)
     return gemv(x, w, **kw)
 
 def _exact(s):
@@ -106,7 +106,7 @@ def _product(s, x, w, norm, extra=None, **kw):
     kw['bias'] = w.bias
     if norm is not None: kw |= norm._asdict()
     if not s.b.tiled:
-        if s.made: kw['halved'] = s.made.pop()
+        if s.made: kw['prepared'] = s.made.pop()
         return _rows(x, w.weight, extra=extra, **kw)
     kw['exact'] = _exact(s)
     if extra is None: return gemm_with(s.activations, x, w.weight, **kw)
@@ -121,11 +121,13 @@ def _two(s, x, w, extra, kw):
     gemm_with('f16', h, extra, out=y[:,w.n:], **kw)
     return y
 
+def _scales(s, w): "Do prompts meet the matrix `w` in fewer bits?"; return takes(w.format, s.activations, card_of(w.w))
+
 def _shared(s, x, norm, *ws, parts=1):
     "Rows of prompts, normed, for products with all of `ws`, in fp16 of so many parts: made once"
     norm = norm or (None,0.)
     parts = max(parts, *(parts_of(w, _exact(s)) for w in ws))
-    if any(s.activations in w.format.scaled for w in ws): return Rows(x, *norm, parts)
+    if any(_scales(s, w) for w in ws): return Rows(x, *norm, parts)
     return as_halves(x, *norm, parts)
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #f048de09
@@ -171,7 +173,7 @@ def attend(s:Step, qkv, w:AttentionWeights, kv, angles):
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #8c38a79d
 def _next_parts(s, w)->int:
     "Parts of fp16 in which the projection after the recurrent layer `w` takes its rows; 0: not so"
-    if w.then is None or s.activations in w.then.format.scaled: return 0
+    if w.then is None or _scales(s, w.then): return 0
     return parts_of(w.then, _exact(s))
 
 def gated_delta(s:Step, x, w:DeltaWeights, conv, rec):
@@ -202,9 +204,10 @@ def mamba(s:Step, x, w:MambaWeights, conv, rec):
     return y,GroupNorm(parts, y.shape[1]//w.groups, w.eps)
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #d7387458
-def _moe_of(rows):
-    "What multiplies the experts of so many rows; both give a row the same bits"
-    return moe_rows if rows<=MAX_ROWS else moe_wide
+def _moe_of(x, w):
+    "What multiplies the experts `w` of rows `x`; both give a row the same bits"
+    few = few_rows(card_of(x), w.up, w.down, w.act)
+    return moe_rows if len(x)<=few else moe_wide
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #ec90b79e
 def _routes(s, x, top_k):
@@ -219,8 +222,8 @@ def _flat(a): return None if a is None else a.reshape(-1)
 
 def _experts_of_rows(s, x, w, norm, add, router_gain):
     "Routed experts of a few rows, weighted, plus `add`"
-    m,of = w.config,_moe_of(len(x))
-    more = dict(reader=w.reader, made=s.made) if of is moe_wide else {}
+    m,of = w.config,_moe_of(x, w)
+    more = dict(reader=w.reader, made=s.made) if len(x)>MAX_ROWS else {}
     return of(
         x,
         *norm,
@@ -384,17 +387,18 @@ def prefill_formats(
     for name,t in tensors.items():
         if not quantizable(name): continue
         f = card_format(t.fmt, quantization)
-        found[activations if activations in f.scaled else 'f16'] += math.prod(t.shape)
+        found[activations if takes(f, activations, device) else 'f16'] += math.prod(t.shape)
     if found[activations]: return dict(found)
     formats = sorted({t.fmt for name,t in tensors.items() if quantizable(name)})
-    said = f'prefill_activations={activations!r} is for weights in {_scaled(activations)}'
+    said = f'prefill_activations={activations!r} is for weights in {_scaled(activations, device)}'
     raise UnsupportedError(f'{said}, and these are {", ".join(formats) or "none"}',
         hint='Leave it out, or store them anew with --quantization nvfp4',
         param='prefill_activations')
 
-def _scaled(activations)->str:
+def _scaled(activations, device)->str:
     "Formats of files whose weights can be multiplied so"
-    return ', '.join(s for f in CARD_FORMATS.values() if activations in f.scaled for s in f.stored)
+    some = [f for f in CARD_FORMATS.values() if takes(f, activations, device)]
+    return ', '.join(s for f in some for s in f.stored)
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #b0614e7c
 def take_rows(w, index):

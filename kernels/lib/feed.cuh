@@ -55,26 +55,44 @@ template <int ROWS> struct Feed {
     static constexpr unsigned XS = THREADS / XP, WS = THREADS / WP;    // rows that all threads bring at once
     static constexpr int OWN = (ROWS + XS - 1) / XS;
     static constexpr unsigned ROW = WGMMA ? 128 : XROW;
+    // of scales of W: groups of rows whose scales lie together; bytes of a group and chunk
+    static constexpr bool FOURS = W::SCALE > 0;
+    static constexpr unsigned GROUPS = FOURS ? BN / 4 : BN, SBYTES = FOURS ? 4 * SC : 4;
+    static constexpr unsigned PIECES = W::SCALE ? GROUPS * (FOURS ? CH : 1) : 0, SS = FOURS ? THREADS / CH : THREADS;
     static_assert(THREADS % XP == 0 && THREADS % WP == 0 && BN % WS == 0, "whole rows");
     static_assert(XS % 8 == 0 && (!WGMMA || WS % 16 == 0), "the same place of all rows");
     const Job& j;
-    int step = 0;
-    unsigned at[OWN];  // where the pieces of x begin, in sixteens of bytes
+    int step = 0, c0 = 0;       // c0: the step's first chunk
+    unsigned at[OWN];           // where the pieces of x begin, in sixteens of bytes
+    const unsigned char *w, *s; // what is next
+    unsigned x_to, w_to, s_to;  // in a stage
     __device__ __forceinline__ Feed(const Job& job) : j(job) {
+        const unsigned tid = threadIdx.x, row = tid / XP, piece = tid % XP;
         #pragma unroll
-        for (int i = 0; i < OWN; i++) {
-            const unsigned row = min(threadIdx.x / XP + i * XS, ROWS - 1u);
-            at[i] = (unsigned)j.from[row] * j.line + threadIdx.x % XP;
-        }
+        for (int i = 0; i < OWN; i++)
+            at[i] = (unsigned)j.from[min(row + i * XS, ROWS - 1u)] * j.line + piece;
+        const unsigned block = WGMMA ? piece / 8 : 0;  // of 128 bytes of a row
+        x_to = block * BM * 128 + place_in_row<ROW>(row, piece - block * 8);
+        w_to = A + tid % WP / PER * BC + place_of(tid / WP) * PER * 16 + tid % PER * 16;
+        s_to = A + B + (FOURS ? tid % CH * BN + tid / CH * 4 : tid) * SC;
+        begin();
+    }
+    __device__ __forceinline__ unsigned group() const { return threadIdx.x / (FOURS ? CH : 1); }
+    __device__ __forceinline__ unsigned last() const { return FOURS ? j.last / 4 : j.last; }
+    __device__ __forceinline__ unsigned pitch() const { return FOURS ? j.chunks * SBYTES : j.blocks * 4; }
+    // At the first chunk of W.
+    __device__ __forceinline__ void begin() {
+        const unsigned tid = threadIdx.x, c = min((int)(tid % WP / PER), j.chunks - 1);
+        w = j.w + ((size_t)(tid / WP * j.chunks + c) * PER + tid % PER) * 16;
+        s = j.s + (size_t)min(group(), last()) * pitch();
+        if (FOURS) s += min((int)(tid % CH), j.chunks - 1) * SBYTES;
+        c0 = 0;
     }
     __device__ __forceinline__ void rows(unsigned char* stage, const unsigned char* x, bool on) const {
-        const unsigned row = threadIdx.x / XP, piece = threadIdx.x % XP;
-        const unsigned block = WGMMA ? piece / 8 : 0;  // of 128 bytes of a row
-        unsigned char* to = stage + block * BM * 128 + place_in_row<ROW>(row, piece - block * 8);
         #pragma unroll
         for (int i = 0; i < OWN; i++) {
-            const bool real = ROWS % XS == 0 || row + i * XS < ROWS;
-            cp_async_if<16>(to + i * XS * ROW, x + (size_t)at[i] * 16, on && real);
+            const bool real = ROWS % XS == 0 || threadIdx.x / XP + i * XS < ROWS;
+            cp_async_if<16>(stage + x_to + i * XS * ROW, x + (size_t)at[i] * 16, on && real);
         }
     }
     __device__ __forceinline__ void scales(unsigned char* stage, bool on) const {
@@ -82,38 +100,37 @@ template <int ROWS> struct Feed {
             cp_async_if<XSC ? XSC : 4>(stage + XPARTS * AP + row * XSC,
                 j.xs + ((size_t)j.from[row] * j.steps + step) * XSC, on);
     }
-    __device__ __forceinline__ void weights(unsigned char* stage, int c0, bool on) const {
-        const unsigned tid = threadIdx.x, row = tid / WP, piece = tid % WP, chunk = piece / PER;
-        const unsigned c = min(c0 + (int)chunk, j.chunks - 1);
-        const unsigned char* w = j.w + c * (PER * 16) + piece % PER * 16;
-        unsigned char* to = stage + A + chunk * BC + place_of(row) * PER * 16 + piece % PER * 16;
+    __device__ __forceinline__ void weights(unsigned char* stage, bool on) const {
+        const unsigned tid = threadIdx.x;
         #pragma unroll
         for (int i = 0; i < BN / WS; i++) {
-            const unsigned r = row + i * WS;
-            cp_async_if<16>(to + i * WS * PER * 16, w + (size_t)(r * (j.chunks * PER)) * 16, on && r <= j.last);
+            const bool real = tid / WP + i * WS <= j.last;
+            const unsigned char* from = w + (size_t)(i * WS) * (j.chunks * PER * 16);
+            cp_async_if<16>(stage + w_to + i * WS * PER * 16, from, on && real);
         }
-        if (W::SCALE > 0)  // those of four rows lie together
-            #pragma unroll
-            for (unsigned i = 0; i < BN / 4 * CH; i += THREADS) {
-                const unsigned p = i + tid, q = min(p / CH, j.last / 4);
-                const unsigned c = min(c0 + (int)(p % CH), j.chunks - 1);
-                cp_async_if<SC ? SC * 4 : 4>(stage + A + B + (p % CH * BN + p / CH * 4) * SC,
-                    j.s + (size_t)(q * j.chunks + c) * 4 * SC, on && p < BN / 4 * CH);
-            }
-        if (W::SCALE < 0)
-            #pragma unroll
-            for (unsigned i = 0; i < BN; i += THREADS) {
-                const unsigned p = i + tid, r = min(p, j.last);
-                cp_async_if<4>(stage + A + B + p * 4, (const float*)j.s + r * j.blocks + c0 / 4, on && p < BN);
-            }
+        #pragma unroll
+        for (unsigned i = 0; i * THREADS < PIECES; i++) {
+            const bool real = (i + 1) * THREADS <= PIECES || i * THREADS + tid < PIECES;
+            const unsigned skip = min(group() + i * SS, last()) - min(group(), last());
+            const unsigned char* from = s + (i ? (size_t)skip * pitch() : 0);
+            cp_async_if<SBYTES>(stage + s_to + i * SS * (FOURS ? 4 : 1) * SC, from, on && real);
+        }
+    }
+    // On to W's next step. In place of a chunk that is not there one that was is read again.
+    __device__ __forceinline__ void next() {
+        c0 += CH;
+        w += c0 + (int)(threadIdx.x % WP / PER) < j.chunks ? CH * PER * 16 : 0;
+        if (FOURS) s += c0 + (int)(threadIdx.x % CH) < j.chunks ? CH * SBYTES : 0;
+        if (W::SCALE < 0) s += c0 % 4 == 0 && c0 < j.chunks ? 4 : 0;
     }
     __device__ __forceinline__ void operator()(unsigned char* stage) {
         const bool on = step < j.steps;
-        const int half = PARTS == 2 ? j.steps / 2 : j.steps, k = step < half ? step : step - half;
+        if (PARTS == 2 && step == j.steps / 2) begin();
         #pragma unroll
         for (int i = 0; i < XPARTS; i++) rows(stage + i * AP, j.x + (step + i * j.steps) * XROW, on);
         scales(stage, on);
-        weights(stage, k * CH, on);
+        weights(stage, on);
+        next();
         step++;
         cp_async_commit();
     }

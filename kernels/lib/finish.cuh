@@ -39,11 +39,11 @@ template <int ACT, int TILES> __device__ __forceinline__ void finish(
             v[k] = fmaf(__fmul_rn(v[k], f.by[row]), factor((&a.x)[k]), b);
         }
         if (PAIRS) {
-            v[0] = act_mul<ACT>(v[0], v[2], f.limit);
-            v[1] = act_mul<ACT>(v[1], v[3], f.limit);
+            v[0] = act_mul<ACT, PARTS == 1>(v[0], v[2], f.limit);
+            v[1] = act_mul<ACT, PARTS == 1>(v[1], v[3], f.limit);
         } else if (ACT != ACT_NONE)
             #pragma unroll
-            for (int k = 0; k < 4; k++) v[k] = act_mul<ACT>(v[k], 0.f, f.limit);
+            for (int k = 0; k < 4; k++) v[k] = act_mul<ACT, PARTS == 1>(v[k], 0.f, f.limit);
         if (f.gate)
             #pragma unroll
             for (int k = 0; k < WIDTH; k++) v[k] *= f.gated[row];

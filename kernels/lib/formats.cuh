@@ -103,7 +103,7 @@ struct e2m1 {  // what nvfp4 and mxfp4 share
 
 struct nvfp4 : e2m1, itself {
     static constexpr int SCALE = 2;
-    static constexpr float UNITY = 128.f;
+    static constexpr float UNITY = 16384.f;
     static __device__ __forceinline__ void floats(
             Bytes w, Bytes s, const float* gs, size_t row, int C, int v, float* a) {
         const unsigned char scale = s[((row / 4 * C + v / 4) * 4 + row % 4) * 2 + v % 4 / 2];
@@ -111,12 +111,13 @@ struct nvfp4 : e2m1, itself {
         const unsigned codes = eight<unsigned>(w, row, C, v);
         times(codes, __fmul_rn(f.x, gs[row]), a);
     }
-    // times 2^-7 of the block's e4m3 scale: at most 21, exact
+    // times 2^-14 of the block's e4m3 scale: at most .17, exact, a multiple of 2^-24
+    static __device__ __forceinline__ void halves(unsigned codes, unsigned scale, unsigned* h) {
+        e2m1_pairs(codes, half2_from(e4m3_halves(scale * 0x101u)), h);
+    }
     static __device__ __forceinline__ void halves(
             Bytes w, Bytes s, int t, float, bool, unsigned* h) {
-        const unsigned codes = *(const unsigned*)w;
-        const __half2 scale = half2_from(e4m3_halves(s[t / 2] * 0x101u));
-        e2m1_pairs(codes, __hmul2(scale, __float2half2_rn(128.f)), h);
+        halves(*(const unsigned*)w, s[t / 2], h);
     }
     struct Pair {  // exact in fp16: at most 6 * 448 * 2^-14, a multiple of 2^-24
         static constexpr bool SCALED = false;

@@ -40,7 +40,7 @@ template <class F, int LIFT> struct rounded {
         b[1] = halves_to_e4m3(h[2], h[3]);
     }
 };
-struct nvfp4 : rounded<weights::nvfp4, 16> {  // 21 * 16 at most
+struct nvfp4 : rounded<weights::nvfp4, 2048> {  // 336 at most
     static constexpr float BACK4 = 1.f;
     static __device__ __forceinline__ unsigned scale(Bytes s, float) {
         return *(const unsigned short*)s;

@@ -43,10 +43,10 @@ struct Put {
     bool gate, whole;
     // Two results of row r of y, from column o on; of a pair one.
     __device__ __forceinline__ void one(int r, int o, float v, float w, float f) const {
-        if (PAIR) v = act_mul<ACTIVATION>(v, w, limit);
+        if (PAIR) v = act_mul<ACTIVATION, PARTS == 1>(v, w, limit);
         else if (ACTIVATION != ACT_NONE) {
-            v = act_mul<ACTIVATION>(v, 0.f, limit);
-            w = act_mul<ACTIVATION>(w, 0.f, limit);
+            v = act_mul<ACTIVATION, PARTS == 1>(v, 0.f, limit);
+            w = act_mul<ACTIVATION, PARTS == 1>(w, 0.f, limit);
         }
         if (gate) {
             v *= f;
@@ -92,6 +92,13 @@ struct Put {
     }
 };
 
+// A number that the compiler neither finds again wherever it is wanted, nor takes for a shorter one.
+__device__ __forceinline__ void keep(unsigned& v) {
+#if defined(__CUDA_ARCH__)
+    asm volatile("" : "+r"(v));
+#endif
+}
+
 // Eight weights of a row and the bytes of their scale, on their way from shared memory.
 template <int N> struct Words { typedef uint4 T; };
 template <> struct Words<8> { typedef uint2 T; };
@@ -101,17 +108,15 @@ struct Codes {
     static constexpr int PARTS_OF = W::BYTES / (int)sizeof(Part);
     __align__(16) unsigned codes[W::BYTES / 4];
     unsigned scale;
-    __device__ __forceinline__ void fetch(const unsigned char* stage, int c, int place, int r) {
-        const int t = threadIdx.x % 4;
-        const unsigned char* w = stage + A + c * BC + (place * 4 + t) * W::BYTES;
-        const unsigned char* s = stage + A + B + ((W::SCALE < 0 ? 0 : c) * BN + r) * SC;
+    __device__ __forceinline__ void fetch(const unsigned char* w, const unsigned char* s) {
         #pragma unroll
         for (int i = 0; i < PARTS_OF; i++) ((Part*)codes)[i] = ((const Part*)w)[i];
-        if (W::SCALE == 2) scale = s[t / 2];
-        else if (W::SCALE == 1) scale = s[0];
+        if (W::SCALE == 2 || W::SCALE == 1) scale = *s;
         else if (W::SCALE) scale = *(const unsigned*)s;
+        keep(scale);
     }
     // as what a lane brings of them to the products of their chunk, in its row i of two
+    template <class F = W>
     __device__ __forceinline__ void decode(float aid, int i, unsigned (*a)[4]) const {
         const int t = threadIdx.x % 4;
         const Bytes s = (Bytes)&scale, own = W::SCALE == 2 ? s - t / 2 : s;
@@ -119,7 +124,8 @@ struct Codes {
 #if FP8
         Narrow::eight((Bytes)codes, own, t, aid, h);
 #else
-        W::halves((Bytes)codes, own, t, aid, false, h);
+        if constexpr (F::SCALE == 2) F::halves(codes[0], scale, h);
+        else F::halves((Bytes)codes, own, t, aid, false, h);
 #endif
         #pragma unroll
         for (int p = 0; p < 2 * PRODUCTS; p++) a[p / 2][i + p % 2 * 2] = h[p];
@@ -129,12 +135,22 @@ struct Codes {
 struct Weights {
     static constexpr int MANY = FRAGMENTS * UNIT * 2;
     Codes codes[FRAGMENTS][UNIT][2];
+    unsigned own, its;  // where a lane's first codes of a stage are, and their scale
+    __device__ __forceinline__ Weights() {
+        const int lane = threadIdx.x % 32, first = rows_of(0);
+        own = A + ((first + lane / 4) * 4 + lane % 4) * W::BYTES;
+        its = A + B + (first + row_of(0)) * SC + (W::SCALE == 2 ? lane % 4 / 2 : 0);
+        keep(own);
+        keep(its);
+    }
     __device__ __forceinline__ void fetch(const unsigned char* stage, int u) {
+        const unsigned char *w = stage + own, *s = stage + its;
         #pragma unroll
         for (int v = 0; v < MANY; v++) {
-            const int f = v / 2 / UNIT, c = v / 2 % UNIT, i = v % 2, first = rows_of(f);
-            const int place = first + i * 8 + threadIdx.x % 32 / 4;
-            codes[f][c][i].fetch(stage, u * UNIT + c, place, first + row_of(i));
+            const int f = v / 2 / UNIT, c = u * UNIT + v / 2 % UNIT, i = v % 2;
+            const int row = f * 64 + (PAIR ? i * 2 : i), chunk = W::SCALE < 0 ? 0 : c;
+            codes[f][v / 2 % UNIT][i].fetch(
+                w + c * BC + (f * 64 + i * 8) * 4 * W::BYTES, s + (chunk * BN + row) * SC);
         }
     }
     __device__ __forceinline__ void decode(const float* aids, unsigned (*a)[UNIT][PRODUCTS][4]) const {
@@ -186,15 +202,15 @@ __device__ __forceinline__ void tile(const Job& j, unsigned char* stages, F mean
     float d[FRAGMENTS][V], own[FRAGMENTS][APART ? V : 1];
     #pragma unroll
     for (int v = 0; v < FRAGMENTS * V; v++) d[v / V][v % V] = 0.f;
-    int stage = 0;
+    constexpr int LAST = (STAGES - 1) * STAGE;
+    int stage = 0, done = LAST;  // where stages begin: that of this step, and of the one before
     for (int i = 0; i < j.steps; i++) {
-        const int ahead = stage == STAGES - 1 ? 0 : stage + 1;
-        const int done = stage == 0 ? STAGES - 1 : stage - 1;
-        const WgmmaMatrix x = first + stage * (STAGE / 16);
+        const int ahead = stage == LAST ? 0 : stage + STAGE;
+        const WgmmaMatrix x = first + (unsigned)stage / 16;
         float by[FRAGMENTS][2];  // of blocks that share a scale
         #pragma unroll
         for (int v = 0; v < (APART && FP8 ? FRAGMENTS * 2 : 0); v++) {
-            const float* scales = (const float*)(stages + stage * STAGE + A + B);
+            const float* scales = (const float*)(stages + stage + A + B);
             by[v / 2][v % 2] = scales[rows_of(v / 2) + row_of(v % 2)];
         }
         #pragma unroll
@@ -206,10 +222,10 @@ __device__ __forceinline__ void tile(const Job& j, unsigned char* stages, F mean
                 cp_async_wait<STAGES - 3>();
                 wgmma_seen();
                 __syncthreads();
-                feed(stages + done * STAGE);
+                feed(stages + done);
             }
             w.decode(j.aids, a[(u + 1) % 2]);
-            w.fetch(stages + (u >= UNITS - 2 ? ahead : stage) * STAGE, (u + 2) % UNITS);
+            w.fetch(stages + (u >= UNITS - 2 ? ahead : stage), (u + 2) % UNITS);
             // Tensor cores cut off what a sum has no room for, which would add up along a row:
             // of products in parts each 64 columns are summed by themselves. So are those of FP8 in
             // blocks that share a scale.
@@ -224,6 +240,7 @@ __device__ __forceinline__ void tile(const Job& j, unsigned char* stages, F mean
                 }
             }
         }
+        done = stage;
         stage = ahead;
     }
     wgmma_wait<0>();

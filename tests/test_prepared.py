@@ -4,7 +4,7 @@ import numpy as np,pytest
 from atlas.card.card import run
 from atlas.card.emulator import Emulator,find_cxx
 from atlas.cuda import gemv_wide as many
-from atlas.cuda.gemv_wide import Found,Reader,gemv_wide,halved_rows
+from atlas.cuda.gemv_wide import Found,Reader,gemv_wide,prepared_rows
 from atlas.cuda.pack import pack
 from atlas.ground.formats import QTensor
 
@@ -24,7 +24,7 @@ def test_experts_leave_their_rows(extra):
     share,part,add,gain = up(R, picks),up(R, picks, k),up(R, k),up(k)
     x,y = card.empty((R,k)),card.empty((R,k))
     run('expert_sum', (-(-k//512),R), 128, share, part, add, x, None, None, 0, 0, HIDDEN=k, PICKS=picks)
-    h = halved_rows(y, Reader(w, gain, 1e-6, e), Found(share, part, add))
+    h = prepared_rows(y, Reader(w, gain, 1e-6, e), Found(share, part, add))
     np.testing.assert_array_equal(bits(y), bits(x))
     p = many._Product(card, w, e, R)
     for a,b in zip(h.tiles, p.halves(x, gain, 1e-6, None, dict(NORM=1))):
@@ -32,14 +32,14 @@ def test_experts_leave_their_rows(extra):
         a,b = (card.download(t).view('u1') for t in (a,b))
         written = a!=card.download(card.empty((1,), 'uint8'))[0]  # beyond the rows nothing is
         np.testing.assert_array_equal(a[written], b[written])
-    got,want = (bits(gemv_wide(v, w, gain=gain, eps=1e-6, extra=e, halved=s)) for v,s in ((y,h),(x,None)))
+    got,want = (bits(gemv_wide(v, w, gain=gain, eps=1e-6, extra=e, prepared=s)) for v,s in ((y,h),(x,None)))
     np.testing.assert_array_equal(got, want)
 
 def test_rows_of_another_product_are_made_anew():
     w,v,x,gain = matrix('NVFP4', 40, 256),matrix('NVFP4', 24, 256),up(9, 256),up(256)
-    h = many.Halved(x, Reader(w, gain, 1e-6), ())
+    h = many.Prepared(x, Reader(w, gain, 1e-6), ())
     assert h.of(x, w, gain, 1e-6, None)
     others = (up(9, 256),w,gain,1e-6,None), (x,v,gain,1e-6,None), (x,w,up(256),1e-6,None), (x,w,gain,1e-5,None), (x,w,gain,1e-6,v)
     for o in others: assert not h.of(*o)
-    got,want = (bits(gemv_wide(x, v, gain=gain, eps=1e-6, halved=a)) for a in (h,None))
+    got,want = (bits(gemv_wide(x, v, gain=gain, eps=1e-6, prepared=a)) for a in (h,None))
     np.testing.assert_array_equal(got, want)
