@@ -70,7 +70,7 @@ def _tiles(card, experts, picks, places):
     return card.empty((min(experts, picks)+picks//places, 3), 'int32')
 
 # %% ../../nbs/3_ops/moe/52_cuda.experts_many.ipynb #56ba6eaf
-MOST = 4096 # Rows at a time: what their picks give takes `4*top_k*H` bytes a row until it is gathered
+MOST = 8192 # Rows at a time: what their picks give takes `4*top_k*H` bytes a row until it is gathered
 
 def experts_many(
     x, # [R, H] float32; or a `Halved`, or `Rows`
