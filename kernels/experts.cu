@@ -7,7 +7,8 @@
 // dealt out to teams of USPLIT warps of all blocks; of the second, a block owns SPAN outputs, for
 // every expert, and teams of DSPLIT warps take their strips. Warps of a team share a strip's
 // columns and wait for each other, not for the block. DEEP units of a warp are on their way to
-// shared memory: those of the second half follow those of the first, before these are there.
+// shared memory: those of the second half when the warp is done with the first, before hidden
+// values are there.
 // A row's bits do not depend on how many rows there are.
 //   uw     : [ubytes]    u8    bank of up to EXPERTS + 1 matrices [n4, HIDDEN] in UP; rows
 //                              4q..4q+3 are the gates of outputs 2q, 2q+1, then their ups; without
@@ -48,6 +49,7 @@
 #include "lib/given.cuh"
 #include "lib/pdl.cuh"
 #include "lib/picks.cuh"
+#include "lib/ranked.cuh"
 #include "lib/strips.cuh"
 #ifndef HIDDEN
 #define UP fragment_nvfp4
@@ -95,8 +97,6 @@ constexpr bool ALONE = APART && ROWS == 1 && DISTINCT && OWN == 1 && D::UNITS ==
     && DShares::N == DSPLIT && PICKS * DSPLIT <= WARPS;
 // the first so many warps stage x, while the others pick
 constexpr int STAGE = ROWS > 1 && WARPS - ROWS >= 4 ? WARPS - ROWS : WARPS;
-// who asks for what comes next: the last warps pick, and this one has little else to do
-constexpr int ASKS = WARPS - 1 - (WARPS > ROWS ? ROWS : 0);
 struct Place {  // for a unit; with a strip's last one come scales and biases of its rows
     unsigned char weights[U::BYTES > D::BYTES ? U::BYTES : D::BYTES];
     float tail[32];
@@ -279,10 +279,12 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
     pdl_trigger();
     pdl_wait();
     const int picker = WARPS - 1 - warp;  // whose row this warp picks for
-    float near[N];
     if (picker < rows) {
+        float near[N];
         near_logits<E, N>(logits + (size_t)picker * ld, lane, near);
-        pick<E, TOP_K, SCORE, CORRECTED, N>(near, correction, lane, sm->slots.of(picker));
+        int* const to = sm->slots.of(picker);
+        const int id = ranked<E, TOP_K, SCORE, CORRECTED, N>(near, correction, lane, to);
+        if (lane < TOP_K) to[lane] = id;
     }
     auto stage_x = [&] {
         stage<ROWS * PARTS, STAGE, 4>(rows * PARTS, [&](int i, float* a) {
@@ -311,20 +313,10 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
     }
     auto next = [&] {
         if (unit < slots() * STRIPS) next_up();
-        else if (down < slots() * OWN) next_down();
         forth();
     };
     #pragma unroll 1
     for (; begun < DEEP; begun++) next();
-    if (picker < rows) {
-        const float* p = logits + (size_t)picker * ld;
-        const int id = sm->slots.of(picker)[lane < TOP_K ? lane : 0];
-        float v = pick_weight<E, TOP_K, SCORE, RENORM, N>(near, __ldcg(p + id), scaling, lane);
-        if (per_expert) v = __fmul_rn(v, per_expert[id]);
-        if (lane < TOP_K) sm->share[picker * PICKS + lane] = v;
-        if (SHARED && lane == TOP_K)
-            sm->share[picker * PICKS + TOP_K] = GATE ? logistic(__ldcg(p + E)) : 1.f;
-    }
     if (halves & 1) {
         constexpr int TEAM = 32 * USPLIT, ITEMS = (OUT * ROWS + TEAM - 1) / TEAM;
         if (NORM) {
@@ -381,6 +373,22 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
         }
     }
     if (!(halves & 2)) return;
+    #pragma unroll 1
+    for (int i = 0; i < DEEP; i++) {  // not before: others still wait for the first half's
+        if (down < slots() * OWN) next_down();
+        forth();
+    }
+    if (picker < rows) {
+        const float* p = logits + (size_t)picker * ld;
+        float near[N];  // once more: registers are few meanwhile
+        near_logits<E, N>(p, lane, near);
+        const int id = sm->slots.of(picker)[lane < TOP_K ? lane : 0];
+        float v = pick_weight<E, TOP_K, SCORE, RENORM, N>(near, __ldcg(p + id), scaling, lane);
+        if (per_expert) v = __fmul_rn(v, per_expert[id]);
+        if (lane < TOP_K) sm->share[picker * PICKS + lane] = v;
+        if (SHARED && lane == TOP_K)
+            sm->share[picker * PICKS + TOP_K] = GATE ? logistic(__ldcg(p + E)) : 1.f;
+    }
     if (!APART) __syncthreads();  // before what is staged takes the place of x
     float before = 0.f;
     if (add && threadIdx.x < rows * SPAN && (int)threadIdx.x % SPAN < span)
@@ -410,12 +418,10 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
         __syncwarp();
         sm->in.h.put(staged(i), i % HPARTS * 32 + lane, a);
     });
-    if (later_w && warp == ASKS) {  // memory idles when these are there
-        float a[8];
-        while (!ask(rows * PICKS * HPARTS - 1, a));
-        ahead(later_w, later_w16, blockIdx.x * 32 + lane, gridDim.x * 32);
-        if (later_s) ahead(later_s, later_s16, blockIdx.x * 32 + lane, gridDim.x * 32);
-    }
+    // memory idles when a warp's values are there
+    const int asks = blockIdx.x * THREADS + threadIdx.x;
+    if (later_w) ahead(later_w, later_w16, asks, gridDim.x * THREADS);
+    if (later_s) ahead(later_s, later_s16, asks, gridDim.x * THREADS);
     if (ALONE) __syncwarp(); else __syncthreads();
     constexpr int TEAM = 32 * DSPLIT, ITEMS = (16 * ROWS + TEAM - 1) / TEAM;
     const unsigned begin = span > 0 ? warp / DSPLIT : NONE;

@@ -28,6 +28,7 @@
 #endif
 #include "lib/fragment.cuh"
 #include "lib/act.cuh"
+#include "lib/ahead.cuh"
 #include "lib/async.cuh"
 #include "lib/pdl.cuh"
 #include "lib/reduce.cuh"
@@ -75,7 +76,11 @@
 #define EDEEP 2
 #endif
 #define THREADS (32 * W)
-#if ROWS > 2
+#if ROWS == 1 && __CUDA_ARCH__ == 900 && W == 16 && SPLIT == 16
+#define LIMITS 768, 1  // 80 registers: it finds room beside a block of delta_step
+#elif ROWS == 1 && __CUDA_ARCH__ == 900 && W == 12
+#define LIMITS 608, 1  // 96, so that one of those does beside it
+#elif ROWS > 2
 #define LIMITS 32 * W
 #else  // without the 1 the compiler holds registers down so that a second block would fit, which nobody wants
 #define LIMITS 32 * W, 1
@@ -242,29 +247,37 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> __devic
     if (NORM == 1) { const int b = OWN && F::UNITS == 1 ? warp + lane / 16 * W : warp % (OWN ? W : SLOTS) * 2 + lane / 16; load_x(o.gain, b * 16 + lane % 16, b < HELD, g0); }
     typedef Ahead<F, HELD, HERE, MEMBERS> Pieces;
     constexpr bool PIPED = PIPE && ROWS > 1 && ALL && !OWN && NORM != 2 && Pieces::FITS;
-    Pieces ahead;
-    if (PIPED) ahead.load_gain(o, 0);
+    Pieces pieces;
+    if (PIPED) pieces.load_gain(o, 0);
     for (int group = o.group, round = 0; group < groups; group += o.step, round ^= 1) {
         const bool begin = group == o.group;
         const int to = min(group * o.span + o.span, n4), base = group * o.span;
-        float unit[ITEMS][2], bias[ITEMS][2], prior[ITEMS], open[ITEMS], acc[4] = {};
-        #pragma unroll
-        for (int i = 0; i < ITEMS; i++) {  // what the results will need
-            const int item = o.member * MANY + i * THREADS + threadIdx.x, r = item % (PER * OUT), at = base + (PAIR ? r / 2 * 4 + r % 2 : r);
+        float raw[ITEMS][2], bias[ITEMS][2], prior[ITEMS], open[ITEMS], acc[4] = {};
+        // What the results will need is asked for behind x, and not waited for yet.
+        auto ask = [&] {
             #pragma unroll
-            for (int j = 0; j < 1 + PAIR; j++) {
-                const bool on = item < RESULTS && at + 2 * j < to;
-                unit[i][j] = on ? F::row_scale(o.s, o.gs, at + 2 * j) : 0.f;
-                bias[i][j] = on && o.bias && (PAIR || at < o.n) ? o.bias[at + 2 * j] : 0.f;
+            for (int i = 0; i < ITEMS; i++) {
+                const int item = o.member * MANY + i * THREADS + threadIdx.x;
+                const int r = item % (PER * OUT), row = item / (PER * OUT);
+                const int at = base + (PAIR ? r / 2 * 4 + r % 2 : r);
+                const int out = (PAIR ? base / 2 : base) + r;
+                #pragma unroll
+                for (int j = 0; j < 1 + PAIR; j++) {
+                    const bool on = item < RESULTS && at + 2 * j < to;
+                    raw[i][j] = on ? F::row_raw(o.s, o.gs, at + 2 * j) : 0.f;
+                    const bool biased = on && o.bias && (PAIR || at < o.n);
+                    bias[i][j] = biased ? o.bias[at + 2 * j] : 0.f;
+                }
+                const bool on = row < o.rows && out < (PAIR ? o.n / 2 : o.n);
+                const size_t place = (size_t)row * o.width + o.at + out;
+                prior[i] = o.add && on ? o.add[place] : 0.f;
+                const bool gated = o.gate && row < o.rows;
+                open[i] = gated ? o.gate[(size_t)row * o.ld] : 0.f;
             }
-        }
-        if (begin) pdl_wait();
-        #pragma unroll
-        for (int i = 0; i < ITEMS; i++) {
-            const int item = o.member * MANY + i * THREADS + threadIdx.x, r = item % (PER * OUT), row = item / (PER * OUT), out = (PAIR ? base / 2 : base) + r;
-            const bool on = row < o.rows && out < (PAIR ? o.n / 2 : o.n);
-            prior[i] = o.add && on ? o.add[(size_t)row * o.width + o.at + out] : 0.f;
-            open[i] = o.gate && row < o.rows ? times_sigmoid(1.f, o.gate[(size_t)row * o.ld]) : 1.f;
+        };
+        if (begin) {
+            if (o.gs && threadIdx.x <= o.span / 32) ahead(o.gs + min(base + 32 * (int)threadIdx.x, n4 - 1));
+            pdl_wait();
         }
         const uint4* x;
         const float* e;
@@ -292,11 +305,12 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> __devic
             #pragma unroll 1
             for (int piece = 0, rest = works ? mine : 0; begin ? piece < Pieces::PIECES : !piece; piece++) {
                 if (begin) {
-                    if (!piece) ahead.load(o, 0);
-                    ahead.put(o, piece, xs, es);
-                    if (piece + 1 < Pieces::PIECES) { ahead.load_gain(o, piece + 1); ahead.load(o, piece + 1); }
+                    if (!piece) pieces.load(o, 0);
+                    pieces.put(o, piece, xs, es);
+                    if (piece + 1 < Pieces::PIECES) { pieces.load_gain(o, piece + 1); pieces.load(o, piece + 1); }
                     __syncthreads();
                 }
+                if (!piece) ask();
                 const int steps = begin ? min(Pieces::STRIDE / Pieces::PART, rest) : rest;
                 multiply(steps);
                 rest -= steps;
@@ -309,6 +323,7 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> __devic
                     stage<F, HELD, OWN, HERE, MEMBERS>(o, first, begin, g0, sums, xs, es);
                     if (OWN) __syncwarp(); else __syncthreads();
                 }
+                if (!first) ask();
                 from_start();
                 multiply(works ? ALL ? mine : min(HELD / (HERE * F::UNITS), mine - first / (HERE * F::UNITS)) : 0);
             }
@@ -335,11 +350,13 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> __devic
                 v[j] = 0.f;
                 #pragma unroll
                 for (int m = 0; m < ALONG; m++) v[j] += MEMBERS == 1 ? part[round][at + m][line][row] : of_member(&part[round][at + m % HERE][line][row], m / HERE);
-                v[j] = fmaf(__fmul_rn(v[j], inv), unit[i][j], bias[i][j]);
+                const float unit = F::row_scale((Bytes)(raw[i] + j), raw[i] + j, 0);
+                v[j] = fmaf(__fmul_rn(v[j], inv), unit, bias[i][j]);
             }
             if (CAP) v[0] = __fmul_rn(o.cap, tanhf(v[0] / o.cap));
             if (ACT) v[0] = act_mul<ACT>(v[0], v[PAIR], o.limit);
-            o.y[(size_t)row * o.width + o.at + out] = fmaf(v[0], open[i], prior[i]);
+            const float gate = o.gate ? times_sigmoid(1.f, open[i]) : 1.f;
+            o.y[(size_t)row * o.width + o.at + out] = fmaf(v[0], gate, prior[i]);
         }
     }
     if (MEMBERS > 1) team_sync();  // nobody leaves while others read what it found

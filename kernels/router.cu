@@ -162,11 +162,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) router(
     }
 }
 #else
-extern "C" __global__ void __launch_bounds__(32 * WARPS) router(const unsigned char* __restrict__ w, const float* __restrict__ bias,
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 5) router(const unsigned char* __restrict__ w, const float* __restrict__ bias,
         const float* __restrict__ gain, const float* x, float* logits, int* met, float* empty,
         float eps, int n, int ld, int rows, int fours) {
     __shared__ float part[8][EACH + 1][WARPS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r0 = blockIdx.x * EACH;
+    pdl_trigger();
     float v[MINE][EACH][8];
     #pragma unroll
     for (int i = 0; i < MINE; i++) {
@@ -180,7 +181,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) router(const unsigned c
     }
     const int mine = threadIdx.x % EACH;
     const float more = bias && r0 + mine < EXPERTS ? bias[r0 + mine] : 0.f;
-    pdl_trigger();
     pdl_wait();
     if (met && !blockIdx.x && !blockIdx.y && !threadIdx.x) *met = 0;
     empty_all(empty, fours);

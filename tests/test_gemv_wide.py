@@ -5,7 +5,7 @@ from atlas.card.emulator import Emulator,find_cxx
 from atlas.card.card import limits
 from atlas.card.launch import recording
 from atlas.cuda import gemv as few,gemv_wide as many,vocabulary
-from atlas.cuda.pack import CARD_FORMATS,pack
+from atlas.cuda.pack import CARD_FORMATS,Packed,pack
 from atlas.ground.formats import QTensor
 from atlas.ops.linear import MAX_ROWS
 from atlas.ops.vocabulary import Matrix
@@ -139,9 +139,11 @@ def test_every_product_has_a_way():
                     assert opts['EALONG']*opts['EDOWN']<=o.warps
 
 def test_a_step_uses_it():
-    rng = np.random.default_rng(0)
-    w = Matrix(packed(rng, 'NVFP4', 40, 256))
-    def kernels(rows):
-        with recording() as seen: vocabulary.logits(card.upload(np.ones((rows,256), 'f4')), w)
+    "for more than eight rows, and for fewer that are long"
+    def kernels(rows, k):
+        w,x = Matrix(Packed('fp8', 40, k, card.empty((40,k), 'uint8'), card.empty((40,1)))),card.empty((rows,k))
+        with recording(launch=False) as seen: vocabulary.logits(x, w)
         return [k for k,*_ in seen.calls]
-    assert kernels(MAX_ROWS//2)==['gemv'] and kernels(MAX_ROWS//2+1)==['gemv_halves','gemv_wide']
+    one,two = ['gemv'],['gemv_halves','gemv_wide']
+    for k,most in ((256,MAX_ROWS),(2880,MAX_ROWS),(4096,MAX_ROWS//2),(6144,2)):
+        assert kernels(most, k)==one and kernels(most+1, k)==two, k

@@ -104,12 +104,14 @@ class Launch:
         self.module.load(cubin)
         self.function,self._room = self.module.get_function(src.name),0 # dynamic shared memory that it may have: what is left of 48 KiB beside its own, unless it is raised
         self._ptr,self._launch,self._stream = self.function.ptr,_driver().cuLaunchKernelEx,card.xp.cuda.get_current_stream
+        self._wide = False # Does a multiprocessor that runs it have as much shared memory as it can?
         self._config = ctypes.create_string_buffer(_CONFIG.size); self._at = ctypes.addressof(self._config)
         faults.hold(self)
     def __call__(self, grid, block, pointers, shared=0, pdl=True):
         "Put it in the queue of the current stream"
         card = self.card
         if shared>self._room: _ok(_driver().cuFuncSetAttribute(ctypes.c_void_p(self._ptr), 8, shared), f'{self.name} with {shared} bytes of shared memory', card); self._room = shared
+        if pdl and not self._wide: self._widen()
         pdl = pdl and not card.plain; card.plain = False
         _CONFIG.pack_into(self._config, 0, *grid, *block, shared, self._stream().ptr, _PDL_AT if pdl else 0, pdl)
         faults.launching(self.name)
@@ -129,6 +131,14 @@ Cuda.plain = _of_thread('plain', "Is this thread's next launch to be an ordinary
 def load(self:Cuda, src:Source, options:tuple=())->Launch:
     "The kernel of `src`, ready to launch; compiled if the wheel and the cache have none. `DeviceError` where it does not compile"
     with self.use(): return loaded(src, self.arch, options, lambda b: Launch(self, src, b))
+
+# %% ../../nbs/2_card/05_card.ipynb #7d5a11c1
+@patch
+def _widen(self:Launch):
+    "Have multiprocessors keep as much shared memory as they can where this runs"
+    f,most = ctypes.c_void_p(self._ptr),100 # percent; 9: CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+    _ok(_driver().cuFuncSetAttribute(f, 9, most), f'{self.name} with much shared memory', self.card)
+    self._wide = True
 
 # %% ../../nbs/2_card/05_card.ipynb #1f0aacab
 @patch

@@ -65,7 +65,10 @@ def delta_step(
             shared=_room(dk, dv), DK=dk, DV=dv, SIGMOID=act, DEPTH=_DEPTH, BYTES=_room(dk, dv),
             TAILS=tails, ONCE=int(seqs<=_FIT))
         return y,parts
-    few = rows>seqs and vh*dv//32*seqs<=_FEW  # verified rows of few sequences: registers rather than company
+    blocks = vh*dv//32*seqs
+    few = rows>seqs and blocks<=_FEW  # verified rows of few sequences: registers rather than company
+    # one on a multiprocessor where that is enough: the launch after this one finds room beside it
+    alone = limits(card).third if blocks<=card.multiprocessors and not few else 0
     run('delta_step', (vh//kh*dv//32, kh, seqs), 160, *what, rows,
-        DK=dk, DV=dv, SIGMOID=act, ROWS=4 if few else 1, RESIDENT=2 if few else 4, TAILS=tails)
+        shared=alone, DK=dk, DV=dv, SIGMOID=act, ROWS=4 if few else 1, RESIDENT=2 if few else 4, TAILS=tails)
     return y,parts

@@ -82,12 +82,19 @@ def norm_add(
     )
     return out
 
+# %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #7683ecb1
+def _staged_once(rows, k)->bool:
+    "Are `rows` rows of `k` better staged once for all blocks than by each of them?"
+    if rows>MAX_ROWS: return True
+    few = rows<=MAX_ROWS//2 and (rows<3 or rows*k<=1<<14)
+    return k>=3072 and not few
+
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #87ee795c
-def _rows(x, *args, **kw):
-    "Rows of a step times a matrix, as `gemv`"
-    if len(x)>MAX_ROWS//2: return gemv_wide(x, *args, **kw)
+def _rows(x, w, **kw):
+    "Rows of a step times the matrix `w`, as `gemv`"
+    if _staged_once(len(x), w.k): return gemv_wide(x, w, **kw)
     kw.pop('prepared', None)
-    return gemv(x, *args, **kw)
+    return gemv(x, w, **kw)
 
 def _exact(s):
     "Are a prompt's activations multiplied in two parts? Only where keys and values have 32 bits"

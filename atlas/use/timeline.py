@@ -28,7 +28,7 @@ def stamped(
     text = re.sub(r'\bpdl_(trigger|wait)\(\)', r'stamp_\1()', text)
     if not name: return text
     text,n = re.subn(r'(__global__[^;{]*?\b'+name+r'\s*\([^)]*)\)(\s*\{)', r'\1, unsigned* stamps)\2 const Stamp stamped_(stamps);', text)
-    if n!=1: raise AtlasError(f'{name}.cu does not define {name} once')
+    if not n: raise AtlasError(f'{name}.cu does not define {name}')
     head = re.match(r'(?://.*\n)*', text).end()
     return text[:head]+'#include "lib/stamp.cuh"\n'+text[head:]
 
