@@ -21,7 +21,7 @@ from .attend import Angles,attend as attend_rows,make_pool,pool_bytes,pool_words
 from .delta import delta_step
 from .experts import moe as moe_rows
 from .experts_many import experts_many,route_many
-from .experts_wide import few_rows,moe_wide
+from .experts_wide import moe_wide
 from .flash import flash
 from .gemm import as_halves,parts_of,units
 from .gemm_scaled import Rows,can_scale,gemm_with,takes
@@ -204,10 +204,9 @@ def mamba(s:Step, x, w:MambaWeights, conv, rec):
     return y,GroupNorm(parts, y.shape[1]//w.groups, w.eps)
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #d7387458
-def _moe_of(x, w):
-    "What multiplies the experts `w` of rows `x`; both give a row the same bits"
-    few = few_rows(card_of(x), w.up, w.down, w.act)
-    return moe_rows if len(x)<=few else moe_wide
+def _moe_of(rows):
+    "What multiplies the experts of so many rows; both give a row the same bits"
+    return moe_rows if rows<=MAX_ROWS else moe_wide
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #ec90b79e
 def _routes(s, x, top_k):
@@ -222,7 +221,7 @@ def _flat(a): return None if a is None else a.reshape(-1)
 
 def _experts_of_rows(s, x, w, norm, add, router_gain):
     "Routed experts of a few rows, weighted, plus `add`"
-    m,of = w.config,_moe_of(x, w)
+    m,of = w.config,_moe_of(len(x))
     more = dict(reader=w.reader, made=s.made) if len(x)>MAX_ROWS else {}
     return of(
         x,

@@ -186,7 +186,8 @@ def _scaled(card, rng, run, stored, fmt, act=None):
     want = fused_linear(h, rounded(w, fmt), act=act)
     args = card.upload(x),w,fmt,_up(card, gain),1e-6
     y = card.download(run(lambda: gemm_scaled(*args, act=act)))
-    return [(y, want, 1e-3)]
+    # Hopper's sums of FP8 products keep fewer bits than float32 has
+    return [(y, want, 2e-3 if fmt=='fp8' else 1e-3)]
 
 @_case('moe_sort + gemm_scaled + moe_gather', '70 rows', **{fmt: dict(fmt=fmt) for fmt in SCALED})
 def _scaled_experts(card, rng, run, fmt, E=3, H=192, I=64, R=70):

@@ -2,7 +2,7 @@
 import json,shutil
 from pathlib import Path
 import numpy as np
-from atlas.engine.cache import KVCache
+from atlas.engine.cache import KVCache,TAILS
 from atlas.engine.draft import AssistantDrafter,End,Ends,MTPDrafter
 from atlas.card.device import get_device
 from atlas.model.model import Piece,build,load_model,make_batch
@@ -54,7 +54,8 @@ class Run:
         return self.model.final(self.stream(ids))
     def states(self):
         "The recurrent state, by the reference's names"
-        return {f'{n}{i}':a[1] for n in ('rec','conv') for i,a in getattr(self.cache, n).items()}
+        rec = {f'rec{i}':a[1//TAILS] for i,a in self.cache.rec.items()}
+        return rec|{f'conv{i}':a[1] for i,a in self.cache.conv.items()}
 
 def mtp(name, sizes=None, see=Run.hidden):
     """Logits of the head's first pass, and the tokens and logits of two drafts;
