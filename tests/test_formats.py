@@ -55,8 +55,7 @@ def test_rows_and_structs_are_as_many():
     assert re.findall(r'X\((\w+)\)', named)==list(CARD_FORMATS)
 
 def test_no_other_table():
-    "No table elsewhere has a card's formats for keys; attend's are the cache's,
-    check's its cases', gemm_scaled's are of activations"
+    "No table elsewhere has a card's formats for keys but attend's, check's and gemm_scaled's own"
     names = '|'.join(CARD_FORMATS.keys()-{'f16','bf16','f32'})
     table = re.compile(rf'\b(?:{names})\s*=\s*[\d(]')
     found = {p.stem for p in (root/'atlas').rglob('*.py') if table.search(p.read_text())}
