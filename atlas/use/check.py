@@ -26,7 +26,7 @@ from ..cuda.experts import moe,row_bias
 from ..cuda.experts_many import experts_many,route_many,sort_picks
 from ..cuda.experts_wide import moe_wide
 from ..cuda.flash import flash
-from ..cuda.gemm import gemm
+from ..cuda.gemm import as_halves,gemm
 from ..cuda.gemm_scaled import SCALED,can_scale,gemm_scaled,narrow,narrow_on_host,narrow_values
 from ..cuda.gemm_scaled import rounded
 from ..cuda.gemv import embed,gemv,pair_bias
@@ -387,11 +387,18 @@ _NETS = dict(Qwen=dict(kh=2, vh=4, d=128), heads_of_32=dict(kh=2, vh=4, d=32))
 _MANY_NETS = dict(Qwen=dict(kh=16, vh=32, d=128), heads_of_32=dict(kh=16, vh=32, d=32))
 _CROWD = [(70,3),(0,2),*[(9,1)]*11]
 
+_TILES = [(70,100),(0,30)]
+
+def _net(rng, host, kh, vh, d):
+    "Rows, weights and states of a delta net"
+    C = 2*kh*d+vh*d
+    w = _normal(rng, C, 4)/2,-np.exp(_normal(rng, vh)),_normal(rng, vh),1+_normal(rng, d)/4
+    x = _normal(rng, len(host.pos), C+vh*d+2*vh)
+    return x,w,(_normal(rng, host.states, 3, C),_normal(rng, host.states, vh, d, d))
+
 def _delta(card, rng, run, tiled, kh, vh, d, seqs=((70,5),(0,2))):
-    b,host = _step(card, rng, [(70,100),(0,30)] if tiled else list(seqs), tiled); R = len(host.pos)
-    C = 2*kh*d+vh*d; Z = C+vh*d
-    w,x = (_normal(rng, C, 4)/2,-np.exp(_normal(rng, vh)),_normal(rng, vh),1+_normal(rng, d)/4),_normal(rng, R, Z+2*vh)
-    pools = _normal(rng, host.states, 3, C),_normal(rng, host.states, vh, d, d)
+    b,host = _step(card, rng, _TILES if tiled else list(seqs), tiled); R = len(host.pos)
+    x,w,pools = _net(rng, host, kh, vh, d)
     args = [card.upload(a) for a in (x,*w,*pools)]
     if tiled: y = card.download(run(lambda: delta_many(*args, b, kh)))
     else:
@@ -410,6 +417,16 @@ def _delta_wide(card, rng, run, **kw): return _delta(card, rng, run, False, seqs
 
 @_case('delta_prep + delta_many + gated_norm', '4 tiles', **_NETS)
 def _delta_tiles(card, rng, run, **kw): return _delta(card, rng, run, True, **kw)
+
+@_case('delta_prep + delta_many + gated_halves', '4 tiles', Qwen=dict(kh=2, vh=8, d=128))
+def _delta_halves(card, rng, run, kh, vh, d):
+    "A result that is left as fp16 has the bits of float32 that is made so"
+    b,host = _step(card, rng, _TILES, True)
+    x,w,pools = _net(rng, host, kh, vh, d)
+    def made(**kw): return delta_many(*(card.upload(a) for a in (x,*w,*pools)), b, kh, **kw)
+    h,want = run(lambda: made(parts=1)),as_halves(made())
+    pairs = (h.y,want.y),(h.scale,want.scale)
+    return [tuple(card.download(a)[host.real].astype('f4') for a in p)+(0,) for p in pairs]
 
 # %% ../../nbs/8_use/06_check.ipynb #29e4ae95
 _MIXERS = dict(Nemotron=dict(nh=4, hd=64, N=128, G=2), heads_of_16=dict(nh=4, hd=16, N=16, G=2))
@@ -623,7 +640,7 @@ _WORK = dict(
     logits='gemv gemv_halves gemv_wide gemm',
     angles='attn_decode flash_prep',
     attend='attn_decode attn_merge flash_prep flash',
-    gated_delta='delta_step delta_wide delta_prep delta_many gated_norm',
+    gated_delta='delta_step delta_wide delta_prep delta_many gated_norm gated_halves',
     mamba='mamba_step mamba_prep mamba_many gated_norm',
     moe='router experts route_many moe_count moe_sort moe_gather '
         'expert_slots expert_strips experts_wide expert_sum',
