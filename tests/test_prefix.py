@@ -138,7 +138,7 @@ DRAWN = dict(
     seqs=st.sampled_from([4,2,4,1]),
     over=st.sampled_from([1.,4.,4.]),
     extra=st.sampled_from([0,1,2,6]),
-    spill=st.sampled_from([None,1<<17,1<<22]),
+    spill=st.sampled_from([None,1<<19,1<<24]),
     chunk=st.sampled_from([64,128,192]),
     gone=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 12)), max_size=3),
     kind=st.sampled_from(['none',*KINDS,'oracle']),
