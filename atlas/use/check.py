@@ -418,6 +418,7 @@ def _delta_wide(card, rng, run, **kw): return _delta(card, rng, run, False, seqs
 @_case('delta_prep + delta_many + gated_norm', '4 tiles', **_NETS)
 def _delta_tiles(card, rng, run, **kw): return _delta(card, rng, run, True, **kw)
 
+# %% ../../nbs/8_use/06_check.ipynb #9a45cfd4
 @_case('delta_prep + delta_many + gated_halves', '4 tiles', Qwen=dict(kh=2, vh=8, d=128))
 def _delta_halves(card, rng, run, kh, vh, d):
     "A result that is left as fp16 has the bits of float32 that is made so"
