@@ -56,6 +56,15 @@ template <int N> struct Columns {
                 }
         }
     }
+    // Rows that are pending in the record (lib/late.cuh); this thread has four columns from `col` on
+    template <class R> __device__ __forceinline__ void take_pending(const R& record, int n, int row0, int col) {
+        #pragma unroll 1
+        for (int i = 0; i < n; i++) {
+            float d[4];
+            load<4>(record.rows[i].d + col, d);
+            take(record.rows[i].k + row0, d, record.eg[i]);
+        }
+    }
 };
 
 // Of four columns: what four warps have.
