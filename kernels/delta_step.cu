@@ -39,9 +39,6 @@
 #ifndef RESIDENT
 #define RESIDENT 4
 #endif
-#ifndef LATE
-#define LATE 1
-#endif
 #ifndef TAILS
 #define TAILS 1
 #endif
@@ -135,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(160, RESIDENT) delta_step(const flo
             const float *q = m.now[i] + row0, *v = m.now[i] + 2 * DK;
             const int out = __shfl_sync(~0u, outs, i);
             // its sequence's only row, and the state stays in its slot: there it joins what is pending
-            const bool late = LATE && out >= 0 && pending < PENDING && r1 - r0 == 1 && start && (unsigned)out / TAILS == (unsigned)from / TAILS;
+            const bool late = out >= 0 && pending < PENDING && r1 - r0 == 1 && start && (unsigned)out / TAILS == (unsigned)from / TAILS;
             if (!side) {
                 const float a = tid < DK ? m.now[i][tid] : 0.f, b = tid < DK ? m.now[i][DK + tid] : 0.f;
                 const float dot = warp_sum4(__fmul_rn(a, b), __fmul_rn(a, a), __fmul_rn(b, b), 0.f);  // q.k, q.q, k.k

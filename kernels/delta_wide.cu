@@ -19,7 +19,7 @@
 //   parts  : [r, vh, p]            f32   sums of squares of y before norm_w and gate, of each 32 columns
 //   launch: <<<(vh, any), 5*DV>>> and DEPTH*sizeof(Head) + sizeof(Room) bytes; a block has at most MOST of `count`
 //   sequences: blockIdx.y, + gridDim.y, ...   -D DK=, DV= 32, 64 or 128   -D SIGMOID= 1: of the gate, else silu
-//   -D DEPTH= states on their way, at least 2   -D TAILS= tails for each slot   -D RECORD= numbers of a head's record
+//   -D DEPTH= states on their way, at least 2   -D TAILS= tails for each slot
 //   -D ONCE= 1: states leave the L2 cache before others
 #include "lib/reduce.cuh"
 #include "lib/bulk.cuh"
@@ -52,9 +52,6 @@ constexpr int Q = 0, K = DK, V = 2 * DK, GATE = V + DV, BETA = GATE + DV;  // wh
 static_assert((DK == 32 || DK == 64 || DK == 128) && DV % 32 == 0 && DEPTH > 1, "a head's sizes");
 
 typedef Record<DK, DV> Head;
-#ifdef RECORD
-static_assert(sizeof(Head) == 4 * RECORD, "records of another size");
-#endif
 struct Sequence {
     int r0, r1, from;  // its rows, and where its state is; -1: nowhere
     // Which of those that are pending its only row becomes, if its state stays where it is; else -1
@@ -77,7 +74,7 @@ static_assert(BYTES == DEPTH * sizeof(Head) + sizeof(Room), "the launch gives ot
 
 // What a thread has of the channels: q or v, and k or the gate, which is no channel.
 struct Channels {
-    int col[2];
+    unsigned col[2];
     bool has[2];
     float4 taps[2];  // the last for the newest input
     float seen[2][3], in[2];
@@ -171,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float*
     if (tid < DV) m.gain[tid] = norm_w[tid];
     if (scalars) m.own[lane] = (lane ? dt_bias : decay)[head];
     // Four columns of rows row0 .. row0+N-1 of the state.
-    const int row0 = tid % 128 / 8 * N, c4 = lane % 8 * 4, at = row0 * DV + part * 32 + c4;
+    const unsigned row0 = tid % 128 / 8 * N, c4 = lane % 8 * 4, at = row0 * DV + part * 32 + c4;
     Columns<N> mem;
     __syncthreads();
     int i = 0;  // which of this block's sequences
@@ -239,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float*
         }
         __syncthreads();
         const Rule rule(sum_of_cross(m.cross), now[BETA], now[BETA + 1]);
-        const int four = part * 32 + c4;
+        const unsigned four = part * 32 + c4;
         float d[4];
         rule.change(sum_of_warps(m.red[part], c4), *(const float4*)(now + V + four), d);
         if (side) {

@@ -49,7 +49,7 @@ _FEW = 264 # Blocks: two for each multiprocessor of an H200
 _WIDE = 8 # Sequences from which `delta_wide` takes over
 _DEPTH = 3 # States that its blocks have on their way
 _MOST = 256 # Sequences that one of them can have
-_FIT = 32 # Sequences whose states leave the L2 cache before others
+_FIT = 256 # Sequences whose states leave the L2 cache before others
 
 def _room(dk, dv):
     "Bytes of shared memory of a block of `delta_wide`"

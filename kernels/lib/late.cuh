@@ -16,15 +16,16 @@ template <int H, int W> struct Record {
     float eg[8];      // S joined by a row is S*eg + k d
     int count[8];     // rows that are pending
     float unused[16];  // records begin at lines of the cache
-    __device__ __forceinline__ int pending(int col) const { return min((unsigned)count[col / 16], (unsigned)PENDING); }
+    __device__ __forceinline__ int pending(unsigned col) const { return min((unsigned)count[col / 16], (unsigned)PENDING); }
     // By one thread that has columns col .. col+31: so many rows are pending
-    __device__ __forceinline__ void say(int col, int n) { *(int2*)(count + col / 16) = make_int2(n, n); }
+    __device__ __forceinline__ void say(unsigned col, int n) { *(int2*)(count + col / 16) = make_int2(n, n); }
     // By a warp: of row n its part in columns col .. col+31, which lane/4 has four by four, and as large a share of k
-    __device__ __forceinline__ void add(int n, const float* now, const float (&new_d)[4], float new_eg, int col, int lane) {
+    __device__ __forceinline__ void add(unsigned n, const float* now, const float (&new_d)[4], float new_eg, unsigned col,
+            unsigned lane) {
         constexpr int OWN = H / (W / 32);
         #pragma unroll
         for (int i = 0; i < (OWN + 31) / 32; i++) {
-            const int at = col / 32 * OWN + i * 32 + lane;
+            const unsigned at = col / 32 * OWN + i * 32 + lane;
             if (OWN % 32 == 0 || lane < OWN) rows[n].k[at] = now[at];
         }
         if (lane < 8) *(float4*)(rows[n].d + col + lane * 4) = make_float4(new_d[0], new_d[1], new_d[2], new_d[3]);
