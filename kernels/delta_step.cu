@@ -131,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(160, RESIDENT) delta_step(const flo
         for (int i = 0; i < n; i++) {
             const float *q = m.now[i] + row0, *v = m.now[i] + 2 * DK;
             const int out = __shfl_sync(~0u, outs, i);
-            // its sequence's only row, and the state stays in its slot: there it joins what is pending
+            // a sequence's only row, whose state stays in its slot, is left there with what is pending
             const bool late = out >= 0 && pending < PENDING && r1 - r0 == 1 && start && (unsigned)out / TAILS == (unsigned)from / TAILS;
             if (!side) {
                 const float a = tid < DK ? m.now[i][tid] : 0.f, b = tid < DK ? m.now[i][DK + tid] : 0.f;
@@ -145,12 +145,12 @@ extern "C" __global__ void __launch_bounds__(160, RESIDENT) delta_step(const flo
             rule.change(sum_of_warps(m.red[i % 2], c4), *(const float4*)(v + c4), d);
             if (side) {
                 const float4 read = sum_of_warps(m.red[i % 2], 32 + c4), gate = *(const float4*)(v + 32 + c4);
+                if (late) place(out)->add(pending, m.now[i] + DK, d, rule.eg, part * 32, lane);
+                if (out >= 0 && !lane) place(out)->say(part * 32, late ? pending + 1 : 0);
                 float ss;
                 const float4 o = rule.read(read, d, *(const float4*)(m.gain + c4), gate, SCALE, ss);
                 if (lane < 8) __stcg((float4*)(y + (size_t)(base + i) * vh * DV + own32 + c4), o);
                 if (!lane) parts[((size_t)(base + i) * vh + head) * PARTS + part] = ss;
-                if (late) place(out)->add(pending, m.now[i] + DK, d, rule.eg, part * 32, lane);
-                else if (out >= 0 && !lane) place(out)->say(part * 32, 0);
             } else if (!late) {
                 mem.take(q + DK, d, rule.eg);
                 if (out >= 0) {

@@ -20,7 +20,6 @@
 //   launch: <<<(vh, any), 5*DV>>> and DEPTH*sizeof(Head) + sizeof(Room) bytes; a block has at most MOST of `count`
 //   sequences: blockIdx.y, + gridDim.y, ...   -D DK=, DV= 32, 64 or 128   -D SIGMOID= 1: of the gate, else silu
 //   -D DEPTH= states on their way, at least 2   -D TAILS= tails for each slot
-//   -D ONCE= 1: states leave the L2 cache before others
 #include "lib/reduce.cuh"
 #include "lib/bulk.cuh"
 #include "lib/pdl.cuh"
@@ -35,9 +34,6 @@
 #endif
 #ifndef SIGMOID
 #define SIGMOID 0
-#endif
-#ifndef ONCE
-#define ONCE 1
 #endif
 #ifndef DEPTH
 #define DEPTH 3
@@ -130,7 +126,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float*
     // One thread asks for states. The first are asked for before anything else is known.
     const auto fetch = [&](int i, int from) {
         Meeting *const b = m.full + i % DEPTH, *const near = m.ready + i % DEPTH;
-        constexpr auto copy = ONCE ? bulk_copy_once : bulk_copy;
         bulk_expect(near, from < 0 ? 0 : 4 * 3 * OWN);
         bulk_expect(b, from < 0 ? 0 : sizeof(Head));
         if (from < 0) return;
@@ -142,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float*
             bulk_copy(to + DK, tail + (kh + key) * DK, 4 * DK, near);
             bulk_copy(to + 2 * DK, tail + 2 * kh * DK + head * DV, 4 * DV, near);
         }
-        copy(states + i % DEPTH, place(from), sizeof(Head), b);
+        bulk_copy_once(states + i % DEPTH, place(from), sizeof(Head), b);
     };
     if (asks) {
         int from[DEPTH];
@@ -241,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float*
         rule.change(sum_of_warps(m.red[part], c4), *(const float4*)(now + V + four), d);
         if (side) {
             if (late >= 0) place(to)->add(late, now + K, d, rule.eg, part * 32, lane);
-            else if (to >= 0 && !lane) place(to)->say(part * 32, 0);
+            if (to >= 0 && !lane) place(to)->say(part * 32, late + 1);
             const float4 qS = sum_of_warps(m.red[part], 32 + c4), gate = *(const float4*)(now + GATE + four);
             float ss;
             const float4 o = rule.read(qS, d, *(const float4*)(m.gain + four), gate, SCALE, ss);

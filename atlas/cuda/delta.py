@@ -49,7 +49,6 @@ _FEW = 264 # Blocks: two for each multiprocessor of an H200
 _WIDE = 8 # Sequences from which `delta_wide` takes over
 _DEPTH = 3 # States that its blocks have on their way
 _MOST = 256 # Sequences that one of them can have
-_FIT = 256 # Sequences whose states leave the L2 cache before others
 
 def _room(dk, dv):
     "Bytes of shared memory of a block of `delta_wide`"
@@ -104,7 +103,7 @@ def delta_step(
     if n := _beside(card, vh, dk, dv, seqs):
         run('delta_wide', (vh,n), 5*dv, *what, kh, seqs, rows,
             shared=_room(dk, dv), DK=dk, DV=dv, SIGMOID=act, DEPTH=_DEPTH, BYTES=_room(dk, dv),
-            TAILS=tails, ONCE=int(seqs<=_FIT), RECORD=record)
+            TAILS=tails, RECORD=record)
         return y,parts
     blocks = vh*dv//32*seqs
     few = rows>seqs and blocks<=_FEW  # verified rows of few sequences: registers rather than company

@@ -7,8 +7,12 @@ __device__ __forceinline__ float4 add4(float4 a, float4 b) {
 }
 // M (2, or a multiple of 4) neighbouring floats of shared memory.
 template <int M> __device__ __forceinline__ void load(const float* p, float* v) {
-    #pragma unroll
-    for (int i = 0; i < M / 2; i++) *(float2*)(v + 2 * i) = *(const float2*)(p + 2 * i);
+    if (M % 4)
+        #pragma unroll
+        for (int i = 0; i < M / 2; i++) *(float2*)(v + 2 * i) = *(const float2*)(p + 2 * i);
+    else
+        #pragma unroll
+        for (int i = 0; i < M / 4; i++) *(float4*)(v + 4 * i) = *(const float4*)(p + 4 * i);
 }
 
 template <int N> struct Columns {

@@ -19,7 +19,7 @@ template <int H, int W> struct Record {
     __device__ __forceinline__ int pending(unsigned col) const { return min((unsigned)count[col / 16], (unsigned)PENDING); }
     // By one thread that has columns col .. col+31: so many rows are pending
     __device__ __forceinline__ void say(unsigned col, int n) { *(int2*)(count + col / 16) = make_int2(n, n); }
-    // By a warp: of row n its part in columns col .. col+31, which lane/4 has four by four, and as large a share of k
+    // By a warp: of row n its part in columns col .. col+31, of which a lane has four, and as large a share of k
     __device__ __forceinline__ void add(unsigned n, const float* now, const float (&new_d)[4], float new_eg, unsigned col,
             unsigned lane) {
         constexpr int OWN = H / (W / 32);
@@ -29,9 +29,6 @@ template <int H, int W> struct Record {
             if (OWN % 32 == 0 || lane < OWN) rows[n].k[at] = now[at];
         }
         if (lane < 8) *(float4*)(rows[n].d + col + lane * 4) = make_float4(new_d[0], new_d[1], new_d[2], new_d[3]);
-        if (!lane) {
-            eg[n] = new_eg;  // the same from all
-            say(col, n + 1);
-        }
+        if (!lane) eg[n] = new_eg;  // the same from all
     }
 };
