@@ -47,7 +47,7 @@ def as_states(
 # %% ../../nbs/3_ops/delta/31_cuda.delta.ipynb #735f4f3a
 _FEW = 264 # Blocks: two for each multiprocessor of an H200
 _WIDE = 8 # Sequences from which `delta_wide` takes over
-_DEPTH = 3 # States that its blocks have on their way
+_DEPTH = 2 # States that its blocks have on their way
 _MOST = 256 # Sequences that one of them can have
 
 def _room(dk, dv):
