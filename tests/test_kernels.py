@@ -18,7 +18,9 @@ archs = ['sm_90a','sm_121a']
 needs_nvcc = pytest.mark.skipif(not find_nvcc(), reason='no nvcc')
 each = pytest.mark.parametrize('name', kernel_names())
 
-SPILT = {'experts_wide': 8} # bytes that were measured with: sixteen warps use all registers there are
+# Bytes that were measured with: sixteen warps use all registers there are; and those of heads of 128,
+# for which an sm_121a has no room
+SPILT = {'experts_wide': 8, 'delta_wide': 24}
 
 @needs_nvcc
 @each
