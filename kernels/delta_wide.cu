@@ -19,7 +19,7 @@
 //   parts  : [r, vh, p]            f32   sums of squares of y before norm_w and gate, of each 32 columns
 //   launch: <<<(vh, any), 5*DV>>> and DEPTH*sizeof(Head) + sizeof(Room) bytes; a block has at most MOST of `count`
 //   sequences: blockIdx.y, + gridDim.y, ...   -D DK=, DV= 32, 64 or 128   -D SIGMOID= 1: of the gate, else silu
-//   -D DEPTH= states on their way, at least 2   -D TAILS= tails for each slot
+//   -D DEPTH= states on their way, at least 2   -D TAILS= tails for each slot   -D RECORD= numbers of a head's record
 #include "lib/reduce.cuh"
 #include "lib/bulk.cuh"
 #include "lib/pdl.cuh"
@@ -36,7 +36,7 @@
 #define SIGMOID 0
 #endif
 #ifndef DEPTH
-#define DEPTH 3
+#define DEPTH 2
 #endif
 #ifndef TAILS
 #define TAILS 1
@@ -48,6 +48,9 @@ constexpr int Q = 0, K = DK, V = 2 * DK, GATE = V + DV, BETA = GATE + DV;  // wh
 static_assert((DK == 32 || DK == 64 || DK == 128) && DV % 32 == 0 && DEPTH > 1, "a head's sizes");
 
 typedef Record<DK, DV> Head;
+#ifdef RECORD
+static_assert(sizeof(Head) == 4 * RECORD, "records of another size");
+#endif
 struct Sequence {
     int r0, r1, from;  // its rows, and where its state is; -1: nowhere
     // Which of those that are pending its only row becomes, if its state stays where it is; else -1

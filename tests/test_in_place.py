@@ -105,21 +105,28 @@ class Walk:
             p = np.full((n,*shape), np.nan, 'f4')
             p[at] = rng.standard_normal((seqs,*shape), dtype='f4')
             return p
-        self.conv = layer.card.upload(pool(2*tails*seqs, ids, 3, layer.C))
-        self.rec = layer.given(pool(2*seqs, ids//tails, *layer.rec))
+        self.conv = layer.card.upload(pool(4*seqs, ids, 3, layer.C))
+        self.rec = layer.given(pool(4*seqs//tails, ids//tails, *layer.rec))
         self.at,self.start = ids.tolist(),[5]*seqs
 
-    def piece(self, s, n, away):
-        "The next `n` rows of sequence `s`, whose state goes into another slot if `away`"
-        half,read,start = 2*len(self.at),self.at[s],self.start[s]
-        self.at[s] = (read+half)%(2*half) if away and self.tails==2 else other_tail(read)
-        self.start[s] += n
-        return Piece([0]*n, start, list(range(99)), n, read, self.at[s])
+    def elsewhere(self, state):
+        "A state in another slot"
+        half = 2*len(self.at)
+        return (state+half)%(2*half)
 
-    def step(self, steps, tiled, away):
-        "Answers to `n` rows of each sequence `s`, for (s,n) in `steps`"
-        card = self.layer.card
-        b = make_batch([self.piece(s, n, away) for s,n in steps], tiled, 16, card)
+    def step(self, steps, kind, accepted=0):
+        "Answers to `n` rows of each sequence `s`, for (s,n) in `steps`; of drafts so many are accepted"
+        card,pieces,outs = self.layer.card,[],[]
+        for s,n in steps:
+            read = self.at[s]
+            here,there = other_tail(read),self.elsewhere(read)
+            write = here if kind!='away' else there
+            pieces.append(Piece([0]*n, self.start[s], list(range(99)), n, read, write))
+            outs += [here,*[-1]*(n-2),there]  # the state after the first row, and after the last
+            if kind=='drafts': write,n = (there,n) if accepted else (here,1)
+            self.at[s],self.start[s] = write,self.start[s]+n
+        b = make_batch(pieces, kind=='tiles', 16, card)
+        if kind=='drafts': b.state_out[:] = np.int32(outs)
         x = np.random.default_rng(sum(self.start)).standard_normal((b.num_rows,self.layer.width), dtype='f4')
         return card.download(self.layer(card.upload(x), self.conv, self.rec, b))
 
@@ -134,11 +141,13 @@ def test_late_writes(seed, monkeypatch):
     behind = 0
     for i in range(40):
         who = sorted(rng.permutation(5)[:rng.integers(1, 6)].tolist())
-        kind = rng.choice(['row','row','row','row','rows','away','tiles'])
-        steps = [(s, int(rng.integers(1, 4)) if kind in ('rows','tiles') else 1) for s in who]
+        kind = rng.choice(['row']*5+['rows','drafts','away','tiles'])
+        least,most = dict(rows=(1,4), tiles=(1,4), drafts=(2,4)).get(kind, (1,2))
+        steps = [(s, int(rng.integers(least, most))) for s in who]
+        accepted = rng.integers(2)
         monkeypatch.setattr(delta, '_WIDE', rng.choice([1,99]))
         monkeypatch.setattr(Emulator, 'multiprocessors', rng.choice([1,2*VH,99]))
-        got,want = [w.step(steps, kind=='tiles', kind=='away') for w in (late,now)]
+        got,want = [w.step(steps, kind, accepted) for w in (late,now)]
         assert np.isfinite(want).all() and got.tobytes()==want.tobytes(), (i, kind)
         same_states(late.states, now.states)
         behind += (~late.states[1]).sum()
