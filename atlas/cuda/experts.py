@@ -108,11 +108,21 @@ def _beside(card, d):
     l = limits(card)
     return l.third if d['ROWS']==1 or d['ROOM']+l.third<=l.shared-4096 else 0
 
+def _router_shape(router, R):
+    "Options of router.cu for `R` rows, up to 8, its blocks and their shared memory"
+    n,pieces,down = router.n,_ceil(router.k, 256),_ceil(R, 2)
+    W = _ceil(pieces, _ceil(pieces, 8))
+    least = _ceil(n, 160)*down # Rows of weights of a block: there are about as many blocks for all R
+    each = min(8, 1<<(least-1).bit_length())
+    def held(each): # A lane has sixteens of bytes of weights, and two of the gain
+        return _ceil(pieces, W)*512*W*(each*(1 if router.fmt=='bf16' else 2)+2)
+    while held(each)>64<<10: each //= 2
+    return dict(ROWS=min(R, 2), WARPS=W, EACH=each),(_ceil(n, each),down),held(each)
+
 def _route(x, gain, eps, router, bias, logits, E, room, empty):
     "The router's logits of rows `x`; `empty` is emptied for the launch after it"
     (R,H),n = x.shape,router.n
-    each,pieces = _ceil(n, 160),_ceil(H, 256); W = _ceil(pieces, _ceil(pieces, 8))
-    grid = _ceil(n, each),_ceil(R, 2)
+    shape,grid,held = _router_shape(router, R)
     arrays = _raw(router.w),bias,gain,x,logits,None,empty
     sizes = n,logits.shape[1],R,empty.size//4
     variant = dict(
@@ -120,11 +130,9 @@ def _route(x, gain, eps, router, bias, logits, E, room, empty):
         EXPERTS=E,
         FORMAT=router.fmt,
         NORM=int(gain is not None),
-        ROWS=min(R, 2),
-        WARPS=W,
-        EACH=each,
-    )
-    run('router', grid, 32*W, *arrays, eps, *sizes, shared=room, **variant)
+    )|shape
+    threads,room = 32*shape['WARPS'],max(room, held)
+    run('router', grid, threads, *arrays, eps, *sizes, shared=room, **variant)
 
 def _checked(H, router, up, down, m, act, shared, gate):
     "An `AtlasError` unless the matrices belong together"
