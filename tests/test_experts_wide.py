@@ -3,16 +3,17 @@ what they should."""
 import subprocess
 import numpy as np,pytest
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace as NS
 import test_experts
 from atlas.card import card
 from atlas.card.card import limits
 from atlas.card.emulator import Emulator,find_cxx
 from atlas.card.launch import kernel_dir,options_of
-from atlas.card.variants import CARDS
+from atlas.card.variants import CARDS,Dry
 from atlas.cuda import experts_wide as W,gemv as G
 from atlas.cuda.experts_wide import moe_wide
-from atlas.cuda.pack import pack
+from atlas.cuda.pack import Packed,pack
 from atlas.ground.config import MoEConfig,ModelConfig
 from atlas.ground.formats import QTensor
 from test_experts import NETS,Net,bank
@@ -154,11 +155,12 @@ def test_bits_of_a_linear_layer(fmt, monkeypatch):
     other = layer(layer(x, first, 2, act='silu'), second, 2)
     assert not np.array_equal(c.download(got), c.download(other)), 'a test must be able to fail'
 
-LOGITS = [('BF16',2048,37,40), ('BF16',2880,9,9), ('F32',544,12,16), ('BF16',5120,5,11)]
+LOGITS = [('BF16',2048,37,40), ('BF16',2880,9,9), ('F32',544,12,16), ('BF16',5120,5,11),
+    ('BF16',320,257,9), ('F32',4096,170,8)]
 
 @pytest.mark.parametrize('fmt,H,n,R', LOGITS)
 def test_bits_of_logits(fmt, H, n, R):
-    "Those of a row alone, in a step of few rows"
+    "Those of a row alone, in steps of few rows and of many"
     c,rng = Emulator(),np.random.default_rng(H)
     w = rng.standard_normal((n,H), dtype='f4')
     router = pack(QTensor.encode(w, fmt), c, exact=True)
@@ -166,12 +168,25 @@ def test_bits_of_logits(fmt, H, n, R):
     gain,bias = (c.upload(rng.standard_normal(k, dtype='f4')) for k in (H,n-1))
     got,_ = W._logits(c.upload(x), router, bias, gain, 1e-6, n-1, 132)
     size = got.shape[1]
-    empty = c.empty((1,1,4))
-    def alone(r):
-        y = c.empty((1,size))
-        test_experts.E._route(c.upload(x[r:r+1]), gain, 1e-6, router, bias, y, n-1, 0, empty)
-        return c.download(y)[0]
-    assert np.array_equal(c.download(got)[:,:n], [alone(r)[:n] for r in range(R)])
+    def few(first, end):
+        y,empty = c.empty((end-first,size)),c.empty((end-first,1,4))
+        test_experts.E._route(c.upload(x[first:end]), gain, 1e-6, router, bias, y, n-1, 0, empty)
+        return c.download(y)[:,:n]
+    want = np.concatenate([few(r, r+1) for r in range(R)])
+    assert np.array_equal(c.download(got)[:,:n], want)
+    for rows in (2,3,5,8): assert np.array_equal(few(0, rows), want[:rows]), rows
+
+@pytest.mark.parametrize('arch', CARDS)
+def test_a_router_finds_room(arch):
+    "As many blocks as one row has serve all rows up to eight, and each finds its shared memory"
+    card = Dry(arch, 1<<30)
+    for (fmt,kind),H,n in product((('bf16','uint16'), ('f32','float32')), (96,2048,4096,7168), (8,128,257,512)):
+        router = Packed(fmt, n, H, card.empty((-(-n//4)*4,H), kind))
+        shapes = [test_experts.E._router_shape(router, R) for R in range(1, 9)]
+        for d,(across,down),held in shapes:
+            assert held<=limits(card).block-4096 and across*d['EACH']>=n
+            assert d['ROWS']*d['EACH'] in (1,2,4,8,16)
+        if (fmt,n,H)==('bf16',257,2048): assert [a*b for _,(a,b),_ in shapes[:4:3]]==[129,130]
 
 # Kernels that start early
 

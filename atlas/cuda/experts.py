@@ -116,7 +116,7 @@ def _router_shape(router, R):
     each = min(8, 1<<(least-1).bit_length())
     def held(each): # A lane has sixteens of bytes of weights, and two of the gain
         return _ceil(pieces, W)*512*W*(each*(1 if router.fmt=='bf16' else 2)+2)
-    while held(each)>64<<10: each //= 2
+    while each>1 and held(each)>64<<10: each //= 2
     return dict(ROWS=min(R, 2), WARPS=W, EACH=each),(_ceil(n, each),down),held(each)
 
 def _route(x, gain, eps, router, bias, logits, E, room, empty):
