@@ -1,6 +1,5 @@
 // Router logits of a decode step, the norm before it folded in, and the shared expert's gate as one more row; all in float32. A block computes EACH rows for a few rows of x;
-// its warps share their columns. Of few rows of x a block has ROWS, and the fewer blocks share those, the more rows of weights it has: they are on their way to shared memory
-// before x is there, and cost no registers, so that a block finds room beside those of a product. Who is picked is decided by the kernels that use it (lib/picks.cuh).
+// its warps share their columns, each with its weights in registers before x is there. Who is picked is decided by the kernels that use it (lib/picks.cuh).
 //   w      : [rbytes]    u8     FORMAT (bf16 or f32) [n, k]: router rows, then the shared expert's gate if there is one
 //   bias   : [experts]   f32    of the experts; or null
 //   gain   : [k]         f32    of the norm (NORM 1); or null
@@ -11,9 +10,7 @@
 //                            experts.cu; or null
 //   -D HIDDEN= (k, a multiple of 32)  EXPERTS=  FORMAT=  NORM= (0 or 1)  ROWS= (1 or 2: of x at a time)  WARPS=  EACH=
 //   -D WIDE=   1: for many rows
-//   launch: <<<(ceil(n/EACH), y), 32*WARPS, shared bytes: see atlas.cuda.experts>>>, y = ceil(rows/ROWS);
-//   with WIDE any y, and at most 32 of `rows` for each, which are dealt out to blockIdx.y
-#include "lib/async.cuh"
+//   launch: <<<(ceil(n/EACH), any), 32*WARPS, any>>>, `rows` dealt out to blockIdx.y; at most 8 for each, with WIDE 32
 #include "lib/given.cuh"
 #include "lib/pdl.cuh"
 #include "lib/reduce.cuh"
@@ -34,29 +31,13 @@ constexpr int K = HIDDEN, PIECES = (K + 255) / 256, MINE = (PIECES + WARPS - 1) 
 
 namespace formats {  // eight weights
 struct bf16 {
-    static constexpr int PARTS = 1;  // sixteens of bytes
-    static __device__ __forceinline__ void read(const uint4* p, int, float* v) {
-        const uint4 u = *p;
-        #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            v[2 * i] = __uint_as_float((&u.x)[i] << 16);
-            v[2 * i + 1] = __uint_as_float((&u.x)[i] & 0xFFFF0000u);
-        }
-    }
     static __device__ __forceinline__ void load(const unsigned char* __restrict__ w, size_t at, float* v) {
         const uint4 u = __ldcs((const uint4*)(w + 2 * at));
         #pragma unroll
         for (int i = 0; i < 4; i++) { v[2 * i] = __uint_as_float((&u.x)[i] << 16); v[2 * i + 1] = __uint_as_float((&u.x)[i] & 0xFFFF0000u); }
     }
 };
-struct f32 {
-    static constexpr int PARTS = 2;
-    static __device__ __forceinline__ void read(const uint4* p, int apart, float* v) {
-        *(float4*)v = *(const float4*)p;
-        *(float4*)(v + 4) = *(const float4*)(p + apart);
-    }
-    static __device__ __forceinline__ void load(const unsigned char* __restrict__ w, size_t at, float* v) { load8((const float*)w + at, v); }
-};
+struct f32 { static __device__ __forceinline__ void load(const unsigned char* __restrict__ w, size_t at, float* v) { load8((const float*)w + at, v); } };
 }  // namespace formats
 
 // What the launch after this one waits for, by all blocks.
@@ -68,11 +49,15 @@ __device__ __forceinline__ void empty_all(float* empty, int fours) {
         emptied(empty + 4 * (size_t)i, 4);
 }
 
+#if WIDE
+// Many rows: a block keeps its weights for all of its rows, at most HELD of them.
+//
 // A sum over lanes takes the same additions from fewer exchanges if lanes have different values to
 // begin with: of VALUES sums, a lane has the one numbered i ^ own at place i, so that what it gives
 // away always lies in the upper half, and nothing is chosen. At the end number `own` is in v[0], in
 // all lanes that differ in lower bits than those exchanged here.
-constexpr int VALUES = ROWS * EACH, LANES = 32 / VALUES;
+constexpr int HELD = 32, VALUES = ROWS * EACH, LANES = 32 / VALUES;
+constexpr bool FULL = K == 256 * WARPS * MINE;  // all lanes have columns
 static_assert(32 * WARPS % EACH == 0 && (VALUES & (VALUES - 1)) == 0 && VALUES <= 32, "sums of lanes are halved");
 
 template <int N> __device__ __forceinline__ float fold(float* v) {
@@ -84,11 +69,6 @@ template <int N> __device__ __forceinline__ float fold(float* v) {
                 v[i] += __shfl_xor_sync(~0u, v[i + (N >> (l + 1))], 16 >> l);
     return v[0];
 }
-
-#if WIDE
-// Many rows: a block keeps its weights for all of its rows, at most HELD of them.
-constexpr int HELD = 32;
-constexpr bool FULL = K == 256 * WARPS * MINE;  // all lanes have columns
 
 struct Rows {  // a lane's columns of ROWS rows of x
     float a[ROWS][MINE][8];
@@ -182,82 +162,70 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) router(
     }
 }
 #else
-constexpr int THREADS = 32 * WARPS, PARTS = formats::FORMAT::PARTS;
-
-extern "C" __global__ void __launch_bounds__(THREADS, EACH > 4 ? 4 : 5) router(
-        const unsigned char* __restrict__ w, const float* __restrict__ bias,
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 5) router(const unsigned char* __restrict__ w, const float* __restrict__ bias,
         const float* __restrict__ gain, const float* x, float* logits, int* met, float* empty,
         float eps, int n, int ld, int rows, int fours) {
-    DYNAMIC_SHARED(uint4, shared);  // sixteens of bytes, each read by the lane that asked for it
-    __shared__ float part[ROWS][EACH + 1][WARPS];
+    __shared__ float part[8][EACH + 1][WARPS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r0 = blockIdx.x * EACH;
-    const int own = lane / LANES, t = blockIdx.y * ROWS;
-    uint4* const mine = shared + threadIdx.x;
-    auto held = [&](int i, int r) { return mine + (i * EACH + r) * PARTS * THREADS; };
-    uint4* const gains = held(MINE, 0);
     pdl_trigger();
+    float v[MINE][EACH][8];
     #pragma unroll
     for (int i = 0; i < MINE; i++) {
         const int at = (i * WARPS + warp) * 256 + lane * 8;
-        const bool on = at < K;
-        #pragma unroll
-        for (int r = 0; r < EACH; r++)
-            #pragma unroll
-            for (int p = 0; p < PARTS; p++) {
-                const size_t from = (size_t)min(r0 + r, n - 1) * K + (on ? at : 0);
-                cp_async16_or_zero(held(i, r) + p * THREADS, w + (2 * from + 8 * p) * PARTS, on);
-            }
-        #pragma unroll
-        for (int p = 0; NORM && p < 2; p++)
-            cp_async16_or_zero(gains + (2 * i + p) * THREADS, gain + (on ? at + 4 * p : 0), on);
-    }
-    cp_async_commit();
-    const int place = threadIdx.x % EACH, k = threadIdx.x / EACH;  // of the result, if there is one
-    const bool biased = bias && k < ROWS && r0 + place < EXPERTS;
-    const float more = biased ? bias[r0 + place] : 0.f;
-    pdl_wait();
-    if (met && !blockIdx.x && !blockIdx.y && !threadIdx.x) *met = 0;
-    float a[ROWS][MINE][8] = {}, dot[VALUES] = {}, sum[ROWS] = {};
-    #pragma unroll
-    for (int k = 0; k < ROWS; k++)
-        #pragma unroll
-        for (int i = 0; i < MINE; i++) {
-            const int at = (i * WARPS + warp) * 256 + lane * 8;
-            const int row = min(t + (k ^ own / EACH), rows - 1);
-            if (at < K) load8(x + (size_t)row * K + at, a[k][i]);
-        }
-    empty_all(empty, fours);
-    cp_async_wait<0>();
-    #pragma unroll
-    for (int i = 0; i < MINE; i++) {
-        float g[8];
-        if (NORM) formats::f32::read(gains + 2 * i * THREADS, THREADS, g);
-        #pragma unroll
-        for (int k = 0; NORM && k < ROWS; k++)
-            #pragma unroll
-            for (int j = 0; j < 8; j++) sum[k] = fmaf(a[k][i][j], a[k][i][j], sum[k]);
         #pragma unroll
         for (int r = 0; r < EACH; r++) {
-            float v[8];
-            formats::FORMAT::read(held(i, r ^ own % EACH), THREADS, v);
+            if (at < K) formats::FORMAT::load(w, (size_t)min(r0 + r, n - 1) * K + at, v[i][r]);
             #pragma unroll
-            for (int j = 0; j < 8; j++) {
-                if (NORM) v[j] = v[j] * g[j];
-                #pragma unroll
-                for (int k = 0; k < ROWS; k++)
-                    dot[k * EACH + r] = fmaf(a[k][i][j], v[j], dot[k * EACH + r]);
-            }
+            for (int j = 0; j < 8; j++) v[i][r][j] = at < K ? NORM ? v[i][r][j] * gain[at + j] : v[i][r][j] : 0.f;
         }
     }
-    const float z = NORM ? fold<ROWS>(sum) : 0.f, s = fold<VALUES>(dot);
-    if (lane % LANES == 0) part[own / EACH][own % EACH][warp] = s;
-    if (lane % (32 / ROWS) == 0) part[own / EACH][EACH][warp] = z;
+    const int mine = threadIdx.x % EACH;
+    const float more = bias && r0 + mine < EXPERTS ? bias[r0 + mine] : 0.f;
+    pdl_wait();
+    if (met && !blockIdx.x && !blockIdx.y && !threadIdx.x) *met = 0;
+    empty_all(empty, fours);
+    int used = 0;
+    #pragma unroll 1
+    for (int t = blockIdx.y * ROWS; t < rows; t += gridDim.y * ROWS) {
+        float a[ROWS][MINE][8] = {}, dot[ROWS][EACH] = {}, sum[ROWS] = {};
+        #pragma unroll
+        for (int k = 0; k < ROWS; k++)
+            #pragma unroll
+            for (int i = 0; i < MINE; i++)
+                if ((i * WARPS + warp) * 256 + lane * 8 < K) load8(x + (size_t)min(t + k, rows - 1) * K + (i * WARPS + warp) * 256 + lane * 8, a[k][i]);
+        #pragma unroll
+        for (int k = 0; k < ROWS; k++)
+            #pragma unroll
+            for (int i = 0; i < MINE; i++)
+                #pragma unroll
+                for (int j = 0; j < 8; j++) {
+                    if (NORM) sum[k] = fmaf(a[k][i][j], a[k][i][j], sum[k]);
+                    #pragma unroll
+                    for (int r = 0; r < EACH; r++) dot[k][r] = fmaf(a[k][i][j], v[i][r][j], dot[k][r]);
+                }
+        #pragma unroll
+        for (int m = 16; m; m >>= 1)
+            #pragma unroll
+            for (int k = 0; k < ROWS; k++) {
+                if (NORM) sum[k] += __shfl_xor_sync(~0u, sum[k], m);
+                #pragma unroll
+                for (int r = 0; r < EACH; r++) dot[k][r] += __shfl_xor_sync(~0u, dot[k][r], m);
+            }
+        #pragma unroll
+        for (int k = 0; k < ROWS; k++, used++)
+            if (!lane) {
+                part[used][EACH][warp] = sum[k];
+                #pragma unroll
+                for (int r = 0; r < EACH; r++) part[used][r][warp] = dot[k][r];
+            }
+    }
     __syncthreads();
-    if (k >= ROWS || t + k >= rows || r0 + place >= n) return;
-    float v = 0.f, q = 0.f;
+    const int i = threadIdx.x / EACH, t = (blockIdx.y + i / ROWS * gridDim.y) * ROWS + i % ROWS;
+    if (i >= used || t >= rows || r0 + mine >= n) return;
+    float s = 0.f, z = 0.f;
     #pragma unroll
-    for (int m = 0; m < WARPS; m++) { v += part[k][place][m]; q += part[k][EACH][m]; }
-    if (NORM) v = __fmul_rn(v, rsqrtf(fmaf(q, 1.f / K, eps)));
-    logits[(size_t)(t + k) * ld + r0 + place] = v + more;
+    for (int m = 0; m < WARPS; m++) { s += part[i][mine][m]; z += part[i][EACH][m]; }
+    if (NORM) s = __fmul_rn(s, rsqrtf(fmaf(z, 1.f / K, eps)));
+    logits[(size_t)t * ld + r0 + mine] = s + more;
 }
 #endif

@@ -3,17 +3,16 @@ what they should."""
 import subprocess
 import numpy as np,pytest
 from dataclasses import replace
-from itertools import product
 from types import SimpleNamespace as NS
 import test_experts
 from atlas.card import card
 from atlas.card.card import limits
 from atlas.card.emulator import Emulator,find_cxx
 from atlas.card.launch import kernel_dir,options_of
-from atlas.card.variants import CARDS,Dry
+from atlas.card.variants import CARDS
 from atlas.cuda import experts_wide as W,gemv as G
 from atlas.cuda.experts_wide import moe_wide
-from atlas.cuda.pack import Packed,pack
+from atlas.cuda.pack import pack
 from atlas.ground.config import MoEConfig,ModelConfig
 from atlas.ground.formats import QTensor
 from test_experts import NETS,Net,bank
@@ -175,18 +174,6 @@ def test_bits_of_logits(fmt, H, n, R):
     want = np.concatenate([few(r, r+1) for r in range(R)])
     assert np.array_equal(c.download(got)[:,:n], want)
     for rows in (2,3,5,8): assert np.array_equal(few(0, rows), want[:rows]), rows
-
-@pytest.mark.parametrize('arch', CARDS)
-def test_a_router_finds_room(arch):
-    "As many blocks as one row has serve all rows up to eight, and each finds its shared memory"
-    card = Dry(arch, 1<<30)
-    for (fmt,kind),H,n in product((('bf16','uint16'), ('f32','float32')), (96,2048,4096,7168), (8,128,257,512)):
-        router = Packed(fmt, n, H, card.empty((-(-n//4)*4,H), kind))
-        shapes = [test_experts.E._router_shape(router, R) for R in range(1, 9)]
-        for d,(across,down),held in shapes:
-            assert held<=limits(card).block-4096 and across*d['EACH']>=n
-            assert d['ROWS']*d['EACH'] in (1,2,4,8,16)
-        if (fmt,n,H)==('bf16',257,2048): assert [a*b for _,(a,b),_ in shapes[:4:3]]==[129,130]
 
 # Kernels that start early
 

@@ -109,20 +109,17 @@ def _beside(card, d):
     return l.third if d['ROWS']==1 or d['ROOM']+l.third<=l.shared-4096 else 0
 
 def _router_shape(router, R):
-    "Options of router.cu for `R` rows, up to 8, its blocks and their shared memory"
-    n,pieces,down = router.n,_ceil(router.k, 256),_ceil(R, 2)
-    W = _ceil(pieces, _ceil(pieces, 8))
-    least = _ceil(n, 160)*down # Rows of weights of a block: there are about as many blocks for all R
-    each = min(8, 1<<(least-1).bit_length())
-    def held(each): # A lane has sixteens of bytes of weights, and two of the gain
-        return _ceil(pieces, W)*512*W*(each*(1 if router.fmt=='bf16' else 2)+2)
-    while each>1 and held(each)>64<<10: each //= 2
-    return dict(ROWS=min(R, 2), WARPS=W, EACH=each),(_ceil(n, each),down),held(each)
+    "Options of router.cu for `R` rows, up to 8, and its blocks"
+    n,pieces = router.n,_ceil(router.k, 256)
+    W,each = _ceil(pieces, _ceil(pieces, 8)),_ceil(n, 160)
+    if R==1: return dict(ROWS=1, WARPS=W, EACH=each),(_ceil(n, each),1)
+    each = 1<<(each-1).bit_length()
+    return dict(ROWS=2, WARPS=W, EACH=each, WIDE=1),(_ceil(n, each),min(2, _ceil(R, 2)))
 
 def _route(x, gain, eps, router, bias, logits, E, room, empty):
     "The router's logits of rows `x`; `empty` is emptied for the launch after it"
     (R,H),n = x.shape,router.n
-    shape,grid,held = _router_shape(router, R)
+    shape,grid = _router_shape(router, R)
     arrays = _raw(router.w),bias,gain,x,logits,None,empty
     sizes = n,logits.shape[1],R,empty.size//4
     variant = dict(
@@ -131,8 +128,7 @@ def _route(x, gain, eps, router, bias, logits, E, room, empty):
         FORMAT=router.fmt,
         NORM=int(gain is not None),
     )|shape
-    threads,room = 32*shape['WARPS'],max(room, held)
-    run('router', grid, threads, *arrays, eps, *sizes, shared=room, **variant)
+    run('router', grid, 32*shape['WARPS'], *arrays, eps, *sizes, shared=room, **variant)
 
 def _checked(H, router, up, down, m, act, shared, gate):
     "An `AtlasError` unless the matrices belong together"
