@@ -51,12 +51,6 @@
 #include "lib/picks.cuh"
 #include "lib/ranked.cuh"
 #include "lib/strips.cuh"
-#ifndef PRE
-#define PRE 1
-#endif
-#ifndef PLUS
-#define PLUS 1
-#endif
 #ifndef HIDDEN
 #define UP fragment_nvfp4
 #define DOWN fragment_nvfp4
@@ -103,9 +97,6 @@ constexpr bool ALONE = APART && ROWS == 1 && DISTINCT && OWN == 1 && D::UNITS ==
     && DShares::N == DSPLIT && PICKS * DSPLIT <= WARPS;
 // the first so many warps stage x, while the others pick
 constexpr int STAGE = ROWS > 1 && WARPS - ROWS >= 4 ? WARPS - ROWS : WARPS;
-// Slots of the second half that are on their way when a block has done the first, and is there more?
-constexpr unsigned HERE = WARPS / DSPLIT * DEEP / (OWN * ((DShares::N + DSPLIT - 1) / DSPLIT));
-constexpr bool MORE = ROWS * TOP_K + SHARED > HERE + 8;
 struct Place {  // for a unit; with a strip's last one come scales and biases of its rows
     unsigned char weights[U::BYTES > D::BYTES ? U::BYTES : D::BYTES];
     float tail[32];
@@ -114,7 +105,6 @@ typedef StagedRows<U, K, ROWS> X;
 typedef StagedRows<D, I, ROWS * PICKS> H;
 constexpr int PARTS = X::PARTS, HPARTS = H::PARTS;  // pieces of 256 of a row
 typedef Slots<E, TOP_K, SHARED, ROWS> Table;
-constexpr unsigned FIRST = SHARED, NEAR = FIRST + TOP_K;  // from, and up to: slots of the first row's picks
 // What strips of a half are multiplied by. Apart, warps go on to the second half alone.
 template <bool> struct Inputs { union { X x; H h; }; };
 template <> struct Inputs<true> { X x; H h; };
@@ -259,8 +249,7 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
     auto next_up = [&] {
         if (o.step == 0) {
             const unsigned slot = unit / STRIPS, from = unit % STRIPS * 16;
-            unsigned e = SHARED && slot < FIRST ? E : sm->slots.expert[slot];
-            if (ROWS > 1 && slot >= FIRST && slot < NEAR) e = sm->slots.of(0)[slot - FIRST];
+            const unsigned e = SHARED && slot < sm->slots.FIRST ? E : sm->slots.expert[slot];
             o.first(ubank, e * UROWS + from);
             o.rest = UROWS - from;
         }
@@ -320,9 +309,6 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
     __syncthreads();
     if (ROWS > 1) {
         if (!warp) group_rows(sm->slots, sm->seen, rows * TOP_K, lane);
-        else if (PRE)  // the first row's picks need no grouping
-            #pragma unroll 1
-            for (; begun < DEEP && unit < NEAR * STRIPS; begun++) { next_up(); forth(); }
         __syncthreads();
     }
     auto next = [&] {
@@ -392,14 +378,6 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
         if (down < slots() * OWN) next_down();
         forth();
     }
-    if (MORE && PLUS)  // memory idles until all have done the first half
-        #pragma unroll 1
-        for (unsigned s = HERE + warp; s < slots() && span > 0; s += WARPS) {
-            const size_t row = (size_t)sm->slots.expert[s] * K + base;
-            const unsigned at = lane * 128;
-            if (at < span * D::LINE) ahead(dw + row * D::LINE + at);
-            if (ds && at < span / 4 * D::SLINE) ahead(ds + row / 4 * D::SLINE + at);
-        }
     if (picker < rows) {
         const float* p = logits + (size_t)picker * ld;
         float near[N];  // once more: registers are few meanwhile

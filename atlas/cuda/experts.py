@@ -111,10 +111,11 @@ def _beside(card, d):
 def _router_shape(router, R):
     "Options of router.cu for `R` rows, up to 8, and its blocks"
     n,pieces = router.n,_ceil(router.k, 256)
-    W,each = _ceil(pieces, _ceil(pieces, 8)),_ceil(n, 160)
-    if R==1: return dict(ROWS=1, WARPS=W, EACH=each),(_ceil(n, each),1)
-    each = 1<<(each-1).bit_length()
-    return dict(ROWS=2, WARPS=W, EACH=each, WIDE=1),(_ceil(n, each),min(2, _ceil(R, 2)))
+    W = _ceil(pieces, _ceil(pieces, 8))
+    most = max(1, 8//_ceil(pieces, W)) # Rows of weights that a lane has registers for
+    each = min(most, 1<<(_ceil(n, 160)-1).bit_length())
+    down = min(2, _ceil(R, 2)) # More blocks have more rounds to wait for, fewer more rows each
+    return dict(ROWS=min(R, 2), WARPS=W, EACH=each),(_ceil(n, each),down)
 
 def _route(x, gain, eps, router, bias, logits, E, room, empty):
     "The router's logits of rows `x`; `empty` is emptied for the launch after it"
