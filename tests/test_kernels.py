@@ -61,7 +61,7 @@ def test_nvrtc_compiles(name, arch):
 
 def signature(src):
     "Parameters of the kernel's C++ function: name -> is it a pointer?"
-    text = re.search(r'extern "C" (?:TEAM_OF\(\w+\) )?__global__ void (?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(([^)]*)\)', src.text)
+    text = re.search(r'extern "C" (?:TEAM_OF\(\w+\) )?__global__ void (?:__launch_bounds__\([^)]*\)\s*|BOUNDS )?(\w+)\(([^)]*)\)', src.text)
     assert text[1]==src.name, 'the function has the name of its file'
     return {p.split()[-1].lstrip('*'): '*' in p for p in text[2].split(',')}
 

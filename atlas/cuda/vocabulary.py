@@ -87,8 +87,8 @@ def norm_add(
 def _staged_once(rows, k)->bool:
     "Are `rows` rows of `k` better staged once for all blocks than by each of them?"
     if rows>MAX_ROWS: return True
-    few = rows<=MAX_ROWS//2 and (rows<3 or rows*k<=1<<14)
-    return k>=3072 and not few
+    if rows>MAX_ROWS//2: return k>=2048
+    return k>=3072 and rows>2 and rows*k>1<<14
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #87ee795c
 def _rows(x, w, **kw):
