@@ -34,9 +34,16 @@ class File:
         self.path,self.name = Path(path),Path(path).name
         try: self.f = open(path, 'rb', buffering=0)
         except OSError as e: raise CheckpointError(f'{self.name} cannot be opened: {e.strerror}', param=self.name) from e
-        self.size = os.fstat(self.f.fileno()).st_size
+        self.size,_ = self.stamp = self._stamp()
     def close(self): self.f.close()
     def __repr__(self): return self.name
+    def _stamp(self):
+        s = os.fstat(self.f.fileno())
+        return s.st_size,s.st_mtime_ns
+    def unchanged(self):
+        "A `CheckpointError` unless the file is as it was when it was opened"
+        if self._stamp()!=self.stamp:
+            raise self.bad('the file was changed since it was opened', hint='Load it again when nobody writes to it')
     def bad(self, msg, hint=AGAIN, param=None): return CheckpointError(f'{self.name}: {msg}', hint=hint, param=param or self.name)
 
 # %% ../../nbs/1_ground/08_files.ipynb #3dc3be00
