@@ -8,7 +8,7 @@ Docs: https://atlas-inference.github.io/atlas/5_engine/loading.html.md"""
 __all__ = ['DRAFTS', 'FREQUENT', 'FEW', 'USUAL', 'MOST_ROWS', 'SMALL', 'LoadedModel', 'Drafting', 'drafting']
 
 # %% ../../nbs/5_engine/13_loading.ipynb #2782e97f
-import gc,threading
+import gc,hashlib,threading
 from contextlib import ExitStack
 from dataclasses import dataclass,fields,replace
 from operator import index
@@ -27,6 +27,7 @@ from ..card.device import get_device
 from .engine import Engine
 from ..ground.hub import name_of
 from ..model.model import load_model,model_wants
+from ..model.stored import Store,packed_dir
 from ..ground.opening import open_model
 from ..ground.options import EngineConfig,Speculation,unused
 from ..ground.requests import check_ids,check_prompt
@@ -34,7 +35,7 @@ from .policy import Policy
 from .prefix import PrefixTree
 from .scheduler import Scheduler
 from .snapshots import SnapshotTree
-from .spill import Records,SpillTier,open_spill,spill_needs
+from .spill import Records,SpillTier,code_digest,open_spill,spill_needs
 from .stepper import HostStepper
 from ..ops import vocabulary as host_words
 from ..ops.linear import TILE
@@ -83,6 +84,7 @@ class LoadedModel:
         self.engine = self._engine()
         self.device.warm_up(self.engine.warm)
         self._lock,self.load_seconds = threading.RLock(),perf_counter()-t
+        self._keep()
     def __repr__(self):
         where = f'on {self.device.name}, context {self.max_seq_len:,}'
         about = f'{self.model!r} {where}' if self.engine else 'closed'
@@ -259,6 +261,7 @@ def _load(self:LoadedModel, ck, show):
     packed = ifnone(o.packed, _tight(self.device, ck, by.ck))
     self._made_of = [packed, *(_made_of(c) for c in (ck,by.ck) if c)]
     anew = o.quantization,o.lm_head_dtype,ifnone(o.draft_quantization, _few_bits(ck, self.ops))
+    self._stores = []
     self._kv = dict(
         block_size=d.block_size,
         dtype=o.kv_cache_dtype or d.kv_format,
@@ -277,11 +280,32 @@ def _load(self:LoadedModel, ck, show):
     with self._region('weights').allocating(True):
         self.draft_model = None  # the smaller one first: what is wrong with it is heard sooner
         if by.ck: self.draft_model = load_model(by.ck, self.device, self.max_seq_len,
-            show, ('',), packed, *anew)
+            show, ('',), packed, *anew, store=self._store(by.ck, ('',), packed, anew))
         self.model = load_model(ck, self.device, self.max_seq_len,
-            show, parts, packed, *anew, activations=o.prefill_activations)
+            show, parts, packed, *anew, activations=o.prefill_activations,
+            store=self._store(ck, parts, packed, anew))
     self.arena.trim()
     self._make_cache(steps)
+
+# %% ../../nbs/5_engine/13_loading.ipynb #7a11c0e2
+@patch
+def _store(self:LoadedModel, ck, parts, packed, anew)->Store|None:
+    "Where the weights of the checkpoint `ck`, loaded so, are kept, if they are to be"
+    o = self.options
+    if not o.cache_packed: return None
+    how = dict(weights=o.weights, parts=parts, packed=packed, anew=anew)
+    who = dict(model=str(ck.path), options=how, card=self.device.identity())
+    config = hashlib.blake2b(str(ck.config).encode(), digest_size=16)
+    made_of = dict(files=_made_of(ck), config=config.hexdigest(), code=code_digest().hex())
+    s = Store(packed_dir(o.cache_packed), _named(ck), who, made_of)
+    self._stores.append(s)
+    return s
+
+@patch
+def _keep(self:LoadedModel):
+    "Have what was loaded written beside what is served"
+    models = [m for m in (self.draft_model,self.model) if m]
+    for s,m in zip(self._stores, models): s.save_beside(m)
 
 # %% ../../nbs/5_engine/13_loading.ipynb #fa170003
 @patch
@@ -531,6 +555,7 @@ def close(self:LoadedModel)->int: # Bytes of a card's memory in arrays that some
     "End every answer and give back all that the model took; nothing can be asked of it afterwards"
     with self._lock:
         if self.engine is None: return 0
+        for s in self._stores: s.stop()
         if self.tier: self.tier.close(self.options.kv_spill_keep)
         self.engine.close()
         self.engine = self.model = self.cache = None

@@ -138,6 +138,9 @@ class EngineConfig(Caching, Queueing, Speculation):
         help='On a card: keys and values in f16, bf16, f32, fp8 or nvfp4. [default: f16]')
     kv_high_precision_layers:int=option(0, min=0,
         help='On a card: so many attention layers at both ends keep theirs in 16 bits.')
+    cache_packed:bool|str=option(False, text='[=DIR]',
+        help='On a card: keep the weights on disk as the card has them, so that the next start is '
+            'one read. With a folder for it; off as without. [default folder: ~/.cache/atlas/packed]')
 
     def __post_init__(self): _check(self)
 
@@ -195,6 +198,7 @@ def _check(c):
         _put(c, **{f.name:v})
     _speculation(c)
     _spilling(c)
+    _packing(c)
     if c.load_format=='auto' and c.weights:
         said = f'weights={c.weights!r} is for load_format=dummy'
         hint = '"atlas quantize" changes the format of a model'
@@ -214,6 +218,12 @@ def _spilling(c):
         return
     _put(c, kv_spill_dir=_named(c, 'kv_spill_dir'))
     if c.kv_spill_gb is None: _put(c, kv_spill_gb=_SPILL_GB)
+
+def _packing(c):
+    "Settle where packed files are kept: True is the usual folder"
+    said = dict(auto=True, off=False).get(str(c.cache_packed), c.cache_packed)
+    _put(c, cache_packed=said)
+    if not isinstance(said, bool): _put(c, cache_packed=_named(c, 'cache_packed'))
 
 # %% ../../nbs/1_ground/16_options.ipynb #7ab1f504
 def _refuse(said, param, hint=None): raise RequestError(said, hint=hint, param=param)

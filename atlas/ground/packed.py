@@ -498,7 +498,7 @@ class _Writer:
                 continue
             left,offset = left[n:],offset+n
 
-# %% ../../nbs/1_ground/18_packed.ipynb #393804b6
+# %% ../../nbs/1_ground/18_packed.ipynb #be2976fb
 @patch
 def one(self:_Writer, e:Entry, at:int):
     "Write a buffer's worth of the array `e` from byte `at` on"
@@ -507,14 +507,16 @@ def one(self:_Writer, e:Entry, at:int):
     b = self.buffer()[:_up(n)]
     self.place.get(self.arrays[e.name], at, b[:n])
     b[n:] = 0
-    s = checksum(b[:n], at)
+    s = checksum(b[:n], at) if self.place.summed else 0
     self.write(b, self.layout.start+e.offset+at)
     with self.lock: self.sums[e.name] += s
 
 @patch
 def batch(self:_Writer, entries:list[Entry], pool):
     "Write some arrays, wait for the disk, and put down that they are whole"
-    for e in entries: self.sums[e.name] = 0
+    sums = [0]*len(entries)
+    if not self.place.summed: sums = self.place.sums([self.arrays[e.name] for e in entries])
+    for e,s in zip(entries, sums): self.sums[e.name] = s
     jobs = [pool.submit(self.one, e, at) for e in entries for at in range(0, e.nbytes, _BUFFER)]
     try:
         for j in jobs: j.result()

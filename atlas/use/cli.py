@@ -27,13 +27,14 @@ ORDER = 'serve run chat launch pull list rm inspect quantize bench check version
 _WORDS = 'auto','mtp','draft','ngram','off' # What may stand after --speculative
 
 def _spelt(args):
-    "`args` with a word after each --speculative: auto where it stood alone"
+    "`args` with a word after each --speculative and --cache-packed: auto where it stood alone"
     end = args.index('--') if '--' in args else len(args)
     out = []
     for i,a in enumerate(args[:end]):
         alone = args[i+1:i+2]==[] or args[i+1] not in _WORDS
         if a=='--no-speculative': out.append('--speculative=off')
         elif a=='--speculative' and alone: out.append('--speculative=auto')
+        elif a=='--cache-packed': out.append('--cache-packed=auto')
         else: out.append(a)
     return out+args[end:]
 
