@@ -84,6 +84,26 @@ def _read(self:Store, places, show):
         _log.info('Read %s of packed weights in %.1f s, %s/s', human(size, 1000), took, human(size/took, 1000))
         return ws
 
+# %% ../../nbs/4_model/13_stored.ipynb #21f92072
+@patch
+def usable(self:Store)->bool:
+    "Is there a file of these weights?"
+    try:
+        with PackedFile(self.path) as f: return self._differs(f.meta) is None
+    except CheckpointError: return False
+
+@patch
+def reload(self:Store,
+    model, # A `Decoder` of these weights
+    seen=None, # Called with numbers of bytes as they come, by any thread
+)->int: # Bytes
+    "Fill the arrays of `model` from the file; a `CheckpointError` where it is not what they were, and then they are nothing"
+    with PackedFile(self.path) as f:
+        if why := self._differs(f.meta): raise f.bad(f'it is of {why}')
+        f.load(place=arrays_of(model.device), into=model.weights(), seen=seen)
+        self.readings.append(f.reading)
+        return f.reading.nbytes
+
 # %% ../../nbs/4_model/13_stored.ipynb #95be936f
 def _modest():
     "Let others go first: this thread's processor time"
