@@ -504,6 +504,7 @@ ENGINE = {
     '--kv-spill-dir spilled': dict(kv_spill_dir='spilled'),
     '--kv-spill-gb 2.5': dict(kv_spill_gb=2.5),
     '--kv-spill-keep': dict(kv_spill_keep=True),
+    '--cache-packed=folder': dict(cache_packed='folder'),
     '--overcommit 2': dict(overcommit=2.),
     '--packed': dict(packed=True),
     '--speculative draft': dict(speculative='draft'),
@@ -578,6 +579,11 @@ def test_serve_without_flags(serve):
     assert serve.call_args.args==([EngineConfig('m')],)
     asked = serve.call_args.kwargs
     assert (asked['host'],asked['port'],asked['first'])==('127.0.0.1',8888,None)
+
+def test_packed_files_in_the_usual_folder(serve):
+    for said,meant in {'': False, '--cache-packed': True, '--cache-packed=off': False}.items():
+        run('serve', *said.split(), 'm')
+        assert serve.call_args.args==([EngineConfig('m', cache_packed=meant)],)
 
 SPECULATION = {
     '': {},
