@@ -7,8 +7,8 @@ Docs: https://atlas-inference.github.io/atlas/1_ground/core.html.md"""
 # %% auto #0
 __all__ = ['INSTALL_CUDA', 'AtlasError', 'RequestError', 'ContextLengthError', 'TemplateError', 'QueueFullError', 'SourceError',
            'CheckpointError', 'ConfigError', 'UnsupportedError', 'DeviceError', 'OutOfMemoryError', 'CudaFault',
-           'EngineError', 'NumericError', 'typed_error', 'human', 'kernel_dir', 'home', 'in_notebook', 'interactive',
-           'progress']
+           'WriteError', 'BusyError', 'EngineError', 'NumericError', 'typed_error', 'human', 'kernel_dir', 'home',
+           'in_notebook', 'interactive', 'progress']
 
 # %% ../../nbs/1_ground/01_core.ipynb #b20fcb03
 import os,sys
@@ -68,6 +68,12 @@ class OutOfMemoryError(DeviceError):
 class CudaFault(DeviceError):
     "The card has failed for the rest of this process's life; `kernels` were at work"
     code,kernels = 'device_fault',()
+class WriteError(AtlasError):
+    "A file that cannot be written: the disk is full, or not ours"
+    status,code = 507,'cannot_write'
+class BusyError(WriteError):
+    "A file that another process is writing"
+    status,code = 503,'being_written'
 class EngineError(AtlasError):
     "The engine could not finish a request"
     code = 'engine_error'

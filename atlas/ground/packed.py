@@ -6,10 +6,10 @@ Docs: https://atlas-inference.github.io/atlas/1_ground/packed.html.md"""
 
 # %% auto #0
 __all__ = ['SUMMED', 'HOST', 'KINDS', 'TYPES', 'VERSION', 'WHOLE', 'PART', 'checksum', 'HostArrays', 'Kind', 'add_kind',
-           'flatten', 'restored', 'Entry', 'Layout', 'layout_of', 'PackedFile', 'load_dict', 'reload', 'WriteError',
-           'BusyError', 'StoppedError', 'part_of', 'save_dict']
+           'flatten', 'restored', 'Entry', 'Layout', 'layout_of', 'PackedFile', 'load_dict', 'reload', 'StoppedError',
+           'part_of', 'save_dict']
 
-# %% ../../nbs/1_ground/18_packed.ipynb #890f80cd
+# %% ../../nbs/1_ground/18_packed.ipynb #88535b29
 import errno,fcntl,json,math,mmap,os,struct,threading
 import numpy as np
 from collections.abc import Callable,Iterable
@@ -18,7 +18,8 @@ from contextlib import contextmanager,suppress
 from dataclasses import dataclass,field
 from pathlib import Path
 from fastcore.basics import patch
-from .core import AtlasError,CheckpointError,RequestError,UnsupportedError,human
+from .core import BusyError,CheckpointError,RequestError
+from .core import UnsupportedError,WriteError,human
 from .files import File,MAX_HEADER,_parse_json
 from .formats import QStack,QTensor
 from .reading import BLOCK,Extent,Ring,read_pieces
@@ -289,6 +290,7 @@ def _parse(self:PackedFile, text:bytes, count:int)->Layout:
     self._see(layout)
     return layout
 
+# %% ../../nbs/1_ground/18_packed.ipynb #e44700c0
 @patch
 def _see(self:PackedFile, l:Layout):
     "A `CheckpointError` unless objects and arrays belong together"
@@ -342,6 +344,7 @@ def load(self:PackedFile,
     try: return {n: restored(n, out, self.layout.objects) for n in names}
     except Exception as e: raise self.bad(f'its arrays do not fit together: {e}') from e
 
+# %% ../../nbs/1_ground/18_packed.ipynb #0648f608
 @patch
 def _arrays(self:PackedFile, names)->list[str]:
     "Names of the arrays that make up `names`"
@@ -416,16 +419,9 @@ def reload(
         f.load(into, place, into, check, seen=seen)
         return f.reading.nbytes
 
-# %% ../../nbs/1_ground/18_packed.ipynb #0caccf84
-class WriteError(AtlasError):
-    "A file that cannot be written: the disk is full, or not ours"
-    status,code = 507,'cannot_write'
-class BusyError(WriteError):
-    "A file that another process is writing"
-    status,code = 503,'being_written'
+# %% ../../nbs/1_ground/18_packed.ipynb #706f79ad
 class StoppedError(WriteError):
     "A file whose writer was told to stop; the next one goes on"
-    code = 'stopped'
 
 _FULL = errno.ENOSPC,errno.EDQUOT,errno.EFBIG
 
@@ -598,6 +594,7 @@ def save_dict(
         _sync_folder(path.parent)
     return path
 
+# %% ../../nbs/1_ground/18_packed.ipynb #c9a14dcc
 @patch
 def run(self:_Writer, threads, start):
     "Write what is not there yet, then the header that says that all of it is"

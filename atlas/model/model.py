@@ -180,10 +180,9 @@ class Decoder:
         for n,w in weights.items():
             if n not in visual: bind(self, n, w)
         if 'lm_head.weight' not in weights: self.lm_head = self.embed_tokens
-        self.device,self.max_seq_len = device,max_seq_len
+        self.device,self.max_seq_len,self._rotary = device,max_seq_len,{}
         self.ops = words_of(device)
         self.ops.prepare(self)
-        self._rotary = {}
         for kind in ('attention','sliding'):
             a = getattr(self.c, kind)
             if a: self._rotary[kind] = _rotary(a.rope, device, max_seq_len)
@@ -198,7 +197,7 @@ def _unscaled(c, taken):
         said = f'{c.family} models with a {k} of {v:g} are not supported'
         raise UnsupportedError(said, param=k)
 
-# %% ../../nbs/4_model/04_model.ipynb #d819f782
+# %% ../../nbs/4_model/04_model.ipynb #7a11c0d1
 @patch
 def weights(self:Decoder)->dict:
     "What `bind` took, as the words have arranged it since: it makes this model again"
@@ -208,6 +207,7 @@ def weights(self:Decoder)->dict:
         return o
     return {n: self._visual[n] if n in self._visual else now(n) for n in self._names}
 
+# %% ../../nbs/4_model/04_model.ipynb #d819f782
 @patch
 def step(self:Decoder, b:Batch, cache, routes:list|None=None)->Step:
     "What the layers share during one step"

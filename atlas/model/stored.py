@@ -134,6 +134,7 @@ def _work(self:Store, model):
     except Exception: _log.exception('The packed file is not kept')
     else: _log.info('Packed weights are in %s, after %.1f s', self.path, perf_counter()-start)
 
+# %% ../../nbs/4_model/13_stored.ipynb #24a7703c
 @patch
 def wait(self:Store):
     "Until the file is written"
