@@ -585,6 +585,19 @@ def test_packed_files_in_the_usual_folder(serve):
         run('serve', *said.split(), 'm')
         assert serve.call_args.args==([EngineConfig('m', cache_packed=meant)],)
 
+def test_packed_files_are_listed_and_removed(monkeypatch, tmp_path):
+    "A part that somebody left behind, too"
+    monkeypatch.setenv('ATLAS_HOME', str(tmp_path))
+    folder = tmp_path/'packed'
+    folder.mkdir()
+    for n in ('m-1.packed','.m-2.packed.part'): (folder/n).write_bytes(bytes(1000))
+    found = json.loads(run('list', '--json').stdout)
+    kept = [(e['name'],e['bytes']) for e in found if e['kind']=='packed']
+    assert kept==[('.m-2.packed.part',1000),('m-1.packed',1000)]
+    assert '1 kB free' in run('rm', '--yes', 'm-1.packed').stdout
+    assert [p.name for p in folder.iterdir()]==['.m-2.packed.part']
+    assert run('rm', '--yes', 'm-1.packed').exit_code==1
+
 SPECULATION = {
     '': {},
     '--speculative': dict(speculative=True),

@@ -27,8 +27,9 @@ from ..card.device import get_device
 from .engine import Engine
 from ..ground.hub import name_of
 from ..model.model import load_model,model_wants
-from ..model.stored import Store,packed_dir
+from ..model.stored import Store
 from ..ground.opening import open_model
+from ..ground.packed import packed_dir
 from ..ground.options import EngineConfig,Speculation,unused
 from ..ground.requests import check_ids,check_prompt
 from .policy import Policy

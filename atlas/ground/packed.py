@@ -7,7 +7,7 @@ Docs: https://atlas-inference.github.io/atlas/1_ground/packed.html.md"""
 # %% auto #0
 __all__ = ['SUMMED', 'HOST', 'KINDS', 'TYPES', 'VERSION', 'WHOLE', 'PART', 'checksum', 'HostArrays', 'Kind', 'add_kind',
            'flatten', 'restored', 'Entry', 'Layout', 'layout_of', 'PackedFile', 'load_dict', 'reload', 'StoppedError',
-           'part_of', 'save_dict']
+           'part_of', 'save_dict', 'packed_dir', 'packed_files']
 
 # %% ../../nbs/1_ground/18_packed.ipynb #88535b29
 import errno,fcntl,json,math,mmap,os,struct,threading
@@ -19,7 +19,7 @@ from dataclasses import dataclass,field
 from pathlib import Path
 from fastcore.basics import patch
 from .core import BusyError,CheckpointError,RequestError
-from .core import UnsupportedError,WriteError,human
+from .core import UnsupportedError,WriteError,home,human
 from .files import File,MAX_HEADER,_parse_json
 from .formats import QStack,QTensor
 from .reading import BLOCK,Extent,Ring,read_pieces
@@ -611,3 +611,14 @@ def _sync_folder(folder:Path):
     fd = os.open(folder, os.O_RDONLY)
     try: os.fsync(fd)
     finally: os.close(fd)
+
+# %% ../../nbs/1_ground/18_packed.ipynb #7778d14f
+def packed_dir(said:bool|str=True)->Path:
+    "Folder of packed files of models: what the option `cache_packed` says, or the usual one"
+    return home()/'packed' if said is True else Path(said)
+
+def packed_files(folder:Path|None=None)->list[Path]:
+    "Packed files of models in a folder, the usual one by default, and parts of such"
+    folder = folder or packed_dir()
+    found = [*folder.glob('*.packed'),*folder.glob('.*.packed.part')]
+    return sorted(found) if folder.is_dir() else []

@@ -167,12 +167,17 @@ def pull(model:Model, as_json:Json=False):
     _print(dict(name=model, path=p, bytes=_weigh(p)), as_json, p)
 
 # %% ../../nbs/8_use/11_cli.ipynb #46247ab8
+def _packed():
+    "What --cache-packed keeps in the usual folder"
+    from atlas.ground.packed import packed_files
+    return packed_files()
+
 @app.command('list', epilog=_examples('atlas list', "atlas list --json | jq '.[].name'"))
 def list_(as_json:Json=False):
-    "Show the models on this machine and the room they take."
+    "Show the models on this machine and the room they take, and what --cache-packed keeps of them."
     from atlas.ground.core import human
-    from atlas.ground.hub import cached
-    es = cached()
+    from atlas.ground.hub import Entry,cached
+    es = cached()+[Entry(p.name, p, p.stat().st_size, 'packed') for p in _packed()]
     text = _table([(e.name, human(e.nbytes, 1000), e.kind, e.path) for e in es], ('NAME','SIZE','KIND','PATH'))
     _print([dict(name=e.name, bytes=e.nbytes, kind=e.kind, path=e.path) for e in es], as_json,
            text if es else 'No models yet. "atlas pull demo" fetches a small one.')
@@ -187,9 +192,12 @@ def rm(
     "Remove a model from this machine, after asking."
     from atlas.ground.core import human
     from atlas.ground.hub import cached,remove
-    size = next((f' ({human(e.nbytes, 1000)})' for e in cached() if e.name==name), '')
+    sizes = {e.name: e.nbytes for e in cached()}|{p.name: p.stat().st_size for p in _packed()}
+    size = f' ({human(sizes[name], 1000)})' if name in sizes else ''
     if not yes and size: typer.confirm(f'Remove {name}{size}?', abort=True, err=True)
-    n = remove(name)
+    kept = [p for p in _packed() if p.name==name]
+    for p in kept: p.unlink()
+    n = sizes[name] if kept else remove(name)
     _print(dict(removed=name, bytes=n), as_json, f'Removed {name}: {human(n, 1000)} free')
 
 # %% ../../nbs/8_use/11_cli.ipynb #6f2f727f
