@@ -1,5 +1,5 @@
 "Packed files of models: a start that reads one is the first start, bit for bit; what is not that file is not used."
-import logging,os,shutil,threading
+import logging,os,shutil,subprocess,sys,threading
 import numpy as np, pytest
 from pathlib import Path
 from atlas.card.emulator import Emulator,find_cxx
@@ -200,6 +200,31 @@ def test_closed_while_it_is_written(model, monkeypatch):
     threading.Timer(.05, go_on.set).start()
     llm.close()
     assert store._thread is None and not store.path.exists() and part_of(store.path).exists()
+    assert ended(start(model))==[False]
+    assert ended(start(model))==[True]
+
+ENDS = '''
+import sys,threading,time
+from atlas.card.emulator import Emulator
+from atlas.ground import packed
+from atlas.use.llm import LLM
+one,begun = packed._Writer.one,threading.Event()
+packed._BUFFER,packed._batches.__defaults__ = 4096,(1,)
+def slow(*args):
+    begun.set()
+    time.sleep(.002)
+    return one(*args)
+packed._Writer.one = slow
+LLM(sys.argv[1], Emulator(), max_seq_len=128, max_num_seqs=1, chunk=64, cache_packed=sys.argv[2], show=False)
+begun.wait()
+print('ready')'''
+
+def test_a_program_that_ends_while_it_is_written(model):
+    "It ends at once and without a word, and the next start goes on"
+    path,folder = model
+    r = subprocess.run([sys.executable, '-c', ENDS, path, folder], capture_output=True, text=True, timeout=WAIT)
+    assert (r.returncode,r.stdout,r.stderr)==(0,'ready\n','')
+    assert [p.name[-12:] for p in folder.iterdir()]==['.packed.part']
     assert ended(start(model))==[False]
     assert ended(start(model))==[True]
 

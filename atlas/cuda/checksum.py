@@ -83,7 +83,9 @@ def _packed_whole(d, parts):
     want = {k: v for k,v in p.format.arrays(rows, p.k).items() if v}
     got = {k: (tuple(a.shape),str(a.dtype)) for k,a in parts.items()}
     if got!=want: raise ValueError(f'{got} are not the arrays of {p}')
-    if units is not None: p._units = units
+    if units is not None:
+        if (units.shape,str(units.dtype))!=((rows,),'float32'): raise ValueError(f'{units.shape} factors for {p}')
+        p._units = units
     return p
 
 add_kind(Packed, _packed_apart, _packed_whole)

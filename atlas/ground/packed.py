@@ -555,9 +555,16 @@ def begin(self:_Writer)->dict[str,int]:
     now = self.place.sums([self.arrays[n] for n in names])
     if left: return {n: s for n,s in zip(names, now) if s==left[n]}
     os.ftruncate(self.fd, 0)
-    os.posix_fallocate(self.fd, 0, self.layout.nbytes)
+    _make_room(self.fd, self.layout.nbytes)
     _pwrite(self.fd, self.layout.head(PART, {}), 0)
     return {}
+
+def _make_room(fd, nbytes):
+    "Have the disk set `nbytes` aside, where it can; else a full one is met later"
+    try: os.posix_fallocate(fd, 0, nbytes)
+    except OSError as e:
+        if e.errno not in (errno.EOPNOTSUPP,errno.EINVAL): raise
+        os.ftruncate(fd, nbytes)
 
 def _pwrite(fd, data:bytes, at:int):
     while data:
