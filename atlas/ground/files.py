@@ -6,8 +6,8 @@ Docs: https://atlas-inference.github.io/atlas/1_ground/files.html.md"""
 
 # %% auto #0
 __all__ = ['AGAIN', 'MAX_HEADER', 'ST_SIZES', 'ST_PACKED', 'SCALES', 'PAYLOADS', 'INDEX', 'File', 'Span', 'TensorInfo',
-           'st_header', 'st_infos', 'same_bytes', 'read_tensor', 'check_scales', 'trunk_prefix', 'canonical',
-           'json_file', 'shards', 'st_spans', 'st_open']
+           'st_header', 'st_infos', 'span_bytes', 'same_bytes', 'read_tensor', 'bad_scale', 'check_read',
+           'check_scales', 'trunk_prefix', 'canonical', 'json_file', 'shards', 'st_spans', 'st_open']
 
 # %% ../../nbs/1_ground/08_files.ipynb #348a3c6b
 import json,math,os,re,struct
@@ -404,10 +404,14 @@ def st_infos(
     return infos+[TensorInfo(k, s.dtype, s.shape, dict(data=s), stored=k) for k,s in spans.items() if k not in used]
 
 # %% ../../nbs/1_ground/08_files.ipynb #52786f52
-def _read_part(s:Span, dtype:str, shape)->np.ndarray:
+def span_bytes(s:Span)->np.ndarray:
+    "The bytes of `s`, read now"
+    return s.file.read_into(np.empty(s.nbytes, np.uint8), s.offset)
+
+def _read_part(s:Span, dtype:str, shape, get)->np.ndarray:
     "The bytes of `s` as `dtype` and `shape`; what is narrower is widened where float32 is asked for"
     stored = FORMATS[s.dtype].layout(())['data'][0] if dtype=='float32' and s.dtype in FORMATS else 'uint8' if s.dtype=='F8_E8M0' else dtype
-    a = s.file.read_into(np.empty(shape, stored), s.offset)
+    a = get(s).view(stored).reshape(shape)
     if stored!=dtype: a = E8M0[a] if s.dtype=='F8_E8M0' else FORMATS[s.dtype].decode(dict(data=a), shape)
     return np.asarray(1/a) if s.reciprocal else a
 
@@ -417,11 +421,14 @@ def same_bytes(a:TensorInfo, b:TensorInfo, n:int=1<<24)->bool:
     get = lambda s,i: s.file.read_into(np.empty(min(n, s.nbytes-i), np.uint8), s.offset+i)
     return all(np.array_equal(get(s, i), get(b.spans[p], i)) for p,s in a.spans.items() for i in range(0, s.nbytes, n))
 
-def read_tensor(t:TensorInfo)->QTensor:
+def read_tensor(
+    t:TensorInfo,
+    get=span_bytes, # Span -> its bytes
+)->QTensor:
     "The tensor that `t` describes"
     if t.fmt not in FORMATS: raise UnsupportedError(f'{t.file}: tensor {t.stored!r} is {t.fmt}, which Atlas does not decode', param=t.stored)
-    if t.unpack: parts = t.unpack(t.shape, *(s.file.read_into(np.empty(s.nbytes, np.uint8), s.offset) for s in t.spans.values()))
-    else: parts = {p:_read_part(t.spans[p], d, t.spans[p].shape if p!='data' else s) for p,(d,s) in FORMATS[t.fmt].layout(t.shape).items()}
+    if t.unpack: parts = t.unpack(t.shape, *map(get, t.spans.values()))
+    else: parts = {p:_read_part(t.spans[p], d, t.spans[p].shape if p!='data' else s, get) for p,(d,s) in FORMATS[t.fmt].layout(t.shape).items()}
     q = QTensor(t.fmt, t.shape, parts)
     if t.order is not None: q = q.rows(t.order)
     return q if t.cols is None else q.cols(t.cols)
@@ -435,6 +442,11 @@ def _no_scale(s:Span, b:np.ndarray, part:str)->bool:
     if not np.isfinite(a).all(): return True
     if part=='signed': return False
     return bool((a<0).any()) or part=='global' and not a.all()
+
+def bad_scale(stored:str, s:Span, part:str)->CheckpointError:
+    "What to say of a scale that is none"
+    more = '' if part=='signed' else ' above zero'
+    return s.file.bad(f'a scale of {stored!r} is not a finite number{more}', param=stored)
 
 def _runs(spans, gap:int=1<<16, most:int=1<<24):
     "Lists of the (stored name, `Span`, part) triples that are close enough to be read at once"
@@ -453,18 +465,22 @@ def _check_run(run):
     for k,s,p in run:
         at = s.offset-start.offset
         b = buf[at:at+s.nbytes]
-        if not _no_scale(s, b, p): continue
-        more = '' if p=='signed' else ' above zero'
-        raise s.file.bad(f'a scale of {k!r} is not a finite number{more}', param=k)
+        if _no_scale(s, b, p): raise bad_scale(k, s, p)
+
+def _scales_of(t):
+    "Spans of the scales of `t`, and what is asked of them"
+    for p,s in t.spans.items():
+        if p not in ('scale','global'): continue
+        yield s,'signed' if t.fmt.startswith('INT4') else p  # AutoRound's may be below zero
+
+def check_read(t:TensorInfo, get):
+    "`check_scales` of one tensor whose bytes `get` has"
+    for s,p in _scales_of(t):
+        if _no_scale(s, get(s), p): raise bad_scale(t.stored, s, p)
 
 def check_scales(tensors:Iterable[TensorInfo]):
     "Read the scales of packed tensors; a `CheckpointError` names one that holds what cannot be a scale"
-    scales = []
-    for t in tensors:
-        for p,s in t.spans.items():
-            if p not in ('scale','global'): continue
-            if t.fmt.startswith('INT4'): p = 'signed'  # AutoRound's may be below zero
-            scales.append((t.stored, s, p))
+    scales = [(t.stored, s, p) for t in tensors for s,p in _scales_of(t)]
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         for _ in pool.map(_check_run, _runs(scales)): pass
 

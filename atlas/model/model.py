@@ -286,12 +286,12 @@ def plan(ckpt)->tuple[Decoder,list[Want]]:
     has = lambda p: any(k.startswith(p) for k in ckpt.tensors)
     return m,[w for w in wants if not w.part or has({'mtp':'mtp.','vision':'visual.'}[w.part])]
 
-def load_model(ckpt, device, max_seq_len:int|None=None, show=None, parts=('','vision'), packed=False, quantization=None, head=None, drafting=None, activations=None)->Decoder:
+def load_model(ckpt, device, max_seq_len:int|None=None, show=None, parts=('','vision'), packed=False, quantization=None, head=None, drafting=None, activations=None, note=None)->Decoder:
     "Build the model of an open `Checkpoint` and load its `parts` onto `device`, on a card requantised as `packer` says; errors as for `load`"
     m,wants = plan(ckpt)
     if activations: m.activations = activations
     ignore = (*IGNORE,*m.ignore)
-    how = dict(show=show, ignore=ignore, packed=packed)
+    how = dict(show=show, ignore=ignore, packed=packed, note=note)
     places = words_of(device).placement(device, parts, quantization, head, drafting)
     ws = {}
     for some,where,put in places:
