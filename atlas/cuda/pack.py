@@ -744,28 +744,25 @@ class Landing:
         return sum(sizes) if self.anew else 0
 
 @dataclass(frozen=True)
-class _Place:
-    "Rows of a source in the matrices of a want"
+class _Source:
+    "A tensor as one of the sources of a want; those of one shape and kind are alike"
     f:CardFormat
-    rows:int # Of a matrix of the source
+    rows:int # Of a matrix of it
     k:int
     n4:int # Rows of a matrix on the card
-    first:int # Number of its first matrix
-    above:int # Rows of a matrix before it
-    matrices:int # Of the source
+    matrices:int # Of it
 
     def moves(self, t):
-        "(part, array, `Move` without addresses but for what is before it there) of each part of the tensor `t`"
+        "(part, array, bytes of a matrix there, `Move` to the first matrix) of each part of the tensor `t`"
         f,C,total = self.f,-(-self.k//32),self.rows*self.matrices
         def move(kind, line, wide, size, **kw):
-            to = self.first*self.n4*wide*size
-            return Move(kind, line, self.rows, to, wide, self.n4, self.above, **kw)
+            return self.n4*wide*size,Move(kind, line, self.rows, 0, wide, self.n4, **kw)
         check = _CHECKS.get(t.fmt[:3] if t.fmt[:3]=='FP8' else t.fmt, 0)
         of_codes = 0 if f.scale else check
-        yield 'data','w',move(f.kinds[0], t.spans['data'].nbytes//total, C*f.chunk, 1, check=of_codes)
-        if f.scale: yield 'scale','s',move(f.kinds[2], t.spans['scale'].nbytes//total, C, f.scale, check=check)
+        yield 'data','w',*move(f.kinds[0], t.spans['data'].nbytes//total, C*f.chunk, 1, check=of_codes)
+        if f.scale: yield 'scale','s',*move(f.kinds[2], t.spans['scale'].nbytes//total, C, f.scale, check=check)
         part,how = _scale_of(t)
-        if part: yield part,f.rows,self._factors(t, part, how, move)
+        if part: yield part,f.rows,*self._factors(t, part, how, move)
 
     def _factors(self, t, part, how, move):
         "The `Move` of factors; None where their number is another"
@@ -773,7 +770,7 @@ class _Place:
         number,size = _TYPES[s.dtype]
         per = dict(all=self.rows, each=1, tile=FP8_TILE)[how]
         across = -(-self.k//FP8_TILE) if how=='tile' else 1
-        if s.nbytes!=self.matrices*-(-self.rows//per)*across*size: return None
+        if s.nbytes!=self.matrices*-(-self.rows//per)*across*size: return 0,None
         tiles = -(-self.k//self.f.tile) if self.f.tile else 1
         check = _ABOVE_ZERO if part=='global' else _FACTOR
         check += 16*number+256*s.reciprocal
@@ -794,7 +791,8 @@ class Staging:
         self.tail = _JOBS*8*len(_JOB)
         self.ring = Ring(count, size+self.tail, self.card.pinned)
         self.bad = self.card.upload(np.int32([_FINE]))
-        self.names,self._moves,self._tables,self._lanes = [],[],{},{}
+        self.names,self._moves,self._more = [],[],[] # of each part: `more` is what differs among those alike
+        self._alike,self._tables,self._lanes = {},{},{}
         self._rows = None
     budget = property(lambda self: max(1<<30, self.card.memory().available//8), doc='Bytes for what waits to be stored anew')
     def __repr__(self): return f'Staging({len(self._moves)} parts of tensors, {self.ring})'
@@ -811,17 +809,20 @@ class Staging:
         return None if table is None else self.card.address(table)
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #f1c5c9d5
-def _places(w, ts, seen, f)->list:
-    "Where each of the sources `ts`, seen in such shapes, goes in the want `w`"
-    *E,n,k = w.shape
-    per = len(ts)//E[0] if E and len(seen[0])==2 else len(ts)
-    above = np.cumsum([0, *(s[-2] for s in seen[:per])])
-    n4 = -(-n//4)*4
-    def one(i, s):
-        first = i//per if E else 0
-        matrices = s[0] if len(s)==3 else 1
-        return _Place(f, s[-2], k, n4, first, int(above[i%per]), matrices)
-    return [one(i, s) for i,s in enumerate(seen)]
+def _key(t)->tuple:
+    "What the moves of a tensor depend on"
+    return t.fmt,t.shape,*((p,s.dtype,s.nbytes,s.reciprocal) for p,s in t.spans.items())
+
+@patch
+def _moves_of(self:Staging, f, n4, t, shape)->list|None:
+    "(part, array, bytes of a matrix there, fields of a job) of each part of a source; None where there is one that the card cannot move"
+    key = f.name,n4,shape,_key(t)
+    if key not in self._alike:
+        source = _Source(f, shape[-2], shape[-1], n4, shape[0] if len(shape)==3 else 1)
+        found = list(source.moves(t))
+        fine = all(m for *_,m in found)
+        self._alike[key] = [(*which,np.int64(m.row)) for *which,m in found] if fine else None
+    return self._alike[key]
 
 @patch
 def add(self:Staging,
@@ -838,27 +839,31 @@ def add(self:Staging,
     if any(t.fmt in ('FP8_CHANNEL','FP8_BLOCK') and t.shape!=tuple(s) for t,s in zip(ts, seen)): return None
     table = self._table(w.shape[-2], w.pair, o.order)
     if table is None: return None
-    parts = []
-    for i,(t,p) in enumerate(zip(ts, _places(w, ts, seen, f))):
-        parts += [(i, t, *m) for m in p.moves(t)]
-    if any(m is None for *_,m in parts): return None
-    return self._landing(w, f, parts, table)
+    n4 = -(-w.shape[-2]//4)*4
+    moves = [self._moves_of(f, n4, t, tuple(s)) for t,s in zip(ts, seen)]
+    if None in moves: return None
+    return self._landing(w, f, ts, seen, moves, table)
 
 @patch
-def _landing(self:Staging, w, f, parts, table)->Landing:
+def _landing(self:Staging, w, f, ts, seen, moves, table)->Landing:
     "The landing of a want, with its arrays unless they will be stored anew"
     *E,n,k = w.shape
     fmt = self.put.anew(w)
-    if fmt and not all(card_format(t.fmt, fmt)!=card_format(t.fmt) for _,t,*_ in parts): fmt = None
+    if fmt and not all(card_format(t.fmt, fmt)!=card_format(t.fmt) for t in ts): fmt = None
     to = Landing(f, Packed(f.fmt, n, k, None, experts=E[0] if E else 0, pair=w.pair), fmt)
     if not fmt: self._room(to)
-    for i,t,part,array,m in parts:
-        m.map,m.name = table,len(self.names)
-        if not fmt: m.to += self.card.address(getattr(to.packed, array))
-        to.moves[i,part] = len(self._moves)
-        self._moves.append(m.row)
-        self.names.append((t, part))
-        if fmt: to.late.append((to.moves[i,part], array))
+    base = {a: 0 if fmt else self.card.address(getattr(to.packed, a)) for a,s in to.arrays.items() if s}
+    per = len(ts)//E[0] if E and len(seen[0])==2 else len(ts) # sources of a matrix
+    above = [0, *np.cumsum([s[-2] for s in seen[:per]]).tolist()]
+    for i,(t,its) in enumerate(zip(ts, moves)):
+        first = i//per if E else 0
+        for part,array,size,row in its:
+            j = len(self._moves)
+            to.moves[i,part] = j
+            self._moves.append(row)
+            self._more.append((base[array]+first*size, above[i%per], table, j))
+            self.names.append((t, part))
+            if fmt: to.late.append((j, array))
     return to
 
 @patch
@@ -880,6 +885,8 @@ class _Line:
 def begin(self:Staging):
     "All wants are known: have the card ready"
     self._rows = np.array(self._moves, np.int64).reshape(-1, len(_JOB))
+    differ = [_AT[k] for k in ('to','above','map','name')]
+    self._rows[:,differ] = np.array(self._more, np.int64).reshape(-1, len(differ))
     for i in range(self.ring.count): self._lanes[i] = _Line(self.card, self.size)
     self.card.synchronize()
 

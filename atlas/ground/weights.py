@@ -295,17 +295,10 @@ class _Incoming:
         if (a := self.got.get(place)) is None: a = self.got.setdefault(place, np.empty(span.nbytes, np.uint8))
         a[at:at+len(data)] = data
 
-@dataclass(frozen=True, eq=False)
-class _Whose:
-    "Whose bytes an `Extent` holds"
-    to:_Incoming
-    part:tuple # (number of the source, name of the part)
-    span:Span
-
 def _extents(incoming)->list[Extent]:
-    "What of the files is to be read, as it lies in them"
-    def one(to, i, p, s): return Extent(s.file, s.offset, s.nbytes, _Whose(to, (i,p), s))
-    found = [one(to, i, p, s) for to in incoming for i,t in enumerate(to.ts) for p,s in t.spans.items()]
+    "What of the files is to be read, as it lies in them; the key says whose it is: (want, (number of the source, part), span)"
+    found = [Extent(s.file, s.offset, s.nbytes, (to, (i,p), s))
+        for to in incoming for i,t in enumerate(to.ts) for p,s in t.spans.items()]
     return sorted(found, key=lambda e: (e.file.name,e.offset))
 
 # %% ../../nbs/1_ground/11_weights.ipynb #6eb38632
@@ -319,9 +312,9 @@ class _Arrivals:
         "A window is in the buffer `b`"
         for_card = []
         for p in w.parts:
-            x = p.extent.key
-            if x.to.landing: for_card.append((x.to.landing, x.part, p.at, p.lo, p.hi-p.lo))
-            else: x.to.put(x.span, p.at, b.data[p.lo:p.hi])
+            to,part,span = p.extent.key
+            if to.landing: for_card.append((to.landing, part, p.at, p.lo, p.hi-p.lo))
+            else: to.put(span, p.at, b.data[p.lo:p.hi])
         after = self.staging.send(b, w.nbytes, for_card) if for_card else None
         for to in self.count(w.parts): self.finish(to)
         return after
@@ -330,10 +323,10 @@ class _Arrivals:
         whole = []
         with self.lock:
             for p in parts:
-                to,n = p.extent.key.to,p.hi-p.lo
-                to.left -= n
-                self.bar.update(n)
+                to,*_ = p.extent.key
+                to.left -= p.hi-p.lo
                 if not to.left: whole.append(to)
+            self.bar.update(sum(p.hi-p.lo for p in parts))
         return whole
     def finish(self, to):
         "Make a want that is whole"
@@ -422,10 +415,10 @@ def _load_plain(ckpt, out, incoming, device, show, packed):
 # %% ../../nbs/1_ground/11_weights.ipynb #b7065687
 def _leave_some(extents, budget:int):
     "Leave to the host what a card would have to hold beside others, in more than `budget` bytes"
-    last = {id(e.key.to): i for i,e in enumerate(extents)}
+    last = {id(e.key[0]): i for i,e in enumerate(extents)}
     now,held = set(),0
     for i,e in enumerate(extents):
-        to = e.key.to
+        to,*_ = e.key
         if to.landing is None or not to.landing.held: continue
         if id(to) not in now:
             if now and held+to.landing.held>budget:
