@@ -10,7 +10,7 @@ __all__ = ['ORDER', 'app', 'Model', 'Json', 'FLAGS', 'SPECULATION', 'CACHING', '
            'Origins', 'Drain', 'Apart', 'NextTurn', 'LogFormat', 'Reasons', 'Tools', 'benches', 'Batches', 'Output',
            'Simulated', 'Contexts', 'CARD_FLAGS', 'flag', 'engine_flags', 'pull', 'list_', 'rm', 'inspect', 'Meter',
            'Printer', 'run', 'Conversation', 'chat', 'serve', 'launch', 'quantize', 'version', 'bench', 'bench_decode',
-           'bench_kernels', 'bench_prefill', 'bench_throughput', 'check', 'main']
+           'bench_kernels', 'bench_prefill', 'bench_startup', 'bench_throughput', 'check', 'main']
 
 # %% ../../nbs/8_use/12_cli.ipynb #aa7ee505
 import json,os,re,signal,sys,threading
@@ -601,7 +601,7 @@ def _shares(text:str)->list[float]:
 class _Bench(_Group):
     "`atlas bench MODEL` is `atlas bench all MODEL`"
     def resolve_command(self, ctx, args): return super().resolve_command(ctx, args if args[0] in self.commands else ['all',*args])
-    def list_commands(self, ctx): return ['all','decode','kernels','prefill','throughput']
+    def list_commands(self, ctx): return ['all','decode','kernels','prefill','startup','throughput']
 
 benches = typer.Typer(cls=_Bench, no_args_is_help=True, rich_markup_mode=None, help='Measure how fast a model is here. "atlas bench MODEL" is short for "atlas bench all MODEL".',
     epilog=_examples('atlas bench tiny', 'atlas bench decode qwen3.6-35b-a3b --load-format dummy --weights nvfp4'), invoke_without_command=False)
@@ -713,6 +713,26 @@ def bench_prefill(model:Model,
     llm = LLM(EngineConfig(model, card, length, 1, **options))
     lengths = [n for n in lengths if n<length]
     _print_report(bench_prefill(llm, lengths, repeats, kernels), as_json, output)
+
+# %% ../../nbs/8_use/12_cli.ipynb #bc75032a
+@benches.command('startup', epilog=_examples(
+    'atlas bench startup qwen3.6-35b-a3b --write /tmp/35b --weights nvfp4',
+    'atlas bench startup /tmp/35b --cold --output numbers.json'))
+@engine_flags('device', 'max_seq_len', 'max_num_seqs', 'weights', 'quantization', 'lm_head_dtype')
+def bench_startup(model:Model,
+    cold:Annotated[bool, _opt('Have the page cache forget the files first.')]=False,
+    write:Annotated[Path|None, _opt('Only write true-sized files of this known shape, '
+        'with made-up numbers, to a folder.', '--write', metavar='FOLDER', show_default=False)]=None,
+    as_json:Json=False, output:Output=None, **options):
+    "Measure what a start waits for, stage by stage, beside what the disk gives raw."
+    from atlas.ground.core import human
+    from atlas.use.bench_startup import bench_startup,write_checkpoint
+    weights = options.pop('weights', None)
+    if write:
+        path = write_checkpoint(write, model, weights or 'as-shipped')
+        size = sum(f.stat().st_size for f in path.glob('*.safetensors'))
+        return _print(dict(path=str(path), bytes=size), as_json, f'{path}: {human(size, 1000)}')
+    _print_report(bench_startup(EngineConfig(model, **options), cold), as_json, output)
 
 # %% ../../nbs/8_use/12_cli.ipynb #2e4b55d9
 @benches.command('throughput', epilog=_examples(
