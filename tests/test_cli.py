@@ -790,7 +790,7 @@ class Report(SimpleNamespace):
     def to_dict(self): return dict(rate=5)
 
 BENCHES = [('all','bench'), ('decode','bench_decode'), ('kernels','bench_decode'),
-    ('prefill','bench_prefill'), ('throughput','bench_throughput')]
+    ('prefill','bench_prefill'), ('startup','bench_startup'), ('throughput','bench_throughput')]
 
 @pytest.mark.parametrize('to_file', [False,True])
 @pytest.mark.parametrize('as_json', [False,True])

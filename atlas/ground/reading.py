@@ -22,11 +22,11 @@ from fastcore.basics import patch
 from .core import ConfigError,human
 from .files import File
 
-# %% ../../nbs/1_ground/10_reading.ipynb #a2e01060
+# %% ../../nbs/1_ground/10_reading.ipynb #7a97686d
 BLOCK = 4096 # Bytes that places and lengths of direct reads, and addresses of buffers, are multiples of
 THREADS = 8 # Reads that a disk has to do at a time
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Extent:
     "Bytes of a file that somebody wants"
     file:File
@@ -34,8 +34,8 @@ class Extent:
     nbytes:int
     key:object=None # Whose they are
 
-# %% ../../nbs/1_ground/10_reading.ipynb #7a987211
-@dataclass(frozen=True)
+# %% ../../nbs/1_ground/10_reading.ipynb #0ad81bbe
+@dataclass(slots=True)
 class Part:
     "What a window has of an extent"
     extent:object # An `Extent`, or whatever has its attributes
@@ -93,7 +93,7 @@ def windows(
             inside = [e for e in inside if e.offset+e.nbytes>end]
             start = end
 
-# %% ../../nbs/1_ground/10_reading.ipynb #53fa5f7b
+# %% ../../nbs/1_ground/10_reading.ipynb #62bc045c
 class _Buffer:
     "One buffer of a ring"
     def __init__(self, memory, place):
@@ -107,16 +107,22 @@ class _Buffer:
         after,self.after = self.after,()
         for f in after: f()
 
+def _pages(n:int)->mmap.mmap:
+    "Memory of whole pages, large ones where there are any: a disk is told each of them"
+    m = mmap.mmap(-1, n, flags=mmap.MAP_PRIVATE|mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, 'MADV_HUGEPAGE'): m.madvise(mmap.MADV_HUGEPAGE)
+    return m
+
 class Ring:
     "A bounded number of aligned buffers, filled and emptied in turn"
     def __init__(self,
         count:int=2*THREADS, # Buffers there are at most
         nbytes:int=8<<20, # Bytes of each
-        allocate:Callable|None=None, # (bytes) -> memory that begins at a multiple of `BLOCK`; None: `mmap`
+        allocate:Callable|None=None, # (bytes) -> memory that begins at a multiple of `BLOCK`; None: whole pages
     ):
         if count<1 or nbytes<1: raise ConfigError(f'A ring of {count} buffers of {nbytes} bytes')
         self.count,self.nbytes = count,_up(nbytes)
-        self._allocate = allocate or (lambda n: mmap.mmap(-1, n))
+        self._allocate = allocate or _pages
         self._made,self._free,self._lock = [],SimpleQueue(),threading.Lock()
     def __repr__(self): return f'Ring({self.count} buffers of {human(self.nbytes)}, {len(self._made)} made)'
 

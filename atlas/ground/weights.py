@@ -9,17 +9,16 @@ __all__ = ['IGNORE', 'WEIGHTS', 'Checkpoint', 'open_checkpoint', 'Want', 'check_
            'Dummy', 'dummy_checkpoint']
 
 # %% ../../nbs/1_ground/11_weights.ipynb #ac2fbd47
-import math,os,re
+import math,os,re,threading
 import numpy as np
 from collections import Counter
 from collections.abc import Callable,Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack,nullcontext
 from dataclasses import dataclass
 from fnmatch import translate
 from functools import lru_cache
 from pathlib import Path
-from threading import Lock
 from types import SimpleNamespace
 from zlib import crc32
 from fastcore.basics import first,patch
@@ -27,14 +26,16 @@ from .core import (CheckpointError,ConfigError,OutOfMemoryError,SourceError,
     UnsupportedError,human,progress)
 from .config import ModelConfig,family_of
 from .files import (AGAIN,INDEX,PAYLOADS,SCALES,Span,TensorInfo,
-    check_scales,read_tensor,st_open)
+    bad_scale,check_read,check_scales,read_tensor,span_bytes,st_open)
 from .formats import (FORMATS,GGUF_BLOCKS,QStack,QTensor,
     decode_rows,f32_to_e2m1,f32_to_e4m3,pack4,pile)
 from .llamacpp import gguf_open,gguf_parts
+from .reading import BLOCK,Extent,Reading,Ring,THREADS,read_windows,windows
 
 # %% ../../nbs/1_ground/11_weights.ipynb #0b6c768b
 class Checkpoint:
     "An opened model: `config`, `meta`, and `tensors` that can be read"
+    in_files = True # Are its tensors bytes of files?
     def __init__(self,
         path:Path, # What was opened: a file or a directory
         kind:str, # 'safetensors' or 'gguf'
@@ -67,10 +68,13 @@ def __repr__(self:Checkpoint):
     return '\n'.join([head, *(f'  {f:12} {n:5} tensors {size([t for t in ts if t.fmt==f]):>10}' for f,n in Counter(t.fmt for t in ts).most_common())])
 
 @patch
-def read(self:Checkpoint, name:str)->QTensor:
+def read(self:Checkpoint,
+    name:str,
+    get=span_bytes, # Gives the bytes of a `Span`
+)->QTensor:
     "The tensor `name` as it is stored, in our row order; a `CheckpointError` if it is not there or cannot be read"
     if name not in self.tensors: raise CheckpointError(f'{self.path.name} has no tensor {name!r}', param=name)
-    return read_tensor(self.tensors[name])
+    return read_tensor(self.tensors[name], get)
 
 @patch
 def check(self:Checkpoint, names:Iterable[str]):
@@ -207,7 +211,7 @@ def _check_extra(extra, ckpt, wants, used):
             hint='The model has parts that Atlas does not know, and would answer wrongly without them', param=min(t.stored for t in extra))
 
 # %% ../../nbs/1_ground/11_weights.ipynb #6d47d8c6
-def _plan(ckpt, wants, ignore):
+def _plan(ckpt, wants, ignore, scales=True):
     "(want, way to make it, shapes of its sources) of all wants, checked"
     wants = list(wants); picks = [(w,*_pick(ckpt, w)) for w in wants]
     used = {s for _,o,_ in picks if o for s in o.sources}
@@ -217,7 +221,7 @@ def _plan(ckpt, wants, ignore):
     for _,o,seen in picks:
         if o: _check_fit(ckpt, o, seen)
     _check_extra(extra, ckpt, wants, used)
-    ckpt.check(used)
+    if scales: ckpt.check(used)
     return picks
 
 def check_plan(
@@ -231,22 +235,26 @@ def check_plan(
 # %% ../../nbs/1_ground/11_weights.ipynb #e0d572fe
 _PIECE = 1<<20 # Numbers decoded at a time
 
-def _integers(ckpt, s:str)->QTensor:
+def _not_finite(ckpt, t):
+    said = f'{ckpt.path.name}: tensor {t.stored} holds numbers that are not finite'
+    return CheckpointError(said, hint=AGAIN, param=t.stored)
+
+def _integers(t, get)->QTensor:
     "A tensor of whole numbers as float32, which holds them exactly up to 2²⁴"
-    t = ckpt.tensors[s]; sp = t.spans['data']; a = sp.file.read_into(np.empty(t.shape, dict(I32=np.int32, I64=np.int64)[t.fmt]), sp.offset)
+    a = get(t.spans['data']).view(dict(I32=np.int32, I64=np.int64)[t.fmt]).reshape(t.shape)
     if a.size and abs(a).max()>2**24: raise CheckpointError(f'{t.stored} in {t.file} holds {abs(a).max():,}, expected at most 2**24', param=t.stored)
     return QTensor('F32', t.shape, dict(data=a.astype(np.float32)))
 
-def _source(ckpt, w:Want, s:str, shape)->QTensor:
+def _source(ckpt, w:Want, s:str, shape, get)->QTensor:
     "Source `s` of `w`, seen in `shape`, its columns in order"
-    t = ckpt.tensors[s]; q = _integers(ckpt, s) if t.fmt in ('I32','I64') else ckpt.read(s)
-    if not q.finite(): raise CheckpointError(f'{ckpt.path.name}: tensor {t.stored} holds numbers that are not finite', hint=AGAIN, param=t.stored)
+    t = ckpt.tensors[s]; q = _integers(t, get) if t.fmt in ('I32','I64') else ckpt.read(s, get)
+    if not q.finite(): raise _not_finite(ckpt, t)
     q = (q.T if _turned(ckpt, w, t) else q).reshape(shape)
     return q if w.cols is None else q.cols(w.cols)
 
-def _assemble(ckpt, w:Want, seen, keep:bool)->QTensor|QStack:
+def _assemble(ckpt, w:Want, seen, keep:bool, get=span_bytes)->QTensor|QStack:
     "What `w` asks for, as it is stored, but for `fn`; in as few pieces as possible if it is to be kept so"
-    qs = [_source(ckpt, w, s, shape) for s,shape in zip(w.sources, seen)]
+    qs = [_source(ckpt, w, s, shape, get) for s,shape in zip(w.sources, seen)]
     if len(w.shape)==1 or len(w.shape)==2 and w.axis==1:                # no rows of inputs: vectors, and one vector for each expert
         a = np.concatenate([q.decode() for q in qs], w.axis)
         return QTensor('F32', w.shape, dict(data=a if w.order is None else a.take(w.order, w.axis)))
@@ -269,29 +277,96 @@ def _upload(device, q):
     if isinstance(q, QStack): return QStack([_upload(device, p) for p in q.parts], q.order, q.experts)
     return QTensor(q.fmt, q.shape, {k:device.upload(p) for k,p in q.parts.items()})
 
-# %% ../../nbs/1_ground/11_weights.ipynb #4e5349b4
-def _load_with(ckpt, plan, device, show, put):
-    "`load`, with what `put` makes of each tensor"
-    out,todo,lock = {w.name:None for w,_,_ in plan},[t for t in plan if t[1]],Lock()
-    size = {w.name:sum(ckpt.tensors[s].nbytes for s in o.sources) for w,o,_ in todo}
-    if (need := sum(size.values()))>(free := device.memory().available):
-        raise OutOfMemoryError(f'The weights of {ckpt.path.name} need {human(need)} on {device.name}, where {human(free)} are available',
-            hint='Free some memory, choose a smaller model, or store it in fewer bits: --quantization nvfp4')
-    def fetch(work):
-        w,o,seen = work
-        if ckpt.kind=='dummy' and not (w.array or o.fn or len(w.shape)<2):  # random numbers need not travel
-            with lock: out[w.name] = put.invent(w, ckpt.tensors[o.sources[0]].fmt)
-            return size[w.name]
-        q = _assemble(ckpt, o, seen, True)
-        if o.fn: q = QTensor('F32', w.shape, dict(data=np.ascontiguousarray(o.fn(q.decode()), np.float32)))
-        with lock: out[w.name] = put(w, q)
-        return size[w.name]
-    order = sorted(todo, key=lambda t: (ckpt.tensors[t[1].sources[0]].file, ckpt.tensors[t[1].sources[0]].offset))
-    with progress(sum(size.values()), 'loading', show) as bar, ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        for n in pool.map(fetch, order): bar.update(n)
-    return out
+# %% ../../nbs/1_ground/11_weights.ipynb #d2db3fe6
+class _Incoming:
+    "A want that is being read"
+    def __init__(self, ckpt, want, way, seen):
+        self.want,self.way,self.seen = want,way,seen
+        self.ts = [ckpt.tensors[s] for s in way.sources]
+        self.nbytes = self.left = sum(t.nbytes for t in self.ts)
+        self.got = {} # place of a span -> its bytes
+        self.landing = None # What a card makes of it by itself
+    def get(self, span)->np.ndarray:
+        "The bytes of a span"
+        return self.got[id(span.file),span.offset] if span.nbytes else np.empty(0, np.uint8)
+    def put(self, span, at, data):
+        "Some bytes of a span have come"
+        place = id(span.file),span.offset
+        if (a := self.got.get(place)) is None: a = self.got.setdefault(place, np.empty(span.nbytes, np.uint8))
+        a[at:at+len(data)] = data
 
-# %% ../../nbs/1_ground/11_weights.ipynb #3d1ff893
+def _extents(incoming)->list[Extent]:
+    "What of the files is to be read, as it lies in them; the key says whose it is: (want, (number of the source, part), span)"
+    found = [Extent(s.file, s.offset, s.nbytes, (to, (i,p), s))
+        for to in incoming for i,t in enumerate(to.ts) for p,s in t.spans.items()]
+    return sorted(found, key=lambda e: (e.file.name,e.offset))
+
+# %% ../../nbs/1_ground/11_weights.ipynb #6eb38632
+class _Arrivals:
+    "Takes windows apart, and makes each want when it is whole"
+    def __init__(self, out, make, bar, staging=None):
+        self.out,self.make,self.bar,self.staging = out,make,bar,staging
+        self.lock = threading.Lock()
+        self.few = threading.BoundedSemaphore(min(4, os.cpu_count() or 1)) # made at a time
+    def __call__(self, w, b):
+        "A window is in the buffer `b`"
+        for_card = []
+        for p in w.parts:
+            to,part,span = p.extent.key
+            if to.landing: for_card.append((to.landing, part, p.at, p.lo, p.hi-p.lo))
+            else: to.put(span, p.at, b.data[p.lo:p.hi])
+        after = self.staging.send(b, w.nbytes, for_card) if for_card else None
+        for to in self.count(w.parts): self.finish(to)
+        return after
+    def count(self, parts)->list:
+        "Wants that are whole now"
+        whole = []
+        with self.lock:
+            for p in parts:
+                to,*_ = p.extent.key
+                to.left -= p.hi-p.lo
+                if not to.left: whole.append(to)
+            self.bar.update(sum(p.hi-p.lo for p in parts))
+        return whole
+    def finish(self, to):
+        "Make a want that is whole"
+        if to.landing: self.out[to.want.name] = self.staging.finish(to.landing)
+        else:
+            with self.few: self.out[to.want.name] = self.make(to)
+        to.got = None # others need the memory
+
+# %% ../../nbs/1_ground/11_weights.ipynb #7493fbcb
+_WINDOW = 8<<20 # Bytes that are read at once
+
+def _window(incoming)->int:
+    "Bytes to read at once: of a small model, not much more than it has"
+    blocks = -(-sum(to.nbytes for to in incoming)//BLOCK)
+    return min(_WINDOW, (blocks+1)*BLOCK)
+
+def _read(ckpt, out, incoming, make, show, staging=None)->Reading:
+    "Read and make all that is `incoming`"
+    size = staging.size if staging else _window(incoming)
+    ring = staging.ring if staging else Ring(2*THREADS, size)
+    extents = _extents(incoming)
+    if staging:
+        _leave_some(extents, staging.budget)
+        staging.begin()
+    with progress(sum(to.nbytes for to in incoming), 'loading', show) as bar:
+        arrivals = _Arrivals(out, make, bar, staging)
+        for to in incoming:
+            if not to.nbytes: arrivals.finish(to)
+        return read_windows(windows(extents, size), arrivals, ring)
+
+def _invent(ckpt, out, incoming, make, show)->Reading:
+    "Make all that is `incoming` of a checkpoint without files"
+    def one(to):
+        out[to.want.name] = make(to)
+        return to.nbytes
+    with progress(sum(to.nbytes for to in incoming), 'loading', show) as bar, ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        for n in pool.map(one, incoming): bar.update(n)
+    return Reading()
+
+# %% ../../nbs/1_ground/11_weights.ipynb #60c67a91
 def _read_bytes(t:TensorInfo)->int:
     "Bytes of a tensor that is kept as it is stored, once it has been read"
     if t.fmt not in FORMATS: return t.nbytes
@@ -306,31 +381,87 @@ def load(
     ignore:Iterable[str]=IGNORE, # Patterns of tensors that may be left over
     parts:Iterable[str]|None=None, # Load only wants of these `part`s; None: all. All are checked
     packed:bool=False, # Keep matrices that are not `exact` as they are stored?
-    put:Callable|None=None, # `put(want, tensor as stored)` makes what goes under the want's name, `put.invent(want, format)` does without a tensor; None: float32 arrays, or tensors as stored
+    put:Callable|None=None, # `put(want, tensor as stored)` makes what goes under the want's name, see below; None: float32 arrays, or tensors as stored
+    note:Callable|None=None, # Called with the `Reading` when all is there
 )->dict: # name -> float32 array on the device, or packed tensor; None where an optional one is absent
     "Check the whole plan (`check_plan`'s errors), then allocate all of it (`OutOfMemoryError`), then read, decode and write"
-    plan = [(w,o,seen) for w,o,seen in _plan(ckpt, wants, ignore) if parts is None or w.part in parts]
-    if put: return _load_with(ckpt, plan, device, show, put)
-    keep = {w.name for w,o,_ in plan if o and packed and not (w.exact or o.exact or o.fn) and len(w.shape)>1}
-    todo = [(w,o,seen) for w,o,seen in plan if o]; plain = [w for w,_,_ in todo if w.name not in keep]
+    plan = [(w,o,seen) for w,o,seen in _plan(ckpt, wants, ignore, put is None) if parts is None or w.part in parts]
+    incoming = [_Incoming(ckpt, *t) for t in plan if t[1]]
+    out = {w.name:None for w,_,_ in plan}
+    if put: r = _load_with(ckpt, out, incoming, device, show, put)
+    else: r = _load_plain(ckpt, out, incoming, device, show, packed)
+    if note: note(r)
+    return out
+
+def _load_plain(ckpt, out, incoming, device, show, packed):
+    "`load` of float32 arrays, and of tensors as stored"
+    def kept(w, o): return packed and not (w.exact or o.exact or o.fn) and len(w.shape)>1
+    keep = {to.want.name for to in incoming if kept(to.want, to.way)}
+    plain = [to.want for to in incoming if to.want.name not in keep]
     need = 4*sum(math.prod(w.shape) for w in plain)
-    for w,o,_ in todo:
-        if w.name not in keep: continue
-        need += sum(_read_bytes(ckpt.tensors[s]) for s in o.sources)
+    need += sum(_read_bytes(t) for to in incoming if to.want.name in keep for t in to.ts)
     if need>(free := device.memory().available):
         raise OutOfMemoryError(f'The weights of {ckpt.path.name} need {human(need)} on {device.name}, where {human(free)} are available',
             hint='Free some memory, or choose a smaller model'+(', or keep the weights packed' if not packed else ''))
-    out = {w.name:None for w,_,_ in plan}|dict(zip((w.name for w in plain), device.carve([w.shape for w in plain])))
-    size = {w.name:sum(ckpt.tensors[s].nbytes for s in o.sources) for w,o,_ in todo}
-    def fetch(work):
-        w,o,seen = work; q = _assemble(ckpt, o, seen, w.name in keep)
-        if w.name in keep: out[w.name] = _upload(device, q)
-        else: _fill(device, out[w.name], q, o.fn)
-        return size[w.name]
-    order = sorted(todo, key=lambda t: (ckpt.tensors[t[1].sources[0]].file, ckpt.tensors[t[1].sources[0]].offset))
-    with progress(sum(size.values()), 'loading', show) as bar, ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        for n in pool.map(fetch, order): bar.update(n)
-    return out
+    arrays = dict(zip((w.name for w in plain), device.carve([w.shape for w in plain])))
+    def make(to):
+        name = to.want.name
+        q = _assemble(ckpt, to.way, to.seen, name in keep, to.get)
+        if name in keep: return _upload(device, q)
+        _fill(device, arrays[name], q, to.way.fn)
+        return arrays[name]
+    return (_read if ckpt.in_files else _invent)(ckpt, out, incoming, make, show)
+
+# %% ../../nbs/1_ground/11_weights.ipynb #b7065687
+def _leave_some(extents, budget:int):
+    "Leave to the host what a card would have to hold beside others, in more than `budget` bytes"
+    last = {id(e.key[0]): i for i,e in enumerate(extents)}
+    now,held = set(),0
+    for i,e in enumerate(extents):
+        to,*_ = e.key
+        if to.landing is None or not to.landing.held: continue
+        if id(to) not in now:
+            if now and held+to.landing.held>budget:
+                to.landing = None
+                continue
+            now.add(id(to))
+            held += to.landing.held
+        if last[id(to)]==i:
+            now.remove(id(to))
+            held -= to.landing.held
+
+# %% ../../nbs/1_ground/11_weights.ipynb #7016fe24
+def _fits_whole(ckpt, incoming, device):
+    "An `OutOfMemoryError` where there is less memory than the files have bytes"
+    need,free = sum(to.nbytes for to in incoming),device.memory().available
+    if need>free: raise OutOfMemoryError(f'The weights of {ckpt.path.name} need {human(need)} on {device.name}, where {human(free)} are available',
+        hint='Free some memory, choose a smaller model, or store it in fewer bits: --quantization nvfp4')
+
+def _load_with(ckpt, out, incoming, device, show, put):
+    "`load`, with what `put` makes of each tensor"
+    _fits_whole(ckpt, incoming, device)
+    def make(to):
+        w,o = to.want,to.way
+        if ckpt.kind=='dummy' and not (w.array or o.fn or len(w.shape)<2): # random numbers need not travel
+            return put.invent(w, to.ts[0].fmt)
+        for t in to.ts if ckpt.in_files else (): check_read(t, to.get)
+        q = _assemble(ckpt, o, to.seen, True, to.get)
+        if o.fn: q = QTensor('F32', w.shape, dict(data=np.ascontiguousarray(o.fn(q.decode()), np.float32)))
+        return put(w, q)
+    if not ckpt.in_files: return _invent(ckpt, out, incoming, make, show)
+    staging = put.staging(_window(incoming))
+    try:
+        for to in incoming if staging else ():
+            turned = any(_turned(ckpt, to.way, t) for t in to.ts)
+            to.landing = staging.add(to.want, to.way, to.ts, to.seen, turned)
+        r = _read(ckpt, out, incoming, make, show, staging)
+        if staging and (bad := staging.broken()): raise _said(ckpt, *bad)
+        return r
+    finally: device.synchronize() # nothing is copied from memory that goes now
+
+def _said(ckpt, t, part):
+    "What to say of a part of a tensor that holds what is not finite"
+    return _not_finite(ckpt, t) if part=='data' else bad_scale(t.stored, t.spans[part], part)
 
 # %% ../../nbs/1_ground/11_weights.ipynb #7b92e3f4
 _QUANTIZED = re.compile(r'model\.layers\.\d+\.(?:self_attn|mixer)\.[qkvo]_proj\.weight|model\.layers\.\d+\.linear_attn\.(?:in_proj_qkvz?|in_proj_z|out_proj)\.weight'
@@ -410,13 +541,14 @@ WEIGHTS = { # A format, or what says it for a tensor's name
 
 class Dummy(Checkpoint):
     "A checkpoint of made-up weights"
+    in_files = False
     def __init__(self, path, meta, config, tensors, folder, seed, whole):
         super().__init__(path, 'dummy', meta, config, tensors, ExitStack())
         self._folder,self._seed,self._whole = folder,seed,whole
     @property
     def folder(self)->Path: return self._folder
     def check(self, names): "Made-up scales are all right"
-    def read(self, name:str)->QTensor:
+    def read(self, name:str, get=None)->QTensor:
         "The tensor `name`, as it would be stored"
         if name not in self.tensors: raise CheckpointError(f'{self.path.name} has no tensor {name!r}', param=name)
         t = self.tensors[name]

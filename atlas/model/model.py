@@ -293,17 +293,18 @@ def _own_head(ckpt)->bool:
 def plan(ckpt)->tuple[Decoder,list[Want]]:
     "The empty model of a checkpoint, and what it wants: parts that the checkpoint does not have (MTP head, vision tower) are left out"
     m = build(ckpt.config); wants = m.wants()+[m.head_want]*_own_head(ckpt)
-    has = lambda p: any(k.startswith(p) for k in ckpt.tensors)
-    return m,[w for w in wants if not w.part or has({'mtp':'mtp.','vision':'visual.'}[w.part])]
+    starts = dict(mtp='mtp.', vision='visual.')
+    there = {part for part,p in starts.items() if any(k.startswith(p) for k in ckpt.tensors)}
+    return m,[w for w in wants if not w.part or w.part in there]
 
-def load_model(ckpt, device, max_seq_len:int|None=None, show=None, parts=('','vision'), packed=False, quantization=None, head=None, drafting=None, activations=None, store=None)->Decoder:
+def load_model(ckpt, device, max_seq_len:int|None=None, show=None, parts=('','vision'), packed=False, quantization=None, head=None, drafting=None, activations=None, note=None, store=None)->Decoder:
     "Build the model of an open `Checkpoint` and load its `parts` onto `device`, on a card requantised as `packer` says, or from the `Store` where they are; errors as for `load`"
     m,wants = plan(ckpt)
     if activations: m.activations = activations
     ignore = (*IGNORE,*m.ignore)
-    how = dict(show=show, ignore=ignore, packed=packed)
+    how = dict(show=show, ignore=ignore, packed=packed, note=note)
     places = words_of(device).placement(device, parts, quantization, head, drafting)
-    ws = store.load(places, show) if store else None
+    ws = store.load(places, show, note) if store else None
     if ws is None:
         ws = {}
         for some,where,put in places:

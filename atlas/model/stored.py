@@ -47,15 +47,16 @@ class Store:
         keys = [k for k in {*was,*self.made_of} if was.get(k)!=self.made_of.get(k)]
         return f'other {" and ".join(sorted(keys))}' if keys else None
 
-# %% ../../nbs/4_model/13_stored.ipynb #f944b547
+# %% ../../nbs/4_model/13_stored.ipynb #b216ac90
 @patch
 def load(self:Store,
     places, # (parts, device, …) of each, as `placement` gives them
     show=None, # Progress bar, as for `progress`
+    note=None, # Is told of each `Reading`
 )->dict|None: # None where there is no file, or one that will not do: the log says why
     "What `Decoder.bind` takes, from the file"
     if not self.path.exists(): return None
-    try: return self._read(places, show)
+    try: return self._read(places, show, note)
     except CheckpointError as e: self._refuse(e.msg)
 
 @patch
@@ -63,7 +64,7 @@ def _refuse(self:Store, why):
     _log.warning('The checkpoint is read, and its packed file made anew: %s', why)
 
 @patch
-def _read(self:Store, places, show):
+def _read(self:Store, places, show, note):
     with PackedFile(self.path) as f:
         if why := self._differs(f.meta): return self._refuse(f'{self.path.name} is of {why}')
         ws,lock,start,size = {},threading.Lock(),perf_counter(),0
@@ -75,6 +76,7 @@ def _read(self:Store, places, show):
                 ws |= f.load(mine, arrays_of(device), seen=seen)
                 size += f.reading.nbytes
                 self.readings.append(f.reading)
+                if note: note(f.reading)
         self.fresh = True
         took = perf_counter()-start
         _log.info('Read %s of packed weights in %.1f s, %s/s', human(size, 1000), took, human(size/took, 1000))
