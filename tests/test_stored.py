@@ -18,7 +18,7 @@ from helpers.waiting import WAIT
 
 pytestmark = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
 DATA = Path(__file__).parent/'data'
-MODELS = sorted(p.name for p in DATA.iterdir() if (p/'config.json').exists() and 'assistant' not in p.name)
+MODELS = sorted(p.name for p in DATA.iterdir() if (p/'config.json').exists())
 
 def arrays(m):
     "The bytes of all arrays of a model's weights, and what they are"
