@@ -33,10 +33,9 @@ def checksums(
             pdl=False, SUMMED=SUMMED)
     return [int(s)%2**64 for s in card.download(sums)]
 
-# %% ../../nbs/3_ops/82_cuda.checksum.ipynb #2501274d
+# %% ../../nbs/3_ops/82_cuda.checksum.ipynb #d0231e5a
 class CardArrays(HostArrays):
     "How bytes get into arrays of a card, and out of them; arrays of the host may be among them"
-    summed = False
     def __init__(self, card):
         self.card,self._ring = card,None
         self.stream:Stream = card.own_stream()
@@ -57,6 +56,7 @@ class CardArrays(HostArrays):
         if not on_card(a): return HOST.get(a, at, out)
         self.stream.gather(self._run(a, at, len(out)), out).wait()
 
+    def passing(self, a): return not on_card(a)
     def sums(self, arrays):
         there = [a for a in arrays if on_card(a)]
         with self.stream.here(): found = iter(checksums(self.card, there))

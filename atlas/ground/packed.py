@@ -24,28 +24,38 @@ from .files import File,MAX_HEADER,_parse_json
 from .formats import QStack,QTensor
 from .reading import BLOCK,Extent,Ring,read_pieces
 
-# %% ../../nbs/1_ground/18_packed.ipynb #bdc021d2
+# %% ../../nbs/1_ground/18_packed.ipynb #0d4f1814
 SUMMED = 1<<14 # Words of 8 bytes that share a factor
 _MOST = (1<<64)-1
 _STEP,_ODD = 0x9E3779B97F4A7C15,0xD6E8FEB86659FD93
 _STEPS = np.arange(SUMMED, dtype=np.uint64)*np.uint64(_STEP)
 _HALF = np.uint64(32)
 
-def _factor(b:int)->np.uint64:
+_TOGETHER = 4 # Runs of so many words that are summed at once: the more, the less threads wait for each other
+
+def _factor(b:int)->int:
     "The odd number that goes with words from `b*SUMMED` on"
     x = (b+1)*_ODD & _MOST
     x = (x^x>>32)*_ODD & _MOST
-    return np.uint64((x^x>>32)|1)
+    return (x^x>>32)|1
 
-def _mixed(words, steps, factor, x, y)->int:
-    "The sum for words that share a `factor`; `x` and `y` are room for it"
-    np.add(words, steps, out=x)
+class _Room(threading.local):
+    "Room for a thread's sums"
+    def __init__(self): self.arrays = np.empty((2,_TOGETHER*SUMMED), np.uint64)
+_room = _Room()
+
+def _mixed(words, j, b)->int:
+    "The sum for `words` [n, m], each row from its `j` on, of runs from `b` on"
+    n,m = words.shape
+    x,y = (a[:n*m].reshape(n, m) for a in _room.arrays)
+    factors = np.array([[_factor(b+i)] for i in range(n)], np.uint64)
+    np.add(words, _STEPS[j:j+m], out=x)
     np.right_shift(x, _HALF, out=y)
     np.bitwise_xor(x, y, out=x)
-    np.multiply(x, factor, out=x)
+    np.multiply(x, factors, out=x)
     np.right_shift(x, _HALF, out=y)
     np.bitwise_xor(x, y, out=x)
-    return int(np.add.reduce(x))
+    return int(np.add.reduce(x, None))
 
 # %% ../../nbs/1_ground/18_packed.ipynb #cd746fc6
 def _words(b:np.ndarray)->np.ndarray:
@@ -60,18 +70,18 @@ def checksum(
     "The sum of `data`; the sums of an array's parts add up to its own, modulo 2⁶⁴"
     if at%8: raise RequestError(f'A sum begins at a multiple of 8 bytes, and this at {at:,}')
     words = _words(data.reshape(-1).view(np.uint8))
-    room,total,i = np.empty((2,min(SUMMED, len(words))), np.uint64),0,0
+    total,i = 0,0
     while i<len(words):
         b,j = divmod(at//8+i, SUMMED)
-        n = min(SUMMED-j, len(words)-i)
-        total += _mixed(words[i:i+n], _STEPS[j:j+n], _factor(b), *room[:,:n])
-        i += n
+        n,m = 1,min(SUMMED-j, len(words)-i)
+        if m==SUMMED: n = min(_TOGETHER, (len(words)-i)//SUMMED)
+        total += _mixed(words[i:i+n*m].reshape(n, m), j, b)
+        i += n*m
     return total & _MOST
 
-# %% ../../nbs/1_ground/18_packed.ipynb #93677de7
+# %% ../../nbs/1_ground/18_packed.ipynb #45af9b98
 class HostArrays:
     "How bytes get into arrays of the host, and out of them"
-    summed = True # Are pieces to be summed as they pass? Else `sums` is asked
     def ring(self)->Ring|None: "Buffers for reading; None: any"; return None
     def buffer(self, nbytes:int)->np.ndarray:
         "Memory to write from, which begins at a multiple of `BLOCK`"
@@ -86,6 +96,9 @@ class HostArrays:
     def get(self, a, at:int, out:np.ndarray):
         "Bytes of `a` from `at` on, into `out`, of `buffer`"
         out[:] = self.flat(a)[at:at+len(out)]
+    def passing(self, a)->bool:
+        "Are pieces of `a` to be summed as they pass? Else `sums` is asked when all of it is there"
+        return True
     def sums(self, arrays:list)->list[int]:
         "The checksum of each"
         return [checksum(a) for a in arrays]
@@ -365,13 +378,14 @@ def _room(self:PackedFile, e:Entry, there):
     if (str(a.dtype),tuple(a.shape))==(e.dtype,e.shape): return a
     raise self.bad(f'{e.name!r} is {e.dtype} {list(e.shape)}, and goes to {a.dtype} {list(a.shape)}', e.name)
 
-# %% ../../nbs/1_ground/18_packed.ipynb #1511aa5e
+# %% ../../nbs/1_ground/18_packed.ipynb #288d0047
 @patch
 def _fill(self:PackedFile, out, place, check, seen):
     "Read the arrays `out`, by name"
     entries = sorted((self.entries[n] for n in out), key=lambda e: e.offset)
     start = self.layout.start
     pieces = [Extent(self.file, start+e.offset, e.nbytes, e.name) for e in entries if e.nbytes]
+    passing = {n: check and place.passing(a) for n,a in out.items()}
     sums,lock = dict.fromkeys(out, 0),threading.Lock()
     def summed(name, at, data):
         for i in range(0, len(data), _PIECE):
@@ -379,14 +393,14 @@ def _fill(self:PackedFile, out, place, check, seen):
             place.put(out[name], at+i, part)
             s = checksum(part, at+i)
             with lock: sums[name] += s
-    def plain(name, at, data): return place.put(out[name], at, data)
-    here = check and place.summed
     def take(name, at, data):
         if seen: seen(len(data))
-        return (summed if here else plain)(name, at, data)
+        return summed(name, at, data) if passing[name] else place.put(out[name], at, data)
     self.reading = read_pieces(pieces, take, place.ring())
-    if check and not here: sums = dict(zip(out, place.sums(list(out.values()))))
-    if check: self._check(sums)
+    if not check: return
+    there = [n for n in out if not passing[n]]
+    sums |= zip(there, place.sums([out[n] for n in there]))
+    self._check(sums)
 
 @patch
 def _check(self:PackedFile, sums):
@@ -494,7 +508,7 @@ class _Writer:
                 continue
             left,offset = left[n:],offset+n
 
-# %% ../../nbs/1_ground/18_packed.ipynb #be2976fb
+# %% ../../nbs/1_ground/18_packed.ipynb #8d86c984
 @patch
 def one(self:_Writer, e:Entry, at:int):
     "Write a buffer's worth of the array `e` from byte `at` on"
@@ -503,16 +517,16 @@ def one(self:_Writer, e:Entry, at:int):
     b = self.buffer()[:_up(n)]
     self.place.get(self.arrays[e.name], at, b[:n])
     b[n:] = 0
-    s = checksum(b[:n], at) if self.place.summed else 0
+    s = checksum(b[:n], at) if self.place.passing(self.arrays[e.name]) else 0
     self.write(b, self.layout.start+e.offset+at)
     with self.lock: self.sums[e.name] += s
 
 @patch
 def batch(self:_Writer, entries:list[Entry], pool):
     "Write some arrays, wait for the disk, and put down that they are whole"
-    sums = [0]*len(entries)
-    if not self.place.summed: sums = self.place.sums([self.arrays[e.name] for e in entries])
-    for e,s in zip(entries, sums): self.sums[e.name] = s
+    arrays = {e.name: self.arrays[e.name] for e in entries}
+    there = [n for n,a in arrays.items() if not self.place.passing(a)]
+    self.sums |= dict.fromkeys(arrays, 0)|dict(zip(there, self.place.sums([arrays[n] for n in there])))
     jobs = [pool.submit(self.one, e, at) for e in entries for at in range(0, e.nbytes, _BUFFER)]
     try:
         for j in jobs: j.result()

@@ -7,15 +7,15 @@ Docs: https://atlas-inference.github.io/atlas/4_model/stored.html.md"""
 # %% auto #0
 __all__ = ['Store']
 
-# %% ../../nbs/4_model/13_stored.ipynb #e629f133
+# %% ../../nbs/4_model/13_stored.ipynb #09771d4c
 import hashlib,json,logging,os,re,threading
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 from fastcore.basics import patch
 from ..cuda.checksum import arrays_of
-from ..ground.core import AtlasError,CheckpointError,human,progress
-from ..ground.packed import PackedFile,StoppedError,save_dict
+from ..ground.core import AtlasError,CheckpointError,progress
+from ..ground.packed import TYPES,PackedFile,StoppedError,save_dict
 from ..ground.weights import Want
 
 # %% ../../nbs/4_model/13_stored.ipynb #b2780034
@@ -67,19 +67,19 @@ def _refuse(self:Store, why):
 def _read(self:Store, places, show, note):
     with PackedFile(self.path) as f:
         if why := self._differs(f.meta): return self._refuse(f'{self.path.name} is of {why}')
-        ws,lock,start,size = {},threading.Lock(),perf_counter(),0
+        homes = {}
+        for parts,device,*_ in places: homes |= dict.fromkeys(parts, arrays_of(device))
+        def part(name): return Want(name, (), ()).part
+        def allocate(e): return homes[part(e.name)].empty(e.shape, TYPES[e.dtype])
+        mine,lock = [n for n in f.names if part(n) in homes],threading.Lock()
         with progress(f.file.size, 'loading', show) as bar:
             def seen(n):
                 with lock: bar.update(n)
-            for parts,device,*_ in places:
-                mine = [n for n in f.names if Want(n, (), ()).part in parts]
-                ws |= f.load(mine, arrays_of(device), seen=seen)
-                size += f.reading.nbytes
-                self.readings.append(f.reading)
-                if note: note(f.reading)
+            ws = f.load(mine, homes[''], allocate=allocate, seen=seen)
         self.fresh = True
-        took = perf_counter()-start
-        _log.info('Read %s of packed weights in %.1f s, %s/s', human(size, 1000), took, human(size/took, 1000))
+        self.readings.append(f.reading)
+        if note: note(f.reading)
+        _log.info('Packed weights: %s', f.reading)
         return ws
 
 # %% ../../nbs/4_model/13_stored.ipynb #21f92072
