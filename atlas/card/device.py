@@ -509,6 +509,8 @@ def lane(self:Device)->Lane:
 def pinned(self:Device, nbytes:int):
     "Memory of the host from which lanes copy: whole pages"
     return mmap.mmap(-1, nbytes)
+@patch
+def unpin(self:Device): "Give back pinned memory that nobody uses any more"
 
 # %% ../../nbs/2_card/01_device.ipynb #6451add7
 class CudaLane(Lane):
@@ -537,6 +539,9 @@ def lane(self:Cuda): return CudaLane(self)
 @patch
 def pinned(self:Cuda, nbytes:int):
     with self.use(): return self.xp.cuda.alloc_pinned_memory(nbytes)
+@patch
+def unpin(self:Cuda):
+    with self.use(): self.xp.get_default_pinned_memory_pool().free_all_blocks()
 
 # %% ../../nbs/2_card/01_device.ipynb #9e77fc26
 def get_device(

@@ -743,6 +743,7 @@ class Landing:
         sizes = (int(np.prod(a[0]))*np.dtype(a[1]).itemsize for a in self.arrays.values() if a)
         return sum(sizes) if self.anew else 0
 
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #8842febe
 @dataclass(frozen=True)
 class _Source:
     "A tensor as one of the sources of a want; those of one shape and kind are alike"
@@ -824,6 +825,7 @@ def _moves_of(self:Staging, f, n4, t, shape)->list|None:
         self._alike[key] = [(*which,np.int64(m.row)) for *which,m in found] if fine else None
     return self._alike[key]
 
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #3dba0389
 @patch
 def add(self:Staging,
     w, # `Want`
@@ -844,6 +846,7 @@ def add(self:Staging,
     if None in moves: return None
     return self._landing(w, f, ts, seen, moves, table)
 
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #47a808b9
 @patch
 def _landing(self:Staging, w, f, ts, seen, moves, table)->Landing:
     "The landing of a want, with its arrays unless they will be stored anew"
@@ -888,8 +891,11 @@ def begin(self:Staging):
     differ = [_AT[k] for k in ('to','above','map','name')]
     self._rows[:,differ] = np.array(self._more, np.int64).reshape(-1, len(differ))
     for i in range(self.ring.count): self._lanes[i] = _Line(self.card, self.size)
+    nothing = np.int64([Move(0, 1, 1, 0, 1, 1).row])
+    _launch(self._lanes[0].src, self.card.upload(nothing), 1, self.bad) # loads the kernel
     self.card.synchronize()
 
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #71489d19
 @patch
 def _arrive(self:Staging, to):
     "The first bytes of what will be stored anew are here"
@@ -920,6 +926,7 @@ def send(self:Staging,
     for to in new: to.marks.append(mark)
     return mark
 
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #3fee9920
 @patch
 def _launch(self:Staging, line, b, jobs):
     "Launch pack.cu for `jobs`, some at a time; waits for all but the last of them"
@@ -956,6 +963,13 @@ def broken(self:Staging)->tuple|None:
     self.card.synchronize()
     bad = int(self.card.download(self.bad)[0])
     return None if bad==_FINE else self.names[bad]
+
+@patch
+def close(self:Staging):
+    "Nothing is on its way any more: give memory back, but what became of it"
+    self.card.synchronize()
+    self._lanes,self.ring = {},None
+    self.card.unpin()
 
 @patch
 def staging(self:packer, size:int)->Staging|None:

@@ -463,6 +463,7 @@ def bad_scale(stored:str, s:Span, part:str)->CheckpointError:
     more = '' if part=='signed' else ' above zero'
     return s.file.bad(f'a scale of {stored!r} is not a finite number{more}', param=stored)
 
+# %% ../../nbs/1_ground/08_files.ipynb #b0b71275
 def _runs(spans, gap:int=1<<16, most:int=1<<24):
     "Lists of the (stored name, `Span`, part) triples that are close enough to be read at once"
     run = []

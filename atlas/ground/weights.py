@@ -211,7 +211,7 @@ def _check_extra(extra, ckpt, wants, used):
             hint='The model has parts that Atlas does not know, and would answer wrongly without them', param=min(t.stored for t in extra))
 
 # %% ../../nbs/1_ground/11_weights.ipynb #6d47d8c6
-def _plan(ckpt, wants, ignore, scales=True):
+def _plan(ckpt, wants, ignore):
     "(want, way to make it, shapes of its sources) of all wants, checked"
     wants = list(wants); picks = [(w,*_pick(ckpt, w)) for w in wants]
     used = {s for _,o,_ in picks if o for s in o.sources}
@@ -221,7 +221,6 @@ def _plan(ckpt, wants, ignore, scales=True):
     for _,o,seen in picks:
         if o: _check_fit(ckpt, o, seen)
     _check_extra(extra, ckpt, wants, used)
-    if scales: ckpt.check(used)
     return picks
 
 def check_plan(
@@ -230,7 +229,11 @@ def check_plan(
     ignore:Iterable[str]=IGNORE, # Patterns of tensors that may be left over
 ):
     "Raise a `CheckpointError` unless the checkpoint holds exactly what `wants` asks for, each in one way, with scales that are numbers"
-    _plan(ckpt, wants, ignore)
+    _check_scales(ckpt, _plan(ckpt, wants, ignore))
+
+def _check_scales(ckpt, plan):
+    "Look at the scales of all sources that a plan uses"
+    ckpt.check({s for _,o,_ in plan if o for s in o.sources})
 
 # %% ../../nbs/1_ground/11_weights.ipynb #e0d572fe
 _PIECE = 1<<20 # Numbers decoded at a time
@@ -385,7 +388,8 @@ def load(
     note:Callable|None=None, # Called with the `Reading` when all is there
 )->dict: # name -> float32 array on the device, or packed tensor; None where an optional one is absent
     "Check the whole plan (`check_plan`'s errors), then allocate all of it (`OutOfMemoryError`), then read, decode and write"
-    plan = [(w,o,seen) for w,o,seen in _plan(ckpt, wants, ignore, put is None) if parts is None or w.part in parts]
+    plan = [(w,o,seen) for w,o,seen in _plan(ckpt, wants, ignore) if parts is None or w.part in parts]
+    if put is None: _check_scales(ckpt, plan)
     incoming = [_Incoming(ckpt, *t) for t in plan if t[1]]
     out = {w.name:None for w,_,_ in plan}
     if put: r = _load_with(ckpt, out, incoming, device, show, put)
@@ -393,6 +397,7 @@ def load(
     if note: note(r)
     return out
 
+# %% ../../nbs/1_ground/11_weights.ipynb #7c66cbb8
 def _load_plain(ckpt, out, incoming, device, show, packed):
     "`load` of float32 arrays, and of tensors as stored"
     def kept(w, o): return packed and not (w.exact or o.exact or o.fn) and len(w.shape)>1
@@ -457,7 +462,8 @@ def _load_with(ckpt, out, incoming, device, show, put):
         r = _read(ckpt, out, incoming, make, show, staging)
         if staging and (bad := staging.broken()): raise _said(ckpt, *bad)
         return r
-    finally: device.synchronize() # nothing is copied from memory that goes now
+    finally:
+        if staging: staging.close()
 
 def _said(ckpt, t, part):
     "What to say of a part of a tensor that holds what is not finite"
