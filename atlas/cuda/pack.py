@@ -631,6 +631,8 @@ def _anew(p, fmt, card):
     return res
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #159e6b5a
+_AHEAD = 1<<26 # Numbers of a tensor that is decoded beside others
+
 class packer:
     "What `load` needs to put weights on a card: a function of a want and its tensor; a `ConfigError` for a format that is none of `REQUANTIZED`"
     def __init__(self,
@@ -659,7 +661,7 @@ class packer:
         if w.array or len(w.shape)<2: return self.card.upload(_paired(w, q.decode() if hasattr(q, 'decode') else q))
         fmt = self.anew(w)
         if fmt and not _wider(q, fmt): fmt = None
-        q = _decoded(q)
+        if np.prod(w.shape)<=_AHEAD: q = _decoded(q)
         with self.lock:
             if fmt: p = requantize(q, self.card, fmt, w.pair)
             else: p = pack(q, self.card, w.pair, w.exact)
@@ -729,6 +731,7 @@ class Landing:
     packed:Packed # Its arrays are None until the first bytes come, if it is stored anew
     anew:str|None=None # Format in which to store it when it is whole
     moves:dict=field(default_factory=dict) # (number of the source, part) -> number of its `Move`
+    ready:bool=True # Are its arrays there?
     late:list=field(default_factory=list) # (number of a `Move`, array) to which addresses are yet to be added
     marks:list=field(default_factory=list) # Wait for what was put into lanes, where it is stored anew
 
@@ -854,7 +857,8 @@ def _landing(self:Staging, w, f, ts, seen, moves, table)->Landing:
     fmt = self.put.anew(w)
     if fmt and not all(card_format(t.fmt, fmt)!=card_format(t.fmt) for t in ts): fmt = None
     to = Landing(f, Packed(f.fmt, n, k, None, experts=E[0] if E else 0, pair=w.pair), fmt)
-    if not fmt: self._room(to)
+    to.ready = not fmt
+    if to.ready: self._room(to)
     base = {a: 0 if fmt else self.card.address(getattr(to.packed, a)) for a,s in to.arrays.items() if s}
     per = len(ts)//E[0] if E and len(seen[0])==2 else len(ts) # sources of a matrix
     above = [0, *np.cumsum([s[-2] for s in seen[:per]]).tolist()]
@@ -900,11 +904,12 @@ def begin(self:Staging):
 def _arrive(self:Staging, to):
     "The first bytes of what will be stored anew are here"
     with self.put.lock:
-        if to.packed.w is not None: return
+        if to.ready: return
         self._room(to)
         self.card.synchronize()
         for i,array in to.late:
             self._rows[i,_AT['to']] += self.card.address(getattr(to.packed, array))
+        to.ready = True
 
 @patch
 def send(self:Staging,
@@ -915,7 +920,7 @@ def send(self:Staging,
     "Have the card take a window apart; what waits until the buffer is free, or None"
     new = {id(p[0]): p[0] for p in parts if p[0].anew}.values()
     for to in new:
-        if to.packed.w is None: self._arrive(to)
+        if not to.ready: self._arrive(to)
     moves = [to.moves[key] for to,key,*_ in parts]
     at,start,size = np.array([p[2:] for p in parts], np.int64).T
     jobs,_ = as_jobs(self._rows[moves], start, at, size)
