@@ -797,6 +797,7 @@ class Staging:
         self.bad = self.card.upload(np.int32([_FINE]))
         self.names,self._moves,self._more = [],[],[] # of each part: `more` is what differs among those alike
         self._alike,self._tables,self._lanes = {},{},{}
+        self._waiting = [] # Landings that are stored anew
         self._rows = None
     budget = property(lambda self: max(1<<30, self.card.memory().available//8), doc='Bytes for what waits to be stored anew')
     def __repr__(self): return f'Staging({len(self._moves)} parts of tensors, {self.ring})'
@@ -857,8 +858,11 @@ def _landing(self:Staging, w, f, ts, seen, moves, table)->Landing:
     fmt = self.put.anew(w)
     if fmt and not all(card_format(t.fmt, fmt)!=card_format(t.fmt) for t in ts): fmt = None
     to = Landing(f, Packed(f.fmt, n, k, None, experts=E[0] if E else 0, pair=w.pair), fmt)
-    to.ready = not fmt
+    to.ready,late = not fmt,-1
     if to.ready: self._room(to)
+    else:
+        late = len(self._waiting)
+        self._waiting.append(to)
     base = {a: 0 if fmt else self.card.address(getattr(to.packed, a)) for a,s in to.arrays.items() if s}
     per = len(ts)//E[0] if E and len(seen[0])==2 else len(ts) # sources of a matrix
     above = [0, *np.cumsum([s[-2] for s in seen[:per]]).tolist()]
@@ -868,7 +872,7 @@ def _landing(self:Staging, w, f, ts, seen, moves, table)->Landing:
             j = len(self._moves)
             to.moves[i,part] = j
             self._moves.append(row)
-            self._more.append((base[array]+first*size, above[i%per], table, j))
+            self._more.append((base[array]+first*size, above[i%per], table, j, late))
             self.names.append((t, part))
             if fmt: to.late.append((j, array))
     return to
@@ -893,7 +897,8 @@ def begin(self:Staging):
     "All wants are known: have the card ready"
     self._rows = np.array(self._moves, np.int64).reshape(-1, len(_JOB))
     differ = [_AT[k] for k in ('to','above','map','name')]
-    self._rows[:,differ] = np.array(self._more, np.int64).reshape(-1, len(differ))
+    more = np.array(self._more, np.int64).reshape(-1, 1+len(differ))
+    self._rows[:,differ],self._late = more[:,:-1],more[:,-1]
     for i in range(self.ring.count): self._lanes[i] = _Line(self.card, self.size)
     nothing = np.int64([Move(0, 1, 1, 0, 1, 1).row])
     _launch(self._lanes[0].src, self.card.upload(nothing), 1, self.bad) # loads the kernel
@@ -915,20 +920,21 @@ def _arrive(self:Staging, to):
 def send(self:Staging,
     b, # Buffer of the ring, with a window in it
     nbytes:int, # Of it
-    parts:list, # (landing, key of its `moves`, byte of the tensor, where in the buffer, bytes)
+    moves, # int64 [J]: numbers of the `Move`s of its parts
+    at, # int64 [J]: byte of the tensor with which each begins
+    lo, # int64 [J]: where that is in the buffer
+    n, # int64 [J]: bytes
 ):
     "Have the card take a window apart; what waits until the buffer is free, or None"
-    new = {id(p[0]): p[0] for p in parts if p[0].anew}.values()
-    for to in new:
+    late = [self._waiting[i] for i in np.unique(self._late[moves]).tolist() if i>=0]
+    for to in late:
         if not to.ready: self._arrive(to)
-    moves = [to.moves[key] for to,key,*_ in parts]
-    at,start,size = np.array([p[2:] for p in parts], np.int64).T
-    jobs,_ = as_jobs(self._rows[moves], start, at, size)
+    jobs,_ = as_jobs(self._rows[moves], lo, at, n)
     line = self._lanes[b.place]
     with line.lane.use():
         line.lane.copy(line.src[:nbytes], b.data[:nbytes])
         mark = self._launch(line, b, jobs)
-    for to in new: to.marks.append(mark)
+    for to in late: to.marks.append(mark)
     return mark
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #3fee9920
