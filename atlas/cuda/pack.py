@@ -668,12 +668,6 @@ class packer:
             self.card.synchronize() # what it took beside is free again
             return p
 
-    def invent(self, w:Want, fmt:str)->Packed:
-        "Random numbers in place of a tensor in `fmt`"
-        f = card_format(fmt, self.anew(w))
-        seed = crc32(w.name.encode())
-        with self.card.use(): return invented(self.card, w.shape, f, w.pair, seed)
-
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #4dfd6a7f
 def _paired(w, a):
     "The numbers `a` in the order of their matrix's rows"
@@ -1017,3 +1011,10 @@ def invented(card, shape, f:CardFormat, pair:bool=False, seed:int=0)->Packed:
     s,gs = f.even(std) if f.even else (None,None)
     s,gs = _full(card, new['s'], s),_full(card, new['gs'], gs)
     return Packed(f.fmt, n, k, w, s, gs, E, pair)
+
+@patch
+def invent(self:packer, w:Want, fmt:str)->Packed:
+    "Random numbers in place of a tensor in `fmt`"
+    f = card_format(fmt, self.anew(w))
+    seed = crc32(w.name.encode())
+    with self.card.use(): return invented(self.card, w.shape, f, w.pair, seed)
