@@ -195,5 +195,5 @@ def test_few_wants_wait_at_a_time():
     def want(held): return NS(landing=NS(held=held))
     a,b,c,d,plain = want(5),want(5),want(5),want(50),want(0)
     order = [a,plain,b,a,c,b,c,d,plain,d]
-    _leave_some([NS(key=(to,)) for to in order], 9)
+    _leave_some(order, 9)
     assert [to.landing is not None for to in (a,b,c,d,plain)]==[True,False,True,True,True]

@@ -492,7 +492,7 @@ class Lane:
     "Copies to a device and work on it, one after the other, beside those of other lanes"
     def __init__(self, device): self.device = device
     def use(self):
-        "A context in which kernels are launched in this lane"
+        "A context in which copies and kernels go into this lane"
         return self.device.use()
     def copy(self, dst, a):
         "Copy the host array `a` into `dst`, as long; it must stay as it is until then"
@@ -509,27 +509,28 @@ def lane(self:Device)->Lane:
 def pinned(self:Device, nbytes:int):
     "Memory of the host from which lanes copy: whole pages"
     return mmap.mmap(-1, nbytes)
+@patch
+def unpin(self:Device): "Give back pinned memory that nobody uses any more"
 
 # %% ../../nbs/2_card/01_device.ipynb #6451add7
 class CudaLane(Lane):
     "A stream of a card"
     def __init__(self, card):
         self.device = card
-        with card.use(): self.stream = card.xp.cuda.Stream(non_blocking=True)
+        with card.use():
+            self.stream = card.xp.cuda.Stream(non_blocking=True)
+            self.event = card.xp.cuda.Event(block=True, disable_timing=True)
     @contextmanager
     def use(self):
         with self.device.use(), self.stream: yield
     def copy(self, dst, a):
         rt = self.device.xp.cuda.runtime
-        with self.device.use():
-            rt.memcpyAsync(dst.data.ptr, a.ctypes.data, a.nbytes, rt.memcpyHostToDevice, self.stream.ptr)
+        rt.memcpyAsync(dst.data.ptr, a.ctypes.data, a.nbytes, rt.memcpyHostToDevice, self.stream.ptr)
     def mark(self):
-        with self.device.use():
-            e = self.device.xp.cuda.Event(block=True, disable_timing=True)
-            e.record(self.stream)
-        return functools.partial(self._wait, e)
-    def _wait(self, e):
-        with self.device.use(): e.synchronize()
+        self.event.record(self.stream) # whoever waits for an earlier mark waits for this one
+        return self._wait
+    def _wait(self):
+        with self.device.use(): self.event.synchronize()
 
 @patch
 def lane(self:Cuda): return CudaLane(self)
@@ -537,6 +538,9 @@ def lane(self:Cuda): return CudaLane(self)
 @patch
 def pinned(self:Cuda, nbytes:int):
     with self.use(): return self.xp.cuda.alloc_pinned_memory(nbytes)
+@patch
+def unpin(self:Cuda):
+    with self.use(): self.xp.get_default_pinned_memory_pool().free_all_blocks()
 
 # %% ../../nbs/2_card/01_device.ipynb #9e77fc26
 def get_device(

@@ -631,6 +631,8 @@ def _anew(p, fmt, card):
     return res
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #159e6b5a
+_AHEAD = 1<<26 # Numbers of a tensor that is decoded beside others
+
 class packer:
     "What `load` needs to put weights on a card: a function of a want and its tensor; a `ConfigError` for a format that is none of `REQUANTIZED`"
     def __init__(self,
@@ -659,18 +661,12 @@ class packer:
         if w.array or len(w.shape)<2: return self.card.upload(_paired(w, q.decode() if hasattr(q, 'decode') else q))
         fmt = self.anew(w)
         if fmt and not _wider(q, fmt): fmt = None
-        q = _decoded(q)
+        if np.prod(w.shape)<=_AHEAD: q = _decoded(q)
         with self.lock:
             if fmt: p = requantize(q, self.card, fmt, w.pair)
             else: p = pack(q, self.card, w.pair, w.exact)
             self.card.synchronize() # what it took beside is free again
             return p
-
-    def invent(self, w:Want, fmt:str)->Packed:
-        "Random numbers in place of a tensor in `fmt`"
-        f = card_format(fmt, self.anew(w))
-        seed = crc32(w.name.encode())
-        with self.card.use(): return invented(self.card, w.shape, f, w.pair, seed)
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #4dfd6a7f
 def _paired(w, a):
@@ -729,6 +725,7 @@ class Landing:
     packed:Packed # Its arrays are None until the first bytes come, if it is stored anew
     anew:str|None=None # Format in which to store it when it is whole
     moves:dict=field(default_factory=dict) # (number of the source, part) -> number of its `Move`
+    ready:bool=True # Are its arrays there?
     late:list=field(default_factory=list) # (number of a `Move`, array) to which addresses are yet to be added
     marks:list=field(default_factory=list) # Wait for what was put into lanes, where it is stored anew
 
@@ -743,6 +740,7 @@ class Landing:
         sizes = (int(np.prod(a[0]))*np.dtype(a[1]).itemsize for a in self.arrays.values() if a)
         return sum(sizes) if self.anew else 0
 
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #8842febe
 @dataclass(frozen=True)
 class _Source:
     "A tensor as one of the sources of a want; those of one shape and kind are alike"
@@ -793,6 +791,7 @@ class Staging:
         self.bad = self.card.upload(np.int32([_FINE]))
         self.names,self._moves,self._more = [],[],[] # of each part: `more` is what differs among those alike
         self._alike,self._tables,self._lanes = {},{},{}
+        self._waiting = [] # Landings that are stored anew
         self._rows = None
     budget = property(lambda self: max(1<<30, self.card.memory().available//8), doc='Bytes for what waits to be stored anew')
     def __repr__(self): return f'Staging({len(self._moves)} parts of tensors, {self.ring})'
@@ -824,6 +823,7 @@ def _moves_of(self:Staging, f, n4, t, shape)->list|None:
         self._alike[key] = [(*which,np.int64(m.row)) for *which,m in found] if fine else None
     return self._alike[key]
 
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #3dba0389
 @patch
 def add(self:Staging,
     w, # `Want`
@@ -844,6 +844,7 @@ def add(self:Staging,
     if None in moves: return None
     return self._landing(w, f, ts, seen, moves, table)
 
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #47a808b9
 @patch
 def _landing(self:Staging, w, f, ts, seen, moves, table)->Landing:
     "The landing of a want, with its arrays unless they will be stored anew"
@@ -851,7 +852,11 @@ def _landing(self:Staging, w, f, ts, seen, moves, table)->Landing:
     fmt = self.put.anew(w)
     if fmt and not all(card_format(t.fmt, fmt)!=card_format(t.fmt) for t in ts): fmt = None
     to = Landing(f, Packed(f.fmt, n, k, None, experts=E[0] if E else 0, pair=w.pair), fmt)
-    if not fmt: self._room(to)
+    to.ready,late = not fmt,-1
+    if to.ready: self._room(to)
+    else:
+        late = len(self._waiting)
+        self._waiting.append(to)
     base = {a: 0 if fmt else self.card.address(getattr(to.packed, a)) for a,s in to.arrays.items() if s}
     per = len(ts)//E[0] if E and len(seen[0])==2 else len(ts) # sources of a matrix
     above = [0, *np.cumsum([s[-2] for s in seen[:per]]).tolist()]
@@ -861,7 +866,7 @@ def _landing(self:Staging, w, f, ts, seen, moves, table)->Landing:
             j = len(self._moves)
             to.moves[i,part] = j
             self._moves.append(row)
-            self._more.append((base[array]+first*size, above[i%per], table, j))
+            self._more.append((base[array]+first*size, above[i%per], table, j, late))
             self.names.append((t, part))
             if fmt: to.late.append((j, array))
     return to
@@ -886,40 +891,47 @@ def begin(self:Staging):
     "All wants are known: have the card ready"
     self._rows = np.array(self._moves, np.int64).reshape(-1, len(_JOB))
     differ = [_AT[k] for k in ('to','above','map','name')]
-    self._rows[:,differ] = np.array(self._more, np.int64).reshape(-1, len(differ))
+    more = np.array(self._more, np.int64).reshape(-1, 1+len(differ))
+    self._rows[:,differ],self._late = more[:,:-1],more[:,-1]
     for i in range(self.ring.count): self._lanes[i] = _Line(self.card, self.size)
+    nothing = np.int64([Move(0, 1, 1, 0, 1, 1).row])
+    _launch(self._lanes[0].src, self.card.upload(nothing), 1, self.bad) # loads the kernel
     self.card.synchronize()
 
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #71489d19
 @patch
 def _arrive(self:Staging, to):
     "The first bytes of what will be stored anew are here"
     with self.put.lock:
-        if to.packed.w is not None: return
+        if to.ready: return
         self._room(to)
         self.card.synchronize()
         for i,array in to.late:
             self._rows[i,_AT['to']] += self.card.address(getattr(to.packed, array))
+        to.ready = True
 
 @patch
 def send(self:Staging,
     b, # Buffer of the ring, with a window in it
     nbytes:int, # Of it
-    parts:list, # (landing, key of its `moves`, byte of the tensor, where in the buffer, bytes)
+    moves, # int64 [J]: numbers of the `Move`s of its parts
+    at, # int64 [J]: byte of the tensor with which each begins
+    lo, # int64 [J]: where that is in the buffer
+    n, # int64 [J]: bytes
 ):
     "Have the card take a window apart; what waits until the buffer is free, or None"
-    new = {id(p[0]): p[0] for p in parts if p[0].anew}.values()
-    for to in new:
-        if to.packed.w is None: self._arrive(to)
-    moves = [to.moves[key] for to,key,*_ in parts]
-    at,start,size = np.array([p[2:] for p in parts], np.int64).T
-    jobs,_ = as_jobs(self._rows[moves], start, at, size)
+    late = [self._waiting[i] for i in np.unique(self._late[moves]).tolist() if i>=0]
+    for to in late:
+        if not to.ready: self._arrive(to)
+    jobs,_ = as_jobs(self._rows[moves], lo, at, n)
     line = self._lanes[b.place]
     with line.lane.use():
         line.lane.copy(line.src[:nbytes], b.data[:nbytes])
         mark = self._launch(line, b, jobs)
-    for to in new: to.marks.append(mark)
+    for to in late: to.marks.append(mark)
     return mark
 
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #3fee9920
 @patch
 def _launch(self:Staging, line, b, jobs):
     "Launch pack.cu for `jobs`, some at a time; waits for all but the last of them"
@@ -958,6 +970,13 @@ def broken(self:Staging)->tuple|None:
     return None if bad==_FINE else self.names[bad]
 
 @patch
+def close(self:Staging):
+    "Nothing is on its way any more: give memory back, but what became of it"
+    self.card.synchronize()
+    self._lanes,self.ring = {},None
+    self.card.unpin()
+
+@patch
 def staging(self:packer, size:int)->Staging|None:
     "What packs windows of `size` bytes while they are read; None on a host"
     return None if self.card.kind=='cpu' else Staging(self, size)
@@ -992,3 +1011,10 @@ def invented(card, shape, f:CardFormat, pair:bool=False, seed:int=0)->Packed:
     s,gs = f.even(std) if f.even else (None,None)
     s,gs = _full(card, new['s'], s),_full(card, new['gs'], gs)
     return Packed(f.fmt, n, k, w, s, gs, E, pair)
+
+@patch
+def invent(self:packer, w:Want, fmt:str)->Packed:
+    "Random numbers in place of a tensor in `fmt`"
+    f = card_format(fmt, self.anew(w))
+    seed = crc32(w.name.encode())
+    with self.card.use(): return invented(self.card, w.shape, f, w.pair, seed)

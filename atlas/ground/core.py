@@ -8,10 +8,11 @@ Docs: https://atlas-inference.github.io/atlas/1_ground/core.html.md"""
 __all__ = ['INSTALL_CUDA', 'AtlasError', 'RequestError', 'ContextLengthError', 'TemplateError', 'QueueFullError', 'SourceError',
            'CheckpointError', 'ConfigError', 'UnsupportedError', 'DeviceError', 'OutOfMemoryError', 'CudaFault',
            'WriteError', 'BusyError', 'EngineError', 'NumericError', 'typed_error', 'human', 'kernel_dir', 'home',
-           'in_notebook', 'interactive', 'progress']
+           'no_cycles', 'in_notebook', 'interactive', 'progress']
 
 # %% ../../nbs/1_ground/01_core.ipynb #b20fcb03
-import os,sys
+import gc,os,sys
+from contextlib import contextmanager
 from pathlib import Path
 from fastcore.basics import first,ifnone,store_attr
 import atlas
@@ -118,6 +119,16 @@ def home()->Path:
     "Folder of Atlas's own cache: `$ATLAS_HOME`, else `$XDG_CACHE_HOME/atlas`, else `~/.cache/atlas`"
     if d := os.environ.get('ATLAS_HOME'): return Path(d).expanduser()
     return Path(os.environ.get('XDG_CACHE_HOME') or Path.home()/'.cache')/'atlas'
+
+# %% ../../nbs/1_ground/01_core.ipynb #18827ffb
+@contextmanager
+def no_cycles():
+    "A context, or decorator, in which Python does not look for cycles of objects"
+    was = gc.isenabled()
+    gc.disable()
+    try: yield
+    finally:
+        if was: gc.enable()
 
 # %% ../../nbs/1_ground/01_core.ipynb #e3df818f
 def in_notebook()->bool:

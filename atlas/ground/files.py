@@ -463,6 +463,7 @@ def bad_scale(stored:str, s:Span, part:str)->CheckpointError:
     more = '' if part=='signed' else ' above zero'
     return s.file.bad(f'a scale of {stored!r} is not a finite number{more}', param=stored)
 
+# %% ../../nbs/1_ground/08_files.ipynb #b0b71275
 def _runs(spans, gap:int=1<<16, most:int=1<<24):
     "Lists of the (stored name, `Span`, part) triples that are close enough to be read at once"
     run = []
@@ -551,8 +552,10 @@ def shards(folder:Path)->dict[str,str]:
     "The index of a sharded checkpoint: tensor -> file name"
     m = json_file(folder/INDEX).get('weight_map')
     if not isinstance(m, dict) or not m: raise CheckpointError(f'{INDEX} has no weight_map', hint=AGAIN, param='weight_map')
+    said = {n for n in m.values() if isinstance(n, str)}
+    fine = {n for n in said if re.fullmatch(r'[^/\\\0]+\.safetensors', n)}
     for k,n in m.items():
-        if not isinstance(n, str) or not re.fullmatch(r'[^/\\\0]+\.safetensors', n):
+        if not isinstance(n, str) or n not in fine:
             raise CheckpointError(f'{INDEX} sends tensor {k!r} to {n!r}, expected the name of a .safetensors file beside it', param=k)
     for n in sorted(set(m.values())):
         if not (folder/n).is_file(): raise CheckpointError(f'{n}, named by {INDEX}, is missing', hint='Download the missing file into the same folder', param=n)

@@ -8,14 +8,14 @@ Docs: https://atlas-inference.github.io/atlas/1_ground/reading.html.md"""
 __all__ = ['BLOCK', 'THREADS', 'GAP', 'Extent', 'Part', 'Window', 'windows', 'Ring', 'open_direct', 'Reading', 'read_windows',
            'read_pieces']
 
-# %% ../../nbs/1_ground/10_reading.ipynb #c7479b49
+# %% ../../nbs/1_ground/10_reading.ipynb #82f06421
 import errno,mmap,os,threading
 import numpy as np
-from collections import deque
 from collections.abc import Callable,Iterable,Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack,suppress
 from dataclasses import dataclass,field
+from functools import cached_property
 from queue import SimpleQueue
 from time import perf_counter
 from fastcore.basics import patch
@@ -34,7 +34,7 @@ class Extent:
     nbytes:int
     key:object=None # Whose they are
 
-# %% ../../nbs/1_ground/10_reading.ipynb #0ad81bbe
+# %% ../../nbs/1_ground/10_reading.ipynb #f6f86e81
 @dataclass(slots=True)
 class Part:
     "What a window has of an extent"
@@ -43,18 +43,10 @@ class Part:
     lo:int # Where that is in the window
     hi:int # And where the part ends
 
-@dataclass(frozen=True)
-class Window:
-    "What is read at once"
-    file:File
-    start:int # Of the file; a multiple of `BLOCK`
-    nbytes:int # Up to the last byte that somebody wants
-    parts:list[Part]
-
 def _down(n): return n//BLOCK*BLOCK
 def _up(n): return -(-n//BLOCK)*BLOCK
 
-# %% ../../nbs/1_ground/10_reading.ipynb #855bfd8e
+# %% ../../nbs/1_ground/10_reading.ipynb #089e7260
 GAP = 1<<16 # Bytes that nobody wants, and that are read all the same
 
 def _runs(extents)->Iterator[list]:
@@ -71,29 +63,57 @@ def _runs(extents)->Iterator[list]:
         run.append(e)
     if run: yield run
 
-def _part(e, start, end):
-    "What of the extent `e` is between two bytes of the file"
-    lo,hi = max(e.offset, start),min(e.offset+e.nbytes, end)
-    return Part(e, lo-e.offset, lo-start, hi-start)
+# %% ../../nbs/1_ground/10_reading.ipynb #55d6ca08
+class _Run:
+    "Extents that are read as one, and where they begin and end"
+    def __init__(self, extents):
+        self.extents,self.file = extents,extents[0].file
+        self.start = np.array([e.offset for e in extents], np.int64)
+        self.end = self.start+np.array([e.nbytes for e in extents], np.int64)
+        self.reach = np.maximum.accumulate(self.end)
+    @cached_property
+    def keys(self): return np.array([e.key for e in self.extents])
 
+@dataclass(slots=True)
+class Window:
+    "What is read at once"
+    run:_Run
+    first:int # Number in the run of the first extent that may have a part in it
+    last:int # And of the last, plus one
+    start:int # Byte of the file; a multiple of `BLOCK`
+    nbytes:int # Up to the last byte that somebody wants
+    @property
+    def file(self)->File: return self.run.file
+    def cut(self)->tuple: # int64 arrays: number in the run, byte of the extent, where that is in the window, bytes
+        "The parts in it"
+        some = slice(self.first, self.last)
+        a = self.run.start[some]
+        lo,hi = np.maximum(a, self.start),np.minimum(self.run.end[some], self.start+self.nbytes)
+        there = np.flatnonzero(hi>lo)
+        a,lo,hi = a[there],lo[there],hi[there]
+        return there+self.first,lo-a,lo-self.start,hi-lo
+    @property
+    def parts(self)->list[Part]:
+        "The same as objects"
+        which,*places = (a.tolist() for a in self.cut())
+        return [Part(self.run.extents[i], at, lo, lo+n) for i,at,lo,n in zip(which, *places)]
+
+# %% ../../nbs/1_ground/10_reading.ipynb #78683095
 def windows(
     extents:Iterable, # `Extent`s, in the order in which to read them: that of the file
     size:int, # Most bytes of a window; a multiple of `BLOCK`
 )->Iterator[Window]:
     "All of `extents` in as few reads as possible"
-    for run in _runs(extents):
-        start,left = _down(run[0].offset),deque(run)
-        inside = [] # extents of this window that have not ended
-        while left or inside:
-            if not inside: start = max(start, _down(left[0].offset))
+    for extents in _runs(extents):
+        run,start = _Run(extents),0
+        while (i := int(run.reach.searchsorted(start, 'right')))<len(extents):
+            start = max(start, _down(int(run.start[i])))
             end = start+size
-            while left and left[0].offset<end: inside.append(left.popleft())
-            parts = [_part(e, start, end) for e in inside]
-            yield Window(run[0].file, start, max(p.hi for p in parts), parts)
-            inside = [e for e in inside if e.offset+e.nbytes>end]
+            j = int(run.start.searchsorted(end))
+            yield Window(run, i, j, start, min(int(run.reach[j-1]), end)-start)
             start = end
 
-# %% ../../nbs/1_ground/10_reading.ipynb #62bc045c
+# %% ../../nbs/1_ground/10_reading.ipynb #be2c57b9
 class _Buffer:
     "One buffer of a ring"
     def __init__(self, memory, place):
@@ -126,7 +146,7 @@ class Ring:
         self._made,self._free,self._lock = [],SimpleQueue(),threading.Lock()
     def __repr__(self): return f'Ring({self.count} buffers of {human(self.nbytes)}, {len(self._made)} made)'
 
-# %% ../../nbs/1_ground/10_reading.ipynb #318b4589
+# %% ../../nbs/1_ground/10_reading.ipynb #ccd79835
 @patch
 def _fresh(self:Ring)->_Buffer|None:
     "A new buffer, while there are fewer than there may be"
@@ -163,7 +183,7 @@ def settle(self:Ring):
         except Exception as e: failed = failed or e
     if failed: raise failed
 
-# %% ../../nbs/1_ground/10_reading.ipynb #a65aa389
+# %% ../../nbs/1_ground/10_reading.ipynb #be8bdcbb
 _DIRECT = getattr(os, 'O_DIRECT', 0)
 _REFUSED = errno.EINVAL,errno.EOPNOTSUPP,errno.ENOSYS
 
@@ -188,7 +208,7 @@ def _forget(fd, offset, n):
     "Tell the kernel that bytes in its cache will not be needed"
     with suppress(AttributeError,OSError): os.posix_fadvise(fd, offset, n, os.POSIX_FADV_DONTNEED)
 
-# %% ../../nbs/1_ground/10_reading.ipynb #bb6a80ae
+# %% ../../nbs/1_ground/10_reading.ipynb #f793f74c
 @patch
 def fill(self:_Source, memory:memoryview, start:int, need:int):
     "Read from `start` into `memory`, which begins at a multiple of a block, at least `need` bytes"
@@ -208,7 +228,7 @@ def fill(self:_Source, memory:memoryview, start:int, need:int):
         else: _forget(plain, start+got, n)
         got += n
 
-# %% ../../nbs/1_ground/10_reading.ipynb #04ae8509
+# %% ../../nbs/1_ground/10_reading.ipynb #29857834
 @dataclass
 class Reading:
     "What was read, and how long it took"
@@ -239,7 +259,7 @@ class _Work:
     stop:bool=False
     lock:object=field(default_factory=threading.Lock)
 
-# %% ../../nbs/1_ground/10_reading.ipynb #67340df1
+# %% ../../nbs/1_ground/10_reading.ipynb #e9b0655d
 @patch
 def fetch(self:_Work):
     "The next window, and its file ready to be read; None when there is none"
@@ -281,7 +301,7 @@ def work(self:_Work):
         t = self.total
         t.waited,t.read,t.taken,t.nbytes = t.waited+waited,t.read+read,t.taken+taken,t.nbytes+nbytes
 
-# %% ../../nbs/1_ground/10_reading.ipynb #bcb779bf
+# %% ../../nbs/1_ground/10_reading.ipynb #aac32296
 @patch
 def close(self:_Work, fine:bool):
     "Nobody reads any more: wait for copies, let files go; a `CheckpointError` for one that changed"
@@ -316,7 +336,7 @@ def read_windows(
     w.total.seconds,w.total.threads = perf_counter()-start,threads
     return w.total
 
-# %% ../../nbs/1_ground/10_reading.ipynb #d5aa2207
+# %% ../../nbs/1_ground/10_reading.ipynb #42d56667
 def _each(take, w, b):
     "Have each part of a window taken; what must happen before the buffer is filled again"
     after = []

@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from zlib import crc32
 from fastcore.basics import first,patch
 from .core import (CheckpointError,ConfigError,OutOfMemoryError,SourceError,
-    UnsupportedError,human,progress)
+    UnsupportedError,human,no_cycles,progress)
 from .config import ModelConfig,family_of
 from .files import (AGAIN,INDEX,PAYLOADS,SCALES,Span,TensorInfo,
     bad_scale,check_read,check_scales,read_tensor,span_bytes,st_open)
@@ -82,6 +82,7 @@ def check(self:Checkpoint, names:Iterable[str]):
     check_scales(self.tensors[n] for n in names)
 
 # %% ../../nbs/1_ground/11_weights.ipynb #9d43c4d6
+@no_cycles()
 def open_checkpoint(
     path:str|Path, # A .safetensors or .gguf file, or a directory with a model
 )->Checkpoint:
@@ -211,7 +212,7 @@ def _check_extra(extra, ckpt, wants, used):
             hint='The model has parts that Atlas does not know, and would answer wrongly without them', param=min(t.stored for t in extra))
 
 # %% ../../nbs/1_ground/11_weights.ipynb #6d47d8c6
-def _plan(ckpt, wants, ignore, scales=True):
+def _plan(ckpt, wants, ignore):
     "(want, way to make it, shapes of its sources) of all wants, checked"
     wants = list(wants); picks = [(w,*_pick(ckpt, w)) for w in wants]
     used = {s for _,o,_ in picks if o for s in o.sources}
@@ -221,7 +222,6 @@ def _plan(ckpt, wants, ignore, scales=True):
     for _,o,seen in picks:
         if o: _check_fit(ckpt, o, seen)
     _check_extra(extra, ckpt, wants, used)
-    if scales: ckpt.check(used)
     return picks
 
 def check_plan(
@@ -230,7 +230,11 @@ def check_plan(
     ignore:Iterable[str]=IGNORE, # Patterns of tensors that may be left over
 ):
     "Raise a `CheckpointError` unless the checkpoint holds exactly what `wants` asks for, each in one way, with scales that are numbers"
-    _plan(ckpt, wants, ignore)
+    _check_scales(ckpt, _plan(ckpt, wants, ignore))
+
+def _check_scales(ckpt, plan):
+    "Look at the scales of all sources that a plan uses"
+    ckpt.check({s for _,o,_ in plan if o for s in o.sources})
 
 # %% ../../nbs/1_ground/11_weights.ipynb #e0d572fe
 _PIECE = 1<<20 # Numbers decoded at a time
@@ -283,7 +287,7 @@ class _Incoming:
     def __init__(self, ckpt, want, way, seen):
         self.want,self.way,self.seen = want,way,seen
         self.ts = [ckpt.tensors[s] for s in way.sources]
-        self.nbytes = self.left = sum(t.nbytes for t in self.ts)
+        self.nbytes = sum(t.nbytes for t in self.ts)
         self.got = {} # place of a span -> its bytes
         self.landing = None # What a card makes of it by itself
     def get(self, span)->np.ndarray:
@@ -295,45 +299,52 @@ class _Incoming:
         if (a := self.got.get(place)) is None: a = self.got.setdefault(place, np.empty(span.nbytes, np.uint8))
         a[at:at+len(data)] = data
 
-def _extents(incoming)->list[Extent]:
-    "What of the files is to be read, as it lies in them; the key says whose it is: (want, (number of the source, part), span)"
-    found = [Extent(s.file, s.offset, s.nbytes, (to, (i,p), s))
-        for to in incoming for i,t in enumerate(to.ts) for p,s in t.spans.items()]
-    return sorted(found, key=lambda e: (e.file.name,e.offset))
+def _extents(incoming)->tuple[list,list[Extent]]:
+    "All parts of sources, (want, number of the source, name of the part, span) each, and what of the files that is, as it lies in them; keys are numbers in the first list"
+    whose = [(to, i, p, s) for to in incoming for i,t in enumerate(to.ts) for p,s in t.spans.items()]
+    whose.sort(key=lambda x: (x[3].file.name,x[3].offset))
+    return whose,[Extent(s.file, s.offset, s.nbytes, i) for i,(*_,s) in enumerate(whose)]
+
 
 # %% ../../nbs/1_ground/11_weights.ipynb #6eb38632
 class _Arrivals:
     "Takes windows apart, and makes each want when it is whole"
-    def __init__(self, out, make, bar, staging=None):
-        self.out,self.make,self.bar,self.staging = out,make,bar,staging
+    def __init__(self, out, make, bar, incoming, whose, staging=None):
+        self.out,self.make,self.bar,self.incoming,self.whose,self.staging = out,make,bar,incoming,whose,staging
+        number = {id(to): i for i,to in enumerate(incoming)}
+        def move(to, i, p): return to.landing.moves[i,p] if to.landing else -1
+        self.want = np.array([number[id(to)] for to,*_ in whose], np.int64)
+        self.move = np.array([move(to, i, p) for to,i,p,_ in whose], np.int64) # -1: the host's
+        self.left = np.array([to.nbytes for to in incoming], np.int64)
         self.lock = threading.Lock()
         self.few = threading.BoundedSemaphore(min(4, os.cpu_count() or 1)) # made at a time
     def __call__(self, w, b):
         "A window is in the buffer `b`"
-        for_card = []
-        for p in w.parts:
-            to,part,span = p.extent.key
-            if to.landing: for_card.append((to.landing, part, p.at, p.lo, p.hi-p.lo))
-            else: to.put(span, p.at, b.data[p.lo:p.hi])
-        after = self.staging.send(b, w.nbytes, for_card) if for_card else None
-        for to in self.count(w.parts): self.finish(to)
+        which,at,lo,n = w.cut()
+        which = w.run.keys[which]
+        moves = self.move[which]
+        for i in np.flatnonzero(moves<0).tolist():
+            to,_,_,span = self.whose[which[i]]
+            to.put(span, int(at[i]), b.data[lo[i]:lo[i]+n[i]])
+        card = moves>=0
+        after = self.staging.send(b, w.nbytes, moves[card], at[card], lo[card], n[card]) if card.any() else None
+        for i in self.count(self.want[which], n): self.finish(self.incoming[i])
         return after
-    def count(self, parts)->list:
-        "Wants that are whole now"
-        whole = []
+    def count(self, wants, n)->list:
+        "Numbers of the wants that are whole with these bytes"
+        some,at = np.unique(wants, return_inverse=True)
+        came = np.bincount(at, n).astype(np.int64)
         with self.lock:
-            for p in parts:
-                to,*_ = p.extent.key
-                to.left -= p.hi-p.lo
-                if not to.left: whole.append(to)
-            self.bar.update(sum(p.hi-p.lo for p in parts))
-        return whole
+            self.left[some] -= came
+            self.bar.update(int(came.sum()))
+            return some[self.left[some]==0].tolist()
     def finish(self, to):
         "Make a want that is whole"
         if to.landing: self.out[to.want.name] = self.staging.finish(to.landing)
         else:
             with self.few: self.out[to.want.name] = self.make(to)
         to.got = None # others need the memory
+
 
 # %% ../../nbs/1_ground/11_weights.ipynb #7493fbcb
 _WINDOW = 8<<20 # Bytes that are read at once
@@ -347,12 +358,12 @@ def _read(ckpt, out, incoming, make, show, staging=None)->Reading:
     "Read and make all that is `incoming`"
     size = staging.size if staging else _window(incoming)
     ring = staging.ring if staging else Ring(2*THREADS, size)
-    extents = _extents(incoming)
+    whose,extents = _extents(incoming)
     if staging:
-        _leave_some(extents, staging.budget)
+        _leave_some([to for to,*_ in whose], staging.budget)
         staging.begin()
     with progress(sum(to.nbytes for to in incoming), 'loading', show) as bar:
-        arrivals = _Arrivals(out, make, bar, staging)
+        arrivals = _Arrivals(out, make, bar, incoming, whose, staging)
         for to in incoming:
             if not to.nbytes: arrivals.finish(to)
         return read_windows(windows(extents, size), arrivals, ring)
@@ -373,6 +384,7 @@ def _read_bytes(t:TensorInfo)->int:
     parts = FORMATS[t.fmt].layout(t.shape).values()
     return sum(np.dtype(d).itemsize*math.prod(shape) for d,shape in parts)
 
+@no_cycles()
 def load(
     ckpt:Checkpoint,
     wants:Iterable[Want], # The plan
@@ -385,7 +397,8 @@ def load(
     note:Callable|None=None, # Called with the `Reading` when all is there
 )->dict: # name -> float32 array on the device, or packed tensor; None where an optional one is absent
     "Check the whole plan (`check_plan`'s errors), then allocate all of it (`OutOfMemoryError`), then read, decode and write"
-    plan = [(w,o,seen) for w,o,seen in _plan(ckpt, wants, ignore, put is None) if parts is None or w.part in parts]
+    plan = [(w,o,seen) for w,o,seen in _plan(ckpt, wants, ignore) if parts is None or w.part in parts]
+    if put is None: _check_scales(ckpt, plan)
     incoming = [_Incoming(ckpt, *t) for t in plan if t[1]]
     out = {w.name:None for w,_,_ in plan}
     if put: r = _load_with(ckpt, out, incoming, device, show, put)
@@ -393,6 +406,7 @@ def load(
     if note: note(r)
     return out
 
+# %% ../../nbs/1_ground/11_weights.ipynb #7c66cbb8
 def _load_plain(ckpt, out, incoming, device, show, packed):
     "`load` of float32 arrays, and of tensors as stored"
     def kept(w, o): return packed and not (w.exact or o.exact or o.fn) and len(w.shape)>1
@@ -413,13 +427,12 @@ def _load_plain(ckpt, out, incoming, device, show, packed):
     return (_read if ckpt.in_files else _invent)(ckpt, out, incoming, make, show)
 
 # %% ../../nbs/1_ground/11_weights.ipynb #b7065687
-def _leave_some(extents, budget:int):
-    "Leave to the host what a card would have to hold beside others, in more than `budget` bytes"
-    last = {id(e.key[0]): i for i,e in enumerate(extents)}
+def _leave_some(order, budget:int):
+    "Of the wants that bytes are for, in their `order`, leave those to the host that a card would have to hold beside others in more than `budget` bytes"
+    last = {id(to): i for i,to in enumerate(order) if to.landing and to.landing.held}
     now,held = set(),0
-    for i,e in enumerate(extents):
-        to,*_ = e.key
-        if to.landing is None or not to.landing.held: continue
+    for i,to in enumerate(order):
+        if to.landing is None or id(to) not in last: continue
         if id(to) not in now:
             if now and held+to.landing.held>budget:
                 to.landing = None
@@ -457,7 +470,8 @@ def _load_with(ckpt, out, incoming, device, show, put):
         r = _read(ckpt, out, incoming, make, show, staging)
         if staging and (bad := staging.broken()): raise _said(ckpt, *bad)
         return r
-    finally: device.synchronize() # nothing is copied from memory that goes now
+    finally:
+        if staging: staging.close()
 
 def _said(ckpt, t, part):
     "What to say of a part of a tensor that holds what is not finite"

@@ -194,6 +194,7 @@ def load_model(options:dict, meter:Meter)->Workload:
     model = LoadedModel(EngineConfig(**fields), meter, text)
     return workload(model, options.get('name'))
 
+# %% ../../nbs/7_service/16_worker.ipynb #7fc1a905
 def told(s)->dict:
     "A `Startup`, for clients"
     stages = {k: round(v, 3) for k,v in s.seconds.items()}

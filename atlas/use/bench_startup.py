@@ -72,6 +72,7 @@ def _write_shard(path, entries):
                 n = f.write(memoryview(pattern)[:left])
                 left -= n
 
+# %% ../../nbs/8_use/11_bench_startup.ipynb #1452a025
 def write_checkpoint(
     folder, # That gets the files
     shape:str, # A key of `PRESETS`
