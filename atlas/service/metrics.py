@@ -224,9 +224,17 @@ def _states(self:Metrics):
     "The state of each model, its load and its restarts"
     state = GaugeMetricFamily('atlas:model_state', 'Is the model in this state?', labels=['model_name','state'])
     load = GaugeMetricFamily('atlas:model_load_seconds', 'Seconds that a stage of the last load took', labels=['model_name','stage'])
+    parts = GaugeMetricFamily('atlas:model_startup_seconds', 'Seconds of the last start, as the worker divides them', labels=['model_name','stage'])
+    read = GaugeMetricFamily('atlas:model_startup_bytes', 'Bytes of weights that the last start read', labels=['model_name'])
+    rate = GaugeMetricFamily('atlas:model_startup_bytes_per_second', 'At which rate', labels=['model_name'])
     again = CounterMetricFamily('atlas:model_restarts', 'Times that a worker had to be started anew', labels=['model_name'])
     for s in self.models.stats():
         for k in STATES: state.add_metric([s['model'],k], float(s.get('state')==k))
         for k,v in (s.get('load_seconds') or {}).items(): load.add_metric([s['model'],k], v)
+        start = s.get('startup') or {}
+        for k,v in start.get('seconds', {}).items(): parts.add_metric([s['model'],k], v)
+        if start:
+            read.add_metric([s['model']], start['bytes'])
+            rate.add_metric([s['model']], start['bytes_per_second'])
         again.add_metric([s['model']], s.get('restarts_total', 0))
-    yield from (state,load,again)
+    yield from (state,load,parts,read,rate,again)
