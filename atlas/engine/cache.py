@@ -14,6 +14,7 @@ from math import prod
 from fastcore.basics import patch
 from ..ground.config import ModelConfig
 from ..ground.core import AtlasError,OutOfMemoryError,human
+from ..cuda.attend import forget_words
 from ..cuda.vocabulary import words_of
 
 # %% ../../nbs/5_engine/01_cache.ipynb #8f1ad048
@@ -249,6 +250,19 @@ def __repr__(self:KVCache):
     "Its size and how full it is"
     p,st = self.pool,f', {self.num_states} states of {len(self.rec)} layers' if self.rec else ''
     return f'KVCache({len(self.kv)} layers, {p.num_blocks*p.block_size:,} tokens{st}, {human(self.nbytes)}; {p.used} of {p.num_blocks} blocks used)'
+
+# %% ../../nbs/5_engine/01_cache.ipynb #4f3c3b22
+@patch
+def arrays(self:KVCache)->list:
+    "All arrays of keys, values and states"
+    pools = [a for p in self.kv.values() for a in p.arrays if a is not None]
+    return [*pools, *self.conv.values(), *self.rec.values()]
+
+@patch
+def renew(self:KVCache, device):
+    "Be as new, with memory that has been replaced"
+    words = {id(p.words):p.words for p in self.kv.values() if hasattr(p, 'words')}
+    for w in words.values(): forget_words(device, w)
 
 # %% ../../nbs/5_engine/01_cache.ipynb #2f76e436
 def fit_blocks(

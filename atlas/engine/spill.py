@@ -1037,6 +1037,12 @@ def close(self:SpillTier, keep:bool=False):
     self.store.close()
 
 @patch
+def save(self:SpillTier):
+    "Put what is in the tree into the store, and sleep until all is there"
+    if error := _tried(self._put_all): self.store.switch_off(error)
+    self.store.settle()
+
+@patch
 def _put_all(self:SpillTier):
     nodes = self.tree.all()
     for n in sorted(nodes, key=lambda n: (n.used, -n.depth)):  # beginnings last

@@ -7,8 +7,8 @@ Docs: https://atlas-inference.github.io/atlas/1_ground/core.html.md"""
 # %% auto #0
 __all__ = ['INSTALL_CUDA', 'AtlasError', 'RequestError', 'ContextLengthError', 'TemplateError', 'QueueFullError', 'SourceError',
            'CheckpointError', 'ConfigError', 'UnsupportedError', 'DeviceError', 'OutOfMemoryError', 'CudaFault',
-           'EngineError', 'NumericError', 'typed_error', 'human', 'kernel_dir', 'home', 'in_notebook', 'interactive',
-           'progress']
+           'EngineError', 'AsleepError', 'NumericError', 'typed_error', 'human', 'kernel_dir', 'home', 'in_notebook',
+           'interactive', 'progress']
 
 # %% ../../nbs/1_ground/01_core.ipynb #b20fcb03
 import os,sys
@@ -71,6 +71,9 @@ class CudaFault(DeviceError):
 class EngineError(AtlasError):
     "The engine could not finish a request"
     code = 'engine_error'
+class AsleepError(EngineError):
+    "A request to a model that has given its memory back"
+    status,code = 503,'asleep'
 class NumericError(EngineError):
     "Logits that are not finite: the row is failed, never sampled"
     code = 'corrupted_output'
