@@ -225,8 +225,14 @@ def _states(self:Metrics):
     state = GaugeMetricFamily('atlas:model_state', 'Is the model in this state?', labels=['model_name','state'])
     load = GaugeMetricFamily('atlas:model_load_seconds', 'Seconds that a stage of the last load took', labels=['model_name','stage'])
     again = CounterMetricFamily('atlas:model_restarts', 'Times that a worker had to be started anew', labels=['model_name'])
+    given = GaugeMetricFamily('atlas:model_sleep_bytes', 'Bytes that a model gave back when it last went to sleep', labels=['model_name'])
+    took = GaugeMetricFamily('atlas:model_sleep_seconds', 'Seconds that it took to go to sleep, or to wake', labels=['model_name','what'])
     for s in self.models.stats():
+        slept = s.get('slept') or {}
+        if 'bytes' in slept: given.add_metric([s['model']], slept['bytes'])
+        for k in ('sleep','wake'):
+            if k in slept: took.add_metric([s['model'],k], slept[k])
         for k in STATES: state.add_metric([s['model'],k], float(s.get('state')==k))
         for k,v in (s.get('load_seconds') or {}).items(): load.add_metric([s['model'],k], v)
         again.add_metric([s['model']], s.get('restarts_total', 0))
-    yield from (state,load,again)
+    yield from (state,load,again,given,took)

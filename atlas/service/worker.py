@@ -184,7 +184,7 @@ class _Beat:
 def load_model(options:dict, meter:Meter)->Workload:
     "The model of the `EngineConfig` that these options make; clients know it by their `name`"
     meter.stage('open')
-    import atlas.engine.score  # gives models what `ops` call
+    import atlas.engine.score,atlas.engine.sleep  # give models what `ops` call
     from atlas.engine.loading import LoadedModel
     from atlas.text.processor import Processor
     def text(ck):
@@ -199,6 +199,7 @@ def workload(
     name:str|None=None, # What clients call it; None: as it was given
 )->Workload:
     "What a worker runs of a loaded model"
+    from atlas.engine.sleep import CurrentEngine
     info = dict(
         name=name or m.name,
         device=m.device.name,
@@ -214,8 +215,8 @@ def workload(
     if drafts: info['speculative'] = drafts
     prefill = getattr(m, 'prefill', None) # 'nvfp4 (97%) and f16 (3%)'
     if prefill: info['prefill_activations'] = prefill
-    ops = dict(score=m.score, embed=m.embed)
-    return Workload(m.engine, info, ops, m.close)
+    ops = dict(score=m.score, embed=m.embed, sleep=m.sleep, wake=m.wake)
+    return Workload(CurrentEngine(m), info, ops, m.close)
 
 # %% ../../nbs/7_service/16_worker.ipynb #8bacb7c4
 def leave(code:int):
