@@ -148,6 +148,7 @@ def copying(self:CudaPages):
         try: yield lambda to, at, n, how: c.runtime.memcpyAsync(to, at, n, how, stream.ptr)
         finally: stream.synchronize()
 
+# %% ../../nbs/2_card/02_arena.ipynb #ed179697
 @patch
 def sums(self:CudaPages, spans)->list[int]:
     "A checksum of each of `spans`, which are (address, bytes)"
@@ -375,6 +376,7 @@ def _groups(spans, most):
         size += s[1]
     if some: yield some
 
+# %% ../../nbs/2_card/02_arena.ipynb #1d6e5503
 class HostCopy:
     "What lies in a region, in memory of the host"
     most = 256<<20 # Bytes of a buffer
@@ -395,15 +397,17 @@ class HostCopy:
         "Is it still what lies in `region`?"
         return region.spans()==self.spans and region.pages.sums(self.spans)==self.sums
     def fill(self, region):
-        "Write it back; a `DeviceError` if that is not what arrives"
-        groups = _groups(self.spans, self.most)
+        "Write back what arrays still lie in; a `DeviceError` if that is not what arrives"
+        here,groups = dict.fromkeys(region.spans()),_groups(self.spans, self.most)
         with region.pages.copying() as copy:
             for buffer,some in zip(self.buffers, groups):
                 at = buffer.ctypes.data
                 for to,n in some:
-                    copy(to, at, n, 1)  # 1: from the host
+                    if (to,n) in here: copy(to, at, n, 1)  # 1: from the host
                     at += n
-        if not self.of(region): raise DeviceError(f'{region.name} did not come back as it was', hint='Load the model anew')
+        sums = dict(zip(self.spans, self.sums))
+        if region.pages.sums(list(here))==[sums[s] for s in here]: return
+        raise DeviceError(f'{region.name} did not come back as it was', hint='Load the model anew')
     def __repr__(self): return f'HostCopy({human(self.nbytes)})'
 
 # %% ../../nbs/2_card/02_arena.ipynb #b1b054c4
@@ -433,6 +437,7 @@ def restore(self:Region)->bool: # Is its content back, too?
         self.asleep = False
         return self.kept is not None or not self.used
 
+# %% ../../nbs/2_card/02_arena.ipynb #6b1a7cbb
 @patch
 def _can_sleep(self:Region):
     if self._maps: return
@@ -485,6 +490,27 @@ def _enough(self:Arena, need):
     said = f'Waking takes {human(need)} on {self.device.name}, where {human(free)} are free'
     raise OutOfMemoryError(said, hint='Free memory, and try again')
 
+# %% ../../nbs/2_card/02_arena.ipynb #e59f681a
+@patch
+def copied(self:Arena,
+    name:str, # Of a region
+):
+    "What brings it back, as `Region.release` takes it: the copy that there is, True for a new one; None where a copy is of no use. An error where the host has no room for it"
+    region = self.regions[name]
+    if self.device.integrated: return None
+    if region.kept and region.kept.of(region): return region.kept
+    region.kept = None
+    Host().budget().take(name, region.mapped)
+    return True
+
+@patch
+def unkeep(self:Arena, name:str):
+    "Let go of all copies, but not of that of region `name` if the host has room for it"
+    room = Host().memory().available//2
+    for r in self.regions.values():
+        fits = isinstance(r.kept, HostCopy) and r.kept.nbytes<=room
+        if r.name!=name or not fits: r.kept = None
+
 # %% ../../nbs/2_card/02_arena.ipynb #7fa1573e
 @patch
 def close(self:Region):
@@ -535,6 +561,10 @@ class HostArena:
         "There is nothing to give back"
         return 0
     def wake(self): "All is there"
+    def copied(self, name:str):
+        "It stays where it is"
+        return True
+    def unkeep(self, name:str): "There are no copies"
     def close(self)->int:
         "Arrays go when nobody holds them"
         return 0

@@ -11,7 +11,6 @@ __all__ = ['Asleep', 'CurrentEngine']
 from time import perf_counter
 from fastcore.basics import patch
 from ..card.arena import resident
-from ..card.device import Host
 from .loading import LoadedModel
 from ..ground.core import AsleepError,EngineError,RequestError
 
@@ -53,13 +52,7 @@ class CurrentEngine:
 @patch
 def source(self:LoadedModel):
     "What will bring the weights back: an object with `fill(region)`; True: a copy that is made now; None: there is no such thing"
-    if self.device.kind=='cpu': return True
-    if self.device.integrated: return None
-    region = self.arena['weights']
-    if region.kept and region.kept.of(region): return region.kept
-    region.kept = None
-    Host().budget().take('weights', region.mapped)  # an error before anything is done
-    return True
+    return self.arena.copied('weights')
 
 @patch
 def sleep(self:LoadedModel,
@@ -122,7 +115,7 @@ def _wake(self:LoadedModel):
         self.arena.wake()
         for c in self._caches(): c.renew(self.device)
         self.engine = self.engine.engine
-        self._unkeep()
+        self.arena.unkeep('weights')
     self.asleep = 0
 
 @patch
@@ -133,10 +126,3 @@ def _anew(self:LoadedModel):
         self._give_back()
         self.engine = Asleep(self.name)
         raise
-
-@patch
-def _unkeep(self:LoadedModel):
-    "Let go of copies, but not of that of the weights if the host has room for it"
-    for r in self.arena.regions.values():
-        size = getattr(r.kept, 'nbytes', 0)
-        if r.name!='weights' or size>Host().memory().available//2: r.kept = None

@@ -1029,6 +1029,7 @@ def cancel(self:SpillTier, f:Fetch):
     self.store.release('state', f.tiles[-1])
     for ident in f.tiles[f.done:]: self.store.release('tile', ident)
 
+# %% ../../nbs/5_engine/04_spill.ipynb #1f3b01f3
 @patch
 def close(self:SpillTier, keep:bool=False):
     "Give the store up; to `keep` what is in the tree, put it there first, what may go soonest first"

@@ -79,9 +79,6 @@ class Served:
         self.upstream,self.state = upstream,'loaded'
         self.runner = upstream and upstream.runner
         self._waiting = []
-    def __repr__(self):
-        why = f', {self.reason}' if self.reason else ''
-        return f'{type(self).__name__}({self.name}: {self.condition}{why})'
     def tell(self, event): "Called with each change"
     def abort(self, peace=True):
         "End its answers; here by ending its runner"
@@ -102,6 +99,12 @@ class Served:
         "The model, if it can be asked"
         if self.condition=='loaded': return self.upstream
         raise unavailable(f'{self.name} cannot be asked', hint='GET /health tells when it can')
+
+# %% ../../nbs/7_service/18_gateway.ipynb #0952f774
+@patch
+def __repr__(self:Served):
+    why = f', {self.reason}' if self.reason else ''
+    return f'{type(self).__name__}({self.name}: {self.condition}{why})'
 
 # %% ../../nbs/7_service/18_gateway.ipynb #f5de10fc
 _log = logging.getLogger('atlas')
