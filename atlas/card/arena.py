@@ -320,6 +320,31 @@ def trim(self:Region)->int: # Bytes given back
         if idle: self.arena.device.synchronize()
         return sum(map(self._unmap, idle))
 
+# %% ../../nbs/2_card/02_arena.ipynb #5788247b
+@patch
+def lend(self:Region,
+    at:int, # Address
+    nbytes:int,
+)->int: # Bytes given back
+    "Give back the memory of chunks that lie wholly within; nobody may touch them until `recall`"
+    first,end = -(-(at-self.at)//self.chunk),(at+nbytes-self.at)//self.chunk
+    with quiet(), self._lock:
+        those = [i for i in range(first, end) if i in self._handles]
+        if those: self.arena.device.synchronize()
+        return sum(map(self._unmap, those))
+
+@patch
+def recall(self:Region)->int: # Bytes taken
+    "Have memory again wherever arrays lie, zeros where it was lent; an `OutOfMemoryError` leaves all as it was"
+    with self._lock:
+        if self.asleep: return 0
+        new = [i for i in self._needed() if i not in self._handles]
+        self._cover(new)
+        for i in new:
+            off,n = _span(i, self.size, self.chunk)
+            self.pages.clear(self.at+off, n)
+        return sum(_span(i, self.size, self.chunk)[1] for i in new)
+
 # %% ../../nbs/2_card/02_arena.ipynb #163cad23
 class Arena:
     "Regions of one device, and the budget that all of them are paid from"
@@ -547,7 +572,7 @@ class HostArena:
     "What stands for an arena and its regions on the host: arrays lie where NumPy puts them"
     def __init__(self, device:Host):
         self.device,self.budget = device,Budget(sys.maxsize)
-        self.regions,self.mapped = {},0
+        self.regions,self.mapped,self.kept = {},0,None
     def region(self, name:str, nbytes:int, flag:str='', budget=None, step=None):
         "A region: this again"
         return self
@@ -561,6 +586,9 @@ class HostArena:
         "There is nothing to give back"
         return 0
     def wake(self): "All is there"
+    def recall(self)->int:
+        "It comes back by itself"
+        return 0
     def copied(self, name:str):
         "It stays where it is"
         return True
@@ -614,6 +642,19 @@ def forget(self:Host, arrays):
     for a in arrays:
         at,end = -(-a.ctypes.data//page)*page,(a.ctypes.data+a.nbytes)//page*page
         if at<end: HostPages._libc.madvise(C.c_void_p(at), C.c_size_t(end-at), mmap.MADV_DONTNEED)
+
+# %% ../../nbs/2_card/02_arena.ipynb #545a0ffe
+@patch
+def lend(self:Device, arrays, room)->int: # Bytes given back
+    "Give back the memory of `arrays`, which lie in the region `room`, and which nobody touches until it is recalled"
+    return sum(room.lend(self.address(a), a.nbytes) for a in arrays)
+
+@patch
+def lend(self:Host, arrays, room)->int:
+    "Give back the pages of `arrays`"
+    before = resident()
+    self.forget(arrays)
+    return max(before-resident(), 0)
 
 # %% ../../nbs/2_card/02_arena.ipynb #7a6be002
 @patch

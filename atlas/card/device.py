@@ -43,7 +43,7 @@ def cgroup_dirs(
 )->list[Path]: # Folders under `/sys/fs/cgroup`, innermost first
     "Folders whose memory limits bind this process; not all of them need exist"
     res = []
-    for _,ctl,path in (l.split(':',2) for l in text.splitlines()):
+    for _,ctl,path in (l.split(':',2) for l in text.splitlines() if l.count(':')>1):
         if ctl and 'memory' not in ctl.split(','): continue
         p = Path('memory' if ctl else '')/path.strip('/')
         res += [p, *p.parents]

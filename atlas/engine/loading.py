@@ -379,7 +379,8 @@ def _make_cache(self:LoadedModel, steps:int):
     n,snapshots = self._blocks(steps)
     states = (1+by.k)*seqs+snapshots
     self.arena.budget.take('steps', steps, '--chunk')
-    with self._region('cache').allocating():
+    self.room = self._region('cache')
+    with self.room.allocating():
         self.cache = KVCache(self.config, self.device, n,
             num_states=states, drafting=by.who=='mtp', **self._kv)
         self.draft_cache = None
@@ -534,6 +535,9 @@ def ids(self:LoadedModel, prompt, answer:int=1)->list[int]:
     check_ids(ids, self.config.vocab_size)
     check_prompt(len(ids), self.max_seq_len, answer)
     return ids
+
+@patch
+def _caches(self:LoadedModel)->list: return [c for c in (self.cache,self.draft_cache) if c]
 
 @patch
 def _open(self:LoadedModel)->Engine:

@@ -125,6 +125,7 @@ _engine = dict(
     corrupted_requests_total='Requests failed because logits were not finite',
     prefix_cache_queries_total='Prompt tokens that were looked up in the prefix cache', prefix_cache_hits_total='Prompt tokens that it had',
     kv_blocks_live='Blocks of the KV cache that requests use',
+    kv_blocks_lent='Blocks whose memory was given back, for it was short',
     prefix_cache_blocks='Blocks of the KV cache that the prefix cache keeps',
     prefix_cache_reclaimable_blocks='Those of them that are free for whoever needs them',
     prefix_cache_snapshots='States of recurrent layers that the prefix cache keeps',
