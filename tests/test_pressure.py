@@ -6,7 +6,8 @@ import pytest
 import atlas.engine.loading as loading
 from atlas.card.emulator import Emulator
 from atlas.card.pressure import Advice,Look,Pressure,look
-from atlas.ground.core import OutOfMemoryError
+from atlas.card.device import Memory
+from atlas.ground.core import OutOfMemoryError,RequestError
 from atlas.use.llm import LLM
 from helpers.waiting import until
 from helpers.prefixes import check_node,nodes_of
@@ -187,3 +188,26 @@ def test_a_server_under_pressure(tmp_path):
         until(lambda: choice(answer(c)) and lent()==0, again=.1)
         assert [choice(answer(c, prompt=f'One day, {i}')) for i in range(4)]==want
         until(lambda: any('Memory is short' in x and 'given back' in x for x in c.lines))
+
+# -- budgets -------------------------------------------------------------------------------------
+
+def loaded(monkeypatch, total=4*G, free=3*G, **kw):
+    monkeypatch.setattr(Emulator, 'memory', lambda self: Memory(total, free))
+    return toy('llama', emulator=True, seqs=2, context=256, **kw)
+
+def test_a_budget_for_all(monkeypatch):
+    "In bytes, or as a part of the whole card; more than is free is refused, and so is too little"
+    m = loaded(monkeypatch, memory_budget=700*M)
+    assert m.arena.budget.total==700*M and m.arena.budget.left>=0
+    m.close()
+    m = loaded(monkeypatch, gpu_memory_utilization=.5)
+    assert m.arena.budget.total==2*G # of 4, not of the 3 that are free
+    m.close()
+    for kw in (dict(gpu_memory_utilization=.9),dict(memory_budget=4*G)):
+        with pytest.raises(OutOfMemoryError, match='3 GiB are free') as e: loaded(monkeypatch, **kw)
+        assert '--gpu-memory-utilization' in e.value.hint
+    with pytest.raises(OutOfMemoryError): loaded(monkeypatch, memory_budget=10*M)
+
+def test_a_budget_twice_or_for_the_host():
+    with pytest.raises(RequestError, match='both are given'): LLM('tiny', 'cpu', memory_budget=G, gpu_memory_utilization=.5)
+    with pytest.raises(RequestError, match='for models on a card'): LLM('tiny', 'cpu', gpu_memory_utilization=.5)

@@ -614,14 +614,24 @@ def beside(self:Arena,
 
 # %% ../../nbs/2_card/02_arena.ipynb #b1fb8899
 @patch
-def arena(self:Device)->Arena:
-    "An arena for one model, of what is free; the emulator leaves most of the host's memory alone"
+def arena(self:Device,
+    most:int|None=None, # Bytes that it may have, an `OutOfMemoryError` if fewer are free; None: what is free
+)->Arena:
+    "An arena for one model; the emulator leaves most of the host's memory alone where nobody says how much"
     self.tidy()
     # the smaller a chunk, the less is lost beside holes; 16 GiB of them take 84 ms to map
-    return Arena(self, self.budget(self.share), step=8<<20)
+    return Arena(self, self.budget(self.share) if most is None else self.budget_of(most), step=8<<20)
 
 @patch
-def arena(self:Host)->HostArena:
+def budget_of(self:Device, nbytes:int)->Budget:
+    "A budget of so many bytes, which have to be free"
+    free = self.memory().available
+    if nbytes<=free: return Budget(nbytes)
+    said = f'{human(nbytes)} are to be used of {self.name}, where {human(free)} are free'
+    raise OutOfMemoryError(said, hint='Lower --memory-budget or --gpu-memory-utilization, or free memory')
+
+@patch
+def arena(self:Host, most:int|None=None)->HostArena:
     "What stands for one"
     return HostArena(self)
 

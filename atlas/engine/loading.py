@@ -278,7 +278,7 @@ def _load(self:LoadedModel, ck, show):
         high_precision=o.kv_high_precision_layers)
     how = o.prefill_activations,o.quantization
     self.prefill = _shares(self.ops.prefill_formats(self.device, ck.tensors, *how))
-    self.arena = self.device.arena()
+    self.arena = self.device.arena(self._most())
     self._set_aside()
     need = self.ops.weight_bytes(ck.tensors, parts, packed, *anew)
     if by.ck: need += self.ops.weight_bytes(by.ck.tensors, ('',), packed, *anew)
@@ -297,6 +297,13 @@ def _load(self:LoadedModel, ck, show):
     self._make_cache(steps)
 
 # %% ../../nbs/5_engine/13_loading.ipynb #fa170003
+@patch
+def _most(self:LoadedModel)->int|None:
+    "Bytes of a card that the model was given; None: nobody said"
+    o = self.options
+    if o.gpu_memory_utilization is None: return o.memory_budget
+    return int(o.gpu_memory_utilization*self.device.memory().total)
+
 @patch
 def _plan(self:LoadedModel, ck, need:int, steps:int):
     "An `OutOfMemoryError` unless weights of `need` bytes, steps and caches fit"
