@@ -203,11 +203,13 @@ def test_a_budget_for_all(monkeypatch):
     m = loaded(monkeypatch, gpu_memory_utilization=.5)
     assert m.arena.budget.total==2*G # of 4, not of the 3 that are free
     m.close()
+    m = loaded(monkeypatch, gpu_memory_utilization=.5, memory_budget=800*M)
+    assert m.arena.budget.total==800*M
+    m.close()
     for kw in (dict(gpu_memory_utilization=.9),dict(memory_budget=4*G)):
         with pytest.raises(OutOfMemoryError, match='3 GiB are free') as e: loaded(monkeypatch, **kw)
         assert '--gpu-memory-utilization' in e.value.hint
     with pytest.raises(OutOfMemoryError): loaded(monkeypatch, memory_budget=10*M)
 
-def test_a_budget_twice_or_for_the_host():
-    with pytest.raises(RequestError, match='both are given'): LLM('tiny', 'cpu', memory_budget=G, gpu_memory_utilization=.5)
+def test_a_budget_of_the_host():
     with pytest.raises(RequestError, match='for models on a card'): LLM('tiny', 'cpu', gpu_memory_utilization=.5)

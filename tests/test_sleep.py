@@ -1,6 +1,6 @@
 """Models that give their memory back: on the emulator, whose arrays lie in the arena as a card's do,
 so that whoever touches one that is asleep ends the process; and in real servers."""
-import json,os,signal,socket,subprocess,sys,threading
+import asyncio,os,signal,socket,subprocess,sys,threading
 from contextlib import contextmanager
 from pathlib import Path
 import httpx,numpy as np,pytest
@@ -14,7 +14,9 @@ from atlas.ground.core import AsleepError,DeviceError,EngineError,OutOfMemoryErr
 from atlas.ground.options import EngineConfig
 from atlas.ground.requests import SamplingParams
 from atlas.use.llm import LLM
-from helpers.waiting import WAIT,until
+from atlas.service.turn import UnavailableError
+from helpers.waiting import WAIT,happens,until
+from test_processes import ask,begun,collect,model,ok,running,running_test
 sys.path.insert(0, str(Path(__file__).parent/'gpu'))
 from toys import greedy,prompt,serve,toy  # noqa: E402
 
@@ -277,6 +279,72 @@ def test_in_the_step_loop(llama):
     finally:
         r.end()
         t.join(WAIT)
+
+# -- a gateway, whose worker is a script ---------------------------------------------------------
+
+@running_test
+async def test_a_sleep_that_fails():
+    "It is awake as before, and the next one may do"
+    async with running(model(asleep='no sleep')) as ms:
+        await ms.get()
+        with pytest.raises(OutOfMemoryError, match='no room for a copy'): await ms.sleep()
+        assert ms.all[0].condition=='loaded' and await ok(ms)
+        assert (await ms.sleep())['bytes']==1<<30 and ms.all[0].status['value']=='sleeping'
+        assert ms.health()['status']=='ok' and await ok(ms)
+
+@running_test
+async def test_a_waking_that_fails():
+    "It sleeps on, says why, and wakes when there is room"
+    async with running(model(asleep='no waking')) as ms:
+        await ms.get()
+        await ms.sleep(level=2)
+        with pytest.raises(OutOfMemoryError, match='1 GiB are free'): await ask(ms) # who asks wakes it
+        assert ms.all[0].condition=='sleeping' and ms.all[0].slept['level']==2
+        assert (await ms.wake())['seconds']==.1 and ms.stats()[0]['slept']['wake']==.1
+        assert await ok(ms)
+
+@running_test
+async def test_a_process_that_ends_while_it_turns():
+    for when in ('dies asleep','dies waking'):
+        async with running(model(asleep=when)) as ms:
+            await ms.get()
+            m = ms.all[0]
+            if when=='dies waking': await ms.sleep()
+            with pytest.raises(UnavailableError): await (ms.wake() if m.condition=='sleeping' else ms.sleep())
+            await happens(lambda: m.condition=='loaded', 'another process')
+            assert await ok(ms) and m.restarts==1
+
+@running_test
+async def test_everybody_at_once():
+    "Sleeps, wakings and questions in any order: each question is answered, and no request reaches a model that is asleep"
+    async with running(model()) as ms:
+        async def some(f, n):
+            for _ in range(n): await f()
+        said = await asyncio.wait_for(asyncio.gather(*(some(f, 10) for f in (ms.sleep, ms.wake, ms.sleep)), *(ask(ms) for _ in range(40)), return_exceptions=True), WAIT)
+        wrong = [x for x in said if isinstance(x, BaseException) and not isinstance(x, UnavailableError)]
+        assert not wrong and sum(isinstance(x, tuple) and x[0]=='Hello there, reader.' for x in said)>=20
+        await ms.wake()
+        assert await ok(ms)
+
+@running_test
+async def test_hung_up_while_it_falls_asleep():
+    "Whoever asked for it may go: it happens all the same, and nobody is left in between"
+    async with running(model()) as ms:
+        ss = await begun(ms, '<endless>')
+        t = asyncio.create_task(ms.sleep())
+        await happens(lambda: ms.all[0].condition=='sleeping')
+        t.cancel()
+        ms.all[0].runner.abort(ss[0].id)
+        await happens(lambda: ms.all[0].slept, 'sleep')
+        assert ms.all[0].condition=='sleeping' and await ok(ms) and ms.all[0].condition=='loaded'
+
+@running_test
+async def test_the_end_of_a_server_whose_model_sleeps():
+    async with running(model()) as ms:
+        assert await ok(ms)
+        await ms.sleep()
+        assert await ms.drain(1)
+        with pytest.raises(UnavailableError, match='shutting down'): await ms.wake()
 
 # -- a server ------------------------------------------------------------------------------------
 

@@ -582,17 +582,6 @@ class HostArena:
     def trim(self)->int:
         "There is nothing to give back"
         return 0
-    def sleep(self, **keep)->int:
-        "There is nothing to give back"
-        return 0
-    def wake(self): "All is there"
-    def recall(self)->int:
-        "It comes back by itself"
-        return 0
-    def copied(self, name:str):
-        "It stays where it is"
-        return True
-    def unkeep(self, name:str): "There are no copies"
     def close(self)->int:
         "Arrays go when nobody holds them"
         return 0
@@ -611,6 +600,24 @@ def beside(self:Arena,
     "Bytes that a cache may have, and those of them that it takes unasked: all"
     left = max(0, self.budget.left-others-(64<<20)) # chunks of cache and tables that are not full
     return left,left
+
+# %% ../../nbs/2_card/02_arena.ipynb #cad67276
+@patch
+def sleep(self:HostArena, **keep)->int:
+    "There is nothing to give back"
+    return 0
+@patch
+def wake(self:HostArena): "All is there"
+@patch
+def recall(self:HostArena)->int:
+    "It comes back by itself"
+    return 0
+@patch
+def copied(self:HostArena, name:str):
+    "It stays where it is"
+    return True
+@patch
+def unkeep(self:HostArena, name:str): "There are no copies"
 
 # %% ../../nbs/2_card/02_arena.ipynb #b1fb8899
 @patch

@@ -300,9 +300,10 @@ def _load(self:LoadedModel, ck, show):
 @patch
 def _most(self:LoadedModel)->int|None:
     "Bytes of a card that the model was given; None: nobody said"
-    o = self.options
-    if o.gpu_memory_utilization is None: return o.memory_budget
-    return int(o.gpu_memory_utilization*self.device.memory().total)
+    o,told = self.options,[]
+    if o.memory_budget is not None: told.append(o.memory_budget)
+    if o.gpu_memory_utilization is not None: told.append(int(o.gpu_memory_utilization*self.device.memory().total))
+    return min(told, default=None)
 
 @patch
 def _plan(self:LoadedModel, ck, need:int, steps:int):

@@ -107,13 +107,8 @@ class Sizing:
         help='On a card: memory for all of the model, weights, cache and steps, such as 24GiB. '
             '[default: what is free, less a reserve]')
     gpu_memory_utilization:float|None=option(None, min=.01, max=1,
-        help="On a card: the same as a part of the card's whole memory, from 0.01 to 1.")
-
-def _sizing(c):
-    "Refuse to be told twice"
-    if None in (c.memory_budget,c.gpu_memory_utilization): return
-    said = 'memory_budget and gpu_memory_utilization say the same, and both are given'
-    _refuse(said, 'gpu_memory_utilization', 'Leave one out')
+        help="On a card: the same as a part of the card's whole memory, from 0.01 to 1. "
+            'Of both the smaller counts.')
 
 # %% ../../nbs/1_ground/15_options.ipynb #8ff13ea5
 @dataclass(frozen=True)
@@ -211,7 +206,6 @@ def _check(c):
         _put(c, **{f.name:v})
     _speculation(c)
     _spilling(c)
-    _sizing(c)
     if c.load_format=='auto' and c.weights:
         said = f'weights={c.weights!r} is for load_format=dummy'
         hint = '"atlas quantize" changes the format of a model'

@@ -343,7 +343,7 @@ async def _one(self:Model)->str:
     async with self.gate:
         life = asyncio.ensure_future(self._life())
         try:
-            while not life.done() and self.state!='loaded': await asyncio.wait([life, self.changed()], return_when=asyncio.FIRST_COMPLETED)
+            while not life.done() and self.state not in ('loaded','sleeping'): await asyncio.wait([life, self.changed()], return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError: life.cancel(); raise
     try: return await life
     except Exception as e:

@@ -198,6 +198,7 @@ def load_model(options:dict, meter:Meter)->Workload:
     model = LoadedModel(EngineConfig(**fields), meter, text)
     return workload(model, options.get('name'))
 
+# %% ../../nbs/7_service/16_worker.ipynb #635eb426
 class Easing:
     "Has a model give memory back where that is short"
     def __init__(self, model, root='/'): self.model,self.pressure,self.busy = model,model.pressure(root),False
@@ -216,6 +217,7 @@ class Easing:
         if n>0: _log.warning('Memory is %s (%s): %s given back', self.pressure.state, advice.why, human(n))
         if n<0: _log.info('%s of cache taken again', human(-n))
 
+# %% ../../nbs/7_service/16_worker.ipynb #20ce3e1a
 def workload(
     m, # `LoadedModel`
     name:str|None=None, # What clients call it; None: as it was given
