@@ -187,7 +187,7 @@ class HostArena:
     def sleep(self, r, n, keep):
         if r.asleep: assert r.release()==0; return
         mapped = r.mapped
-        assert r.release(keep%2)==mapped and r.asleep and r.mapped==0 and r.name not in self.arena.budget.parts
+        assert r.release(bool(keep%2))==mapped and r.asleep and r.mapped==0 and r.name not in self.arena.budget.parts
         if not keep%2:
             for o in self.held[r.name]: o[1] = np.zeros_like(o[1])
     def wake(self, r, n, k):

@@ -86,7 +86,7 @@ def test_a_plan_that_was_wrong(load, monkeypatch):
     monkeypatch.setattr(atlas.engine.loading, '_step_bytes', lambda *a, **kw: 0)
     monkeypatch.setattr(atlas.engine.loading, '_fit', lambda *a, **kw: 8)
     arena = Arena(Emulator(), Budget(300<<10), step=4096)
-    monkeypatch.setattr(Emulator, 'arena', lambda self: arena)
+    monkeypatch.setattr(Emulator, 'arena', lambda self, most=None: arena)
     with pytest.raises(OutOfMemoryError, match='weights: .* needed, .* left of a budget of 300 KiB'): load('qwen3.6-moe')
     gc.collect(); arena.close()
     assert Emulator().room is None and not arena.budget.parts

@@ -44,7 +44,7 @@ def cgroup_dirs(
 )->list[Path]: # Folders under `/sys/fs/cgroup`, innermost first
     "Folders whose memory limits bind this process; not all of them need exist"
     res = []
-    for _,ctl,path in (l.split(':',2) for l in text.splitlines()):
+    for _,ctl,path in (l.split(':',2) for l in text.splitlines() if l.count(':')>1):
         if ctl and 'memory' not in ctl.split(','): continue
         p = Path('memory' if ctl else '')/path.strip('/')
         res += [p, *p.parents]
@@ -69,14 +69,23 @@ def cgroup_memory(
         return Memory(int(n), max(0, int(n)-int(_read(d/usage) or 0)+cache))
 
 # %% ../../nbs/2_card/01_device.ipynb #d0547861
+def _soon(info, available)->int:
+    "What is free, and pages of files that nobody has used for a while and that need not be written first"
+    if 'Inactive(file)' not in info: return available
+    clean = info['Inactive(file)']-info.get('Dirty', 0)-info.get('Writeback', 0)
+    return info['MemFree']+max(clean, 0)
+
 def host_memory(
-    root:str|Path='/' # Where `proc` and `sys` are; a test builds its own
+    root:str|Path='/', # Where `proc` and `sys` are; a test builds its own
+    soon:bool=False, # Only what can be had without long reclaim?
 )->Memory:
     "The host's memory as this process may use it: `MemAvailable`, within every control group's limit"
     root = Path(root)
     info = meminfo(_read(root/'proc/meminfo'))
     if not info: return Memory(*[os.sysconf('SC_PAGE_SIZE')*os.sysconf('SC_PHYS_PAGES')]*2)
-    found = [Memory(info['MemTotal'], info.get('MemAvailable', info['MemFree']))]
+    available = info.get('MemAvailable', info['MemFree'])
+    if soon: available = min(available, _soon(info, available))
+    found = [Memory(info['MemTotal'], available)]
     found += [cgroup_memory(root/'sys/fs/cgroup'/d) for d in cgroup_dirs(_read(root/'proc/self/cgroup'))]
     return Memory(*map(min, zip(*filter(None, found))))
 
@@ -399,7 +408,7 @@ def memory(self:Cuda)->Memory:
     "The card's memory: `cudaMemGetInfo`, or the host's where the two are one"
     with self.use(): free,total = self.xp.cuda.runtime.memGetInfo()
     if not self.integrated: return Memory(total, free)
-    h = host_memory()
+    h = host_memory(soon=True)
     return Memory(min(total, h.total), h.available)
 
 @patch

@@ -12,7 +12,7 @@ import contextlib,ctypes,mmap,threading,weakref
 from collections import deque
 import numpy as np
 from fastcore.basics import patch
-from ..ground.core import AtlasError
+from ..ground.core import AtlasError,OutOfMemoryError
 from .arena import Region
 from .card import capturing,run
 from .device import Cuda,Device
@@ -162,9 +162,26 @@ class Stream:
     def close(self): "Give its memory back"
 
 @patch
-def own_stream(self:Device)->Stream:
+def own_stream(self:Device,
+    room:Region|None=None, # Where its memory comes from; None: from the card
+)->Stream:
     "A new stream"
     return Stream(self)
+
+# %% ../../nbs/2_card/06_graph.ipynb #4376068c
+class _Growth:
+    "New memory for a pool, of a card or of a region, and how often there was none"
+    def __init__(self, cuda, room=None): self.cuda,self.room,self.refused = cuda,room,0
+    def __call__(self, nbytes):
+        try: return self._more(nbytes)
+        except Exception:  # the pool gives back what nobody holds, and asks again
+            self.refused += 1
+            raise
+    def _more(self, nbytes):
+        cuda = self.cuda
+        if self.room is None: return cuda.MemoryPointer(cuda.Memory(nbytes), 0)
+        try: return self.room.malloc(nbytes)
+        except OutOfMemoryError as e: raise cuda.runtime.CUDARuntimeError(2) from e # as pools know it
 
 # %% ../../nbs/2_card/06_graph.ipynb #d4793e7b
 class CudaMark(Mark):
@@ -179,10 +196,10 @@ class CudaMark(Mark):
 
 class CudaStream(Stream):
     "A stream of a card, and a pool of memory"
-    def __init__(self, card:Cuda):
+    def __init__(self, card:Cuda, room:Region|None=None):
         c = card.xp.cuda
         with card.use(): self.raw = c.Stream(non_blocking=True)
-        self.card,self.memory = card,c.MemoryPool()
+        self.card,self.memory = card,c.MemoryPool(*[_Growth(c, room)]*bool(room))
         weakref.finalize(self, card.pools.append, self.memory).atexit = False
     @contextlib.contextmanager
     def here(self):
@@ -201,9 +218,9 @@ class CudaStream(Stream):
         self.memory.free_all_blocks()
 
 @patch
-def own_stream(self:Cuda)->CudaStream:
+def own_stream(self:Cuda, room:Region|None=None)->CudaStream:
     "A new stream, with memory"
-    return CudaStream(self)
+    return CudaStream(self, room)
 
 # %% ../../nbs/2_card/06_graph.ipynb #f64015f0
 @patch
@@ -258,25 +275,18 @@ class Scratch:
     def close(self): "Give it back"
 
 @patch
-def scratch(self:Device)->Scratch:
+def scratch(self:Device,
+    room:Region|None=None, # Where it comes from; None: from the card
+)->Scratch:
     "New memory for pieces of work that follow each other"
     return Scratch(self)
 
 # %% ../../nbs/2_card/06_graph.ipynb #9fdfea9f
-class _Growth:
-    "New memory for a pool, and how often there was none"
-    def __init__(self, cuda): self.cuda,self.refused = cuda,0
-    def __call__(self, nbytes):
-        try: return self.cuda.MemoryPointer(self.cuda.Memory(nbytes), 0)
-        except Exception:  # the pool gives back what nobody holds, and asks again
-            self.refused += 1
-            raise
-
 class CudaScratch(Scratch):
     "A pool of a card's memory"
-    def __init__(self, card:Cuda):
+    def __init__(self, card:Cuda, room:Region|None=None):
         super().__init__(card)
-        self._growth = _Growth(card.xp.cuda)
+        self._growth = _Growth(card.xp.cuda, room)
         self.memory = card.xp.cuda.MemoryPool(self._growth)
         weakref.finalize(self, card.pools.append, self.memory).atexit = False
     @property
@@ -285,7 +295,7 @@ class CudaScratch(Scratch):
     def close(self): self.memory.free_all_blocks()
 
 @patch
-def scratch(self:Cuda)->CudaScratch: return CudaScratch(self)
+def scratch(self:Cuda, room:Region|None=None)->CudaScratch: return CudaScratch(self, room)
 
 # %% ../../nbs/2_card/06_graph.ipynb #5e11a004
 @patch

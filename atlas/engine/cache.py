@@ -14,6 +14,7 @@ from math import prod
 from fastcore.basics import patch
 from ..ground.config import ModelConfig
 from ..ground.core import AtlasError,OutOfMemoryError,human
+from ..cuda.attend import forget_words
 from ..cuda.vocabulary import words_of
 
 # %% ../../nbs/5_engine/01_cache.ipynb #8f1ad048
@@ -30,6 +31,7 @@ class BlockPool:
         self.reclaimable = 0 # Blocks that only the tree has
         self.evict = None # `evict(n)` of the tree frees `n` of these
         self._free = list(range(num_blocks))[::-1]
+        self.lent = [] # Blocks that nobody can have: their memory was given back
 
     @property
     def free(self)->int: return len(self._free)
@@ -40,7 +42,7 @@ class BlockPool:
     @property
     def used(self)->int:
         "Blocks that somebody works with"
-        return self.num_blocks-self.available
+        return self.num_blocks-self.available-len(self.lent)
     def blocks_for(self, tokens:int)->int:
         "Blocks that `tokens` tokens take"
         return -(-tokens//self.block_size)
@@ -113,6 +115,29 @@ def drop(self:BlockPool, ids:list[int]):
 def freed_by(self:BlockPool, ids:list[int])->int:
     "How many of `ids` could be had if their owner left"
     return sum(self.refs[i]-self.kept[i]==1 for i in ids)
+
+# %% ../../nbs/5_engine/01_cache.ipynb #da1af9c6
+@patch
+def runs(self:BlockPool, least:int=1)->list[tuple[int,int]]: # (first, end)
+    "Free blocks that follow each other, at least so many, the last ones first"
+    out,free = [],sorted(self._free)
+    for i in free:
+        if out and out[-1][1]==i: out[-1][1] = i+1
+        else: out.append([i,i+1])
+    return [(a, b) for a,b in reversed(out) if b-a>=least]
+
+@patch
+def lend(self:BlockPool, ids):
+    "Nobody gets the free blocks `ids` any more"
+    gone = set(ids)
+    self._free = [i for i in self._free if i not in gone]
+    self.lent += sorted(gone)
+
+@patch
+def recall(self:BlockPool):
+    "All that were lent are free again"
+    self._free += self.lent[::-1]
+    self.lent = []
 
 # %% ../../nbs/5_engine/01_cache.ipynb #dbe82cc4
 class BlockTable:
@@ -252,6 +277,19 @@ def __repr__(self:KVCache):
     "Its size and how full it is"
     p,st = self.pool,f', {self.num_states} states of {len(self.rec)} layers' if self.rec else ''
     return f'KVCache({len(self.kv)} layers, {p.num_blocks*p.block_size:,} tokens{st}, {human(self.nbytes)}; {p.used} of {p.num_blocks} blocks used)'
+
+# %% ../../nbs/5_engine/01_cache.ipynb #4f3c3b22
+@patch
+def arrays(self:KVCache)->list:
+    "All arrays of keys, values and states"
+    pools = [a for p in self.kv.values() for a in p.arrays if a is not None]
+    return [*pools, *self.conv.values(), *self.rec.values()]
+
+@patch
+def renew(self:KVCache, device):
+    "Be as new, with memory that has been replaced"
+    words = {id(p.words):p.words for p in self.kv.values() if hasattr(p, 'words')}
+    for w in words.values(): forget_words(device, w)
 
 # %% ../../nbs/5_engine/01_cache.ipynb #2f76e436
 def fit_blocks(

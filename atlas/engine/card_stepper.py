@@ -355,7 +355,7 @@ class PromptGraphs:
     def __init__(self, stepper):
         self.stepper,self.card = stepper,stepper.card
         self.most = 8 if stepper.drafter else MOST_PROMPT_GRAPHS  # with one, each keeps a stream
-        self.scratch = self.card.scratch()
+        self.scratch = self.card.scratch(stepper.steps)
         self.clear()
 
     def clear(self):
@@ -418,9 +418,11 @@ class CardStepper(Stepper):
         scheduler, # For its bounds: how many sequences run, and how long they get
         room=None, # A `Region` for arrays that stay
         drafter=None, # Guesses what comes next
+        steps=None, # A `Region` for what lives within a step; None: the card's memory
     ):
         super().__init__(model, cache, drafter)
         self.scheduler,self.room,self.card = scheduler,room,model.device
+        self.steps = steps
         n = bucket(scheduler.max_num_seqs)
         with self.staying():
             drafts = scheduler.drafts
@@ -435,7 +437,7 @@ class CardStepper(Stepper):
             self.chances = None # Of each draft to be accepted, where that is not compared
         # the stepper's stream waits for no other: weights and cache are to be there
         self.card.synchronize()
-        self.stream = self.card.own_stream()
+        self.stream = self.card.own_stream(steps)
         self.card.hold(self)
         self.lanes = {} # Lane of each request
         self.free = list(range(n+1))[::-1] # Lanes that are left
@@ -446,9 +448,9 @@ class CardStepper(Stepper):
         _enough(self.replay_rows, drafts)
 
     @classmethod
-    def serving(cls, model, cache, scheduler, room, drafter=None):
-        "One for what `scheduler` plans, with its own lasting arrays in the region `room`"
-        return cls(model, cache, scheduler, room, drafter)
+    def serving(cls, model, cache, scheduler, room, drafter=None, steps=None):
+        "One for what `scheduler` plans, with its own lasting arrays in the region `room`, and those of a step in `steps`"
+        return cls(model, cache, scheduler, room, drafter, steps)
 
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #656d6aa7
 @patch(cls_method=True)

@@ -8,14 +8,15 @@ Docs: https://atlas-inference.github.io/atlas/5_engine/loading.html.md"""
 __all__ = ['STAGES', 'DRAFTS', 'FREQUENT', 'FEW', 'USUAL', 'MOST_ROWS', 'SMALL', 'Startup', 'LoadedModel', 'Drafting', 'drafting']
 
 # %% ../../nbs/5_engine/13_loading.ipynb #2782e97f
-import gc,hashlib,threading
+import gc,hashlib,sys,threading
 from contextlib import ExitStack
 from dataclasses import dataclass,field,fields,replace
 from operator import index
 from time import perf_counter
 from fastcore.basics import ifnone,patch
 from .cache import KVCache,fit_blocks,slot_bytes,token_bytes
-from ..ground.core import AtlasError,EngineError,OutOfMemoryError,RequestError
+from ..ground.core import AsleepError,AtlasError,EngineError,OutOfMemoryError
+from ..ground.core import RequestError
 from ..ground.core import UnsupportedError,human
 from .arbiter import Arbiter
 from .draft import AssistantDrafter,Drafter,MTPDrafter,ModelDrafter,NgramDrafter
@@ -23,7 +24,7 @@ from .draft import LAST,reads_cache
 from .card_stepper import CardStepper
 from ..cuda import vocabulary as card_words
 from ..cuda.vocabulary import words_of
-from ..card.device import get_device
+from ..card.device import Budget,get_device
 from .engine import Engine
 from ..ground.hub import name_of
 from ..model.model import load_model,model_wants
@@ -100,34 +101,45 @@ class LoadedModel:
         show=None, # Progress bar, or what makes one; None: when somebody watches
         text=None, # Gives what reads and writes for a checkpoint, with `guides()`; None: ids alone
     ):
-        self.options,self.startup = options,Startup()
-        self.startup.begin('open')
+        self.options = options
         self.device = get_device(options.device)
         self.ops = words_of(self.device)
-        self.chunk = ifnone(options.chunk, self.ops.DEFAULTS.chunk)
-        _suits(options, self.device, self.ops.DEFAULTS, self.chunk)
-        with ExitStack() as files:
-            ck = files.enter_context(open_model(options, model_wants))
-            self.name = name_of(options.model)
-            self.config,self.path = ck.config,ck.path
-            self.max_seq_len = _context(ck.config, options.max_seq_len)
-            self.text = text(ck) if text else None
-            self.drafting = drafting(options, ck, files)
-            self.speculative = str(self.drafting) if self.drafting.who else None
-            self._load(ck, show)
-        self.guides = self.text.guides() if self.text else None
-        self.startup.begin('graphs')
-        self.engine = self._engine()
-        self.device.warm_up(self.engine.warm)
-        self.startup.begin()
-        self._lock,self.load_seconds = threading.RLock(),self.startup.total
-        self._keep()
+        self.name,self.asleep = name_of(options.model),0 # The level that it sleeps at
+        self._lock,self.text,self.guides = threading.RLock(),None,None
+        self.engine,self.tier,self._stores = None,None,[]
+        self._begin(show, text)
+        self.load_seconds = self.startup.total
     def __repr__(self):
         where = f'on {self.device.name}, context {self.max_seq_len:,}'
         about = f'{self.model!r} {where}' if self.engine else 'closed'
         if self.engine and self.speculative: about += f', speculative: {self.speculative}'
         if self.engine and self.prefill: about += f', prefill in {self.prefill}'
+        if self.engine and self.asleep: about = f'asleep at level {self.asleep}'
         return f'{type(self).__name__}({self.name}: {about})'
+
+# %% ../../nbs/5_engine/13_loading.ipynb #1b858933
+@patch
+def _begin(self:LoadedModel, show=None, text=None):
+    "Load all of it, and have an engine; errors as they come"
+    self.startup = Startup()
+    self.startup.begin('open')
+    o = self.options
+    self.chunk = ifnone(o.chunk, self.ops.DEFAULTS.chunk)
+    _suits(o, self.device, self.ops.DEFAULTS, self.chunk)
+    with ExitStack() as files:
+        ck = files.enter_context(open_model(o, model_wants))
+        self.config,self.path = ck.config,ck.path
+        self.max_seq_len = _context(ck.config, o.max_seq_len)
+        if text: self.text = text(ck)
+        self.drafting = drafting(o, ck, files)
+        self.speculative = str(self.drafting) if self.drafting.who else None
+        self._load(ck, show)
+    if text: self.guides = self.text.guides()
+    self.startup.begin('graphs')
+    self.engine = self._engine()
+    self.device.warm_up(self.engine.warm)
+    self.startup.begin()
+    self._keep()
 
 # %% ../../nbs/5_engine/13_loading.ipynb #d14d0002
 DRAFTS = dict(mtp=2, draft=3, ngram=4) # How many drafts a step checks where nobody says it
@@ -225,7 +237,9 @@ def _engine(self:LoadedModel):
         states=self.cache.states, prefix=self._prefix(),
         policy=_policy(o), max_queue_tokens=o.max_queue_tokens)
     made_by,room = _STEPPERS[self.ops],self._region('tables')
-    stepper = made_by.serving(self.model, self.cache, s, room, self._drafter())
+    with self._region('drafts').allocating(): drafter = self._drafter()
+    steps = self._region('steps')
+    stepper = made_by.serving(self.model, self.cache, s, room, drafter, steps)
     self.tier = self._spill(s.prefix, stepper.copies())
     arbiter = Arbiter(k, adaptive=o.speculative_adaptive) if k else None
     return Engine(s, stepper, self.guides, arbiter)
@@ -305,7 +319,7 @@ def _load(self:LoadedModel, ck, show):
         high_precision=o.kv_high_precision_layers)
     how = o.prefill_activations,o.quantization
     self.prefill = _shares(self.ops.prefill_formats(self.device, ck.tensors, *how))
-    self.arena = self.device.arena()
+    self.arena = self.device.arena(self._most())
     self._set_aside()
     need = self.ops.weight_bytes(ck.tensors, parts, packed, *anew)
     if by.ck: need += self.ops.weight_bytes(by.ck.tensors, ('',), packed, *anew)
@@ -345,9 +359,18 @@ def _store(self:LoadedModel, ck, parts, packed, anew)->Store|None:
 def _keep(self:LoadedModel):
     "Have what was loaded written beside what is served"
     models = [m for m in (self.draft_model,self.model) if m]
-    for s,m in zip(self._stores, models): s.save_beside(m)
+    for s,m in zip(self._stores, models):
+        if not s.usable(): s.save_beside(m)
 
 # %% ../../nbs/5_engine/13_loading.ipynb #fa170003
+@patch
+def _most(self:LoadedModel)->int|None:
+    "Bytes of a card that the model was given; None: nobody said"
+    o,told = self.options,[]
+    if o.memory_budget is not None: told.append(o.memory_budget)
+    if o.gpu_memory_utilization is not None: told.append(int(o.gpu_memory_utilization*self.device.memory().total))
+    return min(told, default=None)
+
 @patch
 def _plan(self:LoadedModel, ck, need:int, steps:int):
     "An `OutOfMemoryError` unless weights of `need` bytes, steps and caches fit"
@@ -430,7 +453,8 @@ def _make_cache(self:LoadedModel, steps:int):
     n,snapshots = self._blocks(steps)
     states = (1+by.k)*seqs+snapshots
     self.arena.budget.take('steps', steps, '--chunk')
-    with self._region('cache').allocating():
+    self.room = self._region('cache')
+    with self.room.allocating():
         self.cache = KVCache(self.config, self.device, n,
             num_states=states, drafting=by.who=='mtp', **self._kv)
         self.draft_cache = None
@@ -485,12 +509,15 @@ def _one_state(self:LoadedModel)->int:
     return one+(slot_bytes(by.config, self.ops) if by and not by.config.drafter else 0)
 
 _FLAGS = dict(weights='--quantization', cache='--max-seq-len', tables='--max-num-seqs')
+_SET_ASIDE = 'steps','drafts' # What is paid as a whole, see `_steps`
+_CHUNK = dict(cache=32<<20, steps=32<<20) # Of regions of few, large arrays: fewer are mapped sooner
 
 @patch
 def _region(self:LoadedModel, name:str):
-    "A new region of the arena, for arrays that stay"
+    "A new region of the arena"
     most = 2*self.device.memory().total
-    return self.arena.region(name, most, _FLAGS[name])
+    paid = Budget(sys.maxsize) if name in _SET_ASIDE else None
+    return self.arena.region(name, most, _FLAGS.get(name, '--chunk'), paid, _CHUNK.get(name))
 
 # %% ../../nbs/5_engine/13_loading.ipynb #5e7a51de
 @patch
@@ -584,9 +611,13 @@ def ids(self:LoadedModel, prompt, answer:int=1)->list[int]:
     return ids
 
 @patch
+def _caches(self:LoadedModel)->list: return [c for c in (self.cache,self.draft_cache) if c]
+
+@patch
 def _open(self:LoadedModel)->Engine:
-    "The engine, of a model that is not closed"
+    "The engine, of a model that is neither closed nor asleep"
     if self.engine is None: raise EngineError(f'{self.name} is closed', hint='Load it again')
+    if self.asleep: raise AsleepError(f'{self.name} is asleep', hint='Wake it: wake(), or POST /wake_up')
     return self.engine
 
 # %% ../../nbs/5_engine/13_loading.ipynb #40a02cad
@@ -595,11 +626,16 @@ def close(self:LoadedModel)->int: # Bytes of a card's memory in arrays that some
     "End every answer and give back all that the model took; nothing can be asked of it afterwards"
     with self._lock:
         if self.engine is None: return 0
-        for s in self._stores: s.stop()
-        if self.tier: self.tier.close(self.options.kv_spill_keep)
-        self.engine.close()
-        self.engine = self.model = self.cache = None
-        self.draft_model = self.draft_cache = None
+        return self._give_back()
+
+@patch
+def _give_back(self:LoadedModel)->int: # As `close`
+    "Give back all that a model has, however much of it is there"
+    for s in self._stores: s.stop()
+    if self.tier: self.tier.close(self.options.kv_spill_keep)
+    if self.engine: self.engine.close()
+    self.tier = self.engine = self.model = self.cache = None
+    self.draft_model = self.draft_cache = None
     gc.collect()
     self.device.tidy()
     for part in ('steps','spill'): self.arena.budget.give(part)

@@ -271,3 +271,12 @@ def all(self:PrefixTree)->list[Node]:
     out = [n for root in self.roots.values() for n in root.children.values()]
     for node in out: out += node.children.values()
     return out
+
+# %% ../../nbs/5_engine/02_prefix.ipynb #e4dc3e0f
+@patch
+def clear(self:PrefixTree):
+    "Forget all that nobody uses; a second tier has it then"
+    tier,self.tier = self.tier,None
+    if tier: tier.save()
+    self.evict(self.pool.num_blocks)
+    self.tier = tier

@@ -66,6 +66,11 @@ def call(self:Runner, n:int, op:str, kw:dict):
     self._put(self._call, n, op, kw)
 
 @patch
+def do(self:Runner, f):
+    "Call `f()` between two steps"
+    self._put(self._do, f)
+
+@patch
 def end(self:Runner):
     "No step after this one"
     with self.wake:
@@ -189,6 +194,9 @@ def _compiled(self:Runner, n, request, e):
     return [_failed(request.id, e)] if e else self._begin(request)
 
 # %% ../../nbs/5_engine/15_runner.ipynb #7b36e2b1
+@patch
+def _do(self:Runner, f): f()
+
 @patch
 def _call(self:Runner, n, op, kw):
     try:

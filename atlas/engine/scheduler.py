@@ -791,7 +791,7 @@ def stats(self:Scheduler)->dict:
     waiting = len(self.seqs)-self.fills-running
     return dict(num_requests_running=running, num_requests_waiting=waiting, max_num_seqs=self.max_num_seqs,
         num_tokens_waiting=self.waiting.tokens, kv_cache_usage_perc=p.used/p.num_blocks,
-        blocks_used=p.used, blocks_promised=self.promised, blocks_total=p.num_blocks, num_preemptions_total=t['preemptions'],
+        blocks_used=p.used, blocks_promised=self.promised, blocks_total=p.num_blocks, kv_blocks_lent=len(p.lent), num_preemptions_total=t['preemptions'],
         prefill_tokens_total=t['prefill_tokens'], replay_tokens_total=t['replay_tokens'], generation_tokens_total=t['generation_tokens'],
         request_success_total=dict(self.finished), **self._prefix_stats())
 
@@ -811,3 +811,23 @@ def __repr__(self:Scheduler):
     "How busy it is"
     blocks = f'{self.promised} of {self.limit} blocks promised, {self.pool.used} used'
     return f'Scheduler({len(self.running)} running, {len(self.waiting)} waiting, {blocks})'
+
+# %% ../../nbs/5_engine/09_scheduler.ipynb #a67e2a27
+@patch(as_prop=True)
+def spare(self:Scheduler)->int:
+    "Free blocks that nobody was promised, beside those of the longest sequence"
+    p,n = self.pool,len(self.pool.lent)
+    longest = p.blocks_for(self.max_seq_len)
+    return max(0, min(p.free, self.unpromised, self.limit-self.promised, p.num_blocks-n-longest))
+
+@patch
+def lend(self:Scheduler, ids):
+    "Promise nobody the free blocks `ids`"
+    self.pool.lend(ids)
+    self.limit -= len(ids)
+
+@patch
+def recall(self:Scheduler):
+    "Promise them again"
+    self.limit += len(self.pool.lent)
+    self.pool.recall()

@@ -1029,12 +1029,19 @@ def cancel(self:SpillTier, f:Fetch):
     self.store.release('state', f.tiles[-1])
     for ident in f.tiles[f.done:]: self.store.release('tile', ident)
 
+# %% ../../nbs/5_engine/04_spill.ipynb #1f3b01f3
 @patch
 def close(self:SpillTier, keep:bool=False):
     "Give the store up; to `keep` what is in the tree, put it there first, what may go soonest first"
     self.tree.tier = None
     if keep and (error := _tried(self._put_all)): self.store.switch_off(error)
     self.store.close()
+
+@patch
+def save(self:SpillTier):
+    "Put what is in the tree into the store, and sleep until all is there"
+    if error := _tried(self._put_all): self.store.switch_off(error)
+    self.store.settle()
 
 @patch
 def _put_all(self:SpillTier):

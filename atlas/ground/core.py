@@ -7,8 +7,8 @@ Docs: https://atlas-inference.github.io/atlas/1_ground/core.html.md"""
 # %% auto #0
 __all__ = ['INSTALL_CUDA', 'AtlasError', 'RequestError', 'ContextLengthError', 'TemplateError', 'QueueFullError', 'SourceError',
            'CheckpointError', 'ConfigError', 'UnsupportedError', 'DeviceError', 'OutOfMemoryError', 'CudaFault',
-           'WriteError', 'BusyError', 'EngineError', 'NumericError', 'typed_error', 'human', 'kernel_dir', 'home',
-           'no_cycles', 'in_notebook', 'interactive', 'progress']
+           'WriteError', 'BusyError', 'EngineError', 'AsleepError', 'NumericError', 'typed_error', 'human',
+           'kernel_dir', 'home', 'no_cycles', 'in_notebook', 'interactive', 'progress']
 
 # %% ../../nbs/1_ground/01_core.ipynb #b20fcb03
 import gc,os,sys
@@ -78,6 +78,9 @@ class BusyError(WriteError):
 class EngineError(AtlasError):
     "The engine could not finish a request"
     code = 'engine_error'
+class AsleepError(EngineError):
+    "A request to a model that has given its memory back"
+    status,code = 503,'asleep'
 class NumericError(EngineError):
     "Logits that are not finite: the row is failed, never sampled"
     code = 'corrupted_output'

@@ -431,7 +431,8 @@ class Defaults:
     foreign:tuple=() # Options that mean nothing here
 
 _CARDS = ('quantization','lm_head_dtype','draft_quantization',
-    'prefill_activations','kv_cache_dtype','kv_high_precision_layers','cache_packed')
+    'prefill_activations','kv_cache_dtype','kv_high_precision_layers','cache_packed',
+    'memory_budget','gpu_memory_utilization')
 DEFAULTS = Defaults(256, 256, math.inf, 16, 'float32', True, 8, _CARDS)
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #790d9e8a

@@ -16,7 +16,7 @@ from pathlib import Path
 from fastcore.basics import patch
 import uvicorn
 from functools import partial
-from ..ground.core import AtlasError,ConfigError,RequestError,SourceError
+from ..ground.core import AtlasError,ConfigError,RequestError,SourceError,human
 from .link import STAGES,pack_error,unpack_error
 from ..ground.options import EngineConfig,differs
 from ..text.processor import read_text
@@ -46,7 +46,7 @@ class Policy:
     longest:float=30. # Pause
     well:float=20. # Of health after which the next pause is short again
     ends:int=5 # In a row, without having been ready, after which it is given up
-    drain:float=10. # That running answers have when their model is unloaded
+    drain:float=10. # That running answers have when their model is unloaded, or put to sleep
 
 # %% ../../nbs/7_service/18_gateway.ipynb #030cc51b
 def open_text(config:EngineConfig, parsers=(None,None), sandbox=None)->dict:
@@ -67,6 +67,7 @@ class Served:
     wanted = down = False # By people; did its process end?
     served = over = False # Was it ever ready? Will it never be again?
     restarts,seconds = 0,{} # Processes after the first; of each stage of loading
+    slept = {} # Of the last time: level, bytes given back, seconds to `sleep` and to `wake`
     def __init__(self,
         names:list[str], # That clients may use; the first is its own
         upstream:Upstream|None=None,
@@ -78,9 +79,6 @@ class Served:
         self.upstream,self.state = upstream,'loaded'
         self.runner = upstream and upstream.runner
         self._waiting = []
-    def __repr__(self):
-        why = f', {self.reason}' if self.reason else ''
-        return f'{type(self).__name__}({self.name}: {self.condition}{why})'
     def tell(self, event): "Called with each change"
     def abort(self, peace=True):
         "End its answers; here by ending its runner"
@@ -95,10 +93,18 @@ class Served:
         "As in llama.cpp's `GET /models`"
         value = 'loaded' if self.condition=='loaded' else 'unloaded'
         return dict(value=value, args=['atlas','serve',self.name])
+    async def sleep(self, level=1): raise RequestError(f'{self.name} has no process of its own that could sleep', param='model')
+    wake = sleep
     async def up(self, autoload=True)->Upstream:
         "The model, if it can be asked"
         if self.condition=='loaded': return self.upstream
         raise unavailable(f'{self.name} cannot be asked', hint='GET /health tells when it can')
+
+# %% ../../nbs/7_service/18_gateway.ipynb #0952f774
+@patch
+def __repr__(self:Served):
+    why = f', {self.reason}' if self.reason else ''
+    return f'{type(self).__name__}({self.name}: {self.condition}{why})'
 
 # %% ../../nbs/7_service/18_gateway.ipynb #f5de10fc
 _log = logging.getLogger('atlas')
@@ -125,6 +131,7 @@ class Model(Served):
         self.side = None # The text side, being read or read
         self.child = self.progress = self.code = None
         self._unwanted,self.stops = asyncio.Event(),0
+        self.turning = asyncio.Lock() # Held while it falls asleep, or wakes
     @property
     def condition(self)->str:
         "The state, as people are told"
@@ -138,6 +145,7 @@ def status(self:Model)->dict:
     value = 'unloaded' if self.state=='failed' else self.state
     d = dict(value=value, args=['atlas','serve',self.config.model])
     if self.state=='loading' and self.progress: d['progress'] = self.progress
+    if self.state=='sleeping': d |= dict(self.slept)
     if self.state=='failed': d |= dict(failed=True, exit_code=self.code)
     return d|(dict(reason=self.reason) if self.reason else {})
 
@@ -146,7 +154,7 @@ def status(self:Model)->dict:
 def described(self:Served)->dict:
     "All that may be told about it"
     return dict(id=self.name, names=[n for n in self.names if n not in self.unlisted], created=self.created,
-        info=self.runner.info if self.state=='loaded' else None, state=self.state, condition=self.condition,
+        info=self.runner.info if self.state in ('loaded','sleeping') else None, state=self.state, condition=self.condition,
         status=self.status, reason=self.reason, load_seconds=dict(self.seconds), restarts=self.restarts)
 
 # %% ../../nbs/7_service/18_gateway.ipynb #53d6bccd
@@ -297,7 +305,7 @@ def _on_lost(self:Model, fault):
 def _fell(self:Model, why):
     "A model that was there is not"
     self.runner.stalled = False
-    if self.state=='loaded' and self.wanted: self.down,self.reason = True,why; self._set('loading')
+    if self.state in ('loaded','sleeping') and self.wanted: self.down,self.reason = True,why; self._set('loading')
 
 # %% ../../nbs/7_service/18_gateway.ipynb #b320c58e
 @patch
@@ -336,7 +344,7 @@ async def _one(self:Model)->str:
     async with self.gate:
         life = asyncio.ensure_future(self._life())
         try:
-            while not life.done() and self.state!='loaded': await asyncio.wait([life, self.changed()], return_when=asyncio.FIRST_COMPLETED)
+            while not life.done() and self.state not in ('loaded','sleeping'): await asyncio.wait([life, self.changed()], return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError: life.cancel(); raise
     try: return await life
     except Exception as e:
@@ -381,6 +389,57 @@ def abort(self:Model,
         grace = self.policy.keep if keeps else self.policy.grace
         asyncio.get_running_loop().call_later(grace if peace else 0, child.kill)
 
+# %% ../../nbs/7_service/18_gateway.ipynb #e253b13a
+@patch
+async def sleep(self:Model,
+    level:int=1, # As for `LoadedModel.sleep`, as are errors; then it is awake as before
+)->dict: # `level`, `bytes` given back, `seconds`
+    "Have it give its memory back, and keep its process"
+    return await asyncio.shield(asyncio.create_task(self._fall_asleep(level), context=Context()))
+
+@patch
+async def _fall_asleep(self:Model, level):
+    async with self.turning:
+        was = self.state
+        if was not in ('loaded','sleeping'): raise unavailable(f'{self.name} is {self.condition}, and cannot sleep', after=5)
+        try:
+            if was=='loaded':
+                self._set('sleeping')
+                await self.runner.rest(self.policy.drain)
+            said = await self.runner.call('sleep', level=level)
+        except BaseException:
+            if was=='loaded': self._awake()
+            raise
+        if was=='sleeping' and said['level']==self.slept['level']: return said
+        self.slept = dict(level=said['level'], bytes=said['bytes'], sleep=said['seconds'])
+        _log.info('%s sleeps at level %d: %s given back in %.2f s', self.name, said['level'], human(said['bytes']), said['seconds'])
+        self._set()
+        return said
+
+@patch
+def _awake(self:Model):
+    "It can be asked, if its process is still there"
+    if self.state!='sleeping': return
+    self.runner.resting = False
+    self._set('loaded')
+
+# %% ../../nbs/7_service/18_gateway.ipynb #859f6a4c
+@patch
+async def wake(self:Model)->dict: # `bytes` taken, `seconds`
+    "Have it take its memory again; errors as for `LoadedModel.wake`, and then it sleeps on"
+    return await asyncio.shield(asyncio.create_task(self._wake(), context=Context()))
+
+@patch
+async def _wake(self:Model):
+    async with self.turning,self.gate:
+        if self.state=='loaded': return dict(bytes=0, seconds=0.)
+        if self.state!='sleeping': raise unavailable(f'{self.name} is {self.condition}, and does not sleep', after=5)
+        said = await self.runner.call('wake')
+        self.slept = self.slept|dict(wake=said['seconds'])
+        _log.info('%s woke: %s taken in %.2f s', self.name, human(said['bytes']), said['seconds'])
+        self._awake()
+        return said
+
 # %% ../../nbs/7_service/18_gateway.ipynb #d6585efb
 def _again(e):
     "An error like `e`, to be raised once more: one that is raised twice would carry the traces of both"
@@ -398,6 +457,12 @@ async def up(self:Model,
             self.runner._check_open()
             return self.upstream
         if self.state=='failed': raise _again(self.error)
+        if self.state=='sleeping':
+            if not autoload: raise unavailable(f'{self.name} is asleep', hint='POST /wake_up wakes it', after=30)
+            try: await self.wake()
+            except AtlasError:
+                if self.state=='sleeping': raise  # else its process ended meanwhile
+            continue
         if self.down: raise unavailable(f'{self.name} is being started again', hint='GET /health tells when it is back', after=2)
         if self.state=='unloaded':
             if self.stops!=stops: raise unavailable(f'{self.name} was unloaded', hint='POST /models/load loads it', after=5)
@@ -448,6 +513,9 @@ async def load(self:Models, name:str)->dict:
     "Begin to load a model; it goes on behind"
     m = self.find(name)
     if self.draining: raise unavailable('The server is shutting down', after=5)
+    if m.state=='sleeping':
+        await m.wake()
+        return m.described()
     if m.state not in ('unloaded','failed'): raise RequestError(f'{m.name} is {m.condition} already', param='model')
     m.begin()
     return m.described()
@@ -461,6 +529,27 @@ async def unload(self:Models, name:str)->dict:
     m.leaving = asyncio.create_task(m.stop(m.policy.drain))
     await asyncio.sleep(0)
     return m.described()
+
+# %% ../../nbs/7_service/18_gateway.ipynb #48a3ea8b
+@patch
+def one(self:Models, name:str|None)->Served:
+    "By name; without one there must be only one"
+    if name is None and len(self.all)>1:
+        hint = f'Say ?model= with {" or ".join(m.name for m in self.all[:8])}'
+        raise RequestError(f'There are {len(self.all)} models here', hint=hint, param='model')
+    return self.find(name)
+
+@patch
+async def sleep(self:Models, name:str|None=None, level:int=1)->dict:
+    "Have a model give its memory back: what came of it"
+    if self.draining: raise unavailable('The server is shutting down', after=5)
+    return await self.one(name).sleep(level)
+
+@patch
+async def wake(self:Models, name:str|None=None)->dict:
+    "Have it take its memory again: what came of it"
+    if self.draining: raise unavailable('The server is shutting down', after=5)
+    return await self.one(name).wake()
 
 # %% ../../nbs/7_service/18_gateway.ipynb #3624160f
 @patch
@@ -494,7 +583,7 @@ def list(self:Models)->list[dict]:
 @patch(as_prop=True)
 def upstreams(self:Models):
     "Those that are loaded"
-    return [m.upstream for m in self.all if m.state=='loaded']
+    return [m.upstream for m in self.all if m.state in ('loaded','sleeping')]
 
 # %% ../../nbs/7_service/18_gateway.ipynb #b3321d30
 @patch
@@ -502,8 +591,8 @@ def stats(self:Models):
     "For the metrics: of each its state, how long loading took, and the numbers of its engine"
     def one(m):
         start = (m.runner.info or {}).get('startup') or {}
-        return dict(model=m.name, state=m.condition, load_seconds=dict(m.seconds),
-            startup=start, restarts_total=m.restarts)|m.runner.stats()
+        return dict(model=m.name, state=m.condition, load_seconds=dict(m.seconds), startup=start,
+            restarts_total=m.restarts, slept=m.slept)|m.runner.stats()
     return [one(m) for m in self.all]
 
 # %% ../../nbs/7_service/18_gateway.ipynb #8062299d

@@ -125,6 +125,7 @@ _engine = dict(
     corrupted_requests_total='Requests failed because logits were not finite',
     prefix_cache_queries_total='Prompt tokens that were looked up in the prefix cache', prefix_cache_hits_total='Prompt tokens that it had',
     kv_blocks_live='Blocks of the KV cache that requests use',
+    kv_blocks_lent='Blocks whose memory was given back, for it was short',
     prefix_cache_blocks='Blocks of the KV cache that the prefix cache keeps',
     prefix_cache_reclaimable_blocks='Those of them that are free for whoever needs them',
     prefix_cache_snapshots='States of recurrent layers that the prefix cache keeps',
@@ -228,7 +229,13 @@ def _states(self:Metrics):
     read = GaugeMetricFamily('atlas:model_startup_bytes', 'Bytes of weights that the last start read', labels=['model_name'])
     rate = GaugeMetricFamily('atlas:model_startup_bytes_per_second', 'At which rate', labels=['model_name'])
     again = CounterMetricFamily('atlas:model_restarts', 'Times that a worker had to be started anew', labels=['model_name'])
+    given = GaugeMetricFamily('atlas:model_sleep_bytes', 'Bytes that a model gave back when it last went to sleep', labels=['model_name'])
+    took = GaugeMetricFamily('atlas:model_sleep_seconds', 'Seconds that it took to go to sleep, or to wake', labels=['model_name','what'])
     for s in self.models.stats():
+        slept = s.get('slept') or {}
+        if 'bytes' in slept: given.add_metric([s['model']], slept['bytes'])
+        for k in ('sleep','wake'):
+            if k in slept: took.add_metric([s['model'],k], slept[k])
         for k in STATES: state.add_metric([s['model'],k], float(s.get('state')==k))
         for k,v in (s.get('load_seconds') or {}).items(): load.add_metric([s['model'],k], v)
         start = s.get('startup') or {}
@@ -237,4 +244,4 @@ def _states(self:Metrics):
             read.add_metric([s['model']], start['bytes'])
             rate.add_metric([s['model']], start['bytes_per_second'])
         again.add_metric([s['model']], s.get('restarts_total', 0))
-    yield from (state,load,parts,read,rate,again)
+    yield from (state,load,parts,read,rate,again,given,took)

@@ -64,6 +64,7 @@ class RemoteRunner:
     ):
         self.name,self.info,self.on,self.open,self.stalled = name,dict(name=name),on,True,False
         self._wire,self._ready,self._stats,self._images = None,False,{},()
+        self.resting = False # Is the model asleep, or about to be?
         self._streams,self._numbers,self._calls,self._count = {},{},{},itertools.count(1)
         self._aside = set() # Numbers of those that only fill the prefix cache
         self.gone,self.idle = asyncio.Event(),asyncio.Event() # No process; no streams, and no calls
@@ -88,6 +89,7 @@ class RemoteRunner:
     async def attach(self, sock:socket.socket):
         "A worker is at the other end of `sock`"
         self.gone.clear()
+        self.resting = False
         _,self._wire = await asyncio.get_running_loop().create_unix_connection(lambda: Wire(self._heard, self._lost), sock=sock)
 
 # %% ../../nbs/7_service/17_remote.ipynb #50ce4fc8
@@ -110,7 +112,8 @@ def _check(self:RemoteRunner, request):
     if request.id in self._numbers: raise AtlasError(f'A request called {request.id!r} is already running')
 
 @patch
-def _check_open(self:RemoteRunner):
+def _check_open(self:RemoteRunner, op=None):
+    if self.resting and op not in ('sleep','wake'): raise unavailable(f'{self.name} is asleep', hint='POST /wake_up wakes it', after=2)
     if not self.open: raise unavailable('The server is shutting down', after=5)
     if not self._ready: raise unavailable(f'The process of {self.name} is not running', hint='GET /health tells when it is back')
     if self.stalled: raise unavailable(f'The process of {self.name} does not answer', hint='GET /health tells when it does', after=5)
@@ -207,7 +210,7 @@ def _lost(self:RemoteRunner, fault):
 @patch
 async def call(self:RemoteRunner, op:str, **kw):
     "What `op` of the worker makes of `kw`; its typed error if it fails"
-    self._check_open()
+    self._check_open(op)
     room = self.info.get('max_queue') or 256
     if len(self._calls)>=room: raise QueueFullError(f'{room} computations are waiting already', hint='Try again in a moment')
     n = next(self._count)
@@ -231,6 +234,20 @@ async def drain(self:RemoteRunner, seconds:float)->bool:
     try: await asyncio.wait_for(self.idle.wait(), seconds)
     except TimeoutError: return False
     return True
+
+# %% ../../nbs/7_service/17_remote.ipynb #36f21cda
+@patch
+async def rest(self:RemoteRunner, seconds:float):
+    "Take nothing new until it wakes, and let what runs finish for so long; then end it"
+    self.resting = True
+    for n in self._aside: self._streams[n].abort()
+    try: await asyncio.wait_for(self.idle.wait(), seconds)
+    except TimeoutError: pass # those that are left are ended here
+    e = unavailable(f'{self.name} was put to sleep', hint='Ask again')
+    for n,s in list(self._streams.items()):
+        self.send('abort', n)
+        self._forget(n)
+        s._q.put_nowait(Event(s.id, finish='error', error=str(e), code=e.code))
 
 # %% ../../nbs/7_service/17_remote.ipynb #c943e9ba
 COMMAND = (sys.executable, '-m', 'atlas.service.worker')

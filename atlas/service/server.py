@@ -397,6 +397,31 @@ async def model_events(self:Service)->Response:
             async for e in changes: yield sse(e)
     return EventStream(lines(), lambda *_: None, every=self.ping, patience=self.patience)
 
+# %% ../../nbs/7_service/14_server.ipynb #7b47b1f4
+@patch
+async def sleep_model(self:Service, request:Request)->Response:
+    "Have a model give its memory back"
+    q = request.query_params
+    level = q.get('level', '1')
+    if level not in ('1','2'): raise RequestError(f'level is {level[:20]!r}, expected 1 or 2', param='level')
+    said = await self.models.sleep(q.get('model'), int(level))
+    return unheeded(JSONResponse(dict(success=True)|said), _unknown(q, 'level'))
+
+@patch
+async def wake_model(self:Service, request:Request)->Response:
+    "Have a model take its memory again"
+    q = request.query_params
+    said = await self.models.wake(q.get('model'))
+    return unheeded(JSONResponse(dict(success=True)|said), _unknown(q))
+
+@patch
+async def is_sleeping(self:Service, request:Request)->Response:
+    "Is a model asleep?"
+    m = self.models.one(request.query_params.get('model'))
+    return JSONResponse(dict(is_sleeping=m.condition=='sleeping'))
+
+def _unknown(q, *known): return sorted({k[:40] for k in q}-{'model',*known})
+
 # %% ../../nbs/7_service/14_server.ipynb #514e1e78
 @patch
 async def health(self:Service, request:Request)->Response:
@@ -516,6 +541,7 @@ def _managing(s:Service):
     "Endpoints about models and the server"
     return [('/v1/models', 'GET', s.list_models, None), ('/v1/models/{name:path}', 'GET', s.get_model, None), ('/models', 'GET', s.states, None),
         ('/models/sse', 'GET', s.model_events, None), ('/models/load', 'POST', s.load_model, ModelBody), ('/models/unload', 'POST', s.unload_model, ModelBody),
+        ('/sleep', 'POST', s.sleep_model, None), ('/wake_up', 'POST', s.wake_model, None), ('/is_sleeping', 'GET', s.is_sleeping, None),
         ('/health', 'GET', s.health, None), ('/v1/health', 'GET', s.health, None), ('/version', 'GET', s.version, None), ('/metrics', 'GET', s.scrape, None), ('/', 'GET', s.index, None)]
 
 # %% ../../nbs/7_service/14_server.ipynb #afe2ccd9

@@ -72,7 +72,27 @@ def load(options, meter):
         eos_ids=[],
         max_queue=options.get('max_queue', 64))
     engine = ScriptedEngine(options.get('say', 'Hello there, reader.'))
-    return Workload(engine, info, dict(double=double, nap=nap))
+    bed = Bed(engine, options.get('asleep', ''))
+    return Workload(engine, info, dict(double=double, nap=nap, sleep=bed.sleep, wake=bed.wake))
+
+class Bed:
+    "What sleeping is for a scripted engine: it has nobody to answer then"
+    def __init__(self, engine, wrong): self.engine,self.wrong,self.level,self.tries = engine,wrong,0,0
+    def sleep(self, level):
+        assert not self.engine.has_work, 'it is at work'
+        self.tries += 1
+        if self.wrong=='no sleep' and self.tries==1: raise OutOfMemoryError('There is no room for a copy')
+        if self.wrong=='dies asleep' and self.tries==1: os.kill(os.getpid(), signal.SIGKILL)
+        self.level = max(level, self.level)
+        self.engine.add,self.add = self.refuse,self.engine.add
+        return dict(level=self.level, bytes=1<<30, seconds=.1)
+    def refuse(self, r): raise AssertionError('a request to a model that is asleep')
+    def wake(self):
+        self.tries += 1
+        if self.wrong=='no waking' and self.tries==2: raise OutOfMemoryError('Waking takes 2 GiB, and 1 GiB are free')
+        if self.wrong=='dies waking' and self.tries==2: os.kill(os.getpid(), signal.SIGKILL)
+        self.level,self.engine.add = 0,self.add
+        return dict(bytes=1<<30, seconds=.1)
 
 def double(x): return 2*x
 

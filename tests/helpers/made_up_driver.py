@@ -56,7 +56,7 @@ def card(driver, wait=lambda: None):
     c.index,c.name,c.card,c.integrated,c.faults = 0,'cuda:0','A made-up card',False,Faults()
     class Device(nullcontext):
         def synchronize(self): wait()
-    runtime = NS(free=lambda p: None, memGetInfo=lambda: (driver.free, driver.total), memcpyAsync=lambda *a: None, CUDARuntimeError=CudaError)
+    runtime = NS(free=lambda p: None, memGetInfo=lambda: (driver.free, driver.total), memcpyAsync=lambda *a: None, memset=lambda *a: None, CUDARuntimeError=CudaError)
     more = dict(MemoryPointer=lambda mem, off: NS(ptr=mem.ptr+off, owner=mem), UnownedMemory=lambda ptr, size, owner, device_id: NS(ptr=ptr, size=size, owner=owner),
                 alloc_pinned_memory=bytearray, Event=lambda **kw: NS(record=lambda s: None, synchronize=wait), get_current_stream=lambda: NS(ptr=0))
     def array(shape, dtype, memptr): return NS(shape=shape, dtype=np.dtype(dtype), data=memptr, nbytes=0, flags=NS(c_contiguous=True), set=lambda a: None)

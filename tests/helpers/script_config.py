@@ -7,5 +7,6 @@ class ScriptConfig(EngineConfig):
     "What `fake_worker.py` reads"
     say:str='Hello there, reader.' # The answer
     at_load:str|None=None # What goes wrong at loading
+    asleep:str='' # What goes wrong when it sleeps or wakes
     lives:str|None=None # A file that counts how often it was started
     clock:bool=False # Does the wall clock jump?
