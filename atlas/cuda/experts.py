@@ -113,7 +113,7 @@ def _route(x, gain, eps, router, bias, logits, E, room, empty):
     (R,H),n = x.shape,router.n
     each,pieces = _ceil(n, 160),_ceil(H, 256); W = _ceil(pieces, _ceil(pieces, 8))
     grid = _ceil(n, each),_ceil(R, 2)
-    arrays = _raw(router.w),bias,gain,x,logits,None,empty
+    arrays = _raw(router.w),bias,gain,x,logits,None,empty.reshape(-1),None,None
     sizes = n,logits.shape[1],R,empty.size//4
     variant = dict(
         HIDDEN=H,
