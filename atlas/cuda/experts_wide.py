@@ -197,7 +197,7 @@ def _whole(card, up, down, act, norm, biased=False):
         BIASED=int(biased))
 
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #5d1b7c21
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #5d1b7c23
 CROSSED = 'nvfp4','mxfp4' # Formats whose columns lie in the order of to_half8_crossed
 
 def _ready(R, H):
@@ -210,6 +210,7 @@ def _words(card, R, picks, width, top):
     words = card.empty(n+_ceil(R*top, 4)*4)
     return words,words[:n].reshape(R*picks, width),words[n:n+R*top].view('int32').reshape(R, top)
 
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #5d1b7c21
 def _both(ready, up, down, logits, routes, words, y, o, d):
     "Both halves in one launch: `y` of each entry; in two on the emulator"
     card,R,m,span = card_of(ready),len(ready),o.m,0
@@ -224,17 +225,18 @@ def _both(ready, up, down, logits, routes, words, y, o, d):
     banks = *map(_raw, (up.w,down.w,up.s,down.s)),up.gs,down.gs,*o.biases
     sizes = o.eps,o.limit,float(m.scaling),logits.shape[1],R
     for halves in (3,) if card.kind=='cuda' else (1,2):
-        run('experts_wide', blocks, 128*(d['TEAMS']+1), *banks, *chosen, *routes, share, picked, ready, h, y,
-            *sizes, halves, shared=max(room, l.alone), **d)
+        run('experts_wide', blocks, 128*(d['TEAMS']+1), *banks, *chosen, *routes, share,
+            picked, ready, h, y, *sizes, halves, shared=max(room, l.alone), **d)
     return share
 
 
-# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #b3503a71
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #5d1b7c22
 def at_once(up, down, act, biases=(None,None))->bool:
     "Are both halves of experts with these banks one launch, for a few rows?"
     biased = {b is not None for b in biases}
     return len(biased)==1 and bool(_whole(card_of(up.w), up, down, act, True, *biased))
 
+# %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #b3503a71
 def moe_wide(
     x, # [R, H] float32
     gain, # [H] of the norm, or None: `x` is normed
@@ -269,12 +271,10 @@ def moe_wide(
         limit=3.4e38 if limit is None else float(limit), bias=bias, correction=correction,
         per_expert=per_expert, shared=shared, gate=shared_gate, biases=(up_bias,down_bias), blocks=blocks)
     o.reader,o.made = reader if R<=MOST_ROWS else None,made
-    arrays = x,add,out,*routes
-    if 0<R<=MOST_ROWS: _rows(router, up, down, o, *arrays) # The very arrays: their reader asks
-    else:
-        for i in range(0, R, MOST_ROWS):
-            part = [None if a is None else a[i:i+MOST_ROWS] for a in arrays]
-            _rows(router, up, down, o, *part)
+    cut = R>MOST_ROWS # Else they are the very arrays, as their reader asks
+    for i in range(0, R, MOST_ROWS):
+        part = [a[i:i+MOST_ROWS] if cut and a is not None else a for a in (x,add,out,*routes)]
+        _rows(router, up, down, o, *part)
     return out
 
 # %% ../../nbs/3_ops/moe/54_cuda.experts_wide.ipynb #05ebe209
