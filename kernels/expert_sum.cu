@@ -1,14 +1,11 @@
 // The end of a mixture of experts over many rows: y = add + sum over a row's picks of weight times
-// result, in the order of the picks. What the next launch reads is asked for meanwhile.
+// result, in the order of the picks.
 //   share : [r, picks]    f32   weights, the shared expert's last
 //   part  : [r, picks, k]  f32   results (expert_strips.cu)
 //   add   : [r, k]        f32   residual; may be y; or null
 //   y     : [r, k]        f32
-//   later_w : [tbytes]    u8    of which the first 16 * later_w16 bytes will be read next; or null
-//   later_s : [tscales]   u8    likewise; or null
 //   -D HIDDEN= (k, a multiple of 32)  PICKS=
 //   launch: <<<(ceil(k/512), r), 128>>>
-#include "lib/ahead.cuh"
 #include "lib/pdl.cuh"
 #ifndef HIDDEN
 #define HIDDEN 2048
@@ -17,8 +14,7 @@
 
 // With no number of blocks asked for, ptxas keeps to 32 registers, and loads wait for each other.
 extern "C" __global__ void __launch_bounds__(128, 4) expert_sum(const float* share,
-        const float* part, const float* add, float* y, const unsigned char* later_w,
-        const unsigned char* later_s, int later_w16, int later_s16) {
+        const float* part, const float* add, float* y) {
     const int o = (blockIdx.x * 128 + threadIdx.x) * 4, r = blockIdx.y;
     pdl_trigger();
     pdl_wait();
@@ -41,8 +37,4 @@ extern "C" __global__ void __launch_bounds__(128, 4) expert_sum(const float* sha
         }
         *(float4*)(y + at) = make_float4(b.x + v.x, b.y + v.y, b.z + v.z, b.w + v.w);
     }
-    const int thread = (r * gridDim.x + blockIdx.x) * 128 + threadIdx.x;
-    const int threads = gridDim.x * gridDim.y * 128;
-    if (later_w) ahead(later_w, later_w16, thread, threads);
-    if (later_s) ahead(later_s, later_s16, thread, threads);
 }

@@ -1,14 +1,16 @@
 // Both halves of the MLPs of a mixture of experts, for many rows of a decode step, in one launch:
-// y of an entry (row * PICKS + pick) = D act(U f(x)). Each block picks for all rows, and lists by
-// itself who needs whom (lib/listing.cuh): a slot is one expert and up to eight entries. Matrices are read in stages, 16 rows of U or 64 of D, whole, which lie together in
-// memory. Stages of all slots are one line for each half, of which a block has a piece; its teams
-// of four warps take these in turn. Of a stage of U each warp of a team has a share of the columns,
-// and shares meet in shared memory, four stages at a time; of a stage of D each has 16 rows. So a
-// warp keeps its columns of a slot's rows, as tensor cores want them, in registers. The last warp
-// asks for stages, DEEP ahead of those that are left, D's after U's; three others stage the next
-// slot's rows once all teams have taken what they need of this one's. Hidden values say for
-// themselves whether they are there (lib/given.cuh). The order of sums is that of lib/strips.cuh.
-// An entry's bits depend on nothing but its row and its expert.
+// y of an entry (row * PICKS + pick) = D act(U f(x)). Each block picks for all rows, or of many for
+// some and hears of the others, and lists by itself who needs whom (lib/listing.cuh): a slot is one
+// expert and up to eight entries. Rows of x come as router.cu has left them (lib/ready.cuh).
+// Matrices are read in stages, 16 rows of U or 64 of D, whole, which lie together in memory. Stages of
+// all slots are one line for each half, of which a block has a piece; its teams of four warps take
+// these in turn. Of a stage of U each warp of a team has a share of the columns, and shares meet in
+// shared memory, four stages at a time; of a stage of D each has 16 rows. So a warp keeps its columns
+// of a slot's rows, as tensor cores want them, in registers. The last warp asks for stages, DEEP ahead
+// of those that are left, D's after U's; three others fetch the next slot's rows once all teams have
+// taken what they need of this one's. Hidden values say for themselves whether they are there
+// (lib/given.cuh). The order of sums is that of lib/strips.cuh. An entry's bits depend on nothing but
+// its row and its expert.
 //   uw     : [ubytes]        u8    bank of matrices [UROWS, HIDDEN] in UP, the shared expert's last
 //   dw     : [dbytes]        u8    the same of [HIDDEN, INNER] in DOWN
 //   us     : [uscales]       u8    scales
@@ -24,8 +26,8 @@
 //   ids    : [r, top_k]      i32   who is picked, best first; or null
 //   weights : [r, top_k]     f32   their weights; or null
 //   share  : [r, picks]      f32   the same, and the shared expert's
-//   x      : [r, k]          f32
-//   gain   : [k]             f32   of the norm (NORM 1); or null
+//   picked : [r, top_k]      i32   who is picked, for other blocks; EMPTY before (router.cu)
+//   ready  : [r, line]       u8    x times the gain of the norm (lib/ready.cuh)
 //   h      : [yrows, inner]  f32   of each entry; EMPTY before (router.cu)
 //   y      : [yrows, k]      f32
 //   -D UP= DOWN= (of lib/fragment.cuh, four bits)  HIDDEN= (k: 1024 or 2048)  INNER= (256 or 512)
@@ -38,12 +40,14 @@
 //   launch: <<<any number, 32*(4*TEAMS + 4), shared bytes: see atlas.cuda.experts_wide>>>
 #include "lib/act.cuh"
 #include "lib/ahead.cuh"
+#include "lib/async.cuh"
 #include "lib/bulk.cuh"
 #include "lib/fragment.cuh"
 #include "lib/given.cuh"
 #include "lib/listing.cuh"
 #include "lib/pdl.cuh"
 #include "lib/ranked.cuh"
+#include "lib/ready.cuh"
 #include "lib/warps.cuh"
 #ifndef UP
 #define UP fragment_nvfp4
@@ -160,76 +164,74 @@ struct Piece {  // of a line of stages
     }
 };
 
-// Columns 8v to 8v + 7 of row r of a slot.
-template <class H, bool NORMED> __device__ __forceinline__ void put_row(Shared* sm, int buffer,
-        int r, int v, float* a, const float* __restrict__ gain) {
-    const int lane = threadIdx.x % 32;
-    if (NORMED) {
-        float g[8], sum = 0.f;
-        load8(gain + v * 8, g);
-        #pragma unroll
-        for (int j = 0; j < 8; j++) {
-            sum = fmaf(a[j], a[j], sum);
-            a[j] = __fmul_rn(a[j], g[j]);
-        }
-        sum = warp_sum(sum);
-        if (!lane) sm->squares[buffer][r][v / 32] = sum;
+// All rows of a slot of U, by BY warps of which this is one.
+template <int BY> __device__ __forceinline__ void take_rows(Shared* sm, int warp, int buffer,
+        const int* record, const unsigned char* ready) {
+    typedef ReadyRow<HIDDEN> Row;
+    const int count = record[0], first = warp * 32 + threadIdx.x % 32;
+    #pragma unroll 4
+    for (int i = first; i < count * Row::SIXTEENS; i += 32 * BY) {
+        const int r = i / Row::SIXTEENS, v = i % Row::SIXTEENS;
+        const unsigned char* const row = ready + (size_t)(record[1 + r] / PICKS) * Row::BYTES;
+        cp_async16(sm->x + r * U::X::LDR + v / Row::PART * U::X::LD + v % Row::PART, row + v * 16);
     }
+    constexpr int MORE = U::HELD + U::PARTS;
+    for (int i = first; i < count * MORE; i += 32 * BY) {
+        const int r = i / MORE, v = i % MORE;
+        const unsigned char* const row = ready + (size_t)(record[1 + r] / PICKS) * Row::BYTES;
+        float* const to = v < U::HELD ? &sm->e[buffer][v][r] : &sm->squares[buffer][r][v - U::HELD];
+        cp_async_or_zero<4>(to, row + Row::POWERS + v * 4, true);
+    }
+    cp_async_commit();
+    cp_async_wait<0>();
+}
+
+// Columns 8v to 8v + 7 of row r of a slot of D.
+__device__ __forceinline__ void put_row(Shared* sm, int buffer, int r, int v, const float* a) {
     float top = top8(a);
     #pragma unroll
     for (int m = 1; m < 16; m *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
     const float2 f = chunk_scale(top);
-    uint4* const to = sm->x + r * H::X::LDR + v % 4 * H::X::LD + v / 4;
-    *to = H::F::CROSSED ? to_half8_crossed(a, f.x) : to_half8(a, f.x);
-    if (lane % 16 == 0) sm->e[buffer][v / 16][r] = f.y;
+    uint4* const to = sm->x + r * D::X::LDR + v % 4 * D::X::LD + v / 4;
+    *to = D::F::CROSSED ? to_half8_crossed(a, f.x) : to_half8(a, f.x);
+    if (threadIdx.x % 16 == 0) sm->e[buffer][v / 16][r] = f.y;
 }
 
-// All rows of a slot: pieces of 256 columns are dealt out to BY warps, of which this is the i-th,
-// MANY of each on their way. `ask` says whether they are there.
-template <class H, bool NORMED, int BY, int MANY, class Ask> __device__ __forceinline__ void stage(Shared* sm,
-        int warp, int buffer, const int* record, const float* __restrict__ gain, Ask ask) {
-    const int pieces = record[0] * H::PARTS;
+__device__ __forceinline__ void ask_hidden(const float* h, int entry, int column, float* a) {
+    const float* const at = h + (size_t)entry * INNER + column;
+    *(float4*)a = peek4(at);
+    *(float4*)(a + 4) = peek4(at + 4);
+}
+__device__ __forceinline__ bool all_there(const float* a) {
+    bool all = true;
+    #pragma unroll
+    for (int j = 0; j < 8; j++) all = all && there(a[j]);
+    return all;
+}
+
+// All rows of a slot of D: pieces of 256 columns are dealt out to BY warps, of which this is one,
+// COUNT of each on their way.
+template <int BY, int COUNT> __device__ __forceinline__ void stage(Shared* sm, int warp, int buffer,
+        const int* record, const float* h) {
+    const int pieces = record[0] * D::PARTS, lane = threadIdx.x % 32;
     #pragma unroll 1
-    for (int from = warp; from < pieces; from += MANY * BY) {
-        float a[MANY][8];
+    for (int from = warp; from < pieces; from += COUNT * BY) {
+        float a[COUNT][8];
         #pragma unroll
-        for (int k = 0; k < MANY; k++) {
-            const int i = min(from + k * BY, pieces - 1);
-            ask(record[1 + i / H::PARTS], i % H::PARTS * 256 + threadIdx.x % 32 * 8, a[k]);
+        for (int k = 0; k < COUNT; k++) {
+            const int i = from + k * BY, v = i % D::PARTS * 32 + lane;
+            if (i < pieces) ask_hidden(h, record[1 + i / D::PARTS], v * 8, a[k]);
         }
         #pragma unroll
-        for (int k = 0; k < MANY; k++) {
-            const int i = from + k * BY, v = i % H::PARTS * 32 + threadIdx.x % 32;
+        for (int k = 0; k < COUNT; k++) {
+            const int i = from + k * BY, v = i % D::PARTS * 32 + lane;
             if (i >= pieces) break;
-            while (!ask.come(a[k])) ask(record[1 + i / H::PARTS], v * 8, a[k]);
+            while (!all_there(a[k])) ask_hidden(h, record[1 + i / D::PARTS], v * 8, a[k]);
             __syncwarp();
-            put_row<H, NORMED>(sm, buffer, i / H::PARTS, v, a[k], gain);
+            put_row(sm, buffer, i / D::PARTS, v, a[k]);
         }
     }
 }
-struct AskX {
-    const float* x;
-    __device__ __forceinline__ void operator()(int entry, int column, float* a) const {
-        const float* const at = x + (size_t)(entry / PICKS) * HIDDEN + column;
-        *(float4*)a = __ldcg((const float4*)at);
-        *(float4*)(a + 4) = __ldcg((const float4*)at + 1);
-    }
-    __device__ __forceinline__ bool come(const float*) const { return true; }
-};
-struct AskH {
-    const float* h;
-    __device__ __forceinline__ void operator()(int entry, int column, float* a) const {
-        const float* const at = h + (size_t)entry * INNER + column;
-        *(float4*)a = peek4(at);
-        *(float4*)(a + 4) = peek4(at + 4);
-    }
-    __device__ __forceinline__ bool come(const float* a) const {
-        bool all = true;
-        #pragma unroll
-        for (int j = 0; j < 8; j++) all = all && there(a[j]);
-        return all;
-    }
-};
 
 // What a lane keeps of a slot: its part of a warp's columns of eight rows.
 template <class H> struct Columns {
@@ -289,9 +291,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
         const float* __restrict__ ugs, const float* __restrict__ dgs,
         const float* __restrict__ ubias, const float* __restrict__ dbias,
         const float* logits, const float* __restrict__ correction,
-        const float* __restrict__ per_expert, int* ids, float* weights, float* share, const float* x, const float* __restrict__ gain,
-        float* h, float* y, float eps, float limit, float scaling, int ld, int rows,
-        int halves) {
+        const float* __restrict__ per_expert, int* ids, float* weights, float* share,
+        int* picked, const unsigned char* ready, float* h, float* y, float eps, float limit,
+        float scaling, int ld, int rows, int halves) {
     DYNAMIC_SHARED(Shared, sm);
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, m = g / 2;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the compiler learns: one for all
@@ -317,20 +319,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
     pdl_wait();
     pdl_trigger();
     __syncthreads();
+    // Of many rows each block ranks its own, and hears of the others. Two of a warp are ranked in
+    // less time than that takes.
+    const bool hears = rows > 2 * ALL && halves == 3;
+    const int first = hears ? blockIdx.x + warp * gridDim.x : warp;
+    const int step = hears ? ALL * gridDim.x : ALL;
+    float next[N];  // logits of the row after this one
+    if (first < rows) near_logits<E, N>(logits + (size_t)first * ld, lane, next);
     #pragma unroll 1
-    for (int r = warp; r < rows; r += ALL) {
+    for (int r = first; r < rows; r += step) {
         const float* const p = logits + (size_t)r * ld;
         float near[N];
-        near_logits<E, N>(p, lane, near);
+        #pragma unroll
+        for (int i = 0; i < N; i++) near[i] = next[i];
+        if (r + step < rows) near_logits<E, N>(p + (size_t)step * ld, lane, next);
         int* const room = (int*)sm->part + warp * TOP_K;
         const int id = ranked<E, TOP_K, SCORE, CORRECTED, N>(near, correction, lane, room);
-        if (lane < TOP_K) list->note(r * TOP_K + lane, id);
+        if (lane < TOP_K && !hears) list->note(r * TOP_K + lane, id);
         if (r % gridDim.x != blockIdx.x || !(halves & 1)) continue;
+        if (lane < TOP_K) give((float*)picked + r * TOP_K + lane, __int_as_float(id));
         if (ids && lane < TOP_K) ids[r * TOP_K + lane] = id;
         const float gate = SHARED && GATE ? __ldcg(p + E) : 0.f;
         give_weights<E, TOP_K, SCORE, RENORM, SHARED, N>(near, id, __ldcg(p + id),
             GATE ? &gate : nullptr, per_expert, scaling, lane,
             weights ? weights + r * TOP_K : nullptr, share + r * PICKS);
+    }
+    #pragma unroll 1
+    for (int i = threadIdx.x; hears && i < rows * TOP_K; i += THREADS) {
+        float id;
+        do id = peek((const float*)picked + i);
+        while (!there(id));
+        list->note(i, __float_as_int(id));
     }
     __syncthreads();
     const unsigned all = list->count(rows);
@@ -352,37 +371,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
         if (i - down.slot0 < down.own) records[(i + later) * RECORD + 1 + place] = value;
     };
     list->each_slot(rows, slot);
-    list->each_pick(rows, entry);
     list->each_shared(rows, slot, entry);
-    __syncthreads();
     const unsigned first_down = up.end - up.begin, many = first_down + down.end - down.begin;
-    if (warp == ALL - 1) {
-        unsigned i = 0;
-        auto ready = [&] {  // is there a place for stage i, and is it time?
-            const unsigned before = i - DEEP;
-            if (i >= DEEP) meet_wait(sm->empty + before % RING, before / RING % 2);
-        };
-        #pragma unroll 1
-        for (; i < first_down && !lane; i++) {
-            const unsigned k = up.begin + i;
+    unsigned asked = 0;
+    auto ask = [&] {  // for the next stage; its place is free
+        const unsigned place = asked % RING;
+        if (asked < first_down) {
+            const unsigned k = up.begin + asked;
             const int expert = experts[k / U::STAGES - up.slot0];
             const unsigned row = expert * U::STORED + k % U::STAGES * U::ROWS;
-            ready();
-            ask_for<U>(sm, i % RING, row, expert == E, uw, us, ugs, ubias);
-        }
-        #pragma unroll 1
-        for (; i < many && !lane; i++) {
-            const unsigned k = down.begin + i - first_down;
+            ask_for<U>(sm, place, row, expert == E, uw, us, ugs, ubias);
+        } else {
+            const unsigned k = down.begin + asked - first_down;
             const int expert = experts[k / D::STAGES + later];
             const unsigned row = expert * D::STORED + k % D::STAGES * D::ROWS;
-            ready();
-            ask_for<D>(sm, i % RING, row, expert == E, dw, ds, dgs, dbias);
+            ask_for<D>(sm, place, row, expert == E, dw, ds, dgs, dbias);
+        }
+        asked++;
+    };
+    list->each_pick(rows, entry);
+    __syncthreads();
+    if (warp == ALL - 1) {
+        #pragma unroll 1
+        while (!lane && asked < many) {
+            const unsigned before = asked - DEEP;
+            if (asked >= DEEP) meet_wait(sm->empty + before % RING, before / RING % 2);
+            ask();
         }
         return;
     }
     constexpr int FIRST = ALL - 1;  // warps that stage the first slot's rows
-    if (up.own) stage<U, NORM, FIRST, 1>(sm, warp, 0, records, gain, AskX{x});
-    else if (visits) stage<D, false, FIRST, 1>(sm, warp, 0, records, nullptr, AskH{h});
+    if (up.own) take_rows<FIRST>(sm, warp, 0, records, ready);
+    else if (visits) stage<FIRST, 1>(sm, warp, 0, records, h);
     sync_warps<FIRST, TEAMS>(0);
     if (warp >= WARPS) {
         #pragma unroll 1
@@ -390,8 +410,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_wide(
             meet_wait(&sm->left, (n + 1) % 2);
             const int* const record = records + n * RECORD;
             const int i = warp - WARPS;
-            if (n < up.own) stage<U, NORM, STAGERS, 2>(sm, i, n % 2, record, gain, AskX{x});
-            else stage<D, false, STAGERS, 2>(sm, i, n % 2, record, nullptr, AskH{h});
+            if (n < up.own) take_rows<STAGERS>(sm, i, n % 2, record, ready);
+            else stage<STAGERS, 4>(sm, i, n % 2, record, h);
             __syncwarp();
             if (!lane) meet_arrive(&sm->staged);
         }

@@ -12,12 +12,9 @@
 //   share   : [rows, picks]         f32   PICKS, this and what follows: as for expert_sum.cu. Or null
 //   part    : [rows, picks, k]      f32   or null
 //   add     : [rows, k]             f32   may be x; or null
-//   later_w : [tbytes]              u8    or null
-//   later_s : [tscales]             u8    or null
 //   -D FORMAT= EXTRA= K= NORM= GROUP= PARTS= W= SPLIT=   as for gemv.cu
 //   -D CORES= as for gemv_wide.cu    -D PICKS= 0, or of a row, with NORM 1
 //   launch: <<<(rows, NORM 1: 1, else any), 32 * (NORM 1: W, else 8)>>>
-#include "lib/ahead.cuh"
 #include "lib/tiles.cuh"
 #include "lib/pdl.cuh"
 #include "lib/reduce.cuh"
@@ -115,8 +112,7 @@ __device__ __forceinline__ float own_squares(const float* x, int slot, int lane)
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) gemv_halves(
         float* x, const float* __restrict__ gain, const float* parts, unsigned char* halves,
         unsigned char* more, float* inverse, const float* share, const float* part,
-        const float* add, const unsigned char* later_w, const unsigned char* later_s, float eps,
-        int rows, int tiles, int later_w16, int later_s16) {
+        const float* add, float eps, int rows, int tiles) {
     __shared__ float squares[2][W];
     __shared__ float4 kept[PICKS ? K / 4 : 1];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = blockIdx.x;
@@ -171,12 +167,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) gemv_halves(
         if (PICKS) __syncthreads();
         const float z = own_squares(PICKS ? (const float*)kept : mine, warp, lane);
         if (!lane) squares[1][warp] = z;
-    }
-    constexpr int BUSY = SLOTS < W ? SLOTS : 0;  // warps; others have nothing else to do
-    if (PICKS && warp >= BUSY) {
-        const int each = 32 * (W - BUSY), thread = row * each + threadIdx.x - 32 * BUSY;
-        if (later_w) ahead(later_w, later_w16, thread, gridDim.x * each);
-        if (later_s) ahead(later_s, later_s16, thread, gridDim.x * each);
     }
     __syncthreads();
     if (threadIdx.x > BOTH) return;

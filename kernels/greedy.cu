@@ -12,45 +12,58 @@
 //   state_out : [rows]         i32   or null
 //   tables    : [seqs, most]   i32   or null
 //   told      : [2, places, words] i32   memory of the host: the id goes there too, into the half that the parity of the row's position says; or null
-//   launch: <<<(blocks, rows), 512>>>, at most 128 blocks a row
+//   launch: <<<(blocks, rows), 256>>>, at most 128 blocks a row
 #include "lib/advance.cuh"
 #include "lib/pdl.cuh"
 #include "lib/sample.cuh"
 
-// The largest key of a block of 16 warps; for thread 0.
+constexpr int THREADS = 256, WARPS = THREADS / 32, UNIT = 4 * THREADS;  // logits at a time
+constexpr int MANY = 8;  // units of a block on their way
+
+// The largest key of a block; for thread 0.
 __device__ __forceinline__ u64 largest(unsigned key, unsigned id, u64* part) {
     const unsigned top = __reduce_max_sync(~0u, key), at = __reduce_min_sync(~0u, key == top ? id : ~0u);
     if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = (u64)top << 32 | (unsigned)~at;
     __syncthreads();
     u64 k = part[0];
     #pragma unroll
-    for (int i = 1; i < 16; i++) k = max(k, part[i]);
+    for (int i = 1; i < WARPS; i++) k = max(k, part[i]);
     return k;
 }
 
-extern "C" __global__ void __launch_bounds__(512) greedy(const float* logits, long long* best, int* ids, const int* seq, int* pos, int* pos3, long long* slots, int* starts,
-        int* state_in, int* state_out, const int* tables, int* told, int v, int most, int block_size, int places) {
-    __shared__ u64 part[2][16];
+// Four blocks a multiprocessor: small enough to be there before a head of few rows has ended.
+extern "C" __global__ void __launch_bounds__(THREADS, 4) greedy(const float* logits,
+        long long* best, int* ids, const int* seq, int* pos, int* pos3, long long* slots,
+        int* starts, int* state_in, int* state_out, const int* tables, int* told, int v, int most,
+        int block_size, int places) {
+    __shared__ u64 part[2][WARPS];
     __shared__ Move next;
     const int t = blockIdx.y, last = gridDim.x - 1;
     const Rows b = {seq, tables, pos, pos3, starts, state_in, state_out, slots, (int)gridDim.y, most, block_size};
     pdl_trigger();
-    if ((int)blockIdx.x == last && threadIdx.x == 511) next = look(b, t);
+    if ((int)blockIdx.x == last && threadIdx.x == THREADS - 1) next = look(b, t);
     pdl_wait();
     const float* row = logits + (size_t)t * v;
     unsigned top = 0, at = 0;  // of a logit; all ones for one that is not finite
-    for (int base = (blockIdx.x * 512 + threadIdx.x) * 4; base < v; base += gridDim.x * 8192) {
-        float4 a[4];
+    // From the end on, which the head has written last and which caches may still have.
+    int unit = (v + UNIT - 1) / UNIT - 1 - blockIdx.x;
+    #pragma unroll 1
+    for (; unit >= 0; unit -= MANY * gridDim.x) {
+        float4 a[MANY];
+        int first[MANY];
         #pragma unroll
-        for (int i = 0; i < 4; i++) a[i] = load4(row, base + i * gridDim.x * 2048, v);
+        for (int i = 0; i < MANY; i++) {
+            first[i] = (unit - i * (int)gridDim.x) * UNIT + threadIdx.x * 4;
+            if (first[i] >= 0) a[i] = load4(row, first[i], v);
+        }
         #pragma unroll
-        for (int i = 0; i < 4; i++)
+        for (int i = 0; i < MANY; i++)
             #pragma unroll
-            for (int j = 0; j < 4; j++) {
+            for (int j = 3; j >= 0; j--) {
                 const float x = (&a[i].x)[j];
-                const int id = base + i * gridDim.x * 2048 + j;
-                const unsigned k = id >= v ? 0u : not_finite(x) ? ~0u : float_key(x);
-                if (k > top) { top = k; at = id; }
+                const unsigned id = first[i] + j;
+                const unsigned k = id >= (unsigned)v ? 0u : not_finite(x) ? ~0u : float_key(x);
+                if (k >= top) { top = k; at = id; }
             }
     }
     u64 key = largest(top, at, part[0]);

@@ -6,12 +6,16 @@
 //   x      : [r, k]   f32
 //   logits : [r, ld]  f32
 //   met    : [1]      i32    gets the 0 that expert_slots.cu counts from; or null
-//   empty  : [r, picks, width]  f32  4 * fours words, left EMPTY (lib/given.cuh) for
-//                            experts.cu; or null
+//   empty  : [words]     f32    4 * fours words, left EMPTY (lib/given.cuh) for the launch
+//                            after this one; or null
+//   ready_gain : [k]     f32    of the norm before the experts, for `ready`; or null
+//   ready  : [r, line]   u8     x as experts_wide.cu multiplies it (lib/ready.cuh); or null
 //   -D HIDDEN= (k, a multiple of 32)  EXPERTS=  FORMAT=  NORM= (0 or 1)  ROWS= (1 or 2: of x at a time)  WARPS=  EACH=
+//   -D READY=  0; 1: leave `ready`; 2: in crossed order
 //   launch: <<<(ceil(n/EACH), any), 32*WARPS, any>>>, `rows` dealt out to blockIdx.y; at most 32 for each
 #include "lib/given.cuh"
 #include "lib/pdl.cuh"
+#include "lib/ready.cuh"
 #include "lib/reduce.cuh"
 #include "lib/stage.cuh"
 #ifndef HIDDEN
@@ -22,6 +26,9 @@
 #define ROWS 1
 #define WARPS 8
 #define EACH 2
+#endif
+#ifndef READY
+#define READY 0
 #endif
 constexpr int K = HIDDEN, PIECES = (K + 255) / 256, MINE = (PIECES + WARPS - 1) / WARPS;  // of 256 columns; of a warp
 
@@ -78,10 +85,36 @@ struct Rows {  // a lane's columns of ROWS rows of x
     }
 };
 
+#if READY
+// Columns 8v to 8v + 7 of a row.
+__device__ __forceinline__ void leave(unsigned char* row, int v, const float* a,
+        const float* __restrict__ gain) {
+    typedef ReadyRow<K> Row;
+    const int lane = threadIdx.x % 32;
+    float b[8], g[8], sum = 0.f;
+    if (gain) load8(gain + v * 8, g);
+    #pragma unroll
+    for (int j = 0; j < 8; j++) {
+        sum = fmaf(a[j], a[j], sum);
+        b[j] = gain ? __fmul_rn(a[j], g[j]) : a[j];
+    }
+    sum = warp_sum(sum);
+    if (!lane) ((float*)(row + Row::SQUARES))[v / 32] = sum;
+    float top = top8(b);
+    #pragma unroll
+    for (int m = 1; m < 16; m *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
+    const float2 f = chunk_scale(top);
+    uint4* const to = (uint4*)row + v % 4 * Row::PART + v / 4;
+    *to = READY > 1 ? to_half8_crossed(b, f.x) : to_half8(b, f.x);
+    if (lane % 16 == 0) ((float*)(row + Row::POWERS))[v / 16] = f.y;
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(32 * WARPS) router(
         const unsigned char* __restrict__ w, const float* __restrict__ bias,
         const float* __restrict__ gain, const float* x, float* logits, int* met, float* empty,
-        float eps, int n, int ld, int rows, int fours) {
+        const float* __restrict__ ready_gain, unsigned char* ready, float eps, int n, int ld,
+        int rows, int fours) {
     __shared__ float part[HELD][EACH + 1][WARPS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r0 = blockIdx.x * EACH;
     const int own = lane / LANES, first = warp * 256 + lane * 8;
@@ -139,6 +172,23 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) router(
         const int k = used + own / EACH;
         if (lane % LANES == 0) part[k][own % EACH][warp] = s;
         if (lane % (32 / ROWS) == 0) part[k][EACH][warp] = z;
+#if READY
+        static_assert(FULL, "see the contract");
+        if (used / ROWS % gridDim.x == blockIdx.x)  // whose turn it is among those with these rows
+            #pragma unroll
+            for (int j = 0; j < ROWS; j++) {
+                if (t + j >= rows) continue;
+                #pragma unroll
+                for (int i = 0; i < MINE; i++) {
+                    float a[8];
+                    #pragma unroll
+                    for (int c = 0; c < 8; c++)
+                        a[c] = ROWS > 1 && own / EACH ? now.a[ROWS - 1 - j][i][c] : now.a[j][i][c];
+                    leave(ready + (size_t)(t + j) * ReadyRow<K>::BYTES,
+                        (first + i * WARPS * 256) / 8, a, ready_gain);
+                }
+            }
+#endif
         now = next;
     }
     __syncthreads();

@@ -4,8 +4,10 @@ import numpy as np,pytest
 from atlas.card.card import run
 from atlas.card.emulator import Emulator,find_cxx
 from atlas.cuda import gemv_wide as many
+from atlas.cuda.experts_wide import moe_wide
 from atlas.cuda.gemv_wide import Found,Reader,gemv_wide,prepared_rows
 from atlas.cuda.pack import pack
+from atlas.ground.config import MoEConfig
 from atlas.ground.formats import QTensor
 
 pytestmark = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
@@ -23,7 +25,7 @@ def test_experts_leave_their_rows(extra):
     w,e = matrix('NVFP4', 40, k),matrix('BF16', 20, k) if extra else None
     share,part,add,gain = up(R, picks),up(R, picks, k),up(R, k),up(k)
     x,y = card.empty((R,k)),card.empty((R,k))
-    run('expert_sum', (-(-k//512),R), 128, share, part, add, x, None, None, 0, 0, HIDDEN=k, PICKS=picks)
+    run('expert_sum', (-(-k//512),R), 128, share, part, add, x, HIDDEN=k, PICKS=picks)
     h = prepared_rows(y, Reader(w, gain, 1e-6, e), Found(share, part, add))
     np.testing.assert_array_equal(bits(y), bits(x))
     p = many._Product(card, w, e, R)
@@ -43,3 +45,16 @@ def test_rows_of_another_product_are_made_anew():
     for o in others: assert not h.of(*o)
     got,want = (bits(gemv_wide(x, v, gain=gain, eps=1e-6, prepared=a)) for a in (h,None))
     np.testing.assert_array_equal(got, want)
+
+def test_experts_leave_them_for_what_they_return():
+    "So that the product which reads them next finds them, and makes them no second time"
+    E,H,I,R = 4,64,32,9
+    def bank(*s, **kw): return pack(QTensor.encode(normal(*s), 'NVFP4'), card, **kw)
+    router = pack(normal(E, H), card, exact=True)
+    banks = bank(E, 2*I, H, pair=True),bank(E, H, I)
+    w,gain,made = matrix('NVFP4', 40, H),up(H),[]
+    how = up(H),1e-6,router,*banks,MoEConfig(E, 2, I),'silu'
+    x = up(R, H)
+    y = moe_wide(x, *how, add=x, reader=Reader(w, gain, 1e-6), made=made)
+    assert made.pop().of(y, w, gain, 1e-6, None)
+    np.testing.assert_array_equal(bits(y), bits(moe_wide(x, *how, add=x)))

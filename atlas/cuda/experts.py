@@ -121,7 +121,7 @@ def _route(x, gain, eps, router, bias, logits, E, room, empty):
     "The router's logits of rows `x`; `empty` is emptied for the launch after it"
     (R,H),n = x.shape,router.n
     shape,grid = _router_shape(router, R)
-    arrays = _raw(router.w),bias,gain,x,logits,None,empty
+    arrays = _raw(router.w),bias,gain,x,logits,None,empty.reshape(-1),None,None
     sizes = n,logits.shape[1],R,empty.size//4
     variant = dict(
         HIDDEN=H,

@@ -176,8 +176,6 @@ class Found(NamedTuple):
     share:object=None # f32 [R, picks]
     part:object=None # f32 [R, picks, k]
     add:object=None # f32 [R, k]
-    later:tuple=(None,None) # What a later launch reads
-    sixteens:tuple=(0,0) # So much of it
 
 class Reader(NamedTuple):
     "The product that reads rows next, alone but for what adds to them"
@@ -229,9 +227,8 @@ class _Product:
         room,warps = self.room(R, normed),self.W if normed else 8
         if found.part is not None: opts['PICKS'] = found.part.shape[1]
         run('gemv_halves', (R,1 if normed else _up(self.w.k, 256*warps)), 32*warps,
-            x, gain, parts, *room, found.share, found.part, found.add, *found.later,
-            float(eps), R, self.tiles, *found.sixteens,
-            W=self.W, **opts)
+            x, gain, parts, *room, found.share, found.part, found.add,
+            float(eps), R, self.tiles, W=self.W, **opts)
         return room
 
 # %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #23101016

@@ -214,7 +214,7 @@ def sample_rows(
     "Choose a token for each row, and count it"
     t,(R,V),moved = table,logits.shape,_moved(then, table)
     _fits(t, R, rows, then, width, given)
-    if greedy: run('greedy', (_blocks(R, V),R), 512, logits, t.best[:R], ids_out, *moved[0], V, *moved[1])
+    if greedy: run('greedy', (_blocks(R, V),R), 256, logits, t.best[:R], ids_out, *moved[0], V, *moved[1])
     else: _drawn(logits, t, ids_out, rows, cuts, width, given, *moved)
     if width>1: return  # nothing has moved
     card_of(ids_out).plain = True  # the next launch waits for its end: it, and those after it, read positions and tables early
@@ -246,8 +246,8 @@ def _drawn(logits, t, ids_out, rows, cuts, width, given, arrays, sizes):
         *arrays, V, *sizes, width, int(given is None))
 
 def _blocks(R, V):
-    "Blocks of a greedy row: about one a multiprocessor, beside those of the product before"
-    return max(1, min(max(MOST//R, 16), -(-V//2048)))
+    "Blocks of a greedy row: of all rows about four a multiprocessor, which run at once"
+    return max(1, min(max(4*MOST//R, 2), MOST, -(-V//2048)))
 
 def _moved(then, t):
     "What kernels need to take a step's rows on and to tell the host: arrays, and numbers"

@@ -22,7 +22,7 @@ from .attend import Angles,attend as attend_rows,make_pool,pool_bytes,pool_words
 from .delta import as_states,delta_step,record_size
 from .experts import moe as moe_rows
 from .experts_many import experts_many,route_many
-from .experts_wide import moe_wide
+from .experts_wide import at_once,moe_wide
 from .flash import flash
 from .gemm import as_halves,parts_of,units
 from .gemm_scaled import Rows,can_scale,gemm_with,takes
@@ -93,8 +93,7 @@ def _staged_once(rows, k)->bool:
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #87ee795c
 def _rows(x, w, **kw):
     "Rows of a step times the matrix `w`, as `gemv`"
-    if _staged_once(len(x), w.k): return gemv_wide(x, w, **kw)
-    kw.pop('prepared', None)
+    if kw.get('prepared') or _staged_once(len(x), w.k): return gemv_wide(x, w, **kw)
     return gemv(x, w, **kw)
 
 def _exact(s):
@@ -205,9 +204,11 @@ def mamba(s:Step, x, w:MambaWeights, conv, rec):
     return y,GroupNorm(parts, y.shape[1]//w.groups, w.eps)
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #d7387458
-def _moe_of(rows):
-    "What multiplies the experts of so many rows; both give a row the same bits"
-    return moe_rows if rows<=MAX_ROWS else moe_wide
+def _moe_of(rows, w):
+    "What multiplies the experts `w` of so many rows; both give a row the same bits"
+    if rows>MAX_ROWS: return moe_wide
+    few = rows<=MAX_ROWS//2 or not at_once(w.up, w.down, w.act, (w.up_bias,w.down_bias))
+    return moe_rows if few else moe_wide
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #ec90b79e
 def _routes(s, x, top_k):
@@ -222,8 +223,8 @@ def _flat(a): return None if a is None else a.reshape(-1)
 
 def _experts_of_rows(s, x, w, norm, add, router_gain):
     "Routed experts of a few rows, weighted, plus `add`"
-    m,of = w.config,_moe_of(len(x))
-    more = dict(reader=w.reader, made=s.made) if len(x)>MAX_ROWS else {}
+    m,of = w.config,_moe_of(len(x), w)
+    more = dict(reader=w.reader, made=s.made) if of is moe_wide else dict(then=w.then)
     return of(
         x,
         *norm,
@@ -243,7 +244,6 @@ def _experts_of_rows(s, x, w, norm, add, router_gain):
         router_gain=router_gain,
         add=add,
         routes=_routes(s, x, m.top_k),
-        then=w.then,
         **more,
     )
 

@@ -40,6 +40,15 @@ __device__ __forceinline__ float2 peek2(const float* p) {
     return *(const float2*)p;
 #endif
 }
+__device__ __forceinline__ float peek(const float* p) {
+#if defined(__CUDA_ARCH__)
+    float v;
+    asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
+    return v;
+#else
+    return *p;
+#endif
+}
 __device__ __forceinline__ void emptied(float* p, int words) {
     const float e = __uint_as_float(EMPTY);
     if (words == 4) *(float4*)p = make_float4(e, e, e, e);
