@@ -539,7 +539,7 @@ def batch(self:_Writer, entries:list[Entry], pool):
         os.pwrite(self.fd, self.layout.record(self.sums[e.name]), place)
     if self.direct is None: os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
-# %% ../../nbs/1_ground/18_packed.ipynb #6ea1e9a2
+# %% ../../nbs/1_ground/18_packed.ipynb #e408f387
 def _batches(entries, most=_SYNCED):
     "Lists of entries of about `most` bytes each"
     some,size = [],0
@@ -551,6 +551,7 @@ def _batches(entries, most=_SYNCED):
         some,size = [],0
     if some: yield some
 
+# %% ../../nbs/1_ground/18_packed.ipynb #4199fc7d
 @patch
 def _left(self:_Writer)->dict[str,int]:
     "Sums of arrays that an interrupted save has left whole"
