@@ -5,7 +5,8 @@ from importlib.machinery import ModuleSpec,PathFinder,SourceFileLoader
 
 __version__ = "0.1.0"
 
-_doors = dict(LLM='use.llm', Output='use.llm', SamplingParams='ground.requests', AtlasError='ground.core')  # public name -> the module that defines it
+_doors = dict(LLM='use.llm', Output='use.llm', SamplingParams='ground.requests', AtlasError='ground.core',
+    save_dict='ground.packed', load_dict='ground.packed')  # public name -> the module that defines it
 __all__ = ['__version__', *_doors]
 
 def __getattr__(name):

@@ -506,6 +506,7 @@ ENGINE = {
     '--kv-spill-dir spilled': dict(kv_spill_dir='spilled'),
     '--kv-spill-gb 2.5': dict(kv_spill_gb=2.5),
     '--kv-spill-keep': dict(kv_spill_keep=True),
+    '--cache-packed=folder': dict(cache_packed='folder'),
     '--overcommit 2': dict(overcommit=2.),
     '--packed': dict(packed=True),
     '--speculative draft': dict(speculative='draft'),
@@ -580,6 +581,24 @@ def test_serve_without_flags(serve):
     assert serve.call_args.args==([EngineConfig('m')],)
     asked = serve.call_args.kwargs
     assert (asked['host'],asked['port'],asked['first'])==('127.0.0.1',8888,None)
+
+def test_packed_files_in_the_usual_folder(serve):
+    for said,meant in {'': False, '--cache-packed': True, '--cache-packed=off': False}.items():
+        run('serve', *said.split(), 'm')
+        assert serve.call_args.args==([EngineConfig('m', cache_packed=meant)],)
+
+def test_packed_files_are_listed_and_removed(monkeypatch, tmp_path):
+    "A part that somebody left behind, too"
+    monkeypatch.setenv('ATLAS_HOME', str(tmp_path))
+    folder = tmp_path/'packed'
+    folder.mkdir()
+    for n in ('m-1.packed','.m-2.packed.part'): (folder/n).write_bytes(bytes(1000))
+    found = json.loads(run('list', '--json').stdout)
+    kept = [(e['name'],e['bytes']) for e in found if e['kind']=='packed']
+    assert kept==[('.m-2.packed.part',1000),('m-1.packed',1000)]
+    assert '1 kB free' in run('rm', '--yes', 'm-1.packed').stdout
+    assert [p.name for p in folder.iterdir()]==['.m-2.packed.part']
+    assert run('rm', '--yes', 'm-1.packed').exit_code==1
 
 SPECULATION = {
     '': {},
@@ -773,7 +792,7 @@ class Report(SimpleNamespace):
     def to_dict(self): return dict(rate=5)
 
 BENCHES = [('all','bench'), ('decode','bench_decode'), ('kernels','bench_decode'),
-    ('prefill','bench_prefill'), ('throughput','bench_throughput')]
+    ('prefill','bench_prefill'), ('startup','bench_startup'), ('throughput','bench_throughput')]
 
 @pytest.mark.parametrize('to_file', [False,True])
 @pytest.mark.parametrize('as_json', [False,True])

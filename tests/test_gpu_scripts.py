@@ -28,6 +28,7 @@ SCRIPTS = [
     ('next_turns', ['--turns','3']),
     ('wide', ['--rows','16','--sweep','1']),
     ('table', []),
+    ('starts', []),
     ('many', ['--part','chunks'])]
 
 @pytest.mark.parametrize('name,more', SCRIPTS)

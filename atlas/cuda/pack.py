@@ -7,20 +7,22 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/linear/cuda.pack.html.md"""
 # %% auto #0
 __all__ = ['CARD_FORMATS', 'KEPT', 'REQUANTIZED', 'e2m1_words', 'words_e2m1', 'int4_words', 'words_int4', 'f16_to_f32',
            'f32_to_f16', 'int4_records', 'int4_scales', 'int4_zeros', 'int4_parts', 'CardFormat', 'Packed', 'row_order',
-           'pack', 'stored_rows', 'unpack', 'can_join', 'join', 'taken_rows', 'card_format', 'requantize', 'packer',
-           'invented']
+           'Move', 'as_jobs', 'row_tables', 'pack', 'stored_rows', 'unpack', 'can_join', 'join', 'taken_rows',
+           'card_format', 'requantize', 'packer', 'Landing', 'Staging', 'invented']
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #36c054d2
 import numpy as np
+import threading
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass,field
 from fastcore.basics import patch
 from zlib import crc32
 from ..card.card import card_of,run
 from ..ground.core import ConfigError,UnsupportedError,human
 from ..ground.formats import E2M1,E4M3,E8M0,FP8_TILE,QStack,QTensor
 from ..ground.formats import bf16_to_f32,f32_to_bf16,f32_to_e4m3
+from ..ground.reading import Ring
 from ..ground.weights import Want,head_quantizable,quantizable
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #09c1fe82
@@ -339,7 +341,68 @@ def _host_arrays(many, f, idx):
     rows = [_packed_rows(m, f, idx) for m in many]
     return [_joined(a) for a in zip(*rows)]
 
-# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #9c592590
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #046a3bb9
+_JOB = 'block kind from_ at bytes chunk line rows to wide n4 above map check name per'.split()
+_AT = {k: i for i,k in enumerate(_JOB)}
+_BLOCK_BYTES = 8192 # Of a job, for a block of threads
+
+@dataclass
+class Move:
+    "Where bytes of a tensor go on a card: fields of pack.cu's `Job`, which see"
+    kind:int
+    line:int # Bytes of a row of the tensor; of factors, numbers that rows have side by side
+    rows:int # Of a matrix of the tensor
+    to:int # Address of the first matrix
+    wide:int # Bytes of a row there; of scales, chunks; of factors, numbers
+    n4:int # Rows of a matrix there
+    above:int=0 # Rows of the matrix before those of the tensor
+    map:int=0 # Address of a table of rows; 0: they keep their order
+    check:int=0 # How to tell that a number is not finite
+    name:int=0 # What to call the tensor then
+    per:int=0 # Rows that share a factor
+    chunk:int=_BLOCK_BYTES
+
+def as_jobs(
+    moves:np.ndarray, # int64 [J, 16]: `Move.row` of each
+    start, # int64 [J]: where each part begins in what was read
+    at, # int64 [J]: which byte of its tensor that is
+    nbytes, # int64 [J]: of the part
+)->tuple[np.ndarray,int]: # int64 [J, 16], number of blocks
+    "Jobs for pack.cu"
+    jobs = moves.copy()
+    for k,v in dict(from_=start, at=at, bytes=nbytes).items(): jobs[:,_AT[k]] = v
+    blocks = -(-jobs[:,_AT['bytes']]//jobs[:,_AT['chunk']])
+    jobs[:,0] = np.cumsum(blocks)-blocks
+    return jobs,int(blocks.sum())
+
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #9af354d4
+@patch(as_prop=True)
+def row(self:Move)->list[int]:
+    "Its fields in the order of a job; those of a part are 0"
+    return [getattr(self, k, 0) for k in _JOB]
+
+_FINE = (1<<31)-1 # What `bad` holds while nothing is
+
+def _launch(src, jobs, blocks, bad, count=None):
+    "Launch pack.cu"
+    run('pack', blocks, 128, src, jobs, bad, len(jobs) if count is None else count, pdl=False)
+
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #1271cd3f
+def row_tables(
+    idx:np.ndarray, # As `row_order` gives it
+    n:int, # Rows of what is stored
+)->list[np.ndarray]: # int32 [n] each: where a row goes, -1 for nowhere
+    "The same seen from the other side"
+    tables,left = [],np.flatnonzero(idx>=0)
+    while len(left) or not tables:
+        rows,first = np.unique(idx[left], return_index=True)
+        t = np.full(n, -1, np.int32)
+        t[rows] = left[first]
+        tables.append(t)
+        left = np.delete(left, first)
+    return tables
+
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #cc71e98e
 _STAGING = 256<<20 # Bytes of a tensor on the card at a time
 
 def _codes(p, f):
@@ -350,45 +413,59 @@ def _codes(p, f):
     numbers = np.ascontiguousarray(_values(p), np.float32)
     return numbers.view(np.uint8),f.kinds[1]
 
-def _move(src, idx, dst, kind, units, first, card):
-    "Rows of `src` [E, rows, bytes] to their places among the matrices of `dst` [all, bytes] from number `first` on"
-    e,rows,line = src.shape; n4 = len(idx); step = max(1, _STAGING//max(1, rows*line))
+def _send(src, move, card):
+    "Bytes `src` [E, rows, line] to where `move` says"
+    e,rows,line = src.shape
+    step = max(1, _STAGING//max(1, rows*line))
+    bad = card.upload(np.int32([_FINE]))
     for i in range(0, e, step):
-        part = src[i:i+step]
-        run('pack', (n4, -(-units//128), len(part)), 128, card.upload(part.reshape(-1, line)), card.upload(idx), dst[first+i:first+i+len(part)].reshape(-1),
-            line, n4, rows, units, pdl=False, KIND=kind)
+        part = np.ascontiguousarray(src[i:i+step]).reshape(-1)
+        if not part.size: continue
+        jobs,blocks = as_jobs(np.int64([move.row]), 0, i*rows*line, part.size)
+        _launch(card.upload(part), card.upload(jobs), blocks, bad)
 
 def _pieces(q):
     "[(piece as [E, rows, k], number of its first matrix, first of its rows in a matrix)]"
     if isinstance(q, QStack):
         at = np.cumsum([0, *(p.shape[-2] for p in q.parts[:q.per])])
-        return [(p, i//q.per if q.experts else 0, at[i%q.per]) for i,p in enumerate(q.parts)]
+        return [(p, i//q.per if q.experts else 0, int(at[i%q.per])) for i,p in enumerate(q.parts)]
     return [(q, 0, 0)]
 
-# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #bc027519
-def _rows_for(idx, first, n):
-    "`idx` of a piece with rows `first` to `first+n`: -1 for zeros, -2 for what another call writes"
-    mine = (idx>=first)&(idx<first+n)
-    zero = (idx<0)&(first==0)
-    return np.where(mine, idx-first, np.where(zero, -1, -2)).astype(np.int32)
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #59720c3f
+def _blank(card, array, full:bool):
+    "A new array, a (shape, dtype) or None; zeros unless all of it will be written"
+    if array is None: return None
+    return card.empty(*array) if full else card.zeros(*array)
+
+def _covers(idx, k)->bool:
+    "Do rows of `k` columns in the order `idx` leave nothing unwritten?"
+    return k%32==0 and bool((idx>=0).all())
 
 def _on_card(q, f, idx, experts, card):
     "Codes and scales of chunks of all matrices of `q`, moved by the card"
-    C,n4,E = -(-q.shape[-1]//32),len(idx),experts or 1
-    new = f.arrays(E*n4, q.shape[-1])
-    w = card.empty(*new['w'])
-    s = card.empty(*new['s']) if f.scale else None
-    def each(a): return a.reshape(E, -1).view('uint8')
+    k = q.shape[-1]
+    C,n4,E = -(-k//32),len(idx),experts or 1
+    new = f.arrays(E*n4, k)
+    w = _blank(card, new['w'], _covers(idx, k))
+    s = _blank(card, new['s'], _covers(idx, k)) if f.scale else None
     def three(a): return a if a.ndim==3 else a[None]
-    for p,e,first in _pieces(q):
-        mine = _rows_for(idx, first, p.shape[-2])
-        data,kind = _codes(p, f)
-        _move(three(data), mine, each(w), kind, C*f.chunk//16, e, card)
-        if s is None: continue
-        scales = three(p.parts['scale'])
-        _move(scales, mine, each(s), f.kinds[2], C, e, card)
+    total = 1+idx.max(initial=0)
+    pieces = _pieces(q)
+    for p,_,above in pieces: total = max(total, above+p.shape[-2])
+    for table in row_tables(idx, total):
+        on = card.upload(table) # held until the last launch
+        at = card.address(on)
+        for p,e,above in pieces:
+            data,kind = _codes(p, f)
+            def put(a, kind, to, wide, size):
+                a = three(a)
+                to = card.address(to)+e*n4*wide*size
+                _send(a, Move(kind, a.shape[-1], a.shape[1], to, wide, n4, above, at), card)
+            put(data, kind, w, C*f.chunk, 1)
+            if s is not None: put(p.parts['scale'].view(np.uint8), f.kinds[2], s, C, f.scale)
     return w,s
 
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #edd891fe
 def _row_part(many, f, idx):
     "The factors of rows, if there are any: [E*n4, tiles], or [E*n4]"
     if not f.rows: return None
@@ -541,16 +618,21 @@ def requantize(
         raise UnsupportedError(
             f'Weights can be stored as {known} while they are loaded, not as {fmt!r}')
     p = pack(q, card, pair, exact=True)
-    if p.format.narrow or p.fmt==fmt: return p
+    return p if p.format.narrow or p.fmt==fmt else _anew(p, fmt, card)
+
+def _anew(p, fmt, card):
+    "A packed tensor with more bits, in `fmt`"
     new = CARD_FORMATS[fmt].arrays(len(p.w), p.k)
     arrays = (new[a] and card.empty(*new[a]) for a in ('w','s','gs'))
-    res = Packed(fmt, p.n, p.k, *arrays, p.experts, pair)
+    res = Packed(fmt, p.n, p.k, *arrays, p.experts, p.pair)
     run('quantize', len(p.w), 256,
         *p.raw, *res.raw, res.gs, p.chunks,
         pdl=False, FROM=f'decode_{p.format.name}', FP8=int(fmt=='fp8'))
     return res
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #159e6b5a
+_AHEAD = 1<<26 # Numbers of a tensor that is decoded beside others
+
 class packer:
     "What `load` needs to put weights on a card: a function of a want and its tensor; a `ConfigError` for a format that is none of `REQUANTIZED`"
     def __init__(self,
@@ -564,6 +646,7 @@ class packer:
             if v not in (None,*REQUANTIZED): raise ConfigError(f'{n} is {v!r}, expected one of {", ".join(REQUANTIZED)}', param=n)
         self.card,self.quantization,self.head = card,quantization,head
         self.drafting = drafting
+        self.lock = threading.Lock() # of whoever takes memory that lanes write to
 
     def anew(self, w:Want)->str|None:
         "Format in which the matrix `w` is to be stored anew"
@@ -576,14 +659,14 @@ class packer:
     def __call__(self, w:Want, q):
         "What the layers keep of `q`"
         if w.array or len(w.shape)<2: return self.card.upload(_paired(w, q.decode() if hasattr(q, 'decode') else q))
-        if (fmt := self.anew(w)) and _wider(q, fmt): return requantize(q, self.card, fmt, w.pair)
-        return pack(q, self.card, w.pair, w.exact)
-
-    def invent(self, w:Want, fmt:str)->Packed:
-        "Random numbers in place of a tensor in `fmt`"
-        f = card_format(fmt, self.anew(w))
-        seed = crc32(w.name.encode())
-        with self.card.use(): return invented(self.card, w.shape, f, w.pair, seed)
+        fmt = self.anew(w)
+        if fmt and not _wider(q, fmt): fmt = None
+        if np.prod(w.shape)<=_AHEAD: q = _decoded(q)
+        with self.lock:
+            if fmt: p = requantize(q, self.card, fmt, w.pair)
+            else: p = pack(q, self.card, w.pair, w.exact)
+            self.card.synchronize() # what it took beside is free again
+            return p
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #4dfd6a7f
 def _paired(w, a):
@@ -593,10 +676,310 @@ def _paired(w, a):
     i = row_order(a.shape[-1], True)
     return np.where(i<0, np.float32(0), a.take(i, -1))
 
+def _decoded(q):
+    "`q`, with those pieces decoded that no card format stores"
+    def one(p): return p if not isinstance(p, QTensor) or p.fmt in KEPT else p.decode()
+    if not isinstance(q, QStack): return one(q)
+    return QStack([one(p) for p in q.parts], q.order, q.experts)
+
 def _wider(q, fmt):
     "Would `q` shrink?"
     pieces = q.parts if isinstance(q.parts, list) else [q]
     return all(card_format(p.fmt, fmt)!=card_format(p.fmt) for p in pieces)
+
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #7a547959
+_TYPES = dict(F32=(0,4), BF16=(1,2), F16=(2,2), F8_E8M0=(3,1)) # Of factors: number for pack.cu, bytes
+_CHECKS = dict(BF16=1, F16=2, FP8=3, NVFP4=4, MXFP4=5) # CHECK of pack.cu
+_FACTOR,_ABOVE_ZERO = 6,7
+_ALIGNED = dict(NVFP4=4, MXFP4=4, BF16=2, F16=2) # Codes are words, or numbers, from the tensor's start
+
+def _streamed(ts)->CardFormat|None:
+    "The format in which a card keeps the tensors `ts`, if it makes that of the file's bytes alone"
+    kinds = {KEPT.get(t.fmt) for t in ts}
+    if None in kinds or len({f.fmt for f in kinds})>1: return None
+    f = max(kinds, key=lambda f: f.tile)
+    if f.taken or any(t.fmt=='F8_E4M3' for t in ts): return None
+    return f
+
+def _scale_of(t):
+    "The part of `t` with factors of rows, and which rows share one: 'all', 'each' or 'tile'; Nones where there are none"
+    if t.fmt=='NVFP4': return 'global','all'
+    how = dict(FP8_TENSOR='all', FP8_CHANNEL='each', FP8_BLOCK='tile').get(t.fmt)
+    return 'scale' if how else None,how
+
+def _in_place(t)->bool:
+    "Does each part of `t` lie where a card can read its numbers?"
+    if t.order is not None or t.cols is not None or t.unpack: return False
+    part,_ = _scale_of(t)
+    for p,s in t.spans.items():
+        if p==part:
+            if s.dtype not in _TYPES or s.offset%_TYPES[s.dtype][1]: return False
+        elif p=='data' and s.offset%_ALIGNED.get(t.fmt, 1): return False
+    return True
+
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #bcfc602d
+@dataclass(eq=False)
+class Landing:
+    "A want that is being put together on a card"
+    f:CardFormat
+    packed:Packed # Its arrays are None until the first bytes come, if it is stored anew
+    anew:str|None=None # Format in which to store it when it is whole
+    moves:dict=field(default_factory=dict) # (number of the source, part) -> number of its `Move`
+    ready:bool=True # Are its arrays there?
+    late:list=field(default_factory=list) # (number of a `Move`, array) to which addresses are yet to be added
+    marks:list=field(default_factory=list) # Wait for what was put into lanes, where it is stored anew
+
+    @property
+    def arrays(self)->dict:
+        "Shapes and types of its arrays"
+        p = self.packed
+        return self.f.arrays(max(1, p.experts)*p.rows, p.k)
+    @property
+    def held(self)->int:
+        "Bytes that it takes until it is stored anew"
+        sizes = (int(np.prod(a[0]))*np.dtype(a[1]).itemsize for a in self.arrays.values() if a)
+        return sum(sizes) if self.anew else 0
+
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #8842febe
+@dataclass(frozen=True)
+class _Source:
+    "A tensor as one of the sources of a want; those of one shape and kind are alike"
+    f:CardFormat
+    rows:int # Of a matrix of it
+    k:int
+    n4:int # Rows of a matrix on the card
+    matrices:int # Of it
+
+    def moves(self, t):
+        "(part, array, bytes of a matrix there, `Move` to the first matrix) of each part of the tensor `t`"
+        f,C,total = self.f,-(-self.k//32),self.rows*self.matrices
+        def move(kind, line, wide, size, **kw):
+            return self.n4*wide*size,Move(kind, line, self.rows, 0, wide, self.n4, **kw)
+        check = _CHECKS.get(t.fmt[:3] if t.fmt[:3]=='FP8' else t.fmt, 0)
+        of_codes = 0 if f.scale else check
+        yield 'data','w',*move(f.kinds[0], t.spans['data'].nbytes//total, C*f.chunk, 1, check=of_codes)
+        if f.scale: yield 'scale','s',*move(f.kinds[2], t.spans['scale'].nbytes//total, C, f.scale, check=check)
+        part,how = _scale_of(t)
+        if part: yield part,f.rows,*self._factors(t, part, how, move)
+
+    def _factors(self, t, part, how, move):
+        "The `Move` of factors; None where their number is another"
+        s = t.spans[part]
+        number,size = _TYPES[s.dtype]
+        per = dict(all=self.rows, each=1, tile=FP8_TILE)[how]
+        across = -(-self.k//FP8_TILE) if how=='tile' else 1
+        if s.nbytes!=self.matrices*-(-self.rows//per)*across*size: return 0,None
+        tiles = -(-self.k//self.f.tile) if self.f.tile else 1
+        check = _ABOVE_ZERO if part=='global' else _FACTOR
+        check += 16*number+256*s.reciprocal
+        few = max(1, _BLOCK_BYTES//max(1, per*tiles))
+        return move(8, across, tiles, 4, check=check, per=per, chunk=few*size)
+
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #8a89c3ef
+_JOBS = 2048 # Jobs of a launch
+
+class Staging:
+    "What `packer` needs to pack weights on a card while they are read"
+    def __init__(self,
+        put:'packer',
+        size:int, # Bytes of a window
+        count:int=16, # Windows there are at a time, on the host and on the card
+    ):
+        self.put,self.card,self.size = put,put.card,size
+        self.tail = _JOBS*8*len(_JOB)
+        self.ring = Ring(count, size+self.tail, self.card.pinned)
+        self.bad = self.card.upload(np.int32([_FINE]))
+        self.names,self._moves,self._more = [],[],[] # of each part: `more` is what differs among those alike
+        self._alike,self._tables,self._lanes = {},{},{}
+        self._waiting = [] # Landings that are stored anew
+        self._rows = None
+    budget = property(lambda self: max(1<<30, self.card.memory().available//8), doc='Bytes for what waits to be stored anew')
+    def __repr__(self): return f'Staging({len(self._moves)} parts of tensors, {self.ring})'
+
+    def _table(self, n, pair, order)->int|None:
+        "Address of the table of rows for a matrix of `n`; 0 where rows keep their order, None where one table is too few"
+        if not pair and order is None: return 0
+        key = n,pair,None if order is None else order.tobytes()
+        if key not in self._tables:
+            idx = row_order(n, pair, order)
+            several = row_tables(idx, n if order is None else max(n, int(order.max(initial=0))+1))
+            self._tables[key] = self.card.upload(several[0]) if len(several)==1 else None
+        table = self._tables[key]
+        return None if table is None else self.card.address(table)
+
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #f1c5c9d5
+def _key(t)->tuple:
+    "What the moves of a tensor depend on"
+    return t.fmt,t.shape,*((p,s.dtype,s.nbytes,s.reciprocal) for p,s in t.spans.items())
+
+@patch
+def _moves_of(self:Staging, f, n4, t, shape)->list|None:
+    "(part, array, bytes of a matrix there, fields of a job) of each part of a source; None where there is one that the card cannot move"
+    key = f.name,n4,shape,_key(t)
+    if key not in self._alike:
+        source = _Source(f, shape[-2], shape[-1], n4, shape[0] if len(shape)==3 else 1)
+        found = list(source.moves(t))
+        fine = all(m for *_,m in found)
+        self._alike[key] = [(*which,np.int64(m.row)) for *which,m in found] if fine else None
+    return self._alike[key]
+
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #3dba0389
+@patch
+def add(self:Staging,
+    w, # `Want`
+    o, # The way in which the checkpoint has it
+    ts:list, # Its sources, `TensorInfo`s
+    seen:list, # The shape in which to see each
+    turned:bool=False, # Are some of them stored transposed?
+)->Landing|None:
+    "Expect the sources of a want; None where the card cannot pack them by itself"
+    if turned or w.array or o.fn or o.integers or o.cols is not None: return None
+    if len(w.shape)<2 or len(w.shape)==2 and o.axis==1: return None
+    if 0 in w.shape or not all(map(_in_place, ts)) or not (f := _streamed(ts)): return None
+    if any(t.fmt in ('FP8_CHANNEL','FP8_BLOCK') and t.shape!=tuple(s) for t,s in zip(ts, seen)): return None
+    table = self._table(w.shape[-2], w.pair, o.order)
+    if table is None: return None
+    n4 = -(-w.shape[-2]//4)*4
+    moves = [self._moves_of(f, n4, t, tuple(s)) for t,s in zip(ts, seen)]
+    if None in moves: return None
+    return self._landing(w, f, ts, seen, moves, table)
+
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #47a808b9
+@patch
+def _landing(self:Staging, w, f, ts, seen, moves, table)->Landing:
+    "The landing of a want, with its arrays unless they will be stored anew"
+    *E,n,k = w.shape
+    fmt = self.put.anew(w)
+    if fmt and not all(card_format(t.fmt, fmt)!=card_format(t.fmt) for t in ts): fmt = None
+    to = Landing(f, Packed(f.fmt, n, k, None, experts=E[0] if E else 0, pair=w.pair), fmt)
+    to.ready,late = not fmt,-1
+    if to.ready: self._room(to)
+    else:
+        late = len(self._waiting)
+        self._waiting.append(to)
+    base = {a: 0 if fmt else self.card.address(getattr(to.packed, a)) for a,s in to.arrays.items() if s}
+    per = len(ts)//E[0] if E and len(seen[0])==2 else len(ts) # sources of a matrix
+    above = [0, *np.cumsum([s[-2] for s in seen[:per]]).tolist()]
+    for i,(t,its) in enumerate(zip(ts, moves)):
+        first = i//per if E else 0
+        for part,array,size,row in its:
+            j = len(self._moves)
+            to.moves[i,part] = j
+            self._moves.append(row)
+            self._more.append((base[array]+first*size, above[i%per], table, j, late))
+            self.names.append((t, part))
+            if fmt: to.late.append((j, array))
+    return to
+
+@patch
+def _room(self:Staging, to):
+    "Make the arrays of a landing"
+    p = to.packed
+    full = p.n%4==0 and p.k%32==0
+    for name,a in to.arrays.items(): setattr(p, name, _blank(self.card, a, full))
+
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #ee24e444
+class _Line:
+    "A lane, and the memory on the card that belongs to it"
+    def __init__(self, card, size):
+        self.lane = card.lane()
+        self.src = card.empty((size,), 'uint8')
+        self.jobs = card.empty((_JOBS,len(_JOB)), 'int64')
+
+@patch
+def begin(self:Staging):
+    "All wants are known: have the card ready"
+    self._rows = np.array(self._moves, np.int64).reshape(-1, len(_JOB))
+    differ = [_AT[k] for k in ('to','above','map','name')]
+    more = np.array(self._more, np.int64).reshape(-1, 1+len(differ))
+    self._rows[:,differ],self._late = more[:,:-1],more[:,-1]
+    for i in range(self.ring.count): self._lanes[i] = _Line(self.card, self.size)
+    nothing = np.int64([Move(0, 1, 1, 0, 1, 1).row])
+    _launch(self._lanes[0].src, self.card.upload(nothing), 1, self.bad) # loads the kernel
+    self.card.synchronize()
+
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #71489d19
+@patch
+def _arrive(self:Staging, to):
+    "The first bytes of what will be stored anew are here"
+    with self.put.lock:
+        if to.ready: return
+        self._room(to)
+        self.card.synchronize()
+        for i,array in to.late:
+            self._rows[i,_AT['to']] += self.card.address(getattr(to.packed, array))
+        to.ready = True
+
+@patch
+def send(self:Staging,
+    b, # Buffer of the ring, with a window in it
+    nbytes:int, # Of it
+    moves, # int64 [J]: numbers of the `Move`s of its parts
+    at, # int64 [J]: byte of the tensor with which each begins
+    lo, # int64 [J]: where that is in the buffer
+    n, # int64 [J]: bytes
+):
+    "Have the card take a window apart; what waits until the buffer is free, or None"
+    late = [self._waiting[i] for i in np.unique(self._late[moves]).tolist() if i>=0]
+    for to in late:
+        if not to.ready: self._arrive(to)
+    jobs,_ = as_jobs(self._rows[moves], lo, at, n)
+    line = self._lanes[b.place]
+    with line.lane.use():
+        line.lane.copy(line.src[:nbytes], b.data[:nbytes])
+        mark = self._launch(line, b, jobs)
+    for to in late: to.marks.append(mark)
+    return mark
+
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #3fee9920
+@patch
+def _launch(self:Staging, line, b, jobs):
+    "Launch pack.cu for `jobs`, some at a time; waits for all but the last of them"
+    tail = b.data[-self.tail:].view(np.int64).reshape(_JOBS, -1)
+    mark = None
+    for i in range(0, len(jobs), _JOBS):
+        if mark: mark() # the tail is being copied
+        some = jobs[i:i+_JOBS]
+        n = len(some)
+        blocks = -(-some[:,_AT['bytes']]//some[:,_AT['chunk']])
+        some[:,0] = np.cumsum(blocks)-blocks
+        tail[:n] = some
+        line.lane.copy(line.jobs[:n], tail[:n])
+        _launch(line.src, line.jobs, int(blocks.sum()), self.bad, n)
+        mark = line.lane.mark()
+    return mark
+
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #2129f8ab
+@patch
+def finish(self:Staging, to:Landing)->Packed:
+    "All bytes of a want were sent; what the layers keep of it"
+    if not to.anew: return to.packed
+    for mark in to.marks:
+        if mark: mark()
+    with self.put.lock:
+        p = _anew(to.packed, to.anew, self.card)
+        self.card.synchronize() # the arrays it was made of go now
+    to.packed = p
+    return p
+
+@patch
+def broken(self:Staging)->tuple|None:
+    "The first tensor that holds what is not finite, and which part of it"
+    self.card.synchronize()
+    bad = int(self.card.download(self.bad)[0])
+    return None if bad==_FINE else self.names[bad]
+
+@patch
+def close(self:Staging):
+    "Nothing is on its way any more: give memory back, but what became of it"
+    self.card.synchronize()
+    self._lanes,self.ring = {},None
+    self.card.unpin()
+
+@patch
+def staging(self:packer, size:int)->Staging|None:
+    "What packs windows of `size` bytes while they are read; None on a host"
+    return None if self.card.kind=='cpu' else Staging(self, size)
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #f054c3a2
 def _noise(card, f, seed, std, n=1<<19):
@@ -628,3 +1011,10 @@ def invented(card, shape, f:CardFormat, pair:bool=False, seed:int=0)->Packed:
     s,gs = f.even(std) if f.even else (None,None)
     s,gs = _full(card, new['s'], s),_full(card, new['gs'], gs)
     return Packed(f.fmt, n, k, w, s, gs, E, pair)
+
+@patch
+def invent(self:packer, w:Want, fmt:str)->Packed:
+    "Random numbers in place of a tensor in `fmt`"
+    f = card_format(fmt, self.anew(w))
+    seed = crc32(w.name.encode())
+    with self.card.use(): return invented(self.card, w.shape, f, w.pair, seed)

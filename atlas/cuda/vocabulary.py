@@ -498,13 +498,19 @@ def _look_ahead(model):
         if not hasattr(a, 'experts'): continue
         a.then,a.reader = _begins_with(b),_reader(b, n)
 
+def _came_joined(l)->bool:
+    "Is the layer `l` of weights that were arranged before?"
+    return l.shared is not None and l.shared.gate_up_proj.weight is None
+
 def prepare(model):
-    "Arrange the weights of `model` as the words want them"
+    "Arrange the weights of `model` as the words want them; what was arranged before stays as it is"
     blocks = [*model.layers]
     if model.mtp: blocks += model.mtp.layers
     for b in blocks:
         for l in b.parts():
-            if hasattr(l, 'experts') and _fits(l): _join(l)
+            if not hasattr(l, 'experts'): continue
+            if _came_joined(l): l.joined = True
+            elif _fits(l): _join(l)
     for p in packed_in([model, model.mtp]): units(p)
     _look_ahead(model)
 

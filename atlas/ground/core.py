@@ -7,11 +7,12 @@ Docs: https://atlas-inference.github.io/atlas/1_ground/core.html.md"""
 # %% auto #0
 __all__ = ['INSTALL_CUDA', 'AtlasError', 'RequestError', 'ContextLengthError', 'TemplateError', 'QueueFullError', 'SourceError',
            'CheckpointError', 'ConfigError', 'UnsupportedError', 'DeviceError', 'OutOfMemoryError', 'CudaFault',
-           'EngineError', 'AsleepError', 'NumericError', 'typed_error', 'human', 'kernel_dir', 'home', 'in_notebook',
-           'interactive', 'progress']
+           'WriteError', 'BusyError', 'EngineError', 'AsleepError', 'NumericError', 'typed_error', 'human',
+           'kernel_dir', 'home', 'no_cycles', 'in_notebook', 'interactive', 'progress']
 
 # %% ../../nbs/1_ground/01_core.ipynb #b20fcb03
-import os,sys
+import gc,os,sys
+from contextlib import contextmanager
 from pathlib import Path
 from fastcore.basics import first,ifnone,store_attr
 import atlas
@@ -68,6 +69,12 @@ class OutOfMemoryError(DeviceError):
 class CudaFault(DeviceError):
     "The card has failed for the rest of this process's life; `kernels` were at work"
     code,kernels = 'device_fault',()
+class WriteError(AtlasError):
+    "A file that cannot be written: the disk is full, or not ours"
+    status,code = 507,'cannot_write'
+class BusyError(WriteError):
+    "A file that another process is writing"
+    status,code = 503,'being_written'
 class EngineError(AtlasError):
     "The engine could not finish a request"
     code = 'engine_error'
@@ -115,6 +122,16 @@ def home()->Path:
     "Folder of Atlas's own cache: `$ATLAS_HOME`, else `$XDG_CACHE_HOME/atlas`, else `~/.cache/atlas`"
     if d := os.environ.get('ATLAS_HOME'): return Path(d).expanduser()
     return Path(os.environ.get('XDG_CACHE_HOME') or Path.home()/'.cache')/'atlas'
+
+# %% ../../nbs/1_ground/01_core.ipynb #18827ffb
+@contextmanager
+def no_cycles():
+    "A context, or decorator, in which Python does not look for cycles of objects"
+    was = gc.isenabled()
+    gc.disable()
+    try: yield
+    finally:
+        if was: gc.enable()
 
 # %% ../../nbs/1_ground/01_core.ipynb #e3df818f
 def in_notebook()->bool:

@@ -6,8 +6,8 @@ Docs: https://atlas-inference.github.io/atlas/1_ground/files.html.md"""
 
 # %% auto #0
 __all__ = ['AGAIN', 'MAX_HEADER', 'ST_SIZES', 'ST_PACKED', 'SCALES', 'PAYLOADS', 'INDEX', 'File', 'Span', 'TensorInfo',
-           'st_header', 'st_infos', 'same_bytes', 'read_tensor', 'check_scales', 'trunk_prefix', 'canonical',
-           'json_file', 'shards', 'st_spans', 'st_open']
+           'st_header', 'st_infos', 'span_bytes', 'same_bytes', 'read_tensor', 'bad_scale', 'check_read',
+           'check_scales', 'trunk_prefix', 'canonical', 'json_file', 'shards', 'st_spans', 'st_open']
 
 # %% ../../nbs/1_ground/08_files.ipynb #348a3c6b
 import json,math,os,re,struct
@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass,replace
 from pathlib import Path
-from functools import partial
+from functools import lru_cache,partial
 from fastcore.basics import first,patch
 from .core import CheckpointError,UnsupportedError,human
 from .config import ModelConfig,named_config
@@ -34,9 +34,16 @@ class File:
         self.path,self.name = Path(path),Path(path).name
         try: self.f = open(path, 'rb', buffering=0)
         except OSError as e: raise CheckpointError(f'{self.name} cannot be opened: {e.strerror}', param=self.name) from e
-        self.size = os.fstat(self.f.fileno()).st_size
+        self.size,_ = self.stamp = self._stamp()
     def close(self): self.f.close()
     def __repr__(self): return self.name
+    def _stamp(self):
+        s = os.fstat(self.f.fileno())
+        return s.st_size,s.st_mtime_ns
+    def unchanged(self):
+        "A `CheckpointError` unless the file is as it was when it was opened"
+        if self._stamp()!=self.stamp:
+            raise self.bad('the file was changed since it was opened', hint='Load it again when nobody writes to it')
     def bad(self, msg, hint=AGAIN, param=None): return CheckpointError(f'{self.name}: {msg}', hint=hint, param=param or self.name)
 
 # %% ../../nbs/1_ground/08_files.ipynb #3dc3be00
@@ -57,7 +64,7 @@ def read(self:File, n:int, offset:int)->bytes:
     return self.read_into(np.empty(n, np.uint8), offset).tobytes()
 
 # %% ../../nbs/1_ground/08_files.ipynb #3f27f8f6
-@dataclass(frozen=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Span:
     "A run of bytes in a file, and what they are"
     file:File
@@ -67,7 +74,7 @@ class Span:
     shape:tuple[int,...]
     reciprocal:bool=False # Is it a scale to divide by, where we multiply?
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class TensorInfo:
     "One tensor of a checkpoint: what it is, and where"
     name:str
@@ -104,6 +111,15 @@ def _parse_json(b:bytes, bad)->dict:
     return d
 
 # %% ../../nbs/1_ground/08_files.ipynb #8e76758d
+def _plain_entry(file, e, start)->Span|None:
+    "The span of an entry without fault, of which there may be a hundred thousand; None if it wants a closer look"
+    try: dtype,shape,(a,b) = e['dtype'],tuple(e['shape']),e['data_offsets']
+    except (KeyError,TypeError,ValueError): return
+    if not {int}.issuperset(map(type, shape)) or type(a) is not int or type(b) is not int: return
+    if len(shape)>8 or min(shape, default=0)<0 or max(shape, default=0)>=2**62 or not 0<=a<2**62: return
+    if type(dtype) is not str or b-a!=math.prod(shape)*ST_SIZES.get(dtype, -1): return
+    return Span(file, start+a, b-a, dtype, shape)
+
 def _st_entry(file, name, e, start)->Span:
     "Check entry `e` of a safetensors header whose data begins at `start`"
     def bad(msg): return file.bad(f'tensor {name!r} {msg}', param=name)
@@ -111,6 +127,7 @@ def _st_entry(file, name, e, start)->Span:
         v = e.get(k); lengths = (n,) if n else range(9)
         if not (isinstance(v, list) and len(v) in lengths and all(type(i) is int and 0<=i<2**62 for i in v)): raise bad(f'has {k} {v!r}')
         return tuple(v)
+    if s := _plain_entry(file, e, start): return s
     if not isinstance(e, dict): raise bad(f'is described by {e!r}')
     dtype,shape,(a,b) = e.get('dtype'),ints('shape'),ints('data_offsets', 2)
     if not isinstance(dtype, str) or dtype not in ST_SIZES:
@@ -181,6 +198,10 @@ def _four_bits(fmt, shape, scale, blocks:bool):
     return (shape,scale) if shape[-1]%n==0 and scale==(*shape[:-1],shape[-1]//n) else None
 
 # %% ../../nbs/1_ground/08_files.ipynb #d31c79a2
+def _seen_as(s, shape):
+    "The span `s` with this shape"
+    return s if s.shape==shape else replace(s, shape=shape)
+
 def _packed(fmt, spans, stored)->TensorInfo:
     "One tensor from the `spans` of its parts, whose shapes must be the format's; `stored` is the payload's name"
     d,s,g = spans['data'],spans['scale'],spans.get('global')
@@ -190,11 +211,11 @@ def _packed(fmt, spans, stored)->TensorInfo:
     if not d.shape: raise d.file.bad(f'{stored!r} is a packed tensor without dimensions', param=stored)
     found = _fp8_kind(d.shape, s.shape, fmt=='FP8_BLOCK') if fmt[:3]=='FP8' else _four_bits(fmt, d.shape, s.shape, stored.endswith('_blocks'))
     if not found: raise bad('scale')
-    fmt,shape = (found[0],d.shape) if fmt[:3]=='FP8' else (fmt,found[0]); spans = spans|dict(scale=replace(s, shape=found[1]))
+    fmt,shape = (found[0],d.shape) if fmt[:3]=='FP8' else (fmt,found[0]); spans = spans|dict(scale=_seen_as(s, found[1]))
     if g:
         lead = shape[:-2] if _each(shape[:-2], g.shape) else ()
         if g.dtype not in _REAL or not lead and math.prod(g.shape)!=1: raise bad('global')
-        spans['global'] = replace(g, shape=lead)
+        spans['global'] = _seen_as(g, lead)
     return TensorInfo('', fmt, shape, spans, stored=stored)
 
 # %% ../../nbs/1_ground/08_files.ipynb #7e393661
@@ -393,14 +414,19 @@ def st_infos(
         if not (m := _match(k, spans)): continue
         fmt,parts = m; used |= set(parts.values())
         t = _packed(fmt, {p:replace(spans[n], reciprocal=True) if n.endswith('.weight_global_scale') else spans[n] for p,n in parts.items()}, k)
-        infos.append(replace(t, name=re.sub('_packed$|_blocks$', '', k)))
+        t.name = k.removesuffix('_packed').removesuffix('_blocks')
+        infos.append(t)
     return infos+[TensorInfo(k, s.dtype, s.shape, dict(data=s), stored=k) for k,s in spans.items() if k not in used]
 
 # %% ../../nbs/1_ground/08_files.ipynb #52786f52
-def _read_part(s:Span, dtype:str, shape)->np.ndarray:
+def span_bytes(s:Span)->np.ndarray:
+    "The bytes of `s`, read now"
+    return s.file.read_into(np.empty(s.nbytes, np.uint8), s.offset)
+
+def _read_part(s:Span, dtype:str, shape, get)->np.ndarray:
     "The bytes of `s` as `dtype` and `shape`; what is narrower is widened where float32 is asked for"
     stored = FORMATS[s.dtype].layout(())['data'][0] if dtype=='float32' and s.dtype in FORMATS else 'uint8' if s.dtype=='F8_E8M0' else dtype
-    a = s.file.read_into(np.empty(shape, stored), s.offset)
+    a = get(s).view(stored).reshape(shape)
     if stored!=dtype: a = E8M0[a] if s.dtype=='F8_E8M0' else FORMATS[s.dtype].decode(dict(data=a), shape)
     return np.asarray(1/a) if s.reciprocal else a
 
@@ -410,11 +436,14 @@ def same_bytes(a:TensorInfo, b:TensorInfo, n:int=1<<24)->bool:
     get = lambda s,i: s.file.read_into(np.empty(min(n, s.nbytes-i), np.uint8), s.offset+i)
     return all(np.array_equal(get(s, i), get(b.spans[p], i)) for p,s in a.spans.items() for i in range(0, s.nbytes, n))
 
-def read_tensor(t:TensorInfo)->QTensor:
+def read_tensor(
+    t:TensorInfo,
+    get=span_bytes, # Span -> its bytes
+)->QTensor:
     "The tensor that `t` describes"
     if t.fmt not in FORMATS: raise UnsupportedError(f'{t.file}: tensor {t.stored!r} is {t.fmt}, which Atlas does not decode', param=t.stored)
-    if t.unpack: parts = t.unpack(t.shape, *(s.file.read_into(np.empty(s.nbytes, np.uint8), s.offset) for s in t.spans.values()))
-    else: parts = {p:_read_part(t.spans[p], d, t.spans[p].shape if p!='data' else s) for p,(d,s) in FORMATS[t.fmt].layout(t.shape).items()}
+    if t.unpack: parts = t.unpack(t.shape, *map(get, t.spans.values()))
+    else: parts = {p:_read_part(t.spans[p], d, t.spans[p].shape if p!='data' else s, get) for p,(d,s) in FORMATS[t.fmt].layout(t.shape).items()}
     q = QTensor(t.fmt, t.shape, parts)
     if t.order is not None: q = q.rows(t.order)
     return q if t.cols is None else q.cols(t.cols)
@@ -429,6 +458,12 @@ def _no_scale(s:Span, b:np.ndarray, part:str)->bool:
     if part=='signed': return False
     return bool((a<0).any()) or part=='global' and not a.all()
 
+def bad_scale(stored:str, s:Span, part:str)->CheckpointError:
+    "What to say of a scale that is none"
+    more = '' if part=='signed' else ' above zero'
+    return s.file.bad(f'a scale of {stored!r} is not a finite number{more}', param=stored)
+
+# %% ../../nbs/1_ground/08_files.ipynb #b0b71275
 def _runs(spans, gap:int=1<<16, most:int=1<<24):
     "Lists of the (stored name, `Span`, part) triples that are close enough to be read at once"
     run = []
@@ -446,18 +481,22 @@ def _check_run(run):
     for k,s,p in run:
         at = s.offset-start.offset
         b = buf[at:at+s.nbytes]
-        if not _no_scale(s, b, p): continue
-        more = '' if p=='signed' else ' above zero'
-        raise s.file.bad(f'a scale of {k!r} is not a finite number{more}', param=k)
+        if _no_scale(s, b, p): raise bad_scale(k, s, p)
+
+def _scales_of(t):
+    "Spans of the scales of `t`, and what is asked of them"
+    for p,s in t.spans.items():
+        if p not in ('scale','global'): continue
+        yield s,'signed' if t.fmt.startswith('INT4') else p  # AutoRound's may be below zero
+
+def check_read(t:TensorInfo, get):
+    "`check_scales` of one tensor whose bytes `get` has"
+    for s,p in _scales_of(t):
+        if _no_scale(s, get(s), p): raise bad_scale(t.stored, s, p)
 
 def check_scales(tensors:Iterable[TensorInfo]):
     "Read the scales of packed tensors; a `CheckpointError` names one that holds what cannot be a scale"
-    scales = []
-    for t in tensors:
-        for p,s in t.spans.items():
-            if p not in ('scale','global'): continue
-            if t.fmt.startswith('INT4'): p = 'signed'  # AutoRound's may be below zero
-            scales.append((t.stored, s, p))
+    scales = [(t.stored, s, p) for t in tensors for s,p in _scales_of(t)]
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         for _ in pool.map(_check_run, _runs(scales)): pass
 
@@ -472,10 +511,17 @@ def trunk_prefix(names:Iterable[str])->str:
     layers = Counter(p for n in names for p in found if n.startswith(p+'layers.'))
     return max(found, key=lambda p: layers[p])
 
+@lru_cache
+def _prefixes(prefix)->list:
+    "What may stand before the names of a trunk, the longest first"
+    known = 'model.','model.language_model.','language_model.model.','backbone.'
+    return sorted({prefix,*known}, key=len, reverse=True)
+
 def canonical(name:str, prefix:str)->str:
     "The name by which Atlas calls the stored tensor `name`, when the trunk's names begin with `prefix`"
-    if m := _APART.fullmatch(name): return f'{m[1]}.{m[2]}'
-    for p in sorted({prefix,'model.','model.language_model.','language_model.model.','backbone.'}, key=len, reverse=True):
+    apart = 'visual.' in name or 'mtp.' in name or 'lm_head.' in name
+    if apart and (m := _APART.fullmatch(name)): return f'{m[1]}.{m[2]}'
+    for p in _prefixes(prefix):
         if name.startswith(p) and (p or re.match(r'(layers|embed_tokens|embeddings|norm|norm_f)\.', name)):
             return 'model.'+re.sub(r'^norm_f\.', 'norm.', re.sub(r'^embeddings\.', 'embed_tokens.', name[len(p):]))
     return name
@@ -487,7 +533,8 @@ def _named(infos:list[TensorInfo])->dict[str,TensorInfo]:
         k = canonical(t.name, prefix)
         if u := named.get(k):
             raise CheckpointError(f'{t.stored} in {t.file} and {u.stored} in {u.file} are the same tensor, stored twice', hint=AGAIN, param=t.stored)
-        named[k] = replace(t, name=k)
+        t.name = k
+        named[k] = t
     return named
 
 # %% ../../nbs/1_ground/08_files.ipynb #7f51c3d0
@@ -505,8 +552,10 @@ def shards(folder:Path)->dict[str,str]:
     "The index of a sharded checkpoint: tensor -> file name"
     m = json_file(folder/INDEX).get('weight_map')
     if not isinstance(m, dict) or not m: raise CheckpointError(f'{INDEX} has no weight_map', hint=AGAIN, param='weight_map')
+    said = {n for n in m.values() if isinstance(n, str)}
+    fine = {n for n in said if re.fullmatch(r'[^/\\\0]+\.safetensors', n)}
     for k,n in m.items():
-        if not isinstance(n, str) or not re.fullmatch(r'[^/\\\0]+\.safetensors', n):
+        if not isinstance(n, str) or n not in fine:
             raise CheckpointError(f'{INDEX} sends tensor {k!r} to {n!r}, expected the name of a .safetensors file beside it', param=k)
     for n in sorted(set(m.values())):
         if not (folder/n).is_file(): raise CheckpointError(f'{n}, named by {INDEX}, is missing', hint='Download the missing file into the same folder', param=n)

@@ -174,15 +174,15 @@ class Decoder:
     def bind(self, weights:dict, device, max_seq_len:int):
         "Take `weights` by name and make the tables of angles; parts whose weights are not among them are left out"
         visual = {n:w for n,w in weights.items() if n.startswith('visual.')}
+        self._names,self._visual = list(weights),visual
         self.vision = self._vision.bind(visual, device) if visual else None
         self.mtp = self._mtp if any(n.startswith('mtp.') for n in weights) else None
         for n,w in weights.items():
             if n not in visual: bind(self, n, w)
         if 'lm_head.weight' not in weights: self.lm_head = self.embed_tokens
-        self.device,self.max_seq_len = device,max_seq_len
+        self.device,self.max_seq_len,self._rotary = device,max_seq_len,{}
         self.ops = words_of(device)
         self.ops.prepare(self)
-        self._rotary = {}
         for kind in ('attention','sliding'):
             a = getattr(self.c, kind)
             if a: self._rotary[kind] = _rotary(a.rope, device, max_seq_len)
@@ -196,6 +196,16 @@ def _unscaled(c, taken):
         if v==1 or k in taken: continue
         said = f'{c.family} models with a {k} of {v:g} are not supported'
         raise UnsupportedError(said, param=k)
+
+# %% ../../nbs/4_model/04_model.ipynb #7a11c0d1
+@patch
+def weights(self:Decoder)->dict:
+    "What `bind` took, as the words have arranged it since: it makes this model again"
+    def now(name):
+        o = self
+        for p in name.split('.'): o = o[int(p)] if p.isdigit() else getattr(o, p)
+        return o
+    return {n: self._visual[n] if n in self._visual else now(n) for n in self._names}
 
 # %% ../../nbs/4_model/04_model.ipynb #d819f782
 @patch
@@ -283,19 +293,22 @@ def _own_head(ckpt)->bool:
 def plan(ckpt)->tuple[Decoder,list[Want]]:
     "The empty model of a checkpoint, and what it wants: parts that the checkpoint does not have (MTP head, vision tower) are left out"
     m = build(ckpt.config); wants = m.wants()+[m.head_want]*_own_head(ckpt)
-    has = lambda p: any(k.startswith(p) for k in ckpt.tensors)
-    return m,[w for w in wants if not w.part or has({'mtp':'mtp.','vision':'visual.'}[w.part])]
+    starts = dict(mtp='mtp.', vision='visual.')
+    there = {part for part,p in starts.items() if any(k.startswith(p) for k in ckpt.tensors)}
+    return m,[w for w in wants if not w.part or w.part in there]
 
-def load_model(ckpt, device, max_seq_len:int|None=None, show=None, parts=('','vision'), packed=False, quantization=None, head=None, drafting=None, activations=None)->Decoder:
-    "Build the model of an open `Checkpoint` and load its `parts` onto `device`, on a card requantised as `packer` says; errors as for `load`"
+def load_model(ckpt, device, max_seq_len:int|None=None, show=None, parts=('','vision'), packed=False, quantization=None, head=None, drafting=None, activations=None, note=None, store=None)->Decoder:
+    "Build the model of an open `Checkpoint` and load its `parts` onto `device`, on a card requantised as `packer` says, or from the `Store` where they are; errors as for `load`"
     m,wants = plan(ckpt)
     if activations: m.activations = activations
     ignore = (*IGNORE,*m.ignore)
-    how = dict(show=show, ignore=ignore, packed=packed)
+    how = dict(show=show, ignore=ignore, packed=packed, note=note)
     places = words_of(device).placement(device, parts, quantization, head, drafting)
-    ws = {}
-    for some,where,put in places:
-        ws |= load(ckpt, wants, where, parts=some, put=put, **how)
+    ws = store.load(places, show, note) if store else None
+    if ws is None:
+        ws = {}
+        for some,where,put in places:
+            ws |= load(ckpt, wants, where, parts=some, put=put, **how)
     return m.bind(ws, device, max_seq_len or ckpt.config.max_seq_len)
 
 # %% ../../nbs/4_model/04_model.ipynb #426d937f

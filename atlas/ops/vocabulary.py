@@ -430,7 +430,7 @@ class Defaults:
     foreign:tuple=() # Options that mean nothing here
 
 _CARDS = ('quantization','lm_head_dtype','draft_quantization',
-    'prefill_activations','kv_cache_dtype','kv_high_precision_layers',
+    'prefill_activations','kv_cache_dtype','kv_high_precision_layers','cache_packed',
     'memory_budget','gpu_memory_utilization')
 DEFAULTS = Defaults(256, 256, math.inf, 16, 'float32', True, 8, _CARDS)
 

@@ -167,6 +167,7 @@ def _set(self:Served, state:str|None=None):
         drafts,prefill = info.get('speculative'),info.get('prefill_activations')
         why = f', speculative: {drafts}' if drafts else ''
         if prefill: why += f', prefill in {prefill}'
+        if start := info.get('startup'): why += f': {start["text"]}'
         if self.reason: why = f': {self.reason}'
         _log.info('%s is %s%s', self.name, self.condition, why)
     for f in self._waiting:
@@ -588,7 +589,11 @@ def upstreams(self:Models):
 @patch
 def stats(self:Models):
     "For the metrics: of each its state, how long loading took, and the numbers of its engine"
-    return [dict(model=m.name, state=m.condition, load_seconds=dict(m.seconds), restarts_total=m.restarts, slept=m.slept)|m.runner.stats() for m in self.all]
+    def one(m):
+        start = (m.runner.info or {}).get('startup') or {}
+        return dict(model=m.name, state=m.condition, load_seconds=dict(m.seconds),
+            startup=start, restarts_total=m.restarts, slept=m.slept)|m.runner.stats()
+    return [one(m) for m in self.all]
 
 # %% ../../nbs/7_service/18_gateway.ipynb #8062299d
 @patch
@@ -740,8 +745,10 @@ def _ready(models, url):
     names = [u.name for u in models.upstreams]
     t = sum(sum(models.find(n).seconds.values()) for n in names)
     many = [n for u in models.upstreams if (n := u.info.get('max_num_seqs'))]
+    rates = [r for u in models.upstreams if (r := (u.info.get('startup') or {}).get('bytes_per_second'))]
+    read = f', weights at {"/".join(f"{r/1e9:.3g}" for r in rates)} GB/s' if rates else ''
     at_once = f', {"/".join(map(str, many))} sequences at once' if many else ''
-    said = f'{", ".join(names) or "Atlas"} is ready ({t:.1f} s{at_once}): chat at {url}'
+    said = f'{", ".join(names) or "Atlas"} is ready ({t:.1f} s{read}{at_once}): chat at {url}'
     with suppress(OSError): print(f'{said}, API at {url}/v1. Ctrl+C stops it.', flush=True)
 
 def _doors():

@@ -225,6 +225,9 @@ def _states(self:Metrics):
     "The state of each model, its load and its restarts"
     state = GaugeMetricFamily('atlas:model_state', 'Is the model in this state?', labels=['model_name','state'])
     load = GaugeMetricFamily('atlas:model_load_seconds', 'Seconds that a stage of the last load took', labels=['model_name','stage'])
+    parts = GaugeMetricFamily('atlas:model_startup_seconds', 'Seconds of the last start, as the worker divides them', labels=['model_name','stage'])
+    read = GaugeMetricFamily('atlas:model_startup_bytes', 'Bytes of weights that the last start read', labels=['model_name'])
+    rate = GaugeMetricFamily('atlas:model_startup_bytes_per_second', 'At which rate', labels=['model_name'])
     again = CounterMetricFamily('atlas:model_restarts', 'Times that a worker had to be started anew', labels=['model_name'])
     given = GaugeMetricFamily('atlas:model_sleep_bytes', 'Bytes that a model gave back when it last went to sleep', labels=['model_name'])
     took = GaugeMetricFamily('atlas:model_sleep_seconds', 'Seconds that it took to go to sleep, or to wake', labels=['model_name','what'])
@@ -235,5 +238,10 @@ def _states(self:Metrics):
             if k in slept: took.add_metric([s['model'],k], slept[k])
         for k in STATES: state.add_metric([s['model'],k], float(s.get('state')==k))
         for k,v in (s.get('load_seconds') or {}).items(): load.add_metric([s['model'],k], v)
+        start = s.get('startup') or {}
+        for k,v in start.get('seconds', {}).items(): parts.add_metric([s['model'],k], v)
+        if start:
+            read.add_metric([s['model']], start['bytes'])
+            rate.add_metric([s['model']], start['bytes_per_second'])
         again.add_metric([s['model']], s.get('restarts_total', 0))
-    yield from (state,load,again,given,took)
+    yield from (state,load,parts,read,rate,again,given,took)

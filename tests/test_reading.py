@@ -1,0 +1,215 @@
+"Large reads into a ring: every byte once, in any file system; errors end all threads."
+import errno,os,threading,pytest
+import numpy as np
+from hypothesis import given,settings,strategies as st
+from atlas.ground import reading
+from atlas.ground.core import CheckpointError,ConfigError
+from atlas.ground.files import File
+from atlas.ground.reading import BLOCK,Extent,Ring,read_pieces,windows
+
+RANDOM = np.random.default_rng(0).integers(0, 256, 1<<18, np.uint8)
+
+@pytest.fixture(scope='module')
+def random_file(tmp_path_factory):
+    "A file whose end is no multiple of anything"
+    p = tmp_path_factory.mktemp('read')/'random.bin'
+    p.write_bytes(RANDOM[:-5].tobytes())
+    f = File(p)
+    yield f
+    f.close()
+
+def collect(pieces, *args, **kw):
+    "What `read_pieces` gives, by key, each byte once"
+    got = {p.key: np.zeros(p.nbytes, np.uint8) for p in pieces}
+    times = {p.key: np.zeros(p.nbytes, np.uint8) for p in pieces}
+    def take(key, at, data):
+        got[key][at:at+len(data)] = data
+        times[key][at:at+len(data)] += 1
+    r = read_pieces(pieces, take, *args, **kw)
+    assert all((t==1).all() for t in times.values())
+    return got,r
+
+ranges = st.lists(st.tuples(st.integers(0, 40_000), st.integers(0, 30_000)), min_size=1, max_size=12)
+
+@given(ranges, st.integers(1, 9), st.integers(1, 4), st.integers(1, 5), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_any_ranges(random_file, gaps, blocks, buffers, threads, direct):
+    pieces,at = [],0
+    for i,(gap,n) in enumerate(gaps):
+        at = min(at+gap, random_file.size)
+        n = min(n, random_file.size-at)
+        pieces.append(Extent(random_file, at, n, i))
+        at += n
+    got,r = collect(pieces, Ring(buffers, blocks*BLOCK), threads, direct)
+    for p in pieces: assert np.array_equal(got[p.key], RANDOM[p.offset:p.offset+p.nbytes])
+    assert r.nbytes>=sum(p.nbytes for p in pieces)
+    assert r.threads<=min(threads, buffers)
+
+@given(ranges, st.integers(1, 9))
+@settings(max_examples=150, deadline=None)
+def test_windows_read_nothing_twice(gaps, blocks):
+    class f: pass
+    pieces,at = [],0
+    for i,(gap,n) in enumerate(gaps):
+        pieces.append(Extent(f, at+gap, n, i))
+        at += gap+n
+    end = 0
+    for w in windows(pieces, blocks*BLOCK):
+        assert w.start%BLOCK==0 and w.start>=end and w.nbytes<=blocks*BLOCK
+        end = w.start+-(-w.nbytes//BLOCK)*BLOCK
+
+def test_one_range_for_two(random_file):
+    "Ranges may overlap: a tensor that is wanted twice"
+    pieces = [Extent(random_file, 10, 50_000, 'a'), Extent(random_file, 10, 50_000, 'b'),
+        Extent(random_file, 40_000, 1000, 'c')]
+    got,r = collect(pieces, Ring(2, 3*BLOCK))
+    for p in pieces: assert np.array_equal(got[p.key], RANDOM[p.offset:p.offset+p.nbytes])
+    assert r.nbytes<60_000
+
+def test_without_direct_reads(random_file, monkeypatch):
+    "No such flag; a file system that refuses to open; one that refuses to read"
+    pieces = [Extent(random_file, 3, 100_000, 0)]
+    def plain():
+        got,r = collect(pieces, Ring(2, 5*BLOCK))
+        assert np.array_equal(got[0], RANDOM[3:100_003])
+        return r.direct
+    with monkeypatch.context() as m:
+        m.setattr(reading, '_DIRECT', 0)
+        assert plain()==0
+    def refuse(*args): raise OSError(errno.EINVAL, 'refused')
+    with monkeypatch.context() as m:
+        m.setattr(reading.os, 'open', refuse)
+        assert plain()==0
+    real,own = os.preadv,random_file.f.fileno()
+    def only_plain(fd, *args): return real(fd, *args) if fd==own else refuse()
+    with monkeypatch.context() as m:
+        m.setattr(reading.os, 'preadv', only_plain)
+        assert plain()==0
+
+def test_short_reads(random_file, monkeypatch):
+    "A read may bring less than was asked for, and end between blocks"
+    real = os.preadv
+    def less(fd, to, offset):
+        n = len(to[0])
+        few = n if n<=BLOCK else BLOCK+n//3//BLOCK*BLOCK
+        if fd==random_file.f.fileno(): few = max(1, n//3)
+        return real(fd, [to[0][:few]], offset)
+    monkeypatch.setattr(reading.os, 'preadv', less)
+    for direct in (True, False):
+        got,_ = collect([Extent(random_file, 5, 200_000, 0)], Ring(3, 16*BLOCK), 3, direct)
+        assert np.array_equal(got[0], RANDOM[5:200_005])
+
+@pytest.fixture
+def small(tmp_path):
+    p = tmp_path/'small.bin'
+    p.write_bytes(RANDOM.tobytes())
+    f = File(p)
+    yield f
+    f.close()
+
+def threads(): return [t for t in threading.enumerate() if t.name.startswith('read')]
+def descriptors(): return len(os.listdir('/proc/self/fd'))
+
+def fails(pieces, take, ring, error, match, **kw):
+    before = descriptors()
+    with pytest.raises(error, match=match): read_pieces(pieces, take, ring, **kw)
+    assert not threads() and descriptors()==before
+
+def nothing(key, at, data): pass
+
+@pytest.mark.parametrize('direct', (True,False))
+def test_truncated(small, direct):
+    pieces = [Extent(small, 0, small.size, 0)]
+    def shorten(key, at, data): os.truncate(small.path, 100_001)
+    fails(pieces, shorten, Ring(2, 4*BLOCK), CheckpointError, 'ends at byte', direct=direct)
+    assert small.size==len(RANDOM)
+
+def test_truncated_after_the_last_read(small):
+    def shorten(key, at, data): os.truncate(small.path, 7)
+    fails([Extent(small, 0, 100, 0)], shorten, Ring(1, BLOCK), CheckpointError, 'was changed')
+
+def test_changed_before(small):
+    os.utime(small.path, ns=(1, 1))
+    fails([Extent(small, 0, 100, 0)], nothing, Ring(1, BLOCK), CheckpointError, 'was changed')
+
+def test_replaced_is_not_changed(small):
+    "Another file of the same name is another file"
+    other = small.path.with_name('other.bin')
+    other.write_bytes(b'something else')
+    os.replace(other, small.path)
+    got,_ = collect([Extent(small, 0, small.size, 0)], Ring(2, 4*BLOCK))
+    assert np.array_equal(got[0], RANDOM)
+
+def test_disk_error(small, monkeypatch):
+    def broken(*args): raise OSError(errno.EIO, os.strerror(errno.EIO))
+    monkeypatch.setattr(reading.os, 'preadv', broken)
+    fails([Extent(small, 0, 100, 0)], nothing, Ring(1, BLOCK), CheckpointError, 'Input/output')
+
+def test_an_error_of_the_taker_stops_all(small):
+    seen = []
+    def take(key, at, data):
+        seen.append(at)
+        if len(seen)==3: raise KeyError('three')
+    fails([Extent(small, 0, small.size, 0)], take, Ring(4, BLOCK), KeyError, 'three')
+    assert len(seen)<12
+
+def test_an_error_of_the_pieces(small):
+    def pieces():
+        yield Extent(small, 0, 100_000, 0)
+        raise ValueError('no more')
+    fails(pieces(), nothing, Ring(2, BLOCK), ValueError, 'no more')
+
+def test_buffers_are_waited_for(small):
+    "What `take` returns is called once, before its buffer is filled again or the call ends"
+    open_,order,lock = set(),[],threading.Lock()
+    def take(key, at, data):
+        place = data.ctypes.data//BLOCK
+        with lock:
+            assert place not in open_
+            open_.add(place)
+        def done():
+            with lock: open_.remove(place)
+            order.append(at)
+        return done
+    ring = Ring(3, BLOCK)
+    r = read_pieces([Extent(small, 0, small.size, 0)], take, ring)
+    assert not open_ and sorted(order)==list(range(0, small.size, BLOCK))
+    assert len(ring._made)<=3 and r.nbytes==small.size
+
+def test_a_wait_that_fails(small):
+    def late(): raise RuntimeError('the card is gone')
+    def take(key, at, data): return late
+    for n in (100, small.size):
+        fails([Extent(small, 0, n, 0)], take, Ring(2, BLOCK), RuntimeError, 'is gone')
+
+def test_memory_of_ones_own(small):
+    "`allocate` is asked for few and aligned buffers; others are refused"
+    import mmap
+    made = []
+    def allocate(n):
+        made.append(n)
+        return mmap.mmap(-1, n)
+    ring = Ring(2, 10_000, allocate)
+    got,_ = collect([Extent(small, 1, 70_000, 0)], ring)
+    assert np.array_equal(got[0], RANDOM[1:70_001])
+    assert made and set(made)=={3*BLOCK} and len(made)<=2
+    odd = Ring(1, BLOCK, lambda n: memoryview(mmap.mmap(-1, n+BLOCK))[8:])
+    fails([Extent(small, 0, 10, 0)], nothing, odd, ConfigError, 'multiple of')
+    with pytest.raises(ConfigError): Ring(0, 1)
+
+def test_nothing_to_read(): assert read_pieces([], nothing).nbytes==0
+
+def test_nothing_is_left_in_the_cache(small):
+    "Where the file system can tell (`fincore`), no page of a file stays behind"
+    import ctypes,mmap
+    if os.statvfs(small.path).f_bsize!=BLOCK: pytest.skip('other pages')
+    os.sync()
+    for direct in (True, False):
+        read_pieces([Extent(small, 0, small.size, 0)], nothing, Ring(2, 4*BLOCK), direct=direct)
+        with open(small.path, 'rb') as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY) as m:
+            n = small.size//BLOCK
+            seen = (ctypes.c_ubyte*n)()
+            at = ctypes.addressof(ctypes.c_char.from_buffer(m))
+            libc = ctypes.CDLL(None, use_errno=True)
+            assert libc.mincore(ctypes.c_void_p(at), ctypes.c_size_t(small.size), seen)==0
+            assert sum(b&1 for b in seen)==0

@@ -1,0 +1,199 @@
+"Weights packed on a card while they are read are those that the host packs, to the bit; and what is wrong with them is told."
+import struct,pytest
+from types import SimpleNamespace as NS
+import numpy as np
+from hypothesis import HealthCheck,given,settings,strategies as st
+from atlas.card.emulator import Emulator,strips_whole
+from atlas.cuda.pack import Packed,packer
+from atlas.ground import weights
+from atlas.ground.core import CheckpointError
+from atlas.ground.reading import BLOCK
+from atlas.ground.weights import IGNORE,_leave_some,load,open_checkpoint
+from atlas.model.model import plan
+from helpers.layouts import CONFS,HOW,LAYOUTS,STACK_HOW,folder,stored
+
+def realign(path, residue):
+    "Pad the headers of a folder's files so that tensors begin at `residue`, counted in eights"
+    for p in path.glob('*.safetensors'):
+        b = p.read_bytes()
+        n, = struct.unpack('<Q', b[:8])
+        more = (residue-n)%8
+        p.write_bytes(struct.pack('<Q', n+more)+b[8:8+n]+b' '*more+b[8+n:])
+    return path
+
+class ByHost(packer):
+    "The loader without what a card does by itself"
+    def staging(self, size): return None
+
+class Counting(packer):
+    "Remembers what the card packed by itself"
+    def staging(self, size):
+        self.stage = super().staging(size)
+        self.mine = []
+        add = self.stage.add
+        def counted(w, *args):
+            to = add(w, *args)
+            if to: self.mine.append(w.name)
+            return to
+        self.stage.add = counted
+        return self.stage
+
+def loaded(path, put, card, parts=('','mtp')):
+    with open_checkpoint(path) as ck:
+        m,wants = plan(ck)
+        return load(ck, wants, card, ignore=(*IGNORE,*m.ignore), parts=parts, put=put)
+
+def same(a, b, card):
+    "Are two loaded models the same to the bit?"
+    assert a.keys()==b.keys()
+    for k in a:
+        x,y = a[k],b[k]
+        assert type(x)==type(y), k
+        if not isinstance(x, Packed):
+            if x is not None: assert np.array_equal(card.download(x), card.download(y)), k
+            continue
+        assert (x.fmt,x.n,x.k,x.experts,x.pair)==(y.fmt,y.n,y.k,y.experts,y.pair), k
+        for part in ('w','s','gs'):
+            p,q = getattr(x, part),getattr(y, part)
+            assert (p is None)==(q is None), (k,part)
+            if p is None: continue
+            assert strips_whole(p)
+            assert (p.shape,p.dtype)==(q.shape,q.dtype), (k,part)
+            assert p.tobytes()==q.tobytes(), (k,part)
+
+@pytest.fixture(scope='module')
+def card(): return Emulator()
+
+@pytest.mark.parametrize('name', LAYOUTS)
+def test_every_layout(tmp_path, card, name, monkeypatch):
+    conf = LAYOUTS[name][0]
+    raw,_ = stored(*LAYOUTS[name])
+    path = realign(folder(tmp_path, CONFS[conf], raw, shards=1+len(name)%3), 0)
+    want = loaded(path, ByHost(card), card)
+    for window in (1<<23,BLOCK):
+        monkeypatch.setattr(weights, '_WINDOW', window)
+        put = Counting(card)
+        same(loaded(path, put, card), want, card)
+    matrices = [k for k,p in want.items() if isinstance(p, Packed)]
+    assert len(put.mine)>=len(matrices)*(.1 if 'int4' in name or 'gptq' in name or 'awq' in name else .6)
+
+@pytest.mark.parametrize('quantization', ('nvfp4','fp8'))
+@pytest.mark.parametrize('name', [n for n in LAYOUTS if len(n)%4==0])
+def test_stored_anew(tmp_path, card, name, quantization, monkeypatch):
+    conf = LAYOUTS[name][0]
+    raw,_ = stored(*LAYOUTS[name])
+    path = realign(folder(tmp_path, CONFS[conf], raw), 0)
+    how = card,quantization,quantization,quantization
+    want = loaded(path, ByHost(*how), card)
+    monkeypatch.setattr(weights, '_WINDOW', BLOCK)
+    same(loaded(path, Counting(*how), card), want, card)
+
+_hows = [h for h in HOW if h not in ('f32','f16')]
+@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(conf=st.sampled_from(['llama','qwen3_moe','qwen3_5_moe','nemotron_h','gpt_oss','gemma4']),
+    experts=st.sampled_from(['each','stack']), shards=st.integers(1,3), seed=st.integers(0,2**32),
+    residue=st.integers(0,7), blocks=st.integers(1,5))
+def test_any_mixture(tmp_path_factory, card, conf, experts, shards, seed, residue, blocks):
+    "Each tensor in a format of its own, at any place of a file, in windows of any size"
+    rng = np.random.default_rng(seed)
+    def pick(k, a):
+        hows = [*STACK_HOW] if a.ndim==3 else _hows
+        if a.shape[-1]%32 or a.shape[-2]%8: hows = [h for h in hows if 'fp4' not in h and 'int4' not in h]
+        return str(rng.choice(hows))
+    raw,_ = stored(conf, 'plain', experts, pick)
+    path = realign(folder(tmp_path_factory.mktemp('mix'), CONFS[conf], raw, shards), residue)
+    want = loaded(path, ByHost(card), card)
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(weights, '_WINDOW', blocks*BLOCK)
+        same(loaded(path, packer(card), card), want, card)
+
+# ---- what is wrong with numbers, and with files
+
+def spoil(path, name, byte, value):
+    "Change bytes of the tensor `name` of a folder"
+    with open_checkpoint(path) as ck:
+        spans = {}
+        for t in ck.tensors.values(): spans |= {(t.stored,p): s for p,s in t.spans.items()}
+        s = spans[name]
+        with open(s.file.path, 'r+b') as f:
+            f.seek(s.offset+byte if byte>=0 else s.offset+s.nbytes+byte)
+            f.write(value)
+
+def stored_in(path, fmt, part):
+    "The last tensor of a folder in this format, as `spoil` wants it"
+    with open_checkpoint(path) as ck:
+        return max((t.stored,part) for t in ck.tensors.values() if t.fmt==fmt and len(t.shape)>1 and 'mtp' not in t.stored)
+
+_f = np.float32
+_BROKEN = [ # layout, format, part, byte from the end, bytes, what is said
+    ('llama', 'BF16', 'data', -2, b'\x80\x7f', 'not finite'),
+    ('llama', 'BF16', 'data', -4, b'\xc1\xff', 'not finite'),
+    ('qwen3-fp8-tensor', 'FP8_TENSOR', 'data', -1, b'\xff', 'not finite'),
+    ('qwen3-fp8-tensor', 'FP8_TENSOR', 'scale', -4, _f(np.nan).tobytes(), 'a scale of'),
+    ('qwen3-fp8-channel', 'FP8_CHANNEL', 'scale', -4, _f(-1).tobytes(), 'a scale of'),
+    ('qwen3-moe-fp8-block', 'FP8_BLOCK', 'scale', -4, _f(np.inf).tobytes(), 'a scale of'),
+    ('qwen3-moe-nvfp4-ct', 'NVFP4', 'scale', -1, b'\x7f', 'a scale of'),
+    ('qwen3-moe-nvfp4-ct', 'NVFP4', 'scale', -1, b'\x81', 'a scale of'),
+    ('qwen3-moe-nvfp4-ct', 'NVFP4', 'global', -4, _f(0).tobytes(), 'a scale of'),
+    ('gpt-oss-mxfp4', 'MXFP4', 'scale', -1, b'\xff', 'a scale of')]
+
+@pytest.mark.parametrize('name,fmt,part,byte,value,said', _BROKEN)
+@pytest.mark.parametrize('make', (ByHost,Counting))
+def test_numbers_that_are_none(tmp_path, card, make, name, fmt, part, byte, value, said):
+    "Whoever packs says the same"
+    raw,_ = stored(*LAYOUTS[name])
+    path = realign(folder(tmp_path, CONFS[LAYOUTS[name][0]], raw), 0)
+    which = stored_in(path, fmt, part)
+    put = make(card)
+    loaded(path, put, card)
+    spoil(path, which, byte, value)
+    with pytest.raises(CheckpointError, match=said) as e: loaded(path, put, card)
+    assert e.value.param==which[0] and which[0] in str(e.value)
+
+def test_zero_scales_are_numbers(tmp_path, card):
+    raw,_ = stored(*LAYOUTS['qwen3-fp8-channel'])
+    path = realign(folder(tmp_path, CONFS['qwen3'], raw), 0)
+    spoil(path, stored_in(path, 'FP8_CHANNEL', 'scale'), -4, bytes(4))
+    same(loaded(path, Counting(card), card), loaded(path, ByHost(card), card), card)
+
+def test_the_host_touches_vectors_alone(tmp_path, card):
+    "Of a model whose formats the card packs, `put` is given nothing else"
+    raw,_ = stored(*LAYOUTS['qwen3-moe-nvfp4-ct'])
+    path = realign(folder(tmp_path, CONFS['qwen3_moe'], raw), 0)
+    class Strict(packer):
+        def __call__(self, w, q):
+            assert w.array or len(w.shape)<2, w.name
+            return super().__call__(w, q)
+    assert loaded(path, Strict(card), card)
+
+def test_nothing_is_read_twice(tmp_path, card, monkeypatch):
+    "Nor are scales looked at before"
+    from atlas.ground import files,reading
+    raw,_ = stored(*LAYOUTS['qwen3-moe-nvfp4-ct'])
+    path = realign(folder(tmp_path, CONFS['qwen3_moe'], raw), 0)
+    seen = []
+    with open_checkpoint(path) as ck:
+        m,wants = plan(ck)
+        fill = reading._Source.fill
+        def counted(self, memory, start, need):
+            seen.append((self.file.name, start, need))
+            fill(self, memory, start, need)
+        monkeypatch.setattr(reading._Source, 'fill', counted)
+        def never(*args): raise AssertionError('read by itself')
+        monkeypatch.setattr(files.File, 'read_into', never)
+        monkeypatch.setattr(weights, '_WINDOW', 4*BLOCK)
+        load(ck, wants, card, ignore=(*IGNORE,*m.ignore), put=packer(card))
+        total = sum(f.stat().st_size for f in path.glob('*.safetensors'))
+    assert total*.9<sum(n for *_,n in seen)<=total
+    ends = {}
+    for name,start,n in sorted(seen):
+        assert start>=ends.get(name, 0)
+        ends[name] = start+n
+
+def test_few_wants_wait_at_a_time():
+    "What is stored anew and would be held beside others for too long is left to the host"
+    def want(held): return NS(landing=NS(held=held))
+    a,b,c,d,plain = want(5),want(5),want(5),want(50),want(0)
+    order = [a,plain,b,a,c,b,c,d,plain,d]
+    _leave_some(order, 9)
+    assert [to.landing is not None for to in (a,b,c,d,plain)]==[True,False,True,True,True]
