@@ -285,7 +285,7 @@ def test_a_file_that_will_not_do(how, shared):
 
 def test_no_file_and_no_copy(shared):
     "There weights are discarded at level 1, too"
-    m = shared('llama', cache_packed=None)
+    m = made('llama')
     want = asked(m)
     assert m.sleep()['level']==1 and isinstance(m.engine, Asleep) and m.engine.engine is None
     m.wake()
