@@ -181,8 +181,14 @@ class _Beat:
         try:
             while not rest.wait(self.pace):
                 self.link.send('beat', self.runner and self.runner.busy)
-                if self.ease: self.ease()
+                if self.ease: self._eased()
         except OSError: pass  # nobody listens; a gateway that still does misses the beats
+    def _eased(self):
+        "Look at memory; what goes wrong there must not silence this thread"
+        try: self.ease()
+        except Exception:
+            _log.exception('Memory is not watched any more')
+            self.ease = None
 
 # %% ../../nbs/7_service/16_worker.ipynb #36df64c8
 def load_model(options:dict, meter:Meter)->Workload:
