@@ -25,6 +25,7 @@
 //   y        : [rows, heads, d]          f32
 //   -D D= (16 divides it, at most 512) HEADS= KV= HALF= (0: no positions) BS= (16 divides it)  GATE= VNORM= KEQV= QONLY= (0 or 1)  NORM= 0: none, 1: head, 2: all heads
 //   -D FMT= of the pools   -D SHARE= rows of a sequence that a block takes: 1, 2 or 4; a row has the same bits for each   -D NEW= rows that a sequence has at most: 1, 6 or 8
+//   -D LEAN= 1: 112 registers, so that a block finds room beside one of the product before it; 0 by default
 //   launch: <<<(kv * ceil(heads/kv/8), ceil(pieces/per), rows), D > 128 ? 256 : 128>>> and SHARED bytes; window 0: none. `many` as in lib/pieces.cuh. Of a row's pieces,
 //   the first `mergers` add them up: all, where all blocks are there at once, or one, where the last block comes after the others. At most 8 then.
 //   `per`: pieces of a block, one after the other: 1 with words or a window
@@ -78,6 +79,9 @@
 #endif
 #ifndef MINB
 #define MINB (D > 128 ? 1 : SHARE * D > 128 ? 2 : 3)
+#endif
+#ifndef LEAN
+#define LEAN 0
 #endif
 #ifndef SPLIT
 #define SPLIT (D > 256 ? 4 : D > 128 ? 2 : 1)
@@ -191,7 +195,12 @@ __device__ __forceinline__ float weights(float4 c, float& top, float& sum, unsig
 
 __device__ __forceinline__ float4 gated4(float4 v, float4 g) { return make_float4(gated(v.x, g.x), gated(v.y, g.y), gated(v.z, g.z), gated(v.w, g.w)); }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MINB) attn_decode(const float* qkv, const float* __restrict__ q_norm, const float* __restrict__ k_norm,
+#if LEAN
+#define BOUNDS __maxnreg__(112)
+#else
+#define BOUNDS __launch_bounds__(THREADS, MINB)
+#endif
+extern "C" __global__ void BOUNDS attn_decode(const float* qkv, const float* __restrict__ q_norm, const float* __restrict__ k_norm,
         const float* __restrict__ q_all, const float* __restrict__ k_all, const float* __restrict__ cos, const float* __restrict__ sin, const int* __restrict__ at,
         const int* __restrict__ axes, unsigned char* k_pool, float* k_scales, unsigned char* k_subs, unsigned char* v_pool, float* v_scales, unsigned char* v_subs,
         const int* __restrict__ tables, const int* __restrict__ seq, const int* __restrict__ first, const int* __restrict__ starts, const long long* __restrict__ slots,

@@ -13,7 +13,8 @@
 //   x        : [r, width]             f32   q | k | v | z | b | a, width = 2*kh*DK + 2*vh*DV + 2*vh
 //   conv_w   : [c, 4]                 f32   c = 2*kh*DK + vh*DV
 //   conv     : [states, 3, c]         f32   inputs before a sequence's first row, oldest first; written at state_out
-//   rec      : [slots, vh, dk, dv]    f32   states: n is in n/TAILS, read at state_in, written at state_out
+//   rec      : [slots, vh, record]    f32   states: n is in n/TAILS, read at state_in, written at state_out, by heads, in
+//                                           records of lib/late.cuh
 //   first    : [seqs1]                i32   a row in the first tile of each sequence
 //   starts   : [seqs]                 i32   position of a sequence's first row
 //   state_in : [seqs]                 i32   state to begin from (unread at position 0)
@@ -22,10 +23,11 @@
 //   tile_seq, tile_lo, tile_hi : [tiles] i32   sequence of a tile (-1: none), its real rows lo..hi-1
 //   y        : [r, vhd]               f32   real rows are written, vhd = vh*DV
 //   -D DK= DV= (32, 64 or 128) GROUPS= (1 or 2) BUFFERS= (1 or 2: tiles in shared memory)
-//   TAILS= (tails for each slot)
+//   TAILS= (tails for each slot)   RECORD= (numbers of a head's record)
 //   launch: <<<(vh*DV/16/GROUPS, seqs), 128*GROUPS, BUFFERS*(512*DK + 22272 + 4096*GROUPS) + 8192*GROUPS + 64>>>
 #include "lib/bulk.cuh"
 #include "lib/chunk.cuh"
+#include "lib/late.cuh"
 #include "lib/warps.cuh"
 #ifndef DK
 #define DK 128
@@ -48,6 +50,11 @@ constexpr int STEPS = DK / 32;          // products along half of the state's ro
 constexpr int NT = DK / 16;             // column tiles of that half
 constexpr int LIMBS = 16 * DK, PART = 640;  // of q, k and of a triangle, in units of 16 bytes
 typedef Operand<Mixed<DK>> Mat;
+
+typedef Record<DK, DV> Head;
+#ifdef RECORD
+static_assert(sizeof(Head) == 4 * RECORD, "records of another size");
+#endif
 
 struct Held {  // of a tile
     uint4 k[LIMBS], q[LIMBS], t[PART], p[PART];
@@ -273,10 +280,17 @@ extern "C" __global__ void __launch_bounds__(64 * WARPS) delta_many(const unsign
     Pass w;
     w.lane = lane; w.half = warp % 2; w.c2 = lane % 4 * 2;
     const int own = warp / 2 * 16;
-    const auto state = [&](int n) { return rec + ((size_t)(n / TAILS) * vh + head) * DK * DV + col + own; };
+    const auto state = [&](int n) { return (Head*)rec + (size_t)(n / TAILS) * vh + head; };
     if (starts[seq]) {
-        const float* from = state(state_in[seq]);
-        w.each([&](float& v, int r, int c) { v = from[r * DV + c]; });
+        const Head* const from = state(state_in[seq]);
+        const int pending = from->pending(col + own);
+        w.each([&](float& v, int r, int c) { v = from->S[r * DV + col + own + c]; });
+        #pragma unroll 1
+        for (int i = 0; i < pending; i++) {
+            const Head::Row& late = from->rows[i];
+            const float eg = from->eg[i];
+            w.each([&](float& v, int r, int c) { v = fmaf(late.k[r], late.d[col + own + c], __fmul_rn(v, eg)); });
+        }
     } else w.each([&](float& v, int, int) { v = 0.f; });
     float4 (*told)[32] = room->told[warp], (*its)[32] = room->told[warp ^ 1];
     #pragma unroll 1
@@ -308,7 +322,8 @@ extern "C" __global__ void __launch_bounds__(64 * WARPS) delta_many(const unsign
         __syncwarp();
         if (lane == 0) meet_arrive(room->done + at);
         if (keep < 0) continue;
-        float* const to = state(keep);
-        w.each([&](float& v, int r, int c) { to[r * DV + c] = v; });
+        Head* const to = state(keep);
+        w.each([&](float& v, int r, int c) { to->S[r * DV + col + own + c] = v; });
+        if (!w.half && !lane) to->count[(col + own) / 16] = 0;
     }
 }

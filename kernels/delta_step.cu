@@ -9,7 +9,7 @@
 //   dt_bias: [vh]                  f32
 //   norm_w : [dv]                  f32
 //   conv   : [states, 3, c]        f32   inputs of the three positions before, oldest first
-//   rec    : [slots, vh, dk, dv]   f32   state n has tail n, and the rest in n/TAILS
+//   rec    : [slots, vh, record]   f32   state n has tail n, and the rest in n/TAILS: a record of lib/late.cuh
 //   first  : [seqs1]               i32   rows of sequence s: first[s] .. first[s+1]-1; rows after the last sequence's get zeros
 //   starts : [seqs]                i32   position of its first row
 //   state_in : [seqs]              i32   state to begin from (unread at position 0)
@@ -18,11 +18,12 @@
 //   y      : [r, vh, dv]           f32
 //   parts  : [r, vh, p]            f32   sums of squares of y before norm_w and gate, of each 32 columns
 //   launch: <<<(vh/kh*dv/32, kh, seqs), 160>>>; -D DK=, DV= 32, 64 or 128   -D SIGMOID= 1: of the gate, else silu   -D ROWS= in hand at once
-//   -D RESIDENT= blocks of a multiprocessor   -D TAILS= tails for each slot
+//   -D RESIDENT= blocks of a multiprocessor   -D TAILS= tails for each slot   -D RECORD= numbers of a head's record
 #include "lib/reduce.cuh"
 #include "lib/pdl.cuh"
 #include "lib/conv.cuh"
 #include "lib/delta.cuh"
+#include "lib/late.cuh"
 #ifndef DK
 #define DK 128
 #endif
@@ -44,6 +45,10 @@
 constexpr int N = DK / 16, PARTS = DV / 32;  // rows of the state that a thread has a part of
 static_assert((DK == 32 || DK == 64 || DK == 128) && DV % 32 == 0, "a head's sizes");
 
+typedef Record<DK, DV> Head;
+#ifdef RECORD
+static_assert(sizeof(Head) == 4 * RECORD, "records of another size");
+#endif
 // The rows of one sequence that are in hand: what they are made of, and what the state's warps add up.
 struct Rows {
     float now[ROWS][2 * DK + 68];  // q | k | v | gate | beta, exp(g)
@@ -67,11 +72,12 @@ extern "C" __global__ void __launch_bounds__(160, RESIDENT) delta_step(const flo
     const bool keeps = side || (mine && blockIdx.x == 0);  // who leaves their last inputs
     // Four columns of rows row0 .. row0+N-1 of the state.
     const int row0 = tid / 8 * N, c4 = lane % 8 * 4;
-    const size_t pool = (size_t)vh * DK * DV;
-    float* const state = rec + (size_t)(head * DK + row0) * DV + part * 32 + c4;
+    const auto place = [&](int n) { return (Head*)rec + (size_t)((unsigned)n / TAILS) * vh + head; };
+    const int at = row0 * DV + part * 32 + c4;
+    const int pending = start ? place(from)->pending(part * 32) : 0;
     Columns<N> mem;
     #pragma unroll
-    for (int i = 0; i < N; i++) mem.S[i] = start && !side ? __ldcs((const float4*)(state + (unsigned)from / TAILS * pool + i * DV)) : make_float4(0.f, 0.f, 0.f, 0.f);
+    for (int i = 0; i < N; i++) mem.S[i] = start && !side ? __ldcs((const float4*)(place(from)->S + at + i * DV)) : make_float4(0.f, 0.f, 0.f, 0.f);
     float4 taps[2];  // of a channel, the last for the newest input
     float seen[2][3];
     #pragma unroll
@@ -82,6 +88,7 @@ extern "C" __global__ void __launch_bounds__(160, RESIDENT) delta_step(const flo
         for (int t = 0; t < 3; t++) seen[k][t] = start && has[k] ? conv[((size_t)from * 3 + t) * c + col[k]] : 0.f;
     if (side) m.gain[lane] = norm_w[part * 32 + lane];
     const float own = side ? (lane % 2 ? dt_bias : decay)[head] : 0.f, other = __shfl_xor_sync(~0u, own, 1);  // odd lanes: dt_bias, and A beside it
+    if (!side) mem.take_pending(*place(from), pending, row0, part * 32 + c4);
     pdl_wait();
     if (ROWS > 1) pdl_trigger();  // so that blocks of a later launch do not crowd a multiprocessor where rows follow each other
     #pragma unroll 1
@@ -124,6 +131,8 @@ extern "C" __global__ void __launch_bounds__(160, RESIDENT) delta_step(const flo
         for (int i = 0; i < n; i++) {
             const float *q = m.now[i] + row0, *v = m.now[i] + 2 * DK;
             const int out = __shfl_sync(~0u, outs, i);
+            // a sequence's only row, whose state stays in its slot, is left there with what is pending
+            const bool late = out >= 0 && pending < PENDING && r1 - r0 == 1 && start && (unsigned)out / TAILS == (unsigned)from / TAILS;
             if (!side) {
                 const float a = tid < DK ? m.now[i][tid] : 0.f, b = tid < DK ? m.now[i][DK + tid] : 0.f;
                 const float dot = warp_sum4(__fmul_rn(a, b), __fmul_rn(a, a), __fmul_rn(b, b), 0.f);  // q.k, q.q, k.k
@@ -136,14 +145,16 @@ extern "C" __global__ void __launch_bounds__(160, RESIDENT) delta_step(const flo
             rule.change(sum_of_warps(m.red[i % 2], c4), *(const float4*)(v + c4), d);
             if (side) {
                 const float4 read = sum_of_warps(m.red[i % 2], 32 + c4), gate = *(const float4*)(v + 32 + c4);
+                if (late) place(out)->add(pending, m.now[i] + DK, d, rule.eg, part * 32, lane);
+                if (out >= 0 && !lane) place(out)->say(part * 32, late ? pending + 1 : 0);
                 float ss;
                 const float4 o = rule.read(read, d, *(const float4*)(m.gain + c4), gate, SCALE, ss);
                 if (lane < 8) __stcg((float4*)(y + (size_t)(base + i) * vh * DV + own32 + c4), o);
                 if (!lane) parts[((size_t)(base + i) * vh + head) * PARTS + part] = ss;
-            } else {
+            } else if (!late) {
                 mem.take(q + DK, d, rule.eg);
                 if (out >= 0) {
-                    float* const to = state + (unsigned)out / TAILS * pool;
+                    float* const to = place(out)->S + at;
                     #pragma unroll
                     for (int m = 0; m < N; m++) __stcs((float4*)(to + m * DV), mem.S[m]);
                 }

@@ -8,7 +8,7 @@
 //   dt_bias: [vh]                  f32
 //   norm_w : [dv]                  f32
 //   conv   : [states, 3, c]        f32   inputs of the three positions before, oldest first
-//   rec    : [slots, vh, dk, dv]   f32   state n has tail n, and the rest in n/TAILS
+//   rec    : [slots, vh, record]   f32   state n has tail n, and the rest in n/TAILS: a record of lib/late.cuh
 //   first  : [seqs1]               i32   rows of sequence s: first[s] .. first[s+1]-1; rows after the last
 //                                        sequence's get zeros
 //   starts : [seqs]                i32   position of its first row
@@ -17,15 +17,15 @@
 //                                        may be where the sequence's own begins: nobody else reads it
 //   y      : [r, vh, dv]           f32
 //   parts  : [r, vh, p]            f32   sums of squares of y before norm_w and gate, of each 32 columns
-//   launch: <<<(vh, any), 5*DV>>> and 4*DK*DV*DEPTH + sizeof(Room) bytes; a block has at most MOST of `count`
+//   launch: <<<(vh, any), 5*DV>>> and DEPTH*sizeof(Head) + sizeof(Room) bytes; a block has at most MOST of `count`
 //   sequences: blockIdx.y, + gridDim.y, ...   -D DK=, DV= 32, 64 or 128   -D SIGMOID= 1: of the gate, else silu
-//   -D DEPTH= states on their way, at least 2   -D TAILS= tails for each slot
-//   -D ONCE= 1: states leave the L2 cache before others
+//   -D DEPTH= states on their way, at least 2   -D TAILS= tails for each slot   -D RECORD= numbers of a head's record
 #include "lib/reduce.cuh"
 #include "lib/bulk.cuh"
 #include "lib/pdl.cuh"
 #include "lib/conv.cuh"
 #include "lib/delta.cuh"
+#include "lib/late.cuh"
 #ifndef DK
 #define DK 128
 #endif
@@ -35,22 +35,30 @@
 #ifndef SIGMOID
 #define SIGMOID 0
 #endif
-#ifndef ONCE
-#define ONCE 1
-#endif
 #ifndef DEPTH
-#define DEPTH 3
+#define DEPTH 2
 #endif
 #ifndef TAILS
 #define TAILS 1
 #endif
 constexpr int N = DK / 16, PARTS = DV / 32, WARPS = 4 * PARTS, THREADS = 32 * (WARPS + PARTS);
-constexpr int STATE = DK * DV, MOST = 256;  // numbers of a state; sequences of a block
+constexpr int MOST = 256;  // sequences of a block
 constexpr int OWN = 2 * DK + DV;  // channels of a head's q, k and v
 constexpr int Q = 0, K = DK, V = 2 * DK, GATE = V + DV, BETA = GATE + DV;  // where things are in Room::now
 static_assert((DK == 32 || DK == 64 || DK == 128) && DV % 32 == 0 && DEPTH > 1, "a head's sizes");
 
-struct Sequence { int r0, r1, from; };  // its rows, and where its state is; -1: nowhere
+typedef Record<DK, DV> Head;
+#ifdef RECORD
+static_assert(sizeof(Head) == 4 * RECORD, "records of another size");
+#endif
+struct Sequence {
+    int r0, r1, from;  // its rows, and where its state is; -1: nowhere
+    // Which of those that are pending its only row becomes, if its state stays where it is; else -1
+    __device__ __forceinline__ int late(int pending, int to) const {
+        const bool stays = from >= 0 && to >= 0 && from / TAILS == to / TAILS;
+        return stays && r1 - r0 == 1 && pending < PENDING ? pending : -1;
+    }
+};
 struct Room {
     float now[2][BETA + 4];              // a row, and the next one: q | k | v | gate | beta, exp(g)
     float red[PARTS][4][64], cross[4][4], gain[DV], own[4];  // A, dt_bias
@@ -60,12 +68,12 @@ struct Room {
     Sequence all[MOST];
 };
 #ifdef BYTES
-static_assert(BYTES == 4 * STATE * DEPTH + sizeof(Room), "the launch gives other shared memory than the kernel wants");
+static_assert(BYTES == DEPTH * sizeof(Head) + sizeof(Room), "the launch gives other shared memory than the kernel wants");
 #endif
 
 // What a thread has of the channels: q or v, and k or the gate, which is no channel.
 struct Channels {
-    int col[2];
+    unsigned col[2];
     bool has[2];
     float4 taps[2];  // the last for the newest input
     float seen[2][3], in[2];
@@ -107,13 +115,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float*
         const int* __restrict__ starts, const int* __restrict__ state_in, const int* __restrict__ state_out,
         float* y, float* parts, int kh, int seqs, int rows) {
     constexpr float SCALE = DK == 128 ? 0.08838834764831845f : DK == 64 ? 0.125f : 0.17677669529663687f;  // 1/sqrt(DK)
-    DYNAMIC_SHARED(float, states);
-    Room& m = *(Room*)(states + STATE * DEPTH);
+    DYNAMIC_SHARED(Head, states);
+    Room& m = *(Room*)(states + DEPTH);
     const int tid = threadIdx.x, lane = tid % 32, warp = __shfl_sync(~0u, tid / 32, 0);
     const int head = blockIdx.x, vh = gridDim.x, key = head / (vh / kh), z = blockIdx.y, step = gridDim.y;
     const int c = 2 * kh * DK + vh * DV, width = c + vh * DV + 2 * vh, mine = seqs > z ? (seqs - z + step - 1) / step : 0;
     const bool side = warp >= WARPS, keyed = tid < DK, asks = tid == 32 * WARPS;
-    const size_t pool = (size_t)vh * (STATE / TAILS);
+    const auto place = [&](int n) { return (Head*)rec + (size_t)((unsigned)n / TAILS) * vh + head; };
     const auto begin = [&](int i) -> Sequence {
         const int s = z + i * step, r0 = first[s], r1 = first[s + 1], start = starts[s], from = state_in[s];
         return {r0, r1, r1 > r0 && start ? from : -1};
@@ -121,9 +129,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float*
     // One thread asks for states. The first are asked for before anything else is known.
     const auto fetch = [&](int i, int from) {
         Meeting *const b = m.full + i % DEPTH, *const near = m.ready + i % DEPTH;
-        constexpr auto copy = ONCE ? bulk_copy_once : bulk_copy;
         bulk_expect(near, from < 0 ? 0 : 4 * 3 * OWN);
-        bulk_expect(b, from < 0 ? 0 : 4 * STATE);
+        bulk_expect(b, from < 0 ? 0 : sizeof(Head));
         if (from < 0) return;
         #pragma unroll
         for (int t = 0; t < 3; t++) {
@@ -133,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float*
             bulk_copy(to + DK, tail + (kh + key) * DK, 4 * DK, near);
             bulk_copy(to + 2 * DK, tail + 2 * kh * DK + head * DV, 4 * DV, near);
         }
-        copy(states + i % DEPTH * STATE, rec + (from & -TAILS) * pool + head * STATE, 4 * STATE, b);
+        bulk_copy_once(states + i % DEPTH, place(from), sizeof(Head), b);
     };
     if (asks) {
         int from[DEPTH];
@@ -159,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float*
     if (tid < DV) m.gain[tid] = norm_w[tid];
     if (scalars) m.own[lane] = (lane ? dt_bias : decay)[head];
     // Four columns of rows row0 .. row0+N-1 of the state.
-    const int row0 = tid % 128 / 8 * N, c4 = lane % 8 * 4, at = row0 * DV + part * 32 + c4;
+    const unsigned row0 = tid % 128 / 8 * N, c4 = lane % 8 * 4, at = row0 * DV + part * 32 + c4;
     Columns<N> mem;
     __syncthreads();
     int i = 0;  // which of this block's sequences
@@ -174,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float*
     };
     pdl_wait();
     if (i < mine) ask();
-    int read = 0;  // states that have been read
+    int read = 0, late = -1;  // states that have been read; where the row is left, instead of the state
     #pragma unroll 1
     while (i < mine) {
         float* const now = m.now[turn++ % 2];
@@ -202,10 +209,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float*
         if (begins) {
             #pragma unroll 1
             for (; read <= own; read++) meet_wait(m.full + read % DEPTH, read / DEPTH % 2);  // some may have no rows
+            const Head& h = states[own % DEPTH];
+            const int pending = known ? h.pending(part * 32) : 0;
+            late = m.all[own].late(pending, to);
             if (!side) {
-                const float4* const s = (const float4*)(states + own % DEPTH * STATE + at);
+                const float4* const s = (const float4*)(h.S + at);
                 #pragma unroll
                 for (int n = 0; n < N; n++) mem.S[n] = known ? s[n * DV / 4] : make_float4(0.f, 0.f, 0.f, 0.f);
+                mem.take_pending(h, pending, row0, part * 32 + c4);
             }
         }
         __syncthreads();
@@ -223,20 +234,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float*
         }
         __syncthreads();
         const Rule rule(sum_of_cross(m.cross), now[BETA], now[BETA + 1]);
-        const int four = part * 32 + c4;
+        const unsigned four = part * 32 + c4;
         float d[4];
         rule.change(sum_of_warps(m.red[part], c4), *(const float4*)(now + V + four), d);
         if (side) {
+            if (late >= 0) place(to)->add(late, now + K, d, rule.eg, part * 32, lane);
+            if (to >= 0 && !lane) place(to)->say(part * 32, late + 1);
             const float4 qS = sum_of_warps(m.red[part], 32 + c4), gate = *(const float4*)(now + GATE + four);
             float ss;
             const float4 o = rule.read(qS, d, *(const float4*)(m.gain + four), gate, SCALE, ss);
-            const size_t place = (size_t)row * vh + head;
-            if (lane < 8) __stcg((float4*)(y + place * DV + four), o);
-            if (!lane) parts[place * PARTS + part] = ss;
-        } else {
+            const size_t cell = (size_t)row * vh + head;
+            if (lane < 8) __stcg((float4*)(y + cell * DV + four), o);
+            if (!lane) parts[cell * PARTS + part] = ss;
+        } else if (late < 0) {
             mem.take(now + K + row0, d, rule.eg);
             if (to >= 0) {
-                float* const p = rec + (to & -TAILS) * pool + head * STATE + at;
+                float* const p = place(to)->S + at;
                 #pragma unroll
                 for (int n = 0; n < N; n++) __stcs((float4*)(p + n * DV), mem.S[n]);
             }
@@ -245,8 +258,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float*
     if (z == 0)
         #pragma unroll 1
         for (int r = first[seqs]; r < rows; r++) {
-            const size_t place = (size_t)r * vh + head;
-            if (tid < DV) y[place * DV + tid] = 0.f;
-            if (tid < PARTS) parts[place * PARTS + tid] = 0.f;
+            const size_t cell = (size_t)r * vh + head;
+            if (tid < DV) y[cell * DV + tid] = 0.f;
+            if (tid < PARTS) parts[cell * PARTS + tid] = 0.f;
         }
 }

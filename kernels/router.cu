@@ -9,8 +9,7 @@
 //   empty  : [r, picks, width]  f32  4 * fours words, left EMPTY (lib/given.cuh) for
 //                            experts.cu; or null
 //   -D HIDDEN= (k, a multiple of 32)  EXPERTS=  FORMAT=  NORM= (0 or 1)  ROWS= (1 or 2: of x at a time)  WARPS=  EACH=
-//   -D WIDE=   1: for many rows
-//   launch: <<<(ceil(n/EACH), any), 32*WARPS, any>>>, `rows` dealt out to blockIdx.y; at most 8 for each, with WIDE 32
+//   launch: <<<(ceil(n/EACH), any), 32*WARPS, any>>>, `rows` dealt out to blockIdx.y; at most 32 for each
 #include "lib/given.cuh"
 #include "lib/pdl.cuh"
 #include "lib/reduce.cuh"
@@ -23,9 +22,6 @@
 #define ROWS 1
 #define WARPS 8
 #define EACH 2
-#endif
-#ifndef WIDE
-#define WIDE 0
 #endif
 constexpr int K = HIDDEN, PIECES = (K + 255) / 256, MINE = (PIECES + WARPS - 1) / WARPS;  // of 256 columns; of a warp
 
@@ -49,8 +45,7 @@ __device__ __forceinline__ void empty_all(float* empty, int fours) {
         emptied(empty + 4 * (size_t)i, 4);
 }
 
-#if WIDE
-// Many rows: a block keeps its weights for all of its rows, at most HELD of them.
+// A block keeps its weights for all of its rows, at most HELD of them.
 //
 // A sum over lanes takes the same additions from fewer exchanges if lanes have different values to
 // begin with: of VALUES sums, a lane has the one numbered i ^ own at place i, so that what it gives
@@ -161,71 +156,3 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) router(
         logits[(size_t)t * ld + r] = s + more;
     }
 }
-#else
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 5) router(const unsigned char* __restrict__ w, const float* __restrict__ bias,
-        const float* __restrict__ gain, const float* x, float* logits, int* met, float* empty,
-        float eps, int n, int ld, int rows, int fours) {
-    __shared__ float part[8][EACH + 1][WARPS];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r0 = blockIdx.x * EACH;
-    pdl_trigger();
-    float v[MINE][EACH][8];
-    #pragma unroll
-    for (int i = 0; i < MINE; i++) {
-        const int at = (i * WARPS + warp) * 256 + lane * 8;
-        #pragma unroll
-        for (int r = 0; r < EACH; r++) {
-            if (at < K) formats::FORMAT::load(w, (size_t)min(r0 + r, n - 1) * K + at, v[i][r]);
-            #pragma unroll
-            for (int j = 0; j < 8; j++) v[i][r][j] = at < K ? NORM ? v[i][r][j] * gain[at + j] : v[i][r][j] : 0.f;
-        }
-    }
-    const int mine = threadIdx.x % EACH;
-    const float more = bias && r0 + mine < EXPERTS ? bias[r0 + mine] : 0.f;
-    pdl_wait();
-    if (met && !blockIdx.x && !blockIdx.y && !threadIdx.x) *met = 0;
-    empty_all(empty, fours);
-    int used = 0;
-    #pragma unroll 1
-    for (int t = blockIdx.y * ROWS; t < rows; t += gridDim.y * ROWS) {
-        float a[ROWS][MINE][8] = {}, dot[ROWS][EACH] = {}, sum[ROWS] = {};
-        #pragma unroll
-        for (int k = 0; k < ROWS; k++)
-            #pragma unroll
-            for (int i = 0; i < MINE; i++)
-                if ((i * WARPS + warp) * 256 + lane * 8 < K) load8(x + (size_t)min(t + k, rows - 1) * K + (i * WARPS + warp) * 256 + lane * 8, a[k][i]);
-        #pragma unroll
-        for (int k = 0; k < ROWS; k++)
-            #pragma unroll
-            for (int i = 0; i < MINE; i++)
-                #pragma unroll
-                for (int j = 0; j < 8; j++) {
-                    if (NORM) sum[k] = fmaf(a[k][i][j], a[k][i][j], sum[k]);
-                    #pragma unroll
-                    for (int r = 0; r < EACH; r++) dot[k][r] = fmaf(a[k][i][j], v[i][r][j], dot[k][r]);
-                }
-        #pragma unroll
-        for (int m = 16; m; m >>= 1)
-            #pragma unroll
-            for (int k = 0; k < ROWS; k++) {
-                if (NORM) sum[k] += __shfl_xor_sync(~0u, sum[k], m);
-                #pragma unroll
-                for (int r = 0; r < EACH; r++) dot[k][r] += __shfl_xor_sync(~0u, dot[k][r], m);
-            }
-        #pragma unroll
-        for (int k = 0; k < ROWS; k++, used++)
-            if (!lane) {
-                part[used][EACH][warp] = sum[k];
-                #pragma unroll
-                for (int r = 0; r < EACH; r++) part[used][r][warp] = dot[k][r];
-            }
-    }
-    __syncthreads();
-    const int i = threadIdx.x / EACH, t = (blockIdx.y + i / ROWS * gridDim.y) * ROWS + i % ROWS;
-    if (i >= used || t >= rows || r0 + mine >= n) return;
-    float s = 0.f, z = 0.f;
-    #pragma unroll
-    for (int m = 0; m < WARPS; m++) { s += part[i][mine][m]; z += part[i][EACH][m]; }
-    if (NORM) s = __fmul_rn(s, rsqrtf(fmaf(z, 1.f / K, eps)));
-    logits[(size_t)t * ld + r0 + mine] = s + more;
-}
-#endif

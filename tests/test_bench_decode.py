@@ -10,6 +10,7 @@ from atlas.engine.arbiter import expected
 from atlas.ground.core import AtlasError
 from atlas.ops.sample import uniform
 from atlas.ops.accept import OTHER_SEED
+from atlas.cuda.delta import PENDING
 from atlas.use.bench_decode import _blank,bench_decode,checking,distinct,drafting_bytes
 from atlas.use.bench_decode import make_room,measure,pretend,step_bytes
 sys.path.insert(0, str(Path(__file__).parent/'gpu'))
@@ -98,7 +99,7 @@ def test_a_step_moves_more_for_its_drafts(llm):
     for k in ('projections','head','kv'): assert two[k]==plain[k]
     more = picked(llm, 6)/picked(llm, 2)
     assert two['experts']==pytest.approx(plain['experts']*more)
-    assert two['states']==2*plain['states']
+    assert two['states']==plain['states']*4/(1+1/(PENDING+1)) # a delta net's single rows are written late
 
 def test_drafting_moves_a_head_twice(llm):
     "Three rows of two sequences, and then one of each"

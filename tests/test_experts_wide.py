@@ -154,11 +154,12 @@ def test_bits_of_a_linear_layer(fmt, monkeypatch):
     other = layer(layer(x, first, 2, act='silu'), second, 2)
     assert not np.array_equal(c.download(got), c.download(other)), 'a test must be able to fail'
 
-LOGITS = [('BF16',2048,37,40), ('BF16',2880,9,9), ('F32',544,12,16), ('BF16',5120,5,11)]
+LOGITS = [('BF16',2048,37,40), ('BF16',2880,9,9), ('F32',544,12,16), ('BF16',5120,5,11),
+    ('BF16',320,257,9), ('F32',4096,170,8)]
 
 @pytest.mark.parametrize('fmt,H,n,R', LOGITS)
 def test_bits_of_logits(fmt, H, n, R):
-    "Those of a row alone, in a step of few rows"
+    "Those of a row alone, in steps of few rows and of many"
     c,rng = Emulator(),np.random.default_rng(H)
     w = rng.standard_normal((n,H), dtype='f4')
     router = pack(QTensor.encode(w, fmt), c, exact=True)
@@ -166,12 +167,13 @@ def test_bits_of_logits(fmt, H, n, R):
     gain,bias = (c.upload(rng.standard_normal(k, dtype='f4')) for k in (H,n-1))
     got,_ = W._logits(c.upload(x), router, bias, gain, 1e-6, n-1, 132)
     size = got.shape[1]
-    empty = c.empty((1,1,4))
-    def alone(r):
-        y = c.empty((1,size))
-        test_experts.E._route(c.upload(x[r:r+1]), gain, 1e-6, router, bias, y, n-1, 0, empty)
-        return c.download(y)[0]
-    assert np.array_equal(c.download(got)[:,:n], [alone(r)[:n] for r in range(R)])
+    def few(first, end):
+        y,empty = c.empty((end-first,size)),c.empty((end-first,1,4))
+        test_experts.E._route(c.upload(x[first:end]), gain, 1e-6, router, bias, y, n-1, 0, empty)
+        return c.download(y)[:,:n]
+    want = np.concatenate([few(r, r+1) for r in range(R)])
+    assert np.array_equal(c.download(got)[:,:n], want)
+    for rows in (2,3,5,8): assert np.array_equal(few(0, rows), want[:rows]), rows
 
 # Kernels that start early
 

@@ -4,6 +4,7 @@ from fnmatch import fnmatchcase
 from types import SimpleNamespace
 import pytest
 from atlas.engine.cache import slot_bytes
+from atlas.ops import vocabulary as host_words
 from atlas.ground.config import ModelConfig,PRESETS
 from atlas.ground.core import AtlasError
 from atlas.ground.formats import FORMATS
@@ -74,7 +75,7 @@ class Machine:
 def test_what_fits():
     s = look('qwen3.6-35b-a3b', 'nvfp4', on=[]); c = s.config
     no = fit(s, Machine(16)); assert not no['fits'] and no['max_context']==0 and not any(no['sequences'].values())
-    f = fit(s, Machine(64)); kv,st = 4*c.kv_elements_per_token,slot_bytes(c)
+    f = fit(s, Machine(64)); kv,st = 4*c.kv_elements_per_token,slot_bytes(c, host_words)
     assert f['fits'] and f['packed'] and f['weights']==s.nbytes and f['kv_bytes_per_token']==kv
     for n,k in f['sequences'].items(): assert s.nbytes+k*(kv*n+st)<=64*2**30<s.nbytes+(k+1)*(kv*n+st)
     assert f['max_context']==min(c.max_seq_len, (64*2**30-s.nbytes-st)//kv) and list(f['sequences'])==[4096,32768,262144]

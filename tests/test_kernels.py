@@ -18,7 +18,9 @@ archs = ['sm_90a','sm_121a']
 needs_nvcc = pytest.mark.skipif(not find_nvcc(), reason='no nvcc')
 each = pytest.mark.parametrize('name', kernel_names())
 
-SPILT = {'experts_wide': 8} # bytes that were measured with: sixteen warps use all registers there are
+# Bytes that were measured with: sixteen warps use all registers there are; and those of heads of 128,
+# for which an sm_121a has no room
+SPILT = {'experts_wide': 8, 'delta_wide': 24}
 
 @needs_nvcc
 @each
@@ -59,7 +61,7 @@ def test_nvrtc_compiles(name, arch):
 
 def signature(src):
     "Parameters of the kernel's C++ function: name -> is it a pointer?"
-    text = re.search(r'extern "C" (?:TEAM_OF\(\w+\) )?__global__ void (?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(([^)]*)\)', src.text)
+    text = re.search(r'extern "C" (?:TEAM_OF\(\w+\) )?__global__ void (?:__launch_bounds__\([^)]*\)\s*|BOUNDS )?(\w+)\(([^)]*)\)', src.text)
     assert text[1]==src.name, 'the function has the name of its file'
     return {p.split()[-1].lstrip('*'): '*' in p for p in text[2].split(',')}
 

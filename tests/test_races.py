@@ -38,7 +38,7 @@ def overlap(tmp_path, monkeypatch):
         emulator = card._emulator()
         plain,emulator.plain = getattr(emulator, 'plain', False),False
         if plain or not pdl or not o.on: o.open,o.alive = [],[]
-        sig = re.search(r'__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?'+self.src.name+r'\s*\(([^)]*)\)', self.src.text)[1].split(',')
+        sig = re.search(r'__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*|BOUNDS\s+)?'+self.src.name+r'\s*\(([^)]*)\)', self.src.text)[1].split(',')
         assert len(sig)==len(args)
         outs = [a for a,p in zip(args, sig) if '*' in p and not p.strip().startswith('const') and a is not None]
         was = [flat(a).copy() for a in outs]

@@ -39,7 +39,7 @@ def card_of(a):
 @functools.cache
 def _params(text, name):
     "Names of the function's parameters, in order"
-    m = re.search(r'__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?'+name+r'\s*\(([^)]*)\)', text)
+    m = re.search(r'__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*|BOUNDS\s+)?'+name+r'\s*\(([^)]*)\)', text)
     if not m: raise AtlasError(f'{name}.cu has no function called {name}')
     return [re.split(r'[\s*&]+', p.strip())[-1] for p in m[1].split(',')]
 

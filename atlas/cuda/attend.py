@@ -241,6 +241,8 @@ def attend(
     o,ml = (card.empty((R,n,h,d)),card.empty((R,n,h,2))) if n>1 else (None,None)
     per,mergers,least = _split(card, d, blocks, n, R, window)
     words = pool.words if mergers and n>1 else None
+    # blocks of one row come early where they have fewer registers
+    if R==1 and 128<d<=256 and least>1 and getattr(card, 'arch', '')=='sm_90a': defines['LEAN'] = 1
     turn = (angles.cos,angles.sin,angles.pos.reshape(-1, R),angles.axes) if angles else (None,)*4
     norms = (q_norm,k_norm,None,None) if a.qk_norm=='head' else (None,None,q_norm,k_norm)
     pools = [x if x is None or x.dtype!=np.uint16 else x.view(np.uint8) for x in pool.arrays]

@@ -108,11 +108,19 @@ def _beside(card, d):
     l = limits(card)
     return l.third if d['ROWS']==1 or d['ROOM']+l.third<=l.shared-4096 else 0
 
+def _router_shape(router, R):
+    "Options of router.cu for `R` rows, up to 8, and its blocks"
+    n,pieces = router.n,_ceil(router.k, 256)
+    W = _ceil(pieces, _ceil(pieces, 8))
+    most = max(1, 8//_ceil(pieces, W)) # Rows of weights that a lane has registers for
+    each = min(most, 1<<(_ceil(n, 160)-1).bit_length())
+    down = min(2, _ceil(R, 2)) # More blocks have more rounds to wait for, fewer more rows each
+    return dict(ROWS=min(R, 2), WARPS=W, EACH=each),(_ceil(n, each),down)
+
 def _route(x, gain, eps, router, bias, logits, E, room, empty):
     "The router's logits of rows `x`; `empty` is emptied for the launch after it"
     (R,H),n = x.shape,router.n
-    each,pieces = _ceil(n, 160),_ceil(H, 256); W = _ceil(pieces, _ceil(pieces, 8))
-    grid = _ceil(n, each),_ceil(R, 2)
+    shape,grid = _router_shape(router, R)
     arrays = _raw(router.w),bias,gain,x,logits,None,empty
     sizes = n,logits.shape[1],R,empty.size//4
     variant = dict(
@@ -120,11 +128,8 @@ def _route(x, gain, eps, router, bias, logits, E, room, empty):
         EXPERTS=E,
         FORMAT=router.fmt,
         NORM=int(gain is not None),
-        ROWS=min(R, 2),
-        WARPS=W,
-        EACH=each,
-    )
-    run('router', grid, 32*W, *arrays, eps, *sizes, shared=room, **variant)
+    )|shape
+    run('router', grid, 32*shape['WARPS'], *arrays, eps, *sizes, shared=room, **variant)
 
 def _checked(H, router, up, down, m, act, shared, gate):
     "An `AtlasError` unless the matrices belong together"

@@ -128,7 +128,7 @@ def _logits(x, router, bias, gain, eps, E, sms, empty=None):
     W,each,grid = _router_grid(H, n, R, sms)
     logits,met = card.empty((R,_ceil(n, 4)*4)),card.empty(1, 'int32')
     options = dict(HIDDEN=H, EXPERTS=E, FORMAT=router.fmt, NORM=int(gain is not None),
-        ROWS=2, WARPS=W, EACH=each, WIDE=1)
+        ROWS=2, WARPS=W, EACH=each)
     fours = 0 if empty is None else empty.size//4
     run('router', grid, 32*W, _raw(router.w), bias, gain, x, logits, met, empty, eps, n,
         logits.shape[1], R, fours, **options)

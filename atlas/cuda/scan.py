@@ -9,7 +9,7 @@ __all__ = ['delta_many', 'mamba_many']
 
 # %% ../../nbs/3_ops/mamba/41_cuda.scan.ipynb #ee0a3a9b
 from ..card.card import card_of,limits,run
-from .delta import _DELTA,check_sizes
+from .delta import check_sizes,delta_sizes,record_size
 from .gemm import Halved
 from ..ops.linear import TILE
 
@@ -30,7 +30,8 @@ def _carry(dk, dv, vh, tails, b, *args):
     shared = held*(512*dk+22272+4096*n)+8192*n+64
     run('delta_many', (vh*dv//16//n, b.num_seqs), 128*n,
         *args, shared=shared, pdl=False,
-        DK=dk, DV=dv, GROUPS=n, BUFFERS=held, TAILS=tails)
+        DK=dk, DV=dv, GROUPS=n, BUFFERS=held, TAILS=tails,
+        RECORD=record_size(dk, dv))
 
 # %% ../../nbs/3_ops/mamba/41_cuda.scan.ipynb #273ecd57
 def _finish(y, x, at, norm_w, b, n, eps, gate):
@@ -70,7 +71,7 @@ def delta_many(
     A, # [vh]: -exp(A_log)
     dt_bias, # [vh]
     norm_w, # [dv]: gain of the norm over each head
-    conv, rec, # [tails, 3, C], [slots, vh, dk, dv]: pools of states, as for `scan`; dk, dv are 32, 64 or 128
+    conv, rec, # [tails, 3, C], [slots, vh, record]: pools of states, as for `scan`, and of records
     # The step's tiles: `first`, `starts`, `state_in`, `state_out`, `tile_seq`, `tile_lo`, `tile_hi`, `num_seqs`.
     # No tail that is read is written, and of slots only a sequence's own
     b,
@@ -81,8 +82,8 @@ def delta_many(
     parts:int=0, # 1 or 2: as a `Halved` of so many parts, where there is a kernel for that
 ): # [R, vh*dv], normed and gated; zeros in padding rows
     "`atlas.ops.delta.gated_delta` for tiles of prompts"
-    card,T,(vh,dk,dv) = card_of(x),len(x)//TILE,rec.shape[1:]
-    check_sizes('A delta net', {'key heads':dk, 'value heads':dv}, _DELTA)
+    card,T,vh = card_of(x),len(x)//TILE,rec.shape[1]
+    dk,dv,_ = delta_sizes(conv_w, norm_w, vh, kh)
     y = card.empty((len(x), vh*dv)) if out is None else out
     q,k = (card.empty((T,kh,TILE*dk), 'uint32') for _ in range(2))
     t,p = (card.empty((T,vh,2560), 'uint32') for _ in range(2))

@@ -7,7 +7,8 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/cuda.vocabulary.html.md"""
 # %% auto #0
 __all__ = ['DEFAULTS', 'KV_FORMATS', 'embed', 'angles', 'rmsnorm', 'norm_add', 'project', 'mlp', 'logits', 'attend',
            'gated_delta', 'mamba', 'moe', 'beside', 'pick', 'likeliest', 'ngram', 'placement', 'weight_bytes',
-           'prefill_formats', 'take_rows', 'kv_formats', 'kv_bytes', 'kv_pools', 'packed_in', 'prepare', 'words_of']
+           'prefill_formats', 'take_rows', 'kv_formats', 'kv_bytes', 'kv_pools', 'state_shapes', 'states_of',
+           'packed_in', 'prepare', 'words_of']
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #0af7b459
 import math,sys
@@ -18,7 +19,7 @@ from ..card.device import Host
 from ..ground.core import ConfigError,UnsupportedError
 from ..ground.weights import head_quantizable,quantizable
 from .attend import Angles,attend as attend_rows,make_pool,pool_bytes,pool_words
-from .delta import delta_step
+from .delta import as_states,delta_step,record_size
 from .experts import moe as moe_rows
 from .experts_many import experts_many,route_many
 from .experts_wide import moe_wide
@@ -86,8 +87,8 @@ def norm_add(
 def _staged_once(rows, k)->bool:
     "Are `rows` rows of `k` better staged once for all blocks than by each of them?"
     if rows>MAX_ROWS: return True
-    few = rows<=MAX_ROWS//2 and (rows<3 or rows*k<=1<<14)
-    return k>=3072 and not few
+    if rows>MAX_ROWS//2: return k>=2048
+    return k>=3072 and rows>2 and rows*k>1<<14
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #87ee795c
 def _rows(x, w, **kw):
@@ -183,7 +184,7 @@ def gated_delta(s:Step, x, w:DeltaWeights, conv, rec):
     if s.b.tiled:
         return delta_many(*args, w.eps, parts=_next_parts(s, w)),None
     y,parts = delta_step(*args)
-    return y,GroupNorm(parts, rec.shape[3], w.eps)
+    return y,GroupNorm(parts, len(w.norm), w.eps)
 
 def mamba(s:Step, x, w:MambaWeights, conv, rec):
     "Mamba-2 between its projections: [R, I], and what is left of its norm"
@@ -431,6 +432,20 @@ def kv_pools(device, shapes:dict, formats:dict, blocks:int, block_size:int)->dic
         (kv,d),fmt = shapes[i],formats[i]
         return make_pool(device, blocks, block_size, kv, d, fmt, words)
     return {i:pool(i) for i in shapes}
+
+# %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #7a4a0341
+def state_shapes(cfg, layer:int)->dict:
+    "Shapes of what `layer` keeps of a sequence, as pools have it: of a delta net records"
+    shapes = cfg.state_shapes(layer)
+    if not shapes or cfg.mixers[layer]!='delta': return shapes
+    vh,*sizes = shapes['rec']
+    return shapes|dict(rec=(vh,record_size(*sizes)))
+
+def states_of(rec, shape):
+    "The states in rows of a pool, on the host"
+    found = card_of(rec).download(rec)
+    if found.shape[1:]==tuple(shape): return found
+    return as_states(found, *shape[1:])
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #f71e0576
 def _fits(l)->bool:

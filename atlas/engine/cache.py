@@ -205,14 +205,14 @@ class KVCache:
         ops = words_of(device)
         self.pool = BlockPool(num_blocks, block_size or ops.DEFAULTS.block_size)
         self.num_states = num_states
-        self.bytes_per_state,self.bytes_per_slot = state_bytes(cfg),slot_bytes(cfg)
+        self.bytes_per_state,self.bytes_per_slot = state_bytes(cfg),slot_bytes(cfg, ops)
         self.states = BlockPool(num_states, 1) # Deals the state slots out
         self.bytes_per_token = token_bytes(cfg, ops, dtype, drafting, high_precision)
         shapes = kv_shapes(cfg, drafting)
         formats = ops.kv_formats(shapes, dtype, high_precision)
         size = self.pool.block_size
         self.kv = ops.kv_pools(device, shapes, formats, num_blocks, size)
-        states = _state_shapes(cfg, drafting)
+        states = _state_shapes(cfg, ops)
         def zeros(part, n):
             shapes = {i:(n,*s[part]) for i,s in states.items()}
             return {i:device.zeros(shape) for i,shape in shapes.items()}
@@ -224,9 +224,9 @@ def kv_shapes(cfg:ModelConfig, drafting:bool=False)->dict:
     shapes = {i:cfg.kv_shape(i) for i in _layers(cfg, drafting)}
     return {i:s for i,s in shapes.items() if s}
 
-def _state_shapes(cfg, drafting):
-    "Shapes of both parts of a state, of each layer that keeps one"
-    shapes = {i:cfg.state_shapes(i) for i in _layers(cfg, drafting)}
+def _state_shapes(cfg, ops):
+    "Shapes of both parts of a state in pools, of each layer that keeps one"
+    shapes = {i:ops.state_shapes(cfg, i) for i in range(cfg.num_layers)}
     return {i:s for i,s in shapes.items() if s}
 
 def _layers(cfg, drafting):
@@ -248,10 +248,13 @@ def state_bytes(cfg:ModelConfig)->int:
     "Bytes of recurrent state that one sequence reads, and writes, in a step"
     return 4*cfg.state_elements
 
-def slot_bytes(cfg:ModelConfig)->int:
-    "Bytes of a slot: of a state with all its tails"
-    tails = [s['conv'] for s in _state_shapes(cfg, False).values()]
-    return state_bytes(cfg)+4*(TAILS-1)*sum(map(prod, tails))
+def slot_bytes(
+    cfg:ModelConfig,
+    ops, # The words of a device
+)->int:
+    "Bytes of a slot: of a state with all its tails, and of what a device keeps beside it"
+    shapes = _state_shapes(cfg, ops).values()
+    return 4*sum(TAILS*prod(s['conv'])+prod(s['rec']) for s in shapes)
 
 # %% ../../nbs/5_engine/01_cache.ipynb #cb4b7828
 @patch(as_prop=True)
@@ -306,7 +309,7 @@ def fit_blocks(
     size = block_size or ops.DEFAULTS.block_size
     token = token_bytes(cfg, ops, dtype, drafting, high_precision)+beside[0]
     per,one = token*size,-(-max_seq_len//size)
-    states = max_num_seqs*((1+drafts)*slot_bytes(cfg)+beside[1])
+    states = max_num_seqs*((1+drafts)*slot_bytes(cfg, ops)+beside[1])
     many = f'states of {max_num_seqs} sequences'
     if not per and states>budget: _no_room(f'The {many}', states, budget, 0)
     n = max(0, budget-states)//per if per else one*max_num_seqs

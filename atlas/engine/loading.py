@@ -358,7 +358,8 @@ def _store(self:LoadedModel, ck, parts, packed, anew)->Store|None:
 def _keep(self:LoadedModel):
     "Have what was loaded written beside what is served"
     models = [m for m in (self.draft_model,self.model) if m]
-    for s,m in zip(self._stores, models): s.save_beside(m)
+    for s,m in zip(self._stores, models):
+        if not s.usable(): s.save_beside(m)
 
 # %% ../../nbs/5_engine/13_loading.ipynb #fa170003
 @patch
@@ -435,7 +436,7 @@ def _sequence_bytes(self:LoadedModel, tokens)->int:
     kv,by = self._kv,self.drafting
     token = token_bytes(self.config, self.ops, kv['dtype'], by.who=='mtp', kv['high_precision'])
     more = self._beside()
-    return tokens*(token+more[0])+(1+by.k)*slot_bytes(self.config)+more[1]
+    return tokens*(token+more[0])+(1+by.k)*slot_bytes(self.config, self.ops)+more[1]
 
 @patch
 def _tables(self:LoadedModel, seqs)->int:
@@ -498,13 +499,13 @@ def _beside(self:LoadedModel)->tuple[int,int]:
     if by.ck is None or by.ck.config.drafter: return 0,0
     kv,c = self._kv,by.ck.config
     token = token_bytes(c, self.ops, kv['dtype'], False, kv['high_precision'])
-    return token,(by.k+2)*slot_bytes(c)
+    return token,(by.k+2)*slot_bytes(c, self.ops)
 
 @patch
 def _one_state(self:LoadedModel)->int:
     "Bytes of a slot: the model's, and those of a model that drafts"
-    one,by = slot_bytes(self.config),self.drafting.ck
-    return one+(slot_bytes(by.config) if by and not by.config.drafter else 0)
+    one,by = slot_bytes(self.config, self.ops),self.drafting.ck
+    return one+(slot_bytes(by.config, self.ops) if by and not by.config.drafter else 0)
 
 _FLAGS = dict(weights='--quantization', cache='--max-seq-len', tables='--max-num-seqs')
 _SET_ASIDE = 'steps','drafts' # What is paid as a whole, see `_steps`
@@ -574,7 +575,7 @@ def _fit(cfg, ops, left, asked, seqs, context, **kv)->int: # Blocks
     n = fit_blocks(cfg, ops, asked, seqs, context, **kv)
     token = token_bytes(cfg, ops, kv['dtype'], kv['drafting'], kv['high_precision'])
     token += kv['beside'][0]
-    states = (1+kv['drafts'])*slot_bytes(cfg)+kv['beside'][1]
+    states = (1+kv['drafts'])*slot_bytes(cfg, ops)+kv['beside'][1]
     takes = n*kv['block_size']*token+seqs*states
     if takes<=left: return n
     said = f'The cache was to have {human(takes)}, and {human(left)} are left for it'

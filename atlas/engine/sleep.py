@@ -108,6 +108,7 @@ def sleep(self:LoadedModel,
 def _sleep(self:LoadedModel, level)->int: # Bytes given back
     "Go to sleep, or deeper"
     if not self.asleep: self._rest()
+    for s in self._stores: s.stop() # the weights that it writes are about to go
     source = self.source() if level==1 else None
     for s in self._stores: s.stop() # who writes weights to a file has them no more
     given = self._discard() if source is None else self._lie_down(source)
@@ -152,6 +153,7 @@ def _wake(self:LoadedModel):
         self.engine = self.engine.engine
         self.recalled()
         self.arena.unkeep('weights')
+        self._keep()
     self.asleep = 0
 
 @patch

@@ -9,7 +9,7 @@ __all__ = ['WORDS', 'DRAFTING', 'SETUP', 'DEFAULTS', 'Step', 'embed', 'RotaryTab
            'norm_add', 'Matrix', 'MLPWeights', 'project', 'mlp', 'logits', 'AttentionWeights', 'attend', 'DeltaWeights',
            'gated_delta', 'MambaWeights', 'mamba', 'beside', 'pick', 'likeliest', 'ngram', 'MoEWeights', 'moe',
            'Defaults', 'placement', 'weight_bytes', 'prepare', 'take_rows', 'prefill_formats', 'kv_formats', 'kv_bytes',
-           'KVArrays', 'kv_pools']
+           'KVArrays', 'kv_pools', 'state_shapes', 'states_of']
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #592ad131
 import math
@@ -31,7 +31,8 @@ WORDS = ('embed','angles','rmsnorm','norm_add','project',
     'attend','gated_delta','mamba','mlp','moe','logits') # Of layers
 DRAFTING = ('beside','pick','likeliest','ngram') # Of what drafts
 SETUP = ('placement','weight_bytes','prepare','take_rows',
-    'prefill_formats','kv_formats','kv_bytes','kv_pools') # Of who loads one
+    'prefill_formats','kv_formats','kv_bytes','kv_pools',
+    'state_shapes','states_of') # Of who loads one
 
 # %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #005dcf35
 @dataclass(frozen=True)
@@ -519,3 +520,15 @@ def kv_pools(
     def zeros(i):
         return device.zeros((blocks,block_size,*shapes[i]), formats[i])
     return {i:KVArrays(zeros(i), zeros(i)) for i in shapes}
+
+# %% ../../nbs/3_ops/80_ops.vocabulary.ipynb #81264b83
+def state_shapes(cfg, layer:int)->dict:
+    "Shapes of what `layer` keeps of a sequence, as pools have it; as `cfg.state_shapes` has it, or more"
+    return cfg.state_shapes(layer)
+
+def states_of(
+    rec, # Rows of a pool of states
+    shape, # Of one, as `cfg.state_shapes` has it
+): # [rows, *shape]
+    "The states in a pool, on the host"
+    return rec.reshape(-1, *shape)

@@ -21,7 +21,7 @@ from ..card.device import CudaFault,Host
 from ..ground.formats import QTensor
 from ..cuda.accept import VerifyRows,accept_on_host,accept_rows,next_on_host,next_rows
 from ..cuda.attend import Angles,attend,encode_row,make_pool,unpack_pool
-from ..cuda.delta import delta_step
+from ..cuda.delta import as_records,as_states,delta_step
 from ..cuda.experts import moe,row_bias
 from ..cuda.experts_many import experts_many,route_many,sort_picks
 from ..cuda.experts_wide import moe_wide
@@ -399,7 +399,8 @@ def _net(rng, host, kh, vh, d):
 def _delta(card, rng, run, tiled, kh, vh, d, seqs=((70,5),(0,2))):
     b,host = _step(card, rng, _TILES if tiled else list(seqs), tiled); R = len(host.pos)
     x,w,pools = _net(rng, host, kh, vh, d)
-    args = [card.upload(a) for a in (x,*w,*pools)]
+    given = x,*w,pools[0],as_records(pools[1])
+    args = list(map(card.upload, given))
     if tiled: y = card.download(run(lambda: delta_many(*args, b, kh)))
     else:
         y,parts = map(card.download, run(lambda: delta_step(*args, b, kh)))
@@ -407,7 +408,10 @@ def _delta(card, rng, run, tiled, kh, vh, d, seqs=((70,5),(0,2))):
     s = Step(host, None, {}, host_words)
     net = DeltaWeights(*w, 1e-6, kh)
     want,_ = host_words.gated_delta(s, x, net, *pools) # writes into the pools
-    return [(y[host.real], want[host.real], 1e-3 if tiled else 1e-5),*((card.download(a), p, t) for a,p,t in zip(args[5:], pools, (0,3e-5 if tiled else 1e-5)))]
+    conv,rec = map(card.download, args[5:])
+    near,state = (1e-3,3e-5) if tiled else (1e-5,1e-5)
+    left = as_states(rec, d, d)
+    return [(y[host.real], want[host.real], near),(conv, pools[0], 0),(left, pools[1], state)]
 
 @_case('delta_step', '7 rows', **_NETS)
 def _delta_rows(card, rng, run, **kw): return _delta(card, rng, run, False, **kw)
@@ -424,7 +428,8 @@ def _delta_halves(card, rng, run, kh, vh, d):
     "A result that is left as fp16 has the bits of float32 that is made so"
     b,host = _step(card, rng, _TILES, True)
     x,w,pools = _net(rng, host, kh, vh, d)
-    def made(**kw): return delta_many(*(card.upload(a) for a in (x,*w,*pools)), b, kh, **kw)
+    given = x,*w,pools[0],as_records(pools[1])
+    def made(**kw): return delta_many(*map(card.upload, given), b, kh, **kw)
     h,want = run(lambda: made(parts=1)),as_halves(made())
     pairs = (h.y,want.y),(h.scale,want.scale)
     return [tuple(card.download(a)[host.real].astype('f4') for a in p)+(0,) for p in pairs]

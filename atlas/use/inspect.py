@@ -152,7 +152,7 @@ def fit(
     left = device.budget().left
     held,packed,form = _weights_on(s, device)
     size = ops.kv_bytes(1, 16, ops.DEFAULTS.kv_format)//32 # of a number: a head of 16 has 2*16
-    kv,state,rest = size*c.kv_elements_per_token,slot_bytes(c),left-held
+    kv,state,rest = size*c.kv_elements_per_token,slot_bytes(c, ops),left-held
     most = c.max_seq_len if not kv else max(0, min(c.max_seq_len, (rest-state)//kv))
     many = {n:max(0, rest//(kv*n+state)) if kv*n+state else 0 for n in sorted({*(n for n in contexts if n<c.max_seq_len), c.max_seq_len})}
     return dict(

@@ -291,14 +291,16 @@ def trace(self:LLM, ids, images=())->Trace:
     stream = np.stack(layers)*np.float32(self.model.unit)
     logits = host(self.model.head(h))
     picked = {i:tuple(map(rows, r)) for i,r in zip(moe, routes)}
-    return Trace(logits, host(h), stream, picked, _states(cache, host))
+    return Trace(logits, host(h), stream, picked, self._states(cache))
 
-def _states(cache, host):
+@patch
+def _states(self:LLM, cache):
     "What each recurrent layer keeps of a prompt, on the host"
     out = {}
     for i in cache.rec:
-        conv,rec = cache.conv[i][1],cache.rec[i][0]
-        out[i] = dict(conv=host(conv), rec=host(rec))
+        shape = self.config.state_shapes(i)['rec']
+        rec = self.ops.states_of(cache.rec[i][:1], shape)[0]
+        out[i] = dict(conv=self.device.download(cache.conv[i][1]), rec=rec)
     return out
 
 @patch

@@ -7,8 +7,12 @@ __device__ __forceinline__ float4 add4(float4 a, float4 b) {
 }
 // M (2, or a multiple of 4) neighbouring floats of shared memory.
 template <int M> __device__ __forceinline__ void load(const float* p, float* v) {
-    #pragma unroll
-    for (int i = 0; i < M / 2; i++) *(float2*)(v + 2 * i) = *(const float2*)(p + 2 * i);
+    if (M % 4)
+        #pragma unroll
+        for (int i = 0; i < M / 2; i++) *(float2*)(v + 2 * i) = *(const float2*)(p + 2 * i);
+    else
+        #pragma unroll
+        for (int i = 0; i < M / 4; i++) *(float4*)(v + 4 * i) = *(const float4*)(p + 4 * i);
 }
 
 template <int N> struct Columns {
@@ -54,6 +58,15 @@ template <int N> struct Columns {
                     float& s = (&S[h + m].x)[i];
                     s = fmaf(kh[m], d[i], __fmul_rn(s, eg));
                 }
+        }
+    }
+    // Rows that are pending in the record (lib/late.cuh); this thread has four columns from `col` on
+    template <class R> __device__ __forceinline__ void take_pending(const R& record, int n, int row0, int col) {
+        #pragma unroll 1
+        for (int i = 0; i < n; i++) {
+            float d[4];
+            load<4>(record.rows[i].d + col, d);
+            take(record.rows[i].k + row0, d, record.eg[i]);
         }
     }
 };

@@ -28,7 +28,7 @@ def asks(V, tokens, emulator):
 def little(llm, seqs, snapshots):
     "Bytes of a cache for `seqs` sequences that have little more than a context together"
     c,tokens = llm.config,llm.max_seq_len+20
-    return tokens*token_bytes(c, llm.ops)+(seqs+snapshots)*slot_bytes(c)
+    return tokens*token_bytes(c, llm.ops)+(seqs+snapshots)*slot_bytes(c, llm.ops)
 
 def ways(name, llm):
     "Options of engines with a tree; in the second they have little room, and some must give way"

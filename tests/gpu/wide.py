@@ -20,6 +20,7 @@ from atlas.cuda.experts_wide import moe_wide
 from atlas.cuda.gemv import _norm_of,gemv
 from atlas.cuda.gemv_wide import gemv_wide
 from atlas.cuda.pack import CARD_FORMATS,invented
+from atlas.engine.cache import TAILS
 from atlas.ground.config import ModelConfig
 from toys import arguments,verdict
 from types import SimpleNamespace as NS
@@ -165,49 +166,69 @@ def mixture(card, name, rows, tiny):
     return [f'{name}, {b}' for b in bad]
 
 class DeltaNet:
-    "Layers of `seqs` states, each sequence with a row to go on with"
+    "Layers of `seqs` states, each sequence with a row to go on with, step after step"
     def __init__(self, card, seqs, heads, d, layers):
-        self.card,self.seqs,self.heads,self.shape = card,seqs,heads,(heads,d,d)
-        self.C,i32 = 4*heads//2*d+heads*d,lambda a: card.upload(np.asarray(a, np.int32))
+        self.card,self.seqs,self.heads,self.d = card,seqs,heads,d
+        self.C = 2*heads*d
         self.x = card.upload(normal(seqs, self.C+heads*d+2*heads))
         self.w = [card.upload(a) for a in
             (normal(self.C, 4)/2, -np.exp(normal(heads)), normal(heads), 1+normal(d)/5)]
-        ids = np.arange(seqs)
-        self.b = NS(first=i32(np.arange(seqs+1)), starts=i32([9]*seqs), state_in=i32(ids),
-            state_out=i32(seqs+ids), num_seqs=seqs)
-        first = normal(seqs, 3, self.C),normal(seqs, *self.shape)
-        self.layers = [tuple(map(self.pool, first)) for _ in range(layers)]
+        self.first = normal(seqs, 3, self.C),delta.as_records(normal(seqs, heads, d, d))
+        self.layers = [self.pools(1) for _ in range(layers)]
+        ids = TAILS*np.arange(seqs)
+        self.steps = [self.rows(ids, ids+1), self.rows(ids+1, ids)]
 
-    def pool(self, first):
-        "Slots to read, and to write"
-        p = self.card.zeros((2*self.seqs,*first.shape[1:]))
-        p[:self.seqs] = self.card.upload(first)
-        return p
+    def rows(self, read, write):
+        "The tables of a step"
+        i32 = lambda a: self.card.upload(np.asarray(a, np.int32))
+        return NS(first=i32(np.arange(self.seqs+1)), starts=i32([9]*self.seqs),
+            state_in=i32(read), state_out=i32(write), num_seqs=self.seqs)
 
-    def __call__(self, layer):
-        "The step in a layer: y, and sums of squares"
-        return delta.delta_step(self.x, *self.w, *layer, self.b, self.heads//2)
+    def pools(self, slots):
+        "States and so many slots a sequence, the first of which have what all begin with"
+        conv,rec = self.first
+        p,q = [self.card.zeros((n*slots*self.seqs,*a.shape[1:])) for n,a in ((TAILS,conv),(1,rec))]
+        p[:TAILS*self.seqs:TAILS] = self.card.upload(conv)
+        q[:self.seqs] = self.card.upload(rec)
+        return p,q
 
-    def bits(self):
-        "All that the step leaves"
-        conv,rec = self.layers[0]
-        left = *self(self.layers[0]),conv[self.seqs:],rec[self.seqs:]
-        return np.concatenate([self.card.download(a).ravel() for a in left])
+    def __call__(self, layer, b):
+        "A step in a layer: y, and sums of squares"
+        return delta.delta_step(self.x, *self.w, *layer, b, self.heads//2)
+
+    def us(self):
+        "Microseconds a layer and step, a whole round from one time that states are written to the next"
+        def go():
+            for i in range(2*delta.PENDING+2):
+                for layer in self.layers: self(layer, self.steps[i%2])
+        go()
+        return self.card.microseconds(go)/len(self.layers)/(2*delta.PENDING+2)
+
+    def bits(self, late=True):
+        "What some steps answer; unless `late`, each leaves its states in other slots"
+        pools = self.pools(2-late)
+        ids = TAILS*np.arange(self.seqs)
+        other = ids+TAILS*self.seqs
+        steps = self.steps if late else [self.rows(ids, other), self.rows(other, ids)]
+        out = [self(pools, steps[i%2]) for i in range(delta.PENDING+3)]
+        return np.concatenate([self.card.download(a).ravel() for pair in out for a in pair])
 
 def states(card, rows, tiny):
     "The table of delta nets; what is wrong"
     print('states, us         sequences   delta_step  delta_wide   bytes at 4.2 TB/s')
     bad,(heads,d) = [],(2,32) if tiny else (32,128)
     for n in rows:
-        size = 2*n*heads*d*d*4
+        size = n*heads*4*delta.record_size(d, d)
         net = DeltaNet(card, n, heads, d, 2 if tiny else max(2, min(30, (16<<30)//size)))
-        found = []
+        found,want = [],net.bits(late=False)
         for wide_from in (n+1,1):
             with instead(wide_from, '_WIDE', delta):
-                found.append((us(card, net, net.layers),net.bits()))
-        times = '  '.join(f'{t:11.1f}' for t,_ in found)
-        print(f'{heads} heads of {d} {n:12}  {times}  {size/4.2e6:12.1f}', flush=True)
-        bad += differ(f'states of {n} sequences', found[1][1], found[0][1])
+                found.append(net.us())
+                name = 'delta_wide' if wide_from==1 else 'delta_step'
+                bad += differ(f'{name} of {n} sequences, late', net.bits(), want)
+        times = '  '.join(f'{t:11.1f}' for t in found)
+        written = size+n*heads*4*d*d/(delta.PENDING+1)
+        print(f'{heads} heads of {d} {n:12}  {times}  {written/4.2e6:12.1f}', flush=True)
     return bad
 
 if __name__=='__main__':
