@@ -122,6 +122,16 @@ def test_the_copy_of_weights_goes():
     assert copy and m.ease(Advice('give', 1))>=copy.nbytes and m.arena['weights'].kept is None
     m.close()
 
+def test_a_card_with_memory_of_its_own(monkeypatch):
+    "Its cache is none of the host's memory; a copy of the weights is"
+    m = toy('llama', emulator=True, seqs=2, context=256)
+    m.sleep()
+    m.wake()
+    monkeypatch.setattr(Emulator, 'shares_host', False, raising=False)
+    size,blocks = m.arena['weights'].kept.nbytes,m.cache.pool.free
+    assert m.ease(Advice('give', G))==size and m.cache.pool.free==blocks
+    m.close()
+
 # -- counters ------------------------------------------------------------------------------------
 
 class Machine:

@@ -9,7 +9,7 @@ from atlas.card.device import Budget,Host,Memory
 from atlas.card.emulator import Emulator,strips_whole
 from atlas.engine.loading import LoadedModel
 from atlas.engine.runner import Runner
-from atlas.engine.sleep import Asleep,CurrentEngine
+from atlas.engine.sleep import Asleep,CurrentEngine,PackedWeights
 from atlas.ground.core import AsleepError,DeviceError,EngineError,OutOfMemoryError,RequestError
 from atlas.ground.options import EngineConfig
 from atlas.ground.requests import SamplingParams
@@ -245,6 +245,61 @@ def test_a_second_tier_keeps_prefixes(where, tmp_path):
     m.sleep()
     m.wake()
     assert ask('a')==want and hits()>before
+    m.close()
+
+@pytest.fixture
+def shared(monkeypatch, tmp_path):
+    "Makes toys on a card that shares the host's memory, with packed files"
+    monkeypatch.setattr(Emulator, 'integrated', True)
+    return lambda kind, **kw: made(TOYS.get(kind, kind), **KINDS[kind]|dict(cache_packed=tmp_path)|kw)
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_woken_from_a_file(kind, shared):
+    "Where host and card are one memory: nothing is copied, and what comes back is the same, with its graphs"
+    m = shared(kind)
+    want = asked(m)
+    for _ in '12':
+        graphs = dict(m.engine.stepper.graphs)
+        m.sleep()
+        kept = m.arena['weights'].kept
+        assert isinstance(kept, PackedWeights) and kept.nbytes<m.model.max_seq_len*1024*4
+        m.wake()
+        assert m.engine.stepper.graphs==graphs and asked(m)==want
+    m.close()
+
+@pytest.mark.parametrize('how', ['damaged','gone','cut','of another'])
+def test_a_file_that_will_not_do(how, shared):
+    "The checkpoint is read instead, and answers are the same"
+    m = shared('llama')
+    want,path = asked(m),m._stores[0].path
+    m._stores[0].wait()
+    data = path.read_bytes()
+    m.sleep()
+    if how=='gone': path.unlink()
+    if how=='cut': path.write_bytes(data[:len(data)//2])
+    if how=='damaged': path.write_bytes(data[:-99]+bytes([data[-99]^1])+data[-98:])
+    if how=='of another': m._stores[0].made_of = dict(model='another')
+    m.wake()
+    assert not m.asleep and asked(m)==want
+    m.close()
+
+def test_no_file_and_no_copy(shared):
+    "There weights are discarded at level 1, too"
+    m = made('llama')
+    want = asked(m)
+    assert m.sleep()['level']==1 and isinstance(m.engine, Asleep) and m.engine.engine is None
+    m.wake()
+    assert asked(m)==want
+    m.close()
+
+def test_no_room_for_a_copy_but_a_file(monkeypatch, tmp_path):
+    m = made('llama', cache_packed=tmp_path)
+    want = asked(m)
+    monkeypatch.setattr(Host, 'memory', lambda self: Memory(1<<40, K))
+    m.sleep()
+    assert isinstance(m.arena['weights'].kept, PackedWeights)
+    m.wake()
+    assert asked(m)==want
     m.close()
 
 # -- a runner ------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ def _trim(self:LoadedModel)->int:
 def _give(self:LoadedModel, nbytes)->int:
     "Give back so many bytes, or as many as there are"
     given,s,evicted = self._drop_copies(),self.engine.scheduler,False
+    if not self.device.shares_host: return given  # a cache there is none of the host's memory
     while given<nbytes:
         missing = nbytes-given
         given += (got := self._lend(missing))

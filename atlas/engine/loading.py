@@ -121,9 +121,8 @@ class LoadedModel:
 @patch
 def _begin(self:LoadedModel, show=None, text=None):
     "Load all of it, and have an engine; errors as they come"
-    self.startup = Startup()
+    o,self.startup = self.options,Startup()
     self.startup.begin('open')
-    o = self.options
     self.chunk = ifnone(o.chunk, self.ops.DEFAULTS.chunk)
     _suits(o, self.device, self.ops.DEFAULTS, self.chunk)
     with ExitStack() as files:

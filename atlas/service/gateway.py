@@ -591,8 +591,8 @@ def stats(self:Models):
     "For the metrics: of each its state, how long loading took, and the numbers of its engine"
     def one(m):
         start = (m.runner.info or {}).get('startup') or {}
-        return dict(model=m.name, state=m.condition, load_seconds=dict(m.seconds), startup=start,
-            restarts_total=m.restarts, slept=m.slept)|m.runner.stats()
+        return dict(model=m.name, state=m.condition, load_seconds=dict(m.seconds),
+            startup=start, restarts_total=m.restarts, slept=m.slept)|m.runner.stats()
     return [one(m) for m in self.all]
 
 # %% ../../nbs/7_service/18_gateway.ipynb #8062299d
