@@ -108,7 +108,6 @@ def sleep(self:LoadedModel,
 def _sleep(self:LoadedModel, level)->int: # Bytes given back
     "Go to sleep, or deeper"
     if not self.asleep: self._rest()
-    for s in self._stores: s.stop() # the weights that it writes are about to go
     source = self.source() if level==1 else None
     for s in self._stores: s.stop() # who writes weights to a file has them no more
     given = self._discard() if source is None else self._lie_down(source)
