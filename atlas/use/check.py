@@ -256,7 +256,7 @@ def _moe(card, rng, run, fmt, act='silu', score='softmax', bias=False, shared=Fa
     rb,ub,db = (_normal(rng, *s) if bias else None for s in ((E,),(n,wide*I),(n,H)))
     limit = 2. if act=='swiglu_oai' else None
     args = [card.upload(a) for a in (x,gain)]; rows = [None if b is None else row_bias(b, p, card) for b,p in ((ub,up),(db,down))]; put = _up(card, rb)
-    y = run(lambda: word(*args, 1e-6, router, up, down, m, act, limit, put, up_bias=rows[0], down_bias=rows[1], shared=shared, shared_gate=shared, then=router if R>8 else None))
+    y = run(lambda: word(*args, 1e-6, router, up, down, m, act, limit, put, up_bias=rows[0], down_bias=rows[1], shared=shared, shared_gate=shared))
     r,u,d = map(unpack, (router,up,down))
     beside = None
     if shared:
