@@ -47,7 +47,7 @@ DATA = {
     'setup.py': {'tests/test_kernels.py'},
     'settings.ini': {'tests/test_repo.py'},
     '.ci/run': {'tests/test_repo.py'},
-    'nbs/8_use/decode_h100.json': {'bench_decode'},
+    'nbs/8_use/decode_h200.json': {'bench_decode'},
     'nbs/5_engine/prefixes_h200.json': {'snapshots','spill','policy'},
 }
 
