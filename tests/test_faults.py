@@ -48,7 +48,7 @@ def test_host_works_without(): assert get_device('auto').kind in ('cpu','cuda') 
 @pytest.mark.parametrize('integrated,reserve', [(0, 2), (1, 10)])
 def test_budget_of_a_card(integrated, reserve, monkeypatch):
     "Its own memory is cudaMemGetInfo's; a shared one is the host's, of which a tenth stays the system's"
-    monkeypatch.setattr('atlas.card.device.host_memory', lambda: Memory(120*G, 100*G))
+    monkeypatch.setattr('atlas.card.device.host_memory', lambda soon=False: Memory(120*G, 100*G))
     c = Cuda(0, cupy(integrated=integrated)); c.use = made_up.nullcontext
     m,b = c.memory(),c.budget(.5)
     assert m==((120*G, 100*G) if integrated else (140*G, 9*G)) and b.total==int((m.available-m.total*reserve//100)*.5)

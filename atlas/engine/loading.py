@@ -358,8 +358,7 @@ def _store(self:LoadedModel, ck, parts, packed, anew)->Store|None:
 def _keep(self:LoadedModel):
     "Have what was loaded written beside what is served"
     models = [m for m in (self.draft_model,self.model) if m]
-    for s,m in zip(self._stores, models):
-        if not s.usable(): s.save_beside(m)
+    for s,m in zip(self._stores, models): s.save_beside(m)
 
 # %% ../../nbs/5_engine/13_loading.ipynb #fa170003
 @patch

@@ -152,7 +152,7 @@ def _wake(self:LoadedModel):
         self.engine = self.engine.engine
         self.recalled()
         self.arena.unkeep('weights')
-        self._keep()
+        if not all(s.usable() for s in self._stores): self._keep()
     self.asleep = 0
 
 @patch
