@@ -204,7 +204,7 @@ def test_aborted_in_the_air():
 def load(monkeypatch):
     "Loads from a folder; afterwards nothing lies in memory of what was refused"
     budgets = []
-    def arena(self):
+    def arena(self, most=None):
         budgets.append(Budget(1<<30))
         return Arena(self, budgets[-1], step=1<<20)
     monkeypatch.setattr(Emulator, 'arena', arena)

@@ -17,10 +17,12 @@ from zlib import crc32
 from fastcore.basics import listify
 from ..ground.config import AttentionConfig,MoEConfig,RopeConfig
 from ..ground.core import UnsupportedError
+from ..ground.packed import checksum
 from ..card.device import CudaFault,Host
 from ..ground.formats import QTensor
 from ..cuda.accept import VerifyRows,accept_on_host,accept_rows,next_on_host,next_rows
 from ..cuda.attend import Angles,attend,encode_row,make_pool,unpack_pool
+from ..cuda.checksum import checksums
 from ..cuda.delta import as_records,as_states,delta_step
 from ..cuda.experts import moe,row_bias
 from ..cuda.experts_many import experts_many,route_many,sort_picks
@@ -128,6 +130,15 @@ def _quantize(card, rng, run, fmt, full):
     q = _sized(rng, 'BF16', 6, 96)
     p = run(lambda: requantize(q, card, fmt))
     return [(unpack(p), np.concatenate([QTensor.encode(r[None], full).decode() for r in q.decode()]), 0)]
+
+# %% ../../nbs/8_use/06_check.ipynb #2758d0f6
+@_case('checksum', '2 arrays', bytes={})
+def _checksum(card, rng, run):
+    arrays = [rng.integers(0, 256, n, np.uint8) for n in (70_003,17)]
+    put = [card.upload(a) for a in arrays]
+    got = run(lambda: checksums(card, put))
+    want = [checksum(a) for a in arrays]
+    return [(np.array(got, np.uint64), np.array(want, np.uint64), 0)]
 
 # %% ../../nbs/8_use/06_check.ipynb #cab6eb21
 _FORMATS = _formats('NVFP4','MXFP4','INT4','FP8_CHANNEL','FP8_BLOCK','BF16','F16','F32')

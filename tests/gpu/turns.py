@@ -20,7 +20,7 @@ CARD = SimpleNamespace(model='qwen3.6-35b-a3b', vocab=200_000, context=40960, lo
     spilled=24576, conversations=6, cache=2<<30, spill_gb=8)
 TINY = SimpleNamespace(model='qwen3.6-drafts', vocab=256, context=512, long=260, replays=2,
     stem=40, turn=40, turns=3, beside=100, prompts=1, between=4,
-    spilled=300, conversations=3, cache=348<<10, spill_gb=.05)
+    spilled=300, conversations=3, cache=372<<10, spill_gb=.05)
 
 class Bench:
     "Engines of one model, requests with names of their own, and what should not have been"
