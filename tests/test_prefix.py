@@ -3,6 +3,7 @@
 A made-up hybrid is run by NumPy; in its states whatever was not written is no number."""
 from dataclasses import replace
 from collections import Counter
+from threading import Event
 from types import SimpleNamespace
 import numpy as np,pytest
 from hypothesis import given,settings,strategies as st
@@ -509,9 +510,14 @@ def test_a_disk_that_fails_harms_nobody():
         e.scheduler.prefix.tier.close()
 
 @pytest.mark.parametrize('why', ('abort','timeout'))
-def test_who_waits_for_the_store_can_leave(why):
+def test_who_waits_for_the_store_can_leave(why, monkeypatch):
     "An end while records are being read leaves nothing behind"
     e,r,store = spilled()
+    go,read = Event(),store.place.read
+    def held(*args):
+        go.wait(60)
+        return read(*args)
+    monkeypatch.setattr(store.place, 'read', held)
     s,now = e.scheduler,[0.]
     s.clock = lambda: now[0]
     e.add(replace(named(r, 1), timeout=5.))
@@ -522,5 +528,6 @@ def test_who_waits_for_the_store_can_leave(why):
     assert [v.finish for v in ends]==[why]
     left_clean(e)
     assert not store._reads
+    go.set()
     assert answer(e, named(r, 2))==(said(alone(r)),190-128)
     e.scheduler.prefix.tier.close()
