@@ -51,10 +51,6 @@ class HostPages:
     def copying(self):
         "A context with what copies: to, from, bytes, direction; all is there behind it"
         yield lambda to, at, nbytes, how: C.memmove(to, at, nbytes)
-    def sums(self, spans)->list[int]:
-        "A checksum of each of `spans`, which are (address, bytes)"
-        def words(at, n): return np.frombuffer((C.c_ubyte*n).from_address(at), np.uint64)
-        return [int(words(*s).sum()) for s in spans]
     def clear(self, at, nbytes): "Write zeros, where memory that was just put there may hold anything"
 
 # %% ../../nbs/2_card/02_arena.ipynb #c7450b21
@@ -149,15 +145,6 @@ def copying(self:CudaPages):
         finally: stream.synchronize()
 
 # %% ../../nbs/2_card/02_arena.ipynb #ed179697
-@patch
-def sums(self:CudaPages, spans)->list[int]:
-    "A checksum of each of `spans`, which are (address, bytes)"
-    card = self.card
-    with card.use():
-        out = card.xp.zeros(len(spans), np.uint64)
-        for i,(at,n) in enumerate(spans): card.over(at, (n//8,), np.uint64).sum(out=out[i])
-        return card.download(out).tolist()
-
 @patch
 def clear(self:CudaPages, at, nbytes):
     "Write zeros, where memory that was just put there may hold anything"
@@ -405,25 +392,42 @@ def _groups(spans, most):
 class HostCopy:
     "What lies in a region, in memory of the host"
     most = 256<<20 # Bytes of a buffer
-    def __init__(self, region:Region):
-        self.spans,self.buffers,pages = region.spans(),[],region.pages
+    def __init__(self,
+        region:Region,
+        sums, # (arrays of bytes) -> a checksum of each, which two words that change places change, too
+    ):
+        region._can_sleep()
+        self.spans,self._sums = region.spans(),sums
+        with quiet():
+            region.arena.device.synchronize()
+            self.buffers = list(self._copied(region.pages))
+            self.sums = self._summed(region, self.spans)
+    nbytes = property(lambda self: sum(n for _,n in self.spans))
+    def _copied(self, pages):
+        "Buffers of the host with what is in the spans"
         groups = list(_groups(self.spans, self.most))
         sizes = [sum(n for _,n in some) for some in groups]
         with pages.copying() as copy:
             for some,buffer in zip(groups, pages.buffers(sizes)):
-                self.buffers.append(buffer) # the next one is made while this is filled
                 to = buffer.ctypes.data
                 for at,n in some:
                     copy(to, at, n, 2)  # 2: to the host
                     to += n
-        self.sums = pages.sums(self.spans)
-    nbytes = property(lambda self: sum(n for _,n in self.spans))
+                yield buffer # the next one is made while this is filled
+    def _summed(self, region, spans)->list[int]:
+        over = region.arena.device.over
+        return self._sums([over(at, (n,), 'uint8') for at,n in spans])
     def of(self, region)->bool:
         "Is it still what lies in `region`?"
-        return region.spans()==self.spans and region.pages.sums(self.spans)==self.sums
-    def fill(self, region):
-        "Write back what arrays still lie in; a `DeviceError` if that is not what arrives"
-        here,groups = dict.fromkeys(region.spans()),_groups(self.spans, self.most)
+        return region.spans()==self.spans and self._summed(region, self.spans)==self.sums
+    def __repr__(self): return f'HostCopy({human(self.nbytes)})'
+
+# %% ../../nbs/2_card/02_arena.ipynb #6899fd60
+@patch
+def fill(self:HostCopy, region:Region):
+    "Write back what arrays still lie in; a `DeviceError` if that is not what arrives"
+    here,groups = dict.fromkeys(region.spans()),_groups(self.spans, self.most)
+    with quiet():
         with region.pages.copying() as copy:
             for buffer,some in zip(self.buffers, groups):
                 at = buffer.ctypes.data
@@ -431,21 +435,20 @@ class HostCopy:
                     if (to,n) in here: copy(to, at, n, 1)  # 1: from the host
                     at += n
         sums = dict(zip(self.spans, self.sums))
-        if region.pages.sums(list(here))==[sums[s] for s in here]: return
-        raise DeviceError(f'{region.name} did not come back as it was', hint='Load the model anew')
-    def __repr__(self): return f'HostCopy({human(self.nbytes)})'
+        if self._summed(region, list(here))==[sums[s] for s in here]: return
+    raise DeviceError(f'{region.name} did not come back as it was', hint='Load the model anew')
 
 # %% ../../nbs/2_card/02_arena.ipynb #b1b054c4
 @patch
 def release(self:Region,
-    keep=False, # What `restore` fills it by: an object with `fill(region)`; True: a copy in the host's memory
+    keep=None, # What `restore` fills it by: an object with `fill(region)`; None: nothing, it will be zeros
 )->int: # Bytes given back
     "Give the memory back, and keep the addresses; the caller sees to it that nothing uses it until `restore`"
     with quiet(), self._lock:
         if self.asleep: return 0
         self._can_sleep()
         self.arena.device.synchronize()
-        self.kept = HostCopy(self) if keep is True else keep or None
+        self.kept = keep
         self.asleep = True
         return sum(map(self._unmap, list(self._handles)))
 
@@ -491,9 +494,7 @@ def sleep(self:Arena,
     with quiet():
         for r in self.regions.values(): r._can_sleep()
         self.device.synchronize()
-        def source(r): return HostCopy(r) if keep.get(r.name) is True else keep.get(r.name)
-        sources = {r: source(r) for r in self.regions.values() if not r.asleep}
-        return sum(r.release(s) for r,s in sources.items())
+        return sum(r.release(keep.get(r.name)) for r in self.regions.values())
 
 @patch
 def wake(self:Arena):
@@ -519,14 +520,15 @@ def _enough(self:Arena, need):
 @patch
 def copied(self:Arena,
     name:str, # Of a region
-):
-    "What brings it back, as `Region.release` takes it: the copy that there is, True for a new one; None where a copy is of no use. An error where the host has no room for it"
+    sums, # As for `HostCopy`
+)->HostCopy|None: # None where a copy is of no use
+    "The copy that there is, or a new one; an `OutOfMemoryError` where the host has no room for it"
     region = self.regions[name]
     if self.device.integrated: return None
-    if region.kept and region.kept.of(region): return region.kept
+    if isinstance(region.kept, HostCopy) and region.kept.of(region): return region.kept
     region.kept = None
     Host().budget().take(name, region.mapped)
-    return True
+    return HostCopy(region, sums)
 
 @patch
 def unkeep(self:Arena, name:str):
@@ -613,7 +615,7 @@ def recall(self:HostArena)->int:
     "It comes back by itself"
     return 0
 @patch
-def copied(self:HostArena, name:str):
+def copied(self:HostArena, name:str, sums)->bool:
     "It stays where it is"
     return True
 @patch
