@@ -17,7 +17,8 @@ from ..card.card import card_of
 from ..cuda.checksum import arrays_of
 from .loading import LoadedModel
 from ..ground.packed import flatten
-from ..ground.core import AsleepError,CheckpointError,EngineError,OutOfMemoryError,RequestError
+from ..ground.core import AsleepError,CheckpointError,EngineError
+from ..ground.core import OutOfMemoryError,RequestError
 
 # %% ../../nbs/5_engine/17_sleep.ipynb #d6095bbf
 class Asleep:
@@ -25,12 +26,14 @@ class Asleep:
     has_work,guides = False,None
     def __init__(self,
         name:str, # Of the model
+        stats:dict, # What the engine had to tell at last
         engine=None, # That goes on when it wakes; None: it is made anew
-    ): self.name,self.engine = name,engine
-    def add(self, request): raise AsleepError(f'{self.name} is asleep', hint='Wake it: POST /wake_up')
+    ): self.name,self._stats,self.engine = name,stats,engine
+    def add(self, request):
+        raise AsleepError(f'{self.name} is asleep', hint='Wake it: POST /wake_up')
     def abort(self, rid): return []
     def step(self): return []
-    def stats(self): return {}
+    def stats(self): return self._stats
     def close(self):
         "The engine is not needed any more"
         if self.engine: self.engine.close()
@@ -38,7 +41,8 @@ class Asleep:
 
 @patch
 def _rest(self:LoadedModel):
-    "Take in what is in the air, and forget all prefixes; an `EngineError` while somebody waits for an answer"
+    """Take in what is in the air, and forget all prefixes; an `EngineError` while somebody waits
+    for an answer"""
     s = self.engine.scheduler
     if s.has_work:
         n = len(s.seqs)
@@ -68,7 +72,7 @@ class PackedWeights:
     def __repr__(self): return f'PackedWeights({", ".join(str(s.path) for s,_ in self.pairs)})'
 
 def packed_weights(m:LoadedModel)->PackedWeights|None:
-    "The files of a model's weights; None where there are none, or not of all that lies in the region"
+    "The files of a model's weights; None where there are none, or not of all that is in the region"
     region = m.arena.regions.get('weights')
     if not m._stores or not region: return None
     for s in m._stores: s.wait()
@@ -138,22 +142,23 @@ def _lie_down(self:LoadedModel, source)->int: # Bytes given back
     small = {k: HostCopy(r, sums) for k,r in there}
     given = self.arena.sleep(weights=source, **small)
     for c in self._caches(): self.device.forget(c.arrays())
-    self.engine = Asleep(self.name, self.engine)
+    self.engine = Asleep(self.name, self.engine.stats(), self.engine)
     return given or max(before-resident(), 0)
 
 @patch
 def _discard(self:LoadedModel)->int: # Bytes given back
     "Give back all but the right to load it anew"
-    before = resident()
+    before,said = resident(),self.engine.stats()
     given = self.arena.mapped
     self._give_back()
-    self.engine = Asleep(self.name)
+    self.engine = Asleep(self.name, said)
     return given or max(before-resident(), 0)
 
 # %% ../../nbs/5_engine/17_sleep.ipynb #f36e1dd4
 @patch
 def wake(self:LoadedModel)->dict: # `bytes` taken and `seconds`
-    "Be as before `sleep`, without prefixes. An error leaves it asleep: an `OutOfMemoryError` without room"
+    """Be as before `sleep`, without prefixes. An error leaves it asleep: an `OutOfMemoryError`
+    without room"""
     with self._lock:
         if self.engine is None: self._open()
         start = perf_counter()
@@ -184,8 +189,9 @@ def _filled(self:LoadedModel)->bool:
 @patch
 def _anew(self:LoadedModel):
     "Load it as at the start"
+    said = self.engine.stats()
     try: self._begin()
     except BaseException:
         self._give_back()
-        self.engine = Asleep(self.name)
+        self.engine = Asleep(self.name, said)
         raise

@@ -202,13 +202,14 @@ def main():
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument('--model', default='demo')
     p.add_argument('--cache', type=int, default=256*M, help='bytes of the cache')
-    p.add_argument('--prompts', type=int, default=24)
-    p.add_argument('--room', type=int, default=384*M, help='bytes that are left beside the server when others begin')
-    p.add_argument('--rate', type=float, default=20, help='MiB a second that they take')
+    p.add_argument('--prompts', type=int, default=16)
+    p.add_argument('--room', type=int, default=256*M, help='bytes that are left beside the server when others begin')
+    p.add_argument('--rate', type=float, default=10, help='MiB a second that they take')
     p.add_argument('--most', type=int, default=4<<30, help='the limit before that')
     p.add_argument('--every', type=float, default=2, help='seconds between two lines')
     p.add_argument('--unwatched', action='store_true', help='nobody looks at memory')
     a = p.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1)) # what was started is ended all the same
     with limited_group() as g:
         print(f'control groups of version {g.version}; {stalled()}')
         wrong = run(g, a)
