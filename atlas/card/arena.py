@@ -217,6 +217,24 @@ class Piece:
     def __repr__(self):
         return f'Piece({human(self.nbytes)} of {self.region.name}, {self.at:,} from its start)'
 
+def _span(i, size, chunk)->tuple[int,int]:
+    "Where chunk `i` begins, and its bytes"
+    return i*chunk,min(chunk, size-i*chunk)
+
+def _drop(device, pages, at, handles, budget, name, size, chunk,
+    soon=quiet.soon, finalizing=sys.is_finalizing):
+    "The end of a region: of its memory and of its addresses, as soon as no graph is being recorded"
+    def free():
+        device.synchronize()
+        while handles:
+            i,h = handles.popitem()
+            off,n = _span(i, size, chunk)
+            pages.take(at+off, n, h)
+            budget.give(name, n)
+        pages.unreserve(at, size)
+    if not finalizing(): soon(free)
+
+# %% ../../nbs/2_card/02_arena.ipynb #1ad45385
 class Region:
     "Named addresses, see `Arena.region`"
     def __init__(self, arena, name:str, nbytes:int,
@@ -248,23 +266,6 @@ class Region:
         state = f'{human(self.used)} used of {human(self.mapped)} mapped'
         if self.asleep: state = 'asleep'
         return f'Region({self.name}: {state}, {human(self.size)} reserved)'
-
-def _span(i, size, chunk)->tuple[int,int]:
-    "Where chunk `i` begins, and its bytes"
-    return i*chunk,min(chunk, size-i*chunk)
-
-def _drop(device, pages, at, handles, budget, name, size, chunk,
-    soon=quiet.soon, finalizing=sys.is_finalizing):
-    "The end of a region: of its memory and of its addresses, as soon as no graph is being recorded"
-    def free():
-        device.synchronize()
-        while handles:
-            i,h = handles.popitem()
-            off,n = _span(i, size, chunk)
-            pages.take(at+off, n, h)
-            budget.give(name, n)
-        pages.unreserve(at, size)
-    if not finalizing(): soon(free)
 
 # %% ../../nbs/2_card/02_arena.ipynb #163cad23
 class Arena:
@@ -367,6 +368,7 @@ def _hole(self:Region, n, align)->tuple[int,int]:
     hint = 'Reserve more: addresses cost nothing'
     raise OutOfMemoryError(f'Region {self.name} has {said}', hint=hint)
 
+# %% ../../nbs/2_card/02_arena.ipynb #bdb3f312
 @patch
 def _asleep(self:Region)->DeviceError:
     return DeviceError(f'Region {self.name} is asleep', hint='restore() it first')
@@ -389,7 +391,6 @@ def hold(self:Region,
         self.used += n
         return Piece(self, at, n)
 
-# %% ../../nbs/2_card/02_arena.ipynb #bdb3f312
 @patch
 def take(self:Region,
     shape, # Of the array

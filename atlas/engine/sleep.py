@@ -113,6 +113,7 @@ def sleep(self:LoadedModel,
         if self.asleep<level: given = self._sleep(level)
         return dict(level=self.asleep, bytes=given, seconds=perf_counter()-start)
 
+# %% ../../nbs/5_engine/17_sleep.ipynb #5c684516
 @patch
 def _sleep(self:LoadedModel, level)->int: # Bytes given back
     "Go to sleep, or deeper"
@@ -133,7 +134,6 @@ def _deeper(self:LoadedModel)->int: # Bytes given back
     if any(isinstance(k, PackedWeights) for k in kept): return 0
     return self._discard()
 
-# %% ../../nbs/5_engine/17_sleep.ipynb #5c684516
 @patch
 def _lie_down(self:LoadedModel, source)->int: # Bytes given back
     "Give the memory of all regions back; what lies in some of them will be brought back"
