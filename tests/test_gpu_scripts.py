@@ -29,7 +29,8 @@ SCRIPTS = [
     ('wide', ['--rows','16','--sweep','1']),
     ('table', []),
     ('starts', []),
-    ('many', ['--part','chunks'])]
+    ('many', ['--part','chunks']),
+    ('parts', [])]
 
 @pytest.mark.parametrize('name,more', SCRIPTS)
 def test_on_the_emulator(name, more):
