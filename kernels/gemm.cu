@@ -19,8 +19,9 @@
 //   -D BLOCKS=  that a multiprocessor is to hold at least
 //   -D WGMMA=   0; 1: by warpgroups of Hopper (lib/wgmma.cuh). WM 1, WN in fours, NT even, MT to 16, STAGES from 3; PARTS 1 or 2
 //   -D UNIT=    there, chunks of 32 columns that are decoded at once: 1, or with BK 128 2
-//   launch: <<<GROUPED ? (ceil(n/BN), slots) : (ceil(xrows/BM), ceil(n/BN)), 32*WM*WN, STAGES * (A + B + scales)>>>   A: two parts of x if PARTS is 3; BM = 16*MT*WM, BN = 8*NT*WN
-//           WGMMA: each stage in whole 1,024 bytes, and 1,024 more
+//   -D TURNS=   there, with PARTS 1 and NT 2: rows of x lie in shared memory whole, and each group goes through so many times 64 rows of W, stages of its own; 1: no
+//   launch: <<<GROUPED ? (ceil(n/BN), slots) : (ceil(xrows/BM), ceil(n/BN)), 32*WM*WN, STAGES * (A + B + scales)>>>   A: two parts of x if PARTS is 3; BM = 16*MT*WM, BN = 8*NT*WN*TURNS
+//           WGMMA: each stage in whole 1,024 bytes, and 1,024 more; TURNS: WN/4 * STAGES * (64 rows of W and their scales) + 2*BM*kp + 1,024
 #include "lib/unpack.cuh"
 #include "lib/act.cuh"
 #ifndef FMT
@@ -62,23 +63,28 @@
 #ifndef UNIT
 #define UNIT 1
 #endif
+#ifndef TURNS
+#define TURNS 1
+#endif
 #define THREADS (32 * WM * WN)
 using W = weights::FMT;
-constexpr int BM = 16 * MT * WM, BN = 8 * NT * WN, CH = BK / 32;
+constexpr int BM = 16 * MT * WM, BN = 8 * NT * WN * TURNS, CH = BK / 32;
+constexpr int BS = TURNS > 1 ? 64 : BN;                              // rows of W in a stage
 constexpr int PER = W::BYTES / 4;                                   // 16-byte pieces of a row's chunk
 constexpr int SC = W::SCALE < 0 ? 4 : W::SCALE, SCH = W::SCALE < 0 ? 1 : CH;  // scales: bytes of a row's chunk, chunks a stage
-constexpr int BC = BN * PER * 16;                                   // bytes of a chunk of all rows of W
+constexpr int BC = BS * PER * 16;                                   // bytes of a chunk of all rows of W
 constexpr bool PAIR = ACTIVATION != ACT_NONE && ACTIVATION != ACT_RELU2;
 constexpr int XPARTS = PARTS == 3 ? 2 : 1;                          // parts of x in a stage
 constexpr int XROW = BK * 2, AP = BM * XROW, XSC = 0;               // of one, bytes of a row, and of all; no scales
-constexpr int A = XPARTS * AP, B = CH * BC, BYTES = A + B + SCH * SC * BN;
-constexpr int STAGE = WGMMA ? (BYTES + 1023) / 1024 * 1024 : BYTES;
+constexpr int A = TURNS > 1 ? 0 : XPARTS * AP, B = CH * BC, BYTES = A + B + SCH * SC * BS;
+constexpr int STAGE = WGMMA && TURNS == 1 ? (BYTES + 1023) / 1024 * 1024 : BYTES;
 // What sums of a row of W are to be multiplied by
 __device__ __forceinline__ float factor(float aid) { return __fmul_rn(W::unit(aid), W::UNITY); }
 static_assert((BK == 64 || BK == 128) && (GROUPED == 0 || WM == 1), "see the contract");
 
 #if WGMMA
 #include "lib/tile_groups.cuh"
+#include "lib/tile_whole.cuh"
 #else
 #include "lib/tile_warps.cuh"
 #include "lib/finish.cuh"

@@ -60,7 +60,7 @@ using Narrow = narrow_weights::FMT;
 constexpr int BK = 128, CH = BK / 32, BM = 16 * MT, BN = 8 * NT * WN;
 constexpr int XROW = FP8 ? BK : BK / 2, XSC = FP8 ? 0 : BK / 16;  // of a row of x in a stage: bytes, scales
 constexpr int XPARTS = 1, AP = BM * XROW;
-constexpr int PER = W::BYTES / 4, BC = BN * PER * 16;        // of a row's chunk: pieces; bytes of all rows'
+constexpr int PER = W::BYTES / 4, BS = BN, BC = BS * PER * 16;        // of a row's chunk: pieces; bytes of all rows'
 constexpr bool TILED = W::SCALE < 0;                         // a scale for 128 columns of W
 constexpr bool PAIR = ACTIVATION != ACT_NONE && ACTIVATION != ACT_RELU2;
 constexpr int SC = TILED ? 4 : W::SCALE, SCH = TILED ? 1 : CH;

@@ -90,12 +90,15 @@ def by_groups(card)->bool:
     "Has `card` products of warpgroups, Hopper's?"
     return card.arch in ('sm_90a','emulated')
 
-def launch_of(f:CardFormat, d:dict)->tuple:
-    "BM, BN, threads and bytes of shared memory of a block"
+def launch_of(f:CardFormat, d:dict, k:int=0)->tuple:
+    "BM, BN, threads and bytes of shared memory of a block; k: columns, of a tile that has all of them there"
     bm,bn = 16*d['MT']*d['WM'],8*d['NT']*d['WN']
     threads = 32*d['WM']*d['WN']
     parts = 1+(f.parts>2)
     scales = d['BK']//32*f.scale or 4*bool(f.tile)
+    if (turns := d.get('TURNS', 1))>1:
+        stages = d['WN']//4*d['STAGES']*64*(d['BK']//32*f.chunk+scales)
+        return bm,bn*turns,threads,2*bm*-(-k//BK)*BK+stages+1024
     stage = 2*bm*d['BK']*parts + bn*d['BK']//32*f.chunk + bn*scales
     if not d.get('WGMMA'): return bm,bn,threads,d['STAGES']*stage
     return bm,bn,threads,d['STAGES']*-(-stage//1024)*1024+1024
@@ -186,7 +189,7 @@ def product(h, scale, w, out, rows, bias=None, add=None, act=None, limit=None, g
     f,each = w.format,rows//max(1, w.experts)
     card = card_of(h)
     d = tile or tile_of(f, each, w.n, w.k, card.multiprocessors, bool(grouped), parts, by_groups(card))
-    bm,bn,threads,shared = launch_of(f, d)
+    bm,bn,threads,shared = launch_of(f, d, w.k)
     across = -(-w.n//bn)
     grid = (across, len(tiles)) if grouped else (-(-rows//bm), across)
     blocks = w.s.shape[-1] if f.tile else 0

@@ -7,6 +7,9 @@
 #ifndef FP8
 #define FP8 0
 #endif
+#ifndef TURNS
+#define TURNS 1
+#endif
 constexpr int FRAGMENTS = NT / 2;  // of 64 rows, of each group
 constexpr int UNITS = CH / UNIT;   // of UNIT chunks, of a stage: what is decoded at once
 #if FP8  // of gemm_scaled.cu: x is e4m3, and so become the weights (lib/narrow.cuh)
@@ -136,8 +139,8 @@ struct Weights {
     static constexpr int MANY = FRAGMENTS * UNIT * 2;
     Codes codes[FRAGMENTS][UNIT][2];
     unsigned own, its;  // where a lane's first codes of a stage are, and their scale
-    __device__ __forceinline__ Weights() {
-        const int lane = threadIdx.x % 32, first = rows_of(0);
+    __device__ __forceinline__ Weights(int first) {  // the warp's first row in a stage
+        const int lane = threadIdx.x % 32;
         own = A + ((first + lane / 4) * 4 + lane % 4) * W::BYTES;
         its = A + B + (first + row_of(0)) * SC + (W::SCALE == 2 ? lane % 4 / 2 : 0);
         keep(own);
@@ -150,14 +153,15 @@ struct Weights {
             const int f = v / 2 / UNIT, c = u * UNIT + v / 2 % UNIT, i = v % 2;
             const int row = f * 64 + (PAIR ? i * 2 : i), chunk = W::SCALE < 0 ? 0 : c;
             codes[f][v / 2 % UNIT][i].fetch(
-                w + c * BC + (f * 64 + i * 8) * 4 * W::BYTES, s + (chunk * BN + row) * SC);
+                w + c * BC + (f * 64 + i * 8) * 4 * W::BYTES, s + (chunk * BS + row) * SC);
         }
     }
+    // `aids`: from the warp's first row on
     __device__ __forceinline__ void decode(const float* aids, unsigned (*a)[UNIT][PRODUCTS][4]) const {
         #pragma unroll
         for (int v = 0; v < MANY; v++) {
             const int f = v / 2 / UNIT, c = v / 2 % UNIT, i = v % 2;
-            codes[f][c][i].decode(aids[rows_of(f) + row_of(i)], i, a[f][c]);
+            codes[f][c][i].decode(aids[f * 64 + row_of(i)], i, a[f][c]);
         }
     }
 };
@@ -180,6 +184,7 @@ template <int N, int V> __device__ __forceinline__ void multiply(
     wgmma_commit();
 }
 
+#if TURNS == 1
 // A tile of 8 * M rows of x: all of K through the pipeline, then `put(row of W in the block,
 // 64 x 8 * M results)` for each fragment; `meanwhile` before anything has come. While products of
 // a unit run, weights of the next one are decoded, and codes of the one after that fetched.
@@ -194,9 +199,10 @@ __device__ __forceinline__ void tile(const Job& j, unsigned char* stages, F mean
     wgmma_seen();
     __syncthreads();
     unsigned a[2][FRAGMENTS][UNIT][PRODUCTS][4];
-    Weights w;
+    const float* const aids = j.aids + rows_of(0);
+    Weights w(rows_of(0));
     w.fetch(stages, 0);
-    w.decode(j.aids, a[0]);
+    w.decode(aids, a[0]);
     w.fetch(stages, 1);
     const WgmmaMatrix first = wgmma_kept(wgmma_rows(stages, 1024));
     float d[FRAGMENTS][V], own[FRAGMENTS][APART ? V : 1];
@@ -224,7 +230,7 @@ __device__ __forceinline__ void tile(const Job& j, unsigned char* stages, F mean
                 __syncthreads();
                 feed(stages + done);
             }
-            w.decode(j.aids, a[(u + 1) % 2]);
+            w.decode(aids, a[(u + 1) % 2]);
             w.fetch(stages + (u >= UNITS - 2 ? ahead : stage), (u + 2) % UNITS);
             // Tensor cores cut off what a sum has no room for, which would add up along a row:
             // of products in parts each 64 columns are summed by themselves. So are those of FP8 in
@@ -250,3 +256,4 @@ __device__ __forceinline__ void tile(const Job& j, unsigned char* stages, F mean
         put(rows_of(f), d[f]);
     }
 }
+#endif
