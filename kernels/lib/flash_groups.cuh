@@ -43,7 +43,6 @@ static_assert(DIM % 64 == 0 && (CHUNKS % 32 == 0 || 32 % CHUNKS == 0), "columns 
     "is a warp's, or warps'");
 static_assert(DB <= 256, "columns of one product");
 
-static_assert(BOXES % TEAM == 0, "blocks of a team ask for as many");
 
 // Where chunk c of row r lies.
 __device__ __forceinline__ int chunk_at(int r, int c) {
@@ -93,17 +92,18 @@ struct Boxes {
     Place at;
     // The first of the lane's rows of piece i in the pool; eight that nobody sees are zeros, which
     // is what lies before the first row.
+    __device__ __forceinline__ int box() const { return lane * TEAM + member; }
     __device__ __forceinline__ int locate(int i) const {
-        const int p = job.begin + i * KEYS + (lane * TEAM + member) * 8;
-        const bool on = lane < BOXES / TEAM && p + 8 > job.seen && p < job.start + job.hi;
+        const int p = job.begin + i * KEYS + box() * 8;
+        const bool on = box() < BOXES && p + 8 > job.seen && p < job.start + job.hi;
         return on ? table[p / bs] * bs + p % bs : -8;
     }
     __device__ __forceinline__ void fetch(int row, const TensorMap& from) {
         meet_wait(job.empty + at.stage, at.parity ^ 1);
         if (!lane) bulk_expect(job.full + at.stage, PIECE);
         __syncwarp();
-        unsigned char* const to = job.ring + at.stage * PIECE + (lane * TEAM + member) * EIGHT;
-        if (lane < BOXES / TEAM) box_copy<TEAM>(to, from, row, job.head, job.full + at.stage);
+        unsigned char* const to = job.ring + at.stage * PIECE + box() * EIGHT;
+        if (box() < BOXES) box_copy<TEAM>(to, from, row, job.head, job.full + at.stage);
         at.next();
     }
     __device__ __forceinline__ void all(const TensorMap& k, const TensorMap& v) {
