@@ -22,6 +22,8 @@
 //   -D TURNS=   there, with PARTS 1 and NT 2: rows of x lie in shared memory whole, and each group goes through so many times 64 rows of W, stages of its own; 1: no
 //   launch: <<<GROUPED ? (ceil(n/BN), slots) : (ceil(xrows/BM), ceil(n/BN)), 32*WM*WN, STAGES * (A + B + scales)>>>   A: two parts of x if PARTS is 3; BM = 16*MT*WM, BN = 8*NT*WN*TURNS
 //           WGMMA: each stage in whole 1,024 bytes, and 1,024 more; TURNS: WN/4 * STAGES * (64 rows of W and their scales) + 2*BM*kp + 1,024
+#include "lib/boxes.cuh"
+#include "lib/team.cuh"
 #include "lib/unpack.cuh"
 #include "lib/act.cuh"
 #ifndef FMT
@@ -66,24 +68,32 @@
 #ifndef TURNS
 #define TURNS 1
 #endif
-#define THREADS (32 * WM * WN)
+#ifndef RING
+#define RING 0
+#endif
+#ifndef TEAM
+#define TEAM 1
+#endif
+#define THREADS (32 * WM * WN + (RING ? 128 : 0))
 using W = weights::FMT;
 constexpr int BM = 16 * MT * WM, BN = 8 * NT * WN * TURNS, CH = BK / 32;
-constexpr int BS = TURNS > 1 ? 64 : BN;                              // rows of W in a stage
+constexpr bool APIECE = TURNS > 1 || RING;                           // each group fetches what it has of W
+constexpr int BS = APIECE ? 64 : BN;                              // rows of W in a stage
 constexpr int PER = W::BYTES / 4;                                   // 16-byte pieces of a row's chunk
 constexpr int SC = W::SCALE < 0 ? 4 : W::SCALE, SCH = W::SCALE < 0 ? 1 : CH;  // scales: bytes of a row's chunk, chunks a stage
 constexpr int BC = BS * PER * 16;                                   // bytes of a chunk of all rows of W
 constexpr bool PAIR = ACTIVATION != ACT_NONE && ACTIVATION != ACT_RELU2;
 constexpr int XPARTS = PARTS == 3 ? 2 : 1;                          // parts of x in a stage
 constexpr int XROW = BK * 2, AP = BM * XROW, XSC = 0;               // of one, bytes of a row, and of all; no scales
-constexpr int A = TURNS > 1 ? 0 : XPARTS * AP, B = CH * BC, BYTES = A + B + SCH * SC * BS;
-constexpr int STAGE = WGMMA && TURNS == 1 ? (BYTES + 1023) / 1024 * 1024 : BYTES;
+constexpr int A = APIECE ? 0 : XPARTS * AP, B = CH * BC, BYTES = A + B + SCH * SC * BS;
+constexpr int STAGE = WGMMA && !APIECE ? (BYTES + 1023) / 1024 * 1024 : BYTES;
 // What sums of a row of W are to be multiplied by
 __device__ __forceinline__ float factor(float aid) { return __fmul_rn(W::unit(aid), W::UNITY); }
 static_assert((BK == 64 || BK == 128) && (GROUPED == 0 || WM == 1), "see the contract");
 
 #if WGMMA
 #include "lib/tile_groups.cuh"
+#include "lib/tile_ring.cuh"
 #include "lib/tile_whole.cuh"
 #else
 #include "lib/tile_warps.cuh"
@@ -91,6 +101,8 @@ static_assert((BK == 64 || BK == 128) && (GROUPED == 0 || WM == 1), "see the con
 #endif
 
 #define BOUNDS THREADS, BLOCKS
+// RING: registers of a thread that fetches, and of one that multiplies, of all there are
+constexpr int FEWER = 24, MORE = (65536 / THREADS / 8 * 8 * (WN / 4 + 1) - FEWER) / (WN / 4) / 8 * 8;
 constexpr int STEP = WGMMA ? 8 : 16, MOST = BM / STEP;  // rows by which a tile that is not full is cut
 __host__ __device__ constexpr int cut(int m) { return WGMMA && m <= MOST / 2 ? (m + 1) / 2 * 2 : m; }
 #define CUT(m) case m: if constexpr (m <= MOST) tile<cut(m)>(j, stages, meanwhile, put); break;
@@ -101,12 +113,56 @@ __device__ __forceinline__ unsigned char* aligned(unsigned char* p) {
     return p;
 #endif
 }
-extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(const __half* __restrict__ x, const float* __restrict__ scale,
+extern "C" TEAM_OF(TEAM) __global__ void __launch_bounds__(BOUNDS) gemm(const __half* __restrict__ x, const float* __restrict__ scale,
         const unsigned char* __restrict__ w, const unsigned char* __restrict__ s, const float* __restrict__ unit, const float* __restrict__ bias,
         const float* __restrict__ gate, const float* add, float* y, const int* __restrict__ order, const int* __restrict__ tiles,
-        int rows, int ld, int kp, int chunks, int blocks, int n, float limit, int top, int column, int gs, int as, int ys) {
+        const __grid_constant__ TensorMap x_map, int rows, int ld, int kp, int chunks, int blocks, int n, float limit, int top, int column, int gs, int as, int ys) {
     DYNAMIC_SHARED(unsigned char, memory);
     unsigned char* const stages = WGMMA ? aligned(memory) : memory;
+#if RING
+    const int n4 = (n + 3) / 4 * 4, out = PAIR ? n / 2 : n, nb = PAIR ? n4 : n;
+    const Job j = {(const unsigned char*)x, nullptr, w, s, nullptr, nullptr, ld / 8, chunks, blocks,
+                   kp / BK, (unsigned)(n4 - 1)};
+    const Tiles t(n, rows);
+    unsigned char* const own = stages + RING * XSTAGE;
+    const Shared all = {stages, (Meeting*)own, (Meeting*)own + RING};
+    if (threadIdx.x < RING) {
+        meet_init(all.full + threadIdx.x, 1);
+        meet_init(all.empty + threadIdx.x, WN * TEAM);
+        meet_ready();
+    }
+    __syncthreads();
+    if (TEAM > 1) team_sync();
+    const int group = threadIdx.x / 128;
+    if (group == WN / 4) {
+        wgmma_registers_down<FEWER>();
+        if (threadIdx.x % 128 == 0) fetch_rows(all, t, j.steps, x_map);
+        __syncwarp();
+    } else {
+        wgmma_registers_up<MORE < 240 ? MORE : 240>();
+        const bool whole = (out | as | ys) % 2 == 0 && (((size_t)add | (size_t)y) & 7) == 0;
+        const auto learn = [&](const About& about, int r0, int n0) {
+            for (int i = threadIdx.x % 128; i < BM; i += 128) {
+                const int r = min(r0 + i, rows - 1);
+                const float g = gate ? gate[(size_t)r * gs + column] : 0.f;
+                about.to[i] = r0 + i < rows ? r : -1;
+                about.by[i] = scale[r];
+                about.gated[i] = gate ? 1.f / (1.f + expf(-g)) : 1.f;
+            }
+            if (threadIdx.x % 128 < 64)
+                about.aids[threadIdx.x % 64] = W::aid(unit ? unit[min(n0 + (int)threadIdx.x % 64, n4 - 1)] : 1.f);
+        };
+        const auto put = [&](const About& about, int n0, int row, float (&d)[BM / 2]) {
+            const Put p = {about.aids, bias, add, y, about.by, about.gated, about.to, n0, out, nb, as, ys,
+                           limit, gate != nullptr, whole};
+            p(row, d);
+        };
+        unsigned char* const abouts = own + 16 * RING + group * 2 * About::BYTES;
+        unsigned char* const mine = own + 16 * RING + WN / 2 * About::BYTES + group * STAGES * STAGE;
+        multiply_all(all, t, j, mine, abouts, learn, put);
+    }
+    if (TEAM > 1) team_sync();
+#else
     __shared__ int from[BM];                           // row of x of each row of the tile
     __shared__ __align__(8) int to[BM];                // and of y; -1: nobody wants it
     __shared__ __align__(8) float by[BM], gated[BM];   // its scale, and its gate
@@ -155,5 +211,6 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(const __half* __restri
     }
 #else
     tile<MOST / WM>(j, stages, meanwhile, put);
+#endif
 #endif
 }

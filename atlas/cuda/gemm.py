@@ -8,10 +8,11 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/linear/cuda.gemm.html.md"""
 __all__ = ['BK', 'halve', 'Halved', 'parts_of', 'as_halves', 'units', 'by_groups', 'launch_of', 'tile_of', 'gemm', 'product']
 
 # %% ../../nbs/3_ops/linear/13_cuda.gemm.ipynb #cdef1a43
+import functools
 from dataclasses import dataclass
 from types import SimpleNamespace
 from fastcore.basics import patch
-from ..card.card import card_of,limits,run
+from ..card.card import TensorMap,card_of,limits,run
 from .pack import CardFormat
 
 # %% ../../nbs/3_ops/linear/13_cuda.gemm.ipynb #03205b41
@@ -96,9 +97,11 @@ def launch_of(f:CardFormat, d:dict, k:int=0)->tuple:
     threads = 32*d['WM']*d['WN']
     parts = 1+(f.parts>2)
     scales = d['BK']//32*f.scale or 4*bool(f.tile)
-    if (turns := d.get('TURNS', 1))>1:
-        stages = d['WN']//4*d['STAGES']*64*(d['BK']//32*f.chunk+scales)
-        return bm,bn*turns,threads,2*bm*-(-k//BK)*BK+stages+1024
+    apiece = d['WN']//4*d['STAGES']*64*(d['BK']//32*f.chunk+scales) # stages of each group's own
+    if (turns := d.get('TURNS', 1))>1: return bm,bn*turns,threads,2*bm*-(-k//BK)*BK+apiece+1024
+    if ring := d.get('RING'):
+        about = d['WN']//2*4*(3*bm+64)
+        return bm,bn,threads+128,ring*(128*bm+16)+about+apiece+1024
     stage = 2*bm*d['BK']*parts + bn*d['BK']//32*f.chunk + bn*scales
     if not d.get('WGMMA'): return bm,bn,threads,d['STAGES']*stage
     return bm,bn,threads,d['STAGES']*-(-stage//1024)*1024+1024
@@ -182,6 +185,11 @@ def gemm(
     return product(h.y, h.scale, w, out, R, bias, add, act, limit, gate, parts=parts, tile=tile)
 
 # %% ../../nbs/3_ops/linear/13_cuda.gemm.ipynb #30136062
+@functools.lru_cache(1<<10)
+def _rows_map(card, address, rows, ld, box):
+    "Rows of fp16 as boxes: `box` of them, 64 columns"
+    return card.tensor_map(address, (64,rows,ld//64,1), (2*ld,128,2*ld*rows), (64,box,1,1))
+
 def _ld(a): "Numbers from one row to the next"; return 0 if a is None else a.strides[0]//a.itemsize
 
 def product(h, scale, w, out, rows, bias=None, add=None, act=None, limit=None, gate=None, parts=1, order=None, tiles=None, grouped=0, top=1, tile=None):
@@ -192,6 +200,11 @@ def product(h, scale, w, out, rows, bias=None, add=None, act=None, limit=None, g
     bm,bn,threads,shared = launch_of(f, d, w.k)
     across = -(-w.n//bn)
     grid = (across, len(tiles)) if grouped else (-(-rows//bm), across)
+    x_map = TensorMap()
+    if d.get('RING'):
+        team = d.get('TEAM', 1)
+        grid = min(card.multiprocessors, grid[0]*grid[1])//team*team
+        x_map = _rows_map(card, card.address(h), rows, h.shape[1], bm//team)
     blocks = w.s.shape[-1] if f.tile else 0
     if bias is not None: bias = bias.reshape(-1, w.rows if w.pair else w.n)
     logits,column = gate or (None,0)
@@ -199,7 +212,7 @@ def product(h, scale, w, out, rows, bias=None, add=None, act=None, limit=None, g
     most = float('inf') if limit is None else float(limit)
     run('gemm', grid, threads,
         h, scale, _rows(w), scales, units(w), bias, logits, add, out, order, tiles,
-        rows, h.shape[1], -(-w.k//BK)*BK, w.chunks, blocks, w.n,
+        x_map, rows, h.shape[1], -(-w.k//BK)*BK, w.chunks, blocks, w.n,
         most, top, column, _ld(logits), _ld(add), _ld(out),
         shared=shared, pdl=False,
         FMT=f.many, ACTIVATION=_ACTS[act], PARTS=parts, GROUPED=grouped, **d)

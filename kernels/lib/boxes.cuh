@@ -3,8 +3,8 @@
 // cp.async.bulk.tensor), which one thread asks for; what is said of them in lib/bulk.cuh holds.
 //   TensorMap        argument of a kernel, const __grid_constant__: what `tensor_map` of page
 //                    card.card has made of an array, its axes, and the size of a box
-//   box_copy<TEAM>(to, map, row, head, b)    of a tensor of four axes, the first two 64 columns and
-//                    rows, the last heads, the box that begins at this row: all columns of a head.
+//   box_copy<TEAM>(to, map, row, block, head, b)    of a tensor of four axes: 64 columns, rows, blocks of
+//                    64 columns, and heads; the box that begins there.
 //                    Rows of 128 bytes, 16-byte piece i of row r at i ^ r % 8, `to` at a multiple
 //                    of 1,024 bytes. Rows before the first or after the last one there is are zeros.
 //                    It comes to the same place of every block of the team, and to its barrier `b`
@@ -41,25 +41,25 @@ struct __align__(64) TensorMap { unsigned char bytes[128]; };
 #endif
 
 template <int TEAM_OF_BLOCKS> __device__ __forceinline__ void box_copy(
-        void* to, const TensorMap& map, int row, int head, Meeting* b) {
+        void* to, const TensorMap& map, int row, int block, int head, Meeting* b) {
 #if __CUDA_ARCH__ >= 900
     const unsigned at = (unsigned)__cvta_generic_to_shared(to);
     const unsigned meet = (unsigned)__cvta_generic_to_shared(b);
 #define BOX_COPY "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
     if (TEAM_OF_BLOCKS > 1)
-        asm volatile(BOX_COPY ".multicast::cluster [%0], [%1, {%4, %2, %4, %3}], [%5], %6;"
+        asm volatile(BOX_COPY ".multicast::cluster [%0], [%1, {%4, %2, %7, %3}], [%5], %6;"
             :: "r"(at), "l"(&map), "r"(row), "r"(head), "r"(0), "r"(meet),
-               "h"((short)((1 << TEAM_OF_BLOCKS) - 1)) : "memory");
+               "h"((short)((1 << TEAM_OF_BLOCKS) - 1)), "r"(block) : "memory");
     else
-        asm volatile(BOX_COPY " [%0], [%1, {%4, %2, %4, %3}], [%5];"
-            :: "r"(at), "l"(&map), "r"(row), "r"(head), "r"(0), "r"(meet) : "memory");
+        asm volatile(BOX_COPY " [%0], [%1, {%4, %2, %6, %3}], [%5];"
+            :: "r"(at), "l"(&map), "r"(row), "r"(head), "r"(0), "r"(meet), "r"(block) : "memory");
 #elif defined(ATLAS_EMULATE)
     EmulatedMap m;
     memcpy(&m, map.bytes, sizeof m);
     if (late_many == 256 || (size_t)to % 16 || m.box[0] != 64) emu::trap();
     const unsigned bytes = 128 * m.box[1] * m.box[2] * m.box[3];
     void* const held = __builtin_malloc(bytes);
-    const int first[] = {0, row, 0, head};
+    const int first[] = {0, row, block, head};
     box_of(map, first, (unsigned char*)held);
     memset(to, 0xFF, bytes);
     late_copies[late_many++] = {to, held, bytes, b};
@@ -70,7 +70,7 @@ template <int TEAM_OF_BLOCKS> __device__ __forceinline__ void meet_arrive_of(Mee
     if (TEAM_OF_BLOCKS > 1) {
         const unsigned at = (unsigned)__cvta_generic_to_shared(b);
         asm volatile("{\n .reg .b32 p;\n mapa.shared::cluster.u32 p, %0, %1;\n"
-            " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [p];\n}"
+            " mbarrier.arrive.shared::cluster.b64 _, [p];\n}"
             :: "r"(at), "r"(m) : "memory");
         return;
     }

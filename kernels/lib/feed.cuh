@@ -109,16 +109,16 @@ template <int TH, int ROWS> struct WeightFeed {
 
 // Brings what a step along K needs into a stage, step after step: rows of x as well, each thread the
 // same piece of every so manieth row.
-template <int ROWS> struct Feed {
-    static constexpr unsigned XP = XROW / 16, XS = THREADS / XP;  // pieces of a row; rows at once
+template <int ROWS, int TH = THREADS> struct Feed {
+    static constexpr unsigned XP = XROW / 16, XS = TH / XP;  // pieces of a row; rows at once
     static constexpr int OWN = (ROWS + XS - 1) / XS;
     static constexpr unsigned ROW = WGMMA ? 128 : XROW;
-    static_assert(THREADS % XP == 0 && XS % 8 == 0, "the same place of all rows");
+    static_assert(TH % XP == 0 && XS % 8 == 0, "the same place of all rows");
     const Job& j;
     int step = 0;
     unsigned at[OWN];           // where the pieces of x begin, in sixteens of bytes
     unsigned x_to;              // in a stage
-    WeightFeed<THREADS, BN> weights;
+    WeightFeed<TH, BN> weights;
     __device__ __forceinline__ Feed(const Job& job) : j(job), weights(job, threadIdx.x) {
         const unsigned row = threadIdx.x / XP, piece = threadIdx.x % XP;
         #pragma unroll
@@ -135,7 +135,7 @@ template <int ROWS> struct Feed {
         }
     }
     __device__ __forceinline__ void scales(unsigned char* stage, bool on) const {
-        for (int row = threadIdx.x; row < (XSC ? ROWS : 0); row += THREADS)
+        for (int row = threadIdx.x; row < (XSC ? ROWS : 0); row += TH)
             cp_async_if<XSC ? XSC : 4>(stage + XPARTS * AP + row * XSC,
                 j.xs + ((size_t)j.from[row] * j.steps + step) * XSC, on);
     }

@@ -29,11 +29,9 @@ constexpr bool SHARED_OUT = GROUPS > 1 || SIDE > 1;
 constexpr int FIRST = 65536 / (THREADS * SIDE) / 8 * 8;
 static_assert(!SHARED_OUT || FEWER + GROUPS * MORE <= FIRST * (GROUPS + 1), "too many registers");
 __device__ __forceinline__ void share_out(bool fetches) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     if (!SHARED_OUT) return;
-    if (fetches) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(FEWER));
-    else asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(MORE));
-#endif
+    if (fetches) wgmma_registers_down<FEWER>();
+    else wgmma_registers_up<MORE>();
 }
 constexpr int PIECE = KEYS * DIM * 2, ASKED = TILE * DIM * 2;  // bytes of a piece, of a head's rows
 constexpr int CHUNKS = DIM / 8;  // of 16 bytes in a row
@@ -103,7 +101,7 @@ struct Boxes {
         if (!lane) bulk_expect(job.full + at.stage, PIECE);
         __syncwarp();
         unsigned char* const to = job.ring + at.stage * PIECE + box() * EIGHT;
-        if (box() < BOXES) box_copy<TEAM>(to, from, row, job.head, job.full + at.stage);
+        if (box() < BOXES) box_copy<TEAM>(to, from, row, 0, job.head, job.full + at.stage);
         at.next();
     }
     __device__ __forceinline__ void all(const TensorMap& k, const TensorMap& v) {
@@ -305,7 +303,7 @@ struct Multiplier {
     }
     __device__ __forceinline__ const unsigned char* arrived() {
         meet_wait(job.full + at.stage, at.parity);
-        wgmma_seen();
+        if (!BOXED) wgmma_seen();
         return job.ring + at.stage * PIECE;
     }
     __device__ __forceinline__ void release(int stage) {

@@ -10,6 +10,9 @@
 #ifndef TURNS
 #define TURNS 1
 #endif
+#ifndef RING
+#define RING 0
+#endif
 constexpr int FRAGMENTS = NT / 2;  // of 64 rows, of each group
 constexpr int UNITS = CH / UNIT;   // of UNIT chunks, of a stage: what is decoded at once
 #if FP8  // of gemm_scaled.cu: x is e4m3, and so become the weights (lib/narrow.cuh)
@@ -184,7 +187,7 @@ template <int N, int V> __device__ __forceinline__ void multiply(
     wgmma_commit();
 }
 
-#if TURNS == 1
+#if TURNS == 1 && !RING
 // A tile of 8 * M rows of x: all of K through the pipeline, then `put(row of W in the block,
 // 64 x 8 * M results)` for each fragment; `meanwhile` before anything has come. While products of
 // a unit run, weights of the next one are decoded, and codes of the one after that fetched.
