@@ -15,13 +15,17 @@
 //   -D PARTS=   1; 2: x in two parts, K once with each; 3: W too (f32), K once: of products of first parts, and of those with one second part, each 64
 //               columns are summed by themselves, then added up. Tiles have no say in the order of sums
 //   -D GROUPED= 0; 1: row of x is order[place]/top, row of y the place; 2: row of x is the place, row of y order[place]
+//   x_map : of x, boxes of BM/TEAM rows (lib/boxes.cuh), for RING
 //   -D MT= NT= WM= WN= BK= STAGES=   a warp has 16*MT x 8*NT results, a block WM x WN warps, K goes by BK, 64 or 128; GROUPED: WM 1, MT 1 to 8
 //   -D BLOCKS=  that a multiprocessor is to hold at least
 //   -D WGMMA=   0; 1: by warpgroups of Hopper (lib/wgmma.cuh). WM 1, WN in fours, NT even, MT to 16, STAGES from 3; PARTS 1 or 2
 //   -D UNIT=    there, chunks of 32 columns that are decoded at once: 1, or with BK 128 2
+//   -D RING=    there, with PARTS 1, NT 2 and BK 64, not GROUPED: blocks stay and go from tile to tile, so many stages of rows of x before them; TEAM blocks share
+//               these. 0: no, a block a tile
 //   -D TURNS=   there, with PARTS 1 and NT 2: rows of x lie in shared memory whole, and each group goes through so many times 64 rows of W, stages of its own; 1: no
 //   launch: <<<GROUPED ? (ceil(n/BN), slots) : (ceil(xrows/BM), ceil(n/BN)), 32*WM*WN, STAGES * (A + B + scales)>>>   A: two parts of x if PARTS is 3; BM = 16*MT*WM, BN = 8*NT*WN*TURNS
 //           WGMMA: each stage in whole 1,024 bytes, and 1,024 more; TURNS: WN/4 * STAGES * (64 rows of W and their scales) + 2*BM*kp + 1,024
+//           RING: <<<up to as many as there are tiles or multiprocessors, 32*WN + 128, RING*(128*BM + 16) + WN/2*(12*BM + 256) + WN/4*STAGES*(64 rows of W and their scales) + 1,024>>>
 #include "lib/boxes.cuh"
 #include "lib/team.cuh"
 #include "lib/unpack.cuh"

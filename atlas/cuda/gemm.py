@@ -108,24 +108,32 @@ def launch_of(f:CardFormat, d:dict, k:int=0)->tuple:
 
 # %% ../../nbs/3_ops/linear/13_cuda.gemm.ipynb #c1d2a702
 _SHAPES = { # (MT, WN): µs that 2,048 columns take alone on a multiprocessor, and two blocks together
-    (16,8): (35,70), (8,8): (25,40), (4,8): (16,26), (4,4): (12,16)}
+    (16,8): (29,58), (8,8): (25,40), (4,8): (16,26), (4,4): (12,16)}
 _HOPPER = limits(SimpleNamespace(arch='sm_90a'))
 
-def _groups_tile(f, MT, WN, blocks, k=0):
-    "A tile by warpgroups: stages as there is room for; k: columns, if units may be of two chunks"
-    d = dict(MT=MT, NT=2, WM=1, WN=WN, BK=BK, STAGES=4, WGMMA=1, BLOCKS=blocks)
-    own = 16*16*MT+4*16*WN+1024 # and what the card wants of each block
-    def fits(d): return blocks*(launch_of(f, d)[3]+own)<=_HOPPER.shared
-    deep = d|dict(BK=2*BK, STAGES=3, UNIT=2)
-    if k and -(-k//BK)%2==0 and fits(deep): return deep
-    return d if fits(d) else d|dict(STAGES=3)
+def _groups_tile(f, MT, WN, blocks, k=0, **kw):
+    "A tile by warpgroups: stages as there is room for; None if there is room for none"
+    def fits(d):
+        own = 16*16*MT+4*launch_of(f, d)[1]+1024 # beside them, and what the card wants of each block
+        return blocks*(launch_of(f, d, k)[3]+own)<=_HOPPER.shared
+    d = dict(MT=MT, NT=2, WM=1, WN=WN, BK=BK, WGMMA=1, BLOCKS=blocks)|kw
+    return next((o for n in (4,3) if fits(o := d|dict(STAGES=n))), None)
 
-def _experts_by_groups(f, rows, n):
+def _ring(f):
+    "A tile of blocks that stay"
+    d = dict(MT=16, NT=2, WM=1, WN=8, BK=BK, WGMMA=1, STAGES=4)
+    return next(o for n in (5,4) if launch_of(f, o := d|dict(RING=n))[3]<=_HOPPER.block)
+
+def _experts_by_groups(f, rows, n, k):
     "Most experts should need one tile; what is not full is cut by eights"
+    many = -(-n//256) # turns of four groups through all rows of an expert's matrix
+    turns = many if rows>=128 else -(-many//2)
+    whole = turns>1 and not f.tile and _groups_tile(f, 8, 16, 1, k, TURNS=turns)
+    if whole: return whole
     if rows>=128: return _groups_tile(f, 8, 8, 2)
     return _groups_tile(f, 5, 12, 2) if -(-n//192)*192<1.05*n else _groups_tile(f, 6, 8, 2)
 
-def _by_groups(f, rows, n, k, cores, parts):
+def _by_groups(f, rows, n, cores, parts):
     "Of what was measured, what should take least"
     def cost(shape):
         MT,WN = shape
@@ -135,8 +143,8 @@ def _by_groups(f, rows, n, k, cores, parts):
         return full*two + (two if rest>cores else alone if rest else 0)
     shapes = [s for s in _SHAPES if parts==1 or s[0]<=8]
     MT,WN = min(shapes, key=cost)
-    blocks = 2 if parts==1 and MT<=8 else 1
-    return _groups_tile(f, MT, WN, blocks, k if MT==16 else 0)
+    if MT==16: return _ring(f)
+    return _groups_tile(f, MT, WN, 2 if parts==1 else 1)
 
 
 # %% ../../nbs/3_ops/linear/13_cuda.gemm.ipynb #c1d2a704
@@ -151,8 +159,8 @@ def tile_of(
 )->dict: # Compile-time options of gemm.cu
     "How a block divides its work. A row's bits are the same for all, by single warps or by warpgroups"
     if groups and not grouped and (f.chunk<64 or parts==1 and f.chunk==64 and n>=1024):
-        return _by_groups(f, rows, n, k, cores, parts)
-    if groups and grouped and f.chunk<64 and rows>=48: return _experts_by_groups(f, rows, n)
+        return _by_groups(f, rows, n, cores, parts)
+    if groups and grouped and f.chunk<64 and rows>=48: return _experts_by_groups(f, rows, n, k)
     large = f.narrow and k>=2048 and rows>=96
     small = max(parts, f.parts)>1 or grouped and not large
     wide = f.chunk>=64 and not grouped

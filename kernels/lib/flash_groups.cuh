@@ -20,9 +20,6 @@ constexpr bool BOXED = FORMAT == 3;
 #ifndef MORE
 #define MORE (GROUPS > 2 ? 112 : GROUPS > 1 ? (BOXED ? 240 : 216) : 200)
 #endif
-#ifndef HELD
-#define HELD 0
-#endif
 // Registers: as many a thread as fit at first, then FEWER for those who fetch and MORE for those
 // who multiply. A block of two groups that has its multiprocessor alone need not share them out.
 constexpr bool SHARED_OUT = GROUPS > 1 || SIDE > 1;
@@ -277,7 +274,7 @@ struct Multiplier {
     const int rank, part;  // rank: of the head in the block
     Place at;
     float o[DB / 2] = {}, s[KEYS / 2];
-    unsigned p[KEYS / 16][4], held[HELD ? HELD : 1][4];
+    unsigned p[KEYS / 16][4];
     // Rows of a head to shared memory, by who multiplies them.
     __device__ __forceinline__ void ask(const __half* q, size_t step) {
         unsigned char* const to = job.asked + rank * ASKED;
@@ -289,10 +286,6 @@ struct Multiplier {
         cp_async_wait<0>();
         wgmma_seen();
         head_sync();
-        const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16;
-        #pragma unroll
-        for (int e = 0; e < HELD; e++)
-            ldmatrix_x4(held[e], to + chunk_at(row, 2 * e + threadIdx.x % 32 / 16));
     }
     __device__ __forceinline__ void head_sync() {
 #if defined(__CUDA_ARCH__)
@@ -320,8 +313,7 @@ struct Multiplier {
         #pragma unroll
         for (int e = 0; e < DIM / 16; e++) {
             const int in = e / 4 * 64 + e % 4 * WGMMA_K;
-            if (e < HELD) wgmma<KEYS, false>(s, held[e % (HELD ? HELD : 1)], b + in, e > 0);
-            else wgmma_shared<KEYS, false, false>(s, a + in, b + in, e > 0);
+            wgmma_shared<KEYS, false, false>(s, a + in, b + in, e > 0);
         }
         wgmma_commit();
     }
