@@ -97,10 +97,11 @@ def launch_of(f:CardFormat, d:dict, k:int=0)->tuple:
     threads = 32*d['WM']*d['WN']
     parts = 1+(f.parts>2)
     scales = d['BK']//32*f.scale or 4*bool(f.tile)
-    apiece = d['WN']//4*d['STAGES']*64*(d['BK']//32*f.chunk+scales) # stages of each group's own
+    own = 32*d['NT'] # rows of W of a group
+    apiece = d['WN']//4*d['STAGES']*own*(d['BK']//32*f.chunk+scales)
     if (turns := d.get('TURNS', 1))>1: return bm,bn*turns,threads,2*bm*-(-k//BK)*BK+apiece+1024
     if ring := d.get('RING'):
-        about = d['WN']//2*4*(3*bm+64)
+        about = d['WN']//2*4*(3*bm+own)
         return bm,bn,threads+128,ring*(128*bm+16)+about+apiece+1024
     stage = 2*bm*d['BK']*parts + bn*d['BK']//32*f.chunk + bn*scales
     if not d.get('WGMMA'): return bm,bn,threads,d['STAGES']*stage
@@ -210,9 +211,8 @@ def product(h, scale, w, out, rows, bias=None, add=None, act=None, limit=None, g
     grid = (across, len(tiles)) if grouped else (-(-rows//bm), across)
     x_map = TensorMap()
     if d.get('RING'):
-        team = d.get('TEAM', 1)
-        grid = min(card.multiprocessors, grid[0]*grid[1])//team*team
-        x_map = _rows_map(card, card.address(h), rows, h.shape[1], bm//team)
+        grid = min(card.multiprocessors, grid[0]*grid[1])
+        if not grouped: x_map = _rows_map(card, card.address(h), rows, h.shape[1], bm)
     blocks = w.s.shape[-1] if f.tile else 0
     if bias is not None: bias = bias.reshape(-1, w.rows if w.pair else w.n)
     logits,column = gate or (None,0)
@@ -220,7 +220,7 @@ def product(h, scale, w, out, rows, bias=None, add=None, act=None, limit=None, g
     most = float('inf') if limit is None else float(limit)
     run('gemm', grid, threads,
         h, scale, _rows(w), scales, units(w), bias, logits, add, out, order, tiles,
-        x_map, rows, h.shape[1], -(-w.k//BK)*BK, w.chunks, blocks, w.n,
+        x_map, len(tiles) if grouped else 0, rows, h.shape[1], -(-w.k//BK)*BK, w.chunks, blocks, w.n,
         most, top, column, _ld(logits), _ld(add), _ld(out),
         shared=shared, pdl=False,
         FMT=f.many, ACTIVATION=_ACTS[act], PARTS=parts, GROUPED=grouped, **d)

@@ -1,15 +1,15 @@
 #pragma once
 // Products of gemm.cu by blocks that stay: a block goes from tile to tile, and while it writes the
-// results of one, columns of the next are on their way. A warp fetches rows of x, 64 columns after 64,
-// into a ring of stages; blocks of a team have the same rows and other rows of W, and share what is
-// fetched (lib/boxes.cuh). A group of four warps has 64 rows of W, which it fetches for itself
-// (lib/feed.cuh), so groups wait for each other only where the ring ends.
+// results of one, columns of the next are on their way. Four warps fetch rows of x, 64 columns after
+// 64, into a ring of stages: rows that lie together as one box (lib/boxes.cuh), others piece by
+// piece. A group of four warps has rows of W, which it fetches for itself (lib/feed.cuh), so
+// groups wait for each other only where the ring ends.
 #include "lib/boxes.cuh"
-#include "lib/team.cuh"
 #include "lib/tile_groups.cuh"
 #if RING
-static_assert(PARTS == 1 && FRAGMENTS == 1 && BK == 64 && !GROUPED, "see the contract");
-constexpr int OWN_ROWS = BM / TEAM, XSTAGE = BM * 128;
+static_assert(PARTS == 1 && BK == 64, "see the contract");
+constexpr int XSTAGE = BM * 128;  // bytes of 64 columns of rows of x
+constexpr int HANDS = 128;        // threads that fetch
 
 __device__ __forceinline__ void group_sync() {
 #if defined(__CUDA_ARCH__)
@@ -28,20 +28,36 @@ struct Place {
         parity ^= 1;
     }
 };
-// The tiles of a block: all rows of W after each other, then the next rows of x.
+// The tiles of a block: of rows of x all rows of W after each other, then the next rows.
 struct Tiles {
-    int at, across, many;  // across: teams' tiles side by side
-    __device__ __forceinline__ Tiles(int n, int rows) {
-        across = (n + BN * TEAM - 1) / (BN * TEAM);
-        many = across * ((rows + BM - 1) / BM);
-        at = blockIdx.x / TEAM;
+    const int* list;  // GROUPED: expert, first place, end
+    int many, across, n4, at, expert, row, end;
+    __device__ __forceinline__ Tiles(const int* list, int slots, int n, int rows)
+            : list(list), n4((n + 3) / 4 * 4), expert(0), end(rows) {
+        across = (n + BN - 1) / BN;
+        many = across * (GROUPED ? slots : (rows + BM - 1) / BM);
+        at = (int)blockIdx.x - (int)gridDim.x;
+        next();
     }
     __device__ __forceinline__ bool over() const { return at >= many; }
-    __device__ __forceinline__ void next() { at += gridDim.x / TEAM; }
-    __device__ __forceinline__ int row() const { return at / across * BM; }
-    __device__ __forceinline__ int n0() const {
-        return (at % across * TEAM + blockIdx.x % TEAM) * BN;
+    __device__ __forceinline__ void next() {
+        do {
+            at += gridDim.x;
+            if (over()) return;
+            row = at / across * BM;
+            if (!GROUPED) return;
+            // an expert that all share is last, and long
+            const int* const slot = list + ((many - 1 - at) / across) * 3;
+            expert = slot[0];
+            row = slot[1];
+            end = slot[2];
+        } while (expert < 0);
     }
+    __device__ __forceinline__ int n0() const {  // of the group
+        const int turn = GROUPED ? (many - 1 - at) % across : at % across;
+        return turn * BN + threadIdx.x / 128 * BS;
+    }
+    __device__ __forceinline__ int height() const { return min((end - row + 7) / 8, BM / 8); }
 };
 // What all of a block know.
 struct Shared {
@@ -49,30 +65,50 @@ struct Shared {
     Meeting *full, *empty;
 };
 
-__device__ __forceinline__ void fetch_rows(
-        const Shared& all, Tiles t, int steps, const TensorMap& map) {
-    const int member = blockIdx.x % TEAM;
+// Rows of x into the ring, by those who fetch; `source` of a row of the tile is its row of x.
+template <class F> __device__ __forceinline__ void fetch_rows(
+        const Shared& all, Tiles t, const Job& j, const TensorMap& map, F source) {
     Place at;
-    for (; !t.over(); t.next())
-        for (int i = 0; i < steps; i++) {
+    const unsigned row = threadIdx.x % HANDS / 8, piece = threadIdx.x % 8;
+    const unsigned to = wgmma_piece(row, piece);
+    for (; !t.over(); t.next()) {
+        unsigned from[BM / 16];
+        #pragma unroll
+        for (int r = 0; r < (GROUPED ? BM / 16 : 0); r++)
+            from[r] = (unsigned)source(t, row + r * 16) * j.line + piece;
+        const unsigned char* x = j.x;
+        for (int i = 0; i < j.steps; i++) {
+            unsigned char* const stage = all.ring + at.stage * XSTAGE;
             meet_wait(all.empty + at.stage, at.parity ^ 1);
-            bulk_expect(all.full + at.stage, XSTAGE);
-            unsigned char* const to = all.ring + at.stage * XSTAGE + member * (OWN_ROWS * 128);
-            box_copy<TEAM>(to, map, t.row() + member * OWN_ROWS, i, 0, all.full + at.stage);
+            if (!GROUPED && threadIdx.x % HANDS == 0) {
+                bulk_expect(all.full + at.stage, XSTAGE);
+                box_copy<1>(stage, map, t.row, i, 0, all.full + at.stage);
+            }
+            #pragma unroll
+            for (int r = 0; r < (GROUPED ? BM / 16 : 0); r++)
+                cp_async_if<16>(stage + to + r * 2048, x + (size_t)from[r] * 16,
+                    (int)row + r * 16 < 8 * t.height());
+            if (GROUPED) meet_arrive_copied(all.full + at.stage);
+            x += 128;
             at.next();
         }
+    }
 }
 // What a group needs of W, step after step and tile after tile.
 struct RingFeed {
-    const Job& j;
+    Job& j;
     Tiles t;
     WeightFeed<128, BS> weights;
     int step = 0;
-    __device__ __forceinline__ RingFeed(const Job& job, const Tiles& tiles)
+    __device__ __forceinline__ RingFeed(Job& job, const Tiles& tiles)
             : j(job), t(tiles), weights(job, threadIdx.x % 128) {
         begin();
     }
-    __device__ __forceinline__ void begin() { weights.begin(t.n0() + threadIdx.x / 128 * 64); }
+    __device__ __forceinline__ void begin() {
+        if (t.over()) return;
+        j.last = (unsigned)(t.expert * t.n4 + t.n4 - 1);
+        weights.begin(t.expert * t.n4 + t.n0());
+    }
     __device__ __forceinline__ void operator()(unsigned char* stage) {
         weights(stage, !t.over());
         cp_async_commit();
@@ -87,7 +123,7 @@ struct RingFeed {
 struct About {
     int* to;
     float *by, *gated, *aids;
-    static constexpr int BYTES = (3 * BM + 64) * 4;
+    static constexpr int BYTES = (3 * BM + BS) * 4;
     __device__ __forceinline__ About(unsigned char* at) {
         to = (int*)at;
         by = (float*)(to + BM);
@@ -96,48 +132,57 @@ struct About {
     }
 };
 
-// A group's part of all tiles. `learn(about, row, first row of W)` finds what results need, and `put(about,
-// first row of W, this warp's, 64 x BM results)` writes them.
-template <class F, class G> __device__ __forceinline__ void multiply_all(
-        const Shared& all, Tiles t, const Job& j, unsigned char* stages, unsigned char* abouts,
-        F learn, G put) {
-    constexpr int V = BM / 2, LAST = (STAGES - 1) * STAGE;
-    const int own = threadIdx.x / 32 % 4 * 16, group = threadIdx.x / 128;
-    RingFeed feed(j, t);
-    #pragma unroll
-    for (int i = 0; i < STAGES - 1; i++) feed(stages + i * STAGE);
-    learn(About(abouts), t.row(), t.n0() + group * 64);
-    cp_async_wait<STAGES - 2>();
-    group_sync();
-    unsigned a[2][1][UNIT][PRODUCTS][4];
-    Weights w(own);
-    w.fetch(stages, 0);
-    w.decode(About(abouts).aids + own, a[0]);
-    w.fetch(stages, 1);
-    const WgmmaMatrix first = wgmma_kept(wgmma_rows(all.ring, 1024));
-    int stage = 0, done = LAST;  // where stages begin: that of this step, and of the one before
-    int mine = 0;                // where what is known of this tile lies
+// A group's part of a block. `learn(about, tile)` finds what results need, `put(about, tile, a warp's first
+// row, results)` writes them.
+template <class F, class G> struct Group {
+    const Shared& all;
+    const F& learn;
+    const G& put;
+    Tiles t;
+    RingFeed feed;
+    unsigned char *stages, *abouts;
+    int own;                               // a warp's first row
+    unsigned a[2][FRAGMENTS][UNIT][PRODUCTS][4];
+    Weights w;
+    WgmmaMatrix first;
+    static constexpr int LAST = (STAGES - 1) * STAGE;
+    int stage = 0, done = LAST;            // where stages begin: that of this step, and of the one before
+    int mine = 0;                          // what is known of this tile
     Place at;
-    const auto release = [&](int x) {
-        if (threadIdx.x % 32 < TEAM) meet_arrive_of<TEAM>(all.empty + x, threadIdx.x % 32);
-    };
-    #pragma unroll 1
-    while (!t.over()) {
-        Tiles after = t;
-        after.next();
-        float d[1][V];
+
+    __device__ __forceinline__ Group(const Shared& all, const Tiles& tiles, Job& j,
+            unsigned char* stages, unsigned char* abouts, const F& learn, const G& put)
+            : all(all), learn(learn), put(put), t(tiles), feed(j, tiles), stages(stages), abouts(abouts),
+              own(threadIdx.x / 32 % 4 * 16), w(own) {
         #pragma unroll
-        for (int v = 0; v < V; v++) d[0][v] = 0.f;
+        for (int i = 0; i < STAGES - 1; i++) feed(stages + i * STAGE);
+        if (!t.over()) learn(About(abouts), t);
+        cp_async_wait<STAGES - 2>();
+        group_sync();
+        w.fetch(stages, 0);
+        w.decode(About(abouts).aids + own, a[0]);
+        w.fetch(stages, 1);
+        first = wgmma_kept(wgmma_rows(all.ring, 1024));
+    }
+    __device__ __forceinline__ void release(int x) {
+        if (threadIdx.x % 32 == 0) meet_arrive(all.empty + x);
+    }
+    template <int M> __device__ __forceinline__ void tile(const Tiles& after) {
+        constexpr int N = 8 * M, V = N / 2;
+        float d[FRAGMENTS][V];
+        #pragma unroll
+        for (int v = 0; v < FRAGMENTS * V; v++) d[v / V][v % V] = 0.f;
         int held = -1;  // stage of x that the step before has read
         #pragma unroll 1
-        for (int i = 0; i < j.steps; i++) {
+        for (int i = 0; i < feed.j.steps; i++) {
             const int ahead = stage == LAST ? 0 : stage + STAGE;
-            const bool last = i == j.steps - 1;
+            const bool last = i == feed.j.steps - 1;
             meet_wait(all.full + at.stage, at.parity);
+            if (GROUPED) wgmma_seen();
             const WgmmaMatrix x = first + (unsigned)(at.stage * (XSTAGE / 16));
             #pragma unroll
             for (int u = 0; u < UNITS; u++) {
-                multiply<BM>(d, a[u % 2], x, u);
+                multiply<N>(d, a[u % 2], x, u);
                 wgmma_wait<1>();
                 if (u == 0) {
                     if (held >= 0) release(held);
@@ -145,8 +190,7 @@ template <class F, class G> __device__ __forceinline__ void multiply_all(
                     group_sync();
                     feed(stages + done);
                     // the results of the tile before are written, and soon all of the group meet again
-                    if (i == 1 && !after.over())
-                        learn(About(abouts + (mine ^ About::BYTES)), after.row(), after.n0() + group * 64);
+                    if (i == 1 && !after.over()) learn(About(abouts + (mine ^ About::BYTES)), after);
                 }
                 const About about(abouts + (last && u == UNITS - 1 ? mine ^ About::BYTES : mine));
                 w.decode(about.aids + own, a[(u + 1) % 2]);
@@ -158,11 +202,12 @@ template <class F, class G> __device__ __forceinline__ void multiply_all(
             stage = ahead;
         }
         wgmma_wait<0>();
-        wgmma_own(d[0]);
+        #pragma unroll
+        for (int f = 0; f < FRAGMENTS; f++) wgmma_own(d[f]);
         release(held);
-        put(About(abouts + mine), t.n0() + group * 64, own, d[0]);
+        #pragma unroll
+        for (int f = 0; f < FRAGMENTS; f++) put(About(abouts + mine), t, f * 64 + own, d[f]);
         mine ^= About::BYTES;
-        t = after;
     }
-}
+};
 #endif
