@@ -54,8 +54,10 @@ def _cut(card, d, share, fmt, tiles):
     "How `flash` is to compute so many tiles of heads of `d` elements, `share` of them to a key head"
     hopper = card.arch in ('sm_90a','emulated')
     if not hopper or fmt=='f32' or d not in _GROUPS: return _warps(card, d, share, 1+(fmt=='f32'))
-    return _groups(d, share, tiles, card.multiprocessors, 2 if fmt=='f16' and card.arch=='sm_90a' else 1)
+    team = 2 if fmt=='f16' and card.arch=='sm_90a' else 1 # the emulator's blocks run one after the other
+    return _groups(d, share, tiles, card.multiprocessors, team)
 
+# %% ../../nbs/3_ops/attention/22_cuda.flash.ipynb #b0xe5a12
 @functools.lru_cache(1<<10)
 def _map(card, address, rows, kv, d):
     "Rows of a pool in fp16 as boxes: eight of a head"
@@ -66,7 +68,6 @@ def _maps(card, pool, boxed):
     if not boxed: return TensorMap(),TensorMap()
     rows = len(pool.k)*pool.block_size
     return [_map(card, card.address(a), rows, pool.kv, pool.d) for a in (pool.k,pool.v)]
-
 
 # %% ../../nbs/3_ops/attention/22_cuda.flash.ipynb #4fc85b71
 def flash(

@@ -161,6 +161,8 @@ def tile_of(
     "How a block divides its work. A row's bits are the same for all, by single warps or by warpgroups"
     if groups and not grouped and (f.chunk<64 or parts==1 and f.chunk==64 and n>=1024):
         return _by_groups(f, rows, n, cores, parts)
+    if groups and not grouped and parts==2 and f.chunk==64 and rows>=1024: # a router
+        return dict(MT=8, NT=2, WM=1, WN=4, BK=BK, STAGES=4, WGMMA=1)
     if groups and grouped and f.chunk<64 and rows>=48: return _experts_by_groups(f, rows, n, k)
     large = f.narrow and k>=2048 and rows>=96
     small = max(parts, f.parts)>1 or grouped and not large
