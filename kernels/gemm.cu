@@ -19,7 +19,6 @@
 //   -D MT= NT= WM= WN= BK= STAGES=   a warp has 16*MT x 8*NT results, a block WM x WN warps, K goes by BK, 64 or 128; GROUPED: WM 1, MT 1 to 8
 //   -D BLOCKS=  that a multiprocessor is to hold at least
 //   -D WGMMA=   0; 1: by warpgroups of Hopper (lib/wgmma.cuh). WM 1, WN in fours, NT even, MT to 16, STAGES from 3; PARTS 1 or 2
-//   -D UNIT=    there, chunks of 32 columns that are decoded at once: 1, or with BK 128 2
 //   -D RING=    there, with PARTS 1, BK 64: blocks stay and go from tile to tile, so many stages of rows of x before them. 0: no, a
 //               block a tile
 //   -D TURNS=   there, with PARTS 1 and NT 2: rows of x lie in shared memory whole, and each group goes through so many times 64 rows of W, stages of its own; 1: no
@@ -64,9 +63,6 @@
 #endif
 #ifndef WGMMA
 #define WGMMA 0
-#endif
-#ifndef UNIT
-#define UNIT 1
 #endif
 #ifndef TURNS
 #define TURNS 1

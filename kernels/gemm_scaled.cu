@@ -13,7 +13,7 @@
 //   order : [picks]               i32   GROUPED: number of the pick at each place, sorted by expert; or null
 //   tiles : [slots, 3]            i32   GROUPED: expert, first place, end of the places of a tile; expert -1: nothing to do; or null
 //   -D FMT=     nvfp4, mxfp4; fp8, fp8_block only with FP8    -D FP8=  1: x is FP8, 0: NVFP4 (sm_120a, sm_121a)
-//   -D ACTIVATION= GROUPED= MT= NT= WN= STAGES= WGMMA= UNIT= BLOCKS=   as in gemm.cu; a block is WN warps side by side, K goes by 128; WGMMA only with FP8
+//   -D ACTIVATION= GROUPED= MT= NT= WN= STAGES= WGMMA= BLOCKS=   as in gemm.cu; a block is WN warps side by side, K goes by 128; WGMMA only with FP8
 //   launch: <<<GROUPED ? (ceil(n/BN), slots) : (ceil(xrows/BM), ceil(n/BN)), 32*WN, STAGES * (A + B)>>>   with their scales; BM = 16*MT, BN = 8*NT*WN; with WGMMA a stage is a multiple of 1,024, and 1,024 more
 #include "lib/act.cuh"
 #include "lib/mma.cuh"
@@ -45,9 +45,6 @@
 #endif
 #ifndef WGMMA
 #define WGMMA 0
-#endif
-#ifndef UNIT
-#define UNIT 1
 #endif
 #ifndef BLOCKS
 #define BLOCKS 1

@@ -142,7 +142,7 @@ template <class F, class G> struct Group {
     RingFeed feed;
     unsigned char *stages, *abouts;
     int own;                               // a warp's first row
-    unsigned a[2][FRAGMENTS][UNIT][PRODUCTS][4];
+    unsigned a[2][FRAGMENTS][PRODUCTS][4];
     Weights w;
     WgmmaMatrix first;
     static constexpr int LAST = (STAGES - 1) * STAGE;
@@ -181,10 +181,10 @@ template <class F, class G> struct Group {
             if (GROUPED) wgmma_seen();
             const WgmmaMatrix x = first + (unsigned)(at.stage * (XSTAGE / 16));
             #pragma unroll
-            for (int u = 0; u < UNITS; u++) {
-                multiply<N>(d, a[u % 2], x, u);
+            for (int c = 0; c < CH; c++) {
+                multiply<N>(d, a[c % 2], x, c);
                 wgmma_wait<1>();
-                if (u == 0) {
+                if (c == 0) {
                     if (held >= 0) release(held);
                     cp_async_wait<STAGES - 3>();
                     group_sync();
@@ -192,9 +192,9 @@ template <class F, class G> struct Group {
                     // the results of the tile before are written, and soon all of the group meet again
                     if (i == 1 && !after.over()) learn(About(abouts + (mine ^ About::BYTES)), after);
                 }
-                const About about(abouts + (last && u == UNITS - 1 ? mine ^ About::BYTES : mine));
-                w.decode(about.aids + own, a[(u + 1) % 2]);
-                w.fetch(stages + (u >= UNITS - 2 ? ahead : stage), (u + 2) % UNITS);
+                const About about(abouts + (last && c == CH - 1 ? mine ^ About::BYTES : mine));
+                w.decode(about.aids + own, a[(c + 1) % 2]);
+                w.fetch(stages + (c >= CH - 2 ? ahead : stage), (c + 2) % CH);
             }
             held = at.stage;
             at.next();

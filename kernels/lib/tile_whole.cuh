@@ -60,7 +60,7 @@ __device__ __forceinline__ void tile(const Job& j, unsigned char* memory, F mean
     cp_async_wait<STAGES - 2>();
     wgmma_seen();
     __syncthreads();
-    unsigned a[2][1][UNIT][PRODUCTS][4];
+    unsigned a[2][1][PRODUCTS][4];
     const float* aids = j.aids + rows_in(0) + own;
     Weights w(own);
     w.fetch(stages, 0);
@@ -78,17 +78,17 @@ __device__ __forceinline__ void tile(const Job& j, unsigned char* memory, F mean
             const int ahead = stage == LAST ? 0 : stage + STAGE;
             const WgmmaMatrix x = first + (unsigned)(i * (AP / 16));
             #pragma unroll
-            for (int u = 0; u < UNITS; u++) {
-                multiply<N>(d, a[u % 2], x, u);
+            for (int c = 0; c < CH; c++) {
+                multiply<N>(d, a[c % 2], x, c);
                 wgmma_wait<1>();
-                if (u == 0) {  // nobody of the group reads the stage before this one any more
+                if (c == 0) {  // nobody of the group reads the stage before this one any more
                     cp_async_wait<STAGES - 3>();
                     group_sync();
                     feed(stages + done);
                 }
-                if (u == UNITS - 1 && i == j.steps - 1) aids = j.aids + rows_in(turn + 1) % BN + own;
-                w.decode(aids, a[(u + 1) % 2]);
-                w.fetch(stages + (u >= UNITS - 2 ? ahead : stage), (u + 2) % UNITS);
+                if (c == CH - 1 && i == j.steps - 1) aids = j.aids + rows_in(turn + 1) % BN + own;
+                w.decode(aids, a[(c + 1) % 2]);
+                w.fetch(stages + (c >= CH - 2 ? ahead : stage), (c + 2) % CH);
             }
             done = stage;
             stage = ahead;
