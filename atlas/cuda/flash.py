@@ -33,6 +33,7 @@ def _warps(card, d, share, planes=1):
         if room<=most and (heads==1 or share%2==0 and d<=256): return cut
     raise DeviceError(f'{card.name} has no shared memory for heads of {d} elements')
 
+# %% ../../nbs/3_ops/attention/22_cuda.flash.ipynb #b0xe5a10
 # Size of a head: heads of a block, keys of a piece, stages, blocks of a multiprocessor
 _GROUPS = {
     64: ((4,64,5,1), (1,128,5,2)),
