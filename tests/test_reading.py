@@ -53,10 +53,10 @@ def test_windows_read_nothing_twice(gaps, blocks):
     for i,(gap,n) in enumerate(gaps):
         pieces.append(Extent(f, at+gap, n, i))
         at += gap+n
-    end = 0
-    for w in windows(pieces, blocks*BLOCK):
-        assert w.start%BLOCK==0 and w.start>=end and w.nbytes<=blocks*BLOCK
-        end = w.start+-(-w.nbytes//BLOCK)*BLOCK
+    w,end = windows(pieces, blocks*BLOCK),0
+    for start,nbytes in zip(w.start, w.nbytes):
+        assert start%BLOCK==0 and start>=end and 0<nbytes<=blocks*BLOCK
+        end = start+-(-nbytes//BLOCK)*BLOCK
 
 def test_one_range_for_two(random_file):
     "Ranges may overlap: a tensor that is wanted twice"

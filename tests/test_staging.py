@@ -177,7 +177,7 @@ def test_nothing_is_read_twice(tmp_path, card, monkeypatch):
         fill = reading._Source.fill
         def counted(self, memory, start, need):
             seen.append((self.file.name, start, need))
-            fill(self, memory, start, need)
+            return fill(self, memory, start, need)
         monkeypatch.setattr(reading._Source, 'fill', counted)
         def never(*args): raise AssertionError('read by itself')
         monkeypatch.setattr(files.File, 'read_into', never)

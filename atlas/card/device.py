@@ -7,13 +7,12 @@ Docs: https://atlas-inference.github.io/atlas/2_card/device.html.md"""
 # %% auto #0
 __all__ = ['STICKY', 'faults', 'quiet', 'MIN_CAPABILITY', 'Memory', 'meminfo', 'cgroup_dirs', 'cgroup_memory', 'host_memory',
            'Device', 'cores', 'Host', 'cuda_count', 'driver', 'status_text', 'Faults', 'Quiet', 'arch_name', 'Cuda',
-           'Lane', 'CudaLane', 'get_device', 'Budget']
+           'get_device', 'Budget']
 
 # %% ../../nbs/2_card/01_device.ipynb #c746dde5
-import ctypes,functools,math,mmap,os,platform,re,threading,warnings,weakref
+import ctypes,functools,math,os,platform,re,threading,warnings,weakref
 from collections import deque
-from collections.abc import Callable
-from contextlib import contextmanager,nullcontext
+from contextlib import contextmanager,nullcontext,suppress
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -288,7 +287,8 @@ class Faults:
         for n in names: self._names.append((self.count, n))
     def settled(self, count:int|None=None):
         "All launches, or the first `count`, are known to be done"
-        while self._names and (count is None or self._names[0][0]<=count): self._names.popleft()
+        with suppress(IndexError): # none is left; another thread may have been quicker
+            while count is None or self._names[0][0]<=count: self._names.popleft()
     def hold(self, o):
         "Should the card fail, `o` is never given back to it"
         self._held[id(o)] = o
@@ -430,7 +430,8 @@ def empty(self:Cuda, shape, dtype='float32'):
 def tidy(self:Cuda):
     "Give back the memory that CuPy keeps for arrays to come"
     with quiet(), self.use():
-        for p in (self.xp.get_default_memory_pool(), *self.pools): p.free_all_blocks()
+        pinned = self.xp.get_default_pinned_memory_pool()
+        for p in (self.xp.get_default_memory_pool(), pinned, *self.pools): p.free_all_blocks()
     self.pools[:] = [p for p in self.pools if p.total_bytes()]
 
 # %% ../../nbs/2_card/01_device.ipynb #8184d88f
@@ -495,61 +496,6 @@ def identity(self:Cuda)->str:
     libraries = self.xp.cuda.runtime.runtimeGetVersion(),self.xp.cuda.nvrtc.getVersion()
     card = f'{self.card}, {self.arch}, {self.multiprocessors} multiprocessors'
     return f'{card}, CuPy {self.xp.__version__}, {libraries}'
-
-# %% ../../nbs/2_card/01_device.ipynb #c6b3ce32
-class Lane:
-    "Copies to a device and work on it, one after the other, beside those of other lanes"
-    def __init__(self, device): self.device = device
-    def use(self):
-        "A context in which copies and kernels go into this lane"
-        return self.device.use()
-    def copy(self, dst, a):
-        "Copy the host array `a` into `dst`, as long; it must stay as it is until then"
-        self.device.write(dst, a)
-    def mark(self)->Callable|None:
-        "What waits until all that is in this lane is done; None where it is"
-
-@patch
-def lane(self:Device)->Lane:
-    "A new lane"
-    return Lane(self)
-
-@patch
-def pinned(self:Device, nbytes:int):
-    "Memory of the host from which lanes copy: whole pages"
-    return mmap.mmap(-1, nbytes)
-@patch
-def unpin(self:Device): "Give back pinned memory that nobody uses any more"
-
-# %% ../../nbs/2_card/01_device.ipynb #6451add7
-class CudaLane(Lane):
-    "A stream of a card"
-    def __init__(self, card):
-        self.device = card
-        with card.use():
-            self.stream = card.xp.cuda.Stream(non_blocking=True)
-            self.event = card.xp.cuda.Event(block=True, disable_timing=True)
-    @contextmanager
-    def use(self):
-        with self.device.use(), self.stream: yield
-    def copy(self, dst, a):
-        rt = self.device.xp.cuda.runtime
-        rt.memcpyAsync(dst.data.ptr, a.ctypes.data, a.nbytes, rt.memcpyHostToDevice, self.stream.ptr)
-    def mark(self):
-        self.event.record(self.stream) # whoever waits for an earlier mark waits for this one
-        return self._wait
-    def _wait(self):
-        with self.device.use(): self.event.synchronize()
-
-@patch
-def lane(self:Cuda): return CudaLane(self)
-
-@patch
-def pinned(self:Cuda, nbytes:int):
-    with self.use(): return self.xp.cuda.alloc_pinned_memory(nbytes)
-@patch
-def unpin(self:Cuda):
-    with self.use(): self.xp.get_default_pinned_memory_pool().free_all_blocks()
 
 # %% ../../nbs/2_card/01_device.ipynb #9e77fc26
 def get_device(
