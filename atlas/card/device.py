@@ -276,6 +276,7 @@ def status_text(
     except DeviceError: pass  # who has no driver gets words of ours
     return text.value.decode() if text.value else STICKY.get(code, f'CUDA error {code}')
 
+# %% ../../nbs/2_card/01_device.ipynb #95764ac9
 class Faults:
     "Knows what was launched last, and remembers the first fault that stays: after it, nothing runs"
     def __init__(self, keep:int=64): self.fault,self.exact,self.count,self._names,self._held = None,False,0,deque(maxlen=keep),weakref.WeakValueDictionary()

@@ -791,8 +791,8 @@ class Staging:
         count:int=16, # Windows there are at a time, on the host and on the card
     ):
         self.put,self.card,self.size = put,put.card,size
+        self.count,self.ring = count,None # It is made when all wants are known
         self.stream:Stream = self.card.own_stream() # For what is stored anew
-        self.ring = Ring(count, size, self.stream.buffer)
         self.bad = self.card.upload(np.int32([_FINE]))
         self.names,self._moves,self._more = [],[],[] # of each part: `more` is what differs among those alike
         self._alike,self._tables = {},{}
@@ -888,11 +888,11 @@ def _room(self:Staging, to, names)->dict: # Their addresses
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #ee24e444
 class _Line:
     "A stream for the windows of one buffer, and the memory on the card that they go to"
-    def __init__(self, card, size, jobs):
+    def __init__(self, card, size, more):
         self.stream = card.own_stream()
-        self.src = card.empty((size,), 'uint8')
-        self.jobs = card.empty((max(jobs, 1),len(_JOB)), 'int64')
-        self.at = card.address(self.src),card.address(self.jobs)
+        whole = card.empty((size+more,), 'uint8')
+        self.src,self.jobs = whole[:size],whole[size:].view('int64').reshape(-1, len(_JOB))
+        self.address = card.address(whole)
 
 @patch
 def begin(self:Staging,
@@ -903,8 +903,9 @@ def begin(self:Staging,
     mine = np.flatnonzero(moves>=0)
     self._windows,self._first = windows,mine.searchsorted(windows.first)
     self._prepare(moves[mine], *(a[mine] for a in (windows.lo, windows.at, windows.n)))
-    most = int(np.diff(self._first).max(initial=0))
-    self._lines = [_Line(self.card, self.size, most) for _ in range(self.ring.count)]
+    more = self._jobs.strides[0]*int(np.diff(self._first).max(initial=1))
+    self.ring = Ring(self.count, self.size+more, self.stream.buffer)
+    self._lines = [_Line(self.card, self.size, more) for _ in range(self.count)]
     nothing = np.int64([Move(0, 1, 1, 0, 1, 1).row])
     _launch(self._lines[0].src, self.card.upload(nothing), 1, self.bad) # loads the kernel
     self.card.synchronize()
@@ -917,10 +918,7 @@ def _prepare(self:Staging, moves, lo, at, n):
     more = np.array(self._more, np.int64).reshape(-1, 1+len(differ))
     rows[:,differ] = more[:,:-1]
     self._late = more[moves,-1]
-    jobs,self._blocks = as_jobs(rows[moves], lo, at, n, self._first)
-    self._jobs = self.stream.buffer(max(jobs.nbytes, 1))[:jobs.nbytes].view(np.int64).reshape(jobs.shape)
-    self._jobs[:] = jobs
-    self._jobs_at = self._jobs.ctypes.data
+    self._jobs,self._blocks = as_jobs(rows[moves], lo, at, n, self._first)
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #71489d19
 @patch
@@ -941,12 +939,12 @@ def send(self:Staging,
     "Have the card take a window apart; what waits until the buffer is free, or None"
     first,last = self._first[i:i+2].tolist()
     if first==last: return None
-    late = self._expected(first, last)
-    line,size = self._lines[b.place],self._jobs.strides[0]
-    src,jobs = line.at
+    late,line = self._expected(first, last),self._lines[b.place]
+    jobs = self._jobs[first:last].reshape(-1).view(np.uint8)
+    end = self.size+len(jobs)
+    b.data[self.size:end] = jobs
     with line.stream.here():
-        line.stream.copy(src, b.address, int(self._windows.nbytes[i]))
-        line.stream.copy(jobs, self._jobs_at+first*size, (last-first)*size)
+        line.stream.copy(line.address, b.address, end)
         _launch(line.src, line.jobs, self._blocks[i], self.bad, last-first)
         mark = line.stream.mark(asleep=True)
     for to in late: to.marks.append(mark)

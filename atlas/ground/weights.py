@@ -339,29 +339,36 @@ class _Arrivals:
         window,self.wants = np.divmod(np.unique(window*many+want), many)
         self.first = window.searchsorted(np.arange(len(w)+1))
         self.left = np.bincount(self.wants, minlength=many)
-    def __call__(self, i, b):
-        "Window `i` is in the buffer `b`"
-        w = self.windows
-        for j in self.host[self.host_first[i]:self.host_first[i+1]].tolist():
-            k,_,_,span = self.parts[w.extent[j]]
-            lo = w.lo[j]
-            self.incoming[k].put(span, int(w.at[j]), b.data[lo:lo+w.n[j]])
-        after = self.staging.send(i, b) if self.staging else None
-        for k in self.count(i): self.finish(self.incoming[k])
-        return after
-    def count(self, i)->list:
-        "Numbers of the wants that are whole with window `i`"
-        some = self.wants[self.first[i]:self.first[i+1]]
-        with self.lock:
-            self.left[some] -= 1
-            self.bar.update(int(self.came[i]))
-            return some[self.left[some]==0].tolist()
-    def finish(self, to):
-        "Make a want that is whole"
-        if to.landing: self.out[to.want.name] = self.staging.finish(to.landing)
-        else:
-            with self.few: self.out[to.want.name] = self.make(to)
-        to.got = None # others need the memory
+
+# %% ../../nbs/1_ground/11_weights.ipynb #1932767b
+@patch
+def __call__(self:_Arrivals, i, b):
+    "Window `i` is in the buffer `b`"
+    w = self.windows
+    for j in self.host[self.host_first[i]:self.host_first[i+1]].tolist():
+        k,_,_,span = self.parts[w.extent[j]]
+        lo = w.lo[j]
+        self.incoming[k].put(span, int(w.at[j]), b.data[lo:lo+w.n[j]])
+    after = self.staging.send(i, b) if self.staging else None
+    for k in self.count(i): self.finish(self.incoming[k])
+    return after
+
+@patch
+def count(self:_Arrivals, i)->list:
+    "Numbers of the wants that are whole with window `i`"
+    some = self.wants[self.first[i]:self.first[i+1]]
+    with self.lock:
+        self.left[some] -= 1
+        self.bar.update(int(self.came[i]))
+        return some[self.left[some]==0].tolist()
+
+@patch
+def finish(self:_Arrivals, to):
+    "Make a want that is whole"
+    if to.landing: self.out[to.want.name] = self.staging.finish(to.landing)
+    else:
+        with self.few: self.out[to.want.name] = self.make(to)
+    to.got = None # others need the memory
 
 # %% ../../nbs/1_ground/11_weights.ipynb #7493fbcb
 _WINDOW = 8<<20 # Bytes that are read at once
@@ -374,7 +381,6 @@ def _window(incoming)->int:
 def _read(ckpt, out, incoming, make, show, staging=None)->Reading:
     "Read and make all that is `incoming`"
     size = staging.size if staging else _window(incoming)
-    ring = staging.ring if staging else Ring(2*THREADS, size)
     parts = _in_files(incoming)
     if staging: _leave_some(_waiting(incoming, parts), staging.budget)
     found = windows([s for *_,s in parts], size)
@@ -382,7 +388,7 @@ def _read(ckpt, out, incoming, make, show, staging=None)->Reading:
         arrivals = _Arrivals(out, make, bar, incoming, parts, found, staging)
         for to in incoming:
             if not to.nbytes: arrivals.finish(to)
-        return read_windows(found, arrivals, ring)
+        return read_windows(found, arrivals, staging.ring if staging else Ring(2*THREADS, size))
 
 def _invent(ckpt, out, incoming, make, show)->Reading:
     "Make all that is `incoming` of a checkpoint without files"
