@@ -63,13 +63,13 @@ def _up(n): return -(-n//BLOCK)*BLOCK
 # %% ../../nbs/1_ground/10_reading.ipynb #089e7260
 GAP = 1<<16 # Bytes that nobody wants, and that are read all the same
 
-def _runs(which, start, end)->tuple: # Number of its run, and how far the run reaches with it
-    "Which extents are read as one; `which` is the file of each"
+def _runs(which, start, end, apart)->tuple: # Number of its run, and how far the run reaches with it
+    "Which extents are read as one; `which` is the file of each, and those that are `apart` are not"
     back = (which[1:]!=which[:-1]) | (start[1:]<start[:-1])
     edges = 0,*(np.flatnonzero(back)+1).tolist(),len(end)
     reach = end.copy()
     for a,b in zip(edges, edges[1:]): np.maximum.accumulate(end[a:b], out=reach[a:b])
-    new = back | (start[1:]>reach[:-1]+GAP)
+    new = back | (start[1:]>reach[:-1]+GAP) | apart[1:] | apart[:-1]
     run = np.zeros(len(end), np.int64)
     run[1:] = np.cumsum(new)
     return run,reach
@@ -103,10 +103,13 @@ def _places(extents)->tuple: # Files; numbers of extents with bytes, and file, s
 def windows(
     extents:Iterable, # `Extent`s, in the order in which to read them: that of the file
     size:int, # Most bytes of a window; a multiple of `BLOCK`
+    apart=None, # bool [extents]: which of them share no window with others; None: none
 )->Windows:
     "All of `extents` in as few reads as possible"
-    files,some,which,start,end = _places(list(extents))
-    extent,window,at = _cut(start, end, *_runs(which, start, end), size)
+    extents = list(extents)
+    files,some,which,start,end = _places(extents)
+    apart = np.zeros(len(extents), bool) if apart is None else np.asarray(apart, bool)
+    extent,window,at = _cut(start, end, *_runs(which, start, end, apart[some]), size)
     order = np.argsort(window, kind='stable') # extents may overlap
     extent,at = extent[order],at[order]
     _,first = np.unique(window[order], return_index=True)
@@ -217,9 +220,10 @@ def _forget(fd, offset, n):
 def fill(self:_Source, memory:memoryview, start:int, need:int)->int: # Bytes that went past the cache
     "Read from `start` into `memory`, which begins at a multiple of a block, at least `need` bytes"
     got,past,plain = 0,0,self.file.f.fileno()
+    most = min(_up(need), _down(len(memory)))
     while got<need:
-        direct = not self.refused and got%BLOCK==0
-        to = memory[got:_up(need)] if direct else memory[got:need]
+        direct = not self.refused and got%BLOCK==0 and got<most
+        to = memory[got:most] if direct else memory[got:need]
         try: n = os.preadv(self.fd if direct else plain, [to], start+got)
         except OSError as e:
             if direct and e.errno in _REFUSED:
@@ -263,6 +267,7 @@ class _Work:
     take:Callable
     ring:Ring
     sources:list # A `_Source` for each file
+    into:Callable|None # As for `read_windows`
     turn:count=field(default_factory=count) # The next window
     total:Reading=field(default_factory=Reading)
     stop:bool=False
@@ -283,16 +288,23 @@ def one(self:_Work, i:int, b:_Buffer, r:Reading):
     r.taken += perf_counter()-read
 
 @patch
+def buffered(self:_Work, i:int, r:Reading):
+    "The same by way of the ring"
+    start = perf_counter()
+    b = self.ring.take()
+    r.waited += perf_counter()-start
+    try: self.one(i, b, r)
+    finally: self.ring.give(b)
+
+@patch
 def work(self:_Work):
     "What each thread does"
     mine,many = Reading(),len(self.windows)
     try:
         while not self.stop and (i := next(self.turn))<many:
-            start = perf_counter()
-            b = self.ring.take()
-            mine.waited += perf_counter()-start
-            try: self.one(i, b, mine)
-            finally: self.ring.give(b)
+            own = self.into(i) if self.into else None
+            if own is None: self.buffered(i, mine)
+            else: self.one(i, _Buffer(own, None), mine)
     except BaseException:
         self.stop = True
         raise
@@ -314,10 +326,11 @@ def read_windows(
     ring:Ring,
     threads:int=THREADS,
     direct:bool=True, # Past the page cache, where that is possible?
+    into:Callable|None=None, # `into(i)`: memory for window `i`, as aligned as a buffer, or None. `take` is done with it when it returns
 )->Reading:
     "Read all `windows`; a `CheckpointError` for a file that ends early, cannot be read or changes"
     start,fine = perf_counter(),False
-    w = _Work(windows, take, ring, [_Source(f, direct) for f in windows.files])
+    w = _Work(windows, take, ring, [_Source(f, direct) for f in windows.files], into)
     threads = max(1, min(threads, ring.count))
     try:
         with ThreadPoolExecutor(threads, 'read') as pool:
@@ -339,11 +352,16 @@ def read_pieces(
     ring:Ring|None=None, # None: one of its own
     threads:int=THREADS,
     direct:bool=True, # As for `read_windows`, as are the errors
+    homes:dict|None=None, # Key -> memory to read into, uint8. That, and its piece in the file, begin at a multiple of `BLOCK`
 )->Reading:
-    "Read `pieces` once. `take` may return what waits until its `data` may be overwritten"
-    pieces,ring = list(pieces),ring or Ring()
-    w = windows(pieces, ring.nbytes)
+    "Read `pieces` once. `take` may return what waits until its `data` may be overwritten, but for those with homes"
+    pieces,ring,homes = list(pieces),ring or Ring(),homes or {}
+    w = windows(pieces, ring.nbytes, [p.key in homes for p in pieces])
     def each(i, b):
         after = [take(pieces[e].key, at, b.data[lo:lo+n]) for e,at,lo,n in w.parts(i)]
         return [f for f in after if f]
-    return read_windows(w, each, ring, threads, direct)
+    def home(i):
+        j = w.first[i]
+        a = homes.get(pieces[w.extent[j]].key)
+        return None if a is None else a[w.at[j]:w.at[j]+w.n[j]]
+    return read_windows(w, each, ring, threads, direct, home if homes else None)
