@@ -7,13 +7,12 @@
 #endif
 typedef unsigned long long word;
 
-constexpr word STEP = 0x9E3779B97F4A7C15ull;
+constexpr word STEP = 0x9E3779B97F4A7C15ull, ODD = 0xD6E8FEB86659FD93ull;
 
 __device__ __forceinline__ word fold(word x) { return x ^ x >> 32; }
 
 __device__ __forceinline__ word factor(word run) {
-    const word odd = 0xD6E8FEB86659FD93ull;
-    return fold(fold((run + 1) * odd) * odd) | 1;
+    return fold(fold((run + 1) * ODD) * ODD) | 1;
 }
 
 // two words of a run that are in v; `step` is that of the first
@@ -36,7 +35,7 @@ __device__ word left_over(const unsigned char* p, int n, int at) {
 extern "C" __global__ void __launch_bounds__(256) checksum(const unsigned char* __restrict__ data, word* sum, long long n) {
     constexpr int PAIRS = SUMMED / 2, AHEAD = 8;
     __shared__ word parts[8];
-    word part = 0;
+    word part = blockIdx.x || threadIdx.x ? 0 : (word)((n + 7) / 8) * ODD;  // how many words there are
     for (long long run = blockIdx.x; run * SUMMED * 8 < n; run += gridDim.x) {
         const unsigned char* p = data + run * SUMMED * 8;
         const long long left = n - run * SUMMED * 8;

@@ -48,7 +48,7 @@ def _mixed(words, j, b)->int:
     np.right_shift(words, _HALF, out=x)
     np.bitwise_xor(words, x, out=x)
     places = _PLACES[j:j+len(words)]
-    return int(np.dot(x, places))*_factor(b)
+    return int(np.dot(x, places))*_factor(b)+len(words)*_ODD
 
 # %% ../../nbs/1_ground/18_packed.ipynb #cd746fc6
 def _words(b:np.ndarray)->np.ndarray:
