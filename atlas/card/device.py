@@ -10,7 +10,7 @@ __all__ = ['STICKY', 'faults', 'quiet', 'MIN_CAPABILITY', 'Memory', 'meminfo', '
            'get_device', 'Budget']
 
 # %% ../../nbs/2_card/01_device.ipynb #c746dde5
-import ctypes,functools,math,os,platform,re,threading,warnings,weakref
+import ctypes,functools,math,mmap,os,platform,re,threading,warnings,weakref
 from collections import deque
 from contextlib import contextmanager,nullcontext,suppress
 from importlib.util import find_spec
@@ -22,6 +22,7 @@ import numpy as np
 from fastcore.basics import ifnone,patch,store_attr
 from ..ground.core import AtlasError,ConfigError,CudaFault,DeviceError
 from ..ground.core import INSTALL_CUDA,OutOfMemoryError,cp,human
+from ..ground.reading import whole_pages
 
 # %% ../../nbs/2_card/01_device.ipynb #9eb9d310
 class Memory(NamedTuple):
@@ -431,8 +432,7 @@ def empty(self:Cuda, shape, dtype='float32'):
 def tidy(self:Cuda):
     "Give back the memory that CuPy keeps for arrays to come"
     with quiet(), self.use():
-        pinned = self.xp.get_default_pinned_memory_pool()
-        for p in (self.xp.get_default_memory_pool(), pinned, *self.pools): p.free_all_blocks()
+        for p in (self.xp.get_default_memory_pool(), *self.pools): p.free_all_blocks()
     self.pools[:] = [p for p in self.pools if p.total_bytes()]
 
 # %% ../../nbs/2_card/01_device.ipynb #8184d88f
@@ -497,6 +497,37 @@ def identity(self:Cuda)->str:
     libraries = self.xp.cuda.runtime.runtimeGetVersion(),self.xp.cuda.nvrtc.getVersion()
     card = f'{self.card}, {self.arch}, {self.multiprocessors} multiprocessors'
     return f'{card}, CuPy {self.xp.__version__}, {libraries}'
+
+# %% ../../nbs/2_card/01_device.ipynb #603a7b96
+@patch
+def pinned(self:Device,
+    nbytes:int,
+)->np.ndarray: # uint8, with whatever the memory held
+    "Memory of the host that begins at a page, and that the device can reach by itself"
+    return np.frombuffer(whole_pages(nbytes), np.uint8)
+
+class _Pinned:
+    "Pages that a card reaches, as long as somebody has an array in them"
+    def __init__(self, card, nbytes):
+        pages,rt = whole_pages(nbytes),card.xp.cuda.runtime
+        a = np.frombuffer(pages, np.uint8)
+        a[::mmap.PAGESIZE] = 0  # large pages, as far as there are any
+        at = a.ctypes.data
+        self.__array_interface__ = dict(shape=(nbytes,), typestr='|u1', data=(at, False), version=3)
+        try:
+            with card.use(): rt.hostRegister(at, nbytes, 0)
+        except CudaFault: raise
+        except DeviceError: rt = None
+        let_go = functools.partial(_let_go, rt, at, pages)
+        weakref.finalize(self, quiet.soon, let_go).atexit = False
+
+def _let_go(rt, at, pages):
+    "Have pages moved again, before they go"
+    with suppress(RuntimeError):
+        if rt: rt.hostUnregister(at)
+
+@patch
+def pinned(self:Cuda, nbytes:int)->np.ndarray: return np.asarray(_Pinned(self, nbytes))
 
 # %% ../../nbs/2_card/01_device.ipynb #9e77fc26
 def get_device(

@@ -8,7 +8,7 @@ Docs: https://atlas-inference.github.io/atlas/2_card/graph.html.md"""
 __all__ = ['Graph', 'Mark', 'Stream', 'CudaMark', 'CudaStream', 'Scratch', 'CudaScratch']
 
 # %% ../../nbs/2_card/06_graph.ipynb #525d4202
-import contextlib,ctypes,mmap,threading,weakref
+import contextlib,ctypes,threading,weakref
 import numpy as np
 from fastcore.basics import patch
 from ..ground.core import AtlasError,OutOfMemoryError
@@ -242,18 +242,8 @@ def scratch(self:Cuda, room:Region|None=None)->CudaScratch: return CudaScratch(s
 def buffer(self:Stream,
     nbytes:int,
 )->np.ndarray: # uint8, with whatever the memory held
-    "Memory of the host that begins at a page, and that the device can reach by itself"
-    whole = self._bytes(nbytes+mmap.PAGESIZE)
-    at = -whole.ctypes.data%mmap.PAGESIZE
-    return whole[at:at+nbytes]
-
-@patch
-def _bytes(self:Stream, n): return np.empty(n, np.uint8)
-
-@patch
-def _bytes(self:CudaStream, n):
-    with self.card.use(): memory = self.card.xp.cuda.alloc_pinned_memory(n)
-    return np.frombuffer(memory, np.uint8, n)
+    "Memory of the host to copy from and to"
+    return self.card.pinned(nbytes)
 
 @patch
 def copy(self:Stream,

@@ -985,7 +985,6 @@ def close(self:Staging):
     "Nothing is on its way any more: give memory back, but what became of it"
     self.card.synchronize()
     self._lines,self.ring,self._jobs = [],None,None
-    self.card.tidy()
 
 @patch
 def staging(self:packer, size:int)->Staging|None:

@@ -61,6 +61,5 @@ def card(driver, wait=lambda: None):
                 alloc_pinned_memory=bytearray, Event=lambda **kw: NS(record=lambda s: None, synchronize=wait), get_current_stream=lambda: NS(ptr=0))
     def array(shape, dtype, memptr): return NS(shape=shape, dtype=np.dtype(dtype), data=memptr, nbytes=0, flags=NS(c_contiguous=True), set=lambda a: None)
     c.xp = NS(cuda=NS(Device=lambda i: Device(), runtime=runtime, **more), ndarray=array, zeros=np.zeros, asarray=np.asarray, ascontiguousarray=np.ascontiguousarray, asnumpy=lambda a: a,
-        get_default_memory_pool=lambda: NS(free_all_blocks=lambda: None),
-        get_default_pinned_memory_pool=lambda: NS(free_all_blocks=lambda: None))
+        get_default_memory_pool=lambda: NS(free_all_blocks=lambda: None))
     return c
