@@ -788,7 +788,7 @@ class Staging:
     def __init__(self,
         put:'packer',
         size:int, # Bytes of a window
-        count:int=16, # Windows there are at a time, on the host and on the card
+        count:int=12, # Windows there are at a time, on the host and on the card
     ):
         self.put,self.card,self.size = put,put.card,size
         self.count,self.ring = count,None # It is made when all wants are known

@@ -371,7 +371,7 @@ def finish(self:_Arrivals, to):
     to.got = None # others need the memory
 
 # %% ../../nbs/1_ground/11_weights.ipynb #7493fbcb
-_WINDOW = 8<<20 # Bytes that are read at once
+_WINDOW = 16<<20 # Bytes that are read at once
 
 def _window(incoming)->int:
     "Bytes to read at once: of a small model, not much more than it has"
