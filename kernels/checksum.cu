@@ -7,29 +7,40 @@
 #endif
 typedef unsigned long long word;
 
+constexpr word STEP = 0x9E3779B97F4A7C15ull, ODD = 0xD6E8FEB86659FD93ull;
+
 __device__ __forceinline__ word fold(word x) { return x ^ x >> 32; }
 
 __device__ __forceinline__ word factor(word run) {
-    const word odd = 0xD6E8FEB86659FD93ull;
-    return fold(fold((run + 1) * odd) * odd) | 1;
+    return fold(fold((run + 1) * ODD) * ODD) | 1;
 }
 
-// words `at` of a run: two of them are in v
-__device__ __forceinline__ word mixed(uint4 v, word step, word by) {
-    const word a = (word)v.y << 32 | v.x, b = (word)v.w << 32 | v.z;
-    return fold(fold(a + step) * by) + fold(fold(b + step + 0x9E3779B97F4A7C15ull) * by);
+// two words of a run that are in v; `step` is that of the first
+__device__ __forceinline__ word mixed(uint4 v, word step) {
+    const word a = (word)v.y << 32 | (v.x ^ v.y), b = (word)v.w << 32 | (v.z ^ v.w);
+    return a * (step | 1) + b * (step + STEP | 1);
+}
+
+// `n` bytes behind the last two words, zeros behind them; a word without any is none
+__device__ word left_over(const unsigned char* p, int n, int at) {
+    word sum = 0;
+    for (int w = 0; w * 8 < n; w++) {
+        word x = 0;
+        for (int i = 0; i < 8 && w * 8 + i < n; i++) x |= (word)p[w * 8 + i] << 8 * i;
+        sum += fold(x) * ((word)(at + w) * STEP | 1);
+    }
+    return sum;
 }
 
 extern "C" __global__ void __launch_bounds__(256) checksum(const unsigned char* __restrict__ data, word* sum, long long n) {
     constexpr int PAIRS = SUMMED / 2, AHEAD = 8;
-    const word step = 0x9E3779B97F4A7C15ull;
     __shared__ word parts[8];
-    word part = 0;
+    word part = blockIdx.x || threadIdx.x ? 0 : (word)((n + 7) / 8) * ODD;  // how many words there are
     for (long long run = blockIdx.x; run * SUMMED * 8 < n; run += gridDim.x) {
         const unsigned char* p = data + run * SUMMED * 8;
         const long long left = n - run * SUMMED * 8;
         const int pairs = left / 16 < PAIRS ? (int)(left / 16) : PAIRS;
-        const word by = factor(run);
+        word mine = 0;  // before it is multiplied by the factor
         for (int at = threadIdx.x; at < pairs; at += 256 * AHEAD) {
             uint4 v[AHEAD];
             #pragma unroll
@@ -37,16 +48,10 @@ extern "C" __global__ void __launch_bounds__(256) checksum(const unsigned char* 
                 if (at + 256 * i < pairs) v[i] = ((const uint4*)p)[at + 256 * i];
             #pragma unroll
             for (int i = 0; i < AHEAD; i++)
-                if (at + 256 * i < pairs) part += mixed(v[i], (word)(2 * (at + 256 * i)) * step, by);
+                if (at + 256 * i < pairs) mine += mixed(v[i], (word)(2 * (at + 256 * i)) * STEP);
         }
-        if (pairs == PAIRS || threadIdx.x) continue;
-        // the bytes that are left, zeros behind them; a word without any is none
-        const int rest = (int)(left - pairs * 16);
-        for (int w = 0; w * 8 < rest; w++) {
-            word x = 0;
-            for (int i = 0; i < 8 && w * 8 + i < rest; i++) x |= (word)p[pairs * 16 + w * 8 + i] << 8 * i;
-            part += fold(fold(x + (word)(2 * pairs + w) * step) * by);
-        }
+        if (pairs < PAIRS && !threadIdx.x) mine += left_over(p + pairs * 16, (int)(left - pairs * 16), 2 * pairs);
+        part += mine * factor(run);
     }
     #pragma unroll
     for (int d = 16; d; d /= 2) part += __shfl_xor_sync(~0u, part, d);

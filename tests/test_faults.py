@@ -1,15 +1,14 @@
 "What goes wrong with a card: none, an old one, a full one, one that fails; and memory that is given back and taken again. A made-up driver plays the card."
 import gc,math,re,subprocess,sys,threading,weakref
 import numpy as np,pytest
-from collections import deque
 from hypothesis import given,settings,strategies as st
 from pathlib import Path
 from types import SimpleNamespace as NS
 from atlas.card.arena import Arena,CudaPages,HostPages
-from atlas.ground.core import AtlasError,DeviceError,OutOfMemoryError,typed_error
+from atlas.ground.core import DeviceError,OutOfMemoryError,typed_error
 from atlas.card.device import STICKY,Budget,Cuda,CudaFault,Faults,Host,Memory
 from atlas.card.device import cuda_count,get_device,quiet
-from atlas.card.graph import Graph,Ring
+from atlas.card.graph import Graph
 from atlas.card.card import _ok
 from atlas.card.launch import Kernel,Nvrtc,Source,_refused,compiled,find_nvcc
 from helpers import made_up_driver as made_up
@@ -127,7 +126,7 @@ def test_launch_of_a_kernel(monkeypatch):
     assert len(calls)==3
 
 def test_card_closes_for_everybody():
-    "One wait that fails, and neither arrays, copies, graphs, rings nor memory of that card can be had"
+    "One wait that fails, and neither arrays, copies, graphs nor memory of that card can be had"
     status = []
     def wait():
         if status: raise made_up.CudaError(status[0])
@@ -138,9 +137,9 @@ def test_card_closes_for_everybody():
     c.faults.launching('gemv'); status.append(714)
     with pytest.raises(CudaFault, match='it happened in gemv'): c.synchronize()
     g = Graph.__new__(Graph); g.card,g.name,g.kernels = c,'g',('argmax',)
-    before,ring = len(d.calls),Ring(c, x)
+    before = len(d.calls)
     for f in (c.synchronize, lambda: c.upload(np.ones(2)), lambda: c.download(x), lambda: c.write(x, np.ones(4)), lambda: c.zeros((2,)), c.memory, g,
-              r.release, lambda: r.take((60*M,), 'uint8'), lambda: ring.put(x)):
+              r.release, lambda: r.take((60*M,), 'uint8')):
         with pytest.raises(CudaFault, match='nothing runs on it any more'): f()
     assert len(d.calls)==before and c.faults.names==['gemv']
 
@@ -320,21 +319,3 @@ def test_every_trouble_says_what_to_do(what, says, monkeypatch):
     monkeypatch.setattr('atlas.card.card.faults', Faults())
     with pytest.raises(DeviceError) as e: what()
     assert e.value.hint and e.value.hint in str(e.value) and says in e.value.msg
-
-# Results
-
-@settings(max_examples=100, deadline=None)
-@given(places=st.integers(1, 5), ops=st.lists(st.booleans(), max_size=40))
-def test_ring_is_a_queue(places, ops):
-    "Nothing is lost, mixed up or written over"
-    ring,want,n,got = Ring(Host(), np.zeros(3, 'int32'), np.zeros((2,2), 'int64'), places=places),deque(),0,[]
-    for put in ops:
-        if put and len(want)==places:
-            with pytest.raises(AtlasError, match='nobody has read'): ring.put(np.zeros(3, 'int32'), np.zeros((2,2), 'int64'))
-        elif put: n += 1; want.append((ring.put(np.full(3, n, 'int32'), np.full((2,2), -n)), n))
-        elif want:
-            t,v = want.popleft(); a,b = ring.get(t)
-            got.append((v, a, b))
-        else:
-            with pytest.raises(AtlasError, match='there is none'): ring.get(0)
-    for v,a,b in got: assert (a==v).all() and (b==-v).all()

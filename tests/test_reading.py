@@ -53,10 +53,10 @@ def test_windows_read_nothing_twice(gaps, blocks):
     for i,(gap,n) in enumerate(gaps):
         pieces.append(Extent(f, at+gap, n, i))
         at += gap+n
-    end = 0
-    for w in windows(pieces, blocks*BLOCK):
-        assert w.start%BLOCK==0 and w.start>=end and w.nbytes<=blocks*BLOCK
-        end = w.start+-(-w.nbytes//BLOCK)*BLOCK
+    w,end = windows(pieces, blocks*BLOCK),0
+    for start,nbytes in zip(w.start, w.nbytes):
+        assert start%BLOCK==0 and start>=end and 0<nbytes<=blocks*BLOCK
+        end = start+-(-nbytes//BLOCK)*BLOCK
 
 def test_one_range_for_two(random_file):
     "Ranges may overlap: a tensor that is wanted twice"
@@ -65,6 +65,38 @@ def test_one_range_for_two(random_file):
     got,r = collect(pieces, Ring(2, 3*BLOCK))
     for p in pieces: assert np.array_equal(got[p.key], RANDOM[p.offset:p.offset+p.nbytes])
     assert r.nbytes<60_000
+
+def aligned(n, more=0):
+    "Memory of `n` bytes that begins at a multiple of a block, plus `more`"
+    whole = np.zeros(n+2*BLOCK, np.uint8)
+    at = -whole.ctypes.data%BLOCK+more
+    return whole[at:at+n]
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40_000), st.booleans()), min_size=1, max_size=9), st.integers(1, 3), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_read_where_they_stay(random_file, some, blocks, direct):
+    "Pieces with homes need no buffer, whatever lies beside them; not a byte beside a home is written"
+    pieces,homes,at = [],{},0
+    for i,(gap,n,home) in enumerate(some):
+        at = -(-at//BLOCK)*BLOCK+gap*BLOCK
+        n = max(0, min(n, random_file.size-at))
+        pieces.append(Extent(random_file, at, n, i))
+        if home and n: homes[i] = aligned(n)
+        at += n
+    got = {}
+    def take(key, at, data):
+        if key in homes: assert data.ctypes.data==homes[key][at:].ctypes.data
+        else: got.setdefault(key, np.zeros(pieces[key].nbytes, np.uint8))[at:at+len(data)] = data
+    read_pieces(pieces, take, Ring(2, blocks*BLOCK), 2, direct, homes)
+    for p in pieces:
+        if p.nbytes: assert np.array_equal({**got,**homes}[p.key], RANDOM[p.offset:p.offset+p.nbytes])
+    for a in homes.values():
+        end = a.ctypes.data-a.base.ctypes.data+len(a)
+        assert not a.base[end:].any()
+
+def test_a_home_that_begins_elsewhere(small):
+    pieces = [Extent(small, 0, 9000, 0)]
+    fails(pieces, nothing, Ring(2, BLOCK), ConfigError, 'multiple of', homes={0: aligned(9000, 8)})
 
 def test_without_direct_reads(random_file, monkeypatch):
     "No such flag; a file system that refuses to open; one that refuses to read"

@@ -203,7 +203,7 @@ def test_who_sends_too_much_is_refused_and_nobody_else():
         assert fs[-1].cancel() and by(box, 'eve', 'sum', [1,2]).result(WAIT)==3  # who leaves gives back a place
     assert not box.places and not box.waiting
 
-def test_lanes_take_turns():
+def test_queues_take_turns():
     "One child, and much that waits for it: a job of each, in the order in which they came, whoever sent more"
     done,go = [],threading.Event()
     with Sandbox(JOBS, workers=1) as box:
@@ -220,10 +220,10 @@ def test_threads_and_tasks_ask_for_whoever_began_them():
             asker.set('eve')
             for _ in range(5): asyncio.ensure_future(box.run('power', 9**99, 9**9))
             for _ in range(5): asyncio.ensure_future(asyncio.to_thread(box.submit, 'power', 9**99, 9**9))
-            while sum(map(len, box.lanes.values()))<8: await asyncio.sleep(.01)
-            lanes = list(box.lanes)
+            while sum(map(len, box.queues.values()))<8: await asyncio.sleep(.01)
+            queues = list(box.queues)
             for t in asyncio.all_tasks()-{asyncio.current_task()}: t.cancel()
-            return lanes
+            return queues
         assert asyncio.run(asyncio.wait_for(main(), WAIT))==[('eve','power ')]
 
 def test_nothing_is_stranded():
@@ -240,7 +240,7 @@ def test_nothing_is_stranded():
         for t in ts: t.join()
         wait(fs, WAIT)
         assert len(fs)==800 and all(f.done() for f in fs)
-    assert box.waiting==0 and not box.lanes and not box.busy and not box.places
+    assert box.waiting==0 and not box.queues and not box.busy and not box.places
     assert {f.result() for f in fs if not f.cancelled() and not f.exception()}=={3}
 
 def test_no_thread_for_it(monkeypatch):
@@ -249,4 +249,4 @@ def test_no_thread_for_it(monkeypatch):
         with monkeypatch.context() as m:
             m.setattr('threading.Thread.start', lambda self: (_ for _ in ()).throw(RuntimeError("can't start new thread")))
             with pytest.raises(BusyError): box.submit('sum', [1])
-        assert box.waiting==0 and not box.lanes and box.call('sum', [1,2])==3
+        assert box.waiting==0 and not box.queues and box.call('sum', [1,2])==3

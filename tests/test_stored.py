@@ -145,7 +145,12 @@ def unfinished(model):
     p = next(model[1].iterdir())
     p.write_bytes(packed.PART+p.read_bytes()[8:])
 
-@pytest.mark.parametrize('what,why', [(touch,'of other files'),(spoil,'is not what was written'),(cut,'the header speaks of'),
+def older(model):
+    p = next(model[1].iterdir())
+    raw = p.read_bytes()
+    p.write_bytes(raw[:8]+(packed.VERSION-1).to_bytes(4, 'little')+raw[12:])
+
+@pytest.mark.parametrize('what,why', [(touch,'of other files'),(older,f'is of version {packed.VERSION-1}'),(spoil,'is not what was written'),(cut,'the header speaks of'),
     (foreign,'is no packed file'),(unfinished,'never finished')])
 def test_what_will_not_do_is_made_anew(model, what, why, caplog):
     ended(start(model))

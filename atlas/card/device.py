@@ -7,13 +7,12 @@ Docs: https://atlas-inference.github.io/atlas/2_card/device.html.md"""
 # %% auto #0
 __all__ = ['STICKY', 'faults', 'quiet', 'MIN_CAPABILITY', 'Memory', 'meminfo', 'cgroup_dirs', 'cgroup_memory', 'host_memory',
            'Device', 'cores', 'Host', 'cuda_count', 'driver', 'status_text', 'Faults', 'Quiet', 'arch_name', 'Cuda',
-           'Lane', 'CudaLane', 'get_device', 'Budget']
+           'get_device', 'Budget']
 
 # %% ../../nbs/2_card/01_device.ipynb #c746dde5
 import ctypes,functools,math,mmap,os,platform,re,threading,warnings,weakref
 from collections import deque
-from collections.abc import Callable
-from contextlib import contextmanager,nullcontext
+from contextlib import contextmanager,nullcontext,suppress
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -23,6 +22,7 @@ import numpy as np
 from fastcore.basics import ifnone,patch,store_attr
 from ..ground.core import AtlasError,ConfigError,CudaFault,DeviceError
 from ..ground.core import INSTALL_CUDA,OutOfMemoryError,cp,human
+from ..ground.reading import whole_pages
 
 # %% ../../nbs/2_card/01_device.ipynb #9eb9d310
 class Memory(NamedTuple):
@@ -277,6 +277,7 @@ def status_text(
     except DeviceError: pass  # who has no driver gets words of ours
     return text.value.decode() if text.value else STICKY.get(code, f'CUDA error {code}')
 
+# %% ../../nbs/2_card/01_device.ipynb #95764ac9
 class Faults:
     "Knows what was launched last, and remembers the first fault that stays: after it, nothing runs"
     def __init__(self, keep:int=64): self.fault,self.exact,self.count,self._names,self._held = None,False,0,deque(maxlen=keep),weakref.WeakValueDictionary()
@@ -288,7 +289,8 @@ class Faults:
         for n in names: self._names.append((self.count, n))
     def settled(self, count:int|None=None):
         "All launches, or the first `count`, are known to be done"
-        while self._names and (count is None or self._names[0][0]<=count): self._names.popleft()
+        with suppress(IndexError): # none is left; another thread may have been quicker
+            while count is None or self._names[0][0]<=count: self._names.popleft()
     def hold(self, o):
         "Should the card fail, `o` is never given back to it"
         self._held[id(o)] = o
@@ -496,60 +498,36 @@ def identity(self:Cuda)->str:
     card = f'{self.card}, {self.arch}, {self.multiprocessors} multiprocessors'
     return f'{card}, CuPy {self.xp.__version__}, {libraries}'
 
-# %% ../../nbs/2_card/01_device.ipynb #c6b3ce32
-class Lane:
-    "Copies to a device and work on it, one after the other, beside those of other lanes"
-    def __init__(self, device): self.device = device
-    def use(self):
-        "A context in which copies and kernels go into this lane"
-        return self.device.use()
-    def copy(self, dst, a):
-        "Copy the host array `a` into `dst`, as long; it must stay as it is until then"
-        self.device.write(dst, a)
-    def mark(self)->Callable|None:
-        "What waits until all that is in this lane is done; None where it is"
+# %% ../../nbs/2_card/01_device.ipynb #603a7b96
+@patch
+def pinned(self:Device,
+    nbytes:int,
+)->np.ndarray: # uint8, with whatever the memory held
+    "Memory of the host that begins at a page, and that the device can reach by itself"
+    return np.frombuffer(whole_pages(nbytes), np.uint8)
+
+class _Pinned:
+    "Pages that a card reaches, as long as somebody has an array in them"
+    def __init__(self, card, nbytes):
+        pages,rt = whole_pages(nbytes),card.xp.cuda.runtime
+        a = np.frombuffer(pages, np.uint8)
+        a[::mmap.PAGESIZE] = 0  # large pages, as far as there are any
+        at = a.ctypes.data
+        self.__array_interface__ = dict(shape=(nbytes,), typestr='|u1', data=(at, False), version=3)
+        try:
+            with card.use(): rt.hostRegister(at, nbytes, 0)
+        except CudaFault: raise
+        except DeviceError: rt = None
+        let_go = functools.partial(_let_go, rt, at, pages)
+        weakref.finalize(self, quiet.soon, let_go).atexit = False
+
+def _let_go(rt, at, pages):
+    "Have pages moved again, before they go"
+    with suppress(RuntimeError):
+        if rt: rt.hostUnregister(at)
 
 @patch
-def lane(self:Device)->Lane:
-    "A new lane"
-    return Lane(self)
-
-@patch
-def pinned(self:Device, nbytes:int):
-    "Memory of the host from which lanes copy: whole pages"
-    return mmap.mmap(-1, nbytes)
-@patch
-def unpin(self:Device): "Give back pinned memory that nobody uses any more"
-
-# %% ../../nbs/2_card/01_device.ipynb #6451add7
-class CudaLane(Lane):
-    "A stream of a card"
-    def __init__(self, card):
-        self.device = card
-        with card.use():
-            self.stream = card.xp.cuda.Stream(non_blocking=True)
-            self.event = card.xp.cuda.Event(block=True, disable_timing=True)
-    @contextmanager
-    def use(self):
-        with self.device.use(), self.stream: yield
-    def copy(self, dst, a):
-        rt = self.device.xp.cuda.runtime
-        rt.memcpyAsync(dst.data.ptr, a.ctypes.data, a.nbytes, rt.memcpyHostToDevice, self.stream.ptr)
-    def mark(self):
-        self.event.record(self.stream) # whoever waits for an earlier mark waits for this one
-        return self._wait
-    def _wait(self):
-        with self.device.use(): self.event.synchronize()
-
-@patch
-def lane(self:Cuda): return CudaLane(self)
-
-@patch
-def pinned(self:Cuda, nbytes:int):
-    with self.use(): return self.xp.cuda.alloc_pinned_memory(nbytes)
-@patch
-def unpin(self:Cuda):
-    with self.use(): self.xp.get_default_pinned_memory_pool().free_all_blocks()
+def pinned(self:Cuda, nbytes:int)->np.ndarray: return np.asarray(_Pinned(self, nbytes))
 
 # %% ../../nbs/2_card/01_device.ipynb #9e77fc26
 def get_device(

@@ -16,9 +16,11 @@ import threading
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass,field
+from functools import cached_property
 from fastcore.basics import patch
 from zlib import crc32
 from ..card.card import card_of,run
+from ..card.graph import Stream
 from ..ground.core import ConfigError,UnsupportedError,human
 from ..ground.formats import E2M1,E4M3,E8M0,FP8_TILE,QStack,QTensor
 from ..ground.formats import bf16_to_f32,f32_to_bf16,f32_to_e4m3
@@ -367,13 +369,15 @@ def as_jobs(
     start, # int64 [J]: where each part begins in what was read
     at, # int64 [J]: which byte of its tensor that is
     nbytes, # int64 [J]: of the part
-)->tuple[np.ndarray,int]: # int64 [J, 16], number of blocks
-    "Jobs for pack.cu"
+    first:np.ndarray, # int64 [L+1]: number of the first job of each launch, and of all
+)->tuple[np.ndarray,np.ndarray]: # int64 [J, 16], int64 [L]: blocks of each launch
+    "Jobs for launches of pack.cu"
     jobs = moves.copy()
     for k,v in dict(from_=start, at=at, bytes=nbytes).items(): jobs[:,_AT[k]] = v
     blocks = -(-jobs[:,_AT['bytes']]//jobs[:,_AT['chunk']])
-    jobs[:,0] = np.cumsum(blocks)-blocks
-    return jobs,int(blocks.sum())
+    before = np.append(0, np.cumsum(blocks))
+    jobs[:,0] = before[:-1]-np.repeat(before[first[:-1]], np.diff(first))
+    return jobs,np.diff(before[first])
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #9af354d4
 @patch(as_prop=True)
@@ -383,9 +387,9 @@ def row(self:Move)->list[int]:
 
 _FINE = (1<<31)-1 # What `bad` holds while nothing is
 
-def _launch(src, jobs, blocks, bad, count=None):
+def _launch(src, jobs, blocks, bad, count=1):
     "Launch pack.cu"
-    run('pack', blocks, 128, src, jobs, bad, len(jobs) if count is None else count, pdl=False)
+    run('pack', int(blocks), 128, src, jobs, bad, count, pdl=False)
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #1271cd3f
 def row_tables(
@@ -421,8 +425,8 @@ def _send(src, move, card):
     for i in range(0, e, step):
         part = np.ascontiguousarray(src[i:i+step]).reshape(-1)
         if not part.size: continue
-        jobs,blocks = as_jobs(np.int64([move.row]), 0, i*rows*line, part.size)
-        _launch(card.upload(part), card.upload(jobs), blocks, bad)
+        jobs,blocks = as_jobs(np.int64([move.row]), 0, i*rows*line, part.size, np.array([0,1]))
+        _launch(card.upload(part), card.upload(jobs), blocks[0], bad)
 
 def _pieces(q):
     "[(piece as [E, rows, k], number of its first matrix, first of its rows in a matrix)]"
@@ -646,7 +650,7 @@ class packer:
             if v not in (None,*REQUANTIZED): raise ConfigError(f'{n} is {v!r}, expected one of {", ".join(REQUANTIZED)}', param=n)
         self.card,self.quantization,self.head = card,quantization,head
         self.drafting = drafting
-        self.lock = threading.Lock() # of whoever takes memory that lanes write to
+        self.lock = threading.Lock() # of whoever takes memory that several streams write to
 
     def anew(self, w:Want)->str|None:
         "Format in which the matrix `w` is to be stored anew"
@@ -722,23 +726,26 @@ def _in_place(t)->bool:
 class Landing:
     "A want that is being put together on a card"
     f:CardFormat
-    packed:Packed # Its arrays are None until the first bytes come, if it is stored anew
+    packed:Packed # Its codes are None until the first of them come, if it is stored anew
     anew:str|None=None # Format in which to store it when it is whole
+    number:int=-1 # Of those that are stored anew
     moves:dict=field(default_factory=dict) # (number of the source, part) -> number of its `Move`
     ready:bool=True # Are its arrays there?
-    late:list=field(default_factory=list) # (number of a `Move`, array) to which addresses are yet to be added
-    marks:list=field(default_factory=list) # Wait for what was put into lanes, where it is stored anew
+    marks:list=field(default_factory=list) # Of windows that were sent, where it is stored anew
 
-    @property
+    @cached_property
     def arrays(self)->dict:
         "Shapes and types of its arrays"
         p = self.packed
         return self.f.arrays(max(1, p.experts)*p.rows, p.k)
-    @property
+    @cached_property
     def held(self)->int:
-        "Bytes that it takes until it is stored anew"
-        sizes = (int(np.prod(a[0]))*np.dtype(a[1]).itemsize for a in self.arrays.values() if a)
-        return sum(sizes) if self.anew else 0
+        "Bytes of codes that it takes until it is stored anew"
+        shape,dtype = self.arrays['w']
+        return int(np.prod(shape))*np.dtype(dtype).itemsize if self.anew else 0
+    def waits(self, i, part)->bool:
+        "Does this part of source `i` have no place until it comes?"
+        return part=='data' and self.anew is not None
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #8842febe
 @dataclass(frozen=True)
@@ -776,23 +783,21 @@ class _Source:
         return move(8, across, tiles, 4, check=check, per=per, chunk=few*size)
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #8a89c3ef
-_JOBS = 2048 # Jobs of a launch
-
 class Staging:
     "What `packer` needs to pack weights on a card while they are read"
     def __init__(self,
         put:'packer',
         size:int, # Bytes of a window
-        count:int=16, # Windows there are at a time, on the host and on the card
+        count:int=12, # Windows there are at a time, on the host and on the card
     ):
         self.put,self.card,self.size = put,put.card,size
-        self.tail = _JOBS*8*len(_JOB)
-        self.ring = Ring(count, size+self.tail, self.card.pinned)
+        self.count,self.ring = count,None # It is made when all wants are known
+        self.stream:Stream = self.card.own_stream() # For what is stored anew
         self.bad = self.card.upload(np.int32([_FINE]))
         self.names,self._moves,self._more = [],[],[] # of each part: `more` is what differs among those alike
-        self._alike,self._tables,self._lanes = {},{},{}
+        self._alike,self._tables = {},{}
         self._waiting = [] # Landings that are stored anew
-        self._rows = None
+        self._lines = []
     budget = property(lambda self: max(1<<30, self.card.memory().available//8), doc='Bytes for what waits to be stored anew')
     def __repr__(self): return f'Staging({len(self._moves)} parts of tensors, {self.ring})'
 
@@ -852,12 +857,10 @@ def _landing(self:Staging, w, f, ts, seen, moves, table)->Landing:
     fmt = self.put.anew(w)
     if fmt and not all(card_format(t.fmt, fmt)!=card_format(t.fmt) for t in ts): fmt = None
     to = Landing(f, Packed(f.fmt, n, k, None, experts=E[0] if E else 0, pair=w.pair), fmt)
-    to.ready,late = not fmt,-1
-    if to.ready: self._room(to)
-    else:
-        late = len(self._waiting)
+    if fmt:
+        to.ready,to.number = False,len(self._waiting)
         self._waiting.append(to)
-    base = {a: 0 if fmt else self.card.address(getattr(to.packed, a)) for a,s in to.arrays.items() if s}
+    base = self._room(to, [a for a in to.arrays if not (fmt and a=='w')])
     per = len(ts)//E[0] if E and len(seen[0])==2 else len(ts) # sources of a matrix
     above = [0, *np.cumsum([s[-2] for s in seen[:per]]).tolist()]
     for i,(t,its) in enumerate(zip(ts, moves)):
@@ -865,100 +868,108 @@ def _landing(self:Staging, w, f, ts, seen, moves, table)->Landing:
         for part,array,size,row in its:
             j = len(self._moves)
             to.moves[i,part] = j
+            waits = to.number if to.waits(i, part) else -1
             self._moves.append(row)
-            self._more.append((base[array]+first*size, above[i%per], table, j, late))
+            self._more.append((base.get(array, 0)+first*size, above[i%per], table, j, waits))
             self.names.append((t, part))
-            if fmt: to.late.append((j, array))
     return to
 
 @patch
-def _room(self:Staging, to):
-    "Make the arrays of a landing"
-    p = to.packed
+def _room(self:Staging, to, names)->dict: # Their addresses
+    "Make arrays of a landing"
+    p,at = to.packed,{}
     full = p.n%4==0 and p.k%32==0
-    for name,a in to.arrays.items(): setattr(p, name, _blank(self.card, a, full))
+    for name in names:
+        a = _blank(self.card, to.arrays[name], full)
+        setattr(p, name, a)
+        if a is not None: at[name] = self.card.address(a)
+    return at
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #ee24e444
 class _Line:
-    "A lane, and the memory on the card that belongs to it"
-    def __init__(self, card, size):
-        self.lane = card.lane()
-        self.src = card.empty((size,), 'uint8')
-        self.jobs = card.empty((_JOBS,len(_JOB)), 'int64')
+    "A stream for the windows of one buffer, and the memory on the card that they go to"
+    def __init__(self, card, size, more):
+        self.stream = card.own_stream()
+        whole = card.empty((size+more,), 'uint8')
+        self.src,self.jobs = whole[:size],whole[size:].view('int64').reshape(-1, len(_JOB))
+        self.address = card.address(whole)
 
 @patch
-def begin(self:Staging):
+def begin(self:Staging,
+    windows, # All that will be read
+    moves, # int64 [parts]: number of the `Move` of each part in them; -1: not the card's
+):
     "All wants are known: have the card ready"
-    self._rows = np.array(self._moves, np.int64).reshape(-1, len(_JOB))
+    mine = np.flatnonzero(moves>=0)
+    self._windows,self._first = windows,mine.searchsorted(windows.first)
+    self._prepare(moves[mine], *(a[mine] for a in (windows.lo, windows.at, windows.n)))
+    more = self._jobs.strides[0]*int(np.diff(self._first).max(initial=1))
+    self.ring = Ring(self.count, self.size+more, self.stream.buffer)
+    self._lines = [_Line(self.card, self.size, more) for _ in range(self.count)]
+    nothing = np.int64([Move(0, 1, 1, 0, 1, 1).row])
+    _launch(self._lines[0].src, self.card.upload(nothing), 1, self.bad) # loads the kernel
+    self.card.synchronize()
+
+@patch
+def _prepare(self:Staging, moves, lo, at, n):
+    "The jobs of all windows"
+    rows = np.array(self._moves, np.int64).reshape(-1, len(_JOB))
     differ = [_AT[k] for k in ('to','above','map','name')]
     more = np.array(self._more, np.int64).reshape(-1, 1+len(differ))
-    self._rows[:,differ],self._late = more[:,:-1],more[:,-1]
-    for i in range(self.ring.count): self._lanes[i] = _Line(self.card, self.size)
-    nothing = np.int64([Move(0, 1, 1, 0, 1, 1).row])
-    _launch(self._lanes[0].src, self.card.upload(nothing), 1, self.bad) # loads the kernel
-    self.card.synchronize()
+    rows[:,differ] = more[:,:-1]
+    self._late = more[moves,-1]
+    self._jobs,self._blocks = as_jobs(rows[moves], lo, at, n, self._first)
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #71489d19
 @patch
 def _arrive(self:Staging, to):
-    "The first bytes of what will be stored anew are here"
+    "The first codes of what will be stored anew are here: they get a place"
     with self.put.lock:
         if to.ready: return
-        self._room(to)
-        self.card.synchronize()
-        for i,array in to.late:
-            self._rows[i,_AT['to']] += self.card.address(getattr(to.packed, array))
+        with self.stream.here(): at = self._room(to, ['w'])
+        self.stream.mark(asleep=True).wait()
+        self._jobs[self._late==to.number,_AT['to']] += at['w']
         to.ready = True
 
 @patch
 def send(self:Staging,
-    b, # Buffer of the ring, with a window in it
-    nbytes:int, # Of it
-    moves, # int64 [J]: numbers of the `Move`s of its parts
-    at, # int64 [J]: byte of the tensor with which each begins
-    lo, # int64 [J]: where that is in the buffer
-    n, # int64 [J]: bytes
+    i:int, # Number of the window
+    b, # Buffer of the ring that it is in
 ):
     "Have the card take a window apart; what waits until the buffer is free, or None"
-    late = [self._waiting[i] for i in np.unique(self._late[moves]).tolist() if i>=0]
+    first,last = self._first[i:i+2].tolist()
+    if first==last: return None
+    late,line = self._expected(first, last),self._lines[b.place]
+    jobs = self._jobs[first:last].reshape(-1).view(np.uint8)
+    end = self.size+len(jobs)
+    b.data[self.size:end] = jobs
+    with line.stream.here():
+        line.stream.copy(line.address, b.address, end)
+        _launch(line.src, line.jobs, self._blocks[i], self.bad, last-first)
+        mark = line.stream.mark(asleep=True)
+    for to in late: to.marks.append(mark)
+    return mark.wait
+
+@patch
+def _expected(self:Staging, first, last)->list[Landing]:
+    "What is stored anew and has codes among these jobs, all of it with a place"
+    if not self._waiting: return []
+    numbers = np.unique(self._late[first:last])
+    late = [self._waiting[i] for i in numbers.tolist() if i>=0]
     for to in late:
         if not to.ready: self._arrive(to)
-    jobs,_ = as_jobs(self._rows[moves], lo, at, n)
-    line = self._lanes[b.place]
-    with line.lane.use():
-        line.lane.copy(line.src[:nbytes], b.data[:nbytes])
-        mark = self._launch(line, b, jobs)
-    for to in late: to.marks.append(mark)
-    return mark
-
-# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #3fee9920
-@patch
-def _launch(self:Staging, line, b, jobs):
-    "Launch pack.cu for `jobs`, some at a time; waits for all but the last of them"
-    tail = b.data[-self.tail:].view(np.int64).reshape(_JOBS, -1)
-    mark = None
-    for i in range(0, len(jobs), _JOBS):
-        if mark: mark() # the tail is being copied
-        some = jobs[i:i+_JOBS]
-        n = len(some)
-        blocks = -(-some[:,_AT['bytes']]//some[:,_AT['chunk']])
-        some[:,0] = np.cumsum(blocks)-blocks
-        tail[:n] = some
-        line.lane.copy(line.jobs[:n], tail[:n])
-        _launch(line.src, line.jobs, int(blocks.sum()), self.bad, n)
-        mark = line.lane.mark()
-    return mark
+    return late
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #2129f8ab
 @patch
 def finish(self:Staging, to:Landing)->Packed:
     "All bytes of a want were sent; what the layers keep of it"
     if not to.anew: return to.packed
-    for mark in to.marks:
-        if mark: mark()
-    with self.put.lock:
+    for mark in to.marks: mark.wait()
+    with self.put.lock, self.stream.here():
         p = _anew(to.packed, to.anew, self.card)
-        self.card.synchronize() # the arrays it was made of go now
+        mark = self.stream.mark(asleep=True)
+    mark.wait() # the arrays it was made of go now
     to.packed = p
     return p
 
@@ -973,8 +984,7 @@ def broken(self:Staging)->tuple|None:
 def close(self:Staging):
     "Nothing is on its way any more: give memory back, but what became of it"
     self.card.synchronize()
-    self._lanes,self.ring = {},None
-    self.card.unpin()
+    self._lines,self.ring,self._jobs = [],None,None
 
 @patch
 def staging(self:packer, size:int)->Staging|None:

@@ -894,11 +894,12 @@ def warm(self:CardStepper):
     decodes = [partial(self._try_decode, n) for n in (min(128, end),end)]
     def summed(): checksums(self.card, [self.card.zeros((2,))]) # for sleep, and for packed files
     with self.here():
-        # the largest arrays first: memory that they leave will do for the others
-        make_ready(self.card, *reversed(prompts), *reversed(replays), *decodes, summed)
-        self.card.tidy()
-        with self.prompt_memory(): self._try_prompt(long)
-        with self.stream.turn(): self._try_decode(128)
+        with self.model.one_of_each(self.cache):
+            # the largest arrays first: memory that they leave will do for the others
+            make_ready(self.card, *reversed(prompts), *reversed(replays), *decodes, summed)
+            self.card.tidy()
+            with self.prompt_memory(): self._try_prompt(long)
+            with self.stream.turn(): self._try_decode(128)
         if self.prompts: self._record_prompts(long)
         self.card.synchronize()
 

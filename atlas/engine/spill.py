@@ -367,13 +367,18 @@ def spill_needs(
     return both
 
 # %% ../../nbs/5_engine/04_spill.ipynb #8261dd0f
+def _cleared(a):
+    "`a`, with nobody's old bytes in it: a file gets all of them"
+    a[:] = 0
+    return a
+
 @patch
 def _begin(self:SpillStore, stream, held, readers, writers):
     "Make buffers and threads"
     self._idle = {} # (kind, use) -> buffers, each with the mark that its last user left
     for kind,(n,size) in buffers_for(self.sizes, self.units.count, held).items():
         for use in ('write','read'):
-            self._idle[kind,use] = deque((stream.buffer(size), Mark()) for _ in range(n))
+            self._idle[kind,use] = deque((_cleared(stream.buffer(size)), Mark()) for _ in range(n))
     self._stop,self._writes,self._writing = False,deque(),0
     self._reads = OrderedDict() # `_Reading`s by name, the first to read first
     self._threads = [self._thread(self._writer) for _ in range(writers)]

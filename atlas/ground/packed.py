@@ -28,10 +28,8 @@ from .reading import BLOCK,Extent,Ring,read_pieces
 SUMMED = 1<<14 # Words of 8 bytes that share a factor
 _MOST = (1<<64)-1
 _STEP,_ODD = 0x9E3779B97F4A7C15,0xD6E8FEB86659FD93
-_STEPS = np.arange(SUMMED, dtype=np.uint64)*np.uint64(_STEP)
+_PLACES = np.arange(SUMMED, dtype=np.uint64)*np.uint64(_STEP) | np.uint64(1)
 _HALF = np.uint64(32)
-
-_TOGETHER = 4 # Runs of so many words that are summed at once: the more, the less threads wait for each other
 
 def _factor(b:int)->int:
     "The odd number that goes with words from `b*SUMMED` on"
@@ -41,21 +39,16 @@ def _factor(b:int)->int:
 
 class _Room(threading.local):
     "Room for a thread's sums"
-    def __init__(self): self.arrays = np.empty((2,_TOGETHER*SUMMED), np.uint64)
+    def __init__(self): self.words = np.empty(SUMMED, np.uint64)
 _room = _Room()
 
 def _mixed(words, j, b)->int:
-    "The sum for `words` [n, m], each row from its `j` on, of runs from `b` on"
-    n,m = words.shape
-    x,y = (a[:n*m].reshape(n, m) for a in _room.arrays)
-    factors = np.array([[_factor(b+i)] for i in range(n)], np.uint64)
-    np.add(words, _STEPS[j:j+m], out=x)
-    np.right_shift(x, _HALF, out=y)
-    np.bitwise_xor(x, y, out=x)
-    np.multiply(x, factors, out=x)
-    np.right_shift(x, _HALF, out=y)
-    np.bitwise_xor(x, y, out=x)
-    return int(np.add.reduce(x, None))
+    "The sum for `words` from `j` on of run `b`"
+    x = _room.words[:len(words)]
+    np.right_shift(words, _HALF, out=x)
+    np.bitwise_xor(words, x, out=x)
+    places = _PLACES[j:j+len(words)]
+    return int(np.dot(x, places))*_factor(b)+len(words)*_ODD
 
 # %% ../../nbs/1_ground/18_packed.ipynb #cd746fc6
 def _words(b:np.ndarray)->np.ndarray:
@@ -73,20 +66,30 @@ def checksum(
     total,i = 0,0
     while i<len(words):
         b,j = divmod(at//8+i, SUMMED)
-        n,m = 1,min(SUMMED-j, len(words)-i)
-        if m==SUMMED: n = min(_TOGETHER, (len(words)-i)//SUMMED)
-        total += _mixed(words[i:i+n*m].reshape(n, m), j, b)
-        i += n*m
+        total += _mixed(words[i:i+SUMMED-j], j, b)
+        i += SUMMED-j
     return total & _MOST
 
 # %% ../../nbs/1_ground/18_packed.ipynb #45af9b98
+_LARGE = 1<<16 # Bytes of an array that are worth a read of their own
+
 class HostArrays:
     "How bytes get into arrays of the host, and out of them"
     def ring(self)->Ring|None: "Buffers for reading; None: any"; return None
     def buffer(self, nbytes:int)->np.ndarray:
         "Memory to write from, which begins at a multiple of `BLOCK`"
         return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
-    def empty(self, shape, dtype): return np.empty(shape, dtype)
+    def empty(self, shape, dtype):
+        "A new array; a large one where a disk can write it"
+        n = math.prod(shape)*np.dtype(dtype).itemsize
+        if n<_LARGE: return np.empty(shape, dtype)
+        whole = np.empty(n+BLOCK, np.uint8)
+        at = -whole.ctypes.data%BLOCK
+        return whole[at:at+n].view(dtype).reshape(shape)
+    def home(self, a)->np.ndarray|None:
+        "The bytes of `a`, if a disk can write them where they are"
+        if type(a) is not np.ndarray or a.nbytes<_LARGE or a.ctypes.data%BLOCK: return None
+        return self.flat(a) if a.flags.c_contiguous and a.flags.writeable else None
     def flat(self, a)->np.ndarray:
         "Its bytes"
         return a.reshape(-1).view(np.uint8)
@@ -167,7 +170,7 @@ def restored(name:str, arrays:dict, found:dict):
 _NAMES = ('bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 '
     'float16 float32 float64 complex64 complex128')
 TYPES = {n: np.dtype(n) for n in _NAMES.split()}
-VERSION = 1
+VERSION = 2
 WHOLE,PART = b'AtlasPk\n',b'AtlasPt\n' # What a file begins with, and one that is being written
 _HEAD = struct.Struct('<8sIIQQQ') # Mark, version, arrays, bytes of text, bytes of the file, checksum
 _SUM = struct.Struct('<QQ') # An array's checksum, and its complement
@@ -332,7 +335,7 @@ def _entry(self:PackedFile, name, said, at)->Entry:
     return e
 
 # %% ../../nbs/1_ground/18_packed.ipynb #8b83fdfe
-_PIECE = 1<<19 # Bytes that are copied and summed at a time, so that the second finds them in a cache
+_PIECE = 1<<19 # Bytes that are summed at a time, so that all passes but the first find them in a cache
 
 @patch
 def load(self:PackedFile,
@@ -386,17 +389,16 @@ def _fill(self:PackedFile, out, place, check, seen):
     start = self.layout.start
     pieces = [Extent(self.file, start+e.offset, e.nbytes, e.name) for e in entries if e.nbytes]
     passing = {n: check and place.passing(a) for n,a in out.items()}
+    homes = {n: b for n,a in out.items() if (b := place.home(a)) is not None}
     sums,lock = dict.fromkeys(out, 0),threading.Lock()
-    def summed(name, at, data):
-        for i in range(0, len(data), _PIECE):
-            part = data[i:i+_PIECE]
-            place.put(out[name], at+i, part)
-            s = checksum(part, at+i)
-            with lock: sums[name] += s
     def take(name, at, data):
         if seen: seen(len(data))
-        return summed(name, at, data) if passing[name] else place.put(out[name], at, data)
-    self.reading = read_pieces(pieces, take, place.ring())
+        after = None if name in homes else place.put(out[name], at, data)
+        for i in range(0, len(data) if passing[name] else 0, _PIECE):
+            s = checksum(data[i:i+_PIECE], at+i)
+            with lock: sums[name] += s
+        return after
+    self.reading = read_pieces(pieces, take, place.ring(), homes=homes)
     if not check: return
     there = [n for n in out if not passing[n]]
     sums |= zip(there, place.sums([out[n] for n in there]))

@@ -30,7 +30,7 @@ from .files import (AGAIN,INDEX,PAYLOADS,SCALES,Span,TensorInfo,
 from .formats import (FORMATS,GGUF_BLOCKS,QStack,QTensor,
     decode_rows,f32_to_e2m1,f32_to_e4m3,pack4,pile)
 from .llamacpp import gguf_open,gguf_parts
-from .reading import BLOCK,Extent,Reading,Ring,THREADS,read_windows,windows
+from .reading import BLOCK,Reading,Ring,THREADS,read_windows,windows
 
 # %% ../../nbs/1_ground/11_weights.ipynb #0b6c768b
 class Checkpoint:
@@ -299,55 +299,79 @@ class _Incoming:
         if (a := self.got.get(place)) is None: a = self.got.setdefault(place, np.empty(span.nbytes, np.uint8))
         a[at:at+len(data)] = data
 
-def _extents(incoming)->tuple[list,list[Extent]]:
-    "All parts of sources, (want, number of the source, name of the part, span) each, and what of the files that is, as it lies in them; keys are numbers in the first list"
-    whose = [(to, i, p, s) for to in incoming for i,t in enumerate(to.ts) for p,s in t.spans.items()]
-    whose.sort(key=lambda x: (x[3].file.name,x[3].offset))
-    return whose,[Extent(s.file, s.offset, s.nbytes, i) for i,(*_,s) in enumerate(whose)]
+def _in_files(incoming)->list[tuple]:
+    "All parts of sources as they lie in files: (number of the want, number of the source, name of the part, span)"
+    parts = []
+    for k,to in enumerate(incoming):
+        for i,t in enumerate(to.ts):
+            for p,s in t.spans.items(): parts.append((k, i, p, s))
+    files = {id(s.file): s.file for *_,s in parts}
+    files = sorted(files.values(), key=lambda f: f.name)
+    start = {id(f): i<<48 for i,f in enumerate(files)}
+    parts.sort(key=lambda x: start[id(x[3].file)]+x[3].offset)
+    return parts
+
+def _moves(incoming, parts)->np.ndarray: # int64 [parts]
+    "Number of the `Move` by which a card takes each part; -1: it is the host's"
+    to = [t.landing.moves if t.landing else None for t in incoming]
+    return np.array([to[k][i,p] if to[k] else -1 for k,i,p,_ in parts], np.int64)
 
 
 # %% ../../nbs/1_ground/11_weights.ipynb #6eb38632
 class _Arrivals:
     "Takes windows apart, and makes each want when it is whole"
-    def __init__(self, out, make, bar, incoming, whose, staging=None):
-        self.out,self.make,self.bar,self.incoming,self.whose,self.staging = out,make,bar,incoming,whose,staging
-        number = {id(to): i for i,to in enumerate(incoming)}
-        def move(to, i, p): return to.landing.moves[i,p] if to.landing else -1
-        self.want = np.array([number[id(to)] for to,*_ in whose], np.int64)
-        self.move = np.array([move(to, i, p) for to,i,p,_ in whose], np.int64) # -1: the host's
-        self.left = np.array([to.nbytes for to in incoming], np.int64)
+    def __init__(self, out, make, bar, incoming, parts, windows, staging=None):
+        self.out,self.make,self.bar,self.incoming = out,make,bar,incoming
+        self.parts,self.windows,self.staging = parts,windows,staging
+        moves = _moves(incoming, parts)[windows.extent]
+        self.host = np.flatnonzero(moves<0)
+        self.host_first = self.host.searchsorted(windows.first) # of a window
+        if staging: staging.begin(windows, moves)
+        self.came = np.add.reduceat(windows.n, windows.first[:-1]) if len(windows) else []
         self.lock = threading.Lock()
         self.few = threading.BoundedSemaphore(min(4, os.cpu_count() or 1)) # made at a time
-    def __call__(self, w, b):
-        "A window is in the buffer `b`"
-        which,at,lo,n = w.cut()
-        which = w.run.keys[which]
-        moves = self.move[which]
-        for i in np.flatnonzero(moves<0).tolist():
-            to,_,_,span = self.whose[which[i]]
-            to.put(span, int(at[i]), b.data[lo[i]:lo[i]+n[i]])
-        card = moves>=0
-        after = self.staging.send(b, w.nbytes, moves[card], at[card], lo[card], n[card]) if card.any() else None
-        for i in self.count(self.want[which], n): self.finish(self.incoming[i])
-        return after
-    def count(self, wants, n)->list:
-        "Numbers of the wants that are whole with these bytes"
-        some,at = np.unique(wants, return_inverse=True)
-        came = np.bincount(at, n).astype(np.int64)
-        with self.lock:
-            self.left[some] -= came
-            self.bar.update(int(came.sum()))
-            return some[self.left[some]==0].tolist()
-    def finish(self, to):
-        "Make a want that is whole"
-        if to.landing: self.out[to.want.name] = self.staging.finish(to.landing)
-        else:
-            with self.few: self.out[to.want.name] = self.make(to)
-        to.got = None # others need the memory
+        self._expect()
+    def _expect(self):
+        "Which wants have bytes in which window"
+        w,many = self.windows,len(self.incoming)
+        want = np.array([k for k,*_ in self.parts], np.int64)[w.extent]
+        window = np.repeat(np.arange(len(w)), np.diff(w.first))
+        window,self.wants = np.divmod(np.unique(window*many+want), many)
+        self.first = window.searchsorted(np.arange(len(w)+1))
+        self.left = np.bincount(self.wants, minlength=many)
 
+# %% ../../nbs/1_ground/11_weights.ipynb #1932767b
+@patch
+def __call__(self:_Arrivals, i, b):
+    "Window `i` is in the buffer `b`"
+    w = self.windows
+    for j in self.host[self.host_first[i]:self.host_first[i+1]].tolist():
+        k,_,_,span = self.parts[w.extent[j]]
+        lo = w.lo[j]
+        self.incoming[k].put(span, int(w.at[j]), b.data[lo:lo+w.n[j]])
+    after = self.staging.send(i, b) if self.staging else None
+    for k in self.count(i): self.finish(self.incoming[k])
+    return after
+
+@patch
+def count(self:_Arrivals, i)->list:
+    "Numbers of the wants that are whole with window `i`"
+    some = self.wants[self.first[i]:self.first[i+1]]
+    with self.lock:
+        self.left[some] -= 1
+        self.bar.update(int(self.came[i]))
+        return some[self.left[some]==0].tolist()
+
+@patch
+def finish(self:_Arrivals, to):
+    "Make a want that is whole"
+    if to.landing: self.out[to.want.name] = self.staging.finish(to.landing)
+    else:
+        with self.few: self.out[to.want.name] = self.make(to)
+    to.got = None # others need the memory
 
 # %% ../../nbs/1_ground/11_weights.ipynb #7493fbcb
-_WINDOW = 8<<20 # Bytes that are read at once
+_WINDOW = 16<<20 # Bytes that are read at once
 
 def _window(incoming)->int:
     "Bytes to read at once: of a small model, not much more than it has"
@@ -357,16 +381,14 @@ def _window(incoming)->int:
 def _read(ckpt, out, incoming, make, show, staging=None)->Reading:
     "Read and make all that is `incoming`"
     size = staging.size if staging else _window(incoming)
-    ring = staging.ring if staging else Ring(2*THREADS, size)
-    whose,extents = _extents(incoming)
-    if staging:
-        _leave_some([to for to,*_ in whose], staging.budget)
-        staging.begin()
+    parts = _in_files(incoming)
+    if staging: _leave_some(_waiting(incoming, parts), staging.budget)
+    found = windows([s for *_,s in parts], size)
     with progress(sum(to.nbytes for to in incoming), 'loading', show) as bar:
-        arrivals = _Arrivals(out, make, bar, incoming, whose, staging)
+        arrivals = _Arrivals(out, make, bar, incoming, parts, found, staging)
         for to in incoming:
             if not to.nbytes: arrivals.finish(to)
-        return read_windows(windows(extents, size), arrivals, ring)
+        return read_windows(found, arrivals, staging.ring if staging else Ring(2*THREADS, size))
 
 def _invent(ckpt, out, incoming, make, show)->Reading:
     "Make all that is `incoming` of a checkpoint without files"
@@ -427,12 +449,17 @@ def _load_plain(ckpt, out, incoming, device, show, packed):
     return (_read if ckpt.in_files else _invent)(ckpt, out, incoming, make, show)
 
 # %% ../../nbs/1_ground/11_weights.ipynb #b7065687
+def _waiting(incoming, parts)->list:
+    "Of parts in their order, the want of each that is held until it is stored anew"
+    if not any(to.landing and to.landing.held for to in incoming): return []
+    return [incoming[k] for k,i,p,_ in parts if (l := incoming[k].landing) and l.waits(i, p)]
+
 def _leave_some(order, budget:int):
     "Of the wants that bytes are for, in their `order`, leave those to the host that a card would have to hold beside others in more than `budget` bytes"
-    last = {id(to): i for i,to in enumerate(order) if to.landing and to.landing.held}
+    last = {id(to): i for i,to in enumerate(order)}
     now,held = set(),0
     for i,to in enumerate(order):
-        if to.landing is None or id(to) not in last: continue
+        if to.landing is None: continue
         if id(to) not in now:
             if now and held+to.landing.held>budget:
                 to.landing = None

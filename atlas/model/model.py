@@ -9,6 +9,7 @@ __all__ = ['Batch', 'Piece', 'make_batch', 'spread', 'Decoder', 'build', 'plan',
 
 # %% ../../nbs/4_model/04_model.ipynb #15cb6ca6
 import numpy as np
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fastcore.basics import patch
 from ..ground.config import ModelConfig,family_of
@@ -240,6 +241,37 @@ def trunk(self:Decoder,
             if i<len(deep): x[rows] += deep[i]
             if tap: tap(i, x)
     return x
+
+# %% ../../nbs/4_model/04_model.ipynb #126bc45a
+def _looks(o, pools, above=()):
+    "What tells one layer from another, but for the numbers in its arrays"
+    if hasattr(o, 'dtype'): return tuple(o.shape),str(o.dtype)
+    if isinstance(o, (list,tuple)): return tuple(_looks(x, pools, above) for x in o)
+    if callable(o) and hasattr(o, '__name__') or not hasattr(o, '__dict__'): return o
+    if id(o) in above: return 'above'
+    above = *above,id(o)
+    def value(k, v): return _looks([p.get(v) for p in pools] if k=='_i' else v, pools, above)
+    its = {k: value(k, v) for k,v in vars(o).items() if k!='_c'}
+    return type(o).__name__,*sorted(its.items())
+
+@patch
+def samples(self:Decoder, cache)->list[int]:
+    "Numbers of layers: the first two of all that follow each other so, and the last"
+    pools = cache.kv,cache.conv,cache.rec
+    kinds = [str(_looks(l, pools)) for l in self.layers]
+    found = {}
+    for i,pair in enumerate(zip([None,*kinds], kinds)): found.setdefault(pair, i)
+    first = {max(i-1, 0) for i in found.values()}
+    return sorted({*first,*found.values(),len(kinds)-1})
+
+@patch
+@contextmanager
+def one_of_each(self:Decoder, cache):
+    "A context in which the trunk is a few layers of each kind"
+    whole = self.layers
+    self.layers = [whole[i] for i in self.samples(cache)]
+    try: yield
+    finally: self.layers = whole
 
 # %% ../../nbs/4_model/04_model.ipynb #b75b9354
 @patch

@@ -8,8 +8,9 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/ops.rope.html.md"""
 __all__ = ['SCALINGS', 'base_freq', 'attention_factor', 'inv_freq', 'rope_table', 'mrope_axes', 'rope_angles', 'rope']
 
 # %% ../../nbs/3_ops/02_ops.rope.ipynb #9aa70ba8
-import math
+import math,os
 import numpy as np
+from concurrent.futures import ThreadPoolExecutor
 from ..ground.core import ConfigError
 from ..ground.config import RopeConfig
 
@@ -69,14 +70,21 @@ def inv_freq(
     return SCALINGS[c.kind](base_freq(c), c),attention_factor(c)
 
 # %% ../../nbs/3_ops/02_ops.rope.ipynb #eeb03984
+_ROWS = 1<<13 # Of the table, that a thread makes at a time
+
 def rope_table(
     c:RopeConfig,
     n:int, # Positions, from 0
 )->tuple[np.ndarray,np.ndarray]: # cos and sin, float32 `[n, dim/2]` each
     "Cosine and sine of every angle; angles are float64, and only what is stored is rounded"
     f,a = inv_freq(c)
-    angle = np.arange(n)[:,None]*f
-    return (np.cos(angle)*a).astype(np.float32),(np.sin(angle)*a).astype(np.float32)
+    cos,sin = (np.empty((n,len(f)), np.float32) for _ in 'cs')
+    def rows(i):
+        angle = np.arange(i, min(i+_ROWS, n))[:,None]*f
+        cos[i:i+_ROWS] = np.cos(angle)*a
+        sin[i:i+_ROWS] = np.sin(angle)*a
+    with ThreadPoolExecutor(os.cpu_count()) as pool: list(pool.map(rows, range(0, n, _ROWS)))
+    return cos,sin
 
 # %% ../../nbs/3_ops/02_ops.rope.ipynb #4713e014
 def mrope_axes(

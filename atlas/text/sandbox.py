@@ -180,12 +180,12 @@ class Sandbox:
         seconds:float=2., # Processor time of a job; four times as long in real time
         memory:int=1<<30, # Bytes that a job may use
         output:int=16<<20, # Bytes of an answer
-        workers:int=4, # Most children; of these all but two for one lane, and all but one for one asker
+        workers:int=4, # Most children; of these all but two for one queue, and all but one for one asker
         queue:int=256, # Most jobs of one asker that wait, and half of those of all; more are refused
     ):
         self.jobs,self.seconds,self.memory,self.output,self.most,self.places = dict(jobs),seconds,memory,output,queue+workers,Counter()
-        self.lane_share,self.asker_share = max(1, workers-2),max(1, workers-1)
-        self.lanes,self.busy = {},Counter() # (asker, kind) → its jobs by their futures; children at work, by lane and by asker
+        self.queue_share,self.asker_share = max(1, workers-2),max(1, workers-1)
+        self.queues,self.busy = {},Counter() # (asker, kind) → its jobs by their futures; children at work, by queue and by asker
         self.mine,self.lock,self.waiting,self.killed,self.closed = threading.local(),threading.Lock(),0,0,False
         self.children,self.pool = set(),ThreadPoolExecutor(workers, 'atlas-sandbox')
     def __repr__(self): return f'Sandbox({", ".join(self.jobs)}; {self.seconds:g} s, {self.memory>>20} MiB; {len(self.children)} children, {self.killed} killed)'
@@ -247,52 +247,52 @@ def _error(code, msg, hint='', param=None)->AtlasError:
 # %% ../../nbs/6_text/03_sandbox.ipynb #aa637974
 @patch
 def submit(self:Sandbox, job:str, *args, kind:str='', **kw):
-    "A future of `job`'s result; jobs of the same `kind` stand in one lane"
+    "A future of `job`'s result; jobs of the same `kind` stand in one queue"
     if job not in self.jobs: raise KeyError(job)
-    f,lane = Future(),(asker.get(), f'{job} {kind}')
+    f,queue = Future(),(asker.get(), f'{job} {kind}')
     with self.lock:
         if self.closed: raise EngineError('The sandbox is closed')
-        if self.places[lane[0]]>=self.most or self.waiting>=2*self.most: raise QueueFullError('Too many requests wait to be checked', hint='Try again in a moment')
-        self.waiting += 1; self.places[lane[0]] += 1
-        self.lanes.setdefault(lane, {})[f] = job,args,kw
-    f.add_done_callback(lambda f: self._over(f, lane))
+        if self.places[queue[0]]>=self.most or self.waiting>=2*self.most: raise QueueFullError('Too many requests wait to be checked', hint='Try again in a moment')
+        self.waiting += 1; self.places[queue[0]] += 1
+        self.queues.setdefault(queue, {})[f] = job,args,kw
+    f.add_done_callback(lambda f: self._over(f, queue))
     try: self.pool.submit(self._work)
     except RuntimeError:
         if f.cancel(): raise EngineError('The sandbox is closed') if self.closed else BusyError('No thread could be started', hint='Try again in a moment') from None
     return f
 
 @patch
-def _over(self:Sandbox, f, lane):
-    "A future is done, or was cancelled while its job was in `lane`"
+def _over(self:Sandbox, f, queue):
+    "A future is done, or was cancelled while its job was in `queue`"
     with self.lock:
-        self.waiting -= 1; self.places[lane[0]] -= 1
-        if not self.places[lane[0]]: del self.places[lane[0]]
-        waited = (jobs := self.lanes.get(lane, {})).pop(f, None)
-        if waited and not jobs: del self.lanes[lane]
+        self.waiting -= 1; self.places[queue[0]] -= 1
+        if not self.places[queue[0]]: del self.places[queue[0]]
+        waited = (jobs := self.queues.get(queue, {})).pop(f, None)
+        if waited and not jobs: del self.queues[queue]
     if waited: f.set_running_or_notify_cancel()  # for `concurrent.futures.wait`
 
 # %% ../../nbs/6_text/03_sandbox.ipynb #a510d388
 @patch
 def _take(self:Sandbox):
-    "The job whose turn it is, with its future and lane; its share counts from now on"
+    "The job whose turn it is, with its future and queue; its share counts from now on"
     with self.lock:
-        lane = next((l for l in self.lanes if self.busy[l]<self.lane_share and self.busy[l[0],]<self.asker_share), None)
-        if lane is None: return None
-        jobs = self.lanes.pop(lane)
+        queue = next((l for l in self.queues if self.busy[l]<self.queue_share and self.busy[l[0],]<self.asker_share), None)
+        if queue is None: return None
+        jobs = self.queues.pop(queue)
         f = next(iter(jobs))
         work = jobs.pop(f)
-        if jobs: self.lanes[lane] = jobs  # behind the others
-        self.busy.update((lane, lane[:1]))
-        return f,work,lane
+        if jobs: self.queues[queue] = jobs  # behind the others
+        self.busy.update((queue, queue[:1]))
+        return f,work,queue
 
 @patch
 def _work(self:Sandbox):
     "What a thread of the pool does; a job's share is given back before anybody hears of its end"
     while got := self._take():
-        f,work,lane = got
+        f,work,queue = got
         try: tell = partial(f.set_result, self._do(*work)) if f.set_running_or_notify_cancel() else None
         except BaseException as e: tell = partial(f.set_exception, e)
-        with self.lock: self.busy.subtract((lane, lane[:1])); self.busy = +self.busy
+        with self.lock: self.busy.subtract((queue, queue[:1])); self.busy = +self.busy
         if tell: tell()
         del f,tell  # or an error would hold itself
 
@@ -317,7 +317,7 @@ def warm(self:Sandbox)->Sandbox:
 @patch
 def close(self:Sandbox):
     "Kill the children; what waits is refused"
-    with self.lock: self.closed,gone,left = True,list(self.children),[f for jobs in self.lanes.values() for f in jobs]
+    with self.lock: self.closed,gone,left = True,list(self.children),[f for jobs in self.queues.values() for f in jobs]
     for f in left: f.cancel()
     for c in gone: c.p.kill()
     self.pool.shutdown(wait=True, cancel_futures=True)

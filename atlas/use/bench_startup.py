@@ -24,7 +24,7 @@ from ..ground.formats import FORMATS
 from ..ground.opening import open_model
 from ..ground.options import EngineConfig
 from ..ground.quantize import LAYOUTS
-from ..ground.reading import BLOCK,open_direct,_pages
+from ..ground.reading import BLOCK,open_direct,whole_pages
 from ..ground.weights import _pool,_scale,dummy_checkpoint
 from ..model.model import model_wants
 from .bench_prefill import first_token
@@ -118,7 +118,7 @@ def raw_read(
     places = places[:max(1, int(min(most, len(places)*block)//block))]
     turn,start = count(),perf_counter()
     def work(_):
-        memory,n = memoryview(_pages(block)),0
+        memory,n = memoryview(whole_pages(block)),0
         while (i := next(turn))<len(places):
             fd,at = places[i]
             n += os.preadv(fd, [memory], at)

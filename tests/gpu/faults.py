@@ -7,7 +7,7 @@ from pathlib import Path
 from atlas.card.card import Arguments,card_of,run
 from atlas.ground.core import DeviceError
 from atlas.card.device import Cuda,CudaFault,Host,faults
-from atlas.card.graph import Graph,Ring
+from atlas.card.graph import Graph
 from atlas.card.launch import Source
 from toys import verdict
 
@@ -36,8 +36,9 @@ def fail(how):
     try:
         good()
         if how=='graph':
-            g,ring = Graph(lambda: (good(), bad(1<<42)), card, 'a step', warm=False),Ring(card, y)
-            g(); ring.get(ring.put(y, stream=g.stream))
+            g,s = Graph(lambda: (good(), bad(1<<42)), card, 'a step', warm=False),card.own_stream()
+            g(s.raw)
+            s.gather([(card.address(y), y.nbytes)], s.buffer(y.nbytes)).wait()
         else: bad(1<<42, dict(misaligned=1, trap=2).get(how, 0)); good(); card.download(y)
         raise SystemExit('no fault')
     except CudaFault as e: first = e

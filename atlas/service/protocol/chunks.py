@@ -113,7 +113,7 @@ class ChatWriter(Writer):
     def __init__(self, *args, **kw):
         super().__init__(*args, **kw)
         a = self.ask
-        self.lanes,self.first,self.ids = {},{},getattr(a, 'token_ids', False) # `lanes`: what is before and after the text of a chunk, by choice; `first`: what goes with its first
+        self.around,self.first,self.ids = {},{},getattr(a, 'token_ids', False) # `around`: what is before and after the text of a chunk, by choice; `first`: what goes with its first
         self.logprobs = a.params.logprobs is not None and not getattr(a, 'unscored', False)
         self.continuous,self.quiet,self.as_ids = (getattr(a, k, False) for k in ('continuous','quiet','as_ids'))
         self.drafts = getattr(a, 'drafts', False)
@@ -137,16 +137,16 @@ _MARK = '\0'
 @patch
 def piece(self:ChatWriter, i:int, p:Delta)->bytes:
     "Chunks for a piece of choice `i`"
-    lane = self.lanes.get(i)
+    around = self.around.get(i)
     if self.quiet and p.reasoning: p = replace(p, reasoning='', tokens=())
-    if lane and self.plain and p.content and not (p.reasoning or p.calls or p.finish): return lane[0]+quote(p.content)+lane[1]
-    head = b'' if lane else self._open(i)
+    if around and self.plain and p.content and not (p.reasoning or p.calls or p.finish): return around[0]+quote(p.content)+around[1]
+    head = b'' if around else self._open(i)
     return head+self._more(i, p)
 
 @patch
 def _open(self:ChatWriter, i):
     "The first chunk of choice `i`"
-    self.lanes[i] = self._event(i, dict(content=_MARK)).split(quote(_MARK))
+    self.around[i] = self._event(i, dict(content=_MARK)).split(quote(_MARK))
     return self._event(i, dict(role='assistant', content=''), top=self._of_prompt(i))
 
 @patch
@@ -239,7 +239,7 @@ def offsets(self:TextWriter)->dict:
 @patch
 def _open(self:TextWriter, i):
     "Before the first text of choice `i`: its prompt, if it was asked for"
-    self.lanes[i],q = self._event(i, _MARK).split(quote(_MARK)),self._prompt(i)
+    self.around[i],q = self._event(i, _MARK).split(quote(_MARK)),self._prompt(i)
     kw = dict(prompt_token_ids=list(q.ids)) if self.ids and q else {}
     if not (q and getattr(self.ask, 'echo', False)): self.first[i] = kw; return b''
     return self._event(i, q.text, **kw, **(dict(logprobs=self._lps(i, q.tokens)) if self.logprobs else {}))
