@@ -436,6 +436,17 @@ async def test_hung_up_while_it_falls_asleep():
         assert ms.all[0].condition=='sleeping' and await ok(ms) and ms.all[0].condition=='loaded'
 
 @running_test
+async def test_unloaded_asleep():
+    "From then on it does not sleep, and cannot be woken, only loaded"
+    async with running(model()) as ms:
+        await ms.get()
+        await ms.sleep()
+        assert (await ms.unload(ms.all[0].name))['condition']=='unloading'
+        with pytest.raises(UnavailableError, match='does not sleep'): await ms.wake()
+        await happens(lambda: ms.all[0].condition=='unloaded')
+        assert await ok(ms)
+
+@running_test
 async def test_the_end_of_a_server_whose_model_sleeps():
     async with running(model()) as ms:
         assert await ok(ms)

@@ -88,7 +88,7 @@ sys.stdin.read()
 
 class Server:
     def __init__(self, group, a):
-        flags = ['--device','cpu','--port','0','--kv-cache-memory',str(a.cache),'--max-num-seqs','4','--max-seq-len','2048']
+        flags = ['--device','cpu','--port','0','--kv-cache-memory',str(a.cache),'--max-num-seqs','4','--max-seq-len','1024']
         self.lines,self.ready = [],threading.Event()
         env = os.environ|dict(PYTHONPATH=str(ROOT), OMP_NUM_THREADS='2', OPENBLAS_NUM_THREADS='2')
         self.process = subprocess.Popen([sys.executable,'-c',serving(a.unwatched),'serve',a.model,*flags],
@@ -146,15 +146,15 @@ def stalled()->str:
     try: return Path('/proc/pressure/memory').read_text().splitlines()[1].split(' total')[0]
     except (OSError,IndexError): return 'no stalls are counted'
 
-def squeeze(g, s, want, a)->list[str]:
-    "Take memory while answers are asked for; what is wrong"
+def squeeze(g, s, want, grown, a)->list[str]:
+    "Take memory, some of it of the `grown` bytes of cache, while answers are asked for; what is wrong"
     wrong,start,n = [],time.monotonic(),len(want)
     state = g.stat
     cached = state.get('inactive_file', 0)+state.get('active_file', 0)
     g.limit(g.used-cached+a.room)
-    taker,asked,shown = Taker(g, (a.room+a.cache//2)//M, a.rate),0,0.
+    taker,asked,shown = Taker(g, (a.room+grown*2//5)//M, a.rate),0,0.
     try:
-        while taker.going or asked%n:
+        while (taker.going or asked%n) and not wrong:
             got = s.ask(asked%n)
             if got!=want[asked%n]: wrong.append(f'prompt {asked%n}: {str(got)[:200]}')
             asked += 1
@@ -185,8 +185,9 @@ def run(g, a)->list[str]:
     try:
         before = g.anonymous
         want = [s.ask(i) for i in range(a.prompts)]
-        print(f'{a.prompts} prompts answered; {g.anonymous//M} MiB, {(g.anonymous-before)//M} of them since the start', flush=True)
-        wrong = squeeze(g, s, want, a)
+        grown = g.anonymous-before
+        print(f'{a.prompts} prompts answered; {g.anonymous//M} MiB, {grown//M} of them since the start', flush=True)
+        wrong = squeeze(g, s, want, grown, a)
         if wrong: return wrong+s.lines[-5:]
         g.limit(a.most)
         wrong = relaxed(s)
