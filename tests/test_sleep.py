@@ -1,6 +1,6 @@
 """Models that give their memory back: on the emulator, whose arrays lie in the arena as a card's do,
 so that whoever touches one that is asleep ends the process; and in real servers."""
-import asyncio,os,signal,socket,subprocess,sys,threading
+import asyncio,os,signal,socket,subprocess,sys,threading,time
 from contextlib import contextmanager
 from pathlib import Path
 import httpx,numpy as np,pytest
@@ -13,6 +13,7 @@ from atlas.engine.runner import Runner
 from atlas.engine.sleep import Asleep,CurrentEngine,PackedWeights
 from atlas.ground.core import AsleepError,DeviceError,EngineError,OutOfMemoryError,RequestError
 from atlas.ground.options import EngineConfig
+from atlas.ground.packed import PackedFile
 from atlas.ground.requests import SamplingParams
 from atlas.use.llm import LLM
 from atlas.service.turn import UnavailableError
@@ -342,6 +343,36 @@ def test_no_room_for_a_copy_but_a_file(monkeypatch, tmp_path):
     assert isinstance(m.arena['weights'].kept, PackedWeights)
     m.wake()
     assert asked(m)==want
+    m.close()
+
+NAPS = """
+import sys
+from test_sleep import made
+m = made('llama', cache_packed=sys.argv[1])
+print('loaded', flush=True)
+while True:
+    for level in (1,2):
+        m.sleep(level)
+        m.wake()
+"""
+
+def test_killed_at_any_moment(tmp_path):
+    "While it packs, sleeps or wakes: the file is whole or not there, and the next one has the same answers"
+    want = asked(made('llama'))
+    rng = np.random.default_rng(0)
+    for _ in range(4):
+        p = subprocess.Popen([sys.executable, '-c', NAPS, str(tmp_path)], cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True)
+        assert p.stdout.readline()=='loaded\n'
+        time.sleep(rng.uniform(0, .3))
+        assert p.poll() is None
+        p.kill()
+        p.wait()
+        for f in tmp_path.glob('*.packed'):
+            with PackedFile(f) as there: there.load()
+    m = made('llama', cache_packed=tmp_path)
+    woken_from_a_file(m, (2,))
+    m = made('llama', cache_packed=tmp_path)
+    assert m._stores[0].fresh and asked(m)==want
     m.close()
 
 # -- a runner ------------------------------------------------------------------------------------
