@@ -1,6 +1,6 @@
 """Models that give their memory back: on the emulator, whose arrays lie in the arena as a card's do,
 so that whoever touches one that is asleep ends the process; and in real servers."""
-import asyncio,os,signal,socket,subprocess,sys,threading
+import asyncio,os,signal,socket,subprocess,sys,threading,time
 from contextlib import contextmanager
 from pathlib import Path
 import httpx,numpy as np,pytest
@@ -13,6 +13,7 @@ from atlas.engine.runner import Runner
 from atlas.engine.sleep import Asleep,CurrentEngine,PackedWeights
 from atlas.ground.core import AsleepError,DeviceError,EngineError,OutOfMemoryError,RequestError
 from atlas.ground.options import EngineConfig
+from atlas.ground.packed import PackedFile
 from atlas.ground.requests import SamplingParams
 from atlas.use.llm import LLM
 from atlas.service.turn import UnavailableError
@@ -344,6 +345,36 @@ def test_no_room_for_a_copy_but_a_file(monkeypatch, tmp_path):
     assert asked(m)==want
     m.close()
 
+NAPS = """
+import sys
+from test_sleep import made
+m = made('llama', cache_packed=sys.argv[1])
+print('loaded', flush=True)
+while True:
+    for level in (1,2):
+        m.sleep(level)
+        m.wake()
+"""
+
+def test_killed_at_any_moment(tmp_path):
+    "While it packs, sleeps or wakes: the file is whole or not there, and the next one has the same answers"
+    want = asked(made('llama'))
+    rng = np.random.default_rng(0)
+    for _ in range(4):
+        p = subprocess.Popen([sys.executable, '-c', NAPS, str(tmp_path)], cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True)
+        assert p.stdout.readline()=='loaded\n'
+        time.sleep(rng.uniform(0, .3))
+        assert p.poll() is None
+        p.kill()
+        p.wait()
+        for f in tmp_path.glob('*.packed'):
+            with PackedFile(f) as there: there.load()
+    m = made('llama', cache_packed=tmp_path)
+    woken_from_a_file(m, (2,))
+    m = made('llama', cache_packed=tmp_path)
+    assert m._stores[0].fresh and asked(m)==want
+    m.close()
+
 # -- a runner ------------------------------------------------------------------------------------
 
 class Heard:
@@ -434,6 +465,17 @@ async def test_hung_up_while_it_falls_asleep():
         ms.all[0].runner.abort(ss[0].id)
         await happens(lambda: ms.all[0].slept, 'sleep')
         assert ms.all[0].condition=='sleeping' and await ok(ms) and ms.all[0].condition=='loaded'
+
+@running_test
+async def test_unloaded_asleep():
+    "From then on it does not sleep, and cannot be woken, only loaded"
+    async with running(model()) as ms:
+        await ms.get()
+        await ms.sleep()
+        assert (await ms.unload(ms.all[0].name))['condition']=='unloading'
+        with pytest.raises(UnavailableError, match='does not sleep'): await ms.wake()
+        await happens(lambda: ms.all[0].condition=='unloaded')
+        assert await ok(ms)
 
 @running_test
 async def test_the_end_of_a_server_whose_model_sleeps():

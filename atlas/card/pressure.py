@@ -25,7 +25,9 @@ class Look(NamedTuple):
     some:float=0. # Part of the last 10 s in which somebody waited for memory
     full:float=0. # In which nobody did anything else
     def __repr__(self):
-        return f'{human(self.free)} free, {human(self.available)} available of {human(self.total)}; stalls {self.some:.0%}, {self.full:.0%}'
+        free,available,total = map(human, (self.free, self.available, self.total))
+        stalls = f'{self.some:.0%}, {self.full:.0%}'
+        return f'{free} free, {available} available of {total}; stalls {stalls}'
 
 def stalls(text:str)->tuple[float,float]:
     "Of what `/proc/pressure/memory` says: `some` and `full` of the last 10 s"
@@ -52,7 +54,9 @@ def look(
 # %% ../../nbs/2_card/08_pressure.ipynb #b9e2262b
 class Advice(NamedTuple):
     "What to do"
-    what:str='nothing' # 'trim': give back what nothing lies in; 'give': `nbytes` whatever it takes; 'take': have it again
+    # 'trim': give back what nothing lies in; 'give': `nbytes`, whatever it takes;
+    # 'take': have it again
+    what:str='nothing'
     nbytes:int=0
     why:str=''
 

@@ -39,9 +39,9 @@ def _give(self:LoadedModel, nbytes)->int:
         missing = nbytes-given
         given += (got := self._lend(missing))
         if got: continue
-        if evicted or not (s.prefix and s.pool.reclaimable): break  # what brings nothing is not done twice
+        if evicted or not (s.prefix and s.pool.reclaimable): break
         s.prefix.evict(min(s.pool.reclaimable, self._blocks_of(missing)))
-        evicted = True
+        evicted = True # what brings nothing is not done twice
     return given
 
 @patch

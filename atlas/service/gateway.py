@@ -365,11 +365,13 @@ def begin(self:Model):
 @patch
 async def stop(self:Model, drain:float=0.):
     "Let what runs finish for so long, and end its process; nor does it come back for those who wait for it now"
-    self.wanted = False; self._unwanted.set(); self.stops += 1
-    if self.state=='loaded':
+    self.wanted,was = False,self.state
+    self._unwanted.set()
+    self.stops += 1
+    if was in ('loaded','sleeping'):
         self.reason = None
         self._set('unloading')
-        await self.runner.drain(drain)
+    if was=='loaded': await self.runner.drain(drain)
     self.abort()
     if self.task: await self.task
 

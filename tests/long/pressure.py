@@ -1,8 +1,8 @@
 """A server in a control group whose memory runs out: another process of the group takes it, step by step, while answers are asked for. Caches are given
-back before anything is killed, answers stay what they were, and the cache is had again afterwards. `python tests/long/pressure.py [--model tiny]`
+back before anything is killed, answers stay what they were, and the cache is had again afterwards. `python tests/long/pressure.py [--model tiny] [--output FILE]`
 
 It needs the right to make a group (root, or systemd) and ends with 3 where there is none. `--unwatched` takes the watch out: then somebody is killed."""
-import argparse,os,re,signal,subprocess,sys,threading,time
+import argparse,json,os,re,signal,subprocess,sys,threading,time
 from contextlib import contextmanager
 from pathlib import Path
 import httpx
@@ -88,7 +88,7 @@ sys.stdin.read()
 
 class Server:
     def __init__(self, group, a):
-        flags = ['--device','cpu','--port','0','--kv-cache-memory',str(a.cache),'--max-num-seqs','4','--max-seq-len','2048']
+        flags = ['--device','cpu','--port','0','--kv-cache-memory',str(a.cache),'--max-num-seqs','4','--max-seq-len','1024']
         self.lines,self.ready = [],threading.Event()
         env = os.environ|dict(PYTHONPATH=str(ROOT), OMP_NUM_THREADS='2', OPENBLAS_NUM_THREADS='2')
         self.process = subprocess.Popen([sys.executable,'-c',serving(a.unwatched),'serve',a.model,*flags],
@@ -146,23 +146,44 @@ def stalled()->str:
     try: return Path('/proc/pressure/memory').read_text().splitlines()[1].split(' total')[0]
     except (OSError,IndexError): return 'no stalls are counted'
 
-def squeeze(g, s, want, a)->list[str]:
-    "Take memory while answers are asked for; what is wrong"
-    wrong,start,n = [],time.monotonic(),len(want)
+class Watch:
+    "Looks at all of it now and then"
+    def __init__(self, g, s, taker, limit):
+        self.g,self.s,self.taker,self.limit = g,s,taker,limit
+        self.rows,self.answers,self.over = [],0,threading.Event()
+        self.start = time.monotonic()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+    def _run(self):
+        while not self.over.wait(.5):
+            try: lent = self.s.metric('atlas:kv_blocks_lent')
+            except httpx.HTTPError: continue
+            seconds = round(time.monotonic()-self.start, 1)
+            row = dict(seconds=seconds, taken=self.taker.taken, used=self.g.used//M, limit=self.limit//M, lent=lent, answers=self.answers)
+            self.rows.append(row)
+            if len(self.rows)%5==1: print(', '.join(f'{k} {v:g}' for k,v in row.items())+f'; {stalled()}', flush=True)
+    def close(self):
+        self.over.set()
+        self.thread.join()
+
+def squeeze(g, s, want, grown, a)->list[str]:
+    "Take memory, some of it of the `grown` bytes of cache, while answers are asked for; what is wrong"
+    wrong,n,asked = [],len(want),0
     state = g.stat
     cached = state.get('inactive_file', 0)+state.get('active_file', 0)
-    g.limit(g.used-cached+a.room)
-    taker,asked,shown = Taker(g, (a.room+a.cache//2)//M, a.rate),0,0.
+    limit = g.used-cached+a.room
+    g.limit(limit)
+    taker = Taker(g, (a.room+grown*2//5)//M, a.rate)
+    watch = Watch(g, s, taker, limit)
     try:
-        while taker.going or asked%n:
+        while (taker.going or asked%n) and not wrong:
             got = s.ask(asked%n)
             if got!=want[asked%n]: wrong.append(f'prompt {asked%n}: {str(got)[:200]}')
             asked += 1
-            if time.monotonic()-shown<a.every: continue
-            shown = time.monotonic()
-            lent = s.metric('atlas:kv_blocks_lent')
-            print(f'{shown-start:6.1f} s: {taker.taken} MiB taken, {asked} answers, {lent:.0f} blocks lent; {g.used//M} MiB used; {stalled()}', flush=True)
+            watch.answers = asked
     except httpx.TransportError as e: wrong.append(f'the server: {type(e).__name__}')
+    watch.close()
+    if a.output: a.output.write_text(json.dumps(dict(model=a.model, version=g.version, events=g.events, rows=watch.rows))+'\n')
     lent = 0
     if not wrong: lent = s.metric('atlas:kv_blocks_lent')
     print(f'{taker.taken} MiB of {taker.mib} taken, {asked} answers, {lent:.0f} blocks lent; events: {g.events}', flush=True)
@@ -185,8 +206,9 @@ def run(g, a)->list[str]:
     try:
         before = g.anonymous
         want = [s.ask(i) for i in range(a.prompts)]
-        print(f'{a.prompts} prompts answered; {g.anonymous//M} MiB, {(g.anonymous-before)//M} of them since the start', flush=True)
-        wrong = squeeze(g, s, want, a)
+        grown = g.anonymous-before
+        print(f'{a.prompts} prompts answered; {g.anonymous//M} MiB, {grown//M} of them since the start', flush=True)
+        wrong = squeeze(g, s, want, grown, a)
         if wrong: return wrong+s.lines[-5:]
         g.limit(a.most)
         wrong = relaxed(s)
@@ -206,7 +228,7 @@ def main():
     p.add_argument('--room', type=int, default=256*M, help='bytes that are left beside the server when others begin')
     p.add_argument('--rate', type=float, default=10, help='MiB a second that they take')
     p.add_argument('--most', type=int, default=4<<30, help='the limit before that')
-    p.add_argument('--every', type=float, default=2, help='seconds between two lines')
+    p.add_argument('--output', type=Path, help='gets the numbers that page engine.ease draws')
     p.add_argument('--unwatched', action='store_true', help='nobody looks at memory')
     a = p.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1)) # what was started is ended all the same
