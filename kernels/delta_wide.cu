@@ -15,17 +15,21 @@
 //   state_in : [seqs]              i32   state to begin from (unread at position 0)
 //   state_out : [r]                i32   state after a row, or -1; never one that is read in this step, but its rest
 //                                        may be where the sequence's own begins: nobody else reads it
-//   y      : [r, vh, dv]           f32
-//   parts  : [r, vh, p]            f32   sums of squares of y before norm_w and gate, of each 32 columns
+//   y      : [r, vh, dv]           f32   or null
+//   parts  : [r, vh, p]            f32   sums of squares of y before norm_w and gate, of each 32 columns; or null
+//   halves : [units, line]         u8    instead of both: y, normed, in tiles of rows (lib/tiles.cuh), line = tiles * bytes; or null
 //   launch: <<<(vh, any), 5*DV>>> and DEPTH*sizeof(Head) + sizeof(Room) bytes; a block has at most MOST of `count`
 //   sequences: blockIdx.y, + gridDim.y, ...   -D DK=, DV= 32, 64 or 128   -D SIGMOID= 1: of the gate, else silu
 //   -D DEPTH= states on their way, at least 2   -D TAILS= tails for each slot   -D RECORD= numbers of a head's record
+//   -D COLUMNS= 0, or, to leave `halves`, vh*dv: of FORMAT= CORES= as for gemv_halves.cu; DV is 128, and vh a multiple of a unit's blocks
 #include "lib/reduce.cuh"
 #include "lib/bulk.cuh"
 #include "lib/pdl.cuh"
 #include "lib/conv.cuh"
 #include "lib/delta.cuh"
 #include "lib/late.cuh"
+#include "lib/tiles.cuh"
+#include "lib/warps.cuh"
 #ifndef DK
 #define DK 128
 #endif
@@ -41,11 +45,25 @@
 #ifndef TAILS
 #define TAILS 1
 #endif
+#ifndef COLUMNS
+#define COLUMNS 0
+#endif
+#ifndef FORMAT
+#define FORMAT fragment_nvfp4
+#endif
+#ifndef CORES
+#define CORES 0
+#endif
 constexpr int N = DK / 16, PARTS = DV / 32, WARPS = 4 * PARTS, THREADS = 32 * (WARPS + PARTS);
+constexpr int LEAVES = WARPS + PARTS - 1;  // the warp that leaves halves: another than the one that asks for states
 constexpr int MOST = 256;  // sequences of a block
 constexpr int OWN = 2 * DK + DV;  // channels of a head's q, k and v
 constexpr int Q = 0, K = DK, V = 2 * DK, GATE = V + DV, BETA = GATE + DV;  // where things are in Room::now
 static_assert((DK == 32 || DK == 64 || DK == 128) && DV % 32 == 0 && DEPTH > 1, "a head's sizes");
+
+typedef FORMAT<COLUMNS / 32> Main;
+constexpr bool HALVES = COLUMNS > 0;
+static_assert(!HALVES || (DV == 128 && COLUMNS % (DV * Main::UNITS) == 0), "see the contract");
 
 typedef Record<DK, DV> Head;
 #ifdef RECORD
@@ -63,13 +81,36 @@ struct Room {
     float now[2][BETA + 4];              // a row, and the next one: q | k | v | gate | beta, exp(g)
     float red[PARTS][4][64], cross[4][4], gain[DV], own[4];  // A, dt_bias
     float tails[DEPTH][3][OWN];          // of convolutions, oldest input first
+    float done[DV], squares[4];          // y and `parts` of the row, if `halves` get it
     Meeting full[DEPTH], ready[DEPTH];   // are states there? And tails, which are smaller
     int asked, unused;                   // states that have been asked for
     Sequence all[MOST];
 };
-#ifdef BYTES
-static_assert(BYTES == DEPTH * sizeof(Head) + sizeof(Room), "the launch gives other shared memory than the kernel wants");
+#ifdef ROOM
+static_assert(ROOM == DEPTH * sizeof(Head) + sizeof(Room), "the launch gives other shared memory than the kernel wants");
 #endif
+
+// A head's part of a row of y, normed as gemv_halves.cu does it, to its tile: by one warp.
+__device__ __forceinline__ void leave(
+        unsigned char* halves, int tiles, int row, int head, float* a, float squares, float eps) {
+    typedef Tile<Main, CORES> T;
+    const int lane = threadIdx.x % 32;
+    const float z = rsqrtf(fmaf(squares, 1.f / DV, eps));
+    #pragma unroll
+    for (int j = 0; j < 8; j++) a[j] = __fmul_rn(a[j], z);
+    const size_t tile = (size_t)(head / Main::UNITS) * tiles + row / 8;
+    T::put(halves + tile * T::BYTES, row % 8, head % Main::UNITS, lane % 16, a, lane < 16);
+}
+
+// The same of a row that is in `m`.
+__device__ __forceinline__ void leave_done(
+        const Room& m, unsigned char* halves, int tiles, int row, int head, float eps) {
+    float a[8], sum = m.squares[0];
+    load8(m.done + threadIdx.x % 16 * 8, a);
+    #pragma unroll
+    for (int j = 1; j < PARTS; j++) sum += m.squares[j];
+    leave(halves, tiles, row, head, a, sum, eps);
+}
 
 // What a thread has of the channels: q or v, and k or the gate, which is no channel.
 struct Channels {
@@ -113,7 +154,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float*
         const float* __restrict__ conv_w, const float* __restrict__ decay, const float* __restrict__ dt_bias,
         const float* __restrict__ norm_w, float* conv, float* rec, const int* __restrict__ first,
         const int* __restrict__ starts, const int* __restrict__ state_in, const int* __restrict__ state_out,
-        float* y, float* parts, int kh, int seqs, int rows) {
+        float* y, float* parts, unsigned char* halves, float eps, int kh, int seqs, int rows,
+        int tiles) {
     constexpr float SCALE = DK == 128 ? 0.08838834764831845f : DK == 64 ? 0.125f : 0.17677669529663687f;  // 1/sqrt(DK)
     DYNAMIC_SHARED(Head, states);
     Room& m = *(Room*)(states + DEPTH);
@@ -244,8 +286,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float*
             float ss;
             const float4 o = rule.read(qS, d, *(const float4*)(m.gain + four), gate, SCALE, ss);
             const size_t cell = (size_t)row * vh + head;
-            if (lane < 8) __stcg((float4*)(y + cell * DV + four), o);
-            if (!lane) parts[cell * PARTS + part] = ss;
+            if (HALVES) {
+                if (lane < 8) *(float4*)(m.done + four) = o;
+                if (!lane) m.squares[part] = ss;
+                sync_warps<PARTS>(0);  // before the next barrier of all, behind which they are written anew
+                if (warp == LEAVES) leave_done(m, halves, tiles, row, head, eps);
+            } else {
+                if (lane < 8) __stcg((float4*)(y + cell * DV + four), o);
+                if (!lane) parts[cell * PARTS + part] = ss;
+            }
         } else if (late < 0) {
             mem.take(now + K + row0, d, rule.eg);
             if (to >= 0) {
@@ -258,6 +307,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_wide(const float*
     if (z == 0)
         #pragma unroll 1
         for (int r = first[seqs]; r < rows; r++) {
+            if (HALVES) {
+                float zeros[8] = {};
+                if (warp == LEAVES) leave(halves, tiles, r, head, zeros, 0.f, eps);
+                continue;
+            }
             const size_t cell = (size_t)r * vh + head;
             if (tid < DV) y[cell * DV + tid] = 0.f;
             if (tid < PARTS) parts[cell * PARTS + tid] = 0.f;

@@ -75,6 +75,8 @@
 typedef UP<(HIDDEN + 31) / 32> U;
 typedef DOWN<(INNER + 31) / 32> D;
 constexpr int K = HIDDEN, I = INNER, E = EXPERTS, PICKS = TOP_K + SHARED, THREADS = 32 * WARPS;
+// Is the next launch let in when all weights have been asked for? It finds no room before anyway.
+constexpr bool LATE = ROWS > 2;
 constexpr int N = (E + 31) / 32, WIDTH = (I + 3) / 4 * 4;
 constexpr bool PAIR = ACT != ACT_RELU2;
 constexpr int UROWS = ((PAIR ? 2 * I : I) + 3) / 4 * 4, STRIPS = (UROWS + 15) / 16;  // of an expert
@@ -276,7 +278,7 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
     if (SHARED)  // needs no router
         #pragma unroll 1
         for (; begun < DEEP && unit < STRIPS; begun++) { next_up(); forth(); }
-    pdl_trigger();
+    if (!LATE) pdl_trigger();
     pdl_wait();
     const int picker = WARPS - 1 - warp;  // whose row this warp picks for
     if (picker < rows) {
@@ -378,6 +380,7 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
         if (down < slots() * OWN) next_down();
         forth();
     }
+    if (LATE) pdl_trigger();
     if (picker < rows) {
         const float* p = logits + (size_t)picker * ld;
         float near[N];  // once more: registers are few meanwhile

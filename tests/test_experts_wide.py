@@ -171,7 +171,7 @@ def test_bits_of_a_linear_layer(fmt, monkeypatch):
     other = layer(layer(x, first, 2, act='silu'), second, 2)
     assert not np.array_equal(c.download(got), c.download(other)), 'a test must be able to fail'
 
-LOGITS = [('BF16',2048,37,40), ('BF16',2880,9,9), ('F32',544,12,16), ('BF16',5120,5,11),
+LOGITS = [('BF16',2048,37,40), ('BF16',2048,257,8), ('BF16',2880,9,9), ('F32',544,12,16), ('BF16',5120,5,11),
     ('BF16',320,257,9), ('F32',4096,170,8)]
 
 @pytest.mark.parametrize('fmt,H,n,R', LOGITS)

@@ -10,6 +10,7 @@ __all__ = ['PENDING', 'record_size', 'as_records', 'as_states', 'check_sizes', '
 # %% ../../nbs/3_ops/delta/31_cuda.delta.ipynb #ef6c263b
 import numpy as np
 from ..card.card import card_of,limits,run
+from .gemv_wide import room_for
 from ..ground.core import UnsupportedError
 
 # %% ../../nbs/3_ops/delta/31_cuda.delta.ipynb #b1ffe802
@@ -49,6 +50,7 @@ _FEW = 264 # Blocks: two for each multiprocessor of an H200
 _WIDE = 8 # Sequences from which `delta_wide` takes over
 _DEPTH = 2 # States that its blocks have on their way
 _MOST = 256 # Sequences that one of them can have
+_LEFT = 64 # Most sequences of a step whose rows it leaves as tiles
 
 def _room(dk, dv):
     "Bytes of shared memory of a block of `delta_wide`"
@@ -56,13 +58,24 @@ def _room(dk, dv):
     row = 2*dk+2*dv+4
     sums = dv//32*4*64+4*4
     tails = 3*(2*dk+dv)
-    return _DEPTH*(state+4*tails+16)+4*(2*row+sums+dv+4+2)+12*_MOST
+    left = dv+4
+    return _DEPTH*(state+4*tails+16)+4*(2*row+sums+left+dv+4+2)+12*_MOST
 
 def _beside(card, vh, dk, dv, seqs):
     "Blocks of `delta_wide` that share a head's sequences; 0: not for it"
     if seqs<_WIDE or _room(dk, dv)>limits(card).block: return 0
     n = min(seqs, max(1, card.multiprocessors//vh))
     return n if -(-seqs//n)<=_MOST else 0
+
+def _leaves(then, vh, dv):
+    "Does a block of `delta_wide` have what a row of `then` makes fp16 at once?"
+    return then is not None and dv==128 and vh%then.format.blocks==0
+
+def _wide(n, args, how, vh):
+    "Launch `delta_wide` with `n` blocks for each of `vh` heads"
+    dk,dv = how['DK'],how['DV']
+    room = _room(dk, dv)
+    run('delta_wide', (vh,n), 5*dv, *args, shared=room, DEPTH=_DEPTH, ROOM=room, **how)
 
 # %% ../../nbs/3_ops/delta/31_cuda.delta.ipynb #bcff9e4a
 def check_sizes(what:str, sizes:dict, steps:dict):
@@ -93,22 +106,30 @@ def delta_step(
     kh:int, # Number of key heads
     gate_act:str='silu', # Or 'sigmoid'
     out=None, # Where to write: (y, parts)
+    then=None, # `Packed`: who multiplies the rows next, and wants them as `Prepared`, if it can be
+    eps:float=0., # Of the norm that they have then
 ): # y [R, vh*dv], gated, without the norm's 1/rms; parts [R, vh, dv/32]: sums of squares that make it up. Zeros in padding rows
     "`atlas.ops.delta.gated_delta` for rows of a decode or verify step, up to its norm"
     card,vh,tails = card_of(x),rec.shape[1],len(conv)//len(rec)
     dk,dv,record = delta_sizes(conv_w, norm_w, vh, kh)
-    y,parts = out or (card.empty((len(x), vh*dv)),card.empty((len(x), vh, dv//32)))
-    rows,seqs,act = len(x),b.num_seqs,int(gate_act=='sigmoid')
-    what = x,conv_w,A,dt_bias,norm_w,conv,rec,b.first,b.starts,b.state_in,b.state_out,y.reshape(-1, vh, dv),parts
-    if n := _beside(card, vh, dk, dv, seqs):
-        run('delta_wide', (vh,n), 5*dv, *what, kh, seqs, rows,
-            shared=_room(dk, dv), DK=dk, DV=dv, SIGMOID=act, DEPTH=_DEPTH, BYTES=_room(dk, dv),
-            TAILS=tails, RECORD=record)
+    rows,seqs = len(x),b.num_seqs
+    what = x,conv_w,A,dt_bias,norm_w,conv,rec,b.first,b.starts,b.state_in,b.state_out
+    how = dict(DK=dk, DV=dv, SIGMOID=int(gate_act=='sigmoid'), TAILS=tails, RECORD=record)
+    n = _beside(card, vh, dk, dv, seqs)
+    if n and seqs<=_LEFT and _leaves(then, vh, dv):
+        made,tiles,form = room_for(rows, then)
+        to = None,None,made.tiles[0],float(eps)
+        _wide(n, (*what,*to,kh,seqs,rows,tiles), how|form|dict(COLUMNS=vh*dv), vh)
+        return made
+    y,parts = out or (card.empty((rows,vh*dv)),card.empty((rows,vh,dv//32)))
+    to = y.reshape(-1, vh, dv),parts
+    if n:
+        _wide(n, (*what,*to,None,0.,kh,seqs,rows,0), how, vh)
         return y,parts
     blocks = vh*dv//32*seqs
     few = rows>seqs and blocks<=_FEW  # verified rows of few sequences: registers rather than company
     # one on a multiprocessor where that is enough: the launch after this one finds room beside it
     alone = limits(card).third if blocks<=card.multiprocessors and not few else 0
-    run('delta_step', (vh//kh*dv//32, kh, seqs), 160, *what, rows,
-        shared=alone, DK=dk, DV=dv, SIGMOID=act, ROWS=4 if few else 1, RESIDENT=2 if few else 4, TAILS=tails, RECORD=record)
+    run('delta_step', (vh//kh*dv//32, kh, seqs), 160, *what, *to, rows,
+        shared=alone, ROWS=4 if few else 1, RESIDENT=2 if few else 4, **how)
     return y,parts

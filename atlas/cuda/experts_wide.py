@@ -109,24 +109,25 @@ def _halves(card, up, down, act, norm, picks, entries):
 ROUTER_ROWS = 4 # Of x, that a block of router.cu should have before there are more blocks
 
 def _router_grid(H, n, R, sms):
-    "Warps of a block of router.cu, rows of weights of each, and blocks"
-    pieces = _ceil(H, 256)
+    "Warps of a block of router.cu, rows of weights of each, rows of x at a time, and blocks"
+    pieces,few = _ceil(H, 256),R<=2*ROUTER_ROWS
     W = _ceil(pieces, _ceil(pieces, 8))
-    each = max(1, min(8//_ceil(pieces, W), 4*W))
+    most = 4 if few else 8 # Of a lane's columns: more rows of weights, and fewer blocks
+    each = max(1, min(most//_ceil(pieces, W), 4*W))
     across = _ceil(n, each)
     beside = 2 if W==pieces<=8 else 1 # Registers of a multiprocessor are those of so many
     down = max(_ceil(R, 32), min(_ceil(R, ROUTER_ROWS), beside*sms//across))
-    return W,each,(across,down)
+    return W,each,1 if few else 2,(across,down)
 
 def _logits(x, router, bias, gain, eps, E, sms, empty=None, own=None, ready=None):
     """The router's logits of rows `x`, and the counter that expert_slots.cu needs
 
     `empty` is emptied meanwhile, and `ready` gets the rows as `own` has them: (gain, crossed?)."""
     card,(R,H),n = card_of(x),x.shape,router.n
-    W,each,grid = _router_grid(H, n, R, sms)
+    W,each,rows,grid = _router_grid(H, n, R, sms)
     logits,met = card.empty((R,_ceil(n, 4)*4)),card.empty(1, 'int32')
     options = dict(HIDDEN=H, EXPERTS=E, FORMAT=router.fmt, NORM=int(gain is not None),
-        ROWS=2, WARPS=W, EACH=each)
+        ROWS=rows, WARPS=W, EACH=each)
     fours = 0 if empty is None else empty.size//4
     mine,crossed = own or (None,False)
     if own: options['READY'] = 1+crossed

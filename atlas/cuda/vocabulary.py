@@ -27,7 +27,7 @@ from .flash import flash
 from .gemm import as_halves,parts_of,units
 from .gemm_scaled import Rows,can_scale,gemm_with,takes
 from .gemv import embed as embed_rows,gemv,rmsnorm as norm_rows
-from .gemv_wide import Reader,gemv_wide
+from .gemv_wide import Prepared,Reader,gemv_wide
 from .mamba import mamba_step
 from .ngram import ngram as look_up
 from .pack import CARD_FORMATS,Packed,REQUANTIZED,can_join,card_format,join,packer
@@ -93,7 +93,8 @@ def _staged_once(rows, k)->bool:
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #87ee795c
 def _rows(x, w, **kw):
     "Rows of a step times the matrix `w`, as `gemv`"
-    if kw.get('prepared') or _staged_once(len(x), w.k): return gemv_wide(x, w, **kw)
+    made = isinstance(x, Prepared) or kw.get('prepared')
+    if made or _staged_once(len(x), w.k): return gemv_wide(x, w, **kw)
     return gemv(x, w, **kw)
 
 def _exact(s):
@@ -182,7 +183,10 @@ def gated_delta(s:Step, x, w:DeltaWeights, conv, rec):
     args = x,*weights,conv,rec,s.b,w.key_heads,w.gate_act
     if s.b.tiled:
         return delta_many(*args, w.eps, parts=_next_parts(s, w)),None
-    y,parts = delta_step(*args)
+    once = w.then is not None and _staged_once(len(x), w.then.k)
+    out = delta_step(*args, then=w.then if once else None, eps=w.eps)
+    if isinstance(out, Prepared): return out,None
+    y,parts = out
     return y,GroupNorm(parts, len(w.norm), w.eps)
 
 def mamba(s:Step, x, w:MambaWeights, conv, rec):

@@ -437,6 +437,20 @@ def _delta_wide(card, rng, run, **kw): return _delta(card, rng, run, False, seqs
 @_case('delta_prep + delta_many + gated_norm', '4 tiles', **_NETS)
 def _delta_tiles(card, rng, run, **kw): return _delta(card, rng, run, True, **kw)
 
+# %% ../../nbs/8_use/06_check.ipynb #336bbe9d
+@_case('delta_wide + gemv_wide', '16 rows', Qwen=dict(kh=16, vh=32, d=128))
+def _delta_product(card, rng, run, kh, vh, d):
+    "Rows that are left as tiles give the product the bits that it makes of float32 by itself"
+    b,host = _step(card, rng, list(_CROWD), False)
+    x,w,pools = _net(rng, host, kh, vh, d)
+    given = x,*w,pools[0],as_records(pools[1])
+    out = invented(card, (64,vh*d), CARD_FORMATS['nvfp4'])
+    def made(**kw): return delta_step(*map(card.upload, given), b, kh, **kw)
+    got = run(lambda: gemv_wide(made(then=out, eps=1e-6), out))
+    y,parts = made()
+    want = gemv_wide(y, out, parts=parts, group=d, eps=1e-6)
+    return [(card.download(got), card.download(want), 0)]
+
 # %% ../../nbs/8_use/06_check.ipynb #9a45cfd4
 @_case('delta_prep + delta_many + gated_halves', '4 tiles', Qwen=dict(kh=2, vh=8, d=128))
 def _delta_halves(card, rng, run, kh, vh, d):
