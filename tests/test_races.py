@@ -3,13 +3,14 @@ is 0xFF until it has waited. Which kernels may still run follows from who lets t
 import ctypes,functools,re,shutil
 import numpy as np,pytest
 from pathlib import Path
+from types import SimpleNamespace
 import atlas.card.card as card,atlas.card.launch
 from atlas.card.graph import Graph
 from atlas.ground.core import kernel_dir
 from atlas.card.emulator import Emulator,find_cxx
 from atlas.cuda import delta
 from atlas.cuda.gemv import rmsnorm
-from atlas.cuda.gemv_wide import gemv_wide
+from atlas.cuda.gemv_wide import Prepared,gemv_wide
 from atlas.cuda.pack import pack
 from atlas.ground.formats import QTensor
 from test_card import SamplingParams,Request,engine,ids_of,models,serve
@@ -88,6 +89,33 @@ def test_products_of_many_rows_wait(overlap):
     overlap.on = False
     want = chain(np.random.default_rng(0))
     assert (got==want).all()
+
+def left(rng, seqs=8, vh=2):
+    "A product, a delta net that leaves its rows as tiles for the next one, and that"
+    card = Emulator()
+    def up(*shape): return card.upload(rng.standard_normal(shape, dtype='f4'))
+    def ids(a): return card.upload(np.asarray(a, 'i4'))
+    def matrix(n, k):
+        return pack(QTensor.encode(rng.standard_normal((n,k), dtype='f4'), 'NVFP4'), card)
+    C = 256+128*vh
+    states = rng.standard_normal((seqs,vh,128,128), dtype='f4')
+    pools = up(2*seqs,3,C),card.upload(delta.as_records(states))
+    n = np.arange(seqs)
+    b = SimpleNamespace(first=ids(range(seqs+1)), starts=ids([9]*seqs), state_in=ids(2*n),
+        state_out=ids(2*n+1), num_seqs=seqs)
+    width = C+130*vh
+    x,into,out = up(seqs,64),matrix(width, 64),matrix(64, 128*vh)
+    net = up(C,4),-abs(up(vh)),up(vh),up(128)
+    y = gemv_wide(x, into)
+    made = delta.delta_step(y, *net, *pools, b, 1, then=out, eps=1e-6)
+    assert isinstance(made, Prepared)
+    return card.download(gemv_wide(made, out))
+
+def test_rows_left_as_tiles_wait(overlap):
+    got = left(np.random.default_rng(0))
+    assert {'delta_wide','gemv_wide'}<=overlap.names and overlap.hidden>10_000
+    overlap.on = False
+    assert (got==left(np.random.default_rng(0))).all()
 
 def test_a_kernel_that_forgets_to_wait_is_seen(overlap, tmp_path):
     m,p = models('llama', 'bf16')[1],tmp_path/'kernels'/'gemv.cu'
