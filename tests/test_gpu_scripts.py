@@ -29,6 +29,7 @@ SCRIPTS = [
     ('wide', ['--rows','16','--sweep','1']),
     ('table', []),
     ('starts', []),
+    ('sleeping', []),
     ('many', ['--part','chunks'])]
 
 @pytest.mark.parametrize('name,more', SCRIPTS)

@@ -7,6 +7,7 @@ import httpx,numpy as np,pytest
 from atlas.card.arena import Arena,HostCopy
 from atlas.card.device import Budget,Host,Memory
 from atlas.card.emulator import Emulator,strips_whole
+from atlas.cuda.checksum import arrays_of
 from atlas.engine.loading import LoadedModel
 from atlas.engine.runner import Runner
 from atlas.engine.sleep import Asleep,CurrentEngine,PackedWeights
@@ -22,6 +23,8 @@ from toys import greedy,prompt,serve,toy  # noqa: E402
 
 K = 1<<10
 emu = Emulator()
+
+def copy_of(region): return HostCopy(region, arrays_of(emu).sums)
 
 # -- an arena ------------------------------------------------------------------------------------
 
@@ -41,8 +44,9 @@ def as_they_were(a):
 
 def test_regions_sleep_together(arena):
     where,mapped = [emu.address(x) for x in arena.arrays],arena.mapped
-    assert arena.sleep(weights=True)==mapped and arena.mapped==arena.budget.used==0
-    assert arena.sleep(weights=True)==0 # they do already
+    copy = copy_of(arena['weights'])
+    assert arena.sleep(weights=copy)==mapped and arena.mapped==arena.budget.used==0
+    assert arena.sleep(weights=copy)==0 # they do already
     arena.wake()
     assert as_they_were(arena) and arena.mapped==arena.budget.used==mapped
     assert [emu.address(x) for x in arena.arrays]==where
@@ -61,41 +65,54 @@ class Failing:
     "Brings nothing back"
     def fill(self, region): raise OSError('the disk is gone')
 
-@pytest.mark.parametrize('how', ['budget','device','source','damaged'])
+def spoil(copy, how):
+    "A bit, or the places of two words; once more, and all is as it was"
+    words = copy.buffers[0].view('u8')
+    if how=='damaged': words[9] ^= 1
+    if how=='swapped': words[[9,999]] = words[[999,9]]
+
+@pytest.mark.parametrize('how', ['budget','device','source','damaged','swapped'])
 def test_no_waking(arena, how, monkeypatch):
     "Whatever fails while waking: all regions sleep on, owe nothing, and wake when they can"
-    arena.sleep(weights=Failing() if how=='source' else True)
-    kept = arena['weights'].kept
+    kept = Failing() if how=='source' else copy_of(arena['weights'])
+    arena.sleep(weights=kept)
     if how=='budget': arena.budget.take('others', arena.budget.left-200*K) # enough for one of them
     if how=='device': monkeypatch.setattr(Emulator, 'memory', lambda self: Memory(1<<30, 100*K))
-    if how=='damaged': kept.buffers[0][99] ^= 1
+    if how!='source': spoil(kept, how)
     with pytest.raises(OSError if how=='source' else DeviceError): arena.wake()
     assert all(r.asleep for r in arena.regions.values()) and arena.mapped==0
     monkeypatch.undo()
     arena.budget.give('others')
     assert arena.budget.used==0 and arena['weights'].kept is kept
-    if how=='damaged': kept.buffers[0][99] ^= 1
     if how=='source': return
+    spoil(kept, how)
     arena.wake()
     assert as_they_were(arena)
 
-def test_no_room_for_a_copy(arena, monkeypatch):
+def test_no_room_for_a_copy(monkeypatch):
     "Nothing is given up before all that is to be kept has been copied"
+    m = made('llama')
+    want = asked(m)
     def no(self, sizes): raise OutOfMemoryError('there is no room for a copy')
-    monkeypatch.setattr(type(arena.pages), 'buffers', no)
-    w,k = arena.arrays
-    k[:] = 5
-    with pytest.raises(OutOfMemoryError): arena.sleep(weights=True)
-    assert arena.mapped and not any(r.asleep for r in arena.regions.values()) and (k==5).all()
+    monkeypatch.setattr(type(m.arena.pages), 'buffers', no)
+    mapped = m.arena.mapped
+    with pytest.raises(OutOfMemoryError): m.sleep()
+    assert m.arena.mapped==mapped and not m.asleep and not any(r.asleep for r in m.arena.regions.values())
+    assert asked(m)==want
+    m.close()
 
 def test_a_copy_knows_what_it_is_of(arena):
     r,(w,_) = arena['weights'],arena.arrays
-    copy = HostCopy(r)
+    copy = copy_of(r)
     assert copy.of(r) and copy.nbytes==r.mapped
     w[7] += 1
     assert not copy.of(r)
     copy.fill(r)
     assert copy.of(r) and w[7]==7
+    w[[4,900]] = w[[900,4]]
+    assert not copy.of(r) # all of it is there, but not where it was
+    copy.fill(r)
+    assert w[4]==4
 
 # -- a model -------------------------------------------------------------------------------------
 
@@ -253,18 +270,43 @@ def shared(monkeypatch, tmp_path):
     monkeypatch.setattr(Emulator, 'integrated', True)
     return lambda kind, **kw: made(TOYS.get(kind, kind), **KINDS[kind]|dict(cache_packed=tmp_path)|kw)
 
-@pytest.mark.parametrize('kind', KINDS)
-def test_woken_from_a_file(kind, shared):
-    "Where host and card are one memory: nothing is copied, and what comes back is the same, with its graphs"
-    m = shared(kind)
+def woken_from_a_file(m, levels):
     want = asked(m)
-    for _ in '12':
+    for level in levels:
         graphs = dict(m.engine.stepper.graphs)
-        m.sleep()
+        assert m.sleep(level)['level']==level
         kept = m.arena['weights'].kept
         assert isinstance(kept, PackedWeights) and kept.nbytes<m.model.max_seq_len*1024*4
         m.wake()
         assert m.engine.stepper.graphs==graphs and asked(m)==want
+    m.close()
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_woken_from_a_file(kind, shared):
+    "Where host and card are one memory: nothing is copied, and what comes back is the same, with its graphs"
+    woken_from_a_file(shared(kind), (1,2))
+
+@pytest.mark.parametrize('kind', ['gpt_oss','drafts'])
+def test_level_2_keeps_nothing_in_memory(kind, tmp_path):
+    "Where a card has its own, too; a copy from before goes"
+    m = made(TOYS[kind], **KINDS[kind], cache_packed=tmp_path)
+    m.sleep()
+    m.wake()
+    assert isinstance(m.arena['weights'].kept, HostCopy)
+    woken_from_a_file(m, (2,2))
+
+@pytest.mark.parametrize('shares', [True,False])
+def test_deeper(shares, tmp_path, monkeypatch):
+    "A copy goes, and with it what only it had; a file stays what it was"
+    monkeypatch.setattr(Emulator, 'integrated', shares)
+    m = made('llama', cache_packed=tmp_path)
+    want,engine = asked(m),m.engine
+    m.sleep(1)
+    told = m.sleep(2)
+    assert told['level']==m.asleep==2 and m.sleep(1)['level']==2
+    assert not any(isinstance(r.kept, HostCopy) for n,r in m.arena.regions.items() if n=='weights')
+    m.wake()
+    assert (m.engine is engine)==shares and asked(m)==want
     m.close()
 
 @pytest.mark.parametrize('how', ['damaged','gone','cut','of another'])
@@ -284,7 +326,7 @@ def test_a_file_that_will_not_do(how, shared):
     m.close()
 
 def test_no_file_and_no_copy(shared):
-    "There weights are discarded at level 1, too"
+    "There waking is a start at level 1, too"
     m = made('llama')
     want = asked(m)
     assert m.sleep()['level']==1 and isinstance(m.engine, Asleep) and m.engine.engine is None

@@ -19,6 +19,8 @@ from contextlib import contextmanager,nullcontext
 from .device import Budget,Cuda,CudaFault,Device,Host,cores,driver,quiet
 
 # %% ../../nbs/2_card/02_arena.ipynb #df0425af
+_NORESERVE = 0x4000 if sys.platform=='linux' else 0 # MAP_NORESERVE
+
 class HostPages:
     "Addresses and memory of the host"
     kind,page = 'host',mmap.PAGESIZE
@@ -26,7 +28,7 @@ class HostPages:
     def __init__(self): self.maps = {}
     def reserve(self, nbytes:int)->int:
         "Where `nbytes` of addresses begin"
-        m = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE|mmap.MAP_ANONYMOUS|(0x4000 if sys.platform=='linux' else 0)) # MAP_NORESERVE
+        m = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE|mmap.MAP_ANONYMOUS|_NORESERVE)
         at = C.addressof(C.c_char.from_buffer(m))
         self.maps[at] = m
         self._protect(at, nbytes, 0)
@@ -35,7 +37,8 @@ class HostPages:
         "Give addresses back"
         self.maps.pop(at) # closed by the last array over it
     def _protect(self, at, nbytes, how):
-        if self._libc.mprotect(C.c_void_p(at), C.c_size_t(nbytes), how): raise DeviceError(f'mprotect: {os.strerror(C.get_errno())}')
+        failed = self._libc.mprotect(C.c_void_p(at), C.c_size_t(nbytes), how)
+        if failed: raise DeviceError(f'mprotect: {os.strerror(C.get_errno())}')
     def put(self, at, nbytes):
         "Put memory behind addresses; returns a handle"
         self._protect(at, nbytes, mmap.PROT_READ|mmap.PROT_WRITE)
@@ -51,17 +54,15 @@ class HostPages:
     def copying(self):
         "A context with what copies: to, from, bytes, direction; all is there behind it"
         yield lambda to, at, nbytes, how: C.memmove(to, at, nbytes)
-    def sums(self, spans)->list[int]:
-        "A checksum of each of `spans`, which are (address, bytes)"
-        def words(at, n): return np.frombuffer((C.c_ubyte*n).from_address(at), np.uint64)
-        return [int(words(*s).sum()) for s in spans]
-    def clear(self, at, nbytes): "Write zeros, where memory that was just put there may hold anything"
+    def clear(self, at, nbytes):
+        "Write zeros, where memory that was just put there may hold anything"
 
 # %% ../../nbs/2_card/02_arena.ipynb #c7450b21
 class _Location(C.Structure): _fields_ = [('type',C.c_int), ('id',C.c_int)]
 class _Prop(C.Structure):
     "The driver's CUmemAllocationProp"
-    _fields_ = [('type',C.c_int), ('handles',C.c_int), ('location',_Location), ('win32',C.c_void_p), ('flags',C.c_ubyte*8)]
+    _fields_ = [('type',C.c_int), ('handles',C.c_int), ('location',_Location),
+        ('win32',C.c_void_p), ('flags',C.c_ubyte*8)]
 class _Access(C.Structure): _fields_ = [('location',_Location), ('flags',C.c_int)]
 
 class CudaPages:
@@ -75,9 +76,13 @@ class CudaPages:
         with card.use(): card.xp.cuda.runtime.free(0) # makes the context
         can,n,here = C.c_int(),C.c_size_t(),_Location(1, card.index) # 1: a device
         self._call('cuDeviceGetAttribute', C.byref(can), 102, card.index)
-        if not can.value: raise DeviceError(f'{card.card} cannot map memory to reserved addresses', hint='Update the driver')
-        self.prop,self.access = _Prop(type=1, location=here),_Access(location=here, flags=3) # 1: pinned; 3: read and write
-        self._call('cuMemGetAllocationGranularity', C.byref(n), C.byref(self.prop), 1) # 1: the recommended one
+        if not can.value:
+            said = f'{card.card} cannot map memory to reserved addresses'
+            raise DeviceError(said, hint='Update the driver')
+        self.prop = _Prop(type=1, location=here) # 1: pinned
+        self.access = _Access(location=here, flags=3) # 3: read and write
+        recommended = 1
+        self._call('cuMemGetAllocationGranularity', C.byref(n), C.byref(self.prop), recommended)
         self.page = n.value
     def _call(self, name, *args):
         self.card.faults.check()
@@ -87,36 +92,52 @@ class CudaPages:
 @patch
 def reserve(self:CudaPages, nbytes:int)->int:
     "Where `nbytes` of addresses begin"
-    at = C.c_uint64()
-    self._call('cuMemAddressReserve', C.byref(at), C.c_size_t(nbytes), C.c_size_t(self.page), C.c_uint64(0), C.c_ulonglong(0))
+    at,n,aligned = C.c_uint64(),C.c_size_t(nbytes),C.c_size_t(self.page)
+    self._call('cuMemAddressReserve', C.byref(at), n, aligned, C.c_uint64(0), C.c_ulonglong(0))
     return at.value
+
 @patch
-def unreserve(self:CudaPages, at, nbytes): "Give addresses back"; self._call('cuMemAddressFree', C.c_uint64(at), C.c_size_t(nbytes))
+def unreserve(self:CudaPages, at, nbytes):
+    "Give addresses back"
+    self._call('cuMemAddressFree', C.c_uint64(at), C.c_size_t(nbytes))
 
 @patch
 def put(self:CudaPages, at, nbytes):
     "Put memory behind addresses; returns a handle"
-    handle,n = C.c_uint64(),C.c_size_t(nbytes)
-    create = lambda: self._call('cuMemCreate', C.byref(handle), n, C.byref(self.prop), C.c_ulonglong(0))
+    handle,where,n = C.c_uint64(),C.c_uint64(at),C.c_size_t(nbytes)
+    def create():
+        self._call('cuMemCreate', C.byref(handle), n, C.byref(self.prop), C.c_ulonglong(0))
     try: create()
     except OutOfMemoryError:
         if not quiet.now(self.card.tidy): raise
         create()
-    try: self._call('cuMemMap', C.c_uint64(at), n, C.c_size_t(0), handle, C.c_ulonglong(0))
-    except DeviceError: self.lib.cuMemRelease(handle); raise
-    try: self._call('cuMemSetAccess', C.c_uint64(at), n, C.byref(self.access), C.c_size_t(1))
-    except DeviceError: self.lib.cuMemUnmap(C.c_uint64(at), n); self.lib.cuMemRelease(handle); raise
+    try: self._call('cuMemMap', where, n, C.c_size_t(0), handle, C.c_ulonglong(0))
+    except DeviceError:
+        self.lib.cuMemRelease(handle)
+        raise
+    try: self._call('cuMemSetAccess', where, n, C.byref(self.access), C.c_size_t(1))
+    except DeviceError:
+        self.lib.cuMemUnmap(where, n)
+        self.lib.cuMemRelease(handle)
+        raise
     return handle.value
+
 @patch
 def take(self:CudaPages, at, nbytes, handle):
     "Take it away, with what was in it"
     self._call('cuMemUnmap', C.c_uint64(at), C.c_size_t(nbytes))
     self._call('cuMemRelease', C.c_uint64(handle))
 
+# %% ../../nbs/2_card/02_arena.ipynb #ed179697
+@patch
+def clear(self:CudaPages, at, nbytes):
+    "Write zeros, where memory that was just put there may hold anything"
+    with self.card.use(): self.card.xp.cuda.runtime.memset(at, 0, nbytes)
+
 # %% ../../nbs/2_card/02_arena.ipynb #81cada6b
 @patch
 def buffers(self:CudaPages, sizes):
-    "Memory of the host for copies, an array of each of `sizes` bytes in turn; several threads make what comes next"
+    "Memory of the host for copies, an array of each of `sizes` bytes; several threads make it"
     with ThreadPoolExecutor(cores()) as pool:
         for b in pool.map(_zeros, sizes):
             self._pin(b)
@@ -130,7 +151,7 @@ def _zeros(n):
 
 @patch
 def _pin(self:CudaPages, a):
-    "Fix `a` where it is, so that the card copies at full rate; where that cannot be, it copies all the same"
+    "Fix `a` where it is, for the full rate; where that cannot be, it is copied all the same"
     at,rt = a.ctypes.data,self.card.xp.cuda.runtime
     try:
         with self.card.use(): rt.hostRegister(at, a.nbytes, 0)
@@ -145,23 +166,9 @@ def copying(self:CudaPages):
     c = self.card.xp.cuda
     with self.card.use():
         stream = c.Stream(non_blocking=True)
-        try: yield lambda to, at, n, how: c.runtime.memcpyAsync(to, at, n, how, stream.ptr)
+        def copy(to, at, n, how): c.runtime.memcpyAsync(to, at, n, how, stream.ptr)
+        try: yield copy
         finally: stream.synchronize()
-
-# %% ../../nbs/2_card/02_arena.ipynb #ed179697
-@patch
-def sums(self:CudaPages, spans)->list[int]:
-    "A checksum of each of `spans`, which are (address, bytes)"
-    card = self.card
-    with card.use():
-        out = card.xp.zeros(len(spans), np.uint64)
-        for i,(at,n) in enumerate(spans): card.over(at, (n//8,), np.uint64).sum(out=out[i])
-        return card.download(out).tolist()
-
-@patch
-def clear(self:CudaPages, at, nbytes):
-    "Write zeros, where memory that was just put there may hold anything"
-    with self.card.use(): self.card.xp.cuda.runtime.memset(at, 0, nbytes)
 
 # %% ../../nbs/2_card/02_arena.ipynb #92006fc5
 @patch
@@ -170,11 +177,13 @@ def pages(self:Device)->HostPages:
     return HostPages()
 
 def pages_of(dev:Device):
-    "Pages of a device: `CudaPages`; or the host's, by which a region only counts what its arrays take elsewhere, for cards that cannot map memory"
+    """Pages of a device: `CudaPages`; or the host's, for cards that cannot map memory. By these
+    a region only counts what its arrays take elsewhere"""
     if dev.kind!='cuda': return dev.pages()
     try: return CudaPages(dev)
     except CudaFault: raise
-    except DeviceError as e: warnings.warn(f'{e.msg}: models on it cannot be put to sleep'); return HostPages()
+    except DeviceError as e: warnings.warn(f'{e.msg}: models on it cannot be put to sleep')
+    return HostPages()
 
 # %% ../../nbs/2_card/02_arena.ipynb #a4db2fc5
 @patch
@@ -195,7 +204,8 @@ def over(self:Device,
 def over(self:Cuda, at:int, shape, dtype='float32', owner=None):
     "An array over memory that is somebody else's"
     n,m = math.prod(shape)*np.dtype(dtype).itemsize,self.xp.cuda
-    return self.xp.ndarray(tuple(shape), dtype, memptr=m.MemoryPointer(m.UnownedMemory(at, max(1, n), owner, self.index), 0))
+    memory = m.UnownedMemory(at, max(1, n), owner, self.index)
+    return self.xp.ndarray(tuple(shape), dtype, memptr=m.MemoryPointer(memory, 0))
 
 # %% ../../nbs/2_card/02_arena.ipynb #0769abfb
 class Piece:
@@ -204,146 +214,58 @@ class Piece:
     def __init__(self, region, at, nbytes): self.region,self.at,self.nbytes = region,at,nbytes
     def __del__(self): self.region._back.append((self.at, self.nbytes))
     address = property(lambda self: self.region.at+self.at)
-    def __repr__(self): return f'Piece({human(self.nbytes)} of {self.region.name}, {self.at:,} from its start)'
-
-class Region:
-    "Named addresses, see `Arena.region`"
-    def __init__(self, arena, name:str, nbytes:int, flag:str='', budget:Budget|None=None, step:int|None=None):
-        self.arena,self.name,self.flag,self.pages = arena,name,flag,arena.pages
-        self.chunk = arena.chunk_of(step) if step else arena.step
-        self.budget = budget or arena.budget
-        self.size = -(-max(1, nbytes)//self.pages.page)*self.pages.page
-        self.at,self.used,self.asleep,self.kept = self.pages.reserve(self.size),0,False,None
-        self._holes,self._back,self._lock,self._handles = [(0, self.size)],deque(),threading.RLock(),{}
-        self._end = weakref.finalize(self, _drop, arena.device, self.pages, self.at, self._handles, self.budget, name, self.size, self.chunk)
-        self._end.atexit = False # the system takes it all back then
-    left = property(lambda self: self.size-self.used, doc='Bytes of addresses not taken')
-    _maps = property(lambda self: self.pages.kind=='cuda' or self.arena.device.kind!='cuda', doc='Do arrays lie where pieces say?')
-    mapped = property(lambda self: sum(_span(i, self.size, self.chunk)[1] for i in self._handles), doc='Bytes of memory')
     def __repr__(self):
-        state = 'asleep' if self.asleep else f'{human(self.used)} used of {human(self.mapped)} mapped'
-        return f'Region({self.name}: {state}, {human(self.size)} reserved)'
+        return f'Piece({human(self.nbytes)} of {self.region.name}, {self.at:,} from its start)'
 
-def _span(i, size, chunk): "Where chunk `i` begins, and its bytes"; return i*chunk,min(chunk, size-i*chunk)
+def _span(i, size, chunk)->tuple[int,int]:
+    "Where chunk `i` begins, and its bytes"
+    return i*chunk,min(chunk, size-i*chunk)
 
-def _drop(device, pages, at, handles, budget, name, size, chunk, soon=quiet.soon, finalizing=sys.is_finalizing):
+def _drop(device, pages, at, handles, budget, name, size, chunk,
+    soon=quiet.soon, finalizing=sys.is_finalizing):
     "The end of a region: of its memory and of its addresses, as soon as no graph is being recorded"
     def free():
         device.synchronize()
         while handles:
-            i,h = handles.popitem(); n = min(chunk, size-i*chunk)
-            pages.take(at+i*chunk, n, h); budget.give(name, n)
+            i,h = handles.popitem()
+            off,n = _span(i, size, chunk)
+            pages.take(at+off, n, h)
+            budget.give(name, n)
         pages.unreserve(at, size)
     if not finalizing(): soon(free)
 
-# %% ../../nbs/2_card/02_arena.ipynb #7335ca0e
-@patch
-def _map(self:Region, i):
-    "Put memory behind chunk `i`, paid from the budget; nothing is taken where there is too little"
-    budget,(off,n) = self.budget,_span(i, self.size, self.chunk)
-    budget.take(self.name, n, self.flag)
-    try: self._handles[i] = self.pages.put(self.at+off, n)
-    except DeviceError as e:
-        budget.give(self.name, n)
-        if isinstance(e, OutOfMemoryError): raise OutOfMemoryError(f'{self.name}: {human(n)} more do not fit on {self.arena.device.name}, where {self.arena.device.memory()}',
-            hint=f'Free memory, or lower {self.flag or "the utilization"}') from e
-        raise
-
-@patch
-def _unmap(self:Region, i):
-    off,n = _span(i, self.size, self.chunk)
-    self.pages.take(self.at+off, n, self._handles.pop(i)); self.budget.give(self.name, n)
-    return n
-
-@patch
-def _cover(self:Region, chunks):
-    "Have memory behind all `chunks`, or behind no more than now"
-    new = []
-    try:
-        for i in chunks:
-            if i not in self._handles: self._map(i); new.append(i)
-    except DeviceError:
-        for i in new: self._unmap(i)
-        raise
-
-# %% ../../nbs/2_card/02_arena.ipynb #2a379430
-@patch
-def _settle(self:Region):
-    "Make holes of what was given back"
-    while self._back:
-        at,n = self._back.popleft(); end = at+n; self.used -= n
-        i = bisect_right(self._holes, (at,)); h = self._holes
-        if i<len(h) and h[i][0]==end: end = h.pop(i)[1]
-        if i and h[i-1][1]==at: i -= 1; at = h.pop(i)[0]
-        h.insert(i, (at, end))
-
-@patch
-def hold(self:Region,
-    nbytes:int,
-    align:int=256, # Bytes that its offset is a multiple of
-)->Piece:
-    "Room for one array; an `OutOfMemoryError` where addresses, the budget or the card's memory do not suffice, and a `DeviceError` in a region that is asleep"
-    n = -(-max(1, nbytes)//256)*256
-    with self._lock:
-        self._settle()
-        if self.asleep: raise DeviceError(f'Region {self.name} is asleep', hint='restore() it first')
-        for i,(start,end) in enumerate(self._holes):
-            at = -(-start//align)*align
-            if at+n<=end: break
-        else: raise OutOfMemoryError(f'Region {self.name} has {human(self.left)} of addresses left, and {human(n)} are needed at a stretch', hint='Reserve more: addresses cost nothing')
-        self._cover(range(at//self.chunk, (at+n-1)//self.chunk+1))
-        self._holes[i:i+1] = [h for h in ((start, at), (at+n, end)) if h[0]<h[1]]
-        self.used += n
-        return Piece(self, at, n)
-
-# %% ../../nbs/2_card/02_arena.ipynb #bdb3f312
-@patch
-def take(self:Region,
-    shape, # Of the array
-    dtype='float32',
-    align:int=256, # Bytes that its address is a multiple of
-):
-    "An array of the region, not initialised; errors as for `hold`"
-    shape = tuple(np.atleast_1d(shape).tolist())
-    if not self._maps:
-        with self.allocating(): return self.arena.device.empty(shape, dtype)
-    p = self.hold(math.prod(shape)*np.dtype(dtype).itemsize, align)
-    return self.arena.device.over(p.address, shape, dtype, p)
-
-# %% ../../nbs/2_card/02_arena.ipynb #4668bec9
-@patch
-def trim(self:Region)->int: # Bytes given back
-    "Give back the memory of chunks in which no array lies"
-    with quiet(), self._lock:
-        self._settle()
-        idle = [i for i in self._handles for off,n in [_span(i, self.size, self.chunk)] if any(s<=off and off+n<=e for s,e in self._holes)]
-        if idle: self.arena.device.synchronize()
-        return sum(map(self._unmap, idle))
-
-# %% ../../nbs/2_card/02_arena.ipynb #5788247b
-@patch
-def lend(self:Region,
-    at:int, # Address
-    nbytes:int,
-)->int: # Bytes given back
-    "Give back the memory of chunks that lie wholly within; nobody may touch them until `recall`"
-    first,end = -(-(at-self.at)//self.chunk),(at+nbytes-self.at)//self.chunk
-    with quiet(), self._lock:
-        those = [i for i in range(first, end) if i in self._handles]
-        if those: self.arena.device.synchronize()
-        return sum(map(self._unmap, those))
-
-@patch
-def recall(self:Region)->int: # Bytes taken
-    "Have memory again wherever arrays lie, zeros where it was lent; an `OutOfMemoryError` leaves all as it was"
-    with self._lock:
-        if self.asleep: return 0
-        new = [i for i in self._needed() if i not in self._handles]
-        self._cover(new)
-        for i in new:
-            off,n = _span(i, self.size, self.chunk)
-            self.pages.clear(self.at+off, n)
-        return sum(_span(i, self.size, self.chunk)[1] for i in new)
+# %% ../../nbs/2_card/02_arena.ipynb #1ad45385
+class Region:
+    "Named addresses, see `Arena.region`"
+    def __init__(self, arena, name:str, nbytes:int,
+        flag:str='', budget:Budget|None=None, step:int|None=None):
+        self.arena,self.name,self.flag,self.pages = arena,name,flag,arena.pages
+        self.chunk = arena.chunk_of(step) if step else arena.step
+        self.budget = budget or arena.budget
+        self.size = -(-max(1, nbytes)//self.pages.page)*self.pages.page
+        self.at,self.used = self.pages.reserve(self.size),0
+        self.asleep,self.kept = False,None
+        self._holes,self._back = [(0, self.size)],deque()
+        self._lock,self._handles = threading.RLock(),{}
+        mine = self.at,self._handles,self.budget,name,self.size,self.chunk
+        self._end = weakref.finalize(self, _drop, arena.device, self.pages, *mine)
+        self._end.atexit = False # the system takes it all back then
+    @property
+    def left(self)->int:
+        "Bytes of addresses not taken"
+        return self.size-self.used
+    @property
+    def _maps(self)->bool:
+        "Do arrays lie where pieces say?"
+        return self.pages.kind=='cuda' or self.arena.device.kind!='cuda'
+    @property
+    def mapped(self)->int:
+        "Bytes of memory"
+        return sum(_span(i, self.size, self.chunk)[1] for i in self._handles)
+    def __repr__(self):
+        state = f'{human(self.used)} used of {human(self.mapped)} mapped'
+        if self.asleep: state = 'asleep'
+        return f'Region({self.name}: {state}, {human(self.size)} reserved)'
 
 # %% ../../nbs/2_card/02_arena.ipynb #163cad23
 class Arena:
@@ -371,87 +293,187 @@ class Arena:
         self.regions[name] = Region(self, name, nbytes, flag, budget, step)
         return self.regions[name]
     def __getitem__(self, name): return self.regions[name]
-    mapped = property(lambda self: sum(r.mapped for r in self.regions.values()), doc='Bytes of memory')
-    def trim(self)->int: "Give back what no array lies in, as `Region.trim`"; return sum(r.trim() for r in self.regions.values())
-    def __repr__(self): return f'Arena({self.device.name}, {self.budget}, {", ".join(map(repr, self.regions.values()))})'
+    @property
+    def mapped(self)->int:
+        "Bytes of memory"
+        return sum(r.mapped for r in self.regions.values())
+    def trim(self)->int:
+        "Give back what no array lies in, as `Region.trim`"
+        return sum(r.trim() for r in self.regions.values())
+    def __repr__(self):
+        regions = ', '.join(map(repr, self.regions.values()))
+        return f'Arena({self.device.name}, {self.budget}, {regions})'
 
-# %% ../../nbs/2_card/02_arena.ipynb #66b0ceef
+# %% ../../nbs/2_card/02_arena.ipynb #7335ca0e
+@patch
+def _map(self:Region, i):
+    "Put memory behind chunk `i`, paid from the budget; nothing is taken where there is too little"
+    off,n = _span(i, self.size, self.chunk)
+    self.budget.take(self.name, n, self.flag)
+    try: self._handles[i] = self.pages.put(self.at+off, n)
+    except DeviceError as e:
+        self.budget.give(self.name, n)
+        if isinstance(e, OutOfMemoryError): raise self._no_room(n) from e
+        raise
+
+@patch
+def _no_room(self:Region, n)->OutOfMemoryError:
+    device = self.arena.device
+    said = f'{self.name}: {human(n)} more do not fit on {device.name}, where {device.memory()}'
+    return OutOfMemoryError(said, hint=f'Free memory, or lower {self.flag or "the utilization"}')
+
+@patch
+def _unmap(self:Region, i)->int: # Bytes given back
+    off,n = _span(i, self.size, self.chunk)
+    self.pages.take(self.at+off, n, self._handles.pop(i))
+    self.budget.give(self.name, n)
+    return n
+
+@patch
+def _cover(self:Region, chunks):
+    "Have memory behind all `chunks`, or behind no more than now"
+    new = []
+    try:
+        for i in chunks:
+            if i in self._handles: continue
+            self._map(i)
+            new.append(i)
+    except DeviceError:
+        for i in new: self._unmap(i)
+        raise
+
+# %% ../../nbs/2_card/02_arena.ipynb #2a379430
+@patch
+def _settle(self:Region):
+    "Make holes of what was given back"
+    holes = self._holes
+    while self._back:
+        at,n = self._back.popleft()
+        end = at+n
+        self.used -= n
+        i = bisect_right(holes, (at,))
+        if i<len(holes) and holes[i][0]==end: end = holes.pop(i)[1]
+        if i and holes[i-1][1]==at:
+            i -= 1
+            at = holes.pop(i)[0]
+        holes.insert(i, (at, end))
+
+@patch
+def _hole(self:Region, n, align)->tuple[int,int]:
+    "The first hole with room for `n` bytes, and where in it they would begin"
+    for i,(start,end) in enumerate(self._holes):
+        at = -(-start//align)*align
+        if at+n<=end: return i,at
+    said = f'{human(self.left)} of addresses left, and {human(n)} are needed at a stretch'
+    hint = 'Reserve more: addresses cost nothing'
+    raise OutOfMemoryError(f'Region {self.name} has {said}', hint=hint)
+
+# %% ../../nbs/2_card/02_arena.ipynb #bdb3f312
+@patch
+def _asleep(self:Region)->DeviceError:
+    return DeviceError(f'Region {self.name} is asleep', hint='restore() it first')
+
+@patch
+def hold(self:Region,
+    nbytes:int,
+    align:int=256, # Bytes that its offset is a multiple of
+)->Piece:
+    """Room for one array; an `OutOfMemoryError` where addresses, the budget or the card's memory
+    do not suffice, and a `DeviceError` in a region that is asleep"""
+    n = -(-max(1, nbytes)//256)*256
+    with self._lock:
+        self._settle()
+        if self.asleep: raise self._asleep()
+        i,at = self._hole(n, align)
+        self._cover(range(at//self.chunk, (at+n-1)//self.chunk+1))
+        start,end = self._holes[i]
+        self._holes[i:i+1] = [h for h in ((start, at), (at+n, end)) if h[0]<h[1]]
+        self.used += n
+        return Piece(self, at, n)
+
+@patch
+def take(self:Region,
+    shape, # Of the array
+    dtype='float32',
+    align:int=256, # Bytes that its address is a multiple of
+):
+    "An array of the region, not initialised; errors as for `hold`"
+    shape = tuple(np.atleast_1d(shape).tolist())
+    if not self._maps:
+        with self.allocating(): return self.arena.device.empty(shape, dtype)
+    p = self.hold(math.prod(shape)*np.dtype(dtype).itemsize, align)
+    return self.arena.device.over(p.address, shape, dtype, p)
+
+# %% ../../nbs/2_card/02_arena.ipynb #4668bec9
+@patch
+def _idle(self:Region)->list: # Chunks
+    "Where no array lies"
+    def free(i):
+        off,n = _span(i, self.size, self.chunk)
+        return any(s<=off and off+n<=e for s,e in self._holes)
+    return [i for i in self._handles if free(i)]
+
+@patch
+def trim(self:Region)->int: # Bytes given back
+    "Give back the memory of chunks in which no array lies"
+    with quiet(), self._lock:
+        self._settle()
+        idle = self._idle()
+        if idle: self.arena.device.synchronize()
+        return sum(map(self._unmap, idle))
+
+# %% ../../nbs/2_card/02_arena.ipynb #20d67c29
 @patch
 def _needed(self:Region)->list: # Chunks
     "Where arrays lie"
     self._settle()
     edges = [0,*(x for h in self._holes for x in h),self.size]
-    return sorted({i for s,e in zip(edges[::2], edges[1::2]) if s<e for i in range(s//self.chunk, (e-1)//self.chunk+1)})
+    taken = [(s, e) for s,e in zip(edges[::2], edges[1::2]) if s<e]
+    return sorted({i for s,e in taken for i in range(s//self.chunk, (e-1)//self.chunk+1)})
+
+# %% ../../nbs/2_card/02_arena.ipynb #5788247b
+@patch
+def lend(self:Region,
+    at:int, # Address
+    nbytes:int,
+)->int: # Bytes given back
+    "Give back the memory of chunks that lie wholly within; nobody may touch them until `recall`"
+    first,end = -(-(at-self.at)//self.chunk),(at+nbytes-self.at)//self.chunk
+    with quiet(), self._lock:
+        those = [i for i in range(first, end) if i in self._handles]
+        if those: self.arena.device.synchronize()
+        return sum(map(self._unmap, those))
 
 @patch
-def spans(self:Region)->list[tuple[int,int]]: # (address, bytes)
-    "The chunks that arrays lie in"
-    found = [_span(i, self.size, self.chunk) for i in self._needed()]
-    return [(self.at+off, n) for off,n in found]
-
-# %% ../../nbs/2_card/02_arena.ipynb #233447ef
-def _groups(spans, most):
-    "`spans` in order, as many at a time as have `most` bytes"
-    some,size = [],0
-    for s in spans:
-        if some and size+s[1]>most:
-            yield some
-            some,size = [],0
-        some.append(s)
-        size += s[1]
-    if some: yield some
-
-# %% ../../nbs/2_card/02_arena.ipynb #1d6e5503
-class HostCopy:
-    "What lies in a region, in memory of the host"
-    most = 256<<20 # Bytes of a buffer
-    def __init__(self, region:Region):
-        self.spans,self.buffers,pages = region.spans(),[],region.pages
-        groups = list(_groups(self.spans, self.most))
-        sizes = [sum(n for _,n in some) for some in groups]
-        with pages.copying() as copy:
-            for some,buffer in zip(groups, pages.buffers(sizes)):
-                self.buffers.append(buffer) # the next one is made while this is filled
-                to = buffer.ctypes.data
-                for at,n in some:
-                    copy(to, at, n, 2)  # 2: to the host
-                    to += n
-        self.sums = pages.sums(self.spans)
-    nbytes = property(lambda self: sum(n for _,n in self.spans))
-    def of(self, region)->bool:
-        "Is it still what lies in `region`?"
-        return region.spans()==self.spans and region.pages.sums(self.spans)==self.sums
-    def fill(self, region):
-        "Write back what arrays still lie in; a `DeviceError` if that is not what arrives"
-        here,groups = dict.fromkeys(region.spans()),_groups(self.spans, self.most)
-        with region.pages.copying() as copy:
-            for buffer,some in zip(self.buffers, groups):
-                at = buffer.ctypes.data
-                for to,n in some:
-                    if (to,n) in here: copy(to, at, n, 1)  # 1: from the host
-                    at += n
-        sums = dict(zip(self.spans, self.sums))
-        if region.pages.sums(list(here))==[sums[s] for s in here]: return
-        raise DeviceError(f'{region.name} did not come back as it was', hint='Load the model anew')
-    def __repr__(self): return f'HostCopy({human(self.nbytes)})'
+def recall(self:Region)->int: # Bytes taken
+    """Have memory again wherever arrays lie, zeros where it was lent; an `OutOfMemoryError` leaves
+    all as it was"""
+    with self._lock:
+        if self.asleep: return 0
+        new = [i for i in self._needed() if i not in self._handles]
+        self._cover(new)
+        spans = [_span(i, self.size, self.chunk) for i in new]
+        for off,n in spans: self.pages.clear(self.at+off, n)
+        return sum(n for _,n in spans)
 
 # %% ../../nbs/2_card/02_arena.ipynb #b1b054c4
 @patch
 def release(self:Region,
-    keep=False, # What `restore` fills it by: an object with `fill(region)`; True: a copy in the host's memory
+    keep=None, # What `restore` fills it by: an object with `fill(region)`; None: with zeros
 )->int: # Bytes given back
-    "Give the memory back, and keep the addresses; the caller sees to it that nothing uses it until `restore`"
+    "Give the memory back, and keep the addresses; nobody may use it until `restore`"
     with quiet(), self._lock:
         if self.asleep: return 0
         self._can_sleep()
         self.arena.device.synchronize()
-        self.kept = HostCopy(self) if keep is True else keep or None
+        self.kept = keep
         self.asleep = True
         return sum(map(self._unmap, list(self._handles)))
 
 @patch
 def restore(self:Region)->bool: # Is its content back, too?
-    "Map memory at the same addresses, as much as arrays lie in; an `OutOfMemoryError` leaves it asleep"
+    """Map memory at the same addresses, as much as arrays lie in; an `OutOfMemoryError` leaves
+    it asleep"""
     with self._lock:
         if not self.asleep: return True
         self._cover(self._needed())
@@ -461,6 +483,12 @@ def restore(self:Region)->bool: # Is its content back, too?
             raise
         self.asleep = False
         return self.kept is not None or not self.used
+
+@patch
+def spans(self:Region)->list[tuple[int,int]]: # (address, bytes)
+    "The chunks that arrays lie in"
+    found = [_span(i, self.size, self.chunk) for i in self._needed()]
+    return [(self.at+off, n) for off,n in found]
 
 # %% ../../nbs/2_card/02_arena.ipynb #6b1a7cbb
 @patch
@@ -482,6 +510,68 @@ def _fill(self:Region):
     if self.kept: return self.kept.fill(self)
     for at,n in self.spans(): self.pages.clear(at, n)
 
+# %% ../../nbs/2_card/02_arena.ipynb #233447ef
+def _groups(spans, most):
+    "`spans` in order, as many at a time as have `most` bytes"
+    some,size = [],0
+    for s in spans:
+        if some and size+s[1]>most:
+            yield some
+            some,size = [],0
+        some.append(s)
+        size += s[1]
+    if some: yield some
+
+# %% ../../nbs/2_card/02_arena.ipynb #1d6e5503
+class HostCopy:
+    "What lies in a region, in memory of the host"
+    most = 256<<20 # Bytes of a buffer
+    def __init__(self,
+        region:Region,
+        sums, # (arrays of bytes) -> a checksum of each, which sees words that change places, too
+    ):
+        region._can_sleep()
+        self.spans,self._sums = region.spans(),sums
+        with quiet():
+            region.arena.device.synchronize()
+            self.buffers = list(self._copied(region.pages))
+            self.sums = self._summed(region, self.spans)
+    nbytes = property(lambda self: sum(n for _,n in self.spans))
+    def _copied(self, pages):
+        "Buffers of the host with what is in the spans"
+        groups = list(_groups(self.spans, self.most))
+        sizes = [sum(n for _,n in some) for some in groups]
+        with pages.copying() as copy:
+            for some,buffer in zip(groups, pages.buffers(sizes)):
+                to = buffer.ctypes.data
+                for at,n in some:
+                    copy(to, at, n, 2)  # 2: to the host
+                    to += n
+                yield buffer # the next one is made while this is filled
+    def _summed(self, region, spans)->list[int]:
+        over = region.arena.device.over
+        return self._sums([over(at, (n,), 'uint8') for at,n in spans])
+    def of(self, region)->bool:
+        "Is it still what lies in `region`?"
+        return region.spans()==self.spans and self._summed(region, self.spans)==self.sums
+    def __repr__(self): return f'HostCopy({human(self.nbytes)})'
+
+# %% ../../nbs/2_card/02_arena.ipynb #6899fd60
+@patch
+def fill(self:HostCopy, region:Region):
+    "Write back what arrays still lie in; a `DeviceError` if that is not what arrives"
+    here,groups = dict.fromkeys(region.spans()),_groups(self.spans, self.most)
+    with quiet():
+        with region.pages.copying() as copy:
+            for buffer,some in zip(self.buffers, groups):
+                at = buffer.ctypes.data
+                for to,n in some:
+                    if (to,n) in here: copy(to, at, n, 1)  # 1: from the host
+                    at += n
+        sums = dict(zip(self.spans, self.sums))
+        if self._summed(region, list(here))==[sums[s] for s in here]: return
+    raise DeviceError(f'{region.name} did not come back as it was', hint='Load the model anew')
+
 # %% ../../nbs/2_card/02_arena.ipynb #fe9389d8
 @patch
 def sleep(self:Arena,
@@ -491,9 +581,7 @@ def sleep(self:Arena,
     with quiet():
         for r in self.regions.values(): r._can_sleep()
         self.device.synchronize()
-        def source(r): return HostCopy(r) if keep.get(r.name) is True else keep.get(r.name)
-        sources = {r: source(r) for r in self.regions.values() if not r.asleep}
-        return sum(r.release(s) for r,s in sources.items())
+        return sum(r.release(keep.get(r.name)) for r in self.regions.values())
 
 @patch
 def wake(self:Arena):
@@ -519,14 +607,15 @@ def _enough(self:Arena, need):
 @patch
 def copied(self:Arena,
     name:str, # Of a region
-):
-    "What brings it back, as `Region.release` takes it: the copy that there is, True for a new one; None where a copy is of no use. An error where the host has no room for it"
+    sums, # As for `HostCopy`
+)->HostCopy|None: # None where a copy is of no use
+    "The copy that there is, or a new one; an `OutOfMemoryError` where the host has no room for it"
     region = self.regions[name]
     if self.device.integrated: return None
-    if region.kept and region.kept.of(region): return region.kept
+    if isinstance(region.kept, HostCopy) and region.kept.of(region): return region.kept
     region.kept = None
     Host().budget().take(name, region.mapped)
-    return True
+    return HostCopy(region, sums)
 
 @patch
 def unkeep(self:Arena, name:str):
@@ -546,7 +635,7 @@ def close(self:Region):
 
 @patch
 def close(self:Arena)->int: # Bytes of memory that arrays still lie in
-    "Give everything back that no array lies in any more; what is held by somebody goes when he lets go of it"
+    "Give everything back that no array lies in any more; what is held goes when it is let go of"
     self.trim()
     for r in [r for r in self.regions.values() if not r.used]: r.close()
     self.regions.clear()
@@ -556,9 +645,13 @@ def close(self:Arena)->int: # Bytes of memory that arrays still lie in
 @patch
 def malloc(self:Region, nbytes:int):
     "`hold` as CuPy's allocators have it"
-    p,m = self.hold(nbytes),self.arena.device.xp.cuda
-    at,owner = (p.address, p) if self._maps else ((q := self.arena.device.xp.get_default_memory_pool().malloc(p.nbytes)).ptr, (p, q))
-    return m.MemoryPointer(m.UnownedMemory(at, p.nbytes, owner, self.arena.device.index), 0)
+    p,xp,device = self.hold(nbytes),self.arena.device.xp,self.arena.device
+    at,owner = p.address,p
+    if not self._maps:
+        q = xp.get_default_memory_pool().malloc(p.nbytes)
+        at,owner = q.ptr,(p, q)
+    memory = xp.cuda.UnownedMemory(at, p.nbytes, owner, device.index)
+    return xp.cuda.MemoryPointer(memory, 0)
 
 @patch
 def allocating(self:Region,
@@ -613,7 +706,7 @@ def recall(self:HostArena)->int:
     "It comes back by itself"
     return 0
 @patch
-def copied(self:HostArena, name:str):
+def copied(self:HostArena, name:str, sums)->bool:
     "It stays where it is"
     return True
 @patch
@@ -622,12 +715,14 @@ def unkeep(self:HostArena, name:str): "There are no copies"
 # %% ../../nbs/2_card/02_arena.ipynb #b1fb8899
 @patch
 def arena(self:Device,
-    most:int|None=None, # Bytes that it may have, an `OutOfMemoryError` if fewer are free; None: what is free
+    most:int|None=None, # Bytes that it may have; None: what is free
 )->Arena:
-    "An arena for one model; the emulator leaves most of the host's memory alone where nobody says how much"
+    """An arena for one model; an `OutOfMemoryError` where fewer than `most` bytes are free. Where
+    nobody says how much, the emulator leaves most of the host's memory alone"""
     self.tidy()
+    budget = self.budget(self.share) if most is None else self.budget_of(most)
     # the smaller a chunk, the less is lost beside holes; 16 GiB of them take 84 ms to map
-    return Arena(self, self.budget(self.share) if most is None else self.budget_of(most), step=8<<20)
+    return Arena(self, budget, step=8<<20)
 
 @patch
 def budget_of(self:Device, nbytes:int)->Budget:
@@ -635,7 +730,8 @@ def budget_of(self:Device, nbytes:int)->Budget:
     free = self.memory().available
     if nbytes<=free: return Budget(nbytes)
     said = f'{human(nbytes)} are to be used of {self.name}, where {human(free)} are free'
-    raise OutOfMemoryError(said, hint='Lower --memory-budget or --gpu-memory-utilization, or free memory')
+    hint = 'Lower --memory-budget or --gpu-memory-utilization, or free memory'
+    raise OutOfMemoryError(said, hint=hint)
 
 @patch
 def arena(self:Host, most:int|None=None)->HostArena:
@@ -663,7 +759,7 @@ def forget(self:Host, arrays):
 # %% ../../nbs/2_card/02_arena.ipynb #545a0ffe
 @patch
 def lend(self:Device, arrays, room)->int: # Bytes given back
-    "Give back the memory of `arrays`, which lie in the region `room`, and which nobody touches until it is recalled"
+    "Give back the memory of `arrays` in the region `room`; nobody touches them until its `recall`"
     return sum(room.lend(self.address(a), a.nbytes) for a in arrays)
 
 @patch

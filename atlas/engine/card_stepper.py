@@ -17,6 +17,7 @@ from functools import partial
 from fastcore.basics import patch
 from ..cuda.accept import VerifyRows,accept_rows,next_rows
 from ..cuda.attend import PIECE,most_rows
+from ..cuda.checksum import checksums
 from ..cuda.sample import SampleTable,sample_rows,table_bytes
 from ..cuda.vocabulary import DEFAULTS
 from .cache import state_in
@@ -891,10 +892,11 @@ def warm(self:CardStepper):
     prompts = [partial(self._try_prompt, *p) for p in self._prompts(long)]
     replays = [partial(self._try_replay, *r) for r in self._replays(most)]
     decodes = [partial(self._try_decode, n) for n in (min(128, end),end)]
+    def summed(): checksums(self.card, [self.card.zeros((2,))]) # for sleep, and for packed files
     with self.here():
         with self.model.one_of_each(self.cache):
             # the largest arrays first: memory that they leave will do for the others
-            make_ready(self.card, *reversed(prompts), *reversed(replays), *decodes)
+            make_ready(self.card, *reversed(prompts), *reversed(replays), *decodes, summed)
             self.card.tidy()
             with self.prompt_memory(): self._try_prompt(long)
             with self.stream.turn(): self._try_decode(128)

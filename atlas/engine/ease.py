@@ -94,11 +94,12 @@ def _lend_run(self:LoadedModel, first, end)->int: # Bytes given back
 # %% ../../nbs/5_engine/16_ease.ipynb #061955c5
 @patch
 def _take_back(self:LoadedModel)->int: # Bytes
-    "Have memory for all blocks again"
+    "Have memory for all blocks again; on the host it comes when they are written"
+    lent = self.lent
     try: taken = self.room.recall()
     except OutOfMemoryError: return 0
     self.recalled()
-    return taken
+    return taken or lent
 
 @patch
 def recalled(self:LoadedModel):

@@ -195,13 +195,16 @@ def _compiled(self:Runner, n, request, e):
 
 # %% ../../nbs/5_engine/15_runner.ipynb #7b36e2b1
 @patch
-def _do(self:Runner, f): f()
+def _do(self:Runner, f):
+    f()
+    self.news = True # there may be other numbers to tell
 
 @patch
 def _call(self:Runner, n, op, kw):
     try:
         if op not in self.ops: raise UnsupportedError(f'This model does not offer {op!r}')
         self.sink.result(n, self.ops[op](**kw))
+        self.news = True
     except CudaFault: raise
     except (AtlasError,MemoryError) as e:
         self.sink.failed(n, own_error(e))

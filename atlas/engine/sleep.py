@@ -11,12 +11,14 @@ __all__ = ['Asleep', 'CurrentEngine', 'PackedWeights', 'packed_weights']
 import numpy as np
 from time import perf_counter
 from fastcore.basics import patch
-from ..card.arena import resident
+from ..card.arena import HostCopy,resident
 import atlas.engine.ease # gives models `recalled`
 from ..card.card import card_of
+from ..cuda.checksum import arrays_of
 from .loading import LoadedModel
 from ..ground.packed import flatten
-from ..ground.core import AsleepError,CheckpointError,EngineError,OutOfMemoryError,RequestError
+from ..ground.core import AsleepError,CheckpointError,EngineError
+from ..ground.core import OutOfMemoryError,RequestError
 
 # %% ../../nbs/5_engine/17_sleep.ipynb #d6095bbf
 class Asleep:
@@ -24,12 +26,14 @@ class Asleep:
     has_work,guides = False,None
     def __init__(self,
         name:str, # Of the model
+        stats:dict, # What the engine had to tell at last
         engine=None, # That goes on when it wakes; None: it is made anew
-    ): self.name,self.engine = name,engine
-    def add(self, request): raise AsleepError(f'{self.name} is asleep', hint='Wake it: POST /wake_up')
+    ): self.name,self._stats,self.engine = name,stats,engine
+    def add(self, request):
+        raise AsleepError(f'{self.name} is asleep', hint='Wake it: POST /wake_up')
     def abort(self, rid): return []
     def step(self): return []
-    def stats(self): return {}
+    def stats(self): return self._stats
     def close(self):
         "The engine is not needed any more"
         if self.engine: self.engine.close()
@@ -37,7 +41,8 @@ class Asleep:
 
 @patch
 def _rest(self:LoadedModel):
-    "Take in what is in the air, and forget all prefixes; an `EngineError` while somebody waits for an answer"
+    """Take in what is in the air, and forget all prefixes; an `EngineError` while somebody waits
+    for an answer"""
     s = self.engine.scheduler
     if s.has_work:
         n = len(s.seqs)
@@ -67,14 +72,16 @@ class PackedWeights:
     def __repr__(self): return f'PackedWeights({", ".join(str(s.path) for s,_ in self.pairs)})'
 
 def packed_weights(m:LoadedModel)->PackedWeights|None:
-    "The files of a model's weights; None where there are none, or not of all that lies in the region"
-    models = [x for x in (m.draft_model,m.model) if x]
+    "The files of a model's weights; None where there are none, or not of all that is in the region"
+    region = m.arena.regions.get('weights')
+    if not m._stores or not region: return None
     for s in m._stores: s.wait()
-    if not m._stores or not all(s.usable() for s in m._stores): return None
+    if not all(s.usable() for s in m._stores): return None
+    models = [x for x in (m.draft_model,m.model) if x]
     others = [a for x in models for t in x._rotary.values() if t for a in t if a is not None]
     known = [a for x in models for a in flatten(x.weights())[0].values()]+others
-    region = m.arena['weights']
-    return PackedWeights(list(zip(m._stores, models)), others) if _all_of(region, known) else None
+    if not _all_of(region, known): return None
+    return PackedWeights(list(zip(m._stores, models)), others)
 
 def _all_of(region, arrays)->bool:
     "Are `arrays` all that lies in `region`?"
@@ -84,9 +91,10 @@ def _all_of(region, arrays)->bool:
 
 # %% ../../nbs/5_engine/17_sleep.ipynb #8fd1bb66
 @patch
-def source(self:LoadedModel):
-    "What will bring the weights back: an object with `fill(region)`; True: a copy that is made now; None: there is no such thing"
-    try: copy = self.arena.copied('weights')
+def source(self:LoadedModel, level:int):
+    "What will bring the weights back: an object with `fill(region)`; None: there is no such thing"
+    if level==2: return packed_weights(self)
+    try: copy = self.arena.copied('weights', arrays_of(self.device).sums)
     except OutOfMemoryError:
         if found := packed_weights(self): return found
         raise
@@ -94,9 +102,10 @@ def source(self:LoadedModel):
 
 @patch
 def sleep(self:LoadedModel,
-    level:int=1, # 1: keep the weights, in memory of the host; 2: discard them, too
+    level:int=1, # 1: keep the weights, in memory of the host; 2: on the disk alone
 )->dict: # `level`, `bytes` given back, `seconds`
-    "Give memory back until `wake`. An error leaves all as it is: an `EngineError` while answers are under way, an `OutOfMemoryError` without room for a copy"
+    """Give memory back until `wake`. An error leaves all as it is: an `EngineError` while answers
+    are under way, an `OutOfMemoryError` without room for a copy"""
     if level not in (1,2): raise RequestError(f'level is {level!r}, expected 1 or 2', param='level')
     with self._lock:
         if self.engine is None: self._open()
@@ -104,40 +113,52 @@ def sleep(self:LoadedModel,
         if self.asleep<level: given = self._sleep(level)
         return dict(level=self.asleep, bytes=given, seconds=perf_counter()-start)
 
+# %% ../../nbs/5_engine/17_sleep.ipynb #5c684516
 @patch
 def _sleep(self:LoadedModel, level)->int: # Bytes given back
     "Go to sleep, or deeper"
-    if not self.asleep: self._rest()
-    source = self.source() if level==1 else None
-    for s in self._stores: s.stop() # who writes weights to a file has them no more
-    given = self._discard() if source is None else self._lie_down(source)
+    if self.asleep: given = self._deeper()
+    else:
+        self._rest()
+        source = self.source(level)
+        for s in self._stores: s.stop() # who writes weights to a file has them no more
+        given = self._discard() if source is None else self._lie_down(source)
     self.asleep = level
     self.device.tidy()
     return given
 
-# %% ../../nbs/5_engine/17_sleep.ipynb #5c684516
+@patch
+def _deeper(self:LoadedModel)->int: # Bytes given back
+    "Keep no weights in memory any more; what comes from a file does so at both levels"
+    kept = [r.kept for r in self.arena.regions.values()]
+    if any(isinstance(k, PackedWeights) for k in kept): return 0
+    return self._discard()
+
 @patch
 def _lie_down(self:LoadedModel, source)->int: # Bytes given back
     "Give the memory of all regions back; what lies in some of them will be brought back"
-    before = resident()
-    given = self.arena.sleep(weights=source, tables=True, drafts=True)
+    before,sums = resident(),arrays_of(self.device).sums
+    there = [(k, r) for k,r in self.arena.regions.items() if k in ('tables','drafts')]
+    small = {k: HostCopy(r, sums) for k,r in there}
+    given = self.arena.sleep(weights=source, **small)
     for c in self._caches(): self.device.forget(c.arrays())
-    self.engine = Asleep(self.name, self.engine)
+    self.engine = Asleep(self.name, self.engine.stats(), self.engine)
     return given or max(before-resident(), 0)
 
 @patch
 def _discard(self:LoadedModel)->int: # Bytes given back
     "Give back all but the right to load it anew"
-    before = resident()
+    before,said = resident(),self.engine.stats()
     given = self.arena.mapped
     self._give_back()
-    self.engine = Asleep(self.name)
+    self.engine = Asleep(self.name, said)
     return given or max(before-resident(), 0)
 
 # %% ../../nbs/5_engine/17_sleep.ipynb #f36e1dd4
 @patch
 def wake(self:LoadedModel)->dict: # `bytes` taken and `seconds`
-    "Be as before `sleep`, without prefixes. An error leaves it asleep: an `OutOfMemoryError` without room"
+    """Be as before `sleep`, without prefixes. An error leaves it asleep: an `OutOfMemoryError`
+    without room"""
     with self._lock:
         if self.engine is None: self._open()
         start = perf_counter()
@@ -168,8 +189,9 @@ def _filled(self:LoadedModel)->bool:
 @patch
 def _anew(self:LoadedModel):
     "Load it as at the start"
+    said = self.engine.stats()
     try: self._begin()
     except BaseException:
         self._give_back()
-        self.engine = Asleep(self.name)
+        self.engine = Asleep(self.name, said)
         raise

@@ -47,6 +47,53 @@ class Store:
         keys = [k for k in {*was,*self.made_of} if was.get(k)!=self.made_of.get(k)]
         return f'other {" and ".join(sorted(keys))}' if keys else None
 
+# %% ../../nbs/4_model/13_stored.ipynb #95be936f
+def _modest():
+    "Let others go first: this thread's processor time"
+    with suppress(OSError): os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+@patch
+def save(self:Store, model):
+    """Write the weights of a `Decoder`, which is left alone meanwhile; what goes wrong is an
+    `AtlasError`"""
+    try: self.path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as e: raise AtlasError(f'{self.path.parent} cannot be made: {e.strerror}') from e
+    save_dict(self.path, model.weights(), dict(made_of=self.made_of), arrays_of(model.device),
+        stop=self._stop.is_set, threads=2, start=_modest)
+
+@patch
+def save_beside(self:Store, model):
+    "Write them in a thread, unless they come from the file; the log tells how that ended"
+    if self.fresh: return
+    self._thread = threading.Thread(target=self._work, args=(model,), name='packed', daemon=True)
+    self._thread.start()
+
+@patch
+def _work(self:Store, model):
+    _modest()
+    start = perf_counter()
+    try: self.save(model)
+    except StoppedError: pass # the next start goes on
+    except AtlasError as e: _log.warning('The packed file is not kept: %s', e)
+    except RuntimeError:
+        if threading.main_thread().is_alive(): raise # else this process ends
+    except Exception: _log.exception('The packed file is not kept')
+    else: _log.info('Packed weights are in %s, after %.1f s', self.path, perf_counter()-start)
+
+# %% ../../nbs/4_model/13_stored.ipynb #24a7703c
+@patch
+def wait(self:Store):
+    "Until the file is written"
+    if self._thread: self._thread.join()
+
+@patch
+def stop(self:Store):
+    "Write no more, and wait for that: afterwards the weights may go"
+    self._stop.set()
+    self.wait()
+    self._thread = None
+    self._stop.clear()
+
 # %% ../../nbs/4_model/13_stored.ipynb #b216ac90
 @patch
 def load(self:Store,
@@ -95,55 +142,10 @@ def reload(self:Store,
     model, # A `Decoder` of these weights
     seen=None, # Called with numbers of bytes as they come, by any thread
 )->int: # Bytes
-    "Fill the arrays of `model` from the file; a `CheckpointError` where it is not what they were, and then they are nothing"
+    """Fill the arrays of `model` from the file; a `CheckpointError` where it is not what they
+    were, and then they are nothing"""
     with PackedFile(self.path) as f:
         if why := self._differs(f.meta): raise f.bad(f'it is of {why}')
         f.load(place=arrays_of(model.device), into=model.weights(), seen=seen)
         self.readings.append(f.reading)
         return f.reading.nbytes
-
-# %% ../../nbs/4_model/13_stored.ipynb #95be936f
-def _modest():
-    "Let others go first: this thread's processor time"
-    with suppress(OSError): os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-
-@patch
-def save(self:Store, model):
-    "Write the weights of a `Decoder`, which is left alone meanwhile; what goes wrong is an `AtlasError`"
-    try: self.path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as e: raise AtlasError(f'{self.path.parent} cannot be made: {e.strerror}') from e
-    save_dict(self.path, model.weights(), dict(made_of=self.made_of), arrays_of(model.device),
-        stop=self._stop.is_set, threads=2, start=_modest)
-
-@patch
-def save_beside(self:Store, model):
-    "Write them in a thread, unless they come from the file; the log tells how that ended"
-    if self.fresh: return
-    self._thread = threading.Thread(target=self._work, args=(model,), name='packed', daemon=True)
-    self._thread.start()
-
-@patch
-def _work(self:Store, model):
-    _modest()
-    start = perf_counter()
-    try: self.save(model)
-    except StoppedError: pass # the next start goes on
-    except AtlasError as e: _log.warning('The packed file is not kept: %s', e)
-    except RuntimeError:
-        if threading.main_thread().is_alive(): raise # else this process ends
-    except Exception: _log.exception('The packed file is not kept')
-    else: _log.info('Packed weights are in %s, after %.1f s', self.path, perf_counter()-start)
-
-# %% ../../nbs/4_model/13_stored.ipynb #24a7703c
-@patch
-def wait(self:Store):
-    "Until the file is written"
-    if self._thread: self._thread.join()
-
-@patch
-def stop(self:Store):
-    "Write no more, and wait for that: afterwards the weights may go"
-    self._stop.set()
-    self.wait()
-    self._thread = None
-    self._stop.clear()
