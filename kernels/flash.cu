@@ -13,15 +13,19 @@
 //   tile_seq, tile_start, tile_lo, tile_hi : [tiles] i32   sequence (-1: none), position of row 0, real rows lo..hi-1
 //   sinks    : [heads]                f32   or null: one more logit for each head, without a value
 //   out      : [r, qd]                f32   qd = heads*DIM; zeros in rows that are not real
+//   k_map, v_map                          WGMMA and FORMAT 3: of k and v, boxes of 8 rows of a head (lib/boxes.cuh); bs a multiple of 8, and kf, vf are not read
 //   window 0: none
 //   -D DIM= (head size, a multiple of 16) DB= (columns of a warp: DIM, or a part of it) HB= (heads of a block) KEYS= (of a piece) FORMAT=
 //    WGMMA= (1: by warpgroups) STAGES= (pieces in shared memory) SIDE= (blocks of a multiprocessor)
+//    TEAM= (with FORMAT 3: blocks that follow each other, of one key head, and share what is fetched)
 //   launch: <<<(heads/HB, tiles), 128*HB*DIM/DB, 64*HB*(2*halves+16) + KEYS*(4*halves+32) + 24*KEYS>>>
 //   or, WGMMA: <<<(heads/HB, tiles), 128*(HB*DIM/DB + 1), 1024 + 128*HB*DIM + STAGES*(2*KEYS*DIM + 16)>>>
 #include "lib/async.cuh"
+#include "lib/boxes.cuh"
 #include "lib/halves.cuh"
 #include "lib/kvcache.cuh"
 #include "lib/mma.cuh"
+#include "lib/team.cuh"
 #ifndef DIM
 #define DIM 256
 #endif
@@ -45,6 +49,9 @@
 #endif
 #ifndef SIDE
 #define SIDE 1
+#endif
+#ifndef TEAM
+#define TEAM 1
 #endif
 constexpr int TILE = 64, PARTS = DIM / DB, GROUPS = HB * PARTS, THREADS = 128 * (GROUPS + WGMMA);
 constexpr int P = KV_PLANES<FORMAT>, WIDE = DIM * P;  // halves of a number, and of a row
@@ -85,11 +92,12 @@ __device__ __forceinline__ void finish(unsigned char* to, const unsigned char* p
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, SIDE) flash(const __half* __restrict__ q, const __half* __restrict__ kf, const __half* __restrict__ vf,
+extern "C" TEAM_OF(TEAM) __global__ void __launch_bounds__(THREADS, SIDE) flash(const __half* __restrict__ q, const __half* __restrict__ kf, const __half* __restrict__ vf,
         const float* __restrict__ qkv, const unsigned char* __restrict__ k, const float* __restrict__ k_scale, const unsigned char* __restrict__ k_sub,
         const unsigned char* __restrict__ v, const float* __restrict__ v_scale, const unsigned char* __restrict__ v_sub, const int* __restrict__ tables,
         const int* __restrict__ starts, const int* __restrict__ tile_seq, const int* __restrict__ tile_start, const int* __restrict__ tile_lo,
-        const int* __restrict__ tile_hi, const float* __restrict__ sinks, float* out, float scale, int window, int heads, int kv, int width, int bs, int mb) {
+        const int* __restrict__ tile_hi, const float* __restrict__ sinks, float* out,
+        const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map, float scale, int window, int heads, int kv, int width, int bs, int mb) {
 #if WGMMA
     DYNAMIC_SHARED(unsigned char, room);
     const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, t = gridDim.y - 1 - blockIdx.y;
@@ -98,10 +106,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, SIDE) flash(const __half* 
     const Job job(room, start, hi, window, h0 / (heads / kv));
     if (warp >= 4 * GROUPS) {
         share_out(true);
-        const int fresh = kf && hi ? starts[seq] : 1 << 30;
-        Fetcher f{job, tables + (size_t)seq * mb, bs, kv, fresh, t * TILE,
-            warp % 4, lane, k_scale, v_scale};
-        f.all({k, k_sub, kf}, {v, v_sub, vf});
+        const int* const table = tables + (size_t)seq * mb;
+        if constexpr (BOXED) {
+            Boxes f{job, table, bs, lane, (int)blockIdx.x % TEAM};
+            if (warp == 4 * GROUPS) f.all(k_map, v_map);
+        } else {
+            const int fresh = kf && hi ? starts[seq] : 1 << 30;
+            Fetcher f{job, table, bs, kv, fresh, t * TILE, warp % 4, lane, k_scale, v_scale};
+            f.all({k, k_sub, kf}, {v, v_sub, vf});
+        }
+        if (TEAM > 1) team_sync();
         return;
     }
     share_out(false);
@@ -112,6 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, SIDE) flash(const __half* 
         m.ask(q + ((size_t)t * TILE * heads + h0 + m.rank) * DIM, (size_t)heads * DIM);
         m.all(soft, window);
     }
+    if (TEAM > 1) team_sync();
     auto& o = m.o;
     const float *sum = soft.sum, *top = soft.top, unit = 1.f;
     const int row0 = warp % 4 * 16 + lane / 4, c2 = lane % 4 * 2, from = m.part * DB;

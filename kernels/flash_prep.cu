@@ -156,6 +156,7 @@ extern "C" __global__ void __launch_bounds__(256, SIDE) flash_prep(const float* 
             const size_t at = (size_t)slots[row] * kv + (value ? h - heads - keys : h - heads);
             if (value) e.store(v, v_scale, v_sub, at, lane);
             else e.store(k, k_scale, k_sub, at, lane);
+            if (!kf) continue;
             unsigned* to = (unsigned*)((value ? vf : kf) + ((size_t)row * kv + (value ? h - heads - keys : h - heads)) * (DIM * P));
             #pragma unroll
             for (int i = 0; i < I; i++)

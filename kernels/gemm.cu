@@ -15,12 +15,17 @@
 //   -D PARTS=   1; 2: x in two parts, K once with each; 3: W too (f32), K once: of products of first parts, and of those with one second part, each 64
 //               columns are summed by themselves, then added up. Tiles have no say in the order of sums
 //   -D GROUPED= 0; 1: row of x is order[place]/top, row of y the place; 2: row of x is the place, row of y order[place]
+//   x_map : of x, boxes of BM rows (lib/boxes.cuh), for RING without GROUPED
 //   -D MT= NT= WM= WN= BK= STAGES=   a warp has 16*MT x 8*NT results, a block WM x WN warps, K goes by BK, 64 or 128; GROUPED: WM 1, MT 1 to 8
 //   -D BLOCKS=  that a multiprocessor is to hold at least
 //   -D WGMMA=   0; 1: by warpgroups of Hopper (lib/wgmma.cuh). WM 1, WN in fours, NT even, MT to 16, STAGES from 3; PARTS 1 or 2
-//   -D UNIT=    there, chunks of 32 columns that are decoded at once: 1, or with BK 128 2
-//   launch: <<<GROUPED ? (ceil(n/BN), slots) : (ceil(xrows/BM), ceil(n/BN)), 32*WM*WN, STAGES * (A + B + scales)>>>   A: two parts of x if PARTS is 3; BM = 16*MT*WM, BN = 8*NT*WN
-//           WGMMA: each stage in whole 1,024 bytes, and 1,024 more
+//   -D RING=    there, with PARTS 1, BK 64: blocks stay and go from tile to tile, so many stages of rows of x before them. 0: no, a
+//               block a tile
+//   -D TURNS=   there, with PARTS 1 and NT 2: rows of x lie in shared memory whole, and each group goes through so many times 64 rows of W, stages of its own; 1: no
+//   launch: <<<GROUPED ? (ceil(n/BN), slots) : (ceil(xrows/BM), ceil(n/BN)), 32*WM*WN, STAGES * (A + B + scales)>>>   A: two parts of x if PARTS is 3; BM = 16*MT*WM, BN = 8*NT*WN*TURNS
+//           WGMMA: each stage in whole 1,024 bytes, and 1,024 more; TURNS: WN/4 * STAGES * (64 rows of W and their scales) + 2*BM*kp + 1,024
+//           RING: <<<up to as many as there are tiles or multiprocessors, 32*WN + 128, RING*(128*BM + 16) + WN/2*(12*BM + 128*NT) + WN/4*STAGES*(32*NT rows of W and their scales) + 1,024>>>
+#include "lib/boxes.cuh"
 #include "lib/unpack.cuh"
 #include "lib/act.cuh"
 #ifndef FMT
@@ -59,35 +64,49 @@
 #ifndef WGMMA
 #define WGMMA 0
 #endif
-#ifndef UNIT
-#define UNIT 1
+#ifndef TURNS
+#define TURNS 1
 #endif
-#define THREADS (32 * WM * WN)
+#ifndef RING
+#define RING 0
+#endif
+#define THREADS (32 * WM * WN + (RING ? 128 : 0))
 using W = weights::FMT;
-constexpr int BM = 16 * MT * WM, BN = 8 * NT * WN, CH = BK / 32;
+constexpr int BM = 16 * MT * WM, BN = 8 * NT * WN * TURNS, CH = BK / 32;
+constexpr bool APIECE = TURNS > 1 || RING;                           // each group fetches what it has of W
+constexpr int BS = APIECE ? 32 * NT : BN;                              // rows of W in a stage
 constexpr int PER = W::BYTES / 4;                                   // 16-byte pieces of a row's chunk
 constexpr int SC = W::SCALE < 0 ? 4 : W::SCALE, SCH = W::SCALE < 0 ? 1 : CH;  // scales: bytes of a row's chunk, chunks a stage
-constexpr int BC = BN * PER * 16;                                   // bytes of a chunk of all rows of W
+constexpr int BC = BS * PER * 16;                                   // bytes of a chunk of all rows of W
 constexpr bool PAIR = ACTIVATION != ACT_NONE && ACTIVATION != ACT_RELU2;
 constexpr int XPARTS = PARTS == 3 ? 2 : 1;                          // parts of x in a stage
 constexpr int XROW = BK * 2, AP = BM * XROW, XSC = 0;               // of one, bytes of a row, and of all; no scales
-constexpr int A = XPARTS * AP, B = CH * BC, BYTES = A + B + SCH * SC * BN;
-constexpr int STAGE = WGMMA ? (BYTES + 1023) / 1024 * 1024 : BYTES;
+constexpr int A = APIECE ? 0 : XPARTS * AP, B = CH * BC, BYTES = A + B + SCH * SC * BS;
+constexpr int STAGE = WGMMA && !APIECE ? (BYTES + 1023) / 1024 * 1024 : BYTES;
 // What sums of a row of W are to be multiplied by
 __device__ __forceinline__ float factor(float aid) { return __fmul_rn(W::unit(aid), W::UNITY); }
 static_assert((BK == 64 || BK == 128) && (GROUPED == 0 || WM == 1), "see the contract");
 
 #if WGMMA
 #include "lib/tile_groups.cuh"
+#include "lib/tile_ring.cuh"
+#include "lib/tile_whole.cuh"
 #else
 #include "lib/tile_warps.cuh"
 #include "lib/finish.cuh"
 #endif
 
 #define BOUNDS THREADS, BLOCKS
+// RING: registers of a thread that fetches, and of one that multiplies, of all there are
+constexpr int FEWER = GROUPED ? 40 : 24, ALL = 65536 / THREADS / BLOCKS / 8 * 8 * (WN / 4 + 1);
+constexpr int MORE = (ALL - FEWER) / (WN / 4) / 8 * 8 < 240 ? (ALL - FEWER) / (WN / 4) / 8 * 8 : 240;
 constexpr int STEP = WGMMA ? 8 : 16, MOST = BM / STEP;  // rows by which a tile that is not full is cut
 __host__ __device__ constexpr int cut(int m) { return WGMMA && m <= MOST / 2 ? (m + 1) / 2 * 2 : m; }
+#if RING
+#define CUT(m) case m: if constexpr (4 * m < MOST && GROUPED) { g.template tile<4 * m>(after); break; }
+#else
 #define CUT(m) case m: if constexpr (m <= MOST) tile<cut(m)>(j, stages, meanwhile, put); break;
+#endif
 __device__ __forceinline__ unsigned char* aligned(unsigned char* p) {
 #if WGMMA
     return wgmma_aligned(p);
@@ -98,15 +117,69 @@ __device__ __forceinline__ unsigned char* aligned(unsigned char* p) {
 extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(const __half* __restrict__ x, const float* __restrict__ scale,
         const unsigned char* __restrict__ w, const unsigned char* __restrict__ s, const float* __restrict__ unit, const float* __restrict__ bias,
         const float* __restrict__ gate, const float* add, float* y, const int* __restrict__ order, const int* __restrict__ tiles,
-        int rows, int ld, int kp, int chunks, int blocks, int n, float limit, int top, int column, int gs, int as, int ys) {
+        const __grid_constant__ TensorMap x_map, int slots, int rows, int ld, int kp, int chunks, int blocks, int n, float limit, int top, int column, int gs, int as, int ys) {
     DYNAMIC_SHARED(unsigned char, memory);
     unsigned char* const stages = WGMMA ? aligned(memory) : memory;
+#if RING
+    const int n4 = (n + 3) / 4 * 4, out = PAIR ? n / 2 : n, nb = PAIR ? n4 : n, group = threadIdx.x / 128;
+    Job j = {(const unsigned char*)x, nullptr, w, s, nullptr, nullptr, ld / 8, chunks, blocks, kp / BK, 0};
+    unsigned char* const own = stages + RING * XSTAGE;
+    const Shared all = {stages, (Meeting*)own, (Meeting*)own + RING};
+    if (threadIdx.x < RING) {
+        meet_init(all.full + threadIdx.x, GROUPED ? HANDS : 1);
+        meet_init(all.empty + threadIdx.x, WN);
+        meet_ready();
+    }
+    __syncthreads();
+    const Tiles t(tiles, slots, n, rows);
+    const auto place = [&](const Tiles& t, int i) { return min(t.row + i, t.end - 1); };
+    const auto source = [&](const Tiles& t, int i) {
+        const int r = place(t, i);
+        return GROUPED == 1 ? order[r] / top : r;
+    };
+    if (group == WN / 4) {
+        wgmma_registers_down<FEWER>();
+        if (GROUPED || threadIdx.x % HANDS == 0) fetch_rows(all, t, j, x_map, source);
+        return;
+    }
+    wgmma_registers_up<MORE>();
+    const bool whole = (out | as | ys) % 2 == 0 && (((size_t)add | (size_t)y) & 7) == 0;
+    const auto learn = [&](const About& about, const Tiles& t) {
+        for (int i = threadIdx.x % 128; i < BM; i += 128) {
+            const int r = GROUPED == 2 ? order[place(t, i)] : place(t, i);
+            const float g = gate ? gate[(size_t)r * gs + column] : 0.f;
+            about.to[i] = t.row + i < t.end ? r : -1;
+            about.by[i] = scale[source(t, i)];
+            about.gated[i] = gate ? 1.f / (1.f + expf(-g)) : 1.f;
+        }
+        const int i = threadIdx.x % BS, row = t.expert * n4 + min(t.n0() + i, n4 - 1);
+        about.aids[i] = W::aid(unit ? unit[row] : 1.f);
+    };
+    const auto put = [&](const About& about, const Tiles& t, int row, auto& d) {
+        const float* const b = bias ? bias + (size_t)t.expert * nb : nullptr;
+        const Put p = {about.aids, b, add, y, about.by, about.gated, about.to, t.n0(), out, nb, as, ys, limit,
+                       gate != nullptr, whole};
+        p(row, d);
+    };
+    unsigned char* const abouts = own + 16 * RING + group * 2 * About::BYTES;
+    unsigned char* const mine = own + 16 * RING + WN / 2 * About::BYTES + group * STAGES * STAGE;
+    Group<decltype(learn), decltype(put)> g(all, t, j, mine, abouts, learn, put);
+    while (!g.t.over()) {
+        Tiles after = g.t;
+        after.next();
+        switch (GROUPED ? (g.t.height() + 3) / 4 : 0) {  // few loops: they share registers
+            CUT(1) CUT(2) CUT(3) CUT(4)
+            default: g.template tile<MOST>(after);
+        }
+        g.t = after;
+    }
+#else
     __shared__ int from[BM];                           // row of x of each row of the tile
     __shared__ __align__(8) int to[BM];                // and of y; -1: nobody wants it
     __shared__ __align__(8) float by[BM], gated[BM];   // its scale, and its gate
     __shared__ __align__(16) float aids[BN];
     const int n4 = (n + 3) / 4 * 4;
-    const int slot = GROUPED ? gridDim.y - 1 - blockIdx.y : 0;  // an expert that all share is last, and long
+    const int slot = GROUPED ? slots - 1 - (int)blockIdx.y : 0;  // an expert that all share is last, and long
     const int e = GROUPED ? tiles[slot * 3] : 0;
     if (e < 0) return;
     const int r0 = GROUPED ? tiles[slot * 3 + 1] : (int)blockIdx.x * BM, end = GROUPED ? tiles[slot * 3 + 2] : rows;
@@ -149,5 +222,6 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(const __half* __restri
     }
 #else
     tile<MOST / WM>(j, stages, meanwhile, put);
+#endif
 #endif
 }

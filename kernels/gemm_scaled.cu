@@ -13,7 +13,7 @@
 //   order : [picks]               i32   GROUPED: number of the pick at each place, sorted by expert; or null
 //   tiles : [slots, 3]            i32   GROUPED: expert, first place, end of the places of a tile; expert -1: nothing to do; or null
 //   -D FMT=     nvfp4, mxfp4; fp8, fp8_block only with FP8    -D FP8=  1: x is FP8, 0: NVFP4 (sm_120a, sm_121a)
-//   -D ACTIVATION= GROUPED= MT= NT= WN= STAGES= WGMMA= UNIT= BLOCKS=   as in gemm.cu; a block is WN warps side by side, K goes by 128; WGMMA only with FP8
+//   -D ACTIVATION= GROUPED= MT= NT= WN= STAGES= WGMMA= BLOCKS=   as in gemm.cu; a block is WN warps side by side, K goes by 128; WGMMA only with FP8
 //   launch: <<<GROUPED ? (ceil(n/BN), slots) : (ceil(xrows/BM), ceil(n/BN)), 32*WN, STAGES * (A + B)>>>   with their scales; BM = 16*MT, BN = 8*NT*WN; with WGMMA a stage is a multiple of 1,024, and 1,024 more
 #include "lib/act.cuh"
 #include "lib/mma.cuh"
@@ -46,9 +46,6 @@
 #ifndef WGMMA
 #define WGMMA 0
 #endif
-#ifndef UNIT
-#define UNIT 1
-#endif
 #ifndef BLOCKS
 #define BLOCKS 1
 #endif
@@ -60,7 +57,7 @@ using Narrow = narrow_weights::FMT;
 constexpr int BK = 128, CH = BK / 32, BM = 16 * MT, BN = 8 * NT * WN;
 constexpr int XROW = FP8 ? BK : BK / 2, XSC = FP8 ? 0 : BK / 16;  // of a row of x in a stage: bytes, scales
 constexpr int XPARTS = 1, AP = BM * XROW;
-constexpr int PER = W::BYTES / 4, BC = BN * PER * 16;        // of a row's chunk: pieces; bytes of all rows'
+constexpr int PER = W::BYTES / 4, BS = BN, BC = BS * PER * 16;        // of a row's chunk: pieces; bytes of all rows'
 constexpr bool TILED = W::SCALE < 0;                         // a scale for 128 columns of W
 constexpr bool PAIR = ACTIVATION != ACT_NONE && ACTIVATION != ACT_RELU2;
 constexpr int SC = TILED ? 4 : W::SCALE, SCH = TILED ? 1 : CH;

@@ -30,7 +30,8 @@ SCRIPTS = [
     ('table', []),
     ('starts', []),
     ('sleeping', []),
-    ('many', ['--part','chunks'])]
+    ('many', ['--part','chunks']),
+    ('parts', [])]
 
 @pytest.mark.parametrize('name,more', SCRIPTS)
 def test_on_the_emulator(name, more):

@@ -35,7 +35,7 @@ def test_compiles_and_spills_nothing(name, arch, cache):
 def test_products_of_warpgroups_run_on(d, cache):
     "nvcc says so where it makes each wait for the one before, and where it shares out no registers"
     for share in (1,4):
-        options = options_of(dict(DIM=d, FORMAT=3)|_groups(d, share, 1000, 132).options)
+        options = options_of(dict(DIM=d, FORMAT=3)|_groups(d, share, 1000, 132, 2).options)
         said = built(cache, 'flash', 'sm_90a', (*OPTIONS, *options)).said
         assert 'Performance Loss' not in said, said
         assert int(re.search(r'(\d+) bytes spill stores', said)[1])<=16, said

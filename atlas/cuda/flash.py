@@ -8,8 +8,9 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/attention/cuda.flash.html.md
 __all__ = ['flash']
 
 # %% ../../nbs/3_ops/attention/22_cuda.flash.ipynb #d9bdad47
+import functools
 from dataclasses import dataclass
-from ..card.card import card_of,limits,run
+from ..card.card import TensorMap,card_of,limits,run
 from ..ground.core import DeviceError
 from ..ops.linear import TILE
 
@@ -32,6 +33,7 @@ def _warps(card, d, share, planes=1):
         if room<=most and (heads==1 or share%2==0 and d<=256): return cut
     raise DeviceError(f'{card.name} has no shared memory for heads of {d} elements')
 
+# %% ../../nbs/3_ops/attention/22_cuda.flash.ipynb #b0xe5a10
 # Size of a head: heads of a block, keys of a piece, stages, blocks of a multiprocessor
 _GROUPS = {
     64: ((4,64,5,1), (1,128,5,2)),
@@ -39,21 +41,34 @@ _GROUPS = {
     256: ((2,80,4,1), (1,80,4,1)),
     512: ((1,48,3,1),)}
 
-def _groups(d, share, tiles, multiprocessors):
-    "By warpgroups: 64 rows of a head each, and one that fetches"
+def _groups(d, share, tiles, multiprocessors, team=1):
+    "By warpgroups: 64 rows of a head each, and one that fetches; up to `team` blocks share what is fetched"
     heads,keys,stages,side = next(g for g in _GROUPS[d] if share%g[0]==0)
     while heads>1 and 2*tiles<=heads*multiprocessors: heads //= 2 # some have nothing to do: smaller blocks
     room = 1024+heads*TILE*2*d+stages*(keys*2*d+16)
     columns = min(d, 256)
-    options = dict(WGMMA=1, DB=columns, HB=heads, KEYS=keys, STAGES=stages, SIDE=side)
+    team = team if share//heads%team==0 else 1
+    options = dict(WGMMA=1, DB=columns, HB=heads, KEYS=keys, STAGES=stages, SIDE=side, TEAM=team)
     return _Cut(options, 128*(heads*d//columns+1), room, heads)
 
 def _cut(card, d, share, fmt, tiles):
     "How `flash` is to compute so many tiles of heads of `d` elements, `share` of them to a key head"
     hopper = card.arch in ('sm_90a','emulated')
     if not hopper or fmt=='f32' or d not in _GROUPS: return _warps(card, d, share, 1+(fmt=='f32'))
-    return _groups(d, share, tiles, card.multiprocessors)
+    team = 2 if fmt=='f16' and card.arch=='sm_90a' else 1 # the emulator's blocks run one after the other
+    return _groups(d, share, tiles, card.multiprocessors, team)
 
+# %% ../../nbs/3_ops/attention/22_cuda.flash.ipynb #b0xe5a12
+@functools.lru_cache(1<<10)
+def _map(card, address, rows, kv, d):
+    "Rows of a pool in fp16 as boxes: eight of a head"
+    return card.tensor_map(address, (64,rows,d//64,kv), (2*kv*d,128,2*d), (64,8,d//64,1))
+
+def _maps(card, pool, boxed):
+    "Of keys and of values"
+    if not boxed: return TensorMap(),TensorMap()
+    rows = len(pool.k)*pool.block_size
+    return [_map(card, card.address(a), rows, pool.kv, pool.d) for a in (pool.k,pool.v)]
 
 # %% ../../nbs/3_ops/attention/22_cuda.flash.ipynb #4fc85b71
 def flash(
@@ -72,12 +87,13 @@ def flash(
     "Attention of tiles of prompts over the paged cache, from projection to projection"
     card,(R,width),d,heads,kv,planes = card_of(qkv),qkv.shape,a.head_dim,a.num_heads,a.num_kv_heads,1+(pool.fmt=='f32')
     y,q = card.empty((R, heads*d)) if out is None else out,card.empty((R,heads,d*planes), 'float16')
-    kf,vf = (None,None) if a.q_only else (card.empty((R,kv,d*planes), 'float16') for _ in 'kv')
+    cut = _cut(card, d, heads//kv, pool.fmt, heads*R//TILE)
+    boxed = pool.fmt=='f16' and 'WGMMA' in cut.options # keys and values are read from the pool alone
+    kf,vf = (None,None) if a.q_only or boxed else (card.empty((R,kv,d*planes), 'float16') for _ in 'kv')
     k,ks,kb,v,vs,vb = (x if x is None or x.dtype=='float32' else x.view('uint8') for x in pool.arrays)
     cos,sin,pos,axes = (None,)*4 if angles is None else (angles.cos,angles.sin,angles.pos.reshape(-1, R),angles.axes if angles.pos.ndim>1 else None)
     run('flash_prep', R, 256, qkv, q_norm, k_norm, cos, sin, pos, axes, b.slots, k, ks, kb, v, vs, vb, q, kf, vf, b.tile_lo, b.tile_hi, float(eps), R, width, heads, kv,
         0 if cos is None else cos.shape[1], a.gate, a.q_only, a.qk_norm=='all', pdl=False, DIM=d, FORMAT=pool.code, KEQV=int(a.k_eq_v), VNORM=int(a.v_norm))
-    cut = _cut(card, d, heads//kv, pool.fmt, heads*R//TILE)
     run('flash', (heads//cut.heads, R//TILE), cut.threads, q, kf, vf, qkv if a.gate else None, k, ks, kb, v, vs, vb, b.tables, b.starts, b.tile_seq, b.tile_start, b.tile_lo, b.tile_hi,
-        sinks, y, float(scale), window or 0, heads, kv, width, pool.block_size, b.tables.shape[1], shared=cut.shared, pdl=False, DIM=d, FORMAT=pool.code, **cut.options)
+        sinks, y, *_maps(card, pool, boxed), float(scale), window or 0, heads, kv, width, pool.block_size, b.tables.shape[1], shared=cut.shared, pdl=False, DIM=d, FORMAT=pool.code, **cut.options)
     return y

@@ -8,10 +8,11 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/linear/cuda.gemm.html.md"""
 __all__ = ['BK', 'halve', 'Halved', 'parts_of', 'as_halves', 'units', 'by_groups', 'launch_of', 'tile_of', 'gemm', 'product']
 
 # %% ../../nbs/3_ops/linear/13_cuda.gemm.ipynb #cdef1a43
+import functools
 from dataclasses import dataclass
 from types import SimpleNamespace
 from fastcore.basics import patch
-from ..card.card import card_of,limits,run
+from ..card.card import TensorMap,card_of,limits,run
 from .pack import CardFormat
 
 # %% ../../nbs/3_ops/linear/13_cuda.gemm.ipynb #03205b41
@@ -90,36 +91,50 @@ def by_groups(card)->bool:
     "Has `card` products of warpgroups, Hopper's?"
     return card.arch in ('sm_90a','emulated')
 
-def launch_of(f:CardFormat, d:dict)->tuple:
-    "BM, BN, threads and bytes of shared memory of a block"
+def launch_of(f:CardFormat, d:dict, k:int=0)->tuple:
+    "BM, BN, threads and bytes of shared memory of a block; k: columns, of a tile that has all of them there"
     bm,bn = 16*d['MT']*d['WM'],8*d['NT']*d['WN']
     threads = 32*d['WM']*d['WN']
     parts = 1+(f.parts>2)
     scales = d['BK']//32*f.scale or 4*bool(f.tile)
+    own = 32*d['NT'] # rows of W of a group
+    apiece = d['WN']//4*d['STAGES']*own*(d['BK']//32*f.chunk+scales)
+    if (turns := d.get('TURNS', 1))>1: return bm,bn*turns,threads,2*bm*-(-k//BK)*BK+apiece+1024
+    if ring := d.get('RING'):
+        about = d['WN']//2*4*(3*bm+own)
+        return bm,bn,threads+128,ring*(128*bm+16)+about+apiece+1024
     stage = 2*bm*d['BK']*parts + bn*d['BK']//32*f.chunk + bn*scales
     if not d.get('WGMMA'): return bm,bn,threads,d['STAGES']*stage
     return bm,bn,threads,d['STAGES']*-(-stage//1024)*1024+1024
 
 # %% ../../nbs/3_ops/linear/13_cuda.gemm.ipynb #c1d2a702
 _SHAPES = { # (MT, WN): µs that 2,048 columns take alone on a multiprocessor, and two blocks together
-    (16,8): (35,70), (8,8): (25,40), (4,8): (16,26), (4,4): (12,16)}
+    (16,8): (29,58), (8,8): (25,40), (4,8): (16,26), (4,4): (12,16)}
 _HOPPER = limits(SimpleNamespace(arch='sm_90a'))
 
-def _groups_tile(f, MT, WN, blocks, k=0):
-    "A tile by warpgroups: stages as there is room for; k: columns, if units may be of two chunks"
-    d = dict(MT=MT, NT=2, WM=1, WN=WN, BK=BK, STAGES=4, WGMMA=1, BLOCKS=blocks)
-    own = 16*16*MT+4*16*WN+1024 # and what the card wants of each block
-    def fits(d): return blocks*(launch_of(f, d)[3]+own)<=_HOPPER.shared
-    deep = d|dict(BK=2*BK, STAGES=3, UNIT=2)
-    if k and -(-k//BK)%2==0 and fits(deep): return deep
-    return d if fits(d) else d|dict(STAGES=3)
+def _groups_tile(f, MT, WN, blocks, k=0, **kw):
+    "A tile by warpgroups: stages as there is room for; None if there is room for none"
+    def fits(d):
+        own = 16*16*MT+4*launch_of(f, d)[1]+1024 # beside them, and what the card wants of each block
+        return blocks*(launch_of(f, d, k)[3]+own)<=_HOPPER.shared
+    d = dict(MT=MT, NT=2, WM=1, WN=WN, BK=BK, WGMMA=1, BLOCKS=blocks)|kw
+    return next((o for n in (4,3) if fits(o := d|dict(STAGES=n))), None)
 
-def _experts_by_groups(f, rows, n):
+def _ring(f):
+    "A tile of blocks that stay"
+    d = dict(MT=16, NT=2, WM=1, WN=8, BK=BK, WGMMA=1, STAGES=4)
+    return next(o for n in (5,4) if launch_of(f, o := d|dict(RING=n))[3]<=_HOPPER.block)
+
+def _experts_by_groups(f, rows, n, k):
     "Most experts should need one tile; what is not full is cut by eights"
+    many = -(-n//256) # turns of four groups through all rows of an expert's matrix
+    turns = many if rows>=128 else -(-many//2)
+    whole = turns>1 and not f.tile and _groups_tile(f, 8, 16, 1, k, TURNS=turns)
+    if whole: return whole
     if rows>=128: return _groups_tile(f, 8, 8, 2)
     return _groups_tile(f, 5, 12, 2) if -(-n//192)*192<1.05*n else _groups_tile(f, 6, 8, 2)
 
-def _by_groups(f, rows, n, k, cores, parts):
+def _by_groups(f, rows, n, cores, parts):
     "Of what was measured, what should take least"
     def cost(shape):
         MT,WN = shape
@@ -129,8 +144,8 @@ def _by_groups(f, rows, n, k, cores, parts):
         return full*two + (two if rest>cores else alone if rest else 0)
     shapes = [s for s in _SHAPES if parts==1 or s[0]<=8]
     MT,WN = min(shapes, key=cost)
-    blocks = 2 if parts==1 and MT<=8 else 1
-    return _groups_tile(f, MT, WN, blocks, k if MT==16 else 0)
+    if MT==16: return _ring(f)
+    return _groups_tile(f, MT, WN, 2 if parts==1 else 1)
 
 
 # %% ../../nbs/3_ops/linear/13_cuda.gemm.ipynb #c1d2a704
@@ -145,8 +160,10 @@ def tile_of(
 )->dict: # Compile-time options of gemm.cu
     "How a block divides its work. A row's bits are the same for all, by single warps or by warpgroups"
     if groups and not grouped and (f.chunk<64 or parts==1 and f.chunk==64 and n>=1024):
-        return _by_groups(f, rows, n, k, cores, parts)
-    if groups and grouped and f.chunk<64 and rows>=48: return _experts_by_groups(f, rows, n)
+        return _by_groups(f, rows, n, cores, parts)
+    if groups and not grouped and parts==2 and f.chunk==64 and rows>=1024: # a router
+        return dict(MT=8, NT=2, WM=1, WN=4, BK=BK, STAGES=4, WGMMA=1)
+    if groups and grouped and f.chunk<64 and rows>=48: return _experts_by_groups(f, rows, n, k)
     large = f.narrow and k>=2048 and rows>=96
     small = max(parts, f.parts)>1 or grouped and not large
     wide = f.chunk>=64 and not grouped
@@ -179,6 +196,11 @@ def gemm(
     return product(h.y, h.scale, w, out, R, bias, add, act, limit, gate, parts=parts, tile=tile)
 
 # %% ../../nbs/3_ops/linear/13_cuda.gemm.ipynb #30136062
+@functools.lru_cache(1<<10)
+def _rows_map(card, address, rows, ld, box):
+    "Rows of fp16 as boxes: `box` of them, 64 columns"
+    return card.tensor_map(address, (64,rows,ld//64,1), (2*ld,128,2*ld*rows), (64,box,1,1))
+
 def _ld(a): "Numbers from one row to the next"; return 0 if a is None else a.strides[0]//a.itemsize
 
 def product(h, scale, w, out, rows, bias=None, add=None, act=None, limit=None, gate=None, parts=1, order=None, tiles=None, grouped=0, top=1, tile=None):
@@ -186,9 +208,13 @@ def product(h, scale, w, out, rows, bias=None, add=None, act=None, limit=None, g
     f,each = w.format,rows//max(1, w.experts)
     card = card_of(h)
     d = tile or tile_of(f, each, w.n, w.k, card.multiprocessors, bool(grouped), parts, by_groups(card))
-    bm,bn,threads,shared = launch_of(f, d)
+    bm,bn,threads,shared = launch_of(f, d, w.k)
     across = -(-w.n//bn)
     grid = (across, len(tiles)) if grouped else (-(-rows//bm), across)
+    x_map = TensorMap()
+    if d.get('RING'):
+        grid = min(card.multiprocessors, grid[0]*grid[1])
+        if not grouped: x_map = _rows_map(card, card.address(h), rows, h.shape[1], bm)
     blocks = w.s.shape[-1] if f.tile else 0
     if bias is not None: bias = bias.reshape(-1, w.rows if w.pair else w.n)
     logits,column = gate or (None,0)
@@ -196,7 +222,7 @@ def product(h, scale, w, out, rows, bias=None, add=None, act=None, limit=None, g
     most = float('inf') if limit is None else float(limit)
     run('gemm', grid, threads,
         h, scale, _rows(w), scales, units(w), bias, logits, add, out, order, tiles,
-        rows, h.shape[1], -(-w.k//BK)*BK, w.chunks, blocks, w.n,
+        x_map, len(tiles) if grouped else 0, rows, h.shape[1], -(-w.k//BK)*BK, w.chunks, blocks, w.n,
         most, top, column, _ld(logits), _ld(add), _ld(out),
         shared=shared, pdl=False,
         FMT=f.many, ACTIVATION=_ACTS[act], PARTS=parts, GROUPED=grouped, **d)

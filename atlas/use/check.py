@@ -356,15 +356,15 @@ def _written(s, x, w, angles, blocks, block=16):
     return [_rows_of(p, slots) for p in (k,v)]
 
 # %% ../../nbs/8_use/06_check.ipynb #7c1e52a9
-def _attend(card, rng, run, kind, tiled, fmt='bf16', window=None):
-    a,seqs = _HEADS[kind],[(70,100),(0,30)] if tiled else [(70,3),(130,1),(0,1)]
+def _attend(card, rng, run, kind, seqs, tiled=False, fmt='bf16', window=None):
+    a = _HEADS[kind]
     (b,host),d,W = _step(card, rng, seqs, tiled),a.head_dim,a.num_heads*a.head_dim
     x,pool = _normal(rng, len(host.pos), (1+a.gate)*W+2*a.num_kv_heads*d),make_pool(card, host.blocks, 16, a.num_kv_heads, d, fmt)
     past = [encode_row(_normal(rng, host.blocks, 16, a.num_kv_heads, d), fmt) for _ in 'kv']
     for p,codes in zip(pool.arrays, sum(past, ())):
         if p is not None: card.write(p, codes)
     gains,sinks = [1+_normal(rng, d)/4 for _ in 'qk'] if a.qk_norm=='head' else None,_normal(rng, a.num_heads) if a.sinks else None
-    table = rope_table(a.rope, 512)
+    table = rope_table(a.rope, 2048)
     args = card.upload(x),b,pool,a,d**-.5,window,Angles(*map(card.upload, table), b.pos),*([card.upload(g) for g in gains] if gains else (None,None)),1e-6,_up(card, sinks)
     y = card.download(run(lambda: (flash if tiled else attend)(*args)))
     s = Step(host, None, {}, host_words)
@@ -385,11 +385,15 @@ def _attend(card, rng, run, kind, tiled, fmt='bf16', window=None):
         res.append((_rows_of(p, host.slots[r]), n, _STORED[fmt]))
     return res
 
-@_case('attn_decode + attn_merge', '5 rows', **_KINDS)
-def _attend_rows(card, rng, run, **kw): return _attend(card, rng, run, tiled=False, **kw)
+@_case('attn_decode', '5 rows', **_KINDS)
+def _attend_rows(card, rng, run, **kw): return _attend(card, rng, run, seqs=[(70,3),(130,1),(0,1)], **kw)
+
+# More pieces than blocks that run at once: sums are left for the second kernel
+@_case('attn_decode + attn_merge', '34 rows', Qwen_f16=_KINDS['Qwen_f16'])
+def _attend_many(card, rng, run, **kw): return _attend(card, rng, run, seqs=[(1100,1),*[(9,1)]*33], **kw)
 
 @_case('flash_prep + flash', '4 tiles', **_KINDS)
-def _attend_tiles(card, rng, run, **kw): return _attend(card, rng, run, tiled=True, **kw)
+def _attend_tiles(card, rng, run, **kw): return _attend(card, rng, run, seqs=[(70,100),(0,30)], tiled=True, **kw)
 
 # %% ../../nbs/8_use/06_check.ipynb #9a45cfd3
 _NETS = dict(Qwen=dict(kh=2, vh=4, d=128), heads_of_32=dict(kh=2, vh=4, d=32))

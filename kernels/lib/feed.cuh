@@ -46,47 +46,86 @@ __device__ __forceinline__ unsigned place_in_row(unsigned row, unsigned piece) {
     return row * ROW + (ROW == 64 ? piece ^ row / 2 % 4 : piece ^ row % 8) * 16;
 }
 
-// Brings what a step along K needs into a stage: each thread the same piece of every so manieth
-// row; step after step. Beyond W's last row nothing is read: what lies in the stage
+// Brings a step's rows of W, and their scales, by TH threads of which this is number tid: each the same
+// piece of every so manieth of ROWS rows. Beyond W's last row nothing is read: what lies in the stage
 // gives results that nobody keeps, and were the last row read again and again by all blocks, one
 // slice of the L2 cache would be all they wait for. Its last chunk is read again and meets zeros of x.
-template <int ROWS> struct Feed {
-    static constexpr unsigned XP = XROW / 16, WP = CH * PER;           // pieces of a row
-    static constexpr unsigned XS = THREADS / XP, WS = THREADS / WP;    // rows that all threads bring at once
+template <int TH, int ROWS> struct WeightFeed {
+    static constexpr unsigned WP = CH * PER, WS = TH / WP;  // pieces of a row; rows brought at once
+    // of scales: groups of rows whose scales lie together; bytes of a group and chunk
+    static constexpr bool FOURS = W::SCALE > 0;
+    static constexpr unsigned GROUPS = FOURS ? ROWS / 4 : ROWS, SBYTES = FOURS ? 4 * SC : 4;
+    static constexpr unsigned PIECES = W::SCALE ? GROUPS * (FOURS ? CH : 1) : 0, SS = FOURS ? TH / CH : TH;
+    static_assert(TH % WP == 0 && ROWS % WS == 0 && (!WGMMA || WS % 16 == 0), "whole rows");
+    const Job& j;
+    const unsigned tid;
+    int c0 = 0;                 // the step's first chunk
+    unsigned row = 0;           // the first row
+    const unsigned char *w, *s; // what is next
+    unsigned w_to, s_to;        // in a stage
+    __device__ __forceinline__ WeightFeed(const Job& job, unsigned tid) : j(job), tid(tid) {
+        w_to = A + tid % WP / PER * BC + place_of(tid / WP) * PER * 16 + tid % PER * 16;
+        s_to = A + B + (FOURS ? tid % CH * ROWS + tid / CH * 4 : tid) * SC;
+        begin(0);
+    }
+    __device__ __forceinline__ unsigned group() const {
+        return FOURS ? row / 4 + tid / CH : row + tid;
+    }
+    __device__ __forceinline__ unsigned last() const { return FOURS ? j.last / 4 : j.last; }
+    __device__ __forceinline__ unsigned pitch() const { return FOURS ? j.chunks * SBYTES : j.blocks * 4; }
+    // At the first chunk of the rows from `first` on, which 4 divides.
+    __device__ __forceinline__ void begin(unsigned first) {
+        const unsigned c = min((int)(tid % WP / PER), j.chunks - 1);
+        row = first;
+        w = j.w + ((size_t)((row + tid / WP) * j.chunks + c) * PER + tid % PER) * 16;
+        s = j.s + (size_t)min(group(), last()) * pitch();
+        if (FOURS) s += min((int)(tid % CH), j.chunks - 1) * SBYTES;
+        c0 = 0;
+    }
+    __device__ __forceinline__ void operator()(unsigned char* stage, bool on) {
+        #pragma unroll
+        for (int i = 0; i < ROWS / WS; i++) {
+            const bool real = row + tid / WP + i * WS <= j.last;
+            const unsigned char* from = w + (size_t)(i * WS) * (j.chunks * PER * 16);
+            cp_async_if<16>(stage + w_to + i * WS * PER * 16, from, on && real);
+        }
+        #pragma unroll
+        for (unsigned i = 0; i * TH < PIECES; i++) {
+            const bool real = (i + 1) * TH <= PIECES || i * TH + tid < PIECES;
+            const unsigned skip = min(group() + i * SS, last()) - min(group(), last());
+            const unsigned char* from = s + (i ? (size_t)skip * pitch() : 0);
+            cp_async_if<SBYTES>(stage + s_to + i * SS * (FOURS ? 4 : 1) * SC, from, on && real);
+        }
+        next();
+    }
+    // On to W's next step. In place of a chunk that is not there one that was is read again.
+    __device__ __forceinline__ void next() {
+        c0 += CH;
+        w += c0 + (int)(tid % WP / PER) < j.chunks ? CH * PER * 16 : 0;
+        if (FOURS) s += c0 + (int)(tid % CH) < j.chunks ? CH * SBYTES : 0;
+        if (W::SCALE < 0) s += c0 % 4 == 0 && c0 < j.chunks ? 4 : 0;
+    }
+};
+
+// Brings what a step along K needs into a stage, step after step: rows of x as well, each thread the
+// same piece of every so manieth row.
+template <int ROWS, int TH = THREADS> struct Feed {
+    static constexpr unsigned XP = XROW / 16, XS = TH / XP;  // pieces of a row; rows at once
     static constexpr int OWN = (ROWS + XS - 1) / XS;
     static constexpr unsigned ROW = WGMMA ? 128 : XROW;
-    // of scales of W: groups of rows whose scales lie together; bytes of a group and chunk
-    static constexpr bool FOURS = W::SCALE > 0;
-    static constexpr unsigned GROUPS = FOURS ? BN / 4 : BN, SBYTES = FOURS ? 4 * SC : 4;
-    static constexpr unsigned PIECES = W::SCALE ? GROUPS * (FOURS ? CH : 1) : 0, SS = FOURS ? THREADS / CH : THREADS;
-    static_assert(THREADS % XP == 0 && THREADS % WP == 0 && BN % WS == 0, "whole rows");
-    static_assert(XS % 8 == 0 && (!WGMMA || WS % 16 == 0), "the same place of all rows");
+    static_assert(TH % XP == 0 && XS % 8 == 0, "the same place of all rows");
     const Job& j;
-    int step = 0, c0 = 0;       // c0: the step's first chunk
+    int step = 0;
     unsigned at[OWN];           // where the pieces of x begin, in sixteens of bytes
-    const unsigned char *w, *s; // what is next
-    unsigned x_to, w_to, s_to;  // in a stage
-    __device__ __forceinline__ Feed(const Job& job) : j(job) {
-        const unsigned tid = threadIdx.x, row = tid / XP, piece = tid % XP;
+    unsigned x_to;              // in a stage
+    WeightFeed<TH, BN> weights;
+    __device__ __forceinline__ Feed(const Job& job) : j(job), weights(job, threadIdx.x) {
+        const unsigned row = threadIdx.x / XP, piece = threadIdx.x % XP;
         #pragma unroll
         for (int i = 0; i < OWN; i++)
             at[i] = (unsigned)j.from[min(row + i * XS, ROWS - 1u)] * j.line + piece;
         const unsigned block = WGMMA ? piece / 8 : 0;  // of 128 bytes of a row
         x_to = block * BM * 128 + place_in_row<ROW>(row, piece - block * 8);
-        w_to = A + tid % WP / PER * BC + place_of(tid / WP) * PER * 16 + tid % PER * 16;
-        s_to = A + B + (FOURS ? tid % CH * BN + tid / CH * 4 : tid) * SC;
-        begin();
-    }
-    __device__ __forceinline__ unsigned group() const { return threadIdx.x / (FOURS ? CH : 1); }
-    __device__ __forceinline__ unsigned last() const { return FOURS ? j.last / 4 : j.last; }
-    __device__ __forceinline__ unsigned pitch() const { return FOURS ? j.chunks * SBYTES : j.blocks * 4; }
-    // At the first chunk of W.
-    __device__ __forceinline__ void begin() {
-        const unsigned tid = threadIdx.x, c = min((int)(tid % WP / PER), j.chunks - 1);
-        w = j.w + ((size_t)(tid / WP * j.chunks + c) * PER + tid % PER) * 16;
-        s = j.s + (size_t)min(group(), last()) * pitch();
-        if (FOURS) s += min((int)(tid % CH), j.chunks - 1) * SBYTES;
-        c0 = 0;
     }
     __device__ __forceinline__ void rows(unsigned char* stage, const unsigned char* x, bool on) const {
         #pragma unroll
@@ -96,41 +135,17 @@ template <int ROWS> struct Feed {
         }
     }
     __device__ __forceinline__ void scales(unsigned char* stage, bool on) const {
-        for (int row = threadIdx.x; row < (XSC ? ROWS : 0); row += THREADS)
+        for (int row = threadIdx.x; row < (XSC ? ROWS : 0); row += TH)
             cp_async_if<XSC ? XSC : 4>(stage + XPARTS * AP + row * XSC,
                 j.xs + ((size_t)j.from[row] * j.steps + step) * XSC, on);
     }
-    __device__ __forceinline__ void weights(unsigned char* stage, bool on) const {
-        const unsigned tid = threadIdx.x;
-        #pragma unroll
-        for (int i = 0; i < BN / WS; i++) {
-            const bool real = tid / WP + i * WS <= j.last;
-            const unsigned char* from = w + (size_t)(i * WS) * (j.chunks * PER * 16);
-            cp_async_if<16>(stage + w_to + i * WS * PER * 16, from, on && real);
-        }
-        #pragma unroll
-        for (unsigned i = 0; i * THREADS < PIECES; i++) {
-            const bool real = (i + 1) * THREADS <= PIECES || i * THREADS + tid < PIECES;
-            const unsigned skip = min(group() + i * SS, last()) - min(group(), last());
-            const unsigned char* from = s + (i ? (size_t)skip * pitch() : 0);
-            cp_async_if<SBYTES>(stage + s_to + i * SS * (FOURS ? 4 : 1) * SC, from, on && real);
-        }
-    }
-    // On to W's next step. In place of a chunk that is not there one that was is read again.
-    __device__ __forceinline__ void next() {
-        c0 += CH;
-        w += c0 + (int)(threadIdx.x % WP / PER) < j.chunks ? CH * PER * 16 : 0;
-        if (FOURS) s += c0 + (int)(threadIdx.x % CH) < j.chunks ? CH * SBYTES : 0;
-        if (W::SCALE < 0) s += c0 % 4 == 0 && c0 < j.chunks ? 4 : 0;
-    }
     __device__ __forceinline__ void operator()(unsigned char* stage) {
         const bool on = step < j.steps;
-        if (PARTS == 2 && step == j.steps / 2) begin();
+        if (PARTS == 2 && step == j.steps / 2) weights.begin(0);
         #pragma unroll
         for (int i = 0; i < XPARTS; i++) rows(stage + i * AP, j.x + (step + i * j.steps) * XROW, on);
         scales(stage, on);
         weights(stage, on);
-        next();
         step++;
         cp_async_commit();
     }

@@ -3,17 +3,22 @@
 // values into a ring of stages, and a group for each head of the block multiplies them. The product
 // with the next keys is under way before the weights of these are made, and the one with values
 // while they are. Order of pieces in the ring: K0 K1 V0 K2 V1 ... Vn.
-// A piece lies as wgmma wants it: 64 columns beside each other (128 bytes, swizzled), row under row.
+// A piece lies as wgmma wants it: eight rows of 64 columns (128 bytes each, swizzled), then the same
+// rows' next 64; after all columns the next eight rows.
+// From a cache in fp16 a lane asks for eight rows at once, for all blocks of a team (lib/boxes.cuh).
 #include "lib/async.cuh"
+#include "lib/boxes.cuh"
 #include "lib/bulk.cuh"
 #include "lib/halves.cuh"
+#include "lib/team.cuh"
 #include "lib/wgmma.cuh"
 
+constexpr bool BOXED = FORMAT == 3;
 #ifndef FEWER
-#define FEWER (GROUPS > 2 ? 32 : GROUPS > 1 ? 72 : 56)
+#define FEWER (BOXED ? 24 : GROUPS > 2 ? 32 : GROUPS > 1 ? 72 : 56)
 #endif
 #ifndef MORE
-#define MORE (GROUPS > 2 ? 112 : GROUPS > 1 ? 216 : 200)
+#define MORE (GROUPS > 2 ? 112 : GROUPS > 1 ? (BOXED ? 240 : 216) : 200)
 #endif
 // Registers: as many a thread as fit at first, then FEWER for those who fetch and MORE for those
 // who multiply. A block of two groups that has its multiprocessor alone need not share them out.
@@ -21,22 +26,22 @@ constexpr bool SHARED_OUT = GROUPS > 1 || SIDE > 1;
 constexpr int FIRST = 65536 / (THREADS * SIDE) / 8 * 8;
 static_assert(!SHARED_OUT || FEWER + GROUPS * MORE <= FIRST * (GROUPS + 1), "too many registers");
 __device__ __forceinline__ void share_out(bool fetches) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     if (!SHARED_OUT) return;
-    if (fetches) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(FEWER));
-    else asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(MORE));
-#endif
+    if (fetches) wgmma_registers_down<FEWER>();
+    else wgmma_registers_up<MORE>();
 }
 constexpr int PIECE = KEYS * DIM * 2, ASKED = TILE * DIM * 2;  // bytes of a piece, of a head's rows
 constexpr int CHUNKS = DIM / 8;  // of 16 bytes in a row
+constexpr int EIGHT = 8 * DIM * 2, BOXES = KEYS / 8;  // bytes of eight rows; such eights of a piece
 static_assert(KEYS <= 128, "a lane looks up a row of a quarter");
 static_assert(DIM % 64 == 0 && (CHUNKS % 32 == 0 || 32 % CHUNKS == 0), "columns come in 64, a row "
     "is a warp's, or warps'");
 static_assert(DB <= 256, "columns of one product");
 
-// Where chunk c of row r lies among `rows` rows.
-__device__ __forceinline__ int chunk_at(int r, int c, int rows) {
-    return c / 8 * rows * 128 + wgmma_piece(r, c % 8);
+
+// Where chunk c of row r lies.
+__device__ __forceinline__ int chunk_at(int r, int c) {
+    return r / 8 * EIGHT + c / 8 * 1024 + wgmma_piece(r % 8, c % 8);
 }
 
 // What a block does, and where it keeps it.
@@ -54,11 +59,12 @@ struct Job {
         full = (Meeting*)(ring + STAGES * PIECE);
         empty = full + STAGES;
         if (threadIdx.x < STAGES) {
-            meet_init(full + threadIdx.x, 128);
-            meet_init(empty + threadIdx.x, 4 * GROUPS);
+            meet_init(full + threadIdx.x, BOXED ? 1 : 128);
+            meet_init(empty + threadIdx.x, 4 * GROUPS * TEAM);
             meet_ready();
         }
         __syncthreads();
+        if (TEAM > 1) team_sync();
     }
 };
 
@@ -70,6 +76,44 @@ struct Place {
         if (++stage < STAGES) return;
         stage = 0;
         parity ^= 1;
+    }
+};
+
+// What fetches from a cache in fp16: one warp, a lane for eight rows. Of a team each block asks for
+// its share of a piece, which comes to all of them; so all must have read what lay there.
+struct Boxes {
+    const Job& job;
+    const int *table, bs, lane, member;
+    Place at;
+    // The first of the lane's rows of piece i in the pool; eight that nobody sees are zeros, which
+    // is what lies before the first row.
+    __device__ __forceinline__ int box() const { return lane * TEAM + member; }
+    __device__ __forceinline__ int locate(int i) const {
+        const int p = job.begin + i * KEYS + box() * 8;
+        const bool on = box() < BOXES && p + 8 > job.seen && p < job.start + job.hi;
+        return on ? table[p / bs] * bs + p % bs : -8;
+    }
+    __device__ __forceinline__ void fetch(int row, const TensorMap& from) {
+        meet_wait(job.empty + at.stage, at.parity ^ 1);
+        if (!lane) bulk_expect(job.full + at.stage, PIECE);
+        __syncwarp();
+        unsigned char* const to = job.ring + at.stage * PIECE + box() * EIGHT;
+        if (box() < BOXES) box_copy<TEAM>(to, from, row, 0, job.head, job.full + at.stage);
+        at.next();
+    }
+    __device__ __forceinline__ void all(const TensorMap& k, const TensorMap& v) {
+        if (!job.pieces) return;
+        int now = locate(0);
+        fetch(now, k);
+        #pragma unroll 1
+        for (int i = 1; i < job.pieces; i++) {
+            const int next = locate(i);
+            fetch(next, k);
+            fetch(now, v);
+            now = next;
+        }
+        fetch(now, v);
+        __syncwarp();
     }
 };
 
@@ -87,11 +131,11 @@ struct Origin {
     const __half* own;
 };
 
-// What fetches: a warp has a quarter of the rows of every piece, a lane looks up one of them.
-// What the cache has in another format lies where it will be as halves until it has arrived: then
+// What fetches from a cache in another format: a warp has a quarter of the rows of every piece, a
+// lane looks up one of them. What it has lies where it will be as halves until it has arrived: then
 // he who asked for it turns it into them, while the next piece is on its way.
 struct Fetcher {
-    static constexpr int ROWS = KEYS / 4, ONCE = CHUNKS < 32 ? 32 / CHUNKS : 1;
+    static constexpr int ROWS = KEYS / 4;
     static constexpr int UNITS = DIM / 16, STEP = 32 / UNITS;  // of sixteen elements; rows a turn
     const Job& job;
     const int *table, bs, kv, fresh, row0;  // fresh: position of the step's first row, its row0
@@ -115,25 +159,7 @@ struct Fetcher {
     }
     // Where chunk c of row r of this warp goes
     __device__ __forceinline__ unsigned char* place(int stage, int r, int c) const {
-        return job.ring + stage * PIECE + chunk_at(warp * ROWS + r, c, KEYS);
-    }
-    // Halves, as they are
-    __device__ __forceinline__ void copy(const Row& row, const Origin& from) {
-        const void* first = row.mine ? (const void*)from.own : from.pool;
-        const size_t mine = (size_t)first + (size_t)row.at * (DIM * 2);
-        meet_wait(job.empty + at.stage, at.parity ^ 1);
-        #pragma unroll 8
-        for (int j = 0; j < ROWS; j += ONCE) {
-            const int r = j + lane / CHUNKS;
-            const size_t p = __shfl_sync(~0u, mine, r);
-            #pragma unroll
-            for (int b = 0; b < CHUNKS; b += 32) {
-                const int c = b + lane % CHUNKS;
-                const void* from = (const void*)(p + c * 16);
-                cp_async16_or_zero(place(at.stage, r, c), from, row.on >> r & 1);
-            }
-        }
-        meet_arrive_copied(job.full + at.stage);
+        return job.ring + stage * PIECE + chunk_at(warp * ROWS + r, c);
     }
     // Unit u of the row `n` of the cache, as it is there
     __device__ __forceinline__ void ask_unit(const Origin& from, int r, size_t n, int u) const {
@@ -186,13 +212,10 @@ struct Fetcher {
         meet_arrive(job.full + stage);
     }
     __device__ __forceinline__ void fetch(const Row& row, float scale, const Origin& from) {
-        if constexpr (FORMAT == 3) copy(row, from);
-        else {
-            ask(row, from);
-            cp_async_wait<1>();
-            if (asked.stage >= 0) widen();
-            asked = {row.on & ~row.own, scale, at.stage};
-        }
+        ask(row, from);
+        cp_async_wait<1>();
+        if (asked.stage >= 0) widen();
+        asked = {row.on & ~row.own, scale, at.stage};
         at.next();
     }
     __device__ __forceinline__ void all(const Origin& k, const Origin& v) {
@@ -207,11 +230,8 @@ struct Fetcher {
             now = next;
         }
         fetch(now, now.value, v);
-        if constexpr (FORMAT == 3) return;
-        else {
-            cp_async_wait<0>();
-            widen();
-        }
+        cp_async_wait<0>();
+        widen();
     }
 };
 
@@ -260,7 +280,7 @@ struct Multiplier {
         unsigned char* const to = job.asked + rank * ASKED;
         for (int i = part * 128 + threadIdx.x % 128; i < TILE * CHUNKS; i += 128 * PARTS) {
             const int r = i / CHUNKS, c = i % CHUNKS;
-            cp_async16(to + chunk_at(r, c, TILE), q + r * step + c * 8);
+            cp_async16(to + chunk_at(r, c), q + r * step + c * 8);
         }
         cp_async_commit();
         cp_async_wait<0>();
@@ -276,37 +296,50 @@ struct Multiplier {
     }
     __device__ __forceinline__ const unsigned char* arrived() {
         meet_wait(job.full + at.stage, at.parity);
-        wgmma_seen();
+        if (!BOXED) wgmma_seen();
         return job.ring + at.stage * PIECE;
     }
     __device__ __forceinline__ void release(int stage) {
-        if (threadIdx.x % 32 == 0) meet_arrive(job.empty + stage);
+        if (threadIdx.x % 32 < TEAM) meet_arrive_of<TEAM>(job.empty + stage, threadIdx.x % 32);
     }
     // s = rows times keys; begun only
     __device__ __forceinline__ void scores() {
         const unsigned char* const keys = arrived();
-        WgmmaMatrix a = wgmma_rows(job.asked + rank * ASKED, 1024);
+        WgmmaMatrix a = wgmma_rows(job.asked + rank * ASKED, EIGHT);
         if (PARTS > 1) a = wgmma_kept(a);  // or the 32 words after it take registers
-        const WgmmaMatrix b = wgmma_rows(keys, 1024);
+        const WgmmaMatrix b = wgmma_rows(keys, EIGHT);
         wgmma_own(s);
         wgmma_fence();
         #pragma unroll
         for (int e = 0; e < DIM / 16; e++) {
-            const int in = e % 4 * WGMMA_K, of_a = e / 4 * TILE * 8 + in;
-            const int of_b = e / 4 * KEYS * 8 + in;
-            wgmma_shared<KEYS, false, false>(s, a + of_a, b + of_b, e > 0);
+            const int in = e / 4 * 64 + e % 4 * WGMMA_K;
+            wgmma_shared<KEYS, false, false>(s, a + in, b + in, e > 0);
         }
         wgmma_commit();
     }
     // o += weights times values; begun only
-    __device__ __forceinline__ void values() {
-        const unsigned char* const mine = arrived() + part * (DB / 64) * KEYS * 128;
-        const WgmmaMatrix b = wgmma_columns(mine, KEYS * 128, 1024);
+    __device__ __forceinline__ void values(int i) {
+        const unsigned char* const mine = arrived() + part * (DB / 64) * 1024;
+        if (BOXED) blank(i);
+        const WgmmaMatrix b = wgmma_columns(mine, 1024, EIGHT);
         wgmma_own(o);
         wgmma_fence();
         #pragma unroll
-        for (int e = 0; e < KEYS / 16; e++) wgmma<DB, true>(o, p[e], b + e * 128, 1);
+        for (int e = 0; e < KEYS / 16; e++) wgmma<DB, true>(o, p[e], b + e * 2 * (EIGHT / 16), 1);
         wgmma_commit();
+    }
+    // Values of rows that nobody sees may be anything, and no weight makes a NaN nothing: zeros.
+    __device__ __forceinline__ void blank(int i) {
+        const int first = job.begin + i * KEYS, end = job.start + job.hi;
+        if (first >= job.seen && first + KEYS <= end) return;
+        unsigned char* const to = job.ring + at.stage * PIECE;
+        for (int n = threadIdx.x % 128; n < KEYS * CHUNKS; n += 128) {
+            const int p = first + n / CHUNKS;
+            if (p >= job.seen && p < end) continue;
+            *(uint4*)(to + chunk_at(n / CHUNKS, n % CHUNKS)) = make_uint4(0, 0, 0, 0);
+        }
+        wgmma_seen();
+        head_sync();
     }
     __device__ __forceinline__ void mask(int i, int window) {
         const int first = job.begin + i * KEYS;
@@ -346,8 +379,8 @@ struct Multiplier {
             scores();
             keys = at.stage;
             at.next();
-            values();
-            const int held = at.stage;
+            values(i - 1);
+            const int last = at.stage;
             at.next();
             wgmma_wait<1>();
             wgmma_own(s);
@@ -356,11 +389,11 @@ struct Multiplier {
             soft.weigh(s);
             wgmma_wait<0>();
             wgmma_own(o);
-            release(held);
+            release(last);
             shrink(soft.shrink);
             pack();
         }
-        values();
+        values(job.pieces - 1);
         wgmma_wait<0>();
         wgmma_own(o);
     }

@@ -7,8 +7,13 @@
 #ifndef FP8
 #define FP8 0
 #endif
+#ifndef TURNS
+#define TURNS 1
+#endif
+#ifndef RING
+#define RING 0
+#endif
 constexpr int FRAGMENTS = NT / 2;  // of 64 rows, of each group
-constexpr int UNITS = CH / UNIT;   // of UNIT chunks, of a stage: what is decoded at once
 #if FP8  // of gemm_scaled.cu: x is e4m3, and so become the weights (lib/narrow.cuh)
 constexpr int PRODUCTS = 1, SUMMED = 4;  // products of a chunk; chunks that are summed by themselves, where APART
 constexpr bool APART = W::SCALE < 0;
@@ -17,7 +22,7 @@ constexpr int PRODUCTS = 2, SUMMED = 2;
 constexpr bool APART = PARTS > 1;
 #endif
 static_assert(WN % 4 == 0 && NT % 2 == 0 && WM == 1 && STAGES >= 3, "see the contract");
-static_assert(UNITS % 2 == 0, "two sets of registers take turns");
+static_assert(CH % 2 == 0, "two sets of registers take turns");
 static_assert(PARTS < 3, "W in two parts is for single warps");
 
 // Rows of a lane among its warp's sixteen: i = 0, 1.
@@ -131,58 +136,60 @@ struct Codes {
         for (int p = 0; p < 2 * PRODUCTS; p++) a[p / 2][i + p % 2 * 2] = h[p];
     }
 };
-// What registers bring to the products of a unit.
+// What registers bring to the products of a chunk.
 struct Weights {
-    static constexpr int MANY = FRAGMENTS * UNIT * 2;
-    Codes codes[FRAGMENTS][UNIT][2];
+    static constexpr int MANY = FRAGMENTS * 2;
+    Codes codes[FRAGMENTS][2];
     unsigned own, its;  // where a lane's first codes of a stage are, and their scale
-    __device__ __forceinline__ Weights() {
-        const int lane = threadIdx.x % 32, first = rows_of(0);
+    __device__ __forceinline__ Weights(int first) {  // the warp's first row in a stage
+        const int lane = threadIdx.x % 32;
         own = A + ((first + lane / 4) * 4 + lane % 4) * W::BYTES;
         its = A + B + (first + row_of(0)) * SC + (W::SCALE == 2 ? lane % 4 / 2 : 0);
         keep(own);
         keep(its);
     }
-    __device__ __forceinline__ void fetch(const unsigned char* stage, int u) {
+    __device__ __forceinline__ void fetch(const unsigned char* stage, int c) {
         const unsigned char *w = stage + own, *s = stage + its;
         #pragma unroll
         for (int v = 0; v < MANY; v++) {
-            const int f = v / 2 / UNIT, c = u * UNIT + v / 2 % UNIT, i = v % 2;
+            const int f = v / 2, i = v % 2;
             const int row = f * 64 + (PAIR ? i * 2 : i), chunk = W::SCALE < 0 ? 0 : c;
-            codes[f][v / 2 % UNIT][i].fetch(
-                w + c * BC + (f * 64 + i * 8) * 4 * W::BYTES, s + (chunk * BN + row) * SC);
+            codes[f][i].fetch(
+                w + c * BC + (f * 64 + i * 8) * 4 * W::BYTES, s + (chunk * BS + row) * SC);
         }
     }
-    __device__ __forceinline__ void decode(const float* aids, unsigned (*a)[UNIT][PRODUCTS][4]) const {
+    // `aids`: from the warp's first row on
+    __device__ __forceinline__ void decode(const float* aids, unsigned (*a)[PRODUCTS][4]) const {
         #pragma unroll
         for (int v = 0; v < MANY; v++) {
-            const int f = v / 2 / UNIT, c = v / 2 % UNIT, i = v % 2;
-            codes[f][c][i].decode(aids[rows_of(f) + row_of(i)], i, a[f][c]);
+            const int f = v / 2, i = v % 2;
+            codes[f][i].decode(aids[f * 64 + row_of(i)], i, a[f]);
         }
     }
 };
-// Products of unit u of the stage whose rows of x are `x`.
+// Products of chunk c of the stage whose rows of x are `x`.
 template <int N, int V> __device__ __forceinline__ void multiply(
-        float (&d)[FRAGMENTS][V], unsigned (*a)[UNIT][PRODUCTS][4], WgmmaMatrix x, int u) {
+        float (&d)[FRAGMENTS][V], unsigned (*a)[PRODUCTS][4], WgmmaMatrix x, int c) {
     wgmma_fence();
     #pragma unroll
-    for (int k = 0; k < UNIT * FRAGMENTS * PRODUCTS; k++) {
-        const int c = k / PRODUCTS / FRAGMENTS, f = k / PRODUCTS % FRAGMENTS, h = k % PRODUCTS;
-        const int at = (u * UNIT + c) * PRODUCTS + h;  // 32 bytes of each row of x
+    for (int k = 0; k < FRAGMENTS * PRODUCTS; k++) {
+        const int f = k / PRODUCTS, h = k % PRODUCTS;
+        const int at = c * PRODUCTS + h;  // 32 bytes of each row of x
         const WgmmaMatrix b = x + at / 4 * (BM * 8) + at % 4 * WGMMA_K;
         const bool add = !APART || at % (SUMMED * PRODUCTS) > 0;
 #if FP8
-        wgmma_e4m3<N>(d[f], a[f][c][h], b, add);
+        wgmma_e4m3<N>(d[f], a[f][h], b, add);
 #else
-        wgmma<N, false>(d[f], a[f][c][h], b, add);
+        wgmma<N, false>(d[f], a[f][h], b, add);
 #endif
     }
     wgmma_commit();
 }
 
+#if TURNS == 1 && !RING
 // A tile of 8 * M rows of x: all of K through the pipeline, then `put(row of W in the block,
 // 64 x 8 * M results)` for each fragment; `meanwhile` before anything has come. While products of
-// a unit run, weights of the next one are decoded, and codes of the one after that fetched.
+// a chunk run, weights of the next one are decoded, and codes of the one after that fetched.
 template <int M, class F, class G>
 __device__ __forceinline__ void tile(const Job& j, unsigned char* stages, F meanwhile, G put) {
     constexpr int N = 8 * M, V = N / 2;
@@ -193,10 +200,11 @@ __device__ __forceinline__ void tile(const Job& j, unsigned char* stages, F mean
     cp_async_wait<STAGES - 2>();
     wgmma_seen();
     __syncthreads();
-    unsigned a[2][FRAGMENTS][UNIT][PRODUCTS][4];
-    Weights w;
+    unsigned a[2][FRAGMENTS][PRODUCTS][4];
+    const float* const aids = j.aids + rows_of(0);
+    Weights w(rows_of(0));
     w.fetch(stages, 0);
-    w.decode(j.aids, a[0]);
+    w.decode(aids, a[0]);
     w.fetch(stages, 1);
     const WgmmaMatrix first = wgmma_kept(wgmma_rows(stages, 1024));
     float d[FRAGMENTS][V], own[FRAGMENTS][APART ? V : 1];
@@ -214,22 +222,22 @@ __device__ __forceinline__ void tile(const Job& j, unsigned char* stages, F mean
             by[v / 2][v % 2] = scales[rows_of(v / 2) + row_of(v % 2)];
         }
         #pragma unroll
-        for (int u = 0; u < UNITS; u++) {
-            if constexpr (APART) multiply<N>(own, a[u % 2], x, u);
-            else multiply<N>(d, a[u % 2], x, u);
+        for (int c = 0; c < CH; c++) {
+            if constexpr (APART) multiply<N>(own, a[c % 2], x, c);
+            else multiply<N>(d, a[c % 2], x, c);
             wgmma_wait<1>();
-            if (u == 0) {  // nobody reads the stage before this one any more
+            if (c == 0) {  // nobody reads the stage before this one any more
                 cp_async_wait<STAGES - 3>();
                 wgmma_seen();
                 __syncthreads();
                 feed(stages + done);
             }
-            w.decode(j.aids, a[(u + 1) % 2]);
-            w.fetch(stages + (u >= UNITS - 2 ? ahead : stage), (u + 2) % UNITS);
+            w.decode(aids, a[(c + 1) % 2]);
+            w.fetch(stages + (c >= CH - 2 ? ahead : stage), (c + 2) % CH);
             // Tensor cores cut off what a sum has no room for, which would add up along a row:
             // of products in parts each 64 columns are summed by themselves. So are those of FP8 in
             // blocks that share a scale.
-            if constexpr (APART) if ((u + 1) * UNIT % SUMMED == 0) {
+            if constexpr (APART) if ((c + 1) % SUMMED == 0) {
                 wgmma_wait<0>();
                 #pragma unroll
                 for (int v = 0; v < FRAGMENTS * V; v++) {
@@ -250,3 +258,4 @@ __device__ __forceinline__ void tile(const Job& j, unsigned char* stages, F mean
         put(rows_of(f), d[f]);
     }
 }
+#endif

@@ -22,6 +22,8 @@
 //   wgmma_commit()              products since the last one are a group
 //   wgmma_wait<NEWEST>()        until at most so many of the newest groups run. Until then nobody may touch
 //                               d, registers of a, or memory that they read
+//   wgmma_registers_up<N>()     registers that each thread of the group may have from now on, taken
+//   wgmma_registers_down<N>()   from those that others give away
 //   wgmma_own(d)                after that: no compiler takes d to be older
 // Only where the kernel is made for Hopper (sm_90a), and on the emulator.
 #include <cuda_fp16.h>
@@ -178,6 +180,16 @@ template <int NEWEST> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(NEWEST) : "memory");
 #elif defined(ATLAS_EMULATE)
     wgmma_finish(NEWEST);
+#endif
+}
+template <int N> __device__ __forceinline__ void wgmma_registers_up() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(N));
+#endif
+}
+template <int N> __device__ __forceinline__ void wgmma_registers_down() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(N));
 #endif
 }
 __device__ __forceinline__ void wgmma_own(float& d) {

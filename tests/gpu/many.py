@@ -1,7 +1,7 @@
 """What many sequences and long prompts cost an engine: its start by the number of sequences, steps
 with a chunk of a prompt beside answers, prompts by the size of chunks, and memory for each.
 
-    python tests/gpu/many.py [--emulator] [--part start|beside|overlap|waits|between|chunks|all] [--long 131072]
+    python tests/gpu/many.py [--emulator] [--part start|beside|waits|between|chunks|all] [--long 131072]
         [--seqs 8,128] [--chunks 2048,8192]
 
 Numbers are shown, not judged."""
@@ -86,42 +86,6 @@ def beside(s, emulator):
         clear(llm)
         llm.close()
 
-def overlap(s):
-    "The graphs of a chunk and of a plain step, one after the other and side by side"
-    from atlas.card.graph import Graph
-    for n in s.seqs[-2:]:
-        llm = toy(s.model, False, n+1, s.behind+s.chunk+512, show=False, tbt_deadline_ms=0,
-            enable_prefix_caching=False)
-        chunk(llm, s, s.chunk)
-        pretend(llm, n, s.behind, 300)
-        timed(llm, 4)
-        t,card = llm.engine.stepper,llm.device
-        xp = card.xp
-        a,b = [xp.cuda.Stream(non_blocking=True, priority=p) for p in (0,-5)]
-        kept = [g.graph for g in t.prompts.kept.values() if g]
-        P,shape = max(kept, key=lambda g: len(g.calls)),t.last
-        with t.here():
-            D = {k: Graph(lambda: t.body(shape), card, k, stream=x, warm=False)
-                for k,x in (('equal',a),('first',b))}
-        def took(*pairs):
-            out = []
-            for _ in range(6):
-                card.synchronize()
-                began = perf_counter()
-                for g,stream in pairs: g._graph.launch(stream)
-                card.synchronize()
-                out.append((perf_counter()-began)*1e3)
-            return min(out[1:])
-        p,d = took((P,a)),took((D['first'],b))
-        say(f'{n} sequences, chunk {s.chunk}: {p:.2f} ms, plain {d:.2f}, '
-            f'in a row {took((P,a),(D["equal"],a)):.2f}')
-        for k,g in D.items():
-            for name,pairs in dict(chunk_first=((P,a),(g,b)), step_first=((g,b),(P,a))).items():
-                both = took(*pairs)
-                say(f'  {k} priority, {name}: {both:.2f}: {(both-p)/d:.2f} plain steps more')
-        clear(llm)
-        llm.close()
-
 def waits(s):
     "Microseconds of a step, and of a processor's time, by how the host waits for what it says"
     from time import process_time
@@ -199,7 +163,6 @@ if __name__=='__main__':
         if given := getattr(o, k): setattr(s, k, tuple(map(int, given.split(','))))
     if o.part in ('all','start'): start(s, o.emulator)
     if o.part in ('all','beside'): beside(s, o.emulator)
-    if o.part=='overlap': overlap(s)
     if o.part=='waits': waits(s)
     if o.part=='between': between(s)
     if o.part in ('all','chunks'): chunks(s, o.emulator, o.long)
