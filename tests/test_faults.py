@@ -4,7 +4,7 @@ import numpy as np,pytest
 from hypothesis import given,settings,strategies as st
 from pathlib import Path
 from types import SimpleNamespace as NS
-from atlas.card.arena import Arena,CudaPages,HostPages
+from atlas.card.arena import Arena,CudaPages,HostCopy,HostPages
 from atlas.ground.core import DeviceError,OutOfMemoryError,typed_error
 from atlas.card.device import STICKY,Budget,Cuda,CudaFault,Faults,Host,Memory
 from atlas.card.device import cuda_count,get_device,quiet
@@ -186,7 +186,8 @@ class HostArena:
     def sleep(self, r, n, keep):
         if r.asleep: assert r.release()==0; return
         mapped = r.mapped
-        assert r.release(bool(keep%2))==mapped and r.asleep and r.mapped==0 and r.name not in self.arena.budget.parts
+        copy = HostCopy(r, lambda arrays: [0 for _ in arrays]) if keep%2 else None
+        assert r.release(copy)==mapped and r.asleep and r.mapped==0 and r.name not in self.arena.budget.parts
         if not keep%2:
             for o in self.held[r.name]: o[1] = np.zeros_like(o[1])
     def wake(self, r, n, k):
