@@ -47,6 +47,7 @@
 #include "lib/ahead.cuh"
 #include "lib/async.cuh"
 #include "lib/given.cuh"
+#include "lib/grouped.cuh"
 #include "lib/pdl.cuh"
 #include "lib/picks.cuh"
 #include "lib/ranked.cuh"
@@ -119,43 +120,6 @@ struct Shared {
     int seen[ROWS > 1 ? E : 1];
 };
 static_assert(sizeof(Shared) <= ROOM && ROWS <= WARPS && WARPS % 4 == 0, "see the contract");
-
-// Which experts are needed and for whom, found by one warp: a lane has entries lane, lane + 32,
-// and so on; `seen`: of each expert the first entry that picked it.
-__device__ __forceinline__ void group_rows(Table& s, int* seen, int many, int lane) {
-    constexpr int M = (ROWS * TOP_K + 31) / 32;
-    int id[M], opener[M];
-    unsigned opens[M];
-    #pragma unroll
-    for (int i = 0; i < M; i++) {
-        id[i] = lane + i * 32 < many ? s.ids[lane + i * 32] : -1;
-        if (id[i] >= 0) atomicMin(seen + id[i], lane + i * 32);
-    }
-    __syncwarp();
-    #pragma unroll
-    for (int i = 0; i < M; i++) {
-        opener[i] = id[i] >= 0 ? seen[id[i]] : -1;
-        opens[i] = __ballot_sync(~0u, opener[i] == lane + i * 32);
-    }
-    #pragma unroll
-    for (int i = 0; i < M; i++) {
-        if (id[i] < 0) continue;
-        int slot = s.FIRST;  // those that were opened before
-        #pragma unroll
-        for (int j = 0; j < M; j++) {
-            const int before = opener[i] - 32 * j;
-            const unsigned below = before >= 32 ? ~0u : before > 0 ? (1u << before) - 1 : 0u;
-            slot += __popc(opens[j] & below);
-        }
-        const int entry = lane + i * 32;
-        if (opener[i] == entry) s.expert[slot] = id[i];
-        s.who[slot][entry / TOP_K] = entry / TOP_K * PICKS + entry % TOP_K;
-    }
-    int all = s.FIRST;
-    #pragma unroll
-    for (int j = 0; j < M; j++) all += __popc(opens[j]);
-    if (!lane) s.number = all;
-}
 
 // What a warp fetches next of a bank: REST rows from `row` on (`rest` if it is 0), and which unit.
 template <class F> struct Bank {
@@ -308,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
     if (halves & 1) stage_x();  // beside the warps that pick
     __syncthreads();
     if (ROWS > 1) {
-        if (!warp) group_rows(sm->slots, sm->seen, rows * TOP_K, lane);
+        if (!warp) group_rows<TOP_K, ROWS>(sm->slots, sm->seen, rows * TOP_K, lane);
         __syncthreads();
     }
     auto next = [&] {

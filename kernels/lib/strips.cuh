@@ -41,24 +41,30 @@ template <class F, int COLS, int MANY> struct StagedRows {
     }
 };
 
-// acc += a unit of W times what a lane's `x` points to, which is a row of X for column l/4 of the
-// product; e0, e1: powers of two of its columns 2t, 2t + 1. acc[j]: row 2g + j/2, column 2t + j%2.
+// acc += 128 columns of W, in `q`, times what a lane's `x` points to, which is a row of X for column
+// l/4 of the product; f0, f1: powers of two of its columns 2t, 2t + 1. acc[j]: the lane's first or
+// second row (j/2), column 2t + j%2.
+template <class X, class F> __device__ __forceinline__ void multiply_block(const F& q, float* acc,
+        const uint4* x, float f0, float f1) {
+    float d[2][4] = {};
+    q.template dot<X::LD, X::PLANE>(d, x);
+    #pragma unroll
+    for (int j = 0; j < 2; j++) {
+        const float f = F::TWO ? 1.f : j ? f1 : f0;
+        const float low = F::SCALED ? __fmul_rn(f, q.scale(0)) : f;
+        const float high = F::SCALED ? __fmul_rn(f, q.scale(1)) : f;
+        acc[j] = fmaf(d[0][j] + d[1][j], low, acc[j]);
+        acc[2 + j] = fmaf(d[0][2 + j] + d[1][2 + j], high, acc[2 + j]);
+    }
+}
+// The same of a unit of W.
 template <class F, class X> __device__ __forceinline__ void multiply(const unsigned char* place,
         float* acc, const uint4* x, const float* e0, const float* e1, int g, int t) {
     #pragma unroll
     for (int b = 0; b < F::UNITS; b++) {
         F q;
         q.read(place, b, g, t);
-        float d[2][4] = {};
-        q.template dot<X::LD, X::PLANE>(d, x + 4 * b);
-        #pragma unroll
-        for (int j = 0; j < 2; j++) {
-            const float f = F::TWO ? 1.f : j ? e1[b] : e0[b];
-            const float low = F::SCALED ? __fmul_rn(f, q.scale(0)) : f;
-            const float high = F::SCALED ? __fmul_rn(f, q.scale(1)) : f;
-            acc[j] = fmaf(d[0][j] + d[1][j], low, acc[j]);
-            acc[2 + j] = fmaf(d[0][2 + j] + d[1][2 + j], high, acc[2 + j]);
-        }
+        multiply_block<X>(q, acc, x + 4 * b, e0[b], e1[b]);
     }
 }
 
