@@ -81,14 +81,14 @@ constexpr unsigned UROWS = PAIR ? 2 * I : I, STRIPS = UROWS / 16;  // of an expe
 constexpr int OUT = PAIR ? 8 : 16, OWN = SPAN / 8;  // outputs of a strip; parts of a block's outputs
 static_assert(UROWS % 16 == 0 && SPAN % 8 == 0 && RING <= 8 && ROWS <= 4, "see the contract");
 #if __CUDA_ARCH__ == 900  // registers that leave a block of the router its own
-constexpr int LIMIT = WARPS == 24 ? 1024 : WARPS == 20 ? 768 : WARPS == 16 ? 640 : THREADS;
+constexpr int LIMIT = WARPS == 20 ? 768 : WARPS == 16 ? 640 : THREADS;
 #else
 constexpr int LIMIT = THREADS;
 #endif
 typedef UP<K / 32> U;
 typedef DOWN<I / 32> D;
-typedef Parts<U, K, BIASED> UParts;
-typedef Parts<D, I, BIASED> DParts;
+typedef Parts<U, K> UParts;
+typedef Parts<D, I> DParts;
 constexpr int USPLIT = Shares<U, K, 4>::SPLIT, DSPLIT = Shares<D, I, 2>::SPLIT;
 constexpr int UTEAMS = WARPS / USPLIT, DTEAMS = WARPS / DSPLIT;
 // strips of the second half in a stage, and bytes of its place
@@ -169,7 +169,6 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_bulk(
     const int ushare = warp % USPLIT, dshare = warp % DSPLIT;
     const int base = blockIdx.x * SPAN, span = max(0, min(SPAN, K - base));  // the block's outputs
     const unsigned own = K % SPAN ? span / 8 : span ? OWN : 0;  // parts that these are
-    const Rows ubank = {uw, us, ugs, ubias}, dbank = {dw, ds, dgs, dbias};
     auto slots = [&] { return ROWS == 1 ? PICKS : sm->slots.number; };
     // stages of so many strips of the first half
     auto dealt = [&](unsigned strips) {
@@ -184,31 +183,29 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_bulk(
     auto expert_of = [&](unsigned slot) -> unsigned {
         return SHARED && slot < sm->slots.FIRST ? E : sm->slots.expert[slot];
     };
-    // Stages from..to - 1 are asked for by a warp: four lanes a stage, two a part.
+    // Stages from..to - 1 are asked for by a warp, four lanes a stage.
     auto ask = [&](unsigned from, unsigned to) {
-        const int p = lane / 2 % 2;
-        const bool weights = lane % 2 == 0, says = lane % 4 == 0;
+        const int i = lane % 4;
         for (unsigned s = from + lane / 4; s < to; s += 8) {
             unsigned char* const place = sm->ring[s % RING];
             Meeting* const b = sm->full + s % RING;
-            if (says) *(volatile unsigned*)(sm->asked + s % RING) = s;
+            if (!i) *(volatile unsigned*)(sm->asked + s % RING) = s;
             if (s < ups) {
-                const unsigned u = blockIdx.x + gridDim.x * s, slot = u / STRIPS;
-                const unsigned e = expert_of(slot);
-                if (says) bulk_expect(b, 2 * UParts::bytes_of_part(ubank));
-                const unsigned row = e * UROWS + u % STRIPS * 16 + 8 * p;
-                UParts::ask(place, p, weights, ubank, row, b);
+                const unsigned u = blockIdx.x + gridDim.x * s;
+                const unsigned row = expert_of(u / STRIPS) * UROWS + u % STRIPS * 16;
+                if (!i) bulk_expect(b, 2 * UParts::PART);
+                UParts::ask_strip(place, i, uw, us, row, b);
                 continue;
             }
-            const unsigned first = (s - ups) * (2 * MANY);
-            const unsigned n = min(2u * MANY, parts - first);
-            if (says) bulk_expect(b, n * DParts::bytes_of_part(dbank));
+            const unsigned first = (s - ups) * (2 * MANY), n = min(2u * MANY, parts - first);
+            if (!i) bulk_expect(b, n * DParts::PART);
             #pragma unroll 1
-            for (unsigned i = p; i < n; i += 2) {
-                const unsigned q = first + i, slot = q / own;
-                const unsigned e = expert_of(slot);
-                const unsigned row = e * K + base + q % own * 8;
-                DParts::ask(place + i / 2 * DParts::BYTES, p, weights, dbank, row, b);
+            for (unsigned k = MIXED ? i / 2 : 0; k < n; k += 2) {
+                const unsigned q = first + k;
+                const unsigned row = expert_of(q / own) * K + base + q % own * 8;
+                unsigned char* const to = place + k / 2 * DParts::BYTES;
+                if (MIXED) DParts::ask_part(to, i / 2, i % 2 == 0, dw, ds, row, b);
+                else DParts::ask_strip(to, i, dw, ds, row, b);
             }
         }
     };
@@ -301,6 +298,17 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_bulk(
             const uint4* at = sm->in.x.of(min(l / 4, ROWS - 1), ushare, l % 4);
             const float* e = sm->in.x.e[max(0, min(l % 4 * 2, ROWS - 2))] + 2 * ushare;
             float acc[4] = {};
+            const int mine = anew(threadIdx.x) % TEAM, r = mine % OUT;
+            const int line = PAIR ? r / 2 * 4 + r % 2 : r;
+            const unsigned u = blockIdx.x + gridDim.x * s, slot = u / STRIPS;
+            const unsigned o = u % STRIPS * OUT + r;
+            float scale[2], more[2];
+            #pragma unroll
+            for (int j = 0; j < 1 + PAIR; j++) {
+                const unsigned row = expert_of(slot) * UROWS + u % STRIPS * 16 + line + 2 * j;
+                scale[j] = U::row_scale(us, ugs, row);
+                more[j] = BIASED ? ubias[row] : 0.f;
+            }
             wait(s);
             #pragma unroll 1
             for (int i = ushare; i < UParts::UNITS; i += USPLIT) {
@@ -312,17 +320,6 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_bulk(
                 e += 2 * USPLIT;
             }
             put_part(sm->part[round][warp], acc, UParts::line(l / 4) / 2, l % 4);
-            const int mine = anew(threadIdx.x) % TEAM, r = mine % OUT;
-            const int line = PAIR ? r / 2 * 4 + r % 2 : r;
-            const unsigned u = blockIdx.x + gridDim.x * s, slot = u / STRIPS;
-            const unsigned o = u % STRIPS * OUT + r;
-            const float* const tail = (const float*)(place + UParts::TAIL);
-            float scale[2], more[2];
-            #pragma unroll
-            for (int j = 0; j < 1 + PAIR; j++) {
-                scale[j] = U::row_scale((Bytes)tail, tail, line + 2 * j);
-                more[j] = BIASED ? tail[16 + line + 2 * j] : 0.f;
-            }
             sync_warps<USPLIT>(warp / USPLIT);  // and all have done with the place
             if (ushare == 0) ask(s + RING, min(s + RING + 1, stages));
             #pragma unroll
@@ -401,6 +398,11 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_bulk(
         const float* e0 = sm->in.h.e[entry(2 * t)] + 2 * dshare;
         const float* e1 = sm->in.h.e[entry(2 * t + 1)] + 2 * dshare;
         float acc[4] = {};
+        const int mine = anew(threadIdx.x) % TEAM, line = mine % 16;
+        const unsigned q = 2 * strip + line / 8;
+        const unsigned row = expert_of(slot(line / 8)) * K + base + q % own * 8 + line % 8;
+        const float scale = q < parts ? D::row_scale(ds, dgs, row) : 0.f;
+        const float more = BIASED && q < parts ? dbias[row] : 0.f;
         wait(s);
         #pragma unroll 1
         for (int i = dshare; i < DParts::UNITS; i += DSPLIT) {
@@ -412,10 +414,6 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_bulk(
             e1 += 2 * DSPLIT;
         }
         put_part(sm->part[round][warp], acc, DParts::line(g) / 2, t);
-        const int mine = anew(threadIdx.x) % TEAM, line = mine % 16;
-        const float* const tail = (const float*)(place + DParts::TAIL);
-        const float scale = D::row_scale((Bytes)tail, tail, line);
-        const float more = BIASED ? tail[16 + line] : 0.f;
         if (s + RING < stages) {  // the last of those that had to do with the place asks
             int earlier = 0;
             __syncwarp();
@@ -426,7 +424,6 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts_bulk(
             }
         }
         sync_warps<DSPLIT, ALONE ? AFTER : 0>(warp / DSPLIT);
-        const unsigned q = 2 * strip + line / 8;
         if (q >= parts) continue;
         #pragma unroll
         for (int i = 0; i < ITEMS; i++) {

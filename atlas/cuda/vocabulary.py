@@ -20,7 +20,7 @@ from ..ground.core import ConfigError,UnsupportedError
 from ..ground.weights import head_quantizable,quantizable
 from .attend import Angles,attend as attend_rows,make_pool,pool_bytes,pool_words
 from .delta import as_states,delta_step,record_size
-from .experts import moe as moe_rows
+from .experts import moe as moe_rows,takes
 from .experts_many import experts_many,route_many
 from .experts_wide import at_once,moe_wide
 from .flash import flash
@@ -207,8 +207,10 @@ def mamba(s:Step, x, w:MambaWeights, conv, rec):
 def _moe_of(rows, w):
     "What multiplies the experts `w` of so many rows; both give a row the same bits"
     if rows>MAX_ROWS: return moe_wide
-    few = rows<=MAX_ROWS//2 or not at_once(w.up, w.down, w.act, (w.up_bias,w.down_bias))
-    return moe_rows if few else moe_wide
+    if rows<=MAX_ROWS//2: return moe_rows
+    banks,biases = (w.up,w.down),(w.up_bias,w.down_bias)
+    launches = not takes(rows, *banks, w.config, w.act, w.joined, biases)
+    return moe_wide if launches or at_once(*banks, w.act, biases) else moe_rows
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #ec90b79e
 def _routes(s, x, top_k):
