@@ -47,7 +47,6 @@
 #include "lib/ahead.cuh"
 #include "lib/async.cuh"
 #include "lib/given.cuh"
-#include "lib/grouped.cuh"
 #include "lib/pdl.cuh"
 #include "lib/picks.cuh"
 #include "lib/ranked.cuh"
@@ -80,6 +79,10 @@ constexpr int N = (E + 31) / 32, WIDTH = (I + 3) / 4 * 4;
 constexpr bool PAIR = ACT != ACT_RELU2;
 constexpr int UROWS = ((PAIR ? 2 * I : I) + 3) / 4 * 4, STRIPS = (UROWS + 15) / 16;  // of an expert
 constexpr int OUT = PAIR ? 8 : 16, OWN = (SPAN + 15) / 16;  // outputs of a strip; strips of a block
+// Where a block's outputs would leave half of a strip empty, strips of the second half are two parts
+// of eight rows, of one expert or of two.
+constexpr bool MIXED = ROWS <= 4 && SPAN % 16 == 8 && K % 8 == 0 && D::CHUNKS;
+constexpr int COLUMNS = MIXED ? 2 * ROWS : ROWS;  // of a product that somebody needs
 #if __CUDA_ARCH__ == 900  // 80 registers, so that a block of the router finds some beside this one
 constexpr bool SCALED = U::SCALED || D::SCALED, INT4 = U::FOUR == 16 || D::FOUR == 16;
 constexpr bool ROOMY = WARPS == 20 && !INT4 && ROWS <= (SCALED ? 1 : 2);
@@ -94,8 +97,10 @@ constexpr int USPLIT = UShares::SPLIT, DSPLIT = DShares::SPLIT;
 constexpr int AFTER = USPLIT == DSPLIT || USPLIT == 1 ? 0 : WARPS / USPLIT;
 constexpr bool DISTINCT = DSPLIT == 1 || AFTER + WARPS / DSPLIT <= 15;
 // Has each warp just one unit of the second half, and does it stage what it multiplies by itself?
-constexpr bool ALONE = APART && ROWS == 1 && DISTINCT && OWN == 1 && D::UNITS == 2
+constexpr bool ALONE = APART && ROWS == 1 && DISTINCT && OWN == 1 && !MIXED && D::UNITS == 2
     && DShares::N == DSPLIT && PICKS * DSPLIT <= WARPS;
+// Hidden values of one row's last picks come late; long rows of the others are multiplied before.
+constexpr int GROUPS = ROWS == 1 && !ALONE && DShares::N >= 4 && PICKS > 1 ? 2 : 1;
 // the first so many warps stage x, while the others pick
 constexpr int STAGE = ROWS > 1 && WARPS - ROWS >= 4 ? WARPS - ROWS : WARPS;
 struct Place {  // for a unit; with a strip's last one come scales and biases of its rows
@@ -112,7 +117,7 @@ template <> struct Inputs<true> { X x; H h; };
 struct Shared {
     Place ring[WARPS][DEEP];
     Inputs<APART> in;
-    float part[2][WARPS][16][ROWS];  // of one strip while those of the next are made
+    float part[2][WARPS][16][COLUMNS];  // of one strip while those of the next are made
     float tail[WARPS][32];  // scales and biases of its rows, when its last place has been left
     float inverse[WARPS][ROWS];  // of the root of a row's mean square
     float squares[ROWS][PARTS], share[ROWS * PICKS], done[ROWS * PICKS][OWN * 16];
@@ -120,6 +125,43 @@ struct Shared {
     int seen[ROWS > 1 ? E : 1];
 };
 static_assert(sizeof(Shared) <= ROOM && ROWS <= WARPS && WARPS % 4 == 0, "see the contract");
+
+// Which experts are needed and for whom, found by one warp: a lane has entries lane, lane + 32,
+// and so on; `seen`: of each expert the first entry that picked it.
+__device__ __forceinline__ void group_rows(Table& s, int* seen, int many, int lane) {
+    constexpr int M = (ROWS * TOP_K + 31) / 32;
+    int id[M], opener[M];
+    unsigned opens[M];
+    #pragma unroll
+    for (int i = 0; i < M; i++) {
+        id[i] = lane + i * 32 < many ? s.ids[lane + i * 32] : -1;
+        if (id[i] >= 0) atomicMin(seen + id[i], lane + i * 32);
+    }
+    __syncwarp();
+    #pragma unroll
+    for (int i = 0; i < M; i++) {
+        opener[i] = id[i] >= 0 ? seen[id[i]] : -1;
+        opens[i] = __ballot_sync(~0u, opener[i] == lane + i * 32);
+    }
+    #pragma unroll
+    for (int i = 0; i < M; i++) {
+        if (id[i] < 0) continue;
+        int slot = s.FIRST;  // those that were opened before
+        #pragma unroll
+        for (int j = 0; j < M; j++) {
+            const int before = opener[i] - 32 * j;
+            const unsigned below = before >= 32 ? ~0u : before > 0 ? (1u << before) - 1 : 0u;
+            slot += __popc(opens[j] & below);
+        }
+        const int entry = lane + i * 32;
+        if (opener[i] == entry) s.expert[slot] = id[i];
+        s.who[slot][entry / TOP_K] = entry / TOP_K * PICKS + entry % TOP_K;
+    }
+    int all = s.FIRST;
+    #pragma unroll
+    for (int j = 0; j < M; j++) all += __popc(opens[j]);
+    if (!lane) s.number = all;
+}
 
 // What a warp fetches next of a bank: REST rows from `row` on (`rest` if it is 0), and which unit.
 template <class F> struct Bank {
@@ -135,24 +177,33 @@ struct Next {
     Bytes w, s;
     unsigned row;
     int rest, step;
+    int skip;  // rows between the strip's two parts, if it has any
     template <class F> __device__ __forceinline__ void first(const Bank<F>& of, unsigned row_) {
         row = row_;
         w = of.w + (size_t)row * F::LINE;
         s = of.s + (size_t)(row / 4) * F::SLINE;
     }
+    template <class F> __device__ __forceinline__ void two(const Bank<F>& of, unsigned row_,
+            unsigned other, int lane) {
+        first(of, row_);
+        skip = (int)(other - row_) - 8;
+        s += lane < 16 ? 0 : (long long)(skip / 4) * (int)F::SLINE;
+    }
     // True: that was the strip's last unit.
-    template <class F, class S, int REST> __device__ __forceinline__ bool fetch(const Bank<F>& of,
-            Place& p, int share, int lane) {
+    template <class F, class S, int REST, bool PARTED> __device__ __forceinline__ bool fetch(
+            const Bank<F>& of, Place& p, int share, int lane) {
         const int rows = REST ? REST : rest;
-        F::fetch(p.weights, w, s, rows, step * S::SPLIT + share, lane);
+        const long long jump = PARTED ? (long long)skip * (int)F::LINE : 0;
+        F::fetch(p.weights, w, s, rows, step * S::SPLIT + share, lane, jump);
         w += S::SPLIT * F::LB;
         s += S::SPLIT * F::SB;
         if (++step < S::of(share)) return false;
         const unsigned at = lane * 4;
         const bool on = lane * 4 < rows;
+        const unsigned from = row + at + (PARTED && lane > 1 ? skip : 0);
         if (lane < 4) {
-            if (of.scale) cp_async_or_zero<16>(p.tail + at, of.scale + row + at, on);
-            if (of.bias) cp_async_or_zero<16>(p.tail + 16 + at, of.bias + row + at, on);
+            if (of.scale) cp_async_or_zero<16>(p.tail + at, of.scale + from, on);
+            if (of.bias) cp_async_or_zero<16>(p.tail + 16 + at, of.bias + from, on);
         }
         step = 0;
         return true;
@@ -168,12 +219,11 @@ __device__ __forceinline__ int anew(int v) {
     return v;
 }
 
-// Pieces of 256 values, MOST at most, dealt out to the first BY warps: a lane has eight, and up to
+// Pieces of 256 values, MOST at most, dealt out to the first BY warps, of which this is one: a lane has eight, and up to
 // so many pieces of a warp are on their way at once.
 template <int MOST, int BY, int AT_ONCE, class Load, class Put> __device__ __forceinline__
-        void stage(int pieces, Load load, Put put) {
+        void stage(int pieces, int warp, Load load, Put put) {
     constexpr int ROUNDS = (MOST + BY - 1) / BY, MANY = ROUNDS < AT_ONCE ? ROUNDS : AT_ONCE;
-    const int warp = threadIdx.x / 32;
     #pragma unroll 1
     for (int from = BY == WARPS || warp < BY ? warp : pieces; from < pieces; from += MANY * BY) {
         float a[MANY][8];
@@ -204,7 +254,14 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
     constexpr unsigned NONE = ~0u;
     unsigned unit = halves & 1 ? first : NONE;  // the strips that are fetched next
     unsigned down = halves & 2 && span > 0 ? warp / DSPLIT : NONE;
-    auto slots = [&] { return ROWS == 1 ? PICKS : sm->slots.number; };
+    auto slots = [&]() -> unsigned { return ROWS == 1 ? PICKS : sm->slots.number; };
+    // of the second half, eights of its outputs for each expert, and strips
+    const unsigned own = K % SPAN ? max(span, 0) / 8 : SPAN / 8;
+    auto parts = [&] { return slots() * own; };
+    auto strips = [&] { return MIXED ? (parts() + 1) / 2 : slots() * OWN; };
+    auto row_of = [&](unsigned part) {
+        return sm->slots.expert[part / own] * K + base + part % own * 8;
+    };
     int place = 0, round = 0;  // of the unit that is multiplied next, which leaves it to another
     const Bank<U> ubank(uw, us, ugs, ubias, ushare, lane);
     const Bank<D> dbank(dw, ds, dgs, dbias, dshare, lane);
@@ -218,16 +275,19 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
             o.rest = UROWS - from;
         }
         constexpr int REST = UROWS % 16 ? 0 : 16;
-        if (o.fetch<U, UShares, REST>(ubank, sm->ring[warp][place], ushare, lane)) unit += stride;
+        if (o.fetch<U, UShares, REST, false>(ubank, sm->ring[warp][place], ushare, lane))
+            unit += stride;
     };
     auto next_down = [&] {
-        if (o.step == 0) {
+        if (o.step == 0 && MIXED)
+            o.two(dbank, row_of(2 * down), row_of(min(2 * down + 1, parts() - 1)), lane);
+        else if (o.step == 0) {
             const unsigned from = down % OWN * 16;
             o.first(dbank, sm->slots.expert[down / OWN] * K + base + from);
             o.rest = span - from;
         }
-        constexpr int REST = SPAN % 16 || K % SPAN ? 0 : 16;
-        if (o.fetch<D, DShares, REST>(dbank, sm->ring[warp][place], dshare, lane))
+        constexpr int REST = !MIXED && (SPAN % 16 || K % SPAN) ? 0 : 16;
+        if (o.fetch<D, DShares, REST, MIXED>(dbank, sm->ring[warp][place], dshare, lane))
             down += WARPS / DSPLIT;
     };
     auto forth = [&] {
@@ -251,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
         if (lane < TOP_K) to[lane] = id;
     }
     auto stage_x = [&] {
-        stage<ROWS * PARTS, STAGE, 4>(rows * PARTS, [&](int i, float* a) {
+        stage<ROWS * PARTS, STAGE, 4>(rows * PARTS, warp, [&](int i, float* a) {
             const int v = i % PARTS * 32 + lane;
             if (K % 256 == 0 || v * 8 < K) load8(x + (size_t)(i / PARTS) * K + v * 8, a);
             else for (int j = 0; j < 8; j++) a[j] = 0.f;
@@ -272,7 +332,7 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
     if (halves & 1) stage_x();  // beside the warps that pick
     __syncthreads();
     if (ROWS > 1) {
-        if (!warp) group_rows<TOP_K, ROWS>(sm->slots, sm->seen, rows * TOP_K, lane);
+        if (!warp) group_rows(sm->slots, sm->seen, rows * TOP_K, lane);
         __syncthreads();
     }
     auto next = [&] {
@@ -301,7 +361,8 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
                 cp_async_wait<DEEP - 1>();
                 __syncwarp();
                 const Place& p = sm->ring[warp][place];
-                multiply<U, X>(p.weights, acc, at, e, e + (ROWS > 1 ? X::HELD : 0), g, t);
+                const bool half = UShares::SHORT && i == 1 && ushare == UShares::LAST;
+                multiply<U, X>(p.weights, acc, at, e, e + (ROWS > 1 ? X::HELD : 0), g, t, half);
                 at += 4 * U::UNITS * USPLIT;
                 e += U::UNITS * USPLIT;
                 if (i == 1) sm->tail[warp][lane] = p.tail[lane];
@@ -339,7 +400,7 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
     if (!(halves & 2)) return;
     #pragma unroll 1
     for (int i = 0; i < DEEP; i++) {  // not before: others still wait for the first half's
-        if (down < slots() * OWN) next_down();
+        if (down < strips()) next_down();
         forth();
     }
     if (picker < rows) {
@@ -357,72 +418,95 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
     float before = 0.f;
     if (add && threadIdx.x < rows * SPAN && (int)threadIdx.x % SPAN < span)
         before = add[(size_t)(threadIdx.x / SPAN) * K + base + threadIdx.x % SPAN];
-    auto staged = [&](int i) { return ALONE ? sm->slots.who[i / HPARTS][0] : i / HPARTS; };
-    auto ask = [&](int i, float* a) {  // true: they are there
-        const int v = i % HPARTS * 32 + lane;
-        const float* const from = h + (size_t)staged(i) * WIDTH + v * 8;
-        bool all = true;
-        #pragma unroll
-        for (int j = 0; j < 8; j += 4)
-            *(float4*)(a + j) = I % 256 == 0 || v * 8 + j < I ? peek4(from + j)
-                                              : make_float4(0.f, 0.f, 0.f, 0.f);
-        #pragma unroll
-        for (int j = 0; j < 8; j++) {
-            if (I % 4) a[j] = v * 8 + j < I ? a[j] : 0.f;
-            all = all && there(a[j]);
-        }
-        return all;
-    };
-    stage<ROWS * PICKS * HPARTS, WARPS, OWN == 1 ? 4 : 3>(
-            rows * PICKS * HPARTS, ask, [&](int i, float* a) {
-        bool all = true;
-        #pragma unroll
-        for (int j = 0; j < 8; j++) all = all && there(a[j]);
-        while (!all) all = ask(i, a);
-        __syncwarp();
-        sm->in.h.put(staged(i), i % HPARTS * 32 + lane, a);
-    });
-    // memory idles when a warp's values are there
-    const int asks = blockIdx.x * THREADS + threadIdx.x;
-    if (later_w) ahead(later_w, later_w16, asks, gridDim.x * THREADS);
-    if (later_s) ahead(later_s, later_s16, asks, gridDim.x * THREADS);
-    if (ALONE) __syncwarp(); else __syncthreads();
+    constexpr int LATE = GROUPS > 1 ? (PICKS + 3) / 4 : 0, EARLY = PICKS - LATE;  // picks
     constexpr int TEAM = 32 * DSPLIT, ITEMS = (16 * ROWS + TEAM - 1) / TEAM;
-    const unsigned begin = span > 0 ? warp / DSPLIT : NONE;
     if (USPLIT < DSPLIT) round = 0;  // warps of a team may have had different numbers of strips
+    unsigned u = span > 0 ? warp / DSPLIT : NONE;
     #pragma unroll 1
-    for (unsigned u = begin; u < slots() * OWN; u += WARPS / DSPLIT, round ^= 1) {
-        const unsigned slot = u / OWN;
-        auto entry = [&](int c) { return max(0, (int)sm->slots.who[slot][min(c, ROWS - 1)]); };
-        const uint4* at = sm->in.h.of(entry(g), dshare, t);
-        const float* e0 = sm->in.h.e[entry(2 * t)] + dshare * D::UNITS;
-        const float* e1 = sm->in.h.e[entry(2 * t + 1)] + dshare * D::UNITS;
-        float acc[4] = {};
+    for (int group = 0; group < GROUPS; group++) {
+        const bool last = group == GROUPS - 1;
+        const int before_these = group ? EARLY * HPARTS : 0;
+        auto staged = [&](int i) {
+            if (!ALONE && GROUPS == 1) return i / HPARTS;
+            return (int)sm->slots.who[(i + before_these) / HPARTS][0];
+        };
+        auto ask = [&](int i, float* a) {  // true: they are there
+            const int v = i % HPARTS * 32 + lane;
+            const float* const from = h + (size_t)staged(i) * WIDTH + v * 8;
+            bool all = true;
+            #pragma unroll
+            for (int j = 0; j < 8; j += 4)
+                *(float4*)(a + j) = I % 256 == 0 || v * 8 + j < I ? peek4(from + j)
+                                                  : make_float4(0.f, 0.f, 0.f, 0.f);
+            #pragma unroll
+            for (int j = 0; j < 8; j++) {
+                if (I % 4) a[j] = v * 8 + j < I ? a[j] : 0.f;
+                all = all && there(a[j]);
+            }
+            return all;
+        };
+        const int many = GROUPS == 1 ? rows * PICKS : group ? LATE : EARLY;
+        // those of the last group by the last warps, which have no strips of the one before
+        const int stager = group ? WARPS - 1 - warp : warp;
+        stage<ROWS * PICKS * HPARTS, WARPS, OWN == 1 ? 4 : 3>(
+                many * HPARTS, stager, ask, [&](int i, float* a) {
+            bool all = true;
+            #pragma unroll
+            for (int j = 0; j < 8; j++) all = all && there(a[j]);
+            while (!all) all = ask(i, a);
+            __syncwarp();
+            sm->in.h.put(staged(i), i % HPARTS * 32 + lane, a);
+        });
+        // memory idles when a warp's values are there
+        const int asks = blockIdx.x * THREADS + threadIdx.x;
+        if (last && later_w) ahead(later_w, later_w16, asks, gridDim.x * THREADS);
+        if (last && later_s) ahead(later_s, later_s16, asks, gridDim.x * THREADS);
+        if (ALONE) __syncwarp(); else __syncthreads();
+        const unsigned end = last ? strips() : MIXED ? EARLY * own / 2 : EARLY * OWN;
         #pragma unroll 1
-        for (int i = DShares::of(dshare); i; i--) {
-            cp_async_wait<DEEP - 1>();
-            __syncwarp();
-            const Place& p = sm->ring[warp][place];
-            multiply<D, H>(p.weights, acc, at, e0, e1, g, t);
-            at += 4 * D::UNITS * DSPLIT; e0 += D::UNITS * DSPLIT; e1 += D::UNITS * DSPLIT;
-            if (i == 1) sm->tail[warp][lane] = p.tail[lane];
-            __syncwarp();
-            if (down < slots() * OWN) next_down();
-            forth();
-        }
-        put_part(sm->part[round][warp], acc, g, t);
-        const int mine = anew(threadIdx.x) % TEAM, line = mine % 16;
-        const float* tail = sm->tail[warp];
-        const float scale = D::row_scale((Bytes)tail, tail, line);
-        const float more = dbias ? tail[16 + line] : 0.f;
-        sync_warps<DSPLIT, ALONE ? AFTER : 0>(warp / DSPLIT);
-        #pragma unroll
-        for (int i = 0; i < ITEMS; i++) {
-            const int c = mine / 16 + i * (TEAM / 16);
-            const int to = c < ROWS ? sm->slots.who[slot][c] : -1;
-            if (to < 0) continue;
-            const float v = sum_parts<DSPLIT>(sm->part[round] + warp - dshare, line, c);
-            sm->done[to][u % OWN * 16 + line] = fmaf(v, scale, more);
+        for (; u < end; u += WARPS / DSPLIT, round ^= 1) {
+            auto slot = [&](unsigned p) {  // of the strip's part
+                return MIXED ? min(2 * u + p, parts() - 1) / own : u / OWN;
+            };
+            auto entry = [&](int c) {
+                const int p = MIXED ? min(c / ROWS, 1) : 0, r = MIXED ? c % ROWS : min(c, ROWS - 1);
+                return max(0, (int)sm->slots.who[slot(p)][r]);
+            };
+            const uint4* at = sm->in.h.of(entry(g), dshare, t);
+            const float* e0 = sm->in.h.e[entry(2 * t)] + dshare * D::UNITS;
+            const float* e1 = sm->in.h.e[entry(2 * t + 1)] + dshare * D::UNITS;
+            float acc[4] = {};
+            #pragma unroll 1
+            for (int i = DShares::of(dshare); i; i--) {
+                cp_async_wait<DEEP - 1>();
+                __syncwarp();
+                const Place& p = sm->ring[warp][place];
+                const bool half = DShares::SHORT && i == 1 && dshare == DShares::LAST;
+                multiply<D, H>(p.weights, acc, at, e0, e1, g, t, half);
+                at += 4 * D::UNITS * DSPLIT; e0 += D::UNITS * DSPLIT; e1 += D::UNITS * DSPLIT;
+                if (i == 1) sm->tail[warp][lane] = p.tail[lane];
+                __syncwarp();
+                if (down < strips()) next_down();
+                forth();
+            }
+            put_part(sm->part[round][warp], acc, g, t);
+            const int mine = anew(threadIdx.x) % TEAM, line = mine % 16;
+            const float* tail = sm->tail[warp];
+            const float scale = D::row_scale((Bytes)tail, tail, line);
+            const float more = dbias ? tail[16 + line] : 0.f;
+            sync_warps<DSPLIT, ALONE ? AFTER : 0>(warp / DSPLIT);
+            const unsigned part = 2 * u + line / 8;
+            const int o = MIXED ? part % own * 8 + line % 8 : u % OWN * 16 + line;
+            #pragma unroll
+            for (int i = 0; i < ITEMS; i++) {
+                const int c = mine / 16 + i * (TEAM / 16);
+                const bool real = c < ROWS && (!MIXED || part < parts());
+                const int to = real ? sm->slots.who[slot(line / 8)][c] : -1;
+                if (to < 0) continue;
+                const int column = MIXED ? line / 8 * ROWS + c : c;
+                const float v = sum_parts<DSPLIT>(sm->part[round] + warp - dshare, line, column);
+                sm->done[to][o] = fmaf(v, scale, more);
+            }
         }
     }
     __syncthreads();

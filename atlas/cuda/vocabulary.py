@@ -208,9 +208,8 @@ def _moe_of(rows, w):
     "What multiplies the experts `w` of so many rows; both give a row the same bits"
     if rows>MAX_ROWS: return moe_wide
     if rows<=MAX_ROWS//2: return moe_rows
-    banks,biases = (w.up,w.down),(w.up_bias,w.down_bias)
-    launches = not takes(rows, *banks, w.config, w.act, w.joined, biases)
-    return moe_wide if launches or at_once(*banks, w.act, biases) else moe_rows
+    if at_once(w.up, w.down, w.act, (w.up_bias,w.down_bias)): return moe_wide
+    return moe_rows if takes(rows, w.up, w.down, w.config, w.act, w.joined) else moe_wide
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #ec90b79e
 def _routes(s, x, top_k):

@@ -11,7 +11,6 @@
 //   bulk_copy(to, from, bytes, b)      multiples of 16, addresses too; bulk_copy_once: likewise
 //   meet_over(b, parity)       is the phase of that parity (0 for the first) over?
 //   meet_wait(b, parity)       until it is
-//   meet_pause()               within a loop that waits for what others write to shared memory
 typedef unsigned long long Meeting;
 
 #if defined(ATLAS_EMULATE)
@@ -112,13 +111,6 @@ __device__ __forceinline__ bool meet_over(Meeting* b, unsigned parity) {
     EmulatedMeeting m;
     memcpy(&m, b, sizeof m);
     return m.phase != parity;
-#endif
-}
-// While others have their turn.
-__device__ __forceinline__ void meet_pause() {
-#if defined(ATLAS_EMULATE)
-    emu::progress++;
-    emu::yield();
 #endif
 }
 // The same for what nobody will read again: it leaves the L2 cache first.
