@@ -99,8 +99,6 @@ constexpr bool DISTINCT = DSPLIT == 1 || AFTER + WARPS / DSPLIT <= 15;
 // Has each warp just one unit of the second half, and does it stage what it multiplies by itself?
 constexpr bool ALONE = APART && ROWS == 1 && DISTINCT && OWN == 1 && !MIXED && D::UNITS == 2
     && DShares::N == DSPLIT && PICKS * DSPLIT <= WARPS;
-// Hidden values of one row's last picks come late; long rows of the others are multiplied before.
-constexpr int GROUPS = ROWS == 1 && !ALONE && DShares::N >= 4 && PICKS > 1 ? 2 : 1;
 // the first so many warps stage x, while the others pick
 constexpr int STAGE = ROWS > 1 && WARPS - ROWS >= 4 ? WARPS - ROWS : WARPS;
 struct Place {  // for a unit; with a strip's last one come scales and biases of its rows
@@ -219,11 +217,12 @@ __device__ __forceinline__ int anew(int v) {
     return v;
 }
 
-// Pieces of 256 values, MOST at most, dealt out to the first BY warps, of which this is one: a lane has eight, and up to
+// Pieces of 256 values, MOST at most, dealt out to the first BY warps: a lane has eight, and up to
 // so many pieces of a warp are on their way at once.
 template <int MOST, int BY, int AT_ONCE, class Load, class Put> __device__ __forceinline__
-        void stage(int pieces, int warp, Load load, Put put) {
+        void stage(int pieces, Load load, Put put) {
     constexpr int ROUNDS = (MOST + BY - 1) / BY, MANY = ROUNDS < AT_ONCE ? ROUNDS : AT_ONCE;
+    const int warp = threadIdx.x / 32;
     #pragma unroll 1
     for (int from = BY == WARPS || warp < BY ? warp : pieces; from < pieces; from += MANY * BY) {
         float a[MANY][8];
@@ -311,7 +310,7 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
         if (lane < TOP_K) to[lane] = id;
     }
     auto stage_x = [&] {
-        stage<ROWS * PARTS, STAGE, 4>(rows * PARTS, warp, [&](int i, float* a) {
+        stage<ROWS * PARTS, STAGE, 4>(rows * PARTS, [&](int i, float* a) {
             const int v = i % PARTS * 32 + lane;
             if (K % 256 == 0 || v * 8 < K) load8(x + (size_t)(i / PARTS) * K + v * 8, a);
             else for (int j = 0; j < 8; j++) a[j] = 0.f;
@@ -418,95 +417,82 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
     float before = 0.f;
     if (add && threadIdx.x < rows * SPAN && (int)threadIdx.x % SPAN < span)
         before = add[(size_t)(threadIdx.x / SPAN) * K + base + threadIdx.x % SPAN];
-    constexpr int LATE = GROUPS > 1 ? (PICKS + 3) / 4 : 0, EARLY = PICKS - LATE;  // picks
+    auto staged = [&](int i) { return ALONE ? sm->slots.who[i / HPARTS][0] : i / HPARTS; };
+    auto ask = [&](int i, float* a) {  // true: they are there
+        const int v = i % HPARTS * 32 + lane;
+        const float* const from = h + (size_t)staged(i) * WIDTH + v * 8;
+        bool all = true;
+        #pragma unroll
+        for (int j = 0; j < 8; j += 4)
+            *(float4*)(a + j) = I % 256 == 0 || v * 8 + j < I ? peek4(from + j)
+                                              : make_float4(0.f, 0.f, 0.f, 0.f);
+        #pragma unroll
+        for (int j = 0; j < 8; j++) {
+            if (I % 4) a[j] = v * 8 + j < I ? a[j] : 0.f;
+            all = all && there(a[j]);
+        }
+        return all;
+    };
+    stage<ROWS * PICKS * HPARTS, WARPS, OWN == 1 ? 4 : 3>(
+            rows * PICKS * HPARTS, ask, [&](int i, float* a) {
+        bool all = true;
+        #pragma unroll
+        for (int j = 0; j < 8; j++) all = all && there(a[j]);
+        while (!all) all = ask(i, a);
+        __syncwarp();
+        sm->in.h.put(staged(i), i % HPARTS * 32 + lane, a);
+    });
+    // memory idles when a warp's values are there
+    const int asks = blockIdx.x * THREADS + threadIdx.x;
+    if (later_w) ahead(later_w, later_w16, asks, gridDim.x * THREADS);
+    if (later_s) ahead(later_s, later_s16, asks, gridDim.x * THREADS);
+    if (ALONE) __syncwarp(); else __syncthreads();
     constexpr int TEAM = 32 * DSPLIT, ITEMS = (16 * ROWS + TEAM - 1) / TEAM;
+    const unsigned begin = span > 0 ? warp / DSPLIT : NONE;
     if (USPLIT < DSPLIT) round = 0;  // warps of a team may have had different numbers of strips
-    unsigned u = span > 0 ? warp / DSPLIT : NONE;
     #pragma unroll 1
-    for (int group = 0; group < GROUPS; group++) {
-        const bool last = group == GROUPS - 1;
-        const int before_these = group ? EARLY * HPARTS : 0;
-        auto staged = [&](int i) {
-            if (!ALONE && GROUPS == 1) return i / HPARTS;
-            return (int)sm->slots.who[(i + before_these) / HPARTS][0];
+    for (unsigned u = begin; u < strips(); u += WARPS / DSPLIT, round ^= 1) {
+        auto slot = [&](unsigned p) {  // of part p of the strip
+            return MIXED ? min(2 * u + p, parts() - 1) / own : u / OWN;
         };
-        auto ask = [&](int i, float* a) {  // true: they are there
-            const int v = i % HPARTS * 32 + lane;
-            const float* const from = h + (size_t)staged(i) * WIDTH + v * 8;
-            bool all = true;
-            #pragma unroll
-            for (int j = 0; j < 8; j += 4)
-                *(float4*)(a + j) = I % 256 == 0 || v * 8 + j < I ? peek4(from + j)
-                                                  : make_float4(0.f, 0.f, 0.f, 0.f);
-            #pragma unroll
-            for (int j = 0; j < 8; j++) {
-                if (I % 4) a[j] = v * 8 + j < I ? a[j] : 0.f;
-                all = all && there(a[j]);
-            }
-            return all;
+        auto entry = [&](int c) {
+            const int p = MIXED ? min(c / ROWS, 1) : 0, r = MIXED ? c % ROWS : min(c, ROWS - 1);
+            return max(0, (int)sm->slots.who[slot(p)][r]);
         };
-        const int many = GROUPS == 1 ? rows * PICKS : group ? LATE : EARLY;
-        // those of the last group by the last warps, which have no strips of the one before
-        const int stager = group ? WARPS - 1 - warp : warp;
-        stage<ROWS * PICKS * HPARTS, WARPS, OWN == 1 ? 4 : 3>(
-                many * HPARTS, stager, ask, [&](int i, float* a) {
-            bool all = true;
-            #pragma unroll
-            for (int j = 0; j < 8; j++) all = all && there(a[j]);
-            while (!all) all = ask(i, a);
-            __syncwarp();
-            sm->in.h.put(staged(i), i % HPARTS * 32 + lane, a);
-        });
-        // memory idles when a warp's values are there
-        const int asks = blockIdx.x * THREADS + threadIdx.x;
-        if (last && later_w) ahead(later_w, later_w16, asks, gridDim.x * THREADS);
-        if (last && later_s) ahead(later_s, later_s16, asks, gridDim.x * THREADS);
-        if (ALONE) __syncwarp(); else __syncthreads();
-        const unsigned end = last ? strips() : MIXED ? EARLY * own / 2 : EARLY * OWN;
+        const uint4* at = sm->in.h.of(entry(g), dshare, t);
+        const float* e0 = sm->in.h.e[entry(2 * t)] + dshare * D::UNITS;
+        const float* e1 = sm->in.h.e[entry(2 * t + 1)] + dshare * D::UNITS;
+        float acc[4] = {};
         #pragma unroll 1
-        for (; u < end; u += WARPS / DSPLIT, round ^= 1) {
-            auto slot = [&](unsigned p) {  // of the strip's part
-                return MIXED ? min(2 * u + p, parts() - 1) / own : u / OWN;
-            };
-            auto entry = [&](int c) {
-                const int p = MIXED ? min(c / ROWS, 1) : 0, r = MIXED ? c % ROWS : min(c, ROWS - 1);
-                return max(0, (int)sm->slots.who[slot(p)][r]);
-            };
-            const uint4* at = sm->in.h.of(entry(g), dshare, t);
-            const float* e0 = sm->in.h.e[entry(2 * t)] + dshare * D::UNITS;
-            const float* e1 = sm->in.h.e[entry(2 * t + 1)] + dshare * D::UNITS;
-            float acc[4] = {};
-            #pragma unroll 1
-            for (int i = DShares::of(dshare); i; i--) {
-                cp_async_wait<DEEP - 1>();
-                __syncwarp();
-                const Place& p = sm->ring[warp][place];
-                const bool half = DShares::SHORT && i == 1 && dshare == DShares::LAST;
-                multiply<D, H>(p.weights, acc, at, e0, e1, g, t, half);
-                at += 4 * D::UNITS * DSPLIT; e0 += D::UNITS * DSPLIT; e1 += D::UNITS * DSPLIT;
-                if (i == 1) sm->tail[warp][lane] = p.tail[lane];
-                __syncwarp();
-                if (down < strips()) next_down();
-                forth();
-            }
-            put_part(sm->part[round][warp], acc, g, t);
-            const int mine = anew(threadIdx.x) % TEAM, line = mine % 16;
-            const float* tail = sm->tail[warp];
-            const float scale = D::row_scale((Bytes)tail, tail, line);
-            const float more = dbias ? tail[16 + line] : 0.f;
-            sync_warps<DSPLIT, ALONE ? AFTER : 0>(warp / DSPLIT);
-            const unsigned part = 2 * u + line / 8;
-            const int o = MIXED ? part % own * 8 + line % 8 : u % OWN * 16 + line;
-            #pragma unroll
-            for (int i = 0; i < ITEMS; i++) {
-                const int c = mine / 16 + i * (TEAM / 16);
-                const bool real = c < ROWS && (!MIXED || part < parts());
-                const int to = real ? sm->slots.who[slot(line / 8)][c] : -1;
-                if (to < 0) continue;
-                const int column = MIXED ? line / 8 * ROWS + c : c;
-                const float v = sum_parts<DSPLIT>(sm->part[round] + warp - dshare, line, column);
-                sm->done[to][o] = fmaf(v, scale, more);
-            }
+        for (int i = DShares::of(dshare); i; i--) {
+            cp_async_wait<DEEP - 1>();
+            __syncwarp();
+            const Place& p = sm->ring[warp][place];
+            const bool half = DShares::SHORT && i == 1 && dshare == DShares::LAST;
+            multiply<D, H>(p.weights, acc, at, e0, e1, g, t, half);
+            at += 4 * D::UNITS * DSPLIT; e0 += D::UNITS * DSPLIT; e1 += D::UNITS * DSPLIT;
+            if (i == 1) sm->tail[warp][lane] = p.tail[lane];
+            __syncwarp();
+            if (down < strips()) next_down();
+            forth();
+        }
+        put_part(sm->part[round][warp], acc, g, t);
+        const int mine = anew(threadIdx.x) % TEAM, line = mine % 16;
+        const float* tail = sm->tail[warp];
+        const float scale = D::row_scale((Bytes)tail, tail, line);
+        const float more = dbias ? tail[16 + line] : 0.f;
+        sync_warps<DSPLIT, ALONE ? AFTER : 0>(warp / DSPLIT);
+        const unsigned part = 2 * u + line / 8;
+        if (MIXED && part >= parts()) continue;
+        const int o = MIXED ? part % own * 8 + line % 8 : u % OWN * 16 + line;
+        #pragma unroll
+        for (int i = 0; i < ITEMS; i++) {
+            const int c = mine / 16 + i * (TEAM / 16);
+            const int to = c < ROWS ? sm->slots.who[slot(line / 8)][c] : -1;
+            if (to < 0) continue;
+            const int column = MIXED ? line / 8 * ROWS + c : c;
+            const float v = sum_parts<DSPLIT>(sm->part[round] + warp - dshare, line, column);
+            sm->done[to][o] = fmaf(v, scale, more);
         }
     }
     __syncthreads();
