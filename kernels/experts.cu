@@ -5,10 +5,11 @@
 // (lib/given.cuh), so that nobody waits for more than what it needs. An expert is read
 // and decoded once for all rows: column c of a product is row c of x. Strips of the first half are
 // dealt out to teams of USPLIT warps of all blocks; of the second, a block owns SPAN outputs, for
-// every expert, and teams of DSPLIT warps take their strips. Warps of a team share a strip's
-// columns and wait for each other, not for the block. DEEP units of a warp are on their way to
-// shared memory: those of the second half when the warp is done with the first, before hidden
-// values are there.
+// every expert, and teams of DSPLIT warps take their strips. Where SPAN leaves half a strip over, a
+// strip has eight rows of one expert and eight of the same or the next, and columns for both. Warps
+// of a team share a strip's columns and wait for each other, not for the block. DEEP units of a warp
+// are on their way to shared memory: those of the second half when the warp is done with the first,
+// before hidden values are there.
 // A row's bits do not depend on how many rows there are.
 //   uw     : [ubytes]    u8    bank of up to EXPERTS + 1 matrices [n4, HIDDEN] in UP; rows
 //                              4q..4q+3 are the gates of outputs 2q, 2q+1, then their ups; without
@@ -456,7 +457,8 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
             return MIXED ? min(2 * u + p, parts() - 1) / own : u / OWN;
         };
         auto entry = [&](int c) {
-            const int p = MIXED ? min(c / ROWS, 1) : 0, r = MIXED ? c % ROWS : min(c, ROWS - 1);
+            const int p = MIXED ? min(c / ROWS, 1) : 0;
+            const int r = MIXED ? c % ROWS : min(c, ROWS - 1);
             return max(0, (int)sm->slots.who[slot(p)][r]);
         };
         const uint4* at = sm->in.h.of(entry(g), dshare, t);
@@ -470,7 +472,9 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
             const Place& p = sm->ring[warp][place];
             const bool half = DShares::SHORT && i == 1 && dshare == DShares::LAST;
             multiply<D, H>(p.weights, acc, at, e0, e1, g, t, half);
-            at += 4 * D::UNITS * DSPLIT; e0 += D::UNITS * DSPLIT; e1 += D::UNITS * DSPLIT;
+            at += 4 * D::UNITS * DSPLIT;
+            e0 += D::UNITS * DSPLIT;
+            e1 += D::UNITS * DSPLIT;
             if (i == 1) sm->tail[warp][lane] = p.tail[lane];
             __syncwarp();
             if (down < strips()) next_down();

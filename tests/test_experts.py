@@ -153,6 +153,16 @@ def test_more_rows_than_a_launch_takes(room, nets, monkeypatch):
     assert len(took)==2*-(-9//took[0]['ROWS'])>2 and (took[0]['ROWS']<8)==bool(room)
     assert took[0]['DEEP']==1 or not room
 
+def test_who_takes_more_rows_than_a_launch(nets, monkeypatch):
+    "From five on: `moe` if one launch takes them, else `moe_wide`, which reads an expert once"
+    n = nets['oss']
+    w = NS(up=n.up, down=n.down, config=n.m, act=n.act, joined=False, up_bias=None, down_bias=None)
+    def words(): return [card_words._moe_of(r, w).__name__ for r in (1,4,5,8,9)]
+    assert words()==['moe']*4+['moe_wide']
+    little = dict(block=46<<10, third=0, alone=0)
+    monkeypatch.setattr(E, 'limits', lambda card: replace(limits(card), **little))
+    assert words()==['moe']*2+['moe_wide']*3
+
 @needs_cxx
 def test_rows_that_are_no_numbers(nets):
     "leave their neighbours alone, though each expert is multiplied by all rows"
