@@ -6,10 +6,10 @@
 // and decoded once for all rows: column c of a product is row c of x. Strips of the first half are
 // dealt out to teams of USPLIT warps of all blocks; of the second, a block owns SPAN outputs, for
 // every expert, and teams of DSPLIT warps take their strips. Where SPAN leaves half a strip over, a
-// strip has eight rows of one expert and eight of the same or the next, and columns for both. Warps
-// of a team share a strip's columns and wait for each other, not for the block. DEEP units of a warp
-// are on their way to shared memory: those of the second half when the warp is done with the first,
-// before hidden values are there.
+// strip has eight rows of one expert and eight of the same or the next, and columns for both.
+// Warps of a team share a strip's columns and wait for each other, not for the block. DEEP units of
+// a warp are on their way to shared memory: those of the second half when the warp is done with the
+// first, before hidden values are there.
 // A row's bits do not depend on how many rows there are.
 //   uw     : [ubytes]    u8    bank of up to EXPERTS + 1 matrices [n4, HIDDEN] in UP; rows
 //                              4q..4q+3 are the gates of outputs 2q, 2q+1, then their ups; without
@@ -80,8 +80,8 @@ constexpr int N = (E + 31) / 32, WIDTH = (I + 3) / 4 * 4;
 constexpr bool PAIR = ACT != ACT_RELU2;
 constexpr int UROWS = ((PAIR ? 2 * I : I) + 3) / 4 * 4, STRIPS = (UROWS + 15) / 16;  // of an expert
 constexpr int OUT = PAIR ? 8 : 16, OWN = (SPAN + 15) / 16;  // outputs of a strip; strips of a block
-// Where a block's outputs would leave half of a strip empty, strips of the second half are two parts
-// of eight rows, of one expert or of two.
+// Where a block's outputs would leave half of a strip empty, strips of the second half are two
+// parts of eight rows, of one expert or of two.
 constexpr bool MIXED = ROWS <= 4 && SPAN % 16 == 8 && K % 8 == 0 && D::CHUNKS;
 constexpr int COLUMNS = MIXED ? 2 * ROWS : ROWS;  // of a product that somebody needs
 #if __CUDA_ARCH__ == 900  // 80 registers, so that a block of the router finds some beside this one

@@ -44,8 +44,9 @@ template <class F, int COLS, int MANY> struct StagedRows {
     }
 };
 
-// acc += a unit of W, or the first `half` of it, times what a lane's `x` points to, which is a row of X for column l/4 of the
-// product; e0, e1: powers of two of its columns 2t, 2t + 1. acc[j]: row 2g + j/2, column 2t + j%2.
+// acc += a unit of W, or the first `half` of it, times what a lane's `x` points to, which is a row
+// of X for column l/4 of the product; e0, e1: powers of two of its columns 2t, 2t + 1. acc[j]: row
+// 2g + j/2, column 2t + j%2.
 template <class F, class X> __device__ __forceinline__ void multiply(const unsigned char* place,
         float* acc, const uint4* x, const float* e0, const float* e1, int g, int t,
         bool half = false) {
