@@ -5,10 +5,11 @@
 // (lib/given.cuh), so that nobody waits for more than what it needs. An expert is read
 // and decoded once for all rows: column c of a product is row c of x. Strips of the first half are
 // dealt out to teams of USPLIT warps of all blocks; of the second, a block owns SPAN outputs, for
-// every expert, and teams of DSPLIT warps take their strips. Warps of a team share a strip's
-// columns and wait for each other, not for the block. DEEP units of a warp are on their way to
-// shared memory: those of the second half when the warp is done with the first, before hidden
-// values are there.
+// every expert, and teams of DSPLIT warps take their strips. Where SPAN leaves half a strip over, a
+// strip has eight rows of one expert and eight of the same or the next, and columns for both.
+// Warps of a team share a strip's columns and wait for each other, not for the block. DEEP units of
+// a warp are on their way to shared memory: those of the second half when the warp is done with the
+// first, before hidden values are there.
 // A row's bits do not depend on how many rows there are.
 //   uw     : [ubytes]    u8    bank of up to EXPERTS + 1 matrices [n4, HIDDEN] in UP; rows
 //                              4q..4q+3 are the gates of outputs 2q, 2q+1, then their ups; without
@@ -81,6 +82,10 @@ constexpr int N = (E + 31) / 32, WIDTH = (I + 3) / 4 * 4;
 constexpr bool PAIR = ACT != ACT_RELU2;
 constexpr int UROWS = ((PAIR ? 2 * I : I) + 3) / 4 * 4, STRIPS = (UROWS + 15) / 16;  // of an expert
 constexpr int OUT = PAIR ? 8 : 16, OWN = (SPAN + 15) / 16;  // outputs of a strip; strips of a block
+// Where a block's outputs would leave half of a strip empty, strips of the second half are two
+// parts of eight rows, of one expert or of two.
+constexpr bool MIXED = ROWS <= 4 && SPAN % 16 == 8 && K % 8 == 0 && D::CHUNKS;
+constexpr int COLUMNS = MIXED ? 2 * ROWS : ROWS;  // of a product that somebody needs
 #if __CUDA_ARCH__ == 900  // 80 registers, so that a block of the router finds some beside this one
 constexpr bool SCALED = U::SCALED || D::SCALED, INT4 = U::FOUR == 16 || D::FOUR == 16;
 constexpr bool ROOMY = WARPS == 20 && !INT4 && ROWS <= (SCALED ? 1 : 2);
@@ -95,7 +100,7 @@ constexpr int USPLIT = UShares::SPLIT, DSPLIT = DShares::SPLIT;
 constexpr int AFTER = USPLIT == DSPLIT || USPLIT == 1 ? 0 : WARPS / USPLIT;
 constexpr bool DISTINCT = DSPLIT == 1 || AFTER + WARPS / DSPLIT <= 15;
 // Has each warp just one unit of the second half, and does it stage what it multiplies by itself?
-constexpr bool ALONE = APART && ROWS == 1 && DISTINCT && OWN == 1 && D::UNITS == 2
+constexpr bool ALONE = APART && ROWS == 1 && DISTINCT && OWN == 1 && !MIXED && D::UNITS == 2
     && DShares::N == DSPLIT && PICKS * DSPLIT <= WARPS;
 // the first so many warps stage x, while the others pick
 constexpr int STAGE = ROWS > 1 && WARPS - ROWS >= 4 ? WARPS - ROWS : WARPS;
@@ -113,7 +118,7 @@ template <> struct Inputs<true> { X x; H h; };
 struct Shared {
     Place ring[WARPS][DEEP];
     Inputs<APART> in;
-    float part[2][WARPS][16][ROWS];  // of one strip while those of the next are made
+    float part[2][WARPS][16][COLUMNS];  // of one strip while those of the next are made
     float tail[WARPS][32];  // scales and biases of its rows, when its last place has been left
     float inverse[WARPS][ROWS];  // of the root of a row's mean square
     float squares[ROWS][PARTS], share[ROWS * PICKS], done[ROWS * PICKS][OWN * 16];
@@ -173,24 +178,33 @@ struct Next {
     Bytes w, s;
     unsigned row;
     int rest, step;
+    int skip;  // rows between the strip's two parts, if it has any
     template <class F> __device__ __forceinline__ void first(const Bank<F>& of, unsigned row_) {
         row = row_;
         w = of.w + (size_t)row * F::LINE;
         s = of.s + (size_t)(row / 4) * F::SLINE;
     }
+    template <class F> __device__ __forceinline__ void two(const Bank<F>& of, unsigned row_,
+            unsigned other, int lane) {
+        first(of, row_);
+        skip = (int)(other - row_) - 8;
+        s += lane < 16 ? 0 : (long long)(skip / 4) * (int)F::SLINE;
+    }
     // True: that was the strip's last unit.
-    template <class F, class S, int REST> __device__ __forceinline__ bool fetch(const Bank<F>& of,
-            Place& p, int share, int lane) {
+    template <class F, class S, int REST, bool PARTED> __device__ __forceinline__ bool fetch(
+            const Bank<F>& of, Place& p, int share, int lane) {
         const int rows = REST ? REST : rest;
-        F::fetch(p.weights, w, s, rows, step * S::SPLIT + share, lane);
+        const long long jump = PARTED ? (long long)skip * (int)F::LINE : 0;
+        F::fetch(p.weights, w, s, rows, step * S::SPLIT + share, lane, jump);
         w += S::SPLIT * F::LB;
         s += S::SPLIT * F::SB;
         if (++step < S::of(share)) return false;
         const unsigned at = lane * 4;
         const bool on = lane * 4 < rows;
+        const unsigned from = row + at + (PARTED && lane > 1 ? skip : 0);
         if (lane < 4) {
-            if (of.scale) cp_async_or_zero<16>(p.tail + at, of.scale + row + at, on);
-            if (of.bias) cp_async_or_zero<16>(p.tail + 16 + at, of.bias + row + at, on);
+            if (of.scale) cp_async_or_zero<16>(p.tail + at, of.scale + from, on);
+            if (of.bias) cp_async_or_zero<16>(p.tail + 16 + at, of.bias + from, on);
         }
         step = 0;
         return true;
@@ -242,7 +256,14 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
     constexpr unsigned NONE = ~0u;
     unsigned unit = halves & 1 ? first : NONE;  // the strips that are fetched next
     unsigned down = halves & 2 && span > 0 ? warp / DSPLIT : NONE;
-    auto slots = [&] { return ROWS == 1 ? PICKS : sm->slots.number; };
+    auto slots = [&]() -> unsigned { return ROWS == 1 ? PICKS : sm->slots.number; };
+    // of the second half, eights of its outputs for each expert, and strips
+    const unsigned own = K % SPAN ? max(span, 0) / 8 : SPAN / 8;
+    auto parts = [&] { return slots() * own; };
+    auto strips = [&] { return MIXED ? (parts() + 1) / 2 : slots() * OWN; };
+    auto row_of = [&](unsigned part) {
+        return sm->slots.expert[part / own] * K + base + part % own * 8;
+    };
     int place = 0, round = 0;  // of the unit that is multiplied next, which leaves it to another
     const Bank<U> ubank(uw, us, ugs, ubias, ushare, lane);
     const Bank<D> dbank(dw, ds, dgs, dbias, dshare, lane);
@@ -256,16 +277,19 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
             o.rest = UROWS - from;
         }
         constexpr int REST = UROWS % 16 ? 0 : 16;
-        if (o.fetch<U, UShares, REST>(ubank, sm->ring[warp][place], ushare, lane)) unit += stride;
+        if (o.fetch<U, UShares, REST, false>(ubank, sm->ring[warp][place], ushare, lane))
+            unit += stride;
     };
     auto next_down = [&] {
-        if (o.step == 0) {
+        if (o.step == 0 && MIXED)
+            o.two(dbank, row_of(2 * down), row_of(min(2 * down + 1, parts() - 1)), lane);
+        else if (o.step == 0) {
             const unsigned from = down % OWN * 16;
             o.first(dbank, sm->slots.expert[down / OWN] * K + base + from);
             o.rest = span - from;
         }
-        constexpr int REST = SPAN % 16 || K % SPAN ? 0 : 16;
-        if (o.fetch<D, DShares, REST>(dbank, sm->ring[warp][place], dshare, lane))
+        constexpr int REST = !MIXED && (SPAN % 16 || K % SPAN) ? 0 : 16;
+        if (o.fetch<D, DShares, REST, MIXED>(dbank, sm->ring[warp][place], dshare, lane))
             down += WARPS / DSPLIT;
     };
     auto forth = [&] {
@@ -339,7 +363,8 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
                 cp_async_wait<DEEP - 1>();
                 __syncwarp();
                 const Place& p = sm->ring[warp][place];
-                multiply<U, X>(p.weights, acc, at, e, e + (ROWS > 1 ? X::HELD : 0), g, t);
+                const bool half = UShares::SHORT && i == 1 && ushare == UShares::LAST;
+                multiply<U, X>(p.weights, acc, at, e, e + (ROWS > 1 ? X::HELD : 0), g, t, half);
                 at += 4 * U::UNITS * USPLIT;
                 e += U::UNITS * USPLIT;
                 if (i == 1) sm->tail[warp][lane] = p.tail[lane];
@@ -377,7 +402,7 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
     if (!(halves & 2)) return;
     #pragma unroll 1
     for (int i = 0; i < DEEP; i++) {  // not before: others still wait for the first half's
-        if (down < slots() * OWN) next_down();
+        if (down < strips()) next_down();
         forth();
     }
     if (LATE) pdl_trigger();
@@ -430,9 +455,15 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
     const unsigned begin = span > 0 ? warp / DSPLIT : NONE;
     if (USPLIT < DSPLIT) round = 0;  // warps of a team may have had different numbers of strips
     #pragma unroll 1
-    for (unsigned u = begin; u < slots() * OWN; u += WARPS / DSPLIT, round ^= 1) {
-        const unsigned slot = u / OWN;
-        auto entry = [&](int c) { return max(0, (int)sm->slots.who[slot][min(c, ROWS - 1)]); };
+    for (unsigned u = begin; u < strips(); u += WARPS / DSPLIT, round ^= 1) {
+        auto slot = [&](unsigned p) {  // of part p of the strip
+            return MIXED ? min(2 * u + p, parts() - 1) / own : u / OWN;
+        };
+        auto entry = [&](int c) {
+            const int p = MIXED ? min(c / ROWS, 1) : 0;
+            const int r = MIXED ? c % ROWS : min(c, ROWS - 1);
+            return max(0, (int)sm->slots.who[slot(p)][r]);
+        };
         const uint4* at = sm->in.h.of(entry(g), dshare, t);
         const float* e0 = sm->in.h.e[entry(2 * t)] + dshare * D::UNITS;
         const float* e1 = sm->in.h.e[entry(2 * t + 1)] + dshare * D::UNITS;
@@ -442,11 +473,14 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
             cp_async_wait<DEEP - 1>();
             __syncwarp();
             const Place& p = sm->ring[warp][place];
-            multiply<D, H>(p.weights, acc, at, e0, e1, g, t);
-            at += 4 * D::UNITS * DSPLIT; e0 += D::UNITS * DSPLIT; e1 += D::UNITS * DSPLIT;
+            const bool half = DShares::SHORT && i == 1 && dshare == DShares::LAST;
+            multiply<D, H>(p.weights, acc, at, e0, e1, g, t, half);
+            at += 4 * D::UNITS * DSPLIT;
+            e0 += D::UNITS * DSPLIT;
+            e1 += D::UNITS * DSPLIT;
             if (i == 1) sm->tail[warp][lane] = p.tail[lane];
             __syncwarp();
-            if (down < slots() * OWN) next_down();
+            if (down < strips()) next_down();
             forth();
         }
         put_part(sm->part[round][warp], acc, g, t);
@@ -455,13 +489,17 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
         const float scale = D::row_scale((Bytes)tail, tail, line);
         const float more = dbias ? tail[16 + line] : 0.f;
         sync_warps<DSPLIT, ALONE ? AFTER : 0>(warp / DSPLIT);
+        const unsigned part = 2 * u + line / 8;
+        if (MIXED && part >= parts()) continue;
+        const int o = MIXED ? part % own * 8 + line % 8 : u % OWN * 16 + line;
         #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
             const int c = mine / 16 + i * (TEAM / 16);
-            const int to = c < ROWS ? sm->slots.who[slot][c] : -1;
+            const int to = c < ROWS ? sm->slots.who[slot(line / 8)][c] : -1;
             if (to < 0) continue;
-            const float v = sum_parts<DSPLIT>(sm->part[round] + warp - dshare, line, c);
-            sm->done[to][u % OWN * 16 + line] = fmaf(v, scale, more);
+            const int column = MIXED ? line / 8 * ROWS + c : c;
+            const float v = sum_parts<DSPLIT>(sm->part[round] + warp - dshare, line, column);
+            sm->done[to][o] = fmaf(v, scale, more);
         }
     }
     __syncthreads();

@@ -70,7 +70,9 @@ NETS = dict(
 # a unit of the second half for each warp, which then waits for nobody
 ALONE = dict(H=96, I=512, experts=8, top=3, fmt='NVFP4', shared=2)
 # and teams of four before those of two; warps that have strips to themselves, as many as come
-MORE = dict(alone=ALONE, shared=ALONE|dict(H=1056, experts=5), odd=ALONE|dict(H=256, experts=20))
+MORE = dict(alone=ALONE, shared=ALONE|dict(H=1056, experts=5), odd=ALONE|dict(H=256, experts=20),
+    # long rows of hidden values, of which those of the last picks are waited for apart
+    long=dict(H=96, I=800, experts=6, top=4, fmt='MXFP4', biases=True))
 
 @pytest.fixture(scope='module')
 def nets(): return {k: Net(i, Emulator(), **kw) for i,(k,kw) in enumerate((NETS|MORE).items())}
@@ -103,7 +105,7 @@ def check(net, rows, monkeypatch):
 
 @needs_cxx
 @pytest.mark.parametrize('name,rows', [('qwen',8), ('oss',3), ('nemotron',2), ('mixed',1), ('integers',5),
-    ('alone',1), ('alone',4), ('shared',1), ('odd',8)])
+    ('alone',1), ('alone',4), ('shared',1), ('odd',8), ('long',1), ('long',2)])
 def test_a_mixture(name, rows, nets, monkeypatch): check(nets[name], rows, monkeypatch)
 
 @pytest.fixture
@@ -123,7 +125,7 @@ def late(tmp_path, monkeypatch):
     put(card, '_ready', functools.cache(card._ready.__wrapped__))
 
 @needs_cxx
-@pytest.mark.parametrize('name,rows', [('qwen',2), ('alone',1), ('shared',1)])
+@pytest.mark.parametrize('name,rows', [('qwen',2), ('alone',1), ('shared',1), ('long',1)])
 def test_warps_that_come_late(name, rows, late, nets):
     "wait for what they need of each other, and nobody overtakes them"
     n = nets[name]
@@ -150,6 +152,16 @@ def test_more_rows_than_a_launch_takes(room, nets, monkeypatch):
     assert same(n(n.x, n.add), [np.concatenate(a) for a in zip(*alone)])
     assert len(took)==2*-(-9//took[0]['ROWS'])>2 and (took[0]['ROWS']<8)==bool(room)
     assert took[0]['DEEP']==1 or not room
+
+def test_who_takes_more_rows_than_a_launch(nets, monkeypatch):
+    "From five on: `moe` if one launch takes them, else `moe_wide`, which reads an expert once"
+    n = nets['oss']
+    w = NS(up=n.up, down=n.down, config=n.m, act=n.act, joined=False, up_bias=None, down_bias=None)
+    def words(): return [card_words._moe_of(r, w).__name__ for r in (1,4,5,8,9)]
+    assert words()==['moe']*4+['moe_wide']
+    little = dict(block=46<<10, third=0, alone=0)
+    monkeypatch.setattr(E, 'limits', lambda card: replace(limits(card), **little))
+    assert words()==['moe']*2+['moe_wide']*3
 
 @needs_cxx
 def test_rows_that_are_no_numbers(nets):

@@ -20,7 +20,7 @@ from ..ground.core import ConfigError,UnsupportedError
 from ..ground.weights import head_quantizable,quantizable
 from .attend import Angles,attend as attend_rows,make_pool,pool_bytes,pool_words
 from .delta import as_states,delta_step,record_size
-from .experts import moe as moe_rows
+from .experts import moe as moe_rows,takes_rows
 from .experts_many import experts_many,route_many
 from .experts_wide import at_once,moe_wide
 from .flash import flash
@@ -211,8 +211,9 @@ def mamba(s:Step, x, w:MambaWeights, conv, rec):
 def _moe_of(rows, w):
     "What multiplies the experts `w` of so many rows; both give a row the same bits"
     if rows>MAX_ROWS: return moe_wide
-    few = rows<=MAX_ROWS//2 or not at_once(w.up, w.down, w.act, (w.up_bias,w.down_bias))
-    return moe_rows if few else moe_wide
+    if rows<=MAX_ROWS//2: return moe_rows
+    if at_once(w.up, w.down, w.act, (w.up_bias,w.down_bias)): return moe_wide
+    return moe_rows if takes_rows(rows, w.up, w.down, w.config, w.act, w.joined) else moe_wide
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #ec90b79e
 def _routes(s, x, top_k):

@@ -141,6 +141,14 @@ struct nvfp4 : e2m1, itself {
     }
 };
 
+// Of two pairs of 16 bits, the larger ones.
+__device__ __forceinline__ unsigned larger(unsigned a, unsigned b) {
+#if defined(__CUDA_ARCH__)
+    return __vmaxu2(a, b);
+#else
+    return max(a & 0xFFFFu, b & 0xFFFFu) | max(a >> 16, b >> 16) << 16;
+#endif
+}
 struct mxfp4 : e2m1 {
     static constexpr int SCALE = 1;
     static constexpr float UNITY = 1.f;
@@ -177,26 +185,18 @@ struct mxfp4 : e2m1 {
     // each chunk times its power of two over the largest of the four: exact, unless below 2^-23
     struct Pair {
         static constexpr bool SCALED = true;
-        unsigned s, top;
+        unsigned s, top;  // of both rows, 16 bits each
         __device__ __forceinline__ void read(Bytes p) {  // and the largest of the four chunks'
-            s = *(const unsigned short*)p;
-            top = 0;
-            #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const unsigned e = s >> (8 * i) & 255u;
-                unsigned m = max(e, __shfl_xor_sync(~0u, e, 1));
-                m = max(m, __shfl_xor_sync(~0u, m, 2));
-                top |= m << (8 * i);
-            }
+            s = __byte_perm(*(const unsigned short*)p, 0, 0x4140);
+            top = larger(s, __shfl_xor_sync(~0u, s, 1));
+            top = larger(top, __shfl_xor_sync(~0u, top, 2));
         }
         __device__ __forceinline__ void factors(__half2 (*f)[2]) const {
-            #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const unsigned e = s >> (8 * i) & 255u, m = top >> (8 * i) & 255u;
-                f[i][0] = f[i][1] = half2_from((29u + e > m ? 29u + e - m : 0u) * 0x04000400u);
-            }
+            const unsigned e = (larger(s + 0x001D001Du, top) - top) << 10;
+            f[0][0] = f[0][1] = half2_from(__byte_perm(e, 0, 0x1010));
+            f[1][0] = f[1][1] = half2_from(__byte_perm(e, 0, 0x3232));
         }
-        __device__ __forceinline__ float scale(int i) const { return power(top >> (8 * i) & 255u); }
+        __device__ __forceinline__ float scale(int i) const { return power(top >> (16 * i) & 255u); }
     };
     static __device__ __forceinline__ float row_scale(Bytes, const float*, size_t) { return 1.f; }
     static __device__ __forceinline__ float row_raw(Bytes, const float*, size_t) { return 1.f; }

@@ -4,7 +4,7 @@
 // free as long as B agrees, so each lane reads sixteen bytes that lie together, and never exchanges any. A warp copies a unit of weights at a time to shared
 // memory, whole lines of 128 bytes or more of each row; a unit is UNITS times 128 columns.
 //   first(w, s, row, u, l)        where what lane l copies of unit u of rows `row`.. begins, weights and scales; a unit on is LB and SB bytes on, four rows on 4*LINE and SLINE
-//   fetch(at, w, s, rows, u, l)   copy the unit to `at`, of which `rows` rows are there; zeros for columns beyond the end
+//   fetch(at, w, s, rows, u, l)   copy the unit to `at`, of which `rows` rows are there; zeros for columns beyond the end. `jump`: bytes between its upper and lower eight rows
 //   read(at, b, g, t)             128 columns, the b-th of the unit, in registers
 //   aids(f)                       what `piece` wants to know of the block
 //   piece(f, i, a)                the i-th quarter of the block's columns, as registers of A
@@ -25,10 +25,10 @@ template <int LB, unsigned LINE> struct Lines {
     static constexpr int BYTES = 16 * LB, PER = LB / 16, AT_ONCE = 512 / LB;
     static __device__ __forceinline__ int place(int row, int c) { return row * LB + (c ^ row / 2 % 2 * 4) * 16; }
     static __device__ __forceinline__ const unsigned char* first(const unsigned char* w, size_t row, int u, int l) { return w + (row + l / PER) * LINE + u * LB + l % PER * 16; }
-    static __device__ __forceinline__ void fetch(unsigned char* at, const unsigned char* p, int rows, int u, int l) {
+    static __device__ __forceinline__ void fetch(unsigned char* at, const unsigned char* p, int rows, int u, int l, long long jump) {
         const bool in = LINE % LB == 0 || u * PER + l % PER < LINE / 16;
         #pragma unroll
-        for (int i = 0; i < 16 / AT_ONCE; i++) cp_async16_or_zero(at + place(i * AT_ONCE + l / PER, l % PER), p + i * AT_ONCE * LINE, in && i * AT_ONCE < rows);
+        for (int i = 0; i < 16 / AT_ONCE; i++) cp_async16_or_zero(at + place(i * AT_ONCE + l / PER, l % PER), p + i * AT_ONCE * LINE + (i * AT_ONCE < 8 ? 0 : jump), in && i * AT_ONCE < rows);
     }
     static __device__ __forceinline__ uint4 get(const unsigned char* at, int row, int c) { return *(const uint4*)(at + place(row, c)); }
 };
@@ -88,7 +88,7 @@ template <class F, int C> struct Unit {
     static constexpr int BYTES = 16 * LB + 16 * UNITS * FOUR + 64 * F::TILE;
     static constexpr unsigned LINE = F::CHUNK * C;
     static constexpr unsigned SLINE = F::TILE ? 16 * KB : FOUR * C;
-    static constexpr bool TWO = F::TWO;
+    static constexpr bool TWO = F::TWO, CHUNKS = F::SCALE > 0;  // have chunks scales?
     typedef Lines<LB, LINE> L;
     // where the scales of four rows and a chunk are, if they have two bytes and more: exchanged by
     // fours as the codes of `Lines` are
@@ -106,8 +106,8 @@ template <class F, int C> struct Unit {
         if (F::TILE) q += ((row + l % 16) * KB + u) * 4;
     }
     static __device__ __forceinline__ void fetch(
-            unsigned char* at, Bytes p, Bytes q, int rows, int u, int l) {
-        L::fetch(at, p, rows, u, l);
+            unsigned char* at, Bytes p, Bytes q, int rows, int u, int l, long long jump = 0) {
+        L::fetch(at, p, rows, u, l, jump);
         if constexpr (F::SCALE > 0)
             cp_async_or_zero<FOUR>(at + copied(l), q,
                 l / 8 * 4 < rows && (C % 8 == 0 || 8 * u + l % 8 < C));

@@ -12,6 +12,9 @@ template <class F, int COLS, int MOST> struct Shares {
     static constexpr int N = (COLS + 128 * F::UNITS - 1) / (128 * F::UNITS);  // units
     static constexpr int SPLIT = MOST >= 4 && N >= 4 ? 4 : MOST >= 2 && N >= 2 ? 2 : 1;
     static __device__ __forceinline__ int of(int share) { return (N - 1 - share) / SPLIT + 1; }
+    // Who has the last unit, and is there nothing in its second half?
+    static constexpr int LAST = (N - 1) % SPLIT;
+    static constexpr bool SHORT = F::UNITS == 2 && (COLS + 127) / 128 % 2;
 };
 
 // MANY rows of COLS numbers in shared memory, as F multiplies them: zeros beyond the end. Rows that
@@ -41,12 +44,15 @@ template <class F, int COLS, int MANY> struct StagedRows {
     }
 };
 
-// acc += a unit of W times what a lane's `x` points to, which is a row of X for column l/4 of the
-// product; e0, e1: powers of two of its columns 2t, 2t + 1. acc[j]: row 2g + j/2, column 2t + j%2.
+// acc += a unit of W, or the first `half` of it, times what a lane's `x` points to, which is a row
+// of X for column l/4 of the product; e0, e1: powers of two of its columns 2t, 2t + 1. acc[j]: row
+// 2g + j/2, column 2t + j%2.
 template <class F, class X> __device__ __forceinline__ void multiply(const unsigned char* place,
-        float* acc, const uint4* x, const float* e0, const float* e1, int g, int t) {
+        float* acc, const uint4* x, const float* e0, const float* e1, int g, int t,
+        bool half = false) {
     #pragma unroll
     for (int b = 0; b < F::UNITS; b++) {
+        if (b && half) break;
         F q;
         q.read(place, b, g, t);
         float d[2][4] = {};
