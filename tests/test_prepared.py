@@ -39,7 +39,7 @@ def test_experts_leave_their_rows(extra):
 
 def test_rows_of_another_product_are_made_anew():
     w,v,x,gain = matrix('NVFP4', 40, 256),matrix('NVFP4', 24, 256),up(9, 256),up(256)
-    h = many.Prepared(x, Reader(w, gain, 1e-6), ())
+    h = many.Prepared(9, Reader(w, gain, 1e-6), (), x)
     assert h.of(x, w, gain, 1e-6, None)
     others = (up(9, 256),w,gain,1e-6,None), (x,v,gain,1e-6,None), (x,w,up(256),1e-6,None), (x,w,gain,1e-5,None), (x,w,gain,1e-6,v)
     for o in others: assert not h.of(*o)
