@@ -15,11 +15,11 @@
 //   -D PARTS=   1; 2: x in two parts, K once with each; 3: W too (f32), K once: of products of first parts, and of those with one second part, each 64
 //               columns are summed by themselves, then added up. Tiles have no say in the order of sums
 //   -D GROUPED= 0; 1: row of x is order[place]/top, row of y the place; 2: row of x is the place, row of y order[place]
-//   x_map : of x, boxes of BM rows (lib/boxes.cuh), for RING without GROUPED
+//   x_map : of x, boxes of BM rows (lib/boxes.cuh), for RING
 //   -D MT= NT= WM= WN= BK= STAGES=   a warp has 16*MT x 8*NT results, a block WM x WN warps, K goes by BK, 64 or 128; GROUPED: WM 1, MT 1 to 8
 //   -D BLOCKS=  that a multiprocessor is to hold at least
 //   -D WGMMA=   0; 1: by warpgroups of Hopper (lib/wgmma.cuh). WM 1, WN in fours, NT even, MT to 16, STAGES from 3; PARTS 1 or 2
-//   -D RING=    there, with PARTS 1, BK 64: blocks stay and go from tile to tile, so many stages of rows of x before them. 0: no, a
+//   -D RING=    there, with PARTS 1, NT 2 and BK 64, not GROUPED: blocks stay and go from tile to tile, so many stages of rows of x before them. 0: no, a
 //               block a tile
 //   -D TURNS=   there, with PARTS 1 and NT 2: rows of x lie in shared memory whole, and each group goes through so many times 64 rows of W, stages of its own; 1: no
 //   launch: <<<GROUPED ? (ceil(n/BN), slots) : (ceil(xrows/BM), ceil(n/BN)), 32*WM*WN, STAGES * (A + B + scales)>>>   A: two parts of x if PARTS is 3; BM = 16*MT*WM, BN = 8*NT*WN*TURNS
@@ -98,15 +98,11 @@ static_assert((BK == 64 || BK == 128) && (GROUPED == 0 || WM == 1), "see the con
 
 #define BOUNDS THREADS, BLOCKS
 // RING: registers of a thread that fetches, and of one that multiplies, of all there are
-constexpr int FEWER = GROUPED ? 40 : 24, ALL = 65536 / THREADS / BLOCKS / 8 * 8 * (WN / 4 + 1);
+constexpr int FEWER = 24, ALL = 65536 / THREADS / BLOCKS / 8 * 8 * (WN / 4 + 1);
 constexpr int MORE = (ALL - FEWER) / (WN / 4) / 8 * 8 < 240 ? (ALL - FEWER) / (WN / 4) / 8 * 8 : 240;
 constexpr int STEP = WGMMA ? 8 : 16, MOST = BM / STEP;  // rows by which a tile that is not full is cut
 __host__ __device__ constexpr int cut(int m) { return WGMMA && m <= MOST / 2 ? (m + 1) / 2 * 2 : m; }
-#if RING
-#define CUT(m) case m: if constexpr (4 * m < MOST && GROUPED) { g.template tile<4 * m>(after); break; }
-#else
 #define CUT(m) case m: if constexpr (m <= MOST) tile<cut(m)>(j, stages, meanwhile, put); break;
-#endif
 __device__ __forceinline__ unsigned char* aligned(unsigned char* p) {
 #if WGMMA
     return wgmma_aligned(p);
@@ -117,48 +113,43 @@ __device__ __forceinline__ unsigned char* aligned(unsigned char* p) {
 extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(const __half* __restrict__ x, const float* __restrict__ scale,
         const unsigned char* __restrict__ w, const unsigned char* __restrict__ s, const float* __restrict__ unit, const float* __restrict__ bias,
         const float* __restrict__ gate, const float* add, float* y, const int* __restrict__ order, const int* __restrict__ tiles,
-        const __grid_constant__ TensorMap x_map, int slots, int rows, int ld, int kp, int chunks, int blocks, int n, float limit, int top, int column, int gs, int as, int ys) {
+        const __grid_constant__ TensorMap x_map, int rows, int ld, int kp, int chunks, int blocks, int n, float limit, int top, int column, int gs, int as, int ys) {
     DYNAMIC_SHARED(unsigned char, memory);
     unsigned char* const stages = WGMMA ? aligned(memory) : memory;
 #if RING
     const int n4 = (n + 3) / 4 * 4, out = PAIR ? n / 2 : n, nb = PAIR ? n4 : n, group = threadIdx.x / 128;
-    Job j = {(const unsigned char*)x, nullptr, w, s, nullptr, nullptr, ld / 8, chunks, blocks, kp / BK, 0};
+    const Job j = {(const unsigned char*)x, nullptr, w, s, nullptr, nullptr, ld / 8, chunks, blocks,
+                   kp / BK, (unsigned)(n4 - 1)};
     unsigned char* const own = stages + RING * XSTAGE;
     const Shared all = {stages, (Meeting*)own, (Meeting*)own + RING};
     if (threadIdx.x < RING) {
-        meet_init(all.full + threadIdx.x, GROUPED ? HANDS : 1);
+        meet_init(all.full + threadIdx.x, 1);
         meet_init(all.empty + threadIdx.x, WN);
         meet_ready();
     }
     __syncthreads();
-    const Tiles t(tiles, slots, n, rows);
-    const auto place = [&](const Tiles& t, int i) { return min(t.row + i, t.end - 1); };
-    const auto source = [&](const Tiles& t, int i) {
-        const int r = place(t, i);
-        return GROUPED == 1 ? order[r] / top : r;
-    };
+    const Tiles t(n, rows);
     if (group == WN / 4) {
         wgmma_registers_down<FEWER>();
-        if (GROUPED || threadIdx.x % HANDS == 0) fetch_rows(all, t, j, x_map, source);
+        if (threadIdx.x % 128 == 0) fetch_rows(all, t, j.steps, x_map);
         return;
     }
     wgmma_registers_up<MORE>();
     const bool whole = (out | as | ys) % 2 == 0 && (((size_t)add | (size_t)y) & 7) == 0;
     const auto learn = [&](const About& about, const Tiles& t) {
         for (int i = threadIdx.x % 128; i < BM; i += 128) {
-            const int r = GROUPED == 2 ? order[place(t, i)] : place(t, i);
+            const int r = min(t.row() + i, rows - 1);
             const float g = gate ? gate[(size_t)r * gs + column] : 0.f;
-            about.to[i] = t.row + i < t.end ? r : -1;
-            about.by[i] = scale[source(t, i)];
+            about.to[i] = t.row() + i < rows ? r : -1;
+            about.by[i] = scale[r];
             about.gated[i] = gate ? 1.f / (1.f + expf(-g)) : 1.f;
         }
-        const int i = threadIdx.x % BS, row = t.expert * n4 + min(t.n0() + i, n4 - 1);
-        about.aids[i] = W::aid(unit ? unit[row] : 1.f);
+        const int i = threadIdx.x % BS;
+        about.aids[i] = W::aid(unit ? unit[min(t.n0() + i, n4 - 1)] : 1.f);
     };
-    const auto put = [&](const About& about, const Tiles& t, int row, auto& d) {
-        const float* const b = bias ? bias + (size_t)t.expert * nb : nullptr;
-        const Put p = {about.aids, b, add, y, about.by, about.gated, about.to, t.n0(), out, nb, as, ys, limit,
-                       gate != nullptr, whole};
+    const auto put = [&](const About& about, const Tiles& t, int row, float (&d)[BM / 2]) {
+        const Put p = {about.aids, bias, add, y, about.by, about.gated, about.to, t.n0(), out, nb, as, ys,
+                       limit, gate != nullptr, whole};
         p(row, d);
     };
     unsigned char* const abouts = own + 16 * RING + group * 2 * About::BYTES;
@@ -167,11 +158,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(const __half* __restri
     while (!g.t.over()) {
         Tiles after = g.t;
         after.next();
-        switch (GROUPED ? (g.t.height() + 3) / 4 : 0) {  // few loops: they share registers
-            CUT(1) CUT(2) CUT(3) CUT(4)
-            default: g.template tile<MOST>(after);
-        }
-        g.t = after;
+        g.tile(after);
     }
 #else
     __shared__ int from[BM];                           // row of x of each row of the tile
@@ -179,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) gemm(const __half* __restri
     __shared__ __align__(8) float by[BM], gated[BM];   // its scale, and its gate
     __shared__ __align__(16) float aids[BN];
     const int n4 = (n + 3) / 4 * 4;
-    const int slot = GROUPED ? slots - 1 - (int)blockIdx.y : 0;  // an expert that all share is last, and long
+    const int slot = GROUPED ? gridDim.y - 1 - blockIdx.y : 0;  // an expert that all share is last, and long
     const int e = GROUPED ? tiles[slot * 3] : 0;
     if (e < 0) return;
     const int r0 = GROUPED ? tiles[slot * 3 + 1] : (int)blockIdx.x * BM, end = GROUPED ? tiles[slot * 3 + 2] : rows;

@@ -214,7 +214,7 @@ def product(h, scale, w, out, rows, bias=None, add=None, act=None, limit=None, g
     x_map = TensorMap()
     if d.get('RING'):
         grid = min(card.multiprocessors, grid[0]*grid[1])
-        if not grouped: x_map = _rows_map(card, card.address(h), rows, h.shape[1], bm)
+        x_map = _rows_map(card, card.address(h), rows, h.shape[1], bm)
     blocks = w.s.shape[-1] if f.tile else 0
     if bias is not None: bias = bias.reshape(-1, w.rows if w.pair else w.n)
     logits,column = gate or (None,0)
@@ -222,7 +222,7 @@ def product(h, scale, w, out, rows, bias=None, add=None, act=None, limit=None, g
     most = float('inf') if limit is None else float(limit)
     run('gemm', grid, threads,
         h, scale, _rows(w), scales, units(w), bias, logits, add, out, order, tiles,
-        x_map, len(tiles) if grouped else 0, rows, h.shape[1], -(-w.k//BK)*BK, w.chunks, blocks, w.n,
+        x_map, rows, h.shape[1], -(-w.k//BK)*BK, w.chunks, blocks, w.n,
         most, top, column, _ld(logits), _ld(add), _ld(out),
         shared=shared, pdl=False,
         FMT=f.many, ACTIVATION=_ACTS[act], PARTS=parts, GROUPED=grouped, **d)
