@@ -93,6 +93,14 @@ def test_what_kernels_of_a_step_write_is_no_constant(name, options, cache):
     declared = {p.split()[-1] for p in re.search(r'__global__.*?\{', Source(name).text, re.S)[0].split(',') if '__restrict__' in p}
     assert constants(name, built(cache, name, 'sm_90a', (*OPTIONS, *options)).ptx)<=declared
 
+def test_no_lambda_is_generic():
+    """NVRTC takes a lambda with a parameter of type `auto` for a function of the host, nvcc does not;
+    so machines that compile at load would find out first"""
+    generic = re.compile(r'\[[&=][^\]]*\]\s*\([^)]*\bauto\b')
+    assert generic.search('const auto put = [&](int row, auto& d) {')
+    found = [p.name for p in (root/'kernels').rglob('*.cu*') if generic.search(p.read_text())]
+    assert not found
+
 def test_every_header_is_used():
     used = {f for n in kernel_names() for f in Source(n).files}
     folder = Source(kernel_names()[0]).root
