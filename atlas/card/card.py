@@ -64,7 +64,7 @@ class TensorMap(bytes):
     def __new__(cls, b:bytes=bytes(128)): return super().__new__(cls, b)
     def __repr__(self): return 'TensorMap()'
 
-_LETTERS = {TensorMap:'128s', type(None):'P', bool:'i', int:'i', float:'f', np.float32:'f', np.float64:'d', np.int32:'i', np.uint32:'I', np.int64:'q', np.uint64:'Q'} # Of arguments that are no arrays
+_LETTERS = {type(None):'P', bool:'i', int:'i', float:'f', np.float32:'f', np.float64:'d', np.int32:'i', np.uint32:'I', np.int64:'q', np.uint64:'Q'} # Of arguments that are no arrays
 
 class Arguments:
     "Memory for a kernel's arguments, each with a `letter` of Python's `struct`"
@@ -83,6 +83,7 @@ def _letter(a, name):
     "Letter of argument `a`"
     if _array(a) and not on_card(a): raise AtlasError(f'{name} was given an array of the host', hint='Upload it first: card.upload(a)')
     if _array(a): return 'P'
+    if isinstance(a, bytes): return f'{len(a)}s'
     if type(a) not in _LETTERS: raise AtlasError(f'An argument of {name} is {a!r}, which is no array, no number and not None')
     return _LETTERS[type(a)]
 
