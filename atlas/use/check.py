@@ -28,7 +28,7 @@ from ..cuda.experts import moe,row_bias
 from ..cuda.experts_many import experts_many,route_many,sort_picks
 from ..cuda.experts_wide import moe_wide
 from ..cuda.flash import flash
-from ..cuda.gemm import as_halves,gemm
+from ..cuda.gemm import as_halves,by_groups,gemm,tile_of
 from ..cuda.gemm_scaled import SCALED,can_scale,gemm_scaled,narrow,narrow_on_host,narrow_values
 from ..cuda.gemm_scaled import rounded
 from ..cuda.gemv import embed,gemv,pair_bias
@@ -170,6 +170,15 @@ def _gemm(card, rng, run, fmt, act=None, more=False):
     want = fused_linear(x, unpack(w), gain, 1e-6, act=act)
     args = card.upload(x),w,_up(card, gain),1e-6
     return [(card.download(run(lambda: gemm(*args, act=act))), want, 1e-5 if fmt=='F32' else 2e-3)]
+
+@_case('gemm', '300 rows', blocks_that_stay=dict(rows=4096), rows_that_stay=dict(rows=128, grouped=True))
+def _gemm_stays(card, rng, run, rows, grouped=False):
+    if not by_groups(card): raise Elsewhere
+    n,k = 128*(card.multiprocessors//2+2),192
+    w,x = invented(card, (n,k), CARD_FORMATS['nvfp4']),card.upload(_normal(rng, 300, k))
+    def go(*many): return card.download(gemm(x, w, tile=tile_of(w.format, *many)))
+    got = run(lambda: go(rows, n, k, card.multiprocessors, grouped, 1, True))
+    return [(got, go(300, n, k, card.multiprocessors), 0)]
 
 # %% ../../nbs/8_use/06_check.ipynb #850c3d6c
 def _elsewhere(card, fmt):
