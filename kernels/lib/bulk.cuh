@@ -11,6 +11,7 @@
 //   bulk_copy(to, from, bytes, b)      multiples of 16, addresses too; bulk_copy_once: likewise
 //   meet_over(b, parity)       is the phase of that parity (0 for the first) over?
 //   meet_wait(b, parity)       until it is
+//   RingPlace<N>               where one is who goes through N stages with a barrier each, and its parity
 typedef unsigned long long Meeting;
 
 #if defined(ATLAS_EMULATE)
@@ -158,3 +159,14 @@ __device__ __forceinline__ void meet_wait(Meeting* b, unsigned parity) {
     while (late_arrive(b), memcpy(&m, b, sizeof m), m.phase == parity) emu::yield();
 #endif
 }
+
+// A place in a ring of N stages, and the parity of the phase that is awaited there.
+template <int N> struct RingPlace {
+    int stage = 0;
+    unsigned parity = 0;
+    __device__ __forceinline__ void next() {
+        if (++stage < N) return;
+        stage = 0;
+        parity ^= 1;
+    }
+};

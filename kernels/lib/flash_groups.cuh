@@ -68,16 +68,7 @@ struct Job {
     }
 };
 
-// A place in the ring, and the parity of the phase that is awaited there.
-struct Place {
-    int stage = 0;
-    unsigned parity = 0;
-    __device__ __forceinline__ void next() {
-        if (++stage < STAGES) return;
-        stage = 0;
-        parity ^= 1;
-    }
-};
+using Place = RingPlace<STAGES>;
 
 // What fetches from a cache in fp16: one warp, a lane for eight rows. Of a team each block asks for
 // its share of a piece, which comes to all of them; so all must have read what lay there.

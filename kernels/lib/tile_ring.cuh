@@ -16,16 +16,7 @@ __device__ __forceinline__ void group_sync() {
     emu::barrier(1 + threadIdx.x / 128, 128);
 #endif
 }
-// A stage of the ring, and the parity of the phase that is awaited there.
-struct Place {
-    int stage = 0;
-    unsigned parity = 0;
-    __device__ __forceinline__ void next() {
-        if (++stage < RING) return;
-        stage = 0;
-        parity ^= 1;
-    }
-};
+using Place = RingPlace<RING>;
 // The tiles of a block: of rows of x all rows of W after each other, then the next rows.
 struct Tiles {
     int at, across, many;
