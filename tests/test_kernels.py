@@ -2,6 +2,7 @@
 import json,os,re,shutil,subprocess,sys,threading
 import numpy as np,pytest
 from hypothesis import given,settings,strategies as st
+from nbdev.config import show_src
 from pathlib import Path
 from atlas.ground.core import AtlasError,cp
 from atlas.card.launch import CubinStore,Nvrtc,OPTIONS,Source,ahead,compilations,compiled
@@ -92,6 +93,21 @@ def test_what_kernels_of_a_step_write_is_no_constant(name, options, cache):
     "A kernel that starts early reads as constant only what its signature calls __restrict__, which are weights and tables: a residual once was read before the kernel that made it had ended"
     declared = {p.split()[-1] for p in re.search(r'__global__.*?\{', Source(name).text, re.S)[0].split(',') if '__restrict__' in p}
     assert constants(name, built(cache, name, 'sm_90a', (*OPTIONS, *options)).ptx)<=declared
+
+def shown_sources():
+    "Cells of pages that show a kernel, with what was saved of them"
+    for page in sorted((root/'nbs').rglob('*.ipynb')):
+        for c in json.loads(page.read_text(encoding='utf-8'))['cells']:
+            code = ''.join(c['source'])
+            if c['cell_type']!='code' or 'show_src(Source(' not in code: continue
+            saved = [''.join(o['data']['text/markdown']) for o in c['outputs']]
+            yield pytest.param(code, saved, id=f'{page.stem}-{c["id"]}')
+
+@pytest.mark.parametrize('code,saved', list(shown_sources()))
+def test_pages_show_kernels_as_they_are(code, saved):
+    "Who changes a kernel runs the page that shows it again"
+    now = eval(re.sub(r'^#\|.*', '', code, flags=re.M), dict(show_src=show_src, Source=Source))
+    assert saved==[now.data]
 
 def test_no_lambda_is_generic():
     """NVRTC takes a lambda with a parameter of type `auto` for a function of the host, nvcc does not;
