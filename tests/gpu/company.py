@@ -13,7 +13,7 @@ def one(name, emulator, tokens, most=8):
     alone = {r.id: serve(e, [(r,0)])[r.id] for r in asks}
     bad,seen = [],len({t for x in alone.values() for t in x})
     if seen<tokens: bad.append(f'{name}: only {seen} different tokens and log probabilities in {most} answers, which shows little')
-    wide = [n for n in (16,24,33,64,100,128) if n<=most]
+    wide = [n for n in (16,24,33,64,100,128,200,256) if n<=most]
     for n in (2, 5, 8) if emulator else (*range(2, 9), *wide):
         for late in (3,) if emulator else (0, 3, 7):
             first = (n*late)%8; batch = [asks[(first+i)%most] for i in range(n)]
