@@ -225,9 +225,10 @@ def time(self:Device,
 # %% ../../nbs/2_card/01_device.ipynb #ca7a7be9
 @patch
 def copy_rate(self:Device,
-    nbytes:int=1<<28, # Size of the array that is copied; several times the caches, unless it is them that you want to see
+    nbytes:int=1<<28, # Of the array that is copied, or less where a full device has no room for it
 )->float: # Bytes read and written, a second
     "Measured rate of a plain copy: what kernels are compared with"
+    nbytes = min(nbytes, self.memory().available//4)
     src,dst = self.empty(nbytes, 'uint8'),self.empty(nbytes, 'uint8')
     for o in (src,dst): o.fill(1) # pages that were never written cost nothing to read
     return 2*nbytes/self.time(lambda: self.xp.copyto(dst, src))
