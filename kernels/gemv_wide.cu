@@ -13,12 +13,16 @@
 //   bias    : [biases]               f32  or null
 //   gate    : [rows, ld]             f32  or null
 //   add     : [rows, width]          f32  may be y; or null
-//   y       : [rows, width]          f32
+//   y       : [rows, width]          f32  or null
+//   best    : [rows, main]           i64  BEST, in place of y: of what each block would have written
+//                                         of a row, the key of the largest (lib/keys.cuh); or null
 //   -D FORMAT= EXTRA= K= ACT= CAP= SPLIT=      as for gemv.cu
 //   -D NORM=   1: results are multiplied by `inverse`    -D TILES= eights of rows of x
 //   -D STRIPS= DOWN= ALONG=   warps: DOWN beside each other times ALONG that share columns
 //   -D DEEP= HELD=   places of a warp for units of weights on their way; pieces of x for its share
 //   -D CORES=  1, on Hopper: four warps beside each other multiply together (lib/wgmma.cuh), STRIPS is 1
+//   -D PLAIN=  1: no gate and no add
+//   -D BEST=   1: for whoever wants the largest of each row alone; PLAIN, no ACT and no EXTRA
 //   -D ESPLIT= EDOWN= EALONG= EDEEP= EHELD=   the same for the extra rows, 16*EDOWN a block at a time
 //   launch: <<<(main + ceil(m/(16*EDOWN)) or less, ceil(rows/(8*TILES))), 32*DOWN*ALONG, shared bytes: see
 //   atlas.cuda.gemv_wide>>>, `main` blocks have groups of `span` <= 16*STRIPS*DOWN rows of W, and
@@ -26,6 +30,7 @@
 #include "lib/tiles.cuh"
 #include "lib/act.cuh"
 #include "lib/bulk.cuh"
+#include "lib/keys.cuh"
 #include "lib/pdl.cuh"
 #include "lib/wgmma.cuh"
 #ifndef FORMAT
@@ -67,14 +72,25 @@
 #ifndef CORES
 #define CORES 0
 #endif
+#ifndef PLAIN
+#define PLAIN 0
+#endif
+#ifndef BEST
+#define BEST 0
+#endif
 constexpr int C = (K + 31) / 32, B = (C + 3) / 4;  // chunks of 32, blocks of 128
 constexpr int AT_ONCE = 2;  // tiles of more than four whose sums of a block have registers
 constexpr bool PAIR = ACT != ACT_NONE && ACT != ACT_RELU2;
+#ifdef EXTRA
+static_assert(!BEST, "a row has one best");
+#endif
+static_assert(!BEST || PLAIN && ACT == ACT_NONE, "see the contract");
 
 struct Job {  // one matrix
     const unsigned char *w, *s, *x;
     const float *gs, *inverse, *bias, *gate, *add;
     float* y;
+    long long* best;
     float limit, cap;
     // `at`: where its outputs begin; its rows come in groups of `span`, and this block has every
     // `step`-th from `group` on; of x it has tiles from `first` on
@@ -131,9 +147,9 @@ struct Finish {
             const bool on = c + j < o.rows;
             if (norms) inverse[j] = norms[j];
             else inverse[j] = NORM == 1 && on ? o.inverse[c + j] : 1.f;
-            const bool opens = o.gate && column + j < o.rows;
+            const bool opens = !PLAIN && o.gate && column + j < o.rows;
             open[j] = opens ? times_sigmoid(1.f, o.gate[(size_t)(column + j) * o.ld]) : 1.f;
-            if (PAIR && j) continue;
+            if (PLAIN || PAIR && j) continue;
             const bool one = o.add && there(o, to, 0, j), both = o.add && there(o, to, 1, j);
             const float* const p = o.add + place(o, j);
             float2 two = make_float2(0.f, 0.f);
@@ -152,7 +168,8 @@ struct Finish {
     __device__ __forceinline__ float made(const Job& o, int i, int j, float v, float up) const {
         if (CAP) v = __fmul_rn(o.cap, tanhf(v / o.cap));
         if (ACT) v = act_mul<ACT>(v, up, o.limit);
-        return fmaf(v, open[j], prior[2 * j + i]);
+        // -0 becomes 0 either way
+        return PLAIN ? v + 0.f : fmaf(v, open[j], prior[2 * j + i]);
     }
     __device__ __forceinline__ void put(const Job& o, int to, int j, float2 v) const {
         float* const p = o.y + place(o, j);
@@ -164,8 +181,36 @@ struct Finish {
         if (there(o, to, 0, j)) p[0] = v.x;
         if (both) p[1] = v.y;
     }
+    // The largest of a quad's 16 rows joins that of each of its columns, which are the warp's own:
+    // lanes 0 to 3 have the first of their two, lanes 16 to 19 the second.
+    __device__ __forceinline__ void join(const Job& o, int to, const float2* v, u64* best) const {
+        const float none = -3.4028235e38f;
+        const int lane = threadIdx.x % 32, rows = min(o.n, to);
+        float top[2];
+        unsigned spoilt[2], upper[2], who[2];  // lanes with what is not finite, a larger second, the largest
+        #pragma unroll
+        for (int j = 0; j < 2; j++) {
+            const float a = out < rows ? v[j].x : none, b = out + 1 < rows ? v[j].y : none;
+            const float mine = fmaxf(a, b);
+            top[j] = mine;
+            #pragma unroll
+            for (int m = 4; m < 32; m *= 2) top[j] = fmaxf(top[j], __shfl_xor_sync(~0u, top[j], m));
+            spoilt[j] = __ballot_sync(~0u, !(fmaf(a, 0.f, b * 0.f) == 0.f));
+            upper[j] = __ballot_sync(~0u, b > a);
+            who[j] = __ballot_sync(~0u, mine == top[j]);
+        }
+        const bool second = lane & 16;
+        const unsigned column_lanes = 0x11111111u << lane % 4;
+        const unsigned bad = (second ? spoilt[1] : spoilt[0]) & column_lanes;
+        const int first = max(__ffs((second ? who[1] : who[0]) & column_lanes) - 1, 0);
+        const int odd = (second ? upper[1] : upper[0]) >> first & 1;
+        const unsigned key = bad ? ~0u : float_key(second ? top[1] : top[0]);
+        u64* const own = best + column - o.first * 8 + second;
+        if (!(lane & 12)) *own = max(*own, keyed(key, out + (first / 4 - lane / 4) * 2 + odd));
+    }
+    // `best`: the warp's, of each row of x that the block has
     template <class F> __device__ __forceinline__ void end(
-            const Job& o, int to, const float* sums) {
+            const Job& o, int to, const float* sums, u64* best) {
         float2 all[2];
         #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -181,8 +226,9 @@ struct Finish {
                 #pragma unroll
                 for (int j = 0; j < 2; j++) (&all[j].x)[i] = made(o, i, j, v[j], v[j]);
         }
+        if (BEST) join(o, to, all, best);
         #pragma unroll
-        for (int j = 0; j < (PAIR ? 1 : 2); j++) put(o, to, j, all[j]);
+        for (int j = 0; j < (PAIR ? 1 : 2) && !BEST; j++) put(o, to, j, all[j]);
     }
 };
 
@@ -326,6 +372,11 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
     Meeting* const empty = full + ROOM;
     // TOGETHER: scales and biases of the warp's 16 rows of W, and the norms of the block's of x
     float* const own = (float*)(full - h * 2 * ROOM + PER * 2 * ROOM) + warp * (32 + 8 * TILES);
+    // BEST: the largest of each row of x, of what each warp has made
+    u64* const bests = (u64*)((float*)(full - h * 2 * ROOM + PER * 2 * ROOM)
+        + (TOGETHER ? BESIDE * PER * (32 + 8 * TILES) : 0));
+    u64* const best = bests + warp * 8 * TILES;
+    for (int i = lane; BEST && i < 8 * TILES; i += 32) best[i] = 0;
     typedef Walk<N, SHARES, PER> Units;
     Units next = {h, 0}, wanted = {h, 0};  // weights, and x, to be fetched next
     int left = works ? rounds * mine : 0, rest = n4 - o.group * o.span - strip;
@@ -495,7 +546,7 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
                 if (first + i >= QUADS) continue;
                 const float4 v = sums[(first + i) * 32];
                 const float all[4] = {v.x, v.y, v.z, v.w};
-                ends[i].template end<F>(o, to, all);
+                ends[i].template end<F>(o, to, all, best);
             }
         }
         #pragma unroll
@@ -503,8 +554,17 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
             const int q = i * PER + h;
             if (!here || q >= QUADS) continue;
             if (!EARLY) prepare(finish[0], q);
-            finish[EARLY ? i : 0].template end<F>(o, to, total[i]);
+            finish[EARLY ? i : 0].template end<F>(o, to, total[i], best);
         }
+    }
+    if (!BEST) return;
+    __syncthreads();
+    for (int i = threadIdx.x; i < 8 * TILES; i += 32 * BESIDE * PER) {
+        u64 key = 0;
+        #pragma unroll 4
+        for (int w = 0; w < BESIDE * PER; w++) key = max(key, bests[w * 8 * TILES + i]);
+        const int row = o.first * 8 + i;
+        if (row < o.rows) o.best[(size_t)row * o.step + o.group] = key;
     }
 }
 
@@ -513,11 +573,11 @@ extern "C" __global__ void __launch_bounds__(32 * DOWN * ALONG, 1) gemv_wide(
         const float* __restrict__ gs, const unsigned char* __restrict__ extra,
         const unsigned char* halves, const unsigned char* more, const float* inverse,
         const float* __restrict__ bias, const float* gate, const float* add, float* y,
-        float limit, float cap, int rows, int n, int m, int ld, int column, int width,
+        long long* best, float limit, float cap, int rows, int n, int m, int ld, int column, int width,
         int main, int span, int tiles) {
     DYNAMIC_SHARED(unsigned char, shared);
     pdl_trigger();
-    Job o = {w, s, halves, gs, inverse, bias, gate ? gate + column : nullptr, add, y, limit, cap,
+    Job o = {w, s, halves, gs, inverse, bias, gate ? gate + column : nullptr, add, y, best, limit, cap,
         rows, n, ld, 0, width, span, (int)blockIdx.x, main, tiles, (int)blockIdx.y * TILES};
 #ifdef EXTRA
     if ((int)blockIdx.x >= main) {

@@ -1,6 +1,8 @@
 // The largest logit of each row and where it stands; the lowest id among equals. A row with a logit that is not finite has none. Then, if asked, the row goes on to its next position
 // (lib/advance.cuh): all kernels of the step have ended, and nobody after this one reads its tables early.
-//   logits    : [rows, v]      f32
+//   logits    : [rows, v]      f32   or null
+//   keys      : [rows, parts]  i64   KEYS: of each part of a row the key of its largest logit
+//                                    (lib/keys.cuh); or null
 //   best      : [lines, 128]   i64   scratch, 0 before the first call and after each
 //   ids       : [rows]         i32   -1 where a logit is not finite
 //   seq       : [rows]         i32   this and what follows as in lib/advance.cuh; or null: nothing moves on
@@ -12,39 +14,32 @@
 //   state_out : [rows]         i32   or null
 //   tables    : [seqs, most]   i32   or null
 //   told      : [2, places, words] i32   memory of the host: the id goes there too, into the half that the parity of the row's position says; or null
+//   -D KEYS=   1: `keys` are there, and no logits; a row has one block
 //   launch: <<<(blocks, rows), 256>>>, at most 128 blocks a row
 #include "lib/advance.cuh"
 #include "lib/pdl.cuh"
 #include "lib/sample.cuh"
+#ifndef KEYS
+#define KEYS 0
+#endif
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, UNIT = 4 * THREADS;  // logits at a time
 constexpr int MANY = 8;  // units of a block on their way
 
 // The largest key of a block; for thread 0.
-__device__ __forceinline__ u64 largest(unsigned key, unsigned id, u64* part) {
-    const unsigned top = __reduce_max_sync(~0u, key), at = __reduce_min_sync(~0u, key == top ? id : ~0u);
-    if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = (u64)top << 32 | (unsigned)~at;
+__device__ __forceinline__ u64 largest(u64 key, u64* part) {
+    const unsigned high = key >> 32, top = __reduce_max_sync(~0u, high);
+    const unsigned low = __reduce_max_sync(~0u, high == top ? (unsigned)key : 0u);
+    if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = (u64)top << 32 | low;
     __syncthreads();
     u64 k = part[0];
     #pragma unroll
     for (int i = 1; i < WARPS; i++) k = max(k, part[i]);
     return k;
 }
-
-// Four blocks a multiprocessor: small enough to be there before a head of few rows has ended.
-extern "C" __global__ void __launch_bounds__(THREADS, 4) greedy(const float* logits,
-        long long* best, int* ids, const int* seq, int* pos, int* pos3, long long* slots,
-        int* starts, int* state_in, int* state_out, const int* tables, int* told, int v, int most,
-        int block_size, int places) {
-    __shared__ u64 part[2][WARPS];
-    __shared__ Move next;
-    const int t = blockIdx.y, last = gridDim.x - 1;
-    const Rows b = {seq, tables, pos, pos3, starts, state_in, state_out, slots, (int)gridDim.y, most, block_size};
-    pdl_trigger();
-    if ((int)blockIdx.x == last && threadIdx.x == THREADS - 1) next = look(b, t);
-    pdl_wait();
-    const float* row = logits + (size_t)t * v;
-    unsigned top = 0, at = 0;  // of a logit; all ones for one that is not finite
+// The key of the largest of a thread's logits of a row.
+__device__ __forceinline__ u64 best_of(const float* row, int v) {
+    unsigned top = 0, at = 0;
     // From the end on, which the head has written last and which caches may still have.
     int unit = (v + UNIT - 1) / UNIT - 1 - blockIdx.x;
     #pragma unroll 1
@@ -60,13 +55,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) greedy(const float* log
         for (int i = 0; i < MANY; i++)
             #pragma unroll
             for (int j = 3; j >= 0; j--) {
-                const float x = (&a[i].x)[j];
                 const unsigned id = first[i] + j;
-                const unsigned k = id >= (unsigned)v ? 0u : not_finite(x) ? ~0u : float_key(x);
+                const unsigned k = id >= (unsigned)v ? 0u : logit_key((&a[i].x)[j]);
                 if (k >= top) { top = k; at = id; }
             }
     }
-    u64 key = largest(top, at, part[0]);
+    return keyed(top, at);
+}
+
+// Four blocks a multiprocessor: small enough to be there before a head of few rows has ended.
+extern "C" __global__ void __launch_bounds__(THREADS, 4) greedy(const float* logits,
+        const long long* keys, long long* best, int* ids, const int* seq, int* pos, int* pos3,
+        long long* slots, int* starts, int* state_in, int* state_out, const int* tables, int* told,
+        int v, int parts, int most, int block_size, int places) {
+    __shared__ u64 part[2][WARPS];
+    __shared__ Move next;
+    const int t = blockIdx.y, last = gridDim.x - 1;
+    const Rows b = {seq, tables, pos, pos3, starts, state_in, state_out, slots, (int)gridDim.y, most, block_size};
+    pdl_trigger();
+    if ((int)blockIdx.x == last && threadIdx.x == THREADS - 1) next = look(b, t);
+    pdl_wait();
+    u64 key = 0;
+    if (KEYS) {
+        const u64* const row = (const u64*)keys + (size_t)t * parts;
+        for (int i = threadIdx.x; i < parts; i += THREADS) key = max(key, row[i]);
+    } else
+        key = best_of(logits + (size_t)t * v, v);
+    key = largest(key, part[0]);
     u64* mine = (u64*)best + t * 128;
     if ((int)blockIdx.x != last) {  // what a block has found is never 0
         if (!threadIdx.x) *(volatile u64*)(mine + blockIdx.x) = key;
@@ -77,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) greedy(const float* log
         while (!(key = *(volatile u64*)(mine + threadIdx.x))) ;
         mine[threadIdx.x] = 0;
     }
-    key = largest((unsigned)(key >> 32), ~(unsigned)key, part[1]);
+    key = largest(key, part[1]);
     if (threadIdx.x) return;
     const int id = (unsigned)(key >> 32) == ~0u ? -1 : (int)~(unsigned)key;
     ids[t] = id;

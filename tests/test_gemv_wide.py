@@ -6,6 +6,7 @@ from atlas.card.card import limits
 from atlas.card.launch import recording
 from atlas.cuda import gemv as few,gemv_wide as many,vocabulary
 from atlas.cuda.pack import CARD_FORMATS,Packed,pack
+from atlas.cuda.sample import SampleTable,sample_rows
 from atlas.ground.formats import QTensor
 from atlas.ops.linear import MAX_ROWS
 from atlas.ops.vocabulary import Matrix
@@ -116,6 +117,50 @@ def test_four_warps_together(name, monkeypatch):
     with recording(launch=True) as seen: got = bits(many.gemv_wide(x, w, **kw))
     assert all(d['CORES'] for _,*_,d in seen.calls)
     np.testing.assert_array_equal(got, bits(few.gemv(x, w, **kw)))
+
+def chosen(x, logits, V):
+    "The token of each row, of its logits or the best of them"
+    ids = card.empty(len(x), 'int32')
+    sample_rows(logits, SampleTable(card, len(x), V), ids, greedy=True)
+    return card.download(ids)
+
+# Rows of x and of weights, (tiles, strips, down, along, deep, held); or four warps together
+BESTS = dict(
+    one=(9, 84, (2,1,2,1,1,2)),
+    strips=(35, 84, (4,2,1,2,1,2)),
+    along=(20, 70, (3,1,2,3,2,3)),
+    many=(64, 84, (8,2,2,1,2,2)),
+    together=(35, 200, (4,4,1,2,3)),
+    more=(70, 150, (8,8,1,2,3)),
+    beside=(33, 100, (2,4,2,2,2)))
+
+@pytest.mark.parametrize('name', BESTS)
+def test_the_best_of_each_row(name, monkeypatch):
+    "is that of its logits: of equals the first, whichever part has it, and none of a row that is not finite"
+    rows,n,way = BESTS[name]
+    rng = np.random.default_rng(5)
+    weights = rng.standard_normal((n,1040), dtype='f4')
+    weights[rng.integers(0, n, n//2)] = weights[rng.integers(0, n, n//2)]  # equal logits
+    weights[::7] = 0
+    w = pack(QTensor.encode(weights, 'NVFP4'), card)
+    make = tile if len(way)>5 else together
+    blocks = () if make is together else (2,)
+    monkeypatch.setattr(many, 'tiling', lambda *a: make(*way, *blocks, w.rows, w.format))
+    monkeypatch.setattr(many, 'plan', lambda f, n, k, sms: (12,6 if blocks else 2,1,n))
+    x = rng.standard_normal((rows,1040), dtype='f4')
+    x[0] = 0
+    x[1,0],x[2,5],x[3,6] = np.inf,np.nan,-np.inf
+    x = card.upload(x)
+    for cap in (None,30.):
+        how = dict(bias=card.upload(-abs(rng.standard_normal(n, dtype='f4'))), cap=cap)
+        best = many.best_logits(x, w, **how)
+        want = chosen(x, many.gemv_wide(x, w, **how), n)
+        assert best.shape==(rows,n) and (want[1:4]==-1).all() and (want[4:]>=0).all()
+        np.testing.assert_array_equal(chosen(x, best, n), want)
+    gain = dict(gain=card.upload(rng.standard_normal(1040, dtype='f4')), eps=1e-6)
+    want = chosen(x, many.gemv_wide(x, w, **gain), n)
+    assert want[0]==0
+    np.testing.assert_array_equal(chosen(x, many.best_logits(x, w, **gain), n), want)
 
 def test_every_product_has_a_way():
     "Of true models, for one card and another, and it has room there"

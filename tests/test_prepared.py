@@ -34,16 +34,18 @@ def test_experts_leave_their_rows(extra):
         a,b = (card.download(t).view('u1') for t in (a,b))
         written = a!=card.download(card.empty((1,), 'uint8'))[0]  # beyond the rows nothing is
         np.testing.assert_array_equal(a[written], b[written])
-    got,want = (bits(gemv_wide(v, w, gain=gain, eps=1e-6, extra=e, prepared=s)) for v,s in ((y,h),(x,None)))
+    got,want = (bits(gemv_wide(v, w, gain=gain, eps=1e-6, extra=e)) for v in (h.instead(y),x))
     np.testing.assert_array_equal(got, want)
 
 def test_rows_of_another_product_are_made_anew():
     w,v,x,gain = matrix('NVFP4', 40, 256),matrix('NVFP4', 24, 256),up(9, 256),up(256)
     h = many.Prepared(9, Reader(w, gain, 1e-6), (), x)
-    assert h.of(x, w, gain, 1e-6, None)
-    others = (up(9, 256),w,gain,1e-6,None), (x,v,gain,1e-6,None), (x,w,up(256),1e-6,None), (x,w,gain,1e-5,None), (x,w,gain,1e-6,v)
+    assert h.of(w, gain, 1e-6, None) and h.instead(x) is h
+    others = (v,gain,1e-6,None), (w,up(256),1e-6,None), (w,gain,1e-5,None), (w,gain,1e-6,v)
     for o in others: assert not h.of(*o)
-    got,want = (bits(gemv_wide(x, v, gain=gain, eps=1e-6, prepared=a)) for a in (h,None))
+    y = up(9, 256)
+    assert h.instead(y) is y
+    got,want = (bits(gemv_wide(a, v, gain=gain, eps=1e-6)) for a in (h,x))
     np.testing.assert_array_equal(got, want)
 
 def test_experts_leave_them_for_what_they_return():
@@ -56,5 +58,6 @@ def test_experts_leave_them_for_what_they_return():
     how = up(H),1e-6,router,*banks,MoEConfig(E, 2, I),'silu'
     x = up(R, H)
     y = moe_wide(x, *how, add=x, reader=Reader(w, gain, 1e-6), made=made)
-    assert made.pop().of(y, w, gain, 1e-6, None)
+    left = made.pop()
+    assert left.instead(y) is left and left.of(w, gain, 1e-6, None)
     np.testing.assert_array_equal(bits(y), bits(moe_wide(x, *how, add=x)))

@@ -10,8 +10,9 @@ from atlas.ground.core import kernel_dir
 from atlas.card.emulator import Emulator,find_cxx
 from atlas.cuda import delta
 from atlas.cuda.gemv import rmsnorm
-from atlas.cuda.gemv_wide import Prepared,gemv_wide
+from atlas.cuda.gemv_wide import Prepared,best_logits,gemv_wide
 from atlas.cuda.pack import pack
+from atlas.cuda.sample import SampleTable,sample_rows
 from atlas.ground.formats import QTensor
 from test_card import SamplingParams,Request,engine,ids_of,models,serve
 
@@ -89,6 +90,22 @@ def test_products_of_many_rows_wait(overlap):
     overlap.on = False
     want = chain(np.random.default_rng(0))
     assert (got==want).all()
+
+def said(rng):
+    "Tokens of many rows, of a head that leaves the best of each of its blocks"
+    card = Emulator()
+    def up(*shape): return card.upload(rng.standard_normal(shape, dtype='f4'))
+    head = pack(QTensor.encode(rng.standard_normal((300,256), dtype='f4'), 'NVFP4'), card)
+    x,gain,ids = rmsnorm(up(17,256), up(256), 1e-6),up(256),card.zeros(17, 'int32')
+    best = best_logits(x, head, gain=gain, eps=1e-6)
+    sample_rows(best, SampleTable(card, 17, 300), ids, greedy=True)
+    return card.download(ids)
+
+def test_the_best_of_a_head_waits(overlap):
+    got = said(np.random.default_rng(0))
+    assert {'gemv_wide','greedy'}<=overlap.names and overlap.hidden>1000
+    overlap.on = False
+    assert (got==said(np.random.default_rng(0))).all()
 
 def left(rng, seqs=8, vh=2):
     "A product, a delta net that leaves its rows as tiles for the next one, and that"

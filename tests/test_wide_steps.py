@@ -2,9 +2,11 @@
 row has alone, whoever is beside it, and so has every row of a sequence that checks drafts."""
 import numpy as np,pytest
 from atlas.card.emulator import find_cxx
+from atlas.cuda import sample
 from atlas.engine.cache import state_in
+from atlas.ground.requests import Request,SamplingParams
 from atlas.model.model import Piece
-from helpers.small_engine import said,serve
+from helpers.small_engine import said,serve,tokens
 from test_card import cache_of,forward,ids_of,models
 from test_speculation_card import engine,hybrid,requests
 
@@ -31,3 +33,26 @@ def test_sequences_that_check_drafts():
         got,_ = serve(engine(m, *how), [(r,0) for r,_ in requests(m.c.vocab_size, 4)])
         return {rid: said(events) for rid,events in got.items()}
     assert answers('ngram', 3)==answers()
+
+@pytest.mark.parametrize('drafts', (0,2))
+def test_greedy_sequences(drafts, monkeypatch):
+    "The head of their steps leaves keys; where one of them asks for more it leaves logits, and nobody says anything else"
+    m,keyed,run = hybrid(),[],sample.run
+    def seen(name, *args, **kw):
+        if name=='greedy': keyed.append('KEYS' in kw)
+        run(name, *args, **kw)
+    monkeypatch.setattr(sample, 'run', seen)
+    greedy = dict(temperature=0, ignore_eos=True)
+    def asked(i, **kw):
+        ids = tuple(ids_of(5, i))
+        return Request(f'r{i}', ids, SamplingParams(**greedy, **kw))
+    reqs = [(asked(i, max_tokens=9), 0) for i in range(10)]
+    reqs[3] = asked(3, max_tokens=4, logprobs=2),0
+    def answers(some, seqs):
+        got,_ = serve(engine(m, 'ngram' if drafts else 'none', drafts, seqs=seqs), some)
+        return {rid: tokens(events) for rid,events in got.items()}
+    together = answers(reqs, 10)
+    assert True in keyed
+    alone = {}
+    for r,_ in reqs: alone |= answers([(r,0)], 1)
+    assert together==alone

@@ -12,6 +12,7 @@ __all__ = ['HOW', 'PENALTIES', 'MASK', 'REPORT', 'SPANS', 'ROOM', 'BINS', 'MOST'
 import numpy as np
 from fastcore.basics import patch
 from ..card.card import card_of,run
+from .gemv_wide import Best
 from ..ground.core import AtlasError
 
 # %% ../../nbs/3_ops/sample/61_cuda.sample.ipynb #cfacdc2e
@@ -200,7 +201,7 @@ def cuts(self:SampleTable)->bool:
 
 # %% ../../nbs/3_ops/sample/61_cuda.sample.ipynb #657c056d
 def sample_rows(
-    logits, # f32 [R, V]
+    logits, # f32 [R, V]; of greedy rows also `Best`
     table:SampleTable, # What each row wants; its `logprobs`, `top_ids` and `top_logprobs` are written, by row
     ids_out, # i32 [R]: the tokens chosen; -1 for a row with logits that are not finite
     rows=None, # i32 [R]: the line of each row, -1 for padding, which stays as it is; None: row i has line i
@@ -214,7 +215,7 @@ def sample_rows(
     "Choose a token for each row, and count it"
     t,(R,V),moved = table,logits.shape,_moved(then, table)
     _fits(t, R, rows, then, width, given)
-    if greedy: run('greedy', (_blocks(R, V),R), 256, logits, t.best[:R], ids_out, *moved[0], V, *moved[1])
+    if greedy: _greedy(logits, t.best[:R], ids_out, *moved)
     else: _drawn(logits, t, ids_out, rows, cuts, width, given, *moved)
     if width>1: return  # nothing has moved
     card_of(ids_out).plain = True  # the next launch waits for its end: it, and those after it, read positions and tables early
@@ -244,6 +245,14 @@ def _drawn(logits, t, ids_out, rows, cuts, width, given, arrays, sizes):
     go('sample_draw', t.adjusted, rows, t.how, t.position, t.counts,
         t.work, t.spans, ids_out, t.logprobs, t.top_ids, t.top_logprobs,
         *arrays, V, *sizes, width, int(given is None))
+
+def _greedy(logits, scratch, ids_out, arrays, sizes):
+    "One launch: of logits, or of keys of the largest of them"
+    R,V = logits.shape
+    rest = scratch,ids_out,*arrays,V
+    if isinstance(logits, Best):
+        run('greedy', (1,R), 256, None, logits.keys, *rest, logits.keys.shape[1], *sizes, KEYS=1)
+    else: run('greedy', (_blocks(R, V),R), 256, logits, None, *rest, 0, *sizes)
 
 def _blocks(R, V):
     "Blocks of a greedy row: of all rows about four a multiprocessor, which run at once"

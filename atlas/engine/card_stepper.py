@@ -19,7 +19,7 @@ from ..cuda.accept import VerifyRows,accept_rows,next_rows
 from ..cuda.attend import PIECE,most_rows
 from ..cuda.checksum import checksums
 from ..cuda.sample import SampleTable,sample_rows,table_bytes
-from ..cuda.vocabulary import DEFAULTS
+from ..cuda.vocabulary import DEFAULTS,greedy_logits
 from .cache import state_in
 from .draft import INVALID,DraftInput,End,Ends,given
 from .stepper import Flight,Pass,Stepper,following,fork,lets,replays,tiles
@@ -525,11 +525,18 @@ def body(self:CardStepper, shape:StepShape):
         else: self._plain(shape)
 
 @patch
+def _step_logits(self:CardStepper, x, shape):
+    "Logits of a step's rows, or as little as sampling needs of them"
+    m = self.model
+    if shape.full: return m.head(x, m.last_norm)
+    return greedy_logits(x, m.lm_head, m.last_norm, m.c.logit_softcap)
+
+@patch
 def _plain(self:CardStepper, shape):
     "A token for each row, and on to the next"
     n = shape.seqs
     b,r = self.rows.batch(n, shape.longest),self.rows.of(n)
-    logits = self.model.forward(b, self.cache)
+    logits = self._step_logits(self.model.trunk(b, self.cache), shape)
     then = b,self.cache.pool.block_size
     sample_rows(logits, self.table, r.ids, r.lanes,
         greedy=not shape.full, cuts=shape.cuts, then=then)
@@ -540,7 +547,7 @@ def _verify(self:CardStepper, shape):
     n,m = shape.seqs,self.model
     b,r = self.rows.batch(n, shape.longest),self.rows.of(n)
     x = m.trunk(b, self.cache)
-    logits = m.head(x, m.last_norm)
+    logits = self._step_logits(x, shape)
     sample_rows(logits, self.table, r.said, r.lanes,
         greedy=not shape.full, cuts=shape.cuts, width=shape.width, given=r.ids)
     accept_rows(r, self.table, shape.full, self.chances, self.history)

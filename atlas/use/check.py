@@ -33,7 +33,7 @@ from ..cuda.gemm_scaled import SCALED,can_scale,gemm_scaled,narrow,narrow_on_hos
 from ..cuda.gemm_scaled import rounded
 from ..cuda.gemv import embed,gemv,pair_bias
 from ..cuda.gemv import rmsnorm as norm_rows
-from ..cuda.gemv_wide import gemv_wide
+from ..cuda.gemv_wide import best_logits,gemv_wide
 from ..cuda.mamba import mamba_step
 from ..cuda.pack import CARD_FORMATS,invented,pack,requantize,unpack
 from ..cuda.sample import HOW,SampleTable,sample_rows
@@ -503,6 +503,21 @@ def _greedy(card, rng, run):
     put,ids,table = card.upload(x),card.empty(4, 'int32'),SampleTable(card, 4, 3000)
     run(lambda: sample_rows(put, table, ids, greedy=True))
     return [(card.download(ids), [x[0].argmax(),-1,-1,x[3].argmax()], 0)]
+
+@_case('gemv_halves + gemv_wide + greedy', '16 and 64 rows', **_formats('NVFP4','BF16'))
+def _greedy_head(card, rng, run, fmt):
+    "A head that leaves the best of each of its blocks, and its logits"
+    w,said = pack(_sized(rng, fmt, 3000, 416), card, exact=True),[]
+    for R in (16,64):
+        x,gain = _normal(rng, R, 416),card.upload(1+_normal(rng, 416)/4)
+        x[1,7] = np.nan
+        args = card.upload(x),w,gain,1e-6
+        table,ids = SampleTable(card, R, 3000),card.empty(R, 'int32')
+        run(lambda: sample_rows(best_logits(*args), table, ids, greedy=True))
+        want = card.download(gemv_wide(*args)).argmax(1)
+        want[1] = -1
+        said.append((card.download(ids), want, 0))
+    return said
 
 @_case('sample_scan + _bins + _cut + _draw', '5 rows', all_options={})
 def _sample(card, rng, run):

@@ -1,7 +1,7 @@
 #pragma once
 // What the kernels of a sampled row share. A row's logits become weights w = exp((x - top) / temperature), none above 1; a cut is a least weight.
 // Sums of weights are integers, so that no order of additions can change a choice: a weight counts in units of 2^-44, a row of 2^18 stays below 2^63.
-typedef unsigned long long u64;
+#include "lib/keys.cuh"
 
 #ifndef CHUNKS
 #define CHUNKS 2              // a block of 256 threads has CHUNKS * 1024 neighbouring tokens; at most 8
@@ -33,13 +33,6 @@ struct Work {                 // what the launches of a step tell each other abo
     u64 total;                // of all weights
     unsigned few, spare;      // how many weights there are in bins down to the last in doubt; all ones where none is
 };
-
-// An integer that is larger for a larger float. -0 is 0.
-__device__ __forceinline__ unsigned float_key(float x) { const unsigned u = __float_as_uint(x + 0.f); return u & 0x80000000u ? ~u : u | 0x80000000u; }
-__device__ __forceinline__ float key_float(unsigned k) { return __uint_as_float(k & 0x80000000u ? k & 0x7FFFFFFFu : ~k); }
-// Among equal floats the lower id has the larger key.
-__device__ __forceinline__ u64 best_key(float x, int id) { return (u64)float_key(x) << 32 | (unsigned)~id; }
-__device__ __forceinline__ bool not_finite(float x) { return (__float_as_uint(x) & 0x7F800000u) == 0x7F800000u; }
 
 // Four neighbours of a row of v, minus infinity beyond its end.
 __device__ __forceinline__ float4 load4(const float* row, int i, int v) {
