@@ -15,7 +15,7 @@ from math import inf
 from typing import NamedTuple
 from ..card.card import Limits,card_of,limits,run
 from ..ground.core import ConfigError
-from .gemv import _ACT,_extra_blocks,_norm_of,gemv,plan
+from .gemv import _ACT,_dealt,_extra_blocks,_norm_of,gemv,plan
 from .pack import CardFormat,Packed
 from ..ops.linear import MAX_ROWS
 
@@ -37,6 +37,11 @@ class Tiling:
     cores:bool=False # Do four warps beside each other multiply together?
     @property
     def warps(self)->int: "Warps of a block"; return self.down*self.along
+
+    def among(self, blocks:int, n:int)->'Tiling':
+        "The same for at most so many blocks, and `n` rows of W"
+        blocks,span = _dealt(n, self.strips*self.down, blocks)
+        return replace(self, blocks=blocks, span=span)
 
 # %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #b956c28c
 def _tile_bytes(f, cores=False):
@@ -210,6 +215,8 @@ class _Product:
         self.o = tiling(limits(card), *shape, sms, self.split, alike(rows), more)
         self.groups = _up(rows, 8*self.o.tiles)
         self.more = _up(more, self.groups) # Blocks for the extra rows, of those that have the same rows of x
+        self.mine,self.mores = self.o,self.more # The same for a part of the card
+        if card.usable<sms: self._deal(card.usable)
         self.tiles = self.groups*self.o.tiles
         self.opts = dict(FORMAT=f'fragment_{f.name}', K=w.k, SPLIT=self.split)
         if self.o.cores: self.opts['CORES'] = 1
@@ -236,6 +243,14 @@ class _Product:
         return room
 
 # %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #23101016
+@patch
+def _deal(self:_Product, part):
+    "Have as many blocks as `part` of the multiprocessors run at once"
+    self.mores = _up(_extra_blocks(self.w, self.extra, part), self.groups)
+    blocks = max(1, part//self.groups-self.mores)
+    self.mine = self.o.among(blocks, self.w.rows)
+
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #23101001
 @patch
 def extra_share(self:_Product):
     "Options for the extra rows, and their shared memory: no more than the others have, if they can"
@@ -268,9 +283,10 @@ def __call__(self:_Product, x, bias, gate, add, out, numbers, opts):
     rows,m = (self.extra.raw[0],self.extra.n) if self.extra else (None,0)
     logits,column = gate
     columns = 0 if logits is None else logits.shape[1]
-    run('gemv_wide', (o.blocks+self.more,self.groups), 32*o.warps,
+    mine = self.mine
+    run('gemv_wide', (mine.blocks+self.mores,self.groups), 32*o.warps,
         *w.raw, w.gs, rows, *x, bias, logits, add, out, *numbers,
-        len(out), w.n, m, columns, column, out.shape[1], o.blocks, o.span, self.tiles,
+        len(out), w.n, m, columns, column, out.shape[1], mine.blocks, mine.span, self.tiles,
         shared=shared, **opts)
 
 # %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #b3c68083
