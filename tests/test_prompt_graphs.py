@@ -57,9 +57,9 @@ def test_a_graph_only_launches(monkeypatch):
     "While one is recorded nothing is uploaded, read back or waited for: a card refuses that"
     inside = []
     real = PromptGraphs._recorded
-    def recorded(self, b):
+    def recorded(self, b, stream):
         inside.append(True)
-        try: return real(self, b)
+        try: return real(self, b, stream)
         finally: inside.pop()
     monkeypatch.setattr(PromptGraphs, '_recorded', recorded)
     for name in ('download','synchronize','write'):
@@ -94,9 +94,9 @@ def test_recorded_as_far_as_memory_goes(monkeypatch):
     "The longest first; where memory ends, a start goes on without the others"
     m = models('llama', 'bf16')[1]
     real = PromptGraphs._recorded
-    def none_for_short(self, b):
+    def none_for_short(self, b, stream):
         if b.num_rows<100: raise OutOfMemoryError('no more')
-        return real(self, b)
+        return real(self, b, stream)
     monkeypatch.setattr(PromptGraphs, '_recorded', none_for_short)
     e = engine(m, blocks=60)
     with e.stepper.here(): e.stepper._record_prompts(128)
@@ -134,10 +134,10 @@ def test_cut_off_while_recording(monkeypatch):
     m = models('llama', 'bf16')[1]
     want,_ = answers(m)
     real,calls = PromptGraphs._recorded,[]
-    def once(self, b):
-        calls.append(b)
+    def once(self, *how):
+        calls.append(how)
         if len(calls)==1: raise KeyboardInterrupt
-        return real(self, b)
+        return real(self, *how)
     monkeypatch.setattr(PromptGraphs, '_recorded', once)
     e = engine(m, blocks=60)
     every,out = requests(256),{}

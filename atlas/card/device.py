@@ -118,8 +118,8 @@ def zeros(self:Device, shape, dtype='float32'):
 
 # %% ../../nbs/2_card/01_device.ipynb #9b9104c5
 class _Here(threading.local):
-    "Rooms of one thread"
-    def __init__(self): self.rooms = {}
+    "Rooms of one thread, and parts of cards that it launches for"
+    def __init__(self): self.rooms,self.usable = {},{}
 _rooms,_here = {},_Here() # Device's name -> room
 
 @patch(as_prop=True)
@@ -143,6 +143,24 @@ def making_in(self:Device,
 
 @patch
 def tidy(self:Device): "Give back memory that is kept for arrays to come"
+
+# %% ../../nbs/2_card/01_device.ipynb #9b9104d2
+@patch(as_prop=True)
+def usable(self:Device)->int:
+    "Multiprocessors that this thread's launches are for: those of the card, or of a part"
+    return _here.usable.get(self.name, self.multiprocessors)
+
+@patch
+@contextmanager
+def using(self:Device, n:int):
+    "A context in which launches are for a part of `n` multiprocessors"
+    parts = _here.usable
+    was,parts[self.name] = parts.get(self.name),n
+    try: yield
+    finally:
+        if was is None: del parts[self.name]
+        else: parts[self.name] = was
+
 
 # %% ../../nbs/2_card/01_device.ipynb #d6f4da39
 @patch

@@ -209,7 +209,8 @@ def _split(card, d, blocks, pieces, rows, window):
     sms,all_ = _sms(card),blocks*pieces*rows
     per = 1 if window or rows==1 else max(1, min(8, all_//(4*sms)))
     crowded = all_>sms
-    return per,0 if crowded or per>1 or pieces>_GIVEN else 1 if card.kind=='emulator' else _GIVEN,(1,2)[crowded] if d>128 else (2,3)[crowded] if d>64 else (2,5)[crowded]
+    alone = all_>getattr(card, 'usable', sms) or per>1 or pieces>_GIVEN # Are not all there at once?
+    return per,0 if alone else 1 if card.kind=='emulator' else _GIVEN,(1,2)[crowded] if d>128 else (2,3)[crowded] if d>64 else (2,5)[crowded]
 
 def _merging(card, d, heads, rows):
     "Blocks of attn_merge: as many as run at once, which share the rows if there are more"

@@ -150,7 +150,7 @@ def _checked(H, router, up, down, m, act, shared, gate):
 # %% ../../nbs/3_ops/moe/51_cuda.experts.ipynb #3907c622
 def _most(card, asked):
     "How many blocks there may be: on a card all must run at once"
-    n = card.multiprocessors
+    n = card.usable
     return min(asked or n, n) if card.kind=='cuda' else asked or n
 
 def _asked(p, card):

@@ -305,7 +305,7 @@ def _rows(router, up, down, o, x, add, out, *routes):
         share,slots = _slots(logits, m, o.correction, o.per_expert, *routes, o.shared, o.gate,
             d[0]['ENTRIES'], met)
         always = m.num_experts if o.shared else -1 # The expert that all rows have
-        how = o.eps,o.limit,always,o.blocks or card.multiprocessors
+        how = o.eps,o.limit,always,o.blocks or card.usable
         _products(x, up, o.biases[0], o.gain, slots, h, *how, d[0])
         _products(h, down, o.biases[1], None, slots, y, *how, d[1])
     if o.reader:

@@ -213,7 +213,7 @@ def product(h, scale, w, out, rows, bias=None, add=None, act=None, limit=None, g
     grid = (across, len(tiles)) if grouped else (-(-rows//bm), across)
     x_map = TensorMap()
     if d.get('RING'):
-        grid = min(card.multiprocessors, grid[0]*grid[1])
+        grid = min(card.usable, grid[0]*grid[1])
         x_map = _rows_map(card, card.address(h), rows, h.shape[1], bm)
     blocks = w.s.shape[-1] if f.tile else 0
     if bias is not None: bias = bias.reshape(-1, w.rows if w.pair else w.n)

@@ -80,9 +80,13 @@ def plan(
     elif f.parts>1: W,split = 4,4
     elif units>16 or each<=16: W,split = 8,8
     else: W,split = 8,2 if units<8 and each>64 else 4
-    groups = sms*rounds(W, split)
-    span = -(-n//(4*groups))*4
-    return W,split,min(sms, -(-n//span)),span
+    return W,split,*_dealt(n, W//split, sms)
+
+def _dealt(n, strips, blocks)->tuple[int,int]:
+    "Of `n` rows: blocks, at most so many, and rows of a group, where one does `strips` sixteens at a time"
+    rounds = -(-n//(16*strips*blocks))
+    span = -(-n//(4*blocks*rounds))*4
+    return min(blocks, -(-n//span)),span
 
 # %% ../../nbs/3_ops/linear/12_cuda.gemv.ipynb #5e1b7c42
 def _team(card, f, k, rows, opts, alone):
@@ -145,15 +149,15 @@ def _launch(card, x, w, gain, parts, extra, bias, gate, add, out, eps, group, ac
     "At most `MAX_ROWS` rows"
     f,k = w.format,w.k
     rows = 1<<(len(x)-1).bit_length()
-    more = _extra_blocks(w, extra, card.multiprocessors)
-    W,split,main,span = plan(f, w.rows, k, card.multiprocessors-more)
+    whole,part = card.multiprocessors,card.usable
+    W,split,main,span = plan(f, w.rows, k, whole-_extra_blocks(w, extra, whole))
     opts = dict(FORMAT=f'fragment_{f.name}', K=k, ROWS=rows)
     opts |= dict(ACT=_ACT.get(act, 0), CAP=int(bool(cap)))
     opts |= _norm_of(gain, parts, group)
     units,mine = -(-k//(128*f.blocks*split)),k
     team = _team(card, f, k, rows, opts, extra is None)
     if team>1:
-        W,main,span = _shared_out(w.rows, card.multiprocessors, team, split)
+        W,main,span = _shared_out(w.rows, whole, team, split)
         mine,opts['TEAM'] = units*split//team*128*f.blocks,team
     if rows>1 and f.narrow and (w.pair or not opts['NORM']): opts['PIPE'] = 1
     steps = -(-w.rows//(span*main))*units
@@ -168,6 +172,8 @@ def _launch(card, x, w, gain, parts, extra, bias, gate, add, out, eps, group, ac
     logits,column = gate
     columns = 0 if logits is None else logits.shape[1]
     top = np.inf if limit is None else limit
+    more = _extra_blocks(w, extra, part)
+    main,span = _dealt(w.rows, W//(split//team), (part-more)//team)
     run('gemv', main*team+more, 32*W,
         *w.raw, w.gs, more_w,
         x, gain, parts, bias, logits, add, out,

@@ -15,7 +15,7 @@ from math import inf
 from typing import NamedTuple
 from ..card.card import Limits,card_of,limits,run
 from ..ground.core import ConfigError
-from .gemv import _ACT,_extra_blocks,_norm_of,gemv,plan
+from .gemv import _ACT,_dealt,_extra_blocks,_norm_of,gemv,plan
 from .pack import CardFormat,Packed
 from ..ops.linear import MAX_ROWS
 
@@ -37,6 +37,11 @@ class Tiling:
     cores:bool=False # Do four warps beside each other multiply together?
     @property
     def warps(self)->int: "Warps of a block"; return self.down*self.along
+
+    def among(self, blocks:int, n:int)->'Tiling':
+        "The same for at most so many blocks, and `n` rows of W"
+        blocks,span = _dealt(n, self.strips*self.down, blocks)
+        return replace(self, blocks=blocks, span=span)
 
 # %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #b956c28c
 def _tile_bytes(f, cores=False):
@@ -215,6 +220,8 @@ class _Product:
         self.o = tiling(limits(card), *shape, sms, self.split, alike(rows), more)
         self.groups = _up(rows, 8*self.o.tiles)
         self.more = _up(more, self.groups) # Blocks for the extra rows, of those that have the same rows of x
+        self.mine,self.mores = self.o,self.more # The same for a part of the card
+        if card.usable<sms: self._deal(card.usable)
         self.tiles = self.groups*self.o.tiles
         self.opts = dict(FORMAT=f'fragment_{f.name}', K=w.k, SPLIT=self.split)
         if self.o.cores: self.opts['CORES'] = 1
@@ -242,6 +249,14 @@ class _Product:
         return room
 
 # %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #23101016
+@patch
+def _deal(self:_Product, part):
+    "Have as many blocks as `part` of the multiprocessors run at once"
+    self.mores = _up(_extra_blocks(self.w, self.extra, part), self.groups)
+    blocks = max(1, part//self.groups-self.mores)
+    self.mine = self.o.among(blocks, self.w.rows)
+
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #23101001
 @patch
 def extra_share(self:_Product):
     "Options for the extra rows, and their shared memory: no more than the others have, if they can"
@@ -276,10 +291,11 @@ def __call__(self:_Product, x, bias, gate, add, out, numbers, opts, best=None):
     logits,column = gate
     if logits is None and add is None: opts['PLAIN'] = 1
     columns = 0 if logits is None else logits.shape[1]
+    mine = self.mine
     R,width = (best if out is None else out).shape
-    run('gemv_wide', (o.blocks+self.more,self.groups), 32*o.warps,
+    run('gemv_wide', (mine.blocks+self.mores,self.groups), 32*o.warps,
         *w.raw, w.gs, rows, *x, bias, logits, add, out, best, *numbers,
-        R, w.n, m, columns, column, width, o.blocks, o.span, self.tiles,
+        R, w.n, m, columns, column, width, mine.blocks, mine.span, self.tiles,
         shared=shared, **opts)
 
 def _best_bytes(o):
@@ -335,7 +351,7 @@ def best_logits(x, w:Packed, gain=None, eps:float=0., bias=None, cap:float|None=
     if p.o.shared+_best_bytes(p.o)>limits(card).block: return None
     norm = _norm_of(gain, None, 0)
     halves = p.halves(x, gain, eps, None, norm)
-    best = card.empty((len(x),p.o.blocks), 'int64')
+    best = card.empty((len(x),p.mine.blocks), 'int64')
     opts = dict(NORM=norm['NORM'], ACT=_ACT.get(None, 0), CAP=int(bool(cap)))
     p(halves, bias, (None,0), None, None, (inf,float(cap or 0)), opts, best)
     return Best(best, w.n)

@@ -217,7 +217,8 @@ def mamba(s:Step, x, w:MambaWeights, conv, rec):
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #d7387458
 def _moe_of(rows, w):
     "What multiplies the experts `w` of so many rows; both give a row the same bits"
-    if rows>MAX_ROWS: return moe_wide
+    card = card_of(w.up.w)
+    if rows>MAX_ROWS or card.usable<card.multiprocessors: return moe_wide # whose kernel is one for any number of blocks
     if rows<=MAX_ROWS//2: return moe_rows
     if at_once(w.up, w.down, w.act, (w.up_bias,w.down_bias)): return moe_wide
     return moe_rows if takes_rows(rows, w.up, w.down, w.config, w.act, w.joined) else moe_wide

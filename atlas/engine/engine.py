@@ -9,6 +9,7 @@ __all__ = ['Engine']
 
 # %% ../../nbs/5_engine/11_engine.ipynb #199bdf96
 from dataclasses import replace
+from functools import partial
 from weakref import WeakSet
 from fastcore.basics import patch
 from ..ground.core import NumericError,OutOfMemoryError,RequestError
@@ -32,6 +33,7 @@ class Engine:
         self.arbiter = arbiter
         self.model,self.cache = stepper.model,stepper.cache
         self.flying = None # The `Flight` in the air
+        self.prompt = None # One of prompts alone, that stays there while others decode
         self.late = None # Kernels that steps compiled since the engine was warm; None: it is not
         self.steps = self.corrupted = 0
         self._samplers = {}
@@ -43,6 +45,7 @@ class Engine:
         self._load = None # What was computed since and nobody waited for; None: nothing
         self._turning = False # Does this step have another width than the one in the air?
         scheduler.rows = min(scheduler.rows, stepper.replay_rows)
+        scheduler.policy.part = stepper.part
         if stepper.drafter or stepper.overlap: scheduler.ahead = 1+scheduler.drafts
 
     @property
@@ -119,7 +122,8 @@ def warm(self:Engine):
 @patch
 def close(self:Engine):
     "Give back what only steps need; it takes none afterwards"
-    self.flying,self._landing = None,[]
+    self.flying = self.prompt = None
+    self._landing = []
     self.stepper.close()
 
 # %% ../../nbs/5_engine/11_engine.ipynb #e6000015
@@ -144,7 +148,7 @@ def _told_first(self:Engine)->bool:
     "Land what is in the air before a prompt is launched, which takes long: was something said?"
     fills = any(s.state!='decode' and not s.fetch for s in self.scheduler.running)
     if self.flying is None or not fills: return False
-    self.land()
+    self._land_step()
     return bool(self._events)
 
 @patch
@@ -155,13 +159,24 @@ def _step(self:Engine):
     if self._told_first(): return
     width = 1+self._drafts()
     self._turning = self.flying is not None and width!=self.flying.plan.width
-    if not self._steady(width): self.land()
+    if not self._steady(width): self._land_step()
     self.scheduler.width = width
-    plan = self.scheduler.schedule()
+    plan = self._next()
     if self.flying and not self._goes_on(plan):
-        self.land()
+        self._land_step()
         plan = plan and plan.living()
     if plan: self._go(plan)
+    elif self.prompt: self.land()
+
+# %% ../../nbs/5_engine/11_engine.ipynb #36aba001
+@patch
+def _next(self:Engine):
+    "The next plan; None if there is nothing to do, or nothing more beside the prompts in the air"
+    s,p = self.scheduler,self.prompt
+    if p is None: return s.schedule()
+    decode = sum(q.state=='decode' for q in s.running)
+    spent = s.clock()-p.since
+    return s.meanwhile() if s.policy.fits(p.load, spent, decode, s.width) else None
 
 # %% ../../nbs/5_engine/11_engine.ipynb #e8a0175b
 @patch
@@ -171,10 +186,12 @@ def _go(self:Engine, plan):
     if blind: return self._without_memory(blind, 'to look at the images', 'smaller ones')
     self.steps += 1
     if self.flying is None: self._begin()
+    since = self.scheduler.clock()
     try: flights = self._launch(plan)
     except (MemoryError,OutOfMemoryError) as e: return self._shed(plan, e)
+    if plan.apart and plan.prefill: plan = self._stays(flights.pop(0), since, flights[0])
+    else: flights[-1].load = load_of(plan)
     self.scheduler.advance(plan)
-    flights[-1].load = load_of(plan)
     stays = flights.pop() if self.stepper.overlap and plan.decode else None
     if self.flying: flights.append(self.flying)
     self.flying,self._landing = stays,flights
@@ -221,7 +238,7 @@ def _goes_on(self:Engine, plan)->bool:
 def _launch(self:Engine, plan)->list[Flight]:
     "Begin `plan`, whole or in halves; all of it counts, or nothing"
     step = self.stepper
-    parts = plan.halves() if step.overlap else [plan]
+    parts = plan.halves() if step.overlap or plan.apart else [plan]
     flights = []
     try:
         for p in parts:
@@ -245,6 +262,14 @@ def _resume(self:Engine):
 # %% ../../nbs/5_engine/11_engine.ipynb #18eada0e
 @patch
 def land(self:Engine):
+    "Take in all that is in the air"
+    self._land_step()
+    if self.prompt: self._landing.append(self.prompt)
+    self.prompt = None
+    self._settle()
+
+@patch
+def _land_step(self:Engine):
     "Take in the step in the air, if there is one"
     if self.flying: self._landing.append(self.flying)
     self.flying = None
@@ -254,8 +279,34 @@ def land(self:Engine):
 def _settle(self:Engine):
     "Take in what comes down; a flight stays in line until its results are there"
     while self._landing:
-        out = self.stepper.land(self._landing[0])
-        self._take_in(self._landing.pop(0), out)
+        flight = self._landing[0]
+        stayed = flight.since is not None # while others decoded: some may have left
+        if stayed: flight.plan = flight.plan.living()
+        out = self.stepper.land(flight)
+        self._landing.pop(0)
+        if stayed: self._advance(flight.plan)
+        self._take_in(flight, out)
+
+# %% ../../nbs/5_engine/11_engine.ipynb #apart012
+@patch
+def _stays(self:Engine, flight, since, step):
+    "`flight`, of prompts alone, stays in the air from now on: the plan of the first step beside it"
+    s = self.scheduler
+    flight.since,flight.load = since,load_of(flight.plan)
+    self.prompt,s.aloft = flight,[q for q,*_ in flight.plan.prefill]
+    s.wait = partial(self.stepper.wait, flight)
+    return step.plan  # when it began is not known: its launch had to wait for that of the prompts
+
+@patch
+def _advance(self:Engine, plan):
+    "What stayed in the air has come down: the rows of `plan` are in the cache"
+    self.scheduler.aloft = ()
+    self.scheduler.advance(plan)
+
+@patch
+def _alone(self:Engine, flight)->float|None:
+    "Seconds that prompts in the air took; None if they were there before anybody waited"
+    return None if flight.early else self.scheduler.clock()-flight.since
 
 # %% ../../nbs/5_engine/11_engine.ipynb #fd00de23
 @patch
@@ -292,6 +343,7 @@ def _timed(self:Engine, flight)->tuple:
     "What has been computed with the landing of `flight`, and its seconds; None where nobody knows"
     load = flight.load
     if load is None: return None,None  # the first half of a step
+    if flight.since is not None: return load,self._alone(flight)
     if self._load is not None: load = self._load+load
     waited = bool(flight.plan.sampled)
     self._load = None if waited else load

@@ -177,6 +177,7 @@ class Plan:
     replay:list[tuple[Seq,int,int]]=field(default_factory=list) # The same; at most `Scheduler.rows` rows each
     decode:list[Seq]=field(default_factory=list) # `width` rows each, from num_computed on
     width:int=1 # Rows of a sequence that decodes: its newest token, and drafts after it
+    apart:bool=False # Prompts on a part of the card, those who decode on another, at the same time?
 
     def __post_init__(self):
         done = [s for s,start,n in self.prefill if start+n==s.prompt_len]
@@ -203,8 +204,8 @@ def __repr__(self:Plan):
 @patch
 def halves(self:Plan)->list[Plan]:
     "What prefills or replays, and what decodes, as plans of their own, where there are any"
-    fills = Plan(self.prefill, self.replay, width=self.width)
-    decodes = Plan(decode=self.decode, width=self.width)
+    fills = Plan(self.prefill, self.replay, width=self.width, apart=self.apart)
+    decodes = Plan(decode=self.decode, width=self.width, apart=self.apart)
     return [p for p in (fills,decodes) if p]
 
 @patch
@@ -212,7 +213,7 @@ def living(self:Plan)->Plan:
     "The same without sequences that have ended since, or have to begin anew"
     alive = [s for s in self.decode if not s.finish_reason]
     fills = [[r for r in runs if r[0].running] for runs in (self.prefill,self.replay)]
-    return Plan(*fills, alive, self.width)
+    return Plan(*fills, alive, self.width, self.apart and bool(alive))
 
 # %% ../../nbs/5_engine/09_scheduler.ipynb #55b27bad
 class Scheduler:
@@ -247,6 +248,8 @@ class Scheduler:
         self.idle_chunk = min(chunk, 512) # What `chunk` is for them: whoever comes waits for it
         self.width = 1 # Rows of a sequence that decodes; up to `drafts` more with drafts
         self.ahead = 0 # Rows after a step's own for which there are to be blocks
+        self.aloft = () # Sequences whose prompts are being computed while others go on
+        self.wait = None # Waits for these prompts: called before one of them gives its blocks back
 
 # %% ../../nbs/5_engine/09_scheduler.ipynb #43aa5486
 @patch
@@ -490,6 +493,7 @@ def _fetched(self:Scheduler, seq)->bool:
 @patch
 def _stop(self:Scheduler, seq):
     "Take `seq` off the running list, and its blocks back"
+    if seq in self.aloft: self.wait()
     self.running.remove(seq)
     seq.table.release()
     if seq.fetch: self.prefix.tier.cancel(seq.fetch)
@@ -550,11 +554,22 @@ def schedule(self:Scheduler)->Plan|None:
     self._ripen()
     self._give_way()
     self._admit()
-    decode = [s for s in tuple(self.running) if self._goes_on(s)]
-    prefill,replay = self._fills(decode)
-    plan = Plan(prefill, replay, decode, self.width)
+    decode = self._decoding()
+    prefill,replay,apart = self._fills(decode)
+    plan = Plan(prefill, replay, decode, self.width, apart)
     if not plan: self._sleep()
     return plan or None
+
+@patch
+def meanwhile(self:Scheduler)->Plan|None:
+    "Plan a step of those who decode while prompts are in the air; None if nobody does"
+    self.now = self.clock()
+    return Plan(decode=self._decoding(), width=self.width, apart=True) or None
+
+@patch
+def _decoding(self:Scheduler)->list[Seq]:
+    "Who decodes in the next step"
+    return [s for s in tuple(self.running) if self._goes_on(s)]
 
 @patch
 def _sleep(self:Scheduler):
@@ -574,18 +589,24 @@ def _give_way(self:Scheduler):
 
 # %% ../../nbs/5_engine/09_scheduler.ipynb #5c0a1e02
 @patch
-def _fills(self:Scheduler, decode)->tuple[list,list]:
-    "Runs of prompts and of replays that go beside `decode`"
+def _fills(self:Scheduler, decode)->tuple[list,list,bool]:
+    "Runs of prompts and of replays that go beside `decode`; do they stay in the air meanwhile?"
     prefill,replay,now = [],[],self.now
     line = self.policy.line([s for s in self.running if s.state in ('prefill','replay')])
-    left = self.policy.room(line, decode, self._chunk(), self.width, now)
+    how = line,decode,self._chunk(),self.width
+    apart = self.policy.apart(*how) if all(map(_alone, line)) else 0
+    left = apart or self.policy.room(*how, now)
     for seq in line:
         if seq.state=='prefill': n = self._prefill(seq, left, prefill)
         else: n = self._replay(seq, left, replay)
         if n: self.policy.goes(seq, now)
         else: self.policy.rest(seq, now)
         left -= n
-    return prefill,replay
+    return prefill,replay,bool(apart and prefill)
+
+def _alone(seq)->bool:
+    "Can the next rows of `seq` be computed while others decode?"
+    return seq.state=='prefill' and not seq.media
 
 @patch
 def _chunk(self:Scheduler)->int:

@@ -32,6 +32,8 @@ class Flight:
     # Drafts of what comes next, for each of `plan.sampled`; known when it has landed
     drafts:list|None=None
     load = None # What its step computes, in the flight that lands last of it; set by the engine
+    since = None # When it began, if others decode meanwhile; set by the engine
+    early = False # Had it come down before anybody waited for it?
 
 def piece(seq, start:int, n:int, want:int=0)->Piece:
     "Rows `start..start+n-1` of `seq`, the last `want` with logits"
@@ -66,6 +68,7 @@ def following(
 class Stepper:
     "Runs an engine's steps on a device; this is what one has to offer"
     overlap = False # Does a step that decodes stay in the air until the next one is launched?
+    part = 0. # Of the device, that steps can have to themselves beside a prompt; 0: none
     replay_rows = MAX_ROWS # Most to replay of one sequence in a step
     def __init__(self,
         model:Decoder,
@@ -85,6 +88,7 @@ class Stepper:
     def land(self, flight:Flight)->Sampled:
         "Ids [S, rows] and counts [S] that a step said, as its plan has `sampled`; the oldest first"
         return flight.sampled
+    def wait(self, flight:Flight): "Wait until nothing of `flight` is computed any more"
     def leave(self, rid:str): "Request `rid` has ended"
     def lost(self, plan:Plan): "A launch of `plan` was cut off: nothing that it began counts"
     def warm(self): "Do now what a first step would have to wait for"

@@ -1,17 +1,15 @@
-"""A plain step beside a chunk of a prompt: one after the other, on two streams, and on parts of the
-multiprocessors, which the driver deals out (green contexts).
+"""A plain step beside a chunk of a prompt: one after the other, and on parts of the multiprocessors,
+which the driver deals out (green contexts).
 
-    python tests/gpu/parts.py [--emulator] [--seqs 8,32,128] [--chunks 2048,8192] [--parts 4,8,16]
+    python tests/gpu/parts.py [--emulator] [--seqs 1,2,4,8] [--chunks 8192] [--parts 2,4,6]
 
-Times are shown, not judged. That a step has the same bits on any number of multiprocessors is."""
-import ctypes
-from contextlib import contextmanager
+Times are shown, not judged. That a step, and a chunk, have the same bits on any number of
+multiprocessors is."""
+from dataclasses import dataclass
 from types import SimpleNamespace as NS
 import numpy as np
 from atlas.card.card import card_of
-from atlas.card.device import driver
 from atlas.card.graph import Graph
-from atlas.cuda import gemv,gemv_wide
 from atlas.cuda.sample import sample_rows
 from atlas.engine.card_stepper import PromptShape,StepShape
 from atlas.ops.linear import TILE
@@ -19,59 +17,10 @@ from atlas.use.bench_decode import _blank,pretend
 from many import clear,say,timed
 from toys import arguments,greedy,prompt,ready_for,toy,verdict
 
-CARD = NS(model='qwen3.6-35b-a3b', seqs=(8,32,128), chunks=(2048,8192), parts=(4,8,16),
+CARD = NS(model='qwen3.6-35b-a3b', seqs=(1,2,4,8), chunks=(8192,), parts=(2,4,6),
     vocab=200_000, behind=400, bound=512, room=dict(kv_cache_memory=20<<30))
 TINY = NS(model='qwen3.6-moe', seqs=(1,3,12), chunks=(64,128), parts=(2,4,16),
     vocab=256, behind=16, bound=128, room={})
-
-class Resource(ctypes.Structure):
-    "The driver's CUdevResource, of multiprocessors"
-    _fields_ = [('type',ctypes.c_int), ('pad',ctypes.c_ubyte*92), ('count',ctypes.c_uint),
-        ('rest',ctypes.c_ubyte*44)]
-
-def call(name, *args):
-    "Call a function of the driver; a `SystemExit` with its status where it refuses"
-    if code := getattr(driver(), name)(*args): raise SystemExit(f'{name}: {code}')
-
-class Part:
-    "Some of a card's multiprocessors, and a stream whose kernels run on them alone"
-    def __init__(self, card, resource, priority=0):
-        self.count,at = resource.count,ctypes.byref
-        what,context,stream = (ctypes.c_void_p() for _ in range(3))
-        call('cuDevResourceGenerateDesc', at(what), at(resource), 1)
-        call('cuGreenCtxCreate', at(context), what, card.index, 1) # 1: with a stream of its own
-        call('cuGreenCtxStreamCreate', at(stream), context, 1, priority) # 1: waits for no other
-        self.stream = card.xp.cuda.ExternalStream(stream.value)
-
-def parted(card, n:int)->tuple[Part,Part]:
-    "A part of `n` multiprocessors, 4 or a multiple of 8, and one of the others"
-    whole,few,rest = Resource(),(Resource*1)(),Resource()
-    count,at = ctypes.c_uint(1),ctypes.byref
-    call('cuDeviceGetDevResource', card.index, at(whole), 1) # 1: multiprocessors
-    alone = int(n<8) # Not in eights, which clusters may count on
-    call('cuDevSmResourceSplitByCount', few, at(count), at(whole), at(rest), alone, n)
-    return Part(card, few[0], -5),Part(card, rest)
-
-_plan,_extra_blocks = gemv.plan,gemv._extra_blocks
-
-@contextmanager
-def shared_out(card, n:int):
-    "A context whose kernels are for `n` multiprocessors, with the sums of kernels for all of them"
-    whole,last = card.multiprocessors,[0]
-    def extra(w, extra, sms):
-        last[0] = _extra_blocks(w, extra, whole)
-        return _extra_blocks(w, extra, sms)
-    def plan(f, rows, k, sms):
-        W,split,_,_ = _plan(f, rows, k, whole-last[0])
-        groups = sms*-(-rows//(16*(W//split)*sms))
-        span = -(-rows//(4*groups))*4
-        return W,split,min(sms, -(-rows//span)),span
-    card.multiprocessors = n
-    for m in (gemv,gemv_wide): m.plan,m._extra_blocks = plan,extra
-    try: yield
-    finally:
-        card.multiprocessors = whole
-        for m in (gemv,gemv_wide): m.plan,m._extra_blocks = _plan,_extra_blocks
 
 class Beside:
     "A step of those who decode, and chunks of prompts, as graphs that may run side by side"
@@ -97,7 +46,7 @@ class Beside:
         return self.stepper.prompts.kept[PromptShape(-(-n//TILE)*TILE, 1)].b
 
     def _graph(self, f, stream, many):
-        with shared_out(self.card, many), self.stepper.here():
+        with self.card.using(many), self.stepper.here():
             return Graph(f, self.device, 'half', stream=stream, warm=False),stream
 
     def chunk(self, n:int, stream=None, many=None):
@@ -129,36 +78,26 @@ class Beside:
             if stream is not None: stream.synchronize()
         self.device.synchronize()
 
-    def took(self, *pairs, runs=2):
-        "Milliseconds until each of some graphs, begun together, has ended: means of several runs"
+    def took(self, *queues)->list:
+        "Milliseconds until each graph of several queues has ended: (stream, graphs) of each"
         cuda,out = self.device.xp.cuda,[]
         self.again()
-        for _ in range(runs+1):
-            events = [(cuda.Event(),cuda.Event()) for _ in pairs]
-            for (g,stream),(begin,end) in zip(pairs, events):
-                begin.record(stream)
+        began = cuda.Event()
+        began.record(queues[0][0])
+        for stream,graphs in queues:
+            ends = [cuda.Event() for _ in graphs]
+            for g,end in zip(graphs, ends):
                 g(stream)
                 end.record(stream)
-            self.finish(*pairs)
-            began = events[0][0]
-            out.append([cuda.get_elapsed_time(began, end) for _,end in events])
-        return np.mean(out[1:], axis=0).tolist()
+            out.append(ends)
+        self.finish(*[(None,stream) for stream,_ in queues])
+        return [[cuda.get_elapsed_time(began, e) for e in ends] for ends in out]
 
-    def during(self, chunk, step, each)->tuple[float,int]:
-        "Milliseconds of a chunk, and how many steps of some `each` ms end meanwhile"
-        cuda = self.device.xp.cuda
-        begin,end = cuda.Event(),cuda.Event()
-        events = [cuda.Event() for _ in range(int(300/each)+2)]
-        self.again()
-        begin.record(step[1])
-        chunk[0](chunk[1])
-        end.record(chunk[1])
-        for e in events:
-            step[0](step[1])
-            e.record(step[1])
-        self.finish(chunk, step)
-        ms = cuda.get_elapsed_time(begin, end)
-        return ms,sum(cuda.get_elapsed_time(begin, e)<=ms for e in events)
+    def each(self, step, n=8)->float:
+        "Milliseconds of a step"
+        graph,stream = step
+        ends, = self.took((stream,[graph]*(n+1)))
+        return (ends[-1]-ends[0])/n
 
     def logits(self, *those)->list:
         "What each of several steps makes of the same state; with a chunk after it, beside that"
@@ -173,33 +112,70 @@ class Beside:
             out.append(self.device.download(step[0].out)[:len(self.seqs)].copy())
         return out
 
+    def rows(self, *chunks)->list:
+        "The last rows that each of several graphs of a chunk makes"
+        out = []
+        for c in chunks:
+            c[0](c[1])
+            self.finish(c)
+            out.append(self.device.download(c[0].out).copy())
+        return out
+
 def same(a, b)->bool: return np.array_equal(a.view('u4'), b.view('u4'))
+
+@dataclass
+class Times:
+    "A chunk and steps, in milliseconds, in turns, so that all find the card equally warm"
+    alone:list # The chunk on all multiprocessors
+    after:list # The same and then as many steps as there are beside
+    beside:list # The chunk on its part, with steps on the other all the time
+    count:int # Steps that ended meanwhile
+    each:float # A step beside it
+
+    @classmethod
+    def of(cls, b, alone, step, own, mine, each, rounds=5):
+        "Of graphs and their streams"
+        (c,stream),n,out = alone,0,([],[],[])
+        for _ in range(rounds):
+            one, = b.took((stream,[c]))
+            many = [mine[0]]*(int(1.4*one[0]/each)+2)
+            (end,),ends = b.took((own[1],[own[0]]), (mine[1],many))
+            n = sum(e<=end for e in ends)
+            after, = b.took((stream,[c,*[step[0]]*n]))
+            for l,x in zip(out, (one[0],after[-1],end)): l.append(x)
+        return cls(*out, n, ends[n-1]/max(n, 1))
+
+    def __repr__(self):
+        one,after,beside = map(np.median, (self.alone,self.after,self.beside))
+        low = f'{min(self.alone):.2f} to {max(self.alone):.2f}'
+        return (f'alone {one:.2f} ({low}), with {self.count} steps after it {after:.2f}, '
+            f'beside {beside:.2f}, every {self.each:.2f} ms')
+
+    def more(self, plain)->float:
+        "Plain steps that each of those beside costs"
+        return (np.median(self.beside)-np.median(self.alone))/max(self.count, 1)/plain
 
 def on_parts(b:Beside)->list:
     "Times of steps and chunks; faults"
     bad,s,stream = [],b.s,b.device.xp.cuda.Stream
     alone,first = stream(non_blocking=True),stream(non_blocking=True, priority=-5)
     chunks,step = {n: b.chunk(n, alone) for n in s.chunks},b.step(first)
-    d = b.took(step, runs=8)[0]  # every fourth step writes states
-    p = {n: b.took(c)[0] for n,c in chunks.items()}
-    def more(n, ends): return f'{max(ends):.2f} ms, {(max(ends)-p[n])/d:.2f} steps more'
-    say(f'{len(b.seqs)} sequences: a plain step {d:.2f} ms')
-    for n,c in chunks.items():
-        both = more(n, b.took(step, c))
-        say(f'  chunk of {n}: {p[n]:.2f} ms, with a step on another stream {both}')
+    d,R = b.each(step),len(b.seqs)
+    say(f'{R} sequences: a plain step {d:.2f} ms')
     for k in s.parts:
-        few,rest = parted(b.device, k)
-        mine = b.step(few.stream, k)
-        own = {n: b.chunk(n, rest.stream, rest.count) for n in chunks}
-        e = b.took(mine, runs=4)[0]
+        few,rest = b.memory.divided(k)
+        mine = b.step(few.raw, few.count)
+        own = {n: b.chunk(n, rest.raw, rest.count) for n in chunks}
         y,*others = b.logits([step], [mine], [mine,own[min(own)]])
-        if not all(same(y, z) for z in others): bad.append(f'{len(y)} rows on {k} have other bits')
-        say(f'  a step on {k}: {e:.2f} ms, {e*k/b.whole/d:.2f} of its share')
+        if not all(same(y, z) for z in others): bad.append(f'{R} rows on {k} have other bits')
+        e = b.each(mine)
+        say(f'  a step on {few.count}: {e:.2f} ms, {e*k/b.whole/d:.2f} of its share')
         for n,c in chunks.items():
-            say(f'    chunk of {n} on the others alone {b.took(own[n])[0]:.2f} ms, '
-                f'beside it {more(n, b.took(mine, own[n]))}; on all {more(n, b.took(mine, c))}')
-        ms,count = b.during(own[n], mine, e)
-        say(f'    chunk of {n} beside steps again and again: {ms:.2f} ms, {count} steps meanwhile')
+            want,again,y = b.rows(c, c, own[n])
+            if not (same(want, again) and same(want, y)):
+                bad.append(f'{n} tokens on {rest.count} have other bits')
+            t = Times.of(b, c, step, own[n], mine, e)
+            say(f'    chunk of {n}: {t}: {t.more(d):.2f} plain steps each')
     return bad
 
 def on_emulator(b:Beside)->list:
@@ -216,11 +192,11 @@ def engine(s, emulator):
         whole = card.multiprocessors
         stepper.rows.place([], [], 1)
         for k in (*s.parts,whole):
-            with shared_out(card, k):
+            with card.using(k):
                 for n in s.seqs:
                     shape = StepShape(n, s.bound, False, False, stepper.table.stamp)
                     stepper.body(shape)
-            with shared_out(card, whole-k or whole):
+            with card.using(whole-k or whole):
                 for n in s.chunks: stepper._try_prompt(n)
     with ready_for(passes):
         return toy(s.model, emulator, max(s.seqs)+1, max(s.chunks)+s.bound, show=False,

@@ -97,7 +97,8 @@ def left_clean(e):
     "Nothing of any request is left in an engine that has no work"
     e.land()
     s = e.scheduler
-    assert e.flying is None and not getattr(e.stepper, '_air', None)
+    assert e.flying is None and e.prompt is None and not s.aloft
+    assert not getattr(e.stepper, '_air', None)
     assert not e._samplers and s.pool.used==0
     assert not s.seqs and not s.waiting and not s.running and not s.promised
     assert not getattr(e.arbiter, 'limits', None), 'the arbiter knows somebody who has left'
