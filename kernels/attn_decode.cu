@@ -26,9 +26,16 @@
 //   -D D= (16 divides it, at most 512) HEADS= KV= HALF= (0: no positions) BS= (16 divides it)  GATE= VNORM= KEQV= QONLY= (0 or 1)  NORM= 0: none, 1: head, 2: all heads
 //   -D FMT= of the pools   -D SHARE= rows of a sequence that a block takes: 1, 2 or 4; a row has the same bits for each   -D NEW= rows that a sequence has at most: 1, 6 or 8
 //   -D LEAN= 1: 112 registers, so that a block finds room beside one of the product before it; 0 by default
-//   launch: <<<(kv * ceil(heads/kv/8), ceil(pieces/per), rows), D > 128 ? 256 : 128>>> and SHARED bytes; window 0: none. `many` as in lib/pieces.cuh. Of a row's pieces,
+//   launch: <<<(kv * ceil(heads/kv/8), runs, rows), D > 128 ? 256 : 128>>> and SHARED bytes; window 0: none. `many` as in lib/pieces.cuh. Of a row's pieces,
 //   the first `mergers` add them up: all, where all blocks are there at once, or one, where the last block comes after the others. At most 8 then.
-//   `per`: pieces of a block, one after the other: 1 with words or a window
+//   A block takes a run of pieces (lib/pieces.cuh) of 64 << `shift` positions at least; with words or
+//   a window a piece.
+//   -D ONE=1: there is one row, of sequence 0, and shift is 0. A block takes a piece, and then another
+//   as long as there are more, by tickets. Those with y < `early`, which may come before the row, begin
+//   with the newest pieces, the others with the oldest.
+//   tickets  : [given]               i32  of blocks with the same x: all bits set, and left so; or null
+//   -D AHEAD=1: a piece's sums have shared memory of their own, and the next piece's keys and values are
+//   on their way meanwhile; with tickets it must be 1
 #include "lib/async.cuh"
 #include "lib/heads.cuh"
 #include "lib/kvcache.cuh"
@@ -83,6 +90,12 @@
 #ifndef LEAN
 #define LEAN 0
 #endif
+#ifndef ONE
+#define ONE 0
+#endif
+#ifndef AHEAD
+#define AHEAD 0
+#endif
 #ifndef SPLIT
 #define SPLIT (D > 256 ? 4 : D > 128 ? 2 : 1)
 #endif
@@ -94,24 +107,29 @@ constexpr int QUADS = (8 * D / 4 + THREADS - 1) / THREADS;                      
 typedef Head<D> Vec;
 typedef Turn<D, HALF> Spin;
 typedef Slice<FMT, D, SPLIT> Part;
-// Shared memory: a group's two slices, where its sums lie in the end; fragments of queries; scores; rows of this step; scratch of rotations; words.
-constexpr int SUMS = 8 * (D + 4) * 4, REGION = 2 * Part::SIZE > SUMS ? 2 * Part::SIZE : SUMS, QS = SHARE * Part::STEPS * 512, SCORES = SPLIT > 1 ? SHARE * W * 512 : 0;
+// Shared memory: a group's two slices, where its sums lie in the end unless they are apart; fragments of queries; scores; rows of this step; scratch of rotations; words.
+constexpr int SUMS = 8 * (D + 4) * 4, REGION = AHEAD || 2 * Part::SIZE > SUMS ? 2 * Part::SIZE : SUMS, LEFT = AHEAD ? GROUPS * SUMS : 0, QS = SHARE * Part::STEPS * 512, SCORES = SPLIT > 1 ? SHARE * W * 512 : 0;
 constexpr int ROWS = (2 * NEW * (KV_BYTES<FMT, D> + (FMT == 2 ? D / 16 : 0)) + 15) / 16 * 16;
-constexpr int SHARED = GROUPS * REGION + QS + SCORES + ROWS + (2 * NEW + W * Spin::SCRATCH + 2 * GROUPS * 8 + 8) * 4;
+constexpr int SHARED = GROUPS * REGION + LEFT + QS + SCORES + ROWS + (2 * NEW + W * Spin::SCRATCH + 2 * GROUPS * 8 + 8 + 4 * AHEAD) * 4;
 #ifdef BYTES
 static_assert(SHARED == BYTES, "the launch gives other shared memory than the kernel wants");
 #endif
 static_assert(D % 16 == 0 && D <= 512 && HEADS % KV == 0 && SHARED <= 227 * 1024 && HALF * 2 <= D && BS % 16 == 0 && (NEW > 1 || SHARE == 1), "see the contract");
 
+constexpr int UNKNOWN = -1;
 struct Room {
     unsigned char* parts;             // [GROUPS][keys, values] slices
+    unsigned char* left;              // [GROUPS] sums, every `STEP` bytes
+    static constexpr int STEP = AHEAD ? SUMS : REGION;
     uint4* qf;                        // [SHARE][STEPS][32]
     float4* scores;                   // [GROUPS][SPLIT][SHARE][32]
     unsigned char *rows, *row_subs;   // [NEW][keys, values]
     float *row_scales, *scratch, *tops, *sums, *sink;  // [NEW][2], [W][Spin::SCRATCH], [GROUPS][8] twice, [8]
+    volatile int* ticket;             // or UNKNOWN
     __device__ __forceinline__ Room(unsigned char* p) {
-        parts = p; qf = (uint4*)(p + GROUPS * REGION); scores = (float4*)(p + GROUPS * REGION + QS); rows = p + GROUPS * REGION + QS + SCORES; row_subs = rows + 2 * NEW * KV_BYTES<FMT, D>;
-        row_scales = (float*)(rows + ROWS); scratch = row_scales + 2 * NEW; tops = scratch + W * Spin::SCRATCH; sums = tops + GROUPS * 8; sink = sums + GROUPS * 8;
+        parts = p; left = AHEAD ? p + GROUPS * REGION : p; p += GROUPS * REGION + LEFT;
+        qf = (uint4*)p; scores = (float4*)(p + QS); rows = p + QS + SCORES; row_subs = rows + 2 * NEW * KV_BYTES<FMT, D>;
+        row_scales = (float*)(rows + ROWS); scratch = row_scales + 2 * NEW; tops = scratch + W * Spin::SCRATCH; sums = tops + GROUPS * 8; sink = sums + GROUPS * 8; ticket = (volatile int*)(sink + 8);
     }
 };
 
@@ -123,6 +141,8 @@ struct Table {
     __device__ __forceinline__ void load(const int* __restrict__ table, int from, int mb, int lane) {
         all = table; first = from / BS; mine = FEW && first + lane < mb ? table[first + lane] : 0;
     }
+    // The same where the blocks up to `end` are not there yet
+    __device__ __forceinline__ void go_on(int from, int end, int mb, int lane) { if (FEW && (end - 1) / BS - first >= 32) load(all, from, mb, lane); }
     __device__ __forceinline__ size_t row(int j, int kv) const {  // of position j, in the pool
         const int block = FEW ? __shfl_sync(~0u, mine, (j / BS - first) & 31) : all[j / BS];
         return ((size_t)block * BS + j % BS) * KV + kv;
@@ -132,31 +152,42 @@ struct Table {
 // What a block has to do: rows t .. t+n-1 of a sequence, positions p0 .. end-1, look at pieces `piece` .. `last`, now at positions from .. hi-1. Below `to`
 // these are read from the pool.
 struct Work {
-    int t, r0, n, nf, back, p0, start, end, low, piece, last, from, hi, to, kv, hg, h0, gb, window, per;
+    int t, r0, n, nf, back, p0, start, end, low, newest, piece, last, from, hi, to, kv, hg, h0, gb, window, early;
     Pieces pieces;
+    Runs runs;
     Table table;
     __device__ __forceinline__ int  lowest(int p) const { return window ? max(0, p - window + 1) : 0; }
     __device__ __forceinline__ bool alone(int p) const { return pieces.of(lowest(p)) == pieces.of(p); }
     __device__ __forceinline__ bool fresh() const { return !QONLY && min(pieces.start(last + 1), end) > start; }  // are there rows of this step among them?
-    __device__ __forceinline__ Work(int window_, int many, int row, int per_) : window(window_), per(per_), pieces{many} {
-        t = row; kv = blockIdx.x / HG; hg = blockIdx.x % HG; h0 = kv * G + hg * GB; gb = min(GB, G - hg * GB);
+    __device__ __forceinline__ Work(int window_, int many, int row, int shift, int early_) : window(window_), early(early_), pieces{many}, runs{many, shift} {
+        t = ONE ? 0 : row; kv = blockIdx.x / HG; hg = blockIdx.x % HG; h0 = kv * G + hg * GB; gb = min(GB, G - hg * GB);
     }
-    // Sequence s of the row; without a window the piece does not depend on where it stands
+    // Sequence s of the row; without a window most pieces do not depend on where it stands
     __device__ __forceinline__ void ask(const int* __restrict__ tables, const int* __restrict__ first, const int* __restrict__ starts, int s, int mb, int lane) {
-        r0 = first[s]; nf = first[s + 1]; start = starts[s];
-        piece = (gridDim.y - 1 - blockIdx.y) * per;
-        if (!window) table.load(tables + (size_t)s * mb, pieces.start(piece), mb, lane);
+        const int* const table_ = tables + (size_t)s * mb;
+        const int y = blockIdx.y;
+        start = starts[s];
+        r0 = ONE ? 0 : first[s]; nf = ONE ? 1 : first[s + 1];
+        const int2 run = ONE ? make_int2(y - early, y - early) : runs.pieces(gridDim.y - 1 - y);  // the largest come first
+        piece = run.x; last = run.y;
+        table.load(table_, pieces.start(max(piece, 0)), mb, lane);
     }
     // Is there anything?
     __device__ __forceinline__ bool find(const int* __restrict__ tables, int s, int mb, int lane) {
-        back = t - r0; nf -= r0; n = min(SHARE, nf - back); p0 = start + back; end = p0 + n; low = lowest(p0);
-        if (window) piece = pieces.of(end - 1) - (int)blockIdx.y;
-        last = min(piece + per - 1, pieces.of(end - 1)); to = QONLY ? end : start;
+        back = t - r0; nf -= r0; n = min(SHARE, nf - back); p0 = start + back; end = p0 + n; low = lowest(p0); newest = pieces.of(end - 1);
+        const bool now = window || (ONE && !late());  // does the piece depend on where the row stands?
+        if (now) piece = last = newest - (int)blockIdx.y;
+        last = min(last, newest); to = QONLY ? end : start;
+        if (ONE && !window && (int)blockIdx.y > newest) return false;  // fewer pieces than blocks
         if (back % SHARE || piece < pieces.of(low) || piece > last) return false;  // an earlier row's block has this one, or nobody looks there
         begin();
-        if (window) table.load(tables + (size_t)s * mb, from, mb, lane);
+        if (now) table.load(table.all, from, mb, lane);
         return true;
     }
+    // Does it come when a multiprocessor's first block is there?
+    __device__ __forceinline__ bool late() const { return !window && (int)blockIdx.y >= early; }
+    // Pieces that no block has begun with: so many, downwards from `newest - early`
+    __device__ __forceinline__ int more() const { return ONE && !window ? max(newest + 1 - (int)gridDim.y, 0) : 0; }
     __device__ __forceinline__ void begin() { from = max(pieces.start(piece), low / PIECE * PIECE); hi = min(pieces.start(piece + 1), end); }
 };
 
@@ -188,7 +219,7 @@ __device__ __forceinline__ float weights(float4 c, float& top, float& sum, unsig
     top = now;
     #pragma unroll
     for (int i = 0; i < 4; i++) if (KV_CODED<FMT>) x[i] = on[i] ? __fmul_rn(x[i], ks.scale(lane % 4 * 2 + i % 2 + i / 2 * 8, true)) : 0.f;
-    const Pair u = Part::limbs_of(x[0], x[1]), v = Part::limbs_of(x[2], x[3]);
+    const Pair u = Part::weights_of(x[0], x[1]), v = Part::weights_of(x[2], x[3]);
     b[0] = u.hi; b[1] = v.hi; b[2] = u.lo; b[3] = v.lo;
     return fade;
 }
@@ -204,19 +235,34 @@ extern "C" __global__ void BOUNDS attn_decode(const float* qkv, const float* __r
         const float* __restrict__ q_all, const float* __restrict__ k_all, const float* __restrict__ cos, const float* __restrict__ sin, const int* __restrict__ at,
         const int* __restrict__ axes, unsigned char* k_pool, float* k_scales, unsigned char* k_subs, unsigned char* v_pool, float* v_scales, unsigned char* v_subs,
         const int* __restrict__ tables, const int* __restrict__ seq, const int* __restrict__ first, const int* __restrict__ starts, const long long* __restrict__ slots,
-        const float* __restrict__ sinks, float* o, float* ml, float* words, float* y, float eps, float scale, int window, int many, int mb, int seqs, int mergers, int cells, int per) {
+        const float* __restrict__ sinks, float* o, float* ml, float* words, float* y, float eps, float scale, int window, int many, int mb, int seqs, int mergers, int cells, int shift,
+        int* tickets, int early) {
     DYNAMIC_SHARED(unsigned char, shared);
     const Room m(shared);
-    const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0), t = blockIdx.z, rows = gridDim.z, s = seq[t], guess = min(t, seqs - 1);
-    Work w(window, many, t, per);
+    const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0), t = ONE ? 0 : blockIdx.z, rows = ONE ? 1 : gridDim.z, s = seq[t], guess = ONE ? 0 : min(t, seqs - 1);
+    Spin turn[SHARE], fturn;
+    #pragma unroll
+    for (int r = 0; r < SHARE; r++) turn[r].ask(axes, lane);
+    Work w(window, many, t, shift, early);
     w.ask(tables, first, starts, guess, mb, lane);  // row t is often of sequence t, and what is asked for at once need not be waited for in turn
+    Vec q[SHARE][QI];
+    auto queries = [&] {
+        #pragma unroll
+        for (int r = 0; r < SHARE; r++)
+            #pragma unroll
+            for (int i = 0; i < QI; i++) q[r][i].load(qkv + (size_t)(t + (SHARE > 1 && r < w.n ? r : 0)) * WIDTH + Q0 + (w.h0 + min(warp + i * W, w.gb - 1)) * D, lane);
+    };
+    #pragma unroll
+    for (int r = 0; r < SHARE; r++) turn[r].find(at, min(t + r, rows - 1), rows, lane);
     pdl_trigger();
+    const bool late = ONE && w.late();  // then the row is there, or nearly so
+    if (late) { pdl_wait(); queries(); }
     if (s < 0) {  // padding
         pdl_wait();
         if (!blockIdx.y) for (int i = threadIdx.x; i < w.gb * D; i += THREADS) y[((size_t)t * HEADS + w.h0) * D + i] = 0.f;
         return;
     }
-    if (s != guess) w.ask(tables, first, starts, s, mb, lane);
+    if (!ONE && s != guess) w.ask(tables, first, starts, s, mb, lane);
     if (!w.find(tables, s, mb, lane)) return;
     if (w.nf > NEW) __trap();
     if (QONLY) pdl_wait();
@@ -225,11 +271,11 @@ extern "C" __global__ void BOUNDS attn_decode(const float* qkv, const float* __r
     int lo = w.from + 16 * group;
     const Part ks(m.parts + group * REGION, part, lane), vs(m.parts + group * REGION + Part::SIZE, part, lane);
     auto keys = [&](int lo) {
-        if (lo < w.hi) ks.fetch(k_pool, k_scales, v_scales, k_subs, w.table.row(lo, w.kv), KV, w.low - lo, w.to - lo);
+        if (lo < w.hi) ks.template fetch<KV>(k_pool, k_scales, v_scales, k_subs, w.table.row(lo, w.kv), w.low - lo, w.to - lo);
         cp_async_commit();
     };
     auto values = [&](int lo) {
-        if (lo < w.hi) vs.fetch(v_pool, nullptr, nullptr, v_subs, w.table.row(lo, w.kv), KV, w.low - lo, w.to - lo);
+        if (lo < w.hi) vs.template fetch<KV>(v_pool, nullptr, nullptr, v_subs, w.table.row(lo, w.kv), w.low - lo, w.to - lo);
         cp_async_commit();
     };
     keys(lo);
@@ -237,20 +283,18 @@ extern "C" __global__ void BOUNDS attn_decode(const float* qkv, const float* __r
     // What is needed but the activations is fetched before the wait
     const bool has_fresh = w.fresh(), is_v = warp & 1;
     const int  fw = NEW == 1 ? 0 : warp / 2, fr = w.r0 + min(fw, w.nf - 1), from_row = (is_v ? V0 : K0) + w.kv * D;
-    Vec  gq, gk, q[SHARE][QI], f;
-    Spin turn[SHARE], fturn;
+    Vec gq, gk, f;
     if (NORM == 1) { gq.load(q_norm, lane); if (!QONLY) gk.load(k_norm, lane); }
     #pragma unroll
-    for (int r = 0; r < SHARE; r++) turn[r].load(cos, sin, at, axes, min(t + r, rows - 1), rows, lane);
-    if (NEW > 1 && has_fresh) fturn.load(cos, sin, at, axes, fr, rows, lane);
+    for (int r = 0; r < SHARE; r++) turn[r].load(cos, sin, lane);
+    if (NEW > 1 && has_fresh) { fturn.ask(axes, lane); fturn.find(at, fr, rows, lane); fturn.load(cos, sin, lane); }
     if (threadIdx.x < 8) m.sink[threadIdx.x] = sinks ? __fmul_rn(sinks[w.h0 + min((int)threadIdx.x, w.gb - 1)], LOG2E) : NONE;
     const long long fslot = has_fresh ? slots[fr] : -1;
-    if (!QONLY) pdl_wait();
-    #pragma unroll
-    for (int r = 0; r < SHARE; r++)
-        #pragma unroll
-        for (int i = 0; i < QI; i++) q[r][i].load(qkv + (size_t)(t + (r < w.n ? r : 0)) * WIDTH + Q0 + (w.h0 + min(warp + i * W, w.gb - 1)) * D, lane);
-    if (!QONLY) f.load(qkv + (size_t)fr * WIDTH + from_row, lane);
+    if (!late) {
+        if (!QONLY) pdl_wait();
+        queries();
+    }
+    if (!QONLY && has_fresh) f.load(qkv + (size_t)fr * WIDTH + from_row, lane);
     float4 gate[QUADS];
     auto gates = [&](int r) {
         if constexpr (GATE)
@@ -291,20 +335,24 @@ extern "C" __global__ void BOUNDS attn_decode(const float* qkv, const float* __r
         if (is_v) e.store(v_pool, v_scales, v_subs, slot * KV + w.kv, lane);
         else      e.store(k_pool, k_scales, k_subs, slot * KV + w.kv, lane);
     };
-    if constexpr (NEW == 1 && !QONLY) {  // all warps, so that it stands beside the queries
-        turned(f, turn[0], fr);
-        if (has_fresh && warp < 2) keep(f, 0, fslot);
+    if constexpr (NEW == 1 && !QONLY) {
+        if (has_fresh && warp < 2) {
+            turned(f, turn[0], fr);
+            keep(f, 0, fslot);
+        }
     } else if (has_fresh) {
         #pragma unroll 1
         for (int i = fw; i < w.nf; i += W / 2) {
             const int j = w.start + i, row = w.r0 + i;
             if (j < w.from || j >= w.end || w.pieces.of(j) > w.last) continue;
-            if (i != fw) { f.load(qkv + (size_t)row * WIDTH + from_row, lane); fturn.load(cos, sin, at, axes, row, rows, lane); }
+            if (i != fw) { f.load(qkv + (size_t)row * WIDTH + from_row, lane); fturn.ask(axes, lane); fturn.find(at, row, rows, lane); fturn.load(cos, sin, lane); }
             turned(f, fturn, row);
             keep(f, i, i == fw ? fslot : slots[row]);
         }
     }
     if (SHARE == 1 && w.alone(w.p0)) gates(0);
+    const int more = AHEAD && ONE ? w.more() : 0;
+    if (more && !threadIdx.x) *m.ticket = UNKNOWN;
     __syncthreads();
 
     // Rows of this step in the slice at lo
@@ -322,6 +370,9 @@ extern "C" __global__ void BOUNDS attn_decode(const float* qkv, const float* __r
         for (int r = 0; r < SHARE; r++) { top[r] = NONE; sum[r] = 0.f; }
         #pragma unroll 1
         for (; lo < w.hi; lo += SPAN) {
+            const bool asks = more && !threadIdx.x && lo + SPAN >= w.hi;
+            int ticket;
+            if (asks) ticket = atomicAdd(tickets + blockIdx.x, 1) + 1;
             cp_async_wait<1>();
             __syncwarp();
             patch(ks, 0);
@@ -346,9 +397,14 @@ extern "C" __global__ void BOUNDS attn_decode(const float* qkv, const float* __r
                 sync_warps<SPLIT>(group);
             }
             float fade[SHARE];
+            bool fades[SHARE];
             unsigned b[SHARE][4];
             #pragma unroll
-            for (int r = 0; r < SHARE; r++) fade[r] = weights(x[r], top[r], sum[r], b[r], ks, lo, w.lowest(w.p0 + r), w.p0 + r, lane);
+            for (int r = 0; r < SHARE; r++) {
+                const float was = top[r];
+                fade[r] = weights(x[r], top[r], sum[r], b[r], ks, lo, w.lowest(w.p0 + r), w.p0 + r, lane);
+                fades[r] = __any_sync(~0u, fade[r] != 1.f && was != NONE);  // else times one, or nothing there yet
+            }
             __syncwarp();
             keys(lo + SPAN);
             cp_async_wait<1>();
@@ -356,6 +412,7 @@ extern "C" __global__ void BOUNDS attn_decode(const float* qkv, const float* __r
             patch(vs, 1);
             #pragma unroll
             for (int r = 0; r < SHARE; r++) {
+                if (!fades[r]) continue;
                 const float f[2] = {__shfl_sync(~0u, fade[r], lane % 4 * 8), __shfl_sync(~0u, fade[r], lane % 4 * 8 + 4)};
                 #pragma unroll
                 for (int i = 0; i < Part::TILES; i++)
@@ -365,16 +422,40 @@ extern "C" __global__ void BOUNDS attn_decode(const float* qkv, const float* __r
             vs.template values<SHARE>(acc, b);
             __syncwarp();
             values(lo + SPAN);
+            if (asks) *m.ticket = ticket;
         }
 
         // What the groups have, one row after the other
-        if (SPLIT > 1) sync_warps<SPLIT>(group);
-        float* const mine = (float*)(m.parts + group * REGION);
+        const int piece = w.piece++;
+        bool ends = w.piece > w.last;
+        if (more) {
+            int ticket;
+            while ((ticket = *m.ticket) == UNKNOWN) {
+#if !defined(__CUDA_ARCH__)
+                __nanosleep(0);  // let others write it
+#endif
+            }
+            ends = ticket >= more;
+            w.piece = w.last = w.newest - early - ticket;
+            // every block draws one that is too large; the last of all leaves what it found
+            if (!threadIdx.x && ticket == more + (int)gridDim.y - 1) tickets[blockIdx.x] = -1;
+        }
+        auto go_on = [&] {
+            w.begin();
+            if (ONE) w.table.load(w.table.all, w.from, mb, lane);
+            else w.table.go_on(w.from, w.hi, mb, lane);
+            lo = w.from + 16 * group;
+            keys(lo);
+            values(lo);
+        };
+        if (AHEAD) { if (!ends) go_on(); }
+        else if (SPLIT > 1) sync_warps<SPLIT>(group);
+        float* const mine = (float*)(m.left + group * m.STEP);
         #pragma unroll
         for (int r = 0; r < SHARE; r++) {
             const int p = w.p0 + r, a = w.pieces.of(w.lowest(p)), z = w.pieces.of(p);
             if (r >= w.n) break;
-            if (w.piece < a || w.piece > z) continue;
+            if (piece < a || piece > z) continue;
             float l = __fadd_rn(sum[r], __shfl_xor_sync(~0u, sum[r], 1));
             l = __fadd_rn(l, __shfl_xor_sync(~0u, l, 2));
             if (r) __syncthreads();
@@ -388,6 +469,7 @@ extern "C" __global__ void BOUNDS attn_decode(const float* qkv, const float* __r
                 }
             if (SHARE > 1 && a == z) gates(r);
             __syncthreads();
+            if (more && !threadIdx.x) *m.ticket = UNKNOWN;  // all have seen it
             // Of head lane % 8: factors of the groups, the sum of weights, and what makes it an answer
             float most = NONE, total = 0.f, part_of[GROUPS];
             #pragma unroll
@@ -396,7 +478,7 @@ extern "C" __global__ void BOUNDS attn_decode(const float* qkv, const float* __r
             #pragma unroll
             for (int k = 0; k < GROUPS; k++) { part_of[k] = exp2f(__fsub_rn(m.tops[k * 8 + lane % 8], base)); total = fmaf(part_of[k], m.sums[k * 8 + lane % 8], total); }
             const float high = fmaxf(most, sink), fall = exp2f(__fsub_rn(base, high)), rate = fall / fmaf(total, fall, exp2f(__fsub_rn(sink, high)));
-            const size_t cell = ((size_t)(t + r) * cells + w.piece - a) * HEADS + w.h0, own = ((size_t)(t + r) * HEADS + w.h0) * D;
+            const size_t cell = ((size_t)(t + r) * cells + piece - a) * HEADS + w.h0, own = ((size_t)(t + r) * HEADS + w.h0) * D;
             #pragma unroll
             for (int k = 0; k < QUADS; k++) {
                 const int i = threadIdx.x + k * THREADS, g = min(i / (D / 4), w.gb - 1), d = i % (D / 4) * 4;
@@ -404,7 +486,7 @@ extern "C" __global__ void BOUNDS attn_decode(const float* qkv, const float* __r
                 #pragma unroll
                 for (int k = 0; k < GROUPS; k++) {
                     const float  e = __shfl_sync(~0u, part_of[k], g);
-                    const float4 u = *(const float4*)((const float*)(m.parts + k * REGION) + g * (D + 4) + d);
+                    const float4 u = *(const float4*)((const float*)(m.left + k * m.STEP) + g * (D + 4) + d);
                     v.x = fmaf(e, u.x, v.x); v.y = fmaf(e, u.y, v.y); v.z = fmaf(e, u.z, v.z); v.w = fmaf(e, u.w, v.w);
                 }
                 const float top = __shfl_sync(~0u, most, g), l = __shfl_sync(~0u, total, g), f = __shfl_sync(~0u, rate, g);
@@ -422,7 +504,7 @@ extern "C" __global__ void BOUNDS attn_decode(const float* qkv, const float* __r
                 }
             }
             // Pieces of a row are added up by their blocks together
-            const int count = z - a + 1, rank = w.piece - a, ranks = min(mergers, count);
+            const int count = z - a + 1, rank = piece - a, ranks = min(mergers, count);
             if (count == 1 || !words || rank >= ranks) continue;
             float* const at0 = words + (((size_t)(t + r) * cells) * HEADS + w.h0) * (D / 8) * RECORD;
             #pragma unroll 1
@@ -434,12 +516,8 @@ extern "C" __global__ void BOUNDS attn_decode(const float* qkv, const float* __r
                 if (i0 + lane == i) *(float4*)(y + own + i * 4) = v;
             }
         }
-        if (++w.piece > w.last) return;
-        w.begin();
-        w.table.load(tables + (size_t)s * mb, w.from, mb, lane);
+        if (ends) return;
         __syncthreads();
-        lo = w.from + 16 * group;
-        keys(lo);
-        values(lo);
+        if (!AHEAD) go_on();
     }
 }

@@ -9,7 +9,8 @@
 //   starts : [all]                     i32   position of each sequence's first row
 //   sinks  : [heads]                   f32   one more logit for each head, or null
 //   y      : [rows, heads, d]          f32
-//   -D D=  -D GATE=  -D W= N= warps, and pieces that each has under way
+//   -D D=  -D GATE=  -D W= warps
+//   -D ALONE= registers, of 72 of which no two blocks come to a multiprocessor, and one beside a block of attn_decode; 0 by default: as many as two have
 //   launch: <<<(ceil(D/32), heads, any), 32*W>>>; window and many as for attn_decode
 // Blocks along z share the rows. A thread looks at one: few may have anything to add, and a block for each
 // would cost its launch for nothing.
@@ -24,8 +25,13 @@
 #ifndef W
 #define W 16
 #endif
-#ifndef N
-#define N 8
+#ifndef ALONE
+#define ALONE 0
+#endif
+#if ALONE
+#define BOUNDS __maxnreg__(ALONE)
+#else
+#define BOUNDS __launch_bounds__(32 * W, 2)
 #endif
 
 constexpr int LOOKS = 32 * W;  // rows that a block looks at in one go
@@ -35,8 +41,8 @@ struct Merge {
     const float *o, *ml;  // of this head: the first piece's
     int count, heads;     // pieces; o and ml of the next one are `heads` further
     bool mine;            // is there an element for this lane?
-    // Pieces warp, warp+W, ...: their sum of weights and of weighted values, against `top`
-    __device__ __forceinline__ void add(int warp, float& top, float& sum, float& v) const {
+    // Pieces warp, warp+W, ...: their sum of weights and of weighted values, against `top`, N of them at a time
+    template <int N> __device__ __forceinline__ void add(int warp, float& top, float& sum, float& v) const {
         top = NONE; sum = 0.f; v = 0.f;
         #pragma unroll 1
         for (int i = warp; i < count; i += W * N) {
@@ -61,6 +67,11 @@ struct Merge {
             }
         }
     }
+    // What is asked for at once depends on how many there are, and so on the row's position alone.
+    __device__ __forceinline__ void add(int warp, float& top, float& sum, float& v) const {
+        if (count <= 5 * W) add<5>(warp, top, sum, v);
+        else add<14>(warp, top, sum, v);
+    }
 };
 
 // What the warps of a block have found of a row.
@@ -82,7 +93,7 @@ struct Found {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(32 * W, 2) attn_merge(const float* o, const float* ml,
+extern "C" __global__ void BOUNDS attn_merge(const float* o, const float* ml,
         const float* qkv, const int* __restrict__ seq, const int* __restrict__ first,
         const int* __restrict__ starts, const float* __restrict__ sinks, float* y, int window, int many,
         int max_pieces, int width, int rows) {

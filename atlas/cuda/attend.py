@@ -6,7 +6,7 @@ Docs: https://atlas-inference.github.io/atlas/3_ops/attention/cuda.attend.html.m
 
 # %% auto #0
 __all__ = ['PIECE', 'pool_bytes', 'KVPool', 'pool_words', 'forget_words', 'make_pool', 'encode_row', 'decode_row', 'unpack_pool',
-           'Angles', 'num_pieces', 'most_rows', 'attend']
+           'Angles', 'num_pieces', 'most_rows', 'Shares', 'attend']
 
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #dd608c3d
 import numpy as np
@@ -170,13 +170,16 @@ def _slice(d, fmt, parts):
     cols = -(-row//16); loads = -(-cols//2//parts); apart = loads*parts*2==cols and not d%32
     return 256*(cols|1) + parts*(0 if not _coded(fmt) else 128+16*sub*(loads*4 if apart else d//16)), 2*-(-d//32) if sub else d//16
 
-def _defines(a, pool, half, share, new):
+def _defines(a, pool, half, share, new, ahead=0):
     "Compile-time sizes of the kernel for attention `a`, and bytes of shared memory of a block"
     D = a.head_dim; split,groups = _parts(D),2 if D>256 else 4
     W,swap,(part,steps) = split*groups,half>=16 and not half&(half-1),_slice(D, pool.fmt, split)
     rows = -(-2*new*(int(D*_BYTES[pool.fmt])+(D//16)*(pool.fmt=='nvfp4'))//16)*16
-    room = groups*max(2*part, 32*(D+4)) + share*(steps+W*(split>1))*512 + rows + (2*new+(0 if swap or not half else W*D)+16*groups+8)*4
-    return dict(D=D, HEADS=a.num_heads, KV=a.num_kv_heads, HALF=half, BS=pool.block_size, GATE=int(a.gate), VNORM=int(a.v_norm), KEQV=int(a.k_eq_v), QONLY=int(a.q_only),
+    sums = 32*(D+4)
+    parts = 2*part+sums if ahead else max(2*part, sums)
+    room = groups*parts + share*(steps+W*(split>1))*512 + rows + (2*new+(0 if swap or not half else W*D)+16*groups+8+4*ahead)*4
+    more = dict(AHEAD=1) if ahead else {}
+    return more|dict(D=D, HEADS=a.num_heads, KV=a.num_kv_heads, HALF=half, BS=pool.block_size, GATE=int(a.gate), VNORM=int(a.v_norm), KEQV=int(a.k_eq_v), QONLY=int(a.q_only),
         NORM=('none','head','all').index(a.qk_norm), FMT=pool.code, SHARE=share, NEW=new, SPLIT=split, BYTES=room)
 
 def _rooms(card):
@@ -186,8 +189,12 @@ def _rooms(card):
     half = l.half-1024  # a multiprocessor keeps some for other things
     return min(l.block, half),l.block
 
-def _variant(card, a, pool, half, b, crowded):
+def _variant(card, a, pool, half, b, crowded, least):
     "`_defines` for step `b`: a block takes a row, or where it is `crowded` as many of a sequence as it has registers and room for"
+    if b.num_rows==1 and crowded and pool.words is not None:
+        ahead = _defines(a, pool, half, 1, 1, 1)
+        room = least*(ahead['BYTES']+1024) # a multiprocessor keeps some for other things
+        if room<=limits(card).shared: return ahead|dict(ONE=1)
     if b.num_rows==b.num_seqs: return _defines(a, pool, half, 1, 1)
     shared = crowded and b.num_seqs==1 # blocks of many sequences are enough
     shares = ((4,8),(2,8),(1,8),(1,6))[0 if shared else 2:]
@@ -203,14 +210,43 @@ _GIVEN = 8 # Pieces of a row that blocks add up among themselves
 _MERGING = 2 # Blocks of attn_merge that a multiprocessor has at once
 
 def _sms(card): return getattr(card, 'multiprocessors', 132)
+def _usable(card): return getattr(card, 'usable', _sms(card))
 
-def _split(card, d, blocks, pieces, rows, window):
-    "How the work is shared out: pieces of a block one after the other, how many blocks of a row may add up its pieces (0: attn_merge), and least blocks a multiprocessor"
-    sms,all_ = _sms(card),blocks*pieces*rows
-    per = 1 if window or rows==1 else max(1, min(8, all_//(4*sms)))
-    crowded = all_>sms
-    alone = all_>getattr(card, 'usable', sms) or per>1 or pieces>_GIVEN # Are not all there at once?
-    return per,0 if alone else 1 if card.kind=='emulator' else _GIVEN,(1,2)[crowded] if d>128 else (2,3)[crowded] if d>64 else (2,5)[crowded]
+def _runs(pieces, many, shift):
+    "Runs of pieces, as `lib/pieces.cuh` has them"
+    sizes = min(pieces, many),min(max(pieces-many, 0), many),max(pieces-2*many, 0)
+    return sum(-(-n//(1<<max(shift-i, 0))) for i,n in enumerate(sizes))
+
+@dataclass(frozen=True)
+class Shares:
+    "How a step's attention is shared out among blocks"
+    runs:int # Blocks that a row has for eight heads
+    shift:int=0 # A run of pieces has at least 64 << shift positions
+    mergers:int=0 # Blocks of a row that may add up its pieces; 0: attn_merge
+    early:int=0 # Of one row that draws tickets: blocks that begin with the newest pieces
+
+def _crowded(card, blocks, pieces, rows, window):
+    "Are there more blocks than multiprocessors, or more pieces of one row than its blocks add up?"
+    return blocks*pieces*rows>_sms(card) or (rows==1 and pieces>_GIVEN and not window)
+
+def _least(d, crowded):
+    "Blocks that a multiprocessor must have room for"
+    return (1,2)[crowded] if d>128 else (2,3)[crowded] if d>64 else (2,5)[crowded]
+
+def _shares(card, blocks, pieces, many, rows, window):
+    "`Shares` of rows that see up to so many pieces"
+    if not _crowded(card, blocks, pieces, rows, window):
+        apart = pieces>_GIVEN or blocks*pieces*rows>_usable(card) # Are not all there at once?
+        given = 0 if apart else 1 if card.kind=='emulator' else _GIVEN
+        return Shares(pieces, mergers=given)
+    few = (i for i in range(2) if window or blocks*_runs(pieces, many, i)*rows<=8*_sms(card))
+    shift = next(few, 2)
+    return Shares(_runs(pieces, many, shift), shift)
+
+def _drawing(card, blocks, pieces, room):
+    "`Shares` of one row: as many blocks as there is `room` for at once, which draw tickets for more pieces"
+    runs = min(pieces, max(1, room//blocks))
+    return Shares(runs, early=max(1, _usable(card)//blocks)) # a block on each multiprocessor
 
 def _merging(card, d, heads, rows):
     "Blocks of attn_merge: as many as run at once, which share the rows if there are more"
@@ -238,18 +274,25 @@ def attend(
     y = card.empty((R, h*d)) if out is None else out
     blocks = _blocks(h, a.num_kv_heads)
     n,many = num_pieces(b.longest, window, blocks, d)
-    defines = _variant(card, a, pool, half, b, blocks*n*R>_sms(card))
+    crowded = _crowded(card, blocks, n, R, window)
+    least = _least(d, crowded)
+    defines = _variant(card, a, pool, half, b, crowded, least)
+    draws = 'ONE' in defines and not window
+    if draws: share = _drawing(card, blocks, n, least*_usable(card))
+    else: share = _shares(card, blocks, n, many, R, window)
     o,ml = (card.empty((R,n,h,d)),card.empty((R,n,h,2))) if n>1 else (None,None)
-    per,mergers,least = _split(card, d, blocks, n, R, window)
-    words = pool.words if mergers and n>1 else None
-    # blocks of one row come early where they have fewer registers
-    if R==1 and 128<d<=256 and least>1 and getattr(card, 'arch', '')=='sm_90a': defines['LEAN'] = 1
+    words = pool.words if share.mergers and n>1 else None
+    tickets = pool.words.view(np.int32) if draws else None
+    # a row's blocks come early where they have fewer registers
+    alone = R==1 and crowded and getattr(card, 'arch', '')=='sm_90a'
+    if alone and 128<d<=256: defines['LEAN'] = 1
     turn = (angles.cos,angles.sin,angles.pos.reshape(-1, R),angles.axes) if angles else (None,)*4
     norms = (q_norm,k_norm,None,None) if a.qk_norm=='head' else (None,None,q_norm,k_norm)
     pools = [x if x is None or x.dtype!=np.uint16 else x.view(np.uint8) for x in pool.arrays]
     y3 = y.reshape(R, h, d)
-    run('attn_decode', (blocks,-(-n//per),R), 32*_parts(d)*(2 if d>256 else 4), qkv, *norms, *turn, *pools, b.tables, b.seq, b.first, b.starts, b.slots, sinks,
-        o, ml, words, y3, float(eps), float(scale), window or 0, many, b.tables.shape[1], len(b.tables), mergers, n, per, shared=defines['BYTES'], MINB=least, **defines)
+    run('attn_decode', (blocks,share.runs,R), 32*_parts(d)*(2 if d>256 else 4), qkv, *norms, *turn, *pools, b.tables, b.seq, b.first, b.starts, b.slots, sinks,
+        o, ml, words, y3, float(eps), float(scale), window or 0, many, b.tables.shape[1], len(b.tables), share.mergers, n, share.shift,
+        tickets, share.early, shared=defines['BYTES'], MINB=least, **defines)
     if n>1 and words is None: run('attn_merge', _merging(card, d, h, R), 512, o, ml, qkv, b.seq, b.first, b.starts, sinks, y3,
-        window or 0, many, n, qkv.shape[1], R, D=d, GATE=int(a.gate))
+        window or 0, many, n, qkv.shape[1], R, D=d, GATE=int(a.gate), **(dict(ALONE=72) if alone else {}))
     return y

@@ -44,21 +44,38 @@ template <int N, int PAIRS> struct Turn {
     static constexpr bool SWAP = PAIRS >= 16 && (PAIRS & (PAIRS - 1)) == 0;  // is the partner of an element a lane or a register away?
     static constexpr int SCRATCH = PAIRS && !SWAP ? N : 0;                 // floats of shared memory that a warp needs
     Head<N> c, s;
-    // `at`: [many][rows] positions. `axes`: [PAIRS], which of many a pair turns by; null: the first
-    __device__ __forceinline__ void load(const float* __restrict__ cos, const float* __restrict__ sin, const int* __restrict__ at, const int* __restrict__ axes, int row, int rows, int lane) {
+    int place[I][4];  // by what elements turn: axes, then positions
+    // Three steps, for each waits for what the one before has asked for.
+    // `axes`: [PAIRS], which of many positions a pair turns by; null: the first
+    __device__ __forceinline__ void ask(const int* __restrict__ axes, int lane) {
         if (!PAIRS) return;
-        const int p = axes ? 0 : at[row];
+        #pragma unroll
+        for (int i = 0; i < I; i++)
+            #pragma unroll
+            for (int k = 0; k < 4; k++) place[i][k] = axes && on(i, k, lane) ? axes[pair(i, k, lane)] : 0;
+    }
+    // `at`: [many][rows] positions
+    __device__ __forceinline__ void find(const int* __restrict__ at, int row, int rows, int lane) {
+        if (!PAIRS) return;
+        #pragma unroll
+        for (int i = 0; i < I; i++)
+            #pragma unroll
+            for (int k = 0; k < 4; k++) place[i][k] = on(i, k, lane) ? at[place[i][k] * rows + row] : 0;
+    }
+    __device__ __forceinline__ void load(const float* __restrict__ cos, const float* __restrict__ sin, int lane) {
+        if (!PAIRS) return;
         #pragma unroll
         for (int i = 0; i < I; i++)
             #pragma unroll
             for (int k = 0; k < 4; k++) {
-                const int  e = element(lane + 32 * i, k), h = e < PAIRS ? e : e - PAIRS;
-                const bool on = e < 2 * PAIRS;
-                const size_t a = on ? (size_t)(axes ? at[axes[h] * rows + row] : p) * PAIRS + h : 0;
-                c.v[i][k] = on ? cos[a] : 1.f;
-                s.v[i][k] = on ? (e < PAIRS ? -sin[a] : sin[a]) : 0.f;
+                const size_t a = (size_t)place[i][k] * PAIRS + (on(i, k, lane) ? pair(i, k, lane) : 0);
+                c.v[i][k] = on(i, k, lane) ? cos[a] : 1.f;
+                s.v[i][k] = on(i, k, lane) ? sin[a] : 0.f;
             }
     }
+    // Does an element of this lane turn? And which pair is it of?
+    static __device__ __forceinline__ bool on(int i, int k, int lane) { return element(lane + 32 * i, k) < 2 * PAIRS; }
+    static __device__ __forceinline__ int pair(int i, int k, int lane) { const int e = element(lane + 32 * i, k); return e < PAIRS ? e : e - PAIRS; }
     __device__ __forceinline__ Head<N> partners(const Head<N>& x, float* scratch, int lane) const {
         Head<N> other;
         if constexpr (SWAP) {
@@ -86,6 +103,9 @@ template <int N, int PAIRS> struct Turn {
         #pragma unroll
         for (int i = 0; i < I; i++)
             #pragma unroll
-            for (int k = 0; k < 4; k++) x.v[i][k] = fmaf(x.v[i][k], c.v[i][k], __fmul_rn(other.v[i][k], s.v[i][k]));
+            for (int k = 0; k < 4; k++) {
+                const float by = element(lane + 32 * i, k) < PAIRS ? -s.v[i][k] : s.v[i][k];
+                x.v[i][k] = fmaf(x.v[i][k], c.v[i][k], __fmul_rn(other.v[i][k], by));
+            }
     }
 };

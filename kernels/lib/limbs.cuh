@@ -19,6 +19,11 @@ __device__ __forceinline__ Pair half_limbs(float a, float b) {
     const float x = held(a), y = held(b);
     return {bits(x, y), bits(x - __half2float(__float2half_rn(x)), y - __half2float(__float2half_rn(y)))};
 }
+// The same for what is known to be between them, or a NaN.
+__device__ __forceinline__ Pair half_limbs_below(float x, float y) {
+    auto bits = [](float a, float b) { return (unsigned)__half_as_ushort(__float2half_rn(a)) | (unsigned)__half_as_ushort(__float2half_rn(b)) << 16; };
+    return {bits(x, y), bits(x - __half2float(__float2half_rn(x)), y - __half2float(__float2half_rn(y)))};
+}
 __device__ __forceinline__ uint4 b_fragment(Pair b0, Pair b1) { return make_uint4(b0.hi, b1.hi, b0.lo, b1.lo); }
 
 // An A operand (16 x 16).

@@ -6,11 +6,27 @@
 #endif
 struct Pieces {
     int many;
+    // Without branches, so that what is asked for by them is asked for at once
     __device__ __forceinline__ int of(int p) const {
         p /= PIECE;
-        return p < many ? p : p < 3 * many ? many + (p - many) / 2 : 2 * many + (p - 3 * many) / 4;
+        return min(p, many) + min(max(p - many, 0), 2 * many) / 2 + max(p - 3 * many, 0) / 4;
     }
-    __device__ __forceinline__ int start(int i) const { return (i < many ? i : i < 2 * many ? many + 2 * (i - many) : 3 * many + 4 * (i - 2 * many)) * PIECE; }
+    __device__ __forceinline__ int start(int i) const { return (i + max(i - many, 0) + 2 * max(i - 2 * many, 0)) * PIECE; }
+};
+// Pieces that a block takes one after the other: of each size as many as have `1 << shift` times 64
+// positions, at least one. What is added up, and in which order, does not depend on it.
+struct Runs {
+    int many, shift;
+    // Of size 0, 1 or 2 (64, 128 or 256 positions): pieces of a run, as a power of two, and runs
+    __device__ __forceinline__ int each(int size) const { return max(shift - size, 0); }
+    __device__ __forceinline__ int all(int size) const { return (many - 1 >> each(size)) + 1; }
+    __device__ __forceinline__ int before(int size) const { return size == 0 ? 0 : size == 1 ? all(0) : all(0) + all(1); }
+    // Pieces of run i: the first, and the last if the sequence goes on so long
+    __device__ __forceinline__ int2 pieces(int i) const {
+        const int size = i < all(0) ? 0 : i < before(2) ? 1 : 2;
+        const int a = size * many + (i - before(size) << each(size)), z = a + (1 << each(size)) - 1;
+        return make_int2(a, size < 2 ? min(z, (size + 1) * many - 1) : z);
+    }
 };
 #define NONE __int_as_float(0xFF800000)  // minus infinity; NVRTC knows no INFINITY
 #define LOG2E 1.4426950408889634f

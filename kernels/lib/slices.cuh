@@ -24,6 +24,7 @@ template <int F, int N, int PARTS> struct Slice {
     __device__ __forceinline__ const unsigned char* sub(int r, int c) const { return extra + 128 + r * SUB + c - (APART ? part * SUB : 0); }  // of elements 16c.. of row r
     // Limbs, and products with them: what is not f16 is bf16
     static __device__ __forceinline__ Pair limbs_of(float a, float b) { return F >= 3 ? half_limbs(a, b) : limbs(a, b); }
+    static __device__ __forceinline__ Pair weights_of(float a, float b) { return F >= 3 ? half_limbs_below(a, b) : limbs(a, b); }
     static __device__ __forceinline__ void product(float* c, const unsigned* a, const unsigned* b) { if (F >= 3) mma_f16(c, a, b); else mma_bf16(c, a, b); }
     // The element that sum e (of the upper or the lower eight) of tile i is of, in lanes 4g .. 4g+3
     __device__ __forceinline__ int element(int i, int g, int e) const {
@@ -32,8 +33,26 @@ template <int F, int N, int PARTS> struct Slice {
     }
 
     // Positions first .. end-1 of the sixteen, and zeros for the others; `row`: of the first in the pool, others are `kv` apart. Scales, if any, or null
-    __device__ __forceinline__ void fetch(const unsigned char* pool, const float* k_scales, const float* v_scales, const unsigned char* subs, size_t row, int kv, int first, int end) const {
+    template <int kv> __device__ __forceinline__ void fetch(const unsigned char* pool, const float* k_scales, const float* v_scales, const unsigned char* subs, size_t row, int first, int end) const {
         pool += row * ROW;
+        if constexpr (UNIT == 16 && 32 % OWN == 0 && OWN * PARTS == UNITS && !KV_CODED<F>) {
+            const int r0 = lane / OWN, c = lane % OWN + part * OWN;
+            unsigned char* const to = p + r0 * STRIDE + c * 16;
+            const unsigned char* const from = pool + r0 * kv * ROW + c * 16;
+            constexpr int STEP = 32 / OWN;  // rows that a warp fetches at once
+            if (first <= 0 && end >= 16) {  // all sixteen, as nearly always
+                #pragma unroll
+                for (int r = 0; r < 16; r += STEP)
+                    cp_async16(to + r * STRIDE, from + r * kv * ROW);
+                return;
+            }
+            #pragma unroll 1
+            for (int r = 0; r < 16; r += STEP) {
+                const bool on = r + r0 >= first && r + r0 < end;
+                cp_async16_or_zero(to + r * STRIDE, from + r * kv * ROW, on);
+            }
+            return;
+        }
         #pragma unroll
         for (int k = 0; k < (16 * OWN + 31) / 32; k++) {
             const int i = k * 32 + lane, r = i / OWN, c = i % OWN + part * OWN;
