@@ -357,6 +357,7 @@ class PromptGraphs:
         self.stepper,self.card = stepper,stepper.card
         self.most = 8 if stepper.drafter else MOST_PROMPT_GRAPHS  # with one, each keeps a stream
         self.scratch = self.card.scratch(stepper.steps)
+        self.due = [] # Lengths of prompts that are to have a graph when nobody waits
         self.clear()
 
     def clear(self):
@@ -403,13 +404,26 @@ def record(self:PromptGraphs, batches):
             self.kept[PromptShape(b.num_rows, b.num_seqs)] = graph
     self.kept = OrderedDict(reversed(self.kept.items()))
 
+# %% ../../nbs/5_engine/12_card_stepper.ipynb #58e7bed7
 @patch
-def usual(self:PromptGraphs, long:int)->list[int]:
-    "Lengths of one prompt that are worth a graph from the start; none is longer than `long`"
+def usual(self:PromptGraphs, long:int)->tuple[list[int],list[int]]:
+    "Lengths of one prompt that are worth a graph from the start, and soon after it; none is longer than `long`"
     every = list(range(TILE, long+1, TILE))
-    powers = {1<<i for i in range(6, long.bit_length())}|set(every[-1:])
+    powers = sorted({1<<i for i in range(6, long.bit_length())}|set(every[-1:]))[-self.most:]
     others = [n for n in every if n not in powers] # the shortest have the most to gain
-    return sorted([*powers,*others[:max(self.most-len(powers), 0)]])[-self.most:]
+    return powers,others[:self.most-len(powers)]
+
+@patch
+def later(self:PromptGraphs, batch)->bool: # Is there room for more?
+    "Have one more graph, which goes first where there are too many; as far as memory goes"
+    shape = PromptShape(batch.num_rows, batch.num_seqs)
+    if len(self.kept)>=self.most or self.refused!=self.scratch.refused: return False
+    if self.kept.get(shape): return True
+    with self.scratch.allocating():
+        try: self.kept[shape] = self._recorded(batch)
+        except OutOfMemoryError: return False
+    self.kept.move_to_end(shape, last=False)
+    return True
 
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #656d6aa6
 class CardStepper(Stepper):
@@ -896,7 +910,7 @@ def warm(self:CardStepper):
     with self.here():
         with self.model.one_of_each(self.cache):
             # the largest arrays first: memory that they leave will do for the others
-            make_ready(self.card, *reversed(prompts), *reversed(replays), *decodes, summed)
+            make_ready(self.card, *reversed(prompts), *reversed(replays), *decodes, summed, known=self.known)
             self.card.tidy()
             with self.prompt_memory(): self._try_prompt(long)
             with self.stream.turn(): self._try_decode(128)
@@ -909,16 +923,30 @@ def prompt_memory(self:CardStepper):
     return self.prompts.scratch.allocating() if self.prompts else nullcontext()
 
 @patch
-def _record_prompts(self:CardStepper, long):
-    "Have graphs for prompts of usual lengths"
-    lengths = self.prompts.usual(long)
-    zeros = [self._zeros(n, device=Host()) for n in lengths]
-    self.prompts.record(map(self._fixed, zeros))
-
-@patch
 def close(self:CardStepper):
     "Give back the memory of its graphs"
     self.card.synchronize()
     self.graphs = {}
     if self.prompts: self.prompts.close()
     self.stream.close()
+
+# %% ../../nbs/5_engine/12_card_stepper.ipynb #6fb0267e
+@patch
+def _record_prompts(self:CardStepper, long):
+    "Have graphs for prompts of usual lengths"
+    first,self.prompts.due = self.prompts.usual(long)
+    self.prompts.record(map(self._whole, first))
+
+@patch
+def _whole(self:CardStepper, n)->Batch:
+    "A prompt of `n` tokens, all zeros, on the host"
+    return self._fixed(self._zeros(n, device=Host()))
+
+@patch
+def idle(self:CardStepper)->bool:
+    "Record one more graph of a prompt, where that is still due"
+    p = self.prompts
+    if not (p and p.due): return False
+    with self.here():
+        if not p.later(self._whole(p.due.pop(0))): p.due = []
+    return True
