@@ -29,6 +29,8 @@ SCRIPTS = [
     ('wide', ['--rows','16','--sweep','1']),
     ('table', []),
     ('starts', []),
+    ('starts', ['--beside-dd','2']),
+    ('startups', []),
     ('sleeping', []),
     ('many', ['--part','chunks']),
     ('parts', [])]

@@ -84,6 +84,7 @@ def test_recorded_before_they_come(monkeypatch):
     want,_ = answers(m)
     e = engine(m, blocks=60)
     with e.stepper.here(): e.stepper._record_prompts(128)
+    while e.idle(): pass
     before = dict(e.stepper.prompts.kept)
     assert set(before)=={PromptShape(64, 1),PromptShape(128, 1)} and all(before.values())
     got,_ = serve(e, requests(m.c.vocab_size))
@@ -104,13 +105,41 @@ def test_recorded_as_far_as_memory_goes(monkeypatch):
     assert kept and min(shape.rows for shape in kept)>=100
 
 def test_usual_lengths():
-    "All if there is room for them, else powers of two and the longest"
+    "Powers of two and the longest; others, as many as there is room for, come later"
     p = engine(models('llama', 'bf16')[1]).stepper.prompts
     p.most = 4
-    assert p.usual(256)==[64,128,192,256]
-    assert p.usual(320)==[64,128,256,320]
-    assert p.usual(2048)==[256,512,1024,2048]
-    assert p.usual(63)==[]
+    assert p.usual(256)==([64,128,256],[192])
+    assert p.usual(320)==([64,128,256,320],[])
+    assert p.usual(2048)==([256,512,1024,2048],[])
+    assert p.usual(63)==([],[])
+
+def rows(e): return [shape.rows for shape in e.stepper.prompts.kept]
+
+def some_due(m, monkeypatch):
+    "An engine that has one graph, and is to have two others"
+    monkeypatch.setattr(PromptGraphs, 'usual', lambda self, long: ([128],[64,192]))
+    e = engine(m, blocks=60)
+    with e.stepper.here(): e.stepper._record_prompts(192)
+    assert rows(e)==[128] and e.stepper.prompts.due==[64,192]
+    return e
+
+def test_others_while_nobody_asks(monkeypatch):
+    "One by one, until all are there; they make no difference to what is said"
+    m = models('llama', 'bf16')[1]
+    want,_ = answers(m)
+    e = some_due(m, monkeypatch)
+    assert e.idle() and rows(e)==[64,128] # who was asked for is dropped later than who was not
+    assert e.idle() and rows(e)==[192,64,128]
+    assert not e.idle()
+    got,_ = serve(e, requests(m.c.vocab_size))
+    assert {rid: said(events) for rid,events in got.items()}==want
+
+def test_others_as_far_as_memory_goes(monkeypatch):
+    e = some_due(models('llama', 'bf16')[1], monkeypatch)
+    def none(self, b): raise OutOfMemoryError('no more')
+    monkeypatch.setattr(PromptGraphs, '_recorded', none)
+    assert e.idle() and not e.stepper.prompts.due and not e.idle()
+    assert rows(e)==[128]
 
 def test_memory_that_is_gone(monkeypatch):
     "A pool that was refused has given back what graphs write to"

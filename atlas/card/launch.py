@@ -6,9 +6,9 @@ Docs: https://atlas-inference.github.io/atlas/2_card/launch.html.md"""
 
 # %% auto #0
 __all__ = ['DTYPES', 'OPTIONS', 'compilations', 'simulate', 'Source', 'kernel_names', 'find_nvcc', 'Nvcc', 'cuda_headers',
-           'Nvrtc', 'CubinStore', 'Compilations', 'options_of', 'cubin_name', 'ahead', 'compiled', 'Recording',
-           'recording', 'noted', 'machine_code', 'prepare', 'save_variants', 'saved_variants', 'compile_all', 'Kernel',
-           'loaded', 'kernel']
+           'Nvrtc', 'CubinStore', 'Compilations', 'options_of', 'cubin_name', 'ahead', 'is_compiled', 'compiled',
+           'Recording', 'recording', 'noted', 'machine_code', 'prepare', 'save_variants', 'saved_variants',
+           'compile_all', 'Kernel', 'loaded', 'kernel']
 
 # %% ../../nbs/2_card/03_launch.ipynb #9a9329ca
 import functools,hashlib,json,os,re,shutil,subprocess,sys,tempfile,threading,warnings
@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from time import time_ns
 import numpy as np
 from fastcore.basics import ifnone,patch
 from ..ground.core import AtlasError,DeviceError,INSTALL_CUDA,home,kernel_dir
@@ -43,6 +44,17 @@ def simulate(
             everyone = said
 
 # %% ../../nbs/2_card/03_launch.ipynb #202a48d3
+_texts = {} # Path -> (when it was written and its size, text, what it includes)
+
+def _text_of(path)->tuple[str,list[str]]:
+    "The text of a file, and the headers of ours that it includes; read again when it has changed"
+    st = path.stat()
+    when = st.st_mtime_ns,st.st_size
+    if path not in _texts or _texts[path][0]!=when:
+        text = path.read_text()
+        _texts[path] = when,text,re.findall(r'^\s*#include\s+"([^"]+)"', text, re.M)
+    return _texts[path][1:]
+
 class Source:
     "A kernel's text: its file, and the headers of ours that it includes; an `AtlasError` lists the kernels there are"
     def __init__(self,
@@ -54,8 +66,8 @@ class Source:
         todo = [f'{name}.cu']
         while todo:
             if (f := todo.pop()) in self.files: continue
-            self.files[f] = (self.root/f).read_text()
-            todo += re.findall(r'^\s*#include\s+"([^"]+)"', self.files[f], re.M)
+            self.files[f],includes = _text_of(self.root/f)
+            todo += includes
     @property
     def text(self): "The C++ of its own file"; return self.files[f'{self.name}.cu']
     def __repr__(self): return f'Source({", ".join(self.files)})'
@@ -216,12 +228,27 @@ def key(self:Source,
     return _sha(json.dumps([sorted(self.files.items()), arch, list(OPTIONS), list(options), compiler]).encode())[:24]
 
 # %% ../../nbs/2_card/03_launch.ipynb #6332e982
+_listings = {} # Folder -> (when it was changed, 'name.key' -> files)
+
+def _listing(folder)->dict[str,list[Path]]:
+    "Compiled kernels in a folder, which is read again when it has changed, or just has"
+    when = folder.stat().st_mtime_ns
+    if folder not in _listings or _listings[folder][0]!=when or time_ns()-when<1e8:
+        found = {}
+        for p in sorted(folder.glob('*.cubin')): found.setdefault(p.name.rsplit('.', 2)[0], []).append(p)
+        _listings[folder] = when,found
+    return _listings[folder][1]
+
 class CubinStore:
     "Compiled kernels on disk, each under its key and its checksum"
     def __init__(self, path:Path|None=None): self.path = Path(ifnone(path, home()/'kernels'))
+    def files(self, name, key)->list[Path]:
+        "Those that may be the kernel `name` under `key`"
+        try: return _listing(self.path).get(f'{name}.{key}', [])
+        except OSError: return []
     def get(self, name, key)->bytes|None:
         "The cubin kept under `key`, if it is there and whole"
-        for p in sorted(self.path.glob(f'{name}.{key}.*.cubin')):
+        for p in self.files(name, key):
             try:
                 if _sha(b := p.read_bytes())[:16]==p.name.split('.')[2]: return b
                 p.unlink()
@@ -290,6 +317,15 @@ def _headers():
     found = [p for d in cuda_headers() for n in ('cuda_fp16','cuda_bf16') for p in sorted(Path(d).glob(f'{n}.h*'))]
     return _sha(b''.join(p.read_bytes() for p in found))[:12]
 
+def _compiled_key(src, arch, options, compiler)->str:
+    return src.key(arch, options, f'{compiler.name} {compiler.version} {_headers()}')
+
+def is_compiled(src:Source, arch:str, options:tuple=())->bool:
+    "Is there machine code, so that nobody has to compile it?"
+    if (src.root/cubin_name(src.name, arch, options)).exists(): return True
+    key = _compiled_key(src, arch, options, Nvrtc())
+    return bool(CubinStore().files(src.name, key))
+
 def compiled(
     src:Source,
     arch:str,
@@ -299,7 +335,7 @@ def compiled(
 )->bytes:
     "The cubin kept from an earlier start, else compiled and kept now"
     compiler,store = compiler or Nvrtc(),store or CubinStore()
-    key = src.key(arch, options, f'{compiler.name} {compiler.version} {_headers()}')
+    key = _compiled_key(src, arch, options, compiler)
     if (b := store.get(src.name, key)) is not None: return b
     compilations.add(src.name)
     b = compiler(src, arch, options)

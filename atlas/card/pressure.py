@@ -9,8 +9,10 @@ __all__ = ['Look', 'stalls', 'look', 'Advice', 'Pressure']
 
 # %% ../../nbs/2_card/08_pressure.ipynb #5d9fd4c4
 import re
+from collections import deque
 from dataclasses import dataclass,field
 from pathlib import Path
+from time import monotonic
 from typing import NamedTuple
 from fastcore.basics import patch
 from ..ground.core import human
@@ -60,6 +62,9 @@ class Advice(NamedTuple):
     nbytes:int=0
     why:str=''
 
+_AHEAD = 1. # Seconds for which memory must last
+_SPAN = .25 # Over so many it is seen how fast it goes
+
 @dataclass
 class Pressure:
     "Judges one look after another"
@@ -68,9 +73,13 @@ class Pressure:
     low:int|None=None # Bytes below which memory is short; None: a twentieth of it, at most 4 GiB
     stall:float=.1 # Part of the time that tasks wait, from which on it is
     calm:float=.01 # And up to which it is not any more
-    patience:int=30 # Looks without need until something is taken back
+    patience:float=30. # Seconds without need until something is taken back
     state:str='easy' # Or 'tight', or 'short'
-    easy:int=0 # Looks since it was anything else
+    easy:float=0. # Seconds since it was anything else
+    seen:deque=field(default_factory=deque) # Of the last looks: seconds ago, and bytes available
+    last:float|None=None # When the last was
+    total:int=0 # Bytes that there were then, used or not
+    margin:int|None=None # Bytes that others could take before it was short
 
     def bounds(self, l:Look)->tuple[int,int]:
         "Bytes below which memory is short, and from which on it is not"
@@ -81,28 +90,55 @@ class Pressure:
         lent:int=0, # Bytes that were given back and could be had again
     )->Advice:
         "Look, and say what to do"
-        l = look(self.root)
-        return self.judge(l, lent) if l else Advice()
+        l,now = look(self.root),monotonic()
+        after,self.last = now-(self.last or now),now
+        return self.judge(l, lent, after) if l else Advice()
 
 # %% ../../nbs/2_card/08_pressure.ipynb #61da9bae
 @patch
-def judge(self:Pressure, l:Look, lent:int=0)->Advice:
+def judge(self:Pressure,
+    l:Look,
+    lent:int=0, # As above
+    after:float=1., # Seconds since the last look
+)->Advice:
     "What to do, seeing `l`"
     low,enough = self.bounds(l)
-    waits = max(l.some/2, l.full)
-    begins = l.available<low or waits>=self.stall
+    soon,waits = int(_AHEAD*self._speed(l, after)),max(l.some/2, l.full)
+    self.margin = l.available-max(low, soon)
+    begins = self.margin<0 or waits>=self.stall
     goes_on = self.state=='short' and (l.available<enough or waits>self.calm)
-    if begins or goes_on: return self._short(l, enough)
+    if begins or goes_on: return self._short(l, enough, soon)
     tight = self.shared and l.free<(enough if self.state=='tight' else low)
     was,self.state = self.state,'tight' if tight else 'easy'
-    self.easy = 0 if tight else self.easy+1
+    self.easy = 0 if tight else self.easy+after
     if tight: return Advice('trim', why=repr(l)) if was!='tight' else Advice()
     if lent and self.easy>=self.patience and l.free-lent>=enough: return Advice('take', lent)
     return Advice()
 
 @patch
-def _short(self:Pressure, l, enough)->Advice:
+def _short(self:Pressure, l, enough, soon)->Advice:
     "Something has to be given back"
     self.state,self.easy = 'short',0
-    missing = max(enough-l.available, enough//8)
+    missing = max(enough-l.available, soon, enough//8)
     return Advice('give', missing, repr(l))
+
+@patch
+def _speed(self:Pressure, l, after)->float:
+    "Bytes a second that were taken of late"
+    if l.total!=self.total: self.seen.clear() # a limit that moves is nobody's need
+    self.total = l.total
+    self.seen = deque((ago+after, n) for ago,n in self.seen)
+    self.seen.append((0., l.available))
+    while len(self.seen)>2 and self.seen[1][0]>=_SPAN: self.seen.popleft()
+    ago,was = self.seen[0]
+    return max(was-l.available, 0)/max(ago, _SPAN)
+
+# %% ../../nbs/2_card/08_pressure.ipynb #5f133bc8
+_FASTEST = 1<<30 # Bytes a second that others may take
+_LEAST = .05 # Seconds between two looks
+
+@patch
+def pause(self:Pressure, most:float=1.)->float:
+    "Seconds until the next look"
+    if self.margin is None: return most
+    return min(max(self.margin/_FASTEST, _LEAST), most)

@@ -374,6 +374,7 @@ class PromptGraphs:
         self.stepper,self.card = stepper,stepper.card
         self.most = 8 if stepper.drafter else MOST_PROMPT_GRAPHS  # with one, each keeps a stream
         self.scratch = self.card.scratch(stepper.steps)
+        self.due = [] # Lengths of prompts that are to have a graph when nobody waits
         self.clear()
 
     def clear(self):
@@ -419,13 +420,26 @@ def record(self:PromptGraphs, batches, stream):
             self.kept[_prompt_shape(b, stream)] = graph
     self.kept = OrderedDict(reversed(self.kept.items()))
 
+# %% ../../nbs/5_engine/12_card_stepper.ipynb #58e7bed7
 @patch
-def usual(self:PromptGraphs, long:int)->list[int]:
-    "Lengths of one prompt that are worth a graph from the start; none is longer than `long`"
+def usual(self:PromptGraphs, long:int)->tuple[list[int],list[int]]:
+    "Lengths of one prompt that are worth a graph from the start, and soon after it; none is longer than `long`"
     every = list(range(TILE, long+1, TILE))
-    powers = {1<<i for i in range(6, long.bit_length())}|set(every[-1:])
+    powers = sorted({1<<i for i in range(6, long.bit_length())}|set(every[-1:]))[-self.most:]
     others = [n for n in every if n not in powers] # the shortest have the most to gain
-    return sorted([*powers,*others[:max(self.most-len(powers), 0)]])[-self.most:]
+    return powers,others[:self.most-len(powers)]
+
+@patch
+def later(self:PromptGraphs, batch, stream)->bool: # Is there room for more?
+    "Have one more graph, which goes first where there are too many; as far as memory goes"
+    shape = _prompt_shape(batch, stream)
+    if len(self.kept)>=self.most or self.refused!=self.scratch.refused: return False
+    if self.kept.get(shape): return True
+    with self.scratch.allocating():
+        try: self.kept[shape] = self._recorded(batch, stream)
+        except OutOfMemoryError: return False
+    self.kept.move_to_end(shape, last=False)
+    return True
 
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #656d6aa6
 class CardStepper(Stepper):
@@ -988,7 +1002,7 @@ def warm(self:CardStepper):
     with self.here():
         with self.model.one_of_each(self.cache):
             # the largest arrays first: memory that they leave will do for the others
-            make_ready(self.card, *reversed(prompts), *reversed(replays), *decodes, summed)
+            make_ready(self.card, *reversed(prompts), *reversed(replays), *decodes, summed, known=self.known)
             self.card.tidy()
             with self.prompt_memory(): self._try_prompt(long)
             with self.stream.turn(): self._try_decode(128)
@@ -1001,17 +1015,6 @@ def prompt_memory(self:CardStepper):
     return self.prompts.scratch.allocating() if self.prompts else nullcontext()
 
 @patch
-def _record_prompts(self:CardStepper, long):
-    "Have graphs for prompts of usual lengths"
-    def fixed(n): return self._fixed(self._zeros(n, device=Host()))
-    lengths = self.prompts.usual(long)
-    if self.rest and lengths:
-        with self.here(self.rest): self.prompts.record([fixed(lengths[-1])], self.rest)
-        lengths = lengths[1:] # there is a place for so many
-    self.prompts.record(map(fixed, lengths), self.stream)
-
-# %% ../../nbs/5_engine/12_card_stepper.ipynb #91083760
-@patch
 def close(self:CardStepper):
     "Give back the memory of its graphs"
     self.card.synchronize()
@@ -1019,3 +1022,28 @@ def close(self:CardStepper):
     if self.prompts: self.prompts.close()
     for s in (self.few,self.rest,self.stream):
         if s: s.close()
+
+# %% ../../nbs/5_engine/12_card_stepper.ipynb #6fb0267e
+@patch
+def _record_prompts(self:CardStepper, long):
+    "Have graphs for prompts of usual lengths"
+    first,self.prompts.due = self.prompts.usual(long)
+    if self.rest and first:
+        with self.here(self.rest):
+            self.prompts.record([self._whole(first[-1])], self.rest)
+        first = first[-(self.prompts.most-1):] # there is a place for so many
+    self.prompts.record(map(self._whole, first), self.stream)
+
+@patch
+def _whole(self:CardStepper, n)->Batch:
+    "A prompt of `n` tokens, all zeros, on the host"
+    return self._fixed(self._zeros(n, device=Host()))
+
+@patch
+def idle(self:CardStepper)->bool:
+    "Record one more graph of a prompt, where that is still due"
+    p = self.prompts
+    if not (p and p.due): return False
+    with self.here():
+        if not p.later(self._whole(p.due.pop(0)), self.stream): p.due = []
+    return True

@@ -120,6 +120,11 @@ def warm(self:Engine):
     self.late = []
 
 @patch
+def idle(self:Engine)->bool: # Was there something?
+    "While nobody waits: do a little of what may come in useful"
+    return self.stepper.idle()
+
+@patch
 def close(self:Engine):
     "Give back what only steps need; it takes none afterwards"
     self.flying = self.prompt = None

@@ -17,7 +17,7 @@ from fastcore.basics import ifnone,patch
 from .cache import KVCache,fit_blocks,slot_bytes,token_bytes
 from ..ground.core import AsleepError,AtlasError,EngineError,OutOfMemoryError
 from ..ground.core import RequestError
-from ..ground.core import UnsupportedError,human
+from ..ground.core import UnsupportedError,human,no_cycles
 from .arbiter import Arbiter
 from .draft import AssistantDrafter,Drafter,MTPDrafter,ModelDrafter,NgramDrafter
 from .draft import LAST,reads_cache
@@ -25,6 +25,7 @@ from .card_stepper import CardStepper
 from ..cuda import vocabulary as card_words
 from ..cuda.vocabulary import words_of
 from ..card.device import Budget,get_device
+import atlas.card.variants # gives devices `known`
 from .engine import Engine
 from ..ground.hub import name_of
 from ..model.model import load_model,model_wants
@@ -119,10 +120,12 @@ class LoadedModel:
 
 # %% ../../nbs/5_engine/13_loading.ipynb #1b858933
 @patch
+@no_cycles()
 def _begin(self:LoadedModel, show=None, text=None):
     "Load all of it, and have an engine; errors as they come"
     o,self.startup = self.options,Startup()
     self.startup.begin('open')
+    known = self.device.known(repr(replace(o, device='cpu')))
     self.chunk = ifnone(o.chunk, self.ops.DEFAULTS.chunk)
     _suits(o, self.device, self.ops.DEFAULTS, self.chunk)
     with ExitStack() as files:
@@ -136,6 +139,7 @@ def _begin(self:LoadedModel, show=None, text=None):
     if text: self.guides = self.text.guides()
     self.startup.begin('graphs')
     self.engine = self._engine()
+    self.engine.stepper.known = known
     self.device.warm_up(self.engine.warm)
     self.startup.begin()
     self._keep()
@@ -301,6 +305,41 @@ def _made(self:LoadedModel)->Drafter:
         return AssistantDrafter(self.model, self.cache, self.draft_model, d.k)
     return ModelDrafter(self.model, self.draft_cache, self.draft_model, d.k)
 
+# %% ../../nbs/5_engine/13_loading.ipynb #e46ee7ee
+def _tight(device, *cks)->bool:
+    "Would the weights of `cks`, as float32, take more than half of what is free?"
+    weights = sum(c.config.num_params for c in cks if c)
+    return 4*weights>device.memory().available/2
+
+def _step_bytes(ck, rows, seqs)->int:
+    "Bytes that the arrays of a step of so many rows take, at most"
+    c,m = ck.config,ck.config.moe
+    shapes = [t.shape for t in ck.tensors.values()]
+    heights = [s[-2] for s in shapes if len(s)>1]
+    wide = max((n for n in heights if n!=c.vocab_size), default=0)
+    stream,products = 6*c.hidden_size,3*wide
+    experts = 0
+    if m: experts = m.top_k*(c.hidden_size+2*m.intermediate_size)
+    row = stream+products+experts
+    logits = 12*seqs*c.vocab_size
+    return (256<<20)+4*(rows+64)*row+logits
+
+def _head_bytes(ck, ops, size, *how)->int:
+    "Bytes of the rows of an output matrix that drafts are read off: `size` and the last"
+    name,tied = 'lm_head.weight','model.embed_tokens.weight'
+    if name not in ck.tensors: name = tied
+    whole = ops.weight_bytes({name: ck.tensors[name]}, ('',), *how)
+    return int(whole*min((size+LAST)/ck.config.vocab_size, 1))
+
+def _fits(names, budget, left, need, steps):
+    "An `OutOfMemoryError` unless there is room for weights and steps in `left` bytes"
+    if need+steps<=left: return
+    there = f'{human(left)} can be used of {human(budget.available)} that are free'
+    if left<budget.left: there = f'{human(left)} are free'
+    said = f'The weights of {names} take {human(need)} and a step {human(steps)}; {there}'
+    hint = 'Choose a smaller model, store it in fewer bits (--quantization nvfp4), or free memory'
+    raise OutOfMemoryError(said, hint=hint)
+
 # %% ../../nbs/5_engine/13_loading.ipynb #322a6a56
 @patch
 def _load(self:LoadedModel, ck, show):
@@ -329,7 +368,8 @@ def _load(self:LoadedModel, ck, show):
     self._plan(ck, need, steps)
     self.startup.begin('pack')
     how = dict(note=self.startup.note)
-    with self._region('weights').allocating(True):
+    chunk = _LARGE_CHUNK if need>1<<30 else None
+    with self._region('weights', chunk).allocating(True):
         self.draft_model = None  # the smaller one first: what is wrong with it is heard sooner
         if by.ck: self.draft_model = load_model(by.ck, self.device, self.max_seq_len,
             show, ('',), packed, *anew, **how, store=self._store(by.ck, ('',), packed, anew))
@@ -443,6 +483,19 @@ def _tables(self:LoadedModel, seqs)->int:
     made_by = _STEPPERS[self.ops]
     return made_by.room_for(self.config.vocab_size, seqs, self.drafting.k, self.max_seq_len)
 
+# %% ../../nbs/5_engine/13_loading.ipynb #5a608694
+def _fit(cfg, ops, left, asked, seqs, context, **kv)->int: # Blocks
+    "Blocks of a cache of `asked` bytes; errors as for `fit_blocks`, and one if `left` are too few"
+    n = fit_blocks(cfg, ops, asked, seqs, context, **kv)
+    token = token_bytes(cfg, ops, kv['dtype'], kv['drafting'], kv['high_precision'])
+    token += kv['beside'][0]
+    states = (1+kv['drafts'])*slot_bytes(cfg, ops)+kv['beside'][1]
+    takes = n*kv['block_size']*token+seqs*states
+    if takes<=left: return n
+    said = f'The cache was to have {human(takes)}, and {human(left)} are left for it'
+    hint = 'Lower --kv-cache-memory, or free memory'
+    raise OutOfMemoryError(said, hint=hint, param='kv_cache_memory')
+
 # %% ../../nbs/5_engine/13_loading.ipynb #2ed0d1c5
 @patch
 def _make_cache(self:LoadedModel, steps:int):
@@ -490,6 +543,20 @@ def _snapshots(self:LoadedModel, asked)->tuple[int,int]:
     if not (one and o.enable_prefix_caching): return 0,0
     return ifnone(o.state_snapshots, min(64, asked//10//one)),one
 
+# %% ../../nbs/5_engine/13_loading.ipynb #9a75c08e
+_FOUR = 'nvfp4','mxfp4','int4','q4_0','q4_1','q4_k'
+
+def _shares(formats)->str|None:
+    "In words: which part of large matrices multiplies prompts in which format of activations"
+    whole = sum(formats.values())
+    said = [f'{k} ({n/whole:.0%})' for k,n in formats.items()]
+    return ' and '.join(said) or None
+
+def _few_bits(ck, ops)->str|None:
+    "How a drafting head is stored: in four bits where the model is, if that is possible here"
+    four = any(t.fmt.lower() in _FOUR for t in ck.tensors.values())
+    return 'nvfp4' if four and 'draft_quantization' not in ops.DEFAULTS.foreign else None
+
 # %% ../../nbs/5_engine/13_loading.ipynb #12963c9d
 @patch
 def _beside(self:LoadedModel)->tuple[int,int]:
@@ -508,14 +575,15 @@ def _one_state(self:LoadedModel)->int:
 
 _FLAGS = dict(weights='--quantization', cache='--max-seq-len', tables='--max-num-seqs')
 _SET_ASIDE = 'steps','drafts' # What is paid as a whole, see `_steps`
-_CHUNK = dict(cache=32<<20, steps=32<<20) # Of regions of few, large arrays: fewer are mapped sooner
+_LARGE_CHUNK = 32<<20
+_CHUNK = dict(cache=_LARGE_CHUNK, steps=_LARGE_CHUNK) # Of regions of few, large arrays: fewer are mapped sooner
 
 @patch
-def _region(self:LoadedModel, name:str):
+def _region(self:LoadedModel, name:str, chunk:int|None=None):
     "A new region of the arena"
     most = 2*self.device.memory().total
     paid = Budget(sys.maxsize) if name in _SET_ASIDE else None
-    return self.arena.region(name, most, _FLAGS.get(name, '--chunk'), paid, _CHUNK.get(name))
+    return self.arena.region(name, most, _FLAGS.get(name, '--chunk'), paid, chunk or _CHUNK.get(name))
 
 # %% ../../nbs/5_engine/13_loading.ipynb #5e7a51de
 @patch
@@ -532,67 +600,6 @@ def _record_sizes(self:LoadedModel)->dict[str,int]:
     kv,own = self._kv,self.drafting.who=='mtp'
     token = token_bytes(self.config, self.ops, kv['dtype'], own, kv['high_precision'])
     return dict(tile=TILE*(token+self._beside()[0]), state=self._one_state())
-
-# %% ../../nbs/5_engine/13_loading.ipynb #e46ee7ee
-def _tight(device, *cks)->bool:
-    "Would the weights of `cks`, as float32, take more than half of what is free?"
-    weights = sum(c.config.num_params for c in cks if c)
-    return 4*weights>device.memory().available/2
-
-def _step_bytes(ck, rows, seqs)->int:
-    "Bytes that the arrays of a step of so many rows take, at most"
-    c,m = ck.config,ck.config.moe
-    shapes = [t.shape for t in ck.tensors.values()]
-    heights = [s[-2] for s in shapes if len(s)>1]
-    wide = max((n for n in heights if n!=c.vocab_size), default=0)
-    stream,products = 6*c.hidden_size,3*wide
-    experts = 0
-    if m: experts = m.top_k*(c.hidden_size+2*m.intermediate_size)
-    row = stream+products+experts
-    logits = 12*seqs*c.vocab_size
-    return (256<<20)+4*(rows+64)*row+logits
-
-def _head_bytes(ck, ops, size, *how)->int:
-    "Bytes of the rows of an output matrix that drafts are read off: `size` and the last"
-    name,tied = 'lm_head.weight','model.embed_tokens.weight'
-    if name not in ck.tensors: name = tied
-    whole = ops.weight_bytes({name: ck.tensors[name]}, ('',), *how)
-    return int(whole*min((size+LAST)/ck.config.vocab_size, 1))
-
-def _fits(names, budget, left, need, steps):
-    "An `OutOfMemoryError` unless there is room for weights and steps in `left` bytes"
-    if need+steps<=left: return
-    there = f'{human(left)} can be used of {human(budget.available)} that are free'
-    if left<budget.left: there = f'{human(left)} are free'
-    said = f'The weights of {names} take {human(need)} and a step {human(steps)}; {there}'
-    hint = 'Choose a smaller model, store it in fewer bits (--quantization nvfp4), or free memory'
-    raise OutOfMemoryError(said, hint=hint)
-
-# %% ../../nbs/5_engine/13_loading.ipynb #5a608694
-def _fit(cfg, ops, left, asked, seqs, context, **kv)->int: # Blocks
-    "Blocks of a cache of `asked` bytes; errors as for `fit_blocks`, and one if `left` are too few"
-    n = fit_blocks(cfg, ops, asked, seqs, context, **kv)
-    token = token_bytes(cfg, ops, kv['dtype'], kv['drafting'], kv['high_precision'])
-    token += kv['beside'][0]
-    states = (1+kv['drafts'])*slot_bytes(cfg, ops)+kv['beside'][1]
-    takes = n*kv['block_size']*token+seqs*states
-    if takes<=left: return n
-    said = f'The cache was to have {human(takes)}, and {human(left)} are left for it'
-    hint = 'Lower --kv-cache-memory, or free memory'
-    raise OutOfMemoryError(said, hint=hint, param='kv_cache_memory')
-
-_FOUR = 'nvfp4','mxfp4','int4','q4_0','q4_1','q4_k'
-
-def _shares(formats)->str|None:
-    "In words: which part of large matrices multiplies prompts in which format of activations"
-    whole = sum(formats.values())
-    said = [f'{k} ({n/whole:.0%})' for k,n in formats.items()]
-    return ' and '.join(said) or None
-
-def _few_bits(ck, ops)->str|None:
-    "How a drafting head is stored: in four bits where the model is, if that is possible here"
-    four = any(t.fmt.lower() in _FOUR for t in ck.tensors.values())
-    return 'nvfp4' if four and 'draft_quantization' not in ops.DEFAULTS.foreign else None
 
 # %% ../../nbs/5_engine/13_loading.ipynb #62987dff
 @patch

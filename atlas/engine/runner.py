@@ -91,10 +91,18 @@ def run(self:Runner):
 @patch
 def _wait(self:Runner)->bool:
     "Sleep until there is work, or numbers to tell; False when it is time to go"
+    if self._idle(): return self.open
     due = max(0., self.told+self.pause-monotonic()) if self.news else None
     with self.wake:
         self.wake.wait_for(lambda: self.inbox or self.engine.has_work or not self.open, due)
         return self.open
+
+@patch
+def _idle(self:Runner)->bool:
+    "While nobody waits, have the engine do what it has put off; was there something?"
+    if self.inbox or self.engine.has_work: return False
+    idle = getattr(self.engine, 'idle', None)
+    return bool(idle and idle())
 
 @patch
 def _read(self:Runner)->list[Event]:

@@ -70,6 +70,7 @@ class Stepper:
     overlap = False # Does a step that decodes stay in the air until the next one is launched?
     part = 0. # Of the device, that steps can have to themselves beside a prompt; 0: none
     replay_rows = MAX_ROWS # Most to replay of one sequence in a step
+    known = None # Is told which kernels were loaded, for the next start
     def __init__(self,
         model:Decoder,
         cache:KVCache,
@@ -92,6 +93,7 @@ class Stepper:
     def leave(self, rid:str): "Request `rid` has ended"
     def lost(self, plan:Plan): "A launch of `plan` was cut off: nothing that it began counts"
     def warm(self): "Do now what a first step would have to wait for"
+    def idle(self)->bool: "Do a little of what may come in useful, while nobody waits; was there something?"; return False
     def copies(self)->Stream:
         "A stream for copies in and out of the cache, in the order of steps"
         return self.model.device.own_stream()

@@ -113,27 +113,34 @@ def _parse_json(b:bytes, bad)->dict:
 # %% ../../nbs/1_ground/08_files.ipynb #8e76758d
 def _plain_entry(file, e, start)->Span|None:
     "The span of an entry without fault, of which there may be a hundred thousand; None if it wants a closer look"
-    try: dtype,shape,(a,b) = e['dtype'],tuple(e['shape']),e['data_offsets']
+    try:
+        dtype,shape,(a,b) = e['dtype'],e['shape'],e['data_offsets']
+        n = ST_SIZES[dtype]
     except (KeyError,TypeError,ValueError): return
-    if not {int}.issuperset(map(type, shape)) or type(a) is not int or type(b) is not int: return
-    if len(shape)>8 or min(shape, default=0)<0 or max(shape, default=0)>=2**62 or not 0<=a<2**62: return
-    if type(dtype) is not str or b-a!=math.prod(shape)*ST_SIZES.get(dtype, -1): return
-    return Span(file, start+a, b-a, dtype, shape)
+    if type(a) is not int or type(b) is not int or a<0 or a>>62: return
+    if type(shape) is not list or len(shape)>8: return
+    for size in shape:
+        if type(size) is not int or size>>62: return # less than 0, or too much
+        n *= size
+    return Span(file, start+a, b-a, dtype, tuple(shape)) if b-a==n else None
 
-def _st_entry(file, name, e, start)->Span:
-    "Check entry `e` of a safetensors header whose data begins at `start`"
+def _odd_entry(file, name, e, start)->Span:
+    "The same of an entry that wants a closer look; an error says what is wrong with it"
     def bad(msg): return file.bad(f'tensor {name!r} {msg}', param=name)
     def ints(k, n=None):
         v = e.get(k); lengths = (n,) if n else range(9)
         if not (isinstance(v, list) and len(v) in lengths and all(type(i) is int and 0<=i<2**62 for i in v)): raise bad(f'has {k} {v!r}')
         return tuple(v)
-    if s := _plain_entry(file, e, start): return s
     if not isinstance(e, dict): raise bad(f'is described by {e!r}')
     dtype,shape,(a,b) = e.get('dtype'),ints('shape'),ints('data_offsets', 2)
     if not isinstance(dtype, str) or dtype not in ST_SIZES:
         raise UnsupportedError(f'{file.name}: tensor {name!r} has the unknown type {dtype!r}', hint=f'Known: {", ".join(ST_SIZES)}', param=name)
     if b-a!=math.prod(shape)*ST_SIZES[dtype]: raise bad(f'is {dtype} {list(shape)} and cannot take the {b-a:,} bytes from {a:,} to {b:,}')
     return Span(file, start+a, b-a, dtype, shape)
+
+def _st_entry(file, name, e, start)->Span:
+    "Check entry `e` of a safetensors header whose data begins at `start`"
+    return _plain_entry(file, e, start) or _odd_entry(file, name, e, start)
 
 # %% ../../nbs/1_ground/08_files.ipynb #16f42fe1
 def st_header(file:File)->dict[str,Span]:
@@ -144,9 +151,10 @@ def st_header(file:File)->dict[str,Span]:
     d = _parse_json(file.read(n, 8), lambda msg: file.bad(f'the header is not valid: {msg}'))
     d.pop('__metadata__', None)
     spans,end = {k:_st_entry(file, k, e, 8+n) for k,e in d.items()},8+n
-    for k,s in sorted(spans.items(), key=lambda ks: (ks[1].offset,ks[1].nbytes)):
-        if s.offset!=end: raise file.bad(f'tensor {k!r} begins at byte {s.offset:,}, expected {end:,}: tensors overlap or leave a hole', param=k)
-        end += s.nbytes
+    places = [(s.offset, s.nbytes, k) for k,s in spans.items()]
+    for at,size,k in sorted(places):
+        if at!=end: raise file.bad(f'tensor {k!r} begins at byte {at:,}, expected {end:,}: tensors overlap or leave a hole', param=k)
+        end += size
     if end!=file.size: raise file.bad(f'the tensors end at byte {end:,} and the file has {file.size:,}')
     return spans
 
@@ -160,6 +168,7 @@ ST_PACKED = ( # payload's ending and type, scale's ending and types, global scal
     ('_blocks',        'U8',      '_scales',       _E8M0,        None,                   'MXFP4'),
     ('',               'F8_E4M3', '_scale_inv',    _REAL,        None,                   'FP8_BLOCK'),
     ('',               'F8_E4M3', '_scale',        _REAL,        None,                   'FP8'))
+_PAYLOAD_TYPES = {p for _,p,*_ in ST_PACKED}
 SCALES = ( # Endings of names that mean nothing without a weight
     '.weight_scale','.weight_scale_2','.weight_global_scale','_scale_inv','_scales',
     '.scales','.qzeros','.g_idx',
@@ -169,7 +178,6 @@ PAYLOADS = ('.weight_packed','.qweight','_blocks') # And of names that mean noth
 def _match(name, spans):
     "Format, and name of each part, of the packed tensor whose payload is `name`; None if it is not packed"
     file,dtype,odd = spans[name].file,spans[name].dtype,None
-    if dtype not in ('U8','F8_E4M3'): return
     for end,payload,scale,types,glob,fmt in ST_PACKED:
         base = name[:len(name)-len(end)]
         if dtype!=payload or not name.endswith(end) or not (s := spans.get(base+scale)): continue
@@ -399,6 +407,11 @@ def _int4_info(name, spans, v2):
     return info,set(names.values())
 
 # %% ../../nbs/1_ground/08_files.ipynb #5a34ef28
+def _part_of(spans, name)->Span:
+    "A part of a packed tensor"
+    s = spans[name]
+    return replace(s, reciprocal=True) if name.endswith('.weight_global_scale') else s
+
 def st_infos(
     spans:dict[str,Span], # By stored name
     quantization:dict|None=None, # As in `ModelConfig`
@@ -406,16 +419,15 @@ def st_infos(
     "Tensors, with those that are stored in parts put together; `name` is the stored one, but for the ending"
     infos,used = [],set()
     v2 = (quantization or {}).get('checkpoint_format')=='gptq_v2'
-    for k in spans:
-        if found := _int4_info(k, spans, v2):
+    for k,s in spans.items():
+        if s.dtype=='I32' and (found := _int4_info(k, spans, v2)):
             infos.append(found[0])
             used |= found[1]
-            continue
-        if not (m := _match(k, spans)): continue
-        fmt,parts = m; used |= set(parts.values())
-        t = _packed(fmt, {p:replace(spans[n], reciprocal=True) if n.endswith('.weight_global_scale') else spans[n] for p,n in parts.items()}, k)
-        t.name = k.removesuffix('_packed').removesuffix('_blocks')
-        infos.append(t)
+        if s.dtype not in _PAYLOAD_TYPES or k in used or not (m := _match(k, spans)): continue
+        fmt,parts = m
+        used.update(parts.values())
+        infos.append(_packed(fmt, {p:_part_of(spans, n) for p,n in parts.items()}, k))
+        infos[-1].name = k.removesuffix('_packed').removesuffix('_blocks')
     return infos+[TensorInfo(k, s.dtype, s.shape, dict(data=s), stored=k) for k,s in spans.items() if k not in used]
 
 # %% ../../nbs/1_ground/08_files.ipynb #52786f52

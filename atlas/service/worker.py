@@ -41,6 +41,7 @@ if __name__=='__main__': mortal(*map(int, sys.argv[-3:-1]))
 import asyncio
 from dataclasses import dataclass,field
 from time import monotonic
+from ..card.context import begin_context
 from ..ground.core import AtlasError,CudaFault,human
 from .link import STAGES,Link,LinkError
 from .link import pack_error,pack_event,unpack_images,unpack_request
@@ -174,26 +175,34 @@ class _Beat:
     "A thread that says that this process runs, and how long the step under way has been going on"
     def __init__(self, link, pace:float):
         self.link,self.pace,self.runner = link,pace,None
-        self.ease = None # Called at each beat
+        self.ease = None # Looks at memory, and says in how many seconds to look again
         threading.Thread(target=self.run, name='beat', daemon=True).start()
     def run(self):
-        rest = threading.Event()
+        rest,now = threading.Event(),monotonic()
+        beat = look = now+self.pace
         try:
-            while not rest.wait(self.pace):
-                self.link.send('beat', self.runner and self.runner.busy)
-                if self.ease: self._eased()
+            while not rest.wait(max(0, min(beat, look)-now)):
+                now = monotonic()
+                if now>=beat:
+                    self.link.send('beat', self.runner and self.runner.busy)
+                    beat = now+self.pace
+                if now>=look: look = now+self._eased()
+                now = monotonic()
         except OSError: pass  # nobody listens; a gateway that still does misses the beats
-    def _eased(self):
+    def _eased(self)->float: # Seconds until the next time
         "Look at memory; what goes wrong there must not silence this thread"
-        try: self.ease()
+        if not self.ease: return self.pace
+        try: return min(self.ease(), self.pace)
         except Exception:
             _log.exception('Memory is not watched any more')
             self.ease = None
+            return self.pace
 
 # %% ../../nbs/7_service/16_worker.ipynb #36df64c8
 def load_model(options:dict, meter:Meter)->Workload:
     "The model of the `EngineConfig` that these options make; clients know it by their `name`"
     meter.stage('open')
+    begin_context(options.get('device', 'auto'))
     import atlas.engine.ease,atlas.engine.score,atlas.engine.sleep  # give models what follows
     from atlas.engine.loading import LoadedModel
     from atlas.text.processor import Processor
@@ -207,19 +216,26 @@ def load_model(options:dict, meter:Meter)->Workload:
 # %% ../../nbs/7_service/16_worker.ipynb #635eb426
 class Easing:
     "Has a model give memory back where that is short"
-    def __init__(self, model, root='/'): self.model,self.pressure,self.busy = model,model.pressure(root),False
+    def __init__(self, model, root='/'):
+        self.model,self.pressure = model,model.pressure(root)
+        self.busy,self.idle = False,False # Is it at it? Had it nothing to give?
     def __call__(self,
         do, # Has a function called between two steps
-    ):
+    )->float: # Seconds until the next look
         "Look, and see to it"
-        if self.busy: return
+        if not self.busy: self._look(do)
+        return 1. if self.idle else self.pressure.pause()
+    def _look(self, do):
         advice = self.pressure(self.model.lent)
-        if advice.what=='nothing': return
+        if advice.what=='nothing':
+            self.idle = False
+            return
         self.busy = True
         do(partial(self._do, advice))
     def _do(self, advice):
+        n = 0
         try: n = self.model.ease(advice)
-        finally: self.busy = False
+        finally: self.busy,self.idle = False,not n
         if n>0: _log.warning('Memory is %s (%s): %s given back', self.pressure.state, advice.why, human(n))
         if n<0: _log.info('%s of cache taken again', human(-n))
 

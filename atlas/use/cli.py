@@ -735,14 +735,17 @@ def bench_startup(model:Model,
         'with made-up numbers, to a folder.', '--write', metavar='FOLDER', show_default=False)]=None,
     as_json:Json=False, output:Output=None, **options):
     "Measure what a start waits for, stage by stage, beside what the disk gives raw."
+    from atlas.card.context import begin_context
+    if not write: begin_context(options['device'])
     from atlas.ground.core import human
-    from atlas.use.bench_startup import bench_startup,write_checkpoint
+    from atlas.use.bench_startup import bench_startup,process_age,write_checkpoint
     weights = options.pop('weights', None)
     if write:
         path = write_checkpoint(write, model, weights or 'as-shipped')
         size = sum(f.stat().st_size for f in path.glob('*.safetensors'))
         return _print(dict(path=str(path), bytes=size), as_json, f'{path}: {human(size, 1000)}')
-    _print_report(bench_startup(EngineConfig(model, **options), cold), as_json, output)
+    config = EngineConfig(model, **options)
+    _print_report(bench_startup(config, cold, imports=process_age()), as_json, output)
 
 # %% ../../nbs/8_use/12_cli.ipynb #2e4b55d9
 @benches.command('throughput', epilog=_examples(

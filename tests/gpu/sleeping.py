@@ -43,10 +43,10 @@ def nap(s:Sleeper, level, what):
     s.check(what)
     return woke['seconds']
 
-def raw(path, part):
-    "Bytes a second that `dd` reads, past the page cache, of a part of a file"
+def dd(path, part=0, most=8<<30):
+    "Bytes a second that `dd` reads, past the page cache, of some bytes of a file"
     with open(path, 'rb') as f: os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    n = min(2<<30, path.stat().st_size)
+    n = min(most, path.stat().st_size)
     skip = int(part*(path.stat().st_size-n))>>24
     command = ['dd',f'if={path}','of=/dev/null','bs=16M','iflag=direct',f'count={-(-n>>24)}',f'skip={skip}']
     start = perf_counter()
@@ -57,10 +57,10 @@ def from_file(s:Sleeper):
     "Level 2, twice, beside the disk's own rate before, between and after"
     store, = s.m._stores
     store.wait()
-    rates = [raw(store.path, 0)]
+    rates = [dd(store.path, 0, 2<<30)]
     for i in range(2):
         seconds = nap(s, 2, f'from the file, {i+1}')
-        rates.append(raw(store.path, (i+1)/2))
+        rates.append(dd(store.path, (i+1)/2, 2<<30))
         read,disk = store.readings[-1],(rates[-1]+rates[-2])/2
         s.rows[-1] |= dict(read=read.nbytes, reading=read.seconds, disk=disk)
         print(f'   {read}; in all {read.nbytes/seconds/1e9:.2f} GB/s; dd {disk/1e9:.2f} GB/s', flush=True)

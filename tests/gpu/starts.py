@@ -1,11 +1,17 @@
 """Weights packed by the card while they are read, and by the host: the same bits, and how fast both are.
 
     python tests/gpu/starts.py [--emulator] [--folder FOLDER] [--shapes qwen3.6-35b-a3b:nvfp4,…]
+    python tests/gpu/starts.py --beside-dd 3 [--folder FOLDER] [--shapes …] [--output FILE]
 
-Files are made up, of true size, and removed again. `FOLDER` may be on a disk or a RAM disk."""
-import shutil,tempfile
+Files are made up, of true size, and removed again; a shape may be a folder with files, which stay.
+`FOLDER` may be on a disk or a RAM disk. With `--beside-dd` nothing is compared: files are loaded
+so many times, by the card, and what `dd` and other plain reads get from the same disk is measured
+before and after each time, for disks are slower in one minute than in another."""
+import json,shutil,tempfile
 from pathlib import Path
+from statistics import median
 from time import perf_counter
+from sleeping import dd
 from toys import arguments,verdict
 from atlas.card.device import get_device
 from atlas.card.emulator import Emulator
@@ -13,19 +19,25 @@ from atlas.cuda.pack import Packed,packer
 from atlas.ground.core import human
 from atlas.ground.weights import IGNORE,load,open_checkpoint
 from atlas.model.model import plan
-from atlas.use.bench_startup import write_checkpoint
+from atlas.use.bench_startup import forget,raw_read,write_checkpoint
 
 class ByHost(packer):
     "The loader without what a card does by itself"
     def staging(self, size): return None
 
-def timed(path, card, put, said):
+def loaded(path, card, put, note=None):
     "What is loaded, without images"
-    start,notes = perf_counter(),[]
     with open_checkpoint(path) as ck:
         m,wants = plan(ck)
-        ws = load(ck, wants, card, False, (*IGNORE,*m.ignore), ('','mtp'), put=put, note=notes.append)
+        parts = '','mtp'
+        ws = load(ck, wants, card, False, (*IGNORE,*m.ignore), parts, put=put, note=note)
     card.synchronize()
+    return ws
+
+def timed(path, card, put, said):
+    "The same, and how long it took"
+    start,notes = perf_counter(),[]
+    ws = loaded(path, card, put, notes.append)
     print(f'  {said}: {perf_counter()-start:.2f} s, {notes[0]}', flush=True)
     return ws
 
@@ -39,28 +51,64 @@ def unlike(card, a, b):
         return all(same(getattr(p, k), getattr(q, k)) for k in ('w','s','gs'))
     return [k for k in a if not equal(a[k], b[k])]
 
-def one(shape, weights, folder, card, layers):
-    "Names that differ, of one shape"
+def compared(path, card):
+    "Names that differ"
+    by_card = timed(path, card, packer(card), 'by the card')
+    timed(path, card, packer(card), 'again')
+    return unlike(card, by_card, timed(path, card, ByHost(card), 'by the host'))
+
+def plain(files, i)->dict:
+    "Bytes a second that `dd` and the best of other plain reads get, each from a whole file"
+    def file(k): return files[(i+k)%len(files)]
+    ways = (4,16<<20),(8,8<<20)
+    best = max(raw_read([file(k)], *how) for k,how in enumerate(ways))
+    return dict(dd=dd(file(2)), best=best)
+
+def beside(path, card, times)->dict:
+    "Rates of loads, and of plain reads between them"
+    files = sorted(path.glob('*.safetensors'))
+    forget(files)
+    between,loads = [plain(files, 0)],[]
+    for i in range(times):
+        start,notes = perf_counter(),[]
+        loaded(path, card, packer(card), notes.append)
+        whole,r = perf_counter()-start,notes[0]
+        between.append(plain(files, i+1))
+        loads.append(dict(seconds=whole, whole=r.nbytes/whole, reading=r.rate))
+        dd,best = ([b[k] for b in between[-2:]] for k in ('dd','best'))
+        loads[-1] |= dict(dd=sum(dd)/2, best=sum(best)/2)
+        said = ', '.join(f'{k} {human(v, 1000)}/s' for k,v in loads[-1].items() if k!='seconds')
+        print(f'  {whole:.2f} s: {said}', flush=True)
+    middle = {k: median(l[k] for l in loads) for k in loads[0]}
+    parts = {k: median(l['whole']/l[k] for l in loads) for k in ('dd','best')}
+    print(f'  whole loads: {parts["dd"]:.0%} of dd, {parts["best"]:.0%} of the best plain reads')
+    return dict(nbytes=r.nbytes, loads=loads, median=middle, of=parts)
+
+def made(shape, weights, folder, layers):
+    "The folder of a model's files"
     path = write_checkpoint(folder/shape, shape, weights, layers=layers)
     size = sum(f.stat().st_size for f in path.glob('*.safetensors'))
     print(f'{shape} in {weights}, {human(size, 1000)}', flush=True)
-    try:
-        by_card = timed(path, card, packer(card), 'by the card')
-        timed(path, card, packer(card), 'again')
-        return unlike(card, by_card, timed(path, card, ByHost(card), 'by the host'))
-    finally: shutil.rmtree(path)
+    return path
 
 def main():
     default = 'qwen3.6-35b-a3b:nvfp4,gpt-oss-20b:as-shipped,llama-3.1-8b:bf16,qwen3-30b-a3b:fp8'
-    a = arguments(__doc__, folder={}, shapes=dict(default=default))
+    a = arguments(__doc__, folder={}, shapes=dict(default=default),
+        beside_dd=dict(type=int), output=dict(type=Path))
     card = Emulator() if a.emulator else get_device('cuda')
     shapes = 'smollm2-135m:bf16' if a.emulator else a.shapes
     layers = 1 if a.emulator else None
-    bad = []
+    bad,found = [],{}
     with tempfile.TemporaryDirectory(dir=a.folder) as d:
         for s in shapes.split(','):
-            shape,weights = s.split(':')
-            bad += [f'{s}: {k}' for k in one(shape, weights, Path(d), card, layers)]
-    verdict(bad, 'the same bits, whoever packs')
+            shape,_,weights = s.partition(':')
+            there = Path(shape).is_dir()
+            path = Path(shape) if there else made(shape, weights, Path(d), layers)
+            if a.beside_dd: found[s] = beside(path, card, a.beside_dd)
+            else: bad += [f'{s}: {k}' for k in compared(path, card)]
+            if not there: shutil.rmtree(path)
+    said = dict(machine=card.describe(), models=found)
+    if a.output: a.output.write_text(json.dumps(said, indent=1)+'\n')
+    verdict(bad, 'loaded beside plain reads' if a.beside_dd else 'the same bits, whoever packs')
 
 if __name__=='__main__': main()

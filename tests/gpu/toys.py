@@ -48,14 +48,20 @@ _TINIER['qwen3.6-moe'] = _TINIER['qwen3.5']|dict(num_experts=4, num_experts_per_
 
 _TINIER['qwen3.6-drafts'] = _TINIER['qwen3.6-moe']
 
+def toy_shape(name:str, emulator:bool=False)->tuple: # A key of `PRESETS`, and how its weights are stored
+    "The shape of a toy"
+    base,own,weights = TOYS[name]
+    tiny = _TINY|_TINIER.get(name, {}) if emulator else {}
+    PRESETS[f'toy-{name}'] = PRESETS[base]|_SMALL|own|tiny
+    return f'toy-{name}',weights
+
 def toy(name:str, emulator:bool=False, seqs:int=8, context:int=512, **kw)->LLM:
     "A toy, or with the name of a preset that one itself, with made-up weights"
     if name not in TOYS: return LLM(name, 'cuda', context, seqs, load_format='dummy', **dict(weights='nvfp4', lm_head_dtype='nvfp4')|kw)
     from atlas.card.emulator import Emulator
-    base,own,weights = TOYS[name]
-    PRESETS[f'toy-{name}'] = PRESETS[base]|_SMALL|own|(_TINY|_TINIER.get(name, {}) if emulator else {})
+    shape,weights = toy_shape(name, emulator)
     kw.setdefault('kv_cache_memory', 1<<24 if emulator else 1<<30)
-    return LLM(f'toy-{name}', Emulator() if emulator else 'cuda', context, seqs, load_format='dummy', **dict(weights=weights)|kw)
+    return LLM(shape, Emulator() if emulator else 'cuda', context, seqs, load_format='dummy', **dict(weights=weights)|kw)
 
 def prompt(n:int, vocab:int, seed:int)->tuple: return tuple(np.random.default_rng(seed).integers(3, vocab, n).tolist())
 

@@ -88,7 +88,7 @@ sys.stdin.read()
 
 class Server:
     def __init__(self, group, a):
-        flags = ['--device','cpu','--port','0','--kv-cache-memory',str(a.cache),'--max-num-seqs','4','--max-seq-len','1024']
+        flags = ['--device','cpu','--port','0','--kv-cache-memory',str(a.cache),'--max-num-seqs',str(a.seqs),'--max-seq-len','1024']
         self.lines,self.ready = [],threading.Event()
         env = os.environ|dict(PYTHONPATH=str(ROOT), OMP_NUM_THREADS='2', OPENBLAS_NUM_THREADS='2')
         self.process = subprocess.Popen([sys.executable,'-c',serving(a.unwatched),'serve',a.model,*flags],
@@ -173,7 +173,8 @@ def squeeze(g, s, want, grown, a)->list[str]:
     cached = state.get('inactive_file', 0)+state.get('active_file', 0)
     limit = g.used-cached+a.room
     g.limit(limit)
-    taker = Taker(g, (a.room+grown*2//5)//M, a.rate)
+    time.sleep(1.5) # a limit is there long before somebody meets it, and has been seen
+    taker = Taker(g, (a.room+int(a.part*grown))//M, a.rate)
     watch = Watch(g, s, taker, limit)
     try:
         while (taker.going or asked%n) and not wrong:
@@ -224,8 +225,10 @@ def main():
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument('--model', default='demo')
     p.add_argument('--cache', type=int, default=256*M, help='bytes of the cache')
+    p.add_argument('--seqs', type=int, default=4, help='the cache has room for so many of 1,024 tokens')
     p.add_argument('--prompts', type=int, default=16)
     p.add_argument('--room', type=int, default=256*M, help='bytes that are left beside the server when others begin')
+    p.add_argument('--part', type=float, default=.4, help='of what the server has taken for its answers, that they take, too')
     p.add_argument('--rate', type=float, default=10, help='MiB a second that they take')
     p.add_argument('--most', type=int, default=4<<30, help='the limit before that')
     p.add_argument('--output', type=Path, help='gets the numbers that page engine.ease draws')

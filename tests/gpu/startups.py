@@ -1,0 +1,69 @@
+"""Starts of true-sized models: from a RAM disk, from a disk, and from packed files. Each start is a process of its own.
+
+    python tests/gpu/startups.py [--emulator] [--shapes gpt-oss-20b:as-shipped,…] [--ram /dev/shm] [--disk /tmp] [--output FILE]
+
+`FILE` gets {model: {where: report}}, which page use.bench_startup draws; what is in it of other models stays. Files are made up, and removed again.
+The first start, which compiles kernels and writes the packed file, is not kept."""
+import json,shutil,subprocess,sys,tempfile
+from dataclasses import replace
+from pathlib import Path
+from toys import arguments,toy_shape,verdict
+from atlas.card.emulator import Emulator
+from atlas.ground.core import human
+from atlas.ground.options import EngineConfig
+from atlas.use.bench_startup import bench_startup,write_checkpoint
+
+SHAPES = 'qwen3.6-35b-a3b:nvfp4,gpt-oss-20b:as-shipped,llama-3.1-8b:bf16'
+COMMAND = 'from atlas.use.cli import main; main()'
+
+def by_command(path, packed=None)->dict:
+    "The report of a start in a process of its own"
+    out = path.parent/'report.json'
+    more = [f'--cache-packed={packed}'] if packed else []
+    command = [sys.executable,'-c',COMMAND,'bench','startup',str(path),'--cold',*more,'--output',str(out)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return json.loads(out.read_text())
+
+def by_emulator(path, packed=None)->dict:
+    "The same, here"
+    few = dict(max_seq_len=128, max_num_seqs=1, kv_cache_memory=1<<24)
+    config = EngineConfig(str(path), Emulator(), **few)
+    if packed: config = replace(config, cache_packed=str(packed))
+    return bench_startup(config, True).to_dict()
+
+def starts(path, name, start)->dict:
+    "Where -> report, of the files in a folder on the disk `name`"
+    packed = path.parent/'packed'
+    start(path, packed)
+    found = {f'{name}, packed': start(path, packed)}
+    shutil.rmtree(packed)
+    return {name: start(path)}|found
+
+def wrong(where, r)->list[str]:
+    "What is not as it should be in a report"
+    bad = []
+    if r['packed']!=where.endswith('packed'): bad.append(f'{where}: the weights came from elsewhere')
+    if r['direct']<r['nbytes'] and not where.startswith('RAM'): bad.append(f'{where}: not all went past the page cache')
+    return bad
+
+def main():
+    a = arguments(__doc__, shapes=dict(default=SHAPES), ram=dict(default='/dev/shm'), disk=dict(default='/tmp'), output=dict(type=Path))
+    found = json.loads(a.output.read_text()) if a.output and a.output.exists() else {}
+    shapes = [s.split(':') for s in a.shapes.split(',')]
+    start = by_emulator if a.emulator else by_command
+    if a.emulator: shapes = [toy_shape('qwen3-moe', True)]
+    bad = []
+    for shape,weights in shapes:
+        for name,folder in {'RAM disk': a.ram, 'disk': a.disk}.items():
+            with tempfile.TemporaryDirectory(dir=folder) as d:
+                path = write_checkpoint(Path(d)/shape, shape, weights)
+                reports = starts(path, name, start)
+            for where,r in reports.items():
+                rates = f'{human(r["bytes_per_second"], 1000)}/s, {r["of_disk"]:.0%} of plain reads'
+                print(f'{shape}, {where}: first token after {r["total_seconds"]:.2f} s; {rates}', flush=True)
+                bad += wrong(where, r)
+            found.setdefault(shape, {}).update(reports)
+            if a.output: a.output.write_text(json.dumps(found, indent=1)+'\n')
+    verdict(bad, 'each start gave its first token')
+
+if __name__=='__main__': main()
