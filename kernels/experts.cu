@@ -40,6 +40,8 @@
 //   -D SHARED= GATE= (of the shared expert: 0 or 1)  SCORE= (of lib/picks.cuh)  CORRECTED= (0 or 1)
 //   -D RENORM=  NORM= (0 or 1)  ACT= (of lib/act.cuh)  ROWS= (1, 2, 4, 8: at most so many)
 //   -D WARPS= (a multiple of 4)  DEEP=  SPAN= outputs of a block, a multiple of 4
+//   -D ROUNDS= 0; or, for long rows (lib/experts_long.cuh), strips of the first half that a team
+//      has, at most
 //   -D APART= do inputs of the two halves have places of their own? (0 or 1)
 //   -D ROOM= bytes of shared memory
 //   halves: 1: the first only; 2: the second only; 3: both, and all blocks must be running at once
@@ -70,6 +72,7 @@
 #define WARPS 20
 #define DEEP 2
 #define SPAN 16
+#define ROUNDS 0
 #define APART 1
 #define ROOM 118784
 #endif
@@ -86,10 +89,12 @@ constexpr int OUT = PAIR ? 8 : 16, OWN = (SPAN + 15) / 16;  // outputs of a stri
 // parts of eight rows, of one expert or of two.
 constexpr bool MIXED = ROWS <= 4 && SPAN % 16 == 8 && K % 8 == 0 && D::CHUNKS;
 constexpr int COLUMNS = MIXED ? 2 * ROWS : ROWS;  // of a product that somebody needs
-#if __CUDA_ARCH__ == 900  // 80 registers, so that a block of the router finds some beside this one
+#if __CUDA_ARCH__ == 900  // 80 or 96 registers, so that a block of the router finds some beside this one
 constexpr bool SCALED = U::SCALED || D::SCALED, INT4 = U::FOUR == 16 || D::FOUR == 16;
-constexpr bool ROOMY = WARPS == 20 && !INT4 && ROWS <= (SCALED ? 1 : 2);
-constexpr int LIMIT = ROOMY ? 768 : THREADS;
+constexpr bool ROOMY = WARPS == 20 && !INT4 && ROWS <= (SCALED ? 1 : 2) && !(ROUNDS && ROOM > 150000);
+constexpr bool FEWER = ROUNDS && WARPS == 16 && ROWS == 1 && U::CHUNKS && D::CHUNKS
+    && !INT4;
+constexpr int LIMIT = ROOMY ? 768 : FEWER ? 640 : THREADS;
 #else
 constexpr int LIMIT = THREADS;
 #endif
@@ -104,10 +109,6 @@ constexpr bool ALONE = APART && ROWS == 1 && DISTINCT && OWN == 1 && !MIXED && D
     && DShares::N == DSPLIT && PICKS * DSPLIT <= WARPS;
 // the first so many warps stage x, while the others pick
 constexpr int STAGE = ROWS > 1 && WARPS - ROWS >= 4 ? WARPS - ROWS : WARPS;
-struct Place {  // for a unit; with a strip's last one come scales and biases of its rows
-    unsigned char weights[U::BYTES > D::BYTES ? U::BYTES : D::BYTES];
-    float tail[32];
-};
 typedef StagedRows<U, K, ROWS> X;
 typedef StagedRows<D, I, ROWS * PICKS> H;
 constexpr int PARTS = X::PARTS, HPARTS = H::PARTS;  // pieces of 256 of a row
@@ -115,18 +116,6 @@ typedef Slots<E, TOP_K, SHARED, ROWS> Table;
 // What strips of a half are multiplied by. Apart, warps go on to the second half alone.
 template <bool> struct Inputs { union { X x; H h; }; };
 template <> struct Inputs<true> { X x; H h; };
-struct Shared {
-    Place ring[WARPS][DEEP];
-    Inputs<APART> in;
-    float part[2][WARPS][16][COLUMNS];  // of one strip while those of the next are made
-    float tail[WARPS][32];  // scales and biases of its rows, when its last place has been left
-    float inverse[WARPS][ROWS];  // of the root of a row's mean square
-    float squares[ROWS][PARTS], share[ROWS * PICKS], done[ROWS * PICKS][OWN * 16];
-    Table slots;
-    int seen[ROWS > 1 ? E : 1];
-};
-static_assert(sizeof(Shared) <= ROOM && ROWS <= WARPS && WARPS % 4 == 0, "see the contract");
-
 // Which experts are needed and for whom, found by one warp: a lane has entries lane, lane + 32,
 // and so on; `seen`: of each expert the first entry that picked it.
 __device__ __forceinline__ void group_rows(Table& s, int* seen, int many, int lane) {
@@ -163,6 +152,42 @@ __device__ __forceinline__ void group_rows(Table& s, int* seen, int many, int la
     for (int j = 0; j < M; j++) all += __popc(opens[j]);
     if (!lane) s.number = all;
 }
+
+// Pieces of 256 values, MOST at most, dealt out to the first BY warps: a lane has eight, and up to
+// so many pieces of a warp are on their way at once.
+template <int MOST, int BY, int AT_ONCE, class Load, class Put> __device__ __forceinline__
+        void stage(int pieces, Load load, Put put) {
+    constexpr int TURNS = (MOST + BY - 1) / BY, MANY = TURNS < AT_ONCE ? TURNS : AT_ONCE;
+    const int warp = threadIdx.x / 32;
+    #pragma unroll 1
+    for (int from = BY == WARPS || warp < BY ? warp : pieces; from < pieces; from += MANY * BY) {
+        float a[MANY][8];
+        #pragma unroll
+        for (int k = 0; k < MANY; k++) load(min(from + k * BY, pieces - 1), a[k]);
+        #pragma unroll
+        for (int k = 0; k < MANY; k++)
+            if (from + k * BY < pieces) put(from + k * BY, a[k]);
+    }
+}
+
+#if ROUNDS
+#include "lib/experts_long.cuh"
+#else
+struct Place {  // for a unit; with a strip's last one come scales and biases of its rows
+    unsigned char weights[U::BYTES > D::BYTES ? U::BYTES : D::BYTES];
+    float tail[32];
+};
+struct Shared {
+    Place ring[WARPS][DEEP];
+    Inputs<APART> in;
+    float part[2][WARPS][16][COLUMNS];  // of one strip while those of the next are made
+    float tail[WARPS][32];  // scales and biases of its rows, when its last place has been left
+    float inverse[WARPS][ROWS];  // of the root of a row's mean square
+    float squares[ROWS][PARTS], share[ROWS * PICKS], done[ROWS * PICKS][OWN * 16];
+    Table slots;
+    int seen[ROWS > 1 ? E : 1];
+};
+static_assert(sizeof(Shared) <= ROOM && ROWS <= WARPS && WARPS % 4 == 0, "see the contract");
 
 // What a warp fetches next of a bank: REST rows from `row` on (`rest` if it is 0), and which unit.
 template <class F> struct Bank {
@@ -220,22 +245,7 @@ __device__ __forceinline__ int anew(int v) {
     return v;
 }
 
-// Pieces of 256 values, MOST at most, dealt out to the first BY warps: a lane has eight, and up to
-// so many pieces of a warp are on their way at once.
-template <int MOST, int BY, int AT_ONCE, class Load, class Put> __device__ __forceinline__
-        void stage(int pieces, Load load, Put put) {
-    constexpr int ROUNDS = (MOST + BY - 1) / BY, MANY = ROUNDS < AT_ONCE ? ROUNDS : AT_ONCE;
-    const int warp = threadIdx.x / 32;
-    #pragma unroll 1
-    for (int from = BY == WARPS || warp < BY ? warp : pieces; from < pieces; from += MANY * BY) {
-        float a[MANY][8];
-        #pragma unroll
-        for (int k = 0; k < MANY; k++) load(min(from + k * BY, pieces - 1), a[k]);
-        #pragma unroll
-        for (int k = 0; k < MANY; k++)
-            if (from + k * BY < pieces) put(from + k * BY, a[k]);
-    }
-}
+#endif
 
 extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
         const unsigned char* __restrict__ uw, const unsigned char* __restrict__ dw,
@@ -247,6 +257,10 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
         const float* add, float* y, const unsigned char* later_w,
         const unsigned char* later_s, float eps, float limit, float scaling, int ld, int rows,
         int halves, int later_w16, int later_s16) {
+#if ROUNDS
+    long_rows(uw, dw, us, ds, ugs, dgs, ubias, dbias, logits, correction, per_expert, gain, x, h, ids, weights,
+        add, y, later_w, later_s, eps, limit, scaling, ld, rows, halves, later_w16, later_s16);
+#else
     DYNAMIC_SHARED(Shared, sm);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int ushare = warp % USPLIT, dshare = warp % DSPLIT;
@@ -519,4 +533,5 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
         if (ids) ids[threadIdx.x] = sm->slots.of(r)[j];
         if (weights) weights[threadIdx.x] = sm->share[r * PICKS + j];
     }
+#endif
 }

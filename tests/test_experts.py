@@ -72,7 +72,11 @@ ALONE = dict(H=96, I=512, experts=8, top=3, fmt='NVFP4', shared=2)
 # and teams of four before those of two; warps that have strips to themselves, as many as come
 MORE = dict(alone=ALONE, shared=ALONE|dict(H=1056, experts=5), odd=ALONE|dict(H=256, experts=20),
     # long rows of hidden values, of which those of the last picks are waited for apart
-    long=dict(H=96, I=800, experts=6, top=4, fmt='MXFP4', biases=True))
+    long=dict(H=96, I=800, experts=6, top=4, fmt='MXFP4', biases=True),
+    # rows of more than two units a warp: lib/experts_long.cuh
+    units=dict(H=2112, I=544, experts=4, top=4, fmt='MXFP4', act='swiglu_oai', limit=1.5, biases=True),
+    eights=dict(H=1088, I=96, experts=5, top=3, fmt='FP8_BLOCK', shared=2),
+    pairs=dict(H=2144, I=288, experts=6, top=3, fmt='NVFP4', act='relu2', shared=1))
 
 @pytest.fixture(scope='module')
 def nets(): return {k: Net(i, Emulator(), **kw) for i,(k,kw) in enumerate((NETS|MORE).items())}
@@ -105,7 +109,8 @@ def check(net, rows, monkeypatch):
 
 @needs_cxx
 @pytest.mark.parametrize('name,rows', [('qwen',8), ('oss',3), ('nemotron',2), ('mixed',1), ('integers',5),
-    ('alone',1), ('alone',4), ('shared',1), ('odd',8), ('long',1), ('long',2)])
+    ('alone',1), ('alone',4), ('shared',1), ('odd',8), ('long',1), ('long',2),
+    ('units',1), ('units',3), ('eights',1), ('eights',2), ('pairs',1), ('pairs',4)])
 def test_a_mixture(name, rows, nets, monkeypatch): check(nets[name], rows, monkeypatch)
 
 @pytest.fixture
@@ -113,19 +118,20 @@ def late(tmp_path, monkeypatch):
     "Warps of experts.cu come late, each by a time of its own, wherever they wait for copies or for each other; and every other one is slow afterwards"
     root,put = tmp_path/'kernels',monkeypatch.setattr
     shutil.copytree(kernel_dir(), root)
-    p = root/'experts.cu'
     def pause(n): return f'for (int i = 0; i < {n}; i++) {{ emu::progress++; emu::yield(); }}'
     early,after = pause('8 * (warp * 7 % 5) + (warp == 6 ? 300 : 0)'),pause('(warp % 2 ? 0 : 90)')
-    text,n = re.subn(r'^ +(?:stage|cp_async_wait|sync_warps)<', rf'{early}\n\g<0>', p.read_text(), flags=re.M)
-    text,m = re.subn(r'^ +sync_warps<.*;', rf'\g<0>\n{after}', text, flags=re.M)
-    assert (n,m)==(6,2)
-    p.write_text(text)
+    for p,many in ((root/'experts.cu',(6,2)), (root/'lib/experts_long.cuh',(8,2))):
+        text,n = re.subn(r'^ +(?:stage|cp_async_wait|sync_warps)<', rf'{early}\n\g<0>', p.read_text(), flags=re.M)
+        text,m = re.subn(r'^ +sync_warps<.*;', rf'\g<0>\n{after}', text, flags=re.M)
+        assert (n,m)==many
+        p.write_text(text)
     put(atlas.card.launch, 'kernel_dir', lambda: root)
     put(card, '_variants', {})
     put(card, '_ready', functools.cache(card._ready.__wrapped__))
 
 @needs_cxx
-@pytest.mark.parametrize('name,rows', [('qwen',2), ('alone',1), ('shared',1), ('long',1)])
+@pytest.mark.parametrize('name,rows', [('qwen',2), ('alone',1), ('shared',1), ('long',1),
+    ('units',1)])
 def test_warps_that_come_late(name, rows, late, nets):
     "wait for what they need of each other, and nobody overtakes them"
     n = nets[name]

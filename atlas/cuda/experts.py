@@ -33,24 +33,50 @@ def _staged(p, rows):
     return _x_bytes(f, rows, _ceil(_units(p)*f.blocks, 2)*2)
 
 # %% ../../nbs/3_ops/moe/51_cuda.experts.ipynb #49edb6fe
-def _place(*banks):
-    "Bytes of a place: a unit, scales and biases of its rows"
-    return max(p.format.unit for p in banks)+128
+def _place(d, *banks):
+    "Bytes of a place: a unit; of rows that are not long, scales and biases of its rows, too"
+    return max(p.format.unit for p in banks)+128*(not d['ROUNDS'])
 
 def _mixed(d, down):
     "May a strip of the second half be of two experts, eight rows of each?"
     return d['ROWS']<=4 and d['SPAN']%16==8 and d['HIDDEN']%8==0 and down.format.scale>0
+
+def _spread(d, down):
+    "Are units of all strips of the second half dealt out to all warps?"
+    return d['ROWS']==1 and d['SPAN']<=24 and _mixed(d, down)
+
+def _meet(d, down):
+    "Strips of the first half whose sums meet at once"
+    return min(d['ROUNDS'], 4 if d['ROWS']==1 else 1+_mixed(d, down))
+
+def _columns(d, down):
+    "Columns of sums that a warp has room for"
+    r,meet,once = d['ROWS'],_meet(d, down),d['ROUNDS']<=_meet(d, down)
+    mine = 0 if _spread(d, down) else r*(1+_mixed(d, down))
+    return max(meet*r*(2-once)+(mine if r==1 else 0), 2*mine)
+
+def _kept(d, up, down):
+    "Words for scales and biases of strips that are added up, made, or on their way"
+    W,deep,us,ds = d['WARPS'],d['DEEP'],_split(up, 4),_split(down, 2)
+    meet = _meet(d, down)
+    first = meet if d['ROUNDS']<=meet else 2*meet+deep//_ceil(_units(up), us)
+    strips = _ceil((d['TOP_K']+d['SHARED'])*(d['SPAN']//8), 2)
+    second = strips if _spread(d, down) else W//ds*(2+deep//_ceil(_units(down), ds))
+    found = strips*_units(down)*down.format.blocks if _spread(d, down) else 0
+    return 32*(W//us*first+second+found)
 
 def _bytes(d, up, down):
     "Bytes of shared memory: places, inputs of one half or of both, sums, slots"
     r,W,top = d['ROWS'],d['WARPS'],d['TOP_K']
     entries,most = r*(top+d['SHARED']),r*top+d['SHARED']
     inputs = (sum if d['APART'] else max)((_staged(up, r), _staged(down, entries)))
-    sums = W*(32*r*(1+_mixed(d, down))+r+32)+r*_ceil(d['HIDDEN'], 256)
+    part = 32*W*(r*(1+_mixed(d, down))+1)
+    if d['ROUNDS']: part = 16*W*_columns(d, down)+_kept(d, up, down)
+    sums = part+W*r+r*_ceil(d['HIDDEN'], 256)
     results = entries*(1+16*_ceil(d['SPAN'], 16))
     slots = r*top+most+1+_ceil(most*r, 2)+(d['EXPERTS'] if r>1 else 1)
     words = sums+results+slots
-    return W*d['DEEP']*_place(up, down)+inputs+_ceil(4*words, 16)*16
+    return W*d['DEEP']*_place(d, up, down)+inputs+_ceil(4*words, 16)*16
 
 # %% ../../nbs/3_ops/moe/51_cuda.experts.ipynb #f7c31f89
 def _rooms(card):
@@ -77,11 +103,17 @@ def _pieces(d, up, down, blocks):
     second = _ceil(strips, W//ds)
     return first*_ceil(_units(up), us),second*_ceil(_units(down), ds)
 
+def _rounds(d, up, units):
+    "Strips of a team's first half, if it has so many `units`; 0 where rows are not long"
+    each = _ceil(_units(up), _split(up, 4))
+    return _ceil(units, each) if each>2 and d['ROWS']<=4 else 0
+
 def _warps(d, up, down, blocks):
     "How many warps to try: those that need the fewest rounds of one row first"
     wide,scales = (max(getattr(p.format, k) for p in (up,down)) for k in ('chunk','scale'))
     most = 16 if wide>=64 else 20 if scales>=4 else 24 # by registers
     if d['ROWS']>1: return range(min(20, most), 11, -4)
+    if scales==1 and _rounds(d|dict(WARPS=16), up, 1): most = 16 # Rather more addresses in registers
     def rounds(w): return sum(_pieces(d|dict(WARPS=w), up, down, blocks))
     return sorted(range(8, most+1, 4), key=lambda w: (rounds(w),w))
 
@@ -106,6 +138,7 @@ def _plan(card, H, up, down, m, act, norm, shared, gate, corrected, rows, blocks
             for w,room in tries:
                 d['WARPS'] = w
                 units = _pieces(d, up, down, n)
+                d['ROUNDS'] = _rounds(d, up, units[0])
                 if v := _fitted(card, d, up, down, units, least, room): return v,n
     raise AtlasError(f'Experts of {down.k:,} on {H:,} values need more shared memory than a block has')
 

@@ -149,6 +149,16 @@ __device__ __forceinline__ unsigned larger(unsigned a, unsigned b) {
     return max(a & 0xFFFFu, b & 0xFFFFu) | max(a >> 16, b >> 16) << 16;
 #endif
 }
+// The greater number, as one instruction: of a shifted one compilers make a comparison and a choice.
+__device__ __forceinline__ unsigned greater(unsigned a, unsigned b) {
+#if defined(__CUDA_ARCH__)
+    unsigned v;
+    asm("max.u32 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+    return v;
+#else
+    return max(a, b);
+#endif
+}
 struct mxfp4 : e2m1 {
     static constexpr int SCALE = 1;
     static constexpr float UNITY = 1.f;
@@ -196,7 +206,9 @@ struct mxfp4 : e2m1 {
             f[0][0] = f[0][1] = half2_from(__byte_perm(e, 0, 0x1010));
             f[1][0] = f[1][1] = half2_from(__byte_perm(e, 0, 0x3232));
         }
-        __device__ __forceinline__ float scale(int i) const { return power(top >> (16 * i) & 255u); }
+        __device__ __forceinline__ float scale(int i) const {  // `power`
+            return __uint_as_float(greater(top >> (16 * i) << 23, 0x00400000u));
+        }
     };
     static __device__ __forceinline__ float row_scale(Bytes, const float*, size_t) { return 1.f; }
     static __device__ __forceinline__ float row_raw(Bytes, const float*, size_t) { return 1.f; }

@@ -108,6 +108,10 @@ template <class F, int C> struct Unit {
     static __device__ __forceinline__ void fetch(
             unsigned char* at, Bytes p, Bytes q, int rows, int u, int l, long long jump = 0) {
         L::fetch(at, p, rows, u, l, jump);
+        fetch_scales(at, q, rows, u, l);
+    }
+    static __device__ __forceinline__ void fetch_scales(
+            unsigned char* at, Bytes q, int rows, int u, int l) {
         if constexpr (F::SCALE > 0)
             cp_async_or_zero<FOUR>(at + copied(l), q,
                 l / 8 * 4 < rows && (C % 8 == 0 || 8 * u + l % 8 < C));
@@ -129,15 +133,26 @@ template <class F, int C> struct Fragment<F, C, 16> : Unit<F, C> {  // four bits
     uint4 w[2];
     typename F::Pair s;
     template <int LD> static __device__ __forceinline__ int own(int t) { return t; }
+    // where in a unit a lane finds its first row's part of block b, and the scales of both rows
+    static __device__ __forceinline__ int words_at(int b, int g, int t) {
+        return U::L::place(2 * g, 4 * b + t);
+    }
+    static __device__ __forceinline__ int scales_at(int b, int g, int t) {
+        return (F::SCALE == 1
+            ? U::L::BYTES + (g / 2 * 8 + 4 * b + t) * 4
+            : U::place(g / 2, 4 * b + t))
+            + g % 2 * (2 * F::SCALE);
+    }
     __device__ __forceinline__ void read(const unsigned char* at, int b, int g, int t) {
         w[0] = U::L::get(at, 2 * g, 4 * b + t);
         w[1] = U::L::get(at, 2 * g + 1, 4 * b + t);
-        s.read(
-            at
-            + (F::SCALE == 1
-                ? U::L::BYTES + (g / 2 * 8 + 4 * b + t) * 4
-                : U::place(g / 2, 4 * b + t))
-            + g % 2 * (2 * F::SCALE));
+        s.read(at + scales_at(b, g, t));
+    }
+    // likewise, found before
+    __device__ __forceinline__ void read_there(const unsigned char* at, const unsigned char* scales) {
+        w[0] = *(const uint4*)at;
+        w[1] = *(const uint4*)(at + U::LB);
+        s.read(scales);
     }
     // likewise out of whole lines of a matrix: the lane's first row and its scale there
     __device__ __forceinline__ void read_lines(const unsigned char* at, const unsigned char* scale) {
