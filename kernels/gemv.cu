@@ -17,6 +17,7 @@
 //   -D NORM=   0: f(x) = x;  1: f(x) = rmsnorm(x, gain);  2: f(x) = x / rms of its group, of GROUP= values in PARTS=
 //   -D ACT=    of lib/act.cuh    -D CAP=  1: results are cap * tanh(result / cap)    -D W= SPLIT=  warps of a block, and those that share a row of W
 //   -D STAGED= DEEP=  128s of x held at a time, and places of a warp for units on their way; ESTAGED= EDEEP= for the extra rows, 16 a block
+//   -D BEHIND= so many of these places are asked for behind x, not before the wait; 0 by default, and only where a block stages all of x at once
 //   -D PIPE=   1: x is staged in pieces, each while the one before it is multiplied; for several rows where that pays, 0 by default
 //   -D TEAM=   blocks of a team, 1 by default: of 4 bits, with no extra rows and no NORM 1; all sizes above are those of one block, `main` counts teams
 //   launch: <<<main*TEAM + ceil(m/16), 32*W, shared bytes: see atlas.cuda.gemv>>>, `main` <= ceil(n/span) blocks for W, which take `span` rows at a time, a multiple of 4 up to 16*W/SPLIT
@@ -71,6 +72,9 @@
 #endif
 #ifndef DEEP
 #define DEEP 8
+#endif
+#ifndef BEHIND
+#define BEHIND 0
 #endif
 #ifndef EDEEP
 #define EDEEP 2
@@ -132,19 +136,23 @@ template <class F, int HELD> __device__ __forceinline__ void put8(const float* a
 }
 
 // x of 128s [first, first + HELD) into shared memory, for fragment F: two of them a warp at a time. OWN: a warp takes those that it will multiply, else they lie together.
-template <class F, int HELD, bool OWN, int HERE, int MEMBERS> __device__ __forceinline__ void stage(const Job& o, int first, bool fresh, const float* g0, float* sums, uint4* xs, float* es) {
+// `behind`: each warp calls it once, when its first values have been asked for.
+template <class F, int HELD, bool OWN, int HERE, int MEMBERS, class Behind> __device__ __forceinline__ void stage(const Job& o, int first, bool fresh, const float* g0, float* sums, uint4* xs, float* es, Behind behind) {
     using S = Staged<F, 4 * HELD>;
     constexpr int TEAMS = OWN ? 1 : W / SLOTS, MINE = (ROWS + TEAMS - 1) / TEAMS, STRIDE = OWN ? 2 * W : 2 * SLOTS;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, slot = OWN ? warp : warp % SLOTS, team = OWN ? 0 : warp / SLOTS;
     const int begin = OWN ? F::UNITS == 1 ? slot + (lane / 16 + first / W) % 2 * W : 2 * slot + lane / 16 : 2 * ((slot + SLOTS - first / 2 % SLOTS) % SLOTS) + lane / 16;  // the same warp has a column however much is held
-    if (team >= TEAMS) return;
+    if (team >= TEAMS) return behind();
     #pragma unroll
     for (int u = 0; u < (HELD + STRIDE - 1) / STRIDE; u++) {
         constexpr int PART = HERE * F::UNITS;  // blocks of 128 of a step that this member of the team has
         const int local = begin + u * STRIDE, b = first + local;
         const int v = (MEMBERS == 1 ? b : (b / PART * MEMBERS + o.member) * PART + b % PART) * 16 + lane % 16;
         const bool in = local < HELD;
-        if (!OWN && HELD % STRIDE && !in) continue;  // all lanes or none
+        if (!OWN && HELD % STRIDE && !in) {  // all lanes or none
+            if (u == 0) behind();
+            continue;
+        }
         float g[8];
         if (NORM == 1) {
             if (u == 0 && first == 0) for (int i = 0; i < 8; i++) g[i] = g0[i];
@@ -155,6 +163,7 @@ template <class F, int HELD, bool OWN, int HERE, int MEMBERS> __device__ __force
             const int t = team + i * TEAMS, r = min(t, o.rows - 1);  // rows that are not there: the last one again
             float a[8];
             load_x(o.x + (size_t)r * K, v, in, a);
+            if (u == 0 && i == 0) behind();
             if (NORM == 1) {
                 #pragma unroll
                 for (int j = 0; j < 8; j++) { sums[i] = fmaf(a[j], a[j], sums[i]); a[j] = __fmul_rn(a[j], g[j]); }
@@ -239,14 +248,23 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> __devic
             step = 0; rest -= skip;
         }
     };
-    #pragma unroll 1
-    for (int i = 0; i < PLACES; i++) { if (left > 0) fetch(ring + i * F::BYTES); cp_async_commit(); }
+    // A multiprocessor's requests go one after the other: x waits for all that was asked for before.
+    constexpr bool PARTED = ALL && !OWN && MEMBERS == 1 && BEHIND < PLACES;
+    constexpr int BEFORE = PARTED ? PLACES - BEHIND : PLACES;
+    auto fill = [&](int from, int to) {
+        #pragma unroll 1
+        for (int i = from; i < to; i++) {
+            if (left > 0) fetch(ring + i * F::BYTES);
+            cp_async_commit();
+        }
+    };
+    fill(0, BEFORE);
     unsigned spot = 0;  // where in the ring is what is multiplied next
     const uint4* const own_x = xs + min(g, ROWS - 1) * S::LDR + 4 * F::UNITS * (warp % HERE) + F::template own<S::LD>(t);
     float g0[8], sums[ROWS] = {};
     if (NORM == 1) { const int b = OWN && F::UNITS == 1 ? warp + lane / 16 * W : warp % (OWN ? W : SLOTS) * 2 + lane / 16; load_x(o.gain, b * 16 + lane % 16, b < HELD, g0); }
     typedef Ahead<F, HELD, HERE, MEMBERS> Pieces;
-    constexpr bool PIPED = PIPE && ROWS > 1 && ALL && !OWN && NORM != 2 && Pieces::FITS;
+    constexpr bool PIPED = PIPE && BEFORE == PLACES && ROWS > 1 && ALL && !OWN && NORM != 2 && Pieces::FITS;
     Pieces pieces;
     if (PIPED) pieces.load_gain(o, 0);
     for (int group = o.group, round = 0; group < groups; group += o.step, round ^= 1) {
@@ -320,7 +338,8 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> __devic
             for (int first = 0; first < MINE; first += HELD) {
                 if (!ALL || begin) {
                     if (first || !begin) { if (OWN) __syncwarp(); else __syncthreads(); }
-                    stage<F, HELD, OWN, HERE, MEMBERS>(o, first, begin, g0, sums, xs, es);
+                    auto behind = [&] { fill(BEFORE, PLACES); };
+                    stage<F, HELD, OWN, HERE, MEMBERS>(o, first, begin, g0, sums, xs, es, behind);
                     if (OWN) __syncwarp(); else __syncthreads();
                 }
                 if (!first) ask();

@@ -106,6 +106,10 @@ def _staged(f, k, rows, card, W, split, steps):
     held,deep = _shares(f, k, rows, card, W, split, steps)
     return held,deep,_x_bytes(f, rows, held)+W*deep*f.unit
 
+def _x_first(card, w, rows, norm):
+    "Should `x` not wait for all places of a block? One row, and a matrix that the L2 cache has by then"
+    return rows==1 and norm==1 and w.format.narrow and not w.pair and w.nbytes<=limits(card).ahead
+
 def _norm_of(gain, parts, group):
     "How gemv.cu norms x"
     if parts is None: return dict(NORM=int(gain is not None))
@@ -163,6 +167,7 @@ def _launch(card, x, w, gain, parts, extra, bias, gate, add, out, eps, group, ac
     steps = -(-w.rows//(span*main))*units
     held,deep,shared = _staged(f, mine, rows, card, W, split//team, steps)
     opts |= dict(W=W, SPLIT=split, STAGED=held, DEEP=deep)
+    if deep>1 and _x_first(card, w, rows, opts['NORM']): opts['BEHIND'] = 1
     if extra is not None:
         e,steps = extra.format,-(-k//(128*W))
         held,deep,least = _staged(e, k, rows, card, W, W, steps)
