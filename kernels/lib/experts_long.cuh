@@ -5,7 +5,8 @@
 // row, units of the second half are dealt out to all warps: teams would leave some without work.
 // The order of sums is that of lib/strips.cuh. What it needs is defined in experts.cu.
 constexpr int KEEP = ROWS == 1 && WARPS <= 16 ? 2 : 1;  // for Copies and Spots
-constexpr bool RUNS = U::LINE % 128 && D::LINE % 128;
+// Of several rows, where rows are whole lines, registers do not suffice for it.
+constexpr bool RUNS = ROWS == 1 || (U::LINE % 128 && D::LINE % 128);
 // Are units of all strips of the second half dealt out to all warps, each a piece of the line? What
 // they find is added up when all have done. Teams would leave warps without work.
 constexpr bool SPREAD = MIXED && ROWS == 1 && SPAN <= 24;
