@@ -8,20 +8,22 @@ from toys import TOYS,arguments,greedy,prompt,toy,verdict
 
 def watch(e, eager):
     "Have `e` keep the logits of its steps; with `eager` without graphs"
-    forward,kept,s = e.model.forward,{},e.stepper
-    def keeping(b, cache):
-        kept[s.last] = y = forward(b, cache)
+    kept,s = {},e.stepper
+    logits = s._step_logits
+    def keeping(x, shape):
+        y = logits(x, shape)
+        kept[shape] = getattr(y, 'best', y)  # of each block of the head, where that is enough
         return y
     if eager: s.replay = s.body
     s.graphs.clear()
-    e.model.forward = keeping
-    return kept,lambda: setattr(e.model, 'forward', forward)
+    s._step_logits = keeping
+    return kept
 
 def run(llm, n, steps, eager):
     "Logits of each decode step and all tokens of `n` sequences"
     e,V = llm.engine,llm.config.vocab_size
     s = e.stepper
-    kept,undo = watch(e, eager)
+    kept = watch(e, eager)
     for i in range(n): e.add(greedy(f'r{i}', prompt(9+31*i, V, i), steps+i))
     logits,tokens = [],{}
     while e.has_work:
@@ -31,8 +33,7 @@ def run(llm, n, steps, eager):
         if not s.last: continue
         now = s.card.download(kept[s.last])
         logits.append(np.array(now))
-    undo()
-    vars(s).pop('replay', None)
+    for name in ('_step_logits','replay'): vars(s).pop(name, None)
     s.graphs.clear()
     return logits,tokens
 
