@@ -12,7 +12,7 @@ def watch(e, eager):
     logits = s._step_logits
     def keeping(x, shape):
         y = logits(x, shape)
-        kept[shape] = getattr(y, 'best', y)  # of each block of the head, where that is enough
+        kept[shape] = getattr(y, 'keys', y)  # of each block of the head, where that is enough
         return y
     if eager: s.replay = s.body
     s.graphs.clear()
