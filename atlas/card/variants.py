@@ -36,7 +36,7 @@ def _where(card): return _cuda(card.index) if card.kind=='cuda' else _emulator()
 def make_ready(
     card:Device, # A `Cuda` or an `Emulator`
     *steps, # As for `wanted`
-    known:'Known|None'=None, # What is being loaded already; is told what this start asks for
+    known=None, # `Known`: what is being loaded already; is told what this start asks for
 )->int: # Number of variants
     "Compile and load all that `steps` will launch on `card`, at once; the first `DeviceError` ends it. A dry card loads nothing"
     where,what = _where(card),wanted(*steps)

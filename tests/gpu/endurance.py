@@ -7,14 +7,23 @@ import numpy as np
 from toys import arguments,greedy,prompt,toy,verdict
 from atlas.card.launch import compilations
 
+HELD = 'the card','pools','in use','of prompts','graphs of prompts'
+
 def held(s):
-    "Bytes that the card has given away, that CuPy's pools have, and those of them in use"
-    if s.card.kind!='cuda': return 0,0,0
+    """Bytes that the card has given away, that CuPy's pools have, and those of them in use; then what
+    graphs of prompts have, and how many there are"""
+    if s.card.kind!='cuda': return 0,0,0,0,0
     cp = s.card.xp
     s.card.synchronize()
     free,total = cp.cuda.runtime.memGetInfo()
     pools = cp.get_default_memory_pool(),s.stream.memory
-    return total-free,sum(p.total_bytes() for p in pools),sum(p.used_bytes() for p in pools)
+    taken,used = sum(p.total_bytes() for p in pools),sum(p.used_bytes() for p in pools)
+    prompts = s.prompts.scratch.memory.total_bytes() if s.prompts else 0
+    return total-free,taken,used,prompts,recorded(s)[1]
+
+def recorded(s):
+    "Graphs of steps, and of prompts"
+    return len(s.graphs),len(s.prompts.kept) if s.prompts else 0
 
 def traffic(e, steps, V, seed, most, span):
     "Serve for at least `steps` decode steps; how many there were and what was said"
@@ -37,13 +46,13 @@ def main():
     e,V = llm.engine,llm.config.vocab_size
     s = e.stepper
     for i in range(1 if a.emulator else 6):  # until every kind of step has been recorded
-        graphs = len(s.graphs)
+        graphs = recorded(s)
         traffic(e, a.steps//5, V, i, most, span)
-        if graphs==len(s.graphs): break
+        if graphs==recorded(s): break
     before,graphs = held(s),len(s.graphs)
     t = time.perf_counter(); steps,n,spoke = traffic(e, a.steps, V, 9, most, span); t = time.perf_counter()-t
     after = held(s)
-    bad = [f'{what}: {x:,} bytes before, {y:,} after' for what,x,y in zip(('the card','pools','in use'), before, after) if y!=x]
+    bad = [f'{what}: {x:,} bytes before, {y:,} after' for what,x,y in zip(HELD, before, after) if y!=x]
     if compilations.after_ready: bad.append(f'compiled late: {compilations.late}')
     blocks,lanes = e.scheduler.pool.used,len(s.lanes)
     if blocks or lanes or len(s.free)!=s.rows.most+1:
