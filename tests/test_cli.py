@@ -647,7 +647,7 @@ def test_other_commands_that_load_read_speculation(fake, monkeypatch, name):
     monkeypatch.setattr(cli, '_card', lambda *_: 'card')
     monkeypatch.setattr(cli, '_longest', lambda *_: 99)
     for module in ('bench','bench_decode'):
-        monkeypatch.setattr(f'atlas.use.{module}.{module}', lambda *_: Report())
+        monkeypatch.setattr(f'atlas.use.{module}.{module}', lambda *_, **how: Report())
     def measured(config, *_): return fake(config) and Report()
     monkeypatch.setattr('atlas.use.bench_throughput.bench_throughput', measured)
     monkeypatch.setattr('atlas.use.bench_throughput.fitting', lambda config, *_: config)
@@ -800,7 +800,7 @@ BENCHES = [('all','bench'), ('decode','bench_decode'), ('kernels','bench_decode'
 def test_every_bench_writes_the_same_way(fake, bench, module, as_json, to_file, tmp_path,
                                          monkeypatch):
     "--json is for stdout, --output for a file, and both may be given"
-    monkeypatch.setattr(f'atlas.use.{module}.{module}', lambda *_: Report())
+    monkeypatch.setattr(f'atlas.use.{module}.{module}', lambda *_, **how: Report())
     monkeypatch.setattr(cli, '_card', lambda *_: 'card')
     monkeypatch.setattr(cli, '_longest', lambda *_: 99)
     monkeypatch.setattr('atlas.use.bench_throughput.fitting', lambda *_: None)

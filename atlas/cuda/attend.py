@@ -182,6 +182,7 @@ def _defines(a, pool, half, share, new, ahead=0):
     return more|dict(D=D, HEADS=a.num_heads, KV=a.num_kv_heads, HALF=half, BS=pool.block_size, GATE=int(a.gate), VNORM=int(a.v_norm), KEQV=int(a.k_eq_v), QONLY=int(a.q_only),
         NORM=('none','head','all').index(a.qk_norm), FMT=pool.code, SHARE=share, NEW=new, SPLIT=split, BYTES=room)
 
+# %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #49da9e5c
 def _rooms(card):
     "Bytes of shared memory for a block: half a multiprocessor's, or all that a block may have"
     if card.kind=='dry': card = SimpleNamespace(arch='sm_90a')
@@ -225,9 +226,12 @@ class Shares:
     mergers:int=0 # Blocks of a row that may add up its pieces; 0: attn_merge
     early:int=0 # Of one row that draws tickets: blocks that begin with the newest pieces
 
+# %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #34a3aa5b
 def _crowded(card, blocks, pieces, rows, window):
     "Are there more blocks than multiprocessors, or more pieces of one row than its blocks add up?"
     return blocks*pieces*rows>_sms(card) or (rows==1 and pieces>_GIVEN and not window)
+
+def _half(angles): return angles.cos.shape[1] if angles else 0 # Pairs of columns that turn
 
 def _least(d, crowded):
     "Blocks that a multiprocessor must have room for"
@@ -270,22 +274,20 @@ def attend(
 ): # As `out`
     "Attention of 1 to 8 rows of each sequence over the cache, from projection to projection"
     card,R,d,h = card_of(qkv),len(qkv),a.head_dim,a.num_heads
-    half = angles.cos.shape[1] if angles else 0
     y = card.empty((R, h*d)) if out is None else out
     blocks = _blocks(h, a.num_kv_heads)
     n,many = num_pieces(b.longest, window, blocks, d)
     crowded = _crowded(card, blocks, n, R, window)
     least = _least(d, crowded)
-    defines = _variant(card, a, pool, half, b, crowded, least)
+    defines = _variant(card, a, pool, _half(angles), b, crowded, least)
     draws = 'ONE' in defines and not window
-    if draws: share = _drawing(card, blocks, n, least*_usable(card))
-    else: share = _shares(card, blocks, n, many, R, window)
+    share = (_drawing(card, blocks, n, least*_usable(card)) if draws
+        else _shares(card, blocks, n, many, R, window))
     o,ml = (card.empty((R,n,h,d)),card.empty((R,n,h,2))) if n>1 else (None,None)
     words = pool.words if share.mergers and n>1 else None
     tickets = pool.words.view(np.int32) if draws else None
-    # a row's blocks come early where they have fewer registers
     alone = R==1 and crowded and getattr(card, 'arch', '')=='sm_90a'
-    if alone and 128<d<=256: defines['LEAN'] = 1
+    if alone and 128<d<=256: defines['LEAN'] = 1 # its blocks come early if they have few registers
     turn = (angles.cos,angles.sin,angles.pos.reshape(-1, R),angles.axes) if angles else (None,)*4
     norms = (q_norm,k_norm,None,None) if a.qk_norm=='head' else (None,None,q_norm,k_norm)
     pools = [x if x is None or x.dtype!=np.uint16 else x.view(np.uint8) for x in pool.arrays]

@@ -55,6 +55,7 @@ def _columns(d, down):
     mine = 0 if _spread(d, down) else r*(1+_mixed(d, down))
     return max(meet*r*(2-once)+(mine if r==1 else 0), 2*mine)
 
+# %% ../../nbs/3_ops/moe/51_cuda.experts.ipynb #49edb65b
 def _kept(d, up, down):
     "Words for scales and biases of strips that are added up, made, or on their way"
     W,deep,us,ds = d['WARPS'],d['DEEP'],_split(up, 4),_split(down, 2)

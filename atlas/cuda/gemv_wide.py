@@ -275,6 +275,7 @@ def extra_share(self:_Product):
             return opts,_memory(f, tiles, 1, along*down, along, deep, held)
     raise ConfigError(f'{8*tiles} rows of {self.w.k} columns have no room')
 
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #2310105b
 @patch
 def __call__(self:_Product, x, bias, gate, add, out, numbers, opts, best=None):
     "Launch `gemv_wide`; `x` as `halves` gives it"

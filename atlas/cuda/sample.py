@@ -246,6 +246,7 @@ def _drawn(logits, t, ids_out, rows, cuts, width, given, arrays, sizes):
         t.work, t.spans, ids_out, t.logprobs, t.top_ids, t.top_logprobs,
         *arrays, V, *sizes, width, int(given is None))
 
+# %% ../../nbs/3_ops/sample/61_cuda.sample.ipynb #f17500b1
 def _greedy(logits, scratch, ids_out, arrays, sizes):
     "One launch: of logits, or of keys of the largest of them"
     R,V = logits.shape
