@@ -76,7 +76,9 @@ def _work(self:Store, model):
     except StoppedError: pass # the next start goes on
     except AtlasError as e: _log.warning('The packed file is not kept: %s', e)
     except RuntimeError:
-        if threading.main_thread().is_alive(): raise # else this process ends
+        main = threading.main_thread()
+        main.join(1) # pools take no more work a little before it ends
+        if main.is_alive(): raise # else this process ends
     except Exception: _log.exception('The packed file is not kept')
     else: _log.info('Packed weights are in %s, after %.1f s', self.path, perf_counter()-start)
 
