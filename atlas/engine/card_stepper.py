@@ -410,15 +410,16 @@ class PromptGraphs:
 
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #6e6bf660
 @patch
-def record(self:PromptGraphs, batches, stream):
-    "Have graphs on `stream` for the shapes of `batches` of the host, as far as memory goes"
-    longest_first = sorted(batches, key=lambda b: -b.num_rows) # shorter ones fit in what it left
+def record(self:PromptGraphs, batch, stream)->bool: # Is there room for more?
+    "Have a graph for the shape of `batch`, of the host, which goes first where there are too many"
+    shape = _prompt_shape(batch, stream)
+    if len(self.kept)>=self.most or self.refused!=self.scratch.refused: return False
+    if self.kept.get(shape): return True
     with self.scratch.allocating():
-        for b in longest_first:
-            try: graph = self._recorded(b, stream)
-            except OutOfMemoryError: break # they are recorded when they come, or never
-            self.kept[_prompt_shape(b, stream)] = graph
-    self.kept = OrderedDict(reversed(self.kept.items()))
+        try: self.kept[shape] = self._recorded(batch, stream)
+        except OutOfMemoryError: return False # it is recorded when it comes, or never
+    self.kept.move_to_end(shape, last=False)
+    return True
 
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #58e7bed7
 @patch
@@ -428,18 +429,6 @@ def usual(self:PromptGraphs, long:int)->tuple[list[int],list[int]]:
     powers = sorted({1<<i for i in range(6, long.bit_length())}|set(every[-1:]))[-self.most:]
     others = [n for n in every if n not in powers] # the shortest have the most to gain
     return powers,others[:self.most-len(powers)]
-
-@patch
-def later(self:PromptGraphs, batch, stream)->bool: # Is there room for more?
-    "Have one more graph, which goes first where there are too many; as far as memory goes"
-    shape = _prompt_shape(batch, stream)
-    if len(self.kept)>=self.most or self.refused!=self.scratch.refused: return False
-    if self.kept.get(shape): return True
-    with self.scratch.allocating():
-        try: self.kept[shape] = self._recorded(batch, stream)
-        except OutOfMemoryError: return False
-    self.kept.move_to_end(shape, last=False)
-    return True
 
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #656d6aa6
 class CardStepper(Stepper):
@@ -1030,9 +1019,10 @@ def _record_prompts(self:CardStepper, long):
     first,self.prompts.due = self.prompts.usual(long)
     if self.rest and first:
         with self.here(self.rest):
-            self.prompts.record([self._whole(first[-1])], self.rest)
+            self.prompts.record(self._whole(first[-1]), self.rest)
         first = first[-(self.prompts.most-1):] # there is a place for so many
-    self.prompts.record(map(self._whole, first), self.stream)
+    for n in reversed(first): # shorter ones fit in what longer ones left
+        if not self.prompts.record(self._whole(n), self.stream): break
 
 @patch
 def _whole(self:CardStepper, n)->Batch:
@@ -1045,5 +1035,5 @@ def idle(self:CardStepper)->bool:
     p = self.prompts
     if not (p and p.due): return False
     with self.here():
-        if not p.later(self._whole(p.due.pop(0)), self.stream): p.due = []
+        if not p.record(self._whole(p.due.pop(0)), self.stream): p.due = []
     return True
