@@ -33,6 +33,7 @@ SCRIPTS = [
     ('startups', []),
     ('sleeping', []),
     ('many', ['--part','chunks']),
+    ('aloft', []),
     ('parts', [])]
 
 @pytest.mark.parametrize('name,more', SCRIPTS)
