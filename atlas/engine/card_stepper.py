@@ -891,22 +891,25 @@ def _counted(self:CardStepper, flight)->Sampled:
 
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #61eaf9b3
 @patch
-def _zeros(self:CardStepper, tokens, pieces=1, start=0, want=1, device=None):
-    "A batch of zeros, on blocks and slots that nobody has yet"
+def _zeros(self:CardStepper, tokens, pieces=1, start=0, want=1, device=None, short=0):
+    "A batch of zeros, on blocks and slots that nobody has yet; `short` pieces more have one token"
     blocks = list(range(self.cache.blocks_for(start+tokens)))
     one = Piece([0]*tokens, start, blocks, want)
+    least = Piece([0], start, blocks, want)
     size = self.cache.pool.block_size
-    return make_batch([one]*pieces, not start, size, device or self.card)
+    all_of_them = [one]*pieces+[least]*short
+    return make_batch(all_of_them, not start, size, device or self.card)
 
 @patch
-def _try_prompt(self:CardStepper, tokens=1, pieces=1):
-    "Run so many prompts of zeros, and sample"
-    b,model = self._zeros(tokens, pieces),self.model
+def _try_prompt(self:CardStepper, tokens=1, pieces=1, short=0):
+    "Run so many prompts of zeros, and `short` ones of one token, and sample"
+    b,model = self._zeros(tokens, pieces, short=short),self.model
     x = model.trunk(b, self.cache)
     if self.prompts and not self.drafter: model.ops.pick(x, b.out)  # what a graph ends with
     logits = model.head(model.final(x[b.out]))
-    ids = self.card.empty(pieces, 'int32')
-    rows = self.card.upload(np.full(pieces, -1, np.int32))
+    n = pieces+short
+    ids = self.card.empty(n, 'int32')
+    rows = self.card.upload(np.full(n, -1, np.int32))
     sample_rows(logits, self.table, ids, rows)
     if self.drafter: self._try_drafts(b, x)
 
@@ -954,15 +957,17 @@ def _try_apart(self:CardStepper, longest):
 
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #5b0c21de
 @patch
-def _prompts(self:CardStepper, long)->list[tuple[int,int]]:
-    "Lengths and numbers of prompts that steps differ in; none is longer than `long`"
+def _prompts(self:CardStepper, long)->list[tuple[int,...]]:
+    "Lengths and numbers of prompts that steps differ in, and how many of one token are beside"
     s,powers = self.scheduler,range(6, long.bit_length())
     lengths = {1,long,*(1<<i for i in powers)}  # tiles of products are chosen by rows
     buckets,two = self._buckets(),min(long, TILE+1) # the second tile has one row
     out = [(t, 1) for t in sorted(lengths)]
     out += [(1, k) for k in buckets]
-    most = min(s.max_num_seqs, s.chunk//two) # with which a step has the most rows
-    return [*out, *((two, k) for k in buckets if k<most), (two, max(most, 1))]
+    most = min(s.max_num_seqs, s.chunk//two)
+    out += [(two, k) for k in buckets if k<most]
+    short = min(s.max_num_seqs, long)-1 # a tile each: no step has more rows
+    return [*out, (two, max(most, 1)), (long-short, 1, short)]
 
 _CROWD = 32 # Sequences, or pieces of one, with whose rows attention has more blocks than any card runs at once
 
@@ -972,7 +977,7 @@ def _replays(self:CardStepper, longest)->list[tuple[int,...]]:
     s,rows = self.scheduler,self.replay_rows
     few = [(k,) for k in (1,2,4,rows)]
     most = max(1, min(_CROWD, s.max_num_seqs, s.chunk//rows))
-    many = [most, *(1<<i for i in range(1, most.bit_length()))]  # as products are shared out
+    many = [most, *(1<<i for i in range(most.bit_length()))]  # as products are shared out
     def start(seqs): return max(1, min(-(-_CROWD//seqs)*PIECE, longest)-rows)
     return [*few, *((rows, n, start(n)) for n in sorted(set(many)))]
 

@@ -11,7 +11,7 @@ from atlas.engine.policy import Policy
 from atlas.ground.core import EngineError
 from toys import arguments,greedy,prompt,toy,verdict
 
-CARD = NS(context=6000, shared=2048, longest=2500, most=60, seqs=8)
+CARD = NS(context=4000, shared=1536, longest=2000, most=60, seqs=8)
 TINY = NS(context=250, shared=64, longest=100, most=16, seqs=3)
 
 class Always(Policy):
@@ -69,13 +69,12 @@ class Traffic:
         except EngineError: self.seen['slept'] += 1
 
     def stumble(self):
-        "The next launch finds no memory, or is cut off"
+        "The next launch finds no memory for prompts, or is cut off"
         stepper = self.e.stepper
-        fault = MemoryError('none left') if self.rng.random()<.5 else KeyboardInterrupt()
         def launch(plan, samplers):
             del stepper.launch
             self.seen['failed'] += 1
-            raise fault
+            raise MemoryError('none left') if plan.prefill else KeyboardInterrupt
         stepper.launch = launch
         while self.e.has_work and 'launch' in vars(stepper):
             try: self.step()
@@ -107,7 +106,7 @@ def one(name, emulator, rounds):
         if got!=want[:len(got)]: bad.append(f'{name}: {rid} was told something else')
     missing = [what for what in ('aloft','gone','slept','failed','hits') if not t.seen[what] and not emulator]
     if missing: bad.append(f'{name}: {missing} never happened')
-    if late := e.stats()['jit_after_ready_total']: bad.append(f'{name}: {late} compiled late')
+    if e.late: bad.append(f'{name}: compiled late: {e.late}')
     if e.stepper.lanes or e.scheduler.seqs: bad.append(f'{name}: lanes or sequences are left')
     want = alone(llm, r)
     llm.sleep()

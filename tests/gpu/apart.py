@@ -120,6 +120,6 @@ if __name__=='__main__':
     print(f'alone {np.median([ms for ms,_ in both]):.0f} ms', flush=True)
     want,bad = [token for _,token in both],[]
     for n in s.seqs: bad += run(llm, s, n, want)
-    if late := llm.engine.stats()['jit_after_ready_total']: bad.append(f'{late} compiled late')
+    if llm.engine.late: bad.append(f'compiled late: {llm.engine.late}')
     llm.close()
     verdict(bad, 'the same tokens, divided or not')

@@ -45,10 +45,12 @@ def main():
     llm = toy(a.model, a.emulator, most, span)
     e,V = llm.engine,llm.config.vocab_size
     s = e.stepper
-    for i in range(1 if a.emulator else 6):  # until every kind of step has been recorded
+    same = 0
+    for i in range(1 if a.emulator else 20):  # until all graphs are there, or as many as are kept
         graphs = recorded(s)
         traffic(e, a.steps//5, V, i, most, span)
-        if graphs==recorded(s): break
+        same = same+1 if graphs==recorded(s) else 0
+        if same==3: break
     before,graphs = held(s),len(s.graphs)
     t = time.perf_counter(); steps,n,spoke = traffic(e, a.steps, V, 9, most, span); t = time.perf_counter()-t
     after = held(s)
