@@ -7,7 +7,7 @@ Docs: https://atlas-inference.github.io/atlas/2_card/launch.html.md"""
 # %% auto #0
 __all__ = ['DTYPES', 'OPTIONS', 'compilations', 'simulate', 'Source', 'kernel_names', 'find_nvcc', 'Nvcc', 'cuda_headers',
            'Nvrtc', 'CubinStore', 'Compilations', 'options_of', 'cubin_name', 'ahead', 'is_compiled', 'compiled',
-           'Recording', 'recording', 'noted', 'machine_code', 'prepare', 'save_variants', 'saved_variants',
+           'Recording', 'recording', 'noted', 'wanting', 'machine_code', 'prepare', 'save_variants', 'saved_variants',
            'compile_all', 'Kernel', 'loaded', 'kernel']
 
 # %% ../../nbs/2_card/03_launch.ipynb #9a9329ca
@@ -370,6 +370,11 @@ def noted(name, grid, block, args, shared, pdl, defines)->bool:
     if not (those := getattr(_listening, 'those', None)): return False
     for r in those: r.calls.append((name, grid, block, args if r.args else (), shared, pdl, dict(defines)))
     return not all(r.launch for r in those)
+
+def wanting()->bool:
+    "Does somebody collect what this thread asks for, and have nothing of it launched?"
+    those = getattr(_listening, 'those', None)
+    return bool(those) and not any(r.launch for r in those)
 
 # %% ../../nbs/2_card/03_launch.ipynb #c1ac941c
 def machine_code(

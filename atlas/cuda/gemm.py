@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from fastcore.basics import patch
 from ..card.card import TensorMap,card_of,limits,run
+from ..card.launch import noted,wanting
 from .pack import CardFormat
+from ..ops.linear import TILE
 
 # %% ../../nbs/3_ops/linear/13_cuda.gemm.ipynb #03205b41
 BK = 64 # Columns that a product takes at a time: fp16 rows are padded to a multiple
@@ -195,6 +197,16 @@ def gemm(
     if out is None: out = card_of(h.y).empty((R, w.n//2 if w.pair else w.n))
     return product(h.y, h.scale, w, out, R, bias, add, act, limit, gate, parts=parts, tile=tile)
 
+# %% ../../nbs/3_ops/linear/13_cuda.gemm.ipynb #7a1e0c02
+@functools.lru_cache(1<<10)
+def _tiles_before(f, rows, n, k, cores, parts, groups)->list[dict]:
+    "How `tile_of` divides fewer rows than `rows`, and more than half as many"
+    found = []
+    for r in range(rows//2//TILE*TILE+TILE, rows, TILE):
+        d = tile_of(f, r, n, k, cores, False, parts, groups)
+        if d not in found: found.append(d)
+    return found
+
 # %% ../../nbs/3_ops/linear/13_cuda.gemm.ipynb #30136062
 @functools.lru_cache(1<<10)
 def _rows_map(card, address, rows, ld, box):
@@ -220,10 +232,13 @@ def product(h, scale, w, out, rows, bias=None, add=None, act=None, limit=None, g
     logits,column = gate or (None,0)
     scales = _bytes(w.s) if f.stage else None
     most = float('inf') if limit is None else float(limit)
+    how = dict(FMT=f.many, ACTIVATION=_ACTS[act], PARTS=parts, GROUPED=grouped)
     run('gemm', grid, threads,
         h, scale, _rows(w), scales, units(w), bias, logits, add, out, order, tiles,
         x_map, rows, h.shape[1], -(-w.k//BK)*BK, w.chunks, blocks, w.n,
         most, top, column, _ld(logits), _ld(add), _ld(out),
-        shared=shared, pdl=False,
-        FMT=f.many, ACTIVATION=_ACTS[act], PARTS=parts, GROUPED=grouped, **d)
+        shared=shared, pdl=False, **how, **d)
+    if wanting() and not grouped and not tile:
+        those = f,rows,w.n,w.k,card.multiprocessors,parts,by_groups(card)
+        for other in _tiles_before(*those): noted('gemm', grid, threads, (), 0, False, how|other)
     return out
