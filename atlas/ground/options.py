@@ -21,6 +21,8 @@ _caches = 'f16','bf16','f32','fp8','nvfp4' # Of keys and values
 _prompts = 'f16','fp8','nvfp4' # Of activations of prompts
 _policies = 'fifo','slai' # Of a scheduler
 _drafters = 'auto','mtp','draft','ngram','off' # Of drafts; True is auto, False is off
+_shipped = ('auto','awq','compressed-tensors','fbgemm_fp8','gpt_oss_mxfp4','gptq','modelopt',
+    'modelopt_fp4','modelopt_mixed','mxfp4') # How others' checkpoints are stored
 
 def option(
     default, # Where nobody says otherwise
@@ -28,10 +30,11 @@ def option(
     flag:bool=True, # Does the command line offer it?
     words:tuple=(), # What it may be, where it is a word
     step:int=1, # What it is a multiple of, where it is a whole number
+    means:dict|None=None, # What other engines' words for it stand for
     **cli, # How it is read there: `min`, `max`, `size` for bytes, `text`
 ):
     "A field of `EngineConfig`"
-    said = dict(help=help, flag=flag, words=words, step=step, cli=cli)
+    said = dict(help=help, flag=flag, words=words, step=step, means=means or {}, cli=cli)
     return field(default=default, metadata=said)
 
 # %% ../../nbs/1_ground/16_options.ipynb #0f73d78d
@@ -124,7 +127,7 @@ class EngineConfig(Caching, Sizing, Queueing, Speculation, Keeping):
     "What an engine is loaded with; a `RequestError` at birth names the field that is wrong"
     model:str # Directory, file, Hugging Face id, or 'demo'
     device:str=option('auto', 'Where to run: auto, cpu, cuda or cuda:N.')
-    max_seq_len:int|None=option(None, min=2,
+    max_seq_len:int|None=option(None, min=2, alias='--max-model-len',
         help="Context in tokens, prompt and answer together. [default: the model's own]")
     max_num_seqs:int|None=option(None, min=1,
         help='Sequences that are answered at the same time. '
@@ -136,7 +139,7 @@ class EngineConfig(Caching, Sizing, Queueing, Speculation, Keeping):
             '[default: 256, on a card 2,048 to 8,192, as memory allows]')
     overcommit:float=option(1., min=1, max=1000,
         help='Promise this multiple of the cache; above 1, sequences may be preempted.')
-    load_format:str=option('auto', words=('auto','dummy'),
+    load_format:str=option('auto', words=('auto','dummy'), means=dict(safetensors='auto'),
         help='auto, or dummy for random weights; '
             'MODEL may then be a shape such as qwen3.6-35b-a3b.')
     weights:str|None=option(None, words=_formats,
@@ -147,16 +150,23 @@ class EngineConfig(Caching, Sizing, Queueing, Speculation, Keeping):
         help='On the host: keep quantised weights as stored, and decode them at each use. '
             '[default: where they would not fit otherwise]')
     drafting:bool=option(False, "Load the model's own drafting head too.", flag=False)
-    quantization:str|None=option(None, words=_anew,
-        help='On a card: store projections anew in nvfp4 or fp8. [default: as shipped]')
+    quantization:str|None=option(None, words=_anew, means=dict.fromkeys(_shipped),
+        help='On a card: store projections anew in nvfp4 or fp8, where they have more bits. '
+            'What others call their checkpoints, such as compressed-tensors, is: as shipped. '
+            '[default: as shipped]')
+    tokenizer:str|None=option(None,
+        help='Take the tokenizer and the chat template of this model. '
+            "[default: the model's own]")
     lm_head_dtype:str|None=option(None, words=_anew,
         help='On a card: the same for the output matrix. [default: as shipped]')
     prefill_activations:str|None=option(None, words=_prompts,
         help='On a card: multiply prompts in f16, or faster in fp8 or nvfp4. [default: f16]')
     kv_cache_dtype:str|None=option(None, words=_caches,
+        means=dict(auto=None, fp8_e4m3='fp8', bfloat16='bf16', float16='f16'),
         help='On a card: keys and values in f16, bf16, f32, fp8 or nvfp4. [default: f16]')
-    kv_high_precision_layers:int=option(0, min=0,
-        help='On a card: so many attention layers at both ends keep theirs in 16 bits.')
+    kv_high_precision_layers:int=option(0, min=0, text='N', means=dict(auto=2, max=1<<16),
+        help='On a card: so many attention layers at both ends keep theirs in 16 bits; '
+            'auto is 2, max all of them. [default: 0]')
     def __post_init__(self): _check(self)
 
 # %% ../../nbs/1_ground/16_options.ipynb #ecb8918e
@@ -194,11 +204,20 @@ _kinds = {int:_whole, float:_number, bool:_truth, str:_word, bool|str:_switch}
 def _checked(f, v):
     "What the field `f` is where somebody says `v`; a `RequestError` where it cannot be that"
     may_be_none = f.default is None or type(None) in get_args(f.type)
-    if not f.metadata or v is None and may_be_none: return v
+    if not f.metadata: return v
+    v = _meant(v, f)
+    if v is None and may_be_none: return v
     kind = f.type if f.type in _kinds else get_args(f.type)[0]
     ok,expected = _kinds[kind](v, f.metadata)
     if not ok: raise RequestError(f'{f.name} is {v!r}, expected {expected}', param=f.name)
     return kind(v) if kind in (int,float,bool) else v
+
+def _meant(v, f):
+    "What `v` stands for where it is a word of another engine, or a number that was written out"
+    if not isinstance(v, str): return v
+    if v in f.metadata['means']: return f.metadata['means'][v]
+    written = f.type is int and 'text' in f.metadata['cli'] # The command line leaves it as text
+    return int(v) if written and v.isdecimal() else v
 
 def _put(c, **kw):
     "Set fields of a config that is being made"
@@ -214,6 +233,7 @@ def _check(c):
     _speculation(c)
     _spilling(c)
     _packing(c)
+    if c.tokenizer is not None: _put(c, tokenizer=_named(c, 'tokenizer'))
     if c.load_format=='auto' and c.weights:
         said = f'weights={c.weights!r} is for load_format=dummy'
         hint = '"atlas quantize" changes the format of a model'
