@@ -345,7 +345,7 @@ def check_bind(host:str, keys, insecure:bool=False):
     "Refuse to listen for strangers without a key"
     if not (keys or insecure or loopback(host)):
         raise InsecureError(f'{host} can be reached from other machines, and no API key is set',
-            hint='Set ATLAS_API_KEY or give --api-key-file; --insecure serves everyone')
+            hint='Set ATLAS_API_KEY, or give --api-key-file or --api-key; --insecure serves everyone')
 
 # %% ../../nbs/7_service/08_http.ipynb #0e9d52e8
 def _digest(key): return hashlib.sha256(key if isinstance(key, bytes) else key.encode()).digest()

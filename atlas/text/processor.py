@@ -51,6 +51,7 @@ class Processor:
         more = self._tokenizer.eos_ids if self.has_text else ()
         return tuple(dict.fromkeys((*self.config.eos_ids, *more)))
 
+# %% ../../nbs/6_text/19_processor.ipynb #19a10002
 def _try_tokenizer(ck):
     "The checkpoint's tokenizer, or the error that says it has none; a made-up model's are bytes"
     try: return load_tokenizer(ck)

@@ -501,6 +501,11 @@ AutoTools = Annotated[bool, _opt(
     'Does nothing: a model with a parser may always call tools.', '--enable-auto-tool-choice')]
 Tools = Annotated[str|None, _opt("How the model calls tools: hermes, qwen3_coder, mistral, llama3_json, … [default: as its family does]", show_default=False)]
 
+# %% ../../nbs/8_use/12_cli.ipynb #c11a0003
+def _not_needed(flag, said):
+    "Tell who `said` a flag of another engine that it does nothing"
+    if said: typer.echo(f'atlas: {flag} is not needed here, and does nothing', err=True)
+
 # %% ../../nbs/8_use/12_cli.ipynb #055e814d
 @app.command(epilog=_examples(
     'atlas serve tiny',
@@ -530,23 +535,18 @@ def serve(models:Models,
     **options):
     "Serve models: a chat page at /, the APIs of OpenAI and Anthropic at /v1."
     from atlas.service.gateway import serve
-    idle = dict(trust_remote_code=trust_remote_code,
-        enable_auto_tool_choice=enable_auto_tool_choice)
-    for name in (n for n,said in idle.items() if said):
-        flag = name.replace('_', '-')
-        typer.echo(f'atlas: --{flag} is not needed here, and does nothing', err=True)
+    _not_needed('--trust-remote-code', trust_remote_code)
+    _not_needed('--enable-auto-tool-choice', enable_auto_tool_choice)
     configs = [EngineConfig(m, **options) for m in models]
     serve(configs, host=host, port=port,
         served_model_name=served_model_name, alias=alias or (),
-        first=() if lazy else None, autoload=autoload,
-        api_key=api_key or (), api_key_file=api_key_file, insecure=insecure,
+        autoload=autoload, first=() if lazy else None, insecure=insecure,
+        api_key=api_key or (), api_key_file=api_key_file,
         allowed_hosts=allowed_host or (), cors_origins=cors_origin or (),
-        rate_limit=rate_limit,
         tls_cert=tls_cert, tls_key=tls_key, tls_ca=tls_ca,
-        fetch_images=fetch_images,
-        cache_salt_per_key=cache_salt_per_key, prefill_next_turn=prefill_next_turn,
-        tool_parser=tool_call_parser, reasoning_parser=reasoning_parser,
-        drain=drain, log_format=log_format, log_level=log_level)
+        rate_limit=rate_limit, fetch_images=fetch_images, prefill_next_turn=prefill_next_turn,
+        cache_salt_per_key=cache_salt_per_key, reasoning_parser=reasoning_parser,
+        tool_parser=tool_call_parser, drain=drain, log_format=log_format, log_level=log_level)
 
 # %% ../../nbs/8_use/12_cli.ipynb #0ebd65a1
 @app.command(context_settings=dict(allow_extra_args=True, ignore_unknown_options=True), epilog=_examples('atlas launch codex', 'atlas launch claude --model mine', 'atlas launch opencode --print', 'atlas launch codex -- exec "Explain this folder"'))
