@@ -10,7 +10,7 @@ import atlas.use.cli as cli
 from atlas.ground import hub
 from atlas.ground.core import AtlasError,ContextLengthError
 from atlas.ground.hub import Entry
-from atlas.ground.options import EngineConfig
+from atlas.ground.options import EngineConfig,differs
 from atlas.text.deltas import Delta
 from atlas.text.generation import Output
 from helpers.waiting import WAIT
@@ -495,6 +495,7 @@ ENGINE = {
     '--load-format dummy': dict(load_format='dummy'),
     '--weights fp8': dict(weights='fp8'),
     '--quantization nvfp4': dict(quantization='nvfp4'),
+    '--tokenizer tiny': dict(tokenizer='tiny'),
     '--lm-head-dtype fp8': dict(lm_head_dtype='fp8'),
     '--prefill-activations nvfp4': dict(prefill_activations='nvfp4'),
     '--kv-cache-dtype fp8': dict(kv_cache_dtype='fp8'),
@@ -525,6 +526,7 @@ GATEWAY = {
     '--alias b --alias *': dict(alias=['b','*']),
     '--lazy': dict(first=()),
     '--no-autoload': dict(autoload=False),
+    '--api-key one --api-key two': dict(api_key=['one','two']),
     '--api-key-file keys': dict(api_key_file='keys'),
     '--insecure': dict(insecure=True),
     '--allowed-host box': dict(allowed_hosts=['box']),
@@ -575,6 +577,55 @@ def test_serve_knows_the_chunk_by_another_name(serve):
     "What others call --chunk"
     run('serve', 'm', '--max-num-batched-tokens', '8192')
     assert serve.call_args.args==([EngineConfig('m', chunk=8192)],)
+
+# What people run on a Spark, and what is to come of it; `serve` and the model stand before it
+SPARK = {
+    'Qwen/Qwen3.6-35B-A3B-FP8 --port 8100 --max-seq-len 262144 --speculative '
+    '--num-speculative-tokens 2':
+        dict(max_seq_len=262144, speculative=True, num_speculative_tokens=2),
+    'Qwen/Qwen3.6-35B-A3B-FP8 --port 8200 --max-seq-len 262144 --tool-call-parser qwen3_coder '
+    '--num-speculative-tokens 1':
+        dict(max_seq_len=262144, speculative=True, num_speculative_tokens=1),
+    'Qwen/Qwen3.6-35B-A3B-FP8 --port 8888 --max-seq-len 65536 --kv-cache-dtype fp8 '
+    '--kv-high-precision-layers auto --gpu-memory-utilization 0.90 --scheduling-policy slai '
+    '--quantization fp8 --tool-call-parser qwen3_coder --enable-prefix-caching --speculative':
+        dict(max_seq_len=65536, kv_cache_dtype='fp8', kv_high_precision_layers=2,
+            gpu_memory_utilization=.9, scheduling_policy='slai', quantization='fp8',
+            speculative=True),
+    'RedHatAI/Qwen3.6-35B-A3B-NVFP4 --tokenizer Qwen/Qwen3.6-35B-A3B '
+    '--quantization compressed-tensors --kv-cache-dtype fp8 --trust-remote-code '
+    '--max-model-len 131072 --gpu-memory-utilization 0.55 --enable-auto-tool-choice '
+    '--tool-call-parser qwen3_coder --reasoning-parser qwen3 --speculative-config '
+    '{"method":"mtp","num_speculative_tokens":2} --enable-prefix-caching '
+    '--max-num-batched-tokens 8192 --host 0.0.0.0 --port 8000':
+        dict(tokenizer='Qwen/Qwen3.6-35B-A3B', kv_cache_dtype='fp8', max_seq_len=131072,
+            gpu_memory_utilization=.55, speculative='mtp', num_speculative_tokens=2, chunk=8192),
+    'google/gemma-4-26B-A4B-it --quantization fp8 --kv-cache-dtype fp8 --trust-remote-code '
+    '--max-model-len 65536 --gpu-memory-utilization 0.80 --enable-auto-tool-choice '
+    '--tool-call-parser hermes --speculative-config {"method":"mtp",'
+    '"model":"google/gemma-4-26B-A4B-it-assistant","num_speculative_tokens":4} '
+    '--enable-prefix-caching --host 0.0.0.0 --max-num-batched-tokens 8192 --port 8000':
+        dict(quantization='fp8', kv_cache_dtype='fp8', max_seq_len=65536,
+            gpu_memory_utilization=.8, speculative='draft', num_speculative_tokens=4,
+            draft_model='google/gemma-4-26B-A4B-it-assistant', chunk=8192)}
+
+@pytest.mark.parametrize('line', SPARK)
+def test_commands_of_spark_owners_mean_the_same(serve, line):
+    "Each flag arrives; what is not needed here is told, and does nothing"
+    r = run('serve', *line.split())
+    assert r.exit_code==0, r.stderr
+    (config,),told = serve.call_args.args[0],serve.call_args.kwargs
+    model,*flags = line.split()
+    assert differs(config)==dict(model=model)|SPARK[line]
+    assert told['port']==int(flags[flags.index('--port')+1])
+    if '--tool-call-parser' in flags:
+        assert told['tool_parser']==flags[flags.index('--tool-call-parser')+1]
+    assert ('trust-remote-code is not needed' in r.stderr)==('--trust-remote-code' in flags)
+    assert told['host']==('0.0.0.0' if '0.0.0.0' in flags else '127.0.0.1')
+
+def test_the_command_by_its_module():
+    r = subprocess.run([sys.executable,'-m','atlas','--version'], capture_output=True, text=True)
+    assert (r.returncode,r.stdout)==(0,run('--version').stdout) and r.stdout.startswith('atlas ')
 
 def test_serve_without_flags(serve):
     run('serve', 'm')

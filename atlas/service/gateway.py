@@ -811,7 +811,8 @@ def serve(
     drain:float=10., # Seconds that running answers have when the server stops
     autoload:bool=True, # Does a request load a model that is not?
     first=None, # Names of models to load at the start; None: all
-    api_key_file:str|None=None, # Keys beside those in ATLAS_API_KEY and ATLAS_ADMIN_KEY
+    api_key=(), # Keys beside those in ATLAS_API_KEY and ATLAS_ADMIN_KEY
+    api_key_file:str|None=None, # More of them
     insecure:bool=False, # Listen for strangers without keys
     allowed_hosts=(), cors_origins=(), # Names that requests may call us; web pages that may ask
     rate_limit:int|None=None, # Requests a minute of each key
@@ -829,7 +830,7 @@ def serve(
 ):
     "Serve models, each in a process of its own, until SIGINT or SIGTERM; a second one aborts"
     _doors(); _heap()
-    keys,tls,parsers = read_keys(api_key_file),tls_options(tls_cert, tls_key, tls_ca),(tool_parser,reasoning_parser)
+    keys,tls,parsers = read_keys(api_key_file, given=api_key),tls_options(tls_cert, tls_key, tls_ca),(tool_parser,reasoning_parser)
     check_bind(host, keys, insecure); _known(parsers); configure(log_format, log_level)
     cached = dict(salt_keys=_apart(cache_salt_per_key, keys), prefill_next_turn=prefill_next_turn)
     rules = Rules(keys, host_names(host, allowed_hosts), tuple(cors_origins), Rate(rate_limit) if rate_limit else None, max_body)

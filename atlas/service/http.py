@@ -345,7 +345,7 @@ def check_bind(host:str, keys, insecure:bool=False):
     "Refuse to listen for strangers without a key"
     if not (keys or insecure or loopback(host)):
         raise InsecureError(f'{host} can be reached from other machines, and no API key is set',
-            hint='Set ATLAS_API_KEY or give --api-key-file; --insecure serves everyone')
+            hint='Set ATLAS_API_KEY, or give --api-key-file or --api-key; --insecure serves everyone')
 
 # %% ../../nbs/7_service/08_http.ipynb #0e9d52e8
 def _digest(key): return hashlib.sha256(key if isinstance(key, bytes) else key.encode()).digest()
@@ -376,11 +376,13 @@ class Keys:
 def read_keys(
     path:str|None=None, # File with a key on each line
     env=os.environ, # Where to look for ATLAS_API_KEY and ATLAS_ADMIN_KEY; several in one with commas between
+    given=(), # Keys of users beside these
 )->Keys:
     "All keys that were given; empty if there are none"
     roles = {}
     for name,role in (('ATLAS_API_KEY','user'), ('ATLAS_ADMIN_KEY','admin')):
         roles |= {k.strip():role for k in env.get(name, '').split(',') if k.strip()}
+    roles = {k:'user' for k in given}|roles
     try: lines = Path(path).read_text(encoding='utf-8').splitlines() if path else []
     except (OSError,UnicodeDecodeError) as e: raise ConfigError(f'The key file {path} cannot be read: {getattr(e, "strerror", None) or "it is not text"}') from None
     for l in (l.strip() for l in lines):

@@ -208,7 +208,7 @@ def load_model(options:dict, meter:Meter)->Workload:
     from atlas.text.processor import Processor
     def text(ck):
         meter.stage('weights')
-        return Processor(ck)
+        return Processor(ck, tokenizer=options.get('tokenizer'))
     fields = {k:v for k,v in options.items() if k!='name'}
     model = LoadedModel(EngineConfig(**fields), meter, text)
     return workload(model, options.get('name'))

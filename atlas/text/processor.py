@@ -8,15 +8,18 @@ Docs: https://atlas-inference.github.io/atlas/6_text/processor.html.md"""
 __all__ = ['Processor', 'read_text']
 
 # %% ../../nbs/6_text/19_processor.ipynb #18e6ce7e
+from types import SimpleNamespace
 from fastcore.basics import patch
 from .chat import load_template
-from ..ground.core import SourceError
+from ..ground.core import RequestError,SourceError
 from .guide import Guides
 from .images import image_spec
+from ..ground.hub import pull_text
 from ..ground.opening import open_model
 from ..ground.options import EngineConfig
 from .parsers import default_parsers
 from .tokenizer import Tokenizer,byte_tokenizer,load_tokenizer
+from ..ground.weights import open_checkpoint
 
 # %% ../../nbs/6_text/19_processor.ipynb #f223f6ad
 class Processor:
@@ -24,10 +27,13 @@ class Processor:
     def __init__(self,
         ck, # Open checkpoint
         parsers=(None,None), # Of tool calls and of reasoning; None: those the model was made for
+        tokenizer:str|None=None, # The model that has its tokenizer and template; None: itself
     ):
         self.config = c = ck.config
-        self._tokenizer = _try_tokenizer(ck)
-        self.template = load_template(ck)
+        source = _text_of(tokenizer) if tokenizer else ck
+        self._tokenizer = _try_tokenizer(source)
+        self.template = load_template(source)
+        if tokenizer: _fits(self._tokenizer, c, tokenizer)
         self.image_spec = image_spec(ck.folder, c.vision) if c.vision else None
         source = self.template.source if self.template else None
         calls,thoughts = default_parsers(c, source)
@@ -45,10 +51,25 @@ class Processor:
         more = self._tokenizer.eos_ids if self.has_text else ()
         return tuple(dict.fromkeys((*self.config.eos_ids, *more)))
 
+# %% ../../nbs/6_text/19_processor.ipynb #19a10002
 def _try_tokenizer(ck):
     "The checkpoint's tokenizer, or the error that says it has none; a made-up model's are bytes"
     try: return load_tokenizer(ck)
     except SourceError as e: return byte_tokenizer() if ck.kind=='dummy' else e
+
+def _text_of(name):
+    "What is read of the model `name` beside its weights"
+    path = pull_text(name)
+    if path.is_file():
+        with open_checkpoint(path) as ck: return SimpleNamespace(path=path, meta=ck.meta, kind='')
+    return SimpleNamespace(path=path, meta={}, kind='')
+
+def _fits(tokenizer, c, name):
+    "Refuse a tokenizer with tokens that a model does not have"
+    if isinstance(tokenizer, SourceError): raise tokenizer
+    if tokenizer.vocab_size<=c.vocab_size: return
+    said = f'The tokenizer of {name} has {tokenizer.vocab_size:,} tokens, the model {c.vocab_size:,}'
+    raise RequestError(said, param='tokenizer', hint='Take that of the same family')
 
 # %% ../../nbs/6_text/19_processor.ipynb #25ab61f9
 @patch
@@ -59,6 +80,6 @@ def guides(self:Processor, sandbox=None)->Guides|None:
 
 def read_text(options:EngineConfig, parsers=(None,None))->Processor:
     "The processor of a model, without its weights; a `SourceError` where it has no tokenizer"
-    with open_model(options) as ck: p = Processor(ck, parsers)
+    with open_model(options) as ck: p = Processor(ck, parsers, options.tokenizer)
     p.tokenizer  # raises
     return p

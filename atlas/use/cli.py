@@ -6,11 +6,12 @@ Docs: https://atlas-inference.github.io/atlas/8_use/cli.html.md"""
 
 # %% auto #0
 __all__ = ['ORDER', 'app', 'Model', 'Json', 'FLAGS', 'SPECULATION', 'CACHING', 'Shape', 'Weights', 'Temperature', 'MaxTokens',
-           'Seed', 'System', 'Think', 'ShowThinking', 'COMMANDS', 'Many', 'Models', 'Name', 'Alias', 'KeyFile', 'Hosts',
-           'Origins', 'Drain', 'Apart', 'NextTurn', 'LogFormat', 'Reasons', 'Tools', 'benches', 'Batches', 'Output',
-           'Simulated', 'Contexts', 'CARD_FLAGS', 'flag', 'engine_flags', 'pull', 'list_', 'rm', 'inspect', 'Meter',
-           'Printer', 'run', 'Conversation', 'chat', 'serve', 'launch', 'quantize', 'version', 'bench', 'bench_decode',
-           'bench_kernels', 'bench_prefill', 'bench_startup', 'bench_throughput', 'check', 'main']
+           'Seed', 'System', 'Think', 'ShowThinking', 'COMMANDS', 'Many', 'Models', 'Name', 'Alias', 'Key', 'KeyFile',
+           'Hosts', 'Origins', 'Drain', 'Apart', 'NextTurn', 'LogFormat', 'Reasons', 'Foreign', 'AutoTools', 'Tools',
+           'benches', 'Batches', 'Output', 'Simulated', 'Contexts', 'CARD_FLAGS', 'flag', 'engine_flags', 'pull',
+           'list_', 'rm', 'inspect', 'Meter', 'Printer', 'run', 'Conversation', 'chat', 'serve', 'launch', 'quantize',
+           'version', 'bench', 'bench_decode', 'bench_kernels', 'bench_prefill', 'bench_startup', 'bench_throughput',
+           'check', 'main']
 
 # %% ../../nbs/8_use/12_cli.ipynb #aa7ee505
 import json,os,re,signal,sys,threading
@@ -110,7 +111,8 @@ def flag(f):
     m = f.metadata
     how = dict(m['cli'], show_default=f.default is not None)
     size,text = how.pop('size', False),how.pop('text', None)
-    names = [f'--{f.name}',how.pop('alias')] if 'alias' in how else []
+    own = f'--{f.name.replace("_", "-")}'
+    names = [own,how.pop('alias')] if 'alias' in how else []
     if size: how |= dict(parser=_bytes, metavar='SIZE')
     if text: how |= dict(parser=_as_it_is, metavar=text, show_default=False)
     kind = Annotated[str|None if text else f.type, _opt(m['help'], *names, **how)]
@@ -480,6 +482,7 @@ Models = Annotated[list[str], typer.Argument(
     autocompletion=_complete)]
 Name = Annotated[str|None, _opt("The first model's name for clients. [default: MODEL]", show_default=False)]
 Alias = Many('One more name of the first model; "*" stands for every name that no model has.', '--alias', 'NAME')
+Key = Annotated[list[str]|None, _opt('An API key that requests must have; may be given several times. Others see it in the list of processes: ATLAS_API_KEY is better.', '--api-key', metavar='KEY', show_default=False)]
 KeyFile = Annotated[str|None, _opt('API keys, one on each line; "admin KEY" for one that may load and unload models. ATLAS_API_KEY and ATLAS_ADMIN_KEY work too.', metavar='FILE', show_default=False)]
 Hosts = Many('A name that this server goes by, beside localhost.', '--allowed-host', 'NAME')
 Origins = Many('A web page that may ask from a browser, such as https://chat.example.com.', '--cors-origin', 'URL')
@@ -492,7 +495,16 @@ NextTurn = Annotated[bool, _opt(
     '--prefill-next-turn/--no-prefill-next-turn')]
 LogFormat = Annotated[Literal['auto','console','json'], _opt('Lines for people or for programs; auto: for people where one is watching.')]
 Reasons = Annotated[str|None, _opt("How the model marks its thoughts. [default: as its family does]", show_default=False)]
+Foreign = Annotated[bool, _opt(
+    'Does nothing: Atlas runs no code of a model.', '--trust-remote-code')]
+AutoTools = Annotated[bool, _opt(
+    'Does nothing: a model with a parser may always call tools.', '--enable-auto-tool-choice')]
 Tools = Annotated[str|None, _opt("How the model calls tools: hermes, qwen3_coder, mistral, llama3_json, … [default: as its family does]", show_default=False)]
+
+# %% ../../nbs/8_use/12_cli.ipynb #c11a0003
+def _not_needed(flag, said):
+    "Tell who `said` a flag of another engine that it does nothing"
+    if said: typer.echo(f'atlas: {flag} is not needed here, and does nothing', err=True)
 
 # %% ../../nbs/8_use/12_cli.ipynb #055e814d
 @app.command(epilog=_examples(
@@ -510,7 +522,7 @@ def serve(models:Models,
     served_model_name:Name=None, alias:Alias=None,
     lazy:Annotated[bool, _opt('Load each model when it is first asked for.', '--lazy')]=False,
     autoload:Annotated[bool, _opt('Requests load models that are not loaded.')]=True,
-    api_key_file:KeyFile=None, insecure:Annotated[bool, _opt('Serve other machines without a key.', '--insecure')]=False, allowed_host:Hosts=None, cors_origin:Origins=None,
+    api_key:Key=None, api_key_file:KeyFile=None, insecure:Annotated[bool, _opt('Serve other machines without a key.', '--insecure')]=False, allowed_host:Hosts=None, cors_origin:Origins=None,
     rate_limit:Annotated[int|None, _opt('Most requests a minute from each key, or address where there are no keys.', min=1, show_default=False)]=None,
     tls_cert:Annotated[str|None, _opt('Certificate, to serve https.', metavar='FILE', show_default=False)]=None,
     tls_key:Annotated[str|None, _opt('Its key, if it is not in the same file.', metavar='FILE', show_default=False)]=None,
@@ -518,22 +530,23 @@ def serve(models:Models,
     fetch_images:Annotated[bool, _opt('Fetch pictures that a request gives by address; private addresses never.', '--fetch-images')]=False,
     cache_salt_per_key:Apart=False, prefill_next_turn:NextTurn=True,
     tool_call_parser:Tools=None, reasoning_parser:Reasons=None,
+    trust_remote_code:Foreign=False, enable_auto_tool_choice:AutoTools=False,
     drain:Drain=10., log_format:LogFormat='auto', log_level:Annotated[Literal['debug','info','warning','error'], _opt('What to log.')]='info',
     **options):
     "Serve models: a chat page at /, the APIs of OpenAI and Anthropic at /v1."
     from atlas.service.gateway import serve
+    _not_needed('--trust-remote-code', trust_remote_code)
+    _not_needed('--enable-auto-tool-choice', enable_auto_tool_choice)
     configs = [EngineConfig(m, **options) for m in models]
     serve(configs, host=host, port=port,
         served_model_name=served_model_name, alias=alias or (),
-        first=() if lazy else None, autoload=autoload,
-        api_key_file=api_key_file, insecure=insecure,
+        autoload=autoload, first=() if lazy else None, insecure=insecure,
+        api_key=api_key or (), api_key_file=api_key_file,
         allowed_hosts=allowed_host or (), cors_origins=cors_origin or (),
-        rate_limit=rate_limit,
         tls_cert=tls_cert, tls_key=tls_key, tls_ca=tls_ca,
-        fetch_images=fetch_images,
-        cache_salt_per_key=cache_salt_per_key, prefill_next_turn=prefill_next_turn,
-        tool_parser=tool_call_parser, reasoning_parser=reasoning_parser,
-        drain=drain, log_format=log_format, log_level=log_level)
+        rate_limit=rate_limit, fetch_images=fetch_images, prefill_next_turn=prefill_next_turn,
+        cache_salt_per_key=cache_salt_per_key, reasoning_parser=reasoning_parser,
+        tool_parser=tool_call_parser, drain=drain, log_format=log_format, log_level=log_level)
 
 # %% ../../nbs/8_use/12_cli.ipynb #0ebd65a1
 @app.command(context_settings=dict(allow_extra_args=True, ignore_unknown_options=True), epilog=_examples('atlas launch codex', 'atlas launch claude --model mine', 'atlas launch opencode --print', 'atlas launch codex -- exec "Explain this folder"'))
@@ -793,3 +806,14 @@ def check(device:Annotated[str, _opt('A card: cuda or cuda:N; or emulator, which
 
 # %% ../../nbs/8_use/12_cli.ipynb #17073a7e
 def main(): app(prog_name='atlas')
+
+def _version(said):
+    "What `atlas --version` does"
+    if not said: return
+    from atlas import __version__
+    typer.echo(f'atlas {__version__}')
+    raise typer.Exit()
+
+@app.callback()
+def _before(version:Annotated[bool, _opt('Print the version, and leave.', '--version',
+    callback=_version, is_eager=True)]=False): pass

@@ -46,7 +46,7 @@ class LLM(LoadedModel):
         if not isinstance(options, EngineConfig):
             options = EngineConfig(options, *fields, **more)
         elif fields or more: raise TypeError('Fields have no place beside an EngineConfig')
-        super().__init__(options, show, Processor)
+        super().__init__(options, show, partial(Processor, tokenizer=options.tokenizer))
         self.template,self.eos_ids = self.text.template,self.text.eos_ids
         self.image_spec = self.text.image_spec if self.model.vision else None
         self._ids,self._boxes = itertools.count(),{}
