@@ -170,6 +170,101 @@ template <int MOST, int BY, int AT_ONCE, class Load, class Put> __device__ __for
     }
 }
 
+// One row's picks, by a warp; and what their results are to be multiplied by.
+__device__ __forceinline__ void pick_row(Table& slots, int row, const float* logits,
+        const float* __restrict__ correction, int lane) {
+    float near[N];
+    near_logits<E, N>(logits, lane, near);
+    int* const to = slots.of(row);
+    const int id = ranked<E, TOP_K, SCORE, CORRECTED, N>(near, correction, lane, to);
+    if (lane < TOP_K) to[lane] = id;
+}
+__device__ __forceinline__ void weigh_row(Table& slots, int row, const float* logits,
+        const float* __restrict__ per_expert, float scaling, int lane, float* share) {
+    float near[N];  // once more: registers are few meanwhile
+    near_logits<E, N>(logits, lane, near);
+    const int id = slots.of(row)[lane < TOP_K ? lane : 0];
+    const float own = __ldcg(logits + id);
+    float v = pick_weight<E, TOP_K, SCORE, RENORM, N>(near, own, scaling, lane);
+    if (per_expert) v = __fmul_rn(v, per_expert[id]);
+    if (lane < TOP_K) share[lane] = v;
+    if (SHARED && lane == TOP_K) share[TOP_K] = GATE ? logistic(__ldcg(logits + E)) : 1.f;
+}
+
+// Rows of x, times the norm's gain, and sums of squares of their pieces.
+__device__ __forceinline__ void stage_x(X& in, float (*squares)[PARTS], const float* x,
+        const float* __restrict__ gain, int rows) {
+    const int lane = threadIdx.x % 32;
+    stage<ROWS * PARTS, STAGE, 4>(rows * PARTS, [&](int i, float* a) {
+        const int v = i % PARTS * 32 + lane;
+        if (K % 256 == 0 || v * 8 < K) load8(x + (size_t)(i / PARTS) * K + v * 8, a);
+        else for (int j = 0; j < 8; j++) a[j] = 0.f;
+    }, [&](int i, float* a) {
+        const int r = i / PARTS, v = i % PARTS * 32 + lane;
+        float w[8] = {}, sum = 0.f;
+        if (NORM && (K % 256 == 0 || v * 8 < K)) load8(gain + v * 8, w);
+        #pragma unroll
+        for (int j = 0; NORM && j < 8; j++) {
+            sum = fmaf(a[j], a[j], sum);
+            a[j] = __fmul_rn(a[j], w[j]);
+        }
+        in.put(r, v, a);
+        if (NORM) sum = warp_sum(sum);
+        if (NORM && !lane) squares[r][i % PARTS] = sum;
+    });
+}
+
+// Hidden values, when they are there: a warp's pieces.
+__device__ __forceinline__ void stage_h(H& in, const Table& slots, const float* h, int rows) {
+    const int lane = threadIdx.x % 32;
+    auto entry = [&](int i) { return ALONE ? slots.who[i / HPARTS][0] : i / HPARTS; };
+    auto ask = [&](int i, float* a) {  // true: they are there
+        const int v = i % HPARTS * 32 + lane;
+        const float* const from = h + (size_t)entry(i) * WIDTH + v * 8;
+        bool all = true;
+        #pragma unroll
+        for (int j = 0; j < 8; j += 4)
+            *(float4*)(a + j) = I % 256 == 0 || v * 8 + j < I ? peek4(from + j)
+                                              : make_float4(0.f, 0.f, 0.f, 0.f);
+        #pragma unroll
+        for (int j = 0; j < 8; j++) {
+            if (I % 4) a[j] = v * 8 + j < I ? a[j] : 0.f;
+            all = all && there(a[j]);
+        }
+        return all;
+    };
+    stage<ROWS * PICKS * HPARTS, WARPS, OWN == 1 ? 4 : 3>(
+            rows * PICKS * HPARTS, ask, [&](int i, float* a) {
+        bool all = true;
+        #pragma unroll
+        for (int j = 0; j < 8; j++) all = all && there(a[j]);
+        while (!all) all = ask(i, a);
+        __syncwarp();
+        in.put(entry(i), i % HPARTS * 32 + lane, a);
+    });
+}
+
+// What the block's outputs are when its strips are done, and who was picked.
+template <class Shared> __device__ __forceinline__ void put_sums(Shared* sm, int base,
+        int span, int rows, float before, const float* add, float* y, int* ids, float* weights) {
+    #pragma unroll 1
+    for (int i = threadIdx.x; i < rows * SPAN; i += THREADS) {
+        const int r = i / SPAN, c = i % SPAN;
+        if (c >= span) continue;
+        float v = 0.f;
+        #pragma unroll
+        for (int p = 0; p < PICKS; p++)
+            v = fmaf(sm->share[r * PICKS + p], sm->done[r * PICKS + p][c], v);
+        const float prior = i < THREADS ? before : add ? add[(size_t)r * K + base + c] : 0.f;
+        y[(size_t)r * K + base + c] = prior + v;
+    }
+    if (!blockIdx.x && threadIdx.x < rows * TOP_K) {
+        const int r = threadIdx.x / TOP_K, j = threadIdx.x % TOP_K;
+        if (ids) ids[threadIdx.x] = sm->slots.of(r)[j];
+        if (weights) weights[threadIdx.x] = sm->share[r * PICKS + j];
+    }
+}
+
 #if ROUNDS
 #include "lib/experts_long.cuh"
 #else
@@ -319,33 +414,10 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
     if (!LATE) pdl_trigger();
     pdl_wait();
     const int picker = WARPS - 1 - warp;  // whose row this warp picks for
-    if (picker < rows) {
-        float near[N];
-        near_logits<E, N>(logits + (size_t)picker * ld, lane, near);
-        int* const to = sm->slots.of(picker);
-        const int id = ranked<E, TOP_K, SCORE, CORRECTED, N>(near, correction, lane, to);
-        if (lane < TOP_K) to[lane] = id;
-    }
-    auto stage_x = [&] {
-        stage<ROWS * PARTS, STAGE, 4>(rows * PARTS, [&](int i, float* a) {
-            const int v = i % PARTS * 32 + lane;
-            if (K % 256 == 0 || v * 8 < K) load8(x + (size_t)(i / PARTS) * K + v * 8, a);
-            else for (int j = 0; j < 8; j++) a[j] = 0.f;
-        }, [&](int i, float* a) {
-            const int r = i / PARTS, v = i % PARTS * 32 + lane;
-            float w[8] = {}, sum = 0.f;
-            if (NORM && (K % 256 == 0 || v * 8 < K)) load8(gain + v * 8, w);
-            #pragma unroll
-            for (int j = 0; NORM && j < 8; j++) {
-                sum = fmaf(a[j], a[j], sum);
-                a[j] = __fmul_rn(a[j], w[j]);
-            }
-            sm->in.x.put(r, v, a);
-            if (NORM) sum = warp_sum(sum);
-            if (NORM && !lane) sm->squares[r][i % PARTS] = sum;
-        });
-    };
-    if (halves & 1) stage_x();  // beside the warps that pick
+    if (picker < rows)
+        pick_row(sm->slots, picker, logits + (size_t)picker * ld, correction, lane);
+    if (halves & 1)  // beside the warps that pick
+        stage_x(sm->in.x, sm->squares, x, gain, rows);
     __syncthreads();
     if (ROWS > 1) {
         if (!warp) group_rows(sm->slots, sm->seen, rows * TOP_K, lane);
@@ -421,45 +493,14 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
     }
     if (LATE) pdl_trigger();
     if (picker < rows) {
-        const float* p = logits + (size_t)picker * ld;
-        float near[N];  // once more: registers are few meanwhile
-        near_logits<E, N>(p, lane, near);
-        const int id = sm->slots.of(picker)[lane < TOP_K ? lane : 0];
-        float v = pick_weight<E, TOP_K, SCORE, RENORM, N>(near, __ldcg(p + id), scaling, lane);
-        if (per_expert) v = __fmul_rn(v, per_expert[id]);
-        if (lane < TOP_K) sm->share[picker * PICKS + lane] = v;
-        if (SHARED && lane == TOP_K)
-            sm->share[picker * PICKS + TOP_K] = GATE ? logistic(__ldcg(p + E)) : 1.f;
+        const float* const its = logits + (size_t)picker * ld;
+        weigh_row(sm->slots, picker, its, per_expert, scaling, lane, sm->share + picker * PICKS);
     }
     if (!APART) __syncthreads();  // before what is staged takes the place of x
     float before = 0.f;
     if (add && threadIdx.x < rows * SPAN && (int)threadIdx.x % SPAN < span)
         before = add[(size_t)(threadIdx.x / SPAN) * K + base + threadIdx.x % SPAN];
-    auto staged = [&](int i) { return ALONE ? sm->slots.who[i / HPARTS][0] : i / HPARTS; };
-    auto ask = [&](int i, float* a) {  // true: they are there
-        const int v = i % HPARTS * 32 + lane;
-        const float* const from = h + (size_t)staged(i) * WIDTH + v * 8;
-        bool all = true;
-        #pragma unroll
-        for (int j = 0; j < 8; j += 4)
-            *(float4*)(a + j) = I % 256 == 0 || v * 8 + j < I ? peek4(from + j)
-                                              : make_float4(0.f, 0.f, 0.f, 0.f);
-        #pragma unroll
-        for (int j = 0; j < 8; j++) {
-            if (I % 4) a[j] = v * 8 + j < I ? a[j] : 0.f;
-            all = all && there(a[j]);
-        }
-        return all;
-    };
-    stage<ROWS * PICKS * HPARTS, WARPS, OWN == 1 ? 4 : 3>(
-            rows * PICKS * HPARTS, ask, [&](int i, float* a) {
-        bool all = true;
-        #pragma unroll
-        for (int j = 0; j < 8; j++) all = all && there(a[j]);
-        while (!all) all = ask(i, a);
-        __syncwarp();
-        sm->in.h.put(staged(i), i % HPARTS * 32 + lane, a);
-    });
+    stage_h(sm->in.h, sm->slots, h, rows);
     // memory idles when a warp's values are there
     const int asks = blockIdx.x * THREADS + threadIdx.x;
     if (later_w) ahead(later_w, later_w16, asks, gridDim.x * THREADS);
@@ -517,21 +558,6 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
         }
     }
     __syncthreads();
-    #pragma unroll 1
-    for (int i = threadIdx.x; i < rows * SPAN; i += THREADS) {
-        const int r = i / SPAN, c = i % SPAN;
-        if (c >= span) continue;
-        float v = 0.f;
-        #pragma unroll
-        for (int p = 0; p < PICKS; p++)
-            v = fmaf(sm->share[r * PICKS + p], sm->done[r * PICKS + p][c], v);
-        const float prior = i < THREADS ? before : add ? add[(size_t)r * K + base + c] : 0.f;
-        y[(size_t)r * K + base + c] = prior + v;
-    }
-    if (!blockIdx.x && threadIdx.x < rows * TOP_K) {
-        const int r = threadIdx.x / TOP_K, j = threadIdx.x % TOP_K;
-        if (ids) ids[threadIdx.x] = sm->slots.of(r)[j];
-        if (weights) weights[threadIdx.x] = sm->share[r * PICKS + j];
-    }
+    put_sums(sm, base, span, rows, before, add, y, ids, weights);
 #endif
 }

@@ -118,9 +118,9 @@ def late(tmp_path, monkeypatch):
     "Warps of experts.cu come late, each by a time of its own, wherever they wait for copies or for each other; and every other one is slow afterwards"
     root,put = tmp_path/'kernels',monkeypatch.setattr
     shutil.copytree(kernel_dir(), root)
-    def pause(n): return f'for (int i = 0; i < {n}; i++) {{ emu::progress++; emu::yield(); }}'
-    early,after = pause('8 * (warp * 7 % 5) + (warp == 6 ? 300 : 0)'),pause('(warp % 2 ? 0 : 90)')
-    for p,many in ((root/'experts.cu',(6,2)), (root/'lib/experts_long.cuh',(8,2))):
+    def pause(n): return f'for (int i = 0, me = threadIdx.x / 32; i < {n}; i++) {{ emu::progress++; emu::yield(); }}'
+    early,after = pause('8 * (me * 7 % 5) + (me == 6 ? 300 : 0)'),pause('(me % 2 ? 0 : 90)')
+    for p,many in ((root/'experts.cu',(6,2)), (root/'lib/experts_long.cuh',(6,2))):
         text,n = re.subn(r'^ +(?:stage|cp_async_wait|sync_warps)<', rf'{early}\n\g<0>', p.read_text(), flags=re.M)
         text,m = re.subn(r'^ +sync_warps<.*;', rf'\g<0>\n{after}', text, flags=re.M)
         assert (n,m)==many

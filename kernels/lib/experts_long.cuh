@@ -161,33 +161,10 @@ __device__ __forceinline__ void long_rows(
     if (!LATE) pdl_trigger();
     pdl_wait();
     const int picker = WARPS - 1 - warp;  // whose row this warp picks for
-    if (picker < rows) {
-        float near[N];
-        near_logits<E, N>(logits + (size_t)picker * ld, lane, near);
-        int* const to = sm->slots.of(picker);
-        const int id = ranked<E, TOP_K, SCORE, CORRECTED, N>(near, correction, lane, to);
-        if (lane < TOP_K) to[lane] = id;
-    }
-    auto stage_x = [&] {
-        stage<ROWS * PARTS, STAGE, 4>(rows * PARTS, [&](int i, float* a) {
-            const int v = i % PARTS * 32 + lane;
-            if (K % 256 == 0 || v * 8 < K) load8(x + (size_t)(i / PARTS) * K + v * 8, a);
-            else for (int j = 0; j < 8; j++) a[j] = 0.f;
-        }, [&](int i, float* a) {
-            const int r = i / PARTS, v = i % PARTS * 32 + lane;
-            float w[8] = {}, sum = 0.f;
-            if (NORM && (K % 256 == 0 || v * 8 < K)) load8(gain + v * 8, w);
-            #pragma unroll
-            for (int j = 0; NORM && j < 8; j++) {
-                sum = fmaf(a[j], a[j], sum);
-                a[j] = __fmul_rn(a[j], w[j]);
-            }
-            sm->in.x.put(r, v, a);
-            if (NORM) sum = warp_sum(sum);
-            if (NORM && !lane) sm->squares[r][i % PARTS] = sum;
-        });
-    };
-    if (halves & 1) stage_x();  // beside the warps that pick
+    if (picker < rows)
+        pick_row(sm->slots, picker, logits + (size_t)picker * ld, correction, lane);
+    if (halves & 1)  // beside the warps that pick
+        stage_x(sm->in.x, sm->squares, x, gain, rows);
     __syncthreads();
     if (ROWS > 1) {
         if (!warp) group_rows(sm->slots, sm->seen, rows * TOP_K, lane);
@@ -325,45 +302,14 @@ __device__ __forceinline__ void long_rows(
     }
     if (LATE) pdl_trigger();
     if (picker < rows) {
-        const float* p = logits + (size_t)picker * ld;
-        float near[N];  // once more: registers are few meanwhile
-        near_logits<E, N>(p, lane, near);
-        const int id = sm->slots.of(picker)[lane < TOP_K ? lane : 0];
-        float v = pick_weight<E, TOP_K, SCORE, RENORM, N>(near, __ldcg(p + id), scaling, lane);
-        if (per_expert) v = __fmul_rn(v, per_expert[id]);
-        if (lane < TOP_K) sm->share[picker * PICKS + lane] = v;
-        if (SHARED && lane == TOP_K)
-            sm->share[picker * PICKS + TOP_K] = GATE ? logistic(__ldcg(p + E)) : 1.f;
+        const float* const its = logits + (size_t)picker * ld;
+        weigh_row(sm->slots, picker, its, per_expert, scaling, lane, sm->share + picker * PICKS);
     }
     if (!APART) __syncthreads();  // before what is staged takes the place of x
     float before = 0.f;
     if (add && threadIdx.x < rows * SPAN && (int)threadIdx.x % SPAN < span)
         before = add[(size_t)(threadIdx.x / SPAN) * K + base + threadIdx.x % SPAN];
-    auto staged = [&](int i) { return ALONE ? sm->slots.who[i / HPARTS][0] : i / HPARTS; };
-    auto ask = [&](int i, float* a) {  // true: they are there
-        const int v = i % HPARTS * 32 + lane;
-        const float* const from = h + (size_t)staged(i) * WIDTH + v * 8;
-        bool all = true;
-        #pragma unroll
-        for (int j = 0; j < 8; j += 4)
-            *(float4*)(a + j) = I % 256 == 0 || v * 8 + j < I ? peek4(from + j)
-                                              : make_float4(0.f, 0.f, 0.f, 0.f);
-        #pragma unroll
-        for (int j = 0; j < 8; j++) {
-            if (I % 4) a[j] = v * 8 + j < I ? a[j] : 0.f;
-            all = all && there(a[j]);
-        }
-        return all;
-    };
-    stage<ROWS * PICKS * HPARTS, WARPS, OWN == 1 ? 4 : 3>(
-            rows * PICKS * HPARTS, ask, [&](int i, float* a) {
-        bool all = true;
-        #pragma unroll
-        for (int j = 0; j < 8; j++) all = all && there(a[j]);
-        while (!all) all = ask(i, a);
-        __syncwarp();
-        sm->in.h.put(staged(i), i % HPARTS * 32 + lane, a);
-    });
+    stage_h(sm->in.h, sm->slots, h, rows);
     // memory idles when a warp's values are there
     const int asks = blockIdx.x * THREADS + threadIdx.x;
     if (later_w) ahead(later_w, later_w16, asks, gridDim.x * THREADS);
@@ -472,20 +418,5 @@ __device__ __forceinline__ void long_rows(
         }
     }
     __syncthreads();
-    #pragma unroll 1
-    for (int i = threadIdx.x; i < rows * SPAN; i += THREADS) {
-        const int r = i / SPAN, c = i % SPAN;
-        if (c >= span) continue;
-        float v = 0.f;
-        #pragma unroll
-        for (int p = 0; p < PICKS; p++)
-            v = fmaf(sm->share[r * PICKS + p], sm->done[r * PICKS + p][c], v);
-        const float prior = i < THREADS ? before : add ? add[(size_t)r * K + base + c] : 0.f;
-        y[(size_t)r * K + base + c] = prior + v;
-    }
-    if (!blockIdx.x && threadIdx.x < rows * TOP_K) {
-        const int r = threadIdx.x / TOP_K, j = threadIdx.x % TOP_K;
-        if (ids) ids[threadIdx.x] = sm->slots.of(r)[j];
-        if (weights) weights[threadIdx.x] = sm->share[r * PICKS + j];
-    }
+    put_sums(sm, base, span, rows, before, add, y, ids, weights);
 }
