@@ -30,9 +30,9 @@
 //   the first `mergers` add them up: all, where all blocks are there at once, or one, where the last block comes after the others. At most 8 then.
 //   A block takes a run of pieces (lib/pieces.cuh) of 64 << `shift` positions at least; with words or
 //   a window a piece.
-//   -D ONE=1: there is one row, of sequence 0, and shift is 0. A block takes a piece, and then another
-//   as long as there are more, by tickets. Those with y < `early`, which may come before the row, begin
-//   with the newest pieces, the others with the oldest.
+//   -D ONE=1: there is one row, of sequence 0, shift is 0, and words are null. A block takes a piece,
+//   and then another as long as there are more, by tickets. Those with y < `early`, which may come
+//   before the row, begin with the newest pieces, the others with the next or with the oldest.
 //   tickets  : [given]               i32  of blocks with the same x: all bits set, and left so; or null
 //   -D AHEAD=1: a piece's sums have shared memory of their own, and the next piece's keys and values are
 //   on their way meanwhile; with tickets it must be 1
@@ -176,18 +176,26 @@ struct Work {
     __device__ __forceinline__ bool find(const int* __restrict__ tables, int s, int mb, int lane) {
         back = t - r0; nf -= r0; n = min(SHARE, nf - back); p0 = start + back; end = p0 + n; low = lowest(p0); newest = pieces.of(end - 1);
         const bool now = window || (ONE && !late());  // does the piece depend on where the row stands?
-        if (now) piece = last = newest - (int)blockIdx.y;
+        if (now || (ONE && falls())) piece = last = newest - (int)blockIdx.y;
         last = min(last, newest); to = QONLY ? end : start;
         if (ONE && !window && (int)blockIdx.y > newest) return false;  // fewer pieces than blocks
         if (back % SHARE || piece < pieces.of(low) || piece > last) return false;  // an earlier row's block has this one, or nobody looks there
         begin();
-        if (now) table.load(table.all, from, mb, lane);
+        if (now || (ONE && falls())) table.load(table.all, from, mb, lane);
         return true;
     }
     // Does it come when a multiprocessor's first block is there?
     __device__ __forceinline__ bool late() const { return !window && (int)blockIdx.y >= early; }
-    // Pieces that no block has begun with: so many, downwards from `newest - early`
+    // Have early blocks all pieces of the largest size? Late ones go on with the next then, and the
+    // smallest are drawn last; else late ones have the smallest, so that the largest are drawn soon.
+    __device__ __forceinline__ bool few_large() const { return newest - early < 2 * pieces.many; }
+    __device__ __forceinline__ bool falls() const { return late() && few_large(); }
+    // Pieces that no block has begun with: so many, and which one a ticket is for
     __device__ __forceinline__ int more() const { return ONE && !window ? max(newest + 1 - (int)gridDim.y, 0) : 0; }
+    __device__ __forceinline__ int drawn(int ticket) const {
+        const int p = newest - early - ticket;
+        return few_large() ? p - max((int)gridDim.y - early, 0) : p;
+    }
     __device__ __forceinline__ void begin() { from = max(pieces.start(piece), low / PIECE * PIECE); hi = min(pieces.start(piece + 1), end); }
 };
 
@@ -295,12 +303,12 @@ extern "C" __global__ void BOUNDS attn_decode(const float* qkv, const float* __r
         queries();
     }
     if (!QONLY && has_fresh) f.load(qkv + (size_t)fr * WIDTH + from_row, lane);
-    float4 gate[QUADS];
-    auto gates = [&](int r) {
-        if constexpr (GATE)
-            #pragma unroll
-            for (int k = 0; k < QUADS; k++) gate[k] = *(const float4*)(qkv + (size_t)(t + r) * WIDTH + w.h0 * D + min((int)threadIdx.x + k * THREADS, w.gb * (D / 4) - 1) * 4);
+    constexpr bool soon = SHARE == 1 && !ONE;  // are there registers for gates that come early?
+    auto gate_of = [&](int r, int i) {
+        const int own = min(i, w.gb * (D / 4) - 1) * 4;
+        return *(const float4*)(qkv + (size_t)(t + r) * WIDTH + w.h0 * D + own);
     };
+    float4 gate[QUADS];
     const float factor = __fmul_rn(scale, LOG2E);
     #pragma unroll
     for (int r = 0; r < SHARE; r++) {
@@ -350,7 +358,9 @@ extern "C" __global__ void BOUNDS attn_decode(const float* qkv, const float* __r
             keep(f, i, i == fw ? fslot : slots[row]);
         }
     }
-    if (SHARE == 1 && w.alone(w.p0)) gates(0);
+    if (GATE && soon && w.alone(w.p0))
+        #pragma unroll
+        for (int k = 0; k < QUADS; k++) gate[k] = gate_of(0, threadIdx.x + k * THREADS);
     const int more = AHEAD && ONE ? w.more() : 0;
     if (more && !threadIdx.x) *m.ticket = UNKNOWN;
     __syncthreads();
@@ -436,7 +446,7 @@ extern "C" __global__ void BOUNDS attn_decode(const float* qkv, const float* __r
 #endif
             }
             ends = ticket >= more;
-            w.piece = w.last = w.newest - early - ticket;
+            w.piece = w.last = w.drawn(ticket);
             // every block draws one that is too large; the last of all leaves what it found
             if (!threadIdx.x && ticket == more + (int)gridDim.y - 1) tickets[blockIdx.x] = -1;
         }
@@ -453,35 +463,52 @@ extern "C" __global__ void BOUNDS attn_decode(const float* qkv, const float* __r
         float* const mine = (float*)(m.left + group * m.STEP);
         #pragma unroll
         for (int r = 0; r < SHARE; r++) {
+            int thread = threadIdx.x;
+#if defined(__CUDA_ARCH__)
+            // Places of results would else take registers that are wanted while slices are added up
+            if (!soon) asm volatile("" : "+r"(thread));
+#endif
+            const int own_lane = soon ? lane : thread % 32;
             const int p = w.p0 + r, a = w.pieces.of(w.lowest(p)), z = w.pieces.of(p);
             if (r >= w.n) break;
             if (piece < a || piece > z) continue;
             float l = __fadd_rn(sum[r], __shfl_xor_sync(~0u, sum[r], 1));
             l = __fadd_rn(l, __shfl_xor_sync(~0u, l, 2));
             if (r) __syncthreads();
-            if (!part && lane % 4 == 0) { m.tops[group * 8 + lane / 4] = top[r]; m.sums[group * 8 + lane / 4] = l; }
+            if (!part && own_lane % 4 == 0) {
+                m.tops[group * 8 + own_lane / 4] = top[r];
+                m.sums[group * 8 + own_lane / 4] = l;
+            }
             #pragma unroll
             for (int i = 0; i < Part::TILES; i++)
                 #pragma unroll
                 for (int e = 0; e < 4; e++) {
-                    const int d = vs.element(i, lane / 4, e / 2);
-                    if ((D % 32 == 0 && Part::EVEN) || d < D) mine[(lane % 4 * 2 + e % 2) * (D + 4) + d] = acc[r][i][e];
+                    const int d = vs.element(i, own_lane / 4, e / 2);
+                    if ((D % 32 == 0 && Part::EVEN) || d < D) mine[(own_lane % 4 * 2 + e % 2) * (D + 4) + d] = acc[r][i][e];
                 }
-            if (SHARE > 1 && a == z) gates(r);
             __syncthreads();
             if (more && !threadIdx.x) *m.ticket = UNKNOWN;  // all have seen it
             // Of head lane % 8: factors of the groups, the sum of weights, and what makes it an answer
             float most = NONE, total = 0.f, part_of[GROUPS];
             #pragma unroll
-            for (int k = 0; k < GROUPS; k++) most = fmaxf(most, m.tops[k * 8 + lane % 8]);
-            const float base = most == NONE ? 0.f : most, sink = m.sink[lane % 8];  // NONE: nothing but NaN
+            for (int k = 0; k < GROUPS; k++) most = fmaxf(most, m.tops[k * 8 + own_lane % 8]);
+            const float base = most == NONE ? 0.f : most;  // NONE: nothing but NaN
+            const float sink = m.sink[own_lane % 8];
             #pragma unroll
-            for (int k = 0; k < GROUPS; k++) { part_of[k] = exp2f(__fsub_rn(m.tops[k * 8 + lane % 8], base)); total = fmaf(part_of[k], m.sums[k * 8 + lane % 8], total); }
-            const float high = fmaxf(most, sink), fall = exp2f(__fsub_rn(base, high)), rate = fall / fmaf(total, fall, exp2f(__fsub_rn(sink, high)));
+            for (int k = 0; k < GROUPS; k++) {
+                part_of[k] = exp2f(__fsub_rn(m.tops[k * 8 + own_lane % 8], base));
+                total = fmaf(part_of[k], m.sums[k * 8 + own_lane % 8], total);
+            }
+            float rate = 0.f;
+            if (soon || a == z) {
+                const float high = fmaxf(most, sink), fall = exp2f(__fsub_rn(base, high));
+                rate = fall / fmaf(total, fall, exp2f(__fsub_rn(sink, high)));
+            }
             const size_t cell = ((size_t)(t + r) * cells + piece - a) * HEADS + w.h0, own = ((size_t)(t + r) * HEADS + w.h0) * D;
             #pragma unroll
             for (int k = 0; k < QUADS; k++) {
-                const int i = threadIdx.x + k * THREADS, g = min(i / (D / 4), w.gb - 1), d = i % (D / 4) * 4;
+                const int i = soon ? (int)(threadIdx.x + k * THREADS) : thread + k * THREADS;
+                const int g = min(i / (D / 4), w.gb - 1), d = i % (D / 4) * 4;
                 float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
                 #pragma unroll
                 for (int k = 0; k < GROUPS; k++) {
@@ -493,8 +520,8 @@ extern "C" __global__ void BOUNDS attn_decode(const float* qkv, const float* __r
                 if (i >= w.gb * (D / 4)) continue;
                 if (a == z) {
                     v.x = __fmul_rn(v.x, f); v.y = __fmul_rn(v.y, f); v.z = __fmul_rn(v.z, f); v.w = __fmul_rn(v.w, f);
-                    *(float4*)(y + own + g * D + d) = GATE ? gated4(v, gate[k]) : v;
-                } else if (words) {
+                    *(float4*)(y + own + g * D + d) = GATE ? gated4(v, soon ? gate[k] : gate_of(r, i)) : v;
+                } else if (!ONE && words) {
                     float* const record = words + ((cell + g) * (D / 8) + d / 8) * RECORD;
                     give4(record + d % 8, v);
                     if (d % 8 == 0) give2(record + 8, make_float2(top, l));
@@ -505,7 +532,7 @@ extern "C" __global__ void BOUNDS attn_decode(const float* qkv, const float* __r
             }
             // Pieces of a row are added up by their blocks together
             const int count = z - a + 1, rank = piece - a, ranks = min(mergers, count);
-            if (count == 1 || !words || rank >= ranks) continue;
+            if (ONE || count == 1 || !words || rank >= ranks) continue;
             float* const at0 = words + (((size_t)(t + r) * cells) * HEADS + w.h0) * (D / 8) * RECORD;
             #pragma unroll 1
             for (int i0 = (rank * W + warp) * 32; i0 < w.gb * (D / 4); i0 += ranks * THREADS) {

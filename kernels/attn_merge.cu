@@ -1,6 +1,7 @@
 // The pieces of attn_decode.cu made one, for rows that see several: y = gate * sum_i e_i o_i / (sum_i e_i l_i + e_sink), e_i = 2^(m_i - largest m).
-// A block takes 32 values of a head, one to a lane; its warp w adds pieces w, w+W, ..., then what the warps have is added in order. What a row's sum
-// looks like depends on its position alone.
+// A block takes 32 values of a head, one to a lane; its warp w adds pieces w, w+W, ..., then what the
+// warps have is added in order. What a row's sum looks like depends on its position alone. A piece's
+// weight is known to one lane, and the others ask it.
 //   o      : [rows, pieces, heads, d]  f32
 //   ml     : [rows, pieces, heads, 2]  f32
 //   qkv    : [rows, width]             f32   begins with the gates, one for each element, if GATE
@@ -10,8 +11,9 @@
 //   sinks  : [heads]                   f32   one more logit for each head, or null
 //   y      : [rows, heads, d]          f32
 //   -D D=  -D GATE=  -D W= warps
-//   -D ALONE= registers, of 72 of which no two blocks come to a multiprocessor, and one beside a block of attn_decode; 0 by default: as many as two have
-//   launch: <<<(ceil(D/32), heads, any), 32*W>>>; window and many as for attn_decode
+//   -D ALONE= registers, so few that a block finds room beside one of attn_decode; by default as many
+//   as two blocks have. With 72 no two come to a multiprocessor, with fewer if shared memory says so
+//   launch: <<<(ceil(D/32), heads, any), 32*W>>>, any shared memory; window, many as for attn_decode
 // Blocks along z share the rows. A thread looks at one: few may have anything to add, and a block for each
 // would cost its launch for nothing.
 #include "lib/pdl.cuh"
@@ -42,35 +44,34 @@ struct Merge {
     int count, heads;     // pieces; o and ml of the next one are `heads` further
     bool mine;            // is there an element for this lane?
     // Pieces warp, warp+W, ...: their sum of weights and of weighted values, against `top`, N of them at a time
-    template <int N> __device__ __forceinline__ void add(int warp, float& top, float& sum, float& v) const {
+    template <int N> __device__ __forceinline__ void add(int warp, int lane, float& top, float& sum, float& v) const {
         top = NONE; sum = 0.f; v = 0.f;
         #pragma unroll 1
         for (int i = warp; i < count; i += W * N) {
-            float2 w[N];
-            float  x[N], m = top;
+            float2 w = make_float2(NONE, 0.f);
+            float x[N];
+            const int own = i + W * lane;  // the piece whose weight this lane has
+            if (lane < N && own < count) w = *(const float2*)(ml + (size_t)own * heads * 2);
             #pragma unroll
             for (int k = 0; k < N; k++) {
-                const size_t at = (size_t)(i + W * k) * heads;
-                const bool on = i + W * k < count;
-                w[k] = on ? *(const float2*)(ml + at * 2) : make_float2(NONE, 0.f);
-                x[k] = on && mine ? o[at * D] : 0.f;
+                const bool on = i + W * k < count && mine;
+                x[k] = on ? o[(size_t)(i + W * k) * heads * D] : 0.f;
             }
-            #pragma unroll
-            for (int k = 0; k < N; k++) m = fmaxf(m, w[k].x);
-            const float base = m == NONE ? 0.f : m, f = exp2f(__fsub_rn(top, base));
-            sum = __fmul_rn(sum, f); v = __fmul_rn(v, f); top = m;
+            const float most = fmaxf(top, warp_max(w.x)), base = most == NONE ? 0.f : most;
+            const float fade = exp2f(__fsub_rn(top, base)), weight = exp2f(__fsub_rn(w.x, base));
+            sum = __fmul_rn(sum, fade); v = __fmul_rn(v, fade); top = most;
             #pragma unroll
             for (int k = 0; k < N; k++) {
-                const float e = exp2f(__fsub_rn(w[k].x, base));
-                sum = fmaf(e, w[k].y, sum);
+                const float e = __shfl_sync(~0u, weight, k);
+                sum = fmaf(e, __shfl_sync(~0u, w.y, k), sum);
                 v = fmaf(e, x[k], v);
             }
         }
     }
     // What is asked for at once depends on how many there are, and so on the row's position alone.
-    __device__ __forceinline__ void add(int warp, float& top, float& sum, float& v) const {
-        if (count <= 5 * W) add<5>(warp, top, sum, v);
-        else add<14>(warp, top, sum, v);
+    __device__ __forceinline__ void add(int warp, int lane, float& top, float& sum, float& v) const {
+        if (count <= 5 * W) add<5>(warp, lane, top, sum, v);
+        else add<14>(warp, lane, top, sum, v);
     }
 };
 
@@ -131,7 +132,7 @@ extern "C" __global__ void BOUNDS attn_merge(const float* o, const float* ml,
                 const float gate = GATE && ends && mine ? qkv[at] : 0.f;
                 Found& f = found[turn % 2];
                 float top, sum, v;
-                m.add(warp, top, sum, v);
+                m.add(warp, lane, top, sum, v);
                 f.part[warp][lane] = v;
                 if (!lane) { f.tops[warp] = top; f.sums[warp] = sum; }
                 __syncthreads();

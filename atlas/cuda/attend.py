@@ -252,6 +252,14 @@ def _drawing(card, blocks, pieces, room):
     runs = min(pieces, max(1, room//blocks))
     return Shares(runs, early=max(1, _usable(card)//blocks)) # a block on each multiprocessor
 
+_ALONE = 107<<10 # Bytes, with which a block of attn_merge has more than half of a multiprocessor's
+
+def _room(card, d, rows, crowded):
+    "Of one long row, what attn_decode and attn_merge take: the next finds room beside a block, but no two of attn_merge"
+    if rows>1 or not crowded or getattr(card, 'arch', '')!='sm_90a': return {},{}
+    if not 128<d<=256: return {},dict(ALONE=72)
+    return dict(LEAN=1),dict(ALONE=48, shared=_ALONE) # few registers each
+
 def _merging(card, d, heads, rows):
     "Blocks of attn_merge: as many as run at once, which share the rows if there are more"
     across = -(-d//32)
@@ -286,15 +294,14 @@ def attend(
     o,ml = (card.empty((R,n,h,d)),card.empty((R,n,h,2))) if n>1 else (None,None)
     words = pool.words if share.mergers and n>1 else None
     tickets = pool.words.view(np.int32) if draws else None
-    alone = R==1 and crowded and getattr(card, 'arch', '')=='sm_90a'
-    if alone and 128<d<=256: defines['LEAN'] = 1 # its blocks come early if they have few registers
+    lean,alone = _room(card, d, R, crowded)
     turn = (angles.cos,angles.sin,angles.pos.reshape(-1, R),angles.axes) if angles else (None,)*4
     norms = (q_norm,k_norm,None,None) if a.qk_norm=='head' else (None,None,q_norm,k_norm)
     pools = [x if x is None or x.dtype!=np.uint16 else x.view(np.uint8) for x in pool.arrays]
     y3 = y.reshape(R, h, d)
     run('attn_decode', (blocks,share.runs,R), 32*_parts(d)*(2 if d>256 else 4), qkv, *norms, *turn, *pools, b.tables, b.seq, b.first, b.starts, b.slots, sinks,
         o, ml, words, y3, float(eps), float(scale), window or 0, many, b.tables.shape[1], len(b.tables), share.mergers, n, share.shift,
-        tickets, share.early, shared=defines['BYTES'], MINB=least, **defines)
+        tickets, share.early, shared=defines['BYTES'], MINB=least, **defines, **lean)
     if n>1 and words is None: run('attn_merge', _merging(card, d, h, R), 512, o, ml, qkv, b.seq, b.first, b.starts, sinks, y3,
-        window or 0, many, n, qkv.shape[1], R, D=d, GATE=int(a.gate), **(dict(ALONE=72) if alone else {}))
+        window or 0, many, n, qkv.shape[1], R, D=d, GATE=int(a.gate), **alone)
     return y
