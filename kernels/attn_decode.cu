@@ -175,14 +175,13 @@ struct Work {
     // Is there anything?
     __device__ __forceinline__ bool find(const int* __restrict__ tables, int s, int mb, int lane) {
         back = t - r0; nf -= r0; n = min(SHARE, nf - back); p0 = start + back; end = p0 + n; low = lowest(p0); newest = pieces.of(end - 1);
-        // Does the piece depend on where the row stands?
-        const bool now = window || (ONE && (!late() || few_large()));
-        if (now) piece = last = newest - (int)blockIdx.y;
+        const bool now = window || (ONE && !late());  // does the piece depend on where the row stands?
+        if (now || (ONE && falls())) piece = last = newest - (int)blockIdx.y;
         last = min(last, newest); to = QONLY ? end : start;
         if (ONE && !window && (int)blockIdx.y > newest) return false;  // fewer pieces than blocks
         if (back % SHARE || piece < pieces.of(low) || piece > last) return false;  // an earlier row's block has this one, or nobody looks there
         begin();
-        if (now) table.load(table.all, from, mb, lane);
+        if (now || (ONE && falls())) table.load(table.all, from, mb, lane);
         return true;
     }
     // Does it come when a multiprocessor's first block is there?
@@ -190,6 +189,7 @@ struct Work {
     // Have early blocks all pieces of the largest size? Late ones go on with the next then, and the
     // smallest are drawn last; else late ones have the smallest, so that the largest are drawn soon.
     __device__ __forceinline__ bool few_large() const { return newest - early < 2 * pieces.many; }
+    __device__ __forceinline__ bool falls() const { return late() && few_large(); }
     // Pieces that no block has begun with: so many, and which one a ticket is for
     __device__ __forceinline__ int more() const { return ONE && !window ? max(newest + 1 - (int)gridDim.y, 0) : 0; }
     __device__ __forceinline__ int drawn(int ticket) const {
@@ -463,7 +463,7 @@ extern "C" __global__ void BOUNDS attn_decode(const float* qkv, const float* __r
         float* const mine = (float*)(m.left + group * m.STEP);
         #pragma unroll
         for (int r = 0; r < SHARE; r++) {
-            unsigned thread = threadIdx.x;
+            int thread = threadIdx.x;
 #if defined(__CUDA_ARCH__)
             // Places of results would else take registers that are wanted while slices are added up
             if (!soon) asm volatile("" : "+r"(thread));
@@ -507,7 +507,8 @@ extern "C" __global__ void BOUNDS attn_decode(const float* qkv, const float* __r
             const size_t cell = ((size_t)(t + r) * cells + piece - a) * HEADS + w.h0, own = ((size_t)(t + r) * HEADS + w.h0) * D;
             #pragma unroll
             for (int k = 0; k < QUADS; k++) {
-                const int i = thread + k * THREADS, g = min(i / (D / 4), w.gb - 1), d = i % (D / 4) * 4;
+                const int i = soon ? (int)(threadIdx.x + k * THREADS) : thread + k * THREADS;
+                const int g = min(i / (D / 4), w.gb - 1), d = i % (D / 4) * 4;
                 float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
                 #pragma unroll
                 for (int k = 0; k < GROUPS; k++) {
