@@ -21,8 +21,8 @@
 //   -D STRIPS= DOWN= ALONG=   warps: DOWN beside each other times ALONG that share columns
 //   -D DEEP= HELD=   places of a warp for units of weights on their way; pieces of x for its share
 //   -D CORES=  1, on Hopper: four warps beside each other multiply together (lib/wgmma.cuh), STRIPS is 1
-//   -D PLAIN=  1: no gate and no add
-//   -D BEST=   1: for whoever wants the largest of each row alone; PLAIN, no ACT and no EXTRA
+//   -D PLAIN=  1: no gate and no add; 2: no gate
+//   -D BEST=   1: for whoever wants the largest of each row alone; PLAIN 1, no ACT and no EXTRA
 //   -D ESPLIT= EDOWN= EALONG= EDEEP= EHELD=   the same for the extra rows, 16*EDOWN a block at a time
 //   launch: <<<(main + ceil(m/(16*EDOWN)) or less, ceil(rows/(8*TILES))), 32*DOWN*ALONG, shared bytes: see
 //   atlas.cuda.gemv_wide>>>, `main` blocks have groups of `span` <= 16*STRIPS*DOWN rows of W, and
@@ -84,7 +84,7 @@ constexpr bool PAIR = ACT != ACT_NONE && ACT != ACT_RELU2;
 #ifdef EXTRA
 static_assert(!BEST, "a row has one best");
 #endif
-static_assert(!BEST || PLAIN && ACT == ACT_NONE, "see the contract");
+static_assert(!BEST || PLAIN == 1 && ACT == ACT_NONE, "see the contract");
 
 struct Job {  // one matrix
     const unsigned char *w, *s, *x;
@@ -149,7 +149,7 @@ struct Finish {
             else inverse[j] = NORM == 1 && on ? o.inverse[c + j] : 1.f;
             const bool opens = !PLAIN && o.gate && column + j < o.rows;
             open[j] = opens ? times_sigmoid(1.f, o.gate[(size_t)(column + j) * o.ld]) : 1.f;
-            if (PLAIN || PAIR && j) continue;
+            if (PLAIN == 1 || PAIR && j) continue;
             const bool one = o.add && there(o, to, 0, j), both = o.add && there(o, to, 1, j);
             const float* const p = o.add + place(o, j);
             float2 two = make_float2(0.f, 0.f);
@@ -168,8 +168,9 @@ struct Finish {
     __device__ __forceinline__ float made(const Job& o, int i, int j, float v, float up) const {
         if (CAP) v = __fmul_rn(o.cap, tanhf(v / o.cap));
         if (ACT) v = act_mul<ACT>(v, up, o.limit);
-        // -0 becomes 0 either way
-        return PLAIN ? v + 0.f : fmaf(v, open[j], prior[2 * j + i]);
+        // -0 becomes 0 any way
+        if (PLAIN) return v + (PLAIN == 1 ? 0.f : prior[2 * j + i]);
+        return fmaf(v, open[j], prior[2 * j + i]);
     }
     __device__ __forceinline__ void put(const Job& o, int to, int j, float2 v) const {
         float* const p = o.y + place(o, j);
@@ -207,6 +208,42 @@ struct Finish {
         const unsigned key = bad ? ~0u : float_key(second ? top[1] : top[0]);
         u64* const own = best + column - o.first * 8 + second;
         if (!(lane & 12)) *own = max(*own, keyed(key, out + (first / 4 - lane / 4) * 2 + odd));
+    }
+    // The same of a warp's 16 rows, r and more, whose sums lie where lanes have left them: a lane
+    // looks at two columns from top to bottom. `norms`, `best`: of the block's rows of x.
+    template <class F> static __device__ __forceinline__ void join_whole(
+            const Job& o, int r, int to, const float4* sums, const float* own, const float* norms,
+            u64* best) {
+        const int lane = threadIdx.x % 32, rows = min(o.n, to) - r;
+        if (lane >= 4 * TILES) return;
+        const float2 norm = ((const float2*)norms)[lane];
+        float top[2] = {-3.4028235e38f, -3.4028235e38f}, spoilt[2] = {};
+        int at[2] = {};
+        #pragma unroll
+        for (int g = 0; g < 8; g++) {
+            const float4 v = sums[lane / 4 * 32 + 4 * g + lane % 4];
+            const float2 raw = ((const float2*)own)[g], bias = ((const float2*)(own + 16))[g];
+            #pragma unroll
+            for (int i = 0; i < 2; i++) {
+                if (2 * g + i >= rows) continue;
+                const float unit = F::row_scale((Bytes)(&raw.x + i), &raw.x + i, 0);
+                #pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    const float sum = (&v.x)[2 * i + j];
+                    float z = fmaf(__fmul_rn(sum, (&norm.x)[j]), unit, (&bias.x)[i]);
+                    if (CAP) z = __fmul_rn(o.cap, tanhf(z / o.cap));
+                    spoilt[j] = fmaf(z, 0.f, spoilt[j]);
+                    if (z > top[j]) at[j] = 2 * g + i;
+                    top[j] = fmaxf(top[j], z);
+                }
+            }
+        }
+        #pragma unroll
+        for (int j = 0; j < 2; j++) {
+            const unsigned key = spoilt[j] == 0.f ? float_key(top[j]) : ~0u;
+            u64* const own_best = best + 2 * lane + j;
+            *own_best = max(*own_best, keyed(key, r + at[j]));
+        }
     }
     // `best`: the warp's, of each row of x that the block has
     template <class F> __device__ __forceinline__ void end(
@@ -306,9 +343,11 @@ template <class F, int MANY> __device__ __forceinline__ void add(
     }
 }
 
-// The same of sixteen rows in each of four warps, whose products are asked for together.
-template <class F> __device__ __forceinline__ void add_together(
-        float (*acc)[4], const unsigned char* at, const unsigned char* x, int b) {
+// The same of sixteen rows in each of four warps, whose products are asked for together. While they
+// run, there is time for what `meanwhile` does.
+template <class F, bool SOON, class M> __device__ __forceinline__ void add_together(
+        float (*acc)[4], const unsigned char* at, const unsigned char* x, WgmmaMatrix from, int b,
+        M& meanwhile) {
     typedef Tile<F, true> T;
     const int lane = threadIdx.x % 32;
     F q;
@@ -317,7 +356,8 @@ template <class F> __device__ __forceinline__ void add_together(
     q.aids(aids);
     unsigned a[4][F::LENGTH];
     float d[2][4 * TILES];
-    const WgmmaMatrix from = wgmma_cores(x + b * T::BLOCK, T::BYTES);
+    if (SOON) from += b * (T::BLOCK / 16);
+    else from = wgmma_cores(x + b * T::BLOCK, T::BYTES);
     #pragma unroll
     for (int i = 0; i < 4; i++) q.piece(aids, i, a[i]);
     wgmma_fence();
@@ -325,6 +365,7 @@ template <class F> __device__ __forceinline__ void add_together(
     for (int i = 0; i < 8; i++)
         wgmma<8 * TILES, false>(d[i % 2], a[i / 2] + i % 2 * 4, from + 16 * i, i > 1);
     wgmma_commit();
+    if (SOON) meanwhile();
     wgmma_wait<0>();
     wgmma_own(d[0]);
     wgmma_own(d[1]);
@@ -475,16 +516,30 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
             float acc[MANY][TILES][4] = {};
             #pragma unroll 1
             for (int unit = works ? h + pass * PER : N; unit < N; unit += SHARES) {
+                const unsigned char* const x = xs + slot * PIECE;
+                // Are there registers to fill a unit's place again while its last block is multiplied?
+                constexpr bool SOON = TOGETHER && BESIDE * PER <= 12 && TILES <= 4;
+                WgmmaMatrix from = 0;
+                if (SOON) from = wgmma_cores(x, TILE);
                 cp_async_wait<PLACES - 1>();
                 __syncwarp();
                 meet_wait(full + slot, phase);
-                #pragma unroll (QUADS > 2 || BESIDE * PER > 12 ? 1 : F::UNITS)
-                for (int b = 0; b < F::UNITS; b++)
-                    if constexpr (TOGETHER) add_together<F>(acc[0], ring + spot, xs + slot * PIECE, b);
-                    else add<F, MANY>(acc, ring + spot, xs + slot * PIECE, b);
-                __syncwarp();
-                if (left > 0) fetch(ring + spot);
-                cp_async_commit();
+                int b = 0;
+                auto refill = [&]() {
+                    if (b != F::UNITS - 1) return;
+                    __syncwarp();
+                    if (left > 0) fetch(ring + spot);
+                    cp_async_commit();
+                };
+                #pragma unroll (!SOON && (QUADS > 2 || BESIDE * PER > 12) ? 1 : F::UNITS)
+                for (b = 0; b < F::UNITS; b++)
+                    if constexpr (TOGETHER)
+                        add_together<F, SOON>(acc[0], ring + spot, x, from, b, refill);
+                    else
+                        add<F, MANY>(acc, ring + spot, x, b);
+                b = F::UNITS - 1;
+                if (SOON) __syncwarp();  // all have read what belongs to the piece of x
+                else refill();
                 spot = spot == (PLACES - 1) * UNIT ? 0 : spot + UNIT;
                 if (!ALL && !lane) meet_arrive(empty + slot);
                 if (!LATE) free = slot;
@@ -536,8 +591,11 @@ __device__ __forceinline__ void matrix(const Job& o, unsigned char* shared) {
             own[lane] = later;
             __syncwarp();
         }
+        constexpr bool WHOLE = BEST && STASH && TOGETHER;
+        if (WHOLE && here) Finish::join_whole<F>(
+            o, group * o.span + strip, to, sums - lane, own, own + 32, best);
         #pragma unroll 1
-        for (int first = 0; STASH && here && first < QUADS; first += OWN) {
+        for (int first = 0; STASH && !WHOLE && here && first < QUADS; first += OWN) {
             Finish ends[OWN];  // what they need is asked for at once
             #pragma unroll
             for (int i = 0; i < OWN; i++) prepare(ends[i], min(first + i, QUADS - 1));

@@ -98,6 +98,8 @@ TOGETHER = dict(
     nvfp4=('NVFP4', 35, 200, 1040, (4,4,1,2,3), dict(gain=1, add=1)),
     several=('NVFP4', 64, 200, 2096, (8,8,1,2,3), dict(gain=1, add=1)),
     along=('NVFP4', 33, 100, 1040, (4,4,2,2,2), dict(extra=37, gain=1, bias=1)),
+    both=('NVFP4', 30, 300, 2096, (2,4,2,2,4), dict(gain=1, bias=1)),
+    all=('INT4', 17, 150, 512, (4,8,1,2,3), dict(gain=1, add=1)),
     mxfp4=('MXFP4', 70, 72, 320, (4,8,1,2,2), dict(act='swiglu_oai', limit=7., bias=1)),
     int4=('INT4', 33, 80, 320, (4,8,1,2,2), dict(gain=1, add=1)),
     fp8=('FP8_CHANNEL', 64, 70, 512, (8,4,2,2,2), dict(group=64, gate=1, add=1)),
@@ -132,7 +134,9 @@ BESTS = dict(
     many=(64, 84, (8,2,2,1,2,2)),
     together=(35, 200, (4,4,1,2,3)),
     more=(70, 150, (8,8,1,2,3)),
-    beside=(33, 100, (2,4,2,2,2)))
+    beside=(33, 100, (2,4,2,2,2)),
+    whole=(64, 300, (8,4,1,2,3)),
+    few=(17, 300, (2,4,1,2,3)))
 
 @pytest.mark.parametrize('name', BESTS)
 def test_the_best_of_each_row(name, monkeypatch):

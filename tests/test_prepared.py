@@ -3,12 +3,17 @@
 import numpy as np,pytest
 from atlas.card.card import run
 from atlas.card.emulator import Emulator,find_cxx
+from atlas.card.launch import recording
 from atlas.cuda import gemv_wide as many
 from atlas.cuda.experts_wide import moe_wide
 from atlas.cuda.gemv_wide import Found,Reader,gemv_wide,prepared_rows
 from atlas.cuda.pack import pack
+from atlas.engine.card_stepper import StepShape
 from atlas.ground.config import MoEConfig
 from atlas.ground.formats import QTensor
+from atlas.model.model import Piece,make_batch
+from test_card import cache_of,models
+from test_speculation_card import engine
 
 pytestmark = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
 card = Emulator() if find_cxx() else None
@@ -61,3 +66,21 @@ def test_experts_leave_them_for_what_they_return():
     left = made.pop()
     assert left.instead(y) is left and left.of(w, gain, 1e-6, None)
     np.testing.assert_array_equal(bits(y), bits(moe_wide(x, *how, add=x)))
+
+@pytest.mark.parametrize('full', (False,True))
+def test_the_head_finds_them(full):
+    "After the last layer's experts nobody adds up rows by themselves, and logits are those of the rows"
+    m = models('qwen3.6-moe', 'nvfp4')[1]
+    e = engine(m, seqs=16)
+    shape = StepShape(16, 64, full, False)
+    with recording(launch=False) as seen: e.stepper.body(shape)
+    names = [n for n,*_ in seen.calls]
+    assert 'expert_sum' not in names and names.count('experts_wide')+names.count('expert_strips')
+    last = len(names)-1-names[::-1].index('gemv_wide')
+    assert names[last-1]=='gemv_halves' and names[last-2]!='gemv_halves'
+    c = cache_of(m, 16)
+    b = make_batch([Piece([i+5], 0, [i], i) for i in range(9)], False, 16, card)
+    x = m.trunk(b, c, made=(made := []))
+    assert isinstance(h := made[-1].instead(x), many.Prepared)
+    got,want = (bits(m.head(r, m.last_norm)) for r in (h,x))
+    np.testing.assert_array_equal(got, want)

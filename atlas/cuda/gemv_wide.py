@@ -248,6 +248,16 @@ class _Product:
             float(eps), R, self.tiles, int(early), W=self.W, **opts)
         return room
 
+# %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #2310107c
+@patch
+def tiles_of(self:_Product, x, gain, eps, parts, norm):
+    "What `halves` gives, of rows `x` that are there, or `Prepared` for this product"
+    made,w = isinstance(x, Prepared),self.w
+    if made and x.of(w, gain, eps, self.extra): return x.tiles
+    if made and x.x is None:
+        raise ConfigError(f'Rows were made for {x.reader.w}, and not for {w}')
+    return self.halves(x.x if made else x, gain, eps, parts, norm)
+
 # %% ../../nbs/3_ops/linear/14_cuda.gemv_wide.ipynb #23101016
 @patch
 def _deal(self:_Product, part):
@@ -290,7 +300,7 @@ def __call__(self:_Product, x, bias, gate, add, out, numbers, opts, best=None):
     if shared>=64<<10 and self.card.kind!='emulator': shared = max(shared, limits(self.card).alone)
     rows,m = (self.extra.raw[0],self.extra.n) if self.extra else (None,0)
     logits,column = gate
-    if logits is None and add is None: opts['PLAIN'] = 1
+    if logits is None: opts['PLAIN'] = 1 if add is None else 2
     columns = 0 if logits is None else logits.shape[1]
     mine = self.mine
     R,width = (best if out is None else out).shape
@@ -328,10 +338,7 @@ def gemv_wide(
     if not len(x): return out
     p = _Product(card, w, extra, len(x))
     norm = _norm_of(gain, parts, group)
-    made = isinstance(x, Prepared)
-    if made and x.of(w, gain, eps, extra): halves = x.tiles
-    elif made and x.x is None: raise ConfigError(f'Rows were made for {x.reader.w}, and not for {w}')
-    else: halves = p.halves(x.x if made else x, gain, eps, parts, norm)
+    halves = p.tiles_of(x, gain, eps, parts, norm)
     opts = dict(NORM=int(norm['NORM']==1), ACT=_ACT.get(act, 0), CAP=int(bool(cap)))
     numbers = float(inf if limit is None else limit),float(cap or 0)
     p(halves, bias, gate or (None,0), add, out, numbers, opts)
@@ -351,7 +358,7 @@ def best_logits(x, w:Packed, gain=None, eps:float=0., bias=None, cap:float|None=
     p = _Product(card, w, None, len(x))
     if p.o.shared+_best_bytes(p.o)>limits(card).block: return None
     norm = _norm_of(gain, None, 0)
-    halves = p.halves(x, gain, eps, None, norm)
+    halves = p.tiles_of(x, gain, eps, None, norm)
     best = card.empty((len(x),p.mine.blocks), 'int64')
     opts = dict(NORM=norm['NORM'], ACT=_ACT.get(None, 0), CAP=int(bool(cap)))
     p(halves, bias, (None,0), None, None, (inf,float(cap or 0)), opts, best)

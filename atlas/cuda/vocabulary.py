@@ -154,7 +154,7 @@ def logits(x, w, norm=None, cap:float|None=None):
 
 def greedy_logits(x, w, norm=None, cap:float|None=None):
     "The same of rows that are all greedy, as `sample_rows` takes them: `Best`, where that is less"
-    if _staged_once(len(x), w.weight.k):
+    if isinstance(x, Prepared) or _staged_once(len(x), w.weight.k):
         normed = {} if norm is None else norm._asdict()
         best = best_logits(x, w.weight, bias=w.bias, cap=cap, **normed)
         if best is not None: return best
@@ -522,7 +522,9 @@ def _look_ahead(model):
     "Tell each layer of experts what comes after it"
     order = [l for b in model.layers for l in b.parts()]
     norms = [n for b in model.layers for n in _before(b)]
-    for a,b,n in zip(order, [*order[1:],model], [*norms[1:],None]):
+    plain = model.layers and hasattr(model.layers[-1], 'norms') # the head's norm follows at once
+    last = model.last_norm if plain else None
+    for a,b,n in zip(order, [*order[1:],model], [*norms[1:],last]):
         if not hasattr(a, 'experts'): continue
         a.then,a.reader = _begins_with(b),_reader(b, n)
 

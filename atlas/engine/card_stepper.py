@@ -546,9 +546,10 @@ def body(self:CardStepper, shape:StepShape):
         else: self._plain(shape)
 
 @patch
-def _step_logits(self:CardStepper, x, shape):
-    "Logits of a step's rows, or as little as sampling needs of them"
+def _step_logits(self:CardStepper, x, shape, made):
+    "Logits of a step's rows, or as little as sampling needs of them; `made` as `trunk` left it"
     m = self.model
+    if made: x = made[-1].instead(x)
     if shape.full: return m.head(x, m.last_norm)
     return greedy_logits(x, m.lm_head, m.last_norm, m.c.logit_softcap)
 
@@ -557,7 +558,9 @@ def _plain(self:CardStepper, shape):
     "A token for each row, and on to the next"
     n = shape.seqs
     b,r = self.rows.batch(n, shape.longest),self.rows.of(n)
-    logits = self._step_logits(self.model.trunk(b, self.cache), shape)
+    made = []
+    x = self.model.trunk(b, self.cache, made=made)
+    logits = self._step_logits(x, shape, made)
     then = b,self.cache.pool.block_size
     sample_rows(logits, self.table, r.ids, r.lanes,
         greedy=not shape.full, cuts=shape.cuts, then=then)
@@ -567,8 +570,9 @@ def _verify(self:CardStepper, shape):
     "What each row says, how many of them count, drafts of what comes next, and on to that"
     n,m = shape.seqs,self.model
     b,r = self.rows.batch(n, shape.longest),self.rows.of(n)
-    x = m.trunk(b, self.cache)
-    logits = self._step_logits(x, shape)
+    made = []
+    x = m.trunk(b, self.cache, made=made)
+    logits = self._step_logits(x, shape, made)
     sample_rows(logits, self.table, r.said, r.lanes,
         greedy=not shape.full, cuts=shape.cuts, width=shape.width, given=r.ids)
     accept_rows(r, self.table, shape.full, self.chances, self.history)

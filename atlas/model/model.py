@@ -231,6 +231,7 @@ def trunk(self:Decoder,
     cache, # `cache.kv[i]`, `cache.conv[i]`, `cache.rec[i]` are layer i's pools, written in place
     tap=None, # `tap(i, x)` sees the stream after each layer, [R, H], divided by `unit`
     routes:list|None=None, # Collects (ids, weights) of each experts layer
+    made:list|None=None, # Gets the rows as the head wants them too, if the last layer left them so
 ): # [R, H] float32
     "The residual stream after the last layer"
     s,x = self.step(b, cache, routes),self.embed(b)  # (R,H)
@@ -240,6 +241,7 @@ def trunk(self:Decoder,
             x = l(x, s)
             if i<len(deep): x[rows] += deep[i]
             if tap: tap(i, x)
+    if made is not None: made += s.made
     return x
 
 # %% ../../nbs/4_model/04_model.ipynb #126bc45a

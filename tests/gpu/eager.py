@@ -10,8 +10,8 @@ def watch(e, eager):
     "Have `e` keep the logits of its steps; with `eager` without graphs"
     kept,s = {},e.stepper
     logits = s._step_logits
-    def keeping(x, shape):
-        y = logits(x, shape)
+    def keeping(x, shape, made):
+        y = logits(x, shape, made)
         kept[shape] = getattr(y, 'keys', y)  # of each block of the head, where that is enough
         return y
     if eager: s.replay = s.body
