@@ -118,6 +118,10 @@ extern "C" __global__ void __launch_bounds__(160, RESIDENT) delta_step(const flo
     #pragma unroll 1
     for (int base = r0; base < r1; base += ROWS) {
         const int n = ROWS == 1 ? 1 : min(ROWS, r1 - base);
+        if (base > r0) {
+            ask(base);
+            __syncthreads();  // the rows before are done with
+        }
         #pragma unroll
         for (int i = 0; i < ROWS; i++) {
             if (i >= n) break;
@@ -175,10 +179,6 @@ extern "C" __global__ void __launch_bounds__(160, RESIDENT) delta_step(const flo
                     for (int m = 0; m < N; m++) __stcs((float4*)(to->S + at + m * DV), mem.S[m]);
                 }
             }
-        }
-        if (base + ROWS < r1) {
-            ask(base + ROWS);
-            __syncthreads();  // these rows are done with
         }
     }
     if (seq == gridDim.z - 1 && warp == 0)

@@ -176,7 +176,8 @@ template <class F, int HELD, bool OWN, int HERE, int MEMBERS, class Behind> __de
             const int t = team + i * TEAMS, r = ROWS == 1 ? 0 : min(t, o.rows - 1);  // rows that are not there: the last one again
             float a[8];
             Parts p;
-            if (NORM == 2 && in && v * 8 < K) p.load(o.parts + ((size_t)r * (K / GROUP) + v * 8 / GROUP) * PARTS);
+            auto load_parts = [&] { p.load(o.parts + ((size_t)r * (K / GROUP) + v * 8 / GROUP) * PARTS); };
+            if (NORM == 2 && ROWS == 1 && in && v * 8 < K) load_parts();  // before `behind`: one row waits for them
             load_x(o.x + (size_t)r * K, v, in, a);
             if (u == 0 && i == 0) behind();
             if (NORM == 1) {
@@ -184,6 +185,7 @@ template <class F, int HELD, bool OWN, int HERE, int MEMBERS, class Behind> __de
                 for (int j = 0; j < 8; j++) { sums[i] = fmaf(a[j], a[j], sums[i]); a[j] = __fmul_rn(a[j], g[j]); }
             }
             if (NORM == 2 && in && v * 8 < K) {
+                if (ROWS > 1) load_parts();
                 const float z = rsqrtf(fmaf(p.sum(), 1.f / GROUP, o.eps));
                 #pragma unroll
                 for (int j = 0; j < 8; j++) a[j] = __fmul_rn(a[j], z);
@@ -300,11 +302,12 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> __devic
         const bool begin = MADE || group == o.group;
         const int to = min(group * o.span + o.span, n4), base = group * o.span;
         float raw[ITEMS][2], bias[ITEMS][2], prior[ITEMS], open[ITEMS], acc[4] = {};
-        // What the results will need is asked for behind x, and not waited for yet.
+        // What the results will need is asked for behind x, and not waited for yet: of one row while x is on its way.
+        constexpr bool SHADOW = ALL && ROWS == 1;
         auto ask = [&] {
             #pragma unroll
             for (int i = 0; i < ITEMS; i++) {
-                if (i * THREADS + warp * 32 >= MANY) continue;  // all lanes or none
+                if (SHADOW && i * THREADS + warp * 32 >= MANY) continue;  // all lanes or none
                 const int item = o.member * MANY + i * THREADS + threadIdx.x;
                 const int r = item % (PER * OUT), row = item / (PER * OUT);
                 const int at = base + (PAIR ? r / 2 * 4 + r % 2 : r);
@@ -372,11 +375,11 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> __devic
             for (int first = 0; first < MINE; first += HELD) {
                 if (!ALL || begin) {
                     if (first || !begin) { if (OWN) __syncwarp(); else __syncthreads(); }
-                    auto behind = [&] { fill(BEFORE, PLACES); if (ALL) ask(); };
+                    auto behind = [&] { fill(BEFORE, PLACES); if (SHADOW) ask(); };
                     stage<F, HELD, OWN, HERE, MEMBERS>(o, first, begin, g0, sums, xs, es, behind);
                     if (OWN) __syncwarp(); else __syncthreads();
                 }
-                if (!first && !(ALL && begin)) ask();
+                if (!first && !(SHADOW && begin)) ask();
                 from_start();
                 multiply(works ? ALL ? mine : min(HELD / (HERE * F::UNITS), mine - first / (HERE * F::UNITS)) : 0);
             }

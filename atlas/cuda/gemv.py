@@ -111,9 +111,8 @@ def _x_first(card, w, rows, norm):
     return rows==1 and norm==1 and w.format.narrow and not w.pair and w.nbytes<=limits(card).ahead
 
 def _early(f, rows, units, rounds, plain)->int:
-    "Quarters of blocks that a warp decodes before `x` is there: where it has one unit and its block one group"
-    if not (f.narrow and plain and units==rounds==1): return 0
-    return 6 if rows==1 else 8 # one row's registers have room for no more
+    "Quarters of blocks that a warp decodes before `x` is there: of one row, where it has one unit and its block one group"
+    return 6 if f.narrow and plain and rows==units==rounds==1 else 0 # registers have room for no more
 
 def _norm_of(gain, parts, group):
     "How gemv.cu norms x"
