@@ -55,7 +55,7 @@ struct Rows {
     float red[2][4][64], cross[2][4][4], gain[32];
 };
 
-extern "C" __global__ void __launch_bounds__(160, RESIDENT) delta_step(const float* x, const float* __restrict__ conv_w, const float* __restrict__ decay,
+extern "C" __global__ void __launch_bounds__(160, RESIDENT) delta_step(const float* x, const float* conv_w, const float* __restrict__ decay,
         const float* __restrict__ dt_bias, const float* __restrict__ norm_w, float* conv, float* rec, const int* __restrict__ first,
         const int* __restrict__ starts, const int* __restrict__ state_in, const int* __restrict__ state_out, float* y, float* parts, int rows) {
     constexpr float SCALE = DK == 128 ? 0.08838834764831845f : DK == 64 ? 0.125f : 0.17677669529663687f;  // 1/sqrt(DK)
@@ -89,24 +89,42 @@ extern "C" __global__ void __launch_bounds__(160, RESIDENT) delta_step(const flo
     if (side) m.gain[lane] = norm_w[part * 32 + lane];
     const float own = side ? (lane % 2 ? dt_bias : decay)[head] : 0.f, other = __shfl_xor_sync(~0u, own, 1);  // odd lanes: dt_bias, and A beside it
     if (!side) mem.take_pending(*place(from), pending, row0, part * 32 + c4);
-    pdl_wait();
-    if (ROWS > 1) pdl_trigger();  // so that blocks of a later launch do not crowd a multiprocessor where rows follow each other
-    #pragma unroll 1
-    for (int base = r0; base < r1; base += ROWS) {
-        const int n = min(ROWS, r1 - base);
-        // Everything but the state, of all rows
-        float in[ROWS][2], ba = 0.f;
+    // A sequence's only row, whose state stays in this slot, is left there with what is pending.
+    const unsigned stays = start && pending < PENDING && r1 - r0 == 1 ? (unsigned)from / TAILS : ~0u;
+    // The last inputs of this thread's channels, for whoever goes on from state `out`
+    const auto leave = [&](int out) {
+        if (out < 0 || !keeps) return;
+        #pragma unroll
+        for (int k = 0; k < 2; k++)
+            if (has[k])
+                #pragma unroll
+                for (int t = 0; t < 3; t++) conv[(size_t)out * 3 * c + t * c + col[k]] = seen[k][t];
+    };
+    float in[ROWS][2], ba = 0.f;
+    int outs = -1;
+    // Of the rows from `base` on, all but the state
+    const auto ask = [&](int base) {
         #pragma unroll
         for (int i = 0; i < ROWS; i++)
             #pragma unroll
-            for (int k = 0; k < 2; k++) in[i][k] = i < n && (side || mine) ? x[(size_t)(base + i) * width + col[k]] : 0.f;
-        if (side && lane / 2 < n) ba = x[(size_t)(base + lane / 2) * width + width - 2 * vh + head + lane % 2 * vh];
-        const int outs = lane < n ? state_out[base + lane] : -1;
-        if (base > r0) __syncthreads();  // the rows before are done with
+            for (int k = 0; k < 2; k++) in[i][k] = base + i < r1 && (side || mine) ? x[(base + i) * width + col[k]] : 0.f;
+        const int row = base + lane / 2;
+        if (side && lane / 2 < ROWS && row < r1) ba = x[(row + 1) * width - 2 * vh + head + lane % 2 * vh];
+        outs = ROWS == 1 ? state_out[base] : lane < ROWS && base + lane < r1 ? state_out[base + lane] : -1;
+    };
+    pdl_wait();
+    if (r0 < r1) ask(r0);
+    if (ROWS > 1) pdl_trigger();  // so that blocks of a later launch do not crowd a multiprocessor where rows follow each other
+    #pragma unroll 1
+    for (int base = r0; base < r1; base += ROWS) {
+        const int n = ROWS == 1 ? 1 : min(ROWS, r1 - base);
+        if (base > r0) {
+            ask(base);
+            __syncthreads();  // the rows before are done with
+        }
         #pragma unroll
         for (int i = 0; i < ROWS; i++) {
             if (i >= n) break;
-            const int out = __shfl_sync(~0u, outs, i);
             float v[2];
             #pragma unroll
             for (int k = 0; k < 2; k++) {
@@ -117,27 +135,28 @@ extern "C" __global__ void __launch_bounds__(160, RESIDENT) delta_step(const flo
             }
             float* const to = m.now[i] + (side ? 2 * DK + lane : tid);
             if (side || mine) { to[0] = v[0]; to[side ? 32 : DK] = v[1]; }
-            if (out >= 0 && keeps)
-                #pragma unroll
-                for (int k = 0; k < 2; k++)
-                    if (has[k])
-                        #pragma unroll
-                        for (int t = 0; t < 3; t++) conv[(size_t)out * 3 * c + t * c + col[k]] = seen[k][t];
+            if (ROWS > 1) leave(__shfl_sync(~0u, outs, i));
         }
-        if (side && lane / 2 < n) m.now[lane / 2][2 * DK + 64 + lane % 2] = lane % 2 ? expf(__fmul_rn(other, softplus(ba + own))) : sigmoid(ba);
         __syncthreads();
+        // Nobody needs these before the next barrier
+        if (side && lane / 2 < n) m.now[lane / 2][2 * DK + 64 + lane % 2] = lane % 2 ? expf(__fmul_rn(other, softplus(ba + own))) : sigmoid(ba);
+        if (side) __syncwarp();
         // A row's products with the state; then, behind the barrier, the state takes the row up.
         #pragma unroll 1
         for (int i = 0; i < n; i++) {
             const float *q = m.now[i] + row0, *v = m.now[i] + 2 * DK;
-            const int out = __shfl_sync(~0u, outs, i);
-            // a sequence's only row, whose state stays in its slot, is left there with what is pending
-            const bool late = out >= 0 && pending < PENDING && r1 - r0 == 1 && start && (unsigned)out / TAILS == (unsigned)from / TAILS;
+            const int out = ROWS == 1 ? outs : __shfl_sync(~0u, outs, i);
+            Head* const to = place(max(out, 0));
+            const bool late = out >= 0 && (unsigned)out / TAILS == stays;
             if (!side) {
                 const float a = tid < DK ? m.now[i][tid] : 0.f, b = tid < DK ? m.now[i][DK + tid] : 0.f;
                 const float dot = warp_sum4(__fmul_rn(a, b), __fmul_rn(a, a), __fmul_rn(b, b), 0.f);  // q.k, q.q, k.k
                 if (lane % 8 == 0) m.cross[i % 2][warp][lane / 8] = dot;
                 mem.products(q, q + DK, lane, m.red[i % 2][warp]);
+            } else {
+                if (ROWS == 1) leave(out);
+                if (late) to->add_key(pending, m.now[i] + DK, v[65], part * 32, lane);
+                if (out >= 0 && !lane) to->say(part * 32, late ? pending + 1 : 0);
             }
             __syncthreads();
             const Rule rule(sum_of_cross(m.cross[i % 2]), v[64], v[65]);
@@ -145,18 +164,19 @@ extern "C" __global__ void __launch_bounds__(160, RESIDENT) delta_step(const flo
             rule.change(sum_of_warps(m.red[i % 2], c4), *(const float4*)(v + c4), d);
             if (side) {
                 const float4 read = sum_of_warps(m.red[i % 2], 32 + c4), gate = *(const float4*)(v + 32 + c4);
-                if (late) place(out)->add(pending, m.now[i] + DK, d, rule.eg, part * 32, lane);
-                if (out >= 0 && !lane) place(out)->say(part * 32, late ? pending + 1 : 0);
                 float ss;
                 const float4 o = rule.read(read, d, *(const float4*)(m.gain + c4), gate, SCALE, ss);
-                if (lane < 8) __stcg((float4*)(y + (size_t)(base + i) * vh * DV + own32 + c4), o);
-                if (!lane) parts[((size_t)(base + i) * vh + head) * PARTS + part] = ss;
-            } else if (!late) {
+                const int here = (base + i) * vh * DV + own32;
+                if (lane < 8) __stcg((float4*)(y + here + c4), o);
+                if (!lane) parts[here / 32] = ss;
+                if (late) to->add_change(pending, d, part * 32, lane);
+            } else {
+                if (ROWS == 1) leave(out);
+                if (late) continue;
                 mem.take(q + DK, d, rule.eg);
                 if (out >= 0) {
-                    float* const to = place(out)->S + at;
                     #pragma unroll
-                    for (int m = 0; m < N; m++) __stcs((float4*)(to + m * DV), mem.S[m]);
+                    for (int m = 0; m < N; m++) __stcs((float4*)(to->S + at + m * DV), mem.S[m]);
                 }
             }
         }

@@ -18,6 +18,7 @@
 //   -D ACT=    of lib/act.cuh    -D CAP=  1: results are cap * tanh(result / cap)    -D W= SPLIT=  warps of a block, and those that share a row of W
 //   -D STAGED= DEEP=  128s of x held at a time, and places of a warp for units on their way; ESTAGED= EDEEP= for the extra rows, 16 a block
 //   -D BEHIND= so many of these places are asked for behind x, not before the wait; 0 by default, and only where a block stages all of x at once
+//   -D EARLY=  of a unit so many quarters of its blocks are decoded before x is there. Where it is not 0, a block has one group of rows at most, and a warp one unit of four-bit weights
 //   -D PIPE=   1: x is staged in pieces, each while the one before it is multiplied; for several rows where that pays, 0 by default
 //   -D TEAM=   blocks of a team, 1 by default: of 4 bits, with no extra rows and no NORM 1; all sizes above are those of one block, `main` counts teams
 //   launch: <<<main*TEAM + ceil(m/16), 32*W, shared bytes: see atlas.cuda.gemv>>>, `main` <= ceil(n/span) blocks for W, which take `span` rows at a time, a multiple of 4 up to 16*W/SPLIT
@@ -76,6 +77,9 @@
 #ifndef BEHIND
 #define BEHIND 0
 #endif
+#ifndef EARLY
+#define EARLY 0
+#endif
 #ifndef EDEEP
 #define EDEEP 2
 #endif
@@ -110,13 +114,22 @@ __device__ __forceinline__ void load_x(const float* p, int v, bool in, float* a)
         for (int i = 0; i < 8; i++) a[i] = in && v * 8 + i < K ? p[v * 8 + i] : 0.f;
 }
 
-__device__ __forceinline__ float sum_of_parts(const float* q) {
-    if (PARTS == 4 && GROUP % 4 == 0) { const float4 v = *(const float4*)q; return v.x + v.y + v.z + v.w; }
-    float z = q[0];
-    #pragma unroll
-    for (int j = 1; j < PARTS; j++) z += q[j];
-    return z;
-}
+// Sums of squares of a group, in parts
+struct Parts {
+    float q[PARTS];
+    __device__ __forceinline__ void load(const float* p) {
+        if (PARTS == 4 && GROUP % 4 == 0) *(float4*)q = *(const float4*)p;
+        else
+            #pragma unroll
+            for (int j = 0; j < PARTS; j++) q[j] = p[j];
+    }
+    __device__ __forceinline__ float sum() const {
+        float z = q[0];
+        #pragma unroll
+        for (int j = 1; j < PARTS; j++) z += q[j];
+        return z;
+    }
+};
 
 __shared__ float squares[ROWS][W], part[2][W][16][ROWS];  // sums of squares of x, and of the warps; those of one group while those of the next are made
 
@@ -160,8 +173,11 @@ template <class F, int HELD, bool OWN, int HERE, int MEMBERS, class Behind> __de
         }
         #pragma unroll
         for (int i = 0; i < MINE; i++) {
-            const int t = team + i * TEAMS, r = min(t, o.rows - 1);  // rows that are not there: the last one again
+            const int t = team + i * TEAMS, r = ROWS == 1 ? 0 : min(t, o.rows - 1);  // rows that are not there: the last one again
             float a[8];
+            Parts p;
+            auto load_parts = [&] { p.load(o.parts + ((size_t)r * (K / GROUP) + v * 8 / GROUP) * PARTS); };
+            if (NORM == 2 && ROWS == 1 && in && v * 8 < K) load_parts();  // before `behind`: one row waits for them
             load_x(o.x + (size_t)r * K, v, in, a);
             if (u == 0 && i == 0) behind();
             if (NORM == 1) {
@@ -169,9 +185,8 @@ template <class F, int HELD, bool OWN, int HERE, int MEMBERS, class Behind> __de
                 for (int j = 0; j < 8; j++) { sums[i] = fmaf(a[j], a[j], sums[i]); a[j] = __fmul_rn(a[j], g[j]); }
             }
             if (NORM == 2 && in && v * 8 < K) {
-                const float* q = o.parts + ((size_t)r * (K / GROUP) + v * 8 / GROUP) * PARTS;
-                float z = sum_of_parts(q);
-                z = rsqrtf(fmaf(z, 1.f / GROUP, o.eps));
+                if (ROWS > 1) load_parts();
+                const float z = rsqrtf(fmaf(p.sum(), 1.f / GROUP, o.eps));
                 #pragma unroll
                 for (int j = 0; j < 8; j++) a[j] = __fmul_rn(a[j], z);
             }
@@ -229,6 +244,8 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> __devic
     constexpr int MINE = MEMBERS == 1 ? B : STEPS * HERE * F::UNITS;  // blocks of 128 of x that this block of the team needs
     constexpr bool ALL = HELD >= MINE, OWN = HERE == W && MEMBERS == 1;
     constexpr int RESULTS = PER * OUT * ROWS, MANY = (RESULTS + MEMBERS - 1) / MEMBERS, ITEMS = (MANY + THREADS - 1) / THREADS;  // of a group, of a block, of a thread
+    constexpr int MADE = EARLY < 4 * F::UNITS ? EARLY : 4 * F::UNITS;
+    static_assert(!MADE || (STEPS == 1 && PLACES == 1 && ALL && MEMBERS == 1 && F::FOUR_BITS), "see the contract");
     static_assert(PER * HERE <= W && (ALL || HELD % (HERE * F::UNITS) == 0), "x is staged for whole steps");
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4, tile = warp / HERE, share = o.member * HERE + warp % HERE;
     const int n4 = (o.n + 3) / 4 * 4, groups = (n4 + o.span - 1) / o.span, mine = N % ALONG == 0 || share < N % ALONG ? STEPS : STEPS - 1;
@@ -259,6 +276,20 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> __devic
         }
     };
     fill(0, BEFORE);
+    F blocks[F::UNITS];  // of its only unit, and as registers of a tensor core
+    unsigned made[MADE ? MADE : 1][8];
+    auto decode = [&] {
+        cp_async_wait<0>();
+        __syncwarp();
+        #pragma unroll
+        for (int b = 0; b < F::UNITS; b++) {
+            typename F::Aids f;
+            blocks[b].read(ring, b, g, t);
+            blocks[b].aids(f);
+            #pragma unroll
+            for (int i = 4 * b; i < min(4 * b + 4, MADE); i++) blocks[b].piece(f, i % 4, made[i]);
+        }
+    };
     unsigned spot = 0;  // where in the ring is what is multiplied next
     const uint4* const own_x = xs + min(g, ROWS - 1) * S::LDR + 4 * F::UNITS * (warp % HERE) + F::template own<S::LD>(t);
     float g0[8], sums[ROWS] = {};
@@ -267,14 +298,16 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> __devic
     constexpr bool PIPED = PIPE && BEFORE == PLACES && ROWS > 1 && ALL && !OWN && NORM != 2 && Pieces::FITS;
     Pieces pieces;
     if (PIPED) pieces.load_gain(o, 0);
-    for (int group = o.group, round = 0; group < groups; group += o.step, round ^= 1) {
-        const bool begin = group == o.group;
+    for (int group = o.group, round = 0; group < groups; group = MADE ? groups : group + o.step, round ^= 1) {
+        const bool begin = MADE || group == o.group;
         const int to = min(group * o.span + o.span, n4), base = group * o.span;
         float raw[ITEMS][2], bias[ITEMS][2], prior[ITEMS], open[ITEMS], acc[4] = {};
-        // What the results will need is asked for behind x, and not waited for yet.
+        // What the results will need is asked for behind x, and not waited for yet: of one row while x is on its way.
+        constexpr bool SHADOW = ALL && ROWS == 1;
         auto ask = [&] {
             #pragma unroll
             for (int i = 0; i < ITEMS; i++) {
+                if (SHADOW && i * THREADS + warp * 32 >= MANY) continue;  // all lanes or none
                 const int item = o.member * MANY + i * THREADS + threadIdx.x;
                 const int r = item % (PER * OUT), row = item / (PER * OUT);
                 const int at = base + (PAIR ? r / 2 * 4 + r % 2 : r);
@@ -295,14 +328,18 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> __devic
         };
         if (begin) {
             if (o.gs && threadIdx.x <= o.span / 32) ahead(o.gs + min(base + 32 * (int)threadIdx.x, n4 - 1));
+            if (MADE && works) decode();
             pdl_wait();
         }
         const uint4* x;
         const float* e;
         auto from_start = [&] { x = own_x; e = es + warp % HERE * F::UNITS * ROWS; };
         auto multiply = [&](int steps) {
+            #pragma unroll
+            for (int b = 0; MADE && steps && b < F::UNITS; b++)
+                add_made<F, ROWS, S::LD>(blocks[b], MADE - 4 * b, made + 4 * b, acc, x + 4 * b, e + b * ROWS, t);
             #pragma unroll 1
-            for (int i = 0; i < steps; i++) {
+            for (int i = 0; !MADE && i < steps; i++) {
                 cp_async_wait<PLACES - 1>();
                 unsigned char* const place = ring + spot;
                 __syncwarp();
@@ -338,11 +375,11 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> __devic
             for (int first = 0; first < MINE; first += HELD) {
                 if (!ALL || begin) {
                     if (first || !begin) { if (OWN) __syncwarp(); else __syncthreads(); }
-                    auto behind = [&] { fill(BEFORE, PLACES); };
+                    auto behind = [&] { fill(BEFORE, PLACES); if (SHADOW) ask(); };
                     stage<F, HELD, OWN, HERE, MEMBERS>(o, first, begin, g0, sums, xs, es, behind);
                     if (OWN) __syncwarp(); else __syncthreads();
                 }
-                if (!first) ask();
+                if (!first && !(SHADOW && begin)) ask();
                 from_start();
                 multiply(works ? ALL ? mine : min(HELD / (HERE * F::UNITS), mine - first / (HERE * F::UNITS)) : 0);
             }

@@ -145,12 +145,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) router(
             asm volatile("" : "+f"(v[i][r / 8][r % 8]));
 #endif
     }
-    pdl_wait();
-    if (met && !blockIdx.x && !blockIdx.y && !threadIdx.x) *met = 0;
-    empty_all(empty, fours);
+    const bool biased = bias && r0 + threadIdx.x % EACH < EXPERTS;
+    const float more = biased ? bias[r0 + threadIdx.x % EACH] : 0.f;
     const int step = gridDim.y * ROWS;
     Rows now = {}, next = {};
+    pdl_wait();
     now.load(x, blockIdx.y * ROWS, own / EACH, first, rows);
+    if (met && !blockIdx.x && !blockIdx.y && !threadIdx.x) *met = 0;
+    empty_all(empty, fours);
     int used = 0;
     #pragma unroll 2
     for (int t = blockIdx.y * ROWS; t < rows; t += step, used += ROWS) {
@@ -192,8 +194,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) router(
         now = next;
     }
     __syncthreads();
-    const bool biased = bias && r0 + threadIdx.x % EACH < EXPERTS;
-    const float more = biased ? bias[r0 + threadIdx.x % EACH] : 0.f;
     #pragma unroll 1
     for (int p = threadIdx.x; p < used * EACH; p += 32 * WARPS) {
         const int i = p / EACH, r = r0 + p % EACH;

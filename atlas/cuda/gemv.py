@@ -110,6 +110,10 @@ def _x_first(card, w, rows, norm):
     "Should `x` not wait for all places of a block? One row, and a matrix that the L2 cache has by then"
     return rows==1 and norm==1 and w.format.narrow and not w.pair and w.nbytes<=limits(card).ahead
 
+def _early(f, rows, units, rounds, plain)->int:
+    "Quarters of blocks that a warp decodes before `x` is there: of one row, where it has one unit and its block one group"
+    return 6 if f.narrow and plain and rows==units==rounds==1 else 0 # registers have room for no more
+
 def _norm_of(gain, parts, group):
     "How gemv.cu norms x"
     if parts is None: return dict(NORM=int(gain is not None))
@@ -179,6 +183,9 @@ def _launch(card, x, w, gain, parts, extra, bias, gate, add, out, eps, group, ac
     top = np.inf if limit is None else limit
     more = _extra_blocks(w, extra, part)
     main,span = _dealt(w.rows, W//(split//team), (part-more)//team)
+    rounds = -(-w.rows//(span*main))
+    plain = extra is None and team==1 and held*128>=k
+    if n := _early(f, rows, units, rounds, plain): opts['EARLY'] = n
     run('gemv', main*team+more, 32*W,
         *w.raw, w.gs, more_w,
         x, gain, parts, bias, logits, add, out,

@@ -76,6 +76,21 @@ template <class F, int R, int LD, int PLANE> __device__ __forceinline__ void add
     }
 }
 
+// The same, where the first `have` quarters of the block's columns are registers of A already; of formats of four bits.
+template <class F, int R, int LD> __device__ __forceinline__ void add_made(
+        const F& q, int have, const unsigned (*made)[8], float* acc, const uint4* x, const float* e, int t) {
+    float d[2][4] = {};
+    typename F::Aids f;
+    if (have < 4) q.aids(f);
+    #pragma unroll
+    for (int i = 0; i < 4; i++) {
+        unsigned a[F::LENGTH];
+        if (i >= have) q.piece(f, i, a);
+        F::times(d, i < have ? made[i] : a, x[i * LD], x[i * LD]);
+    }
+    fold(q, acc, d, make_float2(e[min(2 * t, R - 1)], e[min(2 * t + 1, R - 1)]));
+}
+
 // A unit of format F in shared memory: sixteen rows of codes, then the scales of their chunks, or
 // of 128 columns of each row.
 template <class F, int C> struct Unit {
@@ -89,6 +104,7 @@ template <class F, int C> struct Unit {
     static constexpr unsigned LINE = F::CHUNK * C;
     static constexpr unsigned SLINE = F::TILE ? 16 * KB : FOUR * C;
     static constexpr bool TWO = F::TWO, CHUNKS = F::SCALE > 0;  // have chunks scales?
+    static constexpr bool FOUR_BITS = F::CHUNK == 16;
     typedef Lines<LB, LINE> L;
     // where the scales of four rows and a chunk are, if they have two bytes and more: exchanged by
     // fours as the codes of `Lines` are

@@ -22,13 +22,19 @@ template <int H, int W> struct Record {
     // By a warp: of row n its part in columns col .. col+31, of which a lane has four, and as large a share of k
     __device__ __forceinline__ void add(unsigned n, const float* now, const float (&new_d)[4], float new_eg, unsigned col,
             unsigned lane) {
+        add_key(n, now, new_eg, col, lane);
+        add_change(n, new_d, col, lane);
+    }
+    __device__ __forceinline__ void add_key(unsigned n, const float* now, float new_eg, unsigned col, unsigned lane) {
         constexpr int OWN = H / (W / 32);
         #pragma unroll
         for (int i = 0; i < (OWN + 31) / 32; i++) {
             const unsigned at = col / 32 * OWN + i * 32 + lane;
             if (OWN % 32 == 0 || lane < OWN) rows[n].k[at] = now[at];
         }
-        if (lane < 8) *(float4*)(rows[n].d + col + lane * 4) = make_float4(new_d[0], new_d[1], new_d[2], new_d[3]);
         if (!lane) eg[n] = new_eg;  // the same from all
+    }
+    __device__ __forceinline__ void add_change(unsigned n, const float (&new_d)[4], unsigned col, unsigned lane) {
+        if (lane < 8) *(float4*)(rows[n].d + col + lane * 4) = make_float4(new_d[0], new_d[1], new_d[2], new_d[3]);
     }
 };
