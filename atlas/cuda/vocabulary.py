@@ -387,9 +387,8 @@ def weight_bytes(
     total,sizes = 0,{} # of tensors that are alike
     for name,t in tensors.items():
         if name.startswith(left_out): continue
-        how = anew(name)
-        like = t.fmt,t.shape,t.nbytes,how
-        if like not in sizes: sizes[like] = _packed_bytes(t, how)
+        like = t.fmt,t.shape,t.nbytes,anew(name)
+        if like not in sizes: sizes[like] = _packed_bytes(t, like[-1])
         total += sizes[like]
     return total
 

@@ -1007,6 +1007,7 @@ def warm(self:CardStepper):
         if self.prompts: self._expect_prompts(long)
         self.card.synchronize()
 
+# %% ../../nbs/5_engine/12_card_stepper.ipynb #c1a0f001
 @patch
 def _tidy(self:CardStepper):
     "Give back what was taken for steps that were only noted: of the longest sequences, it may be all there is"
