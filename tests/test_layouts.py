@@ -1,7 +1,6 @@
 "Every layout in which models are published loads as the same arrays; whatever contradicts itself is refused before anything is allocated."
 import cProfile,json,re
 import numpy as np, pytest
-from dataclasses import replace
 from hypothesis import HealthCheck,given,settings,strategies as st
 import atlas.ground.weights
 from atlas.ground import files
@@ -79,7 +78,7 @@ def test_any_mixture(tmp_path_factory, conf, style, experts, shards, seed):
 
 def _no_reciprocal(mp):
     real = files._read_part
-    def as_it_is(s, *a): return real(replace(s, reciprocal=False), *a)
+    def as_it_is(s, *a): return real(s._replace(reciprocal=False), *a)
     mp.setattr(files, '_read_part', as_it_is)
 
 def _never_turned(mp): mp.setattr(atlas.ground.weights, '_turned', lambda *a: False)

@@ -83,7 +83,7 @@ def test_recorded_before_they_come(monkeypatch):
     m = models('llama', 'bf16')[1]
     want,_ = answers(m)
     e = engine(m, blocks=60)
-    with e.stepper.here(): e.stepper._record_prompts(128)
+    e.stepper._expect_prompts(128)
     while e.idle(): pass
     before = dict(e.stepper.prompts.kept)
     assert set(before)=={PromptShape(64, 1),PromptShape(128, 1)} and all(before.values())
@@ -92,7 +92,7 @@ def test_recorded_before_they_come(monkeypatch):
     assert e.stepper.prompts.kept[PromptShape(64, 1)] is before[PromptShape(64, 1)]
 
 def test_recorded_as_far_as_memory_goes(monkeypatch):
-    "The longest first; where memory ends, a start goes on without the others"
+    "The longest first; where memory ends, there are no others"
     m = models('llama', 'bf16')[1]
     real = PromptGraphs._recorded
     def none_for_short(self, b, stream):
@@ -100,7 +100,8 @@ def test_recorded_as_far_as_memory_goes(monkeypatch):
         return real(self, b, stream)
     monkeypatch.setattr(PromptGraphs, '_recorded', none_for_short)
     e = engine(m, blocks=60)
-    with e.stepper.here(): e.stepper._record_prompts(128)
+    e.stepper._expect_prompts(128)
+    while e.idle(): pass
     kept = e.stepper.prompts.kept
     assert kept and min(shape.rows for shape in kept)>=100
 
@@ -108,9 +109,9 @@ def test_usual_lengths():
     "Powers of two and the longest; others, as many as there is room for, come later"
     p = engine(models('llama', 'bf16')[1]).stepper.prompts
     p.most = 4
-    assert p.usual(256)==([64,128,256],[192])
-    assert p.usual(320)==([64,128,256,320],[])
-    assert p.usual(2048)==([256,512,1024,2048],[])
+    assert p.usual(256)==([256,128,64],[192])
+    assert p.usual(320)==([320,256,128,64],[])
+    assert p.usual(2048)==([2048,1024,512,256],[])
     assert p.usual(63)==([],[])
 
 def rows(e): return [shape.rows for shape in e.stepper.prompts.kept]
@@ -119,8 +120,9 @@ def some_due(m, monkeypatch):
     "An engine that has one graph, and is to have two others"
     monkeypatch.setattr(PromptGraphs, 'usual', lambda self, long: ([128],[64,192]))
     e = engine(m, blocks=60)
-    with e.stepper.here(): e.stepper._record_prompts(192)
-    assert rows(e)==[128] and e.stepper.prompts.due==[64,192]
+    e.stepper._expect_prompts(192)
+    assert rows(e)==[] and e.idle()
+    assert rows(e)==[128] and [n for n,_ in e.stepper.prompts.due]==[64,192]
     return e
 
 def test_others_while_nobody_asks(monkeypatch):

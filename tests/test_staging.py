@@ -107,6 +107,35 @@ def test_any_mixture(tmp_path_factory, card, conf, experts, shards, seed, residu
         m.setattr(weights, '_WINDOW', blocks*BLOCK)
         same(loaded(path, packer(card), card), want, card)
 
+def flat(incoming):
+    "Parts of sources, want by want: (number of the want, part, span)"
+    return [(k,p,s) for k,to in enumerate(incoming) for t in to.ts for p,s in t.spans.items()]
+
+@pytest.mark.parametrize('name,anew', [('qwen3-moe-nvfp4-ct',None), ('qwen3-fp8-half','nvfp4'), ('gpt-oss','nvfp4')])
+def test_parts_come_as_they_lie_in_files(tmp_path, card, name, anew):
+    "Wants of a part, its move, and what waits for it, beside a plain loop over all of them"
+    conf = LAYOUTS[name][0]
+    raw,_ = stored(*LAYOUTS[name])
+    path = realign(folder(tmp_path, CONFS[conf], raw, shards=3), 0)
+    with open_checkpoint(path) as ck:
+        m,wants = plan(ck)
+        picks = weights.planned(ck, wants, (*IGNORE,*m.ignore))
+        incoming = [weights._Incoming(ck, *p) for p in picks if p[1]]
+        stage = packer(card, anew).staging(1<<20)
+        for to in incoming: to.landing = stage.add(to.want, to.way, to.ts, to.seen)
+        parts,every = weights._in_files(incoming),flat(incoming)
+        places = [(s.file.name,s.offset) for *_,s in every]
+        order = sorted(range(len(every)), key=places.__getitem__)
+        assert order!=list(range(len(every)))
+        assert [(s.file.name,s.offset) for s in parts.spans]==[places[i] for i in order]
+        assert parts.want.tolist()==[every[i][0] for i in order]
+        moves = [n for to in incoming for n in (to.landing.moves.tolist() if to.landing else [-1]*len(flat([to])))]
+        assert weights._moves(incoming, parts).tolist()==[moves[i] for i in order] and max(moves)>0
+        held = [incoming[every[i][0]] for i in order if every[i][1]=='data']
+        held = [to for to in held if to.landing and to.landing.anew]
+        assert weights._waiting(incoming, parts)==held and bool(held)==bool(anew)
+        stage.close()
+
 # ---- what is wrong with numbers, and with files
 
 def spoil(path, name, byte, value):

@@ -1,10 +1,15 @@
 "Where the time of a start goes: kept with the model, told by the worker, shown by the gateway."
-import pytest
+import os,pytest,shutil
 from pathlib import Path
 from types import SimpleNamespace as NS
+from atlas.card import variants
+from atlas.card.emulator import Emulator,find_cxx
+from atlas.card.launch import compilations,recording
+from atlas.card.variants import Known
 from atlas.engine.loading import STAGES,LoadedModel,Startup
 from atlas.ground.options import EngineConfig
 from atlas.ground.reading import Reading
+from atlas.ground.requests import Request,SamplingParams
 from atlas.service import gateway
 from atlas.service.metrics import Metrics
 from atlas.service.worker import told,workload
@@ -58,3 +63,87 @@ def test_the_line_that_says_ready(capsys):
     del up.info['startup']
     gateway._ready(models, 'http://here')
     assert 'm is ready (1.6 s, 8 sequences at once)' in capsys.readouterr().out
+
+# ---- a start like the last one does not ask which kernels it needs
+
+class Starts:
+    "Starts of a model on the emulator, which remember what they loaded, as on a card"
+    def __init__(self, folder, mp):
+        self.folder,self.mp,self.code,self.asked = folder,mp,b'code',[]
+        def known(card, who, code=None):
+            k = Known(card, who, folder/'known', code and (lambda: self.code))
+            k.load()
+            return k
+        mp.setattr(Emulator, 'known', known)
+        mp.setattr(Emulator, 'warm_up', lambda card, f: f())
+        mp.setattr(variants, 'is_compiled', lambda *a: True)
+        real = variants.wanted
+        def wanted(*steps):
+            self.asked.append(len(steps))
+            return real(*steps)
+        mp.setattr(variants, 'wanted', wanted)
+        self.model = folder/'model'
+        shutil.copytree(DATA/'smollm2-tied', self.model)
+    def __call__(self, **kw):
+        "A start; what it says to a prompt, and whether it asked"
+        self.asked.clear()
+        few = dict(max_seq_len=128, max_num_seqs=2, kv_cache_memory=1<<22)
+        m = LoadedModel(EngineConfig(str(self.model), Emulator(), **few|kw), False)
+        try:
+            e,said = m.engine,[]
+            p = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+            e.add(Request('r', tuple(range(5, 12)), p))
+            while e.has_work: said += [ev.token for ev in e.step()]
+            late = compilations.after_ready
+        finally: m.close()
+        return said,bool(self.asked),late
+
+@pytest.fixture
+def starts(tmp_path, monkeypatch):
+    if not find_cxx(): pytest.skip('no C++ compiler')
+    return Starts(tmp_path, monkeypatch)
+
+def test_a_start_like_the_last_one_does_not_ask(starts):
+    said,asked,late = starts()
+    assert asked
+    assert starts()==(said,False,late)
+
+CHANGES = {
+    'code': lambda s: setattr(s, 'code', b'other'),
+    'a file': lambda s: os.utime(next(s.model.glob('*.safetensors')), (1,1)),
+    'options': lambda s: dict(max_num_seqs=3),
+    'the last list': lambda s: [p.write_text('{') for p in (s.folder/'known').iterdir()],
+    'machine code gone': lambda s: s.mp.setattr(variants, 'is_compiled', lambda src, *a: src.name!='gemv'),
+    'a kernel that fails': lambda s: s.mp.setattr(variants, '_load_one', lambda *a: False)}
+@pytest.mark.parametrize('change', CHANGES.values(), ids=CHANGES)
+def test_any_other_start_asks(starts, change):
+    said,*_ = starts()
+    how = change(starts)
+    again,asked,_ = starts(**how if isinstance(how, dict) else {})
+    assert asked and again==said
+
+def test_what_memory_leaves_is_asked_about(starts):
+    "The cache may have become so small that other steps are run"
+    starts()
+    assert starts(kv_cache_memory=1<<23)[1] # these are options; what follows is not
+    real = LoadedModel._asks
+    starts.mp.setattr(LoadedModel, '_asks', lambda m: real(m)+' fewer blocks')
+    assert starts(kv_cache_memory=1<<23)[1]
+
+def test_what_is_asked_for_does_not_depend_on_free_memory(monkeypatch):
+    "Caches of other sizes ask for the same kernels, unless prompts become shorter by it"
+    if not find_cxx(): pytest.skip('no C++ compiler')
+    def found(size):
+        got = set()
+        def ready(card, *steps, **_):
+            got.update((n, tuple(sorted(d.items()))) for n,d in variants.wanted(*steps))
+        with monkeypatch.context() as mp, recording(launch=False):
+            mp.setattr('atlas.engine.card_stepper.make_ready', ready)
+            mp.setattr(Emulator, 'warm_up', lambda card, f: f())
+            few = dict(max_seq_len=128, max_num_seqs=2, kv_cache_memory=size)
+            m = LoadedModel(EngineConfig(str(DATA/'smollm2-tied'), Emulator(), **few), False)
+        asks = m._asks()
+        m.close()
+        return asks,got
+    (a,some),(b,others) = found(1<<22),found(3<<22)
+    assert a==b and some==others and some

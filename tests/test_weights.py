@@ -7,6 +7,7 @@ from atlas.ground.core import AtlasError,CheckpointError,SourceError,Unsupported
 from atlas.card.device import get_device
 from atlas.ground.formats import FORMATS,QTensor,bf16_to_f32,f32_to_bf16
 from atlas.model.model import build
+from atlas.ground import files
 from atlas.ground.files import INDEX,File
 from atlas.ground.llamacpp import gguf_header
 from atlas.ground.weights import Want,check_plan,load,open_checkpoint
@@ -158,6 +159,10 @@ def test_garbage(tmp_path, data, kind, n):
 def test_headers_that_are_no_headers(tmp_path, header, words):
     d = hf_folder(tmp_path/'m'); (d/'model.safetensors').write_bytes(st_bytes({}, header)); fails(d, 'model.safetensors', *words)
 
+def compact(h):
+    "A header as the safetensors library writes it"
+    return json.dumps(h, separators=(',',':'))
+
 NORM,EMB = 'model.norm.weight','model.embed_tokens.weight'
 @pytest.mark.parametrize('change,words', [
     (dict(data_offsets=[0,128]), ['overlap or leave a hole']), (dict(data_offsets=[10**15,10**15+128]), ['overlap or leave a hole']),
@@ -165,12 +170,71 @@ NORM,EMB = 'model.norm.weight','model.embed_tokens.weight'
     (dict(data_offsets=[4224,4096]), ['cannot take']), (dict(data_offsets=[4096]), ['data_offsets']), (dict(data_offsets=[4096.,4224.]), ['data_offsets']),
     (dict(data_offsets=[-128,0]), ['data_offsets']), (dict(data_offsets=None), ['data_offsets']), (dict(data_offsets=[2**70,2**70+128]), ['data_offsets']),
     (dict(shape=[33]), ['cannot take']), (dict(shape=[2**32,2**32]), ['cannot take']), (dict(shape='32'), ['shape']), (dict(shape=[-1]), ['shape']),
-    (dict(shape=[32,True]), ['shape']), (dict(shape=[1]*40), ['shape']), (dict(shape=[4,8]), ['[4, 8]','asks for [32]']),
+    (dict(shape=[32,True]), ['shape']), (dict(shape=[1]*40), ['shape']), (dict(shape=[1]*8+[32]), ['shape']), (dict(shape=[4,8]), ['[4, 8]','asks for [32]']),
     (dict(dtype='F99'), ['F99']), (dict(dtype=None), ['None']), (dict(dtype=[]), ['[]']), (dict(dtype='I32'), ['I32','does not decode'])])
-def test_entries_that_lie(tmp_path, change, words):
+@pytest.mark.parametrize('header', [json.dumps,compact], ids=['spaces','compact'])
+def test_entries_that_lie(tmp_path, change, words, header):
     h = st_entries(weights()); h[NORM].update(change)
-    d = hf_folder(tmp_path/'m'); (d/'model.safetensors').write_bytes(st_bytes(weights(), h))
+    d = hf_folder(tmp_path/'m'); (d/'model.safetensors').write_bytes(st_bytes(weights(), header(h).encode()))
     fails(d, 'model.safetensors', *([] if 'overlap' in words[0] else [NORM]), *words)     # of two that overlap either may be named
+
+# What the library writes is read column by column, anything else entry by entry
+
+def header_file(path, text):
+    "A file with this header, and what the true one says of its bytes"
+    path.write_bytes(st_bytes(weights(), text))
+    return File(path)
+
+def both_ways(f, text):
+    "Spans of a header as columns, if it is read so; and entry by entry, None where that is refused"
+    start = 8+len(text)
+    try: fast = files._plain_spans(f, text.decode(), start)
+    except (ValueError,OverflowError,RecursionError): fast = None
+    with pytest.MonkeyPatch.context() as mp:
+        mp.setattr(files, '_plain_spans', lambda *a: None)
+        try: return fast,files.st_header(f)
+        except AtlasError: return fast,None
+
+def test_headers_of_the_library_are_columns(tmp_path):
+    text = compact(st_entries(weights())).encode()
+    meta = b'{"__metadata__":{"format":"pt"},'+text[1:]
+    for t in (text, text+b'   ', meta, st_save(weights())[8:][:struct.unpack('<Q', st_save(weights())[:8])[0]]):
+        fast,slow = both_ways(header_file(tmp_path/'a', t), t)
+        assert fast==slow and list(fast)==list(slow) and len(fast)==len(weights())
+        assert {type(v) for s in fast.values() for v in s[1:3]}=={int}
+    spaces = json.dumps(st_entries(weights())).encode()
+    fast,slow = both_ways(header_file(tmp_path/'a', spaces), spaces)
+    assert fast is None and slow
+
+ODD = { # changes of the text that leave its length alone or not
+    'a comma':(b'},"', b'} "'), 'an end for a comma':(b']},"', b']}}"'), 'a second one':(b'},"', b'},,"'), 'a zero before':(b'data_offsets":[', b'data_offsets":[0'),
+    'a brace':(b'{"dtype"', b'{{"dtype"'), 'a key':(b'"shape"', b'"shapo"'), 'a key twice':(b'"shape":[', b'"shape":[1],"shape":['),
+    'an escape':(b'{"model', b'{"\\u006dodel'), 'an empty size':(b'shape":[', b'shape":[,'), 'no end':(b']}}', b']} '),
+    'more behind':(b']}}', b']}}}'), 'the metadata as a tensor':(b'model.norm.weight', b'__metadata__'),
+    'a line in a name':(b'model.norm', b'model\nnorm'), 'a plus':(b'data_offsets":[', b'data_offsets":[+'),
+    'the same name twice':(b'model.layers.0.mlp.gate_proj.weight', b'model.layers.0.mlp.up_proj.weight'),
+    'bad metadata':(b'{"model', b'{"__metadata__":{"a":},"model'), 'metadata with a double key':(b'{"model', b'{"__metadata__":{"a":"b","a":"c"},"model')}
+@pytest.mark.parametrize('old,new', ODD.values(), ids=ODD)
+def test_what_is_no_header_is_no_columns(tmp_path, old, new):
+    "Such a text is looked at entry by entry, which refuses it or reads what it says"
+    text = compact(st_entries(weights())).encode()
+    assert old in text
+    odd = text.replace(old, new, 1)
+    fast,slow = both_ways(header_file(tmp_path/'a', odd), odd)
+    assert fast is None
+    if slow is not None: assert old!=new
+
+@settings(deadline=None, max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(at=st.floats(0, 1), new=st.binary(min_size=0, max_size=3), size=st.integers(0, 3))
+def test_columns_say_what_entries_say(tmp_path, at, new, size):
+    "Whatever is written over a header: columns are refused, or are what a look at each entry finds"
+    text = compact(dict(__metadata__=dict(a='b'))|st_entries(weights())).encode()
+    i = int(at*len(text))
+    odd = text[:i]+new+text[i+size:]
+    try: odd.decode()
+    except UnicodeDecodeError: return
+    fast,slow = both_ways(header_file(tmp_path/'a', odd), odd)
+    if fast is not None: assert fast==slow
 
 def test_unknown_type_is_unsupported(tmp_path):
     h = st_entries(weights()); h[NORM]['dtype'] = 'F4'

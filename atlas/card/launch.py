@@ -218,6 +218,9 @@ class Nvrtc:
 # %% ../../nbs/2_card/03_launch.ipynb #1098f4d0
 def _sha(b): return hashlib.sha256(b).hexdigest()
 
+@functools.lru_cache(1<<12)
+def _text_sha(text): return _sha(text.encode())
+
 @patch
 def key(self:Source,
     arch:str, # As `arch_name` gives it
@@ -225,7 +228,8 @@ def key(self:Source,
     compiler:str='', # Name and version of the compiler
 )->str:
     "Digest of everything that the machine code depends on"
-    return _sha(json.dumps([sorted(self.files.items()), arch, list(OPTIONS), list(options), compiler]).encode())[:24]
+    files = sorted((name, _text_sha(text)) for name,text in self.files.items())
+    return _sha(json.dumps([files, arch, list(OPTIONS), list(options), compiler]).encode())[:24]
 
 # %% ../../nbs/2_card/03_launch.ipynb #6332e982
 _listings = {} # Folder -> (when it was changed, 'name.key' -> files)

@@ -39,6 +39,7 @@ def make_ready(
     known=None, # `Known`: what is being loaded already; is told what this start asks for
 )->int: # Number of variants
     "Compile and load all that `steps` will launch on `card`, at once; the first `DeviceError` ends it. A dry card loads nothing"
+    if known and known.complete(): return len(known.variants)
     where,what = _where(card),wanted(*steps)
     if card.kind=='dry': return len(what)
     if known: known.wait()
@@ -57,25 +58,31 @@ class Known:
         card:Device,
         who:str, # What tells this start from others
         folder:Path|None=None, # That of compiled kernels by default
+        code=None, # Gives the digest of our code, bytes; None: this start is like no other
     ):
-        name = hashlib.blake2b(f'{who} {card.identity()}'.encode(), digest_size=12).hexdigest()
+        name = _digest(f'{who} {card.identity()}')
         self.card,self.path = card,(folder or CubinStore().path)/f'{name}.variants.json'
-        self.variants,self._thread = self._read(),None
-    def _read(self)->list[tuple[str,dict]]:
-        "As `wanted` gives them; none where nothing is known"
-        try: return [(n, dict(d)) for n,d in json.loads(self.path.read_text())]
-        except (OSError,ValueError,TypeError): return []
+        self.variants,self._was = self._read()
+        self._code,self._is,self._loaded,self._thread = code,None,0,None
+    def _read(self)->tuple[list,str|None]: # Of what start it is
+        "Variants as `wanted` gives them; none where nothing is known"
+        try:
+            said = json.loads(self.path.read_text())
+            return [(n, dict(d)) for n,d in said['variants']],said['start']
+        except (OSError,ValueError,TypeError,KeyError): return [],None
     def keep(self, what):
         "The next start is to know `what`"
-        if what==self.variants: return
+        if what==self.variants and self._is==self._was: return
         part = self.path.with_suffix(f'.{os.getpid()}')
         with suppress(OSError,TypeError): # a start need not be known
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(what))
+            part.write_text(json.dumps(dict(start=self._is, variants=what)))
             part.replace(self.path)
     def wait(self):
         "Until what `load` began is loaded"
         if self._thread: self._thread.join()
+
+def _digest(said:str)->str: return hashlib.blake2b(said.encode(), digest_size=12).hexdigest()
 
 # %% ../../nbs/2_card/07_variants.ipynb #13b50e10
 @patch
@@ -88,16 +95,34 @@ def load(self:Known):
 @patch
 def _load(self:Known):
     where = _where(self.card)
+    if self._code: self._code() # will be asked for
     with quick_turns(), ThreadPoolExecutor(4) as ex:
-        list(ex.map(partial(_load_one, where), self.variants))
+        self._loaded = sum(ex.map(partial(_load_one, where), self.variants))
 
-def _load_one(where, variant):
+def _load_one(where, variant)->bool: # Was it?
     "Load a variant whose machine code is there"
     name,defines = variant
     with suppress(AtlasError):
-        if is_compiled(Source(name), where.arch, options_of(defines)):
-            _ready(name, tuple(sorted(defines.items())), where)
+        if not is_compiled(Source(name), where.arch, options_of(defines)): return False
+        _ready(name, tuple(sorted(defines.items())), where)
+        return True
+    return False
 
+@patch
+def tell(self:Known,
+    said:str, # All that decides what will be asked for, beside card and code
+):
+    "Say which start this is"
+    if self._code: self._is = _digest(f'{said} {self._code().hex()}')
+
+@patch
+def complete(self:Known)->bool:
+    "Is this start like the last one, and all that it asked for loaded?"
+    if not self.variants or self._is is None or self._is!=self._was: return False
+    self.wait()
+    return self._loaded==len(self.variants)
+
+# %% ../../nbs/2_card/07_variants.ipynb #c1a0d002
 _turns = threading.Lock()
 
 @contextmanager
@@ -111,12 +136,12 @@ def quick_turns(seconds:float=.0005):
 
 # %% ../../nbs/2_card/07_variants.ipynb #5212c303
 @patch
-def known(self:Device, who:str)->Known|None:
+def known(self:Device, who:str, code=None)->Known|None:
     "What the last start of `who` loaded, which is being loaded now; None where nothing has to be"
 
 @patch
-def known(self:Cuda, who:str)->Known|None:
-    k = Known(self, who)
+def known(self:Cuda, who:str, code=None)->Known|None:
+    k = Known(self, who, code=code)
     k.load()
     return k
 

@@ -711,14 +711,14 @@ def _scale_of(t):
     how = dict(FP8_TENSOR='all', FP8_CHANNEL='each', FP8_BLOCK='tile').get(t.fmt)
     return 'scale' if how else None,how
 
-def _in_place(t)->bool:
-    "Does each part of `t` lie where a card can read its numbers?"
-    if t.order is not None or t.cols is not None or t.unpack: return False
-    part,_ = _scale_of(t)
-    for p,s in t.spans.items():
-        if p==part:
-            if s.dtype not in _TYPES or s.offset%_TYPES[s.dtype][1]: return False
-        elif p=='data' and s.offset%_ALIGNED.get(t.fmt, 1): return False
+def _in_place(ts)->bool:
+    "Does each part of tensors that are alike lie where a card can read its numbers?"
+    if any(t.order is not None or t.cols is not None or t.unpack for t in ts): return False
+    factors,_ = _scale_of(ts[0])
+    for p,s in ts[0].spans.items():
+        if p==factors and s.dtype not in _TYPES: return False
+        size = _TYPES[s.dtype][1] if p==factors else _ALIGNED.get(ts[0].fmt, 1)
+        if p in ('data',factors) and any(t.spans[p].offset%size for t in ts): return False
     return True
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #bcfc602d
@@ -729,7 +729,8 @@ class Landing:
     packed:Packed # Its codes are None until the first of them come, if it is stored anew
     anew:str|None=None # Format in which to store it when it is whole
     number:int=-1 # Of those that are stored anew
-    moves:dict=field(default_factory=dict) # (number of the source, part) -> number of its `Move`
+    base:dict=field(default_factory=dict) # Addresses of its arrays
+    moves:object=None # int64 [parts]: numbers of `Move`s, source by source
     ready:bool=True # Are its arrays there?
     marks:list=field(default_factory=list) # Of windows that were sent, where it is stored anew
 
@@ -743,8 +744,8 @@ class Landing:
         "Bytes of codes that it takes until it is stored anew"
         shape,dtype = self.arrays['w']
         return int(np.prod(shape))*np.dtype(dtype).itemsize if self.anew else 0
-    def waits(self, i, part)->bool:
-        "Does this part of source `i` have no place until it comes?"
+    def waits(self, part)->bool:
+        "Do these parts have no place until they come?"
         return part=='data' and self.anew is not None
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #8842febe
@@ -794,12 +795,13 @@ class Staging:
         self.count,self.ring = count,None # It is made when all wants are known
         self.stream:Stream = self.card.own_stream() # For what is stored anew
         self.bad = self.card.upload(np.int32([_FINE]))
-        self.names,self._moves,self._more = [],[],[] # of each part: `more` is what differs among those alike
+        self._rows,self._more = [],[] # Of each kind of parts; `more` is what differs among those alike
+        self._names,self._count = [],0 # (number of the first, tensors, part); and of all parts
         self._alike,self._tables = {},{}
         self._waiting = [] # Landings that are stored anew
         self._lines = []
     budget = property(lambda self: max(1<<30, self.card.memory().available//8), doc='Bytes for what waits to be stored anew')
-    def __repr__(self): return f'Staging({len(self._moves)} parts of tensors, {self.ring})'
+    def __repr__(self): return f'Staging({self._count} parts of tensors, {self.ring})'
 
     def _table(self, n, pair, order)->int|None:
         "Address of the table of rows for a matrix of `n`; 0 where rows keep their order, None where one table is too few"
@@ -813,9 +815,15 @@ class Staging:
         return None if table is None else self.card.address(table)
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #f1c5c9d5
-def _key(t)->tuple:
+def _key(t):
     "What the moves of a tensor depend on"
-    return t.fmt,t.shape,*((p,s.dtype,s.nbytes,s.reciprocal) for p,s in t.spans.items())
+    return t.kind or (t.fmt,t.shape,*((p,s.dtype,s.nbytes,s.reciprocal) for p,s in t.spans.items()))
+
+def _groups(ts, seen)->dict: # What they share -> their numbers
+    "Sources that differ in their places alone"
+    found = {}
+    for i,(t,shape) in enumerate(zip(ts, seen)): found.setdefault((_key(t),tuple(shape)), []).append(i)
+    return found
 
 @patch
 def _moves_of(self:Staging, f, n4, t, shape)->list|None:
@@ -840,38 +848,33 @@ def add(self:Staging,
     "Expect the sources of a want; None where the card cannot pack them by itself"
     if turned or w.array or o.fn or o.integers or o.cols is not None: return None
     if len(w.shape)<2 or len(w.shape)==2 and o.axis==1: return None
-    if 0 in w.shape or not all(map(_in_place, ts)) or not (f := _streamed(ts)): return None
-    if any(t.fmt in ('FP8_CHANNEL','FP8_BLOCK') and t.shape!=tuple(s) for t,s in zip(ts, seen)): return None
+    groups = [(shape, idx, [ts[i] for i in idx]) for (_,shape),idx in _groups(ts, seen).items()]
+    kinds = [(shape, some[0]) for shape,_,some in groups]
+    if 0 in w.shape or not all(_in_place(some) for *_,some in groups): return None
+    if not (f := _streamed([t for _,t in kinds])): return None
+    if any(t.fmt in ('FP8_CHANNEL','FP8_BLOCK') and t.shape!=shape for shape,t in kinds): return None
     table = self._table(w.shape[-2], w.pair, o.order)
     if table is None: return None
     n4 = -(-w.shape[-2]//4)*4
-    moves = [self._moves_of(f, n4, t, tuple(s)) for t,s in zip(ts, seen)]
+    moves = [self._moves_of(f, n4, t, shape) for shape,t in kinds]
     if None in moves: return None
-    return self._landing(w, f, ts, seen, moves, table)
+    to = self._landing(w, f, [t for _,t in kinds])
+    where = _Where(w, ts, seen, table)
+    for (_,idx,some),its in zip(groups, moves): self._expect(to, where, np.array(idx), some, its)
+    return to
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #47a808b9
 @patch
-def _landing(self:Staging, w, f, ts, seen, moves, table)->Landing:
-    "The landing of a want, with its arrays unless they will be stored anew"
+def _landing(self:Staging, w, f, kinds)->Landing:
+    "The landing of a want with sources like `kinds`, and its arrays unless they will be stored anew"
     *E,n,k = w.shape
     fmt = self.put.anew(w)
-    if fmt and not all(card_format(t.fmt, fmt)!=card_format(t.fmt) for t in ts): fmt = None
+    if fmt and not all(card_format(t.fmt, fmt)!=card_format(t.fmt) for t in kinds): fmt = None
     to = Landing(f, Packed(f.fmt, n, k, None, experts=E[0] if E else 0, pair=w.pair), fmt)
     if fmt:
         to.ready,to.number = False,len(self._waiting)
         self._waiting.append(to)
-    base = self._room(to, [a for a in to.arrays if not (fmt and a=='w')])
-    per = len(ts)//E[0] if E and len(seen[0])==2 else len(ts) # sources of a matrix
-    above = [0, *np.cumsum([s[-2] for s in seen[:per]]).tolist()]
-    for i,(t,its) in enumerate(zip(ts, moves)):
-        first = i//per if E else 0
-        for part,array,size,row in its:
-            j = len(self._moves)
-            to.moves[i,part] = j
-            waits = to.number if to.waits(i, part) else -1
-            self._moves.append(row)
-            self._more.append((base.get(array, 0)+first*size, above[i%per], table, j, waits))
-            self.names.append((t, part))
+    to.base = self._room(to, [a for a in to.arrays if not (fmt and a=='w')])
     return to
 
 @patch
@@ -884,6 +887,39 @@ def _room(self:Staging, to, names)->dict: # Their addresses
         setattr(p, name, a)
         if a is not None: at[name] = self.card.address(a)
     return at
+
+# %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #c1a0c001
+class _Where:
+    "Where the sources of a want belong in it, each number an array of all of them"
+    def __init__(self, w, ts, seen, table):
+        n,E = len(ts),w.shape[0] if len(w.shape)==3 else 0
+        per = n//E if E and len(seen[0])==2 else n # sources of a matrix
+        i,above = np.arange(n),np.cumsum([0, *(s[-2] for s in seen[:per])])
+        self.matrix = i//per if E else 0*i
+        self.above,self.table = above[i%per],table
+        self.part = np.cumsum([0, *(len(t.spans) for t in ts)]) # Number of the first of each
+
+@patch
+def _expect(self:Staging,
+    to, # Landing
+    where, # `_Where` its sources belong
+    idx, # Numbers of sources that are alike
+    ts, # These
+    its, # As `_moves_of` gives them
+):
+    "Say how each part of some sources moves"
+    if to.moves is None: to.moves = np.full(where.part[-1], -1)
+    n,order = len(idx),list(ts[0].spans)
+    for part,array,size,row in its:
+        numbers = self._count+np.arange(n)
+        to.moves[where.part[idx]+order.index(part)] = numbers
+        at = to.base.get(array, 0)+where.matrix[idx]*size
+        waits = to.number if to.waits(part) else -1
+        more = len(self._rows),at,where.above[idx],where.table,numbers,waits
+        self._more.append(np.stack(np.broadcast_arrays(*more), 1))
+        self._names.append((self._count,ts,part))
+        self._rows.append(row)
+        self._count += n
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #ee24e444
 class _Line:
@@ -913,12 +949,13 @@ def begin(self:Staging,
 @patch
 def _prepare(self:Staging, moves, lo, at, n):
     "The jobs of all windows"
-    rows = np.array(self._moves, np.int64).reshape(-1, len(_JOB))
     differ = [_AT[k] for k in ('to','above','map','name')]
-    more = np.array(self._more, np.int64).reshape(-1, 1+len(differ))
-    rows[:,differ] = more[:,:-1]
-    self._late = more[moves,-1]
-    self._jobs,self._blocks = as_jobs(rows[moves], lo, at, n, self._first)
+    nothing = np.zeros((0,2+len(differ)), np.int64)
+    more = np.concatenate([nothing, *self._more])[moves]
+    rows = np.array(self._rows, np.int64).reshape(-1, len(_JOB))[more[:,0]]
+    rows[:,differ] = more[:,1:-1]
+    self._late = more[:,-1]
+    self._jobs,self._blocks = as_jobs(rows, lo, at, n, self._first)
 
 # %% ../../nbs/3_ops/linear/11_cuda.pack.ipynb #71489d19
 @patch
@@ -978,7 +1015,9 @@ def broken(self:Staging)->tuple|None:
     "The first tensor that holds what is not finite, and which part of it"
     self.card.synchronize()
     bad = int(self.card.download(self.bad)[0])
-    return None if bad==_FINE else self.names[bad]
+    if bad==_FINE: return None
+    first,ts,part = next(some for some in reversed(self._names) if some[0]<=bad)
+    return ts[bad-first],part
 
 @patch
 def close(self:Staging):

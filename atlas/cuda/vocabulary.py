@@ -382,11 +382,14 @@ def weight_bytes(
     left_out = ('visual.',) if 'mtp' in parts else ('visual.','mtp.')
     def anew(name):
         if name=='lm_head.weight': return head
-        if head_quantizable(name): return drafting
-        return quantization if quantizable(name) else None
-    total = 0
+        if name.startswith('mtp.'): return drafting if head_quantizable(name) else None
+        return quantization if quantization and quantizable(name) else None
+    total,sizes = 0,{} # of tensors that are alike
     for name,t in tensors.items():
-        if not name.startswith(left_out): total += _packed_bytes(t, anew(name))
+        if name.startswith(left_out): continue
+        like = t.fmt,t.shape,t.nbytes,anew(name)
+        if like not in sizes: sizes[like] = _packed_bytes(t, like[-1])
+        total += sizes[like]
     return total
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #78631887

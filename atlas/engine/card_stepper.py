@@ -374,7 +374,7 @@ class PromptGraphs:
         self.stepper,self.card = stepper,stepper.card
         self.most = 8 if stepper.drafter else MOST_PROMPT_GRAPHS  # with one, each keeps a stream
         self.scratch = self.card.scratch(stepper.steps)
-        self.due = [] # Lengths of prompts that are to have a graph when nobody waits
+        self.due = [] # Lengths of prompts that are to have a graph when nobody waits, and their streams
         self.clear()
 
     def clear(self):
@@ -424,11 +424,11 @@ def record(self:PromptGraphs, batch, stream)->bool: # Is there room for more?
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #58e7bed7
 @patch
 def usual(self:PromptGraphs, long:int)->tuple[list[int],list[int]]:
-    "Lengths of one prompt that are worth a graph from the start, and soon after it; none is longer than `long`"
+    "Lengths of one prompt that are worth a graph, first of all and then; none is longer than `long`"
     every = list(range(TILE, long+1, TILE))
     powers = sorted({1<<i for i in range(6, long.bit_length())}|set(every[-1:]))[-self.most:]
     others = [n for n in every if n not in powers] # the shortest have the most to gain
-    return powers,others[:self.most-len(powers)]
+    return powers[::-1],others[:self.most-len(powers)] # shorter ones fit in what longer ones took
 
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #656d6aa6
 class CardStepper(Stepper):
@@ -940,11 +940,11 @@ def _buckets(self:CardStepper)->list[int]:
     return sorted({seats(n) for n in range(1, most+1)})
 
 @patch
-def _try_decode(self:CardStepper, longest):
-    "Run decode steps of all numbers of rows, for sequences up to `longest`"
+def _try_decode(self:CardStepper, longest, buckets=None):
+    "Run decode steps of these numbers of sequences, of all where None are given, up to `longest`"
     for width in range(1, self.scheduler.drafts+2):
         self.rows.place([], [], width)
-        for k in self._buckets():
+        for k in buckets or self._buckets():
             for f in (True,False):
                 shape = StepShape(k, longest, f, f, self.table.stamp, width=width)
                 self.body(shape)
@@ -1001,11 +1001,24 @@ def warm(self:CardStepper):
         with self.model.one_of_each(self.cache):
             # the largest arrays first: memory that they leave will do for the others
             make_ready(self.card, *reversed(prompts), *reversed(replays), *decodes, summed, known=self.known)
-            self.card.tidy()
+            self._tidy()
+            buckets = self._buckets()
+            # the most rows take the memory that others find there; kernels that a start like this one
+            # has run before need not show again that they run
+            if self.known and self.known.complete(): buckets = sorted({buckets[0],buckets[-1]})
             with self.prompt_memory(): self._try_prompt(long)
-            with self.stream.turn(): self._try_decode(128)
-        if self.prompts: self._record_prompts(long)
+            with self.stream.turn(): self._try_decode(128, buckets)
+        if self.prompts: self._expect_prompts(long)
         self.card.synchronize()
+
+# %% ../../nbs/5_engine/12_card_stepper.ipynb #c1a0f001
+@patch
+def _tidy(self:CardStepper):
+    "Give back what was taken for steps that were only noted: of the longest sequences, it may be all there is"
+    self.card.tidy()
+    if self.graphs: return # they remember where arrays lay
+    self.stream.close()
+    if self.steps: self.steps.trim()
 
 @patch
 def prompt_memory(self:CardStepper):
@@ -1023,15 +1036,12 @@ def close(self:CardStepper):
 
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #6fb0267e
 @patch
-def _record_prompts(self:CardStepper, long):
-    "Have graphs for prompts of usual lengths"
-    first,self.prompts.due = self.prompts.usual(long)
-    if self.rest and first:
-        with self.here(self.rest):
-            self.prompts.record(self._whole(first[-1]), self.rest)
-        first = first[-(self.prompts.most-1):] # there is a place for so many
-    for n in reversed(first): # shorter ones fit in what longer ones left
-        if not self.prompts.record(self._whole(n), self.stream): break
+def _expect_prompts(self:CardStepper, long):
+    "Say which lengths of prompts are to have graphs when nobody waits"
+    first,others = self.prompts.usual(long)
+    due = [(n, self.stream) for n in first+others]
+    if self.rest and first: due.insert(len(first), (first[0], self.rest))
+    self.prompts.due = due
 
 @patch
 def _whole(self:CardStepper, n)->Batch:
@@ -1043,6 +1053,7 @@ def idle(self:CardStepper)->bool:
     "Record one more graph of a prompt, where that is still due"
     p = self.prompts
     if not (p and p.due): return False
-    with self.here():
-        if not p.record(self._whole(p.due.pop(0)), self.stream): p.due = []
+    n,stream = p.due.pop(0)
+    with self.here(stream):
+        if not p.record(self._whole(n), stream): p.due = []
     return True

@@ -125,7 +125,7 @@ def _begin(self:LoadedModel, show=None, text=None):
     "Load all of it, and have an engine; errors as they come"
     o,self.startup = self.options,Startup()
     self.startup.begin('open')
-    known = self.device.known(repr(replace(o, device='cpu')))
+    known = self.device.known(repr(replace(o, device='cpu')), code_digest)
     self.chunk = ifnone(o.chunk, self.ops.DEFAULTS.chunk)
     _suits(o, self.device, self.ops.DEFAULTS, self.chunk)
     with ExitStack() as files:
@@ -140,7 +140,9 @@ def _begin(self:LoadedModel, show=None, text=None):
     self.startup.begin('graphs')
     self.engine = self._engine()
     self.engine.stepper.known = known
+    if known: known.tell(self._asks())
     self.device.warm_up(self.engine.warm)
+    self.engine.stepper.known = None # whoever warms it again asks for something else
     self.startup.begin()
     self._keep()
 
@@ -273,6 +275,14 @@ def _spill(self:LoadedModel, tree, stream)->SpillTier|None:
     return SpillTier(tree, records, store)
 
 @patch
+def _asks(self:LoadedModel)->str:
+    "What decides which kernels the engine asks for, but for the card and our code"
+    s,pool = self.engine.scheduler,self.cache.pool
+    most = min(s.max_seq_len, pool.num_blocks*pool.block_size)
+    bounds = s.max_num_seqs,s.max_seq_len,s.chunk,s.drafts,most,pool.block_size
+    return f'{self._identity()} {self.drafting.who} {self._narrow()} {bounds} {self._kv}'
+
+@patch
 def _identity(self:LoadedModel)->str:
     "What tells this model from others whose caches look alike"
     o = self.options
@@ -281,8 +291,8 @@ def _identity(self:LoadedModel)->str:
 
 def _made_of(ck)->list:
     "Where the numbers of a checkpoint come from: its files, with sizes and times, if any"
-    spans = [s for t in ck.tensors.values() for s in t.spans.values()]
-    paths = {getattr(s.file, 'path', None) for s in spans}-{None}
+    files = {id(s.file): s.file for t in ck.tensors.values() for s in t.spans.values()}
+    paths = {getattr(f, 'path', None) for f in files.values()}-{None}
     stats = [(p.name, p.stat()) for p in sorted(paths)]
     return [ck.kind, *((name, s.st_size, s.st_mtime_ns) for name,s in stats)]
 
@@ -314,8 +324,7 @@ def _tight(device, *cks)->bool:
 def _step_bytes(ck, rows, seqs)->int:
     "Bytes that the arrays of a step of so many rows take, at most"
     c,m = ck.config,ck.config.moe
-    shapes = [t.shape for t in ck.tensors.values()]
-    heights = [s[-2] for s in shapes if len(s)>1]
+    heights = [s[-2] for s in ck.shapes if len(s)>1]
     wide = max((n for n in heights if n!=c.vocab_size), default=0)
     stream,products = 6*c.hidden_size,3*wide
     experts = 0
@@ -504,7 +513,7 @@ def _make_cache(self:LoadedModel, steps:int):
     n,snapshots = self._blocks(steps)
     states = (1+by.k)*seqs+snapshots
     self.arena.budget.take('steps', steps, '--chunk')
-    self.room = self._region('cache')
+    self.room = self._region('cache', self._cache_chunk)
     with self.room.allocating():
         self.cache = KVCache(self.config, self.device, n,
             num_states=states, drafting=by.who=='mtp', **self._kv)
@@ -518,6 +527,7 @@ def _make_cache(self:LoadedModel, steps:int):
 def _blocks(self:LoadedModel, others:int, ahead:int=0)->tuple[int,int]:
     "Blocks and snapshots of the cache beside `others` bytes; `ahead` of them have to come from what is free"
     o = self.options
+    others += self._cache_chunk-_LARGE_CHUNK # the last one is not full
     left,unasked = self.arena.beside(others+self._tables(self.max_num_seqs))
     if ahead: left = min(left, max(self.device.memory().available-ahead, 0))
     unasked = min(unasked, left)
@@ -575,8 +585,14 @@ def _one_state(self:LoadedModel)->int:
 
 _FLAGS = dict(weights='--quantization', cache='--max-seq-len', tables='--max-num-seqs')
 _SET_ASIDE = 'steps','drafts' # What is paid as a whole, see `_steps`
-_LARGE_CHUNK = 32<<20
+_LARGE_CHUNK,_HUGE_CHUNK = 32<<20,128<<20
 _CHUNK = dict(cache=_LARGE_CHUNK, steps=_LARGE_CHUNK) # Of regions of few, large arrays: fewer are mapped sooner
+
+@patch(as_prop=True)
+def _cache_chunk(self:LoadedModel)->int:
+    "Bytes of a chunk of the cache: more on a large card whose memory nobody is lent"
+    huge = not self.device.shares_host and self.arena.budget.available>32<<30
+    return _HUGE_CHUNK if huge else _LARGE_CHUNK
 
 @patch
 def _region(self:LoadedModel, name:str, chunk:int|None=None):

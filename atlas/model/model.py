@@ -16,7 +16,7 @@ from ..ground.config import ModelConfig,family_of
 from ..ground.core import RequestError,UnsupportedError
 from ..ground.files import same_bytes
 from ..ground.opening import made_up
-from ..ground.weights import IGNORE,Want,load
+from ..ground.weights import IGNORE,Want,load,planned
 from .layers import bind,norm
 from .media import Media,make_media
 from ..ops.linear import TILE
@@ -336,11 +336,11 @@ def load_model(ckpt, device, max_seq_len:int|None=None, show=None, parts=('','vi
     m,wants = plan(ckpt)
     if activations: m.activations = activations
     ignore = (*IGNORE,*m.ignore)
-    how = dict(show=show, ignore=ignore, packed=packed, note=note)
+    how = dict(show=show, packed=packed, note=note)
     places = words_of(device).placement(device, parts, quantization, head, drafting)
     ws = store.load(places, show, note) if store else None
     if ws is None:
-        ws = {}
+        ws,wants = {},planned(ckpt, wants, ignore)
         for some,where,put in places:
             ws |= load(ckpt, wants, where, parts=some, put=put, **how)
     return m.bind(ws, device, max_seq_len or ckpt.config.max_seq_len)

@@ -744,6 +744,7 @@ def bench_prefill(model:Model,
     'cache_packed')
 def bench_startup(model:Model,
     cold:Annotated[bool, _opt('Have the page cache forget the files first.')]=False,
+    plain:Annotated[float, _opt('Gigabytes to read plainly for comparison, in each of four ways.')]=8,
     write:Annotated[Path|None, _opt('Only write true-sized files of this known shape, '
         'with made-up numbers, to a folder.', '--write', metavar='FOLDER', show_default=False)]=None,
     as_json:Json=False, output:Output=None, **options):
@@ -758,7 +759,8 @@ def bench_startup(model:Model,
         size = sum(f.stat().st_size for f in path.glob('*.safetensors'))
         return _print(dict(path=str(path), bytes=size), as_json, f'{path}: {human(size, 1000)}')
     config = EngineConfig(model, **options)
-    _print_report(bench_startup(config, cold, imports=process_age()), as_json, output)
+    report = bench_startup(config, cold, 1e9*plain, process_age())
+    _print_report(report, as_json, output)
 
 # %% ../../nbs/8_use/12_cli.ipynb #2e4b55d9
 @benches.command('throughput', epilog=_examples(

@@ -6,7 +6,8 @@
 Files are made up, of true size, and removed again; a shape may be a folder with files, which stay.
 `FOLDER` may be on a disk or a RAM disk. With `--beside-dd` nothing is compared: files are loaded
 so many times, by the card, and what `dd` and other plain reads get from the same disk is measured
-before and after each time, for disks are slower in one minute than in another."""
+before and after each time, for disks are slower in one minute than in another. A load had a quiet
+disk if the best plain reads before and after it differ by 5 % at most."""
 import json,shutil,tempfile
 from pathlib import Path
 from statistics import median
@@ -19,7 +20,9 @@ from atlas.cuda.pack import Packed,packer
 from atlas.ground.core import human
 from atlas.ground.weights import IGNORE,load,open_checkpoint
 from atlas.model.model import plan
-from atlas.use.bench_startup import forget,raw_read,write_checkpoint
+from atlas.use.bench_startup import SETTINGS,forget,raw_read,write_checkpoint
+
+PLAIN = 3<<30 # Bytes to read plainly at a time
 
 class ByHost(packer):
     "The loader without what a card does by itself"
@@ -58,11 +61,10 @@ def compared(path, card):
     return unlike(card, by_card, timed(path, card, ByHost(card), 'by the host'))
 
 def plain(files, i)->dict:
-    "Bytes a second that `dd` and the best of other plain reads get, each from a whole file"
+    "Bytes a second that `dd` and the best of other plain reads get, each from another file"
     def file(k): return files[(i+k)%len(files)]
-    ways = (4,16<<20),(8,8<<20)
-    best = max(raw_read([file(k)], *how) for k,how in enumerate(ways))
-    return dict(dd=dd(file(2)), best=best)
+    each = [raw_read([file(k)], *how, PLAIN) for k,how in enumerate(SETTINGS)]
+    return dict(dd=dd(file(len(SETTINGS)), most=PLAIN), best=max(each))
 
 def beside(path, card, times)->dict:
     "Rates of loads, and of plain reads between them"
@@ -76,13 +78,23 @@ def beside(path, card, times)->dict:
         between.append(plain(files, i+1))
         loads.append(dict(seconds=whole, whole=r.nbytes/whole, reading=r.rate))
         dd,best = ([b[k] for b in between[-2:]] for k in ('dd','best'))
-        loads[-1] |= dict(dd=sum(dd)/2, best=sum(best)/2)
-        said = ', '.join(f'{k} {human(v, 1000)}/s' for k,v in loads[-1].items() if k!='seconds')
-        print(f'  {whole:.2f} s: {said}', flush=True)
+        loads[-1] |= dict(dd=sum(dd)/2, best=sum(best)/2, quiet=min(best)>=.95*max(best))
+        rates = {k: v for k,v in loads[-1].items() if k not in ('seconds','quiet')}
+        said = ', '.join(f'{k} {human(v, 1000)}/s' for k,v in rates.items())
+        parts = ', '.join(f'{k} {rates[k]/rates["best"]:.0%} of the best' for k in ('whole','reading'))
+        print(f'  {whole:.2f} s: {said}; {parts}{"; quiet"*loads[-1]["quiet"]}', flush=True)
     middle = {k: median(l[k] for l in loads) for k in loads[0]}
-    parts = {k: median(l['whole']/l[k] for l in loads) for k in ('dd','best')}
-    print(f'  whole loads: {parts["dd"]:.0%} of dd, {parts["best"]:.0%} of the best plain reads')
-    return dict(nbytes=r.nbytes, loads=loads, median=middle, of=parts)
+    found = dict(nbytes=r.nbytes, loads=loads, median=middle, of=_parts(loads))
+    if quiet := [l for l in loads if l['quiet']]: found['of_quiet'] = _parts(quiet)
+    for k,p in found.items():
+        if not k.startswith('of'): continue
+        n = len(quiet) if 'quiet' in k else times
+        print(f'  {n} whole loads{" on a quiet disk"*("quiet" in k)}: {p["dd"]:.0%} of dd, {p["best"]:.0%} of the best plain reads')
+    return found
+
+def _parts(loads)->dict:
+    "What part of plain reads whole loads reach, in the middle"
+    return {k: median(l['whole']/l[k] for l in loads) for k in ('dd','best')}
 
 def made(shape, weights, folder, layers):
     "The folder of a model's files"
