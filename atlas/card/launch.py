@@ -376,9 +376,9 @@ def noted(name, grid, block, args, shared, pdl, defines)->bool:
     return not all(r.launch for r in those)
 
 def wanting()->bool:
-    "Does somebody collect what this thread asks for, and have nothing of it launched?"
+    "Does somebody collect variants that this thread asks for, and nothing is launched, now or later?"
     those = getattr(_listening, 'those', None)
-    return bool(those) and not any(r.launch for r in those)
+    return bool(those) and not any(r.launch or r.args for r in those)
 
 # %% ../../nbs/2_card/03_launch.ipynb #c1ac941c
 def machine_code(
