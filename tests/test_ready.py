@@ -30,7 +30,7 @@ def decodes(s, sizes):
             for k in s._buckets():
                 if part and k>MOST_APART: continue
                 for longest in lengths:
-                    for full in (False,True)[:1 if part else 2]:
+                    for full in (False,True):
                         s.body(StepShape(k, longest, full, full, s.table.stamp))
 
 def prompts(s, sizes, rng):

@@ -184,7 +184,7 @@ def _launch(card, x, w, gain, parts, extra, bias, gate, add, out, eps, group, ac
     more = _extra_blocks(w, extra, part)
     main,span = _dealt(w.rows, W//(split//team), (part-more)//team)
     rounds = -(-w.rows//(span*main))
-    plain = extra is None and team==1 and held*128>=k
+    plain = extra is None and team==1 and deep==1 and held*128>=k
     if n := _early(f, rows, units, rounds, plain): opts['EARLY'] = n
     run('gemv', main*team+more, 32*W,
         *w.raw, w.gs, more_w,

@@ -526,7 +526,7 @@ def _look_ahead(model):
     order = [l for b in model.layers for l in b.parts()]
     norms = [n for b in model.layers for n in _before(b)]
     plain = model.layers and hasattr(model.layers[-1], 'norms') # the head's norm follows at once
-    last = model.last_norm if plain else None
+    last = getattr(model, 'last_norm', None) if plain else None # none where no weights are loaded
     for a,b,n in zip(order, [*order[1:],model], [*norms[1:],last]):
         if not hasattr(a, 'experts'): continue
         a.then,a.reader = _begins_with(b),_reader(b, n)

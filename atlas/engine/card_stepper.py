@@ -957,7 +957,8 @@ def _try_apart(self:CardStepper, longest):
     shape = StepShape(1, longest, False, False, self.table.stamp, part=_part(self.few))
     with self.few.here():
         for k in self._buckets():
-            if k<=MOST_APART: self.body(replace(shape, seqs=k))
+            if k>MOST_APART: continue
+            for f in (True,False): self.body(replace(shape, seqs=k, full=f, cuts=f))
 
 # %% ../../nbs/5_engine/12_card_stepper.ipynb #5b0c21de
 @patch

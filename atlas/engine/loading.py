@@ -527,7 +527,7 @@ def _make_cache(self:LoadedModel, steps:int):
 def _blocks(self:LoadedModel, others:int, ahead:int=0)->tuple[int,int]:
     "Blocks and snapshots of the cache beside `others` bytes; `ahead` of them have to come from what is free"
     o = self.options
-    others += self._cache_chunk-_LARGE_CHUNK # the last one is not full
+    others += max(0, self._cache_chunk-_LARGE_CHUNK) # the last one is not full
     left,unasked = self.arena.beside(others+self._tables(self.max_num_seqs))
     if ahead: left = min(left, max(self.device.memory().available-ahead, 0))
     unasked = min(unasked, left)
@@ -592,7 +592,7 @@ _CHUNK = dict(cache=_LARGE_CHUNK, steps=_LARGE_CHUNK) # Of regions of few, large
 def _cache_chunk(self:LoadedModel)->int:
     "Bytes of a chunk of the cache: more on a large card whose memory nobody is lent"
     huge = not self.device.shares_host and self.arena.budget.available>32<<30
-    return _HUGE_CHUNK if huge else _LARGE_CHUNK
+    return _HUGE_CHUNK if huge else _CHUNK['cache']
 
 @patch
 def _region(self:LoadedModel, name:str, chunk:int|None=None):
