@@ -283,14 +283,14 @@ def quantised(
 
 def _pull_file(repo, file, show):
     "One GGUF file of `repo`, or the first of its parts"
-    names = [file]
+    names,there = [file],None
     if not file.endswith('.gguf'):
         there = _gguf_names(repo, _snapshot(repo, TEXT, show))
         names = quantised(there, file)
         if len({_of_parts.sub('', Path(n).stem) for n in names})!=1: names = []
     found = _snapshot(repo, names, show)/names[0] if names else None
     if found and found.is_file(): return found
-    there = _gguf_names(repo, _snapshot(repo, TEXT, show))
+    if there is None: there = _gguf_names(repo, _snapshot(repo, TEXT, show))
     said = f'{repo!r} has no file {file!r}'
     raise SourceError(said, hint='It has: '+(', '.join(there) or 'no GGUF file'))
 
