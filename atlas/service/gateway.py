@@ -63,6 +63,7 @@ def open_text(config:EngineConfig, parsers=(None,None), sandbox=None)->dict:
 class Served:
     "A model by name, whose upstream is there already"
     task = gate = None # What keeps it; what is held while it loads
+    after = () # What is to end before it loads: tasks
     error = reason = None # Why it failed; why it is in its state
     wanted = down = False # By people; did its process end?
     served = over = False # Was it ever ready? Will it never be again?
@@ -312,6 +313,8 @@ def _fell(self:Model, why):
 async def _keep(self:Model):
     "Lives of this model, until it is not wanted or given up"
     p,pause,ends = self.policy,self.policy.pause,0
+    if self.after: await asyncio.wait(self.after)
+    self.after = ()
     while self.wanted:
         why = await self._one()
         if not self.wanted: break
@@ -481,20 +484,52 @@ class Models:
         first=None, # Names of those to load at the start; None: all
     ):
         if not models: raise RequestError('There is no model to serve')
-        self.models,self.autoload,self.draining,self.gate,self._ears = {},autoload,False,asyncio.Lock(),set() # `_ears`: queues of listeners
-        for m in models:
-            m.tell,m.gate = self._tell,self.gate
-            for n in m.names:
-                if self.models.setdefault(n, m) is not m: raise RequestError(f'Two models are called {n!r}', hint='Give each a name of its own with --served-model-name', param='models')
-        self.all,self.default,self.any = models,models[0].name,'*' in self.models # any other name means the first
+        self.autoload,self.draining,self.gate,self._ears = autoload,False,asyncio.Lock(),set() # `_ears`: queues of listeners
+        self.leaving = {} # Models that are served no more, and what waits for their ends
+        self._take(models)
         self.first = [m for m in models if first is None or set(first)&set(m.names)]
+    def _take(self, models):
+        "Have these models, by their names"
+        by = {}
+        for m in models:
+            for n in m.names:
+                if by.setdefault(n, m) is not m: raise RequestError(f'Two models are called {n!r}', hint='Give each a name of its own with --served-model-name', param='models')
+        for m in models: m.tell,m.gate = self._tell,self.gate
+        self.models,self.all,self.default,self.any = by,models,models[0].name,'*' in by # any other name means the first
     def __repr__(self): return f'Models({", ".join(f"{m.name}: {m.condition}" for m in self.all)})'
+    names = None # A `Names`, where a file has given more of them
+    reload = None # Reads that file again: a coroutine function
     def find(self, name:str|None)->Served:
         "By any of its names; `SourceError` if there is none"
-        m = self.models.get(self.default if name is None else name) or (self.all[0] if self.any else None)
-        if m is None:
-            raise SourceError(f'There is no model called {name[:80]!r} here', hint=f'Use {" or ".join(m.name for m in self.all[:8])}', param='model')
-        return m
+        if self.names and name is not None: return self.models[self.names.find(name).model]
+        return self.known(name) or (self.all[0] if self.any else self.missing(name))
+    def known(self, name:str|None)->Served|None:
+        "By a name that is written out: no pattern counts"
+        if self.names and name is not None: name = self.names.exact(name)
+        return None if name=='*' else self.models.get(self.default if name is None else name)
+    def missing(self, name:str):
+        "Raise the error that nobody is called so"
+        hint = f'Use {" or ".join(m.name for m in self.all[:8])}'
+        raise SourceError(f'There is no model called {name[:80]!r} here', hint=hint, param='model')
+
+# %% ../../nbs/7_service/20_gateway.ipynb #a64fb954
+@patch
+def resolve(self:Models,
+    ask, # A question, with `model`
+)->tuple: # A `Served`; a manner, with `apply`, or None; a text, which is empty for a model's own name
+    "Who answers a question, in what manner, and how its name led there; `SourceError` for a name that is none"
+    if not self.names: return self.find(ask.model),None,''
+    f = self.names.find(ask.model or self.default, ask)
+    return self.models[f.model],f.manner,f.why
+
+@patch
+def further(self:Models,
+    entries:list, # Of `list`
+)->dict: # Name -> the entry of its model, and what else is told of it
+    "Names that are in no model's own list, or of which there is more to tell"
+    own = {m['id']: m for m in entries}
+    said = self.names.listed() if self.names else []
+    return {n: (own[m], more) for n,m,more in said if m in own}
 
 # %% ../../nbs/7_service/20_gateway.ipynb #6a4a74d3
 @patch
@@ -513,7 +548,7 @@ async def get(self:Models, name:str|None=None)->Upstream:
 @patch
 async def load(self:Models, name:str)->dict:
     "Begin to load a model; it goes on behind"
-    m = self.find(name)
+    m = self.known(name) or self.missing(name)
     if self.draining: raise unavailable('The server is shutting down', after=5)
     if m.state=='sleeping':
         await m.wake()
@@ -526,7 +561,7 @@ async def load(self:Models, name:str)->dict:
 @patch
 async def unload(self:Models, name:str)->dict:
     "Begin to unload a model: what runs may finish"
-    m = self.find(name)
+    m = self.known(name) or self.missing(name)
     if not m.wanted: raise RequestError(f'{m.name} is not loaded', param='model')
     m.leaving = asyncio.create_task(m.stop(m.policy.drain))
     await asyncio.sleep(0)
@@ -539,7 +574,7 @@ def one(self:Models, name:str|None)->Served:
     if name is None and len(self.all)>1:
         hint = f'Say ?model= with {" or ".join(m.name for m in self.all[:8])}'
         raise RequestError(f'There are {len(self.all)} models here', hint=hint, param='model')
-    return self.find(name)
+    return self.known(name) or self.missing(name)
 
 @patch
 async def sleep(self:Models, name:str|None=None, level:int=1)->dict:
@@ -618,7 +653,7 @@ async def events(self:Models):
 async def drain(self:Models, seconds:float)->bool:
     "Nothing new; what runs may finish for so long. Did all finish?"
     self._over()
-    done = await asyncio.gather(*(m.runner.drain(seconds) for m in self.all))
+    done = await asyncio.gather(*(m.runner.drain(seconds) for m in self._every()))
     return all(done)
 
 @patch
@@ -626,7 +661,12 @@ def _over(self:Models):
     "From now on nothing is loaded, and whoever waits for that hears it"
     if self.draining: return
     self.draining = True
-    for m in self.all: m.over = True; m._set()
+    for m in self._every(): m.over = True; m._set()
+
+@patch
+def _every(self:Models)->list[Served]:
+    "All that may have a process: those that are served, and those that leave"
+    return [*self.all,*self.leaving]
 
 # %% ../../nbs/7_service/20_gateway.ipynb #6b627bb5
 @patch
@@ -635,7 +675,7 @@ def abort(self:Models,
 ):
     "End every answer and every process"
     self._over()
-    for m in self.all: m.abort(peace)
+    for m in self._every(): m.abort(peace)
     self._tell(None)
 
 # %% ../../nbs/7_service/20_gateway.ipynb #9575567e
@@ -644,7 +684,8 @@ async def close(self:Models, drain:float=0.):
     "The same after a drain, and wait until all processes are gone"
     if drain: await self.drain(drain)
     self.abort()
-    await asyncio.gather(*(m.task for m in self.all if m.task), return_exceptions=True)
+    tasks = [m.task for m in self._every() if m.task]
+    await asyncio.gather(*tasks, *self.leaving.values(), return_exceptions=True)
 
 # %% ../../nbs/7_service/20_gateway.ipynb #189a94c5
 @patch(as_prop=True)
@@ -659,17 +700,21 @@ class Gateway(uvicorn.Server):
     def __init__(self, config, models:Models, drain:float=10., ready=None):
         super().__init__(config)
         self.models,self.drain,self.ready,self.signals,self.leaving,self.error = models,drain,ready,0,None,None
+    changed = False # Has somebody asked to read the file of models again?
     def handle_exit(self, sig, frame):
-        "Called for SIGINT, SIGTERM and SIGHUP"
-        self.signals += 1
+        "Called for SIGINT, SIGTERM and SIGHUP, which with a file of models means to read it again"
+        if sig==signal.SIGHUP and self.models.reload: self.changed = True
+        else: self.signals += 1
     @contextmanager
     def capture_signals(self):
-        mine = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGHUP)==signal.SIG_DFL
+        before = signal.getsignal(signal.SIGHUP)
+        main = threading.current_thread() is threading.main_thread()
+        mine = main and (before==signal.SIG_DFL or self.models.reload)
         if mine: signal.signal(signal.SIGHUP, self.handle_exit)
         try:
             with super().capture_signals(): yield
         finally:
-            if mine: signal.signal(signal.SIGHUP, signal.SIG_DFL)
+            if mine: signal.signal(signal.SIGHUP, before)
     async def startup(self, sockets=None):
         await super().startup(sockets)
         self.listening = sockets or []
@@ -679,9 +724,15 @@ class Gateway(uvicorn.Server):
         if await super().on_tick(counter): return True
         if self.ready and all(x.state!='loading' for x in m.first) and (m.upstreams or not m.first): self.ready(); self.ready = None
         if (e := m.hopeless) and self.ready: self.error = e; return True
+        if self.changed and not self.signals: self.changed = False; self.reloading = asyncio.create_task(self._reload())
         if self.signals and not self.leaving: self._leave()
         if self.signals>1: m.abort(peace=False); return True
         return bool(self.leaving and self.leaving.done())
+    async def _reload(self):
+        "Read the file of models again; whatever is wrong is in the log"
+        try: await self.models.reload()
+        except AtlasError: pass  # whose line is there already
+        except Exception: _log.exception('The file of models could not be taken')
     def _leave(self):
         n = sum(m.runner.running for m in self.models.all)
         _log.warning('Stopping: %s', _left(n, self.drain) if n else 'nothing is running')
@@ -803,7 +854,9 @@ def _run(g, sock):
 
 # %% ../../nbs/7_service/20_gateway.ipynb #4746a4b0
 def serve(
-    models, # Directory, file, Hugging Face id, 'demo', `EngineConfig`, dict of fields; or a list
+    # Directory, file, Hugging Face id, 'demo', `EngineConfig`, dict of fields; a list of these;
+    # or a function that makes `Models`, called with what each `Model` is made with, and `autoload`
+    models,
     host:str='127.0.0.1', # Address to listen on
     port:int=8888, # 0: any free one
     served_model_name=None, # Name, or names, of the first model for clients; None: as it was given, and without its folders
@@ -838,7 +891,8 @@ def serve(
     with Sandbox() as box:
         own = dict(policy=policy, config=config, command=command or _worker(log_format, log_level))
         own['text'] = text or partial(open_text, parsers=parsers, sandbox=box)
-        ms = Models(modelled(models, names, alias, options, **own), autoload, first)
+        if callable(models): ms = models(own, autoload)
+        else: ms = Models(modelled(models, names, alias, options, **own), autoload, first)
         with listen(host, port) as sock:
             app = _app(ms, rules, box, fetch_images, max_body=max_body, **cached)
             _run(_behind(sock, app, ms, drain, tls, max_body, max_connections), sock)

@@ -416,7 +416,8 @@ class Rules:
     rate:Rate|None=None
     body:int=64<<20 # Bytes of a body
     public:tuple=('/health',) # Paths that need no key
-    admin:tuple=('/models/load','/models/unload','/sleep','/wake_up') # Paths that need an admin's
+    # Paths that need an admin's, alone or with one method
+    admin:tuple=('/models/load','/models/unload','/sleep','/wake_up','POST /models')
     def __post_init__(self):
         for o in self.origins:
             if o!='*' and not re.fullmatch(r'[a-z][a-z0-9+.-]*://[^/\sA-Z?#@]+', o):
@@ -549,7 +550,8 @@ def check_key(self:Guard, scope, h)->tuple|UnknownKeyError|None:
     if not given: return UnknownKeyError('This server needs an API key', hint='Send it as Authorization: Bearer KEY')
     who = keys.find(given)
     if who is None: return UnknownKeyError('This API key is not known')
-    if path in self.rules.admin and who[1]!='admin': raise RightsError('This needs the key of an admin', hint='ATLAS_ADMIN_KEY sets one where the server starts')
+    asked = {path,f'{scope["method"]} {path}'}
+    if asked & {*self.rules.admin} and who[1]!='admin': raise RightsError('This needs the key of an admin', hint='ATLAS_ADMIN_KEY sets one where the server starts')
     scope['atlas.salt'] = key_salt(given)
     return who
 

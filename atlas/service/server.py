@@ -102,16 +102,29 @@ def unheeded(response:Response, fields:list[str])->Response:
     return response
 
 def warned(response:Response, ask:Ask)->Response:
-    "The response, with what was left out of `ask` in its headers"
-    for w in ask.warnings[:16]: response.headers.append('x-atlas-warning', re.sub(r'[^\x20-\x7e]', '?', w)[:500])
+    "The response, with what was left out of `ask` in its headers, and how its name led to a model"
+    if ask.route: response.headers['x-atlas-route'] = _plain(ask.route)
+    for w in ask.warnings[:16]: response.headers.append('x-atlas-warning', _plain(w))
     return unheeded(response, ask.ignored)
+
+def _plain(text): return re.sub(r'[^\x20-\x7e]', '?', text)[:500]
 
 # %% ../../nbs/7_service/14_server.ipynb #fd0ba3a5
 @patch
 async def complete(self:Service, api:API, request:Request)->Response:
     "Answer a question of any API"
     ask = await self.read(request, api.parse)
+    self.meant(ask, request)
     return await self.answer(self.salted(ask, request), api.reply, request)
+
+@patch
+def meant(self:Service, ask:Ask, request:Request):
+    "Find the model that the name in `ask` stands for, which is returned, and have `ask` be as that name wants it"
+    model,manner,ask.route = self.models.resolve(ask)
+    ask.served = model.name
+    if manner: manner.apply(ask)
+    if ask.route: note(request.scope, route=ask.route)
+    return model
 
 @patch
 def salted(self:Service, ask:Ask, request:Request)->Ask:
@@ -163,6 +176,7 @@ async def messages(self:Service, request:Request)->Response:
 async def count_messages(self:Service, request:Request)->Response:
     "How many tokens a conversation has, without answering it"
     ask = await self.read(request, anthropic.parse_count)
+    self.meant(ask, request)
     return warned(JSONResponse(dict(input_tokens=await attended(request, self.length(ask)))), ask)
 
 @patch
@@ -173,7 +187,7 @@ async def length(self:Service, ask:Ask)->int:
 @patch
 async def prompt(self:Service, ask:Ask):
     "The prompt of a conversation, for the model that it is meant for"
-    return await self.chat_prompt(await self.upstream(ask.model), ask)
+    return await self.chat_prompt(await self.asked(ask), ask)
 
 # %% ../../nbs/7_service/14_server.ipynb #6bd696ef
 def owner(request:Request)->str|None:
@@ -190,6 +204,7 @@ def store(self:Service)->responses.Store:
 async def create_response(self:Service, request:Request)->Response:
     "Answer, as OpenAI's responses do"
     ask = await self.read(request, responses.parse, self.store, owner(request))
+    self.meant(ask, request)
     answer = self.background if ask.background else self.answer
     return await answer(self.salted(ask, request), responses.reply, request)
 
@@ -236,6 +251,7 @@ async def response_items(self:Service, request:Request, id:str)->Response:
 async def response_length(self:Service, request:Request)->Response:
     "How many tokens a question has"
     ask = await self.read(request, responses.parse, self.store, owner(request))
+    self.meant(ask, request)
     n = await attended(request, self.length(ask))
     return warned(JSONResponse(dict(object='response.input_tokens', input_tokens=n)), ask)
 
@@ -291,6 +307,7 @@ class DetokenizeBody(BaseModel):
 async def tokenize(self:Service, request:Request)->Response:
     "Token ids of a text or a conversation"
     b,ask = await self.read(request, _tokenizing)
+    if ask: self.meant(ask, request)
     said = JSONResponse(await attended(request, self.tokens(b, ask)))
     return unheeded(said, ignored(b)) if ask is None else warned(said, ask)
 
@@ -305,7 +322,8 @@ def _tokenizing(raw):
 @patch
 async def tokens(self:Service, b:TokenizeBody, ask:Ask|None)->dict:
     "What `/tokenize` says"
-    u,text = await self.upstream(b.model),b.prompt if b.prompt is not None else b.content
+    u = await (self.asked(ask) if ask else self.upstream(b.model))
+    text = b.content if b.prompt is None else b.prompt
     if ask: ids = (await self.chat_prompt(u, ask)).ids
     elif text is None: raise RequestError('prompt is missing', hint='Send a prompt or messages', param='prompt')
     else: ids = await self.encode(u, text, add_special=b.add_special_tokens is not False if b.add_special is None and b.content is None else bool(b.add_special))
@@ -332,6 +350,7 @@ async def detokenize(self:Service, request:Request)->Response:
 async def apply_template(self:Service, request:Request)->Response:
     "The prompt that a conversation becomes"
     ask = await self.read(request, openai.parse)
+    self.meant(ask, request)
     return warned(JSONResponse(dict(prompt=(await attended(request, self.prompt(ask))).text)), ask)
 
 # %% ../../nbs/7_service/14_server.ipynb #2c0a5bfa
@@ -354,15 +373,19 @@ def _model(m, name):
 
 @patch
 async def list_models(self:Service)->Response:
-    "Every name that a model goes by"
-    data = [_model(m, n) for m in self.models.list() for n in m['names']]
+    "Every name that a model goes by, and then those that stand for one"
+    models = self.models.list()
+    entries = {n:(m,{}) for m in models for n in m['names']}|self.models.further(models)
+    data = [_model(m, n)|more for n,(m,more) in entries.items()]
     return JSONResponse(dict(object='list', data=data, has_more=False, first_id=data[0]['id'] if data else None, last_id=data[-1]['id'] if data else None))
 
 @patch
 async def get_model(self:Service, name:str)->Response:
     "One of them"
     found = self.models.find(name).name  # also by a name that no list shows
-    return JSONResponse(_model(next(m for m in self.models.list() if m['id']==found), name))
+    models = self.models.list()
+    _,more = self.models.further(models).get(name, (None,{}))
+    return JSONResponse(_model(next(m for m in models if m['id']==found), name)|more)
 
 @patch
 async def states(self:Service)->Response:
@@ -388,6 +411,15 @@ async def unload_model(self:Service, request:Request)->Response:
     b = await self.read(request, partial(validate, ModelBody))
     await self.models.unload(b.model)
     return unheeded(JSONResponse(dict(success=True)), ignored(b))
+
+@patch
+async def reload_models(self:Service, request:Request)->Response:
+    "With ?reload=1: read the file of models again, and say what changes"
+    q = request.query_params
+    if q.get('reload') not in ('1','true'):
+        raise NotOfferedError('POST /models is not offered by this server', _by_hand['POST','/models'])
+    if not self.models.reload: raise NotOfferedError('This server has no file to read again', 'atlas serve --config FILE starts one that has')
+    return unheeded(JSONResponse(dict(success=True)|await self.models.reload()), _unknown(q, 'reload'))
 
 @patch
 async def model_events(self:Service)->Response:
@@ -539,7 +571,7 @@ def _asking(s:Service):
 
 def _managing(s:Service):
     "Endpoints about models and the server"
-    return [('/v1/models', 'GET', s.list_models, None), ('/v1/models/{name:path}', 'GET', s.get_model, None), ('/models', 'GET', s.states, None),
+    return [('/v1/models', 'GET', s.list_models, None), ('/v1/models/{name:path}', 'GET', s.get_model, None), ('/models', 'GET', s.states, None), ('/models', 'POST', s.reload_models, None),
         ('/models/sse', 'GET', s.model_events, None), ('/models/load', 'POST', s.load_model, ModelBody), ('/models/unload', 'POST', s.unload_model, ModelBody),
         ('/sleep', 'POST', s.sleep_model, None), ('/wake_up', 'POST', s.wake_model, None), ('/is_sleeping', 'GET', s.is_sleeping, None),
         ('/health', 'GET', s.health, None), ('/v1/health', 'GET', s.health, None), ('/version', 'GET', s.version, None), ('/metrics', 'GET', s.scrape, None), ('/', 'GET', s.index, None)]
