@@ -505,8 +505,9 @@ class Models:
         return self.known(name) or (self.all[0] if self.any else self.missing(name))
     def known(self, name:str|None)->Served|None:
         "By a name that is written out: no pattern counts"
-        if self.names and name is not None: name = self.names.exact(name)
-        return None if name=='*' else self.models.get(self.default if name is None else name)
+        if name is None: name = self.default
+        elif self.names: name = self.names.exact(name)
+        return None if name=='*' else self.models.get(name)
     def missing(self, name:str):
         "Raise the error that nobody is called so"
         hint = f'Use {" or ".join(m.name for m in self.all[:8])}'

@@ -17,13 +17,17 @@ from .fleet import is_glob,matcher,nearest
 from .protocol.base import Ask,merge_system,think
 from .protocol.chunks import TextAsk
 
-# %% ../../nbs/7_service/24_names.ipynb #daefadd8
+# %% ../../nbs/7_service/24_names.ipynb #37c9f846
 def over(
     own:Manner, # Of a persona
     below:Manner|None, # Of what it stands for
 )->Manner:
     "A manner with what `own` says, and else what `below` does"
-    said = {k:v for m in (below,own) if m for k in MANNERS if (v := getattr(m, k)) is not None}
+    said = {}
+    for m in filter(None, (below,own)):
+        for k in MANNERS:
+            v = getattr(m, k)
+            if v is not None: said[k] = said.get(k, {})|v if isinstance(v, dict) else v
     return Manner.model_construct(**said)
 
 @patch

@@ -6,12 +6,12 @@ Docs: https://atlas-inference.github.io/atlas/8_use/cli.html.md"""
 
 # %% auto #0
 __all__ = ['ORDER', 'app', 'Model', 'Json', 'FLAGS', 'SPECULATION', 'CACHING', 'Shape', 'Weights', 'Temperature', 'MaxTokens',
-           'Seed', 'System', 'Think', 'ShowThinking', 'COMMANDS', 'Many', 'Models', 'Name', 'Alias', 'Key', 'KeyFile',
-           'Hosts', 'Origins', 'Drain', 'Apart', 'NextTurn', 'LogFormat', 'Reasons', 'Foreign', 'AutoTools', 'Tools',
-           'benches', 'Batches', 'Output', 'Simulated', 'Contexts', 'CARD_FLAGS', 'flag', 'engine_flags', 'pull',
-           'list_', 'rm', 'inspect', 'Meter', 'Printer', 'run', 'Conversation', 'chat', 'serve', 'launch', 'quantize',
-           'version', 'bench', 'bench_decode', 'bench_kernels', 'bench_prefill', 'bench_startup', 'bench_throughput',
-           'check', 'main']
+           'Seed', 'System', 'Think', 'ShowThinking', 'COMMANDS', 'Many', 'Models', 'Config', 'Name', 'Alias', 'Key',
+           'KeyFile', 'Hosts', 'Origins', 'Drain', 'Apart', 'NextTurn', 'LogFormat', 'Reasons', 'Foreign', 'AutoTools',
+           'Tools', 'configs', 'benches', 'Batches', 'Output', 'Simulated', 'Contexts', 'CARD_FLAGS', 'flag',
+           'engine_flags', 'pull', 'list_', 'rm', 'inspect', 'Meter', 'Printer', 'run', 'Conversation', 'chat', 'serve',
+           'config_check', 'config_schema', 'launch', 'quantize', 'version', 'bench', 'bench_decode', 'bench_kernels',
+           'bench_prefill', 'bench_startup', 'bench_throughput', 'check', 'main']
 
 # %% ../../nbs/8_use/12_cli.ipynb #aa7ee505
 import json,os,re,signal,sys,threading
@@ -24,7 +24,7 @@ from typing import Annotated,Literal
 import typer
 
 # %% ../../nbs/8_use/12_cli.ipynb #11c6182f
-ORDER = 'serve run chat launch pull list rm inspect quantize bench check version'.split()
+ORDER = 'serve run chat launch pull list rm inspect config quantize bench check version'.split()
 _WORDS = 'auto','mtp','draft','ngram','off' # What may stand after --speculative
 
 def _spelt(args):
@@ -474,11 +474,15 @@ def _talk(c, name, show):
 
 # %% ../../nbs/8_use/12_cli.ipynb #17c4dd79
 Many = lambda help, name, metavar: Annotated[list[str]|None, _opt(help, name, metavar=metavar, show_default=False)]
-Models = Annotated[list[str], typer.Argument(
+Models = Annotated[list[str]|None, typer.Argument(
     metavar='MODEL…',
     help='"tiny", "demo", a folder, a file, or a Hugging Face id such as org/name. '
         'The first is the one that answers when no name is given.',
-    autocompletion=_complete)]
+    show_default=False, autocompletion=_complete)]
+Config = Annotated[Path|None, _opt(
+    'A file with the models, their names and all that is about them, in place of MODEL and its '
+    'flags; read again with SIGHUP. "atlas config check FILE" explains one.',
+    '--config', metavar='FILE', show_default=False)]
 Name = Annotated[str|None, _opt("The first model's name for clients. [default: MODEL]", show_default=False)]
 Alias = Many('One more name of the first model; "*" stands for every name that no model has.', '--alias', 'NAME')
 Key = Annotated[list[str]|None, _opt('An API key that requests must have; may be given several times. Others see it in the list of processes: ATLAS_API_KEY is better.', '--api-key', metavar='KEY', show_default=False)]
@@ -511,11 +515,12 @@ def _not_needed(flag, said):
     'atlas serve tiny --speculative --num-speculative-tokens 3',
     'atlas serve ./my-model --port 9000 --served-model-name mine',
     'atlas serve ./coder ./small --lazy',
+    'atlas serve --config atlas.yaml',
     'ATLAS_API_KEY=secret atlas serve demo --host 0.0.0.0',
     'curl localhost:8888/v1/chat/completions -H "Content-Type: application/json" \\',
     '''  -d '{"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}\''''))
 @engine_flags()
-def serve(models:Models,
+def serve(models:Models=None, config:Config=None,
     host:Annotated[str, _opt('Address to listen on; 0.0.0.0 lets other machines in, who then need a key.')]='127.0.0.1',
     port:Annotated[int, _opt('Port to listen on; 0 takes a free one.', min=0, max=65535)]=8888,
     served_model_name:Name=None, alias:Alias=None,
@@ -536,7 +541,8 @@ def serve(models:Models,
     from atlas.service.gateway import serve
     _not_needed('--trust-remote-code', trust_remote_code)
     _not_needed('--enable-auto-tool-choice', enable_auto_tool_choice)
-    configs = [EngineConfig(m, **options) for m in models]
+    own = dict(served_model_name=served_model_name, alias=alias, **options)
+    configs = _to_serve(models, config, lazy, own)
     serve(configs, host=host, port=port,
         served_model_name=served_model_name, alias=alias or (),
         autoload=autoload, first=() if lazy else None, insecure=insecure,
@@ -546,6 +552,43 @@ def serve(models:Models,
         rate_limit=rate_limit, fetch_images=fetch_images, prefill_next_turn=prefill_next_turn,
         cache_salt_per_key=cache_salt_per_key, reasoning_parser=reasoning_parser,
         tool_parser=tool_call_parser, drain=drain, log_format=log_format, log_level=log_level)
+
+# %% ../../nbs/8_use/12_cli.ipynb #c768fa50
+def _to_serve(models, config, lazy, own):
+    "What `serve` of the gateway takes: configs, or a file that makes models; `own`: flags about models"
+    if config is None:
+        if not models: raise typer.BadParameter('name a model, or a file with --config', param_hint="'MODEL'")
+        return [EngineConfig(m, **{k:own[k] for k in FLAGS}) for m in models]
+    if models: raise typer.BadParameter(f'{models[0]!r} stands beside --config: add it to the file', param_hint="'MODEL'")
+    for k,v in own.items():
+        if v in (None,(),[]) or k in FLAGS and v==FLAGS[k].default: continue
+        raise typer.BadParameter('has its place in the file', param_hint=f"'--{k.replace('_', '-')}'")
+    from atlas.service.reload import FleetFile
+    return FleetFile(config, lazy)
+
+# %% ../../nbs/8_use/12_cli.ipynb #f3865533
+configs = typer.Typer(cls=_Group, no_args_is_help=True, rich_markup_mode=None,
+    help='Look at a file of models as "atlas serve --config" takes it.')
+app.add_typer(configs, name='config')
+
+@configs.command('check', epilog=_examples('atlas config check atlas.yaml'))
+def config_check(file:Annotated[Path, typer.Argument(metavar='FILE', help='A YAML file.')],
+    as_json:Json=False):
+    "Say what a file would run, where its names lead, and how much memory each part takes."
+    from atlas.ground.core import AtlasError
+    from atlas.service.fleet import read_fleet
+    from atlas.use.inspect import explain
+    try: report = explain(read_fleet(file))
+    except AtlasError as e:
+        for other in getattr(e, 'others', ()): typer.echo(f'atlas: {other}', err=True)
+        raise
+    _print(report.to_dict(), as_json, str(report))
+
+@configs.command('schema', epilog=_examples('atlas config schema > atlas.schema.json'))
+def config_schema():
+    "Print the JSON schema of such a file, by which an editor completes and checks it."
+    from atlas.service.fleet import schema
+    typer.echo(json.dumps(schema(), indent=1, ensure_ascii=False))
 
 # %% ../../nbs/8_use/12_cli.ipynb #0ebd65a1
 @app.command(context_settings=dict(allow_extra_args=True, ignore_unknown_options=True), epilog=_examples('atlas launch codex', 'atlas launch claude --model mine', 'atlas launch opencode --print', 'atlas launch codex -- exec "Explain this folder"'))
