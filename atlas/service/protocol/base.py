@@ -157,6 +157,8 @@ class Ask:
     warnings:list[str]=field(default_factory=list) # Each becomes a header `x-atlas-warning`
     ignored:list[str]=field(default_factory=list) # Fields without effect, for `x-atlas-ignored`
     format_at:str='response_format' # The field that `format` came from
+    before:tuple=() # Token ids of what was said earlier; the prompt of the messages follows them
+    alone:bool=False # Is it no turn of a conversation that goes on?
 
 # %% ../../../nbs/7_service/01_protocol.base.ipynb #1289607c
 EFFORTS = ('none','minimal','low','medium','high','xhigh','max')
@@ -239,6 +241,9 @@ class Writer:
     show,raw = str,None # From a token id to its text, and to its bytes; the server sets both
     abort = None # Stops what is being written; the server sets it
     names_results = False # Do results of tools have their names?
+    media_type = 'text/event-stream' # Of a stream
+    waited = 0. # Seconds until the model was ready; the server sets it, as it does `times`:
+    times = None # `Turn.times`
     def __init__(self,
         ask:Ask,
         model:str, # The name that the client knows the model by
