@@ -601,9 +601,39 @@ def test_the_command_refuses(tmp_path):
     for args in ('serve','--config',path),('config','check',path):
         r = atlas(*args)
         assert r.returncode==1 and f'{path}, line 6: names.cow.model' in r.stderr and 'Did you mean tiny?' in r.stderr
-    assert "'--max-seq-len'" in atlas('serve', '--config', path, '--max-seq-len', 64).stderr
+    for flag in ('--max-seq-len','64'),('--no-enable-prefix-caching',),('--alias','x'):
+        assert f"'{flag[0].replace('no-', '')}'" in atlas('serve', '--config', path, *flag).stderr
     assert 'stands beside --config' in atlas('serve', 'tiny', '--config', path).stderr
     assert 'name a model' in atlas('serve').stderr
 
 def test_the_schema_is_published():
     assert json.loads(atlas('config', 'schema').stdout)==schema()
+
+def test_check_says_what_would_run(tmp_path):
+    "Without loading or fetching anything: bytes of each part, and where names lead"
+    path = tmp_path/'atlas.yaml'
+    path.write_text('memory: 110GiB'+TINY+'upstreams: {away: {url: "http://away:1/v1", models: [nowhere]}}')
+    r = atlas('config', 'check', path, '--json')
+    assert r.returncode==0, r.stderr
+    said = json.loads(r.stdout)
+    tiny,other = said['models']
+    assert tiny['load_on_startup'] and not other['load_on_startup'] and said['fits']
+    assert tiny['parts']['weights']==other['parts']['weights']>1<<20 and tiny['parts']['cache']>other['parts']['cache']
+    assert tiny['need']==sum(tiny['parts'].values())
+    assert said['names']['auto']=='cow (cow, milk), else tiny' and 'away' in said['names']['nowhere']
+    text = atlas('config', 'check', path).stdout
+    assert 'memory: 110 GiB for all' in text and 'cow' in text
+    assert atlas('serve', '--config', path, '--dry-run').stdout==text
+
+def test_a_budget_smaller_than_weights_is_refused(tmp_path):
+    "At the start, by the command that checks, and at a reload"
+    path = tmp_path/'atlas.yaml'
+    path.write_text(TINY)
+    file = FleetFile(path)
+    path.write_text('memory: 4MiB'+TINY)
+    for args in ('serve','--config',path),('config','check',path):
+        r = atlas(*args)
+        assert r.returncode==1 and f'{path}, line 3: models.tiny.model has weights of' in r.stderr and 'Raise memory' in r.stderr
+    ms = file(HOW)
+    with pytest.raises(FleetError, match='has weights of'): asyncio.run(ms.reload())
+    assert file.fleet.memory is None

@@ -7,8 +7,8 @@ Docs: https://atlas-inference.github.io/atlas/7_service/fleet.html.md"""
 # %% auto #0
 __all__ = ['Size', 'Time', 'Ttl', 'ALSO', 'MANNERS', 'ENGINE', 'Defaults', 'Url', 'SERVES', 'DEFAULTED', 'FleetError', 'Marked',
            'seconds_in', 'nearest', 'Part', 'Manner', 'Persona', 'Lifetime', 'ModelEntry', 'GroupEntry',
-           'UpstreamEntry', 'FallbacksEntry', 'WatchEntry', 'Fleet', 'schema', 'because', 'is_glob', 'matcher',
-           'fleet_of', 'read_fleet']
+           'UpstreamEntry', 'FallbacksEntry', 'WatchEntry', 'Fleet', 'schema', 'because', 'raise_first', 'is_glob',
+           'matcher', 'fleet_of', 'read_fleet']
 
 # %% ../../nbs/7_service/22_fleet.ipynb #f3c82aa5
 import math,os,re
@@ -328,7 +328,7 @@ def schema()->dict:
         keys |= {k: keys[own] for k,own in ALSO.items()}
     return {'$schema':'https://json-schema.org/draft/2020-12/schema'}|said|dict(title='atlas.yaml')
 
-# %% ../../nbs/7_service/22_fleet.ipynb #6223f6b0
+# %% ../../nbs/7_service/22_fleet.ipynb #b4de1654
 def _findings(e:ValidationError, doc:Marked):
     "What pydantic found, as refusals with lines"
     for x in e.errors(include_url=False):
@@ -343,7 +343,7 @@ def because(e:RequestError)->str:
     named = f'{e.param} is '
     return e.msg.removeprefix(named[:-3]) if e.msg.startswith(named) else f'cannot be: {e.msg}'
 
-def _raise(refusals):
+def raise_first(refusals):
     "Raise the first of these by line, with the others, if there are any"
     es = sorted(refusals, key=lambda e: e.line)
     if not es: return
@@ -381,12 +381,18 @@ def _at(self:Fleet, name, key):
     other = next((a for a,k in ALSO.items() if k==key), key)
     return (*at,other) if (*at,other) in self._doc.lines else (*at,key)
 
-# %% ../../nbs/7_service/22_fleet.ipynb #70b08e5b
+# %% ../../nbs/7_service/22_fleet.ipynb #d7f6a200
 @patch
 def setting(self:Fleet, name:str, key:str):
     "`ttl`, `pin` and the like of a model: its own, or the default; None: nobody says"
     own = getattr(self.models[name], key)
     return getattr(self.defaults, key) if own is None else own
+
+@patch
+def group_of(self:Fleet, name:str)->str|None:
+    "The group that a model is in, which the model says or the group"
+    listed = [g for g,group in self.groups.items() if name in group.members]
+    return listed[0] if listed else self.setting(name, 'group')
 
 @patch(as_prop=True)
 def first(self:Fleet)->list[str]:
@@ -582,7 +588,7 @@ def _others(self:Fleet):
         if g is not None and g not in self.groups: yield self.refused(self._at(n, 'group'), f'is {g!r}, which is no group', nearest(g, self.groups) or 'Add it to groups')
         elif g is not None and of.get(n, g)!=g: yield self.refused(self._at(n, 'group'), f'is {g}, and {of[n]} has {n} among its members', 'A model is in one group')
 
-# %% ../../nbs/7_service/22_fleet.ipynb #1c90b220
+# %% ../../nbs/7_service/22_fleet.ipynb #4199779f
 def fleet_of(
     text:str, # YAML
     file:str='atlas.yaml', # What it is called in errors
@@ -592,14 +598,14 @@ def fleet_of(
     doc = Marked(text, file)
     if not isinstance(doc.data, dict): raise doc.refused((), f'the file is {found(doc.data)}', 'It begins with a key such as models:')
     try: fleet = Fleet.model_validate(doc.data)
-    except ValidationError as e: _raise(_findings(e, doc))
+    except ValidationError as e: raise_first(_findings(e, doc))
     fleet._doc = doc
     if not fleet.models and not fleet.upstreams: raise doc.refused(('models',), 'is missing: there is nothing to serve', 'Add models: {NAME: {model: …}}')
-    _raise(fleet._spelling())
+    raise_first(fleet._spelling())
     checks = fleet._engines,fleet._manners,fleet._shadows,fleet._targets,fleet._others
     refusals = [e for check in checks for e in check()]
-    _raise(refusals+[*fleet._upstreams(os.environ if env is None else env)])
-    _raise(fleet._ways())  # for which every way has an end
+    raise_first(refusals+[*fleet._upstreams(os.environ if env is None else env)])
+    raise_first(fleet._ways())  # for which every way has an end
     return fleet
 
 def read_fleet(

@@ -730,20 +730,26 @@ class Gateway(uvicorn.Server):
         if self.signals and not self.leaving: self._leave()
         if self.signals>1: m.abort(peace=False); return True
         return bool(self.leaving and self.leaving.done())
-    async def _reload(self):
-        "Read the file of models again; whatever is wrong is in the log"
-        try: await self.models.reload()
-        except AtlasError: pass  # whose line is there already
-        except Exception: _log.exception('The file of models could not be taken')
-    def _leave(self):
-        n = sum(m.runner.running for m in self.models.all)
-        _log.warning('Stopping: %s', _left(n, self.drain) if n else 'nothing is running')
-        for s in (*self.servers, *self.listening): s.close()
-        self.leaving = asyncio.create_task(self.models.drain(self.drain))
     async def shutdown(self, sockets=None):
         self.models.abort()
         await super().shutdown(sockets)
         await self.models.close()
+
+# %% ../../nbs/7_service/20_gateway.ipynb #bee0e1d6
+@patch
+async def _reload(self:Gateway):
+    "Read the file of models again; whatever is wrong is in the log"
+    try: await self.models.reload()
+    except AtlasError: pass  # whose line is there already
+    except Exception: _log.exception('The file of models could not be taken')
+
+@patch
+def _leave(self:Gateway):
+    "Nothing new; what runs may finish"
+    n = sum(m.runner.running for m in self.models.all)
+    _log.warning('Stopping: %s', _left(n, self.drain) if n else 'nothing is running')
+    for s in (*self.servers, *self.listening): s.close()
+    self.leaving = asyncio.create_task(self.models.drain(self.drain))
 
 # %% ../../nbs/7_service/20_gateway.ipynb #b367851e
 def _left(n, seconds):
@@ -856,11 +862,15 @@ def _run(g, sock):
     with suppress(KeyboardInterrupt): g.run(sockets=[sock])
     if g.error: raise g.error
 
+# %% ../../nbs/7_service/20_gateway.ipynb #b93ccaf0
+def _served(models, own, autoload, first, *named):
+    "`Models` of what `serve` was given"
+    if callable(models): return models(own, autoload)
+    return Models(modelled(models, *named, **own), autoload, first)
+
 # %% ../../nbs/7_service/20_gateway.ipynb #4746a4b0
 def serve(
-    # Directory, file, Hugging Face id, 'demo', `EngineConfig`, dict of fields; a list of these;
-    # or a function that makes `Models`, called with what each `Model` is made with, and `autoload`
-    models,
+    models, # As for `modelled`, or a function that makes `Models` of options of each, and `autoload`
     host:str='127.0.0.1', # Address to listen on
     port:int=8888, # 0: any free one
     served_model_name=None, # Name, or names, of the first model for clients; None: as it was given, and without its folders
@@ -895,8 +905,7 @@ def serve(
     with Sandbox() as box:
         own = dict(policy=policy, config=config, command=command or _worker(log_format, log_level))
         own['text'] = text or partial(open_text, parsers=parsers, sandbox=box)
-        if callable(models): ms = models(own, autoload)
-        else: ms = Models(modelled(models, names, alias, options, **own), autoload, first)
+        ms = _served(models, own, autoload, first, names, alias, options)
         with listen(host, port) as sock:
             app = _app(ms, rules, box, fetch_images, max_body=max_body, **cached)
             _run(_behind(sock, app, ms, drain, tls, max_body, max_connections), sock)

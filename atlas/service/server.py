@@ -117,15 +117,7 @@ def warned(response:Response, ask:Ask)->Response:
 
 def _plain(text): return re.sub(r'[^\x20-\x7e]', '?', text)[:500]
 
-# %% ../../nbs/7_service/14_server.ipynb #fd0ba3a5
-@patch
-async def complete(self:Service, api:API, request:Request)->Response:
-    "Answer a question of any API"
-    ask = await self.read(request, api.parse)
-    if api.first and (said := await api.first(self, ask, request)): return said
-    self.meant(ask, request)
-    return await self.answer(self.salted(ask, request), api.reply, request)
-
+# %% ../../nbs/7_service/14_server.ipynb #289e8936
 @patch
 def meant(self:Service, ask:Ask, request:Request):
     "Find the model that the name in `ask` stands for, which is returned, and have `ask` be as that name wants it"
@@ -134,6 +126,15 @@ def meant(self:Service, ask:Ask, request:Request):
     if manner: manner.apply(ask)
     if ask.route: note(request.scope, route=ask.route)
     return model
+
+# %% ../../nbs/7_service/14_server.ipynb #fd0ba3a5
+@patch
+async def complete(self:Service, api:API, request:Request)->Response:
+    "Answer a question of any API"
+    ask = await self.read(request, api.parse)
+    if api.first and (said := await api.first(self, ask, request)): return said
+    self.meant(ask, request)
+    return await self.answer(self.salted(ask, request), api.reply, request)
 
 @patch
 def salted(self:Service, ask:Ask, request:Request)->Ask:

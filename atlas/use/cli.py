@@ -6,13 +6,13 @@ Docs: https://atlas-inference.github.io/atlas/8_use/cli.html.md"""
 
 # %% auto #0
 __all__ = ['ORDER', 'app', 'Model', 'Json', 'FLAGS', 'SPECULATION', 'CACHING', 'Shape', 'Weights', 'Temperature', 'MaxTokens',
-           'Seed', 'System', 'Think', 'ShowThinking', 'COMMANDS', 'Many', 'Models', 'Config', 'Name', 'Alias', 'Key',
-           'KeyFile', 'Hosts', 'Origins', 'Drain', 'Apart', 'NextTurn', 'LogFormat', 'Reasons', 'Foreign', 'AutoTools',
-           'Tools', 'Rate', 'Cert', 'CertKey', 'Roots', 'Lazy', 'Autoload', 'Fetch', 'LogLevel', 'DryRun', 'PlanJson',
-           'configs', 'benches', 'Batches', 'Output', 'Simulated', 'Contexts', 'CARD_FLAGS', 'flag', 'engine_flags',
-           'pull', 'list_', 'rm', 'inspect', 'Meter', 'Printer', 'run', 'Conversation', 'chat', 'serve', 'config_check',
-           'config_schema', 'launch', 'quantize', 'version', 'bench', 'bench_decode', 'bench_kernels', 'bench_prefill',
-           'bench_startup', 'bench_throughput', 'check', 'main']
+           'Seed', 'System', 'Think', 'ShowThinking', 'COMMANDS', 'Many', 'Models', 'Config', 'Host', 'Port', 'Name',
+           'Alias', 'Key', 'KeyFile', 'Hosts', 'Origins', 'Drain', 'Apart', 'NextTurn', 'LogFormat', 'Reasons',
+           'Foreign', 'AutoTools', 'Tools', 'Rate', 'Cert', 'CertKey', 'Roots', 'Lazy', 'Autoload', 'Fetch', 'LogLevel',
+           'DryRun', 'PlanJson', 'configs', 'benches', 'Batches', 'Output', 'Simulated', 'Contexts', 'CARD_FLAGS',
+           'flag', 'engine_flags', 'pull', 'list_', 'rm', 'inspect', 'Meter', 'Printer', 'run', 'Conversation', 'chat',
+           'serve', 'config_check', 'config_schema', 'launch', 'quantize', 'version', 'bench', 'bench_decode',
+           'bench_kernels', 'bench_prefill', 'bench_startup', 'bench_throughput', 'check', 'main']
 
 # %% ../../nbs/8_use/12_cli.ipynb #aa7ee505
 import json,os,re,signal,sys,threading
@@ -521,6 +521,8 @@ Config = Annotated[Path|None, _opt(
     'A file with the models, their names and all that is about them, in place of MODEL and its '
     'flags; read again with SIGHUP. "atlas config check FILE" explains one.',
     '--config', metavar='FILE', show_default=False)]
+Host = Annotated[str, _opt('Address to listen on; 0.0.0.0 lets other machines in, who then need a key.')]
+Port = Annotated[int, _opt('Port to listen on; 0 takes a free one.', min=0, max=65535)]
 Name = Annotated[str|None, _opt("The first model's name for clients. [default: MODEL]", show_default=False)]
 Alias = Many('One more name of the first model; "*" stands for every name that no model has.', '--alias', 'NAME')
 Key = Annotated[list[str]|None, _opt('An API key that requests must have; may be given several times. Others see it in the list of processes: ATLAS_API_KEY is better.', '--api-key', metavar='KEY', show_default=False)]
@@ -630,9 +632,7 @@ def _plan_text(p, how):
     '''  -d '{"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}\''''))
 @engine_flags()
 def serve(models:Models=None, config:Config=None,
-    host:Annotated[str, _opt('Address to listen on; 0.0.0.0 lets other machines in, who then need a key.')]='127.0.0.1',
-    port:Annotated[int, _opt('Port to listen on; 0 takes a free one.', min=0, max=65535)]=8888,
-    served_model_name:Name=None, alias:Alias=None,
+    host:Host='127.0.0.1', port:Port=8888, served_model_name:Name=None, alias:Alias=None,
     lazy:Lazy=False, autoload:Autoload=True,
     api_key:Key=None, api_key_file:KeyFile=None, insecure:Annotated[bool, _opt('Serve other machines without a key.', '--insecure')]=False, allowed_host:Hosts=None, cors_origin:Origins=None,
     rate_limit:Rate=None, tls_cert:Cert=None, tls_key:CertKey=None, tls_ca:Roots=None,
@@ -643,8 +643,7 @@ def serve(models:Models=None, config:Config=None,
     drain:Drain=10., log_format:LogFormat='auto', log_level:LogLevel='info', **options):
     "Serve models: a chat page at /, the APIs of OpenAI and Anthropic at /v1."
     if as_json and not dry_run: raise typer.BadParameter('is for --dry-run', param_hint="'--json'")
-    own = dict(served_model_name=served_model_name, alias=alias, **options)
-    configs = _to_serve(models, config, lazy, own)
+    configs = _to_serve(models, config, lazy, options, served_model_name, alias)
     given = trust_remote_code,enable_auto_tool_choice
     foreign = [flag for flag,said in zip(_FOREIGN, given) if said]
     parsers = tool_call_parser,reasoning_parser
@@ -663,13 +662,13 @@ def serve(models:Models=None, config:Config=None,
         tool_parser=tool_call_parser, drain=drain, log_format=log_format, log_level=log_level)
 
 # %% ../../nbs/8_use/12_cli.ipynb #c768fa50
-def _to_serve(models, config, lazy, own):
-    "What `serve` of the gateway takes: configs, or a file that makes models; `own`: flags about models"
+def _to_serve(models, config, lazy, options, name, alias):
+    "What `serve` of the gateway takes: configs, or a file that makes models, beside which no flag is about them"
     if config is None:
         if not models: raise typer.BadParameter('name a model, or a file with --config', param_hint="'MODEL'")
-        return [EngineConfig(m, **{k:own[k] for k in FLAGS}) for m in models]
+        return [EngineConfig(m, **options) for m in models]
     if models: raise typer.BadParameter(f'{models[0]!r} stands beside --config: add it to the file', param_hint="'MODEL'")
-    for k,v in own.items():
+    for k,v in dict(options, served_model_name=name, alias=alias).items():
         if v in (None,(),[]) or k in FLAGS and v==FLAGS[k].default: continue
         raise typer.BadParameter('has its place in the file', param_hint=f"'--{k.replace('_', '-')}'")
     from atlas.service.reload import FleetFile
@@ -685,13 +684,17 @@ def config_check(file:Annotated[Path, typer.Argument(metavar='FILE', help='A YAM
     as_json:Json=False):
     "Say what a file would run, where its names lead, and how much memory each part takes."
     from atlas.ground.core import AtlasError
-    from atlas.service.fleet import read_fleet
-    from atlas.use.inspect import explain
-    try: report = explain(read_fleet(file))
+    from atlas.service.explain import explain
+    from atlas.service.fleet import raise_first,read_fleet
+    try:
+        fleet = read_fleet(file)
+        raise_first(fleet.oversized())
+        report = explain(fleet)
     except AtlasError as e:
         for other in getattr(e, 'others', ()): typer.echo(f'atlas: {other}', err=True)
         raise
     _print(report.to_dict(), as_json, str(report))
+    if not report.fits: raise typer.Exit(1)
 
 @configs.command('schema', epilog=_examples('atlas config schema > atlas.schema.json'))
 def config_schema():
