@@ -367,7 +367,9 @@ async def get_model(self:Service, name:str)->Response:
 @patch
 async def states(self:Service)->Response:
     "Every model and its state"
-    return JSONResponse(dict(object='list', data=[_model(m, m['id']) for m in self.models.list()]))
+    data = [_model(m, m['id'])|dict(residency=m.get('residency')) for m in self.models.list()]
+    memory = getattr(self.models, 'memory', None)
+    return JSONResponse(dict(object='list', data=data)|(dict(memory=memory) if memory else {}))
 
 # %% ../../nbs/7_service/14_server.ipynb #7990c023
 class ModelBody(BaseModel):
