@@ -404,7 +404,7 @@ async def following(path, text=FIRST, **kw):
     try: yield file,ms
     finally:
         await asyncio.wait_for(ms.close(), WAIT)
-        assert not any(map(alive, set(pids))) and not ms.leaving
+        assert not any(map(alive, set(pids))) and not ms.going
 
 def running_test(f):
     "A coroutine as a test, with a limit that only a hang reaches"
@@ -637,3 +637,61 @@ def test_a_budget_smaller_than_weights_is_refused(tmp_path):
     ms = file(HOW)
     with pytest.raises(FleetError, match='has weights of'): asyncio.run(ms.reload())
     assert file.fleet.memory is None
+
+# -- one memory ----------------------------------------------------------------------------------------
+
+GIB = 1<<30
+def measure(configs, budget): return [dict(least=6*GIB, most=6*GIB) for _ in configs]
+
+TWO = '''
+memory: 10GiB
+defaults: {ttl: never}
+models:
+  one: {load_on_startup: true}
+  two: {load_on_startup: false}
+'''
+
+@running_test
+async def test_models_of_a_file_share_its_memory(tmp_path, monkeypatch):
+    "Two that do not fit take turns; with more memory both stay; with too little nothing changes"
+    quick = replace(PATIENT, soon=.01)
+    monkeypatch.setitem(HOW, 'policy', quick)
+    monkeypatch.setitem(HOW, 'measure', measure)
+    async with following(tmp_path/'atlas.yaml', TWO) as (file,ms):
+        await ms.get('one')
+        assert ms.find('one').holds==6*GIB and ms.residency.free==4*GIB
+        ms.find('one').took = 0.  # as if loading had taken no time: it need not stay
+        await ms.get('two')
+        assert (ms.find('one').state, ms.find('two').state) in (('unloaded','loaded'),('sleeping','loaded'))
+        file.path.write_text(TWO.replace('10GiB', '4GiB'))
+        with pytest.raises(FleetError) as e: await file.reload()
+        assert e.value.line==2 and 'takes 6 GiB' in e.value.msg and ms.residency.budget==10*GIB
+        file.path.write_text(TWO.replace('{load_on_startup: true}', '{pin: true}').replace('{load_on_startup: false}', '{pin: true}'))
+        with pytest.raises(FleetError, match='pinned'): await file.reload()
+        assert not ms.find('one').pinned, 'as it was'
+        pid = ms.find('two').child.pid
+        file.path.write_text(TWO.replace('10GiB', '20GiB'))
+        assert (await file.reload())['kept']==['one','two']
+        await ms.get('one')
+        assert ms.find('two').state=='loaded' and ms.find('two').child.pid==pid and ms.residency.free==8*GIB
+
+@running_test
+async def test_what_is_replaced_holds_its_memory_until_it_is_gone(tmp_path, monkeypatch):
+    monkeypatch.setitem(HOW, 'measure', measure)
+    async with following(tmp_path/'atlas.yaml', TWO) as (file,ms):
+        s = (await ms.get('one')).runner.submit(request('r', '<hold>'))
+        await anext(s)
+        file.path.write_text(TWO.replace('one: {', 'one: {max_seq_len: 512, '))
+        assert (await file.reload())['changed']==['one']
+        await happens(lambda: ms.find('one').state=='loading')
+        assert ms.residency.free==4*GIB and ms.find('one').child is None
+        s.abort()
+        assert (await ms.get('one')).info['max_seq_len']==512 and ms.residency.free==4*GIB
+
+def test_groups_pins_and_ttl_reach_the_models():
+    f = fleet_of('models: {a: {model: tiny, ttl: 5m}, b: {model: tiny, pin: true}, c: tiny}\ngroups: {g: {members: [a, c], exclusive: true}}', env={})
+    from atlas.service.reload import build
+    ms = build(f, **HOW)
+    assert [(m.ttl, m.pinned, m.group) for m in ms.all]==[(300,False,'g'), (None,True,None), (None,False,'g')]
+    g = ms.residency.groups['g']
+    assert (g.together, g.alone)==(False, True)

@@ -7,12 +7,12 @@ Docs: https://atlas-inference.github.io/atlas/8_use/cli.html.md"""
 # %% auto #0
 __all__ = ['ORDER', 'app', 'Model', 'Json', 'FLAGS', 'SPECULATION', 'CACHING', 'Shape', 'Weights', 'Temperature', 'MaxTokens',
            'Seed', 'System', 'Think', 'ShowThinking', 'COMMANDS', 'Many', 'Models', 'Config', 'Host', 'Port', 'Name',
-           'Alias', 'Key', 'KeyFile', 'Hosts', 'Origins', 'Drain', 'Apart', 'NextTurn', 'LogFormat', 'Reasons',
-           'Foreign', 'AutoTools', 'Tools', 'Rate', 'Cert', 'CertKey', 'Roots', 'Lazy', 'Autoload', 'Fetch', 'LogLevel',
-           'DryRun', 'PlanJson', 'configs', 'benches', 'Batches', 'Output', 'Simulated', 'Contexts', 'CARD_FLAGS',
-           'flag', 'engine_flags', 'pull', 'list_', 'rm', 'inspect', 'Meter', 'Printer', 'run', 'Conversation', 'chat',
-           'serve', 'config_check', 'config_schema', 'launch', 'quantize', 'version', 'bench', 'bench_decode',
-           'bench_kernels', 'bench_prefill', 'bench_startup', 'bench_throughput', 'check', 'main']
+           'Alias', 'Key', 'KeyFile', 'Hosts', 'Origins', 'Drain', 'Memory', 'Apart', 'NextTurn', 'LogFormat',
+           'Reasons', 'Foreign', 'AutoTools', 'Tools', 'Rate', 'Cert', 'CertKey', 'Roots', 'Lazy', 'Autoload', 'Fetch',
+           'LogLevel', 'DryRun', 'PlanJson', 'configs', 'benches', 'Batches', 'Output', 'Simulated', 'Contexts',
+           'CARD_FLAGS', 'flag', 'engine_flags', 'pull', 'list_', 'rm', 'inspect', 'Meter', 'Printer', 'run',
+           'Conversation', 'chat', 'serve', 'config_check', 'config_schema', 'launch', 'quantize', 'version', 'bench',
+           'bench_decode', 'bench_kernels', 'bench_prefill', 'bench_startup', 'bench_throughput', 'check', 'main']
 
 # %% ../../nbs/8_use/12_cli.ipynb #aa7ee505
 import json,os,re,signal,sys,threading
@@ -530,6 +530,10 @@ KeyFile = Annotated[str|None, _opt('API keys, one on each line; "admin KEY" for 
 Hosts = Many('A name that this server goes by, beside localhost.', '--allowed-host', 'NAME')
 Origins = Many('A web page that may ask from a browser, such as https://chat.example.com.', '--cors-origin', 'URL')
 Drain = Annotated[float, _opt('Seconds that running answers have when the server stops.', min=0, max=86400)]
+Memory = Annotated[int|None, _opt(
+    'Memory for all models together, such as 110GiB: who needs more than is free has the least '
+    'recently used sleep, or unloaded. [default: each model takes what is free]',
+    parser=_bytes, metavar='SIZE', show_default=False)]
 Apart = Annotated[bool, _opt(
     'Nobody is served from the prefix cache what another API key has asked.',
     '--cache-salt-per-key')]
@@ -624,7 +628,7 @@ def _plan_text(p, how):
     'atlas serve tiny',
     'atlas serve tiny --speculative --num-speculative-tokens 3',
     'atlas serve ./my-model --port 9000 --served-model-name mine',
-    'atlas serve ./coder ./small --lazy',
+    'atlas serve ./coder ./small --lazy --memory 110GiB',
     'atlas serve --config atlas.yaml',
     'atlas serve qwen3.6-35b-a3b-nvfp4 --dry-run',
     'ATLAS_API_KEY=secret atlas serve demo --host 0.0.0.0',
@@ -636,7 +640,8 @@ def serve(models:Models=None, config:Config=None,
     lazy:Lazy=False, autoload:Autoload=True,
     api_key:Key=None, api_key_file:KeyFile=None, insecure:Annotated[bool, _opt('Serve other machines without a key.', '--insecure')]=False, allowed_host:Hosts=None, cors_origin:Origins=None,
     rate_limit:Rate=None, tls_cert:Cert=None, tls_key:CertKey=None, tls_ca:Roots=None,
-    fetch_images:Fetch=False, cache_salt_per_key:Apart=False, prefill_next_turn:NextTurn=True,
+    fetch_images:Fetch=False, memory:Memory=None,
+    cache_salt_per_key:Apart=False, prefill_next_turn:NextTurn=True,
     tool_call_parser:Tools=None, reasoning_parser:Reasons=None,
     trust_remote_code:Foreign=False, enable_auto_tool_choice:AutoTools=False,
     dry_run:DryRun=False, as_json:PlanJson=False,
@@ -653,7 +658,7 @@ def serve(models:Models=None, config:Config=None,
     from atlas.service.gateway import serve
     serve(configs, host=host, port=port,
         served_model_name=served_model_name, alias=alias or (),
-        autoload=autoload, first=() if lazy else None, insecure=insecure,
+        autoload=autoload, first=() if lazy else None, memory=memory, insecure=insecure,
         api_key=api_key or (), api_key_file=api_key_file,
         allowed_hosts=allowed_host or (), cors_origins=cors_origin or (),
         tls_cert=tls_cert, tls_key=tls_key, tls_ca=tls_ca,
