@@ -601,7 +601,7 @@ def test_the_command_refuses(tmp_path):
     for args in ('serve','--config',path),('config','check',path):
         r = atlas(*args)
         assert r.returncode==1 and f'{path}, line 6: names.cow.model' in r.stderr and 'Did you mean tiny?' in r.stderr
-    for flag in ('--max-seq-len','64'),('--no-enable-prefix-caching',),('--alias','x'):
+    for flag in ('--max-seq-len','64'),('--no-enable-prefix-caching',),('--alias','x'),('--memory','1GiB'):
         assert f"'{flag[0].replace('no-', '')}'" in atlas('serve', '--config', path, *flag).stderr
     assert 'stands beside --config' in atlas('serve', 'tiny', '--config', path).stderr
     assert 'name a model' in atlas('serve').stderr

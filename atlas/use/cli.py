@@ -637,18 +637,17 @@ def _plan_text(p, how):
 @engine_flags()
 def serve(models:Models=None, config:Config=None,
     host:Host='127.0.0.1', port:Port=8888, served_model_name:Name=None, alias:Alias=None,
-    lazy:Lazy=False, autoload:Autoload=True,
+    lazy:Lazy=False, autoload:Autoload=True, memory:Memory=None, dry_run:DryRun=False,
     api_key:Key=None, api_key_file:KeyFile=None, insecure:Annotated[bool, _opt('Serve other machines without a key.', '--insecure')]=False, allowed_host:Hosts=None, cors_origin:Origins=None,
     rate_limit:Rate=None, tls_cert:Cert=None, tls_key:CertKey=None, tls_ca:Roots=None,
-    fetch_images:Fetch=False, memory:Memory=None,
-    cache_salt_per_key:Apart=False, prefill_next_turn:NextTurn=True,
-    tool_call_parser:Tools=None, reasoning_parser:Reasons=None,
+    fetch_images:Fetch=False, cache_salt_per_key:Apart=False, prefill_next_turn:NextTurn=True,
+    tool_call_parser:Tools=None, reasoning_parser:Reasons=None, as_json:PlanJson=False,
     trust_remote_code:Foreign=False, enable_auto_tool_choice:AutoTools=False,
-    dry_run:DryRun=False, as_json:PlanJson=False,
     drain:Drain=10., log_format:LogFormat='auto', log_level:LogLevel='info', **options):
     "Serve models: a chat page at /, the APIs of OpenAI and Anthropic at /v1."
     if as_json and not dry_run: raise typer.BadParameter('is for --dry-run', param_hint="'--json'")
-    configs = _to_serve(models, config, lazy, options, served_model_name, alias)
+    own = dict(served_model_name=served_model_name, alias=alias, memory=memory)
+    configs = _to_serve(models, config, lazy, options, own)
     given = trust_remote_code,enable_auto_tool_choice
     foreign = [flag for flag,said in zip(_FOREIGN, given) if said]
     parsers = tool_call_parser,reasoning_parser
@@ -667,13 +666,13 @@ def serve(models:Models=None, config:Config=None,
         tool_parser=tool_call_parser, drain=drain, log_format=log_format, log_level=log_level)
 
 # %% ../../nbs/8_use/12_cli.ipynb #c768fa50
-def _to_serve(models, config, lazy, options, name, alias):
+def _to_serve(models, config, lazy, options, own):
     "What `serve` of the gateway takes: configs, or a file that makes models, beside which no flag is about them"
     if config is None:
         if not models: raise typer.BadParameter('name a model, or a file with --config', param_hint="'MODEL'")
         return [EngineConfig(m, **options) for m in models]
     if models: raise typer.BadParameter(f'{models[0]!r} stands beside --config: add it to the file', param_hint="'MODEL'")
-    for k,v in dict(options, served_model_name=name, alias=alias).items():
+    for k,v in (own|options).items():
         if v in (None,(),[]) or k in FLAGS and v==FLAGS[k].default: continue
         raise typer.BadParameter('has its place in the file', param_hint=f"'--{k.replace('_', '-')}'")
     from atlas.service.reload import FleetFile
