@@ -34,6 +34,7 @@ class Engine:
         self.model,self.cache = stepper.model,stepper.cache
         self.flying = None # The `Flight` in the air
         self.prompt = None # One of prompts alone, that stays there while others decode
+        self.roof = None # Hears of each step that decoded: `note(load, contexts, seconds)`
         self.late = None # Kernels that steps compiled since the engine was warm; None: it is not
         self.steps = self.corrupted = 0
         self._samplers = {}
@@ -56,6 +57,7 @@ class Engine:
         more |= dict(steps_total=self.steps, corrupted_requests_total=self.corrupted)
         more |= dict(jit_after_ready_total=len(self.late or ()))
         if self.arbiter: more |= self.arbiter.stats()
+        if self.roof: more |= self.roof.stats()
         drafter = self.stepper.drafter
         if drafter: more |= dict(spec_decode_invalid_total=drafter.invalid)
         return self.scheduler.stats()|more
@@ -321,6 +323,7 @@ def _take_in(self:Engine, flight, out):
     load,took = self._timed(flight)
     self.scheduler.policy.note(load, took)
     if self.arbiter and flight.plan.decode: self._note(flight.plan, counts, load, took)
+    if self.roof and load and took: self.roof.note(load, [*map(len, flight.plan.decode)], took)
     for s,drafts in zip(seqs, flight.drafts or ()): s.drafts = drafts
     self._events += self._lost(seqs, counts)
     tokens = []
