@@ -161,6 +161,8 @@ class Ask:
     served:str|None=None # The model that answers, by its own name; None: the one called `model`
     parsers:tuple=(None,None) # Of tool calls and of reasoning, where a name has its own
     route:str='' # How the client's name led there, for `x-atlas-route`
+    before:tuple=() # Token ids of what was said earlier; the prompt of the messages follows them
+    alone:bool=False # Is it no turn of a conversation that goes on?
 
 # %% ../../../nbs/7_service/01_protocol.base.ipynb #e98f455f
 SAMPLING = frozenset(f.name for f in fields(SamplingParams))
@@ -267,6 +269,9 @@ class Writer:
     show,raw = str,None # From a token id to its text, and to its bytes; the server sets both
     abort = None # Stops what is being written; the server sets it
     names_results = False # Do results of tools have their names?
+    media_type = 'text/event-stream' # Of a stream
+    waited = 0. # Seconds until the model was ready; the server sets it, as it does `times`:
+    times = None # `Turn.times`
     def __init__(self,
         ask:Ask,
         model:str, # The name that the client knows the model by
