@@ -23,6 +23,7 @@ from .stepper import Flight,Stepper
 # %% ../../nbs/5_engine/11_engine.ipynb #c9b378bc
 class Engine:
     "Runs a model for many requests at once"
+    roof = None # Hears of each step that decoded: `note(load, contexts, seconds)`
     def __init__(self,
         scheduler:Scheduler, # Over the pool of the stepper's cache
         stepper:Stepper,
@@ -34,7 +35,6 @@ class Engine:
         self.model,self.cache = stepper.model,stepper.cache
         self.flying = None # The `Flight` in the air
         self.prompt = None # One of prompts alone, that stays there while others decode
-        self.roof = None # Hears of each step that decoded: `note(load, contexts, seconds)`
         self.late = None # Kernels that steps compiled since the engine was warm; None: it is not
         self.steps = self.corrupted = 0
         self._samplers = {}
@@ -56,8 +56,7 @@ class Engine:
         more = {} if self.guides is None else dict(guide_seconds_total=getattr(self.guides, 'mask_seconds', 0.))
         more |= dict(steps_total=self.steps, corrupted_requests_total=self.corrupted)
         more |= dict(jit_after_ready_total=len(self.late or ()))
-        if self.arbiter: more |= self.arbiter.stats()
-        if self.roof: more |= self.roof.stats()
+        for o in filter(None, (self.arbiter,self.roof)): more |= o.stats()
         drafter = self.stepper.drafter
         if drafter: more |= dict(spec_decode_invalid_total=drafter.invalid)
         return self.scheduler.stats()|more

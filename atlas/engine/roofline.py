@@ -6,7 +6,7 @@ Docs: https://atlas-inference.github.io/atlas/5_engine/roofline.html.md"""
 
 # %% auto #0
 __all__ = ['distinct', 'matrix_bytes', 'kv_bytes', 'Guessing', 'guessing', 'drafting_bytes', 'states_moved', 'step_bytes',
-           'Roofline', 'rate_of']
+           'Roofline']
 
 # %% ../../nbs/5_engine/18_roofline.ipynb #483f1c43
 import math
@@ -165,14 +165,8 @@ def stats(self:Roofline)->dict:
         decode_step_seconds_total=self.total_seconds)|more
 
 # %% ../../nbs/5_engine/18_roofline.ipynb #bee8c47c
-def rate_of(device)->float|None:
-    "Bytes a second of a plain copy on a card; None elsewhere, and where that is not known"
-    if device.kind=='cpu': return None
-    rate = device.copy_rate()
-    return rate if math.isfinite(rate) and rate>0 else None
-
 @patch
 def compare(self:LoadedModel, rate:float|None):
-    "From now on compare steps with `rate`, if it is known"
+    "From now on compare steps with `rate`, as a device's `memory_rate` gives it"
     self.roof = Roofline(self, rate) if rate else None
     self.engine.roof = self.roof

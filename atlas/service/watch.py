@@ -86,6 +86,7 @@ class Damper:
     span:float=900. # Seconds
     tracks:dict=field(default_factory=dict) # Name -> `Track`
 
+# %% ../../nbs/7_service/23_watch.ipynb #5bee0061
 @patch
 def hear(self:Damper, s:Seen, now:float)->str|None:
     "What people should be told, having seen `s` at the time `now`"
