@@ -537,3 +537,11 @@ def test_streams_that_were_held_lose_nothing(path):
 @pytest.mark.parametrize('kw', [dict(to=dict(a=['a'])), dict(to={}, retries=-1), dict(to={}, timeout=0), dict(to={}, cooldown='60s')])
 def test_bad_fallbacks(kw):
     with pytest.raises(ConfigError): Fallbacks(**kw)
+
+def test_a_server_that_is_ourselves():
+    from atlas.service.gateway import _behind
+    from atlas.service.server import listen
+    with listen('127.0.0.1', 0) as sock:
+        port = sock.getsockname()[1]
+        ms = Models([], backends=[Backend('me', f'http://localhost:{port}', ['gemma'])])
+        with pytest.raises(ConfigError, match='me is this very server'): _behind(sock, create_app(ms), ms, 0., {}, 1<<20, 16)

@@ -85,7 +85,7 @@ def server_key(
     if not re.fullmatch(r'[\x21-\x7e]+', key): raise ConfigError(f'What {variable} holds is no key: it has blanks or letters that no header may have', hint=hint, param='key_env')
     return key
 
-# %% ../../nbs/7_service/21_proxy.ipynb #c2c5d720
+# %% ../../nbs/7_service/21_proxy.ipynb #a533ba42
 TRANSLATED = ('messages','responses','completions') # That chat can stand for
 PATHS = ('chat/completions', *TRANSLATED, 'embeddings', *SOUNDS)
 _CALLED = dict(chat='chat/completions') # What people call paths
@@ -102,6 +102,7 @@ def paths_of(
         if p not in PATHS: raise ConfigError(f'{param} has {p[:60]!r}', hint=f'Use {", ".join(PATHS)}', param=param)
     return paths
 
+# %% ../../nbs/7_service/21_proxy.ipynb #103ca9ee
 class Backend:
     "Another server: where it is, what it has, and how it has been"
     def __init__(self,
@@ -131,12 +132,13 @@ class Backend:
 
 def _key_header(url): return 'x-api-key' if httpx.URL(url).host.endswith('anthropic.com') else 'authorization'
 
-# %% ../../nbs/7_service/21_proxy.ipynb #ca83c197
+# %% ../../nbs/7_service/21_proxy.ipynb #96cc0ee6
 _LEARNT = 600. # Seconds
 
 @patch
 def may(self:Backend, path:str)->bool:
     "Is it to be asked for `path`?"
+    if not path: return False
     if self.only is not None: return path in self.only
     if self.apis is not None and path not in SOUNDS: return path in self.apis
     return path not in SOUNDS and monotonic()-self.lacking.get(path, -inf)>_LEARNT
@@ -594,7 +596,7 @@ async def chunks(self:Backend, r:httpx.Response):
                 yield c
                 clock.reschedule(asyncio.get_running_loop().time()+self.limits.between)
 
-# %% ../../nbs/7_service/21_proxy.ipynb #52aecd94
+# %% ../../nbs/7_service/21_proxy.ipynb #5384ab4e
 @patch
 def body(self:Proxy, q:Question)->tuple[bytes,str]:
     "What is sent for a question, and its type"
@@ -612,7 +614,7 @@ async def forward(self:Proxy,
     "Pass a question on as it came, and what comes back"
     b = self.backend
     native = b.may(q.path) and not (q.changed or self.ours(q))
-    if not native and q.path in TRANSLATED: return None
+    if not native and (not q.path or q.path in TRANSLATED or q.changed): return None
     if not native: raise NotOfferedError(f'{self.name} has no {q.path}', hint='Ask another model', param='model')
     tally = Tally(self)
     try: return await attended(q.request, self._forward(q, tally, held))
@@ -766,7 +768,7 @@ def _text(v):
     if isinstance(v, str): return v
     return '' if v is None else to_json(v).decode()
 
-# %% ../../nbs/7_service/21_proxy.ipynb #a8125968
+# %% ../../nbs/7_service/21_proxy.ipynb #97ed3d33
 class Relay(Turn):
     "A turn whose answers another server gives"
     def __init__(self,
@@ -790,6 +792,7 @@ class Relay(Turn):
             t.end(why or 'error')
             if not r.is_closed: self.ends.add(asyncio.ensure_future(r.aclose()))
 
+# %% ../../nbs/7_service/21_proxy.ipynb #b5379a91
 @patch
 async def heard(self:Relay, k:int):
     "The pieces of the answers to one prompt, as `(i, pieces)`"
@@ -812,6 +815,7 @@ async def heard(self:Relay, k:int):
     except AtlasError as e: self.proxy.went_wrong(tally, e); raise
     finally: await r.aclose()
 
+# %% ../../nbs/7_service/21_proxy.ipynb #ada2d521
 async def _chunks(b, r, first, tally):
     "The JSON of a stream, or of an answer that came in one piece"
     what = r.headers.get('content-type', '').split(';')[0].strip().lower()
@@ -822,7 +826,7 @@ async def _chunks(b, r, first, tally):
             tally.first()
             for d in data_of(raw): yield d
 
-# %% ../../nbs/7_service/21_proxy.ipynb #b3e2606e
+# %% ../../nbs/7_service/21_proxy.ipynb #349597aa
 @patch
 async def begin(self:Proxy, ask:Ask, make)->tuple:
     "A turn and its writer, as `Service.begin` gives them: the question is asked of chat completions"
@@ -850,6 +854,7 @@ def chats(self:Proxy, ask:TextAsk, w)->list[Ask]:
     w.logprobs,w.prompts = False,[Prompt([], p) for p in ask.prompts]
     return [Ask([dict(role='user', content=p)], ask.params, ask.model, salt=ask.salt, format=ask.format) for p in ask.prompts]
 
+# %% ../../nbs/7_service/21_proxy.ipynb #2c45e2b1
 @patch
 async def asked(self:Proxy, ask:Ask)->tuple:
     "Ask for a chat completion: (its answer, its `Tally`)"

@@ -11,7 +11,7 @@ __all__ = ['UnavailableError', 'Turn', 'nothing', 'merge', 'resumed', 'events', 
 import asyncio,logging
 from contextlib import aclosing
 from functools import partial
-from time import monotonic
+from time import monotonic,perf_counter
 from fastcore.basics import patch
 from starlette.responses import Response
 from ..ground.core import AtlasError,QueueFullError
@@ -112,6 +112,13 @@ def usage(self:Turn)->Usage:
     cached = total('cached', vs[::self.each])
     answers = [total(k, vs) for k in ('reasoning','drafted')]
     return Usage(self.prompt, total('n', vs), cached, *answers)
+
+@patch
+def times(self:Turn)->tuple[float,float|None,float|None]:
+    "When the first choice was asked for, and when its first and its last token came, as `perf_counter` has it"
+    if not self.watches: return perf_counter(),None,None
+    w = self.watches[0]
+    return w.start,w.first,w.last
 
 # %% ../../nbs/7_service/11_turn.ipynb #5977ee4e
 @patch
@@ -231,8 +238,9 @@ class EventStream(Response):
         ping=None, # What keeps a quiet stream open
         every:float=15., # Seconds of silence after which to send it
         patience:float=30., # Seconds that one write may take
+        media_type:str='text/event-stream',
     ):
-        super().__init__(status_code=200, media_type='text/event-stream', headers={'cache-control':'no-store', 'x-accel-buffering':'no'}|(headers or {}))
+        super().__init__(status_code=200, media_type=media_type, headers={'cache-control':'no-store', 'x-accel-buffering':'no'}|(headers or {}))
         del self.headers['content-length']
         self.events,self.close,self.ping = events,close,ping or (lambda: b': still here\n\n')
         self.every,self.patience,self.since,self.busy = every,patience,monotonic(),False
