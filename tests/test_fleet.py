@@ -99,6 +99,8 @@ WRONG = {
     'a fallback to nothing': ('[spark2/gemma-4-26b, small]', '[smal]', "leads to 'smal'", 'Did you mean small?'),
     'a fallback to itself': ('[spark2/gemma-4-26b, small]', '[qwen]', 'a fallback to itself', 'Leave it out'),
     'an endpoint that is no url': ('http://127.0.0.1:8765/health', 'asr', 'is no address', ''),
+    'a url with a password': ('http://127.0.0.1:8882/v1', 'http://me:secret@127.0.0.1/v1', 'has a password in it', 'key_env'),
+    'a fallback to a persona': ('[spark2/gemma-4-26b, small]', '[code]', 'which is a name for a model', 'name one'),
     'what an upstream cannot serve': ('audio/speech', 'audio/spech', 'is not known', 'audio/speech'),
     'a group that is none': ('ttl: 5m', 'group: tools', "'tools', which is no group", 'Add it to groups'),
     'pinned, and with an end': ('pin: true', 'pin: true, ttl: 5m', 'a pinned model stays', 'Leave one of them out'),
@@ -166,7 +168,8 @@ def test_where_names_lead():
     assert why('auto', 'A CVE in Python?')=='auto > code (keyword python) > qwen (persona)'
     assert why('auto', 'A cve-2026-1?')=='auto > cyber (keyword cve) > qwen (persona)'
     assert why('auto', 'I receive a pythonic subclass')=='auto > qwen (no keyword)'
-    assert n.find('spark2/x').upstream==('spark2','x') and n.find('gemma-9').upstream==('spark2','gemma-9')
+    assert n.end('spark2/x').upstream==('spark2','x') and n.end('gemma-9').upstream==('spark2','gemma-9')
+    assert n.find('gemma-9', None, {'gemma-9'}).model=='gemma-9', 'a model of another server, by its own name'
     assert n.find('auto', TextAsk([], prompts=['fn main() in rust'])).manner.sampling==dict(max_tokens=8192)
     with pytest.raises(SourceError) as e: n.find('cybr')
     assert e.value.status==404 and 'cyber' in e.value.hint
@@ -396,7 +399,7 @@ async def following(path, text=FIRST, **kw):
     ms,pids = file(HOW),[]
     tell = ms._tell
     def heard(e):
-        pids.extend(m.child.pid for m in ms._every() if m.child)
+        pids.extend(m.child.pid for m in ms._every() if getattr(m, 'child', None))
         tell(e)
     ms._tell = heard
     ms._take(ms.all)
@@ -695,3 +698,100 @@ def test_groups_pins_and_ttl_reach_the_models():
     assert [(m.ttl, m.pinned, m.group) for m in ms.all]==[(300,False,'g'), (None,True,None), (None,False,'g')]
     g = ms.residency.groups['g']
     assert (g.together, g.alone)==(False, True)
+
+# -- other servers ---------------------------------------------------------------------------------------
+
+class Elsewhere:
+    "Another server of chat: keeps what it was asked, and may be down"
+    def __init__(self, *models): self.models,self.asked,self.down = models,[],False
+    async def __call__(self, scope, receive, send):
+        from starlette.requests import Request as HttpRequest
+        from starlette.responses import JSONResponse
+        if scope['type']!='http': return
+        q = HttpRequest(scope, receive)
+        if self.down: return await JSONResponse(dict(error=dict(message='down')), 503)(scope, receive, send)
+        if q.url.path.endswith('/models'):
+            return await JSONResponse(dict(data=[dict(id=m) for m in self.models]))(scope, receive, send)
+        b = await q.json()
+        self.asked.append(b)
+        said = dict(role='assistant', content=f'{b["model"]} says so')
+        whole = dict(id='c', object='chat.completion', model=b['model'], choices=[dict(index=0, message=said, finish_reason='stop')], usage=dict(prompt_tokens=3, completion_tokens=2))
+        await JSONResponse(whole)(scope, receive, send)
+
+FAR = '''
+models: {near: {model: tiny}}
+names:
+  wise: {model: away/big, system: "You are wise.", sampling: {temperature: 0.5}, keywords: [why]}
+  other: big
+  "gpt-4*": away/big
+routes: {auto: [wise, away/big, near]}
+upstreams: {away: {url: URL, models: ["b*"]}}
+fallbacks: {away/big: [near], retries: 1, cooldown: 1s}
+'''.replace('[wise, away/big, near]', '[wise, near]')
+
+@contextmanager
+def beside(app, text=FAR):
+    "A fleet with one model here and another server; its client, and what it takes to read its file again"
+    from scripted import running
+    with running(app) as url:
+        f = fleet_of(text.replace('URL', f'"{url}/v1"'), env={})
+        from atlas.service.reload import backends,stand_ins
+        r = Recorder('near')
+        ms = Models([Served(['near'], Upstream('near', ['near'], r.info, tok, ChatTemplate(TEMPLATE), runner=r))], backends=backends(f))
+        ms.names,ms.fallbacks = Names(f),stand_ins(f)
+        ms.meet()
+        with TestClient(create_app(ms), base_url='http://localhost') as http: yield SimpleNamespace(http=http, models=ms, near=r, url=url)
+
+def test_names_lead_to_other_servers():
+    "A persona over a model elsewhere: prompt and sampling go there; a plain name passes through"
+    app = Elsewhere('big','bigger')
+    with beside(app) as s:
+        def ask(model, text='Tell me', **kw): return s.http.post('/v1/chat/completions', json=dict(model=model, messages=[dict(role='user', content=text)])|kw)
+        r = ask('auto', 'But why?')
+        assert r.status_code==200 and r.json()['choices'][0]['message']['content']=='big says so'
+        assert r.headers['x-atlas-route']=='auto > wise (keyword why) > away/big (persona)'
+        b = app.asked[-1]
+        assert (b['model'], b['temperature'], b['messages'][0])==('big', .5, dict(role='system', content='You are wise.'))
+        assert ask('gpt-4o', temperature=.1).headers['x-atlas-route']=='gpt-4o > away/big (gpt-4*)'
+        assert app.asked[-1]=={'model':'big', 'messages':[dict(role='user', content='Tell me')], 'temperature':.1}, 'byte for byte'
+        assert ask('other').json()['choices'] and app.asked[-1]['model']=='big'
+        assert ask('bigger').json()['model']=='bigger', 'what its list has works by its own name'
+        r = ask('auto', 'Hello')
+        assert r.headers['x-atlas-route']=='auto > near (no keyword)' and r.json()['model']=='auto' and s.near.seen
+        assert ask('nobody').status_code==404
+        app.down = True
+        r = ask('gpt-4o')
+        assert r.status_code==200 and r.headers['x-atlas-model']=='near'
+        assert [h for h in r.headers.get_list('x-atlas-route')]==['fallback: near for away/big (upstream_error)','gpt-4o > away/big (gpt-4*)']
+        listed = {d['id']:d for d in s.http.get('/v1/models').json()['data']}
+        assert listed['wise']['persona_of']=='away/big' and listed['auto']['routes']==['wise','near']
+
+def test_a_file_of_other_servers_alone():
+    from atlas.service.reload import build
+    from scripted import running
+    app = Elsewhere('big')
+    with running(app) as url:
+        ms = build(fleet_of(f'upstreams: {{away: {{url: "{url}/v1"}}}}\nnames: {{best: away/big}}', env={}))
+        with TestClient(create_app(ms), base_url='http://localhost') as http:
+            assert http.post('/v1/chat/completions', json=CHAT|dict(model='best')).json()['model']=='big'
+            assert http.post('/models/unload', json=dict(model='best')).status_code==400
+
+@running_test
+async def test_reload_changes_other_servers(tmp_path):
+    from scripted import running
+    app,second = Elsewhere('big'),Elsewhere('big')
+    with running(app) as url,running(second) as url2:
+        text = f'models: {{one: {{load_on_startup: true}}}}\nupstreams: {{away: {{url: "{url}/v1"}}, same: {{url: "{url}/v1"}}}}\nnames: {{far: away/big}}'
+        async with following(tmp_path/'atlas.yaml', text) as (file,ms):
+            await ms.get('one')
+            same,away = ms.backends[1],ms.backends[0]
+            pid = ms.find('one').child.pid
+            assert ms.find('far').backend is away
+            file.path.write_text(text.replace(f'away: {{url: "{url}', f'away: {{url: "{url2}')+'\nfallbacks: {one: [away/big]}')
+            await file.reload()
+            assert [b.name for b in ms.backends]==['away','same'] and ms.backends[1] is same and ms.backends[0] is not away
+            assert ms.find('far').backend is ms.backends[0] and ms.fallbacks.to==dict(one=['away/big'])
+            await happens(lambda: not ms.parting)
+            file.path.write_text(text[:text.index('upstreams')]+'names: {far: one}')
+            await file.reload()
+            assert not ms.backends and ms.fallbacks is None and [m.name for m in ms.all]==['one'] and ms.find('far').child.pid==pid

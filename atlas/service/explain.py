@@ -60,7 +60,7 @@ def planned(fleet:Fleet, name:str)->Planned:
     else: p.error = p.plan.error
     return p
 
-# %% ../../nbs/7_service/25_explain.ipynb #65760dea
+# %% ../../nbs/7_service/25_explain.ipynb #ef70eae1
 @dataclass
 class Explained:
     "What a file of models comes to"
@@ -73,10 +73,10 @@ class Explained:
     def pinned(self)->int: "Bytes that pinned models cannot do without"; return sum(p.least for p in self.models if p.pinned)
     @property
     def fits(self)->bool:
-        "Can each model be loaded beside those that are pinned?"
-        most = self.fleet.memory
+        "Can each model be loaded beside those that are pinned? Without a budget: each alone"
+        if self.fleet.memory is None: return not any(p.plan and p.error for p in self.models)
         beside = [p.least+self.pinned*(not p.pinned) for p in self.models]
-        return not any(p.plan and p.error for p in self.models) and (most is None or max(beside, default=0)<=most)
+        return max(beside, default=0)<=self.fleet.memory
 
 def explain(fleet:Fleet)->Explained:
     "What a fleet would run; nothing is fetched for it"

@@ -10,7 +10,7 @@ __all__ = ['Size', 'Time', 'Ttl', 'ALSO', 'MANNERS', 'ENGINE', 'Defaults', 'Url'
            'UpstreamEntry', 'FallbacksEntry', 'WatchEntry', 'Fleet', 'schema', 'because', 'raise_first', 'is_glob',
            'matcher', 'fleet_of', 'read_fleet']
 
-# %% ../../nbs/7_service/22_fleet.ipynb #f3c82aa5
+# %% ../../nbs/7_service/22_fleet.ipynb #eec875f3
 import math,os,re
 from dataclasses import fields
 from difflib import get_close_matches
@@ -27,6 +27,7 @@ from ..ground.core import ConfigError,RequestError,bytes_in,human
 from ..ground.options import EngineConfig
 from ..ground.requests import SamplingParams
 from .protocol.base import found
+from .proxy import PATHS,server_url
 from ..text.chat import check_variables
 from ..text.parsers import REASONING_PARSERS,TOOL_PARSERS
 
@@ -257,7 +258,7 @@ class GroupEntry(Part):
     swap: bool = Field(True, description='Only one of them is resident at a time.')
     exclusive: bool = Field(False, description='While one of them is resident, models outside of the group are not.')
 
-# %% ../../nbs/7_service/22_fleet.ipynb #20d16a44
+# %% ../../nbs/7_service/22_fleet.ipynb #7f4c22d8
 def _address(schemes):
     "A validator of addresses with one of these schemes; None: with any"
     def check(v):
@@ -272,7 +273,7 @@ def _address(schemes):
     return Annotated[str, BeforeValidator(check), WithJsonSchema(dict(type='string', format='uri'))]
 
 Url = _address(('http','https'))
-SERVES = 'chat/completions completions responses messages embeddings rerank audio/transcriptions audio/translations audio/speech'.split()
+SERVES = (*PATHS,'chat')
 
 class UpstreamEntry(Part):
     "A server elsewhere that answers for some names"
@@ -558,13 +559,15 @@ def _ways(self:Fleet):
         for i,t in enumerate(to[:-1]):
             if self.known(t) and not self.keywords(t): yield self.refused(('routes',n,i), f'is {t}, which has no keywords and is not the last', f'Give {t} keywords, or put it last')
 
-# %% ../../nbs/7_service/22_fleet.ipynb #42141e28
+# %% ../../nbs/7_service/22_fleet.ipynb #55163512
 @patch
 def _upstreams(self:Fleet, env):
     "Refusals of upstreams"
     for n,u in self.upstreams.items():
         at = ('upstreams',n)
-        if '/' in n or is_glob(n): yield self.refused(at, 'is no name for an upstream', 'Use letters, digits and dashes')
+        if not re.fullmatch(r'[\w.-]{1,64}', n): yield self.refused(at, 'is no name for an upstream', 'Use letters, digits, . _ and -')
+        try: server_url(n, u.url)
+        except ConfigError as e: yield self.refused((*at,'url'), e.msg.removeprefix(f'The url of {n} '), e.hint)
         if u.key_env is not None and not env.get(u.key_env): yield self.refused((*at,'key_env'), f'is {u.key_env}, and no variable of that name is set', f'export {u.key_env}=… before the server starts, or leave key_env out')
         for i,s in enumerate(u.serves or ()):
             if s not in SERVES: yield self.refused((*at,'serves',i), f'is {s!r}, which is not known', nearest(s, SERVES))
@@ -573,9 +576,10 @@ def _upstreams(self:Fleet, env):
 def _others(self:Fleet):
     "Refusals of fallbacks and groups"
     for n,to in self.fallbacks.names.items():
-        yield from self._missing(('fallbacks',n), n)
+        for at,t in (('fallbacks',n),n),*((('fallbacks',n,i),t) for i,t in enumerate(to)):
+            yield from self._missing(at, t)
+            if t in self.names or t in self.routes: yield self.refused(at, f'is {t}, which is a name for a model', 'Models stand in for models: name one')
         for i,t in enumerate(to):
-            yield from self._missing(('fallbacks',n,i), t)
             if t==n: yield self.refused(('fallbacks',n,i), 'is a fallback to itself', 'Leave it out')
     of = {}
     for g,group in self.groups.items():

@@ -70,11 +70,11 @@ def open_text(config:EngineConfig, parsers=(None,None), sandbox=None)->dict:
 class Served:
     "A model by name, whose upstream is there already"
     task = gate = None # What keeps it; what is held while it loads
-    after = () # What is to end before it loads: tasks
     error = reason = None # Why it failed; why it is in its state
     wanted = down = False # By people; did its process end?
     served = over = False # Was it ever ready? Will it never be again?
     restarts,seconds = 0,{} # Processes after the first; of each stage of loading
+    elsewhere = False # Is it a model of another server?
     slept = {} # Of the last time: level, bytes given back, seconds to `sleep` and to `wake`
     need = holds = 0 # Bytes of device memory that it takes, 0: unknown; that it has of the budget
     ttl = kept = None # Seconds without a request until it is unloaded; the same, as a client said
@@ -151,7 +151,7 @@ class Model(Served):
         self.settled = {} # Options with which its worker takes no more than that
         self.runner,self.state = RemoteRunner(self.name, self._heard),'unloaded'
         self.gate = gate or asyncio.Lock()
-        self.side = None # The text side, being read or read
+        self.side,self.after = None,() # The text side, being read or read; tasks that end before it loads
         self.child = self.progress = self.code = None
         self._unwanted,self.stops = asyncio.Event(),0
         self.turning = asyncio.Lock() # Held while it falls asleep, or wakes
@@ -824,19 +824,26 @@ def close(self:Residency):
 # %% ../../nbs/7_service/20_gateway.ipynb #c8692bc4
 class Models:
     "Models by name; everything but the constructor belongs to one event loop"
+    names = None # `Names` of a file, where there is one
+    reload = None # Reads that file again: a coroutine function
+    address = None # Host and port that they are served on
     def __init__(self,
         models:list[Served],
         autoload:bool=True, # Does a request load its model?
         first=None, # Names of those to load at the start; None: all
         budget:int|None=None, # Bytes of device memory for all of them; None: nobody counts
         groups=None, # Name -> `Group`, or a dict of its fields
+        backends=(), # Other servers, whose models come and go
     ):
-        if not models: raise RequestError('There is no model to serve')
+        self.backends,self.fallbacks = [*backends],None # `Backend`s; `Fallbacks`
+        if not models and not backends: raise RequestError('There is no model to serve')
         self.residency = Residency(models, budget, groups)
         self.autoload,self.draining,self.gate,self._ears = autoload,False,asyncio.Lock(),set() # `_ears`: queues of listeners
-        self.going = {} # Models that are served no more, and what waits for their ends
+        self.going,self.parting = {},set() # Models that are served no more, and what waits for their ends
         self._take(models)
-        self.first = [m for m in models if first is None or set(first)&set(m.names)]
+        self.first = [m for m in models if not m.elsewhere and (first is None or set(first)&set(m.names))]
+        for b in self.backends:
+            for m in b.fixed(): self.put(m)
     def _take(self, models):
         "Have these models, by their names"
         by = {}
@@ -844,33 +851,53 @@ class Models:
             for n in m.names:
                 if by.setdefault(n, m) is not m: raise RequestError(f'Two models are called {n!r}', hint='Give each a name of its own with --served-model-name', param='models')
         for m in models: m.tell,m.gate,m.residency = self._tell,self.gate,self.residency
-        self.models,self.all,self.default,self.any = by,models,models[0].name,'*' in by # any other name means the first
+        self.models,self.all,self.any = by,[*models],'*' in by # any other name means the first
+        self.default = models[0].name if models else None
     def __repr__(self): return f'Models({", ".join(f"{m.name}: {m.condition}" for m in self.all)})'
-    names = None # A `Names`, where a file has given more of them
-    reload = None # Reads that file again: a coroutine function
-    def find(self, name:str|None)->Served:
-        "By any of its names; `SourceError` if there is none"
-        if self.names and name is not None: return self.models[self.names.find(name).model]
-        return self.known(name) or (self.all[0] if self.any else self.missing(name))
-    def known(self, name:str|None)->Served|None:
-        "By a name that is written out: no pattern counts"
-        if name is None: name = self.default
-        elif self.names: name = self.names.exact(name)
-        return None if name=='*' else self.models.get(name)
-    def missing(self, name:str):
-        "Raise the error that nobody is called so"
-        hint = f'Use {" or ".join(m.name for m in self.all[:8])}'
-        raise SourceError(f'There is no model called {name[:80]!r} here', hint=hint, param='model')
 
-# %% ../../nbs/7_service/20_gateway.ipynb #a64fb954
+# %% ../../nbs/7_service/20_gateway.ipynb #57a27349
+@patch
+def find(self:Models, name:str|None)->Served:
+    "By any of its names; `SourceError` if there is none"
+    if self.names and name is not None: return self.at(self.names.find(name, None, self.models))
+    m = self.models.get(self.default if name is None else name) or (self.all[0] if self.any else None)
+    if m is None: raise self.unknown(name)
+    return m
+
+@patch
+def named(self:Models, name:str|None)->Served:
+    "By a name that is written out, where no pattern counts; errors as for `find`"
+    if name is None: name = self.default
+    elif self.names: name = self.names.exact(name) or name
+    if name=='*' or name not in self.models: raise self.unknown(name)
+    return self.models[name]
+
+@patch
+def unknown(self:Models, name)->SourceError:
+    "The error for a name that no model has"
+    hint = f'Use {" or ".join(m.name for m in self.all[:8])}' if self.all else 'GET /v1/models lists what there is'
+    return SourceError(f'There is no model called {str(name)[:80]!r} here', hint=hint, param='model')
+
+# %% ../../nbs/7_service/20_gateway.ipynb #52cee8fe
+@patch
+def at(self:Models, found)->Served:
+    "The model that a name was found to stand for; one of another server is there even if its list was not seen yet"
+    if found.model in self.models: return self.models[found.model]
+    up,id = found.upstream or (None,None)
+    for b in self.backends:
+        if b.name==up: self.put(b.proxy(id))
+    if found.model not in self.models: raise self.unknown(found.model)
+    return self.models[found.model]
+
 @patch
 def resolve(self:Models,
     ask, # A question, with `model`
 )->tuple: # A `Served`; a manner, with `apply`, or None; a text, which is empty for a model's own name
     "Who answers a question, in what manner, and how its name led there; `SourceError` for a name that is none"
     if not self.names: return self.find(ask.model),None,''
-    f = self.names.find(ask.model or self.default, ask)
-    return self.models[f.model],f.manner,f.why
+    if (name := ask.model or self.default) is None: raise self.unknown(name)
+    f = self.names.find(name, ask, self.models)
+    return self.at(f),f.manner,f.why
 
 @patch
 def further(self:Models,
@@ -881,6 +908,51 @@ def further(self:Models,
     said = self.names.listed() if self.names else []
     return {n: (own[m], more) for n,m,more in said if m in own}
 
+# %% ../../nbs/7_service/20_gateway.ipynb #c105b552
+@patch
+def elsewhere(self:Models, name:str|None)->Served|None:
+    "The model of another server that goes by `name`; None if it is ours, or nobody's"
+    if not self.backends: return None
+    m = self.models.get(self.default if name is None else name)
+    return m if m is not None and m.elsewhere else None
+
+@patch(as_prop=True)
+def routed(self:Models)->bool:
+    "May a name lead to anything but a model of ours?"
+    return bool(self.backends or self.fallbacks or self.names)
+
+@patch
+def serving(self:Models, path:str, name:str|None=None)->str|None:
+    "The model that serves `path`, such as audio/speech: the one called `name`, else the first that does; None: nobody"
+    able = [m for m in self.all if m.elsewhere and m.serves(path)]
+    named = [m for m in able if name in m.names]
+    return (named or able)[0].name if able else None
+
+# %% ../../nbs/7_service/20_gateway.ipynb #07641618
+@patch
+def put(self:Models, m:Served):
+    "Add a model, under those of its names that nobody has"
+    m.names = [n for n in m.names if self.models.setdefault(n, m) is m]
+    if not m.names: return
+    m.name,m.tell,m.gate = m.names[0],self._tell,self.gate
+    self.all.append(m)
+    self.default = self.default or m.name
+    if len(m.names)==1: m.unlisted = {'*'}
+    self._tell(dict(model=m.name, event='model_status', data=dict(status=m.status['value'])))
+
+@patch
+async def seek(self:Models, name:str|None):
+    "Have other servers say what they have, if nobody here goes by `name`"
+    if name is not None and name not in self.models: await asyncio.gather(*(b.renew(self) for b in self.backends))
+
+@patch
+def drop(self:Models, m:Served):
+    "Forget a model; what it answers goes on"
+    if m not in self.all: return
+    self.all.remove(m)
+    for n in m.names: self.models.pop(n, None)
+    if self.default==m.name: self.default = self.all[0].name if self.all else None
+
 # %% ../../nbs/7_service/20_gateway.ipynb #6a4a74d3
 @patch
 async def start(self:Models):
@@ -888,6 +960,7 @@ async def start(self:Models):
     for m in sorted(self.first, key=lambda m: not m.pinned):
         if m.state=='unloaded': m.begin(evicts=False)
     self.residency.soon()
+    for b in self.backends: b.start(self)
 
 # %% ../../nbs/7_service/20_gateway.ipynb #1abf2527
 @patch
@@ -949,7 +1022,7 @@ def check(self:Residency):
 @patch
 def pin(self:Models, name:str, on:bool=True)->dict:
     "From now on a model stays in memory, or may leave again"
-    m = self.known(name) or self.missing(name)
+    m = self.named(name)
     m.pinned = on
     self.residency.soon()
     return m.described()
@@ -958,7 +1031,7 @@ def pin(self:Models, name:str, on:bool=True)->dict:
 @patch
 async def load(self:Models, name:str)->dict:
     "Begin to load a model; it goes on behind"
-    m = self.known(name) or self.missing(name)
+    m = self.named(name)
     if self.draining: raise unavailable('The server is shutting down', after=5)
     if m.state=='sleeping':
         await m.wake()
@@ -971,7 +1044,7 @@ async def load(self:Models, name:str)->dict:
 @patch
 async def unload(self:Models, name:str)->dict:
     "Begin to unload a model: what runs may finish"
-    m = self.known(name) or self.missing(name)
+    m = self.named(name)
     if not m.wanted: raise RequestError(f'{m.name} is not loaded', param='model')
     m.leaving = asyncio.create_task(m.stop(m.policy.drain))
     await asyncio.sleep(0)
@@ -984,7 +1057,7 @@ def one(self:Models, name:str|None)->Served:
     if name is None and len(self.all)>1:
         hint = f'Say ?model= with {" or ".join(m.name for m in self.all[:8])}'
         raise RequestError(f'There are {len(self.all)} models here', hint=hint, param='model')
-    return self.known(name) or self.missing(name)
+    return self.named(name)
 
 @patch
 async def sleep(self:Models, name:str|None=None, level:int=1)->dict:
@@ -1002,7 +1075,7 @@ async def wake(self:Models, name:str|None=None)->dict:
 @patch
 def health(self:Models)->dict:
     "The body of `/health`"
-    cs = [m.condition for m in self.all]
+    cs = [m.condition for m in self.all if not m.elsewhere] # another server that is down is no fault of ours
     if self.draining: s = 'draining'
     elif any(map(_unwell, self.all)): s = 'unhealthy'
     elif 'loaded' in cs: s = 'ok'
@@ -1030,7 +1103,7 @@ def list(self:Models)->list[dict]:
 @patch(as_prop=True)
 def upstreams(self:Models):
     "Those that are loaded"
-    return [m.upstream for m in self.all if m.state in ('loaded','sleeping')]
+    return [m.upstream for m in self.all if m.upstream and m.state in ('loaded','sleeping')]
 
 # %% ../../nbs/7_service/20_gateway.ipynb #b3321d30
 @patch
@@ -1102,8 +1175,9 @@ async def close(self:Models, drain:float=0.):
     "The same after a drain, and wait until all processes are gone"
     if drain: await self.drain(drain)
     self.abort()
-    tasks = [m.task for m in self._every() if m.task]
-    await asyncio.gather(*tasks, *self.going.values(), return_exceptions=True)
+    ends = [m.task for m in self._every() if m.task]
+    ends += [*self.going.values(), *self.parting, *(b.close() for b in self.backends)]
+    await asyncio.gather(*ends, return_exceptions=True)
 
 # %% ../../nbs/7_service/20_gateway.ipynb #189a94c5
 @patch(as_prop=True)
@@ -1256,6 +1330,7 @@ def _worker(log_format, log_level):
     "The command of a worker that logs as the gateway does"
     return (*COMMAND, f'--log={log_format}:{log_level}')
 
+# %% ../../nbs/7_service/20_gateway.ipynb #f9b095b2
 DOORS = ollama.endpoints, # Endpoints beside those of `create_app`
 
 def _app(models, rules, sandbox, fetch_images, **kw):
@@ -1265,10 +1340,17 @@ def _app(models, rules, sandbox, fetch_images, **kw):
     app.add_middleware(Access)
     return app
 
+def _not_ourselves(models, at, on):
+    "Refuse another server that is this one"
+    for b in models.backends:
+        if b.points_at(at, on): raise ConfigError(f'{b.name} is this very server', hint='Give its url another host or port', param='upstreams')
+
 def _behind(sock, app, models, drain, tls, body, connections):
     "A `Gateway` that listens on `sock`"
     bounds = Bounds(body=body, connections=descriptors(connections))
     at,on = sock.getsockname()[:2]
+    _not_ourselves(models, at, on)
+    models.address = at,on
     url = f'http{"s"*bool(tls)}://'+(f'[{at}]:{on}' if ':' in at else f'{at}:{on}')
     config = server_config(app, drain=2., tls=tls, bounds=bounds)
     return Gateway(config, models, drain, partial(_ready, models, url))

@@ -123,16 +123,14 @@ def _rest(end):
     at = end.why.find(' > ')
     return end.why[at:] if at>=0 else ''
 
-# %% ../../nbs/7_service/24_names.ipynb #2b408991
+# %% ../../nbs/7_service/24_names.ipynb #a1f43b57
 class Names:
     "The names of a fleet: `find` says what one stands for"
     def __init__(self, fleet:Fleet):
         self.fleet = fleet
         self.table = {n: self._end(n) for n in self._written()}
-        globs = [(g,None) for g in fleet.names if is_glob(g)]
-        for u,s in fleet.upstreams.items(): globs += [(g,u) for g in s.models or ()]
-        globs.sort(key=lambda g: -letters(g[0]))
-        self.globs = [(g, matcher(g).match, u) for g,u in globs]
+        globs = sorted(filter(is_glob, fleet.names), key=lambda g: -letters(g))
+        self.globs = [(g, matcher(g).match, self._end(g)) for g in globs]
     def __repr__(self):
         return f'Names({len(self.table)} written out, {len(self.globs)} patterns)'
     def _written(self):
@@ -143,15 +141,17 @@ def letters(pattern:str)->int:
     "Characters of a pattern that stand for themselves"
     return len(re.sub(r'\[[^]]*\]|[*?]', '', pattern))
 
-# %% ../../nbs/7_service/24_names.ipynb #d8d28011
+# %% ../../nbs/7_service/24_names.ipynb #2f9aec36
 @patch
 def _end(self:Names, name):
     "Where a name leads, worked out"
     f = self.fleet
     if m := f.models.get(name): return Found(name, None if m.idle() else m)
     if name in f.routes: return self._fork(name)
-    if p := f.names.get(name): return self._under(name, p, 'alias' if p.plain else 'persona')
-    return self._upstream(name) or self._caught(name)
+    if p := f.names.get(name): return self._under(name, p, name if is_glob(name) else 'alias' if p.plain else 'persona')
+    up,id = f.elsewhere(name)
+    own = f'{up}/{id}'
+    return Found(own, None, '' if own==name else f'{name} > {own} ({up})', (up,id))
 
 @patch
 def _under(self:Names, name, p:Persona, because):
@@ -171,32 +171,34 @@ def _fork(self:Names, name)->Route:
 
 def _small(words): return tuple(w.lower() for w in words)
 
-# %% ../../nbs/7_service/24_names.ipynb #9cefd60d
-@patch
-def _upstream(self:Names, name)->Found|None:
-    "A model that an upstream was asked for by its own name"
-    up,_,rest = name.partition('/')
-    if not rest or up not in self.fleet.upstreams: return None
-    return Found(name, None, f'{name} > {rest} (upstream {up})', (up,rest))
-
+# %% ../../nbs/7_service/24_names.ipynb #4aac2201
 @patch
 def _caught(self:Names, name)->Found|Route|None:
     "What the patterns make of a name"
-    for g,matches,u in self.globs:
-        if not matches(name): continue
-        if u: return Found(f'{u}/{name}', None, f'{name} > {u}/{name} ({g})', (u,name))
-        return self._under(name, self.fleet.names[g], g)
+    for g,matches,end in self.globs:
+        if matches(name): return replace(end, why=f'{name}{_rest(end)}')
+
+@patch
+def forks(self:Names, name:str)->bool:
+    "Is it the question that decides what a name stands for?"
+    return isinstance(self.table.get(name) or self._caught(name), Route)
 
 @patch
 def find(self:Names,
     name:str, # As a client says it
     ask:Ask|None=None, # The question; None: there are no words to look at
+    there=(), # Names that models have beside those of the file
 )->Found:
     "What a name stands for; a `SourceError` for one that is none"
-    end = self.table.get(name) or self._upstream(name) or self._caught(name)
+    end = self.table.get(name) or (Found(name) if name in there else self._caught(name))
     if end is None: raise SourceError(f'There is no model called {name[:80]!r} here', hint=nearest(name[:80], self.table), param='model')
     if not isinstance(end, Route): return end
     return ask and end.fits(last_said(ask)) or end.default()
+
+@patch
+def end(self:Names, name:str)->Found|Route:
+    "Where a name of the file leads"
+    return self.table.get(name) or self._end(name)
 
 @patch
 def exact(self:Names, name:str)->str|None:

@@ -385,7 +385,7 @@ def manages(request:Request)->bool:
 @patch
 def keep(self:Service, ask:OllamaAsk, request:Request):
     "Have the model stay as long as `keep_alive` says, or warn that it does not"
-    m,*_ = self.models.resolve(ask)
+    m = self.models.find(ask.served or ask.model)
     if ask.keep is None: return
     if not hasattr(m, 'keep'): why = 'models here stay until they are unloaded'
     elif not manages(request): why = "only an admin's key says how long a model stays"
@@ -396,10 +396,10 @@ def keep(self:Service, ask:OllamaAsk, request:Request):
 async def only_load(self:Service, ask:OllamaAsk, request:Request)->dict:
     "Load a model, or unload it, and say that it is done"
     leave = ask.keep==0
-    m = (self.models.known(ask.model) or self.models.missing(ask.model)) if leave else self.models.find(ask.model)
+    m = self.models.named(ask.model) if leave else self.models.find(ask.served or ask.model)
     if leave and not manages(request): raise RightsError('This needs the key of an admin')
     if leave and m.wanted: await self.models.unload(m.name)
-    elif not leave: await attended(request, self.upstream(ask.model))
+    elif not leave: await attended(request, self.upstream(ask.served or ask.model))
     w = reply(ask, ask.model or m.name)
     reason = 'unload' if leave else 'load'
     return dict(model=w.model, created_at=now())|w.said()|dict(done=True, done_reason=reason)

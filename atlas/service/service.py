@@ -50,6 +50,7 @@ class Upstream:
 class Service:
     "Models, and what it takes to ask them"
     follow = None # Called with each turn that begins, and what it is about
+    origins = () # Of web pages that may ask
     def __init__(self,
         models, # `Models` of the gateway: `get`, `stats`, `draining` and the like
         max_body:int=32<<20, # Bytes
@@ -86,6 +87,12 @@ def read_by(self:Upstream, tools:str|None=None, reasoning:str|None=None)->Upstre
     if not hasattr(self, '_variants'): self._variants = {}
     if wanted not in self._variants: self._variants[wanted] = replace(self, parsers=wanted)
     return self._variants[wanted]
+
+@patch
+def elsewhere(self:Service, name:str|None):
+    "What stands for a model of another server, if `name` is that of one"
+    find = getattr(self.models, 'elsewhere', None)
+    return find(name) if find else None
 
 # %% ../../nbs/7_service/12_service.ipynb #80881adb
 SHORT = 4096 # Characters that are worked on without a thread
@@ -351,6 +358,7 @@ MAX_CHOICES = 128
 @patch
 async def begin(self:Service, ask:Ask, make, model:str|None=None)->tuple[Turn,Writer]:
     "From a question to a turn that runs and the writer of its answer; `make` is the API's `reply`"
+    if away := self.elsewhere(ask.served or ask.model): return await away.begin(ask, make)
     began = perf_counter()
     u = await self.asked(ask)
     waited = perf_counter()-began

@@ -11,8 +11,9 @@ __all__ = ['ORDER', 'app', 'Model', 'Json', 'FLAGS', 'SPECULATION', 'CACHING', '
            'Reasons', 'Foreign', 'AutoTools', 'Tools', 'Rate', 'Cert', 'CertKey', 'Roots', 'Lazy', 'Autoload', 'Fetch',
            'LogLevel', 'DryRun', 'PlanJson', 'configs', 'benches', 'Batches', 'Output', 'Simulated', 'Contexts',
            'CARD_FLAGS', 'flag', 'engine_flags', 'pull', 'list_', 'rm', 'inspect', 'Meter', 'Printer', 'run',
-           'Conversation', 'chat', 'serve', 'config_check', 'config_schema', 'launch', 'quantize', 'version', 'bench',
-           'bench_decode', 'bench_kernels', 'bench_prefill', 'bench_startup', 'bench_throughput', 'check', 'main']
+           'Conversation', 'chat', 'serve', 'config_check', 'config_schema', 'launch', 'watch', 'quantize', 'version',
+           'bench', 'bench_decode', 'bench_kernels', 'bench_prefill', 'bench_startup', 'bench_throughput', 'check',
+           'main']
 
 # %% ../../nbs/8_use/12_cli.ipynb #aa7ee505
 import json,os,re,signal,sys,threading
@@ -25,7 +26,7 @@ from typing import Annotated,Literal
 import typer
 
 # %% ../../nbs/8_use/12_cli.ipynb #11c6182f
-ORDER = 'serve run chat launch pull list rm inspect config quantize bench check version'.split()
+ORDER = 'serve run chat launch watch pull list rm inspect config quantize bench check version'.split()
 _WORDS = 'auto','mtp','draft','ngram','off' # What may stand after --speculative
 
 def _spelt(args):
@@ -721,6 +722,39 @@ def launch(ctx:Annotated[typer.Context, _opt('Holds what is for the program.')],
     What stands after "--" goes to the program."""
     from atlas.use.clients import launch
     launch(client, ctx.args, url=url, model=model, key=key, show=show, start=start)
+
+# %% ../../nbs/8_use/12_cli.ipynb #5bee0042
+def _watched(where, server, told):
+    "A `Watcher` for a file of models, or for a server's address"
+    from atlas.service.watch import HERE,watcher
+    if '://' in where: return watcher(server=where, notify=told)
+    from atlas.service.fleet import read_fleet
+    fleet = read_fleet(where)
+    return watcher(fleet.watch, server or HERE*bool(fleet.models), told)
+
+def _looked(seen, news, as_json):
+    "Print what a look has found"
+    things = [dict(name=s.name, well=s.well, why=s.why) for s in seen]
+    if as_json: return typer.echo(json.dumps(dict(seen=things, news=news), ensure_ascii=False))
+    for line in map(str, seen) if sys.stdout.isatty() else news: typer.echo(line)
+
+@app.command(epilog=_examples('atlas watch atlas.yaml', 'atlas watch --once http://127.0.0.1:8888 --notify ntfy://my-topic'))
+def watch(
+    where:Annotated[str, typer.Argument(metavar='FILE|URL', help='A file as "atlas serve --config" takes it, or where a server is.')],
+    only_once:Annotated[bool, _opt('Look once, for cron. Ends with 0 if all is well and with 3 if something is not; prints what has changed since the last time.', '--once')]=False,
+    server:Annotated[str|None, _opt('Where the models of FILE are served. [default: http://127.0.0.1:8888]', show_default=False)]=None,
+    notify:Annotated[list[str]|None, _opt('Whom to tell, as apprise writes it, beside those in FILE; may be repeated.', show_default=False)]=None,
+    as_json:Json=False,
+):
+    "Ask servers and models how they are, and tell people once that changes."
+    import asyncio
+    from atlas.service.watch import kept_at,once
+    w = _watched(where, server, notify or ())
+    if not only_once: return asyncio.run(w.run())
+    what = where if '://' in where else str(Path(where).resolve())
+    seen,news = asyncio.run(once(w, kept_at(what)))
+    _looked(seen, news, as_json)
+    if not all(s.well for s in seen): raise typer.Exit(3)
 
 # %% ../../nbs/8_use/12_cli.ipynb #60a61e9b
 @app.command(context_settings=dict(allow_extra_args=True), epilog=_examples('atlas quantize ./my-model ./my-model-nvfp4 --format nvfp4', "atlas quantize org/name ./small --format fp8 --keep '*.o_proj' '*.layers.0.*'"))
