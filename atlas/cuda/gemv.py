@@ -146,24 +146,6 @@ def gemv(
         _launch(card, x[at], w, gain, cut(parts), extra, bias, (cut(gate[0]),gate[1]) if gate else (None,0), cut(add), out[at], eps, group, act, limit, cap, width)
     return out
 
-def largest(
-    x, # Rows, f32 [R, k], at most `MAX_ROWS`
-    w:Packed, # [n, k]
-    gain=None, # f32 [k]: of `W rmsnorm(x, gain)`
-    eps:float=0., # Of the norm
-    bias=None, # f32 [n]
-    cap:float|None=None, # As for `gemv`
-): # i64 [R, blocks]
-    "Of what `gemv` would give, the key of each block's largest number of each row (`lib/keys.cuh`)"
-    none = (None,0),None,None
-    return _launch(card_of(x), x, w, gain, None, None, bias, *none, eps, 0, None, None, cap, w.n)
-
-def _extra_blocks(w, extra, sms):
-    "Blocks for the extra rows: each has about as many bytes to read as one for `w`, or 16 rows"
-    if extra is None: return 0
-    tiles = -(-extra.n//16)
-    return min(-(-tiles//max(1, w.nbytes*tiles//(sms*extra.nbytes))), sms//2)
-
 # %% ../../nbs/3_ops/linear/12_cuda.gemv.ipynb #bef77c76
 def _launch(card, x, w, gain, parts, extra, bias, gate, add, out, eps, group, act, limit, cap, width):
     "At most `MAX_ROWS` rows; keys of the largest if there is no `out`"
@@ -207,6 +189,25 @@ def _launch(card, x, w, gain, parts, extra, bias, gate, add, out, eps, group, ac
         len(x), w.n, m, columns, column, width, main, span,
         shared=_alone(card, f, shared), **opts)
     return keys
+
+# %% ../../nbs/3_ops/linear/12_cuda.gemv.ipynb #b0e57a02
+def largest(
+    x, # Rows, f32 [R, k], at most `MAX_ROWS`
+    w:Packed, # [n, k]
+    gain=None, # f32 [k]: of `W rmsnorm(x, gain)`
+    eps:float=0., # Of the norm
+    bias=None, # f32 [n]
+    cap:float|None=None, # As for `gemv`
+): # i64 [R, blocks]
+    "Of what `gemv` would give, the key of each block's largest number of each row (`lib/keys.cuh`)"
+    none = (None,0),None,None
+    return _launch(card_of(x), x, w, gain, None, None, bias, *none, eps, 0, None, None, cap, w.n)
+
+def _extra_blocks(w, extra, sms):
+    "Blocks for the extra rows: each has about as many bytes to read as one for `w`, or 16 rows"
+    if extra is None: return 0
+    tiles = -(-extra.n//16)
+    return min(-(-tiles//max(1, w.nbytes*tiles//(sms*extra.nbytes))), sms//2)
 
 # %% ../../nbs/3_ops/linear/12_cuda.gemv.ipynb #a2408c57
 def pair_bias(b, w:Packed, card):
