@@ -180,7 +180,8 @@ __device__ __forceinline__ void pick_row(Table& slots, int row, const float* log
     float near[N];
     near_logits<E, N>(logits, lane, near);
     int* const to = slots.of(row);
-    const int id = ranked<E, TOP_K, SCORE, CORRECTED, N>(near, correction, lane, to);
+    constexpr int AT_ONCE = ROWS == 1 && TOP_K == 8 ? 8 : 1;
+    const int id = ranked<E, TOP_K, SCORE, CORRECTED, N, AT_ONCE>(near, correction, lane, to);
     if (lane < TOP_K) to[lane] = id;
 }
 __device__ __forceinline__ void weigh_row(Table& slots, int row, const float* logits,

@@ -20,6 +20,7 @@
 //   -D STAGED= DEEP=  128s of x held at a time, and places of a warp for units on their way; ESTAGED= EDEEP= for the extra rows, 16 a block
 //   -D BEHIND= so many of these places are asked for behind x, not before the wait; 0 by default, and only where a block stages all of x at once
 //   -D EARLY=  of a unit so many quarters of its blocks are decoded before x is there. Where it is not 0, a block has one group of rows at most, and a warp one unit of four-bit weights
+//   -D LATE=   1: the next launch is let in behind the wait, as it is where EARLY is not 0; of one row, 0 by default   -D ONCE= 1: weights leave the L2 cache first; 0 by default
 //   -D PIPE=   1: x is staged in pieces, each while the one before it is multiplied; for several rows where that pays, 0 by default
 //   -D BEST=   1: keys are left, of whoever has neither extra rows, an activation nor a residual; 0 by default
 //   -D TEAM=   blocks of a team, 1 by default: of 4 bits, with no extra rows and no NORM 1; all sizes above are those of one block, `main` counts teams
@@ -33,6 +34,10 @@
 #ifndef PIPE
 #define PIPE 0
 #endif
+#ifndef ONCE
+#define ONCE 0
+#endif
+#define READ_ONCE ONCE
 #include "lib/fragment.cuh"
 #include "lib/act.cuh"
 #include "lib/ahead.cuh"
@@ -83,6 +88,9 @@
 #ifndef BEHIND
 #define BEHIND 0
 #endif
+#ifndef LATE
+#define LATE 0
+#endif
 #ifndef EARLY
 #define EARLY 0
 #endif
@@ -101,6 +109,7 @@
 #endif
 constexpr int C = (K + 31) / 32, B = (C + 3) / 4, SEGMENTS = (K + 255) / 256;  // chunks of 32; blocks of 128; of 256, which a warp stages together
 constexpr int SLOTS = SEGMENTS < W ? SEGMENTS : W;  // warps that stage one row together
+constexpr bool LET_LATE = LATE || EARLY;
 constexpr bool PAIR = ACT != ACT_NONE && ACT != ACT_RELU2;
 static_assert(SPLIT % TEAM == 0 && W % (SPLIT / TEAM) == 0 && (TEAM == 1 || NORM != 1) && STAGED % 2 == 0 && ESTAGED % 2 == 0, "see the contract");
 
@@ -339,7 +348,7 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> __devic
             if (o.gs && threadIdx.x <= o.span / 32) ahead(o.gs + min(base + 32 * (int)threadIdx.x, n4 - 1));
             if (MADE && works) decode();
             pdl_wait();
-            if (EARLY) pdl_trigger();
+            if (LET_LATE) pdl_trigger();
         }
         const uint4* x;
         const float* e;
@@ -455,10 +464,10 @@ extern "C" TEAM_OF(TEAM) __global__ void __launch_bounds__(LIMITS) gemv(const un
         const float* __restrict__ bias, const float* gate, const float* add, float* y, long long* keys, float eps, float limit, float cap, int rows, int n, int m, int ld,
         int column, int width, int main, int span) {
     DYNAMIC_SHARED(uint4, xs);
-    // Who decodes early is there early, too: blocks before it are asking for their states, and the one
-    // after it has little to do.
-    if (EARLY) rest(500);
-    else pdl_trigger();
+    // Who decodes early has come early, while blocks before it ask for what they need; and a launch after
+    // it would not have to come sooner than this one's work begins.
+    if (EARLY) rest(NORM ? 300 : 800);
+    if (!LET_LATE) pdl_trigger();
     Job o = {w, s, gs, x, gain, parts, bias, gate ? gate + column : nullptr, add, y, (u64*)keys, eps, limit, cap, rows, n, ld, 0, width, span, (int)blockIdx.x / TEAM, main, (int)blockIdx.x % TEAM};
 #ifdef EXTRA
     if ((int)blockIdx.x >= main) {

@@ -180,6 +180,7 @@ def _launch(card, x, w, gain, parts, extra, bias, gate, add, out, eps, group, ac
     rounds = -(-w.rows//(span*main))
     plain = extra is None and team==1 and deep==1 and held*128>=k
     if n := _early(f, rows, units, rounds, plain): opts['EARLY'] = n
+    if rows==1 and not f.narrow: opts |= dict(LATE=1, ONCE=1)
     keys = card.empty((len(x),main), 'int64') if out is None else None
     if out is None: opts['BEST'] = 1
     run('gemv', main*team+more, 32*W,

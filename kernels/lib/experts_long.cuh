@@ -10,11 +10,6 @@ constexpr bool RUNS = ROWS == 1 || (U::LINE % 128 && D::LINE % 128);
 // Are units of all strips of the second half dealt out to all warps, each a piece of the line? What
 // they find is added up when all have done. Teams would leave warps without work.
 constexpr bool SPREAD = MIXED && ROWS == 1 && SPAN <= 24;
-#ifndef EARLYL
-#define EARLYL 4
-#endif
-// Quarters of blocks of its first unit that a warp decodes before hidden values are there
-constexpr int SOON = SPREAD && D::FOUR_BITS && WARPS <= 16 ? EARLYL : 0;
 constexpr int DSTRIPS = (PICKS * (SPAN / 8) + 1) / 2, BLOCKS = (I + 127) / 128;
 template <bool> struct Fetched { typedef DShares S; };
 template <> struct Fetched<true> { typedef Whole<DShares> S; };
@@ -314,14 +309,6 @@ __device__ __forceinline__ void long_rows(
     float before = 0.f;
     if (add && threadIdx.x < rows * SPAN && (int)threadIdx.x % SPAN < span)
         before = add[(size_t)(threadIdx.x / SPAN) * K + base + threadIdx.x % SPAN];
-    Made<D, SOON> soonest;  // unit of the warp
-    if constexpr (SOON > 0) {
-        cp_async_wait<DEEP - 1>();
-        __syncwarp();
-        #pragma unroll
-        for (int b = 0; b < D::UNITS; b++) dspots.read(soonest.blocks[b], sm->ring[warp][place], b);
-        soonest.decode();
-    }
     stage_h(sm->in.h, sm->slots, h, rows, [] {});
     // memory idles when a warp's values are there
     const int asks = blockIdx.x * THREADS + threadIdx.x;
@@ -343,12 +330,7 @@ __device__ __forceinline__ void long_rows(
             cp_async_wait<DEEP - 1>();
             __syncwarp();
             const unsigned char* const p = sm->ring[warp][place];
-            float4 (*const found)[8] = sm->found(strip) + u * D::UNITS;
-            if constexpr (SOON > 0) {
-                if (i == line_begin) multiply_made_apart<D, H>(soonest, found, at, e, second, g, t);
-                else multiply_apart<D, H>(p, found, at, e, dspots, second, g, t);
-            } else
-                multiply_apart<D, H>(p, found, at, e, dspots, second, g, t);
+            multiply_apart<D, H>(p, sm->found(strip) + u * D::UNITS, at, e, dspots, second, g, t);
             at += 4 * D::UNITS;
             e += D::UNITS;
             __syncwarp();

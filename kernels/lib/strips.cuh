@@ -240,23 +240,6 @@ template <class F, class X, class At> __device__ __forceinline__ void multiply_a
     }
 }
 
-// `multiply_apart` with a unit that has been decoded.
-template <class F, class X, int MADE> __device__ __forceinline__ void multiply_made_apart(
-        const Made<F, MADE>& unit, float4 (*to)[8], const uint4* x, const float* e, bool second, int g,
-        int t) {
-    #pragma unroll
-    for (int b = 0; b < F::UNITS; b++) {
-        const F& q = unit.blocks[b];
-        float d[2][4] = {};
-        unit.template dot<X>(d, b, x + 4 * b);
-        const float low = F::SCALED ? __fmul_rn(e[b], q.scale(0)) : e[b];
-        const float high = F::SCALED ? __fmul_rn(e[b], q.scale(1)) : e[b];
-        const float v = second ? d[0][1] + d[1][1] : d[0][0] + d[1][0];
-        const float w = second ? d[0][3] + d[1][3] : d[0][2] + d[1][2];
-        if (!t) to[b][g] = make_float4(v, low, w, high);
-    }
-}
-
 // What a warp found, [16 rows of W][R rows of x].
 template <int R> __device__ __forceinline__ void put_part(float (*part)[R], const float* acc, int g,
         int t) {
