@@ -466,7 +466,7 @@ extern "C" TEAM_OF(TEAM) __global__ void __launch_bounds__(LIMITS) gemv(const un
     DYNAMIC_SHARED(uint4, xs);
     // Who decodes early has come early, while blocks before it ask for what they need; and a launch after
     // it would not have to come sooner than this one's work begins.
-    if (EARLY) rest(NORM ? 300 : 800);
+    if (EARLY) rest(300);
     if (!LET_LATE) pdl_trigger();
     Job o = {w, s, gs, x, gain, parts, bias, gate ? gate + column : nullptr, add, y, (u64*)keys, eps, limit, cap, rows, n, ld, 0, width, span, (int)blockIdx.x / TEAM, main, (int)blockIdx.x % TEAM};
 #ifdef EXTRA
