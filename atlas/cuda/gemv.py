@@ -114,6 +114,12 @@ def _early(f, rows, units, rounds, plain)->int:
     "Quarters of blocks that a warp decodes before `x` is there: of one row, where it has one unit and its block one group"
     return 6 if f.narrow and plain and rows==units==rounds==1 else 0 # registers have room for no more
 
+def _alone_or_best(f, rows, early, best)->dict:
+    "Options of gemv.cu for one row, and where only the largest results are wanted"
+    o = dict(BEST=1) if best else {}
+    if early: o['EARLY'] = early
+    return o|dict(LATE=1, ONCE=1) if rows==1 and not f.narrow else o
+
 def _norm_of(gain, parts, group):
     "How gemv.cu norms x"
     if parts is None: return dict(NORM=int(gain is not None))
@@ -172,17 +178,14 @@ def _launch(card, x, w, gain, parts, extra, bias, gate, add, out, eps, group, ac
         shared = max(shared, least)
         opts |= dict(EXTRA=f'fragment_{e.name}', ESTAGED=held, EDEEP=deep)
     more_w,m = (extra.raw[0],extra.n) if extra else (None,0)
-    logits,column = gate
+    (logits,column),top = gate,np.inf if limit is None else limit
     columns = 0 if logits is None else logits.shape[1]
-    top = np.inf if limit is None else limit
     more = _extra_blocks(w, extra, part)
     main,span = _dealt(w.rows, W//(split//team), (part-more)//team)
     rounds = -(-w.rows//(span*main))
     plain = extra is None and team==1 and deep==1 and held*128>=k
-    if n := _early(f, rows, units, rounds, plain): opts['EARLY'] = n
-    if rows==1 and not f.narrow: opts |= dict(LATE=1, ONCE=1)
+    opts |= _alone_or_best(f, rows, _early(f, rows, units, rounds, plain), out is None)
     keys = card.empty((len(x),main), 'int64') if out is None else None
-    if out is None: opts['BEST'] = 1
     run('gemv', main*team+more, 32*W,
         *w.raw, w.gs, more_w,
         x, gain, parts, bias, logits, add, out, keys,
