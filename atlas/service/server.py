@@ -379,11 +379,14 @@ async def get_model(self:Service, name:str)->Response:
 async def states(self:Service)->Response:
     "Every model, its state, and how busy it is"
     said = {m.name:self.live(m) for m in self.models.all}
-    data = [_model(m, m['id'])|said[m['id']] for m in self.models.list()]
+    data = []
+    for m in self.models.list():
+        stay = dict(residency=m.get('residency'))
+        data.append(_model(m, m['id'])|said[m['id']]|stay)
     cards,host = await self.machine()
     sizes = [c.memory['total'] for c in cards if c.memory]
     total = sum(sizes) or (host.total if host else None)
-    memory = dict(budget=getattr(self.models, 'budget', None), total=total)
+    memory = dict(total=total)|(getattr(self.models, 'memory', None) or {})
     return JSONResponse(dict(object='list', data=data, memory=memory))
 
 @patch
