@@ -386,7 +386,7 @@ async def states(self:Service)->Response:
     cards,host = await self.machine()
     sizes = [c.memory['total'] for c in cards if c.memory]
     total = sum(sizes) or (host.total if host else None)
-    memory = dict(total=total)|(getattr(self.models, 'memory', None) or {})
+    memory = (getattr(self.models, 'memory', None) or {})|dict(total=total)
     return JSONResponse(dict(object='list', data=data, memory=memory))
 
 @patch
