@@ -419,6 +419,7 @@ class Rules:
     rate:Rate|None=None
     body:int=64<<20 # Bytes of a body
     public:tuple=('/health',) # Paths that need no key
+    pages:tuple=('/','/ui') # Pages that ask for one: they come whole, with 401
     admin:tuple=ADMIN # Paths that need an admin's; one that ends with a slash: all below it, too
     def __post_init__(self):
         for o in self.origins:
@@ -508,7 +509,8 @@ class Guard:
             who = self.check_key(scope, h)
             self.check_rate(scope, who)
             if isinstance(who, UnknownKeyError):
-                if scope['path']!='/' or scope['method'] not in ('GET','HEAD'): raise who
+                page = scope['path'] in self.rules.pages
+                if not page or scope['method'] not in ('GET','HEAD'): raise who
                 send = _with_status(send, 401)
             await self.app(scope, self.capped(h, receive), send)
         except (UnknownKeyError,RightsError,HostError,RateError,TooLargeError,BadHeaderError) as e:

@@ -7,11 +7,13 @@ Docs: https://atlas-inference.github.io/atlas/7_service/ollama.html.md"""
 # %% auto #0
 __all__ = ['OLLAMA_CHAT', 'OLLAMA_GENERATE', 'FOREVER', 'VERSION', 'duration', 'Options', 'Body', 'Message', 'ChatBody',
            'GenerateBody', 'OllamaAsk', 'RawAsk', 'plain_name', 'image_part', 'with_images', 'parse_chat',
-           'parse_generate', 'now', 'ChatReply', 'GenerateReply', 'reply', 'tool_call', 'manages', 'first', 'details',
-           'entry', 'running', 'endpoints']
+           'parse_generate', 'now', 'ChatReply', 'GenerateReply', 'reply', 'tool_call', 'manages', 'first', 'counted',
+           'details', 'entry', 'running', 'ShowBody', 'capabilities', 'model_info', 'EmbedBody', 'EmbeddingsBody',
+           'PullBody', 'Bar', 'pullable', 'near', 'may_fetch', 'progress', 'as_lines', 'endpoints']
 
-# %% ../../nbs/7_service/15_ollama.ipynb #3665a3ea
-import asyncio,hashlib,ipaddress,json,math,re
+# %% ../../nbs/7_service/15_ollama.ipynb #9687c0c6
+import asyncio,hashlib,ipaddress,json,logging,math,re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass,field
 from datetime import datetime,timezone
 from functools import partial
@@ -55,7 +57,8 @@ def duration(
         raise RequestError(said, hint='Use seconds, or a text such as "5m"', param=param)
     return math.inf if text.startswith('-') else n
 
-# %% ../../nbs/7_service/15_ollama.ipynb #4356a36b
+# %% ../../nbs/7_service/15_ollama.ipynb #a00813cd
+_log = logging.getLogger('atlas')
 _Text = Annotated[str, Field(max_length=1<<20)]
 _Name = Annotated[str, Field(max_length=512)]
 _Image = str # base64
@@ -116,23 +119,23 @@ class GenerateBody(Body):
     raw: bool|None = None
     template: str|None = None
 
-# %% ../../nbs/7_service/15_ollama.ipynb #8c6a8efc
+# %% ../../nbs/7_service/15_ollama.ipynb #794c1319
 _same = ('temperature','top_p','top_k','min_p','presence_penalty','frequency_penalty')
 
 @patch
-def params(self:Body)->SamplingParams:
-    "The sampling parameters of a body"
+def sampling(self:Body)->dict:
+    "The sampling parameters that a body sets"
     o = self.options or Options()
-    kw = {k:getattr(o, k) for k in _same}
-    kw |= dict(repetition_penalty=o.repeat_penalty)
-    if o.seed!=-1: kw['seed'] = o.seed
-    if o.num_predict and o.num_predict>0: kw['max_tokens'] = min(o.num_predict, 2**31-1)
+    kw = {k:v for k in _same if (v := getattr(o, k)) is not None}
+    if o.repeat_penalty is not None: kw['repetition_penalty'] = o.repeat_penalty
+    if o.seed is not None: kw['seed'] = None if o.seed==-1 else o.seed
+    if (n := o.num_predict) is not None: kw['max_tokens'] = min(n, 2**31-1) if n>0 else None
     if o.stop: kw['stop'] = (o.stop,) if isinstance(o.stop, str) else tuple(o.stop)
     if self.logprobs: kw['logprobs'] = self.top_logprobs or 0
     elif self.top_logprobs:
         said = 'top_logprobs is given, and logprobs is not true'
         raise RequestError(said, hint='Set logprobs to true', param='top_logprobs')
-    return SamplingParams(**{k:v for k,v in kw.items() if v is not None})
+    return kw
 
 @patch
 def shape(self:Body)->dict|None:
@@ -144,7 +147,7 @@ def shape(self:Body)->dict|None:
     said = f'format is {found(f)}, expected "json" or a JSON schema'
     raise RequestError(said, param='format')
 
-# %% ../../nbs/7_service/15_ollama.ipynb #f4c601eb
+# %% ../../nbs/7_service/15_ollama.ipynb #fda679e7
 @dataclass
 class OllamaAsk(Ask):
     "A question to `/api/chat` or `/api/generate`"
@@ -168,8 +171,10 @@ def common(self:Body)->dict:
     on = self.think if effort is None else effort!='none'
     template,budget = think(on, effort, param='think')
     keep = None if self.keep_alive is None else duration(self.keep_alive)
+    sets = self.sampling()
     return dict(
-        params=self.params(), model=plain_name(self.model),
+        params=SamplingParams(**sets), given=frozenset(sets),
+        model=plain_name(self.model),
         format=self.shape(), format_at='format',
         template=template, thinking_budget=budget,
         stream=self.stream is not False, keep=keep,
@@ -377,7 +382,7 @@ def whole(self:ChatReply, choices:list[Choice], u:Usage)->dict:
     said = self.said(c.content or '', c.reasoning, calls)|self.about(c.tokens)
     return dict(model=self.model, created_at=now())|said|self.counts(u)|self.context()
 
-# %% ../../nbs/7_service/15_ollama.ipynb #4999b495
+# %% ../../nbs/7_service/15_ollama.ipynb #9501fd10
 def manages(request:Request)->bool:
     "May whoever asks say what is loaded? Everybody where there are no keys, else admins"
     return request.scope.get('atlas.user') is None or request.scope.get('atlas.role')=='admin'
@@ -389,7 +394,7 @@ def keep(self:Service, ask:OllamaAsk, request:Request):
     if ask.keep is None: return
     if not hasattr(m, 'keep'): why = 'models here stay until they are unloaded'
     elif not manages(request): why = "only an admin's key says how long a model stays"
-    else: return m.keep(ask.keep)
+    else: return m.keep(-1 if math.isinf(ask.keep) else ask.keep)
     ask.warnings.append(f'keep_alive left out: {why}')
 
 @patch
@@ -424,15 +429,20 @@ async def ollama_generate(self:Service, request:Request)->Response:
     "Answer a prompt, as Ollama does"
     return await self.complete(OLLAMA_GENERATE, request)
 
-# %% ../../nbs/7_service/15_ollama.ipynb #b800d8ea
+# %% ../../nbs/7_service/15_ollama.ipynb #ea1de53f
+def counted(n:int|None)->str:
+    "A number of parameters as Ollama writes it; empty for none"
+    if not n: return ''
+    scale,unit = (1e9,'B') if n>=1e9 else (1e6,'M')
+    return f'{n/scale:.1f}{unit}'
+
 def details(info:dict)->dict:
     "What a model is, as far as it says so"
     family = info.get('family') or ''
     return dict(
         parent_model='', format=info.get('format') or '',
         family=family, families=[family] if family else [],
-        parameter_size=info.get('parameter_size') or '',
-        quantization_level=info.get('quantization') or '')
+        parameter_size=counted(info.get('parameters')), quantization_level='')
 
 def entry(m:dict, name:str)->dict:
     "One model of `/api/tags`; `m` as `Models.list` has it"
@@ -473,12 +483,194 @@ async def ollama_version(self:Service)->Response:
     "The version of the API"
     return JSONResponse(dict(version=VERSION))
 
-# %% ../../nbs/7_service/15_ollama.ipynb #92a2372e
+# %% ../../nbs/7_service/15_ollama.ipynb #b581c34c
+class ShowBody(BaseModel):
+    "`POST /api/show`"
+    model_config = OPEN
+    model: _Name|None = None
+    name: _Name|None = None # As older clients call it
+    verbose: bool|None = None
+
+def capabilities(side:dict)->list[str]:
+    "What a model with this text side can do, in Ollama's words"
+    tools,thoughts = side.get('parsers') or (None,None)
+    tok = side.get('tokenizer')
+    inner = getattr(tok, 'inner', None)
+    def has(m): return inner.token_to_id(m) is not None
+    fills = inner is not None and [f for f in FIM if all(map(has, f))]
+    can = dict(tools=tools, insert=fills, vision=side.get('spec'), thinking=thoughts)
+    return ['completion', *(k for k,v in can.items() if v)]
+
+@patch
+async def text_side(self:Service, m)->dict:
+    "Tokenizer, template and parsers of a model; empty where it has none here"
+    if u := m.upstream: return {k:getattr(u, k) for k in ('tokenizer','template','spec','parsers')}
+    if not hasattr(m, 'text'): return {}
+    m._read_text()
+    try: return dict(await asyncio.shield(m.side))
+    except AtlasError as e:
+        _log.warning('The text side of %s cannot be read: %s', m.name, e)
+        m.side = None # read anew when it is loaded
+        return {}
+
+# %% ../../nbs/7_service/15_ollama.ipynb #4eef9ed1
+def model_info(info:dict)->dict:
+    "Numbers of a model, under the keys of GGUF"
+    arch = info.get('family') or 'unknown'
+    d = {'general.architecture':arch, 'general.parameter_count':info.get('parameters'),
+        f'{arch}.context_length':info.get('max_seq_len'), f'{arch}.vocab_size':info.get('vocab_size')}
+    return {k:v for k,v in d.items() if v is not None}
+
+@patch
+async def ollama_show(self:Service, request:Request)->Response:
+    "What a model is, and can do"
+    b = await self.read(request, partial(validate, ShowBody))
+    m = self.models.find(plain_name(b.model or b.name))
+    side = await attended(request, self.text_side(m))
+    d,source = m.described(),getattr(side.get('template'), 'source', '')
+    said = dict(
+        license='', modelfile=f'FROM {m.name}', parameters='', template=source,
+        details=details(d['info'] or {}), model_info=model_info(d['info'] or {}),
+        capabilities=capabilities(side), modified_at=entry(d, m.name)['modified_at'])
+    return unheeded(JSONResponse(said), ignored(b))
+
+# %% ../../nbs/7_service/15_ollama.ipynb #4677a5e7
+class EmbedBody(BaseModel):
+    "`POST /api/embed`"
+    model_config = OPEN
+    model: _Name|None = None
+    input: str|Annotated[list[str], Field(fail_fast=True, max_length=2048)]
+    dimensions: Annotated[Int, Field(ge=1, le=2**20)]|None = None
+
+class EmbeddingsBody(BaseModel):
+    "`POST /api/embeddings`"
+    model_config = OPEN
+    model: _Name|None = None
+    prompt: str
+
+@patch
+async def vectors(self:Service, name:str|None, texts:list[str], dimensions=None)->dict:
+    "The body of `/api/embed`"
+    began = perf_counter()
+    u = await self.upstream(plain_name(name))
+    loaded = perf_counter()
+    vs,n = await self.embed(u, texts, 'last', dimensions)
+    took = perf_counter()-began
+    return dict(
+        model=name or u.names[0], embeddings=[v.tolist() for v in vs],
+        total_duration=int(1e9*took), load_duration=int(1e9*(loaded-began)),
+        prompt_eval_count=n)
+
+@patch
+async def ollama_embed(self:Service, request:Request)->Response:
+    "A vector for each text"
+    b = await self.read(request, partial(validate, EmbedBody))
+    texts = [b.input] if isinstance(b.input, str) else b.input
+    d = await attended(request, self.vectors(b.model, texts, b.dimensions))
+    return unheeded(JSONResponse(d), ignored(b))
+
+@patch
+async def ollama_embeddings(self:Service, request:Request)->Response:
+    "A vector for a text"
+    b = await self.read(request, partial(validate, EmbeddingsBody))
+    d = await attended(request, self.vectors(b.model, [b.prompt]))
+    return unheeded(JSONResponse(dict(embedding=d['embeddings'][0])), ignored(b))
+
+# %% ../../nbs/7_service/15_ollama.ipynb #df49611a
+class PullBody(BaseModel):
+    "`POST /api/pull`"
+    model_config = OPEN
+    model: _Name|None = None
+    name: _Name|None = None # As older clients call it
+    stream: bool|None = None
+    insecure: bool|None = None
+
+class Bar:
+    "What `pull` takes for a progress bar, for others to look at"
+    def __init__(self): self.total,self.n,self.what = 0,0,''
+    def __call__(self, total, desc):
+        self.total,self.n,self.what = total,0,desc
+        return self
+    def update(self, n): self.n += n
+    def close(self): pass
+    def __enter__(self): return self
+    def __exit__(self, *_): pass
+    def said(self, name:str)->dict:
+        "Where it stands, as Ollama says it"
+        if not self.total: return dict(status=f'pulling {name}')
+        digest = f'sha256:{hashlib.sha256(name.encode()).hexdigest()}'
+        return dict(status=self.what, digest=digest, total=self.total, completed=self.n)
+
+# %% ../../nbs/7_service/15_ollama.ipynb #90a8cfdd
+def pullable(name:str|None)->str:
+    "A name that `pull` may be asked for; a `RequestError` for paths and what is no name"
+    if not name: raise RequestError('model is missing', hint='Add the field', param='model')
+    name = re.sub(r'^(hf\.co|huggingface\.co)/', '', plain_name(name))
+    if name in NAMED or re.fullmatch(r'\w[\w.-]*(/\w[\w.-]*)?(:[\w.-]+)?', name): return name
+    said = f'model is {found(name)}, and no name of a model'
+    raise RequestError(said, hint='Use org/name, or a name that "atlas list" shows', param='model')
+
+def near(request:Request)->bool:
+    "Does whoever asks sit at this machine?"
+    if request.client is None: return True # a Unix socket
+    try: return ipaddress.ip_address(request.client.host).is_loopback
+    except ValueError: return False
+
+def may_fetch(request:Request):
+    "Refuse who may not have the server fetch something"
+    keyed = request.scope.get('atlas.user') is not None
+    if manages(request) and (keyed or near(request)): return
+    hint = 'Where the server runs, atlas pull NAME does it; or set ATLAS_ADMIN_KEY'
+    raise RightsError('Fetching a model is for admins, and for those on this machine', hint=hint)
+
+# %% ../../nbs/7_service/15_ollama.ipynb #a097766e
+_pulls = ThreadPoolExecutor(2, 'atlas-pull')
+
+async def progress(name:str, every:float=.25):
+    "Fetch a model: states of it as they change, and 'success'; errors of `pull` as they come"
+    bar,last = Bar(),dict(status='pulling manifest')
+    yield last
+    how = dict(show=bar) if name in NAMED else dict(show=False)
+    task = asyncio.get_running_loop().run_in_executor(_pulls, partial(pull, name, **how))
+    while not task.done():
+        await asyncio.wait([task], timeout=every)
+        if (now := bar.said(name))!=last: yield now
+        last = now
+    await task
+    yield dict(status='success')
+
+async def as_lines(states):
+    "States as lines of JSON; an error is the last"
+    try:
+        async for s in states: yield quote(s)+b'\n'
+    except Exception as e:
+        if not isinstance(e, AtlasError): _log.exception('A model could not be fetched')
+        yield quote(plain_error_body(e))+b'\n'
+
+@patch
+async def ollama_pull(self:Service, request:Request)->Response:
+    "Fetch a model to the machine of the server"
+    b = await self.read(request, partial(validate, PullBody))
+    may_fetch(request)
+    name = pullable(b.model or b.name)
+    if b.stream is False:
+        async for said in progress(name): pass
+        return unheeded(JSONResponse(said), ignored(b))
+    def ping(): return quote(dict(status=f'pulling {name}'))+b'\n'
+    lines = EventStream(as_lines(progress(name)), lambda *_: None, None, ping,
+        self.ping, self.patience, ChatReply.media_type)
+    return unheeded(lines, ignored(b))
+
+# %% ../../nbs/7_service/15_ollama.ipynb #4c1f8ee4
 def endpoints(s:Service)->list:
     "Path, method, function and body of each"
     return [
         ('/api/chat', 'POST', s.ollama_chat, ChatBody),
         ('/api/generate', 'POST', s.ollama_generate, GenerateBody),
         ('/api/tags', 'GET', s.ollama_tags, None),
+        ('/api/show', 'POST', s.ollama_show, ShowBody),
+        ('/api/embed', 'POST', s.ollama_embed, EmbedBody),
+        ('/api/embeddings', 'POST', s.ollama_embeddings, EmbeddingsBody),
+        ('/api/pull', 'POST', s.ollama_pull, PullBody),
         ('/api/ps', 'GET', s.ollama_ps, None),
         ('/api/version', 'GET', s.ollama_version, None)]

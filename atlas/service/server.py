@@ -373,10 +373,26 @@ async def get_model(self:Service, name:str)->Response:
     found = self.models.find(name).name  # also by a name that no list shows
     return JSONResponse(_model(next(m for m in self.models.list() if m['id']==found), name))
 
+# %% ../../nbs/7_service/14_server.ipynb #5bee0012
 @patch
 async def states(self:Service)->Response:
-    "Every model and its state"
-    return JSONResponse(dict(object='list', data=[_model(m, m['id']) for m in self.models.list()]))
+    "Every model, its state, and how busy it is"
+    said = {m.name:self.live(m) for m in self.models.all}
+    data = [_model(m, m['id'])|said[m['id']] for m in self.models.list()]
+    memory = dict(budget=getattr(self.models, 'budget', None))
+    return JSONResponse(dict(object='list', data=data, memory=memory))
+
+@patch
+def live(self:Service, m)->dict:
+    "Bytes that a model takes when it is loaded, and what it does now"
+    info,stats = getattr(m.runner, 'info', None) or {},m.runner.stats() if m.runner else {}
+    weights = (info.get('startup') or {}).get('bytes', 0)
+    need = getattr(m, 'need', 0) or weights
+    speed = self.metrics.of(m.name).speed.rate()
+    now = dict(state=m.condition, tokens_per_second=round(speed, 2))
+    for k in ('running','waiting'): now[k] = stats.get(f'num_requests_{k}', 0)
+    return dict(need=need, pinned=getattr(m, 'pinned', False),
+        elsewhere=getattr(m, 'elsewhere', False), live=now)
 
 # %% ../../nbs/7_service/14_server.ipynb #7990c023
 class ModelBody(BaseModel):
@@ -450,20 +466,42 @@ async def scrape(self:Service)->Response:
     return Response(self.metrics.text(), media_type='text/plain; version=0.0.4; charset=utf-8')
 
 # %% ../../nbs/7_service/14_server.ipynb #c869aedd
-def page()->tuple[str,str]:
-    "The chat page and its content security policy"
-    html = (Path(atlas.__file__).parent/'service'/'static'/'chat.html').read_text(encoding='utf-8')
-    js = re.search('<script>(.*?)</script>', html, re.S)[1]
-    sha = base64.b64encode(hashlib.sha256(js.encode()).digest()).decode()
-    rules = dict(default="'none'", script=f"'sha256-{sha}'", style="'unsafe-inline'", img='data:', connect="'self'")
-    return html,'; '.join(f'{k}-src {v}' for k,v in rules.items()) + "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+def _hash(js):
+    "A script's hash, as a policy names it"
+    digest = hashlib.sha256(js.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+def page(name:str='chat.html')->tuple[str,str]:
+    "A page of `static`, with the scripts beside it that it names, and its content security policy"
+    static = Path(atlas.__file__).parent/'service'/'static'
+    def beside(m):
+        script = (static/m[1]).read_text(encoding='utf-8')
+        return f'<script>{script}</script>'
+    html = (static/name).read_text(encoding='utf-8')
+    html = re.sub(r'<script src="([\w.-]+)"></script>', beside, html)
+    scripts = re.findall('<script>(.*?)</script>', html, re.S)
+    rules = dict(default="'none'", script=' '.join(map(_hash, scripts)))
+    rules |= dict(style="'unsafe-inline'", img='data:', connect="'self'")
+    policy = [f'{k}-src {v}' for k,v in rules.items()]
+    policy += [f"{k} 'none'" for k in ('base-uri','form-action','frame-ancestors')]
+    return html,'; '.join(policy)
+
+def _shown(name):
+    "The answer that is a page"
+    html,policy = page(name)
+    return HTMLResponse(html, headers={'content-security-policy':policy,
+        'x-content-type-options':'nosniff', 'referrer-policy':'no-referrer',
+        'cache-control':'no-cache'})
 
 @patch
 async def index(self:Service)->Response:
     "The chat page"
-    html,policy = page()
-    return HTMLResponse(html, headers={'content-security-policy':policy, 'x-content-type-options':'nosniff',
-        'referrer-policy':'no-referrer', 'cache-control':'no-cache'})
+    return _shown('chat.html')
+
+@patch
+async def models_page(self:Service)->Response:
+    "The page that shows the models, and loads and unloads them"
+    return _shown('models.html')
 
 # %% ../../nbs/7_service/14_server.ipynb #7ec7cd43
 class Door:
@@ -551,7 +589,8 @@ def _managing(s:Service):
     return [('/v1/models', 'GET', s.list_models, None), ('/v1/models/{name:path}', 'GET', s.get_model, None), ('/models', 'GET', s.states, None),
         ('/models/sse', 'GET', s.model_events, None), ('/models/load', 'POST', s.load_model, ModelBody), ('/models/unload', 'POST', s.unload_model, ModelBody),
         ('/sleep', 'POST', s.sleep_model, None), ('/wake_up', 'POST', s.wake_model, None), ('/is_sleeping', 'GET', s.is_sleeping, None),
-        ('/health', 'GET', s.health, None), ('/v1/health', 'GET', s.health, None), ('/version', 'GET', s.version, None), ('/metrics', 'GET', s.scrape, None), ('/', 'GET', s.index, None)]
+        ('/health', 'GET', s.health, None), ('/v1/health', 'GET', s.health, None), ('/version', 'GET', s.version, None), ('/metrics', 'GET', s.scrape, None), ('/', 'GET', s.index, None),
+        ('/ui', 'GET', s.models_page, None)]
 
 # %% ../../nbs/7_service/14_server.ipynb #afe2ccd9
 def create_app(

@@ -95,10 +95,9 @@ Json = Annotated[bool, _opt('Print JSON.', '--json')]
 # %% ../../nbs/8_use/12_cli.ipynb #eb95b43c
 def _bytes(text:str)->int:
     "Number of bytes in '4GiB', '500 MB' or '1000000'"
-    import re
-    m = re.fullmatch(r'(\d+(?:\.\d+)?)\s*(?:([kKMGT])(i?)B?|B)?', text.strip())
-    if not m: raise typer.BadParameter(f'{text!r} is not a size such as 4GiB or 500MB')
-    return int(float(m[1]) * ((1024 if m[3] else 1000)**' KMGT'.index(m[2].upper()) if m[2] else 1))
+    from atlas.ground.core import RequestError,bytes_in
+    try: return bytes_in(text)
+    except RequestError as e: raise typer.BadParameter(e.msg) from None
 
 # %% ../../nbs/8_use/12_cli.ipynb #bbf6334d
 from ..ground.options import Caching,EngineConfig,Speculation
