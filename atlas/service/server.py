@@ -585,8 +585,9 @@ def page(name:str='chat.html')->tuple[str,str]:
     "A page of `static`, with the scripts beside it that it names, and its content security policy"
     static = Path(atlas.__file__).parent/'service'/'static'
     def beside(m):
-        script = (static/m[1]).read_text(encoding='utf-8')
-        return f'<script>{script}</script>'
+        js = (static/m[1]).read_text(encoding='utf-8')
+        js = re.sub('<(?=!--|/?script)', r'\\x3C', js) # which a page would take for its own
+        return f'<script>{js}</script>'
     html = (static/name).read_text(encoding='utf-8')
     html = re.sub(r'<script src="([\w.-]+)"></script>', beside, html)
     scripts = re.findall('<script>(.*?)</script>', html, re.S)

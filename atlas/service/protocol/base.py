@@ -157,12 +157,12 @@ class Ask:
     warnings:list[str]=field(default_factory=list) # Each becomes a header `x-atlas-warning`
     ignored:list[str]=field(default_factory=list) # Fields without effect, for `x-atlas-ignored`
     format_at:str='response_format' # The field that `format` came from
-    before:tuple=() # Token ids of what was said earlier; the prompt of the messages follows them
-    alone:bool=False # Is it no turn of a conversation that goes on?
     given:frozenset=frozenset() # The sampling parameters that the client set itself
     served:str|None=None # The model that answers, by its own name; None: the one called `model`
     parsers:tuple=(None,None) # Of tool calls and of reasoning, where a name has its own
     route:str='' # How the client's name led there, for `x-atlas-route`
+    before:tuple=() # Token ids of what was said earlier; the prompt of the messages follows them
+    alone:bool=False # Is it no turn of a conversation that goes on?
 
 # %% ../../../nbs/7_service/01_protocol.base.ipynb #e98f455f
 SAMPLING = frozenset(f.name for f in fields(SamplingParams))
