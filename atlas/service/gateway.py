@@ -78,6 +78,7 @@ class Served:
         self.unlisted = {'*',*unlisted}
         self.name,self.created = self.names[0],int(time.time())
         self.upstream,self.state = upstream,'loaded'
+        self.since = time.time() # It is in this state
         self.runner = upstream and upstream.runner
         self._waiting = []
     def tell(self, event): "Called with each change"
@@ -162,6 +163,7 @@ def described(self:Served)->dict:
 @patch
 def _set(self:Served, state:str|None=None):
     "A new state, which whoever waits for it hears"
+    if state and state!=self.state: self.since = time.time()
     if state: self.state = state
     if state and state!='failed':
         info = self.runner.info if state=='loaded' else {}
