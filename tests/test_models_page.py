@@ -35,7 +35,7 @@ class Sham(Served):
 
 class Shams(Models):
     "Such models, of one budget"
-    budget = 100*GIB
+    memory = dict(budget=100*GIB)
     async def unload(self, name):
         m = self.find(name)
         if not m.wanted: raise RequestError(f'{m.name} is not loaded', param='model')

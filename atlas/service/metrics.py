@@ -267,3 +267,28 @@ def _states(self:Metrics):
             rate.add_metric([s['model']], start['bytes_per_second'])
         again.add_metric([s['model']], s.get('restarts_total', 0))
     yield from (state,load,parts,read,rate,again,given,took)
+    yield from self._memory()
+
+# %% ../../nbs/7_service/09_metrics.ipynb #a60dccd6
+_stay = dict(
+    need=('model_need_bytes', 'Bytes of device memory that the model takes when it is loaded'),
+    holds=('model_held_bytes', 'Bytes of the budget that it has now'),
+    since=('model_resident_seconds', 'Seconds since it was loaded, or woke'),
+    ttl_left=('model_ttl_seconds', 'Seconds until it is unloaded, if nobody asks it'))
+
+@patch
+def _memory(self:Metrics):
+    "Who has how much of the memory, and what of the budget is free"
+    told = [(s['model'], s.get('residency') or {}) for s in self.models.stats()]
+    for k,(name,doc) in _stay.items():
+        f = GaugeMetricFamily(f'atlas:{name}', doc, labels=['model_name'])
+        for model,d in told:
+            if d.get(k) is not None: f.add_metric([model], d[k])
+        yield f
+    memory = getattr(self.models, 'memory', None)
+    if not memory: return
+    for k in ('budget','free'):
+        yield GaugeMetricFamily(f'atlas:memory_{k}_bytes', f'Bytes of device memory for all models: {k}', memory[k])
+    f = CounterMetricFamily('atlas:model_evictions', 'Times that a model had to leave memory', labels=['model_name','how'])
+    for d in memory['evictions']: f.add_metric([d['model'],d['how']], d['times'])
+    yield f

@@ -411,8 +411,11 @@ async def get_model(self:Service, name:str)->Response:
 async def states(self:Service)->Response:
     "Every model, its state, and how busy it is"
     said = {m.name:self.live(m) for m in self.models.all}
-    data = [_model(m, m['id'])|said[m['id']] for m in self.models.list()]
-    memory = dict(budget=getattr(self.models, 'budget', None))
+    data = []
+    for m in self.models.list():
+        stay = dict(residency=m.get('residency'))
+        data.append(_model(m, m['id'])|said[m['id']]|stay)
+    memory = getattr(self.models, 'memory', None) or {}
     return JSONResponse(dict(object='list', data=data, memory=memory))
 
 @patch

@@ -7,11 +7,12 @@ Docs: https://atlas-inference.github.io/atlas/8_use/cli.html.md"""
 # %% auto #0
 __all__ = ['ORDER', 'app', 'Model', 'Json', 'FLAGS', 'SPECULATION', 'CACHING', 'Shape', 'Weights', 'Temperature', 'MaxTokens',
            'Seed', 'System', 'Think', 'ShowThinking', 'COMMANDS', 'Many', 'Models', 'Name', 'Alias', 'Key', 'KeyFile',
-           'Hosts', 'Origins', 'Drain', 'Apart', 'NextTurn', 'LogFormat', 'Reasons', 'Foreign', 'AutoTools', 'Tools',
-           'Url', 'ItsKey', 'ItsModel', 'Wait', 'HERE', 'benches', 'Batches', 'Output', 'Simulated', 'Contexts',
-           'CARD_FLAGS', 'flag', 'engine_flags', 'pull', 'list_', 'rm', 'inspect', 'Meter', 'Printer', 'run',
-           'Conversation', 'chat', 'serve', 'launch', 'ps', 'load', 'stop', 'top', 'quantize', 'version', 'bench',
-           'bench_decode', 'bench_kernels', 'bench_prefill', 'bench_startup', 'bench_throughput', 'check', 'main']
+           'Hosts', 'Origins', 'Drain', 'Memory', 'Apart', 'NextTurn', 'LogFormat', 'Reasons', 'Foreign', 'AutoTools',
+           'Tools', 'Url', 'ItsKey', 'ItsModel', 'Wait', 'HERE', 'benches', 'Batches', 'Output', 'Simulated',
+           'Contexts', 'CARD_FLAGS', 'flag', 'engine_flags', 'pull', 'list_', 'rm', 'inspect', 'Meter', 'Printer',
+           'run', 'Conversation', 'chat', 'serve', 'launch', 'ps', 'load', 'stop', 'top', 'quantize', 'version',
+           'bench', 'bench_decode', 'bench_kernels', 'bench_prefill', 'bench_startup', 'bench_throughput', 'check',
+           'main']
 
 # %% ../../nbs/8_use/13_cli.ipynb #aa7ee505
 import json,os,re,signal,sys,threading
@@ -486,6 +487,10 @@ KeyFile = Annotated[str|None, _opt('API keys, one on each line; "admin KEY" for 
 Hosts = Many('A name that this server goes by, beside localhost.', '--allowed-host', 'NAME')
 Origins = Many('A web page that may ask from a browser, such as https://chat.example.com.', '--cors-origin', 'URL')
 Drain = Annotated[float, _opt('Seconds that running answers have when the server stops.', min=0, max=86400)]
+Memory = Annotated[int|None, _opt(
+    'Memory for all models together, such as 110GiB: who needs more than is free has the least '
+    'recently used sleep, or unloaded. [default: each model takes what is free]',
+    parser=_bytes, metavar='SIZE', show_default=False)]
 Apart = Annotated[bool, _opt(
     'Nobody is served from the prefix cache what another API key has asked.',
     '--cache-salt-per-key')]
@@ -510,7 +515,7 @@ def _not_needed(flag, said):
     'atlas serve tiny',
     'atlas serve tiny --speculative --num-speculative-tokens 3',
     'atlas serve ./my-model --port 9000 --served-model-name mine',
-    'atlas serve ./coder ./small --lazy',
+    'atlas serve ./coder ./small --lazy --memory 110GiB',
     'ATLAS_API_KEY=secret atlas serve demo --host 0.0.0.0',
     'curl localhost:8888/v1/chat/completions -H "Content-Type: application/json" \\',
     '''  -d '{"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}\''''))
@@ -527,7 +532,7 @@ def serve(models:Models,
     tls_key:Annotated[str|None, _opt('Its key, if it is not in the same file.', metavar='FILE', show_default=False)]=None,
     tls_ca:Annotated[str|None, _opt("Roots that clients' certificates must come from.", metavar='FILE', show_default=False)]=None,
     fetch_images:Annotated[bool, _opt('Fetch pictures that a request gives by address; private addresses never.', '--fetch-images')]=False,
-    cache_salt_per_key:Apart=False, prefill_next_turn:NextTurn=True,
+    cache_salt_per_key:Apart=False, prefill_next_turn:NextTurn=True, memory:Memory=None,
     tool_call_parser:Tools=None, reasoning_parser:Reasons=None,
     trust_remote_code:Foreign=False, enable_auto_tool_choice:AutoTools=False,
     drain:Drain=10., log_format:LogFormat='auto', log_level:Annotated[Literal['debug','info','warning','error'], _opt('What to log.')]='info',
@@ -539,7 +544,7 @@ def serve(models:Models,
     configs = [EngineConfig(m, **options) for m in models]
     serve(configs, host=host, port=port,
         served_model_name=served_model_name, alias=alias or (),
-        autoload=autoload, first=() if lazy else None, insecure=insecure,
+        autoload=autoload, first=() if lazy else None, memory=memory, insecure=insecure,
         api_key=api_key or (), api_key_file=api_key_file,
         allowed_hosts=allowed_host or (), cors_origins=cors_origin or (),
         tls_cert=tls_cert, tls_key=tls_key, tls_ca=tls_ca,
