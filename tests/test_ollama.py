@@ -354,3 +354,57 @@ def test_what_is_not_offered():
     for path in ('/api/create','/api/copy','/api/push','/api/blobs/sha256:1'):
         r = fuzzed.post(path, json={})
         assert r.status_code==501 and set(r.json())=={'error'}
+
+# ---- keep_alive ----
+
+def test_keep_alive():
+    "It counts from the end of the answer, of whoever may say so"
+    from atlas.service.gateway import Models,Served
+    from atlas.service.server import create_app
+    from atlas.service.service import Upstream
+    r = FakeRunner('ok')
+    class Kept(Served):
+        said = []
+        def keep(self, s): self.said.append((s, len(r.seen)))
+    m = Kept(['fake'], Upstream('fake', ['fake'], r.info, tok, template, runner=r))
+    c = TestClient(create_app(Models([m]), doors=DOORS), **quiet)
+    for n,(v,want) in enumerate([(300,300.),('5m',300.),(0,0.),('-1',-1.)], 1):
+        assert c.post('/api/chat', json=dict(messages=HELLO, keep_alive=v)).status_code==200
+        assert Kept.said==[(want, n)]
+        Kept.said.clear()
+    c.post('/api/generate', json=dict(prompt='a', keep_alive='1h', stream=False))
+    c.post('/api/generate', json=dict(keep_alive='2h'))
+    assert Kept.said==[(3600.,5),(7200.,5)]
+    c.post('/api/chat', json=dict(messages=HELLO))
+    assert len(Kept.said)==2
+    for bad in ('soon',True,[],{}):
+        assert refused(c.post('/api/chat', json=dict(messages=HELLO, keep_alive=bad)))
+
+def test_keep_alive_of_a_user(guarded):
+    auth = dict(authorization='Bearer sesame')
+    body = dict(messages=HELLO, keep_alive='5m', stream=False)
+    r = httpx.post(guarded+'/api/chat', json=body, headers=auth, trust_env=False)
+    assert r.status_code==200 and 'admin' in r.headers['x-atlas-warning']
+
+def test_a_model_goes_when_its_time_has_come():
+    "With the true gateway: what is kept for 0 seconds is unloaded behind its answer; ps says until when others stay"
+    from test_llamacpp_behaviour import reaches,routed
+    import atlas.service.server
+    with pytest.MonkeyPatch.context() as p:
+        make = atlas.service.server.create_app
+        p.setattr('test_llamacpp_behaviour.create_app', lambda m: make(m, doors=DOORS))
+        with routed(dict(model='one')) as (h,models):
+            reaches(h, 'one', 'loaded')
+            body = dict(model='one', messages=HELLO, stream=False)
+            assert h.post('/api/chat', json=body|dict(keep_alive='1h')).json()['message']['content']
+            there, = h.get('/api/ps').json()['models']
+            assert there['expires_at']<'2100'
+            assert h.post('/api/chat', json=body|dict(keep_alive=-1)).status_code==200
+            there, = h.get('/api/ps').json()['models']
+            assert there['expires_at'].startswith('9999')
+            assert h.post('/api/chat', json=body|dict(keep_alive=0)).json()['message']['content']
+            reaches(h, 'one', 'unloaded')
+            assert h.post('/api/generate', json=dict(model='one')).json()['done_reason']=='load'
+            reaches(h, 'one', 'loaded')
+            assert h.post('/api/generate', json=dict(model='one', keep_alive=0)).json()['done_reason']=='unload'
+            reaches(h, 'one', 'unloaded')

@@ -90,7 +90,7 @@ class Served:
         self.unlisted = {'*',*unlisted}
         self.name,self.created = self.names[0],int(time.time())
         self.upstream,self.state = upstream,'loaded'
-        self.since = time.time() # It is in this state
+        self.entered = time.time() # The state that it is in
         self.runner = upstream and upstream.runner
         self._waiting = []
     def tell(self, event): "Called with each change"
@@ -191,7 +191,7 @@ def described(self:Served)->dict:
 @patch
 def _set(self:Served, state:str|None=None):
     "A new state, which whoever waits for it hears"
-    if state and state!=self.state: self.since = time.time()
+    if state and state!=self.state: self.entered = time.time()
     if state: self.state = state
     if state and state!='failed':
         info = self.runner.info if state=='loaded' else {}
@@ -437,6 +437,7 @@ def begin(self:Model,
     self.wanted,self.down,self.runner.open = True,False,True
     self.admin,self.evicts = admin,evicts
     self.error = self.reason = self.upstream = None
+    self.kept = None # what a client said was of its last stay
     self._unwanted.clear()
     self._set('loading')
     self.task = asyncio.create_task(self._keep(), context=Context()) # what its process does later is not told under the id of this request

@@ -426,7 +426,8 @@ def live(self:Service, m)->dict:
     need = getattr(m, 'need', 0) or weights
     speed = self.metrics.of(m.name).speed.rate()
     now = dict(state=m.condition, tokens_per_second=round(speed, 2))
-    now['since'] = round(getattr(m, 'since', 0)) or None # seconds since 1970
+    now['since'] = round(getattr(m, 'entered', 0)) or None # in this state, seconds since 1970
+    if hasattr(m, 'stay'): now['ttl_left'] = m.stay()['ttl_left']
     for k in ('running','waiting'): now[k] = stats.get(f'num_requests_{k}', 0)
     return dict(need=need, pinned=getattr(m, 'pinned', False),
         elsewhere=getattr(m, 'elsewhere', False), live=now)
