@@ -43,7 +43,7 @@ def states(url): return {m['name']:m['state'] for m in json.loads(ok('ps', '--ur
 def test_ps(gateway):
     url,h = gateway
     head,*lines = ok('ps', '--url', url).splitlines()
-    assert head.split()==['NAME','STATE','SIZE','TOKENS/S','RUNNING','WAITING','SINCE','NAMES']
+    assert head.split()==['NAME','STATE','SIZE','TOKENS/S','ROOF','RUNNING','WAITING','SINCE','UNTIL','NAMES']
     assert [l.split()[:2] for l in lines]==[['one','loaded'],['two','unloaded']]
     before = time.time()
     ask(h, 'one', max_tokens=4)
@@ -174,4 +174,4 @@ def test_something_else():
 def test_other_servers_of_this_kind():
     "llama.cpp's list of models says less"
     r = row(dict(id='x', status=dict(value='sleeping')))
-    assert cells(r, 0)==('x','sleeping','-','-','0','0','-','')
+    assert cells(r, 0)==('x','sleeping','-','-','-','0','0','-','-','')

@@ -30,7 +30,7 @@ class Sham(Served):
     def status(self):
         said = dict(value=self.state if self.state!='failed' else 'unloaded', args=[])
         return said|(dict(reason=self.reason) if self.reason else {})
-    def begin(self): self._go('loaded')
+    def begin(self, admin=False, evicts=True): self._go('loaded')
     async def stop(self, drain=0.): self._go('unloaded')
 
 class Shams(Models):

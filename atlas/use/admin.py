@@ -39,7 +39,7 @@ class Server:
         "What it answers; a `ClientError` says what is wrong"
         return ask(self.url, path, self.key, body, self.seconds)
 
-# %% ../../nbs/8_use/12_admin.ipynb #bbdabe9f
+# %% ../../nbs/8_use/12_admin.ipynb #6046db67
 @dataclass(frozen=True)
 class Row:
     "A model of a server, as it is now"
@@ -55,6 +55,8 @@ class Row:
     pinned:bool=False # Does it stay whatever happens?
     elsewhere:bool=False # At another server?
     reason:str|None=None # Why it is in this state, where that needs a word
+    ttl_left:float|None=None # Seconds until it is unloaded, if nobody asks it
+    roofline:float|None=None # What its steps achieve of what the bytes they read allow
 
 def row(d:dict)->Row:
     "A model, as `GET /models` says it; other servers of this kind say less"
@@ -66,7 +68,8 @@ def row(d:dict)->Row:
         running=live.get('running') or 0, waiting=live.get('waiting') or 0,
         since=live.get('since'), context=d.get('max_model_len'),
         pinned=bool(d.get('pinned')), elsewhere=bool(d.get('elsewhere')),
-        reason=status.get('reason'))
+        reason=status.get('reason'), roofline=live.get('roofline'),
+        ttl_left=(d.get('residency') or {}).get('ttl_left'))
 
 @patch
 def rows(self:Server)->tuple[list[Row],dict]:
@@ -77,7 +80,7 @@ def rows(self:Server)->tuple[list[Row],dict]:
     except (KeyError,TypeError,AttributeError):
         raise ClientError(f'What answers at {self.url} is no server of models') from None
 
-# %% ../../nbs/8_use/12_admin.ipynb #fc3752d7
+# %% ../../nbs/8_use/12_admin.ipynb #6f641bcc
 def ago(seconds:float)->str:
     "A length of time in one or two units"
     s = max(int(seconds), 0)
@@ -89,7 +92,7 @@ def ago(seconds:float)->str:
         s %= n
     return ' '.join(parts)
 
-HEAD = 'NAME','STATE','SIZE','TOKENS/S','RUNNING','WAITING','SINCE','NAMES'
+HEAD = 'NAME','STATE','SIZE','TOKENS/S','ROOF','RUNNING','WAITING','SINCE','UNTIL','NAMES'
 
 def cells(r:Row, now:float|None=None)->tuple[str,...]:
     "What a table says of a model, below `HEAD`"
@@ -99,8 +102,10 @@ def cells(r:Row, now:float|None=None)->tuple[str,...]:
     state = r.state+(f' ({", ".join(marks)})' if marks else '')
     since = ago(now-r.since) if r.since else '-'
     speed = f'{r.tokens_per_second:.1f}' if r.tokens_per_second>=.05 else '-'
+    until = ago(r.ttl_left) if r.ttl_left is not None else '-'
+    roof = f'{100*r.roofline:.0f} %' if r.roofline is not None else '-'
     names = ', '.join(n for n in r.names if n!=r.name)
-    return r.name,state,size,speed,str(r.running),str(r.waiting),since,names
+    return r.name,state,size,speed,roof,str(r.running),str(r.waiting),since,until,names
 
 # %% ../../nbs/8_use/12_admin.ipynb #06154d07
 @patch
@@ -149,7 +154,7 @@ def stop(self:Server, name:str, wait:bool=True, tell=None)->Row:
     if r.state=='failed': return r
     return self.until(own, 'unloaded', tell=tell) if wait else self.one(own)
 
-# %% ../../nbs/8_use/12_admin.ipynb #132fc4ad
+# %% ../../nbs/8_use/12_admin.ipynb #a3a4c610
 _COLOURS = dict(loaded='green', loading='yellow', restarting='yellow', sleeping='blue',
     unloading='yellow', stalled='red', failed='red')
 
@@ -160,7 +165,7 @@ def held(rows:list[Row])->int:
 def frame(rows:list[Row], memory:dict, where:str='', now:float|None=None)->Group:
     "One picture of a server, for rich"
     table = Table(box=None, pad_edge=False, header_style='dim')
-    for h in HEAD: table.add_column(h, justify='right' if h in HEAD[2:6] else 'left')
+    for h in HEAD: table.add_column(h, justify='right' if h in HEAD[2:7] else 'left')
     for r in rows:
         name,state,*rest = (Text(c) for c in cells(r, now))
         state.stylize(_COLOURS.get(r.state, 'dim'))
@@ -172,7 +177,7 @@ def frame(rows:list[Row], memory:dict, where:str='', now:float|None=None)->Group
 
 def _above(rows, memory, where):
     "The line above: where, and how much memory"
-    n,budget = held(rows),memory.get('budget')
+    n,budget = memory.get('held') or held(rows),memory.get('budget') or memory.get('total')
     said = f'{human(n)} of {human(budget)}' if budget else f'{human(n)} held'
     line = Table.grid(padding=(0,2))
     bar = ProgressBar(total=budget, completed=min(n, budget), width=30) if budget else Text('')
