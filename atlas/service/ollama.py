@@ -238,7 +238,7 @@ def parse_generate(
     if b.system: turns.insert(0, dict(role='system', content=b.system))
     return OllamaAsk(turns, before=tuple(b.context or ()), token_ids=True, **kw)
 
-# %% ../../nbs/7_service/15_ollama.ipynb #cbd79f07
+# %% ../../nbs/7_service/15_ollama.ipynb #ee424dc6
 def stamp(t:datetime)->str:
     "A moment, as Ollama writes it"
     return t.isoformat()[:26].removesuffix('+00:00')+'Z'
@@ -278,6 +278,7 @@ class ChatReply(Writer):
         after,self.ask.after = self.ask.after,None
         if after: after()
 
+# %% ../../nbs/7_service/15_ollama.ipynb #eea87887
 class GenerateReply(ChatReply):
     "The answer of `/api/generate`"
     text = b'","response":',b',"done":false}\n'
