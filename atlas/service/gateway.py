@@ -91,7 +91,6 @@ class Served:
         self.unlisted = {'*',*unlisted}
         self.name,self.created = self.names[0],int(time.time())
         self.upstream,self.state = upstream,'loaded'
-        self.entered = time.time() # The state that it is in
         self.runner = upstream and upstream.runner
         self._waiting = []
     def tell(self, event): "Called with each change"

@@ -606,7 +606,7 @@ def live(self:Service, m)->dict:
     need = getattr(m, 'need', 0) or weights
     speed = self.metrics.of(m.name).speed.rate()
     now = dict(state=m.condition, tokens_per_second=round(speed, 2))
-    now['since'] = round(getattr(m, 'entered', 0)) or None # in this state, seconds since 1970
+    now['since'] = round(getattr(m, 'entered', m.created)) # in this state, seconds since 1970
     for k in ('running','waiting'): now[k] = stats.get(f'num_requests_{k}', 0)
     if now['running'] and 'roofline' in stats: now['roofline'] = stats['roofline']
     return dict(need=need, pinned=getattr(m, 'pinned', False),
