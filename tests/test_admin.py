@@ -47,6 +47,7 @@ def test_ps(gateway):
     assert [l.split()[:2] for l in lines]==[['one','loaded'],['two','unloaded']]
     before = time.time()
     ask(h, 'one', max_tokens=4)
+    until(lambda: not Server(url).one('one').running)
     one,two = json.loads(ok('ps', '--url', url+'/v1/', '--json'))['models']
     assert one['tokens_per_second']>0 and (one['running'],one['waiting'])==(0,0)
     assert before-3600<one['since']<=time.time()+1 and two['state']=='unloaded'

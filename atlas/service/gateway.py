@@ -1238,6 +1238,9 @@ def _heap():
     It would sit on some hundred megabytes of bodies and grammars that are long gone"""
     if mallopt := getattr(ctypes.CDLL(None), 'mallopt', None): mallopt(-8, 2); mallopt(-3, 256<<10) # M_ARENA_MAX, M_MMAP_THRESHOLD
 
+# %% ../../nbs/7_service/20_gateway.ipynb #332e2ce1
+DOORS = ollama.endpoints, # Endpoints beside those of `create_app`
+
 # %% ../../nbs/7_service/20_gateway.ipynb #e3c24394
 def _known(parsers):
     "Refuse a parser that nobody knows, before anything is loaded"
@@ -1253,8 +1256,6 @@ def _apart(wanted, keys):
 def _worker(log_format, log_level):
     "The command of a worker that logs as the gateway does"
     return (*COMMAND, f'--log={log_format}:{log_level}')
-
-DOORS = ollama.endpoints, # Endpoints beside those of `create_app`
 
 def _app(models, rules, sandbox, fetch_images, **kw):
     "The application, with a line in the log for each request"
