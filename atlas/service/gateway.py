@@ -74,6 +74,7 @@ class Served:
     wanted = down = False # By people; did its process end?
     served = over = False # Was it ever ready? Will it never be again?
     restarts,seconds = 0,{} # Processes after the first; of each stage of loading
+    elsewhere = False # Is it a model of another server?
     slept = {} # Of the last time: level, bytes given back, seconds to `sleep` and to `wake`
     need = holds = 0 # Bytes of device memory that it takes, 0: unknown; that it has of the budget
     ttl = kept = None # Seconds without a request until it is unloaded; the same, as a client said
@@ -827,23 +828,76 @@ class Models:
         first=None, # Names of those to load at the start; None: all
         budget:int|None=None, # Bytes of device memory for all of them; None: nobody counts
         groups=None, # Name -> `Group`, or a dict of its fields
+        backends=(), # Other servers, whose models come and go
     ):
-        if not models: raise RequestError('There is no model to serve')
+        self.backends,self.fallbacks = [*backends],None # `Backend`s; `Fallbacks`
+        if not models and not backends: raise RequestError('There is no model to serve')
         self.residency = Residency(models, budget, groups)
         self.models,self.autoload,self.draining,self.gate,self._ears = {},autoload,False,asyncio.Lock(),set() # `_ears`: queues of listeners
         for m in models:
             m.tell,m.gate,m.residency = self._tell,self.gate,self.residency
             for n in m.names:
                 if self.models.setdefault(n, m) is not m: raise RequestError(f'Two models are called {n!r}', hint='Give each a name of its own with --served-model-name', param='models')
-        self.all,self.default,self.any = models,models[0].name,'*' in self.models # any other name means the first
-        self.first = [m for m in models if first is None or set(first)&set(m.names)]
+        self.all,self.any = models,'*' in self.models # any other name means the first
+        self.default = models[0].name if models else None
+        self.first = [m for m in models if not m.elsewhere and (first is None or set(first)&set(m.names))]
+        for b in self.backends:
+            for m in b.fixed(): self.put(m)
     def __repr__(self): return f'Models({", ".join(f"{m.name}: {m.condition}" for m in self.all)})'
     def find(self, name:str|None)->Served:
         "By any of its names; `SourceError` if there is none"
         m = self.models.get(self.default if name is None else name) or (self.all[0] if self.any else None)
-        if m is None:
-            raise SourceError(f'There is no model called {name[:80]!r} here', hint=f'Use {" or ".join(m.name for m in self.all[:8])}', param='model')
+        if m is None: raise self.unknown(name)
         return m
+    def unknown(self, name)->SourceError:
+        "The error for a name that no model has"
+        hint = f'Use {" or ".join(m.name for m in self.all[:8])}' if self.all else 'GET /v1/models lists what there is'
+        return SourceError(f'There is no model called {str(name)[:80]!r} here', hint=hint, param='model')
+
+# %% ../../nbs/7_service/20_gateway.ipynb #c105b552
+@patch
+def elsewhere(self:Models, name:str|None)->Served|None:
+    "The model of another server that goes by `name`; None if it is ours, or nobody's"
+    if not self.backends: return None
+    m = self.models.get(self.default if name is None else name)
+    return m if m is not None and m.elsewhere else None
+
+@patch(as_prop=True)
+def routed(self:Models)->bool:
+    "May a name lead to anything but a model of ours?"
+    return bool(self.backends or self.fallbacks)
+
+@patch
+def serving(self:Models, path:str, name:str|None=None)->str|None:
+    "The model that serves `path`, such as audio/speech: the one called `name`, else the first that does; None: nobody"
+    able = [m for m in self.all if m.elsewhere and m.serves(path)]
+    named = [m for m in able if name in m.names]
+    return (named or able)[0].name if able else None
+
+# %% ../../nbs/7_service/20_gateway.ipynb #07641618
+@patch
+def put(self:Models, m:Served):
+    "Add a model, under those of its names that nobody has"
+    m.names = [n for n in m.names if self.models.setdefault(n, m) is m]
+    if not m.names: return
+    m.name,m.tell,m.gate = m.names[0],self._tell,self.gate
+    self.all.append(m)
+    self.default = self.default or m.name
+    if len(m.names)==1: m.unlisted = {'*'}
+    self._tell(dict(model=m.name, event='model_status', data=dict(status=m.status['value'])))
+
+@patch
+async def seek(self:Models, name:str|None):
+    "Have other servers say what they have, if nobody here goes by `name`"
+    if name is not None and name not in self.models: await asyncio.gather(*(b.renew(self) for b in self.backends))
+
+@patch
+def drop(self:Models, m:Served):
+    "Forget a model; what it answers goes on"
+    if m not in self.all: return
+    self.all.remove(m)
+    for n in m.names: self.models.pop(n, None)
+    if self.default==m.name: self.default = self.all[0].name if self.all else None
 
 # %% ../../nbs/7_service/20_gateway.ipynb #6a4a74d3
 @patch
@@ -852,6 +906,7 @@ async def start(self:Models):
     for m in sorted(self.first, key=lambda m: not m.pinned):
         if m.state=='unloaded': m.begin(evicts=False)
     self.residency.soon()
+    for b in self.backends: b.start(self)
 
 # %% ../../nbs/7_service/20_gateway.ipynb #1abf2527
 @patch
@@ -963,7 +1018,7 @@ async def wake(self:Models, name:str|None=None)->dict:
 @patch
 def health(self:Models)->dict:
     "The body of `/health`"
-    cs = [m.condition for m in self.all]
+    cs = [m.condition for m in self.all if not m.elsewhere] # another server that is down is no fault of ours
     if self.draining: s = 'draining'
     elif any(map(_unwell, self.all)): s = 'unhealthy'
     elif 'loaded' in cs: s = 'ok'
@@ -991,7 +1046,7 @@ def list(self:Models)->list[dict]:
 @patch(as_prop=True)
 def upstreams(self:Models):
     "Those that are loaded"
-    return [m.upstream for m in self.all if m.state in ('loaded','sleeping')]
+    return [m.upstream for m in self.all if m.upstream and m.state in ('loaded','sleeping')]
 
 # %% ../../nbs/7_service/20_gateway.ipynb #b3321d30
 @patch
@@ -1058,7 +1113,9 @@ async def close(self:Models, drain:float=0.):
     "The same after a drain, and wait until all processes are gone"
     if drain: await self.drain(drain)
     self.abort()
-    await asyncio.gather(*(m.task for m in self.all if m.task), return_exceptions=True)
+    ends = [m.task for m in self.all if m.task]
+    ends += [b.close() for b in self.backends]
+    await asyncio.gather(*ends, return_exceptions=True)
 
 # %% ../../nbs/7_service/20_gateway.ipynb #189a94c5
 @patch(as_prop=True)
@@ -1260,10 +1317,16 @@ def _app(models, rules, sandbox, fetch_images, **kw):
     app.add_middleware(Access)
     return app
 
+def _not_ourselves(models, at, on):
+    "Refuse another server that is this one"
+    for b in models.backends:
+        if b.points_at(at, on): raise ConfigError(f'{b.name} is this very server', hint='Give its url another host or port', param='upstreams')
+
 def _behind(sock, app, models, drain, tls, body, connections):
     "A gateway that listens on `sock`"
     bounds = Bounds(body=body, connections=descriptors(connections))
     at,on = sock.getsockname()[:2]
+    _not_ourselves(models, at, on)
     url = f'http{"s"*bool(tls)}://'+(f'[{at}]:{on}' if ':' in at else f'{at}:{on}')
     config = server_config(app, drain=2., tls=tls, bounds=bounds)
     return Supervised(config, models, drain, partial(_ready, models, url))

@@ -50,6 +50,7 @@ class Upstream:
 class Service:
     "Models, and what it takes to ask them"
     follow = None # Called with each turn that begins, and what it is about
+    origins = () # Of web pages that may ask
     def __init__(self,
         models, # `Models` of the gateway: `get`, `stats`, `draining` and the like
         max_body:int=32<<20, # Bytes
@@ -71,6 +72,12 @@ async def upstream(self:Service, name:str|None)->Upstream:
     "The model that was asked for, ready"
     if self.models.draining: raise UnavailableError('The server is shutting down', hint='Try again in a moment')
     return await self.models.get(name)
+
+@patch
+def elsewhere(self:Service, name:str|None):
+    "What stands for a model of another server, if `name` is that of one"
+    find = getattr(self.models, 'elsewhere', None)
+    return find(name) if find else None
 
 # %% ../../nbs/7_service/12_service.ipynb #80881adb
 SHORT = 4096 # Characters that are worked on without a thread
@@ -336,6 +343,7 @@ MAX_CHOICES = 128
 @patch
 async def begin(self:Service, ask:Ask, make, model:str|None=None)->tuple[Turn,Writer]:
     "From a question to a turn that runs and the writer of its answer; `make` is the API's `reply`"
+    if away := self.elsewhere(ask.model): return await away.begin(ask, make)
     began = perf_counter()
     u = await self.upstream(ask.model)
     waited = perf_counter()-began
