@@ -1317,6 +1317,7 @@ def _app(models, rules, sandbox, fetch_images, **kw):
     app.add_middleware(Access)
     return app
 
+# %% ../../nbs/7_service/20_gateway.ipynb #5bee0082
 def _not_ourselves(models, at, on):
     "Refuse another server that is this one"
     for b in models.backends:
