@@ -1320,7 +1320,7 @@ def _app(models, rules, sandbox, fetch_images, **kw):
     app.add_middleware(Access)
     return app
 
-# %% ../../nbs/7_service/20_gateway.ipynb #7c1f09ac
+# %% ../../nbs/7_service/20_gateway.ipynb #5bee0082
 def _not_ourselves(models, at, on):
     "Refuse another server that is this one"
     for b in models.backends:
