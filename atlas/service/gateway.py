@@ -191,6 +191,7 @@ def described(self:Served)->dict:
 @patch
 def _set(self:Served, state:str|None=None):
     "A new state, which whoever waits for it hears"
+    if state and state!=self.state: self.entered = time.time()
     if state: self.state = state
     if state and state!='failed':
         info = self.runner.info if state=='loaded' else {}
@@ -436,6 +437,7 @@ def begin(self:Model,
     self.wanted,self.down,self.runner.open = True,False,True
     self.admin,self.evicts = admin,evicts
     self.error = self.reason = self.upstream = None
+    self.kept = None # what a client said was of its last stay
     self._unwanted.clear()
     self._set('loading')
     self.task = asyncio.create_task(self._keep(), context=Context()) # what its process does later is not told under the id of this request
@@ -1292,6 +1294,9 @@ def _heap():
     It would sit on some hundred megabytes of bodies and grammars that are long gone"""
     if mallopt := getattr(ctypes.CDLL(None), 'mallopt', None): mallopt(-8, 2); mallopt(-3, 256<<10) # M_ARENA_MAX, M_MMAP_THRESHOLD
 
+# %% ../../nbs/7_service/20_gateway.ipynb #332e2ce1
+DOORS = ollama.endpoints, # Endpoints beside those of `create_app`
+
 # %% ../../nbs/7_service/20_gateway.ipynb #e3c24394
 def _known(parsers):
     "Refuse a parser that nobody knows, before anything is loaded"
@@ -1308,8 +1313,6 @@ def _worker(log_format, log_level):
     "The command of a worker that logs as the gateway does"
     return (*COMMAND, f'--log={log_format}:{log_level}')
 
-DOORS = ollama.endpoints, # Endpoints beside those of `create_app`
-
 def _app(models, rules, sandbox, fetch_images, **kw):
     "The application, with a line in the log for each request"
     fetch = FetchRules() if fetch_images else None
@@ -1317,7 +1320,7 @@ def _app(models, rules, sandbox, fetch_images, **kw):
     app.add_middleware(Access)
     return app
 
-# %% ../../nbs/7_service/20_gateway.ipynb #5bee0082
+# %% ../../nbs/7_service/20_gateway.ipynb #7c1f09ac
 def _not_ourselves(models, at, on):
     "Refuse another server that is this one"
     for b in models.backends:
