@@ -137,14 +137,14 @@ class Model(Served):
         # that gives a `Child`. None: `COMMAND`
         command=None,
         text=open_text, # Function of the config that gives the text side
-        measure=None, # Function of the config and a budget that gives what it takes, as `measured` does
+        measure=None, # What `measured` is for a command; None: that
         gate:asyncio.Lock|None=None, # Held while a process loads: what is free is measured then
         tell=lambda event: None, # Hears of each change
     ):
         super().__init__(names or [config.model], None, unlisted)
         self.config,self.policy = config,policy
         self.command,self.text,self.tell = command,text,tell
-        self.measure = measure or partial(measured, command or COMMAND)
+        self.measure = measure
         self.takes = {} # What `measure` said
         self.settled = {} # Options with which its worker takes no more than that
         self.runner,self.state = RemoteRunner(self.name, self._heard),'unloaded'
@@ -880,12 +880,21 @@ def measured(self:Models)->'Models': # These
     r = self.residency
     if r.budget is None: return self
     unknown = [m for m in r.models if not m.need]
-    for m in unknown: m.takes = m.measure([m.config], r.budget)[0] or {}
+    _ask(unknown, r.budget)
     told = {m.name: (m.takes['least'], m.takes['most']) for m in unknown if m.takes}
     fixed = sum(m.need for m in r.models)
     for name,n in shares(r.budget-fixed, told).items(): self.find(name)._settle(n)
     self.check()
     return self
+
+def _ask(models, budget):
+    "Have what each takes be told, by one process for all that have the same command"
+    by = {}
+    for m in models: by.setdefault((m.measure, str(m.command)), []).append(m)
+    for (f,_),those in by.items():
+        if not f and callable(those[0].command): continue # a process that only it can start
+        f = f or partial(measured, those[0].command or COMMAND)
+        for m,told in zip(those, f([m.config for m in those], budget)): m.takes = told or {}
 
 @patch
 def _settle(self:Model, nbytes:int):
