@@ -327,7 +327,7 @@ async def _upstream(self:Model, info)->Upstream:
 @patch
 def _arrived(self:Model, memory:dict|None=None):
     "It is there: what it holds, since when, and how long that took"
-    self.since = self.used = time.monotonic()
+    self.since = self.used = self.asked = time.monotonic() # those who wait for it ask in a moment
     self.took = self.since-self.began
     self.rising,self.evicts,self.admin = False,True,False
     if memory: self.need,self.steps = sum(memory.values()),memory.get('steps', 0)
@@ -517,7 +517,13 @@ def _awake(self:Model):
 @patch
 async def wake(self:Model)->dict: # `bytes` taken, `seconds`
     "Have it take its memory again; errors as for `LoadedModel.wake`, and then it sleeps on"
-    return await asyncio.shield(asyncio.create_task(self._wake(), context=Context()))
+    task = asyncio.create_task(self._wake(), context=Context())
+    task.add_done_callback(_unheard)
+    return await asyncio.shield(task)
+
+def _unheard(task):
+    "Whoever asked may have left; then nobody wants to know what went wrong"
+    if not task.cancelled(): task.exception()
 
 @patch
 async def _wake(self:Model):
@@ -639,6 +645,7 @@ async def enter(self:Residency, m:Model, evicts:bool=True):
     never can be, status 503 where it takes too long. Returns as well if it is not wanted any more"""
     if not self.active: return
     if m.state!='sleeping' and m.holds>=max(m.need, 1): return
+    self.forget(m) # its process ended while it waited to wake
     loop = asyncio.get_running_loop()
     w = self.queue[m] = Waiting(loop.create_future(), time.monotonic()+m.policy.wait, evicts)
     self.turn()
@@ -769,7 +776,7 @@ def goes(self:Model)->float|None:
     "When it will be unloaded because nobody asks it; None: not as it is"
     there = self.state in ('loaded','sleeping') and not self.sent_away
     if self.lasts is None or not there or self.runner.running: return None
-    return max(self.used, self.asked)+self.lasts
+    return max(max(self.used, self.asked)+self.lasts, self.asked+self.policy.soon)
 
 @patch
 def _expire(self:Residency, now)->list[float]:
