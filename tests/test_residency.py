@@ -517,7 +517,7 @@ def test_two_real_models_and_room_for_one(room, how, tmp_path):
             assert 0<here['holds']<=room<<20 and here['need']==here['holds'] and here['since']>=0
         assert cached>=64 # `a` was not there in between
         metrics = c.get('/metrics').text
-        assert float(re.search(r'atlas:memory_budget_bytes (\S+)', metrics)[1])==room<<20
+        assert float(re.search(r'(?m)^atlas:memory_budget_bytes (\S+)', metrics)[1])==room<<20
         assert f'atlas:model_evictions_total{{how="{how}",model_name="a"}} 1.0' in metrics
         assert 'atlas:model_need_bytes{model_name="b"}' in metrics
         p.send_signal(signal.SIGINT)
