@@ -39,7 +39,7 @@ def fits(case, r):
     if r.status_code>=400: assert shaped(path, json.loads(r.content)), r.content[:300]
     elif kind.startswith('text/event-stream'): assert r.content.endswith(b'\n\n') and all(l[:1]==b':' or l[:6] in (b'data: ',b'event:') or not l for l in r.content.split(b'\n'))
     elif kind.startswith('application/json'): json.loads(r.content)
-    else: assert path in ('/','/metrics'), kind
+    else: assert path in ('/','/ui','/metrics'), kind
 
 LIMIT = {'/v1/chat/completions':'max_tokens', '/v1/completions':'max_tokens', '/v1/responses':'max_output_tokens'}
 

@@ -6,7 +6,7 @@ Docs: https://atlas-inference.github.io/atlas/5_engine/loading.html.md"""
 
 # %% auto #0
 __all__ = ['STAGES', 'DRAFTS', 'FREQUENT', 'FEW', 'USUAL', 'MOST_ROWS', 'SMALL', 'Startup', 'LoadedModel', 'Drafting', 'drafting',
-           'Imagined', 'MeasuredModel']
+           'Sizes']
 
 # %% ../../nbs/5_engine/13_loading.ipynb #2782e97f
 import gc,hashlib,sys,threading
@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass,field,fields,replace
 from operator import index
 from time import perf_counter
+from typing import NamedTuple
 from fastcore.basics import ifnone,patch
 from .cache import KVCache,fit_blocks,slot_bytes,token_bytes
 from ..ground.core import AsleepError,AtlasError,EngineError,OutOfMemoryError
@@ -98,6 +99,7 @@ class Startup:
 # %% ../../nbs/5_engine/13_loading.ipynb #b7809730
 class LoadedModel:
     "A model, ready for requests in token ids"
+    roof = None # A `Roofline` that its steps are compared with
     def __init__(self,
         options:EngineConfig,
         show=None, # Progress bar, or what makes one; None: when somebody watches
@@ -127,8 +129,12 @@ def _begin(self:LoadedModel, show=None, text=None):
     o,self.startup = self.options,Startup()
     self.startup.begin('open')
     known = self.device.known(repr(replace(o, device='cpu')), code_digest)
+    self._check()
     with ExitStack() as files:
-        ck = self._opened(files, text)
+        ck = files.enter_context(open_model(o, model_wants))
+        self._describe(ck)
+        if text: self.text = text(ck)
+        self._guess(ck, files)
         self._load(ck, show)
     if text: self.guides = self.text.guides()
     self.startup.begin('graphs')
@@ -139,20 +145,6 @@ def _begin(self:LoadedModel, show=None, text=None):
     self.engine.stepper.known = None # whoever warms it again asks for something else
     self.startup.begin()
     self._keep()
-
-@patch
-def _opened(self:LoadedModel, files, text=None):
-    "The open checkpoint, and what is known from its description"
-    o = self.options
-    self.chunk = ifnone(o.chunk, self.ops.DEFAULTS.chunk)
-    _suits(o, self.device, self.ops.DEFAULTS, self.chunk)
-    ck = files.enter_context(open_model(o, model_wants))
-    self.config,self.path = ck.config,ck.path
-    self.max_seq_len = _context(ck.config, o.max_seq_len)
-    if text: self.text = text(ck)
-    self.drafting = drafting(o, ck, files)
-    self.speculative = str(self.drafting) if self.drafting.who else None
-    return ck
 
 # %% ../../nbs/5_engine/13_loading.ipynb #d14d0002
 DRAFTS = dict(mtp=2, draft=3, ngram=4) # How many drafts a step checks where nobody says it
@@ -255,7 +247,9 @@ def _engine(self:LoadedModel):
     stepper = made_by.serving(self.model, self.cache, s, room, drafter, steps)
     self.tier = self._spill(s.prefix, stepper.copies())
     arbiter = Arbiter(k, adaptive=o.speculative_adaptive) if k else None
-    return Engine(s, stepper, self.guides, arbiter)
+    engine = Engine(s, stepper, self.guides, arbiter)
+    engine.roof = self.roof
+    return engine
 
 def _policy(o)->Policy:
     "What options say of the order and of deadlines, in seconds"
@@ -357,37 +351,67 @@ def _fits(names, budget, left, need, steps):
     hint = 'Choose a smaller model, store it in fewer bits (--quantization nvfp4), or free memory'
     raise OutOfMemoryError(said, hint=hint)
 
-# %% ../../nbs/5_engine/13_loading.ipynb #322a6a56
+# %% ../../nbs/5_engine/13_loading.ipynb #ca7a1002
 @patch
-def _reckon(self:LoadedModel, ck, arena)->tuple: # (checkpoint, packed?, formats), bytes of weights, of a step
-    "What weights and steps of the open checkpoint take, and how many sequences run at once"
+def _check(self:LoadedModel):
+    "Refuse what does not suit the device"
+    o,d = self.options,self.ops.DEFAULTS
+    self.chunk = ifnone(o.chunk, d.chunk)
+    _suits(o, self.device, d, self.chunk)
+
+@patch
+def _describe(self:LoadedModel, ck):
+    "Take what the open checkpoint says of the model"
+    self.config,self.path = ck.config,ck.path
+    self.max_seq_len = _context(ck.config, self.options.max_seq_len)
+
+@patch
+def _guess(self:LoadedModel, ck, files):
+    "Decide who drafts; a checkpoint of its own is closed with `files`"
+    self.drafting = drafting(self.options, ck, files)
+    self.speculative = str(self.drafting) if self.drafting.who else None
+
+# %% ../../nbs/5_engine/13_loading.ipynb #ca7a1003
+class Sizes(NamedTuple):
+    "What is loaded, in which form, and the bytes that are known before"
+    parts:tuple # Of '', 'vision' and 'mtp'
+    packed:bool # Are weights kept as they are stored?
+    anew:tuple # Formats that projections, output matrix and drafting head are stored in anew
+    weights:int # Bytes, those of a draft model with them
+    steps:int # Bytes of the largest step
+
+@patch
+def _size(self:LoadedModel, ck, arena=None)->Sizes:
+    "Sizes of the model in the open checkpoint; sets `prefill`, `arena`, `max_num_seqs` and `chunk`"
     o,d,by = self.options,self.ops.DEFAULTS,self.drafting
-    self.parts = ('','vision')+('mtp',)*(o.drafting or by.who=='mtp')
+    head = o.drafting or by.who=='mtp'
+    parts = ('','vision')+('mtp',)*head
     packed = ifnone(o.packed, _tight(self.device, ck, by.ck))
-    self._made_of = [packed, *(_made_of(c) for c in (ck,by.ck) if c)]
     anew = o.quantization,o.lm_head_dtype,ifnone(o.draft_quantization, _few_bits(ck, self.ops))
     self._kv = dict(
         block_size=d.block_size,
         dtype=o.kv_cache_dtype or d.kv_format,
         high_precision=o.kv_high_precision_layers)
-    self.arena = arena
+    how = o.prefill_activations,o.quantization
+    self.prefill = _shares(self.ops.prefill_formats(self.device, ck.tensors, *how))
+    self.arena = arena or self.device.arena(self._most())
     self._set_aside()
-    need = self.ops.weight_bytes(ck.tensors, self.parts, packed, *anew)
+    need = self.ops.weight_bytes(ck.tensors, parts, packed, *anew)
     if by.ck: need += self.ops.weight_bytes(by.ck.tensors, ('',), packed, *anew)
     how = ck,packed,anew
     self.max_num_seqs = o.max_num_seqs or self._as_many(need, *how)
     if o.chunk is None: self._lengthen(need, *how)
-    self.weight_bytes = need
-    return how,need,self._steps(self.max_num_seqs, *how)
+    return Sizes(parts, packed, anew, need, self._steps(self.max_num_seqs, *how))
 
+# %% ../../nbs/5_engine/13_loading.ipynb #322a6a56
 @patch
 def _load(self:LoadedModel, ck, show):
     "Weights and cache of the open checkpoint"
-    o,by,self._stores = self.options,self.drafting,[]
-    how = o.prefill_activations,o.quantization
-    self.prefill = _shares(self.ops.prefill_formats(self.device, ck.tensors, *how))
-    (_,packed,anew),need,steps = self._reckon(ck, self.device.arena(self._most()))
-    parts = self.parts
+    o,by = self.options,self.drafting
+    parts,packed,anew,need,steps = self._size(ck)
+    self.weight_bytes = need
+    self._made_of = [packed, *(_made_of(c) for c in (ck,by.ck) if c)]
+    self._stores = []
     self._plan(ck, need, steps)
     self.startup.begin('pack')
     how = dict(note=self.startup.note)
@@ -637,88 +661,7 @@ def _record_sizes(self:LoadedModel)->dict[str,int]:
     token = token_bytes(self.config, self.ops, kv['dtype'], own, kv['high_precision'])
     return dict(tile=TILE*(token+self._beside()[0]), state=self._one_state())
 
-# %% ../../nbs/5_engine/13_loading.ipynb #f7132d73
-class Imagined:
-    "What stands for the arena of a model that is only measured"
-    def __init__(self, device, nbytes:int): self.device,self.budget = device,Budget(nbytes)
-    def beside(self, others:int)->tuple[int,int]:
-        "As `Arena.beside`"
-        left = max(0, self.budget.left-others-_SLACK)
-        return left,left
-    def take_host(self, name:str, nbytes:int, flag:str=''):
-        "As for an arena, without a look at what is free"
-        if self.device.shares_host: self.budget.take(name, nbytes, flag)
-
-_SLACK = 64<<20 # Of chunks that are not full, as `Arena.beside` leaves it
-
-class MeasuredModel(LoadedModel):
-    "A model whose files were opened, and what it would take of `budget` bytes"
-    def __init__(self, options:EngineConfig, budget:int):
-        self.total = budget
-        super().__init__(options)
-    def __repr__(self):
-        between = ' to '.join(dict.fromkeys(human(n) for n in (self.least,self.most)))
-        return f'MeasuredModel({self.name}: {between} of {self.device.name})'
-
-# %% ../../nbs/5_engine/13_loading.ipynb #e202e13a
-@patch
-def _begin(self:MeasuredModel, show=None, text=None):
-    "Open it, and reckon; errors as for a model that is loaded"
-    self.startup = Startup()
-    told = self._most()
-    arena = Imagined(self.device, self.total if told is None else min(told, self.total))
-    with ExitStack() as files:
-        ck = self._opened(files)
-        how,_,self.steps = self._reckon(ck, arena)
-        try: blocks = self._blocks(self.steps+self.weight_bytes)
-        except OutOfMemoryError: return self._lessen(how, 0) # it needs more than there is
-        self.cache_bytes = self._cache_bytes(*blocks)
-        takes = self._takes(self.max_num_seqs, self.steps, self.cache_bytes)
-        self.least = self.most = min(takes, arena.budget.total)
-        if told is None and self.options.kv_cache_memory is None: self._lessen(how, self.most)
-
-@patch
-def _lessen(self:MeasuredModel, how, most):
-    "The least that it can be served with, where it could take `most`; 0: not even that is there"
-    o = self.options
-    seqs = o.max_num_seqs or FEW
-    self.chunk = ifnone(o.chunk, self.ops.DEFAULTS.chunk)
-    tokens = min(self.max_seq_len, FEW*USUAL//seqs or 1)
-    cache = max(self._one_long(seqs), seqs*self._sequence_bytes(tokens))
-    steps = self._steps(seqs, *how)
-    least = self._takes(seqs, steps, cache)
-    if least>most>0: return
-    self.least,self.most = least,max(least, most)
-    self.steps,self.cache_bytes = steps,cache
-    self.max_num_seqs = seqs
-
-@patch
-def _takes(self:MeasuredModel, seqs, steps, cache)->int:
-    "Bytes of all parts; of weights up to a sixteenth more than was planned, and a chunk"
-    aside = self.arena.budget.used+max(0, self._cache_chunk-_LARGE_CHUNK)
-    weights = self.weight_bytes+self.weight_bytes//16+_LARGE_CHUNK
-    return weights+steps+self._tables(seqs)+cache+aside+_SLACK
-
-@patch
-def _cache_bytes(self:LoadedModel, blocks:int, snapshots:int)->int:
-    "Bytes of a cache of so many blocks and snapshots"
-    size = self._kv['block_size']
-    per = self._sequence_bytes(size)-self._sequence_bytes(0)
-    return blocks*per+self.max_num_seqs*self._sequence_bytes(0)+snapshots*self._one_state()
-
-# %% ../../nbs/5_engine/13_loading.ipynb #c1b51c6d
-@patch
-def told(self:MeasuredModel)->dict:
-    """What it takes, in bytes: `least` and `most`, and parts of the least; `settled`, options with
-    which a worker takes no more than that; and which of them `grows` where it may take more"""
-    found = dict(least=self.least, most=self.most, weights=self.weight_bytes,
-        steps=self.steps, cache=self.cache_bytes)
-    if 'memory_budget' not in self.ops.DEFAULTS.foreign:
-        return found|dict(settled=dict(memory_budget=self.least), grows='memory_budget')
-    packed = self._made_of[0]
-    fixed = dict(kv_cache_memory=self.cache_bytes, max_num_seqs=self.max_num_seqs, packed=packed)
-    return found|dict(settled=fixed, grows='kv_cache_memory')
-
+# %% ../../nbs/5_engine/13_loading.ipynb #a3c6490e
 @patch(as_prop=True)
 def memory(self:LoadedModel)->dict[str,int]:
     "Bytes that a loaded model has of its device, by part"

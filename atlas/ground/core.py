@@ -7,11 +7,11 @@ Docs: https://atlas-inference.github.io/atlas/1_ground/core.html.md"""
 # %% auto #0
 __all__ = ['INSTALL_CUDA', 'AtlasError', 'RequestError', 'ContextLengthError', 'TemplateError', 'QueueFullError', 'SourceError',
            'CheckpointError', 'ConfigError', 'UnsupportedError', 'DeviceError', 'OutOfMemoryError', 'CudaFault',
-           'WriteError', 'BusyError', 'EngineError', 'AsleepError', 'NumericError', 'typed_error', 'human',
+           'WriteError', 'BusyError', 'EngineError', 'AsleepError', 'NumericError', 'typed_error', 'human', 'bytes_in',
            'kernel_dir', 'home', 'no_cycles', 'in_notebook', 'interactive', 'progress']
 
 # %% ../../nbs/1_ground/01_core.ipynb #b20fcb03
-import gc,os,sys
+import gc,os,re,sys
 from contextlib import contextmanager
 from pathlib import Path
 from fastcore.basics import first,ifnone,store_attr
@@ -106,6 +106,17 @@ def human(
         n /= base
         if abs(n)<base: break
     return f'{n:.0f} {u}{unit}' if abs(n)>=100 else f'{n:.3g} {u}{unit}'
+
+# %% ../../nbs/1_ground/01_core.ipynb #df097604
+_SIZE = re.compile(r'(\d+(?:\.\d+)?)\s*(?:([kKMGT])(i?)B?|B)?')
+
+def bytes_in(text:str)->int:
+    "Number of bytes in '4GiB', '500 MB' or '1000000'; a `RequestError` for anything else"
+    m = _SIZE.fullmatch(text.strip())
+    if not m: raise RequestError(f'{text!r} is not a size such as 4GiB or 500MB')
+    number,letter,binary = m.groups()
+    power = ' KMGT'.index((letter or ' ').upper())
+    return int(float(number)*(1024 if binary else 1000)**power)
 
 # %% ../../nbs/1_ground/01_core.ipynb #bb126d8e
 def kernel_dir()->Path:
