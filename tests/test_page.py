@@ -64,7 +64,7 @@ def drawn(p, md): return p.js(f'(() => {{ const d = make("div"); d.append(...blo
     ('1. a\n   - b\n   - c\n2. d', '<ol start="1"><li>a<ul><li>b</li><li>c</li></ul></li><li>d</li></ol>'),
     ('- a\n\n  - b\n\n- c', '<ul><li>a<ul><li>b</li></ul></li><li>c</li></ul>'),
     ('Steps:\n1. a\n\n   more\n2. b\nAfter', '<p>Steps:</p><ol start="1"><li>a<p>more</p></li><li>b</li></ol><p>After</p>'),
-    ('1. Do:\n   ```sh\n   ls\n\n     -l\n   ```\n2. b', '<ol start="1"><li>Do:<figure><pre tabindex="0"><code>ls\n\n  -l</code></pre></figure></li><li>b</li></ol>'),
+    ('1. Do:\n   ```sh\n   ls\n\n     -l\n   ```\n2. b', '<ol start="1"><li>Do:<figure><pre tabindex="0"><code><span class="hljs-built_in">ls</span>\n\n  -l</code></pre></figure></li><li>b</li></ol>'),
     ('- a\n1. b', '<ul><li>a</li></ul><ol start="1"><li>b</li></ol>'),
     ('- [ ] a\n- [x] b', '<ul><li>☐ a</li><li>☑ b</li></ul>'),
     ('a\n\n---\n\n* * *\nb', '<p>a</p><hr><hr><p>b</p>'),
@@ -79,18 +79,18 @@ def test_links_lead_to_the_web_and_nowhere_else(page):
     assert p.count('<a ')==3 and p.count('rel="noopener noreferrer nofollow"')==3 and 'href="https://y.org/z"' in p and 'href="https://x.org/b_c_d"' in p
     assert '<img' not in p and '<script' not in p and 'href="javascript' not in p and 'alert(1)' in p
 
-ALL = '# H\nText with *a*, **b**, `c`:\n1. one\n   - two\n\n     more\n\n   ```py\n   x = 1\n\n   y\n   ```\n2. three\n\n\n10. ten\n\nAfter\n- x\n- y\n```sh\nls\n```\n> q\n> - r\n\n|a|b|\n|-|-|\n|1|2|\n\n---\n~~~\nz\n~~~\n- last\n\n**Bold** line\n\n2024 was a year\n'
+ALL = '# H\nAs $a_1$ and \\(b\\):\n$$\nx = 1\n\\tag{2}\n$$\nso\n\\[ y \\]\n# I\nText with *a*, **b**, `c`:\n1. one\n   - two\n\n     more\n\n   ```py\n   x = 1\n\n   y\n   ```\n2. three\n\n\n10. ten\n\nAfter\n- x\n- y\n```sh\nls\n```\n> q\n> - r\n\n|a|b|\n|-|-|\n|1|2|\n\n---\n~~~\nz\n~~~\n- last\n\n**Bold** line\n\n2024 was a year\n'
 
 def test_an_answer_looks_the_same_however_it_came(page):
     "In pieces of any size, drawn after each"
     got = page.js(f'''(() => {{ const t = {json.dumps(ALL)}, all = n => {{ const d = make('div'), a = new Answer(d); for (let i = 0; i < t.length; i += n) {{ a.text += t.slice(i, i + n); a.draw(); }} return d.innerHTML; }};
       return [t.length, 1, 2, 3, 7, 31].map(all); }})()''')
-    assert got[0].count('<li')==8 and '<table' in got[0]
+    assert got[0].count('<li')==8 and '<table' in got[0] and got[0].count('<math')==4 and 'hljs-' in got[0]
     for g in got[1:]: assert g==got[0]
 
 def test_markdown_of_endless_answers(page):
     "What a model may repeat for ever is drawn, and neither its length nor its depth brings the page down"
-    for s in ('*a ','[','`','_a ','**','http://','- ','> ','1. a\\n\\n','| a ','\\\\','~~a',' ','(','***a','\\n ','\\n  a'):
+    for s in ('*a ','[','`','_a ','**','http://','- ','> ','1. a\\n\\n','| a ','\\\\','~~a',' ','(','***a','$','$$','$a','$$\\n','\\\\(','\\\\[','\\\\[\\n','$a $','\\n ','\\n  a'):
         assert page.js(f'(() => {{ const d = make("div"); d.append(...blocks("{s}".repeat(20000))); return true; }})()')
     for s in ('> '.rstrip()*5000+'a', '\n'.join(' '*2*i+'- a' for i in range(400)), '\n'.join('>'*i+' - a' for i in range(200))): assert drawn(page, s).count('<')<3000
 
@@ -151,6 +151,177 @@ def test_a_file_that_is_no_image(page):
     assert page.js('getComputedStyle($("add")).display')!='none' and page.js('$("notice").textContent')=='a.txt, b.png cannot be read as images.'
     say(page, 'hello')
     assert page.js('$("notice").textContent')==''
+
+# -- formulas and code -----------------------------------------------------------------------------
+
+MATHS = [
+    ('$x^2$', 1), (r'\(x\) and \[y\]', 2), ('$$x$$', 1), ('**a** $b_1 * c_2 * d_3$', 1),
+    ('We have\n$$\n\\frac{1}{2}\n$$\nthus\n\\[\ny\n\\].', 2),
+    ('1. a\n   $$\n   x\n   $$\n2. $b$', 2), ('> $$x$$', 1), ('| $a$ |\n|---|\n| \\(b\\) |', 2),
+    ('It costs $5 or $10, and 7$.', 0), ('$HOME/$PATH, US$5', 0), (r'\$x\$', 0), ('`$x$`', 0),
+    ('```\n$$x$$\n```', 0), ('$$\nx\n\ny\n$$', 0), (r'$\frac{$', 0)]
+
+@pytest.mark.parametrize('md,n', MATHS)
+def test_formulas(page, md, n):
+    "As MathML; what is none, or cannot be read, stays as it was written"
+    said = drawn(page, md)
+    assert said.count('<math')==n
+    if n: assert '</math>' in said and not page.js(f'blocks({json.dumps(md)}).some(e => e.textContent.includes("$$"))')
+
+def test_a_formula_has_its_source(page):
+    "For those who copy it; and its parts are elements, which screen readers know"
+    said = drawn(page, r'$\frac{a}{b}$')
+    assert '<mfrac>' in said and r'<annotation encoding="application/x-tex">\frac{a}{b}</annotation>' in said
+
+EVIL = ['$\\href{javascript:alert(1)}{x}$', '$\\url{javascript:alert(1)}$',
+    '$\\includegraphics{https://x.org/a.png}$', '$\\text{<img src=x onerror=alert(1)>}$',
+    '$\\class{x}{y}\\style{position:fixed}{z}\\id{box}{w}\\data{onclick=alert(1)}{v}$',
+    '$\\def\\a{\\a\\a}\\a$', '$\\rule{99999em}{99999em}$',
+    '```html\n<script>alert(1)</script><img src=x onerror=alert(1)>\n```',
+    '```js\n`${"</pre><img src=x onerror=alert(1)>"}`\n```',
+    '```"><img src=x onerror=alert(1)>\nx\n```', '```constructor\nx\n```', '```__proto__\nx\n```']
+
+@pytest.mark.parametrize('md', EVIL)
+def test_formulas_and_code_bring_no_markup(page, md):
+    page.js(f'(() => {{ const d = make("article"); d.id = "evil"; d.append(...blocks({json.dumps(md)})); $("log").append(d); }})()')
+    assert page.js('$("evil").querySelectorAll("img, script, a, [onclick], [onerror], [href], [id], iframe").length')==0
+    assert page.js('[...$("evil").querySelectorAll("*")].every(e => getComputedStyle(e).position !== "fixed")')
+    assert page.js('$("evil").getBoundingClientRect().width <= scroll.clientWidth')
+
+@pytest.mark.parametrize('lang,word', [('python','def'), ('CUDA','void'), ('rust','fn'), ('json','null')])
+def test_code_is_coloured_and_stays_the_same_text(page, lang, word):
+    code = f'\n  {word} f(x) <b>&amp;</b> "s" # \t ü\n\n'
+    md = f'```{lang}\n{code}\n```'
+    assert page.js(f'blocks({json.dumps(md)})[0].querySelector("code").textContent')==code
+    assert '<span class="hljs-' in drawn(page, md)
+
+def test_what_is_drawn_is_not_drawn_again(page):
+    "While code grows its element stays, and so do blocks before it; at the end it has colours"
+    page.js(STUB)
+    say(page, 'code', wait=False)
+    page.until('running && window.push')
+    page.js('push({content: "First $x$.\\n\\n```python\\ndef f():\\n"})')
+    page.until('$("log").querySelector(".assistant pre code")')
+    page.js("""window.was = [...document.querySelectorAll(".assistant .body > *"), document.querySelector(".assistant pre code")]; window.lost = 0;
+      new MutationObserver(ms => ms.forEach(m => { lost += m.removedNodes.length; })).observe(document.querySelector(".assistant .body"), {childList: true, subtree: true}); 0""")
+    for i in range(40): page.js(f'push({{content: "    x = {i}\\n"}}); await new Promise(requestAnimationFrame)')
+    page.until('was[2].textContent.includes("x = 39")')
+    assert page.js('lost')==0 and page.js('was.every(e => e.isConnected)')
+    page.js('push({content: "```"}); shut()')
+    page.until('!running')
+    assert page.js('document.querySelectorAll(".assistant .hljs-keyword").length')==1
+    assert page.js('was[0].textContent')==page.js('document.querySelector(".assistant .body").firstChild.textContent')
+
+def test_nothing_comes_from_elsewhere(page, served):
+    "All scripts are in the page, and its policy names each of them and nothing more"
+    say(page, 'hello')
+    assert page.js('performance.getEntriesByType("resource").every(e => e.name.startsWith(location.origin))')
+    import urllib.request
+    with urllib.request.urlopen(served.url) as r: policy,html = r.headers['content-security-policy'],r.read().decode()
+    assert policy.count('sha256-')==html.count('<script>')==3 and 'src="' not in html.split('<style>')[0]
+
+# -- conversations ---------------------------------------------------------------------------------
+
+def chat_titles(p): return p.js('[...$("found").querySelectorAll(".pick")].map(e => e.firstChild.textContent)')
+
+def open_list(p):
+    p.js('$("chats").click()')
+    p.until('chats.open')
+
+@pytest.fixture
+def three(page):
+    "A page with three conversations; the last is open"
+    for q in ('hello one','hello <b>deux</b>','hello three'):
+        page.js('$("new").click()')
+        say(page, q)
+    open_list(page)
+    return page
+
+def test_conversations_are_listed_and_opened(three, served):
+    p = three
+    assert chat_titles(p)==['hello three','hello <b>deux</b>','hello one']
+    assert p.js('$("found").querySelector("[aria-current=true]").firstChild.textContent')=='hello three'
+    p.js('$("found").querySelectorAll(".pick")[2].click()')
+    assert p.js('chats.open') is False and p.js('state.messages[0].content')=='hello one'
+    say(p, 'and more')
+    assert 'user: hello one' in served.prompts[-1] and 'deux' not in served.prompts[-1]
+    p.go(served.url+'/?2')
+    p.until('models.length')
+    assert p.js('state.messages.map(m => m.content)')==['hello one','Forty-two.','and more','Forty-two.']
+    open_list(p)
+    assert chat_titles(p)[0]=='hello one' and len(chat_titles(p))==3
+
+def test_conversations_are_found(three):
+    "By words of their titles and of what was said, in any order"
+    for words,n in (('',3), ('DEUX',1), ('forty hello',3), ('forty one',1), ('nowhere',0)):
+        three.js(f'$("search").value = {json.dumps(words)}; $("search").dispatchEvent(new Event("input"))')
+        assert len(chat_titles(three))==n, words
+    assert three.js('$("counted").textContent')=='0 conversations of 3 found'
+
+def test_a_conversation_is_renamed(three, served):
+    p = three
+    p.js('document.querySelector(`[aria-label="Rename hello one"]`).click()')
+    assert p.js('document.activeElement.id')=='rename'
+    p.type('<img src=x onerror=alert(1)>')
+    p.enter()
+    assert '<img src=x onerror=alert(1)>' in chat_titles(p) and p.js('document.images.length')==0
+    p.js('document.querySelector(`[aria-label="Rename hello three"]`).click()')
+    p.type('The third')
+    p.enter()
+    p.js('chats.close()')
+    say(p, 'more')
+    p.go(served.url+'/?2')
+    open_list(p)
+    assert chat_titles(p)[0]=='The third' and len(chat_titles(p))==3
+
+def test_a_deleted_conversation_can_be_brought_back(three):
+    p = three
+    p.js('document.querySelector(`[aria-label="Delete hello three"]`).click()')
+    assert len(chat_titles(p))==2 and p.js('state.messages.length')==0
+    p.js('[...document.querySelectorAll("button")].find(b => b.textContent === "Bring back hello three").click()')
+    assert len(chat_titles(p))==3
+    p.js('document.querySelector(`[aria-label="Delete hello one"]`).click()')
+    p.js('chats.close()')
+    open_list(p)
+    assert len(chat_titles(p))==2 and 'Bring back' not in p.js('$("found").textContent')
+
+def test_a_conversation_of_an_older_page_is_kept(page, served):
+    "When there was one, it lay beside the settings"
+    page.js("""localStorage.clear(); localStorage.setItem(KEY, JSON.stringify({settings: {system: 'Be brief.'},
+      messages: [{role: 'user', content: 'old', images: [], calls: []}, {role: 'assistant', content: 'so old', images: [], calls: []}]}))""")
+    page.go(served.url+'/?2')
+    page.until('models.length')
+    assert page.js('[state.messages[0].content, state.settings.system]')==['old','Be brief.']
+    say(page, 'more')
+    open_list(page)
+    assert chat_titles(page)==['old']
+
+def test_stored_nonsense_is_not_believed(page, served):
+    page.js("""for (const [k, v] of [['x', '{'], ['abcdef', '[]'], ['abcdeg', '{"messages": [{"role": "root"}, 7, null]}'], ['../..', '{}'],
+      ['abcdeh', '{"title": 7, "at": "x", "messages": [{"role": "user", "content": "fine", "images": ["https://x.org/i.png"]}]}']]) localStorage.setItem(CHAT + k, v)""")
+    page.go(served.url+'/?2')
+    open_list(page)
+    assert chat_titles(page)==['fine']
+    page.js('$("found").querySelector(".pick").click()')
+    assert page.js('document.images.length')==0
+
+def test_no_other_conversation_while_one_is_answered(three):
+    p = three
+    p.js('chats.close()')
+    p.js(STUB)
+    say(p, 'x', wait=False)
+    p.until('running && window.push')
+    assert p.js('$("chats").disabled && $("new").disabled')
+    p.js('push({content: "y"}); shut()')
+    p.until('!running')
+    assert not p.js('$("chats").disabled')
+
+@pytest.mark.parametrize('width', [320,390,1280])
+def test_the_list_fits_the_screen(three, width):
+    three.size(width, 800, touch=width<1000)
+    three.js('const c = kept()[0]; c.title = "t".repeat(200); rewrite(c); showChats()')
+    for e in ('document.documentElement','chats','document.body'):
+        assert three.js(f'{e}.scrollWidth <= {e}.clientWidth'), e
 
 # -- drafts ----------------------------------------------------------------------------------------
 
@@ -326,7 +497,7 @@ RATIO = '''((a, b) => { const c = document.createElement('canvas').getContext('2
 def test_contrast(page, dark):
     "As WCAG 2.2 counts it: text 4.5, the edges of fields and the ring of the focus 3"
     page.dark(dark)
-    for a,b in (('text','bg'),('text','you'),('text','code'),('text','soft'),('dim','bg'),('dim','soft'),('accent','bg'),('on-accent','accent'),('bad','bad-bg')): assert page.js(f'{RATIO}("--{a}", "--{b}")')>=4.5, (a, b)
+    for a,b in (('text','bg'),('text','you'),('text','code'),('text','soft'),('dim','bg'),('dim','soft'),('accent','bg'),('on-accent','accent'),('bad','bad-bg'),*((c,'code') for c in 'kscnfv')): assert page.js(f'{RATIO}("--{a}", "--{b}")')>=4.5, (a, b)
     assert page.js(f'{RATIO}("--edge", "--bg")')>=3
     assert page.js('getComputedStyle($("box"), "::placeholder").color === getComputedStyle($("log").querySelector(".empty")).color')
 
@@ -335,8 +506,8 @@ def test_everything_has_a_name_and_the_tab_key_finds_it(page):
     assert not names
     page.js('document.activeElement.blur()')
     seen = []
-    for _ in range(9): page.tab(); seen.append(page.js('document.activeElement.id || document.activeElement.className || document.activeElement.localName'))
-    assert [s for s in seen if s in ('model','new','open','scroll','box','send')]==['model','new','open','scroll','box','send']
+    for _ in range(10): page.tab(); seen.append(page.js('document.activeElement.id || document.activeElement.className || document.activeElement.localName'))
+    assert [s for s in seen if s in ('model','chats','new','open','scroll','box','send')]==['model','chats','new','open','scroll','box','send']
     page.js('$("open").focus()')
     page.enter()
     page.until('drawer.open && drawer.contains(document.activeElement)')

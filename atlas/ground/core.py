@@ -7,11 +7,11 @@ Docs: https://atlas-inference.github.io/atlas/1_ground/core.html.md"""
 # %% auto #0
 __all__ = ['INSTALL_CUDA', 'AtlasError', 'RequestError', 'ContextLengthError', 'TemplateError', 'QueueFullError', 'SourceError',
            'CheckpointError', 'ConfigError', 'UnsupportedError', 'DeviceError', 'OutOfMemoryError', 'CudaFault',
-           'WriteError', 'BusyError', 'EngineError', 'AsleepError', 'NumericError', 'typed_error', 'human',
-           'kernel_dir', 'home', 'no_cycles', 'in_notebook', 'interactive', 'progress']
+           'WriteError', 'BusyError', 'EngineError', 'AsleepError', 'NumericError', 'typed_error', 'human', 'bytes_in',
+           'seconds_in', 'kernel_dir', 'home', 'no_cycles', 'in_notebook', 'interactive', 'progress']
 
 # %% ../../nbs/1_ground/01_core.ipynb #b20fcb03
-import gc,os,sys
+import gc,os,re,sys
 from contextlib import contextmanager
 from pathlib import Path
 from fastcore.basics import first,ifnone,store_attr
@@ -106,6 +106,43 @@ def human(
         n /= base
         if abs(n)<base: break
     return f'{n:.0f} {u}{unit}' if abs(n)>=100 else f'{n:.3g} {u}{unit}'
+
+# %% ../../nbs/1_ground/01_core.ipynb #df097604
+_SIZE = re.compile(r'(\d+(?:\.\d+)?)\s*(?:([kKMGT])(i?)B?|B)?')
+
+def bytes_in(text:str)->int:
+    "Number of bytes in '4GiB', '500 MB' or '1000000'; a `RequestError` for anything else"
+    m = _SIZE.fullmatch(text.strip())
+    if not m: raise RequestError(f'{text!r} is not a size such as 4GiB or 500MB')
+    number,letter,binary = m.groups()
+    power = ' KMGT'.index((letter or ' ').upper())
+    return int(float(number)*(1024 if binary else 1000)**power)
+
+# %% ../../nbs/1_ground/01_core.ipynb #2c52c212
+_UNITS = dict(ns=1e-9, us=1e-6, µs=1e-6, ms=1e-3, s=1., m=60., h=3600., d=86400.)
+_PART = re.compile(r'(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h|d)')
+
+def seconds_in(
+    said, # A number of seconds, as itself or as text, or a text such as '1h30m'
+    param:str|None=None, # The field that it came in
+)->float: # Below 0 where it was
+    "Seconds of a length of time; a `RequestError` for what is none"
+    n = None
+    if isinstance(said, str): n = _seconds(said.strip())
+    elif isinstance(said, int|float) and not isinstance(said, bool): n = float(said)
+    if n is not None and n==n: return n
+    what = f'{param} is ' if param else ''
+    text = f'{what}{str(said)[:40]!r}, expected a time'
+    raise RequestError(text, hint="Such as 300, '5m', 0 or -1", param=param)
+
+def _seconds(text):
+    "Seconds of `1h30m`, or of a number; None where it is neither"
+    try: return float(text)
+    except ValueError: pass # then it has units
+    sign,rest = (-1,text[1:]) if text.startswith('-') else (1,text)
+    parts = _PART.findall(rest)
+    if not parts or ''.join(n+u for n,u in parts)!=rest: return None
+    return sign*sum(float(n)*_UNITS[u] for n,u in parts)
 
 # %% ../../nbs/1_ground/01_core.ipynb #bb126d8e
 def kernel_dir()->Path:

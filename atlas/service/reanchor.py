@@ -139,7 +139,7 @@ class NextTurns:
 
 def foreseeable(u:Upstream, ask:Ask)->bool:
     "Is there one conversation that will go on, and a cache for it?"
-    talks = not isinstance(ask, TextAsk) and u.template is not None
+    talks = not (ask.alone or isinstance(ask, TextAsk)) and u.template is not None
     return bool(talks and ask.params.n==1 and u.info.get('prefix_caching'))
 
 # %% ../../nbs/7_service/13_reanchor.ipynb #a415c4c8

@@ -58,6 +58,7 @@ def compared(path, card):
     "Names that differ"
     by_card = timed(path, card, packer(card), 'by the card')
     timed(path, card, packer(card), 'again')
+    card.tidy()  # two copies are what some cards have room for
     return unlike(card, by_card, timed(path, card, ByHost(card), 'by the host'))
 
 def plain(files, i)->dict:

@@ -22,7 +22,7 @@ from ...ground.core import AtlasError,ContextLengthError,RequestError
 from ...ground.requests import SamplingParams
 from ...text.deltas import CallDelta,Choice,Delta
 from .base import OPEN,Ask,Int,Salt,Seconds,Usage,Writer
-from .base import found,ignored,quote,sse,think,validate
+from .base import found,given,ignored,quote,sse,think,validate
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #bdb4134d
 _strict = ConfigDict(strict=True, allow_inf_nan=False)
@@ -371,7 +371,7 @@ def _ask(body:MessagesBody)->MessagesAsk:
         format_at='output_config.format',
         stream=bool(body.stream), priority=body.priority or 0,
         salt=body.cache_salt or '', timeout=body.timeout,
-        ignored=ignored(body),
+        ignored=ignored(body), given=given(body),
         **r.tools(body), **body.thoughts())
     if body.mcp_servers: r.skip('mcp_servers')
     ask.warnings += r.left_out

@@ -19,7 +19,7 @@ from ...ground.core import RequestError
 from ...ground.requests import SamplingParams
 from .base import OPEN,Ask,Budget,Ids,Int,NotOfferedError
 from .base import Salt,Seconds,Writer
-from .base import format_of,found,ignored,merge_system
+from .base import format_of,found,given,ignored,merge_system
 from .base import read_json,think,validate
 from .chunks import ChatAsk,ChatWriter,TextAsk,TextWriter
 
@@ -355,7 +355,7 @@ def _common(b):
     if b.stream and b.prompt_logprobs is not None: raise RequestError('prompt_logprobs is given, and stream is true', hint='Leave one of them out', param='prompt_logprobs')
     counts = bool(o.include_usage)
     return dict(
-        params=b.params(), model=b.model, **b.shape(),
+        params=b.params(), given=given(b), model=b.model, **b.shape(),
         stream=bool(b.stream), priority=b.priority or 0,
         salt=b.cache_salt or '', timeout=b.timeout,
         include_usage=counts, continuous=counts and bool(o.continuous_usage_stats),

@@ -18,7 +18,7 @@ from ...ground.core import RequestError
 from ...ground.requests import SamplingParams
 from ...text.deltas import CallDelta,Choice,Delta
 from .base import DONE,OPEN,Ask,Budget,Int,NotOfferedError,Usage
-from .base import Writer,format_of,ignored,quote,sse,think,validate
+from .base import Writer,format_of,given,ignored,quote,sse,think,validate
 from .chunks import error_body,token_logprobs
 from .items import Item,Name,Tool,choose,item_id,keep_item
 from .items import messages,offered,seal,unseal
@@ -189,16 +189,16 @@ def parse(
     fs,custom = offered(b.tools or [], t.warn)
     tools,mode,name = choose(b.tool_choice, fs, len(fs)<len(b.tools or ()), t.warn)
     p,r = _params(b),b.reasoning or Reasoning()
-    given,(vars,budget) = variables(b.chat_template_kwargs, left := []),think(b.enable_thinking, r.effort, b.thinking_budget, 'reasoning.effort')
+    own,(vars,budget) = variables(b.chat_template_kwargs, left := []),think(b.enable_thinking, r.effort, b.thinking_budget, 'reasoning.effort')
     return ResponsesAsk(t.all(), p, b.model,
         tools=tools, tool_choice=mode, tool_name=name,
         parallel=b.parallel_tool_calls is not False,
-        template=given|vars, thinking_budget=budget,
+        template=own|vars, thinking_budget=budget,
         continuing=_going(before+new, t.messages),
         stream=bool(b.stream), **_form(b),
         priority=b.priority or 0, salt=b.cache_salt or '', timeout=b.timeout,
         warnings=[*t.warnings, *left, *unoffered(b)],
-        ignored=ignored(b),
+        ignored=ignored(b), given=given(b),
         id=rid, echo=_echo(b, p, fs, custom, keep), items=new, store=store if keep else None, owner=owner,
         size=len(raw), background=bool(b.background), truncation=b.truncation or 'disabled',
         summary=bool(r.summary or r.generate_summary), sealed='reasoning.encrypted_content' in (b.include or ()), custom=frozenset(custom))
