@@ -562,7 +562,7 @@ async def ollama_show(self:Service, request:Request)->Response:
         capabilities=capabilities(side), modified_at=entry(d, m.name)['modified_at'])
     return unheeded(JSONResponse(said), ignored(b))
 
-# %% ../../nbs/7_service/15_ollama.ipynb #4677a5e7
+# %% ../../nbs/7_service/15_ollama.ipynb #7093f274
 class EmbedBody(BaseModel):
     "`POST /api/embed`"
     model_config = OPEN
@@ -577,7 +577,7 @@ class EmbeddingsBody(BaseModel):
     prompt: str
 
 @patch
-async def vectors(self:Service, name:str|None, texts:list[str], dimensions=None)->dict:
+async def embedded(self:Service, name:str|None, texts:list[str], dimensions=None)->dict:
     "The body of `/api/embed`"
     began = perf_counter()
     u = await self.upstream(plain_name(name))
@@ -594,14 +594,14 @@ async def ollama_embed(self:Service, request:Request)->Response:
     "A vector for each text"
     b = await self.read(request, partial(validate, EmbedBody))
     texts = [b.input] if isinstance(b.input, str) else b.input
-    d = await attended(request, self.vectors(b.model, texts, b.dimensions))
+    d = await attended(request, self.embedded(b.model, texts, b.dimensions))
     return unheeded(JSONResponse(d), ignored(b))
 
 @patch
 async def ollama_embeddings(self:Service, request:Request)->Response:
     "A vector for a text"
     b = await self.read(request, partial(validate, EmbeddingsBody))
-    d = await attended(request, self.vectors(b.model, [b.prompt]))
+    d = await attended(request, self.embedded(b.model, [b.prompt]))
     return unheeded(JSONResponse(dict(embedding=d['embeddings'][0])), ignored(b))
 
 # %% ../../nbs/7_service/15_ollama.ipynb #df49611a
