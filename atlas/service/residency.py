@@ -8,11 +8,12 @@ Docs: https://atlas-inference.github.io/atlas/7_service/residency.html.md"""
 __all__ = ['STAY', 'Resident', 'Group', 'rivals', 'worth_leaving', 'chosen', 'leaving', 'Decision', 'refuse_impossible', 'passes',
            'decide', 'shares', 'kept_for']
 
-# %% ../../nbs/7_service/19_residency.ipynb #8531f28b
-import re
+# %% ../../nbs/7_service/19_residency.ipynb #9bedb10d
+import math
 from dataclasses import dataclass
 from fastcore.basics import patch
-from ..ground.core import OutOfMemoryError,RequestError,human
+from ..ground.core import OutOfMemoryError,human
+from .ollama import duration
 
 # %% ../../nbs/7_service/19_residency.ipynb #9295fed7
 STAY = 3 # Times what its loading took: so long a model stays
@@ -199,29 +200,10 @@ def shares(
     part = min(spare/whole, 1.)
     return {k: a+int(part*more[k]) for k,a in least.items()}
 
-# %% ../../nbs/7_service/19_residency.ipynb #e34185d7
-_UNITS = dict(ns=1e-9, us=1e-6, µs=1e-6, ms=1e-3, s=1., m=60., h=3600., d=86400.)
-_PART = re.compile(r'(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h|d)')
-
+# %% ../../nbs/7_service/19_residency.ipynb #17080a96
 def kept_for(
     keep_alive, # Seconds, as a number or as text, or a duration; None: nobody said
 )->float|None: # Seconds; infinite for ever
     "How long a model stays when nobody asks it; a `RequestError` for what is no time"
-    if keep_alive is None: return None
-    seconds = None
-    if isinstance(keep_alive, str): seconds = _duration(keep_alive.strip())
-    elif isinstance(keep_alive, int|float) and not isinstance(keep_alive, bool):
-        seconds = float(keep_alive)
-    if seconds is None or seconds!=seconds:
-        said = f'keep_alive is {str(keep_alive)[:40]!r}, expected a time'
-        raise RequestError(said, hint="Such as 300, '5m', 0 or -1", param='keep_alive')
-    return float('inf') if seconds<0 else seconds
-
-def _duration(said)->float|None:
-    "Seconds of `1h30m`, or of a number; None where it is neither"
-    try: return float(said)
-    except ValueError: pass # then it has units
-    sign,rest = (-1,said[1:]) if said.startswith('-') else (1,said)
-    parts = _PART.findall(rest)
-    if not parts or ''.join(n+u for n,u in parts)!=rest: return None
-    return sign*sum(float(n)*_UNITS[u] for n,u in parts)
+    if keep_alive is None or keep_alive==math.inf: return keep_alive
+    return duration(keep_alive)
