@@ -8,12 +8,10 @@ Docs: https://atlas-inference.github.io/atlas/7_service/residency.html.md"""
 __all__ = ['STAY', 'Resident', 'Group', 'rivals', 'worth_leaving', 'chosen', 'leaving', 'Decision', 'refuse_impossible', 'passes',
            'decide', 'shares', 'kept_for']
 
-# %% ../../nbs/7_service/19_residency.ipynb #9bedb10d
-import math
+# %% ../../nbs/7_service/19_residency.ipynb #8531f28b
 from dataclasses import dataclass
 from fastcore.basics import patch
-from ..ground.core import OutOfMemoryError,human
-from .ollama import duration
+from ..ground.core import OutOfMemoryError,human,seconds_in
 
 # %% ../../nbs/7_service/19_residency.ipynb #9295fed7
 STAY = 3 # Times what its loading took: so long a model stays
@@ -177,7 +175,7 @@ def _make_room(m, short, against, others, now):
 
 def _wait(others, free):
     "What a model waits for that nobody can leave for yet"
-    later = [r for r in others if r.may_leave and r.holds and r not in free]
+    later = [r for r in others if r.may_leave and r not in free]
     coming = [r for r in others if r.state in ('loading','unloading') and r.holds]
     until = min((r.stays for r in later), default=None)
     said = f'waits for {_listed(later or coming)}'
@@ -200,10 +198,11 @@ def shares(
     part = min(spare/whole, 1.)
     return {k: a+int(part*more[k]) for k,a in least.items()}
 
-# %% ../../nbs/7_service/19_residency.ipynb #17080a96
+# %% ../../nbs/7_service/19_residency.ipynb #e34185d7
 def kept_for(
-    keep_alive, # Seconds, as a number or as text, or a duration; None: nobody said
+    keep_alive, # As for `seconds_in`; None: nobody said
 )->float|None: # Seconds; infinite for ever
     "How long a model stays when nobody asks it; a `RequestError` for what is no time"
-    if keep_alive is None or keep_alive==math.inf: return keep_alive
-    return duration(keep_alive)
+    if keep_alive is None: return None
+    seconds = seconds_in(keep_alive, 'keep_alive')
+    return float('inf') if seconds<0 else seconds
