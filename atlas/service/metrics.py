@@ -300,6 +300,41 @@ def _memory(self:Metrics):
     for d in memory['evictions']: f.add_metric([d['model'],d['how']], d['times'])
     yield f
 
+# %% ../../nbs/7_service/09_metrics.ipynb #581baa42
+_upstream = dict(
+    upstream_first_byte_seconds='From a question to another server to the first byte of its answer',
+    upstream_latency_seconds='From there to the end of its answer')
+
+class UpstreamMetrics:
+    "What is counted for one other server"
+    def __init__(self, name:str):
+        self.name,self.asked,self.usage = name,Counter(),Counter()
+        self.first,self.latency = Times(),Times()
+    def ended(self, how:str, seconds:float, usage):
+        "A question is over: 'ok', or what was wrong; `usage` has its tokens"
+        self.asked[how] += 1
+        self.latency.observe(seconds)
+        self.usage['prompt'] += usage.prompt
+        self.usage['completion'] += usage.completion
+
+def upstream_families(
+    backends, # Whatever has `counts` and `error`
+):
+    "The numbers of other servers, for Prometheus; nothing where there are none"
+    if not backends: return
+    for k,times in zip(_upstream, ('first','latency')):
+        f = HistogramMetricFamily(f'atlas:{k}', _upstream[k], labels=['upstream'])
+        for b in backends: f.add_metric([b.name], getattr(b.counts, times).buckets, getattr(b.counts, times).sum)
+        yield f
+    asked = CounterMetricFamily('atlas:upstream_requests', 'Questions to another server, by how they ended', labels=['upstream','outcome'])
+    tokens = CounterMetricFamily('atlas:upstream_tokens', 'Tokens of prompts and answers, as it says', labels=['upstream','kind'])
+    up = GaugeMetricFamily('atlas:upstream_up', 'Did it answer as it should the last time?', labels=['upstream'])
+    for b in backends:
+        for how,n in (dict(ok=0)|b.counts.asked).items(): asked.add_metric([b.name,how], n)
+        for kind in ('prompt','completion'): tokens.add_metric([b.name,kind], b.counts.usage[kind])
+        up.add_metric([b.name], float(b.error is None))
+    yield from (asked,tokens,up)
+
 # %% ../../nbs/7_service/09_metrics.ipynb #5bee0022
 _gpu = dict(
     celsius=('gpu_temperature_celsius','Temperature of a card'),
@@ -347,38 +382,3 @@ def _memory(look):
         for k in ('total','free','available'): f.add_metric([k], getattr(look, k))
         for k in ('some','full'): g.add_metric([k], getattr(look, k))
     yield from (f,g)
-
-# %% ../../nbs/7_service/09_metrics.ipynb #581baa42
-_upstream = dict(
-    upstream_first_byte_seconds='From a question to another server to the first byte of its answer',
-    upstream_latency_seconds='From there to the end of its answer')
-
-class UpstreamMetrics:
-    "What is counted for one other server"
-    def __init__(self, name:str):
-        self.name,self.asked,self.usage = name,Counter(),Counter()
-        self.first,self.latency = Times(),Times()
-    def ended(self, how:str, seconds:float, usage):
-        "A question is over: 'ok', or what was wrong; `usage` has its tokens"
-        self.asked[how] += 1
-        self.latency.observe(seconds)
-        self.usage['prompt'] += usage.prompt
-        self.usage['completion'] += usage.completion
-
-def upstream_families(
-    backends, # Whatever has `counts` and `error`
-):
-    "The numbers of other servers, for Prometheus; nothing where there are none"
-    if not backends: return
-    for k,times in zip(_upstream, ('first','latency')):
-        f = HistogramMetricFamily(f'atlas:{k}', _upstream[k], labels=['upstream'])
-        for b in backends: f.add_metric([b.name], getattr(b.counts, times).buckets, getattr(b.counts, times).sum)
-        yield f
-    asked = CounterMetricFamily('atlas:upstream_requests', 'Questions to another server, by how they ended', labels=['upstream','outcome'])
-    tokens = CounterMetricFamily('atlas:upstream_tokens', 'Tokens of prompts and answers, as it says', labels=['upstream','kind'])
-    up = GaugeMetricFamily('atlas:upstream_up', 'Did it answer as it should the last time?', labels=['upstream'])
-    for b in backends:
-        for how,n in (dict(ok=0)|b.counts.asked).items(): asked.add_metric([b.name,how], n)
-        for kind in ('prompt','completion'): tokens.add_metric([b.name,kind], b.counts.usage[kind])
-        up.add_metric([b.name], float(b.error is None))
-    yield from (asked,tokens,up)
