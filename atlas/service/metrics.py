@@ -274,7 +274,7 @@ def _states(self:Metrics):
             rate.add_metric([s['model']], start['bytes_per_second'])
         again.add_metric([s['model']], s.get('restarts_total', 0))
     yield from (state,load,parts,read,rate,again,given,took)
-    yield from self._memory()
+    yield from self._residents()
 
 # %% ../../nbs/7_service/09_metrics.ipynb #a60dccd6
 _stay = dict(
@@ -284,7 +284,7 @@ _stay = dict(
     ttl_left=('model_ttl_seconds', 'Seconds until it is unloaded, if nobody asks it'))
 
 @patch
-def _memory(self:Metrics):
+def _residents(self:Metrics):
     "Who has how much of the memory, and what of the budget is free"
     told = [(s['model'], s.get('residency') or {}) for s in self.models.stats()]
     for k,(name,doc) in _stay.items():
@@ -361,7 +361,7 @@ def _cards(self:Metrics):
             for kind,v in getattr(c, k).items(): f.add_metric([c.card,kind], v)
         yield f
     yield from _held(cards)
-    yield from _memory(memory)
+    yield from _host_memory(memory)
 
 # %% ../../nbs/7_service/09_metrics.ipynb #5bee0023
 _why_slow = ('idle','applications_clocks','power_cap','hw_slowdown','sync_boost',
@@ -374,7 +374,7 @@ def _held(cards):
         for k in _why_slow: f.add_metric([c.card,k], float(k in c.reasons))
     yield f
 
-def _memory(look):
+def _host_memory(look):
     "The memory of the machine, and who waits for it"
     f = GaugeMetricFamily('atlas:host_memory_bytes', 'Memory of the machine', labels=['kind'])
     g = GaugeMetricFamily('atlas:host_memory_stall_ratio', 'Part of the last 10 s in which tasks waited for memory', labels=['kind'])
