@@ -617,11 +617,13 @@ class Residency:
         budget:int|None=None, # Bytes for all of them; None: as many as they like
         groups=None, # Name -> `Group`, or a dict of its fields
     ):
-        self.models = [m for m in models if isinstance(m, Model)]
+        self.everybody = models # Some come and go
         self.budget,self.groups = budget,{}
         for k,g in (groups or {}).items(): self.groups[k] = g if isinstance(g, Group) else Group(**g)
         self.queue,self.evicted = {},Counter() # Model -> `Waiting`, in order; times that models were sent away
         self._timer,self._tasks,self._called = None,set(),False
+    @property
+    def models(self)->list: "Those that have a process of their own"; return [m for m in self.everybody if isinstance(m, Model)]
     @property
     def active(self)->bool: "Is there anything to decide?"; return self.budget is not None or bool(self.groups)
     @property
@@ -943,7 +945,7 @@ def put(self:Models, m:Served):
     "Add a model, under those of its names that nobody has"
     m.names = [n for n in m.names if self.models.setdefault(n, m) is m]
     if not m.names: return
-    m.name,m.tell,m.gate = m.names[0],self._tell,self.gate
+    m.name,m.tell,m.gate,m.residency = m.names[0],self._tell,self.gate,self.residency
     self.all.append(m)
     self.default = self.default or m.name
     if len(m.names)==1: m.unlisted = {'*'}
