@@ -238,7 +238,7 @@ def _check(c):
     "Make each field of a new `EngineConfig` what it is kept as, and see whether they fit together"
     _put(c, model=str(c.model))
     if c.speculative_config is not None: _translate(c)
-    _generation(c)
+    if c.override_generation_config is not None: _generation(c)
     for f in fields(c):
         v = _checked(f, getattr(c, f.name))
         _put(c, **{f.name:v})
@@ -361,10 +361,8 @@ def _once(name, pairs):
 def _generation(c):
     "Settle what goes before a model's own way to be sampled: text, equal where it says the same"
     name = 'override_generation_config'
-    said = getattr(c, name)
-    if said is None: return
     from atlas.ground.requests import check_generation # which needs NumPy
-    found = _object(said, name)
+    found = _object(c.override_generation_config, name)
     check_generation(found, name)
     _put(c, **{name: json.dumps(found, sort_keys=True)})
 
