@@ -99,6 +99,7 @@ class Startup:
 # %% ../../nbs/5_engine/13_loading.ipynb #b7809730
 class LoadedModel:
     "A model, ready for requests in token ids"
+    roof = None # A `Roofline` that its steps are compared with
     def __init__(self,
         options:EngineConfig,
         show=None, # Progress bar, or what makes one; None: when somebody watches
@@ -246,7 +247,9 @@ def _engine(self:LoadedModel):
     stepper = made_by.serving(self.model, self.cache, s, room, drafter, steps)
     self.tier = self._spill(s.prefix, stepper.copies())
     arbiter = Arbiter(k, adaptive=o.speculative_adaptive) if k else None
-    return Engine(s, stepper, self.guides, arbiter)
+    engine = Engine(s, stepper, self.guides, arbiter)
+    engine.roof = self.roof
+    return engine
 
 def _policy(o)->Policy:
     "What options say of the order and of deadlines, in seconds"

@@ -7,12 +7,12 @@ Docs: https://atlas-inference.github.io/atlas/8_use/cli.html.md"""
 # %% auto #0
 __all__ = ['ORDER', 'app', 'Model', 'Json', 'FLAGS', 'SPECULATION', 'CACHING', 'Shape', 'Weights', 'Temperature', 'MaxTokens',
            'Seed', 'System', 'Think', 'ShowThinking', 'COMMANDS', 'Many', 'Models', 'Name', 'Alias', 'Key', 'KeyFile',
-           'Hosts', 'Origins', 'Drain', 'Apart', 'NextTurn', 'LogFormat', 'Reasons', 'Foreign', 'AutoTools', 'Tools',
-           'Rate', 'Cert', 'CertKey', 'Roots', 'Lazy', 'Autoload', 'Fetch', 'LogLevel', 'DryRun', 'PlanJson', 'benches',
-           'Batches', 'Output', 'Simulated', 'Contexts', 'CARD_FLAGS', 'flag', 'engine_flags', 'pull', 'list_', 'rm',
-           'inspect', 'Meter', 'Printer', 'run', 'Conversation', 'chat', 'serve', 'launch', 'quantize', 'version',
-           'bench', 'bench_decode', 'bench_kernels', 'bench_prefill', 'bench_startup', 'bench_throughput', 'check',
-           'main']
+           'Hosts', 'Origins', 'Drain', 'Memory', 'Apart', 'NextTurn', 'LogFormat', 'Reasons', 'Foreign', 'AutoTools',
+           'Tools', 'Rate', 'Cert', 'CertKey', 'Roots', 'Lazy', 'Autoload', 'Fetch', 'LogLevel', 'DryRun', 'PlanJson',
+           'benches', 'Batches', 'Output', 'Simulated', 'Contexts', 'CARD_FLAGS', 'flag', 'engine_flags', 'pull',
+           'list_', 'rm', 'inspect', 'Meter', 'Printer', 'run', 'Conversation', 'chat', 'serve', 'launch', 'watch',
+           'quantize', 'version', 'bench', 'bench_decode', 'bench_kernels', 'bench_prefill', 'bench_startup',
+           'bench_throughput', 'check', 'main']
 
 # %% ../../nbs/8_use/12_cli.ipynb #aa7ee505
 import json,os,re,signal,sys,threading
@@ -25,7 +25,7 @@ from typing import Annotated,Literal
 import typer
 
 # %% ../../nbs/8_use/12_cli.ipynb #11c6182f
-ORDER = 'serve run chat launch pull list rm inspect quantize bench check version'.split()
+ORDER = 'serve run chat launch watch pull list rm inspect quantize bench check version'.split()
 _WORDS = 'auto','mtp','draft','ngram','off' # What may stand after --speculative
 
 def _spelt(args):
@@ -527,6 +527,10 @@ KeyFile = Annotated[str|None, _opt('API keys, one on each line; "admin KEY" for 
 Hosts = Many('A name that this server goes by, beside localhost.', '--allowed-host', 'NAME')
 Origins = Many('A web page that may ask from a browser, such as https://chat.example.com.', '--cors-origin', 'URL')
 Drain = Annotated[float, _opt('Seconds that running answers have when the server stops.', min=0, max=86400)]
+Memory = Annotated[int|None, _opt(
+    'Memory for all models together, such as 110GiB: who needs more than is free has the least '
+    'recently used sleep, or unloaded. [default: each model takes what is free]',
+    parser=_bytes, metavar='SIZE', show_default=False)]
 Apart = Annotated[bool, _opt(
     'Nobody is served from the prefix cache what another API key has asked.',
     '--cache-salt-per-key')]
@@ -621,7 +625,7 @@ def _plan_text(p, how):
     'atlas serve tiny',
     'atlas serve tiny --speculative --num-speculative-tokens 3',
     'atlas serve ./my-model --port 9000 --served-model-name mine',
-    'atlas serve ./coder ./small --lazy',
+    'atlas serve ./coder ./small --lazy --memory 110GiB',
     'atlas serve qwen3.6-35b-a3b-nvfp4 --dry-run',
     'ATLAS_API_KEY=secret atlas serve demo --host 0.0.0.0',
     'curl localhost:8888/v1/chat/completions -H "Content-Type: application/json" \\',
@@ -635,6 +639,7 @@ def serve(models:Models,
     api_key:Key=None, api_key_file:KeyFile=None, insecure:Annotated[bool, _opt('Serve other machines without a key.', '--insecure')]=False, allowed_host:Hosts=None, cors_origin:Origins=None,
     rate_limit:Rate=None, tls_cert:Cert=None, tls_key:CertKey=None, tls_ca:Roots=None,
     fetch_images:Fetch=False, cache_salt_per_key:Apart=False, prefill_next_turn:NextTurn=True,
+    memory:Memory=None,
     tool_call_parser:Tools=None, reasoning_parser:Reasons=None,
     trust_remote_code:Foreign=False, enable_auto_tool_choice:AutoTools=False,
     dry_run:DryRun=False, as_json:PlanJson=False,
@@ -650,7 +655,7 @@ def serve(models:Models,
     from atlas.service.gateway import serve
     serve(configs, host=host, port=port,
         served_model_name=served_model_name, alias=alias or (),
-        autoload=autoload, first=() if lazy else None, insecure=insecure,
+        autoload=autoload, first=() if lazy else None, memory=memory, insecure=insecure,
         api_key=api_key or (), api_key_file=api_key_file,
         allowed_hosts=allowed_host or (), cors_origins=cors_origin or (),
         tls_cert=tls_cert, tls_key=tls_key, tls_ca=tls_ca,
@@ -673,6 +678,39 @@ def launch(ctx:Annotated[typer.Context, _opt('Holds what is for the program.')],
     What stands after "--" goes to the program."""
     from atlas.use.clients import launch
     launch(client, ctx.args, url=url, model=model, key=key, show=show, start=start)
+
+# %% ../../nbs/8_use/12_cli.ipynb #5bee0042
+def _watched(where, server, told):
+    "A `Watcher` for a file of models, or for a server's address"
+    from atlas.service.watch import HERE,watcher
+    if '://' in where: return watcher(server=where, notify=told)
+    from atlas.service.fleet import read_fleet
+    fleet = read_fleet(where)
+    return watcher(fleet.watch, server or HERE*bool(fleet.models), told)
+
+def _looked(seen, news, as_json):
+    "Print what a look has found"
+    things = [dict(name=s.name, well=s.well, why=s.why) for s in seen]
+    if as_json: return typer.echo(json.dumps(dict(seen=things, news=news), ensure_ascii=False))
+    for line in map(str, seen) if sys.stdout.isatty() else news: typer.echo(line)
+
+@app.command(epilog=_examples('atlas watch atlas.yaml', 'atlas watch --once http://127.0.0.1:8888 --notify ntfy://my-topic'))
+def watch(
+    where:Annotated[str, typer.Argument(metavar='FILE|URL', help='A file as "atlas serve --config" takes it, or where a server is.')],
+    only_once:Annotated[bool, _opt('Look once, for cron. Ends with 0 if all is well and with 3 if something is not; prints what has changed since the last time.', '--once')]=False,
+    server:Annotated[str|None, _opt('Where the models of FILE are served. [default: http://127.0.0.1:8888]', show_default=False)]=None,
+    notify:Annotated[list[str]|None, _opt('Whom to tell, as apprise writes it, beside those in FILE; may be repeated.', show_default=False)]=None,
+    as_json:Json=False,
+):
+    "Ask servers and models how they are, and tell people once that changes."
+    import asyncio
+    from atlas.service.watch import kept_at,once
+    w = _watched(where, server, notify or ())
+    if not only_once: return asyncio.run(w.run())
+    what = where if '://' in where else str(Path(where).resolve())
+    seen,news = asyncio.run(once(w, kept_at(what)))
+    _looked(seen, news, as_json)
+    if not all(s.well for s in seen): raise typer.Exit(3)
 
 # %% ../../nbs/8_use/12_cli.ipynb #60a61e9b
 @app.command(context_settings=dict(allow_extra_args=True), epilog=_examples('atlas quantize ./my-model ./my-model-nvfp4 --format nvfp4', "atlas quantize org/name ./small --format fp8 --keep '*.o_proj' '*.layers.0.*'"))
