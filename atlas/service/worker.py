@@ -265,9 +265,12 @@ def workload(
         max_queue=m.options.max_queue,
         max_queue_tokens=getattr(m.options, 'max_queue_tokens', None),
         vocab_size=m.config.vocab_size,
+        family=getattr(m.config, 'family', None),
+        parameters=getattr(m.config, 'total_params', None),
         eos_ids=list(m.text.eos_ids))
     drafts = getattr(m, 'speculative', None) # 'mtp, 3 drafts'
     if drafts: info['speculative'] = drafts
+    if 'rerank' in m.name.lower(): info['reranks'] = True # it was made to say yes or no
     prefill = getattr(m, 'prefill', None) # 'nvfp4 (97%) and f16 (3%)'
     if prefill: info['prefill_activations'] = prefill
     if start := getattr(m, 'startup', None): info['startup'] = told(start)
