@@ -30,7 +30,7 @@ def model(prompt):
         call = json.dumps(dict(name='weather', arguments=dict(city='Oslo')))
         return f'<think>Look.</think>Wait.\n<tool_call>\n{call}\n</tool_call>'
     if 'break' in prompt: raise KeyError('secret')
-    return '<think>Hm.</think>{"city": "Oslo"}'
+    return '<think>Hm.</think>\n\n{"city": "Oslo"}'
 
 @pytest.fixture(scope='module')
 def speaker():
@@ -108,7 +108,7 @@ def test_generate(client, speaker):
 def test_raw(client, speaker):
     r = client.generate('scripted', 'As it is', raw=True)
     assert speaker.prompts[-1]=='As it is'
-    assert (r.response,r.context)==('<think>Hm.</think>{"city": "Oslo"}',None)
+    assert (r.response,r.context)==('<think>Hm.</think>\n\n{"city": "Oslo"}',None)
 
 def test_options(client, speaker):
     r = client.generate('scripted', 'a', raw=True, options=dict(num_predict=4, seed=7))

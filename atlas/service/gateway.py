@@ -140,14 +140,14 @@ class Model(Served):
         # that gives a `Child`. None: `COMMAND`
         command=None,
         text=open_text, # Function of the config that gives the text side
-        measure=None, # Function of the config and a budget that gives what it takes, as `measured` does
+        measure=None, # What `measured` is for a command; None: that
         gate:asyncio.Lock|None=None, # Held while a process loads: what is free is measured then
         tell=lambda event: None, # Hears of each change
     ):
         super().__init__(names or [config.model], None, unlisted)
         self.config,self.policy = config,policy
         self.command,self.text,self.tell = command,text,tell
-        self.measure = measure or partial(measured, command or COMMAND)
+        self.measure = measure
         self.takes = {} # What `measure` said
         self.settled = {} # Options with which its worker takes no more than that
         self.runner,self.state = RemoteRunner(self.name, self._heard),'unloaded'
@@ -331,7 +331,7 @@ async def _upstream(self:Model, info)->Upstream:
 @patch
 def _arrived(self:Model, memory:dict|None=None):
     "It is there: what it holds, since when, and how long that took"
-    self.since = self.used = time.monotonic()
+    self.since = self.used = self.asked = time.monotonic() # those who wait for it ask in a moment
     self.took = self.since-self.began
     self.rising,self.evicts,self.admin = False,True,False
     if memory: self.need,self.steps = sum(memory.values()),memory.get('steps', 0)
@@ -522,7 +522,13 @@ def _awake(self:Model):
 @patch
 async def wake(self:Model)->dict: # `bytes` taken, `seconds`
     "Have it take its memory again; errors as for `LoadedModel.wake`, and then it sleeps on"
-    return await asyncio.shield(asyncio.create_task(self._wake(), context=Context()))
+    task = asyncio.create_task(self._wake(), context=Context())
+    task.add_done_callback(_unheard)
+    return await asyncio.shield(task)
+
+def _unheard(task):
+    "Whoever asked may have left; then nobody wants to know what went wrong"
+    if not task.cancelled(): task.exception()
 
 @patch
 async def _wake(self:Model):
@@ -644,6 +650,7 @@ async def enter(self:Residency, m:Model, evicts:bool=True):
     never can be, status 503 where it takes too long. Returns as well if it is not wanted any more"""
     if not self.active: return
     if m.state!='sleeping' and m.holds>=max(m.need, 1): return
+    self.forget(m) # its process ended while it waited to wake
     loop = asyncio.get_running_loop()
     w = self.queue[m] = Waiting(loop.create_future(), time.monotonic()+m.policy.wait, evicts)
     self.turn()
@@ -774,7 +781,7 @@ def goes(self:Model)->float|None:
     "When it will be unloaded because nobody asks it; None: not as it is"
     there = self.state in ('loaded','sleeping') and not self.sent_away
     if self.lasts is None or not there or self.runner.running: return None
-    return max(self.used, self.asked)+self.lasts
+    return max(max(self.used, self.asked)+self.lasts, self.asked+self.policy.soon)
 
 @patch
 def _expire(self:Residency, now)->list[float]:
@@ -939,12 +946,21 @@ def measured(self:Models)->'Models': # These
     r = self.residency
     if r.budget is None: return self
     unknown = [m for m in r.models if not m.need]
-    for m in unknown: m.takes = m.measure([m.config], r.budget)[0] or {}
+    _ask(unknown, r.budget)
     told = {m.name: (m.takes['least'], m.takes['most']) for m in unknown if m.takes}
     fixed = sum(m.need for m in r.models)
     for name,n in shares(r.budget-fixed, told).items(): self.find(name)._settle(n)
     self.check()
     return self
+
+def _ask(models, budget):
+    "Have what each takes be told, by one process for all that have the same command"
+    by = {}
+    for m in models: by.setdefault((m.measure, str(m.command)), []).append(m)
+    for (f,_),those in by.items():
+        if not f and callable(those[0].command): continue # a process that only it can start
+        f = f or partial(measured, those[0].command or COMMAND)
+        for m,told in zip(those, f([m.config for m in those], budget)): m.takes = told or {}
 
 @patch
 def _settle(self:Model, nbytes:int):

@@ -175,7 +175,7 @@ def _make_room(m, short, against, others, now):
 
 def _wait(others, free):
     "What a model waits for that nobody can leave for yet"
-    later = [r for r in others if r.may_leave and r not in free]
+    later = [r for r in others if r.may_leave and r.holds and r not in free]
     coming = [r for r in others if r.state in ('loading','unloading') and r.holds]
     until = min((r.stays for r in later), default=None)
     said = f'waits for {_listed(later or coming)}'
