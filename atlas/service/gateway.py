@@ -64,6 +64,7 @@ def open_text(config:EngineConfig, parsers=(None,None), sandbox=None)->dict:
         template=p.template,
         spec=p.image_spec,
         parsers=p.parsers,
+        sampling=p.sampling,
         guides=p.guides(sandbox))
 
 # %% ../../nbs/7_service/20_gateway.ipynb #e82c6393
@@ -185,7 +186,7 @@ def described(self:Served)->dict:
     return dict(id=self.name, names=[n for n in self.names if n not in self.unlisted], created=self.created,
         info=self.runner.info if self.state in ('loaded','sleeping') else None, state=self.state, condition=self.condition,
         status=self.status, reason=self.reason, load_seconds=dict(self.seconds), restarts=self.restarts,
-        residency=self.stay())
+        sampling=self.upstream.sampling if self.upstream else {}, residency=self.stay())
 
 # %% ../../nbs/7_service/20_gateway.ipynb #53d6bccd
 @patch

@@ -608,6 +608,7 @@ def _model(m, name):
     "An entry of the list of models"
     info = m.get('info') or {}
     more = {k: info[k] for k in ('speculative','prefill_activations') if info.get(k)}
+    if m.get('sampling'): more['default_sampling_params'] = m['sampling']
     reads = ['text']+['image']*bool(info.get('vision'))
     return dict(
         id=name, object='model', type='model', display_name=name, lifecycle='active',
