@@ -19,6 +19,7 @@ from .gateway import Model,Models,Residency,Served
 from .names import Names,Route
 from .proxy import Backend,Fallbacks,Limits,Proxy
 from .remote import unavailable
+from .watch import watching
 
 # %% ../../nbs/7_service/26_reload.ipynb #32a89ec9
 def model_of(
@@ -48,6 +49,7 @@ def build(
     first = [] if lazy else fleet.first
     out = Models(models, autoload, first, fleet.memory, places(fleet), backends(fleet))
     out.names,out.fallbacks = Names(fleet),stand_ins(fleet)
+    if fleet.watch: out.beside = [watching(fleet.watch)]
     out.meet()
     return out
 
