@@ -641,7 +641,7 @@ def serve(models:Models,
     trust_remote_code:Foreign=False, enable_auto_tool_choice:AutoTools=False,
     dry_run:DryRun=False, as_json:PlanJson=False,
     drain:Drain=10., log_format:LogFormat='auto', log_level:LogLevel='info', **options):
-    "Serve models: a chat page at /, the APIs of OpenAI and Anthropic at /v1."
+    "Serve models: a chat page at /, the APIs of OpenAI and Anthropic at /v1, Ollama's at /api."
     if as_json and not dry_run: raise typer.BadParameter('is for --dry-run', param_hint="'--json'")
     configs = [EngineConfig(m, **options) for m in models]
     given = trust_remote_code,enable_auto_tool_choice
