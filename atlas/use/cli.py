@@ -648,7 +648,7 @@ def serve(models:Models=None, config:Config=None,
     tool_call_parser:Tools=None, reasoning_parser:Reasons=None, as_json:PlanJson=False,
     trust_remote_code:Foreign=False, enable_auto_tool_choice:AutoTools=False,
     drain:Drain=10., log_format:LogFormat='auto', log_level:LogLevel='info', **options):
-    "Serve models: a chat page at /, the APIs of OpenAI and Anthropic at /v1."
+    "Serve models: a chat page at /, the APIs of OpenAI and Anthropic at /v1, Ollama's at /api."
     if as_json and not dry_run: raise typer.BadParameter('is for --dry-run', param_hint="'--json'")
     own = dict(served_model_name=served_model_name, alias=alias, memory=memory)
     configs = _to_serve(models, config, lazy, options, own)
