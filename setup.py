@@ -91,6 +91,7 @@ def readme():
 
 data_files = {o: ['*.cu', '*.cuh', '*.h', '*.json', '*.md'] for o in kpkgs}
 data_files |= {
+    'atlas': ['catalog.json'],
     'atlas.service.static': ['*'],
     'atlas.models.tiny': ['*'],
     'atlas.model.families': ['*.toml']}
@@ -101,7 +102,7 @@ setup(
     author=cfg['author'], author_email=cfg['author_email'], keywords=cfg['keywords'],
     python_requires=f'>={cfg["min_python"]}',
     install_requires=shlex.split(cfg.get('requirements', '')),
-    extras_require=dict(dev=shlex.split(cfg.get('dev_requirements', '')), cuda=shlex.split(cfg.get('cuda_requirements', ''))),
+    extras_require=dict(dev=shlex.split(cfg.get('dev_requirements', '')), cuda=shlex.split(cfg.get('cuda_requirements', '')), watch=shlex.split(cfg.get('watch_requirements', ''))),
     packages=find_packages(include=['atlas', 'atlas.*']) + ['atlas.service.static', 'atlas.models.tiny'] + kpkgs,
     package_dir={'atlas.kernels': 'kernels'},
     package_data=data_files,

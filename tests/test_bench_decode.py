@@ -11,8 +11,9 @@ from atlas.ground.core import AtlasError
 from atlas.ops.sample import uniform
 from atlas.ops.accept import OTHER_SEED
 from atlas.cuda.delta import PENDING
-from atlas.use.bench_decode import _blank,bench_decode,checking,distinct,drafting_bytes
-from atlas.use.bench_decode import make_room,measure,pretend,step_bytes
+from atlas.engine.roofline import distinct,drafting_bytes,step_bytes
+from atlas.use.bench_decode import _blank,bench_decode,checking
+from atlas.use.bench_decode import make_room,measure,pretend
 sys.path.insert(0, str(Path(__file__).parent/'gpu'))
 from toys import toy  # noqa: E402
 

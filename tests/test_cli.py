@@ -526,6 +526,7 @@ GATEWAY = {
     '--alias b --alias *': dict(alias=['b','*']),
     '--lazy': dict(first=()),
     '--no-autoload': dict(autoload=False),
+    '--memory 2GiB': dict(memory=2<<30),
     '--api-key one --api-key two': dict(api_key=['one','two']),
     '--api-key-file keys': dict(api_key_file='keys'),
     '--insecure': dict(insecure=True),

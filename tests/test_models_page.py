@@ -30,12 +30,12 @@ class Sham(Served):
     def status(self):
         said = dict(value=self.state if self.state!='failed' else 'unloaded', args=[])
         return said|(dict(reason=self.reason) if self.reason else {})
-    def begin(self): self._go('loaded')
+    def begin(self, admin=False, evicts=True): self._go('loaded')
     async def stop(self, drain=0.): self._go('unloaded')
 
 class Shams(Models):
     "Such models, of one budget"
-    budget = 100*GIB
+    memory = dict(budget=100*GIB)
     async def unload(self, name):
         m = self.find(name)
         if not m.wanted: raise RequestError(f'{m.name} is not loaded', param='model')

@@ -251,6 +251,17 @@ def copy_rate(self:Device,
     for o in (src,dst): o.fill(1) # pages that were never written cost nothing to read
     return 2*nbytes/self.time(lambda: self.xp.copyto(dst, src))
 
+# %% ../../nbs/2_card/01_device.ipynb #5bee0052
+@patch
+def memory_rate(self:Device)->float|None:
+    "What steps are compared with: the rate of a plain copy, where that means something"
+    rate = self.copy_rate()
+    return rate if math.isfinite(rate) and rate>0 else None
+
+@patch
+def memory_rate(self:Host)->None:
+    "Nothing"
+
 # %% ../../nbs/2_card/01_device.ipynb #5bcac922
 def _ver(n): return f'{n//1000}.{n%1000//10}'
 

@@ -23,6 +23,7 @@ from .stepper import Flight,Stepper
 # %% ../../nbs/5_engine/11_engine.ipynb #c9b378bc
 class Engine:
     "Runs a model for many requests at once"
+    roof = None # Hears of each step that decoded: `note(load, contexts, seconds)`
     def __init__(self,
         scheduler:Scheduler, # Over the pool of the stepper's cache
         stepper:Stepper,
@@ -55,7 +56,7 @@ class Engine:
         more = {} if self.guides is None else dict(guide_seconds_total=getattr(self.guides, 'mask_seconds', 0.))
         more |= dict(steps_total=self.steps, corrupted_requests_total=self.corrupted)
         more |= dict(jit_after_ready_total=len(self.late or ()))
-        if self.arbiter: more |= self.arbiter.stats()
+        for o in filter(None, (self.arbiter,self.roof)): more |= o.stats()
         drafter = self.stepper.drafter
         if drafter: more |= dict(spec_decode_invalid_total=drafter.invalid)
         return self.scheduler.stats()|more
@@ -321,6 +322,7 @@ def _take_in(self:Engine, flight, out):
     load,took = self._timed(flight)
     self.scheduler.policy.note(load, took)
     if self.arbiter and flight.plan.decode: self._note(flight.plan, counts, load, took)
+    if self.roof and load and took: self.roof.note(load, [*map(len, flight.plan.decode)], took)
     for s,drafts in zip(seqs, flight.drafts or ()): s.drafts = drafts
     self._events += self._lost(seqs, counts)
     tokens = []

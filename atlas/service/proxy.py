@@ -402,7 +402,7 @@ async def close(self:Backend):
     if task: task.cancel()
     if http: await http.aclose()
 
-# %% ../../nbs/7_service/21_proxy.ipynb #22ce2500
+# %% ../../nbs/7_service/21_proxy.ipynb #dcab5738
 class Flights:
     "The answers of a `Proxy` that are under way, as a runner is asked for them"
     healthy = True
@@ -411,7 +411,7 @@ class Flights:
     def end(self):
         self.running -= 1
         if not self.running: self.idle.set()
-    def stats(self)->dict: return {}
+    def stats(self)->dict: return dict(num_requests_running=self.running, num_requests_waiting=0)
     def close(self): "Answers end with their connections"
     async def drain(self, seconds:float)->bool:
         "Let what runs finish for so long; did all finish?"

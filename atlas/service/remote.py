@@ -65,6 +65,7 @@ class RemoteRunner:
         self.name,self.info,self.on,self.open,self.stalled = name,dict(name=name),on,True,False
         self._wire,self._ready,self._stats,self._images = None,False,{},()
         self.resting = False # Is the model asleep, or about to be?
+        self.rested = None # Called without arguments when nothing runs any more
         self._streams,self._numbers,self._calls,self._count = {},{},{},itertools.count(1)
         self._aside = set() # Numbers of those that only fill the prefix cache
         self.gone,self.idle = asyncio.Event(),asyncio.Event() # No process; no streams, and no calls
@@ -184,7 +185,9 @@ def _forget(self:RemoteRunner, n):
 
 @patch
 def _rest(self:RemoteRunner):
-    if not self.running: self.idle.set()
+    if self.running: return
+    self.idle.set()
+    if self.rested: self.rested()
 
 # %% ../../nbs/7_service/18_remote.ipynb #b2b78d83
 @patch

@@ -12,12 +12,13 @@ __all__ = ['CHAT', 'TEXT', 'MESSAGES', 'RESPONSES', 'hops', 'SOUNDS', 'read_body
 
 # %% ../../nbs/7_service/14_server.ipynb #147728df
 import asyncio,base64,errno,hashlib,json,logging,re,socket
-from contextlib import aclosing,asynccontextmanager
+from contextlib import aclosing,asynccontextmanager,suppress
 from contextvars import ContextVar
 from dataclasses import dataclass,replace
 from datetime import datetime,timezone
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Annotated,Any,Callable,Literal
 from fastcore.basics import patch
 from fastapi import FastAPI,Request
@@ -554,8 +555,14 @@ async def get_model(self:Service, name:str)->Response:
 async def states(self:Service)->Response:
     "Every model, its state, and how busy it is"
     said = {m.name:self.live(m) for m in self.models.all}
-    data = [_model(m, m['id'])|said[m['id']] for m in self.models.list()]
-    memory = dict(budget=getattr(self.models, 'budget', None))
+    data = []
+    for m in self.models.list():
+        stay = dict(residency=m.get('residency'))
+        data.append(_model(m, m['id'])|said[m['id']]|stay)
+    cards,host = await self.machine()
+    sizes = [c.memory['total'] for c in cards if c.memory]
+    total = sum(sizes) or (host.total if host else None)
+    memory = (getattr(self.models, 'memory', None) or {})|dict(total=total)
     return JSONResponse(dict(object='list', data=data, memory=memory))
 
 @patch
@@ -567,6 +574,7 @@ def live(self:Service, m)->dict:
     speed = self.metrics.of(m.name).speed.rate()
     now = dict(state=m.condition, tokens_per_second=round(speed, 2))
     for k in ('running','waiting'): now[k] = stats.get(f'num_requests_{k}', 0)
+    if now['running'] and 'roofline' in stats: now['roofline'] = stats['roofline']
     return dict(need=need, pinned=getattr(m, 'pinned', False),
         elsewhere=getattr(m, 'elsewhere', False), live=now)
 
@@ -639,7 +647,27 @@ async def version(self:Service)->Response:
 @patch
 async def scrape(self:Service)->Response:
     "Prometheus's text format"
+    await self.machine()
     return Response(self.metrics.text(), media_type='text/plain; version=0.0.4; charset=utf-8')
+
+# %% ../../nbs/7_service/14_server.ipynb #5bee0032
+@patch
+async def machine(self:Service, fresh:float=1., patience:float=2.)->tuple:
+    "What cards and memory say now, or have said within `fresh` seconds; a driver that hangs is not waited for"
+    if monotonic()-getattr(self, '_looked', -fresh)>=fresh:
+        self._looked = monotonic()
+        with suppress(TimeoutError):
+            look = asyncio.to_thread(self._machine)
+            self.metrics.machine = await asyncio.wait_for(look, patience)
+    return self.metrics.machine
+
+@patch
+def _machine(self:Service):
+    "The first question finds the cards"
+    if not hasattr(self, '_sensors'):
+        from atlas.card.sensors import Machine
+        self._sensors = Machine()
+    return self._sensors()
 
 # %% ../../nbs/7_service/14_server.ipynb #c869aedd
 def _hash(js):

@@ -204,13 +204,17 @@ def load_model(options:dict, meter:Meter)->Workload:
     meter.stage('open')
     begin_context(options.get('device', 'auto'))
     import atlas.engine.ease,atlas.engine.score,atlas.engine.sleep  # give models what follows
+    import atlas.engine.roofline
+    from atlas.card.device import get_device
     from atlas.engine.loading import LoadedModel
     from atlas.text.processor import Processor
     def text(ck):
         meter.stage('weights')
         return Processor(ck, tokenizer=options.get('tokenizer'))
     fields = {k:v for k,v in options.items() if k!='name'}
+    rate = get_device(fields.get('device', 'auto')).memory_rate() # while there is room
     model = LoadedModel(EngineConfig(**fields), meter, text)
+    model.compare(rate)
     return workload(model, options.get('name'))
 
 # %% ../../nbs/7_service/17_worker.ipynb #635eb426

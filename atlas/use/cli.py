@@ -7,16 +7,17 @@ Docs: https://atlas-inference.github.io/atlas/8_use/cli.html.md"""
 # %% auto #0
 __all__ = ['ORDER', 'app', 'Model', 'Json', 'FLAGS', 'SPECULATION', 'CACHING', 'Shape', 'Weights', 'Temperature', 'MaxTokens',
            'Seed', 'System', 'Think', 'ShowThinking', 'COMMANDS', 'Many', 'Models', 'Name', 'Alias', 'Key', 'KeyFile',
-           'Hosts', 'Origins', 'Drain', 'Apart', 'NextTurn', 'LogFormat', 'Reasons', 'Foreign', 'AutoTools', 'Tools',
+           'Hosts', 'Origins', 'Drain', 'Memory', 'Apart', 'NextTurn', 'LogFormat', 'Reasons', 'Foreign', 'AutoTools',
+           'Tools', 'Rate', 'Cert', 'CertKey', 'Roots', 'Lazy', 'Autoload', 'Fetch', 'LogLevel', 'DryRun', 'PlanJson',
            'benches', 'Batches', 'Output', 'Simulated', 'Contexts', 'CARD_FLAGS', 'flag', 'engine_flags', 'pull',
-           'list_', 'rm', 'inspect', 'Meter', 'Printer', 'run', 'Conversation', 'chat', 'serve', 'launch', 'quantize',
-           'version', 'bench', 'bench_decode', 'bench_kernels', 'bench_prefill', 'bench_startup', 'bench_throughput',
-           'check', 'main']
+           'list_', 'rm', 'inspect', 'Meter', 'Printer', 'run', 'Conversation', 'chat', 'serve', 'launch', 'watch',
+           'quantize', 'version', 'bench', 'bench_decode', 'bench_kernels', 'bench_prefill', 'bench_startup',
+           'bench_throughput', 'check', 'main']
 
 # %% ../../nbs/8_use/12_cli.ipynb #aa7ee505
 import json,os,re,signal,sys,threading
 from contextlib import closing,contextmanager,suppress
-from dataclasses import fields
+from dataclasses import asdict,fields,replace
 from inspect import Parameter,Signature,signature
 from pathlib import Path
 from time import perf_counter
@@ -24,7 +25,7 @@ from typing import Annotated,Literal
 import typer
 
 # %% ../../nbs/8_use/12_cli.ipynb #11c6182f
-ORDER = 'serve run chat launch pull list rm inspect quantize bench check version'.split()
+ORDER = 'serve run chat launch watch pull list rm inspect quantize bench check version'.split()
 _WORDS = 'auto','mtp','draft','ngram','off' # What may stand after --speculative
 
 def _spelt(args):
@@ -76,8 +77,10 @@ app = typer.Typer(name='atlas', cls=_Group, no_args_is_help=True, pretty_excepti
 def _complete(incomplete:str):
     "Models for the shell's completion: those here, those known, and paths"
     from glob import glob
+    from atlas.ground.catalog import CATALOG
     from atlas.ground.hub import NAMED,cached
-    return sorted({n for n in [*NAMED, *(e.name for e in cached())] if n.startswith(incomplete)} | set(glob(incomplete+'*')))
+    names = [*NAMED, *CATALOG, *(e.name for e in cached())]
+    return sorted({n for n in names if n.startswith(incomplete)} | set(glob(incomplete+'*')))
 
 def _clients(incomplete:str):
     "Programs that `launch` knows"
@@ -88,7 +91,8 @@ def _opt(help, *names, **kw): return typer.Option(*names, help=help, **kw)
 
 Model = Annotated[str, typer.Argument(
     metavar='MODEL',
-    help='"tiny", "demo", a folder, a file, or a Hugging Face id such as org/name.',
+    help='"tiny", "demo", a name that "atlas list --all" shows, a folder, a file, '
+        'or a Hugging Face id such as org/name.',
     autocompletion=_complete)]
 Json = Annotated[bool, _opt('Print JSON.', '--json')]
 
@@ -160,12 +164,21 @@ def _weigh(p):
     "Bytes of a file, or of all the files in a folder"
     return sum(f.stat().st_size for f in ([p] if p.is_file() else p.rglob('*')) if f.is_file())
 
-@app.command(epilog=_examples('atlas pull demo', 'atlas pull HuggingFaceTB/SmolLM2-135M-Instruct', 'atlas pull unsloth/SmolLM2-135M-Instruct-GGUF:SmolLM2-135M-Instruct-Q8_0.gguf'))
+@app.command(epilog=_examples('atlas pull demo', 'atlas pull qwen3.6-35b-a3b-nvfp4', 'atlas pull HuggingFaceTB/SmolLM2-135M-Instruct', 'atlas pull unsloth/SmolLM2-135M-Instruct-GGUF:SmolLM2-135M-Instruct-Q8_0.gguf'))
 def pull(model:Model, as_json:Json=False):
     "Fetch a model, check it, and print where it is."
     from atlas.ground.hub import pull
     p = pull(model)
     _print(dict(name=model, path=p, bytes=_weigh(p)), as_json, p)
+    if sys.stderr.isatty(): _recommend(model)
+
+def _recommend(model):
+    "Tell who pulled a model of the catalogue how it is served"
+    from atlas.ground.catalog import find_entry
+    found = find_entry(model)
+    if not found: return
+    words = ' '.join(('atlas serve', found[0], *found[1].flags))
+    typer.secho(f'(serve it with: {words})', err=True, dim=True)
 
 # %% ../../nbs/8_use/12_cli.ipynb #46247ab8
 def _packed():
@@ -173,9 +186,34 @@ def _packed():
     from atlas.ground.packed import packed_files
     return packed_files()
 
-@app.command('list', epilog=_examples('atlas list', "atlas list --json | jq '.[].name'"))
-def list_(as_json:Json=False):
+def _known_models():
+    "All models that have a name, here or not, in the words of `list --all`"
+    from atlas.ground.catalog import CATALOG
+    from atlas.ground.hub import NAMED,cached
+    there = {e.name: e.nbytes for e in cached()}
+    for name,m in NAMED.items():
+        size = there.get(name) or m.model.nbytes
+        yield dict(name=name, bytes=size, format=m.about, here=name in there)
+    for name,e in CATALOG.items():
+        about = {k:v for k,v in asdict(e).items() if k not in ('tensors','nbytes','shape')}
+        yield dict(name=name, bytes=e.nbytes)|about|dict(here=e.hub in there)
+
+def _list_all(as_json):
+    "Show what could be pulled"
+    from atlas.ground.core import human
+    ms = list(_known_models())
+    def size(n): return human(n, 1000) if n else ''
+    def row(m):
+        context = f'{m["context"]:,}' if m.get('context') else ''
+        numbers = size(m['bytes']),context,size(m.get('least_memory'))
+        return m['name'],*numbers,'yes' if m['here'] else '',m['format']
+    _print(ms, as_json, _table(map(row, ms), ('NAME','SIZE','CONTEXT','LEAST MEMORY','HERE','FORMAT')))
+
+@app.command('list', epilog=_examples('atlas list', 'atlas list --all', "atlas list --json | jq '.[].name'"))
+def list_(all_:Annotated[bool, _opt('Show what could be pulled, with size, context, and the memory that it takes at least on a DGX Spark.', '--all', '-a')]=False,
+    as_json:Json=False):
     "Show the models on this machine and the room they take, and what --cache-packed keeps of them."
+    if all_: return _list_all(as_json)
     from atlas.ground.core import human
     from atlas.ground.hub import Entry,cached
     es = cached()+[Entry(p.name, p, p.stat().st_size, 'packed') for p in _packed()]
@@ -476,8 +514,8 @@ def _talk(c, name, show):
 Many = lambda help, name, metavar: Annotated[list[str]|None, _opt(help, name, metavar=metavar, show_default=False)]
 Models = Annotated[list[str], typer.Argument(
     metavar='MODEL…',
-    help='"tiny", "demo", a folder, a file, or a Hugging Face id such as org/name. '
-        'The first is the one that answers when no name is given.',
+    help='"tiny", "demo", a name that "atlas list --all" shows, a folder, a file, '
+        'or a Hugging Face id such as org/name. The first is the one that answers when no name is given.',
     autocompletion=_complete)]
 Name = Annotated[str|None, _opt("The first model's name for clients. [default: MODEL]", show_default=False)]
 Alias = Many('One more name of the first model; "*" stands for every name that no model has.', '--alias', 'NAME')
@@ -486,6 +524,10 @@ KeyFile = Annotated[str|None, _opt('API keys, one on each line; "admin KEY" for 
 Hosts = Many('A name that this server goes by, beside localhost.', '--allowed-host', 'NAME')
 Origins = Many('A web page that may ask from a browser, such as https://chat.example.com.', '--cors-origin', 'URL')
 Drain = Annotated[float, _opt('Seconds that running answers have when the server stops.', min=0, max=86400)]
+Memory = Annotated[int|None, _opt(
+    'Memory for all models together, such as 110GiB: who needs more than is free has the least '
+    'recently used sleep, or unloaded. [default: each model takes what is free]',
+    parser=_bytes, metavar='SIZE', show_default=False)]
 Apart = Annotated[bool, _opt(
     'Nobody is served from the prefix cache what another API key has asked.',
     '--cache-salt-per-key')]
@@ -500,17 +542,88 @@ AutoTools = Annotated[bool, _opt(
     'Does nothing: a model with a parser may always call tools.', '--enable-auto-tool-choice')]
 Tools = Annotated[str|None, _opt("How the model calls tools: hermes, qwen3_coder, mistral, llama3_json, … [default: as its family does]", show_default=False)]
 
+# %% ../../nbs/8_use/12_cli.ipynb #ca7a2000
+Rate = Annotated[int|None, _opt(
+    'Most requests a minute from each key, or address where there are no keys.',
+    min=1, show_default=False)]
+Cert = Annotated[str|None, _opt('Certificate, to serve https.', metavar='FILE', show_default=False)]
+CertKey = Annotated[str|None, _opt(
+    'Its key, if it is not in the same file.', metavar='FILE', show_default=False)]
+Roots = Annotated[str|None, _opt(
+    "Roots that clients' certificates must come from.", metavar='FILE', show_default=False)]
+Lazy = Annotated[bool, _opt('Load each model when it is first asked for.', '--lazy')]
+Autoload = Annotated[bool, _opt('Requests load models that are not loaded.')]
+Fetch = Annotated[bool, _opt(
+    'Fetch pictures that a request gives by address; private addresses never.', '--fetch-images')]
+LogLevel = Annotated[Literal['debug','info','warning','error'], _opt('What to log.')]
+DryRun = Annotated[bool, _opt(
+    'Say what would run and what it would take, and leave: nothing is fetched or loaded.',
+    '--dry-run')]
+PlanJson = Annotated[bool, _opt('Print what --dry-run says as JSON.', '--json')]
+
 # %% ../../nbs/8_use/12_cli.ipynb #c11a0003
-def _not_needed(flag, said):
-    "Tell who `said` a flag of another engine that it does nothing"
-    if said: typer.echo(f'atlas: {flag} is not needed here, and does nothing', err=True)
+def _not_needed(flags):
+    "Tell who said `flags` of another engine that they do nothing"
+    for f in flags: typer.echo(f'atlas: {f} is not needed here, and does nothing', err=True)
+
+# %% ../../nbs/8_use/12_cli.ipynb #ca7a2002
+_FOREIGN = { # Flags of other engines that do nothing here, and why
+    '--trust-remote-code': 'Atlas runs no code of a model',
+    '--enable-auto-tool-choice': 'a model with a parser may always call tools'}
+
+def _ignored(foreign, options, config)->list[str]:
+    "What of a command does nothing here, and why"
+    said = [f'{flag}: {_FOREIGN[flag]}' for flag in foreign]
+    word = options.get('quantization')
+    if word and config.quantization is None:
+        said.append(f'--quantization {word}: the formats are those of the files')
+    return said
+
+def _parsers(config, given)->dict:
+    "How calls and thoughts of a model would be read: as given, as its files have it, or as is known"
+    from atlas.ground.catalog import find_entry
+    from atlas.ground.core import SourceError
+    from atlas.ground.hub import here
+    from atlas.text.processor import read_text
+    found,entry,(calls,thoughts) = here(config.model),find_entry(config.model),given
+    if found:
+        try: calls,thoughts = read_text(replace(config, model=str(found)), given).parsers
+        except SourceError: pass # it has no tokenizer, and needs no parsers
+    elif entry and entry[1].parsers:
+        known = entry[1].parsers
+        calls,thoughts = calls or known.tool_call,thoughts or known.reasoning
+    return dict(tool_call=calls, reasoning=thoughts)
+
+# %% ../../nbs/8_use/12_cli.ipynb #ca7a2003
+def _dry_run(configs, given, ignored, as_json):
+    "Print what would run, and exit: with 1 where something does not fit"
+    from atlas.engine.planning import plan_load
+    plans = [plan_load(c) for c in configs]
+    parsers = [_parsers(c, given) for c in configs]
+    fits = all(p.fits for p in plans)
+    ms = [p.to_dict()|dict(parsers=how) for p,how in zip(plans, parsers)]
+    texts = [_plan_text(p, how) for p,how in zip(plans, parsers)]
+    texts += [f'ignored   {said}' for said in ignored]
+    if len(plans)>1: texts.append('note      each is planned as if it were alone')
+    _print(dict(models=ms, ignored=ignored, fits=fits), as_json, '\n'.join(texts))
+    for p in plans:
+        hint = f'\n       {p.hint}' if p.hint else ''
+        if not p.fits: typer.echo(f'atlas: {p.error}{hint}', err=True)
+    if not fits: raise typer.Exit(1)
+
+def _plan_text(p, how):
+    "A plan with its parsers, for people"
+    words = dict(tool_call='calls', reasoning='thoughts')
+    said = ', '.join(f'{words[k]} {v}' for k,v in how.items() if v) or 'as its template says'
+    return f'{p}\nparsers   {said}\n'
 
 # %% ../../nbs/8_use/12_cli.ipynb #055e814d
 @app.command(epilog=_examples(
     'atlas serve tiny',
     'atlas serve tiny --speculative --num-speculative-tokens 3',
     'atlas serve ./my-model --port 9000 --served-model-name mine',
-    'atlas serve ./coder ./small --lazy',
+    'atlas serve ./coder ./small --lazy --memory 110GiB',
+    'atlas serve qwen3.6-35b-a3b-nvfp4 --dry-run',
     'ATLAS_API_KEY=secret atlas serve demo --host 0.0.0.0',
     'curl localhost:8888/v1/chat/completions -H "Content-Type: application/json" \\',
     '''  -d '{"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}\''''))
@@ -519,27 +632,27 @@ def serve(models:Models,
     host:Annotated[str, _opt('Address to listen on; 0.0.0.0 lets other machines in, who then need a key.')]='127.0.0.1',
     port:Annotated[int, _opt('Port to listen on; 0 takes a free one.', min=0, max=65535)]=8888,
     served_model_name:Name=None, alias:Alias=None,
-    lazy:Annotated[bool, _opt('Load each model when it is first asked for.', '--lazy')]=False,
-    autoload:Annotated[bool, _opt('Requests load models that are not loaded.')]=True,
+    lazy:Lazy=False, autoload:Autoload=True,
     api_key:Key=None, api_key_file:KeyFile=None, insecure:Annotated[bool, _opt('Serve other machines without a key.', '--insecure')]=False, allowed_host:Hosts=None, cors_origin:Origins=None,
-    rate_limit:Annotated[int|None, _opt('Most requests a minute from each key, or address where there are no keys.', min=1, show_default=False)]=None,
-    tls_cert:Annotated[str|None, _opt('Certificate, to serve https.', metavar='FILE', show_default=False)]=None,
-    tls_key:Annotated[str|None, _opt('Its key, if it is not in the same file.', metavar='FILE', show_default=False)]=None,
-    tls_ca:Annotated[str|None, _opt("Roots that clients' certificates must come from.", metavar='FILE', show_default=False)]=None,
-    fetch_images:Annotated[bool, _opt('Fetch pictures that a request gives by address; private addresses never.', '--fetch-images')]=False,
-    cache_salt_per_key:Apart=False, prefill_next_turn:NextTurn=True,
+    rate_limit:Rate=None, tls_cert:Cert=None, tls_key:CertKey=None, tls_ca:Roots=None,
+    fetch_images:Fetch=False, cache_salt_per_key:Apart=False, prefill_next_turn:NextTurn=True,
+    memory:Memory=None,
     tool_call_parser:Tools=None, reasoning_parser:Reasons=None,
     trust_remote_code:Foreign=False, enable_auto_tool_choice:AutoTools=False,
-    drain:Drain=10., log_format:LogFormat='auto', log_level:Annotated[Literal['debug','info','warning','error'], _opt('What to log.')]='info',
-    **options):
+    dry_run:DryRun=False, as_json:PlanJson=False,
+    drain:Drain=10., log_format:LogFormat='auto', log_level:LogLevel='info', **options):
     "Serve models: a chat page at /, the APIs of OpenAI and Anthropic at /v1."
-    from atlas.service.gateway import serve
-    _not_needed('--trust-remote-code', trust_remote_code)
-    _not_needed('--enable-auto-tool-choice', enable_auto_tool_choice)
+    if as_json and not dry_run: raise typer.BadParameter('is for --dry-run', param_hint="'--json'")
     configs = [EngineConfig(m, **options) for m in models]
+    given = trust_remote_code,enable_auto_tool_choice
+    foreign = [flag for flag,said in zip(_FOREIGN, given) if said]
+    parsers = tool_call_parser,reasoning_parser
+    if dry_run: return _dry_run(configs, parsers, _ignored(foreign, options, configs[0]), as_json)
+    _not_needed(foreign)
+    from atlas.service.gateway import serve
     serve(configs, host=host, port=port,
         served_model_name=served_model_name, alias=alias or (),
-        autoload=autoload, first=() if lazy else None, insecure=insecure,
+        autoload=autoload, first=() if lazy else None, memory=memory, insecure=insecure,
         api_key=api_key or (), api_key_file=api_key_file,
         allowed_hosts=allowed_host or (), cors_origins=cors_origin or (),
         tls_cert=tls_cert, tls_key=tls_key, tls_ca=tls_ca,
@@ -562,6 +675,39 @@ def launch(ctx:Annotated[typer.Context, _opt('Holds what is for the program.')],
     What stands after "--" goes to the program."""
     from atlas.use.clients import launch
     launch(client, ctx.args, url=url, model=model, key=key, show=show, start=start)
+
+# %% ../../nbs/8_use/12_cli.ipynb #5bee0042
+def _watched(where, server, told):
+    "A `Watcher` for a file of models, or for a server's address"
+    from atlas.service.watch import HERE,watcher
+    if '://' in where: return watcher(server=where, notify=told)
+    from atlas.service.fleet import read_fleet
+    fleet = read_fleet(where)
+    return watcher(fleet.watch, server or HERE*bool(fleet.models), told)
+
+def _looked(seen, news, as_json):
+    "Print what a look has found"
+    things = [dict(name=s.name, well=s.well, why=s.why) for s in seen]
+    if as_json: return typer.echo(json.dumps(dict(seen=things, news=news), ensure_ascii=False))
+    for line in map(str, seen) if sys.stdout.isatty() else news: typer.echo(line)
+
+@app.command(epilog=_examples('atlas watch atlas.yaml', 'atlas watch --once http://127.0.0.1:8888 --notify ntfy://my-topic'))
+def watch(
+    where:Annotated[str, typer.Argument(metavar='FILE|URL', help='A file as "atlas serve --config" takes it, or where a server is.')],
+    only_once:Annotated[bool, _opt('Look once, for cron. Ends with 0 if all is well and with 3 if something is not; prints what has changed since the last time.', '--once')]=False,
+    server:Annotated[str|None, _opt('Where the models of FILE are served. [default: http://127.0.0.1:8888]', show_default=False)]=None,
+    notify:Annotated[list[str]|None, _opt('Whom to tell, as apprise writes it, beside those in FILE; may be repeated.', show_default=False)]=None,
+    as_json:Json=False,
+):
+    "Ask servers and models how they are, and tell people once that changes."
+    import asyncio
+    from atlas.service.watch import kept_at,once
+    w = _watched(where, server, notify or ())
+    if not only_once: return asyncio.run(w.run())
+    what = where if '://' in where else str(Path(where).resolve())
+    seen,news = asyncio.run(once(w, kept_at(what)))
+    _looked(seen, news, as_json)
+    if not all(s.well for s in seen): raise typer.Exit(3)
 
 # %% ../../nbs/8_use/12_cli.ipynb #60a61e9b
 @app.command(context_settings=dict(allow_extra_args=True), epilog=_examples('atlas quantize ./my-model ./my-model-nvfp4 --format nvfp4', "atlas quantize org/name ./small --format fp8 --keep '*.o_proj' '*.layers.0.*'"))

@@ -19,8 +19,8 @@ from ..ground.core import DeviceError,human
 from ..card.device import get_device
 from ..cuda.vocabulary import words_of
 from ..engine.cache import slot_bytes,state_bytes
-from ..ground.hub import resolve
-from ..ground.opening import is_shape
+from ..ground.hub import here,resolve
+from ..ground.opening import is_shape,shaped
 from ..model.model import imagine,plan
 from ..ground.weights import open_checkpoint
 
@@ -177,13 +177,14 @@ def devices()->list:
 
 # %% ../../nbs/8_use/02_inspect.ipynb #e8e4955e
 def open_shape(
-    name:str, # A preset, or what `resolve` finds
+    name:str, # A preset, a name of the catalogue, or what `resolve` finds
     # Format to imagine its weights in: 'bf16', 'fp8', 'nvfp4', 'mxfp4', 'int4', 'mixed' or
     # 'nvfp4-experts'; None for that of the files, or for what is published
     weights:str|None=None,
 ):
     "An open checkpoint: the one called `name`, or one without files in the shape of a preset, or of that checkpoint in other `weights`"
     if weights or is_shape(name): return imagine(name, weights)
+    if shaped(name) and not here(name): return imagine(name)
     return open_checkpoint(resolve(name))
 
 def look(

@@ -146,6 +146,7 @@ READ = {
         'tests/test_cli.py','tests/test_http.py','tests/test_page.py',
         'tests/test_models_page.py'),
     'atlas/*.py': ('tests/test_repo.py',),
+    'atlas/catalog.json': ('ground.catalog','tests/test_catalog.py'),
     'kernels/variants.json': ('card.variants','tests/test_kernels.py','tests/test_memory.py'),
     'kernels/*': ('tests/test_kernels.py','tests/test_repo.py'),
     'tests/data/*': ('tests/helpers/reference.py',),
