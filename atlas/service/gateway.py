@@ -1260,6 +1260,7 @@ def _app(models, rules, sandbox, fetch_images, **kw):
     app.add_middleware(Access)
     return app
 
+# %% ../../nbs/7_service/20_gateway.ipynb #2c1eb9c7
 def _not_ourselves(models, at, on):
     "Refuse another server that is this one"
     for b in models.backends:

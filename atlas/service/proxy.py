@@ -6,10 +6,11 @@ Docs: https://atlas-inference.github.io/atlas/7_service/proxy.html.md"""
 
 # %% auto #0
 __all__ = ['TRANSLATED', 'PATHS', 'ME', 'UpstreamError', 'LoopError', 'Limits', 'server_url', 'server_key', 'paths_of', 'Backend',
-           'retry_after', 'whole_events', 'Flights', 'Proxy', 'Tally', 'data_of', 'costs', 'renamed', 'kept', 'broken',
-           'Passed', 'shape_of', 'message_of', 'chat_body', 'tools_of', 'Heard', 'Relay', 'may_stand_in', 'Fallbacks']
+           'Wire', 'Sockets', 'plain_transport', 'retry_after', 'Clock', 'whole_events', 'Flights', 'Proxy', 'Tally',
+           'data_of', 'costs', 'renamed', 'kept', 'broken', 'Passed', 'shape_of', 'message_of', 'chat_body', 'tools_of',
+           'Heard', 'Relay', 'may_stand_in', 'Fallbacks']
 
-# %% ../../nbs/7_service/21_proxy.ipynb #80b1ff18
+# %% ../../nbs/7_service/21_proxy.ipynb #21ee5e30
 import asyncio,email.utils,ipaddress,json,logging,os,random,re,socket,time,uuid
 from collections import Counter
 from contextlib import aclosing,contextmanager
@@ -18,7 +19,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from math import inf
 from time import monotonic,perf_counter
-import httpx
+import httpcore,httpx
 from fastcore.basics import patch
 from pydantic_core import from_json,to_json
 from starlette.responses import Response
@@ -155,20 +156,59 @@ def points_at(self:Backend, host:str, port:int)->bool:
     except OSError: mine = set()
     return host in ('','0.0.0.0','::') and any(loopback(a) or a in mine for a in at)
 
-# %% ../../nbs/7_service/21_proxy.ipynb #8f15eb4e
+# %% ../../nbs/7_service/21_proxy.ipynb #75f38b3f
 ME = uuid.uuid4().hex[:12] # This process, in `x-atlas-via`
 _UP = ('accept','user-agent','anthropic-version','anthropic-beta','openai-beta','traceparent') # Headers that go there
 _MOST_HOPS = 8
 
+# %% ../../nbs/7_service/21_proxy.ipynb #51d3cd27
+class Wire(httpcore.AsyncNetworkStream):
+    "A connection of `asyncio`; how long a read may take is not its business"
+    def __init__(self, reader, writer): self.reader,self.writer = reader,writer
+    async def read(self, max_bytes, timeout=None):
+        try: return await self.reader.read(max_bytes)
+        except OSError as e: raise httpcore.ReadError(str(e)) from e
+    async def write(self, buffer, timeout=None):
+        try:
+            self.writer.write(buffer)
+            async with asyncio.timeout(timeout): await self.writer.drain()
+        except TimeoutError as e: raise httpcore.WriteTimeout from e
+        except OSError as e: raise httpcore.WriteError(str(e)) from e
+    async def aclose(self): self.writer.close()
+    def get_extra_info(self, info):
+        if info=='is_readable': return self.reader.at_eof() or self.writer.is_closing()
+
+class Sockets(httpcore.AsyncNetworkBackend):
+    "Makes connections for `httpx`"
+    async def connect_tcp(self, host, port, timeout=None, local_address=None, socket_options=None):
+        try:
+            async with asyncio.timeout(timeout): return Wire(*await asyncio.open_connection(host, port))
+        except TimeoutError as e: raise httpcore.ConnectTimeout from e
+        except OSError as e: raise httpcore.ConnectError(str(e)) from e
+
+def plain_transport(limits:httpx.Limits)->httpx.AsyncHTTPTransport:
+    "What carries the requests of a client that needs no TLS"
+    t = httpx.AsyncHTTPTransport(verify=False, limits=limits)
+    t._pool = httpcore.AsyncConnectionPool(
+        max_connections=limits.max_connections,
+        max_keepalive_connections=limits.max_keepalive_connections,
+        keepalive_expiry=limits.keepalive_expiry,
+        network_backend=Sockets())
+    return t
+
+# %% ../../nbs/7_service/21_proxy.ipynb #c7fd5a0f
 @patch(as_prop=True)
 def http(self:Backend)->httpx.AsyncClient:
     "Its connections"
     if self._http is None:
         u,l = httpx.URL(self.url),self.limits
+        most = httpx.Limits(max_connections=512, max_keepalive_connections=32, keepalive_expiry=4.)
+        near = _near(u.host)
+        own = plain_transport(most) if near and u.scheme=='http' else None
         self._http = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=l.connect, pool=l.connect, write=l.between),
-            limits=httpx.Limits(max_connections=512, max_keepalive_connections=32, keepalive_expiry=4.),
-            follow_redirects=False, verify=u.scheme=='https', trust_env=not _near(u.host))
+            limits=most, transport=own, verify=u.scheme=='https',
+            follow_redirects=False, trust_env=not near)
     return self._http
 
 def _near(host):
@@ -284,7 +324,31 @@ async def whole(self:Backend, r:httpx.Response)->bytes:
     finally: await r.aclose()
     return bytes(got)
 
-# %% ../../nbs/7_service/21_proxy.ipynb #f291d1e7
+# %% ../../nbs/7_service/21_proxy.ipynb #e5c58b67
+class Clock:
+    """A context that ends with a `TimeoutError` where nothing came for too long. `asyncio.timeout` does the same,
+    and sets a timer anew for each event, which costs more than to look at the time"""
+    def __init__(self, seconds:float): self.limit,self.since,self.late = seconds,monotonic(),False
+    def stop(self): "Something came"; self.since = None
+    def go(self, seconds:float):
+        "The next is to come within so many seconds"
+        self.limit,self.since = seconds,monotonic()
+        if seconds<self.armed: self.timer.cancel(); self._arm(seconds)
+    def _arm(self, seconds): self.armed,self.timer = seconds,self.loop.call_later(seconds, self._look)
+    async def __aenter__(self):
+        self.task,self.loop = asyncio.current_task(),asyncio.get_running_loop()
+        self.before = self.task.cancelling()
+        self._arm(self.limit)
+        return self
+    def _look(self):
+        left = self.limit if self.since is None else self.since+self.limit-monotonic()
+        if left>0: self._arm(left)
+        else: self.late = True; self.task.cancel()
+    async def __aexit__(self, kind, e, trace):
+        self.timer.cancel()
+        if self.late and self.task.uncancel()<=self.before and kind is asyncio.CancelledError: raise TimeoutError from e
+
+# %% ../../nbs/7_service/21_proxy.ipynb #25b52d2b
 def whole_events(
     rest:bytearray, # What came before, and is no whole event
     more:bytes,
@@ -301,18 +365,18 @@ def whole_events(
 @patch
 async def events(self:Backend, r:httpx.Response, first:float|None=None):
     "The whole events of a stream, as they come"
-    loop,rest,l = asyncio.get_running_loop(),bytearray(),self.limits
+    rest,l = bytearray(),self.limits
     encoded = r.headers.get('content-encoding', 'identity')!='identity'
     try:
         with self.faults():
-            async with aclosing(r.aiter_bytes() if encoded else r.aiter_raw()) as chunks,asyncio.timeout(min(first or inf, l.first)) as clock:
+            async with aclosing(r.aiter_bytes() if encoded else r.aiter_raw()) as chunks,Clock(min(first or inf, l.first)) as clock:
                 async for c in chunks:
                     if rest or not c.endswith(b'\n\n'): c = whole_events(rest, c)
                     if len(rest)>l.event: raise self.fault('garbage', f'sent an event of more than {l.event:,} bytes')
                     if not c: continue
-                    clock.reschedule(None)
+                    clock.stop()
                     yield c
-                    clock.reschedule(loop.time()+l.between)
+                    clock.go(l.between)
         if rest.endswith(b'\n'): yield bytes(rest)+b'\n'
     finally: await r.aclose()
 
@@ -565,7 +629,7 @@ def went_wrong(self:Proxy, tally:Tally, e:AtlasError):
     tally.end(getattr(e, 'fault', 'error'))
     if e.status>=500 and e.status!=501: self.backend.failed(e)
 
-# %% ../../nbs/7_service/21_proxy.ipynb #c26099f2
+# %% ../../nbs/7_service/21_proxy.ipynb #8d445719
 class Passed(EventStream):
     "Bytes of any kind until they end, or the client leaves or freezes; nothing is said in between"
     def __init__(self, chunks, close, headers, kind:str, patience:float):
@@ -590,11 +654,11 @@ async def sound(self:Proxy, r:httpx.Response, first:bytes, chunks, tally:Tally):
 async def chunks(self:Backend, r:httpx.Response):
     "The bytes of an answer as they come, each in its time"
     with self.faults():
-        async with aclosing(r.aiter_bytes()) as its,asyncio.timeout(self.limits.first) as clock:
+        async with aclosing(r.aiter_bytes()) as its,Clock(self.limits.first) as clock:
             async for c in its:
-                clock.reschedule(None)
+                clock.stop()
                 yield c
-                clock.reschedule(asyncio.get_running_loop().time()+self.limits.between)
+                clock.go(self.limits.between)
 
 # %% ../../nbs/7_service/21_proxy.ipynb #5384ab4e
 @patch
