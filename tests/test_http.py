@@ -597,12 +597,19 @@ class Everything:
         self.upstreams = [SimpleNamespace(name='m', runner=engine)]
     def stats(self): return [dict(model='m', state='loaded', load_seconds=dict(weights=1.), restarts_total=0)]
 
+def everything_seen():
+    "A card that knows all there is to know, and the memory of a machine"
+    clocks,memory = dict(sm=1., memory=1.),dict(used=1, total=2)
+    card = SimpleNamespace(card='0', celsius=1., watts=1., watts_limit=1., busy=1., clocks=clocks, clocks_most=clocks, memory=memory, reasons=())
+    return [card],SimpleNamespace(total=1, free=1, available=1, some=0., full=0.)
+
 def test_dashboard_names_what_there_is():
     from atlas.service import metrics
     m = metrics.Metrics(Everything({k:1 for k in metrics._engine}))
     one = m.of('m')
     for k in ('request_success','aborted_requests','admission_rejections','tool_parse_failures'): getattr(one, k)['x'] += 1
     m.http['GET','/','200'] += 1
+    m.machine = everything_seen()
     text = m.text().decode()
     samples,labels = {},{}
     for l in text.splitlines():

@@ -21,6 +21,7 @@ NASTY = '<img src=x onerror=alert(1)>'
 class Sham(Served):
     "A model that is loaded and unloaded at once"
     need = 0
+    def stay(self): return dict(need=self.need, holds=self.need*(self.state=='loaded'), pinned=False)
     def _go(self, state, why=None):
         self.wanted,self.reason = state=='loaded',why
         self._set(state)

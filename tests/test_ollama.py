@@ -271,3 +271,140 @@ def test_keys(guarded):
     r = ask('sesame', keep_alive=0)
     assert r.status_code==403 and set(r.json())=={'error'}
     assert ask('onion', keep_alive=0).json()['done_reason']=='unload'
+
+# ---- What a model can do, vectors, fetching ----
+
+def test_show(client):
+    r = client.show('scripted')
+    assert {'completion','tools','thinking'}=={*r.capabilities}
+    assert r.modelinfo['unknown.context_length']==400_000 and 'm.role' in r.template
+
+def test_show_of_a_model_that_is_not_loaded():
+    "Its text side is read, and is there for whoever loads it; one that cannot be read is tried anew"
+    from atlas.ground.core import SourceError
+    from atlas.ground.options import EngineConfig
+    from atlas.service.gateway import Model,Models
+    from atlas.service.server import create_app
+    read = []
+    def text(config):
+        read.append(config.model)
+        if len(read)==1: raise SourceError('Not there')
+        return dict(tokenizer=tok, template=template, parsers=('hermes',None), spec=None)
+    m = Model(EngineConfig('asleep'), text=text)
+    app = create_app(Models([m], first=()), doors=DOORS)
+    with TestClient(app, **quiet) as c:
+        shown = [c.post('/api/show', json=dict(model='asleep')).json()['capabilities'] for _ in range(3)]
+        assert c.get('/api/ps').json()['models']==[]
+    assert shown==[['completion'],['completion','tools'],['completion','tools']]
+    assert read==['asleep']*2 and m.state=='unloaded'
+
+class Embedder(FakeRunner):
+    async def call(self, op, ids, **kw): return [3.,0.,4.]
+
+def test_embed():
+    app = app_of(Embedder(), tok, template, doors=DOORS)
+    with running(app) as url:
+        if not find_spec('ollama'): pytest.skip('the ollama package is not installed')
+        import ollama
+        c = ollama.Client(host=url, trust_env=False)
+        r = c.embed('fake', ['ab','c'])
+        assert [list(v) for v in r.embeddings]==[[3.,0.,4.]]*2 and r.prompt_eval_count==3
+        assert list(c.embed('fake', 'a', dimensions=1).embeddings[0])==[1.]
+        assert list(c.embeddings('fake', 'a').embedding)==[3.,0.,4.]
+
+@pytest.fixture
+def pulls(monkeypatch):
+    "What is fetched, and the bar's steps; a name with `bad` cannot be"
+    from atlas.ground.core import SourceError
+    from atlas.service import ollama
+    asked = []
+    def pull(name, show):
+        asked.append(name)
+        if 'bad' in name: raise SourceError(f'No {name}', hint='Try another')
+        if show:
+            with show(100, 'downloading it') as bar: bar.update(100)
+    monkeypatch.setattr(ollama, 'pull', pull)
+    return asked
+
+def test_pull(client, pulls):
+    said = [p.status for p in client.pull('hf.co/org/name:Q4_K_M', stream=True)]
+    assert (said[0],said[-1])==('pulling manifest','success') and pulls==['org/name:Q4_K_M']
+    assert client.pull('demo').status=='success'
+    import ollama
+    with pytest.raises(ollama.ResponseError) as e: list(client.pull('org/bad', stream=True))
+    assert 'No org/bad. Try another' in e.value.error
+    with pytest.raises(ollama.ResponseError) as e: client.pull('org/bad')
+    assert e.value.status_code==404
+    for path in ('/etc/passwd','../x'):
+        with pytest.raises(ollama.ResponseError) as e: client.pull(path)
+        assert e.value.status_code==400
+    assert len(pulls)==4
+
+def test_who_may_fetch(guarded, pulls):
+    def ask(key):
+        auth = {'Authorization':f'Bearer {key}'}
+        body = dict(model='demo', stream=False)
+        return httpx.post(guarded+'/api/pull', json=body, headers=auth, trust_env=False).status_code
+    assert [ask('sesame'),ask('onion')]==[403,200] and pulls==['demo']
+    c = TestClient(fuzzed.app, client=('192.0.2.7', 1), **quiet)
+    r = c.post('/api/pull', json=dict(model='demo'))
+    assert r.status_code==403 and 'ATLAS_ADMIN_KEY' in r.json()['error'] and pulls==['demo']
+
+def test_what_is_not_offered():
+    for path in ('/api/create','/api/copy','/api/push','/api/blobs/sha256:1'):
+        r = fuzzed.post(path, json={})
+        assert r.status_code==501 and set(r.json())=={'error'}
+
+# ---- keep_alive ----
+
+def test_keep_alive():
+    "It counts from the end of the answer, of whoever may say so"
+    from atlas.service.gateway import Models,Served
+    from atlas.service.server import create_app
+    from atlas.service.service import Upstream
+    r = FakeRunner('ok')
+    class Kept(Served):
+        said = []
+        def keep(self, s): self.said.append((s, len(r.seen)))
+    m = Kept(['fake'], Upstream('fake', ['fake'], r.info, tok, template, runner=r))
+    c = TestClient(create_app(Models([m]), doors=DOORS), **quiet)
+    for n,(v,want) in enumerate([(300,300.),('5m',300.),(0,0.),('-1',-1.)], 1):
+        assert c.post('/api/chat', json=dict(messages=HELLO, keep_alive=v)).status_code==200
+        assert Kept.said==[(want, n)]
+        Kept.said.clear()
+    c.post('/api/generate', json=dict(prompt='a', keep_alive='1h', stream=False))
+    c.post('/api/generate', json=dict(keep_alive='2h'))
+    assert Kept.said==[(3600.,5),(7200.,5)]
+    c.post('/api/chat', json=dict(messages=HELLO))
+    assert len(Kept.said)==2
+    for bad in ('soon',True,[],{}):
+        assert refused(c.post('/api/chat', json=dict(messages=HELLO, keep_alive=bad)))
+
+def test_keep_alive_of_a_user(guarded):
+    auth = dict(authorization='Bearer sesame')
+    body = dict(messages=HELLO, keep_alive='5m', stream=False)
+    r = httpx.post(guarded+'/api/chat', json=body, headers=auth, trust_env=False)
+    assert r.status_code==200 and 'admin' in r.headers['x-atlas-warning']
+
+def test_a_model_goes_when_its_time_has_come():
+    "With the true gateway: what is kept for 0 seconds is unloaded behind its answer; ps says until when others stay"
+    from test_llamacpp_behaviour import reaches,routed
+    import atlas.service.server
+    with pytest.MonkeyPatch.context() as p:
+        make = atlas.service.server.create_app
+        p.setattr('test_llamacpp_behaviour.create_app', lambda m: make(m, doors=DOORS))
+        with routed(dict(model='one')) as (h,models):
+            reaches(h, 'one', 'loaded')
+            body = dict(model='one', messages=HELLO, stream=False)
+            assert h.post('/api/chat', json=body|dict(keep_alive='1h')).json()['message']['content']
+            there, = h.get('/api/ps').json()['models']
+            assert there['expires_at']<'2100'
+            assert h.post('/api/chat', json=body|dict(keep_alive=-1)).status_code==200
+            there, = h.get('/api/ps').json()['models']
+            assert there['expires_at'].startswith('9999')
+            assert h.post('/api/chat', json=body|dict(keep_alive=0)).json()['message']['content']
+            reaches(h, 'one', 'unloaded')
+            assert h.post('/api/generate', json=dict(model='one')).json()['done_reason']=='load'
+            reaches(h, 'one', 'loaded')
+            assert h.post('/api/generate', json=dict(model='one', keep_alive=0)).json()['done_reason']=='unload'
+            reaches(h, 'one', 'unloaded')

@@ -5,6 +5,7 @@ import pytest,schemathesis
 from hypothesis import HealthCheck,settings
 from atlas import LLM
 from atlas.ground.config import PRESETS
+from atlas.service.gateway import DOORS
 from atlas.service.server import create_app
 import atlas.engine.score
 
@@ -16,7 +17,7 @@ PRESETS['toy-openapi'] = PRESETS['llama-3.1-8b']|dict(hidden_size=64, num_hidden
 try: llm = LLM('toy-openapi', 'cpu', load_format='dummy', max_seq_len=128, max_num_seqs=4, show=False)  # a token for each byte, so that any text gets as far as the model
 finally: del PRESETS['toy-openapi']
 models = loaded(llm, ['tiny'])
-server = running(create_app(models))
+server = running(create_app(models, doors=DOORS))
 atexit.register(server.__exit__, None, None, None)
 schema = schemathesis.openapi.from_url(server.__enter__()+'/openapi.json')
 endless = {'/models/sse'}  # streams without an end
@@ -29,6 +30,7 @@ def over():
 def shaped(path, d):
     "Is this an error in the shape of the API that `path` belongs to?"
     e = d.get('error')
+    if path.startswith('/api/'): return set(d)=={'error'} and isinstance(e, str) and e
     return isinstance(e, dict) and isinstance(e.get('message'), str) and e['message'] and isinstance(e.get('type'), str) and (d.get('type')=='error' if path.startswith('/v1/messages') else 'code' in e and 'param' in e)
 
 def fits(case, r):
@@ -38,6 +40,7 @@ def fits(case, r):
     assert r.headers.get('x-request-id')
     if r.status_code>=400: assert shaped(path, json.loads(r.content)), r.content[:300]
     elif kind.startswith('text/event-stream'): assert r.content.endswith(b'\n\n') and all(l[:1]==b':' or l[:6] in (b'data: ',b'event:') or not l for l in r.content.split(b'\n'))
+    elif kind.startswith('application/x-ndjson'): assert r.content.endswith(b'\n') and list(map(json.loads, r.content.splitlines()))
     elif kind.startswith('application/json'): json.loads(r.content)
     else: assert path in ('/','/ui','/metrics'), kind
 
@@ -53,6 +56,10 @@ def known(case):
         if (k := LIMIT.get(case.operation.path)) and b.get(k) is None: b[k] = 8
         if isinstance(b.get('n'), int) and b['n']>2: b['n'] = 2
         if 'background' in b: b['background'] = False
+        if case.operation.path in ('/api/chat','/api/generate'):
+            o = b.get('options') if isinstance(b.get('options'), dict) else {}
+            b['options'] = o|dict(num_predict=8)
+        if case.operation.path=='/api/pull': b |= dict(model='tiny', name=None) # which is here
 
 @schema.parametrize()
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)

@@ -256,6 +256,7 @@ def copy_rate(self:Device,
 def memory_rate(self:Device)->float|None:
     "What steps are compared with: the rate of a plain copy, where that means something"
     rate = self.copy_rate()
+    self.tidy() # the arrays' memory is for a model
     return rate if math.isfinite(rate) and rate>0 else None
 
 @patch

@@ -381,7 +381,7 @@ class Sizes(NamedTuple):
     steps:int # Bytes of the largest step
 
 @patch
-def _size(self:LoadedModel, ck)->Sizes:
+def _size(self:LoadedModel, ck, arena=None)->Sizes:
     "Sizes of the model in the open checkpoint; sets `prefill`, `arena`, `max_num_seqs` and `chunk`"
     o,d,by = self.options,self.ops.DEFAULTS,self.drafting
     head = o.drafting or by.who=='mtp'
@@ -394,7 +394,7 @@ def _size(self:LoadedModel, ck)->Sizes:
         high_precision=o.kv_high_precision_layers)
     how = o.prefill_activations,o.quantization
     self.prefill = _shares(self.ops.prefill_formats(self.device, ck.tensors, *how))
-    self.arena = self.device.arena(self._most())
+    self.arena = arena or self.device.arena(self._most())
     self._set_aside()
     need = self.ops.weight_bytes(ck.tensors, parts, packed, *anew)
     if by.ck: need += self.ops.weight_bytes(by.ck.tensors, ('',), packed, *anew)
@@ -409,6 +409,7 @@ def _load(self:LoadedModel, ck, show):
     "Weights and cache of the open checkpoint"
     o,by = self.options,self.drafting
     parts,packed,anew,need,steps = self._size(ck)
+    self.weight_bytes = need
     self._made_of = [packed, *(_made_of(c) for c in (ck,by.ck) if c)]
     self._stores = []
     self._plan(ck, need, steps)
@@ -501,7 +502,13 @@ def _room_for(self:LoadedModel, seqs, need, how)->bool:
     left,unasked = self.arena.beside(need+steps+self._tables(seqs))
     cache = min(left, ifnone(self.options.kv_cache_memory, unasked))
     tokens = min(self.max_seq_len, USUAL)
+    if self._one_long(seqs)>cache: return False
     return seqs*self._sequence_bytes(tokens)<=.9*cache # a tenth is for snapshots
+
+@patch
+def _one_long(self:LoadedModel, seqs)->int:
+    "Bytes of cache without which not one of so many sequences may be as long as can be"
+    return self._sequence_bytes(self.max_seq_len)+(seqs-1)*self._sequence_bytes(0)
 
 # %% ../../nbs/5_engine/13_loading.ipynb #a51ec0e0
 @patch
@@ -653,6 +660,13 @@ def _record_sizes(self:LoadedModel)->dict[str,int]:
     kv,own = self._kv,self.drafting.who=='mtp'
     token = token_bytes(self.config, self.ops, kv['dtype'], own, kv['high_precision'])
     return dict(tile=TILE*(token+self._beside()[0]), state=self._one_state())
+
+# %% ../../nbs/5_engine/13_loading.ipynb #a3c6490e
+@patch(as_prop=True)
+def memory(self:LoadedModel)->dict[str,int]:
+    "Bytes that a loaded model has of its device, by part"
+    cache = sum(a.nbytes for c in self._caches() for a in c.arrays())
+    return dict(weights=self.weight_bytes, cache=cache)|self.arena.budget.parts
 
 # %% ../../nbs/5_engine/13_loading.ipynb #62987dff
 @patch

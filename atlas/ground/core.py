@@ -8,7 +8,7 @@ Docs: https://atlas-inference.github.io/atlas/1_ground/core.html.md"""
 __all__ = ['INSTALL_CUDA', 'AtlasError', 'RequestError', 'ContextLengthError', 'TemplateError', 'QueueFullError', 'SourceError',
            'CheckpointError', 'ConfigError', 'UnsupportedError', 'DeviceError', 'OutOfMemoryError', 'CudaFault',
            'WriteError', 'BusyError', 'EngineError', 'AsleepError', 'NumericError', 'typed_error', 'human', 'bytes_in',
-           'kernel_dir', 'home', 'no_cycles', 'in_notebook', 'interactive', 'progress']
+           'seconds_in', 'kernel_dir', 'home', 'no_cycles', 'in_notebook', 'interactive', 'progress']
 
 # %% ../../nbs/1_ground/01_core.ipynb #b20fcb03
 import gc,os,re,sys
@@ -117,6 +117,32 @@ def bytes_in(text:str)->int:
     number,letter,binary = m.groups()
     power = ' KMGT'.index((letter or ' ').upper())
     return int(float(number)*(1024 if binary else 1000)**power)
+
+# %% ../../nbs/1_ground/01_core.ipynb #2c52c212
+_UNITS = dict(ns=1e-9, us=1e-6, µs=1e-6, ms=1e-3, s=1., m=60., h=3600., d=86400.)
+_PART = re.compile(r'(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h|d)')
+
+def seconds_in(
+    said, # A number of seconds, as itself or as text, or a text such as '1h30m'
+    param:str|None=None, # The field that it came in
+)->float: # Below 0 where it was
+    "Seconds of a length of time; a `RequestError` for what is none"
+    n = None
+    if isinstance(said, str): n = _seconds(said.strip())
+    elif isinstance(said, int|float) and not isinstance(said, bool): n = float(said)
+    if n is not None and n==n: return n
+    what = f'{param} is ' if param else ''
+    text = f'{what}{str(said)[:40]!r}, expected a time'
+    raise RequestError(text, hint="Such as 300, '5m', 0 or -1", param=param)
+
+def _seconds(text):
+    "Seconds of `1h30m`, or of a number; None where it is neither"
+    try: return float(text)
+    except ValueError: pass # then it has units
+    sign,rest = (-1,text[1:]) if text.startswith('-') else (1,text)
+    parts = _PART.findall(rest)
+    if not parts or ''.join(n+u for n,u in parts)!=rest: return None
+    return sign*sum(float(n)*_UNITS[u] for n,u in parts)
 
 # %% ../../nbs/1_ground/01_core.ipynb #bb126d8e
 def kernel_dir()->Path:

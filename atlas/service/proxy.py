@@ -934,7 +934,7 @@ async def asked(self:Proxy, ask:Ask)->tuple:
     except AtlasError as e: self.went_wrong(tally, e); raise
     except BaseException: tally.end('client_gone'); raise
 
-# %% ../../nbs/7_service/21_proxy.ipynb #1fb9146f
+# %% ../../nbs/7_service/21_proxy.ipynb #4ddefb2b
 def may_stand_in(e:AtlasError)->bool:
     "May another model be asked after this error? Not where the client is to blame"
     if isinstance(e, LoopError) or e.status==501: return False
@@ -961,7 +961,7 @@ class Fallbacks:
         self.retries,self.timeout,self.cooldown,self.pause,self.longest = retries,timeout,cooldown,pause,longest
         self.clock,self.sleep,self.chance = clock,sleep,chance
         self.down = {} # By name: until when it is left alone, and why
-        self.counts = Counter() # (asked for, answered by)
+        self.counts = Counter() # (model that was asked for, model that answered)
     def __repr__(self): return f'Fallbacks({", ".join(f"{k}: {v}" for k,v in self.to.items())})'
 
 # %% ../../nbs/7_service/21_proxy.ipynb #d9d852cf
@@ -990,12 +990,12 @@ def wait(self:Fallbacks, turn:int, errors:dict)->float|None:
     own = min(self.pause*2**turn, self.longest)*(.5+self.chance()/2)
     return None if least>self.longest else max(least, own)
 
-# %% ../../nbs/7_service/21_proxy.ipynb #1d2142f0
+# %% ../../nbs/7_service/21_proxy.ipynb #841b26fc
 @patch
 async def answer(self:Fallbacks, service, q:Question, name:str|None)->Response:
     "Answer a question by the model it names, or by those that stand in for that"
     asked = service.models.find(name)
-    names = [name or asked.name, *self.to.get(name, self.to.get(asked.name, ()))]
+    names = [asked.name, *self.to.get(name, self.to.get(asked.name, ()))]
     if len(names)==1 and not asked.elsewhere: return await service.by(q, name)
     tried,errors,turn = set(),{},0
     for left in range(self.retries, -1, -1):
@@ -1006,7 +1006,7 @@ async def answer(self:Fallbacks, service, q:Question, name:str|None)->Response:
             turn,tried = turn+1,set()
             to = self.next(names, tried)
         tried.add(to)
-        try: r = await service.by(q, to, self.timeout if left and len(names)>1 else inf)
+        try: r = await service.by(q, name if to==names[0] else to, self.timeout if left and len(names)>1 else inf)
         except AtlasError as e:
             unknown = isinstance(e, SourceError) and to!=names[0]
             if not (may_stand_in(e) or unknown): raise

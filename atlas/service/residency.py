@@ -9,10 +9,9 @@ __all__ = ['STAY', 'Resident', 'Group', 'rivals', 'worth_leaving', 'chosen', 'le
            'decide', 'shares', 'kept_for']
 
 # %% ../../nbs/7_service/19_residency.ipynb #8531f28b
-import re
 from dataclasses import dataclass
 from fastcore.basics import patch
-from ..ground.core import OutOfMemoryError,RequestError,human
+from ..ground.core import OutOfMemoryError,human,seconds_in
 
 # %% ../../nbs/7_service/19_residency.ipynb #9295fed7
 STAY = 3 # Times what its loading took: so long a model stays
@@ -176,7 +175,7 @@ def _make_room(m, short, against, others, now):
 
 def _wait(others, free):
     "What a model waits for that nobody can leave for yet"
-    later = [r for r in others if r.may_leave and r not in free]
+    later = [r for r in others if r.may_leave and r.holds and r not in free]
     coming = [r for r in others if r.state in ('loading','unloading') and r.holds]
     until = min((r.stays for r in later), default=None)
     said = f'waits for {_listed(later or coming)}'
@@ -200,28 +199,10 @@ def shares(
     return {k: a+int(part*more[k]) for k,a in least.items()}
 
 # %% ../../nbs/7_service/19_residency.ipynb #e34185d7
-_UNITS = dict(ns=1e-9, us=1e-6, µs=1e-6, ms=1e-3, s=1., m=60., h=3600., d=86400.)
-_PART = re.compile(r'(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h|d)')
-
 def kept_for(
-    keep_alive, # Seconds, as a number or as text, or a duration; None: nobody said
+    keep_alive, # As for `seconds_in`; None: nobody said
 )->float|None: # Seconds; infinite for ever
     "How long a model stays when nobody asks it; a `RequestError` for what is no time"
     if keep_alive is None: return None
-    seconds = None
-    if isinstance(keep_alive, str): seconds = _duration(keep_alive.strip())
-    elif isinstance(keep_alive, int|float) and not isinstance(keep_alive, bool):
-        seconds = float(keep_alive)
-    if seconds is None or seconds!=seconds:
-        said = f'keep_alive is {str(keep_alive)[:40]!r}, expected a time'
-        raise RequestError(said, hint="Such as 300, '5m', 0 or -1", param='keep_alive')
+    seconds = seconds_in(keep_alive, 'keep_alive')
     return float('inf') if seconds<0 else seconds
-
-def _duration(said)->float|None:
-    "Seconds of `1h30m`, or of a number; None where it is neither"
-    try: return float(said)
-    except ValueError: pass # then it has units
-    sign,rest = (-1,said[1:]) if said.startswith('-') else (1,said)
-    parts = _PART.findall(rest)
-    if not parts or ''.join(n+u for n,u in parts)!=rest: return None
-    return sign*sum(float(n)*_UNITS[u] for n,u in parts)

@@ -7,14 +7,15 @@ Docs: https://atlas-inference.github.io/atlas/7_service/server.html.md"""
 # %% auto #0
 __all__ = ['CHAT', 'TEXT', 'MESSAGES', 'RESPONSES', 'hops', 'SOUNDS', 'read_body', 'from_page', 'API', 'api_of', 'attended',
            'whose', 'Question', 'StalledError', 'tell', 'unheeded', 'warned', 'ended', 'owner', 'EmbeddingsBody',
-           'Texts', 'form_spans', 'Sound', 'TokenizeBody', 'DetokenizeBody', 'ModelBody', 'page', 'Door', 'refused',
-           'NoRouteError', 'no_route', 'no_route_for', 'left', 'create_app', 'PortError', 'listen']
+           'Texts', 'form_spans', 'Sound', 'Document', 'RerankBody', 'TokenizeBody', 'DetokenizeBody', 'ModelBody',
+           'no_page', 'page', 'Door', 'refused', 'NoRouteError', 'no_route', 'no_route_for', 'left', 'create_app',
+           'PortError', 'listen']
 
 # %% ../../nbs/7_service/14_server.ipynb #147728df
 import asyncio,base64,errno,hashlib,json,logging,re,socket
 from contextlib import aclosing,asynccontextmanager,suppress
 from contextvars import ContextVar
-from dataclasses import dataclass,replace
+from dataclasses import asdict,dataclass,replace
 from datetime import datetime,timezone
 from functools import partial
 from pathlib import Path
@@ -34,11 +35,11 @@ from .protocol import anthropic,openai,responses
 from .protocol.base import OPEN,Ask,Ids,NotOfferedError
 from .protocol.base import ignored,read_json,sse,validate
 from .protocol.chunks import error_body,plain_error_body
-from ..ground.requests import check_ids
+from ..ground.requests import SamplingParams,check_ids
 from ..text.sandbox import asker
 from .reanchor import NextTurns
 from .service import Service,packed
-from .turn import EventStream,Turn,Unless,events,gone,whole
+from .turn import EventStream,Turn,UnavailableError,Unless,events,gone,whole
 
 # %% ../../nbs/7_service/14_server.ipynb #3824991e
 async def read_body(
@@ -453,6 +454,38 @@ async def sound(self:Service, request:Request)->Response:
     q.form = form
     return await self.by(q, find(path, await q.name()))
 
+# %% ../../nbs/7_service/14_server.ipynb #67d0922f
+class Document(BaseModel):
+    "A text to rank, as an object"
+    model_config = OPEN
+    text: str
+
+class RerankBody(BaseModel):
+    "`POST /v1/rerank`"
+    model_config = OPEN
+    model: Annotated[str, Field(max_length=512)]|None = None
+    query: str
+    documents: Annotated[list[str|Document], Field(fail_fast=True, min_length=1, max_length=1024)]
+    top_n: Annotated[int, Field(ge=1)]|None = None
+    return_documents: bool|None = None
+    instruction: str|None = None # What makes a text fit; the model's makers have one
+
+@patch
+async def rerank(self:Service, request:Request)->Response:
+    "Rank texts by how well they answer a query"
+    b = await self.read(request, partial(validate, RerankBody))
+    texts = [d if isinstance(d, str) else d.text for d in b.documents]
+    async def work():
+        u = await self.upstream(b.model)
+        return u,await self.rank(u, b.query, texts, b.instruction)
+    u,(scores,n) = await attended(request, work())
+    results = [dict(index=i, relevance_score=s) for i,s in enumerate(scores)]
+    results.sort(key=lambda r: -r['relevance_score'])
+    if b.return_documents: results = [r|dict(document=dict(text=texts[r['index']])) for r in results]
+    usage = dict(prompt_tokens=n, total_tokens=n)
+    said = dict(object='list', model=b.model or u.names[0], usage=usage, results=results[:b.top_n])
+    return unheeded(JSONResponse(said), ignored(b))
+
 # %% ../../nbs/7_service/14_server.ipynb #d22c94d5
 class TokenizeBody(BaseModel):
     "`POST /tokenize`"
@@ -573,6 +606,7 @@ def live(self:Service, m)->dict:
     need = getattr(m, 'need', 0) or weights
     speed = self.metrics.of(m.name).speed.rate()
     now = dict(state=m.condition, tokens_per_second=round(speed, 2))
+    now['since'] = round(getattr(m, 'entered', m.created)) # in this state, seconds since 1970
     for k in ('running','waiting'): now[k] = stats.get(f'num_requests_{k}', 0)
     if now['running'] and 'roofline' in stats: now['roofline'] = stats['roofline']
     return dict(need=need, pinned=getattr(m, 'pinned', False),
@@ -605,6 +639,83 @@ async def model_events(self:Service)->Response:
         async with aclosing(self.models.events()) as changes:
             async for e in changes: yield sse(e)
     return EventStream(lines(), lambda *_: None, every=self.ping, patience=self.patience)
+
+# %% ../../nbs/7_service/14_server.ipynb #ab1432b1
+_STATES = dict(loaded='ready', loading='starting', restarting='starting', stalled='ready',
+    unloading='stopping', sleeping='sleeping') # As llama-swap calls them
+
+@patch
+async def running(self:Service)->Response:
+    "The models that are not unloaded, as llama-swap says it"
+    def told(m):
+        ttl = getattr(m, 'ttl', None) or 0
+        command = ' '.join(m.status.get('args', ()))
+        return dict(model=m.name, state=_STATES[m.condition], ttl=ttl, cmd=command, name=m.name)
+    here = [told(m) for m in self.models.all if m.condition in _STATES]
+    return JSONResponse(dict(running=here))
+
+def no_page(request:Request):
+    "Refuse what changes something, where a web page of somebody else's sends it"
+    if request.headers.get('sec-fetch-site', 'none') in ('none','same-origin'): return
+    raise RightsError('A web page may not do this', hint='Ask from a program')
+
+@patch
+async def unload_all(self:Service, request:Request)->Response:
+    "Give the memory of all models back"
+    no_page(request)
+    for m in self.models.all:
+        if m.wanted: await self.models.unload(m.name)
+    return JSONResponse(dict(msg='ok'))
+
+@patch
+async def unload_named(self:Service, request:Request, name:str)->Response:
+    "Give a model's memory back"
+    no_page(request)
+    await self.models.unload(name)
+    return JSONResponse(dict(msg='ok'))
+
+# %% ../../nbs/7_service/14_server.ipynb #8de3e417
+@patch
+async def props(self:Service, request:Request)->Response:
+    "What llama.cpp's server says of its model"
+    name = request.query_params.get('model')
+    build = dict(build_info=f'atlas {atlas.__version__}')
+    if name is None and len(self.models.all)>1:
+        return JSONResponse(dict(role='router', max_instances=len(self.models.all))|build)
+    m = self.models.one(name)
+    info,up = getattr(m.runner, 'info', None) or {},m.upstream
+    t = up and up.template
+    params = asdict(SamplingParams())
+    settings = dict(id=0, n_ctx=info.get('max_seq_len', 0), params=params,
+        speculative=bool(info.get('speculative')), is_processing=False)
+    return JSONResponse(dict(
+        default_generation_settings=settings, total_slots=info.get('max_num_seqs') or 0,
+        model_alias=m.name, chat_template=getattr(t, 'source', ''),
+        bos_token=getattr(t, 'bos', '') or '', eos_token=getattr(t, 'eos', '') or '',
+        modalities=dict(vision=bool(up and up.spec), audio=False),
+        is_sleeping=m.condition=='sleeping')|build)
+
+@patch
+async def slots(self:Service, request:Request)->Response:
+    "As many slots as a model has sequences, and how many are busy; none where it is not loaded"
+    q = request.query_params
+    m = self.models.one(q.get('model'))
+    info,stats = getattr(m.runner, 'info', None) or {},m.runner.stats() if m.runner else {}
+    n,busy = info.get('max_num_seqs') or 0,stats.get('num_requests_running', 0)
+    if q.get('fail_on_no_slot') in ('1','true') and busy>=n:
+        raise UnavailableError('No slot is free', hint='Try again in a moment')
+    about = dict(n_ctx=info.get('max_seq_len', 0), speculative=bool(info.get('speculative')))
+    return JSONResponse([dict(id=i, is_processing=i<busy)|about for i in range(n)])
+
+# %% ../../nbs/7_service/14_server.ipynb #cd648ee6
+def _neighbours(s:Service):
+    "Endpoints that programs for other servers ask"
+    unloading = [(p, how, f, None) for how in ('GET','POST') for p,f in
+        (('/unload', s.unload_all), ('/unload/{name:path}', s.unload_named))]
+    return [('/running', 'GET', s.running, None), *unloading,
+        ('/api/models/unload', 'POST', s.unload_all, None),
+        ('/api/models/unload/{name:path}', 'POST', s.unload_named, None),
+        ('/props', 'GET', s.props, None), ('/slots', 'GET', s.slots, None)]
 
 # %% ../../nbs/7_service/14_server.ipynb #7b47b1f4
 @patch
@@ -746,7 +857,7 @@ class NoRouteError(RequestError):
     "A path or method that the server does not have"
     status,code = 404,'not_found'
 
-_elsewhere = re.compile(r'/v1/(audio|images|files|uploads|batches|fine_tuning|moderations|assistants|threads|vector_stores|realtime|videos|evals|containers|conversations|rerank|responses/compact|messages/batches)(/|$)|/(rerank|score|classify|pooling|infill)$|/api/(create|copy|delete|push|blobs)(/|$)')
+_elsewhere = re.compile(r'/v1/(audio|images|files|uploads|batches|fine_tuning|moderations|assistants|threads|vector_stores|realtime|videos|evals|containers|conversations|responses/compact|messages/batches)(/|$)|/(score|classify|pooling|infill)$|/api/(create|copy|delete|push|blobs)(/|$)')
 
 _by_hand = {('POST','/models'):'Where the server runs, atlas pull NAME fetches a model', ('DELETE','/models'):'Where the server runs, atlas rm NAME removes a model'}
 
@@ -790,7 +901,7 @@ def _asking(s:Service):
         ('/v1/responses', 'POST', s.create_response, responses.ResponsesBody), ('/v1/responses/input_tokens', 'POST', s.response_length, responses.ResponsesBody),
         ('/v1/responses/{id}', 'GET', s.get_response, None), ('/v1/responses/{id}', 'DELETE', s.delete_response, None),
         ('/v1/responses/{id}/cancel', 'POST', s.cancel_response, None), ('/v1/responses/{id}/input_items', 'GET', s.response_items, None),
-        ('/v1/embeddings', 'POST', s.embeddings, EmbeddingsBody), *(r for p in ('','/v1') for r in ((p+'/tokenize', 'POST', s.tokenize, TokenizeBody),
+        ('/v1/embeddings', 'POST', s.embeddings, EmbeddingsBody), *((p+'/rerank', 'POST', s.rerank, RerankBody) for p in ('','/v1')), *(r for p in ('','/v1') for r in ((p+'/tokenize', 'POST', s.tokenize, TokenizeBody),
             (p+'/detokenize', 'POST', s.detokenize, DetokenizeBody), (p+'/apply-template', 'POST', s.apply_template, openai.ChatBody)))]
 
 def _managing(s:Service):
@@ -824,7 +935,7 @@ def create_app(
     app = FastAPI(title='Atlas', version=atlas.__version__, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=life)
     app.state.service = service
     more = [route for door in doors for route in door(service)]
-    for path,method,f,body in _asking(service)+_managing(service)+more: _add(app, path, method, f, body)
+    for path,method,f,body in _asking(service)+_managing(service)+_neighbours(service)+more: _add(app, path, method, f, body)
     for path in SOUNDS: app.add_api_route(f'/v1/{path}', service.sound, methods=['POST'], include_in_schema=False, response_model=None)
     if rules: service.origins = rules.origins
     for kind,f in ((AtlasError, refused), (HTTPException, no_route), (ClientDisconnect, left)): app.add_exception_handler(kind, f)
@@ -833,10 +944,12 @@ def create_app(
     return app
 
 # %% ../../nbs/7_service/14_server.ipynb #c6bb0e81
+_NO_HEAD = ('/models/sse','/unload','/unload/{name:path}') # Endless, or no mere reading
+
 def _add(app, path, method, f, body):
     "One endpoint"
     app.add_api_route(path, f, methods=[method], openapi_extra=_schema(body) if body else None, response_model=None, responses=_errors if method!='GET' else None)
-    if method=='GET' and path!='/models/sse': app.add_api_route(path, f, methods=['HEAD'], include_in_schema=False, response_model=None)
+    if method=='GET' and path not in _NO_HEAD: app.add_api_route(path, f, methods=['HEAD'], include_in_schema=False, response_model=None)
 
 # %% ../../nbs/7_service/14_server.ipynb #80748cd5
 class PortError(AtlasError):

@@ -143,6 +143,7 @@ _HOT = {'hw_thermal','sw_thermal','power_brake','hw_slowdown'} # Not a cap on po
 
 class Watcher:
     "Looks at endpoints, models and cards, and tells people what has changed"
+    loud = True # Does the log hear of it, too?
     def __init__(self,
         endpoints:dict[str,str], # Name -> address
         tell=None, # As `teller` makes one; None: only the log hears of it
@@ -178,7 +179,8 @@ async def round(self:Watcher)->tuple[list[Seen],list[str]]:
     "Look once, and tell what is news: what was seen, and what was said"
     seen,now = await self.look(),self.clock()
     news = [said for s in seen if (said := self.damper.hear(s, now))]
-    for n in news: _log.warning('%s', n)
+    if self.loud:
+        for n in news: _log.warning('%s', n)
     self.unsent = [*self.unsent, *news][-50:]
     if self.unsent and self.tell:
         title = f'Atlas on {socket.gethostname()}'
@@ -217,7 +219,7 @@ def write_damper(path:Path, d:Damper):
 
 async def once(w:Watcher, path:Path)->tuple[list[Seen],list[str]]:
     "A round that remembers the one before"
-    w.damper = read_damper(path)
+    w.damper,w.loud = read_damper(path),False
     try: said = await w.round()
     finally: await w.client.aclose()
     write_damper(path, w.damper)
@@ -246,7 +248,11 @@ def watcher(
     kw.setdefault('key', os.environ.get('ATLAS_API_KEY'))
     return Watcher(endpoints, tell, entry.every if entry else 60., **kw)
 
-async def watching(entry, models):
-    "Watch the models of this process, and what a fleet names, as long as it serves"
-    from atlas.card.sensors import Machine
-    await watcher(entry, models=models, machine=Machine()).run()
+def watching(entry):
+    "What a gateway runs `beside`: looks at its models and at what `entry` names. A `WatchError` at once where nobody can be told"
+    tell = teller(entry.notify)
+    async def run(models):
+        from atlas.card.sensors import Machine
+        machine = await asyncio.to_thread(Machine)
+        await Watcher(dict(entry.endpoints), tell, entry.every, models, machine).run()
+    return run

@@ -6,7 +6,7 @@ Docs: https://atlas-inference.github.io/atlas/7_service/worker.html.md"""
 
 # %% auto #0
 __all__ = ['FATAL', 'REFUSED', 'mortal', 'Workload', 'Meter', 'LinkSink', 'work', 'load_model', 'Easing', 'told', 'workload',
-           'leave', 'main', 'ThreadWorker']
+           'measure', 'leave', 'main', 'ThreadWorker']
 
 # %% ../../nbs/7_service/17_worker.ipynb #c44447c0
 import ctypes,logging,os,signal,socket,sys,threading
@@ -35,10 +35,10 @@ def _die():
     os._exit(1)
 
 # %% ../../nbs/7_service/17_worker.ipynb #6d5d5e62
-if __name__=='__main__': mortal(*map(int, sys.argv[-3:-1]))
+if __name__=='__main__' and sys.argv[-1]!='--measure': mortal(*map(int, sys.argv[-3:-1]))
 
 # %% ../../nbs/7_service/17_worker.ipynb #d6a95e23
-import asyncio
+import asyncio,json
 from dataclasses import dataclass,field
 from time import monotonic
 from ..card.context import begin_context
@@ -265,14 +265,31 @@ def workload(
         max_queue=m.options.max_queue,
         max_queue_tokens=getattr(m.options, 'max_queue_tokens', None),
         vocab_size=m.config.vocab_size,
+        family=getattr(m.config, 'family', None),
+        parameters=getattr(m.config, 'total_params', None),
         eos_ids=list(m.text.eos_ids))
     drafts = getattr(m, 'speculative', None) # 'mtp, 3 drafts'
     if drafts: info['speculative'] = drafts
+    if 'rerank' in m.name.lower(): info['reranks'] = True # it was made to say yes or no
     prefill = getattr(m, 'prefill', None) # 'nvfp4 (97%) and f16 (3%)'
     if prefill: info['prefill_activations'] = prefill
     if start := getattr(m, 'startup', None): info['startup'] = told(start)
+    if taken := getattr(m, 'memory', None): info['memory'] = taken
     ops = dict(score=m.score, embed=m.embed, sleep=m.sleep, wake=m.wake)
     return Workload(CurrentEngine(m), info, ops, m.close, Easing(m))
+
+# %% ../../nbs/7_service/17_worker.ipynb #d61ccca0
+def measure(
+    budget:int, # Bytes that all models may have
+    models:list[dict], # Fields of the `EngineConfig` of each
+)->dict: # `models`: of each what `MeasuredModel.told` says; None where it cannot be measured
+    "What models take"
+    from atlas.engine.planning import MeasuredModel
+    def one(fields):
+        try: return MeasuredModel(EngineConfig(**fields), budget).told()
+        except (AtlasError,TypeError,OSError) as e:
+            print(f'{fields.get("model")} cannot be measured: {e}', file=sys.stderr)
+    return dict(models=[one(m) for m in models])
 
 # %% ../../nbs/7_service/17_worker.ipynb #8bacb7c4
 def leave(code:int):
@@ -285,7 +302,9 @@ def leave(code:int):
 def main(
     load=load_model, # Function of options and a `Meter` that gives a `Workload`
 ):
-    "`python -m atlas.service.worker [--log=FORMAT:LEVEL] SOCKET PIPE PARENT NAME`"
+    """`python -m atlas.service.worker [--log=FORMAT:LEVEL] SOCKET PIPE PARENT NAME`, or the same
+    with --measure alone, which reads and writes JSON as `measure` takes and gives it"""
+    if sys.argv[-1]=='--measure': return print(json.dumps(measure(**json.load(sys.stdin))))
     # two descriptors, and the process to die with; the name is for people who look
     sock,pipe,parent = map(int, sys.argv[-4:-1])
     mortal(pipe, parent)

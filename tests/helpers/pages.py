@@ -157,6 +157,7 @@ READ = {
     '.ci/*': ('tests/test_repo.py',),
     'pyproject.toml': ('tests/test_repo.py',),
     'atlas/models/tiny/*': ('tests/test_tiny.py',),
+    'deploy/*': ('tests/test_deploy.py',),
     'tools/train_tiny/*': ('tests/test_train_tiny.py',),
     '_quarto.yml': ('tests/test_repo.py',),
     'README.md': ('tests/test_repo.py',),
