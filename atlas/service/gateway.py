@@ -847,15 +847,14 @@ class Models:
         groups=None, # Name -> `Group`, or a dict of its fields
         backends=(), # Other servers, whose models come and go
     ):
-        self.backends,self.fallbacks = [*backends],None # `Backend`s; `Fallbacks`
+        self.backends,self.fallbacks = [],None # `Backend`s; `Fallbacks`
         if not models and not backends: raise RequestError('There is no model to serve')
         self.residency = Residency(models, budget, groups)
         self.autoload,self.draining,self.gate,self._ears = autoload,False,asyncio.Lock(),set() # `_ears`: queues of listeners
         self.going,self.parting = {},set() # Models that are served no more, and what waits for their ends
         self._take(models)
         self.first = [m for m in models if not m.elsewhere and (first is None or set(first)&set(m.names))]
-        for b in self.backends:
-            for m in b.fixed(): self.put(m)
+        for b in backends: self.join(b, begin=False)
     def _take(self, models):
         "Have these models, by their names"
         by = {}
@@ -964,6 +963,21 @@ def drop(self:Models, m:Served):
     self.all.remove(m)
     for n in m.names: self.models.pop(n, None)
     if self.default==m.name: self.default = self.all[0].name if self.all else None
+
+# %% ../../nbs/7_service/20_gateway.ipynb #5bb01462
+@patch
+def join(self:Models, b, begin:bool=True):
+    "Add another server; where we run already, its list is looked at from now on (`begin`)"
+    self.backends.append(b)
+    for m in b.fixed(): self.put(m)
+    if begin: b.start(self)
+
+@patch
+async def part(self:Models, b):
+    "Take another server away, and its models; what it answers is cut"
+    self.backends.remove(b)
+    for m in [m for m in self.all if getattr(m, 'backend', None) is b]: self.drop(m)
+    await b.close()
 
 # %% ../../nbs/7_service/20_gateway.ipynb #6a4a74d3
 @patch
