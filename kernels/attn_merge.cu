@@ -115,11 +115,11 @@ extern "C" __global__ void BOUNDS attn_merge(const float* o, const float* ml,
         const int p = s < 0 ? 0 : starts[s] + own - first[s];
         const int a = pieces.of(window ? max(0, p - window + 1) : 0), count = pieces.of(p) - a + 1;
         const unsigned several = __ballot_sync(~0u, count > 1);
-        if (t0 == blockIdx.z) pdl_wait();
-        else __syncthreads();
+        if (t0 != blockIdx.z) __syncthreads();
         sees[threadIdx.x] = count;
         if (!lane) waiting[warp] = several;
         __syncthreads();
+        if (t0 == blockIdx.z) pdl_wait();
         #pragma unroll 1
         for (int w = 0; w < W && t0 + w * 32 * step < rows; w++)
             #pragma unroll 1

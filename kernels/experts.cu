@@ -79,8 +79,9 @@
 typedef UP<(HIDDEN + 31) / 32> U;
 typedef DOWN<(INNER + 31) / 32> D;
 constexpr int K = HIDDEN, I = INNER, E = EXPERTS, PICKS = TOP_K + SHARED, THREADS = 32 * WARPS;
-// Is the next launch let in when all weights have been asked for? It finds no room before anyway.
-constexpr bool LATE = ROWS > 2;
+// When is the next launch let in, which finds no room before anyway? When all weights have been asked
+// for, or, of one row, at the end; else at once.
+constexpr bool LATE = ROWS > 2, LAST = ROWS == 1 && !ROUNDS;
 constexpr int N = (E + 31) / 32, WIDTH = (I + 3) / 4 * 4;
 constexpr bool PAIR = ACT != ACT_RELU2;
 constexpr int UROWS = ((PAIR ? 2 * I : I) + 3) / 4 * 4, STRIPS = (UROWS + 15) / 16;  // of an expert
@@ -107,6 +108,9 @@ constexpr bool DISTINCT = DSPLIT == 1 || AFTER + WARPS / DSPLIT <= 15;
 // Has each warp just one unit of the second half, and does it stage what it multiplies by itself?
 constexpr bool ALONE = APART && ROWS == 1 && DISTINCT && OWN == 1 && !MIXED && D::UNITS == 2
     && DShares::N == DSPLIT && PICKS * DSPLIT <= WARPS;
+// Quarters of that unit's blocks that a warp decodes before hidden values are there: registers have
+// room for no more.
+constexpr int MADE = ALONE && D::FOUR == 8 && !DShares::SHORT ? 4 : 0;
 // the first so many warps stage x, while the others pick
 constexpr int STAGE = ROWS > 1 && WARPS - ROWS >= 4 ? WARPS - ROWS : WARPS;
 typedef StagedRows<U, K, ROWS> X;
@@ -176,7 +180,8 @@ __device__ __forceinline__ void pick_row(Table& slots, int row, const float* log
     float near[N];
     near_logits<E, N>(logits, lane, near);
     int* const to = slots.of(row);
-    const int id = ranked<E, TOP_K, SCORE, CORRECTED, N>(near, correction, lane, to);
+    constexpr int AT_ONCE = ROWS == 1 && TOP_K == 8 ? 8 : 1;
+    const int id = ranked<E, TOP_K, SCORE, CORRECTED, N, AT_ONCE>(near, correction, lane, to);
     if (lane < TOP_K) to[lane] = id;
 }
 __device__ __forceinline__ void weigh_row(Table& slots, int row, const float* logits,
@@ -214,8 +219,10 @@ __device__ __forceinline__ void stage_x(X& in, float (*squares)[PARTS], const fl
     });
 }
 
-// Hidden values, when they are there: a warp's pieces.
-__device__ __forceinline__ void stage_h(H& in, const Table& slots, const float* h, int rows) {
+// Hidden values, when they are there: a warp's pieces. Each warp that has one of its own does
+// what comes `first` before it asks.
+template <class First> __device__ __forceinline__ void stage_h(H& in, const Table& slots,
+        const float* h, int rows, First first) {
     const int lane = threadIdx.x % 32;
     auto entry = [&](int i) { return ALONE ? slots.who[i / HPARTS][0] : i / HPARTS; };
     auto ask = [&](int i, float* a) {  // true: they are there
@@ -233,6 +240,16 @@ __device__ __forceinline__ void stage_h(H& in, const Table& slots, const float* 
         }
         return all;
     };
+    if constexpr (MADE > 0) {  // a warp has one piece, and is alone with it
+        const int i = threadIdx.x / 32;
+        if (i >= PICKS * HPARTS) return;
+        first();
+        float a[8];
+        while (!ask(i, a)) ;
+        __syncwarp();
+        in.put(entry(i), i % HPARTS * 32 + lane, a);
+        return;
+    }
     stage<ROWS * PICKS * HPARTS, WARPS, OWN == 1 ? 4 : 3>(
             rows * PICKS * HPARTS, ask, [&](int i, float* a) {
         bool all = true;
@@ -411,7 +428,7 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
     if (SHARED)  // needs no router
         #pragma unroll 1
         for (; begun < DEEP && unit < STRIPS; begun++) { next_up(); forth(); }
-    if (!LATE) pdl_trigger();
+    if (!LATE && !LAST) pdl_trigger();
     pdl_wait();
     const int picker = WARPS - 1 - warp;  // whose row this warp picks for
     if (picker < rows)
@@ -498,9 +515,23 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
     }
     if (!APART) __syncthreads();  // before what is staged takes the place of x
     float before = 0.f;
-    if (add && threadIdx.x < rows * SPAN && (int)threadIdx.x % SPAN < span)
-        before = add[(size_t)(threadIdx.x / SPAN) * K + base + threadIdx.x % SPAN];
-    stage_h(sm->in.h, sm->slots, h, rows);
+    auto prior = [&] {
+        if (add && threadIdx.x < rows * SPAN && (int)threadIdx.x % SPAN < span)
+            before = add[(size_t)(threadIdx.x / SPAN) * K + base + threadIdx.x % SPAN];
+    };
+    if (!MADE) prior();
+    Made<D, MADE> only;  // unit of the warp
+    auto decode = [&] {
+        if constexpr (MADE > 0) {
+            cp_async_wait<DEEP - 1>();
+            __syncwarp();
+            #pragma unroll
+            for (int b = 0; b < D::UNITS; b++) only.blocks[b].read(sm->ring[warp][place].weights, b, g, t);
+            only.decode();
+        }
+    };
+    stage_h(sm->in.h, sm->slots, h, rows, decode);
+    if (MADE) prior();
     // memory idles when a warp's values are there
     const int asks = blockIdx.x * THREADS + threadIdx.x;
     if (later_w) ahead(later_w, later_w16, asks, gridDim.x * THREADS);
@@ -510,7 +541,7 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
     const unsigned begin = span > 0 ? warp / DSPLIT : NONE;
     if (USPLIT < DSPLIT) round = 0;  // warps of a team may have had different numbers of strips
     #pragma unroll 1
-    for (unsigned u = begin; u < strips(); u += WARPS / DSPLIT, round ^= 1) {
+    for (unsigned u = begin; u < strips(); u = MADE ? NONE : u + WARPS / DSPLIT, round ^= 1) {
         auto slot = [&](unsigned p) {  // of part p of the strip
             return MIXED ? min(2 * u + p, parts() - 1) / own : u / OWN;
         };
@@ -524,17 +555,21 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
         const float* e1 = sm->in.h.e[entry(2 * t + 1)] + dshare * D::UNITS;
         float acc[4] = {};
         #pragma unroll 1
-        for (int i = DShares::of(dshare); i; i--) {
-            cp_async_wait<DEEP - 1>();
-            __syncwarp();
+        for (int i = MADE ? 1 : DShares::of(dshare); i; i--) {
+            if (!MADE) {
+                cp_async_wait<DEEP - 1>();
+                __syncwarp();
+            }
             const Place& p = sm->ring[warp][place];
             const bool half = DShares::SHORT && i == 1 && dshare == DShares::LAST;
-            multiply<D, H>(p.weights, acc, at, e0, e1, g, t, half);
+            if constexpr (MADE > 0) multiply_made<D, H>(only, acc, at, e0, e1);
+            else multiply<D, H>(p.weights, acc, at, e0, e1, g, t, half);
             at += 4 * D::UNITS * DSPLIT;
             e0 += D::UNITS * DSPLIT;
             e1 += D::UNITS * DSPLIT;
             if (i == 1) sm->tail[warp][lane] = p.tail[lane];
             __syncwarp();
+            if (MADE) continue;
             if (down < strips()) next_down();
             forth();
         }
@@ -557,6 +592,7 @@ extern "C" __global__ void __launch_bounds__(LIMIT, 1) experts(
             sm->done[to][o] = fmaf(v, scale, more);
         }
     }
+    if (LAST) pdl_trigger();
     __syncthreads();
     put_sums(sm, base, span, rows, before, add, y, ids, weights);
 #endif

@@ -12,26 +12,37 @@
 //   bias  : [biases]               f32   of rows as they are stored, the extra ones too; or null
 //   gate  : [r, ld]                f32   the result is multiplied by the sigmoid of its column `column`; or null
 //   add   : [r, width]             f32   then added, may be y; or null
-//   y     : [r, width]             f32   width = n + m, of gate and up rows n/2
+//   y     : [r, width]             f32   width = n + m, of gate and up rows n/2; or null if there are keys
+//   keys  : [r, blocks]            i64   BEST: of each block the key of the largest result (lib/keys.cuh), and no results; or null
 //   -D FORMAT= fragment of W    -D EXTRA= fragment of the extra rows, if any    -D K= columns    -D ROWS= 1, 2, 4 or 8: `rows` is at most that
 //   -D NORM=   0: f(x) = x;  1: f(x) = rmsnorm(x, gain);  2: f(x) = x / rms of its group, of GROUP= values in PARTS=
 //   -D ACT=    of lib/act.cuh    -D CAP=  1: results are cap * tanh(result / cap)    -D W= SPLIT=  warps of a block, and those that share a row of W
 //   -D STAGED= DEEP=  128s of x held at a time, and places of a warp for units on their way; ESTAGED= EDEEP= for the extra rows, 16 a block
 //   -D BEHIND= so many of these places are asked for behind x, not before the wait; 0 by default, and only where a block stages all of x at once
 //   -D EARLY=  of a unit so many quarters of its blocks are decoded before x is there. Where it is not 0, a block has one group of rows at most, and a warp one unit of four-bit weights
+//   -D LATE=   1: the next launch is let in behind the wait, as it is where EARLY is not 0; of one row, 0 by default   -D ONCE= 1: weights leave the L2 cache first; 0 by default
 //   -D PIPE=   1: x is staged in pieces, each while the one before it is multiplied; for several rows where that pays, 0 by default
+//   -D BEST=   1: keys are left, of whoever has neither extra rows, an activation nor a residual; 0 by default
 //   -D TEAM=   blocks of a team, 1 by default: of 4 bits, with no extra rows and no NORM 1; all sizes above are those of one block, `main` counts teams
 //   launch: <<<main*TEAM + ceil(m/16), 32*W, shared bytes: see atlas.cuda.gemv>>>, `main` <= ceil(n/span) blocks for W, which take `span` rows at a time, a multiple of 4 up to 16*W/SPLIT
 #ifndef TEAM
 #define TEAM 1
 #endif
+#ifndef BEST
+#define BEST 0
+#endif
 #ifndef PIPE
 #define PIPE 0
 #endif
+#ifndef ONCE
+#define ONCE 0
+#endif
+#define READ_ONCE ONCE
 #include "lib/fragment.cuh"
 #include "lib/act.cuh"
 #include "lib/ahead.cuh"
 #include "lib/async.cuh"
+#include "lib/keys.cuh"
 #include "lib/pdl.cuh"
 #include "lib/reduce.cuh"
 #include "lib/team.cuh"
@@ -77,6 +88,9 @@
 #ifndef BEHIND
 #define BEHIND 0
 #endif
+#ifndef LATE
+#define LATE 0
+#endif
 #ifndef EARLY
 #define EARLY 0
 #endif
@@ -95,6 +109,7 @@
 #endif
 constexpr int C = (K + 31) / 32, B = (C + 3) / 4, SEGMENTS = (K + 255) / 256;  // chunks of 32; blocks of 128; of 256, which a warp stages together
 constexpr int SLOTS = SEGMENTS < W ? SEGMENTS : W;  // warps that stage one row together
+constexpr bool LET_LATE = LATE || EARLY;
 constexpr bool PAIR = ACT != ACT_NONE && ACT != ACT_RELU2;
 static_assert(SPLIT % TEAM == 0 && W % (SPLIT / TEAM) == 0 && (TEAM == 1 || NORM != 1) && STAGED % 2 == 0 && ESTAGED % 2 == 0, "see the contract");
 
@@ -102,6 +117,7 @@ struct Job {  // one matrix
     const unsigned char *w, *s;
     const float *gs, *x, *gain, *parts, *bias, *gate, *add;
     float* y;
+    u64* keys;
     float eps, limit, cap;
     int rows, n, ld, at, width, span, group, step, member;  // `member` of its team; `at`: where its outputs begin; rows come in groups of `span`, and this block has every `step`-th from `group` on
 };
@@ -294,6 +310,8 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> __devic
     const uint4* const own_x = xs + min(g, ROWS - 1) * S::LDR + 4 * F::UNITS * (warp % HERE) + F::template own<S::LD>(t);
     float g0[8], sums[ROWS] = {};
     if (NORM == 1) { const int b = OWN && F::UNITS == 1 ? warp + lane / 16 * W : warp % (OWN ? W : SLOTS) * 2 + lane / 16; load_x(o.gain, b * 16 + lane % 16, b < HELD, g0); }
+    u64 top[BEST ? ITEMS : 1] = {};  // the largest results of this thread's places in a group
+    static_assert(!BEST || (MEMBERS == 1 && ACT == ACT_NONE), "see the contract");
     typedef Ahead<F, HELD, HERE, MEMBERS> Pieces;
     constexpr bool PIPED = PIPE && BEFORE == PLACES && ROWS > 1 && ALL && !OWN && NORM != 2 && Pieces::FITS;
     Pieces pieces;
@@ -330,6 +348,7 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> __devic
             if (o.gs && threadIdx.x <= o.span / 32) ahead(o.gs + min(base + 32 * (int)threadIdx.x, n4 - 1));
             if (MADE && works) decode();
             pdl_wait();
+            if (LET_LATE) pdl_trigger();
         }
         const uint4* x;
         const float* e;
@@ -411,8 +430,30 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> __devic
             }
             if (CAP) v[0] = __fmul_rn(o.cap, tanhf(v[0] / o.cap));
             if (ACT) v[0] = act_mul<ACT>(v[0], v[PAIR], o.limit);
+            if (BEST) {
+                top[i] = max(top[i], keyed(logit_key(v[0]), out));
+                continue;
+            }
             const float gate = o.gate ? times_sigmoid(1.f, open[i]) : 1.f;
             o.y[(size_t)row * o.width + o.at + out] = fmaf(v[0], gate, prior[i]);
+        }
+    }
+    if (BEST) {
+        __shared__ u64 tops[ROWS][PER];  // of the sixteens of places
+        #pragma unroll
+        for (int i = 0; i < ITEMS; i++) {
+            const int item = i * THREADS + threadIdx.x;
+            u64 key = top[BEST ? i : 0];
+            #pragma unroll
+            for (int m = 8; m; m /= 2) key = max(key, __shfl_xor_sync(~0u, key, m));
+            if (item < RESULTS && item % 16 == 0) tops[item / 16 / PER][item / 16 % PER] = key;
+        }
+        __syncthreads();
+        if ((int)threadIdx.x < o.rows) {
+            u64 key = 0;
+            #pragma unroll
+            for (int i = 0; i < PER; i++) key = max(key, tops[threadIdx.x][i]);
+            o.keys[(size_t)threadIdx.x * o.step + o.group] = key;
         }
     }
     if (MEMBERS > 1) team_sync();  // nobody leaves while others read what it found
@@ -420,11 +461,14 @@ template <class F, int PER, int HERE, int HELD, int PLACES, int MEMBERS> __devic
 
 extern "C" TEAM_OF(TEAM) __global__ void __launch_bounds__(LIMITS) gemv(const unsigned char* __restrict__ w, const unsigned char* __restrict__ s,
         const float* __restrict__ gs, const unsigned char* __restrict__ extra, const float* x, const float* __restrict__ gain, const float* parts,
-        const float* __restrict__ bias, const float* gate, const float* add, float* y, float eps, float limit, float cap, int rows, int n, int m, int ld,
+        const float* __restrict__ bias, const float* gate, const float* add, float* y, long long* keys, float eps, float limit, float cap, int rows, int n, int m, int ld,
         int column, int width, int main, int span) {
     DYNAMIC_SHARED(uint4, xs);
-    pdl_trigger();
-    Job o = {w, s, gs, x, gain, parts, bias, gate ? gate + column : nullptr, add, y, eps, limit, cap, rows, n, ld, 0, width, span, (int)blockIdx.x / TEAM, main, (int)blockIdx.x % TEAM};
+    // Who decodes early has come early, while blocks before it ask for what they need; and a launch after
+    // it would not have to come sooner than this one's work begins.
+    if (EARLY) rest(300);
+    if (!LET_LATE) pdl_trigger();
+    Job o = {w, s, gs, x, gain, parts, bias, gate ? gate + column : nullptr, add, y, (u64*)keys, eps, limit, cap, rows, n, ld, 0, width, span, (int)blockIdx.x / TEAM, main, (int)blockIdx.x % TEAM};
 #ifdef EXTRA
     if ((int)blockIdx.x >= main) {
         o.w = extra; o.s = nullptr; o.n = m; o.at = n; o.span = 16; o.group = blockIdx.x - main; o.step = gridDim.x - main;

@@ -16,6 +16,7 @@ from atlas.ground.hub import NAMED,here,pull,pull_text
 from atlas.ground.opening import open_model
 from atlas.ground.options import EngineConfig
 from atlas.model.model import imagine
+from test_cli import SPARK as COMMANDS
 from atlas.text.parsers import REASONING_PARSERS,TOOL_PARSERS
 
 GOOD = dict(hub='org/name', format='BF16')
@@ -207,3 +208,14 @@ def test_a_host_that_is_too_small(monkeypatch):
 def test_dummy_weights_in_the_published_formats():
     with open_model(EngineConfig('gpt-oss-20b-mxfp4', load_format='dummy')) as ck:
         assert ck.kind=='dummy' and ck.config.max_seq_len==131072
+
+@pytest.mark.parametrize('line', COMMANDS)
+def test_commands_of_spark_owners_would_run(line):
+    "Each of them fits a Spark, and drafts where it is to"
+    r = run('serve', *line.split(), '--dry-run', '--json')
+    assert r.exit_code==0, r.stderr
+    plan, = json.loads(r.stdout)['models']
+    asked = re.search(r'--max-(?:seq|model)-len (\d+)', line)
+    assert plan['max_seq_len']==int(asked[1]) and plan['drafter']!='off'
+    parser = re.search(r'--tool-call-parser (\w+)', line)
+    assert plan['parsers']['tool_call']==(parser[1] if parser else 'qwen3_coder')

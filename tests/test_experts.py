@@ -120,7 +120,7 @@ def late(tmp_path, monkeypatch):
     shutil.copytree(kernel_dir(), root)
     def pause(n): return f'for (int i = 0, me = threadIdx.x / 32; i < {n}; i++) {{ emu::progress++; emu::yield(); }}'
     early,after = pause('8 * (me * 7 % 5) + (me == 6 ? 300 : 0)'),pause('(me % 2 ? 0 : 90)')
-    for p,many in ((root/'experts.cu',(6,2)), (root/'lib/experts_long.cuh',(6,2))):
+    for p,many in ((root/'experts.cu',(7,2)), (root/'lib/experts_long.cuh',(6,2))):
         text,n = re.subn(r'^ +(?:stage|cp_async_wait|sync_warps)<', rf'{early}\n\g<0>', p.read_text(), flags=re.M)
         text,m = re.subn(r'^ +sync_warps<.*;', rf'\g<0>\n{after}', text, flags=re.M)
         assert (n,m)==many

@@ -30,7 +30,7 @@ def model(prompt):
         call = json.dumps(dict(name='weather', arguments=dict(city='Oslo')))
         return f'<think>Look.</think>Wait.\n<tool_call>\n{call}\n</tool_call>'
     if 'break' in prompt: raise KeyError('secret')
-    return '<think>Hm.</think>{"city": "Oslo"}'
+    return '<think>Hm.</think>\n\n{"city": "Oslo"}'
 
 @pytest.fixture(scope='module')
 def speaker():
@@ -108,7 +108,7 @@ def test_generate(client, speaker):
 def test_raw(client, speaker):
     r = client.generate('scripted', 'As it is', raw=True)
     assert speaker.prompts[-1]=='As it is'
-    assert (r.response,r.context)==('<think>Hm.</think>{"city": "Oslo"}',None)
+    assert (r.response,r.context)==('<think>Hm.</think>\n\n{"city": "Oslo"}',None)
 
 def test_options(client, speaker):
     r = client.generate('scripted', 'a', raw=True, options=dict(num_predict=4, seed=7))
@@ -377,6 +377,10 @@ def test_keep_alive():
     assert Kept.said==[(3600.,5),(7200.,5)]
     c.post('/api/chat', json=dict(messages=HELLO))
     assert len(Kept.said)==2
+    for path,n in (('/v1/chat/completions',8),('/v1/completions',9)):
+        Kept.said.clear()
+        assert c.post(path, json=dict(messages=HELLO, prompt='a', keep_alive='5m')).status_code==200
+        assert Kept.said==[(300.,n-1)] and c.post(path, json=dict(messages=HELLO, prompt='a', keep_alive='x')).status_code==400
     for bad in ('soon',True,[],{}):
         assert refused(c.post('/api/chat', json=dict(messages=HELLO, keep_alive=bad)))
 

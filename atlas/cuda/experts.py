@@ -187,11 +187,13 @@ def _most(card, asked):
     n = card.usable
     return min(asked or n, n) if card.kind=='cuda' else asked or n
 
+_AHEAD = .6 # Of the next matrix: what memory gives before the next launch asks for itself
+
 def _asked(p, card):
     "What experts.cu asks for of the matrix `p`: weights, scales, and how many sixteens of bytes of each"
     if p is None: return (None,None),(0,0)
     w,s = _raw(p.w),_raw(p.s)
-    part = min(1, limits(card).ahead/w.nbytes)
+    part = min(_AHEAD, limits(card).ahead/w.nbytes)
     return (w,s),tuple(0 if a is None else int(a.nbytes*part)//16 for a in (w,s))
 
 # %% ../../nbs/3_ops/moe/51_cuda.experts.ipynb #72491817

@@ -26,8 +26,8 @@ from .experts_wide import at_once,moe_wide
 from .flash import flash
 from .gemm import as_halves,parts_of,units
 from .gemm_scaled import Rows,can_scale,gemm_with,takes
-from .gemv import embed as embed_rows,gemv,rmsnorm as norm_rows
-from .gemv_wide import Prepared,Reader,best_logits,gemv_wide
+from .gemv import embed as embed_rows,gemv,largest,rmsnorm as norm_rows
+from .gemv_wide import Best,Prepared,Reader,best_logits,gemv_wide
 from .mamba import mamba_step
 from .ngram import ngram as look_up
 from .pack import CARD_FORMATS,Packed,REQUANTIZED,can_join,card_format,join,packer
@@ -154,11 +154,12 @@ def logits(x, w, norm=None, cap:float|None=None):
 
 def greedy_logits(x, w, norm=None, cap:float|None=None):
     "The same of rows that are all greedy, as `sample_rows` takes them: `Best`, where that is less"
+    how = dict(bias=w.bias, cap=cap)
+    if norm is not None: how |= norm._asdict()
     if isinstance(x, Prepared) or _staged_once(len(x), w.weight.k):
-        normed = {} if norm is None else norm._asdict()
-        best = best_logits(x, w.weight, bias=w.bias, cap=cap, **normed)
-        if best is not None: return best
-    return logits(x, w, norm, cap)
+        best = best_logits(x, w.weight, **how)
+        return logits(x, w, norm, cap) if best is None else best
+    return Best(largest(x, w.weight, **how), w.weight.n)
 
 # %% ../../nbs/3_ops/81_cuda.vocabulary.ipynb #203a49d2
 def attend(s:Step, qkv, w:AttentionWeights, kv, angles):

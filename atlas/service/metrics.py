@@ -275,7 +275,7 @@ def _states(self:Metrics):
             rate.add_metric([s['model']], start['bytes_per_second'])
         again.add_metric([s['model']], s.get('restarts_total', 0))
     yield from (state,load,parts,read,rate,again,given,took)
-    yield from self._memory()
+    yield from self._residents()
 
 # %% ../../nbs/7_service/09_metrics.ipynb #a60dccd6
 _stay = dict(
@@ -285,7 +285,7 @@ _stay = dict(
     ttl_left=('model_ttl_seconds', 'Seconds until it is unloaded, if nobody asks it'))
 
 @patch
-def _memory(self:Metrics):
+def _residents(self:Metrics):
     "Who has how much of the memory, and what of the budget is free"
     told = [(s['model'], s.get('residency') or {}) for s in self.models.stats()]
     for k,(name,doc) in _stay.items():
@@ -300,54 +300,6 @@ def _memory(self:Metrics):
     f = CounterMetricFamily('atlas:model_evictions', 'Times that a model had to leave memory', labels=['model_name','how'])
     for d in memory['evictions']: f.add_metric([d['model'],d['how']], d['times'])
     yield f
-
-# %% ../../nbs/7_service/09_metrics.ipynb #5bee0022
-_gpu = dict(
-    celsius=('gpu_temperature_celsius','Temperature of a card'),
-    watts=('gpu_power_watts','Power that it draws'),
-    watts_limit=('gpu_power_limit_watts','Power that it may draw'),
-    busy=('gpu_busy_ratio','Part of the time in which a kernel ran'))
-_gpu_by = dict( # Label, and what it is
-    clocks=('gpu_clock_hertz','clock','Clock of a card'),
-    clocks_most=('gpu_clock_max_hertz','clock','The highest that it could have'),
-    memory=('gpu_memory_bytes','kind','Memory of a card'))
-
-@patch
-def _cards(self:Metrics):
-    "What cards say of themselves, and the memory of the machine"
-    cards,memory = self.machine
-    for k,(name,doc) in _gpu.items():
-        f = GaugeMetricFamily(f'atlas:{name}', doc, labels=['gpu'])
-        for c in cards:
-            if (v := getattr(c, k)) is not None: f.add_metric([c.card], v)
-        yield f
-    for k,(name,label,doc) in _gpu_by.items():
-        f = GaugeMetricFamily(f'atlas:{name}', doc, labels=['gpu',label])
-        for c in cards:
-            for kind,v in getattr(c, k).items(): f.add_metric([c.card,kind], v)
-        yield f
-    yield from _held(cards)
-    yield from _memory(memory)
-
-# %% ../../nbs/7_service/09_metrics.ipynb #5bee0023
-_why_slow = ('idle','applications_clocks','power_cap','hw_slowdown','sync_boost',
-    'sw_thermal','hw_thermal','power_brake','display_clocks')
-
-def _held(cards):
-    "Why clocks are held down"
-    f = GaugeMetricFamily('atlas:gpu_throttle', 'Are clocks held down for this reason?', labels=['gpu','reason'])
-    for c in cards:
-        for k in _why_slow: f.add_metric([c.card,k], float(k in c.reasons))
-    yield f
-
-def _memory(look):
-    "The memory of the machine, and who waits for it"
-    f = GaugeMetricFamily('atlas:host_memory_bytes', 'Memory of the machine', labels=['kind'])
-    g = GaugeMetricFamily('atlas:host_memory_stall_ratio', 'Part of the last 10 s in which tasks waited for memory', labels=['kind'])
-    if look:
-        for k in ('total','free','available'): f.add_metric([k], getattr(look, k))
-        for k in ('some','full'): g.add_metric([k], getattr(look, k))
-    yield from (f,g)
 
 # %% ../../nbs/7_service/09_metrics.ipynb #581baa42
 _upstream = dict(
@@ -393,3 +345,51 @@ def fallback_family(
     f = CounterMetricFamily('atlas:fallbacks', 'Answers of one model for another', labels=['model_name','answered_by'])
     for names,n in fallbacks.counts.items(): f.add_metric(list(names), n)
     yield f
+
+# %% ../../nbs/7_service/09_metrics.ipynb #5bee0022
+_gpu = dict(
+    celsius=('gpu_temperature_celsius','Temperature of a card'),
+    watts=('gpu_power_watts','Power that it draws'),
+    watts_limit=('gpu_power_limit_watts','Power that it may draw'),
+    busy=('gpu_busy_ratio','Part of the time in which a kernel ran'))
+_gpu_by = dict( # Label, and what it is
+    clocks=('gpu_clock_hertz','clock','Clock of a card'),
+    clocks_most=('gpu_clock_max_hertz','clock','The highest that it could have'),
+    memory=('gpu_memory_bytes','kind','Memory of a card'))
+
+@patch
+def _cards(self:Metrics):
+    "What cards say of themselves, and the memory of the machine"
+    cards,memory = self.machine
+    for k,(name,doc) in _gpu.items():
+        f = GaugeMetricFamily(f'atlas:{name}', doc, labels=['gpu'])
+        for c in cards:
+            if (v := getattr(c, k)) is not None: f.add_metric([c.card], v)
+        yield f
+    for k,(name,label,doc) in _gpu_by.items():
+        f = GaugeMetricFamily(f'atlas:{name}', doc, labels=['gpu',label])
+        for c in cards:
+            for kind,v in getattr(c, k).items(): f.add_metric([c.card,kind], v)
+        yield f
+    yield from _held(cards)
+    yield from _host_memory(memory)
+
+# %% ../../nbs/7_service/09_metrics.ipynb #5bee0023
+_why_slow = ('idle','applications_clocks','power_cap','hw_slowdown','sync_boost',
+    'sw_thermal','hw_thermal','power_brake','display_clocks')
+
+def _held(cards):
+    "Why clocks are held down"
+    f = GaugeMetricFamily('atlas:gpu_throttle', 'Are clocks held down for this reason?', labels=['gpu','reason'])
+    for c in cards:
+        for k in _why_slow: f.add_metric([c.card,k], float(k in c.reasons))
+    yield f
+
+def _host_memory(look):
+    "The memory of the machine, and who waits for it"
+    f = GaugeMetricFamily('atlas:host_memory_bytes', 'Memory of the machine', labels=['kind'])
+    g = GaugeMetricFamily('atlas:host_memory_stall_ratio', 'Part of the last 10 s in which tasks waited for memory', labels=['kind'])
+    if look:
+        for k in ('total','free','available'): f.add_metric([k], getattr(look, k))
+        for k in ('some','full'): g.add_metric([k], getattr(look, k))
+    yield from (f,g)

@@ -7,22 +7,23 @@ Docs: https://atlas-inference.github.io/atlas/7_service/ollama.html.md"""
 # %% auto #0
 __all__ = ['OLLAMA_CHAT', 'OLLAMA_GENERATE', 'FOREVER', 'VERSION', 'Options', 'Body', 'Message', 'ChatBody', 'GenerateBody',
            'OllamaAsk', 'RawAsk', 'plain_name', 'image_part', 'with_images', 'parse_chat', 'parse_generate', 'stamp',
-           'now', 'ChatReply', 'GenerateReply', 'reply', 'tool_call', 'manages', 'first', 'counted', 'details', 'entry',
+           'now', 'ChatReply', 'GenerateReply', 'reply', 'tool_call', 'first', 'known', 'counted', 'details', 'entry',
            'until', 'running', 'ShowBody', 'capabilities', 'model_info', 'EmbedBody', 'EmbeddingsBody', 'PullBody',
            'Bar', 'pullable', 'near', 'may_fetch', 'progress', 'as_lines', 'endpoints']
 
-# %% ../../nbs/7_service/15_ollama.ipynb #6c4f3e8d
+# %% ../../nbs/7_service/15_ollama.ipynb #cc13ebe4
 import asyncio,hashlib,ipaddress,json,logging,re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass,field
 from datetime import datetime,timedelta,timezone
 from functools import partial
 from time import perf_counter
-from typing import Annotated,Any,Callable,Literal
+from typing import Annotated,Any,Literal
 from fastapi import Request
 from fastapi.responses import JSONResponse,Response
 from fastcore.basics import patch
 from pydantic import BaseModel,Field
+from ..ground.catalog import find_entry
 from ..ground.core import AtlasError,RequestError,seconds_in
 from ..ground.hub import NAMED,pull
 from ..ground.requests import SamplingParams
@@ -33,7 +34,7 @@ from .protocol.base import Usage,Writer,found,ignored
 from .protocol.base import merge_system,quote,think,validate
 from .protocol.chunks import TextAsk,plain_error_body,token_logprobs
 from .protocol.openai import _called,functions,unoffered
-from .server import API,attended,unheeded,warned
+from .server import API,attended,manages,unheeded,warned
 from .service import FIM,Service
 from .turn import EventStream
 from ..text.deltas import CallDelta,Choice,Delta
@@ -128,15 +129,13 @@ def shape(self:Body)->dict|None:
     said = f'format is {found(f)}, expected "json" or a JSON schema'
     raise RequestError(said, param='format')
 
-# %% ../../nbs/7_service/15_ollama.ipynb #4d76f1c0
+# %% ../../nbs/7_service/15_ollama.ipynb #67038506
 @dataclass
 class OllamaAsk(Ask):
     "A question to `/api/chat` or `/api/generate`"
-    keep:float|None=None # Seconds that the model is to stay after the answer; below 0: for ever
     generates:bool=False # Is it one to generate?
     token_ids:bool=False # Are the answer's ids wanted, for `context`?
     began:float=field(default_factory=perf_counter) # When it was read
-    after:Callable|None=None # Called when the answer has ended
 
 @dataclass
 class RawAsk(OllamaAsk,TextAsk):
@@ -238,7 +237,7 @@ def parse_generate(
     if b.system: turns.insert(0, dict(role='system', content=b.system))
     return OllamaAsk(turns, before=tuple(b.context or ()), token_ids=True, **kw)
 
-# %% ../../nbs/7_service/15_ollama.ipynb #ee424dc6
+# %% ../../nbs/7_service/15_ollama.ipynb #2ca6e265
 def stamp(t:datetime)->str:
     "A moment, as Ollama writes it"
     return t.isoformat()[:26].removesuffix('+00:00')+'Z'
@@ -255,6 +254,7 @@ class ChatReply(Writer):
     def __init__(self, *args, **kw):
         super().__init__(*args, **kw)
         self.finish = self.open = None # Why it ended; the call that is being made
+        self.thought = self.begun = False # Was there a thought, has the text begun?
         self.ids = [] # Of the answer, where they are wanted
         self.head = b'{"model":'+quote(self.model)+b',"created_at":"'
         self.scored = self.ask.params.logprobs is not None # Are log-probabilities told?
@@ -273,10 +273,6 @@ class ChatReply(Writer):
     def error(self, e:BaseException)->bytes:
         "The line that ends a stream that broke"
         return quote(plain_error_body(e))+b'\n'
-    def close(self):
-        "The answer has ended, and whoever waits for that hears it, once"
-        after,self.ask.after = self.ask.after,None
-        if after: after()
 
 # %% ../../nbs/7_service/15_ollama.ipynb #eea87887
 class GenerateReply(ChatReply):
@@ -289,24 +285,33 @@ def reply(ask:OllamaAsk, model:str, **kw)->ChatReply:
     "Writes the answer to `ask`"
     return (GenerateReply if ask.generates else ChatReply)(ask, model, **kw)
 
-# %% ../../nbs/7_service/15_ollama.ipynb #01f44b9c
+# %% ../../nbs/7_service/15_ollama.ipynb #11320987
 @patch
 def piece(self:ChatReply, i:int, p:Delta)->bytes:
     "Lines for a piece of the answer"
     if self.ask.token_ids: self.ids += [t.id for t in p.tokens]
     if p.reasoning or p.calls or p.finish or self.scored: return self.more(p)
-    if not p.content: return b''
+    if not (text := self.trimmed(p.content)): return b''
     before,behind = self.text
-    return b''.join((self.head, now().encode(), before, quote(p.content), behind))
+    return b''.join((self.head, now().encode(), before, quote(text), behind))
+
+@patch
+def trimmed(self:ChatReply, text:str)->str:
+    "More of the text; white space between a thought and it is part of neither"
+    if self.begun: return text
+    if self.thought: text = text.lstrip()
+    self.begun = bool(text)
+    return text
 
 @patch
 def more(self:ChatReply, p:Delta)->bytes:
     "Lines for a piece that is not text alone"
     calls = self.called(p)
     if p.finish: self.finish = p.finish
-    about = self.about(p.tokens)
-    if not (p.content or p.reasoning or calls or about): return b''
-    return self.line(self.said(p.content, p.reasoning, calls)|about|dict(done=False))
+    if p.reasoning: self.thought = True
+    about,text = self.about(p.tokens),self.trimmed(p.content)
+    if not (text or p.reasoning or calls or about): return b''
+    return self.line(self.said(text, p.reasoning, calls)|about|dict(done=False))
 
 @patch
 def about(self:ChatReply, tokens)->dict:
@@ -337,7 +342,7 @@ def shut(self:ChatReply)->dict:
     d,self.open = self.open,None
     return tool_call(d.id, d.index, d.name, d.arguments)
 
-# %% ../../nbs/7_service/15_ollama.ipynb #c0e4f420
+# %% ../../nbs/7_service/15_ollama.ipynb #da0799c2
 @patch
 def counts(self:ChatReply, u:Usage)->dict:
     "Why it ended, how many tokens there were, and nanoseconds"
@@ -371,14 +376,11 @@ def whole(self:ChatReply, choices:list[Choice], u:Usage)->dict:
     c = choices[0]
     calls = [tool_call(k.id, i, k.name, k.arguments) for i,k in enumerate(c.calls)]
     self.finish,self.ids = c.finish,[t.id for t in c.tokens]
-    said = self.said(c.content or '', c.reasoning, calls)|self.about(c.tokens)
+    self.thought = bool(c.reasoning)
+    said = self.said(self.trimmed(c.content or ''), c.reasoning, calls)|self.about(c.tokens)
     return dict(model=self.model, created_at=now())|said|self.counts(u)|self.context()
 
-# %% ../../nbs/7_service/15_ollama.ipynb #6c412515
-def manages(request:Request)->bool:
-    "May whoever asks say what is loaded? Everybody where there are no keys, else admins"
-    return request.scope.get('atlas.user') is None or request.scope.get('atlas.role')=='admin'
-
+# %% ../../nbs/7_service/15_ollama.ipynb #f40a4683
 @patch
 def meant_by(self:Service, ask:Ask):
     "The `Served` that is to answer"
@@ -386,33 +388,24 @@ def meant_by(self:Service, ask:Ask):
     return resolve(ask)[0] if resolve else self.models.find(ask.model)
 
 @patch
-def keep(self:Service, ask:OllamaAsk, request:Request)->Callable|None:
-    "What has the model stay as long as `keep_alive` says; None, and a warning, where nothing can"
-    m = self.meant_by(ask)
-    if ask.keep is None: return None
-    if manages(request): return partial(m.keep, ask.keep)
-    ask.warnings.append("keep_alive left out: only an admin's key says how long a model stays")
-
-@patch
 async def only_load(self:Service, ask:OllamaAsk, request:Request)->dict:
     "Load a model, or unload it, and say that it is done"
-    m = self.meant_by(ask)
     leave = ask.keep==0
+    m = self.models.named(ask.model) if leave else self.meant_by(ask)
     if leave and not manages(request): raise RightsError('This needs the key of an admin')
     if leave and m.wanted: await self.models.unload(m.name)
     elif not leave:
-        keep = self.keep(ask, request)
         await attended(request, self.upstream(m.name))
-        if keep: keep()
+        ask.served = m.name
+        if keep := self.keeping(ask, request): keep()
     w = reply(ask, ask.model or m.name)
     reason = 'unload' if leave else 'load'
     return dict(model=w.model, created_at=now())|w.said()|dict(done=True, done_reason=reason)
 
 async def first(s:Service, ask:OllamaAsk, request:Request)->Response|None:
     "What comes before an answer; all there is where nothing is asked"
-    if not (ask.messages or isinstance(ask, RawAsk)):
-        return warned(JSONResponse(await s.only_load(ask, request)), ask)
-    ask.after = s.keep(ask, request)
+    if ask.messages or isinstance(ask, RawAsk): return None
+    return warned(JSONResponse(await s.only_load(ask, request)), ask)
 
 # %% ../../nbs/7_service/15_ollama.ipynb #dec481b9
 OLLAMA_CHAT = API(parse_chat, reply, plain_error_body, first)
@@ -428,7 +421,15 @@ async def ollama_generate(self:Service, request:Request)->Response:
     "Answer a prompt, as Ollama does"
     return await self.complete(OLLAMA_GENERATE, request)
 
-# %% ../../nbs/7_service/15_ollama.ipynb #1873f32f
+# %% ../../nbs/7_service/15_ollama.ipynb #498f00e6
+def known(m:dict)->dict:
+    "What a model says of itself, and what the catalogue says of it; `m` as `Models.list` has it"
+    named = (m['status'].get('args') or [''])[-1]
+    if not (found := find_entry(named)): return m.get('info') or {}
+    e = found[1]
+    d = dict(max_seq_len=e.context, quantization=e.format, startup=dict(bytes=e.nbytes or 0))
+    return {k:v for k,v in d.items() if v}|(m.get('info') or {})
+
 def counted(n:int|None)->str:
     "A number of parameters as Ollama writes it; empty for none"
     if not n: return ''
@@ -441,11 +442,12 @@ def details(info:dict)->dict:
     return dict(
         parent_model='', format=info.get('format') or '',
         family=family, families=[family] if family else [],
-        parameter_size=counted(info.get('parameters')), quantization_level='')
+        parameter_size=counted(info.get('parameters')),
+        quantization_level=info.get('quantization') or '')
 
 def entry(m:dict, name:str)->dict:
     "One model of `/api/tags`; `m` as `Models.list` has it"
-    info = m.get('info') or {}
+    info = known(m)
     made = datetime.fromtimestamp(m['created'], timezone.utc)
     digest = hashlib.sha256(m['id'].encode()).hexdigest()
     size = (info.get('startup') or {}).get('bytes') or 0 # of weights, as they were read
@@ -456,10 +458,10 @@ def entry(m:dict, name:str)->dict:
 @patch
 async def ollama_tags(self:Service)->Response:
     "Every name of every model"
-    all = [entry(m, n) for m in self.models.list() for n in m['names']]
+    all = [entry(m, n) for n,(m,_) in self.entries().items()]
     return JSONResponse(dict(models=all))
 
-# %% ../../nbs/7_service/15_ollama.ipynb #c89271e7
+# %% ../../nbs/7_service/15_ollama.ipynb #bcd9e66f
 FOREVER = '9999-12-31T23:59:59Z'
 
 def until(m)->str:
@@ -470,7 +472,7 @@ def until(m)->str:
 
 def running(m:dict, name:str, until:str=FOREVER)->dict:
     "One model of `/api/ps`"
-    d,info = entry(m, name),m.get('info') or {}
+    d,info = entry(m, name),known(m)
     apart = str(info.get('device', 'cpu'))!='cpu' # Has it memory that is not the host's?
     d |= dict(expires_at=until, size_vram=d['size'] if apart else 0)
     return d|dict(context_length=info.get('max_seq_len') or 0)
@@ -519,7 +521,7 @@ async def text_side(self:Service, m)->dict:
         m.side = None # read anew when it is loaded
         return {}
 
-# %% ../../nbs/7_service/15_ollama.ipynb #4eef9ed1
+# %% ../../nbs/7_service/15_ollama.ipynb #cb6d9f74
 def model_info(info:dict)->dict:
     "Numbers of a model, under the keys of GGUF"
     arch = info.get('family') or 'unknown'
@@ -534,13 +536,14 @@ async def ollama_show(self:Service, request:Request)->Response:
     m = self.models.find(plain_name(b.model or b.name))
     side = await attended(request, self.text_side(m))
     d,source = m.described(),getattr(side.get('template'), 'source', '')
+    info = known(d)
     said = dict(
         license='', modelfile=f'FROM {m.name}', parameters='', template=source,
-        details=details(d['info'] or {}), model_info=model_info(d['info'] or {}),
+        details=details(info), model_info=model_info(info),
         capabilities=capabilities(side), modified_at=entry(d, m.name)['modified_at'])
     return unheeded(JSONResponse(said), ignored(b))
 
-# %% ../../nbs/7_service/15_ollama.ipynb #4677a5e7
+# %% ../../nbs/7_service/15_ollama.ipynb #7093f274
 class EmbedBody(BaseModel):
     "`POST /api/embed`"
     model_config = OPEN
@@ -555,7 +558,7 @@ class EmbeddingsBody(BaseModel):
     prompt: str
 
 @patch
-async def vectors(self:Service, name:str|None, texts:list[str], dimensions=None)->dict:
+async def embedded(self:Service, name:str|None, texts:list[str], dimensions=None)->dict:
     "The body of `/api/embed`"
     began = perf_counter()
     u = await self.upstream(plain_name(name))
@@ -572,14 +575,14 @@ async def ollama_embed(self:Service, request:Request)->Response:
     "A vector for each text"
     b = await self.read(request, partial(validate, EmbedBody))
     texts = [b.input] if isinstance(b.input, str) else b.input
-    d = await attended(request, self.vectors(b.model, texts, b.dimensions))
+    d = await attended(request, self.embedded(b.model, texts, b.dimensions))
     return unheeded(JSONResponse(d), ignored(b))
 
 @patch
 async def ollama_embeddings(self:Service, request:Request)->Response:
     "A vector for a text"
     b = await self.read(request, partial(validate, EmbeddingsBody))
-    d = await attended(request, self.vectors(b.model, [b.prompt]))
+    d = await attended(request, self.embedded(b.model, [b.prompt]))
     return unheeded(JSONResponse(dict(embedding=d['embeddings'][0])), ignored(b))
 
 # %% ../../nbs/7_service/15_ollama.ipynb #df49611a

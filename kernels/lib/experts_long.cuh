@@ -309,7 +309,7 @@ __device__ __forceinline__ void long_rows(
     float before = 0.f;
     if (add && threadIdx.x < rows * SPAN && (int)threadIdx.x % SPAN < span)
         before = add[(size_t)(threadIdx.x / SPAN) * K + base + threadIdx.x % SPAN];
-    stage_h(sm->in.h, sm->slots, h, rows);
+    stage_h(sm->in.h, sm->slots, h, rows, [] {});
     // memory idles when a warp's values are there
     const int asks = blockIdx.x * THREADS + threadIdx.x;
     if (later_w) ahead(later_w, later_w16, asks, gridDim.x * THREADS);

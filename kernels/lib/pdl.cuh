@@ -11,6 +11,12 @@ __device__ __forceinline__ void pdl_trigger() {
     emu::pdl_trigger();
 #endif
 }
+// Sleep for some `ns`, on Hopper: who comes long before there is anything to do should not stand in front of others.
+__device__ __forceinline__ void rest(unsigned ns) {
+#if __CUDA_ARCH__ == 900
+    __nanosleep(ns);
+#endif
+}
 __device__ __forceinline__ void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -25,8 +25,8 @@ template <int N> __device__ __forceinline__ void sort_down(unsigned* key) {
 }
 
 // Lane j < BEST gets the j-th best of MANY. Keys that are equal are left to `pick`, which has `room`
-// for its answer.
-template <int MANY, int BEST, int KIND, bool MOVED, int N> __device__ __forceinline__ int ranked(
+// for its answer. AT_ONCE rounds are written out.
+template <int MANY, int BEST, int KIND, bool MOVED, int N, int AT_ONCE = 1> __device__ __forceinline__ int ranked(
         const float* near, const float* __restrict__ correction, int lane, int* room) {
     constexpr int HEAD = N < BEST ? N : BEST;
     static_assert(BEST <= 32, "a lane has one of them");
@@ -36,7 +36,7 @@ template <int MANY, int BEST, int KIND, bool MOVED, int N> __device__ __forceinl
     for (int i = 0; i < N; i++) key[i] = own[i];
     key[N] = 0u;
     sort_down<N>(key);
-    #pragma unroll 1
+    #pragma unroll AT_ONCE
     for (int j = 0; j < BEST; j++) {
         const unsigned best = lanes_max(key[0]);
         const bool won = key[0] == best;

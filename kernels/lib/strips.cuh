@@ -149,6 +149,54 @@ template <class F, class X> __device__ __forceinline__ void multiply(const unsig
     }
 }
 
+// A unit's blocks of which the first MADE quarters have become registers of a tensor core, before
+// anybody knows what they are to be multiplied by; of formats of four bits.
+template <class F, int MADE> struct Made {
+    F blocks[F::UNITS];
+    unsigned made[MADE][8];
+    __device__ __forceinline__ void decode() {  // blocks that have been read
+        #pragma unroll
+        for (int i = 0; i < MADE; i++) {
+            typename F::Aids f;
+            blocks[i / 4].aids(f);
+            blocks[i / 4].piece(f, i % 4, made[i]);
+        }
+    }
+    // d[0] + d[1] += block b times x
+    template <class X> __device__ __forceinline__ void dot(float (*d)[4], int b, const uint4* x) const {
+        typename F::Aids f;
+        if (MADE < 4 * b + 4) blocks[b].aids(f);
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+            unsigned a[F::LENGTH];
+            const bool had = 4 * b + i < MADE;
+            if (!had) blocks[b].piece(f, i, a);
+            const uint4 v = x[i * X::LD];
+            F::times(d, had ? made[had ? 4 * b + i : 0] : a, v, v);
+        }
+    }
+};
+template <class F> struct Made<F, 0> { F blocks[F::UNITS]; __device__ __forceinline__ void decode() {} };
+
+// `multiply` with such a unit.
+template <class F, class X, int MADE> __device__ __forceinline__ void multiply_made(
+        const Made<F, MADE>& unit, float* acc, const uint4* x, const float* e0, const float* e1) {
+    #pragma unroll
+    for (int b = 0; b < F::UNITS; b++) {
+        const F& q = unit.blocks[b];
+        float d[2][4] = {};
+        unit.template dot<X>(d, b, x + 4 * b);
+        #pragma unroll
+        for (int j = 0; j < 2; j++) {
+            const float f = j ? e1[b] : e0[b];
+            const float low = F::SCALED ? __fmul_rn(f, q.scale(0)) : f;
+            const float high = F::SCALED ? __fmul_rn(f, q.scale(1)) : f;
+            acc[j] = fmaf(d[0][j] + d[1][j], low, acc[j]);
+            acc[2 + j] = fmaf(d[0][2 + j] + d[1][2 + j], high, acc[2 + j]);
+        }
+    }
+}
+
 // The same with what a lane reads found before; of columns only the first counts if there is ONE.
 template <class F, class X, bool ONE, class At> __device__ __forceinline__ void multiply(
         const unsigned char* place, float* acc, const uint4* x, const float* e0, const float* e1,
