@@ -6,10 +6,11 @@ Docs: https://atlas-inference.github.io/atlas/7_service/proxy.html.md"""
 
 # %% auto #0
 __all__ = ['TRANSLATED', 'PATHS', 'ME', 'UpstreamError', 'LoopError', 'Limits', 'server_url', 'server_key', 'paths_of', 'Backend',
-           'retry_after', 'whole_events', 'Flights', 'Proxy', 'Tally', 'data_of', 'costs', 'renamed', 'kept', 'broken',
-           'Passed', 'shape_of', 'message_of', 'chat_body', 'tools_of', 'Heard', 'Relay', 'may_stand_in', 'Fallbacks']
+           'Wire', 'Sockets', 'plain_transport', 'retry_after', 'Clock', 'whole_events', 'Flights', 'Proxy', 'Tally',
+           'data_of', 'costs', 'renamed', 'kept', 'broken', 'Passed', 'shape_of', 'message_of', 'chat_body', 'tools_of',
+           'Heard', 'Relay', 'may_stand_in', 'Fallbacks']
 
-# %% ../../nbs/7_service/21_proxy.ipynb #80b1ff18
+# %% ../../nbs/7_service/21_proxy.ipynb #21ee5e30
 import asyncio,email.utils,ipaddress,json,logging,os,random,re,socket,time,uuid
 from collections import Counter
 from contextlib import aclosing,contextmanager
@@ -18,7 +19,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from math import inf
 from time import monotonic,perf_counter
-import httpx
+import httpcore,httpx
 from fastcore.basics import patch
 from pydantic_core import from_json,to_json
 from starlette.responses import Response
@@ -57,17 +58,20 @@ class Limits:
     body:int=256<<20 # Of an answer in one piece, or a sound
     event:int=8<<20 # Of one event of a stream
 
-# %% ../../nbs/7_service/21_proxy.ipynb #96b64570
+# %% ../../nbs/7_service/21_proxy.ipynb #f1c52677
 def server_url(
     name:str, # Of the server, for messages
     url:str,
 )->str:
     "The address under which a server has its APIs, without a slash at its end; `ConfigError` if it is none"
-    def no(why, hint='Write it like http://spark2.local:8888/v1'): return ConfigError(f'The url of {name} {why}', hint=hint, param='url')
+    def no(why, hint='Write it like http://spark2.local:8888/v1'):
+        return ConfigError(f'The url of {name} {why}', hint=hint, param='url')
+    shown = repr(str(url)[:100])
     try: u = httpx.URL(url)
-    except (httpx.InvalidURL,TypeError): raise no(f'is {str(url)[:100]!r}, which is none') from None
-    if u.userinfo: raise no('has a password in it', 'Put the key into a variable, and name that with key_env')
-    if u.scheme not in ('http','https') or not u.host or u.query or u.fragment: raise no(f'is {str(url)[:100]!r}, which is none')
+    except (httpx.InvalidURL,TypeError): raise no(f'is {shown}, which is none') from None
+    if u.userinfo: raise no('has a password in it', 'Put the key into a variable, and name it with key_env')
+    if u.scheme not in ('http','https') or not u.host or u.query or u.fragment:
+        raise no(f'is {shown}, which is none')
     try: u.port and socket.htons(u.port)
     except OverflowError: raise no(f'has the port {u.port}') from None
     path = u.path.rstrip('/') or '/v1'
@@ -81,11 +85,12 @@ def server_key(
     if variable is None: return None
     key = os.environ.get(variable, '').strip()
     hint = f'Set {variable} before Atlas is started, or leave key_env out'
-    if not key: raise ConfigError(f'The key of {name} should be in {variable}, which is not set', hint=hint, param='key_env')
-    if not re.fullmatch(r'[\x21-\x7e]+', key): raise ConfigError(f'What {variable} holds is no key: it has blanks or letters that no header may have', hint=hint, param='key_env')
-    return key
+    if not key: why = f'The key of {name} should be in {variable}, which is not set'
+    elif re.fullmatch(r'[\x21-\x7e]+', key): return key
+    else: why = f'What {variable} holds is no key: it has blanks, or letters that no header may have'
+    raise ConfigError(why, hint=hint, param='key_env')
 
-# %% ../../nbs/7_service/21_proxy.ipynb #a533ba42
+# %% ../../nbs/7_service/21_proxy.ipynb #c342fcee
 TRANSLATED = ('messages','responses','completions') # That chat can stand for
 PATHS = ('chat/completions', *TRANSLATED, 'embeddings', *SOUNDS)
 _CALLED = dict(chat='chat/completions') # What people call paths
@@ -99,10 +104,11 @@ def paths_of(
     if isinstance(given, str): given = [given]
     paths = tuple(_CALLED.get(p, str(p).strip('/').removeprefix('v1/')) for p in given)
     for p in paths:
-        if p not in PATHS: raise ConfigError(f'{param} has {p[:60]!r}', hint=f'Use {", ".join(PATHS)}', param=param)
+        if p in PATHS: continue
+        raise ConfigError(f'{param} has {p[:60]!r}', hint=f'Use {", ".join(PATHS)}', param=param)
     return paths
 
-# %% ../../nbs/7_service/21_proxy.ipynb #103ca9ee
+# %% ../../nbs/7_service/21_proxy.ipynb #319cad33
 class Backend:
     "Another server: where it is, what it has, and how it has been"
     def __init__(self,
@@ -116,23 +122,35 @@ class Backend:
         limits:Limits=Limits(),
         refresh:float=60., # Seconds between looks at its list of models
     ):
-        if not re.fullmatch(r'[\w.-]{1,64}', name or ''): raise ConfigError(f'{str(name)[:64]!r} is no name of a server', hint='Use letters, digits, . _ and -', param='upstreams')
-        self.name,self.url,self.limits,self.refresh = name,server_url(name, url),limits,refresh
+        self.name,self.url = _server_name(name),server_url(name, url)
+        self.limits,self.refresh = limits,refresh
         self.only,apis = paths_of(serves, 'serves'),paths_of(apis, 'apis')
         self.given = [models] if isinstance(models, str) else models and [*models]
         self.apis = None if apis is None else {'chat/completions','embeddings',*apis}
-        self._key,self._header = server_key(name, key_env),key_header or _key_header(self.url)
+        self._key = server_key(name, key_env)
+        self._header = key_header or _key_header(self.url)
+        self._begin()
+    def _begin(self):
+        "What will be known of it"
         self.proxies = {} # By what it calls them
         self.lacking = {} # Paths that it does not have, and when that was learnt
         self.plain = False # Does it refuse fields that not all servers know?
-        self.error,self.counts = None,UpstreamMetrics(name) # What is wrong with it
+        self.error,self.counts = None,UpstreamMetrics(self.name) # What is wrong with it
         self.task = self._http = None
         self.looked,self.looking = -inf,asyncio.Lock()
-    def __repr__(self): return f'Backend({self.name}: {len(self.proxies)} models{f", {self.error}" if self.error else ""})'
+    def __repr__(self):
+        why = f', {self.error}' if self.error else ''
+        return f'Backend({self.name}: {len(self.proxies)} models{why})'
 
-def _key_header(url): return 'x-api-key' if httpx.URL(url).host.endswith('anthropic.com') else 'authorization'
+def _server_name(name):
+    if re.fullmatch(r'[\w.-]{1,64}', name or ''): return name
+    said = f'{str(name)[:64]!r} is no name of a server'
+    raise ConfigError(said, hint='Use letters, digits, . _ and -', param='upstreams')
 
-# %% ../../nbs/7_service/21_proxy.ipynb #96cc0ee6
+def _key_header(url):
+    return 'x-api-key' if httpx.URL(url).host.endswith('anthropic.com') else 'authorization'
+
+# %% ../../nbs/7_service/21_proxy.ipynb #a267f0ff
 _LEARNT = 600. # Seconds
 
 @patch
@@ -148,27 +166,72 @@ def points_at(self:Backend, host:str, port:int)->bool:
     "Is that the address of a server that listens on `host` and `port` of this machine?"
     u = httpx.URL(self.url)
     if (u.port or dict(http=80, https=443)[u.scheme])!=port: return False
-    try: at = {a[4][0] for a in socket.getaddrinfo(u.host, port, type=socket.SOCK_STREAM)}
-    except OSError: return False
+    at = _addresses(u.host, port)
     if host in at: return True
-    try: mine = {a[4][0] for a in socket.getaddrinfo(socket.gethostname(), port, type=socket.SOCK_STREAM)}
-    except OSError: mine = set()
-    return host in ('','0.0.0.0','::') and any(loopback(a) or a in mine for a in at)
+    if host not in ('','0.0.0.0','::'): return False
+    mine = _addresses(socket.gethostname(), port)
+    return any(loopback(a) or a in mine for a in at)
 
-# %% ../../nbs/7_service/21_proxy.ipynb #8f15eb4e
+def _addresses(host, port)->set:
+    "Addresses that a name stands for; none if it stands for nothing"
+    try: found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError: return set()
+    return {a[4][0] for a in found}
+
+# %% ../../nbs/7_service/21_proxy.ipynb #f8822802
 ME = uuid.uuid4().hex[:12] # This process, in `x-atlas-via`
-_UP = ('accept','user-agent','anthropic-version','anthropic-beta','openai-beta','traceparent') # Headers that go there
+_UP = 'accept user-agent anthropic-version anthropic-beta openai-beta traceparent'.split() # Headers that go there
 _MOST_HOPS = 8
 
+# %% ../../nbs/7_service/21_proxy.ipynb #27d6d845
+class Wire(httpcore.AsyncNetworkStream):
+    "A connection of `asyncio`; how long a read may take is not its business"
+    def __init__(self, reader, writer): self.reader,self.writer = reader,writer
+    async def read(self, max_bytes, timeout=None):
+        try: return await self.reader.read(max_bytes)
+        except OSError as e: raise httpcore.ReadError(str(e)) from e
+    async def write(self, buffer, timeout=None):
+        try:
+            self.writer.write(buffer)
+            async with asyncio.timeout(timeout): await self.writer.drain()
+        except TimeoutError as e: raise httpcore.WriteTimeout from e
+        except OSError as e: raise httpcore.WriteError(str(e)) from e
+    async def aclose(self): self.writer.close()
+    def get_extra_info(self, info):
+        if info=='is_readable': return self.reader.at_eof() or self.writer.is_closing()
+
+class Sockets(httpcore.AsyncNetworkBackend):
+    "Makes connections for `httpx`"
+    async def connect_tcp(self, host, port, timeout=None, local_address=None, socket_options=None):
+        try:
+            async with asyncio.timeout(timeout): ends = await asyncio.open_connection(host, port)
+            return Wire(*ends)
+        except TimeoutError as e: raise httpcore.ConnectTimeout from e
+        except OSError as e: raise httpcore.ConnectError(str(e)) from e
+
+def plain_transport(limits:httpx.Limits)->httpx.AsyncHTTPTransport:
+    "What carries the requests of a client that needs no TLS"
+    t = httpx.AsyncHTTPTransport(verify=False, limits=limits)
+    t._pool = httpcore.AsyncConnectionPool(
+        max_connections=limits.max_connections,
+        max_keepalive_connections=limits.max_keepalive_connections,
+        keepalive_expiry=limits.keepalive_expiry,
+        network_backend=Sockets())
+    return t
+
+# %% ../../nbs/7_service/21_proxy.ipynb #f51eed88
 @patch(as_prop=True)
 def http(self:Backend)->httpx.AsyncClient:
     "Its connections"
     if self._http is None:
         u,l = httpx.URL(self.url),self.limits
+        most = httpx.Limits(max_connections=512, max_keepalive_connections=32, keepalive_expiry=4.)
+        near = _near(u.host)
+        own = plain_transport(most) if near and u.scheme=='http' else None
         self._http = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=l.connect, pool=l.connect, write=l.between),
-            limits=httpx.Limits(max_connections=512, max_keepalive_connections=32, keepalive_expiry=4.),
-            follow_redirects=False, verify=u.scheme=='https', trust_env=not _near(u.host))
+            limits=most, transport=own, verify=u.scheme=='https',
+            follow_redirects=False, trust_env=not near)
     return self._http
 
 def _near(host):
@@ -183,14 +246,17 @@ def heads(self:Backend, given=None, kind:str='application/json')->dict:
     given = {} if given is None else given
     out = {k:given[k] for k in _UP if k in given}
     via = re.findall(r'\w+', hops.get())
-    if ME in via or len(via)>=_MOST_HOPS: raise LoopError(f'The question has come back, by way of {self.name}', hint='A server behind this one must not point at it')
+    if ME in via or len(via)>=_MOST_HOPS:
+        said = f'The question has come back, by way of {self.name}'
+        raise LoopError(said, hint='A server behind this one must not point at it')
     out |= {'content-type':kind, 'accept-encoding':'identity', 'x-atlas-via':','.join([*via, ME])}
     if rid := get_contextvars().get('request_id'): out['x-request-id'] = rid
-    if self._key: out[self._header] = f'Bearer {self._key}' if self._header=='authorization' else self._key
+    bearer = 'Bearer ' if self._header=='authorization' else ''
+    if self._key: out[self._header] = bearer+self._key
     if self._header=='x-api-key': out.setdefault('anthropic-version', '2023-06-01')
     return out
 
-# %% ../../nbs/7_service/21_proxy.ipynb #06b422f6
+# %% ../../nbs/7_service/21_proxy.ipynb #8b152b2e
 @patch
 def fault(self:Backend, kind:str, what:str, status:int=502)->UpstreamError:
     "The error that says what is wrong with this server"
@@ -203,15 +269,22 @@ def fault(self:Backend, kind:str, what:str, status:int=502)->UpstreamError:
 def faults(self:Backend):
     "What goes wrong with a connection becomes an `UpstreamError`"
     try: yield
-    except (TimeoutError,httpx.ReadTimeout,httpx.WriteTimeout) as e: raise self.fault('timeout', 'did not answer in time', 504) from e
-    except (httpx.ConnectError,httpx.ConnectTimeout,httpx.PoolTimeout) as e: raise self.fault('connect', 'cannot be reached', 503) from e
-    except httpx.DecodingError as e: raise self.fault('garbage', 'sent what cannot be unpacked') from e
-    except (httpx.ReadError,httpx.WriteError,httpx.CloseError) as e: raise self.fault('cut', 'hung up') from e
-    except httpx.RemoteProtocolError as e:
-        cut = 'disconnected' in str(e) or 'incomplete' in str(e) or 'closed' in str(e)
-        raise self.fault('cut' if cut else 'garbage', 'hung up' if cut else 'does not speak HTTP') from e
-    except (httpx.HTTPError,httpx.StreamError,httpx.InvalidURL,RuntimeError) as e:
-        raise self.fault('cut', f'could not be asked ({type(e).__name__})') from e
+    except (TimeoutError,httpx.HTTPError,httpx.StreamError,httpx.InvalidURL,RuntimeError) as e:
+        raise self.fault(*_fault_of(e)) from e
+
+_FAULTS = ( # Of these types: the fault, what is said of the server, and a status
+    ((httpx.ConnectError,httpx.ConnectTimeout,httpx.PoolTimeout), ('connect','cannot be reached',503)),
+    ((TimeoutError,httpx.TimeoutException), ('timeout','did not answer in time',504)),
+    (httpx.DecodingError, ('garbage','sent what cannot be unpacked')),
+    ((httpx.ReadError,httpx.WriteError,httpx.CloseError), ('cut','hung up')))
+_CUT = re.compile('disconnected|incomplete|closed')
+
+def _fault_of(e):
+    "What an exception says of the server that was asked"
+    for kinds,fault in _FAULTS:
+        if isinstance(e, kinds): return fault
+    if not isinstance(e, httpx.RemoteProtocolError): return 'cut',f'could not be asked ({type(e).__name__})'
+    return ('cut','hung up') if _CUT.search(str(e)) else ('garbage','does not speak HTTP')
 
 # %% ../../nbs/7_service/21_proxy.ipynb #249c9a52
 def retry_after(r:httpx.Response)->float|None:
@@ -233,8 +306,9 @@ def _sentence(raw)->tuple[str,dict]:
     said = next((e[k] for k in ('message','detail','msg') if isinstance(e.get(k), str)), '')
     return said,e
 
-# %% ../../nbs/7_service/21_proxy.ipynb #956bf1f4
-_OURS = {401:'does not accept our key', 402:'wants to be paid', 403:'does not let us in', 407:'wants us to log in'}
+# %% ../../nbs/7_service/21_proxy.ipynb #e4a9de08
+_OURS = {401:'does not accept our key', 402:'wants to be paid',
+    403:'does not let us in', 407:'wants us to log in'}
 
 @patch
 async def refusal(self:Backend, r:httpx.Response)->UpstreamError:
@@ -246,25 +320,33 @@ async def refusal(self:Backend, r:httpx.Response)->UpstreamError:
                 raw += c
                 if len(raw)>1<<16: break
     await r.aclose()
-    s,(said,d) = r.status_code,_sentence(bytes(raw))
+    s = r.status_code
     if s in _OURS: return self.fault('status', _OURS[s])
     if s<400: return self.fault('status', f'sends us elsewhere (status {s}), where we do not go')
+    return self._said(r, *_sentence(bytes(raw)))
+
+@patch
+def _said(self:Backend, r, said, d):
+    "An error of the client's, or a fault of theirs, as it was told"
+    s,code,param = r.status_code,d.get('code'),d.get('param')
     said = re.sub(r'[^\x20-\x7e\xa0-\uffff]', ' ', said)[:2000]
-    e = self.fault('status', f'says: {said}' if said else f'answers with status {s}', 502 if s==500 else s)
+    what = f'says: {said}' if said else f'answers with status {s}'
+    e = self.fault('status', what, 502 if s==500 else s)
     if (after := retry_after(r)) is not None: e.retry_after = after
-    code = d.get('code')
     if isinstance(code, str) and re.fullmatch(r'[\w.-]{1,64}', code): e.code = code
-    if isinstance(d.get('param'), str): e.param = d['param'][:200]
-    e.absent = s==405 or s in (404,501) and not e.param and not (s==404 and 'model' in f'{said}{code}')
+    if isinstance(param, str): e.param = param[:200]
+    about_model = s==404 and 'model' in f'{said}{code}'
+    e.absent = s==405 or s in (404,501) and not (e.param or about_model)
     return e
 
-# %% ../../nbs/7_service/21_proxy.ipynb #fe1cb4a2
+# %% ../../nbs/7_service/21_proxy.ipynb #71183bcf
 @patch
 async def ask(self:Backend, path:str, raw:bytes, heads:dict, first:float|None=None)->httpx.Response:
     "Ask something; the answer, whose body is still to be read. Without a status of success, an `UpstreamError`"
     q = self.http.build_request('POST', f'{self.url}/{path}', content=raw, headers=heads)
     with self.faults():
-        async with asyncio.timeout(min(first or inf, self.limits.first)): r = await self.http.send(q, stream=True)
+        async with asyncio.timeout(min(first or inf, self.limits.first)):
+            r = await self.http.send(q, stream=True)
     if r.is_success: return r
     try: e = await self.refusal(r)
     finally: await r.aclose()
@@ -280,11 +362,37 @@ async def whole(self:Backend, r:httpx.Response)->bytes:
             async with asyncio.timeout(self.limits.whole):
                 async for c in r.aiter_bytes():
                     got += c
-                    if len(got)>self.limits.body: raise self.fault('garbage', f'sent more than {self.limits.body:,} bytes')
+                    if len(got)<=self.limits.body: continue
+                    raise self.fault('garbage', f'sent more than {self.limits.body:,} bytes')
     finally: await r.aclose()
     return bytes(got)
 
-# %% ../../nbs/7_service/21_proxy.ipynb #f291d1e7
+# %% ../../nbs/7_service/21_proxy.ipynb #8b4f2668
+class Clock:
+    """A context that ends with a `TimeoutError` where nothing came for too long. `asyncio.timeout` does the same,
+    and sets a timer anew for each event, which costs more than to look at the time"""
+    def __init__(self, seconds:float): self.limit,self.since,self.late = seconds,monotonic(),False
+    def stop(self): "Something came"; self.since = None
+    def go(self, seconds:float):
+        "The next is to come within so many seconds"
+        self.limit,self.since = seconds,monotonic()
+        if seconds<self.armed: self.timer.cancel(); self._arm(seconds)
+    def _arm(self, seconds): self.armed,self.timer = seconds,self.loop.call_later(seconds, self._look)
+    async def __aenter__(self):
+        self.task,self.loop = asyncio.current_task(),asyncio.get_running_loop()
+        self.before = self.task.cancelling()
+        self._arm(self.limit)
+        return self
+    def _look(self):
+        left = self.limit if self.since is None else self.since+self.limit-monotonic()
+        if left>0: self._arm(left)
+        else: self.late = True; self.task.cancel()
+    async def __aexit__(self, kind, e, trace):
+        self.timer.cancel()
+        mine = self.late and self.task.uncancel()<=self.before  # and nobody else's wish
+        if mine and kind is asyncio.CancelledError: raise TimeoutError from e
+
+# %% ../../nbs/7_service/21_proxy.ipynb #d770b95a
 def whole_events(
     rest:bytearray, # What came before, and is no whole event
     more:bytes,
@@ -301,18 +409,20 @@ def whole_events(
 @patch
 async def events(self:Backend, r:httpx.Response, first:float|None=None):
     "The whole events of a stream, as they come"
-    loop,rest,l = asyncio.get_running_loop(),bytearray(),self.limits
-    encoded = r.headers.get('content-encoding', 'identity')!='identity'
+    rest,l = bytearray(),self.limits
+    packed = r.headers.get('content-encoding', 'identity')!='identity'
+    chunks,clock = r.aiter_bytes() if packed else r.aiter_raw(),Clock(min(first or inf, l.first))
+    large = self.fault('garbage', f'sent an event of more than {l.event:,} bytes')
     try:
         with self.faults():
-            async with aclosing(r.aiter_bytes() if encoded else r.aiter_raw()) as chunks,asyncio.timeout(min(first or inf, l.first)) as clock:
+            async with aclosing(chunks),clock:
                 async for c in chunks:
                     if rest or not c.endswith(b'\n\n'): c = whole_events(rest, c)
-                    if len(rest)>l.event: raise self.fault('garbage', f'sent an event of more than {l.event:,} bytes')
+                    if len(rest)>l.event: raise large
                     if not c: continue
-                    clock.reschedule(None)
+                    clock.stop()
                     yield c
-                    clock.reschedule(loop.time()+l.between)
+                    clock.go(l.between)
         if rest.endswith(b'\n'): yield bytes(rest)+b'\n'
     finally: await r.aclose()
 
@@ -339,21 +449,26 @@ def listing(self:Backend)->bool:
     if self.given is None: return self.only is None
     return any(map(_PATTERN.search, self.given))
 
-# %% ../../nbs/7_service/21_proxy.ipynb #b8408483
+# %% ../../nbs/7_service/21_proxy.ipynb #b9888fb6
 @patch
 async def listed(self:Backend)->dict[str,dict]:
     "The models that it lists: what it says of each, by name"
+    q = self.http.build_request('GET', f'{self.url}/models', headers=self.heads())
     with self.faults():
         async with asyncio.timeout(2*self.limits.connect):
-            r = await self.http.send(self.http.build_request('GET', f'{self.url}/models', headers=self.heads()), stream=True)
+            r = await self.http.send(q, stream=True)
             if not r.is_success: raise await self.refusal(r)
             raw = await self.whole(r)
     try: d = from_json(raw)
-    except ValueError: raise self.fault('garbage', 'has a list of models that is no JSON') from None
+    except ValueError: d = None
     ms = d.get('data') if isinstance(d, dict) else None
     if not isinstance(ms, list): raise self.fault('garbage', 'has no list of models')
-    ok = [m for m in ms[:4096] if isinstance(m, dict) and isinstance(m.get('id'), str) and 0<len(m['id'])<=256]
-    return {m['id']:m for m in ok}
+    return {m['id']:m for m in ms[:4096] if _is_model(m)}
+
+def _is_model(m):
+    "Is an entry of a list of models one?"
+    id = m.get('id') if isinstance(m, dict) else None
+    return isinstance(id, str) and 0<len(id)<=256
 
 @patch
 async def renew(self:Backend, models):
@@ -364,9 +479,11 @@ async def renew(self:Backend, models):
         except AtlasError as e: return self.failed(e)
         finally: self.looked = monotonic()
     self.well()
-    wanted = {i for i in there if self.given is None or any(fnmatchcase(i, p) for p in self.given)}
-    keep = {*wanted, *(n for n in self.given or () if not _PATTERN.search(n))}
-    for i in [i for i in self.proxies if i not in keep]: models.drop(self.proxies.pop(i))
+    given = ['*'] if self.given is None else self.given
+    wanted = {i for i in there if any(fnmatchcase(i, p) for p in given)}
+    keep = {*wanted, *(n for n in given if not _PATTERN.search(n))}
+    gone = [i for i in self.proxies if i not in keep]
+    for i in gone: models.drop(self.proxies.pop(i))
     for i in sorted(wanted-{*self.proxies}): models.put(self.proxy(i, there[i]))
 
 # %% ../../nbs/7_service/21_proxy.ipynb #30473154
@@ -402,7 +519,7 @@ async def close(self:Backend):
     if task: task.cancel()
     if http: await http.aclose()
 
-# %% ../../nbs/7_service/21_proxy.ipynb #22ce2500
+# %% ../../nbs/7_service/21_proxy.ipynb #dcab5738
 class Flights:
     "The answers of a `Proxy` that are under way, as a runner is asked for them"
     healthy = True
@@ -411,7 +528,7 @@ class Flights:
     def end(self):
         self.running -= 1
         if not self.running: self.idle.set()
-    def stats(self)->dict: return {}
+    def stats(self)->dict: return dict(num_requests_running=self.running, num_requests_waiting=0)
     def close(self): "Answers end with their connections"
     async def drain(self, seconds:float)->bool:
         "Let what runs finish for so long; did all finish?"
@@ -565,7 +682,7 @@ def went_wrong(self:Proxy, tally:Tally, e:AtlasError):
     tally.end(getattr(e, 'fault', 'error'))
     if e.status>=500 and e.status!=501: self.backend.failed(e)
 
-# %% ../../nbs/7_service/21_proxy.ipynb #c26099f2
+# %% ../../nbs/7_service/21_proxy.ipynb #8d445719
 class Passed(EventStream):
     "Bytes of any kind until they end, or the client leaves or freezes; nothing is said in between"
     def __init__(self, chunks, close, headers, kind:str, patience:float):
@@ -590,11 +707,11 @@ async def sound(self:Proxy, r:httpx.Response, first:bytes, chunks, tally:Tally):
 async def chunks(self:Backend, r:httpx.Response):
     "The bytes of an answer as they come, each in its time"
     with self.faults():
-        async with aclosing(r.aiter_bytes()) as its,asyncio.timeout(self.limits.first) as clock:
+        async with aclosing(r.aiter_bytes()) as its,Clock(self.limits.first) as clock:
             async for c in its:
-                clock.reschedule(None)
+                clock.stop()
                 yield c
-                clock.reschedule(asyncio.get_running_loop().time()+self.limits.between)
+                clock.go(self.limits.between)
 
 # %% ../../nbs/7_service/21_proxy.ipynb #5384ab4e
 @patch
@@ -870,7 +987,7 @@ async def asked(self:Proxy, ask:Ask)->tuple:
     except AtlasError as e: self.went_wrong(tally, e); raise
     except BaseException: tally.end('client_gone'); raise
 
-# %% ../../nbs/7_service/21_proxy.ipynb #1fb9146f
+# %% ../../nbs/7_service/21_proxy.ipynb #4ddefb2b
 def may_stand_in(e:AtlasError)->bool:
     "May another model be asked after this error? Not where the client is to blame"
     if isinstance(e, LoopError) or e.status==501: return False
@@ -897,7 +1014,7 @@ class Fallbacks:
         self.retries,self.timeout,self.cooldown,self.pause,self.longest = retries,timeout,cooldown,pause,longest
         self.clock,self.sleep,self.chance = clock,sleep,chance
         self.down = {} # By name: until when it is left alone, and why
-        self.counts = Counter() # (asked for, answered by)
+        self.counts = Counter() # (model that was asked for, model that answered)
     def __repr__(self): return f'Fallbacks({", ".join(f"{k}: {v}" for k,v in self.to.items())})'
 
 # %% ../../nbs/7_service/21_proxy.ipynb #d9d852cf
@@ -926,12 +1043,12 @@ def wait(self:Fallbacks, turn:int, errors:dict)->float|None:
     own = min(self.pause*2**turn, self.longest)*(.5+self.chance()/2)
     return None if least>self.longest else max(least, own)
 
-# %% ../../nbs/7_service/21_proxy.ipynb #1d2142f0
+# %% ../../nbs/7_service/21_proxy.ipynb #841b26fc
 @patch
 async def answer(self:Fallbacks, service, q:Question, name:str|None)->Response:
     "Answer a question by the model it names, or by those that stand in for that"
     asked = service.models.find(name)
-    names = [name or asked.name, *self.to.get(name, self.to.get(asked.name, ()))]
+    names = [asked.name, *self.to.get(name, self.to.get(asked.name, ()))]
     if len(names)==1 and not asked.elsewhere: return await service.by(q, name)
     tried,errors,turn = set(),{},0
     for left in range(self.retries, -1, -1):
@@ -942,7 +1059,7 @@ async def answer(self:Fallbacks, service, q:Question, name:str|None)->Response:
             turn,tried = turn+1,set()
             to = self.next(names, tried)
         tried.add(to)
-        try: r = await service.by(q, to, self.timeout if left and len(names)>1 else inf)
+        try: r = await service.by(q, name if to==names[0] else to, self.timeout if left and len(names)>1 else inf)
         except AtlasError as e:
             unknown = isinstance(e, SourceError) and to!=names[0]
             if not (may_stand_in(e) or unknown): raise

@@ -164,6 +164,8 @@ class Ask:
     before:tuple=() # Token ids of what was said earlier; the prompt of the messages follows them
     alone:bool=False # Is it no turn of a conversation that goes on?
     own:SamplingParams|None=None # `params` without what a model had for those that nobody gave
+    keep:float|None=None # Seconds that the model is to stay after the answer; below 0: for ever
+    after:object=None # Called when the answer has ended; the server sets it
 
 # %% ../../../nbs/7_service/01_protocol.base.ipynb #e98f455f
 SAMPLING = frozenset(f.name for f in fields(SamplingParams))
