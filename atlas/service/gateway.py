@@ -972,13 +972,6 @@ def join(self:Models, b, begin:bool=True):
     for m in b.fixed(): self.put(m)
     if begin: b.start(self)
 
-@patch
-async def part(self:Models, b):
-    "Take another server away, and its models; what it answers is cut"
-    self.backends.remove(b)
-    for m in [m for m in self.all if getattr(m, 'backend', None) is b]: self.drop(m)
-    await b.close()
-
 # %% ../../nbs/7_service/20_gateway.ipynb #6a4a74d3
 @patch
 async def start(self:Models):
