@@ -377,6 +377,10 @@ def test_keep_alive():
     assert Kept.said==[(3600.,5),(7200.,5)]
     c.post('/api/chat', json=dict(messages=HELLO))
     assert len(Kept.said)==2
+    for path,n in (('/v1/chat/completions',8),('/v1/completions',9)):
+        Kept.said.clear()
+        assert c.post(path, json=dict(messages=HELLO, prompt='a', keep_alive='5m')).status_code==200
+        assert Kept.said==[(300.,n-1)] and c.post(path, json=dict(messages=HELLO, prompt='a', keep_alive='x')).status_code==400
     for bad in ('soon',True,[],{}):
         assert refused(c.post('/api/chat', json=dict(messages=HELLO, keep_alive=bad)))
 

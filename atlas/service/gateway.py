@@ -64,6 +64,7 @@ def open_text(config:EngineConfig, parsers=(None,None), sandbox=None)->dict:
         template=p.template,
         spec=p.image_spec,
         parsers=p.parsers,
+        sampling=p.sampling,
         guides=p.guides(sandbox))
 
 # %% ../../nbs/7_service/20_gateway.ipynb #e82c6393
@@ -185,7 +186,7 @@ def described(self:Served)->dict:
     return dict(id=self.name, names=[n for n in self.names if n not in self.unlisted], created=self.created,
         info=self.runner.info if self.state in ('loaded','sleeping') else None, state=self.state, condition=self.condition,
         status=self.status, reason=self.reason, load_seconds=dict(self.seconds), restarts=self.restarts,
-        residency=self.stay())
+        sampling=self.upstream.sampling if self.upstream else {}, residency=self.stay())
 
 # %% ../../nbs/7_service/20_gateway.ipynb #53d6bccd
 @patch
@@ -617,11 +618,13 @@ class Residency:
         budget:int|None=None, # Bytes for all of them; None: as many as they like
         groups=None, # Name -> `Group`, or a dict of its fields
     ):
-        self.models = [m for m in models if isinstance(m, Model)]
+        self.everybody = models # Some come and go
         self.budget,self.groups = budget,{}
         for k,g in (groups or {}).items(): self.groups[k] = g if isinstance(g, Group) else Group(**g)
         self.queue,self.evicted = {},Counter() # Model -> `Waiting`, in order; times that models were sent away
         self._timer,self._tasks,self._called = None,set(),False
+    @property
+    def models(self)->list: "Those that have a process of their own"; return [m for m in self.everybody if isinstance(m, Model)]
     @property
     def active(self)->bool: "Is there anything to decide?"; return self.budget is not None or bool(self.groups)
     @property
@@ -844,15 +847,14 @@ class Models:
         groups=None, # Name -> `Group`, or a dict of its fields
         backends=(), # Other servers, whose models come and go
     ):
-        self.backends,self.fallbacks = [*backends],None # `Backend`s; `Fallbacks`
+        self.backends,self.fallbacks = [],None # `Backend`s; `Fallbacks`
         if not models and not backends: raise RequestError('There is no model to serve')
         self.residency = Residency(models, budget, groups)
         self.autoload,self.draining,self.gate,self._ears = autoload,False,asyncio.Lock(),set() # `_ears`: queues of listeners
         self.going,self.parting = {},set() # Models that are served no more, and what waits for their ends
         self._take(models)
         self.first = [m for m in models if not m.elsewhere and (first is None or set(first)&set(m.names))]
-        for b in self.backends:
-            for m in b.fixed(): self.put(m)
+        for b in backends: self.join(b, begin=False)
     def _take(self, models):
         "Have these models, by their names"
         by = {}
@@ -943,7 +945,7 @@ def put(self:Models, m:Served):
     "Add a model, under those of its names that nobody has"
     m.names = [n for n in m.names if self.models.setdefault(n, m) is m]
     if not m.names: return
-    m.name,m.tell,m.gate = m.names[0],self._tell,self.gate
+    m.name,m.tell,m.gate,m.residency = m.names[0],self._tell,self.gate,self.residency
     self.all.append(m)
     self.default = self.default or m.name
     if len(m.names)==1: m.unlisted = {'*'}
@@ -961,6 +963,21 @@ def drop(self:Models, m:Served):
     self.all.remove(m)
     for n in m.names: self.models.pop(n, None)
     if self.default==m.name: self.default = self.all[0].name if self.all else None
+
+# %% ../../nbs/7_service/20_gateway.ipynb #5bb01462
+@patch
+def join(self:Models, b, begin:bool=True):
+    "Add another server; where we run already, its list is looked at from now on (`begin`)"
+    self.backends.append(b)
+    for m in b.fixed(): self.put(m)
+    if begin: b.start(self)
+
+@patch
+async def part(self:Models, b):
+    "Take another server away, and its models; what it answers is cut"
+    self.backends.remove(b)
+    for m in [m for m in self.all if getattr(m, 'backend', None) is b]: self.drop(m)
+    await b.close()
 
 # %% ../../nbs/7_service/20_gateway.ipynb #6a4a74d3
 @patch
@@ -982,7 +999,7 @@ def measured(command, configs:list, budget:int)->list[dict|None]:
     "What each model of `configs` takes within `budget`, as `LoadedModel.measure` tells; None where that is unknown"
     asked = json.dumps(dict(budget=budget, models=[differs(c) for c in configs]), default=str)
     run = partial(subprocess.run, [*map(str, command), '--measure'], input=asked, text=True)
-    try: out = run(capture_output=True, timeout=600, env=os.environ|dict(HF_HUB_OFFLINE='1'))
+    try: out = run(capture_output=True, timeout=600)
     except (OSError,subprocess.TimeoutExpired) as e:
         _log.warning('Models could not be measured: %s', e)
         return [None]*len(configs)

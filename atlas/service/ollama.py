@@ -7,18 +7,18 @@ Docs: https://atlas-inference.github.io/atlas/7_service/ollama.html.md"""
 # %% auto #0
 __all__ = ['OLLAMA_CHAT', 'OLLAMA_GENERATE', 'FOREVER', 'VERSION', 'Options', 'Body', 'Message', 'ChatBody', 'GenerateBody',
            'OllamaAsk', 'RawAsk', 'plain_name', 'image_part', 'with_images', 'parse_chat', 'parse_generate', 'stamp',
-           'now', 'ChatReply', 'GenerateReply', 'reply', 'tool_call', 'manages', 'first', 'known', 'counted', 'details',
-           'entry', 'until', 'running', 'ShowBody', 'capabilities', 'model_info', 'EmbedBody', 'EmbeddingsBody',
-           'PullBody', 'Bar', 'pullable', 'near', 'may_fetch', 'progress', 'as_lines', 'endpoints']
+           'now', 'ChatReply', 'GenerateReply', 'reply', 'tool_call', 'first', 'known', 'counted', 'details', 'entry',
+           'until', 'running', 'ShowBody', 'capabilities', 'model_info', 'EmbedBody', 'EmbeddingsBody', 'PullBody',
+           'Bar', 'pullable', 'near', 'may_fetch', 'progress', 'as_lines', 'endpoints']
 
-# %% ../../nbs/7_service/15_ollama.ipynb #aaf3d4d3
+# %% ../../nbs/7_service/15_ollama.ipynb #cc13ebe4
 import asyncio,hashlib,ipaddress,json,logging,re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass,field
 from datetime import datetime,timedelta,timezone
 from functools import partial
 from time import perf_counter
-from typing import Annotated,Any,Callable,Literal
+from typing import Annotated,Any,Literal
 from fastapi import Request
 from fastapi.responses import JSONResponse,Response
 from fastcore.basics import patch
@@ -34,7 +34,7 @@ from .protocol.base import Usage,Writer,found,ignored
 from .protocol.base import merge_system,quote,think,validate
 from .protocol.chunks import TextAsk,plain_error_body,token_logprobs
 from .protocol.openai import _called,functions,unoffered
-from .server import API,attended,unheeded,warned
+from .server import API,attended,manages,unheeded,warned
 from .service import FIM,Service
 from .turn import EventStream
 from ..text.deltas import CallDelta,Choice,Delta
@@ -129,15 +129,13 @@ def shape(self:Body)->dict|None:
     said = f'format is {found(f)}, expected "json" or a JSON schema'
     raise RequestError(said, param='format')
 
-# %% ../../nbs/7_service/15_ollama.ipynb #4d76f1c0
+# %% ../../nbs/7_service/15_ollama.ipynb #67038506
 @dataclass
 class OllamaAsk(Ask):
     "A question to `/api/chat` or `/api/generate`"
-    keep:float|None=None # Seconds that the model is to stay after the answer; below 0: for ever
     generates:bool=False # Is it one to generate?
     token_ids:bool=False # Are the answer's ids wanted, for `context`?
     began:float=field(default_factory=perf_counter) # When it was read
-    after:Callable|None=None # Called when the answer has ended
 
 @dataclass
 class RawAsk(OllamaAsk,TextAsk):
@@ -239,7 +237,7 @@ def parse_generate(
     if b.system: turns.insert(0, dict(role='system', content=b.system))
     return OllamaAsk(turns, before=tuple(b.context or ()), token_ids=True, **kw)
 
-# %% ../../nbs/7_service/15_ollama.ipynb #86f33227
+# %% ../../nbs/7_service/15_ollama.ipynb #2ca6e265
 def stamp(t:datetime)->str:
     "A moment, as Ollama writes it"
     return t.isoformat()[:26].removesuffix('+00:00')+'Z'
@@ -275,10 +273,6 @@ class ChatReply(Writer):
     def error(self, e:BaseException)->bytes:
         "The line that ends a stream that broke"
         return quote(plain_error_body(e))+b'\n'
-    def close(self):
-        "The answer has ended, and whoever waits for that hears it, once"
-        after,self.ask.after = self.ask.after,None
-        if after: after()
 
 # %% ../../nbs/7_service/15_ollama.ipynb #eea87887
 class GenerateReply(ChatReply):
@@ -386,24 +380,12 @@ def whole(self:ChatReply, choices:list[Choice], u:Usage)->dict:
     said = self.said(self.trimmed(c.content or ''), c.reasoning, calls)|self.about(c.tokens)
     return dict(model=self.model, created_at=now())|said|self.counts(u)|self.context()
 
-# %% ../../nbs/7_service/15_ollama.ipynb #6c412515
-def manages(request:Request)->bool:
-    "May whoever asks say what is loaded? Everybody where there are no keys, else admins"
-    return request.scope.get('atlas.user') is None or request.scope.get('atlas.role')=='admin'
-
+# %% ../../nbs/7_service/15_ollama.ipynb #f40a4683
 @patch
 def meant_by(self:Service, ask:Ask):
     "The `Served` that is to answer"
     resolve = getattr(self.models, 'resolve', None)
     return resolve(ask)[0] if resolve else self.models.find(ask.model)
-
-@patch
-def keep(self:Service, ask:OllamaAsk, request:Request)->Callable|None:
-    "What has the model stay as long as `keep_alive` says; None, and a warning, where nothing can"
-    m = self.meant_by(ask)
-    if ask.keep is None: return None
-    if manages(request): return partial(m.keep, ask.keep)
-    ask.warnings.append("keep_alive left out: only an admin's key says how long a model stays")
 
 @patch
 async def only_load(self:Service, ask:OllamaAsk, request:Request)->dict:
@@ -413,18 +395,17 @@ async def only_load(self:Service, ask:OllamaAsk, request:Request)->dict:
     if leave and not manages(request): raise RightsError('This needs the key of an admin')
     if leave and m.wanted: await self.models.unload(m.name)
     elif not leave:
-        keep = self.keep(ask, request)
         await attended(request, self.upstream(m.name))
-        if keep: keep()
+        ask.served = m.name
+        if keep := self.keeping(ask, request): keep()
     w = reply(ask, ask.model or m.name)
     reason = 'unload' if leave else 'load'
     return dict(model=w.model, created_at=now())|w.said()|dict(done=True, done_reason=reason)
 
 async def first(s:Service, ask:OllamaAsk, request:Request)->Response|None:
     "What comes before an answer; all there is where nothing is asked"
-    if not (ask.messages or isinstance(ask, RawAsk)):
-        return warned(JSONResponse(await s.only_load(ask, request)), ask)
-    ask.after = s.keep(ask, request)
+    if ask.messages or isinstance(ask, RawAsk): return None
+    return warned(JSONResponse(await s.only_load(ask, request)), ask)
 
 # %% ../../nbs/7_service/15_ollama.ipynb #dec481b9
 OLLAMA_CHAT = API(parse_chat, reply, plain_error_body, first)

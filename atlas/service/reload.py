@@ -22,7 +22,7 @@ from .proxy import Backend,Fallbacks,Limits,Proxy
 from .remote import unavailable
 from .watch import WatchError,watching
 
-# %% ../../nbs/7_service/26_reload.ipynb #32a89ec9
+# %% ../../nbs/7_service/26_reload.ipynb #066d4ac7
 def model_of(
     fleet:Fleet,
     name:str, # Of one of its models
@@ -50,6 +50,7 @@ def build(
     first = [] if lazy else fleet.first
     out = Models(models, autoload, first, fleet.memory, places(fleet), backends(fleet))
     out.names,out.fallbacks = Names(fleet),stand_ins(fleet)
+    if fleet.watch: out.beside = [watching(fleet.watch)]
     out.meet()
     return out
 
@@ -155,7 +156,7 @@ async def _dismiss(self:Models, m:Served):
         if m in self.residency.models: self.residency.models.remove(m)
         self.residency.soon()
 
-# %% ../../nbs/7_service/26_reload.ipynb #109752b1
+# %% ../../nbs/7_service/26_reload.ipynb #cf3ba8b8
 _log = logging.getLogger('atlas')
 
 def servable(path)->Fleet:
@@ -184,7 +185,7 @@ class FleetFile:
         self.how = {k:v for k,v in how.items() if k!='config'}
         self.models = ms = build(self.fleet, autoload, self.lazy, **self.how)
         with fitting(self.fleet): ms.measured()
-        ms.reload,ms.beside = self.reload,(self.watched,)
+        ms.reload,ms.beside = self.reload,(self.watched,)  # which follows the file in this, too
         return ms
 
 @contextmanager

@@ -6,10 +6,10 @@ Docs: https://atlas-inference.github.io/atlas/7_service/server.html.md"""
 
 # %% auto #0
 __all__ = ['CHAT', 'TEXT', 'MESSAGES', 'RESPONSES', 'hops', 'SOUNDS', 'read_body', 'from_page', 'API', 'api_of', 'attended',
-           'whose', 'Question', 'StalledError', 'tell', 'unheeded', 'warned', 'ended', 'owner', 'EmbeddingsBody',
-           'Texts', 'form_spans', 'Sound', 'Document', 'RerankBody', 'TokenizeBody', 'DetokenizeBody', 'ModelBody',
-           'no_page', 'page', 'Door', 'refused', 'NoRouteError', 'no_route', 'no_route_for', 'left', 'create_app',
-           'PortError', 'listen']
+           'whose', 'Question', 'StalledError', 'tell', 'unheeded', 'warned', 'ended', 'manages', 'owner',
+           'EmbeddingsBody', 'Texts', 'form_spans', 'Sound', 'Document', 'RerankBody', 'TokenizeBody', 'DetokenizeBody',
+           'ModelBody', 'no_page', 'page', 'Door', 'refused', 'NoRouteError', 'no_route', 'no_route_for', 'left',
+           'create_app', 'PortError', 'listen']
 
 # %% ../../nbs/7_service/14_server.ipynb #147728df
 import asyncio,base64,errno,hashlib,json,logging,re,socket
@@ -287,6 +287,7 @@ async def answer(self:Service, ask:Ask, reply, request:Request, held:float|None=
     "Answer a question, in one piece or as a stream"
     async with Unless(gone(request.receive)) as away:
         turn,w = await self.opened(ask, reply, held)
+        ask.after = self.keeping(ask, request)
         close = partial(ended, request, turn, w)
         if ask.stream: return warned(EventStream(events(turn, w), close, None, w.ping, self.ping, self.patience, w.media_type), ask)
         try: done = await whole(turn, w)
@@ -299,11 +300,26 @@ async def answer(self:Service, ask:Ask, reply, request:Request, held:float|None=
 def ended(request:Request, turn:Turn, w, why:str='client_gone'):
     "A request is over; called again, this does nothing more"
     turn.close(why); w.close()
+    after,w.ask.after = w.ask.after,None
+    if after: after()
     n = turn.usage()
     ends = {str(v.finish) for v in turn.readers}
     note(request.scope, model=w.model,
         prompt_tokens=n.prompt, completion_tokens=n.completion,
         cached_tokens=n.cached, finish=','.join(sorted(ends)))
+
+# %% ../../nbs/7_service/14_server.ipynb #ca0e81c9
+def manages(request:Request)->bool:
+    "May whoever asks say what is loaded? Everybody where there are no keys, else admins"
+    return request.scope.get('atlas.user') is None or request.scope.get('atlas.role')=='admin'
+
+@patch
+def keeping(self:Service, ask:Ask, request:Request)->Callable|None:
+    "What has a model stay as long as `keep_alive` says; None, and a warning, where nothing can"
+    if ask.keep is None: return None
+    m = self.models.find(ask.served or ask.model)
+    if manages(request): return partial(m.keep, ask.keep)
+    ask.warnings.append("keep_alive left out: only an admin's key says how long a model stays")
 
 # %% ../../nbs/7_service/14_server.ipynb #6f99e337
 @patch
@@ -608,6 +624,7 @@ def _model(m, name):
     "An entry of the list of models"
     info = m.get('info') or {}
     more = {k: info[k] for k in ('speculative','prefill_activations') if info.get(k)}
+    if m.get('sampling'): more['default_sampling_params'] = m['sampling']
     reads = ['text']+['image']*bool(info.get('vision'))
     return dict(
         id=name, object='model', type='model', display_name=name, lifecycle='active',

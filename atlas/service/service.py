@@ -46,6 +46,7 @@ class Upstream:
     guides:object=None # Checks guides; None: answers cannot be constrained
     parsers:tuple=(None,None) # Names of the parsers of tool calls and of reasoning
     runner:object=None # `info`, `submit`, `stats`, `healthy`, and perhaps `call`
+    sampling:dict=field(default_factory=dict) # Parameters where a request does not give them
 
 # %% ../../nbs/7_service/12_service.ipynb #3921da01
 class Service:
@@ -363,6 +364,7 @@ async def begin(self:Service, ask:Ask, make, model:str|None=None)->tuple[Turn,Wr
     began = perf_counter()
     u = await self.asked(ask)
     waited = perf_counter()-began
+    ask.lean_on(u.sampling)
     n,many = ask.params.n,len(ask.prompts) if isinstance(ask, TextAsk) else 1
     if n*many>MAX_CHOICES: raise RequestError(f'n is {n} for {many} prompts, which is more than {MAX_CHOICES} choices', param='n')
     check_ids(ask.params.logit_bias or (), u.info['vocab_size'], 'logit_bias')

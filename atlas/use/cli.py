@@ -354,14 +354,14 @@ def _llm(model, **options):
     from atlas.use.llm import LLM
     return LLM(EngineConfig(model, max_num_seqs=1, **options))
 
-def _params(**kw):
-    "What was said of these; the rest is as the API has it"
-    from atlas.ground.requests import SamplingParams
-    return SamplingParams(**{k:v for k,v in kw.items() if v is not None})
+def _params(llm, **kw):
+    "What was said of these; the rest is as the model's makers have it"
+    return llm.params(**{k:v for k,v in kw.items() if v is not None})
 
 # %% ../../nbs/8_use/13_cli.ipynb #9c37a274
 Temperature = Annotated[float|None, _opt(
-    '0 always takes the likeliest token; higher is more varied. [default: 1, as in the API]',
+    '0 always takes the likeliest token; higher is more varied. What the generation_config.json '
+    'of a model says goes before the default. [default: 1, as in the API]',
     '--temperature', '-t', min=0, max=100, show_default=False)]
 MaxTokens = Annotated[int|None, _opt('Longest answer, in tokens. [default: what is left of the context]', '--max-tokens', '-n', min=1, show_default=False)]
 Seed = Annotated[int|None, _opt('Make the same choices again. [default: other ones each time]', show_default=False)]
@@ -372,6 +372,9 @@ Think = Annotated[bool|None, _opt(
 ShowThinking = Annotated[bool|None, _opt(
     'Show its thoughts, on stderr. [default: on a terminal]',
     '--show-thinking/--hide-thinking', show_default=False)]
+
+_TALK = ('device','max_seq_len','load_format','weights',
+    'generation_config','override_generation_config')
 
 def _template(think):
     "What a template is told of thinking: nothing, unless something was said"
@@ -384,7 +387,7 @@ def _template(think):
     'atlas run demo --raw --temperature 0 "The capital of France is"',
     'git diff | atlas run demo --system "Describe this change in one line." -',
     'atlas run ./qwen3-vl-2b --image photo.jpg "What is this?"'))
-@engine_flags('device', 'max_seq_len', 'load_format', 'weights', *CACHING, *SPECULATION)
+@engine_flags(*_TALK, *CACHING, *SPECULATION)
 def run(model:Model,
     prompt:Annotated[str|None, typer.Argument(metavar='PROMPT', help='What to ask; "-" or nothing reads it from stdin.', show_default=False)]=None,
     temperature:Temperature=None, max_tokens:MaxTokens=None,
@@ -398,8 +401,8 @@ def run(model:Model,
     for v,name in ((system,'--system'), (images,'--image'), (think is not None,'--think')):
         if raw and v: raise typer.BadParameter('has no place in a --raw prompt', param_hint=f"'{name}'")
     prompt = _prompt(prompt)
-    params = _params(temperature=temperature, max_tokens=max_tokens, seed=seed)
     with closing(_llm(model, **options)) as llm:
+        params = _params(llm, temperature=temperature, max_tokens=max_tokens, seed=seed)
         def ask(stream):
             if raw: return (llm.stream if stream else llm.generate)(prompt, params)
             messages = _messages(prompt, system, images)
@@ -489,7 +492,7 @@ def _line(mark):
     except KeyboardInterrupt: typer.echo('\n(Ctrl-D or /quit leaves)', err=True); return ''
 
 @app.command(epilog=_examples('atlas chat tiny', 'atlas chat demo --system "Answer in one sentence." --temperature 0.2'))
-@engine_flags('device', 'max_seq_len', 'load_format', 'weights', *CACHING, *SPECULATION)
+@engine_flags(*_TALK, *CACHING, *SPECULATION)
 def chat(model:Model, system:System=None, temperature:Temperature=None,
     max_tokens:MaxTokens=None, seed:Seed=None,
     think:Think=None, show_thinking:ShowThinking=None, **options):
@@ -497,8 +500,8 @@ def chat(model:Model, system:System=None, temperature:Temperature=None,
     from atlas.ground.hub import name_of
     try: import readline  # noqa: F401
     except ImportError: readline = None  # an input line without editing keys still works
-    params = _params(temperature=temperature, max_tokens=max_tokens, seed=seed)
     with closing(_llm(model, **options)) as llm:
+        params = _params(llm, temperature=temperature, max_tokens=max_tokens, seed=seed)
         _talk(Conversation(llm, params, system, think), name_of(model), show_thinking)
 
 def _talk(c, name, show):
@@ -645,7 +648,7 @@ def serve(models:Models=None, config:Config=None,
     tool_call_parser:Tools=None, reasoning_parser:Reasons=None, as_json:PlanJson=False,
     trust_remote_code:Foreign=False, enable_auto_tool_choice:AutoTools=False,
     drain:Drain=10., log_format:LogFormat='auto', log_level:LogLevel='info', **options):
-    "Serve models: a chat page at /, the APIs of OpenAI and Anthropic at /v1."
+    "Serve models: a chat page at /, the APIs of OpenAI and Anthropic at /v1, Ollama's at /api."
     if as_json and not dry_run: raise typer.BadParameter('is for --dry-run', param_hint="'--json'")
     own = dict(served_model_name=served_model_name, alias=alias, memory=memory)
     configs = _to_serve(models, config, lazy, options, own)

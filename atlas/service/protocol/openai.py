@@ -15,7 +15,7 @@ from typing import Annotated,Any,Literal
 from fastcore.basics import patch
 from pydantic import AliasChoices,BaseModel,ConfigDict,Field
 from ...text.chat import IMAGE_PARTS,check_variables
-from ...ground.core import RequestError
+from ...ground.core import RequestError,seconds_in
 from ...ground.requests import SamplingParams
 from .base import OPEN,Ask,Budget,Ids,Int,NotOfferedError
 from .base import Salt,Seconds,Writer
@@ -68,6 +68,7 @@ class Body(BaseModel):
     priority: Annotated[Int, Field(ge=-2**31, lt=2**31)]|None = None
     cache_salt: Salt|None = None
     timeout: Seconds|None = None
+    keep_alive: float|Annotated[str, Field(max_length=64)]|None = None  # as Ollama has it
     return_token_ids: bool|None = None
     return_tokens_as_token_ids: bool|None = None
     prompt_logprobs: Annotated[Int, Field(ge=0, le=20)]|None = None
@@ -354,10 +355,11 @@ def _common(b):
     if b.stream_options and not b.stream: raise RequestError('stream_options is given, and stream is not true', hint='Set stream to true', param='stream_options')
     if b.stream and b.prompt_logprobs is not None: raise RequestError('prompt_logprobs is given, and stream is true', hint='Leave one of them out', param='prompt_logprobs')
     counts = bool(o.include_usage)
+    keep = None if b.keep_alive is None else seconds_in(b.keep_alive, 'keep_alive')
     return dict(
         params=b.params(), given=given(b), model=b.model, **b.shape(),
         stream=bool(b.stream), priority=b.priority or 0,
-        salt=b.cache_salt or '', timeout=b.timeout,
+        salt=b.cache_salt or '', timeout=b.timeout, keep=keep,
         include_usage=counts, continuous=counts and bool(o.continuous_usage_stats),
         drafts=bool(b.stream and o.atlas_drafts), token_ids=bool(b.return_token_ids),
         as_ids=bool(b.return_tokens_as_token_ids), prompt_logprobs=b.prompt_logprobs)
