@@ -94,7 +94,7 @@ def changes(old:Fleet, new:Fleet)->dict[str,list[str]]:
         added=[n for n in will if n not in was],
         removed=[n for n in was if n not in will])
 
-# %% ../../nbs/7_service/26_reload.ipynb #36d7494f
+# %% ../../nbs/7_service/26_reload.ipynb #f3ec520b
 @patch
 def become(self:Models,
     models:list[Served], # All that are served from now on; those that are there already stay as they are
@@ -112,7 +112,7 @@ def become(self:Models,
     for m in proxies: self.put(m.anew())
     self.serve_by(servers)
     self.meet()
-    self.residency.models = [m for m in (*self.going,*self.all) if isinstance(m, Model)]
+    self.residency.everybody = [*self.going,*self.all]  # those that go have memory until they are gone
     for m in new:
         m.after = [*self.going.values()]
         if m.name in wanted: m.begin(evicts=wanted[m.name])
@@ -145,7 +145,7 @@ def anew(self:Proxy)->Proxy:
     self.unlisted = {'*',own} if self.id else {'*'}
     return self
 
-# %% ../../nbs/7_service/26_reload.ipynb #48efc459
+# %% ../../nbs/7_service/26_reload.ipynb #f36b7c87
 @patch
 async def _dismiss(self:Models, m:Served):
     "Let a model end its answers, and then its process"
@@ -153,7 +153,7 @@ async def _dismiss(self:Models, m:Served):
         if isinstance(m, Model): await m.stop(m.policy.drain)
     finally:
         self.going.pop(m, None)
-        if m in self.residency.models: self.residency.models.remove(m)
+        if m in self.residency.everybody: self.residency.everybody.remove(m)
         self.residency.soon()
 
 # %% ../../nbs/7_service/26_reload.ipynb #cf3ba8b8
