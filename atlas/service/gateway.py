@@ -1423,8 +1423,6 @@ def _worker(log_format, log_level):
     return (*COMMAND, f'--log={log_format}:{log_level}')
 
 # %% ../../nbs/7_service/20_gateway.ipynb #f9b095b2
-DOORS = ollama.endpoints, # Endpoints beside those of `create_app`
-
 def _app(models, rules, sandbox, fetch_images, **kw):
     "The application, with a line in the log for each request"
     fetch = FetchRules() if fetch_images else None
