@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 import atlas.use.cli as cli
 from atlas.card.device import Host,Memory
+from atlas.card.emulator import Emulator,find_cxx
 from atlas.engine.loading import LoadedModel
 from atlas.engine.planning import least_memory,plan_load
 from atlas.ground import hub
@@ -16,6 +17,7 @@ from atlas.ground.hub import NAMED,here,pull,pull_text
 from atlas.ground.opening import open_model
 from atlas.ground.options import EngineConfig
 from atlas.model.model import imagine
+from test_cli import SPARK as COMMANDS
 from atlas.text.parsers import REASONING_PARSERS,TOOL_PARSERS
 
 GOOD = dict(hub='org/name', format='BF16')
@@ -199,6 +201,21 @@ def test_a_plan_is_what_is_loaded():
     assert (plan.max_num_seqs,plan.chunk,plan.max_seq_len)==(m.max_num_seqs,m.chunk,m.max_seq_len)
     m.close()
 
+@pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
+@pytest.mark.parametrize('more', [{}, dict(speculative=True), dict(kv_cache_dtype='fp8', max_seq_len=300)])
+def test_a_plan_is_what_a_card_loads(monkeypatch, more):
+    "On a card too: blocks, sequences and states as planned, weights within what is said of them"
+    monkeypatch.setattr(Emulator, 'memory', lambda self: Memory(2<<30, 2<<30))
+    o = EngineConfig('tiny', Emulator(), **dict(max_seq_len=512, max_num_seqs=2, chunk=64)|more)
+    plan,m = plan_load(o),LoadedModel(o, False)
+    assert plan.fits and plan.cache_tokens==m.cache.pool.num_blocks*m.cache.pool.block_size
+    used = {n: r.used for n,r in m.arena.regions.items()}
+    assert abs(used['weights']-plan.parts['weights'])<.2*plan.parts['weights']+(1<<20)
+    assert used['tables']<=plan.parts['tables']
+    assert plan.parts['cache']+plan.parts['states']==m.cache.nbytes
+    assert m.arena.budget.parts['steps']==plan.parts['steps']
+    m.close()
+
 def test_a_host_that_is_too_small(monkeypatch):
     monkeypatch.setattr(Host, 'memory', lambda self: Memory(1<<30, 1<<30))
     plan = plan_load(EngineConfig('qwen3-8b-bf16', device='cpu'))
@@ -207,3 +224,14 @@ def test_a_host_that_is_too_small(monkeypatch):
 def test_dummy_weights_in_the_published_formats():
     with open_model(EngineConfig('gpt-oss-20b-mxfp4', load_format='dummy')) as ck:
         assert ck.kind=='dummy' and ck.config.max_seq_len==131072
+
+@pytest.mark.parametrize('line', COMMANDS)
+def test_commands_of_spark_owners_would_run(line):
+    "Each of them fits a Spark, and drafts where it is to"
+    r = run('serve', *line.split(), '--dry-run', '--json')
+    assert r.exit_code==0, r.stderr
+    plan, = json.loads(r.stdout)['models']
+    asked = re.search(r'--max-(?:seq|model)-len (\d+)', line)
+    assert plan['max_seq_len']==int(asked[1]) and plan['drafter']!='off'
+    parser = re.search(r'--tool-call-parser (\w+)', line)
+    assert plan['parsers']['tool_call']==(parser[1] if parser else 'qwen3_coder')

@@ -11,6 +11,7 @@ from atlas.ground import hub
 from atlas.ground.core import AtlasError,ContextLengthError
 from atlas.ground.hub import Entry
 from atlas.ground.options import EngineConfig,differs
+from atlas.ground.requests import SamplingParams
 from atlas.text.deltas import Delta
 from atlas.text.generation import Output
 from helpers.waiting import WAIT
@@ -30,11 +31,13 @@ def said(text, reasoning=''):
 class Fake:
     "Stands for `LLM`: remembers what it was given, and says `answer`"
     answer,error,cached = ['Hel','lo ','you'],None,0
+    sampling = {}
     def __init__(self, options):
         model,Fake.made = options.model,options
         self.name,self.max_seq_len,self.load_seconds,self.device = model,512,1.5,SimpleNamespace(name='cpu')
         self.config,self.engine,self.tokenizer,self.template = SimpleNamespace(vocab_size=99),'engine','tokenizer','template'
     def close(self): Fake.closed = self
+    def params(self, **given): return SamplingParams(**self.sampling|given)
     def stream(self, prompt, params):
         Fake.asked = dict(prompt=prompt, params=params)
         for w in self.answer: yield said(w)
@@ -231,6 +234,9 @@ def test_one_place_for_defaults(fake):
         Fake.asked = {}
         assert run(*args.split(), input='hi\n').exit_code==0
         assert Fake.asked['params']==SamplingParams()
+    fake.sampling = dict(temperature=.6, top_k=20)
+    assert run('run', 'm', 'hi', '-t', '0.2').exit_code==0
+    assert Fake.asked['params']==SamplingParams(temperature=.2, top_k=20)
     said = f'[default: {SamplingParams().temperature:g}, as in the API]'
     for command in ('run','chat'):
         told = run(command, '--help').output
@@ -249,11 +255,11 @@ def test_the_protocols_have_the_same_defaults():
         p = parse(json.dumps(body).encode()).params
         assert p==SamplingParams(max_tokens=p.max_tokens)
 
-def test_the_page_has_the_same_defaults():
-    from atlas.ground.requests import SamplingParams
+def test_the_page_says_nothing_of_temperature_until_somebody_does():
+    "So it has what the API gives: the model's own"
     page = (root/'atlas'/'service'/'static'/'chat.html').read_text()
-    temperature = re.search(r'const DEFAULTS = {[^}]*temperature: ([\d.]+)', page)[1]
-    assert float(temperature)==SamplingParams().temperature
+    assert re.search(r"const DEFAULTS = {[^}]*temperature: ''", page)
+    assert "if (s.temperature !== '') body.temperature" in page
 
 def test_a_picture_that_cannot_be_read_is_named(tmp_path):
     "By the path that was given, however long it is"
@@ -496,6 +502,9 @@ ENGINE = {
     '--weights fp8': dict(weights='fp8'),
     '--quantization nvfp4': dict(quantization='nvfp4'),
     '--tokenizer tiny': dict(tokenizer='tiny'),
+    '--generation-config vllm': dict(generation_config='vllm'),
+    '--override-generation-config {"top_k":20}':
+        dict(override_generation_config='{"top_k": 20}'),
     '--lm-head-dtype fp8': dict(lm_head_dtype='fp8'),
     '--prefill-activations nvfp4': dict(prefill_activations='nvfp4'),
     '--kv-cache-dtype fp8': dict(kv_cache_dtype='fp8'),

@@ -27,12 +27,11 @@ def unit(path):
     return out
 
 def flags(*command):
-    "The flags that a command of `atlas` has; skips where it has no --config yet"
+    "The flags that a command of `atlas` has"
     code = 'from atlas.use.cli import main; main()'
     r = subprocess.run([sys.executable, '-c', code, *command, '--help'], capture_output=True, text=True, timeout=WAIT, cwd=root)
     assert r.returncode==0, r.stderr
     found = set(re.findall(r'--[a-z][\w-]+', r.stdout))
-    if command==('serve',) and '--config' not in found: pytest.skip('no serve --config here')
     return found
 
 # -- systemd ---------------------------------------------------------------------------------------
@@ -111,6 +110,11 @@ def test_another_process_is_not_watched(tmp_path):
     assert Supervisor(dict(WATCHDOG_USEC='300000', WATCHDOG_PID='1')).pace is None
     assert Supervisor(dict(WATCHDOG_USEC='300000', WATCHDOG_PID=str(os.getpid()))).pace==.1
     Supervisor(dict(NOTIFY_SOCKET=str(tmp_path/'none'))).tell(READY=1) # nobody listens
+
+def test_the_file_that_comes_with_it_is_a_fleet():
+    "What units and image serve until somebody says otherwise"
+    from atlas.service.fleet import read_fleet
+    assert list(read_fleet(deploy/'atlas.yaml').models)==['demo']
 
 # -- the image -------------------------------------------------------------------------------------
 

@@ -1,19 +1,23 @@
 """Other servers behind our door: a second Atlas, and one that breaks in every way.
 Whatever it does, a request ends in exactly one way, and a stream in an event that says so."""
-import asyncio,gzip,json,re,sys
+import asyncio,gzip,json,re,subprocess,sys
 from contextlib import ExitStack,contextmanager
 from pathlib import Path
 import anthropic,httpx,openai,pytest
+from atlas.ground.config import PRESETS
 from atlas.ground.core import ConfigError,QueueFullError
-from atlas.service.gateway import Models,Served
+from atlas.service.gateway import DOORS,Models,Served
 from atlas.service.proxy import Backend,Fallbacks,Limits
 from atlas.service.server import create_app
 from atlas.service.service import Upstream
 from atlas.text.chat import ChatTemplate
+from atlas.use.llm import LLM
 
 sys.path.insert(0, str(Path(__file__).parent/'helpers'))
+from inprocess import loaded  # noqa: E402
 from scripted import TEMPLATE,Speaker,running,service  # noqa: E402
 from fake_upstream import DONE,HELLO,chunk,completion,good,text,upstream  # noqa: E402
+from helpers.patience import PATIENT  # noqa: E402
 from helpers.waiting import WAIT,until  # noqa: E402
 
 QUICK = Limits(connect=WAIT, first=WAIT, between=WAIT, whole=WAIT)
@@ -101,7 +105,8 @@ def test_a_stream_that_is_packed():
         assert r.content==b''.join(HELLO) and 'content-encoding' not in r.headers
         assert u.calls[0].heads['accept-encoding']=='identity'
 
-def test_keys_and_headers(monkeypatch):
+def test_keys_and_headers(monkeypatch, caplog):
+    caplog.set_level('DEBUG')
     monkeypatch.setenv('SPARK2_KEY', 'sk-theirs')
     def say(c): c.whole(completion(), set_cookie='a=b', access_control_allow_origin='*', x_ratelimit_remaining='5', server='theirs')
     with behind(say, key_env='SPARK2_KEY') as (d,u):
@@ -111,7 +116,7 @@ def test_keys_and_headers(monkeypatch):
         assert heads['authorization']=='Bearer sk-theirs' and 'sk-ours' not in str(heads)
         assert not {'cookie','te','x-api-key'}&{*heads} and heads['host']==f'127.0.0.1:{u.port}'
         assert not {'set-cookie','access-control-allow-origin'}&{*r.headers} and r.headers['x-ratelimit-remaining']=='5'
-        assert r.headers.get('server')!='theirs'
+        assert r.headers.get('server')!='theirs' and 'sk-theirs' not in caplog.text+repr(d.models.backends)
 
 # -- everything that breaks ----------------------------------------------------------------------
 
@@ -354,6 +359,63 @@ def test_a_circle_ends():
             r = da.post(f'/v1/{path}')
             assert r.status_code==508 and 'come back' in r.text
 
+TINY = PRESETS['llama-3.1-8b']|dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=96,
+    vocab_size=256, max_position_embeddings=512, bos_token_id=1, eos_token_id=255)
+
+@both_ways
+@pytest.mark.parametrize('path', ['chat/completions','completions','messages'])
+def test_a_real_model_behind_two_doors(path, stream, tiny):
+    "Its words are the same through one server and through two, and each is counted"
+    with running(create_app(tiny)) as url, door(Backend('second', url+'/v1', ['tiny'], limits=QUICK)) as d:
+        ask = body(path, model='tiny', stream=stream, temperature=0, max_tokens=9, **(dict(stream_options=dict(include_usage=True)) if stream and path!='messages' else {}))
+        through,direct = d.web.post(f'/v1/{path}', json=ask),httpx.post(f'{url}/v1/{path}', json=ask, timeout=WAIT)
+        assert through.status_code==200
+        if stream: assert words(through)==words(direct)!='', 'however many tokens came with each event'
+        else: assert forget(through.text)==forget(direct.text)
+        assert d.metric('upstream_tokens_total', upstream='second', kind='completion')==9
+
+def words(r):
+    "All the text of a stream, of any of three APIs"
+    said = [d.get('delta') or (d.get('choices') or [{}])[0] for d in data(r)]
+    return ''.join(x.get('text') or (x.get('delta') or {}).get('content') or '' for x in said)
+
+@pytest.fixture
+def tiny():
+    "A model with random weights, in a worker's thread"
+    PRESETS['toy-behind'] = TINY
+    try: llm = LLM('toy-behind', 'cpu', load_format='dummy', max_seq_len=400, max_num_seqs=4, show=False)
+    finally: del PRESETS['toy-behind']
+    return loaded(llm, ['tiny'], ChatTemplate(TEMPLATE))
+
+def test_a_second_atlas_that_is_killed():
+    "In the middle of an answer: the stream ends in an error. After it: another stands in"
+    command = [sys.executable, str(Path(__file__).parent/'helpers'/'fake_gateway.py'), json.dumps(dict(models=[dict(model='fake')], policy=vars(PATIENT), drain=WAIT))]
+    p = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True)
+    try:
+        at = re.search(r'http://127.0.0.1:\d+', p.stdout.readline())[0]
+        b = Backend('second', at, ['fake'], limits=QUICK)
+        with door(b, local=[speaker('small', say)], fallbacks=Fallbacks(dict(fake=['small']), timeout=WAIT)) as d:
+            ask = dict(model='fake', messages=[dict(role='user', content='<endless>')], stream=True, max_tokens=10**5)
+            with d.web.stream('POST', '/v1/chat/completions', json=ask) as r:
+                lines = r.iter_lines()
+                for _ in range(8): next(lines)
+                p.kill()
+                rest = [*lines]
+            assert 'second hung up' in rest[-4] and rest[-2]=='data: [DONE]', rest[-6:]
+            p.wait()
+            r = d.post(model='fake')
+            assert spoken(r)=='Hello there.' and r.headers['x-atlas-model']=='small'
+    finally: p.kill(); p.wait(); p.stdout.close()
+
+def test_ollamas_door():
+    "Its API, too, is told by its own writers"
+    with upstream(good) as u, door(Backend('spark2', u.url, ['gemma'], limits=QUICK), doors=DOORS) as d:
+        r = d.web.post('/api/chat', json=dict(model='gemma', messages=ASK['messages'], stream=False)).json()
+        assert (r['message']['content'],r['done_reason'],r['eval_count'])==('Hello','stop',7)
+        lines = [json.loads(l) for l in d.web.post('/api/chat', json=dict(model='gemma', messages=ASK['messages'])).text.splitlines()]
+        assert ''.join(l['message']['content'] for l in lines)=='Hello' and lines[-1]['done']
+        assert [c.path for c in u.calls]==['/v1/chat/completions']*2
+
 # -- sounds and vectors --------------------------------------------------------------------------
 
 AUDIO = b'HTTP/1.1 200 OK\r\ncontent-type: audio/mpeg\r\ntransfer-encoding: chunked\r\n\r\n'
@@ -455,9 +517,10 @@ def test_a_model_of_ours_stands_in(fault, stream):
     with behind(fault, limits=HASTY, local=[speaker('small', say)], fallbacks=stand_in('small')) as (d,u):
         r = d.post(stream=stream)
         assert r.status_code==200 and spoken(r)=='Hello there.'
-        assert r.headers['x-atlas-model']=='small' and r.headers['x-atlas-route'].startswith('fallback: small for gemma (')
-        assert d.post(stream=stream).headers['x-atlas-route']=='fallback: small for gemma (was left alone after it failed)'
+        assert r.headers['x-atlas-model']=='small' and r.headers['x-atlas-route'].startswith('fallback: small for spark2/gemma (')
+        assert d.post(stream=stream).headers['x-atlas-route']=='fallback: small for spark2/gemma (was left alone after it failed)'
         assert len(u.asked())==1, 'it is left alone'
+        assert d.metric('fallbacks_total', model_name='spark2/gemma', answered_by='small')==2
 
 @pytest.mark.parametrize('s', [400,404,413,422,501])
 def test_a_mistake_stays_one(s):
@@ -470,7 +533,7 @@ def test_nobody_stands_in_after_the_first_byte():
     with behind(lambda c: c.stream(text('Hel'), cut=True), local=[speaker('small', say)], fallbacks=stand_in('small')) as (d,u):
         r = d.post(stream=True)
         assert spoken_part(r)=='Hel' and 'error' in data(r)[-1] and r.text.count('"error"')==1
-        assert r.headers['x-atlas-model']=='gemma'
+        assert r.headers['x-atlas-model']=='spark2/gemma'
 
 def test_retries():
     "Again after a pause, until it answers or there were enough"
@@ -492,7 +555,7 @@ def test_cool_down():
     with behind(lambda c: answers.pop(0)(c), local=[speaker('small', say)], fallbacks=f) as (d,u):
         assert [d.post().headers['x-atlas-model'] for _ in range(2)]==['small','small']
         now[0] += 61
-        assert d.post().headers['x-atlas-model']=='gemma' and not answers
+        assert d.post().headers['x-atlas-model']=='spark2/gemma' and not answers
 
 class Down(Served):
     "A model of ours that cannot be asked"

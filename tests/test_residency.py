@@ -9,10 +9,13 @@ from functools import partial
 from types import SimpleNamespace
 from hypothesis import HealthCheck,given,settings,strategies as st
 import atlas.service.gateway as gateway
-from atlas.ground.core import AtlasError,OutOfMemoryError,RequestError
+from atlas.ground.core import AtlasError,OutOfMemoryError
 from atlas.ground.options import EngineConfig
 from atlas.ground.requests import Event
-from atlas.service.gateway import Model,Models,Policy,Residency
+from atlas.card.emulator import Emulator,find_cxx
+from atlas.engine.loading import LoadedModel
+from atlas.engine.planning import MeasuredModel
+from atlas.service.gateway import Model,Models,Policy,Residency,modelled
 from atlas.service.link import Frames,frame,pack_event,pack_error
 from atlas.service.residency import STAY
 from atlas.service.turn import UnavailableError
@@ -406,20 +409,29 @@ def test_who_never_fits_is_refused():
     w = play(dict(a=kind(60, 2., pinned=True), b=kind(60, 2.)), [(0, 'ask', 'a', 1., 3), (30, 'ask', 'b', 1., 3)])
     assert ends(w)==['stop','OutOfMemoryError']
 
-def test_who_is_not_known_takes_what_is_free():
+def test_who_is_not_known_takes_what_is_free(monkeypatch):
     "And what its worker tells then counts"
-    kinds = dict(a=kind(60, 2.), b=kind(30, 2.))
+    seen = []
     class Unknown(World):
         def __init__(self, *a, **kw):
             super().__init__(*a, **kw)
             self.models.find('b').need = 0
-    seen = []
-    class Looking(Unknown):
         def check(self): seen.append(self.models.find('b').holds); super().check()
-    was,globals()['World'] = World,Looking
-    try: w = play(kinds, [(0, 'ask', 'a', 1., 3), (20, 'ask', 'b', 1., 3), (1, 'ttl', 'b', 1e9), (20, 'ask', 'a', 1., 3)])
-    finally: globals()['World'] = was
+    monkeypatch.setitem(globals(), 'World', Unknown)
+    two = dict(a=kind(60, 2.), b=kind(30, 2.))
+    w = play(two, [(0, 'ask', 'a', 1., 3), (20, 'ask', 'b', 1., 3), (1, 'ttl', 'b', 1e9), (20, 'ask', 'a', 1., 3)])
     assert set(ends(w))=={'stop'} and {40,30}<=set(seen) and w.lives==['a','b']
+
+def test_who_takes_more_than_was_reckoned(monkeypatch):
+    "Others leave until the sum is right again"
+    class Larger(World):
+        def __init__(self, *a, **kw):
+            super().__init__(*a, **kw)
+            self.device.size,self.models.find('a').need = 1000,40
+        def check(self): pass
+    monkeypatch.setitem(globals(), 'World', Larger)
+    w = play(dict(a=kind(60, 2.), b=kind(50, 2., sleepless=True)), [(0, 'ask', 'b', 1., 3), (30, 'ask', 'a', 1., 3)])
+    assert set(ends(w))=={'stop'} and w.models.residency.evicted=={('b','unload'): 1}
 
 # -- real processes ------------------------------------------------------------------------------
 
@@ -529,3 +541,30 @@ def test_a_budget_smaller_than_a_model(tmp_path):
     p,_ = server(tmp_path, 200<<20)
     said,_ = p.communicate(timeout=WAIT)
     assert p.returncode and re.search(r'a takes \d+ MiB, and the budget of all models is 200 MiB', said), said
+
+# -- measured before -----------------------------------------------------------------------------
+
+DEVICES = [lambda: 'cpu', pytest.param(Emulator, marks=pytest.mark.skipif(not find_cxx(), reason='no C++ compiler'))]
+
+@pytest.mark.parametrize('device', DEVICES, ids=['host','card'])
+@pytest.mark.parametrize('kw', [dict(max_seq_len=512), {}, dict(max_seq_len=512, max_num_seqs=2, kv_cache_memory=1<<24)],
+    ids=['short','long','cache'])
+def test_what_was_measured_is_enough_and_is_not_exceeded(device, kw):
+    o = EngineConfig('tiny', device=device(), **kw)
+    m = MeasuredModel(o, 3<<30).told()
+    assert m['least']<=m['most']<=3<<30 and (m['least']==m['most'])==('kv_cache_memory' in kw)
+    for nbytes in {m['least'],m['most']}:
+        settled = m['settled']|{m['grows']: m['settled'][m['grows']]+nbytes-m['least']}
+        model = LoadedModel(replace(o, **settled))
+        assert sum(model.memory.values())<=nbytes and {'weights','cache','steps'}<=model.memory.keys()
+        model.close()
+
+def test_models_are_measured_by_one_process():
+    "And what is left over is divided; a model that nobody can measure has the need 0"
+    models = [dict(model='tiny', name=n, device='cpu', max_seq_len=512) for n in 'ab']
+    ms = Models(modelled([*models, dict(model='nobody/has-it', name='c')]), budget=2<<30).measured()
+    a,b,c = ms.all
+    assert a.need==b.need>300<<20 and c.need==0 and a.settled['kv_cache_memory']>0
+    assert Models(modelled(models)).measured().all[0].need==0 # nobody asked
+    with pytest.raises(OutOfMemoryError, match='a takes .* and the budget of all models is 256 MiB'):
+        Models(modelled(models), budget=256<<20).measured()

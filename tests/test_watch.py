@@ -39,6 +39,31 @@ def test_cron_is_silent_until_something_changes(tmp_path):
         assert cron(ms.url, tmp_path)[:2]==(3,'')
     assert cron(ms.url, tmp_path)[:2]==(3,'atlas cannot be reached\n')
 
+FILE = """models: {m: {model: demo}}
+watch: {every: 30s, endpoints: {asr: "URL/health"}}
+"""
+
+def test_a_file_is_watched(tmp_path):
+    "Its endpoints, and its models where they are served"
+    with served() as ms:
+        path = tmp_path/'atlas.yaml'
+        path.write_text(FILE.replace('URL', ms.url))
+        make_ill(ms)
+        code,said,_ = cron(str(path), tmp_path, '--json', '--server', ms.url)
+    seen = {s['name']:s['well'] for s in json.loads(said)['seen']}
+    assert code==3 and seen=={'asr':True, 'asr/well':True, 'asr/other':False,
+        'atlas':True, 'atlas/well':True, 'atlas/other':False}
+
+def test_what_a_file_names_is_watched_while_it_is_served(tmp_path):
+    "A fleet that is built has its watch beside it; told is who can be, and else that is an error at once"
+    from atlas.service.fleet import fleet_of
+    from atlas.service.reload import build
+    text = FILE.replace('URL', 'http://asr')
+    assert len(build(fleet_of(text)).beside)==1
+    assert build(fleet_of(text.splitlines()[0])).beside==()
+    told = text.replace('every: 30s', 'notify: ["nobody://x"]')
+    with pytest.raises(WatchError): build(fleet_of(told))
+
 def test_cron_as_json(tmp_path):
     with served() as ms:
         make_ill(ms)
@@ -48,8 +73,9 @@ def test_cron_as_json(tmp_path):
     assert said['news']==['atlas/other failed: its disk is full']
 
 def test_what_cannot_be_watched_is_refused(tmp_path):
-    code,out,err = cron('ftp://x', tmp_path)
-    assert code==1 and out=='' and 'is no address' in err and 'Traceback' not in err
+    for what,why in (('ftp://x','is no address'), (str(tmp_path/'none.yaml'),'cannot be read')):
+        code,out,err = cron(what, tmp_path)
+        assert code==1 and out=='' and why in err and 'Traceback' not in err
 
 def test_a_server_with_keys_tells_strangers_less():
     "Without a key its status alone counts; with one each model does"

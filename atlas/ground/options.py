@@ -11,6 +11,7 @@ __all__ = ['option', 'Speculation', 'Caching', 'Keeping', 'Queueing', 'Sizing', 
 import json,numbers
 from dataclasses import dataclass,field,fields
 from pathlib import Path
+from functools import partial
 from typing import get_args
 from .core import RequestError
 
@@ -172,6 +173,11 @@ class EngineConfig(Caching, Sizing, Formats, Queueing, Speculation, Keeping):
     tokenizer:str|None=option(None,
         help='Take the tokenizer and the chat template of this model. '
             "[default: the model's own]")
+    generation_config:str=option('auto', means=dict(none='vllm'), metavar='WORD',
+        help="How to sample where a request does not say: auto, as the model's "
+            'generation_config.json has it; vllm or none, without it; or a folder with another.')
+    override_generation_config:str|dict|None=option(None, text='JSON',
+        help='What goes before that, in the same words, such as \'{"temperature": 0.6}\'.')
     def __post_init__(self): _check(self)
 
 # %% ../../nbs/1_ground/17_options.ipynb #ecb8918e
@@ -232,6 +238,7 @@ def _check(c):
     "Make each field of a new `EngineConfig` what it is kept as, and see whether they fit together"
     _put(c, model=str(c.model))
     if c.speculative_config is not None: _translate(c)
+    if c.override_generation_config is not None: _generation(c)
     for f in fields(c):
         v = _checked(f, getattr(c, f.name))
         _put(c, **{f.name:v})
@@ -327,26 +334,37 @@ _VLLM = dict( # What vLLM calls our fields
     prompt_lookup_min='ngram_least',
     prompt_lookup_max='ngram_most')
 
-def _object(said)->dict:
-    "What a `speculative_config` says; it may be JSON"
-    such = """'{"method": "mtp", "num_speculative_tokens": 2}'"""
+_SUCH = dict( # Objects that are options
+    speculative_config="""'{"method": "mtp", "num_speculative_tokens": 2}'""",
+    override_generation_config="""'{"temperature": 0.6, "top_p": 0.95}'""")
+
+def _object(said, name:str='speculative_config')->dict:
+    "What the object that is the option `name` says; it may be JSON"
+    such = _SUCH[name]
     if isinstance(said, str):
-        try: said = json.loads(said, object_pairs_hook=_once)
+        try: said = json.loads(said, object_pairs_hook=partial(_once, name))
         except ValueError as e:
             hint = f'A shell leaves it whole in single quotes: {such}'
             if isinstance(e, RequestError): raise
-            _refuse(f'speculative_config is no JSON: {e}', 'speculative_config', hint)
+            _refuse(f'{name} is no JSON: {e}', name, hint)
     if isinstance(said, dict): return said
-    said = f'speculative_config is {said!r}, expected an object such as {such}'
-    _refuse(said, 'speculative_config')
+    _refuse(f'{name} is {said!r}, expected an object such as {such}', name)
 
-def _once(pairs):
-    "A dict of `pairs`, whose keys must differ"
+def _once(name, pairs):
+    "A dict of `pairs` of the option `name`, whose keys must differ"
     names = [k for k,_ in pairs]
     if twice := [k for k in names if names.count(k)>1]:
-        said = f'speculative_config has {twice[0]} {names.count(twice[0])} times'
-        _refuse(said, 'speculative_config', 'Say it once')
+        said = f'{name} has {twice[0]} {names.count(twice[0])} times'
+        _refuse(said, name, 'Say it once')
     return dict(pairs)
+
+def _generation(c):
+    "Settle what goes before a model's own way to be sampled: text, equal where it says the same"
+    name = 'override_generation_config'
+    from atlas.ground.requests import check_generation # which needs NumPy
+    found = _object(c.override_generation_config, name)
+    check_generation(found, name)
+    _put(c, **{name: json.dumps(found, sort_keys=True)})
 
 # %% ../../nbs/1_ground/17_options.ipynb #c9eb15c0
 def _method(word, draft):

@@ -64,6 +64,7 @@ def open_text(config:EngineConfig, parsers=(None,None), sandbox=None)->dict:
         template=p.template,
         spec=p.image_spec,
         parsers=p.parsers,
+        sampling=p.sampling,
         guides=p.guides(sandbox))
 
 # %% ../../nbs/7_service/20_gateway.ipynb #e82c6393
@@ -151,7 +152,7 @@ class Model(Served):
         self.settled = {} # Options with which its worker takes no more than that
         self.runner,self.state = RemoteRunner(self.name, self._heard),'unloaded'
         self.gate = gate or asyncio.Lock()
-        self.side = None # The text side, being read or read
+        self.side,self.after = None,() # The text side, being read or read; tasks that end before it loads
         self.child = self.progress = self.code = None
         self._unwanted,self.stops = asyncio.Event(),0
         self.turning = asyncio.Lock() # Held while it falls asleep, or wakes
@@ -185,7 +186,7 @@ def described(self:Served)->dict:
     return dict(id=self.name, names=[n for n in self.names if n not in self.unlisted], created=self.created,
         info=self.runner.info if self.state in ('loaded','sleeping') else None, state=self.state, condition=self.condition,
         status=self.status, reason=self.reason, load_seconds=dict(self.seconds), restarts=self.restarts,
-        residency=self.stay())
+        sampling=self.upstream.sampling if self.upstream else {}, residency=self.stay())
 
 # %% ../../nbs/7_service/20_gateway.ipynb #53d6bccd
 @patch
@@ -372,6 +373,8 @@ def _fell(self:Model, why):
 async def _keep(self:Model):
     "Lives of this model, until it is not wanted or given up"
     p,pause,ends = self.policy,self.policy.pause,0
+    if self.after: await asyncio.wait(self.after)
+    self.after = ()
     while self.wanted:
         if not await self._enter(): return
         why = await self._one()
@@ -615,11 +618,13 @@ class Residency:
         budget:int|None=None, # Bytes for all of them; None: as many as they like
         groups=None, # Name -> `Group`, or a dict of its fields
     ):
-        self.models = [m for m in models if isinstance(m, Model)]
+        self.everybody = models # Some come and go
         self.budget,self.groups = budget,{}
         for k,g in (groups or {}).items(): self.groups[k] = g if isinstance(g, Group) else Group(**g)
         self.queue,self.evicted = {},Counter() # Model -> `Waiting`, in order; times that models were sent away
         self._timer,self._tasks,self._called = None,set(),False
+    @property
+    def models(self)->list: "Those that have a process of their own"; return [m for m in self.everybody if isinstance(m, Model)]
     @property
     def active(self)->bool: "Is there anything to decide?"; return self.budget is not None or bool(self.groups)
     @property
@@ -831,6 +836,9 @@ def close(self:Residency):
 # %% ../../nbs/7_service/20_gateway.ipynb #c8692bc4
 class Models:
     "Models by name; everything but the constructor belongs to one event loop"
+    names = None # `Names` of a file, where there is one
+    reload = None # Reads that file again: a coroutine function
+    address = None # Host and port that they are served on
     def __init__(self,
         models:list[Served],
         autoload:bool=True, # Does a request load its model?
@@ -839,29 +847,77 @@ class Models:
         groups=None, # Name -> `Group`, or a dict of its fields
         backends=(), # Other servers, whose models come and go
     ):
-        self.backends,self.fallbacks = [*backends],None # `Backend`s; `Fallbacks`
+        self.backends,self.fallbacks = [],None # `Backend`s; `Fallbacks`
         if not models and not backends: raise RequestError('There is no model to serve')
         self.residency = Residency(models, budget, groups)
-        self.models,self.autoload,self.draining,self.gate,self._ears = {},autoload,False,asyncio.Lock(),set() # `_ears`: queues of listeners
-        for m in models:
-            m.tell,m.gate,m.residency = self._tell,self.gate,self.residency
-            for n in m.names:
-                if self.models.setdefault(n, m) is not m: raise RequestError(f'Two models are called {n!r}', hint='Give each a name of its own with --served-model-name', param='models')
-        self.all,self.any = models,'*' in self.models # any other name means the first
-        self.default = models[0].name if models else None
+        self.autoload,self.draining,self.gate,self._ears = autoload,False,asyncio.Lock(),set() # `_ears`: queues of listeners
+        self.going,self.parting = {},set() # Models that are served no more, and what waits for their ends
+        self._take(models)
         self.first = [m for m in models if not m.elsewhere and (first is None or set(first)&set(m.names))]
-        for b in self.backends:
-            for m in b.fixed(): self.put(m)
+        for b in backends: self.join(b, begin=False)
+    def _take(self, models):
+        "Have these models, by their names"
+        by = {}
+        for m in models:
+            for n in m.names:
+                if by.setdefault(n, m) is not m: raise RequestError(f'Two models are called {n!r}', hint='Give each a name of its own with --served-model-name', param='models')
+        for m in models: m.tell,m.gate,m.residency = self._tell,self.gate,self.residency
+        self.models,self.all,self.any = by,[*models],'*' in by # any other name means the first
+        self.default = models[0].name if models else None
     def __repr__(self): return f'Models({", ".join(f"{m.name}: {m.condition}" for m in self.all)})'
-    def find(self, name:str|None)->Served:
-        "By any of its names; `SourceError` if there is none"
-        m = self.models.get(self.default if name is None else name) or (self.all[0] if self.any else None)
-        if m is None: raise self.unknown(name)
-        return m
-    def unknown(self, name)->SourceError:
-        "The error for a name that no model has"
-        hint = f'Use {" or ".join(m.name for m in self.all[:8])}' if self.all else 'GET /v1/models lists what there is'
-        return SourceError(f'There is no model called {str(name)[:80]!r} here', hint=hint, param='model')
+
+# %% ../../nbs/7_service/20_gateway.ipynb #57a27349
+@patch
+def find(self:Models, name:str|None)->Served:
+    "By any of its names; `SourceError` if there is none"
+    if self.names and name is not None: return self.at(self.names.find(name, None, self.models))
+    m = self.models.get(self.default if name is None else name) or (self.all[0] if self.any else None)
+    if m is None: raise self.unknown(name)
+    return m
+
+@patch
+def named(self:Models, name:str|None)->Served:
+    "By a name that is written out, where no pattern counts; errors as for `find`"
+    if name is None: name = self.default
+    elif self.names: name = self.names.exact(name) or name
+    if name=='*' or name not in self.models: raise self.unknown(name)
+    return self.models[name]
+
+@patch
+def unknown(self:Models, name)->SourceError:
+    "The error for a name that no model has"
+    hint = f'Use {" or ".join(m.name for m in self.all[:8])}' if self.all else 'GET /v1/models lists what there is'
+    return SourceError(f'There is no model called {str(name)[:80]!r} here', hint=hint, param='model')
+
+# %% ../../nbs/7_service/20_gateway.ipynb #52cee8fe
+@patch
+def at(self:Models, found)->Served:
+    "The model that a name was found to stand for; one of another server is there even if its list was not seen yet"
+    if found.model in self.models: return self.models[found.model]
+    up,id = found.upstream or (None,None)
+    for b in self.backends:
+        if b.name==up: self.put(b.proxy(id))
+    if found.model not in self.models: raise self.unknown(found.model)
+    return self.models[found.model]
+
+@patch
+def resolve(self:Models,
+    ask, # A question, with `model`
+)->tuple: # A `Served`; a manner, with `apply`, or None; a text, which is empty for a model's own name
+    "Who answers a question, in what manner, and how its name led there; `SourceError` for a name that is none"
+    if not self.names: return self.find(ask.model),None,''
+    if (name := ask.model or self.default) is None: raise self.unknown(name)
+    f = self.names.find(name, ask, self.models)
+    return self.at(f),f.manner,f.why
+
+@patch
+def further(self:Models,
+    entries:list, # Of `list`
+)->dict: # Name -> the entry of its model, and what else is told of it
+    "Names that are in no model's own list, or of which there is more to tell"
+    own = {m['id']: m for m in entries}
+    said = self.names.listed() if self.names else []
+    return {n: (own[m], more) for n,m,more in said if m in own}
 
 # %% ../../nbs/7_service/20_gateway.ipynb #c105b552
 @patch
@@ -874,7 +930,7 @@ def elsewhere(self:Models, name:str|None)->Served|None:
 @patch(as_prop=True)
 def routed(self:Models)->bool:
     "May a name lead to anything but a model of ours?"
-    return bool(self.backends or self.fallbacks)
+    return bool(self.backends or self.fallbacks or self.names)
 
 @patch
 def serving(self:Models, path:str, name:str|None=None)->str|None:
@@ -889,7 +945,7 @@ def put(self:Models, m:Served):
     "Add a model, under those of its names that nobody has"
     m.names = [n for n in m.names if self.models.setdefault(n, m) is m]
     if not m.names: return
-    m.name,m.tell,m.gate = m.names[0],self._tell,self.gate
+    m.name,m.tell,m.gate,m.residency = m.names[0],self._tell,self.gate,self.residency
     self.all.append(m)
     self.default = self.default or m.name
     if len(m.names)==1: m.unlisted = {'*'}
@@ -907,6 +963,21 @@ def drop(self:Models, m:Served):
     self.all.remove(m)
     for n in m.names: self.models.pop(n, None)
     if self.default==m.name: self.default = self.all[0].name if self.all else None
+
+# %% ../../nbs/7_service/20_gateway.ipynb #5bb01462
+@patch
+def join(self:Models, b, begin:bool=True):
+    "Add another server; where we run already, its list is looked at from now on (`begin`)"
+    self.backends.append(b)
+    for m in b.fixed(): self.put(m)
+    if begin: b.start(self)
+
+@patch
+async def part(self:Models, b):
+    "Take another server away, and its models; what it answers is cut"
+    self.backends.remove(b)
+    for m in [m for m in self.all if getattr(m, 'backend', None) is b]: self.drop(m)
+    await b.close()
 
 # %% ../../nbs/7_service/20_gateway.ipynb #6a4a74d3
 @patch
@@ -928,7 +999,7 @@ def measured(command, configs:list, budget:int)->list[dict|None]:
     "What each model of `configs` takes within `budget`, as `LoadedModel.measure` tells; None where that is unknown"
     asked = json.dumps(dict(budget=budget, models=[differs(c) for c in configs]), default=str)
     run = partial(subprocess.run, [*map(str, command), '--measure'], input=asked, text=True)
-    try: out = run(capture_output=True, timeout=600, env=os.environ|dict(HF_HUB_OFFLINE='1'))
+    try: out = run(capture_output=True, timeout=600)
     except (OSError,subprocess.TimeoutExpired) as e:
         _log.warning('Models could not be measured: %s', e)
         return [None]*len(configs)
@@ -942,13 +1013,7 @@ def measured(command, configs:list, budget:int)->list[dict|None]:
 def measured(self:Models)->'Models': # These
     """Have the need of every model known, as far as it can be, and refuse what will never fit: an
     `OutOfMemoryError` with both numbers. Blocks, for some seconds; does nothing without a budget"""
-    r = self.residency
-    if r.budget is None: return self
-    unknown = [m for m in r.models if not m.need]
-    _ask(unknown, r.budget)
-    told = {m.name: (m.takes['least'], m.takes['most']) for m in unknown if m.takes}
-    fixed = sum(m.need for m in r.models)
-    for name,n in shares(r.budget-fixed, told).items(): self.find(name)._settle(n)
+    self.residency.measure()
     self.check()
     return self
 
@@ -962,6 +1027,16 @@ def _ask(models, budget):
         for m,told in zip(those, f([m.config for m in those], budget)): m.takes = told or {}
 
 @patch
+def measure(self:Residency):
+    "Have the need of every model known, as far as it can be. Blocks; does nothing without a budget"
+    if self.budget is None: return
+    unknown = [m for m in self.models if not m.need]
+    _ask(unknown, self.budget)
+    told = {m: (m.takes['least'], m.takes['most']) for m in unknown if m.takes}
+    fixed = sum(m.need for m in self.models)
+    for m,n in shares(self.budget-fixed, told).items(): m._settle(n)
+
+@patch
 def _settle(self:Model, nbytes:int):
     "It is to take so many bytes"
     self.need = nbytes
@@ -972,18 +1047,22 @@ def _settle(self:Model, nbytes:int):
 
 # %% ../../nbs/7_service/20_gateway.ipynb #5635246f
 @patch
-def check(self:Models):
+def check(self:Residency):
     "An `OutOfMemoryError` where a model cannot fit beside those that are pinned"
-    r = self.residency
-    pinned = [Resident(m.name, m.need, 'loaded', m.need, pinned=True, group=m.group) for m in r.models if m.pinned]
-    for m in r.models:
+    pinned = [Resident(m.name, m.need, 'loaded', m.need, pinned=True, group=m.group) for m in self.models if m.pinned]
+    for m in self.models:
         others = [p for p in pinned if p.name!=m.name]
-        refuse_impossible(r.most, Resident(m.name, m.need, group=m.group), others, r.groups)
+        refuse_impossible(self.most, Resident(m.name, m.need, group=m.group), others, self.groups)
+
+@patch
+def check(self:Models):
+    "The same of all models"
+    self.residency.check()
 
 @patch
 def pin(self:Models, name:str, on:bool=True)->dict:
     "From now on a model stays in memory, or may leave again"
-    m = self.find(name)
+    m = self.named(name)
     m.pinned = on
     self.residency.soon()
     return m.described()
@@ -992,7 +1071,7 @@ def pin(self:Models, name:str, on:bool=True)->dict:
 @patch
 async def load(self:Models, name:str)->dict:
     "Begin to load a model; it goes on behind"
-    m = self.find(name)
+    m = self.named(name)
     if self.draining: raise unavailable('The server is shutting down', after=5)
     if m.state=='sleeping':
         await m.wake()
@@ -1005,7 +1084,7 @@ async def load(self:Models, name:str)->dict:
 @patch
 async def unload(self:Models, name:str)->dict:
     "Begin to unload a model: what runs may finish"
-    m = self.find(name)
+    m = self.named(name)
     if not m.wanted: raise RequestError(f'{m.name} is not loaded', param='model')
     m.leaving = asyncio.create_task(m.stop(m.policy.drain))
     await asyncio.sleep(0)
@@ -1018,7 +1097,7 @@ def one(self:Models, name:str|None)->Served:
     if name is None and len(self.all)>1:
         hint = f'Say ?model= with {" or ".join(m.name for m in self.all[:8])}'
         raise RequestError(f'There are {len(self.all)} models here', hint=hint, param='model')
-    return self.find(name)
+    return self.named(name)
 
 @patch
 async def sleep(self:Models, name:str|None=None, level:int=1)->dict:
@@ -1104,7 +1183,7 @@ async def events(self:Models):
 async def drain(self:Models, seconds:float)->bool:
     "Nothing new; what runs may finish for so long. Did all finish?"
     self._over()
-    done = await asyncio.gather(*(m.runner.drain(seconds) for m in self.all))
+    done = await asyncio.gather(*(m.runner.drain(seconds) for m in self._every()))
     return all(done)
 
 @patch
@@ -1112,7 +1191,12 @@ def _over(self:Models):
     "From now on nothing is loaded, and whoever waits for that hears it"
     if self.draining: return
     self.draining = True
-    for m in self.all: m.over = True; m._set()
+    for m in self._every(): m.over = True; m._set()
+
+@patch
+def _every(self:Models)->list[Served]:
+    "All that may have a process: those that are served, and those that leave"
+    return [*self.all,*self.going]
 
 # %% ../../nbs/7_service/20_gateway.ipynb #6b627bb5
 @patch
@@ -1122,7 +1206,7 @@ def abort(self:Models,
     "End every answer and every process"
     self._over()
     self.residency.close()
-    for m in self.all: m.abort(peace)
+    for m in self._every(): m.abort(peace)
     self._tell(None)
 
 # %% ../../nbs/7_service/20_gateway.ipynb #9575567e
@@ -1131,8 +1215,8 @@ async def close(self:Models, drain:float=0.):
     "The same after a drain, and wait until all processes are gone"
     if drain: await self.drain(drain)
     self.abort()
-    ends = [m.task for m in self.all if m.task]
-    ends += [b.close() for b in self.backends]
+    ends = [m.task for m in self._every() if m.task]
+    ends += [*self.going.values(), *self.parting, *(b.close() for b in self.backends)]
     await asyncio.gather(*ends, return_exceptions=True)
 
 # %% ../../nbs/7_service/20_gateway.ipynb #189a94c5
@@ -1148,17 +1232,21 @@ class Gateway(uvicorn.Server):
     def __init__(self, config, models:Models, drain:float=10., ready=None):
         super().__init__(config)
         self.models,self.drain,self.ready,self.signals,self.leaving,self.error = models,drain,ready,0,None,None
+    changed = False # Has somebody asked to read the file of models again?
     def handle_exit(self, sig, frame):
-        "Called for SIGINT, SIGTERM and SIGHUP"
-        self.signals += 1
+        "Called for SIGINT, SIGTERM and SIGHUP, which with a file of models means to read it again"
+        if sig==signal.SIGHUP and self.models.reload: self.changed = True
+        else: self.signals += 1
     @contextmanager
     def capture_signals(self):
-        mine = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGHUP)==signal.SIG_DFL
+        before = signal.getsignal(signal.SIGHUP)
+        main = threading.current_thread() is threading.main_thread()
+        mine = main and (before==signal.SIG_DFL or self.models.reload)
         if mine: signal.signal(signal.SIGHUP, self.handle_exit)
         try:
             with super().capture_signals(): yield
         finally:
-            if mine: signal.signal(signal.SIGHUP, signal.SIG_DFL)
+            if mine: signal.signal(signal.SIGHUP, before)
     async def startup(self, sockets=None):
         await super().startup(sockets)
         self.listening = sockets or []
@@ -1168,18 +1256,30 @@ class Gateway(uvicorn.Server):
         if await super().on_tick(counter): return True
         if self.ready and all(x.state!='loading' for x in m.first) and (m.upstreams or not m.first): self.ready(); self.ready = None
         if (e := m.hopeless) and self.ready: self.error = e; return True
+        if self.changed and not self.signals: self.changed = False; self.reloading = asyncio.create_task(self._reload())
         if self.signals and not self.leaving: self._leave()
         if self.signals>1: m.abort(peace=False); return True
         return bool(self.leaving and self.leaving.done())
-    def _leave(self):
-        n = sum(m.runner.running for m in self.models.all)
-        _log.warning('Stopping: %s', _left(n, self.drain) if n else 'nothing is running')
-        for s in (*self.servers, *self.listening): s.close()
-        self.leaving = asyncio.create_task(self.models.drain(self.drain))
     async def shutdown(self, sockets=None):
         self.models.abort()
         await super().shutdown(sockets)
         await self.models.close()
+
+# %% ../../nbs/7_service/20_gateway.ipynb #bee0e1d6
+@patch
+async def _reload(self:Gateway):
+    "Read the file of models again; whatever is wrong is in the log"
+    try: await self.models.reload()
+    except AtlasError: pass  # whose line is there already
+    except Exception: _log.exception('The file of models could not be taken')
+
+@patch
+def _leave(self:Gateway):
+    "Nothing new; what runs may finish"
+    n = sum(m.runner.running for m in self.models.all)
+    _log.warning('Stopping: %s', _left(n, self.drain) if n else 'nothing is running')
+    for s in (*self.servers, *self.listening): s.close()
+    self.leaving = asyncio.create_task(self.models.drain(self.drain))
 
 # %% ../../nbs/7_service/20_gateway.ipynb #b367851e
 def _left(n, seconds):
@@ -1329,6 +1429,9 @@ def _worker(log_format, log_level):
     "The command of a worker that logs as the gateway does"
     return (*COMMAND, f'--log={log_format}:{log_level}')
 
+# %% ../../nbs/7_service/20_gateway.ipynb #f9b095b2
+DOORS = ollama.endpoints, # Endpoints beside those of `create_app`
+
 def _app(models, rules, sandbox, fetch_images, **kw):
     "The application, with a line in the log for each request"
     fetch = FetchRules() if fetch_images else None
@@ -1347,6 +1450,7 @@ def _behind(sock, app, models, drain, tls, body, connections):
     bounds = Bounds(body=body, connections=descriptors(connections))
     at,on = sock.getsockname()[:2]
     _not_ourselves(models, at, on)
+    models.address = at,on
     url = f'http{"s"*bool(tls)}://'+(f'[{at}]:{on}' if ':' in at else f'{at}:{on}')
     config = server_config(app, drain=2., tls=tls, bounds=bounds)
     return Supervised(config, models, drain, partial(_ready, models, url))
@@ -1356,9 +1460,15 @@ def _run(g, sock):
     with suppress(KeyboardInterrupt): g.run(sockets=[sock])
     if g.error: raise g.error
 
+# %% ../../nbs/7_service/20_gateway.ipynb #b93ccaf0
+def _served(models, own, autoload, first, memory, *named):
+    "`Models` of what `serve` was given"
+    if callable(models): return models(own, autoload)
+    return Models(modelled(models, *named, **own), autoload, first, memory).measured()
+
 # %% ../../nbs/7_service/20_gateway.ipynb #4746a4b0
 def serve(
-    models, # Directory, file, Hugging Face id, 'demo', `EngineConfig`, dict of fields; or a list
+    models, # As for `modelled`, or a function that makes `Models` of options of each, and `autoload`
     host:str='127.0.0.1', # Address to listen on
     port:int=8888, # 0: any free one
     served_model_name=None, # Name, or names, of the first model for clients; None: as it was given, and without its folders
@@ -1393,7 +1503,7 @@ def serve(
     with Sandbox() as box:
         text = text or partial(open_text, parsers=parsers, sandbox=box)
         own = dict(policy=policy, config=config, command=command or _worker(log_format, log_level), text=text)
-        ms = Models(modelled(models, names, alias, options, **own), autoload, first, memory).measured()
+        ms = _served(models, own, autoload, first, memory, names, alias, options)
         with listen(host, port) as sock:
             app = _app(ms, rules, box, fetch_images, max_body=max_body, **cached)
             _run(_behind(sock, app, ms, drain, tls, max_body, max_connections), sock)

@@ -407,7 +407,7 @@ class Rate:
         return 0. if left>=1 else (1-left)*60/self.n
 
 # %% ../../nbs/7_service/08_http.ipynb #7975a412
-ADMIN = ('/models/load','/models/unload','/sleep','/wake_up', '/api/pull',
+ADMIN = ('/models/load','/models/unload','POST /models','/sleep','/wake_up', '/api/pull',
     '/unload','/unload/','/api/models/unload','/api/models/unload/')
 
 @dataclass(frozen=True)
@@ -425,10 +425,11 @@ class Rules:
         for o in self.origins:
             if o!='*' and not re.fullmatch(r'[a-z][a-z0-9+.-]*://[^/\sA-Z?#@]+', o):
                 raise ConfigError(f'{o[:100]!r} is no origin of a web page', hint='Write it as browsers do, such as https://chat.example.com')
-    def needs_admin(self, path:str)->bool:
-        "Is this path one for admins?"
+    def needs_admin(self, path:str, method:str='')->bool:
+        "Is this path, or this method of it, for admins?"
         below = tuple(a for a in self.admin if a.endswith('/'))
-        return path in self.admin or path.startswith(below)
+        named = path in self.admin or f'{method} {path}' in self.admin
+        return named or path.startswith(below)
 
 # %% ../../nbs/7_service/08_http.ipynb #30f6e7cb
 def host_names(
@@ -560,7 +561,7 @@ def check_key(self:Guard, scope, h)->tuple|UnknownKeyError|None:
     who = keys.find(given)
     if who is None: return UnknownKeyError('This API key is not known')
     scope['atlas.role'] = who[1]
-    if self.rules.needs_admin(path) and who[1]!='admin': raise RightsError('This needs the key of an admin', hint='ATLAS_ADMIN_KEY sets one where the server starts')
+    if self.rules.needs_admin(path, scope['method']) and who[1]!='admin': raise RightsError('This needs the key of an admin', hint='ATLAS_ADMIN_KEY sets one where the server starts')
     scope['atlas.salt'] = key_salt(given)
     return who
 

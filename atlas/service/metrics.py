@@ -6,7 +6,7 @@ Docs: https://atlas-inference.github.io/atlas/7_service/metrics.html.md"""
 
 # %% auto #0
 __all__ = ['BUCKETS', 'SIZES', 'STATES', 'Times', 'Speed', 'ModelMetrics', 'Stopwatch', 'Metrics', 'UpstreamMetrics',
-           'upstream_families']
+           'upstream_families', 'fallback_family']
 
 # %% ../../nbs/7_service/09_metrics.ipynb #08ff7e11
 from bisect import bisect_left
@@ -219,6 +219,7 @@ def collect(self:Metrics):
     yield f
     yield from self._engines(); yield from self._states(); yield from self._cards()
     yield from upstream_families(getattr(self.models, 'backends', ()))
+    yield from fallback_family(getattr(self.models, 'fallbacks', None))
     f = CounterMetricFamily('atlas:http_requests', 'HTTP requests', labels=['method','handler','status'])
     for k,n in self.http.items(): f.add_metric(list(k), n)
     yield f
@@ -334,6 +335,16 @@ def upstream_families(
         for kind in ('prompt','completion'): tokens.add_metric([b.name,kind], b.counts.usage[kind])
         up.add_metric([b.name], float(b.error is None))
     yield from (asked,tokens,up)
+
+# %% ../../nbs/7_service/09_metrics.ipynb #ce3eac82
+def fallback_family(
+    fallbacks, # Whatever has `counts`: (model that was asked for, model that answered) -> times; or None
+):
+    "How often one model answered for another; nothing where none may"
+    if not fallbacks: return
+    f = CounterMetricFamily('atlas:fallbacks', 'Answers of one model for another', labels=['model_name','answered_by'])
+    for names,n in fallbacks.counts.items(): f.add_metric(list(names), n)
+    yield f
 
 # %% ../../nbs/7_service/09_metrics.ipynb #5bee0022
 _gpu = dict(

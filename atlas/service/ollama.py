@@ -390,8 +390,8 @@ def meant_by(self:Service, ask:Ask):
 @patch
 async def only_load(self:Service, ask:OllamaAsk, request:Request)->dict:
     "Load a model, or unload it, and say that it is done"
-    m = self.meant_by(ask)
     leave = ask.keep==0
+    m = self.models.named(ask.model) if leave else self.meant_by(ask)
     if leave and not manages(request): raise RightsError('This needs the key of an admin')
     if leave and m.wanted: await self.models.unload(m.name)
     elif not leave:
@@ -458,7 +458,7 @@ def entry(m:dict, name:str)->dict:
 @patch
 async def ollama_tags(self:Service)->Response:
     "Every name of every model"
-    all = [entry(m, n) for m in self.models.list() for n in m['names']]
+    all = [entry(m, n) for n,(m,_) in self.entries().items()]
     return JSONResponse(dict(models=all))
 
 # %% ../../nbs/7_service/15_ollama.ipynb #b3a966c8

@@ -6,10 +6,11 @@ Docs: https://atlas-inference.github.io/atlas/7_service/proxy.html.md"""
 
 # %% auto #0
 __all__ = ['TRANSLATED', 'PATHS', 'ME', 'UpstreamError', 'LoopError', 'Limits', 'server_url', 'server_key', 'paths_of', 'Backend',
-           'retry_after', 'whole_events', 'Flights', 'Proxy', 'Tally', 'data_of', 'costs', 'renamed', 'kept', 'broken',
-           'Passed', 'shape_of', 'message_of', 'chat_body', 'tools_of', 'Heard', 'Relay', 'may_stand_in', 'Fallbacks']
+           'Wire', 'Sockets', 'plain_transport', 'retry_after', 'Clock', 'whole_events', 'Flights', 'Proxy', 'Tally',
+           'data_of', 'costs', 'renamed', 'kept', 'broken', 'Passed', 'kind_of', 'shape_of', 'message_of', 'chat_body',
+           'tools_of', 'Heard', 'Relay', 'may_stand_in', 'Fallbacks']
 
-# %% ../../nbs/7_service/21_proxy.ipynb #80b1ff18
+# %% ../../nbs/7_service/21_proxy.ipynb #21ee5e30
 import asyncio,email.utils,ipaddress,json,logging,os,random,re,socket,time,uuid
 from collections import Counter
 from contextlib import aclosing,contextmanager
@@ -18,7 +19,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from math import inf
 from time import monotonic,perf_counter
-import httpx
+import httpcore,httpx
 from fastcore.basics import patch
 from pydantic_core import from_json,to_json
 from starlette.responses import Response
@@ -57,17 +58,20 @@ class Limits:
     body:int=256<<20 # Of an answer in one piece, or a sound
     event:int=8<<20 # Of one event of a stream
 
-# %% ../../nbs/7_service/21_proxy.ipynb #96b64570
+# %% ../../nbs/7_service/21_proxy.ipynb #f1c52677
 def server_url(
     name:str, # Of the server, for messages
     url:str,
 )->str:
     "The address under which a server has its APIs, without a slash at its end; `ConfigError` if it is none"
-    def no(why, hint='Write it like http://spark2.local:8888/v1'): return ConfigError(f'The url of {name} {why}', hint=hint, param='url')
+    def no(why, hint='Write it like http://spark2.local:8888/v1'):
+        return ConfigError(f'The url of {name} {why}', hint=hint, param='url')
+    shown = repr(str(url)[:100])
     try: u = httpx.URL(url)
-    except (httpx.InvalidURL,TypeError): raise no(f'is {str(url)[:100]!r}, which is none') from None
-    if u.userinfo: raise no('has a password in it', 'Put the key into a variable, and name that with key_env')
-    if u.scheme not in ('http','https') or not u.host or u.query or u.fragment: raise no(f'is {str(url)[:100]!r}, which is none')
+    except (httpx.InvalidURL,TypeError): raise no(f'is {shown}, which is none') from None
+    if u.userinfo: raise no('has a password in it', 'Put the key into a variable, and name it with key_env')
+    if u.scheme not in ('http','https') or not u.host or u.query or u.fragment:
+        raise no(f'is {shown}, which is none')
     try: u.port and socket.htons(u.port)
     except OverflowError: raise no(f'has the port {u.port}') from None
     path = u.path.rstrip('/') or '/v1'
@@ -81,11 +85,12 @@ def server_key(
     if variable is None: return None
     key = os.environ.get(variable, '').strip()
     hint = f'Set {variable} before Atlas is started, or leave key_env out'
-    if not key: raise ConfigError(f'The key of {name} should be in {variable}, which is not set', hint=hint, param='key_env')
-    if not re.fullmatch(r'[\x21-\x7e]+', key): raise ConfigError(f'What {variable} holds is no key: it has blanks or letters that no header may have', hint=hint, param='key_env')
-    return key
+    if not key: why = f'The key of {name} should be in {variable}, which is not set'
+    elif re.fullmatch(r'[\x21-\x7e]+', key): return key
+    else: why = f'What {variable} holds is no key: it has blanks, or letters that no header may have'
+    raise ConfigError(why, hint=hint, param='key_env')
 
-# %% ../../nbs/7_service/21_proxy.ipynb #a533ba42
+# %% ../../nbs/7_service/21_proxy.ipynb #c342fcee
 TRANSLATED = ('messages','responses','completions') # That chat can stand for
 PATHS = ('chat/completions', *TRANSLATED, 'embeddings', *SOUNDS)
 _CALLED = dict(chat='chat/completions') # What people call paths
@@ -99,10 +104,11 @@ def paths_of(
     if isinstance(given, str): given = [given]
     paths = tuple(_CALLED.get(p, str(p).strip('/').removeprefix('v1/')) for p in given)
     for p in paths:
-        if p not in PATHS: raise ConfigError(f'{param} has {p[:60]!r}', hint=f'Use {", ".join(PATHS)}', param=param)
+        if p in PATHS: continue
+        raise ConfigError(f'{param} has {p[:60]!r}', hint=f'Use {", ".join(PATHS)}', param=param)
     return paths
 
-# %% ../../nbs/7_service/21_proxy.ipynb #103ca9ee
+# %% ../../nbs/7_service/21_proxy.ipynb #319cad33
 class Backend:
     "Another server: where it is, what it has, and how it has been"
     def __init__(self,
@@ -116,23 +122,35 @@ class Backend:
         limits:Limits=Limits(),
         refresh:float=60., # Seconds between looks at its list of models
     ):
-        if not re.fullmatch(r'[\w.-]{1,64}', name or ''): raise ConfigError(f'{str(name)[:64]!r} is no name of a server', hint='Use letters, digits, . _ and -', param='upstreams')
-        self.name,self.url,self.limits,self.refresh = name,server_url(name, url),limits,refresh
+        self.name,self.url = _server_name(name),server_url(name, url)
+        self.limits,self.refresh = limits,refresh
         self.only,apis = paths_of(serves, 'serves'),paths_of(apis, 'apis')
         self.given = [models] if isinstance(models, str) else models and [*models]
         self.apis = None if apis is None else {'chat/completions','embeddings',*apis}
-        self._key,self._header = server_key(name, key_env),key_header or _key_header(self.url)
+        self._key = server_key(name, key_env)
+        self._header = key_header or _key_header(self.url)
+        self._begin()
+    def _begin(self):
+        "What will be known of it"
         self.proxies = {} # By what it calls them
         self.lacking = {} # Paths that it does not have, and when that was learnt
         self.plain = False # Does it refuse fields that not all servers know?
-        self.error,self.counts = None,UpstreamMetrics(name) # What is wrong with it
+        self.error,self.counts = None,UpstreamMetrics(self.name) # What is wrong with it
         self.task = self._http = None
         self.looked,self.looking = -inf,asyncio.Lock()
-    def __repr__(self): return f'Backend({self.name}: {len(self.proxies)} models{f", {self.error}" if self.error else ""})'
+    def __repr__(self):
+        why = f', {self.error}' if self.error else ''
+        return f'Backend({self.name}: {len(self.proxies)} models{why})'
 
-def _key_header(url): return 'x-api-key' if httpx.URL(url).host.endswith('anthropic.com') else 'authorization'
+def _server_name(name):
+    if re.fullmatch(r'[\w.-]{1,64}', name or ''): return name
+    said = f'{str(name)[:64]!r} is no name of a server'
+    raise ConfigError(said, hint='Use letters, digits, . _ and -', param='upstreams')
 
-# %% ../../nbs/7_service/21_proxy.ipynb #96cc0ee6
+def _key_header(url):
+    return 'x-api-key' if httpx.URL(url).host.endswith('anthropic.com') else 'authorization'
+
+# %% ../../nbs/7_service/21_proxy.ipynb #a267f0ff
 _LEARNT = 600. # Seconds
 
 @patch
@@ -148,27 +166,72 @@ def points_at(self:Backend, host:str, port:int)->bool:
     "Is that the address of a server that listens on `host` and `port` of this machine?"
     u = httpx.URL(self.url)
     if (u.port or dict(http=80, https=443)[u.scheme])!=port: return False
-    try: at = {a[4][0] for a in socket.getaddrinfo(u.host, port, type=socket.SOCK_STREAM)}
-    except OSError: return False
+    at = _addresses(u.host, port)
     if host in at: return True
-    try: mine = {a[4][0] for a in socket.getaddrinfo(socket.gethostname(), port, type=socket.SOCK_STREAM)}
-    except OSError: mine = set()
-    return host in ('','0.0.0.0','::') and any(loopback(a) or a in mine for a in at)
+    if host not in ('','0.0.0.0','::'): return False
+    mine = _addresses(socket.gethostname(), port)
+    return any(loopback(a) or a in mine for a in at)
 
-# %% ../../nbs/7_service/21_proxy.ipynb #8f15eb4e
+def _addresses(host, port)->set:
+    "Addresses that a name stands for; none if it stands for nothing"
+    try: found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError: return set()
+    return {a[4][0] for a in found}
+
+# %% ../../nbs/7_service/21_proxy.ipynb #f8822802
 ME = uuid.uuid4().hex[:12] # This process, in `x-atlas-via`
-_UP = ('accept','user-agent','anthropic-version','anthropic-beta','openai-beta','traceparent') # Headers that go there
+_UP = 'accept user-agent anthropic-version anthropic-beta openai-beta traceparent'.split() # Headers that go there
 _MOST_HOPS = 8
 
+# %% ../../nbs/7_service/21_proxy.ipynb #27d6d845
+class Wire(httpcore.AsyncNetworkStream):
+    "A connection of `asyncio`; how long a read may take is not its business"
+    def __init__(self, reader, writer): self.reader,self.writer = reader,writer
+    async def read(self, max_bytes, timeout=None):
+        try: return await self.reader.read(max_bytes)
+        except OSError as e: raise httpcore.ReadError(str(e)) from e
+    async def write(self, buffer, timeout=None):
+        try:
+            self.writer.write(buffer)
+            async with asyncio.timeout(timeout): await self.writer.drain()
+        except TimeoutError as e: raise httpcore.WriteTimeout from e
+        except OSError as e: raise httpcore.WriteError(str(e)) from e
+    async def aclose(self): self.writer.close()
+    def get_extra_info(self, info):
+        if info=='is_readable': return self.reader.at_eof() or self.writer.is_closing()
+
+class Sockets(httpcore.AsyncNetworkBackend):
+    "Makes connections for `httpx`"
+    async def connect_tcp(self, host, port, timeout=None, local_address=None, socket_options=None):
+        try:
+            async with asyncio.timeout(timeout): ends = await asyncio.open_connection(host, port)
+            return Wire(*ends)
+        except TimeoutError as e: raise httpcore.ConnectTimeout from e
+        except OSError as e: raise httpcore.ConnectError(str(e)) from e
+
+def plain_transport(limits:httpx.Limits)->httpx.AsyncHTTPTransport:
+    "What carries the requests of a client that needs no TLS"
+    t = httpx.AsyncHTTPTransport(verify=False, limits=limits)
+    t._pool = httpcore.AsyncConnectionPool(
+        max_connections=limits.max_connections,
+        max_keepalive_connections=limits.max_keepalive_connections,
+        keepalive_expiry=limits.keepalive_expiry,
+        network_backend=Sockets())
+    return t
+
+# %% ../../nbs/7_service/21_proxy.ipynb #f51eed88
 @patch(as_prop=True)
 def http(self:Backend)->httpx.AsyncClient:
     "Its connections"
     if self._http is None:
         u,l = httpx.URL(self.url),self.limits
+        most = httpx.Limits(max_connections=512, max_keepalive_connections=32, keepalive_expiry=4.)
+        near = _near(u.host)
+        own = plain_transport(most) if near and u.scheme=='http' else None
         self._http = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=l.connect, pool=l.connect, write=l.between),
-            limits=httpx.Limits(max_connections=512, max_keepalive_connections=32, keepalive_expiry=4.),
-            follow_redirects=False, verify=u.scheme=='https', trust_env=not _near(u.host))
+            limits=most, transport=own, verify=u.scheme=='https',
+            follow_redirects=False, trust_env=not near)
     return self._http
 
 def _near(host):
@@ -183,14 +246,17 @@ def heads(self:Backend, given=None, kind:str='application/json')->dict:
     given = {} if given is None else given
     out = {k:given[k] for k in _UP if k in given}
     via = re.findall(r'\w+', hops.get())
-    if ME in via or len(via)>=_MOST_HOPS: raise LoopError(f'The question has come back, by way of {self.name}', hint='A server behind this one must not point at it')
+    if ME in via or len(via)>=_MOST_HOPS:
+        said = f'The question has come back, by way of {self.name}'
+        raise LoopError(said, hint='A server behind this one must not point at it')
     out |= {'content-type':kind, 'accept-encoding':'identity', 'x-atlas-via':','.join([*via, ME])}
     if rid := get_contextvars().get('request_id'): out['x-request-id'] = rid
-    if self._key: out[self._header] = f'Bearer {self._key}' if self._header=='authorization' else self._key
+    bearer = 'Bearer ' if self._header=='authorization' else ''
+    if self._key: out[self._header] = bearer+self._key
     if self._header=='x-api-key': out.setdefault('anthropic-version', '2023-06-01')
     return out
 
-# %% ../../nbs/7_service/21_proxy.ipynb #06b422f6
+# %% ../../nbs/7_service/21_proxy.ipynb #8b152b2e
 @patch
 def fault(self:Backend, kind:str, what:str, status:int=502)->UpstreamError:
     "The error that says what is wrong with this server"
@@ -203,15 +269,22 @@ def fault(self:Backend, kind:str, what:str, status:int=502)->UpstreamError:
 def faults(self:Backend):
     "What goes wrong with a connection becomes an `UpstreamError`"
     try: yield
-    except (TimeoutError,httpx.ReadTimeout,httpx.WriteTimeout) as e: raise self.fault('timeout', 'did not answer in time', 504) from e
-    except (httpx.ConnectError,httpx.ConnectTimeout,httpx.PoolTimeout) as e: raise self.fault('connect', 'cannot be reached', 503) from e
-    except httpx.DecodingError as e: raise self.fault('garbage', 'sent what cannot be unpacked') from e
-    except (httpx.ReadError,httpx.WriteError,httpx.CloseError) as e: raise self.fault('cut', 'hung up') from e
-    except httpx.RemoteProtocolError as e:
-        cut = 'disconnected' in str(e) or 'incomplete' in str(e) or 'closed' in str(e)
-        raise self.fault('cut' if cut else 'garbage', 'hung up' if cut else 'does not speak HTTP') from e
-    except (httpx.HTTPError,httpx.StreamError,httpx.InvalidURL,RuntimeError) as e:
-        raise self.fault('cut', f'could not be asked ({type(e).__name__})') from e
+    except (TimeoutError,httpx.HTTPError,httpx.StreamError,httpx.InvalidURL,RuntimeError) as e:
+        raise self.fault(*_fault_of(e)) from e
+
+_FAULTS = ( # Of these types: the fault, what is said of the server, and a status
+    ((httpx.ConnectError,httpx.ConnectTimeout,httpx.PoolTimeout), ('connect','cannot be reached',503)),
+    ((TimeoutError,httpx.TimeoutException), ('timeout','did not answer in time',504)),
+    (httpx.DecodingError, ('garbage','sent what cannot be unpacked')),
+    ((httpx.ReadError,httpx.WriteError,httpx.CloseError), ('cut','hung up')))
+_CUT = re.compile('disconnected|incomplete|closed')
+
+def _fault_of(e):
+    "What an exception says of the server that was asked"
+    for kinds,fault in _FAULTS:
+        if isinstance(e, kinds): return fault
+    if not isinstance(e, httpx.RemoteProtocolError): return 'cut',f'could not be asked ({type(e).__name__})'
+    return ('cut','hung up') if _CUT.search(str(e)) else ('garbage','does not speak HTTP')
 
 # %% ../../nbs/7_service/21_proxy.ipynb #249c9a52
 def retry_after(r:httpx.Response)->float|None:
@@ -233,8 +306,9 @@ def _sentence(raw)->tuple[str,dict]:
     said = next((e[k] for k in ('message','detail','msg') if isinstance(e.get(k), str)), '')
     return said,e
 
-# %% ../../nbs/7_service/21_proxy.ipynb #956bf1f4
-_OURS = {401:'does not accept our key', 402:'wants to be paid', 403:'does not let us in', 407:'wants us to log in'}
+# %% ../../nbs/7_service/21_proxy.ipynb #e4a9de08
+_OURS = {401:'does not accept our key', 402:'wants to be paid',
+    403:'does not let us in', 407:'wants us to log in'}
 
 @patch
 async def refusal(self:Backend, r:httpx.Response)->UpstreamError:
@@ -246,25 +320,33 @@ async def refusal(self:Backend, r:httpx.Response)->UpstreamError:
                 raw += c
                 if len(raw)>1<<16: break
     await r.aclose()
-    s,(said,d) = r.status_code,_sentence(bytes(raw))
+    s = r.status_code
     if s in _OURS: return self.fault('status', _OURS[s])
     if s<400: return self.fault('status', f'sends us elsewhere (status {s}), where we do not go')
+    return self._said(r, *_sentence(bytes(raw)))
+
+@patch
+def _said(self:Backend, r, said, d):
+    "An error of the client's, or a fault of theirs, as it was told"
+    s,code,param = r.status_code,d.get('code'),d.get('param')
     said = re.sub(r'[^\x20-\x7e\xa0-\uffff]', ' ', said)[:2000]
-    e = self.fault('status', f'says: {said}' if said else f'answers with status {s}', 502 if s==500 else s)
+    what = f'says: {said}' if said else f'answers with status {s}'
+    e = self.fault('status', what, 502 if s==500 else s)
     if (after := retry_after(r)) is not None: e.retry_after = after
-    code = d.get('code')
     if isinstance(code, str) and re.fullmatch(r'[\w.-]{1,64}', code): e.code = code
-    if isinstance(d.get('param'), str): e.param = d['param'][:200]
-    e.absent = s==405 or s in (404,501) and not e.param and not (s==404 and 'model' in f'{said}{code}')
+    if isinstance(param, str): e.param = param[:200]
+    about_model = s==404 and 'model' in f'{said}{code}'
+    e.absent = s==405 or s in (404,501) and not (e.param or about_model)
     return e
 
-# %% ../../nbs/7_service/21_proxy.ipynb #fe1cb4a2
+# %% ../../nbs/7_service/21_proxy.ipynb #71183bcf
 @patch
 async def ask(self:Backend, path:str, raw:bytes, heads:dict, first:float|None=None)->httpx.Response:
     "Ask something; the answer, whose body is still to be read. Without a status of success, an `UpstreamError`"
     q = self.http.build_request('POST', f'{self.url}/{path}', content=raw, headers=heads)
     with self.faults():
-        async with asyncio.timeout(min(first or inf, self.limits.first)): r = await self.http.send(q, stream=True)
+        async with asyncio.timeout(min(first or inf, self.limits.first)):
+            r = await self.http.send(q, stream=True)
     if r.is_success: return r
     try: e = await self.refusal(r)
     finally: await r.aclose()
@@ -280,11 +362,37 @@ async def whole(self:Backend, r:httpx.Response)->bytes:
             async with asyncio.timeout(self.limits.whole):
                 async for c in r.aiter_bytes():
                     got += c
-                    if len(got)>self.limits.body: raise self.fault('garbage', f'sent more than {self.limits.body:,} bytes')
+                    if len(got)<=self.limits.body: continue
+                    raise self.fault('garbage', f'sent more than {self.limits.body:,} bytes')
     finally: await r.aclose()
     return bytes(got)
 
-# %% ../../nbs/7_service/21_proxy.ipynb #f291d1e7
+# %% ../../nbs/7_service/21_proxy.ipynb #8b4f2668
+class Clock:
+    """A context that ends with a `TimeoutError` where nothing came for too long. `asyncio.timeout` does the same,
+    and sets a timer anew for each event, which costs more than to look at the time"""
+    def __init__(self, seconds:float): self.limit,self.since,self.late = seconds,monotonic(),False
+    def stop(self): "Something came"; self.since = None
+    def go(self, seconds:float):
+        "The next is to come within so many seconds"
+        self.limit,self.since = seconds,monotonic()
+        if seconds<self.armed: self.timer.cancel(); self._arm(seconds)
+    def _arm(self, seconds): self.armed,self.timer = seconds,self.loop.call_later(seconds, self._look)
+    async def __aenter__(self):
+        self.task,self.loop = asyncio.current_task(),asyncio.get_running_loop()
+        self.before = self.task.cancelling()
+        self._arm(self.limit)
+        return self
+    def _look(self):
+        left = self.limit if self.since is None else self.since+self.limit-monotonic()
+        if left>0: self._arm(left)
+        else: self.late = True; self.task.cancel()
+    async def __aexit__(self, kind, e, trace):
+        self.timer.cancel()
+        mine = self.late and self.task.uncancel()<=self.before  # and nobody else's wish
+        if mine and kind is asyncio.CancelledError: raise TimeoutError from e
+
+# %% ../../nbs/7_service/21_proxy.ipynb #d770b95a
 def whole_events(
     rest:bytearray, # What came before, and is no whole event
     more:bytes,
@@ -301,18 +409,20 @@ def whole_events(
 @patch
 async def events(self:Backend, r:httpx.Response, first:float|None=None):
     "The whole events of a stream, as they come"
-    loop,rest,l = asyncio.get_running_loop(),bytearray(),self.limits
-    encoded = r.headers.get('content-encoding', 'identity')!='identity'
+    rest,l = bytearray(),self.limits
+    packed = r.headers.get('content-encoding', 'identity')!='identity'
+    chunks,clock = r.aiter_bytes() if packed else r.aiter_raw(),Clock(min(first or inf, l.first))
+    large = self.fault('garbage', f'sent an event of more than {l.event:,} bytes')
     try:
         with self.faults():
-            async with aclosing(r.aiter_bytes() if encoded else r.aiter_raw()) as chunks,asyncio.timeout(min(first or inf, l.first)) as clock:
+            async with aclosing(chunks),clock:
                 async for c in chunks:
                     if rest or not c.endswith(b'\n\n'): c = whole_events(rest, c)
-                    if len(rest)>l.event: raise self.fault('garbage', f'sent an event of more than {l.event:,} bytes')
+                    if len(rest)>l.event: raise large
                     if not c: continue
-                    clock.reschedule(None)
+                    clock.stop()
                     yield c
-                    clock.reschedule(loop.time()+l.between)
+                    clock.go(l.between)
         if rest.endswith(b'\n'): yield bytes(rest)+b'\n'
     finally: await r.aclose()
 
@@ -339,21 +449,26 @@ def listing(self:Backend)->bool:
     if self.given is None: return self.only is None
     return any(map(_PATTERN.search, self.given))
 
-# %% ../../nbs/7_service/21_proxy.ipynb #b8408483
+# %% ../../nbs/7_service/21_proxy.ipynb #b9888fb6
 @patch
 async def listed(self:Backend)->dict[str,dict]:
     "The models that it lists: what it says of each, by name"
+    q = self.http.build_request('GET', f'{self.url}/models', headers=self.heads())
     with self.faults():
         async with asyncio.timeout(2*self.limits.connect):
-            r = await self.http.send(self.http.build_request('GET', f'{self.url}/models', headers=self.heads()), stream=True)
+            r = await self.http.send(q, stream=True)
             if not r.is_success: raise await self.refusal(r)
             raw = await self.whole(r)
     try: d = from_json(raw)
-    except ValueError: raise self.fault('garbage', 'has a list of models that is no JSON') from None
+    except ValueError: d = None
     ms = d.get('data') if isinstance(d, dict) else None
     if not isinstance(ms, list): raise self.fault('garbage', 'has no list of models')
-    ok = [m for m in ms[:4096] if isinstance(m, dict) and isinstance(m.get('id'), str) and 0<len(m['id'])<=256]
-    return {m['id']:m for m in ok}
+    return {m['id']:m for m in ms[:4096] if _is_model(m)}
+
+def _is_model(m):
+    "Is an entry of a list of models one?"
+    id = m.get('id') if isinstance(m, dict) else None
+    return isinstance(id, str) and 0<len(id)<=256
 
 @patch
 async def renew(self:Backend, models):
@@ -364,9 +479,11 @@ async def renew(self:Backend, models):
         except AtlasError as e: return self.failed(e)
         finally: self.looked = monotonic()
     self.well()
-    wanted = {i for i in there if self.given is None or any(fnmatchcase(i, p) for p in self.given)}
-    keep = {*wanted, *(n for n in self.given or () if not _PATTERN.search(n))}
-    for i in [i for i in self.proxies if i not in keep]: models.drop(self.proxies.pop(i))
+    given = ['*'] if self.given is None else self.given
+    wanted = {i for i in there if any(fnmatchcase(i, p) for p in given)}
+    keep = {*wanted, *(n for n in given if not _PATTERN.search(n))}
+    gone = [i for i in self.proxies if i not in keep]
+    for i in gone: models.drop(self.proxies.pop(i))
     for i in sorted(wanted-{*self.proxies}): models.put(self.proxy(i, there[i]))
 
 # %% ../../nbs/7_service/21_proxy.ipynb #30473154
@@ -402,7 +519,7 @@ async def close(self:Backend):
     if task: task.cancel()
     if http: await http.aclose()
 
-# %% ../../nbs/7_service/21_proxy.ipynb #22ce2500
+# %% ../../nbs/7_service/21_proxy.ipynb #767c1b78
 class Flights:
     "The answers of a `Proxy` that are under way, as a runner is asked for them"
     healthy = True
@@ -411,7 +528,7 @@ class Flights:
     def end(self):
         self.running -= 1
         if not self.running: self.idle.set()
-    def stats(self)->dict: return {}
+    def stats(self)->dict: return dict(num_requests_running=self.running, num_requests_waiting=0)
     def close(self): "Answers end with their connections"
     async def drain(self, seconds:float)->bool:
         "Let what runs finish for so long; did all finish?"
@@ -433,7 +550,8 @@ class Proxy(Served):
         said = info or {}
         length = said.get('max_model_len') or said.get('context_length')
         self.backend,self.id = backend,id
-        self.runner = Flights(dict(name=self.name)|(dict(max_seq_len=length) if isinstance(length, int) else {}))
+        self.runner = Flights(dict(name=self.name))
+        if isinstance(length, int): self.runner.info['max_seq_len'] = length
     @property
     def condition(self)->str: return 'failed' if self.backend.error else 'loaded'
     @property
@@ -442,13 +560,15 @@ class Proxy(Served):
         "Does its server have `path`?"
         return self.backend.may(path)
     async def up(self, autoload=True):
-        raise NotOfferedError(f'{self.name} is a model of another server, which cannot be asked for this', hint='Ask that server', param='model')
+        why = f'{self.name} is a model of another server, which cannot be asked for this'
+        raise NotOfferedError(why, hint='Ask that server', param='model')
 
-# %% ../../nbs/7_service/21_proxy.ipynb #091a10d8
+# %% ../../nbs/7_service/21_proxy.ipynb #ee972287
 class Tally:
     "Counts one question to another server"
     def __init__(self, proxy:Proxy):
-        self.proxy,self.m,self.start,self.began,self.over = proxy,proxy.backend.counts,perf_counter(),False,False
+        self.proxy,self.m = proxy,proxy.backend.counts
+        self.start,self.began,self.over = perf_counter(),False,False
         self.told = [] # Bytes in which it may have said what it cost
         self.usage = Usage()
         proxy.runner.begin()
@@ -459,11 +579,12 @@ class Tally:
         self.m.first.observe(perf_counter()-self.start)
     def see(self, raw:bytes):
         "Keep what may say what it cost: the first such bytes, and the last"
-        if b'"usage"' in raw: self.told[1:] = [raw] if self.told else []; self.told = self.told or [raw]
+        if b'"usage"' in raw: self.told = [*self.told[:1], raw]
     def count(self, d):
         "Take the costs from a body or an event"
-        u = costs(d)
-        if u: self.usage = Usage(*map(max, zip((u.prompt, u.completion, u.cached, u.reasoning, 0), vars(self.usage).values())))
+        if not (u := costs(d)): return
+        pairs = zip(vars(u).values(), vars(self.usage).values())
+        self.usage = Usage(*map(max, pairs))
     def end(self, how:str):
         "It is over; called again, this does nothing more"
         if self.over: return
@@ -474,7 +595,7 @@ class Tally:
         self.proxy.runner.end()
         if how=='ok': self.proxy.backend.well()
 
-# %% ../../nbs/7_service/21_proxy.ipynb #8c7dc445
+# %% ../../nbs/7_service/21_proxy.ipynb #d4b0f04c
 def data_of(raw:bytes):
     "The JSON objects of whole server-sent events"
     for event in re.split(rb'\r?\n\r?\n', raw):
@@ -486,19 +607,24 @@ def data_of(raw:bytes):
 
 def costs(d:dict)->Usage|None:
     "The counts that a body, or an event, of any API holds"
-    for box in d,d.get('message'),d.get('response'):
-        u = box.get('usage') if isinstance(box, dict) else None
-        if isinstance(u, dict): break
-    else: return None
-    def n(*keys, of=u): return next((v for k in keys if isinstance(v := (of or {}).get(k), int)), 0)
-    def within(*keys): return next((v for k in keys if isinstance(v := u.get(k), dict)), {})
-    apart = n('cache_read_input_tokens')  # which Anthropic does not count as input
-    cached = apart or n('cached_tokens', of=within('prompt_tokens_details','input_tokens_details'))
-    thought = n('reasoning_tokens','thinking_tokens', of=within('completion_tokens_details','output_tokens_details'))
-    prompt = n('prompt_tokens','input_tokens')+apart+n('cache_creation_input_tokens')
-    return Usage(prompt, n('completion_tokens','output_tokens'), cached, thought)
+    boxes = [b for b in (d, d.get('message'), d.get('response')) if isinstance(b, dict)]
+    u = next((u for b in boxes if isinstance(u := b.get('usage'), dict)), None)
+    if u is None: return None
+    read = _first(u, 'cache_read_input_tokens')  # which Anthropic does not count as input
+    written = _first(u, 'cache_creation_input_tokens')
+    of_prompt = _first(u, 'prompt_tokens_details', 'input_tokens_details', kind=dict)
+    of_answer = _first(u, 'completion_tokens_details', 'output_tokens_details', kind=dict)
+    return Usage(
+        prompt=_first(u, 'prompt_tokens', 'input_tokens')+read+written,
+        completion=_first(u, 'completion_tokens', 'output_tokens'),
+        cached=read or _first(of_prompt, 'cached_tokens'),
+        reasoning=_first(of_answer, 'reasoning_tokens', 'thinking_tokens'))
 
-# %% ../../nbs/7_service/21_proxy.ipynb #7a2aea03
+def _first(d, *keys, kind=int):
+    "The first of these fields that is of a kind, or nothing of that kind"
+    return next((v for k in keys if isinstance(v := d.get(k), kind)), kind())
+
+# %% ../../nbs/7_service/21_proxy.ipynb #d141ed82
 _decoder = json.JSONDecoder()
 _blank = re.compile(r'[ \t\n\r]*')
 
@@ -508,21 +634,30 @@ def renamed(
 )->bytes:
     "The same body with another model, and nothing else changed"
     s,new = raw.decode(),to_json(name).decode()
-    at = start = s.index('{')+1
-    while True:
-        at = _blank.match(s, at).end()
-        if s[at]=='}': break
-        key,at = _decoder.raw_decode(s, at)
-        at = _blank.match(s, _blank.match(s, at).end()+1).end()
-        value,end = _decoder.raw_decode(s, at)
-        if key=='model': return (s[:at]+new+s[end:]).encode()
-        at = _blank.match(s, end).end()
-        if s[at]==',': at += 1
-    more = ', ' if s[start:at].strip() else ''
+    spans = _spans(s)
+    if 'model' in spans:
+        at,end = spans['model']
+        return (s[:at]+new+s[end:]).encode()
+    start = s.index('{')+1
+    more = ', ' if spans else ''
     return (f'{s[:start]}"model": {new}{more}'+s[start:]).encode()
 
-# %% ../../nbs/7_service/21_proxy.ipynb #25c0ac10
-_DOWN = re.compile(r'content-disposition|content-language|retry-after|(anthropic-|x-)?ratelimit-.*|anthropic-ratelimit-.*|openai-(model|version|processing-ms)|x-atlas-(warning|ignored)')
+def _spans(s)->dict:
+    "Where the value of each field of a JSON object begins and ends"
+    def skip(at): return _blank.match(s, at).end()
+    at,out = skip(s.index('{')+1),{}
+    while s[at]!='}':
+        key,at = _decoder.raw_decode(s, at)
+        at = skip(skip(at)+1)  # over the colon
+        _,end = _decoder.raw_decode(s, at)
+        out[key] = at,end
+        at = skip(end)
+        if s[at]==',': at = skip(at+1)
+    return out
+
+# %% ../../nbs/7_service/21_proxy.ipynb #d602acf0
+_DOWN = re.compile(r'content-disposition|content-language|retry-after|(anthropic-|x-)?ratelimit-.*|'
+    r'openai-(model|version|processing-ms)|x-atlas-(warning|ignored)')
 
 def kept(r:httpx.Response)->dict:
     "The headers of an answer that go to the client"
@@ -530,16 +665,18 @@ def kept(r:httpx.Response)->dict:
 
 _ENDS = dict(
     messages=re.compile(rb'message_stop|"type": ?"error"'),
-    responses=re.compile(rb'response\.(completed|failed|incomplete|cancelled)|"type": ?"error"|\[DONE\]'))
+    responses=re.compile(rb'response\.(completed|failed|incomplete|cancelled)|"type": ?"error"'))
 _END = re.compile(rb'\[DONE\]|"finish_reason": ?"|"error": ?\{|transcript\.text\.done')
 
 def broken(q:Question, e:AtlasError)->bytes:
     "The event that ends a stream of the API of `q`"
     if q.path=='messages': return sse(anthropic.error_body(e), 'error')
-    if q.path=='responses': return sse(dict(type='error', code=e.code, message=str(e), param=None, sequence_number=0), 'error')
+    if q.path=='responses':
+        d = dict(type='error', code=e.code, message=str(e), param=None, sequence_number=0)
+        return sse(d, 'error')
     return sse(error_body(e))+DONE
 
-# %% ../../nbs/7_service/21_proxy.ipynb #d537509b
+# %% ../../nbs/7_service/21_proxy.ipynb #ddf31393
 @patch
 async def passed(self:Proxy, q:Question, first:bytes, events, tally:Tally):
     "What streams back, until it ends or breaks"
@@ -552,7 +689,8 @@ async def passed(self:Proxy, q:Question, first:bytes, events, tally:Tally):
                 before,last = last,c
                 if b'"usage"' in c: tally.see(c)
                 yield c
-        if not _ENDS.get(q.path, _END).search(before+last): raise self.backend.fault('cut', 'stopped in the middle of its answer')
+        ended = _ENDS.get(q.path, _END).search(before+last)
+        if not ended: raise self.backend.fault('cut', 'stopped in the middle of its answer')
         tally.end('ok')
     except AtlasError as e:
         self.went_wrong(tally, e)
@@ -565,7 +703,7 @@ def went_wrong(self:Proxy, tally:Tally, e:AtlasError):
     tally.end(getattr(e, 'fault', 'error'))
     if e.status>=500 and e.status!=501: self.backend.failed(e)
 
-# %% ../../nbs/7_service/21_proxy.ipynb #c26099f2
+# %% ../../nbs/7_service/21_proxy.ipynb #e08840b6
 class Passed(EventStream):
     "Bytes of any kind until they end, or the client leaves or freezes; nothing is said in between"
     def __init__(self, chunks, close, headers, kind:str, patience:float):
@@ -580,7 +718,8 @@ async def sound(self:Proxy, r:httpx.Response, first:bytes, chunks, tally:Tally):
         async with aclosing(chunks):
             yield first
             async for c in chunks:
-                if (n := n+len(c))>self.backend.limits.body: raise self.backend.fault('garbage', 'sent too many bytes')
+                n += len(c)
+                if n>self.backend.limits.body: raise self.backend.fault('garbage', 'sent too many bytes')
                 yield c
         tally.end('ok')
     except AtlasError as e: self.went_wrong(tally, e); raise
@@ -590,13 +729,13 @@ async def sound(self:Proxy, r:httpx.Response, first:bytes, chunks, tally:Tally):
 async def chunks(self:Backend, r:httpx.Response):
     "The bytes of an answer as they come, each in its time"
     with self.faults():
-        async with aclosing(r.aiter_bytes()) as its,asyncio.timeout(self.limits.first) as clock:
+        async with aclosing(r.aiter_bytes()) as its,Clock(self.limits.first) as clock:
             async for c in its:
-                clock.reschedule(None)
+                clock.stop()
                 yield c
-                clock.reschedule(asyncio.get_running_loop().time()+self.limits.between)
+                clock.go(self.limits.between)
 
-# %% ../../nbs/7_service/21_proxy.ipynb #5384ab4e
+# %% ../../nbs/7_service/21_proxy.ipynb #93ecf3bc
 @patch
 def body(self:Proxy, q:Question)->tuple[bytes,str]:
     "What is sent for a question, and its type"
@@ -615,7 +754,7 @@ async def forward(self:Proxy,
     b = self.backend
     native = b.may(q.path) and not (q.changed or self.ours(q))
     if not native and (not q.path or q.path in TRANSLATED or q.changed): return None
-    if not native: raise NotOfferedError(f'{self.name} has no {q.path}', hint='Ask another model', param='model')
+    if not native: raise self.lacks(q.path)
     tally = Tally(self)
     try: return await attended(q.request, self._forward(q, tally, held))
     except AtlasError as e:
@@ -624,13 +763,18 @@ async def forward(self:Proxy,
     except BaseException: tally.end('client_gone'); raise
 
 @patch
+def lacks(self:Proxy, what:str)->NotOfferedError:
+    "The error for what its server does not have"
+    return NotOfferedError(f'{self.name} has no {what}', hint='Ask another model', param='model')
+
+@patch
 def ours(self:Proxy, q:Question)->bool:
     "Is it about a response that we keep, or one that nobody waits for?"
     if q.path!='responses': return False
     d = q.fields or {}
     return d.get('background') is True or d.get('previous_response_id') in q.service.store.records
 
-# %% ../../nbs/7_service/21_proxy.ipynb #7938d850
+# %% ../../nbs/7_service/21_proxy.ipynb #f27f3061
 @patch
 async def _forward(self:Proxy, q, tally, held):
     b,streams = self.backend,(q.fields or {}).get('stream') is True
@@ -640,28 +784,55 @@ async def _forward(self:Proxy, q, tally, held):
     try: return await self._answer(q, r, tally, first)
     except BaseException: await r.aclose(); raise
 
+def kind_of(r:httpx.Response)->str:
+    "What an answer is, as it says itself"
+    return r.headers.get('content-type', '').split(';')[0].strip().lower()
+
 @patch
 async def _answer(self:Proxy, q, r, tally, first):
     "The response that passes an answer on"
-    b,s,kind = self.backend,q.service,r.headers.get('content-type', '')
-    what = kind.split(';')[0].strip().lower()
-    close = partial(_closed, q, tally)
-    wanted = (q.fields or {}).get('stream') is True or q.path in SOUNDS
-    if what=='text/event-stream' and wanted:
-        head = await _begun(b, events := b.events(r, first), tally)
-        if not re.match(rb'\s*(data|event|id|retry)?:', head): raise b.fault('garbage', 'sent a stream that is none')
-        return EventStream(self.passed(q, head, events, tally), close, kept(r), None, s.ping, s.patience)
-    if q.path=='audio/speech' and what!='text/html':
-        head = await _begun(b, its := b.chunks(r), tally)
-        return Passed(self.sound(r, head, its, tally), close, kept(r), kind or 'application/octet-stream', s.patience)
-    text = q.path in SOUNDS and what!='text/html' and what!='application/json'
-    if not text and what not in ('application/json',''): raise b.fault('garbage', f'answered with {what[:60]!r}, which is no answer')
-    raw = await b.whole(r)
+    what,sound = kind_of(r),q.path in SOUNDS
+    streams = (q.fields or {}).get('stream') is True or sound
+    if what=='text/event-stream' and streams: return await self._stream(q, r, tally, first)
+    if what=='text/html': raise self.no_answer(r)
+    if q.path=='audio/speech': return await self._speech(q, r, tally)
+    return await self._whole(q, r, tally, sound)
+
+@patch
+def no_answer(self:Proxy, r)->UpstreamError:
+    "The error for an answer of a kind that nobody asked for"
+    return self.backend.fault('garbage', f'answered with {kind_of(r)[:60]!r}, which is no answer')
+
+@patch
+async def _stream(self:Proxy, q, r, tally, first):
+    b,s = self.backend,q.service
+    events = b.events(r, first)
+    head = await _begun(b, events, tally)
+    if not re.match(rb'\s*(data|event|id|retry)?:', head): raise b.fault('garbage', 'sent a stream that is none')
+    said,close = self.passed(q, head, events, tally),partial(_closed, q, tally)
+    return EventStream(said, close, kept(r), None, s.ping, s.patience)
+
+@patch
+async def _speech(self:Proxy, q, r, tally):
+    chunks = self.backend.chunks(r)
+    head = await _begun(self.backend, chunks, tally)
+    said,close = self.sound(r, head, chunks, tally),partial(_closed, q, tally)
+    kind = r.headers.get('content-type', 'application/octet-stream')
+    return Passed(said, close, kept(r), kind, q.service.patience)
+
+# %% ../../nbs/7_service/21_proxy.ipynb #faef94a7
+@patch
+async def _whole(self:Proxy, q, r, tally, sound):
+    "An answer in one piece: JSON, but what was heard may be plain text"
+    what = kind_of(r)
+    text = sound and what!='application/json'
+    if not text and what not in ('application/json',''): raise self.no_answer(r)
+    raw = await self.backend.whole(r)
     tally.first()
-    if text: return self._done(q, raw, r, tally, kind)
+    if text: return self._done(q, raw, r, tally, r.headers.get('content-type', 'text/plain'))
     try: d = from_json(raw)
     except ValueError: d = None
-    if not isinstance(d, dict): raise b.fault('garbage', 'answered with JSON that is none')
+    if not isinstance(d, dict): raise self.backend.fault('garbage', 'answered with JSON that is none')
     tally.count(d)
     return self._done(q, raw, r, tally, 'application/json')
 
@@ -685,10 +856,10 @@ def _closed(q, tally, how='client_gone'):
     note(q.request.scope, model=tally.proxy.name, upstream=tally.proxy.backend.name,
         prompt_tokens=u.prompt, completion_tokens=u.completion, cached_tokens=u.cached)
 
-# %% ../../nbs/7_service/21_proxy.ipynb #11818bb2
-_SAME = ('temperature','top_p','presence_penalty','frequency_penalty','seed','max_tokens','n') # In all servers
-_OTHER = ('top_k','min_p','repetition_penalty','min_tokens','ignore_eos') # In most
-_KINDS = dict(regex='pattern', choice='choices', lark='grammar') # Formats that only some can: where a guide keeps them
+# %% ../../nbs/7_service/21_proxy.ipynb #1d42b3f9
+_SAME = 'temperature top_p presence_penalty frequency_penalty seed max_tokens n'.split() # In all servers
+_OTHER = 'top_k min_p repetition_penalty min_tokens ignore_eos'.split() # In most
+_KINDS = dict(regex='pattern', choice='choices', lark='grammar') # Of formats that only some know: where a guide has them
 
 def shape_of(
     f:dict, # `Ask.format`
@@ -703,42 +874,54 @@ def shape_of(
 
 def message_of(m:dict)->dict:
     "A message of an `Ask` as other servers take it"
-    m = {k:v for k,v in m.items() if k!='reasoning'}|(dict(reasoning_content=m['reasoning']) if m.get('reasoning') else {})
+    m = dict(m)
+    if thought := m.pop('reasoning', None): m['reasoning_content'] = thought
     if isinstance(m.get('content'), list):
         m['content'] = [{k:v for k,v in p.items() if k!='where'} for p in m['content']]
     return m
 
-# %% ../../nbs/7_service/21_proxy.ipynb #81e671ae
+# %% ../../nbs/7_service/21_proxy.ipynb #a1d25f1c
 def chat_body(
     ask:Ask,
     model:str|None, # As the other server calls it
 )->tuple[dict,dict]: # The fields that every server knows, and those that only some do
     "A question as the body of a chat completion that streams"
-    p,usual = ask.params,SamplingParams()
-    def given(keys): return {k:getattr(p, k) for k in keys if getattr(p, k)!=getattr(usual, k)}
-    d = dict(model=model, messages=[message_of(m) for m in ask.messages], stream=True, stream_options=dict(include_usage=True))|given(_SAME)
-    more = given(_OTHER)
+    p = ask.params
+    d = dict(stream=True, stream_options=dict(include_usage=True))
+    if model is not None: d['model'] = model
+    d['messages'] = [message_of(m) for m in ask.messages]
+    d |= _given(p, _SAME)
     if p.stop: d['stop'] = [*p.stop]
-    if p.stop_token_ids: more['stop_token_ids'] = [*p.stop_token_ids]
     if p.logit_bias: d['logit_bias'] = {str(k):v for k,v in p.logit_bias.items()}
     if ask.tools: d |= tools_of(ask)
     if ask.format: d |= shape_of(ask.format)
-    t = dict(ask.template)
-    if effort := t.pop('reasoning_effort', None): d['reasoning_effort'] = effort
-    if t: more['chat_template_kwargs'] = t
-    if ask.thinking_budget is not None: more['thinking_token_budget'] = ask.thinking_budget
-    if ask.continuing: more |= dict(continue_final_message=True, add_generation_prompt=False)
-    if ask.priority: more['priority'] = ask.priority
-    if ask.salt: more['cache_salt'] = ask.salt
-    if model is None: del d['model']
-    return d,more
+    if effort := ask.template.get('reasoning_effort'): d['reasoning_effort'] = effort
+    return d,_for_some(ask)
+
+def _given(p, keys):
+    "Those of these parameters that are not as they are for everybody"
+    return {k:getattr(p, k) for k in keys if getattr(p, k)!=getattr(SamplingParams, k)}
+
+def _for_some(ask):
+    "The fields that only some servers know"
+    d = _given(ask.params, _OTHER)
+    t = {k:v for k,v in ask.template.items() if k!='reasoning_effort'}
+    if t: d['chat_template_kwargs'] = t
+    if ask.params.stop_token_ids: d['stop_token_ids'] = [*ask.params.stop_token_ids]
+    if ask.thinking_budget is not None: d['thinking_token_budget'] = ask.thinking_budget
+    if ask.continuing: d |= dict(continue_final_message=True, add_generation_prompt=False)
+    if ask.priority: d['priority'] = ask.priority
+    if ask.salt: d['cache_salt'] = ask.salt
+    return d
 
 def tools_of(ask:Ask)->dict:
     "The fields about tools"
-    choice = dict(type='function', function=dict(name=ask.tool_name)) if ask.tool_name else ask.tool_choice
-    return dict(tools=ask.tools, tool_choice=choice)|({} if ask.parallel else dict(parallel_tool_calls=False))
+    d = dict(tools=ask.tools, tool_choice=ask.tool_choice)
+    if ask.tool_name: d['tool_choice'] = dict(type='function', function=dict(name=ask.tool_name))
+    if not ask.parallel: d['parallel_tool_calls'] = False
+    return d
 
-# %% ../../nbs/7_service/21_proxy.ipynb #5b1b173c
+# %% ../../nbs/7_service/21_proxy.ipynb #e6632889
 class Heard:
     "One choice of another server: deltas of its chunks"
     def __init__(self): self.finish,self.calls,self.said,self.index = None,{},False,{}
@@ -757,18 +940,21 @@ class Heard:
         "What a choice of a chunk, or a whole choice, adds; None if that is nothing"
         d = c.get('delta') or c.get('message') or {}
         thought = d.get('reasoning_content') or d.get('reasoning') or d.get('thinking')
-        out = Delta(_text(thought), _text(d.get('content')), tuple(map(self.call, d.get('tool_calls') or ())))
-        if (why := c.get('finish_reason')) and not self.finish:
-            why = why if why in ('stop','length','tool_calls') else 'tool_calls' if why=='function_call' else 'stop'
-            self.finish = out.finish = 'tool_calls' if self.calls and why=='stop' else why
-            if isinstance(c.get('stop_reason'), str|int): out.stop = c['stop_reason']
+        calls = map(self.call, d.get('tool_calls') or ())
+        out = Delta(_text(thought), _text(d.get('content')), tuple(calls))
+        if c.get('finish_reason') and not self.finish: self.end(out, c)
         return out if out.reasoning or out.content or out.calls or out.finish else None
+    def end(self, out, c):
+        "Say in the last delta why it ended"
+        why = dict(length='length', tool_calls='tool_calls', function_call='tool_calls').get(c['finish_reason'], 'stop')
+        self.finish = out.finish = 'tool_calls' if self.calls and why=='stop' else why
+        if isinstance(c.get('stop_reason'), str|int): out.stop = c['stop_reason']
 
 def _text(v):
     if isinstance(v, str): return v
     return '' if v is None else to_json(v).decode()
 
-# %% ../../nbs/7_service/21_proxy.ipynb #97ed3d33
+# %% ../../nbs/7_service/21_proxy.ipynb #1083ba2e
 class Relay(Turn):
     "A turn whose answers another server gives"
     def __init__(self,
@@ -781,8 +967,8 @@ class Relay(Turn):
         self.readers = [Heard() for _ in range(n*len(asked))]
         self.ends = set()
     def usage(self)->Usage:
-        us = [t.usage for _,t in self.asked]
-        return Usage(*(sum(getattr(u, k) for u in us) for k in ('prompt','completion','cached','reasoning')))
+        each = [vars(t.usage).values() for _,t in self.asked]
+        return Usage(*map(sum, zip(*each)))
     def pieces(self):
         its = [self.heard(k) for k in range(len(self.asked))]
         return its[0] if len(its)==1 else merge(its)
@@ -792,50 +978,60 @@ class Relay(Turn):
             t.end(why or 'error')
             if not r.is_closed: self.ends.add(asyncio.ensure_future(r.aclose()))
 
-# %% ../../nbs/7_service/21_proxy.ipynb #b5379a91
+# %% ../../nbs/7_service/21_proxy.ipynb #d52db2c9
 @patch
 async def heard(self:Relay, k:int):
     "The pieces of the answers to one prompt, as `(i, pieces)`"
     (r,tally),b = self.asked[k],self.proxy.backend
-    mine = self.readers[k*self.n:(k+1)*self.n]
     try:
         async for d in _chunks(b, r, self.first, tally):
-            if 'error' in d and d['error']: raise b.fault('status', f'says: {_sentence(to_json(d))[0][:2000] or "there was an error"}')
+            if d.get('error'): raise _told(b, d)
             tally.count(d)
-            for c in d.get('choices') or ():
-                i = c.get('index') or 0
-                if i<self.n and (p := mine[i].feed(c)): yield k*self.n+i,[p]
-        missing = [i for i,h in enumerate(mine) if not h.finish]
-        if missing: raise b.fault('cut', 'stopped in the middle of its answer')
+            for i,p in self.fed(k, d): yield i,[p]
+        mine = self.readers[k*self.n:(k+1)*self.n]
+        if not all(h.finish for h in mine): raise b.fault('cut', 'stopped in the middle of its answer')
         tally.end('ok')
-    except (TypeError,AttributeError,ValueError,KeyError) as e:
-        wrong = b.fault('garbage', 'sent chunks that make no sense')
-        self.proxy.went_wrong(tally, wrong)
-        raise wrong from e
     except AtlasError as e: self.proxy.went_wrong(tally, e); raise
     finally: await r.aclose()
 
-# %% ../../nbs/7_service/21_proxy.ipynb #ada2d521
+@patch
+def fed(self:Relay, k:int, d:dict)->list:
+    "What a chunk adds to the answers to prompt `k`: pairs of a choice and a delta"
+    try:
+        choices = [(k*self.n+(c.get('index') or 0), c) for c in d.get('choices') or ()]
+        ps = [(i, self.readers[i].feed(c)) for i,c in choices if i<(k+1)*self.n]
+    except (TypeError,AttributeError,ValueError,KeyError,IndexError) as e:
+        raise self.proxy.backend.fault('garbage', 'sent chunks that make no sense') from e
+    return [(i, p) for i,p in ps if p]
+
+def _told(b, d):
+    "The error that a chunk tells of"
+    said,_ = _sentence(to_json(d))
+    return b.fault('status', f'says: {said[:2000] or "there was an error"}')
+
+# %% ../../nbs/7_service/21_proxy.ipynb #eb3db7f8
 async def _chunks(b, r, first, tally):
     "The JSON of a stream, or of an answer that came in one piece"
-    what = r.headers.get('content-type', '').split(';')[0].strip().lower()
-    if what=='application/json': yield from_json(await b.whole(r)); return
-    if what!='text/event-stream': raise b.fault('garbage', f'answered with {what[:60]!r}, which is no answer')
+    if kind_of(r)=='application/json':
+        try: d = from_json(await b.whole(r))
+        except ValueError: d = None
+        if not isinstance(d, dict): raise b.fault('garbage', 'answered with JSON that is none')
+        yield d
+        return
     async with aclosing(b.events(r, first)) as events:
         async for raw in events:
             tally.first()
             for d in data_of(raw): yield d
 
-# %% ../../nbs/7_service/21_proxy.ipynb #349597aa
+# %% ../../nbs/7_service/21_proxy.ipynb #4a4472d9
 @patch
 async def begin(self:Proxy, ask:Ask, make)->tuple:
     "A turn and its writer, as `Service.begin` gives them: the question is asked of chat completions"
-    b = self.backend
-    if not b.may('chat/completions'): raise NotOfferedError(f'{self.name} has no chat completions', hint='Ask another model', param='model')
-    w,asks = make(ask, ask.model or self.name),[ask]
+    if not self.backend.may('chat/completions'): raise self.lacks('chat completions')
+    w,asks,asked = make(ask, ask.model or self.name),[ask],[]
+    if ask.params.logprobs is not None and not getattr(ask, 'unscored', False):
+        ask.warnings.append('Log-probabilities are left out: another server answers')
     if isinstance(ask, TextAsk): asks = self.chats(ask, w)
-    elif ask.params.logprobs is not None: ask.warnings.append('Log-probabilities are left out: another server answers')
-    asked = []
     try:
         for a in asks: asked.append(await self.asked(a))
     except BaseException:
@@ -848,13 +1044,14 @@ async def begin(self:Proxy, ask:Ask, make)->tuple:
 @patch
 def chats(self:Proxy, ask:TextAsk, w)->list[Ask]:
     "A conversation for each prompt of a completion"
-    no = 'ids' if any(not isinstance(p, str) for p in ask.prompts) else 'suffix' if ask.suffix else 'echo without an answer' if ask.silent else None
-    if no: raise NotOfferedError(f'{self.name} has no completions, and chat has no {no}', hint='Send text', param='prompt')
-    if not ask.unscored: ask.warnings.append('Log-probabilities are left out: another server answers')
+    if not all(isinstance(p, str) for p in ask.prompts): raise self.lacks('completions, and chat takes no ids')
+    if ask.suffix: raise self.lacks('completions, and chat has no suffix')
+    if ask.silent: raise self.lacks('completions, and chat tells nothing of a prompt')
     w.logprobs,w.prompts = False,[Prompt([], p) for p in ask.prompts]
-    return [Ask([dict(role='user', content=p)], ask.params, ask.model, salt=ask.salt, format=ask.format) for p in ask.prompts]
+    def chat(p): return Ask([dict(role='user', content=p)], ask.params, ask.model, salt=ask.salt, format=ask.format)
+    return [chat(p) for p in ask.prompts]
 
-# %% ../../nbs/7_service/21_proxy.ipynb #2c45e2b1
+# %% ../../nbs/7_service/21_proxy.ipynb #29cf5410
 @patch
 async def asked(self:Proxy, ask:Ask)->tuple:
     "Ask for a chat completion: (its answer, its `Tally`)"
@@ -862,15 +1059,18 @@ async def asked(self:Proxy, ask:Ask)->tuple:
     d,more = chat_body(ask, self.id)
     path,heads = 'chat/completions',b.heads()
     try:
-        try: return await b.ask(path, to_json(d|({} if b.plain else more)), heads),tally
+        try: r = await b.ask(path, to_json(d if b.plain else d|more), heads)
         except UpstreamError as e:
             if b.plain or e.status not in (400,422) or not any(k in str(e) for k in more): raise
-        b.plain = True  # it does not know them, and says so
-        return await b.ask(path, to_json(d), heads),tally
+            b.plain = True  # it does not know them, and says so
+            r = await b.ask(path, to_json(d), heads)
+        if kind_of(r) in ('application/json','text/event-stream'): return r,tally
+        await r.aclose()
+        raise self.no_answer(r)
     except AtlasError as e: self.went_wrong(tally, e); raise
     except BaseException: tally.end('client_gone'); raise
 
-# %% ../../nbs/7_service/21_proxy.ipynb #1fb9146f
+# %% ../../nbs/7_service/21_proxy.ipynb #ead63fce
 def may_stand_in(e:AtlasError)->bool:
     "May another model be asked after this error? Not where the client is to blame"
     if isinstance(e, LoopError) or e.status==501: return False
@@ -887,20 +1087,26 @@ class Fallbacks:
         longest:float=10., # Pause
         clock=monotonic, sleep=asyncio.sleep, chance=random.random, # For tests
     ):
-        def no(k, v, want): raise ConfigError(f'fallbacks: {k} is {str(v)[:40]!r}, expected {want}', param='fallbacks')
-        if not isinstance(retries, int) or not 0<=retries<=100: no('retries', retries, 'a number from 0 to 100')
-        for k,v in dict(timeout=timeout, cooldown=cooldown).items():
-            if not isinstance(v, int|float) or not 0<v<inf: no(k, v, 'seconds above 0')
         self.to = {k:[v] if isinstance(v, str) else [*v] for k,v in to.items()}
-        for k,v in self.to.items():
-            if k in v: raise ConfigError(f'fallbacks: {k} stands in for itself', hint='Name another model', param='fallbacks')
-        self.retries,self.timeout,self.cooldown,self.pause,self.longest = retries,timeout,cooldown,pause,longest
+        self.retries,self.timeout,self.cooldown = retries,timeout,cooldown
+        self._check()
+        self.pause,self.longest = pause,longest
         self.clock,self.sleep,self.chance = clock,sleep,chance
         self.down = {} # By name: until when it is left alone, and why
-        self.counts = Counter() # (asked for, answered by)
+        self.counts = Counter() # (model that was asked for, model that answered)
+    def _check(self):
+        def no(k, want):
+            said = f'fallbacks: {k} is {str(getattr(self, k))[:40]!r}, expected {want}'
+            raise ConfigError(said, param='fallbacks')
+        if not isinstance(self.retries, int) or not 0<=self.retries<=100: no('retries', 'a number from 0 to 100')
+        for k in 'timeout','cooldown':
+            v = getattr(self, k)
+            if not isinstance(v, int|float) or not 0<v<inf: no(k, 'seconds above 0')
+        for k,v in self.to.items():
+            if k in v: raise ConfigError(f'fallbacks: {k} stands in for itself', hint='Name another model', param='fallbacks')
     def __repr__(self): return f'Fallbacks({", ".join(f"{k}: {v}" for k,v in self.to.items())})'
 
-# %% ../../nbs/7_service/21_proxy.ipynb #d9d852cf
+# %% ../../nbs/7_service/21_proxy.ipynb #00195bd2
 @patch
 def ready(self:Fallbacks, name)->bool:
     "Is it not to be left alone?"
@@ -910,7 +1116,8 @@ def ready(self:Fallbacks, name)->bool:
 def next(self:Fallbacks, names:list, tried:set):
     "Whom to ask: the first that is ready, or else the one who is soonest"
     left = [n for n in names if n not in tried]
-    return next((n for n in left if self.ready(n)), None) or min(left, key=lambda n: self.down[n][0], default=None)
+    if ready := [n for n in left if self.ready(n)]: return ready[0]
+    return min(left, key=lambda n: self.down[n][0], default=None)
 
 @patch
 def failed(self:Fallbacks, name, e:AtlasError):
@@ -926,31 +1133,35 @@ def wait(self:Fallbacks, turn:int, errors:dict)->float|None:
     own = min(self.pause*2**turn, self.longest)*(.5+self.chance()/2)
     return None if least>self.longest else max(least, own)
 
-# %% ../../nbs/7_service/21_proxy.ipynb #1d2142f0
+# %% ../../nbs/7_service/21_proxy.ipynb #41b3b0ac
 @patch
 async def answer(self:Fallbacks, service, q:Question, name:str|None)->Response:
     "Answer a question by the model it names, or by those that stand in for that"
     asked = service.models.find(name)
-    names = [name or asked.name, *self.to.get(name, self.to.get(asked.name, ()))]
+    names = [asked.name, *self.to.get(name, self.to.get(asked.name, ()))]
     if len(names)==1 and not asked.elsewhere: return await service.by(q, name)
     tried,errors,turn = set(),{},0
     for left in range(self.retries, -1, -1):
-        to = self.next(names, tried)
-        if to is None:
+        if len(tried)==len(names):
             if (pause := self.wait(turn, errors)) is None: break
             await attended(q.request, self.sleep(pause))
             turn,tried = turn+1,set()
-            to = self.next(names, tried)
+        to = self.next(names, tried)
         tried.add(to)
-        try: r = await service.by(q, to, self.timeout if left and len(names)>1 else inf)
-        except AtlasError as e:
-            unknown = isinstance(e, SourceError) and to!=names[0]
-            if not (may_stand_in(e) or unknown): raise
-            self.failed(to, e)
-            errors[to] = e
-            _log.warning('%s cannot answer: %s', to, e)
-        else: return self._answered(r, q, names[0], to, errors)
-    raise errors.get(names[0]) or e
+        held = self.timeout if left and len(names)>1 else inf
+        try: r = await service.by(q, name if to==asked.name else to, held)
+        except AtlasError as e: self._failed(to, e, errors, asked.name)
+        else: return self._answered(r, q, asked.name, to, errors)
+    raise errors.get(asked.name) or errors[to]
+
+@patch
+def _failed(self:Fallbacks, to, e, errors, name):
+    "Note who could not answer; an error that is the client's own is raised again"
+    unknown = isinstance(e, SourceError) and to!=name
+    if not (may_stand_in(e) or unknown): raise e
+    self.failed(to, e)
+    errors[to] = e
+    _log.warning('%s cannot answer: %s', to, e)
 
 @patch
 def _answered(self:Fallbacks, r, q, name, to, errors):
@@ -960,6 +1171,7 @@ def _answered(self:Fallbacks, r, q, name, to, errors):
     if to==name: return r
     why = errors[name].code if name in errors else 'was left alone after it failed'
     self.counts[name,to] += 1
-    r.headers.append('x-atlas-route', re.sub(r'[^\x20-\x7e]', '?', f'fallback: {to} for {name} ({why})')[:500])
+    said = re.sub(r'[^\x20-\x7e]', '?', f'fallback: {to} for {name} ({why})')
+    r.headers.append('x-atlas-route', said[:500])
     note(q.request.scope, route=f'{name} > {to}', why=why)
     return r

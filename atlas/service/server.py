@@ -119,6 +119,7 @@ hops = ContextVar('hops', default='') # Servers that the question came by, as `x
 
 class Question:
     "A body as it came; what it asks is read when somebody needs to know"
+    talks = True # Is it a conversation, or a text to go on with?
     def __init__(self,
         service:Service,
         request:Request,
@@ -133,6 +134,8 @@ class Question:
         self.asked = None # The `Ask`, once somebody read it
         self.changed = False # Does `asked` say other than the body? Then it counts
         self.form = False # Is it a form, and not JSON?
+        self.leads = None # The model that its name stands for, where that is another
+        self.manner,self.route = None,'' # In which it is answered; how its name led there
         hops.set(request.headers.get('x-atlas-via', ''))
 
 # %% ../../nbs/7_service/14_server.ipynb #1e811d10
@@ -151,12 +154,18 @@ async def name(self:Question)->str|None:
     return (await self.ask()).model  # which says what is wrong with it
 
 @patch
+async def peek(self:Question)->Ask:
+    "What is asked, to look at"
+    if self.asked is None: self.asked = await self.service.parsed(self.request, self.raw, self.api.parse, *self.args)
+    return self.asked
+
+@patch
 async def ask(self:Question, name:str|None=None)->Ask:
     "What is asked, of the model called `name`; a new one each time, for whoever answers may change it"
-    if self.asked is None: self.asked = await self.service.parsed(self.request, self.raw, self.api.parse, *self.args)
-    ask = replace(self.asked)
+    ask = replace(await self.peek())
     ask.messages,ask.warnings = [*ask.messages],[*ask.warnings]
-    if name is not None: ask.model = name
+    if name is not None: ask.served = name
+    if name is not None and name!=self.leads: ask.model = name  # else the client's word for it stays
     return ask
 
 @patch
@@ -164,6 +173,7 @@ async def here(self:Question, name:str|None, held:float|None)->Response:
     "Have a model answer that is ours, or that is asked as ours are"
     ask = await self.ask(name)
     if self.api.first and (said := await self.api.first(self.service, ask, self.request)): return said
+    if self.manner: self.manner.apply(ask)
     self.service.salted(ask, self.request)
     if getattr(ask, 'background', False): return await self.service.background(ask, self.api.reply, self.request)
     return await self.service.answer(ask, self.api.reply, self.request, held)
@@ -177,10 +187,11 @@ class StalledError(AtlasError):
 async def respond(self:Service, q:Question)->Response:
     "Answer by the model that a question names, or by one that stands in for it"
     if not getattr(self.models, 'routed', False): return await q.here(None, None)
-    name = await q.name()
-    await self.models.seek(name)
-    if backup := self.models.fallbacks: return await backup.answer(self, q, name)
-    return await self.by(q, name)
+    name = await self.led(q, await q.name())
+    backup = self.models.fallbacks
+    said = await (backup.answer(self, q, name) if backup else self.by(q, name))
+    if q.route: said.headers.append('x-atlas-route', _plain(q.route))
+    return said
 
 @patch
 async def by(self:Service, q:Question, name:str|None, held:float|None=None)->Response:
@@ -208,6 +219,20 @@ async def opened(self:Service, ask:Ask, reply, held:float|None)->tuple:
         if turn: turn.close('error')
         raise
 
+# %% ../../nbs/7_service/14_server.ipynb #56979c91
+@patch
+async def led(self:Service, q:Question, name:str|None)->str|None:
+    "The model that a question is for, once its name is understood"
+    ms = self.models
+    if not ms.names or name not in ms.names.table: await ms.seek(name)
+    if not ms.names or not (own := name or ms.default): return name
+    ask = await q.peek() if q.talks and ms.names.forks(own) else None
+    f = ms.names.find(own, ask, ms.models)
+    q.leads,q.route = ms.at(f).name if f.upstream else f.model,f.why
+    if q.talks: q.manner,q.changed = f.manner,f.manner is not None
+    if f.why: note(q.request.scope, route=f.why)
+    return q.leads
+
 # %% ../../nbs/7_service/14_server.ipynb #a6363dc7
 _log = logging.getLogger('atlas')
 _told = set() # Ignored fields that the log has told of
@@ -227,9 +252,22 @@ def unheeded(response:Response, fields:list[str])->Response:
     return response
 
 def warned(response:Response, ask:Ask)->Response:
-    "The response, with what was left out of `ask` in its headers"
-    for w in ask.warnings[:16]: response.headers.append('x-atlas-warning', re.sub(r'[^\x20-\x7e]', '?', w)[:500])
+    "The response, with what was left out of `ask` in its headers, and how its name led to a model"
+    if ask.route: response.headers['x-atlas-route'] = _plain(ask.route)
+    for w in ask.warnings[:16]: response.headers.append('x-atlas-warning', _plain(w))
     return unheeded(response, ask.ignored)
+
+def _plain(text): return re.sub(r'[^\x20-\x7e]', '?', text)[:500]
+
+# %% ../../nbs/7_service/14_server.ipynb #289e8936
+@patch
+def meant(self:Service, ask:Ask, request:Request)->Ask:
+    "`ask`, as its name wants it: for a model, in a manner"
+    model,manner,ask.route = self.models.resolve(ask)
+    ask.served = model.name
+    if manner: manner.apply(ask)
+    if ask.route: note(request.scope, route=ask.route)
+    return ask
 
 # %% ../../nbs/7_service/14_server.ipynb #fd0ba3a5
 @patch
@@ -303,6 +341,7 @@ async def messages(self:Service, request:Request)->Response:
 async def count_messages(self:Service, request:Request)->Response:
     "How many tokens a conversation has, without answering it"
     ask = await self.read(request, anthropic.parse_count)
+    self.meant(ask, request)
     return warned(JSONResponse(dict(input_tokens=await attended(request, self.length(ask)))), ask)
 
 @patch
@@ -313,7 +352,7 @@ async def length(self:Service, ask:Ask)->int:
 @patch
 async def prompt(self:Service, ask:Ask):
     "The prompt of a conversation, for the model that it is meant for"
-    return await self.chat_prompt(await self.upstream(ask.model), ask)
+    return await self.chat_prompt(await self.asked(ask), ask)
 
 # %% ../../nbs/7_service/14_server.ipynb #6bd696ef
 def owner(request:Request)->str|None:
@@ -374,6 +413,7 @@ async def response_items(self:Service, request:Request, id:str)->Response:
 async def response_length(self:Service, request:Request)->Response:
     "How many tokens a question has"
     ask = await self.read(request, responses.parse, self.store, owner(request))
+    self.meant(ask, request)
     n = await attended(request, self.length(ask))
     return warned(JSONResponse(dict(object='response.input_tokens', input_tokens=n)), ask)
 
@@ -389,10 +429,11 @@ class EmbeddingsBody(BaseModel):
 
 class Texts(Question):
     "A question for the vectors of texts"
+    talks = False
     async def here(self, name, held):
         b = await self.service.parsed(self.request, self.raw, partial(validate, EmbeddingsBody))
-        if name is not None: b.model = name
-        return await self.service.vectors(b, self.request)
+        if name is not None and name!=self.leads: b.model = name
+        return await self.service.vectors(b, self.request, name)
 
 @patch
 async def embeddings(self:Service, request:Request)->Response:
@@ -400,11 +441,11 @@ async def embeddings(self:Service, request:Request)->Response:
     return await self.respond(Texts(self, request, await self.body(request), CHAT, path='embeddings'))
 
 @patch
-async def vectors(self:Service, b:EmbeddingsBody, request:Request)->Response:
+async def vectors(self:Service, b:EmbeddingsBody, request:Request, served:str|None=None)->Response:
     "A vector for each text of a body"
     inputs = b.input if isinstance(b.input, list) and b.input and not isinstance(b.input[0], int) else [b.input]
     async def work():
-        u = await self.upstream(b.model)
+        u = await self.upstream(served or b.model)
         return u,await self.embed(u, inputs, b.pooling or 'last', b.dimensions)
     u,(vectors,n) = await attended(request, work())
     show = packed if b.encoding_format=='base64' else lambda v: v.tolist()
@@ -443,6 +484,7 @@ SOUNDS = ('audio/transcriptions','audio/translations','audio/speech')
 
 class Sound(Question):
     "A question about sounds, for another server"
+    talks = False
     async def look(self):
         if not self.form: return await super().look()
         at = form_spans(self.raw, self.request.headers['content-type']).get('model')
@@ -526,6 +568,7 @@ class DetokenizeBody(BaseModel):
 async def tokenize(self:Service, request:Request)->Response:
     "Token ids of a text or a conversation"
     b,ask = await self.read(request, _tokenizing)
+    if ask: self.meant(ask, request)
     said = JSONResponse(await attended(request, self.tokens(b, ask)))
     return unheeded(said, ignored(b)) if ask is None else warned(said, ask)
 
@@ -540,7 +583,8 @@ def _tokenizing(raw):
 @patch
 async def tokens(self:Service, b:TokenizeBody, ask:Ask|None)->dict:
     "What `/tokenize` says"
-    u,text = await self.upstream(b.model),b.prompt if b.prompt is not None else b.content
+    u = await (self.asked(ask) if ask else self.upstream(b.model))
+    text = b.content if b.prompt is None else b.prompt
     if ask: ids = (await self.chat_prompt(u, ask)).ids
     elif text is None: raise RequestError('prompt is missing', hint='Send a prompt or messages', param='prompt')
     else: ids = await self.encode(u, text, add_special=b.add_special_tokens is not False if b.add_special is None and b.content is None else bool(b.add_special))
@@ -567,6 +611,7 @@ async def detokenize(self:Service, request:Request)->Response:
 async def apply_template(self:Service, request:Request)->Response:
     "The prompt that a conversation becomes"
     ask = await self.read(request, openai.parse)
+    self.meant(ask, request)
     return warned(JSONResponse(dict(prompt=(await attended(request, self.prompt(ask))).text)), ask)
 
 # %% ../../nbs/7_service/14_server.ipynb #2c0a5bfa
@@ -579,6 +624,7 @@ def _model(m, name):
     "An entry of the list of models"
     info = m.get('info') or {}
     more = {k: info[k] for k in ('speculative','prefill_activations') if info.get(k)}
+    if m.get('sampling'): more['default_sampling_params'] = m['sampling']
     reads = ['text']+['image']*bool(info.get('vision'))
     return dict(
         id=name, object='model', type='model', display_name=name, lifecycle='active',
@@ -588,16 +634,24 @@ def _model(m, name):
         architecture=dict(input_modalities=reads, output_modalities=['text']))|more
 
 @patch
+def entries(self:Service)->dict:
+    "Every name that a model goes by, and then those that stand for one -> its model, and what else is told"
+    models = self.models.list()
+    return {n:(m,{}) for m in models for n in m['names']}|self.models.further(models)
+
+@patch
 async def list_models(self:Service)->Response:
-    "Every name that a model goes by"
-    data = [_model(m, n) for m in self.models.list() for n in m['names']]
+    "All of these names"
+    data = [_model(m, n)|more for n,(m,more) in self.entries().items()]
     return JSONResponse(dict(object='list', data=data, has_more=False, first_id=data[0]['id'] if data else None, last_id=data[-1]['id'] if data else None))
 
 @patch
 async def get_model(self:Service, name:str)->Response:
     "One of them"
     found = self.models.find(name).name  # also by a name that no list shows
-    return JSONResponse(_model(next(m for m in self.models.list() if m['id']==found), name))
+    models = self.models.list()
+    _,more = self.models.further(models).get(name, (None,{}))
+    return JSONResponse(_model(next(m for m in models if m['id']==found), name)|more)
 
 # %% ../../nbs/7_service/14_server.ipynb #5bee0012
 @patch
@@ -647,6 +701,15 @@ async def unload_model(self:Service, request:Request)->Response:
     b = await self.read(request, partial(validate, ModelBody))
     await self.models.unload(b.model)
     return unheeded(JSONResponse(dict(success=True)), ignored(b))
+
+@patch
+async def reload_models(self:Service, request:Request)->Response:
+    "With ?reload=1: read the file of models again, and say what changes"
+    q = request.query_params
+    if q.get('reload') not in ('1','true'):
+        raise NotOfferedError('POST /models is not offered by this server', _by_hand['POST','/models'])
+    if not self.models.reload: raise NotOfferedError('This server has no file to read again', 'atlas serve --config FILE starts one that has')
+    return unheeded(JSONResponse(dict(success=True)|await self.models.reload()), _unknown(q, 'reload'))
 
 @patch
 async def model_events(self:Service)->Response:
@@ -922,7 +985,7 @@ def _asking(s:Service):
 
 def _managing(s:Service):
     "Endpoints about models and the server"
-    return [('/v1/models', 'GET', s.list_models, None), ('/v1/models/{name:path}', 'GET', s.get_model, None), ('/models', 'GET', s.states, None),
+    return [('/v1/models', 'GET', s.list_models, None), ('/v1/models/{name:path}', 'GET', s.get_model, None), ('/models', 'GET', s.states, None), ('/models', 'POST', s.reload_models, None),
         ('/models/sse', 'GET', s.model_events, None), ('/models/load', 'POST', s.load_model, ModelBody), ('/models/unload', 'POST', s.unload_model, ModelBody),
         ('/sleep', 'POST', s.sleep_model, None), ('/wake_up', 'POST', s.wake_model, None), ('/is_sleeping', 'GET', s.is_sleeping, None),
         ('/health', 'GET', s.health, None), ('/v1/health', 'GET', s.health, None), ('/version', 'GET', s.version, None), ('/metrics', 'GET', s.scrape, None), ('/', 'GET', s.index, None),

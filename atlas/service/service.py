@@ -13,7 +13,7 @@ __all__ = ['SHORT', 'FIM', 'MAX_CHOICES', 'JUDGE', 'VERDICTS', 'RETRIEVE', 'Upst
 import asyncio,base64,math
 from concurrent.futures import ThreadPoolExecutor
 import numpy as np
-from dataclasses import dataclass,field
+from dataclasses import dataclass,field,replace
 from contextvars import copy_context
 from time import perf_counter
 from weakref import WeakKeyDictionary
@@ -46,6 +46,7 @@ class Upstream:
     guides:object=None # Checks guides; None: answers cannot be constrained
     parsers:tuple=(None,None) # Names of the parsers of tool calls and of reasoning
     runner:object=None # `info`, `submit`, `stats`, `healthy`, and perhaps `call`
+    sampling:dict=field(default_factory=dict) # Parameters where a request does not give them
 
 # %% ../../nbs/7_service/12_service.ipynb #3921da01
 class Service:
@@ -73,6 +74,21 @@ async def upstream(self:Service, name:str|None)->Upstream:
     "The model that was asked for, ready"
     if self.models.draining: raise UnavailableError('The server is shutting down', hint='Try again in a moment')
     return await self.models.get(name)
+
+@patch
+async def asked(self:Service, ask:Ask)->Upstream:
+    "The model that a question is for, ready, and read by the parsers of the name it was asked by"
+    u = await self.upstream(ask.served or ask.model)
+    return u.read_by(*ask.parsers)
+
+@patch
+def read_by(self:Upstream, tools:str|None=None, reasoning:str|None=None)->Upstream:
+    "The same model, whose calls and thoughts these parsers read; None: its own do"
+    own,wanted = self.parsers,(tools or self.parsers[0],reasoning or self.parsers[1])
+    if wanted==own: return self
+    if not hasattr(self, '_variants'): self._variants = {}
+    if wanted not in self._variants: self._variants[wanted] = replace(self, parsers=wanted)
+    return self._variants[wanted]
 
 @patch
 def elsewhere(self:Service, name:str|None):
@@ -344,10 +360,11 @@ MAX_CHOICES = 128
 @patch
 async def begin(self:Service, ask:Ask, make, model:str|None=None)->tuple[Turn,Writer]:
     "From a question to a turn that runs and the writer of its answer; `make` is the API's `reply`"
-    if away := self.elsewhere(ask.model): return await away.begin(ask, make)
+    if away := self.elsewhere(ask.served or ask.model): return await away.begin(ask, make)
     began = perf_counter()
-    u = await self.upstream(ask.model)
+    u = await self.asked(ask)
     waited = perf_counter()-began
+    ask.lean_on(u.sampling)
     n,many = ask.params.n,len(ask.prompts) if isinstance(ask, TextAsk) else 1
     if n*many>MAX_CHOICES: raise RequestError(f'n is {n} for {many} prompts, which is more than {MAX_CHOICES} choices', param='n')
     check_ids(ask.params.logit_bias or (), u.info['vocab_size'], 'logit_bias')

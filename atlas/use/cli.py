@@ -6,14 +6,14 @@ Docs: https://atlas-inference.github.io/atlas/8_use/cli.html.md"""
 
 # %% auto #0
 __all__ = ['ORDER', 'app', 'Model', 'Json', 'FLAGS', 'SPECULATION', 'CACHING', 'Shape', 'Weights', 'Temperature', 'MaxTokens',
-           'Seed', 'System', 'Think', 'ShowThinking', 'COMMANDS', 'Many', 'Models', 'Name', 'Alias', 'Key', 'KeyFile',
-           'Hosts', 'Origins', 'Drain', 'Memory', 'Apart', 'NextTurn', 'LogFormat', 'Reasons', 'Foreign', 'AutoTools',
-           'Tools', 'Rate', 'Cert', 'CertKey', 'Roots', 'Lazy', 'Autoload', 'Fetch', 'LogLevel', 'DryRun', 'PlanJson',
-           'Url', 'ItsKey', 'ItsModel', 'Wait', 'HERE', 'benches', 'Batches', 'Output', 'Simulated', 'Contexts',
-           'CARD_FLAGS', 'flag', 'engine_flags', 'pull', 'list_', 'rm', 'inspect', 'Meter', 'Printer', 'run',
-           'Conversation', 'chat', 'serve', 'launch', 'watch', 'ps', 'load', 'stop', 'top', 'quantize', 'version',
-           'bench', 'bench_decode', 'bench_kernels', 'bench_prefill', 'bench_startup', 'bench_throughput', 'check',
-           'main']
+           'Seed', 'System', 'Think', 'ShowThinking', 'COMMANDS', 'Many', 'Models', 'Config', 'Host', 'Port', 'Name',
+           'Alias', 'Key', 'KeyFile', 'Hosts', 'Origins', 'Drain', 'Memory', 'Apart', 'NextTurn', 'LogFormat',
+           'Reasons', 'Foreign', 'AutoTools', 'Tools', 'Rate', 'Cert', 'CertKey', 'Roots', 'Lazy', 'Autoload', 'Fetch',
+           'LogLevel', 'DryRun', 'PlanJson', 'configs', 'Url', 'ItsKey', 'ItsModel', 'Wait', 'HERE', 'benches',
+           'Batches', 'Output', 'Simulated', 'Contexts', 'CARD_FLAGS', 'flag', 'engine_flags', 'pull', 'list_', 'rm',
+           'inspect', 'Meter', 'Printer', 'run', 'Conversation', 'chat', 'serve', 'config_check', 'config_schema',
+           'launch', 'watch', 'ps', 'load', 'stop', 'top', 'quantize', 'version', 'bench', 'bench_decode',
+           'bench_kernels', 'bench_prefill', 'bench_startup', 'bench_throughput', 'check', 'main']
 
 # %% ../../nbs/8_use/13_cli.ipynb #aa7ee505
 import json,os,re,signal,sys,threading
@@ -26,7 +26,7 @@ from typing import Annotated,Literal
 import typer
 
 # %% ../../nbs/8_use/13_cli.ipynb #11c6182f
-ORDER = 'serve run chat launch ps load stop top watch pull list rm inspect quantize bench check version'.split()
+ORDER = 'serve run chat launch ps load stop top watch pull list rm inspect config quantize bench check version'.split()
 _WORDS = 'auto','mtp','draft','ngram','off' # What may stand after --speculative
 
 def _spelt(args):
@@ -354,14 +354,14 @@ def _llm(model, **options):
     from atlas.use.llm import LLM
     return LLM(EngineConfig(model, max_num_seqs=1, **options))
 
-def _params(**kw):
-    "What was said of these; the rest is as the API has it"
-    from atlas.ground.requests import SamplingParams
-    return SamplingParams(**{k:v for k,v in kw.items() if v is not None})
+def _params(llm, **kw):
+    "What was said of these; the rest is as the model's makers have it"
+    return llm.params(**{k:v for k,v in kw.items() if v is not None})
 
 # %% ../../nbs/8_use/13_cli.ipynb #9c37a274
 Temperature = Annotated[float|None, _opt(
-    '0 always takes the likeliest token; higher is more varied. [default: 1, as in the API]',
+    '0 always takes the likeliest token; higher is more varied. What the generation_config.json '
+    'of a model says goes before the default. [default: 1, as in the API]',
     '--temperature', '-t', min=0, max=100, show_default=False)]
 MaxTokens = Annotated[int|None, _opt('Longest answer, in tokens. [default: what is left of the context]', '--max-tokens', '-n', min=1, show_default=False)]
 Seed = Annotated[int|None, _opt('Make the same choices again. [default: other ones each time]', show_default=False)]
@@ -372,6 +372,9 @@ Think = Annotated[bool|None, _opt(
 ShowThinking = Annotated[bool|None, _opt(
     'Show its thoughts, on stderr. [default: on a terminal]',
     '--show-thinking/--hide-thinking', show_default=False)]
+
+_TALK = ('device','max_seq_len','load_format','weights',
+    'generation_config','override_generation_config')
 
 def _template(think):
     "What a template is told of thinking: nothing, unless something was said"
@@ -384,7 +387,7 @@ def _template(think):
     'atlas run demo --raw --temperature 0 "The capital of France is"',
     'git diff | atlas run demo --system "Describe this change in one line." -',
     'atlas run ./qwen3-vl-2b --image photo.jpg "What is this?"'))
-@engine_flags('device', 'max_seq_len', 'load_format', 'weights', *CACHING, *SPECULATION)
+@engine_flags(*_TALK, *CACHING, *SPECULATION)
 def run(model:Model,
     prompt:Annotated[str|None, typer.Argument(metavar='PROMPT', help='What to ask; "-" or nothing reads it from stdin.', show_default=False)]=None,
     temperature:Temperature=None, max_tokens:MaxTokens=None,
@@ -398,8 +401,8 @@ def run(model:Model,
     for v,name in ((system,'--system'), (images,'--image'), (think is not None,'--think')):
         if raw and v: raise typer.BadParameter('has no place in a --raw prompt', param_hint=f"'{name}'")
     prompt = _prompt(prompt)
-    params = _params(temperature=temperature, max_tokens=max_tokens, seed=seed)
     with closing(_llm(model, **options)) as llm:
+        params = _params(llm, temperature=temperature, max_tokens=max_tokens, seed=seed)
         def ask(stream):
             if raw: return (llm.stream if stream else llm.generate)(prompt, params)
             messages = _messages(prompt, system, images)
@@ -489,7 +492,7 @@ def _line(mark):
     except KeyboardInterrupt: typer.echo('\n(Ctrl-D or /quit leaves)', err=True); return ''
 
 @app.command(epilog=_examples('atlas chat tiny', 'atlas chat demo --system "Answer in one sentence." --temperature 0.2'))
-@engine_flags('device', 'max_seq_len', 'load_format', 'weights', *CACHING, *SPECULATION)
+@engine_flags(*_TALK, *CACHING, *SPECULATION)
 def chat(model:Model, system:System=None, temperature:Temperature=None,
     max_tokens:MaxTokens=None, seed:Seed=None,
     think:Think=None, show_thinking:ShowThinking=None, **options):
@@ -497,8 +500,8 @@ def chat(model:Model, system:System=None, temperature:Temperature=None,
     from atlas.ground.hub import name_of
     try: import readline  # noqa: F401
     except ImportError: readline = None  # an input line without editing keys still works
-    params = _params(temperature=temperature, max_tokens=max_tokens, seed=seed)
     with closing(_llm(model, **options)) as llm:
+        params = _params(llm, temperature=temperature, max_tokens=max_tokens, seed=seed)
         _talk(Conversation(llm, params, system, think), name_of(model), show_thinking)
 
 def _talk(c, name, show):
@@ -513,11 +516,17 @@ def _talk(c, name, show):
 
 # %% ../../nbs/8_use/13_cli.ipynb #17c4dd79
 Many = lambda help, name, metavar: Annotated[list[str]|None, _opt(help, name, metavar=metavar, show_default=False)]
-Models = Annotated[list[str], typer.Argument(
+Models = Annotated[list[str]|None, typer.Argument(
     metavar='MODEL…',
     help='"tiny", "demo", a name that "atlas list --all" shows, a folder, a file, '
         'or a Hugging Face id such as org/name. The first is the one that answers when no name is given.',
-    autocompletion=_complete)]
+    show_default=False, autocompletion=_complete)]
+Config = Annotated[Path|None, _opt(
+    'A file with the models, their names and all that is about them, in place of MODEL and its '
+    'flags; read again with SIGHUP. "atlas config check FILE" explains one.',
+    '--config', metavar='FILE', show_default=False)]
+Host = Annotated[str, _opt('Address to listen on; 0.0.0.0 lets other machines in, who then need a key.')]
+Port = Annotated[int, _opt('Port to listen on; 0 takes a free one.', min=0, max=65535)]
 Name = Annotated[str|None, _opt("The first model's name for clients. [default: MODEL]", show_default=False)]
 Alias = Many('One more name of the first model; "*" stands for every name that no model has.', '--alias', 'NAME')
 Key = Annotated[list[str]|None, _opt('An API key that requests must have; may be given several times. Others see it in the list of processes: ATLAS_API_KEY is better.', '--api-key', metavar='KEY', show_default=False)]
@@ -624,29 +633,29 @@ def _plan_text(p, how):
     'atlas serve tiny --speculative --num-speculative-tokens 3',
     'atlas serve ./my-model --port 9000 --served-model-name mine',
     'atlas serve ./coder ./small --lazy --memory 110GiB',
+    'atlas serve --config atlas.yaml',
     'atlas serve qwen3.6-35b-a3b-nvfp4 --dry-run',
     'ATLAS_API_KEY=secret atlas serve demo --host 0.0.0.0',
     'curl localhost:8888/v1/chat/completions -H "Content-Type: application/json" \\',
     '''  -d '{"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}\''''))
 @engine_flags()
-def serve(models:Models,
-    host:Annotated[str, _opt('Address to listen on; 0.0.0.0 lets other machines in, who then need a key.')]='127.0.0.1',
-    port:Annotated[int, _opt('Port to listen on; 0 takes a free one.', min=0, max=65535)]=8888,
-    served_model_name:Name=None, alias:Alias=None,
-    lazy:Lazy=False, autoload:Autoload=True, memory:Memory=None,
+def serve(models:Models=None, config:Config=None,
+    host:Host='127.0.0.1', port:Port=8888, served_model_name:Name=None, alias:Alias=None,
+    lazy:Lazy=False, autoload:Autoload=True, memory:Memory=None, dry_run:DryRun=False,
     api_key:Key=None, api_key_file:KeyFile=None, insecure:Annotated[bool, _opt('Serve other machines without a key.', '--insecure')]=False, allowed_host:Hosts=None, cors_origin:Origins=None,
     rate_limit:Rate=None, tls_cert:Cert=None, tls_key:CertKey=None, tls_ca:Roots=None,
     fetch_images:Fetch=False, cache_salt_per_key:Apart=False, prefill_next_turn:NextTurn=True,
-    tool_call_parser:Tools=None, reasoning_parser:Reasons=None,
+    tool_call_parser:Tools=None, reasoning_parser:Reasons=None, as_json:PlanJson=False,
     trust_remote_code:Foreign=False, enable_auto_tool_choice:AutoTools=False,
-    dry_run:DryRun=False, as_json:PlanJson=False,
     drain:Drain=10., log_format:LogFormat='auto', log_level:LogLevel='info', **options):
     "Serve models: a chat page at /, the APIs of OpenAI and Anthropic at /v1, Ollama's at /api."
     if as_json and not dry_run: raise typer.BadParameter('is for --dry-run', param_hint="'--json'")
-    configs = [EngineConfig(m, **options) for m in models]
+    own = dict(served_model_name=served_model_name, alias=alias, memory=memory)
+    configs = _to_serve(models, config, lazy, options, own)
     given = trust_remote_code,enable_auto_tool_choice
     foreign = [flag for flag,said in zip(_FOREIGN, given) if said]
     parsers = tool_call_parser,reasoning_parser
+    if dry_run and config: return config_check(config, as_json)
     if dry_run: return _dry_run(configs, parsers, _ignored(foreign, options, configs[0]), as_json)
     _not_needed(foreign)
     from atlas.service.gateway import serve
@@ -659,6 +668,47 @@ def serve(models:Models,
         rate_limit=rate_limit, fetch_images=fetch_images, prefill_next_turn=prefill_next_turn,
         cache_salt_per_key=cache_salt_per_key, reasoning_parser=reasoning_parser,
         tool_parser=tool_call_parser, drain=drain, log_format=log_format, log_level=log_level)
+
+# %% ../../nbs/8_use/13_cli.ipynb #c768fa50
+def _to_serve(models, config, lazy, options, own):
+    "What `serve` of the gateway takes: configs, or a file that makes models, beside which no flag is about them"
+    if config is None:
+        if not models: raise typer.BadParameter('name a model, or a file with --config', param_hint="'MODEL'")
+        return [EngineConfig(m, **options) for m in models]
+    if models: raise typer.BadParameter(f'{models[0]!r} stands beside --config: add it to the file', param_hint="'MODEL'")
+    for k,v in (own|options).items():
+        if v in (None,(),[]) or k in FLAGS and v==FLAGS[k].default: continue
+        raise typer.BadParameter('has its place in the file', param_hint=f"'--{k.replace('_', '-')}'")
+    from atlas.service.reload import FleetFile
+    return FleetFile(config, lazy)
+
+# %% ../../nbs/8_use/13_cli.ipynb #f3865533
+configs = typer.Typer(cls=_Group, no_args_is_help=True, rich_markup_mode=None,
+    help='Look at a file of models as "atlas serve --config" takes it.')
+app.add_typer(configs, name='config')
+
+@configs.command('check', epilog=_examples('atlas config check atlas.yaml'))
+def config_check(file:Annotated[Path, typer.Argument(metavar='FILE', help='A YAML file.')],
+    as_json:Json=False):
+    "Say what a file would run, where its names lead, and how much memory each part takes."
+    from atlas.ground.core import AtlasError
+    from atlas.service.explain import explain
+    from atlas.service.fleet import raise_first,read_fleet
+    try:
+        fleet = read_fleet(file)
+        raise_first(fleet.oversized())
+        report = explain(fleet)
+    except AtlasError as e:
+        for other in getattr(e, 'others', ()): typer.echo(f'atlas: {other}', err=True)
+        raise
+    _print(report.to_dict(), as_json, str(report))
+    if not report.fits: raise typer.Exit(1)
+
+@configs.command('schema', epilog=_examples('atlas config schema > atlas.schema.json'))
+def config_schema():
+    "Print the JSON schema of such a file, by which an editor completes and checks it."
+    from atlas.service.fleet import schema
+    typer.echo(json.dumps(schema(), indent=1, ensure_ascii=False))
 
 # %% ../../nbs/8_use/13_cli.ipynb #0ebd65a1
 @app.command(context_settings=dict(allow_extra_args=True, ignore_unknown_options=True), epilog=_examples('atlas launch codex', 'atlas launch claude --model mine', 'atlas launch opencode --print', 'atlas launch codex -- exec "Explain this folder"'))

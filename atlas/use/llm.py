@@ -28,7 +28,7 @@ import atlas.engine.sleep # gives models `sleep` and `wake`
 from ..model.model import Decoder,Piece,load_model,make_batch
 from ..ground.options import EngineConfig
 from ..text.parsers import Splitter,kept
-from ..text.processor import Processor
+from ..text.processor import processor_of
 from ..text.reasoning import beginning,closing
 from ..ground.requests import Event,Request,SamplingParams,check_prompt
 from ..text.tokenizer import Tokenizer
@@ -46,7 +46,7 @@ class LLM(LoadedModel):
         if not isinstance(options, EngineConfig):
             options = EngineConfig(options, *fields, **more)
         elif fields or more: raise TypeError('Fields have no place beside an EngineConfig')
-        super().__init__(options, show, partial(Processor, tokenizer=options.tokenizer))
+        super().__init__(options, show, processor_of(options))
         self.template,self.eos_ids = self.text.template,self.text.eos_ids
         self.image_spec = self.text.image_spec if self.model.vision else None
         self._ids,self._boxes = itertools.count(),{}
@@ -56,6 +56,13 @@ class LLM(LoadedModel):
     def tokenizer(self)->Tokenizer:
         "Text to ids and back; `SourceError` when the checkpoint has none: then ids go in and ids come out"
         return self.text.tokenizer
+    @property
+    def sampling(self)->dict:
+        "How the model is sampled where nobody says, as `generation_config.json` has it: parameters by name"
+        return self.text.sampling
+    def params(self, **given)->SamplingParams:
+        "Sampling parameters: those that are given, and the model's own for all others"
+        return SamplingParams(**self.sampling|given)
 
 # %% ../../nbs/8_use/01_llm.ipynb #f21f1ca6
 @patch
@@ -136,7 +143,7 @@ def _run(self:LLM, reqs:list[Request], readers:list[ChoiceReader]):
 @patch
 def generate(self:LLM,
     prompts, # Text, a list of ids, or a list of either
-    params:SamplingParams|list|None=None, # One for all, or one for each
+    params:SamplingParams|list|None=None, # One for all, or one for each; None: as the model has it
     images=(), # For one prompt: what its image tokens stand for, in order: paths, data URLs, bytes or PIL images
     guide:dict|None=None, # What the answers must look like, see the guide page
     timeout:float|None=None, # Seconds that the engine has for each, which then ends as it is; None: no limit
@@ -144,7 +151,7 @@ def generate(self:LLM,
     "Answers to one prompt or many, computed together"
     one = isinstance(prompts, str) or (len(prompts)>0 and isinstance(prompts[0], (int,np.integer)))
     prompts = [prompts] if one else list(prompts)
-    params = [p or SamplingParams() for p in (params if isinstance(params, (list,tuple)) else [params]*len(prompts))]
+    params = [p or self.params() for p in (params if isinstance(params, (list,tuple)) else [params]*len(prompts))]
     if len(params)!=len(prompts): raise RequestError(f'{len(prompts)} prompts and {len(params)} SamplingParams', param='params')
     if images and not one: raise RequestError('images belong to one prompt', hint='Call generate once for each', param='images')
     encoded = [self._encode(p, images=images) for p in prompts]
@@ -207,7 +214,7 @@ def stream(self:LLM,
 @patch
 def _stream(self:LLM, prompt, params, images, guide, split=None, timeout=None):
     "The same, with thoughts and calls told apart if there is a `split`"
-    p = params or SamplingParams()
+    p = params or self.params()
     if p.n!=1: raise RequestError('Only one answer can be streamed here', hint='Use generate for n > 1', param='n')
     ids,_,pics = self._encode(prompt, images=images)
     self._guide(guide)
@@ -236,7 +243,7 @@ def chat(self:LLM,
     ids = self.tokenizer.encode(prompt, add_special=False)
     split,guide = self._parted(messages, prompt, tools, guide, kwargs)
     if stream: return self._stream(ids, params, images, guide, split, timeout)
-    asked = self._encode(ids, images=images),params or SamplingParams()
+    asked = self._encode(ids, images=images),params or self.params()
     return self._answers([asked], guide, split, timeout)[0]
 
 @patch

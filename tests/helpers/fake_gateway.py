@@ -5,6 +5,7 @@ from pathlib import Path
 from atlas.ground.core import SourceError
 from atlas.text.chat import ChatTemplate
 from atlas.service.gateway import Policy,serve
+from atlas.service.reload import FleetFile
 from atlas.text.tokenizer import byte_tokenizer
 from script_config import ScriptConfig
 
@@ -16,8 +17,9 @@ def missing(options): raise SourceError('There is no tokenizer')
 
 COMMAND = (sys.executable, Path(__file__).parent/'fake_worker.py')
 
-def main(policy=None, no_text=False, port=0, **kw):
-    "Serve; with `no_text` the tokenizers of all models are missing"
+def main(policy=None, no_text=False, port=0, file=None, **kw):
+    "Serve; with `no_text` the tokenizers of all models are missing; with `file` the models of a fleet"
+    if file: kw['models'] = FleetFile(file)
     serve(**kw,
         policy=Policy(**policy or {}),
         port=port,

@@ -23,7 +23,7 @@ def always(runner, tokenizer, template=None, kind=Models, names=(), **side):
 
 def app_of(runner, tokenizer, template=None, **kw):
     "The application in front of a runner"
-    side = {k:kw.pop(k) for k in ('names','spec','parsers','guides') if k in kw}
+    side = {k:kw.pop(k) for k in ('names','spec','parsers','guides','sampling') if k in kw}
     return create_app(always(runner, tokenizer, template, **side), **kw)
 
 def run(app, sock, drain):

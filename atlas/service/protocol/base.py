@@ -163,6 +163,7 @@ class Ask:
     route:str='' # How the client's name led there, for `x-atlas-route`
     before:tuple=() # Token ids of what was said earlier; the prompt of the messages follows them
     alone:bool=False # Is it no turn of a conversation that goes on?
+    own:SamplingParams|None=None # `params` without what a model had for those that nobody gave
     keep:float|None=None # Seconds that the model is to stay after the answer; below 0: for ever
     after:object=None # Called when the answer has ended; the server sets it
 
@@ -182,8 +183,18 @@ def fill(self:Ask,
     "Set those of them that neither the client nor an earlier call has set"
     new = {k:v for k,v in sampling.items() if k not in self.given}
     if not new: return
-    self.params = replace(self.params, **new)
+    self.params,self.own = replace(self.own or self.params, **new),None
     self.given |= set(new)
+
+@patch
+def lean_on(self:Ask,
+    sampling:dict, # A model's own sampling parameters, by name
+):
+    "Set those that nobody has given as the model that answers has them; those of another are forgotten"
+    self.own = self.own or self.params
+    new = {k:v for k,v in sampling.items() if k not in self.given}
+    if 'max_tokens' in new: new['max_tokens'] = max(new['max_tokens'], self.own.min_tokens, 1)
+    self.params = replace(self.own, **new)
     told = getattr(self, 'echo', None)
     if isinstance(told, dict): told |= {k:new[v] for k,v in _TOLD.items() if v in new}
 
