@@ -7,8 +7,8 @@ Docs: https://atlas-inference.github.io/atlas/7_service/proxy.html.md"""
 # %% auto #0
 __all__ = ['TRANSLATED', 'PATHS', 'ME', 'UpstreamError', 'LoopError', 'Limits', 'server_url', 'server_key', 'paths_of', 'Backend',
            'Wire', 'Sockets', 'plain_transport', 'retry_after', 'Clock', 'whole_events', 'Flights', 'Proxy', 'Tally',
-           'data_of', 'costs', 'renamed', 'kept', 'broken', 'Passed', 'shape_of', 'message_of', 'chat_body', 'tools_of',
-           'Heard', 'Relay', 'may_stand_in', 'Fallbacks']
+           'data_of', 'costs', 'renamed', 'kept', 'broken', 'Passed', 'kind_of', 'shape_of', 'message_of', 'chat_body',
+           'tools_of', 'Heard', 'Relay', 'may_stand_in', 'Fallbacks']
 
 # %% ../../nbs/7_service/21_proxy.ipynb #21ee5e30
 import asyncio,email.utils,ipaddress,json,logging,os,random,re,socket,time,uuid
@@ -519,7 +519,7 @@ async def close(self:Backend):
     if task: task.cancel()
     if http: await http.aclose()
 
-# %% ../../nbs/7_service/21_proxy.ipynb #dcab5738
+# %% ../../nbs/7_service/21_proxy.ipynb #767c1b78
 class Flights:
     "The answers of a `Proxy` that are under way, as a runner is asked for them"
     healthy = True
@@ -550,7 +550,8 @@ class Proxy(Served):
         said = info or {}
         length = said.get('max_model_len') or said.get('context_length')
         self.backend,self.id = backend,id
-        self.runner = Flights(dict(name=self.name)|(dict(max_seq_len=length) if isinstance(length, int) else {}))
+        self.runner = Flights(dict(name=self.name))
+        if isinstance(length, int): self.runner.info['max_seq_len'] = length
     @property
     def condition(self)->str: return 'failed' if self.backend.error else 'loaded'
     @property
@@ -559,13 +560,15 @@ class Proxy(Served):
         "Does its server have `path`?"
         return self.backend.may(path)
     async def up(self, autoload=True):
-        raise NotOfferedError(f'{self.name} is a model of another server, which cannot be asked for this', hint='Ask that server', param='model')
+        why = f'{self.name} is a model of another server, which cannot be asked for this'
+        raise NotOfferedError(why, hint='Ask that server', param='model')
 
-# %% ../../nbs/7_service/21_proxy.ipynb #091a10d8
+# %% ../../nbs/7_service/21_proxy.ipynb #ee972287
 class Tally:
     "Counts one question to another server"
     def __init__(self, proxy:Proxy):
-        self.proxy,self.m,self.start,self.began,self.over = proxy,proxy.backend.counts,perf_counter(),False,False
+        self.proxy,self.m = proxy,proxy.backend.counts
+        self.start,self.began,self.over = perf_counter(),False,False
         self.told = [] # Bytes in which it may have said what it cost
         self.usage = Usage()
         proxy.runner.begin()
@@ -576,11 +579,12 @@ class Tally:
         self.m.first.observe(perf_counter()-self.start)
     def see(self, raw:bytes):
         "Keep what may say what it cost: the first such bytes, and the last"
-        if b'"usage"' in raw: self.told[1:] = [raw] if self.told else []; self.told = self.told or [raw]
+        if b'"usage"' in raw: self.told = [*self.told[:1], raw]
     def count(self, d):
         "Take the costs from a body or an event"
-        u = costs(d)
-        if u: self.usage = Usage(*map(max, zip((u.prompt, u.completion, u.cached, u.reasoning, 0), vars(self.usage).values())))
+        if not (u := costs(d)): return
+        pairs = zip(vars(u).values(), vars(self.usage).values())
+        self.usage = Usage(*map(max, pairs))
     def end(self, how:str):
         "It is over; called again, this does nothing more"
         if self.over: return
@@ -591,7 +595,7 @@ class Tally:
         self.proxy.runner.end()
         if how=='ok': self.proxy.backend.well()
 
-# %% ../../nbs/7_service/21_proxy.ipynb #8c7dc445
+# %% ../../nbs/7_service/21_proxy.ipynb #d4b0f04c
 def data_of(raw:bytes):
     "The JSON objects of whole server-sent events"
     for event in re.split(rb'\r?\n\r?\n', raw):
@@ -603,19 +607,24 @@ def data_of(raw:bytes):
 
 def costs(d:dict)->Usage|None:
     "The counts that a body, or an event, of any API holds"
-    for box in d,d.get('message'),d.get('response'):
-        u = box.get('usage') if isinstance(box, dict) else None
-        if isinstance(u, dict): break
-    else: return None
-    def n(*keys, of=u): return next((v for k in keys if isinstance(v := (of or {}).get(k), int)), 0)
-    def within(*keys): return next((v for k in keys if isinstance(v := u.get(k), dict)), {})
-    apart = n('cache_read_input_tokens')  # which Anthropic does not count as input
-    cached = apart or n('cached_tokens', of=within('prompt_tokens_details','input_tokens_details'))
-    thought = n('reasoning_tokens','thinking_tokens', of=within('completion_tokens_details','output_tokens_details'))
-    prompt = n('prompt_tokens','input_tokens')+apart+n('cache_creation_input_tokens')
-    return Usage(prompt, n('completion_tokens','output_tokens'), cached, thought)
+    boxes = [b for b in (d, d.get('message'), d.get('response')) if isinstance(b, dict)]
+    u = next((u for b in boxes if isinstance(u := b.get('usage'), dict)), None)
+    if u is None: return None
+    read = _first(u, 'cache_read_input_tokens')  # which Anthropic does not count as input
+    written = _first(u, 'cache_creation_input_tokens')
+    of_prompt = _first(u, 'prompt_tokens_details', 'input_tokens_details', kind=dict)
+    of_answer = _first(u, 'completion_tokens_details', 'output_tokens_details', kind=dict)
+    return Usage(
+        prompt=_first(u, 'prompt_tokens', 'input_tokens')+read+written,
+        completion=_first(u, 'completion_tokens', 'output_tokens'),
+        cached=read or _first(of_prompt, 'cached_tokens'),
+        reasoning=_first(of_answer, 'reasoning_tokens', 'thinking_tokens'))
 
-# %% ../../nbs/7_service/21_proxy.ipynb #7a2aea03
+def _first(d, *keys, kind=int):
+    "The first of these fields that is of a kind, or nothing of that kind"
+    return next((v for k in keys if isinstance(v := d.get(k), kind)), kind())
+
+# %% ../../nbs/7_service/21_proxy.ipynb #d141ed82
 _decoder = json.JSONDecoder()
 _blank = re.compile(r'[ \t\n\r]*')
 
@@ -625,21 +634,30 @@ def renamed(
 )->bytes:
     "The same body with another model, and nothing else changed"
     s,new = raw.decode(),to_json(name).decode()
-    at = start = s.index('{')+1
-    while True:
-        at = _blank.match(s, at).end()
-        if s[at]=='}': break
-        key,at = _decoder.raw_decode(s, at)
-        at = _blank.match(s, _blank.match(s, at).end()+1).end()
-        value,end = _decoder.raw_decode(s, at)
-        if key=='model': return (s[:at]+new+s[end:]).encode()
-        at = _blank.match(s, end).end()
-        if s[at]==',': at += 1
-    more = ', ' if s[start:at].strip() else ''
+    spans = _spans(s)
+    if 'model' in spans:
+        at,end = spans['model']
+        return (s[:at]+new+s[end:]).encode()
+    start = s.index('{')+1
+    more = ', ' if spans else ''
     return (f'{s[:start]}"model": {new}{more}'+s[start:]).encode()
 
-# %% ../../nbs/7_service/21_proxy.ipynb #25c0ac10
-_DOWN = re.compile(r'content-disposition|content-language|retry-after|(anthropic-|x-)?ratelimit-.*|anthropic-ratelimit-.*|openai-(model|version|processing-ms)|x-atlas-(warning|ignored)')
+def _spans(s)->dict:
+    "Where the value of each field of a JSON object begins and ends"
+    def skip(at): return _blank.match(s, at).end()
+    at,out = skip(s.index('{')+1),{}
+    while s[at]!='}':
+        key,at = _decoder.raw_decode(s, at)
+        at = skip(skip(at)+1)  # over the colon
+        _,end = _decoder.raw_decode(s, at)
+        out[key] = at,end
+        at = skip(end)
+        if s[at]==',': at = skip(at+1)
+    return out
+
+# %% ../../nbs/7_service/21_proxy.ipynb #d602acf0
+_DOWN = re.compile(r'content-disposition|content-language|retry-after|(anthropic-|x-)?ratelimit-.*|'
+    r'openai-(model|version|processing-ms)|x-atlas-(warning|ignored)')
 
 def kept(r:httpx.Response)->dict:
     "The headers of an answer that go to the client"
@@ -647,16 +665,18 @@ def kept(r:httpx.Response)->dict:
 
 _ENDS = dict(
     messages=re.compile(rb'message_stop|"type": ?"error"'),
-    responses=re.compile(rb'response\.(completed|failed|incomplete|cancelled)|"type": ?"error"|\[DONE\]'))
+    responses=re.compile(rb'response\.(completed|failed|incomplete|cancelled)|"type": ?"error"'))
 _END = re.compile(rb'\[DONE\]|"finish_reason": ?"|"error": ?\{|transcript\.text\.done')
 
 def broken(q:Question, e:AtlasError)->bytes:
     "The event that ends a stream of the API of `q`"
     if q.path=='messages': return sse(anthropic.error_body(e), 'error')
-    if q.path=='responses': return sse(dict(type='error', code=e.code, message=str(e), param=None, sequence_number=0), 'error')
+    if q.path=='responses':
+        d = dict(type='error', code=e.code, message=str(e), param=None, sequence_number=0)
+        return sse(d, 'error')
     return sse(error_body(e))+DONE
 
-# %% ../../nbs/7_service/21_proxy.ipynb #d537509b
+# %% ../../nbs/7_service/21_proxy.ipynb #ddf31393
 @patch
 async def passed(self:Proxy, q:Question, first:bytes, events, tally:Tally):
     "What streams back, until it ends or breaks"
@@ -669,7 +689,8 @@ async def passed(self:Proxy, q:Question, first:bytes, events, tally:Tally):
                 before,last = last,c
                 if b'"usage"' in c: tally.see(c)
                 yield c
-        if not _ENDS.get(q.path, _END).search(before+last): raise self.backend.fault('cut', 'stopped in the middle of its answer')
+        ended = _ENDS.get(q.path, _END).search(before+last)
+        if not ended: raise self.backend.fault('cut', 'stopped in the middle of its answer')
         tally.end('ok')
     except AtlasError as e:
         self.went_wrong(tally, e)
@@ -682,7 +703,7 @@ def went_wrong(self:Proxy, tally:Tally, e:AtlasError):
     tally.end(getattr(e, 'fault', 'error'))
     if e.status>=500 and e.status!=501: self.backend.failed(e)
 
-# %% ../../nbs/7_service/21_proxy.ipynb #8d445719
+# %% ../../nbs/7_service/21_proxy.ipynb #e08840b6
 class Passed(EventStream):
     "Bytes of any kind until they end, or the client leaves or freezes; nothing is said in between"
     def __init__(self, chunks, close, headers, kind:str, patience:float):
@@ -697,7 +718,8 @@ async def sound(self:Proxy, r:httpx.Response, first:bytes, chunks, tally:Tally):
         async with aclosing(chunks):
             yield first
             async for c in chunks:
-                if (n := n+len(c))>self.backend.limits.body: raise self.backend.fault('garbage', 'sent too many bytes')
+                n += len(c)
+                if n>self.backend.limits.body: raise self.backend.fault('garbage', 'sent too many bytes')
                 yield c
         tally.end('ok')
     except AtlasError as e: self.went_wrong(tally, e); raise
@@ -713,7 +735,7 @@ async def chunks(self:Backend, r:httpx.Response):
                 yield c
                 clock.go(self.limits.between)
 
-# %% ../../nbs/7_service/21_proxy.ipynb #5384ab4e
+# %% ../../nbs/7_service/21_proxy.ipynb #93ecf3bc
 @patch
 def body(self:Proxy, q:Question)->tuple[bytes,str]:
     "What is sent for a question, and its type"
@@ -732,7 +754,7 @@ async def forward(self:Proxy,
     b = self.backend
     native = b.may(q.path) and not (q.changed or self.ours(q))
     if not native and (not q.path or q.path in TRANSLATED or q.changed): return None
-    if not native: raise NotOfferedError(f'{self.name} has no {q.path}', hint='Ask another model', param='model')
+    if not native: raise self.lacks(q.path)
     tally = Tally(self)
     try: return await attended(q.request, self._forward(q, tally, held))
     except AtlasError as e:
@@ -741,13 +763,18 @@ async def forward(self:Proxy,
     except BaseException: tally.end('client_gone'); raise
 
 @patch
+def lacks(self:Proxy, what:str)->NotOfferedError:
+    "The error for what its server does not have"
+    return NotOfferedError(f'{self.name} has no {what}', hint='Ask another model', param='model')
+
+@patch
 def ours(self:Proxy, q:Question)->bool:
     "Is it about a response that we keep, or one that nobody waits for?"
     if q.path!='responses': return False
     d = q.fields or {}
     return d.get('background') is True or d.get('previous_response_id') in q.service.store.records
 
-# %% ../../nbs/7_service/21_proxy.ipynb #7938d850
+# %% ../../nbs/7_service/21_proxy.ipynb #f27f3061
 @patch
 async def _forward(self:Proxy, q, tally, held):
     b,streams = self.backend,(q.fields or {}).get('stream') is True
@@ -757,28 +784,55 @@ async def _forward(self:Proxy, q, tally, held):
     try: return await self._answer(q, r, tally, first)
     except BaseException: await r.aclose(); raise
 
+def kind_of(r:httpx.Response)->str:
+    "What an answer is, as it says itself"
+    return r.headers.get('content-type', '').split(';')[0].strip().lower()
+
 @patch
 async def _answer(self:Proxy, q, r, tally, first):
     "The response that passes an answer on"
-    b,s,kind = self.backend,q.service,r.headers.get('content-type', '')
-    what = kind.split(';')[0].strip().lower()
-    close = partial(_closed, q, tally)
-    wanted = (q.fields or {}).get('stream') is True or q.path in SOUNDS
-    if what=='text/event-stream' and wanted:
-        head = await _begun(b, events := b.events(r, first), tally)
-        if not re.match(rb'\s*(data|event|id|retry)?:', head): raise b.fault('garbage', 'sent a stream that is none')
-        return EventStream(self.passed(q, head, events, tally), close, kept(r), None, s.ping, s.patience)
-    if q.path=='audio/speech' and what!='text/html':
-        head = await _begun(b, its := b.chunks(r), tally)
-        return Passed(self.sound(r, head, its, tally), close, kept(r), kind or 'application/octet-stream', s.patience)
-    text = q.path in SOUNDS and what!='text/html' and what!='application/json'
-    if not text and what not in ('application/json',''): raise b.fault('garbage', f'answered with {what[:60]!r}, which is no answer')
-    raw = await b.whole(r)
+    what,sound = kind_of(r),q.path in SOUNDS
+    streams = (q.fields or {}).get('stream') is True or sound
+    if what=='text/event-stream' and streams: return await self._stream(q, r, tally, first)
+    if what=='text/html': raise self.no_answer(r)
+    if q.path=='audio/speech': return await self._speech(q, r, tally)
+    return await self._whole(q, r, tally, sound)
+
+@patch
+def no_answer(self:Proxy, r)->UpstreamError:
+    "The error for an answer of a kind that nobody asked for"
+    return self.backend.fault('garbage', f'answered with {kind_of(r)[:60]!r}, which is no answer')
+
+@patch
+async def _stream(self:Proxy, q, r, tally, first):
+    b,s = self.backend,q.service
+    events = b.events(r, first)
+    head = await _begun(b, events, tally)
+    if not re.match(rb'\s*(data|event|id|retry)?:', head): raise b.fault('garbage', 'sent a stream that is none')
+    said,close = self.passed(q, head, events, tally),partial(_closed, q, tally)
+    return EventStream(said, close, kept(r), None, s.ping, s.patience)
+
+@patch
+async def _speech(self:Proxy, q, r, tally):
+    chunks = self.backend.chunks(r)
+    head = await _begun(self.backend, chunks, tally)
+    said,close = self.sound(r, head, chunks, tally),partial(_closed, q, tally)
+    kind = r.headers.get('content-type', 'application/octet-stream')
+    return Passed(said, close, kept(r), kind, q.service.patience)
+
+# %% ../../nbs/7_service/21_proxy.ipynb #faef94a7
+@patch
+async def _whole(self:Proxy, q, r, tally, sound):
+    "An answer in one piece: JSON, but what was heard may be plain text"
+    what = kind_of(r)
+    text = sound and what!='application/json'
+    if not text and what not in ('application/json',''): raise self.no_answer(r)
+    raw = await self.backend.whole(r)
     tally.first()
-    if text: return self._done(q, raw, r, tally, kind)
+    if text: return self._done(q, raw, r, tally, r.headers.get('content-type', 'text/plain'))
     try: d = from_json(raw)
     except ValueError: d = None
-    if not isinstance(d, dict): raise b.fault('garbage', 'answered with JSON that is none')
+    if not isinstance(d, dict): raise self.backend.fault('garbage', 'answered with JSON that is none')
     tally.count(d)
     return self._done(q, raw, r, tally, 'application/json')
 
@@ -802,10 +856,10 @@ def _closed(q, tally, how='client_gone'):
     note(q.request.scope, model=tally.proxy.name, upstream=tally.proxy.backend.name,
         prompt_tokens=u.prompt, completion_tokens=u.completion, cached_tokens=u.cached)
 
-# %% ../../nbs/7_service/21_proxy.ipynb #11818bb2
-_SAME = ('temperature','top_p','presence_penalty','frequency_penalty','seed','max_tokens','n') # In all servers
-_OTHER = ('top_k','min_p','repetition_penalty','min_tokens','ignore_eos') # In most
-_KINDS = dict(regex='pattern', choice='choices', lark='grammar') # Formats that only some can: where a guide keeps them
+# %% ../../nbs/7_service/21_proxy.ipynb #1d42b3f9
+_SAME = 'temperature top_p presence_penalty frequency_penalty seed max_tokens n'.split() # In all servers
+_OTHER = 'top_k min_p repetition_penalty min_tokens ignore_eos'.split() # In most
+_KINDS = dict(regex='pattern', choice='choices', lark='grammar') # Of formats that only some know: where a guide has them
 
 def shape_of(
     f:dict, # `Ask.format`
@@ -820,42 +874,54 @@ def shape_of(
 
 def message_of(m:dict)->dict:
     "A message of an `Ask` as other servers take it"
-    m = {k:v for k,v in m.items() if k!='reasoning'}|(dict(reasoning_content=m['reasoning']) if m.get('reasoning') else {})
+    m = dict(m)
+    if thought := m.pop('reasoning', None): m['reasoning_content'] = thought
     if isinstance(m.get('content'), list):
         m['content'] = [{k:v for k,v in p.items() if k!='where'} for p in m['content']]
     return m
 
-# %% ../../nbs/7_service/21_proxy.ipynb #81e671ae
+# %% ../../nbs/7_service/21_proxy.ipynb #a1d25f1c
 def chat_body(
     ask:Ask,
     model:str|None, # As the other server calls it
 )->tuple[dict,dict]: # The fields that every server knows, and those that only some do
     "A question as the body of a chat completion that streams"
-    p,usual = ask.params,SamplingParams()
-    def given(keys): return {k:getattr(p, k) for k in keys if getattr(p, k)!=getattr(usual, k)}
-    d = dict(model=model, messages=[message_of(m) for m in ask.messages], stream=True, stream_options=dict(include_usage=True))|given(_SAME)
-    more = given(_OTHER)
+    p = ask.params
+    d = dict(stream=True, stream_options=dict(include_usage=True))
+    if model is not None: d['model'] = model
+    d['messages'] = [message_of(m) for m in ask.messages]
+    d |= _given(p, _SAME)
     if p.stop: d['stop'] = [*p.stop]
-    if p.stop_token_ids: more['stop_token_ids'] = [*p.stop_token_ids]
     if p.logit_bias: d['logit_bias'] = {str(k):v for k,v in p.logit_bias.items()}
     if ask.tools: d |= tools_of(ask)
     if ask.format: d |= shape_of(ask.format)
-    t = dict(ask.template)
-    if effort := t.pop('reasoning_effort', None): d['reasoning_effort'] = effort
-    if t: more['chat_template_kwargs'] = t
-    if ask.thinking_budget is not None: more['thinking_token_budget'] = ask.thinking_budget
-    if ask.continuing: more |= dict(continue_final_message=True, add_generation_prompt=False)
-    if ask.priority: more['priority'] = ask.priority
-    if ask.salt: more['cache_salt'] = ask.salt
-    if model is None: del d['model']
-    return d,more
+    if effort := ask.template.get('reasoning_effort'): d['reasoning_effort'] = effort
+    return d,_for_some(ask)
+
+def _given(p, keys):
+    "Those of these parameters that are not as they are for everybody"
+    return {k:getattr(p, k) for k in keys if getattr(p, k)!=getattr(SamplingParams, k)}
+
+def _for_some(ask):
+    "The fields that only some servers know"
+    d = _given(ask.params, _OTHER)
+    t = {k:v for k,v in ask.template.items() if k!='reasoning_effort'}
+    if t: d['chat_template_kwargs'] = t
+    if ask.params.stop_token_ids: d['stop_token_ids'] = [*ask.params.stop_token_ids]
+    if ask.thinking_budget is not None: d['thinking_token_budget'] = ask.thinking_budget
+    if ask.continuing: d |= dict(continue_final_message=True, add_generation_prompt=False)
+    if ask.priority: d['priority'] = ask.priority
+    if ask.salt: d['cache_salt'] = ask.salt
+    return d
 
 def tools_of(ask:Ask)->dict:
     "The fields about tools"
-    choice = dict(type='function', function=dict(name=ask.tool_name)) if ask.tool_name else ask.tool_choice
-    return dict(tools=ask.tools, tool_choice=choice)|({} if ask.parallel else dict(parallel_tool_calls=False))
+    d = dict(tools=ask.tools, tool_choice=ask.tool_choice)
+    if ask.tool_name: d['tool_choice'] = dict(type='function', function=dict(name=ask.tool_name))
+    if not ask.parallel: d['parallel_tool_calls'] = False
+    return d
 
-# %% ../../nbs/7_service/21_proxy.ipynb #5b1b173c
+# %% ../../nbs/7_service/21_proxy.ipynb #e6632889
 class Heard:
     "One choice of another server: deltas of its chunks"
     def __init__(self): self.finish,self.calls,self.said,self.index = None,{},False,{}
@@ -874,18 +940,21 @@ class Heard:
         "What a choice of a chunk, or a whole choice, adds; None if that is nothing"
         d = c.get('delta') or c.get('message') or {}
         thought = d.get('reasoning_content') or d.get('reasoning') or d.get('thinking')
-        out = Delta(_text(thought), _text(d.get('content')), tuple(map(self.call, d.get('tool_calls') or ())))
-        if (why := c.get('finish_reason')) and not self.finish:
-            why = why if why in ('stop','length','tool_calls') else 'tool_calls' if why=='function_call' else 'stop'
-            self.finish = out.finish = 'tool_calls' if self.calls and why=='stop' else why
-            if isinstance(c.get('stop_reason'), str|int): out.stop = c['stop_reason']
+        calls = map(self.call, d.get('tool_calls') or ())
+        out = Delta(_text(thought), _text(d.get('content')), tuple(calls))
+        if c.get('finish_reason') and not self.finish: self.end(out, c)
         return out if out.reasoning or out.content or out.calls or out.finish else None
+    def end(self, out, c):
+        "Say in the last delta why it ended"
+        why = dict(length='length', tool_calls='tool_calls', function_call='tool_calls').get(c['finish_reason'], 'stop')
+        self.finish = out.finish = 'tool_calls' if self.calls and why=='stop' else why
+        if isinstance(c.get('stop_reason'), str|int): out.stop = c['stop_reason']
 
 def _text(v):
     if isinstance(v, str): return v
     return '' if v is None else to_json(v).decode()
 
-# %% ../../nbs/7_service/21_proxy.ipynb #97ed3d33
+# %% ../../nbs/7_service/21_proxy.ipynb #1083ba2e
 class Relay(Turn):
     "A turn whose answers another server gives"
     def __init__(self,
@@ -898,8 +967,8 @@ class Relay(Turn):
         self.readers = [Heard() for _ in range(n*len(asked))]
         self.ends = set()
     def usage(self)->Usage:
-        us = [t.usage for _,t in self.asked]
-        return Usage(*(sum(getattr(u, k) for u in us) for k in ('prompt','completion','cached','reasoning')))
+        each = [vars(t.usage).values() for _,t in self.asked]
+        return Usage(*map(sum, zip(*each)))
     def pieces(self):
         its = [self.heard(k) for k in range(len(self.asked))]
         return its[0] if len(its)==1 else merge(its)
@@ -909,50 +978,60 @@ class Relay(Turn):
             t.end(why or 'error')
             if not r.is_closed: self.ends.add(asyncio.ensure_future(r.aclose()))
 
-# %% ../../nbs/7_service/21_proxy.ipynb #b5379a91
+# %% ../../nbs/7_service/21_proxy.ipynb #d52db2c9
 @patch
 async def heard(self:Relay, k:int):
     "The pieces of the answers to one prompt, as `(i, pieces)`"
     (r,tally),b = self.asked[k],self.proxy.backend
-    mine = self.readers[k*self.n:(k+1)*self.n]
     try:
         async for d in _chunks(b, r, self.first, tally):
-            if 'error' in d and d['error']: raise b.fault('status', f'says: {_sentence(to_json(d))[0][:2000] or "there was an error"}')
+            if d.get('error'): raise _told(b, d)
             tally.count(d)
-            for c in d.get('choices') or ():
-                i = c.get('index') or 0
-                if i<self.n and (p := mine[i].feed(c)): yield k*self.n+i,[p]
-        missing = [i for i,h in enumerate(mine) if not h.finish]
-        if missing: raise b.fault('cut', 'stopped in the middle of its answer')
+            for i,p in self.fed(k, d): yield i,[p]
+        mine = self.readers[k*self.n:(k+1)*self.n]
+        if not all(h.finish for h in mine): raise b.fault('cut', 'stopped in the middle of its answer')
         tally.end('ok')
-    except (TypeError,AttributeError,ValueError,KeyError) as e:
-        wrong = b.fault('garbage', 'sent chunks that make no sense')
-        self.proxy.went_wrong(tally, wrong)
-        raise wrong from e
     except AtlasError as e: self.proxy.went_wrong(tally, e); raise
     finally: await r.aclose()
 
-# %% ../../nbs/7_service/21_proxy.ipynb #ada2d521
+@patch
+def fed(self:Relay, k:int, d:dict)->list:
+    "What a chunk adds to the answers to prompt `k`: pairs of a choice and a delta"
+    try:
+        choices = [(k*self.n+(c.get('index') or 0), c) for c in d.get('choices') or ()]
+        ps = [(i, self.readers[i].feed(c)) for i,c in choices if i<(k+1)*self.n]
+    except (TypeError,AttributeError,ValueError,KeyError,IndexError) as e:
+        raise self.proxy.backend.fault('garbage', 'sent chunks that make no sense') from e
+    return [(i, p) for i,p in ps if p]
+
+def _told(b, d):
+    "The error that a chunk tells of"
+    said,_ = _sentence(to_json(d))
+    return b.fault('status', f'says: {said[:2000] or "there was an error"}')
+
+# %% ../../nbs/7_service/21_proxy.ipynb #eb3db7f8
 async def _chunks(b, r, first, tally):
     "The JSON of a stream, or of an answer that came in one piece"
-    what = r.headers.get('content-type', '').split(';')[0].strip().lower()
-    if what=='application/json': yield from_json(await b.whole(r)); return
-    if what!='text/event-stream': raise b.fault('garbage', f'answered with {what[:60]!r}, which is no answer')
+    if kind_of(r)=='application/json':
+        try: d = from_json(await b.whole(r))
+        except ValueError: d = None
+        if not isinstance(d, dict): raise b.fault('garbage', 'answered with JSON that is none')
+        yield d
+        return
     async with aclosing(b.events(r, first)) as events:
         async for raw in events:
             tally.first()
             for d in data_of(raw): yield d
 
-# %% ../../nbs/7_service/21_proxy.ipynb #349597aa
+# %% ../../nbs/7_service/21_proxy.ipynb #4a4472d9
 @patch
 async def begin(self:Proxy, ask:Ask, make)->tuple:
     "A turn and its writer, as `Service.begin` gives them: the question is asked of chat completions"
-    b = self.backend
-    if not b.may('chat/completions'): raise NotOfferedError(f'{self.name} has no chat completions', hint='Ask another model', param='model')
-    w,asks = make(ask, ask.model or self.name),[ask]
+    if not self.backend.may('chat/completions'): raise self.lacks('chat completions')
+    w,asks,asked = make(ask, ask.model or self.name),[ask],[]
+    if ask.params.logprobs is not None and not getattr(ask, 'unscored', False):
+        ask.warnings.append('Log-probabilities are left out: another server answers')
     if isinstance(ask, TextAsk): asks = self.chats(ask, w)
-    elif ask.params.logprobs is not None: ask.warnings.append('Log-probabilities are left out: another server answers')
-    asked = []
     try:
         for a in asks: asked.append(await self.asked(a))
     except BaseException:
@@ -965,13 +1044,14 @@ async def begin(self:Proxy, ask:Ask, make)->tuple:
 @patch
 def chats(self:Proxy, ask:TextAsk, w)->list[Ask]:
     "A conversation for each prompt of a completion"
-    no = 'ids' if any(not isinstance(p, str) for p in ask.prompts) else 'suffix' if ask.suffix else 'echo without an answer' if ask.silent else None
-    if no: raise NotOfferedError(f'{self.name} has no completions, and chat has no {no}', hint='Send text', param='prompt')
-    if not ask.unscored: ask.warnings.append('Log-probabilities are left out: another server answers')
+    if not all(isinstance(p, str) for p in ask.prompts): raise self.lacks('completions, and chat takes no ids')
+    if ask.suffix: raise self.lacks('completions, and chat has no suffix')
+    if ask.silent: raise self.lacks('completions, and chat tells nothing of a prompt')
     w.logprobs,w.prompts = False,[Prompt([], p) for p in ask.prompts]
-    return [Ask([dict(role='user', content=p)], ask.params, ask.model, salt=ask.salt, format=ask.format) for p in ask.prompts]
+    def chat(p): return Ask([dict(role='user', content=p)], ask.params, ask.model, salt=ask.salt, format=ask.format)
+    return [chat(p) for p in ask.prompts]
 
-# %% ../../nbs/7_service/21_proxy.ipynb #2c45e2b1
+# %% ../../nbs/7_service/21_proxy.ipynb #29cf5410
 @patch
 async def asked(self:Proxy, ask:Ask)->tuple:
     "Ask for a chat completion: (its answer, its `Tally`)"
@@ -979,15 +1059,18 @@ async def asked(self:Proxy, ask:Ask)->tuple:
     d,more = chat_body(ask, self.id)
     path,heads = 'chat/completions',b.heads()
     try:
-        try: return await b.ask(path, to_json(d|({} if b.plain else more)), heads),tally
+        try: r = await b.ask(path, to_json(d if b.plain else d|more), heads)
         except UpstreamError as e:
             if b.plain or e.status not in (400,422) or not any(k in str(e) for k in more): raise
-        b.plain = True  # it does not know them, and says so
-        return await b.ask(path, to_json(d), heads),tally
+            b.plain = True  # it does not know them, and says so
+            r = await b.ask(path, to_json(d), heads)
+        if kind_of(r) in ('application/json','text/event-stream'): return r,tally
+        await r.aclose()
+        raise self.no_answer(r)
     except AtlasError as e: self.went_wrong(tally, e); raise
     except BaseException: tally.end('client_gone'); raise
 
-# %% ../../nbs/7_service/21_proxy.ipynb #4ddefb2b
+# %% ../../nbs/7_service/21_proxy.ipynb #ead63fce
 def may_stand_in(e:AtlasError)->bool:
     "May another model be asked after this error? Not where the client is to blame"
     if isinstance(e, LoopError) or e.status==501: return False
@@ -1004,20 +1087,26 @@ class Fallbacks:
         longest:float=10., # Pause
         clock=monotonic, sleep=asyncio.sleep, chance=random.random, # For tests
     ):
-        def no(k, v, want): raise ConfigError(f'fallbacks: {k} is {str(v)[:40]!r}, expected {want}', param='fallbacks')
-        if not isinstance(retries, int) or not 0<=retries<=100: no('retries', retries, 'a number from 0 to 100')
-        for k,v in dict(timeout=timeout, cooldown=cooldown).items():
-            if not isinstance(v, int|float) or not 0<v<inf: no(k, v, 'seconds above 0')
         self.to = {k:[v] if isinstance(v, str) else [*v] for k,v in to.items()}
-        for k,v in self.to.items():
-            if k in v: raise ConfigError(f'fallbacks: {k} stands in for itself', hint='Name another model', param='fallbacks')
-        self.retries,self.timeout,self.cooldown,self.pause,self.longest = retries,timeout,cooldown,pause,longest
+        self.retries,self.timeout,self.cooldown = retries,timeout,cooldown
+        self._check()
+        self.pause,self.longest = pause,longest
         self.clock,self.sleep,self.chance = clock,sleep,chance
         self.down = {} # By name: until when it is left alone, and why
         self.counts = Counter() # (model that was asked for, model that answered)
+    def _check(self):
+        def no(k, want):
+            said = f'fallbacks: {k} is {str(getattr(self, k))[:40]!r}, expected {want}'
+            raise ConfigError(said, param='fallbacks')
+        if not isinstance(self.retries, int) or not 0<=self.retries<=100: no('retries', 'a number from 0 to 100')
+        for k in 'timeout','cooldown':
+            v = getattr(self, k)
+            if not isinstance(v, int|float) or not 0<v<inf: no(k, 'seconds above 0')
+        for k,v in self.to.items():
+            if k in v: raise ConfigError(f'fallbacks: {k} stands in for itself', hint='Name another model', param='fallbacks')
     def __repr__(self): return f'Fallbacks({", ".join(f"{k}: {v}" for k,v in self.to.items())})'
 
-# %% ../../nbs/7_service/21_proxy.ipynb #d9d852cf
+# %% ../../nbs/7_service/21_proxy.ipynb #00195bd2
 @patch
 def ready(self:Fallbacks, name)->bool:
     "Is it not to be left alone?"
@@ -1027,7 +1116,8 @@ def ready(self:Fallbacks, name)->bool:
 def next(self:Fallbacks, names:list, tried:set):
     "Whom to ask: the first that is ready, or else the one who is soonest"
     left = [n for n in names if n not in tried]
-    return next((n for n in left if self.ready(n)), None) or min(left, key=lambda n: self.down[n][0], default=None)
+    if ready := [n for n in left if self.ready(n)]: return ready[0]
+    return min(left, key=lambda n: self.down[n][0], default=None)
 
 @patch
 def failed(self:Fallbacks, name, e:AtlasError):
@@ -1043,7 +1133,7 @@ def wait(self:Fallbacks, turn:int, errors:dict)->float|None:
     own = min(self.pause*2**turn, self.longest)*(.5+self.chance()/2)
     return None if least>self.longest else max(least, own)
 
-# %% ../../nbs/7_service/21_proxy.ipynb #841b26fc
+# %% ../../nbs/7_service/21_proxy.ipynb #41b3b0ac
 @patch
 async def answer(self:Fallbacks, service, q:Question, name:str|None)->Response:
     "Answer a question by the model it names, or by those that stand in for that"
@@ -1052,22 +1142,26 @@ async def answer(self:Fallbacks, service, q:Question, name:str|None)->Response:
     if len(names)==1 and not asked.elsewhere: return await service.by(q, name)
     tried,errors,turn = set(),{},0
     for left in range(self.retries, -1, -1):
-        to = self.next(names, tried)
-        if to is None:
+        if len(tried)==len(names):
             if (pause := self.wait(turn, errors)) is None: break
             await attended(q.request, self.sleep(pause))
             turn,tried = turn+1,set()
-            to = self.next(names, tried)
+        to = self.next(names, tried)
         tried.add(to)
-        try: r = await service.by(q, name if to==names[0] else to, self.timeout if left and len(names)>1 else inf)
-        except AtlasError as e:
-            unknown = isinstance(e, SourceError) and to!=names[0]
-            if not (may_stand_in(e) or unknown): raise
-            self.failed(to, e)
-            errors[to] = e
-            _log.warning('%s cannot answer: %s', to, e)
-        else: return self._answered(r, q, names[0], to, errors)
-    raise errors.get(names[0]) or e
+        held = self.timeout if left and len(names)>1 else inf
+        try: r = await service.by(q, name if to==asked.name else to, held)
+        except AtlasError as e: self._failed(to, e, errors, asked.name)
+        else: return self._answered(r, q, asked.name, to, errors)
+    raise errors.get(asked.name) or errors[to]
+
+@patch
+def _failed(self:Fallbacks, to, e, errors, name):
+    "Note who could not answer; an error that is the client's own is raised again"
+    unknown = isinstance(e, SourceError) and to!=name
+    if not (may_stand_in(e) or unknown): raise e
+    self.failed(to, e)
+    errors[to] = e
+    _log.warning('%s cannot answer: %s', to, e)
 
 @patch
 def _answered(self:Fallbacks, r, q, name, to, errors):
@@ -1077,6 +1171,7 @@ def _answered(self:Fallbacks, r, q, name, to, errors):
     if to==name: return r
     why = errors[name].code if name in errors else 'was left alone after it failed'
     self.counts[name,to] += 1
-    r.headers.append('x-atlas-route', re.sub(r'[^\x20-\x7e]', '?', f'fallback: {to} for {name} ({why})')[:500])
+    said = re.sub(r'[^\x20-\x7e]', '?', f'fallback: {to} for {name} ({why})')
+    r.headers.append('x-atlas-route', said[:500])
     note(q.request.scope, route=f'{name} > {to}', why=why)
     return r
