@@ -618,13 +618,12 @@ class Residency:
         budget:int|None=None, # Bytes for all of them; None: as many as they like
         groups=None, # Name -> `Group`, or a dict of its fields
     ):
-        self.everybody = models # Some come and go
+        self.models = [m for m in models if isinstance(m, Model)]
         self.budget,self.groups = budget,{}
         for k,g in (groups or {}).items(): self.groups[k] = g if isinstance(g, Group) else Group(**g)
         self.queue,self.evicted = {},Counter() # Model -> `Waiting`, in order; times that models were sent away
         self._timer,self._tasks,self._called = None,set(),False
-    @property
-    def models(self)->list: "Those that have a process of their own"; return [m for m in self.everybody if isinstance(m, Model)]
+
     @property
     def active(self)->bool: "Is there anything to decide?"; return self.budget is not None or bool(self.groups)
     @property
@@ -947,6 +946,7 @@ def put(self:Models, m:Served):
     if not m.names: return
     m.name,m.tell,m.gate,m.residency = m.names[0],self._tell,self.gate,self.residency
     self.all.append(m)
+    if isinstance(m, Model): self.residency.models.append(m)
     self.default = self.default or m.name
     if len(m.names)==1: m.unlisted = {'*'}
     self._tell(dict(model=m.name, event='model_status', data=dict(status=m.status['value'])))
@@ -971,13 +971,6 @@ def join(self:Models, b, begin:bool=True):
     self.backends.append(b)
     for m in b.fixed(): self.put(m)
     if begin: b.start(self)
-
-@patch
-async def part(self:Models, b):
-    "Take another server away, and its models; what it answers is cut"
-    self.backends.remove(b)
-    for m in [m for m in self.all if getattr(m, 'backend', None) is b]: self.drop(m)
-    await b.close()
 
 # %% ../../nbs/7_service/20_gateway.ipynb #6a4a74d3
 @patch

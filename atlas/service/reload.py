@@ -124,13 +124,11 @@ def serve_by(self:Models, servers:list[Backend]):
     "Ask these other servers from now on; of those that go, answers may end"
     left = [b for b in self.backends if b not in servers]
     new = [b for b in servers if b not in self.backends]
-    self.backends = [*servers]
     for b in left:
         self.parting.add(task := asyncio.create_task(_part(b)))
         task.add_done_callback(self.parting.discard)
-    for b in new:
-        for m in b.fixed(): self.put(m)
-        b.start(self)
+    for b in new: self.join(b)
+    self.backends = [*servers]
 
 async def _part(b:Backend, seconds:float=10.):
     "Let answers of a server end, for so long"
