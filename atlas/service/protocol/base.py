@@ -185,6 +185,7 @@ def fill(self:Ask,
     if not new: return
     self.params,self.own = replace(self.own or self.params, **new),None
     self.given |= set(new)
+    _retell(self, new)
 
 @patch
 def lean_on(self:Ask,
@@ -195,7 +196,11 @@ def lean_on(self:Ask,
     new = {k:v for k,v in sampling.items() if k not in self.given}
     if 'max_tokens' in new: new['max_tokens'] = max(new['max_tokens'], self.own.min_tokens, 1)
     self.params = replace(self.own, **new)
-    told = getattr(self, 'echo', None)
+    _retell(self, new)
+
+def _retell(ask, new):
+    "Have an answer that repeats its question say what counts"
+    told = getattr(ask, 'echo', None)
     if isinstance(told, dict): told |= {k:new[v] for k,v in _TOLD.items() if v in new}
 
 _TOLD = {k:k for k in ('temperature','top_p','presence_penalty','frequency_penalty')}
