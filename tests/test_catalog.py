@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 import atlas.use.cli as cli
 from atlas.card.device import Host,Memory
+from atlas.card.emulator import Emulator,find_cxx
 from atlas.engine.loading import LoadedModel
 from atlas.engine.planning import least_memory,plan_load
 from atlas.ground import hub
@@ -198,6 +199,21 @@ def test_a_plan_is_what_is_loaded():
     plan,m = plan_load(o),LoadedModel(o, False)
     assert plan.cache_tokens==m.cache.pool.num_blocks*m.cache.pool.block_size
     assert (plan.max_num_seqs,plan.chunk,plan.max_seq_len)==(m.max_num_seqs,m.chunk,m.max_seq_len)
+    m.close()
+
+@pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
+@pytest.mark.parametrize('more', [{}, dict(speculative=True), dict(kv_cache_dtype='fp8', max_seq_len=300)])
+def test_a_plan_is_what_a_card_loads(monkeypatch, more):
+    "On a card too: blocks, sequences and states as planned, weights within what is said of them"
+    monkeypatch.setattr(Emulator, 'memory', lambda self: Memory(2<<30, 2<<30))
+    o = EngineConfig('tiny', Emulator(), **dict(max_seq_len=512, max_num_seqs=2, chunk=64)|more)
+    plan,m = plan_load(o),LoadedModel(o, False)
+    assert plan.fits and plan.cache_tokens==m.cache.pool.num_blocks*m.cache.pool.block_size
+    used = {n: r.used for n,r in m.arena.regions.items()}
+    assert abs(used['weights']-plan.parts['weights'])<.2*plan.parts['weights']+(1<<20)
+    assert used['tables']<=plan.parts['tables']
+    assert plan.parts['cache']+plan.parts['states']==m.cache.nbytes
+    assert m.arena.budget.parts['steps']==plan.parts['steps']
     m.close()
 
 def test_a_host_that_is_too_small(monkeypatch):

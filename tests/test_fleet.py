@@ -83,8 +83,8 @@ WRONG = {
     'a route to nothing': ('[code, cyber, qwen]', '[code, qwne]', "leads to 'qwne'", 'Did you mean qwen?'),
     'a way that nobody goes': ('[code, cyber, qwen]', '[qwen, cyber]', 'has no keywords and is not the last', 'put it last'),
     'a budget smaller than a model': ('pin: true', 'memory_budget: 200GiB', 'is 200 GiB, and memory is 110 GiB for all', 'Raise memory'),
-    'a size that is none': ('110GiB', 'lots', "memory is 'lots', not a size such as", ''),
-    'a time that is none': ('ttl: 5m', 'ttl: 5 weeks', 'not a time such as', ''),
+    'a size that is none': ('110GiB', 'lots', "memory is 'lots', expected a size such as", ''),
+    'a time that is none': ('ttl: 5m', 'ttl: 5 weeks', "'5 weeks', expected a time such as 30m", ''),
     'a ttl of nothing': ('ttl: 5m', 'ttl: 0', 'expected a time such as 30m, or never,', ''),
     'a url that is no url': ('http://127.0.0.1:8882/v1', 'localhost 8882', 'is no address', 'http://host:port/path'),
     'a url of another kind': ('http://127.0.0.1:8882/v1', 'ftp://127.0.0.1/v1', 'is no address', 'http://host:port/path'),
@@ -795,3 +795,29 @@ async def test_reload_changes_other_servers(tmp_path):
             file.path.write_text(text[:text.index('upstreams')]+'names: {far: one}')
             await file.reload()
             assert not ms.backends and ms.fallbacks is None and [m.name for m in ms.all]==['one'] and ms.find('far').child.pid==pid
+
+@running_test
+async def test_who_watches_hears_of_a_changed_file(tmp_path, monkeypatch):
+    from atlas.service import reload
+    begun,ended = [],[]
+    def watching(entry):
+        async def run(models):
+            begun.append((entry.every, models))
+            try: await asyncio.Event().wait()
+            finally: ended.append(entry.every)
+        return run
+    monkeypatch.setattr(reload, 'watching', watching)
+    text = FIRST+'watch: {every: 1m}'
+    async with following(tmp_path/'atlas.yaml', text, lazy=True) as (file,ms):
+        f, = ms.beside
+        task = asyncio.create_task(f(ms))
+        await happens(lambda: begun==[(60, ms)])
+        file.path.write_text(text.replace('uno', 'eins'))
+        await file.reload()
+        file.path.write_text(text.replace('1m', '2m'))
+        await file.reload()
+        await happens(lambda: [e for e,_ in begun]==[60,120] and ended==[60])
+        file.path.write_text(FIRST)
+        await file.reload()
+        await happens(lambda: ended==[60,120])
+        task.cancel()

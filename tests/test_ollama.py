@@ -403,9 +403,10 @@ def test_a_model_goes_when_its_time_has_come():
             assert h.post('/api/chat', json=body|dict(keep_alive='1h')).json()['message']['content']
             there, = h.get('/api/ps').json()['models']
             assert there['expires_at']<'2100'
-            assert h.post('/api/chat', json=body|dict(keep_alive=-1)).status_code==200
-            there, = h.get('/api/ps').json()['models']
-            assert there['expires_at'].startswith('9999')
+            for ever in (1e18,'1e300',-1):
+                assert h.post('/api/chat', json=body|dict(keep_alive=ever)).status_code==200
+                there, = h.get('/api/ps').json()['models']
+                assert there['expires_at'].startswith('9999')
             assert h.post('/api/chat', json=body|dict(keep_alive=0)).json()['message']['content']
             reaches(h, 'one', 'unloaded')
             assert h.post('/api/generate', json=dict(model='one')).json()['done_reason']=='load'

@@ -409,20 +409,29 @@ def test_who_never_fits_is_refused():
     w = play(dict(a=kind(60, 2., pinned=True), b=kind(60, 2.)), [(0, 'ask', 'a', 1., 3), (30, 'ask', 'b', 1., 3)])
     assert ends(w)==['stop','OutOfMemoryError']
 
-def test_who_is_not_known_takes_what_is_free():
+def test_who_is_not_known_takes_what_is_free(monkeypatch):
     "And what its worker tells then counts"
-    kinds = dict(a=kind(60, 2.), b=kind(30, 2.))
+    seen = []
     class Unknown(World):
         def __init__(self, *a, **kw):
             super().__init__(*a, **kw)
             self.models.find('b').need = 0
-    seen = []
-    class Looking(Unknown):
         def check(self): seen.append(self.models.find('b').holds); super().check()
-    was,globals()['World'] = World,Looking
-    try: w = play(kinds, [(0, 'ask', 'a', 1., 3), (20, 'ask', 'b', 1., 3), (1, 'ttl', 'b', 1e9), (20, 'ask', 'a', 1., 3)])
-    finally: globals()['World'] = was
+    monkeypatch.setitem(globals(), 'World', Unknown)
+    two = dict(a=kind(60, 2.), b=kind(30, 2.))
+    w = play(two, [(0, 'ask', 'a', 1., 3), (20, 'ask', 'b', 1., 3), (1, 'ttl', 'b', 1e9), (20, 'ask', 'a', 1., 3)])
     assert set(ends(w))=={'stop'} and {40,30}<=set(seen) and w.lives==['a','b']
+
+def test_who_takes_more_than_was_reckoned(monkeypatch):
+    "Others leave until the sum is right again"
+    class Larger(World):
+        def __init__(self, *a, **kw):
+            super().__init__(*a, **kw)
+            self.device.size,self.models.find('a').need = 1000,40
+        def check(self): pass
+    monkeypatch.setitem(globals(), 'World', Larger)
+    w = play(dict(a=kind(60, 2.), b=kind(50, 2., sleepless=True)), [(0, 'ask', 'b', 1., 3), (30, 'ask', 'a', 1., 3)])
+    assert set(ends(w))=={'stop'} and w.models.residency.evicted=={('b','unload'): 1}
 
 # -- real processes ------------------------------------------------------------------------------
 

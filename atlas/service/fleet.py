@@ -6,11 +6,11 @@ Docs: https://atlas-inference.github.io/atlas/7_service/fleet.html.md"""
 
 # %% auto #0
 __all__ = ['Size', 'Time', 'Ttl', 'ALSO', 'MANNERS', 'ENGINE', 'Defaults', 'Url', 'SERVES', 'DEFAULTED', 'FleetError', 'Marked',
-           'seconds_in', 'nearest', 'Part', 'Manner', 'Persona', 'Lifetime', 'ModelEntry', 'GroupEntry',
-           'UpstreamEntry', 'FallbacksEntry', 'WatchEntry', 'Fleet', 'schema', 'because', 'raise_first', 'is_glob',
-           'matcher', 'fleet_of', 'read_fleet']
+           'nearest', 'Part', 'Manner', 'Persona', 'Lifetime', 'ModelEntry', 'GroupEntry', 'UpstreamEntry',
+           'FallbacksEntry', 'WatchEntry', 'Fleet', 'schema', 'because', 'raise_first', 'is_glob', 'matcher',
+           'fleet_of', 'read_fleet']
 
-# %% ../../nbs/7_service/22_fleet.ipynb #eec875f3
+# %% ../../nbs/7_service/22_fleet.ipynb #e5791125
 import math,os,re
 from dataclasses import fields
 from difflib import get_close_matches
@@ -23,7 +23,7 @@ from fastcore.basics import patch
 from pydantic import BaseModel,BeforeValidator,ConfigDict,Field
 from pydantic import PrivateAttr,ValidationError,WithJsonSchema,create_model,model_validator
 from pydantic_core import PydanticCustomError
-from ..ground.core import ConfigError,RequestError,bytes_in,human
+from ..ground.core import ConfigError,RequestError,bytes_in,human,seconds_in
 from ..ground.options import EngineConfig
 from ..ground.requests import SamplingParams
 from .protocol.base import found
@@ -115,23 +115,13 @@ def twice(self:Marked, path, key, before)->FleetError:
     e.file,e.line = self.file,line
     return e
 
-# %% ../../nbs/7_service/22_fleet.ipynb #511c18c5
-_PARTS = re.compile(r'(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)\s*')
-_SECONDS = dict(ms=.001, s=1, m=60, h=3600, d=86400)
-
-def seconds_in(text:str)->float:
-    "Seconds in '30m', '1h30m' or '0.5s'; a `RequestError` for anything else"
-    parts = _PARTS.findall(text.strip())
-    whole = ''.join(_PARTS.split(text.strip())[::3])
-    if whole or not parts: raise RequestError(f'{text!r} is not a time such as 30s, 5m or 1h30m')
-    return sum(float(n)*_SECONDS[unit] for n,unit in parts)
-
+# %% ../../nbs/7_service/22_fleet.ipynb #977cfff3
 def _number(read, most, what):
     "A validator of numbers above zero, which `read` reads where they are text"
     def check(v):
         if isinstance(v, str):
             try: v = read(v)
-            except RequestError as e: raise PydanticCustomError('unreadable', '{said}', dict(said=f'is {e.msg.replace(" is not ", ", not ")}')) from None
+            except RequestError: raise PydanticCustomError('unreadable', '{said}', dict(said=f'is {v[:40]!r}, expected {what}')) from None
         if isinstance(v, bool) or not isinstance(v, int|float): raise PydanticCustomError('unreadable', '{said}', dict(said=f'is {found(v)}, expected {what}'))
         if not 0<v<=most: raise PydanticCustomError('out_of_range', '{said}', dict(said=f'is {v:g}, expected {what} above 0'))
         return v

@@ -618,13 +618,12 @@ class Residency:
         budget:int|None=None, # Bytes for all of them; None: as many as they like
         groups=None, # Name -> `Group`, or a dict of its fields
     ):
-        self.everybody = models # Some come and go
+        self.models = [m for m in models if isinstance(m, Model)]
         self.budget,self.groups = budget,{}
         for k,g in (groups or {}).items(): self.groups[k] = g if isinstance(g, Group) else Group(**g)
         self.queue,self.evicted = {},Counter() # Model -> `Waiting`, in order; times that models were sent away
         self._timer,self._tasks,self._called = None,set(),False
-    @property
-    def models(self)->list: "Those that have a process of their own"; return [m for m in self.everybody if isinstance(m, Model)]
+
     @property
     def active(self)->bool: "Is there anything to decide?"; return self.budget is not None or bool(self.groups)
     @property
@@ -947,6 +946,7 @@ def put(self:Models, m:Served):
     if not m.names: return
     m.name,m.tell,m.gate,m.residency = m.names[0],self._tell,self.gate,self.residency
     self.all.append(m)
+    if isinstance(m, Model): self.residency.models.append(m)
     self.default = self.default or m.name
     if len(m.names)==1: m.unlisted = {'*'}
     self._tell(dict(model=m.name, event='model_status', data=dict(status=m.status['value'])))
@@ -972,13 +972,6 @@ def join(self:Models, b, begin:bool=True):
     for m in b.fixed(): self.put(m)
     if begin: b.start(self)
 
-@patch
-async def part(self:Models, b):
-    "Take another server away, and its models; what it answers is cut"
-    self.backends.remove(b)
-    for m in [m for m in self.all if getattr(m, 'backend', None) is b]: self.drop(m)
-    await b.close()
-
 # %% ../../nbs/7_service/20_gateway.ipynb #6a4a74d3
 @patch
 async def start(self:Models):
@@ -999,7 +992,7 @@ def measured(command, configs:list, budget:int)->list[dict|None]:
     "What each model of `configs` takes within `budget`, as `LoadedModel.measure` tells; None where that is unknown"
     asked = json.dumps(dict(budget=budget, models=[differs(c) for c in configs]), default=str)
     run = partial(subprocess.run, [*map(str, command), '--measure'], input=asked, text=True)
-    try: out = run(capture_output=True, timeout=600, env=os.environ|dict(HF_HUB_OFFLINE='1'))
+    try: out = run(capture_output=True, timeout=600)
     except (OSError,subprocess.TimeoutExpired) as e:
         _log.warning('Models could not be measured: %s', e)
         return [None]*len(configs)
@@ -1430,8 +1423,6 @@ def _worker(log_format, log_level):
     return (*COMMAND, f'--log={log_format}:{log_level}')
 
 # %% ../../nbs/7_service/20_gateway.ipynb #f9b095b2
-DOORS = ollama.endpoints, # Endpoints beside those of `create_app`
-
 def _app(models, rules, sandbox, fetch_images, **kw):
     "The application, with a line in the log for each request"
     fetch = FetchRules() if fetch_images else None

@@ -461,13 +461,13 @@ async def ollama_tags(self:Service)->Response:
     all = [entry(m, n) for n,(m,_) in self.entries().items()]
     return JSONResponse(dict(models=all))
 
-# %% ../../nbs/7_service/15_ollama.ipynb #bcd9e66f
+# %% ../../nbs/7_service/15_ollama.ipynb #b3a966c8
 FOREVER = '9999-12-31T23:59:59Z'
 
 def until(m)->str:
     "When a `Served` will be unloaded if nobody asks it"
     left = m.stay()['ttl_left'] if hasattr(m, 'stay') else None
-    if left is None: return FOREVER
+    if left is None or left>3e9: return FOREVER # a century: dates end somewhere
     return stamp(datetime.now(timezone.utc)+timedelta(seconds=left))
 
 def running(m:dict, name:str, until:str=FOREVER)->dict:

@@ -693,11 +693,8 @@ def config_check(file:Annotated[Path, typer.Argument(metavar='FILE', help='A YAM
     "Say what a file would run, where its names lead, and how much memory each part takes."
     from atlas.ground.core import AtlasError
     from atlas.service.explain import explain
-    from atlas.service.fleet import raise_first,read_fleet
-    try:
-        fleet = read_fleet(file)
-        raise_first(fleet.oversized())
-        report = explain(fleet)
+    from atlas.service.reload import servable
+    try: report = explain(servable(file))
     except AtlasError as e:
         for other in getattr(e, 'others', ()): typer.echo(f'atlas: {other}', err=True)
         raise
