@@ -11,6 +11,7 @@ from toys import toy_shape
 from atlas.ground.config import PRESETS
 from atlas.card.launch import recording
 from atlas.card.variants import Dry
+from atlas.cuda.sample import sample_rows
 from atlas.engine.card_stepper import APART,MOST_APART,StepShape
 from atlas.use.llm import LLM
 
@@ -43,6 +44,13 @@ def prompts(s, sizes, rng):
             most = (sizes.chunk-int(short))//n
             s._try_prompt(int(rng.integers(1, most+1)), n, int(short))
             s._try_prompt(most, n, int(short))
+
+def samples(s):
+    "What the passes over any number of prompts end with: all greedy, or not"
+    n = s.model.c.vocab_size
+    for rows in range(1, SEQS+1):
+        logits,ids = s.card.zeros((rows,n)),s.card.empty(rows, 'int32')
+        for greedy in (False,True): sample_rows(logits, s.table, ids, greedy=greedy)
 
 def replays(s, sizes):
     "Answers that are computed again: one to eight rows of each of some sequences, from anywhere"
@@ -81,5 +89,6 @@ def test_nothing_is_compiled_late(name, arch):
         decodes(s, sizes)
         prompts(s, sizes, rng)
         replays(s, sizes)
+        samples(s)
     late = set(r.variants)-ready
     assert not late, late

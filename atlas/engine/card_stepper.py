@@ -915,7 +915,7 @@ def _try_prompt(self:CardStepper, tokens=1, pieces=1, short=0):
     n = pieces+short
     ids = self.card.empty(n, 'int32')
     rows = self.card.upload(np.full(n, -1, np.int32))
-    sample_rows(logits, self.table, ids, rows)
+    for greedy in (False,True): sample_rows(logits, self.table, ids, rows, greedy)
     if self.drafter: self._try_drafts(b, x)
 
 @patch
