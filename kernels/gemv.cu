@@ -20,7 +20,7 @@
 //   -D STAGED= DEEP=  128s of x held at a time, and places of a warp for units on their way; ESTAGED= EDEEP= for the extra rows, 16 a block
 //   -D BEHIND= so many of these places are asked for behind x, not before the wait; 0 by default, and only where a block stages all of x at once
 //   -D EARLY=  of a unit so many quarters of its blocks are decoded before x is there. Where it is not 0, a block has one group of rows at most, and a warp one unit of four-bit weights
-//   -D LATE=   1: the next launch is let in behind the wait, as it is where EARLY is not 0; of one row, 0 by default   -D ONCE= 1: weights leave the L2 cache first; 0 by default
+//   -D LATE=   1: the next launch is let in behind the wait, as it is where EARLY is not 0; of one row, 0 by default
 //   -D PIPE=   1: x is staged in pieces, each while the one before it is multiplied; for several rows where that pays, 0 by default
 //   -D BEST=   1: keys are left, of whoever has neither extra rows, an activation nor a residual; 0 by default
 //   -D TEAM=   blocks of a team, 1 by default: of 4 bits, with no extra rows and no NORM 1; all sizes above are those of one block, `main` counts teams
@@ -34,10 +34,6 @@
 #ifndef PIPE
 #define PIPE 0
 #endif
-#ifndef ONCE
-#define ONCE 0
-#endif
-#define READ_ONCE ONCE
 #include "lib/fragment.cuh"
 #include "lib/act.cuh"
 #include "lib/ahead.cuh"

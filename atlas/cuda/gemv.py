@@ -118,7 +118,7 @@ def _alone_or_best(f, rows, early, best)->dict:
     "Options of gemv.cu for one row, and where only the largest results are wanted"
     o = dict(BEST=1) if best else {}
     if early: o['EARLY'] = early
-    return o|dict(LATE=1, ONCE=1) if rows==1 and not f.narrow else o
+    return o|dict(LATE=1) if rows==1 and not f.narrow else o
 
 def _norm_of(gain, parts, group):
     "How gemv.cu norms x"

@@ -1,8 +1,5 @@
 #pragma once
 // Copies from global to shared memory that run beside the thread (PTX cp.async): 16 bytes each, committed in groups, waited for by group.
-#ifndef READ_ONCE
-#define READ_ONCE 0  // 1: what is copied leaves the L2 cache before what others leave there
-#endif
 #ifndef ASKS_L2
 #define ASKS_L2 ""  // or ".L2::256B": what stands beside the 16 bytes comes to the L2 cache, too
 #endif
@@ -17,15 +14,8 @@ __device__ __forceinline__ void cp_async16(void* to, const void* from) {
 __device__ __forceinline__ void cp_async16_or_zero(void* to, const void* from, bool on) {
 #if defined(__CUDA_ARCH__)
     const unsigned at = (unsigned)__cvta_generic_to_shared(to);
-#if READ_ONCE
-    unsigned long long policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;"
-        :: "r"(at), "l"(from), "r"(on ? 16 : 0), "l"(policy) : "memory");
-#else
     asm volatile("cp.async.cg.shared.global" ASKS_L2 " [%0], [%1], 16, %2;"
         :: "r"(at), "l"(from), "r"(on ? 16 : 0) : "memory");
-#endif
 #else
     emu::copy(to, from, 16, on);
 #endif
