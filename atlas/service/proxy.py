@@ -519,7 +519,7 @@ async def close(self:Backend):
     if task: task.cancel()
     if http: await http.aclose()
 
-# %% ../../nbs/7_service/21_proxy.ipynb #767c1b78
+# %% ../../nbs/7_service/21_proxy.ipynb #b2464a98
 class Flights:
     "The answers of a `Proxy` that are under way, as a runner is asked for them"
     healthy = True
@@ -537,6 +537,7 @@ class Flights:
         except TimeoutError: return False
         return True
 
+# %% ../../nbs/7_service/21_proxy.ipynb #93d50667
 class Proxy(Served):
     "A model at another server"
     elsewhere = True
@@ -774,7 +775,7 @@ def ours(self:Proxy, q:Question)->bool:
     d = q.fields or {}
     return d.get('background') is True or d.get('previous_response_id') in q.service.store.records
 
-# %% ../../nbs/7_service/21_proxy.ipynb #f27f3061
+# %% ../../nbs/7_service/21_proxy.ipynb #d7d27e32
 @patch
 async def _forward(self:Proxy, q, tally, held):
     b,streams = self.backend,(q.fields or {}).get('stream') is True
@@ -803,6 +804,7 @@ def no_answer(self:Proxy, r)->UpstreamError:
     "The error for an answer of a kind that nobody asked for"
     return self.backend.fault('garbage', f'answered with {kind_of(r)[:60]!r}, which is no answer')
 
+# %% ../../nbs/7_service/21_proxy.ipynb #a22d5553
 @patch
 async def _stream(self:Proxy, q, r, tally, first):
     b,s = self.backend,q.service
@@ -978,7 +980,7 @@ class Relay(Turn):
             t.end(why or 'error')
             if not r.is_closed: self.ends.add(asyncio.ensure_future(r.aclose()))
 
-# %% ../../nbs/7_service/21_proxy.ipynb #d52db2c9
+# %% ../../nbs/7_service/21_proxy.ipynb #ec0b36dd
 @patch
 async def heard(self:Relay, k:int):
     "The pieces of the answers to one prompt, as `(i, pieces)`"
@@ -994,6 +996,7 @@ async def heard(self:Relay, k:int):
     except AtlasError as e: self.proxy.went_wrong(tally, e); raise
     finally: await r.aclose()
 
+# %% ../../nbs/7_service/21_proxy.ipynb #f74f9be8
 @patch
 def fed(self:Relay, k:int, d:dict)->list:
     "What a chunk adds to the answers to prompt `k`: pairs of a choice and a delta"
@@ -1133,7 +1136,7 @@ def wait(self:Fallbacks, turn:int, errors:dict)->float|None:
     own = min(self.pause*2**turn, self.longest)*(.5+self.chance()/2)
     return None if least>self.longest else max(least, own)
 
-# %% ../../nbs/7_service/21_proxy.ipynb #41b3b0ac
+# %% ../../nbs/7_service/21_proxy.ipynb #6d388f2e
 @patch
 async def answer(self:Fallbacks, service, q:Question, name:str|None)->Response:
     "Answer a question by the model it names, or by those that stand in for that"
@@ -1163,6 +1166,7 @@ def _failed(self:Fallbacks, to, e, errors, name):
     errors[to] = e
     _log.warning('%s cannot answer: %s', to, e)
 
+# %% ../../nbs/7_service/21_proxy.ipynb #db9cf0dc
 @patch
 def _answered(self:Fallbacks, r, q, name, to, errors):
     "Say who answered, and why"
