@@ -94,7 +94,7 @@ def changes(old:Fleet, new:Fleet)->dict[str,list[str]]:
         added=[n for n in will if n not in was],
         removed=[n for n in was if n not in will])
 
-# %% ../../nbs/7_service/26_reload.ipynb #f3ec520b
+# %% ../../nbs/7_service/26_reload.ipynb #0277ea0d
 @patch
 def become(self:Models,
     models:list[Served], # All that are served from now on; those that are there already stay as they are
@@ -112,7 +112,7 @@ def become(self:Models,
     for m in proxies: self.put(m.anew())
     self.serve_by(servers)
     self.meet()
-    self.residency.everybody = [*self.going,*self.all]  # those that go have memory until they are gone
+    self.residency.models = [m for m in (*self.going,*self.all) if isinstance(m, Model)]  # who goes has memory until it is gone
     for m in new:
         m.after = [*self.going.values()]
         if m.name in wanted: m.begin(evicts=wanted[m.name])
@@ -124,11 +124,13 @@ def serve_by(self:Models, servers:list[Backend]):
     "Ask these other servers from now on; of those that go, answers may end"
     left = [b for b in self.backends if b not in servers]
     new = [b for b in servers if b not in self.backends]
+    self.backends = [*servers]
     for b in left:
         self.parting.add(task := asyncio.create_task(_part(b)))
         task.add_done_callback(self.parting.discard)
-    for b in new: self.join(b)
-    self.backends = [*servers]
+    for b in new:
+        for m in b.fixed(): self.put(m)
+        b.start(self)
 
 async def _part(b:Backend, seconds:float=10.):
     "Let answers of a server end, for so long"
@@ -143,7 +145,7 @@ def anew(self:Proxy)->Proxy:
     self.unlisted = {'*',own} if self.id else {'*'}
     return self
 
-# %% ../../nbs/7_service/26_reload.ipynb #f36b7c87
+# %% ../../nbs/7_service/26_reload.ipynb #48efc459
 @patch
 async def _dismiss(self:Models, m:Served):
     "Let a model end its answers, and then its process"
@@ -151,7 +153,7 @@ async def _dismiss(self:Models, m:Served):
         if isinstance(m, Model): await m.stop(m.policy.drain)
     finally:
         self.going.pop(m, None)
-        if m in self.residency.everybody: self.residency.everybody.remove(m)
+        if m in self.residency.models: self.residency.models.remove(m)
         self.residency.soon()
 
 # %% ../../nbs/7_service/26_reload.ipynb #cf3ba8b8
