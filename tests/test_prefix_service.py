@@ -636,9 +636,14 @@ def test_numbers_of_the_cache_are_passed_on():
         assert re.search(rf'# TYPE atlas:{k.removesuffix("_total")}(_total)? {kind}\n', text)
 
 def test_numbers_come_from_a_real_engine():
-    "None that `/metrics` offers is one that no engine ever tells"
+    "None that `/metrics` offers is one that no engine ever tells; of cards that is a rate, too"
+    from atlas.engine import roofline # noqa: F401  `compare` is there
     from atlas.use.llm import LLM
     m = LLM('tiny', 'cpu', show=False, kv_spill_gb=.1, speculative=True)
+    m.compare(1e9)
+    r = Request('a', (10,11,12), SamplingParams(max_tokens=4))
+    m.engine.add(r)
+    while m.engine.has_work: m.engine.step()
     told = m.engine.stats()
     m.close()
     assert set(_engine)<=told.keys()
