@@ -268,7 +268,7 @@ SERVES = (*PATHS,'chat')
 class UpstreamEntry(Part):
     "A server elsewhere that answers for some names"
     url: Url = Field(description='Where its API begins, such as http://host:8000/v1.')
-    models: list[_Text]|None = Field(None, description='Names that it answers for, with * and ?; all of its names work as UPSTREAM/NAME.')
+    models: list[_Text]|None = Field(None, description='Names that it answers for, with * and ?; elsewhere in this file others may be meant as UPSTREAM/NAME.')
     key_env: str|None = Field(None, description='The variable of the environment that has its key.')
     serves: list[str]|None = Field(None, description='What it is for. [default: all that is about text]')
     timeout: Time|None = Field(None, description='Until its first byte.')
