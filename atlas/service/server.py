@@ -6,7 +6,7 @@ Docs: https://atlas-inference.github.io/atlas/7_service/server.html.md"""
 
 # %% auto #0
 __all__ = ['CHAT', 'TEXT', 'MESSAGES', 'RESPONSES', 'hops', 'SOUNDS', 'read_body', 'from_page', 'API', 'api_of', 'attended',
-           'whose', 'Question', 'StalledError', 'tell', 'unheeded', 'warned', 'ended', 'manages', 'owner',
+           'whose', 'Question', 'StalledError', 'tell', 'unheeded', 'warned', 'ended', 'manages', 'wordless', 'owner',
            'EmbeddingsBody', 'Texts', 'form_spans', 'Sound', 'Document', 'RerankBody', 'TokenizeBody', 'DetokenizeBody',
            'ModelBody', 'no_page', 'page', 'Door', 'refused', 'NoRouteError', 'no_route', 'no_route_for', 'left',
            'create_app', 'PortError', 'listen']
@@ -28,11 +28,11 @@ from pydantic import BaseModel,Field
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 import atlas
-from ..ground.core import AtlasError,RequestError
+from ..ground.core import AtlasError,RequestError,seconds_in
 from .http import Guard,RightsError,Rules,TooLargeError
 from .log import note,request_id
 from .protocol import anthropic,openai,responses
-from .protocol.base import OPEN,Ask,Ids,NotOfferedError
+from .protocol.base import OPEN,Ask,Ids,KeepAlive,NotOfferedError
 from .protocol.base import ignored,read_json,sse,validate
 from .protocol.chunks import error_body,plain_error_body
 from ..ground.requests import SamplingParams,check_ids
@@ -321,6 +321,17 @@ def keeping(self:Service, ask:Ask, request:Request)->Callable|None:
     if manages(request): return partial(m.keep, ask.keep)
     ask.warnings.append("keep_alive left out: only an admin's key says how long a model stays")
 
+def wordless(b:BaseModel, model:str|None)->Ask:
+    "A question without a conversation, as one for vectors: whom it asks, and how long that one is to stay"
+    stays = None if b.keep_alive is None else seconds_in(b.keep_alive, 'keep_alive')
+    return Ask([], SamplingParams(), model, keep=stays, ignored=ignored(b))
+
+@patch
+def kept(self:Service, said:dict, ask:Ask, request:Request)->Response:
+    "The answer to such a question, after which its model stays as long as it says"
+    if after := self.keeping(ask, request): after()
+    return warned(JSONResponse(said), ask)
+
 # %% ../../nbs/7_service/14_server.ipynb #6f99e337
 @patch
 async def chat_completions(self:Service, request:Request)->Response:
@@ -374,9 +385,14 @@ async def create_response(self:Service, request:Request)->Response:
 async def background(self:Service, ask:Ask, reply, request:Request)->Response:
     "Begin an answer that does not need its client"
     turn,w = await self.begin(ask, reply)
+    after = self.keeping(ask, request)
     async def run():
         async for _ in events(turn, w): pass
-    def over(task): self.tasks.discard(task); turn.close('shutdown'); w.close()
+    def over(task):
+        self.tasks.discard(task)
+        turn.close('shutdown')
+        w.close()
+        if after: after()
     task = asyncio.create_task(run())
     self.tasks.add(task); task.add_done_callback(over)  # which is called even if it never ran
     await asyncio.sleep(0)  # it starts, and its writer is in the store
@@ -426,6 +442,7 @@ class EmbeddingsBody(BaseModel):
     encoding_format: Literal['float','base64']|None = None
     dimensions: Annotated[int, Field(ge=1, le=2**20)]|None = None
     pooling: Literal['last','mean']|None = None
+    keep_alive: KeepAlive|None = None
 
 class Texts(Question):
     "A question for the vectors of texts"
@@ -443,9 +460,10 @@ async def embeddings(self:Service, request:Request)->Response:
 @patch
 async def vectors(self:Service, b:EmbeddingsBody, request:Request, served:str|None=None)->Response:
     "A vector for each text of a body"
+    ask = wordless(b, served or b.model)
     inputs = b.input if isinstance(b.input, list) and b.input and not isinstance(b.input[0], int) else [b.input]
     async def work():
-        u = await self.upstream(served or b.model)
+        u = await self.upstream(ask.model)
         return u,await self.embed(u, inputs, b.pooling or 'last', b.dimensions)
     u,(vectors,n) = await attended(request, work())
     show = packed if b.encoding_format=='base64' else lambda v: v.tolist()
@@ -455,7 +473,7 @@ async def vectors(self:Service, b:EmbeddingsBody, request:Request, served:str|No
     usage = dict(prompt_tokens=n, total_tokens=n)
     model = b.model or u.names[0]
     said = dict(object='list', model=model, data=data, usage=usage)
-    return unheeded(JSONResponse(said), ignored(b))
+    return self.kept(said, ask, request)
 
 # %% ../../nbs/7_service/14_server.ipynb #1e2ba243
 _FIELD = re.compile(rb'^content-disposition:[^\r\n]*[; ]name="([^"\r\n]*)"([^\r\n]*)', re.I|re.M)
