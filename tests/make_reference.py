@@ -45,30 +45,43 @@ def zero_centred(kind, name): return kind.startswith(('qwen3_next','qwen3_5')) a
 def values(name, shape, kind='llama'):
     "Numbers for tensor `name`: sized so that attention is neither flat nor one-hot, memory neither lost nor kept, and no layer drowns the stream"
     rng = np.random.default_rng([20260, zlib.crc32(name.encode())])
-    if name.endswith('token_ordering'): return rng.permutation(shape[0])
+    if name.endswith('token_ordering'):
+        return rng.permutation(shape[0])
     x = rng.standard_normal(shape, np.float32)
     u = (x-x.min())/max(float(np.ptp(x)), 1e-3)  # in [0,1]
     leaf = name.rsplit('.', 1)[-1]
-    if leaf=='A_log': return np.log(.5+3.5*u)
-    if leaf=='dt_bias': return 4*u-2.5 if 'mixer' in name else 5*u-4.5  # the library clamps Mamba's smallest steps, in one of its two paths
-    if leaf=='layer_scalar': return .8+.1*np.tanh(x)
-    if leaf in ('D','scale','per_expert_scale'): return 1+.25*x
-    if leaf.endswith('bias'): return .3*x
-    if leaf=='sinks': return 1+x
-    if 'conv1d' in name: return .5*x
-    if 'norm' in name: return (0 if zero_centred(kind, name) else .45 if kind.startswith('gemma') and 'q_norm' in name else 1)+.25*x
-    if 'embed' in name and 'patch_embed' not in name: return (.12 if kind.startswith('gemma') else .3 if 'pos_embed' in name else .15)*x
+    if leaf=='A_log':
+        return np.log(.5+3.5*u)
+    if leaf=='dt_bias':
+        return 4*u-2.5 if 'mixer' in name else 5*u-4.5  # the library clamps Mamba's smallest steps, in one of its two paths
+    if leaf=='layer_scalar':
+        return .8+.1*np.tanh(x)
+    if leaf in ('D','scale','per_expert_scale'):
+        return 1+.25*x
+    if leaf.endswith('bias'):
+        return .3*x
+    if leaf=='sinks':
+        return 1+x
+    if 'conv1d' in name:
+        return .5*x
+    if 'norm' in name:
+        return (0 if zero_centred(kind, name) else .45 if kind.startswith('gemma') and 'q_norm' in name else 1)+.25*x
+    if 'embed' in name and 'patch_embed' not in name:
+        return (.12 if kind.startswith('gemma') else .3 if 'pos_embed' in name else .15)*x
     wide = leaf if leaf!='weight' else name.split('.')[-2]
     gain = 1.6 if 'lm_head' in name else 1.5 if wide in ('q_proj','k_proj') else .6 if wide in ('o_proj','out_proj','down_proj') else 1.
-    if kind=='gpt_oss' and leaf=='gate_up_proj': gain = 3.  # some beyond the limit
-    if re.search(r'(\.gate|router|router\.proj)\.weight$', name): gain = 2.
+    if kind=='gpt_oss' and leaf=='gate_up_proj':
+        gain = 3.  # some beyond the limit
+    if re.search(r'(\.gate|router|router\.proj)\.weight$', name):
+        gain = 2.
     fan = shape[1] if kind=='gpt_oss' and len(shape)==3 else np.prod(shape[1:]) if len(shape)==5 else shape[-1]
     return gain*x/np.sqrt(fan)
 
 def fill(module, name, kind, keep32=''):
     "Give every tensor of `module` its numbers, rounded to bfloat16 but for those of `keep32`"
     for n,p in [*module.named_parameters(), *module.named_buffers()]:
-        if 'inv_freq' in n or n.endswith(('embed_scale','_std','_mean')): continue
+        if 'inv_freq' in n or n.endswith(('embed_scale','_std','_mean')):
+            continue
         v = torch.from_numpy(np.ascontiguousarray(values(f'{name}/{n}', tuple(p.shape), kind))).to(p.dtype)
         p.data.copy_(v if not v.is_floating_point() or keep32 and re.search(keep32, n) else v.bfloat16().to(p.dtype))
     return module
@@ -80,7 +93,8 @@ class MTP(nn.Module):
     "Qwen's multi-token prediction head: one full-attention layer of the model between two norms and one"
     def __init__(self, dec):
         super().__init__()
-        c = copy.deepcopy(dec.config); c.layer_types,c.num_hidden_layers,c._attn_implementation = ['full_attention'],1,'eager'
+        c = copy.deepcopy(dec.config)
+        c.layer_types,c.num_hidden_layers,c._attn_implementation = ['full_attention'],1,'eager'
         norm = lambda: type(dec.norm)(c.hidden_size, eps=c.rms_norm_eps)
         self.pre_fc_norm_embedding,self.pre_fc_norm_hidden,self.norm = norm(),norm(),norm()
         self.fc,self.layers = nn.Linear(2*c.hidden_size, c.hidden_size, bias=False),nn.ModuleList([type(dec.layers[0])(c, 0)])
@@ -88,7 +102,8 @@ class MTP(nn.Module):
     def forward(self, dec, tokens, hidden):
         "Rows [T,H] that predict the token after `tokens` [T], of the model's rows [T,H] before them"
         x = self.fc(torch.cat([self.pre_fc_norm_embedding(dec.embed_tokens(tokens)), self.pre_fc_norm_hidden(hidden)], -1))[None]
-        pos = torch.arange(len(tokens))[None]; mask = torch.full((len(tokens),)*2, -torch.inf).triu(1)[None,None]
+        pos = torch.arange(len(tokens))[None]
+        mask = torch.full((len(tokens),)*2, -torch.inf).triu(1)[None,None]
         y = self.layers[0](x, position_embeddings=dec.rotary_emb(x, pos), attention_mask=mask, position_ids=pos)
         return self.norm(y[0] if isinstance(y, tuple) else y)[0]
 
@@ -100,7 +115,8 @@ def published(case, name, tmp):
     "All tensors of the model by the names of a release, in float32"
     cfg = transformers.AutoConfig.for_model(**json.loads(json.dumps(case.cfg)))
     model = fill(library_class(case)(cfg).float(), name, kind_of(case), case.keep32)
-    model.tie_weights(); model.save_pretrained(tmp)
+    model.tie_weights()
+    model.save_pretrained(tmp)
     d = load_file(tmp/'model.safetensors')
     if case.mtp:
         head = {f'mtp.{k}':v for k,v in fill(MTP(decoder(model)), f'{name}/mtp', kind_of(case)).state_dict().items()}
@@ -111,15 +127,21 @@ def build(name, case, tmp):
     "A folder as a publisher would upload it, and one of the plain weights for the library; those of the MTP head apart"
     out,plain = data/name,tmp/'plain'
     stored,dense = quantise(published(case, name, tmp), case.rules)
-    shutil.rmtree(out, ignore_errors=True); out.mkdir(); plain.mkdir()
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir()
+    plain.mkdir()
     for k,v in dense.items():
-        if stored.get(k) is v and v.is_floating_point() and not (case.keep32 and re.search(case.keep32, k)): stored[k] = v.bfloat16()
+        if stored.get(k) is v and v.is_floating_point() and not (case.keep32 and re.search(case.keep32, k)):
+            stored[k] = v.bfloat16()
     stored |= {k:torch.tensor(v) for k,v in case.scales.items()}
     save_torch_state_dict(stored, out, max_shard_size=case.shard or '1GB')
     (out/'config.json').write_text(json.dumps(case.cfg|(dict(quantization_config=case.quant) if case.quant else {}), indent=1)+'\n')
-    if case.hf_quant: (out/'hf_quant_config.json').write_text(json.dumps(case.hf_quant, indent=1)+'\n')
-    for p in out.iterdir(): p.chmod(0o644)
-    if case.experts: dense = stacked(dense)
+    if case.hf_quant:
+        (out/'hf_quant_config.json').write_text(json.dumps(case.hf_quant, indent=1)+'\n')
+    for p in out.iterdir():
+        p.chmod(0o644)
+    if case.experts:
+        dense = stacked(dense)
     save_torch_state_dict({k:v.contiguous() for k,v in dense.items() if not k.startswith('mtp.')}, plain)
     (plain/'config.json').write_text(json.dumps(case.cfg))
     return plain,stacked({k.removeprefix('mtp.'):v for k,v in dense.items() if k.startswith('mtp.')})
@@ -155,7 +177,8 @@ class Watch:
 
     def __exit__(self, *_):
         torch.topk,torch.Tensor.topk = self.topk,self.method
-        for h in self.hooks: h.remove()
+        for h in self.hooks:
+            h.remove()
 
 def lead(logits):
     "By how much the likeliest is ahead of the next"
@@ -167,12 +190,14 @@ def greedy(model, ids, **kw):
     out,gap = list(ids),np.inf
     for _ in range(G):
         x = model(torch.tensor([out]), use_cache=False).logits[0,-1]
-        out.append(int(x.argmax())); gap = min(gap, lead(x))
+        out.append(int(x.argmax()))
+        gap = min(gap, lead(x))
     return out[len(ids):],gap
 
 def fresh(model):
     "Forget the images of the last prompt"
-    if hasattr(getattr(model, 'model', None), 'rope_deltas'): model.model.rope_deltas = None
+    if hasattr(getattr(model, 'model', None), 'rope_deltas'):
+        model.model.rope_deltas = None
 
 def states(cache, K):
     "rec{i} and conv{i} of the recurrent layers"
@@ -187,29 +212,38 @@ def steps(model, cache, ids):
     out = []
     for i in ids:
         o = model(torch.tensor([[int(i)]]), past_key_values=cache, use_cache=True)
-        out.append(array(o.logits[0,0])); cache = o.past_key_values
+        out.append(array(o.logits[0,0]))
+        cache = o.past_key_values
     return np.stack(out)
 
 def mtp_rows(model, head, ids, first, final):
     "Logits of the head's first pass [T,V] and of its second [V]"
-    dec = decoder(model); lm = lambda h: model.get_output_embeddings()(h)
+    dec = decoder(model)
+    lm = lambda h: model.get_output_embeddings()(h)
     toks = torch.tensor([*ids[1:], first])
-    h = head(dec, toks, final); one = lm(h); d = one[-1].argmax()[None]
+    h = head(dec, toks, final)
+    one = lm(h)
+    d = one[-1].argmax()[None]
     again = lm(head(dec, torch.cat([toks,d]), torch.cat([final,h[-1:]]))[-1])
     return one,again
 
 def text(model, head, ids, nxt, K):
     "All there is to record of one prompt, and the closest choice in it"
-    fresh(model); T = len(ids); rows = np.unique(np.linspace(0, T-1, LAYER_ROWS).astype(int))
+    fresh(model)
+    T = len(ids)
+    rows = np.unique(np.linspace(0, T-1, LAYER_ROWS).astype(int))
     with Watch(model) as w:
         o = model(torch.from_numpy(ids)[None], use_cache=True)
         stream,routes,final = w.stream[:],w.routes[:],w.final
         ref = dict(ids=ids.astype(np.int32), logits=array(o.logits[0]), next_ids=nxt.astype(np.int32), **states(o.past_key_values, K))
         ref |= dict(next_logits=steps(model, o.past_key_values, nxt), rows=rows.astype(np.int32), layers=np.stack(stream)[:,rows])
-        best,gap = greedy(model, ids); ref['greedy'] = np.array(best, np.int32)
-        if len(set(best))<5: gap = 0  # an answer that runs in a loop shows little
+        best,gap = greedy(model, ids)
+        ref['greedy'] = np.array(best, np.int32)
+        if len(set(best))<5:
+            gap = 0  # an answer that runs in a loop shows little
         if head:
-            one,again = mtp_rows(model, head, ids, best[0], final); gap = min(gap, lead(one[-1]), lead(again))
+            one,again = mtp_rows(model, head, ids, best[0], final)
+            gap = min(gap, lead(one[-1]), lead(again))
             ref |= dict(mtp_logits=array(one)[rows], mtp_again=array(again), mtp_draft=np.array([one[-1].argmax(),again.argmax()], np.int32))
     if routes:
         order = [i.argsort(-1) for i,_ in routes]
@@ -221,7 +255,8 @@ def settled(name, make, T, V):
     for k in range(100):
         rng = np.random.default_rng([20261, zlib.crc32(name.encode()), k])
         ref,gap,closest = make(rng.integers(4, V, T), rng.integers(4, V, D))
-        if gap>.02 and closest>1e-4: return ref,f'closest token {gap:.3f}, expert {closest:.0e}, of {k+1} prompts'
+        if gap>.02 and closest>1e-4:
+            return ref,f'closest token {gap:.3f}, expert {closest:.0e}, of {k+1} prompts'
     raise SystemExit(f'{name}: every prompt has a close choice')
 
 GRIDS = np.array([[1,4,6],[1,6,2]])  # patches of two images: six tokens and three
@@ -238,7 +273,8 @@ def pictures(model, cfg, name):
     def make(words, nxt):
         image = lambda k: [cfg['vision_start_token_id'],*[cfg['image_token_id']]*int(n[k]),cfg['vision_end_token_id']]
         ids = np.array([*words[:-8],*image(0),*words[-8:-5],*image(1),*words[-5:]])
-        kinds = torch.from_numpy((ids==cfg['image_token_id']).astype(int))[None]; fresh(model)
+        kinds = torch.from_numpy((ids==cfg['image_token_id']).astype(int))[None]
+        fresh(model)
         pos,_ = model.model.get_rope_index(torch.from_numpy(ids)[None], kinds, image_grid_thw=kw['image_grid_thw'])
         with Watch(model) as w:
             o = model(torch.from_numpy(ids)[None], mm_token_type_ids=kinds, use_cache=True, **kw)
@@ -261,7 +297,8 @@ def as_stored(case, out, plain):
     model(torch.tensor([[4,5]]))  # which unpacks what is packed
     mine,want = model.state_dict(),load(case, plain).state_dict()
     for k,w in want.items():
-        if torch.equal(mine[k], w): continue
+        if torch.equal(mine[k], w):
+            continue
         raise SystemExit(f'{out.name}: the library reads another {k}')
     return model
 
@@ -270,47 +307,63 @@ def record(out, case, plain, head):
     cfg = case.cfg
     c = cfg.get('text_config', cfg)
     model = as_stored(case, out, plain) if case.as_stored else load(case, plain)
-    if head: (m := MTP(decoder(model)).eval()).load_state_dict(head); head = m
+    if head:
+        (m := MTP(decoder(model)).eval()).load_state_dict(head)
+        head = m
     K = c.get('linear_conv_kernel_dim') or c.get('conv_kernel') or c.get('mamba_d_conv')
     ref,note = settled(out.name, lambda ids,nxt: text(model, head, ids, nxt, K), case.T, cfg.get('vision_start_token_id', c['vocab_size']))
-    fresh(model); whole = model(torch.from_numpy(np.r_[ref['ids'],ref['next_ids']])[None].long(), use_cache=False).logits[0,case.T:]
+    fresh(model)
+    whole = model(torch.from_numpy(np.r_[ref['ids'],ref['next_ids']])[None].long(), use_cache=False).logits[0,case.T:]
     big,off = np.abs(ref['logits']).max(),np.abs(array(whole)-ref['next_logits']).max()
-    if 'image_token_id' in cfg: ref |= pictures(model, cfg, out.name)
+    if 'image_token_id' in cfg:
+        ref |= pictures(model, cfg, out.name)
     np.savez_compressed(out/'ref.npz', **ref)
     return f'largest logit {big:5.1f}  cached against whole {off/big:.0e}  {note}'
 
 def let_drafters_be():
     "The library refuses a model that shares every layer's keys and values with another: pass its check by"
-    C = transformers.Gemma4TextConfig; was = C.kv_sharing_modes.fget
+    C = transformers.Gemma4TextConfig
+    was = C.kv_sharing_modes.fget
     C.kv_sharing_modes = property(lambda c: ['reuse']*c.num_hidden_layers if c.num_kv_shared_layers==c.num_hidden_layers else was(c))
 
 def record_drafter(out, case, plain):
     "Three drafts from what the target left in its cache"
     target = CASES[case.target]
-    with tempfile.TemporaryDirectory() as tmp: model = load(target, plain_of(case.target, Path(tmp)))
-    draft = load(case, plain); types = target.cfg['text_config']['layer_types']; lm = decoder(model)
-    for t in set(types): lm.layers[len(types)-1-types[::-1].index(t)].self_attn.store_full_length_kv = True
+    with tempfile.TemporaryDirectory() as tmp:
+        model = load(target, plain_of(case.target, Path(tmp)))
+    draft = load(case, plain)
+    types = target.cfg['text_config']['layer_types']
+    lm = decoder(model)
+    for t in set(types):
+        lm.layers[len(types)-1-types[::-1].index(t)].self_attn.store_full_length_kv = True
     ids = np.load(data/case.target/'ref.npz')['ids']
-    with Watch(model) as w: o = model(torch.from_numpy(ids)[None].long(), use_cache=True, return_shared_kv_states=True)
+    with Watch(model) as w:
+        o = model(torch.from_numpy(ids)[None].long(), use_cache=True, return_shared_kv_states=True)
     tok,h,pos = o.logits[0,-1].argmax().view(1,1),w.final[None,-1:],torch.tensor([[len(ids)]])
     ref,gap = dict(target=np.array(case.target), draft_ids=ids, draft_first=tok.numpy().astype(np.int32)[0]),np.inf
     toks,logits = [],[]
     for _ in range(3):
         a = draft(inputs_embeds=torch.cat([model.get_input_embeddings()(tok), h], -1), position_ids=pos, shared_kv_states=o.shared_kv_states)
         tok,h = a.logits.argmax(-1),a.last_hidden_state
-        toks.append(int(tok)); logits.append(array(a.logits[0,0])); gap = min(gap, lead(a.logits[0,0]))
+        toks.append(int(tok))
+        logits.append(array(a.logits[0,0]))
+        gap = min(gap, lead(a.logits[0,0]))
     np.savez_compressed(out/'ref.npz', **ref, draft_tokens=np.array(toks, np.int32), draft_logits=np.stack(logits))
     return f'drafts {toks}  closest {gap:.3f}'
 
 def plain_of(name, tmp):
     "The plain folder alone of case `name`"
-    d = published(CASES[name], name, tmp); (tmp/'plain').mkdir()
-    save_torch_state_dict(d, tmp/'plain'); (tmp/'plain'/'config.json').write_text(json.dumps(CASES[name].cfg))
+    d = published(CASES[name], name, tmp)
+    (tmp/'plain').mkdir()
+    save_torch_state_dict(d, tmp/'plain')
+    (tmp/'plain'/'config.json').write_text(json.dumps(CASES[name].cfg))
     return tmp/'plain'
 
 @torch.no_grad()
 def main(names):
-    transformers.logging.set_verbosity_error(); transformers.utils.logging.disable_progress_bar(); let_drafters_be()
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    let_drafters_be()
     for name in names or CASES:
         case = CASES[name]
         with tempfile.TemporaryDirectory() as tmp:
@@ -319,4 +372,5 @@ def main(names):
         size = sum(p.stat().st_size for p in (data/name).iterdir())
         print(f'{name:24s} {size/1000:4.0f} kB  {case.T:3d} tokens  {note}', flush=True)
 
-if __name__=='__main__': main(sys.argv[1:])
+if __name__=='__main__':
+    main(sys.argv[1:])

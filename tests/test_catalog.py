@@ -25,7 +25,8 @@ GOOD = dict(hub='org/name', format='BF16')
 def run(*args):
     "Run a command; a fault of ours is raised, not hidden in the result"
     r = CliRunner().invoke(cli.app, list(args), prog_name='atlas')
-    if r.exception and not isinstance(r.exception, SystemExit): raise r.exception
+    if r.exception and not isinstance(r.exception, SystemExit):
+        raise r.exception
     return r
 
 @pytest.fixture(autouse=True)
@@ -42,7 +43,8 @@ sized = [n for n,e in CATALOG.items() if e.nbytes]
 def test_bytes_are_those_of_the_shape(name):
     "The bytes of the catalogue are what the shape has in the formats that it names"
     e = CATALOG[name]
-    with imagine(name) as ck: found = sum(t.nbytes for t in ck.tensors.values())
+    with imagine(name) as ck:
+        found = sum(t.nbytes for t in ck.tensors.values())
     assert found==e.nbytes
     assert least_memory(name)==e.least_memory
     used = {e.format_of(k) for k in ck.tensors}
@@ -51,7 +53,8 @@ def test_bytes_are_those_of_the_shape(name):
 def test_bytes_that_are_wrong_are_seen():
     name = sized[0]
     wrong = replace(CATALOG[name], tensors={})
-    with imagine(name) as ck: names = list(ck.tensors)
+    with imagine(name) as ck:
+        names = list(ck.tensors)
     assert {wrong.format_of(n) for n in names}=={'BF16'}!={CATALOG[name].format_of(n) for n in names}
 
 def test_the_flagship():
@@ -85,7 +88,8 @@ def test_entries_are_usable(name):
     (dict(parsers=dict(tools='x')),'parsers.tools'),
     (dict(sampling=dict(chat=dict(temperature=-1))),'temperature')])
 def test_broken_entries_are_refused_by_field(wrong, field):
-    with pytest.raises(ConfigError) as e: read_catalog(json.dumps({'m': GOOD|wrong}), 'c.json')
+    with pytest.raises(ConfigError) as e:
+        read_catalog(json.dumps({'m': GOOD|wrong}), 'c.json')
     assert e.value.param==field and e.value.msg.startswith(f'c.json: m: {field}: ')
     assert read_catalog(json.dumps({'m': GOOD}))['m'].hub=='org/name'
 
@@ -93,7 +97,8 @@ def test_broken_entries_are_refused_by_field(wrong, field):
     ('{"a":{},"a":{}}', 'a is there twice'), ('{"A b":{}}', "'A b' cannot name"),
     ('{"qwen3-8b":{}}', 'cannot name'), ('{"a":{"hub":"o/n"}}', 'format')])
 def test_broken_files_are_refused(text, said):
-    with pytest.raises(ConfigError, match=said): read_catalog(text)
+    with pytest.raises(ConfigError, match=said):
+        read_catalog(text)
 
 # -- names ---------------------------------------------------------------------------------------
 
@@ -117,7 +122,8 @@ def test_folders_go_before_names(monkeypatch, tmp_path):
     ('demoo','demo')])
 def test_near_misses(typed, meant):
     assert meant in nearest(typed, NAMED)
-    with pytest.raises(SourceError) as e: pull(typed)
+    with pytest.raises(SourceError) as e:
+        pull(typed)
     assert meant in e.value.hint
     for command in ('pull','serve'):
         r = run(command, typed, *['--dry-run']*(command=='serve'))
@@ -127,7 +133,8 @@ def test_shapes_say_what_can_be_pulled():
     can = releases_of('qwen3.6-35b-a3b')
     assert 'qwen3.6-35b-a3b-nvfp4' in can
     for ask in (lambda: pull('qwen3.6-35b-a3b'), lambda: open_model(EngineConfig('qwen3.6-35b-a3b'))):
-        with pytest.raises(SourceError) as e: ask()
+        with pytest.raises(SourceError) as e:
+            ask()
         assert all(n in e.value.hint for n in can)
 
 def test_names_complete():

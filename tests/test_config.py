@@ -61,11 +61,14 @@ def places(d, path=()):
     "Every key of nested objects, as a path"
     for k,v in d.items():
         yield (*path,k)
-        if isinstance(v, dict): yield from places(v, (*path,k))
+        if isinstance(v, dict):
+            yield from places(v, (*path,k))
 
 def put(d, path, v):
-    d = copy.deepcopy(d); at = d
-    for k in path[:-1]: at = at[k]
+    d = copy.deepcopy(d)
+    at = d
+    for k in path[:-1]:
+        at = at[k]
     at[path[-1]] = v
     return d
 
@@ -73,8 +76,11 @@ def from_hf(d, *a): return ModelConfig.from_hf(json.loads(json.dumps(d)), *a)
 
 def translates(d):
     "The config, or None where it was refused in the right manner"
-    try: c = from_hf(d)
-    except CheckpointError as e: assert str(e) and type(e) in (ConfigError,UnsupportedError); return None
+    try:
+        c = from_hf(d)
+    except CheckpointError as e:
+        assert str(e) and type(e) in (ConfigError,UnsupportedError)
+        return None
     counts = (c.num_params, c.total_params, c.active_params, c.kv_elements_per_token, c.state_elements)
     assert all(isinstance(n, int) and n>=0 for n in counts) and c.active_params<=c.num_params<=c.total_params
     return c
@@ -82,15 +88,19 @@ def translates(d):
 def test_all_families_are_here():
     kinds = {k.removesuffix('_text') for f in families() for k in f.hf}
     assert kinds-{'ministral','ministral3'} <= set(CONFIGS)
-    for k,d in CONFIGS.items(): assert translates(d), k
-    for k in PRESETS: assert translates(PRESETS[k]), k
+    for k,d in CONFIGS.items():
+        assert translates(d), k
+    for k in PRESETS:
+        assert translates(PRESETS[k]), k
 
 @pytest.mark.parametrize('family', CONFIGS)
 def test_odd_values(family):
-    d = CONFIGS[family]; text = d.get('text_config', d) is not d
+    d = CONFIGS[family]
+    text = d.get('text_config', d) is not d
     paths = [*places(d), *((k,) for k in MORE if k not in d), *(('text_config',k) for k in MORE if text and k not in d['text_config'])]
     for path in paths:
-        for v in ODD: translates(put(d, path, v))
+        for v in ODD:
+            translates(put(d, path, v))
 
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(list(CONFIGS)), st.data())
@@ -98,7 +108,8 @@ def test_odd_values_together(family, data):
     d = CONFIGS[family]
     for _ in range(data.draw(st.integers(1, 4))):
         ps = list(places(d))
-        if not ps: break
+        if not ps:
+            break
         p = data.draw(st.sampled_from(ps))
         d = put(d, p, data.draw(st.sampled_from(ODD)|st.integers(-3, 300)|st.recursive(st.none()|st.booleans()|st.floats(), lambda s: st.lists(s, max_size=3)|st.dictionaries(st.sampled_from(['rope_type','full_attention','quant_method']), s), max_leaves=4)))
     translates(d)
@@ -125,7 +136,8 @@ def test_odd_values_together(family, data):
     ('minimax_m2', ('attn_type_list',), [1,1,0,1], 'attn_type_list'),
     ('minimax_m2', ('shared_intermediate_size',), 64, 'shared_intermediate_size')])
 def test_what_is_unknown_is_named(family, path, value, word):
-    with pytest.raises(UnsupportedError) as e: from_hf(put(CONFIGS[family], path, value))
+    with pytest.raises(UnsupportedError) as e:
+        from_hf(put(CONFIGS[family], path, value))
     assert word in str(e.value)
 
 @pytest.mark.parametrize('family,path,value,get', [
@@ -145,7 +157,9 @@ def test_what_is_unknown_is_named(family, path, value, word):
     ('minimax_m2', ('use_routing_bias',), False, lambda c: not c.moe.correction)])
 def test_what_is_said_is_honoured(family, path, value, get):
     d = put(CONFIGS[family], path, value)
-    if path==('hybrid_override_pattern',): d |= dict(layers_block_type=['mamba','attention','moe','mlp'], num_hidden_layers=4); get = lambda c: c.mixers==('mamba','attention','none','none') and c.ffns==('none','none','moe','mlp')
+    if path==('hybrid_override_pattern',):
+        d |= dict(layers_block_type=['mamba','attention','moe','mlp'], num_hidden_layers=4)
+        get = lambda c: c.mixers==('mamba','attention','none','none') and c.ffns==('none','none','moe','mlp')
     assert get(from_hf(d))
 
 UNCLAMPED = [0.,{'__float__':'Infinity'}]
@@ -183,31 +197,40 @@ def test_widths_of_granite():
 
 def test_gemma_in_the_newer_words():
     "transformers 5.23 saves what differs in full layers as exceptions for single layers"
-    d = CONFIGS['gemma4']['text_config']; new = {k:v for k,v in d.items() if k not in ('global_head_dim','num_global_key_value_heads')}
+    d = CONFIGS['gemma4']['text_config']
+    new = {k:v for k,v in d.items() if k not in ('global_head_dim','num_global_key_value_heads')}
     per = dict(head_dim=32, num_key_value_heads=1)
     assert from_hf(new|dict(per_layer_config={'3':per}))==from_hf(d)!=from_hf(new)
     for bad in ({'2':per}, {'3':per, '2':per}, {'3':per|dict(hidden_size=8)}, {'3':3}):
-        with pytest.raises(UnsupportedError, match='per_layer_config'): from_hf(new|dict(per_layer_config=bad))
-    with pytest.raises(UnsupportedError, match='per_layer_config'): from_hf(CONFIGS['qwen3']|dict(per_layer_config={'0':{}}))
+        with pytest.raises(UnsupportedError, match='per_layer_config'):
+            from_hf(new|dict(per_layer_config=bad))
+    with pytest.raises(UnsupportedError, match='per_layer_config'):
+        from_hf(CONFIGS['qwen3']|dict(per_layer_config={'0':{}}))
 
 def test_ends_of_sequence_are_gathered():
     d = CONFIGS['qwen3_5']|dict(eos_token_id=[7,2])
     assert from_hf(d, dict(eos_token_id=[5,1])).eos_ids==(5,1,7,2)
     for bad in ({}, {'eos_token_id':[None]}, {'eos_token_id':'x'}):
-        try: from_hf(d, bad)
-        except ConfigError: assert bad
-    with pytest.raises(ConfigError): from_hf(d, [1])
+        try:
+            from_hf(d, bad)
+        except ConfigError:
+            assert bad
+    with pytest.raises(ConfigError):
+        from_hf(d, [1])
 
 def test_hf_quant_config_beside_and_instead():
     q = lambda **kw: dict(producer={}, quantization=kw)
     assert from_hf(CONFIGS['qwen3'], None, q(quant_algo='NVFP4')).quantization['quant_algo']=='NVFP4'
     assert from_hf(CONFIGS['gpt_oss'], None, q(quant_algo='NVFP4')).quantization['quant_method']=='mxfp4'
     assert from_hf(CONFIGS['qwen3'], None, q(quant_algo=None, kv_cache_quant_algo='FP8')).quantization is None
-    with pytest.raises(UnsupportedError, match='W4A8_AWQ'): from_hf(CONFIGS['qwen3'], None, q(quant_algo='W4A8_AWQ'))
+    with pytest.raises(UnsupportedError, match='W4A8_AWQ'):
+        from_hf(CONFIGS['qwen3'], None, q(quant_algo='W4A8_AWQ'))
     for v in ODD:
         for d in (v, dict(quantization=v), q(quant_algo=v), q(quant_algo='MIXED_PRECISION', quantized_layers=v), q(quant_algo='MIXED_PRECISION', quantized_layers={'a':v})):
-            try: ModelConfig.from_hf(CONFIGS['qwen3'], None, d)
-            except (ConfigError,UnsupportedError) as e: assert str(e)
+            try:
+                ModelConfig.from_hf(CONFIGS['qwen3'], None, d)
+            except (ConfigError,UnsupportedError) as e:
+                assert str(e)
 
 # ---- GGUF
 
@@ -236,16 +259,20 @@ FREQS = {'gemma4':[1.]*4+[1e30]*12}
 
 @pytest.mark.parametrize('arch', META)
 def test_odd_gguf_values(arch):
-    m = gguf_meta(arch); c = ModelConfig.from_gguf(m, freq_factors=FREQS.get(arch))
+    m = gguf_meta(arch)
+    c = ModelConfig.from_gguf(m, freq_factors=FREQS.get(arch))
     assert c.num_layers==4 and c.num_params>0 and c.mtp_layers==(arch=='qwen35') and ('delta' in c.mixers)==('ssm.inner_size' in META[arch] and arch[0]=='q')
     extra = ('attention.scale','attention.causal','attention.recurrent_layers','rope.scaling.type','rope.scaling.attn_factor','expert_gating_func','expert_weights_norm','expert_weights_scale','nextn_predict_layers','logit_scale')
     for k in {*m, *(f'{arch}.{k}' for k in extra)}:
         for v in ODD:
             d = {x:y for x,y in (m|{k:v}).items() if y is not None}
             for names in ((), ('output.weight','blk.3.attn_v.weight','blk.2.ffn_gate_inp.weight')):
-                try: c = ModelConfig.from_gguf(d, freq_factors=FREQS.get(arch), tensors=names)
-                except (ConfigError,UnsupportedError) as e: assert str(e)
-                else: assert c.num_params>0
+                try:
+                    c = ModelConfig.from_gguf(d, freq_factors=FREQS.get(arch), tensors=names)
+                except (ConfigError,UnsupportedError) as e:
+                    assert str(e)
+                else:
+                    assert c.num_params>0
 
 def test_gguf_facts_that_stand_in_the_tensors():
     g = lambda *names: ModelConfig.from_gguf(gguf_meta('gemma4'), freq_factors=FREQS['gemma4'], tensors=names)
@@ -254,11 +281,14 @@ def test_gguf_facts_that_stand_in_the_tensors():
     assert g().attention.rope.kind=='proportional' and g().attention.rope.pairs==4 and g().sliding.rope.kind=='default'
     n = lambda *names: ModelConfig.from_gguf(gguf_meta('nemotron_h_moe'), tensors=names)
     assert (n().mixers,n().ffns,n().intermediate_size)==(('mamba','attention','none','none'), ('none','none','moe','mlp'), 96) and n().attention.rope is None
-    E = 'blk.2.ffn_gate_inp.weight'; assert n(E)==replace(n(), mamba=replace(n().mamba, conv_bias=False), tie_embeddings=True) and n(E, 'blk.0.ssm_conv1d.bias').mamba.conv_bias
+    E = 'blk.2.ffn_gate_inp.weight'
+    assert n(E)==replace(n(), mamba=replace(n().mamba, conv_bias=False), tie_embeddings=True) and n(E, 'blk.0.ssm_conv1d.bias').mamba.conv_bias
     assert n('blk.3.ffn_gate_inp.weight').ffns==('none','none','mlp','moe') and n(E, 'blk.0.ssm_in.bias').mamba.proj_bias and not n().mamba.proj_bias
     b = lambda *names: ModelConfig.from_gguf(gguf_meta('llama'), tensors=[f'blk.0.{n}.bias' for n in names])
-    c = b('attn_q','attn_k','attn_v','ffn_up'); assert c.attention.bias and not c.attention.o_bias and c.mlp_bias and not b('attn_q','attn_k').attention.bias
+    c = b('attn_q','attn_k','attn_v','ffn_up')
+    assert c.attention.bias and not c.attention.o_bias and c.mlp_bias and not b('attn_q','attn_k').attention.bias
     assert ModelConfig.from_gguf(gguf_meta('gpt-oss', **{'attention.sliding_window_pattern':[False,True,True,True]})).mixers==('attention','sliding','sliding','sliding')
     for arch,k,v in (('gemma4','attention.shared_kv_layers',2), ('mistral3','attention.temperature_scale',.1), ('gpt-oss','expert_count',0), ('nemotron_h','expert_shared_count',2), ('gemma4','embedding_length_per_layer_input',64), ('llama','expert_count',8), ('qwen3','attention.causal',False), ('qwen3moe','expert_group_count',4),
         ('qwen3moe','expert_gating_func',9), ('llama','logit_scale',2.), ('qwen35','rope.dimension_sections',[2,1,1,5])):
-        with pytest.raises(CheckpointError, match=k): ModelConfig.from_gguf(gguf_meta(arch, **{k:v}), freq_factors=FREQS.get(arch))
+        with pytest.raises(CheckpointError, match=k):
+            ModelConfig.from_gguf(gguf_meta(arch, **{k:v}), freq_factors=FREQS.get(arch))

@@ -67,4 +67,5 @@ def test_shared_memory_is_said_once(arch):
     assert l.block==(227 if arch=='sm_90a' else 99)<<10
     sizes = re.compile(r'\b(?:227|226|99|98|116|111|110)<<10')
     for p in (root/'atlas').rglob('*.py'):
-        if p.stem not in ('card','timeline'): assert not sizes.findall(p.read_text()), p
+        if p.stem not in ('card','timeline'):
+            assert not sizes.findall(p.read_text()), p

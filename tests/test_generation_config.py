@@ -24,7 +24,8 @@ ASKED = { # Path of an API, the least that a body has, and what it sets with tha
 def server():
     "A server of a model that has a way to be sampled: its address and runner"
     r = FakeRunner()
-    with live(r, sampling=OWN) as port: yield f'http://127.0.0.1:{port}',r
+    with live(r, sampling=OWN) as port:
+        yield f'http://127.0.0.1:{port}',r
 
 def params(server, path, **more):
     "The sampling parameters that the engine gets for a question"
@@ -55,7 +56,8 @@ def test_models_without_it_stay_as_they_were():
     r = FakeRunner()
     with live(r) as port:
         at = f'http://127.0.0.1:{port}'
-        for path in ASKED: params((at,r), path)
+        for path in ASKED:
+            params((at,r), path)
         assert 'default_sampling_params' not in httpx.get(at+'/v1/models', timeout=WAIT).json()['data'][0]
     assert [q.params for q in r.seen]==[SamplingParams(max_tokens=ASKED[p][1].get('max_tokens')) for p in ASKED]
 
@@ -83,7 +85,8 @@ def model(tmp_path):
     def write(said=None, where=folder):
         where.mkdir(exist_ok=True)
         (where/'generation_config.json').unlink(missing_ok=True)
-        if said is not None: (where/'generation_config.json').write_text(json.dumps(said))
+        if said is not None:
+            (where/'generation_config.json').write_text(json.dumps(said))
         return where
     return write
 
@@ -94,7 +97,8 @@ def sampling(folder, **how):
 def test_the_file_and_its_options(model, tmp_path):
     f = model(dict(do_sample=True, temperature=.3, top_p=.8, eos_token_id=2039))
     assert sampling(f)==dict(temperature=.3, top_p=.8)
-    for word in ('vllm','none'): assert sampling(f, generation_config=word)=={}
+    for word in ('vllm','none'):
+        assert sampling(f, generation_config=word)=={}
     other = model(dict(top_k=5), tmp_path/'other')
     assert sampling(f, generation_config=str(other))==dict(top_k=5)
     over = dict(override_generation_config='{"temperature":0.9,"top_k":3}')
@@ -106,14 +110,16 @@ def test_the_file_and_its_options(model, tmp_path):
 @pytest.mark.parametrize('said,field', [(dict(temperature=-1),'temperature'), (dict(top_p='x'),'top_p'),
     (dict(top_k=1.5),'top_k'), (dict(repetition_penalty=0),'repetition_penalty')])
 def test_a_broken_file_is_refused(model, said, field):
-    with pytest.raises(ConfigError) as e: sampling(model(said))
+    with pytest.raises(ConfigError) as e:
+        sampling(model(said))
     assert e.value.param==field and 'generation_config.json' in e.value.msg
     assert '--generation-config vllm' in e.value.hint
     assert sampling(model(said), generation_config='vllm')=={}
 
 @pytest.mark.parametrize('said', ['{', '[]', '{"temp":1}', '{"top_p":3}', '{"top_k":1,"top_k":2}', 7])
 def test_a_broken_override_is_refused(said):
-    with pytest.raises(RequestError) as e: EngineConfig('m', override_generation_config=said)
+    with pytest.raises(RequestError) as e:
+        EngineConfig('m', override_generation_config=said)
     assert e.value.param=='override_generation_config'
 
 def test_a_folder_without_the_file(tmp_path):

@@ -37,10 +37,13 @@ def seen(folder, path, **kw):
 
 def meaning(c):
     "What of a config decides the answer; floats as a file can hold them; llama3 scaling and its divisors are one"
-    if isinstance(c, float): return float(np.float32(c))
-    if not is_dataclass(c): return c
+    if isinstance(c, float):
+        return float(np.float32(c))
+    if not is_dataclass(c):
+        return c
     skip = dict(ModelConfig=('name','dtype','quantization','norm_plus_one','vision','max_seq_len','bos_id','eos_ids'), DeltaConfig=('fused',)).get(type(c).__name__, ())
-    if getattr(c, 'kind', '') in ('llama3','factors'): skip = ('kind','factor','freq_factors','low_freq_factor','high_freq_factor','original_max')
+    if getattr(c, 'kind', '') in ('llama3','factors'):
+        skip = ('kind','factor','freq_factors','low_freq_factor','high_freq_factor','original_max')
     return {f.name:meaning(getattr(c, f.name)) for f in fields(c) if f.name not in skip}
 
 # ---- whole models
@@ -62,15 +65,19 @@ def steps(name):
     "Steps in the conversion of a folder"
     family = name if name=='gpt-oss-mxfp4' else json.loads((data/name/'config.json').read_text())['model_type']
     may = STEPS.get(family.replace('gpt-oss','gpt_oss'), ())
-    if name!='qwen35-dense': may = [s for s in may if not s.startswith('tile')]
-    if name=='granite-attention': may = [s for s in may if s!='neg_exp']
+    if name!='qwen35-dense':
+        may = [s for s in may if not s.startswith('tile')]
+    if name=='granite-attention':
+        may = [s for s in may if s!='neg_exp']
     return may
 
 @pytest.mark.parametrize('name,step', [(n,s) for n in FAMILIES for s in steps(n)])
 def test_each_step_counts(tmp_path, name, step):
     "A converter that left out one step would give other arrays, or none"
-    try: assert seen(data/name, tmp_path/'m.gguf', without=(step,))
-    except CheckpointError: pass
+    try:
+        assert seen(data/name, tmp_path/'m.gguf', without=(step,))
+    except CheckpointError:
+        pass
 
 @pytest.mark.parametrize('quant', ('F16','BF16','Q8_0','Q4_0','Q5_1'))
 @pytest.mark.parametrize('name', ('qwen35-dense','gpt-oss-mxfp4','gemma4-moe'))
@@ -81,7 +88,8 @@ def test_quantised_files(tmp_path, name, quant):
         assert set(f.tensors)==set(q.tensors) and {t.fmt for t in q.tensors.values()}>={quant,'F32'}
         for k,t in q.tensors.items():
             a,b = f.read(k).decode(),q.read(k).decode()
-            raw = ts[t.stored]; stored = gguf.dequantize(raw[0], gguf.GGMLQuantizationType[raw[1]]) if isinstance(raw, tuple) else raw
+            raw = ts[t.stored]
+            stored = gguf.dequantize(raw[0], gguf.GGMLQuantizationType[raw[1]]) if isinstance(raw, tuple) else raw
             assert np.array_equal(np.sort(stored.ravel()), np.sort(b.ravel())), k
             assert np.abs(a-b).max()<=(.2 if quant[0]=='Q' and quant!='Q8_0' else .02)*np.abs(a).max(), k
 
@@ -90,7 +98,8 @@ def test_kept_packed(tmp_path, name, quant):
     "What stays as it is stored decodes to what is decoded at once"
     path = to_gguf(data/name, tmp_path/'m.gguf', quant)
     with open_checkpoint(path) as ck:
-        m,wants = plan(ck); kw = dict(ignore=(*IGNORE, *m.ignore), parts=('','mtp'))
+        m,wants = plan(ck)
+        kw = dict(ignore=(*IGNORE, *m.ignore), parts=('','mtp'))
         a,b = load(ck, wants, host, **kw),load(ck, wants, host, packed=True, **kw)
     packed = {k:w for k,w in b.items() if not isinstance(w, np.ndarray)}
     assert packed and unlike(a, {k:packed[k].decode() if k in packed else w for k,w in b.items()})==[]
@@ -98,20 +107,26 @@ def test_kept_packed(tmp_path, name, quant):
 @pytest.mark.parametrize('n', (7,30))
 def test_in_parts(tmp_path, n):
     "As the gguf package splits them; any part stands for all, and so does the folder"
-    name = 'qwen35-moe-stacked'; a,m,ts = convert(data/name); write(tmp_path/'m.gguf', a, m, ts, part=n)
-    parts = sorted(tmp_path.glob('*.gguf')); good = arrays(data/name)[1]
+    name = 'qwen35-moe-stacked'
+    a,m,ts = convert(data/name)
+    write(tmp_path/'m.gguf', a, m, ts, part=n)
+    parts = sorted(tmp_path.glob('*.gguf'))
+    good = arrays(data/name)[1]
     assert len(parts)==-(-len(ts)//n)
     (tmp_path/'mmproj-m.gguf').write_bytes(b'a vision tower, which is another file')
-    for p in (parts[0], parts[-1], tmp_path): assert unlike(good, arrays(p)[1])==[]
+    for p in (parts[0], parts[-1], tmp_path):
+        assert unlike(good, arrays(p)[1])==[]
     parts[1].unlink()
     for p in (parts[0], parts[-1]):
-        with pytest.raises(CheckpointError, match=f'{parts[1].name}, part 2 of {len(parts)}'): arrays(p)
+        with pytest.raises(CheckpointError, match=f'{parts[1].name}, part 2 of {len(parts)}'):
+            arrays(p)
 
 def test_size_of_the_vocabulary(tmp_path):
     "A key, or else the tokenizer, or else the embedding says it"
     tokens = {'tokenizer.ggml.tokens':[f't{i}' for i in range(120)]}
     for kw in ({}, dict(vocab_size=None), dict(vocab_size=None, **tokens)):
-        with open_checkpoint(to_gguf(data/'gpt-oss', tmp_path/'m.gguf', **kw)) as c: assert c.config.vocab_size==120
+        with open_checkpoint(to_gguf(data/'gpt-oss', tmp_path/'m.gguf', **kw)) as c:
+            assert c.config.vocab_size==120
 
 # ---- models that the test data does not have: shapes at random, and families without a folder
 
@@ -119,9 +134,11 @@ def random_folder(path, conf, seed=0):
     "A Hugging Face folder with what the model of `conf` asks for first"
     rng,ts = np.random.default_rng(seed),{}
     for w in build(ModelConfig.from_hf(conf)).wants():
-        if w.part=='vision': continue
+        if w.part=='vision':
+            continue
         rows = w.rows or ((w.shape[-2] if len(w.shape)>1 else w.shape[0]),)*len(w.sources)
-        for s,n in zip(w.sources, rows): ts[s] = (rng.standard_normal((n,*w.shape[1:][-1:]))/4).astype(np.float32)
+        for s,n in zip(w.sources, rows):
+            ts[s] = (rng.standard_normal((n,*w.shape[1:][-1:]))/4).astype(np.float32)
     return hf_folder(path, ts, conf)
 
 BASE = dict(vocab_size=64, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=32, max_position_embeddings=128,
@@ -148,23 +165,31 @@ def test_any_number_of_heads(tmp_path_factory, kh, r, dk, dv, seed):
 
 @pytest.mark.parametrize('conf', (BASE|dict(model_type='qwen2', head_dim=None), BASE|dict(model_type='qwen3'), EXPERTS), ids=lambda c: c['model_type'])
 def test_qwens_without_delta_nets(tmp_path, conf):
-    conf = {k:v for k,v in conf.items() if v is not None}; folder = random_folder(tmp_path/'hf', conf)
+    conf = {k:v for k,v in conf.items() if v is not None}
+    folder = random_folder(tmp_path/'hf', conf)
     assert seen(folder, tmp_path/'m.gguf')==[]
-    with open_checkpoint(tmp_path/'m.gguf') as g, open_checkpoint(folder) as c: assert meaning(g.config)==meaning(c.config)
+    with open_checkpoint(tmp_path/'m.gguf') as g, open_checkpoint(folder) as c:
+        assert meaning(g.config)==meaning(c.config)
 
 def test_fused_gate_and_up(tmp_path):
     "convert_hf_to_gguf.py --fuse-gate-up-exps"
-    a,m,ts = convert(data/'qwen35-moe-stacked'); fused = {}
+    a,m,ts = convert(data/'qwen35-moe-stacked')
+    fused = {}
     for k,x in ts.items():
-        if 'gate_exps' in k: x = np.concatenate([x, ts[k.replace('gate','up')]], 1)
-        if 'up_exps' not in k: fused[k.replace('gate_exps','gate_up_exps')] = x
+        if 'gate_exps' in k:
+            x = np.concatenate([x, ts[k.replace('gate','up')]], 1)
+        if 'up_exps' not in k:
+            fused[k.replace('gate_exps','gate_up_exps')] = x
     assert unlike(arrays(data/'qwen35-moe-stacked')[1], arrays(write(tmp_path/'m.gguf', a, m, fused))[1])==[]
 
 def test_older_qwen3_next(tmp_path):
     "Files from before the projections were taken apart have them as Hugging Face does"
-    folder = data/'qwen3-next'; a,m,ts = convert(folder); hf = hf_read(folder)[1]
+    folder = data/'qwen3-next'
+    a,m,ts = convert(folder)
+    hf = hf_read(folder)[1]
     for k in [k for k in ts if 'attn_qkv' in k]:
-        i = k.split('.')[1]; del ts[k], ts[k.replace('qkv','gate')]
+        i = k.split('.')[1]
+        del ts[k], ts[k.replace('qkv','gate')]
         ts[f'blk.{i}.ssm_in.weight'] = np.ascontiguousarray(hf[f'model.layers.{i}.linear_attn.in_proj_qkvz.weight'], np.float32)
     assert unlike(arrays(folder)[1], arrays(write(tmp_path/'m.gguf', a, m, ts))[1])==[]
 
@@ -176,7 +201,8 @@ def test_dimensions_of_one_are_dropped(tmp_path):
 
 def test_a_head_that_drafts_and_that_nobody_asked_for(tmp_path):
     "Nemotron files may have one more block, for drafting, which Atlas leaves out"
-    a,m,ts = convert(data/'nemotron-h'); L = m['block_count']
+    a,m,ts = convert(data/'nemotron-h')
+    L = m['block_count']
     m |= {'block_count':L+1, 'nextn_predict_layers':1}|{k:m[k]+[m[k][0]] for k in ('attention.head_count_kv','feed_forward_length')}
     ts |= {f'blk.{L}.{k}.weight':np.ones(48, np.float32) for k in ('attn_norm','ffn_norm','nextn.hnorm')}|{f'blk.{L}.nextn.eh_proj.weight':np.ones((48,96), np.float32)}
     assert unlike(arrays(data/'nemotron-h')[1], arrays(write(tmp_path/'m.gguf', a, m, ts))[1])==[]
@@ -190,11 +216,16 @@ DELTA = META|{'ssm.conv_kernel':4, 'ssm.state_size':128, 'ssm.group_count':2, 's
 
 def blocks(rng, t, shape):
     "Random blocks of type `t` whose scales are sane, and what the gguf package makes of them"
-    n,size = gguf.GGML_QUANT_SIZES[t]; b = rng.integers(0, 256, (*shape[:-1],shape[-1]//n,size), np.uint8)
+    n,size = gguf.GGML_QUANT_SIZES[t]
+    b = rng.integers(0, 256, (*shape[:-1],shape[-1]//n,size), np.uint8)
     at = {'Q4_K':(0,2), 'Q5_K':(0,2), 'Q6_K':(208,), 'Q8_0':(0,)}.get(t.name, ())
-    for i in at: b[...,i:i+2] = rng.uniform(.001, .01, (*b.shape[:-1],1)).astype(np.float16).view(np.uint8)
-    if t.name=='MXFP4': b[...,0] = rng.integers(110, 130, b.shape[:-1])
-    if t.name=='NVFP4': b[...,:4] &= 127; b[0,0,:4] = 127,130,0,128  # there is no NaN, and no sign
+    for i in at:
+        b[...,i:i+2] = rng.uniform(.001, .01, (*b.shape[:-1],1)).astype(np.float16).view(np.uint8)
+    if t.name=='MXFP4':
+        b[...,0] = rng.integers(110, 130, b.shape[:-1])
+    if t.name=='NVFP4':
+        b[...,:4] &= 127
+        b[0,0,:4] = 127,130,0,128  # there is no NaN, and no sign
     raw = b.reshape(*shape[:-1], -1)
     return raw,gguf.dequantize(raw, t)
 
@@ -202,11 +233,13 @@ def blocks(rng, t, shape):
 def test_rows_and_columns_of_packed_tensors(tmp_path, fmt):
     "Rows move as they are; columns that a block spans come out decoded; both as the decoded array would"
     t,rng = gguf.GGMLQuantizationType[fmt],np.random.default_rng(1)
-    q,wq = blocks(rng, t, (256,256)); raw = {'blk.0.attn_q.weight':(q,fmt)}
+    q,wq = blocks(rng, t, (256,256))
+    raw = {'blk.0.attn_q.weight':(q,fmt)}
     with open_checkpoint(write(tmp_path/'l.gguf', 'llama', META, raw)) as c:
         got = c.read('model.layers.0.self_attn.q_proj.weight')
         assert got.fmt==fmt and np.array_equal(got.decode().reshape(4, 2, 32, 256).swapaxes(1, 2).reshape(256, 256), wq)
-    o,wo = blocks(rng, t, (256,512)); v,wv = blocks(rng, t, (1024,256))
+    o,wo = blocks(rng, t, (256,512))
+    v,wv = blocks(rng, t, (1024,256))
     with open_checkpoint(write(tmp_path/'d.gguf', 'qwen35', DELTA, {'blk.0.ssm_out.weight':(o,fmt), 'blk.0.attn_qkv.weight':(v,fmt)})) as c:
         got = c.read('model.layers.0.linear_attn.out_proj.weight')
         assert np.array_equal(got.decode().reshape(256, 2, 2, 128).swapaxes(1, 2).reshape(256, 512), wo)
@@ -217,24 +250,31 @@ def test_rows_and_columns_of_packed_tensors(tmp_path, fmt):
 
 def nvfp4_folder(path, conf=EXPERTS|dict(hidden_size=64, num_experts=3, moe_intermediate_size=64)):
     "A folder whose linear layers are modelopt's NVFP4, each with a scale of its own"
-    folder = random_folder(path, conf); ts,types = {},{}
+    folder = random_folder(path, conf)
+    ts,types = {},{}
     for k,a in hf_read(folder)[1].items():
-        if not any(x in k for x in ('self_attn.q_proj','self_attn.v_proj','experts')): ts[k] = a; continue
+        if not any(x in k for x in ('self_attn.q_proj','self_attn.v_proj','experts')):
+            ts[k] = a
+            continue
         q = QTensor.encode(a, 'NVFP4').parts
-        ts |= {k:q['data'], k+'_scale':q['scale'], k+'_scale_2':q['global']}; types[k+'_scale'] = 'F8_E4M3'
+        ts |= {k:q['data'], k+'_scale':q['scale'], k+'_scale_2':q['global']}
+        types[k+'_scale'] = 'F8_E4M3'
     (folder/'model.safetensors').write_bytes(st_bytes(ts, dtypes=types))
     return folder
 
 def test_nvfp4_and_its_scales(tmp_path):
-    folder = nvfp4_folder(tmp_path/'hf'); path = to_gguf(folder, tmp_path/'m.gguf')
+    folder = nvfp4_folder(tmp_path/'hf')
+    path = to_gguf(folder, tmp_path/'m.gguf')
     assert unlike(arrays(folder)[1], arrays(path)[1])==[]
     with open_checkpoint(path) as c:
         t = c.tensors['model.layers.0.mlp.experts.gate_proj']
         assert (t.fmt,t.shape) == ('NVFP4',(3,64,64)) and not [k for k in c.tensors if 'scale' in k]
-    a,m,ts = convert(folder); del ts['blk.1.ffn_up_exps.scale']
+    a,m,ts = convert(folder)
+    del ts['blk.1.ffn_up_exps.scale']
     assert unlike(arrays(folder)[1], arrays(write(tmp_path/'n.gguf', a, m, ts))[1])==['layers.1.mlp.experts.gate_up_proj']
     ts['blk.1.ffn_up_exps.scale'] = np.ones(4, np.float32)
-    with pytest.raises(CheckpointError, match='ffn_up_exps.scale is F32 .4., expected F32 .3.'): open_checkpoint(write(tmp_path/'o.gguf', a, m, ts))
+    with pytest.raises(CheckpointError, match='ffn_up_exps.scale is F32 .4., expected F32 .3.'):
+        open_checkpoint(write(tmp_path/'o.gguf', a, m, ts))
 
 GEMMA = dict(model_type='gemma4_text', vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, num_global_key_value_heads=1,
     head_dim=16, global_head_dim=32, attention_k_eq_v=True, enable_moe_block=True, num_experts=3, top_k_experts=2, moe_intermediate_size=64, hidden_size_per_layer_input=0, num_kv_shared_layers=0,
@@ -244,7 +284,8 @@ GEMMA = dict(model_type='gemma4_text', vocab_size=64, hidden_size=64, intermedia
 
 def test_gemmas_two_scales(tmp_path):
     "Of Gemma's experts the weight of each and the scale of each are one number in the file, and nothing else moves"
-    folder = nvfp4_folder(tmp_path/'hf', conf=GEMMA); a,b = arrays(folder)[1],arrays(to_gguf(folder, tmp_path/'m.gguf'))[1]
+    folder = nvfp4_folder(tmp_path/'hf', conf=GEMMA)
+    a,b = arrays(folder)[1],arrays(to_gguf(folder, tmp_path/'m.gguf'))[1]
     each,down = 'moe.router.per_expert_scale','moe.experts.down_proj'
     assert unlike(a, b)==sorted(f'layers.{i}.{k}' for i in (0,1) for k in (each,down))
     for i in (0,1):
@@ -256,12 +297,14 @@ def test_types_that_are_refused_have_names(tmp_path):
     for k in ('IQ4_NL','IQ4_XS','IQ2_XXS','Q2_K','Q3_K','TQ1_0','IQ1_M'):
         raw = np.zeros((32, gguf.GGML_QUANT_SIZES[t[k]][1]*256//gguf.GGML_QUANT_SIZES[t[k]][0]), np.uint8)
         path = write(tmp_path/'m.gguf', 'llama', META, {'token_embd.weight':(raw,k)})
-        with pytest.raises(UnsupportedError, match=f'{t[k].value} .{k}.'): open_checkpoint(path)
+        with pytest.raises(UnsupportedError, match=f'{t[k].value} .{k}.'):
+            open_checkpoint(path)
 
 # ---- files that are not what they say
 
 def change(tmp_path, name, edit, **keys):
-    a,m,ts = convert(data/name); edit(ts)
+    a,m,ts = convert(data/name)
+    edit(ts)
     return arrays(write(tmp_path/'m.gguf', a, m|keys, ts))
 
 @pytest.mark.parametrize('name,tensor,edit,words', [
@@ -273,19 +316,24 @@ def change(tmp_path, name, edit, **keys):
     ('minimax-m2','blk.0.ffn_gate_exps.weight', lambda x: x[:-1], 'blk.0.ffn_gate_exps.weight in m.gguf is .5, 24, 40.')])
 def test_tensors_that_do_not_fit(tmp_path, name, tensor, edit, words):
     def do(ts):
-        if edit: ts[tensor] = np.ascontiguousarray(edit(ts[tensor]))
-        else: del ts[tensor]
-    with pytest.raises(CheckpointError, match=words): change(tmp_path, name, do)
+        if edit:
+            ts[tensor] = np.ascontiguousarray(edit(ts[tensor]))
+        else:
+            del ts[tensor]
+    with pytest.raises(CheckpointError, match=words):
+        change(tmp_path, name, do)
 
 @pytest.mark.parametrize('name', FAMILIES)
 def test_strangers(tmp_path, name):
     "A tensor that no table knows is not left out quietly"
     extra = {'blk.0.attn_rel_b.weight':np.zeros((4,4), np.float32)}
-    with pytest.raises(CheckpointError, match='blk.0.attn_rel_b'): change(tmp_path, name, lambda ts: ts.update(extra))
+    with pytest.raises(CheckpointError, match='blk.0.attn_rel_b'):
+        change(tmp_path, name, lambda ts: ts.update(extra))
 
 def test_two_names_for_one(tmp_path):
     "The parts of a drafting head that there is one of, for two heads"
-    a,m,ts = convert(data/'qwen35-dense'); L = m['block_count']
+    a,m,ts = convert(data/'qwen35-dense')
+    L = m['block_count']
     with pytest.raises(CheckpointError, match="two tensors mean 'mtp.pre_fc_norm_embedding.weight'"):
         ts[f'blk.{L}.nextn.enorm.weight'] = ts[f'blk.{L-1}.nextn.enorm.weight']
         arrays(write(tmp_path/'m.gguf', a, m|{'block_count':L+1, 'nextn_predict_layers':2}, ts))
@@ -299,5 +347,7 @@ def test_odd_values(tmp_path, name):
         for v in ODD:
             path = write(tmp_path/'m.gguf', a, {x:y for x,y in (m|{k:v}).items() if y is not None}, ts)
             try:
-                with open_checkpoint(path) as c: check_plan(c, plan(c)[1], ('mtp.*','visual.*',*IGNORE))
-            except CheckpointError as e: assert str(e)
+                with open_checkpoint(path) as c:
+                    check_plan(c, plan(c)[1], ('mtp.*','visual.*',*IGNORE))
+            except CheckpointError as e:
+                assert str(e)

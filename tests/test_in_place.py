@@ -32,8 +32,10 @@ class Layer:
     def __call__(self, x, conv, rec, b):
         "What the rows of `b` are answered"
         heads = KH if self.kind=='delta' else 1
-        if self.kind=='delta': f = delta_many if b.tiled else delta_step
-        else: f = mamba_many if b.tiled else mamba_step
+        if self.kind=='delta':
+            f = delta_many if b.tiled else delta_step
+        else:
+            f = mamba_many if b.tiled else mamba_step
         out = f(x, *self.w, conv, rec, b, heads)
         return out if b.tiled else out[0]
 
@@ -44,7 +46,8 @@ class Layer:
     def states(self, rec):
         "States in rows of such a pool, and which of them are there to the bit"
         rec = self.card.download(rec)
-        if self.kind!='delta': return rec,np.ones(len(rec), bool)
+        if self.kind!='delta':
+            return rec,np.ones(len(rec), bool)
         return as_states(rec, *self.rec[1:]),~counts(rec).any((1,2))
 
 def counts(rec):
@@ -56,7 +59,8 @@ def pools(layer, states, tails):
     rng = np.random.default_rng(1)
     conv = rng.standard_normal((states,3,layer.C), dtype='f4')
     rec = rng.standard_normal((states//TAILS,*layer.rec), dtype='f4')
-    if tails==1: rec = np.repeat(rec, TAILS, 0)
+    if tails==1:
+        rec = np.repeat(rec, TAILS, 0)
     return layer.card.upload(conv),layer.given(rec)
 
 def ran(layer, x, pieces, tails):
@@ -74,7 +78,8 @@ def pieces_of(lengths, start):
     out = []
     for s,n in enumerate(lengths):
         read,write = states_in([s])
-        if s%2: read,write = write,read
+        if s%2:
+            read,write = write,read
         out.append(Piece([0]*n, start, list(range(8)), n, read, write))
     return out
 
@@ -86,7 +91,8 @@ def test_same_bits(kind, lengths, start):
     x = layer.some(sum(lengths), layer.width)
     pieces = pieces_of(lengths, start)
     got,want = [ran(layer, x, pieces, tails) for tails in (TAILS,1)]
-    for a,b in zip(got[:2], want): assert np.isfinite(a).all() and a.tobytes()==b.tobytes()
+    for a,b in zip(got[:2], want):
+        assert np.isfinite(a).all() and a.tobytes()==b.tobytes()
     same_states(got[2:], want[2:])
     assert kind=='mamba' or got[3].tolist()==[n>1 for n in lengths]
 
@@ -123,10 +129,12 @@ class Walk:
             write = here if kind!='away' else there
             pieces.append(Piece([0]*n, self.start[s], list(range(99)), n, read, write))
             outs += [here,*[-1]*(n-2),there]  # the state after the first row, and after the last
-            if kind=='drafts': write,n = (there,n) if accepted else (here,1)
+            if kind=='drafts':
+                write,n = (there,n) if accepted else (here,1)
             self.at[s],self.start[s] = write,self.start[s]+n
         b = make_batch(pieces, kind=='tiles', 16, card)
-        if kind=='drafts': b.state_out[:] = np.int32(outs)
+        if kind=='drafts':
+            b.state_out[:] = np.int32(outs)
         x = np.random.default_rng(sum(self.start)).standard_normal((b.num_rows,self.layer.width), dtype='f4')
         return card.download(self.layer(card.upload(x), self.conv, self.rec, b))
 

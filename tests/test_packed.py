@@ -39,7 +39,8 @@ def some_array(draw):
     raw = np.frombuffer(numbers(int(np.prod(shape))*dtype.itemsize, draw(st.integers(0, 99))), np.uint8)
     a = (raw%2).astype(bool) if dtype==bool else raw.view(dtype)
     a = a.reshape(shape).astype(dtype.newbyteorder(draw(bytewise)))
-    if a.ndim and draw(st.booleans()): a = a[::-1]
+    if a.ndim and draw(st.booleans()):
+        a = a[::-1]
     return a.T if draw(st.booleans()) else a
 
 @settings(max_examples=60, deadline=None)
@@ -48,7 +49,8 @@ def test_any_mapping_comes_back(tmp_path_factory, arrays):
     p = tmp_path_factory.mktemp('p')/'f'
     meta = dict(a=[1,None,'é'], b={})
     save_dict(p, arrays, meta)
-    with np.errstate(invalid='ignore'): same(load_dict(p), arrays)
+    with np.errstate(invalid='ignore'):
+        same(load_dict(p), arrays)
     assert not part_of(p).exists()
     with PackedFile(p) as f:
         assert f.meta==meta and f.names==list(arrays)
@@ -74,10 +76,12 @@ def test_what_cannot_go_in(tmp_path):
             ({1: np.ones(2)}, None, RequestError),
             (dict(a=np.ones(2)), dict(x=float('nan')), RequestError),
             (dict(a=np.ones(2)), dict(x=object()), RequestError)):
-        with pytest.raises(error): save_dict(p, arrays, meta)
+        with pytest.raises(error):
+            save_dict(p, arrays, meta)
         assert list(tmp_path.iterdir())==[]
     q = QTensor.encode(np.ones((2,32)), 'F32')
-    with pytest.raises(RequestError, match='Two arrays'): save_dict(p, {'q':q, 'q#data':np.ones(1)})
+    with pytest.raises(RequestError, match='Two arrays'):
+        save_dict(p, {'q':q, 'q#data':np.ones(1)})
 
 # -- the checksum --------------------------------------------------------------------------------
 
@@ -100,7 +104,8 @@ def test_a_word_that_changes_changes_the_sum():
             b[at] ^= np.uint8(1<<bit)
             assert checksum(b)!=was
     assert checksum(np.zeros(16, np.uint8))!=checksum(np.zeros(24, np.uint8))
-    with pytest.raises(RequestError): checksum(a, 4)
+    with pytest.raises(RequestError):
+        checksum(a, 4)
 
 @needs_cxx
 def test_a_card_sums_as_the_host_does():
@@ -125,20 +130,24 @@ def file(tmp_path):
 def test_every_byte_of_the_header_counts(file):
     p,arrays = file
     raw = p.read_bytes()
-    with PackedFile(p) as f: end = f.layout.table+len(f.layout.text)
+    with PackedFile(p) as f:
+        end = f.layout.table+len(f.layout.text)
     for at in range(end):
         for bit in (1,128):
             p.write_bytes(raw[:at]+bytes([raw[at]^bit])+raw[at+1:])
-            with pytest.raises(CheckpointError): load_dict(p)
+            with pytest.raises(CheckpointError):
+                load_dict(p)
 
 def test_a_bit_in_each_array(file):
     p,arrays = file
     raw = p.read_bytes()
-    with PackedFile(p) as f: places = {n: (f.layout.start+e.offset,e.nbytes) for n,e in f.entries.items()}
+    with PackedFile(p) as f:
+        places = {n: (f.layout.start+e.offset,e.nbytes) for n,e in f.entries.items()}
     for n,(at,size) in places.items():
         for i in (0,size//2,size-1):
             p.write_bytes(raw[:at+i]+bytes([raw[at+i]^1])+raw[at+i+1:])
-            with pytest.raises(CheckpointError, match=f"array '{n}' is not what was written"): load_dict(p)
+            with pytest.raises(CheckpointError, match=f"array '{n}' is not what was written"):
+                load_dict(p)
             others = [k for k in arrays if k!=n]
             same(load_dict(p, others), {k: arrays[k] for k in others})
             assert load_dict(p, check=False).keys()==arrays.keys()
@@ -146,25 +155,31 @@ def test_a_bit_in_each_array(file):
 def test_cut_and_lengthened(file):
     p,_ = file
     raw = p.read_bytes()
-    with PackedFile(p) as f: table,start = f.layout.table,f.layout.start
+    with PackedFile(p) as f:
+        table,start = f.layout.table,f.layout.start
     for n in (0,1,8,39,40,50,table,table+5,start-1,start,start+1,start+9000,len(raw)-BLOCK,len(raw)-1):
         p.write_bytes(raw[:n])
-        with pytest.raises(CheckpointError): load_dict(p)
+        with pytest.raises(CheckpointError):
+            load_dict(p)
     for more in (b'\0',bytes(BLOCK)):
         p.write_bytes(raw+more)
-        with pytest.raises(CheckpointError): load_dict(p)
+        with pytest.raises(CheckpointError):
+            load_dict(p)
     for other in (b'GGUF'+raw[4:],b'\x08'+bytes(99),PART+raw[8:]):
         p.write_bytes(other)
-        with pytest.raises(CheckpointError): load_dict(p)
+        with pytest.raises(CheckpointError):
+            load_dict(p)
     p.unlink()
-    with pytest.raises(CheckpointError): load_dict(p)
+    with pytest.raises(CheckpointError):
+        load_dict(p)
 
 def stranger(path, text, count, size=None):
     "A file whose header has the text `text` and a right checksum"
     l = Layout({str(i): Entry(str(i), 'uint8', (0,), 0, 0) for i in range(count)}, {}, {}, text)
     head = l.head(WHOLE, dict.fromkeys(l.entries, 0))
     n = max(size or 0, len(head))
-    class Sized(Layout): nbytes = property(lambda self: n)
+    class Sized(Layout):
+        nbytes = property(lambda self: n)
     l = Sized(l.entries, {}, {}, text)
     path.write_bytes(l.head(WHOLE, dict.fromkeys(l.entries, 0)).ljust(n, b'\0'))
 
@@ -183,12 +198,15 @@ def test_a_stranger_is_not_believed(tmp_path_factory, data):
         ('arrays','a','dtype'),('arrays','b','offset'),('arrays','b','nbytes'),('objects','q'),('objects','q','kind'),
         ('objects','q','parts'),('objects','q','said'),('more',),('arrays','q#data'),('objects','a')]))
     at = d
-    for k in path[:-1]: at = at[k]
+    for k in path[:-1]:
+        at = at[k]
     at[path[-1]] = data.draw(junk)
     text = json.dumps(d).encode()
     stranger(p, text, data.draw(st.integers(1, 3)), data.draw(st.sampled_from([l.nbytes,l.nbytes+BLOCK,None])))
-    try: load_dict(p, check=False)
-    except AtlasError: pass
+    try:
+        load_dict(p, check=False)
+    except AtlasError:
+        pass
 
 @settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=300), st.integers(0, 2**31))
@@ -196,9 +214,11 @@ def test_noise_is_refused(tmp_path_factory, raw, count):
     p = tmp_path_factory.mktemp('p')/'f'
     for begins in (b'',WHOLE,WHOLE+b'\x01\0\0\0'):
         p.write_bytes(begins+raw)
-        with pytest.raises(AtlasError): load_dict(p)
+        with pytest.raises(AtlasError):
+            load_dict(p)
     stranger(p, raw, count%5)
-    with pytest.raises(AtlasError): load_dict(p)
+    with pytest.raises(AtlasError):
+        load_dict(p)
 
 class Slow(packed.HostArrays):
     "Arrays of the host that somebody is told of"
@@ -212,12 +232,15 @@ def test_changed_while_it_is_read(file):
     p,arrays = file
     raw = p.read_bytes()
     def cut(at): os.truncate(p, len(raw)-3*BLOCK)
-    with pytest.raises(CheckpointError): load_dict(p, place=Slow(cut))
+    with pytest.raises(CheckpointError):
+        load_dict(p, place=Slow(cut))
     p.write_bytes(raw)
     def change(at):
-        with open(p, 'r+b') as f: f.write(b'x')
+        with open(p, 'r+b') as f:
+            f.write(b'x')
         os.utime(p, ns=(1,1))
-    with pytest.raises(CheckpointError): load_dict(p, place=Slow(change))
+    with pytest.raises(CheckpointError):
+        load_dict(p, place=Slow(change))
     p.write_bytes(raw)
     def replaced(at): save_dict(p, dict(other=np.ones(3))) # under the same name: what is open stays
     same(load_dict(p, place=Slow(replaced)), arrays)
@@ -229,7 +252,8 @@ def test_filled_in_place(file):
     assert reload(p, into)>=sum(a.nbytes for a in arrays.values())
     same(into, arrays)
     for bad in (dict(a=np.zeros(9, np.uint8)),dict(a=np.zeros(10_000, np.int8)),dict(none=np.zeros(3))):
-        with pytest.raises(CheckpointError): reload(p, bad)
+        with pytest.raises(CheckpointError):
+            reload(p, bad)
 
 # -- writing, and what keeps it from it ----------------------------------------------------------
 
@@ -257,7 +281,8 @@ def small(monkeypatch):
 def test_an_interrupted_save_goes_on(tmp_path, monkeypatch, small):
     p,arrays = tmp_path/'f',grown()
     save_dict(p, dict(old=np.ones(3)))
-    with pytest.raises(StoppedError): save_dict(p, arrays, stop=stopped_after(7))
+    with pytest.raises(StoppedError):
+        save_dict(p, arrays, stop=stopped_after(7))
     same(load_dict(p), dict(old=np.ones(3)))
     counted = Counted(monkeypatch)
     arrays['a2'] = numbers(300_002, 99) # has changed meanwhile
@@ -269,7 +294,8 @@ def test_an_interrupted_save_goes_on(tmp_path, monkeypatch, small):
 def test_a_part_of_something_else_is_no_use(tmp_path, small):
     p = tmp_path/'f'
     for other in (grown(11),grown(12, 300_001),{n+'x': a for n,a in grown().items()}):
-        with pytest.raises(StoppedError): save_dict(p, other, stop=stopped_after(7))
+        with pytest.raises(StoppedError):
+            save_dict(p, other, stop=stopped_after(7))
         save_dict(p, grown())
         same(load_dict(p), grown())
     for damage in (b'',b'junk',bytes(10**6)):
@@ -279,7 +305,8 @@ def test_a_part_of_something_else_is_no_use(tmp_path, small):
 
 def test_half_a_record_is_none(tmp_path, small):
     p,arrays = tmp_path/'f',grown()
-    with pytest.raises(StoppedError): save_dict(p, arrays, stop=stopped_after(7))
+    with pytest.raises(StoppedError):
+        save_dict(p, arrays, stop=stopped_after(7))
     with open(part_of(p), 'r+b') as f:
         f.seek(packed._HEAD.size+packed._SUM.size*3+8)
         f.write(b'\0')
@@ -294,7 +321,8 @@ def test_without_direct_writes(tmp_path, monkeypatch):
     save_dict(tmp_path/'a', grown())
     plain = os.open
     def refused(path, flags, *args, **kw):
-        if flags & os.O_DIRECT: raise OSError(22, 'Invalid argument')
+        if flags & os.O_DIRECT:
+            raise OSError(22, 'Invalid argument')
         return plain(path, flags, *args, **kw)
     monkeypatch.setattr(os, 'open', refused)
     save_dict(tmp_path/'b', grown())
@@ -320,16 +348,19 @@ def test_a_full_disk(tmp_path, monkeypatch):
     assert 'cannot be written' in out and 'Free some space' in out, err
     write,calls = os.pwrite,iter(range(99))
     def full(fd, data, at):
-        if next(calls)>4: raise OSError(28, 'No space left on device')
+        if next(calls)>4:
+            raise OSError(28, 'No space left on device')
         return write(fd, data, at)
     monkeypatch.setattr(os, 'pwrite', full)
-    with pytest.raises(WriteError, match='No space left'): save_dict(p, grown())
+    with pytest.raises(WriteError, match='No space left'):
+        save_dict(p, grown())
     monkeypatch.undo()
     same(load_dict(p), dict(old=np.ones(3)))
     assert [q.name for q in tmp_path.iterdir()]==['f']
 
 def test_no_folder(tmp_path):
-    with pytest.raises(WriteError, match='No such file'): save_dict(tmp_path/'none'/'f', grown(1))
+    with pytest.raises(WriteError, match='No such file'):
+        save_dict(tmp_path/'none'/'f', grown(1))
 
 KILLED = '''
     import sys
@@ -352,8 +383,10 @@ def test_killed_at_any_moment(tmp_path):
         time.sleep(rng.uniform(0, .25))
         child.send_signal(signal.SIGKILL)
         child.communicate(timeout=WAIT)
-        if not p.exists(): continue
-        with PackedFile(p) as f: now,arrays = f.meta['version'],f.load()
+        if not p.exists():
+            continue
+        with PackedFile(p) as f:
+            now,arrays = f.meta['version'],f.load()
         assert now>=version
         assert len(arrays)==6 and all((a==now%251).all() for a in arrays.values())
         version = now
@@ -379,7 +412,8 @@ def test_two_do_not_write_one_file(tmp_path):
     p = save_dict(tmp_path/'f', dict(old=np.ones(3)))
     child = program(HOLDS, p, stdin=subprocess.PIPE)
     assert child.stdout.readline()=='writing\n'
-    with pytest.raises(BusyError): save_dict(p, dict(ours=np.ones(4)))
+    with pytest.raises(BusyError):
+        save_dict(p, dict(ours=np.ones(4)))
     same(load_dict(p), dict(old=np.ones(3)))
     done = []
     waiting = threading.Thread(target=lambda: done.append(save_dict(p, dict(ours=np.ones(4)), wait=True)))
@@ -403,6 +437,8 @@ def test_a_card_and_back(tmp_path):
     assert (tmp_path/'card').read_bytes()==(tmp_path/'host').read_bytes()
     same(load_dict(tmp_path/'card', place=place), arrays)
     raw = bytearray((tmp_path/'card').read_bytes())
-    with PackedFile(tmp_path/'card') as f: raw[f.layout.start+f.entries['a2'].offset] ^= 1
+    with PackedFile(tmp_path/'card') as f:
+        raw[f.layout.start+f.entries['a2'].offset] ^= 1
     (tmp_path/'card').write_bytes(raw)
-    with pytest.raises(CheckpointError, match="'a2'"): reload(tmp_path/'card', there, place)
+    with pytest.raises(CheckpointError, match="'a2'"):
+        reload(tmp_path/'card', there, place)

@@ -35,7 +35,8 @@ def test_experts_leave_their_rows(extra):
     np.testing.assert_array_equal(bits(y), bits(x))
     p = many._Product(card, w, e, R)
     for a,b in zip(h.tiles, p.halves(x, gain, 1e-6, None, dict(NORM=1))):
-        if b is None: continue
+        if b is None:
+            continue
         a,b = (card.download(t).view('u1') for t in (a,b))
         written = a!=card.download(card.empty((1,), 'uint8'))[0]  # beyond the rows nothing is
         np.testing.assert_array_equal(a[written], b[written])
@@ -47,7 +48,8 @@ def test_rows_of_another_product_are_made_anew():
     h = many.Prepared(9, Reader(w, gain, 1e-6), (), x)
     assert h.of(w, gain, 1e-6, None) and h.instead(x) is h
     others = (v,gain,1e-6,None), (w,up(256),1e-6,None), (w,gain,1e-5,None), (w,gain,1e-6,v)
-    for o in others: assert not h.of(*o)
+    for o in others:
+        assert not h.of(*o)
     y = up(9, 256)
     assert h.instead(y) is y
     got,want = (bits(gemv_wide(a, v, gain=gain, eps=1e-6)) for a in (h,x))
@@ -73,7 +75,8 @@ def test_the_head_finds_them(full):
     m = models('qwen3.6-moe', 'nvfp4')[1]
     e = engine(m, seqs=16)
     shape = StepShape(16, 64, full, False)
-    with recording(launch=False) as seen: e.stepper.body(shape)
+    with recording(launch=False) as seen:
+        e.stepper.body(shape)
     names = [n for n,*_ in seen.calls]
     assert 'expert_sum' not in names and names.count('experts_wide')+names.count('expert_strips')
     last = len(names)-1-names[::-1].index('gemv_wide')

@@ -41,14 +41,16 @@ def test_any_ranges(random_file, gaps, blocks, buffers, threads, direct):
         pieces.append(Extent(random_file, at, n, i))
         at += n
     got,r = collect(pieces, Ring(buffers, blocks*BLOCK), threads, direct)
-    for p in pieces: assert np.array_equal(got[p.key], RANDOM[p.offset:p.offset+p.nbytes])
+    for p in pieces:
+        assert np.array_equal(got[p.key], RANDOM[p.offset:p.offset+p.nbytes])
     assert r.nbytes>=sum(p.nbytes for p in pieces)
     assert r.threads<=min(threads, buffers)
 
 @given(ranges, st.integers(1, 9))
 @settings(max_examples=150, deadline=None)
 def test_windows_read_nothing_twice(gaps, blocks):
-    class f: pass
+    class f:
+        pass
     pieces,at = [],0
     for i,(gap,n) in enumerate(gaps):
         pieces.append(Extent(f, at+gap, n, i))
@@ -63,7 +65,8 @@ def test_one_range_for_two(random_file):
     pieces = [Extent(random_file, 10, 50_000, 'a'), Extent(random_file, 10, 50_000, 'b'),
         Extent(random_file, 40_000, 1000, 'c')]
     got,r = collect(pieces, Ring(2, 3*BLOCK))
-    for p in pieces: assert np.array_equal(got[p.key], RANDOM[p.offset:p.offset+p.nbytes])
+    for p in pieces:
+        assert np.array_equal(got[p.key], RANDOM[p.offset:p.offset+p.nbytes])
     assert r.nbytes<60_000
 
 def aligned(n, more=0):
@@ -81,15 +84,19 @@ def test_read_where_they_stay(random_file, some, blocks, direct):
         at = -(-at//BLOCK)*BLOCK+gap*BLOCK
         n = max(0, min(n, random_file.size-at))
         pieces.append(Extent(random_file, at, n, i))
-        if home and n: homes[i] = aligned(n)
+        if home and n:
+            homes[i] = aligned(n)
         at += n
     got = {}
     def take(key, at, data):
-        if key in homes: assert data.ctypes.data==homes[key][at:].ctypes.data
-        else: got.setdefault(key, np.zeros(pieces[key].nbytes, np.uint8))[at:at+len(data)] = data
+        if key in homes:
+            assert data.ctypes.data==homes[key][at:].ctypes.data
+        else:
+            got.setdefault(key, np.zeros(pieces[key].nbytes, np.uint8))[at:at+len(data)] = data
     read_pieces(pieces, take, Ring(2, blocks*BLOCK), 2, direct, homes)
     for p in pieces:
-        if p.nbytes: assert np.array_equal({**got,**homes}[p.key], RANDOM[p.offset:p.offset+p.nbytes])
+        if p.nbytes:
+            assert np.array_equal({**got,**homes}[p.key], RANDOM[p.offset:p.offset+p.nbytes])
     for a in homes.values():
         end = a.ctypes.data-a.base.ctypes.data+len(a)
         assert not a.base[end:].any()
@@ -124,7 +131,8 @@ def test_short_reads(random_file, monkeypatch):
     def less(fd, to, offset):
         n = len(to[0])
         few = n if n<=BLOCK else BLOCK+n//3//BLOCK*BLOCK
-        if fd==random_file.f.fileno(): few = max(1, n//3)
+        if fd==random_file.f.fileno():
+            few = max(1, n//3)
         return real(fd, [to[0][:few]], offset)
     monkeypatch.setattr(reading.os, 'preadv', less)
     for direct in (True, False):
@@ -144,7 +152,8 @@ def descriptors(): return len(os.listdir('/proc/self/fd'))
 
 def fails(pieces, take, ring, error, match, **kw):
     before = descriptors()
-    with pytest.raises(error, match=match): read_pieces(pieces, take, ring, **kw)
+    with pytest.raises(error, match=match):
+        read_pieces(pieces, take, ring, **kw)
     assert not threads() and descriptors()==before
 
 def nothing(key, at, data): pass
@@ -181,7 +190,8 @@ def test_an_error_of_the_taker_stops_all(small):
     seen = []
     def take(key, at, data):
         seen.append(at)
-        if len(seen)==3: raise KeyError('three')
+        if len(seen)==3:
+            raise KeyError('three')
     fails([Extent(small, 0, small.size, 0)], take, Ring(4, BLOCK), KeyError, 'three')
     assert len(seen)<12
 
@@ -200,7 +210,8 @@ def test_buffers_are_waited_for(small):
             assert place not in open_
             open_.add(place)
         def done():
-            with lock: open_.remove(place)
+            with lock:
+                open_.remove(place)
             order.append(at)
         return done
     ring = Ring(3, BLOCK)
@@ -227,14 +238,16 @@ def test_memory_of_ones_own(small):
     assert made and set(made)=={3*BLOCK} and len(made)<=2
     odd = Ring(1, BLOCK, lambda n: memoryview(mmap.mmap(-1, n+BLOCK))[8:])
     fails([Extent(small, 0, 10, 0)], nothing, odd, ConfigError, 'multiple of')
-    with pytest.raises(ConfigError): Ring(0, 1)
+    with pytest.raises(ConfigError):
+        Ring(0, 1)
 
 def test_nothing_to_read(): assert read_pieces([], nothing).nbytes==0
 
 def test_nothing_is_left_in_the_cache(small):
     "Where the file system can tell (`fincore`), no page of a file stays behind"
     import ctypes,mmap
-    if os.statvfs(small.path).f_bsize!=BLOCK: pytest.skip('other pages')
+    if os.statvfs(small.path).f_bsize!=BLOCK:
+        pytest.skip('other pages')
     os.sync()
     for direct in (True, False):
         read_pieces([Extent(small, 0, small.size, 0)], nothing, Ring(2, 4*BLOCK), direct=direct)

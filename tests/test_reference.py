@@ -39,17 +39,21 @@ def test_layers(name):
 @each()
 def test_cached_decode(name):
     "Tokens fed one at a time after the prompt, each reading what the last left in the cache"
-    r = refs[name]; run = Run(model(name)); T = len(r['ids'])
+    r = refs[name]
+    run = Run(model(name))
+    T = len(r['ids'])
     run.prefill(r['ids'])
     step = run.steps(r['next_ids'], T)
     assert error(step, r['next_logits'])<TOL
-    eight = Run(run.model); eight.prefill(r['ids'])  # the same rows, eight at a time: the same bits
+    eight = Run(run.model)
+    eight.prefill(r['ids'])  # the same rows, eight at a time: the same bits
     assert (eight(r['next_ids'][:8], T, False)==step[:8]).all()
 
 @each()
 def test_chunked_prefill(name):
     "A prompt in chunks of whole tiles, bit for bit the prompt at once"
-    r = refs[name]; m = model(name)
+    r = refs[name]
+    m = model(name)
     whole = Run(m).prefill(r['ids'])
     assert (Run(m).chunks(r['ids'])==whole).all() and error(whole, r['logits'])<TOL
 
@@ -63,16 +67,20 @@ def test_prompt_by_decode(name):
 @pytest.mark.parametrize('name', [n for n,r in refs.items() if any(k.startswith('rec') for k in r)])
 def test_states(name, how):
     "What recurrent layers remember of the prompt, however they read it"
-    r = refs[name]; run = Run(model(name)); how(run, r['ids'])
+    r = refs[name]
+    run = Run(model(name))
+    how(run, r['ids'])
     got = run.states()
     assert got.keys()=={k for k in r if k.startswith(('rec','conv'))}
-    for k,a in got.items(): assert error(a, r[k])<TOL, k
+    for k,a in got.items():
+        assert error(a, r[k])<TOL, k
 
 @each('route_ids')
 def test_routing(name):
     "Which experts each row went to, and how much of each"
     r,routes = refs[name],[]
-    run = Run(model(name)); b = run.batch(r['ids'], 0, True)
+    run = Run(model(name))
+    b = run.batch(r['ids'], 0, True)
     run.model.trunk(b, run.cache, routes=routes)
     assert len(routes)==len(r['route_ids'])
     for (ids,weights),want,share in zip(routes, r['route_ids'], r['route_weights']):
@@ -107,18 +115,23 @@ def greedy(model, prompts, n, **kw):
     cache = KVCache(model.c, host, 64, num_states=8)
     out = {i:[] for i in range(len(prompts))}
     eng = Engine(Scheduler(cache.pool, 4, 256, **kw), HostStepper(model, cache))
-    for i,ids in enumerate(prompts): eng.add(Request(str(i), tuple(int(t) for t in ids), greedy_params(n)))
+    for i,ids in enumerate(prompts):
+        eng.add(Request(str(i), tuple(int(t) for t in ids), greedy_params(n)))
     while eng.has_work:
         for e in eng.step():
             assert not e.error, e.error
-            if e.token is not None: out[int(e.id)].append(e.token)
+            if e.token is not None:
+                out[int(e.id)].append(e.token)
     assert cache.pool.used==0
     return list(out.values())
 
 @each()
 def test_greedy_through_the_engine(name):
     "Alone and beside others, whole and in chunks"
-    r = refs[name]; m = model(name); want = r['greedy'].tolist(); n = len(want)
+    r = refs[name]
+    m = model(name)
+    want = r['greedy'].tolist()
+    n = len(want)
     assert greedy(m, [r['ids']], n)==[want]
     mates = [r['ids'][:5],r['ids'],r['ids'][::-1][:67]]
     assert greedy(m, mates, n, chunk=64)[1]==want
@@ -142,7 +155,8 @@ def test_mtp(name, pieces):
 
 @each('draft_tokens')
 def test_assistant(name):
-    r = refs[name]; tokens,logits = drafts(name)
+    r = refs[name]
+    tokens,logits = drafts(name)
     assert tokens==r['draft_tokens'].tolist()
     assert error(logits, r['draft_logits'])<TOL
 
@@ -158,14 +172,19 @@ def test_vision_features(name):
     deep = [r[f'deep{j}'] for j in range(9) if f'deep{j}' in r]
     got = [np.concatenate(d) for d in zip(*levels)]
     assert len(got)==len(deep)
-    for a,b in zip(got, deep): assert error(a, b)<TOL
+    for a,b in zip(got, deep):
+        assert error(a, b)<TOL
     assert (media.pos3==r['image_pos']).all()
 
 @each('pixels')
 def test_image_prompt(name):
     "Logits of a prompt with two images, whole, in chunks and token by token, and of tokens after it"
-    r = refs[name]; m = model(name); media = seen(name, m); ids = r['image_ids']
-    run = Run(m); whole = run.prefill(ids, media)
+    r = refs[name]
+    m = model(name)
+    media = seen(name, m)
+    ids = r['image_ids']
+    run = Run(m)
+    whole = run.prefill(ids, media)
     assert error(whole, r['image_logits'])<TOL
     assert error(run.steps(r['image_next_ids'], len(ids), media), r['image_next_logits'])<TOL
     assert (Run(m).chunks(ids, 64, media)==whole).all()
@@ -178,7 +197,9 @@ def apart(ts):
     out = {}
     for k,a in ts.items():
         m = re.fullmatch(r'(.*experts\.)(gate_up_proj|down_proj)', k)
-        if not m: out[k] = a; continue
+        if not m:
+            out[k] = a
+            continue
         for e,x in enumerate(a):
             rows = dict(zip(('gate_proj','up_proj'), np.split(x, 2))) if m[2]=='gate_up_proj' else {m[2]:x}
             out |= {f'{m[1]}{e}.{n}.weight':np.ascontiguousarray(r) for n,r in rows.items()}
@@ -189,8 +210,10 @@ def together(ts):
     out,found = {},{}
     for k,a in ts.items():
         m = re.fullmatch(r'(.*experts\.)(\d+)\.(gate|up|down)_proj\.weight', k)
-        if m: found.setdefault(m[1], {})[int(m[2]),m[3]] = a
-        else: out[k] = a
+        if m:
+            found.setdefault(m[1], {})[int(m[2]),m[3]] = a
+        else:
+            out[k] = a
     for p,x in found.items():
         E = range(len(x)//3)
         out |= {p+'gate_up_proj':np.stack([np.concatenate([x[e,'gate'],x[e,'up']]) for e in E]), p+'down_proj':np.stack([x[e,'down'] for e in E])}

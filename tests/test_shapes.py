@@ -13,7 +13,8 @@ from helpers.reference import Run,data,rewritten
 host = get_device('cpu')
 
 def opened(path, **kw):
-    with open_checkpoint(path) as ck: return load_model(ck, host, 256, parts=('','mtp','vision'), **kw)
+    with open_checkpoint(path) as ck:
+        return load_model(ck, host, 256, parts=('','mtp','vision'), **kw)
 def logits(path, n=70): m = opened(path); return Run(m).prefill([(5*i+3)%40 for i in range(n)])
 
 # -- any shape -------------------------------------------------------------------------------------------------------------------
@@ -27,17 +28,23 @@ def configs(draw):
     p = lambda *xs: draw(_pick(xs))
     L,kv,hd = p(1,2,3),p(1,2,3),p(8,10,24)
     kind = draw(_pick(KINDS))
-    E = p(1,2,5); kinds = lambda *ks: [p(*ks) for _ in range(L)]
+    E = p(1,2,5)
+    kinds = lambda *ks: [p(*ks) for _ in range(L)]
     d = dict(model_type=kind, vocab_size=43, hidden_size=p(17,24,65), num_hidden_layers=L, num_attention_heads=kv*p(1,3,8), num_key_value_heads=kv, head_dim=hd, intermediate_size=p(7,32,96),
         max_position_embeddings=256, rms_norm_eps=1e-5, eos_token_id=2, num_experts=E, num_local_experts=E, n_routed_experts=E, num_experts_per_tok=p(1,E), moe_intermediate_size=p(8,32,33),
         linear_num_key_heads=(kh := p(1,2)), linear_num_value_heads=kh*p(1,3), linear_key_head_dim=p(4,12), linear_value_head_dim=p(6,16), linear_conv_kernel_dim=p(2,4,5), conv_kernel=p(2,4,5),
         shared_expert_intermediate_size=p(8,33), moe_shared_expert_intermediate_size=9, mamba_head_dim=p(4,12), n_groups=(g := p(1,3)), mamba_num_heads=g*p(1,2), ssm_state_size=p(4,10), sliding_window=p(1,5,64,100))
-    if kind in ('qwen3_next','qwen3_5_text'): d |= dict(layer_types=kinds('linear_attention','full_attention'), partial_rotary_factor=1.0)
-    if kind=='qwen3_5_text': d['rope_scaling'] = dict(mrope_section=[hd//2,0,0], mrope_interleaved=True, rope_type='default')
-    if kind=='gpt_oss': d |= dict(layer_types=kinds('sliding_attention','full_attention'))
-    if kind=='gemma4_text': d |= dict(layer_types=kinds('sliding_attention','full_attention'), global_head_dim=p(8,20), num_global_key_value_heads=kv, attention_k_eq_v=p(True,False), hidden_size_per_layer_input=0,
+    if kind in ('qwen3_next','qwen3_5_text'):
+        d |= dict(layer_types=kinds('linear_attention','full_attention'), partial_rotary_factor=1.0)
+    if kind=='qwen3_5_text':
+        d['rope_scaling'] = dict(mrope_section=[hd//2,0,0], mrope_interleaved=True, rope_type='default')
+    if kind=='gpt_oss':
+        d |= dict(layer_types=kinds('sliding_attention','full_attention'))
+    if kind=='gemma4_text':
+        d |= dict(layer_types=kinds('sliding_attention','full_attention'), global_head_dim=p(8,20), num_global_key_value_heads=kv, attention_k_eq_v=p(True,False), hidden_size_per_layer_input=0,
         enable_moe_block=p(True,False), top_k_experts=p(1,E))
-    if kind=='nemotron_h': d |= dict(hybrid_override_pattern=''.join(kinds('M','E','*','-')), sliding_window=None)
+    if kind=='nemotron_h':
+        d |= dict(hybrid_override_pattern=''.join(kinds('M','E','*','-')), sliding_window=None)
     if kind=='granitemoehybrid':
         d |= dict(layer_types=kinds('mamba','attention'), hidden_size=12*g)
         d |= dict(mamba_n_heads=p(1,2)*g, mamba_n_groups=g, mamba_expand=2)
@@ -55,20 +62,27 @@ def configs(draw):
 def test_any_shape(c, weights, T, seed):
     "Packed weights and plain ones, a prompt at once and in chunks: the same bits. Token by token: the same numbers"
     m,ids = build(c),np.random.default_rng(seed).integers(0, c.vocab_size, T+3).tolist()
-    with dummy_checkpoint(c, m.wants(), weights, seed) as ck: plain,packed = (build(c).bind(load(ck, m.wants(), host, packed=k), host, 256) for k in (False,True))
+    with dummy_checkpoint(c, m.wants(), weights, seed) as ck:
+        plain,packed = (build(c).bind(load(ck, m.wants(), host, packed=k), host, 256) for k in (False,True))
     a,b,s = Run(plain),Run(packed),Run(plain)
-    whole = a.prefill(ids[:T]); assert np.isfinite(whole).all() and whole.shape==(T,c.vocab_size)
+    whole = a.prefill(ids[:T])
+    assert np.isfinite(whole).all() and whole.shape==(T,c.vocab_size)
     assert (b.prefill(ids[:T])==whole).all() and (Run(packed).chunks(ids[:T])==whole).all()
-    after = a.steps(ids[T:], T); assert (b.steps(ids[T:], T)==after).all()
+    after = a.steps(ids[T:], T)
+    assert (b.steps(ids[T:], T)==after).all()
     got = s.steps(ids)
-    if not (c.moe and c.moe.top_k<c.moe.num_experts): assert np.abs(got-np.concatenate([whole,after])).max()<3e-4*np.abs(whole).max()  # else a near choice may fall the other way
+    if not (c.moe and c.moe.top_k<c.moe.num_experts):
+        assert np.abs(got-np.concatenate([whole,after])).max()<3e-4*np.abs(whole).max()  # else a near choice may fall the other way
 
 # -- what a file may leave open --------------------------------------------------------------------------------------------------
 
 def changed(path, name, fn, **conf):
     "The folder `name` with its tensors changed by `fn`, and keys of its config"
-    path.mkdir(exist_ok=True); rewritten(name, path, fn)
-    c = json.loads((path/'config.json').read_text()); t = c.get('text_config', c); t |= conf
+    path.mkdir(exist_ok=True)
+    rewritten(name, path, fn)
+    c = json.loads((path/'config.json').read_text())
+    t = c.get('text_config', c)
+    t |= conf
     (path/'config.json').write_text(json.dumps(c))
     return path
 
@@ -81,7 +95,8 @@ def test_a_lone_expert(tmp_path, name, key):
     def unpicked(ts):  # the same router twice: ties go to the first
         ts = cut(2)(ts)
         for k,a in ts.items():
-            if re.search(r'(mlp|mixer|block_sparse_moe)\.gate\.weight$|e_score_correction_bias$', k) and len(a)==2: ts[k] = np.concatenate([a[:1],a[:1]])
+            if re.search(r'(mlp|mixer|block_sparse_moe)\.gate\.weight$|e_score_correction_bias$', k) and len(a)==2:
+                ts[k] = np.concatenate([a[:1],a[:1]])
         return ts
     two = changed(tmp_path/'2', name, unpicked, **{key:2, 'num_experts_per_tok':1})
     a,b = logits(one),logits(two)
@@ -96,24 +111,32 @@ def test_tied_and_stored_all_the_same(tmp_path, name):
     want = logits(data/name)
     assert (logits(same)==want).all() and (m := opened(same)).lm_head is m.embed_tokens
     assert (logits(other)==want[:,::-1]).all() and (m := opened(other)).lm_head is not m.embed_tokens
-    with pytest.raises(CheckpointError, match='lm_head.bias'): logits(changed(tmp_path/'bias', name, lambda ts: ts|{'lm_head.bias':np.ones(3, np.float32)}))
-    with pytest.raises(CheckpointError, match='lm_head.weight'): logits(changed(tmp_path/'short', name, lambda ts: ts|{'lm_head.weight':ts[E(ts)][1:].copy()}))
+    with pytest.raises(CheckpointError, match='lm_head.bias'):
+        logits(changed(tmp_path/'bias', name, lambda ts: ts|{'lm_head.bias':np.ones(3, np.float32)}))
+    with pytest.raises(CheckpointError, match='lm_head.weight'):
+        logits(changed(tmp_path/'short', name, lambda ts: ts|{'lm_head.weight':ts[E(ts)][1:].copy()}))
 
 def _experts(ts, turn=False):
     "Experts of 20: gate and up are as wide together as the model of 40, a square"
     def cut(k, a):
-        if k.endswith('experts.gate_up_proj'): a = np.concatenate([a[...,:16],a[...,:4],a[...,16:],a[...,16:20]], -1)  # (E,H,40), stored [in,out]
-        elif k.endswith('experts.down_proj'): a = np.concatenate([a,a[:,:4]], 1)
-        else: return a
+        if k.endswith('experts.gate_up_proj'):
+            a = np.concatenate([a[...,:16],a[...,:4],a[...,16:],a[...,16:20]], -1)  # (E,H,40), stored [in,out]
+        elif k.endswith('experts.down_proj'):
+            a = np.concatenate([a,a[:,:4]], 1)
+        else:
+            return a
         return np.ascontiguousarray(a.swapaxes(-1, -2)) if turn else a
     return {k:cut(k, a) for k,a in ts.items()}
 
 def _apart(ts):
     out = {}
     for k,a in _experts(ts, True).items():
-        if not re.search(r'experts\.(gate_up|down)_proj$', k): out[k] = a; continue
+        if not re.search(r'experts\.(gate_up|down)_proj$', k):
+            out[k] = a
+            continue
         for e,x in enumerate(a):
-            for n,p in zip(('gate','up'), np.split(x, 2)) if 'gate_up' in k else [('down',x)]: out[f'{k.rsplit(".", 1)[0]}.{e}.{n}_proj.weight'] = p.copy()
+            for n,p in zip(('gate','up'), np.split(x, 2)) if 'gate_up' in k else [('down',x)]:
+                out[f'{k.rsplit(".", 1)[0]}.{e}.{n}_proj.weight'] = p.copy()
     return out
 
 def test_a_square_stack_is_read_as_the_library_reads_it(tmp_path):
@@ -127,26 +150,35 @@ def test_a_square_stack_is_read_as_the_library_reads_it(tmp_path):
 def test_scales_below_zero(tmp_path, monkeypatch, name, end, bad):
     "Or zero for all, or infinite: refused before anything is allocated"
     def spoil(ts):
-        k = next(k for k in ts if k.endswith('.'+end)); a = ts[k].copy(); a.reshape(-1)[-1] = bad
+        k = next(k for k in ts if k.endswith('.'+end))
+        a = ts[k].copy()
+        a.reshape(-1)[-1] = bad
         return ts|{k:a}
     f = changed(tmp_path/'m', name, spoil)
     monkeypatch.setattr(type(host), 'carve', lambda *a: pytest.fail('allocated'))
-    with pytest.raises(CheckpointError, match='model.safetensors.*scale of .* is not'): opened(f)
+    with pytest.raises(CheckpointError, match='model.safetensors.*scale of .* is not'):
+        opened(f)
 
 def test_errors_name_the_file_they_are_about(tmp_path):
     for file,text in (('hf_quant_config.json','{"quantization": {"quant_algo": "INT4"}}'), ('generation_config.json','{"eos_token_id": "x"}'), ('config.json','{"model_type": "llama"}')):
-        shutil.copytree(data/'linear-rope', tmp_path/file); (tmp_path/file/file).write_text(text)
-        with pytest.raises((CheckpointError,UnsupportedError), match='^'+file.replace('.', r'\.')+': '): opened(tmp_path/file)
+        shutil.copytree(data/'linear-rope', tmp_path/file)
+        (tmp_path/file/file).write_text(text)
+        with pytest.raises((CheckpointError,UnsupportedError), match='^'+file.replace('.', r'\.')+': '):
+            opened(tmp_path/file)
 
 @pytest.mark.parametrize('name,key', [('linear-rope','factor'), ('linear-rope','type'), ('llama3-rope-sharded','factor'), ('llama3-rope-sharded','low_freq_factor'), ('llama3-rope-sharded','rope_type'), ('gpt-oss','rope_type')])
 def test_scalings_that_are_half_told(name, key):
     "Are not filled in"
-    c = json.loads((data/name/'config.json').read_text()); del c['rope_scaling'][key]
-    with pytest.raises(ConfigError, match=f"no '{key}'|no 'rope_type'"): ModelConfig.from_hf(c)
+    c = json.loads((data/name/'config.json').read_text())
+    del c['rope_scaling'][key]
+    with pytest.raises(ConfigError, match=f"no '{key}'|no 'rope_type'"):
+        ModelConfig.from_hf(c)
 
 @pytest.mark.parametrize('name,path', [('gpt-oss','num_local_experts'), ('gpt-oss','intermediate_size'), ('qwen3-next','num_attention_heads'), ('qwen3-next','linear_value_head_dim'), ('qwen3-vl','vision_config.depth')])
 def test_sizes_beyond_reason(name, path):
     "Are refused before anybody makes a table or a list of that size"
-    c = json.loads((data/name/'config.json').read_text()); *up,k = path.split('.')
+    c = json.loads((data/name/'config.json').read_text())
+    *up,k = path.split('.')
     (c[up[0]] if up else c)[k] = 10**9
-    with pytest.raises(ConfigError, match='1,000,000,000|000,000'): ModelConfig.from_hf(c)
+    with pytest.raises(ConfigError, match='1,000,000,000|000,000'):
+        ModelConfig.from_hf(c)

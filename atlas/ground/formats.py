@@ -102,7 +102,8 @@ FP8_TILE = 128 # Side of the square of weights that share a scale in FP8_BLOCK
 def _tile_amax(a:np.ndarray)->np.ndarray:
     "Maximum of each 128×128 tile of the last two axes, the last ones possibly partial"
     pad = [(0,0)]*(a.ndim-2) + [(0,-n%FP8_TILE) for n in a.shape[-2:]]
-    a = np.pad(a, pad); *l,o,i = a.shape
+    a = np.pad(a, pad)
+    *l,o,i = a.shape
     return a.reshape(*l, o//FP8_TILE, FP8_TILE, i//FP8_TILE, FP8_TILE).max((-3,-1))
 
 def _tile_spread(s:np.ndarray, shape)->np.ndarray:
@@ -117,12 +118,14 @@ def _fp8(name, bits, amax, scale_shape, spread):
     def layout(s): return dict(data=('uint8',s), scale=('float32',scale_shape(s)))
     def decode(p, s): return E4M3[p['data']]*spread(p['scale'],s)
     def encode(w):
-        s = np.asarray(amax(np.abs(w))/np.float32(448)); s = np.where(s>0, s, np.float32(1))
+        s = np.asarray(amax(np.abs(w))/np.float32(448))
+        s = np.where(s>0, s, np.float32(1))
         return dict(data=f32_to_e4m3(w/spread(s,w.shape)), scale=s)
     _add(name, bits, {'FP8_BLOCK':FP8_TILE}.get(name,1), layout, decode, encode)
 
 def _tiled(s):
-    if len(s)<2: raise ConfigError(f'FP8_BLOCK needs two dimensions, not the shape {list(s)}')
+    if len(s)<2:
+        raise ConfigError(f'FP8_BLOCK needs two dimensions, not the shape {list(s)}')
     return (*s[:-2], -(-s[-2]//FP8_TILE), -(-s[-1]//FP8_TILE))
 
 _fp8('FP8_TENSOR',  8, lambda a: a.max(),   lambda s: (),     lambda q,s: _over(q))
@@ -145,7 +148,8 @@ def unpack_e2m1(b:np.ndarray)->np.ndarray:
 def _scales(name, n):
     "Shape of one scale each `n` weights of the last axis; refuses a length that `n` does not divide"
     def f(s):
-        if not s or s[-1]%n: raise ConfigError(f'{name} stores rows in blocks of {n} weights, which does not divide the shape {list(s)}')
+        if not s or s[-1]%n:
+            raise ConfigError(f'{name} stores rows in blocks of {n} weights, which does not divide the shape {list(s)}')
         return (*s[:-1], s[-1]//n)
     return f
 
@@ -159,9 +163,11 @@ def _nvfp4_decode(p, shape):
 
 # %% ../../nbs/1_ground/07_formats.ipynb #37616de4
 def _nvfp4_encode(w):
-    b = w.reshape(_scales('NVFP4', 16)(w.shape)+(16,)); amax = np.abs(b).max(-1)
+    b = w.reshape(_scales('NVFP4', 16)(w.shape)+(16,))
+    amax = np.abs(b).max(-1)
     g = amax.max()/np.float32(6*448)
-    if g==0: g = np.float32(1)
+    if g==0:
+        g = np.float32(1)
     s = amax/6/g
     s = f32_to_e4m3(np.where(s==0, np.float32(1), s).clip(2**-9, 448))
     q = f32_to_e2m1(b/(E4M3[s]*g)[...,None])
@@ -177,7 +183,8 @@ def _mxfp4_decode(p, shape):
     return (unpack_e2m1(p['data']).reshape(*s.shape,32)*s[...,None]).reshape(shape)
 
 def _mxfp4_encode(w):
-    b = w.reshape(_scales('MXFP4', 32)(w.shape)+(32,)); m,e = np.frexp(np.abs(b).max(-1))
+    b = w.reshape(_scales('MXFP4', 32)(w.shape)+(32,))
+    m,e = np.frexp(np.abs(b).max(-1))
     e = np.where(m>0, e-3+(m>.75), -127).clip(-127, 127)
     return dict(data=pack4(f32_to_e2m1(np.ldexp(b, -e[...,None])).reshape(w.shape)), scale=(e+127).astype(np.uint8))
 
@@ -238,7 +245,8 @@ def _gguf(name, n, nbytes):
         from gguf import quants
         blocks,k = p['data'].reshape(-1,nbytes),2**17//n
         out,f = np.empty((len(blocks),n), np.float32),getattr(quants, name).dequantize_blocks
-        for i in range(0, len(blocks), k): out[i:i+k] = f(blocks[i:i+k])
+        for i in range(0, len(blocks), k):
+            out[i:i+k] = f(blocks[i:i+k])
         return out.reshape(shape)
     def encode(w):
         from gguf import quants
@@ -246,7 +254,8 @@ def _gguf(name, n, nbytes):
         return dict(data=getattr(quants, name).quantize(np.ascontiguousarray(w)))
     _add(name, nbytes*8/n, n, layout, decode, None if name.endswith('_K') else encode)
 
-for k,(n,nbytes) in GGUF_BLOCKS.items(): _gguf(k, n, nbytes)
+for k,(n,nbytes) in GGUF_BLOCKS.items():
+    _gguf(k, n, nbytes)
 
 # %% ../../nbs/1_ground/07_formats.ipynb #346873f8
 @dataclass(eq=False)
@@ -257,9 +266,11 @@ class QTensor:
     parts:dict # {'data': …, 'scale': …, 'global': …}, as the format's layout says
 
     def __post_init__(self):
-        if self.fmt not in FORMATS: raise UnsupportedError(f'Storage format {self.fmt!r} is not supported', hint=f'Supported: {", ".join(FORMATS)}')
+        if self.fmt not in FORMATS:
+            raise UnsupportedError(f'Storage format {self.fmt!r} is not supported', hint=f'Supported: {", ".join(FORMATS)}')
         self.shape = tuple(self.shape)
-        got = {k:(str(p.dtype),tuple(p.shape)) for k,p in self.parts.items()}; want = FORMATS[self.fmt].layout(self.shape)
+        got = {k:(str(p.dtype),tuple(p.shape)) for k,p in self.parts.items()}
+        want = FORMATS[self.fmt].layout(self.shape)
         if got.keys()!=want.keys() or any(got[k]!=w and (w[1]!=() or got[k]!=(w[0],self.shape[:-2])) for k,w in want.items()):
             raise ConfigError(f'The parts of this {self.fmt} tensor of shape {list(self.shape)} are {got}, expected {want}')
 
@@ -275,9 +286,11 @@ class QTensor:
 @patch(cls_method=True)
 def encode(cls:QTensor, w:np.ndarray, fmt:str)->QTensor:
     "Store the float32 array `w` in format `fmt`; an `UnsupportedError` where Atlas only reads it, a `ConfigError` where `w` does not fit it"
-    if fmt not in FORMATS or not FORMATS[fmt].encode: raise UnsupportedError(f'Atlas cannot write the format {fmt!r}')
+    if fmt not in FORMATS or not FORMATS[fmt].encode:
+        raise UnsupportedError(f'Atlas cannot write the format {fmt!r}')
     w = np.asarray(w, np.float32)
-    if fmt not in ('F32','F16','BF16') and not np.isfinite(w).all(): raise ConfigError(f'NaN or infinity cannot be stored in {fmt}')
+    if fmt not in ('F32','F16','BF16') and not np.isfinite(w).all():
+        raise ConfigError(f'NaN or infinity cannot be stored in {fmt}')
     return cls(fmt, w.shape, FORMATS[fmt].encode(w))
 
 # %% ../../nbs/1_ground/07_formats.ipynb #642c2921
@@ -288,18 +301,23 @@ _CODES = dict(NVFP4=('data',), MXFP4=('data',), INT4=('data','zero'))
 
 def _sound(fmt:str, part:str, p:np.ndarray)->bool:
     "Are the numbers in `p`, from a part of a `fmt` tensor, finite?"
-    if p.dtype in (np.float32,np.float16): return bool(np.isfinite(p).all())
-    if fmt=='BF16': return (p<<1).max(initial=0)<0xFF00
+    if p.dtype in (np.float32,np.float16):
+        return bool(np.isfinite(p).all())
+    if fmt=='BF16':
+        return (p<<1).max(initial=0)<0xFF00
     if fmt in _HALVES:
         b = p.reshape(-1, GGUF_BLOCKS[fmt][1])
         return all(np.isfinite(np.ascontiguousarray(b[:,o:o+2]).view(np.float16)).all() for o in _HALVES[fmt])
-    if (fmt,part)==('MXFP4','scale'): return p.max(initial=0)<0xFF
-    if part in _CODES.get(fmt, ()): return True
+    if (fmt,part)==('MXFP4','scale'):
+        return p.max(initial=0)<0xFF
+    if part in _CODES.get(fmt, ()):
+        return True
     return (p<<1).max(initial=0)<0xFE    # what is left is E4M3
 
 def _finite(fmt, part, p, n=18<<14):
     "`_sound` of all of `p`, as many numbers at a time as stay in the cache and are whole blocks"
-    p = p.reshape(-1); n *= 1 if fmt not in GGUF_BLOCKS else GGUF_BLOCKS[fmt][1]//2
+    p = p.reshape(-1)
+    n *= 1 if fmt not in GGUF_BLOCKS else GGUF_BLOCKS[fmt][1]//2
     return all(_sound(fmt, part, p[i:i+n]) for i in range(0, p.size, n))
 
 @patch
@@ -319,11 +337,16 @@ def _rows_axis(p, nd:int):
 @patch
 def rows(self:QTensor, idx:np.ndarray)->QTensor:
     "The tensor made of rows `idx` (axis -2, or 0 of a vector) of this one; a `ConfigError` where rows that stay share a scale with rows that go"
-    nd,idx = self.ndim,np.asarray(idx); at = max(nd-2, 0); n = self.shape[at]
-    if nd<2 and FORMATS[self.fmt].block>1: raise ConfigError(f'{self} has blocks, and no rows to take')
+    nd,idx = self.ndim,np.asarray(idx)
+    at = max(nd-2, 0)
+    n = self.shape[at]
+    if nd<2 and FORMATS[self.fmt].block>1:
+        raise ConfigError(f'{self} has blocks, and no rows to take')
     def take(p):
-        if (a := _rows_axis(p, nd)) is None: return p
-        if p.shape[a]==n: return p.take(idx, a)
+        if (a := _rows_axis(p, nd)) is None:
+            return p
+        if p.shape[a]==n:
+            return p.take(idx, a)
         if (tiles := _whole_blocks(idx, FP8_TILE, n)) is None:
             raise ConfigError(f'Rows of {self.fmt} share scales in tiles of {FP8_TILE}, and can be taken only in whole tiles')
         return p.take(tiles, a)
@@ -335,10 +358,13 @@ def cols(self:QTensor, idx:np.ndarray)->QTensor:
     "The tensor whose last axis is `idx` of this one's: as stored where whole blocks move, else decoded to F32"
     n,C,idx = FORMATS[self.fmt].block,self.shape[-1],np.asarray(idx)
     blocks,nb = _whole_blocks(idx, n, C),-(-C//n)
-    if blocks is None: return QTensor('F32', (*self.shape[:-1],len(idx)), dict(data=self.decode().take(idx, -1)))
+    if blocks is None:
+        return QTensor('F32', (*self.shape[:-1],len(idx)), dict(data=self.decode().take(idx, -1)))
     def take(p):
-        if p.ndim<self.ndim: return p
-        if p.shape[-1]==C: return p.take(idx, -1)
+        if p.ndim<self.ndim:
+            return p
+        if p.shape[-1]==C:
+            return p.take(idx, -1)
         p = p.reshape(*p.shape[:-1], nb, -1).take(blocks, -2)
         return p.reshape(*p.shape[:-2], -1)
     return QTensor(self.fmt, (*self.shape[:-1],len(idx)), {k:take(p) for k,p in self.parts.items()})
@@ -347,11 +373,14 @@ def cols(self:QTensor, idx:np.ndarray)->QTensor:
 def __getitem__(self:QTensor, i)->QTensor:
     "`q[e]`: matrix `e` of a stack; `q[lo:hi]`: these rows of a matrix (`rows`' error where they cut a tile)"
     if isinstance(i, slice):
-        if self.ndim!=2: raise ConfigError(f'Only a matrix can be cut into rows, not {self}')
+        if self.ndim!=2:
+            raise ConfigError(f'Only a matrix can be cut into rows, not {self}')
         lo,hi,_ = i.indices(len(self))
-        if self.fmt=='FP8_BLOCK': return self.rows(np.arange(lo, hi))
+        if self.fmt=='FP8_BLOCK':
+            return self.rows(np.arange(lo, hi))
         return QTensor(self.fmt, (hi-lo,self.shape[1]), {k:p[lo:hi] if p.ndim else p for k,p in self.parts.items()})
-    if self.ndim<3: raise ConfigError(f'{self} is no stack of matrices')
+    if self.ndim<3:
+        raise ConfigError(f'{self} is no stack of matrices')
     return QTensor(self.fmt, self.shape[1:], {k:p[i] if p.ndim else p for k,p in self.parts.items()})
 
 # %% ../../nbs/1_ground/07_formats.ipynb #a9eed304
@@ -360,14 +389,16 @@ def T(self:QTensor)->QTensor:
     "The tensor with its last two axes exchanged; decoded to F32 where blocks or scales run along one of them"
     shape = (*self.shape[:-2],self.shape[-1],self.shape[-2])
     turn = lambda p: np.ascontiguousarray(p.swapaxes(-1,-2)) if p.ndim==self.ndim else p
-    if FORMATS[self.fmt].block>1 and self.fmt!='FP8_BLOCK' or self.fmt=='FP8_CHANNEL': return QTensor('F32', shape, dict(data=turn(self.decode())))
+    if FORMATS[self.fmt].block>1 and self.fmt!='FP8_BLOCK' or self.fmt=='FP8_CHANNEL':
+        return QTensor('F32', shape, dict(data=turn(self.decode())))
     return QTensor(self.fmt, shape, {k:turn(p) for k,p in self.parts.items()})
 
 @patch
 def reshape(self:QTensor, shape)->QTensor:
     "The same tensor with other dimensions of 1, or any shape of as many numbers where each is stored by itself"
     p,shape = self.parts,tuple(shape)
-    if shape==self.shape: return self
+    if shape==self.shape:
+        return self
     want = FORMATS[self.fmt].layout(shape)
     if self.fmt=='FP8_CHANNEL' and len(shape)!=self.ndim or any(p[k].size!=np.prod(s, dtype=int) for k,(_,s) in want.items()):
         raise ConfigError(f'{self} cannot be seen as {list(shape)}')
@@ -381,15 +412,18 @@ def stack(cls:QTensor,
 )->QTensor: # [sum of rows, in], [E,sum of rows,in]
     "The tensors `qs` on top of each other; a `ConfigError` where formats, widths or shared scales differ"
     q,at,n = qs[0],max(qs[0].ndim-2, 0),len(qs)//experts if experts else len(qs)
-    if len({(o.fmt,o.shape[:at],o.shape[at+1:]) for o in qs})>1: raise ConfigError(f'Cannot stack tensors of different kinds: {qs[:4]}')
+    if len({(o.fmt,o.shape[:at],o.shape[at+1:]) for o in qs})>1:
+        raise ConfigError(f'Cannot stack tensors of different kinds: {qs[:4]}')
     if q.fmt=='FP8_BLOCK' and any(o.shape[at]%FP8_TILE for i,o in enumerate(qs) if (i+1)%n):
         raise ConfigError(f'Cannot stack FP8_BLOCK tensors that end within a tile of {FP8_TILE} rows: {qs[:4]}')
     def shared(k, ps):
-        if any((p!=ps[0]).any() for p in ps): raise ConfigError(f'Cannot stack {q.fmt} tensors whose {k} scales differ: {[p.tolist() for p in ps[:4]]}')
+        if any((p!=ps[0]).any() for p in ps):
+            raise ConfigError(f'Cannot stack {q.fmt} tensors whose {k} scales differ: {[p.tolist() for p in ps[:4]]}')
         return ps[0]
     def join(k):
         ps = [o.parts[k] for o in qs]
-        if (a := _rows_axis(ps[0], q.ndim)) is None: return np.stack([shared(k, ps[i:i+n]) for i in range(0, len(ps), n)]) if experts else shared(k, ps)
+        if (a := _rows_axis(ps[0], q.ndim)) is None:
+            return np.stack([shared(k, ps[i:i+n]) for i in range(0, len(ps), n)]) if experts else shared(k, ps)
         p = np.concatenate(ps, a)
         return p.reshape(experts, -1, *p.shape[1:]) if experts else p
     R = sum(o.shape[at] for o in qs[:n])
@@ -403,9 +437,12 @@ def _tile_rows(q:QTensor, idx)->np.ndarray:
 
 def take_rows(w, idx)->np.ndarray:
     "Rows `idx` (a slice, or numbers) of the matrix `w`, an array, `QTensor` or `QStack`, in float32"
-    if isinstance(w, QStack): return w.take(idx)
-    if not isinstance(w, QTensor): return w[idx]
-    if w.fmt=='FP8_BLOCK': return _tile_rows(w, idx)
+    if isinstance(w, QStack):
+        return w.take(idx)
+    if not isinstance(w, QTensor):
+        return w[idx]
+    if w.fmt=='FP8_BLOCK':
+        return _tile_rows(w, idx)
     return (w[idx] if isinstance(idx, slice) else w.rows(idx)).decode()
 
 def decode_rows(w, lo:int, hi:int)->np.ndarray: "Rows `lo` to `hi` of the matrix `w`, as `take_rows`"; return take_rows(w, slice(lo, hi))
@@ -420,8 +457,10 @@ class QStack:
 
     def __post_init__(self):
         p,n = self.parts[0],self.per
-        if any(o.ndim!=p.ndim or o.shape[-1]!=p.shape[-1] or o.shape[:-2]!=p.shape[:-2] for o in self.parts): raise ConfigError(f'Cannot stack {self.parts[:4]}')
-        total = sum(o.shape[-2] for o in self.parts[:n]); R = total if self.order is None else len(self.order)
+        if any(o.ndim!=p.ndim or o.shape[-1]!=p.shape[-1] or o.shape[:-2]!=p.shape[:-2] for o in self.parts):
+            raise ConfigError(f'Cannot stack {self.parts[:4]}')
+        total = sum(o.shape[-2] for o in self.parts[:n])
+        R = total if self.order is None else len(self.order)
         self.shape = (*(self.experts,)*bool(self.experts),*p.shape[:-2],R,p.shape[-1])
         if any(sum(o.shape[-2] for o in self.parts[i:i+n])!=total for i in range(0, len(self.parts), n)):
             raise ConfigError('The experts of a stack have different numbers of rows')
@@ -440,7 +479,8 @@ class QStack:
 @patch
 def __getitem__(self:QStack, e:int):
     "Matrix `e` of the stack"
-    if self.ndim<3: raise ConfigError(f'{self} is no stack of matrices')
+    if self.ndim<3:
+        raise ConfigError(f'{self} is no stack of matrices')
     ps = self.parts[e*self.per:(e+1)*self.per] if self.experts else [p[e] for p in self.parts]
     return ps[0] if len(ps)==1 and self.order is None else QStack(ps, self.order)
 
@@ -452,8 +492,10 @@ def take(self:QStack, idx)->np.ndarray:
     out,at = np.empty((len(idx),self.shape[1]), np.float32),0
     for p in self.parts:
         here = slice(*np.searchsorted(idx, (at, at+len(p)))) if plain else (idx>=at)&(idx<at+len(p))
-        mine = idx[here]-at; at += len(p)
-        if len(mine): out[here] = take_rows(p, slice(mine[0], mine[-1]+1) if plain else mine)
+        mine = idx[here]-at
+        at += len(p)
+        if len(mine):
+            out[here] = take_rows(p, slice(mine[0], mine[-1]+1) if plain else mine)
     return out
 
 @patch
@@ -468,8 +510,13 @@ def pile(
     experts:int=0, # As `QStack`'s
 ): # QTensor or QStack
     "`parts` on top of each other: one `QTensor` where that is exact, else a `QStack`"
-    if len(parts)==1 and order is None and not experts: return parts[0]
-    try: q = QTensor.stack(parts, experts) if len(parts)>1 or experts else parts[0]
-    except ConfigError: return QStack(parts, order, experts)
-    try: return q if order is None else q.rows(order)
-    except ConfigError: return QStack([q], order)
+    if len(parts)==1 and order is None and not experts:
+        return parts[0]
+    try:
+        q = QTensor.stack(parts, experts) if len(parts)>1 or experts else parts[0]
+    except ConfigError:
+        return QStack(parts, order, experts)
+    try:
+        return q if order is None else q.rows(order)
+    except ConfigError:
+        return QStack([q], order)

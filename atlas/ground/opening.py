@@ -25,7 +25,8 @@ def is_shape(name:str)->bool:
 
 def shaped(name:str):
     "The entry of a short name of the catalogue whose shape is known, or None"
-    if '/' in name or name in NAMED or Path(name).exists(): return None
+    if '/' in name or name in NAMED or Path(name).exists():
+        return None
     from atlas.ground.catalog import CATALOG
     e = CATALOG.get(name)
     return e if e and e.shape and e.context else None

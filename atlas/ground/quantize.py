@@ -35,8 +35,10 @@ def encode(
     amax:float|None=None, # Largest magnitude of all that share one global scale; None: of `w` alone
 )->dict: # Parts, as the format's layout says
     "Store `w` in `fmt` as modelopt does; a `ConfigError` for widths that the format's blocks do not divide"
-    if amax is None or fmt not in _GLOBAL: return FORMATS[fmt].encode(w)
-    row = np.zeros((1,w.shape[1]), np.float32); row[0,0] = amax
+    if amax is None or fmt not in _GLOBAL:
+        return FORMATS[fmt].encode(w)
+    row = np.zeros((1,w.shape[1]), np.float32)
+    row[0,0] = amax
     return {k:p[:-1] if p.ndim else p for k,p in FORMATS[fmt].encode(np.concatenate([w,row])).items()}
 
 _GLOBAL = 'NVFP4','FP8_TENSOR' # Formats with one scale for all of a matrix
@@ -87,7 +89,8 @@ LAYOUTS = [
 def _misfit(l:Layout, shape)->str:
     "Why a matrix of `shape` cannot be kept in `l`, or nothing"
     n = FORMATS[l.fmt].block
-    if l.fmt!='FP8_BLOCK': return f'rows of {shape[1]:,} are not whole blocks of {n}' if shape[1]%n else ''
+    if l.fmt!='FP8_BLOCK':
+        return f'rows of {shape[1]:,} are not whole blocks of {n}' if shape[1]%n else ''
     bad = first(d for d in shape if d>n and d%n)
     return f'{bad:,} is not whole blocks of {n}; --layout channel has none' if bad else ''
 
@@ -169,11 +172,15 @@ def _is_stack(t): return len(t.shape)==3 and not t.name.endswith('.weight')
 # %% ../../nbs/1_ground/14_quantize.ipynb #75344f2e
 def _stack(t:TensorInfo, family:str, hidden:int, keep_stack:bool)->list[Matrix]:
     "The matrices in a stack of experts, two for each expert where gate and up are one; a `CheckpointError` if its shape is not that of the model"
-    turned = family in _TURNED and t.fmt in ('F32','F16','BF16'); E,a,b = t.shape; out,inn = (b,a) if turned else (a,b)
-    parent,_,leaf = t.name.rpartition('.'); down = leaf=='down_proj'
+    turned = family in _TURNED and t.fmt in ('F32','F16','BF16')
+    E,a,b = t.shape
+    out,inn = (b,a) if turned else (a,b)
+    parent,_,leaf = t.name.rpartition('.')
+    down = leaf=='down_proj'
     if (out if down else inn)!=hidden:
         raise CheckpointError(f'{t.name} in {t.file} is {list(t.shape)}, expected {hidden} as its {"output" if down else "input"} width', param=t.name)
-    if keep_stack: return [Matrix(t.name, t, (out,inn), e, turned=turned, slot=e) for e in range(E)]
+    if keep_stack:
+        return [Matrix(t.name, t, (out,inn), e, turned=turned, slot=e) for e in range(E)]
     names = ('gate_proj','up_proj') if leaf=='gate_up_proj' else (leaf,)
     n = out//len(names)
     return [Matrix(f'{parent}.{e}.{k}', t, (n,inn), e, i*n, turned) for e in range(E) for i,k in enumerate(names)]
@@ -182,7 +189,11 @@ def _stack(t:TensorInfo, family:str, hidden:int, keep_stack:bool)->list[Matrix]:
 @dataclass
 class Options:
     "What was asked for"
-    format:str; layout:str|None=None; keep:tuple=(); head:bool=False; requantize:bool=False
+    format:str
+    layout:str|None=None
+    keep:tuple=()
+    head:bool=False
+    requantize:bool=False
 
 _OLD = '.input_scale','.input_global_scale','.weight_shape','.weight_zero_point' # What belonged to a matrix's old format
 
@@ -192,11 +203,16 @@ def _matched(name, globs): "The first of `globs` that matches a tensor or its mo
 
 def _why_not(t:TensorInfo, o:Options, l:Layout, ms:list[Matrix])->str:
     "Why a wanted tensor is kept all the same, or nothing"
-    if glob := _matched(t.name, o.keep): return f'--keep {glob}'
-    if t.fmt not in FORMATS: return f'{t.fmt} is not a format that Atlas decodes'
-    if t.fmt=='F8_E4M3': return 'FP8 codes without a scale'
-    if t.fmt not in ('F32','F16','BF16') and not o.requantize: return f'{t.fmt} already'
-    if l.name=='gpt-oss' and not _is_stack(t): return 'gpt-oss has 4 bits for experts only'
+    if glob := _matched(t.name, o.keep):
+        return f'--keep {glob}'
+    if t.fmt not in FORMATS:
+        return f'{t.fmt} is not a format that Atlas decodes'
+    if t.fmt=='F8_E4M3':
+        return 'FP8 codes without a scale'
+    if t.fmt not in ('F32','F16','BF16') and not o.requantize:
+        return f'{t.fmt} already'
+    if l.name=='gpt-oss' and not _is_stack(t):
+        return 'gpt-oss has 4 bits for experts only'
     return next(filter(None, (_misfit(l, m.shape) for m in ms)), '')
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #7f25634c
@@ -204,12 +220,15 @@ def _select(infos:dict, o:Options, l:Layout, family:str, hidden:int)->tuple[dict
     "Matrices of the tensors to take, and reasons for those wanted that are kept; units stay whole"
     ms,why,prefix = {},{},trunk_prefix(infos)
     for k,t in infos.items():
-        if not _wanted(canonical(k, prefix), o) or len(t.shape) not in (2,3) or 0 in t.shape: continue
+        if not _wanted(canonical(k, prefix), o) or len(t.shape) not in (2,3) or 0 in t.shape:
+            continue
         ms[k] = _stack(t, family, hidden, l.name=='gpt-oss') if _is_stack(t) else [Matrix(_module(k), t, t.shape)]
-        if r := _why_not(t, o, l, ms[k]): why[k] = r
+        if r := _why_not(t, o, l, ms[k]):
+            why[k] = r
     units = {_unit(_module(k)):(_module(k),r) for k,r in why.items()}
     for k in ms:
-        if k not in why and (u := units.get(_unit(_module(k)))): why[k] = f'together with {u[0]} ({u[1]})'
+        if k not in why and (u := units.get(_unit(_module(k)))):
+            why[k] = f'together with {u[0]} ({u[1]})'
     return {k:m for k,m in ms.items() if k not in why},why
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #36548b59
@@ -219,10 +238,12 @@ def _choose(infos, o:Options, family, hidden, method)->tuple:
     "Layout, and what `_select` says of it; a `ConfigError` for names that do not exist"
     own = family=='gpt_oss' and o.format=='mxfp4'
     ls = sorted((l for l in LAYOUTS if l.format==o.format and (l.name=='gpt-oss')==own), key=lambda l: l.method!=method)
-    if not ls: raise ConfigError(f'There is no format {o.format!r} to quantise to', hint=f'Formats: {", ".join(FORMAT_NAMES)}', param='format')
+    if not ls:
+        raise ConfigError(f'There is no format {o.format!r} to quantise to', hint=f'Formats: {", ".join(FORMAT_NAMES)}', param='format')
     if o.layout and not any(l.name==o.layout for l in ls):
         raise ConfigError(f'{o.format} has no layout {o.layout!r} for this model', hint=f'Layouts: {", ".join(l.name for l in ls)}', param='layout')
-    if o.layout: ls = [l for l in ls if l.name==o.layout]
+    if o.layout:
+        ls = [l for l in ls if l.name==o.layout]
     tries = [(l,*_select(infos, o, l, family, hidden)) for l in ls]
     return max(tries, key=lambda t: len(t[1])) # the first of the best
 
@@ -230,9 +251,17 @@ def _choose(infos, o:Options, family, hidden, method)->tuple:
 @dataclass
 class Plan:
     "All that will be done"
-    src:Path; conf:dict; layout:Layout; options:Options
-    copies:dict[str,Span]; groups:list[list[Matrix]]; decode:dict[str,str]; kept:dict[str,str]; infos:dict[str,TensorInfo]
-    config:dict; hf_config:dict|None
+    src:Path
+    conf:dict
+    layout:Layout
+    options:Options
+    copies:dict[str,Span]
+    groups:list[list[Matrix]]
+    decode:dict[str,str]
+    kept:dict[str,str]
+    infos:dict[str,TensorInfo]
+    config:dict
+    hf_config:dict|None
 
     @property
     def tensors(self)->dict:
@@ -249,14 +278,18 @@ class Plan:
 def _source(src:Path, es:ExitStack)->tuple[dict,dict[str,Span]]:
     "Config and raw tensors of a folder of safetensors"
     have,hint = lambda p: any(src.glob(p)),'Name a folder with config.json and .safetensors files'
-    if not src.exists(): raise SourceError(f'There is no {str(src)!r}')
+    if not src.exists():
+        raise SourceError(f'There is no {str(src)!r}')
     if src.suffix=='.gguf' or src.is_dir() and have('*.gguf') and not have('*.safetensors'):
         raise UnsupportedError(f'{src.name} is GGUF, whose weights have been rounded once already', hint='Quantise the safetensors release that it was made from')
-    if not src.is_dir(): raise UnsupportedError(f'{src.name} is not a folder', hint=hint)
-    if not (src/'config.json').is_file(): raise CheckpointError(f'{src.name} has no config.json', hint=hint)
+    if not src.is_dir():
+        raise UnsupportedError(f'{src.name} is not a folder', hint=hint)
+    if not (src/'config.json').is_file():
+        raise CheckpointError(f'{src.name} has no config.json', hint=hint)
     one = src/'model.safetensors'
     index = None if one.is_file() else shards(src) if (src/INDEX).is_file() else {}
-    if index=={}: raise SourceError(f'{src.name} has no model', hint=f'Looked for model.safetensors and {INDEX}')
+    if index=={}:
+        raise SourceError(f'{src.name} has no model', hint=f'Looked for model.safetensors and {INDEX}')
     paths = [one] if index is None else [src/n for n in sorted(set(index.values()))]
     return json_file(src/'config.json'),st_spans(paths, es, index)
 
@@ -267,8 +300,10 @@ def _old_config(src:Path, conf:dict)->dict:
     "How the source says that it is quantised, in the words of config.json; empty if it is not"
     q = conf.get('quantization_config') or conf.get('text_config', {}).get('quantization_config') or {}
     beside = src/'hf_quant_config.json'
-    if not q and beside.is_file(): q = dict(json_file(beside).get('quantization', {}), quant_method='modelopt')
-    if 'quant_algo' in q: q.setdefault('quant_method', 'modelopt')
+    if not q and beside.is_file():
+        q = dict(json_file(beside).get('quantization', {}), quant_method='modelopt')
+    if 'quant_algo' in q:
+        q.setdefault('quant_method', 'modelopt')
     if q.get('quant_method') not in _METHODS:
         raise UnsupportedError(f'{src.name} is quantised with {q["quant_method"]!r}', hint='Quantise a BF16 release', param='quant_method')
     return q
@@ -287,17 +322,20 @@ _PACKED = 'NVFP4','MXFP4','INT4','INT4_DESC_ACT','FP8_TENSOR','FP8_CHANNEL','FP8
 
 def _stored(ts:Iterable[TensorInfo], spans:dict)->set[str]:
     "Names of all raw tensors that `ts` are made of, and of what only belongs to their format"
-    place = {(s.file.name,s.offset,s.nbytes):k for k,s in spans.items()}; ts = list(ts)
+    place = {(s.file.name,s.offset,s.nbytes):k for k,s in spans.items()}
+    ts = list(ts)
     return {place[s.file.name,s.offset,s.nbytes] for t in ts for s in t.spans.values()} | {_module(t.name)+e for t in ts for e in _OLD if t.fmt in _PACKED}
 
 def _same(old:dict, l:Layout, left:dict, spans:dict)->bool:
     "Can the config of `l` name the matrices `left` beside ours?"
-    if old.get('quant_method')!=l.method: return False
+    if old.get('quant_method')!=l.method:
+        return False
     return l.method=='modelopt' or {t.fmt for t in left.values()}<={l.fmt} and not any(k.endswith('.input_global_scale') for k in spans)
 
 def _to_decode(o:Options, old:dict, l:Layout, left:dict, spans:dict)->dict[str,str]:
     "Those of `left`, which were quantised before, that have to be decoded; an `UnsupportedError` for those that nobody allowed to"
-    if _same(old, l, left, spans): return {}
+    if _same(old, l, left, spans):
+        return {}
     bound = [k for k in left if not o.requantize or _matched(k, o.keep)]
     if bound:
         what = f'{len(bound):,} matrices are {", ".join(sorted({left[k].fmt for k in bound}))} already (such as {bound[0]})'
@@ -325,14 +363,16 @@ def _configs(p:Plan, old:dict, spans:dict)->tuple[dict,dict|None]:
     others,taken = _others(p, spans),{m.name for g in p.groups for m in g}
     mine = {m.info.name for g in p.groups for m in g}
     kept = {_module(k) for k,t in p.infos.items() if len(t.shape)>1 and k not in mine and _module(k) not in others and not _TABLE.search(k)}
-    if not p.options.head: kept |= {'lm_head'}-set(others)
+    if not p.options.head:
+        kept |= {'lm_head'}-set(others)
     q,hf = CONFIGS[p.layout.method](p.layout, kept, taken, others)
     if p.layout.method==old.get('quant_method')=='modelopt':
         fp8 = bool(old.get('kv_cache_scheme') or old.get('kv_cache_quant_algo')) # the only kind there is
         q['kv_cache_scheme'] = dict(dynamic=False, num_bits=8, type='float') if fp8 else None
         hf['quantization']['kv_cache_quant_algo'] = 'FP8' if fp8 else None
     conf = _without(p.conf)
-    if isinstance(conf.get('text_config'), dict): conf['text_config'] = _without(conf['text_config'])
+    if isinstance(conf.get('text_config'), dict):
+        conf['text_config'] = _without(conf['text_config'])
     return conf|dict(quantization_config=q),hf
 
 _TABLE = re.compile(r'embed(ding)?s?\w*\.weight$|pos_emb') # Tables of rows, which are no linear modules
@@ -341,7 +381,8 @@ def _without(d): return {k:v for k,v in d.items() if k!='quantization_config'}
 # %% ../../nbs/1_ground/14_quantize.ipynb #19220366
 def _check_taken(src, o:Options, l:Layout, taken, kept, family):
     "Refuse what nobody could read, and what comes to nothing"
-    if not taken: raise _nothing(src, o, kept)
+    if not taken:
+        raise _nothing(src, o, kept)
     bare = [x.name for x in LAYOUTS if x.format==l.format and x.method not in ('fp8','mxfp4')]
     if o.head and l.name not in bare:
         raise ConfigError(f'--head: no reader knows an output matrix in {l.format}, layout {l.name}', hint=f'Other layouts: {", ".join(bare)}', param='head')
@@ -351,8 +392,10 @@ def _check_taken(src, o:Options, l:Layout, taken, kept, family):
 
 def _nothing(src, o, kept)->AtlasError:
     "What to tell where no matrix is left to quantise"
-    why = Counter(kept.values()); hint = '; '.join(f'{n:,} × {r}' for r,n in why.most_common(3)) or 'Are its names those of a family that Atlas knows?'
-    if any(r.endswith(' already') for r in why): hint += '. --requantize decodes them and encodes them again'
+    why = Counter(kept.values())
+    hint = '; '.join(f'{n:,} × {r}' for r,n in why.most_common(3)) or 'Are its names those of a family that Atlas knows?'
+    if any(r.endswith(' already') for r in why):
+        hint += '. --requantize decodes them and encodes them again'
     return UnsupportedError(f'{src.name} has no matrix to quantise to {o.format}', hint=hint)
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #cc46a6e7
@@ -362,14 +405,18 @@ def make_plan(
     es:ExitStack, # Closes its files
 )->Plan:
     "Decide everything; an `UnsupportedError`, `ConfigError` or `CheckpointError` for what cannot be done"
-    conf,spans = _source(src, es); old = _old_config(src, conf)
-    infos = _infos(spans); text = conf.get('text_config') or conf; family = text.get('model_type') or conf.get('model_type') or ''
+    conf,spans = _source(src, es)
+    old = _old_config(src, conf)
+    infos = _infos(spans)
+    text = conf.get('text_config') or conf
+    family = text.get('model_type') or conf.get('model_type') or ''
     _check_options(o, infos)
     l,taken,kept = _choose(infos, o, family, text.get('hidden_size'), old.get('quant_method'))
     _check_taken(src, o, l, taken, kept, family)
     decode = _to_decode(o, old, l, {k:t for k,t in infos.items() if t.fmt in _PACKED and k not in taken}, spans)
     groups = defaultdict(list)
-    for m in (m for ms in taken.values() for m in ms): groups[_fused(m.name) if l.fmt=='NVFP4' else (m.name,m.slot)].append(m)
+    for m in (m for ms in taken.values() for m in ms):
+        groups[_fused(m.name) if l.fmt=='NVFP4' else (m.name,m.slot)].append(m)
     gone = _stored([infos[k] for k in (*taken,*decode)], spans)
     p = Plan(src, conf, l, o, {k:s for k,s in spans.items() if k not in gone}, list(groups.values()), decode, kept|decode, infos, {}, None)
     p.config,p.hf_config = _configs(p, old, spans)
@@ -381,8 +428,11 @@ class _Shards:
     def __init__(self, folder:Path, tensors:dict, limit:int):
         sizes,files,room = {k:math.prod(s)*ST_SIZES[t] for k,(t,s) in tensors.items()},[[]],0
         for k,n in sizes.items():
-            if files[-1] and room+n>limit: files.append([]); room = 0
-            files[-1].append(k); room += n
+            if files[-1] and room+n>limit:
+                files.append([])
+                room = 0
+            files[-1].append(k)
+            room += n
         self.place,self.fds,self.total,n = {},[],sum(sizes.values()),len(files)
         self.index = {k:f'model-{i+1:05}-of-{n:05}.safetensors' if n>1 else 'model.safetensors' for i,ks in enumerate(files) for k in ks}
         for ks in files:
@@ -392,13 +442,19 @@ class _Shards:
     def _begin(self, path, tensors, sizes):
         "Write the header, and claim the room"
         head,pos = {'__metadata__':dict(format='pt')},0
-        for k,(t,s) in tensors.items(): head[k] = dict(dtype=t, shape=list(s), data_offsets=[pos,pos:=pos+sizes[k]])
-        b = json.dumps(head, separators=(',',':')).encode(); b += b' '*(-len(b)%8)
-        fd = os.open(path, os.O_RDWR|os.O_CREAT|os.O_EXCL, 0o644); self.fds.append(fd)
-        if hasattr(os, 'posix_fallocate'): os.posix_fallocate(fd, 0, 8+len(b)+pos)
-        else: os.ftruncate(fd, 8+len(b)+pos)
+        for k,(t,s) in tensors.items():
+            head[k] = dict(dtype=t, shape=list(s), data_offsets=[pos,pos:=pos+sizes[k]])
+        b = json.dumps(head, separators=(',',':')).encode()
+        b += b' '*(-len(b)%8)
+        fd = os.open(path, os.O_RDWR|os.O_CREAT|os.O_EXCL, 0o644)
+        self.fds.append(fd)
+        if hasattr(os, 'posix_fallocate'):
+            os.posix_fallocate(fd, 0, 8+len(b)+pos)
+        else:
+            os.ftruncate(fd, 8+len(b)+pos)
         _pwrite(fd, struct.pack('<Q', len(b))+b, 0)
-        for k in tensors: self.place[k] = fd,8+len(b)+head[k]['data_offsets'][0],sizes[k]
+        for k in tensors:
+            self.place[k] = fd,8+len(b)+head[k]['data_offsets'][0],sizes[k]
 
     def put(self, name:str, a, at:int=0):
         "Write the bytes of the array `a` into tensor `name`, from its byte `at`"
@@ -410,68 +466,93 @@ class _Shards:
 
 def _pwrite(fd, data, offset):
     left = memoryview(data if isinstance(data, bytes) else data.reshape(-1).view(np.uint8))
-    while len(left): n = os.pwrite(fd, left, offset); left,offset = left[n:],offset+n
+    while len(left):
+        n = os.pwrite(fd, left, offset)
+        left,offset = left[n:],offset+n
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #5ddb1e85
 def _check_dst(src:Path, dst:Path, force:bool):
     "Refuse to write where something is, or into the source"
     def no(what, hint='Name another folder'): return ConfigError(f'{dst} {what}', hint=hint, param='dst')
-    if dst==src or src in dst.parents or dst in src.parents: raise no(f'and the source {src} are within each other', 'Write beside it')
-    if not dst.exists(): return
-    if not force: raise no('exists', 'Name another folder, or replace it with --force')
-    if not dst.is_dir() or any(dst.iterdir()) and not (dst/'config.json').is_file(): raise no('is there, and no model: it is not replaced')
+    if dst==src or src in dst.parents or dst in src.parents:
+        raise no(f'and the source {src} are within each other', 'Write beside it')
+    if not dst.exists():
+        return
+    if not force:
+        raise no('exists', 'Name another folder, or replace it with --force')
+    if not dst.is_dir() or any(dst.iterdir()) and not (dst/'config.json').is_file():
+        raise no('is there, and no model: it is not replaced')
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #ba3bfff9
 @contextmanager
 def _folder(src:Path, dst:Path, force:bool):
     "A new folder that becomes `dst` when all went well, and vanishes otherwise"
     part,old = (dst.with_name(f'.{dst.name}.{e}') for e in ('part','old'))
-    dst.parent.mkdir(parents=True, exist_ok=True); part.mkdir(exist_ok=True); fd = os.open(part, os.O_RDONLY)
+    dst.parent.mkdir(parents=True, exist_ok=True)
+    part.mkdir(exist_ok=True)
+    fd = os.open(part, os.O_RDONLY)
     try:
         _lock(fd, part, dst)
         try:
-            if old.exists(): shutil.rmtree(old) if dst.exists() else os.rename(old, dst)
+            if old.exists():
+                shutil.rmtree(old) if dst.exists() else os.rename(old, dst)
             _check_dst(src, dst, force)
-            for p in part.iterdir(): p.unlink()
+            for p in part.iterdir():
+                p.unlink()
             yield part
-            _check_dst(src, dst, force); os.fsync(fd); _swap(part, dst, old)
-        finally: shutil.rmtree(part, ignore_errors=True)
-    finally: os.close(fd)
+            _check_dst(src, dst, force)
+            os.fsync(fd)
+            _swap(part, dst, old)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    finally:
+        os.close(fd)
 
 def _lock(fd, part, dst):
     "Hold the only right to `part`, unless it is another's"
     try:
         fcntl.flock(fd, fcntl.LOCK_EX|fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(fd), os.stat(part)): return
-    except (BlockingIOError,FileNotFoundError): pass # locked, or renamed by one that has just finished
+        if os.path.samestat(os.fstat(fd), os.stat(part)):
+            return
+    except (BlockingIOError,FileNotFoundError):
+        pass # locked, or renamed by one that has just finished
     raise AtlasError(f'Another process is writing {dst}', hint='Wait for it, or stop it')
 
 def _swap(part, dst, old):
     "Put `part` in the place of `dst`"
-    if dst.exists(): os.rename(dst, old)
-    try: os.rename(part, dst)
+    if dst.exists():
+        os.rename(dst, old)
+    try:
+        os.rename(part, dst)
     except OSError:
-        if old.exists(): os.rename(old, dst)
+        if old.exists():
+            os.rename(old, dst)
         raise
     _sync_dir(dst.parent)
-    if old.exists(): shutil.rmtree(old)
+    if old.exists():
+        shutil.rmtree(old)
 
 def _sync_dir(p):
     fd = os.open(p, os.O_RDONLY)
-    try: os.fsync(fd)
-    finally: os.close(fd)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #719e4a78
 _SPACE = 'Free some space, or name a folder on another disk'
 
 @contextmanager
 def _disk(dst):
-    try: yield
-    except OSError as e: raise AtlasError(f'Cannot write {dst}: {e.strerror or e}', hint=_SPACE) from e
+    try:
+        yield
+    except OSError as e:
+        raise AtlasError(f'Cannot write {dst}: {e.strerror or e}', hint=_SPACE) from e
 
 def _need(folder:Path, nbytes:int):
     free = shutil.disk_usage(first(p for p in (folder,*folder.parents) if p.exists())).free
-    if free<nbytes: raise AtlasError(f'{folder} has {human(free, 1000)} free and the result takes {human(nbytes, 1000)}', hint=_SPACE)
+    if free<nbytes:
+        raise AtlasError(f'{folder} has {human(free, 1000)} free and the result takes {human(nbytes, 1000)}', hint=_SPACE)
 
 COPIED = '*.json','*.jinja','*.txt','*.model','*.tiktoken','*.py','LICENSE*','NOTICE*' # Files that go with a model
 REPORT = 'quantization_report.json'
@@ -480,7 +561,8 @@ def _copy_files(src:Path, dst:Path):
     "Tokenizer, chat template, generation config and the like"
     ours = {'config.json','hf_quant_config.json',INDEX,REPORT}
     for p in sorted({p for g in COPIED for p in src.glob(g)}):
-        if p.is_file() and p.name not in ours and not p.name.endswith('.index.json'): shutil.copyfile(p, dst/p.name)
+        if p.is_file() and p.name not in ours and not p.name.endswith('.index.json'):
+            shutil.copyfile(p, dst/p.name)
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #7c8f017b
 SLAB = 2**20 # Weights at a time
@@ -490,17 +572,26 @@ def _rows(m:Matrix, lo:int, hi:int, held:dict)->np.ndarray:
     t,key = m.info,(m.info.name,m.expert)
     if t.fmt not in ('F32','F16','BF16'):
         if key not in held:
-            q = read_tensor(t); held.clear(); held[key] = q if m.expert is None else q[m.expert]
+            q = read_tensor(t)
+            held.clear()
+            held[key] = q if m.expert is None else q[m.expert]
         return held[key][m.first+lo:m.first+hi].decode()
-    *_,R,C = t.shape; s,f = t.spans['data'],FORMATS[t.fmt]; dt = f.layout(())['data'][0]; size = np.dtype(dt).itemsize
+    *_,R,C = t.shape
+    s,f = t.spans['data'],FORMATS[t.fmt]
+    dt = f.layout(())['data'][0]
+    size = np.dtype(dt).itemsize
     def read(first, n): return f.decode(dict(data=s.file.read_into(np.empty((n,C), dt), s.offset+((m.expert or 0)*R+first)*C*size)), (n,C))
-    if not m.turned: return read(m.first+lo, hi-lo)
-    if key not in held: held.clear(); held[key] = np.ascontiguousarray(read(0, R).T)
+    if not m.turned:
+        return read(m.first+lo, hi-lo)
+    if key not in held:
+        held.clear()
+        held[key] = np.ascontiguousarray(read(0, R).T)
     return held[key][m.first+lo:m.first+hi]
 
 def _slabs(m:Matrix, held)->Iterable[tuple[int,np.ndarray]]:
     "First row and rows of each slab; a `CheckpointError` for numbers that are not finite"
-    out,inn = m.shape; n = max(128, SLAB//inn//128*128)
+    out,inn = m.shape
+    n = max(128, SLAB//inn//128*128)
     for lo in range(0, out, n):
         w = _rows(m, lo, min(lo+n,out), held)
         if not np.isfinite(w).all():
@@ -514,39 +605,57 @@ def _encode_matrix(m:Matrix, l:Layout, amax:float|None, put, held)->tuple[float,
     "Write all slabs of a matrix; squares of what was lost, and of what there was"
     lost = there = 0.
     for lo,w in _slabs(m, held):
-        parts = encode(w, l.fmt, amax); d = FORMATS[l.fmt].decode(parts, w.shape)
-        lost += float(np.sum(np.square(d-w), dtype=np.float64)); there += float(np.sum(np.square(w), dtype=np.float64))
+        parts = encode(w, l.fmt, amax)
+        d = FORMATS[l.fmt].decode(parts, w.shape)
+        lost += float(np.sum(np.square(d-w), dtype=np.float64))
+        there += float(np.sum(np.square(w), dtype=np.float64))
         for p,(end,_) in l.ends.items():
-            a = parts[p]; row = lo//128 if (l.fmt,p)==('FP8_BLOCK','scale') else lo; at = row*a[0].nbytes if a.ndim else 0
-            if end=='.weight_global_scale': a = 1/a
-            if m.slot is not None: at += m.slot*math.prod(FORMATS[l.fmt].layout(m.shape)[p][1])*a.itemsize
+            a = parts[p]
+            row = lo//128 if (l.fmt,p)==('FP8_BLOCK','scale') else lo
+            at = row*a[0].nbytes if a.ndim else 0
+            if end=='.weight_global_scale':
+                a = 1/a
+            if m.slot is not None:
+                at += m.slot*math.prod(FORMATS[l.fmt].layout(m.shape)[p][1])*a.itemsize
             put(m.name+end, np.ascontiguousarray(a).reshape(-1).view(np.uint8), at)
     return lost,there
 
 def _encode_group(ms:list[Matrix], l:Layout, put)->list[tuple[Matrix,float,float]]:
     held = {}
-    if l.fmt=='NVFP4': amax = _amax(ms, held)
+    if l.fmt=='NVFP4':
+        amax = _amax(ms, held)
     own = lambda m: amax if l.fmt=='NVFP4' else _amax([m], held) if l.fmt=='FP8_TENSOR' else None
     return [(m,*_encode_matrix(m, l, own(m), put, held)) for m in ms]
 
 def _decode(t:TensorInfo, put):
     "A tensor that was quantised, in BF16"
-    q = read_tensor(t); ms = [q] if len(t.shape)==2 else [q[e] for e in range(t.shape[0])]; at = 0
+    q = read_tensor(t)
+    ms = [q] if len(t.shape)==2 else [q[e] for e in range(t.shape[0])]
+    at = 0
     for m in ms:
         n = max(128, SLAB//m.shape[1]//128*128)
-        for lo in range(0, len(m), n): b = f32_to_bf16(m[lo:lo+n].decode()); put(t.name, b, at); at += b.nbytes
+        for lo in range(0, len(m), n):
+            b = f32_to_bf16(m[lo:lo+n].decode())
+            put(t.name, b, at)
+            at += b.nbytes
 
 def _copy(name:str, s:Span, put, chunk=2**24):
     "A tensor byte for byte"
-    for at in range(0, s.nbytes, chunk): put(name, s.file.read_into(np.empty(min(chunk, s.nbytes-at), np.uint8), s.offset+at), at)
+    for at in range(0, s.nbytes, chunk):
+        put(name, s.file.read_into(np.empty(min(chunk, s.nbytes-at), np.uint8), s.offset+at), at)
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #0e3fdf2a
 @dataclass
 class QuantReport:
     "What quantisation did: rows of `name`, `matrices`, `weights`, `error`, `worst`, `before` and `after` (bytes)"
-    source:str; format:str; layout:str
-    rows:list[dict]; kept:list[dict] # What was quantised; what was wanted and kept, and why
-    weights:int; before:int; after:int # Of the whole model: numbers and bytes
+    source:str
+    format:str
+    layout:str
+    rows:list[dict]
+    kept:list[dict] # What was quantised; what was wanted and kept, and why
+    weights:int
+    before:int
+    after:int # Of the whole model: numbers and bytes
 
     @property
     def error(self)->float: "Relative RMS error over all that was quantised"; return _rms(self.rows)
@@ -556,7 +665,8 @@ class QuantReport:
     @classmethod
     def load(cls, folder:Path):
         "The report of a quantised folder"
-        d = json_file(Path(folder)/REPORT); return cls(**{k:d[k] for k in cls.__dataclass_fields__})
+        d = json_file(Path(folder)/REPORT)
+        return cls(**{k:d[k] for k in cls.__dataclass_fields__})
 
 def _sum(rows, k): return sum(r[k] for r in rows)
 def _rms(rows)->float: return math.sqrt(_sum(rows, 'lost')/_sum(rows, 'there')) if _sum(rows, 'there') else 0.
@@ -570,13 +680,15 @@ def _kind(name): "What a matrix is, without its layer"; return re.sub(r'^.*?laye
 def _row(p:Plan, name, ms)->dict:
     "Sum up matrices, given with the squares of what was lost and of what there was"
     def after(m): return sum(math.prod(s)*ST_SIZES[t] for t,s in p.parts(m).values())//(1 if m.slot is None else m.info.shape[0])
-    each = [dict(lost=a, there=b) for _,a,b in ms]; worst = max(range(len(ms)), key=lambda i: _rms(each[i:i+1]))
+    each = [dict(lost=a, there=b) for _,a,b in ms]
+    worst = max(range(len(ms)), key=lambda i: _rms(each[i:i+1]))
     return dict(name=name, matrices=len(ms), weights=sum(math.prod(m.shape) for m,_,_ in ms), lost=_sum(each, 'lost'), there=_sum(each, 'there'),
         error=_rms(each), worst=_rms([each[worst]]), worst_name=ms[worst][0].name, before=sum(_before(m) for m,_,_ in ms), after=sum(after(m) for m,_,_ in ms))
 
 def _make_report(p:Plan, done:list, sizes:dict)->QuantReport:
     by,ts = defaultdict(list),p.infos.values()
-    for x in done: by[_star(x[0].name)].append(x)
+    for x in done:
+        by[_star(x[0].name)].append(x)
     kept = [dict(name=k, format=p.infos[k].fmt, bytes=p.infos[k].nbytes, why=r) for k,r in p.kept.items()]
     return QuantReport(p.src.name, p.layout.format, p.layout.name, [_row(p, k, ms) for k,ms in by.items()], kept,
         sum(math.prod(t.shape) for t in ts), sum(t.nbytes for t in ts), sum(sizes.values()))
@@ -584,18 +696,21 @@ def _make_report(p:Plan, done:list, sizes:dict)->QuantReport:
 # %% ../../nbs/1_ground/14_quantize.ipynb #9a9154b8
 def _lines(cols:list[tuple], head:tuple)->list[str]:
     "Columns of equal width, the first to the left"
-    rows = [head, *([str(c) for c in r] for r in cols)]; n = [max(map(len, c)) for c in zip(*rows)]
+    rows = [head, *([str(c) for c in r] for r in cols)]
+    n = [max(map(len, c)) for c in zip(*rows)]
     return ['  '.join(c.ljust(n[0]) if i==0 else c.rjust(n[i]) for i,c in enumerate(r)).rstrip() for r in rows]
 
 def _line(k, rows)->tuple:
     "A line of the table: all matrices of a kind"
-    w = max(rows, key=lambda r: r['worst']); where = _kind(w['worst_name']) if '*' in k else first(re.findall(r'layers\.\d+', w['name'])) or ''
+    w = max(rows, key=lambda r: r['worst'])
+    where = _kind(w['worst_name']) if '*' in k else first(re.findall(r'layers\.\d+', w['name'])) or ''
     return k,f'{_sum(rows, "matrices"):,}',*(f'{100*e:.2f} %' for e in (_rms(rows),w['worst'])),where,*(human(_sum(rows, x), 1000) for x in ('before','after'))
 
 @patch
 def __repr__(self:QuantReport):
     by,why = defaultdict(list),Counter(k['why'] for k in self.kept)
-    for r in self.rows: by[_kind(r['name'])].append(r)
+    for r in self.rows:
+        by[_kind(r['name'])].append(r)
     table = _lines([_line(k, rs) for k,rs in by.items()], ('matrices of','number','error','worst','in','before','after'))
     return '\n'.join([f'{self.source} → {self.format}, layout {self.layout}', *table, *(f'kept: {n:,} × {w}' for w,n in why.most_common()),
         f'error {100*self.error:.2f} %; {human(self.before,1000)} → {human(self.after,1000)}, {self.bits:.3g} bits a weight'])
@@ -609,9 +724,12 @@ def plot_errors(
     import matplotlib.pyplot as plt
     ax,by = ax or plt.subplots(figsize=(5,2.3), layout='constrained')[1],defaultdict(list)
     for r in report.rows:
-        if m := re.search(r'layers\.(\d+)\.', r['name']): by[_kind(r['name'])].append((int(m[1]), 100*r['error']))
-    for k,xy in by.items(): ax.plot(*zip(*sorted(xy)), 'o-', ms=3, lw=1, label=k)
-    ax.set(xlabel='layer', ylabel='error, %', title=f'{report.format}, {report.layout}'); ax.legend(frameon=False, fontsize=7, ncols=2)
+        if m := re.search(r'layers\.(\d+)\.', r['name']):
+            by[_kind(r['name'])].append((int(m[1]), 100*r['error']))
+    for k,xy in by.items():
+        ax.plot(*zip(*sorted(xy)), 'o-', ms=3, lw=1, label=k)
+    ax.set(xlabel='layer', ylabel='error, %', title=f'{report.format}, {report.layout}')
+    ax.legend(frameon=False, fontsize=7, ncols=2)
     return ax
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #ff90ef5a
@@ -624,8 +742,11 @@ def _run(p:Plan, out:_Shards, show)->list:
         work = [(group,g) for g in p.groups]+[(copy,k,s) for k,s in p.copies.items()]+[(decode,p.infos[k]) for k in p.decode]
         fs = [pool.submit(*w) for w in work]
         try:
-            for f in as_completed(fs): bar.update(f.result()[0])
-        except BaseException: pool.shutdown(cancel_futures=True); raise
+            for f in as_completed(fs):
+                bar.update(f.result()[0])
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
     return [x for f in fs for x in f.result()[1]]
 
 # %% ../../nbs/1_ground/14_quantize.ipynb #13d02cea
@@ -649,16 +770,24 @@ def quantize(
         sizes = {k:math.prod(s)*ST_SIZES[t] for k,(t,s) in p.tensors.items()}
         with _disk(dst):
             _need(dst.parent, sum(sizes.values()))
-            with _folder(src, dst, force) as part: return _write(p, part, sizes, shard_size, show)
+            with _folder(src, dst, force) as part:
+                return _write(p, part, sizes, shard_size, show)
 
 def _write(p:Plan, part:Path, sizes, shard_size, show)->QuantReport:
     "Fill the folder `part`"
     out = _Shards(part, p.tensors, shard_size)
-    try: done = _run(p, out, show); out.sync()
-    finally: out.close()
-    report = _make_report(p, done, sizes); _copy_files(p.src, part)
+    try:
+        done = _run(p, out, show)
+        out.sync()
+    finally:
+        out.close()
+    report = _make_report(p, done, sizes)
+    _copy_files(p.src, part)
     def write(name, d): (part/name).write_text(json.dumps(d, indent=1, ensure_ascii=False)+'\n', encoding='utf-8')
-    write('config.json', p.config); write(REPORT, report.to_dict())
-    if p.hf_config: write('hf_quant_config.json', p.hf_config)
-    if len(set(out.index.values()))>1: write(INDEX, dict(metadata=dict(total_size=out.total), weight_map=dict(sorted(out.index.items()))))
+    write('config.json', p.config)
+    write(REPORT, report.to_dict())
+    if p.hf_config:
+        write('hf_quant_config.json', p.hf_config)
+    if len(set(out.index.values()))>1:
+        write(INDEX, dict(metadata=dict(total_size=out.total), weight_map=dict(sorted(out.index.items()))))
     return report

@@ -68,7 +68,8 @@ def _runs(which, start, end, apart)->tuple: # Number of its run, and how far the
     back = (which[1:]!=which[:-1]) | (start[1:]<start[:-1])
     edges = 0,*(np.flatnonzero(back)+1).tolist(),len(end)
     reach = end.copy()
-    for a,b in zip(edges, edges[1:]): np.maximum.accumulate(end[a:b], out=reach[a:b])
+    for a,b in zip(edges, edges[1:]):
+        np.maximum.accumulate(end[a:b], out=reach[a:b])
     new = back | (start[1:]>reach[:-1]+GAP) | apart[1:] | apart[:-1]
     run = np.zeros(len(end), np.int64)
     run[1:] = np.cumsum(new)
@@ -144,12 +145,14 @@ class _Buffer:
     def settle(self):
         "Wait until nobody needs what is in it"
         after,self.after = self.after,()
-        for f in after: f()
+        for f in after:
+            f()
 
 def whole_pages(n:int)->mmap.mmap:
     "Memory of whole pages, large ones where there are any: a disk is told each of them"
     m = mmap.mmap(-1, n, flags=mmap.MAP_PRIVATE|mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, 'MADV_HUGEPAGE'): m.madvise(mmap.MADV_HUGEPAGE)
+    if hasattr(mmap, 'MADV_HUGEPAGE'):
+        m.madvise(mmap.MADV_HUGEPAGE)
     return m
 
 class Ring:
@@ -159,7 +162,8 @@ class Ring:
         nbytes:int=8<<20, # Bytes of each
         allocate:Callable|None=None, # (bytes) -> memory that begins at a multiple of `BLOCK`; None: whole pages
     ):
-        if count<1 or nbytes<1: raise ConfigError(f'A ring of {count} buffers of {nbytes} bytes')
+        if count<1 or nbytes<1:
+            raise ConfigError(f'A ring of {count} buffers of {nbytes} bytes')
         self.count,self.nbytes = count,_up(nbytes)
         self._allocate = allocate or whole_pages
         self._made,self._free,self._lock = [],SimpleQueue(),threading.Lock()
@@ -171,14 +175,18 @@ class Ring:
 def _fresh(self:Ring)->_Buffer|None:
     "A new buffer, while there are fewer than there may be"
     with self._lock:
-        if self._begun>=self.count: return None
+        if self._begun>=self.count:
+            return None
         i,self._begun = self._begun,self._begun+1
-    try: b = _Buffer(memoryview(self._allocate(self.nbytes))[:self.nbytes], i)
+    try:
+        b = _Buffer(memoryview(self._allocate(self.nbytes))[:self.nbytes], i)
     except BaseException:
-        with self._lock: self._begun -= 1
+        with self._lock:
+            self._begun -= 1
         self._free.put(None)  # whoever waits for it tries himself
         raise
-    with self._lock: self._made.append(b)
+    with self._lock:
+        self._made.append(b)
     return b
 
 @patch
@@ -186,9 +194,11 @@ def take(self:Ring)->_Buffer:
     "A buffer to fill, as soon as there is one"
     b = None
     while b is None:
-        if self._free.empty() and (b := self._fresh()): return b
+        if self._free.empty() and (b := self._fresh()):
+            return b
         b = self._free.get()
-    try: b.settle()
+    try:
+        b.settle()
     except BaseException:
         self.give(b)
         raise
@@ -204,9 +214,12 @@ def settle(self:Ring):
     "Wait until nobody needs what is in any of them; the first error, when all are waited for"
     failed = None
     for b in self._made:
-        try: b.settle()
-        except Exception as e: failed = failed or e
-    if failed: raise failed
+        try:
+            b.settle()
+        except Exception as e:
+            failed = failed or e
+    if failed:
+        raise failed
 
 # %% ../../nbs/1_ground/10_reading.ipynb #be8bdcbb
 _DIRECT = getattr(os, 'O_DIRECT', 0)
@@ -214,9 +227,12 @@ _REFUSED = errno.EINVAL,errno.EOPNOTSUPP,errno.ENOSYS
 
 def open_direct(file:File)->int|None:
     "A descriptor of the same file for direct reads; None where there are none"
-    if not _DIRECT: return None
-    try: return os.open(f'/proc/self/fd/{file.f.fileno()}', os.O_RDONLY|_DIRECT|os.O_CLOEXEC)
-    except OSError: return None
+    if not _DIRECT:
+        return None
+    try:
+        return os.open(f'/proc/self/fd/{file.f.fileno()}', os.O_RDONLY|_DIRECT|os.O_CLOEXEC)
+    except OSError:
+        return None
 
 class _Source:
     "A file that is being read"
@@ -227,11 +243,13 @@ class _Source:
     def close(self):
         "Have the cache forget what it has of the file"
         _forget(self.file.f.fileno(), 0, 0)
-        if self.fd is not None: os.close(self.fd)
+        if self.fd is not None:
+            os.close(self.fd)
 
 def _forget(fd, offset, n):
     "Tell the kernel that bytes in its cache will not be needed"
-    with suppress(AttributeError,OSError): os.posix_fadvise(fd, offset, n, os.POSIX_FADV_DONTNEED)
+    with suppress(AttributeError,OSError):
+        os.posix_fadvise(fd, offset, n, os.POSIX_FADV_DONTNEED)
 
 # %% ../../nbs/1_ground/10_reading.ipynb #f793f74c
 @patch
@@ -242,16 +260,20 @@ def fill(self:_Source, memory:memoryview, start:int, need:int)->int: # Bytes tha
     while got<need:
         direct = not self.refused and got%BLOCK==0 and got<most
         to = memory[got:most] if direct else memory[got:need]
-        try: n = os.preadv(self.fd if direct else plain, [to], start+got)
+        try:
+            n = os.preadv(self.fd if direct else plain, [to], start+got)
         except OSError as e:
             if direct and e.errno in _REFUSED:
                 self.refused = True
                 continue
             said = f'byte {start+got:,} cannot be read: {e.strerror}'
             raise self.file.bad(said, hint='') from e
-        if not n: raise self.file.bad(f'the file ends at byte {start+got:,}, {need-got:,} bytes short')
-        if direct: past += n
-        else: _forget(plain, start+got, n)
+        if not n:
+            raise self.file.bad(f'the file ends at byte {start+got:,}, {need-got:,} bytes short')
+        if direct:
+            past += n
+        else:
+            _forget(plain, start+got, n)
         got += n
     return past
 
@@ -300,7 +322,8 @@ def one(self:_Work, i:int, b:_Buffer, r:Reading):
     r.direct += source.fill(memoryview(b.data), int(w.start[i]), n)
     read = perf_counter()
     after = self.take(i, b)
-    if after: b.after = (after,) if callable(after) else tuple(after)
+    if after:
+        b.after = (after,) if callable(after) else tuple(after)
     r.nbytes += n
     r.read += read-start
     r.taken += perf_counter()-read
@@ -311,8 +334,10 @@ def buffered(self:_Work, i:int, r:Reading):
     start = perf_counter()
     b = self.ring.take()
     r.waited += perf_counter()-start
-    try: self.one(i, b, r)
-    finally: self.ring.give(b)
+    try:
+        self.one(i, b, r)
+    finally:
+        self.ring.give(b)
 
 @patch
 def work(self:_Work):
@@ -321,22 +346,28 @@ def work(self:_Work):
     try:
         while not self.stop and (i := next(self.turn))<many:
             own = self.into(i) if self.into else None
-            if own is None: self.buffered(i, mine)
-            else: self.one(i, _Buffer(own, None), mine)
+            if own is None:
+                self.buffered(i, mine)
+            else:
+                self.one(i, _Buffer(own, None), mine)
     except BaseException:
         self.stop = True
         raise
-    with self.lock: self.total.add(mine)
+    with self.lock:
+        self.total.add(mine)
 
 # %% ../../nbs/1_ground/10_reading.ipynb #aac32296
 @patch
 def close(self:_Work, fine:bool):
     "Nobody reads any more: wait for copies, let files go; a `CheckpointError` for one that changed"
     with ExitStack() as es:
-        for s in self.sources: es.callback(s.close)
+        for s in self.sources:
+            es.callback(s.close)
         self.ring.settle()
-        if not fine: return
-        for s in self.sources: s.file.unchanged()
+        if not fine:
+            return
+        for s in self.sources:
+            s.file.unchanged()
 
 def read_windows(
     windows:Windows,
@@ -353,13 +384,17 @@ def read_windows(
     try:
         with ThreadPoolExecutor(threads, 'read') as pool:
             try:
-                for f in [pool.submit(w.work) for _ in range(threads)]: f.result()
+                for f in [pool.submit(w.work) for _ in range(threads)]:
+                    f.result()
                 fine = True
-            finally: w.stop = True
+            finally:
+                w.stop = True
     finally:
-        try: w.close(fine)
+        try:
+            w.close(fine)
         except Exception:
-            if fine: raise # else it was an earlier error that matters
+            if fine:
+                raise # else it was an earlier error that matters
     w.total.seconds,w.total.threads = perf_counter()-start,threads
     return w.total
 

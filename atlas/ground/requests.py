@@ -26,7 +26,8 @@ def _number(name, v, lo, hi, whole=False):
     "`v` as a plain number, or a `RequestError` that says what `name` may be"
     kind = numbers.Integral if whole else numbers.Real
     ok = isinstance(v,kind) and not isinstance(v,(bool,np.bool_)) and lo<=v<=hi and not (name in _NOT_ZERO and v==0)
-    if ok: return int(v) if whole else float(v)
+    if ok:
+        return int(v) if whole else float(v)
     what = 'a whole number' if whole else 'a number'
     raise RequestError(f'{name} is {str(v)[:40]!r}, expected {what} {"above" if name in _NOT_ZERO else "from"} {lo} {"up " if name in _NOT_ZERO else ""}to {hi}', param=name)
 
@@ -57,33 +58,42 @@ class SamplingParams:
 def _check(self:SamplingParams):
     "Normalise and validate every field, in place, once"
     def put(k,v): object.__setattr__(self,k,v)
-    for k,(lo,hi) in _RANGE.items(): put(k, _number(k,getattr(self,k),lo,hi))
+    for k,(lo,hi) in _RANGE.items():
+        put(k, _number(k,getattr(self,k),lo,hi))
     for k,(lo,hi) in _WHOLE.items():
-        if (v := getattr(self,k)) is not None or k not in _NONE_OK: put(k, _number(k,v,lo,hi,whole=True))
+        if (v := getattr(self,k)) is not None or k not in _NONE_OK:
+            put(k, _number(k,v,lo,hi,whole=True))
     put('top_k', max(self.top_k,0))
     if self.max_tokens is not None and self.min_tokens>self.max_tokens:
         raise RequestError(f'min_tokens is {self.min_tokens}, which is more than max_tokens, {self.max_tokens}', param='min_tokens')
-    if not isinstance(self.ignore_eos,bool): raise RequestError(f'ignore_eos is {self.ignore_eos!r}, expected true or false', param='ignore_eos')
-    put('stop', _stops(self.stop)); put('logit_bias', _bias(self.logit_bias))
+    if not isinstance(self.ignore_eos,bool):
+        raise RequestError(f'ignore_eos is {self.ignore_eos!r}, expected true or false', param='ignore_eos')
+    put('stop', _stops(self.stop))
+    put('logit_bias', _bias(self.logit_bias))
     put('stop_token_ids', tuple(_number('stop_token_ids',i,0,2**31-1,whole=True) for i in _seq('stop_token_ids',self.stop_token_ids)))
 
 # %% ../../nbs/1_ground/15_requests.ipynb #873e6f39
 def _seq(name, v):
     "`v` as a tuple; None is empty"
-    if v is None or isinstance(v,(list,tuple)): return tuple(v or ())
+    if v is None or isinstance(v,(list,tuple)):
+        return tuple(v or ())
     raise RequestError(f'{name} is a {type(v).__name__}, expected a list', param=name)
 
 def _stops(v, most=16, longest=1<<14):
     "`stop` as a tuple of non-empty strings"
     v = _seq('stop', (v,) if isinstance(v,str) else v)
-    if len(v)>most: raise RequestError(f'stop has {len(v)} strings, at most {most} are allowed', param='stop')
-    if not all(isinstance(s,str) and s for s in v): raise RequestError('stop has an entry that is not a non-empty string', param='stop')
-    if (n := sum(map(len, v)))>longest: raise RequestError(f'stop has {n:,} characters in all, at most {longest:,} are allowed', param='stop')  # each is a state of an automaton
+    if len(v)>most:
+        raise RequestError(f'stop has {len(v)} strings, at most {most} are allowed', param='stop')
+    if not all(isinstance(s,str) and s for s in v):
+        raise RequestError('stop has an entry that is not a non-empty string', param='stop')
+    if (n := sum(map(len, v)))>longest:
+        raise RequestError(f'stop has {n:,} characters in all, at most {longest:,} are allowed', param='stop')  # each is a state of an automaton
     return v
 
 def _bias(v):
     "`logit_bias` with integer keys, or None when empty"
-    if not isinstance(v,dict|None): raise RequestError(f'logit_bias is a {type(v).__name__}, expected a map from token id to bias', param='logit_bias')
+    if not isinstance(v,dict|None):
+        raise RequestError(f'logit_bias is a {type(v).__name__}, expected a map from token id to bias', param='logit_bias')
     def key(k): return int(k) if isinstance(k,str) and k.isdecimal() and len(k)<11 else k
     return {_number('logit_bias',key(k),0,2**31-1,whole=True): _number('logit_bias',b,-100,100) for k,b in v.items()} if v else None
 
@@ -100,8 +110,10 @@ def generation_defaults(
     merged = {**said, **(override or {})}
     greedy = merged.get('do_sample') is False and 'temperature' not in (override or {})
     found = {ours: merged[k] for k,ours in _GENERATION.items() if merged.get(k) is not None}
-    if greedy: found['temperature'] = 0.
-    try: params = SamplingParams(**found)
+    if greedy:
+        found['temperature'] = 0.
+    try:
+        params = SamplingParams(**found)
     except RequestError as e:
         hint = '--generation-config vllm leaves the file unread'
         raise ConfigError(f'{file}: {e.msg}', hint=hint, param=e.param) from e
@@ -114,8 +126,10 @@ def check_generation(said:dict, param:str):
     strange = [k for k in said if k not in known]
     if strange:
         raise RequestError(f'{param} has {strange[0]}', hint=f'It may have {", ".join(known)}', param=param)
-    try: generation_defaults(said)
-    except ConfigError as e: raise RequestError(f'{param}: {e.msg.partition(": ")[2]}', param=param) from e
+    try:
+        generation_defaults(said)
+    except ConfigError as e:
+        raise RequestError(f'{param}: {e.msg.partition(": ")[2]}', param=param) from e
 
 # %% ../../nbs/1_ground/15_requests.ipynb #22ff18fc
 @dataclass(frozen=True)
@@ -134,10 +148,12 @@ class Request:
     timeout:float|None=None # Seconds after which it ends with what it has said; None: no limit
 
     def __post_init__(self):
-        if not self.prompt: raise RequestError('The prompt is empty', hint='Send at least one token', param='prompt')
+        if not self.prompt:
+            raise RequestError('The prompt is empty', hint='Send at least one token', param='prompt')
         if not isinstance(self.salt, str):
             raise RequestError(f'cache_salt is {self.salt!r:.40}, expected a string', param='cache_salt')
-        if self.timeout is not None: _number('timeout', self.timeout, 0, MAX_TIMEOUT)
+        if self.timeout is not None:
+            _number('timeout', self.timeout, 0, MAX_TIMEOUT)
 
 # %% ../../nbs/1_ground/15_requests.ipynb #38f6c457
 @dataclass(frozen=True)
@@ -163,7 +179,8 @@ def check_ids(
     "Refuse token ids that the model does not have"
     low = min(ids, default=0)
     high = max(ids, default=0)
-    if low>=0 and high<vocab_size: return
+    if low>=0 and high<vocab_size:
+        return
     bad = high if high>=vocab_size else low
     said = f'{param} has token {bad}, and the vocabulary ends at {vocab_size-1}'
     raise RequestError(said, param=param)
@@ -175,9 +192,11 @@ def check_prompt(
     answer:int=1, # Tokens that must fit after it
 ):
     "`ContextLengthError`, with both numbers, if a prompt leaves no room for its answer"
-    if n+answer<=max_seq_len: return
+    if n+answer<=max_seq_len:
+        return
     said = f'The prompt has {n:,} tokens and the context holds {max_seq_len:,}'
-    if answer>0: said += ', answer included'
+    if answer>0:
+        said += ', answer included'
     hint = 'Shorten the prompt, or raise max_seq_len (--max-seq-len) if the model allows more'
     raise _too_long(n, max_seq_len-answer, said, hint, 'prompt')
 
@@ -188,7 +207,8 @@ def check_text(
 ):
     "The same for a text whose tokens nobody has counted: there are at least so many"
     least = -(-n//longest)
-    if least<=max_seq_len: return
+    if least<=max_seq_len:
+        return
     said = f'The prompt has {n:,} characters, which is at least {least:,} tokens'
     said += f', and the context holds {max_seq_len:,}'
     raise _too_long(least, max_seq_len, said, 'Shorten the prompt')

@@ -21,24 +21,29 @@ def weights(seed=0):
 def st_entries(tensors, dtypes={}):
     "What the header of a sound safetensors file says"
     d,pos = {},0
-    for k,a in tensors.items(): d[k] = dict(dtype=dtypes.get(k) or _CODES[str(a.dtype)], shape=list(a.shape), data_offsets=[pos,pos:=pos+a.nbytes])
+    for k,a in tensors.items():
+        d[k] = dict(dtype=dtypes.get(k) or _CODES[str(a.dtype)], shape=list(a.shape), data_offsets=[pos,pos:=pos+a.nbytes])
     return d
 
 def st_bytes(tensors, header=None, dtypes={}):
     "A safetensors file with its true header, or with `header`: a dict, or bytes as they are"
     h = st_entries(tensors, dtypes) if header is None else header
-    if isinstance(h, dict): h = json.dumps(h).encode()
+    if isinstance(h, dict):
+        h = json.dumps(h).encode()
     return struct.pack('<Q', len(h))+h+b''.join(a.tobytes() for a in tensors.values())
 
 def hf_folder(path, tensors=None, conf=CONF, shards=1, **files):
     "A model folder with one safetensors file or several with an index; `files` by name override or add"
-    path = Path(path); path.mkdir(parents=True, exist_ok=True)
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
     tensors = weights() if tensors is None else tensors
     (path/'config.json').write_text(json.dumps(conf))
-    if shards==1: (path/'model.safetensors').write_bytes(st_bytes(tensors))
+    if shards==1:
+        (path/'model.safetensors').write_bytes(st_bytes(tensors))
     else:
         names = [f'model-{i+1:05}-of-{shards:05}.safetensors' for i in range(shards)]
-        for i,n in enumerate(names): (path/n).write_bytes(st_bytes(dict(list(tensors.items())[i::shards])))
+        for i,n in enumerate(names):
+            (path/n).write_bytes(st_bytes(dict(list(tensors.items())[i::shards])))
         index = {k:names[i%shards] for i,k in enumerate(tensors)}
         (path/'model.safetensors.index.json').write_text(json.dumps(dict(metadata={}, weight_map=index)))
     return path
@@ -54,11 +59,18 @@ def gguf_file(path, tensors=None, meta=GGUF_META, arch='llama', quant='Q8_0', ex
         (g.add_array if isinstance(v,list) else g.add_float32 if isinstance(v,float) else g.add_string if isinstance(v,str) else g.add_uint32)(k, v)
     t = gguf.GGMLQuantizationType[quant]
     for k,a in (weights() if tensors is None else tensors).items():
-        if 'q_proj' in k or 'k_proj' in k: a = interleave(a, 2 if 'q_proj' in k else 1)
-        if a.ndim<2 or quant=='F32': g.add_tensor(GGUF_NAMES[k], a)
-        else: g.add_tensor(GGUF_NAMES[k], gguf.quantize(a, t), raw_dtype=t)
-    for k,a in extra.items(): g.add_tensor(k, a)
-    g.write_header_to_file(); g.write_kv_data_to_file(); g.write_tensors_to_file(); g.close()
+        if 'q_proj' in k or 'k_proj' in k:
+            a = interleave(a, 2 if 'q_proj' in k else 1)
+        if a.ndim<2 or quant=='F32':
+            g.add_tensor(GGUF_NAMES[k], a)
+        else:
+            g.add_tensor(GGUF_NAMES[k], gguf.quantize(a, t), raw_dtype=t)
+    for k,a in extra.items():
+        g.add_tensor(k, a)
+    g.write_header_to_file()
+    g.write_kv_data_to_file()
+    g.write_tensors_to_file()
+    g.close()
     return Path(path)
 
 def splice(b, at, new):

@@ -49,8 +49,10 @@ CONFS = dict(
 def base(conf)->dict:
     "Canonical names and float32 numbers of a model of this config, its experts stacked [E,out,in], each number one that BF16 holds"
     c = ModelConfig.from_hf(conf)
-    with dummy_checkpoint(c, build(c).wants(), 'bf16') as d: ws = {k:d.read(k).decode() for k in d.tensors}
-    if 'masked_embedding.token_ordering' in ws: ws['masked_embedding.token_ordering'] = np.random.default_rng(0).permutation(len(ws['masked_embedding.token_ordering']))
+    with dummy_checkpoint(c, build(c).wants(), 'bf16') as d:
+        ws = {k:d.read(k).decode() for k in d.tensors}
+    if 'masked_embedding.token_ordering' in ws:
+        ws['masked_embedding.token_ordering'] = np.random.default_rng(0).permutation(len(ws['masked_embedding.token_ordering']))
     return {k:a if a.dtype==np.int64 else bf16_to_f32(f32_to_bf16(a)) for k,a in ws.items()}
 
 # ---- storage formats: float32 -> what is stored, and the numbers that it stands for
@@ -64,23 +66,32 @@ def _per_tensor(s, shape): return s
 def _per_row(s, shape): return s.reshape(shape[:-1])[...,None]
 
 def _fp8_as(n, a, fmt, end, change=lambda s: (s,s), dtype='F32', shape=lambda s: s.shape):
-    p = QTensor.encode(a, fmt).parts; stored,scale = change(p['scale'])
+    p = QTensor.encode(a, fmt).parts
+    stored,scale = change(p['scale'])
     return _fp8(n, a, p, end, (stored.reshape(shape(p['scale'])),dtype), scale, dict(FP8_TENSOR=_per_tensor, FP8_CHANNEL=_per_row, FP8_BLOCK=_tiles)[fmt])
 
 def _nvfp4(n, a, ct, one):
-    m = n.removesuffix('.weight'); p = QTensor.encode(a, 'NVFP4').parts; g = np.float32(1)/p['global'] if ct else p['global']; s = E4M3[p['scale']]*(np.float32(1)/g if ct else g)
+    m = n.removesuffix('.weight')
+    p = QTensor.encode(a, 'NVFP4').parts
+    g = np.float32(1)/p['global'] if ct else p['global']
+    s = E4M3[p['scale']]*(np.float32(1)/g if ct else g)
     parts = {m+('.weight_packed' if ct else '.weight'):(p['data'],'U8'), m+'.weight_scale':(p['scale'],'F8_E4M3'), m+('.weight_global_scale' if ct else '.weight_scale_2'):(np.float32([g]) if one else np.float32(g),'F32')}
     return parts,_nibbles(p['data'])*s.repeat(16, -1)
 
 def _mxfp4(n, a, how, dtype='U8'):
-    m = n.removesuffix('.weight'); p = QTensor.encode(a, 'MXFP4').parts; d,s = p['data'],p['scale']
-    if how=='blocks': parts = {m+'_blocks':(d.reshape(*s.shape,16),'U8'), m+'_scales':(s,dtype)}
-    else: parts = {m+how:(d,'U8'), m+'.weight_scale':(s,dtype)}
+    m = n.removesuffix('.weight')
+    p = QTensor.encode(a, 'MXFP4').parts
+    d,s = p['data'],p['scale']
+    if how=='blocks':
+        parts = {m+'_blocks':(d.reshape(*s.shape,16),'U8'), m+'_scales':(s,dtype)}
+    else:
+        parts = {m+how:(d,'U8'), m+'.weight_scale':(s,dtype)}
     return parts,_nibbles(d)*E8M0[s].repeat(32, -1)
 
 def _stacked(n, a, end, fmt):
     "A stack [E,out,in] in FP8, a scale for each of its matrices"
-    ps = [QTensor.encode(x, fmt).parts for x in a]; d,s = (np.stack([p[k] for p in ps]) for k in ('data','scale'))
+    ps = [QTensor.encode(x, fmt).parts for x in a]
+    d,s = (np.stack([p[k] for p in ps]) for k in ('data','scale'))
     return {n:(d,'F8_E4M3'), n+end:(s,'F32')},(E4M3[d]*(s[:,None,None] if fmt=='FP8_TENSOR' else _tiles(s, a.shape))).astype(np.float32)
 
 def _words(q, axis):
@@ -136,7 +147,8 @@ def _ct_parts(g, symmetric):
     parts = dict(weight_packed=(_words(g.codes, 1),'I32'))
     parts['weight_scale'] = g.scale
     parts['weight_shape'] = np.int64(g.codes.shape),'I64'
-    if not symmetric: parts['weight_zero_point'] = _words(g.zeros, 0),'I32'
+    if not symmetric:
+        parts['weight_zero_point'] = _words(g.zeros, 0),'I32'
     return parts
 
 def _awq_parts(g):
@@ -158,14 +170,17 @@ def _int4(n, a, how, group=32, symmetric=False, half=True):
     "Four-bit integers in groups as three programs pack them; `group` 0: a row is one"
     inner = a.shape[1]
     at = np.arange(inner)  # columns, group by group
-    if how=='gptq-order': at = np.random.default_rng(inner).permutation(inner)
+    if how=='gptq-order':
+        at = np.random.default_rng(inner).permutation(inner)
     g = _grouped(a, at, group or inner, symmetric, 'F16' if half else 'BF16')
-    if how=='ct': parts = _ct_parts(g, symmetric)
+    if how=='ct':
+        parts = _ct_parts(g, symmetric)
     else:
         scales,kind = g.scale
         parts = dict(scales=(scales.T.copy(),kind))
         words = _awq_parts(g) if how=='awq' else _gptq_parts(g)
-        for k,w in words.items(): parts[k] = w,'I32'
+        for k,w in words.items():
+            parts[k] = w,'I32'
     m = n.removesuffix('.weight')
     return {f'{m}.{k}':v for k,v in parts.items()},g.numbers
 
@@ -193,7 +208,9 @@ def split_experts(ws, gate='gate_proj', up='up_proj', down='down_proj'):
     out = {}
     for k,a in ws.items():
         m = re.fullmatch(r'(.*experts\.)(gate_up_proj|up_proj|down_proj|w2)', k)
-        if not m: out[k] = a; continue
+        if not m:
+            out[k] = a
+            continue
         for e,x in enumerate(a):
             halves = {gate:x[:len(x)//2], up:x[len(x)//2:]} if m[2]=='gate_up_proj' else {up if m[2]=='up_proj' else down:x}
             out |= {f'{m[1]}{e}.{n}.weight':y for n,y in halves.items()}
@@ -202,10 +219,14 @@ def split_experts(ws, gate='gate_proj', up='up_proj', down='down_proj'):
 def named(k, style):
     "The name that a release of this style gives to the canonical `k`"
     trunk,outer = dict(wrapped=('model.language_model.',''), plain=('model.',''), mistral3=('language_model.model.','language_model.'), backbone=('backbone.',''), bare=('',''), odd=('base.net.','base.'))[style]
-    if k.startswith('visual.'): return 'model.'+k if style=='wrapped' else k
-    if k.startswith('lm_head.'): return outer+k
-    if not k.startswith('model.'): return k
-    if style=='backbone': k = k.replace('model.embed_tokens.', 'model.embeddings.').replace('model.norm.', 'model.norm_f.')
+    if k.startswith('visual.'):
+        return 'model.'+k if style=='wrapped' else k
+    if k.startswith('lm_head.'):
+        return outer+k
+    if not k.startswith('model.'):
+        return k
+    if style=='backbone':
+        k = k.replace('model.embed_tokens.', 'model.embeddings.').replace('model.norm.', 'model.norm_f.')
     return trunk+k[6:]
 
 ALL,EXPERTS,ATTN = r'model\.layers\..*',r'model\.layers\..*experts.*',r'model\.layers\..*(attn|mixer\.(in|out))_?.*'
@@ -235,28 +256,42 @@ def may_quantise(k): return quantizable(re.sub(r'^mtp\.layers', 'model.layers', 
 
 def stored(conf, style, experts, rules):
     "({stored name: (array, type)}, {canonical name: numbers}) of a layout; `rules` may be a function of name and array"
-    ws = base(CONFS[conf]); w123 = dict(gate='w1', up='w3', down='w2') if conf=='minimax_m2' else {}
-    if experts=='each': ws = split_experts(ws, **w123)
+    ws = base(CONFS[conf])
+    w123 = dict(gate='w1', up='w3', down='w2') if conf=='minimax_m2' else {}
+    if experts=='each':
+        ws = split_experts(ws, **w123)
     pick = rules if callable(rules) else lambda k,a: next((h for p,h in rules if re.fullmatch(p, k)), 'bf16')
     raw,plain = {},{}
     for k,a in ws.items():
-        if a.dtype==np.int64: raw[k],plain[k] = (a,'I64'),a; continue
+        if a.dtype==np.int64:
+            raw[k],plain[k] = (a,'I64'),a
+            continue
         stack = a.ndim==3 and 'experts' in k and k.split('.')[0]!='visual'
         how = pick(k, a) if a.ndim>1 and may_quantise(k) else 'bf16'
-        if stack and experts=='turned': parts,x = STACK_HOW[how](k, np.ascontiguousarray(a.swapaxes(1,2))); plain[k] = x.swapaxes(1,2)
-        else: parts,plain[k] = (STACK_HOW if stack else HOW)[how](k, a)
-        if stack and conf in ('gpt_oss','qwen3_vl_moe'): plain[k] = np.ascontiguousarray(plain[k].swapaxes(1,2)) # which store plain numbers [in,out]; gpt-oss's down_proj is square
+        if stack and experts=='turned':
+            parts,x = STACK_HOW[how](k, np.ascontiguousarray(a.swapaxes(1,2)))
+            plain[k] = x.swapaxes(1,2)
+        else:
+            parts,plain[k] = (STACK_HOW if stack else HOW)[how](k, a)
+        if stack and conf in ('gpt_oss','qwen3_vl_moe'):
+            plain[k] = np.ascontiguousarray(plain[k].swapaxes(1,2)) # which store plain numbers [in,out]; gpt-oss's down_proj is square
         raw |= {named(n, style):v for n,v in parts.items()}
-        if how[:3] in ('nvf','fp8') and not stack: raw[named(k.removesuffix('.weight')+'.input_scale', style)] = (np.float32(1),'F32')
+        if how[:3] in ('nvf','fp8') and not stack:
+            raw[named(k.removesuffix('.weight')+'.input_scale', style)] = (np.float32(1),'F32')
     return raw,plain
 
 def folder(path, conf, raw, shards=1, **files):
     "A model folder out of {stored name: (array, type)}; `files` are more JSON files, by name with _ for ."
-    path.mkdir(parents=True, exist_ok=True); (path/'config.json').write_text(json.dumps(conf)); names = [f'model-{i+1:05}-of-{shards:05}.safetensors' for i in range(shards)]
+    path.mkdir(parents=True, exist_ok=True)
+    (path/'config.json').write_text(json.dumps(conf))
+    names = [f'model-{i+1:05}-of-{shards:05}.safetensors' for i in range(shards)]
     def put(n, items): (path/n).write_bytes(st_bytes({k:np.ascontiguousarray(a) for k,(a,_) in items}, dtypes={k:t for k,(_,t) in items}))
-    if shards==1: put('model.safetensors', list(raw.items()))
+    if shards==1:
+        put('model.safetensors', list(raw.items()))
     else:
-        for i,n in enumerate(names): put(n, list(raw.items())[i::shards])
+        for i,n in enumerate(names):
+            put(n, list(raw.items())[i::shards])
         (path/'model.safetensors.index.json').write_text(json.dumps(dict(weight_map={k:names[i%shards] for i,k in enumerate(raw)})))
-    for n,d in files.items(): (path/f'{n}.json').write_text(json.dumps(d))
+    for n,d in files.items():
+        (path/f'{n}.json').write_text(json.dumps(d))
     return path

@@ -29,7 +29,8 @@ def error(got, want):
 def model(name, change=None):
     "The model of a folder; with `change`, of a config that it does not have"
     with open_checkpoint(data/name) as ck:
-        if not change: return load_model(ck, host, 256, parts=('','mtp','vision'))
+        if not change:
+            return load_model(ck, host, 256, parts=('','mtp','vision'))
         m = build(change(ck.config))
         return m.bind(load(ck, [w for w in m.wants() if not w.part], host, ignore=('*',)), host, 256)
 
@@ -37,7 +38,8 @@ class Run:
     "One sequence on one model"
     def __init__(self, model):
         self.model,self.cache = model,KVCache(model.c, host, 16, num_states=2, drafting=bool(model.mtp))
-        self.table = self.cache.table(); self.table.ensure(256)
+        self.table = self.cache.table()
+        self.table.ensure(256)
 
     def batch(self, ids, start, tiled, media=None):
         return make_batch([Piece(list(ids), start, self.table.blocks, len(ids), state=1, media=media)], tiled, 16, host)
@@ -100,7 +102,9 @@ def drafts(name, beyond=0, spoil=lambda assistant: None):
 
 def seen(name, m):
     "`Media` of the reference's two images"
-    r = refs[name]; cut = int(np.prod(r['grid'][0])); px = r['pixels'].astype(np.float32)
+    r = refs[name]
+    cut = int(np.prod(r['grid'][0]))
+    px = r['pixels'].astype(np.float32)
     return m.media(r['image_ids'].tolist(), list(zip((px[:cut],px[cut:]), (tuple(g) for g in r['grid'].tolist()))))
 
 _TYPES = {'BF16':'u2', 'F32':'f4', 'U8':'u1', 'F8_E4M3':'u1', 'I64':'i8'}
@@ -109,16 +113,20 @@ def stored(folder):
     "Tensors of a folder as they are stored, BF16 and FP8 as whole numbers, and the names of their types"
     out,types = {},{}
     for p in folder.glob('*.safetensors'):
-        b = p.read_bytes(); n = int.from_bytes(b[:8], 'little')
+        b = p.read_bytes()
+        n = int.from_bytes(b[:8], 'little')
         for k,e in json.loads(b[8:8+n]).items():
-            if k=='__metadata__': continue
+            if k=='__metadata__':
+                continue
             lo,hi = (8+n+o for o in e['data_offsets'])
             out[k],types[k] = np.frombuffer(b[lo:hi], _TYPES[e['dtype']]).reshape(e['shape']),e['dtype']
     return out,types
 
 def rewritten(name, to, change):
     "The folder `name` again, its tensors changed by `change`: all of them by name to all of them by name"
-    ts,types = stored(data/name); ts = change(ts)
-    for p in (data/name).glob('*.json'): shutil.copy(p, to)
+    ts,types = stored(data/name)
+    ts = change(ts)
+    for p in (data/name).glob('*.json'):
+        shutil.copy(p, to)
     (to/'model.safetensors').write_bytes(st_bytes(ts, dtypes={k:types[k] for k,a in ts.items() if k in types and a.dtype==np.uint8}))
     return to

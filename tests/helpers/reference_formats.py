@@ -16,23 +16,31 @@ def e4m3(x): return x.clamp(-448, 448).to(torch.float8_e4m3fn)
 def blocks(w, n): return w.reshape(*w.shape[:-1], -1, n)
 
 def fp8(w, **kw):
-    s = w.abs().max()/448; q = e4m3(w/s)
+    s = w.abs().max()/448
+    q = e4m3(w/s)
     return dict(weight=q, weight_scale=s, input_scale=torch.tensor(.02)),q.float()*s
 
 def fp8_channel(w, dtype=torch.bfloat16):
-    s = (w.abs().amax(1, keepdim=True)/448).to(dtype); q = e4m3(w/s.float())
+    s = (w.abs().amax(1, keepdim=True)/448).to(dtype)
+    q = e4m3(w/s.float())
     return dict(weight=q, weight_scale=s),q.float()*s.float()
 
 def fp8_block(w, dtype=torch.float32, name='weight_scale_inv', four=False):
-    n,k = w.shape; p = torch.zeros(-(-n//128)*128, -(-k//128)*128); p[:n,:k] = w
+    n,k = w.shape
+    p = torch.zeros(-(-n//128)*128, -(-k//128)*128)
+    p[:n,:k] = w
     s = (p.view(p.shape[0]//128, 128, -1, 128).abs().amax((1,3))/448).to(dtype)
-    full = s.float().repeat_interleave(128, 0).repeat_interleave(128, 1)[:n,:k]; q = e4m3(w/full)
+    full = s.float().repeat_interleave(128, 0).repeat_interleave(128, 1)[:n,:k]
+    q = e4m3(w/full)
     return {'weight':q, name:s[:,None,:,None] if four else s},q.float()*full
 
 def nvfp4_parts(w):
-    g = w.abs().max()/(6*448); b = blocks(w, 16)
-    s = b.abs().amax(-1)/6/g; s = torch.where(s==0, 1., s).clamp(2**-9, 448).to(torch.float8_e4m3fn)
-    full = (s.float()*g)[...,None]; c = e2m1(b/full)
+    g = w.abs().max()/(6*448)
+    b = blocks(w, 16)
+    s = b.abs().amax(-1)/6/g
+    s = torch.where(s==0, 1., s).clamp(2**-9, 448).to(torch.float8_e4m3fn)
+    full = (s.float()*g)[...,None]
+    c = e2m1(b/full)
     return pack(c.reshape(w.shape)),s,g,(value(c)*full).reshape(w.shape)
 
 def nvfp4(w, activations=True):
@@ -46,9 +54,12 @@ def nvfp4_packed(w):
     return dict(weight_packed=q, weight_scale=s, weight_global_scale=(1/g)[None], input_global_scale=torch.tensor([300.])),d
 
 def mxfp4(w):
-    b = blocks(w, 32); top = b.abs().amax(-1).clamp_min(2.**-120)
-    e = torch.floor(torch.log2(top))-2; e = torch.where(top/torch.exp2(e)>6, e+1, e)
-    s = torch.exp2(e)[...,None]; c = e2m1(b/s)
+    b = blocks(w, 32)
+    top = b.abs().amax(-1).clamp_min(2.**-120)
+    e = torch.floor(torch.log2(top))-2
+    e = torch.where(top/torch.exp2(e)>6, e+1, e)
+    s = torch.exp2(e)[...,None]
+    c = e2m1(b/s)
     return pack(c),(e+127).to(torch.uint8),(value(c)*s).reshape(w.shape)
 
 def mxfp4_packed(w):
@@ -63,10 +74,16 @@ def quantise(d, rules):
     stored,plain = {},{}
     for k,w in d.items():
         f = next((f for rx,f in rules if re.search(rx, k)), None)
-        if f is None: stored[k] = plain[k] = w; continue
+        if f is None:
+            stored[k] = plain[k] = w
+            continue
         if f is mxfp4:  # gpt-oss: [E,in,out] becomes [E,out,in/32,16]
-            q,s,x = f(w.float().mT); stored |= {k+'_blocks':q, k+'_scales':s}; plain[k] = x.mT.contiguous(); continue
-        parts,plain[k] = f(w.float()); stored |= {k.removesuffix('weight')+n:p for n,p in parts.items()}
+            q,s,x = f(w.float().mT)
+            stored |= {k+'_blocks':q, k+'_scales':s}
+            plain[k] = x.mT.contiguous()
+            continue
+        parts,plain[k] = f(w.float())
+        stored |= {k.removesuffix('weight')+n:p for n,p in parts.items()}
     return stored,plain
 
 def per_expert(d):
@@ -74,7 +91,9 @@ def per_expert(d):
     out = {}
     for k,w in d.items():
         m = re.fullmatch(r'(.*\bexperts\.)(gate_up_proj|down_proj)', k)
-        if not m: out[k] = w; continue
+        if not m:
+            out[k] = w
+            continue
         for e,x in enumerate(w):
             both = zip(('gate_proj','up_proj'), x.chunk(2)) if m[2]=='gate_up_proj' else [(m[2],x)]
             out |= {f'{m[1]}{e}.{n}.weight':p.clone() for n,p in both}
@@ -89,8 +108,10 @@ def stacked(d):
     out,found = {},{}
     for k,w in d.items():
         m = re.fullmatch(r'(.*\bexperts\.)(\d+)\.(gate|up|down)_proj\.weight', k)
-        if m: found.setdefault(m[1], {})[int(m[2]),m[3]] = w
-        else: out[k] = w
+        if m:
+            found.setdefault(m[1], {})[int(m[2]),m[3]] = w
+        else:
+            out[k] = w
     for p,x in found.items():
         n = range(len(x)//3)
         out[p+'gate_up_proj'] = torch.stack([torch.cat([x[e,'gate'],x[e,'up']]) for e in n])
