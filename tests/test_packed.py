@@ -23,7 +23,9 @@ def same(got, want):
     assert got.keys()==want.keys()
     for n,a in want.items():
         a,b = np.asarray(a),got[n]
-        assert (b.dtype.name,b.shape)==(a.dtype.name,a.shape), n
+        assert (
+            (b.dtype.name,b.shape)
+            ==(a.dtype.name,a.shape)), n
         assert b.tobytes()==a.astype(b.dtype, order='C').tobytes(), n
 
 # -- what goes in comes out ----------------------------------------------------------------------
@@ -36,7 +38,11 @@ bytewise = st.sampled_from('<>')
 def some_array(draw):
     "An array of any type, order of bytes and order of axes"
     shape,dtype = draw(shapes),TYPES[draw(types)]
-    raw = np.frombuffer(numbers(int(np.prod(shape))*dtype.itemsize, draw(st.integers(0, 99))), np.uint8)
+    raw = np.frombuffer(
+        numbers(
+            int(np.prod(shape))*dtype.itemsize,
+            draw(st.integers(0, 99))),
+        np.uint8)
     a = (raw%2).astype(bool) if dtype==bool else raw.view(dtype)
     a = a.reshape(shape).astype(dtype.newbyteorder(draw(bytewise)))
     if a.ndim and draw(st.booleans()):
@@ -54,28 +60,44 @@ def test_any_mapping_comes_back(tmp_path_factory, arrays):
     assert not part_of(p).exists()
     with PackedFile(p) as f:
         assert f.meta==meta and f.names==list(arrays)
-        assert all((f.layout.start+e.offset)%BLOCK==0 for e in f.entries.values())
+        assert all(
+            (f.layout.start+e.offset)%BLOCK==0
+            for e in f.entries.values())
         assert f.file.size%BLOCK==0
 
 def test_objects_come_back(tmp_path):
     rng = np.random.default_rng(0)
-    q = [QTensor.encode(rng.standard_normal((8,64)), f) for f in ('NVFP4','FP8_BLOCK','BF16','MXFP4')]
-    some = dict(a=q[0], b=QStack(q, np.arange(32)[::-1]), none=None, x=np.ones(3))
+    q = [
+        QTensor.encode(rng.standard_normal((8,64)), f)
+        for f in ('NVFP4','FP8_BLOCK','BF16','MXFP4')]
+    some = dict(
+        a=q[0],
+        b=QStack(q, np.arange(32)[::-1]),
+        none=None,
+        x=np.ones(3))
     save_dict(tmp_path/'f', some)
     got = load_dict(tmp_path/'f')
     assert list(got)==['x','a','b','none'] and got['none'] is None
-    assert got['a'].fmt=='NVFP4' and np.array_equal(got['b'].decode(), some['b'].decode())
+    assert (
+        got['a'].fmt=='NVFP4'
+        and np.array_equal(got['b'].decode(), some['b'].decode()))
     assert list(load_dict(tmp_path/'f', ['a']))==['a']
 
 def test_what_cannot_go_in(tmp_path):
     p = tmp_path/'f'
     for arrays,meta,error in (
-            (dict(a=np.array(['x'])), None, UnsupportedError),
-            (dict(a=np.ones(2, np.longdouble)), None, UnsupportedError),
-            (dict(a=np.array([None])), None, UnsupportedError),
-            ({1: np.ones(2)}, None, RequestError),
-            (dict(a=np.ones(2)), dict(x=float('nan')), RequestError),
-            (dict(a=np.ones(2)), dict(x=object()), RequestError)):
+        (dict(a=np.array(['x'])), None, UnsupportedError),
+        (dict(a=np.ones(2, np.longdouble)), None, UnsupportedError),
+        (dict(a=np.array([None])), None, UnsupportedError),
+        ({1: np.ones(2)}, None, RequestError),
+        (
+            dict(a=np.ones(2)),
+            dict(x=float('nan')),
+            RequestError),
+        (
+            dict(a=np.ones(2)),
+            dict(x=object()),
+            RequestError)):
         with pytest.raises(error):
             save_dict(p, arrays, meta)
         assert list(tmp_path.iterdir())==[]
@@ -90,20 +112,25 @@ def test_what_cannot_go_in(tmp_path):
 def test_sums_of_parts_in_any_order(n, cuts, random):
     "And one that begins in the middle of a run of words"
     a,base = numbers(n),8*(SUMMED-300)
-    edges = sorted({0,n,*(8*c for c in cuts if 8*c<n)})
+    edges = sorted({
+        0, n, *(8*c for c in cuts if 8*c<n)})
     parts = list(zip(edges, edges[1:]))
     random.shuffle(parts)
-    assert sum(checksum(a[i:j], base+i) for i,j in parts)%2**64==checksum(a, base)
+    assert (
+        sum(checksum(a[i:j], base+i) for i,j in parts)
+        %2**64==checksum(a, base))
 
 def test_a_word_that_changes_changes_the_sum():
     a = numbers(8*SUMMED*2+40)
     was = checksum(a)
-    for at in (0,7,8,8*SUMMED-1,8*SUMMED,len(a)-1):
+    for at in (
+        0, 7, 8, 8*SUMMED-1, 8*SUMMED, len(a)-1):
         for bit in range(8):
             b = a.copy()
             b[at] ^= np.uint8(1<<bit)
             assert checksum(b)!=was
-    assert checksum(np.zeros(16, np.uint8))!=checksum(np.zeros(24, np.uint8))
+    assert checksum(np.zeros(
+        16, np.uint8))!=checksum(np.zeros(24, np.uint8))
     with pytest.raises(RequestError):
         checksum(a, 4)
 
@@ -111,9 +138,17 @@ def test_a_word_that_changes_changes_the_sum():
 def test_a_card_sums_as_the_host_does():
     card = Emulator()
     rng = np.random.default_rng(1)
-    sizes = [0,*range(1, 34),*rng.integers(1, 400_000, 12).tolist(),8*SUMMED,16*SUMMED,16*SUMMED+8]
+    sizes = [
+        0,
+        *range(1, 34),
+        *rng.integers(1, 400_000, 12).tolist(),
+        8*SUMMED,
+        16*SUMMED,
+        16*SUMMED+8]
     some = [numbers(n, n) for n in sizes]
-    assert checksums(card, [card.upload(a) for a in some])==[checksum(a) for a in some]
+    assert checksums(
+        card,
+        [card.upload(a) for a in some])==[checksum(a) for a in some]
     many = Emulator()
     many.multiprocessors = 1 # blocks that take several runs each
     a = numbers(8*SUMMED*20+5)
@@ -124,7 +159,10 @@ def test_a_card_sums_as_the_host_does():
 @pytest.fixture
 def file(tmp_path):
     "A packed file of three arrays, and what is in it"
-    arrays = dict(a=numbers(10_000), b=np.arange(5, dtype=np.float32), c=numbers(70_000, 2).view(np.uint16))
+    arrays = dict(
+        a=numbers(10_000),
+        b=np.arange(5, dtype=np.float32),
+        c=numbers(70_000, 2).view(np.uint16))
     return save_dict(tmp_path/'f', arrays, dict(note='x')),arrays
 
 def test_every_byte_of_the_header_counts(file):
@@ -134,7 +172,9 @@ def test_every_byte_of_the_header_counts(file):
         end = f.layout.table+len(f.layout.text)
     for at in range(end):
         for bit in (1,128):
-            p.write_bytes(raw[:at]+bytes([raw[at]^bit])+raw[at+1:])
+            p.write_bytes(
+                raw[:at]+bytes([raw[at]^bit])
+                +raw[at+1:])
             with pytest.raises(CheckpointError):
                 load_dict(p)
 
@@ -142,10 +182,14 @@ def test_a_bit_in_each_array(file):
     p,arrays = file
     raw = p.read_bytes()
     with PackedFile(p) as f:
-        places = {n: (f.layout.start+e.offset,e.nbytes) for n,e in f.entries.items()}
+        places = {
+            n: (f.layout.start+e.offset,e.nbytes)
+            for n,e in f.entries.items()}
     for n,(at,size) in places.items():
         for i in (0,size//2,size-1):
-            p.write_bytes(raw[:at+i]+bytes([raw[at+i]^1])+raw[at+i+1:])
+            p.write_bytes(
+                raw[:at+i]+bytes([raw[at+i]^1])
+                +raw[at+i+1:])
             with pytest.raises(CheckpointError, match=f"array '{n}' is not what was written"):
                 load_dict(p)
             others = [k for k in arrays if k!=n]
@@ -157,7 +201,9 @@ def test_cut_and_lengthened(file):
     raw = p.read_bytes()
     with PackedFile(p) as f:
         table,start = f.layout.table,f.layout.start
-    for n in (0,1,8,39,40,50,table,table+5,start-1,start,start+1,start+9000,len(raw)-BLOCK,len(raw)-1):
+    for n in (
+        0, 1, 8, 39, 40, 50, table, table+5, start-1, start,
+        start+1, start+9000, len(raw)-BLOCK, len(raw)-1):
         p.write_bytes(raw[:n])
         with pytest.raises(CheckpointError):
             load_dict(p)
@@ -165,7 +211,8 @@ def test_cut_and_lengthened(file):
         p.write_bytes(raw+more)
         with pytest.raises(CheckpointError):
             load_dict(p)
-    for other in (b'GGUF'+raw[4:],b'\x08'+bytes(99),PART+raw[8:]):
+    for other in (
+        b'GGUF'+raw[4:], b'\x08'+bytes(99), PART+raw[8:]):
         p.write_bytes(other)
         with pytest.raises(CheckpointError):
             load_dict(p)
@@ -175,34 +222,57 @@ def test_cut_and_lengthened(file):
 
 def stranger(path, text, count, size=None):
     "A file whose header has the text `text` and a right checksum"
-    l = Layout({str(i): Entry(str(i), 'uint8', (0,), 0, 0) for i in range(count)}, {}, {}, text)
+    l = Layout(
+        {
+            str(i): Entry(str(i), 'uint8', (0,), 0, 0)
+            for i in range(count)},
+        {},
+        {},
+        text)
     head = l.head(WHOLE, dict.fromkeys(l.entries, 0))
     n = max(size or 0, len(head))
     class Sized(Layout):
         nbytes = property(lambda self: n)
     l = Sized(l.entries, {}, {}, text)
-    path.write_bytes(l.head(WHOLE, dict.fromkeys(l.entries, 0)).ljust(n, b'\0'))
+    path.write_bytes(l.head(
+        WHOLE, dict.fromkeys(l.entries, 0)).ljust(n, b'\0'))
 
-junk = st.recursive(st.none()|st.booleans()|st.integers(-2**70, 2**70)|st.floats()|st.text(max_size=3),
-    lambda c: st.lists(c, max_size=3)|st.dictionaries(st.text(max_size=3), c, max_size=3), max_leaves=6)
+junk = st.recursive(
+    st.none()|st.booleans()
+    |st.integers(-2**70, 2**70)|st.floats()
+    |st.text(max_size=3),
+    lambda c: st.lists(c, max_size=3)
+    |st.dictionaries(st.text(max_size=3), c, max_size=3),
+    max_leaves=6)
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_a_stranger_is_not_believed(tmp_path_factory, data):
     "Any part of a header as something else: a typed error, or a file that is in order"
     p = tmp_path_factory.mktemp('p')/'f'
-    l = layout_of(dict(a=np.zeros((3,4)), b=np.zeros(9, np.int16)),
-        dict(q=dict(kind='QTensor', parts=['data'], said=dict(fmt='F32', shape=[2]))))
+    l = layout_of(
+        dict(
+            a=np.zeros((3,4)),
+            b=np.zeros(9, np.int16)),
+        dict(q=dict(
+            kind='QTensor',
+            parts=['data'],
+            said=dict(fmt='F32', shape=[2]))))
     d = json.loads(l.text)
-    path = data.draw(st.sampled_from([('arrays',),('objects',),('meta',),('arrays','a'),('arrays','a','shape'),
-        ('arrays','a','dtype'),('arrays','b','offset'),('arrays','b','nbytes'),('objects','q'),('objects','q','kind'),
-        ('objects','q','parts'),('objects','q','said'),('more',),('arrays','q#data'),('objects','a')]))
+    path = data.draw(st.sampled_from([
+        ('arrays',), ('objects',), ('meta',), ('arrays','a'),
+        ('arrays','a','shape'), ('arrays','a','dtype'), ('arrays','b','offset'),
+        ('arrays','b','nbytes'), ('objects','q'), ('objects','q','kind'),
+        ('objects','q','parts'), ('objects','q','said'), ('more',),
+        ('arrays','q#data'), ('objects','a')]))
     at = d
     for k in path[:-1]:
         at = at[k]
     at[path[-1]] = data.draw(junk)
     text = json.dumps(d).encode()
-    stranger(p, text, data.draw(st.integers(1, 3)), data.draw(st.sampled_from([l.nbytes,l.nbytes+BLOCK,None])))
+    stranger(
+        p, text, data.draw(st.integers(1, 3)),
+        data.draw(st.sampled_from([l.nbytes,l.nbytes+BLOCK,None])))
     try:
         load_dict(p, check=False)
     except AtlasError:
@@ -222,7 +292,8 @@ def test_noise_is_refused(tmp_path_factory, raw, count):
 
 class Slow(packed.HostArrays):
     "Arrays of the host that somebody is told of"
-    def __init__(self, told): self.told = told
+    def __init__(self, told):
+        self.told = told
     def ring(self): return packed.Ring(1, BLOCK)
     def put(self, a, at, data):
         HOST.put(a, at, data)
@@ -251,13 +322,17 @@ def test_filled_in_place(file):
     into = {n: np.zeros_like(a) for n,a in arrays.items()}
     assert reload(p, into)>=sum(a.nbytes for a in arrays.values())
     same(into, arrays)
-    for bad in (dict(a=np.zeros(9, np.uint8)),dict(a=np.zeros(10_000, np.int8)),dict(none=np.zeros(3))):
+    for bad in (
+        dict(a=np.zeros(9, np.uint8)),
+        dict(a=np.zeros(10_000, np.int8)),
+        dict(none=np.zeros(3))):
         with pytest.raises(CheckpointError):
             reload(p, bad)
 
 # -- writing, and what keeps it from it ----------------------------------------------------------
 
-def grown(n=12, size=300_000, seed=0): return {f'a{i}': numbers(size+i, seed*100+i) for i in range(n)}
+def grown(n=12, size=300_000, seed=0):
+    return {f'a{i}': numbers(size+i, seed*100+i) for i in range(n)}
 
 class Counted:
     "How many bytes were written to arrays' places"
@@ -293,7 +368,10 @@ def test_an_interrupted_save_goes_on(tmp_path, monkeypatch, small):
 
 def test_a_part_of_something_else_is_no_use(tmp_path, small):
     p = tmp_path/'f'
-    for other in (grown(11),grown(12, 300_001),{n+'x': a for n,a in grown().items()}):
+    for other in (
+        grown(11),
+        grown(12, 300_001),
+        {n+'x': a for n,a in grown().items()}):
         with pytest.raises(StoppedError):
             save_dict(p, other, stop=stopped_after(7))
         save_dict(p, grown())
@@ -330,7 +408,8 @@ def test_without_direct_writes(tmp_path, monkeypatch):
 
 def program(code, *args, **kw):
     "A fresh interpreter at work on `code`"
-    return subprocess.Popen([sys.executable, '-c', textwrap.dedent(code), *map(str, args)],
+    return subprocess.Popen(
+        [sys.executable, '-c', textwrap.dedent(code), *map(str, args)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kw)
 
 FULL = '''
@@ -388,7 +467,9 @@ def test_killed_at_any_moment(tmp_path):
         with PackedFile(p) as f:
             now,arrays = f.meta['version'],f.load()
         assert now>=version
-        assert len(arrays)==6 and all((a==now%251).all() for a in arrays.values())
+        assert (
+            len(arrays)==6
+            and all((a==now%251).all() for a in arrays.values()))
         version = now
     assert {q.name for q in tmp_path.iterdir()}<={'f','.f.part'}
     save_dict(p, grown())
@@ -416,7 +497,9 @@ def test_two_do_not_write_one_file(tmp_path):
         save_dict(p, dict(ours=np.ones(4)))
     same(load_dict(p), dict(old=np.ones(3)))
     done = []
-    waiting = threading.Thread(target=lambda: done.append(save_dict(p, dict(ours=np.ones(4)), wait=True)))
+    waiting = threading.Thread(
+        target=lambda: done.append(save_dict(
+            p, dict(ours=np.ones(4)), wait=True)))
     waiting.start()
     time.sleep(.1)
     assert not done
@@ -430,8 +513,16 @@ def test_two_do_not_write_one_file(tmp_path):
 @needs_cxx
 def test_a_card_and_back(tmp_path):
     card = Emulator()
-    place,arrays = CardArrays(card),grown(4)|dict(e=np.zeros((0,3)), h=np.arange(7, dtype=np.int64))
-    there = {n: card.upload(a) for n,a in arrays.items() if n!='h'}|dict(h=arrays['h']) # one stays on the host
+    place = CardArrays(card)
+    arrays = (
+        grown(4)
+        |dict(
+            e=np.zeros((0,3)),
+            h=np.arange(7, dtype=np.int64)))
+    # one stays on the host
+    there = (
+        {n: card.upload(a) for n,a in arrays.items() if n!='h'}
+        |dict(h=arrays['h']))
     save_dict(tmp_path/'card', there, place=place)
     save_dict(tmp_path/'host', arrays)
     assert (tmp_path/'card').read_bytes()==(tmp_path/'host').read_bytes()

@@ -48,14 +48,17 @@ def changed(d, path, fn):
 def test_a_misspelt_key_is_named(name):
     "Each key, with a letter too many: something is missed, or nobody reads it, and is named"
     file,d = OWN[name]
-    def misspell(at, k): at[k+'x'] = at.pop(k)
+    def misspell(at, k):
+        at[k+'x'] = at.pop(k)
     for path in keys(d):
         e = refused(file, name, changed(d, path, misspell))
         assert e, path
         unread = 'nobody reads' in e.msg
         assert not unread or '.'.join(path)+'x' in e.msg, (path,e.msg)
 
-ODD = [True, -1, 0, 1.5, 10**30, float('nan'), 'x', [], ['x'], {}, {'a':1}, {'rope_type':[]}]
+ODD = [
+    True, -1, 0, 1.5, 10**30, float('nan'), 'x', [],
+    ['x'], {}, {'a':1}, {'rope_type':[]}]
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
@@ -65,13 +68,15 @@ def test_odd_values(data):
     odd = st.sampled_from(ODD)
     for _ in range(data.draw(st.integers(1, 3))):
         path = data.draw(st.sampled_from(list(keys(d))))
-        def put(at, k): at[k] = data.draw(odd)
+        def put(at, k):
+            at[k] = data.draw(odd)
         d = changed(d, path, put)
         if not d:
             break
     refused(file, name, d)
 
-WRONG = ['', '"', '=', '[', ']', '{', '\n', '#', '7', 'x', '.', '\x00']
+WRONG = [
+    '', '"', '=', '[', ']', '{', '\n', '#', '7', 'x', '.', '\x00']
 
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(sorted(FILES)), st.data())
@@ -79,7 +84,9 @@ def test_a_damaged_file(file, data):
     "A character changed or lost anywhere: presets, or an error that names the file"
     text = FILES[file]
     i = data.draw(st.integers(0, len(text)-1))
-    text = text[:i]+data.draw(st.sampled_from(WRONG))+text[i+1:]
+    text = (
+        text[:i]+data.draw(st.sampled_from(WRONG))
+        +text[i+1:])
     try:
         found = read_presets(text, file)
         for name,d in found.items():

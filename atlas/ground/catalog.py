@@ -40,8 +40,14 @@ class Sampling:
     presence_penalty:float|None = None
     repetition_penalty:float|None = None
     def __post_init__(self):
-        _within(self, temperature=(0,100), top_p=(0,1), top_k=(0,math.inf), min_p=(0,1),
-            presence_penalty=(-2,2), repetition_penalty=(0,100))
+        _within(
+            self,
+            temperature=(0,100),
+            top_p=(0,1),
+            top_k=(0,math.inf),
+            min_p=(0,1),
+            presence_penalty=(-2,2),
+            repetition_penalty=(0,100))
 
 @dataclass(frozen=True)
 class Parsers:
@@ -68,7 +74,9 @@ class CatalogEntry:
     drafter:str|None = None # 'mtp', its own head; or the repository of a model that drafts for it
 
     def __post_init__(self):
-        _within(self, nbytes=(1,math.inf), context=(2,math.inf), least_memory=(1,math.inf))
+        _within(
+            self, nbytes=(1,math.inf), context=(2,math.inf),
+            least_memory=(1,math.inf))
         if not re.fullmatch(r'[\w.-]+/[\w.-]+', self.hub):
             _bad('hub', self.hub, 'repository')
         if self.shape is not None and self.shape not in PRESETS:
@@ -81,7 +89,9 @@ class CatalogEntry:
 
     def format_of(self, name:str)->str:
         "The format in which the tensor `name` is stored"
-        found = (f for p,f in self.tensors.items() if re.search(p, name))
+        found = (
+            f for p,f in self.tensors.items()
+            if re.search(p, name))
         return next(found, 'BF16')
 
 def _bad(field, said, kind): raise ConfigError(f'{field}: {said!r} is no {kind}', param=field)
@@ -143,7 +153,9 @@ class Catalog(UserDict):
         "All entries"
         return read_catalog((files('atlas')/'catalog.json').read_text(encoding='utf-8'))
     def _repr_markdown_(self):
-        head = '| name | format | bytes | context | least memory | drafter |\n|---|---|--:|--:|--:|---|\n'
+        head = (
+            '| name | format | bytes | context | least memory | drafter '
+            '|\n|---|---|--:|--:|--:|---|\n')
         return head+''.join(f'| {" | ".join((n,*_columns(e)))} |\n' for n,e in self.items())
 
 def _columns(e)->tuple:
@@ -162,7 +174,9 @@ def find_entry(
     "The entry that `name` means"
     if name in CATALOG:
         return name,CATALOG[name]
-    return next(((n,e) for n,e in CATALOG.items() if e.hub==name), None)
+    return next(
+        ((n,e) for n,e in CATALOG.items() if e.hub==name),
+        None)
 
 def releases_of(shape:str)->list[str]:
     "Names that can be pulled of a shape that Atlas knows"
@@ -177,7 +191,8 @@ def nearest(
     plain = re.sub(r'[:_/ ]+', '-', name.lower())
     names = [*more,*CATALOG]
     begin = [k for k in names if k.startswith(plain) and len(plain)>2]
-    return list(dict.fromkeys([*begin, *get_close_matches(plain, names, n, .6)]))[:n]
+    return list(dict.fromkeys([
+        *begin, *get_close_matches(plain, names, n, .6)]))[:n]
 
 # %% ../../nbs/1_ground/12_catalog.ipynb #8c99562a
 def _shaped(name)->str:
@@ -193,7 +208,8 @@ def unknown(
 )->SourceError: # To be raised
     "What to tell who named a model that nobody knows"
     if name in PRESETS:
-        return SourceError(f'{name!r} is a shape that Atlas knows, and no model', hint=_shaped(name))
+        return SourceError(
+            f'{name!r} is a shape that Atlas knows, and no model', hint=_shaped(name))
     near = nearest(name, more)
     said = f'Did you mean {" or ".join(near)}? ' if near else ''
     others = f'Give a path, a Hugging Face id such as org/name, or one of: {", ".join(more)}'

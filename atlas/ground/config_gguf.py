@@ -224,14 +224,19 @@ def gguf_moe(
 @dataclass(frozen=True)
 class GGUFNames:
     "How one GGUF architecture's tensors are called, and what the converter did to them"
-    layer:dict[str,str] # Within `blk.N.` and `model.layers.N.`; where the ending is irregular, a key has it: 'ssm_dt.bias', 'ssm_a.'
-    interleaved:dict[str,str]=field(default_factory=dict) # Modules with interleaved rows, and the field of the config's attention with their number of heads
+    # Within `blk.N.` and `model.layers.N.`;
+    # where the ending is irregular, a key has it: 'ssm_dt.bias', 'ssm_a.'
+    layer:dict[str,str]
+    # Modules with interleaved rows, and the field of the config's attention with their number of
+    # heads
+    interleaved:dict[str,str]=field(default_factory=dict)
     tiled:bool=False # Are value heads of the delta net in ggml's order?
     flat:tuple[str,...]=() # Endings of names whose vectors ggml keeps in two dimensions
     top:dict[str,str]=field(default_factory=GGUF_TOP.copy) # Outside the layers
 
     def __call__(self, name:str, layers:int|None=None)->str:
-        "The Hugging Face name of GGUF tensor `name` in a model of `layers` layers; blocks after them are the drafting head's"
+        """The Hugging Face name of GGUF tensor `name` in a model of `layers` layers;
+        blocks after them are the drafting head's"""
         *stem,kind = name.rsplit('.', 1)
         stem = ''.join(stem)
         if stem in self.top:

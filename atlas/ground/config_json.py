@@ -29,7 +29,8 @@ def _yarn(d, r, O):
     if factor is None:
         factor = d.number('max_position_embeddings')/max(O, 1)
     def scale(m): return .1*m*math.log(factor)+1 if factor>1 else 1.
-    m,n = r.number('mscale', None),r.number('mscale_all_dim', None)
+    m = r.number('mscale', None)
+    n = r.number('mscale_all_dim', None)
     both = m is not None and n is not None
     return dict(
         factor=factor,
@@ -98,7 +99,8 @@ def read_rope(
         own['pairs'] = int(part*head_dim//2)
         dim = head_dim
     theta = r.number('rope_theta', 10000.)
-    return RopeConfig(theta=theta, dim=dim, kind=kind, mrope=_mrope(r, mrope), **own)
+    return RopeConfig(
+        theta=theta, dim=dim, kind=kind, mrope=_mrope(r, mrope), **own)
 
 # %% ../../nbs/1_ground/05_config_json.ipynb #4a8a1dcd
 _LAYERS = dict(full_attention='attention', attention='attention', sliding_attention='sliding',
@@ -233,7 +235,10 @@ def read_quantization(d:Keys, quant:Keys)->dict|None:
 # %% ../../nbs/1_ground/05_config_json.ipynb #910e6e2a
 def token_ids(*vs)->tuple[int,...]:
     "Token ids from values that are an id, a list of ids, or absent; in order, each once"
-    flat = [i for v in vs if v is not None for i in (v if isinstance(v, list) else [v])]
+    flat = [
+        i for v in vs
+        if v is not None
+        for i in (v if isinstance(v, list) else [v])]
     for i in flat:
         if isinstance(i, bool) or not isinstance(i, int):
             raise ConfigError(f'eos_token_id holds {i!r}, expected token ids', param='eos_token_id')
@@ -261,7 +266,9 @@ class HFModel:
 @patch
 def _complete(self:HFModel, f):
     "The keys `f`, with what absent ones mean"
-    said = {k:v for k,v in f.items() if v is not None or k=='sliding_window'}
+    said = {
+        k:v
+        for k,v in f.items() if v is not None or k=='sliding_window'}
     f = f.like(self.absent|said)
     if 'per_layer_config' not in self.own:
         f.only(per_layer_config={})
@@ -279,7 +286,8 @@ def _shared(self:HFModel, f):
         bos_id=f.whole('bos_token_id', None, lo=0))
 
 @patch
-def model(self:HFModel, f:Keys, d:Keys, generation:Keys, quant:Keys)->ModelConfig:
+def model(
+    self:HFModel, f:Keys, d:Keys, generation:Keys, quant:Keys)->ModelConfig:
     "As `__call__`; `f` are the keys that tell of the language model"
     f = self._complete(f)
     V = f.whole('vocab_size')

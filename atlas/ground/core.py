@@ -88,7 +88,10 @@ class NumericError(EngineError):
 # %% ../../nbs/1_ground/01_core.ipynb #bdafad8e
 def typed_error(code:str|None, msg:str)->AtlasError:
     "The error of the catalogue that has `code`, or an `EngineError`"
-    def find(c): return c if c.code==code else first(filter(None, map(find, c.__subclasses__())))
+    def find(c):
+        return (
+            c if c.code==code
+            else first(filter(None, map(find, c.__subclasses__()))))
     return (find(AtlasError) or EngineError)(msg)
 
 # %% ../../nbs/1_ground/01_core.ipynb #e50e501d
@@ -122,7 +125,9 @@ def bytes_in(text:str)->int:
     return int(float(number)*(1024 if binary else 1000)**power)
 
 # %% ../../nbs/1_ground/01_core.ipynb #2c52c212
-_UNITS = dict(ns=1e-9, us=1e-6, µs=1e-6, ms=1e-3, s=1., m=60., h=3600., d=86400.)
+_UNITS = dict(
+    ns=1e-9, us=1e-6, µs=1e-6, ms=1e-3,
+    s=1., m=60., h=3600., d=86400.)
 _PART = re.compile(r'(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h|d)')
 
 def seconds_in(
@@ -147,7 +152,9 @@ def _seconds(text):
         return float(text)
     except ValueError:
         pass # then it has units
-    sign,rest = (-1,text[1:]) if text.startswith('-') else (1,text)
+    sign,rest = (
+        (-1,text[1:]) if text.startswith('-')
+        else (1,text))
     parts = _PART.findall(rest)
     if not parts or ''.join(n+u for n,u in parts)!=rest:
         return None
@@ -167,7 +174,8 @@ except ImportError:
 
 # %% ../../nbs/1_ground/01_core.ipynb #43b6d01f
 def home()->Path:
-    "Folder of Atlas's own cache: `$ATLAS_HOME`, else `$XDG_CACHE_HOME/atlas`, else `~/.cache/atlas`"
+    """Folder of Atlas's own cache: `$ATLAS_HOME`, else `$XDG_CACHE_HOME/atlas`, else
+    `~/.cache/atlas`"""
     if d := os.environ.get('ATLAS_HOME'):
         return Path(d).expanduser()
     return Path(os.environ.get('XDG_CACHE_HOME') or Path.home()/'.cache')/'atlas'
@@ -204,7 +212,8 @@ class _Quiet:
 def progress(
     total:int, # Bytes to come
     desc:str, # What is moving
-    show=None, # None: only when somebody is watching; or what makes the bar, called with `total` and `desc`
+    # None: only when somebody is watching; or what makes the bar, called with `total` and `desc`
+    show=None,
 ):
     "A bar of bytes and rate, with `update(n)` and `close()`; silent when piped"
     if callable(show):
@@ -212,4 +221,6 @@ def progress(
     if not ifnone(show, interactive()):
         return _Quiet()
     from tqdm import tqdm
-    return tqdm(total=total, desc=desc, unit='B', unit_scale=True, unit_divisor=1000, file=sys.stderr, leave=False)
+    return tqdm(
+        total=total, desc=desc, unit='B', unit_scale=True, unit_divisor=1000,
+        file=sys.stderr, leave=False)

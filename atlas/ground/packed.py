@@ -28,7 +28,9 @@ from .reading import BLOCK,Extent,Ring,read_pieces
 SUMMED = 1<<14 # Words of 8 bytes that share a factor
 _MOST = (1<<64)-1
 _STEP,_ODD = 0x9E3779B97F4A7C15,0xD6E8FEB86659FD93
-_PLACES = np.arange(SUMMED, dtype=np.uint64)*np.uint64(_STEP) | np.uint64(1)
+_PLACES = (
+    np.arange(SUMMED, dtype=np.uint64)*np.uint64(_STEP)
+    | np.uint64(1))
 _HALF = np.uint64(32)
 
 def _factor(b:int)->int:
@@ -39,7 +41,8 @@ def _factor(b:int)->int:
 
 class _Room(threading.local):
     "Room for a thread's sums"
-    def __init__(self): self.words = np.empty(SUMMED, np.uint64)
+    def __init__(self):
+        self.words = np.empty(SUMMED, np.uint64)
 _room = _Room()
 
 def _mixed(words, j, b)->int:
@@ -54,12 +57,14 @@ def _mixed(words, j, b)->int:
 def _words(b:np.ndarray)->np.ndarray:
     "Bytes as words, with zeros behind them where the last one is not full"
     if len(b)%8:
-        b = np.concatenate([b, np.zeros(-len(b)%8, np.uint8)])
+        b = np.concatenate([
+            b, np.zeros(-len(b)%8, np.uint8)])
     return b.view(np.uint64)
 
 def checksum(
     data:np.ndarray, # Contiguous
-    at:int=0, # Byte of an array with which it begins, a multiple of 8; so is its size, but at the array's end
+    # Byte of an array with which it begins, a multiple of 8; so is its size, but at the array's end
+    at:int=0,
 )->int:
     "The sum of `data`; the sums of an array's parts add up to its own, modulo 2⁶⁴"
     if at%8:
@@ -77,7 +82,9 @@ _LARGE = 1<<16 # Bytes of an array that are worth a read of their own
 
 class HostArrays:
     "How bytes get into arrays of the host, and out of them"
-    def ring(self)->Ring|None: "Buffers for reading; None: any"; return None
+    def ring(self)->Ring|None:
+        "Buffers for reading; None: any"
+        return None
     def buffer(self, nbytes:int)->np.ndarray:
         "Memory to write from, which begins at a multiple of `BLOCK`"
         return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
@@ -125,7 +132,8 @@ def add_kind(cls:type, apart:Callable, whole:Callable):
     "Have packed files hold objects of `cls`"
     KINDS[cls.__name__] = Kind(cls, apart, whole)
 
-def _tensor_apart(q): return dict(fmt=q.fmt, shape=list(q.shape)),dict(q.parts)
+def _tensor_apart(q):
+    return dict(fmt=q.fmt, shape=list(q.shape)),dict(q.parts)
 def _tensor_whole(d, parts): return QTensor(d['fmt'], tuple(d['shape']), parts)
 add_kind(QTensor, _tensor_apart, _tensor_whole)
 
@@ -182,7 +190,8 @@ _NAMES = ('bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 '
 TYPES = {n: np.dtype(n) for n in _NAMES.split()}
 VERSION = 2
 WHOLE,PART = b'AtlasPk\n',b'AtlasPt\n' # What a file begins with, and one that is being written
-_HEAD = struct.Struct('<8sIIQQQ') # Mark, version, arrays, bytes of text, bytes of the file, checksum
+# Mark, version, arrays, bytes of text, bytes of the file, checksum
+_HEAD = struct.Struct('<8sIIQQQ')
 _SUM = struct.Struct('<QQ') # An array's checksum, and its complement
 
 @dataclass(frozen=True)
@@ -195,7 +204,9 @@ class Entry:
     nbytes:int
     def described(self)->dict:
         "As the header has it"
-        return dict(dtype=self.dtype, shape=list(self.shape), offset=self.offset, nbytes=self.nbytes)
+        return dict(
+            dtype=self.dtype, shape=list(self.shape), offset=self.offset,
+            nbytes=self.nbytes)
 
 def _up(n:int)->int: return -(-n//BLOCK)*BLOCK
 
@@ -213,9 +224,13 @@ class Layout:
     meta:dict
     text:bytes=b'' # Of the header
     @property
-    def table(self)->int: "Byte where the text begins"; return _HEAD.size+_SUM.size*len(self.entries)
+    def table(self)->int:
+        "Byte where the text begins"
+        return _HEAD.size+_SUM.size*len(self.entries)
     @property
-    def start(self)->int: "Byte where the first array begins"; return _up(self.table+len(self.text))
+    def start(self)->int:
+        "Byte where the first array begins"
+        return _up(self.table+len(self.text))
     @property
     def nbytes(self)->int:
         "Of the whole file"
@@ -225,9 +240,12 @@ class Layout:
         count,table = len(self.entries),b''
         for n in self.entries:
             table += self.record(sums[n]) if n in sums else bytes(_SUM.size)
-        def whole(check): return _HEAD.pack(mark, VERSION, count, len(self.text), self.nbytes, check)
+        def whole(check):
+            return _HEAD.pack(mark, VERSION, count, len(self.text), self.nbytes, check)
         b = whole(0)+table+self.text
-        b = whole(checksum(np.frombuffer(b, np.uint8)))+b[_HEAD.size:]
+        b = (
+            whole(checksum(np.frombuffer(b, np.uint8)))
+            +b[_HEAD.size:])
         return b.ljust(self.start, b'\0')
     def record(self, s:int)->bytes: return _SUM.pack(s, s^_MOST)
 
@@ -250,7 +268,10 @@ def layout_of(
     for name,a in arrays.items():
         e = entries[name] = _entry(name, _typed(name, a), a.shape, at)
         at += _up(e.nbytes)
-    said = dict(arrays={n: e.described() for n,e in entries.items()}, objects=objects or {}, meta=meta or {})
+    said = dict(
+        arrays={n: e.described() for n,e in entries.items()},
+        objects=objects or {},
+        meta=meta or {})
     try:
         text = json.dumps(said, allow_nan=False, separators=(',',':')).encode()
     except (TypeError,ValueError) as e:
@@ -279,7 +300,8 @@ class PackedFile:
     def __repr__(self):
         size = human(self.file.size, 1000)
         return f'PackedFile({self.file.name}: {len(self.entries)} arrays, {size})'
-    def bad(self, msg, param=None): return self.file.bad(msg, hint=_AGAIN, param=param)
+    def bad(self, msg, param=None):
+        return self.file.bad(msg, hint=_AGAIN, param=param)
 
 # %% ../../nbs/1_ground/19_packed.ipynb #30cd8c05
 @patch
@@ -288,7 +310,8 @@ def _read(self:PackedFile):
     size,bad = self.file.size,self.bad
     if size<_HEAD.size:
         raise bad(f'{size} bytes cannot be a packed file')
-    mark,version,count,n,nbytes,check = _HEAD.unpack(self.file.read(_HEAD.size, 0))
+    mark,version,count,n,nbytes,check = _HEAD.unpack(self.file.read(
+        _HEAD.size, 0))
     if mark==PART:
         raise bad('it was never finished')
     if mark!=WHOLE:
@@ -308,7 +331,8 @@ def _read(self:PackedFile):
     layout = self._parse(rest[_SUM.size*count:], count)
     if layout.nbytes!=size:
         raise bad(f'its arrays end at {layout.nbytes:,} of {size:,} bytes')
-    table = np.frombuffer(rest[:_SUM.size*count], '<u8').reshape(-1, 2)
+    table = np.frombuffer(
+        rest[:_SUM.size*count], '<u8').reshape(-1, 2)
     return layout,dict(zip(layout.entries, table[:,0].tolist()))
 
 # %% ../../nbs/1_ground/19_packed.ipynb #9f274acb
@@ -316,7 +340,9 @@ def _read(self:PackedFile):
 def _parse(self:PackedFile, text:bytes, count:int)->Layout:
     "The layout that the text of a header describes"
     d = _parse_json(text, lambda msg: self.bad(f'the header is not valid: {msg}'))
-    if d.keys()!={'arrays','objects','meta'} or not all(isinstance(v, dict) for v in d.values()):
+    if (
+        d.keys()!={'arrays','objects','meta'}
+        or not all(isinstance(v, dict) for v in d.values())):
         raise self.bad('the header has not just "arrays", "objects" and "meta"')
     arrays,objects,meta = d['arrays'],d['objects'],d['meta']
     if len(arrays)!=count:
@@ -335,14 +361,22 @@ def _see(self:PackedFile, l:Layout):
     "A `CheckpointError` unless objects and arrays belong together"
     owned = set()
     for name,d in l.objects.items():
-        good = isinstance(d, dict) and d.keys()=={'kind','parts','said'} and name not in l.entries
+        good = (
+            isinstance(d, dict)
+            and d.keys()=={'kind','parts','said'}
+            and name not in l.entries)
         good = good and d['kind'] in ('NoneType',*KINDS) and isinstance(d['said'], dict)
-        if not good or not isinstance(d['parts'], list) or not all(isinstance(p, str) for p in d['parts']):
+        if (
+            not good
+            or not isinstance(d['parts'], list)
+            or not all(isinstance(p, str) for p in d['parts'])):
             raise self.bad(f'object {name!r} is described by {d!r}', name)
         owned |= {f'{name}{_MARK}{p}' for p in d['parts']}
     if lost := owned-l.entries.keys()-l.objects.keys():
         raise self.bad(f'there is no {min(lost)!r}', min(lost))
-    self.names = [n for n in (*l.entries,*l.objects) if n not in owned]
+    self.names = [
+        n for n in (*l.entries,*l.objects)
+        if n not in owned]
 
 @patch
 def _entry(self:PackedFile, name, said, at)->Entry:
@@ -354,7 +388,11 @@ def _entry(self:PackedFile, name, said, at)->Entry:
     if not isinstance(dtype, str) or dtype not in TYPES:
         raise bad(f'has the type {dtype!r}')
     good = isinstance(shape, list) and len(shape)<=32
-    if not good or not all(type(i) is int and 0<=i<2**48 for i in shape):
+    if (
+        not good
+        or not all(
+            type(i) is int and 0<=i<2**48
+            for i in shape)):
         raise bad(f'has shape {shape!r}')
     e = _entry(name, dtype, shape, at)
     if e.described()!=said:
@@ -362,7 +400,8 @@ def _entry(self:PackedFile, name, said, at)->Entry:
     return e
 
 # %% ../../nbs/1_ground/19_packed.ipynb #8b83fdfe
-_PIECE = 1<<19 # Bytes that are summed at a time, so that all passes but the first find them in a cache
+# Bytes that are summed at a time, so that all passes but the first find them in a cache
+_PIECE = 1<<19
 
 @patch
 def load(self:PackedFile,
@@ -378,7 +417,7 @@ def load(self:PackedFile,
     names = list(self.names if names is None else names)
     there = flatten(into)[0] if into else {}
     if allocate is None:
-        allocate = lambda e: place.empty(e.shape, TYPES[e.dtype])
+        def allocate(e): return place.empty(e.shape, TYPES[e.dtype])
     out = {}
     for n in self._arrays(names):
         e = self.entries[n]
@@ -395,7 +434,9 @@ def load(self:PackedFile,
 @patch
 def _arrays(self:PackedFile, names)->list[str]:
     "Names of the arrays that make up `names`"
-    found,objects,todo = [],self.layout.objects,list(names)[::-1]
+    found = []
+    objects = self.layout.objects
+    todo = list(names)[::-1]
     while todo:
         n = todo.pop()
         if n in objects:
@@ -414,19 +455,28 @@ def _room(self:PackedFile, e:Entry, there):
     if e.name not in there:
         raise RequestError(f'There is no array for {e.name!r}', param=e.name)
     a = there[e.name]
-    if (str(a.dtype),tuple(a.shape))==(e.dtype,e.shape):
+    if (
+        (str(a.dtype),tuple(a.shape))
+        ==(e.dtype,e.shape)):
         return a
-    raise self.bad(f'{e.name!r} is {e.dtype} {list(e.shape)}, and goes to {a.dtype} {list(a.shape)}', e.name)
+    raise self.bad(
+        f'{e.name!r} is {e.dtype} {list(e.shape)}, and goes to {a.dtype} {list(a.shape)}', e.name)
 
 # %% ../../nbs/1_ground/19_packed.ipynb #288d0047
 @patch
 def _fill(self:PackedFile, out, place, check, seen):
     "Read the arrays `out`, by name"
-    entries = sorted((self.entries[n] for n in out), key=lambda e: e.offset)
+    entries = sorted(
+        (self.entries[n] for n in out), key=lambda e: e.offset)
     start = self.layout.start
-    pieces = [Extent(self.file, start+e.offset, e.nbytes, e.name) for e in entries if e.nbytes]
+    pieces = [
+        Extent(self.file, start+e.offset, e.nbytes, e.name)
+        for e in entries if e.nbytes]
     passing = {n: check and place.passing(a) for n,a in out.items()}
-    homes = {n: b for n,a in out.items() if (b := place.home(a)) is not None}
+    homes = {
+        n: b
+        for n,a in out.items()
+        if (b := place.home(a)) is not None}
     sums,lock = dict.fromkeys(out, 0),threading.Lock()
     def take(name, at, data):
         if seen:
@@ -447,7 +497,9 @@ def _fill(self:PackedFile, out, place, check, seen):
 @patch
 def _check(self:PackedFile, sums):
     "A `CheckpointError` unless the arrays' `sums` are those of the file"
-    wrong = [n for n,s in sums.items() if s & _MOST!=self.sums[n]]
+    wrong = [
+        n for n,s in sums.items()
+        if s & _MOST!=self.sums[n]]
     if not wrong:
         return
     more = f' and {len(wrong)-1:,} more' if len(wrong)>1 else ''
@@ -490,7 +542,8 @@ def _disk(path:Path):
         yield
     except OSError as e:
         hint = 'Free some space, or name a folder on another disk' if e.errno in _FULL else ''
-        raise WriteError(f'{path} cannot be written: {e.strerror or e}', hint=hint, param=path.name) from e
+        raise WriteError(
+            f'{path} cannot be written: {e.strerror or e}', hint=hint, param=path.name) from e
 
 def part_of(path:str|Path)->Path:
     "Where what becomes `path` is written"
@@ -534,8 +587,14 @@ _SYNCED = 256<<20 # Bytes between two times that the disk is waited for
 class _Writer:
     "What the threads of one save share"
     def __init__(self, fd:int, layout:Layout, arrays:dict, place, stop):
-        self.fd,self.layout,self.arrays,self.place,self.stop = fd,layout,arrays,place,stop
-        self.sums,self.lock,self.here = {},threading.Lock(),threading.local()
+        self.fd = fd
+        self.layout = layout
+        self.arrays = arrays
+        self.place = place
+        self.stop = stop
+        self.sums = {}
+        self.lock = threading.Lock()
+        self.here = threading.local()
         self.number = {n: i for i,n in enumerate(layout.entries)}
         try:
             self.direct = os.open(f'/proc/self/fd/{fd}', os.O_WRONLY|os.O_DIRECT|os.O_CLOEXEC)
@@ -575,7 +634,10 @@ def one(self:_Writer, e:Entry, at:int):
     b = self.buffer()[:_up(n)]
     self.place.get(self.arrays[e.name], at, b[:n])
     b[n:] = 0
-    s = checksum(b[:n], at) if self.place.passing(self.arrays[e.name]) else 0
+    s = (
+        checksum(b[:n], at)
+        if self.place.passing(self.arrays[e.name])
+        else 0)
     self.write(b, self.layout.start+e.offset+at)
     with self.lock:
         self.sums[e.name] += s
@@ -585,8 +647,14 @@ def batch(self:_Writer, entries:list[Entry], pool):
     "Write some arrays, wait for the disk, and put down that they are whole"
     arrays = {e.name: self.arrays[e.name] for e in entries}
     there = [n for n,a in arrays.items() if not self.place.passing(a)]
-    self.sums |= dict.fromkeys(arrays, 0)|dict(zip(there, self.place.sums([arrays[n] for n in there])))
-    jobs = [pool.submit(self.one, e, at) for e in entries for at in range(0, e.nbytes, _BUFFER)]
+    self.sums |= (
+        dict.fromkeys(arrays, 0)
+        |dict(zip(
+            there, self.place.sums([arrays[n] for n in there]))))
+    jobs = [
+        pool.submit(self.one, e, at)
+        for e in entries
+        for at in range(0, e.nbytes, _BUFFER)]
     try:
         for j in jobs:
             j.result()
@@ -597,7 +665,8 @@ def batch(self:_Writer, entries:list[Entry], pool):
     for e in entries:
         self.sums[e.name] &= _MOST
         place = _HEAD.size+_SUM.size*self.number[e.name]
-        os.pwrite(self.fd, self.layout.record(self.sums[e.name]), place)
+        os.pwrite(
+            self.fd, self.layout.record(self.sums[e.name]), place)
     if self.direct is None:
         os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -622,11 +691,17 @@ def _left(self:_Writer)->dict[str,int]:
     l,facts = self.layout,slice(8, _HEAD.size-8) # what is between mark and checksum
     if os.fstat(self.fd).st_size!=l.nbytes:
         return {}
-    head,like = os.pread(self.fd, l.start, 0),l.head(PART, {})
-    if head[facts]!=like[facts] or head[l.table:]!=like[l.table:]:
+    head = os.pread(self.fd, l.start, 0)
+    like = l.head(PART, {})
+    if (
+        head[facts]!=like[facts]
+        or head[l.table:]!=like[l.table:]):
         return {}
-    found = dict(zip(l.entries, _SUM.iter_unpack(head[_HEAD.size:l.table])))
-    return {n: s for n,(s,t) in found.items() if s^t==_MOST}
+    found = dict(zip(
+        l.entries, _SUM.iter_unpack(head[_HEAD.size:l.table])))
+    return {
+        n: s
+        for n,(s,t) in found.items() if s^t==_MOST}
 
 @patch
 def begin(self:_Writer)->dict[str,int]:
@@ -658,7 +733,8 @@ def _pwrite(fd, data:bytes, at:int):
 # %% ../../nbs/1_ground/19_packed.ipynb #e71c3195
 def _usual(arrays)->dict:
     "Arrays of the host as they are written: contiguous, the first byte the least"
-    def usual(a): return np.asarray(a, np.asarray(a).dtype.newbyteorder('<'), order='C')
+    def usual(a):
+        return np.asarray(a, np.asarray(a).dtype.newbyteorder('<'), order='C')
     return {n: usual(a) for n,a in arrays.items()}
 
 def save_dict(
@@ -693,7 +769,9 @@ def save_dict(
 def run(self:_Writer, threads, start):
     "Write what is not there yet, then the header that says that all of it is"
     self.sums = self.begin()
-    todo = [e for e in self.layout.entries.values() if e.name not in self.sums]
+    todo = [
+        e for e in self.layout.entries.values()
+        if e.name not in self.sums]
     self.written = sum(e.nbytes for e in todo)
     with ThreadPoolExecutor(threads, 'write', start) as pool:
         for some in _batches(todo):
