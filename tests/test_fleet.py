@@ -104,7 +104,9 @@ WRONG = {
     'a fallback to itself': ('[spark2/gemma-4-26b, small]', '[qwen]', 'a fallback to itself', 'Leave it out'),
     'an endpoint that is no url': ('http://127.0.0.1:8765/health', 'asr', 'is no address', ''),
     'a url with a password': ('http://127.0.0.1:8882/v1', 'http://me:secret@127.0.0.1/v1', 'has a password in it', 'key_env'),
-    'a fallback to a persona': ('[spark2/gemma-4-26b, small]', '[code]', 'which is a name for a model', 'name one'),
+    'a fallback to a persona of itself': ('[spark2/gemma-4-26b, small]', '[code]', 'leads in a circle: qwen > code > qwen', 'another model'),
+    'a fallback to a route': ('[spark2/gemma-4-26b, small]', '[auto]', 'leads to auto, which is a route', 'Name a model'),
+    'a fallback of a persona': ('fallbacks: {qwen: [', 'fallbacks: {code: [', 'which is a name for a model', 'name one'),
     'what an upstream cannot serve': ('audio/speech', 'audio/spech', 'is not known', 'audio/speech'),
     'a group that is none': ('ttl: 5m', 'group: tools', "'tools', which is no group", 'Add it to groups'),
     'pinned, and with an end': ('pin: true', 'pin: true, ttl: 5m', 'a pinned model stays', 'Leave one of them out'),
@@ -858,6 +860,48 @@ def test_names_lead_to_other_servers():
         assert [h for h in r.headers.get_list('x-atlas-route')]==['fallback: near for away/big (upstream_error)','gpt-4o > away/big (gpt-4*)']
         listed = {d['id']:d for d in s.http.get('/v1/models').json()['data']}
         assert listed['wise']['persona_of']=='away/big' and listed['auto']['routes']==['wise','near']
+
+BACKUP = '''
+models: {near: {model: tiny}}
+names:
+  wise: {model: away/big, system: "You are wise.", sampling: {temperature: 0.5, top_p: 0.9}}
+  soft: {model: near, sampling: {temperature: 0.25}}
+upstreams: {away: {url: URL, models: ["b*"]}}
+fallbacks: {near: [wise], retries: 1, cooldown: 1s}
+'''
+
+def test_a_persona_stands_in():
+    "With its prompt and sampling; where a persona was asked for, that one's count first"
+    app = Elsewhere('big')
+    with beside(app, BACKUP) as s:
+        def ask(model, **kw):
+            messages = [dict(role='user', content='Why?')]
+            return s.http.post('/v1/chat/completions', json=dict(model=model, messages=messages)|kw)
+        assert ask('near').headers.get('x-atlas-route') is None and not app.asked
+        s.near.healthy = False
+        r = ask('near')
+        assert r.status_code==200 and r.json()['choices'][0]['message']['content']=='big says so'
+        assert r.headers['x-atlas-route']=='fallback: wise for near (unavailable)'
+        def told(b): return b['model'],b.get('temperature'),b.get('top_p'),b['messages'][0]['content']
+        assert told(app.asked[-1])==('big', .5, .9, 'You are wise.')
+        assert ask('soft').status_code==200
+        assert told(app.asked[-1])==('big', .25, .9, 'You are wise.')
+        assert ask('near', temperature=.75).status_code==200
+        assert told(app.asked[-1])==('big', .75, .9, 'You are wise.')
+        s.near.healthy = True
+        s.models.fallbacks.down.clear()
+        n = len(app.asked)
+        assert ask('near').status_code==200 and len(app.asked)==n, 'nothing of it is left'
+
+def test_a_persona_of_ours_stands_in():
+    "Where the model that fails is another server's"
+    app = Elsewhere('big')
+    text = BACKUP.replace('{near: [wise]', '{away/big: [soft]')
+    with beside(app, text) as s:
+        app.down = True
+        r = s.http.post('/v1/chat/completions', json=CHAT|dict(model='away/big'))
+        assert r.status_code==200 and r.headers['x-atlas-model']=='soft'
+        assert s.near.seen[-1].params.temperature==.25
 
 def test_a_file_of_other_servers_alone():
     from atlas.service.reload import build

@@ -82,9 +82,9 @@ def free_memory(
     visible:str|None=None, # As for `card_of`
 )->int|None: # None where nobody knows
     "Bytes for all models of a device: what is free, less a reserve"
-    on_card = device!='cpu' and bool(cards)
-    card = card_of(device, cards, visible) if on_card else None
-    if on_card and card is None: return None
+    of_card = device!='cpu' and bool(cards)
+    card = card_of(device, cards, visible) if of_card else None
+    if of_card and card is None: return None
     if card and card.memory:
         total = card.memory['total']
         return max(0, total-card.memory['used']-total//50)

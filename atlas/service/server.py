@@ -15,6 +15,7 @@ __all__ = ['CHAT', 'TEXT', 'MESSAGES', 'RESPONSES', 'hops', 'SOUNDS', 'read_body
 import asyncio,base64,errno,hashlib,json,logging,re,socket
 from contextlib import aclosing,asynccontextmanager,suppress
 from contextvars import ContextVar
+from copy import copy
 from dataclasses import asdict,dataclass,replace
 from datetime import datetime,timezone
 from functools import partial
@@ -195,12 +196,22 @@ async def respond(self:Service, q:Question)->Response:
 
 @patch
 async def by(self:Service, q:Question, name:str|None, held:float|None=None)->Response:
-    "Have one model answer"
+    "Have one model answer, or a persona of one"
+    q,name = self.in_place(q, name)
     if (m := self.elsewhere(name)) is None: return await q.here(name, held)
     said = await m.forward(q, held)
     if said is None: said = await q.here(name, held)
     said.headers['x-atlas-model'] = m.name
     return said
+
+@patch
+def in_place(self:Service, q:Question, name:str|None)->tuple[Question,str|None]:
+    "A question, in the manner of whoever answers it, and the name of the model that does"
+    names = getattr(self.models, 'names', None)
+    if not (f := names and names.acting(name, q.manner)): return q,name
+    q = copy(q)
+    q.manner,q.changed = f.manner,q.changed or f.manner is not None
+    return q,self.models.at(f).name
 
 @patch
 async def opened(self:Service, ask:Ask, reply, held:float|None)->tuple:
