@@ -25,16 +25,21 @@ class LinkError(EngineError):
 # %% ../../nbs/7_service/16_link.ipynb #5995fff9
 def _put(o):
     "What msgpack has no word for: arrays, and NumPy's numbers"
-    if isinstance(o, np.ndarray): return msgpack.ExtType(1, msgpack.packb((o.dtype.str, o.shape))+np.ascontiguousarray(o).tobytes())
-    if isinstance(o, np.generic): return o.item()
+    if isinstance(o, np.ndarray):
+        return msgpack.ExtType(1, msgpack.packb((o.dtype.str, o.shape))+np.ascontiguousarray(o).tobytes())
+    if isinstance(o, np.generic):
+        return o.item()
     raise TypeError(f'A {type(o).__name__} cannot be sent')
 
 def _take(kind, data):
     "An array: its dtype and shape, and then its bytes as they lie in memory"
-    if kind!=1: raise LinkError(f'Something of kind {kind} came over the link')
-    u = msgpack.Unpacker(); u.feed(data)
+    if kind!=1:
+        raise LinkError(f'Something of kind {kind} came over the link')
+    u = msgpack.Unpacker()
+    u.feed(data)
     dtype,shape = u.unpack()
-    if np.dtype(dtype).hasobject: raise LinkError('An array of objects came over the link')
+    if np.dtype(dtype).hasobject:
+        raise LinkError('An array of objects came over the link')
     return np.frombuffer(data, dtype, offset=u.tell()).reshape(shape)
 
 # %% ../../nbs/7_service/16_link.ipynb #0e3a501e
@@ -43,17 +48,24 @@ _head = struct.Struct('<4sI') # Mark and length
 
 def frame(*message)->bytes:
     "The bytes of a message; a `LinkError` if it holds something that cannot be sent"
-    try: body = msgpack.packb(message, default=_put, unicode_errors='surrogatepass')
-    except (TypeError,ValueError,OverflowError) as e: raise LinkError(f'A message cannot be sent: {e}') from e
-    if len(body)>MAX_FRAME: raise LinkError(f'A message of {len(body):,} bytes is too large to be sent')
+    try:
+        body = msgpack.packb(message, default=_put, unicode_errors='surrogatepass')
+    except (TypeError,ValueError,OverflowError) as e:
+        raise LinkError(f'A message cannot be sent: {e}') from e
+    if len(body)>MAX_FRAME:
+        raise LinkError(f'A message of {len(body):,} bytes is too large to be sent')
     return _head.pack(MARK, len(body))+body
 
 # %% ../../nbs/7_service/16_link.ipynb #573c9348
 def _message(body)->list:
-    try: m = msgpack.unpackb(body, strict_map_key=False, ext_hook=_take, unicode_errors='surrogatepass')
-    except LinkError: raise
-    except Exception as e: raise LinkError(f'A frame cannot be read: {type(e).__name__}') from e
-    if not (isinstance(m, list) and m and isinstance(m[0], str)): raise LinkError('A frame holds no message')
+    try:
+        m = msgpack.unpackb(body, strict_map_key=False, ext_hook=_take, unicode_errors='surrogatepass')
+    except LinkError:
+        raise
+    except Exception as e:
+        raise LinkError(f'A frame cannot be read: {type(e).__name__}') from e
+    if not (isinstance(m, list) and m and isinstance(m[0], str)):
+        raise LinkError('A frame holds no message')
     return m
 
 # %% ../../nbs/7_service/16_link.ipynb #c5795e37
@@ -66,9 +78,12 @@ class Frames:
         b += data
         while len(b)-at>=8:
             mark,n = _head.unpack_from(b, at)
-            if mark!=MARK or n>MAX_FRAME: raise LinkError('The other end of the link does not speak our language')
-            if len(b)-at-8<n: break
-            with memoryview(b) as v: out.append(_message(v[at+8:at+8+n]))
+            if mark!=MARK or n>MAX_FRAME:
+                raise LinkError('The other end of the link does not speak our language')
+            if len(b)-at-8<n:
+                break
+            with memoryview(b) as v:
+                out.append(_message(v[at+8:at+8+n]))
             at += 8+n
         del b[:at]
         return out
@@ -78,9 +93,11 @@ def pack_request(r:Request)->dict:
     "A request without its images, as plain data"
     d = {}
     for f in dataclasses.fields(r):
-        if f.name in ('images','params'): continue
+        if f.name in ('images','params'):
+            continue
         v = getattr(r, f.name)
-        if v!=f.default: d[f.name] = v
+        if v!=f.default:
+            d[f.name] = v
     d['params'] = differs(r.params)
     return d
 
@@ -112,7 +129,8 @@ def pack_event(
 )->list:
     "An event in as few words as it can be said"
     token = ~e.token if e.drafted else e.token # below zero: it was drafted
-    if (rest := _rest(e))==_usual: return [n, token]
+    if (rest := _rest(e))==_usual:
+        return [n, token]
     k = max(i for i,(a,b) in enumerate(zip(rest, _usual)) if a!=b)
     return [n, token, *rest[:k+1]]
 
@@ -124,22 +142,27 @@ def unpack_event(
     "The event again"
     _,token,*rest = m
     drafted = token is not None and token<0
-    if drafted: token = ~token
-    if not rest: return Event(rid, token, drafted=drafted)
+    if drafted:
+        token = ~token
+    if not rest:
+        return Event(rid, token, drafted=drafted)
     e = Event(rid, token, *rest, drafted=drafted)
     return e if e.top is None else dataclasses.replace(e, top=[tuple(t) for t in e.top])
 
 # %% ../../nbs/7_service/16_link.ipynb #d30b027f
 def pack_error(e:BaseException)->dict:
     "An error as plain data"
-    if isinstance(e, AtlasError): return dict(code=e.code, msg=e.msg, hint=e.hint, param=e.param)
+    if isinstance(e, AtlasError):
+        return dict(code=e.code, msg=e.msg, hint=e.hint, param=e.param)
     return dict(code=EngineError.code, msg=f'The engine failed with {type(e).__name__}', hint='See the log of the server for the cause', param=None)
 
 # %% ../../nbs/7_service/16_link.ipynb #3206359c
 def unpack_error(d:dict)->AtlasError:
     "The error again, of the class that has its code"
-    try: e = typed_error(d.get('code'), '')
-    except Exception: e = EngineError('')
+    try:
+        e = typed_error(d.get('code'), '')
+    except Exception:
+        e = EngineError('')
     AtlasError.__init__(e, d.get('msg') or 'The engine failed', d.get('hint') or '', d.get('param'))
     return e
 
@@ -150,18 +173,24 @@ class Link:
     def send(self, *message):
         "Send one message; an `OSError` if nobody is there"
         b = frame(*message)
-        with self._lock: self.sock.sendall(b)
+        with self._lock:
+            self.sock.sendall(b)
     def __iter__(self):
         "Messages until the other side is gone; a `LinkError` for what is none"
         f = Frames()
-        while data := self._recv(): yield from f.feed(data)
+        while data := self._recv():
+            yield from f.feed(data)
     def _recv(self):
-        try: return self.sock.recv(1<<18)
-        except ConnectionError: return b''
+        try:
+            return self.sock.recv(1<<18)
+        except ConnectionError:
+            return b''
     def close(self):
         "End it, also for a thread that is reading"
-        try: self.sock.shutdown(socket.SHUT_RDWR)
-        except OSError: pass  # not connected any more, or closed already: nobody is reading
+        try:
+            self.sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # not connected any more, or closed already: nobody is reading
         self.sock.close()
 
 # %% ../../nbs/7_service/16_link.ipynb #1e028bb6

@@ -67,13 +67,18 @@ def server_url(
     def no(why, hint='Write it like http://spark2.local:8888/v1'):
         return ConfigError(f'The url of {name} {why}', hint=hint, param='url')
     shown = repr(str(url)[:100])
-    try: u = httpx.URL(url)
-    except (httpx.InvalidURL,TypeError): raise no(f'is {shown}, which is none') from None
-    if u.userinfo: raise no('has a password in it', 'Put the key into a variable, and name it with key_env')
+    try:
+        u = httpx.URL(url)
+    except (httpx.InvalidURL,TypeError):
+        raise no(f'is {shown}, which is none') from None
+    if u.userinfo:
+        raise no('has a password in it', 'Put the key into a variable, and name it with key_env')
     if u.scheme not in ('http','https') or not u.host or u.query or u.fragment:
         raise no(f'is {shown}, which is none')
-    try: u.port and socket.htons(u.port)
-    except OverflowError: raise no(f'has the port {u.port}') from None
+    try:
+        u.port and socket.htons(u.port)
+    except OverflowError:
+        raise no(f'has the port {u.port}') from None
     path = u.path.rstrip('/') or '/v1'
     return str(u.copy_with(path=path))
 
@@ -82,12 +87,16 @@ def server_key(
     variable:str|None, # Of the environment
 )->str|None:
     "The key that a variable holds; `ConfigError` where it holds none"
-    if variable is None: return None
+    if variable is None:
+        return None
     key = os.environ.get(variable, '').strip()
     hint = f'Set {variable} before Atlas is started, or leave key_env out'
-    if not key: why = f'The key of {name} should be in {variable}, which is not set'
-    elif re.fullmatch(r'[\x21-\x7e]+', key): return key
-    else: why = f'What {variable} holds is no key: it has blanks, or letters that no header may have'
+    if not key:
+        why = f'The key of {name} should be in {variable}, which is not set'
+    elif re.fullmatch(r'[\x21-\x7e]+', key):
+        return key
+    else:
+        why = f'What {variable} holds is no key: it has blanks, or letters that no header may have'
     raise ConfigError(why, hint=hint, param='key_env')
 
 # %% ../../nbs/7_service/21_proxy.ipynb #c342fcee
@@ -100,11 +109,14 @@ def paths_of(
     param:str, # The field that they are from
 )->tuple[str,...]|None:
     "Paths of these names; `ConfigError` for one that nobody knows"
-    if given is None: return None
-    if isinstance(given, str): given = [given]
+    if given is None:
+        return None
+    if isinstance(given, str):
+        given = [given]
     paths = tuple(_CALLED.get(p, str(p).strip('/').removeprefix('v1/')) for p in given)
     for p in paths:
-        if p in PATHS: continue
+        if p in PATHS:
+            continue
         raise ConfigError(f'{param} has {p[:60]!r}', hint=f'Use {", ".join(PATHS)}', param=param)
     return paths
 
@@ -143,7 +155,8 @@ class Backend:
         return f'Backend({self.name}: {len(self.proxies)} models{why})'
 
 def _server_name(name):
-    if re.fullmatch(r'[\w.-]{1,64}', name or ''): return name
+    if re.fullmatch(r'[\w.-]{1,64}', name or ''):
+        return name
     said = f'{str(name)[:64]!r} is no name of a server'
     raise ConfigError(said, hint='Use letters, digits, . _ and -', param='upstreams')
 
@@ -156,26 +169,34 @@ _LEARNT = 600. # Seconds
 @patch
 def may(self:Backend, path:str)->bool:
     "Is it to be asked for `path`?"
-    if not path: return False
-    if self.only is not None: return path in self.only
-    if self.apis is not None and path not in SOUNDS: return path in self.apis
+    if not path:
+        return False
+    if self.only is not None:
+        return path in self.only
+    if self.apis is not None and path not in SOUNDS:
+        return path in self.apis
     return path not in SOUNDS and monotonic()-self.lacking.get(path, -inf)>_LEARNT
 
 @patch
 def points_at(self:Backend, host:str, port:int)->bool:
     "Is that the address of a server that listens on `host` and `port` of this machine?"
     u = httpx.URL(self.url)
-    if (u.port or dict(http=80, https=443)[u.scheme])!=port: return False
+    if (u.port or dict(http=80, https=443)[u.scheme])!=port:
+        return False
     at = _addresses(u.host, port)
-    if host in at: return True
-    if host not in ('','0.0.0.0','::'): return False
+    if host in at:
+        return True
+    if host not in ('','0.0.0.0','::'):
+        return False
     mine = _addresses(socket.gethostname(), port)
     return any(loopback(a) or a in mine for a in at)
 
 def _addresses(host, port)->set:
     "Addresses that a name stands for; none if it stands for nothing"
-    try: found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError: return set()
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return set()
     return {a[4][0] for a in found}
 
 # %% ../../nbs/7_service/21_proxy.ipynb #f8822802
@@ -188,26 +209,35 @@ class Wire(httpcore.AsyncNetworkStream):
     "A connection of `asyncio`; how long a read may take is not its business"
     def __init__(self, reader, writer): self.reader,self.writer = reader,writer
     async def read(self, max_bytes, timeout=None):
-        try: return await self.reader.read(max_bytes)
-        except OSError as e: raise httpcore.ReadError(str(e)) from e
+        try:
+            return await self.reader.read(max_bytes)
+        except OSError as e:
+            raise httpcore.ReadError(str(e)) from e
     async def write(self, buffer, timeout=None):
         try:
             self.writer.write(buffer)
-            async with asyncio.timeout(timeout): await self.writer.drain()
-        except TimeoutError as e: raise httpcore.WriteTimeout from e
-        except OSError as e: raise httpcore.WriteError(str(e)) from e
+            async with asyncio.timeout(timeout):
+                await self.writer.drain()
+        except TimeoutError as e:
+            raise httpcore.WriteTimeout from e
+        except OSError as e:
+            raise httpcore.WriteError(str(e)) from e
     async def aclose(self): self.writer.close()
     def get_extra_info(self, info):
-        if info=='is_readable': return self.reader.at_eof() or self.writer.is_closing()
+        if info=='is_readable':
+            return self.reader.at_eof() or self.writer.is_closing()
 
 class Sockets(httpcore.AsyncNetworkBackend):
     "Makes connections for `httpx`"
     async def connect_tcp(self, host, port, timeout=None, local_address=None, socket_options=None):
         try:
-            async with asyncio.timeout(timeout): ends = await asyncio.open_connection(host, port)
+            async with asyncio.timeout(timeout):
+                ends = await asyncio.open_connection(host, port)
             return Wire(*ends)
-        except TimeoutError as e: raise httpcore.ConnectTimeout from e
-        except OSError as e: raise httpcore.ConnectError(str(e)) from e
+        except TimeoutError as e:
+            raise httpcore.ConnectTimeout from e
+        except OSError as e:
+            raise httpcore.ConnectError(str(e)) from e
 
 def plain_transport(limits:httpx.Limits)->httpx.AsyncHTTPTransport:
     "What carries the requests of a client that needs no TLS"
@@ -236,9 +266,12 @@ def http(self:Backend)->httpx.AsyncClient:
 
 def _near(host):
     "Is a host on this machine, or on a network that nobody else can see?"
-    if loopback(host) or host.endswith('.local') or '.' not in host: return True
-    try: return ipaddress.ip_address(host).is_private
-    except ValueError: return False
+    if loopback(host) or host.endswith('.local') or '.' not in host:
+        return True
+    try:
+        return ipaddress.ip_address(host).is_private
+    except ValueError:
+        return False
 
 @patch
 def heads(self:Backend, given=None, kind:str='application/json')->dict:
@@ -250,10 +283,13 @@ def heads(self:Backend, given=None, kind:str='application/json')->dict:
         said = f'The question has come back, by way of {self.name}'
         raise LoopError(said, hint='A server behind this one must not point at it')
     out |= {'content-type':kind, 'accept-encoding':'identity', 'x-atlas-via':','.join([*via, ME])}
-    if rid := get_contextvars().get('request_id'): out['x-request-id'] = rid
+    if rid := get_contextvars().get('request_id'):
+        out['x-request-id'] = rid
     bearer = 'Bearer ' if self._header=='authorization' else ''
-    if self._key: out[self._header] = bearer+self._key
-    if self._header=='x-api-key': out.setdefault('anthropic-version', '2023-06-01')
+    if self._key:
+        out[self._header] = bearer+self._key
+    if self._header=='x-api-key':
+        out.setdefault('anthropic-version', '2023-06-01')
     return out
 
 # %% ../../nbs/7_service/21_proxy.ipynb #8b152b2e
@@ -268,7 +304,8 @@ def fault(self:Backend, kind:str, what:str, status:int=502)->UpstreamError:
 @contextmanager
 def faults(self:Backend):
     "What goes wrong with a connection becomes an `UpstreamError`"
-    try: yield
+    try:
+        yield
     except (TimeoutError,httpx.HTTPError,httpx.StreamError,httpx.InvalidURL,RuntimeError) as e:
         raise self.fault(*_fault_of(e)) from e
 
@@ -282,27 +319,36 @@ _CUT = re.compile('disconnected|incomplete|closed')
 def _fault_of(e):
     "What an exception says of the server that was asked"
     for kinds,fault in _FAULTS:
-        if isinstance(e, kinds): return fault
-    if not isinstance(e, httpx.RemoteProtocolError): return 'cut',f'could not be asked ({type(e).__name__})'
+        if isinstance(e, kinds):
+            return fault
+    if not isinstance(e, httpx.RemoteProtocolError):
+        return 'cut',f'could not be asked ({type(e).__name__})'
     return ('cut','hung up') if _CUT.search(str(e)) else ('garbage','does not speak HTTP')
 
 # %% ../../nbs/7_service/21_proxy.ipynb #249c9a52
 def retry_after(r:httpx.Response)->float|None:
     "Seconds after which to come again, as an answer says; None if it does not"
     said = r.headers.get('retry-after', '')
-    if re.fullmatch(r'\d{1,7}(\.\d{1,6})?', said): s = float(said)
+    if re.fullmatch(r'\d{1,7}(\.\d{1,6})?', said):
+        s = float(said)
     else:
-        try: s = email.utils.parsedate_to_datetime(said).timestamp()-time.time()
-        except (ValueError,TypeError,OverflowError): return None
+        try:
+            s = email.utils.parsedate_to_datetime(said).timestamp()-time.time()
+        except (ValueError,TypeError,OverflowError):
+            return None
     return min(max(s, 0.), 3600.)
 
 def _sentence(raw)->tuple[str,dict]:
     "What the body of an error says, and its fields"
-    try: d = from_json(raw)
-    except ValueError: return '',{}
+    try:
+        d = from_json(raw)
+    except ValueError:
+        return '',{}
     e = d.get('error', d) if isinstance(d, dict) else {}
-    if isinstance(e, str): return e,{}
-    if not isinstance(e, dict): return '',{}
+    if isinstance(e, str):
+        return e,{}
+    if not isinstance(e, dict):
+        return '',{}
     said = next((e[k] for k in ('message','detail','msg') if isinstance(e.get(k), str)), '')
     return said,e
 
@@ -318,11 +364,14 @@ async def refusal(self:Backend, r:httpx.Response)->UpstreamError:
         async with asyncio.timeout(self.limits.connect):
             async for c in r.aiter_bytes():
                 raw += c
-                if len(raw)>1<<16: break
+                if len(raw)>1<<16:
+                    break
     await r.aclose()
     s = r.status_code
-    if s in _OURS: return self.fault('status', _OURS[s])
-    if s<400: return self.fault('status', f'sends us elsewhere (status {s}), where we do not go')
+    if s in _OURS:
+        return self.fault('status', _OURS[s])
+    if s<400:
+        return self.fault('status', f'sends us elsewhere (status {s}), where we do not go')
     return self._said(r, *_sentence(bytes(raw)))
 
 @patch
@@ -332,9 +381,12 @@ def _said(self:Backend, r, said, d):
     said = re.sub(r'[^\x20-\x7e\xa0-\uffff]', ' ', said)[:2000]
     what = f'says: {said}' if said else f'answers with status {s}'
     e = self.fault('status', what, 502 if s==500 else s)
-    if (after := retry_after(r)) is not None: e.retry_after = after
-    if isinstance(code, str) and re.fullmatch(r'[\w.-]{1,64}', code): e.code = code
-    if isinstance(param, str): e.param = param[:200]
+    if (after := retry_after(r)) is not None:
+        e.retry_after = after
+    if isinstance(code, str) and re.fullmatch(r'[\w.-]{1,64}', code):
+        e.code = code
+    if isinstance(param, str):
+        e.param = param[:200]
     about_model = s==404 and 'model' in f'{said}{code}'
     e.absent = s==405 or s in (404,501) and not (e.param or about_model)
     return e
@@ -347,10 +399,14 @@ async def ask(self:Backend, path:str, raw:bytes, heads:dict, first:float|None=No
     with self.faults():
         async with asyncio.timeout(min(first or inf, self.limits.first)):
             r = await self.http.send(q, stream=True)
-    if r.is_success: return r
-    try: e = await self.refusal(r)
-    finally: await r.aclose()
-    if getattr(e, 'absent', False): self.lacking[path] = monotonic()
+    if r.is_success:
+        return r
+    try:
+        e = await self.refusal(r)
+    finally:
+        await r.aclose()
+    if getattr(e, 'absent', False):
+        self.lacking[path] = monotonic()
     raise e
 
 @patch
@@ -362,9 +418,11 @@ async def whole(self:Backend, r:httpx.Response)->bytes:
             async with asyncio.timeout(self.limits.whole):
                 async for c in r.aiter_bytes():
                     got += c
-                    if len(got)<=self.limits.body: continue
+                    if len(got)<=self.limits.body:
+                        continue
                     raise self.fault('garbage', f'sent more than {self.limits.body:,} bytes')
-    finally: await r.aclose()
+    finally:
+        await r.aclose()
     return bytes(got)
 
 # %% ../../nbs/7_service/21_proxy.ipynb #8b4f2668
@@ -376,7 +434,9 @@ class Clock:
     def go(self, seconds:float):
         "The next is to come within so many seconds"
         self.limit,self.since = seconds,monotonic()
-        if seconds<self.armed: self.timer.cancel(); self._arm(seconds)
+        if seconds<self.armed:
+            self.timer.cancel()
+            self._arm(seconds)
     def _arm(self, seconds): self.armed,self.timer = seconds,self.loop.call_later(seconds, self._look)
     async def __aenter__(self):
         self.task,self.loop = asyncio.current_task(),asyncio.get_running_loop()
@@ -385,12 +445,16 @@ class Clock:
         return self
     def _look(self):
         left = self.limit if self.since is None else self.since+self.limit-monotonic()
-        if left>0: self._arm(left)
-        else: self.late = True; self.task.cancel()
+        if left>0:
+            self._arm(left)
+        else:
+            self.late = True
+            self.task.cancel()
     async def __aexit__(self, kind, e, trace):
         self.timer.cancel()
         mine = self.late and self.task.uncancel()<=self.before  # and nobody else's wish
-        if mine and kind is asyncio.CancelledError: raise TimeoutError from e
+        if mine and kind is asyncio.CancelledError:
+            raise TimeoutError from e
 
 # %% ../../nbs/7_service/21_proxy.ipynb #d770b95a
 def whole_events(
@@ -401,7 +465,8 @@ def whole_events(
     at = max(len(rest)-3, 0)
     rest += more
     ends = [i+len(end) for end in (b'\n\n',b'\r\n\r\n') if (i := rest.rfind(end, at))>=0]
-    if not ends: return b''
+    if not ends:
+        return b''
     out = bytes(rest[:max(ends)])
     del rest[:max(ends)]
     return out
@@ -417,14 +482,19 @@ async def events(self:Backend, r:httpx.Response, first:float|None=None):
         with self.faults():
             async with aclosing(chunks),clock:
                 async for c in chunks:
-                    if rest or not c.endswith(b'\n\n'): c = whole_events(rest, c)
-                    if len(rest)>l.event: raise large
-                    if not c: continue
+                    if rest or not c.endswith(b'\n\n'):
+                        c = whole_events(rest, c)
+                    if len(rest)>l.event:
+                        raise large
+                    if not c:
+                        continue
                     clock.stop()
                     yield c
                     clock.go(l.between)
-        if rest.endswith(b'\n'): yield bytes(rest)+b'\n'
-    finally: await r.aclose()
+        if rest.endswith(b'\n'):
+            yield bytes(rest)+b'\n'
+    finally:
+        await r.aclose()
 
 # %% ../../nbs/7_service/21_proxy.ipynb #655c38e1
 _PATTERN = re.compile(r'[*?\[]')
@@ -433,8 +503,10 @@ _SOON = 5. # Seconds between two looks, whoever wants them
 @patch
 def fixed(self:Backend)->list:
     "Its models that need no look at its list"
-    if self.only is not None and self.given is None: ids = [None]
-    else: ids = [n for n in self.given or () if not _PATTERN.search(n)]
+    if self.only is not None and self.given is None:
+        ids = [None]
+    else:
+        ids = [n for n in self.given or () if not _PATTERN.search(n)]
     return [self.proxy(i) for i in ids]
 
 @patch
@@ -446,7 +518,8 @@ def proxy(self:Backend, id:str|None, info:dict|None=None):
 @patch(as_prop=True)
 def listing(self:Backend)->bool:
     "Does its list of models matter?"
-    if self.given is None: return self.only is None
+    if self.given is None:
+        return self.only is None
     return any(map(_PATTERN.search, self.given))
 
 # %% ../../nbs/7_service/21_proxy.ipynb #b9888fb6
@@ -457,12 +530,16 @@ async def listed(self:Backend)->dict[str,dict]:
     with self.faults():
         async with asyncio.timeout(2*self.limits.connect):
             r = await self.http.send(q, stream=True)
-            if not r.is_success: raise await self.refusal(r)
+            if not r.is_success:
+                raise await self.refusal(r)
             raw = await self.whole(r)
-    try: d = from_json(raw)
-    except ValueError: d = None
+    try:
+        d = from_json(raw)
+    except ValueError:
+        d = None
     ms = d.get('data') if isinstance(d, dict) else None
-    if not isinstance(ms, list): raise self.fault('garbage', 'has no list of models')
+    if not isinstance(ms, list):
+        raise self.fault('garbage', 'has no list of models')
     return {m['id']:m for m in ms[:4096] if _is_model(m)}
 
 def _is_model(m):
@@ -474,17 +551,23 @@ def _is_model(m):
 async def renew(self:Backend, models):
     "Look at its list, and have `models` know what it has now"
     async with self.looking:
-        if not self.listing or monotonic()-self.looked<_SOON: return
-        try: there = await self.listed()
-        except AtlasError as e: return self.failed(e)
-        finally: self.looked = monotonic()
+        if not self.listing or monotonic()-self.looked<_SOON:
+            return
+        try:
+            there = await self.listed()
+        except AtlasError as e:
+            return self.failed(e)
+        finally:
+            self.looked = monotonic()
     self.well()
     given = ['*'] if self.given is None else self.given
     wanted = {i for i in there if any(fnmatchcase(i, p) for p in given)}
     keep = {*wanted, *(n for n in given if not _PATTERN.search(n))}
     gone = [i for i in self.proxies if i not in keep]
-    for i in gone: models.drop(self.proxies.pop(i))
-    for i in sorted(wanted-{*self.proxies}): models.put(self.proxy(i, there[i]))
+    for i in gone:
+        models.drop(self.proxies.pop(i))
+    for i in sorted(wanted-{*self.proxies}):
+        models.put(self.proxy(i, there[i]))
 
 # %% ../../nbs/7_service/21_proxy.ipynb #30473154
 _log = logging.getLogger('atlas')
@@ -492,19 +575,22 @@ _log = logging.getLogger('atlas')
 @patch
 def failed(self:Backend, e:AtlasError):
     "It did not answer as it should; the log tells once"
-    if not self.error: _log.warning('%s', e)
+    if not self.error:
+        _log.warning('%s', e)
     self.error = str(e)
 
 @patch
 def well(self:Backend):
     "It did"
-    if self.error: _log.info('%s answers again', self.name)
+    if self.error:
+        _log.info('%s answers again', self.name)
     self.error = None
 
 @patch
 def start(self:Backend, models):
     "From now on, look at its list now and then"
-    if self.task is None and self.listing: self.task = asyncio.create_task(self._watch(models))
+    if self.task is None and self.listing:
+        self.task = asyncio.create_task(self._watch(models))
 
 @patch
 async def _watch(self:Backend, models):
@@ -516,8 +602,10 @@ async def _watch(self:Backend, models):
 async def close(self:Backend):
     "End what is left of it"
     task,http,self.task,self._http = self.task,self._http,None,None
-    if task: task.cancel()
-    if http: await http.aclose()
+    if task:
+        task.cancel()
+    if http:
+        await http.aclose()
 
 # %% ../../nbs/7_service/21_proxy.ipynb #b2464a98
 class Flights:
@@ -527,14 +615,17 @@ class Flights:
     def begin(self): self.running += 1; self.idle.clear()
     def end(self):
         self.running -= 1
-        if not self.running: self.idle.set()
+        if not self.running:
+            self.idle.set()
     def stats(self)->dict: return dict(num_requests_running=self.running, num_requests_waiting=0)
     def close(self): "Answers end with their connections"
     async def drain(self, seconds:float)->bool:
         "Let what runs finish for so long; did all finish?"
         try:
-            if self.running: await asyncio.wait_for(self.idle.wait(), seconds)
-        except TimeoutError: return False
+            if self.running:
+                await asyncio.wait_for(self.idle.wait(), seconds)
+        except TimeoutError:
+            return False
         return True
 
 # %% ../../nbs/7_service/21_proxy.ipynb #93d50667
@@ -547,12 +638,14 @@ class Proxy(Served):
         info:dict|None=None, # What its list says of it
     ):
         super().__init__([f'{backend.name}/{id}', id] if id else [backend.name])
-        if id: self.unlisted = {'*', self.name}
+        if id:
+            self.unlisted = {'*', self.name}
         said = info or {}
         length = said.get('max_model_len') or said.get('context_length')
         self.backend,self.id = backend,id
         self.runner = Flights(dict(name=self.name))
-        if isinstance(length, int): self.runner.info['max_seq_len'] = length
+        if isinstance(length, int):
+            self.runner.info['max_seq_len'] = length
     @property
     def condition(self)->str: return 'failed' if self.backend.error else 'loaded'
     @property
@@ -575,42 +668,53 @@ class Tally:
         proxy.runner.begin()
     def first(self):
         "The answer begins"
-        if self.began: return
+        if self.began:
+            return
         self.began = True
         self.m.first.observe(perf_counter()-self.start)
     def see(self, raw:bytes):
         "Keep what may say what it cost: the first such bytes, and the last"
-        if b'"usage"' in raw: self.told = [*self.told[:1], raw]
+        if b'"usage"' in raw:
+            self.told = [*self.told[:1], raw]
     def count(self, d):
         "Take the costs from a body or an event"
-        if not (u := costs(d)): return
+        if not (u := costs(d)):
+            return
         pairs = zip(vars(u).values(), vars(self.usage).values())
         self.usage = Usage(*map(max, pairs))
     def end(self, how:str):
         "It is over; called again, this does nothing more"
-        if self.over: return
+        if self.over:
+            return
         self.over = True
         for raw in self.told:
-            for d in data_of(raw): self.count(d)
+            for d in data_of(raw):
+                self.count(d)
         self.m.ended(how, perf_counter()-self.start, self.usage)
         self.proxy.runner.end()
-        if how=='ok': self.proxy.backend.well()
+        if how=='ok':
+            self.proxy.backend.well()
 
 # %% ../../nbs/7_service/21_proxy.ipynb #d4b0f04c
 def data_of(raw:bytes):
     "The JSON objects of whole server-sent events"
     for event in re.split(rb'\r?\n\r?\n', raw):
         data = [l[5:].strip() for l in event.splitlines() if l.startswith(b'data:')]
-        if not data or data==[b'[DONE]']: continue
-        try: d = from_json(b'\n'.join(data))
-        except ValueError: continue
-        if isinstance(d, dict): yield d
+        if not data or data==[b'[DONE]']:
+            continue
+        try:
+            d = from_json(b'\n'.join(data))
+        except ValueError:
+            continue
+        if isinstance(d, dict):
+            yield d
 
 def costs(d:dict)->Usage|None:
     "The counts that a body, or an event, of any API holds"
     boxes = [b for b in (d, d.get('message'), d.get('response')) if isinstance(b, dict)]
     u = next((u for b in boxes if isinstance(u := b.get('usage'), dict)), None)
-    if u is None: return None
+    if u is None:
+        return None
     read = _first(u, 'cache_read_input_tokens')  # which Anthropic does not count as input
     written = _first(u, 'cache_creation_input_tokens')
     of_prompt = _first(u, 'prompt_tokens_details', 'input_tokens_details', kind=dict)
@@ -653,7 +757,8 @@ def _spans(s)->dict:
         _,end = _decoder.raw_decode(s, at)
         out[key] = at,end
         at = skip(end)
-        if s[at]==',': at = skip(at+1)
+        if s[at]==',':
+            at = skip(at+1)
     return out
 
 # %% ../../nbs/7_service/21_proxy.ipynb #d602acf0
@@ -671,7 +776,8 @@ _END = re.compile(rb'\[DONE\]|"finish_reason": ?"|"error": ?\{|transcript\.text\
 
 def broken(q:Question, e:AtlasError)->bytes:
     "The event that ends a stream of the API of `q`"
-    if q.path=='messages': return sse(anthropic.error_body(e), 'error')
+    if q.path=='messages':
+        return sse(anthropic.error_body(e), 'error')
     if q.path=='responses':
         d = dict(type='error', code=e.code, message=str(e), param=None, sequence_number=0)
         return sse(d, 'error')
@@ -688,21 +794,25 @@ async def passed(self:Proxy, q:Question, first:bytes, events, tally:Tally):
             yield first
             async for c in events:
                 before,last = last,c
-                if b'"usage"' in c: tally.see(c)
+                if b'"usage"' in c:
+                    tally.see(c)
                 yield c
         ended = _ENDS.get(q.path, _END).search(before+last)
-        if not ended: raise self.backend.fault('cut', 'stopped in the middle of its answer')
+        if not ended:
+            raise self.backend.fault('cut', 'stopped in the middle of its answer')
         tally.end('ok')
     except AtlasError as e:
         self.went_wrong(tally, e)
         yield broken(q, e)
-    finally: tally.end('client_gone')
+    finally:
+        tally.end('client_gone')
 
 @patch
 def went_wrong(self:Proxy, tally:Tally, e:AtlasError):
     "Count a question that came to nothing, and remember whose fault it was"
     tally.end(getattr(e, 'fault', 'error'))
-    if e.status>=500 and e.status!=501: self.backend.failed(e)
+    if e.status>=500 and e.status!=501:
+        self.backend.failed(e)
 
 # %% ../../nbs/7_service/21_proxy.ipynb #e08840b6
 class Passed(EventStream):
@@ -720,11 +830,16 @@ async def sound(self:Proxy, r:httpx.Response, first:bytes, chunks, tally:Tally):
             yield first
             async for c in chunks:
                 n += len(c)
-                if n>self.backend.limits.body: raise self.backend.fault('garbage', 'sent too many bytes')
+                if n>self.backend.limits.body:
+                    raise self.backend.fault('garbage', 'sent too many bytes')
                 yield c
         tally.end('ok')
-    except AtlasError as e: self.went_wrong(tally, e); raise
-    finally: tally.end('client_gone'); await r.aclose()
+    except AtlasError as e:
+        self.went_wrong(tally, e)
+        raise
+    finally:
+        tally.end('client_gone')
+        await r.aclose()
 
 @patch
 async def chunks(self:Backend, r:httpx.Response):
@@ -741,8 +856,10 @@ async def chunks(self:Backend, r:httpx.Response):
 def body(self:Proxy, q:Question)->tuple[bytes,str]:
     "What is sent for a question, and its type"
     kind = q.request.headers.get('content-type', '') if q.form else 'application/json'
-    if self.id is None: return q.raw,kind
-    if not q.form: return renamed(q.raw, self.id),kind
+    if self.id is None:
+        return q.raw,kind
+    if not q.form:
+        return renamed(q.raw, self.id),kind
     at = form_spans(q.raw, kind).get('model')
     return (q.raw[:at[0]]+self.id.encode()+q.raw[at[1]:] if at else q.raw),kind
 
@@ -754,14 +871,22 @@ async def forward(self:Proxy,
     "Pass a question on as it came, and what comes back"
     b = self.backend
     native = b.may(q.path) and not (q.changed or self.ours(q))
-    if not native and (not q.path or q.path in TRANSLATED or q.changed): return None
-    if not native: raise self.lacks(q.path)
+    if not native and (not q.path or q.path in TRANSLATED or q.changed):
+        return None
+    if not native:
+        raise self.lacks(q.path)
     tally = Tally(self)
-    try: return await attended(q.request, self._forward(q, tally, held))
+    try:
+        return await attended(q.request, self._forward(q, tally, held))
     except AtlasError as e:
-        if getattr(e, 'absent', False) and q.path in TRANSLATED: tally.end('absent'); return None
-        self.went_wrong(tally, e); raise
-    except BaseException: tally.end('client_gone'); raise
+        if getattr(e, 'absent', False) and q.path in TRANSLATED:
+            tally.end('absent')
+            return None
+        self.went_wrong(tally, e)
+        raise
+    except BaseException:
+        tally.end('client_gone')
+        raise
 
 @patch
 def lacks(self:Proxy, what:str)->NotOfferedError:
@@ -771,7 +896,8 @@ def lacks(self:Proxy, what:str)->NotOfferedError:
 @patch
 def ours(self:Proxy, q:Question)->bool:
     "Is it about a response that we keep, or one that nobody waits for?"
-    if q.path!='responses': return False
+    if q.path!='responses':
+        return False
     d = q.fields or {}
     return d.get('background') is True or d.get('previous_response_id') in q.service.store.records
 
@@ -782,8 +908,11 @@ async def _forward(self:Proxy, q, tally, held):
     raw,kind = self.body(q)
     first = held if streams else None
     r = await b.ask(q.path, raw, b.heads(q.request.headers, kind), first)
-    try: return await self._answer(q, r, tally, first)
-    except BaseException: await r.aclose(); raise
+    try:
+        return await self._answer(q, r, tally, first)
+    except BaseException:
+        await r.aclose()
+        raise
 
 def kind_of(r:httpx.Response)->str:
     "What an answer is, as it says itself"
@@ -794,9 +923,12 @@ async def _answer(self:Proxy, q, r, tally, first):
     "The response that passes an answer on"
     what,sound = kind_of(r),q.path in SOUNDS
     streams = (q.fields or {}).get('stream') is True or sound
-    if what=='text/event-stream' and streams: return await self._stream(q, r, tally, first)
-    if what=='text/html': raise self.no_answer(r)
-    if q.path=='audio/speech': return await self._speech(q, r, tally)
+    if what=='text/event-stream' and streams:
+        return await self._stream(q, r, tally, first)
+    if what=='text/html':
+        raise self.no_answer(r)
+    if q.path=='audio/speech':
+        return await self._speech(q, r, tally)
     return await self._whole(q, r, tally, sound)
 
 @patch
@@ -810,7 +942,8 @@ async def _stream(self:Proxy, q, r, tally, first):
     b,s = self.backend,q.service
     events = b.events(r, first)
     head = await _begun(b, events, tally)
-    if not re.match(rb'\s*(data|event|id|retry)?:', head): raise b.fault('garbage', 'sent a stream that is none')
+    if not re.match(rb'\s*(data|event|id|retry)?:', head):
+        raise b.fault('garbage', 'sent a stream that is none')
     said,close = self.passed(q, head, events, tally),partial(_closed, q, tally)
     return EventStream(said, close, kept(r), None, s.ping, s.patience)
 
@@ -828,20 +961,27 @@ async def _whole(self:Proxy, q, r, tally, sound):
     "An answer in one piece: JSON, but what was heard may be plain text"
     what = kind_of(r)
     text = sound and what!='application/json'
-    if not text and what not in ('application/json',''): raise self.no_answer(r)
+    if not text and what not in ('application/json',''):
+        raise self.no_answer(r)
     raw = await self.backend.whole(r)
     tally.first()
-    if text: return self._done(q, raw, r, tally, r.headers.get('content-type', 'text/plain'))
-    try: d = from_json(raw)
-    except ValueError: d = None
-    if not isinstance(d, dict): raise self.backend.fault('garbage', 'answered with JSON that is none')
+    if text:
+        return self._done(q, raw, r, tally, r.headers.get('content-type', 'text/plain'))
+    try:
+        d = from_json(raw)
+    except ValueError:
+        d = None
+    if not isinstance(d, dict):
+        raise self.backend.fault('garbage', 'answered with JSON that is none')
     tally.count(d)
     return self._done(q, raw, r, tally, 'application/json')
 
 async def _begun(b, events, tally):
     "The first bytes of a stream"
-    try: head = await anext(events)
-    except StopAsyncIteration: raise b.fault('cut', 'hung up before its answer began') from None
+    try:
+        head = await anext(events)
+    except StopAsyncIteration:
+        raise b.fault('cut', 'hung up before its answer began') from None
     tally.first()
     return head
 
@@ -867,7 +1007,8 @@ def shape_of(
     f:dict, # `Ask.format`
 )->dict:
     "The fields of a chat's body that ask for a format"
-    if f['kind']=='json_object': return dict(response_format=dict(type='json_object'))
+    if f['kind']=='json_object':
+        return dict(response_format=dict(type='json_object'))
     if f['kind']=='json_schema':
         schema = dict(name='answer', schema=f['schema'], strict=f.get('strict') is not False)
         return dict(response_format=dict(type='json_schema', json_schema=schema))
@@ -877,7 +1018,8 @@ def shape_of(
 def message_of(m:dict)->dict:
     "A message of an `Ask` as other servers take it"
     m = dict(m)
-    if thought := m.pop('reasoning', None): m['reasoning_content'] = thought
+    if thought := m.pop('reasoning', None):
+        m['reasoning_content'] = thought
     if isinstance(m.get('content'), list):
         m['content'] = [{k:v for k,v in p.items() if k!='where'} for p in m['content']]
     return m
@@ -890,14 +1032,20 @@ def chat_body(
     "A question as the body of a chat completion that streams"
     p = ask.params
     d = dict(stream=True, stream_options=dict(include_usage=True))
-    if model is not None: d['model'] = model
+    if model is not None:
+        d['model'] = model
     d['messages'] = [message_of(m) for m in ask.messages]
     d |= _given(p, _SAME)
-    if p.stop: d['stop'] = [*p.stop]
-    if p.logit_bias: d['logit_bias'] = {str(k):v for k,v in p.logit_bias.items()}
-    if ask.tools: d |= tools_of(ask)
-    if ask.format: d |= shape_of(ask.format)
-    if effort := ask.template.get('reasoning_effort'): d['reasoning_effort'] = effort
+    if p.stop:
+        d['stop'] = [*p.stop]
+    if p.logit_bias:
+        d['logit_bias'] = {str(k):v for k,v in p.logit_bias.items()}
+    if ask.tools:
+        d |= tools_of(ask)
+    if ask.format:
+        d |= shape_of(ask.format)
+    if effort := ask.template.get('reasoning_effort'):
+        d['reasoning_effort'] = effort
     return d,_for_some(ask)
 
 def _given(p, keys):
@@ -908,19 +1056,27 @@ def _for_some(ask):
     "The fields that only some servers know"
     d = _given(ask.params, _OTHER)
     t = {k:v for k,v in ask.template.items() if k!='reasoning_effort'}
-    if t: d['chat_template_kwargs'] = t
-    if ask.params.stop_token_ids: d['stop_token_ids'] = [*ask.params.stop_token_ids]
-    if ask.thinking_budget is not None: d['thinking_token_budget'] = ask.thinking_budget
-    if ask.continuing: d |= dict(continue_final_message=True, add_generation_prompt=False)
-    if ask.priority: d['priority'] = ask.priority
-    if ask.salt: d['cache_salt'] = ask.salt
+    if t:
+        d['chat_template_kwargs'] = t
+    if ask.params.stop_token_ids:
+        d['stop_token_ids'] = [*ask.params.stop_token_ids]
+    if ask.thinking_budget is not None:
+        d['thinking_token_budget'] = ask.thinking_budget
+    if ask.continuing:
+        d |= dict(continue_final_message=True, add_generation_prompt=False)
+    if ask.priority:
+        d['priority'] = ask.priority
+    if ask.salt:
+        d['cache_salt'] = ask.salt
     return d
 
 def tools_of(ask:Ask)->dict:
     "The fields about tools"
     d = dict(tools=ask.tools, tool_choice=ask.tool_choice)
-    if ask.tool_name: d['tool_choice'] = dict(type='function', function=dict(name=ask.tool_name))
-    if not ask.parallel: d['parallel_tool_calls'] = False
+    if ask.tool_name:
+        d['tool_choice'] = dict(type='function', function=dict(name=ask.tool_name))
+    if not ask.parallel:
+        d['parallel_tool_calls'] = False
     return d
 
 # %% ../../nbs/7_service/21_proxy.ipynb #e6632889
@@ -944,16 +1100,19 @@ class Heard:
         thought = d.get('reasoning_content') or d.get('reasoning') or d.get('thinking')
         calls = map(self.call, d.get('tool_calls') or ())
         out = Delta(_text(thought), _text(d.get('content')), tuple(calls))
-        if c.get('finish_reason') and not self.finish: self.end(out, c)
+        if c.get('finish_reason') and not self.finish:
+            self.end(out, c)
         return out if out.reasoning or out.content or out.calls or out.finish else None
     def end(self, out, c):
         "Say in the last delta why it ended"
         why = dict(length='length', tool_calls='tool_calls', function_call='tool_calls').get(c['finish_reason'], 'stop')
         self.finish = out.finish = 'tool_calls' if self.calls and why=='stop' else why
-        if isinstance(c.get('stop_reason'), str|int): out.stop = c['stop_reason']
+        if isinstance(c.get('stop_reason'), str|int):
+            out.stop = c['stop_reason']
 
 def _text(v):
-    if isinstance(v, str): return v
+    if isinstance(v, str):
+        return v
     return '' if v is None else to_json(v).decode()
 
 # %% ../../nbs/7_service/21_proxy.ipynb #1083ba2e
@@ -978,7 +1137,8 @@ class Relay(Turn):
         "Hang up, where something is still to come"
         for r,t in self.asked:
             t.end(why or 'error')
-            if not r.is_closed: self.ends.add(asyncio.ensure_future(r.aclose()))
+            if not r.is_closed:
+                self.ends.add(asyncio.ensure_future(r.aclose()))
 
 # %% ../../nbs/7_service/21_proxy.ipynb #ec0b36dd
 @patch
@@ -987,14 +1147,20 @@ async def heard(self:Relay, k:int):
     (r,tally),b = self.asked[k],self.proxy.backend
     try:
         async for d in _chunks(b, r, self.first, tally):
-            if d.get('error'): raise _told(b, d)
+            if d.get('error'):
+                raise _told(b, d)
             tally.count(d)
-            for i,p in self.fed(k, d): yield i,[p]
+            for i,p in self.fed(k, d):
+                yield i,[p]
         mine = self.readers[k*self.n:(k+1)*self.n]
-        if not all(h.finish for h in mine): raise b.fault('cut', 'stopped in the middle of its answer')
+        if not all(h.finish for h in mine):
+            raise b.fault('cut', 'stopped in the middle of its answer')
         tally.end('ok')
-    except AtlasError as e: self.proxy.went_wrong(tally, e); raise
-    finally: await r.aclose()
+    except AtlasError as e:
+        self.proxy.went_wrong(tally, e)
+        raise
+    finally:
+        await r.aclose()
 
 # %% ../../nbs/7_service/21_proxy.ipynb #f74f9be8
 @patch
@@ -1016,29 +1182,38 @@ def _told(b, d):
 async def _chunks(b, r, first, tally):
     "The JSON of a stream, or of an answer that came in one piece"
     if kind_of(r)=='application/json':
-        try: d = from_json(await b.whole(r))
-        except ValueError: d = None
-        if not isinstance(d, dict): raise b.fault('garbage', 'answered with JSON that is none')
+        try:
+            d = from_json(await b.whole(r))
+        except ValueError:
+            d = None
+        if not isinstance(d, dict):
+            raise b.fault('garbage', 'answered with JSON that is none')
         yield d
         return
     async with aclosing(b.events(r, first)) as events:
         async for raw in events:
             tally.first()
-            for d in data_of(raw): yield d
+            for d in data_of(raw):
+                yield d
 
 # %% ../../nbs/7_service/21_proxy.ipynb #4a4472d9
 @patch
 async def begin(self:Proxy, ask:Ask, make)->tuple:
     "A turn and its writer, as `Service.begin` gives them: the question is asked of chat completions"
-    if not self.backend.may('chat/completions'): raise self.lacks('chat completions')
+    if not self.backend.may('chat/completions'):
+        raise self.lacks('chat completions')
     w,asks,asked = make(ask, ask.model or self.name),[ask],[]
     if ask.params.logprobs is not None and not getattr(ask, 'unscored', False):
         ask.warnings.append('Log-probabilities are left out: another server answers')
-    if isinstance(ask, TextAsk): asks = self.chats(ask, w)
+    if isinstance(ask, TextAsk):
+        asks = self.chats(ask, w)
     try:
-        for a in asks: asked.append(await self.asked(a))
+        for a in asks:
+            asked.append(await self.asked(a))
     except BaseException:
-        for r,t in asked: t.end('error'); await r.aclose()
+        for r,t in asked:
+            t.end('error')
+            await r.aclose()
         raise
     t = Relay(self, asked, ask.params.n)
     w.now,w.abort = t.usage,t.close
@@ -1047,9 +1222,12 @@ async def begin(self:Proxy, ask:Ask, make)->tuple:
 @patch
 def chats(self:Proxy, ask:TextAsk, w)->list[Ask]:
     "A conversation for each prompt of a completion"
-    if not all(isinstance(p, str) for p in ask.prompts): raise self.lacks('completions, and chat takes no ids')
-    if ask.suffix: raise self.lacks('completions, and chat has no suffix')
-    if ask.silent: raise self.lacks('completions, and chat tells nothing of a prompt')
+    if not all(isinstance(p, str) for p in ask.prompts):
+        raise self.lacks('completions, and chat takes no ids')
+    if ask.suffix:
+        raise self.lacks('completions, and chat has no suffix')
+    if ask.silent:
+        raise self.lacks('completions, and chat tells nothing of a prompt')
     w.logprobs,w.prompts = False,[Prompt([], p) for p in ask.prompts]
     def chat(p): return Ask([dict(role='user', content=p)], ask.params, ask.model, salt=ask.salt, format=ask.format)
     return [chat(p) for p in ask.prompts]
@@ -1062,21 +1240,29 @@ async def asked(self:Proxy, ask:Ask)->tuple:
     d,more = chat_body(ask, self.id)
     path,heads = 'chat/completions',b.heads()
     try:
-        try: r = await b.ask(path, to_json(d if b.plain else d|more), heads)
+        try:
+            r = await b.ask(path, to_json(d if b.plain else d|more), heads)
         except UpstreamError as e:
-            if b.plain or e.status not in (400,422) or not any(k in str(e) for k in more): raise
+            if b.plain or e.status not in (400,422) or not any(k in str(e) for k in more):
+                raise
             b.plain = True  # it does not know them, and says so
             r = await b.ask(path, to_json(d), heads)
-        if kind_of(r) in ('application/json','text/event-stream'): return r,tally
+        if kind_of(r) in ('application/json','text/event-stream'):
+            return r,tally
         await r.aclose()
         raise self.no_answer(r)
-    except AtlasError as e: self.went_wrong(tally, e); raise
-    except BaseException: tally.end('client_gone'); raise
+    except AtlasError as e:
+        self.went_wrong(tally, e)
+        raise
+    except BaseException:
+        tally.end('client_gone')
+        raise
 
 # %% ../../nbs/7_service/21_proxy.ipynb #ead63fce
 def may_stand_in(e:AtlasError)->bool:
     "May another model be asked after this error? Not where the client is to blame"
-    if isinstance(e, LoopError) or e.status==501: return False
+    if isinstance(e, LoopError) or e.status==501:
+        return False
     return e.status in (408,429) or e.status>=500
 
 class Fallbacks:
@@ -1101,12 +1287,15 @@ class Fallbacks:
         def no(k, want):
             said = f'fallbacks: {k} is {str(getattr(self, k))[:40]!r}, expected {want}'
             raise ConfigError(said, param='fallbacks')
-        if not isinstance(self.retries, int) or not 0<=self.retries<=100: no('retries', 'a number from 0 to 100')
+        if not isinstance(self.retries, int) or not 0<=self.retries<=100:
+            no('retries', 'a number from 0 to 100')
         for k in 'timeout','cooldown':
             v = getattr(self, k)
-            if not isinstance(v, int|float) or not 0<v<inf: no(k, 'seconds above 0')
+            if not isinstance(v, int|float) or not 0<v<inf:
+                no(k, 'seconds above 0')
         for k,v in self.to.items():
-            if k in v: raise ConfigError(f'fallbacks: {k} stands in for itself', hint='Name another model', param='fallbacks')
+            if k in v:
+                raise ConfigError(f'fallbacks: {k} stands in for itself', hint='Name another model', param='fallbacks')
     def __repr__(self): return f'Fallbacks({", ".join(f"{k}: {v}" for k,v in self.to.items())})'
 
 # %% ../../nbs/7_service/21_proxy.ipynb #00195bd2
@@ -1119,7 +1308,8 @@ def ready(self:Fallbacks, name)->bool:
 def next(self:Fallbacks, names:list, tried:set):
     "Whom to ask: the first that is ready, or else the one who is soonest"
     left = [n for n in names if n not in tried]
-    if ready := [n for n in left if self.ready(n)]: return ready[0]
+    if ready := [n for n in left if self.ready(n)]:
+        return ready[0]
     return min(left, key=lambda n: self.down[n][0], default=None)
 
 @patch
@@ -1142,26 +1332,32 @@ async def answer(self:Fallbacks, service, q:Question, name:str|None)->Response:
     "Answer a question by the model it names, or by those that stand in for that"
     asked = service.models.find(name)
     names = [asked.name, *self.to.get(name, self.to.get(asked.name, ()))]
-    if len(names)==1 and not asked.elsewhere: return await service.by(q, name)
+    if len(names)==1 and not asked.elsewhere:
+        return await service.by(q, name)
     tried,errors,turn = set(),{},0
     for left in range(self.retries, -1, -1):
         if len(tried)==len(names):
-            if (pause := self.wait(turn, errors)) is None: break
+            if (pause := self.wait(turn, errors)) is None:
+                break
             await attended(q.request, self.sleep(pause))
             turn,tried = turn+1,set()
         to = self.next(names, tried)
         tried.add(to)
         held = self.timeout if left and len(names)>1 else inf
-        try: r = await service.by(q, name if to==asked.name else to, held)
-        except AtlasError as e: self._failed(to, e, errors, asked.name)
-        else: return self._answered(r, q, asked.name, to, errors)
+        try:
+            r = await service.by(q, name if to==asked.name else to, held)
+        except AtlasError as e:
+            self._failed(to, e, errors, asked.name)
+        else:
+            return self._answered(r, q, asked.name, to, errors)
     raise errors.get(asked.name) or errors[to]
 
 @patch
 def _failed(self:Fallbacks, to, e, errors, name):
     "Note who could not answer; an error that is the client's own is raised again"
     unknown = isinstance(e, SourceError) and to!=name
-    if not (may_stand_in(e) or unknown): raise e
+    if not (may_stand_in(e) or unknown):
+        raise e
     self.failed(to, e)
     errors[to] = e
     _log.warning('%s cannot answer: %s', to, e)
@@ -1172,7 +1368,8 @@ def _answered(self:Fallbacks, r, q, name, to, errors):
     "Say who answered, and why"
     self.down.pop(to, None)
     r.headers['x-atlas-model'] = to
-    if to==name: return r
+    if to==name:
+        return r
     why = errors[name].code if name in errors else 'was left alone after it failed'
     self.counts[name,to] += 1
     said = re.sub(r'[^\x20-\x7e]', '?', f'fallback: {to} for {name} ({why})')

@@ -25,9 +25,12 @@ class Wire(asyncio.Protocol):
     def connection_made(self, transport): self.transport = transport
     def data_received(self, data):
         try:
-            for m in self.frames.feed(data): self.heard(*m)
-        except LinkError as e: self._nonsense(e)
-        except (TypeError,ValueError,KeyError,IndexError,AttributeError) as e: self._nonsense(LinkError(f'A message makes no sense ({type(e).__name__})'))
+            for m in self.frames.feed(data):
+                self.heard(*m)
+        except LinkError as e:
+            self._nonsense(e)
+        except (TypeError,ValueError,KeyError,IndexError,AttributeError) as e:
+            self._nonsense(LinkError(f'A message makes no sense ({type(e).__name__})'))
     def _nonsense(self, e):
         self.fault = e
         self.transport.abort()
@@ -42,18 +45,22 @@ class Stream:
         self._q,self._done = asyncio.Queue(),False
     def __aiter__(self): return self
     async def __anext__(self)->Event:
-        if self._done: raise StopAsyncIteration
+        if self._done:
+            raise StopAsyncIteration
         e = await self._q.get()
         self._done = e.finish is not None
         return e
     def ready(self)->list[Event]:
         "Events that are here already, without waiting"
         out = []
-        while not self._done and not self._q.empty(): out.append(self._q.get_nowait()); self._done = out[-1].finish is not None
+        while not self._done and not self._q.empty():
+            out.append(self._q.get_nowait())
+            self._done = out[-1].finish is not None
         return out
     def abort(self):
         "Stop generating, within a step. Safe at any time and more than once"
-        if not self._done: self._runner.abort(self.id)
+        if not self._done:
+            self._runner.abort(self.id)
 
 # %% ../../nbs/7_service/18_remote.ipynb #2b30ec26
 class RemoteRunner:
@@ -69,7 +76,8 @@ class RemoteRunner:
         self._streams,self._numbers,self._calls,self._count = {},{},{},itertools.count(1)
         self._aside = set() # Numbers of those that only fill the prefix cache
         self.gone,self.idle = asyncio.Event(),asyncio.Event() # No process; no streams, and no calls
-        self.gone.set(); self.idle.set()
+        self.gone.set()
+        self.idle.set()
 
     @property
     def healthy(self)->bool:
@@ -109,23 +117,31 @@ def unavailable(
 def _check(self:RemoteRunner, request):
     self._check_open()
     full = None if request.prefill_only else self._full(len(request.prompt))
-    if full: raise QueueFullError(full, hint='Try again in a moment')
-    if request.id in self._numbers: raise AtlasError(f'A request called {request.id!r} is already running')
+    if full:
+        raise QueueFullError(full, hint='Try again in a moment')
+    if request.id in self._numbers:
+        raise AtlasError(f'A request called {request.id!r} is already running')
 
 @patch
 def _check_open(self:RemoteRunner, op=None):
-    if self.resting and op not in ('sleep','wake'): raise unavailable(f'{self.name} is asleep', hint='POST /wake_up wakes it', after=2)
-    if not self.open: raise unavailable('The server is shutting down', after=5)
-    if not self._ready: raise unavailable(f'The process of {self.name} is not running', hint='GET /health tells when it is back')
-    if self.stalled: raise unavailable(f'The process of {self.name} does not answer', hint='GET /health tells when it does', after=5)
+    if self.resting and op not in ('sleep','wake'):
+        raise unavailable(f'{self.name} is asleep', hint='POST /wake_up wakes it', after=2)
+    if not self.open:
+        raise unavailable('The server is shutting down', after=5)
+    if not self._ready:
+        raise unavailable(f'The process of {self.name} is not running', hint='GET /health tells when it is back')
+    if self.stalled:
+        raise unavailable(f'The process of {self.name} does not answer', hint='GET /health tells when it does', after=5)
 
 @patch
 def _full(self:RemoteRunner, tokens)->str|None:
     "Why a prompt of so many tokens may not come in, as far as is known here, or None"
     n,room = self.asked,self.info.get('max_queue')
-    if room is not None and n>=room: return f'{n} requests are waiting or running already'
+    if room is not None and n>=room:
+        return f'{n} requests are waiting or running already'
     t,most = self._stats.get('num_tokens_waiting', 0),self.info.get('max_queue_tokens')
-    if t and most and t+tokens>most: return f'{t:,} tokens of prompts are waiting already'
+    if t and most and t+tokens>most:
+        return f'{t:,} tokens of prompts are waiting already'
 
 # %% ../../nbs/7_service/18_remote.ipynb #e85d8186
 @patch
@@ -133,12 +149,16 @@ def submit(self:RemoteRunner, request)->Stream:
     "Send `request` on its way; its events arrive on the stream"
     self._check(request)
     n,pics = next(self._count),request.images
-    try: message = frame('add', n, pack_request(request), None if pics and pics is self._images else pack_images(pics))
-    except LinkError as e: raise RequestError('The request holds something that cannot be passed on', hint='Make it smaller or less deep') from e
+    try:
+        message = frame('add', n, pack_request(request), None if pics and pics is self._images else pack_images(pics))
+    except LinkError as e:
+        raise RequestError('The request holds something that cannot be passed on', hint='Make it smaller or less deep') from e
     s = self._streams[n] = Stream(self, request.id)
     self._numbers[request.id],self._images = n,pics
-    if request.prefill_only: self._aside.add(n)
-    else: self.idle.clear()
+    if request.prefill_only:
+        self._aside.add(n)
+    else:
+        self.idle.clear()
     self._wire.write(message)
     return s
 
@@ -152,16 +172,23 @@ def send(self:RemoteRunner, *message):
 @patch
 def abort(self:RemoteRunner, rid:str):
     "Stop request `rid` within a step; its stream ends with 'abort'"
-    if (n := self._numbers.get(rid)) is not None and self._wire: self.send('abort', n)
+    if (n := self._numbers.get(rid)) is not None and self._wire:
+        self.send('abort', n)
 
 # %% ../../nbs/7_service/18_remote.ipynb #39ff2559
 @patch
 def _heard(self:RemoteRunner, what, *args):
-    if what=='events': self._events(*args)
-    elif what in ('result','failed'): self._answer(what, *args)
-    elif what=='ready': self.info,self._ready = args[0],True
-    elif what=='fatal': self._ready = False; self.end(unpack_error(args[0]))
-    elif what not in ('stage','beat','refused'): raise LinkError(f'A worker said {what[:20]!r}')
+    if what=='events':
+        self._events(*args)
+    elif what in ('result','failed'):
+        self._answer(what, *args)
+    elif what=='ready':
+        self.info,self._ready = args[0],True
+    elif what=='fatal':
+        self._ready = False
+        self.end(unpack_error(args[0]))
+    elif what not in ('stage','beat','refused'):
+        raise LinkError(f'A worker said {what[:20]!r}')
     self.on(what, *args)
 
 # %% ../../nbs/7_service/18_remote.ipynb #7d459f80
@@ -170,11 +197,14 @@ def _events(self:RemoteRunner, events, stats):
     "Events of a step, each to its stream"
     streams = self._streams
     for m in events:
-        if (s := streams.get(m[0])) is None: continue
+        if (s := streams.get(m[0])) is None:
+            continue
         e = unpack_event(s.id, m)
-        if e.finish is not None: self._forget(m[0])
+        if e.finish is not None:
+            self._forget(m[0])
         s._q.put_nowait(e)
-    if stats is not None: self._stats = stats
+    if stats is not None:
+        self._stats = stats
 
 # %% ../../nbs/7_service/18_remote.ipynb #eeedec4d
 @patch
@@ -185,20 +215,24 @@ def _forget(self:RemoteRunner, n):
 
 @patch
 def _rest(self:RemoteRunner):
-    if self.running: return
+    if self.running:
+        return
     self.idle.set()
-    if self.rested: self.rested()
+    if self.rested:
+        self.rested()
 
 # %% ../../nbs/7_service/18_remote.ipynb #b2b78d83
 @patch
 def end(self:RemoteRunner, e:AtlasError|None=None):
     "Nothing more will come: every stream and call ends with an error"
-    if e is None: e = unavailable(f'The process of {self.name} ended', hint='It is started again; GET /health tells when it is back')
+    if e is None:
+        e = unavailable(f'The process of {self.name} ended', hint='It is started again; GET /health tells when it is back')
     for n,s in list(self._streams.items()):
         self._forget(n)
         s._q.put_nowait(Event(s.id, finish='error', error=str(e), code=e.code))
     for f in self._calls.values():
-        if not f.done(): f.set_exception(e)
+        if not f.done():
+            f.set_exception(e)
     self._calls.clear()
     self._rest()
 
@@ -215,27 +249,38 @@ async def call(self:RemoteRunner, op:str, **kw):
     "What `op` of the worker makes of `kw`; its typed error if it fails"
     self._check_open(op)
     room = self.info.get('max_queue') or 256
-    if len(self._calls)>=room: raise QueueFullError(f'{room} computations are waiting already', hint='Try again in a moment')
+    if len(self._calls)>=room:
+        raise QueueFullError(f'{room} computations are waiting already', hint='Try again in a moment')
     n = next(self._count)
     f = self._calls[n] = asyncio.get_running_loop().create_future()
     self.idle.clear()
-    try: self.send('call', n, op, kw); return await f
-    finally: self._calls.pop(n, None); self._rest()
+    try:
+        self.send('call', n, op, kw)
+        return await f
+    finally:
+        self._calls.pop(n, None)
+        self._rest()
 
 @patch
 def _answer(self:RemoteRunner, what, n, v):
-    if (f := self._calls.get(n)) is None or f.done(): return
-    if what=='result': f.set_result(v)
-    else: f.set_exception(unpack_error(v))
+    if (f := self._calls.get(n)) is None or f.done():
+        return
+    if what=='result':
+        f.set_result(v)
+    else:
+        f.set_exception(unpack_error(v))
 
 # %% ../../nbs/7_service/18_remote.ipynb #8ae1bde4
 @patch
 async def drain(self:RemoteRunner, seconds:float)->bool:
     "Take nothing new, and let what runs finish for so long; did all finish?"
     self.open = False
-    for n in self._aside: self._streams[n].abort()
-    try: await asyncio.wait_for(self.idle.wait(), seconds)
-    except TimeoutError: return False
+    for n in self._aside:
+        self._streams[n].abort()
+    try:
+        await asyncio.wait_for(self.idle.wait(), seconds)
+    except TimeoutError:
+        return False
     return True
 
 # %% ../../nbs/7_service/18_remote.ipynb #36f21cda
@@ -243,9 +288,12 @@ async def drain(self:RemoteRunner, seconds:float)->bool:
 async def rest(self:RemoteRunner, seconds:float):
     "Take nothing new until it wakes, and let what runs finish for so long; then end it"
     self.resting = True
-    for n in self._aside: self._streams[n].abort()
-    try: await asyncio.wait_for(self.idle.wait(), seconds)
-    except TimeoutError: pass # those that are left are ended here
+    for n in self._aside:
+        self._streams[n].abort()
+    try:
+        await asyncio.wait_for(self.idle.wait(), seconds)
+    except TimeoutError:
+        pass # those that are left are ended here
     e = unavailable(f'{self.name} was put to sleep', hint='Ask again')
     for n,s in list(self._streams.items()):
         self.send('abort', n)
@@ -266,30 +314,46 @@ class Child:
         try:
             self.process = subprocess.Popen([*map(str, (*(command or COMMAND), theirs.fileno(), r, os.getpid())), name],
                 pass_fds=(theirs.fileno(), r), stdin=subprocess.DEVNULL, start_new_session=True)
-        except OSError: self.sock.close(); os.close(self._pipe); raise
-        finally: theirs.close(); os.close(r)
+        except OSError:
+            self.sock.close()
+            os.close(self._pipe)
+            raise
+        finally:
+            theirs.close()
+            os.close(r)
         self.pid,self._loop = self.process.pid,asyncio.get_running_loop()
         self.ended = self._loop.create_future()
-        try: threading.Thread(target=self._wait, name=f'wait for {self.pid}', daemon=True).start()
+        try:
+            threading.Thread(target=self._wait, name=f'wait for {self.pid}', daemon=True).start()
         except RuntimeError:
-            self.kill(); self.process.wait(); self.sock.close(); os.close(self._pipe)
+            self.kill()
+            self.process.wait()
+            self.sock.close()
+            os.close(self._pipe)
             raise OSError('There is no room for another thread') from None
     def kill(self):
         "End it and all that it started; does nothing when it has ended"
         if self.process.returncode is None:
-            try: os.killpg(self.pid, signal.SIGKILL)
-            except ProcessLookupError: pass  # it was faster
+            try:
+                os.killpg(self.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # it was faster
     def _wait(self):
         os.waitid(os.P_PID, self.pid, os.WEXITED|os.WNOWAIT)
         self.kill()
         code = self.process.wait()
         os.close(self._pipe)
-        try: self._loop.call_soon_threadsafe(lambda: self.ended.done() or self.ended.set_result(code))
-        except RuntimeError: pass  # the loop is closed: nobody asks any more
+        try:
+            self._loop.call_soon_threadsafe(lambda: self.ended.done() or self.ended.set_result(code))
+        except RuntimeError:
+            pass  # the loop is closed: nobody asks any more
 
 # %% ../../nbs/7_service/18_remote.ipynb #ba77acec
 def how(code:int)->str:
     "What an exit code means, in words"
-    if code>=0: return f'ended with code {code}'
-    try: return f'was ended by {signal.Signals(-code).name}'
-    except ValueError: return f'was ended by signal {-code}'
+    if code>=0:
+        return f'ended with code {code}'
+    try:
+        return f'was ended by {signal.Signals(-code).name}'
+    except ValueError:
+        return f'was ended by signal {-code}'

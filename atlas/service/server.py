@@ -55,11 +55,13 @@ async def read_body(
         what = 'JSON' if kind=='application/json' else 'a form'
         hint = f"Send {what}, with the header 'Content-Type: {kind}'"
         raise RequestError(f'The content type is {said[:80] or "missing"!r}', hint=hint)
-    if int(request.headers.get('content-length') or 0)>cap: raise TooLargeError(cap)
+    if int(request.headers.get('content-length') or 0)>cap:
+        raise TooLargeError(cap)
     got = bytearray()
     async for part in request.stream():
         got += part
-        if len(got)>cap: raise TooLargeError(cap)
+        if len(got)>cap:
+            raise TooLargeError(cap)
     return bytes(got)
 
 def from_page(request:Request)->bool:
@@ -83,13 +85,15 @@ RESPONSES = API(responses.parse, responses.reply, responses.error_body, path='re
 
 def api_of(path:str)->API:
     "The API that a path belongs to"
-    if re.match(r'/api/', path): return API(None, None, plain_error_body)  # of `ollama`, a later page
+    if re.match(r'/api/', path):
+        return API(None, None, plain_error_body)  # of `ollama`, a later page
     return MESSAGES if re.match(r'/v1/messages(/|$)', path) else RESPONSES if re.match(r'/v1/responses(/|$)', path) else CHAT
 
 # %% ../../nbs/7_service/14_server.ipynb #ed4eba18
 async def attended(request:Request, work):
     "What `work` gives; it is cancelled if the client leaves, which is a `ClientDisconnect`"
-    async with Unless(gone(request.receive)): return await work
+    async with Unless(gone(request.receive)):
+        return await work
     raise ClientDisconnect
 
 def whose(request:Request)->str:
@@ -106,7 +110,8 @@ async def body(self:Service, request:Request)->bytes:
 @patch
 async def parsed(self:Service, request:Request, raw:bytes, parse, *args):
     "A body, parsed"
-    if len(raw)<1<<16: return parse(raw, *args)
+    if len(raw)<1<<16:
+        return parse(raw, *args)
     return await attended(request, asyncio.to_thread(parse, raw, *args))
 
 @patch
@@ -142,21 +147,25 @@ class Question:
 @patch
 async def look(self:Question)->dict:
     "The fields of the body, of which only the syntax is checked"
-    if self.fields is None: self.fields = await self.service.parsed(self.request, self.raw, read_json)
+    if self.fields is None:
+        self.fields = await self.service.parsed(self.request, self.raw, read_json)
     return self.fields
 
 @patch
 async def name(self:Question)->str|None:
     "The model that it is for"
-    if not self.path: return (await self.ask()).model
+    if not self.path:
+        return (await self.ask()).model
     name = (await self.look()).get('model')
-    if isinstance(name, str|None): return name
+    if isinstance(name, str|None):
+        return name
     return (await self.ask()).model  # which says what is wrong with it
 
 @patch
 async def peek(self:Question)->Ask:
     "What is asked, to look at"
-    if self.asked is None: self.asked = await self.service.parsed(self.request, self.raw, self.api.parse, *self.args)
+    if self.asked is None:
+        self.asked = await self.service.parsed(self.request, self.raw, self.api.parse, *self.args)
     return self.asked
 
 @patch
@@ -164,18 +173,23 @@ async def ask(self:Question, name:str|None=None)->Ask:
     "What is asked, of the model called `name`; a new one each time, for whoever answers may change it"
     ask = replace(await self.peek())
     ask.messages,ask.warnings = [*ask.messages],[*ask.warnings]
-    if name is not None: ask.served = name
-    if name is not None and name!=self.leads: ask.model = name  # else the client's word for it stays
+    if name is not None:
+        ask.served = name
+    if name is not None and name!=self.leads:
+        ask.model = name  # else the client's word for it stays
     return ask
 
 @patch
 async def here(self:Question, name:str|None, held:float|None)->Response:
     "Have a model answer that is ours, or that is asked as ours are"
     ask = await self.ask(name)
-    if self.api.first and (said := await self.api.first(self.service, ask, self.request)): return said
-    if self.manner: self.manner.apply(ask)
+    if self.api.first and (said := await self.api.first(self.service, ask, self.request)):
+        return said
+    if self.manner:
+        self.manner.apply(ask)
     self.service.salted(ask, self.request)
-    if getattr(ask, 'background', False): return await self.service.background(ask, self.api.reply, self.request)
+    if getattr(ask, 'background', False):
+        return await self.service.background(ask, self.api.reply, self.request)
     return await self.service.answer(ask, self.api.reply, self.request, held)
 
 # %% ../../nbs/7_service/14_server.ipynb #b8b75b9a
@@ -186,26 +200,31 @@ class StalledError(AtlasError):
 @patch
 async def respond(self:Service, q:Question)->Response:
     "Answer by the model that a question names, or by one that stands in for it"
-    if not getattr(self.models, 'routed', False): return await q.here(None, None)
+    if not getattr(self.models, 'routed', False):
+        return await q.here(None, None)
     name = await self.led(q, await q.name())
     backup = self.models.fallbacks
     said = await (backup.answer(self, q, name) if backup else self.by(q, name))
-    if q.route: said.headers.append('x-atlas-route', _plain(q.route))
+    if q.route:
+        said.headers.append('x-atlas-route', _plain(q.route))
     return said
 
 @patch
 async def by(self:Service, q:Question, name:str|None, held:float|None=None)->Response:
     "Have one model answer"
-    if (m := self.elsewhere(name)) is None: return await q.here(name, held)
+    if (m := self.elsewhere(name)) is None:
+        return await q.here(name, held)
     said = await m.forward(q, held)
-    if said is None: said = await q.here(name, held)
+    if said is None:
+        said = await q.here(name, held)
     said.headers['x-atlas-model'] = m.name
     return said
 
 @patch
 async def opened(self:Service, ask:Ask, reply, held:float|None)->tuple:
     "A turn and its writer; where it is `held`, the turn has begun to speak"
-    if held is None: return await self.begin(ask, reply)
+    if held is None:
+        return await self.begin(ask, reply)
     turn = None
     try:
         async with asyncio.timeout(held if held<1e9 else None):
@@ -213,10 +232,12 @@ async def opened(self:Service, ask:Ask, reply, held:float|None)->tuple:
             await turn.begun()
         return turn,w
     except TimeoutError as e:
-        if turn: turn.close('error')
+        if turn:
+            turn.close('error')
         raise StalledError(f'{ask.model or "The model"} did not begin to answer within {held:g} s') from e
     except BaseException:
-        if turn: turn.close('error')
+        if turn:
+            turn.close('error')
         raise
 
 # %% ../../nbs/7_service/14_server.ipynb #56979c91
@@ -224,13 +245,17 @@ async def opened(self:Service, ask:Ask, reply, held:float|None)->tuple:
 async def led(self:Service, q:Question, name:str|None)->str|None:
     "The model that a question is for, once its name is understood"
     ms = self.models
-    if not ms.names or name not in ms.names.table: await ms.seek(name)
-    if not ms.names or not (own := name or ms.default): return name
+    if not ms.names or name not in ms.names.table:
+        await ms.seek(name)
+    if not ms.names or not (own := name or ms.default):
+        return name
     ask = await q.peek() if q.talks and ms.names.forks(own) else None
     f = ms.names.find(own, ask, ms.models)
     q.leads,q.route = ms.at(f).name if f.upstream else f.model,f.why
-    if q.talks: q.manner,q.changed = f.manner,f.manner is not None
-    if f.why: note(q.request.scope, route=f.why)
+    if q.talks:
+        q.manner,q.changed = f.manner,f.manner is not None
+    if f.why:
+        note(q.request.scope, route=f.why)
     return q.leads
 
 # %% ../../nbs/7_service/14_server.ipynb #a6363dc7
@@ -242,19 +267,23 @@ def tell(fields:list[str], most:int=256):
     new = [f for f in fields if f not in _told]
     new = new[:most-len(_told)]
     _told.update(new)
-    if new: _log.warning('Ignored fields of requests: %s', ', '.join(new))
+    if new:
+        _log.warning('Ignored fields of requests: %s', ', '.join(new))
 
 # %% ../../nbs/7_service/14_server.ipynb #7dad7389
 def unheeded(response:Response, fields:list[str])->Response:
     "The response, with the fields that had no effect in a header"
-    if fields: response.headers['x-atlas-ignored'] = ', '.join(fields)
+    if fields:
+        response.headers['x-atlas-ignored'] = ', '.join(fields)
     tell(fields)
     return response
 
 def warned(response:Response, ask:Ask)->Response:
     "The response, with what was left out of `ask` in its headers, and how its name led to a model"
-    if ask.route: response.headers['x-atlas-route'] = _plain(ask.route)
-    for w in ask.warnings[:16]: response.headers.append('x-atlas-warning', _plain(w))
+    if ask.route:
+        response.headers['x-atlas-route'] = _plain(ask.route)
+    for w in ask.warnings[:16]:
+        response.headers.append('x-atlas-warning', _plain(w))
     return unheeded(response, ask.ignored)
 
 def _plain(text): return re.sub(r'[^\x20-\x7e]', '?', text)[:500]
@@ -265,8 +294,10 @@ def meant(self:Service, ask:Ask, request:Request)->Ask:
     "`ask`, as its name wants it: for a model, in a manner"
     model,manner,ask.route = self.models.resolve(ask)
     ask.served = model.name
-    if manner: manner.apply(ask)
-    if ask.route: note(request.scope, route=ask.route)
+    if manner:
+        manner.apply(ask)
+    if ask.route:
+        note(request.scope, route=ask.route)
     return ask
 
 # %% ../../nbs/7_service/14_server.ipynb #fd0ba3a5
@@ -279,7 +310,8 @@ async def complete(self:Service, api:API, request:Request, *args)->Response:
 def salted(self:Service, ask:Ask, request:Request)->Ask:
     "`ask`, whose prompts are kept apart from those of other API keys, if they are to be"
     key = request.scope.get('atlas.salt') if self.salt_keys else None
-    if key: ask.salt = f'{key}:{ask.salt}'
+    if key:
+        ask.salt = f'{key}:{ask.salt}'
     return ask
 
 @patch
@@ -289,19 +321,27 @@ async def answer(self:Service, ask:Ask, reply, request:Request, held:float|None=
         turn,w = await self.opened(ask, reply, held)
         ask.after = self.keeping(ask, request)
         close = partial(ended, request, turn, w)
-        if ask.stream: return warned(EventStream(events(turn, w), close, None, w.ping, self.ping, self.patience, w.media_type), ask)
-        try: done = await whole(turn, w)
-        except asyncio.CancelledError: close('client_gone' if away.over else 'shutdown'); raise
-        except Exception: close('error'); raise
+        if ask.stream:
+            return warned(EventStream(events(turn, w), close, None, w.ping, self.ping, self.patience, w.media_type), ask)
+        try:
+            done = await whole(turn, w)
+        except asyncio.CancelledError:
+            close('client_gone' if away.over else 'shutdown')
+            raise
+        except Exception:
+            close('error')
+            raise
         close()
         return warned(JSONResponse(done), ask)
     raise ClientDisconnect
 
 def ended(request:Request, turn:Turn, w, why:str='client_gone'):
     "A request is over; called again, this does nothing more"
-    turn.close(why); w.close()
+    turn.close(why)
+    w.close()
     after,w.ask.after = w.ask.after,None
-    if after: after()
+    if after:
+        after()
     n = turn.usage()
     ends = {str(v.finish) for v in turn.readers}
     note(request.scope, model=w.model,
@@ -316,9 +356,11 @@ def manages(request:Request)->bool:
 @patch
 def keeping(self:Service, ask:Ask, request:Request)->Callable|None:
     "What has a model stay as long as `keep_alive` says; None, and a warning, where nothing can"
-    if ask.keep is None: return None
+    if ask.keep is None:
+        return None
     m = self.models.find(ask.served or ask.model)
-    if manages(request): return partial(m.keep, ask.keep)
+    if manages(request):
+        return partial(m.keep, ask.keep)
     ask.warnings.append("keep_alive left out: only an admin's key says how long a model stays")
 
 # %% ../../nbs/7_service/14_server.ipynb #6f99e337
@@ -362,7 +404,8 @@ def owner(request:Request)->str|None:
 @patch(as_prop=True)
 def store(self:Service)->responses.Store:
     "What is remembered of responses"
-    if not hasattr(self, '_store'): self._store = responses.Store()
+    if not hasattr(self, '_store'):
+        self._store = responses.Store()
     return self._store
 
 @patch
@@ -375,12 +418,15 @@ async def background(self:Service, ask:Ask, reply, request:Request)->Response:
     "Begin an answer that does not need its client"
     turn,w = await self.begin(ask, reply)
     async def run():
-        async for _ in events(turn, w): pass
+        async for _ in events(turn, w):
+            pass
     def over(task): self.tasks.discard(task); turn.close('shutdown'); w.close()
     task = asyncio.create_task(run())
-    self.tasks.add(task); task.add_done_callback(over)  # which is called even if it never ran
+    self.tasks.add(task)
+    task.add_done_callback(over)  # which is called even if it never ran
     await asyncio.sleep(0)  # it starts, and its writer is in the store
-    if not ask.stream: return warned(JSONResponse(w.resource()), ask)
+    if not ask.stream:
+        return warned(JSONResponse(w.resource()), ask)
     return warned(EventStream(w.follow(), lambda *_: None, None, w.ping, self.ping, self.patience), ask)
 
 # %% ../../nbs/7_service/14_server.ipynb #01c01400
@@ -388,9 +434,11 @@ async def background(self:Service, ask:Ask, reply, request:Request)->Response:
 async def get_response(self:Service, request:Request, id:str)->Response:
     "A response that was made before, or the events of one"
     q = request.query_params
-    if q.get('stream') not in ('true','1'): return JSONResponse(self.store.get(id, owner(request)))
+    if q.get('stream') not in ('true','1'):
+        return JSONResponse(self.store.get(id, owner(request)))
     after = q.get('starting_after', '')
-    if after and not re.fullmatch(r'\d{1,9}', after): raise RequestError('starting_after is no whole number', param='starting_after')
+    if after and not re.fullmatch(r'\d{1,9}', after):
+        raise RequestError('starting_after is no whole number', param='starting_after')
     return EventStream(self.store.follow(id, owner(request), int(after) if after else None), lambda *_: None, every=self.ping, patience=self.patience)
 
 @patch
@@ -432,7 +480,8 @@ class Texts(Question):
     talks = False
     async def here(self, name, held):
         b = await self.service.parsed(self.request, self.raw, partial(validate, EmbeddingsBody))
-        if name is not None and name!=self.leads: b.model = name
+        if name is not None and name!=self.leads:
+            b.model = name
         return await self.service.vectors(b, self.request, name)
 
 @patch
@@ -472,11 +521,14 @@ def form_spans(
     for _ in range(most):
         head = raw.find(b'\r\n\r\n', at)
         end = raw.find(b'\r\n'+mark, head+2) if at>=0 and 0<=head<at+(8<<10) else -1
-        if end<0: raise RequestError('The body is no form', hint='Send multipart/form-data, as browsers do')
+        if end<0:
+            raise RequestError('The body is no form', hint='Send multipart/form-data, as browsers do')
         field = _FIELD.search(raw, at, head)
-        if field and b'filename' not in field[2]: out[field[1].decode(errors='replace')] = min(head+4, end),end
+        if field and b'filename' not in field[2]:
+            out[field[1].decode(errors='replace')] = min(head+4, end),end
         at = end+2
-        if raw[at+len(mark):at+len(mark)+2]==b'--': return out
+        if raw[at+len(mark):at+len(mark)+2]==b'--':
+            return out
     raise RequestError(f'The form has more than {most} fields')
 
 # %% ../../nbs/7_service/14_server.ipynb #7f3f7c73
@@ -486,7 +538,8 @@ class Sound(Question):
     "A question about sounds, for another server"
     talks = False
     async def look(self):
-        if not self.form: return await super().look()
+        if not self.form:
+            return await super().look()
         at = form_spans(self.raw, self.request.headers['content-type']).get('model')
         return dict(model=self.raw[slice(*at)].decode(errors='replace')) if at else {}
     async def here(self, name, held):
@@ -496,7 +549,8 @@ class Sound(Question):
 def from_a_stranger(self:Service, request:Request)->bool:
     "Is this sent by a web page that is neither ours nor allowed to ask?"
     origin,host = request.headers.get('origin'),request.headers.get('host', '')
-    if not origin or origin.partition('://')[2]==host: return False
+    if not origin or origin.partition('://')[2]==host:
+        return False
     return '*' not in self.origins and origin not in self.origins
 
 @patch
@@ -504,9 +558,11 @@ async def sound(self:Service, request:Request)->Response:
     "Hear or say something, if a server that can is there"
     path = request.url.path.removeprefix('/v1/')
     find = getattr(self.models, 'serving', None)
-    if not (find and find(path)): raise no_route_for(request)
+    if not (find and find(path)):
+        raise no_route_for(request)
     form = path!='audio/speech'
-    if form and self.from_a_stranger(request): raise RightsError('This server answers no other web pages', hint='--cors-origin names those that it should')
+    if form and self.from_a_stranger(request):
+        raise RightsError('This server answers no other web pages', hint='--cors-origin names those that it should')
     kind = 'multipart/form-data' if form else 'application/json'
     q = Sound(self, request, await read_body(request, self.max_body, kind), CHAT, path=path)
     q.form = form
@@ -539,7 +595,8 @@ async def rerank(self:Service, request:Request)->Response:
     u,(scores,n) = await attended(request, work())
     results = [dict(index=i, relevance_score=s) for i,s in enumerate(scores)]
     results.sort(key=lambda r: -r['relevance_score'])
-    if b.return_documents: results = [r|dict(document=dict(text=texts[r['index']])) for r in results]
+    if b.return_documents:
+        results = [r|dict(document=dict(text=texts[r['index']])) for r in results]
     usage = dict(prompt_tokens=n, total_tokens=n)
     said = dict(object='list', model=b.model or u.names[0], usage=usage, results=results[:b.top_n])
     return unheeded(JSONResponse(said), ignored(b))
@@ -568,14 +625,16 @@ class DetokenizeBody(BaseModel):
 async def tokenize(self:Service, request:Request)->Response:
     "Token ids of a text or a conversation"
     b,ask = await self.read(request, _tokenizing)
-    if ask: self.meant(ask, request)
+    if ask:
+        self.meant(ask, request)
     said = JSONResponse(await attended(request, self.tokens(b, ask)))
     return unheeded(said, ignored(b)) if ask is None else warned(said, ask)
 
 def _tokenizing(raw):
     "A body of `/tokenize`, and the question that it is, if it has messages"
     b = validate(TokenizeBody, raw)
-    if b.messages is None: return b,None
+    if b.messages is None:
+        return b,None
     ask = openai.parse(raw)
     ask.ignored = [k for k in ask.ignored if k not in TokenizeBody.model_fields]
     return b,ask
@@ -585,9 +644,12 @@ async def tokens(self:Service, b:TokenizeBody, ask:Ask|None)->dict:
     "What `/tokenize` says"
     u = await (self.asked(ask) if ask else self.upstream(b.model))
     text = b.content if b.prompt is None else b.prompt
-    if ask: ids = (await self.chat_prompt(u, ask)).ids
-    elif text is None: raise RequestError('prompt is missing', hint='Send a prompt or messages', param='prompt')
-    else: ids = await self.encode(u, text, add_special=b.add_special_tokens is not False if b.add_special is None and b.content is None else bool(b.add_special))
+    if ask:
+        ids = (await self.chat_prompt(u, ask)).ids
+    elif text is None:
+        raise RequestError('prompt is missing', hint='Send a prompt or messages', param='prompt')
+    else:
+        ids = await self.encode(u, text, add_special=b.add_special_tokens is not False if b.add_special is None and b.content is None else bool(b.add_special))
     return dict(count=len(ids), max_model_len=u.info['max_seq_len']) | await asyncio.to_thread(_listed, u.tokenizer, ids, b)
 
 def _listed(tok, ids, b):
@@ -624,7 +686,8 @@ def _model(m, name):
     "An entry of the list of models"
     info = m.get('info') or {}
     more = {k: info[k] for k in ('speculative','prefill_activations') if info.get(k)}
-    if m.get('sampling'): more['default_sampling_params'] = m['sampling']
+    if m.get('sampling'):
+        more['default_sampling_params'] = m['sampling']
     reads = ['text']+['image']*bool(info.get('vision'))
     return dict(
         id=name, object='model', type='model', display_name=name, lifecycle='active',
@@ -677,8 +740,10 @@ def live(self:Service, m)->dict:
     speed = self.metrics.of(m.name).speed.rate()
     now = dict(state=m.condition, tokens_per_second=round(speed, 2))
     now['since'] = round(getattr(m, 'entered', m.created)) # in this state, seconds since 1970
-    for k in ('running','waiting'): now[k] = stats.get(f'num_requests_{k}', 0)
-    if now['running'] and 'roofline' in stats: now['roofline'] = stats['roofline']
+    for k in ('running','waiting'):
+        now[k] = stats.get(f'num_requests_{k}', 0)
+    if now['running'] and 'roofline' in stats:
+        now['roofline'] = stats['roofline']
     return dict(need=need, pinned=getattr(m, 'pinned', False),
         elsewhere=getattr(m, 'elsewhere', False), live=now)
 
@@ -708,7 +773,8 @@ async def reload_models(self:Service, request:Request)->Response:
     q = request.query_params
     if q.get('reload') not in ('1','true'):
         raise NotOfferedError('POST /models is not offered by this server', _by_hand['POST','/models'])
-    if not self.models.reload: raise NotOfferedError('This server has no file to read again', 'atlas serve --config FILE starts one that has')
+    if not self.models.reload:
+        raise NotOfferedError('This server has no file to read again', 'atlas serve --config FILE starts one that has')
     return unheeded(JSONResponse(dict(success=True)|await self.models.reload()), _unknown(q, 'reload'))
 
 @patch
@@ -716,7 +782,8 @@ async def model_events(self:Service)->Response:
     "Changes of models' states, as they happen"
     async def lines():
         async with aclosing(self.models.events()) as changes:
-            async for e in changes: yield sse(e)
+            async for e in changes:
+                yield sse(e)
     return EventStream(lines(), lambda *_: None, every=self.ping, patience=self.patience)
 
 # %% ../../nbs/7_service/14_server.ipynb #ab1432b1
@@ -735,7 +802,8 @@ async def running(self:Service)->Response:
 
 def no_page(request:Request):
     "Refuse what changes something, where a web page of somebody else's sends it"
-    if request.headers.get('sec-fetch-site', 'none') in ('none','same-origin'): return
+    if request.headers.get('sec-fetch-site', 'none') in ('none','same-origin'):
+        return
     raise RightsError('A web page may not do this', hint='Ask from a program')
 
 @patch
@@ -743,7 +811,8 @@ async def unload_all(self:Service, request:Request)->Response:
     "Give the memory of all models back"
     no_page(request)
     for m in self.models.all:
-        if m.wanted: await self.models.unload(m.name)
+        if m.wanted:
+            await self.models.unload(m.name)
     return JSONResponse(dict(msg='ok'))
 
 @patch
@@ -802,7 +871,8 @@ async def sleep_model(self:Service, request:Request)->Response:
     "Have a model give its memory back"
     q = request.query_params
     level = q.get('level', '1')
-    if level not in ('1','2'): raise RequestError(f'level is {level[:20]!r}, expected 1 or 2', param='level')
+    if level not in ('1','2'):
+        raise RequestError(f'level is {level[:20]!r}, expected 1 or 2', param='level')
     said = await self.models.sleep(q.get('model'), int(level))
     return unheeded(JSONResponse(dict(success=True)|said), _unknown(q, 'level'))
 
@@ -826,7 +896,8 @@ def _unknown(q, *known): return sorted({k[:40] for k in q}-{'model',*known})
 async def health(self:Service, request:Request)->Response:
     "200 while requests can be served, else 503; why, for whoever has a key"
     ok,said = self.models.healthy and not self.models.draining,self.models.health()
-    if request.scope.get('atlas.stranger'): said = dict(status=said['status'])
+    if request.scope.get('atlas.stranger'):
+        said = dict(status=said['status'])
     return JSONResponse(said, 200 if ok else 503, headers=None if ok else {'retry-after':'1'})
 
 @patch
@@ -903,19 +974,24 @@ class Door:
     "The outermost layer: ids, counts, and a net under everything"
     def __init__(self, app, metrics): self.app,self.metrics = app,metrics
     async def __call__(self, scope, receive, send):
-        if scope['type']!='http': return await self.app(scope, receive, send)
+        if scope['type']!='http':
+            return await self.app(scope, receive, send)
         rid,status = request_id(scope),None
         async def reply(m):
             nonlocal status
-            if m['type']=='http.response.start': m,status = m|dict(headers=[*m['headers'], (b'x-request-id', rid), (b'request-id', rid)]),m['status']
+            if m['type']=='http.response.start':
+                m,status = m|dict(headers=[*m['headers'], (b'x-request-id', rid), (b'request-id', rid)]),m['status']
             await send(m)
         scope |= {'atlas.send':send, 'atlas.id':rid.decode()}
-        try: await self.app(scope, receive, reply)
+        try:
+            await self.app(scope, receive, reply)
         except Exception as e:
             _log.exception('Request %s failed', rid.decode())
-            if status is not None: raise
+            if status is not None:
+                raise
             await JSONResponse(api_of(scope['path']).error_body(e), 500)(scope, receive, reply)
-        finally: self.count(scope, status)
+        finally:
+            self.count(scope, status)
 
 # %% ../../nbs/7_service/14_server.ipynb #3e79e249
 @patch
@@ -944,8 +1020,11 @@ async def no_route(request, e:HTTPException)->Response:
     "404 and 405, in the shape that clients can read; 501 for what others offer"
     path,status = request.url.path,e.status_code
     by_hand = _by_hand.get((request.method,path))
-    if status in (404,405) and (by_hand or _elsewhere.match(path)): what = no_route_for(request, by_hand or ''); status = what.status
-    else: what = NoRouteError(f'There is no {request.method} {path[:200]} here', hint='GET /openapi.json lists what there is')
+    if status in (404,405) and (by_hand or _elsewhere.match(path)):
+        what = no_route_for(request, by_hand or '')
+        status = what.status
+    else:
+        what = NoRouteError(f'There is no {request.method} {path[:200]} here', hint='GET /openapi.json lists what there is')
     return JSONResponse(api_of(path).error_body(what), status, headers=_never|dict(e.headers or {}) if status==501 else e.headers)
 
 def no_route_for(request, hint='')->NotOfferedError:
@@ -959,9 +1038,12 @@ async def left(request, e:ClientDisconnect)->Response:
 # %% ../../nbs/7_service/14_server.ipynb #3f6889c2
 def _flat(s, defs, inside=()):
     "A JSON schema with its references replaced by what they refer to; one that holds itself ends there"
-    if isinstance(s, list): return [_flat(x, defs, inside) for x in s]
-    if not isinstance(s, dict): return s
-    if '$ref' in s: return {} if (k := s['$ref'].rsplit('/', 1)[1]) in inside else _flat(defs[k], defs, (*inside,k))
+    if isinstance(s, list):
+        return [_flat(x, defs, inside) for x in s]
+    if not isinstance(s, dict):
+        return s
+    if '$ref' in s:
+        return {} if (k := s['$ref'].rsplit('/', 1)[1]) in inside else _flat(defs[k], defs, (*inside,k))
     return {k:_flat(v, defs, inside) for k,v in s.items() if k!='$defs'}
 
 def _schema(kind):
@@ -1003,22 +1085,30 @@ def create_app(
 )->FastAPI:
     "The application: endpoints, errors, and the door around them"
     service = Service(models, **kw)
-    if prefill_next_turn: service.follow = NextTurns(service)
+    if prefill_next_turn:
+        service.follow = NextTurns(service)
     @asynccontextmanager
     async def life(app):
         await models.start()
-        if on_ready: on_ready()
+        if on_ready:
+            on_ready()
         yield
-        for t in list(service.tasks): t.cancel()
+        for t in list(service.tasks):
+            t.cancel()
         await models.close(drain)
     app = FastAPI(title='Atlas', version=atlas.__version__, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=life)
     app.state.service = service
     more = [route for door in doors for route in door(service)]
-    for path,method,f,body in _asking(service)+_managing(service)+_neighbours(service)+more: _add(app, path, method, f, body)
-    for path in SOUNDS: app.add_api_route(f'/v1/{path}', service.sound, methods=['POST'], include_in_schema=False, response_model=None)
-    if rules: service.origins = rules.origins
-    for kind,f in ((AtlasError, refused), (HTTPException, no_route), (ClientDisconnect, left)): app.add_exception_handler(kind, f)
-    if rules: app.add_middleware(Guard, rules=rules)
+    for path,method,f,body in _asking(service)+_managing(service)+_neighbours(service)+more:
+        _add(app, path, method, f, body)
+    for path in SOUNDS:
+        app.add_api_route(f'/v1/{path}', service.sound, methods=['POST'], include_in_schema=False, response_model=None)
+    if rules:
+        service.origins = rules.origins
+    for kind,f in ((AtlasError, refused), (HTTPException, no_route), (ClientDisconnect, left)):
+        app.add_exception_handler(kind, f)
+    if rules:
+        app.add_middleware(Guard, rules=rules)
     app.add_middleware(Door, metrics=service.metrics)
     return app
 
@@ -1028,7 +1118,8 @@ _NO_HEAD = ('/models/sse','/unload','/unload/{name:path}') # Endless, or no mere
 def _add(app, path, method, f, body):
     "One endpoint"
     app.add_api_route(path, f, methods=[method], openapi_extra=_schema(body) if body else None, response_model=None, responses=_errors if method!='GET' else None)
-    if method=='GET' and path not in _NO_HEAD: app.add_api_route(path, f, methods=['HEAD'], include_in_schema=False, response_model=None)
+    if method=='GET' and path not in _NO_HEAD:
+        app.add_api_route(path, f, methods=['HEAD'], include_in_schema=False, response_model=None)
 
 # %% ../../nbs/7_service/14_server.ipynb #80748cd5
 class PortError(AtlasError):
@@ -1044,7 +1135,8 @@ def listen(
     port:int=8888, # 0: any free one
 )->socket.socket:
     "A socket that listens there; `PortError` says why not"
-    if not 0<=port<65536: raise PortError(f'Port {port} does not exist', hint='Choose one from 1 to 65535 with --port')
+    if not 0<=port<65536:
+        raise PortError(f'Port {port} does not exist', hint='Choose one from 1 to 65535 with --port')
     try:
         kind = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=kind, backlog=2048)

@@ -19,23 +19,30 @@ def mortal(
     parent:int, # The gateway's process
 ):
     "From now on this process ends with its parent"
-    if sys.platform=='linux': ctypes.CDLL(None).prctl(1, signal.SIGKILL) # PR_SET_PDEATHSIG
-    if os.getppid()!=parent: _die()
+    if sys.platform=='linux':
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL) # PR_SET_PDEATHSIG
+    if os.getppid()!=parent:
+        _die()
     threading.Thread(target=_watch, args=(pipe,), name='death pipe', daemon=True).start()
-    for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP): signal.signal(s, lambda *_: None)
+    for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(s, lambda *_: None)
 
 def _watch(pipe):
-    try: os.read(pipe, 1)
-    except OSError: pass  # an end that cannot be read is an end
+    try:
+        os.read(pipe, 1)
+    except OSError:
+        pass  # an end that cannot be read is an end
     _die()
 
 def _die():
     "End this process and all that it started"
-    if os.getpgrp()==os.getpid(): os.killpg(0, signal.SIGKILL)
+    if os.getpgrp()==os.getpid():
+        os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
 # %% ../../nbs/7_service/17_worker.ipynb #6d5d5e62
-if __name__=='__main__' and sys.argv[-1]!='--measure': mortal(*map(int, sys.argv[-3:-1]))
+if __name__=='__main__' and sys.argv[-1]!='--measure':
+    mortal(*map(int, sys.argv[-3:-1]))
 
 # %% ../../nbs/7_service/17_worker.ipynb #d6a95e23
 import asyncio,json
@@ -68,12 +75,16 @@ class Meter:
     def stage(self, name:str|None):
         "The next stage begins; None: all are over"
         t = monotonic()
-        if self.now: self.seconds[self.now] = round(self.seconds.get(self.now, 0.)+t-self.since, 3)
+        if self.now:
+            self.seconds[self.now] = round(self.seconds.get(self.now, 0.)+t-self.since, 3)
         self.now,self.since,self.said = name,t,0.
-        if name: self.link.send('stage', name, 0., self.seconds)
+        if name:
+            self.link.send('stage', name, 0., self.seconds)
     def share(self, x:float):
         "So much of the stage is done, from 0 to 1"
-        if x-self.said>=.01 or x>=1>self.said: self.said = x; self.link.send('stage', self.now, min(1., x), self.seconds)
+        if x-self.said>=.01 or x>=1>self.said:
+            self.said = x
+            self.link.send('stage', self.now, min(1., x), self.seconds)
     def __call__(self, total, desc): return _Bar(self, total)
 
 # %% ../../nbs/7_service/17_worker.ipynb #b2697203
@@ -81,9 +92,12 @@ class _Bar:
     "The bar of a stage; the next stage begins where that of the weights ends"
     def __init__(self, meter, total): self.meter,self.total,self.n,self.lock = meter,max(1, total),0,threading.Lock()
     def update(self, n):
-        with self.lock: self.n += n; self.meter.share(self.n/self.total)
+        with self.lock:
+            self.n += n
+            self.meter.share(self.n/self.total)
     def close(self):
-        if self.meter.now=='weights': self.meter.stage('warm')
+        if self.meter.now=='weights':
+            self.meter.stage('warm')
     def __enter__(self): return self
     def __exit__(self, *_): self.close()
 
@@ -105,10 +119,14 @@ def _listen(inbox, runner:Runner, faults:list):
     images = ()
     try:
         for what,*args in inbox:
-            if what=='bye': break
-            if what=='add': images = _received(runner, images, *args)
-            elif what in ('abort','call'): getattr(runner, what)(*args)
-            else: raise LinkError(f'A message of the kind {what!r}')
+            if what=='bye':
+                break
+            if what=='add':
+                images = _received(runner, images, *args)
+            elif what in ('abort','call'):
+                getattr(runner, what)(*args)
+            else:
+                raise LinkError(f'A message of the kind {what!r}')
     except Exception as e:
         _log.error('The link is broken: %s', e)
         faults.append(e)
@@ -117,7 +135,8 @@ def _listen(inbox, runner:Runner, faults:list):
 def _received(runner, images, n, d, sent)->tuple:
     "Add a request that came; its images are those of the one before where none were sent"
     images = images if sent is None else unpack_images(sent)
-    try: runner.add(n, unpack_request(d, images))
+    try:
+        runner.add(n, unpack_request(d, images))
     except (AtlasError,MemoryError) as e:
         runner.refuse(n, d['id'], own_error(e))
     return images
@@ -132,19 +151,24 @@ def work(
     inbox,faults = iter(link),[]
     try:
         what,options,pace = next(inbox)
-        if what!='load': raise LinkError(f'The first message was {what!r}')
+        if what!='load':
+            raise LinkError(f'The first message was {what!r}')
         beat = _Beat(link, pace)
         loaded = _loaded(load, options, link)
-        if loaded is None: return REFUSED
+        if loaded is None:
+            return REFUSED
         runner = Runner(loaded.engine, LinkSink(link), loaded.ops)
         beat.runner = runner
-        if loaded.ease: beat.ease = partial(loaded.ease, runner.do)
+        if loaded.ease:
+            beat.ease = partial(loaded.ease, runner.do)
         listen = partial(_listen, inbox, runner, faults)
         threading.Thread(target=listen, name='link', daemon=True).start()
         runner.run()
-        if not faults: loaded.close()
+        if not faults:
+            loaded.close()
         return FATAL if faults else 0
-    except (ConnectionError,StopIteration): return 0  # the gateway is gone
+    except (ConnectionError,StopIteration):
+        return 0  # the gateway is gone
     except Exception as e:
         _log.exception('The engine failed')
         return _last(link, 'fatal', e, FATAL)
@@ -152,8 +176,10 @@ def work(
 def _last(link, what, e, code):
     "The last words, which nobody may be there to hear"
     said = pack_error(e)
-    try: link.send(what, said)
-    except OSError: pass  # the gateway is gone; if not, it learns the exit code
+    try:
+        link.send(what, said)
+    except OSError:
+        pass  # the gateway is gone; if not, it learns the exit code
     return code
 
 # %% ../../nbs/7_service/17_worker.ipynb #62360557
@@ -165,7 +191,8 @@ def _loaded(load, options, link)->Workload|None:
         meter.stage(None)
         link.send('ready', loaded.info, meter.seconds)
         return loaded
-    except CudaFault: raise
+    except CudaFault:
+        raise
     except (AtlasError,MemoryError) as e:
         _log.debug('The model was not loaded: %s', e) # the gateway tells
         _last(link, 'refused', own_error(e), REFUSED)
@@ -186,13 +213,17 @@ class _Beat:
                 if now>=beat:
                     self.link.send('beat', self.runner and self.runner.busy)
                     beat = now+self.pace
-                if now>=look: look = now+self._eased()
+                if now>=look:
+                    look = now+self._eased()
                 now = monotonic()
-        except OSError: pass  # nobody listens; a gateway that still does misses the beats
+        except OSError:
+            pass  # nobody listens; a gateway that still does misses the beats
     def _eased(self)->float: # Seconds until the next time
         "Look at memory; what goes wrong there must not silence this thread"
-        if not self.ease: return self.pace
-        try: return min(self.ease(), self.pace)
+        if not self.ease:
+            return self.pace
+        try:
+            return min(self.ease(), self.pace)
         except Exception:
             _log.exception('Memory is not watched any more')
             self.ease = None
@@ -227,7 +258,8 @@ class Easing:
         do, # Has a function called between two steps
     )->float: # Seconds until the next look
         "Look, and see to it"
-        if not self.busy: self._look(do)
+        if not self.busy:
+            self._look(do)
         return 1. if self.idle else self.pressure.pause()
     def _look(self, do):
         advice = self.pressure(self.model.lent)
@@ -238,10 +270,14 @@ class Easing:
         do(partial(self._do, advice))
     def _do(self, advice):
         n = 0
-        try: n = self.model.ease(advice)
-        finally: self.busy,self.idle = False,not n
-        if n>0: _log.warning('Memory is %s (%s): %s given back', self.pressure.state, advice.why, human(n))
-        if n<0: _log.info('%s of cache taken again', human(-n))
+        try:
+            n = self.model.ease(advice)
+        finally:
+            self.busy,self.idle = False,not n
+        if n>0:
+            _log.warning('Memory is %s (%s): %s given back', self.pressure.state, advice.why, human(n))
+        if n<0:
+            _log.info('%s of cache taken again', human(-n))
 
 # %% ../../nbs/7_service/17_worker.ipynb #7fc1a905
 def told(s)->dict:
@@ -269,12 +305,17 @@ def workload(
         parameters=getattr(m.config, 'total_params', None),
         eos_ids=list(m.text.eos_ids))
     drafts = getattr(m, 'speculative', None) # 'mtp, 3 drafts'
-    if drafts: info['speculative'] = drafts
-    if 'rerank' in m.name.lower(): info['reranks'] = True # it was made to say yes or no
+    if drafts:
+        info['speculative'] = drafts
+    if 'rerank' in m.name.lower():
+        info['reranks'] = True # it was made to say yes or no
     prefill = getattr(m, 'prefill', None) # 'nvfp4 (97%) and f16 (3%)'
-    if prefill: info['prefill_activations'] = prefill
-    if start := getattr(m, 'startup', None): info['startup'] = told(start)
-    if taken := getattr(m, 'memory', None): info['memory'] = taken
+    if prefill:
+        info['prefill_activations'] = prefill
+    if start := getattr(m, 'startup', None):
+        info['startup'] = told(start)
+    if taken := getattr(m, 'memory', None):
+        info['memory'] = taken
     ops = dict(score=m.score, embed=m.embed, sleep=m.sleep, wake=m.wake)
     return Workload(CurrentEngine(m), info, ops, m.close, Easing(m))
 
@@ -286,7 +327,8 @@ def measure(
     "What models take"
     from atlas.engine.planning import MeasuredModel
     def one(fields):
-        try: return MeasuredModel(EngineConfig(**fields), budget).told()
+        try:
+            return MeasuredModel(EngineConfig(**fields), budget).told()
         except (AtlasError,TypeError,OSError) as e:
             print(f'{fields.get("model")} cannot be measured: {e}', file=sys.stderr)
     return dict(models=[one(m) for m in models])
@@ -295,8 +337,10 @@ def measure(
 def leave(code:int):
     "End the process now"
     for f in (sys.stdout,sys.stderr):
-        try: f.flush()
-        except (OSError,ValueError): pass  # a full disk, or a closed stream, is no reason to stay
+        try:
+            f.flush()
+        except (OSError,ValueError):
+            pass  # a full disk, or a closed stream, is no reason to stay
     os._exit(code)
 
 def main(
@@ -304,15 +348,18 @@ def main(
 ):
     """`python -m atlas.service.worker [--log=FORMAT:LEVEL] SOCKET PIPE PARENT NAME`, or the same
     with --measure alone, which reads and writes JSON as `measure` takes and gives it"""
-    if sys.argv[-1]=='--measure': return print(json.dumps(measure(**json.load(sys.stdin))))
+    if sys.argv[-1]=='--measure':
+        return print(json.dumps(measure(**json.load(sys.stdin))))
     # two descriptors, and the process to die with; the name is for people who look
     sock,pipe,parent = map(int, sys.argv[-4:-1])
     mortal(pipe, parent)
-    if said := [a[6:].split(':') for a in sys.argv[1:-4] if a.startswith('--log=')]: configure(*said[0])
+    if said := [a[6:].split(':') for a in sys.argv[1:-4] if a.startswith('--log=')]:
+        configure(*said[0])
     leave(work(load, socket.socket(fileno=sock)))
 
 # %% ../../nbs/7_service/17_worker.ipynb #a62e07b0
-if __name__=='__main__': main()
+if __name__=='__main__':
+    main()
 
 # %% ../../nbs/7_service/17_worker.ipynb #596ce143
 class ThreadWorker:
@@ -327,10 +374,14 @@ class ThreadWorker:
         threading.Thread(target=run, name='worker', daemon=True).start()
     def kill(self):
         "End it after the step that is under way"
-        try: self._theirs.shutdown(socket.SHUT_RDWR)
-        except OSError: pass  # it was faster: its end is closed, or ours
+        try:
+            self._theirs.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # it was faster: its end is closed, or ours
     def _work(self, load):
         code = work(load, self._theirs)
         self._theirs.close()
-        try: self._loop.call_soon_threadsafe(lambda: self.ended.done() or self.ended.set_result(code))
-        except RuntimeError: pass  # the loop is closed: nobody asks any more
+        try:
+            self._loop.call_soon_threadsafe(lambda: self.ended.done() or self.ended.set_result(code))
+        except RuntimeError:
+            pass  # the loop is closed: nobody asks any more
