@@ -13,7 +13,8 @@ from starlette.testclient import TestClient
 from atlas.ground.core import RequestError,SourceError
 from atlas.ground.requests import Request,SamplingParams
 from atlas.service.fleet import FleetError,fleet_of,read_fleet,schema
-from atlas.service.gateway import Models,Served
+from atlas.service.process import Served
+from atlas.service.models import Models
 from atlas.service.names import Names,has_word
 from atlas.service.protocol.base import Ask
 from atlas.service.protocol.chunks import TextAsk

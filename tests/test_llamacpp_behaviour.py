@@ -9,7 +9,8 @@ from starlette.testclient import TestClient
 import atlas.engine.score
 from atlas.text.chat import ChatTemplate
 from atlas.ground.config import PRESETS
-from atlas.service.gateway import Model,Models as Gateway
+from atlas.service.process import Model
+from atlas.service.models import Models as Gateway
 from atlas.service.http import Keys,Rules,server_config
 from atlas.use.llm import LLM
 from atlas.text.tokenizer import byte_tokenizer

@@ -7,7 +7,8 @@ from pathlib import Path
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families as families
 from atlas.text.chat import ChatTemplate
-from atlas.service.gateway import Model,Models
+from atlas.service.process import Model
+from atlas.service.models import Models
 from atlas.service.http import server_config
 from atlas.text.tokenizer import byte_tokenizer
 from atlas.service.log import Access,configure

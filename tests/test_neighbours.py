@@ -2,7 +2,8 @@
 import pytest
 from starlette.testclient import TestClient
 from atlas.ground.options import EngineConfig
-from atlas.service.gateway import Model,Models,Served
+from atlas.service.process import Model,Served
+from atlas.service.models import Models
 from atlas.service.http import Keys,Rules
 from atlas.service.server import create_app
 from atlas.service.service import Upstream

@@ -283,7 +283,8 @@ def test_show_of_a_model_that_is_not_loaded():
     "Its text side is read, and is there for whoever loads it; one that cannot be read is tried anew"
     from atlas.ground.core import SourceError
     from atlas.ground.options import EngineConfig
-    from atlas.service.gateway import Model,Models
+    from atlas.service.process import Model
+    from atlas.service.models import Models
     from atlas.service.server import create_app
     read = []
     def text(config):
@@ -360,7 +361,8 @@ def test_what_is_not_offered():
 
 def test_keep_alive():
     "It counts from the end of the answer, of whoever may say so"
-    from atlas.service.gateway import Models,Served
+    from atlas.service.process import Served
+    from atlas.service.models import Models
     from atlas.service.server import create_app
     from atlas.service.service import Upstream
     r = FakeRunner('ok')

@@ -6,7 +6,9 @@ from pathlib import Path
 import anthropic,httpx,openai,pytest
 from atlas.ground.config import PRESETS
 from atlas.ground.core import ConfigError,QueueFullError
-from atlas.service.gateway import DOORS,Models,Served
+from atlas.service.process import Served
+from atlas.service.models import Models
+from atlas.service.gateway import DOORS
 from atlas.service.proxy import Backend,Fallbacks,Limits
 from atlas.service.server import create_app
 from atlas.service.service import Upstream

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck,example,given,settings,strategies as st
 from starlette.testclient import TestClient
 from atlas.text.chat import ChatTemplate
 from atlas.ground.core import ContextLengthError,QueueFullError
-from atlas.service.gateway import Models
+from atlas.service.models import Models
 from atlas.ground.requests import Event
 from atlas.service.server import PortError,create_app,listen,page
 from atlas.text.tokenizer import byte_tokenizer

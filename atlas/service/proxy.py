@@ -27,7 +27,7 @@ from structlog.contextvars import get_contextvars
 from ..ground.core import AtlasError,ConfigError,RequestError,SourceError
 from ..ground.requests import SamplingParams
 from ..text.deltas import CallDelta,Delta,call_id,gather
-from .gateway import Served
+from .process import Served
 from .http import loopback
 from .log import note
 from .metrics import UpstreamMetrics

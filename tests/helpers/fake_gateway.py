@@ -4,7 +4,8 @@ import json,sys
 from pathlib import Path
 from atlas.ground.core import SourceError
 from atlas.text.chat import ChatTemplate
-from atlas.service.gateway import Policy,serve
+from atlas.service.process import Policy
+from atlas.service.gateway import serve
 from atlas.service.reload import FleetFile
 from atlas.text.tokenizer import byte_tokenizer
 from script_config import ScriptConfig

@@ -6,7 +6,8 @@ Everything but the process is what `atlas serve` has:
 from contextlib import suppress
 import atlas.engine.score
 import uvicorn
-from atlas.service.gateway import Model,Models,Policy,Served
+from atlas.service.process import Model,Policy,Served
+from atlas.service.models import Models
 from atlas.service.http import server_config
 from atlas.ground.options import EngineConfig
 from atlas.service.server import create_app
