@@ -9,7 +9,8 @@ from atlas.ground.core import ConfigError,QueueFullError
 from atlas.service.process import Served
 from atlas.service.models import Models
 from atlas.service.gateway import DOORS
-from atlas.service.proxy import Backend,Fallbacks,Limits
+from atlas.service.fallbacks import Fallbacks
+from atlas.service.upstream import Backend,Limits
 from atlas.service.server import create_app
 from atlas.service.service import Upstream
 from atlas.text.chat import ChatTemplate

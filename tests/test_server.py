@@ -10,7 +10,8 @@ from atlas.text.chat import ChatTemplate
 from atlas.ground.core import ContextLengthError,QueueFullError
 from atlas.service.models import Models
 from atlas.ground.requests import Event
-from atlas.service.server import PortError,create_app,listen,page
+from atlas.service.management import page
+from atlas.service.server import PortError,create_app,listen
 from atlas.text.tokenizer import byte_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent/'helpers'))
