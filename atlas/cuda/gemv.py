@@ -38,7 +38,8 @@ def _rooms(card, W, rows):
 def _alone(card, f, shared):
     "Shared memory to ask for: no multiprocessor should get two large blocks while another has none"
     # two blocks of four-bit weights have too many registers for it; the emulator runs one at a time
-    if f.narrow or shared<64<<10 or card.kind=='emulator': return shared
+    if f.narrow or shared<64<<10 or card.kind=='emulator':
+        return shared
     return max(shared, limits(card).alone)
 
 def _x_bytes(f, rows, held):
@@ -55,7 +56,8 @@ def _shares(f, k, rows, card, W, split, steps):
     fewer = [(h, 2, most) for h in range(8*each, 0, -each)]
     for held,least,room in ((all, 2, half), (all, 2, most), (all, 1, most), *fewer):
         left = room-_x_bytes(f, rows, held)
-        if place*min(least, deep)<=left: return held,min(deep, left//place)
+        if place*min(least, deep)<=left:
+            return held,min(deep, left//place)
     return each,1
 
 # %% ../../nbs/3_ops/linear/12_cuda.gemv.ipynb #93aa8f29
@@ -77,9 +79,12 @@ def plan(
         shares = [(W,s) for W in (16,12) for s in (2,4,6,8,12,16) if fits(W, s)]
         W,split = min(shares, key=cycles)
     # what lies side by side is best read side by side
-    elif f.parts>1: W,split = 4,4
-    elif units>16 or each<=16: W,split = 8,8
-    else: W,split = 8,2 if units<8 and each>64 else 4
+    elif f.parts>1:
+        W,split = 4,4
+    elif units>16 or each<=16:
+        W,split = 8,8
+    else:
+        W,split = 8,2 if units<8 and each>64 else 4
     return W,split,*_dealt(n, W//split, sms)
 
 def _dealt(n, strips, blocks)->tuple[int,int]:
@@ -117,12 +122,14 @@ def _early(f, rows, units, rounds, plain)->int:
 def _alone_or_best(f, rows, early, best)->dict:
     "Options of gemv.cu for one row, and where only the largest results are wanted"
     o = dict(BEST=1) if best else {}
-    if early: o['EARLY'] = early
+    if early:
+        o['EARLY'] = early
     return o|dict(LATE=1) if rows==1 and not f.narrow else o
 
 def _norm_of(gain, parts, group):
     "How gemv.cu norms x"
-    if parts is None: return dict(NORM=int(gain is not None))
+    if parts is None:
+        return dict(NORM=int(gain is not None))
     return dict(NORM=2, GROUP=group, PARTS=parts.shape[2])
 
 # %% ../../nbs/3_ops/linear/12_cuda.gemv.ipynb #e35760d1
@@ -144,11 +151,14 @@ def gemv(
 ): # [R, N], N = n (n/2 of a pair) + m
     "`act(W f(x) + bias) * sigmoid(gate) + add`; f is nothing, a norm, or the norm of each group. A row has the same bits for any number of rows"
     card,pairs,m = card_of(x),act not in (None,'relu2'),extra.n if extra else 0
-    if pairs!=w.pair or w.experts: raise ConfigError(f'{w} with the activation {act}')
+    if pairs!=w.pair or w.experts:
+        raise ConfigError(f'{w} with the activation {act}')
     width = (w.n//2 if pairs else w.n)+m
-    if out is None: out = card.empty((len(x),width))
+    if out is None:
+        out = card.empty((len(x),width))
     for i in range(0, len(x), MAX_ROWS):
-        at = slice(i, i+MAX_ROWS); cut = lambda a: None if a is None else a[at]
+        at = slice(i, i+MAX_ROWS)
+        cut = lambda a: None if a is None else a[at]
         _launch(card, x[at], w, gain, cut(parts), extra, bias, (cut(gate[0]),gate[1]) if gate else (None,0), cut(add), out[at], eps, group, act, limit, cap, width)
     return out
 
@@ -167,11 +177,13 @@ def _launch(card, x, w, gain, parts, extra, bias, gate, add, out, eps, group, ac
     if team>1:
         W,main,span = _shared_out(w.rows, whole, team, split)
         mine,opts['TEAM'] = units*split//team*128*f.blocks,team
-    if rows>1 and f.narrow and (w.pair or not opts['NORM']): opts['PIPE'] = 1
+    if rows>1 and f.narrow and (w.pair or not opts['NORM']):
+        opts['PIPE'] = 1
     steps = -(-w.rows//(span*main))*units
     held,deep,shared = _staged(f, mine, rows, card, W, split//team, steps)
     opts |= dict(W=W, SPLIT=split, STAGED=held, DEEP=deep)
-    if deep>1 and _x_first(card, w, rows, opts['NORM']): opts['BEHIND'] = 1
+    if deep>1 and _x_first(card, w, rows, opts['NORM']):
+        opts['BEHIND'] = 1
     if extra is not None:
         e,steps = extra.format,-(-k//(128*W))
         held,deep,least = _staged(e, k, rows, card, W, W, steps)
@@ -209,7 +221,8 @@ def largest(
 
 def _extra_blocks(w, extra, sms):
     "Blocks for the extra rows: each has about as many bytes to read as one for `w`, or 16 rows"
-    if extra is None: return 0
+    if extra is None:
+        return 0
     tiles = -(-extra.n//16)
     return min(-(-tiles//max(1, w.nbytes*tiles//(sms*extra.nbytes))), sms//2)
 
@@ -227,7 +240,8 @@ def embed(
     out=None, # f32 [R, H]
 ): # [R, H]
     "Rows `ids` of `w`; zeros for an id outside it"
-    if out is None: out = card_of(ids).empty((len(ids),w.k))
+    if out is None:
+        out = card_of(ids).empty((len(ids),w.k))
     run('embed', (-(-w.k//1024),len(ids)), 128,
         ids, *w.raw, w.gs, out, float(scale), w.k, w.n,
         FORMAT=f'decode_{w.format.name}')
@@ -243,7 +257,9 @@ def rmsnorm(
     out=None, # f32 [R, n]: where to write; may be `x` or `add`
 ): # [R, n]
     "`(rmsnorm(x)*w + add)*scale`"
-    if out is None: out = card_of(x).empty(x.shape)
-    if x.shape[1]%groups: raise ConfigError(f'{groups} groups do not divide rows of {x.shape[1]}')
+    if out is None:
+        out = card_of(x).empty(x.shape)
+    if x.shape[1]%groups:
+        raise ConfigError(f'{groups} groups do not divide rows of {x.shape[1]}')
     run('norm_rows', (groups,len(x)), 256, x, w, add, scale, out, float(eps), x.shape[1])
     return out
