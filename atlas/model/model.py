@@ -68,12 +68,14 @@ class Piece:
 
 def _kept(p:Piece)->tuple:
     "Numbers of the states after its last rows"
-    if isinstance(p.keep, tuple): return p.keep
+    if isinstance(p.keep, tuple):
+        return p.keep
     return (p.state if p.keep is None else p.keep,)
 
 def _place(p:Piece, tiled:bool)->tuple[int,int]:
     "Rows that a piece takes in the layout, and the row of its first token among them"
-    if not tiled: return len(p.ids),0
+    if not tiled:
+        return len(p.ids),0
     first,last = p.start//TILE,-(-(p.start+len(p.ids))//TILE)
     return (last-first)*TILE,p.start-first*TILE
 
@@ -91,9 +93,11 @@ def make_batch(pieces:list[Piece], tiled:bool, block_size:int, device)->Batch:
         slots[rows] = tables[i,positions//block_size].astype(np.int64)*block_size+positions%block_size
         kept = _kept(p)
         keep[rows.stop-len(kept):rows.stop] = kept
-        for end,slot in p.marks: keep[rows.start+end-p.start-1] = slot
+        for end,slot in p.marks:
+            keep[rows.start+end-p.start-1] = slot
         out += range(rows.stop-p.want, rows.stop)
-        at.append(rows.start); r += n
+        at.append(rows.start)
+        r += n
     up = device.upload
     def ints(values): return up(np.array(values, np.int32))
     starts = ints([p.start for p in pieces])
@@ -122,28 +126,34 @@ def _for_kernels(pieces, place, tiled, up):
     seq,first,tiles = np.full(total, -1),np.cumsum([0,*(n for n,_ in place)]),[]
     for i,(p,(n,lead)) in enumerate(zip(pieces, place)):
         seq[first[i]+lead:first[i]+lead+len(p.ids)] = i
-        for t in range(n//TILE if tiled else 0): tiles.append((i, p.start-lead+t*TILE, max(0, lead-t*TILE), min(TILE, lead+len(p.ids)-t*TILE)))
+        for t in range(n//TILE if tiled else 0):
+            tiles.append((i, p.start-lead+t*TILE, max(0, lead-t*TILE), min(TILE, lead+len(p.ids)-t*TILE)))
     return i32(seq),i32(first),max(p.start+len(p.ids) for p in pieces),*(map(i32, zip(*tiles)) if tiles else ())
 
 def _media(pieces, at, pos, up):
     "`pos3` and `patches` of a step, both None where no piece has images"
-    if not any(p.media for p in pieces): return None,None
+    if not any(p.media for p in pieces):
+        return None,None
     pos3,found = np.tile(pos, (3,1)),[]
     for p,r in zip(pieces, at):
-        if not (m := p.media): continue
+        if not (m := p.media):
+            continue
         pos3[:,r:r+len(p.ids)] = m.positions(p.start, len(p.ids))
         for rows,values,deep in m.patches(p.start, len(p.ids)):
             found.append((rows-p.start+r, values, deep))
-    if not found: return up(pos3),None
+    if not found:
+        return up(pos3),None
     rows,values,deep = zip(*found)
     return up(pos3),(up(np.concatenate(rows)), up(np.concatenate(values)), [up(np.concatenate(d)) for d in zip(*deep)])
 
 # %% ../../nbs/4_model/04_model.ipynb #3e03a8f9
 def _rotary(rope, device, positions)->RotaryTable|None:
     "Cosines and sines of `positions` on `device`; None where there is no rotation"
-    if rope is None: return None
+    if rope is None:
+        return None
     cos,sin = map(device.upload, rope_table(rope, positions))
-    if not rope.mrope: return RotaryTable(cos, sin)
+    if not rope.mrope:
+        return RotaryTable(cos, sin)
     axes = mrope_axes(rope.mrope, rope.dim//2)
     return RotaryTable(cos, sin, device.upload(axes.astype(np.int32)))
 
@@ -166,10 +176,13 @@ class Decoder:
         "Everything to be read from a checkpoint"
         c,table = self.c,(self.c.vocab_size, self.c.hidden_size)
         ws = [Want('embed_tokens.weight', ('model.embed_tokens.weight',), table), norm('norm', 'model.norm', c.hidden_size, c)]
-        if not c.tie_embeddings: ws.append(self.head_want)
-        for i,l in enumerate(self.layers): ws += l.wants(f'layers.{i}.', f'model.layers.{i}.')
+        if not c.tie_embeddings:
+            ws.append(self.head_want)
+        for i,l in enumerate(self.layers):
+            ws += l.wants(f'layers.{i}.', f'model.layers.{i}.')
         for part in (self._mtp,self._vision):
-            if part: ws += part.wants()
+            if part:
+                ws += part.wants()
         return ws
 
     def bind(self, weights:dict, device, max_seq_len:int):
@@ -179,14 +192,17 @@ class Decoder:
         self.vision = self._vision.bind(visual, device) if visual else None
         self.mtp = self._mtp if any(n.startswith('mtp.') for n in weights) else None
         for n,w in weights.items():
-            if n not in visual: bind(self, n, w)
-        if 'lm_head.weight' not in weights: self.lm_head = self.embed_tokens
+            if n not in visual:
+                bind(self, n, w)
+        if 'lm_head.weight' not in weights:
+            self.lm_head = self.embed_tokens
         self.device,self.max_seq_len,self._rotary = device,max_seq_len,{}
         self.ops = words_of(device)
         self.ops.prepare(self)
         for kind in ('attention','sliding'):
             a = getattr(self.c, kind)
-            if a: self._rotary[kind] = _rotary(a.rope, device, max_seq_len)
+            if a:
+                self._rotary[kind] = _rotary(a.rope, device, max_seq_len)
         return self
 
 # %% ../../nbs/4_model/04_model.ipynb #5ca1ed01
@@ -194,7 +210,8 @@ def _unscaled(c, taken):
     "Refuse scales of a description that nobody takes into account"
     for k in ('residual_scale','logit_scale'):
         v = getattr(c, k)
-        if v==1 or k in taken: continue
+        if v==1 or k in taken:
+            continue
         said = f'{c.family} models with a {k} of {v:g} are not supported'
         raise UnsupportedError(said, param=k)
 
@@ -204,7 +221,8 @@ def weights(self:Decoder)->dict:
     "What `bind` took, as the words have arranged it since: it makes this model again"
     def now(name):
         o = self
-        for p in name.split('.'): o = o[int(p)] if p.isdigit() else getattr(o, p)
+        for p in name.split('.'):
+            o = o[int(p)] if p.isdigit() else getattr(o, p)
         return o
     return {n: self._visual[n] if n in self._visual else now(n) for n in self._names}
 
@@ -222,7 +240,8 @@ def embed(self:Decoder, b:Batch):
     "Embeddings of the rows, [R, H]"
     table = self.embed_tokens.weight
     x = self.ops.embed(b.ids, table, self.c.embed_scale)
-    if b.patches: x[b.patches[0]] = b.patches[1]
+    if b.patches:
+        x[b.patches[0]] = b.patches[1]
     return x
 
 @patch
@@ -239,18 +258,25 @@ def trunk(self:Decoder,
     with np.errstate(over='ignore', invalid='ignore'):  # small matrix products raise these for lanes past a row's end; the sampler looks for NaN
         for i,l in enumerate(self.layers):
             x = l(x, s)
-            if i<len(deep): x[rows] += deep[i]
-            if tap: tap(i, x)
-    if made is not None: made += s.made
+            if i<len(deep):
+                x[rows] += deep[i]
+            if tap:
+                tap(i, x)
+    if made is not None:
+        made += s.made
     return x
 
 # %% ../../nbs/4_model/04_model.ipynb #126bc45a
 def _looks(o, pools, above=()):
     "What tells one layer from another, but for the numbers in its arrays"
-    if hasattr(o, 'dtype'): return tuple(o.shape),str(o.dtype)
-    if isinstance(o, (list,tuple)): return tuple(_looks(x, pools, above) for x in o)
-    if callable(o) and hasattr(o, '__name__') or not hasattr(o, '__dict__'): return o
-    if id(o) in above: return 'above'
+    if hasattr(o, 'dtype'):
+        return tuple(o.shape),str(o.dtype)
+    if isinstance(o, (list,tuple)):
+        return tuple(_looks(x, pools, above) for x in o)
+    if callable(o) and hasattr(o, '__name__') or not hasattr(o, '__dict__'):
+        return o
+    if id(o) in above:
+        return 'above'
     above = *above,id(o)
     def value(k, v): return _looks([p.get(v) for p in pools] if k=='_i' else v, pools, above)
     its = {k: value(k, v) for k,v in vars(o).items() if k!='_c'}
@@ -262,7 +288,8 @@ def samples(self:Decoder, cache)->list[int]:
     pools = cache.kv,cache.conv,cache.rec
     kinds = [str(_looks(l, pools)) for l in self.layers]
     found = {}
-    for i,pair in enumerate(zip([None,*kinds], kinds)): found.setdefault(pair, i)
+    for i,pair in enumerate(zip([None,*kinds], kinds)):
+        found.setdefault(pair, i)
     first = {max(i-1, 0) for i in found.values()}
     return sorted({*first,*found.values(),len(kinds)-1})
 
@@ -272,8 +299,10 @@ def one_of_each(self:Decoder, cache):
     "A context in which the trunk is a few layers of each kind"
     whole = self.layers
     self.layers = [whole[i] for i in self.samples(cache)]
-    try: yield
-    finally: self.layers = whole
+    try:
+        yield
+    finally:
+        self.layers = whole
 
 # %% ../../nbs/4_model/04_model.ipynb #b75b9354
 @patch
@@ -283,8 +312,10 @@ def media(self:Decoder,
     known=(), # `LazyImage`s of other requests, to be shared
 )->Media|None: # None where there are no images
     "What `images` will put into the prompt; a `RequestError` where they cannot be, or do not fit"
-    if not images: return None
-    if not self.vision: raise RequestError(f'{self!r} cannot see images', hint='Use a model with a vision tower', param='messages')
+    if not images:
+        return None
+    if not self.vision:
+        raise RequestError(f'{self!r} cannot see images', hint='Use a model with a vision tower', param='messages')
     return make_media(self.vision, self.c.vision, ids, images, known)
 
 # %% ../../nbs/4_model/04_model.ipynb #31676aed
@@ -307,7 +338,8 @@ def head(self:Decoder, h, norm:Norm|None=None):
 def forward(self:Decoder, b:Batch, cache, tap=None): # [n, vocab] float32
     "Logits of the rows `b.out`; arguments as for `trunk`"
     x = self.trunk(b, cache, tap)
-    if b.out is not None: x = x[b.out]
+    if b.out is not None:
+        x = x[b.out]
     return self.head(x, self.last_norm)
 
 # %% ../../nbs/4_model/04_model.ipynb #af0ca0fe
@@ -321,12 +353,14 @@ def build(c:ModelConfig)->Decoder:
 def _own_head(ckpt)->bool:
     "Does the checkpoint of a tied model store an output matrix, and not the embedding once more?"
     h,e = (ckpt.tensors.get(k) for k in ('lm_head.weight','model.embed_tokens.weight'))
-    if not (ckpt.config.tie_embeddings and h): return False
+    if not (ckpt.config.tie_embeddings and h):
+        return False
     return ckpt.kind=='dummy' or e is None or not same_bytes(h, e)
 
 def plan(ckpt)->tuple[Decoder,list[Want]]:
     "The empty model of a checkpoint, and what it wants: parts that the checkpoint does not have (MTP head, vision tower) are left out"
-    m = build(ckpt.config); wants = m.wants()+[m.head_want]*_own_head(ckpt)
+    m = build(ckpt.config)
+    wants = m.wants()+[m.head_want]*_own_head(ckpt)
     starts = dict(mtp='mtp.', vision='visual.')
     there = {part for part,p in starts.items() if any(k.startswith(p) for k in ckpt.tensors)}
     return m,[w for w in wants if not w.part or w.part in there]
@@ -334,7 +368,8 @@ def plan(ckpt)->tuple[Decoder,list[Want]]:
 def load_model(ckpt, device, max_seq_len:int|None=None, show=None, parts=('','vision'), packed=False, quantization=None, head=None, drafting=None, activations=None, note=None, store=None)->Decoder:
     "Build the model of an open `Checkpoint` and load its `parts` onto `device`, on a card requantised as `packer` says, or from the `Store` where they are; errors as for `load`"
     m,wants = plan(ckpt)
-    if activations: m.activations = activations
+    if activations:
+        m.activations = activations
     ignore = (*IGNORE,*m.ignore)
     how = dict(show=show, packed=packed, note=note)
     places = words_of(device).placement(device, parts, quantization, head, drafting)
