@@ -30,7 +30,7 @@ from ..card.device import Budget,get_device
 import atlas.card.variants # gives devices `known`
 from .engine import Engine
 from ..ground.hub import name_of
-from ..model.model import load_model,model_wants
+from ..model.model import load_model,model_wants,vision_bytes
 from ..model.stored import Store
 from ..ground.opening import open_model
 from ..ground.packed import packed_dir
@@ -410,6 +410,12 @@ class Sizes(NamedTuple):
     anew:tuple # Formats that projections, output matrix and drafting head are stored in anew
     weights:int # Bytes, those of a draft model with them
     steps:int # Bytes of the largest step
+    vision:int # Bytes of a tower that the host computes, in a memory that is the card's too
+
+    @property
+    def resident(self)->int:
+        "Bytes of all that stays: weights and tower"
+        return self.weights+self.vision
 
 @patch
 def _size(self:LoadedModel, ck, arena=None)->Sizes:
@@ -430,25 +436,39 @@ def _size(self:LoadedModel, ck, arena=None)->Sizes:
     need = self.ops.weight_bytes(ck.tensors, parts, packed, *anew)
     if by.ck:
         need += self.ops.weight_bytes(by.ck.tensors, ('',), packed, *anew)
+    vision = self._vision_beside(ck, parts, packed)
     how = ck,packed,anew
-    self.max_num_seqs = o.max_num_seqs or self._as_many(need, *how)
+    self.max_num_seqs = o.max_num_seqs or self._as_many(need+vision, *how)
     if o.chunk is None:
-        self._lengthen(need, *how)
-    return Sizes(parts, packed, anew, need, self._steps(self.max_num_seqs, *how))
+        self._lengthen(need+vision, *how)
+    steps = self._steps(self.max_num_seqs, *how)
+    return Sizes(parts, packed, anew, need, steps, vision)
+
+@patch
+def _vision_beside(self:LoadedModel, ck, parts, packed)->int:
+    "Bytes of a vision tower on the host, where its memory is the card's too; else 0"
+    if not self.device.shares_host:
+        return 0
+    homes = self.ops.placement(self.device, parts)
+    apart = any('vision' in those for those,home,_ in homes if home is not self.device)
+    return vision_bytes(ck, packed) if apart else 0
 
 # %% ../../nbs/5_engine/13_loading.ipynb #322a6a56
 @patch
 def _load(self:LoadedModel, ck, show):
     "Weights and cache of the open checkpoint"
     o,by = self.options,self.drafting
-    parts,packed,anew,need,steps = self._size(ck)
-    self.weight_bytes = need
+    sizes = self._size(ck)
+    parts,packed,anew = sizes.parts,sizes.packed,sizes.anew
+    self.weight_bytes = sizes.weights
     self._made_of = [packed, *(_made_of(c) for c in (ck,by.ck) if c)]
     self._stores = []
-    self._plan(ck, need, steps)
+    self._plan(ck, sizes.resident, sizes.steps)
+    if sizes.vision:
+        self.arena.budget.take('vision', sizes.vision)
     self.startup.begin('pack')
     how = dict(note=self.startup.note)
-    chunk = _LARGE_CHUNK if need>1<<30 else None
+    chunk = _LARGE_CHUNK if sizes.weights>1<<30 else None
     with self._region('weights', chunk).allocating(True):
         self.draft_model = None  # the smaller one first: what is wrong with it is heard sooner
         if by.ck:
@@ -459,7 +479,7 @@ def _load(self:LoadedModel, ck, show):
             store=self._store(ck, parts, packed, anew))
     self.arena.trim()
     self.startup.begin('cache')
-    self._make_cache(steps)
+    self._make_cache(sizes.steps)
 
 # %% ../../nbs/5_engine/13_loading.ipynb #7a11c0e2
 @patch
@@ -772,6 +792,6 @@ def _give_back(self:LoadedModel)->int: # As `close`
     self.draft_model = self.draft_cache = None
     gc.collect()
     self.device.tidy()
-    for part in ('steps','spill'):
+    for part in ('steps','spill','vision'):
         self.arena.budget.give(part)
     return self.arena.close()

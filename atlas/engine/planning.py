@@ -66,7 +66,9 @@ class LoadPlan:
     memory:int # Bytes that are there
     budget:int # Of them, for this model
     source:str # 'here', 'catalogue', 'shape' or 'dummy': what its sizes are known from
-    parts:dict=field(default_factory=dict) # Bytes: weights, steps, tables, cache, states
+    # Bytes: weights, vision (a tower in a memory that is the host's too), steps, tables,
+    # cache, states
+    parts:dict=field(default_factory=dict)
     formats:dict=field(default_factory=dict) # Bytes of stored weights by storage format
     max_seq_len:int=0
     max_num_seqs:int=0
@@ -133,16 +135,21 @@ def plan_open(
         sizes = m.sized(ck, files)
         bounded = m.arena.budget.total<=memory.total
         p.budget = min(p.budget, m.arena.budget.total)
-        p.parts = dict(weights=sizes.weights, steps=sizes.steps)
+        p.parts = _fixed_parts(sizes)
         try:
             if not bounded:
                 _host_has(p)
-            m._plan(ck, sizes.weights, sizes.steps)
+            m._plan(ck, sizes.resident, sizes.steps)
         except OutOfMemoryError as e:
             p.error,p.hint = e.msg,e.hint
-        m._cache(p, sizes.weights, sizes.steps)
+        m._cache(p, sizes.resident, sizes.steps)
         m.arena.close()
     return _told(p, m, ck)
+
+def _fixed_parts(sizes)->dict[str,int]:
+    "Bytes of what does not depend on the room for a cache"
+    vision = dict(vision=sizes.vision) if sizes.vision else {}
+    return dict(weights=sizes.weights)|vision|dict(steps=sizes.steps)
 
 def _host_has(p):
     "An `OutOfMemoryError` where a host, whose arena has no bounds, has less than is planned so far"
@@ -295,7 +302,7 @@ def _measure(self:MeasuredModel, ck, free):
     s = self.sizes
     self.steps,self.cache_bytes,self.most = s.steps,0,0
     try:
-        blocks = self._blocks(s.steps+s.weights)
+        blocks = self._blocks(s.steps+s.resident)
     except OutOfMemoryError:
         return self._lessen(ck) # it needs more than there is
     self.cache_bytes = self._cache_bytes(*blocks)
@@ -323,7 +330,7 @@ def _lessen(self:MeasuredModel, ck):
 @patch
 def _takes(self:MeasuredModel, seqs, steps, cache)->int:
     "Bytes of all parts; of weights up to a sixteenth more than was planned"
-    weights = self.sizes.weights*17//16
+    weights = self.sizes.weights*17//16+self.sizes.vision
     more = self.arena.budget.used+max(0, self._cache_chunk-_CHUNK['cache'])
     return weights+steps+self._tables(seqs)+cache+more+_SLACK
 
@@ -338,9 +345,11 @@ def _cache_bytes(self:_Planned, blocks:int, snapshots:int)->int:
 def told(self:MeasuredModel)->dict:
     """What it takes, in bytes: `least` and `most`, and parts of the least; `settled`, options with
     which a worker takes no more than that; and which of them `grows` where it may take more"""
-    found = dict(least=self.least, most=self.most, weights=self.sizes.weights,
-        steps=self.steps, cache=self.cache_bytes)
+    found = dict(least=self.least, most=self.most, cache=self.cache_bytes)
+    found |= _fixed_parts(self.sizes)|dict(steps=self.steps)
     if 'memory_budget' not in self.ops.DEFAULTS.foreign:
-        return found|dict(settled=dict(memory_budget=self.least), grows='memory_budget')
-    fixed = dict(kv_cache_memory=self.cache_bytes, max_num_seqs=self.max_num_seqs)
-    return found|dict(settled=fixed|dict(packed=self.sizes.packed), grows='kv_cache_memory')
+        kept = dict(packed=self.sizes.packed) if self.sizes.vision else {}
+        settled = dict(memory_budget=self.least)|kept
+        return found|dict(settled=settled, grows='memory_budget')
+    asked = dict(kv_cache_memory=self.cache_bytes, max_num_seqs=self.max_num_seqs)
+    return found|dict(settled=asked|dict(packed=self.sizes.packed), grows='kv_cache_memory')
