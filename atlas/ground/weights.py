@@ -43,23 +43,33 @@ class Checkpoint:
         config:ModelConfig,
         tensors:dict[str,TensorInfo], # By Hugging Face name
         es:ExitStack, # Closes the files
-    ): self.path,self.kind,self.meta,self.config,self.tensors,self._es = path,kind,meta,config,tensors,es
+    ):
+        self.path = path
+        self.kind = kind
+        self.meta = meta
+        self.config = config
+        self.tensors = tensors
+        self._es = es
 
     @property
     def folder(self)->Path:
         "Where the files beside it are: tokenizer, chat template"
         return self.path if self.path.is_dir() else self.path.parent
+
     @property
     def nbytes(self)->int:
         "Bytes of all tensors"
         return sum(t.nbytes for t in self.tensors.values())
+
     @cached_property
     def shapes(self)->set:
         "Shapes that tensors have"
         return {t.shape for t in self.tensors.values()}
+
     def close(self):
         "Close the files; nothing can be read any more"
         self._es.close()
+
     def __enter__(self): return self
     def __exit__(self, *_): self.close()
     def __getitem__(self, name): return self.tensors[name]
@@ -68,24 +78,21 @@ class Checkpoint:
         "What the file calls, or would call, the tensor `name`"
         if name in self.tensors:
             return self.tensors[name].stored
-        e = self.tensors.get('model.embed_tokens.weight')
-        p = re.match(r'(.*?)(embed_tokens|embeddings)\.', e.stored) if e else None
-        return p[1]+name[6:] if p and name.startswith('model.') else name
+        embed = self.tensors.get('model.embed_tokens.weight')
+        trunk = re.match(r'(.*?)(embed_tokens|embeddings)\.', embed.stored) if embed else None
+        return trunk[1]+name[6:] if trunk and name.startswith('model.') else name
 
 # %% ../../nbs/1_ground/11_weights.ipynb #aba6cfe0
 @patch
 def __repr__(self:Checkpoint):
     ts = self.tensors.values()
-    def size(ts):
-        return human(sum(t.nbytes for t in ts), base=1000)
-    head = (
-        f'{self.path.name}: {self.kind}, {self.config.family}, {size(ts)} in '
-        f'{len({t.file for t in ts})} file(s)')
-    return '\n'.join([
-        head,
-        *(
-            f'  {f:12} {n:5} tensors {size([t for t in ts if t.fmt==f]):>10}'
-            for f,n in Counter(t.fmt for t in ts).most_common())])
+    def size(ts): return human(sum(t.nbytes for t in ts), base=1000)
+    def line(fmt, n):
+        return f'  {fmt:12} {n:5} tensors {size([t for t in ts if t.fmt==fmt]):>10}'
+    files = len({t.file for t in ts})
+    head = f'{self.path.name}: {self.kind}, {self.config.family}, {size(ts)} in {files} file(s)'
+    formats = Counter(t.fmt for t in ts).most_common()
+    return '\n'.join([head, *(line(*f) for f in formats)])
 
 @patch
 def read(self:Checkpoint,
@@ -104,6 +111,10 @@ def check(self:Checkpoint, names:Iterable[str]):
     check_scales(self.tensors[n] for n in names)
 
 # %% ../../nbs/1_ground/11_weights.ipynb #9d43c4d6
+def _is_safetensors(folder:Path)->bool:
+    "Has `folder` a safetensors model?"
+    return any((folder/n).exists() for n in ('model.safetensors',INDEX))
+
 @no_cycles()
 def open_checkpoint(
     path:str|Path, # A .safetensors or .gguf file, or a directory with a model
@@ -120,9 +131,7 @@ def open_checkpoint(
             kind,got = 'gguf',gguf_open(path, es)
         elif path.suffix=='.safetensors':
             kind,got = 'safetensors',st_open(path.parent, es, path)
-        elif (
-            path.is_dir()
-            and any((path/n).exists() for n in ('model.safetensors',INDEX))):
+        elif path.is_dir() and _is_safetensors(path):
             kind,got = 'safetensors',st_open(path, es)
         elif path.is_dir():
             kind,got = 'gguf',gguf_open(_only_gguf(path), es)
@@ -177,11 +186,9 @@ class Want:
         return dict(mtp='mtp', visual='vision').get(
             self.name.split('.')[0], '')
 
-# Tensors that nobody needs to want
 IGNORE = (
-    '*.inv_freq',
-    *(
-        f'*.{n}_scale' for n in ('input','input_global','activation','output','q','k','v','kv')))
+    '*.inv_freq', '*.input_scale', '*.input_global_scale', '*.activation_scale', '*.output_scale',
+    '*.q_scale', '*.k_scale', '*.v_scale', '*.kv_scale')
 
 # %% ../../nbs/1_ground/11_weights.ipynb #0048445f
 def _fits(shape, want)->bool:
@@ -203,76 +210,63 @@ def _turned(ckpt, w:Want, t:TensorInfo)->bool:
         and t.fmt in FORMATS
         and FORMATS[t.fmt].bits>=8)
 
-def _ends(ckpt, w, t):
-    "Its shape, as `[…,out,in]`"
-    return (
-        (
-            *t.shape[:-2],
-            t.shape[-1],
-            t.shape[-2])
-        if _turned(ckpt, w, t)
-        else t.shape)
+def _ends(ckpt, w, t)->tuple:
+    "Shape of tensor `t`, as `[…,out,in]`"
+    if not _turned(ckpt, w, t):
+        return t.shape
+    return (*t.shape[:-2], t.shape[-1], t.shape[-2])
+
+def _by_expert(w:Want, got:list)->bool:
+    "Are the sources, of shapes `got`, matrices of a stack that are listed expert by expert?"
+    if w.axis!=0 or len(w.shape)!=3:
+        return False
+    return len(got)>1 or w.shape[0]==1 and len(got[0])==2
+
+def _rows_asked(w:Want, got:list, frame:tuple, total:int)->list:
+    "Rows that each source has to have; -1 where its shape cannot tell"
+    if w.rows:
+        return list(w.rows)
+    if len(got)==1:
+        return [total]
+    return [s[w.axis] if len(s)==len(frame) else -1 for s in got]
 
 def _asked(w:Want, got:list)->list|None:
     """The shapes that sources must have to make up `w`, when they have the shapes `got`;
     None where no such shapes add up"""
-    at,n = w.axis,len(got)
-    # each: matrices, expert by expert
-    each = (
-        at==0
-        and len(w.shape)==3
-        and (
-            n>1 or w.shape[0]==1 and len(got[0])==2))
-    frame,total = (
-        (w.shape[1:],math.prod(w.shape[:2])) if each
-        else (w.shape,w.shape[at] if w.shape else 1))
-    rows = (
-        list(w.rows)
-        or (
-            [total] if n==1
-            else [
-                s[at] if len(s)==len(frame) else -1
-                for s in got]))
-    if (
-        len(rows)!=n
-        or sum(rows)!=total
-        or each
-        and rows!=rows[:n//w.shape[0]]*w.shape[0]):
-        return
-    return (
-        [
-            (*frame[:at],r,*frame[at+1:])
-            for r in rows]
-        if frame
-        else [()])
+    at,experts = w.axis,_by_expert(w, got)
+    if experts:
+        frame,total = w.shape[1:],math.prod(w.shape[:2])
+    else:
+        frame,total = w.shape,w.shape[at] if w.shape else 1
+    rows = _rows_asked(w, got, frame, total)
+    if len(rows)!=len(got) or sum(rows)!=total:
+        return None
+    # every expert brings the same
+    if experts and rows!=rows[:len(got)//w.shape[0]]*w.shape[0]:
+        return None
+    if not frame:
+        return [()]
+    return [(*frame[:at],r,*frame[at+1:]) for r in rows]
 
 def _seen(ckpt, w:Want)->list|None:
     "The shape in which to see each source of `w`; None where they are not there, or do not add up"
     ts = [ckpt.tensors.get(s) for s in w.sources]
     if None in ts:
-        return
-    got = (
-        [_ends(ckpt, w, t) for t in ts] if w.transposed
-        else [t.shape for t in ts])
+        return None
+    got = [_ends(ckpt, w, t) for t in ts] if w.transposed else [t.shape for t in ts]
     want = _asked(w, got)
-    return (
-        want if want and all(_fits(*pair) for pair in set(zip(got, want)))
-        else None)
+    if want and all(_fits(*pair) for pair in set(zip(got, want))):
+        return want
+    return None
 
 def _pick(ckpt, w:Want):
     """Which of the ways to make `w` the checkpoint uses, or the one to complain about, and the
     shapes of `_seen`; no way where it may be absent"""
-    here = [
-        o for o in (w,*w.alts)
-        if any(s in ckpt.tensors for s in o.sources)]
-    here = [
-        (o,_seen(ckpt, o))
-        for o in sorted(
-            here, key=lambda o: o.sources[0] not in ckpt.tensors)]
-    return (
-        first(h for h in here if h[1])
-        or first(here)
-        or (None if w.optional else w, None))
+    here = [o for o in (w,*w.alts) if any(s in ckpt.tensors for s in o.sources)]
+    here.sort(key=lambda o: o.sources[0] not in ckpt.tensors)
+    here = [(o,_seen(ckpt, o)) for o in here]
+    nothing = None if w.optional else w, None
+    return first(h for h in here if h[1]) or first(here) or nothing
 
 # %% ../../nbs/1_ground/11_weights.ipynb #945c72d8
 def _some(names, n=4):
@@ -280,9 +274,8 @@ def _some(names, n=4):
     names = sorted(names)
     return ', '.join(names[:n]) + (f' and {len(names)-n:,} more' if len(names)>n else '')
 
-def _check_fit(ckpt, w:Want, seen):
-    "Raise what is wrong with the sources of `w`, if anything"
-    ts = [ckpt.tensors[s] for s in w.sources]
+def _check_types(ckpt, w:Want, ts:list):
+    "Refuse sources of a type that cannot be decoded"
     for t in {t.fmt: t for t in reversed(ts)}.values(): # the first of each format
         where = f'{t.stored or t.name} in {t.file} is'
         if t.fmt in ('U8','F8_E4M3') and ckpt.kind=='safetensors':
@@ -290,33 +283,35 @@ def _check_fit(ckpt, w:Want, seen):
         if t.fmt not in FORMATS and not (w.integers and t.fmt in ('I32','I64')):
             raise UnsupportedError(
                 f'{where} stored as {t.fmt}, which Atlas does not decode', param=t.stored)
+
+def _check_fit(ckpt, w:Want, seen):
+    "Raise what is wrong with the sources of `w`, if anything"
+    ts = [ckpt.tensors[s] for s in w.sources]
+    _check_types(ckpt, w, ts)
     if seen:
         return
     got = [_ends(ckpt, w, t) for t in ts]
     want = _asked(w, got)
     if want:
-        i = first(
-            i for i in range(len(ts))
-            if not _fits(got[i], want[i]))
-        what,ask = f'{ts[i].stored} in {ts[i].file} is {list(got[i])}',list(want[i])
+        i = first(i for i in range(len(ts)) if not _fits(got[i], want[i]))
+        t = ts[i]
+        what,ask = f'{t.stored} in {t.file} is {list(got[i])}',list(want[i])
     else:
-        i = 0
-        what = (
-            f'{", ".join(t.stored for t in ts[:4])} in {ts[0].file} are '
-            f'{", ".join(str(list(g)) for g in got[:4])}')
-        ask = f'{list(w.shape)} together'
+        t = ts[0]
+        names = ', '.join(t.stored for t in ts[:4])
+        shapes = ', '.join(str(list(g)) for g in got[:4])
+        what,ask = f'{names} in {t.file} are {shapes}',f'{list(w.shape)} together'
     raise CheckpointError(
         f'{what}, and the config asks for {ask}',
         hint='Weights and config are of different models',
-        param=ts[i].stored)
+        param=t.stored)
 
 # %% ../../nbs/1_ground/11_weights.ipynb #7e503f8d
 def _strangers(ckpt, used, ignore)->list[TensorInfo]:
     "Tensors that are neither used nor to be ignored"
-    known = re.compile(
-        '|'.join(map(
-            translate, (*ignore, *(['lm_head.weight'] if ckpt.config.tie_embeddings else []))))
-        or '(?!)').match
+    tied = ['lm_head.weight'] if ckpt.config.tie_embeddings else []
+    patterns = '|'.join(map(translate, (*ignore, *tied)))
+    known = re.compile(patterns or '(?!)').match
     return [
         t for k,t in ckpt.tensors.items()
         if k not in used and not known(k) and not known(t.stored)]
@@ -324,46 +319,48 @@ def _strangers(ckpt, used, ignore)->list[TensorInfo]:
 def _check_halves(strangers, ckpt):
     "Refuse a scale without its weight, and a packed weight without its scale"
     for t in strangers:
-        if (
-            (
-                end := first(
-                    e for e in (*SCALES,*PAYLOADS)
-                    if t.stored.endswith(e))) is None):
+        end = first(e for e in (*SCALES,*PAYLOADS) if t.stored.endswith(e))
+        if end is None:
             continue
         m = t.stored[:-len(end)]
-        u = first(
-            u for u in ckpt.tensors.values()
-            if u.stored in (m,m+'.weight',m+'.weight_packed') and u is not t)
+        names = m,m+'.weight',m+'.weight_packed'
+        weight = first(u for u in ckpt.tensors.values() if u.stored in names and u is not t)
+        what = 'is a scale, and its weight is '
         if end in PAYLOADS:
             what = 'is packed, and its scale is not there'
+        elif weight:
+            what += f'{weight.fmt} {list(weight.shape)}, which takes none'
         else:
-            what = (
-                'is a scale, and its weight is '
-                +(f'{u.fmt} {list(u.shape)}, which takes none' if u else 'not there'))
+            what += 'not there'
         raise CheckpointError(f'{t.stored} in {t.file} {what}', hint=AGAIN, param=t.stored)
+
+def _check_twice(ckpt, w:Want, used):
+    "Refuse what is stored in two ways"
+    sources = [s for o in (w,*w.alts) for s in o.sources]
+    for s in sources:
+        if s not in ckpt.tensors or s in used:
+            continue
+        name = ckpt.stored(s)
+        other = ckpt.stored(first(n for n in sources if n in used))
+        raise CheckpointError(
+            f'{ckpt.path.name} stores {w.name} twice, as {other} and as {name}',
+            hint='Remove one of them',
+            param=name)
 
 def _check_extra(extra, ckpt, wants, used):
     "Refuse what is stored in two ways, and what nobody wants"
     for w in wants:
-        for s in (
-            s for o in (w,*w.alts)
-            if w.alts
-            for s in o.sources if s in ckpt.tensors and s not in used):
-            other = ckpt.stored(first(
-                n for o in (w,*w.alts)
-                for n in o.sources if n in used))
-            raise CheckpointError(
-                f'{ckpt.path.name} stores {w.name} twice, as {other} and as {ckpt.stored(s)}',
-                hint='Remove one of them',
-                param=ckpt.stored(s))
+        if w.alts:
+            _check_twice(ckpt, w, used)
     if extra:
+        names = [t.stored for t in extra]
+        family = ckpt.config.family
         raise CheckpointError(
-            f'{ckpt.path.name} has {len(extra)} tensor(s) that a {ckpt.config.family} model '
-            f'has no use for: {_some([t.stored for t in extra])}',
-            hint=(
-                'The model has parts that Atlas does not know, and would answer wrongly without '
-                'them'),
-            param=min(t.stored for t in extra))
+            f'{ckpt.path.name} has {len(extra)} tensor(s) that a {family} model has no use for: '
+            f'{_some(names)}',
+            hint='The model has parts that Atlas does not know, '
+            'and would answer wrongly without them',
+            param=min(names))
 
 # %% ../../nbs/1_ground/11_weights.ipynb #6d47d8c6
 class Plan(tuple):
@@ -412,7 +409,7 @@ def _check_scales(ckpt, plan):
     ckpt.check({s for _,o,_ in plan if o for s in o.sources})
 
 # %% ../../nbs/1_ground/11_weights.ipynb #e0d572fe
-_PIECE = 1<<20 # Numbers decoded at a time
+_DECODED = 1<<20 # Numbers decoded at a time
 
 def _not_finite(ckpt, t):
     said = f'{ckpt.path.name}: tensor {t.stored} holds numbers that are not finite'
@@ -420,10 +417,8 @@ def _not_finite(ckpt, t):
 
 def _integers(t, get)->QTensor:
     "A tensor of whole numbers as float32, which holds them exactly up to 2²⁴"
-    a = get(t.spans['data']).view(
-        dict(
-            I32=np.int32,
-            I64=np.int64)[t.fmt]).reshape(t.shape)
+    dtype = dict(I32=np.int32, I64=np.int64)[t.fmt]
+    a = get(t.spans['data']).view(dtype).reshape(t.shape)
     if a.size and abs(a).max()>2**24:
         raise CheckpointError(
             f'{t.stored} in {t.file} holds {abs(a).max():,}, expected at most 2**24',
@@ -433,9 +428,7 @@ def _integers(t, get)->QTensor:
 def _source(ckpt, w:Want, s:str, shape, get)->QTensor:
     "Source `s` of `w`, seen in `shape`, its columns in order"
     t = ckpt.tensors[s]
-    q = (
-        _integers(t, get) if t.fmt in ('I32','I64')
-        else ckpt.read(s, get))
+    q = _integers(t, get) if t.fmt in ('I32','I64') else ckpt.read(s, get)
     if not q.finite():
         raise _not_finite(ckpt, t)
     q = (q.T if _turned(ckpt, w, t) else q).reshape(shape)
@@ -444,65 +437,56 @@ def _source(ckpt, w:Want, s:str, shape, get)->QTensor:
 def _assemble(ckpt, w:Want, seen, keep:bool, get=span_bytes)->QTensor|QStack:
     """What `w` asks for, as it is stored, but for `fn`;
     in as few pieces as possible if it is to be kept so"""
-    qs = [
-        _source(ckpt, w, s, shape, get)
-        for s,shape in zip(w.sources, seen)]
-    # no rows of inputs: vectors, and one vector for each expert
-    if (
-        len(w.shape)==1
-        or len(w.shape)==2 and w.axis==1):
+    qs = [_source(ckpt, w, s, shape, get) for s,shape in zip(w.sources, seen)]
+    nd = len(w.shape)
+    if nd==1 or nd==2 and w.axis==1: # vectors, and one vector for each expert
         a = np.concatenate([q.decode() for q in qs], w.axis)
-        return QTensor(
-            'F32',
-            w.shape,
-            dict(
-                data=a if w.order is None else a.take(w.order, w.axis)))
-    each = (
-        w.shape[0] if len(w.shape)==3 and qs[0].ndim==2
-        else 0)
-    if len(qs)==1 and w.order is None and not each:
+        if w.order is not None:
+            a = a.take(w.order, w.axis)
+        return QTensor('F32', w.shape, dict(data=a))
+    experts = w.shape[0] if nd==3 and qs[0].ndim==2 else 0
+    if len(qs)==1 and w.order is None and not experts:
         return qs[0]
-    return (pile if keep else QStack)(qs, w.order, each)
+    return (pile if keep else QStack)(qs, w.order, experts)
 
 # %% ../../nbs/1_ground/11_weights.ipynb #c6141fe9
 def _fill(device, dst, q, fn=None):
     "Decode `q` into the array `dst` of the device, a few numbers at a time"
-    if fn or q.ndim!=2 and q.ndim!=3:
+    if fn or q.ndim not in (2,3):
         device.write(dst, fn(q.decode()) if fn else q.decode())
     elif q.ndim==3:
         for e in range(len(q)):
             _fill(device, dst[e], q[e])
     else:
-        n = max(1, _PIECE//q.shape[1])
+        n = max(1, _DECODED//q.shape[1])
         for i in range(0, len(q), n):
-            device.write(
-                dst[i:i+n],
-                decode_rows(q, i, min(i+n, len(q))))
+            device.write(dst[i:i+n], decode_rows(q, i, min(i+n, len(q))))
 
 def _upload(device, q):
     "The packed tensor `q` on the device"
     if isinstance(q, QStack):
-        return QStack(
-            [_upload(device, p) for p in q.parts], q.order, q.experts)
-    return QTensor(
-        q.fmt,
-        q.shape,
-        {k:device.upload(p) for k,p in q.parts.items()})
+        return QStack([_upload(device, p) for p in q.parts], q.order, q.experts)
+    parts = {k: device.upload(p) for k,p in q.parts.items()}
+    return QTensor(q.fmt, q.shape, parts)
 
 # %% ../../nbs/1_ground/11_weights.ipynb #d2db3fe6
 class _Incoming:
     "A want that is being read"
     def __init__(self, ckpt, want, way, seen):
-        self.want,self.way,self.seen = want,way,seen
+        self.want = want
+        self.way = way
+        self.seen = seen
         self.ts = [ckpt.tensors[s] for s in way.sources]
         self.nbytes = sum(t.nbytes for t in self.ts)
         self.got = {} # place of a span -> its bytes
         self.landing = None # What a card makes of it by itself
+
     def get(self, span)->np.ndarray:
         "The bytes of a span"
-        return (
-            self.got[id(span.file),span.offset] if span.nbytes
-            else np.empty(0, np.uint8))
+        if not span.nbytes:
+            return np.empty(0, np.uint8)
+        return self.got[id(span.file),span.offset]
+
     def put(self, span, at, data):
         "Some bytes of a span have come"
         place = id(span.file),span.offset
@@ -519,28 +503,30 @@ class _Parts:
     want:np.ndarray # Number of the want of each
     order:np.ndarray # Its number among all parts, want by want and source by source
 
+def _file_order(found:Places)->np.ndarray:
+    "Numbers of parts as they lie, files by their names"
+    if not len(found.start):
+        return np.zeros(0, np.int64)
+    by_name = np.argsort(np.argsort([f.name for f in found.files]))
+    return np.lexsort((found.start, by_name[found.file]))
+
 def _in_files(incoming)->_Parts:
     "All parts of sources, file by file"
     spans = [s for to in incoming for t in to.ts for s in t.spans.values()]
     many = [sum(len(t.spans) for t in to.ts) for to in incoming]
     found = places(spans)
-    by_name = np.argsort(np.argsort([f.name for f in found.files]))
-    order = (
-        np.lexsort((found.start, by_name[found.file])) if spans
-        else np.zeros(0, np.int64))
-    found = Places(
-        found.files,
-        *(a[order] for a in (found.file, found.start, found.nbytes)))
+    order = _file_order(found)
+    lie = Places(found.files, found.file[order], found.start[order], found.nbytes[order])
     want = np.repeat(np.arange(len(incoming)), many)[order]
-    return _Parts([spans[i] for i in order.tolist()], found, want, order)
+    return _Parts([spans[i] for i in order.tolist()], lie, want, order)
 
 def _moves(incoming, parts)->np.ndarray: # int64 [parts]
     "Number of the `Move` by which a card takes each part; -1: it is the host's"
     none = [-1]
     def moves(to):
-        return (
-            to.landing.moves if to.landing
-            else none*sum(len(t.spans) for t in to.ts))
+        if to.landing:
+            return to.landing.moves
+        return none*sum(len(t.spans) for t in to.ts)
     found = [np.zeros(0, np.int64), *map(moves, incoming)]
     return np.concatenate(found, dtype=np.int64)[parts.order]
 
@@ -552,18 +538,24 @@ class _Arrivals:
         self.make = make
         self.bar = bar
         self.incoming = incoming
-        self.parts,self.windows,self.staging = parts,windows,staging
-        moves = _moves(incoming, parts)[windows.extent]
-        self.host = np.flatnonzero(moves<0)
-        self.host_first = self.host.searchsorted(windows.first) # of a window
-        if staging:
-            staging.begin(windows, moves)
-        self.came = (
-            np.add.reduceat(windows.n, windows.first[:-1]) if len(windows)
-            else [])
+        self.parts = parts
+        self.windows = windows
+        self.staging = staging
         self.lock = threading.Lock()
         self.few = threading.BoundedSemaphore(min(4, os.cpu_count() or 1)) # made at a time
+        self._divide()
         self._expect()
+
+    def _divide(self):
+        "Which parts of windows are the host's, and which the card's; bytes of each window"
+        w = self.windows
+        moves = _moves(self.incoming, self.parts)[w.extent]
+        self.host = np.flatnonzero(moves<0)
+        self.host_first = self.host.searchsorted(w.first) # of a window
+        if self.staging:
+            self.staging.begin(w, moves)
+        self.came = np.add.reduceat(w.n, w.first[:-1]) if len(w) else []
+
     def _expect(self):
         "Which wants have bytes in which window"
         w,many = self.windows,len(self.incoming)
@@ -578,15 +570,11 @@ class _Arrivals:
 def __call__(self:_Arrivals, i, b):
     "Window `i` is in the buffer `b`"
     w = self.windows
-    for j in self.host[
-        self.host_first[i]:self.host_first[i+1]].tolist():
-        e,lo = w.extent[j],w.lo[j]
-        to = self.incoming[self.parts.want[e]]
-        span = self.parts.spans[e]
-        to.put(
-            span,
-            int(w.at[j]),
-            b.data[lo:lo+w.n[j]])
+    lo,hi = self.host_first[i],self.host_first[i+1]
+    for j in self.host[lo:hi].tolist():
+        e,at = w.extent[j],w.lo[j]
+        to,span = self.incoming[self.parts.want[e]],self.parts.spans[e]
+        to.put(span, int(w.at[j]), b.data[at:at+w.n[j]])
     after = self.staging.send(i, b) if self.staging else None
     for k in self.count(i):
         self.finish(self.incoming[k])
@@ -631,14 +619,19 @@ def _read(ckpt, out, incoming, make, show, staging=None)->Reading:
         for to in incoming:
             if not to.nbytes:
                 arrivals.finish(to)
-        return read_windows(found, arrivals, staging.ring if staging else Ring(2*THREADS, size))
+        ring = staging.ring if staging else Ring(2*THREADS, size)
+        return read_windows(found, arrivals, ring)
 
 def _invent(ckpt, out, incoming, make, show)->Reading:
     "Make all that is `incoming` of a checkpoint without files"
     def one(to):
         out[to.want.name] = make(to)
         return to.nbytes
-    with progress(sum(to.nbytes for to in incoming), 'loading', show) as bar, ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+    threads = min(4, os.cpu_count() or 1)
+    with (
+        progress(sum(to.nbytes for to in incoming), 'loading', show) as bar,
+        ThreadPoolExecutor(threads) as pool
+    ):
         for n in pool.map(one, incoming):
             bar.update(n)
     return Reading()
@@ -660,22 +653,18 @@ def load(
     ignore:Iterable[str]=IGNORE, # Patterns of tensors that may be left over
     parts:Iterable[str]|None=None, # Load only wants of these `part`s; None: all. All are checked
     packed:bool=False, # Keep matrices that are not `exact` as they are stored?
-    # `put(want, tensor as stored)` makes what goes under the want's name, see below;
-    # None: float32 arrays, or tensors as stored
-    put:Callable|None=None,
+    put:Callable|None=None, # `put(want, tensor as stored)` makes what goes under the want's name
     note:Callable|None=None, # Called with the `Reading` when all is there
-    # name -> float32 array on the device, or packed tensor; None where an optional one is absent
-)->dict:
+)->dict: # name -> float32 array on the device, or packed tensor, or what `put` made
     """Check the whole plan (`check_plan`'s errors), then allocate all of it (`OutOfMemoryError`),
-    then read, decode and write"""
-    plan = [
-        (w,o,seen)
-        for w,o,seen in _plan(ckpt, wants, ignore)
-        if parts is None or w.part in parts]
+    then read, decode and write; None for an optional want that is absent"""
+    plan = _plan(ckpt, wants, ignore)
+    if parts is not None:
+        plan = [p for p in plan if p[0].part in parts]
     if put is None:
         _check_scales(ckpt, plan)
-    incoming = [_Incoming(ckpt, *t) for t in plan if t[1]]
-    out = {w.name:None for w,_,_ in plan}
+    incoming = [_Incoming(ckpt, *p) for p in plan if p[1]]
+    out = {w.name: None for w,_,_ in plan}
     if put:
         r = _load_with(ckpt, out, incoming, device, show, put)
     else:
@@ -685,29 +674,34 @@ def load(
     return out
 
 # %% ../../nbs/1_ground/11_weights.ipynb #7c66cbb8
-def _load_plain(ckpt, out, incoming, device, show, packed):
-    "`load` of float32 arrays, and of tensors as stored"
-    def kept(w, o):
-        return (
-            packed
-            and not (w.exact or o.exact or o.fn)
-            and len(w.shape)>1)
-    keep = {to.want.name for to in incoming if kept(to.want, to.way)}
-    plain = [to.want for to in incoming if to.want.name not in keep]
-    need = 4*sum(math.prod(w.shape) for w in plain)
-    need += sum(
-        _read_bytes(t) for to in incoming
-        if to.want.name in keep
-        for t in to.ts)
-    if need>(free := device.memory().available):
+def _check_room(ckpt, device, need:int, hint:str):
+    "An `OutOfMemoryError` where the device has less than `need` bytes"
+    free = device.memory().available
+    if need>free:
         raise OutOfMemoryError(
             f'The weights of {ckpt.path.name} need {human(need)} on {device.name}, where '
             f'{human(free)} are available',
-            hint='Free some memory, or choose a smaller model'
-            +(', or keep the weights packed' if not packed else ''))
-    arrays = dict(zip(
-        (w.name for w in plain),
-        device.carve([w.shape for w in plain])))
+            hint=hint)
+
+def _kept(incoming)->set:
+    "Names of the wants that can stay as they are stored: matrices, untouched by any function"
+    def can(w, o): return not (w.exact or o.exact or o.fn) and len(w.shape)>1
+    return {to.want.name for to in incoming if can(to.want, to.way)}
+
+def _carve(ckpt, incoming, device, keep:set, packed:bool)->dict:
+    "A float32 array for each want that is not to be kept; an `OutOfMemoryError` if all is too much"
+    plain = [to.want for to in incoming if to.want.name not in keep]
+    stored = [t for to in incoming if to.want.name in keep for t in to.ts]
+    need = 4*sum(math.prod(w.shape) for w in plain)+sum(map(_read_bytes, stored))
+    hint = 'Free some memory, or choose a smaller model'
+    _check_room(ckpt, device, need, hint+('' if packed else ', or keep the weights packed'))
+    carved = device.carve([w.shape for w in plain])
+    return {w.name: a for w,a in zip(plain, carved)}
+
+def _load_plain(ckpt, out, incoming, device, show, packed):
+    "`load` of float32 arrays, and of tensors as stored"
+    keep = _kept(incoming) if packed else set()
+    arrays = _carve(ckpt, incoming, device, keep, packed)
     def make(to):
         name = to.want.name
         q = _assemble(ckpt, to.way, to.seen, name in keep, to.get)
@@ -722,14 +716,11 @@ def _waiting(incoming, parts)->list:
     "Of parts in their order, the want of each that is held until it is stored anew"
     if not any(to.landing and to.landing.held for to in incoming):
         return []
-    waits = [
-        (to.landing and to.landing.waits(p)) or False
-        for to in incoming
-        for t in to.ts
-        for p in t.spans]
-    return [
-        incoming[k]
-        for k in parts.want[np.array(waits)[parts.order]].tolist()]
+    def waits(to):
+        spans = [p for t in to.ts for p in t.spans]
+        return [bool(to.landing and to.landing.waits(p)) for p in spans]
+    held = np.array([w for to in incoming for w in waits(to)])
+    return [incoming[k] for k in parts.want[held[parts.order]].tolist()]
 
 def _leave_some(order, budget:int):
     """Of the wants that bytes are for, in their `order`, leave those to the host that a card would
@@ -752,67 +743,66 @@ def _leave_some(order, budget:int):
 # %% ../../nbs/1_ground/11_weights.ipynb #7016fe24
 def _fits_whole(ckpt, incoming, device):
     "An `OutOfMemoryError` where there is less memory than the files have bytes"
+    hint = 'Free some memory, choose a smaller model, or store it in fewer bits'
     need = sum(to.nbytes for to in incoming)
-    free = device.memory().available
-    if need>free:
-        raise OutOfMemoryError(
-            f'The weights of {ckpt.path.name} need {human(need)} on {device.name}, where '
-            f'{human(free)} are available',
-            hint=(
-                'Free some memory, choose a smaller model, or store it in fewer bits: '
-                '--quantization nvfp4'))
+    _check_room(ckpt, device, need, hint+': --quantization nvfp4')
+
+def _made_with(ckpt, put)->Callable:
+    "What makes a want that the host has the bytes of, for `put` to store"
+    def make(to):
+        w,o = to.want,to.way
+        as_stored = not (w.array or o.fn or len(w.shape)<2)
+        if ckpt.kind=='dummy' and as_stored: # random numbers need not travel
+            return put.invent(w, to.ts[0].fmt)
+        if ckpt.in_files:
+            for t in to.ts:
+                check_read(t, to.get)
+        q = _assemble(ckpt, o, to.seen, True, to.get)
+        if o.fn:
+            a = np.ascontiguousarray(o.fn(q.decode()), np.float32)
+            q = QTensor('F32', w.shape, dict(data=a))
+        return put(w, q)
+    return make
 
 def _load_with(ckpt, out, incoming, device, show, put):
     "`load`, with what `put` makes of each tensor"
     _fits_whole(ckpt, incoming, device)
-    def make(to):
-        w,o = to.want,to.way
-        # random numbers need not travel
-        if (
-            ckpt.kind=='dummy'
-            and not (w.array or o.fn or len(w.shape)<2)):
-            return put.invent(w, to.ts[0].fmt)
-        for t in to.ts if ckpt.in_files else ():
-            check_read(t, to.get)
-        q = _assemble(ckpt, o, to.seen, True, to.get)
-        if o.fn:
-            q = QTensor(
-                'F32',
-                w.shape,
-                dict(data=np.ascontiguousarray(
-                    o.fn(q.decode()), np.float32)))
-        return put(w, q)
+    make = _made_with(ckpt, put)
     if not ckpt.in_files:
         return _invent(ckpt, out, incoming, make, show)
     staging = put.staging(_window(incoming))
+    if not staging:
+        return _read(ckpt, out, incoming, make, show, staging)
     try:
-        for to in incoming if staging else ():
+        for to in incoming:
             turned = any(_turned(ckpt, to.way, t) for t in to.ts)
-            to.landing = staging.add(
-                to.want, to.way, to.ts, to.seen, turned)
+            to.landing = staging.add(to.want, to.way, to.ts, to.seen, turned)
         r = _read(ckpt, out, incoming, make, show, staging)
-        if staging and (bad := staging.broken()):
+        if bad := staging.broken():
             raise _said(ckpt, *bad)
         return r
     finally:
-        if staging:
-            staging.close()
+        staging.close()
 
 def _said(ckpt, t, part):
     "What to say of a part of a tensor that holds what is not finite"
-    return (
-        _not_finite(ckpt, t) if part=='data'
-        else bad_scale(t.stored, t.spans[part], part))
+    if part=='data':
+        return _not_finite(ckpt, t)
+    return bad_scale(t.stored, t.spans[part], part)
 
 # %% ../../nbs/1_ground/11_weights.ipynb #7b92e3f4
-_QUANTIZED = re.compile(
-    (((((((
-        (
-            r'model\.layers\.\d+\.(?:self_attn|mixer)\.[qkvo]_proj\.weight|model\.layers\.\d+\.linear_attn\.(?:in_proj_qkvz?|in_proj_z|out_proj)\.weight'
-            r'|model\.layers\.\d+\.(?:mixer|mamba)\.(?:in|out)_proj\.weight'
-            r'|model\.layers\.\d+\.shared_mlp\.(?:in|out)put_linear\.weight'
-            r'|model\.layers\.\d+\.(?:(?:mlp|mixer|block_sparse_moe|shared_mlp)\.)?'
-            r'(?:(?:experts\.(?:\d+\.)?|shared_experts?\.)?(?:gate|up|down|gate_up)_proj|experts\.(?:\d+\.)?w[123])(?:\.weight)?')))))))))
+_LAYER = r'model\.layers\.\d+\.'
+
+_MATRIX = '|'.join((
+    r'(?:self_attn|mixer)\.[qkvo]_proj\.weight',
+    r'linear_attn\.(?:in_proj_qkvz?|in_proj_z|out_proj)\.weight',
+    r'(?:mixer|mamba)\.(?:in|out)_proj\.weight',
+    r'shared_mlp\.(?:in|out)put_linear\.weight',
+    r'(?:(?:mlp|mixer|block_sparse_moe|shared_mlp)\.)?(?:'
+    r'(?:experts\.(?:\d+\.)?|shared_experts?\.)?(?:gate|up|down|gate_up)_proj'
+    r'|experts\.(?:\d+\.)?w[123])(?:\.weight)?'))
+
+_QUANTIZED = re.compile(f'{_LAYER}(?:{_MATRIX})')
 
 def quantizable(name:str)->bool:
     "Is the tensor `name` (canonical) one of those that quantised releases store in 8 or 4 bits?"
@@ -834,17 +824,15 @@ _HALF = dict(Q4_1=7.5, Q5_1=15.5, Q4_K=7.5, Q5_K=15.5)
 
 def _blocks(fmt, std, rng):
     "Random GGUF blocks whose weights have the standard deviation `std`"
-    b = rng.integers(
-        0, 256, (_POOL//GGUF_BLOCKS[fmt][1],GGUF_BLOCKS[fmt][1]),
-        dtype=np.uint8)
+    size = GGUF_BLOCKS[fmt][1]
+    b = rng.integers(0, 256, (_POOL//size,size), dtype=np.uint8)
     d = std/_SIGNED[fmt]
-    def half(x):
-        return np.frombuffer(np.float16(x).tobytes(), np.uint8)
+    def half(x): return np.frombuffer(np.float16(x).tobytes(), np.uint8)
     at = 208 if fmt=='Q6_K' else 0
     b[:,at:at+2] = half(d)
     if fmt in _HALF:
-        b[:,2:4] = half(
-            _HALF[fmt]*d*(1 if fmt[-1]=='K' else -1))
+        sign = 1 if fmt[-1]=='K' else -1
+        b[:,2:4] = half(_HALF[fmt]*d*sign)
     return b.ravel()
 
 @lru_cache(8)
@@ -853,17 +841,17 @@ def _pool(fmt:str, e:int, seed:int)->np.ndarray:
     scale"""
     rng = np.random.default_rng(seed)
     if fmt=='INT4_DESC_ACT':
-        fmt = 'F32'  # which it is once it has been read
+        fmt = 'F32' # which it is once it has been read
     if fmt in GGUF_BLOCKS:
         return _blocks(fmt, 2.**e, rng)
     x = rng.standard_normal(_POOL//4, np.float32)
     if fmt in ('F32','F16','BF16','F8_E4M3'):
-        return FORMATS[fmt].encode(
-            x*np.float32(2.**e))['data'].view(np.uint8)
+        return FORMATS[fmt].encode(x*np.float32(2.**e))['data'].view(np.uint8)
     if fmt=='INT4':
-        codes = np.rint(2*x+8).clip(0, 15)
-        return pack4(codes.astype(np.uint8))
-    return pack4(f32_to_e2m1(2*x)) if fmt in ('NVFP4','MXFP4') else f32_to_e4m3(64*x)
+        return pack4(np.rint(2*x+8).clip(0, 15).astype(np.uint8))
+    if fmt in ('NVFP4','MXFP4'):
+        return pack4(f32_to_e2m1(2*x))
+    return f32_to_e4m3(64*x)
 
 # %% ../../nbs/1_ground/11_weights.ipynb #35d417d6
 def _scale(fmt, part, dtype, shape, e):
@@ -874,40 +862,41 @@ def _scale(fmt, part, dtype, shape, e):
         return np.full(shape, 2.**(e-1), np.float32)
     if fmt=='NVFP4':
         return np.full(shape, 0x38, np.uint8) # 1.0
-    return (
-        np.full(shape, e-1+127, np.uint8) if fmt=='MXFP4'
-        else np.full(shape, 2.**(e-6), np.float32))
+    if fmt=='MXFP4':
+        return np.full(shape, e-1+127, np.uint8)
+    return np.full(shape, 2.**(e-6), np.float32)
+
+def _random_vector(name:str, fmt:str, shape, rng)->QTensor:
+    "A made-up norm, bias or decay: near 1 for what multiplies, small for what is added"
+    x = rng.standard_normal(shape)
+    if re.search(r'norm\w*\.weight$|scal', name):
+        x = 1+.1*x
+    else:
+        x = (-1 if name.endswith('.A') else .1)*np.abs(x)
+    return QTensor.encode(x.astype(np.float32), fmt if fmt in ('F16','BF16') else 'F32')
+
+def _random_rows(pool, rows:int, nbytes:int, unit:int, rng)->np.ndarray: # uint8 [rows,nbytes]
+    "Windows of the pool that begin at random multiples of `unit`"
+    if len(pool)<2*nbytes:
+        pool = np.tile(pool, -(-2*nbytes//len(pool)))
+    at = rng.integers(0, (len(pool)-nbytes)//unit+1, rows)*unit
+    return np.lib.stride_tricks.sliding_window_view(pool, nbytes)[at]
 
 def _random(name:str, fmt:str, shape, seed:int)->QTensor:
     "The made-up tensor `name`"
     rng = np.random.default_rng((seed, crc32(name.encode())))
     if len(shape)<2:
-        a = (
-            1+.1*rng.standard_normal(shape) if re.search(r'norm\w*\.weight$|scal', name)
-            else (-1 if name.endswith('.A') else .1)
-            *np.abs(rng.standard_normal(shape)))
-        return QTensor.encode(
-            a.astype(np.float32), fmt if fmt in ('F16','BF16') else 'F32')
+        return _random_vector(name, fmt, shape, rng)
     layout = FORMATS[fmt].layout(shape)
     e = round(-math.log2(max(shape[-1], 1))/2)
-    (dtype,dims) = layout['data']
-    unit = GGUF_BLOCKS[fmt][1] if fmt in GGUF_BLOCKS else np.dtype(dtype).itemsize
-    k = dims[-1]*np.dtype(dtype).itemsize
-    pool = _pool(fmt, e, seed)
-    pool = (
-        np.tile(pool, -(-2*k//len(pool)))
-        if len(pool)<2*k
-        else pool)
+    dtype,dims = layout['data']
+    size = np.dtype(dtype).itemsize
+    unit = GGUF_BLOCKS[fmt][1] if fmt in GGUF_BLOCKS else size
     rows = math.prod(dims[:-1])
-    at = rng.integers(0, (len(pool)-k)//unit+1, rows)*unit
-    data = np.lib.stride_tricks.sliding_window_view(
-        pool, k)[at].view(dtype).reshape(dims)
-    return QTensor(
-        fmt,
-        shape,
-        {
-            p:data if p=='data' else _scale(fmt, p, *l, e)
-            for p,l in layout.items()})
+    data = _random_rows(_pool(fmt, e, seed), rows, dims[-1]*size, unit, rng)
+    parts = dict(data=data.view(dtype).reshape(dims))
+    parts |= {p: _scale(fmt, p, *l, e) for p,l in layout.items() if p!='data'}
+    return QTensor(fmt, shape, parts)
 
 # %% ../../nbs/1_ground/11_weights.ipynb #bb81258f
 def _mixed(name)->str:
@@ -927,10 +916,14 @@ class Dummy(Checkpoint):
     in_files = False
     def __init__(self, path, meta, config, tensors, folder, seed, whole):
         super().__init__(path, 'dummy', meta, config, tensors, ExitStack())
-        self._folder,self._seed,self._whole = folder,seed,whole
+        self._folder = folder
+        self._seed = seed
+        self._whole = whole # Names of those that are whole numbers
+
     @property
     def folder(self)->Path: return self._folder
     def check(self, names): "Made-up scales are all right"
+
     def read(self, name:str, get=None)->QTensor:
         "The tensor `name`, as it would be stored"
         if name not in self.tensors:
@@ -938,11 +931,8 @@ class Dummy(Checkpoint):
         t = self.tensors[name]
         if name not in self._whole:
             return _random(name, t.fmt, t.shape, self._seed)
-        return QTensor(
-            'F32',
-            t.shape,
-            dict(data=np.random.default_rng(self._seed).permutation(math.prod(
-                t.shape)).astype(np.float32).reshape(t.shape)))
+        a = np.random.default_rng(self._seed).permutation(math.prod(t.shape))
+        return QTensor('F32', t.shape, dict(data=a.astype(np.float32).reshape(t.shape)))
 
 def _shipped(cfg:ModelConfig, name:str)->str:
     "The format in which `name` is published, as far as family and `quantization` tell"
@@ -953,90 +943,77 @@ def _shipped(cfg:ModelConfig, name:str)->str:
         return 'MXFP4' if 'experts' in name else 'BF16'
     if algo=='mixed_precision':
         return _mixed(name)
-    return (
-        'NVFP4' if 'nvfp4' in algo
-        else 'FP8_BLOCK' if 'fp8' in algo or 'float' in algo else 'BF16')
+    if 'nvfp4' in algo:
+        return 'NVFP4'
+    return 'FP8_BLOCK' if 'fp8' in algo or 'float' in algo else 'BF16'
 
 # %% ../../nbs/1_ground/11_weights.ipynb #73b244c6
+def _source_shapes(o:Want)->list[tuple]:
+    "A shape for each source of the way `o`: its `rows`, else as equal as they come"
+    stack = o.axis==0 and len(o.shape)==3 and (len(o.sources)>1 or bool(o.rows))
+    frame,at = o.shape[1:] if stack else o.shape,o.axis
+    n = len(o.sources)//(o.shape[0] if stack else 1)
+    few = frame[at]//n
+    rows = o.rows[:n] or (frame[at]-few*(n-1),)+(few,)*(n-1)
+    return [(*frame[:at],rows[i%n],*frame[at+1:]) for i in range(len(o.sources))]
+
 def _sources(w:Want, like)->list[tuple]:
     """(name, shape) of each tensor that `w` is made of: as `like` has it, else in the way with the
     fewest tensors"""
-    o = (
-        _pick(like, w)[0] if like
-        else min(
-            (w,*w.alts),
-            key=lambda o: (len(o.sources), o.transposed)))
-    if not o or like:
-        return (
-            [(s,like.tensors[s].shape) for s in o.sources] if o
-            else [])
-    each = (
-        o.axis==0
-        and len(o.shape)==3
-        and (len(o.sources)>1 or bool(o.rows)))
-    frame = o.shape[1:] if each else o.shape
-    n = len(o.sources)//(o.shape[0] if each else 1)
-    few = frame[o.axis]//n
-    rows = (
-        o.rows[:n]
-        or (frame[o.axis]-few*(n-1),)
-        +(few,)*(n-1))
-    return [
-        (
-            s,
-            (
-                *frame[:o.axis],
-                rows[i%n],
-                *frame[o.axis+1:]))
-        for i,s in enumerate(o.sources)]
+    if like:
+        o = _pick(like, w)[0]
+        return [(s,like.tensors[s].shape) for s in o.sources] if o else []
+    o = min((w,*w.alts), key=lambda o: (len(o.sources), o.transposed))
+    return list(zip(o.sources, _source_shapes(o)))
+
+# %% ../../nbs/1_ground/11_weights.ipynb #100038dd
+def _format_of(name:str, shape, cfg, weights, like)->str:
+    "The format of a made-up tensor"
+    if like and weights=='as-shipped':
+        fmt = like.tensors[name].fmt
+    elif callable(weights):
+        fmt = weights(name)
+    elif not quantizable(name) or len(shape)<2:
+        fmt = 'BF16'
+    elif weights=='as-shipped':
+        fmt = _shipped(cfg, name)
+    else:
+        fmt = WEIGHTS[weights]
+        fmt = fmt(name) if callable(fmt) else fmt
+    if fmt not in FORMATS or len(shape)<2:
+        fmt = 'F32'
+    return 'BF16' if FORMATS[fmt].block<128 and shape[-1]%FORMATS[fmt].block else fmt
+
+def _made_up(name:str, fmt:str, shape, file, at:int)->TensorInfo:
+    "A tensor without bytes, its parts one after the other from byte `at`"
+    spans = {}
+    for part,(dtype,dims) in FORMATS[fmt].layout(shape).items():
+        n = math.prod(dims)*np.dtype(dtype).itemsize
+        spans[part] = Span(file, at, n, str(dtype), tuple(dims))
+        at += n
+    return TensorInfo(name, fmt, tuple(shape), spans, stored=name)
 
 def dummy_checkpoint(
     cfg:ModelConfig,
     wants:Iterable[Want], # The model's plan
-    # A key of `WEIGHTS` ('fp8' has a scale for each tile), 'as-shipped', or what gives the format
-    # of the matrix of a name
-    weights:str|Callable='bf16',
+    weights:str|Callable='bf16', # Key of `WEIGHTS`, 'as-shipped', or the format of a matrix's name
     seed:int=0,
     like:Checkpoint|None=None, # One whose names, shapes, tokenizer and (as-shipped) formats to take
 )->Checkpoint: # `kind` is 'dummy'
-    """A checkpoint that holds what `wants` asks for, in made-up numbers;
-    a `ConfigError` for an unknown `weights`"""
-    if not callable(weights) and weights not in (*WEIGHTS,'as-shipped'):
-        raise ConfigError(
-            f'weights is {weights!r}, expected one of {", ".join((*WEIGHTS,"as-shipped"))}',
-            param='weights')
+    """A checkpoint that holds what `wants` asks for, in made-up numbers ('fp8' with a scale for
+    each tile); a `ConfigError` for an unknown `weights`"""
+    known = *WEIGHTS,'as-shipped'
+    if not callable(weights) and weights not in known:
+        expected = f'expected one of {", ".join(known)}'
+        raise ConfigError(f'weights is {weights!r}, {expected}', param='weights')
     wants = list(wants)
-    file = SimpleNamespace(name='made up')
-    tensors = {}
-    at = 0
-    for k,shape in (s for w in wants for s in _sources(w, like)):
-        if like and weights=='as-shipped':
-            fmt = like.tensors[k].fmt
-        elif callable(weights):
-            fmt = weights(k)
-        else:
-            fmt = (
-                (
-                    _shipped(cfg, k) if weights=='as-shipped'
-                    else f(k) if callable(f := WEIGHTS[weights]) else f)
-                if quantizable(k) and len(shape)>1
-                else 'BF16')
-        if fmt not in FORMATS or len(shape)<2:
-            fmt = 'F32'
-        if FORMATS[fmt].block<128 and shape[-1]%FORMATS[fmt].block:
-            fmt = 'BF16'
-        spans = {}
-        for p,(d,s) in FORMATS[fmt].layout(shape).items():
-            n = math.prod(s)*np.dtype(d).itemsize
-            spans[p] = Span(file, at, n, str(d), tuple(s))
-            at += n
-        tensors[k] = TensorInfo(k, fmt, tuple(shape), spans, stored=k)
+    file,at,tensors = SimpleNamespace(name='made up'),0,{}
+    for name,shape in (s for w in wants for s in _sources(w, like)):
+        fmt = _format_of(name, shape, cfg, weights, like)
+        tensors[name] = t = _made_up(name, fmt, shape, file, at)
+        at += t.nbytes
     path = Path(like.path if like else cfg.name or 'dummy')
-    return Dummy(
-        path,
-        dict(like.meta) if like else {},
-        cfg,
-        tensors,
-        like.folder if like else path,
-        seed,
-        {s for w in wants if w.integers for s in w.sources})
+    meta = dict(like.meta) if like else {}
+    folder = like.folder if like else path
+    whole = {s for w in wants if w.integers for s in w.sources}
+    return Dummy(path, meta, cfg, tensors, folder, seed, whole)

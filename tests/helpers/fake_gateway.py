@@ -20,7 +20,8 @@ COMMAND = (sys.executable, Path(__file__).parent/'fake_worker.py')
 
 def main(policy=None, no_text=False, port=0, file=None, **kw):
     "Serve; with `no_text` the tokenizers of all models are missing; with `file` the models of a fleet"
-    if file: kw['models'] = FleetFile(file)
+    if file:
+        kw['models'] = FleetFile(file)
     serve(**kw,
         policy=Policy(**policy or {}),
         port=port,
@@ -28,4 +29,5 @@ def main(policy=None, no_text=False, port=0, file=None, **kw):
         text=missing if no_text else text,
         command=COMMAND)
 
-if __name__=='__main__': main(**json.loads(sys.argv[1]))
+if __name__=='__main__':
+    main(**json.loads(sys.argv[1]))

@@ -30,7 +30,8 @@ def app_of(runner, tokenizer, template=None, **kw):
 def run(app, sock, drain):
     "Serve until SIGINT or SIGTERM"
     server = uvicorn.Server(server_config(app, drain=drain))
-    with suppress(KeyboardInterrupt): server.run(sockets=[sock])
+    with suppress(KeyboardInterrupt):
+        server.run(sockets=[sock])
 
 def threaded(engine, info, tokenizer, template=None, ops=None, **side):
     "`Models` with one, whose engine steps in a worker's thread"
