@@ -20,7 +20,8 @@ def unit(path):
     "A unit's sections: name -> key -> list of values"
     out,into = {},None
     for line in path.read_text().splitlines():
-        if line.startswith('['): into = out.setdefault(line.strip('[]'), {})
+        if line.startswith('['):
+            into = out.setdefault(line.strip('[]'), {})
         elif line and line[0] not in '#;':
             k,_,v = line.partition('=')
             into.setdefault(k, []).append(v)
@@ -40,7 +41,8 @@ def flags(*command):
 def test_units_are_valid(path, tmp_path):
     "As systemd itself says: no unknown key, no bad value. What they run is not on this machine"
     exe = shutil.which('systemd-analyze') or pytest.skip('no systemd here')
-    for p in UNITS: (tmp_path/p.name).write_text(p.read_text().replace('/opt/atlas/bin/atlas', '/bin/true'))
+    for p in UNITS:
+        (tmp_path/p.name).write_text(p.read_text().replace('/opt/atlas/bin/atlas', '/bin/true'))
     r = subprocess.run([exe, 'verify', '--man=no', tmp_path/path.name], capture_output=True, text=True, timeout=WAIT)
     said = [l for l in r.stderr.splitlines() if path.name in l]
     assert not said and r.returncode==0, r.stderr
@@ -56,7 +58,8 @@ def test_the_server_is_a_user_and_what_drops_caches_is_root():
     server,drop = (unit(deploy/'systemd'/f'{n}.service') for n in ('atlas','atlas-drop-caches'))
     assert server['Service']['User']==['atlas'] and 'User' not in drop['Service']
     assert 'drop_caches' in drop['Service']['ExecStart'][0] and drop['Service']['Type']==['oneshot']
-    for k in ('Wants','After'): assert 'atlas-drop-caches.service' in server['Unit'][k][0].split()
+    for k in ('Wants','After'):
+        assert 'atlas-drop-caches.service' in server['Unit'][k][0].split()
     assert server['Service']['Type']==['notify'] and server['Service']['TimeoutStartSec']==['infinity']
 
 @pytest.mark.parametrize('name', ['atlas.service','atlas-watch.service'])
@@ -73,18 +76,25 @@ def kept(tmp_path, **env):
     s.settimeout(WAIT)
     env = os.environ|dict(NOTIFY_SOCKET=str(tmp_path/'notify'), PYTHONPATH=f'{root}:{root/"tests"/"helpers"}')|env
     p = subprocess.Popen([*map(str, GATEWAY), json.dumps(dict(models=['m']))], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env)
-    try: yield p,s
-    finally: p.kill(); p.wait(WAIT); s.close()
+    try:
+        yield p,s
+    finally:
+        p.kill()
+        p.wait(WAIT)
+        s.close()
 
 def test_a_server_tells_systemd_how_it_is(tmp_path):
     "Ready once its models are; alive, again and again; and that it stops"
     with kept(tmp_path, WATCHDOG_USEC='600000') as (p,s):
         said = []
         def hear(word):
-            while not any(word in m for m in said): said.append(s.recv(999).decode())
+            while not any(word in m for m in said):
+                said.append(s.recv(999).decode())
         hear('READY=1')
         said.clear()
-        for _ in range(3): hear('WATCHDOG=1'); said.clear()
+        for _ in range(3):
+            hear('WATCHDOG=1')
+            said.clear()
         p.send_signal(signal.SIGTERM)
         hear('STOPPING=1')
         assert p.wait(WAIT)==0
@@ -92,14 +102,17 @@ def test_a_server_tells_systemd_how_it_is(tmp_path):
 def test_a_server_that_hangs_is_silent(tmp_path):
     "Stopped, it says nothing, and its watchdog would bite"
     with kept(tmp_path, WATCHDOG_USEC='300000') as (p,s):
-        while 'WATCHDOG=1' not in s.recv(999).decode(): pass
+        while 'WATCHDOG=1' not in s.recv(999).decode():
+            pass
         p.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, p.pid, os.WSTOPPED|os.WNOWAIT)
         s.setblocking(False)
         with pytest.raises(BlockingIOError):
-            for _ in range(99): s.recv(999) # what was on its way
+            for _ in range(99):
+                s.recv(999) # what was on its way
         s.settimeout(.5)
-        with pytest.raises(TimeoutError): s.recv(999)
+        with pytest.raises(TimeoutError):
+            s.recv(999)
         p.send_signal(signal.SIGCONT)
         s.settimeout(WAIT)
         assert 'WATCHDOG=1' in s.recv(999).decode()
@@ -134,7 +147,8 @@ def test_the_image_has_what_it_copies():
 def test_the_image_builds_what_setup_needs(tmp_path):
     "All that setup.py reads beside the packages is copied"
     copied = {s for k,a in dockerfile() if k=='COPY' for s in a.split()}
-    for name in re.findall(r"here/'([\w.]+)'", (root/'setup.py').read_text()): assert name in copied, name
+    for name in re.findall(r"here/'([\w.]+)'", (root/'setup.py').read_text()):
+        assert name in copied, name
 
 def test_the_image_runs_a_command_that_there_is():
     d = dict(dockerfile())
@@ -144,7 +158,8 @@ def test_the_image_runs_a_command_that_there_is():
     assert d['EXPOSE']=='8888' and d['USER']=='atlas'
     ini = ConfigParser(delimiters=['='])
     ini.read(root/'settings.ini')
-    for extra in d['ARG'].partition('=')[2].split(','): assert f'{extra}_requirements' in ini['DEFAULT']
+    for extra in d['ARG'].partition('=')[2].split(','):
+        assert f'{extra}_requirements' in ini['DEFAULT']
     assert extra in (root/'setup.py').read_text()
 
 # -- compose, Prometheus, Grafana ------------------------------------------------------------------
@@ -162,8 +177,10 @@ def test_compose_mounts_what_there_is():
             source = v.split(':')[0]
             known = source in COMPOSE['volumes'] or (deploy/source).exists()
             assert known, f'{name}: {v}'
-        for other in s.get('depends_on', ()): assert other in COMPOSE['services']
-        for secret in s.get('secrets', ()): assert secret['source'] in COMPOSE['secrets']
+        for other in s.get('depends_on', ()):
+            assert other in COMPOSE['services']
+        for secret in s.get('secrets', ()):
+            assert secret['source'] in COMPOSE['secrets']
     built = COMPOSE['services']['atlas']['build']
     assert (deploy/built['context']/built['dockerfile']).exists()
 
@@ -191,7 +208,8 @@ def samples():
     m.machine = everything_seen()
     out = {}
     for l in m.text().decode().splitlines():
-        if l[:1]!='#' and (x := re.match(r'([\w:]+)(?:\{(.*)\})? ', l)): out.setdefault(x[1], set()).update(re.findall(r'(\w+)=', x[2] or ''))
+        if l[:1]!='#' and (x := re.match(r'([\w:]+)(?:\{(.*)\})? ', l)):
+            out.setdefault(x[1], set()).update(re.findall(r'(\w+)=', x[2] or ''))
     return out
 
 def test_alerts_name_what_there_is():

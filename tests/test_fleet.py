@@ -59,7 +59,8 @@ ENV = dict(SPARK2_KEY='secret')
 
 def refusal(text, env=ENV):
     "What is said of a file that is refused"
-    with pytest.raises(FleetError) as e: fleet_of(text, 'atlas.yaml', env)
+    with pytest.raises(FleetError) as e:
+        fleet_of(text, 'atlas.yaml', env)
     return e.value
 
 # -- the file --------------------------------------------------------------------------------------
@@ -120,8 +121,10 @@ def test_refused_with_line_and_remedy(what):
     assert WHOLE.count(old)==1
     e = refusal(WHOLE.replace(old, new))
     line = WHOLE[:WHOLE.index(old)].count('\n')+1
-    if what=='no YAML': assert e.line in (line,line+1)
-    else: assert e.line==line and f'atlas.yaml, line {line}:' in e.msg
+    if what=='no YAML':
+        assert e.line in (line,line+1)
+    else:
+        assert e.line==line and f'atlas.yaml, line {line}:' in e.msg
     assert says in e.msg and advice in e.hint+e.msg and e.status==400
 
 def test_all_that_is_wrong_is_told():
@@ -138,7 +141,8 @@ def test_nonsense_is_refused(text, says): assert says in refusal(text).msg
 
 def test_a_bomb_of_aliases_is_refused():
     lines = ['a: &a [1,1,1,1,1,1,1,1,1,1]']
-    for x,y in zip('abcdefgh', 'bcdefghi'): lines.append(f'{y}: &{y} [{",".join(["*"+x]*10)}]')
+    for x,y in zip('abcdefgh', 'bcdefghi'):
+        lines.append(f'{y}: &{y} [{",".join(["*"+x]*10)}]')
     assert 'has more than' in refusal('\n'.join(lines)).msg
 
 def test_anchors_and_merges_are_fine():
@@ -147,9 +151,11 @@ def test_anchors_and_merges_are_fine():
 
 def test_files(tmp_path):
     path = tmp_path/'atlas.yaml'
-    with pytest.raises(FleetError, match='cannot be read'): read_fleet(path)
+    with pytest.raises(FleetError, match='cannot be read'):
+        read_fleet(path)
     path.write_bytes(b'models:\n  a: tiny\nnames: {\xff: a}')
-    with pytest.raises(FleetError, match='line 3: this is not UTF-8'): read_fleet(path)
+    with pytest.raises(FleetError, match='line 3: this is not UTF-8'):
+        read_fleet(path)
     path.write_text('models: {a: tiny}')
     assert read_fleet(path).config('a').model=='tiny'
 
@@ -177,7 +183,8 @@ def test_where_names_lead():
     assert n.end('spark2/x').upstream==('spark2','x') and n.end('gemma-9').upstream==('spark2','gemma-9')
     assert n.find('gemma-9', None, {'gemma-9'}).model=='gemma-9', 'a model of another server, by its own name'
     assert n.find('auto', TextAsk([], prompts=['fn main() in rust'])).manner.sampling==dict(max_tokens=8192)
-    with pytest.raises(SourceError) as e: n.find('cybr')
+    with pytest.raises(SourceError) as e:
+        n.find('cybr')
     assert e.value.status==404 and 'cyber' in e.value.hint
 
 def test_only_the_last_word_of_a_user_counts():
@@ -208,15 +215,19 @@ _globs = st.dictionaries(st.sampled_from(['x*','xy*','*z','*','p?x']), _names, m
 def fleets(draw):
     "A file in which names lead anywhere"
     lines = ['models: {m0: tiny, m1: {model: tiny, keywords: [red]}}','names:','  a0: '+draw(_names)]
-    for p in draw(st.sets(st.sampled_from(['p0','p1','p2']))): lines.append(f'  {p}: {draw(st.one_of(_names,_persona))}')
-    for g,to in draw(_globs).items(): lines.append(f'  "{g}": {to}')
+    for p in draw(st.sets(st.sampled_from(['p0','p1','p2']))):
+        lines.append(f'  {p}: {draw(st.one_of(_names,_persona))}')
+    for g,to in draw(_globs).items():
+        lines.append(f'  "{g}": {to}')
     routes = draw(st.dictionaries(st.sampled_from(['r0','r1','r2']), st.lists(_names, min_size=1, max_size=3)))
     return '\n'.join(lines+['routes:'+json.dumps(routes)] if routes else lines).replace('routes:{', 'routes: {')
 
 def leads(f, name, seen=()):
     "Does a name lead in a circle, as a reader of the file would see it?"
-    if name in seen: return True
-    if name in f['models']: return False
+    if name in seen:
+        return True
+    if name in f['models']:
+        return False
     to = f.get('routes', {}).get(name) or f['names'].get(name, [])
     to = [to] if isinstance(to, str) else [to['model']] if isinstance(to, dict) else to
     return any(leads(f, t, (*seen,name)) for t in to)
@@ -228,18 +239,23 @@ def test_every_name_has_one_end(text, name, words):
     import yaml
     raw = yaml.safe_load(text)
     round_ = any(leads(raw, n) for n in [*raw['names'],*raw.get('routes', {})])
-    try: f = fleet_of(text, env={})
-    except FleetError: return
+    try:
+        f = fleet_of(text, env={})
+    except FleetError:
+        return
     assert not round_
     n = Names(f)
     exact = name in {*f.models,*f.names,*f.routes}
-    try: end = n.find(name, said(words))
+    try:
+        end = n.find(name, said(words))
     except SourceError as e:
         assert e.status==404 and not exact and '*' not in f.names
         return
     assert end.model in f.models and n.find(name, said(words))==end
-    if exact: assert n.exact(name) in f.models and not re.search(r'^\S+ > \S+ \([^)]*[*?]', end.why)
-    else: assert n.exact(name) is None and end.why.startswith(f'{name} > ')
+    if exact:
+        assert n.exact(name) in f.models and not re.search(r'^\S+ > \S+ \([^)]*[*?]', end.why)
+    else:
+        assert n.exact(name) is None and end.why.startswith(f'{name} > ')
 
 # -- the APIs ----------------------------------------------------------------------------------------
 
@@ -277,7 +293,8 @@ def personas():
         made.append(Served([n], Upstream(n, [n], r.info, tok, ChatTemplate(TEMPLATE+'{{ language }}'), parsers=('hermes',None), runner=r)))
     ms = Models(made)
     ms.names = Names(f)
-    with TestClient(create_app(ms), base_url='http://localhost') as http: yield SimpleNamespace(http=http, models=ms, **runners)
+    with TestClient(create_app(ms), base_url='http://localhost') as http:
+        yield SimpleNamespace(http=http, models=ms, **runners)
 
 CHAT = dict(messages=[dict(role='user', content='Some malware')])
 ASKED = {
@@ -295,8 +312,10 @@ def test_every_api_knows_names(personas, path, stream):
     q, = personas.qwen.seen
     assert (q.params.temperature, q.params.top_p, q.params.max_tokens)==(.25, .9, 5 if 'max_tokens' in ASKED[path] else 7)
     assert q.salt=='lab:'
-    if path!='/v1/completions': assert 'system: You know malware.' in personas.qwen.prompts[0] and personas.qwen.prompts[0].endswith('fr')
-    if not stream: assert r.json()['model']=='auto'
+    if path!='/v1/completions':
+        assert 'system: You know malware.' in personas.qwen.prompts[0] and personas.qwen.prompts[0].endswith('fr')
+    if not stream:
+        assert r.json()['model']=='auto'
 
 def test_a_request_wins(personas):
     body = CHAT|dict(model='cyber', temperature=1.0, max_completion_tokens=3, cache_salt='mine', chat_template_kwargs=dict(language='de'))
@@ -376,8 +395,10 @@ def test_unload_of_no_name_where_any_name_will_do():
 
 def alive(pid):
     "Is there such a process, other than a dead one that nobody has reaped?"
-    try: return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0]!='Z'
-    except OSError: return False
+    try:
+        return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0]!='Z'
+    except OSError:
+        return False
 
 def text_side(config): return dict(tokenizer=tok)
 def small(configs, budget):
@@ -414,7 +435,8 @@ async def following(path, text=FIRST, **kw):
     ms._tell = heard
     ms._take(ms.all)
     await ms.start()
-    try: yield file,ms
+    try:
+        yield file,ms
     finally:
         await asyncio.wait_for(ms.close(), WAIT)
         assert not any(map(alive, set(pids))) and not ms.going
@@ -445,19 +467,23 @@ async def test_reload_touches_only_what_changed(tmp_path):
         ups = {n: await ms.get(n) for n in ('one','two','three')}
         pids = {n: ms.find(n).child.pid for n in ups}
         streams = {n: u.runner.submit(request(f'r-{n}', '<hold>')) for n,u in ups.items()}
-        for s in streams.values(): await anext(s)
+        for s in streams.values():
+            await anext(s)
         file.path.write_text(SECOND)
         was = dict(ms.models)
         said = await file.reload()
         assert said==dict(kept=['one'], changed=['two'], added=['four'], removed=['three'])
         assert ms.find('eins') is was['one'] and ms.find('one').ttl==3600
         for gone in 'three','tre','uno':
-            with pytest.raises(SourceError): ms.find(gone)
+            with pytest.raises(SourceError):
+                ms.find(gone)
         two = ms.find('two')
         await happens(lambda: two.state=='loading')
         assert two.child is None and alive(pids['two']), 'the new one waits until the old one is gone'
-        for n in 'two','three': streams[n].abort()
-        for n in 'two','three': assert (await collect(streams[n]))[0]=='abort'
+        for n in 'two','three':
+            streams[n].abort()
+        for n in 'two','three':
+            assert (await collect(streams[n]))[0]=='abort'
         assert (await ms.get('two')).info['max_seq_len']==512 and (await ms.get('vier')).name=='four'
         await happens(lambda: not (alive(pids['two']) or alive(pids['three'])))
         assert ms.find('one').child.pid==pids['one'] and ms.find('one').restarts==0
@@ -471,10 +497,12 @@ async def test_a_file_with_a_mistake_changes_nothing(tmp_path, caplog):
         before = dict(ms.models),ms.names,file.fleet,ms.find('one').child.pid
         for wrong in (SECOND.replace('vier: four', 'vier: fuor'), 'models: [', ''):
             file.path.write_text(wrong)
-            with pytest.raises(FleetError) as e: await file.reload()
+            with pytest.raises(FleetError) as e:
+                await file.reload()
             assert e.value.status==400 and 'line' in e.value.msg
         file.path.unlink()
-        with pytest.raises(FleetError, match='cannot be read'): await file.reload()
+        with pytest.raises(FleetError, match='cannot be read'):
+            await file.reload()
         assert (dict(ms.models),ms.names,file.fleet,ms.find('one').child.pid)==before
         assert (await collect((await ms.get('uno')).runner.submit(request('r'))))[0]=='stop'
         assert sum('is not taken' in r.getMessage() for r in caplog.records)==4
@@ -527,8 +555,11 @@ def serving(command, **kw):
             yield http
     finally:
         p.terminate()
-        try: p.wait(WAIT)
-        finally: p.kill(); p.stdout.close()
+        try:
+            p.wait(WAIT)
+        finally:
+            p.kill()
+            p.stdout.close()
 
 def gateway(path, **kw):
     said = dict(file=str(path), policy=vars(PATIENT), drain=WAIT, **kw)
@@ -648,7 +679,8 @@ def test_a_budget_smaller_than_weights_is_refused(tmp_path):
         r = atlas(*args)
         assert r.returncode==1 and f'{path}, line 3: models.tiny.model has weights of' in r.stderr and 'Raise memory' in r.stderr
     ms = file(HOW)
-    with pytest.raises(FleetError, match='has weights of'): asyncio.run(ms.reload())
+    with pytest.raises(FleetError, match='has weights of'):
+        asyncio.run(ms.reload())
     assert file.fleet.memory is None
 
 # -- one memory ----------------------------------------------------------------------------------------
@@ -677,10 +709,12 @@ async def test_models_of_a_file_share_its_memory(tmp_path, monkeypatch):
         await ms.get('two')
         assert (ms.find('one').state, ms.find('two').state) in (('unloaded','loaded'),('sleeping','loaded'))
         file.path.write_text(TWO.replace('10GiB', '4GiB'))
-        with pytest.raises(FleetError) as e: await file.reload()
+        with pytest.raises(FleetError) as e:
+            await file.reload()
         assert e.value.line==2 and 'takes 6 GiB' in e.value.msg and ms.residency.budget==10*GIB
         file.path.write_text(TWO.replace('{load_on_startup: true}', '{pin: true}').replace('{load_on_startup: false}', '{pin: true}'))
-        with pytest.raises(FleetError, match='pinned'): await file.reload()
+        with pytest.raises(FleetError, match='pinned'):
+            await file.reload()
         assert not ms.find('one').pinned, 'as it was'
         pid = ms.find('two').child.pid
         file.path.write_text(TWO.replace('10GiB', '20GiB'))
@@ -722,7 +756,8 @@ def test_too_little_is_free(tmp_path):
     "It is refused at the start, with both numbers"
     (tmp_path/'atlas.yaml').write_text(NOBODY)
     file = FleetFile(tmp_path/'atlas.yaml', machine=machine(7*GIB, 20*GIB))
-    with pytest.raises(FleetError) as e: file(HOW|dict(measure=measure))
+    with pytest.raises(FleetError) as e:
+        file(HOW|dict(measure=measure))
     assert 'that is free, less a reserve, is too little' in e.value.msg
     assert 'takes 6 GiB' in e.value.msg and '5 GiB' in e.value.msg
 
@@ -802,9 +837,11 @@ class Elsewhere:
     async def __call__(self, scope, receive, send):
         from starlette.requests import Request as HttpRequest
         from starlette.responses import JSONResponse
-        if scope['type']!='http': return
+        if scope['type']!='http':
+            return
         q = HttpRequest(scope, receive)
-        if self.down: return await JSONResponse(dict(error=dict(message='down')), 503)(scope, receive, send)
+        if self.down:
+            return await JSONResponse(dict(error=dict(message='down')), 503)(scope, receive, send)
         if q.url.path.endswith('/models'):
             return await JSONResponse(dict(data=[dict(id=m) for m in self.models]))(scope, receive, send)
         b = await q.json()
@@ -835,7 +872,8 @@ def beside(app, text=FAR):
         ms = Models([Served(['near'], Upstream('near', ['near'], r.info, tok, ChatTemplate(TEMPLATE), runner=r))], backends=backends(f))
         ms.names,ms.fallbacks = Names(f),stand_ins(f)
         ms.meet()
-        with TestClient(create_app(ms), base_url='http://localhost') as http: yield SimpleNamespace(http=http, models=ms, near=r, url=url)
+        with TestClient(create_app(ms), base_url='http://localhost') as http:
+            yield SimpleNamespace(http=http, models=ms, near=r, url=url)
 
 def test_names_lead_to_other_servers():
     "A persona over a model elsewhere: prompt and sampling go there; a plain name passes through"
@@ -940,8 +978,10 @@ async def test_who_watches_hears_of_a_changed_file(tmp_path, monkeypatch):
     def watching(entry):
         async def run(models):
             begun.append((entry.every, models))
-            try: await asyncio.Event().wait()
-            finally: ended.append(entry.every)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append(entry.every)
         return run
     monkeypatch.setattr(reload, 'watching', watching)
     text = FIRST+'watch: {every: 1m}'

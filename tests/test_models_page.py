@@ -40,7 +40,8 @@ class Shams(Models):
     memory = dict(budget=100*GIB)
     async def unload(self, name):
         m = self.find(name)
-        if not m.wanted: raise RequestError(f'{m.name} is not loaded', param='model')
+        if not m.wanted:
+            raise RequestError(f'{m.name} is not loaded', param='model')
         await m.stop()
         return m.described()
 
@@ -57,15 +58,18 @@ def serving(**kw):
     ms = Shams([sham('large', 60*GIB), sham('small', 8*GIB),
         sham('other', 70*GIB, 'unloaded'),
         sham('broken', 5*GIB, 'failed', f'There is no file {NASTY}')], first=[])
-    with running(create_app(ms, **kw)) as ms.url: yield ms
+    with running(create_app(ms, **kw)) as ms.url:
+        yield ms
 
 @pytest.fixture(scope='module')
 def chromium():
-    with browser() as b: yield b
+    with browser() as b:
+        yield b
 
 @pytest.fixture
 def served():
-    with serving() as ms: yield ms
+    with serving() as ms:
+        yield ms
 
 @pytest.fixture
 def page(chromium, served):
@@ -145,7 +149,8 @@ def test_a_server_that_is_gone(page):
 
 @pytest.fixture
 def locked():
-    with serving(rules=Rules(keys=Keys({'sesame':'user', 'onion':'admin'}))) as ms: yield ms
+    with serving(rules=Rules(keys=Keys({'sesame':'user', 'onion':'admin'}))) as ms:
+        yield ms
 
 def give(p, key):
     p.js(f'$("key").value = {json.dumps(key)}; $("keyform").requestSubmit()')

@@ -12,18 +12,23 @@ TOOL = dict(type='function', function=dict(name='weather', parameters=dict(type=
 def script(prompt):
     "An answer to the last question, as a model that thinks would write it"
     last = prompt.rsplit('user: ', 1)[-1]
-    if 'tool:' in last: return '</think>It is 12 degrees.'
-    if 'weather' in last: return '<think>Look.</think><tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-    if 'nothing' in last: return '<think>Hm.</think>'
+    if 'tool:' in last:
+        return '</think>It is 12 degrees.'
+    if 'weather' in last:
+        return '<think>Look.</think><tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    if 'nothing' in last:
+        return '<think>Hm.</think>'
     return '<think>Let me see.</think>Forty-two.'
 
 @pytest.fixture(scope='module')
 def chromium():
-    with browser() as b: yield b
+    with browser() as b:
+        yield b
 
 @pytest.fixture(scope='module')
 def served():
-    with service(script) as s: yield s
+    with service(script) as s:
+        yield s
 
 @pytest.fixture
 def page(chromium, served):
@@ -40,7 +45,8 @@ def say(p, text, wait=True):
     p.js('$("box").focus()')
     p.type(text)
     p.enter()
-    if wait: p.until('!running && state.messages.at(-1).role !== "user"')
+    if wait:
+        p.until('!running && state.messages.at(-1).role !== "user"')
 
 # A server within the page: `push` sends a delta, `drop` loses the connection, `shut` ends the answer. For what must happen in the midst of one.
 STUB = '''window.fetch = async (url, o) => {
@@ -86,13 +92,15 @@ def test_an_answer_looks_the_same_however_it_came(page):
     got = page.js(f'''(() => {{ const t = {json.dumps(ALL)}, all = n => {{ const d = make('div'), a = new Answer(d); for (let i = 0; i < t.length; i += n) {{ a.text += t.slice(i, i + n); a.draw(); }} return d.innerHTML; }};
       return [t.length, 1, 2, 3, 7, 31].map(all); }})()''')
     assert got[0].count('<li')==8 and '<table' in got[0] and got[0].count('<math')==4 and 'hljs-' in got[0]
-    for g in got[1:]: assert g==got[0]
+    for g in got[1:]:
+        assert g==got[0]
 
 def test_markdown_of_endless_answers(page):
     "What a model may repeat for ever is drawn, and neither its length nor its depth brings the page down"
     for s in ('*a ','[','`','_a ','**','http://','- ','> ','1. a\\n\\n','| a ','\\\\','~~a',' ','(','***a','$','$$','$a','$$\\n','\\\\(','\\\\[','\\\\[\\n','$a $','\\n ','\\n  a'):
         assert page.js(f'(() => {{ const d = make("div"); d.append(...blocks("{s}".repeat(20000))); return true; }})()')
-    for s in ('> '.rstrip()*5000+'a', '\n'.join(' '*2*i+'- a' for i in range(400)), '\n'.join('>'*i+' - a' for i in range(200))): assert drawn(page, s).count('<')<3000
+    for s in ('> '.rstrip()*5000+'a', '\n'.join(' '*2*i+'- a' for i in range(400)), '\n'.join('>'*i+' - a' for i in range(200))):
+        assert drawn(page, s).count('<')<3000
 
 def test_right_to_left(page):
     page.js('(() => { const d = make("article"); d.id = "rtl"; d.append(...blocks("- עברית one\\n\\n> 1. مرحبا\\n\\nשלום\\n\\nEnglish")); $("log").append(d); })()')
@@ -166,7 +174,8 @@ def test_formulas(page, md, n):
     "As MathML; what is none, or cannot be read, stays as it was written"
     said = drawn(page, md)
     assert said.count('<math')==n
-    if n: assert '</math>' in said and not page.js(f'blocks({json.dumps(md)}).some(e => e.textContent.includes("$$"))')
+    if n:
+        assert '</math>' in said and not page.js(f'blocks({json.dumps(md)}).some(e => e.textContent.includes("$$"))')
 
 def test_a_formula_has_its_source(page):
     "For those who copy it; and its parts are elements, which screen readers know"
@@ -204,7 +213,8 @@ def test_what_is_drawn_is_not_drawn_again(page):
     page.until('$("log").querySelector(".assistant pre code")')
     page.js("""window.was = [...document.querySelectorAll(".assistant .body > *"), document.querySelector(".assistant pre code")]; window.lost = 0;
       new MutationObserver(ms => ms.forEach(m => { lost += m.removedNodes.length; })).observe(document.querySelector(".assistant .body"), {childList: true, subtree: true}); 0""")
-    for i in range(40): page.js(f'push({{content: "    x = {i}\\n"}}); await new Promise(requestAnimationFrame)')
+    for i in range(40):
+        page.js(f'push({{content: "    x = {i}\\n"}}); await new Promise(requestAnimationFrame)')
     page.until('was[2].textContent.includes("x = 39")')
     assert page.js('lost')==0 and page.js('was.every(e => e.isConnected)')
     page.js('push({content: "```"}); shut()')
@@ -217,7 +227,8 @@ def test_nothing_comes_from_elsewhere(page, served):
     say(page, 'hello')
     assert page.js('performance.getEntriesByType("resource").every(e => e.name.startsWith(location.origin))')
     import urllib.request
-    with urllib.request.urlopen(served.url) as r: policy,html = r.headers['content-security-policy'],r.read().decode()
+    with urllib.request.urlopen(served.url) as r:
+        policy,html = r.headers['content-security-policy'],r.read().decode()
     assert policy.count('sha256-')==html.count('<script>')==3 and 'src="' not in html.split('<style>')[0]
 
 # -- conversations ---------------------------------------------------------------------------------
@@ -331,7 +342,8 @@ SPEECH = 'Some **bold** words, of which many were drafted.\n\n- one\n- two'
 def guessing():
     "A server whose steps say four tokens, three of them accepted drafts"
     def answer(prompt): return '<think>Well.</think>'+SPEECH
-    with service(answer, drafts=3) as s: yield s
+    with service(answer, drafts=3) as s:
+        yield s
 
 @pytest.fixture
 def drafting(chromium, guessing):
@@ -497,7 +509,8 @@ RATIO = '''((a, b) => { const c = document.createElement('canvas').getContext('2
 def test_contrast(page, dark):
     "As WCAG 2.2 counts it: text 4.5, the edges of fields and the ring of the focus 3"
     page.dark(dark)
-    for a,b in (('text','bg'),('text','you'),('text','code'),('text','soft'),('dim','bg'),('dim','soft'),('accent','bg'),('on-accent','accent'),('bad','bad-bg'),*((c,'code') for c in 'kscnfv')): assert page.js(f'{RATIO}("--{a}", "--{b}")')>=4.5, (a, b)
+    for a,b in (('text','bg'),('text','you'),('text','code'),('text','soft'),('dim','bg'),('dim','soft'),('accent','bg'),('on-accent','accent'),('bad','bad-bg'),*((c,'code') for c in 'kscnfv')):
+        assert page.js(f'{RATIO}("--{a}", "--{b}")')>=4.5, (a, b)
     assert page.js(f'{RATIO}("--edge", "--bg")')>=3
     assert page.js('getComputedStyle($("box"), "::placeholder").color === getComputedStyle($("log").querySelector(".empty")).color')
 
@@ -506,7 +519,9 @@ def test_everything_has_a_name_and_the_tab_key_finds_it(page):
     assert not names
     page.js('document.activeElement.blur()')
     seen = []
-    for _ in range(10): page.tab(); seen.append(page.js('document.activeElement.id || document.activeElement.className || document.activeElement.localName'))
+    for _ in range(10):
+        page.tab()
+        seen.append(page.js('document.activeElement.id || document.activeElement.className || document.activeElement.localName'))
     assert [s for s in seen if s in ('model','chats','new','open','scroll','box','send')]==['model','chats','new','open','scroll','box','send']
     page.js('$("open").focus()')
     page.enter()
@@ -519,6 +534,7 @@ def test_nothing_is_wider_than_the_screen(page, width):
     page.size(width, 800, touch=width<1000)
     md = json.dumps('x'*500+'\n\n| a | b |\n|---|---|\n| '+'word '*40+' | '+'y'*300+' |\n\n```\n'+'z'*400+'\n```\n\n- '+'w'*300)
     page.js(f'state.messages = [{{role: "user", content: "u".repeat(400), calls: [], images: []}}, {{role: "assistant", content: {md}, reasoning: "r".repeat(400), calls: [{{id: "1", name: "n".repeat(80), arguments: "{{}}"}}], images: []}}]; showAll()')
-    for e in ('document.documentElement','scroll','document.body'): assert page.js(f'{e}.scrollWidth <= {e}.clientWidth'), e
+    for e in ('document.documentElement','scroll','document.body'):
+        assert page.js(f'{e}.scrollWidth <= {e}.clientWidth'), e
     page.js('drawer.showModal()')
     assert page.js('drawer.scrollWidth <= drawer.clientWidth')

@@ -38,17 +38,21 @@ def req(rid, text, **kw): return Request(rid, tuple(tok.encode(text) if isinstan
 
 def alive(pid):
     "Is there such a process, other than a dead one that nobody has reaped?"
-    try: return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0]!='Z'
-    except OSError: return False
+    try:
+        return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0]!='Z'
+    except OSError:
+        return False
 
 @asynccontextmanager
 async def running(*models, **kw):
     "`Models`, loaded; afterwards none of their processes is left"
     ms,pids = Models(list(models), **kw),[]
     tell = ms._tell
-    for m in ms.all: m.tell = lambda e, m=m: (pids.append(m.child.pid) if m.child else None, tell(e))
+    for m in ms.all:
+        m.tell = lambda e, m=m: (pids.append(m.child.pid) if m.child else None, tell(e))
     await ms.start()
-    try: yield ms
+    try:
+        yield ms
     finally:
         await asyncio.wait_for(ms.close(), WAIT)
         assert not any(map(alive, pids)) and all(m.child is None and not m.runner._streams for m in ms.all)
@@ -56,14 +60,17 @@ async def running(*models, **kw):
 async def collect(s):
     "The text of an answer, and how it ended"
     ids,last = [],None
-    async for e in s: ids += [e.token] if e.token is not None and e.finish!='stop' else []; last = e
+    async for e in s:
+        ids += [e.token] if e.token is not None and e.finish!='stop' else []
+        last = e
     return ''.join(tok.token(i) for i in ids).replace('Ġ', ' '),last
 async def ask(ms, text='hello', name=None, rid=None, **kw): return await collect((await ms.get(name)).runner.submit(req(rid or os.urandom(4).hex(), text, **kw)))
 async def ok(ms, name=None): return (await ask(ms, 'hello', name))[0]=='Hello there, reader.'
 async def begun(ms, text, name=None, n=1):
     "Streams that have said something"
     ss = [(await ms.get(name)).runner.submit(req(os.urandom(4).hex(), text, max_tokens=10**6)) for _ in range(n)]
-    for s in ss: await asyncio.wait_for(anext(s), WAIT)
+    for s in ss:
+        await asyncio.wait_for(anext(s), WAIT)
     return ss
 def running_test(f):
     "A coroutine as a test, with a limit that only a hang reaches"
@@ -108,7 +115,8 @@ async def test_refused_while_it_is_gone():
         m = ms.all[0]
         os.kill(m.child.pid, signal.SIGKILL)
         await happens(lambda: m.child is None and m.reason=='was ended by SIGKILL')
-        with pytest.raises(AtlasError) as e: await ms.get()
+        with pytest.raises(AtlasError) as e:
+            await ms.get()
         assert (e.value.status, e.value.code, e.value.retry_after>=1, ms.healthy, ms.all[0].reason)==(503, 'unavailable', True, False, 'was ended by SIGKILL')
 
 @pytest.mark.parametrize('mark,reason', [('<sticky>', 'CUDA error 700'), ('<bug>', 'KeyError')])
@@ -123,7 +131,8 @@ async def test_fault_of_the_engine(mark, reason):
         m.runner.end = lambda *a: (codes.append(m.code), end(*a))
         text,last = await asyncio.wait_for(ask(ms, mark), WAIT)
         assert last.finish=='error' and len(text)<=3 and 'secret' not in last.error
-        for s in others: assert (await asyncio.wait_for(collect(s), WAIT))[1].finish=='error'
+        for s in others:
+            assert (await asyncio.wait_for(collect(s), WAIT))[1].finish=='error'
         await happens(lambda: ms.healthy)
         assert m.code==FATAL and any(reason in r for r in reasons) and m.child.pid!=pid and await ok(ms)
 
@@ -149,10 +158,12 @@ async def test_no_memory_to_load(wrong, says):
     async with running(model('small'), model('large', at_load=wrong), first=['small']) as ms:
         assert await ok(ms, 'small')
         stream, = await begun(ms, '<endless>', 'small')
-        with pytest.raises(OutOfMemoryError, match=says) as e: await ms.get('large')
+        with pytest.raises(OutOfMemoryError, match=says) as e:
+            await ms.get('large')
         assert (e.value.status, ms.find('large').state, ms.find('large').code, ms.find('large').restarts)==(507, 'failed', REFUSED, 0)
         assert ms.healthy and await ok(ms, 'small') and ms.find('large').status|dict(args=0)==dict(value='unloaded', failed=True, exit_code=REFUSED, args=0, reason=ms.find('large').reason)
-        await asyncio.wait_for(anext(stream), WAIT); stream.abort()
+        await asyncio.wait_for(anext(stream), WAIT)
+        stream.abort()
         assert (await collect(stream))[1].finish=='abort'
 
 @pytest.mark.parametrize('mark,code', [('<oom>', 'out_of_memory'), ('<nan>', 'corrupted_output')])
@@ -175,8 +186,10 @@ async def test_clients_that_leave():
         def busy(): return r.stats()['num_requests_running']
         def blocks(): return r.stats()['blocks_used']
         await happens(lambda: busy()==16 and blocks()>=16)
-        for s in ss: s.abort()
-        for s in ss: assert (await collect(s))[1].finish=='abort'
+        for s in ss:
+            s.abort()
+        for s in ss:
+            assert (await collect(s))[1].finish=='abort'
         await happens(lambda: blocks()==0 and not busy())
         assert r.idle.is_set() and not r._numbers and await ok(ms)
 
@@ -186,8 +199,10 @@ async def test_queue_overflow():
     async with running(model(max_queue=2)) as ms:
         r,taken,refused = (await ms.get()).runner,[],0
         for i in range(50):
-            try: taken.append(r.submit(req(f'q{i}', 'hello')))
-            except QueueFullError as e: refused += e.status==503
+            try:
+                taken.append(r.submit(req(f'q{i}', 'hello')))
+            except QueueFullError as e:
+                refused += e.status==503
         assert (len(taken), refused)==(2, 48)
         assert [(await collect(s))[0] for s in taken]==['Hello there, reader.']*2 and await ok(ms)
 
@@ -196,25 +211,30 @@ async def test_frozen_worker():
     "SIGSTOP: not healthy, with the reason; those who are there wait. SIGCONT: all is well again, and nothing was lost"
     async with running(model()) as ms:
         m = ms.all[0]
-        s, = await begun(ms, '<endless>'); pid = m.child.pid
+        s, = await begun(ms, '<endless>')
+        pid = m.child.pid
         os.kill(pid, signal.SIGSTOP)
         impatient(m, stalled=.3)
         await happens(lambda: m.condition=='stalled', 'the watchman notices')
         assert not ms.healthy and 'no sign of life' in m.reason and ms.health()['models']['fake']['state']=='stalled'
-        with pytest.raises(AtlasError) as e: await ms.get()
+        with pytest.raises(AtlasError) as e:
+            await ms.get()
         assert e.value.status==503
         os.kill(pid, signal.SIGCONT)
         await happens(lambda: ms.healthy, 'it recovers')
         impatient(m, stalled=PATIENT.stalled)
         assert m.child.pid==pid and m.restarts==0 and m.reason is None and await ok(ms)
-        await anext(s); s.abort(); assert (await collect(s))[1].finish=='abort'
+        await anext(s)
+        s.abort()
+        assert (await collect(s))[1].finish=='abort'
 
 @running_test
 async def test_frozen_for_too_long():
     "After the longer limit it is ended and replaced"
     async with running(model()) as ms:
         m = ms.all[0]
-        s, = await begun(ms, '<endless>'); pid,reasons = m.child.pid,[]
+        s, = await begun(ms, '<endless>')
+        pid,reasons = m.child.pid,[]
         m.tell = lambda e: reasons.append(m.reason or '')
         os.kill(pid, signal.SIGSTOP)
         impatient(m, stalled=.1, dead=.3)
@@ -227,7 +247,8 @@ async def test_frozen_for_too_long():
 async def test_stuck_step():
     "A step that does not come back, in a process that lives"
     async with running(model()) as ms:
-        assert await ok(ms); pid = ms.all[0].child.pid
+        assert await ok(ms)
+        pid = ms.all[0].child.pid
         stuck, = await begun(ms, '<stuck>')
         impatient(ms.all[0], hung=.5)
         _,last = await asyncio.wait_for(collect(stuck), WAIT)
@@ -241,7 +262,8 @@ async def test_never_ready():
     "Loading that does not get on is ended, and after some tries given up with the reason"
     hasty = patience(start=.4, ends=2)
     async with running(model(policy=hasty, at_load='hang')) as ms:
-        with pytest.raises(AtlasError, match='did not get on') as e: await ms.get()
+        with pytest.raises(AtlasError, match='did not get on') as e:
+            await ms.get()
         m = ms.all[0]
         assert (e.value.status, m.state, m.restarts, ms.healthy, ms.health()['status'])==(503, 'failed', 1, False, 'unhealthy') and 'not ready' in m.reason
 
@@ -251,7 +273,8 @@ async def test_crash_loop(wrong, says, tmp_path):
     "A worker that ends at the start again and again is given up, with the reason; until somebody loads it again"
     lives = tmp_path/'lives'
     async with running(model(at_load=wrong, lives=str(lives))) as ms:
-        with pytest.raises(AtlasError, match=says) as e: await ms.get()
+        with pytest.raises(AtlasError, match=says) as e:
+            await ms.get()
         m = ms.all[0]
         assert (e.value.status, m.state)==(503, 'failed')
         assert len(lives.read_text().split())==PATIENT.ends
@@ -282,7 +305,8 @@ async def test_second_try():
 @running_test
 async def test_no_such_command():
     async with running(model(command=('/nowhere/python',))) as ms:
-        with pytest.raises(AtlasError, match='could not be started'): await ms.get()
+        with pytest.raises(AtlasError, match='could not be started'):
+            await ms.get()
 
 @running_test
 async def test_garbage():
@@ -291,14 +315,17 @@ async def test_garbage():
         m,other = ms.all[0],(await begun(ms, '<endless>'))[0]
         pid,reasons = m.child.pid,[]
         m.tell = lambda e: reasons.append(m.reason or '')
-        for c in (ask(ms, '<garbage>'), collect(other)): assert (await asyncio.wait_for(c, WAIT))[1].finish=='error'
+        for c in (ask(ms, '<garbage>'), collect(other)):
+            assert (await asyncio.wait_for(c, WAIT))[1].finish=='error'
         await happens(lambda: ms.healthy and m.child.pid!=pid)
         assert any('does not speak our language' in r for r in reasons) and await ok(ms)
 
 @running_test
 async def test_garbage_to_the_worker():
     async with running(model()) as ms:
-        assert await ok(ms); m = ms.all[0]; pid = m.child.pid
+        assert await ok(ms)
+        m = ms.all[0]
+        pid = m.child.pid
         m.runner._wire.write(b'\x00'*64)
         await happens(lambda: m.restarts==1 and ms.healthy)
         assert m.child.pid!=pid and m.code==FATAL and await ok(ms)
@@ -309,7 +336,8 @@ async def test_clocks_that_jump(monkeypatch):
     true = time.time
     monkeypatch.setattr(time, 'time', lambda: true()+random.choice((-1,1))*86400*400)
     async with running(model(clock=True)) as ms:
-        for _ in range(20): assert await ok(ms)
+        for _ in range(20):
+            assert await ok(ms)
         assert ms.all[0].restarts==0 and ms.healthy and ms.all[0].condition=='loaded'
 
 def test_only_the_monotonic_clock():
@@ -340,7 +368,8 @@ async def test_what_cannot_be_followed_is_given_up(monkeypatch):
     async def broken(self, sock): raise RuntimeError('a mistake')
     monkeypatch.setattr('atlas.service.remote.RemoteRunner.attach', broken)
     async with running(model()) as ms:
-        with pytest.raises(AtlasError, match='RuntimeError'): await ms.get()
+        with pytest.raises(AtlasError, match='RuntimeError'):
+            await ms.get()
         assert ms.all[0].state=='failed'
 
 @running_test
@@ -348,9 +377,11 @@ async def test_text_side_that_fails():
     "A model without a tokenizer, or with a mistake of our own there: it says so, and its process goes"
     def missing(o): raise RequestError('There is no tokenizer')
     for text,says in ((missing, 'no tokenizer'), (lambda o: 1/0, 'ZeroDivisionError'), (lambda o: dict(nonsense=1), 'TypeError')):
-        m = model(); m.text = text
+        m = model()
+        m.text = text
         async with running(m) as ms:
-            with pytest.raises(AtlasError, match=says): await ms.get()
+            with pytest.raises(AtlasError, match=says):
+                await ms.get()
             assert m.state=='failed' and m.child is None
 
 @running_test
@@ -362,7 +393,8 @@ async def test_images_are_sent_once():
     sent,r = [],RemoteRunner('r')
     r._wire,r._ready,r.info = NS(write=sent.append),True,dict(max_seq_len=100)
     pics,more = ((np.ones((4,8), 'f4'), (1,2,2)),),((np.zeros((4,8), 'f4'), (1,2,2)),)
-    for i,p in enumerate((pics, pics, more, (), (), pics)): r.submit(req(f'{i}', [1,2], temperature=0)) if not p else r.submit(Request(f'{i}', (1,2), SamplingParams(), images=p))
+    for i,p in enumerate((pics, pics, more, (), (), pics)):
+        r.submit(req(f'{i}', [1,2], temperature=0)) if not p else r.submit(Request(f'{i}', (1,2), SamplingParams(), images=p))
     got = [m[3] for b in sent for m in Frames().feed(b)]
     assert [None if g is None else len(g) for g in got]==[1,None,1,0,0,1] and (got[0][0][0]==1).all() and (got[2][0][0]==0).all()
 
@@ -372,17 +404,22 @@ async def test_images_are_sent_once():
 async def test_load_and_unload():
     async with running(model('a'), model('b', say='I am b.'), first=[]) as ms:
         assert ms.healthy and [d['status']['value'] for d in ms.list()]==['unloaded']*2
-        with pytest.raises(RequestError, match='not loaded'): await ms.unload('a')
+        with pytest.raises(RequestError, match='not loaded'):
+            await ms.unload('a')
         assert (await ask(ms, name='b'))[0]=='I am b.' and [m.state for m in ms.all]==['unloaded','loaded']
-        with pytest.raises(RequestError, match='loaded already'): await ms.load('b')
+        with pytest.raises(RequestError, match='loaded already'):
+            await ms.load('b')
         await ms.load('a')
-        with pytest.raises(RequestError): await ms.load('a')
-        s, = await begun(ms, 'hello', 'b'); pid = ms.find('b').child.pid
+        with pytest.raises(RequestError):
+            await ms.load('a')
+        s, = await begun(ms, 'hello', 'b')
+        pid = ms.find('b').child.pid
         await ms.unload('b')
         assert (await collect(s))[1].finish=='stop'  # it may finish
         await happens(lambda: ms.find('b').state=='unloaded')
         assert not alive(pid) and await ok(ms, 'a') and (await ask(ms, name='b'))[0]=='I am b.'
-        with pytest.raises(AtlasError) as e: await ms.get('c')
+        with pytest.raises(AtlasError) as e:
+            await ms.get('c')
         assert e.value.status==404
 
 @running_test
@@ -414,13 +451,16 @@ async def test_unload_ends_what_does_not_finish():
 async def test_load_on_request_is_shared():
     "Fifty who ask at once start one process; one who leaves does not stop it"
     async with running(model(), first=[]) as ms:
-        gone = asyncio.create_task(ms.get()); await asyncio.sleep(0); gone.cancel()
+        gone = asyncio.create_task(ms.get())
+        await asyncio.sleep(0)
+        gone.cancel()
         assert all(await asyncio.gather(*(ok(ms) for _ in range(50)))) and ms.all[0].restarts==0
 
 @running_test
 async def test_no_autoload():
     async with running(model(), first=[], autoload=False) as ms:
-        with pytest.raises(AtlasError, match='not loaded') as e: await ms.get()
+        with pytest.raises(AtlasError, match='not loaded') as e:
+            await ms.get()
         assert e.value.status==503
 
 @running_test
@@ -431,7 +471,8 @@ async def test_unload_at_any_time():
             m = ms.all[0]
             for wait in (0, .01, .3):
                 await asyncio.sleep(wait)
-                if m.wanted: await ms.unload('fake')
+                if m.wanted:
+                    await ms.unload('fake')
                 await happens(lambda: m.state=='unloaded')
                 assert m.child is None
                 await ms.load('fake')
@@ -443,12 +484,15 @@ async def test_load_while_it_unloads():
         m,(s,) = ms.all[0],await begun(ms, '<endless>')
         pid = m.child.pid
         await ms.unload('fake')
-        with pytest.raises(RequestError, match='unloading'): await ms.load('fake')
-        with pytest.raises(RequestError, match='not loaded'): await ms.unload('fake')
+        with pytest.raises(RequestError, match='unloading'):
+            await ms.load('fake')
+        with pytest.raises(RequestError, match='not loaded'):
+            await ms.unload('fake')
         waits = [asyncio.create_task(ask(ms, 'hello')) for _ in range(3)]
         await asyncio.sleep(0)
         assert m.state=='unloading' and not any(w.done() for w in waits)
-        waits[0].cancel(); s.abort()
+        waits[0].cancel()
+        s.abort()
         assert [(await asyncio.wait_for(w, WAIT))[0] for w in waits[1:]]==['Hello there, reader.']*2
         assert m.child.pid!=pid and not alive(pid) and m.restarts==0
 
@@ -459,7 +503,8 @@ async def test_unload_while_it_loads():
         m,wait = ms.all[0],asyncio.create_task(ms.get('fake'))
         await happens(lambda: m.state=='loading' and m.child)
         await ms.unload('fake')
-        with pytest.raises(UnavailableError, match='was unloaded'): await asyncio.wait_for(wait, WAIT)
+        with pytest.raises(UnavailableError, match='was unloaded'):
+            await asyncio.wait_for(wait, WAIT)
         assert m.state=='unloaded'
 
 @running_test
@@ -467,8 +512,10 @@ async def test_events_as_llama_cpp_has_them():
     async with running(model(), first=[]) as ms:
         seen = []
         async def listen():
-            async for e in ms.events(): seen.append(e)
-        ear = asyncio.create_task(listen()); await asyncio.sleep(0)
+            async for e in ms.events():
+                seen.append(e)
+        ear = asyncio.create_task(listen())
+        await asyncio.sleep(0)
         assert await ok(ms)
         await ms.unload('fake')
         def told(): return seen[-1]['data']['status']
@@ -485,7 +532,8 @@ async def test_events_as_llama_cpp_has_them():
 
 @running_test
 async def test_two_models_do_not_share_a_name():
-    with pytest.raises(RequestError, match='Two models'): Models([model('a'), model('a')])
+    with pytest.raises(RequestError, match='Two models'):
+        Models([model('a'), model('a')])
 
 @running_test
 async def test_the_end_comes_while_it_loads():
@@ -498,18 +546,21 @@ async def test_the_end_comes_while_it_loads():
         m.begin = lambda: (begun.append(1), begin())
         assert await ms.drain(WAIT)
         for w in waiting:
-            with pytest.raises(AtlasError, match='shutting down') as e: await asyncio.wait_for(w, WAIT)
+            with pytest.raises(AtlasError, match='shutting down') as e:
+                await asyncio.wait_for(w, WAIT)
             assert e.value.status==503
         ms.abort()
         await happens(lambda: m.state=='unloaded')
-        with pytest.raises(AtlasError, match='shutting down'): await ms.get()
+        with pytest.raises(AtlasError, match='shutting down'):
+            await ms.get()
         assert not begun and m.child is None
 
 @running_test
 async def test_drain_waits_for_computations():
     async with running(model()) as ms:
         r = (await ms.get()).runner
-        c = asyncio.create_task(r.call('nap', seconds=.3)); await asyncio.sleep(0)
+        c = asyncio.create_task(r.call('nap', seconds=.3))
+        await asyncio.sleep(0)
         assert await ms.drain(WAIT) and c.done() and c.result()=='rested' and r.idle.is_set()
 
 @running_test
@@ -526,7 +577,8 @@ async def test_no_thread_to_wait_with(monkeypatch):
                 def __init__(self, *a, **kw): super().__init__(*a, **kw); pids.append(self.pid)
             mp.setattr('atlas.service.remote.threading.Thread.start', none)
             mp.setattr('atlas.service.remote.subprocess.Popen', Seen)
-            with pytest.raises(OSError, match='thread'): Child(FAKE)
+            with pytest.raises(OSError, match='thread'):
+                Child(FAKE)
             assert len(pids)==1 and not alive(pids[0])
 
 # -- a thousand of everything --------------------------------------------------------------------------------------------
@@ -539,25 +591,36 @@ async def test_many_requests_and_random_ends():
         m,ends = ms.all[0],[]
         async def client(i):
             while True:
-                try: s = (await ms.get()).runner.submit(req(f'r{i}', rng.choice(['hello','<endless>','<nan>','<oom>']), max_tokens=rng.randint(1, 60)))
-                except AtlasError as e: assert e.status==503; await asyncio.sleep(.02); continue
+                try:
+                    s = (await ms.get()).runner.submit(req(f'r{i}', rng.choice(['hello','<endless>','<nan>','<oom>']), max_tokens=rng.randint(1, 60)))
+                except AtlasError as e:
+                    assert e.status==503
+                    await asyncio.sleep(.02)
+                    continue
                 if rng.random()<.4:
                     async for e in s:
-                        if e.finish or rng.random()<.3: break
+                        if e.finish or rng.random()<.3:
+                            break
                     s.abort()
-                    if e.finish is None: e = (await collect(s))[1]
-                else: _,e = await collect(s)
-                ends.append(e.finish); return
+                    if e.finish is None:
+                        e = (await collect(s))[1]
+                else:
+                    _,e = await collect(s)
+                ends.append(e.finish)
+                return
         async def killer():
             for _ in range(6):
                 await happens(lambda: ms.healthy)
                 await asyncio.sleep(.15)
-                if m.child: os.kill(m.child.pid, signal.SIGKILL)
+                if m.child:
+                    os.kill(m.child.pid, signal.SIGKILL)
         k,work = asyncio.create_task(killer()),[]
         for i in range(1000):
             work.append(asyncio.create_task(client(i)))
-            if i%50==0: await asyncio.sleep(.05)
-        await asyncio.gather(*work); await k
+            if i%50==0:
+                await asyncio.sleep(.05)
+        await asyncio.gather(*work)
+        await k
         assert len(ends)==1000 and None not in ends and {'stop','abort','error','length'}>=set(ends)
         await happens(lambda: ms.healthy)
         assert await ok(ms) and not m.runner._streams and not m.runner._numbers and not m.runner._calls
@@ -601,16 +664,19 @@ async def test_a_real_model_says_the_same():
             r = (await ms.get('toy')).runner
             assert list(await asyncio.gather(*(ids_of(r.submit(req(f't{i}', p, max_tokens=12))) for i,p in enumerate(PROMPTS))))==want
             assert (r.info['max_seq_len'], r.info['vocab_size'])==(llm.max_seq_len, llm.config.vocab_size)
-            if again: break
+            if again:
+                break
             pid = ms.all[0].child.pid
-            s = r.submit(req('long', PROMPTS[0], max_tokens=200)); await anext(s)
+            s = r.submit(req('long', PROMPTS[0], max_tokens=200))
+            await anext(s)
             os.kill(pid, signal.SIGKILL)
             assert (await collect_raw(s)).code=='unavailable'
             await happens(lambda: ms.healthy)
             assert ms.all[0].child.pid!=pid
 
 async def collect_raw(s):
-    async for e in s: pass
+    async for e in s:
+        pass
     return e
 
 @running_test
@@ -631,12 +697,14 @@ async def test_a_real_model_with_faults():
 @running_test
 async def test_a_real_model_that_does_not_fit():
     async with running(toy(kv_cache_memory=1), first=[]) as ms:
-        with pytest.raises(OutOfMemoryError) as e: await ms.get('toy')
+        with pytest.raises(OutOfMemoryError) as e:
+            await ms.get('toy')
         assert e.value.status==507 and ms.all[0].code==REFUSED
         m = ms.all[0]
         m.config = replace(m.config, model=str(here/'nowhere'))
         await ms.load('toy')
-        with pytest.raises(AtlasError) as e: await ms.get('toy')
+        with pytest.raises(AtlasError) as e:
+            await ms.get('toy')
         assert e.value.status==404
 
 # -- over HTTP, from outside ---------------------------------------------------------------------------------------------
@@ -661,7 +729,8 @@ class Live:
             line = self.p.stdout.readline()
             assert 'is ready' in line, line
             self.port = int(re.search(r'http://127.0.0.1:(\d+)', line)[1])
-        else: self.port = kw['port']
+        else:
+            self.port = kw['port']
         self.http = self.client()
     def client(self): return httpx.Client(base_url=f'http://127.0.0.1:{self.port}', timeout=WAIT)
     def chat(self, text, http=None, **kw): return (http or self.http).post('/v1/chat/completions', json=dict(messages=[dict(role='user', content=text)], max_tokens=kw.pop('max_tokens', 5000))|kw)
@@ -674,15 +743,21 @@ class Live:
     def __enter__(self): self.pids = self.workers; return self
     def __exit__(self, *_):
         pids = self.workers or self.pids
-        self.p.kill(); self.p.wait(); self.http.close()
-        if self.p.stdout: self.p.stdout.close()
+        self.p.kill()
+        self.p.wait()
+        self.http.close()
+        if self.p.stdout:
+            self.p.stdout.close()
         until(lambda: not any(map(alive, pids)), 'the end of all workers')
 
 def data(lines): return [json.loads(l[6:]) for l in lines if l.startswith('data: {')]
 def gone(port):
     "Is nobody there? Then the port can be taken, too"
-    try: socket.create_connection(('127.0.0.1', port), 1).close(); return False
-    except OSError: pass
+    try:
+        socket.create_connection(('127.0.0.1', port), 1).close()
+        return False
+    except OSError:
+        pass
     socket.create_server(('127.0.0.1', port)).close()
     return True
 
@@ -690,7 +765,8 @@ def test_http_killed_worker():
     with Live() as l:
         pid, = l.workers
         with l.stream('<endless>') as r:
-            lines = r.iter_lines(); seen = [next(lines) for _ in range(8)]
+            lines = r.iter_lines()
+            seen = [next(lines) for _ in range(8)]
             os.kill(pid, signal.SIGKILL)
             assert l.http.get('/health', headers={'connection':'close'}).status_code in (200,503)
             rest = [*lines]
@@ -718,21 +794,27 @@ def test_http_sticky_fault():
         stop,got = threading.Event(),[]
         def asking():
             with httpx.Client(base_url=l.http.base_url, timeout=WAIT) as h:
-                while not stop.is_set(): r = l.chat('hello', h); got.append((r.status_code, r.json()))
-        t = threading.Thread(target=asking); t.start()
+                while not stop.is_set():
+                    r = l.chat('hello', h)
+                    got.append((r.status_code, r.json()))
+        t = threading.Thread(target=asking)
+        t.start()
         r = l.chat('<sticky>')
         assert r.status_code==503 and 'CUDA error 700' in r.json()['error']['message']
         until(lambda: l.health()==200 and l.workers and l.workers[0]!=pid)
-        stop.set(); t.join()
+        stop.set()
+        t.join()
         assert l.ok() and {c for c,_ in got}<={200,503,500} and all(b['choices'][0]['message']['content']=='Hello there, reader.' for c,b in got if c==200)
 
 def test_http_killed_gateway():
     """kill -9 of the gateway: its workers go, also one that is stopped in a step,
     and the port is free"""
     with Live(dict(model='a'), dict(model='b')) as l:
-        pids = l.workers; assert len(pids)==2
+        pids = l.workers
+        assert len(pids)==2
         with l.stream('<endless>', model='a') as r, l.stream('<stuck>', model='b') as s:
-            for x in (r.iter_lines(), s.iter_lines()): next(x)
+            for x in (r.iter_lines(), s.iter_lines()):
+                next(x)
             l.p.kill()
             l.p.wait()
             until(lambda: not any(map(alive, pids)))
@@ -749,7 +831,8 @@ def test_http_drain(sig):
             next(last.iter_lines())  # as long as `last` runs the server is there
             os.killpg(l.p.pid, sig)  # as a terminal's Ctrl-C, or a service manager
             until(lambda: gone_port(l.port), 'it stops listening')
-            h = other.get('/health'); a = l.chat('hello', other)
+            h = other.get('/health')
+            a = l.chat('hello', other)
             assert (h.status_code, h.json()['status'], a.status_code)==(503, 'draining', 503) and int(a.headers['retry-after'])>=1
             text = ''.join(c['choices'][0]['delta'].get('content') or '' for c in data(lines) if c['choices'])
         assert text=='abcdefghij'*40 and l.p.wait(WAIT)==0 and not any(map(alive, l.pids)) and gone(l.port)
@@ -771,17 +854,23 @@ print(p.pid, flush=True); time.sleep(10**6)
     try:
         until(lambda: (tmp_path/'here').exists() or not alive(pid))
         assert alive(pid)
-    finally: p.kill(); p.wait(); p.stdout.close()
-    try: until(lambda: not alive(pid), 'the end of the worker')
     finally:
-        with contextlib.suppress(ProcessLookupError): os.kill(pid, signal.SIGKILL)
+        p.kill()
+        p.wait()
+        p.stdout.close()
+    try:
+        until(lambda: not alive(pid), 'the end of the worker')
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 def test_http_second_signal_with_a_frozen_worker():
     "It ends at once, and does not give the worker time to hear of it"
     with Live(drain=3600., policy=vars(patience(grace=3600.))) as l:
         pid, = l.workers
         with l.stream('<endless>') as r:
-            lines = r.iter_lines(); next(lines)
+            lines = r.iter_lines()
+            next(lines)
             os.kill(pid, signal.SIGSTOP)
             l.p.terminate()
             until(lambda: gone_port(l.port))
@@ -797,21 +886,27 @@ def test_http_the_terminal_goes():
 
 def test_http_started_without_doors():
     "stdin, stdout and stderr are closed: no socket takes their place, and a worker's print goes nowhere"
-    with socket.create_server(('127.0.0.1', 0)) as s: port = s.getsockname()[1]
+    with socket.create_server(('127.0.0.1', 0)) as s:
+        port = s.getsockname()[1]
     with Live(before=lambda: os.closerange(0, 3), out=subprocess.DEVNULL, port=port, log_level='debug') as l:
         until(lambda: not gone_port(port))
         until(lambda: l.health()==200)
-        for pid in (l.p.pid, *l.workers): assert [os.readlink(f'/proc/{pid}/fd/{i}') for i in range(3)]==['/dev/null']*3
+        for pid in (l.p.pid, *l.workers):
+            assert [os.readlink(f'/proc/{pid}/fd/{i}') for i in range(3)]==['/dev/null']*3
         assert l.ok()
 
 def gone_port(port):
-    try: socket.create_connection(('127.0.0.1', port), 1).close(); return False
-    except OSError: return True
+    try:
+        socket.create_connection(('127.0.0.1', port), 1).close()
+        return False
+    except OSError:
+        return True
 
 def test_http_drain_has_an_end():
     with Live(drain=.3) as l:
         with l.stream('<endless>') as r:
-            lines = r.iter_lines(); next(lines)
+            lines = r.iter_lines()
+            next(lines)
             l.p.terminate()
             assert data([*lines])[-1]['error']['code']=='unavailable'
         assert l.p.wait(WAIT)==0 and not any(map(alive, l.pids))
@@ -822,7 +917,8 @@ def open_streams(l, n):
     with contextlib.ExitStack() as es:
         streams = [es.enter_context(l.stream('<endless>')) for _ in range(n)]
         lines = [r.iter_lines() for r in streams]
-        for answer in lines: next(answer)
+        for answer in lines:
+            next(answer)
         yield lines
 
 @pytest.mark.parametrize('streams,says', [
@@ -852,7 +948,8 @@ def test_http_second_signal():
     "The drain would take an hour; a second signal ends it now"
     with Live(drain=3600.) as l:
         with l.stream('<endless>') as r:
-            lines = r.iter_lines(); next(lines)
+            lines = r.iter_lines()
+            next(lines)
             l.p.terminate()
             until(lambda: gone_port(l.port))
             next(lines)
@@ -905,12 +1002,16 @@ def test_http_three_ends_at_once():
             until(lambda: busy()==3 and len(l.workers)==2)
             pids = l.workers
             for end in order:
-                if end=='w': os.kill(pids[0], signal.SIGKILL)
-                if end=='s': l.p.terminate()
+                if end=='w':
+                    os.kill(pids[0], signal.SIGKILL)
+                if end=='s':
+                    l.p.terminate()
                 if end=='c':
-                    for s in ss[::2]: s.close()
+                    for s in ss[::2]:
+                        s.close()
             assert l.p.wait(WAIT)==0 and not any(map(alive, pids)) and gone(l.port)
-            for s in ss: s.close()
+            for s in ss:
+                s.close()
 
 def test_http_queue_overflow():
     "Two are taken, whoever else asks is told when to come again, and those two are answered"
@@ -938,7 +1039,8 @@ def test_http_frozen_worker():
 
 def test_http_full_disk():
     "Nothing can be written to the log: serving goes on, through a fault too"
-    with socket.create_server(('127.0.0.1', 0)) as s: port = s.getsockname()[1]
+    with socket.create_server(('127.0.0.1', 0)) as s:
+        port = s.getsockname()[1]
     with open('/dev/full', 'w') as full, Live(out=full, port=port, log_level='debug') as l:
         until(lambda: not gone_port(port))
         until(lambda: l.http.get('/health').status_code==200)
@@ -946,7 +1048,8 @@ def test_http_full_disk():
         until(lambda: l.http.get('/health').status_code==200)
         assert l.ok()
         pids = l.workers
-        l.p.terminate(); l.p.wait(WAIT)
+        l.p.terminate()
+        l.p.wait(WAIT)
         assert not any(map(alive, pids))
 
 def test_http_only_that_request():
@@ -964,9 +1067,12 @@ def test_http_models_by_name():
         def listen():
             with httpx.Client(base_url=l.http.base_url, timeout=WAIT) as h, h.stream('GET', '/models/sse') as r:
                 for line in r.iter_lines():
-                    if line.startswith('data: '): seen.append(json.loads(line[6:]))
-                    if seen and seen[-1]['model']=='b' and seen[-1]['data']['status']=='unloaded': return
-        t = threading.Thread(target=listen); t.start()
+                    if line.startswith('data: '):
+                        seen.append(json.loads(line[6:]))
+                    if seen and seen[-1]['model']=='b' and seen[-1]['data']['status']=='unloaded':
+                        return
+        t = threading.Thread(target=listen)
+        t.start()
         until(lambda: l.metric('http_requests_total')>=0)
         assert l.http.post('/models/load', json=dict(model='b')).json()['success'] is True
         until(lambda: status()['b']=='loaded')
@@ -975,7 +1081,8 @@ def test_http_models_by_name():
         assert e.status_code==507 and '12 GiB' in e.json()['error']['message'] and l.http.get('/health').status_code==200
         assert l.http.post('/models/load', json=dict(model='b')).status_code==400 and l.http.post('/models/load', json=dict(model='z')).status_code==404
         assert l.http.post('/models/unload', json=dict(model='b')).json()['success'] is True
-        t.join(WAIT); assert not t.is_alive()
+        t.join(WAIT)
+        assert not t.is_alive()
         assert {'loading','loaded','unloaded'}<={e['data']['status'] for e in seen if e['model']=='b'}
         assert l.ok(model='a') and status()==dict(a='loaded', b='unloaded', elephant='unloaded')
 
@@ -1019,8 +1126,11 @@ def test_a_life_is_not_told_under_the_request_that_began_it():
     seen = []
     async def main():
         structlog.contextvars.bind_contextvars(request_id='req_first')
-        m = model(at_load=None); m.tell = lambda e: seen.append((e['data']['status'], structlog.contextvars.get_contextvars().get('request_id')))
-        m.begin(); await m.up(); await m.stop()
+        m = model(at_load=None)
+        m.tell = lambda e: seen.append((e['data']['status'], structlog.contextvars.get_contextvars().get('request_id')))
+        m.begin()
+        await m.up()
+        await m.stop()
     asyncio.run(main())
     assert seen[0]==('loading','req_first') and ('loaded',None) in seen and ('loaded','req_first') not in seen
 
@@ -1028,4 +1138,5 @@ def test_names_and_aliases():
     from atlas.service.gateway import modelled
     ms = Models(modelled(['a',dict(model='b', names=['bee'])], ['first'], ['*','gpt']))
     assert [ms.find(n).name for n in ('first','gpt','claude-opus','bee',None)]==['first','first','first','bee','first'] and '*' not in ms.list()[0]['names']
-    with pytest.raises(AtlasError): Models(modelled('a')).find('b')
+    with pytest.raises(AtlasError):
+        Models(modelled('a')).find('b')

@@ -29,7 +29,8 @@ def llm(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def client(llm):
-    with TestClient(create_app(loaded(llm, ['judge'])), raise_server_exceptions=False) as c: yield c
+    with TestClient(create_app(loaded(llm, ['judge'])), raise_server_exceptions=False) as c:
+        yield c
 
 def rank(c, **kw): return c.post('/v1/rerank', json=dict(query=QUERY, documents=TEXTS)|kw)
 

@@ -29,7 +29,8 @@ from test_processes import ask,collect,model,ok,req,running,running_test
 
 # -- time that is made up ------------------------------------------------------------------------
 
-class Stuck(AssertionError): "Somebody waits, and nothing will ever happen"
+class Stuck(AssertionError):
+    "Somebody waits, and nothing will ever happen"
 
 class Leaping(selectors.DefaultSelector):
     "Where nothing is there to be read, time goes on at once until the next thing is due"
@@ -37,9 +38,12 @@ class Leaping(selectors.DefaultSelector):
     def select(self, timeout=None):
         found = super().select(0)
         self.left -= 1
-        if self.left<0: raise Stuck('they go round in circles')
-        if found or timeout==0: return found
-        if timeout is None: raise Stuck('somebody waits for ever')
+        if self.left<0:
+            raise Stuck('they go round in circles')
+        if found or timeout==0:
+            return found
+        if timeout is None:
+            raise Stuck('somebody waits for ever')
         self.now += max(timeout, 1e-9)
         return []
 
@@ -51,8 +55,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self): return self.selector.now
     def run_in_executor(self, executor, f, *args):
         done = self.create_future()
-        try: done.set_result(f(*args))
-        except Exception as e: done.set_exception(e)
+        try:
+            done.set_result(f(*args))
+        except Exception as e:
+            done.set_exception(e)
         return done
 
 # -- processes that are stand-ins ----------------------------------------------------------------
@@ -62,7 +68,8 @@ class Device:
     def __init__(self, size): self.size,self.taken,self.wrong = size,{},[]
     def take(self, who, nbytes):
         self.taken[who] = nbytes
-        if sum(self.taken.values())>self.size: self.fault(f'{self.taken} is more than there is')
+        if sum(self.taken.values())>self.size:
+            self.fault(f'{self.taken} is more than there is')
     def fault(self, said): self.wrong.append(said)
 
 class StandIn(asyncio.Protocol):
@@ -79,10 +86,12 @@ class StandIn(asyncio.Protocol):
     async def run(self):
         self.transport,_ = await self.loop.create_unix_connection(lambda: self, sock=self.theirs)
     def data_received(self, data):
-        for m in self.frames.feed(data): getattr(self, m[0])(*m[1:])
+        for m in self.frames.feed(data):
+            getattr(self, m[0])(*m[1:])
     def connection_lost(self, e): self.end(0)
     def send(self, *m):
-        if not self.gone: self.transport.write(frame(*m))
+        if not self.gone:
+            self.transport.write(frame(*m))
     def later(self, seconds, f, *args): self.loop.call_later(seconds, lambda: self.gone or f(*args))
     def load(self, options, pace):
         self.world.device.take(self, self.says['need'])
@@ -96,29 +105,38 @@ class StandIn(asyncio.Protocol):
         self.answers[n] = request['id']
         self.later(took/tokens, self.token, n, tokens, took/tokens)
     def token(self, n, left, pause):
-        if n not in self.answers: return
+        if n not in self.answers:
+            return
         last = left==1
         self.send('events', [pack_event(n, Event(self.answers[n], 1, finish='stop' if last else None))], {})
-        if last: del self.answers[n]
-        else: self.later(pause, self.token, n, left-1, pause)
+        if last:
+            del self.answers[n]
+        else:
+            self.later(pause, self.token, n, left-1, pause)
     def abort(self, n):
-        if (rid := self.answers.pop(n, None)) is None: return
-        if rid not in self.world.left and not self.world.excused(self.name): self.cut('an answer was ended')
+        if (rid := self.answers.pop(n, None)) is None:
+            return
+        if rid not in self.world.left and not self.world.excused(self.name):
+            self.cut('an answer was ended')
         self.send('events', [pack_event(n, Event(rid, finish='abort'))], {})
     def cut(self, said): self.world.device.fault(f'{self.name}: {said}')
     def sent_away(self, how):
         "Its time is over: was that right?"
         w,m = self.world,self.world.models.find(self.name)
-        if w.excused(self.name): return
-        if self.answers: self.cut(f'{how} while it answers')
+        if w.excused(self.name):
+            return
+        if self.answers:
+            self.cut(f'{how} while it answers')
         early = self.loop.time()<m.since+STAY*m.took-1e-6
-        if early and m.lasts is None and not w.admins: self.cut(f'{how} before it was there for long')
+        if early and m.lasts is None and not w.admins:
+            self.cut(f'{how} before it was there for long')
     def call(self, n, op, kw):
         if op=='sleep':
             self.sent_away('put to sleep')
             rests = self.says['rests']
             given = self.says['need']-rests
-            if self.says['sleepless']: return self.send('failed', n, pack_error(OutOfMemoryError('There is no room for a copy')))
+            if self.says['sleepless']:
+                return self.send('failed', n, pack_error(OutOfMemoryError('There is no room for a copy')))
             self.world.device.take(self, rests)
             return self.send('result', n, dict(level=1, bytes=given, seconds=.1))
         self.world.device.take(self, self.says['need'])
@@ -128,12 +146,16 @@ class StandIn(asyncio.Protocol):
         self.later(.2, self.end, 0)
     def kill(self): self.end(-9)
     def end(self, code):
-        if self.gone: return
+        if self.gone:
+            return
         self.gone = True
         self.world.device.taken.pop(self, None)
         self.loop.call_soon(lambda: self.ended.done() or self.ended.set_result(code))
-        if hasattr(self, 'transport'): self.transport.close()
-        else: self.work.cancel(); self.theirs.close()
+        if hasattr(self, 'transport'):
+            self.transport.close()
+        else:
+            self.work.cancel()
+            self.theirs.close()
 
 PACE = Policy(beat=1e7, stalled=1e12, dead=1e12, hung=1e12, start=1e12, grace=5., pause=.5, longest=8.,
     ends=99, drain=10., wait=2000., soon=.5)
@@ -163,12 +185,17 @@ class World:
             def leave():
                 self.left.add(rid)
                 for s in self.models.find(name).runner._streams.copy().values():
-                    if s.id==rid: s.abort()
-                if rid not in self.begun: task.cancel()
+                    if s.id==rid:
+                        s.abort()
+                if rid not in self.begun:
+                    task.cancel()
             loop.call_later(leaves, leave)
-        try: end = await task
-        except AtlasError as e: end = type(e).__name__
-        except asyncio.CancelledError: end = 'left'
+        try:
+            end = await task
+        except AtlasError as e:
+            end = type(e).__name__
+        except asyncio.CancelledError:
+            end = 'left'
         self.ends.append((rid, end, loop.time()-began))
     begun = frozenset()
     async def _answer(self, name, rid):
@@ -179,7 +206,8 @@ class World:
         n,ends = 0,[]
         async for e in s:
             n += e.token is not None
-            if e.finish: ends.append(e.finish)
+            if e.finish:
+                ends.append(e.finish)
         assert len(ends)==1, f'{rid} ended as {ends}'
         assert ends[0]!='stop' or n==self.long[rid][1], f'{rid} has {n} tokens'
         return ends[0]
@@ -187,18 +215,26 @@ class World:
         "Kill, unload, load, put to sleep or wake a model, or say how long it stays"
         ms,m = self.models,self.models.find(name)
         if what=='kill':
-            if m.child: m.child.kill()
-        elif what=='ttl': m.ttl = value; ms.residency.soon()
-        elif what=='keep': m.keep(value)
-        elif what=='pin': ms.pin(name, value>5)
+            if m.child:
+                m.child.kill()
+        elif what=='ttl':
+            m.ttl = value
+            ms.residency.soon()
+        elif what=='keep':
+            m.keep(value)
+        elif what=='pin':
+            ms.pin(name, value>5)
         else:
             self.meddled[name] = self.meddled.get(name, 0)+1
             self.admins = self.admins or what=='load'
             try:
                 await getattr(ms, what)(name)
-                if what=='unload': await m.leaving
-            except AtlasError: pass
-            if not (left := self.meddled.pop(name)-1): return
+                if what=='unload':
+                    await m.leaving
+            except AtlasError:
+                pass
+            if not (left := self.meddled.pop(name)-1):
+                return
             self.meddled[name] = left
     def check(self):
         "The sums are right"
@@ -208,7 +244,8 @@ class World:
         for m in self.models.all:
             held = self.device.taken.get(m.child, 0)
             assert held<=m.holds, f'{m.name} has {held} and {m.holds} are written down'
-            if m.state in ('unloaded','failed'): assert not m.holds and not m.child, m
+            if m.state in ('unloaded','failed'):
+                assert not m.holds and not m.child, m
 
 async def live(world, deeds):
     "Let people do their deeds, each so many seconds after the one before, and see that all have ended"
@@ -221,8 +258,10 @@ async def live(world, deeds):
     while any(not t.done() for t in tasks):
         await asyncio.wait(tasks, timeout=3., return_when=asyncio.FIRST_COMPLETED if len(tasks)<2 else asyncio.ALL_COMPLETED)
         world.check()
-        if asyncio.get_running_loop().time()>1e6: raise Stuck(f'{world.models} {world.models.residency.queue}')
-    for t in tasks: t.result()
+        if asyncio.get_running_loop().time()>1e6:
+            raise Stuck(f'{world.models} {world.models.residency.queue}')
+    for t in tasks:
+        t.result()
     await asyncio.sleep(30)
     world.check()
     await world.models.close()
@@ -238,7 +277,8 @@ def play(kinds, deeds, budget=100, **kw):
     made_up = SimpleNamespace(time=real.time, monotonic=loop.time)
     process.time = admission.time = made_up
     async def all_of_it(): return await live(World(kinds, budget, **kw), deeds)
-    try: return loop.run_until_complete(all_of_it())
+    try:
+        return loop.run_until_complete(all_of_it())
     finally:
         process.time = admission.time = real
         swept(loop)
@@ -247,9 +287,11 @@ def swept(loop):
     "End what a day that went wrong has left, and close the loop"
     loop.selector.left = 10_000
     left = asyncio.all_tasks(loop)
-    for t in left: t.cancel()
+    for t in left:
+        t.cancel()
     async def over(): await asyncio.gather(*left, return_exceptions=True)
-    with suppress(Stuck): loop.run_until_complete(over())
+    with suppress(Stuck):
+        loop.run_until_complete(over())
     loop.close()
 
 def kind(need, seconds=5., rests=0, **kw): return dict(need=need, seconds=seconds, rests=rests, sleepless=False)|kw
@@ -272,8 +314,10 @@ def deeds_of(r:random.Random, kinds, n, meddling=True):
     for _ in range(n):
         name,after = r.choice(list(kinds)),r.choice([0,0,.05,1,10,60])*r.random()
         what = r.choice(['kill','ttl','keep','pin','unload','load','sleep','wake']) if meddling and r.random()<.3 else 'ask'
-        if what=='ask': out.append((after, what, name, r.choice([.1,3,30,90])*r.random()+.01, r.randint(1, 9), r.choice([None,None,None,r.uniform(0, 40)])))
-        else: out.append((after, what, name, r.choice([0,3,30,-1]) if what in ('keep','ttl') else r.randint(0, 9)))
+        if what=='ask':
+            out.append((after, what, name, r.choice([.1,3,30,90])*r.random()+.01, r.randint(1, 9), r.choice([None,None,None,r.uniform(0, 40)])))
+        else:
+            out.append((after, what, name, r.choice([0,3,30,-1]) if what in ('keep','ttl') else r.randint(0, 9)))
     return [d for d in out if d[1]!='ttl' or d[3]>=0]
 
 def day(seed, meddling=True, n=40, **kw):
@@ -314,7 +358,8 @@ def not_struck_off(monkeypatch):
     def keeps(self, state=None):
         held = self.holds
         put(self, state)
-        if state=='unloaded': self.holds = held
+        if state=='unloaded':
+            self.holds = held
     monkeypatch.setattr(Model, '_set', keeps)
 
 def two_in_one_place(monkeypatch): monkeypatch.setattr(Residency, 'forget', lambda self, m: None)
@@ -332,8 +377,10 @@ PLANTED = [nothing_written,nobody_waits_for_answers,nobody_looks_again,not_struc
 def test_it_would_be_seen(fault, monkeypatch):
     fault(monkeypatch)
     with pytest.raises(AssertionError):
-        for seed in range(60): day(seed, meddling=seed%2==0)
-        for seed in range(20): day(seed, meddling=False, policy=replace(PACE, soon=.01))
+        for seed in range(60):
+            day(seed, meddling=seed%2==0)
+        for seed in range(20):
+            day(seed, meddling=False, policy=replace(PACE, soon=.01))
 
 # -- one after another ---------------------------------------------------------------------------
 
@@ -401,7 +448,8 @@ def test_budgets_that_are_too_small():
     "Refused by name and with both numbers, before anything is loaded"
     def made(**needs):
         ms = [Model(EngineConfig(n)) for n in needs]
-        for m in ms: m.need = needs[m.name]<<30
+        for m in ms:
+            m.need = needs[m.name]<<30
         return ms
     with pytest.raises(OutOfMemoryError, match='big takes 60 GiB, and the budget of all models is 50 GiB'):
         Models(made(small=10, big=60), budget=50<<30).check()
@@ -473,7 +521,8 @@ async def test_the_end_comes_while_one_waits_for_memory():
         wait = asyncio.create_task(ms.get('b'))
         await happens(lambda: b.state=='loading' and b.reason)
         ms.abort()
-        with pytest.raises(UnavailableError): await wait
+        with pytest.raises(UnavailableError):
+            await wait
         assert (await collect(s))[1].finish=='error'
 
 @running_test
@@ -513,8 +562,10 @@ def test_two_real_models_and_room_for_one(room, how, tmp_path):
     threading.Thread(target=lambda: told.extend(p.stdout), daemon=True).start()
     c = httpx.Client(base_url=url, timeout=WAIT)
     def there():
-        try: return c.get('/health').status_code==200
-        except httpx.TransportError: return p.poll() is not None
+        try:
+            return c.get('/health').status_code==200
+        except httpx.TransportError:
+            return p.poll() is not None
     def said(name):
         prompt = 'Once upon a time there was a little girl who lived in a house near the wood. '*6
         r = c.post('/v1/completions', json=dict(model=name, prompt=prompt, max_tokens=8, temperature=0))
@@ -530,7 +581,8 @@ def test_two_real_models_and_room_for_one(room, how, tmp_path):
             states = c.get('/models').json()
             value = {m['id']: m['status']['value'] for m in states['data']}
             assert value[name]=='loaded'
-            if name=='b': assert value['a']==dict(unload='unloaded', sleep='sleeping')[how]
+            if name=='b':
+                assert value['a']==dict(unload='unloaded', sleep='sleeping')[how]
             assert states['memory']['budget']==room<<20 and states['memory']['free']>=0
             here = next(m for m in states['data'] if m['id']==name)['residency']
             assert 0<here['holds']<=room<<20 and here['need']==here['holds'] and here['since']>=0
@@ -541,7 +593,8 @@ def test_two_real_models_and_room_for_one(room, how, tmp_path):
         assert 'atlas:model_need_bytes{model_name="b"}' in metrics
         p.send_signal(signal.SIGINT)
         assert p.wait(WAIT) in (0,130), ''.join(told)
-    finally: p.kill()
+    finally:
+        p.kill()
 
 def test_a_budget_smaller_than_a_model(tmp_path):
     "The server ends before it loads anything, and says by name what takes how much of how little"

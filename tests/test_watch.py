@@ -17,7 +17,8 @@ from atlas.service.watch import Damper,Seen,Watcher,WatchError,once,teller  # no
 def served(**kw):
     "A server of two models, of which one can be made ill"
     ms = Shams([sham('well', 1), sham('other', 1)], first=[])
-    with running(create_app(ms, **kw)) as ms.url: yield ms
+    with running(create_app(ms, **kw)) as ms.url:
+        yield ms
 
 def make_ill(ms):
     m = ms.find('other')
@@ -62,7 +63,8 @@ def test_what_a_file_names_is_watched_while_it_is_served(tmp_path):
     assert len(build(fleet_of(text)).beside)==1
     assert build(fleet_of(text.splitlines()[0])).beside==()
     told = text.replace('every: 30s', 'notify: ["nobody://x"]')
-    with pytest.raises(WatchError): build(fleet_of(told))
+    with pytest.raises(WatchError):
+        build(fleet_of(told))
 
 def test_cron_as_json(tmp_path):
     with served() as ms:
@@ -81,7 +83,8 @@ def test_a_server_with_keys_tells_strangers_less():
     "Without a key its status alone counts; with one each model does"
     async def looked(key):
         w = Watcher(dict(atlas=ms.url+'/health'), key=key)
-        async with w.client: return {s.name:s.well for s in await w.look()}
+        async with w.client:
+            return {s.name:s.well for s in await w.look()}
     with served(rules=Rules(keys=Keys({'sesame':'user'}))) as ms:
         assert asyncio.run(looked(None))=={'atlas':True}
         make_ill(ms)
@@ -110,7 +113,8 @@ def test_what_comes_and_goes_is_told_once():
     d,told = Damper(),[]
     looks = [i%4<2 for i in range(400)]+[False]*40
     for i,well in enumerate(looks):
-        if said := d.hear(Seen('x', well, 'is gone'), 60.*i): told.append(said)
+        if said := d.hear(Seen('x', well, 'is gone'), 60.*i):
+            told.append(said)
     assert len(told)<=7 and told[-1]=='x has stayed as it is: is gone for 15 min'
 
 def test_things_do_not_disturb_each_other():
@@ -124,7 +128,8 @@ def test_things_do_not_disturb_each_other():
 
 def test_without_apprise_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, 'apprise', None)
-    with pytest.raises(WatchError) as e: teller(['json://localhost'])
+    with pytest.raises(WatchError) as e:
+        teller(['json://localhost'])
     assert '.[watch]' in e.value.hint and e.value.param=='notify'
 
 def test_people_are_told_by_apprise():
@@ -162,10 +167,13 @@ def test_a_look_that_fails_is_not_the_last(monkeypatch):
     class Odd(Watcher):
         async def round(self):
             rounds.append(1)
-            if len(rounds)==1: raise ValueError
-            if len(rounds)==3: raise asyncio.CancelledError
+            if len(rounds)==1:
+                raise ValueError
+            if len(rounds)==3:
+                raise asyncio.CancelledError
     w = Odd({}, every=0.)
-    with pytest.raises(asyncio.CancelledError): asyncio.run(w.run())
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(w.run())
     assert len(rounds)==3 and w.client.is_closed
 
 def test_once_remembers_through_a_file(tmp_path):

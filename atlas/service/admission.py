@@ -40,7 +40,8 @@ class Residency:
     ):
         self.models = [m for m in models if isinstance(m, Model)]
         self.budget,self.groups = budget,{}
-        for k,g in (groups or {}).items(): self.groups[k] = g if isinstance(g, Group) else Group(**g)
+        for k,g in (groups or {}).items():
+            self.groups[k] = g if isinstance(g, Group) else Group(**g)
         self.queue,self.evicted = {},Counter() # Model -> `Waiting`, in order; times that models were sent away
         self._timer,self._tasks,self._called = None,set(),False
 
@@ -71,28 +72,35 @@ def resident(self:Model, now:float)->Resident:
 async def enter(self:Residency, m:Model, evicts:bool=True):
     """Have a model hold what it needs as soon as there is room; an `OutOfMemoryError` where there
     never can be, status 503 where it takes too long. Returns as well if it is not wanted any more"""
-    if not self.active: return
-    if m.state!='sleeping' and m.holds>=max(m.need, 1): return
+    if not self.active:
+        return
+    if m.state!='sleeping' and m.holds>=max(m.need, 1):
+        return
     self.forget(m) # its process ended while it waited to wake
     loop = asyncio.get_running_loop()
     w = self.queue[m] = Waiting(loop.create_future(), time.monotonic()+m.policy.wait, evicts)
     self.turn()
-    try: await w.done
+    try:
+        await w.done
     finally:
-        if self.queue.get(m) is w: del self.queue[m]
+        if self.queue.get(m) is w:
+            del self.queue[m]
         self.soon()
 
 @patch
 def forget(self:Residency, m:Model):
     "A model does not wait any more"
-    if w := self.queue.pop(m, None): w.done.done() or w.done.set_result(None)
+    if w := self.queue.pop(m, None):
+        w.done.done() or w.done.set_result(None)
 
 @patch
 def _tell(self:Residency, m:Model, e:AtlasError|None=None):
     "Its turn has come, or an error"
     w = self.queue.pop(m)
-    if w.done.done(): return
-    if e: return w.done.set_exception(e)
+    if w.done.done():
+        return
+    if e:
+        return w.done.set_exception(e)
     m.holds = m.need or (1 if self.budget is None else m.holds+self.free)
     m.rising = m.state=='sleeping'
     w.done.set_result(None)
@@ -104,14 +112,21 @@ def turn(self:Residency):
     now,ahead,times = time.monotonic(),[],[]
     for m,w in list(self.queue.items()):
         found = [x.resident(now) for x in self.models]
-        try: d = decide(self.most, found, m.name, now, self.groups, tuple(ahead))
-        except AtlasError as e: self._tell(m, e); continue
-        if d.fits: self._tell(m); continue
+        try:
+            d = decide(self.most, found, m.name, now, self.groups, tuple(ahead))
+        except AtlasError as e:
+            self._tell(m, e)
+            continue
+        if d.fits:
+            self._tell(m)
+            continue
         if now>=w.until or not (w.evicts or self._unsettled(m)):
             self._tell(m, _no_room(m, d.why))
             continue
-        if m.state=='loading': m.reason = d.why
-        for name,how in d.leave if w.evicts else (): self.send(name, how)
+        if m.state=='loading':
+            m.reason = d.why
+        for name,how in d.leave if w.evicts else ():
+            self.send(name, how)
         ahead.append(m.name)
         times += [w.until, d.until]
     self._shrink(now)
@@ -130,7 +145,8 @@ def _no_room(m, why):
 @patch
 def soon(self:Residency):
     "Have a turn as soon as what runs now is done, once"
-    if self._called or not (self.active or any(m.lasts is not None for m in self.models)): return
+    if self._called or not (self.active or any(m.lasts is not None for m in self.models)):
+        return
     self._called = True
     def call(): self._called = False; self.turn()
     asyncio.get_running_loop().call_soon(call)
@@ -138,7 +154,8 @@ def soon(self:Residency):
 @patch
 def _again(self:Residency, now, times):
     "Have a turn at the first of `times`"
-    if self._timer: self._timer.cancel()
+    if self._timer:
+        self._timer.cancel()
     at = min((t for t in times if t is not None and t<float('inf')), default=None)
     self._timer = None if at is None else asyncio.get_running_loop().call_later(max(at-now, .001), self.turn)
 
@@ -147,7 +164,8 @@ def _again(self:Residency, now, times):
 def send(self:Residency, name:str, how:str='unload'):
     "Have a model leave: 'sleep' or 'unload'"
     m = next(m for m in self.models if m.name==name)
-    if m.sent_away: return
+    if m.sent_away:
+        return
     m.sent_away = how
     task = asyncio.create_task(self._away(m), context=Context())
     self._tasks.add(task)
@@ -160,8 +178,10 @@ async def _away(self:Residency, m:Model):
         if m.state=='loaded' and not await m.still(m.policy.drain):
             m.spared = time.monotonic()+m.policy.drain
             return
-        if m.sent_away=='sleep' and not await self._sleeps(m): m.sent_away = 'unload'
-        if m.sent_away=='unload' and m.wanted: await m.leave()
+        if m.sent_away=='sleep' and not await self._sleeps(m):
+            m.sent_away = 'unload'
+        if m.sent_away=='unload' and m.wanted:
+            await m.leave()
         self.evicted[m.name,m.sent_away] += 1
     finally:
         m.sent_away = None
@@ -171,7 +191,8 @@ async def _away(self:Residency, m:Model):
 @patch
 async def _sleeps(self:Residency, m:Model)->bool:
     "Put a model to sleep; False where that cannot be"
-    try: await m._fall_asleep(1)
+    try:
+        await m._fall_asleep(1)
     except AtlasError as e:
         _log.warning('%s cannot sleep, and is unloaded: %s', m.name, e)
         return False
@@ -183,17 +204,20 @@ def _expire(self:Residency, now)->list[float]:
     "Send away whose time has come; when that of others will"
     times = [(m, t) for m in self.models if (t := m.goes()) is not None]
     for m,t in times:
-        if t<=now: self.send(m.name)
+        if t<=now:
+            self.send(m.name)
     return [t for _,t in times if t>now]
 
 @patch
 def _shrink(self:Residency, now):
     "Send idle models away where all hold more than there is"
-    if self.free>=0: return
+    if self.free>=0:
+        return
     found = [m.resident(now) for m in self.models]
     idle = [r for r in found if r.may_leave and r.holds and not r.answers and r.stays<=now]
     those = chosen(-self.free, [], idle, now) or idle
-    for name,how in leaving(-self.free, those): self.send(name, how)
+    for name,how in leaving(-self.free, those):
+        self.send(name, how)
 
 # %% ../../nbs/7_service/28_admission.ipynb #8c10a699
 @patch
@@ -205,20 +229,25 @@ def counts(self:Residency)->list[dict]:
 @patch
 def close(self:Residency):
     "Nothing is decided from now on"
-    for m in list(self.queue): self.forget(m)
-    for t in self._tasks: t.cancel()
-    if self._timer: self._timer.cancel()
+    for m in list(self.queue):
+        self.forget(m)
+    for t in self._tasks:
+        t.cancel()
+    if self._timer:
+        self._timer.cancel()
 
 # %% ../../nbs/7_service/28_admission.ipynb #91cae812
 def measured(command, configs:list, budget:int)->list[dict|None]:
     "What each model of `configs` takes within `budget`, as `LoadedModel.measure` tells; None where that is unknown"
     asked = json.dumps(dict(budget=budget, models=[differs(c) for c in configs]), default=str)
     run = partial(subprocess.run, [*map(str, command), '--measure'], input=asked, text=True)
-    try: out = run(capture_output=True, timeout=600)
+    try:
+        out = run(capture_output=True, timeout=600)
     except (OSError,subprocess.TimeoutExpired) as e:
         _log.warning('Models could not be measured: %s', e)
         return [None]*len(configs)
-    try: return json.loads(out.stdout.splitlines()[-1])['models']
+    try:
+        return json.loads(out.stdout.splitlines()[-1])['models']
     except (ValueError,LookupError,TypeError):
         _log.warning('Models could not be measured: %s', out.stderr[-300:] or out.stdout[-300:])
         return [None]*len(configs)
@@ -227,21 +256,26 @@ def measured(command, configs:list, budget:int)->list[dict|None]:
 def _ask(models, budget):
     "Have what each takes be told, by one process for all that have the same command"
     by = {}
-    for m in models: by.setdefault((m.measure, str(m.command)), []).append(m)
+    for m in models:
+        by.setdefault((m.measure, str(m.command)), []).append(m)
     for (f,_),those in by.items():
-        if not f and callable(those[0].command): continue # a process that only it can start
+        if not f and callable(those[0].command):
+            continue # a process that only it can start
         f = f or partial(measured, those[0].command or COMMAND)
-        for m,told in zip(those, f([m.config for m in those], budget)): m.takes = told or {}
+        for m,told in zip(those, f([m.config for m in those], budget)):
+            m.takes = told or {}
 
 @patch
 def measure(self:Residency):
     "Have the need of every model known, as far as it can be. Blocks; does nothing without a budget"
-    if self.budget is None: return
+    if self.budget is None:
+        return
     unknown = [m for m in self.models if not m.need]
     _ask(unknown, self.budget)
     told = {m: (m.takes['least'], m.takes['most']) for m in unknown if m.takes}
     fixed = sum(m.need for m in self.models)
-    for m,n in shares(self.budget-fixed, told).items(): m._settle(n)
+    for m,n in shares(self.budget-fixed, told).items():
+        m._settle(n)
 
 @patch
 def _settle(self:Model, nbytes:int):

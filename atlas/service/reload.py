@@ -55,7 +55,8 @@ def build(
     first = [] if lazy else fleet.first
     out = Models(models, autoload, first, ifnone(fleet.memory, memory), places(fleet), backends(fleet))
     out.names,out.fallbacks = Names(fleet),stand_ins(fleet)
-    if fleet.watch: out.beside = [watching(fleet.watch)]
+    if fleet.watch:
+        out.beside = [watching(fleet.watch)]
     out.meet()
     return out
 
@@ -67,8 +68,10 @@ def meet(self:Models):
     todo = [*self.names.table.values(), *map(self.names.end, others)]
     while todo:
         f = todo.pop()
-        if isinstance(f, Route): todo += [end for _,_,end in f.ways]
-        elif f.upstream: self.at(f)
+        if isinstance(f, Route):
+            todo += [end for _,_,end in f.ways]
+        elif f.upstream:
+            self.at(f)
 
 def backends(fleet:Fleet)->list[Backend]:
     "The other servers of a fleet"
@@ -109,18 +112,21 @@ def become(self:Models,
 ):
     "Serve these models, and say good-bye to the others"
     gone = [m for m in self.all if not m.elsewhere and m not in models]
-    for m in gone: self.going[m] = asyncio.create_task(self._dismiss(m))
+    for m in gone:
+        self.going[m] = asyncio.create_task(self._dismiss(m))
     new = [m for m in models if m not in self.all]
     proxies = [m for m in self.all if m.elsewhere and m.backend in servers]
     self._take(models)
     self.names = names
-    for m in proxies: self.put(m.anew())
+    for m in proxies:
+        self.put(m.anew())
     self.serve_by(servers)
     self.meet()
     self.residency.models = [m for m in (*self.going,*self.all) if isinstance(m, Model)]  # who goes has memory until it is gone
     for m in new:
         m.after = [*self.going.values()]
-        if m.name in wanted: m.begin(evicts=wanted[m.name])
+        if m.name in wanted:
+            m.begin(evicts=wanted[m.name])
     self.residency.soon()
 
 # %% ../../nbs/7_service/34_reload.ipynb #45f38244
@@ -134,13 +140,16 @@ def serve_by(self:Models, servers:list[Backend]):
         self.parting.add(task := asyncio.create_task(_part(b)))
         task.add_done_callback(self.parting.discard)
     for b in new:
-        for m in b.fixed(): self.put(m)
+        for m in b.fixed():
+            self.put(m)
         b.start(self)
 
 async def _part(b:Backend, seconds:float=10.):
     "Let answers of a server end, for so long"
-    try: await asyncio.gather(*(p.runner.drain(seconds) for p in b.proxies.values()))
-    finally: await b.close()
+    try:
+        await asyncio.gather(*(p.runner.drain(seconds) for p in b.proxies.values()))
+    finally:
+        await b.close()
 
 @patch
 def anew(self:Proxy)->Proxy:
@@ -155,10 +164,12 @@ def anew(self:Proxy)->Proxy:
 async def _dismiss(self:Models, m:Served):
     "Let a model end its answers, and then its process"
     try:
-        if isinstance(m, Model): await m.stop(m.policy.drain)
+        if isinstance(m, Model):
+            await m.stop(m.policy.drain)
     finally:
         self.going.pop(m, None)
-        if m in self.residency.models: self.residency.models.remove(m)
+        if m in self.residency.models:
+            self.residency.models.remove(m)
         self.residency.soon()
 
 # %% ../../nbs/7_service/34_reload.ipynb #cf3ba8b8
@@ -168,8 +179,10 @@ def servable(path)->Fleet:
     "What a file says; a `FleetError` where that cannot be served by this machine"
     fleet = read_fleet(path)
     raise_first(fleet.oversized())
-    try: fleet.watch and watching(fleet.watch)
-    except WatchError as e: raise fleet.refused(('watch','notify'), f'is of no use: {e.msg}', e.hint) from None
+    try:
+        fleet.watch and watching(fleet.watch)
+    except WatchError as e:
+        raise fleet.refused(('watch','notify'), f'is of no use: {e.msg}', e.hint) from None
     return fleet
 
 class FleetFile:
@@ -193,14 +206,16 @@ class FleetFile:
         self.models = ms = build(self.fleet, autoload, self.lazy, self.free, **self.how)
         if self.fleet.memory is None and self.free is not None:
             _log.info('Models have %s: what is free, less a reserve', human(self.free))
-        with fitting(self.fleet): ms.measured()
+        with fitting(self.fleet):
+            ms.measured()
         ms.reload,ms.beside = self.reload,(self.watched,)  # which follows the file in this, too
         return ms
 
 @contextmanager
 def fitting(fleet:Fleet):
     "Within this, what does not fit into the memory of all is a refusal with its line"
-    try: yield
+    try:
+        yield
     except OutOfMemoryError as e:
         assumed = 'that is free, less a reserve, ' if fleet.memory is None else ''
         raise fleet.refused(('memory',), f'{assumed}is too little: {e.msg}', e.hint) from None
@@ -209,9 +224,11 @@ def fitting(fleet:Fleet):
 @patch
 async def reload(self:FleetFile)->dict: # `kept`, `changed`, `added`, `removed`: names of models
     "Read the file again, and serve what it says now; a `FleetError` if that cannot be, and nothing is changed"
-    if self.models.draining: raise unavailable('The server is shutting down', after=5)
+    if self.models.draining:
+        raise unavailable('The server is shutting down', after=5)
     async with self.turn:
-        try: said = await self.take(await asyncio.to_thread(servable, self.path))
+        try:
+            said = await self.take(await asyncio.to_thread(servable, self.path))
         except AtlasError as e:
             _log.error('%s is not taken, and what was served goes on: %s', self.path, e)
             raise
@@ -229,13 +246,17 @@ async def take(self:FleetFile, new:Fleet)->dict:
     r = Residency(models, ifnone(new.memory, self.free), places(new))
     await asyncio.to_thread(r.measure)
     try:
-        for m in models: settle(m, new)
-        with fitting(new): r.check()
+        for m in models:
+            settle(m, new)
+        with fitting(new):
+            r.check()
     except AtlasError:
-        for n in said['kept']: settle(was[n], self.fleet)
+        for n in said['kept']:
+            settle(was[n], self.fleet)
         raise
     again = {n: True for n in said['changed'] if was[n].wanted or was[n].state=='failed'}
-    if not self.lazy: again |= {n: False for n in new.first if n in said['added']}
+    if not self.lazy:
+        again |= {n: False for n in new.first if n in said['added']}
     ms.residency.budget,ms.residency.groups = r.budget,r.groups
     ms.fallbacks = stand_ins(new)
     ms.become(models, Names(new), again, servers)
@@ -255,7 +276,8 @@ async def watched(self:FleetFile, models:Models):
             while self.fleet.watch==told:
                 await self.news.wait()
                 self.news.clear()
-        finally: task and task.cancel()
+        finally:
+            task and task.cancel()
 
 # %% ../../nbs/7_service/34_reload.ipynb #6d36d4fa
 @patch
