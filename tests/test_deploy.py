@@ -30,7 +30,9 @@ def unit(path):
 def flags(*command):
     "The flags that a command of `atlas` has"
     code = 'from atlas.use.cli import main; main()'
-    r = subprocess.run([sys.executable, '-c', code, *command, '--help'], capture_output=True, text=True, timeout=WAIT, cwd=root)
+    r = subprocess.run(
+        [sys.executable, '-c', code, *command, '--help'], capture_output=True,
+        text=True, timeout=WAIT, cwd=root)
     assert r.returncode==0, r.stderr
     found = set(re.findall(r'--[a-z][\w-]+', r.stdout))
     return found
@@ -43,15 +45,21 @@ def test_units_are_valid(path, tmp_path):
     exe = shutil.which('systemd-analyze') or pytest.skip('no systemd here')
     for p in UNITS:
         (tmp_path/p.name).write_text(p.read_text().replace('/opt/atlas/bin/atlas', '/bin/true'))
-    r = subprocess.run([exe, 'verify', '--man=no', tmp_path/path.name], capture_output=True, text=True, timeout=WAIT)
+    r = subprocess.run(
+        [exe, 'verify', '--man=no', tmp_path/path.name], capture_output=True,
+        text=True, timeout=WAIT)
     said = [l for l in r.stderr.splitlines() if path.name in l]
     assert not said and r.returncode==0, r.stderr
 
 def test_a_wrong_unit_would_be_seen(tmp_path):
     exe = shutil.which('systemd-analyze') or pytest.skip('no systemd here')
     wrong = tmp_path/'atlas.service'
-    wrong.write_text((deploy/'systemd'/'atlas.service').read_text().replace('WatchdogSec=30s', 'WatchdogSec=often').replace('/opt/atlas/bin/atlas', '/bin/true'))
-    r = subprocess.run([exe, 'verify', '--man=no', wrong], capture_output=True, text=True, timeout=WAIT)
+    wrong.write_text(
+        (deploy/'systemd'/'atlas.service').read_text().replace(
+            'WatchdogSec=30s', 'WatchdogSec=often').replace('/opt/atlas/bin/atlas', '/bin/true'))
+    r = subprocess.run(
+        [exe, 'verify', '--man=no', wrong], capture_output=True, text=True,
+        timeout=WAIT)
     assert 'atlas.service' in r.stderr and 'often' in r.stderr
 
 def test_the_server_is_a_user_and_what_drops_caches_is_root():
@@ -74,8 +82,11 @@ def kept(tmp_path, **env):
     s = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     s.bind(str(tmp_path/'notify'))
     s.settimeout(WAIT)
-    env = os.environ|dict(NOTIFY_SOCKET=str(tmp_path/'notify'), PYTHONPATH=f'{root}:{root/"tests"/"helpers"}')|env
-    p = subprocess.Popen([*map(str, GATEWAY), json.dumps(dict(models=['m']))], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env)
+    env = os.environ|dict(
+        NOTIFY_SOCKET=str(tmp_path/'notify'), PYTHONPATH=f'{root}:{root/"tests"/"helpers"}')|env
+    p = subprocess.Popen(
+        [*map(str, GATEWAY), json.dumps(dict(models=['m']))],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env)
     try:
         yield p,s
     finally:
@@ -139,7 +150,9 @@ def dockerfile():
 
 def test_the_image_has_what_it_copies():
     "And .dockerignore lets it through"
-    let = [l[1:] for l in (deploy/'Dockerfile.dockerignore').read_text().splitlines() if l.startswith('!')]
+    let = [
+        l[1:] for l in (deploy/'Dockerfile.dockerignore').read_text().splitlines()
+        if l.startswith('!')]
     copied = [a.split() for k,a in dockerfile() if k=='COPY' and '--from' not in a]
     sources = [s for c in copied for s in c[:-1]]
     assert set(sources)==set(let) and all((root/s).exists() for s in sources)
@@ -209,13 +222,15 @@ def samples():
     out = {}
     for l in m.text().decode().splitlines():
         if l[:1]!='#' and (x := re.match(r'([\w:]+)(?:\{(.*)\})? ', l)):
-            out.setdefault(x[1], set()).update(re.findall(r'(\w+)=', x[2] or ''))
+            out.setdefault(x[1], set()).update(
+                re.findall(r'(\w+)=', x[2] or ''))
     return out
 
 def test_alerts_name_what_there_is():
     "Metrics, and the labels by which they are summed, matched and shown"
     told = samples()
-    rules = yaml.safe_load((deploy/'prometheus'/'rules.yml').read_text())['groups'][0]['rules']
+    rules = yaml.safe_load(
+        (deploy/'prometheus'/'rules.yml').read_text())['groups'][0]['rules']
     assert len({r['alert'] for r in rules})==len(rules)>=5
     for r in rules:
         e = r['expr']
@@ -233,18 +248,21 @@ def test_alerts_name_what_there_is():
 def test_states_of_alerts_are_states():
     rules = (deploy/'prometheus'/'rules.yml').read_text()
     from atlas.service.watch import ILL
-    assert set(re.search(r'state=~"([\w|]+)"', rules)[1].split('|'))==set(ILL)<=set(metrics.STATES)
+    assert set(
+        re.search(r'state=~"([\w|]+)"', rules)[1].split('|'))==set(ILL)<=set(metrics.STATES)
     from atlas.card.sensors import REASONS
     assert set(re.search(r'reason=~"([\w|]+)"', rules)[1].split('|'))<=set(REASONS)
     assert tuple(REASONS)==metrics._why_slow
 
 def test_grafana_finds_its_dashboard():
-    provider, = yaml.safe_load((deploy/'grafana'/'dashboards'/'atlas.yaml').read_text())['providers']
+    provider, = yaml.safe_load(
+        (deploy/'grafana'/'dashboards'/'atlas.yaml').read_text())['providers']
     mounts = dict(v.split(':')[:2] for v in COMPOSE['services']['grafana']['volumes'])
     source, = (s for s,at in mounts.items() if at.startswith(provider['options']['path']))
     shown = json.loads((deploy/source).read_text())
     wants = [v for v in shown['templating']['list'] if v['type']=='datasource']
     assert [w['query'] for w in wants]==['prometheus']
-    source, = yaml.safe_load((deploy/'grafana'/'datasources'/'atlas.yaml').read_text())['datasources']
+    source, = yaml.safe_load(
+        (deploy/'grafana'/'datasources'/'atlas.yaml').read_text())['datasources']
     assert source['type']=='prometheus' and source['url']=='http://prometheus:9090'
     assert mounts['./grafana']=='/etc/grafana/provisioning'

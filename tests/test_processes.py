@@ -22,7 +22,8 @@ from helpers.patience import PATIENT,impatient  # noqa: E402
 from helpers.waiting import WAIT,happens,until  # noqa: E402
 
 here = Path(__file__).parent
-FAKE,FAULTY = (sys.executable, here/'helpers'/'fake_worker.py'),(sys.executable, here/'helpers'/'faulty_worker.py')
+FAKE,FAULTY = (sys.executable, here/'helpers'/'fake_worker.py'),(
+    sys.executable, here/'helpers'/'faulty_worker.py')
 tok = byte_tokenizer()
 
 def patience(**limits):
@@ -34,7 +35,11 @@ def model(name='fake', policy=PATIENT, command=FAKE, **options):
     def text(o): return dict(tokenizer=tok)
     return Model(ScriptConfig(name, **options), policy=policy, command=command, text=text)
 
-def req(rid, text, **kw): return Request(rid, tuple(tok.encode(text) if isinstance(text, str) else text), SamplingParams(**dict(temperature=0, max_tokens=2000)|kw))
+def req(rid, text, **kw):
+    return Request(
+        rid,
+        tuple(tok.encode(text) if isinstance(text, str) else text),
+        SamplingParams(**dict(temperature=0, max_tokens=2000)|kw))
 
 def alive(pid):
     "Is there such a process, other than a dead one that nobody has reaped?"
@@ -49,13 +54,16 @@ async def running(*models, **kw):
     ms,pids = Models(list(models), **kw),[]
     tell = ms._tell
     for m in ms.all:
-        m.tell = lambda e, m=m: (pids.append(m.child.pid) if m.child else None, tell(e))
+        m.tell = lambda e, m=m: (
+            pids.append(m.child.pid) if m.child else None,
+            tell(e))
     await ms.start()
     try:
         yield ms
     finally:
         await asyncio.wait_for(ms.close(), WAIT)
-        assert not any(map(alive, pids)) and all(m.child is None and not m.runner._streams for m in ms.all)
+        assert not any(map(alive, pids)) and all(
+            m.child is None and not m.runner._streams for m in ms.all)
 
 async def collect(s):
     "The text of an answer, and how it ended"
@@ -64,11 +72,18 @@ async def collect(s):
         ids += [e.token] if e.token is not None and e.finish!='stop' else []
         last = e
     return ''.join(tok.token(i) for i in ids).replace('Ġ', ' '),last
-async def ask(ms, text='hello', name=None, rid=None, **kw): return await collect((await ms.get(name)).runner.submit(req(rid or os.urandom(4).hex(), text, **kw)))
-async def ok(ms, name=None): return (await ask(ms, 'hello', name))[0]=='Hello there, reader.'
+async def ask(ms, text='hello', name=None, rid=None, **kw):
+    return await collect(
+        (await ms.get(name)).runner.submit(
+            req(rid or os.urandom(4).hex(), text, **kw)))
+async def ok(ms, name=None):
+    return (await ask(ms, 'hello', name))[0]=='Hello there, reader.'
 async def begun(ms, text, name=None, n=1):
     "Streams that have said something"
-    ss = [(await ms.get(name)).runner.submit(req(os.urandom(4).hex(), text, max_tokens=10**6)) for _ in range(n)]
+    ss = [
+        (await ms.get(name)).runner.submit(
+            req(os.urandom(4).hex(), text, max_tokens=10**6))
+        for _ in range(n)]
     for s in ss:
         await asyncio.wait_for(anext(s), WAIT)
     return ss
@@ -76,7 +91,8 @@ def running_test(f):
     "A coroutine as a test, with a limit that only a hang reaches"
     import functools
     @functools.wraps(f)
-    def test(*a, **kw): asyncio.run(asyncio.wait_for(f(*a, **kw), 3*WAIT))
+    def test(*a, **kw):
+        asyncio.run(asyncio.wait_for(f(*a, **kw), 3*WAIT))
     return test
 
 # -- the worker's process ------------------------------------------------------------------------------------------------
@@ -87,7 +103,8 @@ async def test_it_serves():
         said = await asyncio.gather(*(ask(ms, f'{i}') for i in range(64)))
         assert all(t=='Hello there, reader.' and e.finish=='stop' for t,e in said)
         u = await ms.get()
-        assert await u.runner.call('double', x=21)==42 and u.runner.healthy and ms.health()['status']=='ok'
+        assert await u.runner.call(
+            'double', x=21)==42 and u.runner.healthy and ms.health()['status']=='ok'
         def idle(): return u.runner.stats().get('num_requests_running')==0
         await happens(idle, 'an idle engine is reported')
         assert ms.stats()[0]['load_seconds'].keys()=={'open','weights','warm'}
@@ -104,20 +121,25 @@ async def test_killed_worker():
             e = (await asyncio.wait_for(collect(s), WAIT))[1]
             assert (e.finish, e.code)==('error', 'unavailable')
         await happens(lambda: ms.healthy, 'another process')
-        assert ('unhealthy','restarting') in seen and not any(h=='ok' and c!='loaded' for h,c in seen)
+        assert ('unhealthy','restarting') in seen and not any(
+            h=='ok' and c!='loaded' for h,c in seen)
         assert m.child.pid!=pid and not alive(pid) and m.restarts==1 and await ok(ms)
 
 @running_test
 async def test_refused_while_it_is_gone():
     "A question in between gets 503 and when to come again"
-    async with running(model(policy=patience(pause=10**6, longest=10**6))) as ms:
+    async with running(
+        model(policy=patience(pause=10**6, longest=10**6))
+    ) as ms:
         assert await ok(ms)
         m = ms.all[0]
         os.kill(m.child.pid, signal.SIGKILL)
         await happens(lambda: m.child is None and m.reason=='was ended by SIGKILL')
         with pytest.raises(AtlasError) as e:
             await ms.get()
-        assert (e.value.status, e.value.code, e.value.retry_after>=1, ms.healthy, ms.all[0].reason)==(503, 'unavailable', True, False, 'was ended by SIGKILL')
+        assert (
+            e.value.status, e.value.code, e.value.retry_after>=1,
+            ms.healthy, ms.all[0].reason)==(503, 'unavailable', True, False, 'was ended by SIGKILL')
 
 @pytest.mark.parametrize('mark,reason', [('<sticky>', 'CUDA error 700'), ('<bug>', 'KeyError')])
 @running_test
@@ -134,7 +156,8 @@ async def test_fault_of_the_engine(mark, reason):
         for s in others:
             assert (await asyncio.wait_for(collect(s), WAIT))[1].finish=='error'
         await happens(lambda: ms.healthy)
-        assert m.code==FATAL and any(reason in r for r in reasons) and m.child.pid!=pid and await ok(ms)
+        assert m.code==FATAL and any(
+            reason in r for r in reasons) and m.child.pid!=pid and await ok(ms)
 
 @running_test
 async def test_nothing_after_a_fault():
@@ -143,25 +166,36 @@ async def test_nothing_after_a_fault():
         assert await ok(ms)
         m,tokens = ms.all[0],[]
         events = m.runner._events
-        m.runner._events = lambda es, stats: (tokens.append((m.child.pid, m.runner._ready)), events(es, stats))
+        m.runner._events = lambda es, stats: (
+            tokens.append((m.child.pid, m.runner._ready)),
+            events(es, stats))
         pid = m.child.pid
-        ends = await asyncio.gather(*(ask(ms, t) for t in ('<sticky>',*['<endless>']*8)))
+        ends = await asyncio.gather(
+            *(ask(ms, t) for t in ('<sticky>',*['<endless>']*8)))
         assert all(e.finish=='error' for _,e in ends)
         await happens(lambda: ms.healthy)
         assert await ok(ms) and all(ready for _,ready in tokens)
-        assert m.child.pid in {p for p,_ in tokens} <= {pid, m.child.pid}  # the first may have died in its first step
+        # the first may have died in its first step
+        assert m.child.pid in {p for p,_ in tokens} <= {pid, m.child.pid}
 
 @pytest.mark.parametrize('wrong,says', [('oom', '12 GiB can be used'), ('host oom', '70. GiB')])
 @running_test
 async def test_no_memory_to_load(wrong, says):
     "507 with the numbers, once and not again; other models are unharmed"
-    async with running(model('small'), model('large', at_load=wrong), first=['small']) as ms:
+    async with running(
+        model('small'), model('large', at_load=wrong), first=['small']
+    ) as ms:
         assert await ok(ms, 'small')
         stream, = await begun(ms, '<endless>', 'small')
         with pytest.raises(OutOfMemoryError, match=says) as e:
             await ms.get('large')
-        assert (e.value.status, ms.find('large').state, ms.find('large').code, ms.find('large').restarts)==(507, 'failed', REFUSED, 0)
-        assert ms.healthy and await ok(ms, 'small') and ms.find('large').status|dict(args=0)==dict(value='unloaded', failed=True, exit_code=REFUSED, args=0, reason=ms.find('large').reason)
+        assert (
+            e.value.status, ms.find('large').state,
+            ms.find('large').code,
+            ms.find('large').restarts)==(507, 'failed', REFUSED, 0)
+        assert ms.healthy and await ok(ms, 'small') and ms.find('large').status|dict(args=0)==dict(
+            value='unloaded', failed=True, exit_code=REFUSED, args=0,
+            reason=ms.find('large').reason)
         await asyncio.wait_for(anext(stream), WAIT)
         stream.abort()
         assert (await collect(stream))[1].finish=='abort'
@@ -174,7 +208,9 @@ async def test_only_that_request(mark, code):
         others = [asyncio.create_task(ask(ms)) for _ in range(8)]
         _,last = await ask(ms, mark)
         assert (last.finish, last.code)==('error', code)
-        assert [(await o)[0] for o in others]==['Hello there, reader.']*8 and ms.all[0].restarts==0 and ms.healthy
+        assert [
+            (await o)[0] for o in others
+        ]==['Hello there, reader.']*8 and ms.all[0].restarts==0 and ms.healthy
         def counted(): return ms.all[0].runner.stats().get('corrupted_requests_total')
         await happens(lambda: counted()==(mark=='<nan>'), 'the counter')
 
@@ -265,7 +301,10 @@ async def test_never_ready():
         with pytest.raises(AtlasError, match='did not get on') as e:
             await ms.get()
         m = ms.all[0]
-        assert (e.value.status, m.state, m.restarts, ms.healthy, ms.health()['status'])==(503, 'failed', 1, False, 'unhealthy') and 'not ready' in m.reason
+        assert (
+            e.value.status, m.state, m.restarts, ms.healthy,
+            ms.health()['status']
+        )==(503, 'failed', 1, False, 'unhealthy') and 'not ready' in m.reason
 
 @pytest.mark.parametrize('wrong,says', [('die', 'ended with code 3'), ('bug', 'KeyError')])
 @running_test
@@ -334,7 +373,9 @@ async def test_garbage_to_the_worker():
 async def test_clocks_that_jump(monkeypatch):
     "The wall clock goes back and forth by years, on both sides: nobody is thought dead, nothing is restarted, answers are right"
     true = time.time
-    monkeypatch.setattr(time, 'time', lambda: true()+random.choice((-1,1))*86400*400)
+    monkeypatch.setattr(
+        time, 'time',
+        lambda: true()+random.choice((-1,1))*86400*400)
     async with running(model(clock=True)) as ms:
         for _ in range(20):
             assert await ok(ms)
@@ -392,11 +433,18 @@ async def test_images_are_sent_once():
     from types import SimpleNamespace as NS
     sent,r = [],RemoteRunner('r')
     r._wire,r._ready,r.info = NS(write=sent.append),True,dict(max_seq_len=100)
-    pics,more = ((np.ones((4,8), 'f4'), (1,2,2)),),((np.zeros((4,8), 'f4'), (1,2,2)),)
+    pics,more = (
+        (np.ones((4,8), 'f4'), (1,2,2)),),(
+        (np.zeros((4,8), 'f4'), (1,2,2)),)
     for i,p in enumerate((pics, pics, more, (), (), pics)):
-        r.submit(req(f'{i}', [1,2], temperature=0)) if not p else r.submit(Request(f'{i}', (1,2), SamplingParams(), images=p))
+        r.submit(
+            req(f'{i}', [1,2], temperature=0)) if not p else r.submit(
+            Request(f'{i}', (1,2), SamplingParams(), images=p))
     got = [m[3] for b in sent for m in Frames().feed(b)]
-    assert [None if g is None else len(g) for g in got]==[1,None,1,0,0,1] and (got[0][0][0]==1).all() and (got[2][0][0]==0).all()
+    assert [
+        None if g is None else len(g) for g in got
+    ]==[1, None, 1, 0, 0,
+    1] and (got[0][0][0]==1).all() and (got[2][0][0]==0).all()
 
 # -- loading, unloading, many models -------------------------------------------------------------------------------------
 
@@ -406,7 +454,9 @@ async def test_load_and_unload():
         assert ms.healthy and [d['status']['value'] for d in ms.list()]==['unloaded']*2
         with pytest.raises(RequestError, match='not loaded'):
             await ms.unload('a')
-        assert (await ask(ms, name='b'))[0]=='I am b.' and [m.state for m in ms.all]==['unloaded','loaded']
+        assert (
+            await ask(ms, name='b')
+        )[0]=='I am b.' and [m.state for m in ms.all]==['unloaded','loaded']
         with pytest.raises(RequestError, match='loaded already'):
             await ms.load('b')
         await ms.load('a')
@@ -454,7 +504,8 @@ async def test_load_on_request_is_shared():
         gone = asyncio.create_task(ms.get())
         await asyncio.sleep(0)
         gone.cancel()
-        assert all(await asyncio.gather(*(ok(ms) for _ in range(50)))) and ms.all[0].restarts==0
+        assert all(
+            await asyncio.gather(*(ok(ms) for _ in range(50)))) and ms.all[0].restarts==0
 
 @running_test
 async def test_no_autoload():
@@ -467,7 +518,9 @@ async def test_no_autoload():
 async def test_unload_at_any_time():
     "While it loads, while it is down, while it waits: the process is gone, and it can be loaded again"
     for wrong in ('hang','die',None):
-        async with running(model(policy=patience(pause=.2, ends=99), at_load=wrong)) as ms:
+        async with running(
+            model(policy=patience(pause=.2, ends=99), at_load=wrong)
+        ) as ms:
             m = ms.all[0]
             for wait in (0, .01, .3):
                 await asyncio.sleep(wait)
@@ -574,7 +627,8 @@ async def test_no_thread_to_wait_with(monkeypatch):
             import subprocess,threading
             pids,popen = [],subprocess.Popen
             class Seen(popen):
-                def __init__(self, *a, **kw): super().__init__(*a, **kw); pids.append(self.pid)
+                def __init__(self, *a, **kw):
+                    super().__init__(*a, **kw); pids.append(self.pid)
             mp.setattr('atlas.service.remote.threading.Thread.start', none)
             mp.setattr('atlas.service.remote.subprocess.Popen', Seen)
             with pytest.raises(OSError, match='thread'):
@@ -592,7 +646,10 @@ async def test_many_requests_and_random_ends():
         async def client(i):
             while True:
                 try:
-                    s = (await ms.get()).runner.submit(req(f'r{i}', rng.choice(['hello','<endless>','<nan>','<oom>']), max_tokens=rng.randint(1, 60)))
+                    s = (await ms.get()).runner.submit(
+                        req(
+                            f'r{i}', rng.choice(['hello','<endless>','<nan>','<oom>']),
+                            max_tokens=rng.randint(1, 60)))
                 except AtlasError as e:
                     assert e.status==503
                     await asyncio.sleep(.02)
@@ -621,7 +678,8 @@ async def test_many_requests_and_random_ends():
                 await asyncio.sleep(.05)
         await asyncio.gather(*work)
         await k
-        assert len(ends)==1000 and None not in ends and {'stop','abort','error','length'}>=set(ends)
+        assert len(ends)==1000 and None not in ends and {
+            'stop', 'abort', 'error', 'length'}>=set(ends)
         await happens(lambda: ms.healthy)
         assert await ok(ms) and not m.runner._streams and not m.runner._numbers and not m.runner._calls
         await happens(lambda: m.runner.stats()['num_requests_running']==0)
@@ -652,18 +710,28 @@ def faulty():
 def no_text(config): return dict(tokenizer=None)
 OF_TOY = dict(names=['toy'], policy=PATIENT, text=no_text)
 async def ids_of(s): return [e.token async for e in s if e.token is not None]
-PROMPTS = [[3,1,4,1,5,9,2,6],[2,7,1,8,2,8],[1,6,1,8,0,3,3,9,8,8,7,4]]
+PROMPTS = [
+    [3,1,4,1,5,9,2,6],
+    [2,7,1,8,2,8],
+    [1,6,1,8,0,3,3,9,8,8,7,4]]
 
 @running_test
 async def test_a_real_model_says_the_same():
     "Through a process, killed once in between, the answers are those of the model in this process"
     llm = LLM(str(TOY), 'cpu', max_num_seqs=4)
-    want = [o.token_ids for o in llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=12))]
+    want = [
+        o.token_ids for o in llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=12))]
     async with running(toy()) as ms:
         for again in range(2):
             r = (await ms.get('toy')).runner
-            assert list(await asyncio.gather(*(ids_of(r.submit(req(f't{i}', p, max_tokens=12))) for i,p in enumerate(PROMPTS))))==want
-            assert (r.info['max_seq_len'], r.info['vocab_size'])==(llm.max_seq_len, llm.config.vocab_size)
+            assert list(
+                await asyncio.gather(
+                    *(
+                        ids_of(r.submit(req(f't{i}', p, max_tokens=12)))
+                        for i,p in enumerate(PROMPTS))))==want
+            assert (
+                r.info['max_seq_len'], r.info['vocab_size']
+            )==(llm.max_seq_len, llm.config.vocab_size)
             if again:
                 break
             pid = ms.all[0].child.pid
@@ -683,13 +751,19 @@ async def collect_raw(s):
 async def test_a_real_model_with_faults():
     "NaN logits end that request and are counted; no memory for a prompt ends that request; the others are right"
     llm = LLM(str(TOY), 'cpu', max_num_seqs=4)
-    want = [o.token_ids for o in llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=12))]
+    want = [
+        o.token_ids for o in llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=12))]
     async with running(faulty()) as ms:
         r = (await ms.get('toy')).runner
         for bad,code in ((7, 'corrupted_output'), (8, 'out_of_memory')):
-            e = await collect_raw(r.submit(req(f'bad{bad}', [bad,1,2], max_tokens=12)))
+            e = await collect_raw(
+                r.submit(req(f'bad{bad}', [bad,1,2], max_tokens=12)))
             assert (e.finish, e.code)==('error', code) and ms.healthy
-            assert list(await asyncio.gather(*(ids_of(r.submit(req(f'{bad}{i}', p, max_tokens=12))) for i,p in enumerate(PROMPTS))))==want
+            assert list(
+                await asyncio.gather(
+                    *(
+                        ids_of(r.submit(req(f'{bad}{i}', p, max_tokens=12)))
+                        for i,p in enumerate(PROMPTS))))==want
         left = dict(corrupted_requests_total=1, blocks_used=0, num_requests_running=0)
         await happens(lambda: left.items()<=r.stats().items())
         assert ms.all[0].restarts==0
@@ -733,13 +807,33 @@ class Live:
             self.port = kw['port']
         self.http = self.client()
     def client(self): return httpx.Client(base_url=f'http://127.0.0.1:{self.port}', timeout=WAIT)
-    def chat(self, text, http=None, **kw): return (http or self.http).post('/v1/chat/completions', json=dict(messages=[dict(role='user', content=text)], max_tokens=kw.pop('max_tokens', 5000))|kw)
-    def stream(self, text, http=None, **kw): return (http or self.http).stream('POST', '/v1/chat/completions', json=dict(messages=[dict(role='user', content=text)], stream=True, max_tokens=10**5)|kw)
-    def ok(self, **kw): return self.chat('hello', **kw).json()['choices'][0]['message']['content']=='Hello there, reader.'
+    def chat(self, text, http=None, **kw):
+        return (http or self.http).post(
+            '/v1/chat/completions',
+            json=dict(
+                messages=[dict(role='user', content=text)],
+                max_tokens=kw.pop('max_tokens', 5000))|kw)
+    def stream(self, text, http=None, **kw):
+        return (http or self.http).stream(
+            'POST', '/v1/chat/completions',
+            json=dict(
+                messages=[dict(role='user', content=text)], stream=True,
+                max_tokens=10**5)|kw)
+    def ok(self, **kw):
+        return self.chat(
+            'hello', **kw).json()['choices'][0]['message']['content']=='Hello there, reader.'
     def health(self): return self.http.get('/health').status_code
-    def metric(self, name): return sum(float(m[1]) for m in re.finditer(rf'^atlas:{name}(?:{{[^}}]*}})? (\S+)$', self.http.get('/metrics').text, re.M))
+    def metric(self, name):
+        return sum(
+            float(m[1])
+            for m in re.finditer(rf'^atlas:{name}(?:{{[^}}]*}})? (\S+)$', self.http.get('/metrics').text, re.M)
+        )
     @property
-    def workers(self): return [int(p) for p in subprocess.run(['pgrep', '-P', str(self.p.pid), '-f', 'fake_worker'], capture_output=True, text=True).stdout.split()]
+    def workers(self):
+        return [
+            int(p)
+            for p in subprocess.run(['pgrep', '-P', str(self.p.pid), '-f', 'fake_worker'], capture_output=True, text=True).stdout.split()
+        ]
     def __enter__(self): self.pids = self.workers; return self
     def __exit__(self, *_):
         pids = self.workers or self.pids
@@ -750,7 +844,8 @@ class Live:
             self.p.stdout.close()
         until(lambda: not any(map(alive, pids)), 'the end of all workers')
 
-def data(lines): return [json.loads(l[6:]) for l in lines if l.startswith('data: {')]
+def data(lines):
+    return [json.loads(l[6:]) for l in lines if l.startswith('data: {')]
 def gone(port):
     "Is nobody there? Then the port can be taken, too"
     try:
@@ -773,14 +868,16 @@ def test_http_killed_worker():
         last = data(rest)[-1]
         assert last['error']['code']=='unavailable' and 'data: [DONE]' in rest
         until(lambda: l.health()==200)
-        assert l.ok() and not alive(pid) and len(l.workers)==1 and l.metric('model_restarts_total')==1
+        assert l.ok() and not alive(pid) and len(l.workers)==1 and l.metric(
+            'model_restarts_total')==1
 
 def test_http_refused_while_down():
     with Live(policy=vars(patience(pause=10**6, longest=10**6))) as l:
         os.kill(l.workers[0], signal.SIGKILL)
         until(lambda: l.health()==503)
         r = l.chat('hello')
-        assert r.status_code==503 and int(r.headers['retry-after'])>=1 and r.json()['error']['code']=='unavailable'
+        assert r.status_code==503 and int(
+            r.headers['retry-after'])>=1 and r.json()['error']['code']=='unavailable'
         def reaped():
             "The link is lost before the process is reaped, which the reason tells"
             body = l.http.get('/health').json()
@@ -804,7 +901,8 @@ def test_http_sticky_fault():
         until(lambda: l.health()==200 and l.workers and l.workers[0]!=pid)
         stop.set()
         t.join()
-        assert l.ok() and {c for c,_ in got}<={200,503,500} and all(b['choices'][0]['message']['content']=='Hello there, reader.' for c,b in got if c==200)
+        assert l.ok() and {c for c,_ in got}<={200,503,500} and all(
+            b['choices'][0]['message']['content']=='Hello there, reader.' for c,b in got if c==200)
 
 def test_http_killed_gateway():
     """kill -9 of the gateway: its workers go, also one that is stopped in a step,
@@ -833,13 +931,18 @@ def test_http_drain(sig):
             until(lambda: gone_port(l.port), 'it stops listening')
             h = other.get('/health')
             a = l.chat('hello', other)
-            assert (h.status_code, h.json()['status'], a.status_code)==(503, 'draining', 503) and int(a.headers['retry-after'])>=1
-            text = ''.join(c['choices'][0]['delta'].get('content') or '' for c in data(lines) if c['choices'])
-        assert text=='abcdefghij'*40 and l.p.wait(WAIT)==0 and not any(map(alive, l.pids)) and gone(l.port)
+            assert (
+                h.status_code, h.json()['status'], a.status_code
+            )==(503, 'draining', 503) and int(a.headers['retry-after'])>=1
+            text = ''.join(
+                c['choices'][0]['delta'].get('content') or '' for c in data(lines) if c['choices'])
+        assert text=='abcdefghij'*40 and l.p.wait(WAIT)==0 and not any(
+            map(alive, l.pids)) and gone(l.port)
 
 def test_http_killed_gateway_while_its_worker_starts(tmp_path):
     "Before a line of anything large is read the worker is bound to its gateway: here importing NumPy takes for ever"
-    (tmp_path/'numpy.py').write_text(f'import time\nopen({str(tmp_path/"here")!r}, "w").close()\ntime.sleep(10**6)\n')
+    (tmp_path/'numpy.py').write_text(
+        f'import time\nopen({str(tmp_path/"here")!r}, "w").close()\ntime.sleep(10**6)\n')
     code = f'''
 import os,socket,subprocess,sys,time
 a,b = socket.socketpair(); r,w = os.pipe()
@@ -849,7 +952,9 @@ p = subprocess.Popen([sys.executable, '-m', 'atlas.service.worker', *args],
     pass_fds=(b.fileno(),r), start_new_session=True, env=env)
 print(p.pid, flush=True); time.sleep(10**6)
 '''
-    p = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    p = subprocess.Popen(
+        [sys.executable, '-c', code], stdout=subprocess.PIPE, text=True,
+        start_new_session=True)
     pid = int(p.stdout.readline())
     try:
         until(lambda: (tmp_path/'here').exists() or not alive(pid))
@@ -888,7 +993,10 @@ def test_http_started_without_doors():
     "stdin, stdout and stderr are closed: no socket takes their place, and a worker's print goes nowhere"
     with socket.create_server(('127.0.0.1', 0)) as s:
         port = s.getsockname()[1]
-    with Live(before=lambda: os.closerange(0, 3), out=subprocess.DEVNULL, port=port, log_level='debug') as l:
+    with Live(
+        before=lambda: os.closerange(0, 3), out=subprocess.DEVNULL,
+        port=port, log_level='debug'
+    ) as l:
         until(lambda: not gone_port(port))
         until(lambda: l.health()==200)
         for pid in (l.p.pid, *l.workers):
@@ -966,8 +1074,12 @@ def test_http_clients_that_leave():
             until(lambda: busy()==1)
         until(lambda: busy()==0, 'the engine is rid of the stream')
         s = socket.create_connection(('127.0.0.1', l.port))
-        body = json.dumps(dict(messages=[dict(role='user', content='<endless>')], max_tokens=10**5)).encode()
-        s.sendall(b'POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n'%len(body)+body)
+        body = json.dumps(
+            dict(
+                messages=[dict(role='user', content='<endless>')], max_tokens=10**5)).encode()
+        s.sendall(
+            b'POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n'%len(body)+body
+        )
         until(lambda: busy()==1)
         s.close()
         until(lambda: busy()==0, 'the engine is rid of the answer')
@@ -976,11 +1088,22 @@ def test_http_clients_that_leave():
 @pytest.mark.parametrize('stream', [False,True])
 def test_http_a_client_that_leaves_while_its_model_loads(stream):
     "It is noticed at once; the load goes on, and can be stopped; nobody who asks for another model waits"
-    with Live(dict(model='slow', at_load='hang'), dict(model='fake'), first=['fake']) as l:
+    with Live(
+        dict(model='slow', at_load='hang'), dict(model='fake'),
+        first=['fake']
+    ) as l:
         s = socket.create_connection(('127.0.0.1', l.port))
-        body = json.dumps(dict(model='slow', messages=[dict(role='user', content='hi')], stream=stream)).encode()
-        s.sendall(b'POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n'%len(body)+body)
-        def state(): return next(m['status']['value'] for m in l.http.get('/models').json()['data'] if m['id']=='slow')
+        body = json.dumps(
+            dict(
+                model='slow', messages=[dict(role='user', content='hi')],
+                stream=stream)).encode()
+        s.sendall(
+            b'POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n'%len(body)+body
+        )
+        def state():
+            return next(
+                m['status']['value'] for m in l.http.get('/models').json()['data']
+                if m['id']=='slow')
         until(lambda: state()=='loading')
         s.close()
         until(lambda: 'status="499"' in l.http.get('/metrics').text, 'the client is missed')
@@ -992,12 +1115,23 @@ def test_http_a_client_that_leaves_while_its_model_loads(stream):
 def test_http_three_ends_at_once():
     "The worker is killed, clients leave, and the server is told to end, all in one moment: it ends, with code 0, and nothing is left"
     for order in ('wcs','csw','swc'):
-        with Live(dict(model='fake'), dict(model='slow', at_load='hang'), first=['fake'], drain=3600.) as l:
+        with Live(
+            dict(model='fake'), dict(model='slow', at_load='hang'),
+            first=['fake'], drain=3600.
+        ) as l:
             def open_(model, text, stream):
-                s,body = socket.create_connection(('127.0.0.1', l.port)),json.dumps(dict(model=model, messages=[dict(role='user', content=text)], max_tokens=10**5, stream=stream)).encode()
-                s.sendall(b'POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n'%len(body)+body)
+                s,body = socket.create_connection(('127.0.0.1', l.port)),json.dumps(
+                    dict(
+                        model=model, messages=[dict(role='user', content=text)],
+                        max_tokens=10**5, stream=stream)).encode()
+                s.sendall(
+                    b'POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n'%len(body)+body
+                )
                 return s
-            ss = [open_(*a) for a in (('fake','<endless>',True), ('fake','<endless>',False), ('slow','hi',True), ('slow','hi',False), ('fake','<hold>',True))]
+            ss = [
+                open_(*a)
+                for a in (('fake','<endless>',True), ('fake','<endless>',False), ('slow','hi',True), ('slow','hi',False), ('fake','<hold>',True))
+            ]
             def busy(): return l.metric('num_requests_running')
             until(lambda: busy()==3 and len(l.workers)==2)
             pids = l.workers
@@ -1041,7 +1175,9 @@ def test_http_full_disk():
     "Nothing can be written to the log: serving goes on, through a fault too"
     with socket.create_server(('127.0.0.1', 0)) as s:
         port = s.getsockname()[1]
-    with open('/dev/full', 'w') as full, Live(out=full, port=port, log_level='debug') as l:
+    with open('/dev/full', 'w') as full, Live(
+        out=full, port=port, log_level='debug'
+    ) as l:
         until(lambda: not gone_port(port))
         until(lambda: l.http.get('/health').status_code==200)
         assert l.ok() and l.chat('<sticky>').status_code==503
@@ -1055,17 +1191,27 @@ def test_http_full_disk():
 def test_http_only_that_request():
     with Live() as l:
         n,o = l.chat('<nan>'),l.chat('<oom>')
-        assert (n.status_code, n.json()['error']['code'])==(500, 'corrupted_output') and (o.status_code, o.json()['error']['code'])==(507, 'out_of_memory') and l.ok()
+        assert (
+            n.status_code, n.json()['error']['code']
+        )==(500, 'corrupted_output') and (o.status_code,
+        o.json()['error']['code'])==(507,
+        'out_of_memory') and l.ok()
         until(lambda: l.metric('corrupted_requests_total')==1)
 
 def test_http_models_by_name():
     "llama.cpp's shapes: list, load, unload, and what is told meanwhile"
-    with Live(dict(model='a'), dict(model='b', say='I am b.'), dict(model='elephant', at_load='oom'), first=['a']) as l:
-        def status(): return {m['id']:m['status']['value'] for m in l.http.get('/models').json()['data']}
+    with Live(
+        dict(model='a'), dict(model='b', say='I am b.'),
+        dict(model='elephant', at_load='oom'), first=['a']
+    ) as l:
+        def status():
+            return {m['id']:m['status']['value'] for m in l.http.get('/models').json()['data']}
         assert status()==dict(a='loaded', b='unloaded', elephant='unloaded')
         seen = []
         def listen():
-            with httpx.Client(base_url=l.http.base_url, timeout=WAIT) as h, h.stream('GET', '/models/sse') as r:
+            with httpx.Client(
+                base_url=l.http.base_url, timeout=WAIT
+            ) as h, h.stream('GET', '/models/sse') as r:
                 for line in r.iter_lines():
                     if line.startswith('data: '):
                         seen.append(json.loads(line[6:]))
@@ -1074,22 +1220,31 @@ def test_http_models_by_name():
         t = threading.Thread(target=listen)
         t.start()
         until(lambda: l.metric('http_requests_total')>=0)
-        assert l.http.post('/models/load', json=dict(model='b')).json()['success'] is True
+        assert l.http.post(
+            '/models/load', json=dict(model='b')).json()['success'] is True
         until(lambda: status()['b']=='loaded')
         assert l.chat('hi', model='b').json()['choices'][0]['message']['content']=='I am b.'
         e = l.chat('hi', model='elephant')
         assert e.status_code==507 and '12 GiB' in e.json()['error']['message'] and l.http.get('/health').status_code==200
-        assert l.http.post('/models/load', json=dict(model='b')).status_code==400 and l.http.post('/models/load', json=dict(model='z')).status_code==404
-        assert l.http.post('/models/unload', json=dict(model='b')).json()['success'] is True
+        assert l.http.post(
+            '/models/load', json=dict(model='b')
+        ).status_code==400 and l.http.post('/models/load',
+        json=dict(model='z')).status_code==404
+        assert l.http.post(
+            '/models/unload', json=dict(model='b')).json()['success'] is True
         t.join(WAIT)
         assert not t.is_alive()
-        assert {'loading','loaded','unloaded'}<={e['data']['status'] for e in seen if e['model']=='b'}
-        assert l.ok(model='a') and status()==dict(a='loaded', b='unloaded', elephant='unloaded')
+        assert {'loading','loaded','unloaded'}<={
+            e['data']['status'] for e in seen if e['model']=='b'}
+        assert l.ok(model='a') and status()==dict(
+            a='loaded', b='unloaded', elephant='unloaded')
 
 def gateway_that_ends(*models, **kw):
     "What a gateway says that cannot serve, and its code"
     kw = dict(models=models, policy=vars(PATIENT))|kw
-    return subprocess.run([*GATEWAY, json.dumps(kw)], capture_output=True, text=True, timeout=WAIT)
+    return subprocess.run(
+        [*GATEWAY, json.dumps(kw)], capture_output=True, text=True,
+        timeout=WAIT)
 
 NO_ROOM = '12 GiB can be used'
 
@@ -1127,16 +1282,24 @@ def test_a_life_is_not_told_under_the_request_that_began_it():
     async def main():
         structlog.contextvars.bind_contextvars(request_id='req_first')
         m = model(at_load=None)
-        m.tell = lambda e: seen.append((e['data']['status'], structlog.contextvars.get_contextvars().get('request_id')))
+        m.tell = lambda e: seen.append(
+            (e['data']['status'], structlog.contextvars.get_contextvars().get('request_id')))
         m.begin()
         await m.up()
         await m.stop()
     asyncio.run(main())
-    assert seen[0]==('loading','req_first') and ('loaded',None) in seen and ('loaded','req_first') not in seen
+    assert seen[0]==(
+        'loading', 'req_first') and ('loaded',None) in seen and ('loaded','req_first') not in seen
 
 def test_names_and_aliases():
     from atlas.service.gateway import modelled
-    ms = Models(modelled(['a',dict(model='b', names=['bee'])], ['first'], ['*','gpt']))
-    assert [ms.find(n).name for n in ('first','gpt','claude-opus','bee',None)]==['first','first','first','bee','first'] and '*' not in ms.list()[0]['names']
+    ms = Models(
+        modelled(
+            ['a',dict(model='b', names=['bee'])],
+            ['first'], ['*','gpt']))
+    assert [
+        ms.find(n).name for n in ('first','gpt','claude-opus','bee',None)
+    ]==['first', 'first', 'first', 'bee',
+    'first'] and '*' not in ms.list()[0]['names']
     with pytest.raises(AtlasError):
         Models(modelled('a')).find('b')

@@ -65,7 +65,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 class Device:
     "Memory of a fixed size, and who has how much of it"
-    def __init__(self, size): self.size,self.taken,self.wrong = size,{},[]
+    def __init__(self, size):
+        self.size,self.taken,self.wrong = size,{},[]
     def take(self, who, nbytes):
         self.taken[who] = nbytes
         if sum(self.taken.values())>self.size:
@@ -92,14 +93,20 @@ class StandIn(asyncio.Protocol):
     def send(self, *m):
         if not self.gone:
             self.transport.write(frame(*m))
-    def later(self, seconds, f, *args): self.loop.call_later(seconds, lambda: self.gone or f(*args))
+    def later(self, seconds, f, *args):
+        self.loop.call_later(seconds, lambda: self.gone or f(*args))
     def load(self, options, pace):
         self.world.device.take(self, self.says['need'])
         self.send('stage', 'open', 0., {})
         self.later(self.says['seconds'], self.ready)
     def ready(self):
-        info = dict(name=self.name, max_seq_len=4096, vocab_size=9, max_queue=99, eos_ids=[])
-        self.send('ready', info|dict(memory=dict(weights=self.says['need'])), {})
+        info = dict(
+            name=self.name, max_seq_len=4096, vocab_size=9, max_queue=99,
+            eos_ids=[])
+        self.send(
+            'ready',
+            info|dict(memory=dict(weights=self.says['need'])),
+            {})
     def add(self, n, request, images):
         took,tokens = self.world.long[request['id']]
         self.answers[n] = request['id']
@@ -108,7 +115,11 @@ class StandIn(asyncio.Protocol):
         if n not in self.answers:
             return
         last = left==1
-        self.send('events', [pack_event(n, Event(self.answers[n], 1, finish='stop' if last else None))], {})
+        self.send(
+            'events',
+            [
+                pack_event(n, Event(self.answers[n], 1, finish='stop' if last else None))],
+            {})
         if last:
             del self.answers[n]
         else:
@@ -136,7 +147,8 @@ class StandIn(asyncio.Protocol):
             rests = self.says['rests']
             given = self.says['need']-rests
             if self.says['sleepless']:
-                return self.send('failed', n, pack_error(OutOfMemoryError('There is no room for a copy')))
+                return self.send(
+                    'failed', n, pack_error(OutOfMemoryError('There is no room for a copy')))
             self.world.device.take(self, rests)
             return self.send('result', n, dict(level=1, bytes=given, seconds=.1))
         self.world.device.take(self, self.says['need'])
@@ -169,8 +181,11 @@ class World:
         command = partial(StandIn, self)
         ms = []
         for name,k in kinds.items():
-            m = Model(EngineConfig(name), policy=policy, command=command, text=lambda c: dict(tokenizer=None))
-            m.need,m.pinned,m.ttl,m.group = k['need'],k.get('pinned', False),k.get('ttl'),k.get('group')
+            m = Model(
+                EngineConfig(name), policy=policy, command=command,
+                text=lambda c: dict(tokenizer=None))
+            m.need,m.pinned,m.ttl,m.group = k['need'],k.get(
+                'pinned', False),k.get('ttl'),k.get('group')
             ms.append(m)
         self.models = Models(ms, first=[], budget=budget, groups=groups)
     def excused(self, name):
@@ -256,7 +271,9 @@ async def live(world, deeds):
         tasks.append(asyncio.create_task(f(*args)))
         world.check()
     while any(not t.done() for t in tasks):
-        await asyncio.wait(tasks, timeout=3., return_when=asyncio.FIRST_COMPLETED if len(tasks)<2 else asyncio.ALL_COMPLETED)
+        await asyncio.wait(
+            tasks, timeout=3.,
+            return_when=asyncio.FIRST_COMPLETED if len(tasks)<2 else asyncio.ALL_COMPLETED)
         world.check()
         if asyncio.get_running_loop().time()>1e6:
             raise Stuck(f'{world.models} {world.models.residency.queue}')
@@ -267,7 +284,8 @@ async def live(world, deeds):
     await world.models.close()
     assert not world.device.taken
     asked = [a for a in deeds if a[1]=='ask']
-    assert len(world.ends)==len(asked)==len({rid for rid,*_ in world.ends})
+    assert len(world.ends)==len(asked)==len(
+        {rid for rid,*_ in world.ends})
     return world
 
 def play(kinds, deeds, budget=100, **kw):
@@ -294,7 +312,8 @@ def swept(loop):
         loop.run_until_complete(over())
     loop.close()
 
-def kind(need, seconds=5., rests=0, **kw): return dict(need=need, seconds=seconds, rests=rests, sleepless=False)|kw
+def kind(need, seconds=5., rests=0, **kw):
+    return dict(need=need, seconds=seconds, rests=rests, sleepless=False)|kw
 
 # -- random days ---------------------------------------------------------------------------------
 
@@ -313,11 +332,21 @@ def deeds_of(r:random.Random, kinds, n, meddling=True):
     out = []
     for _ in range(n):
         name,after = r.choice(list(kinds)),r.choice([0,0,.05,1,10,60])*r.random()
-        what = r.choice(['kill','ttl','keep','pin','unload','load','sleep','wake']) if meddling and r.random()<.3 else 'ask'
+        what = r.choice(
+            ['kill','ttl','keep','pin','unload','load','sleep','wake']
+        ) if meddling and r.random()<.3 else 'ask'
         if what=='ask':
-            out.append((after, what, name, r.choice([.1,3,30,90])*r.random()+.01, r.randint(1, 9), r.choice([None,None,None,r.uniform(0, 40)])))
+            out.append(
+                (
+                    after, what, name,
+                    r.choice([.1,3,30,90])*r.random()+.01,
+                    r.randint(1, 9),
+                    r.choice([None,None,None,r.uniform(0, 40)])))
         else:
-            out.append((after, what, name, r.choice([0,3,30,-1]) if what in ('keep','ttl') else r.randint(0, 9)))
+            out.append(
+                (
+                    after, what, name,
+                    r.choice([0,3,30,-1]) if what in ('keep','ttl') else r.randint(0, 9)))
     return [d for d in out if d[1]!='ttl' or d[3]>=0]
 
 def day(seed, meddling=True, n=40, **kw):
@@ -326,13 +355,17 @@ def day(seed, meddling=True, n=40, **kw):
     return play(kinds, deeds_of(r, kinds, n, meddling), **kw)
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
-@given(seed=st.integers(0, 10**9), n=st.integers(1, 60))
+@given(
+    seed=st.integers(0, 10**9),
+    n=st.integers(1, 60))
 def test_whatever_happens(seed, n):
     "The budget is never exceeded, nobody waits for ever, nothing leaves while it answers, every request ends once"
     day(seed, n=n)
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(seed=st.integers(0, 10**9), n=st.integers(1, 60))
+@given(
+    seed=st.integers(0, 10**9),
+    n=st.integers(1, 60))
 def test_where_nobody_meddles_all_are_answered(seed, n):
     w = day(seed, meddling=False, n=n, policy=replace(PACE, wait=1e5))
     assert {end for rid,end,_ in w.ends if rid not in w.left}<={'stop'}
@@ -388,36 +421,60 @@ def ends(w): return [e for _,e,_ in w.ends]
 
 def test_one_swap_serves_all_who_wait():
     "Five who ask for another model while one answers: it leaves once, comes back once, and nobody is cut off"
-    two = dict(a=kind(60, 2., sleepless=True), b=kind(60, 2., sleepless=True))
+    two = dict(
+        a=kind(60, 2., sleepless=True),
+        b=kind(60, 2., sleepless=True))
     asks = [(0, 'ask', 'a', 30., 9)]+[(2, 'ask', n, 1., 3) for n in 'bbbbbaaaaa']
     w = play(two, asks, policy=replace(PACE, drain=60.))
     assert set(ends(w))=={'stop'} and w.lives==['a','b','a']
 
 def test_asleep_where_that_is_enough():
     "Its process stays; where it cannot sleep, or would not give enough back, it is unloaded"
-    asks = [(0, 'ask', 'a', 1., 3), (20, 'ask', 'b', 1., 3), (20, 'ask', 'a', 1., 3)]
+    asks = [
+        (0, 'ask', 'a', 1., 3),
+        (20, 'ask', 'b', 1., 3),
+        (20, 'ask', 'a', 1., 3)]
     for k,lives in ((dict(rests=10), 'ab'), (dict(rests=50), 'aba'), (dict(sleepless=True), 'aba')):
-        w = play(dict(a=kind(60, 2., **k), b=kind(60, 2.)), asks)
+        w = play(
+            dict(a=kind(60, 2., **k), b=kind(60, 2.)),
+            asks)
         assert set(ends(w))=={'stop'} and ''.join(w.lives)==lives
 
 def test_an_answer_without_end_is_not_cut():
     "Whoever waits for its memory is told after `wait`, and the model answers others meanwhile"
     two = dict(a=kind(60, 2.), b=kind(60, 2.))
-    w = play(two, [(0, 'ask', 'a', 900., 9), (20, 'ask', 'b', 1., 3), (100, 'ask', 'a', 1., 3)], policy=replace(PACE, wait=300.))
+    w = play(
+        two,
+        [
+            (0, 'ask', 'a', 900., 9),
+            (20, 'ask', 'b', 1., 3),
+            (100, 'ask', 'a', 1., 3)],
+        policy=replace(PACE, wait=300.))
     by = {rid:(end,took) for rid,end,took in w.ends}
     assert by['r0'][0]==by['r2'][0]=='stop' and by['r1'][0]=='UnavailableError' and 299<by['r1'][1]<311
     assert w.lives==['a']
 
 def test_an_admin_does_not_wait_for_its_stay():
     two = dict(a=kind(60, 100.), b=kind(60, 2.))
-    w = play(two, [(0, 'ask', 'a', 1., 3), (110, 'load', 'b'), (10, 'ask', 'b', 1., 3)])
+    w = play(
+        two,
+        [
+            (0, 'ask', 'a', 1., 3), (110, 'load', 'b'),
+            (10, 'ask', 'b', 1., 3)])
     assert set(ends(w))=={'stop'} and dict((r,t) for r,_,t in w.ends)['r1']<2
-    w = play(two, [(0, 'ask', 'a', 1., 3), (110, 'ask', 'b', 1., 3)])
+    w = play(
+        two,
+        [(0, 'ask', 'a', 1., 3), (110, 'ask', 'b', 1., 3)])
     assert set(ends(w))=={'stop'} and dict((r,t) for r,_,t in w.ends)['r1']>200
 
 def test_small_ones_pass_who_are_in_nobodys_way():
-    three = dict(a=kind(60, 30.), b=kind(80, 2.), c=kind(20, 2.))
-    asks = [(0, 'ask', 'a', 1., 3), (35, 'ask', 'b', 1., 3), (1, 'ask', 'c', 1., 3)]
+    three = dict(
+        a=kind(60, 30.), b=kind(80, 2.),
+        c=kind(20, 2.))
+    asks = [
+        (0, 'ask', 'a', 1., 3),
+        (35, 'ask', 'b', 1., 3),
+        (1, 'ask', 'c', 1., 3)]
     w = play(three, asks)
     assert [r for r,_,_ in w.ends]==['r0','r2','r1'] and set(ends(w))=={'stop'}
     w = play(three|dict(c=kind(30, 2.)), asks)
@@ -425,8 +482,13 @@ def test_small_ones_pass_who_are_in_nobodys_way():
 
 def test_groups():
     "Of two that may not be there together one leaves, though there is room"
-    two = dict(a=kind(10, 2., group='g'), b=kind(10, 2., group='g'))
-    asks = [(0, 'ask', 'a', 1., 3), (20, 'ask', 'b', 1., 3), (20, 'ask', 'a', 1., 3)]
+    two = dict(
+        a=kind(10, 2., group='g'),
+        b=kind(10, 2., group='g'))
+    asks = [
+        (0, 'ask', 'a', 1., 3),
+        (20, 'ask', 'b', 1., 3),
+        (20, 'ask', 'a', 1., 3)]
     w = play(two, asks, groups=dict(g=dict(together=False)))
     assert set(ends(w))=={'stop'} and w.models.residency.evicted
     w = play(two, asks, groups=dict(g=dict(together=True)))
@@ -439,10 +501,13 @@ def test_how_long_it_stays():
     for said,lives in (([], 2), ([(0, 'keep', 'a', 10)], 2), ([(0, 'keep', 'a', -1)], 1), ([(0, 'keep', 'a', None)], 2), ([(0, 'keep', 'a', '10m')], 1)):
         w = play(one, [ask,*said,(100, *ask[1:])])
         assert len(w.lives)==lives, said
-    w = play(one, [ask, (0, 'keep', 'a', 0), (5, *ask[1:])])
+    w = play(
+        one,
+        [ask, (0, 'keep', 'a', 0), (5, *ask[1:])])
     assert len(w.lives)==2
     pinned = dict(a=kind(60, 2., ttl=50., pinned=True))
-    assert len(play(pinned, [ask, (100, *ask[1:])]).lives)==1
+    assert len(
+        play(pinned, [ask, (100, *ask[1:])]).lives)==1
 
 def test_budgets_that_are_too_small():
     "Refused by name and with both numbers, before anything is loaded"
@@ -451,16 +516,22 @@ def test_budgets_that_are_too_small():
         for m in ms:
             m.need = needs[m.name]<<30
         return ms
-    with pytest.raises(OutOfMemoryError, match='big takes 60 GiB, and the budget of all models is 50 GiB'):
+    with pytest.raises(
+        OutOfMemoryError, match='big takes 60 GiB, and the budget of all models is 50 GiB'
+    ):
         Models(made(small=10, big=60), budget=50<<30).check()
     ms = made(small=10, big=60)
     ms[0].pinned = True
-    with pytest.raises(OutOfMemoryError, match='big takes 60 GiB, and 55 GiB of 65 GiB are not pinned'):
+    with pytest.raises(
+        OutOfMemoryError, match='big takes 60 GiB, and 55 GiB of 65 GiB are not pinned'
+    ):
         Models(ms, budget=65<<30).check()
     Models(made(small=10, big=60), budget=60<<30).check()
 
 def test_who_never_fits_is_refused():
-    w = play(dict(a=kind(60, 2., pinned=True), b=kind(60, 2.)), [(0, 'ask', 'a', 1., 3), (30, 'ask', 'b', 1., 3)])
+    w = play(
+        dict(a=kind(60, 2., pinned=True), b=kind(60, 2.)),
+        [(0, 'ask', 'a', 1., 3), (30, 'ask', 'b', 1., 3)])
     assert ends(w)==['stop','OutOfMemoryError']
 
 def test_who_is_not_known_takes_what_is_free(monkeypatch):
@@ -470,10 +541,17 @@ def test_who_is_not_known_takes_what_is_free(monkeypatch):
         def __init__(self, *a, **kw):
             super().__init__(*a, **kw)
             self.models.find('b').need = 0
-        def check(self): seen.append(self.models.find('b').holds); super().check()
+        def check(self):
+            seen.append(self.models.find('b').holds); super().check()
     monkeypatch.setitem(globals(), 'World', Unknown)
     two = dict(a=kind(60, 2.), b=kind(30, 2.))
-    w = play(two, [(0, 'ask', 'a', 1., 3), (20, 'ask', 'b', 1., 3), (1, 'ttl', 'b', 1e9), (20, 'ask', 'a', 1., 3)])
+    w = play(
+        two,
+        [
+            (0, 'ask', 'a', 1., 3),
+            (20, 'ask', 'b', 1., 3),
+            (1, 'ttl', 'b', 1e9),
+            (20, 'ask', 'a', 1., 3)])
     assert set(ends(w))=={'stop'} and {40,30}<=set(seen) and w.lives==['a','b']
 
 def test_who_takes_more_than_was_reckoned(monkeypatch):
@@ -484,7 +562,9 @@ def test_who_takes_more_than_was_reckoned(monkeypatch):
             self.device.size,self.models.find('a').need = 1000,40
         def check(self): pass
     monkeypatch.setitem(globals(), 'World', Larger)
-    w = play(dict(a=kind(60, 2.), b=kind(50, 2., sleepless=True)), [(0, 'ask', 'b', 1., 3), (30, 'ask', 'a', 1., 3)])
+    w = play(
+        dict(a=kind(60, 2.), b=kind(50, 2., sleepless=True)),
+        [(0, 'ask', 'b', 1., 3), (30, 'ask', 'a', 1., 3)])
     assert set(ends(w))=={'stop'} and w.models.residency.evicted=={('b','unload'): 1}
 
 # -- real processes ------------------------------------------------------------------------------
@@ -502,8 +582,12 @@ async def test_scripted_workers_take_turns():
     async with running(a, b, budget=10<<30, first=[]) as ms:
         for _ in range(2):
             assert await ok(ms, 'a') and ms.memory['held']==6<<30
-            assert (await ask(ms, name='b'))[0]=='I am b.' and ms.memory==ms.memory|dict(held=7<<30, free=3<<30)
-        assert a.state=='unloaded' and not a.child and sum(d['times'] for d in ms.memory['evictions'])>=3
+            assert (
+                await ask(ms, name='b')
+            )[0]=='I am b.' and ms.memory==ms.memory|dict(held=7<<30,
+            free=3<<30)
+        assert a.state=='unloaded' and not a.child and sum(
+            d['times'] for d in ms.memory['evictions'])>=3
 
 @running_test
 async def test_who_has_no_room_at_the_start_is_loaded_later():
@@ -516,7 +600,8 @@ async def test_who_has_no_room_at_the_start_is_loaded_later():
 async def test_the_end_comes_while_one_waits_for_memory():
     a,b = scripted('a', 6),scripted('b', 7)
     async with running(a, b, budget=10<<30, first=['a']) as ms:
-        s = (await ms.get('a')).runner.submit(req('x', '<endless>', max_tokens=10**6))
+        s = (await ms.get('a')).runner.submit(
+            req('x', '<endless>', max_tokens=10**6))
         await anext(s)
         wait = asyncio.create_task(ms.get('b'))
         await happens(lambda: b.state=='loading' and b.reason)
@@ -568,9 +653,12 @@ def test_two_real_models_and_room_for_one(room, how, tmp_path):
             return p.poll() is not None
     def said(name):
         prompt = 'Once upon a time there was a little girl who lived in a house near the wood. '*6
-        r = c.post('/v1/completions', json=dict(model=name, prompt=prompt, max_tokens=8, temperature=0))
+        r = c.post(
+            '/v1/completions',
+            json=dict(model=name, prompt=prompt, max_tokens=8, temperature=0))
         assert r.status_code==200, r.text
-        return r.json()['choices'][0]['text'],r.json()['usage'].get('prompt_tokens_details', {}).get('cached_tokens', 0)
+        return r.json()['choices'][0]['text'],r.json()['usage'].get(
+            'prompt_tokens_details', {}).get('cached_tokens', 0)
     try:
         until(there, again=.05)
         text,cached = said('a')
@@ -600,11 +688,14 @@ def test_a_budget_smaller_than_a_model(tmp_path):
     "The server ends before it loads anything, and says by name what takes how much of how little"
     p,_ = server(tmp_path, 200<<20)
     said,_ = p.communicate(timeout=WAIT)
-    assert p.returncode and re.search(r'a takes \d+ MiB, and the budget of all models is 200 MiB', said), said
+    assert p.returncode and re.search(
+        r'a takes \d+ MiB, and the budget of all models is 200 MiB', said), said
 
 # -- measured before -----------------------------------------------------------------------------
 
-DEVICES = [lambda: 'cpu', pytest.param(Emulator, marks=pytest.mark.skipif(not find_cxx(), reason='no C++ compiler'))]
+DEVICES = [
+    lambda: 'cpu',
+    pytest.param(Emulator, marks=pytest.mark.skipif(not find_cxx(), reason='no C++ compiler'))]
 
 @pytest.mark.parametrize('device', DEVICES, ids=['host','card'])
 @pytest.mark.parametrize('kw', [dict(max_seq_len=512), {}, dict(max_seq_len=512, max_num_seqs=2, kv_cache_memory=1<<24)],
@@ -614,17 +705,23 @@ def test_what_was_measured_is_enough_and_is_not_exceeded(device, kw):
     m = MeasuredModel(o, 3<<30).told()
     assert m['least']<=m['most']<=3<<30 and (m['least']==m['most'])==('kv_cache_memory' in kw)
     for nbytes in {m['least'],m['most']}:
-        settled = m['settled']|{m['grows']: m['settled'][m['grows']]+nbytes-m['least']}
+        settled = m['settled']|{
+            m['grows']: m['settled'][m['grows']]+nbytes-m['least']}
         model = LoadedModel(replace(o, **settled))
-        assert sum(model.memory.values())<=nbytes and {'weights','cache','steps'}<=model.memory.keys()
+        assert sum(model.memory.values())<=nbytes and {
+            'weights', 'cache', 'steps'}<=model.memory.keys()
         model.close()
 
 def test_models_are_measured_by_one_process():
     "And what is left over is divided; a model that nobody can measure has the need 0"
     models = [dict(model='tiny', name=n, device='cpu', max_seq_len=512) for n in 'ab']
-    ms = Models(modelled([*models, dict(model='nobody/has-it', name='c')]), budget=2<<30).measured()
+    ms = Models(
+        modelled([*models, dict(model='nobody/has-it', name='c')]),
+        budget=2<<30).measured()
     a,b,c = ms.all
     assert a.need==b.need>300<<20 and c.need==0 and a.settled['kv_cache_memory']>0
     assert Models(modelled(models)).measured().all[0].need==0 # nobody asked
-    with pytest.raises(OutOfMemoryError, match='a takes .* and the budget of all models is 256 MiB'):
+    with pytest.raises(
+        OutOfMemoryError, match='a takes .* and the budget of all models is 256 MiB'
+    ):
         Models(modelled(models), budget=256<<20).measured()

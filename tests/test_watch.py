@@ -28,7 +28,10 @@ def cron(url, tmp_path, *more):
     "A run of `atlas watch --once`: exit code, and what it printed"
     code = 'from atlas.use.cli import main; main()'
     r = subprocess.run([sys.executable, '-c', code, 'watch', '--once', url, *more], capture_output=True,
-        text=True, timeout=WAIT, env=dict(ATLAS_HOME=str(tmp_path), PATH='/usr/bin:/bin', PYTHONPATH=str(Path(__file__).parents[1])))
+        text=True, timeout=WAIT,
+        env=dict(
+            ATLAS_HOME=str(tmp_path), PATH='/usr/bin:/bin',
+            PYTHONPATH=str(Path(__file__).parents[1])))
     return r.returncode,r.stdout,r.stderr
 
 def test_cron_is_silent_until_something_changes(tmp_path):
@@ -71,7 +74,8 @@ def test_cron_as_json(tmp_path):
         make_ill(ms)
         code,said,_ = cron(ms.url, tmp_path, '--json')
     said = json.loads(said)
-    assert code==3 and {s['name']:s['well'] for s in said['seen']}=={'atlas':True, 'atlas/well':True, 'atlas/other':False}
+    assert code==3 and {s['name']:s['well'] for s in said['seen']}=={
+        'atlas':True, 'atlas/well':True, 'atlas/other':False}
     assert said['news']==['atlas/other failed: its disk is full']
 
 def test_what_cannot_be_watched_is_refused(tmp_path):
@@ -98,13 +102,22 @@ def test_a_key_is_for_its_server_alone():
         seen[request.url.host] = request.headers.get('authorization')
         return httpx.Response(200)
     c = httpx.AsyncClient(transport=httpx.MockTransport(answer))
-    asyncio.run(Watcher(dict(atlas='http://a/health', asr='http://b/health'), key='sesame', client=c).look())
+    asyncio.run(
+        Watcher(dict(atlas='http://a/health', asr='http://b/health'), key='sesame', client=c).look()
+    )
     assert seen==dict(a='Bearer sesame', b=None)
 
-@pytest.mark.parametrize('body', [b'{', b'[]', b'{"models": 7}', b'{"models": {"m": 7}}', b'{"models": {"m": {}}}', b'\xff', b'null'])
+@pytest.mark.parametrize(
+    'body',
+    [
+        b'{', b'[]', b'{"models": 7}', b'{"models": {"m": 7}}', b'{"models": {"m": {}}}', b'\xff',
+        b'null'])
 def test_nonsense_is_no_model(body):
-    c = httpx.AsyncClient(transport=httpx.MockTransport(lambda r: httpx.Response(503, content=body)))
-    assert asyncio.run(Watcher(dict(x='http://x/'), client=c).look())==[Seen('x', False, 'answers 503')]
+    c = httpx.AsyncClient(
+        transport=httpx.MockTransport(lambda r: httpx.Response(503, content=body)))
+    assert asyncio.run(
+        Watcher(dict(x='http://x/'), client=c).look())==[
+            Seen('x', False, 'answers 503')]
 
 # -- flapping --------------------------------------------------------------------------------------
 
@@ -152,7 +165,9 @@ def test_what_could_not_be_sent_is_sent_later():
         said.append(body)
         return up[0]
     def refuse(request): raise httpx.ConnectError('refused')
-    w = Watcher(dict(asr='http://asr/'), tell, damper=Damper(confirm=1), client=httpx.AsyncClient(transport=httpx.MockTransport(refuse)))
+    w = Watcher(
+        dict(asr='http://asr/'), tell, damper=Damper(confirm=1),
+        client=httpx.AsyncClient(transport=httpx.MockTransport(refuse)))
     async def rounds():
         await w.round()
         up[0] = True
@@ -179,7 +194,9 @@ def test_a_look_that_fails_is_not_the_last(monkeypatch):
 def test_once_remembers_through_a_file(tmp_path):
     def refuse(request): raise httpx.ConnectError('refused')
     def look():
-        w = Watcher(dict(asr='http://asr/'), client=httpx.AsyncClient(transport=httpx.MockTransport(refuse)))
+        w = Watcher(
+            dict(asr='http://asr/'),
+            client=httpx.AsyncClient(transport=httpx.MockTransport(refuse)))
         return asyncio.run(once(w, tmp_path/'deep'/'x.json'))[1]
     assert (look(),look())==(['asr cannot be reached'],[])
     assert [p.name for p in (tmp_path/'deep').iterdir()]==['x.json']

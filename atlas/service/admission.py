@@ -42,15 +42,18 @@ class Residency:
         self.budget,self.groups = budget,{}
         for k,g in (groups or {}).items():
             self.groups[k] = g if isinstance(g, Group) else Group(**g)
-        self.queue,self.evicted = {},Counter() # Model -> `Waiting`, in order; times that models were sent away
+        # Model -> `Waiting`, in order; times that models were sent away
+        self.queue,self.evicted = {},Counter()
         self._timer,self._tasks,self._called = None,set(),False
 
     @property
-    def active(self)->bool: "Is there anything to decide?"; return self.budget is not None or bool(self.groups)
+    def active(self)->bool:
+        "Is there anything to decide?"; return self.budget is not None or bool(self.groups)
     @property
     def most(self)->int: "Bytes for all"; return 1<<62 if self.budget is None else self.budget
     @property
-    def free(self)->int: "Bytes that nobody holds"; return self.most-sum(m.holds for m in self.models)
+    def free(self)->int:
+        "Bytes that nobody holds"; return self.most-sum(m.holds for m in self.models)
     def __repr__(self):
         held = ', '.join(f'{m.name} {human(m.holds)}' for m in self.models if m.holds)
         of = '' if self.budget is None else f', {human(self.free)} left of {human(self.budget)}'
@@ -63,7 +66,8 @@ def resident(self:Model, now:float)->Resident:
     state = 'unloading' if self.sent_away else 'loading' if self.rising else self.state
     asleep = self.rests if self.runner.info.get('sleeps', True) else None
     return Resident(self.name, self.need, state, self.holds, asleep,
-        used=max(self.used, self.asked), answers=self.runner.running or int(now<self.asked+self.policy.soon),
+        used=max(self.used, self.asked),
+        answers=self.runner.running or int(now<self.asked+self.policy.soon),
         pinned=self.pinned, group=self.group, load_seconds=self.took,
         since=self.since, spared=self.spared, admin=self.admin)
 
@@ -78,7 +82,8 @@ async def enter(self:Residency, m:Model, evicts:bool=True):
         return
     self.forget(m) # its process ended while it waited to wake
     loop = asyncio.get_running_loop()
-    w = self.queue[m] = Waiting(loop.create_future(), time.monotonic()+m.policy.wait, evicts)
+    w = self.queue[m] = Waiting(
+        loop.create_future(), time.monotonic()+m.policy.wait, evicts)
     self.turn()
     try:
         await w.done
@@ -145,7 +150,9 @@ def _no_room(m, why):
 @patch
 def soon(self:Residency):
     "Have a turn as soon as what runs now is done, once"
-    if self._called or not (self.active or any(m.lasts is not None for m in self.models)):
+    if self._called or not (
+        self.active or any(m.lasts is not None for m in self.models)
+    ):
         return
     self._called = True
     def call(): self._called = False; self.turn()
@@ -156,8 +163,11 @@ def _again(self:Residency, now, times):
     "Have a turn at the first of `times`"
     if self._timer:
         self._timer.cancel()
-    at = min((t for t in times if t is not None and t<float('inf')), default=None)
-    self._timer = None if at is None else asyncio.get_running_loop().call_later(max(at-now, .001), self.turn)
+    at = min(
+        (t for t in times if t is not None and t<float('inf')),
+        default=None)
+    self._timer = None if at is None else asyncio.get_running_loop().call_later(
+        max(at-now, .001), self.turn)
 
 # %% ../../nbs/7_service/28_admission.ipynb #937acf50
 @patch
@@ -239,8 +249,12 @@ def close(self:Residency):
 # %% ../../nbs/7_service/28_admission.ipynb #91cae812
 def measured(command, configs:list, budget:int)->list[dict|None]:
     "What each model of `configs` takes within `budget`, as `LoadedModel.measure` tells; None where that is unknown"
-    asked = json.dumps(dict(budget=budget, models=[differs(c) for c in configs]), default=str)
-    run = partial(subprocess.run, [*map(str, command), '--measure'], input=asked, text=True)
+    asked = json.dumps(
+        dict(budget=budget, models=[differs(c) for c in configs]),
+        default=str)
+    run = partial(
+        subprocess.run, [*map(str, command), '--measure'], input=asked,
+        text=True)
     try:
         out = run(capture_output=True, timeout=600)
     except (OSError,subprocess.TimeoutExpired) as e:
@@ -290,7 +304,14 @@ def _settle(self:Model, nbytes:int):
 @patch
 def check(self:Residency):
     "An `OutOfMemoryError` where a model cannot fit beside those that are pinned"
-    pinned = [Resident(m.name, m.need, 'loaded', m.need, pinned=True, group=m.group) for m in self.models if m.pinned]
+    pinned = [
+        Resident(
+            m.name, m.need, 'loaded', m.need, pinned=True,
+            group=m.group) for m in self.models
+        if m.pinned]
     for m in self.models:
         others = [p for p in pinned if p.name!=m.name]
-        refuse_impossible(self.most, Resident(m.name, m.need, group=m.group), others, self.groups)
+        refuse_impossible(
+            self.most,
+            Resident(m.name, m.need, group=m.group), others,
+            self.groups)

@@ -53,7 +53,8 @@ class Planned:
         parts = self.plan.parts if self.plan else {}
         return parts.get('weights', 0)+parts.get('steps', 0)
     @property
-    def nbytes(self)->int: "Bytes of all of it, alone; 0: nobody knows"; return self.plan.nbytes if self.plan else 0
+    def nbytes(self)->int:
+        "Bytes of all of it, alone; 0: nobody knows"; return self.plan.nbytes if self.plan else 0
 
 def planned(fleet:Fleet, name:str)->Planned:
     "A model of a file, with its plan or the reason why there is none"
@@ -126,7 +127,9 @@ class Explained:
 
     def __repr__(self): return str(self)
     @property
-    def pinned(self)->int: "Bytes that pinned models cannot do without"; return sum(p.least for p in self.models if p.pinned)
+    def pinned(self)->int:
+        "Bytes that pinned models cannot do without"; return sum(
+            p.least for p in self.models if p.pinned)
     @property
     def fits(self)->bool:
         "Can each model be loaded beside those that are pinned? Without a budget: each alone"
@@ -171,8 +174,10 @@ def to_dict(self:Explained)->dict:
     "All of it, as JSON takes it"
     f = self.fleet
     models = [dict(name=p.name, model=p.model, load_on_startup=p.first, pin=p.pinned,
-        ttl=None if p.ttl in (None,float('inf')) else p.ttl, group=p.group, need=p.nbytes,
-        parts=p.plan.parts if p.plan else {}, error=p.error) for p in self.models]
+        ttl=None if p.ttl in (None,float('inf')) else p.ttl,
+        group=p.group, need=p.nbytes,
+        parts=p.plan.parts if p.plan else {},
+        error=p.error) for p in self.models]
     return dict(memory=self.memory, memory_assumed=f.memory is None, fits=self.fits, pinned=self.pinned, models=models, names=self.leads(),
         fallbacks=f.fallbacks.names, watch=f.watch and f.watch.model_dump(mode='json'))
 
@@ -196,7 +201,10 @@ def _row(p):
         return [p.name, *['?']*4, _stays(p), p.model]
     parts = dict(p.plan.parts)
     weights,cache = parts.pop('weights', 0),parts.pop('cache', 0)+parts.pop('states', 0)
-    return [p.name, *map(human, (weights, cache, sum(parts.values()), p.nbytes)), _stays(p), p.model]
+    return [
+        p.name,
+        *map(human, (weights, cache, sum(parts.values()), p.nbytes)),
+        _stays(p), p.model]
 
 def _columns(rows):
     "Rows of text in columns"
@@ -211,13 +219,20 @@ def __str__(self:Explained):
     if self.memory is not None:
         assumed = ', which is what is free, less a reserve' if f.memory is None else ''
         pinned = f'; {human(self.pinned)} of them are pinned' if self.pinned else ''
-        lines.append(f'memory: {human(self.memory)} for all{assumed}{pinned}'+('' if self.fits else ': NOT ALL FIT'))
+        lines.append(
+            f'memory: {human(self.memory)} for all{assumed}{pinned}'+(
+                '' if self.fits else ': NOT ALL FIT'))
     lines.append(f'at the start: {", ".join(f.first) or "none"}')
     lines += [f'{p.name}: {p.error}' for p in self.models if p.error]
-    lines += ['', *_columns([['NAME','LEADS TO'], *map(list, self.leads().items())])]
+    lines += [
+        '',
+        *_columns(
+            [['NAME','LEADS TO'], *map(list, self.leads().items())])]
     lines += [f'when {n} cannot answer: {", then ".join(to)}' for n,to in f.fallbacks.names.items()]
     if f.watch:
-        lines.append(f'watched every {f.watch.every:g} s: all models'+''.join(f', {n}' for n in f.watch.endpoints))
+        lines.append(
+            f'watched every {f.watch.every:g} s: all models'+''.join(
+                f', {n}' for n in f.watch.endpoints))
     return '\n'.join(lines)
 
 # %% ../../nbs/7_service/33_explain.ipynb #164772bc

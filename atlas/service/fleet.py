@@ -72,7 +72,9 @@ def broken(self:Marked, e)->FleetError:
     mark = getattr(e, 'problem_mark', None)
     line = mark.line+1 if mark else 1
     said = getattr(e, 'problem', None) or getattr(e, 'reason', None) or 'it cannot be read'
-    out = FleetError(f'{self.file}, line {line}: this is no YAML: {said}', hint='A value with a colon, a star or a bracket in it goes into quotes')
+    out = FleetError(
+        f'{self.file}, line {line}: this is no YAML: {said}',
+        hint='A value with a colon, a star or a bracket in it goes into quotes')
     out.file,out.line = self.file,line
     return out
 
@@ -88,7 +90,8 @@ def value(self:Marked, node, path):
     if len(path)>self.deepest:
         raise self.refused(path[:4], 'is nested too deeply')
     if node.tag.rpartition(':')[2] not in _KINDS:
-        raise self.refused(path, f'is of the kind {node.tag[:60]!r}', 'Put it into quotes, or leave its tag out')
+        raise self.refused(
+            path, f'is of the kind {node.tag[:60]!r}', 'Put it into quotes, or leave its tag out')
     if isinstance(node, yaml.MappingNode):
         return self.mapping(node, path)
     if isinstance(node, yaml.SequenceNode):
@@ -96,7 +99,8 @@ def value(self:Marked, node, path):
     try:
         return self.loader.construct_object(node)
     except ValueError:
-        raise self.refused(path, f'is {node.value[:40]!r}, which cannot be read', 'Put it into quotes') from None
+        raise self.refused(
+            path, f'is {node.value[:40]!r}, which cannot be read', 'Put it into quotes') from None
 
 # %% ../../nbs/7_service/30_fleet.ipynb #db7bdc72
 @patch
@@ -113,7 +117,8 @@ def mapping(self:Marked, node, path)->dict:
         key = self.loader.construct_object(k)
         self.lines[*path,k.value] = k.start_mark.line+1
         if not isinstance(key, str):
-            raise self.refused((*path,k.value), f'is a key that YAML takes for {found(key)}', 'Put it into quotes')
+            raise self.refused(
+                (*path,k.value), f'is a key that YAML takes for {found(key)}', 'Put it into quotes')
         out[key] = self.value(v, (*path,key))
     return out
 
@@ -122,7 +127,9 @@ def twice(self:Marked, path, key, before)->FleetError:
     "The error that `key` stood at line `before` already"
     what = 'Two models are' if path==('models',) else 'Two names are' if path==('names',) else 'Two entries are'
     line = key.start_mark.line+1
-    e = FleetError(f'{self.file}, line {line}: {what} called {key.value!r}; the first is at line {before}', hint='Give one another name, or leave it out', param='.'.join((*path,key.value)))
+    e = FleetError(
+        f'{self.file}, line {line}: {what} called {key.value!r}; the first is at line {before}',
+        hint='Give one another name, or leave it out', param='.'.join((*path,key.value)))
     e.file,e.line = self.file,line
     return e
 
@@ -134,17 +141,24 @@ def _number(read, most, what):
             try:
                 v = read(v)
             except RequestError:
-                raise PydanticCustomError('unreadable', '{said}', dict(said=f'is {v[:40]!r}, expected {what}')) from None
+                raise PydanticCustomError(
+                    'unreadable', '{said}', dict(said=f'is {v[:40]!r}, expected {what}')) from None
         if isinstance(v, bool) or not isinstance(v, int|float):
-            raise PydanticCustomError('unreadable', '{said}', dict(said=f'is {found(v)}, expected {what}'))
+            raise PydanticCustomError(
+                'unreadable', '{said}', dict(said=f'is {found(v)}, expected {what}'))
         if not 0<v<=most:
-            raise PydanticCustomError('out_of_range', '{said}', dict(said=f'is {v:g}, expected {what} above 0'))
+            raise PydanticCustomError(
+                'out_of_range', '{said}', dict(said=f'is {v:g}, expected {what} above 0'))
         return v
     return BeforeValidator(check)
 
 def _told(kind, pattern):
     "What a JSON schema says of such a number"
-    return WithJsonSchema(dict(anyOf=[dict(type=kind, exclusiveMinimum=0), dict(type='string', pattern=pattern)]))
+    return WithJsonSchema(
+        dict(
+            anyOf=[
+                dict(type=kind, exclusiveMinimum=0),
+                dict(type='string', pattern=pattern)]))
 
 # %% ../../nbs/7_service/30_fleet.ipynb #4011db5a
 def _ttl(text):
@@ -170,13 +184,16 @@ ALSO = {} # What others call a key: its name here
 
 class Part(BaseModel):
     "A part of a fleet's file; it has no other keys than these"
-    model_config = ConfigDict(extra='forbid', strict=True, allow_inf_nan=True, frozen=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra='forbid', strict=True, allow_inf_nan=True, frozen=True, protected_namespaces=())
     @model_validator(mode='before')
     @classmethod
     def _known(cls, d):
         if not isinstance(d, dict) or cls.model_config['extra']!='forbid':
             return d
-        known = {*cls.model_fields,*(a for a,k in ALSO.items() if k in cls.model_fields)}
+        known = {
+            *cls.model_fields,
+            *(a for a,k in ALSO.items() if k in cls.model_fields)}
         for k in d:
             if k in known:
                 continue
@@ -191,12 +208,17 @@ _Word = Annotated[str, Field(min_length=1, max_length=128)]
 class Manner(Part):
     "How a name answers"
     system: _Text|None = Field(None, description='Stands before what the client says as system.')
-    sampling: dict[str,Any]|None = Field(None, description='What counts where a request says nothing: temperature, top_p, max_tokens, …')
-    chat_template_kwargs: dict[str,Any]|None = Field(None, description='Variables for the chat template, such as enable_thinking.')
+    sampling: dict[str,Any]|None = Field(
+        None,
+        description='What counts where a request says nothing: temperature, top_p, max_tokens, …')
+    chat_template_kwargs: dict[str,Any]|None = Field(
+        None, description='Variables for the chat template, such as enable_thinking.')
     tool_call_parser: str|None = Field(None, description='How calls of tools are read.')
     reasoning_parser: str|None = Field(None, description='How thoughts are read.')
-    cache_salt: Annotated[str, Field(max_length=1024)]|None = Field(None, description='Prompts are shared in the cache only under the same salt.')
-    keywords: list[_Word]|None = Field(None, description='Words in a user message for which a route takes this name.')
+    cache_salt: Annotated[str, Field(max_length=1024)]|None = Field(
+        None, description='Prompts are shared in the cache only under the same salt.')
+    keywords: list[_Word]|None = Field(
+        None, description='Words in a user message for which a route takes this name.')
 
 MANNERS = tuple(Manner.model_fields)
 
@@ -223,7 +245,11 @@ def _engine_key(f):
     cli,words = m['cli'],[*m['words'],*m['means']]
     names = {int:'integer', float:'number', bool:'boolean', str:'string', dict:'object'}
     kinds = [n for k,n in names.items() if k.__name__ in str(getattr(f.type, '__name__', f.type))]
-    said = [dict(type=k)|{a:cli[b] for a,b in (('minimum','min'),('maximum','max')) if b in cli and k in ('integer','number')} for k in kinds]
+    said = [
+        dict(type=k)|{
+            a:cli[b] for a,b in (('minimum','min'),('maximum','max'))
+            if b in cli and k in ('integer','number')}
+        for k in kinds]
     if cli.get('size'):
         said.append(dict(type='string', pattern=_BYTES))
     if words:
@@ -239,8 +265,10 @@ ALSO |= {flag.removeprefix('--').replace('-', '_'): n for flag,n in _flags.items
 class Lifetime(Manner):
     "What the gateway does with a model, beside its engine"
     ttl: Ttl|None = Field(None, description='Idle for so long, it is unloaded; never: it stays.')
-    pin: bool|None = Field(None, description='Never unloaded to make room for another; loaded at the start.')
-    load_on_startup: bool|None = Field(None, description='Load it at the start. [default: pinned ones, or else the first]')
+    pin: bool|None = Field(
+        None, description='Never unloaded to make room for another; loaded at the start.')
+    load_on_startup: bool|None = Field(
+        None, description='Load it at the start. [default: pinned ones, or else the first]')
     group: str|None = Field(None, description='Of which group it is.')
     @model_validator(mode='before')
     @classmethod
@@ -249,7 +277,10 @@ class Lifetime(Manner):
             return d
         for k in d.keys() & ALSO.keys():
             if ALSO[k] in d:
-                raise PydanticCustomError('twice', '{said}', dict(said=f'has {k} and {ALSO[k]}, which are one', hint='Leave one of them out'))
+                raise PydanticCustomError(
+                    'twice', '{said}',
+                    dict(said=f'has {k} and {ALSO[k]}, which are one', hint='Leave one of them out')
+                )
         return {ALSO.get(k, k): v for k,v in d.items()}
 
 Defaults = create_model('Defaults', __base__=Lifetime, __doc__='What holds for all models that do not say otherwise',
@@ -258,7 +289,11 @@ Defaults = create_model('Defaults', __base__=Lifetime, __doc__='What holds for a
 # %% ../../nbs/7_service/30_fleet.ipynb #98e0ae7f
 class ModelEntry(Defaults):
     "One model: what is loaded, and with what; a plain text is the model alone"
-    model: _Text|None = Field(None, description='A folder, a file, a name of the catalogue, or a Hugging Face id. [default: its own name]')
+    model: _Text|None = Field(
+        None,
+        description='A folder, a file, a name of the catalogue, or a Hugging Face id. [default: '
+            'its '
+            'own name]')
     @model_validator(mode='before')
     @classmethod
     def _alone(cls, d): return dict(model=d) if isinstance(d, str) else d
@@ -268,23 +303,28 @@ class GroupEntry(Part):
     "Models that share a place"
     members: list[str] = Field(default=[], description='Names of models.')
     swap: bool = Field(True, description='Only one of them is resident at a time.')
-    exclusive: bool = Field(False, description='While one of them is resident, models outside of the group are not.')
+    exclusive: bool = Field(
+        False, description='While one of them is resident, models outside of the group are not.')
 
 # %% ../../nbs/7_service/30_fleet.ipynb #7f4c22d8
 def _address(schemes):
     "A validator of addresses with one of these schemes; None: with any"
     def check(v):
         if not isinstance(v, str):
-            raise PydanticCustomError('no_url', '{said}', dict(said=f'is {found(v)}, expected an address'))
+            raise PydanticCustomError(
+                'no_url', '{said}', dict(said=f'is {found(v)}, expected an address'))
         try:
             u = urlsplit(v)
-            ok = u.scheme and (u.hostname if schemes else u.netloc or u.path) and (u.port is None or u.port>0)
+            ok = u.scheme and (
+                u.hostname if schemes else u.netloc or u.path) and (u.port is None or u.port>0)
         except ValueError:
             ok = False
         if ok and not re.search(r'\s', v) and (schemes is None or u.scheme in schemes):
             return v.rstrip('/')
         such = f'{schemes[0]}://host:port/path' if schemes else 'scheme://…'
-        raise PydanticCustomError('no_url', '{said}', dict(said=f'is {v[:80]!r}, which is no address', hint=f'Write it as {such}'))
+        raise PydanticCustomError(
+            'no_url', '{said}',
+            dict(said=f'is {v[:80]!r}, which is no address', hint=f'Write it as {such}'))
     return Annotated[str, BeforeValidator(check), WithJsonSchema(dict(type='string', format='uri'))]
 
 Url = _address(('http','https'))
@@ -293,9 +333,13 @@ SERVES = (*PATHS,'chat')
 class UpstreamEntry(Part):
     "A server elsewhere that answers for some names"
     url: Url = Field(description='Where its API begins, such as http://host:8000/v1.')
-    models: list[_Text]|None = Field(None, description='Names that it answers for, with * and ?; elsewhere in this file others may be meant as UPSTREAM/NAME.')
+    models: list[_Text]|None = Field(
+        None,
+        description='Names that it answers for, with * and ?; elsewhere in this file others may be '
+            'meant as UPSTREAM/NAME.')
     key_env: str|None = Field(None, description='The variable of the environment that has its key.')
-    serves: list[str]|None = Field(None, description='What it is for. [default: all that is about text]')
+    serves: list[str]|None = Field(
+        None, description='What it is for. [default: all that is about text]')
     timeout: Time|None = Field(None, description='Until its first byte.')
 
 # %% ../../nbs/7_service/30_fleet.ipynb #03c900a9
@@ -303,7 +347,8 @@ class FallbacksEntry(Part):
     "Who answers for a model that cannot: for each name a list of others, models or personas"
     model_config = ConfigDict(extra='allow')
     __pydantic_extra__: dict[str,list[_Text]] = Field(init=False)
-    retries: Annotated[int, Field(ge=0, le=100)] = Field(3, description='Tries before the next one is asked.')
+    retries: Annotated[int, Field(ge=0, le=100)] = Field(
+        3, description='Tries before the next one is asked.')
     timeout: Time = Field(30., description='Until the first byte of an answer.')
     cooldown: Time = Field(60., description='For so long one that failed is not asked.')
     @property
@@ -318,11 +363,16 @@ class WatchEntry(Part):
 # %% ../../nbs/7_service/30_fleet.ipynb #c635605c
 class Fleet(Part):
     "All that one machine serves: `read_fleet` reads one, `atlas serve --config` runs it"
-    memory: Size|None = Field(None, description='For all models together. [default: what is free, less a reserve]')
+    memory: Size|None = Field(
+        None, description='For all models together. [default: what is free, less a reserve]')
     defaults: Defaults = Field(Defaults(), description='For all models.')
     models: dict[str,ModelEntry] = Field({}, description='By the name that clients use.')
-    names: dict[str,Persona] = Field({}, description='More names: personas, and aliases with * and ?.')
-    routes: dict[str,list[_Text]] = Field({}, description='Names that stand for whichever of a list has its keywords in the last user message; the last is the default.')
+    names: dict[str,Persona] = Field(
+        {}, description='More names: personas, and aliases with * and ?.')
+    routes: dict[str,list[_Text]] = Field(
+        {},
+        description='Names that stand for whichever of a list has its keywords in the last user '
+            'message; the last is the default.')
     upstreams: dict[str,UpstreamEntry] = Field({}, description='Servers elsewhere.')
     fallbacks: FallbacksEntry = Field(FallbacksEntry(), description='Who answers for whom.')
     groups: dict[str,GroupEntry] = Field({}, description='Models that share a place.')
@@ -332,7 +382,9 @@ class Fleet(Part):
         "The error that a part of this file `said`"
         return self._doc.refused(path, said, hint)
     def __repr__(self):
-        n = [f'{len(v)} {k}' for k in ('models','names','routes','upstreams') if (v := getattr(self, k))]
+        n = [
+            f'{len(v)} {k}' for k in ('models','names','routes','upstreams')
+            if (v := getattr(self, k))]
         return f'Fleet({", ".join(n)})'
     def __str__(self): return repr(self)
 
@@ -388,7 +440,8 @@ def config(self:Fleet, name:str)->EngineConfig:
     try:
         return EngineConfig(model=m.model or name, **said)
     except RequestError as e:
-        raise self.refused(self._at(name, e.param), because(e), e.hint) from None
+        raise self.refused(
+            self._at(name, e.param), because(e), e.hint) from None
 
 @patch
 def _size(self:Fleet, path, v):
@@ -439,9 +492,13 @@ def _engines(self:Fleet):
         for k in ('memory_budget','kv_cache_memory'):
             v = getattr(c, k)
             if self.memory and v and v>self.memory:
-                yield self.refused(self._at(n, k), f'is {human(v)}, and memory is {human(self.memory)} for all', 'Raise memory, or give the model less')
+                yield self.refused(
+                    self._at(n, k), f'is {human(v)}, and memory is {human(self.memory)} for all',
+                    'Raise memory, or give the model less')
         if m.pin and m.ttl not in (None, math.inf):
-            yield self.refused(('models',n,'ttl'), 'stands beside pin: true, and a pinned model stays', 'Leave one of them out')
+            yield self.refused(
+                ('models',n,'ttl'), 'stands beside pin: true, and a pinned model stays',
+                'Leave one of them out')
 
 # %% ../../nbs/7_service/30_fleet.ipynb #3765ca2e
 @patch
@@ -471,7 +528,8 @@ DEFAULTED = {f.name for f in fields(SamplingParams)}-{'n','logprobs'} # What a m
 @patch
 def _sampling(self:Fleet, at, said):
     for k in said.keys()-DEFAULTED:
-        yield self.refused((*at,k), 'is no sampling parameter that can have a default', nearest(k, DEFAULTED))
+        yield self.refused(
+            (*at,k), 'is no sampling parameter that can have a default', nearest(k, DEFAULTED))
     try:
         SamplingParams(**{k:v for k,v in said.items() if k in DEFAULTED})
     except RequestError as e:
@@ -500,12 +558,16 @@ def _spelling(self:Fleet):
             if is_glob(n) and kind!='names':
                 yield self.refused(at, 'is a pattern, and not a name', 'Patterns stand in names')
             if n in seen:
-                yield self.refused(at, f'is a name that {seen[n]} has already, at line {self._doc.line((seen[n],n))}', 'Give one another name')
+                yield self.refused(
+                    at,
+                    f'is a name that {seen[n]} has already, at line {self._doc.line((seen[n],n))}',
+                    'Give one another name')
             if kind=='models' and n in reserved:
                 yield self.refused(at, 'is a word of fallbacks', 'Give it another name')
             up = n.split('/')[0]
             if '/' in n and up in self.upstreams:
-                yield self.refused(at, f'looks like a model of the upstream {up}', 'Give one of them another name')
+                yield self.refused(
+                    at, f'looks like a model of the upstream {up}', 'Give one of them another name')
             seen.setdefault(n, kind)
 
 @patch
@@ -513,11 +575,15 @@ def _shadows(self:Fleet):
     "Refusals of patterns that catch a model, and mean another"
     globs = [(('names',g), g, p.model) for g,p in self.names.items() if is_glob(g) and g!='*']
     for u,s in self.upstreams.items():
-        globs += [(('upstreams',u,'models',i), g, None) for i,g in enumerate(s.models or ()) if g!='*']
+        globs += [
+            (
+                ('upstreams',u,'models',i), g, None) for i,g in enumerate(s.models or ()) if g!='*']
     for at,g,to in globs:
         caught = [n for n in self.models if n!=to and fnmatchcase(n, g)]
         if caught:
-            yield self.refused(at, f'catches {caught[0]}, which is a model here, and never leads to it', 'Narrow the pattern, or rename one')
+            yield self.refused(
+                at, f'catches {caught[0]}, which is a model here, and never leads to it',
+                'Narrow the pattern, or rename one')
 
 # %% ../../nbs/7_service/30_fleet.ipynb #85128d80
 @patch
@@ -550,7 +616,9 @@ def _missing(self:Fleet, at, to):
     "A refusal where `to` is no name"
     if self.known(to) and not (is_glob(to) and to in self.names):
         return
-    all = [*self.models,*self.routes,*(n for n in self.names if not is_glob(n))]
+    all = [
+        *self.models, *self.routes,
+        *(n for n in self.names if not is_glob(n))]
     yield self.refused(at, f'leads to {to!r}, which is no name here', nearest(to, all))
 
 # %% ../../nbs/7_service/30_fleet.ipynb #f9fb6aa7
@@ -562,7 +630,8 @@ def _targets(self:Fleet):
         yield from self._missing(at, p.model)
         end = self._end(p.model)
         if end in self.routes and not p.plain:
-            yield self.refused(at, f'is a persona of {end}, which is a route', 'A persona has one model')
+            yield self.refused(
+                at, f'is a persona of {end}, which is a route', 'A persona has one model')
     for n,to in self.routes.items():
         if not to:
             yield self.refused(('routes',n), 'leads nowhere', 'Name at least one')
@@ -571,7 +640,9 @@ def _targets(self:Fleet):
     circles = {min(c) for n in [*self.routes,*self.names] if (c := self._circle(n))}
     for n in circles:
         at = ('routes',n) if n in self.routes else ('names',n)
-        yield self.refused(at, f'leads in a circle: {" > ".join([*self._circle(n), n])}', 'Have the last one name a model')
+        yield self.refused(
+            at, f'leads in a circle: {" > ".join([*self._circle(n), n])}',
+            'Have the last one name a model')
 
 @patch
 def _end(self:Fleet, name):
@@ -613,7 +684,9 @@ def _ways(self:Fleet):
     for n,to in self.routes.items():
         for i,t in enumerate(to[:-1]):
             if self.known(t) and not self.keywords(t):
-                yield self.refused(('routes',n,i), f'is {t}, which has no keywords and is not the last', f'Give {t} keywords, or put it last')
+                yield self.refused(
+                    ('routes',n,i), f'is {t}, which has no keywords and is not the last',
+                    f'Give {t} keywords, or put it last')
 
 # %% ../../nbs/7_service/30_fleet.ipynb #55163512
 @patch
@@ -628,10 +701,13 @@ def _upstreams(self:Fleet, env):
         except ConfigError as e:
             yield self.refused((*at,'url'), e.msg.removeprefix(f'The url of {n} '), e.hint)
         if u.key_env is not None and not env.get(u.key_env):
-            yield self.refused((*at,'key_env'), f'is {u.key_env}, and no variable of that name is set', f'export {u.key_env}=… before the server starts, or leave key_env out')
+            yield self.refused(
+                (*at,'key_env'), f'is {u.key_env}, and no variable of that name is set',
+                f'export {u.key_env}=… before the server starts, or leave key_env out')
         for i,s in enumerate(u.serves or ()):
             if s not in SERVES:
-                yield self.refused((*at,'serves',i), f'is {s!r}, which is not known', nearest(s, SERVES))
+                yield self.refused(
+                    (*at,'serves',i), f'is {s!r}, which is not known', nearest(s, SERVES))
 
 @patch
 def _fallbacks(self:Fleet):
@@ -640,7 +716,9 @@ def _fallbacks(self:Fleet):
         at = ('fallbacks',n)
         yield from self._missing(at, n)
         if n in self.names or n in self.routes:
-            yield self.refused(at, f'is {n}, which is a name for a model', 'It is models that others stand in for: name one')
+            yield self.refused(
+                at, f'is {n}, which is a name for a model',
+                'It is models that others stand in for: name one')
         for i,t in enumerate(to):
             yield from self._missing((*at,i), t)
             yield from self._standing_in((*at,i), n, t)
@@ -652,9 +730,11 @@ def _standing_in(self:Fleet, at, name, other):
     if other==name:
         yield self.refused(at, 'is a fallback to itself', 'Leave it out')
     elif end in self.routes:
-        yield self.refused(at, f'leads to {end}, which is a route', 'Name a model, or a persona of one')
+        yield self.refused(
+            at, f'leads to {end}, which is a route', 'Name a model, or a persona of one')
     elif self._model(end)==self._model(name):
-        yield self.refused(at, f'leads in a circle: {name} > {other} > {name}', 'Name a persona of another model')
+        yield self.refused(
+            at, f'leads in a circle: {name} > {other} > {name}', 'Name a persona of another model')
 
 @patch
 def _model(self:Fleet, name):
@@ -673,15 +753,18 @@ def _grouped(self:Fleet):
             if m not in self.models:
                 yield self.refused(at, f'is {m!r}, which is no model', nearest(m, self.models))
             elif of.setdefault(m, g)!=g:
-                yield self.refused(at, f'is {m}, which is in {of[m]} already', 'A model is in one group')
+                yield self.refused(
+                    at, f'is {m}, which is in {of[m]} already', 'A model is in one group')
     for n in self.models:
         g,at = self.setting(n, 'group'),self._at(n, 'group')
         if g is None:
             continue
         if g not in self.groups:
-            yield self.refused(at, f'is {g!r}, which is no group', nearest(g, self.groups) or 'Add it to groups')
+            yield self.refused(
+                at, f'is {g!r}, which is no group', nearest(g, self.groups) or 'Add it to groups')
         elif of.get(n, g)!=g:
-            yield self.refused(at, f'is {g}, and {of[n]} has {n} among its members', 'A model is in one group')
+            yield self.refused(
+                at, f'is {g}, and {of[n]} has {n} among its members', 'A model is in one group')
 
 # %% ../../nbs/7_service/30_fleet.ipynb #4199779f
 def fleet_of(
@@ -692,14 +775,16 @@ def fleet_of(
     "The fleet that a text describes; a `FleetError` with everything that is wrong with it"
     doc = Marked(text, file)
     if not isinstance(doc.data, dict):
-        raise doc.refused((), f'the file is {found(doc.data)}', 'It begins with a key such as models:')
+        raise doc.refused(
+            (), f'the file is {found(doc.data)}', 'It begins with a key such as models:')
     try:
         fleet = Fleet.model_validate(doc.data)
     except ValidationError as e:
         raise_first(_findings(e, doc))
     fleet._doc = doc
     if not fleet.models and not fleet.upstreams:
-        raise doc.refused(('models',), 'is missing: there is nothing to serve', 'Add models: {NAME: {model: …}}')
+        raise doc.refused(
+            ('models',), 'is missing: there is nothing to serve', 'Add models: {NAME: {model: …}}')
     raise_first(fleet._spelling())
     checks = fleet._engines,fleet._manners,fleet._shadows,fleet._targets,fleet._fallbacks,fleet._grouped
     refusals = [e for check in checks for e in check()]
@@ -716,12 +801,15 @@ def read_fleet(
     try:
         raw = path.read_bytes()
     except OSError as e:
-        raise FleetError(f'{path} cannot be read: {e.strerror or e}', hint='--config takes the path of a YAML file') from None
+        raise FleetError(
+            f'{path} cannot be read: {e.strerror or e}',
+            hint='--config takes the path of a YAML file') from None
     if len(raw)>1<<20:
         raise FleetError(f'{path} is larger than a megabyte')
     try:
         text = raw.decode()
     except UnicodeDecodeError as e:
         line = raw[:e.start].count(b'\n')+1
-        raise FleetError(f'{path}, line {line}: this is not UTF-8', hint='Save it as UTF-8') from None
+        raise FleetError(
+            f'{path}, line {line}: this is not UTF-8', hint='Save it as UTF-8') from None
     return fleet_of(text, str(path), env)

@@ -123,7 +123,8 @@ class Supervisor:
         at,span,who = (env.pop(k, '') for k in ('NOTIFY_SOCKET','WATCHDOG_USEC','WATCHDOG_PID'))
         self.address = '\0'+at[1:] if at[:1]=='@' else at
         mine = who in ('',str(os.getpid()))
-        self.pace = int(span)/3e6 if span.isdecimal() and mine else None # Seconds between two signs of life
+        # Seconds between two signs of life
+        self.pace = int(span)/3e6 if span.isdecimal() and mine else None
         self.clock,self.last = clock,-1e9
     def tell(self, **said):
         "Say so; whoever does not listen does not hear it"
@@ -227,7 +228,9 @@ def _ready(models, url):
     names = [u.name for u in models.upstreams]
     t = sum(sum(models.find(n).seconds.values()) for n in names)
     many = [n for u in models.upstreams if (n := u.info.get('max_num_seqs'))]
-    rates = [r for u in models.upstreams if (r := (u.info.get('startup') or {}).get('bytes_per_second'))]
+    rates = [
+        r for u in models.upstreams if (
+            r := (u.info.get('startup') or {}).get('bytes_per_second'))]
     read = f', weights at {"/".join(f"{r/1e9:.3g}" for r in rates)} GB/s' if rates else ''
     at_once = f', {"/".join(map(str, many))} sequences at once' if many else ''
     said = f'{", ".join(names) or "Atlas"} is ready ({t:.1f} s{read}{at_once}): chat at {url}'
@@ -241,7 +244,9 @@ def _doors():
             os.fstat(fd)
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-    sys.stdout,sys.stderr = (f or open(fd, 'w', closefd=False) for f,fd in ((sys.stdout,1), (sys.stderr,2)))
+    sys.stdout,sys.stderr = (
+        f or open(fd, 'w', closefd=False) for f,fd in (
+            (sys.stdout,1), (sys.stderr,2)))
 
 def _heap():
     """Let glibc give large blocks back when they are freed, and have two heaps instead of one for each thread.
@@ -258,7 +263,9 @@ def _known(parsers):
     "Refuse a parser that nobody knows, before anything is loaded"
     for name,known,what in zip(parsers, (TOOL_PARSERS,REASONING_PARSERS), ('tool_parser','reasoning_parser')):
         if name is not None and name not in known:
-            raise RequestError(f'There is no {what} called {name!r}', hint=f'Use {", ".join(sorted(known))}', param=what)
+            raise RequestError(
+                f'There is no {what} called {name!r}', hint=f'Use {", ".join(sorted(known))}',
+                param=what)
 
 def _apart(wanted, keys):
     "Are API keys to be kept apart? A `ConfigError` where they are, and there is none"
@@ -284,7 +291,9 @@ def _not_ourselves(models, at, on):
     "Refuse another server that is this one"
     for b in models.backends:
         if b.points_at(at, on):
-            raise ConfigError(f'{b.name} is this very server', hint='Give its url another host or port', param='upstreams')
+            raise ConfigError(
+                f'{b.name} is this very server', hint='Give its url another host or port',
+                param='upstreams')
 
 def _behind(sock, app, models, drain, tls, body, connections):
     "A gateway that listens on `sock`"
@@ -312,15 +321,18 @@ def _served(models, own, autoload, first, memory, *named):
 
 # %% ../../nbs/7_service/35_gateway.ipynb #4746a4b0
 def serve(
-    models, # As for `modelled`, or a function that makes `Models` of options of each, and `autoload`
+    # As for `modelled`, or a function that makes `Models` of options of each, and `autoload`
+    models,
     host:str='127.0.0.1', # Address to listen on
     port:int=8888, # 0: any free one
-    served_model_name=None, # Name, or names, of the first model for clients; None: as it was given, and without its folders
+    # Name, or names, of the first model for clients; None: as it was given, and without its folders
+    served_model_name=None,
     alias=(), # More names of the first model; '*': any name that no model has
     drain:float=10., # Seconds that running answers have when the server stops
     autoload:bool=True, # Does a request load a model that is not?
     first=None, # Names of models to load at the start; None: all
-    api_key=(), api_key_file:str|None=None, # Keys beside those in ATLAS_API_KEY and ATLAS_ADMIN_KEY; a file with more
+    # Keys beside those in ATLAS_API_KEY and ATLAS_ADMIN_KEY; a file with more
+    api_key=(), api_key_file:str|None=None,
     insecure:bool=False, # Listen for strangers without keys
     allowed_hosts=(), cors_origins=(), # Names that requests may call us; web pages that may ask
     rate_limit:int|None=None, # Requests a minute of each key
@@ -330,7 +342,8 @@ def serve(
     fetch_images:bool=False, # Fetch images that have an address
     cache_salt_per_key:bool=False, # Does each API key have prompts of its own in the prefix cache?
     prefill_next_turn:bool=True, # While idle, compute what next turns will begin with?
-    tool_parser:str|None=None, reasoning_parser:str|None=None, # None: those that a model was made for
+    # None: those that a model was made for
+    tool_parser:str|None=None, reasoning_parser:str|None=None,
     memory:int|None=None, # Bytes of device memory for all models; None: each takes what is free
     policy:Policy=Policy(),
     command=None, text=None, # Starts a worker; gives a model's text side; None: as `Model` has it
@@ -340,16 +353,22 @@ def serve(
     "Serve models, each in a process of its own, until SIGINT or SIGTERM; a second one aborts"
     _doors()
     _heap()
-    keys,tls,parsers = read_keys(api_key_file, given=api_key),tls_options(tls_cert, tls_key, tls_ca),(tool_parser,reasoning_parser)
+    keys,tls,parsers = read_keys(
+        api_key_file, given=api_key),tls_options(tls_cert, tls_key, tls_ca),(
+        tool_parser, reasoning_parser)
     check_bind(host, keys, insecure)
     _known(parsers)
     configure(log_format, log_level)
     cached = dict(salt_keys=_apart(cache_salt_per_key, keys), prefill_next_turn=prefill_next_turn)
-    rules = Rules(keys, host_names(host, allowed_hosts), tuple(cors_origins), Rate(rate_limit) if rate_limit else None, max_body)
+    rules = Rules(
+        keys, host_names(host, allowed_hosts), tuple(cors_origins),
+        Rate(rate_limit) if rate_limit else None, max_body)
     names = [served_model_name] if isinstance(served_model_name, str) else served_model_name or ()
     with Sandbox() as box:
         text = text or partial(open_text, parsers=parsers, sandbox=box)
-        own = dict(policy=policy, config=config, command=command or _worker(log_format, log_level), text=text)
+        own = dict(
+            policy=policy, config=config, command=command or _worker(log_format, log_level),
+            text=text)
         ms = _served(models, own, autoload, first, memory, names, alias, options)
         with listen(host, port) as sock:
             app = _app(ms, rules, box, fetch_images, max_body=max_body, **cached)

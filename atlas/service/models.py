@@ -34,10 +34,14 @@ class Models:
         if not models and not backends:
             raise RequestError('There is no model to serve')
         self.residency = Residency(models, budget, groups)
-        self.autoload,self.draining,self.gate,self._ears = autoload,False,asyncio.Lock(),set() # `_ears`: queues of listeners
-        self.going,self.parting = {},set() # Models that are served no more, and what waits for their ends
+        # `_ears`: queues of listeners
+        self.autoload,self.draining,self.gate,self._ears = autoload,False,asyncio.Lock(),set()
+        # Models that are served no more, and what waits for their ends
+        self.going,self.parting = {},set()
         self._take(models)
-        self.first = [m for m in models if not m.elsewhere and (first is None or set(first)&set(m.names))]
+        self.first = [
+            m for m in models if not m.elsewhere and (
+                first is None or set(first)&set(m.names))]
         for b in backends:
             self.join(b, begin=False)
     def _take(self, models):
@@ -46,7 +50,9 @@ class Models:
         for m in models:
             for n in m.names:
                 if by.setdefault(n, m) is not m:
-                    raise RequestError(f'Two models are called {n!r}', hint='Give each a name of its own with --served-model-name', param='models')
+                    raise RequestError(
+                        f'Two models are called {n!r}',
+                        hint='Give each a name of its own with --served-model-name', param='models')
         for m in models:
             m.tell,m.gate,m.residency = self._tell,self.gate,self.residency
         self.models,self.all,self.any = by,[*models],'*' in by # any other name means the first
@@ -59,7 +65,8 @@ def find(self:Models, name:str|None)->Served:
     "By any of its names; `SourceError` if there is none"
     if self.names and name is not None:
         return self.at(self.names.find(name, None, self.models))
-    m = self.models.get(self.default if name is None else name) or (self.all[0] if self.any else None)
+    m = self.models.get(
+        self.default if name is None else name) or (self.all[0] if self.any else None)
     if m is None:
         raise self.unknown(name)
     return m
@@ -79,7 +86,8 @@ def named(self:Models, name:str|None)->Served:
 def unknown(self:Models, name)->SourceError:
     "The error for a name that no model has"
     hint = f'Use {" or ".join(m.name for m in self.all[:8])}' if self.all else 'GET /v1/models lists what there is'
-    return SourceError(f'There is no model called {str(name)[:80]!r} here', hint=hint, param='model')
+    return SourceError(
+        f'There is no model called {str(name)[:80]!r} here', hint=hint, param='model')
 
 # %% ../../nbs/7_service/29_models.ipynb #52cee8fe
 @patch
@@ -98,7 +106,8 @@ def at(self:Models, found)->Served:
 @patch
 def resolve(self:Models,
     ask, # A question, with `model`
-)->tuple: # A `Served`; a manner, with `apply`, or None; a text, which is empty for a model's own name
+# A `Served`; a manner, with `apply`, or None; a text, which is empty for a model's own name
+)->tuple:
     "Who answers a question, in what manner, and how its name led there; `SourceError` for a name that is none"
     if not self.names:
         return self.find(ask.model),None,''
@@ -151,7 +160,10 @@ def put(self:Models, m:Served):
     self.default = self.default or m.name
     if len(m.names)==1:
         m.unlisted = {'*'}
-    self._tell(dict(model=m.name, event='model_status', data=dict(status=m.status['value'])))
+    self._tell(
+        dict(
+            model=m.name, event='model_status',
+            data=dict(status=m.status['value'])))
 
 @patch
 async def seek(self:Models, name:str|None):
@@ -273,7 +285,8 @@ async def wake(self:Models, name:str|None=None)->dict:
 @patch
 def health(self:Models)->dict:
     "The body of `/health`"
-    cs = [m.condition for m in self.all if not m.elsewhere] # another server that is down is no fault of ours
+    # another server that is down is no fault of ours
+    cs = [m.condition for m in self.all if not m.elsewhere]
     if self.draining:
         s = 'draining'
     elif any(map(_unwell, self.all)):
@@ -282,7 +295,12 @@ def health(self:Models)->dict:
         s = 'ok'
     else:
         s = 'loading' if 'loading' in cs else 'unhealthy' if 'failed' in cs else 'ok'
-    return dict(status=s, models={m.name:dict(state=m.condition)|(dict(reason=m.reason) if m.reason else {}) for m in self.all})
+    return dict(
+        status=s,
+        models={
+            m.name:dict(state=m.condition)|(
+                dict(reason=m.reason) if m.reason else {})
+            for m in self.all})
 
 def _unwell(m):
     "Is something wrong with a model? It ended, is stuck, or served and was given up"
@@ -315,7 +333,8 @@ def stats(self:Models):
     def one(m):
         start = (m.runner.info or {}).get('startup') or {}
         return dict(model=m.name, state=m.condition, load_seconds=dict(m.seconds),
-            startup=start, restarts_total=m.restarts, slept=m.slept, residency=m.stay())|m.runner.stats()
+            startup=start, restarts_total=m.restarts, slept=m.slept,
+            residency=m.stay())|m.runner.stats()
     return [one(m) for m in self.all]
 
 @patch(as_prop=True)
@@ -324,7 +343,9 @@ def memory(self:Models)->dict|None:
     r = self.residency
     if r.budget is None:
         return None
-    return dict(budget=r.budget, held=r.budget-r.free, free=max(r.free, 0), evictions=r.counts())
+    return dict(
+        budget=r.budget, held=r.budget-r.free,
+        free=max(r.free, 0), evictions=r.counts())
 
 # %% ../../nbs/7_service/29_models.ipynb #8062299d
 @patch
@@ -350,7 +371,8 @@ async def events(self:Models):
 async def drain(self:Models, seconds:float)->bool:
     "Nothing new; what runs may finish for so long. Did all finish?"
     self._over()
-    done = await asyncio.gather(*(m.runner.drain(seconds) for m in self._every()))
+    done = await asyncio.gather(
+        *(m.runner.drain(seconds) for m in self._every()))
     return all(done)
 
 @patch
@@ -388,7 +410,9 @@ async def close(self:Models, drain:float=0.):
         await self.drain(drain)
     self.abort()
     ends = [m.task for m in self._every() if m.task]
-    ends += [*self.going.values(), *self.parting, *(b.close() for b in self.backends)]
+    ends += [
+        *self.going.values(), *self.parting,
+        *(b.close() for b in self.backends)]
     await asyncio.gather(*ends, return_exceptions=True)
 
 # %% ../../nbs/7_service/29_models.ipynb #189a94c5

@@ -59,7 +59,8 @@ def think(self:Manner, ask:Ask, variables:dict):
     about = {k:variables.pop(k) for k in _THOUGHT if k in variables}
     if ask.thinking_budget is None and not ask.template.keys() & set(_THOUGHT):
         on = about.get('enable_thinking', about.get('thinking'))
-        more,ask.thinking_budget = think(on, about.get('reasoning_effort'), about.get('thinking_budget'))
+        more,ask.thinking_budget = think(
+            on, about.get('reasoning_effort'), about.get('thinking_budget'))
         variables |= more
     ask.template = variables|ask.template
 
@@ -88,7 +89,9 @@ def last_said(ask:Ask)->str:
     if isinstance(ask, TextAsk):
         said = next((p for p in ask.prompts if isinstance(p, str)), '')
     else:
-        said = next((m.get('content') for m in reversed(ask.messages) if m['role']=='user'), '')
+        said = next(
+            (m.get('content') for m in reversed(ask.messages) if m['role']=='user'),
+            '')
     if isinstance(said, list):
         said = '\n'.join(p['text'] for p in said if isinstance(p.get('text'), str))
     said = said or ''
@@ -147,7 +150,9 @@ class Names:
         return f'Names({len(self.table)} written out, {len(self.globs)} patterns)'
     def _written(self):
         f = self.fleet
-        return [*f.models, *f.routes, *(n for n in f.names if not is_glob(n))]
+        return [
+            *f.models, *f.routes,
+            *(n for n in f.names if not is_glob(n))]
 
 def letters(pattern:str)->int:
     "Characters of a pattern that stand for themselves"
@@ -207,9 +212,12 @@ def find(self:Names,
     there=(), # Names that models have beside those of the file
 )->Found:
     "What a name stands for; a `SourceError` for one that is none"
-    end = self.table.get(name) or (Found(name) if name in there else self._caught(name))
+    end = self.table.get(name) or (
+        Found(name) if name in there else self._caught(name))
     if end is None:
-        raise SourceError(f'There is no model called {name[:80]!r} here', hint=nearest(name[:80], self.table), param='model')
+        raise SourceError(
+            f'There is no model called {name[:80]!r} here', hint=nearest(name[:80], self.table),
+            param='model')
     if not isinstance(end, Route):
         return end
     return ask and end.fits(last_said(ask)) or end.default()
@@ -250,7 +258,9 @@ def listed(self:Names)->list[tuple[str,str,dict]]:
         if is_glob(n):
             continue
         kind = 'alias_of' if p.plain else 'persona_of'
-        out.append((n, self.exact(n), {'aliases':[], kind:p.model}))
+        out.append(
+            (n, self.exact(n), {'aliases':[], kind:p.model}))
     for n,to in f.routes.items():
-        out.append((n, self.exact(n), dict(aliases=[], routes=to)))
+        out.append(
+            (n, self.exact(n), dict(aliases=[], routes=to)))
     return out

@@ -221,7 +221,9 @@ def parse_chat(
     kw,turns = b.common(),b.turns()
     last = turns[-1] if turns else {}
     begun = last.get('role')=='assistant' and last['content'] and 'tool_calls' not in last
-    return OllamaAsk(turns, tools=functions(b.tools, kw['warnings']), continuing=bool(begun), **kw)
+    return OllamaAsk(
+        turns, tools=functions(b.tools, kw['warnings']),
+        continuing=bool(begun), **kw)
 
 # %% ../../nbs/7_service/18_ollama.ipynb #ab176d87
 @patch
@@ -234,7 +236,9 @@ def raw_ask(self:GenerateBody, kw:dict)->RawAsk:
     if self.images:
         what = 'raw' if self.raw else 'suffix'
         raise RequestError(f'images and {what} are both given', hint='Choose one', param='images')
-    return RawAsk([], prompts=[self.prompt or ''], suffix=self.suffix or None, **kw)
+    return RawAsk(
+        [], prompts=[self.prompt or ''],
+        suffix=self.suffix or None, **kw)
 
 def parse_generate(
     raw:bytes, # The body of `/api/generate`
@@ -315,7 +319,8 @@ def piece(self:ChatReply, i:int, p:Delta)->bytes:
     if not (text := self.trimmed(p.content)):
         return b''
     before,behind = self.text
-    return b''.join((self.head, now().encode(), before, quote(text), behind))
+    return b''.join(
+        (self.head, now().encode(), before, quote(text), behind))
 
 @patch
 def trimmed(self:ChatReply, text:str)->str:
@@ -338,7 +343,8 @@ def more(self:ChatReply, p:Delta)->bytes:
     about,text = self.about(p.tokens),self.trimmed(p.content)
     if not (text or p.reasoning or calls or about):
         return b''
-    return self.line(self.said(text, p.reasoning, calls)|about|dict(done=False))
+    return self.line(
+        self.said(text, p.reasoning, calls)|about|dict(done=False))
 
 @patch
 def about(self:ChatReply, tokens)->dict:
@@ -408,8 +414,11 @@ def whole(self:ChatReply, choices:list[Choice], u:Usage)->dict:
     calls = [tool_call(k.id, i, k.name, k.arguments) for i,k in enumerate(c.calls)]
     self.finish,self.ids = c.finish,[t.id for t in c.tokens]
     self.thought = bool(c.reasoning)
-    said = self.said(self.trimmed(c.content or ''), c.reasoning, calls)|self.about(c.tokens)
-    return dict(model=self.model, created_at=now())|said|self.counts(u)|self.context()
+    said = self.said(
+        self.trimmed(c.content or ''), c.reasoning, calls)|self.about(c.tokens)
+    return dict(
+        model=self.model,
+        created_at=now())|said|self.counts(u)|self.context()
 
 # %% ../../nbs/7_service/18_ollama.ipynb #f40a4683
 @patch
@@ -434,7 +443,10 @@ async def only_load(self:Service, ask:OllamaAsk, request:Request)->dict:
             keep()
     w = reply(ask, ask.model or m.name)
     reason = 'unload' if leave else 'load'
-    return dict(model=w.model, created_at=now())|w.said()|dict(done=True, done_reason=reason)
+    return dict(
+        model=w.model,
+        created_at=now())|w.said()|dict(done=True,
+        done_reason=reason)
 
 async def first(s:Service, ask:OllamaAsk, request:Request)->Response|None:
     "What comes before an answer; all there is where nothing is asked"
@@ -463,7 +475,9 @@ def known(m:dict)->dict:
     if not (found := find_entry(named)):
         return m.get('info') or {}
     e = found[1]
-    d = dict(max_seq_len=e.context, quantization=e.format, startup=dict(bytes=e.nbytes or 0))
+    d = dict(
+        max_seq_len=e.context, quantization=e.format,
+        startup=dict(bytes=e.nbytes or 0))
     return {k:v for k,v in d.items() if v}|(m.get('info') or {})
 
 def counted(n:int|None)->str:
@@ -520,7 +534,9 @@ async def ollama_ps(self:Service)->Response:
     "The models that are loaded"
     said = {m.name:until(m) for m in self.models.all}
     here = [m for m in self.models.list() if m['condition']=='loaded']
-    return JSONResponse(dict(models=[running(m, m['id'], said[m['id']]) for m in here]))
+    return JSONResponse(
+        dict(
+            models=[running(m, m['id'], said[m['id']]) for m in here]))
 
 VERSION = '0.13.0' # Of Ollama, whose API this is like: clients refuse to talk to older ones
 
@@ -567,7 +583,8 @@ def model_info(info:dict)->dict:
     "Numbers of a model, under the keys of GGUF"
     arch = info.get('family') or 'unknown'
     d = {'general.architecture':arch, 'general.parameter_count':info.get('parameters'),
-        f'{arch}.context_length':info.get('max_seq_len'), f'{arch}.vocab_size':info.get('vocab_size')}
+        f'{arch}.context_length':info.get('max_seq_len'),
+        f'{arch}.vocab_size':info.get('vocab_size')}
     return {k:v for k,v in d.items() if v is not None}
 
 @patch
@@ -601,7 +618,9 @@ class EmbeddingsBody(BaseModel):
     keep_alive: KeepAlive|None = None
 
 @patch
-async def embedded(self:Service, name:str|None, texts:list[str], dimensions=None)->dict:
+async def embedded(
+    self:Service, name:str|None, texts:list[str], dimensions=None
+)->dict:
     "The body of `/api/embed`"
     began = perf_counter()
     u = await self.upstream(plain_name(name))

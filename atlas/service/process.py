@@ -96,7 +96,8 @@ class Served:
 
 # %% ../../nbs/7_service/23_process.ipynb #b244eddd
 @patch
-async def sleep(self:Served, level=1): raise RequestError(f'{self.name} has no process of its own that could sleep', param='model')
+async def sleep(self:Served, level=1):
+    raise RequestError(f'{self.name} has no process of its own that could sleep', param='model')
 Served.wake = Served.sleep
 
 @patch
@@ -138,14 +139,17 @@ class Model(Served):
         self.settled = {} # Options with which its worker takes no more than that
         self.runner,self.state = RemoteRunner(self.name, self._heard),'unloaded'
         self.gate = gate or asyncio.Lock()
-        self.side,self.after = None,() # The text side, being read or read; tasks that end before it loads
+        # The text side, being read or read; tasks that end before it loads
+        self.side,self.after = None,()
         self.child = self.progress = self.code = None
         self._unwanted,self.stops = asyncio.Event(),0
         self.turning = asyncio.Lock() # Held while it falls asleep, or wakes
-        self.asked = self.spared = self.took = 0. # When it was last given to somebody; not sent away before; seconds of its loading
+        # When it was last given to somebody; not sent away before; seconds of its loading
+        self.asked = self.spared = self.took = 0.
         self.rests = self.steps = 0 # Bytes that it has when it sleeps; that its steps take
         self.began = 0. # When its process was started, or began to wake
-        self.turned,self.rising = 0,False # Times that there was no room for it; is it about to wake?
+        # Times that there was no room for it; is it about to wake?
+        self.turned,self.rising = 0,False
         self.admin,self.evicts = False,True # Does an admin want it? May others leave for it?
         self.runner.rested = self._rested
     @property
@@ -174,8 +178,10 @@ def status(self:Model)->dict:
 def described(self:Served)->dict:
     "All that may be told about it"
     return dict(id=self.name, names=[n for n in self.names if n not in self.unlisted], created=self.created,
-        info=self.runner.info if self.state in ('loaded','sleeping') else None, state=self.state, condition=self.condition,
-        status=self.status, reason=self.reason, load_seconds=dict(self.seconds), restarts=self.restarts,
+        info=self.runner.info if self.state in ('loaded','sleeping') else None,
+        state=self.state, condition=self.condition,
+        status=self.status, reason=self.reason,
+        load_seconds=dict(self.seconds), restarts=self.restarts,
         sampling=self.upstream.sampling if self.upstream else {}, residency=self.stay())
 
 # %% ../../nbs/7_service/23_process.ipynb #53d6bccd
@@ -228,7 +234,8 @@ def changed(self:Served)->asyncio.Future:
 async def _life(self:Model)->str:
     "One process from its start to its end; why it ended"
     self.fault = self.refusal = self.ready = None
-    self.silent,self.stuck,self.step,watch = None,0,None,None # Beats of silence; beats without getting on; seconds of its step
+    # Beats of silence; beats without getting on; seconds of its step
+    self.silent,self.stuck,self.step,watch = None,0,None,None
     self.progress = dict(stages=list(STAGES), current=STAGES[0], value=0.)
     try:
         if not self.wanted:
@@ -244,7 +251,8 @@ async def _life(self:Model)->str:
         watch = asyncio.create_task(self._watch(child))
         self.code = await child.ended
         with suppress(TimeoutError):
-            await asyncio.wait_for(self.runner.gone.wait(), self.policy.grace) # its last words may still be on their way
+            # its last words may still be on their way
+            await asyncio.wait_for(self.runner.gone.wait(), self.policy.grace)
     finally:
         if watch:
             watch.cancel()
@@ -296,7 +304,8 @@ def _heard(self:Model, what, *args):
 
 @patch
 def _on_stage(self:Model, name, share, seconds):
-    self.progress,self.seconds,self.stuck = dict(stages=list(STAGES), current=name, value=share),seconds,0
+    self.progress,self.seconds,self.stuck = dict(
+        stages=list(STAGES), current=name, value=share),seconds,0
     if name!=STAGES[0]:
         self._read_text()
     self._set()
@@ -411,7 +420,9 @@ async def _keep(self:Model):
         if self.ready and time.monotonic()-self.ready>=p.well:
             pause = p.pause
         if (ends := 0 if self.ready else ends+1)>=p.ends:
-            e = unavailable(f'The process of {self.name} ended {ends} times in a row; the last one {why}', hint='Load it again, or see the log', after=p.longest)
+            e = unavailable(
+                f'The process of {self.name} ended {ends} times in a row; the last one {why}',
+                hint='Load it again, or see the log', after=p.longest)
             return self._give_up(e, f'ended {ends} times in a row; the last {why}')
         self.down,self.reason = self.down or self.upstream is not None,why
         self.restarts += 1
@@ -479,7 +490,8 @@ def begin(self:Model,
     self.kept = None # what a client said was of its last stay
     self._unwanted.clear()
     self._set('loading')
-    self.task = asyncio.create_task(self._keep(), context=Context()) # what its process does later is not told under the id of this request
+    # what its process does later is not told under the id of this request
+    self.task = asyncio.create_task(self._keep(), context=Context())
 
 # %% ../../nbs/7_service/23_process.ipynb #49f44fc7
 @patch
@@ -517,7 +529,10 @@ def abort(self:Model,
     if self.residency:
         self.residency.forget(self)
     self.runner.open = False
-    self.runner.end(unavailable('The server is shutting down' if self.over else f'{self.name} is being unloaded', after=5))
+    self.runner.end(
+        unavailable(
+            'The server is shutting down' if self.over else f'{self.name} is being unloaded',
+            after=5))
     if child := self.child:
         peace = peace and self.runner._ready
         if peace:
@@ -552,8 +567,11 @@ async def _fall_asleep(self:Model, level):
         if was=='sleeping' and said['level']==self.slept['level']:
             return said
         self._rests(said['bytes'])
-        self.slept = dict(level=said['level'], bytes=said['bytes'], sleep=said['seconds'])
-        _log.info('%s sleeps at level %d: %s given back in %.2f s', self.name, said['level'], human(said['bytes']), said['seconds'])
+        self.slept = dict(
+            level=said['level'], bytes=said['bytes'], sleep=said['seconds'])
+        _log.info(
+            '%s sleeps at level %d: %s given back in %.2f s', self.name, said['level'],
+            human(said['bytes']), said['seconds'])
         self._set()
         return said
 
@@ -626,7 +644,9 @@ def _sleeps_on(self:Model):
 # %% ../../nbs/7_service/23_process.ipynb #d6585efb
 def _again(e):
     "An error like `e`, to be raised once more: one that is raised twice would carry the traces of both"
-    return unavailable(e.msg, e.hint, getattr(e, 'retry_after', 5)) if e.status==503 else unpack_error(pack_error(e))
+    return unavailable(
+        e.msg, e.hint, getattr(e, 'retry_after', 5)
+    ) if e.status==503 else unpack_error(pack_error(e))
 
 @patch
 async def up(self:Model,
@@ -653,14 +673,18 @@ async def up(self:Model,
                     raise  # else its process ended meanwhile
             continue
         if self.down:
-            raise unavailable(f'{self.name} is being started again', hint='GET /health tells when it is back', after=2)
+            raise unavailable(
+                f'{self.name} is being started again', hint='GET /health tells when it is back',
+                after=2)
         if self.state=='unloaded':
             if self.turned!=turned:
                 raise _again(self.error)
             if self.stops!=stops:
-                raise unavailable(f'{self.name} was unloaded', hint='POST /models/load loads it', after=5)
+                raise unavailable(
+                    f'{self.name} was unloaded', hint='POST /models/load loads it', after=5)
             if not autoload:
-                raise unavailable(f'{self.name} is not loaded', hint='POST /models/load loads it', after=30)
+                raise unavailable(
+                    f'{self.name} is not loaded', hint='POST /models/load loads it', after=30)
             self.begin()
         await self.changed()
 
@@ -686,7 +710,9 @@ def goes(self:Model)->float|None:
     there = self.state in ('loaded','sleeping') and not self.sent_away
     if self.lasts is None or not there or self.runner.running:
         return None
-    return max(max(self.used, self.asked)+self.lasts, self.asked+self.policy.soon)
+    return max(
+        max(self.used, self.asked)+self.lasts,
+        self.asked+self.policy.soon)
 
 # %% ../../nbs/7_service/23_process.ipynb #c2b4836b
 @patch
@@ -713,7 +739,8 @@ def stay(self:Served)->dict:
     there = self.state in ('loaded','sleeping')
     goes = self.goes() if there else None
     return dict(need=self.need, holds=self.holds, pinned=self.pinned, group=self.group,
-        ttl=self.lasts, ttl_left=None if goes is None else max(0., round(goes-now, 3)),
+        ttl=self.lasts,
+        ttl_left=None if goes is None else max(0., round(goes-now, 3)),
         since=round(now-self.since, 3) if there and self.since else None,
         idle=round(now-self.used, 3) if there and self.used else None)
 

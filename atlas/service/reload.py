@@ -53,7 +53,9 @@ def build(
     "The models of a fleet, and its names"
     models = [model_of(fleet, n, **how) for n in fleet.models]
     first = [] if lazy else fleet.first
-    out = Models(models, autoload, first, ifnone(fleet.memory, memory), places(fleet), backends(fleet))
+    out = Models(
+        models, autoload, first, ifnone(fleet.memory, memory), places(fleet),
+        backends(fleet))
     out.names,out.fallbacks = Names(fleet),stand_ins(fleet)
     if fleet.watch:
         out.beside = [watching(fleet.watch)]
@@ -78,7 +80,10 @@ def backends(fleet:Fleet)->list[Backend]:
     out = []
     for n,u in fleet.upstreams.items():
         limits = Limits() if u.timeout is None else Limits(first=u.timeout)
-        out.append(Backend(n, u.url, u.models, u.serves, key_env=u.key_env, limits=limits))
+        out.append(
+            Backend(
+                n, u.url, u.models, u.serves, key_env=u.key_env,
+                limits=limits))
     return out
 
 def stand_ins(fleet:Fleet)->Fallbacks|None:
@@ -105,7 +110,8 @@ def changes(old:Fleet, new:Fleet)->dict[str,list[str]]:
 # %% ../../nbs/7_service/34_reload.ipynb #0277ea0d
 @patch
 def become(self:Models,
-    models:list[Served], # All that are served from now on; those that are there already stay as they are
+    # All that are served from now on; those that are there already stay as they are
+    models:list[Served],
     names:Names,
     wanted:dict, # Name -> may others leave for it? Of those to load now
     servers=(), # All other servers; those that are there already stay as they are
@@ -122,7 +128,8 @@ def become(self:Models,
         self.put(m.anew())
     self.serve_by(servers)
     self.meet()
-    self.residency.models = [m for m in (*self.going,*self.all) if isinstance(m, Model)]  # who goes has memory until it is gone
+    # who goes has memory until it is gone
+    self.residency.models = [m for m in (*self.going,*self.all) if isinstance(m, Model)]
     for m in new:
         m.after = [*self.going.values()]
         if m.name in wanted:
@@ -147,7 +154,8 @@ def serve_by(self:Models, servers:list[Backend]):
 async def _part(b:Backend, seconds:float=10.):
     "Let answers of a server end, for so long"
     try:
-        await asyncio.gather(*(p.runner.drain(seconds) for p in b.proxies.values()))
+        await asyncio.gather(
+            *(p.runner.drain(seconds) for p in b.proxies.values()))
     finally:
         await b.close()
 
@@ -203,7 +211,8 @@ class FleetFile:
         "The models, which from now on follow the file; `serve` calls this"
         self.how = {k:v for k,v in how.items() if k!='config'}
         self.free = assumed_memory(self.fleet, self.machine)
-        self.models = ms = build(self.fleet, autoload, self.lazy, self.free, **self.how)
+        self.models = ms = build(
+            self.fleet, autoload, self.lazy, self.free, **self.how)
         if self.fleet.memory is None and self.free is not None:
             _log.info('Models have %s: what is free, less a reserve', human(self.free))
         with fitting(self.fleet):
@@ -288,7 +297,8 @@ def servers(self:FleetFile, new:Fleet)->list[Backend]:
     out = [kept.get(b.name, b) for b in backends(new)]
     for b in out:
         if self.models.address and b.points_at(*self.models.address):
-            raise new.refused(('upstreams',b.name,'url'), 'is this very server', 'Give it another host or port')
+            raise new.refused(
+                ('upstreams',b.name,'url'), 'is this very server', 'Give it another host or port')
     return out
 
 def told(said:dict)->str:

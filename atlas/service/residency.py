@@ -72,7 +72,9 @@ def chosen(
     now:float,
 )->list|None: # `Resident`s; None: all of them would not do
     "Whom to send away"
-    order = sorted(may, key=lambda r: (r.answers>0, -worth_leaving(r, now)))
+    order = sorted(
+        may,
+        key=lambda r: (r.answers>0, -worth_leaving(r, now)))
     out,won = [*must],sum(r.holds for r in must)
     for r in order:
         if won>=short:

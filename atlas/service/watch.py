@@ -72,7 +72,8 @@ async def ask(
 def _tells(said)->bool:
     "Is this what an Atlas server says of its models?"
     models = said.get('models')
-    return isinstance(models, dict) and all(isinstance(m, dict) and 'state' in m for m in models.values())
+    return isinstance(models, dict) and all(
+        isinstance(m, dict) and 'state' in m for m in models.values())
 
 # %% ../../nbs/7_service/31_watch.ipynb #193aa607
 @dataclass
@@ -122,7 +123,8 @@ def _turn(self:Damper, t, s, now):
         return f'{s.name} comes and goes: {len(t.turns)} changes within {self.span/60:.0f} min. The next message comes when it stays'
     if not s.well:
         return f'{s.name} {s.why}'
-    return f'{s.name} is well again'+(f', after {(now-since)/60:.0f} min' if since is not None else '')
+    return f'{s.name} is well again'+(
+        f', after {(now-since)/60:.0f} min' if since is not None else '')
 
 # %% ../../nbs/7_service/31_watch.ipynb #6b1fe415
 INSTALL_WATCH = INSTALL_CUDA.replace('[cuda]', '[watch]')
@@ -144,13 +146,15 @@ def teller(
         found = None
     lib = apprise or found
     if lib is None:
-        raise WatchError('Nobody can be told: apprise is not installed', hint=INSTALL_WATCH, param='notify')
+        raise WatchError(
+            'Nobody can be told: apprise is not installed', hint=INSTALL_WATCH, param='notify')
     a = lib.Apprise()
     for url in addresses:
         if a.add(url):
             continue
         said = f'{url.split("://")[0][:20]}://… is no address that apprise knows'
-        raise WatchError(said, hint='https://github.com/caronc/apprise/wiki lists them', param='notify')
+        raise WatchError(
+            said, hint='https://github.com/caronc/apprise/wiki lists them', param='notify')
     def tell(title, body): return bool(a.notify(title=title, body=body))
     return tell
 
@@ -179,7 +183,8 @@ class Watcher:
         self.unsent = [] # What nobody could be told yet
     async def look(self)->list[Seen]:
         "How all of it is now"
-        def of(name, url): return ask(self.client, name, url, self.key if name=='atlas' else None)
+        def of(name, url):
+            return ask(self.client, name, url, self.key if name=='atlas' else None)
         found = await asyncio.gather(*(of(*e) for e in self.endpoints.items()))
         seen = [s for group in found for s in group]
         if self.models:
@@ -190,7 +195,8 @@ class Watcher:
     def _cards(self):
         cards,_ = self.machine()
         hot = {f'card {c.card}': _HOT&set(c.reasons) for c in cards}
-        return [Seen(n, not why, f'is held down: {", ".join(sorted(why))}') for n,why in hot.items()]
+        return [
+            Seen(n, not why, f'is held down: {", ".join(sorted(why))}') for n,why in hot.items()]
 
 # %% ../../nbs/7_service/31_watch.ipynb #59592cf6
 @patch
@@ -241,7 +247,8 @@ def write_damper(path:Path, d:Damper):
     "Keep what is known, in one move"
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(f'.{os.getpid()}')
-    new.write_text(json.dumps({k:asdict(t) for k,t in d.tracks.items()}))
+    new.write_text(
+        json.dumps({k:asdict(t) for k,t in d.tracks.items()}))
     new.replace(path)
 
 async def once(w:Watcher, path:Path)->tuple[list[Seen],list[str]]:
@@ -275,7 +282,9 @@ def watcher(
     if server:
         endpoints['atlas'] = server_health(server)
     if not endpoints and not kw.get('models'):
-        raise WatchError('There is nothing to look at', hint='Name endpoints under watch, or give the address of a server')
+        raise WatchError(
+            'There is nothing to look at',
+            hint='Name endpoints under watch, or give the address of a server')
     tell = teller([*(entry.notify if entry else ()), *notify])
     kw.setdefault('key', os.environ.get('ATLAS_API_KEY'))
     return Watcher(endpoints, tell, entry.every if entry else 60., **kw)
