@@ -35,7 +35,8 @@ MIXTURES = [k for k in PRESETS if ModelConfig.preset(k).moe]
 class Net:
     "A mixture of experts of random shape, format and kind"
     def __init__(self, seed, card, H, I, experts, top, fmt, act='silu', score='softmax', shared=0, limit=None, down=None, **maybe):
-        rng = np.random.default_rng(seed); f = lambda *s: rng.standard_normal(s, dtype='f4')
+        rng = np.random.default_rng(seed)
+        f = lambda *s: rng.standard_normal(s, dtype='f4')
         n,rows = experts+(shared>0),I*(1+(act!='relu2'))
         matrix = lambda fmt,*s: pack(QTensor.encode(f(*s)*np.exp(f(s[-1]))/s[-1]**.5, fmt), card, pair=s[-1]==H and act!='relu2')
         self.card,self.m,self.E,self.H,self.act,self.limit,self.shared = card,MoEConfig(experts, top, I, score=score, scaling=1.5),experts,H,act,limit,shared
@@ -46,7 +47,8 @@ class Net:
         self.x,self.add = f(9, H)*np.exp(2*f(9, 1)),f(9, H)
     def __call__(self, x, add, **kw):
         "y, ids and weights of rows `x`"
-        up,k = self.card.upload,self.m.top_k; routes = self.card.empty((len(x),k), 'int32'),self.card.empty((len(x),k))
+        up,k = self.card.upload,self.m.top_k
+        routes = self.card.empty((len(x),k), 'int32'),self.card.empty((len(x),k))
         ub,db = (b if b is None else row_bias(b, p, self.card) for b,p in zip(self.biases, (self.up,self.down)))
         y = moe(up(x), up(self.gain), 1e-6, self.router, self.up, self.down, self.m, self.act, self.limit, **{k:up(a) for k,a in self.more.items()}, up_bias=ub, down_bias=db,
             shared=self.shared>0, shared_gate=self.shared>1, add=up(add), routes=routes, **kw)
@@ -55,7 +57,8 @@ class Net:
         "The same by the host, without the residual"
         h,r = rmsnorm(x, self.gain, 1e-6),unpack(self.router)
         mine = ids,w = route(h, r[:self.E], self.m.top_k, self.m.score, scaling=1.5, **self.more)
-        if self.shared: ids,w = np.c_[ids,np.full(len(x), self.E, 'i4')],np.c_[w,sigmoid(linear(h, r[self.E:])) if self.shared>1 else np.ones((len(x),1), 'f4')]
+        if self.shared:
+            ids,w = np.c_[ids,np.full(len(x), self.E, 'i4')],np.c_[w,sigmoid(linear(h, r[self.E:])) if self.shared>1 else np.ones((len(x),1), 'f4')]
         return experts(h, ids, w, unpack(self.up), unpack(self.down), self.act, self.limit, *self.biases),*mine
 
 NETS = dict(
@@ -86,7 +89,8 @@ same = lambda a,b: all(map(np.array_equal, a, b))
 def together(run):
     "`run` with both halves in the second launch, which finds the hidden values of all blocks"
     def _run(name, *a, **kw):
-        if name=='experts' and a[-3]==2: a = (*a[:-3],3,*a[-2:])
+        if name=='experts' and a[-3]==2:
+            a = (*a[:-3],3,*a[-2:])
         run(name, *a, **kw)
     return _run
 
@@ -105,7 +109,8 @@ def check(net, rows, monkeypatch):
     assert same(net(x, add, blocks=3, then=net.down), got)
     with monkeypatch.context() as m:
         m.setattr(E, 'run', together(E.run))
-        for b in (1,7): assert same(net(x, add, blocks=b), got), f'{b} blocks, both halves in a launch'
+        for b in (1,7):
+            assert same(net(x, add, blocks=b), got), f'{b} blocks, both halves in a launch'
 
 @needs_cxx
 @pytest.mark.parametrize('name,rows', [('qwen',8), ('oss',3), ('nemotron',2), ('mixed',1), ('integers',5),
@@ -150,11 +155,13 @@ def test_more_rows_than_a_launch_takes(room, nets, monkeypatch):
     alone = [n(n.x[i:i+1], n.add[i:i+1]) for i in range(9)]
     run = E.run
     def counted(name, *a, **kw):
-        if name=='experts': took.append(kw)
+        if name=='experts':
+            took.append(kw)
         run(name, *a, **kw)
     monkeypatch.setattr(E, 'run', counted)
     little = dict(block=room, third=0, alone=0)
-    if room: monkeypatch.setattr(E, 'limits', lambda card: replace(limits(card), **little))
+    if room:
+        monkeypatch.setattr(E, 'limits', lambda card: replace(limits(card), **little))
     assert same(n(n.x, n.add), [np.concatenate(a) for a in zip(*alone)])
     assert len(took)==2*-(-9//took[0]['ROWS'])>2 and (took[0]['ROWS']<8)==bool(room)
     assert took[0]['DEEP']==1 or not room
@@ -255,7 +262,9 @@ def test_spills_nothing(name, fmt, rows, arch, cache):
 
 def steps(name, rows, monkeypatch, arch='sm_90a', **kw):
     "The launches that `moe` asks a card for"
-    c,card,calls = ModelConfig.preset(name),Dry(arch, 1<<36),[]; card.kind = 'cuda'; m,H = c.moe,c.hidden_size
+    c,card,calls = ModelConfig.preset(name),Dry(arch, 1<<36),[]
+    card.kind = 'cuda'
+    m,H = c.moe,c.hidden_size
     def made(E, n, k, pair=False): return Packed('bf16', n, k, card.empty((max(1, E)*-(-n//4)*4,k), 'uint16'), None, None, E, pair)
     wide,I = 1 if c.act=='relu2' else 2,m.intermediate_size
     monkeypatch.setattr(E, 'run', lambda name, grid, block, *a, **k: calls.append((name,grid,dict(zip(params[name], a)),k)))
@@ -279,7 +288,8 @@ def test_each_launch_follows_its_router(name, rows, monkeypatch):
 @pytest.mark.parametrize('arch', CARDS)
 @pytest.mark.parametrize('size,scales', [(0x300,True), (1<<20,True), (1<<33,True), (5<<30,False), (16<<20,False)])
 def test_asked_ahead_is_inside(size, scales, arch):
-    card = Dry(arch, 1<<36); p = Packed('nvfp4', 4, 32, card.empty((size//16,16), 'uint8'), card.empty((size//128,16), 'uint8') if scales else None)
+    card = Dry(arch, 1<<36)
+    p = Packed('nvfp4', 4, 32, card.empty((size//16,16), 'uint8'), card.empty((size//128,16), 'uint8') if scales else None)
     (w,s),(n,k) = E._asked(p, card)
     most = min(size, limits(card).ahead)
     assert w.nbytes==size and 0<n*16<=most and n<2**31
@@ -292,7 +302,8 @@ def test_hidden_values_are_empty_before(name, rows, nets, monkeypatch):
     n,emptied,run = nets[name],[],E.run
     def seen(name, grid, block, *a, **kw):
         empty = a[first.index('empty')] if name=='router' else None
-        if empty is not None: empty.fill(0)  # memory may happen to look so
+        if empty is not None:
+            empty.fill(0)  # memory may happen to look so
         if name=='experts' and a[-3]==1:
             h = n.card.download(a[kernel.index('h')])
             emptied.append((h.view('u4')==0xFFFFFFFF).all())
@@ -306,11 +317,15 @@ def test_hidden_values_are_empty_before(name, rows, nets, monkeypatch):
 
 def shell(name):
     "A model without bytes"
-    m = build(ModelConfig.preset(name)); m.mtp = m._mtp
+    m = build(ModelConfig.preset(name))
+    m.mtp = m._mtp
     for w in m.wants():
-        if len(w.shape)>1 and not w.array and not w.name.startswith('visual.'): bind(m, w.name, Packed('bf16', *w.shape[-2:], NS(nbytes=1, shape=w.shape), experts=w.shape[0] if len(w.shape)>2 else 0))
-        if w.name.endswith(('mixer_norm.weight','mlp_norm.weight')): bind(m, w.name, NS(of=w.name))
-    if not hasattr(m, 'lm_head'): m.lm_head = m.embed_tokens
+        if len(w.shape)>1 and not w.array and not w.name.startswith('visual.'):
+            bind(m, w.name, Packed('bf16', *w.shape[-2:], NS(nbytes=1, shape=w.shape), experts=w.shape[0] if len(w.shape)>2 else 0))
+        if w.name.endswith(('mixer_norm.weight','mlp_norm.weight')):
+            bind(m, w.name, NS(of=w.name))
+    if not hasattr(m, 'lm_head'):
+        m.lm_head = m.embed_tokens
     return m
 
 @pytest.mark.parametrize('name', MIXTURES)
@@ -324,9 +339,12 @@ def test_then_is_what_comes_next(name):
     first = dict(attention='qkv_proj', sliding='qkv_proj', delta='in_proj', mamba='in_proj')
     for i,b in enumerate(m.layers):
         l = next((l for l in vars(b).values() if isinstance(l, MoE)), None)
-        if l is None: continue
-        if i==len(m.layers)-1: want = m.lm_head.weight
-        else: want = getattr(m.layers[i+1].mixer, first[m.c.mixers[i+1]]).weight if m.c.mixers[i+1]!='none' else None
+        if l is None:
+            continue
+        if i==len(m.layers)-1:
+            want = m.lm_head.weight
+        else:
+            want = getattr(m.layers[i+1].mixer, first[m.c.mixers[i+1]]).weight if m.c.mixers[i+1]!='none' else None
         assert l.then is want, i
         if i==len(m.layers)-1 or want is None or not hasattr(b, 'norms'):
             assert l.reader is None, i
@@ -346,7 +364,8 @@ def pair_of_blocks(experts, gate, card):
     rng = np.random.default_rng(experts)
     for w in host.wants('', ''):
         numbers = rng.standard_normal(w.shape, 'f4')/w.shape[-1]**.5
-        if len(w.shape)==1: numbers += 1
+        if len(w.shape)==1:
+            numbers += 1
         q = QTensor.encode(numbers, 'BF16')
         bind(host, w.name, q.decode())
         vector = len(w.shape)<2

@@ -72,7 +72,8 @@ def _bytes(d, up, down):
     entries,most = r*(top+d['SHARED']),r*top+d['SHARED']
     inputs = (sum if d['APART'] else max)((_staged(up, r), _staged(down, entries)))
     part = 32*W*(r*(1+_mixed(d, down))+1)
-    if d['ROUNDS']: part = 16*W*_columns(d, down)+_kept(d, up, down)
+    if d['ROUNDS']:
+        part = 16*W*_columns(d, down)+_kept(d, up, down)
     sums = part+W*r+r*_ceil(d['HIDDEN'], 256)
     results = entries*(1+16*_ceil(d['SPAN'], 16))
     slots = r*top+most+1+_ceil(most*r, 2)+(d['EXPERTS'] if r>1 else 1)
@@ -92,7 +93,8 @@ def _fitted(card, d, up, down, pieces, least, room):
     for deep in range(most, min(least, most)-1, -1):
         v = d|dict(DEEP=deep)
         need = _bytes(v, up, down)
-        if need<=room: return v|dict(ROOM=max(need, limits(card).alone))
+        if need<=room:
+            return v|dict(ROOM=max(need, limits(card).alone))
 
 # %% ../../nbs/3_ops/moe/51_cuda.experts.ipynb #740b12ad
 def _pieces(d, up, down, blocks):
@@ -113,8 +115,10 @@ def _warps(d, up, down, blocks):
     "How many warps to try: those that need the fewest rounds of one row first"
     wide,scales = (max(getattr(p.format, k) for p in (up,down)) for k in ('chunk','scale'))
     most = 16 if wide>=64 else 20 if scales>=4 else 24 # by registers
-    if d['ROWS']>1: return range(min(20, most), 11, -4)
-    if scales==1 and _rounds(d|dict(WARPS=16), up, 1): most = 16 # Rather more addresses in registers
+    if d['ROWS']>1:
+        return range(min(20, most), 11, -4)
+    if scales==1 and _rounds(d|dict(WARPS=16), up, 1):
+        most = 16 # Rather more addresses in registers
     def rounds(w): return sum(_pieces(d|dict(WARPS=w), up, down, blocks))
     return sorted(range(8, most+1, 4), key=lambda w: (rounds(w),w))
 
@@ -127,20 +131,23 @@ def _plan(card, H, up, down, m, act, norm, shared, gate, corrected, rows, blocks
         GATE=int(gate), SCORE=f'SCORE_{m.score.upper()}', CORRECTED=int(corrected),
         RENORM=int(m.renormalise), NORM=int(norm), ACT=_ACTS[act])
     for r in (8,4,2,1):
-        if r>=2*rows: continue
+        if r>=2*rows:
+            continue
         n = min(blocks, max(r*picks*strips, H//16))
         apart = 4*(_staged(up, r)+_staged(down, r*picks))<=limits(card).block
         d |= dict(ROWS=r, SPAN=4*_ceil(H, 4*n), APART=int(apart))
         # one row: rather fewer warps than no block of the router beside them; and rather fewer
         # than none whose next unit is under way
         tries = [(w,room) for w in _warps(d, up, down, n) for room in _rooms(card)]
-        if r==1: tries.sort(key=lambda x: x[1])
+        if r==1:
+            tries.sort(key=lambda x: x[1])
         for least in (2,1):
             for w,room in tries:
                 d['WARPS'] = w
                 units = _pieces(d, up, down, n)
                 d['ROUNDS'] = _rounds(d, up, units[0])
-                if v := _fitted(card, d, up, down, units, least, room): return v,n
+                if v := _fitted(card, d, up, down, units, least, room):
+                    return v,n
     raise AtlasError(f'Experts of {down.k:,} on {H:,} values need more shared memory than a block has')
 
 # %% ../../nbs/3_ops/moe/51_cuda.experts.ipynb #74dfae1a
@@ -178,8 +185,10 @@ def _checked(H, router, up, down, m, act, shared, gate):
     "An `AtlasError` unless the matrices belong together"
     wide,n = 1 if act=='relu2' else 2,m.num_experts
     for p,shape,name in ((router,(n+gate,H),'router'), (up,(n+shared,wide*down.k,H),'up'), (down,(n+shared,H,down.k),'down')):
-        if p.shape!=shape: raise AtlasError(f'moe: {name} is {list(p.shape)}, and should be {list(shape)}', param=name)
-    if up.pair!=(wide>1): raise AtlasError(f'moe: gate and up rows are {"" if up.pair else "not "}interleaved, and the activation is {act}', param='up')
+        if p.shape!=shape:
+            raise AtlasError(f'moe: {name} is {list(p.shape)}, and should be {list(shape)}', param=name)
+    if up.pair!=(wide>1):
+        raise AtlasError(f'moe: gate and up rows are {"" if up.pair else "not "}interleaved, and the activation is {act}', param='up')
 
 # %% ../../nbs/3_ops/moe/51_cuda.experts.ipynb #3907c622
 def _most(card, asked):
@@ -191,7 +200,8 @@ _AHEAD = .6 # Of the next matrix: what memory gives before the next launch asks 
 
 def _asked(p, card):
     "What experts.cu asks for of the matrix `p`: weights, scales, and how many sixteens of bytes of each"
-    if p is None: return (None,None),(0,0)
+    if p is None:
+        return (None,None),(0,0)
     w,s = _raw(p.w),_raw(p.s)
     part = min(_AHEAD, limits(card).ahead/w.nbytes)
     return (w,s),tuple(0 if a is None else int(a.nbytes*part)//16 for a in (w,s))
@@ -243,7 +253,8 @@ def moe(
     "What `atlas.ops.moe` computes, by tensor cores; no row's bits depend on another row"
     card,(R,H) = card_of(x),x.shape
     _checked(H, router, up, down, m, act, shared, shared_gate)
-    if out is None: out = card.empty((R,H))
+    if out is None:
+        out = card.empty((R,H))
     how = act,gain is not None,shared,shared_gate,correction is not None,max(1, R)
     d,blocks = _plan(card, H, up, down, m, *how, _most(card, blocks))
     (n,logits,hidden),(later,sixteens) = _scratch(card, d, router, down),_asked(then, card)

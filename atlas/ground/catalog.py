@@ -24,7 +24,8 @@ def _within(o, **bounds):
     "Refuse numbers of `o` that are out of their bounds, and name the field"
     for name,(least,most) in bounds.items():
         v = getattr(o, name)
-        if v is None or least<=v<=most: continue
+        if v is None or least<=v<=most:
+            continue
         expected = f'from {least:,} to {most:,}' if most<math.inf else f'from {least:,} up'
         raise ConfigError(f'{name}: it is {v:,}, expected a number {expected}', param=name)
 
@@ -39,8 +40,14 @@ class Sampling:
     presence_penalty:float|None = None
     repetition_penalty:float|None = None
     def __post_init__(self):
-        _within(self, temperature=(0,100), top_p=(0,1), top_k=(0,math.inf), min_p=(0,1),
-            presence_penalty=(-2,2), repetition_penalty=(0,100))
+        _within(
+            self,
+            temperature=(0,100),
+            top_p=(0,1),
+            top_k=(0,math.inf),
+            min_p=(0,1),
+            presence_penalty=(-2,2),
+            repetition_penalty=(0,100))
 
 @dataclass(frozen=True)
 class Parsers:
@@ -67,31 +74,41 @@ class CatalogEntry:
     drafter:str|None = None # 'mtp', its own head; or the repository of a model that drafts for it
 
     def __post_init__(self):
-        _within(self, nbytes=(1,math.inf), context=(2,math.inf), least_memory=(1,math.inf))
-        if not re.fullmatch(r'[\w.-]+/[\w.-]+', self.hub): _bad('hub', self.hub, 'repository')
+        _within(
+            self, nbytes=(1,math.inf), context=(2,math.inf),
+            least_memory=(1,math.inf))
+        if not re.fullmatch(r'[\w.-]+/[\w.-]+', self.hub):
+            _bad('hub', self.hub, 'repository')
         if self.shape is not None and self.shape not in PRESETS:
             _bad('shape', self.shape, 'shape that Atlas knows')
         for pattern,fmt in self.tensors.items():
-            if not _compiles(pattern): _bad('tensors', pattern, 'pattern')
-            if fmt not in FORMATS: _bad('tensors', fmt, 'storage format')
+            if not _compiles(pattern):
+                _bad('tensors', pattern, 'pattern')
+            if fmt not in FORMATS:
+                _bad('tensors', fmt, 'storage format')
 
     def format_of(self, name:str)->str:
         "The format in which the tensor `name` is stored"
-        found = (f for p,f in self.tensors.items() if re.search(p, name))
+        found = (
+            f for p,f in self.tensors.items()
+            if re.search(p, name))
         return next(found, 'BF16')
 
 def _bad(field, said, kind): raise ConfigError(f'{field}: {said!r} is no {kind}', param=field)
 
 def _compiles(pattern)->bool:
-    try: re.compile(pattern)
-    except re.error: return False
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
     return True
 
 # %% ../../nbs/1_ground/12_catalog.ipynb #004d77dd
 def _once(pairs):
     "A dict of `pairs`, whose keys must differ"
     out = dict(pairs)
-    if len(out)==len(pairs): return out
+    if len(out)==len(pairs):
+        return out
     names = [k for k,_ in pairs]
     twice = next(k for k in names if names.count(k)>1)
     raise ValueError(f'{twice} is there twice')
@@ -99,8 +116,10 @@ def _once(pairs):
 def _entry(file, name, said, check)->CatalogEntry:
     "One entry as `check` makes it; a `ConfigError` names the field that is wrong"
     from pydantic import ValidationError
-    try: return check.validate_python(said)
-    except ConfigError as e: raise ConfigError(f'{file}: {name}: {e.msg}', param=e.param) from e
+    try:
+        return check.validate_python(said)
+    except ConfigError as e:
+        raise ConfigError(f'{file}: {name}: {e.msg}', param=e.param) from e
     except ValidationError as e:
         first = e.errors()[0]
         at = '.'.join(map(str, first['loc'])) or name
@@ -111,13 +130,16 @@ def read_catalog(
     file:str='catalog.json', # What errors call it
 )->dict[str,CatalogEntry]:
     "The entries of a catalogue; a `ConfigError` names file, entry and field"
-    try: said = json.loads(text, object_pairs_hook=_once)
-    except ValueError as e: raise ConfigError(f'{file} is no valid JSON: {e}', param=file) from e
+    try:
+        said = json.loads(text, object_pairs_hook=_once)
+    except ValueError as e:
+        raise ConfigError(f'{file} is no valid JSON: {e}', param=file) from e
     if not isinstance(said, dict):
         raise ConfigError(f'{file} is no object of entries', param=file)
     for name in said:
         good = re.fullmatch(r'[a-z0-9][a-z0-9.-]*', name) and name not in PRESETS
-        if not good: raise ConfigError(f'{file}: {name!r} cannot name an entry', param=name)
+        if not good:
+            raise ConfigError(f'{file}: {name!r} cannot name an entry', param=name)
     from pydantic import TypeAdapter
     check = TypeAdapter(CatalogEntry)
     return {name: _entry(file, name, d, check) for name,d in said.items()}
@@ -131,7 +153,9 @@ class Catalog(UserDict):
         "All entries"
         return read_catalog((files('atlas')/'catalog.json').read_text(encoding='utf-8'))
     def _repr_markdown_(self):
-        head = '| name | format | bytes | context | least memory | drafter |\n|---|---|--:|--:|--:|---|\n'
+        head = (
+            '| name | format | bytes | context | least memory | drafter '
+            '|\n|---|---|--:|--:|--:|---|\n')
         return head+''.join(f'| {" | ".join((n,*_columns(e)))} |\n' for n,e in self.items())
 
 def _columns(e)->tuple:
@@ -148,8 +172,11 @@ def find_entry(
     name:str, # Of an entry, or the repository of one
 )->tuple[str,CatalogEntry]|None: # Short name and entry
     "The entry that `name` means"
-    if name in CATALOG: return name,CATALOG[name]
-    return next(((n,e) for n,e in CATALOG.items() if e.hub==name), None)
+    if name in CATALOG:
+        return name,CATALOG[name]
+    return next(
+        ((n,e) for n,e in CATALOG.items() if e.hub==name),
+        None)
 
 def releases_of(shape:str)->list[str]:
     "Names that can be pulled of a shape that Atlas knows"
@@ -164,13 +191,15 @@ def nearest(
     plain = re.sub(r'[:_/ ]+', '-', name.lower())
     names = [*more,*CATALOG]
     begin = [k for k in names if k.startswith(plain) and len(plain)>2]
-    return list(dict.fromkeys([*begin, *get_close_matches(plain, names, n, .6)]))[:n]
+    return list(dict.fromkeys([
+        *begin, *get_close_matches(plain, names, n, .6)]))[:n]
 
 # %% ../../nbs/1_ground/12_catalog.ipynb #8c99562a
 def _shaped(name)->str:
     "What can be pulled instead of the shape `name`"
     can = releases_of(name)
-    if not can: return 'No published model of this shape has a name here: give a Hugging Face id'
+    if not can:
+        return 'No published model of this shape has a name here: give a Hugging Face id'
     return f'These have its shape and can be pulled: {", ".join(can)}'
 
 def unknown(
@@ -179,7 +208,8 @@ def unknown(
 )->SourceError: # To be raised
     "What to tell who named a model that nobody knows"
     if name in PRESETS:
-        return SourceError(f'{name!r} is a shape that Atlas knows, and no model', hint=_shaped(name))
+        return SourceError(
+            f'{name!r} is a shape that Atlas knows, and no model', hint=_shaped(name))
     near = nearest(name, more)
     said = f'Did you mean {" or ".join(near)}? ' if near else ''
     others = f'Give a path, a Hugging Face id such as org/name, or one of: {", ".join(more)}'
@@ -189,5 +219,6 @@ def unknown(
 def entry_of(name:str)->CatalogEntry:
     "The entry that `name` means; a `SourceError` says what may have been meant"
     found = find_entry(name)
-    if found is None: raise unknown(name)
+    if found is None:
+        raise unknown(name)
     return found[1]

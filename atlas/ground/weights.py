@@ -46,36 +46,56 @@ class Checkpoint:
     ): self.path,self.kind,self.meta,self.config,self.tensors,self._es = path,kind,meta,config,tensors,es
 
     @property
-    def folder(self)->Path: "Where the files beside it are: tokenizer, chat template"; return self.path if self.path.is_dir() else self.path.parent
+    def folder(self)->Path:
+        "Where the files beside it are: tokenizer, chat template"
+        return self.path if self.path.is_dir() else self.path.parent
     @property
-    def nbytes(self)->int: "Bytes of all tensors"; return sum(t.nbytes for t in self.tensors.values())
+    def nbytes(self)->int:
+        "Bytes of all tensors"
+        return sum(t.nbytes for t in self.tensors.values())
     @cached_property
-    def shapes(self)->set: "Shapes that tensors have"; return {t.shape for t in self.tensors.values()}
-    def close(self): "Close the files; nothing can be read any more"; self._es.close()
+    def shapes(self)->set:
+        "Shapes that tensors have"
+        return {t.shape for t in self.tensors.values()}
+    def close(self):
+        "Close the files; nothing can be read any more"
+        self._es.close()
     def __enter__(self): return self
     def __exit__(self, *_): self.close()
     def __getitem__(self, name): return self.tensors[name]
 
     def stored(self, name:str)->str:
         "What the file calls, or would call, the tensor `name`"
-        if name in self.tensors: return self.tensors[name].stored
-        e = self.tensors.get('model.embed_tokens.weight'); p = re.match(r'(.*?)(embed_tokens|embeddings)\.', e.stored) if e else None
+        if name in self.tensors:
+            return self.tensors[name].stored
+        e = self.tensors.get('model.embed_tokens.weight')
+        p = re.match(r'(.*?)(embed_tokens|embeddings)\.', e.stored) if e else None
         return p[1]+name[6:] if p and name.startswith('model.') else name
 
 # %% ../../nbs/1_ground/11_weights.ipynb #aba6cfe0
 @patch
 def __repr__(self:Checkpoint):
-    ts = self.tensors.values(); size = lambda ts: human(sum(t.nbytes for t in ts), base=1000)
-    head = f'{self.path.name}: {self.kind}, {self.config.family}, {size(ts)} in {len({t.file for t in ts})} file(s)'
-    return '\n'.join([head, *(f'  {f:12} {n:5} tensors {size([t for t in ts if t.fmt==f]):>10}' for f,n in Counter(t.fmt for t in ts).most_common())])
+    ts = self.tensors.values()
+    def size(ts):
+        return human(sum(t.nbytes for t in ts), base=1000)
+    head = (
+        f'{self.path.name}: {self.kind}, {self.config.family}, {size(ts)} in '
+        f'{len({t.file for t in ts})} file(s)')
+    return '\n'.join([
+        head,
+        *(
+            f'  {f:12} {n:5} tensors {size([t for t in ts if t.fmt==f]):>10}'
+            for f,n in Counter(t.fmt for t in ts).most_common())])
 
 @patch
 def read(self:Checkpoint,
     name:str,
     get=span_bytes, # Gives the bytes of a `Span`
 )->QTensor:
-    "The tensor `name` as it is stored, in our row order; a `CheckpointError` if it is not there or cannot be read"
-    if name not in self.tensors: raise CheckpointError(f'{self.path.name} has no tensor {name!r}', param=name)
+    """The tensor `name` as it is stored, in our row order;
+    a `CheckpointError` if it is not there or cannot be read"""
+    if name not in self.tensors:
+        raise CheckpointError(f'{self.path.name} has no tensor {name!r}', param=name)
     return read_tensor(self.tensors[name], get)
 
 @patch
@@ -88,39 +108,63 @@ def check(self:Checkpoint, names:Iterable[str]):
 def open_checkpoint(
     path:str|Path, # A .safetensors or .gguf file, or a directory with a model
 )->Checkpoint:
-    "Open a model, its header checked whole, its tensors not read yet; `SourceError` if nothing is there, else `CheckpointError` or its kin"
+    """Open a model, its header checked whole, its tensors not read yet;
+    `SourceError` if nothing is there, else `CheckpointError` or its kin"""
     path = Path(path)
-    if path.name in ('','..'): path = path.resolve() # '.' has no name to tell
-    if not path.exists(): raise SourceError(f'There is no {str(path)!r}')
+    if path.name in ('','..'):
+        path = path.resolve() # '.' has no name to tell
+    if not path.exists():
+        raise SourceError(f'There is no {str(path)!r}')
     with ExitStack() as es:
-        if path.suffix=='.gguf': kind,got = 'gguf',gguf_open(path, es)
-        elif path.suffix=='.safetensors': kind,got = 'safetensors',st_open(path.parent, es, path)
-        elif path.is_dir() and any((path/n).exists() for n in ('model.safetensors',INDEX)): kind,got = 'safetensors',st_open(path, es)
-        elif path.is_dir(): kind,got = 'gguf',gguf_open(_only_gguf(path), es)
-        else: raise UnsupportedError(f'{path.name} is neither .safetensors nor .gguf', hint='Atlas reads these two, and directories that hold them')
+        if path.suffix=='.gguf':
+            kind,got = 'gguf',gguf_open(path, es)
+        elif path.suffix=='.safetensors':
+            kind,got = 'safetensors',st_open(path.parent, es, path)
+        elif (
+            path.is_dir()
+            and any((path/n).exists() for n in ('model.safetensors',INDEX))):
+            kind,got = 'safetensors',st_open(path, es)
+        elif path.is_dir():
+            kind,got = 'gguf',gguf_open(_only_gguf(path), es)
+        else:
+            raise UnsupportedError(
+                f'{path.name} is neither .safetensors nor .gguf',
+                hint='Atlas reads these two, and directories that hold them')
         return Checkpoint(path, kind, *got, es.pop_all())
 
 def _only_gguf(folder:Path)->Path:
-    "The one GGUF model of `folder`; a vision tower beside it, which llama.cpp keeps in a file of its own, is none"
+    """The one GGUF model of `folder`; a vision tower beside it, which llama.cpp keeps in a file of
+    its own, is none"""
     ps = sorted(p for p in folder.glob('*.gguf') if not p.name.startswith('mmproj'))
-    if len(ps)==1 or ps and ps==gguf_parts(ps[0]): return ps[0]
-    if ps: raise SourceError(f'{folder.name} has {len(ps)} GGUF files', hint=f'Name one of them: {", ".join(p.name for p in ps[:8])}')
-    raise SourceError(f'{folder.name} has no model', hint=f'Looked for model.safetensors, {INDEX} and *.gguf')
+    if len(ps)==1 or ps and ps==gguf_parts(ps[0]):
+        return ps[0]
+    if ps:
+        raise SourceError(
+            f'{folder.name} has {len(ps)} GGUF files',
+            hint=f'Name one of them: {", ".join(p.name for p in ps[:8])}')
+    raise SourceError(
+        f'{folder.name} has no model', hint=f'Looked for model.safetensors, {INDEX} and *.gguf')
 
 # %% ../../nbs/1_ground/11_weights.ipynb #6a44943a
 @dataclass(frozen=True, eq=False)
 class Want:
-    "One array of the model, and what it is made of. Dimensions of 1 that a source has besides are dropped"
+    """One array of the model, and what it is made of. Dimensions of 1 that a source has besides
+    are dropped"""
     name:str # In the model's tree
-    sources:tuple[str,...] # Checkpoint tensors, joined along `axis`; for a result [E,rows,in] and axis 0, matrices listed expert by expert
+    # Checkpoint tensors, joined along `axis`;
+    # for a result [E,rows,in] and axis 0, matrices listed expert by expert
+    sources:tuple[str,...]
     shape:tuple[int,...]
     rows:tuple[int,...]=() # Rows of each source, where they are to be checked one by one
     axis:int=0 # 1: each source is [E,rows,in], or [E,rows]
     order:np.ndarray|None=None # Row i (of each matrix) is row `order[i]` of the joined sources
     cols:np.ndarray|None=None # The same for the last axis
-    transposed:bool=False # Do safetensors files store the sources [...,in,out]? Only plain numbers and FP8 are: 4-bit blocks run along the inputs
+    # Do safetensors files store the sources [...,in,out]? Only plain numbers and FP8 are: 4-bit
+    # blocks run along the inputs
+    transposed:bool=False
     fn:Callable|None=None # Applied to the float32 numbers
-    alts:tuple['Want',...]=() # Other ways a checkpoint may hold it; the first that fits what is there is used
+    # Other ways a checkpoint may hold it; the first that fits what is there is used
+    alts:tuple['Want',...]=()
     exact:bool=False # Always float32, never kept packed
     optional:bool=False # May be absent: then None
     integers:bool=False # Are the sources whole numbers, stored as such?
@@ -128,46 +172,107 @@ class Want:
     pair:bool=False # Gate rows on top of up rows, which kernels read in turns
 
     @property
-    def part(self)->str: "'mtp', 'vision', or '' for the model itself"; return dict(mtp='mtp', visual='vision').get(self.name.split('.')[0], '')
+    def part(self)->str:
+        "'mtp', 'vision', or '' for the model itself"
+        return dict(mtp='mtp', visual='vision').get(
+            self.name.split('.')[0], '')
 
-IGNORE = ('*.inv_freq', *(f'*.{n}_scale' for n in ('input','input_global','activation','output','q','k','v','kv'))) # Tensors that nobody needs to want
+# Tensors that nobody needs to want
+IGNORE = (
+    '*.inv_freq',
+    *(
+        f'*.{n}_scale' for n in ('input','input_global','activation','output','q','k','v','kv')))
 
 # %% ../../nbs/1_ground/11_weights.ipynb #0048445f
 def _fits(shape, want)->bool:
     "Is `shape` `want`, up to further dimensions of 1?"
     i = 0
     for n in shape:
-        if i<len(want) and n==want[i]: i += 1
-        elif n!=1: return False
+        if i<len(want) and n==want[i]:
+            i += 1
+        elif n!=1:
+            return False
     return i==len(want)
 
 def _turned(ckpt, w:Want, t:TensorInfo)->bool:
     "Is the tensor stored `[…,in,out]`?"
-    return w.transposed and ckpt.kind!='gguf' and len(t.shape)>1 and t.fmt in FORMATS and FORMATS[t.fmt].bits>=8
+    return (
+        w.transposed
+        and ckpt.kind!='gguf'
+        and len(t.shape)>1
+        and t.fmt in FORMATS
+        and FORMATS[t.fmt].bits>=8)
 
-def _ends(ckpt, w, t): "Its shape, as `[…,out,in]`"; return (*t.shape[:-2],t.shape[-1],t.shape[-2]) if _turned(ckpt, w, t) else t.shape
+def _ends(ckpt, w, t):
+    "Its shape, as `[…,out,in]`"
+    return (
+        (
+            *t.shape[:-2],
+            t.shape[-1],
+            t.shape[-2])
+        if _turned(ckpt, w, t)
+        else t.shape)
 
 def _asked(w:Want, got:list)->list|None:
-    "The shapes that sources must have to make up `w`, when they have the shapes `got`; None where no such shapes add up"
-    at,n = w.axis,len(got); each = at==0 and len(w.shape)==3 and (n>1 or w.shape[0]==1 and len(got[0])==2)    # each: matrices, expert by expert
-    frame,total = (w.shape[1:],math.prod(w.shape[:2])) if each else (w.shape,w.shape[at] if w.shape else 1)
-    rows = list(w.rows) or ([total] if n==1 else [s[at] if len(s)==len(frame) else -1 for s in got])
-    if len(rows)!=n or sum(rows)!=total or each and rows!=rows[:n//w.shape[0]]*w.shape[0]: return
-    return [(*frame[:at],r,*frame[at+1:]) for r in rows] if frame else [()]
+    """The shapes that sources must have to make up `w`, when they have the shapes `got`;
+    None where no such shapes add up"""
+    at,n = w.axis,len(got)
+    # each: matrices, expert by expert
+    each = (
+        at==0
+        and len(w.shape)==3
+        and (
+            n>1 or w.shape[0]==1 and len(got[0])==2))
+    frame,total = (
+        (w.shape[1:],math.prod(w.shape[:2])) if each
+        else (w.shape,w.shape[at] if w.shape else 1))
+    rows = (
+        list(w.rows)
+        or (
+            [total] if n==1
+            else [
+                s[at] if len(s)==len(frame) else -1
+                for s in got]))
+    if (
+        len(rows)!=n
+        or sum(rows)!=total
+        or each
+        and rows!=rows[:n//w.shape[0]]*w.shape[0]):
+        return
+    return (
+        [
+            (*frame[:at],r,*frame[at+1:])
+            for r in rows]
+        if frame
+        else [()])
 
 def _seen(ckpt, w:Want)->list|None:
     "The shape in which to see each source of `w`; None where they are not there, or do not add up"
     ts = [ckpt.tensors.get(s) for s in w.sources]
-    if None in ts: return
-    got = [_ends(ckpt, w, t) for t in ts] if w.transposed else [t.shape for t in ts]
+    if None in ts:
+        return
+    got = (
+        [_ends(ckpt, w, t) for t in ts] if w.transposed
+        else [t.shape for t in ts])
     want = _asked(w, got)
-    return want if want and all(_fits(*pair) for pair in set(zip(got, want))) else None
+    return (
+        want if want and all(_fits(*pair) for pair in set(zip(got, want)))
+        else None)
 
 def _pick(ckpt, w:Want):
-    "Which of the ways to make `w` the checkpoint uses, or the one to complain about, and the shapes of `_seen`; no way where it may be absent"
-    here = [o for o in (w,*w.alts) if any(s in ckpt.tensors for s in o.sources)]
-    here = [(o,_seen(ckpt, o)) for o in sorted(here, key=lambda o: o.sources[0] not in ckpt.tensors)]
-    return first(h for h in here if h[1]) or first(here) or (None if w.optional else w, None)
+    """Which of the ways to make `w` the checkpoint uses, or the one to complain about, and the
+    shapes of `_seen`; no way where it may be absent"""
+    here = [
+        o for o in (w,*w.alts)
+        if any(s in ckpt.tensors for s in o.sources)]
+    here = [
+        (o,_seen(ckpt, o))
+        for o in sorted(
+            here, key=lambda o: o.sources[0] not in ckpt.tensors)]
+    return (
+        first(h for h in here if h[1])
+        or first(here)
+        or (None if w.optional else w, None))
 
 # %% ../../nbs/1_ground/11_weights.ipynb #945c72d8
 def _some(names, n=4):
@@ -180,39 +285,85 @@ def _check_fit(ckpt, w:Want, seen):
     ts = [ckpt.tensors[s] for s in w.sources]
     for t in {t.fmt: t for t in reversed(ts)}.values(): # the first of each format
         where = f'{t.stored or t.name} in {t.file} is'
-        if t.fmt in ('U8','F8_E4M3') and ckpt.kind=='safetensors': raise CheckpointError(f'{where} {t.fmt} and has no scale', hint=AGAIN, param=t.stored)
+        if t.fmt in ('U8','F8_E4M3') and ckpt.kind=='safetensors':
+            raise CheckpointError(f'{where} {t.fmt} and has no scale', hint=AGAIN, param=t.stored)
         if t.fmt not in FORMATS and not (w.integers and t.fmt in ('I32','I64')):
-            raise UnsupportedError(f'{where} stored as {t.fmt}, which Atlas does not decode', param=t.stored)
-    if seen: return
-    got = [_ends(ckpt, w, t) for t in ts]; want = _asked(w, got)
-    if want: i = first(i for i in range(len(ts)) if not _fits(got[i], want[i])); what,ask = f'{ts[i].stored} in {ts[i].file} is {list(got[i])}',list(want[i])
-    else: i,what,ask = 0,f'{", ".join(t.stored for t in ts[:4])} in {ts[0].file} are {", ".join(str(list(g)) for g in got[:4])}',f'{list(w.shape)} together'
-    raise CheckpointError(f'{what}, and the config asks for {ask}', hint='Weights and config are of different models', param=ts[i].stored)
+            raise UnsupportedError(
+                f'{where} stored as {t.fmt}, which Atlas does not decode', param=t.stored)
+    if seen:
+        return
+    got = [_ends(ckpt, w, t) for t in ts]
+    want = _asked(w, got)
+    if want:
+        i = first(
+            i for i in range(len(ts))
+            if not _fits(got[i], want[i]))
+        what,ask = f'{ts[i].stored} in {ts[i].file} is {list(got[i])}',list(want[i])
+    else:
+        i = 0
+        what = (
+            f'{", ".join(t.stored for t in ts[:4])} in {ts[0].file} are '
+            f'{", ".join(str(list(g)) for g in got[:4])}')
+        ask = f'{list(w.shape)} together'
+    raise CheckpointError(
+        f'{what}, and the config asks for {ask}',
+        hint='Weights and config are of different models',
+        param=ts[i].stored)
 
 # %% ../../nbs/1_ground/11_weights.ipynb #7e503f8d
 def _strangers(ckpt, used, ignore)->list[TensorInfo]:
     "Tensors that are neither used nor to be ignored"
-    known = re.compile('|'.join(map(translate, (*ignore, *(['lm_head.weight'] if ckpt.config.tie_embeddings else [])))) or '(?!)').match
-    return [t for k,t in ckpt.tensors.items() if k not in used and not known(k) and not known(t.stored)]
+    known = re.compile(
+        '|'.join(map(
+            translate, (*ignore, *(['lm_head.weight'] if ckpt.config.tie_embeddings else []))))
+        or '(?!)').match
+    return [
+        t for k,t in ckpt.tensors.items()
+        if k not in used and not known(k) and not known(t.stored)]
 
 def _check_halves(strangers, ckpt):
     "Refuse a scale without its weight, and a packed weight without its scale"
     for t in strangers:
-        if (end := first(e for e in (*SCALES,*PAYLOADS) if t.stored.endswith(e))) is None: continue
-        m = t.stored[:-len(end)]; u = first(u for u in ckpt.tensors.values() if u.stored in (m,m+'.weight',m+'.weight_packed') and u is not t)
-        if end in PAYLOADS: what = 'is packed, and its scale is not there'
-        else: what = 'is a scale, and its weight is '+(f'{u.fmt} {list(u.shape)}, which takes none' if u else 'not there')
+        if (
+            (
+                end := first(
+                    e for e in (*SCALES,*PAYLOADS)
+                    if t.stored.endswith(e))) is None):
+            continue
+        m = t.stored[:-len(end)]
+        u = first(
+            u for u in ckpt.tensors.values()
+            if u.stored in (m,m+'.weight',m+'.weight_packed') and u is not t)
+        if end in PAYLOADS:
+            what = 'is packed, and its scale is not there'
+        else:
+            what = (
+                'is a scale, and its weight is '
+                +(f'{u.fmt} {list(u.shape)}, which takes none' if u else 'not there'))
         raise CheckpointError(f'{t.stored} in {t.file} {what}', hint=AGAIN, param=t.stored)
 
 def _check_extra(extra, ckpt, wants, used):
     "Refuse what is stored in two ways, and what nobody wants"
     for w in wants:
-        for s in (s for o in (w,*w.alts) if w.alts for s in o.sources if s in ckpt.tensors and s not in used):
-            other = ckpt.stored(first(n for o in (w,*w.alts) for n in o.sources if n in used))
-            raise CheckpointError(f'{ckpt.path.name} stores {w.name} twice, as {other} and as {ckpt.stored(s)}', hint='Remove one of them', param=ckpt.stored(s))
+        for s in (
+            s for o in (w,*w.alts)
+            if w.alts
+            for s in o.sources if s in ckpt.tensors and s not in used):
+            other = ckpt.stored(first(
+                n for o in (w,*w.alts)
+                for n in o.sources if n in used))
+            raise CheckpointError(
+                f'{ckpt.path.name} stores {w.name} twice, as {other} and as {ckpt.stored(s)}',
+                hint='Remove one of them',
+                param=ckpt.stored(s))
     if extra:
-        raise CheckpointError(f'{ckpt.path.name} has {len(extra)} tensor(s) that a {ckpt.config.family} model has no use for: {_some([t.stored for t in extra])}',
-            hint='The model has parts that Atlas does not know, and would answer wrongly without them', param=min(t.stored for t in extra))
+        raise CheckpointError(
+            f'{ckpt.path.name} has {len(extra)} tensor(s) that a {ckpt.config.family} model '
+            f'has no use for: {_some([t.stored for t in extra])}',
+            hint=(
+                'The model has parts that Atlas does not know, and would answer wrongly without '
+                'them'),
+            param=min(t.stored for t in extra))
 
 # %% ../../nbs/1_ground/11_weights.ipynb #6d47d8c6
 class Plan(tuple):
@@ -223,19 +374,27 @@ def planned(
     wants:Iterable[Want],
     ignore:Iterable[str]=IGNORE, # Patterns of tensors that may be left over
 )->Plan:
-    "What `load` takes in place of wants, for several calls; a `CheckpointError` as from `check_plan`"
+    """What `load` takes in place of wants, for several calls;
+    a `CheckpointError` as from `check_plan`"""
     return Plan(_plan(ckpt, wants, ignore))
 
 def _plan(ckpt, wants, ignore):
     "(want, way to make it, shapes of its sources) of all wants, checked"
-    if isinstance(wants, Plan): return wants
-    wants = list(wants); picks = [(w,*_pick(ckpt, w)) for w in wants]
+    if isinstance(wants, Plan):
+        return wants
+    wants = list(wants)
+    picks = [(w,*_pick(ckpt, w)) for w in wants]
     used = {s for _,o,_ in picks if o for s in o.sources}
-    extra = _strangers(ckpt, used, ignore); _check_halves(extra, ckpt)
+    extra = _strangers(ckpt, used, ignore)
+    _check_halves(extra, ckpt)
     if missing := used-set(ckpt.tensors):
-        raise CheckpointError(f'{ckpt.path.name} lacks {len(missing)} tensor(s): {_some(map(ckpt.stored, missing))}', hint=AGAIN, param=ckpt.stored(min(missing)))
+        raise CheckpointError(
+            f'{ckpt.path.name} lacks {len(missing)} tensor(s): {_some(map(ckpt.stored, missing))}',
+            hint=AGAIN,
+            param=ckpt.stored(min(missing)))
     for _,o,seen in picks:
-        if o: _check_fit(ckpt, o, seen)
+        if o:
+            _check_fit(ckpt, o, seen)
     _check_extra(extra, ckpt, wants, used)
     return picks
 
@@ -244,7 +403,8 @@ def check_plan(
     wants:Iterable[Want],
     ignore:Iterable[str]=IGNORE, # Patterns of tensors that may be left over
 ):
-    "Raise a `CheckpointError` unless the checkpoint holds exactly what `wants` asks for, each in one way, with scales that are numbers"
+    """Raise a `CheckpointError` unless the checkpoint holds exactly what `wants` asks for, each in
+    one way, with scales that are numbers"""
     _check_scales(ckpt, _plan(ckpt, wants, ignore))
 
 def _check_scales(ckpt, plan):
@@ -260,41 +420,74 @@ def _not_finite(ckpt, t):
 
 def _integers(t, get)->QTensor:
     "A tensor of whole numbers as float32, which holds them exactly up to 2²⁴"
-    a = get(t.spans['data']).view(dict(I32=np.int32, I64=np.int64)[t.fmt]).reshape(t.shape)
-    if a.size and abs(a).max()>2**24: raise CheckpointError(f'{t.stored} in {t.file} holds {abs(a).max():,}, expected at most 2**24', param=t.stored)
+    a = get(t.spans['data']).view(
+        dict(
+            I32=np.int32,
+            I64=np.int64)[t.fmt]).reshape(t.shape)
+    if a.size and abs(a).max()>2**24:
+        raise CheckpointError(
+            f'{t.stored} in {t.file} holds {abs(a).max():,}, expected at most 2**24',
+            param=t.stored)
     return QTensor('F32', t.shape, dict(data=a.astype(np.float32)))
 
 def _source(ckpt, w:Want, s:str, shape, get)->QTensor:
     "Source `s` of `w`, seen in `shape`, its columns in order"
-    t = ckpt.tensors[s]; q = _integers(t, get) if t.fmt in ('I32','I64') else ckpt.read(s, get)
-    if not q.finite(): raise _not_finite(ckpt, t)
+    t = ckpt.tensors[s]
+    q = (
+        _integers(t, get) if t.fmt in ('I32','I64')
+        else ckpt.read(s, get))
+    if not q.finite():
+        raise _not_finite(ckpt, t)
     q = (q.T if _turned(ckpt, w, t) else q).reshape(shape)
     return q if w.cols is None else q.cols(w.cols)
 
 def _assemble(ckpt, w:Want, seen, keep:bool, get=span_bytes)->QTensor|QStack:
-    "What `w` asks for, as it is stored, but for `fn`; in as few pieces as possible if it is to be kept so"
-    qs = [_source(ckpt, w, s, shape, get) for s,shape in zip(w.sources, seen)]
-    if len(w.shape)==1 or len(w.shape)==2 and w.axis==1:                # no rows of inputs: vectors, and one vector for each expert
+    """What `w` asks for, as it is stored, but for `fn`;
+    in as few pieces as possible if it is to be kept so"""
+    qs = [
+        _source(ckpt, w, s, shape, get)
+        for s,shape in zip(w.sources, seen)]
+    # no rows of inputs: vectors, and one vector for each expert
+    if (
+        len(w.shape)==1
+        or len(w.shape)==2 and w.axis==1):
         a = np.concatenate([q.decode() for q in qs], w.axis)
-        return QTensor('F32', w.shape, dict(data=a if w.order is None else a.take(w.order, w.axis)))
-    each = w.shape[0] if len(w.shape)==3 and qs[0].ndim==2 else 0
-    if len(qs)==1 and w.order is None and not each: return qs[0]
+        return QTensor(
+            'F32',
+            w.shape,
+            dict(
+                data=a if w.order is None else a.take(w.order, w.axis)))
+    each = (
+        w.shape[0] if len(w.shape)==3 and qs[0].ndim==2
+        else 0)
+    if len(qs)==1 and w.order is None and not each:
+        return qs[0]
     return (pile if keep else QStack)(qs, w.order, each)
 
 # %% ../../nbs/1_ground/11_weights.ipynb #c6141fe9
 def _fill(device, dst, q, fn=None):
     "Decode `q` into the array `dst` of the device, a few numbers at a time"
-    if fn or q.ndim!=2 and q.ndim!=3: device.write(dst, fn(q.decode()) if fn else q.decode())
+    if fn or q.ndim!=2 and q.ndim!=3:
+        device.write(dst, fn(q.decode()) if fn else q.decode())
     elif q.ndim==3:
-        for e in range(len(q)): _fill(device, dst[e], q[e])
+        for e in range(len(q)):
+            _fill(device, dst[e], q[e])
     else:
         n = max(1, _PIECE//q.shape[1])
-        for i in range(0, len(q), n): device.write(dst[i:i+n], decode_rows(q, i, min(i+n, len(q))))
+        for i in range(0, len(q), n):
+            device.write(
+                dst[i:i+n],
+                decode_rows(q, i, min(i+n, len(q))))
 
 def _upload(device, q):
     "The packed tensor `q` on the device"
-    if isinstance(q, QStack): return QStack([_upload(device, p) for p in q.parts], q.order, q.experts)
-    return QTensor(q.fmt, q.shape, {k:device.upload(p) for k,p in q.parts.items()})
+    if isinstance(q, QStack):
+        return QStack(
+            [_upload(device, p) for p in q.parts], q.order, q.experts)
+    return QTensor(
+        q.fmt,
+        q.shape,
+        {k:device.upload(p) for k,p in q.parts.items()})
 
 # %% ../../nbs/1_ground/11_weights.ipynb #d2db3fe6
 class _Incoming:
@@ -307,11 +500,14 @@ class _Incoming:
         self.landing = None # What a card makes of it by itself
     def get(self, span)->np.ndarray:
         "The bytes of a span"
-        return self.got[id(span.file),span.offset] if span.nbytes else np.empty(0, np.uint8)
+        return (
+            self.got[id(span.file),span.offset] if span.nbytes
+            else np.empty(0, np.uint8))
     def put(self, span, at, data):
         "Some bytes of a span have come"
         place = id(span.file),span.offset
-        if (a := self.got.get(place)) is None: a = self.got.setdefault(place, np.empty(span.nbytes, np.uint8))
+        if (a := self.got.get(place)) is None:
+            a = self.got.setdefault(place, np.empty(span.nbytes, np.uint8))
         a[at:at+len(data)] = data
 
 # %% ../../nbs/1_ground/11_weights.ipynb #c1a0c002
@@ -329,15 +525,22 @@ def _in_files(incoming)->_Parts:
     many = [sum(len(t.spans) for t in to.ts) for to in incoming]
     found = places(spans)
     by_name = np.argsort(np.argsort([f.name for f in found.files]))
-    order = np.lexsort((found.start, by_name[found.file])) if spans else np.zeros(0, np.int64)
-    found = Places(found.files, *(a[order] for a in (found.file, found.start, found.nbytes)))
+    order = (
+        np.lexsort((found.start, by_name[found.file])) if spans
+        else np.zeros(0, np.int64))
+    found = Places(
+        found.files,
+        *(a[order] for a in (found.file, found.start, found.nbytes)))
     want = np.repeat(np.arange(len(incoming)), many)[order]
     return _Parts([spans[i] for i in order.tolist()], found, want, order)
 
 def _moves(incoming, parts)->np.ndarray: # int64 [parts]
     "Number of the `Move` by which a card takes each part; -1: it is the host's"
     none = [-1]
-    def moves(to): return to.landing.moves if to.landing else none*sum(len(t.spans) for t in to.ts)
+    def moves(to):
+        return (
+            to.landing.moves if to.landing
+            else none*sum(len(t.spans) for t in to.ts))
     found = [np.zeros(0, np.int64), *map(moves, incoming)]
     return np.concatenate(found, dtype=np.int64)[parts.order]
 
@@ -345,13 +548,19 @@ def _moves(incoming, parts)->np.ndarray: # int64 [parts]
 class _Arrivals:
     "Takes windows apart, and makes each want when it is whole"
     def __init__(self, out, make, bar, incoming, parts, windows, staging=None):
-        self.out,self.make,self.bar,self.incoming = out,make,bar,incoming
+        self.out = out
+        self.make = make
+        self.bar = bar
+        self.incoming = incoming
         self.parts,self.windows,self.staging = parts,windows,staging
         moves = _moves(incoming, parts)[windows.extent]
         self.host = np.flatnonzero(moves<0)
         self.host_first = self.host.searchsorted(windows.first) # of a window
-        if staging: staging.begin(windows, moves)
-        self.came = np.add.reduceat(windows.n, windows.first[:-1]) if len(windows) else []
+        if staging:
+            staging.begin(windows, moves)
+        self.came = (
+            np.add.reduceat(windows.n, windows.first[:-1]) if len(windows)
+            else [])
         self.lock = threading.Lock()
         self.few = threading.BoundedSemaphore(min(4, os.cpu_count() or 1)) # made at a time
         self._expect()
@@ -369,12 +578,18 @@ class _Arrivals:
 def __call__(self:_Arrivals, i, b):
     "Window `i` is in the buffer `b`"
     w = self.windows
-    for j in self.host[self.host_first[i]:self.host_first[i+1]].tolist():
+    for j in self.host[
+        self.host_first[i]:self.host_first[i+1]].tolist():
         e,lo = w.extent[j],w.lo[j]
-        to,span = self.incoming[self.parts.want[e]],self.parts.spans[e]
-        to.put(span, int(w.at[j]), b.data[lo:lo+w.n[j]])
+        to = self.incoming[self.parts.want[e]]
+        span = self.parts.spans[e]
+        to.put(
+            span,
+            int(w.at[j]),
+            b.data[lo:lo+w.n[j]])
     after = self.staging.send(i, b) if self.staging else None
-    for k in self.count(i): self.finish(self.incoming[k])
+    for k in self.count(i):
+        self.finish(self.incoming[k])
     return after
 
 @patch
@@ -389,9 +604,11 @@ def count(self:_Arrivals, i)->list:
 @patch
 def finish(self:_Arrivals, to):
     "Make a want that is whole"
-    if to.landing: self.out[to.want.name] = self.staging.finish(to.landing)
+    if to.landing:
+        self.out[to.want.name] = self.staging.finish(to.landing)
     else:
-        with self.few: self.out[to.want.name] = self.make(to)
+        with self.few:
+            self.out[to.want.name] = self.make(to)
     to.got = None # others need the memory
 
 # %% ../../nbs/1_ground/11_weights.ipynb #7493fbcb
@@ -406,12 +623,14 @@ def _read(ckpt, out, incoming, make, show, staging=None)->Reading:
     "Read and make all that is `incoming`"
     size = staging.size if staging else _window(incoming)
     parts = _in_files(incoming)
-    if staging: _leave_some(_waiting(incoming, parts), staging.budget)
+    if staging:
+        _leave_some(_waiting(incoming, parts), staging.budget)
     found = windows(parts.places, size)
     with progress(sum(to.nbytes for to in incoming), 'loading', show) as bar:
         arrivals = _Arrivals(out, make, bar, incoming, parts, found, staging)
         for to in incoming:
-            if not to.nbytes: arrivals.finish(to)
+            if not to.nbytes:
+                arrivals.finish(to)
         return read_windows(found, arrivals, staging.ring if staging else Ring(2*THREADS, size))
 
 def _invent(ckpt, out, incoming, make, show)->Reading:
@@ -420,13 +639,15 @@ def _invent(ckpt, out, incoming, make, show)->Reading:
         out[to.want.name] = make(to)
         return to.nbytes
     with progress(sum(to.nbytes for to in incoming), 'loading', show) as bar, ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        for n in pool.map(one, incoming): bar.update(n)
+        for n in pool.map(one, incoming):
+            bar.update(n)
     return Reading()
 
 # %% ../../nbs/1_ground/11_weights.ipynb #60c67a91
 def _read_bytes(t:TensorInfo)->int:
     "Bytes of a tensor that is kept as it is stored, once it has been read"
-    if t.fmt not in FORMATS: return t.nbytes
+    if t.fmt not in FORMATS:
+        return t.nbytes
     parts = FORMATS[t.fmt].layout(t.shape).values()
     return sum(np.dtype(d).itemsize*math.prod(shape) for d,shape in parts)
 
@@ -439,35 +660,59 @@ def load(
     ignore:Iterable[str]=IGNORE, # Patterns of tensors that may be left over
     parts:Iterable[str]|None=None, # Load only wants of these `part`s; None: all. All are checked
     packed:bool=False, # Keep matrices that are not `exact` as they are stored?
-    put:Callable|None=None, # `put(want, tensor as stored)` makes what goes under the want's name, see below; None: float32 arrays, or tensors as stored
+    # `put(want, tensor as stored)` makes what goes under the want's name, see below;
+    # None: float32 arrays, or tensors as stored
+    put:Callable|None=None,
     note:Callable|None=None, # Called with the `Reading` when all is there
-)->dict: # name -> float32 array on the device, or packed tensor; None where an optional one is absent
-    "Check the whole plan (`check_plan`'s errors), then allocate all of it (`OutOfMemoryError`), then read, decode and write"
-    plan = [(w,o,seen) for w,o,seen in _plan(ckpt, wants, ignore) if parts is None or w.part in parts]
-    if put is None: _check_scales(ckpt, plan)
+    # name -> float32 array on the device, or packed tensor; None where an optional one is absent
+)->dict:
+    """Check the whole plan (`check_plan`'s errors), then allocate all of it (`OutOfMemoryError`),
+    then read, decode and write"""
+    plan = [
+        (w,o,seen)
+        for w,o,seen in _plan(ckpt, wants, ignore)
+        if parts is None or w.part in parts]
+    if put is None:
+        _check_scales(ckpt, plan)
     incoming = [_Incoming(ckpt, *t) for t in plan if t[1]]
     out = {w.name:None for w,_,_ in plan}
-    if put: r = _load_with(ckpt, out, incoming, device, show, put)
-    else: r = _load_plain(ckpt, out, incoming, device, show, packed)
-    if note: note(r)
+    if put:
+        r = _load_with(ckpt, out, incoming, device, show, put)
+    else:
+        r = _load_plain(ckpt, out, incoming, device, show, packed)
+    if note:
+        note(r)
     return out
 
 # %% ../../nbs/1_ground/11_weights.ipynb #7c66cbb8
 def _load_plain(ckpt, out, incoming, device, show, packed):
     "`load` of float32 arrays, and of tensors as stored"
-    def kept(w, o): return packed and not (w.exact or o.exact or o.fn) and len(w.shape)>1
+    def kept(w, o):
+        return (
+            packed
+            and not (w.exact or o.exact or o.fn)
+            and len(w.shape)>1)
     keep = {to.want.name for to in incoming if kept(to.want, to.way)}
     plain = [to.want for to in incoming if to.want.name not in keep]
     need = 4*sum(math.prod(w.shape) for w in plain)
-    need += sum(_read_bytes(t) for to in incoming if to.want.name in keep for t in to.ts)
+    need += sum(
+        _read_bytes(t) for to in incoming
+        if to.want.name in keep
+        for t in to.ts)
     if need>(free := device.memory().available):
-        raise OutOfMemoryError(f'The weights of {ckpt.path.name} need {human(need)} on {device.name}, where {human(free)} are available',
-            hint='Free some memory, or choose a smaller model'+(', or keep the weights packed' if not packed else ''))
-    arrays = dict(zip((w.name for w in plain), device.carve([w.shape for w in plain])))
+        raise OutOfMemoryError(
+            f'The weights of {ckpt.path.name} need {human(need)} on {device.name}, where '
+            f'{human(free)} are available',
+            hint='Free some memory, or choose a smaller model'
+            +(', or keep the weights packed' if not packed else ''))
+    arrays = dict(zip(
+        (w.name for w in plain),
+        device.carve([w.shape for w in plain])))
     def make(to):
         name = to.want.name
         q = _assemble(ckpt, to.way, to.seen, name in keep, to.get)
-        if name in keep: return _upload(device, q)
+        if name in keep:
+            return _upload(device, q)
         _fill(device, arrays[name], q, to.way.fn)
         return arrays[name]
     return (_read if ckpt.in_files else _invent)(ckpt, out, incoming, make, show)
@@ -475,16 +720,25 @@ def _load_plain(ckpt, out, incoming, device, show, packed):
 # %% ../../nbs/1_ground/11_weights.ipynb #b7065687
 def _waiting(incoming, parts)->list:
     "Of parts in their order, the want of each that is held until it is stored anew"
-    if not any(to.landing and to.landing.held for to in incoming): return []
-    waits = [(to.landing and to.landing.waits(p)) or False for to in incoming for t in to.ts for p in t.spans]
-    return [incoming[k] for k in parts.want[np.array(waits)[parts.order]].tolist()]
+    if not any(to.landing and to.landing.held for to in incoming):
+        return []
+    waits = [
+        (to.landing and to.landing.waits(p)) or False
+        for to in incoming
+        for t in to.ts
+        for p in t.spans]
+    return [
+        incoming[k]
+        for k in parts.want[np.array(waits)[parts.order]].tolist()]
 
 def _leave_some(order, budget:int):
-    "Of the wants that bytes are for, in their `order`, leave those to the host that a card would have to hold beside others in more than `budget` bytes"
+    """Of the wants that bytes are for, in their `order`, leave those to the host that a card would
+    have to hold beside others in more than `budget` bytes"""
     last = {id(to): i for i,to in enumerate(order)}
     now,held = set(),0
     for i,to in enumerate(order):
-        if to.landing is None: continue
+        if to.landing is None:
+            continue
         if id(to) not in now:
             if now and held+to.landing.held>budget:
                 to.landing = None
@@ -498,43 +752,67 @@ def _leave_some(order, budget:int):
 # %% ../../nbs/1_ground/11_weights.ipynb #7016fe24
 def _fits_whole(ckpt, incoming, device):
     "An `OutOfMemoryError` where there is less memory than the files have bytes"
-    need,free = sum(to.nbytes for to in incoming),device.memory().available
-    if need>free: raise OutOfMemoryError(f'The weights of {ckpt.path.name} need {human(need)} on {device.name}, where {human(free)} are available',
-        hint='Free some memory, choose a smaller model, or store it in fewer bits: --quantization nvfp4')
+    need = sum(to.nbytes for to in incoming)
+    free = device.memory().available
+    if need>free:
+        raise OutOfMemoryError(
+            f'The weights of {ckpt.path.name} need {human(need)} on {device.name}, where '
+            f'{human(free)} are available',
+            hint=(
+                'Free some memory, choose a smaller model, or store it in fewer bits: '
+                '--quantization nvfp4'))
 
 def _load_with(ckpt, out, incoming, device, show, put):
     "`load`, with what `put` makes of each tensor"
     _fits_whole(ckpt, incoming, device)
     def make(to):
         w,o = to.want,to.way
-        if ckpt.kind=='dummy' and not (w.array or o.fn or len(w.shape)<2): # random numbers need not travel
+        # random numbers need not travel
+        if (
+            ckpt.kind=='dummy'
+            and not (w.array or o.fn or len(w.shape)<2)):
             return put.invent(w, to.ts[0].fmt)
-        for t in to.ts if ckpt.in_files else (): check_read(t, to.get)
+        for t in to.ts if ckpt.in_files else ():
+            check_read(t, to.get)
         q = _assemble(ckpt, o, to.seen, True, to.get)
-        if o.fn: q = QTensor('F32', w.shape, dict(data=np.ascontiguousarray(o.fn(q.decode()), np.float32)))
+        if o.fn:
+            q = QTensor(
+                'F32',
+                w.shape,
+                dict(data=np.ascontiguousarray(
+                    o.fn(q.decode()), np.float32)))
         return put(w, q)
-    if not ckpt.in_files: return _invent(ckpt, out, incoming, make, show)
+    if not ckpt.in_files:
+        return _invent(ckpt, out, incoming, make, show)
     staging = put.staging(_window(incoming))
     try:
         for to in incoming if staging else ():
             turned = any(_turned(ckpt, to.way, t) for t in to.ts)
-            to.landing = staging.add(to.want, to.way, to.ts, to.seen, turned)
+            to.landing = staging.add(
+                to.want, to.way, to.ts, to.seen, turned)
         r = _read(ckpt, out, incoming, make, show, staging)
-        if staging and (bad := staging.broken()): raise _said(ckpt, *bad)
+        if staging and (bad := staging.broken()):
+            raise _said(ckpt, *bad)
         return r
     finally:
-        if staging: staging.close()
+        if staging:
+            staging.close()
 
 def _said(ckpt, t, part):
     "What to say of a part of a tensor that holds what is not finite"
-    return _not_finite(ckpt, t) if part=='data' else bad_scale(t.stored, t.spans[part], part)
+    return (
+        _not_finite(ckpt, t) if part=='data'
+        else bad_scale(t.stored, t.spans[part], part))
 
 # %% ../../nbs/1_ground/11_weights.ipynb #7b92e3f4
-_QUANTIZED = re.compile(r'model\.layers\.\d+\.(?:self_attn|mixer)\.[qkvo]_proj\.weight|model\.layers\.\d+\.linear_attn\.(?:in_proj_qkvz?|in_proj_z|out_proj)\.weight'
-    r'|model\.layers\.\d+\.(?:mixer|mamba)\.(?:in|out)_proj\.weight'
-    r'|model\.layers\.\d+\.shared_mlp\.(?:in|out)put_linear\.weight'
-    r'|model\.layers\.\d+\.(?:(?:mlp|mixer|block_sparse_moe|shared_mlp)\.)?'
-    r'(?:(?:experts\.(?:\d+\.)?|shared_experts?\.)?(?:gate|up|down|gate_up)_proj|experts\.(?:\d+\.)?w[123])(?:\.weight)?')
+_QUANTIZED = re.compile(
+    (((((((
+        (
+            r'model\.layers\.\d+\.(?:self_attn|mixer)\.[qkvo]_proj\.weight|model\.layers\.\d+\.linear_attn\.(?:in_proj_qkvz?|in_proj_z|out_proj)\.weight'
+            r'|model\.layers\.\d+\.(?:mixer|mamba)\.(?:in|out)_proj\.weight'
+            r'|model\.layers\.\d+\.shared_mlp\.(?:in|out)put_linear\.weight'
+            r'|model\.layers\.\d+\.(?:(?:mlp|mixer|block_sparse_moe|shared_mlp)\.)?'
+            r'(?:(?:experts\.(?:\d+\.)?|shared_experts?\.)?(?:gate|up|down|gate_up)_proj|experts\.(?:\d+\.)?w[123])(?:\.weight)?')))))))))
 
 def quantizable(name:str)->bool:
     "Is the tensor `name` (canonical) one of those that quantised releases store in 8 or 4 bits?"
@@ -547,25 +825,41 @@ def head_quantizable(name:str)->bool:
 
 # %% ../../nbs/1_ground/11_weights.ipynb #df39a8c8
 _POOL = 1<<22 # Bytes of random codes, for each format
-_SIGNED = dict(Q4_0=4.6, Q5_0=9.2, Q8_0=74., Q4_1=4.6, Q5_1=9.2, Q4_K=258., Q5_K=527., Q6_K=18*74.) # Standard deviation of random blocks with d=1
-_HALF = dict(Q4_1=7.5, Q5_1=15.5, Q4_K=7.5, Q5_K=15.5) # What the offset must take away, in units of d
+# Standard deviation of random blocks with d=1
+_SIGNED = dict(
+    Q4_0=4.6, Q5_0=9.2, Q8_0=74., Q4_1=4.6, Q5_1=9.2, Q4_K=258.,
+    Q5_K=527., Q6_K=18*74.)
+# What the offset must take away, in units of d
+_HALF = dict(Q4_1=7.5, Q5_1=15.5, Q4_K=7.5, Q5_K=15.5)
 
 def _blocks(fmt, std, rng):
     "Random GGUF blocks whose weights have the standard deviation `std`"
-    b = rng.integers(0, 256, (_POOL//GGUF_BLOCKS[fmt][1],GGUF_BLOCKS[fmt][1]), dtype=np.uint8); d = std/_SIGNED[fmt]
-    half = lambda x: np.frombuffer(np.float16(x).tobytes(), np.uint8)
-    at = 208 if fmt=='Q6_K' else 0; b[:,at:at+2] = half(d)
-    if fmt in _HALF: b[:,2:4] = half(_HALF[fmt]*d*(1 if fmt[-1]=='K' else -1))
+    b = rng.integers(
+        0, 256, (_POOL//GGUF_BLOCKS[fmt][1],GGUF_BLOCKS[fmt][1]),
+        dtype=np.uint8)
+    d = std/_SIGNED[fmt]
+    def half(x):
+        return np.frombuffer(np.float16(x).tobytes(), np.uint8)
+    at = 208 if fmt=='Q6_K' else 0
+    b[:,at:at+2] = half(d)
+    if fmt in _HALF:
+        b[:,2:4] = half(
+            _HALF[fmt]*d*(1 if fmt[-1]=='K' else -1))
     return b.ravel()
 
 @lru_cache(8)
 def _pool(fmt:str, e:int, seed:int)->np.ndarray:
-    "Bytes of codes in `fmt`, of numbers with the standard deviation 2**e where the format has no scale"
+    """Bytes of codes in `fmt`, of numbers with the standard deviation 2**e where the format has no
+    scale"""
     rng = np.random.default_rng(seed)
-    if fmt=='INT4_DESC_ACT': fmt = 'F32'  # which it is once it has been read
-    if fmt in GGUF_BLOCKS: return _blocks(fmt, 2.**e, rng)
+    if fmt=='INT4_DESC_ACT':
+        fmt = 'F32'  # which it is once it has been read
+    if fmt in GGUF_BLOCKS:
+        return _blocks(fmt, 2.**e, rng)
     x = rng.standard_normal(_POOL//4, np.float32)
-    if fmt in ('F32','F16','BF16','F8_E4M3'): return FORMATS[fmt].encode(x*np.float32(2.**e))['data'].view(np.uint8)
+    if fmt in ('F32','F16','BF16','F8_E4M3'):
+        return FORMATS[fmt].encode(
+            x*np.float32(2.**e))['data'].view(np.uint8)
     if fmt=='INT4':
         codes = np.rint(2*x+8).clip(0, 15)
         return pack4(codes.astype(np.uint8))
@@ -574,27 +868,50 @@ def _pool(fmt:str, e:int, seed:int)->np.ndarray:
 # %% ../../nbs/1_ground/11_weights.ipynb #35d417d6
 def _scale(fmt, part, dtype, shape, e):
     "The scale that goes with `_pool`'s codes"
-    if part=='zero': return np.full(shape, 8, np.uint8)
+    if part=='zero':
+        return np.full(shape, 8, np.uint8)
     if part=='global' or fmt=='INT4':
         return np.full(shape, 2.**(e-1), np.float32)
-    if fmt=='NVFP4': return np.full(shape, 0x38, np.uint8) # 1.0
-    return np.full(shape, e-1+127, np.uint8) if fmt=='MXFP4' else np.full(shape, 2.**(e-6), np.float32)
+    if fmt=='NVFP4':
+        return np.full(shape, 0x38, np.uint8) # 1.0
+    return (
+        np.full(shape, e-1+127, np.uint8) if fmt=='MXFP4'
+        else np.full(shape, 2.**(e-6), np.float32))
 
 def _random(name:str, fmt:str, shape, seed:int)->QTensor:
     "The made-up tensor `name`"
     rng = np.random.default_rng((seed, crc32(name.encode())))
     if len(shape)<2:
-        a = 1+.1*rng.standard_normal(shape) if re.search(r'norm\w*\.weight$|scal', name) else (-1 if name.endswith('.A') else .1)*np.abs(rng.standard_normal(shape))
-        return QTensor.encode(a.astype(np.float32), fmt if fmt in ('F16','BF16') else 'F32')
-    layout,e = FORMATS[fmt].layout(shape),round(-math.log2(max(shape[-1], 1))/2); (dtype,dims) = layout['data']
-    unit = GGUF_BLOCKS[fmt][1] if fmt in GGUF_BLOCKS else np.dtype(dtype).itemsize; k = dims[-1]*np.dtype(dtype).itemsize
-    pool = _pool(fmt, e, seed); pool = np.tile(pool, -(-2*k//len(pool))) if len(pool)<2*k else pool; rows = math.prod(dims[:-1])
+        a = (
+            1+.1*rng.standard_normal(shape) if re.search(r'norm\w*\.weight$|scal', name)
+            else (-1 if name.endswith('.A') else .1)
+            *np.abs(rng.standard_normal(shape)))
+        return QTensor.encode(
+            a.astype(np.float32), fmt if fmt in ('F16','BF16') else 'F32')
+    layout = FORMATS[fmt].layout(shape)
+    e = round(-math.log2(max(shape[-1], 1))/2)
+    (dtype,dims) = layout['data']
+    unit = GGUF_BLOCKS[fmt][1] if fmt in GGUF_BLOCKS else np.dtype(dtype).itemsize
+    k = dims[-1]*np.dtype(dtype).itemsize
+    pool = _pool(fmt, e, seed)
+    pool = (
+        np.tile(pool, -(-2*k//len(pool)))
+        if len(pool)<2*k
+        else pool)
+    rows = math.prod(dims[:-1])
     at = rng.integers(0, (len(pool)-k)//unit+1, rows)*unit
-    data = np.lib.stride_tricks.sliding_window_view(pool, k)[at].view(dtype).reshape(dims)
-    return QTensor(fmt, shape, {p:data if p=='data' else _scale(fmt, p, *l, e) for p,l in layout.items()})
+    data = np.lib.stride_tricks.sliding_window_view(
+        pool, k)[at].view(dtype).reshape(dims)
+    return QTensor(
+        fmt,
+        shape,
+        {
+            p:data if p=='data' else _scale(fmt, p, *l, e)
+            for p,l in layout.items()})
 
 # %% ../../nbs/1_ground/11_weights.ipynb #bb81258f
-def _mixed(name)->str: return 'FP8_TENSOR' if re.search('attn|mixer', name) and 'expert' not in name else 'NVFP4'
+def _mixed(name)->str:
+    return 'FP8_TENSOR' if re.search('attn|mixer', name) and 'expert' not in name else 'NVFP4'
 def _experts(name)->str: return 'NVFP4' if re.search('(?<!shared_)experts', name) else 'BF16'
 WEIGHTS = { # A format, or what says it for a tensor's name
     'bf16':'BF16',
@@ -616,28 +933,62 @@ class Dummy(Checkpoint):
     def check(self, names): "Made-up scales are all right"
     def read(self, name:str, get=None)->QTensor:
         "The tensor `name`, as it would be stored"
-        if name not in self.tensors: raise CheckpointError(f'{self.path.name} has no tensor {name!r}', param=name)
+        if name not in self.tensors:
+            raise CheckpointError(f'{self.path.name} has no tensor {name!r}', param=name)
         t = self.tensors[name]
-        if name not in self._whole: return _random(name, t.fmt, t.shape, self._seed)
-        return QTensor('F32', t.shape, dict(data=np.random.default_rng(self._seed).permutation(math.prod(t.shape)).astype(np.float32).reshape(t.shape)))
+        if name not in self._whole:
+            return _random(name, t.fmt, t.shape, self._seed)
+        return QTensor(
+            'F32',
+            t.shape,
+            dict(data=np.random.default_rng(self._seed).permutation(math.prod(
+                t.shape)).astype(np.float32).reshape(t.shape)))
 
 def _shipped(cfg:ModelConfig, name:str)->str:
     "The format in which `name` is published, as far as family and `quantization` tell"
     q = cfg.quantization or {}
     said = q.get('quant_algo') or q.get('format') or q.get('quant_method')
     algo = str(said or family_of(cfg).published).lower()
-    if 'mxfp4' in algo: return 'MXFP4' if 'experts' in name else 'BF16'
-    if algo=='mixed_precision': return _mixed(name)
-    return 'NVFP4' if 'nvfp4' in algo else 'FP8_BLOCK' if 'fp8' in algo or 'float' in algo else 'BF16'
+    if 'mxfp4' in algo:
+        return 'MXFP4' if 'experts' in name else 'BF16'
+    if algo=='mixed_precision':
+        return _mixed(name)
+    return (
+        'NVFP4' if 'nvfp4' in algo
+        else 'FP8_BLOCK' if 'fp8' in algo or 'float' in algo else 'BF16')
 
 # %% ../../nbs/1_ground/11_weights.ipynb #73b244c6
 def _sources(w:Want, like)->list[tuple]:
-    "(name, shape) of each tensor that `w` is made of: as `like` has it, else in the way with the fewest tensors"
-    o = _pick(like, w)[0] if like else min((w,*w.alts), key=lambda o: (len(o.sources), o.transposed))
-    if not o or like: return [(s,like.tensors[s].shape) for s in o.sources] if o else []
-    each = o.axis==0 and len(o.shape)==3 and (len(o.sources)>1 or bool(o.rows)); frame = o.shape[1:] if each else o.shape; n = len(o.sources)//(o.shape[0] if each else 1)
-    few = frame[o.axis]//n; rows = o.rows[:n] or (frame[o.axis]-few*(n-1),)+(few,)*(n-1)
-    return [(s,(*frame[:o.axis],rows[i%n],*frame[o.axis+1:])) for i,s in enumerate(o.sources)]
+    """(name, shape) of each tensor that `w` is made of: as `like` has it, else in the way with the
+    fewest tensors"""
+    o = (
+        _pick(like, w)[0] if like
+        else min(
+            (w,*w.alts),
+            key=lambda o: (len(o.sources), o.transposed)))
+    if not o or like:
+        return (
+            [(s,like.tensors[s].shape) for s in o.sources] if o
+            else [])
+    each = (
+        o.axis==0
+        and len(o.shape)==3
+        and (len(o.sources)>1 or bool(o.rows)))
+    frame = o.shape[1:] if each else o.shape
+    n = len(o.sources)//(o.shape[0] if each else 1)
+    few = frame[o.axis]//n
+    rows = (
+        o.rows[:n]
+        or (frame[o.axis]-few*(n-1),)
+        +(few,)*(n-1))
+    return [
+        (
+            s,
+            (
+                *frame[:o.axis],
+                rows[i%n],
+                *frame[o.axis+1:]))
+        for i,s in enumerate(o.sources)]
 
 def dummy_checkpoint(
     cfg:ModelConfig,
@@ -648,17 +999,44 @@ def dummy_checkpoint(
     seed:int=0,
     like:Checkpoint|None=None, # One whose names, shapes, tokenizer and (as-shipped) formats to take
 )->Checkpoint: # `kind` is 'dummy'
-    "A checkpoint that holds what `wants` asks for, in made-up numbers; a `ConfigError` for an unknown `weights`"
-    if not callable(weights) and weights not in (*WEIGHTS,'as-shipped'): raise ConfigError(f'weights is {weights!r}, expected one of {", ".join((*WEIGHTS,"as-shipped"))}', param='weights')
-    wants,file,tensors,at = list(wants),SimpleNamespace(name='made up'),{},0
+    """A checkpoint that holds what `wants` asks for, in made-up numbers;
+    a `ConfigError` for an unknown `weights`"""
+    if not callable(weights) and weights not in (*WEIGHTS,'as-shipped'):
+        raise ConfigError(
+            f'weights is {weights!r}, expected one of {", ".join((*WEIGHTS,"as-shipped"))}',
+            param='weights')
+    wants = list(wants)
+    file = SimpleNamespace(name='made up')
+    tensors = {}
+    at = 0
     for k,shape in (s for w in wants for s in _sources(w, like)):
-        if like and weights=='as-shipped': fmt = like.tensors[k].fmt
-        elif callable(weights): fmt = weights(k)
-        else: fmt = (_shipped(cfg, k) if weights=='as-shipped' else f(k) if callable(f := WEIGHTS[weights]) else f) if quantizable(k) and len(shape)>1 else 'BF16'
-        if fmt not in FORMATS or len(shape)<2: fmt = 'F32'
-        if FORMATS[fmt].block<128 and shape[-1]%FORMATS[fmt].block: fmt = 'BF16'
+        if like and weights=='as-shipped':
+            fmt = like.tensors[k].fmt
+        elif callable(weights):
+            fmt = weights(k)
+        else:
+            fmt = (
+                (
+                    _shipped(cfg, k) if weights=='as-shipped'
+                    else f(k) if callable(f := WEIGHTS[weights]) else f)
+                if quantizable(k) and len(shape)>1
+                else 'BF16')
+        if fmt not in FORMATS or len(shape)<2:
+            fmt = 'F32'
+        if FORMATS[fmt].block<128 and shape[-1]%FORMATS[fmt].block:
+            fmt = 'BF16'
         spans = {}
-        for p,(d,s) in FORMATS[fmt].layout(shape).items(): n = math.prod(s)*np.dtype(d).itemsize; spans[p] = Span(file, at, n, str(d), tuple(s)); at += n
+        for p,(d,s) in FORMATS[fmt].layout(shape).items():
+            n = math.prod(s)*np.dtype(d).itemsize
+            spans[p] = Span(file, at, n, str(d), tuple(s))
+            at += n
         tensors[k] = TensorInfo(k, fmt, tuple(shape), spans, stored=k)
     path = Path(like.path if like else cfg.name or 'dummy')
-    return Dummy(path, dict(like.meta) if like else {}, cfg, tensors, like.folder if like else path, seed, {s for w in wants if w.integers for s in w.sources})
+    return Dummy(
+        path,
+        dict(like.meta) if like else {},
+        cfg,
+        tensors,
+        like.folder if like else path,
+        seed,
+        {s for w in wants if w.integers for s in w.sources})
