@@ -27,8 +27,10 @@ def pool_bytes(
     fmt:str, # 'bf16', 'f16', 'f32', 'fp8' or 'nvfp4'
 )->int:
     "Bytes of one token, keys and values, in one layer; a `ConfigError` for what no pool can hold"
-    if fmt not in _BYTES: raise ConfigError(f'The cache format {fmt!r} is not known', hint=f'Known: {", ".join(_BYTES)}', param='kv_cache_dtype')
-    if d%16: raise ConfigError(f'Heads of {d} elements: the cache wants a multiple of 16', param='head_dim')
+    if fmt not in _BYTES:
+        raise ConfigError(f'The cache format {fmt!r} is not known', hint=f'Known: {", ".join(_BYTES)}', param='kv_cache_dtype')
+    if d%16:
+        raise ConfigError(f'Heads of {d} elements: the cache wants a multiple of 16', param='head_dim')
     return 2*kv*int(d*_BYTES[fmt] + 4*_coded(fmt) + d//16*(fmt=='nvfp4'))
 
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #8e4fdf43
@@ -100,12 +102,16 @@ def encode_row(
     fmt:str, # 'bf16', 'f16', 'f32', 'fp8' or 'nvfp4'
 )->tuple: # codes, scale, sub
     "Rows as a pool stores them"
-    if fmt=='bf16': return f32_to_bf16(x),None,None
-    if fmt=='f16': return _f16(x).view(np.uint16),None,None
-    if fmt=='f32': return _planes(x).view(np.uint16),None,None
+    if fmt=='bf16':
+        return f32_to_bf16(x),None,None
+    if fmt=='f16':
+        return _f16(x).view(np.uint16),None,None
+    if fmt=='f32':
+        return _planes(x).view(np.uint16),None,None
     top = np.abs(x).max(-1)
     s = np.where(np.isfinite(top), np.maximum(top/np.float32(448*(1 if fmt=='fp8' else 6)), np.float32(1e-30)), np.float32(np.nan))
-    if fmt=='fp8': return f32_to_e4m3(x/s[...,None]),s,None
+    if fmt=='fp8':
+        return f32_to_e4m3(x/s[...,None]),s,None
     b = x.reshape(*x.shape[:-1], -1, 16)
     sub = f32_to_e4m3((np.abs(b).max(-1)/np.float32(6)/s[...,None]).clip(2**-9, 448))
     c = f32_to_e2m1(b/(E4M3[sub]*s[...,None])[...,None]).reshape(*x.shape[:-1], -1, 2)
@@ -116,10 +122,14 @@ def decode_row(
     fmt:str, # 'bf16', 'f16', 'f32', 'fp8' or 'nvfp4'
 )->np.ndarray: # float32 [.., d]
     "The numbers that are stored"
-    if fmt=='bf16': return bf16_to_f32(codes)
-    if fmt=='f16': return codes.view(np.float16).astype(np.float32)
-    if fmt=='f32': return codes.view(np.float16).astype(np.float32).reshape(*codes.shape[:-1], -1, 2, 16).sum(-2).reshape(*codes.shape[:-1], -1)
-    if fmt=='fp8': return E4M3[codes]*scale[...,None]
+    if fmt=='bf16':
+        return bf16_to_f32(codes)
+    if fmt=='f16':
+        return codes.view(np.float16).astype(np.float32)
+    if fmt=='f32':
+        return codes.view(np.float16).astype(np.float32).reshape(*codes.shape[:-1], -1, 2, 16).sum(-2).reshape(*codes.shape[:-1], -1)
+    if fmt=='fp8':
+        return E4M3[codes]*scale[...,None]
     x = _words(codes).reshape(*sub.shape, 16)
     return (x*(E4M3[sub]*scale[...,None])[...,None]).reshape(*codes.shape[:-1], -1)
 
@@ -157,7 +167,8 @@ def num_pieces(
 )->tuple[int,int]: # pieces, and how many of them are of the smallest size
     "Pieces that a row may see"
     n = -(-longest//PIECE)
-    if window: return min(n, (window+6)//PIECE+2),1<<20
+    if window:
+        return min(n, (window+6)//PIECE+2),1<<20
     many = max(8, (128 if d>128 else 256)//blocks)
     return (n if n<=many else many+-(-(n-many)//2) if n<=3*many else 2*many+-(-(n-3*many)//4)),many
 
@@ -167,12 +178,15 @@ def _parts(d): return 4 if d>256 else 2 if d>128 else 1 # warps that share a sli
 def _slice(d, fmt, parts):
     "Bytes of 16 positions of a head in shared memory, and fragments of a query"
     row,sub = int(d*_BYTES[fmt]),fmt=='nvfp4'
-    cols = -(-row//16); loads = -(-cols//2//parts); apart = loads*parts*2==cols and not d%32
+    cols = -(-row//16)
+    loads = -(-cols//2//parts)
+    apart = loads*parts*2==cols and not d%32
     return 256*(cols|1) + parts*(0 if not _coded(fmt) else 128+16*sub*(loads*4 if apart else d//16)), 2*-(-d//32) if sub else d//16
 
 def _defines(a, pool, half, share, new, ahead=0):
     "Compile-time sizes of the kernel for attention `a`, and bytes of shared memory of a block"
-    D = a.head_dim; split,groups = _parts(D),2 if D>256 else 4
+    D = a.head_dim
+    split,groups = _parts(D),2 if D>256 else 4
     W,swap,(part,steps) = split*groups,half>=16 and not half&(half-1),_slice(D, pool.fmt, split)
     rows = -(-2*new*(int(D*_BYTES[pool.fmt])+(D//16)*(pool.fmt=='nvfp4'))//16)*16
     sums = 32*(D+4)
@@ -185,7 +199,8 @@ def _defines(a, pool, half, share, new, ahead=0):
 # %% ../../nbs/3_ops/attention/21_cuda.attend.ipynb #49da9e5c
 def _rooms(card):
     "Bytes of shared memory for a block: half a multiprocessor's, or all that a block may have"
-    if card.kind=='dry': card = SimpleNamespace(arch='sm_90a')
+    if card.kind=='dry':
+        card = SimpleNamespace(arch='sm_90a')
     l = limits(card)
     half = l.half-1024  # a multiprocessor keeps some for other things
     return min(l.block, half),l.block
@@ -195,8 +210,10 @@ def _variant(card, a, pool, half, b, crowded, least):
     if b.num_rows==1 and crowded and pool.words is not None:
         ahead = _defines(a, pool, half, 1, 1, 1)
         room = least*(ahead['BYTES']+1024) # a multiprocessor keeps some for other things
-        if room<=limits(card).shared: return ahead|dict(ONE=1)
-    if b.num_rows==b.num_seqs: return _defines(a, pool, half, 1, 1)
+        if room<=limits(card).shared:
+            return ahead|dict(ONE=1)
+    if b.num_rows==b.num_seqs:
+        return _defines(a, pool, half, 1, 1)
     shared = crowded and b.num_seqs==1 # blocks of many sequences are enough
     shares = ((4,8),(2,8),(1,8),(1,6))[0 if shared else 2:]
     ways = [_defines(a, pool, half, s, n) for s,n in shares]
@@ -256,8 +273,10 @@ _ALONE = 107<<10 # Bytes, with which a block of attn_merge has more than half of
 
 def _room(card, d, rows, crowded):
     "Of one long row, what attn_decode and attn_merge take: the next finds room beside a block, but no two of attn_merge"
-    if rows>1 or not crowded or getattr(card, 'arch', '')!='sm_90a': return {},{}
-    if not 128<d<=256: return {},dict(ALONE=72)
+    if rows>1 or not crowded or getattr(card, 'arch', '')!='sm_90a':
+        return {},{}
+    if not 128<d<=256:
+        return {},dict(ALONE=72)
     return dict(LEAN=1),dict(ALONE=48, shared=_ALONE) # few registers each
 
 def _merging(card, d, heads, rows):
@@ -302,6 +321,7 @@ def attend(
     run('attn_decode', (blocks,share.runs,R), 32*_parts(d)*(2 if d>256 else 4), qkv, *norms, *turn, *pools, b.tables, b.seq, b.first, b.starts, b.slots, sinks,
         o, ml, words, y3, float(eps), float(scale), window or 0, many, b.tables.shape[1], len(b.tables), share.mergers, n, share.shift,
         tickets, share.early, shared=defines['BYTES'], MINB=least, **defines, **lean)
-    if n>1 and words is None: run('attn_merge', _merging(card, d, h, R), 512, o, ml, qkv, b.seq, b.first, b.starts, sinks, y3,
+    if n>1 and words is None:
+        run('attn_merge', _merging(card, d, h, R), 512, o, ml, qkv, b.seq, b.first, b.starts, sinks, y3,
         window or 0, many, n, qkv.shape[1], R, D=d, GATE=int(a.gate), **alone)
     return y

@@ -63,7 +63,8 @@ def _room(dk, dv):
 
 def _beside(card, vh, dk, dv, seqs):
     "Blocks of `delta_wide` that share a head's sequences; 0: not for it"
-    if seqs<_WIDE or _room(dk, dv)>limits(card).block: return 0
+    if seqs<_WIDE or _room(dk, dv)>limits(card).block:
+        return 0
     n = min(seqs, max(1, card.multiprocessors//vh))
     return n if -(-seqs//n)<=_MOST else 0
 
@@ -81,7 +82,8 @@ def _wide(n, args, how, vh):
 def check_sizes(what:str, sizes:dict, steps:dict):
     "`UnsupportedError` unless each size is one of those that kernels take"
     for k,v in sizes.items():
-        if v not in steps[k]: raise UnsupportedError(f'{what} with {k} of {v}: kernels take {", ".join(map(str, steps[k]))}', hint='--device cpu runs it')
+        if v not in steps[k]:
+            raise UnsupportedError(f'{what} with {k} of {v}: kernels take {", ".join(map(str, steps[k]))}', hint='--device cpu runs it')
 
 _DELTA = dict.fromkeys(('key heads','value heads'), (32,64,128))
 

@@ -30,7 +30,8 @@ def _warps(card, d, share, planes=1):
         room = heads*TILE*(2*d*planes+16)+keys*(4*d*planes+32+24)
         options = dict(DB=columns, HB=heads, KEYS=keys)
         cut = _Cut(options, 128*heads*d//columns, room, heads)
-        if room<=most and (heads==1 or share%2==0 and d<=256): return cut
+        if room<=most and (heads==1 or share%2==0 and d<=256):
+            return cut
     raise DeviceError(f'{card.name} has no shared memory for heads of {d} elements')
 
 # %% ../../nbs/3_ops/attention/22_cuda.flash.ipynb #b0xe5a10
@@ -44,7 +45,8 @@ _GROUPS = {
 def _groups(d, share, tiles, multiprocessors, team=1):
     "By warpgroups: 64 rows of a head each, and one that fetches; up to `team` blocks share what is fetched"
     heads,keys,stages,side = next(g for g in _GROUPS[d] if share%g[0]==0)
-    while heads>1 and 2*tiles<=heads*multiprocessors: heads //= 2 # some have nothing to do: smaller blocks
+    while heads>1 and 2*tiles<=heads*multiprocessors:
+        heads //= 2 # some have nothing to do: smaller blocks
     room = 1024+heads*TILE*2*d+stages*(keys*2*d+16)
     columns = min(d, 256)
     team = team if share//heads%team==0 else 1
@@ -54,7 +56,8 @@ def _groups(d, share, tiles, multiprocessors, team=1):
 def _cut(card, d, share, fmt, tiles):
     "How `flash` is to compute so many tiles of heads of `d` elements, `share` of them to a key head"
     hopper = card.arch in ('sm_90a','emulated')
-    if not hopper or fmt=='f32' or d not in _GROUPS: return _warps(card, d, share, 1+(fmt=='f32'))
+    if not hopper or fmt=='f32' or d not in _GROUPS:
+        return _warps(card, d, share, 1+(fmt=='f32'))
     team = 2 if fmt=='f16' and card.arch=='sm_90a' else 1 # the emulator's blocks run one after the other
     return _groups(d, share, tiles, card.multiprocessors, team)
 
@@ -66,7 +69,8 @@ def _map(card, address, rows, kv, d):
 
 def _maps(card, pool, boxed):
     "Of keys and of values"
-    if not boxed: return TensorMap(),TensorMap()
+    if not boxed:
+        return TensorMap(),TensorMap()
     rows = len(pool.k)*pool.block_size
     return [_map(card, card.address(a), rows, pool.kv, pool.d) for a in (pool.k,pool.v)]
 
