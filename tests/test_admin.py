@@ -17,7 +17,8 @@ from test_llamacpp_behaviour import ask,routed  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def no_keys(monkeypatch):
-    for n in ('ATLAS_API_KEY','ATLAS_ADMIN_KEY'): monkeypatch.delenv(n, raising=False)
+    for n in ('ATLAS_API_KEY','ATLAS_ADMIN_KEY'):
+        monkeypatch.delenv(n, raising=False)
 
 @pytest.fixture(scope='module')
 def gateway():
@@ -90,7 +91,8 @@ def test_a_load_that_fails_says_why():
 
 def test_a_model_that_is_none(gateway):
     url,_ = gateway
-    for verb in ('load','stop'): assert "'three'" in refused(verb, 'three', '--url', url)
+    for verb in ('load','stop'):
+        assert "'three'" in refused(verb, 'three', '--url', url)
     assert "'a/b?c'" in refused('load', 'a/b?c', '--url', url)
 
 # ---- As it goes ----
@@ -114,17 +116,20 @@ from atlas.use.cli import app
 try: app(['top','--url',{url!r},'--every','.1'])
 finally: print('left', flush=True)""")
     try:
-        for _ in range(3): t.expect('tokens/s,')
+        for _ in range(3):
+            t.expect('tokens/s,')
         t.expect('left', again='\x03')
         assert t.status()==0
-    finally: t.end()
+    finally:
+        t.end()
 
 def test_top_outlives_a_server_that_is_away(gateway, monkeypatch):
     url,_ = gateway
     looks,n = Server.rows,[0]
     def rows(self):
         n[0] += 1
-        if n[0]==2: raise ClientError('No server answers')
+        if n[0]==2:
+            raise ClientError('No server answers')
         return looks(self)
     monkeypatch.setattr(Server, 'rows', rows)
     first,gone,back = ok('top', '--url', url, '--count', '3', '--every', '0.1', '--json').splitlines()
@@ -136,7 +141,8 @@ def test_top_outlives_a_server_that_is_away(gateway, monkeypatch):
 def guarded():
     rules = Rules(keys=Keys({'sesame':'user', 'onion':'admin'}))
     models = Shams([sham('m', GIB, 'unloaded')], first=())
-    with live(create_app(models, rules=rules)) as port: yield f'http://127.0.0.1:{port}',models
+    with live(create_app(models, rules=rules)) as port:
+        yield f'http://127.0.0.1:{port}',models
 
 def test_keys(guarded, monkeypatch):
     "From the flag, or the environment; what changes something is for admins"
@@ -154,7 +160,8 @@ def test_keys(guarded, monkeypatch):
     assert ok('stop', 'm', '--url', url)=='m is unloaded\n'
 
 def test_no_server():
-    with socket.create_server(('127.0.0.1', 0)) as s: port = s.getsockname()[1]
+    with socket.create_server(('127.0.0.1', 0)) as s:
+        port = s.getsockname()[1]
     for verb in (['ps'],['load','m'],['stop','m'],['top'],['top','--json']):
         assert 'atlas serve' in refused(*verb, '--url', f'http://127.0.0.1:{port}')
     assert 'no address' in refused('ps', '--url', 'spark:8888')

@@ -77,7 +77,8 @@ def test_codex_says_why_it_failed(tmp_path):
         yield Delta(content='Half')
         raise RuntimeError('secret')
     with serve(script) as s:
-        with pytest.raises(AssertionError, match='unexpected error') as e: codex(tmp_path, s.url, 'Say pong', '-c', 'model_providers.atlas.stream_max_retries=0', '-c', 'model_providers.atlas.request_max_retries=0')
+        with pytest.raises(AssertionError, match='unexpected error') as e:
+            codex(tmp_path, s.url, 'Say pong', '-c', 'model_providers.atlas.stream_max_retries=0', '-c', 'model_providers.atlas.request_max_retries=0')
     assert 'secret' not in str(e.value)
 
 # -- Codex and the whole service: template, parsers, stream ------------------------------------------------------------------
@@ -95,7 +96,8 @@ def goes_on(prompts):
 LOOP = ['echo $((6*7)) > out.txt', 'cat out.txt', 'rm out.txt && ls']
 
 def test_codex_through_the_whole_service(tmp_path):
-    with service(times('exec_command', *(dict(cmd=c) for c in LOOP))) as s: got = codex(tmp_path, s.url, 'What is six times seven?', '--dangerously-bypass-approvals-and-sandbox')
+    with service(times('exec_command', *(dict(cmd=c) for c in LOOP))) as s:
+        got = codex(tmp_path, s.url, 'What is six times seven?', '--dangerously-bypass-approvals-and-sandbox')
     assert [m['text'].strip() for m in completed(got, 'agent_message')]==['Let me see.']*3+['It printed 42.']
     assert [c['exit_code'] for c in completed(got, 'command_execution')]==[0,0,0] and len(s.prompts)==4 and goes_on(s.prompts)
     assert '42' in completed(got, 'command_execution')[1]['aggregated_output']
@@ -113,7 +115,8 @@ def opencode(home, url, prompt, npm):
 
 @pytest.mark.parametrize('npm', ['@ai-sdk/openai-compatible','@ai-sdk/openai'])
 def test_opencode_calls_a_tool(tmp_path, npm):
-    with service(times('bash', *(dict(command=c, description='Works') for c in LOOP))) as s: got = opencode(tmp_path, s.url, 'What is six times seven?', npm)
+    with service(times('bash', *(dict(command=c, description='Works') for c in LOOP))) as s:
+        got = opencode(tmp_path, s.url, 'What is six times seven?', npm)
     texts = [e['part']['text'].strip() for e in got if e['type']=='text']
     assert texts[-1]=='It printed 42.' and 'Let me see.' in texts
     uses = [e['part']['state'] for e in got if e['type']=='tool_use']
@@ -128,7 +131,8 @@ def claude(home, url, prompt, *flags, **env):
     return json.loads(out)
 
 def test_claude_code_calls_tools(tmp_path):
-    with service(times('Bash', *(dict(command=c, description='Works') for c in LOOP))) as s: d = claude(tmp_path, s.url, 'What is six times seven?', '--allowedTools', 'Bash')
+    with service(times('Bash', *(dict(command=c, description='Works') for c in LOOP))) as s:
+        d = claude(tmp_path, s.url, 'What is six times seven?', '--allowedTools', 'Bash')
     assert (d['result'].strip(),d['is_error'],d['num_turns'])==('It printed 42.',False,4), d
     assert goes_on(s.prompts) and 'cch=' not in s.prompts[-1]
 
@@ -137,6 +141,7 @@ def test_claude_code_reads_on_after_a_file_that_cannot_be_read(tmp_path):
     from PIL import Image
     (tmp_path/'project').mkdir()
     pdf,png = tmp_path/'project'/'a.pdf',tmp_path/'project'/'a.png'
-    Image.new('RGB', (32,32), 'red').save(pdf); Image.new('RGB', (32,32), 'red').save(png)
+    Image.new('RGB', (32,32), 'red').save(pdf)
+    Image.new('RGB', (32,32), 'red').save(png)
     with service(steps('Read', [dict(file_path=str(pdf)), dict(file_path=str(png))], lambda p: f'{p.count("removed")} removed')) as s: d = claude(tmp_path, s.url, 'What is in them?', '--allowedTools', 'Read')
     assert (d['result'].strip(),d['is_error'])==('2 removed',False), d

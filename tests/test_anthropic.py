@@ -30,10 +30,14 @@ def calls(*ds): return tuple(ds)
 
 # -- a server that says what a script tells it -------------------------------------------------------------------------------
 
-class KeyMissing(AtlasError): status,code = 401,'no_key'
-class NotYours(AtlasError): status,code = 403,'forbidden'
-class TooLarge(RequestError): status,code = 413,'body_too_large'
-class TooMany(AtlasError): status,code = 429,'rate_limited'
+class KeyMissing(AtlasError):
+    status,code = 401,'no_key'
+class NotYours(AtlasError):
+    status,code = 403,'forbidden'
+class TooLarge(RequestError):
+    status,code = 413,'body_too_large'
+class TooMany(AtlasError):
+    status,code = 429,'rate_limited'
 
 def always(*deltas):
     "An answer that is the same whatever is asked"
@@ -56,34 +60,46 @@ class Script:
         self.seen,self.error_at = [],None
 
     async def __call__(self, scope, receive, send):
-        if scope['type']!='http': return
+        if scope['type']!='http':
+            return
         raw = b''
         while True:
-            m = await receive(); raw += m.get('body', b'')
-            if not m.get('more_body'): break
-        try: status,kind,chunks = 200,*self.serve(scope['path'], raw)
-        except AtlasError as e: status,kind,chunks = e.status,b'application/json',[json.dumps(error_body(e)).encode()]
+            m = await receive()
+            raw += m.get('body', b'')
+            if not m.get('more_body'):
+                break
+        try:
+            status,kind,chunks = 200,*self.serve(scope['path'], raw)
+        except AtlasError as e:
+            status,kind,chunks = e.status,b'application/json',[json.dumps(error_body(e)).encode()]
         await send(dict(type='http.response.start', status=status, headers=[(b'content-type', kind)]))
-        for c in chunks: await send(dict(type='http.response.body', body=c, more_body=True))
+        for c in chunks:
+            await send(dict(type='http.response.body', body=c, more_body=True))
         await send(dict(type='http.response.body', body=b''))
 
     def serve(self, path, raw):
         if path=='/v1/messages/count_tokens':
-            ask = parse_count(raw); self.seen.append(ask)
+            ask = parse_count(raw)
+            self.seen.append(ask)
             return b'application/json',[json.dumps(dict(input_tokens=len(str(ask.messages)))).encode()]
-        ask = parse(raw); self.seen.append(ask)
+        ask = parse(raw)
+        self.seen.append(ask)
         pieces = self.answer(ask)
         w = reply(ask, ask.model)
-        if not ask.stream: return b'application/json',[json.dumps(w.whole([gather(pieces)], COUNTS)).encode()]
+        if not ask.stream:
+            return b'application/json',[json.dumps(w.whole([gather(pieces)], COUNTS)).encode()]
         return b'text/event-stream',list(self.stream(w, pieces))
 
     def stream(self, w, pieces):
         yield w.start(Usage(prompt=120))
         yield w.ping()
         for n,p in enumerate(pieces):
-            if n==self.error_at: yield w.error(EngineError('The engine failed')); return
+            if n==self.error_at:
+                yield w.error(EngineError('The engine failed'))
+                return
             yield w.piece(0, p)
-            if n==0: yield w.ping()
+            if n==0:
+                yield w.ping()
         yield w.end(COUNTS)
 
 @pytest.fixture(scope='module')
@@ -94,10 +110,13 @@ def scripted_app():
     up = threading.Event()
     async def main():
         task = asyncio.ensure_future(server.serve())
-        while not server.started: await asyncio.sleep(.01)
+        while not server.started:
+            await asyncio.sleep(.01)
         script.url = f'http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}'
-        up.set(); await task
-    t = threading.Thread(target=lambda: asyncio.run(main()), daemon=True); t.start()
+        up.set()
+        await task
+    t = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
+    t.start()
     assert up.wait(WAIT)
     yield script
     server.should_exit = True
@@ -113,7 +132,8 @@ def client_of(url, **kw):
 
 @pytest.fixture
 def client(script):
-    with client_of(script.url, api_key='none') as c: yield c
+    with client_of(script.url, api_key='none') as c:
+        yield c
 
 def ask(client, **kw): return dict(model='m', max_tokens=64, messages=HELLO)|kw
 
@@ -135,7 +155,8 @@ def test_stop_reasons(client, script, finish, stop, want):
     script.answer = always(said('a'), end(finish, stop=stop))
     m = client.messages.create(**ask(client, stop_sequences=['END']))
     assert (m.stop_reason,m.stop_sequence)==want
-    with client.messages.stream(**ask(client, stop_sequences=['END'])) as s: m = s.get_final_message()
+    with client.messages.stream(**ask(client, stop_sequences=['END'])) as s:
+        m = s.get_final_message()
     assert (m.stop_reason,m.stop_sequence)==want
 
 def test_a_stream(client, script):
@@ -162,9 +183,14 @@ def test_events_in_order(client, script):
     assert [e.content_block.type for e in events if e.type=='content_block_start']==['thinking','text','tool_use','text']
     open_ = None
     for e in events:
-        if e.type=='content_block_start': assert open_ is None; open_ = e.index
-        if e.type=='content_block_delta': assert e.index==open_
-        if e.type=='content_block_stop': assert e.index==open_; open_ = None
+        if e.type=='content_block_start':
+            assert open_ is None
+            open_ = e.index
+        if e.type=='content_block_delta':
+            assert e.index==open_
+        if e.type=='content_block_stop':
+            assert e.index==open_
+            open_ = None
     assert open_ is None
     deltas = [e.delta for e in events if e.type=='content_block_delta']
     assert [d.type for d in deltas]==['thinking_delta','thinking_delta','signature_delta','text_delta','input_json_delta','input_json_delta','text_delta']
@@ -180,7 +206,8 @@ def test_thinking_goes_round(client, script):
     m = client.messages.create(**ask(client, max_tokens=4096, thinking=dict(type='enabled', budget_tokens=2048)))
     assert [b.type for b in m.content]==['thinking','text'] and m.content[0].thinking=='Let me think.' and m.content[0].signature
     assert script.seen[0].thinking_budget==2048 and script.seen[0].template['enable_thinking'] is True
-    with client.messages.stream(**ask(client, messages=[*HELLO, m.to_param(), *HELLO])) as s: assert s.get_final_message().content[0].thinking=='Let me think.'
+    with client.messages.stream(**ask(client, messages=[*HELLO, m.to_param(), *HELLO])) as s:
+        assert s.get_final_message().content[0].thinking=='Let me think.'
     assert script.seen[1].messages[1]==dict(role='assistant', content='Yes.', reasoning='Let me think.')
 
 def test_a_thought_that_is_not_shown_goes_round_too(client, script):
@@ -198,14 +225,17 @@ def test_a_thought_that_is_not_shown_goes_round_too(client, script):
 
 def test_zero_tokens_say_nothing(client, script):
     kw = ask(client, max_tokens=0)
-    with client.messages.stream(**kw) as s: streamed = s.get_final_message()
-    for m in client.messages.create(**kw),streamed: assert (m.content,m.stop_reason)==([],'max_tokens')
+    with client.messages.stream(**kw) as s:
+        streamed = s.get_final_message()
+    for m in client.messages.create(**kw),streamed:
+        assert (m.content,m.stop_reason)==([],'max_tokens')
 
 def test_the_tool_loop_of_the_sdk(client, script):
     "The SDK's own loop calls the tool and comes back with its result"
     def answer(a):
         last = a.messages[-1]
-        if last['role']=='tool': return [said(f'It is {last["content"]}.', finish='stop')]
+        if last['role']=='tool':
+            return [said(f'It is {last["content"]}.', finish='stop')]
         begun = called(0, 'call_0123', 'weather', '{"city"')
         return [said('Wait.'), begun, called(0, arguments=': "Oslo"}'), end('tool_calls')]
     script.answer = answer
@@ -216,8 +246,10 @@ def test_the_tool_loop_of_the_sdk(client, script):
     for stream in False,True:
         kw = dict(model='m', max_tokens=64, messages=list(HELLO), tools=[weather])
         script.seen.clear()
-        if stream: m = [x.get_final_message() for x in client.beta.messages.tool_runner(stream=True, **kw)][-1]
-        else: m = client.beta.messages.tool_runner(**kw).until_done()
+        if stream:
+            m = [x.get_final_message() for x in client.beta.messages.tool_runner(stream=True, **kw)][-1]
+        else:
+            m = client.beta.messages.tool_runner(**kw).until_done()
         assert m.content[0].text=='It is Oslo: rain.'
         a = script.seen[-1]
         assert [m['role'] for m in a.messages]==['user','assistant','tool']
@@ -227,7 +259,8 @@ def test_the_tool_loop_of_the_sdk(client, script):
 
 def test_no_conversation_is_held(client):
     "A later request of a thread has only what is new"
-    with pytest.raises(anthropic.BadRequestError) as e: client.beta.messages.create(**ask(client), thread=dict(type='continue', previous_message_id='msg_1'), betas=['message-threads-2026-08-12'])
+    with pytest.raises(anthropic.BadRequestError) as e:
+        client.beta.messages.create(**ask(client), thread=dict(type='continue', previous_message_id='msg_1'), betas=['message-threads-2026-08-12'])
     assert e.value.error_code=='thread_unsupported_request'
 
 def test_parallel_calls_and_a_cut(client, script):
@@ -236,7 +269,8 @@ def test_parallel_calls_and_a_cut(client, script):
     both = Delta(calls=calls(f, g))
     script.answer = always(both, end('length'))
     whole = client.messages.create(**ask(client))
-    with client.messages.stream(**ask(client)) as s: streamed = s.get_final_message()
+    with client.messages.stream(**ask(client)) as s:
+        streamed = s.get_final_message()
     for m in whole,streamed:
         assert [(b.id,b.name,b.input) for b in m.content]==[('toolu_1','f',{}), ('toolu_2','g',dict(a=[1,{}]))]
         assert m.stop_reason=='max_tokens'
@@ -244,10 +278,13 @@ def test_parallel_calls_and_a_cut(client, script):
 def test_an_empty_answer_has_a_block(client, script):
     for text in '','\n':
         script.answer = always(said(text), end())
-        with client.messages.stream(**ask(client)) as s: streamed = s.get_final_message()
-        for m in client.messages.create(**ask(client)),streamed: assert [b.to_dict() for b in m.content]==[dict(type='text', text=text)]
+        with client.messages.stream(**ask(client)) as s:
+            streamed = s.get_final_message()
+        for m in client.messages.create(**ask(client)),streamed:
+            assert [b.to_dict() for b in m.content]==[dict(type='text', text=text)]
 
-class Title(BaseModel): title:str
+class Title(BaseModel):
+    title:str
 
 def test_structured_output(client, script):
     script.answer = always(said('{"title": "A day"}', finish='stop'))
@@ -270,12 +307,14 @@ ERRORS = [(RequestError('a'),anthropic.BadRequestError,'invalid_request_error'),
 def test_errors(client, script, e, kind, name):
     def fail(a): raise e
     script.answer = fail
-    with pytest.raises(kind) as got: client.messages.create(**ask(client))
+    with pytest.raises(kind) as got:
+        client.messages.create(**ask(client))
     assert got.value.type==name and got.value.error_code==e.code and got.value.status_code==e.status
     assert ('prompt is too long' in got.value.api_message)==isinstance(e, ContextLengthError)
 
 def test_a_body_that_is_wrong(client):
-    with pytest.raises(anthropic.BadRequestError, match=r'messages\[0\].content\[0\].type'): client.messages.create(**ask(client, messages=[dict(role='user', content=[dict(type='video')])]))
+    with pytest.raises(anthropic.BadRequestError, match=r'messages\[0\].content\[0\].type'):
+        client.messages.create(**ask(client, messages=[dict(role='user', content=[dict(type='video')])]))
 
 def test_a_stream_that_breaks(client, script):
     script.answer = always(said('a'), said('b'), end())
@@ -283,12 +322,14 @@ def test_a_stream_that_breaks(client, script):
     got = []
     with pytest.raises(anthropic.APIStatusError, match='The engine failed') as e:
         with client.messages.stream(**ask(client)) as s:
-            for t in s.text_stream: got.append(t)
+            for t in s.text_stream:
+                got.append(t)
     assert got==['a'] and e.value.type=='api_error'
 
 async def test_async_client(script):
     async with anthropic.AsyncAnthropic(base_url=script.url, api_key='none', max_retries=0) as c:
-        async with c.messages.stream(model='m', max_tokens=9, messages=HELLO) as s: assert [t async for t in s.text_stream]==['Hi.']
+        async with c.messages.stream(model='m', max_tokens=9, messages=HELLO) as s:
+            assert [t async for t in s.text_stream]==['Hi.']
 test_async_client = lambda script, f=test_async_client: asyncio.run(f(script))
 
 # -- any chunking --------------------------------------------------------------------------------------------------------------
@@ -317,15 +358,19 @@ def answers(draw):
     "Pieces of one answer, cut and packed in any way that keeps the order"
     def atoms(text): return cut(text, sorted(draw(st.lists(st.integers(0,len(text)), max_size=4))))
     todo = [('r',t) for t in atoms(draw(texts))]+[('c',t) for t in atoms(draw(texts))]
-    for i,a in enumerate(draw(st.lists(args, max_size=3))): todo += [('k',CallDelta(i, f'call_{i}', f'f{i}')), *(('k',CallDelta(i, arguments=t)) for t in atoms(a))]
+    for i,a in enumerate(draw(st.lists(args, max_size=3))):
+        todo += [('k',CallDelta(i, f'call_{i}', f'f{i}')), *(('k',CallDelta(i, arguments=t)) for t in atoms(a))]
     pieces,now = [],Delta()
     for kind,x in todo:
         if draw(st.booleans()):
             pieces.append(now)
             now = Delta()
-        if kind=='r': now.reasoning += x
-        elif kind=='c': now.content += x
-        else: now.calls += (x,)
+        if kind=='r':
+            now.reasoning += x
+        elif kind=='c':
+            now.content += x
+        else:
+            now.calls += (x,)
     finish = st.sampled_from(['stop','length','tool_calls'])
     stop = st.sampled_from([None,'END','x',3])
     last = end(draw(finish), stop=draw(stop))
@@ -356,13 +401,15 @@ def claude_code(turn=1, cch='fa690', **kw):
     messages = [dict(role='user', content=[text('<system-reminder>\nAs you answer, you can use the following context:\n# currentDate\nToday is 2026-11-21.\n</system-reminder>\n\n'),
             text('why does test_a fail?', **CACHED)]),
         dict(role='system', content='The following skills are available: none.')]
-    if turn>1: messages += [dict(role='assistant', content=[dict(type='thinking', thinking='Look at the test, and run it.', signature='EqQBCkYIBxgC'),
+    if turn>1:
+        messages += [dict(role='assistant', content=[dict(type='thinking', thinking='Look at the test, and run it.', signature='EqQBCkYIBxgC'),
             text("I'll look at the test."), dict(type='tool_use', id='toolu_01', name='Read', input=dict(file_path='/w/test_a.py')),
             dict(type='tool_use', id='toolu_02', name='Bash', input=dict(command='pytest -x', timeout=60000), caller=dict(type='direct'))]),
         dict(role='user', content=[dict(type='tool_result', tool_use_id='toolu_01', content='     1→def test_a(): assert f()==1\n'),
             dict(type='tool_result', tool_use_id='toolu_02', content=[text('<tool_use_error>Exit code 1\nE assert 2 == 1</tool_use_error>')], is_error=True, **CACHED),
             text('<system-reminder>\nThe task tools have not been used recently.\n</system-reminder>')])]
-    if turn>2: messages += [dict(role='assistant', content=[text('f() gives 2.')]), dict(role='user', content='fix it'), dict(role='user', content='and be quick')]
+    if turn>2:
+        messages += [dict(role='assistant', content=[text('f() gives 2.')]), dict(role='user', content='fix it'), dict(role='user', content='and be quick')]
     return dict(model='claude-opus-4-8', messages=messages, max_tokens=32000, stream=True, temperature=1,
         system=[text(BILLING.format(cch)), text("You are Claude Code, Anthropic's official CLI for Claude.", **CACHED), text('\nYou are an interactive agent that helps users with software.', **CACHED)],
         tools=[tool('Bash', command='string', timeout='number'), tool('Read', file_path='string')|dict(eager_input_streaming=True), tool('mcp__ide__getDiagnostics'),
@@ -404,7 +451,8 @@ def test_claude_codes_small_requests(script, client):
     assert parsed(parse_count, max_tokens=None, messages=[dict(role='user', content='foo')], tools=[tool('Bash', command='string')]).tools
 
 def test_images_wherever_they_are():
-    png = dict(type='image', source=dict(type='base64', media_type='image/png', data='AAAA')); far = dict(type='image', source=dict(type='url', url='https://a/b.png'))
+    png = dict(type='image', source=dict(type='base64', media_type='image/png', data='AAAA'))
+    far = dict(type='image', source=dict(type='url', url='https://a/b.png'))
     a = parsed(messages=[dict(role='assistant', content=[dict(type='tool_use', id='t', name='shot', input={})]),
         dict(role='user', content=[text('What is this?'), dict(type='tool_result', tool_use_id='t', content=[text('A picture'), png]), far])])
     assert a.messages[1]==dict(role='tool', tool_call_id='t', content='A picture', name='shot')
@@ -420,7 +468,8 @@ SOUND = [claude_code(3), dict(model='m', max_tokens=9, system='s', messages=[dic
 def places(d, path=()):
     "Every path into a body"
     yield path
-    for k,v in (d.items() if isinstance(d, dict) else enumerate(d) if isinstance(d, list) else ()): yield from places(v, (*path,k))
+    for k,v in (d.items() if isinstance(d, dict) else enumerate(d) if isinstance(d, list) else ()):
+        yield from places(v, (*path,k))
 
 PLACES = [(i,p) for i,b in enumerate(SOUND) for p in places(b) if p]
 words = st.sampled_from(['text','image','tool_use','tool_result','thinking','document','user','assistant','system','auto','any','tool','url','base64','content','',BILLING])
@@ -433,12 +482,15 @@ def check(a):
     for m in a.messages:
         assert m['role'] in ('system','user','assistant','tool') and isinstance(m['content'], str|list|None)
         assert m['content'] is not None or m['role']=='assistant'
-        for p in m['content'] if isinstance(m['content'], list) else (): assert isinstance(p['text'] if p['type']=='text' else p['image_url']['url'], str)
-        for c in m.get('tool_calls', ()): assert isinstance(json.loads(c['function']['arguments']), dict) and c['id'] and c['function']['name']
+        for p in m['content'] if isinstance(m['content'], list) else ():
+            assert isinstance(p['text'] if p['type']=='text' else p['image_url']['url'], str)
+        for c in m.get('tool_calls', ()):
+            assert isinstance(json.loads(c['function']['arguments']), dict) and c['id'] and c['function']['name']
         assert m['role']!='tool' or isinstance(m['tool_call_id'], str)
     assert 'system' not in [m['role'] for m in a.messages[1:]]
     assert all(x['role']!=y['role'] or x['role']=='tool' for x,y in zip(a.messages, a.messages[1:]))
-    for w in a.warnings: assert w.isascii() and w.isprintable()
+    for w in a.warnings:
+        assert w.isascii() and w.isprintable()
     json.dumps([a.messages, a.tools, a.format])
 
 @settings(max_examples=250, deadline=None)
@@ -446,29 +498,41 @@ def check(a):
 def test_a_body_with_something_odd_in_it(place, value, drop):
     i,(*path,last) = place
     b = at = copy.deepcopy(SOUND[i])
-    for k in path: at = at[k]
-    if drop: del at[last]
-    else: at[last] = value
-    try: check(parse(json.dumps(b).encode()))
-    except AtlasError as e: assert 400<=e.status<=501 and error_body(e)['error']['message']
+    for k in path:
+        at = at[k]
+    if drop:
+        del at[last]
+    else:
+        at[last] = value
+    try:
+        check(parse(json.dumps(b).encode()))
+    except AtlasError as e:
+        assert 400<=e.status<=501 and error_body(e)['error']['message']
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=60)|junk.map(lambda d: json.dumps(d).encode())|st.dictionaries(st.sampled_from(list(SOUND[0])), junk, max_size=6).map(lambda d: json.dumps(d|dict(max_tokens=1)).encode()))
 def test_a_body_that_is_anything(raw):
     for f in parse,parse_count:
-        try: check(f(raw))
-        except AtlasError as e: assert 400<=e.status<=501
+        try:
+            check(f(raw))
+        except AtlasError as e:
+            assert 400<=e.status<=501
 
 def test_sound_bodies_are_sound():
-    for b in SOUND: check(parse(json.dumps(b).encode()))
+    for b in SOUND:
+        check(parse(json.dumps(b).encode()))
 
 def test_a_deep_or_large_body():
     deep = 50_000
-    with pytest.raises(AtlasError): parse(b'{"max_tokens":1,"messages":'+b'['*deep+b']'*deep+b'}')
+    with pytest.raises(AtlasError):
+        parse(b'{"max_tokens":1,"messages":'+b'['*deep+b']'*deep+b'}')
     nest = dict(type='document', source=dict(type='content', content=[text('x')]))
-    for _ in range(40): nest = dict(type='document', source=dict(type='content', content=[nest]))
-    try: check(parsed(messages=[dict(role='user', content=[nest])]))
-    except AtlasError: pass
+    for _ in range(40):
+        nest = dict(type='document', source=dict(type='content', content=[nest]))
+    try:
+        check(parsed(messages=[dict(role='user', content=[nest])]))
+    except AtlasError:
+        pass
     many = [dict(role='user', content=[text('a')]*50_000)]
     assert len(parsed(messages=many).messages[0]['content'])==99_999
 
@@ -486,7 +550,8 @@ def test_a_block_that_cannot_be_read_is_named_as_anthropic_does(block):
     use = dict(role='assistant', content=[dict(type='tool_use', id='t', name='f', input={})])
     for blocks,where in (([text('a'), block], f'messages[1].content[1].{block["type"]}.source'),
             ([dict(type='tool_result', tool_use_id='t', content=[text('a'), block])], f'messages[1].content[0].tool_result.content[1].{block["type"]}.source')):
-        with pytest.raises(RequestError) as e: parsed(messages=[use, dict(role='user', content=blocks)])
+        with pytest.raises(RequestError) as e:
+            parsed(messages=[use, dict(role='user', content=blocks)])
         assert str(e.value).startswith(where+' ') and e.value.param==where
 
 def test_documents_of_text():
@@ -510,7 +575,8 @@ OLD_FRIENDS = dict(name='weather', input_schema=dict(type='object', properties=d
 
 def model(prompt):
     "What the model says, by how the prompt ends"
-    if 'tool: ' in prompt.rsplit('assistant:', 2)[-2]: return '<think>Rain.</think>It rains in Oslo.'
+    if 'tool: ' in prompt.rsplit('assistant:', 2)[-2]:
+        return '<think>Rain.</think>It rains in Oslo.'
     return CALL if 'tool {' in prompt else '<think></think>Hello END there'
 
 @pytest.fixture(scope='module')
@@ -525,7 +591,8 @@ def test_the_service_answers(served):
     assert [b.to_dict() for b in m.content]==[text('Hello END there')] and m.stop_reason=='end_turn' and m.model=='scripted'
     assert s.prompts[-1]=='system: Be kinduser: Helloassistant: '
     assert m.usage.input_tokens==len(s.prompts[-1]) and m.usage.output_tokens>10
-    with c.messages.stream(**s.ask) as got: assert got.get_final_text()=='Hello END there'
+    with c.messages.stream(**s.ask) as got:
+        assert got.get_final_text()=='Hello END there'
     assert got.get_final_message().usage.output_tokens==m.usage.output_tokens
 
 def test_the_service_stops(served):
@@ -540,8 +607,10 @@ def test_the_service_calls_and_goes_on(served):
     for stream in False,True:
         def turn(ms):
             kw = s.ask|dict(messages=ms, tools=[OLD_FRIENDS], thinking=dict(type='adaptive'))
-            if not stream: return c.messages.create(**kw)
-            with c.messages.stream(**kw) as got: return got.get_final_message()
+            if not stream:
+                return c.messages.create(**kw)
+            with c.messages.stream(**kw) as got:
+                return got.get_final_message()
         m = turn(HELLO)
         assert [b.type for b in m.content]==['thinking','text','tool_use'] and m.stop_reason=='tool_use'
         assert m.content[0].thinking=='Look outside.' and m.content[1].text.strip()=='Wait.'
@@ -558,11 +627,14 @@ def test_the_service_counts(served):
 
 def test_the_service_refuses(served):
     s,c = served
-    with pytest.raises(anthropic.NotFoundError) as e: c.messages.create(**s.ask|dict(model='claude-9'))
+    with pytest.raises(anthropic.NotFoundError) as e:
+        c.messages.create(**s.ask|dict(model='claude-9'))
     assert e.value.type=='not_found_error'
-    with pytest.raises(anthropic.BadRequestError, match='temperature') as e: c.messages.create(**s.ask, extra_body=dict(temperature=-1))
+    with pytest.raises(anthropic.BadRequestError, match='temperature') as e:
+        c.messages.create(**s.ask, extra_body=dict(temperature=-1))
     assert e.value.request_id
-    with pytest.raises(anthropic.BadRequestError, match='prompt is too long'): c.messages.create(**s.ask|dict(messages=[dict(role='user', content='long '*90_000)]))
+    with pytest.raises(anthropic.BadRequestError, match='prompt is too long'):
+        c.messages.create(**s.ask|dict(messages=[dict(role='user', content='long '*90_000)]))
     r = c.messages.with_raw_response.create(**s.ask|dict(tools=[OLD_FRIENDS, dict(type='web_search_20250305', name='web_search')]))
     assert 'web_search_20250305' in r.headers['x-atlas-warning']
 
@@ -573,7 +645,8 @@ def test_the_service_names_what_was_wrong(served):
     use = dict(role='assistant', content=[dict(type='tool_use', id='t', name='f', input={})])
     with pytest.raises(anthropic.BadRequestError, match=r'messages\[2\]\.content\[0\]\.tool_result\.content\[0\]\.image is an image, and this model reads only text'):
         c.messages.create(**s.ask|dict(messages=[*HELLO, use, dict(role='user', content=[dict(type='tool_result', tool_use_id='t', content=[png])])]))
-    with pytest.raises(anthropic.BadRequestError) as e: c.messages.create(**s.ask|dict(messages=[dict(role='user', content='x'*400_000)]))
+    with pytest.raises(anthropic.BadRequestError) as e:
+        c.messages.create(**s.ask|dict(messages=[dict(role='user', content='x'*400_000)]))
     n = int(re.match(r'prompt is too long: (\d+) tokens > 399999 maximum\b', e.value.api_message)[1])
     assert n>400_000
 
@@ -593,18 +666,21 @@ def test_the_door_speaks_the_same_language():
     ask = dict(model='scripted', max_tokens=9, messages=HELLO)
     with running(Access(served(rules))) as url:
         wrong = client_of(url, api_key='wrong')
-        with pytest.raises(anthropic.AuthenticationError) as e: wrong.messages.create(**ask)
+        with pytest.raises(anthropic.AuthenticationError) as e:
+            wrong.messages.create(**ask)
         assert e.value.type=='authentication_error' and 'secret' not in str(e.value)
         assert e.value.request_id and e.value.body['request_id']==e.value.request_id
         for kw in dict(api_key='secret'),dict(auth_token='secret'):
             assert client_of(url, **kw).messages.create(**ask).type=='message'
         right = client_of(url, api_key='secret')
-        with pytest.raises(anthropic.RateLimitError) as e: right.messages.create(**ask)
+        with pytest.raises(anthropic.RateLimitError) as e:
+            right.messages.create(**ask)
         assert e.value.type=='rate_limit_error' and int(e.value.response.headers['retry-after'])>=1
     with running(served(Rules(body=1000))) as url:
         long = ask|dict(system='x'*2000)
         c = client_of(url, api_key='any')
-        with pytest.raises(anthropic.APIStatusError) as e: c.messages.create(**long)
+        with pytest.raises(anthropic.APIStatusError) as e:
+            c.messages.create(**long)
         assert (e.value.status_code,e.value.type)==(413,'request_too_large')
 
 # -- Claude Code itself, where there is one ------------------------------------------------------------------------------------
@@ -620,10 +696,12 @@ def test_claude_code_runs_a_tool(script, tmp_path):
     tries = []
     def answer(a):
         tries.append(a)
-        if len(tries)==1: raise QueueFullError('256 requests are waiting')
+        if len(tries)==1:
+            raise QueueFullError('256 requests are waiting')
         script.error_at = 0 if len(tries)==2 else None
         last = a.messages[-1]
-        if last['role']=='tool': return [said(f'It is {last["content"]}'), end()]
+        if last['role']=='tool':
+            return [said(f'It is {last["content"]}'), end()]
         run_it = thought('Run it.', content='I run it.')
         begun = called(0, 'call_01', 'Bash', '{"command": "echo $((40+')
         return [run_it, begun, called(0, arguments='2))"}'), end('tool_calls')]
@@ -644,9 +722,11 @@ def test_claude_code_with_the_service(tmp_path):
     seen = []
     def model(prompt):
         seen.append(prompt)
-        if 'call Bashtool: ' in prompt: return '<think>Done.</think>It is '+prompt.rsplit('call Bashtool: ', 1)[1].removesuffix('assistant: ')
+        if 'call Bashtool: ' in prompt:
+            return '<think>Done.</think>It is '+prompt.rsplit('call Bashtool: ', 1)[1].removesuffix('assistant: ')
         return '<think>Run it.</think>I run it.\n<tool_call>\n{"name": "Bash", "arguments": {"command": "echo $((40+2))", "description": "sum"}}\n</tool_call>'
-    with service(model) as s: d = claude(s.url, tmp_path, 'what is 40+2?', '--allowedTools', 'Bash')
+    with service(model) as s:
+        d = claude(s.url, tmp_path, 'what is 40+2?', '--allowedTools', 'Bash')
     assert (d['result'],d['is_error'],d['num_turns'])==('It is 42',False,2), d
     assert d['usage']['output_tokens']>20 and d['usage']['input_tokens']+d['usage']['cache_read_input_tokens']==sum(map(len, (p.encode() for p in seen)))
     assert seen[1].startswith(seen[0].removesuffix('assistant: ')) and 'call Bash' in seen[1]

@@ -120,12 +120,16 @@ def saying(*pieces):
     def talk(c):
         with c:
             asked = b''
-            while b'\r\n\r\n' not in asked: asked += c.recv(1<<16)
-            for p in pieces: c.sendall(p)
+            while b'\r\n\r\n' not in asked:
+                asked += c.recv(1<<16)
+            for p in pieces:
+                c.sendall(p)
     def listen():
         while True:
-            try: c,_ = s.accept()
-            except OSError: return
+            try:
+                c,_ = s.accept()
+            except OSError:
+                return
             threading.Thread(target=talk, args=(c,), daemon=True).start()
     with socket.create_server(('127.0.0.1', 0)) as s:
         threading.Thread(target=listen, daemon=True).start()
@@ -166,11 +170,13 @@ FAILING = [
 
 @pytest.mark.parametrize('pieces,said', FAILING, ids=[s for _,s in FAILING])
 def test_what_fails_is_told(pieces, said):
-    with saying(*pieces) as port: answers = through_http(port, [[1]]*3, 2, 5)
+    with saying(*pieces) as port:
+        answers = through_http(port, [[1]]*3, 2, 5)
     assert len(answers)==3 and all(said in a.error for a in answers)
 
 def test_nobody_listens():
-    with socket.create_server(('127.0.0.1', 0)) as s: port = s.getsockname()[1]
+    with socket.create_server(('127.0.0.1', 0)) as s:
+        port = s.getsockname()[1]
     answers = through_http(port, [[1]]*2, 2, 5)
     assert all('onnect' in a.error for a in answers)
 
@@ -184,7 +190,8 @@ def test_who_cannot_be_served(monkeypatch):
     r = run('bench', 'throughput', str(DATA/'smollm2-tied'), *flags)
     assert r.exit_code==1 and 'no tokenizer' in r.stderr and '--no-http' in r.stderr
     with pytest.raises(EngineError, match='did not start') as e:
-        with serving(EngineConfig(str(DATA/'nothing'))): pass
+        with serving(EngineConfig(str(DATA/'nothing'))):
+            pass
     assert '--no-http' in e.value.hint
 
 def test_the_engine_alone(monkeypatch):

@@ -21,7 +21,8 @@ root = Path(__file__).parents[1]
 def run(*args, input=None):
     "Run a command; a fault of ours is raised, not hidden in the result"
     r = CliRunner().invoke(cli.app, list(args), input=input, prog_name='atlas')
-    if r.exception and not isinstance(r.exception, SystemExit): raise r.exception
+    if r.exception and not isinstance(r.exception, SystemExit):
+        raise r.exception
     return r
 
 def said(text, reasoning=''):
@@ -40,9 +41,12 @@ class Fake:
     def params(self, **given): return SamplingParams(**self.sampling|given)
     def stream(self, prompt, params):
         Fake.asked = dict(prompt=prompt, params=params)
-        for w in self.answer: yield said(w)
-        if self.error: raise self.error
-        if self.cached: yield Delta(finish='stop', cached=self.cached)
+        for w in self.answer:
+            yield said(w)
+        if self.error:
+            raise self.error
+        if self.cached:
+            yield Delta(finish='stop', cached=self.cached)
     def generate(self, prompt, params):
         ds = list(self.stream(prompt, params))
         text,thought = (''.join(getattr(d, of) for d in ds) for of in ('text','reasoning'))
@@ -53,7 +57,8 @@ class Fake:
 
 @pytest.fixture
 def fake(monkeypatch):
-    class F(Fake): pass
+    class F(Fake):
+        pass
     monkeypatch.setitem(sys.modules, 'atlas.use.llm', SimpleNamespace(LLM=F))
     return F
 
@@ -76,7 +81,8 @@ def test_every_flag_is_read():
 def test_help(name):
     r = run(name, '--help')
     assert r.exit_code==0 and 'Examples:' in r.output
-    for l in r.output.split('Examples:')[0].splitlines(): assert len(l)<=100
+    for l in r.output.split('Examples:')[0].splitlines():
+        assert len(l)<=100
     for p in inspect.signature(commands()[name]).parameters.values():
         o = p.annotation.__metadata__[0]
         assert o.help and o.help.endswith((']','.')), f'{name}: {p.name} has no help'
@@ -120,7 +126,8 @@ def test_refusals_are_two_lines(monkeypatch):
 
 def test_faults_keep_their_traceback(monkeypatch):
     monkeypatch.setattr(hub, 'pull', lambda name: 1/0)
-    with pytest.raises(ZeroDivisionError): run('pull', 'x')
+    with pytest.raises(ZeroDivisionError):
+        run('pull', 'x')
 
 def test_ctrl_c(fake, monkeypatch):
     fake.error = KeyboardInterrupt()
@@ -152,7 +159,8 @@ def test_rm_asks(two):
     assert json.loads(r.stdout)==dict(removed='demo', bytes=5000) and two==['org/m','demo']
 
 def test_pull(monkeypatch, tmp_path):
-    (tmp_path/'a').write_bytes(b'123'); (tmp_path/'b').write_bytes(b'4567')
+    (tmp_path/'a').write_bytes(b'123')
+    (tmp_path/'b').write_bytes(b'4567')
     assert run('pull', str(tmp_path)).stdout.strip()==str(tmp_path)
     assert json.loads(run('pull', '--json', str(tmp_path)).stdout)==dict(name=str(tmp_path), path=str(tmp_path), bytes=7)
 
@@ -164,7 +172,8 @@ def test_version():
 @pytest.mark.parametrize('d', sorted(p for p in (root/'tests'/'data').glob('*/') if (p/'config.json').exists()), ids=lambda p: p.name)
 def test_inspect_folder(d):
     x = json.loads(run('inspect', '--json', str(d)).stdout)
-    c = json.loads((d/'config.json').read_text()); c,files = c.get('text_config', c),sum(f.stat().st_size for f in d.glob('*.safetensors'))
+    c = json.loads((d/'config.json').read_text())
+    c,files = c.get('text_config', c),sum(f.stat().st_size for f in d.glob('*.safetensors'))
     assert (x['layers'],x['vocab_size'],x['kind'],x['name'])==(c['num_hidden_layers'], c['vocab_size'], 'safetensors', str(d))
     assert x['bytes']<=files<x['bytes']+200_000          # the rest is the header
     assert sum(p['bytes'] for p in x['parts'].values())==sum(f['bytes'] for f in x['formats'].values())==x['bytes']
@@ -201,7 +210,8 @@ def test_a_folder_of_no_name(fake, tmp_path, monkeypatch):
     monkeypatch.chdir(at)
     names = {'.':'sub', './':'sub', '..':'mine'}
     for path,name in names.items():
-        with pytest.raises(SourceError, match=f'^{name} has no model'): open_checkpoint(path)
+        with pytest.raises(SourceError, match=f'^{name} has no model'):
+            open_checkpoint(path)
     monkeypatch.setattr(cli, '_line', lambda mark: None)
     echo = mock.patch.object(cli.typer, 'echo')
     with mock.patch('sys.stdin') as stdin, echo as said:
@@ -270,14 +280,18 @@ def test_a_picture_that_cannot_be_read_is_named(tmp_path):
     nowhere = '/'+'a'*100+'/none.jpg'
     for path in ('/none.jpg', nowhere, str(tmp_path), str(no_image)):
         messages = cli._messages('what?', images=[path])
-        with pytest.raises(RequestError) as e: prepare_images(messages, paths=True)
+        with pytest.raises(RequestError) as e:
+            prepare_images(messages, paths=True)
         assert e.value.msg.startswith(f'--image {path} is no ')
         assert e.value.msg.count(path)==1
 
 def test_run_raw_and_stdin(fake):
-    run('run', 'm', '--raw', 'once'); assert Fake.asked['prompt']=='once'
-    run('run', 'm', '--raw', '-', input='from\na pipe\n'); assert Fake.asked['prompt']=='from\na pipe'
-    run('run', 'm', input='piped'); assert Fake.asked['prompt']==[dict(role='user', content='piped')]
+    run('run', 'm', '--raw', 'once')
+    assert Fake.asked['prompt']=='once'
+    run('run', 'm', '--raw', '-', input='from\na pipe\n')
+    assert Fake.asked['prompt']=='from\na pipe'
+    run('run', 'm', input='piped')
+    assert Fake.asked['prompt']==[dict(role='user', content='piped')]
     assert run('run', 'm', input='').exit_code==2
     assert run('run', 'm', '-', input='\n').exit_code==2
 
@@ -291,7 +305,9 @@ def test_run_prints_as_it_comes(fake, monkeypatch):
     monkeypatch.setattr(cli.typer, 'echo', lambda s='', nl=True, **kw: out.append(s))
     class Watch(fake):
         def stream(self, *a):
-            for d in super().stream(*a): yield d; seen.append(''.join(out))
+            for d in super().stream(*a):
+                yield d
+                seen.append(''.join(out))
     monkeypatch.setattr(sys.modules['atlas.use.llm'], 'LLM', Watch)
     cli.run('m', 'hi')
     assert seen==['Hel', 'Hello ', 'Hello you']
@@ -353,7 +369,8 @@ def test_whether_to_think_is_told_to_the_template(fake, flags, told):
     for args in (['run','m','hi'], ['run','m','hi','--json'], ['chat','m']):
         assert run(*args, *flags, input='hi\n').exit_code==0
         assert Fake.told==told
-    if flags: assert run('run', 'm', '--raw', 'hi', *flags).exit_code==2
+    if flags:
+        assert run('run', 'm', '--raw', 'hi', *flags).exit_code==2
 
 # Chat
 
@@ -374,18 +391,22 @@ def test_chat_goes_on_after_a_refusal(fake):
 def test_first_ctrl_c_is_a_flag(capfd):
     with cli._ctrl_c() as stop:
         assert not stop()
-        try: signal.raise_signal(signal.SIGINT)
-        except KeyboardInterrupt: pytest.fail('the first Ctrl-C struck')
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            pytest.fail('the first Ctrl-C struck')
         told = capfd.readouterr().err     # at once, however long the step takes
         assert stop() and 'Ctrl-C again leaves' in told
-        with pytest.raises(KeyboardInterrupt): signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 class Terminal:
     "A process in a terminal of its own"
     def __init__(self, code):
         self.pid,self.fd = pty.fork()
-        if not self.pid: os.execve(sys.executable, [sys.executable, '-c', code], os.environ|dict(TERM='dumb', INPUTRC='/dev/null'))
+        if not self.pid:
+            os.execve(sys.executable, [sys.executable, '-c', code], os.environ|dict(TERM='dumb', INPUTRC='/dev/null'))
         self.seen = ''
     def type(self, s): os.write(self.fd, s.encode())
     def expect(self, what, again=''):
@@ -398,7 +419,8 @@ class Terminal:
             while what not in self.seen and more():
                 self.seen += os.read(self.fd, 4096).decode()
                 assert len(self.seen)<20_000, f'{what!r} did not come; the last was {self.seen[-80:]!r}'
-            if what in self.seen or not again: break
+            if what in self.seen or not again:
+                break
         assert what in self.seen, f'{what!r} did not come after {self.seen!r}'
         before,_,self.seen = self.seen.partition(what)
         return before
@@ -406,7 +428,9 @@ class Terminal:
         pid,self.pid = self.pid,0
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     def end(self):
-        if self.pid: os.kill(self.pid, signal.SIGKILL); os.waitpid(self.pid, 0)
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
         os.close(self.fd)
 
 @pytest.fixture
@@ -414,7 +438,8 @@ def terminal():
     made = []
     def new(code): made.append(Terminal(code)); return made[-1]
     yield new
-    for t in made: t.end()
+    for t in made:
+        t.end()
 
 def test_chat_in_a_terminal(terminal):
     "Ctrl-C ends an answer that would never end, then a half-typed line, and the program goes on; Ctrl-D leaves it"
@@ -431,12 +456,21 @@ sys.modules['atlas.use.llm'] = SimpleNamespace(LLM=Endless)
 sys.argv = ['atlas','chat','m']
 from atlas.use.cli import main
 main()''')
-    t.expect('/help lists the commands'); t.expect('> ')
-    t.type('endless\r'); t.expect('<<1>>'); t.expect('...')
+    t.expect('/help lists the commands')
+    t.expect('> ')
+    t.type('endless\r')
+    t.expect('<<1>>')
+    t.expect('...')
     t.type('\x03')
-    for what in ('Ctrl-C again leaves','tokens/s','> '): t.expect(what)
-    t.type('half a li'); t.expect('half a li'); t.expect('Ctrl-D', again='\x03'); t.expect('> ')
-    t.type('again\r'); t.expect('<<3>>'); t.expect('> ')      # the cut answer is in the history
+    for what in ('Ctrl-C again leaves','tokens/s','> '):
+        t.expect(what)
+    t.type('half a li')
+    t.expect('half a li')
+    t.expect('Ctrl-D', again='\x03')
+    t.expect('> ')
+    t.type('again\r')
+    t.expect('<<3>>')
+    t.expect('> ')      # the cut answer is in the history
     t.type('\x04')
     assert t.status()==0
 
@@ -449,18 +483,24 @@ sys.modules['atlas.use.llm'] = SimpleNamespace(LLM=Fake)
 from atlas.use.cli import main
 '''
     t = terminal(start+"sys.argv = ['atlas','run','m','hi']; main()")
-    t.expect('Hello you'); t.expect('(3 tokens, '); assert t.status()==0
+    t.expect('Hello you')
+    t.expect('(3 tokens, ')
+    assert t.status()==0
     t = terminal(start+"Fake.cached = 1920; sys.argv = ['atlas','run','m','hi']; main()")
     t.expect('Hello you')
     t.expect(' s, 1,920 of the prompt cached)')
     assert t.status()==0
     t = terminal(start+"sys.argv = ['atlas','run','m']; main()")
-    t.expect('give a prompt, or pipe one in'); assert t.status()==2
+    t.expect('give a prompt, or pipe one in')
+    assert t.status()==2
     endless = "Fake.stream = lambda *a: iter(lambda: time.sleep(.001) or said('.'), 0)\n"
     t = terminal(start+endless+"sys.argv = ['atlas','run','m','hi']; main()")
-    t.expect('...'); t.type('\x03')
-    try: assert 'Traceback' not in t.expect('\0')
-    except OSError: assert 'Traceback' not in t.seen      # the terminal is closed: the process has gone
+    t.expect('...')
+    t.type('\x03')
+    try:
+        assert 'Traceback' not in t.expect('\0')
+    except OSError:
+        assert 'Traceback' not in t.seen      # the terminal is closed: the process has gone
     assert t.status()==130
 
 def test_thoughts_in_a_terminal(terminal):
@@ -653,7 +693,8 @@ def test_packed_files_are_listed_and_removed(monkeypatch, tmp_path):
     monkeypatch.setenv('ATLAS_HOME', str(tmp_path))
     folder = tmp_path/'packed'
     folder.mkdir()
-    for n in ('m-1.packed','.m-2.packed.part'): (folder/n).write_bytes(bytes(1000))
+    for n in ('m-1.packed','.m-2.packed.part'):
+        (folder/n).write_bytes(bytes(1000))
     found = json.loads(run('list', '--json').stdout)
     kept = [(e['name'],e['bytes']) for e in found if e['kind']=='packed']
     assert kept==[('.m-2.packed.part',1000),('m-1.packed',1000)]
@@ -764,7 +805,8 @@ def test_commands_repeat_no_field():
     page = ast.parse(Path(cli.__file__).read_text())
     listed = set()
     for f in ast.walk(page):
-        if not isinstance(f, ast.FunctionDef): continue
+        if not isinstance(f, ast.FunctionDef):
+            continue
         names = f.args.args+f.args.kwonlyargs
         listed |= {a.arg for a in names}
     assert 'max_seq_len' in shown&wanted
@@ -786,7 +828,8 @@ def test_launch_hands_everything_over(monkeypatch):
     assert launch.call_args.args==('codex',['exec','--json','do it']) and launch.call_args.kwargs==dict(url='http://h:1', model='m', key='k', show=True, start=False)
 
 def test_launch_without_a_server():
-    with socket.create_server(('127.0.0.1', 0)) as s: port = s.getsockname()[1]
+    with socket.create_server(('127.0.0.1', 0)) as s:
+        port = s.getsockname()[1]
     r = run('launch', 'codex', '--url', f'http://127.0.0.1:{port}', '--print')
     assert r.exit_code==1 and 'atlas serve' in r.stderr and 'Traceback' not in r.stderr
 
@@ -799,7 +842,8 @@ def test_port_in_use_is_told_before_loading(monkeypatch):
     assert r.exit_code==1 and port in r.stderr and '--port' in r.stderr
 
 def test_serve_wants_a_key_for_strangers(monkeypatch):
-    monkeypatch.delenv('ATLAS_API_KEY', raising=False); monkeypatch.delenv('ATLAS_ADMIN_KEY', raising=False)
+    monkeypatch.delenv('ATLAS_API_KEY', raising=False)
+    monkeypatch.delenv('ATLAS_ADMIN_KEY', raising=False)
     r = run('serve', 'demo', '--host', '0.0.0.0', '--port', '0')
     assert r.exit_code==1 and 'ATLAS_API_KEY' in r.stderr and '--insecure' in r.stderr
 
@@ -829,7 +873,8 @@ def test_serve_answers_and_stops(demo):
         answer = fetch(f'{url}/v1/completions', question)
         p.send_signal(signal.SIGINT)
         out,err = p.communicate(timeout=WAIT)
-    finally: p.kill()
+    finally:
+        p.kill()
     assert models['data'][0]['id']=='mine' and 'Paris' in answer['choices'][0]['text']
     assert p.returncode==0 and 'Traceback' not in err
 
@@ -837,7 +882,8 @@ def test_serve_answers_and_stops(demo):
 
 def test_check_runs_kernels_and_counts_what_is_wrong(monkeypatch):
     from atlas.card.emulator import find_cxx
-    if not find_cxx(): pytest.skip('no C++ compiler')
+    if not find_cxx():
+        pytest.skip('no C++ compiler')
     r = run('check', '--device', 'emulator', '--only', 'greedy')
     assert r.exit_code==0 and 'greedy' in r.stdout and '0 failed' in r.stdout
     r = run('check', '--device', 'emulator', '--only', 'gready')
@@ -869,8 +915,10 @@ def test_every_bench_writes_the_same_way(fake, bench, module, as_json, to_file, 
     flags = ['--json']*as_json+['--output', str(file)]*to_file
     r = run('bench', bench, 'm', *flags)
     assert r.exit_code==0
-    if as_json: assert json.loads(r.stdout)==dict(rate=5)
-    else: assert r.stdout=='5 tokens/s\n'
+    if as_json:
+        assert json.loads(r.stdout)==dict(rate=5)
+    else:
+        assert r.stdout=='5 tokens/s\n'
     if to_file:
         assert json.loads(file.read_text())==dict(rate=5)
         file.unlink()

@@ -26,7 +26,8 @@ def test_anthropic(said):
     assert said.prompts[-1].endswith('assistant: {"name": ') and [b.text for b in m.content]==['"Ada"}']
     n = c.messages.count_tokens(model='scripted', messages=TALK).input_tokens
     assert n>=len(said.prompts[-1])
-    with c.messages.stream(model='scripted', max_tokens=50, messages=TALK) as st: assert st.get_final_text()=='"Ada"}'
+    with c.messages.stream(model='scripted', max_tokens=50, messages=TALK) as st:
+        assert st.get_final_text()=='"Ada"}'
 
 def test_responses(said):
     c = openai.OpenAI(base_url=said.url+'/v1', api_key='x', max_retries=0)
@@ -42,7 +43,8 @@ def test_responses(said):
 @pytest.mark.parametrize('kw,messages,says', [(dict(continue_final_message=True, add_generation_prompt=True), TALK, 'both true'), (dict(continue_final_message=True), TALK[:1], 'beginning of an answer'),
     (dict(continue_final_message=True), [*TALK[:1], dict(role='assistant', content='')], 'beginning of an answer')])
 def test_refused(said, kw, messages, says):
-    with pytest.raises(openai.BadRequestError, match=says): chat(said, messages, **kw)
+    with pytest.raises(openai.BadRequestError, match=says):
+        chat(said, messages, **kw)
 
 # -- stopped while it was still thinking: a message with a thought, and nothing said
 

@@ -38,23 +38,29 @@ def test_seed(llm):
 
 def test_leaving_a_stream_frees_its_blocks(llm):
     s = llm.stream(prompts[1], greedy(100))
-    for _ in range(3): next(s)
+    for _ in range(3):
+        next(s)
     s.close()
     assert not llm.engine.has_work and llm.engine.stats()['blocks_used']==0
 
 def test_context_is_a_bound_for_max_tokens_and_an_error_for_prompts(llm):
     o = llm.generate([5]*505, greedy(400, ignore_eos=True))
     assert (len(o.token_ids), o.finish_reason)==(7, 'length')
-    with pytest.raises(Exception, match='512 tokens and the context holds 512'): llm.generate([5]*512, greedy(1))
+    with pytest.raises(Exception, match='512 tokens and the context holds 512'):
+        llm.generate([5]*512, greedy(1))
 
 def healthy(url):
-    try: return httpx.get(url+'/health', timeout=WAIT).status_code==200
-    except httpx.TransportError: return False
+    try:
+        return httpx.get(url+'/health', timeout=WAIT).status_code==200
+    except httpx.TransportError:
+        return False
 
 @pytest.fixture(scope='module')
 def served(demo):
     "`atlas serve demo` as a user starts it; its address"
-    with socket.socket() as s: s.bind(('127.0.0.1', 0)); port = s.getsockname()[1]
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        port = s.getsockname()[1]
     p = subprocess.Popen([Path(sys.executable).with_name('atlas'), 'serve', 'demo', '--port', str(port), '--max-seq-len', '512'], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines,url = [],f'http://127.0.0.1:{port}'
     threading.Thread(target=lambda: lines.extend(p.stdout), daemon=True).start()
@@ -63,8 +69,10 @@ def served(demo):
     assert p.poll() is None, ''.join(lines)
     yield url
     p.send_signal(signal.SIGINT)
-    try: assert p.wait(WAIT) in (0,130)
-    finally: p.kill()
+    try:
+        assert p.wait(WAIT) in (0,130)
+    finally:
+        p.kill()
 
 @pytest.fixture(scope='module')
 def client(served):
@@ -85,7 +93,8 @@ def test_completion_over_http(client, llm):
     assert r.choices[0].text==llm.generate(prompts[0], greedy(8)).text and len(r.choices[0].logprobs.tokens)==8
 
 def test_prompt_too_long_over_http(client):
-    with pytest.raises(BadRequestError, match=r'context holds 512') as e: client.completions.create(model='demo', prompt='word '*900, max_tokens=4)
+    with pytest.raises(BadRequestError, match=r'context holds 512') as e:
+        client.completions.create(model='demo', prompt='word '*900, max_tokens=4)
     assert e.value.code=='context_length_exceeded' and '90' in str(e.value)
 
 def test_still_answers_after_bad_bodies(served, client):
@@ -109,7 +118,8 @@ def test_a_client_that_leaves_stops_its_generation(served, client):
     def left(): return metric(served, 'aborted_requests_total.*client_gone')
     before,done = left(),steps()
     s = client.completions.create(model='demo', prompt='Once', max_tokens=450, stream=True, extra_body=dict(ignore_eos=True))
-    for _,c in zip(range(3), s): pass
+    for _,c in zip(range(3), s):
+        pass
     s.close()
     # it was counted as one that left, and not as one that ended
     until(lambda: left()==before+1 and running()==0)

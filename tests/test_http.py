@@ -37,8 +37,10 @@ class Clock:
     @contextmanager
     def passes(self):
         self.run()
-        try: yield
-        finally: self.stop()
+        try:
+            yield
+        finally:
+            self.stop()
 
 @pytest.fixture(scope='module', autouse=True)
 def clock():
@@ -59,17 +61,24 @@ class App:
         body,m = b'',dict(more_body=True)
         while m.get('more_body'):
             m = await receive()
-            if m['type']=='http.disconnect': self.gone.release(); return
+            if m['type']=='http.disconnect':
+                self.gone.release()
+                return
             body += m.get('body', b'')
         self.bodies.append(len(body))
         await send(dict(type='http.response.start', status=200, headers=[] if scope['path']=='/flood' else [(b'content-length',b'5')]))
-        if scope['path']=='/flood': await self.flood(receive, send)
-        else: await send(dict(type='http.response.body', body=b'hello'))
+        if scope['path']=='/flood':
+            await self.flood(receive, send)
+        else:
+            await send(dict(type='http.response.body', body=b'hello'))
     async def flood(self, receive, send):
         async def pour():
-            while True: await send(dict(type='http.response.body', body=b'x'*65536, more_body=True)); await asyncio.sleep(0)
+            while True:
+                await send(dict(type='http.response.body', body=b'x'*65536, more_body=True))
+                await asyncio.sleep(0)
         t = asyncio.ensure_future(pour())
-        while (await receive())['type']!='http.disconnect': pass
+        while (await receive())['type']!='http.disconnect':
+            pass
         t.cancel()
         self.gone.release()
 
@@ -78,12 +87,15 @@ def live(app, bounds=QUICK, kind='httptools', small=False, servers=None, **kw):
     """A real server on a free port, maybe with small buffers, which is also put into `servers`;
     afterwards no connection may be left"""
     sock = socket.create_server(('127.0.0.1',0))
-    if small: sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    if small:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     server = uvicorn.Server(server_config(app, bounds, kind, drain=1, lifespan='off', **kw))
     t = threading.Thread(target=server.run, kwargs=dict(sockets=[sock]), daemon=True)
     t.start()
-    if servers is not None: servers.append(server)
-    try: yield sock.getsockname()[1]
+    if servers is not None:
+        servers.append(server)
+    try:
+        yield sock.getsockname()[1]
     finally:
         server.should_exit = True
         t.join(WAIT)
@@ -95,15 +107,19 @@ def read(s):
     "All until the server ends the connection"
     got = b''
     try:
-        while part := s.recv(1<<16): got += part
-    except ConnectionError: pass
+        while part := s.recv(1<<16):
+            got += part
+    except ConnectionError:
+        pass
     return got
 
 def talk(port, *parts):
     with connect(port) as s:
         try:
-            for p in parts: s.sendall(p)
-        except ConnectionError: pass
+            for p in parts:
+                s.sendall(p)
+        except ConnectionError:
+            pass
         return read(s)
 
 def arrived(servers):
@@ -127,12 +143,16 @@ def test_what_never_comes(kind, raw, want, clock):
     with live(app, kind=kind, servers=servers) as port:
         with connect(port) as s:
             s.sendall(raw)
-            if raw: arrived(servers)
-            with clock.passes(): got = read(s)
+            if raw:
+                arrived(servers)
+            with clock.passes():
+                got = read(s)
         assert statuses(got)==want
-        if want: assert json.loads(got.split(b'\r\n\r\n', 1)[1])['error']['code']=='bad_http' and b'connection: close' in got.lower()
+        if want:
+            assert json.loads(got.split(b'\r\n\r\n', 1)[1])['error']['code']=='bad_http' and b'connection: close' in got.lower()
         assert statuses(talk(port, LAST))==[200]
-    if raw.startswith(b'POST'): assert app.gone.acquire(timeout=WAIT)  # the application was told
+    if raw.startswith(b'POST'):
+        assert app.gone.acquire(timeout=WAIT)  # the application was told
 
 @kinds
 def test_one_header_at_a_time(kind, clock):
@@ -173,7 +193,8 @@ def test_a_steady_body_is_let_through(clock):
         c = arrived(servers)
         for k in range(20):
             s.sendall(b'x'*20000)
-            if k==19: break
+            if k==19:
+                break
             until(lambda: c.size==20000*(k+1))
             clock.step(.08)
         assert statuses(read(s))==[200] and app.bodies==[400000]
@@ -191,7 +212,8 @@ def test_stray_bytes_do_not_keep_a_connection(clock):
         s.sendall(HEAD+b'\r\n')
         assert s.recv(1<<16)
         s.sendall(b'\r\n')
-        with clock.passes(): read(s)
+        with clock.passes():
+            read(s)
 
 @kinds
 @pytest.mark.parametrize('path', ['/flood'])
@@ -205,14 +227,16 @@ def test_frozen_reader(kind, path, clock):
             s.connect(('127.0.0.1',port))
             s.sendall(b'GET '+path.encode()+b' HTTP/1.1\r\nHost: localhost\r\n\r\n')
             arrived(servers)
-            with clock.passes(): assert app.gone.acquire(timeout=WAIT)
+            with clock.passes():
+                assert app.gone.acquire(timeout=WAIT)
             forgotten(s)
 
 def forgotten(s):
     "Is the connection reset, with what the system still had for its reader? An end of it would come after that"
     s.settimeout(WAIT)
     with pytest.raises(ConnectionResetError):
-        while s.recv(1<<16): pass
+        while s.recv(1<<16):
+            pass
 
 def test_frozen_reader_of_a_finished_answer(clock):
     "The answer is complete, and smaller than what a buffer may hold: only the connection still waits for its reader"
@@ -233,7 +257,8 @@ def test_frozen_reader_of_a_finished_answer(clock):
             s.connect(('127.0.0.1',port))
             s.sendall(HEAD+b'\r\n')
             arrived(servers)
-            with clock.passes(): assert gone.wait(WAIT)
+            with clock.passes():
+                assert gone.wait(WAIT)
             assert not paused.is_set()
             forgotten(s)
 
@@ -243,7 +268,8 @@ class Late(App):
         super().__init__()
         self.ready = threading.Event()
     async def __call__(self, scope, receive, send):
-        while not self.ready.is_set(): await asyncio.sleep(.01)
+        while not self.ready.is_set():
+            await asyncio.sleep(.01)
         await super().__call__(scope, receive, send)
 
 def test_a_body_that_we_do_not_read(clock):
@@ -256,7 +282,8 @@ def test_a_body_that_we_do_not_read(clock):
         t.start()
         c = arrived(servers)
         until(lambda: c.flow.read_paused)
-        for _ in range(6): clock.step(.1)
+        for _ in range(6):
+            clock.step(.1)
         app.ready.set()
         t.join(WAIT)
         assert statuses(got[0])==[200] and app.bodies==[3_000_000]
@@ -267,7 +294,8 @@ def test_a_slow_reader_is_served(clock):
     class Big(App):
         async def __call__(self, scope, receive, send):
             await send(dict(type='http.response.start', status=200, headers=[(b'content-length', str(n).encode())]))
-            for i in range(n//50_000): await send(dict(type='http.response.body', body=b'x'*50_000, more_body=i<n//50_000-1))
+            for i in range(n//50_000):
+                await send(dict(type='http.response.body', body=b'x'*50_000, more_body=i<n//50_000-1))
     bounds = Bounds(write=.5, tick=.01)
     with live(Big(), bounds, small=True) as port:
         s = socket.socket()
@@ -307,7 +335,8 @@ def test_header_bound_is_exact(extra):
     line -= len(b'Connection'+b'close')+4
     raw += b'X: '+b'a'*line+b'\r\n\r\n'
     with live(App()) as port:
-        for cut in (1, 500, len(raw)-1): assert statuses(talk(port, raw[:cut], raw[cut:]))==([200] if not extra else [431])
+        for cut in (1, 500, len(raw)-1):
+            assert statuses(talk(port, raw[:cut], raw[cut:]))==([200] if not extra else [431])
 
 def test_a_gigabyte_is_refused_unread():
     app = App()
@@ -328,13 +357,15 @@ def test_too_many_connections(kind):
     bounds = Bounds(connections=3, head=60, tick=.05, linger=.2)
     with live(App(), bounds, kind) as port:
         held = [socket.create_connection(('127.0.0.1',port), WAIT) for _ in range(3)]
-        for s in held: s.sendall(b'GET / ')
+        for s in held:
+            s.sendall(b'GET / ')
         def told():
             "The answer to one more, when the three have been accepted"
             got = talk(port, LAST)
             return statuses(got)==[503] and got
         assert b'retry-after: 1' in until(told).lower()
-        for s in held: s.close()
+        for s in held:
+            s.close()
         until(lambda: statuses(talk(port, LAST))==[200], 'that places are given back')
 
 def test_so_many_connections_that_nobody_is_told():
@@ -345,24 +376,30 @@ def test_so_many_connections_that_nobody_is_told():
         def connection_made(self, t): super().connection_made(t); most.append(sum(not c.transport.is_closing() for c in self.connections))
     with live(App(), http=Seen) as port:
         held = [socket.create_connection(('127.0.0.1',port), WAIT) for _ in range(20)]
-        for s in held: s.settimeout(WAIT)
+        for s in held:
+            s.settimeout(WAIT)
         told = [read(s) for s in held[5:]]
         assert not any(told) and max(most)==5 and statuses(held[3].recv(1<<16))==statuses(held[4].recv(1<<16))==[503]
-        for s in held: s.close()
+        for s in held:
+            s.close()
 
 @kinds
 def test_pipelining(kind):
     "Answers come in order; a queue without end is refused"
-    with live(App(), Bounds(pipeline=4)) as port: assert statuses(talk(port, (HEAD+b'\r\n')*3+LAST))==[200]*4
+    with live(App(), Bounds(pipeline=4)) as port:
+        assert statuses(talk(port, (HEAD+b'\r\n')*3+LAST))==[200]*4
     if kind=='httptools':
-        with live(App(), Bounds(pipeline=4)) as port: assert 200 not in statuses(talk(port, (b'GET /flood HTTP/1.1\r\nHost: a\r\n\r\n')*2+(HEAD+b'\r\n')*50))[1:]
+        with live(App(), Bounds(pipeline=4)) as port:
+            assert 200 not in statuses(talk(port, (b'GET /flood HTTP/1.1\r\nHost: a\r\n\r\n')*2+(HEAD+b'\r\n')*50))[1:]
 
 def test_who_pipelines_and_leaves():
     "Each request of the connection hears it: the one that is answered, too, which is not the one that was read last"
     class Waits(App):
         async def __call__(self, scope, receive, send):
-            self.seen.append(scope['path']); started.release()
-            while (await receive())['type']!='http.disconnect': pass
+            self.seen.append(scope['path'])
+            started.release()
+            while (await receive())['type']!='http.disconnect':
+                pass
             self.gone.release()
     app,started = Waits(),threading.Semaphore(0)
     with live(app) as port:
@@ -379,7 +416,9 @@ def test_writing_to_who_is_gone():
     "A transport that is closing raises with uvloop, and takes nothing with asyncio"
     out,t = [],SimpleNamespace(is_closing=lambda: shut, write=lambda d: out.append(d), get_write_buffer_size=lambda: 0)
     c,shut = http.Counted(t),False
-    c.write(b'ab'); shut = True; c.write(b'cd')
+    c.write(b'ab')
+    shut = True
+    c.write(b'cd')
     assert (out, c.written, c.taken)==([b'ab'], 2, 2)
 
 @kinds
@@ -389,7 +428,8 @@ def test_a_refused_body_that_comes_all_the_same(kind):
         s.sendall(POST+b'Content-Length: 1000000000000\r\n\r\n')
         assert statuses(s.recv(1<<16))==[413]
         with pytest.raises(ConnectionError):
-            for _ in range(2000): s.sendall(b'x'*(1<<20))
+            for _ in range(2000):
+                s.sendall(b'x'*(1<<20))
 
 def test_lingering_begins_with_the_refusal(clock):
     "And not when the client was last heard, which may be longer ago than anybody lingers"
@@ -404,7 +444,8 @@ def test_lingering_begins_with_the_refusal(clock):
     with serving as port, connect(port) as s:
         s.sendall(POST+b'Content-Length: 9\r\n\r\nabc')
         arrived(servers)
-        with clock.passes(): assert statuses(read(s))==[408]
+        with clock.passes():
+            assert statuses(read(s))==[408]
     assert kept[0]>.2
 
 # ---- What is no HTTP ----
@@ -417,14 +458,16 @@ def test_no_http(kind, raw, clock):
     "One answer (h11 reads the preface of HTTP/2 as two requests), and it is not 200 or 5xx; the next client is served"
     with live(Guard(App()), kind=kind) as port:
         # h11 takes some of these for a beginning
-        with clock.passes(): got = statuses(talk(port, raw))
+        with clock.passes():
+            got = statuses(talk(port, raw))
         assert len(got)<=(2 if raw.startswith(b'PRI') else 1) and all(400<=s<500 for s in got), got
         assert statuses(talk(port, LAST))==[200]
 
 @given(st.lists(st.binary(max_size=60)|st.sampled_from([HEAD, POST, LAST, b'\r\n', b'Content-Length: 4\r\n\r\nabcd', b'Transfer-Encoding: chunked\r\n\r\n', b'GET http://a:99999999/ HTTP/1.1\r\n', b'GET * HTTP/1.1\r\n', b'\xff: \xff\r\n']), max_size=6))
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 def test_noise(fuzzed, clock, parts):
-    with clock.passes(): raw = talk(fuzzed, b''.join(parts))
+    with clock.passes():
+        raw = talk(fuzzed, b''.join(parts))
     got = statuses(raw)
     assert all(s in (200,400,403,408,414,431) for s in got), got
 
@@ -448,7 +491,8 @@ def test_guard_over_the_wire():
     with live(Guard(App(), rules)) as port:
         assert [ask(port, path=p)[0] for p in ('/', '/v1/models', '/metrics', '/openapi.json', '/docs', '//health', '/health', '/health?x=1', '/Health', '/health/', '/%68ealth')]==[401]*6+[200]*2+[401]*2+[200]
         assert ask(port, Authorization='Bearer sesame')[0]==ask(port, X_Api_Key='sesame')[0]==200
-        for bad in ('sesam', 'sesamee', 'SESAME', '', 'é', 'a'*5000): assert ask(port, Authorization=f'Bearer {bad}')[0]==401
+        for bad in ('sesam', 'sesamee', 'SESAME', '', 'é', 'a'*5000):
+            assert ask(port, Authorization=f'Bearer {bad}')[0]==401
         status,head,body = ask(port, 'POST', '/v1/messages', Authorization='Bearer nobody')
         assert status==401 and json.loads(body)['type']=='error' and head['www-authenticate']=='bearer'
         assert ask(port, Authorization='Bearer sesame', Host='rebound.example')[0]==403
@@ -459,7 +503,8 @@ def test_an_address_with_a_name_in_it():
     "The name in the request's first line counts, and `Host` does not (RFC 9112, 3.2.2)"
     with live(Guard(App())) as port:
         for path,host,want in (('http://localhost/x','localhost',200), ('http://evil.example/x','localhost',403), ('http://localhost/x','evil.example',200), ('http://localhost@evil.example/x','localhost',403),
-            ('HTTP://LOCALHOST:80/?x','evil.example',200), ('//evil.example/x','localhost',200)): assert ask(port, path=path, Host=host)[0]==want, path
+            ('HTTP://LOCALHOST:80/?x','evil.example',200), ('//evil.example/x','localhost',200)):
+                assert ask(port, path=path, Host=host)[0]==want, path
 
 def test_two_headers_of_a_kind_are_one_too_many():
     with live(Guard(App(), Rules(keys=Keys({'sesame':'user'})))) as port:
@@ -475,7 +520,8 @@ def test_every_key_is_compared(monkeypatch):
     monkeypatch.setattr(http.hmac, 'compare_digest', lambda a,b: seen.append((len(a),len(b))) or real(a, b))
     keys = Keys({f'key-{i}':'user' for i in range(5)})
     for guess in (b'key-0', b'key-4', b'key-', b'', b'x'*10_000):
-        seen.clear(); keys.find(guess)
+        seen.clear()
+        keys.find(guess)
         assert seen==[(32,32)]*5
 
 def test_keys_are_not_kept():
@@ -517,8 +563,10 @@ def test_every_answer_is_dressed():
 def pair(tmp_path_factory):
     d = tmp_path_factory.mktemp('tls')
     cmd = ['openssl','req','-x509','-newkey','rsa:2048','-nodes','-keyout',d/'key.pem','-out',d/'cert.pem','-days','2','-subj','/CN=localhost','-addext','subjectAltName=DNS:localhost']
-    try: subprocess.run(cmd, check=True, capture_output=True)
-    except (OSError,subprocess.CalledProcessError): pytest.skip('no openssl')
+    try:
+        subprocess.run(cmd, check=True, capture_output=True)
+    except (OSError,subprocess.CalledProcessError):
+        pytest.skip('no openssl')
     return str(d/'cert.pem'),str(d/'key.pem')
 
 def test_tls(pair, clock):
@@ -535,24 +583,30 @@ def test_tls(pair, clock):
             def waits(c): return c.heard and not c.answering and c.phase=='head'
             connections = servers[0].server_state.connections
             until(lambda: any(map(waits, list(connections))))
-            with clock.passes(): assert statuses(read(s))==[408]
+            with clock.passes():
+                assert statuses(read(s))==[408]
 
 def test_tls_asks_clients_for_a_certificate(pair):
     import ssl
     with live(App(), tls=http.tls_options(*pair, pair[0])) as port:
         c = ssl.create_default_context(cafile=pair[0])
         for known in (False,True):
-            if known: c.load_cert_chain(*pair)
+            if known:
+                c.load_cert_chain(*pair)
             with connect(port) as raw:
                 try:
-                    with c.wrap_socket(raw, server_hostname='localhost') as s: s.sendall(LAST); got = statuses(read(s))
-                except OSError: got = []
+                    with c.wrap_socket(raw, server_hostname='localhost') as s:
+                        s.sendall(LAST)
+                        got = statuses(read(s))
+                except OSError:
+                    got = []
             assert got==([200] if known else [])
 
 def test_tls_files_are_looked_at(pair, tmp_path):
     (tmp_path/'x.pem').write_text('no key')
     for args in [('/nowhere',), (pair[0],), (pair[0],str(tmp_path/'x.pem')), (str(tmp_path/'x.pem'),pair[1]), (*pair,str(tmp_path/'x.pem'))]:
-        with pytest.raises(http.TLSError): http.tls_options(*args)
+        with pytest.raises(http.TLSError):
+            http.tls_options(*args)
 
 # ---- The log ----
 
@@ -562,13 +616,18 @@ def test_a_log_that_cannot_be_written(where):
     import structlog
     from atlas.service.log import LOGGERS,Access,configure
     r,w = os.pipe()
-    if where=='broken pipe': os.close(r)
-    if where=='stuck pipe': os.set_blocking(w, False); [None for _ in iter(lambda: _fill(w), None)]; os.set_blocking(w, True)
+    if where=='broken pipe':
+        os.close(r)
+    if where=='stuck pipe':
+        os.set_blocking(w, False)
+        [None for _ in iter(lambda: _fill(w), None)]
+        os.set_blocking(w, True)
     f = open('/dev/full', 'w') if where=='full disk' else os.fdopen(w, 'w')
     old = {n:(logging.getLogger(n).handlers, logging.getLogger(n).propagate) for n in LOGGERS}
     sink = configure('json', stream=f)
     try:
-        if where=='closed': f.close()
+        if where=='closed':
+            f.close()
         with live(Access(App())) as port:
             for _ in range(20):
                 status,head,body = ask(port, X_Request_Id='mine')
@@ -577,14 +636,18 @@ def test_a_log_that_cannot_be_written(where):
         assert sink.lost or where=='stuck pipe'
     finally:
         structlog.reset_defaults()
-        for n,(h,p) in old.items(): logging.getLogger(n).handlers,logging.getLogger(n).propagate = h,p
-        if where=='stuck pipe': os.read(r, 1<<20)
+        for n,(h,p) in old.items():
+            logging.getLogger(n).handlers,logging.getLogger(n).propagate = h,p
+        if where=='stuck pipe':
+            os.read(r, 1<<20)
         sink.close(.2)
 
 def _fill(fd):
     "One write into a pipe; None when it is full"
-    try: return os.write(fd, b'x'*4096)
-    except BlockingIOError: return None
+    try:
+        return os.write(fd, b'x'*4096)
+    except BlockingIOError:
+        return None
 
 # ---- The dashboard ----
 
@@ -607,13 +670,15 @@ def test_dashboard_names_what_there_is():
     from atlas.service import metrics
     m = metrics.Metrics(Everything({k:1 for k in metrics._engine}))
     one = m.of('m')
-    for k in ('request_success','aborted_requests','admission_rejections','tool_parse_failures'): getattr(one, k)['x'] += 1
+    for k in ('request_success','aborted_requests','admission_rejections','tool_parse_failures'):
+        getattr(one, k)['x'] += 1
     m.http['GET','/','200'] += 1
     m.machine = everything_seen()
     text = m.text().decode()
     samples,labels = {},{}
     for l in text.splitlines():
-        if l and l[0]!='#' and (x := re.match(r'([\w:]+)(?:\{(.*)\})? ', l)): labels.setdefault(x[1], set()).update(re.findall(r'(\w+)=', x[2] or ''))
+        if l and l[0]!='#' and (x := re.match(r'([\w:]+)(?:\{(.*)\})? ', l)):
+            labels.setdefault(x[1], set()).update(re.findall(r'(\w+)=', x[2] or ''))
     d = json.loads(DASHBOARD.read_text(encoding='utf-8'))
     said = [t['expr'] for p in d['panels'] for t in p.get('targets', ())]
     assert len(said)>25 and len({p['id'] for p in d['panels']})==len(d['panels'])
@@ -621,7 +686,8 @@ def test_dashboard_names_what_there_is():
         names = re.findall(r'(?:atlas:|process_)\w+', e)
         assert names and not set(names)-labels.keys(), (e, set(names)-labels.keys())
         assert e.count('(')==e.count(')') and e.count('{')==e.count('}')
-        for by in re.findall(r'by \(([\w, ]+)\)', e): assert set(re.split(r',\s*', by))<=labels[names[0]], e
+        for by in re.findall(r'by \(([\w, ]+)\)', e):
+            assert set(re.split(r',\s*', by))<=labels[names[0]], e
     assert not set(re.findall(r'https?://\S+', DASHBOARD.read_text(encoding='utf-8')))
 
 def test_dashboard_fits():
@@ -642,7 +708,8 @@ def service():
     keys = Keys({'sesame':'user', 'onion':'admin'})
     app = app_of(FakeRunner(), tok, template, rules=Rules(keys=keys, body=3_000_000))
     app.add_middleware(Access)
-    with live(app, Bounds()) as port: yield port
+    with live(app, Bounds()) as port:
+        yield port
 
 def post(port, path, body, key='sesame', **headers):
     import http.client
@@ -656,7 +723,8 @@ SAY = dict(messages=[dict(role='user', content='Hi')])
 
 def test_service_with_a_key(service):
     assert post(service, '/v1/chat/completions', SAY)[0]==200
-    for key in (None,'wrong','sesam'): assert post(service, '/v1/chat/completions', SAY, key)[0]==401
+    for key in (None,'wrong','sesam'):
+        assert post(service, '/v1/chat/completions', SAY, key)[0]==401
     status,head,body = post(service, '/v1/messages', SAY|dict(max_tokens=5), None, **{'x-request-id':'mine'})
     assert status==401 and json.loads(body)['error']['type']=='authentication_error' and head['x-request-id']==head['request-id']=='mine'
     assert post(service, '/v1/messages', SAY|dict(max_tokens=5), None, **{'x-api-key':'sesame'})[0]==200
@@ -666,7 +734,8 @@ def test_the_page_asks_for_the_key(service):
     status,head,body = ask(service, path='/')
     assert status==401 and body.startswith(b'<!doctype html>') and 'script-src' in head['content-security-policy']
     assert ask(service, path='/', Authorization='Bearer sesame')[0]==200
-    for path in ('/v1/models','/metrics','/openapi.json','/models','/version','/docs','/nothing'): assert ask(service, path=path)[0]==401
+    for path in ('/v1/models','/metrics','/openapi.json','/models','/version','/docs','/nothing'):
+        assert ask(service, path=path)[0]==401
     assert ask(service, path='/health')[0]==200
 
 @pytest.mark.parametrize('deep', [b'['*10_000+b']'*10_000, b'{"messages":'+b'['*10_000, b'{"a":'*10_000+b'1'+b'}'*10_000, b'{"messages": [{"role": "user", "content": "x"}], "tools": '+b'['*10_000+b']'*10_000+b'}',
@@ -739,10 +808,12 @@ def test_bombs_of_one_key_hold_up_no_other(patient_sandbox):
     app = app_of(FakeRunner(), tok, bomb, sandbox=patient, rules=Rules(keys=keys))
     with patient as box, live(app, Bounds()) as port:
         cs = [http.client.HTTPConnection('127.0.0.1', port, timeout=WAIT) for _ in range(10)]
-        for c in cs: c.request('POST', '/v1/chat/completions', long, {'Content-Type':'application/json', 'Host':'localhost', 'Authorization':'Bearer bad'})
+        for c in cs:
+            c.request('POST', '/v1/chat/completions', long, {'Content-Type':'application/json', 'Host':'localhost', 'Authorization':'Bearer bad'})
         until(lambda: box.waiting>=10)
         assert post(port, '/v1/chat/completions', SAY, 'good')[0]==200 and box.waiting==10
-        for c in cs: c.close()
+        for c in cs:
+            c.close()
         until(lambda: box.waiting<=2)  # those whose clients have left wait no longer
 
 @kinds
@@ -765,8 +836,10 @@ def test_no_other_protocol(kind):
     "An upgrade that we do not offer is a plain request; `Expect` is met, and a body that is too large is refused before it is sent"
     up = b'GET / HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: %s\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n'
     with live(Guard(App(), Rules(body=1000)), kind=kind) as port:
-        for what in (b'websocket', b'h2c'): assert statuses(talk(port, up % what))[0]==200
-        if kind=='httptools': assert statuses(talk(port, b'CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n'))==[400]
+        for what in (b'websocket', b'h2c'):
+            assert statuses(talk(port, up % what))[0]==200
+        if kind=='httptools':
+            assert statuses(talk(port, b'CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n'))==[400]
         with connect(port) as s:
             s.sendall(POST+b'Expect: 100-continue\r\nContent-Length: 3\r\nConnection: close\r\n\r\n')
             assert statuses(s.recv(1<<16))==[100]

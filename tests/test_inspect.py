@@ -51,19 +51,23 @@ def test_bytes_a_token(name, rules, want):
 
 @pytest.mark.parametrize('name', PRESETS)
 def test_the_plan_of_a_shape_has_as_many_weights_as_its_description(name):
-    c = ModelConfig.preset(name); got = {}
-    for w in build(c).wants(): got[part_of(c, w.name)] = got.get(part_of(c, w.name), 0)+math.prod(w.shape)
+    c = ModelConfig.preset(name)
+    got = {}
+    for w in build(c).wants():
+        got[part_of(c, w.name)] = got.get(part_of(c, w.name), 0)+math.prod(w.shape)
     assert got==c.param_parts
 
 @pytest.mark.parametrize('name', ['smollm2-135m','qwen3-0.6b','qwen3.6-35b-a3b','gpt-oss-20b','nemotron-3-nano-30b-a3b','gemma-4-26b-a4b'])
 @pytest.mark.parametrize('weights', [None,'bf16','fp8','nvfp4','mxfp4'])
 def test_shapes(name, weights):
-    s = look(name, weights, on=[]); d = json.loads(json.dumps(s.to_dict()))
+    s = look(name, weights, on=[])
+    d = json.loads(json.dumps(s.to_dict()))
     assert d['kind']=='dummy' and d['path'] is None and set(d['parts'])<=set(PARTS)-{'unused'}
     assert {k:p['weights'] for k,p in d['parts'].items()}==s.config.param_parts
     assert sum(d['formats'][f]['bytes'] for f in d['formats'])==d['bytes']==sum(r.nbytes for r in s.rows)
     assert d['bytes_per_token']<=d['bytes'] and (weights in (None,'bf16') or d['bytes_per_token']<look(name, 'bf16', on=[]).token_bytes*.75)
-    for part in ('embedding','router','norms'): assert set(d['parts'].get(part, {}).get('formats', {}))<={'BF16','F32'}
+    for part in ('embedding','router','norms'):
+        assert set(d['parts'].get(part, {}).get('formats', {}))<={'BF16','F32'}
     assert str(s).count('\n')>8
 
 class Machine:
@@ -73,22 +77,32 @@ class Machine:
     def budget(self): return SimpleNamespace(left=self.n)
 
 def test_what_fits():
-    s = look('qwen3.6-35b-a3b', 'nvfp4', on=[]); c = s.config
-    no = fit(s, Machine(16)); assert not no['fits'] and no['max_context']==0 and not any(no['sequences'].values())
-    f = fit(s, Machine(64)); kv,st = 4*c.kv_elements_per_token,slot_bytes(c, host_words)
+    s = look('qwen3.6-35b-a3b', 'nvfp4', on=[])
+    c = s.config
+    no = fit(s, Machine(16))
+    assert not no['fits'] and no['max_context']==0 and not any(no['sequences'].values())
+    f = fit(s, Machine(64))
+    kv,st = 4*c.kv_elements_per_token,slot_bytes(c, host_words)
     assert f['fits'] and f['packed'] and f['weights']==s.nbytes and f['kv_bytes_per_token']==kv
-    for n,k in f['sequences'].items(): assert s.nbytes+k*(kv*n+st)<=64*2**30<s.nbytes+(k+1)*(kv*n+st)
+    for n,k in f['sequences'].items():
+        assert s.nbytes+k*(kv*n+st)<=64*2**30<s.nbytes+(k+1)*(kv*n+st)
     assert f['max_context']==min(c.max_seq_len, (64*2**30-s.nbytes-st)//kv) and list(f['sequences'])==[4096,32768,262144]
-    card = fit(s, Machine(64, 'cuda')); assert card['kv_bytes_per_token']==kv//2 and card['sequences'][32768]>f['sequences'][32768]
-    small = fit(look('smollm2-135m', on=[]), Machine(4)); assert not small['packed'] and small['weights']==4*134_515_008 and small['state_bytes']==0
+    card = fit(s, Machine(64, 'cuda'))
+    assert card['kv_bytes_per_token']==kv//2 and card['sequences'][32768]>f['sequences'][32768]
+    small = fit(look('smollm2-135m', on=[]), Machine(4))
+    assert not small['packed'] and small['weights']==4*134_515_008 and small['state_bytes']==0
     assert list(small['sequences'])==[4096,8192]
 
 def test_strips():
-    c = ModelConfig.preset('nemotron-3-nano-30b-a3b'); lines = Strip(c).text(26).split('\n')
+    c = ModelConfig.preset('nemotron-3-nano-30b-a3b')
+    lines = Strip(c).text(26).split('\n')
     assert len(lines)==5 and ''.join(lines[:4:2])=='M·M·MA·'*5+'M·M·M·MA·M·M·M·M·' and lines[4]=='A attention, M Mamba-2, E experts'
-    svg = Strip(c)._repr_svg_(); assert svg.count('<rect')==2*52+3 and 'Mamba-2' in svg
-    for n in PRESETS: assert len(Strip(ModelConfig.preset(n)).text(10**6).split('\n'))==3
+    svg = Strip(c)._repr_svg_()
+    assert svg.count('<rect')==2*52+3 and 'Mamba-2' in svg
+    for n in PRESETS:
+        assert len(Strip(ModelConfig.preset(n)).text(10**6).split('\n'))==3
 
 def test_names_that_lead_nowhere(tmp_path):
     for args in (('no-such-model',), ('qwen3-0.6b','int3'), (str(tmp_path),)):
-        with pytest.raises(AtlasError): look(*args, on=[])
+        with pytest.raises(AtlasError):
+            look(*args, on=[])

@@ -16,16 +16,19 @@ from helpers.waiting import WAIT  # noqa: E402
 
 def model(prompt):
     "What the model says, by its prompt"
-    if 'call weathertool: rain' in prompt: return '<think>Rain.</think>It rains.'
+    if 'call weathertool: rain' in prompt:
+        return '<think>Rain.</think>It rains.'
     for name in 'weather','json_tool_call':
-        if f'"name": "{name}"' in prompt: return f'<think>Look.</think>Wait.\n<tool_call>\n{{"name": "{name}", "arguments": {{"city": "Oslo"}}}}\n</tool_call>'
+        if f'"name": "{name}"' in prompt:
+            return f'<think>Look.</think>Wait.\n<tool_call>\n{{"name": "{name}", "arguments": {{"city": "Oslo"}}}}\n</tool_call>'
     return '<think>Hm.</think>{"city": "Oslo"}'
 
 @pytest.fixture(scope='module')
 def told():
     "What litellm says, by provider"
     python = os.environ.get('ATLAS_LITELLM') or sys.executable
-    if python==sys.executable and not find_spec('litellm'): pytest.skip('litellm is not installed')
+    if python==sys.executable and not find_spec('litellm'):
+        pytest.skip('litellm is not installed')
     s = Speaker(model)
     anything = SimpleNamespace(check=lambda spec: None)  # the script keeps to every format by itself
     app = app_of(s, s.tok, ChatTemplate(TEMPLATE), parsers=('hermes','qwen3'), guides=anything)

@@ -35,24 +35,28 @@ class Guides:
     def __init__(self): self.seen = []
     def check(self, spec):
         self.seen.append(spec)
-        if 'bomb' in json.dumps(spec): raise RequestError('The schema is too large', param='response_format')
+        if 'bomb' in json.dumps(spec):
+            raise RequestError('The schema is too large', param='response_format')
         return ['pattern was left out'] if 'odd' in json.dumps(spec) else []
 
 class Speaker(FakeRunner):
     "A fake runner that can score and embed"
     async def call(self, op, ids, **kw):
-        if op=='embed': return [3.,4.,0.] if kw['pooling']=='last' else [0.,0.,1.]
+        if op=='embed':
+            return [3.,4.,0.] if kw['pooling']=='last' else [0.,0.,1.]
         return [(-1.-k, [(i,-1.-k),(65,-5.)][:kw['k']]) for k,i in enumerate(ids[1:])]
 
 @contextmanager
 def speaking(text, **kw):
     "A server whose model says `text`; (client, runner, guides, port)"
     r,g = Speaker(text),Guides()
-    with live(r, **(dict(parsers=('hermes','qwen3'), guides=g, template=THINKING)|kw)) as port: yield client_of(port),r,g,port
+    with live(r, **(dict(parsers=('hermes','qwen3'), guides=g, template=THINKING)|kw)) as port:
+        yield client_of(port),r,g,port
 
 @pytest.fixture(scope='module')
 def calling():
-    with speaking(CALL) as s: yield s
+    with speaking(CALL) as s:
+        yield s
 
 def ask(c, **kw): return c.chat.completions.create(**(dict(model='fake', messages=HELLO)|kw))
 
@@ -73,14 +77,18 @@ def test_tool_calls_streamed(calling):
     calls,reasoning,content,finish = {},'','',[]
     for x in ask(c, tools=[WEATHER,SUM], stream=True):
         d = x.choices[0].delta
-        reasoning += getattr(d, 'reasoning_content', None) or ''; content += d.content or ''
+        reasoning += getattr(d, 'reasoning_content', None) or ''
+        content += d.content or ''
         finish += [x.choices[0].finish_reason] if x.choices[0].finish_reason else []
         for t in d.tool_calls or []:
             k = calls.setdefault(t.index, ['', '', ''])
-            k[0] += t.id or ''; k[1] += t.function.name or ''; k[2] += t.function.arguments or ''
+            k[0] += t.id or ''
+            k[1] += t.function.name or ''
+            k[2] += t.function.arguments or ''
     assert [(n, json.loads(a)) for _,n,a in calls.values()]==[('weather',dict(city='Paris')),('sum',dict(a=1, b=2))]
     assert (reasoning, content.strip(), finish)==('Look it up.', 'I will look.', ['tool_calls'])
-    with c.chat.completions.stream(model='fake', messages=HELLO, tools=[WEATHER,SUM]) as s: m = s.get_final_completion().choices[0].message
+    with c.chat.completions.stream(model='fake', messages=HELLO, tools=[WEATHER,SUM]) as s:
+        m = s.get_final_completion().choices[0].message
     assert m.tool_calls[1].function.arguments=='{"a": 1, "b": 2}'
 
 @pytest.mark.parametrize('choice,spec', [('required',dict(choice='required', names=['weather','sum'], parallel=True)), (dict(type='function', function=dict(name='sum')),dict(choice='required', names=['sum'], parallel=False))])
@@ -98,7 +106,8 @@ def test_tool_choice_none_and_strict(calling):
     ask(c, tools=[dict(type='function', function=SUM['function']|dict(strict=True))], parallel_tool_calls=False)
     assert (r.seen[-1].guide['choice'],r.seen[-1].guide['parallel'],r.seen[-1].guide['strict'])==('auto',False,True)
     for bad in 'some',dict(type='function', function=dict(name='other')):
-        with pytest.raises(openai.BadRequestError) as e: ask(c, tools=[SUM], tool_choice=bad)
+        with pytest.raises(openai.BadRequestError) as e:
+            ask(c, tools=[SUM], tool_choice=bad)
         assert e.value.param=='tool_choice'
 
 def test_the_second_turn(calling):
@@ -119,7 +128,8 @@ def test_thinking(calling):
         assert tok.decode(r.seen[-1].prompt).endswith('<think></think>') and a.choices[0].message.content.startswith('<think>Look') and r.seen[-1].guide is None
     ask(c, reasoning_effort='high', extra_body=dict(thinking_budget=7))
     assert tok.decode(r.seen[-1].prompt).endswith('high>') and r.seen[-1].guide|dict(kind='free', after='</think>', budget=7)==r.seen[-1].guide
-    with pytest.raises(openai.BadRequestError) as e: ask(c, extra_body=dict(chat_template_kwargs=dict(tokenize=True)))
+    with pytest.raises(openai.BadRequestError) as e:
+        ask(c, extra_body=dict(chat_template_kwargs=dict(tokenize=True)))
     assert e.value.param=='chat_template_kwargs'
 
 @pytest.mark.parametrize('stream', [False,True])
@@ -129,7 +139,8 @@ def test_one_call_at_most(calling, stream):
     if stream:
         xs = [x.choices[0] for x in ask(c, stream=True, **kw)]
         names,finish = [t.function.name for x in xs for t in x.delta.tool_calls or [] if t.id],xs[-1].finish_reason
-        with c.responses.stream(model='fake', input='x', tools=[dict(type='function', **WEATHER['function']), dict(type='function', **SUM['function'])], parallel_tool_calls=False) as s: r = s.until_done().get_final_response()
+        with c.responses.stream(model='fake', input='x', tools=[dict(type='function', **WEATHER['function']), dict(type='function', **SUM['function'])], parallel_tool_calls=False) as s:
+            r = s.until_done().get_final_response()
     else:
         x = ask(c, **kw).choices[0]
         names,finish = [t.function.name for t in x.message.tool_calls],x.finish_reason
@@ -152,7 +163,8 @@ def test_parts_of_messages(calling):
 def test_reasoning_that_is_not_told(calling):
     c,_,_,_ = calling
     for kw in dict(include_reasoning=False),dict(reasoning=dict(exclude=True)):
-        a = ask(c, logprobs=True, extra_body=kw); m = a.choices[0].message
+        a = ask(c, logprobs=True, extra_body=kw)
+        m = a.choices[0].message
         assert not hasattr(m, 'reasoning') and not hasattr(m, 'reasoning_content') and m.content.startswith('I will look.') and 'Look it up' not in a.to_json() and a.usage.completion_tokens_details.reasoning_tokens>9
         xs = list(ask(c, logprobs=True, stream=True, extra_body=kw))
         assert ''.join(x.choices[0].delta.content or '' for x in xs)==m.content and not any(getattr(x.choices[0].delta, 'reasoning', None) for x in xs)
@@ -161,7 +173,8 @@ def test_reasoning_that_is_not_told(calling):
 @pytest.mark.parametrize('kw,param', [(dict(stream_options=dict(include_usage=True)),'stream_options'), (dict(top_logprobs=21, logprobs=True),'top_logprobs'), (dict(top_logprobs=-1, logprobs=True),'top_logprobs'), (dict(top_logprobs=1),'top_logprobs'),
     (dict(stream=True, prompt_logprobs=1),'prompt_logprobs'), (dict(chat_template='{{ 1 }}'),'chat_template'), (dict(modalities=['audio']),'modalities'), (dict(max_completion_tokens=0),'max_completion_tokens')])
 def test_promises_that_would_be_broken(calling, kw, param):
-    with pytest.raises(openai.APIStatusError) as e: ask(calling[0], extra_body=kw)
+    with pytest.raises(openai.APIStatusError) as e:
+        ask(calling[0], extra_body=kw)
     assert (e.value.status_code, e.value.param)==(501 if param=='modalities' else 400, param)
 
 def test_fields_without_effect_are_named(calling):
@@ -208,7 +221,8 @@ def test_ignored_fields_are_told_once(calling, log):
     port = calling[3]
     strange = {'foo':1, 'bar\r\nx-evil: 1':2, 'quiet':None}
     for path,kw in EVERY_API:
-        for _ in range(2): assert told(path, port, **kw, **strange)=='bar??x-evil??1, foo'
+        for _ in range(2):
+            assert told(path, port, **kw, **strange)=='bar??x-evil??1, foo'
         usual = dict(metadata={}, user='u', service_tier='auto')
         assert told(path, port, **kw, **usual) is None
     line = 'Ignored fields of requests: %s','bar??x-evil??1, foo'
@@ -286,10 +300,12 @@ def test_formats():
         assert a.headers['x-atlas-warning']=='pattern was left out'
         n = len(r.seen)
         for bad,param in (dict(type='json_schema', json_schema=dict(name='x', schema=dict(bomb=1))),'response_format'), (dict(type='xml'),'response_format'):
-            with pytest.raises(openai.BadRequestError) as e: ask(c, response_format=bad)
+            with pytest.raises(openai.BadRequestError) as e:
+                ask(c, response_format=bad)
             assert e.value.param==param
         assert len(r.seen)==n
-    with speaking('x', guides=None) as (c,_,_,_), pytest.raises(openai.InternalServerError) as e: ask(c, response_format=dict(type='json_object'))
+    with speaking('x', guides=None) as (c,_,_,_), pytest.raises(openai.InternalServerError) as e:
+        ask(c, response_format=dict(type='json_object'))
     assert e.value.status_code==501
 
 def test_a_forced_call_that_is_cut():
@@ -335,7 +351,8 @@ def test_echo_and_prompt_logprobs():
 
 def test_counts_are_null_until_the_last_chunk(calling):
     for kw,n in (dict(stream_options=dict(include_usage=True)),1), ({},0):
-        with ask(calling[0], stream=True, **kw) as s: xs = [json.loads(x.to_json(exclude_unset=True)) for x in s]
+        with ask(calling[0], stream=True, **kw) as s:
+            xs = [json.loads(x.to_json(exclude_unset=True)) for x in s]
         assert ['usage' in x for x in xs]==[bool(n)]*len(xs) and [x['usage'] is not None for x in xs if n]==[False]*(len(xs)-1)*n+[True]*n
 
 class Unequal(FakeRunner):
@@ -343,7 +360,8 @@ class Unequal(FakeRunner):
     def submit(self, r):
         s,k = super().submit(r),len(self.seen)
         async def events():
-            async for e in s: yield replace(e, logprob=-((k*7)%5+1.))
+            async for e in s:
+                yield replace(e, logprob=-((k*7)%5+1.))
         return type('Line', (), dict(__aiter__=lambda _: events(), abort=s.abort))()
 
 def test_best_of():
@@ -353,10 +371,12 @@ def test_best_of():
         a = c.completions.create(model='fake', prompt=['a','b'], best_of=4, n=2, logprobs=0, echo=False)
         want = [sorted(-((k*7)%5+1.) for k in ks)[::-1][:2] for ks in (range(1,5),range(5,9))]
         assert [x.logprobs.token_logprobs[0] for x in a.choices]==sum(want, []) and [x.index for x in a.choices]==[0,1,2,3] and a.usage.completion_tokens==8*3
-        a = c.completions.create(model='fake', prompt='a', best_of=3); assert len(a.choices)==1 and a.choices[0].logprobs is None and len(r.seen)==11
+        a = c.completions.create(model='fake', prompt='a', best_of=3)
+        assert len(a.choices)==1 and a.choices[0].logprobs is None and len(r.seen)==11
         assert len(c.completions.create(model='fake', prompt='a', best_of=2, n=2).choices)==2
         for kw in dict(n=3, best_of=2),dict(best_of=2, stream=True),dict(best_of=0):
-            with pytest.raises(openai.BadRequestError) as e: c.completions.create(model='fake', prompt='a', **kw)
+            with pytest.raises(openai.BadRequestError) as e:
+                c.completions.create(model='fake', prompt='a', **kw)
             assert e.value.param=='best_of'
 
 def test_tokens_by_their_ids():
@@ -393,7 +413,8 @@ def test_the_space_between_prompt_and_completion():
 
 def test_suffix():
     with speaking('xy') as (c,_,_,_):
-        with pytest.raises(openai.InternalServerError) as e: c.completions.create(model='fake', prompt='a', suffix='b')
+        with pytest.raises(openai.InternalServerError) as e:
+            c.completions.create(model='fake', prompt='a', suffix='b')
         assert e.value.status_code==501 and e.value.param=='suffix'
 
 def test_continuous_usage():
@@ -453,9 +474,11 @@ def test_the_log_says_how_a_model_drafts(caplog):
     for drafts in (3,0):
         runner = Scripted(str, drafts)
         model, = always(runner, runner.tok).all
-        with caplog.at_level('INFO', 'atlas'): model._set('loaded')
+        with caplog.at_level('INFO', 'atlas'):
+            model._set('loaded')
         model.reason = 'it is slow'
-        with caplog.at_level('INFO', 'atlas'): model._set('loaded')
+        with caplog.at_level('INFO', 'atlas'):
+            model._set('loaded')
     assert [r.getMessage() for r in caplog.records]==[
         'scripted is loaded, speculative: mtp, 3 drafts', 'scripted is loaded: it is slow',
         'scripted is loaded', 'scripted is loaded: it is slow']
@@ -547,13 +570,15 @@ def test_bounds_that_are_allowed(kind):
     r = FakeRunner()
     app,(path,base) = app_of(r, tok, THINKING),PATHS[kind]
     c = TestClient(app, raise_server_exceptions=False)
-    for more in dict(seed=2**63-1), dict(seed=-2**63), dict(thinking_budget=-1), {'max_output_tokens' if kind=='responses' else 'max_tokens':10**18}: assert c.post(path, json=base|more).status_code==200, more
+    for more in dict(seed=2**63-1), dict(seed=-2**63), dict(thinking_budget=-1), {'max_output_tokens' if kind=='responses' else 'max_tokens':10**18}:
+        assert c.post(path, json=base|more).status_code==200, more
     assert r.seen[-1].params.max_tokens==2**31-1
 
 def test_errors_have_the_shape_of_their_api():
     c = TestClient(app_of(FakeRunner(), tok), raise_server_exceptions=False)
     assert c.post('/v1/messages', json={}).json()['type']==c.get('/v1/messages').json()['type']=='error'
-    r = FakeRunner(); r.submit = None
+    r = FakeRunner()
+    r.submit = None
     c = TestClient(app_of(r, tok, THINKING), raise_server_exceptions=False)
     a = c.post('/v1/messages', json=dict(messages=HELLO, max_tokens=3, model='fake'))
     assert a.status_code==500 and a.json()['type']=='error' and a.headers['request-id']==a.headers['x-request-id']
@@ -563,16 +588,21 @@ def test_errors_have_the_shape_of_their_api():
 @pytest.fixture(scope='module')
 def demo():
     PRESETS['toy-api'] = PRESETS['llama-3.1-8b']|dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32, intermediate_size=96, vocab_size=256, max_position_embeddings=512, bos_token_id=1, eos_token_id=255)
-    try: llm = LLM('toy-api', 'cpu', load_format='dummy', max_seq_len=400, show=False)  # random weights, a token for each byte
-    finally: del PRESETS['toy-api']
+    try:
+        llm = LLM('toy-api', 'cpu', load_format='dummy', max_seq_len=400, show=False)  # random weights, a token for each byte
+    finally:
+        del PRESETS['toy-api']
     app = create_app(loaded(llm, ['demo']))
-    with TestClient(app) as c: yield c,llm
+    with TestClient(app) as c:
+        yield c,llm
 
 def test_a_real_model_keeps_to_a_format(demo):
     c,_ = demo
     schema = dict(type='object', properties=dict(ok=dict(type='boolean'), n=dict(type='integer', minimum=0, maximum=9)), required=['ok','n'], additionalProperties=False)
     a = c.post('/v1/chat/completions', json=dict(messages=HELLO, n=3, seed=1, max_tokens=64, response_format=dict(type='json_schema', json_schema=dict(name='x', schema=schema)))).json()
-    for x in a['choices']: d = json.loads(x['message']['content']); assert x['finish_reason']=='stop' and isinstance(d['ok'], bool) and 0<=d['n']<=9
+    for x in a['choices']:
+        d = json.loads(x['message']['content'])
+        assert x['finish_reason']=='stop' and isinstance(d['ok'], bool) and 0<=d['n']<=9
     a = c.post('/v1/completions', json=dict(prompt='a', max_tokens=30, structured_outputs=dict(choice=['left','right']))).json()
     assert a['choices'][0]['text'] in ('left','right')
     assert set(c.post('/v1/completions', json=dict(prompt='a', max_tokens=30, regex='x{3}')).json()['choices'][0]['text'])=={'x'}
@@ -604,7 +634,8 @@ class Steps:
         for rid in list(self.todo):
             self.todo[rid] -= 1
             out.append(Event(rid, 65, finish='length' if not self.todo[rid] else None))
-            if not self.todo[rid]: del self.todo[rid]
+            if not self.todo[rid]:
+                del self.todo[rid]
         return out
 
 def test_every_request_is_accounted_for():
@@ -618,13 +649,16 @@ def test_every_request_is_accounted_for():
         raw = json.dumps(body|{'max_output_tokens' if 'input' in body else 'max_tokens':dice.randint(16, 200), 'stream':dice.random()<.6, 'model':'fake'}).encode()
         rd,wr = await asyncio.open_connection('127.0.0.1', port)
         wr.write(head(len(raw), path).replace(b'\r\n\r\n', b'\r\nConnection: close\r\n\r\n')+raw)
-        if dice.random()<.33: await rd.read(dice.choice([1,100,3000]))
-        else: await rd.read()
+        if dice.random()<.33:
+            await rd.read(dice.choice([1,100,3000]))
+        else:
+            await rd.read()
         wr.close()
     async def many(port):
         gate = asyncio.Semaphore(40)
         async def held(k):
-            async with gate: await one(port, k)
+            async with gate:
+                await one(port, k)
         await asyncio.gather(*(held(k) for k in range(1000)))
     with live(ms) as port:
         asyncio.run(many(port))

@@ -33,13 +33,15 @@ def told(r): return r.json()['error']['message']
 @pytest.fixture(scope='module')
 def gateway(tmp_path_factory):
     "Two models behind keys; the second was given as a path, and nobody has loaded it"
-    path = tmp_path_factory.mktemp('models')/'second.gguf'; path.touch()
+    path = tmp_path_factory.mktemp('models')/'second.gguf'
+    path.touch()
     side = dict(tokenizer=byte_tokenizer(), template=ChatTemplate('{{ messages[-1].content }}'))
     def text(config): return dict(side)
     say = dict(options=dict(say='I am it.'), config=ScriptConfig)
     both = modelled(['first',str(path)], policy=PATIENT, command=FAKE, text=text, **say)
     ms = Models(both, first=['first'])
-    with running(create_app(ms, rules=Rules(Keys(dict(reader='user', keeper='admin'))))) as at: yield at,str(path)
+    with running(create_app(ms, rules=Rules(Keys(dict(reader='user', keeper='admin'))))) as at:
+        yield at,str(path)
 
 def loaded(m):
     "The green dot of its menu, where the provider is called llama.cpp"
@@ -77,11 +79,15 @@ def test_page_of_providers(gateway):
         with client(gateway[0], 'keeper') as h, h.stream('GET', '/models/sse') as r:
             ready.set()
             for l in r.iter_lines():
-                if l.startswith('data: '): events.append(json.loads(l[6:]))
-                if events and events[-1]['data']['status']=='unloaded': return
+                if l.startswith('data: '):
+                    events.append(json.loads(l[6:]))
+                if events and events[-1]['data']['status']=='unloaded':
+                    return
     with client(gateway[0], 'keeper') as h:
         until(h, 'first', 'loaded')
-        t = threading.Thread(target=listen); t.start(); assert ready.wait(WAIT)
+        t = threading.Thread(target=listen)
+        t.start()
+        assert ready.wait(WAIT)
         assert h.post('/models/load', json=dict(model='second.gguf')).json()==dict(success=True)
         now = catalog(h)['second.gguf']['status']
         assert now['value'] in ('loading','loaded') and 0<=now.get('progress', dict(value=0))['value']<=1
@@ -91,7 +97,8 @@ def test_page_of_providers(gateway):
         assert again.status_code==400 and 'second.gguf' in told(again)
         assert h.post('/models/unload', json=dict(model='second.gguf', instance_id='second.gguf')).json()==dict(success=True)
         until(h, 'second.gguf', 'unloaded')
-        t.join(WAIT); assert not t.is_alive()
+        t.join(WAIT)
+        assert not t.is_alive()
         states = [e['data']['status'] for e in events if (e['model'],e['event'])==('second.gguf','model_status')]
         assert states[0]=='loading' and 'loaded' in states and states[-1]=='unloaded' and any(e['data'].get('progress') for e in events)
 
@@ -108,18 +115,23 @@ def heard(lines):
     "A streamed answer, put together"
     out = dict(said='', thought='', calls={}, finish=None, usage=None, error=None)
     for l in lines:
-        if not l.startswith('data: {'): continue
+        if not l.startswith('data: {'):
+            continue
         d = json.loads(l[6:])
         out['usage'] = d.get('usage') or out['usage']
-        if not d.get('choices'): out['error'] = d.get('error') or out['error']; continue
-        c = d['choices'][0]; delta = c.get('delta', {})
+        if not d.get('choices'):
+            out['error'] = d.get('error') or out['error']
+            continue
+        c = d['choices'][0]
+        delta = c.get('delta', {})
         out['finish'] = c.get('finish_reason') or out['finish']
         out['said'] += delta.get('content') or ''
         out['thought'] += delta.get('reasoning_content') or delta.get('reasoning') or delta.get('thinking') or ''
         for t in delta.get('tool_calls') or []:
             call = out['calls'].setdefault(t['index'], dict(id=t.get('id'), name='', arguments=''))
             f = t.get('function') or {}
-            call['name'] = f.get('name') or call['name']; call['arguments'] += f.get('arguments') or ''
+            call['name'] = f.get('name') or call['name']
+            call['arguments'] += f.get('arguments') or ''
     return out
 
 TOOLS = [tool('get_current_timestamp'), tool('calculate_timestamp', days_ago=dict(default=0, description='Days back', type='integer')), *(tool(f'builtin_{i}') for i in range(34))]
@@ -131,16 +143,22 @@ def script(prompt):
     "Answers by what was asked last"
     ask = prompt.rsplit('<user>', 1)[-1]
     for field,value in ('title','"A Talk"'),('follow_ups','["And then?"]'),('tags','["Talks"]'):
-        if f'"{field}"' in ask: return f'<think>Hm.</think>{{ "{field}": {value} }}'
-    if '<tool>' in ask: return 'It is in.</think>It is noon.'
-    if 'clock' in ask: return '<think>I need a tool.</think>I look.\n<tool_call>\n{"name": "calculate_timestamp", "arguments": {"days_ago": 2}}\n</tool_call>'
-    if prompt.endswith('Once upon'): return ' a time.'
-    if prompt.endswith('<think>A tale'): return ', then.</think>There was a dog.'
+        if f'"{field}"' in ask:
+            return f'<think>Hm.</think>{{ "{field}": {value} }}'
+    if '<tool>' in ask:
+        return 'It is in.</think>It is noon.'
+    if 'clock' in ask:
+        return '<think>I need a tool.</think>I look.\n<tool_call>\n{"name": "calculate_timestamp", "arguments": {"days_ago": 2}}\n</tool_call>'
+    if prompt.endswith('Once upon'):
+        return ' a time.'
+    if prompt.endswith('<think>A tale'):
+        return ', then.</think>There was a dog.'
     return '<think>A greeting.</think>Hello! '+'More. '*(4000 if 'long' in ask else 1)
 
 @pytest.fixture(scope='module')
 def speaker():
-    with service(script, template=SHOWS) as s: yield s
+    with service(script, template=SHOWS) as s:
+        yield s
 def chat(s, messages, tools=TOOLS, **kw):
     with client(s.url) as h, h.stream('POST', '/v1/chat/completions', json=dict(stream=True, model='scripted', messages=messages, tools=tools)|kw) as r:
         assert r.status_code==200 and r.headers['content-type'].startswith('text/event-stream')
@@ -149,7 +167,8 @@ def chat(s, messages, tools=TOOLS, **kw):
 @pytest.mark.parametrize('field,kw', [('title',dict(max_tokens=1000)), ('follow_ups',{}), ('tags',{})])
 def test_requests_behind_a_chat(speaker, field, kw):
     "Its titles, suggestions and tags: the content is JSON, without the thought"
-    with client(speaker.url) as h: r = h.post('/v1/chat/completions', json=dict(model='scripted', messages=[task('Do it.', field, 'Hi')], stream=False)|kw)
+    with client(speaker.url) as h:
+        r = h.post('/v1/chat/completions', json=dict(model='scripted', messages=[task('Do it.', field, 'Hi')], stream=False)|kw)
     assert field in json.loads(r.json()['choices'][0]['message']['content'])
 
 def test_turns_with_thoughts_and_tools(speaker):
@@ -170,7 +189,8 @@ def test_stop(speaker):
     n = speaker.aborted
     with client(speaker.url) as h, h.stream('POST', '/v1/chat/completions', json=dict(stream=True, model='scripted', messages=[user('A long one')], tools=TOOLS)) as r:
         for l in r.iter_lines():
-            if 'More' in l or '"content":"M"' in l: break
+            if 'More' in l or '"content":"M"' in l:
+                break
     waiting.until(lambda: speaker.aborted>n)
 
 @pytest.mark.parametrize('said,end,thought,rest', [(dict(content='Once upon', reasoning_content='A tale.'), 'Once upon', '', ' a time.'), (dict(content='Once upon'), 'Once upon', '', ' a time.'),
@@ -189,7 +209,8 @@ def test_settings(speaker):
     try:
         with client(speaker.url) as h, h.stream('POST', '/v1/chat/completions', json=dict(model='scripted', messages=[user('Hello')], stream=True, stream_options=dict(include_usage=True))|kw) as r:
             a,warned = heard(r.iter_lines()),r.headers.get_list('x-atlas-warning')
-    finally: del speaker.submit
+    finally:
+        del speaker.submit
     p = seen[0].params
     assert a['usage']['total_tokens']==a['usage']['prompt_tokens']+a['usage']['completion_tokens'] and any('mirostat' in w for w in warned)
     assert (p.temperature,p.top_p,p.min_p,p.max_tokens,p.seed,p.top_k,p.repetition_penalty)==(.5,.9,.05,100,42,40,1.1)
@@ -203,7 +224,8 @@ def test_errors_that_its_page_shows(speaker):
 def test_a_worker_that_dies(gateway):
     "The stream ends with an error that is read as one, and the next question is told when to come again, or answered"
     with client(gateway[0], 'reader') as h:
-        with h.stream('POST', '/v1/chat/completions', json=dict(stream=True, model='first', messages=[user('<die>')])) as r: a = heard(r.iter_lines())
+        with h.stream('POST', '/v1/chat/completions', json=dict(stream=True, model='first', messages=[user('<die>')])) as r:
+            a = heard(r.iter_lines())
         assert a['said'] and a['error']['message'] and not a['finish']
         r = h.post('/v1/chat/completions', json=dict(stream=True, model='first', messages=[user('Hi')]))
         assert r.status_code==200 or r.status_code==503 and int(r.headers['retry-after'])>=1
@@ -214,12 +236,18 @@ def answered(lines):
     "The items of a streamed response, from its events alone"
     items,last = {},None
     for l in lines:
-        if not l.startswith('data: {'): continue
-        e = last = json.loads(l[6:]); kind = e['type']
-        if kind=='response.output_item.added': items[e['output_index']] = dict(e['item'], text='', args='')
-        elif kind in ('response.output_text.delta','response.reasoning_text.delta'): items[e['output_index']]['text'] += e['delta']
-        elif kind=='response.function_call_arguments.delta': items[e['output_index']]['args'] += e['delta']
-        elif kind=='response.output_item.done': items[e['output_index']] |= {k:v for k,v in e['item'].items() if k in ('name','call_id','arguments','status')}
+        if not l.startswith('data: {'):
+            continue
+        e = last = json.loads(l[6:])
+        kind = e['type']
+        if kind=='response.output_item.added':
+            items[e['output_index']] = dict(e['item'], text='', args='')
+        elif kind in ('response.output_text.delta','response.reasoning_text.delta'):
+            items[e['output_index']]['text'] += e['delta']
+        elif kind=='response.function_call_arguments.delta':
+            items[e['output_index']]['args'] += e['delta']
+        elif kind=='response.output_item.done':
+            items[e['output_index']] |= {k:v for k,v in e['item'].items() if k in ('name','call_id','arguments','status')}
     assert last['type']=='response.completed' and last['response']['usage']['total_tokens']>0
     return [items[i] for i in sorted(items)]
 
@@ -228,8 +256,10 @@ def test_responses(speaker):
     def message(role, text): return dict(type='message', role=role, content=[dict(type='output_text' if role=='assistant' else 'input_text', text=text)])
     flat = [dict(type='function', strict=False, **t['function']) for t in TOOLS]
     def ask(items):
-        with client(speaker.url) as h, h.stream('POST', '/v1/responses', json=dict(stream=True, model='scripted', tools=flat, input=items, instructions='Be a pirate', min_p=.05, reasoning_effort='medium')) as r: return answered(r.iter_lines())
-    with client(speaker.url) as h: r = h.post('/v1/responses', json=dict(model='scripted', stream=False, input=[message('user', task('Do it.', 'title', 'Hi')['content'])], max_output_tokens=1000)).json()
+        with client(speaker.url) as h, h.stream('POST', '/v1/responses', json=dict(stream=True, model='scripted', tools=flat, input=items, instructions='Be a pirate', min_p=.05, reasoning_effort='medium')) as r:
+            return answered(r.iter_lines())
+    with client(speaker.url) as h:
+        r = h.post('/v1/responses', json=dict(model='scripted', stream=False, input=[message('user', task('Do it.', 'title', 'Hi')['content'])], max_output_tokens=1000)).json()
     assert 'title' in json.loads(''.join(p['text'] for i in r['output'] if i['type']=='message' for p in i['content']))
     items = [message('user', 'What does the clock say?')]
     thought,text,call = ask(items)

@@ -38,17 +38,22 @@ def script(ask):
     "What the scripted model answers: a word of its last message chooses"
     last = ask.messages[-1]
     text = last['content'] if isinstance(last['content'], str) else ''.join(p.get('text', '') for p in last['content'])
-    if last['role']=='tool': return say('It is ', f'{text}.')
+    if last['role']=='tool':
+        return say('It is ', f'{text}.')
     if 'weather' in text and ask.tools:
         thoughts = thought('I must '),thought('look.')
         oslo = call('weather', '{"city": "Oslo"}')
         return [*thoughts, *oslo, Delta(finish='tool_calls')]
     if 'think' in text:
         return [thought('Hm. '), thought('Yes.'), *say('Sure')]
-    if 'json' in text: return say('{"name": "Ada",', ' "year": 1815}')
-    if 'long' in text: return say('on and ', 'on', finish='length')
-    if 'break' in text: return broken()
-    if 'slow' in text: return slow()
+    if 'json' in text:
+        return say('{"name": "Ada",', ' "year": 1815}')
+    if 'long' in text:
+        return say('on and ', 'on', finish='length')
+    if 'break' in text:
+        return broken()
+    if 'slow' in text:
+        return slow()
     return say(f'You said {text!r}', ' to ', str(len(ask.messages)), ' messages')
 
 async def slow():
@@ -61,7 +66,8 @@ async def broken():
 
 @pytest.fixture(scope='module')
 def at():
-    with serve(script) as s: yield s
+    with serve(script) as s:
+        yield s
 def client_of(at):
     return openai.OpenAI(base_url=f'{at.url}/v1', api_key='none', max_retries=0, timeout=WAIT)
 
@@ -78,7 +84,8 @@ def check_event(d:dict):
     assert got.type==d['type'], f'{d["type"]} was read as a {got.type}'
     left = set(d)-set(type(got).model_fields)-{'name','item_id'}
     assert not left, f'{d["type"]} has unknown fields {left}'
-    if d['type'] in ('response.created','response.in_progress','response.completed','response.incomplete','response.failed'): check_response(d['response'])
+    if d['type'] in ('response.created','response.in_progress','response.completed','response.incomplete','response.failed'):
+        check_response(d['response'])
     return got
 
 # what Open Responses (2026-04-24) demands of the resource
@@ -89,14 +96,20 @@ def check_response(d:dict):
     "A response against the client's type and the fields that Open Responses requires"
     r = Response.model_validate(d)
     assert not (missing := [k for k in REQUIRED if k not in d]), missing
-    for k,t in TYPES.items(): assert isinstance(d[k], t), (k, d[k])
-    for t in d['tools']: assert t['type']!='function' or {'name','description','parameters','strict'}<=set(t)
+    for k,t in TYPES.items():
+        assert isinstance(d[k], t), (k, d[k])
+    for t in d['tools']:
+        assert t['type']!='function' or {'name','description','parameters','strict'}<=set(t)
     for o in d['output']:
         assert o['id']
-        if o['type']=='message': assert {'status','role','content'}<=set(o) and all({'text','annotations'}<=set(p) for p in o['content'])
-        if o['type']=='function_call': assert {'call_id','name','arguments','status'}<=set(o)
-        if o['type']=='reasoning': assert isinstance(o['summary'], list) and isinstance(o.get('encrypted_content', ''), str)
-    if d['usage']: assert d['usage']['total_tokens']==d['usage']['input_tokens']+d['usage']['output_tokens'] and 'cached_tokens' in d['usage']['input_tokens_details']
+        if o['type']=='message':
+            assert {'status','role','content'}<=set(o) and all({'text','annotations'}<=set(p) for p in o['content'])
+        if o['type']=='function_call':
+            assert {'call_id','name','arguments','status'}<=set(o)
+        if o['type']=='reasoning':
+            assert isinstance(o['summary'], list) and isinstance(o.get('encrypted_content', ''), str)
+    if d['usage']:
+        assert d['usage']['total_tokens']==d['usage']['input_tokens']+d['usage']['output_tokens'] and 'cached_tokens' in d['usage']['input_tokens_details']
     return r
 
 def events(raw): return [json.loads(l[6:]) for l in raw.decode().split('\n') if l.startswith('data: {')]
@@ -132,7 +145,9 @@ def test_raw_stream_numbers_every_event(client):
     assert got[-1].response.output[-1]==done
 
 def test_parse_with_pydantic(client, at):
-    class Person(BaseModel): name:str; year:int
+    class Person(BaseModel):
+        name:str
+        year:int
     r = client.responses.parse(model='m', input='json please', text_format=Person)
     assert r.output_parsed==Person(name='Ada', year=1815)
     f = at.asks[-1].format
@@ -142,8 +157,10 @@ def test_parse_with_pydantic(client, at):
 @pytest.mark.parametrize('streamed', [False, True])
 def test_tool_loop_through_previous_response(client, at, streamed):
     def ask(**kw):
-        if not streamed: return client.responses.create(model='m', tools=[WEATHER], **kw)
-        with client.responses.stream(model='m', tools=[WEATHER], **kw) as s: return s.until_done().get_final_response()
+        if not streamed:
+            return client.responses.create(model='m', tools=[WEATHER], **kw)
+        with client.responses.stream(model='m', tools=[WEATHER], **kw) as s:
+            return s.until_done().get_final_response()
     r1 = ask(input='What is the weather?', instructions='Only for the first.')
     c = r1.output[-1]
     assert (c.type, c.name, json.loads(c.arguments)) == ('function_call', 'weather', dict(city='Oslo'))
@@ -160,7 +177,8 @@ def test_history_sent_by_the_client(client, at):
     del kept[0]['content']                                                     # as Codex does
     client.responses.create(model='m', store=False, tools=[WEATHER], input=[dict(role='user', content='What is the weather?'), *kept, dict(type='function_call_output', call_id=kept[-1]['call_id'], output='fog')])
     assert at.asks[-1].messages[1]['reasoning']=='I must look.'
-    with pytest.raises(openai.NotFoundError): client.responses.retrieve(r1.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(r1.id)
 
 def test_retrieve_list_and_delete(client):
     r1 = client.responses.create(model='m', input='one')
@@ -170,8 +188,10 @@ def test_retrieve_list_and_delete(client):
     assert len(ids)==3 and ids[1]==r1.output[0].id
     assert [i.id for i in client.responses.input_items.list(r2.id, order='asc')]==ids[::-1]
     client.responses.delete(r1.id)
-    with pytest.raises(openai.NotFoundError): client.responses.retrieve(r1.id)
-    with pytest.raises(openai.BadRequestError) as e: client.responses.create(model='m', input='three', previous_response_id=r1.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(r1.id)
+    with pytest.raises(openai.BadRequestError) as e:
+        client.responses.create(model='m', input='three', previous_response_id=r1.id)
     assert (e.value.param, e.value.code) == ('previous_response_id','previous_response_not_found')
     assert client.responses.retrieve(r2.id).output_text==r2.output_text
 
@@ -187,8 +207,10 @@ def test_owners_do_not_see_each_other(client):
     for f in (lambda: bob.responses.retrieve(r.id), lambda: bob.responses.cancel(r.id), lambda: bob.responses.delete(r.id), lambda: bob.responses.input_items.list(r.id),
               lambda: bob.responses.create(model='m', input=[dict(type='item_reference', id=r.output[0].id)]),
               lambda: client.responses.retrieve(r.id)):
-        with pytest.raises(openai.NotFoundError): f()
-    with pytest.raises(openai.BadRequestError): bob.responses.create(model='m', input='x', previous_response_id=r.id)
+        with pytest.raises(openai.NotFoundError):
+            f()
+    with pytest.raises(openai.BadRequestError):
+        bob.responses.create(model='m', input='x', previous_response_id=r.id)
 
 def test_background_runs_without_its_client_and_is_cancelled(client, at):
     r = client.responses.create(model='m', input='slow', background=True)
@@ -209,7 +231,8 @@ def test_cancel_of_a_stream(client):
     first = next(s)
     assert client.responses.cancel(first.response.id).status=='cancelled'
     assert [e.type for e in s][-1]=='response.incomplete'
-    with pytest.raises(openai.BadRequestError): client.responses.cancel(first.response.id)
+    with pytest.raises(openai.BadRequestError):
+        client.responses.cancel(first.response.id)
 
 def test_incomplete_and_failed(client):
     r = client.responses.create(model='m', input='long', max_output_tokens=5)
@@ -230,7 +253,8 @@ def test_incomplete_and_failed(client):
     (dict(input='x', conversation='conv_1'), openai.InternalServerError, 'conversation'),
     (dict(input='x', previous_response_id='resp_0'), openai.BadRequestError, 'previous_response_id')])
 def test_errors_name_the_field(client, kw, kind, param):
-    with pytest.raises(kind) as e: client.responses.create(model='m', **kw)
+    with pytest.raises(kind) as e:
+        client.responses.create(model='m', **kw)
     assert e.value.param==param and e.value.type in ('invalid_request_error','server_error')
 
 def test_hosted_tools_are_left_out_with_a_warning(client, at):
@@ -285,7 +309,8 @@ def test_any_pieces_make_the_same_response(thought, text, calls, at, finish, kw,
     raw = stream(a, joined(ps, together))
     assert len(raw.decode().splitlines())==raw.count(b'\n')
     es = events(raw)
-    for e in es: check_event(e)
+    for e in es:
+        check_event(e)
     assert [e['sequence_number'] for e in es]==list(range(len(es)))
     assert bare(es[-1]['response'], a)==bare(b.whole([whole], Usage(5, 9, 2, 3)), b)==bare(a.resource(), a)
     follows(es)
@@ -303,7 +328,8 @@ def test_the_end_of_a_call_and_what_follows_it_come_at_once(parser):
     ps = [s.feed(token) for token in BEHIND[parser]]
     ps += [s.finish(), Delta(finish='tool_calls')]
     es = events(stream(reply(asked(), 'm'), ps))
-    for e in es: check_event(e)
+    for e in es:
+        check_event(e)
     follows(es)
     out = {d['type']:d for d in es[-1]['response']['output']}
     assert len(es[-1]['response']['output'])==2 and json.loads(out['function_call']['arguments'])==dict(a=1) and out['function_call']['name']=='g' and out['message']['content'][0]['text'].strip()=='So'
@@ -313,14 +339,20 @@ def follows(es):
     now,out = None,[]
     for e in es:
         t = e['type'].removeprefix('response.')
-        if t=='output_item.added': assert now is None and e['output_index']==len(out); now = dict(id=e['item']['id'], text='', summary='')
-        elif t in ('output_text.delta','reasoning_text.delta','function_call_arguments.delta','custom_tool_call_input.delta'): now['text'] += e['delta']; assert e['item_id']==now['id']
-        elif t=='reasoning_summary_text.delta': now['summary'] += e['delta']
+        if t=='output_item.added':
+            assert now is None and e['output_index']==len(out)
+            now = dict(id=e['item']['id'], text='', summary='')
+        elif t in ('output_text.delta','reasoning_text.delta','function_call_arguments.delta','custom_tool_call_input.delta'):
+            now['text'] += e['delta']
+            assert e['item_id']==now['id']
+        elif t=='reasoning_summary_text.delta':
+            now['summary'] += e['delta']
         elif t=='output_item.done':
             d = e['item']
             text = d.get('arguments', d.get('input')) if 'call' in d['type'] else ''.join(p['text'] for p in d['content'])
             assert (d['id'], text) == (now['id'], now['text']) and now['summary']==''.join(p['text'] for p in d.get('summary', ()))
-            out.append(d); now = None
+            out.append(d)
+            now = None
     assert now is None and out==es[-1]['response']['output']
 
 def test_every_kind_of_event_was_checked():
@@ -332,7 +364,8 @@ def test_every_kind_of_event_was_checked():
     assert len({e['type'] for e in es})==19
     for e in es:
         for k in set(e)-{'name','type'}:
-            with pytest.raises(Exception): check_event({x:v for x,v in e.items() if x!=k})
+            with pytest.raises(Exception):
+                check_event({x:v for x,v in e.items() if x!=k})
 
 # -- wrong bodies ------------------------------------------------------------------------------------------------------------
 
@@ -368,9 +401,12 @@ MEMORY = Store(most=50)
 @given(mixed|nearly)
 @settings(deadline=None, max_examples=400, suppress_health_check=list(HealthCheck))
 def test_any_body_is_an_ask_or_a_refusal(d):
-    try: a = parse(json.dumps(d).encode(), MEMORY)
-    except AtlasError as e: assert 400<=e.status<=501 and error_body(e)['error']['message']
-    else: answered(a, listed=False)
+    try:
+        a = parse(json.dumps(d).encode(), MEMORY)
+    except AtlasError as e:
+        assert 400<=e.status<=501 and error_body(e)['error']['message']
+    else:
+        answered(a, listed=False)
 
 @given(sound)
 @settings(deadline=None, max_examples=200, suppress_health_check=list(HealthCheck))
@@ -380,9 +416,12 @@ def answered(a, listed=True):
     "What every `Ask` must be like, and that its answer can be written, listed and gone on from"
     assert isinstance(a, ResponsesAsk) and a.messages and all(m['role'] in ('system','user','assistant','tool') for m in a.messages)
     assert all(m['role']!='system' for m in a.messages[1:]) and all(isinstance(w, str) and w.isascii() for w in a.warnings)
-    for e in events(stream(reply(a, 'm'), say('x'))): check_response(e['response']) if 'response' in e else check_event(e)
-    if not a.store: return
-    for d in MEMORY.items(a.id)['data']: ITEMS.validate_python(d) if listed and d['type'] in ('message','reasoning','function_call') else d['id']
+    for e in events(stream(reply(a, 'm'), say('x'))):
+        check_response(e['response']) if 'response' in e else check_event(e)
+    if not a.store:
+        return
+    for d in MEMORY.items(a.id)['data']:
+        ITEMS.validate_python(d) if listed and d['type'] in ('message','reasoning','function_call') else d['id']
     again = parse(json.dumps(dict(input='x', previous_response_id=a.id)).encode(), MEMORY)
     assert len(again.messages)>=len(a.messages)-1
 
@@ -391,7 +430,8 @@ def answered(a, listed=True):
 @example(b'{"input": "\xff"}')
 @example(b'{"input": "x", "temperature": NaN}')
 def test_any_bytes_are_refused(raw):
-    with pytest.raises(AtlasError): parse(raw)
+    with pytest.raises(AtlasError):
+        parse(raw)
 
 # -- what the store promises -------------------------------------------------------------------------------------------------
 
@@ -402,7 +442,8 @@ def test_the_store_is_bounded():
         w.whole([Choice(content='y'*k)], Usage())
         assert len(s)<=20 and s.bytes<=200_000 and s.bytes==sum(r.size for r in s.records.values())
     assert len(s.where)==2*len(s)
-    w = reply(asked(s, input='x'*300_000), 'm'); w.whole([Choice(content='y')], Usage())
+    w = reply(asked(s, input='x'*300_000), 'm')
+    w.whole([Choice(content='y')], Usage())
     assert len(s)==0 and s.bytes==0 and not s.where, 'what is larger than all of it is not kept'
 
 def test_a_client_that_leaves_does_not_leave_a_response_in_progress():
@@ -423,21 +464,26 @@ def test_failures_have_codes_that_codex_knows():
 
 def model(prompt):
     "A scripted model: markup and all"
-    if 'endless' in prompt: return '<think>\n\n</think>\n\n'+'A'*100_000
-    if 'weather' in prompt and 'call weather' not in prompt and 'tool {' in prompt: return '<think>\nI must look.\n</think>\n\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    if 'endless' in prompt:
+        return '<think>\n\n</think>\n\n'+'A'*100_000
+    if 'weather' in prompt and 'call weather' not in prompt and 'tool {' in prompt:
+        return '<think>\nI must look.\n</think>\n\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
     return '<think>\nHm.\n</think>\n\n'+('It is foggy.' if 'fog' in prompt else 'Hello.')
 
 @pytest.fixture(scope='module')
 def whole():
-    with service(model) as s: yield s
+    with service(model) as s:
+        yield s
 @pytest.fixture
 def sdk(whole): return client_of(whole)
 
 @pytest.mark.parametrize('streamed', [False, True])
 def test_service_tool_loop(sdk, whole, streamed):
     def ask(**kw):
-        if not streamed: return sdk.responses.create(model='scripted', tools=[dict(WEATHER, strict=False)], **kw)
-        with sdk.responses.stream(model='scripted', tools=[dict(WEATHER, strict=False)], **kw) as s: return s.until_done().get_final_response()
+        if not streamed:
+            return sdk.responses.create(model='scripted', tools=[dict(WEATHER, strict=False)], **kw)
+        with sdk.responses.stream(model='scripted', tools=[dict(WEATHER, strict=False)], **kw) as s:
+            return s.until_done().get_final_response()
     r1 = ask(input='The weather?', instructions='Be brief.')
     assert [o.type for o in r1.output]==['reasoning','function_call'] and r1.output[0].content[0].text.strip()=='I must look.'
     assert json.loads(r1.output[1].arguments)==dict(city='Oslo') and whole.prompts[-1].startswith('tool {') and 'system: Be brief.' in whole.prompts[-1]
@@ -451,8 +497,10 @@ def test_service_stores_counts_and_forgets(sdk, whole):
     assert sdk.responses.retrieve(r.id)==r and [i.role for i in sdk.responses.input_items.list(r.id)]==['user']
     assert sdk.responses.input_tokens.count(model='scripted', input='Hi').input_tokens==r.usage.input_tokens
     sdk.responses.delete(r.id)
-    with pytest.raises(openai.NotFoundError): sdk.responses.retrieve(r.id)
-    with pytest.raises(openai.APIStatusError) as e: sdk.responses.compact(model='scripted', input='Hi')
+    with pytest.raises(openai.NotFoundError):
+        sdk.responses.retrieve(r.id)
+    with pytest.raises(openai.APIStatusError) as e:
+        sdk.responses.compact(model='scripted', input='Hi')
     assert e.value.status_code in (404, 501) and e.value.body['message']
 
 def test_service_cuts_at_max_output_tokens(sdk):
@@ -474,19 +522,23 @@ def test_service_stops_when_the_client_leaves(sdk, whole):
     s = sdk.responses.create(model='scripted', input='endless', stream=True)
     rid = next(s).response.id
     for e in s:
-        if e.type=='response.output_text.delta': break
+        if e.type=='response.output_text.delta':
+            break
     s.close()
     status = next(x for _ in range(200) if (x := sdk.responses.retrieve(rid).status)!='in_progress')
     assert status=='cancelled' and whole.aborted==before+1
 
 def test_service_truncates_only_when_asked(sdk, whole):
     turns = [dict(role=r, content='x'*90_000) for r in ('user','assistant')]*3+[dict(role='user', content='Hi')]
-    with pytest.raises(openai.BadRequestError) as e: sdk.responses.create(model='scripted', input=turns)
+    with pytest.raises(openai.BadRequestError) as e:
+        sdk.responses.create(model='scripted', input=turns)
     assert e.value.code=='context_length_exceeded'
     raw = sdk.responses.with_raw_response.create(model='scripted', input=turns, truncation='auto')
     assert 'left out' in raw.headers['x-atlas-warning'] and raw.parse().usage.input_tokens<400_000 and whole.prompts[-1].count('user: x')==2
 
 def test_service_errors(sdk):
-    with pytest.raises(openai.NotFoundError) as e: sdk.responses.create(model='nobody', input='Hi')
+    with pytest.raises(openai.NotFoundError) as e:
+        sdk.responses.create(model='nobody', input='Hi')
     assert e.value.param=='model'
-    with pytest.raises(openai.BadRequestError): sdk.responses.input_items.list(sdk.responses.create(model='scripted', input='Hi').id, limit=0)
+    with pytest.raises(openai.BadRequestError):
+        sdk.responses.input_items.list(sdk.responses.create(model='scripted', input='Hi').id, limit=0)

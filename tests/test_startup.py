@@ -93,14 +93,17 @@ class Starts:
             e,said = m.engine,[]
             p = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
             e.add(Request('r', tuple(range(5, 12)), p))
-            while e.has_work: said += [ev.token for ev in e.step()]
+            while e.has_work:
+                said += [ev.token for ev in e.step()]
             late = compilations.after_ready
-        finally: m.close()
+        finally:
+            m.close()
         return said,bool(self.asked),late
 
 @pytest.fixture
 def starts(tmp_path, monkeypatch):
-    if not find_cxx(): pytest.skip('no C++ compiler')
+    if not find_cxx():
+        pytest.skip('no C++ compiler')
     return Starts(tmp_path, monkeypatch)
 
 def test_a_start_like_the_last_one_does_not_ask(starts):
@@ -132,7 +135,8 @@ def test_what_memory_leaves_is_asked_about(starts):
 
 def test_what_is_asked_for_does_not_depend_on_free_memory(monkeypatch):
     "Caches of other sizes ask for the same kernels, unless prompts become shorter by it"
-    if not find_cxx(): pytest.skip('no C++ compiler')
+    if not find_cxx():
+        pytest.skip('no C++ compiler')
     def found(size):
         got = set()
         def ready(card, *steps, **_):

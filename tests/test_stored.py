@@ -28,7 +28,8 @@ def arrays(m):
 def read(path, folder, parts=('','vision','mtp'), **kw):
     "The model of a checkpoint, and its store"
     s = Store(folder, 'm', dict(model=str(path), kw=sorted(kw.items())), {})
-    with open_checkpoint(path) as ck: return load_model(ck, Emulator(), 64, False, parts, store=s, **kw),s
+    with open_checkpoint(path) as ck:
+        return load_model(ck, Emulator(), 64, False, parts, store=s, **kw),s
 
 def kept(path, folder, monkeypatch, **kw):
     "Two loads of a checkpoint, the second without it"
@@ -85,17 +86,20 @@ def test_filled_in_place(tmp_path):
     m,s = read(DATA/'qwen35-moe-stacked', tmp_path)
     s.save(m)
     was = arrays(m)
-    for a in flatten(m.weights())[0].values(): a.reshape(-1).view('uint8')[:] = 0xA5
+    for a in flatten(m.weights())[0].values():
+        a.reshape(-1).view('uint8')[:] = 0xA5
     assert s.usable() and arrays(m)!=was
     assert s.reload(m)>=sum(len(b) for _,_,b in was[0].values())
     assert arrays(m)==was
     damage(s.path)
-    with pytest.raises(CheckpointError): s.reload(m)
+    with pytest.raises(CheckpointError):
+        s.reload(m)
 
 def damage(path):
     "A bit of an array, flipped"
     raw = bytearray(path.read_bytes())
-    with PackedFile(path) as f: raw[f.layout.start+11] ^= 1
+    with PackedFile(path) as f:
+        raw[f.layout.start+11] ^= 1
     path.write_bytes(raw)
 
 # -- by the engine -------------------------------------------------------------------------------
@@ -110,7 +114,8 @@ def start(model, **kw):
     path,folder = model
     how = dict(max_seq_len=128, max_num_seqs=1, chunk=64, cache_packed=str(folder), show=False)
     llm = LLM(str(path), Emulator(), **how|kw)
-    for s in llm._stores: s.wait()
+    for s in llm._stores:
+        s.wait()
     return llm
 
 def ended(llm):
@@ -155,7 +160,8 @@ def older(model):
 def test_what_will_not_do_is_made_anew(model, what, why, caplog):
     ended(start(model))
     what(model)
-    with caplog.at_level(logging.WARNING, 'atlas'): assert ended(start(model))==[False]
+    with caplog.at_level(logging.WARNING, 'atlas'):
+        assert ended(start(model))==[False]
     said = [r.message for r in caplog.records if 'packed file made anew' in r.message]
     assert len(said)==1 and why in said[0]
     assert ended(start(model))==[True]
@@ -164,7 +170,8 @@ def test_what_will_not_do_is_made_anew(model, what, why, caplog):
 def test_of_other_code(model, monkeypatch, caplog):
     ended(start(model))
     monkeypatch.setattr(loading, 'code_digest', lambda: b'other')
-    with caplog.at_level(logging.WARNING, 'atlas'): assert ended(start(model))==[False]
+    with caplog.at_level(logging.WARNING, 'atlas'):
+        assert ended(start(model))==[False]
     assert 'of other code' in caplog.text
 
 def test_each_card_and_way_of_loading_has_its_own(model, monkeypatch):
@@ -178,14 +185,16 @@ def test_a_start_without_room_serves(model, monkeypatch, caplog):
     "What keeps the file from being written is said, and is no error of the model's"
     def full(*_): raise OSError(28, 'No space left on device')
     monkeypatch.setattr(os, 'posix_fallocate', full)
-    with caplog.at_level(logging.WARNING, 'atlas'): llm = start(model)
+    with caplog.at_level(logging.WARNING, 'atlas'):
+        llm = start(model)
     assert 'No space left' in caplog.text
     assert len(llm.generate([5,6], SamplingParams(max_tokens=2)).token_ids)==2
     ended(llm)
     assert list(model[1].iterdir())==[]
 
 def test_a_folder_that_cannot_be(model, caplog):
-    with caplog.at_level(logging.WARNING, 'atlas'): ended(start(model, cache_packed='/dev/null/x'))
+    with caplog.at_level(logging.WARNING, 'atlas'):
+        ended(start(model, cache_packed='/dev/null/x'))
     assert 'cannot be made' in caplog.text
 
 def test_closed_while_it_is_written(model, monkeypatch):
@@ -234,4 +243,5 @@ def test_a_program_that_ends_while_it_is_written(model):
     assert ended(start(model))==[True]
 
 def test_the_host_has_no_use_for_it():
-    with pytest.raises(RequestError, match='cache_packed is for models on a card'): LLM(str(DATA/'smollm2-tied'), 'cpu', cache_packed=True)
+    with pytest.raises(RequestError, match='cache_packed is for models on a card'):
+        LLM(str(DATA/'smollm2-tied'), 'cpu', cache_packed=True)

@@ -21,28 +21,41 @@ class Sink:
         most:int=10_000, # Lines that may wait
     ):
         self.stream,self.lost,self.q = stream or sys.stderr,0,queue.Queue(most)
-        try: self.fd = self.stream.fileno()
-        except (OSError,ValueError,AttributeError): self.fd = None
+        try:
+            self.fd = self.stream.fileno()
+        except (OSError,ValueError,AttributeError):
+            self.fd = None
         self.thread = threading.Thread(target=self._work, name='atlas-log', daemon=True)
         self.thread.start()
     def put(self, line:str):
         "Take a line; never waits"
-        try: self.q.put_nowait(line)
-        except queue.Full: self.lost += 1
+        try:
+            self.q.put_nowait(line)
+        except queue.Full:
+            self.lost += 1
     def _write(self, text):
-        if self.fd is None: self.stream.write(text); self.stream.flush(); return
+        if self.fd is None:
+            self.stream.write(text)
+            self.stream.flush()
+            return
         raw = memoryview(text.encode('utf-8', 'backslashreplace'))
-        while raw: raw = raw[os.write(self.fd, raw):]
+        while raw:
+            raw = raw[os.write(self.fd, raw):]
     def _work(self):
         while (line := self.q.get()) is not None:
-            try: self._write(line+'\n')
-            except (OSError,ValueError): self.lost += 1
-            finally: self.q.task_done()
+            try:
+                self._write(line+'\n')
+            except (OSError,ValueError):
+                self.lost += 1
+            finally:
+                self.q.task_done()
         self.q.task_done()
     def close(self, seconds:float=1.):
         "Write what waits, but not for longer than `seconds`"
-        try: self.q.put(None, timeout=seconds)
-        except queue.Full: return
+        try:
+            self.q.put(None, timeout=seconds)
+        except queue.Full:
+            return
         self.thread.join(seconds)
 
 # %% ../../nbs/7_service/10_log.ipynb #0b701e9f
@@ -56,10 +69,13 @@ def _seen(text, keep=''):
 
 def _quiet(logger, name, d):
     "Drop what may be somebody's words, cut what is long, and show what cannot be seen"
-    for k in TEXTS & d.keys(): d[k] = '…'
+    for k in TEXTS & d.keys():
+        d[k] = '…'
     for k,v in d.items():
-        if not isinstance(v, str): continue
-        if len(v)>2000 and k not in ('exception','event'): v = v[:2000]+'…'
+        if not isinstance(v, str):
+            continue
+        if len(v)>2000 and k not in ('exception','event'):
+            v = v[:2000]+'…'
         d[k] = _seen(v, '\n\t' if k=='exception' else '')
     return d
 
@@ -73,13 +89,15 @@ class _Line:
 def _for_people(logger, name, d):
     "What is always the same goes to the end, and what says nothing goes"
     for k in ('client','request_id'):
-        if k in d: d[k] = d.pop(k)
+        if k in d:
+            d[k] = d.pop(k)
     return {k:v for k,v in d.items() if v not in (None, '') and not (k.endswith('_tokens') and not v)}
 
 def _processors(json, colors):
     p = structlog.processors
     def shared(*time, **kw): return [structlog.contextvars.merge_contextvars, p.add_log_level, p.TimeStamper(*time, key='time', **kw), p.format_exc_info, _quiet]
-    if json: return [*shared('iso'), p.JSONRenderer(default=str, ensure_ascii=False)]
+    if json:
+        return [*shared('iso'), p.JSONRenderer(default=str, ensure_ascii=False)]
     return [*shared('%H:%M:%S', utc=False), _for_people,
         structlog.dev.ConsoleRenderer(pad_event_to=8, colors=colors, sort_keys=False, timestamp_key='time', exception_formatter=structlog.dev.plain_traceback)]
 
@@ -90,7 +108,8 @@ class _Bridge(logging.Handler):
         try:
             kw = dict(exc_info=record.exc_info) if record.exc_info else {}
             getattr(structlog.get_logger(), record.levelname.lower(), structlog.get_logger().info)(record.getMessage(), logger=record.name, **kw)
-        except Exception: self.sink.lost += 1
+        except Exception:
+            self.sink.lost += 1
 
 # %% ../../nbs/7_service/10_log.ipynb #90488644
 def configure(
@@ -129,7 +148,8 @@ class Access:
     "An ASGI layer, the outermost: an id for every request, and a line when it has ended"
     def __init__(self, app, clock=perf_counter): self.app,self.clock = app,clock
     async def __call__(self, scope, receive, send):
-        if scope['type']!='http': return await self.app(scope, receive, send)
+        if scope['type']!='http':
+            return await self.app(scope, receive, send)
         rid,start,status = request_id(scope),self.clock(),None
         scope['headers'] = [*((k,v) for k,v in scope['headers'] if k!=b'x-request-id'), (b'x-request-id',rid)]
         notes = scope.setdefault('atlas.note', {})
@@ -141,8 +161,10 @@ class Access:
                 have = {k.lower() for k,_ in hs}
                 m = m|dict(headers=[*hs, *((k,rid) for k in (b'x-request-id',b'request-id') if k not in have)])
             await send(m)
-        try: await self.app(scope, receive, reply)
-        finally: self.line(scope, status, notes, self.clock()-start)
+        try:
+            await self.app(scope, receive, reply)
+        finally:
+            self.line(scope, status, notes, self.clock()-start)
 
 # %% ../../nbs/7_service/10_log.ipynb #2f9d7975
 @patch

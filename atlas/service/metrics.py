@@ -36,7 +36,8 @@ class Times:
         "Pairs of a bound and how many were not above it"
         total,out = 0,[]
         for b,n in zip([*self.bounds,float('inf')], self.counts):
-            total += n; out.append((str(float(b)).replace('inf', '+Inf'), total))
+            total += n
+            out.append((str(float(b)).replace('inf', '+Inf'), total))
         return out
 
 # %% ../../nbs/7_service/09_metrics.ipynb #5bee0002
@@ -51,7 +52,8 @@ class Speed:
         self.at = now
     def rate(self, now:float|None=None)->float:
         "Things a second; None: as of now"
-        if now is None: now = perf_counter()
+        if now is None:
+            now = perf_counter()
         return self.sum*exp(min(0, self.at-now)/self.span)/self.span
 
 
@@ -83,10 +85,14 @@ _by = dict( # Label, what it is, and the label's values that are known
 class ModelMetrics:
     "What is counted for one model"
     def __init__(self):
-        for k in _times: setattr(self, k, Times())
-        for k in _sizes: setattr(self, k, Times(SIZES))
-        for k in _counts: setattr(self, k, 0)
-        for k in _by: setattr(self, k, Counter())
+        for k in _times:
+            setattr(self, k, Times())
+        for k in _sizes:
+            setattr(self, k, Times(SIZES))
+        for k in _counts:
+            setattr(self, k, 0)
+        for k in _by:
+            setattr(self, k, Counter())
         self.speed = Speed() # Of its answers, in tokens a second
 
 # %% ../../nbs/7_service/09_metrics.ipynb #93df1978
@@ -116,10 +122,15 @@ def tokens(self:Stopwatch,
 ):
     "`k` more tokens are here"
     now,m = perf_counter(),self.m
-    self.n += k; m.generation_tokens += k
+    self.n += k
+    m.generation_tokens += k
     m.speed.add(k, now)
-    if self.first is None: self.begin(now, waited); self.last = now; k -= 1
-    if k: m.inter_token_latency_seconds.observe((now-self.last)/k, k)
+    if self.first is None:
+        self.begin(now, waited)
+        self.last = now
+        k -= 1
+    if k:
+        m.inter_token_latency_seconds.observe((now-self.last)/k, k)
     self.last = now
 
 # %% ../../nbs/7_service/09_metrics.ipynb #cf312e62
@@ -131,10 +142,12 @@ def end(self:Stopwatch, reason:str):
     m.e2e_request_latency_seconds.observe(perf_counter()-self.start)
     m.request_prompt_tokens.observe(self.prompt)
     m.request_generation_tokens.observe(self.n)
-    if not self.n: return
+    if not self.n:
+        return
     m.request_decode_time_seconds.observe(self.last-self.first)
     m.request_inference_time_seconds.observe(self.last-self.start-self.queue)
-    if self.n>1: m.request_time_per_output_token_seconds.observe((self.last-self.first)/(self.n-1))
+    if self.n>1:
+        m.request_time_per_output_token_seconds.observe((self.last-self.first)/(self.n-1))
 
 # %% ../../nbs/7_service/09_metrics.ipynb #e6a13a7c
 _engine = dict(
@@ -188,7 +201,8 @@ class Metrics:
         self.process.register(self)
     def of(self, name:str)->ModelMetrics:
         "The counts of one model"
-        if name not in self.by_model: self.by_model[name] = ModelMetrics()
+        if name not in self.by_model:
+            self.by_model[name] = ModelMetrics()
         return self.by_model[name]
     def text(self)->bytes:
         "Prometheus's text format"
@@ -199,29 +213,37 @@ class Metrics:
 @patch
 def collect(self:Metrics):
     "Every number, for Prometheus"
-    for u in self.models.upstreams: self.of(u.name)
+    for u in self.models.upstreams:
+        self.of(u.name)
     ms = self.by_model.items()
     for k,doc in (_times|_sizes).items():
         f = HistogramMetricFamily(f'atlas:{k}', doc, labels=['model_name'])
-        for name,m in ms: f.add_metric([name], getattr(m, k).buckets, getattr(m, k).sum)
+        for name,m in ms:
+            f.add_metric([name], getattr(m, k).buckets, getattr(m, k).sum)
         yield f
     for k,doc in _counts.items():
         f = CounterMetricFamily(f'atlas:{k}', doc, labels=['model_name'])
-        for name,m in ms: f.add_metric([name], getattr(m, k))
+        for name,m in ms:
+            f.add_metric([name], getattr(m, k))
         yield f
     for k,(label,doc,known) in _by.items():
         f = CounterMetricFamily(f'atlas:{k}', doc, labels=['model_name',label])
         for name,m in ms:
-            for v,n in (dict.fromkeys(known, 0)|getattr(m, k)).items(): f.add_metric([name,v], n)
+            for v,n in (dict.fromkeys(known, 0)|getattr(m, k)).items():
+                f.add_metric([name,v], n)
         yield f
     f = GaugeMetricFamily('atlas:generation_tokens_per_second', 'Tokens of answers a second, of late', labels=['model_name'])
-    for name,m in ms: f.add_metric([name], m.speed.rate())
+    for name,m in ms:
+        f.add_metric([name], m.speed.rate())
     yield f
-    yield from self._engines(); yield from self._states(); yield from self._cards()
+    yield from self._engines()
+    yield from self._states()
+    yield from self._cards()
     yield from upstream_families(getattr(self.models, 'backends', ()))
     yield from fallback_family(getattr(self.models, 'fallbacks', None))
     f = CounterMetricFamily('atlas:http_requests', 'HTTP requests', labels=['method','handler','status'])
-    for k,n in self.http.items(): f.add_metric(list(k), n)
+    for k,n in self.http.items():
+        f.add_metric(list(k), n)
     yield f
 
 # %% ../../nbs/7_service/09_metrics.ipynb #93bbbf86
@@ -237,16 +259,21 @@ def _engines(self:Metrics):
     for k,doc in _engine.items():
         f = _family(k, doc)
         for name,s in said:
-            if isinstance(s.get(k), int|float): f.add_metric([name], s[k])
-        if f.samples: yield f
+            if isinstance(s.get(k), int|float):
+                f.add_metric([name], s[k])
+        if f.samples:
+            yield f
     for k,doc in _by_position.items():
         f = _family(k, doc, 'position')
         for name,s in said:
             at = s.get(k) or {}
-            for i,v in at.items(): f.add_metric([name,str(i)], v)
-        if f.samples: yield f
+            for i,v in at.items():
+                f.add_metric([name,str(i)], v)
+        if f.samples:
+            yield f
     f = GaugeMetricFamily('atlas:num_requests_waiting_by_reason', 'Requests that wait for the engine, by what they wait for', labels=['model_name','reason'])
-    for name,s in said: f.add_metric([name,'capacity'], s.get('num_requests_waiting', 0))  # there is no other
+    for name,s in said:
+        f.add_metric([name,'capacity'], s.get('num_requests_waiting', 0))  # there is no other
     yield f
 
 # %% ../../nbs/7_service/09_metrics.ipynb #753e04ca
@@ -263,13 +290,18 @@ def _states(self:Metrics):
     took = GaugeMetricFamily('atlas:model_sleep_seconds', 'Seconds that it took to go to sleep, or to wake', labels=['model_name','what'])
     for s in self.models.stats():
         slept = s.get('slept') or {}
-        if 'bytes' in slept: given.add_metric([s['model']], slept['bytes'])
+        if 'bytes' in slept:
+            given.add_metric([s['model']], slept['bytes'])
         for k in ('sleep','wake'):
-            if k in slept: took.add_metric([s['model'],k], slept[k])
-        for k in STATES: state.add_metric([s['model'],k], float(s.get('state')==k))
-        for k,v in (s.get('load_seconds') or {}).items(): load.add_metric([s['model'],k], v)
+            if k in slept:
+                took.add_metric([s['model'],k], slept[k])
+        for k in STATES:
+            state.add_metric([s['model'],k], float(s.get('state')==k))
+        for k,v in (s.get('load_seconds') or {}).items():
+            load.add_metric([s['model'],k], v)
         start = s.get('startup') or {}
-        for k,v in start.get('seconds', {}).items(): parts.add_metric([s['model'],k], v)
+        for k,v in start.get('seconds', {}).items():
+            parts.add_metric([s['model'],k], v)
         if start:
             read.add_metric([s['model']], start['bytes'])
             rate.add_metric([s['model']], start['bytes_per_second'])
@@ -291,14 +323,17 @@ def _residents(self:Metrics):
     for k,(name,doc) in _stay.items():
         f = GaugeMetricFamily(f'atlas:{name}', doc, labels=['model_name'])
         for model,d in told:
-            if d.get(k) is not None: f.add_metric([model], d[k])
+            if d.get(k) is not None:
+                f.add_metric([model], d[k])
         yield f
     memory = getattr(self.models, 'memory', None)
-    if not memory: return
+    if not memory:
+        return
     for k in ('budget','free'):
         yield GaugeMetricFamily(f'atlas:memory_{k}_bytes', f'Bytes of device memory for all models: {k}', memory[k])
     f = CounterMetricFamily('atlas:model_evictions', 'Times that a model had to leave memory', labels=['model_name','how'])
-    for d in memory['evictions']: f.add_metric([d['model'],d['how']], d['times'])
+    for d in memory['evictions']:
+        f.add_metric([d['model'],d['how']], d['times'])
     yield f
 
 # %% ../../nbs/7_service/09_metrics.ipynb #581baa42
@@ -322,17 +357,21 @@ def upstream_families(
     backends, # Whatever has `counts` and `error`
 ):
     "The numbers of other servers, for Prometheus; nothing where there are none"
-    if not backends: return
+    if not backends:
+        return
     for k,times in zip(_upstream, ('first','latency')):
         f = HistogramMetricFamily(f'atlas:{k}', _upstream[k], labels=['upstream'])
-        for b in backends: f.add_metric([b.name], getattr(b.counts, times).buckets, getattr(b.counts, times).sum)
+        for b in backends:
+            f.add_metric([b.name], getattr(b.counts, times).buckets, getattr(b.counts, times).sum)
         yield f
     asked = CounterMetricFamily('atlas:upstream_requests', 'Questions to another server, by how they ended', labels=['upstream','outcome'])
     tokens = CounterMetricFamily('atlas:upstream_tokens', 'Tokens of prompts and answers, as it says', labels=['upstream','kind'])
     up = GaugeMetricFamily('atlas:upstream_up', 'Did it answer as it should the last time?', labels=['upstream'])
     for b in backends:
-        for how,n in (dict(ok=0)|b.counts.asked).items(): asked.add_metric([b.name,how], n)
-        for kind in ('prompt','completion'): tokens.add_metric([b.name,kind], b.counts.usage[kind])
+        for how,n in (dict(ok=0)|b.counts.asked).items():
+            asked.add_metric([b.name,how], n)
+        for kind in ('prompt','completion'):
+            tokens.add_metric([b.name,kind], b.counts.usage[kind])
         up.add_metric([b.name], float(b.error is None))
     yield from (asked,tokens,up)
 
@@ -341,9 +380,11 @@ def fallback_family(
     fallbacks, # Whatever has `counts`: (model that was asked for, model that answered) -> times; or None
 ):
     "How often one model answered for another; nothing where none may"
-    if not fallbacks: return
+    if not fallbacks:
+        return
     f = CounterMetricFamily('atlas:fallbacks', 'Answers of one model for another', labels=['model_name','answered_by'])
-    for names,n in fallbacks.counts.items(): f.add_metric(list(names), n)
+    for names,n in fallbacks.counts.items():
+        f.add_metric(list(names), n)
     yield f
 
 # %% ../../nbs/7_service/09_metrics.ipynb #5bee0022
@@ -364,12 +405,14 @@ def _cards(self:Metrics):
     for k,(name,doc) in _gpu.items():
         f = GaugeMetricFamily(f'atlas:{name}', doc, labels=['gpu'])
         for c in cards:
-            if (v := getattr(c, k)) is not None: f.add_metric([c.card], v)
+            if (v := getattr(c, k)) is not None:
+                f.add_metric([c.card], v)
         yield f
     for k,(name,label,doc) in _gpu_by.items():
         f = GaugeMetricFamily(f'atlas:{name}', doc, labels=['gpu',label])
         for c in cards:
-            for kind,v in getattr(c, k).items(): f.add_metric([c.card,kind], v)
+            for kind,v in getattr(c, k).items():
+                f.add_metric([c.card,kind], v)
         yield f
     yield from _held(cards)
     yield from _host_memory(memory)
@@ -382,7 +425,8 @@ def _held(cards):
     "Why clocks are held down"
     f = GaugeMetricFamily('atlas:gpu_throttle', 'Are clocks held down for this reason?', labels=['gpu','reason'])
     for c in cards:
-        for k in _why_slow: f.add_metric([c.card,k], float(k in c.reasons))
+        for k in _why_slow:
+            f.add_metric([c.card,k], float(k in c.reasons))
     yield f
 
 def _host_memory(look):
@@ -390,6 +434,8 @@ def _host_memory(look):
     f = GaugeMetricFamily('atlas:host_memory_bytes', 'Memory of the machine', labels=['kind'])
     g = GaugeMetricFamily('atlas:host_memory_stall_ratio', 'Part of the last 10 s in which tasks waited for memory', labels=['kind'])
     if look:
-        for k in ('total','free','available'): f.add_metric([k], getattr(look, k))
-        for k in ('some','full'): g.add_metric([k], getattr(look, k))
+        for k in ('total','free','available'):
+            f.add_metric([k], getattr(look, k))
+        for k in ('some','full'):
+            g.add_metric([k], getattr(look, k))
     yield from (f,g)

@@ -88,7 +88,8 @@ def ago(seconds:float)->str:
     at = next((i for i,(_,n) in enumerate(units) if s>=n), 3)
     parts = []
     for u,n in units[at:at+2]:
-        if s//n or not parts: parts.append(f'{s//n} {u}')
+        if s//n or not parts:
+            parts.append(f'{s//n} {u}')
         s %= n
     return ' '.join(parts)
 
@@ -118,7 +119,8 @@ def own_name(self:Server, name:str)->str:
 def one(self:Server, name:str)->Row:
     "A model by its own name"
     found = [r for r in self.rows()[0] if r.name==name]
-    if found: return found[0]
+    if found:
+        return found[0]
     raise ClientError(f'There is no model called {name[:80]!r} at {self.url} any more')
 
 @patch
@@ -131,9 +133,12 @@ def until(self:Server,
     "Wait until a model is in this state; a `ClientError` if it fails instead"
     while True:
         r = self.one(name)
-        if tell: tell(r)
-        if r.state==state: return r
-        if r.state=='failed': raise ClientError(f'{r.name} has failed', hint=r.reason or '')
+        if tell:
+            tell(r)
+        if r.state==state:
+            return r
+        if r.state=='failed':
+            raise ClientError(f'{r.name} has failed', hint=r.reason or '')
         time.sleep(every)
 
 # %% ../../nbs/8_use/12_admin.ipynb #bbb27660
@@ -142,7 +147,8 @@ def load(self:Server, name:str, wait:bool=True, tell=None)->Row:
     "Have a model loaded; with `wait`, when it is"
     own = self.own_name(name)
     r = self.one(own)
-    if r.state in ('unloaded','failed','sleeping'): self.ask('/models/load', dict(model=own))
+    if r.state in ('unloaded','failed','sleeping'):
+        self.ask('/models/load', dict(model=own))
     return self.until(own, 'loaded', tell=tell) if wait else self.one(own)
 
 @patch
@@ -150,8 +156,10 @@ def stop(self:Server, name:str, wait:bool=True, tell=None)->Row:
     "Have a model unloaded, when what runs has ended; with `wait`, when it is"
     own = self.own_name(name)
     r = self.one(own)
-    if r.state not in ('unloaded','failed','unloading'): self.ask('/models/unload', dict(model=own))
-    if r.state=='failed': return r
+    if r.state not in ('unloaded','failed','unloading'):
+        self.ask('/models/unload', dict(model=own))
+    if r.state=='failed':
+        return r
     return self.until(own, 'unloaded', tell=tell) if wait else self.one(own)
 
 # %% ../../nbs/8_use/12_admin.ipynb #a3a4c610
@@ -165,7 +173,8 @@ def held(rows:list[Row])->int:
 def frame(rows:list[Row], memory:dict, where:str='', now:float|None=None)->Group:
     "One picture of a server, for rich"
     table = Table(box=None, pad_edge=False, header_style='dim')
-    for h in HEAD: table.add_column(h, justify='right' if h in HEAD[2:7] else 'left')
+    for h in HEAD:
+        table.add_column(h, justify='right' if h in HEAD[2:7] else 'left')
     for r in rows:
         name,state,*rest = (Text(c) for c in cells(r, now))
         state.stylize(_COLOURS.get(r.state, 'dim'))
@@ -193,10 +202,13 @@ def looks(self:Server,
     "Rows and memory, look after look; an error after the first is the look"
     n = 0
     while count is None or n<count:
-        if n: time.sleep(every)
-        try: yield self.rows()
+        if n:
+            time.sleep(every)
+        try:
+            yield self.rows()
         except ClientError as e:
-            if not n: raise
+            if not n:
+                raise
             yield e
         n += 1
 
@@ -207,10 +219,14 @@ def top(self:Server, every:float=1., count:int|None=None, console:Console|None=N
     draws,last = console.is_terminal and not console.is_dumb_terminal,Text('')
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
         for seen in self.looks(every, count):
-            if isinstance(seen, ClientError): shown = Group(Text(str(seen), style='red'), last)
-            else: shown = last = frame(*seen, self.url)
-            if draws: live.update(shown, refresh=True)
-            else: console.print(shown)
+            if isinstance(seen, ClientError):
+                shown = Group(Text(str(seen), style='red'), last)
+            else:
+                shown = last = frame(*seen, self.url)
+            if draws:
+                live.update(shown, refresh=True)
+            else:
+                console.print(shown)
 
 # %% ../../nbs/8_use/12_admin.ipynb #5ed34167
 @patch

@@ -20,7 +20,10 @@ from ..ground.requests import Request,SamplingParams
 def median(f, n:int=7)->float:
     "Median seconds of `n` runs of `f`, after one that does not count"
     ts = []
-    for _ in range(n+1): t = perf_counter(); f(); ts.append(perf_counter()-t)
+    for _ in range(n+1):
+        t = perf_counter()
+        f()
+        ts.append(perf_counter()-t)
     return sorted(ts[1:])[n//2]
 
 def dot_rate(
@@ -68,13 +71,16 @@ def __str__(self:Report):
 # %% ../../nbs/8_use/04_bench.ipynb #d0910c89
 def _timed(llm, n, prompt, params)->tuple[float,float]:
     "Tokens a second while `n` sequences decode together, and tokens of a step for each"
-    for i in range(n): llm.engine.add(Request(f'bench-{i}', tuple(prompt), params))
+    for i in range(n):
+        llm.engine.add(Request(f'bench-{i}', tuple(prompt), params))
     start,steps,said = None,0,0
     while llm.engine.has_work:
         events = llm.engine.step()
-        if len({e.id for e in events})<n: continue
+        if len({e.id for e in events})<n:
+            continue
         end = perf_counter()
-        if start is None: start = end
+        if start is None:
+            start = end
         else:
             steps += 1
             said += len(events)
@@ -85,7 +91,8 @@ START = 'Once upon a time there was a little girl who lived with her mother near
 def _beginning(llm, ids):
     "What answers are to go on from: where it is drafted, words, if the model has any"
     drafts = llm.engine.scheduler.drafts
-    if not (drafts and llm.text.has_text): return ids[:32]
+    if not (drafts and llm.text.has_text):
+        return ids[:32]
     return llm.tokenizer.encode(START)[:32]
 
 # %% ../../nbs/8_use/04_bench.ipynb #4b98deb4

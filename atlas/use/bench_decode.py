@@ -55,7 +55,8 @@ def pretend(llm, batch:int, context:int, tokens:int, params=None, seed:int=0):
     e.scheduler._admit()
     for s in e.scheduler.running:
         s.num_computed,s.outputs = s.prompt_len,[int(rng.integers(0, llm.config.vocab_size))]
-        e._samplers[s.id].add(s.outputs[0]); s.table.ensure(s.num_computed+1)
+        e._samplers[s.id].add(s.outputs[0])
+        s.table.ensure(s.num_computed+1)
 
 _ENDED,_FINITE = 'A sequence ended while it was timed','Are the logits finite?'
 
@@ -63,18 +64,21 @@ def make_room(e,
     replays:int=20, # Of the graph of the last step
 ):
     "Step the engine `e` until that graph has room for them: it has no blocks for longer sequences"
-    while e.stepper.last.longest<e.scheduler.max_seq_len and _room(e)<replays: e.step()
+    while e.stepper.last.longest<e.scheduler.max_seq_len and _room(e)<replays:
+        e.step()
 
 def _room(e)->int:
     "How often the graph of the last step may be replayed"
     last,running = e.stepper.last,e.scheduler.running
-    if not running: raise EngineError(_ENDED, hint=_FINITE)
+    if not running:
+        raise EngineError(_ENDED, hint=_FINITE)
     return (last.longest-max(s.num_computed for s in running))//last.width-2
 
 def graph_time(s, n:int=20)->float:
     "Microseconds of the last graph of stepper `s`, replayed alone; NaN where they say nothing"
     def again(): s.replay(s.last)
-    with s.here(): return s.stream.microseconds(again, n)
+    with s.here():
+        return s.stream.microseconds(again, n)
 
 # %% ../../nbs/8_use/05_bench_decode.ipynb #b8e1c0c2
 def tokens_ahead(
@@ -93,13 +97,17 @@ def checking(e, drafts:int):
         return
     before = a.adaptive,a.handed
     a.adaptive,a.handed = False,drafts
-    try: yield
-    finally: a.adaptive,a.handed = before
+    try:
+        yield
+    finally:
+        a.adaptive,a.handed = before
 
 def _clear(e):
     "End all requests of the engine `e`"
-    for s in list(e.scheduler.seqs): e.abort(s)
-    while e.has_work: e.step()
+    for s in list(e.scheduler.seqs):
+        e.abort(s)
+    while e.has_work:
+        e.step()
     e.land()
 
 # %% ../../nbs/8_use/05_bench_decode.ipynb #b8e1c0c3
@@ -107,11 +115,13 @@ def _timed(llm, batch, context, steps, params, drafts)->tuple[float,float]:
     "Microseconds of a step, and tokens that it has for each sequence"
     e,s = llm.engine,llm.engine.scheduler
     pretend(llm, batch, context, tokens_ahead(steps, drafts), params)
-    for _ in range(8): e.step()
+    for _ in range(8):
+        e.step()
     said = s.totals['generation_tokens']
     llm.device.synchronize()
     start = perf_counter()
-    for _ in range(steps): e.step()
+    for _ in range(steps):
+        e.step()
     if len(s.running)!=batch:
         raise EngineError(_ENDED, hint=_FINITE)
     llm.device.synchronize()
@@ -140,7 +150,8 @@ def measure(llm, batch:int=1, context:int=0, steps:int=64, params=None,
 def _last_step(s)->tuple[float|None,int]:
     "Microseconds of the last graph of stepper `s`, if they are known, and its launches"
     us = graph_time(s)
-    with s.here(), recording(launch=False) as r: s.body(s.last)
+    with s.here(), recording(launch=False) as r:
+        s.body(s.last)
     return None if math.isnan(us) else us,len(r.calls)
 
 # %% ../../nbs/8_use/05_bench_decode.ipynb #cf8eee0b
@@ -160,17 +171,21 @@ def _traffic(name, names, args, llm, batch, context, drafts=0):
     size = lambda ks: sum(a[k].nbytes for k in ks if hasattr(a.get(k), 'nbytes'))
     if name=='experts':
         rows = len(a['x'])*batch//seats(batch) # all that are checked, or one of each sequence
-        E = c.moe.num_experts; more = max(p.experts for p in packed_in(llm.model.layers))-E # the shared expert, if it is in the bank
+        E = c.moe.num_experts
+        more = max(p.experts for p in packed_in(llm.model.layers))-E # the shared expert, if it is in the bank
         bank = size(('uw','us','ugs','ubias','dw','ds','dgs','dbias'))
         read = distinct(E, c.moe.top_k, rows)+more
         return bank*read/(E+more)+size(('x','h','h','y'))
     if name in ('delta_step','delta_wide','mamba_step'):
         state = llm.cache.bytes_per_state/max(1, len(llm.cache.rec))
         return states_moved(c, 1+drafts)*batch*state+size(('x','y'))
-    if name.startswith('attn'): return batch*llm.cache.bytes_per_token/max(1, len(llm.cache.kv))*context
-    if name in ('embed','greedy'): return size(('x','y','logits'))
+    if name.startswith('attn'):
+        return batch*llm.cache.bytes_per_token/max(1, len(llm.cache.kv))*context
+    if name in ('embed','greedy'):
+        return size(('x','y','logits'))
     small = 'accept','next_rows','ngram' # of tables they read a few words
-    if name in small: return size(('ids','said','drafts'))
+    if name in small:
+        return size(('ids','said','drafts'))
     return size(a)
 
 # %% ../../nbs/8_use/05_bench_decode.ipynb #9eb712d0
@@ -180,17 +195,20 @@ def stages(llm, batch:int=1, context:int=0, drafts:int=0)->list[Stage]:
     pretend(llm, batch, context, tokens_ahead(32, drafts))
     stepper = e.stepper
     with checking(e, drafts):
-        for _ in range(2): e.step()
+        for _ in range(2):
+            e.step()
         make_room(e, 24) # launches that move rows on are replayed, too
     with stepper.here(), recording(launch=True, args=True) as r:
         stepper.body(stepper.last)
     groups = {}
-    for n,g,b,args,sh,pdl,d in r.calls: groups.setdefault((n, str(g), tuple(sorted(d.items()))), []).append((g, b, args, sh, pdl, d))
+    for n,g,b,args,sh,pdl,d in r.calls:
+        groups.setdefault((n, str(g), tuple(sorted(d.items()))), []).append((g, b, args, sh, pdl, d))
     out = []
     for (n,_,_),calls in groups.items():
         names = _params(Source(n).text, n)
         def again(calls=calls, n=n):
-            for g,b,args,sh,pdl,d in calls: run(n, g, b, *args, shared=sh, pdl=pdl, **d)
+            for g,b,args,sh,pdl,d in calls:
+                run(n, g, b, *args, shared=sh, pdl=pdl, **d)
         w = next((a for k,a in zip(names, calls[0][2]) if k in ('w','uw')), None)
         us = llm.device.microseconds(again)/len(calls)
         what = '' if w is None else 'x'.join(map(str, w.shape))
@@ -237,24 +255,30 @@ def __str__(self:DecodeReport):
         idle = 'n/a' if p.idle is None else f'{p.idle:.1%}'
         more = f' {p.drafts:6} {p.tokens_per_step:8.2f}' if drafts else ''
         rows.append(f'{p.batch:5} {p.context:8,}{more} {p.tokens:9.1f} {p.us:9.1f} {f(p.graph_us,9)} {idle:>6} {p.launches:8} {p.bytes/1e6:8.0f} {self.floor(p)/p.us:8.0%} {self.projected(p):16.0f}')
-    if self.stages: rows += ['', f'{"kernel":14} {"weights":>22} {"launches":>8} {"us each":>8} {"us/step":>8} {"MB each":>8} {"of copy":>8}']
-    for s in self.stages: rows.append(f'{s.kernel:14} {s.what:>22} {s.launches:8} {s.us:8.2f} {s.us*s.launches:8.1f} {s.bytes/1e6:8.2f} {s.bytes/self.copy*1e6/s.us:8.0%}')
+    if self.stages:
+        rows += ['', f'{"kernel":14} {"weights":>22} {"launches":>8} {"us each":>8} {"us/step":>8} {"MB each":>8} {"of copy":>8}']
+    for s in self.stages:
+        rows.append(f'{s.kernel:14} {s.what:>22} {s.launches:8} {s.us:8.2f} {s.us*s.launches:8.1f} {s.bytes/1e6:8.2f} {s.bytes/self.copy*1e6/s.us:8.0%}')
     return '\n'.join(rows)
 
 # %% ../../nbs/8_use/05_bench_decode.ipynb #b8e1c0f1
 @contextmanager
 def simulating(stepper, chances):
     "Accept drafts by `chances` meanwhile, if there are any"
-    if chances: stepper.simulate(chances)
-    try: yield
+    if chances:
+        stepper.simulate(chances)
+    try:
+        yield
     finally:
-        if chances: stepper.simulate()
+        if chances:
+            stepper.simulate()
 
 def _blank(llm):
     "Fill with zeros what sequences are told to have behind them, and nobody has written"
     for cache in (llm.cache,llm.draft_cache):
         pools = cache.kv.values() if cache else ()
-        for a in (a for p in pools for a in p.arrays if a is not None): a.fill(0)
+        for a in (a for p in pools for a in p.arrays if a is not None):
+            a.fill(0)
     llm.device.synchronize()
 
 def _weights(llm)->str:
@@ -266,7 +290,8 @@ def _weights(llm)->str:
 
 def _check_chances(simulate, drafts):
     "An `AtlasError` unless there is a chance for each draft"
-    if not simulate: return
+    if not simulate:
+        return
     flag = 'simulate_acceptance'
     if not drafts:
         said = 'Nothing is drafted whose acceptance could be simulated'
@@ -291,7 +316,8 @@ def bench_decode(llm,
     _blank(llm)
     with simulating(llm.engine.stepper, simulate):
         points = _points(llm, batches, contexts, steps, simulate)
-        if kernels: kinds = stages(llm, batches[0], contexts[0], most)
+        if kernels:
+            kinds = stages(llm, batches[0], contexts[0], most)
     about = llm.name,llm.device.describe(),_weights(llm),llm.device.copy_rate(1<<30)
     drafter = str(llm.drafting) if most else ''
     return DecodeReport(*about, points, kinds,
@@ -318,8 +344,11 @@ def roofline(
     "Bandwidth against bytes of a launch, for each kind of kernel, numbered by what they take of a step"
     rows = [s for s in report['stages'] if s['bytes']>1e5]
     x = np.geomspace(3e5, 1e9, 200)
-    ax.plot(x/1e6, x/(launch+x/report['copy'])/1e12, 'k', lw=.8); ax.axhline(report['copy']/1e12, color='k', lw=.8, ls=':')
+    ax.plot(x/1e6, x/(launch+x/report['copy'])/1e12, 'k', lw=.8)
+    ax.axhline(report['copy']/1e12, color='k', lw=.8, ls=':')
     for i,s in enumerate(rows, 1):
         at = s['bytes']/1e6,s['bytes']/s['us']/1e6
-        ax.scatter(*at, s=10+s['us']*s['launches'], alpha=.6, label=f'{i}  {_label(s)}'); ax.annotate(str(i), at, fontsize=7, ha='center', va='center')
-    ax.set(xscale='log', xlabel='MB of a launch', ylabel='TB/s', ylim=0); ax.legend(fontsize=7, frameon=False, loc='center left', bbox_to_anchor=(1,.5), markerscale=.4)
+        ax.scatter(*at, s=10+s['us']*s['launches'], alpha=.6, label=f'{i}  {_label(s)}')
+        ax.annotate(str(i), at, fontsize=7, ha='center', va='center')
+    ax.set(xscale='log', xlabel='MB of a launch', ylabel='TB/s', ylim=0)
+    ax.legend(fontsize=7, frameon=False, loc='center left', bbox_to_anchor=(1,.5), markerscale=.4)

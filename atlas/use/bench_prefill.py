@@ -34,7 +34,8 @@ def first_token(
     llm.device.synchronize()
     start = perf_counter()
     e.add(Request(f'bench-{n}-{seed}', tuple(prompt.tolist()), one))
-    while e.has_work: e.step()
+    while e.has_work:
+        e.step()
     return 1e6*(perf_counter()-start)
 
 @dataclass
@@ -65,7 +66,8 @@ class Kinds:
         kind = name,str(grid),tuple(sorted(defines.items()))
         self.counts[kind] += 1
         kept = self.calls.setdefault(kind, [])
-        if len(kept)<self.most: kept.append(call)
+        if len(kept)<self.most:
+            kept.append(call)
 
 def launches_of(llm, n:int, seed:int=1<<20)->Kinds:
     "What is launched for a prompt of `n` tokens"
@@ -76,7 +78,8 @@ def launches_of(llm, n:int, seed:int=1<<20)->Kinds:
         with recording(launch=True, args=True) as r:
             r.calls = kinds
             first_token(llm, n, seed+1)
-    finally: s.prompts = graphs
+    finally:
+        s.prompts = graphs
     return kinds
 
 # %% ../../nbs/8_use/10_bench_prefill.ipynb #7d03c454
@@ -104,8 +107,10 @@ def _pairs(c, tokens)->float:
 
 def _operations(name, a, c, tokens)->float:
     "Multiplications and additions of a call, where they are what it is for"
-    if name=='flash': return 4*_pairs(c, tokens)
-    if not name.startswith('gemm') or 'kp' not in a: return 0.
+    if name=='flash':
+        return 4*_pairs(c, tokens)
+    if not name.startswith('gemm') or 'kp' not in a:
+        return 0.
     return 2.*a['rows']*a['n']*a['kp']
 
 @dataclass

@@ -32,8 +32,10 @@ class Pace:
         now,n = time.perf_counter(),len(self.left)
         if n>1 and self.rate:
             self.next = max(self.next, now-.02)+n/self.rate
-            if self.next>now: time.sleep(self.next-now)
-        for rid in self.left: self.left[rid] -= 1
+            if self.next>now:
+                time.sleep(self.next-now)
+        for rid in self.left:
+            self.left[rid] -= 1
         out = [Event(rid, self.ids[k%len(self.ids)], finish=None if k else 'length') for rid,k in self.left.items()]
         self.left = {rid:k for rid,k in self.left.items() if k}
         return out
@@ -81,15 +83,21 @@ def post(port:int, api:str, tokens:int)->socket.socket:
 def read_all(socks:list, mark:bytes)->int:
     "Read every stream to its end; how often `mark` was in them"
     sel,n,tails = selectors.DefaultSelector(),0,dict.fromkeys(socks, b'')
-    for s in socks: s.setblocking(False); sel.register(s, selectors.EVENT_READ)
+    for s in socks:
+        s.setblocking(False)
+        sel.register(s, selectors.EVENT_READ)
     while tails:
         ready = sel.select(30)
-        if not ready: raise EngineError('A stream was quiet for 30 seconds')
+        if not ready:
+            raise EngineError('A stream was quiet for 30 seconds')
         for s in (k.fileobj for k,_ in ready):
             new = s.recv(1<<18)
             n += (tails[s][1-len(mark):]+new).count(mark)
             tails[s] = (tails[s]+new)[-64:]
-            if not new or tails[s].endswith(b'\r\n0\r\n\r\n'): sel.unregister(s); s.close(); del tails[s]
+            if not new or tails[s].endswith(b'\r\n0\r\n\r\n'):
+                sel.unregister(s)
+                s.close()
+                del tails[s]
     return n
 
 # %% ../../nbs/8_use/08_bench_server.ipynb #bda7b8ec
@@ -124,7 +132,8 @@ def first_byte(port:int, api:str, n:int=50)->list[tuple[float,float]]:
         with post(port, api, 1) as s:
             got = s.recv(1<<16)
             byte = time.perf_counter()
-            while mark not in got: got += s.recv(1<<16)
+            while mark not in got:
+                got += s.recv(1<<16)
             out.append((1e3*(byte-t), 1e3*(time.perf_counter()-t)))
     return out
 
@@ -138,7 +147,8 @@ def measure(
 )->Cost:
     "Start a server, stream from it, and see what that cost"
     flags = ['--serve', str(rate), '--parsers', parsers]
-    if apart: flags.append('--apart')
+    if apart:
+        flags.append('--apart')
     command = [sys.executable, '-m', 'atlas.use.bench_server', *flags]
     p = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -147,7 +157,10 @@ def measure(
         c,t = cpu_of(p.pid),time.perf_counter()
         seen = read_all([post(port, api, tokens) for _ in range(streams)], _paths[api][3])
         return Cost(api, streams, tokens, seen, time.perf_counter()-t, cpu_of(p.pid)-c, bytes_, tokens_)
-    finally: p.kill(); p.wait(); p.stdout.close()
+    finally:
+        p.kill()
+        p.wait()
+        p.stdout.close()
 
 # %% ../../nbs/8_use/08_bench_server.ipynb #921de34a
 def _arguments():
@@ -180,8 +193,10 @@ def main():
     c = measure(**o)
     figures = asdict(c)|dict(rate=c.rate, us=c.us)
     numbers = json.dumps(figures, indent=1)
-    if output: Path(output).write_text(numbers)
+    if output:
+        Path(output).write_text(numbers)
     print(numbers if as_json else c)
 
 # %% ../../nbs/8_use/08_bench_server.ipynb #1c06f25f
-if __name__=='__main__': work_for_nothing() if sys.argv[1:2]==['--worker'] else main()
+if __name__=='__main__':
+    work_for_nothing() if sys.argv[1:2]==['--worker'] else main()

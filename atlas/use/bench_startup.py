@@ -35,7 +35,8 @@ _ST_TYPES = dict(F32='F32', F16='F16', BF16='BF16')
 
 def _named(t)->dict:
     "What a safetensors file calls the parts of the tensor `t`, and their types there: part -> (name, type)"
-    if t.fmt in _ST_TYPES: return dict(data=(t.name, _ST_TYPES[t.fmt]))
+    if t.fmt in _ST_TYPES:
+        return dict(data=(t.name, _ST_TYPES[t.fmt]))
     stack = not t.name.endswith('.weight')
     l = next(l for l in LAYOUTS if l.fmt==t.fmt and (l.name=='gpt-oss')==(stack and t.fmt=='MXFP4'))
     base = t.name.removesuffix('.weight')
@@ -46,9 +47,12 @@ def _entries(t)->list[tuple]:
     out,e = [],round(-math.log2(max(t.shape[-1], 1))/2)
     for p,(name,dtype) in _named(t).items():
         own,shape = FORMATS[t.fmt].layout(t.shape)[p]
-        if p=='data': pattern = _pool(t.fmt, e, 0)
-        else: pattern = np.atleast_1d(_scale(t.fmt, p, own, (1<<12,), e))
-        if name.endswith('_blocks'): shape = *shape[:-1],shape[-1]//16,16
+        if p=='data':
+            pattern = _pool(t.fmt, e, 0)
+        else:
+            pattern = np.atleast_1d(_scale(t.fmt, p, own, (1<<12,), e))
+        if name.endswith('_blocks'):
+            shape = *shape[:-1],shape[-1]//16,16
         out.append((name, dtype, shape, pattern.reshape(-1).view(np.uint8)))
     return out
 
@@ -82,17 +86,22 @@ def write_checkpoint(
     layers:int|None=None, # Of its layers, the first so many; None: all
 )->Path: # The folder
     "A checkpoint of a known shape, made up; its numbers mean nothing"
-    if shape not in PRESETS: raise ConfigError(f'{shape!r} is no shape that Atlas knows', param='shape')
+    if shape not in PRESETS:
+        raise ConfigError(f'{shape!r} is no shape that Atlas knows', param='shape')
     meta = dict(PRESETS[shape])
-    if layers: meta['num_hidden_layers'] = layers
+    if layers:
+        meta['num_hidden_layers'] = layers
     c = ModelConfig.from_hf(meta)
     wants = model_wants(c)
-    if c.family!='gptoss': wants = [replace(w, alts=()) for w in wants] # experts one by one
+    if c.family!='gptoss':
+        wants = [replace(w, alts=()) for w in wants] # experts one by one
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     shards,size = [[]],0
     for t in dummy_checkpoint(c, wants, weights).tensors.values():
-        if size>shard: shards.append([]); size = 0
+        if size>shard:
+            shards.append([])
+            size = 0
         shards[-1] += _entries(t)
         size += t.nbytes
     names = [f'model-{i+1:05}-of-{len(shards):05}.safetensors' for i in range(len(shards))]
@@ -125,17 +134,21 @@ def raw_read(
             n += os.preadv(fd, [memory], at)
         return n
     try:
-        with ThreadPoolExecutor(threads) as pool: total = sum(pool.map(work, range(threads)))
+        with ThreadPoolExecutor(threads) as pool:
+            total = sum(pool.map(work, range(threads)))
         return total/(perf_counter()-start)
     finally:
-        for fd in fds: os.close(fd)
-        for f in files: f.close()
+        for fd in fds:
+            os.close(fd)
+        for f in files:
+            f.close()
 
 def forget(paths):
     "Have the page cache give up what it has of files; `sync` first writes what is new in them"
     os.sync()
     for p in paths:
-        with open(p, 'rb') as f: os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        with open(p, 'rb') as f:
+            os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 # %% ../../nbs/8_use/11_bench_startup.ipynb #c4b2f6f1
 @dataclass
@@ -164,7 +177,8 @@ class StartupReport:
 @patch
 def _about(self:StartupReport, stage)->str:
     "What there is to say of a stage beside its seconds"
-    if stage!='read': return ''
+    if stage!='read':
+        return ''
     rate = f'{human(self.nbytes, 1000)} at {human(self.rate, 1000)}/s'
     return f'{rate}, {self.rate/self.disk:.0%} of plain reads'
 
@@ -174,7 +188,8 @@ def table(self:StartupReport)->str:
     stored = ', '.join(f'{human(n, 1000)} {k}' for k,n in self.formats.items())
     stored += '; from a packed file'*self.packed+'; cold'*self.cold
     rows = [f'{self.model} on {self.machine}', stored]
-    for k,v in self.seconds.items(): rows.append(f'{k:12} {v:8.2f} s  {self._about(k)}'.rstrip())
+    for k,v in self.seconds.items():
+        rows.append(f'{k:12} {v:8.2f} s  {self._about(k)}'.rstrip())
     rows.append(f'{"in all":12} {self.total:8.2f} s')
     return '\n'.join(rows+[f'plain reads, {k}: {human(v, 1000)}/s' for k,v in self.raw.items()])
 
@@ -187,9 +202,11 @@ def process_age()->float:
 def _read_files(config)->tuple[list,dict]: # Their paths; format -> bytes
     "The files of a model, opened for a moment"
     with open_model(config) as ck:
-        if not ck.in_files: raise ConfigError('bench startup measures files', hint='--write FOLDER makes some', param='load_format')
+        if not ck.in_files:
+            raise ConfigError('bench startup measures files', hint='--write FOLDER makes some', param='load_format')
         formats = {}
-        for t in ck.tensors.values(): formats[t.fmt] = formats.get(t.fmt, 0)+t.nbytes
+        for t in ck.tensors.values():
+            formats[t.fmt] = formats.get(t.fmt, 0)+t.nbytes
         return sorted({s.file.path for t in ck.tensors.values() for s in t.spans.values()}),formats
 
 def _setting(threads, block): return f'{threads} x {human(block)}'
@@ -214,17 +231,22 @@ def bench_startup(
     """Start a model, and read its files plainly for comparison; text is left out, which a server
     reads meanwhile. With `cache_packed` the packed file is waited for, and the next start reads it"""
     paths,formats = _read_files(config)
-    if cold: forget(paths)
+    if cold:
+        forget(paths)
     seconds = dict(imports=imports)
     m = _timed(config, seconds)
     try:
         seconds['first_token'] = first_token(m, 64, 0)/1e6
         packed = bool(m._stores) and all(s.fresh for s in m._stores)
-        for s in m._stores: s.wait()
+        for s in m._stores:
+            s.wait()
         kept = [s.path for s in m._stores if s.path.exists()]
-        if packed: paths = kept
-        elif cold: forget(kept)
+        if packed:
+            paths = kept
+        elif cold:
+            forget(kept)
         about = m.name,m.device.describe(),formats
-    finally: m.close()
+    finally:
+        m.close()
     raw = {_setting(*how): raw_read(paths, *how, most) for how in SETTINGS}
     return StartupReport(*about, raw, seconds, m.startup.nbytes, m.startup.direct, cold, packed)

@@ -58,7 +58,8 @@ class Row(NamedTuple):
     ms:float # Time of the work, launches included; compilation too on the emulator, which runs it once
 
 _ELSEWHERE = 'not of this card'
-class Elsewhere(Exception): "What a case raises where the card lacks an instruction"
+class Elsewhere(Exception):
+    "What a case raises where the card lacks an instruction"
 
 class Report(list):
     "Rows, and how many of them went wrong"
@@ -82,10 +83,13 @@ def off(
 )->float: # In units of the tolerance
     "How far `got` is from `want`"
     got,want = np.asarray(got),np.asarray(want)
-    if got.shape!=want.shape: return np.inf
-    if not tolerance: return 0. if np.array_equal(got, want, equal_nan=got.dtype.kind=='f') else np.inf
+    if got.shape!=want.shape:
+        return np.inf
+    if not tolerance:
+        return 0. if np.array_equal(got, want, equal_nan=got.dtype.kind=='f') else np.inf
     a,b = (t.astype(np.float64).reshape(len(t), -1) for t in (got,want))
-    if not np.isfinite(a).all(): return np.inf
+    if not np.isfinite(a).all():
+        return np.inf
     return float((np.abs(a-b).max(1)/np.maximum(np.abs(b).max(1), 1e-30)).max(initial=0)/tolerance)
 
 # %% ../../nbs/8_use/06_check.ipynb #279d9cb4
@@ -104,7 +108,9 @@ class _Run:
     def __call__(self, f):
         self.card.synchronize()
         self.card.warm_up(f)
-        start = perf_counter(); res = f(); self.card.synchronize()
+        start = perf_counter()
+        res = f()
+        self.card.synchronize()
         self.ms = (perf_counter()-start)*1e3
         return res
 
@@ -147,7 +153,9 @@ _BIAS = dict(fmt='NVFP4', more=True)
 
 @_case('gemv', '3 rows', **_FORMATS, norm_and_swiglu=_SWIGLU, norm_and_bias=_BIAS)
 def _gemv(card, rng, run, fmt, act=None, more=False):
-    w = pack(_sized(rng, fmt, 52, 192), card, act is not None, True); x = _normal(rng, 3, 192); x[1] *= 1e9
+    w = pack(_sized(rng, fmt, 52, 192), card, act is not None, True)
+    x = _normal(rng, 3, 192)
+    x[1] *= 1e9
     gain,bias = (1+_normal(rng, 192)/4,_normal(rng, 52)) if more else (None,None)
     whole = unpack(w)
     want = fused_linear(x, whole, gain, 1e-6, bias=bias, act=act)
@@ -165,7 +173,9 @@ def _gemv_long(card, rng, run, k, act=None):
 
 @_case('gemm', '64 rows', **_FORMATS, norm_and_swiglu=_SWIGLU)
 def _gemm(card, rng, run, fmt, act=None, more=False):
-    w = pack(_sized(rng, fmt, 132, 192), card, act is not None, True); x = _normal(rng, 64, 192); x[1] *= 1e9
+    w = pack(_sized(rng, fmt, 132, 192), card, act is not None, True)
+    x = _normal(rng, 64, 192)
+    x[1] *= 1e9
     gain = 1+_normal(rng, 192)/4 if more else None
     want = fused_linear(x, unpack(w), gain, 1e-6, act=act)
     args = card.upload(x),w,_up(card, gain),1e-6
@@ -173,7 +183,8 @@ def _gemm(card, rng, run, fmt, act=None, more=False):
 
 @_case('gemm', '300 rows', blocks_that_stay=dict(rows=4096), rows_that_stay=dict(rows=128, grouped=True))
 def _gemm_stays(card, rng, run, rows, grouped=False):
-    if not by_groups(card): raise Elsewhere
+    if not by_groups(card):
+        raise Elsewhere
     n,k = 128*(card.multiprocessors//2+2),192
     w,x = invented(card, (n,k), CARD_FORMATS['nvfp4']),card.upload(_normal(rng, 300, k))
     def go(*many): return card.download(gemm(x, w, tile=tile_of(w.format, *many)))
@@ -183,8 +194,10 @@ def _gemm_stays(card, rng, run, rows, grouped=False):
 # %% ../../nbs/8_use/06_check.ipynb #850c3d6c
 def _elsewhere(card, fmt):
     "Leave a case to cards that multiply activations of this format"
-    try: can_scale(card, fmt)
-    except UnsupportedError as e: raise Elsewhere(fmt) from e
+    try:
+        can_scale(card, fmt)
+    except UnsupportedError as e:
+        raise Elsewhere(fmt) from e
 
 _BY = {f'{s}_{fmt}': dict(stored=s, fmt=fmt) for f in CARD_FORMATS.values() for s in f.stored[:1] for fmt in f.scaled}
 
@@ -200,7 +213,9 @@ def _narrow(card, rng, run, fmt):
     **{f'{fmt}_norm_and_swiglu': dict(stored='NVFP4', fmt=fmt, act='silu') for fmt in SCALED})
 def _scaled(card, rng, run, stored, fmt, act=None):
     _elsewhere(card, fmt)
-    w = pack(_sized(rng, stored, 268, 448), card, act is not None); x = _normal(rng, 160, 448); x[1] *= 1e9
+    w = pack(_sized(rng, stored, 268, 448), card, act is not None)
+    x = _normal(rng, 160, 448)
+    x[1] *= 1e9
     gain = None if act is None else 1+_normal(rng, 448)/4
     h = narrow_values(narrow_on_host(x, fmt, gain, 1e-6), 448)
     want = fused_linear(h, rounded(w, fmt), act=act)
@@ -254,8 +269,10 @@ def _norm(card, rng, run, groups):
 
 @_case('norm_add', '3 rows', plain=dict(both=False), two_layers=dict(both=True))
 def _norm_add(card, rng, run, both):
-    x,y,add = (_normal(rng, 3, 320)*np.float32([[1],[1e9],[1e-3]]) for _ in range(3)); w,its,own = (_normal(rng, 320) for _ in range(3))
-    put = [card.upload(a) for a in (x,w,add,np.float32([.5]))]; beside = tuple(map(card.upload, (y,its,own))) if both else None
+    x,y,add = (_normal(rng, 3, 320)*np.float32([[1],[1e9],[1e-3]]) for _ in range(3))
+    w,its,own = (_normal(rng, 320) for _ in range(3))
+    put = [card.upload(a) for a in (x,w,add,np.float32([.5]))]
+    beside = tuple(map(card.upload, (y,its,own))) if both else None
     got = run(lambda: norm_add(put[0], put[1], 1e-6, put[2], put[3], beside))
     other = (y,its,own) if both else None
     want = host_words.norm_add(x, w, 1e-6, add, np.float32([.5]), other)
@@ -275,7 +292,9 @@ def _moe(card, rng, run, fmt, act='silu', score='softmax', bias=False, shared=Fa
     router,gain,x = pack(_sized(rng, 'BF16', n, H), card, exact=True),1+_normal(rng, H)/4,_normal(rng, R, H)
     rb,ub,db = (_normal(rng, *s) if bias else None for s in ((E,),(n,wide*I),(n,H)))
     limit = 2. if act=='swiglu_oai' else None
-    args = [card.upload(a) for a in (x,gain)]; rows = [None if b is None else row_bias(b, p, card) for b,p in ((ub,up),(db,down))]; put = _up(card, rb)
+    args = [card.upload(a) for a in (x,gain)]
+    rows = [None if b is None else row_bias(b, p, card) for b,p in ((ub,up),(db,down))]
+    put = _up(card, rb)
     y = run(lambda: word(*args, 1e-6, router, up, down, m, act, limit, put, up_bias=rows[0], down_bias=rows[1], shared=shared, shared_gate=shared))
     r,u,d = map(unpack, (router,up,down))
     beside = None
@@ -329,15 +348,19 @@ def _step(card, rng, seqs, tiled, block=16):
     rows,tiles,first = [],[],[0]
     for i,(a,n) in enumerate(seqs):
         lo,hi = (a//TILE*TILE,-(-(a+n)//TILE)*TILE) if tiled else (a,a+n)
-        rows += [(i,p,a<=p<a+n,not tiled or p==a+n-1) for p in range(lo, hi)]; first.append(len(rows))
+        rows += [(i,p,a<=p<a+n,not tiled or p==a+n-1) for p in range(lo, hi)]
+        first.append(len(rows))
         tiles += [(i,t,max(a-t, 0),min(a+n-t, TILE)) for t in range(lo, hi, TILE)]
     seq,pos,real,kept = map(np.array, zip(*rows))
-    need = np.array([-(-(a+n)//block) for a,n in seqs]); at = np.cumsum([0,*need]); ids = rng.permutation(at[-1])
+    need = np.array([-(-(a+n)//block) for a,n in seqs])
+    at = np.cumsum([0,*need])
+    ids = rng.permutation(at[-1])
     tables = np.array([[*ids[i:j],*[0]*(need.max()-j+i)] for i,j in zip(at, at[1:])])
     slots = np.where(real, tables[seq,np.minimum(pos//block, need[seq]-1)]*block+pos%block, -1)
     h = dict(seq=np.where(real, seq, -1), pos=np.where(real, pos, 0), tables=tables, starts=[a for a,_ in seqs], counts=[n for _,n in seqs], first=first,
         state_in=np.arange(len(seqs)), state_out=np.where(kept, len(seqs)+np.cumsum(kept)-1, -1))
-    if tiled: h |= dict(zip(('tile_seq','tile_start','tile_lo','tile_hi'), zip(*tiles)))
+    if tiled:
+        h |= dict(zip(('tile_seq','tile_start','tile_lo','tile_hi'), zip(*tiles)))
     h = {k: np.array(v, np.int32) for k,v in h.items()}|dict(slots=slots.astype(np.int64))
     longest = max(a+n for a,n in seqs)
     states = len(seqs)+int(kept.sum())
@@ -371,7 +394,8 @@ def _attend(card, rng, run, kind, seqs, tiled=False, fmt='bf16', window=None):
     x,pool = _normal(rng, len(host.pos), (1+a.gate)*W+2*a.num_kv_heads*d),make_pool(card, host.blocks, 16, a.num_kv_heads, d, fmt)
     past = [encode_row(_normal(rng, host.blocks, 16, a.num_kv_heads, d), fmt) for _ in 'kv']
     for p,codes in zip(pool.arrays, sum(past, ())):
-        if p is not None: card.write(p, codes)
+        if p is not None:
+            card.write(p, codes)
     gains,sinks = [1+_normal(rng, d)/4 for _ in 'qk'] if a.qk_norm=='head' else None,_normal(rng, a.num_heads) if a.sinks else None
     table = rope_table(a.rope, 2048)
     args = card.upload(x),b,pool,a,d**-.5,window,Angles(*map(card.upload, table), b.pos),*([card.upload(g) for g in gains] if gains else (None,None)),1e-6,_up(card, sinks)
@@ -421,11 +445,13 @@ def _net(rng, host, kh, vh, d):
     return x,w,(_normal(rng, host.states, 3, C),_normal(rng, host.states, vh, d, d))
 
 def _delta(card, rng, run, tiled, kh, vh, d, seqs=((70,5),(0,2))):
-    b,host = _step(card, rng, _TILES if tiled else list(seqs), tiled); R = len(host.pos)
+    b,host = _step(card, rng, _TILES if tiled else list(seqs), tiled)
+    R = len(host.pos)
     x,w,pools = _net(rng, host, kh, vh, d)
     given = x,*w,pools[0],as_records(pools[1])
     args = list(map(card.upload, given))
-    if tiled: y = card.download(run(lambda: delta_many(*args, b, kh)))
+    if tiled:
+        y = card.download(run(lambda: delta_many(*args, b, kh)))
     else:
         y,parts = map(card.download, run(lambda: delta_step(*args, b, kh)))
         y = (y.reshape(R, vh, d)/np.sqrt(parts.sum(-1, keepdims=True)/d+1e-6)).reshape(R, -1)
@@ -476,12 +502,14 @@ def _delta_halves(card, rng, run, kh, vh, d):
 _MIXERS = dict(Nemotron=dict(nh=4, hd=64, N=128, G=2), heads_of_16=dict(nh=4, hd=16, N=16, G=2))
 
 def _mamba(card, rng, run, tiled, nh, hd, N, G):
-    b,host = _step(card, rng, [(70,100),(0,30)] if tiled else [(70,5),(0,2)], tiled); R,I = len(host.pos),nh*hd
+    b,host = _step(card, rng, [(70,100),(0,30)] if tiled else [(70,5),(0,2)], tiled)
+    R,I = len(host.pos),nh*hd
     C = I+2*G*N
     w = _normal(rng, C, 4)/2,_normal(rng, C),-np.exp(_normal(rng, nh)),_normal(rng, nh),_normal(rng, nh),1+_normal(rng, I)/4
     x,pools = _normal(rng, R, I+C+nh),(_normal(rng, host.states, 3, C),_normal(rng, host.states, nh, hd, N))
     args = [card.upload(a) for a in (x,*w,*pools)]
-    if tiled: y = card.download(run(lambda: mamba_many(*args, b, G, 1e-5)))
+    if tiled:
+        y = card.download(run(lambda: mamba_many(*args, b, G, 1e-5)))
     else:
         y,parts = map(card.download, run(lambda: mamba_step(*args, b, G)))
         y = (y.reshape(R, G, -1)/np.sqrt(parts.sum(-1, keepdims=True)*G/I+1e-5)).reshape(R, -1)
@@ -499,7 +527,9 @@ def _mamba_tiles(card, rng, run, **kw): return _mamba(card, rng, run, True, **kw
 # %% ../../nbs/8_use/06_check.ipynb #437ce2e5
 @_case('greedy', '4 rows', plain={})
 def _greedy(card, rng, run):
-    x = _normal(rng, 4, 3000).round(1); x[1,2999] = np.nan; x[2,5] = np.inf
+    x = _normal(rng, 4, 3000).round(1)
+    x[1,2999] = np.nan
+    x[2,5] = np.inf
     put,ids,table = card.upload(x),card.empty(4, 'int32'),SampleTable(card, 4, 3000)
     run(lambda: sample_rows(put, table, ids, greedy=True))
     return [(card.download(ids), [x[0].argmax(),-1,-1,x[3].argmax()], 0)]
@@ -523,13 +553,16 @@ def _greedy_head(card, rng, run, fmt):
 def _sample(card, rng, run):
     asked = [dict(temperature=0, logprobs=3), dict(top_k=5, top_p=.9), dict(min_p=.05, temperature=.7), dict(frequency_penalty=.5, logit_bias={7:3.}), dict(top_p=.8, repetition_penalty=1.2)]
     states = [SampleState(SamplingParams(**kw), [1,2], 3000, seed=i) for i,kw in enumerate(asked)]
-    x = _normal(rng, 5, 3000)*3; put = card.upload(x)
+    x = _normal(rng, 5, 3000)*3
+    put = card.upload(x)
     def draw():
         table,ids = SampleTable(card, 5, 3000),card.empty(5, 'int32')
-        for i,s in enumerate(states): table.set(i, s)
+        for i,s in enumerate(states):
+            table.set(i, s)
         sample_rows(put, table, ids)
         return ids,table.top_ids,table.top_logprobs
-    ids,top,lp = map(card.download, run(draw)); want = sample(x, [s.row() for s in states])
+    ids,top,lp = map(card.download, run(draw))
+    want = sample(x, [s.row() for s in states])
     return [(ids, want.ids, 0),(top[0,:3], want.top_ids[0,:3], 0),(lp[:1,:3], want.top_logprobs[:1,:3], 1e-5)]
 
 # %% ../../nbs/8_use/06_check.ipynb #5d90c1e6
@@ -539,7 +572,8 @@ def _moves(card, rng, run, greedy):
     x,ids = card.upload(_normal(rng, 5, 300)),card.empty(5, 'int32')
     table = SampleTable(card, 5, 300)
     likely = SampleState(SamplingParams(temperature=0), [1], 300)
-    for i in range(5): table.set(i, likely)
+    for i in range(5):
+        table.set(i, likely)
     how = dict(greedy=greedy, cuts=False, then=(b,16))
     run(lambda: sample_rows(x, table, ids, **how))
     n = card.download(b.pos)[0]-host.pos[0]  # done once or twice
@@ -550,7 +584,8 @@ def _moved(card, b, host, n):
     pos,states = host.pos+n,[host.state_in,host.state_out]
     block,place = np.divmod(pos, 16)
     blocks = host.tables[range(5),block]
-    if n%2: states = states[::-1]
+    if n%2:
+        states = states[::-1]
     want = dict(pos=pos, starts=pos, slots=np.int64(blocks)*16+place)
     want |= zip(('state_in','state_out'), states)
     return [(card.download(getattr(b, k)), v, 0) for k,v in want.items()]
@@ -571,7 +606,8 @@ def _sample_drafts(card, rng, run, W=3, V=3000):
     given = card.upload(fed.ravel())
     def draw():
         t = SampleTable(card, 2, V, rows=2*W, width=W)
-        for s in range(2): t.set(1-s, _behind(s, [], V))
+        for s in range(2):
+            t.set(1-s, _behind(s, [], V))
         sample_rows(put, t, ids, lines, width=W, given=given)
     run(draw)
     rows = [_behind(s, fed[s,1:j], V) for s in range(2) for j in range(1, W+1)]
@@ -604,7 +640,8 @@ def _any_step(rng, r, S, W)->dict:
     "Values for arrays of the step `r`"
     bounds,given = dict(ids=(-1,3), said=(-1,3), pos3=(0,99)),{}
     bounds |= dict(live=(0,W+1), limit=(1,64), kmax=(0,W))
-    for k,b in bounds.items(): given[k] = rng.integers(*b, getattr(r, k).shape)
+    for k,b in bounds.items():
+        given[k] = rng.integers(*b, getattr(r, k).shape)
     first = rng.integers(0, 60, S)
     given['pos'] = first[:,None]+np.arange(W)
     given['tables'] = rng.permutation(4*S).reshape(S, 4)
@@ -718,7 +755,8 @@ def _kernels(case:str)->list[str]:
 def _meant(asked:str, case:str)->bool:
     "Does somebody who asks for a name, or a part of one, mean this case?"
     own = _kernels(case)
-    if any(asked in k for k in [case,*own]): return True
+    if any(asked in k for k in [case,*own]):
+        return True
     works = _WORK.get(asked, '').split()
     return any(k in works for k in own)
 
@@ -737,16 +775,21 @@ def check(
     res,lost = Report(),None
     asked = listify(only)
     for kernels,case,variant,f,kw in _cases:
-        if asked and not any(_meant(o, kernels) for o in asked): continue
+        if asked and not any(_meant(o, kernels) for o in asked):
+            continue
         run,error = _Run(card),np.nan
-        if lost: verdict = f'not run: the card is lost since {lost}'
+        if lost:
+            verdict = f'not run: the card is lost since {lost}'
         else:
             try:
-                with np.errstate(all='ignore'): error = max(off(*o) for o in f(card, np.random.default_rng(crc32(f'{kernels} {variant}'.encode())), run, **kw))
+                with np.errstate(all='ignore'):
+                    error = max(off(*o) for o in f(card, np.random.default_rng(crc32(f'{kernels} {variant}'.encode())), run, **kw))
                 verdict = 'ok' if error<=1 else 'wrong'
-            except Elsewhere: verdict = _ELSEWHERE
+            except Elsewhere:
+                verdict = _ELSEWHERE
             except Exception as e: # whatever a kernel does wrong is a line of the table
                 verdict,lost = f'{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ""}',f'{kernels} {variant}' if isinstance(e, CudaFault) else None
         res.append(Row(kernels, variant, case, error, verdict, run.ms))
-        if tell: tell(res[-1])
+        if tell:
+            tell(res[-1])
     return res

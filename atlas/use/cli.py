@@ -35,10 +35,14 @@ def _spelt(args):
     out = []
     for i,a in enumerate(args[:end]):
         alone = args[i+1:i+2]==[] or args[i+1] not in _WORDS
-        if a=='--no-speculative': out.append('--speculative=off')
-        elif a=='--speculative' and alone: out.append('--speculative=auto')
-        elif a=='--cache-packed': out.append('--cache-packed=auto')
-        else: out.append(a)
+        if a=='--no-speculative':
+            out.append('--speculative=off')
+        elif a=='--speculative' and alone:
+            out.append('--speculative=auto')
+        elif a=='--cache-packed':
+            out.append('--cache-packed=auto')
+        else:
+            out.append(a)
     return out+args[end:]
 
 class _Group(typer.core.TyperGroup):
@@ -49,13 +53,17 @@ class _Group(typer.core.TyperGroup):
         named = {n for p in command.params for n in p.opts} if command else ()
         return name,command,_spelt(rest) if '--speculative' in named else rest
     def invoke(self, ctx):
-        try: return super().invoke(ctx)
-        except KeyboardInterrupt: raise typer.Exit(130)
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise typer.Exit(130)
         except Exception as e:
             from atlas.ground.core import AtlasError
-            if not isinstance(e, AtlasError): raise
+            if not isinstance(e, AtlasError):
+                raise
             hint = f'\n       {e.hint}' if e.hint else ''
-            if not e.logged: typer.echo(f'atlas: {e.msg}{hint}', err=True)
+            if not e.logged:
+                typer.echo(f'atlas: {e.msg}{hint}', err=True)
             raise typer.Exit(1)
 
 # %% ../../nbs/8_use/13_cli.ipynb #44c3cc71
@@ -101,8 +109,10 @@ Json = Annotated[bool, _opt('Print JSON.', '--json')]
 def _bytes(text:str)->int:
     "Number of bytes in '4GiB', '500 MB' or '1000000'"
     from atlas.ground.core import RequestError,bytes_in
-    try: return bytes_in(text)
-    except RequestError as e: raise typer.BadParameter(e.msg) from None
+    try:
+        return bytes_in(text)
+    except RequestError as e:
+        raise typer.BadParameter(e.msg) from None
 
 # %% ../../nbs/8_use/13_cli.ipynb #bbf6334d
 from ..ground.options import Caching,EngineConfig,Speculation
@@ -117,8 +127,10 @@ def flag(f):
     size,text = how.pop('size', False),how.pop('text', None)
     own = f'--{f.name.replace("_", "-")}'
     names = [own,how.pop('alias')] if 'alias' in how else []
-    if size: how |= dict(parser=_bytes, metavar='SIZE')
-    if text: how |= dict(parser=_as_it_is, metavar=text, show_default=False)
+    if size:
+        how |= dict(parser=_bytes, metavar='SIZE')
+    if text:
+        how |= dict(parser=_as_it_is, metavar=text, show_default=False)
     kind = Annotated[str|None if text else f.type, _opt(m['help'], *names, **how)]
     return Parameter(f.name, Parameter.KEYWORD_ONLY, default=f.default, annotation=kind)
 
@@ -171,13 +183,15 @@ def pull(model:Model, as_json:Json=False):
     from atlas.ground.hub import pull
     p = pull(model)
     _print(dict(name=model, path=p, bytes=_weigh(p)), as_json, p)
-    if sys.stderr.isatty(): _recommend(model)
+    if sys.stderr.isatty():
+        _recommend(model)
 
 def _recommend(model):
     "Tell who pulled a model of the catalogue how it is served"
     from atlas.ground.catalog import find_entry
     found = find_entry(model)
-    if not found: return
+    if not found:
+        return
     words = ' '.join(('atlas serve', found[0], *found[1].flags))
     typer.secho(f'(serve it with: {words})', err=True, dim=True)
 
@@ -214,7 +228,8 @@ def _list_all(as_json):
 def list_(all_:Annotated[bool, _opt('Show what could be pulled, with size, context, and the memory that it takes at least on a DGX Spark.', '--all', '-a')]=False,
     as_json:Json=False):
     "Show the models on this machine and the room they take, and what --cache-packed keeps of them."
-    if all_: return _list_all(as_json)
+    if all_:
+        return _list_all(as_json)
     from atlas.ground.core import human
     from atlas.ground.hub import Entry,cached
     es = cached()+[Entry(p.name, p, p.stat().st_size, 'packed') for p in _packed()]
@@ -234,9 +249,11 @@ def rm(
     from atlas.ground.hub import cached,remove
     sizes = {e.name: e.nbytes for e in cached()}|{p.name: p.stat().st_size for p in _packed()}
     size = f' ({human(sizes[name], 1000)})' if name in sizes else ''
-    if not yes and size: typer.confirm(f'Remove {name}{size}?', abort=True, err=True)
+    if not yes and size:
+        typer.confirm(f'Remove {name}{size}?', abort=True, err=True)
     kept = [p for p in _packed() if p.name==name]
-    for p in kept: p.unlink()
+    for p in kept:
+        p.unlink()
     n = sizes[name] if kept else remove(name)
     _print(dict(removed=name, bytes=n), as_json, f'Removed {name}: {human(n, 1000)} free')
 
@@ -266,13 +283,15 @@ class Meter:
         self.n = self.drafted = self.cached = 0
     def add(self, n, drafted=0):
         "`n` more tokens, so many of them accepted drafts"
-        if not n: return
+        if not n:
+            return
         self.last = perf_counter()
         self.first = self.first or self.last
         self.n += n
         self.drafted += drafted
     def __str__(self):
-        if not self.n: return 'no tokens'
+        if not self.n:
+            return 'no tokens'
         rate = f', {(self.n-1)/(self.last-self.first):.1f} tokens/s' if self.last>self.first else ''
         share = f', {self.drafts}' if self.drafted else ''
         wait = f'the first after {self.first-self.start:.2f} s'
@@ -286,7 +305,8 @@ class Meter:
 
 def _tell(meter):
     "The rate, on stderr, when somebody watches"
-    if sys.stderr.isatty(): typer.secho(f'({meter})', err=True, dim=True)
+    if sys.stderr.isatty():
+        typer.secho(f'({meter})', err=True, dim=True)
 
 # %% ../../nbs/8_use/13_cli.ipynb #32367b33
 _NO_ANSWER = 'atlas: there are only thoughts, and no answer'
@@ -297,7 +317,8 @@ class Printer:
     def __init__(self, show=None):
         self.meter = Meter()
         self.watched = sys.stderr.isatty()
-        if show is None: show = self.watched and sys.stdout.isatty()
+        if show is None:
+            show = self.watched and sys.stdout.isatty()
         self.show = show # Are thoughts shown?
         self.thought = self.said = False # Was there one, was there an answer?
         self.last,self.finish = '',None # Piece of a thought; why it ended
@@ -305,26 +326,32 @@ class Printer:
         "One more `Delta`"
         self.meter.add(len(d.tokens), d.drafted)
         self.finish,self.meter.cached = d.finish,d.cached
-        if d.reasoning: self.think(d.reasoning)
+        if d.reasoning:
+            self.think(d.reasoning)
         text = d.text if self.said or not self.thought else d.text.lstrip()
         if text and not self.said:
             self.said = True
             self._closed()
-        if text: typer.echo(text, nl=False)
+        if text:
+            typer.echo(text, nl=False)
     def think(self, text):
         "More of a thought"
-        if not self.thought and (self.show or self.watched): _aside('thinking…\n')
+        if not self.thought and (self.show or self.watched):
+            _aside('thinking…\n')
         self.thought,self.last = True,text
-        if self.show: _aside(text)
+        if self.show:
+            _aside(text)
     def _closed(self):
         "A thought that was shown has ended: a blank line parts it from what follows"
-        if self.thought and self.show: _aside('\n' if self.last.endswith('\n') else '\n\n')
+        if self.thought and self.show:
+            _aside('\n' if self.last.endswith('\n') else '\n\n')
     def end(self):
         "There is no more of the answer"
         if self.thought and not self.said:
             self._closed()
             typer.echo(_NO_ANSWER+_LENGTH*(self.finish=='length'), err=True)
-        else: typer.echo()
+        else:
+            typer.echo()
         _tell(self.meter)
 
 def _aside(text): typer.secho(text, err=True, dim=True, nl=False)
@@ -332,9 +359,12 @@ def _aside(text): typer.secho(text, err=True, dim=True, nl=False)
 # %% ../../nbs/8_use/13_cli.ipynb #949251b6
 def _prompt(arg):
     "The prompt: the argument, or stdin when that is '-' or there is none"
-    if arg not in (None, '-'): return arg
-    if arg is None and sys.stdin.isatty(): raise typer.BadParameter('give a prompt, or pipe one in', param_hint="'PROMPT'")
-    if not (text := sys.stdin.read().rstrip('\n')): raise typer.BadParameter('the prompt on stdin is empty', param_hint="'PROMPT'")
+    if arg not in (None, '-'):
+        return arg
+    if arg is None and sys.stdin.isatty():
+        raise typer.BadParameter('give a prompt, or pipe one in', param_hint="'PROMPT'")
+    if not (text := sys.stdin.read().rstrip('\n')):
+        raise typer.BadParameter('the prompt on stdin is empty', param_hint="'PROMPT'")
     return text
 
 def _messages(prompt, system=None, images=None):
@@ -399,24 +429,29 @@ def run(model:Model,
 ):
     "Answer one prompt, printing the answer as it is made."
     for v,name in ((system,'--system'), (images,'--image'), (think is not None,'--think')):
-        if raw and v: raise typer.BadParameter('has no place in a --raw prompt', param_hint=f"'{name}'")
+        if raw and v:
+            raise typer.BadParameter('has no place in a --raw prompt', param_hint=f"'{name}'")
     prompt = _prompt(prompt)
     with closing(_llm(model, **options)) as llm:
         params = _params(llm, temperature=temperature, max_tokens=max_tokens, seed=seed)
         def ask(stream):
-            if raw: return (llm.stream if stream else llm.generate)(prompt, params)
+            if raw:
+                return (llm.stream if stream else llm.generate)(prompt, params)
             messages = _messages(prompt, system, images)
             return llm.chat(messages, params, stream=stream, **_template(think))
-        if as_json: return _print_answer(ask(False))
+        if as_json:
+            return _print_answer(ask(False))
         p = Printer(show_thinking)
-        for d in ask(True): p.add(d)
+        for d in ask(True):
+            p.add(d)
         p.end()
 
 # %% ../../nbs/8_use/13_cli.ipynb #ec1e3733
 def _print_answer(out):
     "An answer as JSON"
     d = dict(text=out.text, finish_reason=out.finish_reason, usage=out.usage)
-    if out.reasoning: d = dict(reasoning=out.reasoning)|d
+    if out.reasoning:
+        d = dict(reasoning=out.reasoning)|d
     _print(d, True, '')
 
 # %% ../../nbs/8_use/13_cli.ipynb #a0434e8e
@@ -437,25 +472,36 @@ class Conversation:
                 after = after or bool(d.reasoning)
                 answer += d.text
                 yield d
-                if stop(): pieces.close(); break
+                if stop():
+                    pieces.close()
+                    break
         finally:
-            if after: answer = answer.lstrip()
-            if answer: self.turns.append(dict(role='assistant', content=answer))
-            else: self.turns.pop()
+            if after:
+                answer = answer.lstrip()
+            if answer:
+                self.turns.append(dict(role='assistant', content=answer))
+            else:
+                self.turns.pop()
 
 # %% ../../nbs/8_use/13_cli.ipynb #c82481a4
 @contextmanager
 def _ctrl_c():
     "Within this, the first Ctrl-C makes the yielded function return True; the second is a KeyboardInterrupt"
-    if threading.current_thread() is not threading.main_thread(): yield lambda: False; return  # signals reach the main thread only
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return  # signals reach the main thread only
     hit = []
     def handler(sig, frame):
-        if hit: raise KeyboardInterrupt
+        if hit:
+            raise KeyboardInterrupt
         hit.append(sig)
-        with suppress(OSError): os.write(2, b'\n(stops after this step; Ctrl-C again leaves)\n')
+        with suppress(OSError):
+            os.write(2, b'\n(stops after this step; Ctrl-C again leaves)\n')
     old = signal.signal(signal.SIGINT, handler)
-    try: yield lambda: bool(hit)
-    finally: signal.signal(signal.SIGINT, old)
+    try:
+        yield lambda: bool(hit)
+    finally:
+        signal.signal(signal.SIGINT, old)
 
 # %% ../../nbs/8_use/13_cli.ipynb #02638469
 def _reset(c, _): c.turns.clear(); typer.echo('The conversation starts anew.')
@@ -473,23 +519,31 @@ def _turn(c, line, show=None):
     "Carry out one line of a chat; true when it is time to leave"
     from atlas.ground.core import AtlasError
     name,_,rest = line.partition(' ')
-    if name in COMMANDS: return COMMANDS[name][0](c, rest.strip())
-    if name.startswith('/') and name.count('/')==1: return typer.echo(f'No command is called {name}; /help lists them.', err=True)
+    if name in COMMANDS:
+        return COMMANDS[name][0](c, rest.strip())
+    if name.startswith('/') and name.count('/')==1:
+        return typer.echo(f'No command is called {name}; /help lists them.', err=True)
     p = Printer(show)
     try:
         with _ctrl_c() as stop:
-            for d in c.say(line, stop): p.add(d)
+            for d in c.say(line, stop):
+                p.add(d)
         p.end()
-    except AtlasError as e: typer.echo(f'atlas: {e}', err=True)
+    except AtlasError as e:
+        typer.echo(f'atlas: {e}', err=True)
 
 # %% ../../nbs/8_use/13_cli.ipynb #b163b717
 def _line(mark):
     "The next line; None when there are no more. Ctrl-C drops a line that is half typed"
     try:
-        if mark: return input(mark).strip()
+        if mark:
+            return input(mark).strip()
         return l.strip() if (l := sys.stdin.readline()) else None
-    except EOFError: return None
-    except KeyboardInterrupt: typer.echo('\n(Ctrl-D or /quit leaves)', err=True); return ''
+    except EOFError:
+        return None
+    except KeyboardInterrupt:
+        typer.echo('\n(Ctrl-D or /quit leaves)', err=True)
+        return ''
 
 @app.command(epilog=_examples('atlas chat tiny', 'atlas chat demo --system "Answer in one sentence." --temperature 0.2'))
 @engine_flags(*_TALK, *CACHING, *SPECULATION)
@@ -498,8 +552,10 @@ def chat(model:Model, system:System=None, temperature:Temperature=None,
     think:Think=None, show_thinking:ShowThinking=None, **options):
     "Talk with a model in the terminal. /help lists what can be done there."
     from atlas.ground.hub import name_of
-    try: import readline  # noqa: F401
-    except ImportError: readline = None  # an input line without editing keys still works
+    try:
+        import readline  # noqa: F401
+    except ImportError:
+        readline = None  # an input line without editing keys still works
     with closing(_llm(model, **options)) as llm:
         params = _params(llm, temperature=temperature, max_tokens=max_tokens, seed=seed)
         _talk(Conversation(llm, params, system, think), name_of(model), show_thinking)
@@ -511,8 +567,10 @@ def _talk(c, name, show):
         about = f'{name}, context {c.llm.max_seq_len:,} tokens'
         typer.echo(f'{about}. /help lists the commands.', err=True)
     while (line := _line('> ' if person else '')) is not None:
-        if line and _turn(c, line, show): break
-    if person and line is None: typer.echo()
+        if line and _turn(c, line, show):
+            break
+    if person and line is None:
+        typer.echo()
 
 # %% ../../nbs/8_use/13_cli.ipynb #17c4dd79
 Many = lambda help, name, metavar: Annotated[list[str]|None, _opt(help, name, metavar=metavar, show_default=False)]
@@ -574,7 +632,8 @@ PlanJson = Annotated[bool, _opt('Print what --dry-run says as JSON.', '--json')]
 # %% ../../nbs/8_use/13_cli.ipynb #c11a0003
 def _not_needed(flags):
     "Tell who said `flags` of another engine that they do nothing"
-    for f in flags: typer.echo(f'atlas: {f} is not needed here, and does nothing', err=True)
+    for f in flags:
+        typer.echo(f'atlas: {f} is not needed here, and does nothing', err=True)
 
 # %% ../../nbs/8_use/13_cli.ipynb #ca7a2002
 _FOREIGN = { # Flags of other engines that do nothing here, and why
@@ -597,8 +656,10 @@ def _parsers(config, given)->dict:
     from atlas.text.processor import read_text
     found,entry,(calls,thoughts) = here(config.model),find_entry(config.model),given
     if found:
-        try: calls,thoughts = read_text(replace(config, model=str(found)), given).parsers
-        except SourceError: pass # it has no tokenizer, and needs no parsers
+        try:
+            calls,thoughts = read_text(replace(config, model=str(found)), given).parsers
+        except SourceError:
+            pass # it has no tokenizer, and needs no parsers
     elif entry and entry[1].parsers:
         known = entry[1].parsers
         calls,thoughts = calls or known.tool_call,thoughts or known.reasoning
@@ -614,12 +675,15 @@ def _dry_run(configs, given, ignored, as_json):
     ms = [p.to_dict()|dict(parsers=how) for p,how in zip(plans, parsers)]
     texts = [_plan_text(p, how) for p,how in zip(plans, parsers)]
     texts += [f'ignored   {said}' for said in ignored]
-    if len(plans)>1: texts.append('note      each is planned as if it were alone')
+    if len(plans)>1:
+        texts.append('note      each is planned as if it were alone')
     _print(dict(models=ms, ignored=ignored, fits=fits), as_json, '\n'.join(texts))
     for p in plans:
         hint = f'\n       {p.hint}' if p.hint else ''
-        if not p.fits: typer.echo(f'atlas: {p.error}{hint}', err=True)
-    if not fits: raise typer.Exit(1)
+        if not p.fits:
+            typer.echo(f'atlas: {p.error}{hint}', err=True)
+    if not fits:
+        raise typer.Exit(1)
 
 def _plan_text(p, how):
     "A plan with its parsers, for people"
@@ -649,14 +713,17 @@ def serve(models:Models=None, config:Config=None,
     trust_remote_code:Foreign=False, enable_auto_tool_choice:AutoTools=False,
     drain:Drain=10., log_format:LogFormat='auto', log_level:LogLevel='info', **options):
     "Serve models: a chat page at /, the APIs of OpenAI and Anthropic at /v1, Ollama's at /api."
-    if as_json and not dry_run: raise typer.BadParameter('is for --dry-run', param_hint="'--json'")
+    if as_json and not dry_run:
+        raise typer.BadParameter('is for --dry-run', param_hint="'--json'")
     own = dict(served_model_name=served_model_name, alias=alias, memory=memory)
     configs = _to_serve(models, config, lazy, options, own)
     given = trust_remote_code,enable_auto_tool_choice
     foreign = [flag for flag,said in zip(_FOREIGN, given) if said]
     parsers = tool_call_parser,reasoning_parser
-    if dry_run and config: return config_check(config, as_json)
-    if dry_run: return _dry_run(configs, parsers, _ignored(foreign, options, configs[0]), as_json)
+    if dry_run and config:
+        return config_check(config, as_json)
+    if dry_run:
+        return _dry_run(configs, parsers, _ignored(foreign, options, configs[0]), as_json)
     _not_needed(foreign)
     from atlas.service.gateway import serve
     serve(configs, host=host, port=port,
@@ -673,11 +740,14 @@ def serve(models:Models=None, config:Config=None,
 def _to_serve(models, config, lazy, options, own):
     "What `serve` of the gateway takes: configs, or a file that makes models, beside which no flag is about them"
     if config is None:
-        if not models: raise typer.BadParameter('name a model, or a file with --config', param_hint="'MODEL'")
+        if not models:
+            raise typer.BadParameter('name a model, or a file with --config', param_hint="'MODEL'")
         return [EngineConfig(m, **options) for m in models]
-    if models: raise typer.BadParameter(f'{models[0]!r} stands beside --config: add it to the file', param_hint="'MODEL'")
+    if models:
+        raise typer.BadParameter(f'{models[0]!r} stands beside --config: add it to the file', param_hint="'MODEL'")
     for k,v in (own|options).items():
-        if v in (None,(),[]) or k in FLAGS and v==FLAGS[k].default: continue
+        if v in (None,(),[]) or k in FLAGS and v==FLAGS[k].default:
+            continue
         raise typer.BadParameter('has its place in the file', param_hint=f"'--{k.replace('_', '-')}'")
     from atlas.service.reload import FleetFile
     return FleetFile(config, lazy)
@@ -694,12 +764,15 @@ def config_check(file:Annotated[Path, typer.Argument(metavar='FILE', help='A YAM
     from atlas.ground.core import AtlasError
     from atlas.service.explain import explain
     from atlas.service.reload import servable
-    try: report = explain(servable(file))
+    try:
+        report = explain(servable(file))
     except AtlasError as e:
-        for other in getattr(e, 'others', ()): typer.echo(f'atlas: {other}', err=True)
+        for other in getattr(e, 'others', ()):
+            typer.echo(f'atlas: {other}', err=True)
         raise
     _print(report.to_dict(), as_json, str(report))
-    if not report.fits: raise typer.Exit(1)
+    if not report.fits:
+        raise typer.Exit(1)
 
 @configs.command('schema', epilog=_examples('atlas config schema > atlas.schema.json'))
 def config_schema():
@@ -727,7 +800,8 @@ def launch(ctx:Annotated[typer.Context, _opt('Holds what is for the program.')],
 def _watched(where, server, told):
     "A `Watcher` for a file of models, or for a server's address"
     from atlas.service.watch import HERE,watcher
-    if '://' in where: return watcher(server=where, notify=told)
+    if '://' in where:
+        return watcher(server=where, notify=told)
     from atlas.service.fleet import read_fleet
     fleet = read_fleet(where)
     return watcher(fleet.watch, server or HERE*bool(fleet.models), told)
@@ -735,8 +809,10 @@ def _watched(where, server, told):
 def _looked(seen, news, as_json):
     "Print what a look has found"
     things = [dict(name=s.name, well=s.well, why=s.why) for s in seen]
-    if as_json: return typer.echo(json.dumps(dict(seen=things, news=news), ensure_ascii=False))
-    for line in map(str, seen) if sys.stdout.isatty() else news: typer.echo(line)
+    if as_json:
+        return typer.echo(json.dumps(dict(seen=things, news=news), ensure_ascii=False))
+    for line in map(str, seen) if sys.stdout.isatty() else news:
+        typer.echo(line)
 
 @app.command(epilog=_examples('atlas watch atlas.yaml', 'atlas watch --once http://127.0.0.1:8888 --notify ntfy://my-topic'))
 def watch(
@@ -750,11 +826,13 @@ def watch(
     import asyncio
     from atlas.service.watch import kept_at,once
     w = _watched(where, server, notify or ())
-    if not only_once: return asyncio.run(w.run())
+    if not only_once:
+        return asyncio.run(w.run())
     what = where if '://' in where else str(Path(where).resolve())
     seen,news = asyncio.run(once(w, kept_at(what)))
     _looked(seen, news, as_json)
-    if not all(s.well for s in seen): raise typer.Exit(3)
+    if not all(s.well for s in seen):
+        raise typer.Exit(3)
 
 # %% ../../nbs/8_use/13_cli.ipynb #0dbd8ee5
 Url = Annotated[str, _opt('Where the server is.')]
@@ -799,10 +877,13 @@ def top(url:Url=HERE, key:ItsKey=None,
     as_json:Json=False):
     "Watch the models of a running server: memory, speed, and who waits."
     s = _server(url, key)
-    if not as_json: return s.top(every, count)
+    if not as_json:
+        return s.top(every, count)
     for seen in s.looks(every, count):
-        if isinstance(seen, Exception): said = dict(error=str(seen))
-        else: said = dict(models=[r.to_dict() for r in seen[0]], memory=seen[1])
+        if isinstance(seen, Exception):
+            said = dict(error=str(seen))
+        else:
+            said = dict(models=[r.to_dict() for r in seen[0]], memory=seen[1])
         typer.echo(json.dumps(said, ensure_ascii=False))
 
 # %% ../../nbs/8_use/13_cli.ipynb #60a61e9b
@@ -822,7 +903,8 @@ def quantize(ctx:Annotated[typer.Context, _opt('Holds what follows --keep.')],
     "Write a copy of a model with fewer bits a weight, and report what was lost."
     from atlas.ground.hub import resolve
     from atlas.ground.quantize import quantize
-    if ctx.args and not keep: raise typer.BadParameter(f'{ctx.args[0]!r} is one too many: SRC and DST are named already', param_hint="'DST'")
+    if ctx.args and not keep:
+        raise typer.BadParameter(f'{ctx.args[0]!r} is one too many: SRC and DST are named already', param_hint="'DST'")
     report = quantize(resolve(src), dst, format, layout, [*(keep or ()),*ctx.args], head, requantize, force, shard_size)
     _print(dict(path=dst)|report.to_dict(), as_json, str(report))
 
@@ -831,8 +913,10 @@ def _versions():
     "Versions of what matters in a report; None for what is not installed"
     from importlib.metadata import PackageNotFoundError,version
     def get(n):
-        try: return version(n)
-        except PackageNotFoundError: return None
+        try:
+            return version(n)
+        except PackageNotFoundError:
+            return None
     return {n:get(n) for n in ('numpy', 'cupy-cuda13x', 'safetensors', 'tokenizers', 'huggingface_hub', 'gguf', 'fastapi')}
 
 @app.command(epilog=_examples('atlas version --json'))
@@ -847,17 +931,23 @@ def version(as_json:Json=False):
 # %% ../../nbs/8_use/13_cli.ipynb #f16d4c28
 def _counts(text:str, least:int=1, flag:str='--batch')->list[int]:
     "Whole numbers from `least` up, written with commas between them"
-    try: out = [int(t) for t in text.split(',')]
-    except ValueError: out = [-1]
-    if min(out)>=least: return out
+    try:
+        out = [int(t) for t in text.split(',')]
+    except ValueError:
+        out = [-1]
+    if min(out)>=least:
+        return out
     said = f'{text!r} is not a list of whole numbers from {least} up such as 1,2,4'
     raise typer.BadParameter(said, param_hint=f"'{flag}'")
 
 def _shares(text:str)->list[float]:
     "Numbers from 0 to 1, written with commas between them"
-    try: out = [float(t) for t in text.split(',')]
-    except ValueError: out = [-1]
-    if all(0<=x<=1 for x in out): return out
+    try:
+        out = [float(t) for t in text.split(',')]
+    except ValueError:
+        out = [-1]
+    if all(0<=x<=1 for x in out):
+        return out
     raise typer.BadParameter(f'{text!r} is not a list of shares from 0 to 1 such as 0.9,0.8')
 
 # %% ../../nbs/8_use/13_cli.ipynb #496c7d0d
@@ -898,7 +988,8 @@ def bench(model:Model,
 def _print_report(report, as_json, output):
     "Print a measurement, and write it to the file `output`"
     numbers = report.to_dict()
-    if output: output.write_text(json.dumps(numbers, indent=1))
+    if output:
+        output.write_text(json.dumps(numbers, indent=1))
     _print(numbers, as_json, str(report))
 
 # %% ../../nbs/8_use/13_cli.ipynb #42e16c0b
@@ -906,8 +997,10 @@ def _card(name, without):
     "The card called `name`; where it cannot be had, a `DeviceError` says what can be done `without` one"
     from atlas.ground.core import DeviceError
     from atlas.card.device import get_device
-    try: d = get_device(name)
-    except DeviceError as e: raise DeviceError(e.msg, hint='; '.join(filter(None, [re.sub(r'(, or u|^U)se --device cpu$', '', e.hint), without]))) from e
+    try:
+        d = get_device(name)
+    except DeviceError as e:
+        raise DeviceError(e.msg, hint='; '.join(filter(None, [re.sub(r'(, or u|^U)se --device cpu$', '', e.hint), without]))) from e
     return d.need_card(f'--device {name} is no graphics card here', without)
 
 # %% ../../nbs/8_use/13_cli.ipynb #8e58a3b9
@@ -943,7 +1036,8 @@ def bench_decode(model:Model, batch:Batches='1',
 def _longest(config, n):
     "A context of `n` tokens, or the model's own if that is shorter"
     from atlas.ground.opening import open_model
-    with open_model(config) as ck: return min(n, ck.config.max_seq_len)
+    with open_model(config) as ck:
+        return min(n, ck.config.max_seq_len)
 
 # %% ../../nbs/8_use/13_cli.ipynb #e2242dbb
 @benches.command('kernels', epilog=_examples('atlas bench kernels qwen3.6-35b-a3b --load-format dummy --weights nvfp4'))
@@ -991,7 +1085,8 @@ def bench_startup(model:Model,
     as_json:Json=False, output:Output=None, **options):
     "Measure what a start waits for, stage by stage, beside what the disk gives raw."
     from atlas.card.context import begin_context
-    if not write: begin_context(options['device'])
+    if not write:
+        begin_context(options['device'])
     from atlas.ground.core import human
     from atlas.use.bench_startup import bench_startup,process_age,write_checkpoint
     weights = options.pop('weights', None)
@@ -1052,7 +1147,8 @@ def main(): app(prog_name='atlas')
 
 def _version(said):
     "What `atlas --version` does"
-    if not said: return
+    if not said:
+        return
     from atlas import __version__
     typer.echo(f'atlas {__version__}')
     raise typer.Exit()

@@ -36,7 +36,8 @@ def here(url:str)->bool:
 
 def direct(url:str)->dict[str,str]:
     "Variables that keep a proxy out of the way to this address"
-    if not (here(url) and getproxies()): return {}
+    if not (here(url) and getproxies()):
+        return {}
     past = (os.environ.get('no_proxy') or os.environ.get('NO_PROXY') or '').split(',')
     names = ','.join(dict.fromkeys([*filter(None, past), urlsplit(url).hostname]))
     return dict(NO_PROXY=names, no_proxy=names)
@@ -45,7 +46,8 @@ def direct(url:str)->dict[str,str]:
 def address(url:str)->str:
     "A server's address without a slash or /v1 at its end; a `ClientError` for what is none"
     url = url.rstrip('/').removesuffix('/v1')
-    if url.startswith(('http://','https://')): return url
+    if url.startswith(('http://','https://')):
+        return url
     raise ClientError(f'{url[:200]!r} is no address of a server', hint='Use http://HOST:PORT')
 
 def ask(
@@ -62,11 +64,13 @@ def ask(
     try:
         with opener.open(Request(url+path, data, head), timeout=seconds) as r:
             return json.loads(r.read(1<<24))
-    except HTTPError as e: raise _refused(url, key, e) from None
+    except HTTPError as e:
+        raise _refused(url, key, e) from None
     except (URLError,OSError):
         hint = 'Start one with "atlas serve MODEL", or give its address with --url'
         raise ClientError(f'No server answers at {url}', hint=hint) from None
-    except ValueError: raise _stranger(url) from None
+    except ValueError:
+        raise _stranger(url) from None
 
 # %% ../../nbs/8_use/03_clients.ipynb #06b198e0
 def _stranger(url): return ClientError(f'What answers at {url} is no server of models')
@@ -79,7 +83,8 @@ def _refused(url, key, e):
     try:
         said = json.loads(e.read(1<<20))['error']
         said = said if isinstance(said, str) else said['message']
-    except (OSError,ValueError,KeyError,TypeError): said = None
+    except (OSError,ValueError,KeyError,TypeError):
+        said = None
     return ClientError(said or f'The server at {url} answers {e.code}')
 
 # %% ../../nbs/8_use/03_clients.ipynb #6f56dbdd
@@ -91,11 +96,15 @@ def find_server(
 )->Served:
     "Ask a server for its models; says what is wrong if it does not answer"
     url = address(url)
-    try: data = ask(url, '/v1/models', key, seconds=seconds)['data']
-    except (KeyError,TypeError): raise _stranger(url) from None
+    try:
+        data = ask(url, '/v1/models', key, seconds=seconds)['data']
+    except (KeyError,TypeError):
+        raise _stranger(url) from None
     names = {m['id']:m for m in data if isinstance(m, dict) and isinstance(m.get('id'), str)}
-    if not names: raise ClientError(f'The server at {url} has no model')
-    if model is not None and model not in names: raise SourceError(f'There is no model called {model[:80]!r} at {url}', hint=f'It has {", ".join(names)}')
+    if not names:
+        raise ClientError(f'The server at {url} has no model')
+    if model is not None and model not in names:
+        raise SourceError(f'There is no model called {model[:80]!r} at {url}', hint=f'It has {", ".join(names)}')
     name = model or next(iter(names))
     return Served(url, name, names[name].get('max_model_len'), key)
 
@@ -167,7 +176,8 @@ AGENTS,ROOM = ('codex','claude','opencode','qwen'),16384 # These send instructio
 
 def setup(client:str, served:Served, folder:Path|None=None)->Setup:
     "How to start `client` with this server"
-    if client not in CLIENTS: raise ClientError(f'{client[:40]!r} is no program that Atlas knows how to start', hint=f'It knows {", ".join(CLIENTS)}')
+    if client not in CLIENTS:
+        raise ClientError(f'{client[:40]!r} is no program that Atlas knows how to start', hint=f'It knows {", ".join(CLIENTS)}')
     s = CLIENTS[client](served, Path(folder or home()/'clients'/client))
     return Setup(s.command, s.env | {KEY:served.key or 'none'} | direct(served.url), s.files, s.get, s.unset)
 
@@ -177,7 +187,8 @@ def _sum(text): return hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hex
 
 def _confirm(f)->bool:
     "Ask whether a file may be replaced"
-    if not (sys.stdin.isatty() and sys.stderr.isatty()): return False
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return False
     print(f'{f} is there already, and is not as Atlas left it. Replace it? [y/N] ', end='', file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ('y','yes')
 
@@ -188,12 +199,17 @@ def write(
     "Write files, for the eyes of their owner; what is somebody else's is replaced only if `confirm` says so"
     for f,text in files.items():
         mark,old = _mark(f),Path(f).read_text(encoding='utf-8', errors='surrogateescape') if Path(f).exists() else None
-        if old==text: continue
+        if old==text:
+            continue
         ours = old is None or (mark.is_file() and mark.read_text()==_sum(old))
-        if not ours and not confirm(f): raise ClientError(f'{f} is there already, and is not as Atlas left it', hint='Move it away, or use --print and do it by hand')
-        for p in (f,mark): Path(p).parent.mkdir(parents=True, exist_ok=True)
+        if not ours and not confirm(f):
+            raise ClientError(f'{f} is there already, and is not as Atlas left it', hint='Move it away, or use --print and do it by hand')
+        for p in (f,mark):
+            Path(p).parent.mkdir(parents=True, exist_ok=True)
         part = Path(f).with_name(Path(f).name+'.part')
-        part.touch(mode=0o600); part.write_text(text, encoding='utf-8'); os.replace(part, f)
+        part.touch(mode=0o600)
+        part.write_text(text, encoding='utf-8')
+        os.replace(part, f)
         mark.write_text(_sum(text))
 
 # %% ../../nbs/8_use/03_clients.ipynb #b1c7c495
@@ -217,14 +233,21 @@ def launch(
     become=os.execvpe, # (program, arguments, environment)
 ):
     "Write what a program needs to know of this server, and start it"
-    if client not in CLIENTS: setup(client, None)
+    if client not in CLIENTS:
+        setup(client, None)
     served = find_server(url, model, key or os.environ.get(KEY) or None)
     if client in AGENTS and served.context and served.context<ROOM:
         print(f'{served.model} has a context of {served.context:,} tokens. What {client} sends before the first question may take all of it.', file=sys.stderr)
     s = setup(client, served)
-    if show: print(shown(s, args)); return
-    if start and not shutil.which(s.command[0]): raise ClientError(f'{s.command[0]} is not installed', hint=s.get)
+    if show:
+        print(shown(s, args))
+        return
+    if start and not shutil.which(s.command[0]):
+        raise ClientError(f'{s.command[0]} is not installed', hint=s.get)
     write(s.files, confirm)
-    if not start: print('\n'.join([*(f'# {f} is written' for f in s.files), shown(replace(s, files={}), args)])); return
-    sys.stdout.flush(); sys.stderr.flush()
+    if not start:
+        print('\n'.join([*(f'# {f} is written' for f in s.files), shown(replace(s, files={}), args)]))
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
     become(s.command[0], [*s.command,*args], {k:v for k,v in os.environ.items() if k not in s.unset} | s.env)

@@ -33,15 +33,18 @@ def part_of(c:ModelConfig,
 )->str: # One of `PARTS`
     "The part of the model that an array belongs to"
     top = dict(mtp='mtp', visual='vision', embed_tokens='head' if c.tie_embeddings else 'embedding').get(name.split('.')[0])
-    if top: return top
-    if part := first(p for w,p in _WORDS.items() if w in name): return part
+    if top:
+        return top
+    if part := first(p for w,p in _WORDS.items() if w in name):
+        return part
     m = re.match(r'layers\.(\d+)\.mixer\.', name)
     return c.mixers[int(m[1])].replace('sliding','attention') if m else 'drafter'
 
 # %% ../../nbs/8_use/02_inspect.ipynb #e2d017d4
 def share_of(c:ModelConfig, name:str)->float:
     "How much of an array one decoded token reads (of a drafting layer's, one drafted token)"
-    if part_of(c, name) in ('embedding','vision','unused'): return 0.
+    if part_of(c, name) in ('embedding','vision','unused'):
+        return 0.
     return c.moe.top_k/c.moe.num_experts if '.experts.' in name else 1.
 
 @dataclass(frozen=True)
@@ -67,9 +70,11 @@ def tally(
     "What is in a checkpoint, by part and format"
     c,used,sums = ck.config,_sources(ck, wants),{}
     for n,t in ck.tensors.items():
-        name = used.get(n); part = part_of(c, name) if name else 'unused'
+        name = used.get(n)
+        part = part_of(c, name) if name else 'unused'
         s = sums.setdefault((part,t.fmt), [0,0,0,0.])
-        for i,x in enumerate((1, math.prod(t.shape), t.nbytes, t.nbytes*share_of(c, name) if name else 0.)): s[i] += x
+        for i,x in enumerate((1, math.prod(t.shape), t.nbytes, t.nbytes*share_of(c, name) if name else 0.)):
+            s[i] += x
     rows = [Row(*k,*s) for k,s in sums.items()]
     return sorted(rows, key=lambda r: (PARTS.index(r.part),-r.nbytes))
 
@@ -86,7 +91,8 @@ class Strip:
 
     def text(self, width:int=64)->str:
         "Letters in lines of at most `width` layers, and what they mean"
-        n = len(self.rows[0]); lines = [''.join(_LETTERS[k] for k in r[i:i+width]) for i in range(0, n, width) for r in self.rows]
+        n = len(self.rows[0])
+        lines = [''.join(_LETTERS[k] for k in r[i:i+width]) for i in range(0, n, width) for r in self.rows]
         return '\n'.join([*lines, ', '.join(f'{_LETTERS[k]} {v}' for k,v in self.legend().items())])
 
     def _repr_svg_(self):
@@ -136,7 +142,8 @@ def _weights_on(s, device):
     wide = 4*sum(r.weights for r in rows)
     unpacked = d.unpacks and wide<=device.memory().available/2
     form = 'as stored' if d.unpacks else 'packed'
-    if unpacked: form = 'as float32'
+    if unpacked:
+        form = 'as float32'
     parts = '','vision','mtp'
     held = words_of(device).weight_bytes(s.tensors, parts, not unpacked)
     return held,not unpacked,form
@@ -171,8 +178,10 @@ def fit(
 def devices()->list:
     "The host, and a card where there is one"
     out = [get_device('cpu')]
-    try: out.append(get_device('cuda'))
-    except DeviceError: pass  # there is none, or none that Atlas can use
+    try:
+        out.append(get_device('cuda'))
+    except DeviceError:
+        pass  # there is none, or none that Atlas can use
     return out
 
 # %% ../../nbs/8_use/02_inspect.ipynb #e8e4955e
@@ -183,8 +192,10 @@ def open_shape(
     weights:str|None=None,
 ):
     "An open checkpoint: the one called `name`, or one without files in the shape of a preset, or of that checkpoint in other `weights`"
-    if weights or is_shape(name): return imagine(name, weights)
-    if shaped(name) and not here(name): return imagine(name)
+    if weights or is_shape(name):
+        return imagine(name, weights)
+    if shaped(name) and not here(name):
+        return imagine(name)
     return open_checkpoint(resolve(name))
 
 def look(
@@ -193,7 +204,8 @@ def look(
     on=None, # Devices where it might run; None for all that are here
 )->Sheet:
     "What a model is made of, without loading it; errors as for `open_checkpoint`, `from_hf` and `build`"
-    with open_shape(name, weights) as ck: return sheet(ck, name, on)
+    with open_shape(name, weights) as ck:
+        return sheet(ck, name, on)
 
 # %% ../../nbs/8_use/02_inspect.ipynb #ab4912bc
 def sheet(ck, name:str='', on=None)->Sheet:
@@ -204,7 +216,8 @@ def sheet(ck, name:str='', on=None)->Sheet:
     path = None if made else ck.path
     s = Sheet(name or ck.config.name, ck.config, ck.kind,
         tally(ck, wants), path, tensors=used)
-    if not made: s = replace(s, tokenizer='tokenizer.ggml.model' in ck.meta or (ck.folder/'tokenizer.json').is_file(), chat_template=load_template(ck) is not None)
+    if not made:
+        s = replace(s, tokenizer='tokenizer.ggml.model' in ck.meta or (ck.folder/'tokenizer.json').is_file(), chat_template=load_template(ck) is not None)
     return replace(s, fits=[fit(s, d) for d in (devices() if on is None else on)])
 
 # %% ../../nbs/8_use/02_inspect.ipynb #c61260cb
@@ -241,8 +254,10 @@ def _parts(s):
 def _fit_line(f, c):
     "What one device can hold, in words"
     head = f'weights {human(f["weights"])} {f["form"]} of {human(f["budget"])}'
-    if not f['fits']: return head+': they do not fit'
-    if not c.kv_elements_per_token: return head
+    if not f['fits']:
+        return head+': they do not fit'
+    if not c.kv_elements_per_token:
+        return head
     room = ' or '.join(f'{k:,} of {n:,}' for n,k in f['sequences'].items() if k)
     return f'{head}, context up to {f["max_context"]:,}'+(f'; sequences: {room} tokens' if room else '')
 
@@ -257,9 +272,11 @@ def __str__(self:Sheet):
         '':Strip(c).text(), 'vocabulary':f'{c.vocab_size:,}', 'context':f'{c.max_seq_len:,} tokens', 'weights':f'{human(self.nbytes, 1000)} in {self.kind}', ' ':'\n'.join(_parts(self)),
         'a token reads':human(round(self.token_bytes), 1000)+(f'; a drafted one {human(round(self.draft_bytes), 1000)}' if self.draft_bytes else ''),
         'KV cache':f'{human(2*n)} a token in 16 bits, {human(4*n)} as float32' if (n := c.kv_elements_per_token) else 'none'}
-    if c.state_elements: rows['states'] = f'{human(4*c.state_elements)} a sequence, however long'
+    if c.state_elements:
+        rows['states'] = f'{human(4*c.state_elements)} a sequence, however long'
     rows |= {f['device']:_fit_line(f, c) for f in self.fits}
-    if self.kind!='dummy': rows |= {'tokenizer':'yes' if self.tokenizer else 'missing', 'chat template':'yes' if self.chat_template else 'none: use "atlas run --raw"'}
+    if self.kind!='dummy':
+        rows |= {'tokenizer':'yes' if self.tokenizer else 'missing', 'chat template':'yes' if self.chat_template else 'none: use "atlas run --raw"'}
     return '\n'.join(f'{k if not i else "":<16}{l}' for k,v in rows.items() for i,l in enumerate(v.split('\n')))
 
 @patch

@@ -45,7 +45,8 @@ class LLM(LoadedModel):
     ):
         if not isinstance(options, EngineConfig):
             options = EngineConfig(options, *fields, **more)
-        elif fields or more: raise TypeError('Fields have no place beside an EngineConfig')
+        elif fields or more:
+            raise TypeError('Fields have no place beside an EngineConfig')
         super().__init__(options, show, processor_of(options))
         self.template,self.eos_ids = self.text.template,self.text.eos_ids
         self.image_spec = self.text.image_spec if self.model.vision else None
@@ -104,17 +105,21 @@ def _step(self:LLM, todo:deque, box:deque):
         while todo and not s.full(len(todo[0].prompt)):
             self.engine.add(todo[0])
             self._boxes[todo.popleft().id] = box
-        if box: return
+        if box:
+            return
         for e in self.engine.step():
-            if e.id in self._boxes: self._boxes[e.id].append(e)
-        if not box: box += [Event(rid, finish='abort') for rid,b in self._boxes.items() if b is box and rid not in s.seqs]
+            if e.id in self._boxes:
+                self._boxes[e.id].append(e)
+        if not box:
+            box += [Event(rid, finish='abort') for rid,b in self._boxes.items() if b is box and rid not in s.seqs]
 
 @patch
 def _drop(self:LLM, rid:str):
     "Request `rid` has ended, or is to end now"
     with self._lock:
         self._boxes.pop(rid, None)
-        if self.engine: self.engine.abort(rid)
+        if self.engine:
+            self.engine.abort(rid)
 
 # %% ../../nbs/8_use/01_llm.ipynb #def8ec8a
 @patch
@@ -129,7 +134,8 @@ def _run(self:LLM, reqs:list[Request], readers:list[ChoiceReader]):
             self._step(todo, box)
             while box:
                 e = box.popleft()
-                if e.id not in live: continue  # a stop string came before the end
+                if e.id not in live:
+                    continue  # a stop string came before the end
                 i,reader = live[e.id]
                 for d in reader.feed([e]):
                     if d.finish:
@@ -137,7 +143,8 @@ def _run(self:LLM, reqs:list[Request], readers:list[ChoiceReader]):
                         self._drop(e.id)
                     yield i,d
     finally:
-        for rid in live: self._drop(rid)
+        for rid in live:
+            self._drop(rid)
 
 # %% ../../nbs/8_use/01_llm.ipynb #1b0de12d
 @patch
@@ -152,8 +159,10 @@ def generate(self:LLM,
     one = isinstance(prompts, str) or (len(prompts)>0 and isinstance(prompts[0], (int,np.integer)))
     prompts = [prompts] if one else list(prompts)
     params = [p or self.params() for p in (params if isinstance(params, (list,tuple)) else [params]*len(prompts))]
-    if len(params)!=len(prompts): raise RequestError(f'{len(prompts)} prompts and {len(params)} SamplingParams', param='params')
-    if images and not one: raise RequestError('images belong to one prompt', hint='Call generate once for each', param='images')
+    if len(params)!=len(prompts):
+        raise RequestError(f'{len(prompts)} prompts and {len(params)} SamplingParams', param='params')
+    if images and not one:
+        raise RequestError('images belong to one prompt', hint='Call generate once for each', param='images')
     encoded = [self._encode(p, images=images) for p in prompts]
     asked = list(zip(encoded, params))
     outs = self._answers(asked, guide, timeout=timeout)
@@ -163,8 +172,10 @@ def generate(self:LLM,
 @patch
 def _guide(self:LLM, guide):
     "Refuse a guide that cannot be followed, and compile one that can while others run"
-    if guide is None: return
-    if self.guides is None: raise RequestError(f'{self.name} has no tokenizer, so its answers cannot be guided', param='response_format')
+    if guide is None:
+        return
+    if self.guides is None:
+        raise RequestError(f'{self.name} has no tokenizer, so its answers cannot be guided', param='response_format')
     self.guides.check(guide)
 
 @patch
@@ -177,7 +188,8 @@ def _answers(self:LLM, asked, guide=None, split=None, timeout=None)->list[Output
         reqs += [self.request(ids, q, **how) for q in fan_out(p)]
     readers = [self.reader(r.params, guide, split) for r in reqs]
     said = [[] for _ in reqs]
-    for k,d in self._run(reqs, readers): said[k].append(d)
+    for k,d in self._run(reqs, readers):
+        said[k].append(d)
     choices = ((r.choice(ds), r.cached) for r,ds in zip(readers, said))
     return [_outputs(choices, *a) for a in asked]
 
@@ -190,7 +202,8 @@ def _outputs(choices, encoded, p):
 
 def _output(c:Choice, cached:int, p:SamplingParams, ids, text)->Output:
     "An answer with what it took; its error, if that is how it ended"
-    if c.error: raise c.error
+    if c.error:
+        raise c.error
     n = len(c.tokens)
     likely = None if p.logprobs is None else c.tokens
     usage = dict(prompt_tokens=len(ids), completion_tokens=n, total_tokens=len(ids)+n)
@@ -215,16 +228,19 @@ def stream(self:LLM,
 def _stream(self:LLM, prompt, params, images, guide, split=None, timeout=None):
     "The same, with thoughts and calls told apart if there is a `split`"
     p = params or self.params()
-    if p.n!=1: raise RequestError('Only one answer can be streamed here', hint='Use generate for n > 1', param='n')
+    if p.n!=1:
+        raise RequestError('Only one answer can be streamed here', hint='Use generate for n > 1', param='n')
     ids,_,pics = self._encode(prompt, images=images)
     self._guide(guide)
     r = self.request(ids, p, images=pics, guide=guide, timeout=timeout)
     events = self._run([r], [self.reader(p, guide, split)])
     try:
         for _,d in events:
-            if d.error: raise d.error
+            if d.error:
+                raise d.error
             yield d
-    finally: events.close()
+    finally:
+        events.close()
 
 # %% ../../nbs/8_use/01_llm.ipynb #1b26222f
 @patch
@@ -242,14 +258,16 @@ def chat(self:LLM,
     prompt = self.render(messages, tools, **kwargs)
     ids = self.tokenizer.encode(prompt, add_special=False)
     split,guide = self._parted(messages, prompt, tools, guide, kwargs)
-    if stream: return self._stream(ids, params, images, guide, split, timeout)
+    if stream:
+        return self._stream(ids, params, images, guide, split, timeout)
     asked = self._encode(ids, images=images),params or self.params()
     return self._answers([asked], guide, split, timeout)[0]
 
 @patch
 def render(self:LLM, messages, tools=None, **kwargs)->str:
     "The prompt that the model's template makes of `messages`"
-    if self.template is None: raise RequestError(f'{self.name} has no chat template', hint='Use generate, or a model made for chat')
+    if self.template is None:
+        raise RequestError(f'{self.name} has no chat template', hint='Use generate, or a model made for chat')
     return self.template.render(messages, tools=tools, **kwargs)
 
 # %% ../../nbs/8_use/01_llm.ipynb #d5be3cd8
@@ -260,9 +278,11 @@ def _parted(self:LLM, messages, prompt, tools, guide, how):
     thinking = how.get('enable_thinking')
     calls,thoughts = self.text.parsers
     begin = beginning(thoughts, prompt, thinking, last)
-    if guide: guide = self._behind(guide, begin, thinking, last)
+    if guide:
+        guide = self._behind(guide, begin, thinking, last)
     calls = calls if tools else None
-    if not (calls or thoughts): return None,guide
+    if not (calls or thoughts):
+        return None,guide
     before = '' if last is None else prompt
     return partial(Splitter, thoughts, calls, tools, *begin, before),guide
 
@@ -271,7 +291,8 @@ def _behind(self:LLM, guide, begin, asked, last):
     "`guide`, for an answer that may begin with a thought"
     calls,thoughts = self.text.parsers
     whole = guide.get('kind')=='tools' and not guide.get('format')
-    if calls=='openai' and whole: return guide # its grammar begins with the thought
+    if calls=='openai' and whole:
+        return guide # its grammar begins with the thought
     return closing(thoughts, *begin, asked is True, last is None)|guide
 
 # %% ../../nbs/8_use/01_llm.ipynb #ce9f621f
@@ -294,7 +315,8 @@ def trace(self:LLM, ids, images=())->Trace:
     def rows(a): return host(a.reshape(-1, a.shape[-1])[out])
     def tap(i, x): layers.append(rows(x))
     x = self.model.trunk(b, cache, tap, routes)
-    h = self.model.final(x[out]); moe = [i for i,f in enumerate(self.config.ffns) if 'moe' in f]
+    h = self.model.final(x[out])
+    moe = [i for i,f in enumerate(self.config.ffns) if 'moe' in f]
     stream = np.stack(layers)*np.float32(self.model.unit)
     logits = host(self.model.head(h))
     picked = {i:tuple(map(rows, r)) for i,r in zip(moe, routes)}
@@ -336,8 +358,10 @@ def drafts(self:LLM,
     m,table,n = self.model,b.tables[0].tolist(),len(b.out)
     x = m.trunk(b, cache)
     first = int(m.head(m.final(x[b.out[-1:]])).argmax())
-    if assistant: drafter = AssistantDrafter(m, cache, assistant, k)
-    else: drafter = MTPDrafter(m, cache, k)
+    if assistant:
+        drafter = AssistantDrafter(m, cache, assistant, k)
+    else:
+        drafter = MTPDrafter(m, cache, k)
     then = np.zeros(b.num_rows, np.int32)
     then[self.device.download(b.out)] = [*self.device.download(b.ids[b.out])[1:],first]
     h = drafter.see(b, x, self.device.upload(then))
@@ -349,7 +373,8 @@ def drafts(self:LLM,
 
 def load_assistant(path:str, llm:LLM)->Decoder:
     "The drafter in `path`, to draft for `llm`"
-    with open_checkpoint(resolve(str(path))) as ck: return load_model(ck, llm.device, llm.max_seq_len, False)
+    with open_checkpoint(resolve(str(path))) as ck:
+        return load_model(ck, llm.device, llm.max_seq_len, False)
 
 # %% ../../nbs/8_use/01_llm.ipynb #f9cde2f6
 def list_model(

@@ -26,9 +26,11 @@ def stamped(
 )->str:
     "The same with stamps"
     text = re.sub(r'\bpdl_(trigger|wait)\(\)', r'stamp_\1()', text)
-    if not name: return text
+    if not name:
+        return text
     text,n = re.subn(r'(__global__[^;{]*?\b'+name+r'\s*\([^)]*)\)(\s*\{)', r'\1, unsigned* stamps)\2 const Stamp stamped_(stamps);', text)
-    if not n: raise AtlasError(f'{name}.cu does not define {name}')
+    if not n:
+        raise AtlasError(f'{name}.cu does not define {name}')
     head = re.match(r'(?://.*\n)*', text).end()
     return text[:head]+'#include "lib/stamp.cuh"\n'+text[head:]
 
@@ -41,10 +43,13 @@ def stamp_files(
     own = {'lib/pdl.cuh','lib/stamp.cuh'}
     for n in names:
         for f,t in Source(n).files.items():
-            p = Path(to)/f; p.parent.mkdir(parents=True, exist_ok=True)
+            p = Path(to)/f
+            p.parent.mkdir(parents=True, exist_ok=True)
             p.write_text(t if f in own else stamped(t, n if f==f'{n}.cu' else ''))
-    for f in own: shutil.copy(kernel_dir()/f, Path(to)/f)
-    if (e := kernel_dir()/'emulator').exists() and not (Path(to)/'emulator').exists(): shutil.copytree(e, Path(to)/'emulator')
+    for f in own:
+        shutil.copy(kernel_dir()/f, Path(to)/f)
+    if (e := kernel_dir()/'emulator').exists() and not (Path(to)/'emulator').exists():
+        shutil.copytree(e, Path(to)/'emulator')
 
 # %% ../../nbs/8_use/07_timeline.ipynb #cec88291
 def _read(w): return w[:,0].astype(np.int64)|w[:,1].astype(np.int64)<<32
@@ -66,7 +71,10 @@ def clocks(
     came = g.copy()
     if step>fine:
         for k in range(len(first)):
-            i = np.flatnonzero(sm==k); i = i[np.argsort(u[i])]; rest = g[i]-slope*u[i]; t = slope*u[i]
+            i = np.flatnonzero(sm==k)
+            i = i[np.argsort(u[i])]
+            rest = g[i]-slope*u[i]
+            t = slope*u[i]
             total,lo,hi = np.append(0, np.cumsum(rest)),np.searchsorted(t, t-near),np.searchsorted(t, t+near, 'right')
             came[i] = slope*u[i]+(total[hi]-total[lo])/(hi-lo)
     since = lambda k: (w[:,k]-w[:,3]).view(np.int32)*slope
@@ -104,7 +112,8 @@ def spans(
     for (n,g,b,args,*_),t,f in zip(calls, times, facts):
         came,let,asked,went,left = (t-end).T/1e3
         let = np.where(np.isnan(let), left, let)
-        waits = ~np.isnan(went); went,asked = (went[waits],asked[waits]) if waits.any() else (came,came)
+        waits = ~np.isnan(went)
+        went,asked = (went[waits],asked[waits]) if waits.any() else (came,came)
         w = next((a for k,a in zip(_params(Source(n).text, n), args) if k in ('w','uw')), None)
         out.append(Span(n, '' if w is None else 'x'.join(map(str, w.shape)), int(np.prod(g)), int(np.prod(b)), *f, (end-zero)/1e3, float(np.median(came)),
             float((came<0).mean()), float((asked<0).mean()), went.min(), went.max(), let.max(), left.max()))
@@ -166,14 +175,18 @@ def timeline(
     hint = '"atlas bench MODEL" measures the host'
     llm.device.need_card('A timeline is of a graphics card', hint)
     e,stepper = llm.engine,llm.engine.stepper
-    pretend(llm, batch, context, 64+2*replays); e.step(); e.step()
+    pretend(llm, batch, context, 64+2*replays)
+    e.step()
+    e.step()
     make_room(e, 20+replays)
     with stepper.here(), recording(launch=False, args=True) as r:
         stepper.body(stepper.last)
     us = graph_time(stepper)
     runs = _replays(stepper, r.calls, stepper.card, replays)
-    for s in list(e.scheduler.seqs): e.abort(s)
-    while e.has_work: e.step()
+    for s in list(e.scheduler.seqs):
+        e.abort(s)
+    while e.has_work:
+        e.step()
     e.land()
     took,step,best = sorted(runs, key=lambda x: x[0])[len(runs)//2]
     return Timeline(llm.name, llm.device.describe().split(', memory')[0], batch, context, us, took, step, llm.device.multiprocessors, best)
@@ -185,7 +198,8 @@ def _replays(stepper, calls, card, n):
     ends = np.cumsum(warps)
     with stepper.here():
         ks,facts = _load(calls, card),[_facts(c[0], c[6], c[1], c[2], c[4], card) for c in calls]
-        notes = card.zeros((int(ends[-1]),8), 'uint32'); card.synchronize()
+        notes = card.zeros((int(ends[-1]),8), 'uint32')
+        card.synchronize()
         memory = [_memory(c[0], c[3], card, card.address(notes)+32*int(end-w)) for c,end,w in zip(calls, ends, warps)]
         def go():
             for k,c,m in zip(ks, calls, memory):
@@ -194,7 +208,8 @@ def _replays(stepper, calls, card, n):
         again,out = stepper.stream.captured(go),[]
         for _ in range(n):
             again()
-            w = card.download(notes); times = np.split(clocks(w), ends[:-1])
+            w = card.download(notes)
+            times = np.split(clocks(w), ends[:-1])
             s = spans(calls, times, facts)
             out.append((s[-1].begun+s[-1].us, clock_step(w), s))
     return out
@@ -204,7 +219,8 @@ def _replays(stepper, calls, card, n):
 def kinds(self:Timeline)->list[tuple[Span,int]]:
     "Mean of the launches of each kind and how many there are, longest together first"
     groups = {}
-    for s in self.spans: groups.setdefault((s.kernel, s.what, s.blocks), []).append(s)
+    for s in self.spans:
+        groups.setdefault((s.kernel, s.what, s.blocks), []).append(s)
     means = [(Span(*k[:2], k[2], *(getattr(g[0], n) for n in ('threads','registers','shared','fit')), *(float(np.mean([getattr(s, n) for s in g]))
         for n in ('begun','came','early','ready','first','last','let','us'))), len(g)) for k,g in groups.items()]
     return sorted(means, key=lambda m: -m[0].us*m[1])
@@ -215,7 +231,8 @@ def __str__(self:Timeline):
     rows = [f'{self.model} on {self.machine}: batch {self.batch}, context {self.context:,}; {self.us:.1f} us a step, {self.stamped_us:.1f} with stamps',
         f'{"kernel":13} {"weights":>16} {"n":>3} {"us each":>8} {"us/step":>8} | {"came":>7} {"early":>6} {"ready":>6} {"first":>6} {"last":>6} {"ends":>6} {"let":>7} | {"grid":>5} {"thr":>4} {"regs":>4} {"KB":>5} {"fit":>3} {"next":>4}']
     room = {}
-    for a,b in zip(self.spans, self.spans[1:]): room.setdefault((a.kernel, a.what, a.blocks), set()).add(beside(a, b, self.multiprocessors))
+    for a,b in zip(self.spans, self.spans[1:]):
+        room.setdefault((a.kernel, a.what, a.blocks), set()).add(beside(a, b, self.multiprocessors))
     for s,n in self.kinds():
         rows.append(f'{s.kernel:13} {s.what:>16} {n:3} {s.us:8.2f} {s.us*n:8.1f} | {s.came:7.2f} {s.early:6.0%} {s.ready:6.0%} {s.first:6.2f} {s.last:6.2f} {s.us:6.2f} {s.let:7.2f} |'
             f' {s.blocks:5} {s.threads:4} {s.registers:4} {s.shared/1024:5.1f} {s.fit:3} {"/".join("no yes".split()[i] for i in sorted(room.get((s.kernel, s.what, s.blocks), ()))):>4}')

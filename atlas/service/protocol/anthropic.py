@@ -132,7 +132,8 @@ def joined(
     "One text, with white space at every seam"
     out = []
     for t in filter(None, texts):
-        if out and not out[-1][-1].isspace() and not t[0].isspace(): out.append('\n')
+        if out and not out[-1][-1].isspace() and not t[0].isspace():
+            out.append('\n')
         out.append(t)
     return ''.join(out)
 
@@ -146,22 +147,30 @@ def without_billing(t:str)->str:
 def _need(b, where, *keys):
     "Refuse a block that lacks what its type needs"
     for k in keys:
-        if getattr(b, k) in (None, ''): raise RequestError(f'{where}.{k} is missing', hint=f'A block of type {b.type!r} has it', param=f'{where}.{k}')
+        if getattr(b, k) in (None, ''):
+            raise RequestError(f'{where}.{k} is missing', hint=f'A block of type {b.type!r} has it', param=f'{where}.{k}')
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #4cbd9a3e
 def _image(b, where):
     "An image block as a content part"
-    _need(b, where, 'source'); s,url = b.source,None
-    if isinstance(s, Source): url = s.url if s.type=='url' else f'data:{s.media_type or ""};base64,{s.data}' if s.type=='base64' and s.data else None
-    if url: return dict(type='image_url', image_url=dict(url=url), where=where)
+    _need(b, where, 'source')
+    s,url = b.source,None
+    if isinstance(s, Source):
+        url = s.url if s.type=='url' else f'data:{s.media_type or ""};base64,{s.data}' if s.type=='base64' and s.data else None
+    if url:
+        return dict(type='image_url', image_url=dict(url=url), where=where)
     raise RequestError(f'{where}.source is neither an image in base64 nor an address', hint='Send {"type": "base64", "media_type": "image/png", "data": …}', param=f'{where}.source')
 
 def _held(s):
     "What the source of a document holds, where that is text"
-    if not isinstance(s, Source): return None
-    if s.type!='base64' or not (s.media_type or '').startswith('text/'): return dict(text=s.data, content=s.content).get(s.type)
-    try: return base64.b64decode(s.data or '', validate=True).decode()
-    except ValueError: return None
+    if not isinstance(s, Source):
+        return None
+    if s.type!='base64' or not (s.media_type or '').startswith('text/'):
+        return dict(text=s.data, content=s.content).get(s.type)
+    try:
+        return base64.b64decode(s.data or '', validate=True).decode()
+    except ValueError:
+        return None
 
 def _document(b, where, see):
     "A document or a search result as content parts"
@@ -187,13 +196,21 @@ class Reader:
     def skip(self, what): self.left_out[f'{ascii(what)[1:-1][:60]} is not offered here and was left out'] = True
     def part(self, b, where)->list[dict]:
         "Content parts of one block of a user's turn or a tool's result"
-        if b.type=='text' and b.text is not None: return [_text(b.text)]
-        if isinstance(b.citations, dict) and b.citations.get('enabled'): self.skip('citations')
-        if b.type=='image': return [_image(b, f'{where}.image')]
-        if b.type in ('document','search_result'): return _document(b, f'{where}.{b.type}', self.parts)
-        if b.type=='tool_reference': return [_text(f'Tool: {b.tool_name}')]
-        if b.type in _FOREIGN: self.skip(b.type); return []
-        if b.type=='text': _need(b, where, 'text')
+        if b.type=='text' and b.text is not None:
+            return [_text(b.text)]
+        if isinstance(b.citations, dict) and b.citations.get('enabled'):
+            self.skip('citations')
+        if b.type=='image':
+            return [_image(b, f'{where}.image')]
+        if b.type in ('document','search_result'):
+            return _document(b, f'{where}.{b.type}', self.parts)
+        if b.type=='tool_reference':
+            return [_text(f'Tool: {b.tool_name}')]
+        if b.type in _FOREIGN:
+            self.skip(b.type)
+            return []
+        if b.type=='text':
+            _need(b, where, 'text')
         raise RequestError(f'{where}.type is {found(b.type)}', hint='Blocks may be text, image, document, search_result, tool_use, tool_result and thinking', param=f'{where}.type')
     def parts(self, blocks, where)->list[dict]:
         "Content parts of a list of blocks"
@@ -201,7 +218,8 @@ class Reader:
     def text(self, b, where)->str:
         "The text of one block, where images have no place"
         ps = self.part(b, where)
-        if any(p['type']!='text' for p in ps): raise RequestError(f'{where} is an image', hint='Images may be in the turns of the user', param=where)
+        if any(p['type']!='text' for p in ps):
+            raise RequestError(f'{where} is an image', hint='Images may be in the turns of the user', param=where)
         return joined(p['text'] for p in ps)
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #367116d9
@@ -210,7 +228,8 @@ def content_of(parts:list[dict])->str|list[dict]:
     out = []
     for texts,run in groupby(parts, lambda p: p['type']=='text'):
         run = list(run)
-        if texts: run = [_text(t)] if (t := joined(p['text'] for p in run)) else []
+        if texts:
+            run = [_text(t)] if (t := joined(p['text'] for p in run)) else []
         out += run
     return out if any(p['type']!='text' for p in out) else ''.join(p['text'] for p in out)
 
@@ -225,9 +244,12 @@ def unsealed(
     signature:str|None, # Anybody's
 )->str:
     "The thought that a signature holds; nothing if it is not ours"
-    if not (signature or '').startswith(_SEAL): return ''
-    try: return base64.b64decode(signature[len(_SEAL):], validate=True).decode()
-    except ValueError: return ''
+    if not (signature or '').startswith(_SEAL):
+        return ''
+    try:
+        return base64.b64decode(signature[len(_SEAL):], validate=True).decode()
+    except ValueError:
+        return ''
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #1844c100
 @patch
@@ -235,12 +257,15 @@ def result(self:Reader, b:Block, where:str)->tuple[dict,list[dict]]:
     "The message of a tool's result, and the images in it"
     where += '.tool_result'
     _need(b, where, 'tool_use_id')
-    if isinstance(b.content, dict): raise RequestError(f'{where}.content is {found(b.content)}', hint='Send text or a list of blocks', param=f'{where}.content')
+    if isinstance(b.content, dict):
+        raise RequestError(f'{where}.content is {found(b.content)}', hint='Send text or a list of blocks', param=f'{where}.content')
     parts = [_text(b.content)] if isinstance(b.content, str) else self.parts(b.content or [], f'{where}.content')
     said = joined(p['text'] for p in parts if p['type']=='text')
-    if b.is_error and 'error' not in said[:64].lower(): said = f'Error: {said}'.rstrip(': ')
+    if b.is_error and 'error' not in said[:64].lower():
+        said = f'Error: {said}'.rstrip(': ')
     m = dict(role='tool', tool_call_id=b.tool_use_id, content=said)
-    if n := self.names.get(b.tool_use_id): m['name'] = n
+    if n := self.names.get(b.tool_use_id):
+        m['name'] = n
     return m,[p for p in parts if p['type']!='text']
 
 @patch
@@ -248,9 +273,12 @@ def user(self:Reader, blocks)->list[dict]:
     "The messages of a user's turn; `blocks` are (where, block)"
     results,images,parts = [],[],[]
     for where,b in blocks:
-        if b.type!='tool_result': parts += self.part(b, where); continue
+        if b.type!='tool_result':
+            parts += self.part(b, where)
+            continue
         m,seen = self.result(b, where)
-        results.append(m); images += seen
+        results.append(m)
+        images += seen
     c = content_of(images+parts)
     return results + ([dict(role='user', content=c)] if c or not results else [])
 
@@ -268,16 +296,23 @@ def assistant(self:Reader, blocks)->list[dict]:
     thoughts,said,calls = [],[],[]
     for where,b in blocks:
         if b.type=='thinking':
-            if b.thinking is None: _need(b, where, 'thinking')
+            if b.thinking is None:
+                _need(b, where, 'thinking')
             thoughts.append(b.thinking or unsealed(b.signature))
-        elif b.type=='redacted_thinking': _need(b, where, 'data')
-        elif b.type=='tool_use': calls.append(self.call(b, where))
-        elif b.type=='compaction': said.append(b.content if isinstance(b.content, str) else '')
-        else: said.append(self.text(b, where))
+        elif b.type=='redacted_thinking':
+            _need(b, where, 'data')
+        elif b.type=='tool_use':
+            calls.append(self.call(b, where))
+        elif b.type=='compaction':
+            said.append(b.content if isinstance(b.content, str) else '')
+        else:
+            said.append(self.text(b, where))
     text,thought = ''.join(said),''.join(thoughts)
     m = dict(role='assistant', content=text or (None if calls or thought else ''))
-    if thought: m['reasoning'] = thought
-    if calls: m['tool_calls'] = calls
+    if thought:
+        m['reasoning'] = thought
+    if calls:
+        m['tool_calls'] = calls
     return [m]
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #f7449112
@@ -295,13 +330,19 @@ def turns(self:Reader, body:MessagesBody)->list[dict]:
         role,where,c = m.role,f'messages[{i}].content',m.content
         if role=='system':
             note = self.system(c, where)
-            if not groups: front.append(note); continue
-            if not note: continue
+            if not groups:
+                front.append(note)
+                continue
+            if not note:
+                continue
             role,c = 'user',f'<system-reminder>\n{note}\n</system-reminder>'
         blocks = [(where, Block(type='text', text=c))] if isinstance(c, str) else [(f'{where}[{j}]', b) for j,b in enumerate(c)]
-        if groups and groups[-1][0]==role: groups[-1][1].extend(blocks)
-        else: groups.append((role, blocks))
-    if not groups: raise RequestError('messages has nobody but the system', hint="Add a message of the role 'user'", param='messages')
+        if groups and groups[-1][0]==role:
+            groups[-1][1].extend(blocks)
+        else:
+            groups.append((role, blocks))
+    if not groups:
+        raise RequestError('messages has nobody but the system', hint="Add a message of the role 'user'", param='messages')
     head = [dict(role='system', content=s)] if (s := joined(front)) else []
     return head + [m for role,blocks in groups for m in (self.user if role=='user' else self.assistant)(blocks)]
 
@@ -309,16 +350,21 @@ def turns(self:Reader, body:MessagesBody)->list[dict]:
 @patch
 def function(self:Reader, t:Tool, where:str)->dict|None:
     "A tool in OpenAI's form; None if it is not offered"
-    if t.input_schema is None and t.type not in (None, 'custom'): self.skip(f'The tool {t.type}'); return None
+    if t.input_schema is None and t.type not in (None, 'custom'):
+        self.skip(f'The tool {t.type}')
+        return None
     _need_tool(t, where)
     f = dict(name=t.name, parameters=t.input_schema)
-    if t.description: f['description'] = t.description
-    if t.strict: f['strict'] = True
+    if t.description:
+        f['description'] = t.description
+    if t.strict:
+        f['strict'] = True
     return dict(type='function', function=f)
 
 def _need_tool(t, where):
     for k in ('name','input_schema'):
-        if getattr(t, k) is None: raise RequestError(f'{where}.{k} is missing', hint='Add the field', param=f'{where}.{k}')
+        if getattr(t, k) is None:
+            raise RequestError(f'{where}.{k} is missing', hint='Add the field', param=f'{where}.{k}')
 
 @patch
 def tools(self:Reader, body:MessagesBody)->dict:
@@ -326,8 +372,10 @@ def tools(self:Reader, body:MessagesBody)->dict:
     fs = [f for i,t in enumerate(body.tools or []) if (f := self.function(t, f'tools[{i}]'))]
     c = body.tool_choice or ToolChoice(type='auto')
     names = [f['function']['name'] for f in fs]
-    if c.type=='tool' and c.name not in names: raise RequestError(f'tool_choice.name is {found(c.name)}, and no tool is called so', hint='Name one of tools', param='tool_choice.name')
-    if c.type=='any' and not fs: raise RequestError("tool_choice is 'any', and there is no tool", hint='Add tools', param='tool_choice')
+    if c.type=='tool' and c.name not in names:
+        raise RequestError(f'tool_choice.name is {found(c.name)}, and no tool is called so', hint='Name one of tools', param='tool_choice.name')
+    if c.type=='any' and not fs:
+        raise RequestError("tool_choice is 'any', and there is no tool", hint='Add tools', param='tool_choice')
     return dict(tools=fs or None, tool_choice=dict(any='required', tool='required').get(c.type, c.type), tool_name=c.name if c.type=='tool' else None,
         parallel=not c.disable_parallel_tool_use)
 
@@ -343,7 +391,8 @@ class MessagesAsk(Ask):
 def thoughts(self:MessagesBody)->dict:
     "The fields of an `Ask` that are about thinking"
     t,c = self.thinking or Thinking.model_construct(type=None),self.output_config or OutputConfig()
-    if t.type=='enabled' and t.budget_tokens is None: raise RequestError('thinking.budget_tokens is missing', hint='Add the field', param='thinking.budget_tokens')
+    if t.type=='enabled' and t.budget_tokens is None:
+        raise RequestError('thinking.budget_tokens is missing', hint='Add the field', param='thinking.budget_tokens')
     template,budget = think(None if t.type is None else t.type!='disabled', c.effort, t.budget_tokens)
     return dict(template=template, thinking_budget=budget)
 
@@ -351,7 +400,8 @@ def thoughts(self:MessagesBody)->dict:
 def params(self:MessagesBody)->SamplingParams:
     "The sampling parameters of a body"
     kw = {k:v for k in ('temperature','top_p','top_k','min_p','seed') if (v := getattr(self, k)) is not None}
-    if self.max_tokens is not None: kw['max_tokens'] = min(max(self.max_tokens, 1), 2**31-1)
+    if self.max_tokens is not None:
+        kw['max_tokens'] = min(max(self.max_tokens, 1), 2**31-1)
     return SamplingParams(stop=tuple(self.stop_sequences or ()), **kw)
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #6d62fe95
@@ -361,7 +411,8 @@ class ThreadError(RequestError):
 
 def _ask(body:MessagesBody)->MessagesAsk:
     "What a body asks for"
-    if body.thread: raise ThreadError('thread is given, and this server holds no conversations', hint='Send the whole conversation', param='thread')
+    if body.thread:
+        raise ThreadError('thread is given, and this server holds no conversations', hint='Send the whole conversation', param='thread')
     r = Reader()
     form = (body.output_config and body.output_config.format) or body.output_format
     hidden = bool(body.thinking and body.thinking.display=='omitted')
@@ -373,7 +424,8 @@ def _ask(body:MessagesBody)->MessagesAsk:
         salt=body.cache_salt or '', timeout=body.timeout,
         ignored=ignored(body), given=given(body),
         **r.tools(body), **body.thoughts())
-    if body.mcp_servers: r.skip('mcp_servers')
+    if body.mcp_servers:
+        r.skip('mcp_servers')
     ask.warnings += r.left_out
     return ask
 
@@ -389,11 +441,13 @@ def parse(
 )->Ask:
     "What a body asks for; `RequestError` names the field that is wrong"
     body = validate(MessagesBody, raw)
-    if body.max_tokens is None: raise RequestError('max_tokens is missing', hint='Add the field', param='max_tokens')
+    if body.max_tokens is None:
+        raise RequestError('max_tokens is missing', hint='Add the field', param='max_tokens')
     ask = _ask(body)
     last = ask.messages[-1]
     if last['role']=='assistant':
-        if last.get('tool_calls') or not (last.get('content') or '').strip(): raise RequestError('The last message is the assistant\'s, and has no text to go on with', hint='End with a message of the user, or with the result of the call', param='messages')
+        if last.get('tool_calls') or not (last.get('content') or '').strip():
+            raise RequestError('The last message is the assistant\'s, and has no text to go on with', hint='End with a message of the user, or with the result of the call', param='messages')
         ask.continuing = True
     return ask
 
@@ -402,7 +456,8 @@ _REASONS = dict(length='max_tokens', abort='pause_turn')
 
 def stop_reason(finish, stop, called:bool, stops)->tuple[str,str|None]:
     "`stop_reason` and `stop_sequence`"
-    if finish=='stop' and not called and isinstance(stop, str) and stop in stops: return 'stop_sequence',stop
+    if finish=='stop' and not called and isinstance(stop, str) and stop in stops:
+        return 'stop_sequence',stop
     return _REASONS.get(finish) or ('tool_use' if called else 'end_turn'),None
 
 def tool_id(id:str|None)->str:
@@ -411,8 +466,10 @@ def tool_id(id:str|None)->str:
 
 def tool_input(arguments:str)->dict:
     "The arguments of a call as an object, as far as they go"
-    try: d = from_json(arguments, allow_partial=True)
-    except ValueError: return {}
+    try:
+        d = from_json(arguments, allow_partial=True)
+    except ValueError:
+        return {}
     return d if isinstance(d, dict) else {}
 
 # %% ../../../nbs/7_service/04_protocol.anthropic.ipynb #ad44c576
@@ -443,10 +500,13 @@ def reply(ask:Ask, model:str, **kw)->Reply:
 @patch
 def whole(self:Reply, choices:list[Choice], u:Usage)->dict:
     "The body of an answer in one piece"
-    c = choices[0]; said,shown = c.content or '','' if self.ask.hidden else c.reasoning
-    if self.ask.mute: return self.message([], *self.reason(None, None, False), u)
+    c = choices[0]
+    said,shown = c.content or '','' if self.ask.hidden else c.reasoning
+    if self.ask.mute:
+        return self.message([], *self.reason(None, None, False), u)
     blocks = [dict(type='thinking', thinking=shown, signature=self.signature(c.reasoning))] if c.reasoning.strip() else []
-    if said.strip() or not (blocks or c.calls): blocks.append(_text(said))
+    if said.strip() or not (blocks or c.calls):
+        blocks.append(_text(said))
     blocks += [dict(type='tool_use', id=tool_id(k.id), name=k.name, input=tool_input(k.arguments)) for k in c.calls]
     return self.message(blocks, *self.reason(c.finish, c.stop, bool(c.calls)), u)
 
@@ -473,7 +533,8 @@ def shut(self:Reply)->bytes:
     "End the open block, if there is one"
     kind,thought = self.open,''.join(self.thought)
     self.open,self.held,self.thought = None,'',[]
-    if kind is None: return b''
+    if kind is None:
+        return b''
     sign = self.delta+b'"signature_delta","signature":'+quote(self.signature(thought))+b'}}\n\n' if kind=='thinking' else b''
     return sign+_event('content_block_stop', index=self.at)
 
@@ -490,11 +551,15 @@ def begin(self:Reply, kind, **block)->bytes:
 @patch
 def say(self:Reply, kind:str, text:str)->bytes:
     "More of a thought or a text"
-    if kind=='thinking' and self.ask.hidden: return self.keep(text)
-    if self.open==kind: return self.more+quote(text)+b'}}\n\n'
-    if self.holds!=kind: self.held = ''
+    if kind=='thinking' and self.ask.hidden:
+        return self.keep(text)
+    if self.open==kind:
+        return self.more+quote(text)+b'}}\n\n'
+    if self.holds!=kind:
+        self.held = ''
     self.held,self.holds = self.held+text,kind
-    if self.held.isspace(): return b''
+    if self.held.isspace():
+        return b''
     held = self.held
     head = self.begin(kind, type='text', text='') if kind=='text' else self.begin(kind, type='thinking', thinking='', signature='')
     return head+self.more+quote(held)+b'}}\n\n'
@@ -503,7 +568,8 @@ def say(self:Reply, kind:str, text:str)->bytes:
 def keep(self:Reply, text:str)->bytes:
     "More of a thought that is not shown"
     self.thought.append(text)
-    if self.open=='thinking' or text.isspace(): return b''
+    if self.open=='thinking' or text.isspace():
+        return b''
     kept = self.thought
     head = self.begin('thinking', type='thinking', thinking='', signature='')
     self.thought = kept
@@ -514,7 +580,8 @@ def tell(self:Reply, d:CallDelta)->bytes:
     "More of a call"
     head = b''
     if self.open!=d.index:
-        if d.name is None: raise AtlasError('A tool call went on after its block had ended')
+        if d.name is None:
+            raise AtlasError('A tool call went on after its block had ended')
         self.called = True
         head = self.begin(d.index, type='tool_use', id=tool_id(d.id), name=d.name, input={})
     return head+self.more+quote(d.arguments)+b'}}\n\n' if d.arguments else head
@@ -523,14 +590,20 @@ def tell(self:Reply, d:CallDelta)->bytes:
 @patch
 def piece(self:Reply, i:int, p:Delta)->bytes:
     "Events for a piece of the answer"
-    if self.ask.mute: return b''
-    if self.open=='text' and not (p.reasoning or p.calls or p.finish): return self.say('text', p.content) if p.content else b''
+    if self.ask.mute:
+        return b''
+    if self.open=='text' and not (p.reasoning or p.calls or p.finish):
+        return self.say('text', p.content) if p.content else b''
     out,calls = [],list(p.calls)
-    while calls and calls[0].index==self.open: out.append(self.tell(calls.pop(0)))
-    if p.reasoning: out.append(self.say('thinking', p.reasoning))
-    if p.content: out.append(self.say('text', p.content))
+    while calls and calls[0].index==self.open:
+        out.append(self.tell(calls.pop(0)))
+    if p.reasoning:
+        out.append(self.say('thinking', p.reasoning))
+    if p.content:
+        out.append(self.say('text', p.content))
     out += map(self.tell, calls)
-    if p.finish: self.last = p.finish,p.stop
+    if p.finish:
+        self.last = p.finish,p.stop
     return b''.join(out)
 
 @patch
@@ -550,15 +623,18 @@ _KINDS = {401:'authentication_error', 403:'permission_error', 404:'not_found_err
 
 def error_body(e:BaseException)->dict:
     "An exception in Anthropic's shape; the text of an unexpected one stays with us"
-    if not isinstance(e, AtlasError): e = AtlasError('The server met an unexpected error', hint='Its log has the details')
+    if not isinstance(e, AtlasError):
+        e = AtlasError('The server met an unexpected error', hint='Its log has the details')
     kind = _KINDS.get(e.status) or ('invalid_request_error' if e.status<500 or isinstance(e, RequestError) else 'api_error')
     rid = get_contextvars().get('request_id')
     return dict(type='error', error=dict(type=kind, message=_said(e), details=dict(error_code=e.code))) | (dict(request_id=rid) if rid else {})
 
 def _said(e):
     "The message of an error, in the words that clients look for"
-    if not isinstance(e, ContextLengthError): return str(e)
-    if e.tokens is None: return f'prompt is too long: {e}'
+    if not isinstance(e, ContextLengthError):
+        return str(e)
+    if e.tokens is None:
+        return f'prompt is too long: {e}'
     return f'prompt is too long: {e.tokens} tokens > {e.limit} maximum'+(f'. {e.hint}' if e.hint else '')
 
 @patch

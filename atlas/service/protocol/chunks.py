@@ -40,7 +40,8 @@ class TextAsk(ChatAsk):
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #6d004931
 def error_body(e:BaseException)->dict:
     "An exception in OpenAI's shape; the text of an unexpected one stays with us"
-    if not isinstance(e, AtlasError): e = AtlasError('The server met an unexpected error', hint='Its log has the details')
+    if not isinstance(e, AtlasError):
+        e = AtlasError('The server met an unexpected error', hint='Its log has the details')
     kind = 'invalid_request_error' if e.status<500 else 'server_error'
     return dict(error=dict(message=str(e), type=kind, param=e.param, code=e.code))
 
@@ -52,7 +53,8 @@ def plain_error_body(e:BaseException)->dict:
 def usage(u:Usage)->dict:
     "The `usage` object"
     details = dict(reasoning_tokens=u.reasoning)
-    if u.drafted: details['accepted_prediction_tokens'] = u.drafted
+    if u.drafted:
+        details['accepted_prediction_tokens'] = u.drafted
     return dict(
         prompt_tokens=u.prompt, completion_tokens=u.completion,
         total_tokens=u.prompt+u.completion,
@@ -88,7 +90,8 @@ def text_logprobs(
     for t in tokens:
         s,lp = name(t.id),_lp(t.logprob)
         top = None if lp is None else {s:lp} | {name(j):_lp(l) for j,l in t.top}
-        for k,v in zip(out, (s, lp, top, offset)): out[k].append(v)
+        for k,v in zip(out, (s, lp, top, offset)):
+            out[k].append(v)
         offset += len(show(t.id))
     return out
 
@@ -142,8 +145,10 @@ _MARK = '\0'
 def piece(self:ChatWriter, i:int, p:Delta)->bytes:
     "Chunks for a piece of choice `i`"
     around = self.around.get(i)
-    if self.quiet and p.reasoning: p = replace(p, reasoning='', tokens=())
-    if around and self.plain and p.content and not (p.reasoning or p.calls or p.finish): return around[0]+quote(p.content)+around[1]
+    if self.quiet and p.reasoning:
+        p = replace(p, reasoning='', tokens=())
+    if around and self.plain and p.content and not (p.reasoning or p.calls or p.finish):
+        return around[0]+quote(p.content)+around[1]
     head = b'' if around else self._open(i)
     return head+self._more(i, p)
 
@@ -161,17 +166,21 @@ def _of_prompt(self:ChatWriter, i):
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #6519eaa8
 def _call(d):
     "A piece of a tool call"
-    if d.name is None: return dict(index=d.index, function=dict(arguments=d.arguments))
+    if d.name is None:
+        return dict(index=d.index, function=dict(arguments=d.arguments))
     return dict(index=d.index, id=d.id, type='function', function=dict(name=d.name, arguments=d.arguments))
 
 @patch
 def _more(self:ChatWriter, i, p):
     "Chunks for a piece that is not text alone"
     delta = dict(reasoning=p.reasoning, reasoning_content=p.reasoning) if p.reasoning else {}
-    if p.content or (p.tokens and not (p.reasoning or p.calls)): delta['content'] = p.content
-    if p.calls: delta['tool_calls'] = [_call(d) for d in p.calls]
+    if p.content or (p.tokens and not (p.reasoning or p.calls)):
+        delta['content'] = p.content
+    if p.calls:
+        delta['tool_calls'] = [_call(d) for d in p.calls]
     about = self._about(p.tokens)
-    if self.drafts and p.drafted: about['drafted'] = p.drafted
+    if self.drafts and p.drafted:
+        about['drafted'] = p.drafted
     out = self._event(i, delta, **about) if delta else b''
     return out+self._event(i, {}, p.finish, stop_reason=p.stop) if p.finish else out
 
@@ -208,8 +217,10 @@ def _told(self:ChatWriter, choices):
 def _asked(self:ChatWriter):
     "What was asked about the prompt, for the envelope"
     out,q = dict(prompt_token_ids=None, prompt_logprobs=None),self.prompts[0] if self.prompts else None
-    if self.ids and q: out['prompt_token_ids'] = list(q.ids)
-    if q and getattr(self.ask, 'prompt_logprobs', None) is not None: out['prompt_logprobs'] = prompt_logprobs(q.tokens, self.show)
+    if self.ids and q:
+        out['prompt_token_ids'] = list(q.ids)
+    if q and getattr(self.ask, 'prompt_logprobs', None) is not None:
+        out['prompt_logprobs'] = prompt_logprobs(q.tokens, self.show)
     return out
 
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #5e935a00
@@ -217,8 +228,10 @@ def _asked(self:ChatWriter):
 def _choice(self:ChatWriter, i, c):
     "One finished choice"
     m = dict(role='assistant', content=None if c.calls and not (c.content or '').strip() else c.content, refusal=None)
-    if c.reasoning: m |= dict(reasoning=c.reasoning, reasoning_content=c.reasoning)
-    if c.calls: m['tool_calls'] = [dict(id=k.id, type='function', function=dict(name=k.name, arguments=k.arguments)) for k in c.calls]
+    if c.reasoning:
+        m |= dict(reasoning=c.reasoning, reasoning_content=c.reasoning)
+    if c.calls:
+        m['tool_calls'] = [dict(id=k.id, type='function', function=dict(name=k.name, arguments=k.arguments)) for k in c.calls]
     return dict(index=i, message=m, logprobs=None, finish_reason=c.finish, stop_reason=c.stop, token_ids=None) | self._about(c.tokens)
 
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #a4db774f
@@ -245,15 +258,19 @@ def _open(self:TextWriter, i):
     "Before the first text of choice `i`: its prompt, if it was asked for"
     self.around[i],q = self._event(i, _MARK).split(quote(_MARK)),self._prompt(i)
     kw = dict(prompt_token_ids=list(q.ids)) if self.ids and q else {}
-    if not (q and getattr(self.ask, 'echo', False)): self.first[i] = kw; return b''
+    if not (q and getattr(self.ask, 'echo', False)):
+        self.first[i] = kw
+        return b''
     return self._event(i, q.text, **kw, **(dict(logprobs=self._lps(i, q.tokens)) if self.logprobs else {}))
 
 @patch
 def _more(self:TextWriter, i, p):
     "The chunk of any piece; one without text, tokens or an end is none"
-    if not (p.content or p.finish or (p.tokens and not self.plain)): return b''
+    if not (p.content or p.finish or (p.tokens and not self.plain)):
+        return b''
     kw = dict(logprobs=self._lps(i, p.tokens)) if self.logprobs and p.tokens else {}
-    if self.ids: kw |= dict(token_ids=[t.id for t in p.tokens]) | self.first.pop(i, {})
+    if self.ids:
+        kw |= dict(token_ids=[t.id for t in p.tokens]) | self.first.pop(i, {})
     return self._event(i, p.content, p.finish, **kw, **(dict(stop_reason=p.stop) if p.finish else {}))
 
 # %% ../../../nbs/7_service/02_protocol.chunks.ipynb #df5ffd80
@@ -262,8 +279,10 @@ def _choice(self:TextWriter, i, c):
     "One finished choice"
     q,echo,kw = self._prompt(i),getattr(self.ask, 'echo', False),dict(token_ids=None, prompt_token_ids=None, prompt_logprobs=None)
     tokens = [*(q.tokens if q and echo and self.logprobs else ()), *c.tokens]
-    if self.ids: kw |= dict(token_ids=[t.id for t in c.tokens]) | (dict(prompt_token_ids=list(q.ids)) if q else {})
-    if q and getattr(self.ask, 'prompt_logprobs', None) is not None: kw['prompt_logprobs'] = prompt_logprobs(q.tokens, self.show)
+    if self.ids:
+        kw |= dict(token_ids=[t.id for t in c.tokens]) | (dict(prompt_token_ids=list(q.ids)) if q else {})
+    if q and getattr(self.ask, 'prompt_logprobs', None) is not None:
+        kw['prompt_logprobs'] = prompt_logprobs(q.tokens, self.show)
     return dict(index=i, text=(q.text if q and echo else '')+(c.content or ''), logprobs=text_logprobs(tokens, self.show, 0, self.name) if self.logprobs else None,
         finish_reason=c.finish, stop_reason=c.stop) | kw
 

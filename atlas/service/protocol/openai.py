@@ -176,9 +176,12 @@ _same = ('temperature','logit_bias','top_p','top_k','min_p','presence_penalty','
 def _given(b, **renamed):
     "The sampling parameters that a body gives"
     kw = {k:getattr(b, k) for k in _same} | renamed
-    if b.stop: kw['stop'] = (b.stop,) if isinstance(b.stop, str) else tuple(b.stop)
-    if b.stop_token_ids: kw['stop_token_ids'] = tuple(b.stop_token_ids)
-    if kw['max_tokens'] is not None: kw['max_tokens'] = min(kw['max_tokens'], 2**31-1)
+    if b.stop:
+        kw['stop'] = (b.stop,) if isinstance(b.stop, str) else tuple(b.stop)
+    if b.stop_token_ids:
+        kw['stop_token_ids'] = tuple(b.stop_token_ids)
+    if kw['max_tokens'] is not None:
+        kw['max_tokens'] = min(kw['max_tokens'], 2**31-1)
     return SamplingParams(**{k:v for k,v in kw.items() if v is not None})
 
 @patch
@@ -186,9 +189,12 @@ def params(self:CompletionBody)->SamplingParams:
     "The sampling parameters of this body"
     n,best = self.n or 1,self.best_of
     more = dict(max_tokens=1) if self.echo and self.max_tokens==0 else {}
-    if best is None or best==n: return _given(self, **more)
-    if best<n: raise RequestError(f'best_of is {best}, which is less than n, {n}', param='best_of')
-    if self.stream: raise RequestError('best_of is given, and stream is true', hint='Leave one of them out', param='best_of')
+    if best is None or best==n:
+        return _given(self, **more)
+    if best<n:
+        raise RequestError(f'best_of is {best}, which is less than n, {n}', param='best_of')
+    if self.stream:
+        raise RequestError('best_of is given, and stream is true', hint='Leave one of them out', param='best_of')
     return _given(self, **more, n=best, logprobs=self.logprobs or 0)
 
 @patch
@@ -196,7 +202,8 @@ def params(self:ChatBody)->SamplingParams:
     "The sampling parameters of this body"
     if self.top_logprobs and not self.logprobs:
         raise RequestError('top_logprobs is given, and logprobs is not true', hint='Set logprobs to true', param='top_logprobs')
-    if (n := self.max_completion_tokens) is not None and n<1: raise RequestError(f'max_completion_tokens is {found(n)}, expected a whole number above 0', param='max_completion_tokens')
+    if (n := self.max_completion_tokens) is not None and n<1:
+        raise RequestError(f'max_completion_tokens is {found(n)}, expected a whole number above 0', param='max_completion_tokens')
     return _given(self, logprobs=(self.top_logprobs or 0) if self.logprobs else None,
         max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens)
 
@@ -204,20 +211,27 @@ def params(self:ChatBody)->SamplingParams:
 def _called(t, where):
     "A tool call of an assistant's turn, with arguments that are text"
     f = t.get('function')
-    if t.get('type')=='custom' and isinstance(c := t.get('custom'), dict): f = dict(name=c.get('name'), arguments=dict(input=c.get('input')))
-    if not isinstance(f, dict) or not isinstance(f.get('name'), str): raise RequestError(f'{where}.function has no name', param=where)
+    if t.get('type')=='custom' and isinstance(c := t.get('custom'), dict):
+        f = dict(name=c.get('name'), arguments=dict(input=c.get('input')))
+    if not isinstance(f, dict) or not isinstance(f.get('name'), str):
+        raise RequestError(f'{where}.function has no name', param=where)
     args = f.get('arguments')
-    if not isinstance(args, str|dict|None): raise RequestError(f'{where}.function.arguments is {found(args)}, expected JSON in a string', param=where)
-    if isinstance(args, dict): args = json.dumps(args, ensure_ascii=False)
-    if (args or '').strip() in ('','null'): args = '{}'  # what some clients send for a call without arguments
+    if not isinstance(args, str|dict|None):
+        raise RequestError(f'{where}.function.arguments is {found(args)}, expected JSON in a string', param=where)
+    if isinstance(args, dict):
+        args = json.dumps(args, ensure_ascii=False)
+    if (args or '').strip() in ('','null'):
+        args = '{}'  # what some clients send for a call without arguments
     return {k:v for k,v in t.items() if k!='custom'} | dict(type='function', function=f | dict(arguments=args))
 
 def _part(p, where):
     "A part of a message; text has one name"
     d = dict(type='text', text=p) if isinstance(p, str) else p.model_dump(exclude_none=True)
     said = d.get(dict(text='text', input_text='text', output_text='text', refusal='refusal').get(d['type'], ''))
-    if isinstance(said, str): return dict(type='text', text=said)
-    if d['type'] in ('text','input_text','output_text'): raise RequestError(f'{where}.text is missing', hint='Add the field', param=f'{where}.text')
+    if isinstance(said, str):
+        return dict(type='text', text=said)
+    if d['type'] in ('text','input_text','output_text'):
+        raise RequestError(f'{where}.text is missing', hint='Add the field', param=f'{where}.text')
     if d['type'] not in IMAGE_PARTS:
         raise RequestError(f'{where}.type is {found(d["type"])}, expected text or an image', hint='Atlas reads text and images', param=f'{where}.type')
     return d | dict(where=where)  # of the client's own list, in which the system may stand anywhere
@@ -225,12 +239,16 @@ def _part(p, where):
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #b29a34d9
 def _turn(m, where):
     "One message as a plain dict"
-    if m.content is None and m.role!='assistant': raise RequestError(f'{where}.content is missing', param=f'{where}.content')
+    if m.content is None and m.role!='assistant':
+        raise RequestError(f'{where}.content is missing', param=f'{where}.content')
     d = m.model_dump(exclude_none=True, exclude={'reasoning','reasoning_content','function_call','tool_calls'}) | dict(role={'developer':'system', 'function':'tool'}.get(m.role, m.role))
-    if isinstance(m.content, list): d['content'] = [_part(p, f'{where}.content[{j}]') for j,p in enumerate(m.content)]
-    if r := m.reasoning or m.reasoning_content: d['reasoning'] = r
+    if isinstance(m.content, list):
+        d['content'] = [_part(p, f'{where}.content[{j}]') for j,p in enumerate(m.content)]
+    if r := m.reasoning or m.reasoning_content:
+        d['reasoning'] = r
     calls = m.tool_calls or ([dict(function=m.function_call)] if m.function_call else ())
-    if calls: d['tool_calls'] = [_called(t, f'{where}.tool_calls[{j}]') for j,t in enumerate(calls)]
+    if calls:
+        d['tool_calls'] = [_called(t, f'{where}.tool_calls[{j}]') for j,t in enumerate(calls)]
     return d
 
 @patch
@@ -242,11 +260,14 @@ def turns(self:ChatBody)->list[dict]:
 def _function(t, i):
     "A tool as the template and the guide take it"
     f,where = t.get('function'),f'tools[{i}].function'
-    if not isinstance(f, dict): raise RequestError(f'{where} is {found(f)}, expected an object', param=where)
+    if not isinstance(f, dict):
+        raise RequestError(f'{where} is {found(f)}, expected an object', param=where)
     name = f.get('name')
-    if not isinstance(name, str) or not 0<len(name)<=256: raise RequestError(f'{where}.name is {found(name)}, expected a string of 1 to 256 characters', param=f'{where}.name')
+    if not isinstance(name, str) or not 0<len(name)<=256:
+        raise RequestError(f'{where}.name is {found(name)}, expected a string of 1 to 256 characters', param=f'{where}.name')
     for k,kind in ('description',str), ('parameters',dict), ('strict',bool):
-        if not isinstance(f.get(k), kind|None): raise RequestError(f'{where}.{k} is {found(f[k])}, expected {"an object" if kind is dict else "a string" if kind is str else "true or false"}', param=f'{where}.{k}')
+        if not isinstance(f.get(k), kind|None):
+            raise RequestError(f'{where}.{k} is {found(f[k])}, expected {"an object" if kind is dict else "a string" if kind is str else "true or false"}', param=f'{where}.{k}')
     return dict(type='function', function={k:v for k,v in f.items() if v is not None})
 
 def functions(
@@ -256,9 +277,11 @@ def functions(
     "The tools that a model can call here"
     kinds = [t.get('type') or ('function' if 'function' in t else None) for t in tools or []]
     for i,k in enumerate(kinds):
-        if not isinstance(k, str): raise RequestError(f'tools[{i}].type is {found(k)}, expected function', param=f'tools[{i}].type')
+        if not isinstance(k, str):
+            raise RequestError(f'tools[{i}].type is {found(k)}, expected function', param=f'tools[{i}].type')
     own = [_function(t, i) for i,t in enumerate(tools or []) if kinds[i]=='function']
-    if other := sorted({k[:40] for k in kinds if k!='function'}): warnings.append(f'Tools of type {", ".join(other)} are not offered here and were left out')
+    if other := sorted({k[:40] for k in kinds if k!='function'}):
+        warnings.append(f'Tools of type {", ".join(other)} are not offered here and were left out')
     return own or None
 
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #1e8f62c5
@@ -270,11 +293,16 @@ def choice_of(
     "What a `tool_choice` means"
     def no(what): raise RequestError(f'tool_choice is {what}', hint="Use 'auto', 'none', 'required' or a function of tools", param='tool_choice')
     names = [t['function']['name'] for t in tools or []]
-    if c is None or c in ('auto','none'): return c or 'auto',None,tools
-    if hosted and (c=='required' and not tools or isinstance(c, dict) and c.get('type') not in (None,'function','allowed_tools')): return 'auto',None,tools
-    if c=='required': return ('required',None,tools) if tools else no('required, and there are no tools')
-    if not isinstance(c, dict): no(found(c))
-    if c.get('type')=='allowed_tools' and isinstance(a := c.get('allowed_tools', c), dict): return _allowed(a, tools, no)
+    if c is None or c in ('auto','none'):
+        return c or 'auto',None,tools
+    if hosted and (c=='required' and not tools or isinstance(c, dict) and c.get('type') not in (None,'function','allowed_tools')):
+        return 'auto',None,tools
+    if c=='required':
+        return ('required',None,tools) if tools else no('required, and there are no tools')
+    if not isinstance(c, dict):
+        no(found(c))
+    if c.get('type')=='allowed_tools' and isinstance(a := c.get('allowed_tools', c), dict):
+        return _allowed(a, tools, no)
     f = c.get('function', c)
     name = f.get('name') if isinstance(f, dict) else None
     return ('required',name,tools) if name in names else no(f'{found(name)}, which is no function of tools')
@@ -288,29 +316,42 @@ def _allowed(a, tools, no):
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #b0088e2f
 def _schema(v, field):
     "A schema, which may be the text of one"
-    if not isinstance(v, str): return v
-    try: return read_json(v.encode())
-    except RequestError as e: raise RequestError(e.msg.replace('The body', field), hint='Send a JSON schema', param=field) from None
+    if not isinstance(v, str):
+        return v
+    try:
+        return read_json(v.encode())
+    except RequestError as e:
+        raise RequestError(e.msg.replace('The body', field), hint='Send a JSON schema', param=field) from None
 
 def _shapes(b):
     "Every shape that a body asks for: (field, spec)"
-    if (f := format_of(b.response_format)): yield 'response_format',f
+    if (f := format_of(b.response_format)):
+        yield 'response_format',f
     s,g = b.structured_outputs or StructuredOutputs(),'structured_outputs.'
-    if s.structural_tag is not None: raise NotOfferedError('structured_outputs.structural_tag is not offered', hint='Use json, regex, choice or grammar', param='structured_outputs')
-    if s.json_object: yield g+'json_object',dict(kind='json_object')
-    if b.json_schema is not None: yield 'json_schema',dict(kind='json_schema', schema=_schema(b.json_schema, 'json_schema'))
-    if b.regex is not None: yield 'regex',dict(kind='regex', pattern=b.regex)
+    if s.structural_tag is not None:
+        raise NotOfferedError('structured_outputs.structural_tag is not offered', hint='Use json, regex, choice or grammar', param='structured_outputs')
+    if s.json_object:
+        yield g+'json_object',dict(kind='json_object')
+    if b.json_schema is not None:
+        yield 'json_schema',dict(kind='json_schema', schema=_schema(b.json_schema, 'json_schema'))
+    if b.regex is not None:
+        yield 'regex',dict(kind='regex', pattern=b.regex)
     for schema,regex,choice,grammar,p in (s.json_,s.regex,s.choice,s.grammar,g), (b.guided_json,b.guided_regex,b.guided_choice,b.guided_grammar,'guided_'):
-        if schema is not None: yield p+'json',dict(kind='json_schema', schema=_schema(schema, p+'json'))
-        if regex is not None: yield p+'regex',dict(kind='regex', pattern=regex)
-        if choice is not None: yield p+'choice',dict(kind='choice', choices=choice)
-        if grammar is not None: yield p+'grammar',dict(kind='lark', grammar=grammar)
+        if schema is not None:
+            yield p+'json',dict(kind='json_schema', schema=_schema(schema, p+'json'))
+        if regex is not None:
+            yield p+'regex',dict(kind='regex', pattern=regex)
+        if choice is not None:
+            yield p+'choice',dict(kind='choice', choices=choice)
+        if grammar is not None:
+            yield p+'grammar',dict(kind='lark', grammar=grammar)
 
 @patch
 def shape(self:Shaped)->dict:
     "What the answer must be like, and the field that says so: `format` and `format_at` of an `Ask`"
     got = list(_shapes(self))
-    if len(got)>1: raise RequestError(f'{got[0][0]} and {got[1][0]} are both given', hint='Choose one', param=got[1][0])
+    if len(got)>1:
+        raise RequestError(f'{got[0][0]} and {got[1][0]} are both given', hint='Choose one', param=got[1][0])
     return dict(zip(('format_at','format'), got[0])) if got else {}
 
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #30166b00
@@ -324,7 +365,8 @@ def variables(
 )->dict:
     "Variables for the chat template, those that are allowed"
     check_variables(kwargs or {})
-    if other := sorted(set(kwargs or ())-TEMPLATE_VARIABLES): warnings.append(f'chat_template_kwargs: {", ".join(k[:40] for k in other[:8])} left out')
+    if other := sorted(set(kwargs or ())-TEMPLATE_VARIABLES):
+        warnings.append(f'chat_template_kwargs: {", ".join(k[:40] for k in other[:8])} left out')
     return {k:v for k,v in (kwargs or {}).items() if k in TEMPLATE_VARIABLES}
 
 @patch
@@ -344,16 +386,21 @@ def thought(self:ChatBody, warnings:list[str])->tuple[dict,int|None]:
 @patch
 def promised(self:ChatBody):
     "Refuse what would be a broken promise"
-    if self.continue_final_message and self.add_generation_prompt: raise RequestError('continue_final_message and add_generation_prompt are both true', hint='Choose one', param='continue_final_message')
-    if self.chat_template is not None: raise RequestError('chat_template is given, and only that of the model is used', hint='Use /v1/completions for a prompt of your own', param='chat_template')
-    if other := [m for m in self.modalities or () if m!='text']: raise NotOfferedError(f'modalities has {found(other[0])}', hint='Answers are text', param='modalities')
+    if self.continue_final_message and self.add_generation_prompt:
+        raise RequestError('continue_final_message and add_generation_prompt are both true', hint='Choose one', param='continue_final_message')
+    if self.chat_template is not None:
+        raise RequestError('chat_template is given, and only that of the model is used', hint='Use /v1/completions for a prompt of your own', param='chat_template')
+    if other := [m for m in self.modalities or () if m!='text']:
+        raise NotOfferedError(f'modalities has {found(other[0])}', hint='Answers are text', param='modalities')
 
 # %% ../../../nbs/7_service/03_protocol.openai.ipynb #eb678d05
 def _common(b):
     "What an `Ask` takes from either body"
     o = b.stream_options or StreamOptions()
-    if b.stream_options and not b.stream: raise RequestError('stream_options is given, and stream is not true', hint='Set stream to true', param='stream_options')
-    if b.stream and b.prompt_logprobs is not None: raise RequestError('prompt_logprobs is given, and stream is true', hint='Leave one of them out', param='prompt_logprobs')
+    if b.stream_options and not b.stream:
+        raise RequestError('stream_options is given, and stream is not true', hint='Set stream to true', param='stream_options')
+    if b.stream and b.prompt_logprobs is not None:
+        raise RequestError('prompt_logprobs is given, and stream is true', hint='Leave one of them out', param='prompt_logprobs')
     counts = bool(o.include_usage)
     keep = None if b.keep_alive is None else seconds_in(b.keep_alive, 'keep_alive')
     return dict(
@@ -374,7 +421,8 @@ def parse(
     tools = functions(b.tools, warnings := unoffered(b))
     choice,name,tools = choice_of(b.tool_choice, tools, len(tools or ())<len(b.tools or ()))
     template,budget = b.thought(warnings)
-    if b.add_generation_prompt is not None: template['add_generation_prompt'] = b.add_generation_prompt
+    if b.add_generation_prompt is not None:
+        template['add_generation_prompt'] = b.add_generation_prompt
     excluded = bool(b.reasoning and b.reasoning.exclude)
     return ChatAsk(b.turns(),
         tools=tools, tool_choice=choice, tool_name=name,
@@ -389,7 +437,8 @@ def parse_text(
 )->TextAsk:
     "What is asked; `RequestError` names the first field that is wrong"
     b = validate(CompletionBody, raw)
-    if b.suffix and b.echo: raise RequestError('suffix and echo are both given', hint='Choose one', param='suffix')
+    if b.suffix and b.echo:
+        raise RequestError('suffix and echo are both given', hint='Choose one', param='suffix')
     kw = _common(b)
     best = (b.n or 1) if kw['params'].n>(b.n or 1) else None
     return TextAsk([],
