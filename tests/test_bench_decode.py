@@ -104,7 +104,8 @@ def test_a_step_moves_more_for_its_drafts(llm):
         assert two[k]==plain[k]
     more = picked(llm, 6)/picked(llm, 2)
     assert two['experts']==pytest.approx(plain['experts']*more)
-    assert two['states']==plain['states']*4/(1+1/(PENDING+1)) # a delta net's single rows are written late
+    assert two['states']==plain['states']*4/(
+        1+1/(PENDING+1)) # a delta net's single rows are written late
 
 def test_drafting_moves_a_head_twice(llm):
     "Three rows of two sequences, and then one of each"

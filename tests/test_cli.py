@@ -35,8 +35,14 @@ class Fake:
     sampling = {}
     def __init__(self, options):
         model,Fake.made = options.model,options
-        self.name,self.max_seq_len,self.load_seconds,self.device = model,512,1.5,SimpleNamespace(name='cpu')
-        self.config,self.engine,self.tokenizer,self.template = SimpleNamespace(vocab_size=99),'engine','tokenizer','template'
+        self.name = model
+        self.max_seq_len = 512
+        self.load_seconds = 1.5
+        self.device = SimpleNamespace(name='cpu')
+        self.config = SimpleNamespace(vocab_size=99)
+        self.engine = 'engine'
+        self.tokenizer = 'tokenizer'
+        self.template = 'template'
     def close(self): Fake.closed = self
     def params(self, **given): return SamplingParams(**self.sampling|given)
     def stream(self, prompt, params):
@@ -49,7 +55,9 @@ class Fake:
             yield Delta(finish='stop', cached=self.cached)
     def generate(self, prompt, params):
         ds = list(self.stream(prompt, params))
-        text,thought = (''.join(getattr(d, of) for d in ds) for of in ('text','reasoning'))
+        text,thought = (
+            ''.join(getattr(d, of) for d in ds)
+            for of in ('text','reasoning'))
         return Output(text, [], 'stop', dict(total_tokens=5), reasoning=thought)
     def chat(self, messages, params, stream=False, **template):
         Fake.told = template
@@ -67,12 +75,16 @@ def fake(monkeypatch):
 def commands():
     return {c.name or c.callback.__name__: c.callback for c in cli.app.registered_commands}
 
-def test_the_commands(): assert {'serve','run','chat','pull','list','rm','inspect','version'} <= set(commands())
+def test_the_commands():
+    assert {'serve','run','chat','pull','list','rm','inspect','version'} <= set(commands())
 
 def test_every_flag_is_read():
     for name,f in commands().items():
         body = ast.parse(inspect.getsource(f)).body[0]
-        read = {n.id for s in body.body for n in ast.walk(s) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+        read = {
+            n.id for s in body.body
+            for n in ast.walk(s)
+            if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
         handed = set(cli.FLAGS) if 'options' in read else set()
         unread = set(inspect.signature(f).parameters)-read-handed
         assert not unread, f'{name} has a parameter that nothing reads'
@@ -88,8 +100,17 @@ def test_help(name):
         assert o.help and o.help.endswith((']','.')), f'{name}: {p.name} has no help'
 
 def test_usage_errors():
-    for args in (['fly'], ['run'], ['run','m','p','--temperature','hot'], ['run','m','p','-t','-1'], ['run','m','p','-t','nan'], ['serve','m','--port','70000'],
-                 ['serve','m','--kv-cache-memory','lots'], ['run','m','--raw','--system','x','p'], ['run','m','-n','0','p'], ['list','extra']):
+    for args in (
+        ['fly'], ['run'],
+        ['run','m','p','--temperature','hot'],
+        ['run','m','p','-t','-1'],
+        ['run','m','p','-t','nan'],
+        ['serve','m','--port','70000'],
+        ['serve','m','--kv-cache-memory','lots'],
+        ['run','m','--raw','--system','x','p'],
+        ['run','m','-n','0','p'],
+        ['list','extra']
+    ):
         r = run(*args)
         assert (r.exit_code,r.stdout)==(2,''), args
         assert 'Usage' in r.stderr or 'Error' in r.stderr
@@ -104,11 +125,15 @@ app(['--help'], standalone_mode=False)
 sys.stdout = out
 '''
     for code in (f'import sys,atlas; print({heavy})', help_said_to_nobody+f'print({heavy})'):
-        assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout=='set()\n'
+        assert subprocess.run(
+            [sys.executable, '-c', code], capture_output=True,
+            text=True, check=True).stdout=='set()\n'
 
 def test_completion():
     def complete(words):
-        env = os.environ|dict(_ATLAS_COMPLETE='complete_bash', COMP_WORDS='atlas '+words, COMP_CWORD=str(len(words.split())))
+        env = os.environ|dict(
+            _ATLAS_COMPLETE='complete_bash', COMP_WORDS='atlas '+words,
+            COMP_CWORD=str(len(words.split())))
         command = [sys.executable, '-c', 'from atlas.use.cli import main; main()']
         done = subprocess.run(command, text=True, capture_output=True, env=env)
         return done.stdout.split()
@@ -138,15 +163,20 @@ def test_ctrl_c(fake, monkeypatch):
 
 @pytest.fixture
 def two(monkeypatch):
-    es,gone = [Entry('demo', Path('/c/demo.gguf'), 98_362_432, 'gguf'), Entry('org/m', Path('/h/m'), 5_000, 'safetensors')],[]
+    es = [
+        Entry('demo', Path('/c/demo.gguf'), 98_362_432, 'gguf'),
+        Entry('org/m', Path('/h/m'), 5_000, 'safetensors')]
+    gone = []
     monkeypatch.setattr(hub, 'cached', lambda: [e for e in es if e.name not in gone])
     monkeypatch.setattr(hub, 'remove', lambda n: gone.append(n) or 5_000)
     return gone
 
 def test_list(two):
     out = run('list').stdout.splitlines()
-    assert out[0].split()==['NAME','SIZE','KIND','PATH'] and out[1].split()==['demo','98.4','MB','gguf','/c/demo.gguf']
-    assert json.loads(run('list', '--json').stdout)[1]==dict(name='org/m', bytes=5000, kind='safetensors', path='/h/m')
+    assert out[0].split()==['NAME','SIZE','KIND','PATH']
+    assert out[1].split()==['demo','98.4','MB','gguf','/c/demo.gguf']
+    assert json.loads(run('list', '--json').stdout)[1]==dict(
+        name='org/m', bytes=5000, kind='safetensors', path='/h/m')
     two += ['demo','org/m']
     assert 'atlas pull demo' in run('list').stdout and json.loads(run('list', '--json').stdout)==[]
 
@@ -156,42 +186,70 @@ def test_rm_asks(two):
     r = run('rm', 'org/m', input='y\n')
     assert r.exit_code==0 and two==['org/m'] and '5 kB' in r.output
     r = run('rm', 'demo', '--yes', '--json')
-    assert json.loads(r.stdout)==dict(removed='demo', bytes=5000) and two==['org/m','demo']
+    assert json.loads(r.stdout)==dict(removed='demo', bytes=5000)
+    assert two==['org/m','demo']
 
 def test_pull(monkeypatch, tmp_path):
     (tmp_path/'a').write_bytes(b'123')
     (tmp_path/'b').write_bytes(b'4567')
     assert run('pull', str(tmp_path)).stdout.strip()==str(tmp_path)
-    assert json.loads(run('pull', '--json', str(tmp_path)).stdout)==dict(name=str(tmp_path), path=str(tmp_path), bytes=7)
+    assert json.loads(run('pull', '--json', str(tmp_path)).stdout)==dict(
+        name=str(tmp_path), path=str(tmp_path),
+        bytes=7)
 
 def test_version():
     import atlas
     assert run('version').stdout.startswith(f'atlas {atlas.__version__}\n')
     assert json.loads(run('version', '--json').stdout)['packages']['numpy']
 
-@pytest.mark.parametrize('d', sorted(p for p in (root/'tests'/'data').glob('*/') if (p/'config.json').exists()), ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    'd',
+    sorted(
+        p for p in (root/'tests'/'data').glob('*/')
+        if (p/'config.json').exists()),
+    ids=lambda p: p.name)
 def test_inspect_folder(d):
     x = json.loads(run('inspect', '--json', str(d)).stdout)
     c = json.loads((d/'config.json').read_text())
-    c,files = c.get('text_config', c),sum(f.stat().st_size for f in d.glob('*.safetensors'))
-    assert (x['layers'],x['vocab_size'],x['kind'],x['name'])==(c['num_hidden_layers'], c['vocab_size'], 'safetensors', str(d))
+    c = c.get('text_config', c)
+    files = sum(f.stat().st_size for f in d.glob('*.safetensors'))
+    assert (
+        x['layers'],x['vocab_size'],x['kind'],
+        x['name']
+    )==(c['num_hidden_layers'], c['vocab_size'], 'safetensors', str(d))
     assert x['bytes']<=files<x['bytes']+200_000          # the rest is the header
-    assert sum(p['bytes'] for p in x['parts'].values())==sum(f['bytes'] for f in x['formats'].values())==x['bytes']
-    used = sum(p['weights'] for k,p in x['parts'].items() if k!='unused')           # not used: scales of activations, other towers
-    assert used-x['total_parameters'] in (0, x['vocab_size'] if x['parts'].get('drafter') else 0)     # an ordered drafter's table is no weight
-    assert 0<x['bytes_per_token']<=x['bytes'] and x['kv_bytes_per_token']%4==0 and len(x['mixers'])==len(x['ffns'])==x['layers']
+    assert sum(p['bytes'] for p in x['parts'].values())==sum(
+        f['bytes'] for f in x['formats'].values()
+    )==x['bytes']
+    used = sum(
+        p['weights']
+        for k,p in x['parts'].items()
+        if k!='unused') # not used: scales of activations, other towers
+    # an ordered drafter's table is no weight
+    assert used-x['total_parameters'] in (
+        0,
+        x['vocab_size'] if x['parts'].get('drafter') else 0)
+    assert 0<x['bytes_per_token']<=x['bytes']
+    assert x['kv_bytes_per_token']%4==0
+    assert len(x['mixers'])==len(x['ffns'])==x['layers']
     assert (x['tokenizer'],x['chat_template'])==((d/'tokenizer.json').exists(), False)
     text = run('inspect', str(d)).stdout
     assert f'{x["parameters"]:,}' in text and 'tokenizer' in text and 'a token reads' in text
 
 def test_inspect_demo(demo):
     x = json.loads(run('inspect', '--json', 'demo').stdout)
-    assert (x['family'],x['parameters'],x['tokenizer'],x['chat_template'],x['kv_bytes_per_token'])==('llama', 134_515_008, True, True, 30*2*3*64*4)
-    assert set(x['formats'])=={'Q4_1','Q8_0','F32'} and x['bytes']<demo.stat().st_size
+    assert (
+        x['family'],x['parameters'],x['tokenizer'],
+        x['chat_template'],x['kv_bytes_per_token']
+    )==('llama', 134_515_008, True, True, 30*2*3*64*4)
+    assert set(x['formats'])=={'Q4_1','Q8_0','F32'}
+    assert x['bytes']<demo.stat().st_size
 
 def test_inspect_shape():
     x = json.loads(run('inspect', '--json', 'qwen3.6-27b', '--weights', 'nvfp4').stdout)
-    assert (x['kind'],x['path'],x['mixers'][:4])==('dummy', None, ['delta']*3+['attention']) and set(x['parts']['mlp']['formats'])=={'NVFP4'}
+    assert (x['kind'],x['path'],x['mixers'][:4])==(
+        'dummy', None, ['delta']*3+['attention'])
+    assert set(x['parts']['mlp']['formats'])=={'NVFP4'}
     assert 'D gated delta net' in run('inspect', 'qwen3.6-27b').stdout
     r = run('inspect', 'qwen3.6-27b', '--weights', 'int3')
     assert r.exit_code==1 and 'int3' in r.stderr
@@ -200,7 +258,10 @@ def test_inspect_shape():
 def test_inspect_damaged(tmp_path):
     (tmp_path/'x.gguf').write_bytes(b'GGUF'+b'\xff'*40)
     r = run('inspect', str(tmp_path/'x.gguf'))
-    assert r.exit_code==1 and r.stderr.startswith('atlas: ') and 'x.gguf' in r.stderr and r.stdout==''
+    assert r.exit_code==1
+    assert r.stderr.startswith('atlas: ')
+    assert 'x.gguf' in r.stderr
+    assert r.stdout==''
 
 def test_a_folder_of_no_name(fake, tmp_path, monkeypatch):
     "'.' is called as the folder is, in errors and in a chat"
@@ -222,11 +283,15 @@ def test_a_folder_of_no_name(fake, tmp_path, monkeypatch):
 # One prompt
 
 def test_run(fake):
-    r = run('run', 'm', 'hi', '-t', '0', '-n', '7', '--seed', '3', '--system', 'Be brief', '--device', 'cpu', '--max-seq-len', '99')
+    r = run(
+        'run', 'm', 'hi', '-t', '0', '-n', '7', '--seed',
+        '3', '--system', 'Be brief', '--device', 'cpu', '--max-seq-len', '99')
     assert (r.exit_code,r.stdout,r.stderr)==(0, 'Hello you\n', '')
     p = Fake.asked['params']
     assert (p.temperature,p.max_tokens,p.seed)==(0,7,3)
-    assert Fake.asked['prompt']==[dict(role='system', content='Be brief'), dict(role='user', content='hi')]
+    assert Fake.asked['prompt']==[
+        dict(role='system', content='Be brief'),
+        dict(role='user', content='hi')]
     assert Fake.made==EngineConfig('m', 'cpu', 99, max_num_seqs=1)
 
 def test_run_with_pictures(fake):
@@ -297,12 +362,15 @@ def test_run_raw_and_stdin(fake):
 
 def test_run_json(fake):
     for args in ['--raw'],[]:
-        assert json.loads(run('run', 'm', 'hi', '--json', *args).stdout)==dict(text='Hello you', finish_reason='stop', usage=dict(total_tokens=5))
+        assert json.loads(run('run', 'm', 'hi', '--json', *args).stdout)==dict(
+            text='Hello you', finish_reason='stop', usage=dict(total_tokens=5))
 
 def test_run_prints_as_it_comes(fake, monkeypatch):
     "Each piece is written before the next one is asked for"
     seen,out = [],[]
-    monkeypatch.setattr(cli.typer, 'echo', lambda s='', nl=True, **kw: out.append(s))
+    monkeypatch.setattr(
+        cli.typer, 'echo',
+        lambda s='', nl=True, **kw: out.append(s))
     class Watch(fake):
         def stream(self, *a):
             for d in super().stream(*a):
@@ -323,7 +391,9 @@ def test_run_refused_midway(fake):
 def thinker(fake):
     "A model that thinks before it answers, as its template has it"
     thought,answer = ['Hm.',' So\n'],['\n\nHello ','you']
-    fake.pieces = [*(said('', t) for t in thought), *map(said, answer)]
+    fake.pieces = [
+        *(said('', t) for t in thought),
+        *map(said, answer)]
     def stream(self, prompt, params):
         Fake.asked = dict(prompt=prompt, params=params)
         yield from self.pieces
@@ -363,10 +433,16 @@ def test_thoughts_are_no_part_of_a_conversation(thinker):
     run('chat', 'm', input='one\ntwo\n')
     assert Fake.asked['prompt']==[dict(role='user', content='two')]
 
-@pytest.mark.parametrize('flags,told', [([],{}), (['--think'],dict(enable_thinking=True)),
-                                        (['--no-think'],dict(enable_thinking=False))])
+@pytest.mark.parametrize(
+    'flags,told',
+    [([],{}),
+     (['--think'],dict(enable_thinking=True)),
+     (['--no-think'],dict(enable_thinking=False))])
 def test_whether_to_think_is_told_to_the_template(fake, flags, told):
-    for args in (['run','m','hi'], ['run','m','hi','--json'], ['chat','m']):
+    for args in (
+        ['run','m','hi'],
+        ['run','m','hi','--json'], ['chat','m']
+    ):
         assert run(*args, *flags, input='hi\n').exit_code==0
         assert Fake.told==told
     if flags:
@@ -375,18 +451,26 @@ def test_whether_to_think_is_told_to_the_template(fake, flags, told):
 # Chat
 
 def test_chat(fake, monkeypatch):
-    r = run('chat', 'm', '--system', 'S', input='one\n\ntwo\n/reset\n/system\nthree\n/nope\n/quit\nfour\n')
-    assert (r.exit_code,r.stdout)==(0, 'Hello you\nHello you\nThe conversation starts anew.\nNo system message.\nHello you\n')
+    r = run(
+        'chat', 'm', '--system', 'S',
+        input='one\n\ntwo\n/reset\n/system\nthree\n/nope\n/quit\nfour\n')
+    assert (r.exit_code,r.stdout)==(
+        0, 'Hello you\nHello you\nThe conversation starts anew.\nNo system message.\nHello you\n')
     assert '/nope' in r.stderr and '/help' in r.stderr
     assert Fake.asked['prompt']==[dict(role='user', content='three')]
     run('chat', 'm', '--system', 'S', input='one\n/unix/path?\n')     # a path is no command
-    assert Fake.asked['prompt']==[dict(role=r, content=c) for r,c in (('system','S'),('user','one'),('assistant','Hello you'),('user','/unix/path?'))]
+    assert Fake.asked['prompt']==[
+        dict(role=r, content=c)
+        for r,c in (
+            ('system','S'),('user','one'),
+            ('assistant','Hello you'),('user','/unix/path?'))]
 
 def test_chat_goes_on_after_a_refusal(fake):
     fake.answer,fake.error = [],ContextLengthError('Too long', hint='Use /reset')
     r = run('chat', 'm', input='one\ntwo\n')
     assert r.exit_code==0 and r.stderr.count('atlas: Too long. Use /reset')==2
-    assert Fake.asked['prompt']==[dict(role='user', content='two')]    # the refused question is not in the history
+    # the refused question is not in the history
+    assert Fake.asked['prompt']==[dict(role='user', content='two')]
 
 def test_first_ctrl_c_is_a_flag(capfd):
     with cli._ctrl_c() as stop:
@@ -406,19 +490,23 @@ class Terminal:
     def __init__(self, code):
         self.pid,self.fd = pty.fork()
         if not self.pid:
-            os.execve(sys.executable, [sys.executable, '-c', code], os.environ|dict(TERM='dumb', INPUTRC='/dev/null'))
+            os.execve(
+                sys.executable, [sys.executable, '-c', code],
+                os.environ|dict(TERM='dumb', INPUTRC='/dev/null'))
         self.seen = ''
     def type(self, s): os.write(self.fd, s.encode())
     def expect(self, what, again=''):
         """Read until `what` comes. `again` is typed now, and again after each second of silence:
         CPython's readline may sleep through a Ctrl-C that comes between two keys"""
         patience = 1 if again else WAIT
-        def more(): return select.select([self.fd], [], [], patience)[0]
+        def more():
+            return select.select([self.fd], [], [], patience)[0]
         for _ in range(int(WAIT)):
             self.type(again)
             while what not in self.seen and more():
                 self.seen += os.read(self.fd, 4096).decode()
-                assert len(self.seen)<20_000, f'{what!r} did not come; the last was {self.seen[-80:]!r}'
+                assert len(
+                    self.seen)<20_000, f'{what!r} did not come; the last was {self.seen[-80:]!r}'
             if what in self.seen or not again:
                 break
         assert what in self.seen, f'{what!r} did not come after {self.seen!r}'
@@ -675,7 +763,8 @@ def test_commands_of_spark_owners_mean_the_same(serve, line):
 
 def test_the_command_by_its_module():
     r = subprocess.run([sys.executable,'-m','atlas','--version'], capture_output=True, text=True)
-    assert (r.returncode,r.stdout)==(0,run('--version').stdout) and r.stdout.startswith('atlas ')
+    assert (r.returncode,r.stdout)==(0,run('--version').stdout)
+    assert r.stdout.startswith('atlas ')
 
 def test_serve_without_flags(serve):
     run('serve', 'm')
@@ -718,7 +807,10 @@ SPECULATION = {
 def test_serve_reads_speculation(serve, said):
     "A bare --speculative takes no model for its word, wherever it stands"
     wanted = [EngineConfig('m', **SPECULATION[said])]
-    for args in (['m',*said.split()], [*said.split(),'m']):
+    for args in (
+        ['m',*said.split()],
+        [*said.split(),'m']
+    ):
         r = run('serve', *args)
         assert r.exit_code==0, r.stderr
         assert serve.call_args.args==(wanted,)
@@ -824,8 +916,13 @@ def test_launch_hands_everything_over(monkeypatch):
     import atlas.use.clients
     launch = mock.create_autospec(atlas.use.clients.launch)
     monkeypatch.setattr(atlas.use.clients, 'launch', launch)
-    assert run('launch', 'codex', '--url', 'http://h:1', '--model', 'm', '--key', 'k', '--print', '--no-start', 'exec', '--json', 'do it').exit_code==0
-    assert launch.call_args.args==('codex',['exec','--json','do it']) and launch.call_args.kwargs==dict(url='http://h:1', model='m', key='k', show=True, start=False)
+    assert run(
+        'launch', 'codex', '--url', 'http://h:1', '--model', 'm', '--key', 'k',
+        '--print', '--no-start', 'exec', '--json', 'do it').exit_code==0
+    assert launch.call_args.args==('codex',['exec','--json','do it'])
+    assert launch.call_args.kwargs==dict(
+        url='http://h:1', model='m', key='k', show=True,
+        start=False)
 
 def test_launch_without_a_server():
     with socket.create_server(('127.0.0.1', 0)) as s:
@@ -928,7 +1025,10 @@ def test_commands_for_cards_say_so_on_the_host():
     r = run('bench', 'decode', str(root/'tests'/'data'/'smollm2-tied'), '--device', 'cpu')
     assert r.exit_code==1 and 'card' in r.stderr and 'atlas bench MODEL' in r.stderr
     r = run('check', '--device', 'cpu')
-    assert r.exit_code==1 and 'no graphics card' in r.stderr and '--device emulator' in r.stderr and not r.stdout
+    assert r.exit_code==1
+    assert 'no graphics card' in r.stderr
+    assert '--device emulator' in r.stderr
+    assert not r.stdout
 
 @pytest.mark.parametrize('hint', ["pip install x, or use --device cpu", 'Use --device cpu'])
 def test_commands_for_cards_do_not_advise_the_processor(monkeypatch, hint):
@@ -938,4 +1038,8 @@ def test_commands_for_cards_do_not_advise_the_processor(monkeypatch, hint):
     for args in (('check',), ('bench','decode','demo'), ('bench','kernels','demo'),
             ('bench','prefill','demo')):
         r = run(*args)
-        assert r.exit_code==1 and 'There is no card' in r.stderr and '--device cpu' not in r.stderr and ('emulator' in r.stderr or 'atlas bench MODEL' in r.stderr) and ('pip install x;' in r.stderr)==('pip' in hint)
+        assert r.exit_code==1
+        assert 'There is no card' in r.stderr
+        assert '--device cpu' not in r.stderr
+        assert 'emulator' in r.stderr or 'atlas bench MODEL' in r.stderr
+        assert ('pip install x;' in r.stderr)==('pip' in hint)

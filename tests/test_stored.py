@@ -23,11 +23,19 @@ MODELS = sorted(p.name for p in DATA.iterdir() if (p/'config.json').exists())
 def arrays(m):
     "The bytes of all arrays of a model's weights, and what they are"
     found,objects = flatten(m.weights())
-    return {n: (str(a.dtype),a.shape,np.asarray(a).tobytes()) for n,a in found.items()},objects
+    return (
+        {n: (
+             str(a.dtype),a.shape,
+             np.asarray(a).tobytes())
+         for n,a in found.items()},
+        objects)
 
 def read(path, folder, parts=('','vision','mtp'), **kw):
     "The model of a checkpoint, and its store"
-    s = Store(folder, 'm', dict(model=str(path), kw=sorted(kw.items())), {})
+    s = Store(
+        folder, 'm',
+        dict(model=str(path), kw=sorted(kw.items())),
+        {})
     with open_checkpoint(path) as ck:
         return load_model(ck, Emulator(), 64, False, parts, store=s, **kw),s
 
@@ -47,12 +55,18 @@ def kept(path, folder, monkeypatch, **kw):
 def test_the_second_load_is_the_first(name, tmp_path, monkeypatch):
     "Every family and format: the same arrays, joined banks and factors of rows among them"
     a,b = kept(DATA/name, tmp_path, monkeypatch)
-    def joined(m): return [getattr(l, 'joined', None) for x in m.layers for l in x.parts()]
+    def joined(m):
+        return [getattr(l, 'joined', None) for x in m.layers for l in x.parts()]
     assert joined(a)==joined(b)
 
-@pytest.mark.parametrize('how', [dict(quantization='nvfp4'), dict(quantization='fp8', head='fp8'), dict(packed=True)])
+@pytest.mark.parametrize(
+    'how',
+    [dict(quantization='nvfp4'),
+     dict(quantization='fp8', head='fp8'),
+     dict(packed=True)])
 @pytest.mark.parametrize('name', ['qwen35-moe-stacked','qwen3-vl','smollm2-tied'])
-def test_stored_anew(name, how, tmp_path, monkeypatch): kept(DATA/name, tmp_path, monkeypatch, **how)
+def test_stored_anew(name, how, tmp_path, monkeypatch):
+    kept(DATA/name, tmp_path, monkeypatch, **how)
 
 @pytest.mark.parametrize('quant', ['Q8_0','Q4_0','F32'])
 def test_gguf(quant, tmp_path, monkeypatch):
@@ -77,10 +91,15 @@ def test_banks_that_were_joined(weights, tmp_path, monkeypatch):
     s.save(a)
     b,t = load()
     assert t.fresh and arrays(a)==arrays(b)
-    layers = [l for m in (a,b) for x in (*m.layers,*m.mtp.layers) for l in x.parts() if hasattr(l, 'experts')]
-    assert len(layers)==10 and all(l.joined and l.experts.gate_up_proj.experts==5 for l in layers)
+    layers = [
+        l for m in (a,b)
+        for x in (*m.layers,*m.mtp.layers)
+        for l in x.parts() if hasattr(l, 'experts')]
+    assert len(layers)==10
+    assert all(l.joined and l.experts.gate_up_proj.experts==5 for l in layers)
     assert all(l.shared.gate_up_proj.weight is None for l in layers)
-    assert [l.then is None for l in layers[:5]]==[l.then is None for l in layers[5:]]
+    assert [l.then is None for l in layers[:5]]==[
+        l.then is None for l in layers[5:]]
 
 def test_filled_in_place(tmp_path):
     m,s = read(DATA/'qwen35-moe-stacked', tmp_path)
@@ -89,7 +108,9 @@ def test_filled_in_place(tmp_path):
     for a in flatten(m.weights())[0].values():
         a.reshape(-1).view('uint8')[:] = 0xA5
     assert s.usable() and arrays(m)!=was
-    assert s.reload(m)>=sum(len(b) for _,_,b in was[0].values())
+    assert s.reload(m)>=sum(
+        len(b)
+        for _,_,b in was[0].values())
     assert arrays(m)==was
     damage(s.path)
     with pytest.raises(CheckpointError):
@@ -112,7 +133,9 @@ def model(tmp_path):
 def start(model, **kw):
     "An engine of it, when its packed file is written"
     path,folder = model
-    how = dict(max_seq_len=128, max_num_seqs=1, chunk=64, cache_packed=str(folder), show=False)
+    how = dict(
+        max_seq_len=128, max_num_seqs=1, chunk=64,
+        cache_packed=str(folder), show=False)
     llm = LLM(str(path), Emulator(), **how|kw)
     for s in llm._stores:
         s.wait()
@@ -145,7 +168,10 @@ def touch(model):
     os.utime(p, ns=(1,p.stat().st_mtime_ns+1))
 def spoil(model): damage(next(model[1].iterdir()))
 def cut(model): os.truncate(next(model[1].iterdir()), 5000)
-def foreign(model): shutil.copy(next(model[0].glob('*.safetensors')), next(model[1].iterdir()))
+def foreign(model):
+    shutil.copy(
+        next(model[0].glob('*.safetensors')),
+        next(model[1].iterdir()))
 def unfinished(model):
     p = next(model[1].iterdir())
     p.write_bytes(packed.PART+p.read_bytes()[8:])
@@ -153,10 +179,16 @@ def unfinished(model):
 def older(model):
     p = next(model[1].iterdir())
     raw = p.read_bytes()
-    p.write_bytes(raw[:8]+(packed.VERSION-1).to_bytes(4, 'little')+raw[12:])
+    p.write_bytes(
+        raw[:8]
+        +(packed.VERSION-1).to_bytes(4, 'little')
+        +raw[12:])
 
-@pytest.mark.parametrize('what,why', [(touch,'of other files'),(older,f'is of version {packed.VERSION-1}'),(spoil,'is not what was written'),(cut,'the header speaks of'),
-    (foreign,'is no packed file'),(unfinished,'never finished')])
+@pytest.mark.parametrize(
+    'what,why',
+    [(touch,'of other files'),(older,f'is of version {packed.VERSION-1}'),
+     (spoil,'is not what was written'),(cut,'the header speaks of'),
+     (foreign,'is no packed file'),(unfinished,'never finished')])
 def test_what_will_not_do_is_made_anew(model, what, why, caplog):
     ended(start(model))
     what(model)
@@ -236,7 +268,9 @@ print('ready')'''
 def test_a_program_that_ends_while_it_is_written(model):
     "It ends at once and without a word, and the next start goes on"
     path,folder = model
-    r = subprocess.run([sys.executable, '-c', ENDS, path, folder], capture_output=True, text=True, timeout=WAIT)
+    r = subprocess.run(
+        [sys.executable, '-c', ENDS, path, folder],
+        capture_output=True, text=True, timeout=WAIT)
     assert (r.returncode,r.stdout,r.stderr)==(0,'ready\n','')
     assert [p.name[-12:] for p in folder.iterdir()]==['.packed.part']
     assert ended(start(model))==[False]

@@ -59,13 +59,18 @@ class Sink:
         self.thread.join(seconds)
 
 # %% ../../nbs/7_service/10_log.ipynb #0b701e9f
-TEXTS = frozenset('messages prompt content text input output body reasoning arguments system tools completion headers authorization key api_key'.split()) # Never logged
+TEXTS = frozenset(
+    'messages prompt content text input output body reasoning arguments system tools '
+    'completion headers authorization key api_key'.split()) # Never logged
 
-_UNSEEN = re.compile('[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]') # Control characters, ends of lines, and changes of direction
+# Control characters, ends of lines, and changes of direction
+_UNSEEN = re.compile('[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]')
 
 def _seen(text, keep=''):
     "`text` with escapes for what cannot be seen, but for the characters in `keep`"
-    return _UNSEEN.sub(lambda m: m[0] if m[0] in keep else m[0].encode('unicode_escape').decode(), text)
+    return _UNSEEN.sub(
+        lambda m: m[0] if m[0] in keep else m[0].encode('unicode_escape').decode(),
+        text)
 
 def _quiet(logger, name, d):
     "Drop what may be somebody's words, cut what is long, and show what cannot be seen"
@@ -91,15 +96,24 @@ def _for_people(logger, name, d):
     for k in ('client','request_id'):
         if k in d:
             d[k] = d.pop(k)
-    return {k:v for k,v in d.items() if v not in (None, '') and not (k.endswith('_tokens') and not v)}
+    return {
+        k:v for k,v in d.items()
+        if v not in (None, '') and not (k.endswith('_tokens') and not v)}
 
 def _processors(json, colors):
     p = structlog.processors
-    def shared(*time, **kw): return [structlog.contextvars.merge_contextvars, p.add_log_level, p.TimeStamper(*time, key='time', **kw), p.format_exc_info, _quiet]
+    def shared(*time, **kw):
+        return [
+            structlog.contextvars.merge_contextvars, p.add_log_level,
+            p.TimeStamper(*time, key='time', **kw),
+            p.format_exc_info, _quiet]
     if json:
         return [*shared('iso'), p.JSONRenderer(default=str, ensure_ascii=False)]
-    return [*shared('%H:%M:%S', utc=False), _for_people,
-        structlog.dev.ConsoleRenderer(pad_event_to=8, colors=colors, sort_keys=False, timestamp_key='time', exception_formatter=structlog.dev.plain_traceback)]
+    return [
+        *shared('%H:%M:%S', utc=False), _for_people,
+        structlog.dev.ConsoleRenderer(
+            pad_event_to=8, colors=colors, sort_keys=False, timestamp_key='time',
+            exception_formatter=structlog.dev.plain_traceback)]
 
 # %% ../../nbs/7_service/10_log.ipynb #dd3c99bc
 class _Bridge(logging.Handler):
@@ -107,7 +121,10 @@ class _Bridge(logging.Handler):
     def emit(self, record):
         try:
             kw = dict(exc_info=record.exc_info) if record.exc_info else {}
-            getattr(structlog.get_logger(), record.levelname.lower(), structlog.get_logger().info)(record.getMessage(), logger=record.name, **kw)
+            getattr(
+                structlog.get_logger(), record.levelname.lower(),
+                structlog.get_logger().info
+            )(record.getMessage(), logger=record.name, **kw)
         except Exception:
             self.sink.lost += 1
 
@@ -121,8 +138,10 @@ def configure(
     stream = stream or sys.stderr
     person = getattr(stream, 'isatty', lambda: False)()
     sink,n = Sink(stream),logging.getLevelNamesMapping()[level.upper()]
-    structlog.configure(processors=_processors(format=='json' or (format=='auto' and not person), person),
-        wrapper_class=structlog.make_filtering_bound_logger(n), logger_factory=lambda *a: _Line(sink), cache_logger_on_first_use=False)
+    structlog.configure(
+        processors=_processors(format=='json' or (format=='auto' and not person), person),
+        wrapper_class=structlog.make_filtering_bound_logger(n),
+        logger_factory=lambda *a: _Line(sink), cache_logger_on_first_use=False)
     h = _Bridge(n)
     h.sink = sink
     for name in LOGGERS:
@@ -151,7 +170,9 @@ class Access:
         if scope['type']!='http':
             return await self.app(scope, receive, send)
         rid,start,status = request_id(scope),self.clock(),None
-        scope['headers'] = [*((k,v) for k,v in scope['headers'] if k!=b'x-request-id'), (b'x-request-id',rid)]
+        scope['headers'] = [
+            *((k,v) for k,v in scope['headers'] if k!=b'x-request-id'),
+            (b'x-request-id',rid)]
         notes = scope.setdefault('atlas.note', {})
         structlog.contextvars.bind_contextvars(request_id=rid.decode())
         async def reply(m):
@@ -159,7 +180,10 @@ class Access:
             if m['type']=='http.response.start':
                 status,hs = m['status'],m.get('headers', ())
                 have = {k.lower() for k,_ in hs}
-                m = m|dict(headers=[*hs, *((k,rid) for k in (b'x-request-id',b'request-id') if k not in have)])
+                m = m|dict(
+                    headers=[
+                        *hs,
+                        *((k,rid) for k in (b'x-request-id',b'request-id') if k not in have)])
             await send(m)
         try:
             await self.app(scope, receive, reply)
@@ -171,7 +195,16 @@ class Access:
 def line(self:Access, scope, status, notes, seconds):
     "Log an ended request"
     log,path = structlog.get_logger(),scope['path'][:200]
-    say = log.debug if path in ('/health','/metrics') else log.error if (status or 499)>=500 and status not in (501,503) else log.info
+    if path in ('/health','/metrics'):
+        say = log.debug
+    elif (status or 499)>=500 and status not in (501,503):
+        say = log.error
+    else:
+        say = log.info
     client = (scope.get('client') or ('',))[0]
     user = dict(user=scope['atlas.user']) if scope.get('atlas.user') else {}
-    say('request', method=scope['method'][:16], path=path, status=status or 499, seconds=round(seconds, 4), client=client, **user, **notes)
+    say(
+        'request', method=scope['method'][:16],
+        path=path, status=status or 499,
+        seconds=round(seconds, 4), client=client, **user,
+        **notes)

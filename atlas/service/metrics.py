@@ -18,12 +18,19 @@ from prometheus_client import CollectorRegistry,ProcessCollector,generate_latest
 from prometheus_client.core import CounterMetricFamily,GaugeMetricFamily,HistogramMetricFamily
 
 # %% ../../nbs/7_service/09_metrics.ipynb #49cae999
-def _ladder(low, high): return [round(b*10.**e, 3) for e in range(low, high) for b in (1,2,5)]
+def _ladder(low, high):
+    return [
+        round(b*10.**e, 3)
+        for e in range(low, high)
+        for b in (1,2,5)]
 BUCKETS,SIZES = _ladder(-3, 3),_ladder(0, 6) # Seconds; tokens
 
 class Times:
     "A histogram of seconds, or of what `bounds` are bounds of"
-    def __init__(self, bounds:list=BUCKETS): self.bounds,self.counts,self.sum = bounds,[0]*(len(bounds)+1),0.
+    def __init__(self, bounds:list=BUCKETS):
+        self.bounds = bounds
+        self.counts = [0]*(len(bounds)+1)
+        self.sum = 0.
     def observe(self,
         seconds:float,
         n:int=1, # So many times
@@ -68,9 +75,12 @@ _times = dict(
     request_inference_time_seconds='From the admission of a request to its last token',
     e2e_request_latency_seconds='From the arrival of a request to its end',
     grammar_compile_seconds='To check the grammar of a request')
-_sizes = dict(request_prompt_tokens='Tokens of the prompt of a request', request_generation_tokens='Tokens of the answer to a request')
+_sizes = dict(
+    request_prompt_tokens='Tokens of the prompt of a request',
+    request_generation_tokens='Tokens of the answer to a request')
 _counts = dict(
-    prompt_tokens='Tokens of prompts', prompt_tokens_cached='Tokens of prompts that a cache supplied',
+    prompt_tokens='Tokens of prompts',
+    prompt_tokens_cached='Tokens of prompts that a cache supplied',
     generation_tokens='Tokens of answers', reasoning_tokens='Tokens of answers spent thinking',
     requests_submitted='Requests given to the engine; each ends once in request_success')
 _by = dict( # Label, what it is, and the label's values that are known
@@ -151,12 +161,14 @@ def end(self:Stopwatch, reason:str):
 
 # %% ../../nbs/7_service/09_metrics.ipynb #e6a13a7c
 _engine = dict(
-    num_requests_running='Requests that the engine is working on', num_requests_waiting='Requests that wait for the engine',
+    num_requests_running='Requests that the engine is working on',
+    num_requests_waiting='Requests that wait for the engine',
     max_num_seqs='Requests that it works on at the same time, at most',
     kv_cache_usage_perc='Share of the KV cache in use, from 0 to 1',
     num_preemptions_total='Requests that had to give their place to another',
     corrupted_requests_total='Requests failed because logits were not finite',
-    prefix_cache_queries_total='Prompt tokens that were looked up in the prefix cache', prefix_cache_hits_total='Prompt tokens that it had',
+    prefix_cache_queries_total='Prompt tokens that were looked up in the prefix cache',
+    prefix_cache_hits_total='Prompt tokens that it had',
     kv_blocks_live='Blocks of the KV cache that requests use',
     kv_blocks_lent='Blocks whose memory was given back, for it was short',
     prefix_cache_blocks='Blocks of the KV cache that the prefix cache keeps',
@@ -171,13 +183,16 @@ _engine = dict(
     kv_spill_errors_total='Times that it could not be written or read',
     kv_spill_dropped_total='Blocks and states that it did not take: it was busy, or has no room',
     kv_spill_evictions_total='Those that left it for newer ones',
-    spec_decode_num_drafts_total='Times that tokens were drafted', spec_decode_num_draft_tokens_total='Tokens drafted',
-    spec_decode_num_accepted_tokens_total='Drafted tokens that were accepted, those behind an answer\'s end too',
+    spec_decode_num_drafts_total='Times that tokens were drafted',
+    spec_decode_num_draft_tokens_total='Tokens drafted',
+    spec_decode_num_accepted_tokens_total='Drafted tokens that were accepted, those behind an '
+    'answer\'s end too',
     spec_decode_invalid_total='Drafts left out because their logits were not finite',
     spec_decode_drafts='Tokens to draft in a step, as it is now',
     spec_decode_changes_total='Times that this number was changed',
     spec_decode_probes_total='Times that another number was tried',
-    guide_seconds_total='Seconds spent on masks of grammars', prefill_tokens_total='Prompt tokens computed', steps_total='Steps of the engine',
+    guide_seconds_total='Seconds spent on masks of grammars',
+    prefill_tokens_total='Prompt tokens computed', steps_total='Steps of the engine',
     jit_after_ready_total='Kernels compiled after the engine was ready',
     roofline='What decode steps reach of what the bytes that they move allow, from 0 to 1',
     decode_bytes_total='Bytes that steps which only decoded had to move',
@@ -229,10 +244,14 @@ def collect(self:Metrics):
     for k,(label,doc,known) in _by.items():
         f = CounterMetricFamily(f'atlas:{k}', doc, labels=['model_name',label])
         for name,m in ms:
-            for v,n in (dict.fromkeys(known, 0)|getattr(m, k)).items():
+            for v,n in (
+                dict.fromkeys(known, 0)|getattr(m, k)
+            ).items():
                 f.add_metric([name,v], n)
         yield f
-    f = GaugeMetricFamily('atlas:generation_tokens_per_second', 'Tokens of answers a second, of late', labels=['model_name'])
+    f = GaugeMetricFamily(
+        'atlas:generation_tokens_per_second', 'Tokens of answers a second, of late',
+        labels=['model_name'])
     for name,m in ms:
         f.add_metric([name], m.speed.rate())
     yield f
@@ -241,7 +260,8 @@ def collect(self:Metrics):
     yield from self._cards()
     yield from upstream_families(getattr(self.models, 'backends', ()))
     yield from fallback_family(getattr(self.models, 'fallbacks', None))
-    f = CounterMetricFamily('atlas:http_requests', 'HTTP requests', labels=['method','handler','status'])
+    f = CounterMetricFamily(
+        'atlas:http_requests', 'HTTP requests', labels=['method','handler','status'])
     for k,n in self.http.items():
         f.add_metric(list(k), n)
     yield f
@@ -271,7 +291,10 @@ def _engines(self:Metrics):
                 f.add_metric([name,str(i)], v)
         if f.samples:
             yield f
-    f = GaugeMetricFamily('atlas:num_requests_waiting_by_reason', 'Requests that wait for the engine, by what they wait for', labels=['model_name','reason'])
+    f = GaugeMetricFamily(
+        'atlas:num_requests_waiting_by_reason',
+        'Requests that wait for the engine, by what they wait for',
+        labels=['model_name','reason'])
     for name,s in said:
         f.add_metric([name,'capacity'], s.get('num_requests_waiting', 0))  # there is no other
     yield f
@@ -280,14 +303,28 @@ def _engines(self:Metrics):
 @patch
 def _states(self:Metrics):
     "The state of each model, its load and its restarts"
-    state = GaugeMetricFamily('atlas:model_state', 'Is the model in this state?', labels=['model_name','state'])
-    load = GaugeMetricFamily('atlas:model_load_seconds', 'Seconds that a stage of the last load took', labels=['model_name','stage'])
-    parts = GaugeMetricFamily('atlas:model_startup_seconds', 'Seconds of the last start, as the worker divides them', labels=['model_name','stage'])
-    read = GaugeMetricFamily('atlas:model_startup_bytes', 'Bytes of weights that the last start read', labels=['model_name'])
-    rate = GaugeMetricFamily('atlas:model_startup_bytes_per_second', 'At which rate', labels=['model_name'])
-    again = CounterMetricFamily('atlas:model_restarts', 'Times that a worker had to be started anew', labels=['model_name'])
-    given = GaugeMetricFamily('atlas:model_sleep_bytes', 'Bytes that a model gave back when it last went to sleep', labels=['model_name'])
-    took = GaugeMetricFamily('atlas:model_sleep_seconds', 'Seconds that it took to go to sleep, or to wake', labels=['model_name','what'])
+    state = GaugeMetricFamily(
+        'atlas:model_state', 'Is the model in this state?', labels=['model_name','state'])
+    load = GaugeMetricFamily(
+        'atlas:model_load_seconds', 'Seconds that a stage of the last load took',
+        labels=['model_name','stage'])
+    parts = GaugeMetricFamily(
+        'atlas:model_startup_seconds', 'Seconds of the last start, as the worker divides them',
+        labels=['model_name','stage'])
+    read = GaugeMetricFamily(
+        'atlas:model_startup_bytes', 'Bytes of weights that the last start read',
+        labels=['model_name'])
+    rate = GaugeMetricFamily(
+        'atlas:model_startup_bytes_per_second', 'At which rate', labels=['model_name'])
+    again = CounterMetricFamily(
+        'atlas:model_restarts', 'Times that a worker had to be started anew',
+        labels=['model_name'])
+    given = GaugeMetricFamily(
+        'atlas:model_sleep_bytes', 'Bytes that a model gave back when it last went to sleep',
+        labels=['model_name'])
+    took = GaugeMetricFamily(
+        'atlas:model_sleep_seconds', 'Seconds that it took to go to sleep, or to wake',
+        labels=['model_name','what'])
     for s in self.models.stats():
         slept = s.get('slept') or {}
         if 'bytes' in slept:
@@ -319,7 +356,9 @@ _stay = dict(
 @patch
 def _residents(self:Metrics):
     "Who has how much of the memory, and what of the budget is free"
-    told = [(s['model'], s.get('residency') or {}) for s in self.models.stats()]
+    told = [
+        (s['model'], s.get('residency') or {})
+        for s in self.models.stats()]
     for k,(name,doc) in _stay.items():
         f = GaugeMetricFamily(f'atlas:{name}', doc, labels=['model_name'])
         for model,d in told:
@@ -330,8 +369,11 @@ def _residents(self:Metrics):
     if not memory:
         return
     for k in ('budget','free'):
-        yield GaugeMetricFamily(f'atlas:memory_{k}_bytes', f'Bytes of device memory for all models: {k}', memory[k])
-    f = CounterMetricFamily('atlas:model_evictions', 'Times that a model had to leave memory', labels=['model_name','how'])
+        yield GaugeMetricFamily(
+            f'atlas:memory_{k}_bytes', f'Bytes of device memory for all models: {k}', memory[k])
+    f = CounterMetricFamily(
+        'atlas:model_evictions', 'Times that a model had to leave memory',
+        labels=['model_name','how'])
     for d in memory['evictions']:
         f.add_metric([d['model'],d['how']], d['times'])
     yield f
@@ -362,11 +404,19 @@ def upstream_families(
     for k,times in zip(_upstream, ('first','latency')):
         f = HistogramMetricFamily(f'atlas:{k}', _upstream[k], labels=['upstream'])
         for b in backends:
-            f.add_metric([b.name], getattr(b.counts, times).buckets, getattr(b.counts, times).sum)
+            f.add_metric(
+                [b.name],
+                getattr(b.counts, times).buckets,
+                getattr(b.counts, times).sum)
         yield f
-    asked = CounterMetricFamily('atlas:upstream_requests', 'Questions to another server, by how they ended', labels=['upstream','outcome'])
-    tokens = CounterMetricFamily('atlas:upstream_tokens', 'Tokens of prompts and answers, as it says', labels=['upstream','kind'])
-    up = GaugeMetricFamily('atlas:upstream_up', 'Did it answer as it should the last time?', labels=['upstream'])
+    asked = CounterMetricFamily(
+        'atlas:upstream_requests', 'Questions to another server, by how they ended',
+        labels=['upstream','outcome'])
+    tokens = CounterMetricFamily(
+        'atlas:upstream_tokens', 'Tokens of prompts and answers, as it says',
+        labels=['upstream','kind'])
+    up = GaugeMetricFamily(
+        'atlas:upstream_up', 'Did it answer as it should the last time?', labels=['upstream'])
     for b in backends:
         for how,n in (dict(ok=0)|b.counts.asked).items():
             asked.add_metric([b.name,how], n)
@@ -382,7 +432,9 @@ def fallback_family(
     "How often one model answered for another; nothing where none may"
     if not fallbacks:
         return
-    f = CounterMetricFamily('atlas:fallbacks', 'Answers of one model for another', labels=['model_name','answered_by'])
+    f = CounterMetricFamily(
+        'atlas:fallbacks', 'Answers of one model for another',
+        labels=['model_name','answered_by'])
     for names,n in fallbacks.counts.items():
         f.add_metric(list(names), n)
     yield f
@@ -423,7 +475,8 @@ _why_slow = ('idle','applications_clocks','power_cap','hw_slowdown','sync_boost'
 
 def _held(cards):
     "Why clocks are held down"
-    f = GaugeMetricFamily('atlas:gpu_throttle', 'Are clocks held down for this reason?', labels=['gpu','reason'])
+    f = GaugeMetricFamily(
+        'atlas:gpu_throttle', 'Are clocks held down for this reason?', labels=['gpu','reason'])
     for c in cards:
         for k in _why_slow:
             f.add_metric([c.card,k], float(k in c.reasons))
@@ -432,7 +485,9 @@ def _held(cards):
 def _host_memory(look):
     "The memory of the machine, and who waits for it"
     f = GaugeMetricFamily('atlas:host_memory_bytes', 'Memory of the machine', labels=['kind'])
-    g = GaugeMetricFamily('atlas:host_memory_stall_ratio', 'Part of the last 10 s in which tasks waited for memory', labels=['kind'])
+    g = GaugeMetricFamily(
+        'atlas:host_memory_stall_ratio',
+        'Part of the last 10 s in which tasks waited for memory', labels=['kind'])
     if look:
         for k in ('total','free','available'):
             f.add_metric([k], getattr(look, k))

@@ -30,7 +30,9 @@ class Server:
     seconds:float=10. # That an answer may take
 
     def __post_init__(self):
-        env = [os.environ.get(n, '').partition(',')[0] for n in ('ATLAS_ADMIN_KEY','ATLAS_API_KEY')]
+        env = [
+            os.environ.get(n, '').partition(',')[0]
+            for n in ('ATLAS_ADMIN_KEY','ATLAS_API_KEY')]
         key = self.key or next(filter(None, env), None)
         object.__setattr__(self, 'url', address(self.url))
         object.__setattr__(self, 'key', key)
@@ -62,13 +64,19 @@ def row(d:dict)->Row:
     "A model, as `GET /models` says it; other servers of this kind say less"
     live,status = d.get('live') or {},d.get('status') or {}
     return Row(
-        name=d['id'], state=live.get('state') or status.get('value', ''),
-        bytes=d.get('need') or 0, names=[d['id'], *d.get('aliases', ())],
+        name=d['id'],
+        state=live.get('state') or status.get('value', ''),
+        bytes=d.get('need') or 0,
+        names=[d['id'], *d.get('aliases', ())],
         tokens_per_second=live.get('tokens_per_second') or 0.,
-        running=live.get('running') or 0, waiting=live.get('waiting') or 0,
-        since=live.get('since'), context=d.get('max_model_len'),
-        pinned=bool(d.get('pinned')), elsewhere=bool(d.get('elsewhere')),
-        reason=status.get('reason'), roofline=live.get('roofline'),
+        running=live.get('running') or 0,
+        waiting=live.get('waiting') or 0,
+        since=live.get('since'),
+        context=d.get('max_model_len'),
+        pinned=bool(d.get('pinned')),
+        elsewhere=bool(d.get('elsewhere')),
+        reason=status.get('reason'),
+        roofline=live.get('roofline'),
         ttl_left=(d.get('residency') or {}).get('ttl_left'))
 
 @patch
@@ -85,7 +93,9 @@ def ago(seconds:float)->str:
     "A length of time in one or two units"
     s = max(int(seconds), 0)
     units = ('d',86400),('h',3600),('min',60),('s',1)
-    at = next((i for i,(_,n) in enumerate(units) if s>=n), 3)
+    at = next(
+        (i for i,(_,n) in enumerate(units) if s>=n),
+        3)
     parts = []
     for u,n in units[at:at+2]:
         if s//n or not parts:
@@ -99,14 +109,20 @@ def cells(r:Row, now:float|None=None)->tuple[str,...]:
     "What a table says of a model, below `HEAD`"
     now = time.time() if now is None else now
     size = human(r.bytes) if r.bytes else '-'
-    marks = [m for m,on in (('pinned',r.pinned), ('elsewhere',r.elsewhere)) if on]
+    marks = [
+        m
+        for m,on in (('pinned',r.pinned), ('elsewhere',r.elsewhere))
+        if on]
     state = r.state+(f' ({", ".join(marks)})' if marks else '')
     since = ago(now-r.since) if r.since else '-'
     speed = f'{r.tokens_per_second:.1f}' if r.tokens_per_second>=.05 else '-'
     until = ago(r.ttl_left) if r.ttl_left is not None else '-'
     roof = f'{100*r.roofline:.0f} %' if r.roofline is not None else '-'
     names = ', '.join(n for n in r.names if n!=r.name)
-    return r.name,state,size,speed,roof,str(r.running),str(r.waiting),since,until,names
+    return (
+        r.name,state,size,speed,roof,
+        str(r.running),str(r.waiting),since,
+        until,names)
 
 # %% ../../nbs/8_use/12_admin.ipynb #06154d07
 @patch
@@ -168,9 +184,14 @@ _COLOURS = dict(loaded='green', loading='yellow', restarting='yellow', sleeping=
 
 def held(rows:list[Row])->int:
     "Bytes that the models take which are there"
-    return sum(r.bytes for r in rows if r.state in ('loaded','loading','stalled') and not r.elsewhere)
+    return sum(
+        r.bytes for r in rows
+        if r.state in ('loaded','loading','stalled') and not r.elsewhere)
 
-def frame(rows:list[Row], memory:dict, where:str='', now:float|None=None)->Group:
+def frame(
+    rows:list[Row], memory:dict,
+    where:str='', now:float|None=None
+)->Group:
     "One picture of a server, for rich"
     table = Table(box=None, pad_edge=False, header_style='dim')
     for h in HEAD:
@@ -186,10 +207,14 @@ def frame(rows:list[Row], memory:dict, where:str='', now:float|None=None)->Group
 
 def _above(rows, memory, where):
     "The line above: where, and how much memory"
-    n,budget = memory.get('held') or held(rows),memory.get('budget') or memory.get('total')
+    n = memory.get('held') or held(rows)
+    budget = memory.get('budget') or memory.get('total')
     said = f'{human(n)} of {human(budget)}' if budget else f'{human(n)} held'
     line = Table.grid(padding=(0,2))
-    bar = ProgressBar(total=budget, completed=min(n, budget), width=30) if budget else Text('')
+    if budget:
+        bar = ProgressBar(total=budget, completed=min(n, budget), width=30)
+    else:
+        bar = Text('')
     line.add_row(Text(where), bar, Text(said))
     return line
 
@@ -213,7 +238,10 @@ def looks(self:Server,
         n += 1
 
 @patch
-def top(self:Server, every:float=1., count:int|None=None, console:Console|None=None):
+def top(
+    self:Server, every:float=1.,
+    count:int|None=None, console:Console|None=None
+):
     "Draw what is there until somebody presses Ctrl-C, or `count` times"
     console = console or Console()
     draws,last = console.is_terminal and not console.is_dumb_terminal,Text('')

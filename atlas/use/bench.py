@@ -30,7 +30,8 @@ def dot_rate(
     nbytes:int, # Bytes of the matrix
 )->float: # Bytes a second
     "How fast `np.dot` streams a float32 matrix of about `nbytes`"
-    w,x = np.ones((nbytes//(4*2048), 2048), np.float32),np.ones(2048, np.float32)
+    w = np.ones((nbytes//(4*2048), 2048), np.float32)
+    x = np.ones(2048, np.float32)
     return w.nbytes/median(lambda: np.dot(w, x))
 
 # %% ../../nbs/8_use/04_bench.ipynb #fd03e6f3
@@ -51,15 +52,18 @@ class Report:
     @property
     def ceiling(self)->float: return self.dot/self.weights
     @property
-    def fraction(self)->float|None: return self.decode[1]/self.ceiling if 1 in self.decode else None
+    def fraction(self)->float|None:
+        return self.decode[1]/self.ceiling if 1 in self.decode else None
     def to_dict(self): return asdict(self)|dict(ceiling=self.ceiling, fraction=self.fraction)
 
 # %% ../../nbs/8_use/04_bench.ipynb #66aa353d
 @patch
 def __str__(self:Report):
     "The rates, a line each"
-    rows = [f'{self.model} on {self.machine}; weights {human(self.weights, 1000)} a token',
-        f'np.dot over as many bytes   {human(self.dot, 1000)}/s, {self.ceiling:6.1f} tokens/s at most',
+    rows = [
+        f'{self.model} on {self.machine}; weights {human(self.weights, 1000)} a token',
+        f'np.dot over as many bytes   {human(self.dot, 1000)}/s, {self.ceiling:6.1f} tokens/s '
+        'at most',
         f'prefill of {self.prompt} tokens   {self.prefill:8.0f} tokens/s']
     for n,r in self.decode.items():
         of = f', {self.fraction:.0%} of the ceiling' if n==1 else ''
@@ -96,7 +100,11 @@ def _beginning(llm, ids):
     return llm.tokenizer.encode(START)[:32]
 
 # %% ../../nbs/8_use/04_bench.ipynb #4b98deb4
-def bench(llm, batches=(1,2,4,8), prompt:int=512, tokens:int=48, seed:int=0)->Report:
+def bench(
+    llm, batches=(1,2,4,8),
+    prompt:int=512, tokens:int=48,
+    seed:int=0
+)->Report:
     "Measure `llm` on this machine. It must hold `max(batches)` sequences at once"
     rng,c = np.random.default_rng(seed),llm.config
     prompt = min(prompt, llm.max_seq_len-tokens-1)

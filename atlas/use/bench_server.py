@@ -21,9 +21,14 @@ from ..text.tokenizer import byte_tokenizer
 # %% ../../nbs/8_use/08_bench_server.ipynb #870c23be
 class Pace:
     "An engine without a model: a token for each of its sequences in a step, and `rate` tokens a second"
-    def __init__(self, rate:float, ids): self.rate,self.ids,self.left,self.next = rate,ids,{},0.
+    def __init__(self, rate:float, ids):
+        self.rate = rate
+        self.ids = ids
+        self.left = {}
+        self.next = 0.
     def add(self, r): self.left[r.id] = r.params.max_tokens or 100
-    def abort(self, rid): return [Event(rid, finish='abort')] if self.left.pop(rid, None) else []
+    def abort(self, rid):
+        return [Event(rid, finish='abort')] if self.left.pop(rid, None) else []
     @property
     def has_work(self)->bool: return bool(self.left)
     def stats(self): return dict(num_requests_running=len(self.left))
@@ -36,7 +41,11 @@ class Pace:
                 time.sleep(self.next-now)
         for rid in self.left:
             self.left[rid] -= 1
-        out = [Event(rid, self.ids[k%len(self.ids)], finish=None if k else 'length') for rid,k in self.left.items()]
+        out = [
+            Event(
+                rid, self.ids[k%len(self.ids)],
+                finish=None if k else 'length')
+            for rid,k in self.left.items()]
         self.left = {rid:k for rid,k in self.left.items() if k}
         return out
 
@@ -49,7 +58,9 @@ def serve_nothing(
     "Serve a `Pace`; the line with its address is printed. It ends with its process"
     from atlas.service.gateway import serve
     from atlas.service.worker import ThreadWorker
-    text = dict(tokenizer=byte_tokenizer(), template=ChatTemplate(DUMMY_TEMPLATE), spec=None, parsers=parsers)
+    text = dict(
+        tokenizer=byte_tokenizer(), template=ChatTemplate(DUMMY_TEMPLATE),
+        spec=None, parsers=parsers)
     command = (sys.executable, '-m', 'atlas.use.bench_server', '--worker', str(rate))
     def thread(name): return ThreadWorker(paced(rate))
     serve('nothing', port=0, text=lambda config: text,
@@ -69,15 +80,23 @@ def work_for_nothing():
     main(paced(float(sys.argv[2])))
 
 # %% ../../nbs/8_use/08_bench_server.ipynb #4fec924e
-_paths = {'chat':('/v1/chat/completions','messages','max_tokens',b'"content":"'), 'messages':('/v1/messages','messages','max_tokens',b'"text_delta"'),
+_paths = {
+    'chat':('/v1/chat/completions','messages','max_tokens',b'"content":"'),
+    'messages':('/v1/messages','messages','max_tokens',b'"text_delta"'),
     'responses':('/v1/responses','input','max_output_tokens',b'"response.output_text.delta",')}
 
 def post(port:int, api:str, tokens:int)->socket.socket:
     "A connection on which a stream of so many tokens was asked for"
     path,field,limit,_ = _paths[api]
-    raw = json.dumps({field:'Hi' if field=='input' else [dict(role='user', content='Hi')], limit:tokens, 'stream':True, 'model':'nothing'}).encode()
+    raw = json.dumps({
+        field:'Hi' if field=='input' else [dict(role='user', content='Hi')],
+        limit:tokens, 'stream':True, 'model':'nothing'
+    }).encode()
     s = socket.create_connection(('127.0.0.1', port), 30)
-    s.sendall(f'POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n'.encode()+raw)
+    s.sendall(
+        f'POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: '
+        f'application/json\r\nContent-Length: {len(raw)}\r\n\r\n'.encode()
+        +raw)
     return s
 
 def read_all(socks:list, mark:bytes)->int:
@@ -116,7 +135,8 @@ class Cost:
     def rate(self)->float: return self.streams*self.tokens/self.seconds
     @property
     def us(self)->float: return 1e6*self.cpu/(self.streams*self.tokens)
-    def __repr__(self): return f'{self.api}, {self.streams} streams: {self.rate:,.0f} tokens/s, {self.us:.0f} µs of processor time a token, first byte after {statistics.median(self.first_ms):.1f} ms, first token after {statistics.median(self.token_ms):.1f} ms'
+    def __repr__(self):
+        return f'{self.api}, {self.streams} streams: {self.rate:,.0f} tokens/s, {self.us:.0f} µs of processor time a token, first byte after {statistics.median(self.first_ms):.1f} ms, first token after {statistics.median(self.token_ms):.1f} ms'
 
 def cpu_of(pid:int)->float:
     "Seconds of processor time that a process has used"
@@ -124,7 +144,9 @@ def cpu_of(pid:int)->float:
     return (int(f[11])+int(f[12]))/os.sysconf('SC_CLK_TCK')
 
 # %% ../../nbs/8_use/08_bench_server.ipynb #37fc089a
-def first_byte(port:int, api:str, n:int=50)->list[tuple[float,float]]:
+def first_byte(port:int, api:str, n:int=50)->list[
+    tuple[float,float]
+]:
     "Milliseconds to the first byte and to the first token of single requests"
     out,mark = [],_paths[api][3]
     for _ in range(n):
@@ -155,8 +177,12 @@ def measure(
         port = int(re.search(r'(?:127.0.0.1:)?(\d+)(?:,|$)', p.stdout.readline().strip())[1])
         bytes_,tokens_ = zip(*first_byte(port, api)[5:])
         c,t = cpu_of(p.pid),time.perf_counter()
-        seen = read_all([post(port, api, tokens) for _ in range(streams)], _paths[api][3])
-        return Cost(api, streams, tokens, seen, time.perf_counter()-t, cpu_of(p.pid)-c, bytes_, tokens_)
+        seen = read_all(
+            [post(port, api, tokens) for _ in range(streams)],
+            _paths[api][3])
+        return Cost(
+            api, streams, tokens, seen, time.perf_counter()-t,
+            cpu_of(p.pid)-c, bytes_, tokens_)
     finally:
         p.kill()
         p.wait()

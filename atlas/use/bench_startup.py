@@ -38,13 +38,19 @@ def _named(t)->dict:
     if t.fmt in _ST_TYPES:
         return dict(data=(t.name, _ST_TYPES[t.fmt]))
     stack = not t.name.endswith('.weight')
-    l = next(l for l in LAYOUTS if l.fmt==t.fmt and (l.name=='gpt-oss')==(stack and t.fmt=='MXFP4'))
+    l = next(
+        l for l in LAYOUTS
+        if l.fmt==t.fmt
+        and (l.name=='gpt-oss')==(stack and t.fmt=='MXFP4'))
     base = t.name.removesuffix('.weight')
-    return {p: (base+end,dtype) for p,(end,dtype) in l.ends.items()}
+    return {
+        p: (base+end,dtype)
+        for p,(end,dtype) in l.ends.items()}
 
 def _entries(t)->list[tuple]:
     "(name, type, shape in the file, pattern of bytes) of each part of `t`"
-    out,e = [],round(-math.log2(max(t.shape[-1], 1))/2)
+    out = []
+    e = round(-math.log2(max(t.shape[-1], 1))/2)
     for p,(name,dtype) in _named(t).items():
         own,shape = FORMATS[t.fmt].layout(t.shape)[p]
         if p=='data':
@@ -53,7 +59,9 @@ def _entries(t)->list[tuple]:
             pattern = np.atleast_1d(_scale(t.fmt, p, own, (1<<12,), e))
         if name.endswith('_blocks'):
             shape = *shape[:-1],shape[-1]//16,16
-        out.append((name, dtype, shape, pattern.reshape(-1).view(np.uint8)))
+        out.append((
+            name, dtype, shape,
+            pattern.reshape(-1).view(np.uint8)))
     return out
 
 # %% ../../nbs/8_use/11_bench_startup.ipynb #adcf30c3
@@ -61,11 +69,15 @@ _WIDEST = sorted(ST_SIZES, key=lambda k: (-ST_SIZES[k], k[0]!='F'))
 
 def _write_shard(path, entries):
     "One safetensors file of parts, the widest types first"
-    entries = sorted(entries, key=lambda e: (_WIDEST.index(e[1]), e[0]))
+    entries = sorted(
+        entries,
+        key=lambda e: (_WIDEST.index(e[1]), e[0]))
     header,at = {},0
     for name,dtype,shape,_ in entries:
         n = math.prod(shape)*ST_SIZES[dtype]
-        header[name] = dict(dtype=dtype, shape=list(shape), data_offsets=[at,at+n])
+        header[name] = dict(
+            dtype=dtype, shape=list(shape),
+            data_offsets=[at,at+n])
         at += n
     text = json.dumps(header, separators=(',',':')).encode()
     text += b' '*(-len(text)%8)
@@ -109,11 +121,14 @@ def write_checkpoint(
         list(pool.map(_write_shard, [folder/n for n in names], shards))
     index = {e[0]: n for n,es in zip(names, shards) for e in es}
     (folder/'config.json').write_text(json.dumps(meta))
-    (folder/'model.safetensors.index.json').write_text(json.dumps(dict(metadata={}, weight_map=index)))
+    (folder/'model.safetensors.index.json').write_text(
+        json.dumps(dict(metadata={}, weight_map=index)))
     return folder
 
 # %% ../../nbs/8_use/11_bench_startup.ipynb #88dfb542
-SETTINGS = (1,16<<20),(4,8<<20),(8,8<<20),(4,16<<20) # Threads, and bytes of a read
+SETTINGS = (
+    (1,16<<20),(4,8<<20),
+    (8,8<<20),(4,16<<20)) # Threads, and bytes of a read
 
 def raw_read(
     paths, # Files
@@ -123,9 +138,15 @@ def raw_read(
 )->float: # Bytes a second
     "Read files as fast as their disk gives them, past the page cache where that is possible"
     files = [File(p) for p in paths]
-    fds = [d if (d := open_direct(f)) is not None else os.dup(f.f.fileno()) for f in files]
-    places = [(fd,at) for fd,f in zip(fds, files) for at in range(0, f.size, block)]
-    places = places[:max(1, int(min(most, len(places)*block)//block))]
+    fds = [
+        d if (d := open_direct(f)) is not None
+        else os.dup(f.f.fileno())
+        for f in files]
+    places = [
+        (fd,at) for fd,f in zip(fds, files)
+        for at in range(0, f.size, block)]
+    places = places[
+        :max(1, int(min(most, len(places)*block)//block))]
     turn,start = count(),perf_counter()
     def work(_):
         memory,n = memoryview(whole_pages(block)),0
@@ -164,14 +185,18 @@ class StartupReport:
     cold:bool # Was the page cache told to forget the files?
     packed:bool=False # Did the weights come from a packed file?
     @property
-    def rate(self)->float: "Bytes a second of reading, packing included"; return self.nbytes/max(self.seconds['read'], 1e-9)
+    def rate(self)->float: "Bytes a second of reading, packing included"; return self.nbytes/max(
+        self.seconds['read'], 1e-9)
     @property
-    def disk(self)->float: "The most that plain reads reached"; return max(self.raw.values(), default=math.nan)
+    def disk(self)->float: "The most that plain reads reached"; return max(
+        self.raw.values(), default=math.nan)
     @property
     def total(self)->float: "Seconds to the first token"; return sum(self.seconds.values())
     def __str__(self): return self.table()
     def to_dict(self):
-        return asdict(self)|dict(bytes_per_second=self.rate, of_disk=self.rate/self.disk, total_seconds=self.total)
+        return asdict(self)|dict(
+            bytes_per_second=self.rate, of_disk=self.rate/self.disk,
+            total_seconds=self.total)
 
 # %% ../../nbs/8_use/11_bench_startup.ipynb #8d667681
 @patch
@@ -203,11 +228,17 @@ def _read_files(config)->tuple[list,dict]: # Their paths; format -> bytes
     "The files of a model, opened for a moment"
     with open_model(config) as ck:
         if not ck.in_files:
-            raise ConfigError('bench startup measures files', hint='--write FOLDER makes some', param='load_format')
+            raise ConfigError(
+                'bench startup measures files', hint='--write FOLDER makes some',
+                param='load_format')
         formats = {}
         for t in ck.tensors.values():
             formats[t.fmt] = formats.get(t.fmt, 0)+t.nbytes
-        return sorted({s.file.path for t in ck.tensors.values() for s in t.spans.values()}),formats
+        return (
+            sorted({
+                s.file.path for t in ck.tensors.values()
+                for s in t.spans.values()}),
+            formats)
 
 def _setting(threads, block): return f'{threads} x {human(block)}'
 

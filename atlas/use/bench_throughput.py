@@ -89,13 +89,18 @@ class Load:
     def rate(self)->float: "Tokens a second, all together"; return self.tokens/self.seconds
 
 # %% ../../nbs/8_use/09_bench_throughput.ipynb #670134e1
-def load_of(way:str, prompts:str, concurrency:int, answers:list[Answer], seconds:float)->Load:
+def load_of(
+    way:str, prompts:str, concurrency:int,
+    answers:list[Answer], seconds:float
+)->Load:
     "A round of which these `answers` came"
     good = [a for a in answers if a.error is None]
     said = [a.error for a in answers if a.error is not None]
     first = [a.first for a in good]
     between = [t for a in good for t in a.between]
-    tokens,cached = (sum(getattr(a, k) for a in answers) for k in ('tokens','cached'))
+    tokens,cached = (
+        sum(getattr(a, k) for a in answers)
+        for k in ('tokens','cached'))
     times = percentiles(first),percentiles(between)
     failed = len(said),next(iter(said), None)
     return Load(way, prompts, concurrency, len(answers), seconds, tokens, cached, *times, *failed)
@@ -215,7 +220,9 @@ async def _refusal(reader, status)->str:
     "Why there is no stream"
     raw = await asyncio.wait_for(reader.read(), _QUIET)
     found = re.search(rb'"message":\s*("(?:[^"\\]|\\.)*")', raw)
-    return f'{status}: '+(json.loads(found[1]) if found else raw.decode(errors='replace')[:200])
+    return f'{status}: '+(
+        json.loads(found[1]) if found
+        else raw.decode(errors='replace')[:200])
 
 # %% ../../nbs/8_use/09_bench_throughput.ipynb #46182989
 def _body(ids, tokens):
@@ -230,7 +237,8 @@ async def _streams(port, prompts, concurrency, tokens)->list[Answer]:
         while todo:
             i,ids = todo.popleft()
             answers[i] = await _ask(port, _body(ids, tokens))
-    await asyncio.gather(*(client() for _ in range(min(concurrency, len(prompts)))))
+    await asyncio.gather(
+        *(client() for _ in range(min(concurrency, len(prompts)))))
     return [answers[i] for i in range(len(prompts))]
 
 def through_http(port:int, prompts:list, concurrency:int, tokens:int)->list[Answer]:
@@ -265,7 +273,9 @@ def serving(config:EngineConfig):
     "A context with a server of the model of `config`: its port"
     code = 'from atlas.use.cli import main; main()'
     quiet = ['--port=0', '--served-model-name=bench', '--log-level=error', '--no-prefill-next-turn']
-    env = {k:v for k,v in os.environ.items() if k not in ('ATLAS_API_KEY','ATLAS_ADMIN_KEY')}
+    env = {
+        k:v for k,v in os.environ.items()
+        if k not in ('ATLAS_API_KEY','ATLAS_ADMIN_KEY')}
     command = [sys.executable, '-c', code, 'serve', config.model, *quiet, *flags_of(config)]
     p = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     try:
@@ -344,7 +354,9 @@ def rounds(
 )->list[Load]:
     "All rounds of `p`, after one that does not count"
     most,out = max(p.concurrency),[]
-    ask(prompts_of('distinct', most, p.prompt, ids, (p.seed,0)), most, p.tokens)
+    ask(
+        prompts_of('distinct', most, p.prompt, ids, (p.seed,0)),
+        most, p.tokens)
     todo = [(kind,n) for kind in p.kinds for n in p.concurrency]
     for i,(kind,n) in enumerate(todo, 1):
         prompts = prompts_of(kind, p.requests, p.prompt, ids, (p.seed,i))

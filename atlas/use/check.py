@@ -64,14 +64,22 @@ class Elsewhere(Exception):
 class Report(list):
     "Rows, and how many of them went wrong"
     @property
-    def failures(self)->int: "Rows that went wrong: the exit status of `atlas check`"; return sum(r.verdict not in ('ok',_ELSEWHERE) for r in self)
+    def failures(self)->int: "Rows that went wrong: the exit status of `atlas check`"; return sum(
+        r.verdict not in ('ok',_ELSEWHERE) for r in self)
     def table(self)->list[list[str]]:
         "All fields as text; of errors only the kind"
-        return [[r.kernel, r.variant, r.case, f'{r.error:.2f}', r.verdict.partition(':')[0], f'{r.ms:.2f}'] for r in self]
+        return [
+            [r.kernel, r.variant, r.case, f'{r.error:.2f}',
+             r.verdict.partition(':')[0], f'{r.ms:.2f}']
+            for r in self]
     def __repr__(self):
         rows = [['kernel','variant','case','error','verdict','ms'], *self.table()]
         wide = [max(map(len, c)) for c in zip(*rows)]
-        lines = ['  '.join(t.rjust(w) if i in (3,5) else t.ljust(w) for i,(t,w) in enumerate(zip(r, wide))).rstrip() for r in rows]
+        lines = [
+            '  '.join(
+                t.rjust(w) if i in (3,5) else t.ljust(w)
+                for i,(t,w) in enumerate(zip(r, wide))).rstrip()
+            for r in rows]
         why = [f'{r.kernel} {r.variant}: {r.verdict}' for r in self if ':' in r.verdict]
         return '\n'.join([*lines, *why, f'{len(self)} cases, {self.failures} failed'])
 
@@ -87,10 +95,14 @@ def off(
         return np.inf
     if not tolerance:
         return 0. if np.array_equal(got, want, equal_nan=got.dtype.kind=='f') else np.inf
-    a,b = (t.astype(np.float64).reshape(len(t), -1) for t in (got,want))
+    a,b = (
+        t.astype(np.float64).reshape(len(t), -1)
+        for t in (got,want))
     if not np.isfinite(a).all():
         return np.inf
-    return float((np.abs(a-b).max(1)/np.maximum(np.abs(b).max(1), 1e-30)).max(initial=0)/tolerance)
+    return float(
+        (np.abs(a-b).max(1)/np.maximum(
+             np.abs(b).max(1), 1e-30)).max(initial=0)/tolerance)
 
 # %% ../../nbs/8_use/06_check.ipynb #279d9cb4
 _cases = [] # (kernels, case, variant, function, its arguments)
@@ -98,7 +110,9 @@ _cases = [] # (kernels, case, variant, function, its arguments)
 def _case(kernels, case, **variants):
     "Add a function to the cases, once for each of `variants`"
     def _inner(f):
-        _cases.extend((kernels, case, v.replace('_', ' '), f, kw) for v,kw in variants.items())
+        _cases.extend(
+            (kernels, case, v.replace('_', ' '), f, kw)
+            for v,kw in variants.items())
         return f
     return _inner
 
@@ -114,11 +128,14 @@ class _Run:
         self.ms = (perf_counter()-start)*1e3
         return res
 
-def _formats(*names, **kw): return {n: dict(fmt=n)|kw for n in names}
+def _formats(*names, **kw):
+    return {n: dict(fmt=n)|kw for n in names}
 def _normal(rng, *shape): return rng.standard_normal(shape, dtype=np.float32)
 def _sized(rng, fmt, *shape):
     "A matrix or a bank of them in a format, with rows of different sizes"
-    w = _normal(rng, *shape)*np.exp(_normal(rng, *shape[:-1], 1))*np.float32(shape[-1]**-.5)
+    w = _normal(rng, *shape)*np.exp(
+        _normal(rng, *shape[:-1], 1)
+    )*np.float32(shape[-1]**-.5)
     return w if fmt=='F32' else QTensor.encode(w, fmt)
 def _up(card, a): return None if a is None else card.upload(a)
 
@@ -128,14 +145,28 @@ _PACKED = _formats('NVFP4','MXFP4','INT4','FP8_BLOCK','BF16','F32')
 @_case('pack', 'gate and up rows', **_PACKED)
 def _pack(card, rng, run, fmt):
     q = _sized(rng, fmt, 12, 160)
-    p,h = run(lambda: pack(q, card, True, True)),pack(q, Host(), True, True)
-    return [(card.download(a), b, 0) for a,b in zip((p.w,p.s,p.gs), (h.w,h.s,h.gs)) if b is not None]
+    p = run(lambda: pack(q, card, True, True))
+    h = pack(q, Host(), True, True)
+    return [
+        (card.download(a), b, 0)
+        for a,b in zip(
+            (p.w,p.s,p.gs),
+            (h.w,h.s,h.gs))
+        if b is not None]
 
-@_case('quantize', 'BF16 rows', nvfp4=dict(fmt='nvfp4', full='NVFP4'), fp8=dict(fmt='fp8', full='FP8_TENSOR'))
+@_case(
+    'quantize', 'BF16 rows',
+    nvfp4=dict(fmt='nvfp4', full='NVFP4'),
+    fp8=dict(fmt='fp8', full='FP8_TENSOR'))
 def _quantize(card, rng, run, fmt, full):
     q = _sized(rng, 'BF16', 6, 96)
     p = run(lambda: requantize(q, card, fmt))
-    return [(unpack(p), np.concatenate([QTensor.encode(r[None], full).decode() for r in q.decode()]), 0)]
+    return [(
+        unpack(p),
+        np.concatenate([
+            QTensor.encode(r[None], full).decode()
+            for r in q.decode()]),
+        0)]
 
 # %% ../../nbs/8_use/06_check.ipynb #2758d0f6
 @_case('checksum', '2 arrays', bytes={})
@@ -144,7 +175,9 @@ def _checksum(card, rng, run):
     put = [card.upload(a) for a in arrays]
     got = run(lambda: checksums(card, put))
     want = [checksum(a) for a in arrays]
-    return [(np.array(got, np.uint64), np.array(want, np.uint64), 0)]
+    return [(
+        np.array(got, np.uint64),
+        np.array(want, np.uint64), 0)]
 
 # %% ../../nbs/8_use/06_check.ipynb #cab6eb21
 _FORMATS = _formats('NVFP4','MXFP4','INT4','FP8_CHANNEL','FP8_BLOCK','BF16','F16','F32')
@@ -156,18 +189,28 @@ def _gemv(card, rng, run, fmt, act=None, more=False):
     w = pack(_sized(rng, fmt, 52, 192), card, act is not None, True)
     x = _normal(rng, 3, 192)
     x[1] *= 1e9
-    gain,bias = (1+_normal(rng, 192)/4,_normal(rng, 52)) if more else (None,None)
+    gain,bias = (
+        (1+_normal(rng, 192)/4,_normal(rng, 52))
+        if more else (None,None))
     whole = unpack(w)
     want = fused_linear(x, whole, gain, 1e-6, bias=bias, act=act)
     args = card.upload(x),w,_up(card, gain),1e-6
     b = None if bias is None else pair_bias(bias, w, card) if act else card.upload(bias)
-    return [(card.download(run(lambda: gemv(*args, bias=b, act=act))), want, 2e-5 if fmt in ('BF16','F32') else 2e-3)]
+    return [(
+        card.download(
+            run(lambda: gemv(*args, bias=b, act=act))),
+        want, 2e-5 if fmt in ('BF16','F32') else 2e-3)]
 
-@_case('gemv', '3 long rows', in_pieces=dict(k=3200, act='silu'), by_teams=dict(k=17408))
+@_case(
+    'gemv', '3 long rows',
+    in_pieces=dict(k=3200, act='silu'),
+    by_teams=dict(k=17408))
 def _gemv_long(card, rng, run, k, act=None):
     w = invented(card, (40*card.multiprocessors,k), CARD_FORMATS['nvfp4'], act is not None)
-    x,gain = _normal(rng, 3, k),None if act is None else _up(card, 1+_normal(rng, k)/4)
-    def go(rows): return card.download(gemv(card.upload(rows), w, gain, 1e-6, act=act))
+    x = _normal(rng, 3, k)
+    gain = None if act is None else _up(card, 1+_normal(rng, k)/4)
+    def go(rows):
+        return card.download(gemv(card.upload(rows), w, gain, 1e-6, act=act))
     alone = [go(x[i:i+1]) for i in range(3)]
     return [(run(lambda: go(x)), np.concatenate(alone), 0)]
 
@@ -179,15 +222,21 @@ def _gemm(card, rng, run, fmt, act=None, more=False):
     gain = 1+_normal(rng, 192)/4 if more else None
     want = fused_linear(x, unpack(w), gain, 1e-6, act=act)
     args = card.upload(x),w,_up(card, gain),1e-6
-    return [(card.download(run(lambda: gemm(*args, act=act))), want, 1e-5 if fmt=='F32' else 2e-3)]
+    return [(
+        card.download(run(lambda: gemm(*args, act=act))),
+        want, 1e-5 if fmt=='F32' else 2e-3)]
 
-@_case('gemm', '300 rows', blocks_that_stay=dict(rows=4096), rows_that_stay=dict(rows=128, grouped=True))
+@_case(
+    'gemm', '300 rows', blocks_that_stay=dict(rows=4096),
+    rows_that_stay=dict(rows=128, grouped=True))
 def _gemm_stays(card, rng, run, rows, grouped=False):
     if not by_groups(card):
         raise Elsewhere
     n,k = 128*(card.multiprocessors//2+2),192
-    w,x = invented(card, (n,k), CARD_FORMATS['nvfp4']),card.upload(_normal(rng, 300, k))
-    def go(*many): return card.download(gemm(x, w, tile=tile_of(w.format, *many)))
+    w = invented(card, (n,k), CARD_FORMATS['nvfp4'])
+    x = card.upload(_normal(rng, 300, k))
+    def go(*many):
+        return card.download(gemm(x, w, tile=tile_of(w.format, *many)))
     got = run(lambda: go(rows, n, k, card.multiprocessors, grouped, 1, True))
     return [(got, go(300, n, k, card.multiprocessors), 0)]
 
@@ -199,7 +248,10 @@ def _elsewhere(card, fmt):
     except UnsupportedError as e:
         raise Elsewhere(fmt) from e
 
-_BY = {f'{s}_{fmt}': dict(stored=s, fmt=fmt) for f in CARD_FORMATS.values() for s in f.stored[:1] for fmt in f.scaled}
+_BY = {
+    f'{s}_{fmt}': dict(stored=s, fmt=fmt)
+    for f in CARD_FORMATS.values()
+    for s in f.stored[:1] for fmt in f.scaled}
 
 @_case('narrow', '9 rows', **{fmt: dict(fmt=fmt) for fmt in SCALED})
 def _narrow(card, rng, run, fmt):
@@ -207,7 +259,10 @@ def _narrow(card, rng, run, fmt):
     x[1] *= 1e-30
     x[2] *= 1e30
     h = run(lambda: narrow(card.upload(x), fmt))
-    return [(card.download(a), b, 0) for a,b in zip(h, narrow_on_host(x, fmt)) if b is not None]
+    return [
+        (card.download(a), b, 0)
+        for a,b in zip(h, narrow_on_host(x, fmt))
+        if b is not None]
 
 @_case('gemm_scaled', '160 rows', **_BY, 
     **{f'{fmt}_norm_and_swiglu': dict(stored='NVFP4', fmt=fmt, act='silu') for fmt in SCALED})
@@ -225,15 +280,22 @@ def _scaled(card, rng, run, stored, fmt, act=None):
     return [(y, want, 2e-3 if fmt=='fp8' else 1e-3)]
 
 @_case('moe_sort + gemm_scaled + moe_gather', '70 rows', **{fmt: dict(fmt=fmt) for fmt in SCALED})
-def _scaled_experts(card, rng, run, fmt, E=3, H=192, I=64, R=70):
+def _scaled_experts(
+    card, rng, run, fmt, E=3, H=192,
+    I=64, R=70
+):
     _elsewhere(card, fmt)
     shapes = (E,2*I,H),(E,H,I)
-    up,down = (pack(_sized(rng, 'NVFP4', *s), card, p) for s,p in zip(shapes, (True,False)))
+    up,down = (
+        pack(_sized(rng, 'NVFP4', *s), card, p)
+        for s,p in zip(shapes, (True,False)))
     ids = rng.integers(0, E, (R,1)).astype(np.int32)
     x,put = card.upload(_normal(rng, R, H)),card.upload(ids)
     one = card.upload(np.ones((R,1), np.float32))
-    y = card.download(run(lambda: experts_many(x, put, one, up, down, activations=fmt)))
-    def alone(e): return gemm_scaled(gemm_scaled(x, up[e], fmt, act='silu'), down[e], fmt)
+    y = card.download(
+        run(lambda: experts_many(x, put, one, up, down, activations=fmt)))
+    def alone(e):
+        return gemm_scaled(gemm_scaled(x, up[e], fmt, act='silu'), down[e], fmt)
     each = np.stack([card.download(alone(e)) for e in range(E)])
     return [(y, each[ids[:,0],np.arange(R)], 0)]
 
@@ -247,55 +309,107 @@ def _gemv_wide(card, rng, run, fmt, act=None, m=0):
     R = {0:16, 5:33, 20:128}[m]
     w = pack(_sized(rng, fmt, 84, 416), card, act is not None, True)
     extra = pack(_sized(rng, 'BF16', m, 416), card, exact=True) if m else None
-    x,gain = card.upload(_normal(rng, R, 416)),card.upload(1+_normal(rng, 416)/4)
+    x = card.upload(_normal(rng, R, 416))
+    gain = card.upload(1+_normal(rng, 416)/4)
     kw = dict(gain=gain, eps=1e-6, extra=extra, act=act)
     y = run(lambda: gemv_wide(x, w, **kw))
-    return [(card.download(y), card.download(gemv(x, w, **kw)), 0)]
+    return [(
+        card.download(y),
+        card.download(gemv(x, w, **kw)), 0)]
 
 # %% ../../nbs/8_use/06_check.ipynb #5c20d0ad
 @_case('embed', '5 ids', **_formats('NVFP4','BF16'))
 def _embed(card, rng, run, fmt):
-    w,ids = pack(_sized(rng, fmt, 20, 96), card, exact=True),np.int32([7,-1,19,20,0])
+    w = pack(_sized(rng, fmt, 20, 96), card, exact=True)
+    ids = np.int32([7,-1,19,20,0])
     y = run(lambda: embed(card.upload(ids), w, 2.))
-    return [(card.download(y), np.stack([unpack(w)[i]*2 if 0<=i<20 else np.zeros(96, np.float32) for i in ids]), 0)]
+    return [(
+        card.download(y),
+        np.stack([
+            unpack(w)[i]*2 if 0<=i<20
+            else np.zeros(96, np.float32)
+            for i in ids]),
+        0)]
 
 @_case('norm_rows', '3 rows', plain=dict(groups=1), groups=dict(groups=4))
 def _norm(card, rng, run, groups):
-    x,w,add = _normal(rng, 3, 320)*np.float32([[1],[1e9],[1e-3]]),_normal(rng, 320),_normal(rng, 3, 320)
+    x = _normal(rng, 3, 320)*np.float32([
+        [1],[1e9],[1e-3]])
+    w = _normal(rng, 320)
+    add = _normal(rng, 3, 320)
     args = [card.upload(a) for a in (x,w)],card.upload(add)
     y = run(lambda: norm_rows(*args[0], 1e-6, args[1], groups=groups))
     g = x.reshape(3, groups, -1).astype(np.float64)
-    return [(card.download(y), (g/np.sqrt((g*g).mean(-1, keepdims=True)+1e-6)).reshape(3, -1)*w+add, 1e-5)]
+    return [(
+        card.download(y),
+        (g/np.sqrt(
+             (g*g).mean(-1, keepdims=True)
+             +1e-6)).reshape(3, -1)*w
+        +add,
+        1e-5)]
 
 @_case('norm_add', '3 rows', plain=dict(both=False), two_layers=dict(both=True))
 def _norm_add(card, rng, run, both):
-    x,y,add = (_normal(rng, 3, 320)*np.float32([[1],[1e9],[1e-3]]) for _ in range(3))
+    x,y,add = (
+        _normal(rng, 3, 320)*np.float32([
+            [1],[1e9],[1e-3]])
+        for _ in range(3))
     w,its,own = (_normal(rng, 320) for _ in range(3))
-    put = [card.upload(a) for a in (x,w,add,np.float32([.5]))]
+    put = [
+        card.upload(a)
+        for a in (x,w,add,np.float32([.5]))]
     beside = tuple(map(card.upload, (y,its,own))) if both else None
-    got = run(lambda: norm_add(put[0], put[1], 1e-6, put[2], put[3], beside))
+    got = run(
+        lambda: norm_add(
+            put[0], put[1], 1e-6,
+            put[2], put[3], beside))
     other = (y,its,own) if both else None
     want = host_words.norm_add(x, w, 1e-6, add, np.float32([.5]), other)
     return [(card.download(got), want, 1e-5)]
 
 # %% ../../nbs/8_use/06_check.ipynb #2d1487db
-_MIXTURES = dict(Qwen=dict(fmt='NVFP4', shared=True), gpt_oss=dict(fmt='MXFP4', act='swiglu_oai', score='topk_softmax', bias=True),
+_MIXTURES = dict(
+    Qwen=dict(fmt='NVFP4', shared=True),
+    gpt_oss=dict(fmt='MXFP4', act='swiglu_oai', score='topk_softmax', bias=True),
     Nemotron=dict(fmt='FP8_CHANNEL', act='relu2', score='sigmoid', scaling=2.5))
 
-@_case('router + experts', '9 rows', Qwen_wide=dict(fmt='NVFP4', shared=True, H=256, I=512, R=9))
-@_case('router + experts', '5 rows', **{k: v|dict(R=5) for k,v in _MIXTURES.items()})
+@_case(
+    'router + experts', '9 rows',
+    Qwen_wide=dict(
+        fmt='NVFP4', shared=True, H=256, I=512,
+        R=9))
+@_case(
+    'router + experts', '5 rows',
+    **{k: v|dict(R=5) for k,v in _MIXTURES.items()})
 @_case('router + experts', '2 rows',
     **_MIXTURES, Qwen_INT4=dict(fmt='INT4', shared=True))
-def _moe(card, rng, run, fmt, act='silu', score='softmax', bias=False, shared=False, scaling=1., E=20, H=160, I=64, R=2, word=moe):
-    m,wide,n = MoEConfig(E, 4, I, score=score, scaling=scaling),1+(act!='relu2'),E+shared
-    up,down = pack(_sized(rng, fmt, n, wide*I, H), card, wide>1),pack(_sized(rng, fmt, n, H, I), card)
-    router,gain,x = pack(_sized(rng, 'BF16', n, H), card, exact=True),1+_normal(rng, H)/4,_normal(rng, R, H)
-    rb,ub,db = (_normal(rng, *s) if bias else None for s in ((E,),(n,wide*I),(n,H)))
+def _moe(
+    card, rng, run, fmt, act='silu', score='softmax',
+    bias=False, shared=False, scaling=1., E=20,
+    H=160, I=64, R=2, word=moe
+):
+    m = MoEConfig(E, 4, I, score=score, scaling=scaling)
+    wide = 1+(act!='relu2')
+    n = E+shared
+    up = pack(_sized(rng, fmt, n, wide*I, H), card, wide>1)
+    down = pack(_sized(rng, fmt, n, H, I), card)
+    router = pack(_sized(rng, 'BF16', n, H), card, exact=True)
+    gain = 1+_normal(rng, H)/4
+    x = _normal(rng, R, H)
+    rb,ub,db = (
+        _normal(rng, *s) if bias else None
+        for s in ((E,),(n,wide*I),(n,H)))
     limit = 2. if act=='swiglu_oai' else None
     args = [card.upload(a) for a in (x,gain)]
-    rows = [None if b is None else row_bias(b, p, card) for b,p in ((ub,up),(db,down))]
+    rows = [
+        None if b is None else row_bias(b, p, card)
+        for b,p in ((ub,up),(db,down))]
     put = _up(card, rb)
-    y = run(lambda: word(*args, 1e-6, router, up, down, m, act, limit, put, up_bias=rows[0], down_bias=rows[1], shared=shared, shared_gate=shared))
+    y = run(
+        lambda: word(
+            *args, 1e-6, router, up, down, m, act,
+            limit, put, up_bias=rows[0],
+            down_bias=rows[1], shared=shared, shared_gate=shared))
     r,u,d = map(unpack, (router,up,down))
     beside = None
     if shared:
@@ -317,26 +431,45 @@ def _moe_wide(card, rng, run, **kw):
     return _moe(card, rng, run, R=20, word=moe_wide, **kw)
 
 # %% ../../nbs/8_use/06_check.ipynb #3fa90b64
-@_case('gemm + route_many', '64 rows', **{k: dict(score=v.get('score', 'softmax'), scaling=v.get('scaling', 1.)) for k,v in _MIXTURES.items()})
+@_case(
+    'gemm + route_many', '64 rows',
+    **{
+        k: dict(
+            score=v.get('score', 'softmax'),
+            scaling=v.get('scaling', 1.))
+        for k,v in _MIXTURES.items()})
 def _route(card, rng, run, score, scaling):
     x,q = _normal(rng, 64, 160),_sized(rng, 'BF16', 20, 160)
     w,put = pack(q, card),card.upload(x)
-    ids,weights = run(lambda: route_many(put, w, top_k=4, score=score, scaling=scaling))
+    ids,weights = run(
+        lambda: route_many(put, w, top_k=4, score=score, scaling=scaling))
     want = route(x, q.decode(), 4, score, scaling=scaling)
-    return [(card.download(ids), want[0], 0),(card.download(weights), want[1], 2e-5)]
+    return [
+        (card.download(ids), want[0], 0),
+        (card.download(weights), want[1], 2e-5)]
 
 @_case('moe_sort + gemm + moe_gather', '64 rows',
     **_formats('NVFP4','MXFP4','INT4','FP8_CHANNEL','BF16'))
 def _many(card, rng, run, fmt, E=6, H=96, I=64):
-    up,down = pack(_sized(rng, fmt, E, 2*I, H), card, True),pack(_sized(rng, fmt, E, H, I), card)
-    x,weights,ids = _normal(rng, 64, H),_normal(rng, 64, 2)**2,rng.random((64,E)).argsort(-1)[:,:2].astype(np.int32)
+    up = pack(_sized(rng, fmt, E, 2*I, H), card, True)
+    down = pack(_sized(rng, fmt, E, H, I), card)
+    x = _normal(rng, 64, H)
+    weights = _normal(rng, 64, 2)**2
+    ids = rng.random((
+        64,E
+    )).argsort(-1)[:,:2].astype(np.int32)
     args = [card.upload(a) for a in (x,ids,weights)]
-    return [(card.download(run(lambda: experts_many(*args, up, down))), experts(x, ids, weights, unpack(up), unpack(down)), 6e-3)]
+    return [(
+        card.download(run(lambda: experts_many(*args, up, down))),
+        experts(x, ids, weights, unpack(up), unpack(down)),
+        6e-3)]
 
 # %% ../../nbs/8_use/06_check.ipynb #40e05fbb
 @_case('moe_count + moe_sort', '10,000 picks', eight_of_40=dict(experts=40, top=8))
 def _sorted(card, rng, run, experts, top):
-    ids = rng.random((1250,experts)).argsort(-1)[:,:top].astype(np.int32)
+    ids = rng.random((
+        1250,experts
+    )).argsort(-1)[:,:top].astype(np.int32)
     put = card.upload(ids)
     order,*_ = run(lambda: sort_picks(put, experts, 64))
     want = np.argsort(ids.reshape(-1), kind='stable').astype(np.int32)
@@ -347,32 +480,73 @@ def _step(card, rng, seqs, tiled, block=16):
     "The tables of a step of sequences (position of the first row, rows): on the card, and on the host"
     rows,tiles,first = [],[],[0]
     for i,(a,n) in enumerate(seqs):
-        lo,hi = (a//TILE*TILE,-(-(a+n)//TILE)*TILE) if tiled else (a,a+n)
-        rows += [(i,p,a<=p<a+n,not tiled or p==a+n-1) for p in range(lo, hi)]
+        lo,hi = (
+            (a//TILE*TILE,-(-(a+n)//TILE)*TILE)
+            if tiled else (a,a+n))
+        rows += [
+            (i,p,a<=p<a+n,
+             not tiled or p==a+n-1)
+            for p in range(lo, hi)]
         first.append(len(rows))
-        tiles += [(i,t,max(a-t, 0),min(a+n-t, TILE)) for t in range(lo, hi, TILE)]
+        tiles += [
+            (i,t,max(a-t, 0),
+             min(a+n-t, TILE))
+            for t in range(lo, hi, TILE)]
     seq,pos,real,kept = map(np.array, zip(*rows))
     need = np.array([-(-(a+n)//block) for a,n in seqs])
     at = np.cumsum([0,*need])
     ids = rng.permutation(at[-1])
-    tables = np.array([[*ids[i:j],*[0]*(need.max()-j+i)] for i,j in zip(at, at[1:])])
-    slots = np.where(real, tables[seq,np.minimum(pos//block, need[seq]-1)]*block+pos%block, -1)
-    h = dict(seq=np.where(real, seq, -1), pos=np.where(real, pos, 0), tables=tables, starts=[a for a,_ in seqs], counts=[n for _,n in seqs], first=first,
-        state_in=np.arange(len(seqs)), state_out=np.where(kept, len(seqs)+np.cumsum(kept)-1, -1))
+    tables = np.array([
+        [*ids[i:j],
+         *[0]*(need.max()-j+i)]
+        for i,j in zip(at, at[1:])])
+    slots = np.where(
+        real,
+        tables[seq,np.minimum(pos//block, need[seq]-1)]*block
+        +pos%block,
+        -1)
+    h = dict(
+        seq=np.where(real, seq, -1),
+        pos=np.where(real, pos, 0),
+        tables=tables, starts=[a for a,_ in seqs],
+        counts=[n for _,n in seqs], first=first,
+        state_in=np.arange(len(seqs)),
+        state_out=np.where(
+            kept, len(seqs)+np.cumsum(kept)-1,
+            -1))
     if tiled:
         h |= dict(zip(('tile_seq','tile_start','tile_lo','tile_hi'), zip(*tiles)))
-    h = {k: np.array(v, np.int32) for k,v in h.items()}|dict(slots=slots.astype(np.int64))
+    h = {
+        k: np.array(v, np.int32)
+        for k,v in h.items()
+    }|dict(slots=slots.astype(np.int64))
     longest = max(a+n for a,n in seqs)
     states = len(seqs)+int(kept.sum())
     more = dict(pos3=None, num_rows=len(rows), num_seqs=len(seqs),
         longest=longest, tiled=tiled, real=real,
         blocks=int(at[-1]), states=states)
-    return NS(**{k: card.upload(v) for k,v in h.items()}, **more),NS(**h, **more)
+    return (
+        NS(
+            **{k: card.upload(v) for k,v in h.items()},
+            **more),
+        NS(**h, **more))
 
 # %% ../../nbs/8_use/06_check.ipynb #24fa82c7
-_STORED = dict(bf16=8e-3, f16=1e-3, f32=1e-6, fp8=.07, nvfp4=.3) # A number's largest error in the cache, over the largest of its row
-_HEADS = dict(Qwen=AttentionConfig(8, 2, 64, RopeConfig(dim=32), gate=True, qk_norm='head'), gpt_oss=AttentionConfig(4, 2, 64, RopeConfig(dim=64), sinks=True))
-_KINDS = dict(Qwen=dict(kind='Qwen'), Qwen_f16=dict(kind='Qwen', fmt='f16'), Qwen_f32=dict(kind='Qwen', fmt='f32'), Qwen_fp8=dict(kind='Qwen', fmt='fp8'), Qwen_nvfp4=dict(kind='Qwen', fmt='nvfp4'), gpt_oss=dict(kind='gpt_oss', window=50))
+_STORED = dict(
+    bf16=8e-3, f16=1e-3, f32=1e-6, fp8=.07,
+    nvfp4=.3) # A number's largest error in the cache, over the largest of its row
+_HEADS = dict(
+    Qwen=AttentionConfig(
+        8, 2, 64, RopeConfig(dim=32),
+        gate=True, qk_norm='head'),
+    gpt_oss=AttentionConfig(4, 2, 64, RopeConfig(dim=64), sinks=True))
+_KINDS = dict(
+    Qwen=dict(kind='Qwen'),
+    Qwen_f16=dict(kind='Qwen', fmt='f16'),
+    Qwen_f32=dict(kind='Qwen', fmt='f32'),
+    Qwen_fp8=dict(kind='Qwen', fmt='fp8'),
+    Qwen_nvfp4=dict(kind='Qwen', fmt='nvfp4'),
+    gpt_oss=dict(kind='gpt_oss', window=50))
 
 def _rows_of(pool, slots):
     "What lies at `slots` of the keys or values of a pool"
@@ -390,15 +564,30 @@ def _written(s, x, w, angles, blocks, block=16):
 # %% ../../nbs/8_use/06_check.ipynb #7c1e52a9
 def _attend(card, rng, run, kind, seqs, tiled=False, fmt='bf16', window=None):
     a = _HEADS[kind]
-    (b,host),d,W = _step(card, rng, seqs, tiled),a.head_dim,a.num_heads*a.head_dim
-    x,pool = _normal(rng, len(host.pos), (1+a.gate)*W+2*a.num_kv_heads*d),make_pool(card, host.blocks, 16, a.num_kv_heads, d, fmt)
-    past = [encode_row(_normal(rng, host.blocks, 16, a.num_kv_heads, d), fmt) for _ in 'kv']
+    (b,host),d,W = (
+        _step(card, rng, seqs, tiled),a.head_dim,
+        a.num_heads*a.head_dim)
+    x = _normal(
+        rng, len(host.pos),
+        (1+a.gate)*W+2*a.num_kv_heads*d)
+    pool = make_pool(card, host.blocks, 16, a.num_kv_heads, d, fmt)
+    past = [
+        encode_row(_normal(rng, host.blocks, 16, a.num_kv_heads, d), fmt)
+        for _ in 'kv']
     for p,codes in zip(pool.arrays, sum(past, ())):
         if p is not None:
             card.write(p, codes)
-    gains,sinks = [1+_normal(rng, d)/4 for _ in 'qk'] if a.qk_norm=='head' else None,_normal(rng, a.num_heads) if a.sinks else None
+    gains = [1+_normal(rng, d)/4 for _ in 'qk'] if a.qk_norm=='head' else None
+    sinks = _normal(rng, a.num_heads) if a.sinks else None
     table = rope_table(a.rope, 2048)
-    args = card.upload(x),b,pool,a,d**-.5,window,Angles(*map(card.upload, table), b.pos),*([card.upload(g) for g in gains] if gains else (None,None)),1e-6,_up(card, sinks)
+    args = (
+        card.upload(x),b,pool,a,
+        d**-.5,window,
+        Angles(*map(card.upload, table), b.pos),
+        *(
+            [card.upload(g) for g in gains] if gains
+            else (None,None)),
+        1e-6,_up(card, sinks))
     y = card.download(run(lambda: (flash if tiled else attend)(*args)))
     s = Step(host, None, {}, host_words)
     of_q,of_k = gains or (None,None)
@@ -419,20 +608,36 @@ def _attend(card, rng, run, kind, seqs, tiled=False, fmt='bf16', window=None):
     return res
 
 @_case('attn_decode', '5 rows', **_KINDS)
-def _attend_rows(card, rng, run, **kw): return _attend(card, rng, run, seqs=[(70,3),(130,1),(0,1)], **kw)
+def _attend_rows(card, rng, run, **kw):
+    return _attend(
+        card, rng, run,
+        seqs=[(70,3),(130,1),(0,1)],
+        **kw)
 
 # More pieces than blocks that run at once: sums are left for the second kernel
 @_case('attn_decode + attn_merge', '34 rows', Qwen_f16=_KINDS['Qwen_f16'])
-def _attend_many(card, rng, run, **kw): return _attend(card, rng, run, seqs=[(1100,1),*[(9,1)]*33], **kw)
+def _attend_many(card, rng, run, **kw):
+    return _attend(
+        card, rng, run,
+        seqs=[(1100,1),*[(9,1)]*33],
+        **kw)
 
 @_case('flash_prep + flash', '4 tiles', **_KINDS)
-def _attend_tiles(card, rng, run, **kw): return _attend(card, rng, run, seqs=[(70,100),(0,30)], tiled=True, **kw)
+def _attend_tiles(card, rng, run, **kw):
+    return _attend(
+        card, rng, run,
+        seqs=[(70,100),(0,30)],
+        tiled=True, **kw)
 
 # %% ../../nbs/8_use/06_check.ipynb #9a45cfd3
-_NETS = dict(Qwen=dict(kh=2, vh=4, d=128), heads_of_32=dict(kh=2, vh=4, d=32))
+_NETS = dict(
+    Qwen=dict(kh=2, vh=4, d=128),
+    heads_of_32=dict(kh=2, vh=4, d=32))
 
 # Several sequences for each block of `delta_wide`
-_MANY_NETS = dict(Qwen=dict(kh=16, vh=32, d=128), heads_of_32=dict(kh=16, vh=32, d=32))
+_MANY_NETS = dict(
+    Qwen=dict(kh=16, vh=32, d=128),
+    heads_of_32=dict(kh=16, vh=32, d=32))
 _CROWD = [(70,3),(0,2),*[(9,1)]*11]
 
 _TILES = [(70,100),(0,30)]
@@ -440,11 +645,21 @@ _TILES = [(70,100),(0,30)]
 def _net(rng, host, kh, vh, d):
     "Rows, weights and states of a delta net"
     C = 2*kh*d+vh*d
-    w = _normal(rng, C, 4)/2,-np.exp(_normal(rng, vh)),_normal(rng, vh),1+_normal(rng, d)/4
+    w = (
+        _normal(rng, C, 4)/2,
+        -np.exp(_normal(rng, vh)),
+        _normal(rng, vh),
+        1+_normal(rng, d)/4)
     x = _normal(rng, len(host.pos), C+vh*d+2*vh)
-    return x,w,(_normal(rng, host.states, 3, C),_normal(rng, host.states, vh, d, d))
+    return (
+        x,w,
+        (_normal(rng, host.states, 3, C),
+         _normal(rng, host.states, vh, d, d)))
 
-def _delta(card, rng, run, tiled, kh, vh, d, seqs=((70,5),(0,2))):
+def _delta(
+    card, rng, run, tiled, kh, vh, d,
+    seqs=((70,5),(0,2))
+):
     b,host = _step(card, rng, _TILES if tiled else list(seqs), tiled)
     R = len(host.pos)
     x,w,pools = _net(rng, host, kh, vh, d)
@@ -454,23 +669,32 @@ def _delta(card, rng, run, tiled, kh, vh, d, seqs=((70,5),(0,2))):
         y = card.download(run(lambda: delta_many(*args, b, kh)))
     else:
         y,parts = map(card.download, run(lambda: delta_step(*args, b, kh)))
-        y = (y.reshape(R, vh, d)/np.sqrt(parts.sum(-1, keepdims=True)/d+1e-6)).reshape(R, -1)
+        y = (
+            y.reshape(R, vh, d)/np.sqrt(
+                parts.sum(-1, keepdims=True)/d+1e-6)
+        ).reshape(R, -1)
     s = Step(host, None, {}, host_words)
     net = DeltaWeights(*w, 1e-6, kh)
     want,_ = host_words.gated_delta(s, x, net, *pools) # writes into the pools
     conv,rec = map(card.download, args[5:])
     near,state = (1e-3,3e-5) if tiled else (1e-5,1e-5)
     left = as_states(rec, d, d)
-    return [(y[host.real], want[host.real], near),(conv, pools[0], 0),(left, pools[1], state)]
+    return [
+        (y[host.real], want[host.real], near),
+        (conv, pools[0], 0),
+        (left, pools[1], state)]
 
 @_case('delta_step', '7 rows', **_NETS)
-def _delta_rows(card, rng, run, **kw): return _delta(card, rng, run, False, **kw)
+def _delta_rows(card, rng, run, **kw):
+    return _delta(card, rng, run, False, **kw)
 
 @_case('delta_wide', '16 rows', **_MANY_NETS)
-def _delta_wide(card, rng, run, **kw): return _delta(card, rng, run, False, seqs=_CROWD, **kw)
+def _delta_wide(card, rng, run, **kw):
+    return _delta(card, rng, run, False, seqs=_CROWD, **kw)
 
 @_case('delta_prep + delta_many + gated_norm', '4 tiles', **_NETS)
-def _delta_tiles(card, rng, run, **kw): return _delta(card, rng, run, True, **kw)
+def _delta_tiles(card, rng, run, **kw):
+    return _delta(card, rng, run, True, **kw)
 
 # %% ../../nbs/8_use/06_check.ipynb #336bbe9d
 @_case('delta_wide + gemv_wide', '16 rows', Qwen=dict(kh=16, vh=32, d=128))
@@ -480,7 +704,8 @@ def _delta_product(card, rng, run, kh, vh, d):
     x,w,pools = _net(rng, host, kh, vh, d)
     given = x,*w,pools[0],as_records(pools[1])
     out = invented(card, (64,vh*d), CARD_FORMATS['nvfp4'])
-    def made(**kw): return delta_step(*map(card.upload, given), b, kh, **kw)
+    def made(**kw):
+        return delta_step(*map(card.upload, given), b, kh, **kw)
     got = run(lambda: gemv_wide(made(then=out, eps=1e-6), out))
     y,parts = made()
     want = gemv_wide(y, out, parts=parts, group=d, eps=1e-6)
@@ -493,36 +718,66 @@ def _delta_halves(card, rng, run, kh, vh, d):
     b,host = _step(card, rng, _TILES, True)
     x,w,pools = _net(rng, host, kh, vh, d)
     given = x,*w,pools[0],as_records(pools[1])
-    def made(**kw): return delta_many(*map(card.upload, given), b, kh, **kw)
+    def made(**kw):
+        return delta_many(*map(card.upload, given), b, kh, **kw)
     h,want = run(lambda: made(parts=1)),as_halves(made())
     pairs = (h.y,want.y),(h.scale,want.scale)
-    return [tuple(card.download(a)[host.real].astype('f4') for a in p)+(0,) for p in pairs]
+    return [
+        tuple(card.download(a)[host.real].astype('f4') for a in p)
+        +(0,)
+        for p in pairs]
 
 # %% ../../nbs/8_use/06_check.ipynb #29e4ae95
-_MIXERS = dict(Nemotron=dict(nh=4, hd=64, N=128, G=2), heads_of_16=dict(nh=4, hd=16, N=16, G=2))
+_MIXERS = dict(
+    Nemotron=dict(nh=4, hd=64, N=128, G=2),
+    heads_of_16=dict(nh=4, hd=16, N=16, G=2))
 
 def _mamba(card, rng, run, tiled, nh, hd, N, G):
-    b,host = _step(card, rng, [(70,100),(0,30)] if tiled else [(70,5),(0,2)], tiled)
+    b,host = _step(
+        card, rng,
+        [(70,100),(0,30)] if tiled
+        else [(70,5),(0,2)],
+        tiled)
     R,I = len(host.pos),nh*hd
     C = I+2*G*N
-    w = _normal(rng, C, 4)/2,_normal(rng, C),-np.exp(_normal(rng, nh)),_normal(rng, nh),_normal(rng, nh),1+_normal(rng, I)/4
-    x,pools = _normal(rng, R, I+C+nh),(_normal(rng, host.states, 3, C),_normal(rng, host.states, nh, hd, N))
+    w = (
+        _normal(rng, C, 4)/2,
+        _normal(rng, C),
+        -np.exp(_normal(rng, nh)),
+        _normal(rng, nh),_normal(rng, nh),
+        1+_normal(rng, I)/4)
+    x = _normal(rng, R, I+C+nh)
+    pools = (
+        _normal(rng, host.states, 3, C),
+        _normal(rng, host.states, nh, hd, N))
     args = [card.upload(a) for a in (x,*w,*pools)]
     if tiled:
         y = card.download(run(lambda: mamba_many(*args, b, G, 1e-5)))
     else:
         y,parts = map(card.download, run(lambda: mamba_step(*args, b, G)))
-        y = (y.reshape(R, G, -1)/np.sqrt(parts.sum(-1, keepdims=True)*G/I+1e-5)).reshape(R, -1)
+        y = (
+            y.reshape(R, G, -1)/np.sqrt(
+                parts.sum(-1, keepdims=True)*G/I
+                +1e-5)
+        ).reshape(R, -1)
     s = Step(host, None, {}, host_words)
     net = MambaWeights(*w, 1e-5, G)
     want,_ = host_words.mamba(s, x, net, *pools)
-    return [(y[host.real], want[host.real], 1e-3 if tiled else 1e-5),*((card.download(a), p, t) for a,p,t in zip(args[7:], pools, (0,3e-5 if tiled else 1e-5)))]
+    return [
+        (y[host.real], want[host.real], 1e-3 if tiled else 1e-5),
+        *(
+            (card.download(a), p, t)
+            for a,p,t in zip(
+                args[7:], pools,
+                (0,3e-5 if tiled else 1e-5)))]
 
 @_case('mamba_step', '7 rows', **_MIXERS)
-def _mamba_rows(card, rng, run, **kw): return _mamba(card, rng, run, False, **kw)
+def _mamba_rows(card, rng, run, **kw):
+    return _mamba(card, rng, run, False, **kw)
 
 @_case('mamba_prep + mamba_many + gated_norm', '4 tiles', **_MIXERS)
-def _mamba_tiles(card, rng, run, **kw): return _mamba(card, rng, run, True, **kw)
+def _mamba_tiles(card, rng, run, **kw):
+    return _mamba(card, rng, run, True, **kw)
 
 # %% ../../nbs/8_use/06_check.ipynb #437ce2e5
 @_case('greedy', '4 rows', plain={})
@@ -530,16 +785,23 @@ def _greedy(card, rng, run):
     x = _normal(rng, 4, 3000).round(1)
     x[1,2999] = np.nan
     x[2,5] = np.inf
-    put,ids,table = card.upload(x),card.empty(4, 'int32'),SampleTable(card, 4, 3000)
+    put = card.upload(x)
+    ids = card.empty(4, 'int32')
+    table = SampleTable(card, 4, 3000)
     run(lambda: sample_rows(put, table, ids, greedy=True))
-    return [(card.download(ids), [x[0].argmax(),-1,-1,x[3].argmax()], 0)]
+    return [(
+        card.download(ids),
+        [x[0].argmax(),-1,-1,
+         x[3].argmax()],
+        0)]
 
 @_case('gemv_halves + gemv_wide + greedy', '16 and 64 rows', **_formats('NVFP4','BF16'))
 def _greedy_head(card, rng, run, fmt):
     "A head that leaves the best of each of its blocks, and its logits"
     w,said = pack(_sized(rng, fmt, 3000, 416), card, exact=True),[]
     for R in (16,64):
-        x,gain = _normal(rng, R, 416),card.upload(1+_normal(rng, 416)/4)
+        x = _normal(rng, R, 416)
+        gain = card.upload(1+_normal(rng, 416)/4)
         x[1,7] = np.nan
         args = card.upload(x),w,gain,1e-6
         table,ids = SampleTable(card, R, 3000),card.empty(R, 'int32')
@@ -551,8 +813,15 @@ def _greedy_head(card, rng, run, fmt):
 
 @_case('sample_scan + _bins + _cut + _draw', '5 rows', all_options={})
 def _sample(card, rng, run):
-    asked = [dict(temperature=0, logprobs=3), dict(top_k=5, top_p=.9), dict(min_p=.05, temperature=.7), dict(frequency_penalty=.5, logit_bias={7:3.}), dict(top_p=.8, repetition_penalty=1.2)]
-    states = [SampleState(SamplingParams(**kw), [1,2], 3000, seed=i) for i,kw in enumerate(asked)]
+    asked = [
+        dict(temperature=0, logprobs=3),
+        dict(top_k=5, top_p=.9),
+        dict(min_p=.05, temperature=.7),
+        dict(frequency_penalty=.5, logit_bias={7:3.}),
+        dict(top_p=.8, repetition_penalty=1.2)]
+    states = [
+        SampleState(SamplingParams(**kw), [1,2], 3000, seed=i)
+        for i,kw in enumerate(asked)]
     x = _normal(rng, 5, 3000)*3
     put = card.upload(x)
     def draw():
@@ -563,12 +832,18 @@ def _sample(card, rng, run):
         return ids,table.top_ids,table.top_logprobs
     ids,top,lp = map(card.download, run(draw))
     want = sample(x, [s.row() for s in states])
-    return [(ids, want.ids, 0),(top[0,:3], want.top_ids[0,:3], 0),(lp[:1,:3], want.top_logprobs[:1,:3], 1e-5)]
+    return [
+        (ids, want.ids, 0),
+        (top[0,:3], want.top_ids[0,:3], 0),
+        (lp[:1,:3], want.top_logprobs[:1,:3], 1e-5)]
 
 # %% ../../nbs/8_use/06_check.ipynb #5d90c1e6
 def _moves(card, rng, run, greedy):
     "The end of a step: its rows go on to the next one"
-    b,host = _step(card, rng, [(p, 1) for p in (14,3,40,0,7)], False)
+    b,host = _step(
+        card, rng,
+        [(p, 1) for p in (14,3,40,0,7)],
+        False)
     x,ids = card.upload(_normal(rng, 5, 300)),card.empty(5, 'int32')
     table = SampleTable(card, 5, 300)
     likely = SampleState(SamplingParams(temperature=0), [1], 300)
@@ -577,7 +852,9 @@ def _moves(card, rng, run, greedy):
     how = dict(greedy=greedy, cuts=False, then=(b,16))
     run(lambda: sample_rows(x, table, ids, **how))
     n = card.download(b.pos)[0]-host.pos[0]  # done once or twice
-    return [(n in (1,2), True, 0), *_moved(card, b, host, n)]
+    return [
+        (n in (1,2), True, 0),
+        *_moved(card, b, host, n)]
 
 def _moved(card, b, host, n):
     "Where rows stand after `n` steps, and where they should"
@@ -588,7 +865,9 @@ def _moved(card, b, host, n):
         states = states[::-1]
     want = dict(pos=pos, starts=pos, slots=np.int64(blocks)*16+place)
     want |= zip(('state_in','state_out'), states)
-    return [(card.download(getattr(b, k)), v, 0) for k,v in want.items()]
+    return [
+        (card.download(getattr(b, k)), v, 0)
+        for k,v in want.items()]
 
 @_case('greedy', '5 rows', on_to_the_next_step={})
 def _greedy_moves(card, rng, run): return _moves(card, rng, run, True)
@@ -599,7 +878,9 @@ def _draw_moves(card, rng, run): return _moves(card, rng, run, False)
 # %% ../../nbs/8_use/06_check.ipynb #7be1a402
 @_case('sample_scan + _bins + _cut + _draw', '2 sequences of 3 rows', drafts={})
 def _sample_drafts(card, rng, run, W=3, V=3000):
-    fed = np.int32([5,7,7, 4,8,9]).reshape(2, W)
+    fed = np.int32([
+        5,7,7, 4,8,9
+    ]).reshape(2, W)
     x = _normal(rng, 2*W, V)*3
     put,ids = card.upload(x),card.empty(2*W, 'int32')
     lines = card.upload(np.repeat(np.int32([1,0]), W))
@@ -610,7 +891,10 @@ def _sample_drafts(card, rng, run, W=3, V=3000):
             t.set(1-s, _behind(s, [], V))
         sample_rows(put, t, ids, lines, width=W, given=given)
     run(draw)
-    rows = [_behind(s, fed[s,1:j], V) for s in range(2) for j in range(1, W+1)]
+    rows = [
+        _behind(s, fed[s,1:j], V)
+        for s in range(2)
+        for j in range(1, W+1)]
     return [(card.download(ids), sample(x, rows).ids, 0)]
 
 _ASKED = ( # Of both sequences
@@ -638,8 +922,13 @@ def _verified(card, rng, S, W):
 
 def _any_step(rng, r, S, W)->dict:
     "Values for arrays of the step `r`"
-    bounds,given = dict(ids=(-1,3), said=(-1,3), pos3=(0,99)),{}
-    bounds |= dict(live=(0,W+1), limit=(1,64), kmax=(0,W))
+    bounds = dict(
+        ids=(-1,3),
+        said=(-1,3), pos3=(0,99))
+    given = {}
+    bounds |= dict(
+        live=(0,W+1),
+        limit=(1,64), kmax=(0,W))
     for k,b in bounds.items():
         given[k] = rng.integers(*b, getattr(r, k).shape)
     first = rng.integers(0, 60, S)
@@ -678,7 +967,9 @@ def _table(card, t):
 
 def _pairs(a, b):
     "Numbers of the same name, which are to have the same bits"
-    arrays = {k:v for k,v in vars(b).items() if isinstance(v, np.ndarray)}
+    arrays = {
+        k:v for k,v in vars(b).items()
+        if isinstance(v, np.ndarray)}
     names = [k for k,v in arrays.items() if not v.dtype.names]
     return [(getattr(a, k), getattr(b, k), 0) for k in names]
 
@@ -783,12 +1074,18 @@ def check(
         else:
             try:
                 with np.errstate(all='ignore'):
-                    error = max(off(*o) for o in f(card, np.random.default_rng(crc32(f'{kernels} {variant}'.encode())), run, **kw))
+                    error = max(
+                        off(*o)
+                        for o in f(
+                            card,
+                            np.random.default_rng(crc32(f'{kernels} {variant}'.encode())),
+                            run, **kw))
                 verdict = 'ok' if error<=1 else 'wrong'
             except Elsewhere:
                 verdict = _ELSEWHERE
             except Exception as e: # whatever a kernel does wrong is a line of the table
-                verdict,lost = f'{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ""}',f'{kernels} {variant}' if isinstance(e, CudaFault) else None
+                verdict = f'{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ""}'
+                lost = f'{kernels} {variant}' if isinstance(e, CudaFault) else None
         res.append(Row(kernels, variant, case, error, verdict, run.ms))
         if tell:
             tell(res[-1])

@@ -6,14 +6,14 @@ Docs: https://atlas-inference.github.io/atlas/8_use/cli.html.md"""
 
 # %% auto #0
 __all__ = ['ORDER', 'app', 'Model', 'Json', 'FLAGS', 'SPECULATION', 'CACHING', 'Shape', 'Weights', 'Temperature', 'MaxTokens',
-           'Seed', 'System', 'Think', 'ShowThinking', 'COMMANDS', 'Many', 'Models', 'Config', 'Host', 'Port', 'Name',
-           'Alias', 'Key', 'KeyFile', 'Hosts', 'Origins', 'Drain', 'Memory', 'Apart', 'NextTurn', 'LogFormat',
-           'Reasons', 'Foreign', 'AutoTools', 'Tools', 'Rate', 'Cert', 'CertKey', 'Roots', 'Lazy', 'Autoload', 'Fetch',
-           'LogLevel', 'DryRun', 'PlanJson', 'configs', 'Url', 'ItsKey', 'ItsModel', 'Wait', 'HERE', 'benches',
-           'Batches', 'Output', 'Simulated', 'Contexts', 'CARD_FLAGS', 'flag', 'engine_flags', 'pull', 'list_', 'rm',
-           'inspect', 'Meter', 'Printer', 'run', 'Conversation', 'chat', 'serve', 'config_check', 'config_schema',
-           'launch', 'watch', 'ps', 'load', 'stop', 'top', 'quantize', 'version', 'bench', 'bench_decode',
-           'bench_kernels', 'bench_prefill', 'bench_startup', 'bench_throughput', 'check', 'main']
+           'Seed', 'System', 'Think', 'ShowThinking', 'COMMANDS', 'Models', 'Config', 'Host', 'Port', 'Name', 'Alias',
+           'Key', 'KeyFile', 'Hosts', 'Origins', 'Drain', 'Memory', 'Apart', 'NextTurn', 'LogFormat', 'Reasons',
+           'Foreign', 'AutoTools', 'Tools', 'Rate', 'Cert', 'CertKey', 'Roots', 'Lazy', 'Autoload', 'Fetch', 'LogLevel',
+           'DryRun', 'PlanJson', 'configs', 'Url', 'ItsKey', 'ItsModel', 'Wait', 'HERE', 'benches', 'Batches', 'Output',
+           'Simulated', 'Contexts', 'CARD_FLAGS', 'flag', 'engine_flags', 'pull', 'list_', 'rm', 'inspect', 'Meter',
+           'Printer', 'run', 'Conversation', 'chat', 'Many', 'serve', 'config_check', 'config_schema', 'launch',
+           'watch', 'ps', 'load', 'stop', 'top', 'quantize', 'version', 'bench', 'bench_decode', 'bench_kernels',
+           'bench_prefill', 'bench_startup', 'bench_throughput', 'check', 'main']
 
 # %% ../../nbs/8_use/13_cli.ipynb #aa7ee505
 import json,os,re,signal,sys,threading
@@ -47,7 +47,10 @@ def _spelt(args):
 
 class _Group(typer.core.TyperGroup):
     "Commands in the order of their use, whose refusals are messages and exit codes"
-    def list_commands(self, ctx): return sorted(super().list_commands(ctx), key=lambda c: ORDER.index(c) if c in ORDER else len(ORDER))
+    def list_commands(self, ctx):
+        return sorted(
+            super().list_commands(ctx),
+            key=lambda c: ORDER.index(c) if c in ORDER else len(ORDER))
     def resolve_command(self, ctx, args):
         name,command,rest = super().resolve_command(ctx, args)
         named = {n for p in command.params for n in p.opts} if command else ()
@@ -71,16 +74,17 @@ def _examples(*lines):
     "Examples for the end of a help page, kept line by line"
     return '\b\nExamples:\n' + '\n'.join(f'  {l}' for l in lines)
 
-app = typer.Typer(name='atlas', cls=_Group, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
+app = typer.Typer(
+    name='atlas', cls=_Group, no_args_is_help=True, pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings=dict(help_option_names=['-h','--help'], max_content_width=100),
     help='Run language models on this machine. "tiny" comes with Atlas and runs anywhere; '
-        '"demo" is a larger one to begin with: 98 MB, fetched once.',
+    '"demo" is a larger one to begin with: 98 MB, fetched once.',
     epilog=_examples(
         'atlas serve tiny                    a chat page and an OpenAI-compatible server',
         'atlas run tiny "What does a cow eat?"',
         'atlas serve tiny --speculative      the same answers, drafted and verified',
-        'atlas chat demo',
-        'atlas COMMAND --help                what else a command can do'))
+        'atlas chat demo', 'atlas COMMAND --help                what else a command can do'))
 
 # %% ../../nbs/8_use/13_cli.ipynb #a27b0e16
 def _complete(incomplete:str):
@@ -89,14 +93,17 @@ def _complete(incomplete:str):
     from atlas.ground.catalog import CATALOG
     from atlas.ground.hub import NAMED,cached
     names = [*NAMED, *CATALOG, *(e.name for e in cached())]
-    return sorted({n for n in names if n.startswith(incomplete)} | set(glob(incomplete+'*')))
+    return sorted(
+        {n for n in names if n.startswith(incomplete)}
+        | set(glob(incomplete+'*')))
 
 def _clients(incomplete:str):
     "Programs that `launch` knows"
     from atlas.use.clients import CLIENTS
     return [c for c in CLIENTS if c.startswith(incomplete)]
 
-def _opt(help, *names, **kw): return typer.Option(*names, help=help, **kw)
+def _opt(help, *names, **kw):
+    return typer.Option(*names, help=help, **kw)
 
 Model = Annotated[str, typer.Argument(
     metavar='MODEL',
@@ -131,7 +138,9 @@ def flag(f):
         how |= dict(parser=_bytes, metavar='SIZE')
     if text:
         how |= dict(parser=_as_it_is, metavar=text, show_default=False)
-    kind = Annotated[str|None if text else f.type, _opt(m['help'], *names, **how)]
+    kind = Annotated[
+        str|None if text else f.type,
+        _opt(m['help'], *names, **how)]
     return Parameter(f.name, Parameter.KEYWORD_ONLY, default=f.default, annotation=kind)
 
 _flagged = [f for f in fields(EngineConfig) if f.metadata.get('flag')]
@@ -164,20 +173,33 @@ def engine_flags(
 # %% ../../nbs/8_use/13_cli.ipynb #8541bd31
 def _print(data, as_json, text):
     "Print `data` as JSON, or `text` for people"
-    typer.echo(json.dumps(data, indent=1, ensure_ascii=False, default=str) if as_json else text)
+    typer.echo(
+        json.dumps(data, indent=1, ensure_ascii=False, default=str)
+        if as_json else text)
 
 def _table(rows, head):
     "Columns of equal width; numbers to the right"
     rows = [head, *([str(c) for c in r] for r in rows)]
     w = [max(map(len, c)) for c in zip(*rows)]
-    return '\n'.join('  '.join(c.ljust(n) for c,n in zip(r, w)).rstrip() for r in rows)
+    return '\n'.join(
+        '  '.join(
+            c.ljust(n)
+            for c,n in zip(r, w)).rstrip()
+        for r in rows)
 
 # %% ../../nbs/8_use/13_cli.ipynb #8ae3350d
 def _weigh(p):
     "Bytes of a file, or of all the files in a folder"
-    return sum(f.stat().st_size for f in ([p] if p.is_file() else p.rglob('*')) if f.is_file())
+    return sum(
+        f.stat().st_size
+        for f in ([p] if p.is_file() else p.rglob('*'))
+        if f.is_file())
 
-@app.command(epilog=_examples('atlas pull demo', 'atlas pull qwen3.6-35b-a3b-nvfp4', 'atlas pull HuggingFaceTB/SmolLM2-135M-Instruct', 'atlas pull unsloth/SmolLM2-135M-Instruct-GGUF:SmolLM2-135M-Instruct-Q8_0.gguf'))
+@app.command(
+    epilog=_examples(
+        'atlas pull demo', 'atlas pull qwen3.6-35b-a3b-nvfp4',
+        'atlas pull HuggingFaceTB/SmolLM2-135M-Instruct',
+        'atlas pull unsloth/SmolLM2-135M-Instruct-GGUF:SmolLM2-135M-Instruct-Q8_0.gguf'))
 def pull(model:Model, as_json:Json=False):
     "Fetch a model, check it, and print where it is."
     from atlas.ground.hub import pull
@@ -210,7 +232,9 @@ def _known_models():
         size = there.get(name) or m.model.nbytes
         yield dict(name=name, bytes=size, format=m.about, here=name in there)
     for name,e in CATALOG.items():
-        about = {k:v for k,v in asdict(e).items() if k not in ('tensors','nbytes','shape')}
+        about = {
+            k:v for k,v in asdict(e).items()
+            if k not in ('tensors','nbytes','shape')}
         yield dict(name=name, bytes=e.nbytes)|about|dict(here=e.hub in there)
 
 def _list_all(as_json):
@@ -222,23 +246,44 @@ def _list_all(as_json):
         context = f'{m["context"]:,}' if m.get('context') else ''
         numbers = size(m['bytes']),context,size(m.get('least_memory'))
         return m['name'],*numbers,'yes' if m['here'] else '',m['format']
-    _print(ms, as_json, _table(map(row, ms), ('NAME','SIZE','CONTEXT','LEAST MEMORY','HERE','FORMAT')))
+    _print(
+        ms, as_json,
+        _table(map(row, ms), ('NAME','SIZE','CONTEXT','LEAST MEMORY','HERE','FORMAT')))
 
-@app.command('list', epilog=_examples('atlas list', 'atlas list --all', "atlas list --json | jq '.[].name'"))
-def list_(all_:Annotated[bool, _opt('Show what could be pulled, with size, context, and the memory that it takes at least on a DGX Spark.', '--all', '-a')]=False,
-    as_json:Json=False):
+@app.command(
+    'list',
+    epilog=_examples('atlas list', 'atlas list --all', "atlas list --json | jq '.[].name'"))
+def list_(
+    all_:Annotated[
+        bool,
+        _opt(
+            'Show what could be pulled, with size, context, and the memory that it takes at '
+            'least on a DGX Spark.',
+            '--all', '-a')]=False,
+    as_json:Json=False
+):
     "Show the models on this machine and the room they take, and what --cache-packed keeps of them."
     if all_:
         return _list_all(as_json)
     from atlas.ground.core import human
     from atlas.ground.hub import Entry,cached
-    es = cached()+[Entry(p.name, p, p.stat().st_size, 'packed') for p in _packed()]
-    text = _table([(e.name, human(e.nbytes, 1000), e.kind, e.path) for e in es], ('NAME','SIZE','KIND','PATH'))
-    _print([dict(name=e.name, bytes=e.nbytes, kind=e.kind, path=e.path) for e in es], as_json,
-           text if es else 'No models yet. "atlas pull demo" fetches a small one.')
+    es = cached()+[
+        Entry(p.name, p, p.stat().st_size, 'packed')
+        for p in _packed()]
+    text = _table(
+        [(e.name, human(e.nbytes, 1000), e.kind, e.path)
+         for e in es],
+        ('NAME','SIZE','KIND','PATH'))
+    _print(
+        [dict(
+             name=e.name, bytes=e.nbytes,
+             kind=e.kind, path=e.path)
+         for e in es],
+        as_json, text if es else 'No models yet. "atlas pull demo" fetches a small one.')
 
 # %% ../../nbs/8_use/13_cli.ipynb #15ac4c5d
-@app.command(epilog=_examples('atlas rm demo', 'atlas rm --yes HuggingFaceTB/SmolLM2-135M-Instruct'))
+@app.command(
+    epilog=_examples('atlas rm demo', 'atlas rm --yes HuggingFaceTB/SmolLM2-135M-Instruct'))
 def rm(
     name:Annotated[str, typer.Argument(metavar='NAME', help='A name that "atlas list" shows.')],
     yes:Annotated[bool, _opt('Do not ask.', '--yes', '-y')]=False,
@@ -247,7 +292,9 @@ def rm(
     "Remove a model from this machine, after asking."
     from atlas.ground.core import human
     from atlas.ground.hub import cached,remove
-    sizes = {e.name: e.nbytes for e in cached()}|{p.name: p.stat().st_size for p in _packed()}
+    sizes = {e.name: e.nbytes for e in cached()}|{
+        p.name: p.stat().st_size
+        for p in _packed()}
     size = f' ({human(sizes[name], 1000)})' if name in sizes else ''
     if not yes and size:
         typer.confirm(f'Remove {name}{size}?', abort=True, err=True)
@@ -261,14 +308,23 @@ def rm(
 def _shapes(incomplete:str):
     "As `_complete`, and the shapes that are known by name"
     from atlas.ground.config import PRESETS
-    return sorted({*_complete(incomplete), *(n for n in PRESETS if n.startswith(incomplete))})
+    return sorted({
+        *_complete(incomplete),
+        *(n for n in PRESETS if n.startswith(incomplete))})
 
-Shape = Annotated[str, typer.Argument(metavar='MODEL', help='A model, or a known shape such as qwen3.6-35b-a3b.', autocompletion=_shapes)]
+Shape = Annotated[
+    str,
+    typer.Argument(
+        metavar='MODEL', help='A model, or a known shape such as qwen3.6-35b-a3b.',
+        autocompletion=_shapes)]
 Weights = Annotated[str|None, _opt(
     'Imagine the weights as bf16, fp8, nvfp4, mxfp4, int4, mixed or nvfp4-experts. '
     '[default: as they are, or are published]', show_default=False)]
 
-@app.command(epilog=_examples('atlas inspect tiny', 'atlas inspect ./my-model --json', 'atlas inspect qwen3.6-35b-a3b --weights nvfp4'))
+@app.command(
+    epilog=_examples(
+        'atlas inspect tiny', 'atlas inspect ./my-model --json',
+        'atlas inspect qwen3.6-35b-a3b --weights nvfp4'))
 def inspect(model:Shape, weights:Weights=None, as_json:Json=False):
     "Say what a model is made of, what each token of it reads, and how much fits here. Its weights are not loaded."
     from atlas.use.inspect import look
@@ -373,7 +429,8 @@ def _messages(prompt, system=None, images=None):
     if images:
         content = [_picture(i) for i in images]
         content.append(dict(type='text', text=prompt))
-    return ([dict(role='system', content=system)] if system else []) + [dict(role='user', content=content)]
+    return ([dict(role='system', content=system)] if system else []) + [
+        dict(role='user', content=content)]
 
 def _picture(path):
     "A part of a message; `where` is what errors call it"
@@ -386,15 +443,22 @@ def _llm(model, **options):
 
 def _params(llm, **kw):
     "What was said of these; the rest is as the model's makers have it"
-    return llm.params(**{k:v for k,v in kw.items() if v is not None})
+    return llm.params(
+        **{k:v for k,v in kw.items() if v is not None})
 
 # %% ../../nbs/8_use/13_cli.ipynb #9c37a274
 Temperature = Annotated[float|None, _opt(
     '0 always takes the likeliest token; higher is more varied. What the generation_config.json '
     'of a model says goes before the default. [default: 1, as in the API]',
     '--temperature', '-t', min=0, max=100, show_default=False)]
-MaxTokens = Annotated[int|None, _opt('Longest answer, in tokens. [default: what is left of the context]', '--max-tokens', '-n', min=1, show_default=False)]
-Seed = Annotated[int|None, _opt('Make the same choices again. [default: other ones each time]', show_default=False)]
+MaxTokens = Annotated[
+    int|None,
+    _opt(
+        'Longest answer, in tokens. [default: what is left of the context]', '--max-tokens',
+        '-n', min=1, show_default=False)]
+Seed = Annotated[
+    int|None,
+    _opt('Make the same choices again. [default: other ones each time]', show_default=False)]
 System = Annotated[str|None, _opt('A system message: how to answer.')]
 Think = Annotated[bool|None, _opt(
     'Have the model think before it answers, or not, where its template lets one choose. '
@@ -418,17 +482,30 @@ def _template(think):
     'git diff | atlas run demo --system "Describe this change in one line." -',
     'atlas run ./qwen3-vl-2b --image photo.jpg "What is this?"'))
 @engine_flags(*_TALK, *CACHING, *SPECULATION)
-def run(model:Model,
-    prompt:Annotated[str|None, typer.Argument(metavar='PROMPT', help='What to ask; "-" or nothing reads it from stdin.', show_default=False)]=None,
+def run(
+    model:Model,
+    prompt:Annotated[
+        str|None,
+        typer.Argument(
+            metavar='PROMPT', help='What to ask; "-" or nothing reads it from stdin.',
+            show_default=False)]=None,
     temperature:Temperature=None, max_tokens:MaxTokens=None,
     seed:Seed=None, system:System=None,
-    raw:Annotated[bool, _opt('Continue the text as it stands, without the chat template.', '--raw')]=False,
-    images:Annotated[list[str]|None, _opt('A picture to ask about; may be given several times.', '--image', metavar='FILE', show_default=False)]=None,
+    raw:Annotated[
+        bool, _opt('Continue the text as it stands, without the chat template.', '--raw')]=False,
+    images:Annotated[
+        list[str]|None,
+        _opt(
+            'A picture to ask about; may be given several times.', '--image', metavar='FILE',
+            show_default=False)]=None,
     think:Think=None, show_thinking:ShowThinking=None,
     as_json:Json=False, **options,
 ):
     "Answer one prompt, printing the answer as it is made."
-    for v,name in ((system,'--system'), (images,'--image'), (think is not None,'--think')):
+    for v,name in (
+        (system,'--system'), (images,'--image'),
+        (think is not None,'--think')
+    ):
         if raw and v:
             raise typer.BadParameter('has no place in a --raw prompt', param_hint=f"'{name}'")
     prompt = _prompt(prompt)
@@ -461,7 +538,10 @@ class Conversation:
         self.llm,self.params,self.system = llm,params,system
         self.think,self.turns = think,[]
     @property
-    def messages(self): return ([dict(role='system', content=self.system)] if self.system else []) + self.turns
+    def messages(self):
+        return (
+            [dict(role='system', content=self.system)]
+            if self.system else []) + self.turns
     def say(self, text, stop=lambda: False):
         "Yield the answer's pieces to `text`, until it ends or `stop()`"
         self.turns.append(dict(role='user', content=text))
@@ -509,10 +589,15 @@ def _system(c, text):
     c.system = text or None
     typer.echo(f'System message: {text}' if text else 'No system message.')
 def _quit(c, _): return True
-def _help(c, _): typer.echo('\n'.join(f'{k:<16}{v}' for k,(_,v) in COMMANDS.items()) + '\nCtrl-C stops an answer; Ctrl-D leaves.')
+def _help(c, _):
+    typer.echo(
+        '\n'.join(f'{k:<16}{v}' for k,(_,v) in COMMANDS.items())
+        + '\nCtrl-C stops an answer; Ctrl-D leaves.')
 
-COMMANDS = {'/reset': (_reset, 'forget the conversation'), '/system': (_system, 'set how to answer, or nothing to clear it'),
-            '/help': (_help, 'this list'), '/quit': (_quit, 'leave')}
+COMMANDS = {
+    '/reset': (_reset, 'forget the conversation'),
+    '/system': (_system, 'set how to answer, or nothing to clear it'),
+    '/help': (_help, 'this list'), '/quit': (_quit, 'leave')}
 
 # %% ../../nbs/8_use/13_cli.ipynb #09d8de8a
 def _turn(c, line, show=None):
@@ -545,7 +630,9 @@ def _line(mark):
         typer.echo('\n(Ctrl-D or /quit leaves)', err=True)
         return ''
 
-@app.command(epilog=_examples('atlas chat tiny', 'atlas chat demo --system "Answer in one sentence." --temperature 0.2'))
+@app.command(
+    epilog=_examples(
+        'atlas chat tiny', 'atlas chat demo --system "Answer in one sentence." --temperature 0.2'))
 @engine_flags(*_TALK, *CACHING, *SPECULATION)
 def chat(model:Model, system:System=None, temperature:Temperature=None,
     max_tokens:MaxTokens=None, seed:Seed=None,
@@ -573,25 +660,46 @@ def _talk(c, name, show):
         typer.echo()
 
 # %% ../../nbs/8_use/13_cli.ipynb #17c4dd79
-Many = lambda help, name, metavar: Annotated[list[str]|None, _opt(help, name, metavar=metavar, show_default=False)]
-Models = Annotated[list[str]|None, typer.Argument(
-    metavar='MODEL…',
-    help='"tiny", "demo", a name that "atlas list --all" shows, a folder, a file, '
-        'or a Hugging Face id such as org/name. The first is the one that answers when no name is given.',
-    show_default=False, autocompletion=_complete)]
+def Many(help, name, metavar):
+    return Annotated[list[str]|None, _opt(help, name, metavar=metavar, show_default=False)]
+Models = Annotated[
+    list[str]|None,
+    typer.Argument(
+        metavar='MODEL…',
+        help='"tiny", "demo", a name that "atlas list --all" shows, a folder, a file, '
+        'or a Hugging Face id such as org/name. The first is the one that answers when no name '
+        'is given.',
+        show_default=False, autocompletion=_complete)]
 Config = Annotated[Path|None, _opt(
     'A file with the models, their names and all that is about them, in place of MODEL and its '
     'flags; read again with SIGHUP. "atlas config check FILE" explains one.',
     '--config', metavar='FILE', show_default=False)]
-Host = Annotated[str, _opt('Address to listen on; 0.0.0.0 lets other machines in, who then need a key.')]
+Host = Annotated[
+    str, _opt('Address to listen on; 0.0.0.0 lets other machines in, who then need a key.')]
 Port = Annotated[int, _opt('Port to listen on; 0 takes a free one.', min=0, max=65535)]
-Name = Annotated[str|None, _opt("The first model's name for clients. [default: MODEL]", show_default=False)]
-Alias = Many('One more name of the first model; "*" stands for every name that no model has.', '--alias', 'NAME')
-Key = Annotated[list[str]|None, _opt('An API key that requests must have; may be given several times. Others see it in the list of processes: ATLAS_API_KEY is better.', '--api-key', metavar='KEY', show_default=False)]
-KeyFile = Annotated[str|None, _opt('API keys, one on each line; "admin KEY" for one that may load and unload models. ATLAS_API_KEY and ATLAS_ADMIN_KEY work too.', metavar='FILE', show_default=False)]
+Name = Annotated[
+    str|None, _opt("The first model's name for clients. [default: MODEL]", show_default=False)]
+Alias = Many(
+    'One more name of the first model; "*" stands for every name that no model has.', '--alias',
+    'NAME')
+Key = Annotated[
+    list[str]|None,
+    _opt(
+        'An API key that requests must have; may be given several times. Others see it in the '
+        'list of processes: ATLAS_API_KEY is better.',
+        '--api-key', metavar='KEY', show_default=False)]
+KeyFile = Annotated[
+    str|None,
+    _opt(
+        'API keys, one on each line; "admin KEY" for one that may load and unload models. '
+        'ATLAS_API_KEY and ATLAS_ADMIN_KEY work too.',
+        metavar='FILE', show_default=False)]
 Hosts = Many('A name that this server goes by, beside localhost.', '--allowed-host', 'NAME')
-Origins = Many('A web page that may ask from a browser, such as https://chat.example.com.', '--cors-origin', 'URL')
-Drain = Annotated[float, _opt('Seconds that running answers have when the server stops.', min=0, max=86400)]
+Origins = Many(
+    'A web page that may ask from a browser, such as https://chat.example.com.', '--cors-origin',
+    'URL')
+Drain = Annotated[
+    float, _opt('Seconds that running answers have when the server stops.', min=0, max=86400)]
 Memory = Annotated[int|None, _opt(
     'Memory for all models together, such as 110GiB: who needs more than is free has the least '
     'recently used sleep, or unloaded. [default: each model takes what is free]',
@@ -602,13 +710,22 @@ Apart = Annotated[bool, _opt(
 NextTurn = Annotated[bool, _opt(
     'While a model is idle, prefill what the next turns of its conversations will begin with.',
     '--prefill-next-turn/--no-prefill-next-turn')]
-LogFormat = Annotated[Literal['auto','console','json'], _opt('Lines for people or for programs; auto: for people where one is watching.')]
-Reasons = Annotated[str|None, _opt("How the model marks its thoughts. [default: as its family does]", show_default=False)]
+LogFormat = Annotated[
+    Literal['auto','console','json'],
+    _opt('Lines for people or for programs; auto: for people where one is watching.')]
+Reasons = Annotated[
+    str|None,
+    _opt("How the model marks its thoughts. [default: as its family does]", show_default=False)]
 Foreign = Annotated[bool, _opt(
     'Does nothing: Atlas runs no code of a model.', '--trust-remote-code')]
 AutoTools = Annotated[bool, _opt(
     'Does nothing: a model with a parser may always call tools.', '--enable-auto-tool-choice')]
-Tools = Annotated[str|None, _opt("How the model calls tools: hermes, qwen3_coder, mistral, llama3_json, … [default: as its family does]", show_default=False)]
+Tools = Annotated[
+    str|None,
+    _opt(
+        "How the model calls tools: hermes, qwen3_coder, mistral, llama3_json, … [default: as "
+        "its family does]",
+        show_default=False)]
 
 # %% ../../nbs/8_use/13_cli.ipynb #ca7a2000
 Rate = Annotated[int|None, _opt(
@@ -672,7 +789,9 @@ def _dry_run(configs, given, ignored, as_json):
     plans = [plan_load(c) for c in configs]
     parsers = [_parsers(c, given) for c in configs]
     fits = all(p.fits for p in plans)
-    ms = [p.to_dict()|dict(parsers=how) for p,how in zip(plans, parsers)]
+    ms = [
+        p.to_dict()|dict(parsers=how)
+        for p,how in zip(plans, parsers)]
     texts = [_plan_text(p, how) for p,how in zip(plans, parsers)]
     texts += [f'ignored   {said}' for said in ignored]
     if len(plans)>1:
@@ -703,15 +822,24 @@ def _plan_text(p, how):
     'curl localhost:8888/v1/chat/completions -H "Content-Type: application/json" \\',
     '''  -d '{"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}\''''))
 @engine_flags()
-def serve(models:Models=None, config:Config=None,
-    host:Host='127.0.0.1', port:Port=8888, served_model_name:Name=None, alias:Alias=None,
-    lazy:Lazy=False, autoload:Autoload=True, memory:Memory=None, dry_run:DryRun=False,
-    api_key:Key=None, api_key_file:KeyFile=None, insecure:Annotated[bool, _opt('Serve other machines without a key.', '--insecure')]=False, allowed_host:Hosts=None, cors_origin:Origins=None,
-    rate_limit:Rate=None, tls_cert:Cert=None, tls_key:CertKey=None, tls_ca:Roots=None,
-    fetch_images:Fetch=False, cache_salt_per_key:Apart=False, prefill_next_turn:NextTurn=True,
-    tool_call_parser:Tools=None, reasoning_parser:Reasons=None, as_json:PlanJson=False,
+def serve(
+    models:Models=None, config:Config=None,
+    host:Host='127.0.0.1', port:Port=8888,
+    served_model_name:Name=None, alias:Alias=None,
+    lazy:Lazy=False, autoload:Autoload=True,
+    memory:Memory=None, dry_run:DryRun=False,
+    api_key:Key=None, api_key_file:KeyFile=None,
+    insecure:Annotated[bool, _opt('Serve other machines without a key.', '--insecure')]=False,
+    allowed_host:Hosts=None, cors_origin:Origins=None,
+    rate_limit:Rate=None, tls_cert:Cert=None,
+    tls_key:CertKey=None, tls_ca:Roots=None,
+    fetch_images:Fetch=False, cache_salt_per_key:Apart=False,
+    prefill_next_turn:NextTurn=True, tool_call_parser:Tools=None,
+    reasoning_parser:Reasons=None, as_json:PlanJson=False,
     trust_remote_code:Foreign=False, enable_auto_tool_choice:AutoTools=False,
-    drain:Drain=10., log_format:LogFormat='auto', log_level:LogLevel='info', **options):
+    drain:Drain=10., log_format:LogFormat='auto',
+    log_level:LogLevel='info', **options
+):
     "Serve models: a chat page at /, the APIs of OpenAI and Anthropic at /v1, Ollama's at /api."
     if as_json and not dry_run:
         raise typer.BadParameter('is for --dry-run', param_hint="'--json'")
@@ -744,11 +872,13 @@ def _to_serve(models, config, lazy, options, own):
             raise typer.BadParameter('name a model, or a file with --config', param_hint="'MODEL'")
         return [EngineConfig(m, **options) for m in models]
     if models:
-        raise typer.BadParameter(f'{models[0]!r} stands beside --config: add it to the file', param_hint="'MODEL'")
+        raise typer.BadParameter(
+            f'{models[0]!r} stands beside --config: add it to the file', param_hint="'MODEL'")
     for k,v in (own|options).items():
         if v in (None,(),[]) or k in FLAGS and v==FLAGS[k].default:
             continue
-        raise typer.BadParameter('has its place in the file', param_hint=f"'--{k.replace('_', '-')}'")
+        raise typer.BadParameter(
+            'has its place in the file', param_hint=f"'--{k.replace('_', '-')}'")
     from atlas.service.reload import FleetFile
     return FleetFile(config, lazy)
 
@@ -781,20 +911,35 @@ def config_schema():
     typer.echo(json.dumps(schema(), indent=1, ensure_ascii=False))
 
 # %% ../../nbs/8_use/13_cli.ipynb #0ebd65a1
-@app.command(context_settings=dict(allow_extra_args=True, ignore_unknown_options=True), epilog=_examples('atlas launch codex', 'atlas launch claude --model mine', 'atlas launch opencode --print', 'atlas launch codex -- exec "Explain this folder"'))
-def launch(ctx:Annotated[typer.Context, _opt('Holds what is for the program.')],
-    client:Annotated[str, typer.Argument(metavar='PROGRAM', help='codex, claude, opencode, continue, pi, qwen, aider or open-webui.', autocompletion=_clients)],
+@app.command(
+    context_settings=dict(allow_extra_args=True, ignore_unknown_options=True),
+    epilog=_examples(
+        'atlas launch codex', 'atlas launch claude --model mine',
+        'atlas launch opencode --print', 'atlas launch codex -- exec "Explain this folder"'))
+def launch(
+    ctx:Annotated[typer.Context, _opt('Holds what is for the program.')],
+    client:Annotated[
+        str,
+        typer.Argument(
+            metavar='PROGRAM',
+            help='codex, claude, opencode, continue, pi, qwen, aider or open-webui.',
+            autocompletion=_clients)],
     url:Annotated[str, _opt('Where the server is.')]='http://127.0.0.1:8888',
-    model:Annotated[str|None, _opt("Which of its models. [default: the first]", show_default=False)]=None,
+    model:Annotated[
+        str|None, _opt("Which of its models. [default: the first]", show_default=False)]=None,
     key:Annotated[str|None, _opt('API key. [default: $ATLAS_API_KEY]', show_default=False)]=None,
-    show:Annotated[bool, _opt('Only print what would be set, written and started.', '--print')]=False,
-    start:Annotated[bool, _opt('Start the program; without, its files are written and nothing else.')]=True,
+    show:Annotated[
+        bool, _opt('Only print what would be set, written and started.', '--print')]=False,
+    start:Annotated[
+        bool, _opt('Start the program; without, its files are written and nothing else.')]=True,
 ):
     """Start a coding agent, or another client, with this server behind it.
 
     What stands after "--" goes to the program."""
     from atlas.use.clients import launch
-    launch(client, ctx.args, url=url, model=model, key=key, show=show, start=start)
+    launch(
+        client, ctx.args, url=url, model=model,
+        key=key, show=show, start=start)
 
 # %% ../../nbs/8_use/13_cli.ipynb #5bee0042
 def _watched(where, server, told):
@@ -808,18 +953,40 @@ def _watched(where, server, told):
 
 def _looked(seen, news, as_json):
     "Print what a look has found"
-    things = [dict(name=s.name, well=s.well, why=s.why) for s in seen]
+    things = [
+        dict(name=s.name, well=s.well, why=s.why)
+        for s in seen]
     if as_json:
         return typer.echo(json.dumps(dict(seen=things, news=news), ensure_ascii=False))
     for line in map(str, seen) if sys.stdout.isatty() else news:
         typer.echo(line)
 
-@app.command(epilog=_examples('atlas watch atlas.yaml', 'atlas watch --once http://127.0.0.1:8888 --notify ntfy://my-topic'))
+@app.command(
+    epilog=_examples(
+        'atlas watch atlas.yaml',
+        'atlas watch --once http://127.0.0.1:8888 --notify ntfy://my-topic'))
 def watch(
-    where:Annotated[str, typer.Argument(metavar='FILE|URL', help='A file as "atlas serve --config" takes it, or where a server is.')],
-    only_once:Annotated[bool, _opt('Look once, for cron. Ends with 0 if all is well and with 3 if something is not; prints what has changed since the last time.', '--once')]=False,
-    server:Annotated[str|None, _opt('Where the models of FILE are served. [default: http://127.0.0.1:8888]', show_default=False)]=None,
-    notify:Annotated[list[str]|None, _opt('Whom to tell, as apprise writes it, beside those in FILE; may be repeated.', show_default=False)]=None,
+    where:Annotated[
+        str,
+        typer.Argument(
+            metavar='FILE|URL',
+            help='A file as "atlas serve --config" takes it, or where a server is.')],
+    only_once:Annotated[
+        bool,
+        _opt(
+            'Look once, for cron. Ends with 0 if all is well and with 3 if something is not; '
+            'prints what has changed since the last time.',
+            '--once')]=False,
+    server:Annotated[
+        str|None,
+        _opt(
+            'Where the models of FILE are served. [default: http://127.0.0.1:8888]',
+            show_default=False)]=None,
+    notify:Annotated[
+        list[str]|None,
+        _opt(
+            'Whom to tell, as apprise writes it, beside those in FILE; may be repeated.',
+            show_default=False)]=None,
     as_json:Json=False,
 ):
     "Ask servers and models how they are, and tell people once that changes."
@@ -836,10 +1003,14 @@ def watch(
 
 # %% ../../nbs/8_use/13_cli.ipynb #0dbd8ee5
 Url = Annotated[str, _opt('Where the server is.')]
-ItsKey = Annotated[str|None, _opt(
-    'API key; an admin\'s where something is to change. [default: $ATLAS_ADMIN_KEY, else $ATLAS_API_KEY]',
-    show_default=False)]
-ItsModel = Annotated[str, typer.Argument(metavar='NAME', help='A model of the server, by any of its names.')]
+ItsKey = Annotated[
+    str|None,
+    _opt(
+        'API key; an admin\'s where something is to change. [default: $ATLAS_ADMIN_KEY, else '
+        '$ATLAS_API_KEY]',
+        show_default=False)]
+ItsModel = Annotated[
+    str, typer.Argument(metavar='NAME', help='A model of the server, by any of its names.')]
 Wait = Annotated[bool, _opt('Wait until it is done.')]
 HERE = 'http://127.0.0.1:8888'
 
@@ -852,29 +1023,47 @@ def _row(r, as_json):
     _print(r.to_dict(), as_json, f'{r.name} is {r.state}')
 
 # %% ../../nbs/8_use/13_cli.ipynb #9f92bee2
-@app.command(epilog=_examples('atlas ps', "atlas ps --url http://spark:8888 --json | jq '.models[].state'"))
+@app.command(
+    epilog=_examples(
+        'atlas ps', "atlas ps --url http://spark:8888 --json | jq '.models[].state'"))
 def ps(url:Url=HERE, key:ItsKey=None, as_json:Json=False):
     "Show the models of a running server: state, size, speed, and since when."
     from atlas.use.admin import HEAD,cells
     rows,memory = _server(url, key).rows()
     text = _table([cells(r) for r in rows], HEAD)
-    _print(dict(models=[r.to_dict() for r in rows], memory=memory), as_json, text)
+    _print(
+        dict(models=[r.to_dict() for r in rows], memory=memory),
+        as_json, text)
 
 @app.command(epilog=_examples('atlas load coder', 'atlas load coder --no-wait'))
-def load(name:ItsModel, url:Url=HERE, key:ItsKey=None, wait:Wait=True, as_json:Json=False):
+def load(
+    name:ItsModel, url:Url=HERE, key:ItsKey=None,
+    wait:Wait=True, as_json:Json=False
+):
     "Have a running server load a model."
     _row(_server(url, key).load(name, wait), as_json)
 
-@app.command(epilog=_examples('atlas stop coder', 'ATLAS_ADMIN_KEY=secret atlas stop coder --url http://spark:8888'))
-def stop(name:ItsModel, url:Url=HERE, key:ItsKey=None, wait:Wait=True, as_json:Json=False):
+@app.command(
+    epilog=_examples(
+        'atlas stop coder', 'ATLAS_ADMIN_KEY=secret atlas stop coder --url http://spark:8888'))
+def stop(
+    name:ItsModel, url:Url=HERE, key:ItsKey=None,
+    wait:Wait=True, as_json:Json=False
+):
     "Have a running server unload a model, when its answers have ended."
     _row(_server(url, key).stop(name, wait), as_json)
 
-@app.command(epilog=_examples('atlas top', 'atlas top --every 5 --url http://spark:8888', 'atlas top --json --count 1'))
-def top(url:Url=HERE, key:ItsKey=None,
+@app.command(
+    epilog=_examples(
+        'atlas top', 'atlas top --every 5 --url http://spark:8888', 'atlas top --json --count 1'))
+def top(
+    url:Url=HERE, key:ItsKey=None,
     every:Annotated[float, _opt('Seconds between two looks.', min=.1, max=86400)]=1.,
-    count:Annotated[int|None, _opt('Look so many times. [default: until Ctrl-C]', min=1, show_default=False)]=None,
-    as_json:Json=False):
+    count:Annotated[
+        int|None, _opt('Look so many times. [default: until Ctrl-C]', min=1, show_default=False)
+    ]=None,
+    as_json:Json=False
+):
     "Watch the models of a running server: memory, speed, and who waits."
     s = _server(url, key)
     if not as_json:
@@ -883,29 +1072,58 @@ def top(url:Url=HERE, key:ItsKey=None,
         if isinstance(seen, Exception):
             said = dict(error=str(seen))
         else:
-            said = dict(models=[r.to_dict() for r in seen[0]], memory=seen[1])
+            said = dict(
+                models=[r.to_dict() for r in seen[0]],
+                memory=seen[1])
         typer.echo(json.dumps(said, ensure_ascii=False))
 
 # %% ../../nbs/8_use/13_cli.ipynb #60a61e9b
-@app.command(context_settings=dict(allow_extra_args=True), epilog=_examples('atlas quantize ./my-model ./my-model-nvfp4 --format nvfp4', "atlas quantize org/name ./small --format fp8 --keep '*.o_proj' '*.layers.0.*'"))
-def quantize(ctx:Annotated[typer.Context, _opt('Holds what follows --keep.')],
-    src:Annotated[str, typer.Argument(metavar='SRC', help='A folder with safetensors, or a Hugging Face id such as org/name.', autocompletion=_complete)],
+@app.command(
+    context_settings=dict(allow_extra_args=True),
+    epilog=_examples(
+        'atlas quantize ./my-model ./my-model-nvfp4 --format nvfp4',
+        "atlas quantize org/name ./small --format fp8 --keep '*.o_proj' '*.layers.0.*'"))
+def quantize(
+    ctx:Annotated[typer.Context, _opt('Holds what follows --keep.')],
+    src:Annotated[
+        str,
+        typer.Argument(
+            metavar='SRC',
+            help='A folder with safetensors, or a Hugging Face id such as org/name.',
+            autocompletion=_complete)],
     dst:Annotated[str, typer.Argument(metavar='DST', help='The folder to make.')],
-    format:Annotated[Literal['nvfp4','fp8','mxfp4'], _opt('How to store the matrices.', '--format', '-f')],
-    keep:Annotated[list[str]|None, _opt('Tensors or modules to leave as they are.', metavar='GLOB…', show_default=False)]=None,
-    layout:Annotated[str|None, _opt("nvfp4: modelopt, compressed-tensors. fp8: block, channel, tensor. [default: the first that suits the model]", show_default=False)]=None,
+    format:Annotated[
+        Literal['nvfp4','fp8','mxfp4'],
+        _opt('How to store the matrices.', '--format', '-f')],
+    keep:Annotated[
+        list[str]|None,
+        _opt('Tensors or modules to leave as they are.', metavar='GLOB…', show_default=False)
+    ]=None,
+    layout:Annotated[
+        str|None,
+        _opt(
+            "nvfp4: modelopt, compressed-tensors. fp8: block, channel, tensor. [default: the "
+            "first that suits the model]",
+            show_default=False)]=None,
     head:Annotated[bool, _opt('Quantise the output matrix (lm_head) too.', '--head')]=False,
-    requantize:Annotated[bool, _opt('Decode what is quantised already, and encode it again.', '--requantize')]=False,
+    requantize:Annotated[
+        bool, _opt('Decode what is quantised already, and encode it again.', '--requantize')
+    ]=False,
     force:Annotated[bool, _opt('Replace the model in DST.', '--force')]=False,
-    shard_size:Annotated[int, _opt('Size of a file at most.', parser=_bytes, metavar='SIZE')]='5GB',
+    shard_size:Annotated[
+        int, _opt('Size of a file at most.', parser=_bytes, metavar='SIZE')]='5GB',
     as_json:Json=False,
 ):
     "Write a copy of a model with fewer bits a weight, and report what was lost."
     from atlas.ground.hub import resolve
     from atlas.ground.quantize import quantize
     if ctx.args and not keep:
-        raise typer.BadParameter(f'{ctx.args[0]!r} is one too many: SRC and DST are named already', param_hint="'DST'")
-    report = quantize(resolve(src), dst, format, layout, [*(keep or ()),*ctx.args], head, requantize, force, shard_size)
+        raise typer.BadParameter(
+            f'{ctx.args[0]!r} is one too many: SRC and DST are named already', param_hint="'DST'")
+    report = quantize(
+        resolve(src), dst, format, layout,
+        [*(keep or ()),*ctx.args],
+        head, requantize, force, shard_size)
     _print(dict(path=dst)|report.to_dict(), as_json, str(report))
 
 # %% ../../nbs/8_use/13_cli.ipynb #373eb45e
@@ -917,14 +1135,20 @@ def _versions():
             return version(n)
         except PackageNotFoundError:
             return None
-    return {n:get(n) for n in ('numpy', 'cupy-cuda13x', 'safetensors', 'tokenizers', 'huggingface_hub', 'gguf', 'fastapi')}
+    return {
+        n:get(n)
+        for n in (
+            'numpy', 'cupy-cuda13x', 'safetensors', 'tokenizers', 'huggingface_hub', 'gguf',
+            'fastapi')}
 
 @app.command(epilog=_examples('atlas version --json'))
 def version(as_json:Json=False):
     "Say which Atlas this is, and what it runs on. Put it into reports."
     import platform
     from atlas import __version__
-    d = dict(atlas=__version__, python=platform.python_version(), platform=f'{platform.system()} {platform.machine()}', packages=_versions())
+    d = dict(
+        atlas=__version__, python=platform.python_version(),
+        platform=f'{platform.system()} {platform.machine()}', packages=_versions())
     parts = ', '.join(f'{k} {v}' for k,v in d['packages'].items() if v)
     _print(d, as_json, f'atlas {d["atlas"]}\nPython {d["python"]} on {d["platform"]}\n{parts}')
 
@@ -953,25 +1177,38 @@ def _shares(text:str)->list[float]:
 # %% ../../nbs/8_use/13_cli.ipynb #496c7d0d
 class _Bench(_Group):
     "`atlas bench MODEL` is `atlas bench all MODEL`"
-    def resolve_command(self, ctx, args): return super().resolve_command(ctx, args if args[0] in self.commands else ['all',*args])
+    def resolve_command(self, ctx, args):
+        return super().resolve_command(
+            ctx,
+            args if args[0] in self.commands else ['all',*args])
     def list_commands(self, ctx): return ['all','decode','kernels','prefill','startup','throughput']
 
-benches = typer.Typer(cls=_Bench, no_args_is_help=True, rich_markup_mode=None, help='Measure how fast a model is here. "atlas bench MODEL" is short for "atlas bench all MODEL".',
-    epilog=_examples('atlas bench tiny', 'atlas bench decode qwen3.6-35b-a3b --load-format dummy --weights nvfp4'), invoke_without_command=False)
+benches = typer.Typer(
+    cls=_Bench, no_args_is_help=True, rich_markup_mode=None,
+    help='Measure how fast a model is here. "atlas bench MODEL" is short for "atlas bench all '
+    'MODEL".',
+    epilog=_examples(
+        'atlas bench tiny',
+        'atlas bench decode qwen3.6-35b-a3b --load-format dummy --weights nvfp4'),
+    invoke_without_command=False)
 app.add_typer(benches, name='bench')
 
-Batches = Annotated[str, _opt('How many sequences to decode side by side; several with commas between them.')]
+Batches = Annotated[
+    str, _opt('How many sequences to decode side by side; several with commas between them.')]
 Output = Annotated[Path|None, _opt('Write all numbers to this file too, as JSON.',
     '--output', '-o', metavar='FILE', show_default=False)]
 Simulated = Annotated[str|None, _opt(
     'Accept so many of the first, second, … drafts, whatever they are, as 0.9,0.8: '
     'random weights draft nothing that is right.',
     '--simulate-acceptance', parser=_shares, metavar='SHARES', show_default=False)]
-Contexts = Annotated[str, _opt('Tokens that the sequences are to have behind them; several with commas between them.')]
+Contexts = Annotated[
+    str,
+    _opt('Tokens that the sequences are to have behind them; several with commas between them.')]
 
 # %% ../../nbs/8_use/13_cli.ipynb #f2c4a37f
 @benches.command('all', epilog=_examples('atlas bench demo', 'atlas bench demo --batch 1 --json'))
-@engine_flags('device', 'max_seq_len', 'load_format', 'weights', 'prefill_activations', *SPECULATION)
+@engine_flags(
+    'device', 'max_seq_len', 'load_format', 'weights', 'prefill_activations', *SPECULATION)
 def bench(model:Model,
     batch:Batches='1,2,4,8',
     prompt:Annotated[int, _opt('Tokens of the prompt to prefill.', min=1)]=512,
@@ -1000,7 +1237,11 @@ def _card(name, without):
     try:
         d = get_device(name)
     except DeviceError as e:
-        raise DeviceError(e.msg, hint='; '.join(filter(None, [re.sub(r'(, or u|^U)se --device cpu$', '', e.hint), without]))) from e
+        raise DeviceError(
+            e.msg,
+            hint='; '.join(
+                filter(None, [re.sub(r'(, or u|^U)se --device cpu$', '', e.hint), without]))
+        ) from e
     return d.need_card(f'--device {name} is no graphics card here', without)
 
 # %% ../../nbs/8_use/13_cli.ipynb #8e58a3b9
@@ -1040,7 +1281,9 @@ def _longest(config, n):
         return min(n, ck.config.max_seq_len)
 
 # %% ../../nbs/8_use/13_cli.ipynb #e2242dbb
-@benches.command('kernels', epilog=_examples('atlas bench kernels qwen3.6-35b-a3b --load-format dummy --weights nvfp4'))
+@benches.command(
+    'kernels',
+    epilog=_examples('atlas bench kernels qwen3.6-35b-a3b --load-format dummy --weights nvfp4'))
 @engine_flags(*CARD_FLAGS, device='cuda')
 def bench_kernels(model:Model, batch:Batches='1',
     context:Contexts='0',
@@ -1077,12 +1320,19 @@ def bench_prefill(model:Model,
     'atlas bench startup /tmp/35b --cold --output numbers.json'))
 @engine_flags('device', 'max_seq_len', 'max_num_seqs', 'weights', 'quantization', 'lm_head_dtype',
     'cache_packed')
-def bench_startup(model:Model,
+def bench_startup(
+    model:Model,
     cold:Annotated[bool, _opt('Have the page cache forget the files first.')]=False,
-    plain:Annotated[float, _opt('Gigabytes to read plainly for comparison, in each of four ways.')]=8,
-    write:Annotated[Path|None, _opt('Only write true-sized files of this known shape, '
-        'with made-up numbers, to a folder.', '--write', metavar='FOLDER', show_default=False)]=None,
-    as_json:Json=False, output:Output=None, **options):
+    plain:Annotated[
+        float, _opt('Gigabytes to read plainly for comparison, in each of four ways.')]=8,
+    write:Annotated[
+        Path|None,
+        _opt(
+            'Only write true-sized files of this known shape, '
+            'with made-up numbers, to a folder.',
+            '--write', metavar='FOLDER', show_default=False)]=None,
+    as_json:Json=False, output:Output=None, **options
+):
     "Measure what a start waits for, stage by stage, beside what the disk gives raw."
     from atlas.card.context import begin_context
     if not write:
@@ -1126,15 +1376,26 @@ def bench_throughput(model:Model,
 
 # %% ../../nbs/8_use/13_cli.ipynb #008bc335
 @app.command(epilog=_examples('atlas check', 'atlas check --device emulator --only gemv'))
-def check(device:Annotated[str, _opt('A card: cuda or cuda:N; or emulator, which needs a C++ compiler instead.')]='cuda',
-    only:Annotated[str|None, _opt(
-        'Only kernels whose names contain this, or that do the work of this word of a layer, '
-        'such as rmsnorm or attend.', show_default=False)]=None):
+def check(
+    device:Annotated[
+        str, _opt('A card: cuda or cuda:N; or emulator, which needs a C++ compiler instead.')
+    ]='cuda',
+    only:Annotated[
+        str|None,
+        _opt(
+            'Only kernels whose names contain this, or that do the work of this word of a '
+            'layer, '
+            'such as rmsnorm or attend.',
+            show_default=False)]=None
+):
     "Try every kernel on this machine's card."
     from atlas.use.check import check,names
     from atlas.ground.core import AtlasError
     from atlas.card.emulator import Emulator
-    report = check(Emulator() if device=='emulator' else _card(device, '"atlas check --device emulator" needs none, only a C++ compiler'), only)
+    report = check(
+        Emulator() if device=='emulator'
+        else _card(device, '"atlas check --device emulator" needs none, only a C++ compiler'),
+        only)
     if not report:
         there = ', '.join(names())
         said = f'No kernel has {only!r} in its name'

@@ -36,11 +36,16 @@ def read_json(
     if not isinstance(d, dict):
         raise RequestError(f'The body is {found(d)}', hint='Send a JSON object')
     if _large(raw) and (at := _infinite(d)):
-        raise RequestError(f'{at} is a number too large to be held', hint='Send finite numbers', param=at)
+        raise RequestError(
+            f'{at} is a number too large to be held', hint='Send finite numbers', param=at)
     return d
 
-MANY = 1<<21 # Values, as its commas and colons count them: a context of a million tokens, as ids, and as much again
-_shape = bytes(48 if chr(c) in '0123456789' else c|32 if chr(c) in 'eE' else 43 if c==43 else 32 for c in range(256))
+# Values, as its commas and colons count them: a context of a million tokens, as ids, and as much again
+MANY = 1<<21
+_shape = bytes(
+    48 if chr(c) in '0123456789' else c|32
+    if chr(c) in 'eE' else 43 if c==43 else 32
+    for c in range(256))
 
 def _large(raw)->bool:
     "May there be a number without an end in `raw`? Then it has an exponent of two digits, or very many digits"
@@ -93,12 +98,19 @@ def blame(
     d:dict, # The body it was found in
 )->RequestError: # One sentence about one field
     "Turn pydantic's findings into a refusal that names the field"
-    faults = [(*_walk(d, x['loc'], x['type']=='missing'), x) for x in e.errors(include_url=False, include_context=False)[:64]]
-    path,v,x = max(faults, key=lambda f: f[0].count('.')+f[0].count('['))
+    faults = [
+        (*_walk(d, x['loc'], x['type']=='missing'), x)
+        for x in e.errors(include_url=False, include_context=False)[:64]]
+    path,v,x = max(
+        faults,
+        key=lambda f: f[0].count('.')
+        +f[0].count('['))
     if x['type']=='missing':
         return RequestError(f'{path} is missing', hint='Add the field', param=path)
     wants = dict.fromkeys(f['msg'] for p,_,f in faults if p==path)
-    return RequestError(f'{path} is {found(v)}. {" or ".join(wants).replace("or Input should be", "or")}', param=path)
+    return RequestError(
+        f'{path} is {found(v)}. {" or ".join(wants).replace("or Input should be", "or")}',
+        param=path)
 
 # %% ../../../nbs/7_service/01_protocol.base.ipynb #19d807bc
 def validate(
@@ -114,10 +126,14 @@ def validate(
 
 # %% ../../../nbs/7_service/01_protocol.base.ipynb #ce9dc9c1
 def _whole(v): return int(v) if isinstance(v, float) and v.is_integer() else v
-Int = Annotated[int, BeforeValidator(_whole), Field(ge=-2**63, lt=2**63)]
+Int = Annotated[
+    int, BeforeValidator(_whole),
+    Field(ge=-2**63, lt=2**63)]
 Budget = Annotated[Int, Field(ge=-1)]
 Seconds = Annotated[float, Field(gt=0, le=MAX_TIMEOUT)] # That a request may take
-Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
+Ids = Annotated[
+    list[Annotated[int, Field(ge=0, lt=2**31)]],
+    Field(fail_fast=True)]
 
 # %% ../../../nbs/7_service/01_protocol.base.ipynb #c2cf72dd
 OPEN = ConfigDict(strict=True, allow_inf_nan=False, extra='allow') # Keeps what it does not know
@@ -194,8 +210,12 @@ SAMPLING = frozenset(f.name for f in fields(SamplingParams))
 
 def given(body:BaseModel)->frozenset[str]:
     "The sampling parameters that a body sets, by our names"
-    theirs = dict(max_completion_tokens='max_tokens', max_output_tokens='max_tokens', stop_sequences='stop')
-    named = {theirs.get(k, k) for k in type(body).model_fields if getattr(body, k, None) is not None}
+    theirs = dict(
+        max_completion_tokens='max_tokens', max_output_tokens='max_tokens', stop_sequences='stop')
+    named = {
+        theirs.get(k, k)
+        for k in type(body).model_fields
+        if getattr(body, k, None) is not None}
     return frozenset(named & SAMPLING)
 
 @patch
@@ -242,13 +262,22 @@ def think(
 )->tuple[dict,int|None]: # Variables of the template, `thinking_budget`
     "How much to think, as an `Ask` has it"
     if effort is not None and effort not in EFFORTS:
-        raise RequestError(f'{param} is {found(effort)}, expected {" or ".join(EFFORTS)}', param=param)
+        raise RequestError(
+            f'{param} is {found(effort)}, expected {" or ".join(EFFORTS)}', param=param)
     if effort=='none' or budget==0:
         enabled = False
     if enabled is False:
         return dict(enable_thinking=False, thinking=False),0
     v = {} if enabled is None else dict(enable_thinking=True, thinking=True)
-    return v | ({} if effort is None else dict(reasoning_effort=dict(minimal='low', xhigh='high', max='high').get(effort, effort))),budget if budget and budget>0 else None
+    return (
+        v
+        | (
+            {} if effort is None
+            else dict(
+                reasoning_effort=dict(
+                    minimal='low', xhigh='high', max='high'
+                ).get(effort, effort))),
+        budget if budget and budget>0 else None)
 
 # %% ../../../nbs/7_service/01_protocol.base.ipynb #46ff4fff
 def format_of(
@@ -262,13 +291,18 @@ def format_of(
     if kind=='json_object' and f.get('schema') is None:
         return dict(kind='json_object')
     if kind not in ('json_object','json_schema'):
-        raise RequestError(f'{param}.type is {found(kind)}, expected text, json_object or json_schema', param=param)
+        raise RequestError(
+            f'{param}.type is {found(kind)}, expected text, json_object or json_schema',
+            param=param)
     box = f.get('json_schema', f)
     schema = box.get('schema', box.get('schema_')) if isinstance(box, dict) else None
     if not isinstance(schema, dict|bool):
         at = 'json_schema.schema' if param=='response_format' else 'schema'
-        raise RequestError(f'{param} has no schema', hint=f'Put a JSON schema into {param}.{at}', param=param)
-    return dict(kind='json_schema', schema=schema) | (dict(strict=False) if box.get('strict') is False else {})
+        raise RequestError(
+            f'{param} has no schema', hint=f'Put a JSON schema into {param}.{at}', param=param)
+    return dict(kind='json_schema', schema=schema) | (
+        dict(strict=False) if box.get('strict') is False
+        else {})
 
 # %% ../../../nbs/7_service/01_protocol.base.ipynb #31ede32c
 def merge_system(
@@ -282,7 +316,15 @@ def merge_system(
         return rest
     if all(isinstance(c, str) for c in said):
         return [dict(role='system', content='\n\n'.join(said)), *rest]
-    return [dict(role='system', content=[p for c in said for p in ([dict(type='text', text=c)] if isinstance(c, str) else c)]), *rest]
+    return [
+        dict(
+            role='system',
+            content=[
+                p for c in said
+                for p in (
+                    [dict(type='text', text=c)]
+                    if isinstance(c, str) else c)]),
+        *rest]
 
 # %% ../../../nbs/7_service/01_protocol.base.ipynb #dea6535d
 @dataclass(frozen=True)
@@ -297,7 +339,9 @@ class Usage:
 # %% ../../../nbs/7_service/01_protocol.base.ipynb #c8fbe53f
 DONE = b'data: [DONE]\n\n'
 
-_ends = {'\u0085'.encode():rb'\u0085', '\u2028'.encode():rb'\u2028', '\u2029'.encode():rb'\u2029'}
+_ends = {
+    '\u0085'.encode():rb'\u0085', '\u2028'.encode():rb'\u2028',
+    '\u2029'.encode():rb'\u2029'}
 
 def quote(v)->bytes:
     "Any value as JSON on one line, whoever splits it"

@@ -67,7 +67,9 @@ def _parts(c, role):
     "Content as a list of parts"
     if isinstance(c, str):
         c = [dict(type='output_text' if role=='assistant' else 'input_text', text=c)]
-    return [dict(annotations=[], logprobs=[]) | p if p['type']=='output_text' else p for p in c or ()]
+    return [
+        dict(annotations=[], logprobs=[]) | p if p['type']=='output_text' else p
+        for p in c or ()]
 
 def keep_item(
     i:Item,
@@ -83,7 +85,9 @@ def keep_item(
     if kind=='message' and not i.role:
         raise RequestError(f'{where}.role is missing', param=f'{where}.role')
     if kind=='message' and i.content is None and i.role!='assistant':
-        raise RequestError(f'{where}.content is missing', hint='Send text or a list of parts', param=f'{where}.content')
+        raise RequestError(
+            f'{where}.content is missing', hint='Send text or a list of parts',
+            param=f'{where}.content')
     if kind=='message':
         d['content'] = _parts(d.get('content'), i.role)
     if kind=='reasoning':
@@ -107,21 +111,31 @@ def unseal(s:str)->str|None:
     except ValueError:
         return None
 
-def _joined(parts, sep=''): return sep.join(p.get('text') or '' for p in parts or ())
+def _joined(parts, sep=''):
+    return sep.join(p.get('text') or '' for p in parts or ())
 
 def thought(item:dict)->str:
     "The text of a reasoning item: its content, else what is sealed in it, else its summary"
     c = item.get('content')
-    return (c if isinstance(c, str) else _joined(c)) or unseal(item.get('encrypted_content') or '') or _joined(item.get('summary'), '\n\n')
+    return (
+        (c if isinstance(c, str) else _joined(c))
+        or unseal(item.get('encrypted_content') or '')
+        or _joined(item.get('summary'), '\n\n'))
 
 # %% ../../../nbs/7_service/06_protocol.items.ipynb #dd185c98
 class Thread:
     "Items, as they become the messages of a chat"
     def __init__(self, instructions:str|None=None):
-        self.system,self.messages,self.calls,self.warnings,self.cut = [instructions] if instructions else [],[],{},{},None
+        self.system = [instructions] if instructions else []
+        self.messages = []
+        self.calls = {}
+        self.warnings = {}
+        self.cut = None
     def all(self)->list[dict]:
         "The messages"
-        return ([dict(role='system', content='\n\n'.join(self.system))] if self.system else [])+self.messages
+        return (
+            [dict(role='system', content='\n\n'.join(self.system))]
+            if self.system else [])+self.messages
     def answer(self, *taken)->dict:
         "The assistant's turn that goes on here; a fresh one if the last has something in one of the fields `taken`"
         last = self.messages[-1] if self.messages else {}
@@ -139,7 +153,9 @@ def _text(parts, where):
         return parts
     for j,p in enumerate(parts):
         if p['type'] not in _texts|{'refusal'}:
-            raise NotOfferedError(f'{where}[{j}] is of type {p["type"][:40]!r}', hint='Send text', param=f'{where}[{j}]')
+            raise NotOfferedError(
+                f'{where}[{j}] is of type {p["type"][:40]!r}', hint='Send text',
+                param=f'{where}[{j}]')
     return '\n'.join(p.get('text') or p.get('refusal') or '' for p in parts)
 
 def _seen(p, where):
@@ -147,17 +163,26 @@ def _seen(p, where):
     if p['type'] in _texts and p.get('text') is not None:
         return dict(type='text', text=p['text'])
     if p['type']=='input_image' and p.get('image_url'):
-        return dict(type='image_url', image_url=dict(url=p['image_url'], detail=p.get('detail') or 'auto'), where=where)
+        return dict(
+            type='image_url',
+            image_url=dict(url=p['image_url'], detail=p.get('detail') or 'auto'),
+            where=where)
     if p['type'] in ('input_image','input_file','input_audio'):
-        raise NotOfferedError(f'{where} is of type {p["type"]!r} without an image_url', hint='Send text, or an image as a data URL', param=where)
-    raise RequestError(f'{where} is of type {p["type"][:40]!r} or has no text', hint='Send input_text or input_image', param=where)
+        raise NotOfferedError(
+            f'{where} is of type {p["type"]!r} without an image_url',
+            hint='Send text, or an image as a data URL', param=where)
+    raise RequestError(
+        f'{where} is of type {p["type"][:40]!r} or has no text',
+        hint='Send input_text or input_image', param=where)
 
 def _content(parts, where):
     "Content of a user or a tool: a string if it is all text"
     if isinstance(parts, str):
         return parts
     ps = [_seen(p, f'{where}[{j}]') for j,p in enumerate(parts)]
-    return '\n'.join(p['text'] for p in ps) if all(p['type']=='text' for p in ps) else ps
+    if all(p['type']=='text' for p in ps):
+        return '\n'.join(p['text'] for p in ps)
+    return ps
 
 # %% ../../../nbs/7_service/06_protocol.items.ipynb #5531cced
 @patch
@@ -167,14 +192,19 @@ def message(self:Thread, d, where):
     if d['role'] in ('system','developer'):
         self.system.append(_text(d['content'], where))
     elif d['role']=='assistant':
-        self.said(_text(d['content'], where), d.get('status') in ('incomplete','in_progress'))
+        self.said(
+            _text(d['content'], where),
+            d.get('status') in ('incomplete','in_progress'))
     else:
         self.messages.append(dict(role='user', content=_content(d['content'], where)))
 
 @patch
 def said(self:Thread, text, cut):
     "What the assistant said; the rest of what it was cut in, if that is the last message"
-    if self.cut and self.messages[-1] is self.cut and not self.cut.get('tool_calls'):
+    if (
+            self.cut and self.messages[-1] is self.cut
+            and not self.cut.get('tool_calls')
+    ):
         self.cut['content'] += text
     else:
         self.answer('content')['content'] = text
@@ -196,16 +226,26 @@ def call(self:Thread, d, where):
     "A call of a function or of something like one"
     kind = d['type']
     if kind=='function_call' and not isinstance(d.get('arguments'), str):
-        raise RequestError(f'{where}.arguments is {found(d.get("arguments"))}', hint='Send JSON text', param=f'{where}.arguments')
+        raise RequestError(
+            f'{where}.arguments is {found(d.get("arguments"))}', hint='Send JSON text',
+            param=f'{where}.arguments')
     if kind in ('function_call','custom_tool_call'):
         for k in 'call_id','name':
             if not d.get(k):
                 raise RequestError(f'{where}.{k} is missing', param=f'{where}.{k}')
-    known = {k:d[k] for k in ('action','operation','input','arguments') if d.get(k) is not None}
-    name,args = d.get('name') or kind.removesuffix('_call'),d['arguments'] if kind=='function_call' else quote(known).decode()
+    known = {
+        k:d[k]
+        for k in ('action','operation','input','arguments')
+        if d.get(k) is not None}
+    name = d.get('name') or kind.removesuffix('_call')
+    args = d['arguments'] if kind=='function_call' else quote(known).decode()
     self.calls[d['call_id']] = name
     m = self.answer()
-    m['tool_calls'] = [*m.get('tool_calls', ()), dict(id=d['call_id'], type='function', function=dict(name=name, arguments=args))]
+    m['tool_calls'] = [
+        *m.get('tool_calls', ()),
+        dict(
+            id=d['call_id'], type='function',
+            function=dict(name=name, arguments=args))]
 
 @patch
 def result(self:Thread, d, where):
@@ -214,14 +254,27 @@ def result(self:Thread, d, where):
     if not c:
         raise RequestError(f'{where}.call_id is missing', param=f'{where}.call_id')
     if c not in self.calls:
-        raise RequestError(f'{where} answers {found(c)}, and no call before it has that call_id', hint='Send the call too, or previous_response_id', param=f'{where}.call_id')
+        raise RequestError(
+            f'{where} answers {found(c)}, and no call before it has that call_id',
+            hint='Send the call too, or previous_response_id', param=f'{where}.call_id')
     if out is None:
         raise RequestError(f'{where}.output is missing', param=f'{where}.output')
-    parts = isinstance(out, list) and all(isinstance(p, dict) and isinstance(p.get('type'), str) for p in out) and out and d['type'] in ('function_call_output','custom_tool_call_output')
-    self.messages.append(dict(role='tool', tool_call_id=c, name=self.calls[c], content=_content(out, f'{where}.output') if parts else _dumped(out)))
+    parts = (
+        isinstance(out, list)
+        and all(
+            isinstance(p, dict) and isinstance(p.get('type'), str)
+            for p in out)
+        and out and d['type'] in ('function_call_output','custom_tool_call_output'))
+    self.messages.append(
+        dict(
+            role='tool', tool_call_id=c,
+            name=self.calls[c],
+            content=_content(out, f'{where}.output') if parts else _dumped(out)))
 
 # %% ../../../nbs/7_service/06_protocol.items.ipynb #99afb304
-_skipped = {'mcp_list_tools','mcp_approval_request','mcp_approval_response','compaction_trigger','additional_tools','configuration_update','ghost_snapshot','program','program_output'}
+_skipped = {
+    'mcp_list_tools','mcp_approval_request','mcp_approval_response','compaction_trigger',
+    'additional_tools','configuration_update','ghost_snapshot','program','program_output'}
 
 @patch
 def add(self:Thread, d:dict, where:str):
@@ -231,16 +284,25 @@ def add(self:Thread, d:dict, where:str):
         getattr(self, kind)(d, where)
     elif kind in _skipped:
         self.warn(f'An input item of type {kind!a}')
-    elif kind in ('function_call','custom_tool_call') or kind.endswith('_call') and d.get('call_id'):
+    elif (
+            kind in ('function_call','custom_tool_call')
+            or kind.endswith('_call') and d.get('call_id')
+    ):
         self.call(d, where)
-    elif kind.endswith('_output') and (kind in ('function_call_output','custom_tool_call_output') or d.get('call_id')):
+    elif (
+            kind.endswith('_output')
+            and (kind in ('function_call_output','custom_tool_call_output') or d.get('call_id'))
+    ):
         self.result(d, where)
     elif kind.startswith('compaction') and (t := unseal(d.get('encrypted_content') or '')):
         self.messages.append(dict(role='user', content=t))
     elif kind.endswith(('_call','_output')) or kind.startswith('compaction'):
         self.warn(f'An input item of type {kind[:40]!a}')
     else:
-        raise RequestError(f'{where}.type is {found(kind)}', hint='Send message, reasoning, function_call or function_call_output', param=f'{where}.type')
+        raise RequestError(
+            f'{where}.type is {found(kind)}',
+            hint='Send message, reasoning, function_call or function_call_output',
+            param=f'{where}.type')
 
 def messages(
     items:list[dict], # As `keep_item` gives them
@@ -259,19 +321,31 @@ def _function(t, where):
     f = t.function or {}
     name = t.name or f.get('name')
     if not isinstance(name, str) or not 0<len(name)<=512:
-        raise RequestError(f'{where}.name is {found(name)}', hint='Give the function a name', param=f'{where}.name')
-    pars,about = t.parameters or f.get('parameters') or dict(type='object', properties={}),t.description or f.get('description') or ''
+        raise RequestError(
+            f'{where}.name is {found(name)}', hint='Give the function a name',
+            param=f'{where}.name')
+    pars = t.parameters or f.get('parameters') or dict(type='object', properties={})
+    about = t.description or f.get('description') or ''
     if not isinstance(pars, dict) or not isinstance(about, str):
         raise RequestError(f'{where}.function is not a function', param=f'{where}.function')
     strict = t.strict if t.strict is not None else f.get('strict')
-    return dict(name=name, description=about, parameters=pars) | (dict(strict=True) if strict is True else {})
+    return dict(name=name, description=about, parameters=pars) | (
+        dict(strict=True) if strict is True else {})
 
 def _custom(t, where):
     "A tool of free text, as a function with one string"
     f,about = t.format or {},t.description or ''
     if f.get('type')=='grammar':
         about += f'\n\nThe input follows this grammar ({f.get("syntax")}):\n{f.get("definition")}'
-    return _function(t.model_copy(update=dict(description=about.strip(), parameters=dict(type='object', properties=dict(input=dict(type='string')), required=['input'], additionalProperties=False))), where)
+    return _function(
+        t.model_copy(
+            update=dict(
+                description=about.strip(),
+                parameters=dict(
+                    type='object',
+                    properties=dict(input=dict(type='string')),
+                    required=['input'], additionalProperties=False))),
+        where)
 
 def offered(
     tools:list[Tool],
@@ -296,16 +370,29 @@ def _pick(c, warn):
     "(mode, one name, allowed names) of a `tool_choice`"
     if c is None or isinstance(c, str):
         if c not in (None,'auto','none','required'):
-            raise RequestError(f'tool_choice is {found(c)}', hint='Send auto, none or required', param='tool_choice')
+            raise RequestError(
+                f'tool_choice is {found(c)}', hint='Send auto, none or required',
+                param='tool_choice')
         return c or 'auto',None,None
     kind = c.get('type')
-    name = c.get('name') or (c['function'].get('name') if isinstance(c.get('function'), dict) else None)
+    name = (
+        c.get('name')
+        or (
+            c['function'].get('name')
+            if isinstance(c.get('function'), dict) else None))
     if kind in ('function','custom') and isinstance(name, str):
         return 'required',name,None
-    if kind=='allowed_tools' and isinstance(c.get('tools'), list) and c.get('mode') in ('auto','required'):
-        return c['mode'],None,{t.get('name') for t in c['tools'] if isinstance(t, dict) and isinstance(t.get('name'), str)}
+    if (
+            kind=='allowed_tools' and isinstance(c.get('tools'), list)
+            and c.get('mode') in ('auto','required')
+    ):
+        return (
+            c['mode'],None,
+            {t.get('name') for t in c['tools']
+             if isinstance(t, dict) and isinstance(t.get('name'), str)})
     if not isinstance(kind, str) or kind in ('function','custom','allowed_tools'):
-        raise RequestError('tool_choice names no tool', hint='Send a type and a name', param='tool_choice')
+        raise RequestError(
+            'tool_choice names no tool', hint='Send a type and a name', param='tool_choice')
     warn(f'The tool choice {kind[:40]!a}')
     return 'auto',None,None
 
@@ -318,11 +405,13 @@ def choose(
     "Which tools may, must or must not be called"
     mode,name,allowed = _pick(choice, warn)
     if name is not None and not any(t['function']['name']==name for t in tools):
-        raise RequestError(f'tool_choice names {name[:40]!r}, which is not among the tools', param='tool_choice')
+        raise RequestError(
+            f'tool_choice names {name[:40]!r}, which is not among the tools', param='tool_choice')
     if allowed is not None:
         tools = [t for t in tools if t['function']['name'] in allowed]
     if mode=='required' and not tools:
         if not hosted:
-            raise RequestError('tool_choice asks for a tool, and there is none', param='tool_choice')
+            raise RequestError(
+                'tool_choice asks for a tool, and there is none', param='tool_choice')
         mode = 'auto'
     return tools or None,mode,name

@@ -65,11 +65,17 @@ class ResponsesBody(Shaped):
     reasoning: Reasoning|None = None
     max_output_tokens: Int|None = None
     top_logprobs: Annotated[Int, Field(ge=0, le=20)]|None = None
-    include: Annotated[list[Annotated[str, Field(max_length=128)]], Field(max_length=64)]|None = None
+    include: Annotated[
+        list[Annotated[str, Field(max_length=128)]],
+        Field(max_length=64)]|None = None
     store: bool|None = None
     background: bool|None = None
     truncation: Literal['auto','disabled']|None = None
-    metadata: Annotated[dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)]|None = None
+    metadata: Annotated[
+        dict[
+            Annotated[str, Field(max_length=64)],
+            Annotated[str, Field(max_length=512)]],
+        Field(max_length=16)]|None = None
     prompt_cache_key: Annotated[str, Field(max_length=1024)]|None = None
     safety_identifier: Annotated[str, Field(max_length=1024)]|None = None
     user: Annotated[str, Field(max_length=1024)]|None = None
@@ -99,7 +105,9 @@ class ResponsesAsk(Ask):
 def shorten(self:ResponsesAsk)->bool:
     "Leave out the oldest turn; False if only the last one is left"
     lead = bool(self.messages) and self.messages[0]['role']=='system'
-    users = [k for k,m in enumerate(self.messages) if m['role']=='user' and k>lead]
+    users = [
+        k for k,m in enumerate(self.messages)
+        if m['role']=='user' and k>lead]
     if not users:
         return False
     del self.messages[lead:users[0]]
@@ -111,82 +119,121 @@ def shorten(self:ResponsesAsk)->bool:
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #1e4de7ed
 def _params(b):
     "The sampling parameters of a body"
-    same = ('temperature','top_p','top_k','min_p','presence_penalty','frequency_penalty','repetition_penalty','logit_bias','seed','min_tokens','ignore_eos')
+    same = (
+        'temperature','top_p','top_k','min_p','presence_penalty','frequency_penalty',
+        'repetition_penalty','logit_bias','seed','min_tokens','ignore_eos')
     told = 'message.output_text.logprobs' in (b.include or ())
-    kw = {k:getattr(b, k) for k in same} | dict(max_tokens=b.max_output_tokens and min(b.max_output_tokens, 2**31-1), logprobs=b.top_logprobs or (0 if told else None))
+    kw = {k:getattr(b, k) for k in same} | dict(
+        max_tokens=b.max_output_tokens and min(b.max_output_tokens, 2**31-1),
+        logprobs=b.top_logprobs or (0 if told else None))
     if b.stop:
-        kw['stop'] = (b.stop,) if isinstance(b.stop, str) else tuple(b.stop)
+        kw['stop'] = (
+            (b.stop,) if isinstance(b.stop, str)
+            else tuple(b.stop))
     if b.stop_token_ids:
         kw['stop_token_ids'] = tuple(b.stop_token_ids)
     try:
         return SamplingParams(**{k:v for k,v in kw.items() if v is not None})
     except RequestError as e:
-        raise e if e.param!='max_tokens' else RequestError(e.msg.replace('max_tokens', 'max_output_tokens'), param='max_output_tokens') from None
+        raise e if e.param!='max_tokens' else RequestError(
+            e.msg.replace('max_tokens', 'max_output_tokens'), param='max_output_tokens') from None
 
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #e4fa08b3
 def _format(f):
     "`text.format` as the answer repeats it"
     if f is None or f.type!='json_schema':
         return dict(type=f.type if f else 'text')
-    return dict(type='json_schema', name=f.name or 'answer', description=f.description, schema=f.shape, strict=f.strict is not False)
+    return dict(
+        type='json_schema', name=f.name or 'answer',
+        description=f.description, schema=f.shape,
+        strict=f.strict is not False)
 
 def _shown(t, custom):
     "A tool as the answer repeats it"
     f = t['function']
     if f['name'] in custom:
         return dict(type='custom', name=f['name'], description=f['description'])
-    return dict(type='function', name=f['name'], description=f['description'], parameters=f['parameters'], strict=f.get('strict', False))
+    return dict(
+        type='function', name=f['name'],
+        description=f['description'], parameters=f['parameters'],
+        strict=f.get('strict', False))
 
 def _echo(b, p, tools, custom, keep):
     "The fields of a response that repeat the request"
     r,t = b.reasoning or Reasoning(),b.text or Text()
-    return dict(instructions=b.instructions, previous_response_id=b.previous_response_id, tools=[_shown(x, custom) for x in tools],
-        tool_choice='auto' if b.tool_choice is None else b.tool_choice, parallel_tool_calls=b.parallel_tool_calls is not False, max_tool_calls=b.max_tool_calls,
-        text=dict(format=_format(t.format)) | (dict(verbosity=t.verbosity) if t.verbosity else {}),
+    return dict(
+        instructions=b.instructions, previous_response_id=b.previous_response_id,
+        tools=[_shown(x, custom) for x in tools],
+        tool_choice='auto' if b.tool_choice is None else b.tool_choice,
+        parallel_tool_calls=b.parallel_tool_calls is not False, max_tool_calls=b.max_tool_calls,
+        text=dict(format=_format(t.format))
+        | (dict(verbosity=t.verbosity) if t.verbosity else {}),
         reasoning=dict(effort=r.effort, summary=r.summary or r.generate_summary),
-        temperature=p.temperature, top_p=p.top_p, presence_penalty=p.presence_penalty, frequency_penalty=p.frequency_penalty, top_logprobs=b.top_logprobs or 0,
-        max_output_tokens=p.max_tokens, truncation=b.truncation or 'disabled', store=keep, background=bool(b.background), service_tier='default',
-        metadata=b.metadata or {}, prompt_cache_key=b.prompt_cache_key, safety_identifier=b.safety_identifier, user=b.user)
+        temperature=p.temperature, top_p=p.top_p,
+        presence_penalty=p.presence_penalty, frequency_penalty=p.frequency_penalty,
+        top_logprobs=b.top_logprobs or 0, max_output_tokens=p.max_tokens,
+        truncation=b.truncation or 'disabled', store=keep,
+        background=bool(b.background), service_tier='default',
+        metadata=b.metadata or {}, prompt_cache_key=b.prompt_cache_key,
+        safety_identifier=b.safety_identifier, user=b.user)
 
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #b1c677b4
 def _input(b, rid, store, owner):
     "(items before, new items) of a body"
     if b.input is None and b.previous_response_id is None:
         raise RequestError('input is missing', hint='Send a text or a list of items', param='input')
-    new = [Item(role='user', content=b.input)] if isinstance(b.input, str) else b.input or []
+    if isinstance(b.input, str):
+        new = [Item(role='user', content=b.input)]
+    else:
+        new = b.input or []
     new = [keep_item(i, f'input[{k}]', rid, k) for k,i in enumerate(new)]
     if b.previous_response_id and store is None:
-        raise PreviousResponseError('This server stores no responses', hint='Send the whole conversation', param='previous_response_id')
+        raise PreviousResponseError(
+            'This server stores no responses', hint='Send the whole conversation',
+            param='previous_response_id')
     for k,d in enumerate(new):
         if d['type']!='item_reference':
             continue
         if store is None:
-            raise NotStoredError('This server stores no responses', hint='Send the item itself', param=f'input[{k}]')
+            raise NotStoredError(
+                'This server stores no responses', hint='Send the item itself',
+                param=f'input[{k}]')
         new[k] = store.find(d['id'], owner, f'input[{k}]')
     return store.chain(b.previous_response_id, owner) if b.previous_response_id else [],new
 
 def _form(b):
     "What the answer must be like: `text.format`, or the field of another endpoint"
     f = b.text and b.text.format
-    form,other = format_of(f and f.model_dump(by_alias=True, exclude_none=True), 'text.format'),b.shape()
+    form = format_of(f and f.model_dump(by_alias=True, exclude_none=True), 'text.format')
+    other = b.shape()
     if form and other:
-        raise RequestError(f'text.format and {other["format_at"]} are both given', hint='Choose one', param='text.format')
+        raise RequestError(
+            f'text.format and {other["format_at"]} are both given', hint='Choose one',
+            param='text.format')
     return other or dict(format=form, format_at='text.format')
 
 def _going(items, messages):
     "Does the input end with the beginning of an answer?"
     d = items[-1] if items else {}
-    if d.get('type')!='message' or d['role']!='assistant' or d['status'] not in ('incomplete','in_progress'):
+    if (
+            d.get('type')!='message' or d['role']!='assistant'
+            or d['status'] not in ('incomplete','in_progress')
+    ):
         return False
-    return not messages[-1].get('tool_calls') and bool((messages[-1]['content'] or '').strip())
+    return (
+        not messages[-1].get('tool_calls')
+        and bool((messages[-1]['content'] or '').strip()))
 
 def _refuse(b, keep):
     "What would be a broken promise"
     for k in 'conversation','prompt':
         if getattr(b, k) is not None:
-            raise NotOfferedError(f'{k} is given, which this server does not offer', hint='Leave it out', param=k)
+            raise NotOfferedError(
+                f'{k} is given, which this server does not offer', hint='Leave it out', param=k)
     if b.background and not keep:
-        raise RequestError('background is true, and the answer is not stored', hint='Set store to true', param='background')
+        raise RequestError(
+            'background is true, and the answer is not stored', hint='Set store to true',
+            param='background')
 
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #cd02799f
 def parse(
@@ -200,64 +247,107 @@ def parse(
     _refuse(b, keep)
     rid = f'resp_{uuid.uuid4().hex}'
     before,new = _input(b, rid, store, owner)
-    t = messages(before+new, b.instructions, [f'previous_response_id[{k}]' for k in range(len(before))]+[f'input[{k}]' for k in range(len(new))])
+    t = messages(
+        before+new, b.instructions,
+        [f'previous_response_id[{k}]' for k in range(len(before))]
+        +[f'input[{k}]' for k in range(len(new))])
     if not t.messages and not t.system:
         raise RequestError('input is empty', hint='Send a text or a list of items', param='input')
     fs,custom = offered(b.tools or [], t.warn)
-    tools,mode,name = choose(b.tool_choice, fs, len(fs)<len(b.tools or ()), t.warn)
+    tools,mode,name = choose(
+        b.tool_choice, fs,
+        len(fs)<len(b.tools or ()),
+        t.warn)
     p,r = _params(b),b.reasoning or Reasoning()
-    own,(vars,budget) = variables(b.chat_template_kwargs, left := []),think(b.enable_thinking, r.effort, b.thinking_budget, 'reasoning.effort')
-    return ResponsesAsk(t.all(), p, b.model,
-        tools=tools, tool_choice=mode, tool_name=name,
-        parallel=b.parallel_tool_calls is not False,
-        template=own|vars, thinking_budget=budget,
+    own = variables(b.chat_template_kwargs, left := [])
+    (vars,budget) = think(b.enable_thinking, r.effort, b.thinking_budget, 'reasoning.effort')
+    return ResponsesAsk(
+        t.all(), p, b.model, tools=tools,
+        tool_choice=mode, tool_name=name,
+        parallel=b.parallel_tool_calls is not False, template=own|vars,
+        thinking_budget=budget,
         continuing=_going(before+new, t.messages),
         stream=bool(b.stream), **_form(b),
-        priority=b.priority or 0, salt=b.cache_salt or '', timeout=b.timeout,
+        priority=b.priority or 0, salt=b.cache_salt or '',
+        timeout=b.timeout,
         warnings=[*t.warnings, *left, *unoffered(b)],
         ignored=ignored(b), given=given(b),
-        id=rid, echo=_echo(b, p, fs, custom, keep), items=new, store=store if keep else None, owner=owner,
-        size=len(raw), background=bool(b.background), truncation=b.truncation or 'disabled',
-        summary=bool(r.summary or r.generate_summary), sealed='reasoning.encrypted_content' in (b.include or ()), custom=frozenset(custom))
+        id=rid,
+        echo=_echo(b, p, fs, custom, keep),
+        items=new, store=store if keep else None, owner=owner,
+        size=len(raw), background=bool(b.background),
+        truncation=b.truncation or 'disabled',
+        summary=bool(r.summary or r.generate_summary),
+        sealed='reasoning.encrypted_content' in (b.include or ()),
+        custom=frozenset(custom))
 
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #83428c79
 class _Open:
     "An output item that is growing"
     def __init__(self, item:dict, index:int, delta:str, *where):
-        self.item,self.index,self.text,self.tokens = item,index,[],[]
+        self.item = item
+        self.index = index
+        self.text = []
+        self.tokens = []
         self.where = dict(item_id=item['id'], output_index=index) | dict(where)
-        self.head = f'event: response.{delta}\ndata: '.encode()+quote(dict(type=f'response.{delta}') | self.where)[:-1]
+        self.head = f'event: response.{delta}\ndata: '.encode()+quote(
+            dict(type=f'response.{delta}') | self.where
+        )[:-1]
     def say(self, text, n, extra=b''):
         "The event that adds `text`; `n` is its number"
         self.text.append(text)
         return b'%b%b,"delta":%b,"sequence_number":%d}\n\n' % (self.head, extra, quote(text), n)
 
 def _summary(text): return [dict(type='summary_text', text=text)]
-def _said(text, logprobs=()): return dict(type='output_text', text=text, annotations=[], logprobs=list(logprobs))
+def _said(text, logprobs=()):
+    return dict(type='output_text', text=text, annotations=[], logprobs=list(logprobs))
 
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #cb685899
 def count(u:Usage)->dict:
     "The `usage` of a response"
-    return dict(input_tokens=u.prompt, input_tokens_details=dict(cached_tokens=u.cached, cache_write_tokens=0),
-        output_tokens=u.completion, output_tokens_details=dict(reasoning_tokens=u.reasoning), total_tokens=u.prompt+u.completion)
+    return dict(
+        input_tokens=u.prompt,
+        input_tokens_details=dict(cached_tokens=u.cached, cache_write_tokens=0),
+        output_tokens=u.completion,
+        output_tokens_details=dict(reasoning_tokens=u.reasoning),
+        total_tokens=u.prompt+u.completion)
 
 class ResponsesWriter(Writer):
     "The answer to a `ResponsesAsk`, and its record in the store"
     prefix = 'resp_'
     names_results = thoughts_return = True
-    def __init__(self, ask:ResponsesAsk, model:str, id:str|None=None, created:int|None=None):
+    def __init__(
+        self, ask:ResponsesAsk, model:str,
+        id:str|None=None, created:int|None=None
+    ):
         super().__init__(ask, model, id or ask.id or None, created)
-        self.n,self.output,self.open,self.finish = 0,[],None,None
-        self.status,self.ended,self.usage,self.failure,self.told = 'queued',None,None,None,False
-        self.record,self.events,self.held,self.fresh,self.rest = None,[] if ask.background else None,[],[],b''
+        self.n = 0
+        self.output = []
+        self.open = None
+        self.finish = None
+        self.status = 'queued'
+        self.ended = None
+        self.usage = None
+        self.failure = None
+        self.told = False
+        self.record = None
+        self.events = [] if ask.background else None
+        self.held = []
+        self.fresh = []
+        self.rest = b''
 
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #f0989239
 @patch
 def resource(self:ResponsesWriter)->dict:
     "The response at this moment"
     why = dict(reason='max_output_tokens') if self.status=='incomplete' else None
-    return dict(id=self.id, object='response', created_at=self.created, completed_at=self.ended if self.status=='completed' else None, status=self.status,
-        error=self.failure, incomplete_details=why, model=self.model, output=list(self.output), usage=self.usage and count(self.usage)) | self.ask.echo
+    return dict(
+        id=self.id, object='response', created_at=self.created,
+        completed_at=self.ended if self.status=='completed' else None,
+        status=self.status, error=self.failure, incomplete_details=why,
+        model=self.model, output=list(self.output),
+        usage=self.usage and count(self.usage)
+    ) | self.ask.echo
 
 @patch
 def _event(self:ResponsesWriter, kind, **kw):
@@ -283,7 +373,10 @@ def _register(self:ResponsesWriter):
     a = self.ask
     if a.store is None or self.record is not None:
         return
-    self.record = Record(self.id, a.owner, a.items, a.echo['previous_response_id'], a.size, self, events=self.events)
+    self.record = Record(
+        self.id, a.owner, a.items,
+        a.echo['previous_response_id'], a.size, self,
+        events=self.events)
     a.store.put(self.record)
 
 @patch
@@ -291,9 +384,12 @@ def start(self:ResponsesWriter, usage:Usage)->bytes:
     "The events that open a stream"
     self._register()
     if self.ask.background:
-        return self._keep(self._event('created', response=self.resource())+self._event('queued', response=self.resource()))
+        return self._keep(
+            self._event('created', response=self.resource())
+            +self._event('queued', response=self.resource()))
     self.status = 'in_progress'
-    return self._event('created', response=self.resource())+self._event('in_progress', response=self.resource())
+    return self._event('created', response=self.resource())+self._event(
+        'in_progress', response=self.resource())
 
 @patch
 def _go(self:ResponsesWriter):
@@ -310,15 +406,19 @@ def _begin(self:ResponsesWriter, kind):
     i = len(self.output)
     id = item_id(kind, self.id, 0x8000+i)
     if kind=='message':
-        item,o = dict(id=id, type=kind, status='in_progress', role='assistant', content=[]),('output_text.delta', ('content_index',0))
+        item = dict(id=id, type=kind, status='in_progress', role='assistant', content=[])
+        o = ('output_text.delta', ('content_index',0))
     else:
-        item,o = dict(id=id, type=kind, status='in_progress', summary=[], content=[]),('reasoning_text.delta', ('content_index',0))
+        item = dict(id=id, type=kind, status='in_progress', summary=[], content=[])
+        o = ('reasoning_text.delta', ('content_index',0))
     self.open = o = _Open(item, i, *o)
     out = self._event('output_item.added', output_index=i, item=item)
     if kind=='reasoning' and self.ask.summary:
         o.second = _Open(item, i, 'reasoning_summary_text.delta', ('summary_index',0))
         out += self._event('reasoning_summary_part.added', **o.second.where, part=_summary('')[0])
-    return out+self._event('content_part.added', **o.where, part=_said('') if kind=='message' else dict(type='reasoning_text', text=''))
+    return out+self._event(
+        'content_part.added', **o.where,
+        part=_said('') if kind=='message' else dict(type='reasoning_text', text=''))
 
 @patch
 def _end_message(self:ResponsesWriter, o):
@@ -328,7 +428,9 @@ def _end_message(self:ResponsesWriter, o):
         self._logprobs()
         o.tokens += self.fresh
     o.item['content'] = [p := _said(text, o.tokens)]
-    return self._event('output_text.done', **o.where, text=text, logprobs=o.tokens)+self._event('content_part.done', **o.where, part=p)
+    return self._event(
+        'output_text.done', **o.where, text=text, logprobs=o.tokens
+    )+self._event('content_part.done', **o.where, part=p)
 
 @patch
 def _end_reasoning(self:ResponsesWriter, o):
@@ -337,11 +439,13 @@ def _end_reasoning(self:ResponsesWriter, o):
     o.item['content'] = [p := dict(type='reasoning_text', text=text)]
     if self.ask.sealed:
         o.item['encrypted_content'] = seal(text)
-    out = self._event('reasoning_text.done', **o.where, text=text)+self._event('content_part.done', **o.where, part=p)
+    out = self._event('reasoning_text.done', **o.where, text=text)+self._event(
+        'content_part.done', **o.where, part=p)
     if not self.ask.summary:
         return out
     o.item['summary'],w = _summary(text),o.second.where
-    return out+self._event('reasoning_summary_text.done', **w, text=text)+self._event('reasoning_summary_part.done', **w, part=_summary(text)[0])
+    return out+self._event('reasoning_summary_text.done', **w, text=text)+self._event(
+        'reasoning_summary_part.done', **w, part=_summary(text)[0])
 
 # %% ../../../nbs/7_service/07_protocol.responses.ipynb #aeb57b3e
 @patch
@@ -350,8 +454,13 @@ def _begin_call(self:ResponsesWriter, d):
     custom,i = d.name in self.ask.custom,len(self.output)
     kind,short = ('custom_tool_call','ctc') if custom else ('function_call','fc')
     tail = d.id[5:] if (d.id or '').startswith('call_') else ''
-    item = dict(id=f'{short}_{tail}' if tail else item_id(kind, self.id, 0x8000+i), type=kind, status='in_progress', call_id=d.id, name=d.name) | ({'input' if custom else 'arguments':''})
-    self.open = o = _Open(item, i, 'custom_tool_call_input.delta' if custom else 'function_call_arguments.delta')
+    item = dict(
+        id=f'{short}_{tail}' if tail else item_id(kind, self.id, 0x8000+i),
+        type=kind, status='in_progress', call_id=d.id,
+        name=d.name
+    ) | ({'input' if custom else 'arguments':''})
+    self.open = o = _Open(
+        item, i, 'custom_tool_call_input.delta' if custom else 'function_call_arguments.delta')
     o.call = d.index
     return self._event('output_item.added', output_index=i, item=item)
 
@@ -361,7 +470,9 @@ def _end_call(self:ResponsesWriter, o):
     args = ''.join(o.text)
     if o.item['type']=='function_call':
         o.item['arguments'] = args
-        return self._event('function_call_arguments.done', **o.where, name=o.item['name'], arguments=args)
+        return self._event(
+            'function_call_arguments.done', **o.where, name=o.item['name'],
+            arguments=args)
     try:
         v = json.loads(args)['input']
     except (ValueError,TypeError,KeyError,RecursionError):
@@ -428,7 +539,10 @@ def piece(self:ResponsesWriter, i:int, p:Delta)->bytes:
         calls = calls[1:]  # its end comes before the rest
     if p.reasoning:
         out += self._say('reasoning', p.reasoning)
-    if p.tokens and self.ask.params.logprobs is not None and (p.content or not p.reasoning):
+    if (
+            p.tokens and self.ask.params.logprobs is not None
+            and (p.content or not p.reasoning)
+    ):
         self.held += p.tokens
     if p.content:
         if self.held:
@@ -458,18 +572,30 @@ def _failure(e):
     code = getattr(e, 'code', None)
     if code in ('context_length_exceeded','server_error'):
         return code
-    return 'rate_limit_exceeded' if code=='queue_full' else 'invalid_prompt' if getattr(e, 'status', 500)<500 else 'server_error'
+    if code=='queue_full':
+        return 'rate_limit_exceeded'
+    if getattr(e, 'status', 500)<500:
+        return 'invalid_prompt'
+    return 'server_error'
 
 @patch
 def _settle(self:ResponsesWriter, status):
     "Fix how the answer ended; the events that close what was open, and the last one"
     if self.told:
         return b''
-    out = (self._go() if status in ('completed','incomplete') else b'')+self._close('completed' if status=='completed' else 'incomplete')
+    out = (
+        self._go() if status in ('completed','incomplete') else b''
+    )+self._close('completed' if status=='completed' else 'incomplete')
     if status=='completed' and all(d['type']=='reasoning' for d in self.output):
         out += self._begin('message')+self._close()
-    self.status,self.ended,self.told = status,max(int(time.time()), self.created),True
-    out = self._keep(out+self._event(_last.get(status, 'incomplete'), response=(done := self.resource())))
+    self.status = status
+    self.ended = max(int(time.time()), self.created)
+    self.told = True
+    out = self._keep(
+        out
+        +self._event(
+            _last.get(status, 'incomplete'),
+            response=(done := self.resource())))
     if self.record:
         self.ask.store.settle(self.record, done)
         self.record.wake()

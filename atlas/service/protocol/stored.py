@@ -51,8 +51,14 @@ class Store:
         ttl:float=86_400., # Seconds
         clock=time.monotonic,
     ):
-        self.most,self.size,self.ttl,self.clock = most,size,ttl,clock
-        self.records,self.where,self.bytes,self.lock = OrderedDict(),{},0,RLock()
+        self.most = most
+        self.size = size
+        self.ttl = ttl
+        self.clock = clock
+        self.records = OrderedDict()
+        self.where = {}
+        self.bytes = 0
+        self.lock = RLock()
     def __len__(self): return len(self.records)
     def __repr__(self): return f'Store({len(self)} responses, {self.bytes:,} bytes)'
 
@@ -72,7 +78,11 @@ def _touch(self:Store, r):
     self.records.move_to_end(r.id)
     while self.records:
         old = next(iter(self.records.values()))
-        if len(self.records)<=self.most and self.bytes<=self.size and old.until>self.clock():
+        if (
+                len(self.records)<=self.most
+                and self.bytes<=self.size
+                and old.until>self.clock()
+        ):
             break
         self._drop(old)
 
@@ -102,12 +112,18 @@ def settle(self:Store, r:Record, response:dict):
         self._touch(r)
 
 @patch
-def record(self:Store, id:str, owner:str|None=None, error:type=NotStoredError)->Record:
+def record(
+    self:Store, id:str, owner:str|None=None,
+    error:type=NotStoredError
+)->Record:
     "The record with this id; `NotStoredError` if there is none for this owner"
     with self.lock:
         r = self.records.get(id)
         if r is None or r.owner!=owner or r.until<=self.clock():
-            raise error(f'There is no response {id[:80]!r} here', hint='It may have expired or been made with store=false; send the whole conversation',
+            raise error(
+                f'There is no response {id[:80]!r} here',
+                hint='It may have expired or been made with store=false; send the whole '
+                'conversation',
                 param='response_id' if error is NotStoredError else 'previous_response_id')
         self._touch(r)
         return r
@@ -135,18 +151,25 @@ def cancel(self:Store, id:str, owner:str|None=None)->dict:
     if r.writer:
         r.writer.cancel()
     elif not r.response['background']:
-        raise RequestError(f'Response {id[:80]!r} has ended', hint='Only a response that is being made can be cancelled', param='response_id')
+        raise RequestError(
+            f'Response {id[:80]!r} has ended',
+            hint='Only a response that is being made can be cancelled', param='response_id')
     return r.now()
 
 # %% ../../../nbs/7_service/05_protocol.stored.ipynb #1bda0280
 @patch
-def chain(self:Store, id:str|None, owner:str|None=None)->list[dict]:
+def chain(
+    self:Store, id:str|None,
+    owner:str|None=None
+)->list[dict]:
     "The items of a response and of all before it"
     links = []
     while id is not None:
         r = self.record(id, owner, PreviousResponseError)
         if r.response is None:
-            raise RequestError(f'Response {id[:80]!r} is still being made', hint='Wait for its end', param='previous_response_id')
+            raise RequestError(
+                f'Response {id[:80]!r} is still being made', hint='Wait for its end',
+                param='previous_response_id')
         links.append(r.items+r.response['output'])
         id = r.previous
         if len(links)>16384:
@@ -154,13 +177,24 @@ def chain(self:Store, id:str|None, owner:str|None=None)->list[dict]:
     return [d for l in reversed(links) for d in l]
 
 @patch
-def find(self:Store, id:str, owner:str|None=None, where:str='input')->dict:
+def find(
+    self:Store, id:str, owner:str|None=None,
+    where:str='input'
+)->dict:
     "An item by its id, for an `item_reference`"
     with self.lock:
         r = self.where.get((owner, id))
-        got = r and r.until>self.clock() and next((d for d in r.items+(r.response or dict(output=[]))['output'] if d['id']==id), None)
+        got = (
+            r and r.until>self.clock()
+            and next(
+                (d
+                 for d in r.items+(r.response or dict(output=[]))['output']
+                 if d['id']==id),
+                None))
     if not got:
-        raise NotStoredError(f'{where} refers to {found(id)[:80]}, which is not here', hint='Send the item itself', param=where)
+        raise NotStoredError(
+            f'{where} refers to {found(id)[:80]}, which is not here',
+            hint='Send the item itself', param=where)
     return got
 
 # %% ../../../nbs/7_service/05_protocol.stored.ipynb #03538571
@@ -176,7 +210,8 @@ def items(self:Store, id:str, owner:str|None=None,
     except ValueError:
         n = 0
     if not 1<=n<=100:
-        raise RequestError(f'limit is {found(limit)}', hint='Send a number from 1 to 100', param='limit')
+        raise RequestError(
+            f'limit is {found(limit)}', hint='Send a number from 1 to 100', param='limit')
     if order not in (None,'asc','desc'):
         raise RequestError(f'order is {found(order)}', hint='Send asc or desc', param='order')
     r = self.record(id, owner)
@@ -186,10 +221,15 @@ def items(self:Store, id:str, owner:str|None=None,
     if after:
         at = next((k for k,d in enumerate(ds) if d['id']==after), None)
         if at is None:
-            raise RequestError(f'after is {found(after)}, which is not an item of this response', param='after')
+            raise RequestError(
+                f'after is {found(after)}, which is not an item of this response', param='after')
         ds = ds[at+1:]
     page = ds[:n]
-    return dict(object='list', data=page, first_id=page[0]['id'] if page else None, last_id=page[-1]['id'] if page else None, has_more=len(ds)>n)
+    return dict(
+        object='list', data=page,
+        first_id=page[0]['id'] if page else None,
+        last_id=page[-1]['id'] if page else None,
+        has_more=len(ds)>n)
 
 # %% ../../../nbs/7_service/05_protocol.stored.ipynb #9a0a2719
 @patch
@@ -224,11 +264,15 @@ def follow(self:Store, id:str, owner:str|None=None,
     "`GET /v1/responses/{id}?stream=true`: an async iterator of bytes"
     r = self.record(id, owner)
     if r.events is None:
-        raise RequestError(f'Response {id[:80]!r} was not made in the background', hint='Leave stream out', param='stream')
+        raise RequestError(
+            f'Response {id[:80]!r} was not made in the background', hint='Leave stream out',
+            param='stream')
     try:
         n = -1 if after is None else int(after)
     except ValueError:
         n = -2
     if n<-1:
-        raise RequestError(f'starting_after is {found(after)}', hint='Send the number of an event', param='starting_after')
+        raise RequestError(
+            f'starting_after is {found(after)}', hint='Send the number of an event',
+            param='starting_after')
     return r.follow(n)
