@@ -497,7 +497,8 @@ BILLING = 'x-anthropic-billing-header: cc_version=2.1.165.0d9; cc_entrypoint=cli
 def text(t, **kw): return dict(type='text', text=t)|kw
 CACHED = dict(cache_control=dict(type='ephemeral', ttl='1h'))
 
-def tool(name, **props): return dict(
+def tool(name, **props):
+    return dict(
     name=name, description=f'{name} something',
     input_schema={
         '$schema':'https://json-schema.org/draft/2020-12/schema', 'type':'object',
@@ -853,7 +854,8 @@ def test_a_failed_call_says_so():
         shown(content=[text('An error occurred')], is_error=True)
     ]==['Error: gone','gone','Error','An error occurred']
 
-def test_zero_tokens_fill_the_cache(): assert parsed(max_tokens=0).params.max_tokens==1
+def test_zero_tokens_fill_the_cache():
+    assert parsed(max_tokens=0).params.max_tokens==1
 
 # -- the service ---------------------------------------------------------------------------------
 # ------------------------------

@@ -43,7 +43,8 @@ class Fake:
         self.engine = 'engine'
         self.tokenizer = 'tokenizer'
         self.template = 'template'
-    def close(self): Fake.closed = self
+    def close(self):
+        Fake.closed = self
     def params(self, **given): return SamplingParams(**self.sampling|given)
     def stream(self, prompt, params):
         Fake.asked = dict(prompt=prompt, params=params)
@@ -524,7 +525,9 @@ class Terminal:
 @pytest.fixture
 def terminal():
     made = []
-    def new(code): made.append(Terminal(code)); return made[-1]
+    def new(code):
+        made.append(Terminal(code))
+        return made[-1]
     yield new
     for t in made:
         t.end()

@@ -44,7 +44,8 @@ def said(client, port, home, **env):
     return r.stdout
 
 @pytest.mark.parametrize('client', ASK)
-def test_launch(client, port, tmp_path): assert 'pong' in said(client, port, tmp_path)
+def test_launch(client, port, tmp_path):
+    assert 'pong' in said(client, port, tmp_path)
 
 @pytest.fixture
 def nowhere():

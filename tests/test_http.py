@@ -27,8 +27,10 @@ class Clock:
         passed = time.monotonic()-self.began if self.began else 0
         return self.now+passed
 
-    def run(self): self.began = time.monotonic()
-    def stop(self): self.now,self.began = self(),None
+    def run(self):
+        self.began = time.monotonic()
+    def stop(self):
+        self.now,self.began = self(),None
     def step(self, seconds):
         "So many seconds later, and every connection has been looked at"
         self.now += seconds
@@ -265,8 +267,12 @@ def test_frozen_reader_of_a_finished_answer(clock):
     gone,paused = threading.Event(),threading.Event()
     class Seen(http.HttpTools):
         bounds = Bounds(write=.3, idle=WAIT, tick=.05)
-        def pause_writing(self): paused.set(); super().pause_writing()
-        def connection_lost(self, exc): super().connection_lost(exc); gone.set()
+        def pause_writing(self):
+            paused.set()
+            super().pause_writing()
+        def connection_lost(self, exc):
+            super().connection_lost(exc)
+            gone.set()
     servers = []
     with live(Big(), http=Seen, small=True, servers=servers) as port:
         s = socket.socket()
@@ -405,7 +411,9 @@ def test_so_many_connections_that_nobody_is_told():
     most = []
     class Seen(http.HttpTools):
         bounds = Bounds(connections=3, refused=2, head=60, linger=60, tick=.05)
-        def connection_made(self, t): super().connection_made(t); most.append(
+        def connection_made(self, t):
+            super().connection_made(t)
+            most.append(
             sum(not c.transport.is_closing() for c in self.connections))
     with live(App(), http=Seen) as port:
         held = [socket.create_connection(('127.0.0.1',port), WAIT) for _ in range(20)]

@@ -142,7 +142,9 @@ def test_aborted_while_the_model_runs(llm, monkeypatch):
     "As when a forgotten stream is collected in the middle of a step: its mates do not notice"
     want,trunk = llm.generate([A,B], greedy(6)),llm.model.trunk
     llm.engine.add(Request('left', tuple(A), greedy(50)))
-    def collected(*a): llm.engine.abort('left'); return trunk(*a)
+    def collected(*a):
+        llm.engine.abort('left')
+        return trunk(*a)
     with monkeypatch.context() as m:
         m.setattr(llm.model, 'trunk', collected)
         got = llm.generate([A,B], greedy(6))

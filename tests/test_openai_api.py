@@ -50,7 +50,8 @@ CALL = '<think>Look it up.</think>I will look.<tool_call>\n{"name": "weather", "
 
 class Guides:
     "Notes what it was asked; refuses one schema"
-    def __init__(self): self.seen = []
+    def __init__(self):
+        self.seen = []
     def check(self, spec):
         self.seen.append(spec)
         if 'bomb' in json.dumps(spec):
@@ -1039,8 +1040,10 @@ def test_a_real_model_scores_its_prompt(demo):
 
 class Steps:
     "An engine of steps, for a real runner: a token for everybody, and no more than `room` at once"
-    def __init__(self): self.todo,self.moment = {},threading.Event()
-    def add(self, r): self.todo[r.id] = r.params.max_tokens or 50
+    def __init__(self):
+        self.todo,self.moment = {},threading.Event()
+    def add(self, r):
+        self.todo[r.id] = r.params.max_tokens or 50
     def abort(self, rid):
         return [Event(rid, finish='abort')] if self.todo.pop(rid, None) else []
     @property

@@ -54,7 +54,8 @@ class Bounds:
 class Counted:
     "A transport that counts what is written to it"
     __slots__ = ('inner','written')
-    def __init__(self, inner): self.inner,self.written = inner,0
+    def __init__(self, inner):
+        self.inner,self.written = inner,0
     def __getattr__(self, name): return getattr(self.inner, name)
     def write(self, data):
         if self.inner.is_closing():
@@ -97,8 +98,12 @@ class Careful:
         self.raw = 0
         self.size = 0
         self.count = 0
-    def pause_writing(self): self.full = monotonic(); super().pause_writing()
-    def resume_writing(self): self.full = None; super().resume_writing()
+    def pause_writing(self):
+        self.full = monotonic()
+        super().pause_writing()
+    def resume_writing(self):
+        self.full = None
+        super().resume_writing()
     @property
     def answering(self): return self.cycle is not None and not self.cycle.response_complete
     def cycles(self): return [self.cycle] if self.answering else []
@@ -266,10 +271,17 @@ class HttpTools(Careful, *([HttpToolsProtocol] if HttpToolsProtocol else [])):
     asked = () # Cycles of requests that have been read, some of them answered
     def __init__(
         self, *args, **kw
-    ): super().__init__(*args, **kw); self.parser = Parser(self)
+    ):
+        super().__init__(*args, **kw)
+        self.parser = Parser(self)
     def cycles(self): return [c for c in self.asked if not c.response_complete]
-    def no(self, *reason): self.reason = reason; raise Refusal(reason)
-    def on_message_begin(self): self.enter('head'); self.raw = 1; super().on_message_begin()
+    def no(self, *reason):
+        self.reason = reason
+        raise Refusal(reason)
+    def on_message_begin(self):
+        self.enter('head')
+        self.raw = 1
+        super().on_message_begin()
     def on_url(self, url):
         super().on_url(url)
         if len(self.url)>self.bounds.line:
@@ -297,7 +309,9 @@ class HttpTools(Careful, *([HttpToolsProtocol] if HttpToolsProtocol else [])):
         self.asked = [*self.cycles(), self.cycle]
         if self.pipeline:
             self.flow.resume_reading()  # or nobody would hear that the client left
-    def on_body(self, body): self.size += len(body); super().on_body(body)
+    def on_body(self, body):
+        self.size += len(body)
+        super().on_body(body)
     def on_message_complete(self):
         if not self.parser.should_upgrade():
             self.enter('rest')
@@ -317,7 +331,9 @@ def _without(name, value, what=b'upgrade'):
 
 class Parser:
     "`httptools`' parser of requests, for which one that asks for another protocol is as any other"
-    def __init__(self, protocol): self.protocol,self.head = protocol,b''; self.begin()
+    def __init__(self, protocol):
+        self.protocol,self.head = protocol,b''
+        self.begin()
     def begin(self):
         self.inner = httptools.HttpRequestParser(self.protocol)
         # as uvicorn has it: the first of two is answered
@@ -653,7 +669,8 @@ class BadHeaderError(RequestError):
 # %% ../../nbs/7_service/08_http.ipynb #4e87afe3
 class Headers:
     "Headers, by name"
-    def __init__(self, raw): self.raw = raw
+    def __init__(self, raw):
+        self.raw = raw
     def all(self, name): return [v for k,v in self.raw if k==name]
     def one(self, name):
         "The only value of a header; None if it is not there"

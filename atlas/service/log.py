@@ -87,7 +87,8 @@ def _quiet(logger, name, d):
 # %% ../../nbs/7_service/10_log.ipynb #b9985088
 class _Line:
     "What structlog writes to"
-    def __init__(self, sink): self.sink = sink
+    def __init__(self, sink):
+        self.sink = sink
     def msg(self, line): self.sink.put(line)
     debug = info = warning = error = critical = exception = log = fatal = msg
 
@@ -165,7 +166,8 @@ def note(scope, **kw):
 # %% ../../nbs/7_service/10_log.ipynb #42d06f78
 class Access:
     "An ASGI layer, the outermost: an id for every request, and a line when it has ended"
-    def __init__(self, app, clock=perf_counter): self.app,self.clock = app,clock
+    def __init__(self, app, clock=perf_counter):
+        self.app,self.clock = app,clock
     async def __call__(self, scope, receive, send):
         if scope['type']!='http':
             return await self.app(scope, receive, send)

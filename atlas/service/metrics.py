@@ -52,7 +52,8 @@ class Speed:
     "Things a second, of late"
     def __init__(self,
         span:float=3., # Seconds after which a thing counts a third
-    ): self.span,self.sum,self.at = span,0.,0.
+    ):
+        self.span,self.sum,self.at = span,0.,0.
     def add(self, n:int, now:float):
         "`n` things came at the time `now`, of `perf_counter`"
         self.sum = n+self.sum*exp((self.at-now)/self.span)

@@ -258,4 +258,6 @@ def top(
 
 # %% ../../nbs/8_use/12_admin.ipynb #5ed34167
 @patch
-def to_dict(self:Row)->dict: "For `--json`"; return asdict(self)
+def to_dict(self:Row)->dict:
+    "For `--json`"
+    return asdict(self)

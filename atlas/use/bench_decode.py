@@ -42,7 +42,9 @@ class Point:
         "A second, all sequences together"
         return 1e6*self.batch*self.tokens_per_step/self.us
     @property
-    def idle(self)->float|None: "Part of a step in which the card has nothing to do"; return None if self.graph_us is None else max(
+    def idle(self)->float|None:
+        "Part of a step in which the card has nothing to do"
+        return None if self.graph_us is None else max(
         0., 1-self.graph_us/self.us)
 
 # %% ../../nbs/8_use/05_bench_decode.ipynb #7f05baf7
@@ -258,7 +260,9 @@ class DecodeReport:
 
     def floor(
         self, p:Point
-    )->float: "Microseconds that the bytes of a step take"; return p.bytes/self.copy*1e6
+    )->float:
+        "Microseconds that the bytes of a step take"
+        return p.bytes/self.copy*1e6
     def projected(self, p:Point)->float:
         "Tokens/s on GB10, by arithmetic"
         seconds = p.bytes/GB10['rate']+p.launches*GB10['launch']

@@ -48,7 +48,9 @@ class PromptTime:
     first_us:float # Of the first of them
     chunk:int # Most rows of a pass
     @property
-    def rate(self)->float: "Tokens a second"; return 1e6*self.tokens/self.us
+    def rate(self)->float:
+        "Tokens a second"
+        return 1e6*self.tokens/self.us
 
 _UNTIMED = 2 # Prompts of a length before those that count: launched, and recorded
 

@@ -26,7 +26,8 @@ class Pace:
         self.ids = ids
         self.left = {}
         self.next = 0.
-    def add(self, r): self.left[r.id] = r.params.max_tokens or 100
+    def add(self, r):
+        self.left[r.id] = r.params.max_tokens or 100
     def abort(self, rid):
         return [Event(rid, finish='abort')] if self.left.pop(rid, None) else []
     @property

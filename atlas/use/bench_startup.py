@@ -185,13 +185,19 @@ class StartupReport:
     cold:bool # Was the page cache told to forget the files?
     packed:bool=False # Did the weights come from a packed file?
     @property
-    def rate(self)->float: "Bytes a second of reading, packing included"; return self.nbytes/max(
+    def rate(self)->float:
+        "Bytes a second of reading, packing included"
+        return self.nbytes/max(
         self.seconds['read'], 1e-9)
     @property
-    def disk(self)->float: "The most that plain reads reached"; return max(
+    def disk(self)->float:
+        "The most that plain reads reached"
+        return max(
         self.raw.values(), default=math.nan)
     @property
-    def total(self)->float: "Seconds to the first token"; return sum(self.seconds.values())
+    def total(self)->float:
+        "Seconds to the first token"
+        return sum(self.seconds.values())
     def __str__(self): return self.table()
     def to_dict(self):
         return asdict(self)|dict(

@@ -86,7 +86,9 @@ class Load:
     errors:int
     error:str|None=None # The first of them
     @property
-    def rate(self)->float: "Tokens a second, all together"; return self.tokens/self.seconds
+    def rate(self)->float:
+        "Tokens a second, all together"
+        return self.tokens/self.seconds
 
 # %% ../../nbs/8_use/09_bench_throughput.ipynb #670134e1
 def load_of(

@@ -64,7 +64,9 @@ class Elsewhere(Exception):
 class Report(list):
     "Rows, and how many of them went wrong"
     @property
-    def failures(self)->int: "Rows that went wrong: the exit status of `atlas check`"; return sum(
+    def failures(self)->int:
+        "Rows that went wrong: the exit status of `atlas check`"
+        return sum(
         r.verdict not in ('ok',_ELSEWHERE) for r in self)
     def table(self)->list[list[str]]:
         "All fields as text; of errors only the kind"
@@ -118,7 +120,8 @@ def _case(kernels, case, **variants):
 
 class _Run:
     "Call it with the work to do"
-    def __init__(self, card): self.card,self.ms = card,np.nan
+    def __init__(self, card):
+        self.card,self.ms = card,np.nan
     def __call__(self, f):
         self.card.synchronize()
         self.card.warm_up(f)

@@ -584,7 +584,9 @@ def _ctrl_c():
         signal.signal(signal.SIGINT, old)
 
 # %% ../../nbs/8_use/13_cli.ipynb #02638469
-def _reset(c, _): c.turns.clear(); typer.echo('The conversation starts anew.')
+def _reset(c, _):
+    c.turns.clear()
+    typer.echo('The conversation starts anew.')
 def _system(c, text):
     c.system = text or None
     typer.echo(f'System message: {text}' if text else 'No system message.')
@@ -1416,4 +1418,5 @@ def _version(said):
 
 @app.callback()
 def _before(version:Annotated[bool, _opt('Print the version, and leave.', '--version',
-    callback=_version, is_eager=True)]=False): pass
+    callback=_version, is_eager=True)]=False):
+    pass

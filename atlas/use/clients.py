@@ -131,7 +131,8 @@ class Setup:
 
 def _json(d): return json.dumps(d, indent=2, ensure_ascii=False)+'\n'
 def _answer(context):
-    # Tokens of an answer. Programs keep so many free, opencode twice as many, and shorten a conversation that leaves less
+    # Tokens of an answer. Programs keep so many free, opencode twice as many, and shorten a
+    # conversation that leaves less
     return max(1, min(32000, context//4))
 
 def _codex(s, d):

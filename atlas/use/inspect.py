@@ -106,8 +106,11 @@ _COLOURS = dict(
 
 class Strip:
     "The layers of a model, to print or to look at"
-    def __init__(self, c:ModelConfig): self.rows = (c.mixers,c.ffns)
-    def legend(self)->dict: "What occurs: kind -> name"; return {
+    def __init__(self, c:ModelConfig):
+        self.rows = (c.mixers,c.ffns)
+    def legend(self)->dict:
+        "What occurs: kind -> name"
+        return {
         k:v for k,v in _NAMES.items()
         if any(k in r for r in self.rows)}
     def __repr__(self): return self.text()
@@ -151,9 +154,13 @@ class Sheet:
     tensors:dict=field(default_factory=dict, repr=False) # In use, by name: `shape`, `fmt`, `nbytes`
 
     @property
-    def nbytes(self)->int: "Bytes of all tensors"; return sum(r.nbytes for r in self.rows)
+    def nbytes(self)->int:
+        "Bytes of all tensors"
+        return sum(r.nbytes for r in self.rows)
     @property
-    def token_bytes(self)->float: "Bytes of weights that one decoded token reads"; return sum(
+    def token_bytes(self)->float:
+        "Bytes of weights that one decoded token reads"
+        return sum(
         r.read for r in self.rows if r.part!='mtp')
     @property
     def draft_bytes(self)->float:
@@ -402,4 +409,6 @@ def __str__(self:Sheet):
         for i,l in enumerate(v.split('\n')))
 
 @patch
-def __repr__(self:Sheet): "As `str`"; return str(self)
+def __repr__(self:Sheet):
+    "As `str`"
+    return str(self)

@@ -61,7 +61,10 @@ def _read(w):
     return w[:,0].astype(
         np.int64
     )|w[:,1].astype(np.int64)<<32
-def clock_step(w)->int: "ns that the card's clock moves at a time, from what warps read"; g = np.unique(_read(w)); return int(
+def clock_step(w)->int:
+    "ns that the card's clock moves at a time, from what warps read"
+    g = np.unique(_read(w))
+    return int(
     np.gcd.reduce(np.diff(g))
 ) if len(g)>1 else 1
 

@@ -218,7 +218,8 @@ _FOREIGN = frozenset('''server_tool_use web_search_tool_result web_fetch_tool_re
 
 class Reader:
     "Turns blocks into messages, and remembers what it left out"
-    def __init__(self): self.left_out,self.names = {},{}
+    def __init__(self):
+        self.left_out,self.names = {},{}
     def skip(self, what):
         self.left_out[f'{ascii(what)[1:-1][:60]} is not offered here and was left out'] = True
     def part(self, b, where)->list[dict]:
@@ -632,9 +633,10 @@ def shut(self:Reply)->bytes:
     self.open,self.held,self.thought = None,'',[]
     if kind is None:
         return b''
-    sign = (
-        self.delta+b'"signature_delta","signature":'+quote(self.signature(thought))+b'}}\n\n'
-        if kind=='thinking' else b'')
+    if kind=='thinking':
+        sign = self.delta+b'"signature_delta","signature":'+quote(self.signature(thought))+b'}}\n\n'
+    else:
+        sign = b''
     return sign+_event('content_block_stop', index=self.at)
 
 @patch

@@ -40,7 +40,8 @@ def read_json(
             f'{at} is a number too large to be held', hint='Send finite numbers', param=at)
     return d
 
-# Values, as its commas and colons count them: a context of a million tokens, as ids, and as much again
+# Values, as its commas and colons count them: a context of a million tokens, as ids, and as much
+# again
 MANY = 1<<21
 _shape = bytes(
     48 if chr(c) in '0123456789' else c|32

@@ -78,7 +78,9 @@ def token_logprobs(
     raw=None, # From a token id to its bytes; None: those of its text
 )->list[dict]:
     "Tokens with their log-probabilities, as chat and responses have them"
-    def entry(id, lp): s = show(id); return dict(
+    def entry(id, lp):
+        s = show(id)
+        return dict(
         token=s, logprob=_lp(lp),
         bytes=list(raw(id) if raw else s.encode()))
     return [

@@ -142,7 +142,8 @@ class Thread:
         if last.get('role')!='assistant' or any(last.get(k) for k in taken):
             self.messages.append(last := dict(role='assistant', content=None))
         return last
-    def warn(self, what): self.warnings[f'{what} is ignored: this server does not offer it'] = None
+    def warn(self, what):
+        self.warnings[f'{what} is ignored: this server does not offer it'] = None
 
 # %% ../../../nbs/7_service/06_protocol.items.ipynb #1cce35cb
 _texts = {'input_text','output_text','text','summary_text','reasoning_text'}
