@@ -665,8 +665,8 @@ def _step(card, rng, seqs, tiled, block=16):
     sizes['longest'] = max(a+n for a,n in seqs)
     sizes['states'] = len(seqs)+int(r.kept.sum())
     more = dict(pos3=None, real=r.real, tiled=tiled)|sizes
-    on_card = {k: card.upload(v) for k,v in h.items()}
-    return NS(**on_card, **more),NS(**h, **more)
+    put = {k: card.upload(v) for k,v in h.items()}
+    return NS(**put, **more),NS(**h, **more)
 
 # %% ../../nbs/8_use/06_check.ipynb #24fa82c7
 # A number's largest error in the cache, over the largest of its row
