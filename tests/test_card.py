@@ -67,7 +67,8 @@ def models(toy, weights):
                     ck.kind = 'numbers'  # a card would make up its own
                     return load_model(ck, dev, 512)
             _models[toy,weights] = load(Host()),load(Emulator())
-        finally: del PRESETS[f'toy-{toy}']
+        finally:
+            del PRESETS[f'toy-{toy}']
     return _models[toy,weights]
 
 def cache_of(m, states=8, blocks=40, B=16): return KVCache(m.c, m.device, blocks, B, np.float32 if m.device.kind=='cpu' else 'bf16', states)
@@ -96,7 +97,8 @@ def test_each_layer_alone(toy, weights):
 
 def loaded(path, device):
     "The model of a folder"
-    with open_checkpoint(path) as ck: return load_model(ck, device, 512)
+    with open_checkpoint(path) as ck:
+        return load_model(ck, device, 512)
 
 def matrices(layer):
     "The matrices of a layer with one attention and one MLP"
@@ -170,9 +172,11 @@ def test_rows_do_not_notice_each_other(toy, weights):
     c = start()
     ones = [forward(m, c, [Piece([t], 64+i, table, 1, state=1+i%2, keep=2-i%2)], False) for i,t in enumerate(ids[64:])]
     for n in (2,3,8):
-        c = start(); got = forward(m, c, [Piece(ids[64:64+n], 64, table, n, state=1, keep=2)], False)
+        c = start()
+        got = forward(m, c, [Piece(ids[64:64+n], 64, table, n, state=1, keep=2)], False)
         assert (got==np.concatenate(ones[:n])).all(), n
-    c = start(); other = ids_of(30, 1)
+    c = start()
+    other = ids_of(30, 1)
     forward(m, c, [Piece(other, 0, [20,21], 1, state=4, keep=5)], True)
     got = forward(m, c, [Piece(ids[64:65], 64, table, 1, state=1, keep=2), Piece([7], 30, [20,21], 1, state=5, keep=6), Piece([9], 0, [30], 1, state=0, keep=8)], False)
     assert (got[0]==ones[0]).all()
@@ -189,11 +193,16 @@ def serve(e, requests, at=lambda step: ()):
     "Tokens, reasons and log probabilities of all requests; `at(step)` lists those that come later"
     out,todo,step = {},list(requests),0
     while todo or e.has_work or step<20:
-        for r in [r for r in todo if r[1]<=step]: e.add(r[0]); todo.remove(r)
+        for r in [r for r in todo if r[1]<=step]:
+            e.add(r[0])
+            todo.remove(r)
         for ev in e.step():
             t = out.setdefault(ev.id, SimpleNamespace(tokens=[], logprobs=[], finish=None))
-            if ev.token is not None: t.tokens.append(ev.token); t.logprobs.append(ev.logprob)
-            if ev.finish: t.finish = ev.finish
+            if ev.token is not None:
+                t.tokens.append(ev.token)
+                t.logprobs.append(ev.logprob)
+            if ev.finish:
+                t.finish = ev.finish
         step += 1
     return out
 
@@ -211,7 +220,8 @@ def test_the_hosts_tokens():
     "Where logits are clear of each other the card says what the host says"
     host,card = models('llama', 'bf16')
     a,b = (serve(engine(m), asks(4, logprobs=1)) for m in (host,card))
-    same = sum(x==y for i in a for x,y in zip(a[i].tokens, b[i].tokens)); total = sum(len(t.tokens) for t in a.values())
+    same = sum(x==y for i in a for x,y in zip(a[i].tokens, b[i].tokens))
+    total = sum(len(t.tokens) for t in a.values())
     assert same>=.9*total and {i:len(t.tokens) for i,t in a.items()}=={i:len(t.tokens) for i,t in b.items()}
     close = [abs(p-q) for i in a for x,y,p,q in zip(a[i].tokens, b[i].tokens, a[i].logprobs, b[i].logprobs) if x==y]
     assert max(close)<.05
@@ -225,7 +235,8 @@ def course(m, stepper):
         todo.append((Request(r.id, r.prompt, r.params, i%2), at))
     while todo or e.has_work:
         for r,at in todo:
-            if at<=len(steps): e.add(r)
+            if at<=len(steps):
+                e.add(r)
         todo = [x for x in todo if x[1]>len(steps)]
         gone = e.abort('r3') if len(steps)==20 else []
         events = gone+e.step()
@@ -258,7 +269,9 @@ def test_preempted_sequences_give_up_their_lanes():
     _,m = models('llama', 'bf16')
     how = dict(temperature=.9, presence_penalty=.5, repetition_penalty=1.2, logprobs=1)
     ask = lambda i,p,n: Request(f'{p}{i}', tuple(ids_of(10+i, i)), SamplingParams(seed=i, max_tokens=n, ignore_eos=True, **how), priority=p)
-    e = engine(m, seqs=2); late = [ask(i, 0, 3) for i in range(2)]; early = [ask(i, 1, 8) for i in range(2)]
+    e = engine(m, seqs=2)
+    late = [ask(i, 0, 3) for i in range(2)]
+    early = [ask(i, 1, 8) for i in range(2)]
     out = serve(e, [(r,0) for r in early]+[(r,4) for r in late])
     assert e.scheduler.totals['preemptions']==2 and not e.stepper.lanes
     for r in (early[0],late[0]):
@@ -269,13 +282,17 @@ def test_who_comes_back_is_placed_anew():
     "A sequence that was alone before and after it was preempted has other blocks now, and the card must be told"
     _,m = models('llama', 'bf16')
     a = Request('a', tuple(ids_of(20)), SamplingParams(temperature=0, max_tokens=24, ignore_eos=True), priority=1)
-    e = engine(m, seqs=1); e.add(a); got = []
+    e = engine(m, seqs=1)
+    e.add(a)
+    got = []
     def go(n): got.extend(v.token for _ in range(n) for v in e.step() if v.id=='a' and v.token is not None)
     go(8)
-    e.add(Request('b', tuple(ids_of(150, 3)), SamplingParams(max_tokens=4))); go(2)
+    e.add(Request('b', tuple(ids_of(150, 3)), SamplingParams(max_tokens=4)))
+    go(2)
     assert e.scheduler.totals['preemptions']==1 and e.scheduler.running[0].state=='prefill'
     e.abort('b')
-    while e.has_work: go(1)
+    while e.has_work:
+        go(1)
     assert got==serve(engine(m), [(a,0)])['a'].tokens
 
 @pytest.mark.parametrize('toy,weights', CASES)
@@ -287,11 +304,16 @@ def test_a_warm_engine_compiles_no_more(toy, weights, monkeypatch):
     monkeypatch.setattr('atlas.engine.card_stepper.make_ready', make_ready)
     def variants(*steps): return {(n,tuple(sorted(d.items()))) for n,d in wanted(*steps)}
     def rows(ns, start, tiled):
-        b = make_batch([Piece([0]*n, start, list(range(e.cache.blocks_for(start+n))), int(tiled)) for n in ns], tiled, 16, m.device); x = m.trunk(b, e.cache)
-        if tiled: m.head(m.final(x[b.out]))
-    with recording(launch=False): e.warm()
-    for ns in ((1,),(65,),(1,1),(64,)*3,(3,1,2,1)): assert variants(lambda: rows(ns, 0, True))<=known, ns
-    for ns in ((2,),(3,),(8,),(8,8),(3,8,1)): assert variants(lambda: rows(ns, 70, False))<=known, ns
+        b = make_batch([Piece([0]*n, start, list(range(e.cache.blocks_for(start+n))), int(tiled)) for n in ns], tiled, 16, m.device)
+        x = m.trunk(b, e.cache)
+        if tiled:
+            m.head(m.final(x[b.out]))
+    with recording(launch=False):
+        e.warm()
+    for ns in ((1,),(65,),(1,1),(64,)*3,(3,1,2,1)):
+        assert variants(lambda: rows(ns, 0, True))<=known, ns
+    for ns in ((2,),(3,),(8,),(8,8),(3,8,1)):
+        assert variants(lambda: rows(ns, 70, False))<=known, ns
     body = e.stepper.body
     for k in (1,2,4):
         shapes = StepShape(k, 200, True, True),StepShape(k, 128, True, False)
@@ -332,12 +354,15 @@ def test_replays_of_several_sequences_compile_no_more(toy, weights, larger):
 def test_end_tokens_and_aborts():
     _,m = models('llama', 'bf16')
     want = serve(engine(m), [(Request('a', tuple(ids_of(20)), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)),0)])['a'].tokens
-    stop = want[5]; k = want.index(stop)
+    stop = want[5]
+    k = want.index(stop)
     out = serve(engine(m), [(Request('a', tuple(ids_of(20)), SamplingParams(temperature=0, max_tokens=12, stop_token_ids=(stop,))),0), *asks(2)])
     assert out['a'].tokens==want[:k+1] and out['a'].finish=='stop'
     e = engine(m)
-    for r,_ in asks(3): e.add(r)
-    for _ in range(4): e.step()
+    for r,_ in asks(3):
+        e.add(r)
+    for _ in range(4):
+        e.step()
     assert [x.finish for x in e.abort('r1')]==['abort']
     left = serve(e, [])
     assert 'r1' not in {i for i,t in left.items() if t.finish}
@@ -346,11 +371,15 @@ def test_end_tokens_and_aborts():
 
 def test_logits_that_are_no_numbers_fail_their_row():
     _,m = models('llama', 'bf16')
-    e = engine(m); reqs = asks(2)
-    for r,_ in reqs: e.add(r)
-    for _ in range(4): e.step()
+    e = engine(m)
+    reqs = asks(2)
+    for r,_ in reqs:
+        e.add(r)
+    for _ in range(4):
+        e.step()
     victim = next(s for s in e.scheduler.running if s.id=='r0')
-    b = e.cache.kv[0].arrays[0]; b[victim.table.blocks[0]] = 0x7FC0 if b.dtype==np.uint16 else 0xFF
+    b = e.cache.kv[0].arrays[0]
+    b[victim.table.blocks[0]] = 0x7FC0 if b.dtype==np.uint16 else 0xFF
     out = serve(e, [])
     assert out['r0'].finish=='error' and out['r1'].finish=='length' and e.stats()['corrupted_requests_total']==1
 
@@ -361,16 +390,20 @@ def test_a_steady_step_is_one_replay():
     rows,placed = e.stepper.rows,[]
     place = rows.place
     rows.place = lambda *a: (placed.append(1), place(*a))
-    e.add(asks(1, max_tokens=20)[0][0]); n = 0
-    while e.has_work: n += len(e.step())
+    e.add(asks(1, max_tokens=20)[0][0])
+    n = 0
+    while e.has_work:
+        n += len(e.step())
     assert n==20 and len(placed)==1 and len(e.stepper.graphs)==1
 
 def test_a_warm_engine_says_the_same():
     "Trying every kind of step first, without launching and then with, leaves no trace in what is said"
     want = serve(engine(models('qwen3.6-moe', 'nvfp4')[1]), asks(2))
     kept = _models.pop(('qwen3.6-moe','nvfp4'))
-    try: e = engine(models('qwen3.6-moe', 'nvfp4')[1])
-    finally: _models['qwen3.6-moe','nvfp4'] = kept
+    try:
+        e = engine(models('qwen3.6-moe', 'nvfp4')[1])
+    finally:
+        _models['qwen3.6-moe','nvfp4'] = kept
     e.warm()
     assert all(np.isfinite(np.asarray(a)).all() for a in (*e.cache.rec.values(), *e.cache.conv.values()))
     got = serve(e, asks(2))
@@ -381,7 +414,8 @@ def test_a_warm_engine_says_the_same():
 def test_options_of_a_card_are_refused_on_the_host():
     from atlas import LLM
     for k,v in dict(quantization='nvfp4', lm_head_dtype='fp8', kv_cache_dtype='fp8', kv_high_precision_layers=2, prefill_activations='fp8').items():
-        with pytest.raises(RequestError, match=k): LLM(str(DATA/'smollm2-tied'), 'cpu', **{k:v})
+        with pytest.raises(RequestError, match=k):
+            LLM(str(DATA/'smollm2-tied'), 'cpu', **{k:v})
 
 @pytest.mark.parametrize('how', [dict(quantization='nvfp4'), dict(quantization='fp8', lm_head_dtype='nvfp4'), dict(kv_cache_dtype='fp8'), dict(kv_cache_dtype='nvfp4', kv_high_precision_layers=1)], ids=str)
 def test_fewer_bits(how):
@@ -389,10 +423,13 @@ def test_fewer_bits(how):
     from atlas import LLM
     one = lambda **kw: LLM(str(DATA/'smollm2-tied'), Emulator(), max_seq_len=128, max_num_seqs=1, **kw)
     plain,small = one(),one(**how)
-    ids = [i%150 for i in ids_of(40)]; a,b = plain.logits(ids),small.logits(ids)
+    ids = [i%150 for i in ids_of(40)]
+    a,b = plain.logits(ids),small.logits(ids)
     assert np.isfinite(b).all() and np.linalg.norm(b-a)<.5*np.linalg.norm(a)
-    if 'quantization' in how: assert small.model.layers[0].mixer.qkv_proj.weight.fmt==how['quantization'] and small.model.embed_tokens.weight.fmt not in ('nvfp4','fp8')
-    else: assert small.cache.bytes_per_token<plain.cache.bytes_per_token
+    if 'quantization' in how:
+        assert small.model.layers[0].mixer.qkv_proj.weight.fmt==how['quantization'] and small.model.embed_tokens.weight.fmt not in ('nvfp4','fp8')
+    else:
+        assert small.cache.bytes_per_token<plain.cache.bytes_per_token
     p = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     assert len(small.generate(ids, p).token_ids)==4
 
@@ -427,7 +464,8 @@ def _by_its_twin(fmt):
         with_.many += 1
         h = g.narrow_on_host(x, fmt, gain, eps)
         y = fused_linear(g.narrow_values(h, w.k), g.rounded(w, fmt), **kw)
-        if out is None: return Emulator().upload(y)
+        if out is None:
+            return Emulator().upload(y)
         out[...] = y
         return out
     with_.many = 0
@@ -466,15 +504,19 @@ def test_unknown_formats_are_refused():
 def test_launches_of_a_layer():
     "Whatever the family, a layer of a decode step is at most ten launches"
     for toy,weights in CASES:
-        _,m = models(toy, weights); c = cache_of(m)
-        with recording(launch=False) as r: m.forward(make_batch([Piece([5], 3, [0], 1)], False, 16, m.device), c)
+        _,m = models(toy, weights)
+        c = cache_of(m)
+        with recording(launch=False) as r:
+            m.forward(make_batch([Piece([5], 3, [0], 1)], False, 16, m.device), c)
         assert len(r.calls)<=10*len(m.layers)+2, (toy, len(r.calls), len(m.layers))
 
 def patient(step):
     "`step`, which a Ctrl-C ends with nothing"
     def one():
-        try: return step()
-        except KeyboardInterrupt: return []
+        try:
+            return step()
+        except KeyboardInterrupt:
+            return []
     return one
 
 LAUNCHES = [
@@ -509,10 +551,12 @@ def test_no_memory_while_rows_are_placed(monkeypatch):
         nonlocal n
         n += 1
         came = 'late' in {s.id for s in e.scheduler.running}
-        if came and e.scheduler.seqs['late'].num_computed==0: raise MemoryError
+        if came and e.scheduler.seqs['late'].num_computed==0:
+            raise MemoryError
         return real(*args)
     monkeypatch.setattr(at, 'place_rows', full)
     e = engine(m)
     got = serve(e, some)
     assert got['late'].finish=='error'
-    for i in ('r0','r1'): assert got[i]==want[i]
+    for i in ('r0','r1'):
+        assert got[i]==want[i]

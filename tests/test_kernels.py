@@ -57,7 +57,8 @@ def test_prompts_in_fewer_bits_spill_nothing(arch, fmt, stored, cache):
 @each
 @pytest.mark.parametrize('arch', archs)
 def test_nvrtc_compiles(name, arch):
-    if cp is None: pytest.skip('no CuPy')
+    if cp is None:
+        pytest.skip('no CuPy')
     assert Nvrtc()(Source(name), arch)[:4]==b'\x7fELF'
 
 def signature(src):
@@ -68,7 +69,8 @@ def signature(src):
 
 @each
 def test_contract_covers_the_signature(name):
-    src = Source(name); sig = signature(src)
+    src = Source(name)
+    sig = signature(src)
     assert set(src.contract)=={k for k,pointer in sig.items() if pointer}
     dims = {w for words,_ in src.contract.values() for o in words for w in re.findall(r'[a-z]\w*', o)}
     assert not sig.keys()&set(src.contract)&dims and '//   launch:' in src.text
@@ -80,9 +82,12 @@ def constants(name, ptx):
     lines = instruction.findall(ptx[ptx.index(f'.entry {name}'):])
     while old!=(old := sum(map(len, of.values()))):
         for op,to,rest in lines:
-            if op.startswith('ld.param'): got = {params[int(m[1])] for m in [re.search(r'_param_(\d+)', rest)] if m}
-            elif op.startswith(('ld','atom','shfl')): continue
-            else: got = set().union(*(of.get(r, ()) for r in re.findall(r'%rd\d+', rest)))
+            if op.startswith('ld.param'):
+                got = {params[int(m[1])] for m in [re.search(r'_param_(\d+)', rest)] if m}
+            elif op.startswith(('ld','atom','shfl')):
+                continue
+            else:
+                got = set().union(*(of.get(r, ()) for r in re.findall(r'%rd\d+', rest)))
             of[to] = of.get(to, set())|got
     read = re.findall(r'ld\.global\.nc.*\[(%rd\d+)', ptx)
     return set().union(*(of.get(r, ()) for r in read))
@@ -99,7 +104,8 @@ def shown_sources():
     for page in sorted((root/'nbs').rglob('*.ipynb')):
         for c in json.loads(page.read_text(encoding='utf-8'))['cells']:
             code = ''.join(c['source'])
-            if c['cell_type']!='code' or 'show_src(Source(' not in code: continue
+            if c['cell_type']!='code' or 'show_src(Source(' not in code:
+                continue
             saved = [''.join(o['data']['text/markdown']) for o in c['outputs']]
             yield pytest.param(code, saved, id=f'{page.stem}-{c["id"]}')
 
@@ -132,12 +138,17 @@ def build(tmp, listed=None, only=None, ignored=(), fails=False, **env):
     env = dict(ATLAS_CUBINS=None)|env
     pytest.importorskip('setuptools')
     tree = tmp/'tree'
-    for f in ('setup.py','settings.ini','pyproject.toml'): tree.mkdir(exist_ok=True); shutil.copy(root/f, tree)
+    for f in ('setup.py','settings.ini','pyproject.toml'):
+        tree.mkdir(exist_ok=True)
+        shutil.copy(root/f, tree)
     ignore = shutil.ignore_patterns('__pycache__', *ignored)
-    for d in ('atlas','kernels'): shutil.copytree(root/d, tree/d, ignore=ignore, dirs_exist_ok=True)
+    for d in ('atlas','kernels'):
+        shutil.copytree(root/d, tree/d, ignore=ignore, dirs_exist_ok=True)
     for p in (tree/'kernels').glob('*.cu'):
-        if only and p.stem not in only: p.unlink()
-    if listed is not None: (tree/'kernels'/'variants.json').write_text(json.dumps(listed))
+        if only and p.stem not in only:
+            p.unlink()
+    if listed is not None:
+        (tree/'kernels'/'variants.json').write_text(json.dumps(listed))
     env = {k: v for k,v in (os.environ|env).items() if v is not None}
     cmd = [sys.executable, 'setup.py', '-q', 'build_py', '--build-lib', tmp/'out']
     r = subprocess.run(cmd, cwd=tree, env=env,
@@ -149,8 +160,10 @@ def files(d): return {str(p.relative_to(d)) for p in d.rglob('*') if p.is_file()
 sources = files(root/'kernels')-{'.clang-format'}  # which is for who edits them
 
 def fake_nvcc(tmp, script):
-    d = tmp/'bin'; d.mkdir()
-    (d/'nvcc').write_text(script); (d/'nvcc').chmod(0o755)
+    d = tmp/'bin'
+    d.mkdir()
+    (d/'nvcc').write_text(script)
+    (d/'nvcc').chmod(0o755)
     return f'{d}:{os.defpath}'
 
 def test_wheel_without_nvcc(tmp_path):
@@ -181,8 +194,10 @@ def test_wheel_says_what_takes_so_long(tmp_path):
         os.execve(sys.executable, [sys.executable,*setup], os.environ|env)
     seen = b''
     try:
-        while more := os.read(terminal, 4096): seen += more
-    except OSError: pass  # it has ended
+        while more := os.read(terminal, 4096):
+            seen += more
+    except OSError:
+        pass  # it has ended
     os.close(terminal)
     _,status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status)==0 and b'atlas: compiling 2 kernels' in seen
@@ -252,14 +267,17 @@ def test_wheel_ships_cubins(tmp_path):
 
 def test_listed_variants_exist():
     "What wheels are built with are kernels there are, and options that they know"
-    for n,options in saved_variants(): assert all(re.search(rf'\b{o[2:].split("=")[0]}\b', '\n'.join(Source(n).files.values())) for o in options), (n,options)
+    for n,options in saved_variants():
+        assert all(re.search(rf'\b{o[2:].split("=")[0]}\b', '\n'.join(Source(n).files.values())) for o in options), (n,options)
 
 # Keys and the store
 
 def kernel_tree(d, **change):
     "A made-up kernel with a header in a header, and one header that nobody includes"
     text = {'a.cu': '// a\n#include "lib/b.cuh"\n', 'lib/b.cuh': '#include "lib/c.cuh"\n', 'lib/c.cuh': '// c\n', 'lib/other.cuh': '// other\n'} | change
-    for k,v in text.items(): (d/k).parent.mkdir(parents=True, exist_ok=True); (d/k).write_text(v)
+    for k,v in text.items():
+        (d/k).parent.mkdir(parents=True, exist_ok=True)
+        (d/k).write_text(v)
     return Source('a', d)
 
 def test_key_is_of_all_that_matters_and_nothing_else(tmp_path):
@@ -279,7 +297,8 @@ def test_variants_have_names_of_their_own():
 
 def test_headers_are_found():
     "NVRTC needs the half-precision headers, and what they include"
-    if not find_nvcc() and cp is None: pytest.skip('neither a toolkit nor CuPy')
+    if not find_nvcc() and cp is None:
+        pytest.skip('neither a toolkit nor CuPy')
     assert any(Path(d, 'cuda_fp16.h').exists() for d in cuda_headers()) and any(Path(d, 'nv/target').exists() for d in cuda_headers())
 
 class Stub:
@@ -290,26 +309,31 @@ class Stub:
 def test_many_threads_share_a_store(tmp_path):
     src,stub,store,got = kernel_tree(tmp_path/'k'),Stub(),CubinStore(tmp_path/'s'),[]
     ts = [threading.Thread(target=lambda: got.append(compiled(src, 'sm_90a', compiler=stub, store=store))) for _ in range(8)]
-    for t in ts: t.start()
-    for t in ts: t.join()
+    for t in ts:
+        t.start()
+    for t in ts:
+        t.join()
     assert len(got)==8 and len(set(got))==1 and 1<=len(stub.calls)<=8
     assert [p.suffix for p in store.path.iterdir()]==['.cubin']
 
 @settings(max_examples=30, deadline=None)
 @given(cut=st.integers(0, 10_000), flip=st.integers(0, 10_000))
 def test_damaged_cubin_is_never_returned(tmp_path_factory, cut, flip):
-    d = tmp_path_factory.mktemp('s'); src,stub,store = kernel_tree(d/'k'),Stub(),CubinStore(d/'s')
+    d = tmp_path_factory.mktemp('s')
+    src,stub,store = kernel_tree(d/'k'),Stub(),CubinStore(d/'s')
     want = compiled(src, 'sm_90a', compiler=stub, store=store)
     file, = store.path.iterdir()
     bad = bytearray(want[:cut%len(want)] if cut%2 else want)
-    if not cut%2: bad[flip%len(bad)] ^= 1
+    if not cut%2:
+        bad[flip%len(bad)] ^= 1
     file.write_bytes(bad)
     assert compiled(src, 'sm_90a', compiler=stub, store=store)==want and len(stub.calls)==2
 
 def test_failed_compile_keeps_nothing(tmp_path):
     class Fails(Stub):
         def __call__(self, *a): raise AtlasError('no')
-    with pytest.raises(AtlasError): compiled(kernel_tree(tmp_path/'k'), 'sm_90a', compiler=Fails(), store=CubinStore(tmp_path/'s'))
+    with pytest.raises(AtlasError):
+        compiled(kernel_tree(tmp_path/'k'), 'sm_90a', compiler=Fails(), store=CubinStore(tmp_path/'s'))
     assert not (tmp_path/'s').exists()
 
 def test_ready_means_ready(tmp_path, monkeypatch):
@@ -317,18 +341,22 @@ def test_ready_means_ready(tmp_path, monkeypatch):
     src,store,stub = kernel_tree(tmp_path/'k'),CubinStore(tmp_path/'s'),Stub()
     args = dict(compiler=stub, store=store)
     prepare([('a', ()), ('a', ('-DX',))], 'sm_90a', stub, store, tmp_path/'k')
-    late = type(compilations)(); late.refuse = True
+    late = type(compilations)()
+    late.refuse = True
     monkeypatch.setattr('atlas.card.launch.compilations', late)
     with late.serving([]):
         assert machine_code(src, 'sm_90a', ('-DX',), **args) and late.after_ready==0
-        with pytest.raises(AtlasError, match='would make a request wait'): machine_code(src, 'sm_90a', ('-DY',), **args)
+        with pytest.raises(AtlasError, match='would make a request wait'):
+            machine_code(src, 'sm_90a', ('-DY',), **args)
     assert len(stub.calls)==2 and late.late==['a']
     assert machine_code(src, 'sm_90a', ('-DY',), **args) and late.late==['a']  # somebody who is not serving may
 
 @settings(max_examples=20, deadline=None)
 @given(wanted=st.lists(st.tuples(st.just('a'), st.lists(st.sampled_from(['-DX','-DY=1','-DZ=2']), unique=True).map(tuple)), max_size=12), bad=st.booleans())
 def test_prepare_compiles_each_once(tmp_path_factory, wanted, bad):
-    d = tmp_path_factory.mktemp('p'); kernel_tree(d/'k'); stub,store = Stub(),CubinStore(d/'s')
+    d = tmp_path_factory.mktemp('p')
+    kernel_tree(d/'k')
+    stub,store = Stub(),CubinStore(d/'s')
     got = prepare(wanted, 'sm_90a', stub, store, d/'k')
     assert set(got)==set(wanted) and len(stub.calls)==len(set(wanted)) and len(set(got.values()))==len(got)
     assert prepare(wanted, 'sm_90a', stub, store, d/'k')==got and len(stub.calls)==len(set(wanted))
@@ -336,7 +364,8 @@ def test_prepare_compiles_each_once(tmp_path_factory, wanted, bad):
 def test_unwritable_store_warns_and_serves(tmp_path):
     (tmp_path/'s').write_text('a file where the folder should be')
     before = compilations.total
-    with pytest.warns(UserWarning, match='cannot be kept'): assert compiled(kernel_tree(tmp_path/'k'), 'sm_90a', compiler=Stub(), store=CubinStore(tmp_path/'s'))
+    with pytest.warns(UserWarning, match='cannot be kept'):
+        assert compiled(kernel_tree(tmp_path/'k'), 'sm_90a', compiler=Stub(), store=CubinStore(tmp_path/'s'))
     assert compilations.total==before+1
 
 # The contract
@@ -359,7 +388,8 @@ def test_check_refuses_every_departure(rows, heads, half, which, data):
     spoil = [lambda: a.astype('float16'), lambda: a[None], lambda: a[0], lambda: np.asfortranarray(a), lambda: a[1:], lambda: a[...,1:], lambda: a[...,::2], lambda: a[...,::-1],
              lambda: np.concatenate([a,a]), lambda: a.view('int32')]
     arrays[which] = data.draw(st.sampled_from(spoil))()
-    with pytest.raises(AtlasError) as e: Source('rope').check(**arrays)
+    with pytest.raises(AtlasError) as e:
+        Source('rope').check(**arrays)
     assert 'breaks its contract' in str(e.value)
 
 @settings(max_examples=40, deadline=None)
@@ -367,7 +397,8 @@ def test_check_refuses_every_departure(rows, heads, half, which, data):
 def test_simulated_grid_adds_up(rows, n, threads):
     def total(b, t, T, x, y):
         part = yield sum(x[b,t::T])
-        if t==0: y[b] = sum(part)
+        if t==0:
+            y[b] = sum(part)
     x,y = np.random.default_rng(n).integers(0, 9, (rows,n)),np.full(rows, -1)
     simulate(total, rows, threads, x, y)
     assert (y==x.sum(-1)).all()

@@ -21,7 +21,8 @@ def waits(e, at):
     def land(flight):
         nonlocal n
         n += 1
-        if n==at: raise KeyboardInterrupt
+        if n==at:
+            raise KeyboardInterrupt
         return real(flight)
     e.stepper.land = land
     return lambda: n
@@ -30,12 +31,15 @@ def by_request(e):
     "Events of all that `e` has to do, and how often it was interrupted"
     out,cut = {},0
     for _ in range(200):
-        if not e.has_work: break
-        try: events = e.step()
+        if not e.has_work:
+            break
+        try:
+            events = e.step()
         except KeyboardInterrupt:
             cut += 1
             continue
-        for ev in events: out.setdefault(ev.id, []).append(ev)
+        for ev in events:
+            out.setdefault(ev.id, []).append(ev)
     assert not e.has_work, 'no end'
     left_clean(e)
     assert not getattr(e, '_landing', None)
@@ -45,7 +49,8 @@ def rest(e):
     "Events until `e` has nothing to do"
     out = []
     for _ in range(200):
-        if not e.has_work: return out
+        if not e.has_work:
+            return out
         out += e.step()
     pytest.fail('no end')
 
@@ -55,11 +60,13 @@ def rest(e):
 def test_an_interrupted_wait_loses_nothing(late, drafts, at):
     "Of two answers; one is shorter, so that a step lands for its end"
     e,asks = drafted(late, drafts),[ask(0, 70, 12), ask(1, 9, 7, temperature=.8, seed=3)]
-    for r in asks: e.add(r)
+    for r in asks:
+        e.add(r)
     calls = waits(e, at)
     got,cut = by_request(e)
     assert cut==(calls()>=at)
-    for r in asks: assert said(got[r.id])==said(alone(r))
+    for r in asks:
+        assert said(got[r.id])==said(alone(r))
 
 def test_an_interrupted_landing_by_hand():
     "`land` itself, which others call between steps"
@@ -68,7 +75,8 @@ def test_an_interrupted_landing_by_hand():
     got = e.step()+e.step()
     assert e.flying
     waits(e, 1)
-    with pytest.raises(KeyboardInterrupt): e.land()
+    with pytest.raises(KeyboardInterrupt):
+        e.land()
     e.land()
     assert e.flying is None
     got += rest(e)
@@ -77,10 +85,12 @@ def test_an_interrupted_landing_by_hand():
 def test_an_abort_after_an_interrupted_wait():
     "The step that stays in line says nothing more to who has left"
     e,asks = drafted(True, 3),[ask(0, 10, 12), ask(1, 9, 12)]
-    for r in asks: e.add(r)
+    for r in asks:
+        e.add(r)
     got = e.step()+e.step()
     waits(e, 1)
-    with pytest.raises(KeyboardInterrupt): e.step()
+    with pytest.raises(KeyboardInterrupt):
+        e.step()
     got += e.abort('r0')
     got += rest(e)
     left_clean(e)

@@ -23,8 +23,10 @@ K,M,G = 1<<10,1<<20,1<<30
 def m(request, monkeypatch):
     "A model that has seen ten prompts; on the card a chunk has few blocks"
     monkeypatch.setattr(loading, '_CHUNK', dict(cache=64*K))
-    if request.param=='host': m = LLM('tiny', 'cpu', 512, 4, kv_cache_memory=64*M)
-    else: m = toy('llama', emulator=True, seqs=4, context=1024, kv_cache_memory=64*M)
+    if request.param=='host':
+        m = LLM('tiny', 'cpu', 512, 4, kv_cache_memory=64*M)
+    else:
+        m = toy('llama', emulator=True, seqs=4, context=1024, kv_cache_memory=64*M)
     m.prompts = [prompt(200, m.config.vocab_size, i) for i in range(8)]
     m.want = ask(m)
     yield m
@@ -40,7 +42,8 @@ def sound(m):
     assert not set(p.lent)&set(p._free) and all(not p.refs[i] for i in p.lent)
     assert p.free+len(p.lent)+sum(r>0 for r in p.refs)==p.num_blocks
     assert s.limit==p.num_blocks-len(p.lent)>=p.blocks_for(m.max_seq_len)
-    for n in nodes_of(s.prefix): check_node(s.prefix, n)
+    for n in nodes_of(s.prefix):
+        check_node(s.prefix, n)
 
 def test_what_nobody_uses_goes_first(m):
     "Then prefixes, the oldest first; then nothing, and one long sequence still fits"
@@ -51,7 +54,8 @@ def test_what_nobody_uses_goes_first(m):
         sound(m)
     assert rss>0 and p.lent
     assert ask(m)==m.want
-    while m.ease(Advice('give', M)): sound(m)
+    while m.ease(Advice('give', M)):
+        sound(m)
     assert tree.nodes<nodes
     assert ask(m)==m.want
     sound(m)
@@ -76,17 +80,20 @@ def test_all_comes_back(m):
 def test_while_others_answer(m):
     "At any moment, any number of times; each answer is what it was"
     rng,seen = random.Random(1),{str(i): [] for i in range(8)}
-    for i,ids in enumerate(m.prompts): m.engine.add(greedy(str(i), ids, 5, logprobs=1))
+    for i,ids in enumerate(m.prompts):
+        m.engine.add(greedy(str(i), ids, 5, logprobs=1))
     while m.engine.has_work:
         for e in m.engine.step():
-            if e.token is not None: seen[e.id].append((e.token, e.logprob))
+            if e.token is not None:
+                seen[e.id].append((e.token, e.logprob))
         m.ease(rng.choice([Advice('give', 100*K),Advice('give', 9*M),Advice('take'),Advice('trim'),Advice()]))
         sound(m)
     assert seen==m.want
 
 def test_a_sequence_that_waits_for_blocks(m):
     "What was lent is promised to nobody; who needs more than is left waits until it is taken back, or others end"
-    while m.ease(Advice('give', M)): pass
+    while m.ease(Advice('give', M)):
+        pass
     n = m.max_seq_len-30
     long = [prompt(n, m.config.vocab_size, 50+i) for i in range(3)]
     out = serve(m.engine, [(greedy(f'l{i}', ids, 20), 0) for i,ids in enumerate(long)])
@@ -174,7 +181,8 @@ def test_groups_within_groups(tmp_path):
 def test_no_flapping():
     "On a bound that memory wavers about, nothing is taken back; after it, once"
     p,said = Pressure(low=4*G, patience=5),[]
-    for i in range(40): said.append(p.judge(Look(64*G, *[4*G+(-1)**i*G//2]*2), G).what)
+    for i in range(40):
+        said.append(p.judge(Look(64*G, *[4*G+(-1)**i*G//2]*2), G).what)
     assert set(said[1:])=={'give'} # it has not become more than twice the bound
     said = [p.judge(Look(64*G, 20*G, 20*G), G).what for _ in range(20)]
     assert said[:4]==['nothing']*4 and 'take' in said
@@ -217,9 +225,12 @@ def test_a_budget_for_all(monkeypatch):
     assert m.arena.budget.total==800*M
     m.close()
     for kw in (dict(gpu_memory_utilization=.9),dict(memory_budget=4*G)):
-        with pytest.raises(OutOfMemoryError, match='3 GiB are free') as e: loaded(monkeypatch, **kw)
+        with pytest.raises(OutOfMemoryError, match='3 GiB are free') as e:
+            loaded(monkeypatch, **kw)
         assert '--gpu-memory-utilization' in e.value.hint
-    with pytest.raises(OutOfMemoryError): loaded(monkeypatch, memory_budget=10*M)
+    with pytest.raises(OutOfMemoryError):
+        loaded(monkeypatch, memory_budget=10*M)
 
 def test_a_budget_of_the_host():
-    with pytest.raises(RequestError, match='for models on a card'): LLM('tiny', 'cpu', gpu_memory_utilization=.5)
+    with pytest.raises(RequestError, match='for models on a card'):
+        LLM('tiny', 'cpu', gpu_memory_utilization=.5)

@@ -18,7 +18,8 @@ from test_card import SamplingParams,Request,engine,ids_of,models,serve
 
 pytestmark = pytest.mark.skipif(not find_cxx(), reason='no C++ compiler')
 
-class Region(ctypes.Structure): _fields_ = [('at',ctypes.c_void_p), ('mask',ctypes.c_void_p), ('n',ctypes.c_size_t)]
+class Region(ctypes.Structure):
+    _fields_ = [('at',ctypes.c_void_p), ('mask',ctypes.c_void_p), ('n',ctypes.c_size_t)]
 
 def span(a): return sum((n-1)*s for n,s in zip(a.shape, a.strides))+a.itemsize if a.size else 0
 def flat(a): return np.frombuffer((ctypes.c_char*span(a)).from_address(a.ctypes.data), np.uint8)
@@ -39,14 +40,17 @@ def overlap(tmp_path, monkeypatch):
     def early(self, grid, block, args, shared, pdl):
         emulator = card._emulator()
         plain,emulator.plain = getattr(emulator, 'plain', False),False
-        if plain or not pdl or not o.on: o.open,o.alive = [],[]
+        if plain or not pdl or not o.on:
+            o.open,o.alive = [],[]
         sig = re.search(r'__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*|BOUNDS\s+)?'+self.src.name+r'\s*\(([^)]*)\)', self.src.text)[1].split(',')
         assert len(sig)==len(args)
         outs = [a for a,p in zip(args, sig) if '*' in p and not p.strip().startswith('const') and a is not None]
         was = [flat(a).copy() for a in outs]
         regions = (Region*max(1, len(o.open)))(*[Region(at, m.ctypes.data, len(m)) for at,m in o.open])
         self.k.library.watch(regions, len(o.open))
-        if o.open: o.names.add(self.src.name); o.hidden += sum(len(m) for _,m in o.open)
+        if o.open:
+            o.names.add(self.src.name)
+            o.hidden += sum(len(m) for _,m in o.open)
         launch(self, grid, block, args, shared, pdl)
         own = [(a.ctypes.data, np.where(flat(a)!=b, 255, 0).astype(np.uint8)) for a,b in zip(outs, was) if (flat(a)!=b).any()]
         said = self.k.library.said()
@@ -63,7 +67,8 @@ def overlap(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('toy,weights,kernels', [('llama','bf16','gemv attn_decode attn_merge'), ('qwen3.6-moe','nvfp4','delta_step router experts'), ('qwen3.6-moe','nvfp4','delta_wide'), ('gemma','nvfp4','norm_add'), ('nemotron','nvfp4','mamba_step')])
 def test_nothing_is_read_before_it_is_written(toy, weights, kernels, overlap, monkeypatch):
-    if 'delta_wide' in kernels: monkeypatch.setattr(delta, '_WIDE', 1)
+    if 'delta_wide' in kernels:
+        monkeypatch.setattr(delta, '_WIDE', 1)
     _,m = models(toy, weights)
     ask = lambda: [(Request('a', tuple(ids_of(70 if toy=='llama' else 6)), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)),0),
         (Request('b', tuple(ids_of(20, 1)), SamplingParams(temperature=.9, top_k=20, seed=3, max_tokens=3, ignore_eos=True, logprobs=2)),2)]
@@ -137,7 +142,9 @@ def test_rows_left_as_tiles_wait(overlap):
 def test_a_kernel_that_forgets_to_wait_is_seen(overlap, tmp_path):
     m,p = models('llama', 'bf16')[1],tmp_path/'kernels'/'gemv.cu'
     ask = [(Request('a', tuple(ids_of(5)), SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1)),0)]
-    s = p.read_text(); assert s.count('pdl_wait();')==1; p.write_text(s.replace('pdl_wait();', ''))
+    s = p.read_text()
+    assert s.count('pdl_wait();')==1
+    p.write_text(s.replace('pdl_wait();', ''))
     bad = serve(engine(m), ask)['a']
     overlap.on = False
     assert bad.logprobs!=serve(engine(m), ask)['a'].logprobs

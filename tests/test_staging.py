@@ -33,7 +33,8 @@ class Counting(packer):
         add = self.stage.add
         def counted(w, *args):
             to = add(w, *args)
-            if to: self.mine.append(w.name)
+            if to:
+                self.mine.append(w.name)
             return to
         self.stage.add = counted
         return self.stage
@@ -50,13 +51,15 @@ def same(a, b, card):
         x,y = a[k],b[k]
         assert type(x)==type(y), k
         if not isinstance(x, Packed):
-            if x is not None: assert np.array_equal(card.download(x), card.download(y)), k
+            if x is not None:
+                assert np.array_equal(card.download(x), card.download(y)), k
             continue
         assert (x.fmt,x.n,x.k,x.experts,x.pair)==(y.fmt,y.n,y.k,y.experts,y.pair), k
         for part in ('w','s','gs'):
             p,q = getattr(x, part),getattr(y, part)
             assert (p is None)==(q is None), (k,part)
-            if p is None: continue
+            if p is None:
+                continue
             assert strips_whole(p)
             assert (p.shape,p.dtype)==(q.shape,q.dtype), (k,part)
             assert p.tobytes()==q.tobytes(), (k,part)
@@ -98,7 +101,8 @@ def test_any_mixture(tmp_path_factory, card, conf, experts, shards, seed, residu
     rng = np.random.default_rng(seed)
     def pick(k, a):
         hows = [*STACK_HOW] if a.ndim==3 else _hows
-        if a.shape[-1]%32 or a.shape[-2]%8: hows = [h for h in hows if 'fp4' not in h and 'int4' not in h]
+        if a.shape[-1]%32 or a.shape[-2]%8:
+            hows = [h for h in hows if 'fp4' not in h and 'int4' not in h]
         return str(rng.choice(hows))
     raw,_ = stored(conf, 'plain', experts, pick)
     path = realign(folder(tmp_path_factory.mktemp('mix'), CONFS[conf], raw, shards), residue)
@@ -122,7 +126,8 @@ def test_parts_come_as_they_lie_in_files(tmp_path, card, name, anew):
         picks = weights.planned(ck, wants, (*IGNORE,*m.ignore))
         incoming = [weights._Incoming(ck, *p) for p in picks if p[1]]
         stage = packer(card, anew).staging(1<<20)
-        for to in incoming: to.landing = stage.add(to.want, to.way, to.ts, to.seen)
+        for to in incoming:
+            to.landing = stage.add(to.want, to.way, to.ts, to.seen)
         parts,every = weights._in_files(incoming),flat(incoming)
         places = [(s.file.name,s.offset) for *_,s in every]
         order = sorted(range(len(every)), key=places.__getitem__)
@@ -142,7 +147,8 @@ def spoil(path, name, byte, value):
     "Change bytes of the tensor `name` of a folder"
     with open_checkpoint(path) as ck:
         spans = {}
-        for t in ck.tensors.values(): spans |= {(t.stored,p): s for p,s in t.spans.items()}
+        for t in ck.tensors.values():
+            spans |= {(t.stored,p): s for p,s in t.spans.items()}
         s = spans[name]
         with open(s.file.path, 'r+b') as f:
             f.seek(s.offset+byte if byte>=0 else s.offset+s.nbytes+byte)
@@ -176,7 +182,8 @@ def test_numbers_that_are_none(tmp_path, card, make, name, fmt, part, byte, valu
     put = make(card)
     loaded(path, put, card)
     spoil(path, which, byte, value)
-    with pytest.raises(CheckpointError, match=said) as e: loaded(path, put, card)
+    with pytest.raises(CheckpointError, match=said) as e:
+        loaded(path, put, card)
     assert e.value.param==which[0] and which[0] in str(e.value)
 
 def test_zero_scales_are_numbers(tmp_path, card):
@@ -230,11 +237,13 @@ def test_a_file_that_changes_while_it_is_read(tmp_path, card, monkeypatch, harm,
     def harmed(self, *args):
         n = fill(self, *args)
         seen.append(n)
-        if len(seen)==2: harm(file)
+        if len(seen)==2:
+            harm(file)
         return n
     monkeypatch.setattr(reading._Source, 'fill', harmed)
     monkeypatch.setattr(weights, '_WINDOW', 4*BLOCK)
-    with pytest.raises(CheckpointError, match=said): loaded(path, packer(card), card)
+    with pytest.raises(CheckpointError, match=said):
+        loaded(path, packer(card), card)
     assert len(seen)>=2
 
 def test_few_wants_wait_at_a_time():

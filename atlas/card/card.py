@@ -31,8 +31,10 @@ def on_card(a)->bool:
 
 def card_of(a):
     "The `Cuda` or `Emulator` that array `a` belongs to; an `AtlasError` for an array of the host"
-    if isinstance(a, CardArray): return getattr(a, 'card', None) or _emulator()
-    if cp is not None and isinstance(a, cp.ndarray): return _cuda(a.device.id)
+    if isinstance(a, CardArray):
+        return getattr(a, 'card', None) or _emulator()
+    if cp is not None and isinstance(a, cp.ndarray):
+        return _cuda(a.device.id)
     raise AtlasError(f'A {type(a).__name__} is no array of a card', hint='Upload it first: card.upload(a)')
 
 # %% ../../nbs/2_card/05_card.ipynb #27eaa0a5
@@ -40,7 +42,8 @@ def card_of(a):
 def _params(text, name):
     "Names of the function's parameters, in order"
     m = re.search(r'__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*|BOUNDS\s+)?'+name+r'\s*\(([^)]*)\)', text)
-    if not m: raise AtlasError(f'{name}.cu has no function called {name}')
+    if not m:
+        raise AtlasError(f'{name}.cu has no function called {name}')
     return [re.split(r'[\s*&]+', p.strip())[-1] for p in m[1].split(',')]
 
 def _array(a): return isinstance(a, np.ndarray) or hasattr(type(a), '__cuda_array_interface__')
@@ -48,15 +51,19 @@ def _array(a): return isinstance(a, np.ndarray) or hasattr(type(a), '__cuda_arra
 def _checked(src, args, defines):
     "An `AtlasError` unless the arrays among `args` are what the contract says"
     names = _params(src.text, src.name)
-    if len(names)!=len(args): raise AtlasError(f'{src.name} takes {len(names)} arguments ({", ".join(names)}), and was given {len(args)}')
+    if len(names)!=len(args):
+        raise AtlasError(f'{src.name} takes {len(names)} arguments ({", ".join(names)}), and was given {len(args)}')
     given,dims = dict(zip(names, args)),{k.lower():v for k,v in defines.items() if isinstance(v, int)}
     for n,(words,dtype) in src.contract.items():
-        if n not in given: raise AtlasError(f'{src.name}: the contract names {n}, which is no parameter')
-        if given[n] is None: continue
+        if n not in given:
+            raise AtlasError(f'{src.name}: the contract names {n}, which is no parameter')
+        if given[n] is None:
+            continue
         if why := _mismatch(given[n], words, dtype, dims):
             sizes = ", ".join(f'{k}={v}' for k,v in dims.items())
             raise AtlasError(f'{src.name}: {n} breaks its contract [{", ".join(words)}] {dtype}: {why}. It is {given[n].dtype} of shape {given[n].shape}'+(f', where {sizes}' if sizes else ''), param=n)
-    if bad := [n for n,a in given.items() if _array(a) and n not in src.contract]: raise AtlasError(f'{src.name}: the contract does not describe {bad[0]}')
+    if bad := [n for n,a in given.items() if _array(a) and n not in src.contract]:
+        raise AtlasError(f'{src.name}: the contract does not describe {bad[0]}')
 
 # %% ../../nbs/2_card/05_card.ipynb #14601728
 class TensorMap(bytes):
@@ -81,14 +88,19 @@ class Arguments:
 
 def _letter(a, name):
     "Letter of argument `a`"
-    if _array(a) and not on_card(a): raise AtlasError(f'{name} was given an array of the host', hint='Upload it first: card.upload(a)')
-    if _array(a): return 'P'
-    if isinstance(a, bytes): return f'{len(a)}s'
-    if type(a) not in _LETTERS: raise AtlasError(f'An argument of {name} is {a!r}, which is no array, no number and not None')
+    if _array(a) and not on_card(a):
+        raise AtlasError(f'{name} was given an array of the host', hint='Upload it first: card.upload(a)')
+    if _array(a):
+        return 'P'
+    if isinstance(a, bytes):
+        return f'{len(a)}s'
+    if type(a) not in _LETTERS:
+        raise AtlasError(f'An argument of {name} is {a!r}, which is no array, no number and not None')
     return _LETTERS[type(a)]
 
 # %% ../../nbs/2_card/05_card.ipynb #e5219141
-class _Attribute(ctypes.Structure): _fields_ = [('id',ctypes.c_int), ('pad',ctypes.c_char*4), ('value',ctypes.c_int*16)]
+class _Attribute(ctypes.Structure):
+    _fields_ = [('id',ctypes.c_int), ('pad',ctypes.c_char*4), ('value',ctypes.c_int*16)]
 _CONFIG = struct.Struct('@7IPPI') # The driver's CUlaunchConfig: grid, block, shared memory, stream, attributes and their number
 
 _PDL = (_Attribute*1)()
@@ -98,12 +110,14 @@ _PDL_AT = ctypes.addressof(_PDL)
 @functools.cache
 def _driver():
     "The driver, ready to launch"
-    d = ctypes.CDLL('libcuda.so.1'); d.cuLaunchKernelEx.argtypes = [ctypes.c_void_p]*4
+    d = ctypes.CDLL('libcuda.so.1')
+    d.cuLaunchKernelEx.argtypes = [ctypes.c_void_p]*4
     return d
 
 def _ok(code, what, card):
     "The typed error of a driver's answer, unless it is 0"
-    if code: raise faults.error(code, what, f'{card.card} ({card.arch}) may have less room than the kernel was written for: please report it, or use --device cpu')
+    if code:
+        raise faults.error(code, what, f'{card.card} ({card.arch}) may have less room than the kernel was written for: please report it, or use --device cpu')
 
 # %% ../../nbs/2_card/05_card.ipynb #f50f2a25
 @patch
@@ -138,18 +152,25 @@ class Launch:
         self.function,self._room = self.module.get_function(src.name),0 # dynamic shared memory that it may have: what is left of 48 KiB beside its own, unless it is raised
         self._ptr,self._launch,self._stream = self.function.ptr,_driver().cuLaunchKernelEx,card.xp.cuda.get_current_stream
         self._wide = False # Does a multiprocessor that runs it have as much shared memory as it can?
-        self._config = ctypes.create_string_buffer(_CONFIG.size); self._at = ctypes.addressof(self._config)
+        self._config = ctypes.create_string_buffer(_CONFIG.size)
+        self._at = ctypes.addressof(self._config)
         faults.hold(self)
     def __call__(self, grid, block, pointers, shared=0, pdl=True):
         "Put it in the queue of the current stream"
         card = self.card
-        if shared>self._room: _ok(_driver().cuFuncSetAttribute(ctypes.c_void_p(self._ptr), 8, shared), f'{self.name} with {shared} bytes of shared memory', card); self._room = shared
-        if pdl and not self._wide: self._widen()
-        pdl = pdl and not card.plain; card.plain = False
+        if shared>self._room:
+            _ok(_driver().cuFuncSetAttribute(ctypes.c_void_p(self._ptr), 8, shared), f'{self.name} with {shared} bytes of shared memory', card)
+            self._room = shared
+        if pdl and not self._wide:
+            self._widen()
+        pdl = pdl and not card.plain
+        card.plain = False
         _CONFIG.pack_into(self._config, 0, *grid, *block, shared, self._stream().ptr, _PDL_AT if pdl else 0, pdl)
         faults.launching(self.name)
-        if code := self._launch(self._at, self._ptr, pointers, None): _ok(code, f'{self.name} cannot be launched with grid {grid}, block {block} and {shared} bytes of shared memory', card)
-        if faults.exact and not card.recorded: card.synchronize()
+        if code := self._launch(self._at, self._ptr, pointers, None):
+            _ok(code, f'{self.name} cannot be launched with grid {grid}, block {block} and {shared} bytes of shared memory', card)
+        if faults.exact and not card.recorded:
+            card.synchronize()
 
 class _Thread(threading.local):
     "What is true of one thread's launches"
@@ -163,7 +184,8 @@ Cuda.plain = _of_thread('plain', "Is this thread's next launch to be an ordinary
 @patch
 def load(self:Cuda, src:Source, options:tuple=())->Launch:
     "The kernel of `src`, ready to launch; compiled if the wheel and the cache have none. `DeviceError` where it does not compile"
-    with self.use(): return loaded(src, self.arch, options, lambda b: Launch(self, src, b))
+    with self.use():
+        return loaded(src, self.arch, options, lambda b: Launch(self, src, b))
 
 # %% ../../nbs/2_card/05_card.ipynb #7d5a11c1
 @patch
@@ -223,14 +245,21 @@ class _Ready:
     def __call__(self, grid, block, args, shared, pdl):
         T,address,key,values = self._type,self._address,[],[]
         for a in args:
-            if isinstance(a, T): key += a.shape,a.strides,a.dtype; values.append(address(a))
-            else: key.append(type(a)); values.append(0 if a is None else a)
+            if isinstance(a, T):
+                key += a.shape,a.strides,a.dtype
+                values.append(address(a))
+            else:
+                key.append(type(a))
+                values.append(0 if a is None else a)
         if (memory := self._seen.get(key := tuple(key))) is None:
-            if len(self._seen)>999: self._seen.clear() # every length of a prompt is a new one
+            if len(self._seen)>999:
+                self._seen.clear() # every length of a prompt is a new one
             memory = self._seen[key] = self._checked(args)
         with self._lock:
-            try: memory.fill(values)
-            except (struct.error,OverflowError): _misfit(self.src.name, args)
+            try:
+                memory.fill(values)
+            except (struct.error,OverflowError):
+                _misfit(self.src.name, args)
             self.k(grid, block, memory.pointers, shared, pdl)
         if self._emulated and (bad := [n for n,a in zip(_params(self.src.text, self.src.name), args) if isinstance(a, T) and not strips_whole(a)]):
             raise DeviceError(f'{self.src.name} wrote beside {bad[0]}')
@@ -255,14 +284,18 @@ def run(
     **defines, # Compile-time values: K=2048 is -DK=2048
 ):
     "Launch a kernel on the device of its arrays; an `AtlasError` where they break its contract, a `DeviceError` where it cannot be compiled or launched"
-    if noted(name, grid, block, args, shared, pdl, defines): return
+    if noted(name, grid, block, args, shared, pdl, defines):
+        return
     grid,block = _three(grid),_three(block)
-    if not all(grid): return
-    if grid[1]>65535 or grid[2]>65535: raise AtlasError(f'{name}: a grid of {grid} blocks, and only its first axis may have more than 65,535')
+    if not all(grid):
+        return
+    if grid[1]>65535 or grid[2]>65535:
+        raise AtlasError(f'{name}: a grid of {grid} blocks, and only its first axis may have more than 65,535')
     a = next(filter(on_card, args), None)
     card = card_of(next(filter(_array, args), None) if a is None else a)
     key = name,card,*defines.items()
-    if (k := _variants.get(key)) is None: k = _variants[key] = _ready(name, tuple(sorted(defines.items())), card)
+    if (k := _variants.get(key)) is None:
+        k = _variants[key] = _ready(name, tuple(sorted(defines.items())), card)
     k(grid, block, args, shared, pdl)
 
 # %% ../../nbs/2_card/05_card.ipynb #2d687875
@@ -297,20 +330,25 @@ def limits(card)->Limits:
 @contextlib.contextmanager
 def capturing(stream):
     "Record what is launched on `stream` instead of doing it: `with capturing(s) as c: …; c.graph.launch(s)`"
-    class _C: graph = None
+    class _C:
+        graph = None
     c,card,collecting = _C(),_cuda(cp.cuda.runtime.getDevice()),gc.isenabled()
     with quiet.recording(), stream:
         gc.disable() # what it finds may give memory back, which a recording does not survive
-        stream.begin_capture(); card.plain = card.recorded = True
+        stream.begin_capture()
+        card.plain = card.recorded = True
         try:
-            try: yield c
+            try:
+                yield c
             except BaseException:
-                with contextlib.suppress(RuntimeError): stream.end_capture()  # it only says that something went wrong before
+                with contextlib.suppress(RuntimeError):
+                    stream.end_capture()  # it only says that something went wrong before
                 raise
             c.graph = stream.end_capture()
         finally:
             card.plain,card.recorded = True,False
-            if collecting: gc.enable()
+            if collecting:
+                gc.enable()
 
 def microseconds(
     f, # Launches kernels
@@ -319,12 +357,17 @@ def microseconds(
     "Median time of a replay of the graph of `f()`, on the current card"
     cp.cuda.Device().synchronize()
     s,times = cp.cuda.Stream(non_blocking=True),[]
-    with s: f()
+    with s:
+        f()
     s.synchronize()
-    with capturing(s) as c: f()
+    with capturing(s) as c:
+        f()
     for _ in range(n+3):
         a,b = cp.cuda.Event(),cp.cuda.Event()
-        a.record(s); c.graph.launch(s); b.record(s); b.synchronize()
+        a.record(s)
+        c.graph.launch(s)
+        b.record(s)
+        b.synchronize()
         times.append(cp.cuda.get_elapsed_time(a, b)*1e3)
     return float(np.median(times[3:]))
 

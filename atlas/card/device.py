@@ -45,15 +45,18 @@ def cgroup_dirs(
     "Folders whose memory limits bind this process; not all of them need exist"
     res = []
     for _,ctl,path in (l.split(':',2) for l in text.splitlines() if l.count(':')>1):
-        if ctl and 'memory' not in ctl.split(','): continue
+        if ctl and 'memory' not in ctl.split(','):
+            continue
         p = Path('memory' if ctl else '')/path.strip('/')
         res += [p, *p.parents]
     return res
 
 # %% ../../nbs/2_card/01_device.ipynb #3541f7ea
 def _read(p):
-    try: return p.read_text()
-    except OSError: return '' # absent or not ours to read: it sets no limit that we could know
+    try:
+        return p.read_text()
+    except OSError:
+        return '' # absent or not ours to read: it sets no limit that we could know
 
 _cgroup_files = (('memory.max','memory.current',''), ('memory.limit_in_bytes','memory.usage_in_bytes','total_'))
 
@@ -63,7 +66,8 @@ def cgroup_memory(
     "Limit and headroom of one control group, version 2 or 1"
     for limit,usage,pre in _cgroup_files:
         n = _read(d/limit).strip()
-        if not n.isdigit(): continue
+        if not n.isdigit():
+            continue
         stat = dict(l.split() for l in _read(d/'memory.stat').splitlines())
         cache = sum(int(stat.get(f'{pre}{k}_file', 0)) for k in ('active','inactive'))
         return Memory(int(n), max(0, int(n)-int(_read(d/usage) or 0)+cache))
@@ -71,7 +75,8 @@ def cgroup_memory(
 # %% ../../nbs/2_card/01_device.ipynb #d0547861
 def _soon(info, available)->int:
     "What is free, and pages of files that nobody has used for a while and that need not be written first"
-    if 'Inactive(file)' not in info: return available
+    if 'Inactive(file)' not in info:
+        return available
     clean = info['Inactive(file)']-info.get('Dirty', 0)-info.get('Writeback', 0)
     return info['MemFree']+max(clean, 0)
 
@@ -82,9 +87,11 @@ def host_memory(
     "The host's memory as this process may use it: `MemAvailable`, within every control group's limit"
     root = Path(root)
     info = meminfo(_read(root/'proc/meminfo'))
-    if not info: return Memory(*[os.sysconf('SC_PAGE_SIZE')*os.sysconf('SC_PHYS_PAGES')]*2)
+    if not info:
+        return Memory(*[os.sysconf('SC_PAGE_SIZE')*os.sysconf('SC_PHYS_PAGES')]*2)
     available = info.get('MemAvailable', info['MemFree'])
-    if soon: available = min(available, _soon(info, available))
+    if soon:
+        available = min(available, _soon(info, available))
     found = [Memory(info['MemTotal'], available)]
     found += [cgroup_memory(root/'sys/fs/cgroup'/d) for d in cgroup_dirs(_read(root/'proc/self/cgroup'))]
     return Memory(*map(min, zip(*filter(None, found))))
@@ -100,7 +107,8 @@ class Device:
 # %% ../../nbs/2_card/01_device.ipynb #d1677f83
 def _alloc(dev, f, shape, dtype):
     try:
-        with dev.use(): return f(shape, dtype=dtype)
+        with dev.use():
+            return f(shape, dtype=dtype)
     except MemoryError as e: # NumPy's and CuPy's are both of this kind
         need = math.prod(np.atleast_1d(shape).tolist())*np.dtype(dtype).itemsize
         raise OutOfMemoryError(f'An array of shape {shape} {np.dtype(dtype)} needs {human(need)} on {dev.name}, where {dev.memory()}',
@@ -136,10 +144,13 @@ def making_in(self:Device,
     "A context in which new arrays of this device lie in `room`"
     d = _rooms if everywhere else _here.rooms
     was,d[self.name] = d.get(self.name, d),room
-    try: yield room
+    try:
+        yield room
     finally:
-        if was is d: d.pop(self.name)
-        else: d[self.name] = was
+        if was is d:
+            d.pop(self.name)
+        else:
+            d[self.name] = was
 
 @patch
 def tidy(self:Device): "Give back memory that is kept for arrays to come"
@@ -156,10 +167,13 @@ def using(self:Device, n:int):
     "A context in which launches are for a part of `n` multiprocessors"
     parts = _here.usable
     was,parts[self.name] = parts.get(self.name),n
-    try: yield
+    try:
+        yield
     finally:
-        if was is None: del parts[self.name]
-        else: parts[self.name] = was
+        if was is None:
+            del parts[self.name]
+        else:
+            parts[self.name] = was
 
 
 # %% ../../nbs/2_card/01_device.ipynb #d6f4da39
@@ -212,7 +226,9 @@ def carve(self:Device,
     sizes = [-(-math.prod(s)//per)*per for s in shapes]
     flat,at,out = self.empty((sum(sizes)+per,)),0,[]
     at = -self.address(flat)%line//4
-    for s,n in zip(shapes, sizes): out.append(flat[at:at+math.prod(s)].reshape(s)); at += n
+    for s,n in zip(shapes, sizes):
+        out.append(flat[at:at+math.prod(s)].reshape(s))
+        at += n
     return out
 
 @patch
@@ -226,7 +242,8 @@ def write(self:Host, dst, a):
 @patch
 def _lap(self:Host, f, n):
     start = perf_counter()
-    for _ in range(n): f()
+    for _ in range(n):
+        f()
     return perf_counter()-start
 
 @patch
@@ -248,7 +265,8 @@ def copy_rate(self:Device,
     "Measured rate of a plain copy: what kernels are compared with"
     nbytes = min(nbytes, self.memory().available//4)
     src,dst = self.empty(nbytes, 'uint8'),self.empty(nbytes, 'uint8')
-    for o in (src,dst): o.fill(1) # pages that were never written cost nothing to read
+    for o in (src,dst):
+        o.fill(1) # pages that were never written cost nothing to read
     return 2*nbytes/self.time(lambda: self.xp.copyto(dst, src))
 
 # %% ../../nbs/2_card/01_device.ipynb #5bee0052
@@ -267,10 +285,13 @@ def memory_rate(self:Host)->None:
 def _ver(n): return f'{n//1000}.{n%1000//10}'
 
 def _no_cuda(rt, e):
-    if e.status==100: return ('The NVIDIA driver works, but it sees no GPU',
+    if e.status==100:
+        return ('The NVIDIA driver works, but it sees no GPU',
         'Check that the container was given one (docker run --gpus all), and CUDA_VISIBLE_DEVICES')
-    if e.status!=35: return f'CUDA does not start: {e}','Check that nvidia-smi works'
-    if not rt.driverGetVersion(): return 'There is no NVIDIA driver on this machine','Install one, or use --device cpu'
+    if e.status!=35:
+        return f'CUDA does not start: {e}','Check that nvidia-smi works'
+    if not rt.driverGetVersion():
+        return 'There is no NVIDIA driver on this machine','Install one, or use --device cpu'
     return (f'The NVIDIA driver is too old: it supports CUDA {_ver(rt.driverGetVersion())}, and CuPy needs {_ver(rt.runtimeGetVersion())}',
             'Update the driver, or use --device cpu')
 
@@ -283,8 +304,10 @@ def cuda_count(
         said = f'CUDA is reached through CuPy, which {how}'
         raise DeviceError(said, hint=f'{INSTALL_CUDA}, or use --device cpu')
     rt = xp.cuda.runtime
-    try: return rt.getDeviceCount()
-    except rt.CUDARuntimeError as e: raise DeviceError(*_no_cuda(rt, e)) from e
+    try:
+        return rt.getDeviceCount()
+    except rt.CUDARuntimeError as e:
+        raise DeviceError(*_no_cuda(rt, e)) from e
 
 # %% ../../nbs/2_card/01_device.ipynb #ed59b361
 STICKY = {214: 'uncorrectable ECC error', 220: 'uncorrectable NVLink error', 226: 'contained memory error', 700: 'illegal memory access', 702: 'launch timed out',
@@ -296,16 +319,20 @@ STICKY = {214: 'uncorrectable ECC error', 220: 'uncorrectable NVLink error', 226
 @functools.cache
 def driver():
     "The CUDA driver's C functions; a `DeviceError` where there is no driver"
-    try: return ctypes.CDLL('libcuda.so.1')
-    except OSError as e: raise DeviceError('There is no NVIDIA driver on this machine', hint='Install one, or use --device cpu') from e
+    try:
+        return ctypes.CDLL('libcuda.so.1')
+    except OSError as e:
+        raise DeviceError('There is no NVIDIA driver on this machine', hint='Install one, or use --device cpu') from e
 
 def status_text(
     code:int, # Of a call to the driver
 )->str:
     "The driver's own words for a status"
     text = ctypes.c_char_p()
-    try: driver().cuGetErrorString(code, ctypes.byref(text))
-    except DeviceError: pass  # who has no driver gets words of ours
+    try:
+        driver().cuGetErrorString(code, ctypes.byref(text))
+    except DeviceError:
+        pass  # who has no driver gets words of ours
     return text.value.decode() if text.value else STICKY.get(code, f'CUDA error {code}')
 
 # %% ../../nbs/2_card/01_device.ipynb #95764ac9
@@ -315,19 +342,23 @@ class Faults:
     names = property(lambda self: list(dict.fromkeys(n for _,n in self._names)), doc='What may still be at work, first launched first')
     def launching(self, *names:str):
         "Call before each launch; raises the `CudaFault` that was, if there was one"
-        if self.fault: self.check()
+        if self.fault:
+            self.check()
         self.count += 1
-        for n in names: self._names.append((self.count, n))
+        for n in names:
+            self._names.append((self.count, n))
     def settled(self, count:int|None=None):
         "All launches, or the first `count`, are known to be done"
         with suppress(IndexError): # none is left; another thread may have been quicker
-            while count is None or self._names[0][0]<=count: self._names.popleft()
+            while count is None or self._names[0][0]<=count:
+                self._names.popleft()
     def hold(self, o):
         "Should the card fail, `o` is never given back to it"
         self._held[id(o)] = o
     def check(self):
         "Raise if the card has failed before"
-        if self.fault: raise _fault(f'The card has failed, and nothing runs on it any more. The first fault was: {self.fault.msg}', self.fault.kernels)
+        if self.fault:
+            raise _fault(f'The card has failed, and nothing runs on it any more. The first fault was: {self.fault.msg}', self.fault.kernels)
 
 def _forever(o): "Nobody deletes `o` any more, not even the end of the process"; ctypes.pythonapi.Py_IncRef(ctypes.py_object(o))
 
@@ -344,13 +375,16 @@ def error(self:Faults,
     hint:str='', # What to do about it, where the status alone does not say
 )->DeviceError: # To be raised
     "What a status other than 0 means: a `CudaFault` if it stays, and then it is remembered"
-    if code==2: return OutOfMemoryError(f'{doing}: {status_text(code)}', hint='Free some memory on the card, or choose a smaller model or context')
-    if code not in STICKY: return DeviceError(f'{doing}: {status_text(code)}', hint='The machine code is for another card, or newer than the driver: update the driver, or use --device cpu' if code in (200,209,218,222,223) else hint)
+    if code==2:
+        return OutOfMemoryError(f'{doing}: {status_text(code)}', hint='Free some memory on the card, or choose a smaller model or context')
+    if code not in STICKY:
+        return DeviceError(f'{doing}: {status_text(code)}', hint='The machine code is for another card, or newer than the driver: update the driver, or use --device cpu' if code in (200,209,218,222,223) else hint)
     if not self.fault:
         names = self.names
         where = f'in {names[0]}' if len(names)==1 else f'in one of: {", ".join(names)}' if names else 'where no kernel was at work'
         self.fault = _fault(f'CUDA error {code}, {status_text(code)}, seen at {doing}; it happened {where}', names)
-        for o in filter(None, [r() for r in self._held.valuerefs()]): _forever(o)
+        for o in filter(None, [r() for r in self._held.valuerefs()]):
+            _forever(o)
         return self.fault
     return _fault(f'{doing}: the card has failed before. The first fault was: {self.fault.msg}', self.fault.kernels)
 
@@ -360,10 +394,13 @@ def watch(self:Faults,
     doing:str='a call', # What is being done inside
 ):
     "CuPy's errors become typed ones, those that stay a `CudaFault`; nothing is begun after one"
-    if self.fault: self.check()
-    try: yield
+    if self.fault:
+        self.check()
+    try:
+        yield
     except RuntimeError as e:
-        if not isinstance(getattr(e, 'status', None), int) or isinstance(e, AtlasError): raise
+        if not isinstance(getattr(e, 'status', None), int) or isinstance(e, AtlasError):
+            raise
         raise self.error(e.status, doing) from e
 
 faults = Faults() # Of this process
@@ -376,27 +413,37 @@ class Quiet:
     def recording(self):
         "A context in which a graph is recorded; one at a time"
         with self._lock:
-            if self._recording: raise DeviceError('A graph is recorded inside another', hint='This is a mistake in Atlas; please report it')
+            if self._recording:
+                raise DeviceError('A graph is recorded inside another', hint='This is a mistake in Atlas; please report it')
             self._recording = True
-            try: yield
-            finally: self._recording = False; self._work_off()
+            try:
+                yield
+            finally:
+                self._recording = False
+                self._work_off()
     @contextmanager
     def __call__(self):
         "A context in which nothing is recorded"
         with self._lock:
-            if self._recording: raise DeviceError('The card is waited for while a graph is recorded', hint='This is a mistake in Atlas; please report it')
+            if self._recording:
+                raise DeviceError('The card is waited for while a graph is recorded', hint='This is a mistake in Atlas; please report it')
             yield
             self._work_off()
     def now(self, f)->bool:
         "Call `f`, unless a graph is being recorded or somebody else is at it; was it called?"
-        if not self._lock.acquire(blocking=False): return False
-        try:
-            if not self._recording: f(); return True
+        if not self._lock.acquire(blocking=False):
             return False
-        finally: self._lock.release()
+        try:
+            if not self._recording:
+                f()
+                return True
+            return False
+        finally:
+            self._lock.release()
     def soon(self, f): "Call `f` now, or when a recording is over"; self._later.append(f); self.now(self._work_off)
     def _work_off(self):
-        while self._later: self._later.popleft()()
+        while self._later:
+            self._later.popleft()()
 
 quiet = Quiet() # Of this process
 
@@ -420,27 +467,32 @@ class Cuda(Device):
         xp=cp, # The CuPy module
     ):
         n = cuda_count(xp)
-        if index>=n: raise DeviceError(f'There is no cuda:{index}: this machine has {n} CUDA device{"s"[:n>1]}',
+        if index>=n:
+            raise DeviceError(f'There is no cuda:{index}: this machine has {n} CUDA device{"s"[:n>1]}',
             hint=f'Use cuda:0{f" to cuda:{n-1}" if n>1 else ""}')
         self.xp,self.index,self.name = xp,index,f'cuda:{index}'
         p = xp.cuda.runtime.getDeviceProperties(index)
         self.card,self.integrated,self.multiprocessors = p['name'].decode(),bool(p['integrated']),p['multiProcessorCount']
         self.capability = p['major'],p['minor']
         self.arch = arch_name(*self.capability)
-        if self.capability<MIN_CAPABILITY: raise DeviceError(
+        if self.capability<MIN_CAPABILITY:
+            raise DeviceError(
             f'{self.card} has compute capability {p["major"]}.{p["minor"]}, and Atlas needs 8.0 or newer', hint='Use --device cpu')
     @contextmanager
     def use(self):
         "A context in which this card is the current one, and errors that stay are recognised"
         room = self.room
-        with self.faults.watch(self.name), self.xp.cuda.Device(self.index), self.xp.cuda.using_allocator(room.malloc) if room else nullcontext(): yield
+        with self.faults.watch(self.name), self.xp.cuda.Device(self.index), self.xp.cuda.using_allocator(room.malloc) if room else nullcontext():
+            yield
 
 # %% ../../nbs/2_card/01_device.ipynb #048b0b22
 @patch
 def memory(self:Cuda)->Memory:
     "The card's memory: `cudaMemGetInfo`, or the host's where the two are one"
-    with self.use(): free,total = self.xp.cuda.runtime.memGetInfo()
-    if not self.integrated: return Memory(total, free)
+    with self.use():
+        free,total = self.xp.cuda.runtime.memGetInfo()
+    if not self.integrated:
+        return Memory(total, free)
     h = host_memory(soon=True)
     return Memory(min(total, h.total), h.available)
 
@@ -455,22 +507,26 @@ def describe(self:Cuda)->str:
 def empty(self:Cuda, shape, dtype='float32'):
     "As `Device.empty`; a step makes hundreds of arrays, and has nothing to prepare for them"
     if self.room is None and not self.faults.fault and self.xp.cuda.runtime.getDevice()==self.index:
-        try: return self.xp.empty(shape, dtype)
-        except (MemoryError,RuntimeError): pass # tried again below, where failures are named
+        try:
+            return self.xp.empty(shape, dtype)
+        except (MemoryError,RuntimeError):
+            pass # tried again below, where failures are named
     return Device.empty(self, shape, dtype)
 
 @patch
 def tidy(self:Cuda):
     "Give back the memory that CuPy keeps for arrays to come"
     with quiet(), self.use():
-        for p in (self.xp.get_default_memory_pool(), *self.pools): p.free_all_blocks()
+        for p in (self.xp.get_default_memory_pool(), *self.pools):
+            p.free_all_blocks()
     self.pools[:] = [p for p in self.pools if p.total_bytes()]
 
 # %% ../../nbs/2_card/01_device.ipynb #8184d88f
 @patch
 def upload(self:Cuda, a):
     "Copy a host array to the card"
-    with self.use(): return self.xp.ascontiguousarray(self.xp.asarray(a))
+    with self.use():
+        return self.xp.ascontiguousarray(self.xp.asarray(a))
 
 @patch
 def address(self:Cuda, a)->int: "Where `a` begins on the card, in bytes"; return a.data.ptr
@@ -481,8 +537,10 @@ def write(self:Cuda, dst, a):
     a = np.ascontiguousarray(a, dst.dtype)
     with self.use():
         stream = self.xp.cuda.get_current_stream()
-        if dst.flags.c_contiguous: dst.set(a, stream=stream)
-        else: self._write_rows(dst, a, stream)
+        if dst.flags.c_contiguous:
+            dst.set(a, stream=stream)
+        else:
+            self._write_rows(dst, a, stream)
 
 @patch
 def _write_rows(self:Cuda, dst, a, stream):
@@ -495,12 +553,14 @@ def _write_rows(self:Cuda, dst, a, stream):
 @patch
 def download(self:Cuda, a):
     "Copy an array of the card to the host, when all work before it is done"
-    with self.faults.watch('a download'): return self.xp.asnumpy(a)
+    with self.faults.watch('a download'):
+        return self.xp.asnumpy(a)
 
 @patch
 def synchronize(self:Cuda):
     "Wait until the card has done all work; a fault in it comes out here, if not before"
-    with quiet(), self.faults.watch('a wait for the card'): self.xp.cuda.Device(self.index).synchronize()
+    with quiet(), self.faults.watch('a wait for the card'):
+        self.xp.cuda.Device(self.index).synchronize()
     self.faults.settled()
 
 @patch
@@ -508,8 +568,10 @@ def _lap(self:Cuda, f, n):
     with self.use():
         start,end = (self.xp.cuda.Event() for _ in '12')
         start.record()
-        for _ in range(n): f()
-        end.record(); end.synchronize()
+        for _ in range(n):
+            f()
+        end.record()
+        end.synchronize()
         return self.xp.cuda.get_elapsed_time(start, end)/1e3
 
 # %% ../../nbs/2_card/01_device.ipynb #7b08b716
@@ -546,16 +608,20 @@ class _Pinned:
         at = a.ctypes.data
         self.__array_interface__ = dict(shape=(nbytes,), typestr='|u1', data=(at, False), version=3)
         try:
-            with card.use(): rt.hostRegister(at, nbytes, 0)
-        except CudaFault: raise
-        except DeviceError: rt = None
+            with card.use():
+                rt.hostRegister(at, nbytes, 0)
+        except CudaFault:
+            raise
+        except DeviceError:
+            rt = None
         let_go = functools.partial(_let_go, rt, at, pages)
         weakref.finalize(self, quiet.soon, let_go).atexit = False
 
 def _let_go(rt, at, pages):
     "Have pages moved again, before they go"
     with suppress(RuntimeError):
-        if rt: rt.hostUnregister(at)
+        if rt:
+            rt.hostUnregister(at)
 
 @patch
 def pinned(self:Cuda, nbytes:int)->np.ndarray: return np.asarray(_Pinned(self, nbytes))
@@ -565,14 +631,20 @@ def get_device(
     name:str|Device='auto' # `'auto'`, `'cpu'`, `'cuda'` or `'cuda:1'`; a device is returned as it is
 )->Device:
     "The device called `name`; a `DeviceError` says why it cannot be had"
-    if isinstance(name, Device): return name
+    if isinstance(name, Device):
+        return name
     m = re.fullmatch(r'(auto|cpu)|cuda(?::(\d+))?', str(name))
-    if not m: raise DeviceError(f'There is no device called {name!r}', hint='Choose auto, cpu, cuda or cuda:N', param='device')
-    if name=='cpu': return Host()
-    if name!='auto': return Cuda(int(m[2] or 0))
-    try: return Cuda()
+    if not m:
+        raise DeviceError(f'There is no device called {name!r}', hint='Choose auto, cpu, cuda or cuda:N', param='device')
+    if name=='cpu':
+        return Host()
+    if name!='auto':
+        return Cuda(int(m[2] or 0))
+    try:
+        return Cuda()
     except DeviceError as e:
-        if Path('/dev/nvidiactl').exists(): warnings.warn(f'The processor is used and not the graphics card: {e}')
+        if Path('/dev/nvidiactl').exists():
+            warnings.warn(f'The processor is used and not the graphics card: {e}')
         return Host()
 
 # %% ../../nbs/2_card/01_device.ipynb #d42d9ac0
@@ -583,7 +655,8 @@ class Budget:
         reserve:int=0, # Bytes to leave to the rest of the machine
         utilization:float=1., # Part of the remainder to use, above 0 and up to 1
     ):
-        if not 0<utilization<=1: raise ConfigError(f'utilization is {utilization}, and must be above 0 and at most 1', param='utilization')
+        if not 0<utilization<=1:
+            raise ConfigError(f'utilization is {utilization}, and must be above 0 and at most 1', param='utilization')
         store_attr()
         self.total,self.parts = int(max(0, available-reserve)*utilization),{}
     used = property(lambda self: sum(self.parts.values()))
@@ -611,8 +684,10 @@ def give(self:Budget,
     nbytes:int|None=None, # How much of it to return; all by default
 )->int: # Bytes returned
     "Return what `name` took"
-    had = self.parts.pop(name, 0); n = min(had, ifnone(nbytes, had))
-    if had>n: self.parts[name] = had-n
+    had = self.parts.pop(name, 0)
+    n = min(had, ifnone(nbytes, had))
+    if had>n:
+        self.parts[name] = had-n
     return n
 
 # %% ../../nbs/2_card/01_device.ipynb #bd04f46a

@@ -31,7 +31,9 @@ class Graph:
         self.card,self.name,self.scratch = card,name,scratch
         self.stream = stream or (_stream(card) if card.kind=='cuda' else None)
         with card.use(), self._here():
-            if warm: f(); card.synchronize()
+            if warm:
+                f()
+                card.synchronize()
             self._record(f)
         self.kernels = tuple(dict.fromkeys(c[0] for c in self.calls))
     def __repr__(self): return f'Graph({self.name}: {len(self.calls)} launches of {", ".join(self.kernels)})'
@@ -40,22 +42,27 @@ _streams = {}
 def _stream(card):
     "The stream that graphs of `card` are recorded and replayed on"
     if card.index not in _streams:
-        with card.use(): _streams[card.index] = card.xp.cuda.Stream(non_blocking=True)
+        with card.use():
+            _streams[card.index] = card.xp.cuda.Stream(non_blocking=True)
     return _streams[card.index]
 
 @patch
 @contextlib.contextmanager
 def _here(self:Graph):
-    with self.scratch.allocating() if self.scratch else contextlib.nullcontext(), self.stream or contextlib.nullcontext(): yield
+    with self.scratch.allocating() if self.scratch else contextlib.nullcontext(), self.stream or contextlib.nullcontext():
+        yield
 
 # %% ../../nbs/2_card/06_graph.ipynb #a810091f
 @patch
 def _record(self:Graph, f):
     if self.card.kind!='cuda':
-        with recording(launch=False, args=True) as r: self.out = f()
+        with recording(launch=False, args=True) as r:
+            self.out = f()
     else:
-        with recording() as r, capturing(self.stream) as c: self.out = f()
-        self._graph = c.graph; self.card.faults.hold(self)
+        with recording() as r, capturing(self.stream) as c:
+            self.out = f()
+        self._graph = c.graph
+        self.card.faults.hold(self)
         self._graph.upload(self.stream)
     self.calls = r.calls
 
@@ -65,11 +72,13 @@ def __call__(self:Graph,
 ):
     "Start it, and return `out`, which is valid when the stream gets there; a fault of an earlier step comes out as `CudaFault`"
     if self.card.kind!='cuda':
-        for name,grid,block,args,shared,pdl,defines in self.calls: run(name, grid, block, *args, shared=shared, pdl=pdl, **defines)
+        for name,grid,block,args,shared,pdl,defines in self.calls:
+            run(name, grid, block, *args, shared=shared, pdl=pdl, **defines)
         return self.out
     faults = self.card.faults
     faults.launching(*self.kernels)
-    with faults.watch(f'the start of {self.name}'): self._graph.launch(stream or self.stream)
+    with faults.watch(f'the start of {self.name}'):
+        self._graph.launch(stream or self.stream)
     return self.out
 
 # %% ../../nbs/2_card/06_graph.ipynb #e29b130a
@@ -115,15 +124,19 @@ class _Growth:
     "New memory for a pool, of a card or of a region, and how often there was none"
     def __init__(self, cuda, room=None): self.cuda,self.room,self.refused = cuda,room,0
     def __call__(self, nbytes):
-        try: return self._more(nbytes)
+        try:
+            return self._more(nbytes)
         except Exception:  # the pool gives back what nobody holds, and asks again
             self.refused += 1
             raise
     def _more(self, nbytes):
         cuda = self.cuda
-        if self.room is None: return cuda.MemoryPointer(cuda.Memory(nbytes), 0)
-        try: return self.room.malloc(nbytes)
-        except OutOfMemoryError as e: raise cuda.runtime.CUDARuntimeError(2) from e # as pools know it
+        if self.room is None:
+            return cuda.MemoryPointer(cuda.Memory(nbytes), 0)
+        try:
+            return self.room.malloc(nbytes)
+        except OutOfMemoryError as e:
+            raise cuda.runtime.CUDARuntimeError(2) from e # as pools know it
 
 # %% ../../nbs/2_card/06_graph.ipynb #d4793e7b
 class CudaMark(Mark):
@@ -133,7 +146,8 @@ class CudaMark(Mark):
         self.count = faults.count
     def wait(self, doing:str='a wait for results'):
         "Wait until the work before it is done; a fault in it is a `CudaFault`"
-        with self.faults.watch(doing): self.event.synchronize()
+        with self.faults.watch(doing):
+            self.event.synchronize()
         self.faults.settled(self.count)
     @property
     def passed(self)->bool: return self.event.done
@@ -142,13 +156,15 @@ class CudaStream(Stream):
     "A stream of a card, and a pool of memory"
     def __init__(self, card:Cuda, room:Region|None=None):
         c = card.xp.cuda
-        with card.use(): self.raw = c.Stream(non_blocking=True)
+        with card.use():
+            self.raw = c.Stream(non_blocking=True)
         self.card,self.memory = card,c.MemoryPool(*[_Growth(c, room)]*bool(room))
         weakref.finalize(self, card.pools.append, self.memory).atexit = False
     @contextlib.contextmanager
     def here(self):
         "A context in which kernels go to it"
-        with self.card.use(), self.raw: yield
+        with self.card.use(), self.raw:
+            yield
     def temporaries(self):
         "A context in which arrays lie in its own memory"
         return self.card.xp.cuda.using_allocator(self.memory.malloc)
@@ -170,7 +186,8 @@ def own_stream(self:Cuda, room:Region|None=None)->CudaStream:
 @patch
 def captured(self:CudaStream, f):
     "A function that does again, and waits for, what `f()` launches"
-    with capturing(self.raw) as c: f()
+    with capturing(self.raw) as c:
+        f()
     def again():
         c.graph.launch(self.raw)
         self.raw.synchronize()
@@ -202,8 +219,10 @@ def turn(self:CudaStream):
     t = _turns.setdefault(self.card.index, _Turn())
     with t.lock:
         others = t.stream not in (None,self.raw)
-        if others: self.raw.wait_event(t.end)
-        try: yield
+        if others:
+            self.raw.wait_event(t.end)
+        try:
+            yield
         finally:
             with contextlib.suppress(Exception):  # a card that has failed says so by itself
                 t.stream,t.end = self.raw,self.raw.record()
@@ -212,7 +231,8 @@ def turn(self:CudaStream):
 def _same_memory(card, pool, stream):
     "A context in which arrays lie in what `pool` has for `stream`, whichever is the current one"
     def malloc(n):
-        with stream: return pool.malloc(n)
+        with stream:
+            return pool.malloc(n)
     return card.xp.cuda.using_allocator(malloc)
 
 class Scratch:
@@ -299,7 +319,8 @@ def scatter(self:Stream,
 def _room(runs, data):
     "Where `data` begins; an `AtlasError` if it is less than `runs`"
     need = sum(n for _,n in runs)
-    if data.nbytes>=need and data.flags.c_contiguous: return data.ctypes.data
+    if data.nbytes>=need and data.flags.c_contiguous:
+        return data.ctypes.data
     raise AtlasError(f'{need:,} bytes are to be copied, and the buffer has {data.nbytes:,}')
 
 # %% ../../nbs/2_card/06_graph.ipynb #9a27ca02
@@ -314,7 +335,8 @@ class Part(Stream):
     @contextlib.contextmanager
     def here(self):
         "A context in which kernels go to it, and are for so many multiprocessors"
-        with self.card.use(), self.card.using(self.count): yield
+        with self.card.use(), self.card.using(self.count):
+            yield
 
 class CudaPart(Part,CudaStream):
     "The same of a card, with the memory of the stream that it is a part of"
@@ -327,7 +349,8 @@ class CudaPart(Part,CudaStream):
     def __cuda_stream__(self): return 0,self._at
     @contextlib.contextmanager
     def here(self):
-        with Part.here(self), self.raw: yield
+        with Part.here(self), self.raw:
+            yield
     def temporaries(self): return _same_memory(self.card, self.memory, self.of.raw)
     def close(self):
         "Give the stream back"
@@ -337,9 +360,12 @@ class CudaPart(Part,CudaStream):
 # %% ../../nbs/2_card/06_graph.ipynb #9a27ca03
 def _said_yes(name, *args):
     "Call a function of the driver; a `DeviceError` where there is none, or it refuses"
-    if f := getattr(driver(), name, None): code = f(*args)
-    else: raise DeviceError(f'The driver has no {name}')
-    if code: raise faults.error(code, name)
+    if f := getattr(driver(), name, None):
+        code = f(*args)
+    else:
+        raise DeviceError(f'The driver has no {name}')
+    if code:
+        raise faults.error(code, name)
 
 _green = {} # Contexts by card and multiprocessors, which stay
 
@@ -377,7 +403,10 @@ def divided(self:CudaStream,
         _said_yes('cuDeviceGetDevResource', self.card.index, at(whole), 1) # 1: multiprocessors
         alone = 1 # They need not come in eights
         _said_yes('cuDevSmResourceSplitByCount', mine, at(n), at(whole), at(rest), alone, few)
-        if mine[0].count!=few: return None
+        if mine[0].count!=few:
+            return None
         return CudaPart(self, mine[0]),CudaPart(self, rest)
-    except CudaFault: raise
-    except DeviceError: return None
+    except CudaFault:
+        raise
+    except DeviceError:
+        return None

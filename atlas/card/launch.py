@@ -37,10 +37,14 @@ def simulate(
         while threads:
             said,ended = [],0
             for o in threads:
-                try: said.append(o.send(everyone))
-                except StopIteration: ended += 1
-            if ended==len(threads): break
-            if ended: raise AtlasError(f'Block {b}: {ended} of {block} threads have ended, and the others wait for them at a barrier')
+                try:
+                    said.append(o.send(everyone))
+                except StopIteration:
+                    ended += 1
+            if ended==len(threads):
+                break
+            if ended:
+                raise AtlasError(f'Block {b}: {ended} of {block} threads have ended, and the others wait for them at a barrier')
             everyone = said
 
 # %% ../../nbs/2_card/03_launch.ipynb #202a48d3
@@ -62,10 +66,12 @@ class Source:
         root:Path|None=None, # Folder of the kernels, Atlas's own by default
     ):
         self.name,self.root,self.files = name,Path(ifnone(root, kernel_dir())),{}
-        if not (self.root/f'{name}.cu').exists(): raise AtlasError(f'There is no kernel {name!r}', hint=f'There are: {", ".join(kernel_names(self.root))}')
+        if not (self.root/f'{name}.cu').exists():
+            raise AtlasError(f'There is no kernel {name!r}', hint=f'There are: {", ".join(kernel_names(self.root))}')
         todo = [f'{name}.cu']
         while todo:
-            if (f := todo.pop()) in self.files: continue
+            if (f := todo.pop()) in self.files:
+                continue
             self.files[f],includes = _text_of(self.root/f)
             todo += includes
     @property
@@ -101,20 +107,26 @@ def nullable(self:Source)->set[str]:
 def _agrees(word, n, dims):
     "Does an axis of `n` fit `word`, given the sizes known so far? New ones are added to them"
     k,_,s = word.rpartition('*')
-    if s.isdigit(): return n==int(k or 1)*int(s)
+    if s.isdigit():
+        return n==int(k or 1)*int(s)
     return n%int(k or 1)==0 and dims.setdefault(s, n//int(k or 1))==n//int(k or 1)
 
 def _mismatch(a, words, dtype, dims):
     "What is wrong with array `a`, or `None`"
-    if a.dtype!=DTYPES[dtype]: return f'its type is {a.dtype}'
-    if a.ndim!=len(words): return f'it has {a.ndim} axes'
+    if a.dtype!=DTYPES[dtype]:
+        return f'its type is {a.dtype}'
+    if a.ndim!=len(words):
+        return f'it has {a.ndim} axes'
     step = a.itemsize
     for word,n,stride in reversed(list(zip(words, a.shape, a.strides))):
         word,_,ld = word.partition(':')
-        if not _agrees(word, n, dims): return f'axis {word} has size {n}'
-        if n<2 or not a.size: stride = step # a step that is never taken may be anything, and CuPy's empty arrays step by 0
+        if not _agrees(word, n, dims):
+            return f'axis {word} has size {n}'
+        if n<2 or not a.size:
+            stride = step # a step that is never taken may be anything, and CuPy's empty arrays step by 0
         good = stride%a.itemsize==0 and _agrees(ld, stride//a.itemsize, dims) if ld else stride==step
-        if not good: return f'axis {word} has a step of {stride} bytes'
+        if not good:
+            return f'axis {word} has a step of {stride} bytes'
         step = stride*n
 
 # %% ../../nbs/2_card/03_launch.ipynb #0e6ac2ed
@@ -128,7 +140,8 @@ def check(self:Source,
         raise AtlasError(f'{self.name} takes {", ".join(self.contract)}, and was given {", ".join(arrays)}')
     dims = {}
     for name,(words,dtype) in self.contract.items():
-        if name not in arrays: continue
+        if name not in arrays:
+            continue
         if why := _mismatch(arrays[name], words, dtype, dims):
             raise AtlasError(f'{self.name}: {name} breaks its contract [{", ".join(words)}] {dtype}: {why}. It is {arrays[name].dtype} of shape '
                 f'{arrays[name].shape}' + (f', where {", ".join(f"{k}={v}" for k,v in dims.items())}' if dims else ''), param=name)
@@ -157,7 +170,8 @@ class Nvcc:
         path:str|None=None # The program, searched for by default
     ):
         self.path = path or find_nvcc()
-        if not self.path: raise DeviceError('There is no nvcc on this machine', hint='Install the CUDA toolkit, or put its bin folder on PATH')
+        if not self.path:
+            raise DeviceError('There is no nvcc on this machine', hint='Install the CUDA toolkit, or put its bin folder on PATH')
     @functools.cached_property
     def version(self):
         out = subprocess.run([self.path, '--version'], capture_output=True, text=True).stdout
@@ -166,7 +180,8 @@ class Nvcc:
         with tempfile.TemporaryDirectory() as d:
             cmd = [self.path, '-cubin', *OPTIONS, *options, f'-gencode=arch={arch.replace("sm", "compute")},code={arch}', f'-I{src.root}']
             r = subprocess.run([*cmd, src.root/f'{src.name}.cu', '-o', f'{d}/k'], capture_output=True, text=True)
-            if r.returncode: raise _refused(src, arch, self, r.stderr or r.stdout)
+            if r.returncode:
+                raise _refused(src, arch, self, r.stderr or r.stdout)
             return Path(d, 'k').read_bytes()
 
 # %% ../../nbs/2_card/03_launch.ipynb #e8dbb48d
@@ -195,25 +210,31 @@ class Nvrtc:
         xp=cp # The CuPy module
     ):
         said = 'NVRTC is reached through CuPy, which is not here'
-        if xp is None: raise DeviceError(said, hint=INSTALL_CUDA)
+        if xp is None:
+            raise DeviceError(said, hint=INSTALL_CUDA)
         self.lib = xp.cuda.nvrtc
     @functools.cached_property
     def version(self):
-        try: return '.'.join(map(str, self.lib.getVersion()))
-        except (RuntimeError, OSError) as e: raise DeviceError(f'CuPy finds no NVRTC: {e}', hint='pip install nvidia-cuda-nvrtc') from e
+        try:
+            return '.'.join(map(str, self.lib.getVersion()))
+        except (RuntimeError, OSError) as e:
+            raise DeviceError(f'CuPy finds no NVRTC: {e}', hint='pip install nvidia-cuda-nvrtc') from e
     def __call__(self, src, arch, options=()):
         self._targets(src, arch)
         prog = self.lib.createProgram(src.text, f'{src.name}.cu', (), ())
         try:
             self.lib.compileProgram(prog, (f'--gpu-architecture={arch}', f'-I{src.root}', *(f'-I{d}' for d in cuda_headers()), *OPTIONS, *options))
             return self.lib.getCUBIN(prog)
-        except self.lib.NVRTCError: raise _refused(src, arch, self, self.lib.getProgramLog(prog)) from None
-        finally: self.lib.destroyProgram(prog)
+        except self.lib.NVRTCError:
+            raise _refused(src, arch, self, self.lib.getProgramLog(prog)) from None
+        finally:
+            self.lib.destroyProgram(prog)
     def _targets(self, src, arch):
         "Raise unless this NVRTC, which must be there, makes code for `arch`"
         self.version
         can = self.lib.getSupportedArchs()
-        if int(re.search(r'\d+', arch)[0]) not in can: raise DeviceError(f'There is no machine code of {src.name} for {arch}, and NVRTC {self.version} '
+        if int(re.search(r'\d+', arch)[0]) not in can:
+            raise DeviceError(f'There is no machine code of {src.name} for {arch}, and NVRTC {self.version} '
             f'makes it for sm_{min(can)} to sm_{max(can)} only', hint='Update CuPy and nvidia-cuda-nvrtc, or use --device cpu')
 
 # %% ../../nbs/2_card/03_launch.ipynb #1098f4d0
@@ -240,7 +261,8 @@ def _listing(folder)->dict[str,list[Path]]:
     when = folder.stat().st_mtime_ns
     if folder not in _listings or _listings[folder][0]!=when or time_ns()-when<1e8:
         found = {}
-        for p in sorted(folder.glob('*.cubin')): found.setdefault(p.name.rsplit('.', 2)[0], []).append(p)
+        for p in sorted(folder.glob('*.cubin')):
+            found.setdefault(p.name.rsplit('.', 2)[0], []).append(p)
         _listings[folder] = when,found
     return _listings[folder][1]
 
@@ -249,23 +271,32 @@ class CubinStore:
     def __init__(self, path:Path|None=None): self.path = Path(ifnone(path, home()/'kernels'))
     def files(self, name, key)->list[Path]:
         "Those that may be the kernel `name` under `key`"
-        try: return _listing(self.path).get(f'{name}.{key}', [])
-        except OSError: return []
+        try:
+            return _listing(self.path).get(f'{name}.{key}', [])
+        except OSError:
+            return []
     def get(self, name, key)->bytes|None:
         "The cubin kept under `key`, if it is there and whole"
         for p in self.files(name, key):
             try:
-                if _sha(b := p.read_bytes())[:16]==p.name.split('.')[2]: return b
+                if _sha(b := p.read_bytes())[:16]==p.name.split('.')[2]:
+                    return b
                 p.unlink()
-            except OSError: continue # gone meanwhile, or not ours to touch
+            except OSError:
+                continue # gone meanwhile, or not ours to touch
     def put(self, name, key, b):
         "Keep `b`; where the folder cannot be written, say so and go on"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self.path, suffix='.part', delete=False) as f:
-                try: f.write(b); f.flush(); os.replace(f.name, self.path/f'{name}.{key}.{_sha(b)[:16]}.cubin')
-                finally: Path(f.name).unlink(missing_ok=True)
-        except OSError as e: warnings.warn(f'Compiled kernels cannot be kept in {self.path} ({e}): they will be compiled at every start')
+                try:
+                    f.write(b)
+                    f.flush()
+                    os.replace(f.name, self.path/f'{name}.{key}.{_sha(b)[:16]}.cubin')
+                finally:
+                    Path(f.name).unlink(missing_ok=True)
+        except OSError as e:
+            warnings.warn(f'Compiled kernels cannot be kept in {self.path} ({e}): they will be compiled at every start')
 
 # %% ../../nbs/2_card/03_launch.ipynb #0d0e2af0
 class Compilations:
@@ -274,17 +305,22 @@ class Compilations:
     def add(self, name:str):
         "Count one; a `DeviceError` if a step asked for it and `refuse` is set"
         self.names.append(name)
-        if (steps := getattr(self._here, 'steps', None)) is None: return
-        self.late.append(name); steps.append(name)
-        if self.refuse: raise DeviceError(f'{name} is not compiled, and the engine is ready: compiling now would make a request wait', hint='This is a mistake in Atlas; please report it')
+        if (steps := getattr(self._here, 'steps', None)) is None:
+            return
+        self.late.append(name)
+        steps.append(name)
+        if self.refuse:
+            raise DeviceError(f'{name} is not compiled, and the engine is ready: compiling now would make a request wait', hint='This is a mistake in Atlas; please report it')
     @contextmanager
     def serving(self,
         late:list|None, # Gets the names of what is compiled; None: nothing is said
     ):
         "A context of a step of a model that is ready: what this thread compiles is late"
         was,self._here.steps = getattr(self._here, 'steps', None),late
-        try: yield
-        finally: self._here.steps = was
+        try:
+            yield
+        finally:
+            self._here.steps = was
     total = property(lambda self: len(self.names))
     after_ready = property(lambda self: len(self.late))
     def __repr__(self): return f'{self.total} kernels compiled, {self.after_ready} of them after ready {self.late or ""}'.strip()
@@ -327,7 +363,8 @@ def _compiled_key(src, arch, options, compiler)->str:
 
 def is_compiled(src:Source, arch:str, options:tuple=())->bool:
     "Is there machine code, so that nobody has to compile it?"
-    if (src.root/cubin_name(src.name, arch, options)).exists(): return True
+    if (src.root/cubin_name(src.name, arch, options)).exists():
+        return True
     key = _compiled_key(src, arch, options, Nvrtc())
     return bool(CubinStore().files(src.name, key))
 
@@ -341,7 +378,8 @@ def compiled(
     "The cubin kept from an earlier start, else compiled and kept now"
     compiler,store = compiler or Nvrtc(),store or CubinStore()
     key = _compiled_key(src, arch, options, compiler)
-    if (b := store.get(src.name, key)) is not None: return b
+    if (b := store.get(src.name, key)) is not None:
+        return b
     compilations.add(src.name)
     b = compiler(src, arch, options)
     store.put(src.name, key, b)
@@ -367,13 +405,17 @@ def recording(
     "Collect what this thread asks `run` for: `with recording() as r: …; r.variants`"
     r,those = Recording(launch, args),vars(_listening).setdefault('those', [])
     those.append(r)
-    try: yield r
-    finally: those.remove(r)
+    try:
+        yield r
+    finally:
+        those.remove(r)
 
 def noted(name, grid, block, args, shared, pdl, defines)->bool:
     "Tell whoever listens of a call of `run`; is it done with that?"
-    if not (those := getattr(_listening, 'those', None)): return False
-    for r in those: r.calls.append((name, grid, block, args if r.args else (), shared, pdl, dict(defines)))
+    if not (those := getattr(_listening, 'those', None)):
+        return False
+    for r in those:
+        r.calls.append((name, grid, block, args if r.args else (), shared, pdl, dict(defines)))
     return not all(r.launch for r in those)
 
 def wanting()->bool:
@@ -404,9 +446,11 @@ def prepare(
     sources = {n: Source(n, root) for n,_ in variants}
     with ThreadPoolExecutor(min(32, cores())) as ex:
         jobs = [ex.submit(machine_code, sources[n], arch, o, compiler, store) for n,o in variants]
-        try: return {v: j.result() for v,j in zip(variants, jobs)}
+        try:
+            return {v: j.result() for v,j in zip(variants, jobs)}
         finally:
-            for j in jobs: j.cancel()
+            for j in jobs:
+                j.cancel()
 
 # %% ../../nbs/2_card/03_launch.ipynb #309536bc
 def _listed(path):
@@ -448,11 +492,16 @@ def compile_all(
 def _dims(n): return n if isinstance(n, tuple) else (n,)
 
 def _arg(name, i, a):
-    if a is None: return np.uintp(0)
-    if isinstance(a, float): return np.float32(a)
-    if isinstance(a, np.ndarray): raise AtlasError(f'Argument {i} of {name} is an array of the host', hint='Upload it first: device.upload(a)')
-    if not isinstance(a, int): return a
-    if not -1<<31<=a<1<<31: raise AtlasError(f'Argument {i} of {name} is {a}, which does not fit the 32 bits of an int')
+    if a is None:
+        return np.uintp(0)
+    if isinstance(a, float):
+        return np.float32(a)
+    if isinstance(a, np.ndarray):
+        raise AtlasError(f'Argument {i} of {name} is an array of the host', hint='Upload it first: device.upload(a)')
+    if not isinstance(a, int):
+        return a
+    if not -1<<31<=a<1<<31:
+        raise AtlasError(f'Argument {i} of {name} is {a}, which does not fit the 32 bits of an int')
     return np.int32(a)
 
 # %% ../../nbs/2_card/03_launch.ipynb #568447c8
@@ -473,12 +522,15 @@ class Kernel:
     ):
         "Put the kernel in the stream's queue; it runs when what stands before it is done"
         grid,block = _dims(grid),_dims(block)
-        if not all(grid): return
+        if not all(grid):
+            return
         args = tuple(_arg(self.src.name, i, a) for i,a in enumerate(args))
         faults.launching(self.src.name)
-        try: self.fn(grid, block, args, shared_mem=shared, stream=stream)
+        try:
+            self.fn(grid, block, args, shared_mem=shared, stream=stream)
         except self.errors as e:
-            if getattr(e, 'status', None) in STICKY: raise faults.error(e.status, f'the launch of {self.src.name}') from e
+            if getattr(e, 'status', None) in STICKY:
+                raise faults.error(e.status, f'the launch of {self.src.name}') from e
             raise DeviceError(f'{self.src.name} cannot be launched with grid {grid}, block {block} and {shared} bytes of shared memory: {e}') from e
 
 # %% ../../nbs/2_card/03_launch.ipynb #0fb7e1e3
@@ -490,13 +542,17 @@ def loaded(
 ):
     "What `load` makes of the wheel's cubin, or, should the driver refuse that, of one compiled here; a `DeviceError` if it refuses both"
     if (b := ahead(src, arch, options)) is not None:
-        try: return load(b)
+        try:
+            return load(b)
         except (RuntimeError, DeviceError) as e:
-            if isinstance(e, CudaFault): raise
+            if isinstance(e, CudaFault):
+                raise
             warnings.warn(f'The shipped {cubin_name(src.name, arch, options)} is refused ({e}), and compiled anew')
     b = compiled(src, arch, options)
-    try: return load(b)
-    except RuntimeError as e: raise DeviceError(f'The driver refuses {src.name} for {arch}, compiled here: {e}', hint='The driver is likely older than the compiler: update it') from e
+    try:
+        return load(b)
+    except RuntimeError as e:
+        raise DeviceError(f'The driver refuses {src.name} for {arch}, compiled here: {e}', hint='The driver is likely older than the compiler: update it') from e
 
 def _load(xp, b, name):
     mod = xp.cuda.Module()
@@ -512,4 +568,5 @@ def kernel(
     "The kernel `name`, loaded on a card; to be called while a model is loaded, never on a request. `DeviceError` where there is no card or compiler"
     dev,src = Cuda(index),Source(name)
     errors = dev.xp.cuda.driver.CUDADriverError
-    with dev.use(): return loaded(src, dev.arch, options, lambda b: Kernel(src, _load(dev.xp, b, name), errors))
+    with dev.use():
+        return loaded(src, dev.arch, options, lambda b: Kernel(src, _load(dev.xp, b, name), errors))

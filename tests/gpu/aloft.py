@@ -45,7 +45,8 @@ class Traffic:
 
     def step(self):
         for v in self.e.step():
-            if v.token is not None: self.told[v.id].append((v.token, v.logprob))
+            if v.token is not None:
+                self.told[v.id].append((v.token, v.logprob))
 
     def happen(self):
         "Something, by chance"
@@ -54,19 +55,24 @@ class Traffic:
             r = drawn(rng, self.s, self.llm.config.vocab_size, len(self.asked))
             self.asked[r.id],self.told[r.id] = r,[]
             self.e.add(r)
-        if not self.e.prompt: return
+        if not self.e.prompt:
+            return
         self.seen['aloft'] += 1
         what = rng.random()
         if what<.05 and running:
             self.e.abort(running[int(rng.integers(len(running)))])
             self.seen['gone'] += 1
-        elif what<.1: self.sleepless()
-        elif what<.15: self.stumble()
+        elif what<.1:
+            self.sleepless()
+        elif what<.15:
+            self.stumble()
 
     def sleepless(self):
         "Nobody sleeps while answers are under way"
-        try: self.llm.sleep()
-        except EngineError: self.seen['slept'] += 1
+        try:
+            self.llm.sleep()
+        except EngineError:
+            self.seen['slept'] += 1
 
     def stumble(self):
         "The next launch finds no memory for prompts, or is cut off"
@@ -77,20 +83,24 @@ class Traffic:
             raise MemoryError('none left') if plan.prefill else KeyboardInterrupt
         stepper.launch = launch
         while self.e.has_work and 'launch' in vars(stepper):
-            try: self.step()
-            except KeyboardInterrupt: pass
+            try:
+                self.step()
+            except KeyboardInterrupt:
+                pass
         vars(stepper).pop('launch', None)
 
     def run(self, rounds):
         while len(self.asked)<rounds or self.e.has_work:
-            if len(self.asked)<rounds: self.happen()
+            if len(self.asked)<rounds:
+                self.happen()
             self.step()
         self.e.land()
 
 def one(name, emulator, rounds):
     "All that may happen to one model; faults"
     s,rng = TINY if emulator else CARD,np.random.default_rng(5)
-    if emulator: card_stepper.APART,card_stepper.LARGE = 2,4
+    if emulator:
+        card_stepper.APART,card_stepper.LARGE = 2,4
     llm = toy(name, emulator, s.seqs, s.context, enable_prefix_caching=True, chunk=64 if emulator else 1024)
     e,bad = llm.engine,[]
     policy = e.scheduler.policy
@@ -103,15 +113,20 @@ def one(name, emulator, rounds):
     t.seen['hits'] = e.stats()['prefix_cache_hits_total']
     for rid,r in t.asked.items():
         want,got = alone(llm, r),t.told[rid]
-        if got!=want[:len(got)]: bad.append(f'{name}: {rid} was told something else')
+        if got!=want[:len(got)]:
+            bad.append(f'{name}: {rid} was told something else')
     missing = [what for what in ('aloft','gone','slept','failed','hits') if not t.seen[what] and not emulator]
-    if missing: bad.append(f'{name}: {missing} never happened')
-    if e.late: bad.append(f'{name}: compiled late: {e.late}')
-    if e.stepper.lanes or e.scheduler.seqs: bad.append(f'{name}: lanes or sequences are left')
+    if missing:
+        bad.append(f'{name}: {missing} never happened')
+    if e.late:
+        bad.append(f'{name}: compiled late: {e.late}')
+    if e.stepper.lanes or e.scheduler.seqs:
+        bad.append(f'{name}: lanes or sequences are left')
     want = alone(llm, r)
     llm.sleep()
     llm.wake()
-    if alone(llm, r)!=want: bad.append(f'{name}: another answer after sleep')
+    if alone(llm, r)!=want:
+        bad.append(f'{name}: another answer after sleep')
     print(f'{name}: {len(t.asked)} requests, {t.seen}, part {e.stepper.part:.2f}', flush=True)
     llm.close()
     return bad

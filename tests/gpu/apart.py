@@ -19,16 +19,20 @@ class Answers:
     def __init__(self, llm, s, n):
         self.e,self.s,self.last,self.gaps = llm.engine,s,{},[]
         self.said = {f'a{n}-{i}': [] for i in range(n)}
-        for i,rid in enumerate(self.said): self.e.add(greedy(rid, prompt(64, s.vocab, 60+i), s.most))
-        while not all(self.said.values()): self.step()
-        for _ in range(s.plain): self.step()
+        for i,rid in enumerate(self.said):
+            self.e.add(greedy(rid, prompt(64, s.vocab, 60+i), s.most))
+        while not all(self.said.values()):
+            self.step()
+        for _ in range(s.plain):
+            self.step()
 
     def step(self):
         "One step: who said something"
         events = [v for v in self.e.step() if v.token is not None]
         now = perf_counter()
         mine = [v for v in events if v.id in self.said]
-        for v in mine: self.said[v.id].append(v.token)
+        for v in mine:
+            self.said[v.id].append(v.token)
         ids = {v.id for v in mine}
         self.gaps += [(now-self.last[i])*1e3 for i in ids if i in self.last]
         self.last |= dict.fromkeys(ids, now)
@@ -45,12 +49,15 @@ class Answers:
             took.append((perf_counter()-began)*1e3)
             firsts.append(first)
             gaps += self.gaps
-            for _ in range(self.s.plain): self.step()
+            for _ in range(self.s.plain):
+                self.step()
         return took,firsts,gaps
 
     def leave(self):
-        for rid in self.said: self.e.abort(rid)
-        while self.e.has_work: self.e.step()
+        for rid in self.said:
+            self.e.abort(rid)
+        while self.e.has_work:
+            self.e.step()
         self.e.land()
 
 def alone(llm, s, i):
@@ -73,7 +80,8 @@ def run(llm, s, n, want)->list:
     part,deadline = policy.part,policy.deadline
     planned,launch = [],llm.engine.stepper.launch
     def launched(plan, samplers):
-        if plan.apart and plan.decode: planned.append(plan)
+        if plan.apart and plan.decode:
+            planned.append(plan)
         return launch(plan, samplers)
     llm.engine.stepper.launch = launched
     print(f'{n} answers', flush=True)
@@ -85,7 +93,8 @@ def run(llm, s, n, want)->list:
         took,firsts,gaps = a.prompts()
         a.leave()
         shown(n, what, policy, took, gaps, len(planned)-before)
-        if firsts!=want: bad.append(f'{n} answers, {what}: other first tokens')
+        if firsts!=want:
+            bad.append(f'{n} answers, {what}: other first tokens')
         told[what,limit] = a.said
         return np.percentile(gaps, 95)/1e3
     one('undivided', 0., deadline)
@@ -102,24 +111,30 @@ def run(llm, s, n, want)->list:
     for said in others:
         for rid,tokens in said.items():
             k = min(len(tokens), len(first[rid]))
-            if tokens[:k]!=first[rid][:k]: bad.append(f'{rid} says something else')
+            if tokens[:k]!=first[rid][:k]:
+                bad.append(f'{rid} says something else')
     return bad
 
 if __name__=='__main__':
     o = arguments(__doc__, seqs=dict(default=''), long=dict(type=int, default=0))
     s = TINY if o.emulator else CARD
-    if o.seqs: s.seqs = tuple(map(int, o.seqs.split(',')))
+    if o.seqs:
+        s.seqs = tuple(map(int, o.seqs.split(',')))
     s.long = o.long or s.long
     s.most = 100*s.plain
-    if o.emulator: card_stepper.APART,card_stepper.LARGE = 2,4
+    if o.emulator:
+        card_stepper.APART,card_stepper.LARGE = 2,4
     llm = toy(s.model, o.emulator, max(s.seqs)+1, s.long+s.most+128, show=False,
         enable_prefix_caching=False)
     print(llm.engine.stepper.part, 'of the card; chunks of', llm.engine.scheduler.chunk, flush=True)
-    for i in range(2): alone(llm, s, i)
+    for i in range(2):
+        alone(llm, s, i)
     both = [alone(llm, s, i) for i in range(s.prompts)]
     print(f'alone {np.median([ms for ms,_ in both]):.0f} ms', flush=True)
     want,bad = [token for _,token in both],[]
-    for n in s.seqs: bad += run(llm, s, n, want)
-    if llm.engine.late: bad.append(f'compiled late: {llm.engine.late}')
+    for n in s.seqs:
+        bad += run(llm, s, n, want)
+    if llm.engine.late:
+        bad.append(f'compiled late: {llm.engine.late}')
     llm.close()
     verdict(bad, 'the same tokens, divided or not')

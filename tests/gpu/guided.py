@@ -12,7 +12,8 @@ SPECS = {'schema':dict(kind='json_schema', schema=SCHEMA), 'choice':dict(kind='c
 
 def fits(kind, text):
     "Is this what was asked for?"
-    if kind!='schema': return text in SPECS['choice']['choices'] if kind=='choice' else len(text)==8 and text[3]=='-'
+    if kind!='schema':
+        return text in SPECS['choice']['choices'] if kind=='choice' else len(text)==8 and text[3]=='-'
     d = json.loads(text)
     return set(d)=={'name','age','tags'} and len(d['name'])<=12 and 0<=d['age']<100 and 1<=len(d['tags'])<=3 and set(d['tags'])<=set('ab')
 
@@ -24,27 +25,40 @@ def ask(llm, kind, i, n):
 def run(e, requests):
     "Tokens and ends"
     out = {r.id:[[],None] for r in requests}
-    for r in requests: e.add(r)
+    for r in requests:
+        e.add(r)
     while e.has_work:
         for ev in e.step():
-            if ev.token is not None: out[ev.id][0].append(ev.token)
-            if ev.finish: out[ev.id][1] = ev.finish if not ev.error else ev.error
+            if ev.token is not None:
+                out[ev.id][0].append(ev.token)
+            if ev.finish:
+                out[ev.id][1] = ev.finish if not ev.error else ev.error
     return out
 
 if __name__=='__main__':
     a = arguments(__doc__, model=dict(default='qwen3.6-moe'))
-    llm = toy(a.model, a.emulator); e,n,bad = llm.engine,8 if a.emulator else 60,[]
+    llm = toy(a.model, a.emulator)
+    e,n,bad = llm.engine,8 if a.emulator else 60,[]
     plain = [greedy(f'p{i}', prompt(9+31*i, llm.config.vocab_size, i), n) for i in range(2 if a.emulator else 4)]
     kinds = list(SPECS)[:2 if a.emulator else 3]
     guided = [ask(llm, k, i, 120) for k in kinds for i in range(1 if a.emulator else 2)]
-    alone = run(e, plain); run(e, guided[:1])  # the arrays of masks are made
-    t = time.perf_counter(); together = run(e, plain+guided); t = time.perf_counter()-t
+    alone = run(e, plain)
+    run(e, guided[:1])  # the arrays of masks are made
+    t = time.perf_counter()
+    together = run(e, plain+guided)
+    t = time.perf_counter()-t
     for r in plain:
-        if together[r.id]!=alone[r.id]: bad.append(f'{r.id} differs beside guided answers')
+        if together[r.id]!=alone[r.id]:
+            bad.append(f'{r.id} differs beside guided answers')
     for r in guided:
-        ids,end = together[r.id]; text = llm.tokenizer.decode([i for i in ids if i<256])
-        if end!='stop' or len(text)!=len(ids) and max(ids)>255 or not fits(r.id.split('-')[0], text): bad.append(f'{r.id}: {end} {text!r}')
-        else: print(r.id, text, flush=True)
-    if not a.emulator and e.late: bad.append(f'compiled late: {e.late}')
-    if llm.cache.pool.used: bad.append('blocks are left')
+        ids,end = together[r.id]
+        text = llm.tokenizer.decode([i for i in ids if i<256])
+        if end!='stop' or len(text)!=len(ids) and max(ids)>255 or not fits(r.id.split('-')[0], text):
+            bad.append(f'{r.id}: {end} {text!r}')
+        else:
+            print(r.id, text, flush=True)
+    if not a.emulator and e.late:
+        bad.append(f'compiled late: {e.late}')
+    if llm.cache.pool.used:
+        bad.append('blocks are left')
     verdict(bad, f'{len(guided)} guided and {len(plain)} other answers, {t:.2f} s, {e.stats().get("guide_seconds_total", 0):.3f} s of it for masks')

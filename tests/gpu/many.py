@@ -53,8 +53,10 @@ def timed(llm, steps=1):
     return np.median(out)
 
 def clear(llm):
-    for rid in list(llm.engine.scheduler.seqs): llm.engine.abort(rid)
-    while llm.engine.has_work: llm.engine.step()
+    for rid in list(llm.engine.scheduler.seqs):
+        llm.engine.abort(rid)
+    while llm.engine.has_work:
+        llm.engine.step()
     llm.engine.land()
 
 def chunk(llm, s, n, runs=4):
@@ -64,7 +66,8 @@ def chunk(llm, s, n, runs=4):
         rid = f'p{n}-{i}'
         e.add(greedy(rid, prompt(n, s.vocab, i), 2))
         took = 0.
-        while rid in e.scheduler.seqs and not e.scheduler.seqs[rid].outputs: took += timed(llm)
+        while rid in e.scheduler.seqs and not e.scheduler.seqs[rid].outputs:
+            took += timed(llm)
         e.abort(rid)
         timed(llm)
         out.append(took)
@@ -101,9 +104,11 @@ def waits(s):
         for turn in range(3):
             for name,mark in dict(spinning=plain, asleep=lambda: plain(asleep=True)).items():
                 stream.mark = mark
-                for _ in range(8): e.step()
+                for _ in range(8):
+                    e.step()
                 began,busy = perf_counter(),process_time()
-                for _ in range(200): e.step()
+                for _ in range(200):
+                    e.step()
                 took,busy = [(t-b)/200*1e6 for t,b in
                     ((perf_counter(),began),(process_time(),busy))]
                 say(f'{n} sequences, {name}: {took:.1f} us a step, {busy:.1f} of a core')
@@ -129,14 +134,16 @@ def alone(llm, s, n, seed):
     llm.device.synchronize()
     began = perf_counter()
     e.add(greedy(rid, prompt(n, s.vocab, seed), 1))
-    while e.has_work: e.step()
+    while e.has_work:
+        e.step()
     return perf_counter()-began
 
 def chunks(s, emulator, long):
     "Tokens a second by the size of chunks, and the memory that their passes keep"
     most = max(s.prompts[-1], long or 0)
     def passes(stepper):
-        for n in {*s.prompts,*s.chunks}: stepper._try_prompt(min(n, max(s.chunks)))
+        for n in {*s.prompts,*s.chunks}:
+            stepper._try_prompt(min(n, max(s.chunks)))
     with ready_for(passes):
         llm = toy(s.model, emulator, 2, most+8, show=False, chunk=max(s.chunks),
             enable_prefix_caching=False)
@@ -148,7 +155,8 @@ def chunks(s, emulator, long):
             rows.append(f'{n}: {n/took:,.0f}')
         kept = before-free(llm)
         say(f'chunk {k}: tokens/s {"; ".join(rows)}; memory kept {gb(kept)}')
-        if not long: continue
+        if not long:
+            continue
         took = alone(llm, s, long, 9)
         say(f'  {long} tokens in {took:.2f} s: {long/took:,.0f} tokens/s; '
             f'memory {gb(kept)} -> {gb(before-free(llm))}')
@@ -160,10 +168,16 @@ if __name__=='__main__':
         seqs=dict(default=''), chunks=dict(default=''))
     s = TINY if o.emulator else CARD
     for k in ('seqs','chunks'):
-        if given := getattr(o, k): setattr(s, k, tuple(map(int, given.split(','))))
-    if o.part in ('all','start'): start(s, o.emulator)
-    if o.part in ('all','beside'): beside(s, o.emulator)
-    if o.part=='waits': waits(s)
-    if o.part=='between': between(s)
-    if o.part in ('all','chunks'): chunks(s, o.emulator, o.long)
+        if given := getattr(o, k):
+            setattr(s, k, tuple(map(int, given.split(','))))
+    if o.part in ('all','start'):
+        start(s, o.emulator)
+    if o.part in ('all','beside'):
+        beside(s, o.emulator)
+    if o.part=='waits':
+        waits(s)
+    if o.part=='between':
+        between(s)
+    if o.part in ('all','chunks'):
+        chunks(s, o.emulator, o.long)
     verdict([], 'shown')

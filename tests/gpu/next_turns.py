@@ -37,10 +37,14 @@ def served(device, *options):
     p = subprocess.Popen([*command, '--device', device, '--log-level', 'warning'], env=os.environ)
     try:
         while p.poll() is None:
-            try: get(url+'/health')
-            except OSError: time.sleep(.1)
-            else: break
-        else: raise SystemExit(f'failed: the server ended with {p.returncode}')
+            try:
+                get(url+'/health')
+            except OSError:
+                time.sleep(.1)
+            else:
+                break
+        else:
+            raise SystemExit(f'failed: the server ended with {p.returncode}')
         yield url
     finally:
         p.send_signal(signal.SIGINT)
@@ -50,7 +54,8 @@ def settled(url):
     "How next turns ended, when none is under way"
     while True:
         counts = {k:int(float(n)) for k,n in COUNT.findall(get(url+'/metrics'))}
-        if counts.get('begun', 0)==sum(counts.values())-counts.get('begun', 0): return counts
+        if counts.get('begun', 0)==sum(counts.values())-counts.get('begun', 0):
+            return counts
         time.sleep(.05)
 
 def conversation(url, how, turns):
@@ -77,12 +82,14 @@ if __name__=='__main__':
     device,bad = 'cpu' if a.emulator else 'cuda',[]
     plain,none = talks(device, a.turns, '--no-prefill-next-turn')
     ahead,ends = talks(device, a.turns)
-    if any(none.values()) or not ends.get('finished'): bad.append(f'next turns: {none} without, {ends} with')
+    if any(none.values()) or not ends.get('finished'):
+        bad.append(f'next turns: {none} without, {ends} with')
     for i,(one,other) in enumerate(zip(plain, ahead)):
         same = [(x[:2],y[:2]) for x,y in zip(one, other)]
         bad += [f'conversation {i}, turn {t}: another answer' for t,(x,y) in enumerate(same) if x!=y]
     there = [sum(cached for talk in talks for _,_,cached in talk) for talks in (plain,ahead)]
     tokens = sum(n for talk in ahead for _,n,_ in talk)
-    if there[1]<=there[0]: bad.append('nothing more is there')
+    if there[1]<=there[0]:
+        bad.append('nothing more is there')
     what = f'{len(HOW)*a.turns} turns of {tokens} tokens, of which {there[0]} and {there[1]} were there'
     verdict(bad, f'{what}; {ends}')

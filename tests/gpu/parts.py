@@ -41,7 +41,8 @@ class Beside:
         for i in range(2):  # what comes again is recorded
             rid = f'p{n}-{i}'
             e.add(greedy(rid, prompt(n, self.s.vocab, i), 2))
-            while not e.scheduler.seqs[rid].outputs: timed(self.llm)
+            while not e.scheduler.seqs[rid].outputs:
+                timed(self.llm)
             e.abort(rid)
         return self.stepper.prompts.kept[PromptShape(-(-n//TILE)*TILE, 1)].b
 
@@ -52,7 +53,8 @@ class Beside:
     def chunk(self, n:int, stream=None, many=None):
         "The graph of a chunk for so many multiprocessors, and its stream"
         def body():
-            with self.scratch.allocating(): return self.stepper.over(self.batches[n])
+            with self.scratch.allocating():
+                return self.stepper.over(self.batches[n])
         return self._graph(body, stream, many or self.whole)
 
     def step(self, stream=None, many=None):
@@ -69,13 +71,15 @@ class Beside:
 
     def again(self):
         "Those who decode stand where they stood"
-        with self.stepper.here(): self.stepper.rows.place(self.seqs, self.lanes, 1)
+        with self.stepper.here():
+            self.stepper.rows.place(self.seqs, self.lanes, 1)
         self.device.synchronize()
 
     def finish(self, *pairs):
         "Wait for the streams of some graphs: a wait for the card may leave out those of parts"
         for _,stream in pairs:
-            if stream is not None: stream.synchronize()
+            if stream is not None:
+                stream.synchronize()
         self.device.synchronize()
 
     def took(self, *queues)->list:
@@ -105,9 +109,11 @@ class Beside:
         pools = [a for p in (cache.conv,cache.rec) for a in p.values()]
         kept = [a.copy() for a in pools]
         for step,*beside in those:
-            for a,was in zip(pools, kept): a[...] = was
+            for a,was in zip(pools, kept):
+                a[...] = was
             self.again()
-            for g,stream in (*beside,step): g(stream)
+            for g,stream in (*beside,step):
+                g(stream)
             self.finish(*beside, step)
             out.append(self.device.download(step[0].out)[:len(self.seqs)].copy())
         return out
@@ -142,7 +148,8 @@ class Times:
             (end,),ends = b.took((own[1],[own[0]]), (mine[1],many))
             n = sum(e<=end for e in ends)
             after, = b.took((stream,[c,*[step[0]]*n]))
-            for l,x in zip(out, (one[0],after[-1],end)): l.append(x)
+            for l,x in zip(out, (one[0],after[-1],end)):
+                l.append(x)
         return cls(*out, n, ends[n-1]/max(n, 1))
 
     def __repr__(self):
@@ -167,7 +174,8 @@ def on_parts(b:Beside)->list:
         mine = b.step(few.raw, few.count)
         own = {n: b.chunk(n, rest.raw, rest.count) for n in chunks}
         y,*others = b.logits([step], [mine], [mine,own[min(own)]])
-        if not all(same(y, z) for z in others): bad.append(f'{R} rows on {k} have other bits')
+        if not all(same(y, z) for z in others):
+            bad.append(f'{R} rows on {k} have other bits')
         e = b.each(mine)
         say(f'  a step on {few.count}: {e:.2f} ms, {e*k/b.whole/d:.2f} of its share')
         for n,c in chunks.items():
@@ -197,7 +205,8 @@ def engine(s, emulator):
                     shape = StepShape(n, s.bound, False, False, stepper.table.stamp)
                     stepper.body(shape)
             with card.using(whole-k or whole):
-                for n in s.chunks: stepper._try_prompt(n)
+                for n in s.chunks:
+                    stepper._try_prompt(n)
     with ready_for(passes):
         return toy(s.model, emulator, max(s.seqs)+1, max(s.chunks)+s.bound, show=False,
             tbt_deadline_ms=0, chunk=max(s.chunks), enable_prefix_caching=False, **s.room)
@@ -207,7 +216,8 @@ if __name__=='__main__':
     o = arguments(__doc__, **asked)
     s,bad = TINY if o.emulator else CARD,[]
     for k in asked:
-        if given := getattr(o, k): setattr(s, k, tuple(map(int, given.split(','))))
+        if given := getattr(o, k):
+            setattr(s, k, tuple(map(int, given.split(','))))
     llm = engine(s, o.emulator)
     for n in s.seqs:
         pretend(llm, n, s.behind, s.bound-s.behind-1)

@@ -19,7 +19,8 @@ def asks(V, tokens, emulator):
     "Requests whose prompts begin alike, in two families, with places where messages end"
     out = []
     for i,(n,own) in enumerate(zip(STEMS, OWN)):
-        if emulator: n,own = min(n, 200),min(own, 20)
+        if emulator:
+            n,own = min(n, 200),min(own, 20)
         ids = prompt(400, V, 900+i//6)[:n]+prompt(own, V, i)
         r = greedy(f'r{i}', ids, tokens-i%4, **HOW[i%4])
         out.append(replace(r, boundaries=(70,n)))
@@ -36,8 +37,10 @@ def ways(name, llm):
     # steps of one size, however long they take, so that the same ones always give way
     found = [dict(), small|dict(overcommit=8., max_num_seqs=4, chunk=64, tbt_deadline_ms=0)]
     found.append(dict(state_snapshots=2, chunk=128))
-    if 'drafts' in name: found.append(dict(speculative='mtp', num_speculative_tokens=2))
-    if 'drafts' not in name: found.append(dict(speculative='ngram', num_speculative_tokens=3))
+    if 'drafts' in name:
+        found.append(dict(speculative='mtp', num_speculative_tokens=2))
+    if 'drafts' not in name:
+        found.append(dict(speculative='ngram', num_speculative_tokens=3))
     return found
 
 def rounds(llm, wanted):
@@ -56,10 +59,13 @@ def told(name, how, s):
     print(f'{name} {how}: {hits} of {asked} prompt tokens were there, '
         f'{s.get("prefix_cache_restores_total", 0)} states restored, {evicted} evicted, '
         f'{preempted} preempted, {late} compiled late', flush=True)
-    if late: yield f'{late} compiled late'
+    if late:
+        yield f'{late} compiled late'
     if 'kv_cache_memory' not in how:
-        if hits<asked/3: yield f'{hits} hits'
-    elif not (hits and evicted and preempted): yield 'nothing was scarce'
+        if hits<asked/3:
+            yield f'{hits} hits'
+    elif not (hits and evicted and preempted):
+        yield 'nothing was scarce'
 
 def one(name, emulator, tokens):
     "All engines of one model"
@@ -82,5 +88,6 @@ def one(name, emulator, tokens):
 if __name__=='__main__':
     a = arguments(__doc__, models=dict(default=','.join(MODELS)), tokens=dict(type=int, default=24))
     names = a.models.split(',')
-    if a.emulator and a.models==','.join(MODELS): names,a.tokens = ['qwen3.6-drafts','granite'],6
+    if a.emulator and a.models==','.join(MODELS):
+        names,a.tokens = ['qwen3.6-drafts','granite'],6
     verdict([b for n in names for b in one(n, a.emulator, a.tokens)], f'{len(names)} models')

@@ -27,9 +27,12 @@ class Sleeper:
         self.m.device.tidy()
         return self.m.device.memory().available
     def check(self, what):
-        if self.asked()!=self.want: self.bad.append(f'{what}: other answers')
-        if self.summed()!=self.sums: self.bad.append(f'{what}: other weights')
-        if self.m.engine.stepper.graphs!=self.graphs: self.bad.append(f'{what}: other graphs')
+        if self.asked()!=self.want:
+            self.bad.append(f'{what}: other answers')
+        if self.summed()!=self.sums:
+            self.bad.append(f'{what}: other weights')
+        if self.m.engine.stepper.graphs!=self.graphs:
+            self.bad.append(f'{what}: other graphs')
 
 def nap(s:Sleeper, level, what):
     "Sleep and wake once"
@@ -45,7 +48,8 @@ def nap(s:Sleeper, level, what):
 
 def dd(path, part=0, most=8<<30):
     "Bytes a second that `dd` reads, past the page cache, of some bytes of a file"
-    with open(path, 'rb') as f: os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    with open(path, 'rb') as f:
+        os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     n = min(most, path.stat().st_size)
     skip = int(part*(path.stat().st_size-n))>>24
     command = ['dd',f'if={path}','of=/dev/null','bs=16M','iflag=direct',f'count={-(-n>>24)}',f'skip={skip}']
@@ -71,17 +75,24 @@ def no_room(s:Sleeper):
     m.sleep()
     need = sum(n for r in m.arena.regions.values() for _,n in r.spans())
     for looked in (True,False):
-        with card.use(): other = card.xp.cuda.alloc(max(s.free()-need//2, 1))
-        if not looked: m.arena._enough = lambda need: None
+        with card.use():
+            other = card.xp.cuda.alloc(max(s.free()-need//2, 1))
+        if not looked:
+            m.arena._enough = lambda need: None
         try:
             m.wake()
             s.bad.append('woke without room')
-        except OutOfMemoryError as e: print(f'no room: {e}', flush=True)
+        except OutOfMemoryError as e:
+            print(f'no room: {e}', flush=True)
         m.arena.__dict__.pop('_enough', None)
-        if m.asleep!=1 or m.arena.mapped: s.bad.append('half awake')
-        try: s.asked()
-        except AsleepError: pass
-        else: s.bad.append('answered asleep')
+        if m.asleep!=1 or m.arena.mapped:
+            s.bad.append('half awake')
+        try:
+            s.asked()
+        except AsleepError:
+            pass
+        else:
+            s.bad.append('answered asleep')
         del other
         s.free()
     m.wake()
@@ -93,17 +104,20 @@ def in_company(s:Sleeper, other):
     def ask(): return serve(other.engine, [(greedy('b', ids, 100, logprobs=1), 0)])
     want = ask()
     s.m.sleep()
-    if ask()!=want: s.bad.append('another answers otherwise while one sleeps')
+    if ask()!=want:
+        s.bad.append('another answers otherwise while one sleeps')
     found = []
     def asks():
-        for _ in range(8): found.append(ask()==want)
+        for _ in range(8):
+            found.append(ask()==want)
     t = threading.Thread(target=asks)
     t.start()
     s.m.wake()
     s.m.sleep()
     s.m.wake()
     t.join()
-    if found!=[True]*8: s.bad.append('another answers otherwise while one wakes')
+    if found!=[True]*8:
+        s.bad.append('another answers otherwise while one wakes')
     s.check('in company')
 
 def main():
@@ -114,7 +128,8 @@ def main():
         m = toy('qwen3.6-moe', emulator=True, seqs=2, context=256, **kw) if a.emulator else toy(a.model, **big, **kw)
         print(f'{m.device.describe()}; {m.startup}', flush=True)
         s = Sleeper(m, 30 if a.emulator else 300)
-        for store in m._stores: store.wait()
+        for store in m._stores:
+            store.wait()
         nap(s, 1, 'from memory, a new copy')
         nap(s, 1, 'from memory')
         from_file(s)
@@ -125,7 +140,9 @@ def main():
             other.close()
         said = dict(machine=m.device.describe(), model=m.name, weights=sum(x.nbytes for x in s.arrays), naps=s.rows)
         m.close()
-    if a.output: a.output.write_text(json.dumps(said, indent=1)+'\n')
+    if a.output:
+        a.output.write_text(json.dumps(said, indent=1)+'\n')
     verdict(s.bad, 'what slept is what it was')
 
-if __name__=='__main__': main()
+if __name__=='__main__':
+    main()

@@ -17,7 +17,8 @@ def ways(name):
     itself = dict(speculative='draft', draft_model=f'toy-{name}')
     found = [itself|dict(num_speculative_tokens=k) for k in (1,3,5)]
     found.append(dict(speculative='ngram', num_speculative_tokens=2))
-    if 'drafts' in name: found += [dict(speculative='mtp', num_speculative_tokens=k) for k in (1,2,3)]
+    if 'drafts' in name:
+        found += [dict(speculative='mtp', num_speculative_tokens=k) for k in (1,2,3)]
     return found
 
 def asks(V, tokens, emulator):
@@ -45,8 +46,10 @@ def one(name, emulator, tokens):
         print(f'{name}, {kind} {k}: {len(wrong)} differ {wrong}; {right} of {tried} drafts accepted; '
             f'{late} compiled late', flush=True)
         bad += [f'{name}, {kind} {k}: {rid}' for rid in wrong]
-        if late: bad.append(f'{name}, {kind} {k}: {late} kernels compiled late')
-        if kind=='draft' and not 0<right<tried: bad.append(f'{name}: {right} of {tried} accepted')
+        if late:
+            bad.append(f'{name}, {kind} {k}: {late} kernels compiled late')
+        if kind=='draft' and not 0<right<tried:
+            bad.append(f'{name}: {right} of {tried} accepted')
         llm.close()
     return bad
 
@@ -54,9 +57,11 @@ if __name__=='__main__':
     a = arguments(__doc__, models=dict(default=','.join(MODELS)), tokens=dict(type=int, default=40),
         inner=dict(action='store_true'))
     names = a.models.split(',')
-    if a.emulator and a.models==','.join(MODELS): names,a.tokens = ['qwen3.6-drafts'],10
+    if a.emulator and a.models==','.join(MODELS):
+        names,a.tokens = ['qwen3.6-drafts'],10
     alone = len(names)==1 or a.inner or a.emulator
-    if alone: verdict([b for n in names for b in one(n, a.emulator, a.tokens)], f'{len(names)} models')
+    if alone:
+        verdict([b for n in names for b in one(n, a.emulator, a.tokens)], f'{len(names)} models')
     def begin(n):
         own = ['--inner','--models',n,'--tokens',str(a.tokens)]
         return subprocess.Popen([sys.executable,__file__,*own])

@@ -47,10 +47,12 @@ def timed(path, card, put, said):
 def unlike(card, a, b):
     "Names under which two loaded models differ"
     def same(x, y):
-        if x is None or y is None: return x is y
+        if x is None or y is None:
+            return x is y
         return bool((x.reshape(-1).view('uint8')==y.reshape(-1).view('uint8')).all())
     def equal(p, q):
-        if not isinstance(p, Packed): return same(p, q)
+        if not isinstance(p, Packed):
+            return same(p, q)
         return all(same(getattr(p, k), getattr(q, k)) for k in ('w','s','gs'))
     return [k for k in a if not equal(a[k], b[k])]
 
@@ -86,9 +88,11 @@ def beside(path, card, times)->dict:
         print(f'  {whole:.2f} s: {said}; {parts}{"; quiet"*loads[-1]["quiet"]}', flush=True)
     middle = {k: median(l[k] for l in loads) for k in loads[0]}
     found = dict(nbytes=r.nbytes, loads=loads, median=middle, of=_parts(loads))
-    if quiet := [l for l in loads if l['quiet']]: found['of_quiet'] = _parts(quiet)
+    if quiet := [l for l in loads if l['quiet']]:
+        found['of_quiet'] = _parts(quiet)
     for k,p in found.items():
-        if not k.startswith('of'): continue
+        if not k.startswith('of'):
+            continue
         n = len(quiet) if 'quiet' in k else times
         print(f'  {n} whole loads{" on a quiet disk"*("quiet" in k)}: {p["dd"]:.0%} of dd, {p["best"]:.0%} of the best plain reads')
     return found
@@ -117,11 +121,16 @@ def main():
             shape,_,weights = s.partition(':')
             there = Path(shape).is_dir()
             path = Path(shape) if there else made(shape, weights, Path(d), layers)
-            if a.beside_dd: found[s] = beside(path, card, a.beside_dd)
-            else: bad += [f'{s}: {k}' for k in compared(path, card)]
-            if not there: shutil.rmtree(path)
+            if a.beside_dd:
+                found[s] = beside(path, card, a.beside_dd)
+            else:
+                bad += [f'{s}: {k}' for k in compared(path, card)]
+            if not there:
+                shutil.rmtree(path)
     said = dict(machine=card.describe(), models=found)
-    if a.output: a.output.write_text(json.dumps(said, indent=1)+'\n')
+    if a.output:
+        a.output.write_text(json.dumps(said, indent=1)+'\n')
     verdict(bad, 'loaded beside plain reads' if a.beside_dd else 'the same bits, whoever packs')
 
-if __name__=='__main__': main()
+if __name__=='__main__':
+    main()

@@ -22,7 +22,8 @@ def by_command(path, plain, packed=None)->dict:
     "The report of a start in a process of its own"
     out = path.parent/'report.json'
     how = ['--cold','--plain',str(plain),'--output',str(out)]
-    if packed: how.append(f'--cache-packed={packed}')
+    if packed:
+        how.append(f'--cache-packed={packed}')
     command = [sys.executable,'-c',COMMAND,'bench','startup',str(path),*how]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return json.loads(out.read_text())
@@ -31,7 +32,8 @@ def by_emulator(path, plain, packed=None)->dict:
     "The same, here"
     few = dict(max_seq_len=128, max_num_seqs=1, kv_cache_memory=1<<24)
     config = EngineConfig(str(path), Emulator(), **few)
-    if packed: config = replace(config, cache_packed=str(packed))
+    if packed:
+        config = replace(config, cache_packed=str(packed))
     return bench_startup(config, True, 1e9*plain).to_dict()
 
 def starts(path, name, start, plain)->dict:
@@ -45,8 +47,10 @@ def starts(path, name, start, plain)->dict:
 def wrong(where, r)->list[str]:
     "What is not as it should be in a report"
     bad = []
-    if r['packed']!=where.endswith('packed'): bad.append(f'{where}: the weights came from elsewhere')
-    if r['direct']<r['nbytes'] and not where.startswith('RAM'): bad.append(f'{where}: not all went past the page cache')
+    if r['packed']!=where.endswith('packed'):
+        bad.append(f'{where}: the weights came from elsewhere')
+    if r['direct']<r['nbytes'] and not where.startswith('RAM'):
+        bad.append(f'{where}: not all went past the page cache')
     return bad
 
 def main():
@@ -55,11 +59,13 @@ def main():
     found = json.loads(a.output.read_text()) if a.output and a.output.exists() else {}
     shapes = [s.split(':') for s in a.shapes.split(',')]
     start = by_emulator if a.emulator else by_command
-    if a.emulator: shapes = [toy_shape('qwen3-moe', True)]
+    if a.emulator:
+        shapes = [toy_shape('qwen3-moe', True)]
     bad = []
     for shape,weights in shapes:
         for name,folder in {'RAM disk': a.ram, 'disk': a.disk}.items():
-            if a.only not in (None,name): continue
+            if a.only not in (None,name):
+                continue
             with tempfile.TemporaryDirectory(dir=folder) as d:
                 path = write_checkpoint(Path(d)/shape, shape, weights)
                 reports = starts(path, name, start, a.plain)
@@ -68,7 +74,9 @@ def main():
                 print(f'{shape}, {where}: first token after {r["total_seconds"]:.2f} s; {rates}', flush=True)
                 bad += wrong(where, r)
             found.setdefault(shape, {}).update(reports)
-            if a.output: a.output.write_text(json.dumps(found, indent=1)+'\n')
+            if a.output:
+                a.output.write_text(json.dumps(found, indent=1)+'\n')
     verdict(bad, 'each start gave its first token')
 
-if __name__=='__main__': main()
+if __name__=='__main__':
+    main()

@@ -36,7 +36,8 @@ def loaded(m, device, count):
     "The model, with room for what is measured"
     length = max(m.contexts)+(2*count+64)*8
     with ready_for(steps(m.batches, len(m.chances or ()))):
-        if device=='emulator': return toy(m.name, True, max(m.batches), 512, show=False, **m.how)
+        if device=='emulator':
+            return toy(m.name, True, max(m.batches), 512, show=False, **m.how)
         return LLM(m.name, device, length, max(m.batches), load_format='dummy', show=False, **m.how)
 
 @dataclass
@@ -63,7 +64,8 @@ def measure(m, device, count, folder):
     p = report.points[0]
     print(f'{m}: {said}; {report.floor(p)/p.us:.0%} of a copy; '
         f'loaded in {report.load_seconds:.1f} s, in all {took:.0f} s', flush=True)
-    if folder: (Path(folder)/f'{m}.json').write_text(json.dumps(report.to_dict(), indent=1))
+    if folder:
+        (Path(folder)/f'{m}.json').write_text(json.dumps(report.to_dict(), indent=1))
     return report
 
 def row(m, report, drafted):
@@ -78,7 +80,8 @@ def compile_ahead(m, arch):
     "Compile what a model will launch, without a card"
     with recording(launch=False) as r:
         llm = loaded(m, Dry(arch), 32)
-        with ready_for(steps(m.batches, len(m.chances or ()))): llm.engine.warm()
+        with ready_for(steps(m.batches, len(m.chances or ()))):
+            llm.engine.warm()
     prepare(r.variants, arch)
     print(f'{m}: {len(r.variants)} kernels', flush=True)
 
@@ -99,13 +102,19 @@ def main():
         verdict([], 'measured')
     done = {}
     for m in TABLE:
-        if o.only not in str(m): continue
+        if o.only not in str(m):
+            continue
         try:
-            if o.ahead: compile_ahead(m, o.ahead)
-            else: done[str(m)] = m,measure(m, 'cuda', o.steps, o.folder)
-        except Exception as e: print(f'FAILED {m}: {type(e).__name__}: {e}', flush=True)
+            if o.ahead:
+                compile_ahead(m, o.ahead)
+            else:
+                done[str(m)] = m,measure(m, 'cuda', o.steps, o.folder)
+        except Exception as e:
+            print(f'FAILED {m}: {type(e).__name__}: {e}', flush=True)
     for m,report in done.values():
         drafted = done.get(f'{m.name}-drafts', (None,None))[1] if m.how==NVFP4 else None
-        if not m.chances: print(row(m, report, drafted), flush=True)
+        if not m.chances:
+            print(row(m, report, drafted), flush=True)
 
-if __name__=='__main__': main()
+if __name__=='__main__':
+    main()

@@ -57,7 +57,8 @@ def toy_shape(name:str, emulator:bool=False)->tuple: # A key of `PRESETS`, and h
 
 def toy(name:str, emulator:bool=False, seqs:int=8, context:int=512, **kw)->LLM:
     "A toy, or with the name of a preset that one itself, with made-up weights"
-    if name not in TOYS: return LLM(name, 'cuda', context, seqs, load_format='dummy', **dict(weights='nvfp4', lm_head_dtype='nvfp4')|kw)
+    if name not in TOYS:
+        return LLM(name, 'cuda', context, seqs, load_format='dummy', **dict(weights='nvfp4', lm_head_dtype='nvfp4')|kw)
     from atlas.card.emulator import Emulator
     shape,weights = toy_shape(name, emulator)
     kw.setdefault('kv_cache_memory', 1<<24 if emulator else 1<<30)
@@ -71,10 +72,14 @@ def serve(e, requests:list)->dict:
     "Tokens and log probabilities of `requests`, pairs of a request and the step it comes at; an answer that does not end by its length is a fault"
     out,todo,step = {r.id:[] for r,_ in requests},list(requests),0
     while todo or e.has_work:
-        for r,at in [x for x in todo if x[1]<=step]: e.add(r); todo = [x for x in todo if x[0] is not r]
+        for r,at in [x for x in todo if x[1]<=step]:
+            e.add(r)
+            todo = [x for x in todo if x[0] is not r]
         for ev in e.step():
-            if ev.token is not None: out[ev.id].append((ev.token, ev.logprob))
-            if ev.finish and ev.finish!='length': raise SystemExit(f'{ev.id} ended with {ev.finish}: {ev.error}')
+            if ev.token is not None:
+                out[ev.id].append((ev.token, ev.logprob))
+            if ev.finish and ev.finish!='length':
+                raise SystemExit(f'{ev.id} ended with {ev.finish}: {ev.error}')
         step += 1
     return out
 
@@ -82,21 +87,26 @@ def arguments(doc, **more):
     "The command line: `--emulator`, and `more`"
     p = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument('--emulator', action='store_true', help='tiny, without a card')
-    for k,v in more.items(): p.add_argument('--'+k.replace('_', '-'), **v)
+    for k,v in more.items():
+        p.add_argument('--'+k.replace('_', '-'), **v)
     return p.parse_args()
 
 @contextmanager
 def ready_for(steps):
     "While open, an engine's start makes ready only what `steps(stepper)` launches, which is quick"
     def warm(self):
-        with self.here(): make_ready(self.card, lambda: steps(self))
+        with self.here():
+            make_ready(self.card, lambda: steps(self))
     before,CardStepper.warm = CardStepper.warm,warm
-    try: yield
-    finally: CardStepper.warm = before
+    try:
+        yield
+    finally:
+        CardStepper.warm = before
 
 _began = time.perf_counter()
 def verdict(bad:list, good:str):
     "Say it, and end"
-    for b in bad: print('FAILED', b)
+    for b in bad:
+        print('FAILED', b)
     print(f'{"failed" if bad else "ok"}: {good} ({time.perf_counter()-_began:.0f} s)', flush=True)
     sys.exit(bool(bad))

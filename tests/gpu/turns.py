@@ -35,7 +35,8 @@ class Bench:
         llm.close()
 
     def must(self, holds, what):
-        if not holds: self.bad.append(what)
+        if not holds:
+            self.bad.append(what)
     def ids(self, n, seed): return prompt(n, self.sizes.vocab, seed)
 
     def request(self, ids, answer, ends=()):
@@ -51,7 +52,8 @@ class Bench:
         e.add(r)
         while e.has_work:
             events = [ev for ev in e.step() if ev.token is not None]
-            if events and not said: ms,cached = (perf_counter()-began)*1e3,events[0].cached
+            if events and not said:
+                ms,cached = (perf_counter()-began)*1e3,events[0].cached
             said += [ev.token for ev in events]
         return SimpleNamespace(ms=ms, tokens=said, cached=cached)
 
@@ -88,7 +90,8 @@ class Company:
     "Four answers that are written, and the milliseconds between their tokens"
     def __init__(self, b, llm):
         self.engine,self.last,self.gaps = llm.engine,{},[]
-        for i in range(4): self.engine.add(b.request(b.ids(64, 60+i), b.sizes.context//8))
+        for i in range(4):
+            self.engine.add(b.request(b.ids(64, 60+i), b.sizes.context//8))
 
     def step(self):
         "One step; who said something"
@@ -102,13 +105,15 @@ class Company:
         "Milliseconds to the first token of `r`, and the gaps meanwhile"
         self.gaps,began = [],perf_counter()
         self.engine.add(r)
-        while r.id not in self.step(): pass
+        while r.id not in self.step():
+            pass
         return (perf_counter()-began)*1e3,self.gaps
 
     def plain(self, n):
         "The gap of `n` steps, in the middle"
         self.gaps = []
-        for _ in range(n): self.step()
+        for _ in range(n):
+            self.step()
         return np.median(self.gaps)
 
 def mixed(b, policy, deadline=100):
@@ -126,8 +131,10 @@ def mixed(b, policy, deadline=100):
             alone_ms=min(alone[s.prompts:]), beside_ms=ms, **quantiles, most_ms=max(gaps)))
         company.plain(s.between)
     line = list(llm.engine.scheduler.policy.times.line)
-    for i in company.last: llm.engine.abort(i)
-    while llm.engine.has_work: llm.engine.step()
+    for i in company.last:
+        llm.engine.abort(i)
+    while llm.engine.has_work:
+        llm.engine.step()
     b.close(llm)
     return [row|dict(line=line) for row in rows]
 
@@ -153,7 +160,8 @@ def measured(b, folder):
     tree,whole = b.load(),b.load(enable_prefix_caching=False)
     out = dict(model=b.sizes.model, machine=tree.device.describe().split(', memory')[0])
     out |= dict(long=again(b, tree), turns=turns(b, tree, whole))
-    for llm in (tree,whole): b.close(llm)
+    for llm in (tree,whole):
+        b.close(llm)
     out['mixed'] = [row for policy in ('fifo','slai') for row in mixed(b, policy)]
     return out|dict(spill=[spill(b, where) for where in (None,folder)])
 
@@ -161,9 +169,11 @@ if __name__=='__main__':
     a = arguments(__doc__, folder=dict(help='where the file lies; else a temporary folder'),
         output=dict(help='a file for the numbers'))
     b = Bench(a.emulator)
-    with tempfile.TemporaryDirectory(dir=a.folder) as folder: out = measured(b, folder)
+    with tempfile.TemporaryDirectory(dir=a.folder) as folder:
+        out = measured(b, folder)
     out = json.loads(json.dumps(out), parse_float=lambda x: float(f'{float(x):.5g}'))
     for row in (out['long'], out['turns'][-1], *out['mixed'], *out['spill']):
         print(*(f'{k} {v}' for k,v in row.items()), sep=', ')
-    if a.output: Path(a.output).write_text(json.dumps(out, indent=1)+'\n')
+    if a.output:
+        Path(a.output).write_text(json.dumps(out, indent=1)+'\n')
     verdict(b.bad, f'{len(out["turns"])} turns, {len(out["mixed"])} prompts beside answers')

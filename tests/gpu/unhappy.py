@@ -9,11 +9,14 @@ from atlas.ground.core import AtlasError,DeviceError,OutOfMemoryError,kernel_dir
 
 def refused(what, f, kind, *words):
     "A complaint unless `f()` raises a `kind` that says `words` and gives a hint"
-    try: f()
+    try:
+        f()
     except kind as e:
-        said = str(e); print(f'{what}: {type(e).__name__}: {said}', flush=True)
+        said = str(e)
+        print(f'{what}: {type(e).__name__}: {said}', flush=True)
         return [f'{what}: {w!r} is not said' for w in words if w.lower() not in said.lower()]+([] if e.hint else [f'{what}: no hint'])
-    except Exception as e: return [f'{what}: {type(e).__name__} {e} and not {kind.__name__}']
+    except Exception as e:
+        return [f'{what}: {type(e).__name__} {e} and not {kind.__name__}']
     return [f'{what} was not refused']
 
 def no_card():
@@ -40,22 +43,29 @@ def bad_kernel(card):
         shutil.copytree(kernel_dir()/'emulator', Path(d)/'emulator')
         bad = refused('a kernel that does not compile', lambda: card.load(Source('broken', d)), DeviceError, 'broken', 'compile', 'nothing')
     x = card.zeros((2,256))
-    try: run('rmsnorm', 2, 256, x, card.zeros((255,)), 1e-5, x, 256, pdl=False); bad.append('a short array was not refused')
-    except AtlasError as e: print(f'a short array: {type(e).__name__}: {e}')
+    try:
+        run('rmsnorm', 2, 256, x, card.zeros((255,)), 1e-5, x, 256, pdl=False)
+        bad.append('a short array was not refused')
+    except AtlasError as e:
+        print(f'a short array: {type(e).__name__}: {e}')
     return bad
 
 def no_numbers(llm):
     "One row's cache is spoiled: that row fails with a typed error and is counted, its neighbour goes on"
     e,V = llm.engine,llm.config.vocab_size
-    e.add(greedy('spoiled', prompt(70, V, 1), 30)); e.add(greedy('whole', prompt(80, V, 2), 30))
-    for _ in range(6): e.step()
+    e.add(greedy('spoiled', prompt(70, V, 1), 30))
+    e.add(greedy('whole', prompt(80, V, 2), 30))
+    for _ in range(6):
+        e.step()
     e.land()
     victim,pool = next(s for s in e.scheduler.running if s.id=='spoiled'),next(iter(e.cache.kv.values())).arrays[0]
     first = victim.table.blocks[0]
-    with e.stepper.here(): pool[first] = 0x7FC0
+    with e.stepper.here():
+        pool[first] = 0x7FC0
     e.stepper.card.synchronize()
     how = {}
-    while e.has_work: how |= {ev.id: (ev.finish, ev.code, ev.error) for ev in e.step() if ev.finish}
+    while e.has_work:
+        how |= {ev.id: (ev.finish, ev.code, ev.error) for ev in e.step() if ev.finish}
     print('no numbers:', how)
     good = how.get('spoiled', ('',))[0]=='error' and how['spoiled'][1] and how.get('whole', ('',))[0]=='length' and e.stats()['corrupted_requests_total']==1
     return [] if good else [f'no numbers: {how}, {e.stats()["corrupted_requests_total"]} counted']
@@ -79,4 +89,5 @@ def main():
     llm = toy('llama', a.emulator, 2, 256)
     verdict(no_card()+bad_kernel(llm.device)+too_little(llm, a.emulator)+no_numbers(llm), 'typed errors, and work goes on')
 
-if __name__=='__main__': main()
+if __name__=='__main__':
+    main()

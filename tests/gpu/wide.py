@@ -31,7 +31,8 @@ def normal(*shape): return rng.standard_normal(shape, dtype='f4')
 def us(card, f, weights):
     "Microseconds of `f` with each of `weights`, by a graph of all; NaN on the emulator"
     def go():
-        for w in weights: f(w)
+        for w in weights:
+            f(w)
     go()
     return card.microseconds(go)/len(weights)
 
@@ -44,10 +45,13 @@ def differ(what, a, b):
 def instead(value, name, *modules):
     "While open, `value` is what `modules` have as `name`"
     before = getattr(modules[0], name)
-    for m in modules: setattr(m, name, value)
-    try: yield
+    for m in modules:
+        setattr(m, name, value)
+    try:
+        yield
     finally:
-        for m in modules: setattr(m, name, before)
+        for m in modules:
+            setattr(m, name, before)
 
 def shown(o):
     "A tiling in a few words"
@@ -65,7 +69,8 @@ def likely(card, p, rows, n):
 def product(card, name, ws, rows, sweep):
     "A line of the table, and those of a sweep; what is wrong"
     w,norm = ws[0],{}
-    if w.n>w.k: norm = dict(gain=card.upload(1+normal(w.k)/4), eps=1e-6)
+    if w.n>w.k:
+        norm = dict(gain=card.upload(1+normal(w.k)/4), eps=1e-6)
     x,out = card.upload(normal(rows, w.k)),card.empty((rows,w.n))
     p,how = wide._Product(card, w, None, rows),_norm_of(norm.get('gain'), None, 0)
     def result(f): return card.download(f(x, w, **norm))
@@ -89,7 +94,8 @@ def products(card, formats, shapes, rows, sweep, tiny):
         (n,k),f = map(int, shape.split('x')),CARD_FORMATS[fmt]
         many = 2 if tiny else int(np.clip((150<<23)/(n*k*f.bits)+1, 2, 12))
         ws = [invented(card, (n,k), f, seed=i) for i in range(many)]
-        for r in rows: bad += product(card, f'{fmt:5} {shape:12}', ws, r, sweep)
+        for r in rows:
+            bad += product(card, f'{fmt:5} {shape:12}', ws, r, sweep)
     return bad
 
 LAUNCHES = {moe: ['router','experts'],
@@ -100,7 +106,8 @@ def only(names):
     run = experts.run
     def chosen(name, *args, **kw):
         part = ('up' if kw['UP'] else 'down') if name=='expert_strips' else name
-        if part in names: run(name, *args, **kw)
+        if part in names:
+            run(name, *args, **kw)
     return instead(chosen, 'run', experts, experts_wide)
 
 class Mixture:
@@ -111,7 +118,8 @@ class Mixture:
         self.H,m = c.hidden_size,c.moe
         self.fmt = 'mxfp4' if name.startswith('gpt-oss') else 'nvfp4'
         self.shared = m.shared_size==m.intermediate_size
-        if tiny: m,self.H = replace(m, num_experts=6, top_k=2, intermediate_size=64),160
+        if tiny:
+            m,self.H = replace(m, num_experts=6, top_k=2, intermediate_size=64),160
         self.m,self.gain = m,card.upload(1+normal(self.H)/4)
         self.correction = card.upload(normal(m.num_experts)/100) if m.correction else None
         self.layers = [self.layer(0)]
@@ -162,7 +170,8 @@ def mixture(card, name, rows, tiny):
     bad = e.bits(few, 16 if tiny else 100)
     for r in sorted({*few,*rows}):
         words = [moe]+[moe_wide]*(r in rows)
-        for f in words: print(f'{r:4} rows  {e.times(f, r)}', flush=True)
+        for f in words:
+            print(f'{r:4} rows  {e.times(f, r)}', flush=True)
     return [f'{name}, {b}' for b in bad]
 
 class DeltaNet:
@@ -200,7 +209,8 @@ class DeltaNet:
         "Microseconds a layer and step, a whole round from one time that states are written to the next"
         def go():
             for i in range(2*delta.PENDING+2):
-                for layer in self.layers: self(layer, self.steps[i%2])
+                for layer in self.layers:
+                    self(layer, self.steps[i%2])
         go()
         return self.card.microseconds(go)/len(self.layers)/(2*delta.PENDING+2)
 
@@ -242,8 +252,10 @@ if __name__=='__main__':
     rows = [int(r) for r in listed(a.rows, '8,16,32,64,128,256', '16')]
     print(card.describe(), flush=True)
     def wanted(part): return a.part in (part,'all')
-    if wanted('products'): bad += products(card, formats, shapes, rows, a.sweep, tiny)
-    if wanted('states'): bad += states(card, rows, tiny)
+    if wanted('products'):
+        bad += products(card, formats, shapes, rows, a.sweep, tiny)
+    if wanted('states'):
+        bad += states(card, rows, tiny)
     for name in a.models.split(',') if wanted('experts') else ():
         bad += mixture(card, name, rows, tiny)
     verdict(bad, f'bits of kernels for wide steps, {a.part}')

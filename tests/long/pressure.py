@@ -20,7 +20,8 @@ class Group:
         self.path,self.version = parent/f'atlas-pressure-{os.getpid()}',version
         self._limit,self._usage = self.names[version]
         self.path.mkdir()
-        if (self.path/self._limit).exists(): return
+        if (self.path/self._limit).exists():
+            return
         self.path.rmdir()
         raise OSError(f'{parent} has no controller of memory for its groups')
     def read(self, name): return (self.path/name).read_text().strip()
@@ -40,12 +41,15 @@ class Group:
     @property
     def events(self)->dict:
         "What the kernel counts: times that the limit was met, and who was killed"
-        if self.version==2: return _numbers(self.read('memory.events'))
+        if self.version==2:
+            return _numbers(self.read('memory.events'))
         return dict(max=int(self.read('memory.failcnt')))|_numbers(self.read('memory.oom_control'))
     def close(self):
         for _ in range(100):
-            try: return self.path.rmdir()
-            except OSError: time.sleep(.1) # somebody is still ending
+            try:
+                return self.path.rmdir()
+            except OSError:
+                time.sleep(.1) # somebody is still ending
 
 def _numbers(text): return {k: int(n) for k,n in re.findall(r'^(\w+) (\d+)$', text, re.M)}
 
@@ -53,20 +57,25 @@ def _parents():
     "(folder, version) where a group might be made: within that of this process"
     for line in Path('/proc/self/cgroup').read_text().splitlines():
         _,controllers,path = line.split(':', 2)
-        if 'memory' in controllers.split(','): yield CGROUPS/'memory'/path.strip('/'),1
-        if not controllers: yield CGROUPS/path.strip('/'),2
+        if 'memory' in controllers.split(','):
+            yield CGROUPS/'memory'/path.strip('/'),1
+        if not controllers:
+            yield CGROUPS/path.strip('/'),2
 
 @contextmanager
 def limited_group():
     "A new group; ends the program with 3 where there is none to be had"
     why = ['no controller of memory']
     for parent,version in _parents():
-        try: g = Group(parent, version)
+        try:
+            g = Group(parent, version)
         except OSError as e:
             why.append(str(e))
             continue
-        try: yield g
-        finally: g.close()
+        try:
+            yield g
+        finally:
+            g.close()
         return
     print(f'skipped: {"; ".join(why)}')
     raise SystemExit(3)
@@ -96,7 +105,8 @@ class Server:
         threading.Thread(target=self._read, daemon=True).start()
         self.model = a.model
         while not self.ready.wait(1):
-            if self.process.poll() is None and 'has failed' not in ''.join(self.lines): continue
+            if self.process.poll() is None and 'has failed' not in ''.join(self.lines):
+                continue
             self.process.kill()
             raise SystemExit('failed: no server\n'+''.join(self.lines))
     def _read(self):
@@ -109,7 +119,8 @@ class Server:
         "What is said to the prompt `i`, and log probabilities"
         body = dict(model=self.model, prompt=text(i), max_tokens=4, temperature=0, logprobs=1)
         r = self.client.post('/v1/completions', json=body)
-        if r.status_code!=200: return r.status_code,r.text
+        if r.status_code!=200:
+            return r.status_code,r.text
         x = r.json()['choices'][0]
         return x['text'],x['logprobs']['token_logprobs']
     def metric(self, name)->float:
@@ -118,7 +129,8 @@ class Server:
 
 def serving(unwatched):
     "The command, and where its models are to end themselves"
-    if not unwatched: return SERVE
+    if not unwatched:
+        return SERVE
     return f'import atlas.service.gateway as g, sys; g.COMMAND = [sys.executable, "-c", {UNWATCHED!r}]; {SERVE}'
 
 def text(i):
@@ -134,7 +146,8 @@ class Taker:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=group.join)
         threading.Thread(target=self._read, daemon=True).start()
     def _read(self):
-        for line in self.process.stdout: self.taken = int(line)
+        for line in self.process.stdout:
+            self.taken = int(line)
     @property
     def going(self)->bool: return self.process.poll() is None and self.taken<self.mib
     def close(self):
@@ -143,8 +156,10 @@ class Taker:
 
 def stalled()->str:
     "What the kernel says of stalls, if it does"
-    try: return Path('/proc/pressure/memory').read_text().splitlines()[1].split(' total')[0]
-    except (OSError,IndexError): return 'no stalls are counted'
+    try:
+        return Path('/proc/pressure/memory').read_text().splitlines()[1].split(' total')[0]
+    except (OSError,IndexError):
+        return 'no stalls are counted'
 
 class Watch:
     "Looks at all of it now and then"
@@ -156,12 +171,15 @@ class Watch:
         self.thread.start()
     def _run(self):
         while not self.over.wait(.5):
-            try: lent = self.s.metric('atlas:kv_blocks_lent')
-            except httpx.HTTPError: continue
+            try:
+                lent = self.s.metric('atlas:kv_blocks_lent')
+            except httpx.HTTPError:
+                continue
             seconds = round(time.monotonic()-self.start, 1)
             row = dict(seconds=seconds, taken=self.taker.taken, used=self.g.used//M, limit=self.limit//M, lent=lent, answers=self.answers)
             self.rows.append(row)
-            if len(self.rows)%5==1: print(', '.join(f'{k} {v:g}' for k,v in row.items())+f'; {stalled()}', flush=True)
+            if len(self.rows)%5==1:
+                print(', '.join(f'{k} {v:g}' for k,v in row.items())+f'; {stalled()}', flush=True)
     def close(self):
         self.over.set()
         self.thread.join()
@@ -179,25 +197,33 @@ def squeeze(g, s, want, grown, a)->list[str]:
     try:
         while (taker.going or asked%n) and not wrong:
             got = s.ask(asked%n)
-            if got!=want[asked%n]: wrong.append(f'prompt {asked%n}: {str(got)[:200]}')
+            if got!=want[asked%n]:
+                wrong.append(f'prompt {asked%n}: {str(got)[:200]}')
             asked += 1
             watch.answers = asked
-    except httpx.TransportError as e: wrong.append(f'the server: {type(e).__name__}')
+    except httpx.TransportError as e:
+        wrong.append(f'the server: {type(e).__name__}')
     watch.close()
-    if a.output: a.output.write_text(json.dumps(dict(model=a.model, version=g.version, events=g.events, rows=watch.rows))+'\n')
+    if a.output:
+        a.output.write_text(json.dumps(dict(model=a.model, version=g.version, events=g.events, rows=watch.rows))+'\n')
     lent = 0
-    if not wrong: lent = s.metric('atlas:kv_blocks_lent')
+    if not wrong:
+        lent = s.metric('atlas:kv_blocks_lent')
     print(f'{taker.taken} MiB of {taker.mib} taken, {asked} answers, {lent:.0f} blocks lent; events: {g.events}', flush=True)
-    if taker.taken<taker.mib: wrong.append(f'who takes memory ended at {taker.taken} MiB')
-    if not lent: wrong.append('nothing was given back')
-    if g.events.get('oom_kill'): wrong.append('somebody was killed')
+    if taker.taken<taker.mib:
+        wrong.append(f'who takes memory ended at {taker.taken} MiB')
+    if not lent:
+        wrong.append('nothing was given back')
+    if g.events.get('oom_kill'):
+        wrong.append('somebody was killed')
     taker.close()
     return wrong
 
 def relaxed(s)->list[str]:
     "Is the cache had again?"
     for _ in range(90):
-        if not s.metric('atlas:kv_blocks_lent'): return []
+        if not s.metric('atlas:kv_blocks_lent'):
+            return []
         time.sleep(1)
     return [f'{s.metric("atlas:kv_blocks_lent"):.0f} blocks are lent for good']
 
@@ -210,16 +236,20 @@ def run(g, a)->list[str]:
         grown = g.anonymous-before
         print(f'{a.prompts} prompts answered; {g.anonymous//M} MiB, {grown//M} of them since the start', flush=True)
         wrong = squeeze(g, s, want, grown, a)
-        if wrong: return wrong+s.lines[-5:]
+        if wrong:
+            return wrong+s.lines[-5:]
         g.limit(a.most)
         wrong = relaxed(s)
-        if [s.ask(i) for i in range(a.prompts)]!=want: wrong.append('other answers afterwards')
+        if [s.ask(i) for i in range(a.prompts)]!=want:
+            wrong.append('other answers afterwards')
         print(''.join(x for x in s.lines if 'Memory is' in x or 'taken again' in x), end='')
         return wrong
     finally:
         s.process.send_signal(signal.SIGINT)
-        try: s.process.wait(30)
-        except subprocess.TimeoutExpired: s.process.kill()
+        try:
+            s.process.wait(30)
+        except subprocess.TimeoutExpired:
+            s.process.kill()
 
 def main():
     p = argparse.ArgumentParser(description=__doc__)
@@ -238,8 +268,10 @@ def main():
     with limited_group() as g:
         print(f'control groups of version {g.version}; {stalled()}')
         wrong = run(g, a)
-    for w in wrong: print('wrong:', w.rstrip())
+    for w in wrong:
+        print('wrong:', w.rstrip())
     print('failed' if wrong else 'ok: caches were given back, nobody was killed, answers went on')
     raise SystemExit(bool(wrong))
 
-if __name__=='__main__': main()
+if __name__=='__main__':
+    main()
