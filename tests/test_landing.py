@@ -59,7 +59,10 @@ def rest(e):
 @late_or_not
 def test_an_interrupted_wait_loses_nothing(late, drafts, at):
     "Of two answers; one is shorter, so that a step lands for its end"
-    e,asks = drafted(late, drafts),[ask(0, 70, 12), ask(1, 9, 7, temperature=.8, seed=3)]
+    e = drafted(late, drafts)
+    asks = [
+        ask(0, 70, 12),
+        ask(1, 9, 7, temperature=.8, seed=3)]
     for r in asks:
         e.add(r)
     calls = waits(e, at)
@@ -84,7 +87,8 @@ def test_an_interrupted_landing_by_hand():
 
 def test_an_abort_after_an_interrupted_wait():
     "The step that stays in line says nothing more to who has left"
-    e,asks = drafted(True, 3),[ask(0, 10, 12), ask(1, 9, 12)]
+    e = drafted(True, 3)
+    asks = [ask(0, 10, 12), ask(1, 9, 12)]
     for r in asks:
         e.add(r)
     got = e.step()+e.step()
@@ -102,7 +106,8 @@ def test_an_abort_after_an_interrupted_wait():
 
 class Turns:
     "Two drafts for six steps, none for six, and so on"
-    def __init__(self): self.asked,self.told = 0,[]
+    def __init__(self):
+        self.asked,self.told = 0,[]
     def drafts(self, seqs, context):
         self.asked += 1
         return 2*(self.asked//6%2==0)
@@ -114,7 +119,9 @@ def clocked(e):
     "A clock by which a plan takes 1, and a wait for results until 10 after the launch"
     now = [0.]
     e.scheduler.clock = lambda: now[0]
-    plan,launch,land = e.scheduler.schedule,e.stepper.launch,e.stepper.land
+    plan = e.scheduler.schedule
+    launch = e.stepper.launch
+    land = e.stepper.land
     ready = {}
     free = [0.]
     def planned():
@@ -127,7 +134,9 @@ def clocked(e):
     def landed(flight):
         now[0] = max(now[0], ready[id(flight)])
         return land(flight)
-    e.scheduler.schedule,e.stepper.launch,e.stepper.land = planned,launched,landed
+    e.scheduler.schedule = planned
+    e.stepper.launch = launched
+    e.stepper.land = landed
 
 def test_a_change_is_told_with_its_wait():
     "Late steps take 10, as the plan hides behind them; the first of another width takes 11"
@@ -137,7 +146,13 @@ def test_a_change_is_told_with_its_wait():
     rest(e)
     e.land()
     told = e.arbiter.told
-    turned = {s for (a,_),(b,s) in zip(told, told[1:]) if a!=b}
-    same = {s for (a,_),(b,s) in zip(told, told[1:]) if a==b}
+    turned = {
+        s
+        for (a,_),(b,s) in zip(told, told[1:])
+        if a!=b}
+    same = {
+        s
+        for (a,_),(b,s) in zip(told, told[1:])
+        if a==b}
     assert turned=={11.}
     assert same=={10.}

@@ -25,7 +25,8 @@ class HostPages:
     "Addresses and memory of the host"
     kind,page = 'host',mmap.PAGESIZE
     _libc = C.CDLL(None, use_errno=True)
-    def __init__(self): self.maps = {}
+    def __init__(self):
+        self.maps = {}
     def reserve(self, nbytes:int)->int:
         "Where `nbytes` of addresses begin"
         m = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE|mmap.MAP_ANONYMOUS|_NORESERVE)
@@ -45,7 +46,9 @@ class HostPages:
         self._protect(at, nbytes, mmap.PROT_READ|mmap.PROT_WRITE)
     def take(self, at, nbytes, handle):
         "Take it away, with what was in it"
-        m = next(m for a,m in self.maps.items() if a<=at<a+len(m))
+        m = next(
+            m for a,m in self.maps.items()
+            if a<=at<a+len(m))
         m.madvise(mmap.MADV_DONTNEED, at-C.addressof(C.c_char.from_buffer(m)), nbytes)
         self._protect(at, nbytes, 0)
     def buffers(self, sizes):
@@ -79,7 +82,8 @@ class CudaPages:
         self.card,self.lib = card,lib or driver()
         with card.use():
             card.xp.cuda.runtime.free(0) # makes the context
-        can,n,here = C.c_int(),C.c_size_t(),_Location(1, card.index) # 1: a device
+        can,n = C.c_int(),C.c_size_t()
+        here = _Location(1, card.index) # 1: a device
         self._call('cuDeviceGetAttribute', C.byref(can), 102, card.index)
         if not can.value:
             said = f'{card.card} cannot map memory to reserved addresses'
@@ -98,8 +102,12 @@ class CudaPages:
 @patch
 def reserve(self:CudaPages, nbytes:int)->int:
     "Where `nbytes` of addresses begin"
-    at,n,aligned = C.c_uint64(),C.c_size_t(nbytes),C.c_size_t(self.page)
-    self._call('cuMemAddressReserve', C.byref(at), n, aligned, C.c_uint64(0), C.c_ulonglong(0))
+    at = C.c_uint64()
+    n = C.c_size_t(nbytes)
+    aligned = C.c_size_t(self.page)
+    self._call(
+        'cuMemAddressReserve', C.byref(at), n, aligned, C.c_uint64(0),
+        C.c_ulonglong(0))
     return at.value
 
 @patch
@@ -110,9 +118,13 @@ def unreserve(self:CudaPages, at, nbytes):
 @patch
 def put(self:CudaPages, at, nbytes):
     "Put memory behind addresses; returns a handle"
-    handle,where,n = C.c_uint64(),C.c_uint64(at),C.c_size_t(nbytes)
+    handle = C.c_uint64()
+    where = C.c_uint64(at)
+    n = C.c_size_t(nbytes)
     def create():
-        self._call('cuMemCreate', C.byref(handle), n, C.byref(self.prop), C.c_ulonglong(0))
+        self._call(
+            'cuMemCreate', C.byref(handle), n, C.byref(self.prop),
+            C.c_ulonglong(0))
     try:
         create()
     except OutOfMemoryError:
@@ -180,7 +192,8 @@ def copying(self:CudaPages):
     c = self.card.xp.cuda
     with self.card.use():
         stream = c.Stream(non_blocking=True)
-        def copy(to, at, n, how): c.runtime.memcpyAsync(to, at, n, how, stream.ptr)
+        def copy(to, at, n, how):
+            c.runtime.memcpyAsync(to, at, n, how, stream.ptr)
         try:
             yield copy
         finally:
@@ -223,7 +236,8 @@ def over(self:Device,
 @patch
 def over(self:Cuda, at:int, shape, dtype='float32', owner=None):
     "An array over memory that is somebody else's"
-    n,m = math.prod(shape)*np.dtype(dtype).itemsize,self.xp.cuda
+    n = math.prod(shape)*np.dtype(dtype).itemsize
+    m = self.xp.cuda
     memory = m.UnownedMemory(at, max(1, n), owner, self.index)
     return self.xp.ndarray(tuple(shape), dtype, memptr=m.MemoryPointer(memory, 0))
 
@@ -231,7 +245,8 @@ def over(self:Cuda, at:int, shape, dtype='float32', owner=None):
 class Piece:
     "Bytes of a region, free again when nobody holds this any more"
     __slots__ = 'region','at','nbytes'
-    def __init__(self, region, at, nbytes): self.region,self.at,self.nbytes = region,at,nbytes
+    def __init__(self, region, at, nbytes):
+        self.region,self.at,self.nbytes = region,at,nbytes
     def __del__(self): self.region._back.append((self.at, self.nbytes))
     address = property(lambda self: self.region.at+self.at)
     def __repr__(self):
@@ -260,7 +275,8 @@ class Region:
     "Named addresses, see `Arena.region`"
     def __init__(self, arena, name:str, nbytes:int,
         flag:str='', budget:Budget|None=None, step:int|None=None):
-        self.arena,self.name,self.flag,self.pages = arena,name,flag,arena.pages
+        self.arena,self.pages = arena,arena.pages
+        self.name,self.flag = name,flag
         self.chunk = arena.chunk_of(step) if step else arena.step
         self.budget = budget or arena.budget
         self.size = -(-max(1, nbytes)//self.pages.page)*self.pages.page
@@ -417,7 +433,9 @@ def hold(self:Region,
         i,at = self._hole(n, align)
         self._cover(range(at//self.chunk, (at+n-1)//self.chunk+1))
         start,end = self._holes[i]
-        self._holes[i:i+1] = [h for h in ((start, at), (at+n, end)) if h[0]<h[1]]
+        self._holes[i:i+1] = [
+            h for h in ((start, at), (at+n, end))
+            if h[0]<h[1]]
         self.used += n
         return Piece(self, at, n)
 
@@ -460,8 +478,13 @@ def _needed(self:Region)->list: # Chunks
     "Where arrays lie"
     self._settle()
     edges = [0,*(x for h in self._holes for x in h),self.size]
-    taken = [(s, e) for s,e in zip(edges[::2], edges[1::2]) if s<e]
-    return sorted({i for s,e in taken for i in range(s//self.chunk, (e-1)//self.chunk+1)})
+    taken = [
+        (s, e)
+        for s,e in zip(edges[::2], edges[1::2])
+        if s<e]
+    return sorted({
+        i for s,e in taken
+        for i in range(s//self.chunk, (e-1)//self.chunk+1)})
 
 # %% ../../nbs/2_card/02_arena.ipynb #5788247b
 @patch
@@ -470,7 +493,8 @@ def lend(self:Region,
     nbytes:int,
 )->int: # Bytes given back
     "Give back the memory of chunks that lie wholly within; nobody may touch them until `recall`"
-    first,end = -(-(at-self.at)//self.chunk),(at+nbytes-self.at)//self.chunk
+    first = -(-(at-self.at)//self.chunk)
+    end = (at+nbytes-self.at)//self.chunk
     with quiet(), self._lock:
         those = [i for i in range(first, end) if i in self._handles]
         if those:
@@ -603,7 +627,8 @@ class HostCopy:
 @patch
 def fill(self:HostCopy, region:Region):
     "Write back what arrays still lie in; a `DeviceError` if that is not what arrives"
-    here,groups = dict.fromkeys(region.spans()),_groups(self.spans, self.most)
+    here = dict.fromkeys(region.spans())
+    groups = _groups(self.spans, self.most)
     with quiet():
         with region.pages.copying() as copy:
             for buffer,some in zip(self.buffers, groups):
@@ -699,7 +724,9 @@ def close(self:Arena)->int: # Bytes of memory that arrays still lie in
 @patch
 def malloc(self:Region, nbytes:int):
     "`hold` as CuPy's allocators have it"
-    p,xp,device = self.hold(nbytes),self.arena.device.xp,self.arena.device
+    p = self.hold(nbytes)
+    xp = self.arena.device.xp
+    device = self.arena.device
     at,owner = p.address,p
     if not self._maps:
         q = xp.get_default_memory_pool().malloc(p.nbytes)
@@ -810,7 +837,8 @@ def forget(self:Host, arrays):
     "Give the pages of `arrays` back, which are zero from now on"
     page = mmap.PAGESIZE
     for a in arrays:
-        at,end = -(-a.ctypes.data//page)*page,(a.ctypes.data+a.nbytes)//page*page
+        at = -(-a.ctypes.data//page)*page
+        end = (a.ctypes.data+a.nbytes)//page*page
         if at<end:
             HostPages._libc.madvise(C.c_void_p(at), C.c_size_t(end-at), mmap.MADV_DONTNEED)
 

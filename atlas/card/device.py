@@ -44,7 +44,9 @@ def cgroup_dirs(
 )->list[Path]: # Folders under `/sys/fs/cgroup`, innermost first
     "Folders whose memory limits bind this process; not all of them need exist"
     res = []
-    for _,ctl,path in (l.split(':',2) for l in text.splitlines() if l.count(':')>1):
+    for _,ctl,path in (
+            l.split(':',2) for l in text.splitlines()
+            if l.count(':')>1):
         if ctl and 'memory' not in ctl.split(','):
             continue
         p = Path('memory' if ctl else '')/path.strip('/')
@@ -58,7 +60,8 @@ def _read(p):
     except OSError:
         return '' # absent or not ours to read: it sets no limit that we could know
 
-_cgroup_files = (('memory.max','memory.current',''), ('memory.limit_in_bytes','memory.usage_in_bytes','total_'))
+_cgroup_files = (
+    ('memory.max','memory.current',''), ('memory.limit_in_bytes','memory.usage_in_bytes','total_'))
 
 def cgroup_memory(
     d:Path # Folder of a control group
@@ -70,11 +73,14 @@ def cgroup_memory(
             continue
         stat = dict(l.split() for l in _read(d/'memory.stat').splitlines())
         cache = sum(int(stat.get(f'{pre}{k}_file', 0)) for k in ('active','inactive'))
-        return Memory(int(n), max(0, int(n)-int(_read(d/usage) or 0)+cache))
+        return Memory(
+            int(n),
+            max(0, int(n)-int(_read(d/usage) or 0)+cache))
 
 # %% ../../nbs/2_card/01_device.ipynb #d0547861
 def _soon(info, available)->int:
-    "What is free, and pages of files that nobody has used for a while and that need not be written first"
+    """What is free, and pages of files that nobody has used for a while and that need not be
+    written first"""
     if 'Inactive(file)' not in info:
         return available
     clean = info['Inactive(file)']-info.get('Dirty', 0)-info.get('Writeback', 0)
@@ -84,7 +90,8 @@ def host_memory(
     root:str|Path='/', # Where `proc` and `sys` are; a test builds its own
     soon:bool=False, # Only what can be had without long reclaim?
 )->Memory:
-    "The host's memory as this process may use it: `MemAvailable`, within every control group's limit"
+    """The host's memory as this process may use it: `MemAvailable`, within every control group's
+    limit"""
     root = Path(root)
     info = meminfo(_read(root/'proc/meminfo'))
     if not info:
@@ -93,7 +100,8 @@ def host_memory(
     if soon:
         available = min(available, _soon(info, available))
     found = [Memory(info['MemTotal'], available)]
-    found += [cgroup_memory(root/'sys/fs/cgroup'/d) for d in cgroup_dirs(_read(root/'proc/self/cgroup'))]
+    found += [
+        cgroup_memory(root/'sys/fs/cgroup'/d) for d in cgroup_dirs(_read(root/'proc/self/cgroup'))]
     return Memory(*map(min, zip(*filter(None, found))))
 
 # %% ../../nbs/2_card/01_device.ipynb #47da1246
@@ -101,7 +109,9 @@ class Device:
     "A place for arrays: `name`, `kind`, the array module `xp`, and the methods below"
     name = kind = xp = None
     share = .4 # Of what is free, for one model that is told nothing else
-    def use(self): "A context in which new arrays are this device's"; return nullcontext()
+    def use(self):
+        "A context in which new arrays are this device's"
+        return nullcontext()
     def __repr__(self): return self.describe()
 
 # %% ../../nbs/2_card/01_device.ipynb #d1677f83
@@ -111,12 +121,15 @@ def _alloc(dev, f, shape, dtype):
             return f(shape, dtype=dtype)
     except MemoryError as e: # NumPy's and CuPy's are both of this kind
         need = math.prod(np.atleast_1d(shape).tolist())*np.dtype(dtype).itemsize
-        raise OutOfMemoryError(f'An array of shape {shape} {np.dtype(dtype)} needs {human(need)} on {dev.name}, where {dev.memory()}',
+        raise OutOfMemoryError(
+            f'An array of shape {shape} {np.dtype(dtype)} needs {human(need)} on {dev.name}, '
+            f'where {dev.memory()}',
             hint='Free some memory there, or choose a smaller model or context') from e
 
 @patch
 def empty(self:Device, shape, dtype='float32'):
-    "A new array, with whatever the memory held; an `OutOfMemoryError` says how large it would have been"
+    """A new array, with whatever the memory held; an `OutOfMemoryError` says how large it would
+    have been"""
     return _alloc(self, self.xp.empty, shape, dtype)
 
 @patch
@@ -127,7 +140,8 @@ def zeros(self:Device, shape, dtype='float32'):
 # %% ../../nbs/2_card/01_device.ipynb #9b9104c5
 class _Here(threading.local):
     "Rooms of one thread, and parts of cards that it launches for"
-    def __init__(self): self.rooms,self.usable = {},{}
+    def __init__(self):
+        self.rooms,self.usable = {},{}
 _rooms,_here = {},_Here() # Device's name -> room
 
 @patch(as_prop=True)
@@ -205,12 +219,21 @@ def cores()->int:
     return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
 
 class Host(Device):
-    "The CPU and its memory, through NumPy: the definition of every op, and the device of machines without a card"
+    """The CPU and its memory, through NumPy: the definition of every op, and the device of
+    machines without a card"""
     name,kind,xp = 'cpu','cpu',np
-    def memory(self)->Memory: "As `host_memory` counts it"; return host_memory()
-    def describe(self)->str: "The host in one line"; return f'cpu: {cores()} cores, {self.memory()}'
-    def upload(self, a): "`a` itself, made contiguous where it is not"; return np.asarray(a, order='C')
-    def download(self, a): "`a` itself, as NumPy"; return np.asarray(a)
+    def memory(self)->Memory:
+        "As `host_memory` counts it"
+        return host_memory()
+    def describe(self)->str:
+        "The host in one line"
+        return f'cpu: {cores()} cores, {self.memory()}'
+    def upload(self, a):
+        "`a` itself, made contiguous where it is not"
+        return np.asarray(a, order='C')
+    def download(self, a):
+        "`a` itself, as NumPy"
+        return np.asarray(a)
     def synchronize(self): "Wait until all work is done: on the host it always is"
     def need_card(self, said, hint=''):
         raise DeviceError(said, hint=hint)
@@ -224,7 +247,9 @@ def carve(self:Device,
     "Arrays of `shapes`, side by side in one allocation; errors as for `empty`"
     per = line//4
     sizes = [-(-math.prod(s)//per)*per for s in shapes]
-    flat,at,out = self.empty((sum(sizes)+per,)),0,[]
+    flat = self.empty((sum(sizes)+per,))
+    at = 0
+    out = []
     at = -self.address(flat)%line//4
     for s,n in zip(shapes, sizes):
         out.append(flat[at:at+math.prod(s)].reshape(s))
@@ -232,7 +257,9 @@ def carve(self:Device,
     return out
 
 @patch
-def address(self:Host, a)->int: "Where `a` begins, in bytes"; return a.ctypes.data
+def address(self:Host, a)->int:
+    "Where `a` begins, in bytes"
+    return a.ctypes.data
 @patch
 def write(self:Host, dst, a):
     "Copy host array `a` into `dst`, an array of this device"
@@ -286,14 +313,15 @@ def _ver(n): return f'{n//1000}.{n%1000//10}'
 
 def _no_cuda(rt, e):
     if e.status==100:
-        return ('The NVIDIA driver works, but it sees no GPU',
-        'Check that the container was given one (docker run --gpus all), and CUDA_VISIBLE_DEVICES')
+        how = 'Check that the container was given one (docker run --gpus all), '
+        return 'The NVIDIA driver works, but it sees no GPU',how+'and CUDA_VISIBLE_DEVICES'
     if e.status!=35:
         return f'CUDA does not start: {e}','Check that nvidia-smi works'
     if not rt.driverGetVersion():
         return 'There is no NVIDIA driver on this machine','Install one, or use --device cpu'
-    return (f'The NVIDIA driver is too old: it supports CUDA {_ver(rt.driverGetVersion())}, and CuPy needs {_ver(rt.runtimeGetVersion())}',
-            'Update the driver, or use --device cpu')
+    has,needs = _ver(rt.driverGetVersion()),_ver(rt.runtimeGetVersion())
+    said = f'The NVIDIA driver is too old: it supports CUDA {has}, and CuPy needs {needs}'
+    return said,'Update the driver, or use --device cpu'
 
 def cuda_count(
     xp=cp # The CuPy module, or `None`
@@ -310,10 +338,15 @@ def cuda_count(
         raise DeviceError(*_no_cuda(rt, e)) from e
 
 # %% ../../nbs/2_card/01_device.ipynb #ed59b361
-STICKY = {214: 'uncorrectable ECC error', 220: 'uncorrectable NVLink error', 226: 'contained memory error', 700: 'illegal memory access', 702: 'launch timed out',
-          709: 'context destroyed', 710: 'device-side assert', 714: 'hardware stack error', 715: 'illegal instruction', 716: 'misaligned address',
-          717: 'invalid address space', 718: 'invalid program counter', 719: 'launch failed', 721: 'tensor memory leak', 810: 'MPS client terminated',
-          911: 'error of an external device', 999: 'unknown error'} # the same numbers in the driver and in the runtime
+STICKY = {
+    214: 'uncorrectable ECC error', 220: 'uncorrectable NVLink error',
+    226: 'contained memory error', 700: 'illegal memory access', 702: 'launch timed out',
+          709: 'context destroyed', 710: 'device-side assert', 714: 'hardware stack error',
+          715: 'illegal instruction', 716: 'misaligned address',
+          717: 'invalid address space', 718: 'invalid program counter', 719: 'launch failed',
+          721: 'tensor memory leak', 810: 'MPS client terminated',
+          # the same numbers in the driver and in the runtime
+          911: 'error of an external device', 999: 'unknown error'}
 
 # %% ../../nbs/2_card/01_device.ipynb #02f32888
 @functools.cache
@@ -322,7 +355,9 @@ def driver():
     try:
         return ctypes.CDLL('libcuda.so.1')
     except OSError as e:
-        raise DeviceError('There is no NVIDIA driver on this machine', hint='Install one, or use --device cpu') from e
+        raise DeviceError(
+            'There is no NVIDIA driver on this machine',
+            hint='Install one, or use --device cpu') from e
 
 def status_text(
     code:int, # Of a call to the driver
@@ -338,8 +373,13 @@ def status_text(
 # %% ../../nbs/2_card/01_device.ipynb #95764ac9
 class Faults:
     "Knows what was launched last, and remembers the first fault that stays: after it, nothing runs"
-    def __init__(self, keep:int=64): self.fault,self.exact,self.count,self._names,self._held = None,False,0,deque(maxlen=keep),weakref.WeakValueDictionary()
-    names = property(lambda self: list(dict.fromkeys(n for _,n in self._names)), doc='What may still be at work, first launched first')
+    def __init__(self, keep:int=64):
+        self.fault,self.exact,self.count = None,False,0
+        self._names = deque(maxlen=keep)
+        self._held = weakref.WeakValueDictionary()
+    names = property(
+        lambda self: list(dict.fromkeys(n for _,n in self._names)),
+        doc='What may still be at work, first launched first')
     def launching(self, *names:str):
         "Call before each launch; raises the `CudaFault` that was, if there was one"
         if self.fault:
@@ -358,12 +398,16 @@ class Faults:
     def check(self):
         "Raise if the card has failed before"
         if self.fault:
-            raise _fault(f'The card has failed, and nothing runs on it any more. The first fault was: {self.fault.msg}', self.fault.kernels)
+            said = 'The card has failed, and nothing runs on it any more'
+            raise _fault(f'{said}. The first fault was: {self.fault.msg}', self.fault.kernels)
 
-def _forever(o): "Nobody deletes `o` any more, not even the end of the process"; ctypes.pythonapi.Py_IncRef(ctypes.py_object(o))
+def _forever(o):
+    "Nobody deletes `o` any more, not even the end of the process"
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(o))
 
 def _fault(msg, kernels):
-    e = CudaFault(msg, hint='Start a new process; if it happens again, look for the kernel with device.faults.exact = True')
+    hint = 'Start a new process; if it happens again, look for the kernel with '
+    e = CudaFault(msg, hint=hint+'device.faults.exact = True')
     e.kernels = tuple(kernels)
     return e
 
@@ -376,17 +420,32 @@ def error(self:Faults,
 )->DeviceError: # To be raised
     "What a status other than 0 means: a `CudaFault` if it stays, and then it is remembered"
     if code==2:
-        return OutOfMemoryError(f'{doing}: {status_text(code)}', hint='Free some memory on the card, or choose a smaller model or context')
+        return OutOfMemoryError(
+            f'{doing}: {status_text(code)}',
+            hint='Free some memory on the card, or choose a smaller model or context')
+    if code in _OTHER_CODE:
+        hint = 'The machine code is for another card, or newer than the driver: '
+        hint += 'update the driver, or use --device cpu'
     if code not in STICKY:
-        return DeviceError(f'{doing}: {status_text(code)}', hint='The machine code is for another card, or newer than the driver: update the driver, or use --device cpu' if code in (200,209,218,222,223) else hint)
+        return DeviceError(f'{doing}: {status_text(code)}', hint=hint)
     if not self.fault:
         names = self.names
-        where = f'in {names[0]}' if len(names)==1 else f'in one of: {", ".join(names)}' if names else 'where no kernel was at work'
-        self.fault = _fault(f'CUDA error {code}, {status_text(code)}, seen at {doing}; it happened {where}', names)
+        said = f'CUDA error {code}, {status_text(code)}, seen at {doing}; it happened'
+        self.fault = _fault(f'{said} {_where(names)}', names)
         for o in filter(None, [r() for r in self._held.valuerefs()]):
             _forever(o)
         return self.fault
-    return _fault(f'{doing}: the card has failed before. The first fault was: {self.fault.msg}', self.fault.kernels)
+    return _fault(
+        f'{doing}: the card has failed before. The first fault was: {self.fault.msg}',
+        self.fault.kernels)
+
+_OTHER_CODE = 200,209,218,222,223 # Statuses of machine code that the card does not take
+
+def _where(names)->str:
+    "Which kernels may have failed"
+    if not names:
+        return 'where no kernel was at work'
+    return f'in {names[0]}' if len(names)==1 else f'in one of: {", ".join(names)}'
 
 @patch
 @contextmanager
@@ -408,13 +467,16 @@ faults = Faults() # Of this process
 # %% ../../nbs/2_card/01_device.ipynb #e1312c07
 class Quiet:
     "Keeps recordings and what would spoil them apart"
-    def __init__(self): self._lock,self._recording,self._later = threading.RLock(),False,deque()
+    def __init__(self):
+        self._lock,self._recording,self._later = threading.RLock(),False,deque()
     @contextmanager
     def recording(self):
         "A context in which a graph is recorded; one at a time"
         with self._lock:
             if self._recording:
-                raise DeviceError('A graph is recorded inside another', hint='This is a mistake in Atlas; please report it')
+                raise DeviceError(
+                    'A graph is recorded inside another',
+                    hint='This is a mistake in Atlas; please report it')
             self._recording = True
             try:
                 yield
@@ -426,7 +488,9 @@ class Quiet:
         "A context in which nothing is recorded"
         with self._lock:
             if self._recording:
-                raise DeviceError('The card is waited for while a graph is recorded', hint='This is a mistake in Atlas; please report it')
+                raise DeviceError(
+                    'The card is waited for while a graph is recorded',
+                    hint='This is a mistake in Atlas; please report it')
             yield
             self._work_off()
     def now(self, f)->bool:
@@ -440,7 +504,10 @@ class Quiet:
             return False
         finally:
             self._lock.release()
-    def soon(self, f): "Call `f` now, or when a recording is over"; self._later.append(f); self.now(self._work_off)
+    def soon(self, f):
+        "Call `f` now, or when a recording is over"
+        self._later.append(f)
+        self.now(self._work_off)
     def _work_off(self):
         while self._later:
             self._later.popleft()()
@@ -468,22 +535,26 @@ class Cuda(Device):
     ):
         n = cuda_count(xp)
         if index>=n:
-            raise DeviceError(f'There is no cuda:{index}: this machine has {n} CUDA device{"s"[:n>1]}',
-            hint=f'Use cuda:0{f" to cuda:{n-1}" if n>1 else ""}')
+            raise DeviceError(
+                f'There is no cuda:{index}: this machine has {n} CUDA device{"s"[:n>1]}',
+                hint=f'Use cuda:0{f" to cuda:{n-1}" if n>1 else ""}')
         self.xp,self.index,self.name = xp,index,f'cuda:{index}'
         p = xp.cuda.runtime.getDeviceProperties(index)
-        self.card,self.integrated,self.multiprocessors = p['name'].decode(),bool(p['integrated']),p['multiProcessorCount']
+        self.card,self.integrated = p['name'].decode(),bool(p['integrated'])
+        self.multiprocessors = p['multiProcessorCount']
         self.capability = p['major'],p['minor']
         self.arch = arch_name(*self.capability)
         if self.capability<MIN_CAPABILITY:
+            has = f'{self.card} has compute capability {p["major"]}.{p["minor"]}'
             raise DeviceError(
-            f'{self.card} has compute capability {p["major"]}.{p["minor"]}, and Atlas needs 8.0 or newer', hint='Use --device cpu')
+                f'{has}, and Atlas needs 8.0 or newer', hint='Use --device cpu')
     @contextmanager
     def use(self):
         "A context in which this card is the current one, and errors that stay are recognised"
-        room = self.room
-        with self.faults.watch(self.name), self.xp.cuda.Device(self.index), self.xp.cuda.using_allocator(room.malloc) if room else nullcontext():
-            yield
+        room,cuda = self.room,self.xp.cuda
+        with self.faults.watch(self.name), cuda.Device(self.index):
+            with cuda.using_allocator(room.malloc) if room else nullcontext():
+                yield
 
 # %% ../../nbs/2_card/01_device.ipynb #048b0b22
 @patch
@@ -500,7 +571,8 @@ def memory(self:Cuda)->Memory:
 def describe(self:Cuda)->str:
     "The card in one line"
     kind = 'shared memory' if self.integrated else 'memory'
-    return f'{self.name}: {self.card}, {self.arch}, {self.multiprocessors} multiprocessors, {kind}: {self.memory()}'
+    what = f'{self.card}, {self.arch}, {self.multiprocessors} multiprocessors'
+    return f'{self.name}: {what}, {kind}: {self.memory()}'
 
 # %% ../../nbs/2_card/01_device.ipynb #fc11beb4
 @patch
@@ -529,7 +601,9 @@ def upload(self:Cuda, a):
         return self.xp.ascontiguousarray(self.xp.asarray(a))
 
 @patch
-def address(self:Cuda, a)->int: "Where `a` begins on the card, in bytes"; return a.data.ptr
+def address(self:Cuda, a)->int:
+    "Where `a` begins on the card, in bytes"
+    return a.data.ptr
 
 @patch
 def write(self:Cuda, dst, a):
@@ -547,7 +621,9 @@ def _write_rows(self:Cuda, dst, a, stream):
     "The same for rows [n, m] of an array that has longer ones"
     rt,(row,_) = self.xp.cuda.runtime,a.strides
     to,apart = dst.data.ptr,dst.strides[0]
-    rt.memcpy2DAsync(to, apart, a.ctypes.data, row, row, len(a), rt.memcpyHostToDevice, stream.ptr)
+    rt.memcpy2DAsync(
+        to, apart, a.ctypes.data, row, row, len(a),
+        rt.memcpyHostToDevice, stream.ptr)
 
 # %% ../../nbs/2_card/01_device.ipynb #8184d890
 @patch
@@ -606,7 +682,9 @@ class _Pinned:
         a = np.frombuffer(pages, np.uint8)
         a[::mmap.PAGESIZE] = 0  # large pages, as far as there are any
         at = a.ctypes.data
-        self.__array_interface__ = dict(shape=(nbytes,), typestr='|u1', data=(at, False), version=3)
+        self.__array_interface__ = dict(
+            shape=(nbytes,), typestr='|u1', data=(at, False),
+            version=3)
         try:
             with card.use():
                 rt.hostRegister(at, nbytes, 0)
@@ -628,14 +706,17 @@ def pinned(self:Cuda, nbytes:int)->np.ndarray: return np.asarray(_Pinned(self, n
 
 # %% ../../nbs/2_card/01_device.ipynb #9e77fc26
 def get_device(
-    name:str|Device='auto' # `'auto'`, `'cpu'`, `'cuda'` or `'cuda:1'`; a device is returned as it is
+    # `'auto'`, `'cpu'`, `'cuda'` or `'cuda:1'`; a device is returned as it is
+    name:str|Device='auto'
 )->Device:
     "The device called `name`; a `DeviceError` says why it cannot be had"
     if isinstance(name, Device):
         return name
     m = re.fullmatch(r'(auto|cpu)|cuda(?::(\d+))?', str(name))
     if not m:
-        raise DeviceError(f'There is no device called {name!r}', hint='Choose auto, cpu, cuda or cuda:N', param='device')
+        raise DeviceError(
+            f'There is no device called {name!r}', hint='Choose auto, cpu, cuda or cuda:N',
+            param='device')
     if name=='cpu':
         return Host()
     if name!='auto':
@@ -649,19 +730,24 @@ def get_device(
 
 # %% ../../nbs/2_card/01_device.ipynb #d42d9ac0
 class Budget:
-    "Bytes that one engine may use, and who took them; a `ConfigError` for an impossible `utilization`"
+    """Bytes that one engine may use, and who took them; a `ConfigError` for an impossible
+    `utilization`"""
     def __init__(self,
         available:int, # Bytes that there are
         reserve:int=0, # Bytes to leave to the rest of the machine
         utilization:float=1., # Part of the remainder to use, above 0 and up to 1
     ):
         if not 0<utilization<=1:
-            raise ConfigError(f'utilization is {utilization}, and must be above 0 and at most 1', param='utilization')
+            raise ConfigError(
+                f'utilization is {utilization}, and must be above 0 and at most 1',
+                param='utilization')
         store_attr()
-        self.total,self.parts = int(max(0, available-reserve)*utilization),{}
+        self.total = int(max(0, available-reserve)*utilization)
+        self.parts = {}
     used = property(lambda self: sum(self.parts.values()))
     left = property(lambda self: self.total-self.used)
-    def __repr__(self): return f'Budget({human(self.used)} used, {human(self.left)} left of {human(self.total)})'
+    def __repr__(self):
+        return f'Budget({human(self.used)} used, {human(self.left)} left of {human(self.total)})'
 
 # %% ../../nbs/2_card/01_device.ipynb #ee983321
 @patch
@@ -673,8 +759,11 @@ def take(self:Budget,
     "Take `nbytes` for `name`, or raise `OutOfMemoryError` and take nothing"
     if nbytes>self.left:
         taken = ', '.join(f'{k} {human(v)}' for k,v in self.parts.items())
-        raise OutOfMemoryError(f'{name}: {human(nbytes)} needed, {human(self.left)} left of a budget of {human(self.total)}' + (f' ({taken})' if taken else ''),
-            hint=f'Lower {flag}, or free memory' if flag else 'Free memory, or choose a smaller model')
+        left = f'{human(self.left)} left of a budget of {human(self.total)}'
+        hint = 'Free memory, or choose a smaller model'
+        raise OutOfMemoryError(
+            f'{name}: {human(nbytes)} needed, {left}' + (f' ({taken})' if taken else ''),
+            hint=f'Lower {flag}, or free memory' if flag else hint)
     self.parts[name] = self.parts.get(name, 0)+nbytes
     return nbytes
 
@@ -694,7 +783,9 @@ def give(self:Budget,
 @patch
 def table(self:Budget)->list[tuple[str,int,float]]: # Name, bytes, share of the total
     "Who took what, and what is left"
-    return [(k, v, v/max(1, self.total)) for k,v in [*self.parts.items(), ('left', self.left)]]
+    return [
+        (k, v, v/max(1, self.total))
+        for k,v in [*self.parts.items(), ('left', self.left)]]
 
 @patch
 def _repr_markdown_(self:Budget):
@@ -705,7 +796,7 @@ def _repr_markdown_(self:Budget):
 @patch
 def budget(self:Device,
     utilization:float=1., # Part of what may be used
-    reserve:int|None=None, # Bytes to leave alone; by default 10 % of a shared memory, 2 % of a card's own
+    reserve:int|None=None, # Bytes to leave alone; by default 10 %, or 2 % of a card's own memory
 )->Budget:
     "A budget of what is available here now"
     m = self.memory()

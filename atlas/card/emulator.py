@@ -36,7 +36,8 @@ def _memory(n, room=None, line=64):
     "Memory for `n` bytes between strips, in a `Region` if there is a `room`"
     size = n+2*PAD+line
     raw = _held(room, size) if room else _Memory((size,), np.uint8)
-    raw.at,raw.n = PAD+-(raw.ctypes.data+PAD)%line,n
+    raw.at = PAD+-(raw.ctypes.data+PAD)%line
+    raw.n = n
     raw[raw.at:raw.at+n] = 0xFF
     raw.mark()
     if room:
@@ -56,7 +57,11 @@ def strips_whole(
     "Are the strips beside the memory that `a` is a part of as they were?"
     while isinstance(a.base, np.ndarray) and getattr(a, 'at', None) is None:
         a = a.base
-    return not isinstance(a, _Memory) or bool((a[:a.at]==MARK).all() and (a[a.at+a.n:]==MARK).all())
+    return (
+        not isinstance(a, _Memory)
+        or bool(
+            (a[:a.at]==MARK).all()
+            and (a[a.at+a.n:]==MARK).all()))
 
 # %% ../../nbs/2_card/04_emulator.ipynb #e2c50240
 class EmulatorPages(HostPages):
@@ -78,14 +83,24 @@ def find_cxx()->str|None:
 class Emulator(Device):
     "The CPU as a card; a `DeviceError` where there is no C++ compiler"
     name = kind = 'emulator'
-    xp,arch,multiprocessors,integrated = np,'emulated',4,False
+    xp = np
+    arch = 'emulated'
+    multiprocessors = 4
+    integrated = False
     def __init__(self):
         if not find_cxx():
-            raise DeviceError('The emulator needs a C++ compiler', hint='Install g++ or clang++, or set CXX')
-    def memory(self)->Memory: "The host's"; return host_memory()
-    def describe(self)->str: "The emulator in one line"; return f'emulator: kernels compiled by {Path(find_cxx()).name}, {self.memory()}'
+            raise DeviceError(
+                'The emulator needs a C++ compiler', hint='Install g++ or clang++, or set CXX')
+    def memory(self)->Memory:
+        "The host's"
+        return host_memory()
+    def describe(self)->str:
+        "The emulator in one line"
+        return f'emulator: kernels compiled by {Path(find_cxx()).name}, {self.memory()}'
     def synchronize(self): "Work is done when a launch returns"
-    def pages(self): "Those that keep strips"; return EmulatorPages()
+    def pages(self):
+        "Those that keep strips"
+        return EmulatorPages()
 
     def empty(self, shape, dtype='float32'):
         "A new array of 0xFF bytes"
@@ -105,23 +120,35 @@ class Emulator(Device):
         r = self.empty(a.shape, a.dtype)
         r[...] = a
         return r
-    def download(self, a): "A copy for the host"; return np.array(a).view(np.ndarray)
-    def write(self, dst, a): "Copy host array `a` into `dst`"; dst[...] = a
-    def address(self, a)->int: "Where `a` begins"; return a.ctypes.data
+    def download(self, a):
+        "A copy for the host"
+        return np.array(a).view(np.ndarray)
+    def write(self, dst, a):
+        "Copy host array `a` into `dst`"
+        dst[...] = a
+    def address(self, a)->int:
+        "Where `a` begins"
+        return a.ctypes.data
     def copy_rate(self, nbytes=0)->float:
         "Not known: this is no card"
         return float('nan')
 
 # %% ../../nbs/2_card/04_emulator.ipynb #cf6c76e8
 _MAIN = '''#include "{name}.cu"
-extern "C" __attribute__((visibility("default"))) const char* emulate(const unsigned* grid, const unsigned* block, unsigned shared, void** args) {{ return emu::launch({name}, grid, block, shared, args); }}
+extern "C" __attribute__((visibility("default")))
+const char* emulate(const unsigned* grid, const unsigned* block, unsigned shared, void** args) {{
+    return emu::launch({name}, grid, block, shared, args);
+}}
 '''
 _FLAGS = ('-std=c++17','-fPIC','-w','-fpermissive','-ffp-contract=off','-DATLAS_EMULATE',
     '-fsanitize=alignment,bounds','-fno-sanitize-recover=all',
     '-fvisibility=hidden','-fno-gnu-unique')
 
 @functools.cache
-def _cxx_version(): return subprocess.run([find_cxx(), '--version'], capture_output=True, text=True).stdout.splitlines()[0]
+def _cxx_version():
+    return subprocess.run(
+        [find_cxx(), '--version'], capture_output=True,
+        text=True).stdout.splitlines()[0]
 
 @contextmanager
 def _alone(path):
@@ -176,7 +203,9 @@ def _library(src:Source, options:tuple)->Path:
     return out
 
 def _refused(name, log):
-    first = next((l.strip() for l in log.splitlines() if 'error' in l), log[:200])
+    first = next(
+        (l.strip() for l in log.splitlines() if 'error' in l),
+        log[:200])
     hint = 'Words of CUDA that it lacks belong into kernels/emulator'
     e = DeviceError(f'{name} does not compile for the emulator: {first}', hint=hint)
     e.add_note(log)
@@ -203,6 +232,7 @@ class Emulated:
 
 @patch
 def load(self:Emulator, src:Source, options:tuple=())->Emulated:
-    "The kernel of `src`, ready to launch; counts as a compilation, kept on disk or not, so that tests see what one would be on a card"
+    """The kernel of `src`, ready to launch; counts as a compilation, kept on disk or not, so that
+    tests see what one would be on a card"""
     compilations.add(src.name)
     return Emulated(src, options)

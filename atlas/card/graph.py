@@ -25,8 +25,8 @@ class Graph:
         card:Device, # A `Cuda` or an `Emulator`
         name:str='graph', # For messages
         scratch:Region|None=None, # Where arrays that `f` makes shall lie
-        stream=None, # CuPy's, on which it is recorded and by default replayed; a card's graphs share one
-        warm:bool=True, # Call `f` once before: it compiles, and takes its memory. It must do no harm to do the step twice
+        stream=None, # CuPy's, for recording and replay; a card's graphs share one by default
+        warm:bool=True, # Call `f` once before: it compiles, and takes memory. Twice does no harm
     ):
         self.card,self.name,self.scratch = card,name,scratch
         self.stream = stream or (_stream(card) if card.kind=='cuda' else None)
@@ -36,7 +36,8 @@ class Graph:
                 card.synchronize()
             self._record(f)
         self.kernels = tuple(dict.fromkeys(c[0] for c in self.calls))
-    def __repr__(self): return f'Graph({self.name}: {len(self.calls)} launches of {", ".join(self.kernels)})'
+    def __repr__(self):
+        return f'Graph({self.name}: {len(self.calls)} launches of {", ".join(self.kernels)})'
 
 _streams = {}
 def _stream(card):
@@ -49,7 +50,8 @@ def _stream(card):
 @patch
 @contextlib.contextmanager
 def _here(self:Graph):
-    with self.scratch.allocating() if self.scratch else contextlib.nullcontext(), self.stream or contextlib.nullcontext():
+    nothing = contextlib.nullcontext()
+    with self.scratch.allocating() if self.scratch else nothing, self.stream or nothing:
         yield
 
 # %% ../../nbs/2_card/06_graph.ipynb #a810091f
@@ -70,7 +72,8 @@ def _record(self:Graph, f):
 def __call__(self:Graph,
     stream=None, # Another stream than the one it was recorded on
 ):
-    "Start it, and return `out`, which is valid when the stream gets there; a fault of an earlier step comes out as `CudaFault`"
+    """Start it, and return `out`, which is valid when the stream gets there; a fault of an earlier
+    step comes out as `CudaFault`"""
     if self.card.kind!='cuda':
         for name,grid,block,args,shared,pdl,defines in self.calls:
             run(name, grid, block, *args, shared=shared, pdl=pdl, **defines)
@@ -90,7 +93,8 @@ class Mark:
 class Stream:
     "An order of launches, and memory for what lives within it; here launches are over at once"
     raw = None # CuPy's stream
-    def __init__(self, card:Device): self.card = card
+    def __init__(self, card:Device):
+        self.card = card
     def here(self):
         "A context in which kernels go to it"
         return self.card.use()
@@ -122,7 +126,8 @@ def own_stream(self:Device,
 # %% ../../nbs/2_card/06_graph.ipynb #4376068c
 class _Growth:
     "New memory for a pool, of a card or of a region, and how often there was none"
-    def __init__(self, cuda, room=None): self.cuda,self.room,self.refused = cuda,room,0
+    def __init__(self, cuda, room=None):
+        self.cuda,self.room,self.refused = cuda,room,0
     def __call__(self, nbytes):
         try:
             return self._more(nbytes)
@@ -158,7 +163,8 @@ class CudaStream(Stream):
         c = card.xp.cuda
         with card.use():
             self.raw = c.Stream(non_blocking=True)
-        self.card,self.memory = card,c.MemoryPool(*[_Growth(c, room)]*bool(room))
+        self.card,self.memory = card,c.MemoryPool(
+            *[_Growth(c, room)]*bool(room))
         weakref.finalize(self, card.pools.append, self.memory).atexit = False
     @contextlib.contextmanager
     def here(self):
@@ -209,7 +215,8 @@ def microseconds(self:CudaStream, f, n:int=20)->float:
 # %% ../../nbs/2_card/06_graph.ipynb #e4615c3d
 class _Turn:
     "Whose decode steps a card had last, and what they end with"
-    def __init__(self): self.lock,self.stream,self.end = threading.Lock(),None,None
+    def __init__(self):
+        self.lock,self.stream,self.end = threading.Lock(),None,None
 _turns = {} # By the card's number
 
 @patch
@@ -236,9 +243,11 @@ def _same_memory(card, pool, stream):
     return card.xp.cuda.using_allocator(malloc)
 
 class Scratch:
-    "Memory for arrays that live within one piece of work, recorded or not; here they lie where they always do"
+    """Memory for arrays that live within one piece of work, recorded or not; here they lie where
+    they always do"""
     refused = 0 # How often there was no more: graphs recorded before are of no use then
-    def __init__(self, card:Device): self.card = card
+    def __init__(self, card:Device):
+        self.card = card
     def allocating(self):
         "A context in which arrays lie in it"
         return contextlib.nullcontext()
@@ -261,7 +270,8 @@ class CudaScratch(Scratch):
         weakref.finalize(self, card.pools.append, self.memory).atexit = False
     @property
     def refused(self): return self._growth.refused
-    def allocating(self): return _same_memory(self.card, self.memory, self.card.xp.cuda.Stream.null)
+    def allocating(self):
+        return _same_memory(self.card, self.memory, self.card.xp.cuda.Stream.null)
     def close(self): self.memory.free_all_blocks()
 
 @patch
@@ -326,12 +336,15 @@ def _room(runs, data):
 # %% ../../nbs/2_card/06_graph.ipynb #9a27ca02
 class _Multiprocessors(ctypes.Structure):
     "The driver's CUdevResource"
-    _fields_ = [('type',ctypes.c_int), ('pad',ctypes.c_ubyte*92), ('count',ctypes.c_uint),
+    _fields_ = [
+        ('type',ctypes.c_int), ('pad',ctypes.c_ubyte*92),
+        ('count',ctypes.c_uint),
         ('rest',ctypes.c_ubyte*44)]
 
 class Part(Stream):
     "A stream for some of a device's multiprocessors; here launches are over at once"
-    def __init__(self, of:Stream, count:int): self.card,self.of,self.count = of.card,of,count
+    def __init__(self, of:Stream, count:int):
+        self.card,self.of,self.count = of.card,of,count
     @contextlib.contextmanager
     def here(self):
         "A context in which kernels go to it, and are for so many multiprocessors"

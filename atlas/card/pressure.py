@@ -104,7 +104,8 @@ def judge(self:Pressure,
 )->Advice:
     "What to do, seeing `l`"
     low,enough = self.bounds(l)
-    soon,waits = int(_AHEAD*self._speed(l, after)),max(l.some/2, l.full)
+    soon = int(_AHEAD*self._speed(l, after))
+    waits = max(l.some/2, l.full)
     self.margin = l.available-max(low, soon)
     begins = self.margin<0 or waits>=self.stall
     goes_on = self.state=='short' and (l.available<enough or waits>self.calm)

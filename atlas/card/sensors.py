@@ -38,7 +38,8 @@ class Reading:
     @property
     def throttled(self)->bool:
         "Is it slower than it could be for heat or power?"
-        return bool({*self.reasons}&{'power_cap','hw_slowdown','sw_thermal','hw_thermal','power_brake'})
+        return bool(
+            {*self.reasons}&{'power_cap','hw_slowdown','sw_thermal','hw_thermal','power_brake'})
     def __repr__(self):
         said = [f'card {self.card}']
         if self.celsius is not None:
@@ -66,7 +67,8 @@ class Sensors:
             self.cards = [lib.nvmlDeviceGetHandleByIndex(i) for i in range(n)]
         except lib.NVMLError as e:
             _log.debug('No card is watched: %s', e)
-    def __call__(self)->list[Reading]: return [self.read(i) for i in range(len(self.cards))]
+    def __call__(self)->list[Reading]:
+        return [self.read(i) for i in range(len(self.cards))]
     def _ask(self, name, *args):
         "What a function of the library says; None where the driver does not know"
         f = getattr(self.lib, name, None)

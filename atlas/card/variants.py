@@ -24,13 +24,17 @@ from .launch import CubinStore,Source,is_compiled,options_of,recording,save_vari
 
 # %% ../../nbs/2_card/07_variants.ipynb #fa53ae05
 def wanted(
-    *steps, # Functions that launch kernels through `run`; nothing is launched, so what they read back means nothing
+    *steps, # Functions that call `run`; nothing is launched, so what they read back is nothing
 )->list[tuple[str,dict]]:
     "Name and compile-time values of every variant that `steps` would launch"
     with recording(launch=False) as r:
         for f in steps:
             f()
-    return [(n, dict(d)) for n,d in dict.fromkeys((c[0], tuple(sorted(c[-1].items()))) for c in r.calls)]
+    return [
+        (n, dict(d))
+        for n,d in dict.fromkeys(
+                (c[0], tuple(sorted(c[-1].items())))
+                for c in r.calls)]
 
 def _where(card): return _cuda(card.index) if card.kind=='cuda' else _emulator()
 
@@ -39,7 +43,8 @@ def make_ready(
     *steps, # As for `wanted`
     known=None, # `Known`: what is being loaded already; is told what this start asks for
 )->int: # Number of variants
-    "Compile and load all that `steps` will launch on `card`, at once; the first `DeviceError` ends it. A dry card loads nothing"
+    """Compile and load all that `steps` will launch on `card`, at once; the first `DeviceError`
+    ends it. A dry card loads nothing"""
     if known and known.complete():
         return len(known.variants)
     where,what = _where(card),wanted(*steps)
@@ -48,7 +53,9 @@ def make_ready(
     if known:
         known.wait()
     with ThreadPoolExecutor(min(32, cores())) as ex:
-        jobs = [ex.submit(_ready, n, tuple(sorted(d.items())), where) for n,d in what]
+        jobs = [
+            ex.submit(_ready, n, tuple(sorted(d.items())), where)
+            for n,d in what]
         try:
             made = len([j.result() for j in jobs])
         finally:
@@ -70,7 +77,10 @@ class Known:
         name = _digest(f'{who} {card.identity()}')
         self.card,self.path = card,(folder or CubinStore().path)/f'{name}.variants.json'
         self.variants,self._was = self._read()
-        self._code,self._is,self._loaded,self._thread = code,None,0,None
+        self._code = code
+        self._is = None
+        self._loaded = 0
+        self._thread = None
     def _read(self)->tuple[list,str|None]: # Of what start it is
         "Variants as `wanted` gives them; none where nothing is known"
         try:
@@ -92,7 +102,8 @@ class Known:
         if self._thread:
             self._thread.join()
 
-def _digest(said:str)->str: return hashlib.blake2b(said.encode(), digest_size=12).hexdigest()
+def _digest(said:str)->str:
+    return hashlib.blake2b(said.encode(), digest_size=12).hexdigest()
 
 # %% ../../nbs/2_card/07_variants.ipynb #13b50e10
 @patch
@@ -163,12 +174,15 @@ def known(self:Cuda, who:str, code=None)->Known|None:
     return k
 
 # %% ../../nbs/2_card/07_variants.ipynb #159ea55f
-CARDS = {'sm_90a': dict(multiprocessors=132, capability=(9,0)), 'sm_121a': dict(multiprocessors=48, capability=(12,1))} # An H200 and a GB10
+CARDS = {
+    'sm_90a': dict(multiprocessors=132, capability=(9,0)),
+    'sm_121a': dict(multiprocessors=48, capability=(12,1))} # An H200 and a GB10
 
 class DryArray(CardArray):
     "An array that takes no writes, and is zero everywhere"
     card = None
-    def __array_finalize__(self, a): self.card = getattr(a, 'card', None)
+    def __array_finalize__(self, a):
+        self.card = getattr(a, 'card', None)
     def __setitem__(self, i, v): pass
     def fill(self, v): pass
 
@@ -182,16 +196,26 @@ class Dry(Emulator):
         self.arch = arch
         vars(self).update(CARDS[arch])
         self._all = Arena(Emulator(), Budget(nbytes), step=1<<30).region('all', nbytes)
-    def memory(self)->Memory: "All of it is free"; return Memory(self._all.size, self._all.left)
-    def describe(self)->str: "The card in one line"; return f'dry: as {self.arch}, {human(self._all.used)} of arrays'
+    def memory(self)->Memory:
+        "All of it is free"
+        return Memory(self._all.size, self._all.left)
+    def describe(self)->str:
+        "The card in one line"
+        return f'dry: as {self.arch}, {human(self._all.used)} of arrays'
     def empty(self, shape, dtype='float32'):
         "A new array"
         a = self._all.take(shape, dtype, 64).view(DryArray)
         a.card = self
         return a
-    def zeros(self, shape, dtype='float32'): "A new array"; return self.empty(shape, dtype)
-    def upload(self, a): "An array like the host's `a`"; return self.empty(np.shape(a), np.asarray(a).dtype)
-    def download(self, a): "Zeros for the host"; return np.zeros(a.shape, a.dtype)
+    def zeros(self, shape, dtype='float32'):
+        "A new array"
+        return self.empty(shape, dtype)
+    def upload(self, a):
+        "An array like the host's `a`"
+        return self.empty(np.shape(a), np.asarray(a).dtype)
+    def download(self, a):
+        "Zeros for the host"
+        return np.zeros(a.shape, a.dtype)
     def write(self, dst, a): "Nothing"
 
 # %% ../../nbs/2_card/07_variants.ipynb #fd5b9b63

@@ -1,9 +1,11 @@
-"""Prompts in the air beside answers, with a tree of prefixes, on a card that is divided whenever it may be.
+"""Prompts in the air beside answers, with a tree of prefixes, on a card that is divided whenever
+it may be.
 
-    python tests/gpu/aloft.py [--emulator] [--models llama,qwen3.6-moe] [--rounds 30]
+python tests/gpu/aloft.py [--emulator] [--models llama,qwen3.6-moe] [--rounds 30]
 
-Requests come, find prefixes, are given up and let others go on, all by chance; steps fail and the
-model is told to sleep while a prompt is in the air. Whatever was said is what is said alone."""
+Requests come, find prefixes, are given up and let others go on, all by chance; steps fail and
+the model is told to sleep while a prompt is in the air. Whatever was said is what is said
+alone."""
 from types import SimpleNamespace as NS
 import numpy as np
 from atlas.engine import card_stepper
@@ -24,9 +26,13 @@ class Always(Policy):
 
 def drawn(rng, s, vocab, i):
     "A request: every other one begins as others do"
-    shared = prompt(s.shared, vocab, int(rng.integers(2))) if rng.random()<.5 else ()
+    shared = (
+        prompt(s.shared, vocab, int(rng.integers(2)))
+        if rng.random()<.5 else ())
     own = prompt(int(rng.integers(1, s.longest)), vocab, 100+i)
-    return greedy(f'r{i}', shared+own, int(rng.integers(1, s.most)), logprobs=i%3-1 if i%3 else None)
+    return greedy(
+        f'r{i}', shared+own, int(rng.integers(1, s.most)),
+        logprobs=i%3-1 if i%3 else None)
 
 def alone(llm, r):
     "What `r` is told with nobody beside it and nothing remembered"
@@ -101,7 +107,9 @@ def one(name, emulator, rounds):
     s,rng = TINY if emulator else CARD,np.random.default_rng(5)
     if emulator:
         card_stepper.APART,card_stepper.LARGE = 2,4
-    llm = toy(name, emulator, s.seqs, s.context, enable_prefix_caching=True, chunk=64 if emulator else 1024)
+    llm = toy(
+        name, emulator, s.seqs, s.context, enable_prefix_caching=True,
+        chunk=64 if emulator else 1024)
     e,bad = llm.engine,[]
     policy = e.scheduler.policy
     e.scheduler.policy = Always(rng)
@@ -115,7 +123,9 @@ def one(name, emulator, rounds):
         want,got = alone(llm, r),t.told[rid]
         if got!=want[:len(got)]:
             bad.append(f'{name}: {rid} was told something else')
-    missing = [what for what in ('aloft','gone','slept','failed','hits') if not t.seen[what] and not emulator]
+    missing = [
+        what for what in ('aloft','gone','slept','failed','hits')
+        if not t.seen[what] and not emulator]
     if missing:
         bad.append(f'{name}: {missing} never happened')
     if e.late:
@@ -136,4 +146,6 @@ if __name__=='__main__':
         rounds=dict(type=int, default=40))
     names = ['qwen3.6-moe'] if o.emulator else o.models.split(',')
     rounds = 12 if o.emulator else o.rounds
-    verdict([b for n in names for b in one(n, o.emulator, rounds)], f'{len(names)} models, as alone')
+    verdict(
+        [b for n in names for b in one(n, o.emulator, rounds)],
+        f'{len(names)} models, as alone')

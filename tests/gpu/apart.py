@@ -11,13 +11,20 @@ import numpy as np
 from atlas.engine import card_stepper
 from toys import arguments,greedy,prompt,toy,verdict
 
-CARD = NS(model='qwen3.6-35b-a3b', vocab=200_000, long=32768, seqs=(1,4,8), prompts=3, plain=60)
-TINY = NS(model='qwen3.6-moe', vocab=256, long=200, seqs=(1,3), prompts=2, plain=6)
+CARD = NS(
+    model='qwen3.6-35b-a3b', vocab=200_000, long=32768,
+    seqs=(1,4,8), prompts=3, plain=60)
+TINY = NS(
+    model='qwen3.6-moe', vocab=256, long=200, seqs=(1,3),
+    prompts=2, plain=6)
 
 class Answers:
     "Some answers that are being written, what they say, and the milliseconds between tokens"
     def __init__(self, llm, s, n):
-        self.e,self.s,self.last,self.gaps = llm.engine,s,{},[]
+        self.e = llm.engine
+        self.s = s
+        self.last = {}
+        self.gaps = []
         self.said = {f'a{n}-{i}': [] for i in range(n)}
         for i,rid in enumerate(self.said):
             self.e.add(greedy(rid, prompt(64, s.vocab, 60+i), s.most))
@@ -43,7 +50,9 @@ class Answers:
         took,firsts,gaps = [],[],[]
         for i in range(self.s.prompts):
             self.gaps,began,first = [],perf_counter(),None
-            self.e.add(greedy('p', prompt(self.s.long, self.s.vocab, 70+i), 1))
+            self.e.add(greedy(
+                'p', prompt(self.s.long, self.s.vocab, 70+i),
+                1))
             while first is None:
                 first = next((v.token for v in self.step() if v.id=='p'), None)
             took.append((perf_counter()-began)*1e3)
@@ -64,7 +73,9 @@ def alone(llm, s, i):
     "Milliseconds to the first token of a prompt, and the token"
     began,e = perf_counter(),llm.engine
     e.add(greedy('p', prompt(s.long, s.vocab, 70+i), 1))
-    token = [v.token for _ in iter(lambda: e.has_work, False) for v in e.step()][0]
+    token = [
+        v.token for _ in iter(lambda: e.has_work, False)
+        for v in e.step()][0]
     return (perf_counter()-began)*1e3,token
 
 def shown(n, what, policy, took, gaps, beside):
@@ -101,9 +112,13 @@ def run(llm, s, n, want)->list:
     limit = one('divided', part, deadline)
     one('undivided', 0., limit)
     t = policy.times
-    steps = [(s.mean if s else 0)*1e3 for s in (t.plain_steps.get(k) for k in t.apart_steps)]
+    steps = [
+        (s.mean if s else 0)*1e3
+        for s in (t.plain_steps.get(k) for k in t.apart_steps)]
     beside = [s.mean*1e3 for s in t.apart_steps.values()]
-    print('  learnt, ms: steps', *map('{:.2f}'.format, steps), 'beside', *map('{:.2f}'.format, beside),
+    print(
+        '  learnt, ms: steps', *map('{:.2f}'.format, steps), 'beside',
+        *map('{:.2f}'.format, beside),
         'chunk', f'{t._expected(llm.engine.scheduler.chunk, 0)*1e3:.1f}', flush=True)
     policy.part,policy.deadline = part,deadline
     llm.engine.stepper.launch = launch
@@ -124,7 +139,9 @@ if __name__=='__main__':
     s.most = 100*s.plain
     if o.emulator:
         card_stepper.APART,card_stepper.LARGE = 2,4
-    llm = toy(s.model, o.emulator, max(s.seqs)+1, s.long+s.most+128, show=False,
+    llm = toy(
+        s.model, o.emulator, max(s.seqs)+1,
+        s.long+s.most+128, show=False,
         enable_prefix_caching=False)
     print(llm.engine.stepper.part, 'of the card; chunks of', llm.engine.scheduler.chunk, flush=True)
     for i in range(2):

@@ -1,7 +1,7 @@
-"""A step replayed as a graph gives the bits that its kernels give when they are launched one by one: logits and tokens, for batches of 1, 3 and 8.
+"""A step replayed as a graph gives the bits that its kernels give when they are launched one by
+one: logits and tokens, for batches of 1, 3 and 8.
 
-    python tests/gpu/eager.py [--emulator] [--models llama,gemma]
-"""
+python tests/gpu/eager.py [--emulator] [--models llama,gemma]"""
 import subprocess,sys
 import numpy as np
 from toys import TOYS,arguments,greedy,prompt,toy,verdict
@@ -47,20 +47,34 @@ def one(name, emulator):
     llm,bad = toy(name, emulator),[]
     for n in (1,3,8)[:2 if emulator else 3]:
         steps = 5 if emulator else 40
-        (a,ta),(b,tb) = (run(llm, n, steps, how) for how in (True,False))
+        (a,ta),(b,tb) = (
+            run(llm, n, steps, how) for how in (True,False))
         live = sum(x.size for x in a)
-        if ta!=tb or len(a)!=len(b) or not all(x.tobytes()==y.tobytes() for x,y in zip(a, b)):
-            bad.append(f'{name}, {n} rows: tokens {"equal" if ta==tb else "differ"}, '
-            f'steps that differ: {[i for i,(x,y) in enumerate(zip(a, b)) if x.tobytes()!=y.tobytes()][:5]}')
-        if not all(np.isfinite(x[:n if len(x)>n else len(x)]).all() for x in a[:1]) or live==0:
+        if (
+                ta!=tb or len(a)!=len(b)
+                or not all(
+                    x.tobytes()==y.tobytes()
+                    for x,y in zip(a, b))):
+            off = [i for i,(x,y) in enumerate(zip(a, b)) if x.tobytes()!=y.tobytes()]
+            tokens = 'equal' if ta==tb else 'differ'
+            bad.append(f'{name}, {n} rows: tokens {tokens}, steps that differ: {off[:5]}')
+        if (
+                not all(
+                    np.isfinite(x[:n if len(x)>n else len(x)]).all()
+                    for x in a[:1])
+                or live==0):
             bad.append(f'{name}: logits that are no numbers')
     print(f'{name}: {"equal" if not bad else bad}', flush=True)
     return bad
 
 if __name__=='__main__':
     a = arguments(__doc__, models=dict(default=''), inner=dict(action='store_true'))
-    names = (a.models or ('llama,qwen3.6-moe' if a.emulator else 'smollm,qwen3.6-moe,gpt-oss,gemma,nemotron')).split(',')
+    usual = 'llama,qwen3.6-moe' if a.emulator else 'smollm,qwen3.6-moe,gpt-oss,gemma,nemotron'
+    names = (a.models or usual).split(',')
     if len(names)==1 or a.inner or a.emulator:
-        verdict([b for n in names for b in one(n, a.emulator)], 'a replayed step is the launched step')
+        verdict(
+            [b for n in names for b in one(n, a.emulator)], 'a replayed step is the launched step')
     ps = [subprocess.Popen([sys.executable, __file__, '--inner', '--models', n]) for n in names]
-    verdict([n for n,p in zip(names, ps) if p.wait()], f'{len(names)} models: a replayed step is the launched step')
+    verdict(
+        [n for n,p in zip(names, ps) if p.wait()],
+        f'{len(names)} models: a replayed step is the launched step')

@@ -1,7 +1,7 @@
-"""Provoke errors that stay, each in a process of its own, and see that they are recognised once, name the kernel, that nothing runs afterwards, and that the process ends quietly.
+"""Provoke errors that stay, each in a process of its own, and see that they are recognised once,
+name the kernel, that nothing runs afterwards, and that the process ends quietly.
 
-    python tests/gpu/faults.py            all of them, on cuda:0
-"""
+python tests/gpu/faults.py all of them, on cuda:0"""
 import subprocess,sys,tempfile
 from pathlib import Path
 from atlas.card.card import Arguments,card_of,run
@@ -23,18 +23,24 @@ CASES = dict(eager=700, exact=700, graph=700, misaligned=716, trap=719)
 def fail(how):
     "Let a kernel fail between two good ones"
     card = Cuda()
-    x,w,y = card.zeros((8,256)),card.zeros((256,)),card.zeros((8,256))
+    x = card.zeros((8,256))
+    w = card.zeros((256,))
+    y = card.zeros((8,256))
     with tempfile.TemporaryDirectory() as d:
         Path(d, 'bad.cu').write_text(BAD)
         k = card_of(x).load(Source('bad', d))
     words = Arguments('Pqi')
-    def bad(off, how=0, block=32): words.fill([y.data.ptr, off, how]); k((1,1,1), (block,1,1), words.pointers, pdl=False)
+    def bad(off, how=0, block=32):
+        words.fill([y.data.ptr, off, how])
+        k((1,1,1), (block,1,1), words.pointers, pdl=False)
     def good(): run('rmsnorm', 8, 256, x, w, 1e-5, y, 256, pdl=False)
     good()
     bad(0)
     card.synchronize()
     assert not faults.names
-    for wrong in (lambda: card.zeros((1<<40,)), lambda: bad(0, block=4096)):
+    for wrong in (
+            lambda: card.zeros((1<<40,)),
+            lambda: bad(0, block=4096)):
         try:
             wrong()
             raise SystemExit('what cannot be was done')
@@ -46,9 +52,12 @@ def fail(how):
     try:
         good()
         if how=='graph':
-            g,s = Graph(lambda: (good(), bad(1<<42)), card, 'a step', warm=False),card.own_stream()
+            g = Graph(lambda: (good(), bad(1<<42)), card, 'a step', warm=False)
+            s = card.own_stream()
             g(s.raw)
-            s.gather([(card.address(y), y.nbytes)], s.buffer(y.nbytes)).wait()
+            s.gather(
+                [(card.address(y), y.nbytes)],
+                s.buffer(y.nbytes)).wait()
         else:
             bad(1<<42, dict(misaligned=1, trap=2).get(how, 0))
             good()
@@ -56,8 +65,12 @@ def fail(how):
         raise SystemExit('no fault')
     except CudaFault as e:
         first = e
-    assert f'CUDA error {CASES[how]}' in str(first) and 'bad' in first.kernels and (how!='exact' or first.kernels==('bad',)), first
-    for f in (good, card.synchronize, lambda: card.zeros((2,)), lambda: card.download(y), card.memory):
+    assert (
+        f'CUDA error {CASES[how]}' in str(first) and 'bad' in first.kernels
+        and (how!='exact' or first.kernels==('bad',))), first
+    for f in (
+            good, card.synchronize, lambda: card.zeros((2,)),
+            lambda: card.download(y), card.memory):
         try:
             f()
             raise SystemExit('something ran after the fault')

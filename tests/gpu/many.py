@@ -1,8 +1,9 @@
 """What many sequences and long prompts cost an engine: its start by the number of sequences, steps
 with a chunk of a prompt beside answers, prompts by the size of chunks, and memory for each.
 
-    python tests/gpu/many.py [--emulator] [--part start|beside|waits|between|chunks|all] [--long 131072]
-        [--seqs 8,128] [--chunks 2048,8192]
+python tests/gpu/many.py [--emulator] [--part start|beside|waits|between|chunks|all] [--long
+131072]
+[--seqs 8,128] [--chunks 2048,8192]
 
 Numbers are shown, not judged."""
 from time import perf_counter
@@ -11,7 +12,9 @@ import numpy as np
 from atlas.use.bench_decode import _blank,measure,pretend
 from toys import arguments,greedy,prompt,ready_for,toy,verdict
 
-CARD = NS(model='qwen3.6-35b-a3b', seqs=(8,32,128), context=512, chunk=2048, vocab=200_000,
+CARD = NS(
+    model='qwen3.6-35b-a3b', seqs=(8,32,128), context=512,
+    chunk=2048, vocab=200_000,
     chunks=(2048,4096,8192), prompts=(512,2048,8192,32768), behind=400)
 TINY = NS(model='qwen3.6-moe', seqs=(2,4), context=256, chunk=64, vocab=256,
     chunks=(64,128), prompts=(100,200), behind=16)
@@ -76,7 +79,9 @@ def chunk(llm, s, n, runs=4):
 def beside(s, emulator):
     "A chunk alone, a plain step, and both in one"
     for n in s.seqs[-2:]:
-        llm = toy(s.model, emulator, n+1, s.behind+s.chunk+512, show=False, tbt_deadline_ms=0,
+        llm = toy(
+            s.model, emulator, n+1, s.behind+s.chunk+512,
+            show=False, tbt_deadline_ms=0,
             enable_prefix_caching=False)
         alone = {k: chunk(llm, s, k) for k in (s.chunk//4,s.chunk)}
         pretend(llm, n, s.behind, 300)
@@ -145,7 +150,9 @@ def chunks(s, emulator, long):
         for n in {*s.prompts,*s.chunks}:
             stepper._try_prompt(min(n, max(s.chunks)))
     with ready_for(passes):
-        llm = toy(s.model, emulator, 2, most+8, show=False, chunk=max(s.chunks),
+        llm = toy(
+            s.model, emulator, 2, most+8, show=False,
+            chunk=max(s.chunks),
             enable_prefix_caching=False)
     before = free(llm)
     for k in s.chunks:

@@ -1,9 +1,11 @@
-"""The same tokens, and log probabilities to the bit, with a tree of prefixes as without one: prompts that
-begin alike, a cache too small for all of them, preemption, snapshots in the middle of chunks, drafts.
+"""The same tokens, and log probabilities to the bit, with a tree of prefixes as without one:
+prompts that begin alike, a cache too small for all of them, preemption, snapshots in the middle
+of chunks, drafts.
 
-    python tests/gpu/prefixes.py [--emulator] [--models llama,qwen3.6-drafts] [--tokens 24]
+python tests/gpu/prefixes.py [--emulator] [--models llama,qwen3.6-drafts] [--tokens 24]
 
-Each answer is compared with what its request gets alone in an engine that computes every prompt whole."""
+Each answer is compared with what its request gets alone in an engine that computes every prompt
+whole."""
 import sys
 from dataclasses import replace
 from toys import arguments,greedy,prompt,serve,toy,verdict
@@ -13,7 +15,8 @@ MODELS = ['llama','mistral','qwen3.6-drafts','gpt-oss','gemma','nemotron','grani
 HOW = [{}, dict(temperature=.7, seed=3), dict(logprobs=1),
     dict(temperature=.8, seed=5, presence_penalty=.5, repetition_penalty=1.2, logprobs=2)]
 COUNTED = 'prefix_cache_hits','prefix_cache_queries','jit_after_ready'
-STEMS,OWN = (64,150,200,330,330,128,200,64),(1,40,3,7,70,0,3,100)
+STEMS = (64,150,200,330,330,128,200,64)
+OWN = (1,40,3,7,70,0,3,100)
 
 def asks(V, tokens, emulator):
     "Requests whose prompts begin alike, in two families, with places where messages end"
@@ -86,7 +89,9 @@ def one(name, emulator, tokens):
     return bad
 
 if __name__=='__main__':
-    a = arguments(__doc__, models=dict(default=','.join(MODELS)), tokens=dict(type=int, default=24))
+    a = arguments(
+        __doc__, models=dict(default=','.join(MODELS)),
+        tokens=dict(type=int, default=24))
     names = a.models.split(',')
     if a.emulator and a.models==','.join(MODELS):
         names,a.tokens = ['qwen3.6-drafts','granite'],6

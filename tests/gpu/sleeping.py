@@ -1,9 +1,12 @@
-"""A whole model that sleeps and wakes: from the host's memory and from its packed file, beside what `dd` reads of that file; without room, and while another
-model answers. Answers, log probabilities, graphs and checksums of weights are what they were.
+"""A whole model that sleeps and wakes: from the host's memory and from its packed file, beside
+what `dd` reads of that file; without room, and while another model answers. Answers, log
+probabilities, graphs and checksums of weights are what they were.
 
-    python tests/gpu/sleeping.py [--emulator] [--model qwen3.6-35b-a3b] [--folder FOLDER] [--output FILE]
+python tests/gpu/sleeping.py [--emulator] [--model qwen3.6-35b-a3b] [--folder FOLDER] [--output
+FILE]
 
-`FOLDER` says on which disk the packed file is; `FILE` gets the numbers that page engine.sleep draws."""
+`FOLDER` says on which disk the packed file is; `FILE` gets the numbers that page engine.sleep
+draws."""
 import json,os,subprocess,tempfile,threading
 from pathlib import Path
 from time import perf_counter
@@ -18,10 +21,15 @@ class Sleeper:
     def __init__(self, m, tokens):
         self.m,self.bad,self.rows = m,[],[]
         self.ids = prompt(tokens, m.config.vocab_size, 1)
-        self.arrays = [a for a in flatten(m.model.weights())[0].values() if on_card(a)]
+        self.arrays = [
+            a for a in flatten(m.model.weights())[0].values()
+            if on_card(a)]
         self.want,self.sums = self.asked(),self.summed()
         self.graphs = dict(m.engine.stepper.graphs)
-    def asked(self): return serve(self.m.engine, [(greedy('a', self.ids, 8, logprobs=3), 0)])
+    def asked(self):
+        return serve(
+            self.m.engine,
+            [(greedy('a', self.ids, 8, logprobs=3), 0)])
     def summed(self): return checksums(self.m.device, self.arrays)
     def free(self):
         self.m.device.tidy()
@@ -40,8 +48,12 @@ def nap(s:Sleeper, level, what):
     slept = s.m.sleep(level)
     given = s.free()-before
     woke = s.m.wake()
-    s.rows.append(dict(what=what, level=level, bytes=slept['bytes'], card=given, sleep=slept['seconds'], wake=woke['seconds']))
-    said = f'{human(slept["bytes"])} given back in {slept["seconds"]:.2f} s, of which the card says {human(given)}'
+    s.rows.append(dict(
+        what=what, level=level, bytes=slept['bytes'], card=given,
+        sleep=slept['seconds'], wake=woke['seconds']))
+    said = (
+        f'{human(slept["bytes"])} given back in {slept["seconds"]:.2f} s, '
+        f'of which the card says {human(given)}')
     print(f'{what}: {said}; woke in {woke["seconds"]:.3f} s', flush=True)
     s.check(what)
     return woke['seconds']
@@ -52,7 +64,9 @@ def dd(path, part=0, most=8<<30):
         os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     n = min(most, path.stat().st_size)
     skip = int(part*(path.stat().st_size-n))>>24
-    command = ['dd',f'if={path}','of=/dev/null','bs=16M','iflag=direct',f'count={-(-n>>24)}',f'skip={skip}']
+    command = [
+        'dd',f'if={path}','of=/dev/null','bs=16M','iflag=direct',f'count={-(-n>>24)}',
+        f'skip={skip}']
     start = perf_counter()
     r = subprocess.run(command, capture_output=True)
     return n/(perf_counter()-start) if r.returncode==0 else 0.
@@ -65,9 +79,12 @@ def from_file(s:Sleeper):
     for i in range(2):
         seconds = nap(s, 2, f'from the file, {i+1}')
         rates.append(dd(store.path, (i+1)/2, 2<<30))
-        read,disk = store.readings[-1],(rates[-1]+rates[-2])/2
+        read = store.readings[-1]
+        disk = (rates[-1]+rates[-2])/2
         s.rows[-1] |= dict(read=read.nbytes, reading=read.seconds, disk=disk)
-        print(f'   {read}; in all {read.nbytes/seconds/1e9:.2f} GB/s; dd {disk/1e9:.2f} GB/s', flush=True)
+        print(
+            f'   {read}; in all {read.nbytes/seconds/1e9:.2f} GB/s; dd {disk/1e9:.2f} GB/s',
+            flush=True)
 
 def no_room(s:Sleeper):
     "Somebody else has taken memory, whether that is seen before or only while mapping"
@@ -101,7 +118,8 @@ def no_room(s:Sleeper):
 def in_company(s:Sleeper, other):
     "Another model answers while this one sleeps, wakes, and sleeps again"
     ids = prompt(90, other.config.vocab_size, 2)
-    def ask(): return serve(other.engine, [(greedy('b', ids, 100, logprobs=1), 0)])
+    def ask():
+        return serve(other.engine, [(greedy('b', ids, 100, logprobs=1), 0)])
     want = ask()
     s.m.sleep()
     if ask()!=want:
@@ -121,11 +139,15 @@ def in_company(s:Sleeper, other):
     s.check('in company')
 
 def main():
-    a = arguments(__doc__, model=dict(default='qwen3.6-35b-a3b'), folder={}, output=dict(type=Path))
+    a = arguments(
+        __doc__, model=dict(default='qwen3.6-35b-a3b'), folder={},
+        output=dict(type=Path))
     with tempfile.TemporaryDirectory(dir=a.folder) as folder:
         kw = dict(cache_packed=folder)
         big = dict(seqs=128, context=8192, kv_cache_memory=32<<30)
-        m = toy('qwen3.6-moe', emulator=True, seqs=2, context=256, **kw) if a.emulator else toy(a.model, **big, **kw)
+        m = (
+            toy('qwen3.6-moe', emulator=True, seqs=2, context=256, **kw)
+            if a.emulator else toy(a.model, **big, **kw))
         print(f'{m.device.describe()}; {m.startup}', flush=True)
         s = Sleeper(m, 30 if a.emulator else 300)
         for store in m._stores:
@@ -138,7 +160,9 @@ def main():
             other = toy('qwen3.6-moe')
             in_company(s, other)
             other.close()
-        said = dict(machine=m.device.describe(), model=m.name, weights=sum(x.nbytes for x in s.arrays), naps=s.rows)
+        said = dict(
+            machine=m.device.describe(), model=m.name,
+            weights=sum(x.nbytes for x in s.arrays), naps=s.rows)
         m.close()
     if a.output:
         a.output.write_text(json.dumps(said, indent=1)+'\n')

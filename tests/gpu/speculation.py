@@ -26,14 +26,18 @@ def asks(V, tokens, emulator):
     out = []
     for i in range(4 if emulator else 8):
         n = 5+7*i if emulator else 5+23*i%190
-        out.append(greedy(f'r{i}', prompt(n, V, i), tokens-i%4, **HOW[i%4]))
+        out.append(greedy(
+            f'r{i}', prompt(n, V, i), tokens-i%4,
+            **HOW[i%4]))
     return out
 
 def one(name, emulator, tokens):
     "All drafters of one model"
     plain = toy(name, emulator)
     wanted = asks(plain.config.vocab_size, tokens, emulator)
-    alone = {r.id: serve(plain.engine, [(r,0)])[r.id] for r in wanted}
+    alone = {
+        r.id: serve(plain.engine, [(r,0)])[r.id]
+        for r in wanted}
     plain.close()
     bad = []
     for how in ways(name):
@@ -43,7 +47,8 @@ def one(name, emulator, tokens):
         s = llm.engine.stats()
         right,tried = (s[f'spec_decode_num_{k}_tokens_total'] for k in ('accepted','draft'))
         kind,k,late = llm.drafting.who,llm.drafting.k,s['jit_after_ready_total']
-        print(f'{name}, {kind} {k}: {len(wrong)} differ {wrong}; {right} of {tried} drafts accepted; '
+        print(
+            f'{name}, {kind} {k}: {len(wrong)} differ {wrong}; {right} of {tried} drafts accepted; '
             f'{late} compiled late', flush=True)
         bad += [f'{name}, {kind} {k}: {rid}' for rid in wrong]
         if late:
@@ -54,7 +59,9 @@ def one(name, emulator, tokens):
     return bad
 
 if __name__=='__main__':
-    a = arguments(__doc__, models=dict(default=','.join(MODELS)), tokens=dict(type=int, default=40),
+    a = arguments(
+        __doc__, models=dict(default=','.join(MODELS)),
+        tokens=dict(type=int, default=40),
         inner=dict(action='store_true'))
     names = a.models.split(',')
     if a.emulator and a.models==','.join(MODELS):

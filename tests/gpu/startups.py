@@ -1,11 +1,13 @@
-"""Starts of true-sized models: from a RAM disk, from a disk, and from packed files. Each start is a process of its own.
+"""Starts of true-sized models: from a RAM disk, from a disk, and from packed files. Each start is
+a process of its own.
 
-    python tests/gpu/startups.py [--emulator] [--shapes gpt-oss-20b:as-shipped,…]
-        [--ram /dev/shm] [--disk /tmp] [--only disk] [--plain 3] [--output FILE]
+python tests/gpu/startups.py [--emulator] [--shapes gpt-oss-20b:as-shipped,…]
+[--ram /dev/shm] [--disk /tmp] [--only disk] [--plain 3] [--output FILE]
 
-`FILE` gets {model: {where: report}}, which page use.bench_startup draws; what is in it of other models stays. Files are made up, and removed again.
-The first start, which compiles kernels and writes the packed file, is not kept. `--only` is one of the places;
-`--plain` says how many gigabytes are read plainly, in each of four ways, beside each start."""
+`FILE` gets {model: {where: report}}, which page use.bench_startup draws; what is in it of other
+models stays. Files are made up, and removed again. The first start, which compiles kernels and
+writes the packed file, is not kept. `--only` is one of the places; `--plain` says how many
+gigabytes are read plainly, in each of four ways, beside each start."""
 import json,shutil,subprocess,sys,tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -54,9 +56,13 @@ def wrong(where, r)->list[str]:
     return bad
 
 def main():
-    a = arguments(__doc__, shapes=dict(default=SHAPES), ram=dict(default='/dev/shm'), disk=dict(default='/tmp'),
+    a = arguments(
+        __doc__, shapes=dict(default=SHAPES), ram=dict(default='/dev/shm'),
+        disk=dict(default='/tmp'),
         only={}, plain=dict(type=float, default=8), output=dict(type=Path))
-    found = json.loads(a.output.read_text()) if a.output and a.output.exists() else {}
+    found = (
+        json.loads(a.output.read_text())
+        if a.output and a.output.exists() else {})
     shapes = [s.split(':') for s in a.shapes.split(',')]
     start = by_emulator if a.emulator else by_command
     if a.emulator:
@@ -71,7 +77,9 @@ def main():
                 reports = starts(path, name, start, a.plain)
             for where,r in reports.items():
                 rates = f'{human(r["bytes_per_second"], 1000)}/s, {r["of_disk"]:.0%} of plain reads'
-                print(f'{shape}, {where}: first token after {r["total_seconds"]:.2f} s; {rates}', flush=True)
+                print(
+                    f'{shape}, {where}: first token after {r["total_seconds"]:.2f} s; {rates}',
+                    flush=True)
                 bad += wrong(where, r)
             found.setdefault(shape, {}).update(reports)
             if a.output:

@@ -38,7 +38,9 @@ def loaded(m, device, count):
     with ready_for(steps(m.batches, len(m.chances or ()))):
         if device=='emulator':
             return toy(m.name, True, max(m.batches), 512, show=False, **m.how)
-        return LLM(m.name, device, length, max(m.batches), load_format='dummy', show=False, **m.how)
+        return LLM(
+            m.name, device, length, max(m.batches), load_format='dummy',
+            show=False, **m.how)
 
 @dataclass
 class Measured:
@@ -73,7 +75,10 @@ def row(m, report, drafted):
     at = {(p.batch,p.context): f'{p.tokens:,.0f}' for p in report.points}
     p = report.points[0]
     three = f'{drafted.points[-1].tokens:,.0f}' if drafted else ''
-    cells = m.name,m.how.get('weights', 'as shipped'),at[1,0],three,at[1,4096],at[8,0],at[32,0]
+    cells = (
+        m.name,m.how.get('weights', 'as shipped'),
+        at[1,0],three,at[1,4096],
+        at[8,0],at[32,0])
     return ' | '.join(['',*cells,f'{report.floor(p)/p.us:.0%}','']).strip()
 
 def compile_ahead(m, arch):
@@ -98,7 +103,9 @@ def main():
     o = arguments(__doc__, only=dict(default=''), ahead=dict(default=None),
         folder=dict(default=None), steps=dict(type=int, default=32))
     if o.emulator:
-        measure(Measured('llama', {}, (1,2), (0,)), 'emulator', 8, o.folder)
+        measure(
+            Measured('llama', {}, (1,2), (0,)), 'emulator',
+            8, o.folder)
         verdict([], 'measured')
     done = {}
     for m in TABLE:
